@@ -1,0 +1,248 @@
+"""Validation at the public door, once: what is wrong, with the values, before anything is computed."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import numbers
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from lce_jax import _dispatch
+from lce_jax._types import CallOptions, Case, LogprobOptions, Options, is_array
+from lce_jax._vjp import Rows
+
+FLOATS = ("bfloat16", "float16", "float32", "float64")
+INT32_MAX = np.iinfo(np.int32).max
+
+
+def options(given: LogprobOptions) -> CallOptions:
+    """The options of a call, validated as far as they can be without its shapes."""
+    unknown = set(given) - set(LogprobOptions.__annotations__)
+    if unknown:
+        known = ", ".join(LogprobOptions.__annotations__)
+        raise TypeError(f"unknown option {', '.join(sorted(unknown))}; known: {known}")
+    names = [field.name for field in dataclasses.fields(Options)]
+    return CallOptions(
+        static=static_options(**{name: given[name] for name in names if name in given}),
+        temperature=given.get("temperature", 1.0),
+        vocab_size=given.get("vocab_size"),
+        axis_name=given.get("axis_name"),
+        implementation=_implementation_names(given.get("implementation")),
+    )
+
+
+def static_options(
+    *,
+    logit_scale: Any = 1.0,
+    logit_softcap: Any = None,
+    entropy: Any = True,
+    stats: Any = False,
+    weight_layout: Any = "vh",
+    cache_bytes: Any = 0,
+    precision: Any = None,
+) -> Options:
+    """The static options, validated."""
+    if weight_layout not in ("vh", "hv"):
+        raise ValueError(f'weight_layout must be "vh" ([V, H]) or "hv" ([H, V]), got {weight_layout!r}')
+    if logit_softcap is not None:
+        logit_softcap = positive("logit_softcap", logit_softcap)
+    for name, flag in (("entropy", entropy), ("stats", stats)):
+        if not isinstance(flag, bool | np.bool_):
+            raise TypeError(f"{name} must be True or False, got {flag!r}")
+    if not _is_integer(cache_bytes) or cache_bytes < 0:
+        raise ValueError(f"cache_bytes must be a whole number of bytes, at least 0, got {cache_bytes!r}")
+    return Options(
+        logit_scale=_number("logit_scale", logit_scale),
+        logit_softcap=logit_softcap,
+        entropy=bool(entropy),
+        stats=bool(stats),
+        weight_layout=weight_layout,
+        cache_bytes=int(cache_bytes),
+        precision=_precision(precision),
+    )
+
+
+def case(hidden: Any, weight: Any, labels: Any, where: Any, call_options: CallOptions) -> Case:
+    """Shapes and dtypes, validated against each other. Arrays, tracers and ShapeDtypeStructs alike."""
+    opts = call_options.static
+    for name, x in (("hidden", hidden), ("weight", weight), ("labels", labels)):
+        if not is_array(x):
+            raise TypeError(f"{name} must be an array, got {type(x).__name__}")
+    for name, x in (("hidden", hidden), ("weight", weight)):
+        if jnp.dtype(x.dtype).name not in FLOATS:
+            raise TypeError(f"{name} must be one of {', '.join(FLOATS)}, got {x.dtype}")
+    if not jnp.issubdtype(labels.dtype, jnp.integer):
+        raise TypeError(f"labels must be integers (vocabulary ids), got {labels.dtype}")
+    if hidden.ndim < 1:
+        raise ValueError("hidden must have at least the hidden dimension, got a scalar")
+    if weight.ndim != 2:
+        raise ValueError(f"weight must have two dimensions ([V, H] or [H, V]), got shape {tuple(weight.shape)}")
+    vocab, size = weight.shape[opts.vocab_dim], weight.shape[opts.hidden_dim]
+    if hidden.shape[-1] != size:
+        other = "hv" if opts.weight_layout == "vh" else "vh"
+        hint = f' (it fits weight_layout="{other}")' if hidden.shape[-1] == vocab else ""
+        raise ValueError(
+            f"hidden {tuple(hidden.shape)} ends in H = {hidden.shape[-1]}, but weight {tuple(weight.shape)} with "
+            f'weight_layout="{opts.weight_layout}" has H = {size}{hint}'
+        )
+    if tuple(labels.shape) != tuple(hidden.shape[:-1]):
+        raise ValueError(
+            f"labels {tuple(labels.shape)} must have hidden's leading shape {tuple(hidden.shape[:-1])}"
+        )
+    if vocab == 0 or size == 0:
+        raise ValueError(f"weight {tuple(weight.shape)} must have at least one vocabulary entry and one hidden unit")
+    if where is not None:
+        check_where(where, labels.shape)
+    platform, device_kind = _dispatch.current_device()
+    return Case(
+        num_tokens=math.prod(labels.shape),
+        hidden_size=size,
+        vocab_size=vocab,
+        dtype=jnp.dtype(jax.dtypes.canonicalize_dtype(weight.dtype)),
+        options=opts,
+        compacted=where is not None,
+        platform=platform,
+        device_kind=device_kind,
+    )
+
+
+def vocabulary(vocab_size: Any, columns: int) -> int | None:
+    """``vocab_size`` against the columns of all shards; None where every column counts."""
+    if vocab_size is None:
+        return None
+    vocab_size = integer("vocab_size", vocab_size)
+    if not 1 <= vocab_size <= columns:
+        raise ValueError(f"vocab_size must lie in [1, {columns}], the columns of weight, got {vocab_size}")
+    return vocab_size if vocab_size < columns else None
+
+
+def rows(labels: Any, where: Any, value: Any, total: int, dtype: Any) -> Rows:
+    """The per-token operands, flattened; labels outside [0, total) become -1 without wrapping."""
+    labels = jnp.asarray(labels)
+    shape = labels.shape
+    if where is not None:
+        where = jnp.asarray(where).reshape(-1)
+    info = jnp.iinfo(labels.dtype)
+    if info.min < -1:
+        labels = jnp.maximum(labels, -1)
+    if info.max > INT32_MAX:
+        labels = jnp.minimum(labels, INT32_MAX)
+    labels = labels.astype(jnp.int32).reshape(-1)
+    labels = jnp.where((labels >= 0) & (labels < total), labels, -1)
+    value = temperature(value, shape)
+    if value is not None:
+        value = jnp.broadcast_to(jnp.asarray(value, dtype), shape).reshape(-1)
+    return Rows(labels, where, value)
+
+
+def check_where(where: Any, shape: tuple[int, ...]) -> None:
+    """``where`` must be a bool array of the labels' shape."""
+    if not is_array(where):
+        raise TypeError(f"where must be a bool array, got {type(where).__name__}")
+    if where.dtype != jnp.bool_:
+        raise TypeError(f"where must be bool, got {where.dtype}: write `where != 0` if that is what it means")
+    if tuple(where.shape) != tuple(shape):
+        raise ValueError(f"where {tuple(where.shape)} must have the shape of labels {tuple(shape)}")
+
+
+def temperature(value: Any, shape: tuple[int, ...]) -> Any:
+    """A temperature as given, or None where it is the number 1: a positive number, or an array that broadcasts."""
+    if not is_array(value) or isinstance(value, np.generic):
+        value = positive("temperature", value)
+        return None if value == 1.0 else value
+    if not jnp.issubdtype(value.dtype, jnp.floating):
+        raise TypeError(f"temperature must be floating point, got {value.dtype}")
+    try:
+        fits = np.broadcast_shapes(value.shape, shape) == tuple(shape)
+    except ValueError:
+        fits = False
+    if not fits:
+        raise ValueError(f"temperature {tuple(value.shape)} must broadcast to labels {tuple(shape)}")
+    return value
+
+
+def axis_size(axis_name: Any) -> int:
+    """The number of shards over ``axis_name``, which must be bound by an enclosing ``shard_map``."""
+    if axis_name is None:
+        return 1
+    try:
+        return lax.axis_size(axis_name)
+    except NameError:
+        bound = tuple(jax.sharding.get_abstract_mesh().manual_axes)
+        raise ValueError(
+            f"axis_name {axis_name!r} is not bound here (bound: {bound or 'none'}): call inside jax.shard_map over a "
+            "mesh with that axis, or use sharded_linear_logprobs outside it"
+        ) from None
+
+
+def positive(name: str, value: Any) -> float:
+    """A finite number above 0."""
+    value = _number(name, value)
+    if value <= 0:
+        raise ValueError(f"{name} must be positive, got {value}")
+    return value
+
+
+def fraction(name: str, value: Any) -> float:
+    """A number in [0, 1)."""
+    value = _number(name, value)
+    if not 0 <= value < 1:
+        raise ValueError(f"{name} must lie in [0, 1), got {value}")
+    return value
+
+
+def not_negative(name: str, value: Any) -> float:
+    """A finite number, at least 0."""
+    value = _number(name, value)
+    if value < 0:
+        raise ValueError(f"{name} must not be negative, got {value}")
+    return value
+
+
+def integer(name: str, value: Any) -> int:
+    """A whole number."""
+    if not _is_integer(value):
+        raise TypeError(f"{name} must be a Python integer, got {value!r}")
+    return int(value)
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} must be a Python number, got {type(value).__name__} {value!r}")
+    if not math.isfinite(value):
+        raise ValueError(f"{name} must be finite, got {value}")
+    return float(value)
+
+
+def _implementation_names(implementation: Any) -> tuple[str, ...] | None:
+    if implementation is None:
+        return None
+    names = (implementation,) if isinstance(implementation, str) else implementation
+    known = ", ".join(f'"{name}"' for name in _dispatch.IMPLEMENTATIONS)
+    if not isinstance(names, tuple) or not names:
+        raise TypeError(f"implementation must be None, a name or a tuple of names ({known}), got {implementation!r}")
+    for name in names:
+        if name not in _dispatch.IMPLEMENTATIONS:
+            raise ValueError(f"unknown implementation {name!r}; known: {known}")
+    return names
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def _precision(precision: Any) -> Any:
+    if precision is None:
+        return None
+    one = jax.ShapeDtypeStruct((1, 1), jnp.float32)
+    try:
+        jax.eval_shape(lambda a, b: lax.dot(a, b, precision=precision), one, one)
+        hash(precision)
+    except Exception as error:
+        raise ValueError(f"precision {precision!r} is not a jax.lax.PrecisionLike: {error}") from error
+    return precision

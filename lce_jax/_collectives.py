@@ -1,0 +1,49 @@
+"""What a vocabulary split over a mesh axis needs: where a shard begins, one packed merge, one reduction."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from lce_jax import _compat, _math
+from lce_jax._types import LogprobOutput, ShardStatistics
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float
+
+type AxisName = Any  # a hashable axis name, or a tuple of them
+
+
+def merge_over_axis(stats: ShardStatistics, axis_name: AxisName) -> ShardStatistics:
+    """Eq. 2 over the shards of ``axis_name``, in one all-gather of [N, fields, T].
+
+    Every shard then adds the same numbers in the same order, so all of them hold bitwise-equal results.
+    """
+    fields, structure = jax.tree.flatten(stats)
+    gathered = lax.all_gather(jnp.stack(fields), axis_name, to="invarying")
+    return _math.merge(jax.tree.unflatten(structure, list(jnp.moveaxis(gathered, 1, 0))))
+
+
+def total_cotangent(cotangent: LogprobOutput, axis_name: AxisName) -> LogprobOutput:
+    """The cotangent of outputs that every shard of ``axis_name`` holds.
+
+    Under ``check_vma=True`` the types already make it the same on every shard. Under ``check_vma=False`` each shard
+    has the derivative through its own copy, and JAX's convention (that of ``psum``'s transpose) is their sum.
+    """
+    if _compat.tracks_varying(axis_name):
+        return cotangent
+    fields, structure = jax.tree.flatten(cotangent)
+    return jax.tree.unflatten(structure, list(lax.psum(jnp.stack(fields), axis_name)))
+
+
+def gather_sequence(hidden: Float[Array, "*b H"], axis_name: AxisName, dim: int) -> Float[Array, "*b H"]:
+    """Hidden states whose dimension ``dim`` is split over ``axis_name``, whole on every shard."""
+    return lax.all_gather(hidden, axis_name, axis=dim, tiled=True)
+
+
+def scatter_sequence(dhidden: Float[Array, "*b H"], axis_name: AxisName, dim: int) -> Float[Array, "*b H"]:
+    """The transpose of `gather_sequence`: summed over the shards, each keeping its own part."""
+    return lax.psum_scatter(dhidden, axis_name, scatter_dimension=dim, tiled=True)

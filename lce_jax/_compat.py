@@ -1,0 +1,52 @@
+"""The only importer of what JAX may move or rename, and the few idioms its manual-axis types ask for."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import lax
+
+
+def varying_axes(x: Any) -> frozenset[Any]:
+    """The manual mesh axes over which a leaf's type says that it may differ. Empty under ``check_vma=False``."""
+    return frozenset(jax.typeof(x).mat.varying)
+
+
+def tracks_varying(axis_name: Any) -> bool:
+    """Whether the enclosing ``shard_map`` tracks types over ``axis_name`` (``check_vma=True``)."""
+    return bool(varying_axes(lax.axis_index(axis_name)))
+
+
+def vary_like[T](tree: T, like: Any) -> T:
+    """``tree`` typed as varying over every axis that a leaf of ``like`` varies over: what a loop's carry must be."""
+    axes = frozenset[Any]().union(*(varying_axes(x) for x in jax.tree.leaves(like)))
+
+    def cast(x: Any) -> Any:
+        missing = axes - varying_axes(x)
+        return lax.pcast(x, tuple(missing), to="varying") if missing else x
+
+    return jax.tree.map(cast, tree)
+
+
+def psum_to_type(x: jax.Array, like: Any) -> jax.Array:
+    """``x`` summed over the axes it varies over and ``like`` does not: the cotangent of a value that was replicated."""
+    extra = tuple(sorted(varying_axes(x) - varying_axes(like), key=str))
+    return lax.psum(x, extra) if extra else x
+
+
+def first_order_only[**P, R](function: Callable[P, R]) -> Callable[P, R]:
+    """``function``, which raises when it is itself differentiated: it runs inside a ``custom_vjp`` rule."""
+    guarded = jax.custom_jvp(function)
+
+    @guarded.defjvp
+    def refuse(primals: Any, tangents: Any) -> Any:
+        del primals, tangents
+        raise NotImplementedError(
+            "lce_jax computes first derivatives only: this is a derivative of a gradient (grad of grad, jvp of grad, "
+            'hessian). For second derivatives use implementation="reference"-like plain JAX code on the logits.'
+        )
+
+    return functools.wraps(function)(guarded)

@@ -1,0 +1,74 @@
+"""Which implementation serves a call: a list in order of preference, each with its reason to decline."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+from typing import Any, Protocol
+
+import jax
+
+from lce_jax import reference, xla
+from lce_jax._types import Case, Operands, Plan, RowCoefficients, ShardStatistics, UnsupportedError
+
+
+class Implementation(Protocol):
+    """What a module must define to be one: the (statistics, gradients) pair, and what it can say beforehand."""
+
+    NAME: str
+
+    def supports(self, case: Case) -> str | None:
+        """Why it cannot serve ``case``, in words for the user; None where it can."""
+
+    def plan(self, case: Case) -> Plan:
+        """Its tiles and its bytes for ``case``, without running anything."""
+
+    def statistics(self, operands: Operands, case: Case, keep_cache: bool = False) -> tuple[ShardStatistics, Any]:
+        """Eq. 1 of the shard, and what the backward may use of it (None, or arrays within ``cache_bytes``)."""
+
+    def gradients(self, operands: Operands, case: Case, rows: RowCoefficients, cache: Any = None) -> tuple[Any, Any]:
+        """Eq. 5: dhidden [T, H] in the statistics' dtype, dweight in the weight's."""
+
+
+IMPLEMENTATIONS: dict[str, Implementation] = {module.NAME: module for module in (xla, reference)}
+AUTOMATIC = (xla.NAME,)  # what ``implementation=None`` tries, best first
+
+_logger = logging.getLogger("lce_jax")
+
+
+def choose(case: Case, implementation: tuple[str, ...] | None) -> tuple[Implementation, dict[str, str]]:
+    """The first implementation that serves ``case``, and the reasons of those before it.
+
+    Raises:
+        UnsupportedError: none of those asked for can.
+    """
+    names = AUTOMATIC if implementation is None else implementation
+    refused: dict[str, str] = {}
+    for name in names:
+        reason = IMPLEMENTATIONS[name].supports(case)
+        if reason is None:
+            if implementation is None:
+                _log_choice(name, case.platform, tuple(refused.items()))
+            return IMPLEMENTATIONS[name], refused
+        refused[name] = reason
+    raise UnsupportedError("; ".join(f'implementation "{name}": {reason}' for name, reason in refused.items()))
+
+
+def explain(case: Case, implementation: tuple[str, ...] | None) -> Plan:
+    """The plan of the implementation that `choose` picks, with the reasons of those before it."""
+    chosen, refused = choose(case, implementation)
+    return dataclasses.replace(chosen.plan(case), refused=refused)
+
+
+def current_device() -> tuple[str, str]:
+    """(platform, device kind) of the device that a call made now would run on."""
+    device = jax.config.jax_default_device or jax.devices()[0]
+    device = jax.devices(device)[0] if isinstance(device, str) else device
+    return device.platform, device.device_kind
+
+
+@functools.cache
+def _log_choice(name: str, platform: str, refused: tuple[tuple[str, str], ...]) -> None:
+    reasons = "".join(f"; not {other}: {reason}" for other, reason in refused)
+    _logger.info("linear log-probabilities on %s: %s%s", platform, name, reasons)

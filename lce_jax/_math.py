@@ -1,0 +1,163 @@
+r"""The mathematics, once. Other modules cite the equations by number.
+
+Logits of a token, from its raw products $r_v = h \cdot w_v$ (temperature $\tau$, scale $a$, softcap $c$):
+
+    (0)  z = cap(a r) / τ,   cap(x) = c tanh(x / c)   or   cap(x) = x
+
+and, with p = softmax(z):
+
+    (1)  statistics of a set of columns:  m = max z,  u = z - m,  s = Σ e^u,  q = Σ u e^u,  t = z[label] if owned
+    (2)  union of disjoint sets:          M = max mᵢ,  aᵢ = e^(mᵢ - M),  s = Σ sᵢ aᵢ,
+                                          q = Σ (qᵢ + (mᵢ - M) sᵢ) aᵢ,  t = Σ tᵢ
+    (3)  results:                         lse = M + ln s,  logprob = (t - M) - ln s,  entropy = ln s - q / s
+    (4)  gradient in the logits:          dz = 1_y g_lp + p (-g_lp + g_lse - g_ent (ln p + entropy))
+                                             = 1_y target + p (constant + slope ln p)
+    (5)  gradient in the raw products:    dr = dz · (a / τ) · (1 - tanh²(a r / c));   dh = dr W,  dW = drᵀ h
+
+Why this shape: q is summed in the shifted variable u, so entropy never is the difference of two large numbers, and
+both terms of (3) are non-negative. (2) is associative and serves tiles, chunks and shards alike. An empty set has
+m = -1e30 (finite: 0 · inf would be NaN), s = q = t = 0, and (2) absorbs it exactly. The row factor a / τ of (5) is
+folded into target, constant and slope, so the inner loop never sees it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import jax.numpy as jnp
+from jax import lax
+
+from lce_jax._types import LogprobOutput, Options, RowCoefficients, ShardStatistics
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float, Int
+
+MASKED = -1e30  # stands for -inf in a maximum; float32, and its difference to any real logit, stay finite
+
+
+def transform_logits(
+    raw: Float[Array, "T n"], options: Options, inverse_temperature: Float[Array, "T"] | None
+) -> tuple[Float[Array, "T n"], Float[Array, "T n"] | None]:
+    """Eq. 0: logits from raw products, and the derivative of the cap (None without one)."""
+    z = raw if options.logit_scale == 1.0 else raw * options.logit_scale
+    dcap = None
+    if options.logit_softcap is not None:
+        tanh = jnp.tanh(z * (1.0 / options.logit_softcap))
+        z, dcap = tanh * options.logit_softcap, 1.0 - tanh * tanh
+    if inverse_temperature is not None:
+        z = z * inverse_temperature[:, None]
+    return z, dcap
+
+
+def tile_statistics(
+    z: Float[Array, "T n"], targets: Int[Array, "T"], live: Bool[Array, "n"] | None, options: Options
+) -> ShardStatistics:
+    """Eq. 1 over a tile. ``targets`` are columns of this tile or lie outside [0, n); ``live`` masks padding columns."""
+    n = z.shape[1]
+    masked = z if live is None else jnp.where(live, z, MASKED)
+    m = jnp.maximum(jnp.max(masked, axis=1), MASKED)
+    u = masked - m[:, None]
+    e = jnp.exp(u) if live is None else jnp.where(live, jnp.exp(u), 0.0)
+    owned = (targets >= 0) & (targets < n)
+    at_target = jnp.take_along_axis(z, jnp.where(owned, targets, 0)[:, None], axis=1)[:, 0]
+    lowest = None
+    if options.stats:
+        lowest = jnp.min(z if live is None else jnp.where(live, z, -MASKED), axis=1)
+    return ShardStatistics(
+        max=m,
+        sumexp=jnp.sum(e, axis=1),
+        weighted=jnp.sum(u * e, axis=1) if options.entropy else None,
+        target=jnp.where(owned, at_target, 0.0),
+        min=lowest,
+    )
+
+
+def empty_statistics(num_tokens: int, dtype: jnp.dtype, options: Options) -> ShardStatistics:
+    """The statistics of no columns at all: the neutral element of `merge`."""
+    zero = jnp.zeros((num_tokens,), dtype)
+    return ShardStatistics(
+        max=jnp.full((num_tokens,), MASKED, dtype),
+        sumexp=zero,
+        weighted=zero if options.entropy else None,
+        target=zero,
+        min=jnp.full((num_tokens,), -MASKED, dtype) if options.stats else None,
+    )
+
+
+def merge(parts: ShardStatistics) -> ShardStatistics:
+    """Eq. 2 over the leading axis: fields [N, T] in, [T] out, summed in the order of the axis."""
+    m = jnp.max(parts.max, axis=0)
+    shift = parts.max - m
+    a = jnp.exp(shift)
+    weighted = None
+    if parts.weighted is not None:
+        # A part without columns has shift = -1e30, s = q = 0: every product is an exact 0.
+        weighted = jnp.sum((parts.weighted + shift * parts.sumexp) * a, axis=0)
+    return ShardStatistics(
+        max=m,
+        sumexp=jnp.sum(parts.sumexp * a, axis=0),
+        weighted=weighted,
+        target=jnp.sum(parts.target, axis=0),
+        min=None if parts.min is None else jnp.min(parts.min, axis=0),
+    )
+
+
+def finish(
+    stats: ShardStatistics, in_vocab: Bool[Array, "T"], where: Bool[Array, "T"] | None
+) -> LogprobOutput:
+    """Eq. 3, from statistics of the whole vocabulary; out-of-vocabulary logprobs and rows left out become 0."""
+    log_sumexp = jnp.log(stats.sumexp)
+    out = LogprobOutput(
+        logprobs=jnp.where(in_vocab, (stats.target - stats.max) - log_sumexp, 0.0),
+        entropy=None if stats.weighted is None else log_sumexp - stats.weighted / stats.sumexp,
+        lse=stats.max + log_sumexp,
+        max_logit=None if stats.min is None else stats.max,
+        min_logit=stats.min,
+    )
+    if where is None:
+        return out
+    return LogprobOutput(*(None if field is None else jnp.where(where, field, 0.0) for field in out))
+
+
+def row_coefficients(
+    lse: Float[Array, "T"],
+    entropy: Float[Array, "T"] | None,
+    cotangent: LogprobOutput,
+    where: Bool[Array, "T"] | None,
+    inverse_temperature: Float[Array, "T"] | None,
+    options: Options,
+) -> RowCoefficients:
+    """Eq. 4 and the row factor of eq. 5, from the forward's results and the cotangents of its outputs."""
+    factor = options.logit_scale if inverse_temperature is None else options.logit_scale * inverse_temperature
+    constant = cotangent.lse - cotangent.logprobs
+    slope = None
+    if entropy is not None:
+        constant = constant - cotangent.entropy * entropy
+        slope = -cotangent.entropy * factor
+    rows = RowCoefficients(
+        lse=lse,
+        target=cotangent.logprobs * factor,
+        constant=constant * factor,
+        slope=slope,
+    )
+    if where is None:
+        return rows
+    return RowCoefficients(*(None if field is None else jnp.where(where, field, 0.0) for field in rows))
+
+
+def dlogits(
+    z: Float[Array, "T n"],
+    dcap: Float[Array, "T n"] | None,
+    rows: RowCoefficients,
+    targets: Int[Array, "T"],
+    live: Bool[Array, "n"] | None,
+) -> Float[Array, "T n"]:
+    """Eqs. 4 and 5 over a tile: the gradient in the raw products."""
+    log_p = z - rows.lse[:, None]
+    slope = 0.0 if rows.slope is None else rows.slope[:, None] * log_p
+    d = jnp.exp(log_p) * (rows.constant[:, None] + slope)
+    columns = lax.broadcasted_iota(jnp.int32, z.shape, 1)
+    d = jnp.where(columns == targets[:, None], d + rows.target[:, None], d)
+    if dcap is not None:
+        d = d * dcap
+    return d if live is None else jnp.where(live, d, 0.0)

@@ -1,0 +1,203 @@
+"""The types every layer speaks: outputs, static options, operands, and one shard's statistics.
+
+Dimension letters used throughout the package: T tokens, H hidden size, V vocabulary (of the shard at hand when a
+mesh axis splits it), N shards.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
+
+import jax
+import jax.numpy as jnp
+
+if TYPE_CHECKING:
+    from jax.lax import PrecisionLike
+    from jaxtyping import Array, Bool, Float, Int
+
+
+class UnsupportedError(ValueError):
+    """An implementation that was asked for by name cannot serve the call; the message says why."""
+
+
+class LogprobOutput(NamedTuple):
+    """Per-token results, each of ``labels.shape`` and float32 (float64 when the weight is float64), or None.
+
+    A pytree. ``logprobs``, ``entropy`` and ``lse`` are differentiable; ``max_logit`` and ``min_logit`` are not.
+
+    Attributes:
+        logprobs: ln p(label), nats. 0 where the label is out of vocabulary or ``where`` is False.
+        entropy: entropy of the token's distribution, nats. None with ``entropy=False``.
+        lse: ln Σ exp(logits), nats.
+        max_logit: largest logit over the true vocabulary. None without ``stats=True``.
+        min_logit: smallest logit over the true vocabulary. None without ``stats=True``.
+    """
+
+    logprobs: Float[Array, ...]
+    entropy: Float[Array, ...] | None
+    lse: Float[Array, ...]
+    max_logit: Float[Array, ...] | None = None
+    min_logit: Float[Array, ...] | None = None
+
+
+class LogprobOptions(TypedDict, total=False):
+    """The keyword options that every public function shares; `linear_logprobs` says what each means."""
+
+    temperature: float | Float[Array, "..."]
+    logit_softcap: float | None
+    logit_scale: float
+    entropy: bool
+    stats: bool
+    vocab_size: int | None
+    weight_layout: Literal["vh", "hv"]
+    axis_name: Any
+    cache_bytes: int
+    precision: PrecisionLike
+    implementation: str | tuple[str, ...] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What is static about a call: hashable, validated, the same for every implementation."""
+
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
+    entropy: bool = True
+    stats: bool = False
+    weight_layout: str = "vh"
+    cache_bytes: int = 0
+    precision: Any = None
+
+    @property
+    def vocab_dim(self) -> int:
+        """The dimension of the weight that runs over the vocabulary."""
+        return self.weight_layout.index("v")
+
+    @property
+    def hidden_dim(self) -> int:
+        """The dimension of the weight that runs over the hidden size."""
+        return self.weight_layout.index("h")
+
+
+class Operands(NamedTuple):
+    """The arrays of one shard, as an implementation receives them.
+
+    ``num_rows`` and ``num_columns`` bound the work: rows from ``num_rows`` on are never read back and columns from
+    ``num_columns`` on are padding of the vocabulary. Both may be traced.
+    """
+
+    hidden: Float[Array, "T H"]  # in the weight's dtype
+    weight: Float[Array, "V H"]  # or [H, V]: Options.weight_layout
+    targets: Int[Array, "T"]  # int32 column of the label in this shard, -1 where the shard does not own it
+    inverse_temperature: Float[Array, "T"] | None  # None: 1
+    num_rows: Int[Array, ""] | None  # None: T
+    num_columns: Int[Array, ""] | int | None  # None: V
+
+
+class ShardStatistics(NamedTuple):
+    """What one tile, one chunk or one shard knows of each token's distribution (eq. 1); `_math.merge` joins them."""
+
+    max: Float[Array, "T"]  # m, the largest logit; -1e30 where no column counted
+    sumexp: Float[Array, "T"]  # s = Σ exp(z - m)
+    weighted: Float[Array, "T"] | None  # q = Σ (z - m)·exp(z - m); None without entropy
+    target: Float[Array, "T"]  # z of the label where it is owned, else 0
+    min: Float[Array, "T"] | None  # the smallest logit, +1e30 where no column counted; None without stats
+
+
+class RowCoefficients(NamedTuple):
+    """dlogits = onehot·target + p·(constant + slope·ln p), with ln p = z - lse (eq. 4), per token."""
+
+    lse: Float[Array, "T"]
+    target: Float[Array, "T"]
+    constant: Float[Array, "T"]
+    slope: Float[Array, "T"] | None  # None without entropy
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A call reduced to what decides support and tiling: shapes, dtypes, options and the device. No arrays."""
+
+    num_tokens: int
+    hidden_size: int
+    vocab_size: int  # columns of this shard's weight
+    dtype: jnp.dtype  # of the weight, hence of the matrix products
+    options: Options
+    compacted: bool = False  # some rows may be left out (``where``)
+    platform: str = "cpu"
+    device_kind: str = ""
+
+    @property
+    def stat_dtype(self) -> jnp.dtype:
+        """The dtype of every sum and softmax: float32, or float64 for a float64 weight."""
+        return jnp.promote_types(self.dtype, jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How a call will be computed and what it will hold, in bytes per device. ``str(plan)`` is for people.
+
+    Attributes:
+        implementation: the implementation that will run.
+        refused: each implementation tried before it, and why it cannot serve the call.
+        case: the shapes, dtypes and device the plan is for.
+        tiles: tile sizes by name.
+        forward_bytes: temporary memory of the forward pass, an estimate.
+        backward_bytes: temporary memory of the backward pass, an estimate that leaves out the gradients themselves.
+        kept_bytes: memory kept from forward to backward beyond the call's own operands.
+        logits_bytes: what one copy of the logits in the statistics' dtype would take, for comparison.
+        notes: remarks on options, in sentences.
+    """
+
+    implementation: str
+    refused: dict[str, str]
+    case: Case
+    tiles: dict[str, int]
+    forward_bytes: int
+    backward_bytes: int
+    kept_bytes: int
+    logits_bytes: int
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        case = self.case
+        where = case.device_kind or case.platform
+        lines = [
+            f"{self.implementation}: {case.num_tokens:,} tokens, hidden size {case.hidden_size:,}, "
+            f"{case.vocab_size:,} vocabulary columns, {case.dtype.name}, on {where}",
+            "  tiles      " + (", ".join(f"{name} {size:,}" for name, size in self.tiles.items()) or "none"),
+            f"  forward    {format_bytes(self.forward_bytes)} temporary",
+            f"  backward   {format_bytes(self.backward_bytes)} temporary, gradients not counted",
+            f"  kept       {format_bytes(self.kept_bytes)} from forward to backward",
+            f"  logits     {format_bytes(self.logits_bytes)} if they were stored",
+        ]
+        lines += [f"  not used   {name}: {reason}" for name, reason in self.refused.items()]
+        lines += [f"  note       {note}" for note in self.notes]
+        return "\n".join(lines)
+
+
+def format_bytes(count: float) -> str:
+    """``count`` in the largest binary unit that keeps it at least 1: ``format_bytes(3 << 20)`` is ``'3.0 MiB'``."""
+    if count < 1024:
+        return f"{count:.0f} B"
+    for unit in ("KiB", "MiB", "GiB"):
+        count /= 1024
+        if count < 1024 or unit == "GiB":
+            break
+    return f"{count:,.1f} {unit}"
+
+
+@dataclasses.dataclass(frozen=True)
+class CallOptions:
+    """`LogprobOptions`, validated: the static ones every implementation sees, and those the call itself uses."""
+
+    static: Options
+    temperature: Any
+    vocab_size: int | None
+    axis_name: Any
+    implementation: tuple[str, ...] | None
+
+
+def is_array(x: Any) -> bool:
+    """Whether ``x`` has the shape and dtype of an array, concrete, traced or a ShapeDtypeStruct."""
+    return isinstance(x, jax.Array | jax.ShapeDtypeStruct) or (hasattr(x, "shape") and hasattr(x, "dtype"))

@@ -1,0 +1,169 @@
+"""The one ``custom_vjp``, over any implementation's (statistics, gradients) pair.
+
+    hidden ─ gather over the sequence ─ cast ─ compact ─ statistics ─ merge over the axis ─ finish ─▶ LogprobOutput
+                                                             │ cache
+    cotangents ─ total over the axis ─ row coefficients ─ gradients ─ expand ─ reduce over the axis ─▶ dhidden, dweight
+
+The residuals are the call's own operands, two numbers per token and, if asked for, the implementation's cache.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from lce_jax import _collectives, _compat, _dispatch, _math, _rows
+from lce_jax._types import Case, LogprobOutput, Operands, ShardStatistics
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float, Int
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """A call's static part: what to compute, by which implementation, split over which axis."""
+
+    case: Case
+    implementation: str
+    vocab_size: int | None = None  # of the whole vocabulary; None: every column of every shard counts
+    axis_name: Any = None
+    gather_dim: int | None = None  # hidden's dimension that is split over ``axis_name`` too
+
+
+class Rows(NamedTuple):
+    """A call's per-token operands, flattened. None of them has a gradient."""
+
+    labels: Int[Array, "T"]  # int32 global id, -1 where out of vocabulary
+    where: Bool[Array, "T"] | None
+    temperature: Float[Array, "T"] | None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def linear_logprobs(
+    spec: Spec, hidden: Float[Array, "*b H"], weight: Float[Array, "V H"], rows: Rows
+) -> LogprobOutput:
+    """Per-token results, [T] each, over the whole vocabulary; differentiable in hidden and weight."""
+    out, _ = _forward(spec, hidden, weight, rows, keep_cache=False)
+    return out
+
+
+def _linear_logprobs_fwd(spec: Spec, hidden: Any, weight: Any, rows: Rows) -> tuple[LogprobOutput, Any]:
+    forward = _compat.first_order_only(functools.partial(_forward, spec, keep_cache=True))
+    out, cache = forward(hidden, weight, rows)
+    return out, (hidden, weight, rows, out.lse, out.entropy, cache)
+
+
+def _linear_logprobs_bwd(spec: Spec, residuals: Any, cotangent: LogprobOutput) -> tuple[Any, Any, None]:
+    backward = _compat.first_order_only(functools.partial(_backward, spec))
+    return (*backward(residuals, cotangent), None)
+
+
+linear_logprobs.defvjp(_linear_logprobs_fwd, _linear_logprobs_bwd)
+
+
+def shard_statistics(
+    spec: Spec, hidden: Float[Array, "T H"], weight: Float[Array, "V H"], rows: Rows, start: Any, keep_cache: bool
+) -> tuple[ShardStatistics, Any]:
+    """The statistics of the shard whose first column is ``start``, in the call's row order, and the cache."""
+    operands, order = _operands(spec, hidden, weight, rows, start)
+    implementation = _dispatch.IMPLEMENTATIONS[spec.implementation]
+    stats, cache = implementation.statistics(operands, spec.case, keep_cache)
+    return (stats if order is None else _rows.expand(order, stats)), cache
+
+
+def shard_gradients(
+    spec: Spec,
+    hidden: Float[Array, "T H"],
+    weight: Float[Array, "V H"],
+    rows: Rows,
+    start: Any,
+    lse: Float[Array, "T"],
+    entropy: Float[Array, "T"] | None,
+    cotangent: LogprobOutput,
+    cache: Any,
+) -> tuple[Float[Array, "T H"], Float[Array, "V H"]]:
+    """The shard's part of dhidden, in the statistics' dtype, and its dweight, in the weight's."""
+    operands, order = _operands(spec, hidden, weight, rows, start)
+    inverse_temperature = _inverse_temperature(rows, spec.case)
+    coefficients = _math.row_coefficients(
+        lse, entropy, cotangent, rows.where, inverse_temperature, spec.case.options
+    )
+    if order is not None:
+        coefficients = _rows.compact(order, coefficients)
+    implementation = _dispatch.IMPLEMENTATIONS[spec.implementation]
+    dhidden, dweight = implementation.gradients(operands, spec.case, coefficients, cache)
+    if order is not None:
+        dhidden = jnp.where(rows.where[:, None], _rows.expand(order, dhidden), 0.0)
+    return dhidden, dweight
+
+
+def _forward(spec: Spec, hidden: Any, weight: Any, rows: Rows, keep_cache: bool) -> tuple[LogprobOutput, Any]:
+    stats, cache = shard_statistics(spec, _flat(spec, hidden, weight), weight, rows, _start(spec, weight), keep_cache)
+    if spec.axis_name is not None:
+        stats = _collectives.merge_over_axis(stats, spec.axis_name)
+    return _math.finish(stats, rows.labels >= 0, rows.where), cache
+
+
+def _backward(spec: Spec, residuals: Any, cotangent: LogprobOutput) -> tuple[Any, Any]:
+    hidden, weight, rows, lse, entropy, cache = residuals
+    if spec.axis_name is not None:
+        cotangent = _collectives.total_cotangent(cotangent, spec.axis_name)
+    dhidden, dweight = shard_gradients(
+        spec, _flat(spec, hidden, weight), weight, rows, _start(spec, weight), lse, entropy, cotangent, cache
+    )
+    if spec.gather_dim is None:
+        dhidden = dhidden.reshape(hidden.shape)
+    else:
+        shards = lax.axis_size(spec.axis_name)
+        whole = [n * shards if i == spec.gather_dim else n for i, n in enumerate(hidden.shape)]
+        dhidden = _collectives.scatter_sequence(dhidden.reshape(whole), spec.axis_name, spec.gather_dim)
+    dhidden = _compat.psum_to_type(dhidden, hidden).astype(hidden.dtype)
+    return dhidden, _compat.psum_to_type(dweight, weight)
+
+
+def _flat(spec: Spec, hidden: Float[Array, "*b H"], weight: Array) -> Float[Array, "T H"]:
+    """Hidden in the weight's dtype, whole and flattened."""
+    hidden = hidden.astype(weight.dtype)
+    if spec.gather_dim is not None:
+        hidden = _collectives.gather_sequence(hidden, spec.axis_name, spec.gather_dim)
+    return hidden.reshape(-1, hidden.shape[-1])
+
+
+def _start(spec: Spec, weight: Array) -> Int[Array, ""] | int:
+    """The first global column of this shard."""
+    if spec.axis_name is None:
+        return 0
+    return lax.axis_index(spec.axis_name) * weight.shape[spec.case.options.vocab_dim]
+
+
+def _operands(
+    spec: Spec, hidden: Array, weight: Array, rows: Rows, start: Any
+) -> tuple[Operands, _rows.Compaction | None]:
+    columns = weight.shape[spec.case.options.vocab_dim]
+    num_columns = None
+    if spec.vocab_size is not None:
+        left = spec.vocab_size - start
+        num_columns = min(max(left, 0), columns) if isinstance(left, int) else jnp.clip(left, 0, columns)
+    targets = rows.labels - start
+    owned = (rows.labels >= 0) & (targets >= 0) & (targets < columns)
+    per_token = (hidden, jnp.where(owned, targets, -1), _inverse_temperature(rows, spec.case))
+    if rows.where is None:
+        order = None
+    else:
+        order = _rows.compaction(rows.where)
+        per_token = _rows.compact(order, per_token)
+    hidden, targets, inverse_temperature = per_token
+    num_rows = None if order is None else order.num_rows
+    return Operands(hidden, weight, targets, inverse_temperature, num_rows, num_columns), order
+
+
+def _inverse_temperature(rows: Rows, case: Case) -> Float[Array, "T"] | None:
+    if rows.temperature is None:
+        return None
+    inverse = 1.0 / rows.temperature.astype(case.stat_dtype)
+    return inverse if rows.where is None else jnp.where(rows.where, inverse, 1.0)

@@ -1,0 +1,303 @@
+"""The public functions: validate, flatten, dispatch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, Unpack
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from lce_jax import _checks, _compat, _dispatch, _vjp
+from lce_jax._types import Case, LogprobOptions, LogprobOutput, Plan, UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from jax.lax import PrecisionLike
+    from jaxtyping import Array, Bool, Float, Int
+
+type Reduction = Literal["mean", "sum", "none"]
+
+
+def linear_logprobs(
+    hidden: Float[Array, "*b H"],
+    weight: Float[Array, "V H"],
+    labels: Int[Array, "*b"],
+    *,
+    where: Bool[Array, "*b"] | None = None,
+    temperature: float | Float[Array, "..."] = 1.0,
+    logit_softcap: float | None = None,
+    logit_scale: float = 1.0,
+    entropy: bool = True,
+    stats: bool = False,
+    vocab_size: int | None = None,
+    weight_layout: Literal["vh", "hv"] = "vh",
+    axis_name: Any = None,
+    cache_bytes: int = 0,
+    precision: PrecisionLike = None,
+    implementation: str | tuple[str, ...] | None = None,
+) -> LogprobOutput:
+    """Per-token log-probability and entropy of a language-model head, without storing the logits.
+
+    With ``z = cap(logit_scale · hidden · weightᵀ) / temperature`` in float32 and ``p = softmax(z)`` over the
+    vocabulary, returns ``logprobs = z[label] - lse``, ``entropy = -Σ p ln p`` and ``lse = ln Σ exp(z)`` per token,
+    all in nats. Differentiable, once, in ``hidden`` and ``weight`` through all three.
+
+    Args:
+        hidden: ``[..., H]`` hidden states; any leading shape, also an empty one. bfloat16, float16, float32 or
+            float64. Cast to the weight's dtype for the matrix products.
+        weight: ``[V, H]`` head (``[H, V]`` with ``weight_layout="hv"``). Its dtype is that of the matrix products.
+        labels: ``[...]`` integer vocabulary ids, global also when the vocabulary is split. A label outside the
+            vocabulary (negative, -100, ≥ V) has logprob 0, whose gradient is that of ``-lse``.
+        where: ``[...]`` bool. Rows that are False are exactly 0 in outputs and gradients whatever they hold, and
+            cost no work. None: every row counts.
+        temperature: divides the float32 logits: a positive number, or an array that broadcasts to ``labels`` (one
+            value per token, or per sequence as ``[b, 1]``). No gradient.
+        logit_softcap: ``c`` in ``cap(x) = c·tanh(x / c)``, before the temperature (Gemma 2: 30). None: no cap.
+        logit_scale: multiplies the float32 logits first (Cohere, MuP).
+        entropy: False leaves ``.entropy`` None and its cost out.
+        stats: True fills ``.max_logit`` and ``.min_logit``, extremes of ``z``. They have no gradient.
+        vocab_size: the true vocabulary. Columns from there on are padding: in no sum, with zero gradient.
+            None: every column counts.
+        weight_layout: "vh" for ``[V, H]`` (nnx.Embed, PyTorch, Megatron), "hv" for ``[H, V]`` (nnx.Linear kernel).
+        axis_name: inside ``shard_map``, the mesh axis (or tuple of axes) that splits the vocabulary. Each shard
+            passes its own columns of ``weight`` and the same ``hidden`` and ``labels``; all shards return
+            bitwise-equal results. None: ``weight`` is whole.
+        cache_bytes: bytes per device that the forward may keep to spare the backward its recomputation. 0 keeps
+            nothing. An implementation that always recomputes ignores it, and `explain` says so.
+        precision: of the matrix products with float32 operands; "highest" is exact to float32 rounding where the
+            default may be TF32 (GPU) or bfloat16 (TPU).
+        implementation: a name, or a tuple of names tried in order. None: the best one that can serve the call, its
+            name logged once (logger ``lce_jax``). `explain` lists the choice and the reasons.
+
+    Returns:
+        A `LogprobOutput`, each field of ``labels.shape`` in float32 (float64 for a float64 weight) or None.
+
+    Raises:
+        UnsupportedError: an implementation asked for by name cannot serve the call; the message says why.
+        ValueError, TypeError: shapes, dtypes or options that do not fit, with the offending values.
+        NotImplementedError: on a second derivative.
+
+    Memory:
+        O(T + tile) beyond the operands forward, O(T·H + tile) backward beyond the gradients; never T·V. Between
+        forward and backward two numbers per token are kept, and the cache. `explain` gives the bytes.
+
+    Numerics:
+        Every sum and softmax is float32. dlogits are rounded once to the weight's dtype for the gradient products;
+        each gradient is rounded once to its operand's dtype. Two runs are bitwise equal.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from lce_jax import linear_logprobs
+        >>> hidden = jax.random.normal(jax.random.key(0), (2, 3, 16))
+        >>> weight = jnp.zeros((50257, 16))                 # a uniform distribution
+        >>> out = linear_logprobs(hidden, weight, jnp.array([[1, 2, 3], [4, 5, -100]]))
+        >>> [round(float(x), 3) for x in out.logprobs[1]]   # -ln 50257, and 0 for a label out of vocabulary
+        [-10.825, -10.825, 0.0]
+        >>> round(float(out.entropy[0, 0]), 3)              # ln 50257
+        10.825
+
+    References:
+        Milakov & Gimelshein, "Online normalizer calculation for softmax" (2018), for the running maximum; the
+        entropy's shifted sum and the gradients are derived in ``lce_jax/_math.py``.
+    """
+    options: LogprobOptions = {
+        "temperature": temperature,
+        "logit_softcap": logit_softcap,
+        "logit_scale": logit_scale,
+        "entropy": entropy,
+        "stats": stats,
+        "vocab_size": vocab_size,
+        "weight_layout": weight_layout,
+        "axis_name": axis_name,
+        "cache_bytes": cache_bytes,
+        "precision": precision,
+        "implementation": implementation,
+    }
+    return call(hidden, weight, labels, where, options)
+
+
+def linear_cross_entropy(
+    hidden: Float[Array, "*b H"],
+    weight: Float[Array, "V H"],
+    labels: Int[Array, "*b"],
+    *,
+    where: Bool[Array, "*b"] | None = None,
+    ignore_index: int | None = None,
+    reduction: Reduction = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    **options: Unpack[LogprobOptions],
+) -> Float[Array, "..."]:
+    """Cross entropy of a language-model head, without storing the logits.
+
+    Per token, with ε the smoothing, ``(1 - ε)·(-logprob) + ε·(lse - mean_v z) + z_loss·lse²``: the cross entropy
+    against ``(1 - ε)·onehot + ε/V``, and the penalty that keeps ``lse`` near 0.
+
+    Args:
+        hidden: ``[..., H]``, as in `linear_logprobs`.
+        weight: ``[V, H]``, as in `linear_logprobs`.
+        labels: ``[...]``, as in `linear_logprobs`. A label out of vocabulary still counts as a row; leave rows out
+            with ``where`` or ``ignore_index``.
+        where: ``[...]`` bool, the rows that count. None: all.
+        ignore_index: rows with this label do not count either; -100 is PyTorch's. None: no such label.
+        reduction: "mean" over the rows that count (0 if there are none), "sum", or "none" for ``[...]``.
+        label_smoothing: ε in [0, 1). Not with ``logit_softcap``, where the mean logit is no product of means.
+        z_loss: weight of ``lse²``, at least 0 (PaLM: 1e-4).
+        **options: as in `linear_logprobs`. ``entropy`` and ``stats`` have nothing to add to a loss.
+
+    Returns:
+        The loss in nats, float32 (float64 for a float64 weight): a scalar, or ``[...]`` with ``reduction="none"``.
+        Inside ``shard_map`` it is over the rows of this shard; the data axes are yours to average.
+
+    Raises:
+        UnsupportedError: ``label_smoothing`` with ``logit_softcap``; else as `linear_logprobs`.
+        ValueError, TypeError: as `linear_logprobs`.
+
+    Memory:
+        As `linear_logprobs`. Label smoothing adds one pass over the weight.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from lce_jax import linear_cross_entropy
+        >>> hidden, weight = jnp.ones((4, 8)), jnp.zeros((1000, 8))
+        >>> loss = linear_cross_entropy(hidden, weight, jnp.array([1, 2, 3, -100]), ignore_index=-100)
+        >>> round(float(loss), 3)                           # ln 1000
+        6.908
+    """
+    return cross_entropy_from(
+        linear_logprobs, hidden, weight, labels, where, ignore_index, reduction, label_smoothing, z_loss, options
+    )
+
+
+def cross_entropy_from(
+    logprobs_function: Callable[..., LogprobOutput],
+    hidden: Array,
+    weight: Array,
+    labels: Array,
+    where: Array | None,
+    ignore_index: int | None,
+    reduction: Reduction,
+    label_smoothing: float,
+    z_loss: float,
+    options: Any,
+) -> Array:
+    """The loss over any function with the signature of `linear_logprobs`."""
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f'reduction must be "mean", "sum" or "none", got {reduction!r}')
+    label_smoothing = _checks.fraction("label_smoothing", label_smoothing)
+    z_loss = _checks.not_negative("z_loss", z_loss)
+    if label_smoothing and options.get("logit_softcap") is not None:
+        raise UnsupportedError(
+            f"label_smoothing={label_smoothing} with logit_softcap={options['logit_softcap']}: the mean of capped "
+            "logits is not the capped mean, so it would need a pass of its own over the vocabulary; use one of them"
+        )
+    where = _counting_rows(labels, where, ignore_index)
+    out = logprobs_function(hidden, weight, labels, where=where, **{"entropy": False, **options})
+    loss = -(1.0 - label_smoothing) * out.logprobs
+    if label_smoothing:
+        smooth = out.lse - _mean_logit(hidden, weight, where, out.lse.dtype, options)
+        loss += label_smoothing * (smooth if where is None else jnp.where(where, smooth, 0.0))
+    if z_loss:
+        loss += z_loss * out.lse * out.lse
+    if reduction == "none":
+        return loss
+    total = jnp.sum(loss)
+    if reduction == "sum":
+        return total
+    return total / max(loss.size, 1) if where is None else total / jnp.maximum(jnp.sum(where), 1)
+
+
+def _counting_rows(labels: Array, where: Array | None, ignore_index: int | None) -> Array | None:
+    if ignore_index is None:
+        return where
+    ignore_index = _checks.integer("ignore_index", ignore_index)
+    kept = jnp.asarray(labels) != ignore_index
+    if where is None:
+        return kept
+    _checks.check_where(where, kept.shape)
+    return kept & where
+
+
+def _mean_logit(hidden: Array, weight: Array, where: Array | None, dtype: Any, options: Any) -> Array:
+    """The mean of a token's logits over the true vocabulary: one product with the mean weight row, [...]."""
+    axis_name = options.get("axis_name")
+    vocab_dim = options.get("weight_layout", "vh").index("v")
+    columns = weight.shape[vocab_dim]
+    total = columns * _checks.axis_size(axis_name)
+    vocab_size = _checks.vocabulary(options.get("vocab_size"), total) or total
+    start = 0 if axis_name is None else lax.axis_index(axis_name) * columns
+    live = start + jnp.arange(columns) < vocab_size
+    summed = jnp.sum(jnp.where(jnp.expand_dims(live, 1 - vocab_dim), weight.astype(dtype), 0.0), axis=vocab_dim)
+    if axis_name is not None:
+        summed = lax.psum(summed, axis_name)
+    temperature = options.get("temperature", 1.0)
+    if where is not None:
+        hidden = jnp.where(where[..., None], hidden, jnp.zeros((), hidden.dtype))
+        temperature = jnp.where(where, temperature, 1.0)
+    mean = jnp.matmul(hidden.astype(dtype), summed, precision="highest") / vocab_size
+    return mean * options.get("logit_scale", 1.0) / temperature
+
+
+def explain(
+    hidden: Any, weight: Any, labels: Any, *, where: Any = None, **options: Unpack[LogprobOptions]
+) -> Plan:
+    """How `linear_logprobs` would serve a call: which implementation, which tiles, why not the others, which bytes.
+
+    Nothing is computed and no axis need be bound: with ``axis_name``, the shapes are those of one shard.
+
+    Args:
+        hidden: an array, a tracer or a ``jax.ShapeDtypeStruct``, as are the others.
+        weight: as `linear_logprobs`.
+        labels: as `linear_logprobs`.
+        where: as `linear_logprobs`.
+        **options: as `linear_logprobs`.
+
+    Returns:
+        A `Plan`; ``print`` it.
+
+    Raises:
+        As `linear_logprobs`, for what can be seen from shapes and options.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from lce_jax import explain
+        >>> struct = jax.ShapeDtypeStruct
+        >>> plan = explain(struct((4096, 512), jnp.float32), struct((65536, 512), jnp.float32),
+        ...                struct((4096,), jnp.int32), implementation="xla")
+        >>> print(str(plan).splitlines()[4].strip())
+        logits     1.0 GiB if they were stored
+    """
+    call_options = _checks.options(options)
+    case = _checks.case(hidden, weight, labels, where, call_options)
+    _checks.temperature(call_options.temperature, labels.shape)
+    if call_options.axis_name is None:
+        _checks.vocabulary(call_options.vocab_size, case.vocab_size)
+    return _dispatch.explain(case, call_options.implementation)
+
+
+def call(
+    hidden: Array, weight: Array, labels: Array, where: Array | None, options: LogprobOptions, gather_dim: int | None = None
+) -> LogprobOutput:
+    """`linear_logprobs`, for callers within ``shard_map`` whose hidden states are split along ``gather_dim`` too."""
+    call_options = _checks.options(options)
+    whole = hidden
+    if gather_dim is not None:
+        whole = jax.ShapeDtypeStruct((*labels.shape, hidden.shape[-1]), hidden.dtype)
+    case = _checks.case(whole, weight, labels, where, call_options)
+    total = case.vocab_size * _checks.axis_size(call_options.axis_name)
+    vocab_size = _checks.vocabulary(call_options.vocab_size, total)
+    implementation, _ = _dispatch.choose(case, call_options.implementation)
+    hidden, weight = jnp.asarray(hidden), jnp.asarray(weight)
+    rows = _checks.rows(labels, where, call_options.temperature, vocab_size or total, case.stat_dtype)
+    if case.num_tokens == 0:
+        return _nothing(case, _compat.vary_like(jnp.zeros(labels.shape, case.stat_dtype), (hidden, rows.labels)))
+    spec = _vjp.Spec(case, implementation.NAME, vocab_size, call_options.axis_name, gather_dim)
+    out = _vjp.linear_logprobs(spec, hidden, weight, rows)
+    return LogprobOutput(*(None if field is None else field.reshape(labels.shape) for field in out))
+
+
+def _nothing(case: Case, empty: Array) -> LogprobOutput:
+    extreme = empty if case.options.stats else None
+    return LogprobOutput(empty, empty if case.options.entropy else None, empty, extreme, extreme)

@@ -1,0 +1,172 @@
+"""One shard's statistics and gradients, without collectives: for callers who reduce over their own process group.
+
+    stats, cache = local.statistics(hidden, weight, labels, vocab_start=start)
+    stats = local.merge(<the fields of all shards, stacked to [N, T]>)
+    out = local.finish(stats, labels, vocab_size=V)
+    dhidden, dweight = local.gradients(hidden, weight, labels, out, cotangent, vocab_start=start, cache=cache)
+
+``dhidden`` is this shard's part, to be summed over the shards; ``dweight`` is whole. All are plain functions of
+arrays: jit them. They are not differentiable themselves.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Unpack
+
+import jax.numpy as jnp
+
+from lce_jax import _checks, _compat, _dispatch, _math, _vjp
+from lce_jax._types import LogprobOutput, ShardStatistics
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float, Int
+
+    from lce_jax._types import LogprobOptions
+
+__all__ = ["ShardStatistics", "finish", "gradients", "merge", "statistics"]
+
+
+def statistics(
+    hidden: Float[Array, "T H"],
+    weight: Float[Array, "V H"],
+    labels: Int[Array, "T"],
+    *,
+    vocab_start: int | Int[Array, ""] = 0,
+    where: Bool[Array, "T"] | None = None,
+    keep_cache: bool = False,
+    **options: Unpack[LogprobOptions],
+) -> tuple[ShardStatistics, Any]:
+    """Each token's maximum, sums and target logit over the columns of one shard.
+
+    Args:
+        hidden: ``[T, H]``, the same on every shard.
+        weight: this shard's ``[V, H]`` (or ``[H, V]``).
+        labels: ``[T]`` global vocabulary ids.
+        vocab_start: global id of the shard's first column; may be traced.
+        where: ``[T]`` bool, the rows that count. None: all.
+        keep_cache: whether a backward will follow, for which ``cache_bytes`` may be spent.
+        **options: as in `lce_jax.linear_logprobs`, without ``axis_name``; ``vocab_size`` is of the whole vocabulary.
+
+    Returns:
+        `ShardStatistics` of ``[T]`` arrays, and the cache for `gradients` (a pytree, None if nothing is kept).
+
+    Raises:
+        As `lce_jax.linear_logprobs`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from lce_jax import local
+        >>> stats, _ = local.statistics(jnp.ones((2, 4)), jnp.zeros((100, 4)), jnp.array([7, 8]))
+        >>> float(stats.sumexp[0]), float(stats.target[0])
+        (100.0, 0.0)
+    """
+    spec, rows = _shard(hidden, weight, labels, where, options)
+    if spec.case.num_tokens == 0:
+        return _math.empty_statistics(0, spec.case.stat_dtype, spec.case.options), None
+    run = _compat.first_order_only(
+        lambda hidden, weight, rows, start: _vjp.shard_statistics(
+            spec, hidden.astype(weight.dtype), weight, rows, start, keep_cache
+        )
+    )
+    return run(jnp.asarray(hidden), jnp.asarray(weight), rows, jnp.asarray(vocab_start, jnp.int32))
+
+
+def merge(parts: ShardStatistics) -> ShardStatistics:
+    """The statistics of all shards from fields ``[N, T]``, summed in the order of N: the same on whoever computes it.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from lce_jax import local
+        >>> stats, _ = local.statistics(jnp.ones((2, 4)), jnp.zeros((100, 4)), jnp.array([7, 8]))
+        >>> twice = jax.tree.map(lambda x: jnp.stack([x, x]), stats)
+        >>> float(local.merge(twice).sumexp[0])
+        200.0
+    """
+    return _math.merge(parts)
+
+
+def finish(
+    stats: ShardStatistics, labels: Int[Array, "T"], *, vocab_size: int, where: Bool[Array, "T"] | None = None
+) -> LogprobOutput:
+    """The results, from statistics of the whole vocabulary of ``vocab_size`` entries.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from lce_jax import local
+        >>> stats, _ = local.statistics(jnp.ones((1, 4)), jnp.zeros((100, 4)), jnp.array([7]))
+        >>> round(float(local.finish(stats, jnp.array([7]), vocab_size=100).entropy[0]), 3)
+        4.605
+    """
+    rows = _checks.rows(labels, where, 1.0, vocab_size, stats.max.dtype)
+    return _math.finish(stats, rows.labels >= 0, rows.where)
+
+
+def gradients(
+    hidden: Float[Array, "T H"],
+    weight: Float[Array, "V H"],
+    labels: Int[Array, "T"],
+    out: LogprobOutput,
+    cotangent: LogprobOutput,
+    *,
+    vocab_start: int | Int[Array, ""] = 0,
+    where: Bool[Array, "T"] | None = None,
+    cache: Any = None,
+    **options: Unpack[LogprobOptions],
+) -> tuple[Float[Array, "T H"], Float[Array, "V H"]]:
+    """The shard's share of dhidden, float32, and its dweight, in the weight's dtype.
+
+    Args:
+        hidden: as in `statistics`.
+        weight: as in `statistics`.
+        labels: as in `statistics`.
+        out: the forward's results; only ``lse`` and ``entropy`` are read.
+        cotangent: the derivatives of the objective in ``logprobs``, ``entropy`` (None without) and ``lse``; a field
+            that is None stands for zeros.
+        vocab_start: as in `statistics`.
+        where: as in `statistics`.
+        cache: what `statistics` returned beside its statistics.
+        **options: those given to `statistics`.
+
+    Returns:
+        ``dhidden`` ``[T, H]``, a partial sum over this shard's columns (float64 for a float64 weight), and
+        ``dweight`` in the weight's shape and dtype.
+
+    Raises:
+        As `lce_jax.linear_logprobs`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from lce_jax import LogprobOutput, local
+        >>> hidden, weight, labels = jnp.ones((2, 4)), jnp.zeros((100, 4)), jnp.array([7, 8])
+        >>> stats, cache = local.statistics(hidden, weight, labels, keep_cache=True)
+        >>> out = local.finish(stats, labels, vocab_size=100)
+        >>> seed = LogprobOutput(logprobs=jnp.ones(2), entropy=None, lse=None)
+        >>> dhidden, dweight = local.gradients(hidden, weight, labels, out, seed, cache=cache)
+        >>> round(float(dweight[7, 0]), 2), round(float(dweight[0, 0]), 2)
+        (0.98, -0.02)
+    """
+    spec, rows = _shard(hidden, weight, labels, where, options)
+    zero = jnp.zeros((spec.case.num_tokens,), spec.case.stat_dtype)
+    if spec.case.num_tokens == 0:
+        return jnp.zeros(hidden.shape, zero.dtype), jnp.zeros(weight.shape, weight.dtype)
+    seed = LogprobOutput(*(zero if field is None else field for field in cotangent[:3]))
+    entropy = out.entropy if spec.case.options.entropy else None
+    run = _compat.first_order_only(
+        lambda hidden, weight, *rest: _vjp.shard_gradients(spec, hidden.astype(weight.dtype), weight, *rest)
+    )
+    start = jnp.asarray(vocab_start, jnp.int32)
+    return run(jnp.asarray(hidden), jnp.asarray(weight), rows, start, out.lse, entropy, seed, cache)
+
+
+def _shard(hidden: Any, weight: Any, labels: Any, where: Any, options: LogprobOptions) -> tuple[_vjp.Spec, _vjp.Rows]:
+    checked = _checks.options(options)
+    if checked.axis_name is not None:
+        raise ValueError(f"axis_name={checked.axis_name!r}: functions of lce_jax.local know no axis; merge yourself")
+    case = _checks.case(hidden, weight, labels, where, checked)
+    if labels.ndim != 1:
+        raise ValueError(f"labels {tuple(labels.shape)} must be flat here: [T], with hidden [T, H]")
+    limit = jnp.iinfo(jnp.int32).max
+    vocab_size = None if checked.vocab_size is None else _checks.vocabulary(checked.vocab_size, limit)
+    chosen, _ = _dispatch.choose(case, checked.implementation)
+    rows = _checks.rows(labels, where, checked.temperature, vocab_size or limit, case.stat_dtype)
+    return _vjp.Spec(case, chosen.NAME, vocab_size), rows

@@ -1,0 +1,76 @@
+"""The oracle: stores the logits, in the statistics' dtype. For tests, debugging and small problems.
+
+Feed it float64 operands (with ``jax.enable_x64``) and every step runs in float64.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import jax.numpy as jnp
+
+from lce_jax import _math
+from lce_jax._types import Case, Operands, Plan, RowCoefficients, ShardStatistics
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float
+
+NAME = "reference"
+
+
+def supports(case: Case) -> str | None:
+    """Why this implementation cannot serve ``case``: never, memory permitting."""
+    del case
+    return None
+
+
+def plan(case: Case) -> Plan:
+    """Bytes: the logits, and what is computed from them."""
+    logits = case.num_tokens * case.vocab_size * case.stat_dtype.itemsize
+    notes = ()
+    if case.options.cache_bytes:
+        notes = (f"cache_bytes={case.options.cache_bytes} is not used: this implementation always recomputes",)
+    return Plan(
+        implementation=NAME,
+        refused={},
+        case=case,
+        tiles={},
+        forward_bytes=3 * logits,
+        backward_bytes=4 * logits,
+        kept_bytes=2 * case.num_tokens * case.stat_dtype.itemsize,
+        logits_bytes=logits,
+        notes=notes,
+    )
+
+
+def statistics(operands: Operands, case: Case, keep_cache: bool = False) -> tuple[ShardStatistics, None]:
+    """Eq. 1 of the whole shard, from logits held at once."""
+    del keep_cache
+    z, _ = _logits(operands, case)
+    return _math.tile_statistics(z, operands.targets, _live(operands, case), case.options), None
+
+
+def gradients(
+    operands: Operands, case: Case, rows: RowCoefficients, cache: None = None
+) -> tuple[Float[Array, "T H"], Float[Array, "V H"]]:
+    """Eq. 5, every product in the statistics' dtype; dweight rounded to the weight's dtype at the end."""
+    del cache
+    z, dcap = _logits(operands, case)
+    d = _math.dlogits(z, dcap, rows, operands.targets, _live(operands, case))
+    hidden, weight = (x.astype(case.stat_dtype) for x in (operands.hidden, operands.weight))
+    vocab_by_hidden = weight if case.options.vocab_dim == 0 else weight.T
+    dweight = jnp.matmul(d.T, hidden, precision="highest")
+    dweight = dweight if case.options.vocab_dim == 0 else dweight.T
+    return jnp.matmul(d, vocab_by_hidden, precision="highest"), dweight.astype(case.dtype)
+
+
+def _logits(operands: Operands, case: Case) -> tuple[Array, Array | None]:
+    hidden, weight = (x.astype(case.stat_dtype) for x in (operands.hidden, operands.weight))
+    raw = jnp.matmul(hidden, weight.T if case.options.vocab_dim == 0 else weight, precision="highest")
+    return _math.transform_logits(raw, case.options, operands.inverse_temperature)
+
+
+def _live(operands: Operands, case: Case) -> Array | None:
+    if operands.num_columns is None:
+        return None
+    return jnp.arange(case.vocab_size, dtype=jnp.int32) < operands.num_columns

@@ -1,0 +1,200 @@
+"""The implementation for every device: plain XLA, one [tile_t, tile_v] tile of logits at a time.
+
+For each token tile and vocabulary tile: one matrix product, its statistics (eq. 1), a merge (eq. 2). The backward
+recomputes the product, turns it into dlogits (eqs. 4, 5) and feeds the two gradient products. Both walk the tiles in
+`lax.fori_loop`, so exactly one tile of logits exists at a time, whatever the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from lce_jax import _compat, _math
+from lce_jax._types import Case, Operands, Options, Plan, RowCoefficients, ShardStatistics
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int
+
+NAME = "xla"
+
+
+def supports(case: Case) -> str | None:
+    """Why this implementation cannot serve ``case``: never, it serves everything."""
+    del case
+    return None
+
+
+def tile_sizes(case: Case) -> tuple[int, int]:
+    """Tokens and vocabulary columns per tile.
+
+    On CPU a tile is 4 Mi logits: 16 MiB of fp32 stays near the caches, and from 1024 columns on the matrix products
+    run at full speed. Elsewhere 64 Mi keep a GPU's products large. Rows that may be left out are walked in sixteenths.
+    """
+    on_cpu = case.platform == "cpu"
+    tile_t = min(case.num_tokens, 4096 if on_cpu else 16384)
+    if case.compacted:
+        tile_t = min(tile_t, max(256, -(-case.num_tokens // 16)))
+    budget = (4 if on_cpu else 64) << 20
+    tile_v = budget // max(tile_t, 1) // 128 * 128
+    return max(tile_t, 1), min(case.vocab_size, max(tile_v, 512))
+
+
+def plan(case: Case) -> Plan:
+    """Tiles and bytes. A tile is held as raw products, as exponentials and, backward, as dlogits."""
+    tile_t, tile_v = tile_sizes(case)
+    stat = case.stat_dtype.itemsize
+    tile = tile_t * tile_v * stat
+    rows = case.num_tokens * stat
+    compacted = case.num_tokens * case.hidden_size * case.dtype.itemsize if case.compacted else 0
+    notes = ()
+    if case.options.cache_bytes:
+        notes = (f"cache_bytes={case.options.cache_bytes} is not used: this implementation always recomputes",)
+    return Plan(
+        implementation=NAME,
+        refused={},
+        case=case,
+        tiles={"tokens": tile_t, "vocabulary": tile_v},
+        forward_bytes=3 * tile + 8 * rows + compacted,
+        backward_bytes=3 * tile + 8 * rows + 2 * compacted + case.num_tokens * case.hidden_size * stat,
+        kept_bytes=2 * rows,
+        logits_bytes=case.num_tokens * case.vocab_size * stat,
+        notes=notes,
+    )
+
+
+def statistics(operands: Operands, case: Case, keep_cache: bool = False) -> tuple[ShardStatistics, None]:
+    """Eq. 1 of the whole shard, [T] each; nothing is cached."""
+    del keep_cache
+    options = case.options
+    tile_t, tile_v = tile_sizes(case)
+
+    def token_tile(hidden: Array, targets: Array, inverse_temperature: Array | None) -> ShardStatistics:
+        def vocab_tile(start: Any, size: int, merged: ShardStatistics) -> ShardStatistics:
+            z, _ = _logits(hidden, _columns(operands.weight, start, size, options), inverse_temperature, case)
+            tile = _math.tile_statistics(z, targets - start, _live(start, size, operands.num_columns), options)
+            return _math.merge(jax.tree.map(lambda a, b: jnp.stack([a, b]), merged, tile))
+
+        empty = _math.empty_statistics(hidden.shape[0], case.stat_dtype, options)
+        empty = _compat.vary_like(empty, (hidden, operands))
+        return _walk_vocabulary(case, operands, tile_v, vocab_tile, empty)
+
+    if tile_t == case.num_tokens:
+        return token_tile(operands.hidden, operands.targets, operands.inverse_temperature), None
+
+    def body(i: Array, stats: ShardStatistics) -> ShardStatistics:
+        start, _ = _token_start(i, tile_t, case.num_tokens)
+        rows = (operands.hidden, operands.targets, operands.inverse_temperature)
+        tile = token_tile(*jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, tile_t), rows))
+        return jax.tree.map(lambda all_, part: lax.dynamic_update_slice_in_dim(all_, part, start, 0), stats, tile)
+
+    empty = _compat.vary_like(_math.empty_statistics(case.num_tokens, case.stat_dtype, options), operands)
+    return lax.fori_loop(0, _num_token_tiles(operands.num_rows, tile_t, case.num_tokens), body, empty), None
+
+
+def gradients(
+    operands: Operands, case: Case, rows: RowCoefficients, cache: None = None
+) -> tuple[Float[Array, "T H"], Float[Array, "V H"]]:
+    """Eq. 5: dhidden in the statistics' dtype, for the caller to reduce and round once, and dweight in the weight's."""
+    del cache
+    options = case.options
+    tile_t, tile_v = tile_sizes(case)
+    one_token_tile = tile_t == case.num_tokens
+    # With one token tile dweight is rounded by the product itself; with several it is summed first.
+    dweight_dtype = case.dtype if one_token_tile else case.stat_dtype
+
+    def tile(
+        start_v: Any, weight: Array, hidden: Array, targets: Array, inverse_temperature: Array | None,
+        rows: RowCoefficients,
+    ) -> tuple[Array, Array]:
+        size = weight.shape[options.vocab_dim]
+        z, dcap = _logits(hidden, weight, inverse_temperature, case)
+        live = _live(start_v, size, operands.num_columns)
+        d = _math.dlogits(z, dcap, rows, targets - start_v, live).astype(case.dtype)
+        dhidden = _dot(d, weight, 1, options.vocab_dim, case, case.stat_dtype)
+        left, right = (d, hidden) if options.vocab_dim == 0 else (hidden, d)
+        return dhidden, _dot(left, right, 0, 0, case, dweight_dtype)
+
+    def vocab_tile(start_v: Any, size: int, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        dhidden, dweight = carry
+        weight = _columns(operands.weight, start_v, size, options)
+        per_token = (operands.hidden, operands.targets, operands.inverse_temperature, rows)
+        if one_token_tile:
+            part, dcolumns = tile(start_v, weight, *per_token)
+            dhidden = dhidden + part
+        else:
+
+            def body(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+                dhidden, dcolumns = carry
+                start, first = _token_start(i, tile_t, case.num_tokens)
+                hidden, targets, inverse_temperature, part_rows = jax.tree.map(
+                    lambda x: lax.dynamic_slice_in_dim(x, start, tile_t), per_token
+                )
+                part_rows = _drop_leading(part_rows, first)
+                part, dpart = tile(start_v, weight, hidden, targets, inverse_temperature, part_rows)
+                part = part + lax.dynamic_slice_in_dim(dhidden, start, tile_t)
+                return lax.dynamic_update_slice_in_dim(dhidden, part, start, 0), dcolumns + dpart
+
+            zero = _compat.vary_like(jnp.zeros(weight.shape, dweight_dtype), (operands, rows))
+            count = _num_token_tiles(operands.num_rows, tile_t, case.num_tokens)
+            dhidden, dcolumns = lax.fori_loop(0, count, body, (dhidden, zero))
+        dcolumns = dcolumns.astype(case.dtype)
+        return dhidden, lax.dynamic_update_slice_in_dim(dweight, dcolumns, start_v, options.vocab_dim)
+
+    init = (jnp.zeros(operands.hidden.shape, case.stat_dtype), jnp.zeros(operands.weight.shape, case.dtype))
+    return _walk_vocabulary(case, operands, tile_v, vocab_tile, _compat.vary_like(init, (operands, rows)))
+
+
+def _logits(
+    hidden: Float[Array, "t H"], weight: Float[Array, "v H"], inverse_temperature: Float[Array, "t"] | None, case: Case
+) -> tuple[Float[Array, "t v"], Float[Array, "t v"] | None]:
+    raw = _dot(hidden, weight, 1, case.options.hidden_dim, case, case.stat_dtype)
+    return _math.transform_logits(raw, case.options, inverse_temperature)
+
+
+def _dot(left: Array, right: Array, left_dim: int, right_dim: int, case: Case, dtype: jnp.dtype) -> Array:
+    dims = (((left_dim,), (right_dim,)), ((), ()))
+    return lax.dot_general(left, right, dims, precision=case.options.precision, preferred_element_type=dtype)
+
+
+def _columns(weight: Array, start: Any, size: int, options: Options) -> Array:
+    return lax.dynamic_slice_in_dim(weight, start, size, axis=options.vocab_dim)
+
+
+def _live(start: Any, size: int, num_columns: Int[Array, ""] | int | None) -> Array | None:
+    """The mask of a tile's true columns; None where the walk itself stops at the last one."""
+    if num_columns is None or isinstance(num_columns, int):
+        return None
+    return start + jnp.arange(size, dtype=jnp.int32) < num_columns
+
+
+def _walk_vocabulary[C](
+    case: Case, operands: Operands, tile_v: int, body: Callable[[Any, int, C], C], carry: C
+) -> C:
+    """``carry = body(start, size, carry)`` over the vocabulary: whole tiles in a loop, then what is left."""
+    columns = operands.num_columns if isinstance(operands.num_columns, int) else case.vocab_size
+    whole, rest = divmod(columns, tile_v)
+    if whole:
+        carry = lax.fori_loop(0, whole, lambda i, c: body(i * tile_v, tile_v, c), carry)
+    return body(jnp.int32(whole * tile_v), rest, carry) if rest else carry
+
+
+def _num_token_tiles(num_rows: Int[Array, ""] | None, tile_t: int, num_tokens: int) -> Any:
+    rows = num_tokens if num_rows is None else num_rows
+    return (rows + tile_t - 1) // tile_t
+
+
+def _token_start(i: Array, tile_t: int, num_tokens: int) -> tuple[Array, Array]:
+    """Where tile ``i`` starts, and its first row that no earlier tile had: the last tile reaches back to stay whole."""
+    start = jnp.minimum(i * tile_t, num_tokens - tile_t)
+    return start, i * tile_t - start
+
+
+def _drop_leading(rows: RowCoefficients, first: Array) -> RowCoefficients:
+    """Zero coefficients before row ``first``, so that rows of two tiles count once."""
+    keep = jnp.arange(rows.lse.shape[0], dtype=jnp.int32) >= first
+    return jax.tree.map(lambda x: jnp.where(keep, x, 0.0), rows)
