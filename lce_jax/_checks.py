@@ -91,9 +91,7 @@ def case(hidden: Any, weight: Any, labels: Any, where: Any, call_options: CallOp
             f'weight_layout="{opts.weight_layout}" has H = {size}{hint}'
         )
     if tuple(labels.shape) != tuple(hidden.shape[:-1]):
-        raise ValueError(
-            f"labels {tuple(labels.shape)} must have hidden's leading shape {tuple(hidden.shape[:-1])}"
-        )
+        raise ValueError(f"labels {tuple(labels.shape)} must have hidden's leading shape {tuple(hidden.shape[:-1])}")
     if vocab == 0 or size == 0:
         raise ValueError(f"weight {tuple(weight.shape)} must have at least one vocabulary entry and one hidden unit")
     if where is not None:

@@ -102,9 +102,7 @@ def merge(parts: ShardStatistics) -> ShardStatistics:
     )
 
 
-def finish(
-    stats: ShardStatistics, in_vocab: Bool[Array, "T"], where: Bool[Array, "T"] | None
-) -> LogprobOutput:
+def finish(stats: ShardStatistics, in_vocab: Bool[Array, "T"], where: Bool[Array, "T"] | None) -> LogprobOutput:
     """Eq. 3, from statistics of the whole vocabulary; out-of-vocabulary logprobs and rows left out become 0."""
     log_sumexp = jnp.log(stats.sumexp)
     out = LogprobOutput(

@@ -44,9 +44,7 @@ class Rows(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def linear_logprobs(
-    spec: Spec, hidden: Float[Array, "*b H"], weight: Float[Array, "V H"], rows: Rows
-) -> LogprobOutput:
+def linear_logprobs(spec: Spec, hidden: Float[Array, "*b H"], weight: Float[Array, "V H"], rows: Rows) -> LogprobOutput:
     """Per-token results, [T] each, over the whole vocabulary; differentiable in hidden and weight."""
     out, _ = _forward(spec, hidden, weight, rows, keep_cache=False)
     return out
@@ -90,9 +88,7 @@ def shard_gradients(
     """The shard's part of dhidden, in the statistics' dtype, and its dweight, in the weight's."""
     operands, order = _operands(spec, hidden, weight, rows, start)
     inverse_temperature = _inverse_temperature(rows, spec.case)
-    coefficients = _math.row_coefficients(
-        lse, entropy, cotangent, rows.where, inverse_temperature, spec.case.options
-    )
+    coefficients = _math.row_coefficients(lse, entropy, cotangent, rows.where, inverse_temperature, spec.case.options)
     if order is not None:
         coefficients = _rows.compact(order, coefficients)
     implementation = _dispatch.IMPLEMENTATIONS[spec.implementation]

@@ -240,9 +240,7 @@ def _mean_logit(hidden: Array, weight: Array, where: Array | None, dtype: Any, o
     return mean * options.get("logit_scale", 1.0) / temperature
 
 
-def explain(
-    hidden: Any, weight: Any, labels: Any, *, where: Any = None, **options: Unpack[LogprobOptions]
-) -> Plan:
+def explain(hidden: Any, weight: Any, labels: Any, *, where: Any = None, **options: Unpack[LogprobOptions]) -> Plan:
     """How `linear_logprobs` would serve a call: which implementation, which tiles, why not the others, which bytes.
 
     Nothing is computed and no axis need be bound: with ``axis_name``, the shapes are those of one shard.
@@ -278,7 +276,12 @@ def explain(
 
 
 def call(
-    hidden: Array, weight: Array, labels: Array, where: Array | None, options: LogprobOptions, gather_dim: int | None = None
+    hidden: Array,
+    weight: Array,
+    labels: Array,
+    where: Array | None,
+    options: LogprobOptions,
+    gather_dim: int | None = None,
 ) -> LogprobOutput:
     """`linear_logprobs`, for callers within ``shard_map`` whose hidden states are split along ``gather_dim`` too."""
     call_options = _checks.options(options)

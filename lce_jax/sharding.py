@@ -250,9 +250,7 @@ def _check_axes(mesh: Any, vocab: tuple[str, ...], batch: tuple[str, ...], seque
 def _check_divides(name: str, shape: Any, dim: int, axes: tuple[str, ...], mesh: Any, hint: str = "") -> None:
     shards = math.prod(mesh.shape[axis] for axis in axes)
     if shape[dim] % shards:
-        raise ValueError(
-            f"dimension {dim} of {name} {tuple(shape)} must divide by the {shards} shards of {axes}{hint}"
-        )
+        raise ValueError(f"dimension {dim} of {name} {tuple(shape)} must divide by the {shards} shards of {axes}{hint}")
 
 
 def _axes(axes: Axes) -> tuple[str, ...]:

@@ -108,7 +108,11 @@ def gradients(
     dweight_dtype = case.dtype if one_token_tile else case.stat_dtype
 
     def tile(
-        start_v: Any, weight: Array, hidden: Array, targets: Array, inverse_temperature: Array | None,
+        start_v: Any,
+        weight: Array,
+        hidden: Array,
+        targets: Array,
+        inverse_temperature: Array | None,
         rows: RowCoefficients,
     ) -> tuple[Array, Array]:
         size = weight.shape[options.vocab_dim]
@@ -172,9 +176,7 @@ def _live(start: Any, size: int, num_columns: Int[Array, ""] | int | None) -> Ar
     return start + jnp.arange(size, dtype=jnp.int32) < num_columns
 
 
-def _walk_vocabulary[C](
-    case: Case, operands: Operands, tile_v: int, body: Callable[[Any, int, C], C], carry: C
-) -> C:
+def _walk_vocabulary[C](case: Case, operands: Operands, tile_v: int, body: Callable[[Any, int, C], C], carry: C) -> C:
     """``carry = body(start, size, carry)`` over the vocabulary: whole tiles in a loop, then what is left."""
     columns = operands.num_columns if isinstance(operands.num_columns, int) else case.vocab_size
     whole, rest = divmod(columns, tile_v)
