@@ -26,9 +26,9 @@ def options(given: LogprobOptions) -> CallOptions:
     if unknown:
         known = ", ".join(LogprobOptions.__annotations__)
         raise TypeError(f"unknown option {', '.join(sorted(unknown))}; known: {known}")
-    names = [field.name for field in dataclasses.fields(Options)]
+    static = {field.name for field in dataclasses.fields(Options)}
     return CallOptions(
-        static=static_options(**{name: given[name] for name in names if name in given}),
+        static=static_options(**{name: value for name, value in given.items() if name in static}),
         temperature=given.get("temperature", 1.0),
         vocab_size=given.get("vocab_size"),
         axis_name=given.get("axis_name"),

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -114,7 +115,7 @@ def finish(stats: ShardStatistics, in_vocab: Bool[Array, "T"], where: Bool[Array
     )
     if where is None:
         return out
-    return LogprobOutput(*(None if field is None else jnp.where(where, field, 0.0) for field in out))
+    return jax.tree.map(lambda x: jnp.where(where, x, 0.0), out)
 
 
 def row_coefficients(
@@ -129,7 +130,7 @@ def row_coefficients(
     factor = options.logit_scale if inverse_temperature is None else options.logit_scale * inverse_temperature
     constant = cotangent.lse - cotangent.logprobs
     slope = None
-    if entropy is not None:
+    if entropy is not None and cotangent.entropy is not None:
         constant = constant - cotangent.entropy * entropy
         slope = -cotangent.entropy * factor
     rows = RowCoefficients(
@@ -140,7 +141,7 @@ def row_coefficients(
     )
     if where is None:
         return rows
-    return RowCoefficients(*(None if field is None else jnp.where(where, field, 0.0) for field in rows))
+    return jax.tree.map(lambda x: jnp.where(where, x, 0.0), rows)
 
 
 def dlogits(

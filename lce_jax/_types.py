@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 if TYPE_CHECKING:
     from jax.lax import PrecisionLike
-    from jaxtyping import Array, Bool, Float, Int
+    from jaxtyping import Array, Float, Int
 
 
 class UnsupportedError(ValueError):

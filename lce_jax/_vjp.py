@@ -93,7 +93,7 @@ def shard_gradients(
         coefficients = _rows.compact(order, coefficients)
     implementation = _dispatch.IMPLEMENTATIONS[spec.implementation]
     dhidden, dweight = implementation.gradients(operands, spec.case, coefficients, cache)
-    if order is not None:
+    if order is not None and rows.where is not None:
         dhidden = jnp.where(rows.where[:, None], _rows.expand(order, dhidden), 0.0)
     return dhidden, dweight
 

@@ -264,7 +264,7 @@ def explain(hidden: Any, weight: Any, labels: Any, *, where: Any = None, **optio
         >>> struct = jax.ShapeDtypeStruct
         >>> plan = explain(struct((4096, 512), jnp.float32), struct((65536, 512), jnp.float32),
         ...                struct((4096,), jnp.int32), implementation="xla")
-        >>> print(str(plan).splitlines()[4].strip())
+        >>> print(str(plan).splitlines()[5].strip())
         logits     1.0 GiB if they were stored
     """
     call_options = _checks.options(options)
@@ -285,7 +285,7 @@ def call(
 ) -> LogprobOutput:
     """`linear_logprobs`, for callers within ``shard_map`` whose hidden states are split along ``gather_dim`` too."""
     call_options = _checks.options(options)
-    whole = hidden
+    whole: Any = hidden
     if gather_dim is not None:
         whole = jax.ShapeDtypeStruct((*labels.shape, hidden.shape[-1]), hidden.dtype)
     case = _checks.case(whole, weight, labels, where, call_options)
@@ -298,7 +298,7 @@ def call(
         return _nothing(case, _compat.vary_like(jnp.zeros(labels.shape, case.stat_dtype), (hidden, rows.labels)))
     spec = _vjp.Spec(case, implementation.NAME, vocab_size, call_options.axis_name, gather_dim)
     out = _vjp.linear_logprobs(spec, hidden, weight, rows)
-    return LogprobOutput(*(None if field is None else field.reshape(labels.shape) for field in out))
+    return jax.tree.map(lambda x: x.reshape(labels.shape), out)
 
 
 def _nothing(case: Case, empty: Array) -> LogprobOutput:

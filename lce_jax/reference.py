@@ -27,7 +27,7 @@ def supports(case: Case) -> str | None:
 def plan(case: Case) -> Plan:
     """Bytes: the logits, and what is computed from them."""
     logits = case.num_tokens * case.vocab_size * case.stat_dtype.itemsize
-    notes = ()
+    notes: tuple[str, ...] = ()
     if case.options.cache_bytes:
         notes = (f"cache_bytes={case.options.cache_bytes} is not used: this implementation always recomputes",)
     return Plan(

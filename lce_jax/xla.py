@@ -51,7 +51,7 @@ def plan(case: Case) -> Plan:
     tile = tile_t * tile_v * stat
     rows = case.num_tokens * stat
     compacted = case.num_tokens * case.hidden_size * case.dtype.itemsize if case.compacted else 0
-    notes = ()
+    notes: tuple[str, ...] = ()
     if case.options.cache_bytes:
         notes = (f"cache_bytes={case.options.cache_bytes} is not used: this implementation always recomputes",)
     return Plan(

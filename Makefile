@@ -1,0 +1,49 @@
+# `make demo` and `make test` set up everything they need in .venv, on any machine with Python 3.12 or newer.
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python
+HAS_GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1 && echo yes)
+comma := ,
+EXTRAS := test,lint$(if $(HAS_GPU),$(comma)cuda13)
+WORKERS ?= 2
+DEMO_ARGS ?=
+BENCH_ARGS ?=
+
+.PHONY: demo test test-gpu lint bench clean help
+help:
+	@echo "make demo      train a small transformer on this machine and compare with stored logits"
+	@echo "make test      all tests that need no GPU, doctests and notebooks included"
+	@echo "make test-gpu  the tests that need GPUs"
+	@echo "make lint      ruff, mypy and the layer contracts"
+	@echo "make bench     speed and memory on this machine"
+
+demo: $(VENV)/.ready
+	$(RUN) -m lce_jax.demo $(DEMO_ARGS)
+
+test: $(VENV)/.ready
+	$(RUN) -m pytest -n $(WORKERS) -m "not gpu and not multi_gpu"
+	$(RUN) -m pytest -n $(WORKERS) --nbmake notebooks
+
+test-gpu: $(VENV)/.ready
+	JAX_PLATFORMS=cuda,cpu XLA_FLAGS= XLA_PYTHON_CLIENT_PREALLOCATE=false $(RUN) -m pytest -m "gpu or multi_gpu"
+
+lint: $(VENV)/.ready
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+	$(VENV)/bin/lint-imports
+
+bench: $(VENV)/.ready
+	$(RUN) -m lce_jax.bench $(BENCH_ARGS)
+
+clean:
+	rm -rf $(VENV) .venv-oldest .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache demo-out bench-out
+
+$(VENV)/.ready: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 12))' || { \
+		echo "lce-jax needs Python 3.12 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2>&1)." \
+		"Name another one: make PYTHON=python3.12 ..." >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet --upgrade pip
+	$(RUN) -m pip install --quiet --editable '.[$(EXTRAS)]'
+	@touch $@
