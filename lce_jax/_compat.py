@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -50,3 +51,17 @@ def first_order_only[**P, R](function: Callable[P, R]) -> Callable[P, R]:
         )
 
     return functools.wraps(function)(guarded)
+
+
+def typed_like(struct: jax.ShapeDtypeStruct, like: Any) -> jax.ShapeDtypeStruct:
+    """``struct`` typed as varying over every manual axis that a leaf of ``like`` varies over: a kernel's output."""
+    axes = frozenset[Any]().union(*(varying_axes(x) for x in jax.tree.leaves(like)))
+    return struct.update(manual_axis_type=jax.sharding.ManualAxisType(varying=axes))
+
+
+def __getattr__(name: str) -> Any:
+    """``pl`` and ``plgpu``, imported when first asked for: half a second that only the GPU kernels need."""
+    modules = {"pl": "jax.experimental.pallas", "plgpu": "jax.experimental.pallas.mosaic_gpu"}
+    if name not in modules:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return importlib.import_module(modules[name])

@@ -11,12 +11,14 @@ and, with p = softmax(z):
                                           q = Σ (qᵢ + (mᵢ - M) sᵢ) aᵢ,  t = Σ tᵢ
     (3)  results:                         lse = M + ln s,  logprob = (t - M) - ln s,  entropy = ln s - q / s
     (4)  gradient in the logits:          dz = 1_y g_lp + p (-g_lp + g_lse - g_ent (ln p + entropy))
-                                             = 1_y target + p (constant + slope ln p)
+         and, as p = e^u / s,                = 1_y g_lp + e^u / s · (g_lse - g_lp + g_ent (q / s - u))
+                                             = 1_y target + e^u (constant + slope u)
     (5)  gradient in the raw products:    dr = dz · (a / τ) · (1 - tanh²(a r / c));   dh = dr W,  dW = drᵀ h
 
 Why this shape: q is summed in the shifted variable u, so entropy never is the difference of two large numbers, and
 both terms of (3) are non-negative. (2) is associative and serves tiles, chunks and shards alike. An empty set has
-m = -1e30 (finite: 0 · inf would be NaN), s = q = t = 0, and (2) absorbs it exactly. The row factor a / τ of (5) is
+m = -1e30 (finite: 0 · inf would be NaN), s = q = t = 0, and (2) absorbs it exactly. (4) subtracts m and not lse: at
+logits of 1e4 the rounding of lse alone would put an error of 1e-3 on every probability. The row factor a / τ of (5) is
 folded into target, constant and slope, so the inner loop never sees it.
 """
 
@@ -119,29 +121,25 @@ def finish(stats: ShardStatistics, in_vocab: Bool[Array, "T"], where: Bool[Array
 
 
 def row_coefficients(
-    lse: Float[Array, "T"],
-    entropy: Float[Array, "T"] | None,
+    stats: ShardStatistics,
     cotangent: LogprobOutput,
     where: Bool[Array, "T"] | None,
     inverse_temperature: Float[Array, "T"] | None,
     options: Options,
 ) -> RowCoefficients:
-    """Eq. 4 and the row factor of eq. 5, from the forward's results and the cotangents of its outputs."""
+    """Eq. 4 and the row factor of eq. 5, from the whole vocabulary's statistics and the cotangents of the results."""
     factor = options.logit_scale if inverse_temperature is None else options.logit_scale * inverse_temperature
-    constant = cotangent.lse - cotangent.logprobs
-    slope = None
-    if entropy is not None and cotangent.entropy is not None:
-        constant = constant - cotangent.entropy * entropy
-        slope = -cotangent.entropy * factor
+    constant, slope = cotangent.lse - cotangent.logprobs, None
+    if stats.weighted is not None and cotangent.entropy is not None:
+        constant = constant + cotangent.entropy * (stats.weighted / stats.sumexp)
+        slope = -cotangent.entropy / stats.sumexp * factor
     rows = RowCoefficients(
-        lse=lse,
+        shift=stats.max,
         target=cotangent.logprobs * factor,
-        constant=constant * factor,
+        constant=constant / stats.sumexp * factor,
         slope=slope,
     )
-    if where is None:
-        return rows
-    return jax.tree.map(lambda x: jnp.where(where, x, 0.0), rows)
+    return rows if where is None else jax.tree.map(lambda x: jnp.where(where, x, 0.0), rows)
 
 
 def dlogits(
@@ -152,9 +150,9 @@ def dlogits(
     live: Bool[Array, "n"] | None,
 ) -> Float[Array, "T n"]:
     """Eqs. 4 and 5 over a tile: the gradient in the raw products."""
-    log_p = z - rows.lse[:, None]
-    slope = 0.0 if rows.slope is None else rows.slope[:, None] * log_p
-    d = jnp.exp(log_p) * (rows.constant[:, None] + slope)
+    u = z - rows.shift[:, None]
+    slope = 0.0 if rows.slope is None else rows.slope[:, None] * u
+    d = jnp.exp(u) * (rows.constant[:, None] + slope)
     columns = lax.broadcasted_iota(jnp.int32, z.shape, 1)
     d = jnp.where(columns == targets[:, None], d + rows.target[:, None], d)
     if dcap is not None:

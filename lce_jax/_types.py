@@ -106,9 +106,9 @@ class ShardStatistics(NamedTuple):
 
 
 class RowCoefficients(NamedTuple):
-    """dlogits = onehot·target + p·(constant + slope·ln p), with ln p = z - lse (eq. 4), per token."""
+    """dlogits = onehot·target + e^u·(constant + slope·u), with u = z - shift (eq. 4), per token."""
 
-    lse: Float[Array, "T"]
+    shift: Float[Array, "T"]  # the largest logit of the whole vocabulary
     target: Float[Array, "T"]
     constant: Float[Array, "T"]
     slope: Float[Array, "T"] | None  # None without entropy
@@ -131,6 +131,11 @@ class Case:
     def stat_dtype(self) -> jnp.dtype:
         """The dtype of every sum and softmax: float32, or float64 for a float64 weight."""
         return jnp.promote_types(self.dtype, jnp.float32)
+
+    @property
+    def statistics_bytes(self) -> int:
+        """What every implementation keeps from forward to backward: the merged statistics."""
+        return (3 + self.options.entropy + self.options.stats) * self.num_tokens * self.stat_dtype.itemsize
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,7 +4,8 @@
                                                              │ cache
     cotangents ─ total over the axis ─ row coefficients ─ gradients ─ expand ─ reduce over the axis ─▶ dhidden, dweight
 
-The residuals are the call's own operands, two numbers per token and, if asked for, the implementation's cache.
+The residuals are the call's own operands, the merged statistics (a few numbers per token)
+and, if asked for, the implementation's cache.
 """
 
 from __future__ import annotations
@@ -46,14 +47,14 @@ class Rows(NamedTuple):
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def linear_logprobs(spec: Spec, hidden: Float[Array, "*b H"], weight: Float[Array, "V H"], rows: Rows) -> LogprobOutput:
     """Per-token results, [T] each, over the whole vocabulary; differentiable in hidden and weight."""
-    out, _ = _forward(spec, hidden, weight, rows, keep_cache=False)
+    out, *_ = _forward(spec, hidden, weight, rows, keep_cache=False)
     return out
 
 
 def _linear_logprobs_fwd(spec: Spec, hidden: Any, weight: Any, rows: Rows) -> tuple[LogprobOutput, Any]:
     forward = _compat.first_order_only(functools.partial(_forward, spec, keep_cache=True))
-    out, cache = forward(hidden, weight, rows)
-    return out, (hidden, weight, rows, out.lse, out.entropy, cache)
+    out, stats, cache = forward(hidden, weight, rows)
+    return out, (hidden, weight, rows, stats, cache)
 
 
 def _linear_logprobs_bwd(spec: Spec, residuals: Any, cotangent: LogprobOutput) -> tuple[Any, Any, None]:
@@ -80,15 +81,17 @@ def shard_gradients(
     weight: Float[Array, "V H"],
     rows: Rows,
     start: Any,
-    lse: Float[Array, "T"],
-    entropy: Float[Array, "T"] | None,
+    stats: ShardStatistics,
     cotangent: LogprobOutput,
     cache: Any,
 ) -> tuple[Float[Array, "T H"], Float[Array, "V H"]]:
-    """The shard's part of dhidden, in the statistics' dtype, and its dweight, in the weight's."""
+    """The shard's part of dhidden, in the statistics' dtype, and its dweight, in the weight's.
+
+    ``stats`` are those of the whole vocabulary, in the call's row order.
+    """
     operands, order = _operands(spec, hidden, weight, rows, start)
     inverse_temperature = _inverse_temperature(rows, spec.case)
-    coefficients = _math.row_coefficients(lse, entropy, cotangent, rows.where, inverse_temperature, spec.case.options)
+    coefficients = _math.row_coefficients(stats, cotangent, rows.where, inverse_temperature, spec.case.options)
     if order is not None:
         coefficients = _rows.compact(order, coefficients)
     implementation = _dispatch.IMPLEMENTATIONS[spec.implementation]
@@ -98,19 +101,21 @@ def shard_gradients(
     return dhidden, dweight
 
 
-def _forward(spec: Spec, hidden: Any, weight: Any, rows: Rows, keep_cache: bool) -> tuple[LogprobOutput, Any]:
+def _forward(
+    spec: Spec, hidden: Any, weight: Any, rows: Rows, keep_cache: bool
+) -> tuple[LogprobOutput, ShardStatistics, Any]:
     stats, cache = shard_statistics(spec, _flat(spec, hidden, weight), weight, rows, _start(spec, weight), keep_cache)
     if spec.axis_name is not None:
         stats = _collectives.merge_over_axis(stats, spec.axis_name)
-    return _math.finish(stats, rows.labels >= 0, rows.where), cache
+    return _math.finish(stats, rows.labels >= 0, rows.where), stats, cache
 
 
 def _backward(spec: Spec, residuals: Any, cotangent: LogprobOutput) -> tuple[Any, Any]:
-    hidden, weight, rows, lse, entropy, cache = residuals
+    hidden, weight, rows, stats, cache = residuals
     if spec.axis_name is not None:
         cotangent = _collectives.total_cotangent(cotangent, spec.axis_name)
     dhidden, dweight = shard_gradients(
-        spec, _flat(spec, hidden, weight), weight, rows, _start(spec, weight), lse, entropy, cotangent, cache
+        spec, _flat(spec, hidden, weight), weight, rows, _start(spec, weight), stats, cotangent, cache
     )
     if spec.gather_dim is None:
         dhidden = dhidden.reshape(hidden.shape)

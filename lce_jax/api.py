@@ -81,7 +81,7 @@ def linear_logprobs(
 
     Memory:
         O(T + tile) beyond the operands forward, O(T·H + tile) backward beyond the gradients; never T·V. Between
-        forward and backward two numbers per token are kept, and the cache. `explain` gives the bytes.
+        forward and backward a few numbers per token are kept, and the cache. `explain` gives the bytes.
 
     Numerics:
         Every sum and softmax is float32. dlogits are rounded once to the weight's dtype for the gradient products;

@@ -1,9 +1,9 @@
 """One shard's statistics and gradients, without collectives: for callers who reduce over their own process group.
 
     stats, cache = local.statistics(hidden, weight, labels, vocab_start=start)
-    stats = local.merge(<the fields of all shards, stacked to [N, T]>)
-    out = local.finish(stats, labels, vocab_size=V)
-    dhidden, dweight = local.gradients(hidden, weight, labels, out, cotangent, vocab_start=start, cache=cache)
+    merged = local.merge(<the fields of all shards, stacked to [N, T]>)
+    out = local.finish(merged, labels, vocab_size=V)
+    dhidden, dweight = local.gradients(hidden, weight, labels, merged, cotangent, vocab_start=start, cache=cache)
 
 ``dhidden`` is this shard's part, to be summed over the shards; ``dweight`` is whole. All are plain functions of
 arrays: jit them. They are not differentiable themselves.
@@ -105,7 +105,7 @@ def gradients(
     hidden: Float[Array, "T H"],
     weight: Float[Array, "V H"],
     labels: Int[Array, "T"],
-    out: LogprobOutput,
+    merged: ShardStatistics,
     cotangent: LogprobOutput,
     *,
     vocab_start: int | Int[Array, ""] = 0,
@@ -119,7 +119,7 @@ def gradients(
         hidden: as in `statistics`.
         weight: as in `statistics`.
         labels: as in `statistics`.
-        out: the forward's results; only ``lse`` and ``entropy`` are read.
+        merged: the statistics of the whole vocabulary.
         cotangent: the derivatives of the objective in ``logprobs``, ``entropy`` (None without) and ``lse``; a field
             that is None stands for zeros.
         vocab_start: as in `statistics`.
@@ -139,9 +139,8 @@ def gradients(
         >>> from lce_jax import LogprobOutput, local
         >>> hidden, weight, labels = jnp.ones((2, 4)), jnp.zeros((100, 4)), jnp.array([7, 8])
         >>> stats, cache = local.statistics(hidden, weight, labels, keep_cache=True)
-        >>> out = local.finish(stats, labels, vocab_size=100)
         >>> seed = LogprobOutput(logprobs=jnp.ones(2), entropy=None, lse=None)
-        >>> dhidden, dweight = local.gradients(hidden, weight, labels, out, seed, cache=cache)
+        >>> dhidden, dweight = local.gradients(hidden, weight, labels, stats, seed, cache=cache)
         >>> round(float(dweight[7, 0]), 2), round(float(dweight[0, 0]), 2)
         (0.98, -0.02)
     """
@@ -150,12 +149,11 @@ def gradients(
     if spec.case.num_tokens == 0:
         return jnp.zeros(hidden.shape, zero.dtype), jnp.zeros(weight.shape, weight.dtype)
     seed = LogprobOutput(*(zero if field is None else field for field in cotangent[:3]))
-    entropy = out.entropy if spec.case.options.entropy else None
     run = _compat.first_order_only(
         lambda hidden, weight, *rest: _vjp.shard_gradients(spec, hidden.astype(weight.dtype), weight, *rest)
     )
     start = jnp.asarray(vocab_start, jnp.int32)
-    return run(jnp.asarray(hidden), jnp.asarray(weight), rows, start, out.lse, entropy, seed, cache)
+    return run(jnp.asarray(hidden), jnp.asarray(weight), rows, start, merged, seed, cache)
 
 
 def _shard(hidden: Any, weight: Any, labels: Any, where: Any, options: LogprobOptions) -> tuple[_vjp.Spec, _vjp.Rows]:

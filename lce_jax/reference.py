@@ -37,7 +37,7 @@ def plan(case: Case) -> Plan:
         tiles={},
         forward_bytes=3 * logits,
         backward_bytes=4 * logits,
-        kept_bytes=2 * case.num_tokens * case.stat_dtype.itemsize,
+        kept_bytes=case.statistics_bytes,
         logits_bytes=logits,
         notes=notes,
     )

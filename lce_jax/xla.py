@@ -51,6 +51,8 @@ def plan(case: Case) -> Plan:
     tile = tile_t * tile_v * stat
     rows = case.num_tokens * stat
     compacted = case.num_tokens * case.hidden_size * case.dtype.itemsize if case.compacted else 0
+    dhidden = case.num_tokens * case.hidden_size * stat
+    upcast = 0 if _gradient_dtype(case) == case.dtype else dhidden + tile_v * case.hidden_size * stat
     notes: tuple[str, ...] = ()
     if case.options.cache_bytes:
         notes = (f"cache_bytes={case.options.cache_bytes} is not used: this implementation always recomputes",)
@@ -60,8 +62,8 @@ def plan(case: Case) -> Plan:
         case=case,
         tiles={"tokens": tile_t, "vocabulary": tile_v},
         forward_bytes=3 * tile + 8 * rows + compacted,
-        backward_bytes=3 * tile + 8 * rows + 2 * compacted + case.num_tokens * case.hidden_size * stat,
-        kept_bytes=2 * rows,
+        backward_bytes=3 * tile + 8 * rows + 2 * compacted + dhidden + upcast,
+        kept_bytes=case.statistics_bytes,
         logits_bytes=case.num_tokens * case.vocab_size * stat,
         notes=notes,
     )
@@ -118,7 +120,8 @@ def gradients(
         size = weight.shape[options.vocab_dim]
         z, dcap = _logits(hidden, weight, inverse_temperature, case)
         live = _live(start_v, size, operands.num_columns)
-        d = _math.dlogits(z, dcap, rows, targets - start_v, live).astype(case.dtype)
+        d = _math.dlogits(z, dcap, rows, targets - start_v, live)
+        d, weight, hidden = (x.astype(_gradient_dtype(case)) for x in (d, weight, hidden))
         dhidden = _dot(d, weight, 1, options.vocab_dim, case, case.stat_dtype)
         left, right = (d, hidden) if options.vocab_dim == 0 else (hidden, d)
         return dhidden, _dot(left, right, 0, 0, case, dweight_dtype)
@@ -151,6 +154,11 @@ def gradients(
 
     init = (jnp.zeros(operands.hidden.shape, case.stat_dtype), jnp.zeros(operands.weight.shape, case.dtype))
     return _walk_vocabulary(case, operands, tile_v, vocab_tile, _compat.vary_like(init, (operands, rows)))
+
+
+def _gradient_dtype(case: Case) -> jnp.dtype:
+    """Of the gradient products' operands. A CPU affords float32, and so never rounds dlogits to 16 bits at all."""
+    return case.stat_dtype if case.platform == "cpu" else case.dtype
 
 
 def _logits(
@@ -198,5 +206,5 @@ def _token_start(i: Array, tile_t: int, num_tokens: int) -> tuple[Array, Array]:
 
 def _drop_leading(rows: RowCoefficients, first: Array) -> RowCoefficients:
     """Zero coefficients before row ``first``, so that rows of two tiles count once."""
-    keep = jnp.arange(rows.lse.shape[0], dtype=jnp.int32) >= first
+    keep = jnp.arange(rows.shift.shape[0], dtype=jnp.int32) >= first
     return jax.tree.map(lambda x: jnp.where(keep, x, 0.0), rows)

@@ -1,0 +1,116 @@
+"""The case matrix that every implementation must pass, as data."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class TestCase:
+    """One call. ``where``, ``temperature`` and ``labels`` name how the arrays are drawn; the rest is passed on."""
+
+    __test__ = False
+
+    name: str
+    leading: tuple[int, ...] = (24,)
+    H: int = 32
+    V: int = 104
+    dtype: str = "float32"
+    hidden_dtype: str | None = None
+    spread: float = 1.0  # standard deviation of the logits
+    where: str | None = None  # "some" | "none" | "all" | "nan": rows left out hold NaN
+    temperature: Any = 1.0  # a number, or "token" | "sequence"
+    labels: str = "valid"  # "valid" | "foreign": a third are out of vocabulary
+    options: tuple[tuple[str, Any], ...] = ()
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def case(name: str, **kwargs: Any) -> TestCase:
+    fields = {field.name for field in dataclasses.fields(TestCase)}
+    own = {key: value for key, value in kwargs.items() if key in fields}
+    options = tuple((key, value) for key, value in kwargs.items() if key not in fields)
+    return TestCase(name, options=options, **own)
+
+
+MATRIX = [
+    case("plain"),
+    case("one token", leading=(1,)),
+    case("no leading dimension", leading=()),
+    case("three leading dimensions", leading=(2, 3, 4)),
+    case("no tokens", leading=(2, 0)),
+    case("one column", V=1),
+    case("ragged", leading=(23,), H=31, V=97),
+    case("vocabulary of GPT-2's remainder", V=50257 % 4096),
+    case("foreign labels", labels="foreign"),
+    case("where", where="some"),
+    case("where with nothing live", where="none"),
+    case("where with everything live", where="all"),
+    case("where hides NaN", where="nan", labels="foreign"),
+    case("temperature", temperature=0.7),
+    case("temperature per token", temperature="token"),
+    case("temperature per sequence", leading=(4, 6), temperature="sequence"),
+    case("softcap", spread=5.0, logit_softcap=3.0),
+    case("scale", logit_scale=0.25),
+    case("negative scale", logit_scale=-1.5),
+    case("padded vocabulary", V=128, vocab_size=101, labels="foreign"),
+    case("padded to one column", V=64, vocab_size=1, labels="foreign"),
+    case("hv", weight_layout="hv"),
+    case("hv padded", weight_layout="hv", V=128, vocab_size=101),
+    case("no entropy", entropy=False),
+    case("stats", stats=True, vocab_size=97),
+    case("stats and where", stats=True, where="some"),
+    case("cache", cache_bytes=1 << 20),
+    case("precision", precision="highest"),
+    case(
+        "everything", leading=(4, 6), V=128, vocab_size=113, temperature="token", where="nan", labels="foreign",
+        logit_softcap=4.0, logit_scale=1.3, stats=True, weight_layout="hv", spread=3.0,
+    ),
+    case("peaked", spread=40.0),
+    case("bfloat16", dtype="bfloat16", leading=(64,), H=128, V=512),
+    case("bfloat16 peaked", dtype="bfloat16", leading=(64,), H=128, V=512, spread=12.0),
+    case("bfloat16 hv softcap", dtype="bfloat16", leading=(64,), H=128, V=512, weight_layout="hv", logit_softcap=5.0),
+    case("float16", dtype="float16", leading=(64,), H=128, V=512),
+    case("float32 hidden, bfloat16 weight", dtype="bfloat16", hidden_dtype="float32", leading=(64,), H=128, V=512),
+    case("bfloat16 hidden, float32 weight", hidden_dtype="bfloat16"),
+]  # fmt: skip
+
+
+def draw(test: TestCase, seed: int = 0) -> tuple[jax.Array, jax.Array, jax.Array, dict[str, Any], list[jax.Array]]:
+    """(hidden, weight, labels, options, seeds): the call, and a cotangent for logprobs, entropy and lse."""
+    rng = np.random.default_rng(seed)
+    options: dict[str, Any] = dict(test.options)
+    dtype, hidden_dtype = jnp.dtype(test.dtype), jnp.dtype(test.hidden_dtype or test.dtype)
+    hidden = rng.standard_normal((*test.leading, test.H))
+    weight = rng.standard_normal((test.V, test.H)) * (test.spread / np.sqrt(test.H))
+    labels = rng.integers(0, options.get("vocab_size") or test.V, test.leading)
+    if test.labels == "foreign":
+        foreign = rng.choice([-100, -1, test.V, test.V - 1, 10**6, 2**31 - 1], test.leading)
+        labels = np.where(rng.random(test.leading) < 0.3, foreign, labels)
+    if test.where is not None:
+        share = {"some": 0.5, "nan": 0.5, "none": 0.0, "all": 1.0}[test.where]
+        live = rng.random(test.leading) < share
+        options["where"] = jnp.asarray(live)
+        if test.where == "nan":
+            hidden = np.where(live[..., None], hidden, rng.choice([np.nan, np.inf, -np.inf]))
+    if isinstance(test.temperature, str):
+        shape = test.leading if test.temperature == "token" else (test.leading[0], *(1,) * (len(test.leading) - 1))
+        options["temperature"] = jnp.asarray(rng.uniform(0.5, 2.0, shape), jnp.float32)
+    elif test.temperature != 1.0:
+        options["temperature"] = test.temperature
+    if options.get("weight_layout") == "hv":
+        weight = weight.T
+    seeds = [jnp.asarray(rng.standard_normal(test.leading), jnp.float32) for _ in range(3)]
+    arrays = (jnp.asarray(hidden, hidden_dtype), jnp.asarray(weight, dtype), jnp.asarray(labels, jnp.int32))
+    return *arrays, options, seeds
+
+
+def objective(out: Any, seeds: list[jax.Array]) -> jax.Array:
+    """Σ seed · field over the three differentiable outputs that exist."""
+    return sum(jnp.sum(seed * field) for seed, field in zip(seeds, out[:3], strict=True) if field is not None)

@@ -1,0 +1,99 @@
+"""The contract in NumPy float64, logits and all: written apart from the package, and checked by finite differences."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+
+class Results(NamedTuple):
+    logprobs: np.ndarray
+    entropy: np.ndarray
+    lse: np.ndarray
+    max_logit: np.ndarray
+    min_logit: np.ndarray
+
+
+def _double(x: Any) -> np.ndarray:
+    return np.asarray(x).astype(np.float64)
+
+
+def _logits(hidden, weight, temperature, logit_softcap, logit_scale, vocab_size):
+    """Logits over the true vocabulary and d(logit) / d(hidden · weight)."""
+    z = logit_scale * hidden @ weight.T
+    slope = np.full_like(z, logit_scale)
+    if logit_softcap is not None:
+        slope *= 1 / np.cosh(z / logit_softcap) ** 2
+        z = logit_softcap * np.tanh(z / logit_softcap)
+    temperature = np.broadcast_to(_double(temperature), hidden.shape[:-1])[..., None]
+    return (z / temperature)[..., :vocab_size], (slope / temperature)[..., :vocab_size]
+
+
+def _softmax(z):
+    m = z.max(-1, keepdims=True)
+    lse = m + np.log(np.exp(z - m).sum(-1, keepdims=True))
+    return lse, np.exp(z - lse)
+
+
+def _vocabulary_by_hidden(weight, weight_layout):
+    return _double(weight) if weight_layout == "vh" else _double(weight).T
+
+
+def logprobs(
+    hidden, weight, labels, *, where=None, temperature=1.0, logit_softcap=None, logit_scale=1.0, vocab_size=None,
+    weight_layout="vh", **_unused,
+) -> Results:  # fmt: skip
+    """Forward results; rows with ``where`` False are 0."""
+    weight = _vocabulary_by_hidden(weight, weight_layout)
+    labels = np.asarray(labels).astype(object) if np.asarray(labels).dtype == np.uint64 else np.asarray(labels)
+    live = np.ones(labels.shape, bool) if where is None else np.asarray(where)
+    hidden = np.where(live[..., None], _double(hidden), 0)
+    vocab_size = vocab_size or weight.shape[0]
+    temperature = np.where(live, np.broadcast_to(_double(temperature), labels.shape), 1)
+    z, _ = _logits(hidden, weight, temperature, logit_softcap, logit_scale, vocab_size)
+    lse, p = _softmax(z)
+    owned = (labels >= 0) & (labels < vocab_size)
+    column = np.where(owned, labels, 0).astype(np.int64)
+    logprob = np.where(owned, np.take_along_axis(z - lse, column[..., None], -1)[..., 0], 0)
+    entropy = -(p * (z - lse)).sum(-1)
+    fields = (logprob, entropy, lse[..., 0], z.max(-1), z.min(-1))
+    return Results(*(np.where(live, field, 0) for field in fields))
+
+
+def gradients(
+    hidden, weight, labels, seeds, *, where=None, temperature=1.0, logit_softcap=None, logit_scale=1.0,
+    vocab_size=None, weight_layout="vh", **_unused,
+) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+    """Of Σ seeds[0]·logprobs + seeds[1]·entropy + seeds[2]·lse, with the contract's rule for foreign labels."""
+    matrix = _vocabulary_by_hidden(weight, weight_layout)
+    labels = np.asarray(labels)
+    live = np.ones(labels.shape, bool) if where is None else np.asarray(where)
+    hidden = np.where(live[..., None], _double(hidden), 0)
+    g_logprob, g_entropy, g_lse = (np.where(live, _double(seed), 0)[..., None] for seed in seeds)
+    true_vocab = vocab_size or matrix.shape[0]
+    temperature = np.where(live, np.broadcast_to(_double(temperature), labels.shape), 1)
+    z, slope = _logits(hidden, matrix, temperature, logit_softcap, logit_scale, true_vocab)
+    lse, p = _softmax(z)
+    entropy = -(p * (z - lse)).sum(-1, keepdims=True)
+    onehot = labels[..., None] == np.arange(true_vocab)
+    dz = g_logprob * (onehot - p) - g_entropy * p * (z - lse + entropy) + g_lse * p
+    draw = np.zeros((*labels.shape, matrix.shape[0]))
+    draw[..., :true_vocab] = dz * slope
+    dhidden = draw @ matrix
+    rows = draw.reshape(-1, matrix.shape[0])
+    dweight = rows.T @ hidden.reshape(-1, hidden.shape[-1])
+    return dhidden, dweight if weight_layout == "vh" else dweight.T
+
+
+def relative_norm(got: Any, want: Any) -> float:
+    """‖got - want‖ / ‖want‖, and ‖got‖ where want is 0."""
+    got, want = _double(got), _double(want)
+    norm = np.linalg.norm(want)
+    return float(np.linalg.norm(got - want) / (norm if norm > 0 else 1.0))
+
+
+def value_error(got: Any, want: Any) -> float:
+    """The largest error, relative to max(1, |value|)."""
+    got, want = _double(got), _double(want)
+    return float(np.max(np.abs(got - want) / np.maximum(1, np.abs(want)), initial=0.0))

@@ -1,0 +1,170 @@
+"""Every mistake is met at the door, by a message that names the values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+from lce_jax import (
+    UnsupportedError,
+    explain,
+    linear_cross_entropy,
+    linear_logprobs,
+    local,
+    sharded_linear_logprobs,
+)
+
+HIDDEN, WEIGHT, LABELS = jnp.ones((4, 8)), jnp.ones((32, 8)), jnp.zeros((4,), jnp.int32)
+
+
+def call(hidden: Any = HIDDEN, weight: Any = WEIGHT, labels: Any = LABELS, **options: Any) -> Any:
+    return linear_logprobs(hidden, weight, labels, **options)
+
+
+MISTAKES = {
+    "hidden is a list": (dict(hidden=[[1.0] * 8]), TypeError, "hidden must be an array, got list"),
+    "hidden of integers": (dict(hidden=jnp.ones((4, 8), jnp.int32)), TypeError, "hidden must be one of .* got int32"),
+    "hidden a scalar": (dict(hidden=jnp.ones(())), ValueError, "hidden must have at least the hidden dimension"),
+    "weight of rank 3": (dict(weight=jnp.ones((2, 32, 8))), ValueError, r"weight must have two .* \(2, 32, 8\)"),
+    "weight of complex": (
+        dict(weight=jnp.ones((32, 8), jnp.complex64)),
+        TypeError,
+        "weight must be one of .*complex64",
+    ),
+    "hidden sizes differ": (dict(weight=jnp.ones((32, 9))), ValueError, r"\(4, 8\) ends in H = 8, but .*has H = 9"),
+    "weight transposed": (dict(weight=jnp.ones((8, 32))), ValueError, r'H = 32 \(it fits weight_layout="hv"\)'),
+    "empty vocabulary": (dict(weight=jnp.ones((0, 8))), ValueError, r"weight \(0, 8\) must have at least one"),
+    "labels of floats": (dict(labels=jnp.zeros((4,))), TypeError, "labels must be integers .* got float32"),
+    "labels of bools": (dict(labels=jnp.zeros((4,), bool)), TypeError, "labels must be integers .* got bool"),
+    "labels of another length": (dict(labels=jnp.zeros((5,), int)), ValueError, r"labels \(5,\) must have .*\(4,\)"),
+    "labels one-hot": (dict(labels=jnp.zeros((4, 32), int)), ValueError, r"labels \(4, 32\) must have .*\(4,\)"),
+    "where of integers": (dict(where=jnp.ones((4,), int)), TypeError, "where must be bool, got int"),
+    "where of another shape": (dict(where=jnp.ones((4, 1), bool)), ValueError, r"where \(4, 1\) .* labels \(4,\)"),
+    "where a bool": (dict(where=True), TypeError, "where must be a bool array, got bool"),
+    "temperature negative": (dict(temperature=-0.5), ValueError, "temperature must be positive, got -0.5"),
+    "temperature zero": (dict(temperature=0), ValueError, "temperature must be positive, got 0"),
+    "temperature NaN": (dict(temperature=float("nan")), ValueError, "temperature must be finite, got nan"),
+    "temperature a string": (dict(temperature="hot"), TypeError, "temperature must be a Python number, got str 'hot'"),
+    "temperature of another shape": (dict(temperature=jnp.ones((3,))), ValueError, r"\(3,\) must broadcast .*\(4,\)"),
+    "temperature of integers": (dict(temperature=jnp.ones((4,), int)), TypeError, "temperature must be floating"),
+    "softcap zero": (dict(logit_softcap=0.0), ValueError, "logit_softcap must be positive, got 0.0"),
+    "scale infinite": (dict(logit_scale=float("inf")), ValueError, "logit_scale must be finite, got inf"),
+    "scale an array": (dict(logit_scale=jnp.ones(())), TypeError, "logit_scale must be a Python number"),
+    "entropy a string": (dict(entropy="grad"), TypeError, "entropy must be True or False, got 'grad'"),
+    "stats a number": (dict(stats=1), TypeError, "stats must be True or False, got 1"),
+    "vocab_size too large": (dict(vocab_size=33), ValueError, r"vocab_size must lie in \[1, 32\].*got 33"),
+    "vocab_size zero": (dict(vocab_size=0), ValueError, r"vocab_size must lie in \[1, 32\].*got 0"),
+    "vocab_size a float": (dict(vocab_size=30.0), TypeError, "vocab_size must be a Python integer, got 30.0"),
+    "layout unknown": (dict(weight_layout="nk"), ValueError, "weight_layout must be .* got 'nk'"),
+    "axis unbound": (dict(axis_name="tp"), ValueError, "axis_name 'tp' is not bound here"),
+    "cache negative": (dict(cache_bytes=-1), ValueError, "cache_bytes must be .* at least 0, got -1"),
+    "precision unknown": (dict(precision="exact"), ValueError, "precision 'exact' is not"),
+    "implementation unknown": (dict(implementation="cuda"), ValueError, "unknown implementation 'cuda'; known"),
+    "implementation a list": (
+        dict(implementation=["xla"]),
+        TypeError,
+        "implementation must be None, a name or a tuple",
+    ),
+    "implementation an empty tuple": (dict(implementation=()), TypeError, "implementation must be None"),
+}
+
+
+@pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("name", MISTAKES)
+def test_linear_logprobs(name: str, jitted: bool) -> None:
+    mistake, error, message = MISTAKES[name]
+    arrays = {key: value for key, value in mistake.items() if isinstance(value, jax.Array) and key != "logit_scale"}
+    rest = {key: value for key, value in mistake.items() if key not in arrays}
+    function = jax.jit(lambda **arrays: call(**arrays, **rest)) if jitted else lambda **arrays: call(**arrays, **rest)
+    with pytest.raises(error, match=message):
+        function(**arrays)
+
+
+@pytest.mark.parametrize("name", [name for name in MISTAKES if "axis" not in name])
+def test_explain_meets_the_same_mistakes(name: str) -> None:
+    mistake, error, message = MISTAKES[name]
+    arguments = {"hidden": HIDDEN, "weight": WEIGHT, "labels": LABELS, **mistake}
+    with pytest.raises(error, match=message):
+        explain(**arguments)
+
+
+def test_an_unknown_option_lists_the_known_ones() -> None:
+    with pytest.raises(TypeError, match="unknown option softcap; known: temperature, logit_softcap"):
+        explain(HIDDEN, WEIGHT, LABELS, softcap=3.0)
+    with pytest.raises(TypeError, match="softcap"):
+        linear_logprobs(HIDDEN, WEIGHT, LABELS, softcap=3.0)
+
+
+LOSS_MISTAKES = {
+    "reduction unknown": (dict(reduction="batchmean"), ValueError, "reduction must be .* got 'batchmean'"),
+    "smoothing of one": (dict(label_smoothing=1.0), ValueError, r"label_smoothing must lie in \[0, 1\), got 1.0"),
+    "z_loss negative": (dict(z_loss=-1e-4), ValueError, "z_loss must not be negative, got -0.0001"),
+    "ignore_index a float": (dict(ignore_index=-100.0), TypeError, "ignore_index must be a Python integer, got -100.0"),
+    "smoothing with a cap": (dict(label_smoothing=0.1, logit_softcap=30.0), UnsupportedError, "0.1 with .*=30.0"),
+    "where of another shape": (
+        dict(ignore_index=0, where=jnp.ones((3,), bool)), ValueError, r"where \(3,\) must have the shape of labels",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LOSS_MISTAKES)
+def test_linear_cross_entropy(name: str) -> None:
+    options, error, message = LOSS_MISTAKES[name]
+    with pytest.raises(error, match=message):
+        linear_cross_entropy(HIDDEN, WEIGHT, LABELS, **options)
+
+
+MESH = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+SHARDED_MISTAKES = {
+    "no mesh": (dict(mesh=None), "no mesh: pass mesh="),
+    "vocab axis unknown": (dict(vocab_axis="model"), "vocab_axis 'model' is no axis of the mesh .*'tensor': 4"),
+    "batch axis unknown": (dict(batch_axes="fsdp"), "batch_axes 'fsdp' is no axis"),
+    "axis used twice": (dict(batch_axes="tensor"), "overlap; only sequence_axis may be the vocab_axis"),
+    "no vocab axis": (dict(vocab_axis=None), "vocab_axis must name the mesh axis"),
+    "vocabulary does not divide": (dict(weight=jnp.ones((30, 8))), r"\(30, 8\) must divide by the 4 .*vocab_size=30"),
+    "batch does not divide": (
+        dict(batch_axes="data", hidden=jnp.ones((3, 8)), labels=jnp.zeros((3,), int)),
+        r"dimension 0 of hidden \(3, 8\) must divide by the 2 shards",
+    ),
+    "axis_name outside": (dict(axis_name="tensor"), "axis_name='tensor' is for callers inside shard_map"),
+    "no batch at all": (
+        dict(batch_axes="data", hidden=jnp.ones((8,)), labels=jnp.zeros((), int)), r"hidden \(8,\) has no batch",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SHARDED_MISTAKES)
+def test_sharded(name: str) -> None:
+    mistake, message = SHARDED_MISTAKES[name]
+    arguments = {"hidden": HIDDEN, "weight": WEIGHT, "labels": LABELS, "mesh": MESH, **mistake}
+    with pytest.raises(ValueError, match=message):
+        sharded_linear_logprobs(**arguments)
+
+
+def test_local() -> None:
+    with pytest.raises(ValueError, match="axis_name='tensor': functions of lce_jax.local know no axis"):
+        local.statistics(HIDDEN, WEIGHT, LABELS, axis_name="tensor")
+    with pytest.raises(ValueError, match=r"labels \(2, 2\) must be flat"):
+        local.statistics(HIDDEN.reshape(2, 2, 8), WEIGHT, LABELS.reshape(2, 2))
+
+
+def test_second_derivatives_are_refused() -> None:
+    def loss(hidden):
+        return linear_logprobs(hidden, WEIGHT, LABELS).logprobs.sum()
+
+    with pytest.raises(NotImplementedError, match="first derivatives only"):
+        jax.grad(lambda h: jnp.sum(jax.grad(loss)(h) ** 2))(HIDDEN)
+    with pytest.raises(NotImplementedError, match="first derivatives only"):
+        jax.hessian(loss)(HIDDEN)
+    with pytest.raises(NotImplementedError, match="first derivatives only"):
+        jax.grad(lambda h: local.statistics(h, WEIGHT, LABELS)[0].sumexp.sum())(HIDDEN)
+
+
+def test_numpy_operands_are_welcome() -> None:
+    out = linear_logprobs(np.ones((4, 8), np.float32), np.zeros((32, 8), np.float32), np.zeros((4,), np.int64))
+    assert np.allclose(out.logprobs, -np.log(32))

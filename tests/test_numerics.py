@@ -1,0 +1,139 @@
+"""Distributions that break careless formulas. The bound is the plain path's own error where logits are large."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lce_jax import linear_cross_entropy, linear_logprobs
+from tests import oracle
+
+H, V, T = 16, 257, 12
+IMPLEMENTATIONS = ["xla", "reference"]
+
+
+def heads() -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """(hidden, weight) by name; the first hidden unit is 1, so the first weight column is a bias."""
+    rng = np.random.default_rng(0)
+    hidden = rng.standard_normal((T, H))
+    hidden[:, 0] = 1
+    weight = rng.standard_normal((V, H)) / 4
+    scaled, negative, positive, flat, onehot, twins = (weight.copy() for _ in range(6))
+    scaled *= 2500  # logits of ±1e4
+    negative[:, 0] -= 1e4
+    positive[:, 0] += 1e4
+    flat[:] = flat[0]
+    onehot[3, 0] += 200
+    twins[[3, 200], 0] += 200
+    return {
+        "logits of 1e4": (hidden, scaled),
+        "all very negative": (hidden, negative),
+        "all very positive": (hidden, positive),
+        "flat": (hidden, flat),
+        "one-hot": (hidden, onehot),
+        "two equal peaks": (hidden, twins),
+        "zero hidden": (0 * hidden, weight),
+        "one column below -1e4, the rest at 0": (hidden * np.eye(H)[0], np.eye(V, H) * -1e4),
+    }
+
+
+def plain(hidden, weight, labels):
+    """What users write, in float32."""
+    z = jnp.matmul(hidden, weight.T, precision="highest")
+    log_p = jax.nn.log_softmax(z, axis=-1)
+    entropy = -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)
+    return jnp.take_along_axis(log_p, labels[:, None], axis=-1)[:, 0], entropy, jax.nn.logsumexp(z, axis=-1)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", heads())
+def test_values(name: str, implementation: str) -> None:
+    hidden, weight = (jnp.asarray(x, jnp.float32) for x in heads()[name])
+    labels = jnp.asarray(np.random.default_rng(1).integers(0, V, T).astype(np.int32)).at[0].set(3)
+    out = linear_logprobs(hidden, weight, labels, implementation=implementation, precision="highest", stats=True)
+    want = oracle.logprobs(hidden, weight, labels)
+    for field, got, theirs in zip(out._fields, out, (*plain(hidden, weight, labels), None, None), strict=True):
+        true = getattr(want, field)
+        assert np.all(np.isfinite(got)), field
+        bound = 2e-6 if theirs is None else max(2e-6, 1.1 * oracle.value_error(theirs, true))
+        assert oracle.value_error(got, true) <= bound, field
+    assert np.all(np.asarray(out.entropy) >= 0)
+    assert np.all(np.asarray(out.logprobs) <= 0)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", heads())
+def test_gradients(name: str, implementation: str) -> None:
+    hidden, weight = (jnp.asarray(x, jnp.float32) for x in heads()[name])
+    labels = jnp.arange(T, dtype=jnp.int32)
+    seeds = [jnp.linspace(-1, 1, T), jnp.linspace(1, 0.5, T), jnp.linspace(0, 0.3, T)]
+
+    def objective(function):
+        return lambda h, w: sum(jnp.sum(s * f) for s, f in zip(seeds, function(h, w)[:3], strict=True))
+
+    def ours(h, w):
+        return linear_logprobs(h, w, labels, implementation=implementation, precision="highest")
+
+    got = jax.grad(objective(ours), argnums=(0, 1))(hidden, weight)
+    theirs = jax.grad(objective(lambda h, w: plain(h, w, labels)), argnums=(0, 1))(hidden, weight)
+    wanted = oracle.gradients(hidden, weight, labels, seeds)
+    for a, b, true in zip(got, theirs, wanted, strict=True):
+        assert np.all(np.isfinite(a))
+        scale = 1 if np.linalg.norm(true) < 1e-6 else np.linalg.norm(true)
+        error, plain_error = (np.linalg.norm(np.asarray(x, np.float64) - true) / scale for x in (a, b))
+        assert error <= max(1e-5, 2 * plain_error)
+
+
+def test_the_entropy_of_a_near_certain_token_keeps_its_digits() -> None:
+    """lse - E[z] loses them all at logits of 1e4; the shifted sum does not."""
+    gap = 20.0
+    weight = jnp.asarray([[1e4], [1e4 - gap]], jnp.float32)
+    out = linear_logprobs(jnp.ones((1, 1)), weight, jnp.array([0]), precision="highest")
+    p = 1 / (1 + np.exp(gap))
+    true = -(p * np.log(p) + (1 - p) * np.log1p(-p))
+    assert np.isclose(float(out.entropy[0]), true, rtol=1e-5)
+
+
+def test_a_huge_padding_column_changes_nothing() -> None:
+    """A padding row of NaN, inf or 1e30 is in no sum and no gradient."""
+    rng = np.random.default_rng(2)
+    hidden = jnp.asarray(rng.standard_normal((T, H)), jnp.float32)
+    weight = jnp.asarray(rng.standard_normal((V, H)), jnp.float32)
+    labels = jnp.arange(T, dtype=jnp.int32)
+
+    def loss(hidden, weight):
+        return linear_cross_entropy(hidden, weight, labels, vocab_size=V - 3)
+
+    want = jax.value_and_grad(loss, argnums=(0, 1))(hidden, weight)
+    for junk in (1e30, -1e30):
+        spoiled = weight.at[V - 3 :].set(junk)
+        got = jax.value_and_grad(loss, argnums=(0, 1))(hidden, spoiled)
+        assert float(got[0]) == float(want[0])
+        assert np.array_equal(got[1][0], want[1][0])
+        assert np.array_equal(got[1][1], want[1][1])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "values"),
+    [
+        (np.int8, [-100, 5, 127]),
+        (np.uint8, [255, 5, 127]),
+        (np.uint32, [2**32 - 1, 5, 2**31]),
+        (np.int64, [2**32 + 3, 5, -(2**40)]),
+        (np.uint64, [2**63 + 3, 5, 2**32]),
+    ],
+)
+def test_labels_of_any_integer_type_do_not_wrap(dtype: type, values: list[int]) -> None:
+    with jax.enable_x64(True):
+        labels = jnp.asarray(np.array(values, dtype))
+        out = linear_logprobs(jnp.ones((3, 4), jnp.float32), jnp.zeros((300, 4), jnp.float32), labels)
+    inside = [0 <= value < 300 for value in values]
+    assert np.allclose(out.logprobs, np.where(inside, -np.log(300), 0))
+
+
+def test_out_of_vocabulary_gradient_is_minus_softmax() -> None:
+    hidden, weight = jnp.ones((1, 2)), jnp.asarray([[1.0, 0.0], [0.0, 2.0], [0.5, 0.5]])
+    grad = jax.grad(lambda h: linear_logprobs(h, weight, jnp.array([-100])).logprobs[0])(hidden)
+    assert np.allclose(grad[0], -jax.nn.softmax(hidden[0] @ weight.T) @ weight, atol=1e-6)

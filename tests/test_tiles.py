@@ -1,0 +1,77 @@
+"""Tilings: forced small, so that every walk over tokens and vocabulary happens, must not change a result."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lce_jax import linear_logprobs, xla
+from tests import cases, oracle
+
+
+@pytest.mark.parametrize("tile", [(1, 1), (8, 16), (7, 104), (24, 13), (23, 50)], ids=str)
+@pytest.mark.parametrize(
+    "test",
+    [t for t in cases.MATRIX if t.name in ("plain", "everything", "where", "where with nothing live", "stats")],
+    ids=str,
+)
+def test_any_tiling(test: cases.TestCase, tile: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(xla, "tile_sizes", lambda case: (min(tile[0], case.num_tokens), min(tile[1], case.vocab_size)))
+    hidden, weight, labels, options, seeds = cases.draw(test)
+
+    @jax.jit
+    def value_and_grad(hidden, weight):
+        def objective(hidden, weight):
+            out = linear_logprobs(hidden, weight, labels, precision="highest", implementation="xla", **options)
+            return cases.objective(out, seeds), out
+
+        return jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)(hidden, weight)
+
+    (_, out), grads = value_and_grad(hidden, weight)
+    want = oracle.logprobs(hidden, weight, labels, **options)
+    assert all(oracle.value_error(a, b) < 2e-6 for a, b in zip(out, want, strict=True) if a is not None)
+    wanted = oracle.gradients(hidden, weight, labels, seeds, **options)
+    assert all(oracle.relative_norm(a, b) < 1e-5 for a, b in zip(grads, wanted, strict=True))
+
+
+def test_rows_left_out_cost_no_work() -> None:
+    """The walk over token tiles stops at the last live one: counted, not timed."""
+    T, H, V = 4096, 8, 64
+    visited = []
+
+    def count(_: np.ndarray) -> np.ndarray:
+        visited.append(1)
+        return np.zeros((), np.float32)
+
+    original = xla._logits
+
+    def counting(hidden, *args):
+        z, dcap = original(hidden, *args)
+        tick = jax.pure_callback(count, jax.ShapeDtypeStruct((), jnp.float32), hidden[0, 0])
+        return z + tick, dcap
+
+    hidden, weight = jnp.ones((T, H)), jnp.ones((V, H))
+    labels = jnp.zeros((T,), jnp.int32)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(xla, "_logits", counting)
+        for live in (0, 1, 1000, T):
+            visited.clear()
+            where = jnp.arange(T)[::-1] < live
+            jax.block_until_ready(linear_logprobs(hidden, weight, labels, where=where, implementation="xla"))
+            assert len(visited) == -(-live // 256), live
+
+
+@pytest.mark.parametrize(("tokens", "vocab"), [(1, 1), (1, 300000), (4096, 65536), (131072, 262144), (200000, 32000)])
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+@pytest.mark.parametrize("compacted", [False, True])
+def test_tile_sizes_stay_within_the_operands(tokens: int, vocab: int, platform: str, compacted: bool) -> None:
+    from lce_jax._types import Case, Options
+
+    case = Case(tokens, 64, vocab, jnp.dtype("float32"), Options(), compacted, platform)
+    tile_t, tile_v = xla.tile_sizes(case)
+    assert 1 <= tile_t <= tokens
+    assert 1 <= tile_v <= vocab
+    budget = (4 if platform == "cpu" else 64) << 20
+    assert tile_t * tile_v <= max(budget, 512 * tile_t)
