@@ -1,0 +1,70 @@
+"""Shards computed apart and merged by hand equal the whole."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lce_jax import LogprobOutput, local
+from tests import cases, oracle
+
+NAMES = ("plain", "padded vocabulary", "everything", "where hides NaN", "no entropy", "stats", "no tokens")
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+@pytest.mark.parametrize("test", [t for t in cases.MATRIX if t.name in NAMES], ids=str)
+def test_four_shards(test: cases.TestCase, implementation: str) -> None:
+    hidden, weight, labels, options, seeds = cases.draw(test)
+    vocab_dim = options.get("weight_layout", "vh").index("v")
+    hidden, labels, seeds = hidden.reshape(-1, test.H), labels.reshape(-1), [seed.reshape(-1) for seed in seeds]
+    for key in ("where", "temperature"):
+        if key in options:
+            options[key] = jnp.broadcast_to(options[key], test.leading).reshape(-1)
+    width = test.V // 4
+    shards = [(i * width, weight.take(jnp.arange(i * width, (i + 1) * width), axis=vocab_dim)) for i in range(4)]
+    common = {**options, "implementation": implementation, "precision": "highest"}
+
+    @jax.jit
+    def statistics(shard, start):
+        return local.statistics(hidden, shard, labels, vocab_start=start, keep_cache=True, **common)
+
+    results = [statistics(shard, jnp.int32(start)) for start, shard in shards]
+    merged = local.merge(jax.tree.map(lambda *x: jnp.stack(x), *(stats for stats, _ in results)))
+    vocab_size = options.get("vocab_size", test.V)
+    out = local.finish(merged, labels, vocab_size=vocab_size, where=options.get("where"))
+    want = oracle.logprobs(hidden, weight, labels, **options)
+    for got, true in zip(out, want, strict=True):
+        assert got is None or oracle.value_error(got, true) < 2e-6
+
+    entropy = seeds[1] if options.get("entropy", True) else None
+    cotangent = LogprobOutput(seeds[0], entropy, seeds[2])
+    parts = [
+        local.gradients(hidden, shard, labels, merged, cotangent, vocab_start=start, cache=cache, **common)
+        for (start, shard), (_, cache) in zip(shards, results, strict=True)
+    ]
+    dhidden = sum(part[0] for part in parts)
+    dweight = jnp.concatenate([part[1] for part in parts], axis=vocab_dim)
+    seeds[1] = seeds[1] if entropy is not None else 0 * seeds[1]
+    wanted = oracle.gradients(hidden, weight, labels, seeds, **options)
+    assert dhidden.dtype == jnp.float32
+    assert oracle.relative_norm(dhidden, wanted[0]) < 1e-5
+    assert oracle.relative_norm(dweight, wanted[1]) < 1e-5
+
+
+def test_absent_cotangents_are_zeros() -> None:
+    hidden, weight, labels, _, seeds = cases.draw(cases.MATRIX[0])
+    stats, _ = local.statistics(hidden, weight, labels)
+    zero = jnp.zeros_like(seeds[0])
+    some = local.gradients(hidden, weight, labels, stats, LogprobOutput(seeds[0], None, None))
+    full = local.gradients(hidden, weight, labels, stats, LogprobOutput(seeds[0], zero, zero))
+    assert all(np.array_equal(a, b) for a, b in zip(some, full, strict=True))
+
+
+def test_a_shard_of_padding_alone_merges_to_nothing() -> None:
+    hidden, weight, labels, *_ = cases.draw(cases.MATRIX[0])
+    whole, _ = local.statistics(hidden, weight, labels, vocab_size=104)
+    beyond, _ = local.statistics(hidden, weight, labels, vocab_size=104, vocab_start=104)
+    merged = local.merge(jax.tree.map(lambda a, b: jnp.stack([a, b]), whole, beyond))
+    assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(merged), jax.tree.leaves(whole), strict=True))

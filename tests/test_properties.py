@@ -1,0 +1,76 @@
+"""Any shape, any mask, any label: values and gradients against float64."""
+
+from __future__ import annotations
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lce_jax import linear_logprobs, local
+from tests import cases, oracle
+
+
+@st.composite
+def calls(draw: st.DrawFn):
+    V, padding = draw(st.integers(1, 90)), draw(st.integers(0, 40))
+    return cases.case(
+        "drawn",
+        leading=tuple(draw(st.lists(st.integers(0, 9), max_size=2))),
+        H=draw(st.integers(1, 40)),
+        V=V + padding,
+        vocab_size=V if padding else None,
+        spread=draw(st.sampled_from([0.1, 1.0, 10.0])),
+        where=draw(st.sampled_from([None, "some", "nan", "none"])),
+        labels=draw(st.sampled_from(["valid", "foreign"])),
+        temperature=draw(st.sampled_from([1.0, 0.3, "token"])),
+        logit_softcap=draw(st.sampled_from([None, 2.0, 30.0])),
+        logit_scale=draw(st.sampled_from([1.0, 0.1, -2.0])),
+        entropy=draw(st.booleans()),
+        stats=draw(st.booleans()),
+        weight_layout=draw(st.sampled_from(["vh", "hv"])),
+    )
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(test=calls(), seed=st.integers(0, 2**31))
+def test_ragged_calls(test: cases.TestCase, seed: int) -> None:
+    hidden, weight, labels, options, seeds = cases.draw(test, seed)
+
+    def objective(hidden, weight):
+        out = linear_logprobs(hidden, weight, labels, precision="highest", implementation="xla", **options)
+        return cases.objective(out, seeds), out
+
+    (_, out), grads = jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)(hidden, weight)
+    want = oracle.logprobs(hidden, weight, labels, **options)
+    # Logits of 10 and a temperature of 0.3 lift the products' rounding above the bound at unit scale.
+    bound = 2e-6 * max(1.0, float(np.max(np.abs(want.lse), initial=0)))
+    for got, true in zip(out, want, strict=True):
+        if got is not None:
+            assert oracle.value_error(got, true) <= bound
+    seeds = seeds if options["entropy"] else [seeds[0], 0 * seeds[1], seeds[2]]
+    for got, true in zip(grads, oracle.gradients(hidden, weight, labels, seeds, **options), strict=True):
+        assert np.linalg.norm(np.asarray(got) - true) <= 1e-5 * max(np.linalg.norm(true), 1.0)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    cuts=st.lists(st.integers(1, 60), max_size=5, unique=True),
+    order=st.randoms(use_true_random=False),
+    seed=st.integers(0, 2**31),
+)
+def test_merging_any_split_in_any_order(cuts: list[int], order, seed: int) -> None:
+    """Statistics of the pieces of a vocabulary, however cut and shuffled, are those of the whole (eq. 2)."""
+    test = cases.case("split", leading=(7,), H=8, V=61, spread=5.0, labels="foreign")
+    hidden, weight, labels, *_ = cases.draw(test, seed)
+    edges = [0, *sorted(cuts), 61]
+    pieces = list(itertools.pairwise(edges))
+    order.shuffle(pieces)
+    parts = [local.statistics(hidden, weight[a:b], labels, vocab_start=a, stats=True)[0] for a, b in pieces]
+    out = local.finish(local.merge(jax.tree.map(lambda *x: jnp.stack(x), *parts)), labels, vocab_size=61)
+    want = oracle.logprobs(hidden, weight, labels)
+    for got, true in zip(out, want, strict=True):
+        assert oracle.value_error(got, true) < 5e-6

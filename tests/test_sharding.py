@@ -1,0 +1,275 @@
+"""Meshes of 1 to 8 devices equal one device, for results and all gradients; shards agree to the last bit."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from lce_jax import (
+    linear_cross_entropy,
+    linear_logprobs,
+    sharded_linear_cross_entropy,
+    sharded_linear_logprobs,
+)
+from tests import cases, oracle
+
+B, S, H, V = 4, 8, 16, 128
+CALLS = [
+    cases.case("plain", leading=(B, S), H=H, V=V),
+    cases.case("padded", leading=(B, S), H=H, V=V, vocab_size=101, labels="foreign"),
+    cases.case("two shards of padding", leading=(B, S), H=H, V=V, vocab_size=50, where="nan", stats=True),
+    cases.case(
+        "everything", leading=(B, S), H=H, V=V, vocab_size=113, labels="foreign", where="nan", temperature="token",
+        logit_softcap=4.0, logit_scale=1.3, stats=True, weight_layout="hv", spread=3.0,
+    ),
+    cases.case("bfloat16", leading=(B, S), H=H, V=V, dtype="bfloat16", labels="foreign"),
+]  # fmt: skip
+LAYOUTS: dict[str, tuple[tuple[int, ...], tuple[str, ...], dict[str, Any]]] = {
+    "1": ((1,), ("tensor",), {}),
+    "tensor 2": ((2,), ("tensor",), {}),
+    "tensor 8": ((8,), ("tensor",), {}),
+    "data 2, tensor 2": ((2, 2), ("data", "tensor"), {"batch_axes": "data"}),
+    "data 2, tensor 4": ((2, 4), ("data", "tensor"), {"batch_axes": "data"}),
+    "data 4, tensor 2, sequence over tensor": (
+        (4, 2), ("data", "tensor"), {"batch_axes": "data", "sequence_axis": "tensor"},
+    ),
+    "tensor 8, sequence over tensor": ((8,), ("tensor",), {"sequence_axis": "tensor"}),
+    "data, context, tensor": (
+        (2, 2, 2), ("data", "context", "tensor"), {"batch_axes": "data", "sequence_axis": "context"},
+    ),
+    "vocabulary over two axes": (
+        (2, 2, 2), ("data", "a", "b"), {"batch_axes": "data", "vocab_axis": ("a", "b")},
+    ),
+    "batch over two axes": (
+        (2, 2, 2), ("data", "fsdp", "tensor"), {"batch_axes": ("data", "fsdp")},
+    ),
+    "an axis nobody uses": ((2, 2, 2), ("pipe", "data", "tensor"), {"batch_axes": "data"}),
+}  # fmt: skip
+
+
+def mesh_of(layout: str, axis_type: AxisType) -> jax.sharding.Mesh:
+    shape, names, _ = LAYOUTS[layout]
+    devices = jax.devices("cpu")[: int(np.prod(shape))]
+    return jax.make_mesh(shape, names, axis_types=(axis_type,) * len(shape), devices=devices)
+
+
+def single(test: cases.TestCase):
+    """Results and gradients on one device."""
+    hidden, weight, labels, options, seeds = cases.draw(test)
+    options = {"precision": "highest", **options}
+
+    def objective(hidden, weight):
+        out = linear_logprobs(hidden, weight, labels, **options)
+        return cases.objective(out, seeds), out
+
+    (_, out), grads = jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)(hidden, weight)
+    return (hidden, weight, labels, options, seeds), out, grads
+
+
+def assert_same(test: cases.TestCase, out, grads, want, wanted) -> None:
+    for field, got, true in zip(out._fields, out, want, strict=True):
+        assert (got is None) == (true is None), field
+        if true is not None:
+            assert oracle.value_error(got, true) < 2e-6, field
+    bound = 1e-5 if test.dtype == "float32" else 4e-3  # bfloat16: partial sums round anew, by half a unit in 2^8
+    for got, true in zip(grads, wanted, strict=True):
+        assert got.shape == true.shape
+        assert got.dtype == true.dtype
+        assert oracle.relative_norm(got, true) < bound
+
+
+# Two calls on every layout, the others on the two layouts that differ most.
+COMBINATIONS = [
+    (test, layout)
+    for layout in LAYOUTS
+    for test in CALLS
+    if test.name in ("plain", "everything") or layout in ("data 2, tensor 4", "data 4, tensor 2, sequence over tensor")
+]
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize(("test", "layout"), COMBINATIONS, ids=str)
+def test_sharded_equals_single_device(test: cases.TestCase, layout: str, axis_type: AxisType) -> None:
+    (hidden, weight, labels, options, seeds), want, wanted = single(test)
+    mesh, where = mesh_of(layout, axis_type), LAYOUTS[layout][2]
+
+    def objective(hidden, weight, labels):
+        out = sharded_linear_logprobs(hidden, weight, labels, mesh=mesh, **where, **options)
+        return cases.objective(out, seeds), out
+
+    with jax.set_mesh(mesh):
+        value_and_grad = jax.jit(jax.value_and_grad(objective, argnums=(0, 1), has_aux=True))
+        (_, out), grads = value_and_grad(hidden, weight, labels)
+    assert_same(test, out, grads, want, wanted)
+
+
+def test_explicit_axes_tell_the_batch_and_keep_their_types() -> None:
+    (hidden, weight, labels, options, _), want, _ = single(CALLS[0])
+    mesh = mesh_of("data 2, tensor 4", AxisType.Explicit)
+    hidden = jax.device_put(hidden, NamedSharding(mesh, P("data")))
+    weight = jax.device_put(weight, NamedSharding(mesh, P("tensor")))
+    labels = jax.device_put(labels, NamedSharding(mesh, P("data")))
+    with jax.set_mesh(mesh):
+        out, gradient = jax.jit(
+            lambda h, w, y: (
+                sharded_linear_logprobs(h, w, y, **options),
+                jax.grad(lambda w: sharded_linear_logprobs(h, w, y, **options).logprobs.sum())(w),
+            )
+        )(hidden, weight, labels)
+    assert out.logprobs.sharding.spec == P("data", None)
+    assert gradient.sharding.spec == P("tensor", None)
+    assert oracle.value_error(out.logprobs, want.logprobs) < 2e-6
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("test", CALLS, ids=str)
+def test_inside_shard_map(test: cases.TestCase, check_vma: bool) -> None:
+    """The gradient taken outside: shard_map's own transpose sums what was replicated."""
+    (hidden, weight, labels, options, seeds), want, wanted = single(test)
+    mesh = mesh_of("data 2, tensor 4", AxisType.Auto)
+    rows = {key: options.pop(key) for key in ("where", "temperature") if isinstance(options.get(key), jax.Array)}
+    vocab = P("tensor", None) if options.get("weight_layout") != "hv" else P(None, "tensor")
+
+    def body(hidden, weight, labels, rows):
+        return linear_logprobs(hidden, weight, labels, axis_name="tensor", **rows, **options)
+
+    mapped = jax.shard_map(
+        body, mesh=mesh, in_specs=(P("data"), vocab, P("data"), P("data")), out_specs=P("data"), check_vma=check_vma
+    )
+
+    def objective(hidden, weight):
+        out = mapped(hidden, weight, labels, rows)
+        return cases.objective(out, seeds), out
+
+    (_, out), grads = jax.jit(jax.value_and_grad(objective, argnums=(0, 1), has_aux=True))(hidden, weight)
+    assert_same(test, out, grads, want, wanted)
+
+
+def plain_logprobs(hidden, weight, labels, axis_name):
+    """The materialised loss with JAX's own collectives, to compare conventions with."""
+    z = jnp.matmul(hidden, weight.T, precision="highest")
+    top = lax.pmax(lax.stop_gradient(z.max(-1)), axis_name)
+    lse = top + jnp.log(lax.psum(jnp.exp(z - top[..., None]).sum(-1), axis_name))
+    column = labels - lax.axis_index(axis_name) * weight.shape[0]
+    owned = (column >= 0) & (column < weight.shape[0])
+    target = jnp.take_along_axis(z, jnp.where(owned, column, 0)[..., None], -1)[..., 0]
+    return lax.psum(jnp.where(owned, target, 0), axis_name) - lse
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("gathered", [False, True], ids=["replicated hidden", "gathered hidden"])
+def test_gradient_inside_shard_map_follows_jax(check_vma: bool, gathered: bool) -> None:
+    """Taken inside, gradients are what plain JAX with psum gives, in either mode and for either kind of hidden."""
+    (hidden, weight, labels, *_), _, _ = single(CALLS[0])
+    mesh = mesh_of("data 2, tensor 4", AxisType.Auto)
+
+    def gradients(function):
+        def body(hidden, weight, labels):
+            def loss(hidden, weight):
+                if gathered:
+                    hidden = lax.all_gather(hidden, "tensor", axis=1, tiled=True)
+                return jnp.sum(function(hidden, weight, labels) ** 2)
+
+            return jax.grad(loss, argnums=(0, 1))(hidden, weight)
+
+        spec = P("data", "tensor") if gathered else P("data")
+        # Under check_vma=False the gradient of a replicated operand is a partial sum, different on each shard:
+        # stack the parts to see them all.
+        stacked = not check_vma
+        outs = (
+            P(("data", "tensor")) if stacked and not gathered else spec,
+            P(("tensor", "data")) if stacked else P("tensor"),
+        )
+        mapped = jax.shard_map(
+            body, mesh=mesh, in_specs=(spec, P("tensor"), P("data")), out_specs=outs, check_vma=check_vma
+        )
+        return jax.jit(mapped)(hidden, weight, labels)
+
+    def ours(hidden, weight, labels):
+        return linear_logprobs(hidden, weight, labels, axis_name="tensor", precision="highest").logprobs
+
+    theirs = functools.partial(plain_logprobs, axis_name="tensor")
+    for got, true in zip(gradients(ours), gradients(theirs), strict=True):
+        assert oracle.relative_norm(got, true) < 1e-5
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("test", CALLS[:3], ids=str)
+def test_shards_agree_bitwise(test: cases.TestCase, check_vma: bool) -> None:
+    (hidden, weight, labels, options, _), _, _ = single(test)
+    where = options.pop("where", None)
+    mesh = mesh_of("tensor 8", AxisType.Auto)
+
+    def body(hidden, weight, labels, where):
+        out = linear_logprobs(hidden, weight, labels, where=where, axis_name="tensor", **options)
+        if check_vma:
+            out = jax.tree.map(lambda x: lax.pcast(x, ("tensor",), to="varying"), out)
+        return jax.tree.map(lambda x: x[None], out)
+
+    specs = (P(), P("tensor"), P(), P())
+    mapped = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=P("tensor"), check_vma=check_vma)
+    for field in jax.tree.leaves(jax.jit(mapped)(hidden, weight, labels, where)):
+        copies = np.asarray(field)
+        assert copies.shape[0] == 8
+        assert all(np.array_equal(copies[0], copy) for copy in copies)
+
+
+@pytest.mark.parametrize("layout", ["data 2, tensor 4", "data 4, tensor 2, sequence over tensor"])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_cross_entropy_over_a_mesh(layout: str, reduction: str) -> None:
+    test = cases.case("loss", leading=(B, S), H=H, V=V, labels="foreign", temperature="token", where="some")
+    hidden, weight, labels, options, _ = cases.draw(test)
+    options |= {"vocab_size": 120, "ignore_index": -100, "label_smoothing": 0.1, "z_loss": 1e-3, "precision": "highest"}
+    mesh, where = mesh_of(layout, AxisType.Auto), LAYOUTS[layout][2]
+
+    def run(function, **kwargs):
+        def loss(hidden, weight):
+            value = function(hidden, weight, labels, reduction=reduction, **options, **kwargs)
+            return jnp.sum(value * jnp.cos(jnp.arange(value.size).reshape(value.shape))), value
+
+        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(hidden, weight)
+
+    (_, got), grads = run(sharded_linear_cross_entropy, mesh=mesh, **where)
+    (_, want), wanted = run(linear_cross_entropy)
+    assert oracle.value_error(got, want) < 2e-6
+    assert all(oracle.relative_norm(a, b) < 1e-5 for a, b in zip(grads, wanted, strict=True))
+
+
+def test_label_smoothing_inside_shard_map() -> None:
+    hidden, weight, labels, *_ = cases.draw(CALLS[0])
+    options = {"label_smoothing": 0.2, "vocab_size": 100, "precision": "highest"}
+    mesh = mesh_of("tensor 8", AxisType.Auto)
+
+    def loss(hidden, weight):
+        body = functools.partial(linear_cross_entropy, axis_name="tensor", **options)
+        mapped = jax.shard_map(body, mesh=mesh, in_specs=(P(), P("tensor"), P()), out_specs=P())
+        return mapped(hidden, weight, labels)
+
+    def one_device(hidden, weight):
+        return linear_cross_entropy(hidden, weight, labels, **options)
+
+    got, grads = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(hidden, weight)
+    want, wanted = jax.value_and_grad(one_device, argnums=(0, 1))(hidden, weight)
+    assert np.isclose(got, want, rtol=1e-6)
+    assert all(oracle.relative_norm(a, b) < 1e-5 for a, b in zip(grads, wanted, strict=True))
+
+
+def test_no_tokens_over_a_mesh() -> None:
+    mesh = mesh_of("data 2, tensor 4", AxisType.Auto)
+    hidden, weight, labels = jnp.ones((0, H)), jnp.ones((V, H)), jnp.zeros((0,), jnp.int32)
+
+    def loss(hidden, weight):
+        return sharded_linear_cross_entropy(hidden, weight, labels, mesh=mesh, batch_axes="data")
+
+    value, (dhidden, dweight) = jax.value_and_grad(loss, argnums=(0, 1))(hidden, weight)
+    assert float(value) == 0
+    assert dhidden.shape == (0, H)
+    assert np.all(np.asarray(dweight) == 0)
