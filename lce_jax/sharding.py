@@ -207,7 +207,7 @@ def _layout(
         raise ValueError("no mesh: pass mesh=, or call under jax.set_mesh(mesh)")
     if batch_axes is None:
         batch_axes = _own_batch_axes(mesh, hidden, vocab_axis, sequence_axis)
-    vocab, batch, sequence = (_axes(axes) for axes in (vocab_axis, batch_axes, sequence_axis))
+    vocab, batch, sequence = (as_axes(axes) for axes in (vocab_axis, batch_axes, sequence_axis))
     _check_axes(mesh, vocab, batch, sequence)
     leading: list[tuple[str, ...]] = [()] * (hidden.ndim - 1)
     if (batch or sequence) and not leading:
@@ -228,8 +228,8 @@ def _own_batch_axes(mesh: Any, hidden: Any, vocab_axis: Axes, sequence_axis: Axe
     if AxisType.Explicit not in mesh.axis_types or hidden.ndim < 2:
         return None
     spec = jax.typeof(hidden).sharding.spec
-    own = _axes(spec[0]) if len(spec) else ()
-    return tuple(axis for axis in own if axis not in _axes(vocab_axis) + _axes(sequence_axis))
+    own = as_axes(spec[0]) if len(spec) else ()
+    return tuple(axis for axis in own if axis not in as_axes(vocab_axis) + as_axes(sequence_axis))
 
 
 def _check_axes(mesh: Any, vocab: tuple[str, ...], batch: tuple[str, ...], sequence: tuple[str, ...]) -> None:
@@ -253,7 +253,8 @@ def _check_divides(name: str, shape: Any, dim: int, axes: tuple[str, ...], mesh:
         raise ValueError(f"dimension {dim} of {name} {tuple(shape)} must divide by the {shards} shards of {axes}{hint}")
 
 
-def _axes(axes: Axes) -> tuple[str, ...]:
+def as_axes(axes: Axes) -> tuple[str, ...]:
+    """The names in ``axes``: none, one or several."""
     if axes is None:
         return ()
     return (axes,) if isinstance(axes, str) else tuple(axes)
@@ -264,4 +265,4 @@ def _spec_entry(axes: tuple[str, ...]) -> Any:
 
 
 def _without(entry: Any, axes: Any) -> Any:
-    return _spec_entry(tuple(axis for axis in _axes(entry) if axis not in _axes(axes)))
+    return _spec_entry(tuple(axis for axis in as_axes(entry) if axis not in as_axes(axes)))

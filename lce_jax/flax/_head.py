@@ -1,0 +1,159 @@
+"""What a head does with its weight, the same for both Flax APIs. Imports no Flax."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from lce_jax import _checks, _math, api, sharding
+from lce_jax._types import Options
+
+if TYPE_CHECKING:
+    from jax.lax import PrecisionLike
+    from jax.sharding import Mesh
+    from jaxtyping import Array, Bool, Float, Int
+
+    from lce_jax._types import LogprobOutput
+    from lce_jax.api import Reduction
+    from lce_jax.sharding import Axes
+
+# Logits of unit variance for hidden states of unit variance.
+WEIGHT_INIT = jax.nn.initializers.lecun_normal(in_axis=1, out_axis=0)
+
+
+class CallOptions(TypedDict, total=False):
+    """What a call of ``logprobs`` may set; the other options of `lce_jax.linear_logprobs` belong to the head."""
+
+    where: Bool[Array, "*b"] | None
+    temperature: float | Float[Array, "..."]
+    entropy: bool
+    stats: bool
+    axis_name: Any
+    cache_bytes: int
+    implementation: str | tuple[str, ...] | None
+
+
+class LossOptions(CallOptions, total=False):
+    """What a call of ``loss`` may set."""
+
+    ignore_index: int | None
+    reduction: Reduction
+    label_smoothing: float
+    z_loss: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Head:
+    """The options of a head. Hashable, so it is static in any module that holds it."""
+
+    vocab_size: int
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
+    dtype: Any = None
+    precision: PrecisionLike = None
+    mesh: Mesh | None = None
+    vocab_axis: Axes = None
+    batch_axes: Axes = None
+    sequence_axis: Axes = None
+
+    def __post_init__(self) -> None:
+        _checks.static_options(logit_scale=self.logit_scale, logit_softcap=self.logit_softcap, precision=self.precision)
+        split = {name: getattr(self, name) for name in ("mesh", "batch_axes", "sequence_axis")}
+        given = [name for name, value in split.items() if value is not None]
+        if self.vocab_axis is None and given:
+            raise ValueError(
+                f"{', '.join(given)} without vocab_axis: name the mesh axis that splits the vocabulary "
+                "(an axis of size 1 where none does)"
+            )
+
+    def logits(self, hidden: Float[Array, "*b H"], weight: Float[Array, "V H"]) -> Float[Array, "*b vocab_size"]:
+        """Eq. 0 at temperature 1, over the true vocabulary."""
+        weight = self._cast(weight)
+        raw = jnp.einsum(
+            "...h,vh->...v",
+            hidden.astype(weight.dtype),
+            weight,
+            precision=self.precision,
+            preferred_element_type=jnp.promote_types(weight.dtype, jnp.float32),
+            out_sharding=self._logits_sharding(hidden),
+        )
+        options = Options(logit_scale=self.logit_scale, logit_softcap=self.logit_softcap)
+        logits, _ = _math.transform_logits(raw, options, None)
+        return logits[..., : self.vocab_size]
+
+    def logprobs(
+        self,
+        hidden: Float[Array, "*b H"],
+        weight: Float[Array, "V H"],
+        labels: Int[Array, "*b"],
+        **options: Unpack[CallOptions],
+    ) -> LogprobOutput:
+        """`linear_logprobs`, or `sharded_linear_logprobs` where the head names a mesh axis."""
+        function = api.linear_logprobs if self.vocab_axis is None else sharding.sharded_linear_logprobs
+        return function(hidden, self._cast(weight), labels, **self._own_options(), **options)
+
+    def loss(
+        self,
+        hidden: Float[Array, "*b H"],
+        weight: Float[Array, "V H"],
+        labels: Int[Array, "*b"],
+        **options: Unpack[LossOptions],
+    ) -> Float[Array, "..."]:
+        """`linear_cross_entropy`, or `sharded_linear_cross_entropy` where the head names a mesh axis."""
+        function = api.linear_cross_entropy if self.vocab_axis is None else sharding.sharded_linear_cross_entropy
+        return function(hidden, self._cast(weight), labels, **self._own_options(), **options)
+
+    def _own_options(self) -> dict[str, Any]:
+        """The options that a call may not set; Python refuses one that is given twice."""
+        own: dict[str, Any] = {
+            "logit_scale": self.logit_scale,
+            "logit_softcap": self.logit_softcap,
+            "vocab_size": self.vocab_size,
+            "precision": self.precision,
+        }
+        if self.vocab_axis is not None:
+            own |= {
+                "mesh": self.mesh,
+                "vocab_axis": self.vocab_axis,
+                "batch_axes": self.batch_axes,
+                "sequence_axis": self.sequence_axis,
+            }
+        return own
+
+    def _cast(self, weight: Float[Array, "V H"]) -> Float[Array, "V H"]:
+        return weight if self.dtype is None else weight.astype(self.dtype)
+
+    def _logits_sharding(self, hidden: Float[Array, "*b H"]) -> NamedSharding | None:
+        """Under Explicit axes, tokens split as hidden's are and the vocabulary whole; else the compiler's choice.
+
+        Whole, because slicing the padding off a split vocabulary would leave uneven shards.
+        """
+        own = jax.typeof(hidden).sharding
+        if self.vocab_axis is None or AxisType.Explicit not in own.mesh.axis_types:
+            return None
+        vocab_axes = sharding.as_axes(self.vocab_axis)
+        rows = (tuple(axis for axis in sharding.as_axes(entry) if axis not in vocab_axes) for entry in own.spec[:-1])
+        return NamedSharding(own.mesh, P(*rows, None))
+
+
+def padded_vocabulary(vocab_size: int, pad_to_multiple: int) -> int:
+    """``vocab_size`` rounded up: the rows of a head's own weight."""
+    for name, value in (("vocab_size", vocab_size), ("pad_to_multiple", pad_to_multiple)):
+        if _checks.integer(name, value) < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    return -(-vocab_size // pad_to_multiple) * pad_to_multiple
+
+
+def check_tied(embedding: Any, hidden_size: int, vocab_size: int, pad_to_multiple: int) -> None:
+    """An embedding's parameter against the head that is to share it."""
+    rows, size = embedding.shape
+    if size != hidden_size:
+        raise ValueError(f"hidden_size={hidden_size} does not fit the tied embedding {(rows, size)}")
+    if pad_to_multiple != 1:
+        raise ValueError(f"pad_to_multiple={pad_to_multiple} cannot pad a tied embedding {(rows, size)}: pad it there")
+    _checks.vocabulary(vocab_size, rows)

@@ -1,0 +1,182 @@
+"""A language-model head for Flax Linen, over `lce_jax.linear_logprobs` and `lce_jax.linear_cross_entropy`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Self, Unpack
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from lce_jax.flax import _head
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int
+
+    from lce_jax._types import LogprobOutput
+
+
+class LMHead(nn.Module):
+    """A language-model head that need not store its logits: ``head(hidden)``, ``head.logprobs``, ``head.loss``.
+
+    Holds one parameter, ``weight [rows, H]``, or (`tied`) none and uses an embedding's. Scale, cap, padding and mesh
+    are set here, once, and so are the same in sampling, in log-probabilities and in the loss.
+
+    Attributes:
+        hidden_size: H.
+        vocab_size: the true vocabulary, V.
+        embed: an ``nn.Embed`` of the parent whose parameter is the head's weight. None: an own weight.
+        pad_to_multiple: rounds the rows of an own weight up, say to the number of shards. Rows from ``vocab_size`` on
+            are padding: in no logits, no sum, with zero gradient. A tied weight has the rows that it has.
+        logit_scale: multiplies the float32 logits (Cohere, MuP).
+        logit_softcap: ``c`` in ``c·tanh(logits / c)`` (Gemma 2: 30). None: no cap.
+        dtype: of the matrix products; the weight is cast to it in each call, the hidden states follow. None: that of
+            the weight.
+        param_dtype: of an own weight.
+        weight_init: initialiser of an own weight.
+        precision: of the matrix products with float32 operands.
+        mesh: the mesh of the axes below. None: that of ``jax.set_mesh``.
+        vocab_axis: the mesh axis (or axes) that splits the vocabulary. An own weight is annotated with it
+            (``nn.with_partitioning``); ``logprobs`` and ``loss`` are then `lce_jax.sharded_linear_logprobs` and
+            `lce_jax.sharded_linear_cross_entropy`. None: `lce_jax.linear_logprobs` and
+            `lce_jax.linear_cross_entropy`, for one device or inside ``jax.shard_map``.
+        batch_axes: the mesh axis (or axes) that splits the first dimension of the hidden states.
+        sequence_axis: the mesh axis that splits their sequence; it may be ``vocab_axis``.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from lce_jax.flax.linen import LMHead
+        >>> head = LMHead(16, 1000, pad_to_multiple=128)
+        >>> hidden, labels = jnp.ones((2, 5, 16)), jnp.zeros((2, 5), jnp.int32)
+        >>> variables = head.init(jax.random.key(0), hidden, labels, method="loss")
+        >>> variables["params"]["weight"].shape
+        (1024, 16)
+        >>> head.apply(variables, hidden).shape
+        (2, 5, 1000)
+        >>> head.apply(variables, hidden, labels, method="logprobs").entropy.shape
+        (2, 5)
+        >>> loss = head.apply(variables, hidden, labels, z_loss=1e-4, method="loss")
+        >>> loss.shape
+        ()
+    """
+
+    hidden_size: int
+    vocab_size: int
+    embed: Any = None
+    pad_to_multiple: int = 1
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+    weight_init: nn.initializers.Initializer = _head.WEIGHT_INIT
+    precision: Any = None
+    mesh: Any = None
+    vocab_axis: Any = None
+    batch_axes: Any = None
+    sequence_axis: Any = None
+
+    @classmethod
+    def tied(cls, embed: Any, *, vocab_size: int | None = None, **options: Any) -> Self:
+        """A head whose weight is an embedding's.
+
+        Args:
+            embed: an ``nn.Embed`` of the same parent. Over a mesh, give it the head's sharding:
+                ``embedding_init=nn.with_partitioning(initializer, ("tensor", None))``.
+            vocab_size: the true vocabulary. None: all of the embedding's rows.
+            **options: as the class; ``dtype`` is the embedding's own unless given.
+
+        Example:
+            >>> import flax.linen as nn, jax, jax.numpy as jnp
+            >>> from lce_jax.flax.linen import LMHead
+            >>> class Model(nn.Module):
+            ...     def setup(self):
+            ...         self.embed = nn.Embed(1000, 16)
+            ...         self.head = LMHead.tied(self.embed)
+            ...     def __call__(self, tokens, labels):
+            ...         return self.head.loss(self.embed(tokens), labels)
+            >>> tokens = jnp.zeros((2, 5), jnp.int32)
+            >>> variables = Model().init(jax.random.key(0), tokens, tokens)
+            >>> jax.tree.map(jnp.shape, variables)
+            {'params': {'embed': {'embedding': (1000, 16)}}}
+        """
+        vocab_size = embed.num_embeddings if vocab_size is None else vocab_size
+        return cls(embed.features, vocab_size, embed=embed, **{"dtype": embed.dtype, **options})
+
+    def setup(self) -> None:
+        """The weight, own or the embedding's, and the options that every call shares."""
+        if self.embed is not None:
+            self.weight = self.embed.embedding
+            _head.check_tied(self.weight, self.hidden_size, self.vocab_size, self.pad_to_multiple)
+        else:
+            rows = _head.padded_vocabulary(self.vocab_size, self.pad_to_multiple)
+            weight_init = self.weight_init
+            if self.vocab_axis is not None:
+                weight_init = _partitioned(weight_init, self.vocab_axis, self.mesh)
+            self.weight = self.param("weight", weight_init, (rows, self.hidden_size), self.param_dtype)
+        self.options = _head.Head(
+            vocab_size=self.vocab_size,
+            logit_scale=self.logit_scale,
+            logit_softcap=self.logit_softcap,
+            dtype=self.dtype,
+            precision=self.precision,
+            mesh=self.mesh,
+            vocab_axis=self.vocab_axis,
+            batch_axes=self.batch_axes,
+            sequence_axis=self.sequence_axis,
+        )
+
+    def __call__(self, hidden: Float[Array, "*b H"]) -> Float[Array, "*b vocab_size"]:
+        """Logits, for sampling: float32, after scale and cap, over the true vocabulary (the padding is cut off).
+
+        The one method that stores ``[..., V]``. Differentiable by the usual means. Over a mesh with Explicit axes the
+        logits are split as ``hidden`` is and whole over the vocabulary; with Auto axes the compiler decides.
+
+        Args:
+            hidden: ``[..., H]``.
+        """
+        return self.options.logits(hidden, self.weight)
+
+    def logprobs(
+        self, hidden: Float[Array, "*b H"], labels: Int[Array, "*b"], **options: Unpack[_head.CallOptions]
+    ) -> LogprobOutput:
+        """Per-token log-probability and entropy, without storing the logits.
+
+        Args:
+            hidden: ``[..., H]``.
+            labels: ``[...]`` vocabulary ids.
+            **options: ``where``, ``temperature``, ``entropy``, ``stats``, ``cache_bytes``, ``implementation`` and
+                (inside ``jax.shard_map``) ``axis_name``, as in `lce_jax.linear_logprobs`.
+        """
+        return self.options.logprobs(hidden, self.weight, labels, **options)
+
+    def loss(
+        self, hidden: Float[Array, "*b H"], labels: Int[Array, "*b"], **options: Unpack[_head.LossOptions]
+    ) -> Float[Array, "..."]:
+        """Cross entropy, without storing the logits.
+
+        Args:
+            hidden: ``[..., H]``.
+            labels: ``[...]`` vocabulary ids.
+            **options: ``ignore_index``, ``reduction``, ``label_smoothing``, ``z_loss`` and the options of `logprobs`,
+                as in `lce_jax.linear_cross_entropy`.
+        """
+        return self.options.loss(hidden, self.weight, labels, **options)
+
+
+def _partitioned(initializer: Any, vocab_axis: Any, mesh: Any) -> Any:
+    """``nn.with_partitioning`` on the vocabulary; under Explicit axes, where Flax asserts it, the weight is born split.
+
+    The annotation holds no mesh: Flax would constrain to it, which is an error under Explicit axes.
+    """
+
+    def split(*args: Any) -> Array:
+        axes = (jax.sharding.get_abstract_mesh() if mesh is None else mesh).axis_types
+        weight = initializer(*args)
+        if AxisType.Explicit not in axes:
+            return weight
+        spec = P(vocab_axis, None)
+        return jax.sharding.reshard(weight, spec if mesh is None else NamedSharding(mesh, spec))
+
+    return nn.with_partitioning(split, (vocab_axis, None))

@@ -1,0 +1,171 @@
+"""A language-model head for Flax NNX, over `lce_jax.linear_logprobs` and `lce_jax.linear_cross_entropy`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Self, Unpack
+
+import jax.numpy as jnp
+from flax import nnx
+
+from lce_jax.flax import _head
+
+if TYPE_CHECKING:
+    from jax.lax import PrecisionLike
+    from jax.sharding import Mesh
+    from jaxtyping import Array, Float, Int
+
+    from lce_jax._types import LogprobOutput
+    from lce_jax.sharding import Axes
+
+
+class LMHead(nnx.Module):
+    """A language-model head that need not store its logits: ``head(hidden)``, ``head.logprobs``, ``head.loss``.
+
+    Holds one parameter, ``weight [rows, H]``, its own or (`tied`) an embedding's. Scale, cap, padding and mesh are set
+    here, once, and so are the same in sampling, in log-probabilities and in the loss.
+
+    Args:
+        hidden_size: H.
+        vocab_size: the true vocabulary, V.
+        embed: an ``nnx.Embed`` (or anything with its ``embedding [rows, H]``) whose parameter is the head's weight:
+            the same `nnx.Param`, once in the model's state, with the gradient of both uses. None: an own weight.
+        pad_to_multiple: rounds the rows of an own weight up, say to the number of shards. Rows from ``vocab_size`` on
+            are padding: in no logits, no sum, with zero gradient. A tied weight has the rows that it has.
+        logit_scale: multiplies the float32 logits (Cohere, MuP).
+        logit_softcap: ``c`` in ``c·tanh(logits / c)`` (Gemma 2: 30). None: no cap.
+        dtype: of the matrix products; the weight is cast to it in each call, the hidden states follow. None: that of
+            the weight.
+        param_dtype: of an own weight.
+        weight_init: initialiser of an own weight.
+        precision: of the matrix products with float32 operands.
+        mesh: the mesh of the axes below. None: that of ``jax.set_mesh``, at construction and in each call.
+        vocab_axis: the mesh axis (or axes) that splits the vocabulary. An own weight is created split over it;
+            ``logprobs`` and ``loss`` are then `lce_jax.sharded_linear_logprobs` and
+            `lce_jax.sharded_linear_cross_entropy`. None: `lce_jax.linear_logprobs` and
+            `lce_jax.linear_cross_entropy`, for one device or inside ``jax.shard_map``.
+        batch_axes: the mesh axis (or axes) that splits the first dimension of the hidden states.
+        sequence_axis: the mesh axis that splits their sequence; it may be ``vocab_axis``.
+        rngs: initialises an own weight.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from flax import nnx
+        >>> from lce_jax.flax.nnx import LMHead
+        >>> head = LMHead(16, 1000, pad_to_multiple=128, rngs=nnx.Rngs(0))
+        >>> head.weight.shape
+        (1024, 16)
+        >>> hidden, labels = jnp.ones((2, 5, 16)), jnp.zeros((2, 5), jnp.int32)
+        >>> head(hidden).shape
+        (2, 5, 1000)
+        >>> head.logprobs(hidden, labels).entropy.shape
+        (2, 5)
+        >>> loss, grads = nnx.value_and_grad(lambda head: head.loss(hidden, labels, z_loss=1e-4))(head)
+        >>> grads["weight"].shape
+        (1024, 16)
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        vocab_size: int,
+        *,
+        embed: Any = None,
+        pad_to_multiple: int = 1,
+        logit_scale: float = 1.0,
+        logit_softcap: float | None = None,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        weight_init: nnx.Initializer = _head.WEIGHT_INIT,
+        precision: PrecisionLike = None,
+        mesh: Mesh | None = None,
+        vocab_axis: Axes = None,
+        batch_axes: Axes = None,
+        sequence_axis: Axes = None,
+        rngs: nnx.Rngs | None = None,
+    ) -> None:
+        self.hidden_size = hidden_size
+        self.vocab_size = vocab_size
+        if embed is not None:
+            _head.check_tied(embed.embedding, hidden_size, vocab_size, pad_to_multiple)
+            self.weight = embed.embedding
+        elif rngs is None:
+            raise TypeError("LMHead needs rngs=nnx.Rngs(...) to initialise a weight of its own, or embed= to share one")
+        else:
+            rows = _head.padded_vocabulary(vocab_size, pad_to_multiple)
+            if vocab_axis is not None:
+                weight_init = nnx.with_partitioning(weight_init, (vocab_axis, None), mesh)
+            self.weight = nnx.Param(weight_init(rngs.params(), (rows, hidden_size), param_dtype))
+        self.options = _head.Head(
+            vocab_size=vocab_size,
+            logit_scale=logit_scale,
+            logit_softcap=logit_softcap,
+            dtype=dtype,
+            precision=precision,
+            mesh=mesh,
+            vocab_axis=vocab_axis,
+            batch_axes=batch_axes,
+            sequence_axis=sequence_axis,
+        )
+
+    @classmethod
+    def tied(cls, embed: Any, *, vocab_size: int | None = None, **options: Any) -> Self:
+        """A head whose weight is an embedding's.
+
+        Args:
+            embed: the ``nnx.Embed``. Over a mesh, give it the head's sharding:
+                ``embedding_init=nnx.with_partitioning(initializer, ("tensor", None))``.
+            vocab_size: the true vocabulary. None: all of the embedding's rows.
+            **options: as the class; ``dtype`` is the embedding's own unless given.
+
+        Example:
+            >>> from flax import nnx
+            >>> from lce_jax.flax.nnx import LMHead
+            >>> class Model(nnx.Module):
+            ...     def __init__(self, rngs):
+            ...         self.embed = nnx.Embed(1000, 16, rngs=rngs)
+            ...         self.head = LMHead.tied(self.embed)
+            >>> model = Model(nnx.Rngs(0))
+            >>> model.head.weight is model.embed.embedding
+            True
+            >>> len(nnx.to_flat_state(nnx.state(model, nnx.Param)))
+            1
+        """
+        vocab_size = embed.num_embeddings if vocab_size is None else vocab_size
+        return cls(embed.features, vocab_size, embed=embed, **{"dtype": embed.dtype, **options})
+
+    def __call__(self, hidden: Float[Array, "*b H"]) -> Float[Array, "*b vocab_size"]:
+        """Logits, for sampling: float32, after scale and cap, over the true vocabulary (the padding is cut off).
+
+        The one method that stores ``[..., V]``. Differentiable by the usual means. Over a mesh with Explicit axes the
+        logits are split as ``hidden`` is and whole over the vocabulary; with Auto axes the compiler decides.
+
+        Args:
+            hidden: ``[..., H]``.
+        """
+        return self.options.logits(hidden, self.weight[...])
+
+    def logprobs(
+        self, hidden: Float[Array, "*b H"], labels: Int[Array, "*b"], **options: Unpack[_head.CallOptions]
+    ) -> LogprobOutput:
+        """Per-token log-probability and entropy, without storing the logits.
+
+        Args:
+            hidden: ``[..., H]``.
+            labels: ``[...]`` vocabulary ids.
+            **options: ``where``, ``temperature``, ``entropy``, ``stats``, ``cache_bytes``, ``implementation`` and
+                (inside ``jax.shard_map``) ``axis_name``, as in `lce_jax.linear_logprobs`.
+        """
+        return self.options.logprobs(hidden, self.weight[...], labels, **options)
+
+    def loss(
+        self, hidden: Float[Array, "*b H"], labels: Int[Array, "*b"], **options: Unpack[_head.LossOptions]
+    ) -> Float[Array, "..."]:
+        """Cross entropy, without storing the logits.
+
+        Args:
+            hidden: ``[..., H]``.
+            labels: ``[...]`` vocabulary ids.
+            **options: ``ignore_index``, ``reduction``, ``label_smoothing``, ``z_loss`` and the options of `logprobs`,
+                as in `lce_jax.linear_cross_entropy`.
+        """
+        return self.options.loss(hidden, self.weight[...], labels, **options)

@@ -1,0 +1,75 @@
+"""What the tests of both Flax heads share: shapes, options, meshes, and the results from stored logits."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import AxisType
+
+BATCH, SEQUENCE, HIDDEN, VOCAB = 8, 6, 16, 51
+ROWS = 56
+PADDED = {"pad_to_multiple": 8}  # VOCAB to ROWS
+
+HEADS = {
+    "plain": {},
+    "padded": PADDED,
+    "scale": {"logit_scale": 0.25, **PADDED},
+    "softcap": {"logit_softcap": 3.0, **PADDED},
+    "bfloat16 products": {"dtype": jnp.bfloat16, **PADDED},
+}
+MESHES = {  # axis types, sequence_axis
+    "auto": (AxisType.Auto, None),
+    "explicit": (AxisType.Explicit, None),
+    "auto, sequence parallel": (AxisType.Auto, "tensor"),
+    "explicit, sequence parallel": (AxisType.Explicit, "tensor"),
+}
+
+
+def data_by_tensor(axis_type=AxisType.Auto):
+    return jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(axis_type,) * 2)
+
+
+def batch():
+    """Hidden states and labels."""
+    hidden, labels = jax.random.split(jax.random.key(0))
+    shape = (BATCH, SEQUENCE)
+    return jax.random.normal(hidden, (*shape, HIDDEN)), jax.random.randint(labels, shape, 0, VOCAB)
+
+
+def token_batch():
+    """Tokens and the label of each, the last of a sequence ignored."""
+    _, labels = batch()
+    return jnp.roll(labels, 1, axis=1), labels.at[:, -1].set(-100)
+
+
+def spoiled_padding(key, shape, dtype):
+    """Normal rows, and padding that would spoil every sum it entered."""
+    return jax.random.normal(key, shape, dtype).at[VOCAB:].set(100.0)
+
+
+def from_logits(logits, labels):
+    """Log-probability, entropy and lse."""
+    log_p = jax.nn.log_softmax(logits)
+    picked = jnp.take_along_axis(log_p, labels[..., None], axis=-1)[..., 0]
+    return picked, -jnp.sum(jnp.exp(log_p) * log_p, axis=-1), jax.nn.logsumexp(logits, axis=-1)
+
+
+def loss_from_logits(logits, labels):
+    """Mean cross entropy over the labels that are not -100."""
+    kept = labels != -100
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(labels, 0))
+    return jnp.sum(jnp.where(kept, losses, 0.0)) / jnp.sum(kept)
+
+
+def optimizer():
+    """Adam with an eps well above the rounding of a gradient: dividing by |g| + eps would blow up a tiny one's."""
+    return optax.adamw(1e-2, eps=1e-3)
+
+
+def assert_trees_close(got, expected):
+    """Equal but for float32 sums in another order; products of float32 operands are float32 on CPU."""
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)

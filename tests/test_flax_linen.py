@@ -1,0 +1,255 @@
+"""The Linen head against the logits it would have stored, alone and over a mesh, and in whole training steps."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from lce_jax.flax.linen import LMHead
+from tests.flax_cases import (
+    BATCH,
+    HEADS,
+    HIDDEN,
+    MESHES,
+    PADDED,
+    ROWS,
+    SEQUENCE,
+    VOCAB,
+    assert_trees_close,
+    batch,
+    data_by_tensor,
+    from_logits,
+    loss_from_logits,
+    optimizer,
+    spoiled_padding,
+    token_batch,
+)
+
+
+def make_head(**options):
+    return LMHead(HIDDEN, VOCAB, weight_init=spoiled_padding, **options)
+
+
+def initialise(head):
+    return head.init(jax.random.key(0), jnp.zeros((1, HIDDEN)))
+
+
+@pytest.mark.parametrize("options", HEADS.values(), ids=HEADS)
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_logprobs_are_those_of_its_logits(options, temperature):
+    head = make_head(**options)
+    variables = initialise(head)
+    hidden, labels = batch()
+    logits = head.apply(variables, hidden)
+    assert logits.shape == (BATCH, SEQUENCE, VOCAB)
+    assert logits.dtype == jnp.float32
+    out = head.apply(variables, hidden, labels, temperature=temperature, method="logprobs")
+    assert_trees_close(tuple(out[:3]), from_logits(logits / temperature, labels))
+
+
+@pytest.mark.parametrize("name", ["plain", "padded", "scale", "softcap"])
+def test_loss_and_gradients_are_those_of_its_logits(name):
+    head = make_head(**HEADS[name])
+    variables = initialise(head)
+    hidden, labels = batch()
+    labels = labels.at[:, 0].set(-100)
+
+    def fused(variables, hidden):
+        return head.apply(variables, hidden, labels, ignore_index=-100, z_loss=1e-3, method="loss")
+
+    def stored(variables, hidden):
+        logprobs, _, lse = from_logits(head.apply(variables, hidden), jnp.maximum(labels, 0))
+        return jnp.mean((1e-3 * lse**2 - logprobs)[:, 1:])
+
+    got, expected = (jax.value_and_grad(function, argnums=(0, 1))(variables, hidden) for function in (fused, stored))
+    assert_trees_close(got, expected)
+    assert not np.any(got[1][0]["params"]["weight"][VOCAB:])
+
+
+def test_own_weight_has_padded_rows_in_its_own_dtype():
+    head = LMHead(HIDDEN, VOCAB, param_dtype=jnp.bfloat16, **PADDED)
+    weight = initialise(head)["params"]["weight"]
+    assert (weight.shape, weight.dtype) == ((ROWS, HIDDEN), jnp.bfloat16)
+
+
+class Model(nn.Module):
+    """Embed, a layer, a head of its own or the embedding's."""
+
+    tied: bool = True
+    vocab_axis: Any = None
+    batch_axes: Any = None
+    sequence_axis: Any = None
+    dtype: Any = None
+
+    def setup(self):
+        embedding_init = nn.initializers.normal(1.0)
+        if self.vocab_axis is not None:
+            embedding_init = nn.with_partitioning(embedding_init, (self.vocab_axis, None))
+        self.embed = nn.Embed(ROWS, HIDDEN, embedding_init=embedding_init, dtype=self.dtype)
+        self.layer = nn.Dense(HIDDEN)
+        split = {name: getattr(self, name) for name in ("vocab_axis", "batch_axes", "sequence_axis")}
+        if self.tied:
+            self.head = LMHead.tied(self.embed, vocab_size=VOCAB, **split)
+        else:
+            self.head = LMHead(HIDDEN, VOCAB, **PADDED, **split)
+
+    def hidden(self, tokens):
+        return jnp.tanh(self.layer(self.embed(tokens)))
+
+    def __call__(self, tokens):
+        return self.head(self.hidden(tokens))
+
+    def loss(self, tokens, labels):
+        return self.head.loss(self.hidden(tokens), labels, ignore_index=-100)
+
+
+def losses_of(model):
+    """The loss of a model without the logits and with them, as functions of its variables and a batch."""
+
+    def stored(variables, tokens, labels):
+        return loss_from_logits(model.apply(variables, tokens), labels)
+
+    return functools.partial(model.apply, method="loss"), stored
+
+
+def test_tied_weight_is_one_parameter_with_the_gradient_of_both_uses():
+    model = Model()
+    tokens, labels = token_batch()
+    variables = model.init(jax.random.key(0), tokens)
+    shapes = jax.tree.map(jnp.shape, variables)["params"]
+    assert shapes == {"embed": {"embedding": (ROWS, HIDDEN)}, "layer": {"bias": (HIDDEN,), "kernel": (HIDDEN, HIDDEN)}}
+    got, expected = (jax.grad(loss)(variables, tokens, labels) for loss in losses_of(model))
+    assert_trees_close(got, expected)
+
+
+def test_tied_products_run_in_the_embedding_dtype():
+    in_float32, in_bfloat16 = Model(), Model(dtype=jnp.bfloat16)
+    tokens, _ = token_batch()
+    variables = in_float32.init(jax.random.key(0), tokens)
+    assert in_bfloat16.bind(variables).head.dtype == jnp.bfloat16
+    difference = np.abs(in_float32.apply(variables, tokens) - in_bfloat16.apply(variables, tokens)).max()
+    assert 1e-4 < difference < 0.2  # 8 bits of mantissa in 16 products of order one
+
+
+class Tied(nn.Module):
+    """An embedding and a head, tied with ``options``."""
+
+    options: Any
+
+    def setup(self):
+        self.embed = nn.Embed(VOCAB, HIDDEN)
+        self.head = LMHead(embed=self.embed, **{"hidden_size": HIDDEN, "vocab_size": VOCAB, **self.options})
+
+    def __call__(self, tokens):
+        return self.head(self.embed(tokens))
+
+
+def mistakes():
+    def own(**options):
+        return initialise(LMHead(**{"hidden_size": HIDDEN, "vocab_size": VOCAB, **options}))
+
+    def tied(**options):
+        return Tied(options).init(jax.random.key(0), jnp.zeros((2,), jnp.int32))
+
+    def option_of_the_head():
+        head = make_head()
+        return head.apply(initialise(head), *batch(), logit_scale=2.0, method="loss")
+
+    yield "empty", lambda: own(vocab_size=0), ValueError, "vocab_size must be at least 1, got 0"
+    yield "cap", lambda: own(logit_softcap=-30.0), ValueError, "logit_softcap must be positive, got -30.0"
+    yield "no padding", lambda: own(pad_to_multiple=0), ValueError, "pad_to_multiple .* 0"
+    yield "axes without vocab_axis", lambda: own(batch_axes="data"), ValueError, "batch_axes without vocab_axis"
+    yield "the head's own option in a call", option_of_the_head, TypeError, "logit_scale"
+    yield "tied, padded", lambda: tied(pad_to_multiple=8), ValueError, r"tied embedding \(51, 16\)"
+    yield "tied, other H", lambda: tied(hidden_size=8), ValueError, r"hidden_size=8 .* \(51, 16\)"
+    yield "tied, more V", lambda: tied(vocab_size=52), ValueError, r"\[1, 51\].*52"
+
+
+@pytest.mark.parametrize(("call", "error", "match"), [pytest.param(*m[1:], id=m[0]) for m in mistakes()])
+def test_mistakes_name_the_values(call, error, match):
+    with pytest.raises(error, match=match):
+        call()
+
+
+@pytest.mark.parametrize(("axis_type", "sequence_axis"), MESHES.values(), ids=MESHES)
+@pytest.mark.parametrize("mesh_is_given", [False, True], ids=["set_mesh", "mesh="])
+def test_over_a_mesh_it_equals_one_device(axis_type, sequence_axis, mesh_is_given):
+    mesh = data_by_tensor(axis_type)
+    single = make_head(**PADDED)
+    hidden, labels = batch()
+    options = {"vocab_axis": "tensor", "batch_axes": "data", "sequence_axis": sequence_axis, **PADDED}
+    split = jax.device_put(hidden, NamedSharding(mesh, P("data", sequence_axis, None)))
+    targets = jax.device_put(labels, NamedSharding(mesh, P("data", None)))
+    if mesh_is_given:
+        head = make_head(mesh=mesh, **options)
+        got = every_result(head, born_split(head, mesh, split), split, targets)
+    else:
+        with jax.set_mesh(mesh):
+            head = make_head(**options)
+            got = every_result(head, born_split(head, mesh, split), split, targets)
+    for a, b in zip(got, every_result(single, initialise(single), hidden, labels), strict=True):
+        assert_trees_close(jax.tree.leaves(a), jax.tree.leaves(b))
+
+
+def born_split(model, mesh, example):
+    """Variables created by jit in the shardings that their annotations name."""
+    init = functools.partial(model.init, jax.random.key(0), example)
+    return jax.jit(init, out_shardings=nn.get_sharding(jax.eval_shape(init), mesh))()
+
+
+def every_result(head, variables, hidden, labels):
+    """Logits, log-probabilities, and the loss's gradients, jitted."""
+    gradients = jax.grad(functools.partial(head.apply, method="loss"), argnums=(0, 1))
+    return (
+        jax.jit(head.apply)(variables, hidden),
+        jax.jit(functools.partial(head.apply, method="logprobs"))(variables, hidden, labels),
+        jax.jit(gradients)(variables, hidden, labels),
+    )
+
+
+def train(variables, loss_function, tokens, labels, steps=3):
+    """The parameters and losses of ``steps`` jitted steps."""
+    transform = optimizer()
+    state = jax.jit(transform.init)(variables)
+
+    @jax.jit
+    def step(variables, state, tokens, labels):
+        loss, grads = jax.value_and_grad(loss_function)(variables, tokens, labels)
+        updates, state = transform.update(grads, state, variables)
+        return optax.apply_updates(variables, updates), state, loss
+
+    losses = []
+    for _ in range(steps):
+        variables, state, loss = step(variables, state, tokens, labels)
+        losses.append(float(loss))
+    return variables, losses
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["own", "tied"])
+@pytest.mark.parametrize("sequence_axis", [None, "tensor"], ids=["whole sequence", "sequence parallel"])
+def test_training_over_a_mesh_equals_one_device_with_logits(tied, sequence_axis):
+    tokens, labels = token_batch()
+    single = Model(tied)
+    _, stored_loss = losses_of(single)
+    expected, expected_losses = train(single.init(jax.random.key(0), tokens), stored_loss, tokens, labels)
+
+    mesh = data_by_tensor()
+    with jax.set_mesh(mesh):
+        model = Model(tied, "tensor", "data", sequence_axis)
+        fused_loss, _ = losses_of(model)
+        tokens, labels = jax.device_put((tokens, labels), NamedSharding(mesh, P("data", None)))
+        got, losses = train(born_split(model, mesh, tokens), fused_loss, tokens, labels)
+    assert losses[-1] < losses[0]
+    assert_trees_close(losses, expected_losses)
+    weight = got["params"]["embed"]["embedding"] if tied else got["params"]["head"]["weight"]
+    assert weight.value.sharding.spec == P("tensor", None)
+    assert_trees_close(nn.meta.unbox(got), expected)

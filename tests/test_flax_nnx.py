@@ -1,0 +1,278 @@
+"""The NNX head against the logits it would have stored, alone and over a mesh, and in whole training steps."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from lce_jax.flax.nnx import LMHead
+from tests.flax_cases import (
+    BATCH,
+    HEADS,
+    HIDDEN,
+    MESHES,
+    PADDED,
+    ROWS,
+    SEQUENCE,
+    VOCAB,
+    assert_trees_close,
+    batch,
+    data_by_tensor,
+    from_logits,
+    loss_from_logits,
+    optimizer,
+    spoiled_padding,
+    token_batch,
+)
+
+
+def make_head(**options):
+    return LMHead(HIDDEN, VOCAB, weight_init=spoiled_padding, rngs=nnx.Rngs(0), **options)
+
+
+@pytest.mark.parametrize("options", HEADS.values(), ids=HEADS)
+def test_logits_are_float32_over_the_true_vocabulary(options):
+    head = make_head(**options)
+    hidden, _ = batch()
+    logits = head(hidden)
+    assert logits.shape == (BATCH, SEQUENCE, VOCAB)
+    assert logits.dtype == jnp.float32
+    dtype = options.get("dtype", jnp.float32)
+    rounded, weight = (np.asarray(x.astype(dtype), np.float64) for x in (hidden, head.weight[:VOCAB]))
+    expected = options.get("logit_scale", 1.0) * rounded @ weight.T
+    if cap := options.get("logit_softcap"):
+        expected = cap * np.tanh(expected / cap)
+    assert_trees_close(logits, expected)
+
+
+@pytest.mark.parametrize("options", HEADS.values(), ids=HEADS)
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_logprobs_are_those_of_its_logits(options, temperature):
+    head = make_head(**options)
+    hidden, labels = batch()
+    out = head.logprobs(hidden, labels, temperature=temperature)
+    assert_trees_close(tuple(out[:3]), from_logits(head(hidden) / temperature, labels))
+
+
+@pytest.mark.parametrize("name", ["plain", "padded", "scale", "softcap"])
+def test_gradients_are_those_of_its_logits(name):
+    head = make_head(**HEADS[name])
+    hidden, labels = batch()
+
+    def objective(fields, head, hidden):
+        logprobs, entropy, lse = fields(head, hidden)
+        return jnp.sum(logprobs + 0.3 * entropy + 0.1 * lse)
+
+    fused = functools.partial(objective, lambda head, hidden: head.logprobs(hidden, labels)[:3])
+    stored = functools.partial(objective, lambda head, hidden: from_logits(head(hidden), labels))
+    got, expected = (nnx.grad(function, argnums=(0, 1))(head, hidden) for function in (fused, stored))
+    assert_trees_close(got, expected)
+    assert not np.any(got[0]["weight"][VOCAB:])
+
+
+def test_loss_passes_every_option_on():
+    head = make_head(logit_scale=0.5, **PADDED)
+    hidden, labels = batch()
+    labels = labels.at[:, 0].set(-100)
+    where = jax.random.bernoulli(jax.random.key(2), 0.7, labels.shape)
+    counts = where & (labels != -100)
+    loss = functools.partial(
+        head.loss, hidden, labels, where=where, ignore_index=-100, label_smoothing=0.1, z_loss=1e-3, temperature=0.7
+    )
+    logits = head(hidden) / 0.7
+    logprobs, _, lse = from_logits(logits, jnp.maximum(labels, 0))
+    expected = -0.9 * logprobs + 0.1 * (lse - jnp.mean(logits, axis=-1)) + 1e-3 * lse**2
+    expected = jnp.where(counts, expected, 0.0)
+    assert_trees_close(loss(reduction="none"), expected)
+    assert_trees_close(loss(), expected.sum() / counts.sum())
+
+
+def test_an_option_of_the_call_reaches_the_function():
+    head = make_head()
+    hidden, labels = batch()
+    assert head.logprobs(hidden, labels, entropy=False).entropy is None
+    assert head.logprobs(hidden, labels, stats=True).max_logit.shape == labels.shape
+    with pytest.raises(ValueError, match="unknown implementation 'none such'"):
+        head.loss(hidden, labels, implementation="none such")
+
+
+def test_parameter_dtype_and_product_dtype_are_apart():
+    head = make_head(dtype=jnp.bfloat16)
+    assert head.weight.dtype == jnp.float32
+    grads = nnx.grad(lambda head: head.loss(*batch()))(head)
+    assert grads["weight"].dtype == jnp.float32
+    assert make_head(param_dtype=jnp.bfloat16).weight.dtype == jnp.bfloat16
+
+
+class Model(nnx.Module):
+    """Embed, a layer, a head of its own or the embedding's."""
+
+    def __init__(self, tied, rngs, vocab_axis=None, **options):
+        embedding_init = nnx.initializers.normal(1.0)
+        if vocab_axis is not None:
+            embedding_init = nnx.with_partitioning(embedding_init, (vocab_axis, None))
+        self.embed = nnx.Embed(ROWS, HIDDEN, embedding_init=embedding_init, rngs=rngs)
+        self.layer = nnx.Linear(HIDDEN, HIDDEN, rngs=rngs)
+        if tied:
+            self.head = LMHead.tied(self.embed, vocab_size=VOCAB, vocab_axis=vocab_axis, **options)
+        else:
+            self.head = LMHead(HIDDEN, VOCAB, vocab_axis=vocab_axis, rngs=rngs, **PADDED, **options)
+
+    def __call__(self, tokens):
+        return jnp.tanh(self.layer(self.embed(tokens)))
+
+
+def fused_loss(model, tokens, labels):
+    return model.head.loss(model(tokens), labels, ignore_index=-100)
+
+
+def stored_loss(model, tokens, labels):
+    return loss_from_logits(model.head(model(tokens)), labels)
+
+
+def test_tied_weight_is_one_parameter():
+    model = Model(tied=True, rngs=nnx.Rngs(0))
+    assert model.head.weight is model.embed.embedding
+    shapes = {path: x.shape for path, x in nnx.to_flat_state(nnx.state(model, nnx.Param))}
+    assert shapes == {
+        ("embed", "embedding"): (ROWS, HIDDEN),
+        ("layer", "bias"): (HIDDEN,),
+        ("layer", "kernel"): (HIDDEN, HIDDEN),
+    }
+    merged = nnx.merge(*nnx.split(model))
+    assert merged.head.weight is merged.embed.embedding
+
+
+def test_tied_gradient_is_that_of_both_uses():
+    model = Model(tied=True, rngs=nnx.Rngs(0))
+    tokens, labels = token_batch()
+    got = nnx.grad(fused_loss)(model, tokens, labels)
+    assert_trees_close(got, nnx.grad(stored_loss)(model, tokens, labels))
+    as_head = nnx.grad(lambda head, hidden: head.loss(hidden, labels, ignore_index=-100))(model.head, model(tokens))
+    as_look_up = got["embed"]["embedding"] - as_head["weight"]
+    assert np.abs(as_look_up).max() > 1e-3
+
+
+def test_tied_products_run_in_the_embedding_dtype():
+    embed = nnx.Embed(VOCAB, HIDDEN, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    hidden, _ = batch()
+    in_bfloat16, in_float32 = LMHead.tied(embed)(hidden), LMHead.tied(embed, dtype=jnp.float32)(hidden)
+    np.testing.assert_array_equal(in_bfloat16, LMHead.tied(embed, dtype=jnp.bfloat16)(hidden))
+    assert np.any(in_bfloat16 != in_float32)
+
+
+def mistakes():
+    def own(**options):
+        return LMHead(**{"hidden_size": HIDDEN, "vocab_size": VOCAB, "rngs": nnx.Rngs(0), **options})
+
+    def tied(**options):
+        embed = nnx.Embed(VOCAB, HIDDEN, rngs=nnx.Rngs(0))
+        return LMHead(**{"hidden_size": HIDDEN, "vocab_size": VOCAB, "embed": embed, **options})
+
+    def option_of_the_head():
+        return own().loss(*batch(), logit_scale=2.0)
+
+    yield "no rngs", lambda: own(rngs=None), TypeError, "rngs="
+    yield "empty", lambda: own(vocab_size=0), ValueError, "vocab_size must be at least 1, got 0"
+    yield "cap", lambda: own(logit_softcap=-30.0), ValueError, "logit_softcap must be positive, got -30.0"
+    yield "precision", lambda: own(precision="exact"), ValueError, "precision 'exact'"
+    yield "no padding", lambda: own(pad_to_multiple=0), ValueError, "pad_to_multiple .* 0"
+    yield "axes without vocab_axis", lambda: own(batch_axes="data"), ValueError, "batch_axes without vocab_axis"
+    yield "the head's own option in a call", option_of_the_head, TypeError, "logit_scale"
+    yield "tied, padded", lambda: tied(pad_to_multiple=8), ValueError, r"tied embedding \(51, 16\)"
+    yield "tied, other H", lambda: tied(hidden_size=8), ValueError, r"hidden_size=8 .* \(51, 16\)"
+    yield "tied, more V", lambda: tied(vocab_size=52), ValueError, r"\[1, 51\].*52"
+
+
+@pytest.mark.parametrize(("call", "error", "match"), [pytest.param(*m[1:], id=m[0]) for m in mistakes()])
+def test_mistakes_name_the_values(call, error, match):
+    with pytest.raises(error, match=match):
+        call()
+
+
+@pytest.mark.parametrize(("axis_type", "sequence_axis"), MESHES.values(), ids=MESHES)
+@pytest.mark.parametrize("mesh_is_given", [False, True], ids=["set_mesh", "mesh="])
+def test_over_a_mesh_it_equals_one_device(axis_type, sequence_axis, mesh_is_given):
+    mesh = data_by_tensor(axis_type)
+    single = make_head(**PADDED)
+    hidden, labels = batch()
+    options = {"vocab_axis": "tensor", "batch_axes": "data", "sequence_axis": sequence_axis, **PADDED}
+    split = jax.device_put(hidden, NamedSharding(mesh, P("data", sequence_axis, None)))
+    targets = jax.device_put(labels, NamedSharding(mesh, P("data", None)))
+    if mesh_is_given:
+        head = make_head(mesh=mesh, **options)
+        got = every_result(head, split, targets)
+    else:
+        with jax.set_mesh(mesh):
+            head = make_head(**options)
+            got = every_result(head, split, targets)
+    assert head.weight.sharding.spec == got[-1][0]["weight"].sharding.spec == P("tensor", None)
+    for a, b in zip(got, every_result(single, hidden, labels), strict=True):
+        assert_trees_close(jax.tree.leaves(a), jax.tree.leaves(b))
+
+
+def every_result(head, hidden, labels):
+    """Logits, log-probabilities, and the loss's gradients, jitted."""
+    gradients = nnx.grad(lambda head, hidden, labels: head.loss(hidden, labels), argnums=(0, 1))
+    return (
+        nnx.jit(lambda head, hidden: head(hidden))(head, hidden),
+        nnx.jit(lambda head, hidden, labels: head.logprobs(hidden, labels))(head, hidden, labels),
+        nnx.jit(gradients)(head, hidden, labels),
+    )
+
+
+def test_inside_shard_map_the_caller_names_the_axis():
+    head = make_head(**PADDED)
+    graphdef, state = nnx.split(head)
+    mesh = jax.make_mesh((2,), ("tensor",), axis_types=(AxisType.Auto,))
+
+    @jax.jit
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P("tensor"), P(), P()), out_specs=P())
+    def logprobs(state, hidden, labels):
+        return nnx.merge(graphdef, state).logprobs(hidden, labels, axis_name="tensor")
+
+    assert_trees_close(logprobs(state, *batch()), head.logprobs(*batch()))
+
+
+def train(model, loss_function, tokens, labels, steps=3):
+    """The losses of ``steps`` jitted steps; the model is updated in place."""
+    state = nnx.Optimizer(model, optimizer(), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, state, tokens, labels):
+        loss, grads = nnx.value_and_grad(loss_function)(model, tokens, labels)
+        state.update(model, grads)
+        return loss
+
+    return [float(step(model, state, tokens, labels)) for _ in range(steps)]
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["own", "tied"])
+@pytest.mark.parametrize("sequence_axis", [None, "tensor"], ids=["whole sequence", "sequence parallel"])
+def test_training_over_a_mesh_equals_one_device_with_logits(tied, sequence_axis):
+    tokens, labels = token_batch()
+    single = Model(tied, nnx.Rngs(0))
+    expected = train(single, stored_loss, tokens, labels)
+
+    mesh = data_by_tensor()
+    with jax.set_mesh(mesh):
+        model = Model(tied, nnx.Rngs(0), "tensor", batch_axes="data", sequence_axis=sequence_axis)
+        losses = train(model, fused_loss, *jax.device_put((tokens, labels), NamedSharding(mesh, P("data", None))))
+    assert losses[-1] < losses[0]
+    assert_trees_close(losses, expected)
+    assert model.head.weight.sharding.spec == P("tensor", None)
+    assert_trees_close(*(nnx.to_pure_dict(nnx.state(m, nnx.Param)) for m in (model, single)))
+
+
+def test_the_package_itself_needs_no_flax():
+    program = "import sys, lce_jax; sys.exit('flax' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True)
