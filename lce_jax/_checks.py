@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -16,22 +16,26 @@ from lce_jax import _dispatch
 from lce_jax._types import CallOptions, Case, LogprobOptions, Options, is_array
 from lce_jax._vjp import Rows
 
+if TYPE_CHECKING:
+    from jaxtyping import Array
+
 FLOATS = ("bfloat16", "float16", "float32", "float64")
-INT32_MAX = np.iinfo(np.int32).max
+INT32_MAX = int(np.iinfo(np.int32).max)
 
 
-def options(given: LogprobOptions) -> CallOptions:
+def options(given: LogprobOptions, mean_logit: bool = False) -> CallOptions:
     """The options of a call, validated as far as they can be without its shapes."""
     unknown = set(given) - set(LogprobOptions.__annotations__)
     if unknown:
         known = ", ".join(LogprobOptions.__annotations__)
         raise TypeError(f"unknown option {', '.join(sorted(unknown))}; known: {known}")
     static = {field.name for field in dataclasses.fields(Options)}
+    checked = static_options(**{name: value for name, value in given.items() if name in static})
     return CallOptions(
-        static=static_options(**{name: value for name, value in given.items() if name in static}),
+        static=dataclasses.replace(checked, mean_logit=mean_logit),
         temperature=given.get("temperature", 1.0),
         vocab_size=given.get("vocab_size"),
-        axis_name=given.get("axis_name"),
+        axis_name=_axis_name(given.get("axis_name")),
         implementation=_implementation_names(given.get("implementation")),
     )
 
@@ -68,35 +72,15 @@ def static_options(
 
 
 def case(hidden: Any, weight: Any, labels: Any, where: Any, call_options: CallOptions) -> Case:
-    """Shapes and dtypes, validated against each other. Arrays, tracers and ShapeDtypeStructs alike."""
+    """A call's shapes and dtypes, validated against each other. Arrays, tracers and ShapeDtypeStructs alike."""
     opts = call_options.static
-    for name, x in (("hidden", hidden), ("weight", weight), ("labels", labels)):
-        if not is_array(x):
-            raise TypeError(f"{name} must be an array, got {type(x).__name__}")
-    for name, x in (("hidden", hidden), ("weight", weight)):
-        if jnp.dtype(x.dtype).name not in FLOATS:
-            raise TypeError(f"{name} must be one of {', '.join(FLOATS)}, got {x.dtype}")
-    if not jnp.issubdtype(labels.dtype, jnp.integer):
-        raise TypeError(f"labels must be integers (vocabulary ids), got {labels.dtype}")
-    if hidden.ndim < 1:
-        raise ValueError("hidden must have at least the hidden dimension, got a scalar")
-    if weight.ndim != 2:
-        raise ValueError(f"weight must have two dimensions ([V, H] or [H, V]), got shape {tuple(weight.shape)}")
-    vocab, size = weight.shape[opts.vocab_dim], weight.shape[opts.hidden_dim]
-    if hidden.shape[-1] != size:
-        other = "hv" if opts.weight_layout == "vh" else "vh"
-        hint = f' (it fits weight_layout="{other}")' if hidden.shape[-1] == vocab else ""
-        raise ValueError(
-            f"hidden {tuple(hidden.shape)} ends in H = {hidden.shape[-1]}, but weight {tuple(weight.shape)} with "
-            f'weight_layout="{opts.weight_layout}" has H = {size}{hint}'
-        )
-    if tuple(labels.shape) != tuple(hidden.shape[:-1]):
-        raise ValueError(f"labels {tuple(labels.shape)} must have hidden's leading shape {tuple(hidden.shape[:-1])}")
-    if vocab == 0 or size == 0:
-        raise ValueError(f"weight {tuple(weight.shape)} must have at least one vocabulary entry and one hidden unit")
+    _check_floats(hidden, weight)
+    check_labels(labels)
+    _check_shapes(hidden, weight, labels, opts)
     if where is not None:
         check_where(where, labels.shape)
-    platform, device_kind = _dispatch.current_device()
+    vocab, size = weight.shape[opts.vocab_dim], weight.shape[opts.hidden_dim]
+    device = _dispatch.current_device()
     return Case(
         num_tokens=math.prod(labels.shape),
         hidden_size=size,
@@ -104,38 +88,62 @@ def case(hidden: Any, weight: Any, labels: Any, where: Any, call_options: CallOp
         dtype=jnp.dtype(jax.dtypes.canonicalize_dtype(weight.dtype)),
         options=opts,
         compacted=where is not None,
-        platform=platform,
-        device_kind=device_kind,
+        platform=device.platform,
+        device_kind=device.kind,
+        compute_capability=device.compute_capability,
+        core_count=device.core_count,
     )
 
 
-def vocabulary(vocab_size: Any, columns: int) -> int | None:
-    """``vocab_size`` against the columns of all shards; None where every column counts."""
+def vocabulary(vocab_size: Any, columns: int) -> int:
+    """The true vocabulary: ``vocab_size``, against the columns of all shards, or all of them."""
     if vocab_size is None:
-        return None
+        return columns
     vocab_size = integer("vocab_size", vocab_size)
     if not 1 <= vocab_size <= columns:
         raise ValueError(f"vocab_size must lie in [1, {columns}], the columns of weight, got {vocab_size}")
-    return vocab_size if vocab_size < columns else None
+    return vocab_size
 
 
-def rows(labels: Any, where: Any, value: Any, total: int, dtype: Any) -> Rows:
-    """The per-token operands, flattened; labels outside [0, total) become -1 without wrapping."""
-    labels = jnp.asarray(labels)
+def rows(labels: Any, where: Any, value: Any, vocab_size: int, dtype: Any) -> Rows:
+    """The per-token operands, flattened; labels outside [0, vocab_size) become -1."""
     shape = labels.shape
-    if where is not None:
-        where = jnp.asarray(where).reshape(-1)
-    info = jnp.iinfo(labels.dtype)
-    if info.min < -1:
-        labels = jnp.maximum(labels, -1)
-    if info.max > INT32_MAX:
-        labels = jnp.minimum(labels, INT32_MAX)
-    labels = labels.astype(jnp.int32).reshape(-1)
-    labels = jnp.where((labels >= 0) & (labels < total), labels, -1)
+    labels = int32_labels(labels).reshape(-1)
+    labels = jnp.where((labels >= 0) & (labels < vocab_size), labels, -1)
+    where = None if where is None else jnp.asarray(where).reshape(-1)
     value = temperature(value, shape)
     if value is not None:
-        value = jnp.broadcast_to(jnp.asarray(value, dtype), shape).reshape(-1)
+        value = jnp.broadcast_to(jnp.asarray(value).astype(dtype), shape).reshape(-1)
     return Rows(labels, where, value)
+
+
+def int32_labels(labels: Any) -> Array:
+    """Labels of any integer type as int32; what does not fit is clamped, still out of every vocabulary.
+
+    NumPy's 64-bit labels are clamped before JAX sees them, which would wrap them (2³² + 3 is not 3).
+    """
+    check_labels(labels)
+    numpy = np if isinstance(labels, np.ndarray | np.generic) else jnp
+    info, int32 = np.iinfo(labels.dtype), np.iinfo(np.int32)
+    return jnp.asarray(numpy.clip(labels, max(info.min, int32.min), min(info.max, int32.max)).astype(np.int32))
+
+
+def check_unsplit(**arrays: Any) -> None:
+    """Operands whose types say that they are split over Explicit mesh axes are for the sharded functions."""
+    for name, x in arrays.items():
+        spec = jax.typeof(x).sharding.spec
+        if any(entry is not None for entry in spec):
+            raise ValueError(
+                f"{name} is split over the mesh as {spec}: use sharded_linear_logprobs (or _cross_entropy)"
+            )
+
+
+def check_labels(labels: Any) -> None:
+    """Labels must be an array of integers."""
+    if not is_array(labels):
+        raise TypeError(f"labels must be an array, got {type(labels).__name__}")
+    if not jnp.issubdtype(labels.dtype, jnp.integer):
+        raise TypeError(f"labels must be integers (vocabulary ids), got {labels.dtype}")
 
 
 def check_where(where: Any, shape: tuple[int, ...]) -> None:
@@ -203,18 +211,56 @@ def not_negative(name: str, value: Any) -> float:
 
 
 def integer(name: str, value: Any) -> int:
-    """A whole number."""
+    """A whole number that an int32 holds."""
     if not _is_integer(value):
         raise TypeError(f"{name} must be a Python integer, got {value!r}")
+    if abs(value) >= INT32_MAX:
+        raise ValueError(f"{name} must lie within ±{INT32_MAX - 1}, got {value}")
     return int(value)
 
 
+def _check_floats(hidden: Any, weight: Any) -> None:
+    for name, x in (("hidden", hidden), ("weight", weight)):
+        if not is_array(x):
+            raise TypeError(f"{name} must be an array, got {type(x).__name__}")
+        if jnp.dtype(x.dtype).name not in FLOATS:
+            raise TypeError(f"{name} must be one of {', '.join(FLOATS)}, got {x.dtype}")
+
+
+def _check_shapes(hidden: Any, weight: Any, labels: Any, opts: Options) -> None:
+    if hidden.ndim < 1:
+        raise ValueError("hidden must have at least the hidden dimension, got a scalar")
+    if weight.ndim != 2:
+        raise ValueError(f"weight must have two dimensions ([V, H] or [H, V]), got shape {tuple(weight.shape)}")
+    vocab, size = weight.shape[opts.vocab_dim], weight.shape[opts.hidden_dim]
+    if hidden.shape[-1] != size:
+        other = "hv" if opts.weight_layout == "vh" else "vh"
+        hint = f' (it fits weight_layout="{other}")' if hidden.shape[-1] == vocab else ""
+        raise ValueError(
+            f"hidden {tuple(hidden.shape)} ends in H = {hidden.shape[-1]}, but weight {tuple(weight.shape)} with "
+            f'weight_layout="{opts.weight_layout}" has H = {size}{hint}'
+        )
+    if tuple(labels.shape) != tuple(hidden.shape[:-1]):
+        raise ValueError(f"labels {tuple(labels.shape)} must have hidden's leading shape {tuple(hidden.shape[:-1])}")
+    if vocab == 0 or size == 0:
+        raise ValueError(f"weight {tuple(weight.shape)} must have at least one vocabulary entry and one hidden unit")
+
+
 def _number(name: str, value: Any) -> float:
+    if isinstance(value, np.generic) and not isinstance(value, np.bool_):
+        value = value.item()  # ml_dtypes' scalars too
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be a Python number, got {type(value).__name__} {value!r}")
     if not math.isfinite(value):
         raise ValueError(f"{name} must be finite, got {value}")
     return float(value)
+
+
+def _axis_name(axis_name: Any) -> Any:
+    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    if axis_name is None or (names and all(isinstance(name, str) for name in names)):
+        return axis_name
+    raise TypeError(f"axis_name must be None, a mesh axis's name or a tuple of them, got {axis_name!r}")
 
 
 def _implementation_names(implementation: Any) -> tuple[str, ...] | None:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from lce_jax import _compat, _math
-from lce_jax._types import LogprobOutput, ShardStatistics
+from lce_jax._types import Results, ShardStatistics
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
@@ -27,7 +27,7 @@ def merge_over_axis(stats: ShardStatistics, axis_name: AxisName) -> ShardStatist
     return _math.merge(jax.tree.unflatten(structure, list(jnp.moveaxis(gathered, 1, 0))))
 
 
-def total_cotangent(cotangent: LogprobOutput, axis_name: AxisName) -> LogprobOutput:
+def total_cotangent(cotangent: Results, axis_name: AxisName) -> Results:
     """The cotangent of outputs that every shard of ``axis_name`` holds.
 
     Under ``check_vma=True`` the types already make it the same on every shard. Under ``check_vma=False`` each shard

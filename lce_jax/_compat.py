@@ -46,8 +46,8 @@ def first_order_only[**P, R](function: Callable[P, R]) -> Callable[P, R]:
     def refuse(primals: Any, tangents: Any) -> Any:
         del primals, tangents
         raise NotImplementedError(
-            "lce_jax computes first derivatives only: this is a derivative of a gradient (grad of grad, jvp of grad, "
-            'hessian). For second derivatives use implementation="reference"-like plain JAX code on the logits.'
+            "lce_jax computes first derivatives only, and this is a derivative of a gradient (grad of grad, jvp of "
+            "grad, hessian): differentiate plain JAX code that stores the logits instead"
         )
 
     return functools.wraps(function)(guarded)

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 import jax
 
-from lce_jax import reference, xla
-from lce_jax._types import Case, Operands, Plan, RowCoefficients, ShardStatistics, UnsupportedError
+from lce_jax import mosaic, reference, xla
+from lce_jax._types import Case, Device, Operands, Plan, RowCoefficients, ShardStatistics, UnsupportedError
 
 
 class Implementation(Protocol):
@@ -31,8 +31,8 @@ class Implementation(Protocol):
         """Eq. 5: dhidden [T, H] in the statistics' dtype, dweight in the weight's."""
 
 
-IMPLEMENTATIONS: dict[str, Implementation] = {module.NAME: module for module in (xla, reference)}
-AUTOMATIC = (xla.NAME,)  # what ``implementation=None`` tries, best first
+IMPLEMENTATIONS: dict[str, Implementation] = {module.NAME: module for module in (mosaic, xla, reference)}
+AUTOMATIC = (mosaic.NAME, xla.NAME)  # what ``implementation=None`` tries, best first
 
 _logger = logging.getLogger("lce_jax")
 
@@ -61,11 +61,30 @@ def explain(case: Case, implementation: tuple[str, ...] | None) -> Plan:
     return dataclasses.replace(chosen.plan(case), refused=refused)
 
 
-def current_device() -> tuple[str, str]:
-    """(platform, device kind) of the device that a call made now would run on."""
-    device = jax.config.jax_default_device or jax.devices()[0]
-    device = jax.devices(device)[0] if isinstance(device, str) else device
-    return device.platform, device.device_kind
+def current_device() -> Device:
+    """The device that a call made now would run on: of the mesh at hand, else JAX's default."""
+    described = jax.sharding.get_abstract_mesh().abstract_device
+    if described is not None:
+        known = [device for device in _devices(described.platform) if device.device_kind == described.device_kind]
+        if not known:  # a mesh made up for compiling ahead, on a machine without its devices
+            return Device(described.platform, described.device_kind, "", described.num_cores or 0)
+        device = known[0]
+    else:
+        device = jax.config.jax_default_device or jax.devices()[0]
+        device = jax.devices(device)[0] if isinstance(device, str) else device
+    return Device(
+        platform=device.platform,
+        kind=device.device_kind,
+        compute_capability=str(getattr(device, "compute_capability", "")),
+        core_count=int(getattr(device, "core_count", 0)),
+    )
+
+
+def _devices(platform: str) -> list[jax.Device]:
+    try:
+        return jax.devices(platform)
+    except RuntimeError:  # no such backend here
+        return []
 
 
 @functools.cache

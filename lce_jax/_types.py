@@ -57,6 +57,22 @@ class LogprobOptions(TypedDict, total=False):
     implementation: str | tuple[str, ...] | None
 
 
+class Results(NamedTuple):
+    """`LogprobOutput`, and what only a loss asks for: the mean logit, differentiable too."""
+
+    logprobs: Float[Array, ...]
+    entropy: Float[Array, ...] | None
+    lse: Float[Array, ...]
+    max_logit: Float[Array, ...] | None = None
+    min_logit: Float[Array, ...] | None = None
+    mean_logit: Float[Array, ...] | None = None
+
+    @property
+    def public(self) -> LogprobOutput:
+        """The part that users see."""
+        return LogprobOutput(*self[:5])
+
+
 @dataclasses.dataclass(frozen=True)
 class Options:
     """What is static about a call: hashable, validated, the same for every implementation."""
@@ -68,6 +84,7 @@ class Options:
     weight_layout: str = "vh"
     cache_bytes: int = 0
     precision: Any = None
+    mean_logit: bool = False  # label smoothing asks for it
 
     @property
     def vocab_dim(self) -> int:
@@ -103,15 +120,26 @@ class ShardStatistics(NamedTuple):
     weighted: Float[Array, "T"] | None  # q = Σ (z - m)·exp(z - m); None without entropy
     target: Float[Array, "T"]  # z of the label where it is owned, else 0
     min: Float[Array, "T"] | None  # the smallest logit, +1e30 where no column counted; None without stats
+    total: Float[Array, "T"] | None = None  # Σ z; None without mean_logit
 
 
 class RowCoefficients(NamedTuple):
-    """dlogits = onehot·target + e^u·(constant + slope·u), with u = z - shift (eq. 4), per token."""
+    """dlogits = onehot·target + uniform + e^u·(constant + slope·u), with u = z - shift (eq. 4), per token."""
 
     shift: Float[Array, "T"]  # the largest logit of the whole vocabulary
     target: Float[Array, "T"]
     constant: Float[Array, "T"]
     slope: Float[Array, "T"] | None  # None without entropy
+    uniform: Float[Array, "T"] | None = None  # None without mean_logit
+
+
+class Device(NamedTuple):
+    """What decides whether kernels can run and how they are laid out."""
+
+    platform: str
+    kind: str
+    compute_capability: str
+    core_count: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,16 +154,19 @@ class Case:
     compacted: bool = False  # some rows may be left out (``where``)
     platform: str = "cpu"
     device_kind: str = ""
+    compute_capability: str = ""  # of an NVIDIA GPU: "9.0"
+    core_count: int = 0  # multiprocessors of a GPU
 
     @property
     def stat_dtype(self) -> jnp.dtype:
         """The dtype of every sum and softmax: float32, or float64 for a float64 weight."""
-        return jnp.promote_types(self.dtype, jnp.float32)
+        return self.dtype if self.dtype == jnp.float64 else jnp.dtype(jnp.float32)
 
     @property
     def statistics_bytes(self) -> int:
         """What every implementation keeps from forward to backward: the merged statistics."""
-        return (3 + self.options.entropy + self.options.stats) * self.num_tokens * self.stat_dtype.itemsize
+        fields = 3 + self.options.entropy + self.options.stats + self.options.mean_logit
+        return fields * self.num_tokens * self.stat_dtype.itemsize
 
 
 @dataclasses.dataclass(frozen=True)

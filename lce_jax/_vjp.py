@@ -1,6 +1,6 @@
 """The one ``custom_vjp``, over any implementation's (statistics, gradients) pair.
 
-    hidden ─ gather over the sequence ─ cast ─ compact ─ statistics ─ merge over the axis ─ finish ─▶ LogprobOutput
+    hidden ─ gather over the sequence ─ cast ─ compact ─ statistics ─ merge over the axis ─ finish ─▶ Results
                                                              │ cache
     cotangents ─ total over the axis ─ row coefficients ─ gradients ─ expand ─ reduce over the axis ─▶ dhidden, dweight
 
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from lce_jax import _collectives, _compat, _dispatch, _math, _rows
-from lce_jax._types import Case, LogprobOutput, Operands, ShardStatistics
+from lce_jax._types import Case, Operands, Results, ShardStatistics
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
@@ -31,7 +31,8 @@ class Spec:
 
     case: Case
     implementation: str
-    vocab_size: int | None = None  # of the whole vocabulary; None: every column of every shard counts
+    vocab_size: int  # the true size of the whole vocabulary
+    padded: bool = False  # whether the shards have columns beyond it
     axis_name: Any = None
     gather_dim: int | None = None  # hidden's dimension that is split over ``axis_name`` too
 
@@ -44,25 +45,33 @@ class Rows(NamedTuple):
     temperature: Float[Array, "T"] | None
 
 
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def linear_logprobs(spec: Spec, hidden: Float[Array, "*b H"], weight: Float[Array, "V H"], rows: Rows) -> Results:
+    """Per-token results, [T] each, over the whole vocabulary; differentiable in hidden and weight.
+
+    Jitted, so that calls outside ``jit`` compile once; within ``jit`` it is inlined.
+    """
+    return _linear_logprobs(spec, hidden, weight, rows)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def linear_logprobs(spec: Spec, hidden: Float[Array, "*b H"], weight: Float[Array, "V H"], rows: Rows) -> LogprobOutput:
-    """Per-token results, [T] each, over the whole vocabulary; differentiable in hidden and weight."""
+def _linear_logprobs(spec: Spec, hidden: Any, weight: Any, rows: Rows) -> Results:
     out, *_ = _forward(spec, hidden, weight, rows, keep_cache=False)
     return out
 
 
-def _linear_logprobs_fwd(spec: Spec, hidden: Any, weight: Any, rows: Rows) -> tuple[LogprobOutput, Any]:
+def _linear_logprobs_fwd(spec: Spec, hidden: Any, weight: Any, rows: Rows) -> tuple[Results, Any]:
     forward = _compat.first_order_only(functools.partial(_forward, spec, keep_cache=True))
     out, stats, cache = forward(hidden, weight, rows)
     return out, (hidden, weight, rows, stats, cache)
 
 
-def _linear_logprobs_bwd(spec: Spec, residuals: Any, cotangent: LogprobOutput) -> tuple[Any, Any, None]:
+def _linear_logprobs_bwd(spec: Spec, residuals: Any, cotangent: Results) -> tuple[Any, Any, None]:
     backward = _compat.first_order_only(functools.partial(_backward, spec))
     return (*backward(residuals, cotangent), None)
 
 
-linear_logprobs.defvjp(_linear_logprobs_fwd, _linear_logprobs_bwd)
+_linear_logprobs.defvjp(_linear_logprobs_fwd, _linear_logprobs_bwd)
 
 
 def shard_statistics(
@@ -82,7 +91,7 @@ def shard_gradients(
     rows: Rows,
     start: Any,
     stats: ShardStatistics,
-    cotangent: LogprobOutput,
+    cotangent: Results,
     cache: Any,
 ) -> tuple[Float[Array, "T H"], Float[Array, "V H"]]:
     """The shard's part of dhidden, in the statistics' dtype, and its dweight, in the weight's.
@@ -91,7 +100,9 @@ def shard_gradients(
     """
     operands, order = _operands(spec, hidden, weight, rows, start)
     inverse_temperature = _inverse_temperature(rows, spec.case)
-    coefficients = _math.row_coefficients(stats, cotangent, rows.where, inverse_temperature, spec.case.options)
+    coefficients = _math.row_coefficients(
+        stats, cotangent, rows.where, inverse_temperature, spec.case.options, spec.vocab_size
+    )
     if order is not None:
         coefficients = _rows.compact(order, coefficients)
     implementation = _dispatch.IMPLEMENTATIONS[spec.implementation]
@@ -103,14 +114,14 @@ def shard_gradients(
 
 def _forward(
     spec: Spec, hidden: Any, weight: Any, rows: Rows, keep_cache: bool
-) -> tuple[LogprobOutput, ShardStatistics, Any]:
+) -> tuple[Results, ShardStatistics, Any]:
     stats, cache = shard_statistics(spec, _flat(spec, hidden, weight), weight, rows, _start(spec, weight), keep_cache)
     if spec.axis_name is not None:
         stats = _collectives.merge_over_axis(stats, spec.axis_name)
-    return _math.finish(stats, rows.labels >= 0, rows.where), stats, cache
+    return _math.finish(stats, rows.labels >= 0, rows.where, spec.vocab_size), stats, cache
 
 
-def _backward(spec: Spec, residuals: Any, cotangent: LogprobOutput) -> tuple[Any, Any]:
+def _backward(spec: Spec, residuals: Any, cotangent: Results) -> tuple[Any, Any]:
     hidden, weight, rows, stats, cache = residuals
     if spec.axis_name is not None:
         cotangent = _collectives.total_cotangent(cotangent, spec.axis_name)
@@ -147,7 +158,7 @@ def _operands(
 ) -> tuple[Operands, _rows.Compaction | None]:
     columns = weight.shape[spec.case.options.vocab_dim]
     num_columns = None
-    if spec.vocab_size is not None:
+    if spec.padded:
         left = spec.vocab_size - start
         num_columns = min(max(left, 0), columns) if isinstance(left, int) else jnp.clip(left, 0, columns)
     targets = rows.labels - start

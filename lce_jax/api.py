@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from lce_jax import _checks, _compat, _dispatch, _vjp
-from lce_jax._types import Case, LogprobOptions, LogprobOutput, Plan, UnsupportedError
+from lce_jax._types import CallOptions, Case, LogprobOptions, LogprobOutput, Plan, Results
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -58,8 +57,8 @@ def linear_logprobs(
         logit_scale: multiplies the float32 logits first (Cohere, MuP).
         entropy: False leaves ``.entropy`` None and its cost out.
         stats: True fills ``.max_logit`` and ``.min_logit``, extremes of ``z``. They have no gradient.
-        vocab_size: the true vocabulary. Columns from there on are padding: in no sum, with zero gradient.
-            None: every column counts.
+        vocab_size: the true vocabulary. Columns from there on are padding: in no sum, with zero gradient. They must
+            be finite for the kernels, whose gradient products see them times 0. None: every column counts.
         weight_layout: "vh" for ``[V, H]`` (nnx.Embed, PyTorch, Megatron), "hv" for ``[H, V]`` (nnx.Linear kernel).
         axis_name: inside ``shard_map``, the mesh axis (or tuple of axes) that splits the vocabulary. Each shard
             passes its own columns of ``weight`` and the same ``hidden`` and ``labels``; all shards return
@@ -84,8 +83,13 @@ def linear_logprobs(
         forward and backward a few numbers per token are kept, and the cache. `explain` gives the bytes.
 
     Numerics:
-        Every sum and softmax is float32. dlogits are rounded once to the weight's dtype for the gradient products;
-        each gradient is rounded once to its operand's dtype. Two runs are bitwise equal.
+        Every sum and softmax is float32. dlogits are rounded at most once, to the weight's dtype, for the gradient
+        products, and each gradient once, to its operand's dtype. (Data parallel shards round dweight before their sum,
+        as JAX's own transposes do.) Two runs are bitwise equal. Logits must be finite and within ±1e30.
+
+    Sharding:
+        Operands that lie whole on each device, or one shard inside ``shard_map``. Arrays split over a mesh belong to
+        `sharded_linear_logprobs`: here the compiler would gather them, tile by tile.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -115,7 +119,7 @@ def linear_logprobs(
         "precision": precision,
         "implementation": implementation,
     }
-    return call(hidden, weight, labels, where, options)
+    return evaluate(hidden, weight, labels, where, _checks.options(options)).public
 
 
 def linear_cross_entropy(
@@ -143,7 +147,7 @@ def linear_cross_entropy(
         where: ``[...]`` bool, the rows that count. None: all.
         ignore_index: rows with this label do not count either; -100 is PyTorch's. None: no such label.
         reduction: "mean" over the rows that count (0 if there are none), "sum", or "none" for ``[...]``.
-        label_smoothing: ε in [0, 1). Not with ``logit_softcap``, where the mean logit is no product of means.
+        label_smoothing: ε in [0, 1).
         z_loss: weight of ``lse²``, at least 0 (PaLM: 1e-4).
         **options: as in `linear_logprobs`. ``entropy`` and ``stats`` have nothing to add to a loss.
 
@@ -152,11 +156,10 @@ def linear_cross_entropy(
         Inside ``shard_map`` it is over the rows of this shard; the data axes are yours to average.
 
     Raises:
-        UnsupportedError: ``label_smoothing`` with ``logit_softcap``; else as `linear_logprobs`.
-        ValueError, TypeError: as `linear_logprobs`.
+        As `linear_logprobs`.
 
     Memory:
-        As `linear_logprobs`. Label smoothing adds one pass over the weight.
+        As `linear_logprobs`.
 
     Example:
         >>> import jax.numpy as jnp
@@ -166,13 +169,13 @@ def linear_cross_entropy(
         >>> round(float(loss), 3)                           # ln 1000
         6.908
     """
-    return cross_entropy_from(
-        linear_logprobs, hidden, weight, labels, where, ignore_index, reduction, label_smoothing, z_loss, options
+    return cross_entropy(
+        evaluate, hidden, weight, labels, where, ignore_index, reduction, label_smoothing, z_loss, options
     )
 
 
-def cross_entropy_from(
-    logprobs_function: Callable[..., LogprobOutput],
+def cross_entropy(
+    evaluate: Callable[..., Results],
     hidden: Array,
     weight: Array,
     labels: Array,
@@ -181,24 +184,19 @@ def cross_entropy_from(
     reduction: Reduction,
     label_smoothing: float,
     z_loss: float,
-    options: Any,
+    options: LogprobOptions,
 ) -> Array:
-    """The loss over any function with the signature of `linear_logprobs`."""
+    """The loss over anything that evaluates a call as `evaluate` does."""
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f'reduction must be "mean", "sum" or "none", got {reduction!r}')
     label_smoothing = _checks.fraction("label_smoothing", label_smoothing)
     z_loss = _checks.not_negative("z_loss", z_loss)
-    if label_smoothing and options.get("logit_softcap") is not None:
-        raise UnsupportedError(
-            f"label_smoothing={label_smoothing} with logit_softcap={options['logit_softcap']}: the mean of capped "
-            "logits is not the capped mean, so it would need a pass of its own over the vocabulary; use one of them"
-        )
     where = _counting_rows(labels, where, ignore_index)
-    out = logprobs_function(hidden, weight, labels, where=where, **{"entropy": False, **options})
+    checked = _checks.options({"entropy": False, **options}, mean_logit=label_smoothing > 0)
+    out = evaluate(hidden, weight, labels, where, checked)
     loss = -(1.0 - label_smoothing) * out.logprobs
-    if label_smoothing:
-        smooth = out.lse - _mean_logit(hidden, weight, where, out.lse.dtype, options)
-        loss += label_smoothing * (smooth if where is None else jnp.where(where, smooth, 0.0))
+    if out.mean_logit is not None:
+        loss += label_smoothing * (out.lse - out.mean_logit)
     if z_loss:
         loss += z_loss * out.lse * out.lse
     if reduction == "none":
@@ -206,38 +204,18 @@ def cross_entropy_from(
     total = jnp.sum(loss)
     if reduction == "sum":
         return total
-    return total / max(loss.size, 1) if where is None else total / jnp.maximum(jnp.sum(where), 1)
+    count = loss.size if where is None else jnp.sum(where, dtype=loss.dtype)
+    return total / jnp.maximum(count, 1).astype(loss.dtype)
 
 
 def _counting_rows(labels: Array, where: Array | None, ignore_index: int | None) -> Array | None:
     if ignore_index is None:
         return where
-    ignore_index = _checks.integer("ignore_index", ignore_index)
-    kept = jnp.asarray(labels) != ignore_index
+    kept = _checks.int32_labels(labels) != _checks.integer("ignore_index", ignore_index)
     if where is None:
         return kept
     _checks.check_where(where, kept.shape)
     return kept & where
-
-
-def _mean_logit(hidden: Array, weight: Array, where: Array | None, dtype: Any, options: Any) -> Array:
-    """The mean of a token's logits over the true vocabulary: one product with the mean weight row, [...]."""
-    axis_name = options.get("axis_name")
-    vocab_dim = options.get("weight_layout", "vh").index("v")
-    columns = weight.shape[vocab_dim]
-    total = columns * _checks.axis_size(axis_name)
-    vocab_size = _checks.vocabulary(options.get("vocab_size"), total) or total
-    start = 0 if axis_name is None else lax.axis_index(axis_name) * columns
-    live = start + jnp.arange(columns) < vocab_size
-    summed = jnp.sum(jnp.where(jnp.expand_dims(live, 1 - vocab_dim), weight.astype(dtype), 0.0), axis=vocab_dim)
-    if axis_name is not None:
-        summed = lax.psum(summed, axis_name)
-    temperature = options.get("temperature", 1.0)
-    if where is not None:
-        hidden = jnp.where(where[..., None], hidden, jnp.zeros((), hidden.dtype))
-        temperature = jnp.where(where, temperature, 1.0)
-    mean = jnp.matmul(hidden.astype(dtype), summed, precision="highest") / vocab_size
-    return mean * options.get("logit_scale", 1.0) / temperature
 
 
 def explain(hidden: Any, weight: Any, labels: Any, *, where: Any = None, **options: Unpack[LogprobOptions]) -> Plan:
@@ -267,40 +245,46 @@ def explain(hidden: Any, weight: Any, labels: Any, *, where: Any = None, **optio
         >>> print(str(plan).splitlines()[5].strip())
         logits     1.0 GiB if they were stored
     """
-    call_options = _checks.options(options)
-    case = _checks.case(hidden, weight, labels, where, call_options)
-    _checks.temperature(call_options.temperature, labels.shape)
-    if call_options.axis_name is None:
-        _checks.vocabulary(call_options.vocab_size, case.vocab_size)
-    return _dispatch.explain(case, call_options.implementation)
+    checked = _checks.options(options)
+    case = _checks.case(hidden, weight, labels, where, checked)
+    _checks.temperature(checked.temperature, labels.shape)
+    _checks.vocabulary(checked.vocab_size, case.vocab_size if checked.axis_name is None else _checks.INT32_MAX)
+    return _dispatch.explain(case, checked.implementation)
 
 
-def call(
+def evaluate(
     hidden: Array,
     weight: Array,
     labels: Array,
     where: Array | None,
-    options: LogprobOptions,
+    options: CallOptions,
     gather_dim: int | None = None,
-) -> LogprobOutput:
-    """`linear_logprobs`, for callers within ``shard_map`` whose hidden states are split along ``gather_dim`` too."""
-    call_options = _checks.options(options)
+) -> Results:
+    """`linear_logprobs`, its options validated; ``gather_dim`` is hidden's that the vocabulary's axis splits too."""
     whole: Any = hidden
     if gather_dim is not None:
         whole = jax.ShapeDtypeStruct((*labels.shape, hidden.shape[-1]), hidden.dtype)
-    case = _checks.case(whole, weight, labels, where, call_options)
-    total = case.vocab_size * _checks.axis_size(call_options.axis_name)
-    vocab_size = _checks.vocabulary(call_options.vocab_size, total)
-    implementation, _ = _dispatch.choose(case, call_options.implementation)
+    case = _checks.case(whole, weight, labels, where, options)
+    columns = case.vocab_size * _checks.axis_size(options.axis_name)
+    vocab_size = _checks.vocabulary(options.vocab_size, columns)
+    implementation, _ = _dispatch.choose(case, options.implementation)
     hidden, weight = jnp.asarray(hidden), jnp.asarray(weight)
-    rows = _checks.rows(labels, where, call_options.temperature, vocab_size or total, case.stat_dtype)
+    _checks.check_unsplit(hidden=hidden, weight=weight)
+    rows = _checks.rows(labels, where, options.temperature, vocab_size, case.stat_dtype)
     if case.num_tokens == 0:
         return _nothing(case, _compat.vary_like(jnp.zeros(labels.shape, case.stat_dtype), (hidden, rows.labels)))
-    spec = _vjp.Spec(case, implementation.NAME, vocab_size, call_options.axis_name, gather_dim)
+    spec = _vjp.Spec(case, implementation.NAME, vocab_size, vocab_size < columns, options.axis_name, gather_dim)
     out = _vjp.linear_logprobs(spec, hidden, weight, rows)
     return jax.tree.map(lambda x: x.reshape(labels.shape), out)
 
 
-def _nothing(case: Case, empty: Array) -> LogprobOutput:
-    extreme = empty if case.options.stats else None
-    return LogprobOutput(empty, empty if case.options.entropy else None, empty, extreme, extreme)
+def _nothing(case: Case, empty: Array) -> Results:
+    opts = case.options
+    return Results(
+        logprobs=empty,
+        entropy=empty if opts.entropy else None,
+        lse=empty,
+        max_logit=empty if opts.stats else None,
+        min_logit=empty if opts.stats else None,
+        mean_logit=empty if opts.mean_logit else None,
+    )

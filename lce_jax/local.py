@@ -11,12 +11,14 @@ arrays: jit them. They are not differentiable themselves.
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any, Unpack
 
+import jax
 import jax.numpy as jnp
 
 from lce_jax import _checks, _compat, _dispatch, _math, _vjp
-from lce_jax._types import LogprobOutput, ShardStatistics
+from lce_jax._types import LogprobOutput, Results, ShardStatistics
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
@@ -63,12 +65,16 @@ def statistics(
     spec, rows = _shard(hidden, weight, labels, where, options)
     if spec.case.num_tokens == 0:
         return _math.empty_statistics(0, spec.case.stat_dtype, spec.case.options), None
-    run = _compat.first_order_only(
-        lambda hidden, weight, rows, start: _vjp.shard_statistics(
-            spec, hidden.astype(weight.dtype), weight, rows, start, keep_cache
-        )
-    )
-    return run(jnp.asarray(hidden), jnp.asarray(weight), rows, jnp.asarray(vocab_start, jnp.int32))
+    start = jnp.asarray(vocab_start, jnp.int32)
+    return _statistics(spec, jnp.asarray(hidden), jnp.asarray(weight), rows, start, keep_cache)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 5), inline=True)
+def _statistics(
+    spec: _vjp.Spec, hidden: Array, weight: Array, rows: _vjp.Rows, start: Array, keep_cache: bool
+) -> tuple[ShardStatistics, Any]:
+    run = functools.partial(_vjp.shard_statistics, spec, keep_cache=keep_cache)
+    return _compat.first_order_only(run)(hidden.astype(weight.dtype), weight, rows, start)
 
 
 def merge(parts: ShardStatistics) -> ShardStatistics:
@@ -98,7 +104,7 @@ def finish(
         4.605
     """
     rows = _checks.rows(labels, where, 1.0, vocab_size, stats.max.dtype)
-    return _math.finish(stats, rows.labels >= 0, rows.where)
+    return _math.finish(stats, rows.labels >= 0, rows.where, vocab_size).public
 
 
 def gradients(
@@ -148,12 +154,15 @@ def gradients(
     zero = jnp.zeros((spec.case.num_tokens,), spec.case.stat_dtype)
     if spec.case.num_tokens == 0:
         return jnp.zeros(hidden.shape, zero.dtype), jnp.zeros(weight.shape, weight.dtype)
-    seed = LogprobOutput(*(zero if field is None else field for field in cotangent[:3]))
-    run = _compat.first_order_only(
-        lambda hidden, weight, *rest: _vjp.shard_gradients(spec, hidden.astype(weight.dtype), weight, *rest)
-    )
+    seed = Results(*(zero if field is None else field for field in cotangent[:3]))
     start = jnp.asarray(vocab_start, jnp.int32)
-    return run(jnp.asarray(hidden), jnp.asarray(weight), rows, start, merged, seed, cache)
+    return _gradients(spec, jnp.asarray(hidden), jnp.asarray(weight), rows, start, merged, seed, cache)
+
+
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def _gradients(spec: _vjp.Spec, hidden: Array, weight: Array, *rest: Any) -> tuple[Array, Array]:
+    run = functools.partial(_vjp.shard_gradients, spec)
+    return _compat.first_order_only(run)(hidden.astype(weight.dtype), weight, *rest)
 
 
 def _shard(hidden: Any, weight: Any, labels: Any, where: Any, options: LogprobOptions) -> tuple[_vjp.Spec, _vjp.Rows]:
@@ -163,8 +172,7 @@ def _shard(hidden: Any, weight: Any, labels: Any, where: Any, options: LogprobOp
     case = _checks.case(hidden, weight, labels, where, checked)
     if labels.ndim != 1:
         raise ValueError(f"labels {tuple(labels.shape)} must be flat here: [T], with hidden [T, H]")
-    limit = jnp.iinfo(jnp.int32).max
-    vocab_size = None if checked.vocab_size is None else _checks.vocabulary(checked.vocab_size, limit)
+    vocab_size = _checks.vocabulary(checked.vocab_size, _checks.INT32_MAX)
     chosen, _ = _dispatch.choose(case, checked.implementation)
-    rows = _checks.rows(labels, where, checked.temperature, vocab_size or limit, case.stat_dtype)
-    return _vjp.Spec(case, chosen.NAME, vocab_size), rows
+    rows = _checks.rows(labels, where, checked.temperature, vocab_size, case.stat_dtype)
+    return _vjp.Spec(case, chosen.NAME, vocab_size, padded=checked.vocab_size is not None), rows

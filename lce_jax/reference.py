@@ -59,6 +59,8 @@ def gradients(
     d = _math.dlogits(z, dcap, rows, operands.targets, _live(operands, case))
     hidden, weight = (x.astype(case.stat_dtype) for x in (operands.hidden, operands.weight))
     vocab_by_hidden = weight if case.options.vocab_dim == 0 else weight.T
+    if (live := _live(operands, case)) is not None:
+        vocab_by_hidden = jnp.where(live[:, None], vocab_by_hidden, 0.0)  # padding may hold anything
     dweight = jnp.matmul(d.T, hidden, precision="highest")
     dweight = dweight if case.options.vocab_dim == 0 else dweight.T
     return jnp.matmul(d, vocab_by_hidden, precision="highest"), dweight.astype(case.dtype)

@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from lce_jax import _checks, api
-from lce_jax._types import LogprobOutput
+from lce_jax._types import CallOptions, LogprobOutput, Results
 
 if TYPE_CHECKING:
     from jax.sharding import AbstractMesh, Mesh
@@ -46,7 +46,7 @@ def sharded_linear_logprobs(
             the weight and give the true ``vocab_size``.
         labels: ``[...]`` global vocabulary ids.
         mesh: the mesh. None: that of ``jax.set_mesh``.
-        vocab_axis: the mesh axis (or axes) that splits the vocabulary.
+        vocab_axis: the mesh axis (or axes) that splits the vocabulary. None: each device holds all of it.
         batch_axes: the mesh axis (or axes) that splits the batch. None: under Explicit axes those of hidden's own
             type, else the batch is not split.
         sequence_axis: the mesh axis that splits the sequence. Where it is ``vocab_axis`` (Megatron's sequence
@@ -75,22 +75,10 @@ def sharded_linear_logprobs(
         >>> out.logprobs.shape
         (2, 4)
     """
-    checked = _checks.options(options)
-    if checked.axis_name is not None:
-        raise ValueError(
-            f"axis_name={checked.axis_name!r} is for callers inside shard_map; here the axis is vocab_axis"
-        )
-    _checks.case(hidden, weight, labels, where, checked)
-    layout = _layout(mesh, hidden, weight, checked.static.vocab_dim, vocab_axis, batch_axes, sequence_axis)
-    per_token = {"labels": labels}
-    if where is not None:
-        per_token["where"] = where
-    temperature = _checks.temperature(checked.temperature, labels.shape)
-    if temperature is not None:
-        per_token["temperature"] = jnp.broadcast_to(jnp.asarray(temperature, jnp.float32), labels.shape)
-    operands = layout.place((hidden, weight, per_token))
-    body = functools.partial(_body, layout, {**options, "axis_name": layout.vocab_axes})
-    return jax.shard_map(body, mesh=layout.mesh, in_specs=layout.in_specs, out_specs=layout.out_spec)(*operands)
+    run = functools.partial(
+        evaluate, mesh=mesh, vocab_axis=vocab_axis, batch_axes=batch_axes, sequence_axis=sequence_axis
+    )
+    return run(hidden, weight, labels, where, _checks.options(options)).public
 
 
 def sharded_linear_cross_entropy(
@@ -141,13 +129,62 @@ def sharded_linear_cross_entropy(
         >>> round(float(loss), 3)
         6.908
     """
-    logprobs = functools.partial(
-        sharded_linear_logprobs,
-        mesh=mesh, vocab_axis=vocab_axis, batch_axes=batch_axes, sequence_axis=sequence_axis,
-    )  # fmt: skip
-    return api.cross_entropy_from(
-        logprobs, hidden, weight, labels, where, ignore_index, reduction, label_smoothing, z_loss, options
+    run = functools.partial(
+        evaluate, mesh=mesh, vocab_axis=vocab_axis, batch_axes=batch_axes, sequence_axis=sequence_axis
     )
+    return api.cross_entropy(
+        run, hidden, weight, labels, where, ignore_index, reduction, label_smoothing, z_loss, options
+    )
+
+
+def evaluate(
+    hidden: Array,
+    weight: Array,
+    labels: Array,
+    where: Array | None,
+    options: CallOptions,
+    *,
+    mesh: Any,
+    vocab_axis: Axes,
+    batch_axes: Axes,
+    sequence_axis: Axes,
+) -> Results:
+    """`sharded_linear_logprobs` with its options validated."""
+    if options.axis_name is not None:
+        raise ValueError(
+            f"axis_name={options.axis_name!r} is for callers inside shard_map; here the axis is vocab_axis"
+        )
+    case = _checks.case(hidden, weight, labels, where, options)
+    layout = _layout(mesh, hidden, weight, options.static.vocab_dim, vocab_axis, batch_axes, sequence_axis)
+    per_token = {"labels": _checks.int32_labels(labels)}
+    if where is not None:
+        per_token["where"] = where
+    temperature = _checks.temperature(options.temperature, labels.shape)
+    if temperature is not None:
+        per_token["temperature"] = jnp.broadcast_to(jnp.asarray(temperature).astype(case.stat_dtype), labels.shape)
+    options = dataclasses.replace(options, temperature=1.0, axis_name=layout.vocab_axes)
+    return _mapped(layout, options, jnp.asarray(hidden), jnp.asarray(weight), per_token)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
+def _mapped(layout: Layout, options: CallOptions, hidden: Array, weight: Array, per_token: dict[str, Array]) -> Results:
+    """Jitted, so that calls outside ``jit`` compile once."""
+    body = functools.partial(_body, layout, options)
+    mapped = jax.shard_map(body, mesh=layout.mesh, in_specs=layout.in_specs, out_specs=layout.out_spec)
+    return mapped(*layout.place((hidden, weight, per_token)))
+
+
+def _body(layout: Layout, options: CallOptions, hidden: Array, weight: Array, per_token: dict[str, Array]) -> Results:
+    """One device's share, inside ``shard_map``."""
+    if "temperature" in per_token:
+        options = dataclasses.replace(options, temperature=per_token["temperature"])
+    dim = layout.gather_dim
+    out = api.evaluate(hidden, weight, per_token["labels"], per_token.get("where"), options, dim)
+    if dim is None:
+        return out
+    size = hidden.shape[dim]
+    start = lax.axis_index(layout.vocab_axes) * size
+    return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, size, dim), out)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,27 +213,16 @@ class Layout:
         return P(*self.leading, None), P(*vocab), P(*rows)
 
     def place(self, operands: Any) -> Any:
-        """The operands with the shardings of `in_specs`, where the mesh has Explicit axes and so insists on it."""
-        if AxisType.Explicit not in self.mesh.axis_types:
+        """The operands split over the Explicit axes as `in_specs` says: such axes insist on it, Auto axes do not."""
+        types = zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
+        implicit = tuple(name for name, kind in types if kind != AxisType.Explicit)
+        if len(implicit) == len(self.mesh.axis_names):
             return operands
         placed = []
         for tree, spec in zip(operands, self.in_specs, strict=True):
-            sharding = NamedSharding(self.mesh, spec)
+            sharding = NamedSharding(self.mesh, P(*(_without(entry, implicit) for entry in spec)))
             placed.append(jax.tree.map(functools.partial(jax.sharding.reshard, out_shardings=sharding), tree))
         return tuple(placed)
-
-
-def _body(layout: Layout, options: Any, hidden: Array, weight: Array, per_token: dict[str, Array]) -> LogprobOutput:
-    """One device's share, inside ``shard_map``."""
-    if "temperature" in per_token:
-        options = {**options, "temperature": per_token["temperature"]}
-    dim = layout.gather_dim
-    out = api.call(hidden, weight, per_token["labels"], per_token.get("where"), options, dim)
-    if dim is None:
-        return out
-    size = hidden.shape[dim]
-    start = lax.axis_index(layout.vocab_axes) * size
-    return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, size, dim), out)
 
 
 def _layout(
@@ -237,13 +263,11 @@ def _check_axes(mesh: Any, vocab: tuple[str, ...], batch: tuple[str, ...], seque
         for axis in axes:
             if axis not in mesh.axis_names:
                 raise ValueError(f"{name} {axis!r} is no axis of the mesh {dict(mesh.shape)}")
-    if not vocab:
-        raise ValueError("vocab_axis must name the mesh axis that splits the vocabulary, got None")
     used = (*vocab, *batch, *(() if sequence == vocab else sequence))
     if len(set(used)) < len(used):
         raise ValueError(
             f"vocab_axis {vocab}, batch_axes {batch} and sequence_axis {sequence} overlap; only sequence_axis may be "
-            "the vocab_axis"
+            "vocab_axis, the same axes in the same order"
         )
 
 

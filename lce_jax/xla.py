@@ -34,13 +34,14 @@ def tile_sizes(case: Case) -> tuple[int, int]:
 
     On CPU a tile has at most 4 Mi logits, 16 MiB of float32, and 2048 columns: wider ones leave the caches (50 ms
     against 28 ms forward at T 512, H 256, V 32000 on two cores), narrower ones cut the products short. Elsewhere 64 Mi
-    logits keep a GPU's products large. Rows that may be left out are walked in sixteenths.
+    logits keep a GPU's products large. An eighth of the vocabulary is the most, lest a small call hold all its logits.
+    Rows that may be left out are walked in sixteenths.
     """
-    widest_t, widest_v, budget = (4096, 2048, 4 << 20) if case.platform == "cpu" else (16384, case.vocab_size, 64 << 20)
+    widest_t, widest_v, budget = (4096, 2048, 4 << 20) if case.platform == "cpu" else (16384, 1 << 20, 64 << 20)
     tile_t = min(max(case.num_tokens, 1), widest_t)  # a call without tokens is still explained
     if case.compacted:
         tile_t = min(tile_t, max(256, -(-case.num_tokens // 16)))
-    tile_v = min(budget // tile_t // 128 * 128, widest_v)
+    tile_v = min(budget // tile_t, widest_v, case.vocab_size // 8) // 128 * 128
     return tile_t, min(case.vocab_size, max(tile_v, 512))
 
 
@@ -120,6 +121,7 @@ def gradients(
         size = weight.shape[options.vocab_dim]
         z, dcap = _logits(hidden, weight, inverse_temperature, case)
         live = _live(start_v, size, operands.num_columns)
+        weight = _without_padding(weight, live, options)
         d = _math.dlogits(z, dcap, rows, targets - start_v, live)
         d, weight, hidden = (x.astype(_gradient_dtype(case)) for x in (d, weight, hidden))
         dhidden = _dot(d, weight, 1, options.vocab_dim, case, case.stat_dtype)
@@ -182,6 +184,13 @@ def _live(start: Any, size: int, num_columns: Int[Array, ""] | int | None) -> Ar
     if num_columns is None or isinstance(num_columns, int):
         return None
     return start + jnp.arange(size, dtype=jnp.int32) < num_columns
+
+
+def _without_padding(weight: Array, live: Array | None, options: Options) -> Array:
+    """A tile of the weight with its padding zero: 0 times whatever the padding holds would not always be 0."""
+    if live is None:
+        return weight
+    return jnp.where(jnp.expand_dims(live, options.hidden_dim), weight, jnp.zeros((), weight.dtype))
 
 
 def _walk_vocabulary[C](case: Case, operands: Operands, tile_v: int, body: Callable[[Any, int, C], C], carry: C) -> C:

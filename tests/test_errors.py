@@ -11,7 +11,6 @@ import pytest
 from jax.sharding import AxisType
 
 from lce_jax import (
-    UnsupportedError,
     explain,
     linear_cross_entropy,
     linear_logprobs,
@@ -62,6 +61,8 @@ MISTAKES = {
     "vocab_size a float": (dict(vocab_size=30.0), TypeError, "vocab_size must be a Python integer, got 30.0"),
     "layout unknown": (dict(weight_layout="nk"), ValueError, "weight_layout must be .* got 'nk'"),
     "axis unbound": (dict(axis_name="tp"), ValueError, "axis_name 'tp' is not bound here"),
+    "axis_name empty": (dict(axis_name=()), TypeError, r"axis_name must be None, .* got \(\)"),
+    "axis_name a number": (dict(axis_name=0), TypeError, "axis_name must be None, .* got 0"),
     "cache negative": (dict(cache_bytes=-1), ValueError, "cache_bytes must be .* at least 0, got -1"),
     "precision unknown": (dict(precision="exact"), ValueError, "precision 'exact' is not"),
     "implementation unknown": (dict(implementation="cuda"), ValueError, "unknown implementation 'cuda'; known"),
@@ -105,7 +106,8 @@ LOSS_MISTAKES = {
     "smoothing of one": (dict(label_smoothing=1.0), ValueError, r"label_smoothing must lie in \[0, 1\), got 1.0"),
     "z_loss negative": (dict(z_loss=-1e-4), ValueError, "z_loss must not be negative, got -0.0001"),
     "ignore_index a float": (dict(ignore_index=-100.0), TypeError, "ignore_index must be a Python integer, got -100.0"),
-    "smoothing with a cap": (dict(label_smoothing=0.1, logit_softcap=30.0), UnsupportedError, "0.1 with .*=30.0"),
+    "ignore_index too large": (dict(ignore_index=2**40), ValueError, "ignore_index must lie .* got 1099511627776"),
+    "labels of floats": (dict(ignore_index=0, labels=jnp.zeros((4,))), TypeError, "labels must be integers"),
     "where of another shape": (
         dict(ignore_index=0, where=jnp.ones((3,), bool)), ValueError, r"where \(3,\) must have the shape of labels",
     ),
@@ -114,9 +116,9 @@ LOSS_MISTAKES = {
 
 @pytest.mark.parametrize("name", LOSS_MISTAKES)
 def test_linear_cross_entropy(name: str) -> None:
-    options, error, message = LOSS_MISTAKES[name]
+    mistake, error, message = LOSS_MISTAKES[name]
     with pytest.raises(error, match=message):
-        linear_cross_entropy(HIDDEN, WEIGHT, LABELS, **options)
+        linear_cross_entropy(**{"hidden": HIDDEN, "weight": WEIGHT, "labels": LABELS, **mistake})
 
 
 MESH = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
@@ -124,8 +126,7 @@ SHARDED_MISTAKES = {
     "no mesh": (dict(mesh=None), "no mesh: pass mesh="),
     "vocab axis unknown": (dict(vocab_axis="model"), "vocab_axis 'model' is no axis of the mesh .*'tensor': 4"),
     "batch axis unknown": (dict(batch_axes="fsdp"), "batch_axes 'fsdp' is no axis"),
-    "axis used twice": (dict(batch_axes="tensor"), "overlap; only sequence_axis may be the vocab_axis"),
-    "no vocab axis": (dict(vocab_axis=None), "vocab_axis must name the mesh axis"),
+    "axis used twice": (dict(batch_axes="tensor"), "overlap; only sequence_axis may be vocab_axis, the same"),
     "vocabulary does not divide": (dict(weight=jnp.ones((30, 8))), r"\(30, 8\) must divide by the 4 .*vocab_size=30"),
     "batch does not divide": (
         dict(batch_axes="data", hidden=jnp.ones((3, 8)), labels=jnp.zeros((3,), int)),
@@ -144,6 +145,16 @@ def test_sharded(name: str) -> None:
     arguments = {"hidden": HIDDEN, "weight": WEIGHT, "labels": LABELS, "mesh": MESH, **mistake}
     with pytest.raises(ValueError, match=message):
         sharded_linear_logprobs(**arguments)
+
+
+def test_operands_split_over_explicit_axes_belong_elsewhere() -> None:
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,), devices=jax.devices("cpu")[:2])
+    hidden = jax.device_put(HIDDEN, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data")))
+    with (
+        jax.set_mesh(mesh),
+        pytest.raises(ValueError, match=r"hidden is split .*'data'.*: use sharded_linear_logprobs"),
+    ):
+        linear_logprobs(hidden, WEIGHT, LABELS)
 
 
 def test_local() -> None:

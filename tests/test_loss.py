@@ -60,6 +60,76 @@ def test_smoothing_with_temperature_scale_and_padding() -> None:
     assert oracle.value_error(got, want) < 2e-6
 
 
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_smoothing_with_a_softcap(implementation: str) -> None:
+    hidden, weight, labels, _, _ = cases.draw(TEST)
+
+    def ours(hidden, weight):
+        return linear_cross_entropy(
+            hidden, weight, labels, label_smoothing=0.2, logit_softcap=2.0, precision="highest",
+            implementation=implementation,
+        )  # fmt: skip
+
+    def theirs(hidden, weight):
+        z = 2.0 * jnp.tanh(jnp.matmul(hidden, weight.T, precision="highest") / 2.0)
+        targets = optax.smooth_labels(jax.nn.one_hot(labels, weight.shape[0]), 0.2)
+        return optax.softmax_cross_entropy(z, targets).mean()
+
+    got, want = (jax.value_and_grad(f, argnums=(0, 1))(hidden, weight) for f in (ours, theirs))
+    assert np.isclose(got[0], want[0], rtol=2e-6)
+    assert all(oracle.relative_norm(a, b) < 1e-5 for a, b in zip(got[1], want[1], strict=True))
+
+
+def test_smoothing_sees_hidden_as_the_products_do() -> None:
+    """A float32 hidden beside a bfloat16 weight is rounded for the mean logit too."""
+    hidden, weight, labels, _, _ = cases.draw(TEST)
+    weight = (weight + 1).astype(jnp.bfloat16)
+    losses = [
+        linear_cross_entropy(h, weight, labels, label_smoothing=0.5) for h in (hidden, hidden.astype(jnp.bfloat16))
+    ]
+    assert float(losses[0]) == float(losses[1])
+
+
+def test_smoothed_16_bit_gradients_are_rounded_once() -> None:
+    hidden, weight, labels, _, _ = cases.draw(cases.case("rounding", leading=(64,), H=64, V=256, dtype="bfloat16"))
+    wide = [x.astype(jnp.float32) for x in (hidden, weight)]
+
+    def grads(hidden, weight):
+        loss = lambda h, w: linear_cross_entropy(h, w, labels, label_smoothing=0.3, precision="highest")  # noqa: E731
+        return jax.grad(loss, argnums=(0, 1))(hidden, weight)
+
+    for got, true in zip(grads(hidden, weight), grads(*wide), strict=True):
+        rounded = oracle.relative_norm(true.astype(jnp.bfloat16), true)
+        assert oracle.relative_norm(got, true) < 1.05 * rounded
+
+
+def test_the_loss_is_float32_whatever_the_numbers_are() -> None:
+    with jax.enable_x64(True):
+        hidden, weight = jnp.ones((3, 4), jnp.float32), jnp.ones((8, 4), jnp.float32)
+        loss = linear_cross_entropy(
+            hidden, weight, jnp.zeros((3,), int), where=jnp.ones((3,), bool), label_smoothing=0.1,
+            temperature=np.full((3,), 0.5), logit_scale=np.float64(0.5),
+        )  # fmt: skip
+    assert loss.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.uint32, np.int64, np.uint64])
+@pytest.mark.parametrize("library", [np, jnp])
+def test_ignore_index_matches_its_value_not_its_bits(dtype: type, library) -> None:
+    """-100 is 156 as uint8, and -100 - 2³² is -100 as int32: neither is ignored."""
+    values = {np.uint8: [156, 1], np.int8: [1, 2], np.int64: [-100 - 2**32, 1]}.get(dtype, [2**32 - 100, 1])
+    labels = np.array(values, dtype)
+    labels = labels if library is np else jnp.asarray(labels)
+    if library is jnp and labels.dtype != dtype:
+        labels = jnp.asarray(values[1:] * 2)  # JAX has no 64-bit integers here: nothing can wrap any more
+    weight = jnp.zeros((300, 4))
+    loss = linear_cross_entropy(jnp.ones((2, 4)), weight, labels, ignore_index=-100, reduction="none")
+    inside = (np.asarray(labels) >= 0) & (np.asarray(labels) < 300)
+    assert np.allclose(loss, np.where(inside, np.log(300), 0))
+    counted = linear_cross_entropy(jnp.ones((2, 4)), weight, labels, ignore_index=-100)
+    assert np.isclose(counted, np.log(300) * inside.mean())
+
+
 def test_rows_left_out_may_hold_anything() -> None:
     hidden, weight, labels, _, _ = cases.draw(TEST)
     live = jnp.arange(24).reshape(4, 6) % 3 != 0

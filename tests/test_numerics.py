@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lce_jax import linear_cross_entropy, linear_logprobs
+from lce_jax import linear_cross_entropy, linear_logprobs, sharded_linear_cross_entropy
 from tests import oracle
 
 H, V, T = 16, 257, 12
@@ -96,23 +96,27 @@ def test_the_entropy_of_a_near_certain_token_keeps_its_digits() -> None:
     assert np.isclose(float(out.entropy[0]), true, rtol=1e-5)
 
 
-def test_a_huge_padding_column_changes_nothing() -> None:
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("sharded", [False, True], ids=["one device", "mesh"])
+@pytest.mark.parametrize("junk", [1e30, -1e38, np.inf, np.nan])
+def test_padding_may_hold_anything(junk: float, sharded: bool, implementation: str) -> None:
     """A padding row of NaN, inf or 1e30 is in no sum and no gradient."""
     rng = np.random.default_rng(2)
     hidden = jnp.asarray(rng.standard_normal((T, H)), jnp.float32)
     weight = jnp.asarray(rng.standard_normal((V, H)), jnp.float32)
     labels = jnp.arange(T, dtype=jnp.int32)
+    function, options = linear_cross_entropy, {"vocab_size": 200, "implementation": implementation}
+    if sharded:  # the last shard is padding alone, the one before partly
+        function, weight = sharded_linear_cross_entropy, weight[:256]
+        options["mesh"] = jax.make_mesh((8,), ("tensor",), axis_types=(jax.sharding.AxisType.Auto,))
 
-    def loss(hidden, weight):
-        return linear_cross_entropy(hidden, weight, labels, vocab_size=V - 3)
+    def value_and_grad(weight):
+        return jax.value_and_grad(lambda h, w: function(h, w, labels, **options), argnums=(0, 1))(hidden, weight)
 
-    want = jax.value_and_grad(loss, argnums=(0, 1))(hidden, weight)
-    for junk in (1e30, -1e30):
-        spoiled = weight.at[V - 3 :].set(junk)
-        got = jax.value_and_grad(loss, argnums=(0, 1))(hidden, spoiled)
-        assert float(got[0]) == float(want[0])
-        assert np.array_equal(got[1][0], want[1][0])
-        assert np.array_equal(got[1][1], want[1][1])
+    (want, wanted), (got, grads) = value_and_grad(weight), value_and_grad(weight.at[200:].set(junk))
+    assert float(got) == float(want)
+    assert all(np.array_equal(a, b) for a, b in zip(grads, wanted, strict=True))
+    assert np.all(np.asarray(grads[1][200:]) == 0)
 
 
 @pytest.mark.parametrize(
@@ -131,6 +135,13 @@ def test_labels_of_any_integer_type_do_not_wrap(dtype: type, values: list[int]) 
         out = linear_logprobs(jnp.ones((3, 4), jnp.float32), jnp.zeros((300, 4), jnp.float32), labels)
     inside = [0 <= value < 300 for value in values]
     assert np.allclose(out.logprobs, np.where(inside, -np.log(300), 0))
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.uint64])
+def test_numpy_labels_of_64_bits_do_not_wrap_without_x64(dtype: type) -> None:
+    labels = np.array([2**32 + 3, 5, 2**32 + 5], dtype)
+    out = linear_logprobs(jnp.ones((3, 4)), jnp.zeros((300, 4)), labels)
+    assert np.allclose(out.logprobs, [0, -np.log(300), 0])
 
 
 def test_out_of_vocabulary_gradient_is_minus_softmax() -> None:

@@ -93,7 +93,7 @@ def test_rows_left_out_are_exactly_zero(test: cases.TestCase, implementation: st
 
 @pytest.mark.parametrize("test", [t for t in cases.MATRIX if dict(t.options).get("vocab_size")], ids=str)
 def test_padding_columns_have_zero_gradient(test: cases.TestCase) -> None:
-    _, (_, dweight), (*_, options) = evaluate(test, "xla")
+    _, (_, dweight), (*_, options) = evaluate(test, "reference")
     dweight = dweight if options.get("weight_layout", "vh") == "vh" else dweight.T
     assert np.all(np.asarray(dweight[options["vocab_size"] :]) == 0)
 
@@ -109,7 +109,7 @@ def test_float64_follows_the_weight(implementation: str) -> None:
         assert out.logprobs.dtype == jnp.float64
         assert oracle.value_error(out.entropy, oracle.logprobs(hidden, weight, labels, **options).entropy) < 1e-14
         wanted = oracle.gradients(hidden, weight, labels, seeds, **options)
-        assert max(oracle.relative_norm(got, want) for got, want in zip(grads, wanted, strict=True)) < 1e-13
+        assert all(oracle.relative_norm(got, want) < 1e-13 for got, want in zip(grads, wanted, strict=True))
 
 
 def test_two_runs_are_bitwise_equal() -> None:

@@ -51,6 +51,7 @@ LAYOUTS: dict[str, tuple[tuple[int, ...], tuple[str, ...], dict[str, Any]]] = {
     "batch over two axes": (
         (2, 2, 2), ("data", "fsdp", "tensor"), {"batch_axes": ("data", "fsdp")},
     ),
+    "data alone": ((4,), ("data",), {"batch_axes": ("data",), "vocab_axis": None, "sequence_axis": None}),
     "an axis nobody uses": ((2, 2, 2), ("pipe", "data", "tensor"), {"batch_axes": "data"}),
 }  # fmt: skip
 
@@ -241,6 +242,57 @@ def test_cross_entropy_over_a_mesh(layout: str, reduction: str) -> None:
     (_, want), wanted = run(linear_cross_entropy)
     assert oracle.value_error(got, want) < 2e-6
     assert all(oracle.relative_norm(a, b) < 1e-5 for a, b in zip(grads, wanted, strict=True))
+
+
+@pytest.mark.parametrize("axis_types", [(AxisType.Explicit, AxisType.Auto), (AxisType.Auto, AxisType.Explicit)])
+def test_mixed_axis_types(axis_types: tuple[AxisType, ...]) -> None:
+    (hidden, weight, labels, options, seeds), want, wanted = single(CALLS[0])
+    mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=axis_types)
+
+    def objective(hidden, weight):
+        out = sharded_linear_logprobs(hidden, weight, labels, batch_axes="data", **options)
+        return cases.objective(out, seeds), out
+
+    with jax.set_mesh(mesh):
+        (_, out), grads = jax.jit(jax.value_and_grad(objective, argnums=(0, 1), has_aux=True))(hidden, weight)
+    assert_same(CALLS[0], out, grads, want, wanted)
+
+
+@pytest.mark.parametrize(
+    "specs",
+    [
+        (P(("data", "tensor")), P()),
+        (P("tensor"), P("data")),
+        (P("data", None, "tensor"), P("tensor", "data")),
+        (P(), P()),
+    ],
+    ids=str,
+)
+def test_a_loss_from_any_explicit_layout(specs: tuple[P, P]) -> None:
+    test = cases.case("layouts", leading=(8, 8), H=16, V=V, labels="foreign")
+    hidden, weight, labels, _, _ = cases.draw(test)
+    options = {"label_smoothing": 0.1, "z_loss": 1e-3, "ignore_index": -100, "vocab_size": 120, "precision": "highest"}
+    want = linear_cross_entropy(hidden, weight, labels, **options)
+    mesh = mesh_of("data 2, tensor 4", AxisType.Explicit)
+    hidden, weight = (
+        jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip((hidden, weight), specs, strict=True)
+    )
+    with jax.set_mesh(mesh):
+        got = jax.jit(lambda h, w: sharded_linear_cross_entropy(h, w, labels, batch_axes="data", **options))(
+            hidden, weight
+        )
+    assert np.isclose(got, want, rtol=2e-6)
+
+
+def test_float64_keeps_its_temperature() -> None:
+    mesh = mesh_of("tensor 8", AxisType.Auto)
+    with jax.enable_x64(True):
+        hidden, weight = jnp.ones((4, 8)), jnp.asarray(np.random.default_rng(0).standard_normal((64, 8)))
+        labels, temperature = jnp.arange(4), np.full((4,), 0.7)
+        want = linear_logprobs(hidden, weight, labels, temperature=temperature).entropy
+        for value in (0.7, temperature):
+            got = sharded_linear_logprobs(hidden, weight, labels, mesh=mesh, temperature=value).entropy
+            assert oracle.value_error(got, want) < 1e-14
 
 
 def test_label_smoothing_inside_shard_map() -> None:

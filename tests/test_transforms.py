@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 
-from lce_jax import linear_cross_entropy, linear_logprobs
+from lce_jax import linear_cross_entropy, linear_logprobs, local, sharded_linear_logprobs
 from tests import cases, oracle
 
 HIDDEN, WEIGHT, LABELS, _, SEEDS = cases.draw(cases.case("transforms", leading=(4, 6), H=16, V=50))
@@ -111,6 +114,47 @@ def test_a_new_temperature_or_mask_compiles_nothing() -> None:
     for step in range(3):
         function(jnp.float32(0.5 + step), jnp.arange(24).reshape(4, 6) > step)
     assert function._cache_size() == 1
+
+
+@pytest.mark.parametrize("name", ["linear_logprobs", "gradient", "local", "sharded"])
+def test_calls_outside_jit_compile_once(name: str) -> None:
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices("cpu")[:4])
+    calls = {
+        "linear_logprobs": lambda: linear_logprobs(HIDDEN, WEIGHT, LABELS, temperature=0.7),
+        "gradient": lambda: jax.grad(loss, argnums=(0, 1))(HIDDEN, WEIGHT),
+        "local": lambda: local.statistics(HIDDEN[0], WEIGHT, LABELS[0]),
+        "sharded": lambda: sharded_linear_logprobs(HIDDEN, WEIGHT, LABELS, mesh=mesh, batch_axes="data"),
+    }
+    compiled: list[str] = []
+    logger = logging.getLogger("jax._src.interpreters.pxla")
+    jax.clear_caches()
+    with jax.log_compiles(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(logger, "handle", lambda record: compiled.append(record.getMessage()))
+        jax.block_until_ready(calls[name]())
+        assert compiled
+        compiled.clear()
+        jax.block_until_ready(calls[name]())
+    assert compiled == []
+
+
+def test_strict_promotion_and_debug_modes() -> None:
+    """Nothing is promoted by accident, and no NaN is computed on the way, not even in rows left out."""
+    where = jnp.arange(24).reshape(4, 6) < 2
+    with (
+        jax.numpy_dtype_promotion("strict"),
+        jax.numpy_rank_promotion("raise"),
+        jax.debug_nans(True),
+        jax.debug_infs(True),
+    ):
+        for dtype in (jnp.float32, jnp.bfloat16):
+            value, grads = jax.value_and_grad(
+                lambda w, dtype=dtype: linear_cross_entropy(
+                    HIDDEN.astype(dtype), w, LABELS, where=where, label_smoothing=0.1, z_loss=1e-3, logit_softcap=5.0,
+                    temperature=jnp.ones((4, 1), dtype), vocab_size=40,
+                )
+            )(WEIGHT.astype(dtype))  # fmt: skip
+            assert np.isfinite(value)
+            assert np.all(np.isfinite(np.asarray(grads, np.float32)))
 
 
 def test_jvp_is_refused_by_jax() -> None:

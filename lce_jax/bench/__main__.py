@@ -1,0 +1,117 @@
+"""``python -m lce_jax.bench``: this package against stored logits and against its peers, on this machine's device."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from lce_jax import UnsupportedError, _dispatch
+from lce_jax.bench import shapes
+
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    out = argparse.ArgumentParser(
+        prog="python -m lce_jax.bench",
+        description="Log-probability and entropy of a head: this package against stored logits and against its peers.",
+    )
+    repeatable: dict[str, Any] = {"action": "append", "default": []}
+    models = f"a model's head: {', '.join(shapes.MODELS)}; repeatable"
+    out.add_argument("--model", choices=shapes.MODELS, metavar="NAME", help=models, **repeatable)
+    out.add_argument(
+        "--shape", type=_shape, metavar="T,H,V", help="tokens, hidden size, vocabulary; repeatable", **repeatable
+    )
+    out.add_argument("--tokens", type=_integers, default=(), metavar="T,T,...", help="time every head at each of these")
+    out.add_argument("--dtype", choices=DTYPES, help="default: float32 on CPU, bfloat16 elsewhere")
+    out.add_argument("--implementation", choices=_dispatch.IMPLEMENTATIONS, help="default: what the package picks")
+    out.add_argument("--rounds", type=_positive, default=7, help="timings of each row; the median is shown (default 7)")
+    out.add_argument("--sweep", action="store_true", help="time the Hopper kernels' tiles instead; needs such a GPU")
+    out.add_argument("--out", type=Path, default=Path("bench-out"), help="folder of bench.json and bench.png")
+    return out
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measures, prints and writes; 1 where a row of this package failed or was wrong, else 0."""
+    options = parser().parse_args(arguments)
+    # JAX would take three quarters of a GPU's memory at its first use and leave the peers without.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    try:
+        from lce_jax.bench import plot, report
+    except ImportError as missing:
+        print(f"{missing}: install the extra with pip install 'lce-jax[bench]'", file=sys.stderr)
+        return 2
+    from lce_jax.bench.run import measure
+
+    where, platform, out = report.device(), jax.default_backend(), report.console()
+    dtype = jnp.dtype(options.dtype or ("float32" if platform == "cpu" else "bfloat16"))
+    out.print(", ".join(f"{name} {value}" for name, value in where.items()))
+    chosen = shapes.select(platform, options.model, options.shape, options.tokens)
+    if options.sweep:
+        return _sweep(chosen, dtype, options.rounds, out)
+    options.out.mkdir(parents=True, exist_ok=True)
+    measurements = []
+    for shape in chosen:
+        with out.status(str(shape)) as status:
+            measurements.append(measure(shape, dtype, options.implementation, options.rounds, status.update))
+        out.print(report.table(measurements[-1]))
+        for line in report.left_out(measurements[-1], measurements[:-1]):
+            out.print(line, highlight=False, soft_wrap=True)
+        report.write_json(options.out / "bench.json", measurements, where, options.rounds)
+    plot.draw(options.out / "bench.png", measurements, where)
+    for one in measurements:
+        for line in report.held_bounds(one, where):
+            out.print(f"{one.shape}: {line}", highlight=False, soft_wrap=True)
+    out.print(f"written: {options.out / 'bench.json'}, {options.out / 'bench.png'}", highlight=False, soft_wrap=True)
+    complete = all(one.row("ours", direction) for one in measurements for direction in (shapes.FORWARD, shapes.BOTH))
+    return 0 if complete else 1
+
+
+def _sweep(chosen: Sequence[shapes.Shape], dtype: Any, rounds: int, out: Any) -> int:
+    """Prints the tiles of each kernel by time, and the line to enter for the fastest."""
+    from lce_jax.bench import sweep
+
+    for shape in chosen:
+        out.print(f"{shape}, {dtype.name}", style="bold")
+        try:
+            with out.status("") as status:
+                found = sweep.sweep(shape, dtype, rounds, status.update)
+        except UnsupportedError as refusal:
+            out.print(f"cannot sweep: {refusal}", highlight=False, soft_wrap=True)
+            return 1
+        for one in found:
+            out.print(sweep.table(one))
+            out.print(one.entry, highlight=False, soft_wrap=True)
+            for name, reason in one.left_out.items():
+                out.print(f"left out: {name}: {reason}", highlight=False, soft_wrap=True)
+    return 0
+
+
+def _integers(text: str) -> tuple[int, ...]:
+    return tuple(_positive(part) for part in text.split(","))
+
+
+def _shape(text: str) -> tuple[int, int, int]:
+    sizes = _integers(text)
+    if len(sizes) != 3:
+        raise argparse.ArgumentTypeError(f"{text!r} must be three numbers: tokens, hidden size, vocabulary")
+    return sizes[0], sizes[1], sizes[2]
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} must be at least 1")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

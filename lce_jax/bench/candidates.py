@@ -1,0 +1,183 @@
+"""The rows that JAX computes: the bare product, this package, and what it replaces."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from lce_jax import explain, linear_logprobs
+from lce_jax.bench.measure import Run, compile_jax
+from lce_jax.bench.problem import Objective, Problem, Results
+from lce_jax.bench.shapes import BOTH, FORWARD, GEMM
+
+if TYPE_CHECKING:
+    from jaxtyping import Array
+
+UNLIMITED = 1 << 62  # bytes of cache
+
+type LogprobFunction = Callable[[Array, Array, Array], tuple[Array, Array | None]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """One row of the table, not yet compiled.
+
+    Attributes:
+        key: what the row is, the same on every device and in both directions ("ours", "materialised").
+        label: its name for people.
+        direction: "gemm", "forward" or "forward+backward".
+        compile: compiles it for the problem.
+        results: its outputs by name, as JAX arrays, for the check against the reference.
+        objective: the scalar that forward+backward differentiates.
+        logits_rounded: whether it rounds the logits to the operands' dtype.
+    """
+
+    key: str
+    label: str
+    direction: str
+    compile: Callable[[], Run]
+    results: Callable[[Any], Results] = dict
+    objective: Objective = "logprob+entropy"
+    logits_rounded: bool = False
+
+
+def jax_candidates(problem: Problem, implementation: str | None) -> list[Candidate]:
+    """The bare product, this package (with a cache where one is kept), the chunked loop, and stored logits."""
+    shape, dtype = problem.shape, problem.hidden.dtype
+    softcap = shape.head.logit_softcap
+
+    def plan(cache_bytes: int = 0) -> Any:
+        return explain(
+            *problem.arrays[:3], logit_softcap=softcap, cache_bytes=cache_bytes, implementation=implementation
+        )
+
+    def ours(cache_bytes: int = 0, name: str | None = implementation) -> LogprobFunction:
+        def logprobs(hidden: Array, weight: Array, labels: Array) -> tuple[Array, Array | None]:
+            out = linear_logprobs(
+                hidden, weight, labels, logit_softcap=softcap, cache_bytes=cache_bytes, implementation=name
+            )
+            return out.logprobs, out.entropy
+
+        return logprobs
+
+    served_by = plan().implementation
+    name = f"lce_jax ({served_by})"
+    rows = [_gemm(problem), _forward(problem, "ours", name, ours()), _both(problem, "ours", name, ours())]
+    full = plan(UNLIMITED).kept_bytes - plan().kept_bytes  # what the backward could use, 0 where it always recomputes
+    for part, cache_bytes in (("half", full // 2), ("full", full)):
+        if plan(cache_bytes).kept_bytes > plan().kept_bytes:
+            rows.append(_both(problem, f"ours {part} cache", f"{name}, {part} cache", ours(cache_bytes)))
+    if served_by != "xla":
+        chunked = ours(name="xla")
+        rows += [direction(problem, "chunked", "lce_jax (xla)", chunked) for direction in (_forward, _both)]
+    stored, label = materialised(softcap), f"XLA, stored {dtype.name} logits"
+    rows += [direction(problem, "materialised", label, stored, True) for direction in (_forward, _both)]
+    by_hand = materialised_by_hand(softcap)
+    return [*rows, _both(problem, "materialised by hand", f"{label}, gradient by hand", by_hand, True)]
+
+
+def materialised(softcap: float | None) -> LogprobFunction:
+    """What one writes without this package.
+
+    Half-precision operands keep half-precision logits: asking for float32 ones makes autodiff run both backward
+    products on upcast copies in TF32, twice as slow. Sums and softmax are float32 all the same.
+    """
+
+    def logprobs(hidden: Array, weight: Array, labels: Array) -> tuple[Array, Array]:
+        z = _product(hidden, weight).astype(jnp.float32)
+        if softcap is not None:
+            z = softcap * jnp.tanh(z / softcap)
+        lse = jax.nn.logsumexp(z, axis=-1)
+        p = jnp.exp(z - lse[:, None])
+        entropy = lse - jnp.sum(p * z, axis=-1)
+        return jnp.take_along_axis(z, labels[:, None], axis=-1)[:, 0] - lse, entropy
+
+    return logprobs
+
+
+def materialised_by_hand(softcap: float | None) -> LogprobFunction:
+    """The best that stores the logits: autodiff keeps several [T, V] arrays, this keeps the logits alone."""
+
+    @jax.custom_vjp
+    def logprobs(hidden: Array, weight: Array, labels: Array) -> tuple[Array, Array | None]:
+        return forward(hidden, weight, labels)[0]
+
+    def transform(raw: Array) -> Array:
+        z = raw.astype(jnp.float32)
+        return z if softcap is None else softcap * jnp.tanh(z / softcap)
+
+    def forward(hidden: Array, weight: Array, labels: Array) -> tuple[tuple[Array, Array], Any]:
+        raw = _product(hidden, weight)
+        z = transform(raw)
+        lse = jax.nn.logsumexp(z, axis=-1)
+        entropy = lse - jnp.sum(jnp.exp(z - lse[:, None]) * z, axis=-1)
+        logprob = jnp.take_along_axis(z, labels[:, None], axis=-1)[:, 0] - lse
+        return (logprob, entropy), (hidden, weight, labels, raw, lse, entropy)
+
+    def backward(residuals: Any, cotangents: Any) -> tuple[Array, Array, None]:
+        hidden, weight, labels, raw, lse, entropy = residuals
+        a, b = (x[:, None] for x in cotangents)
+        z = transform(raw)
+        logp = z - lse[:, None]
+        is_label = jnp.arange(weight.shape[0], dtype=jnp.int32) == labels[:, None]
+        d = jnp.where(is_label, a, 0.0) - jnp.exp(logp) * (a + b * (logp + entropy[:, None]))
+        if softcap is not None:
+            d *= 1.0 - (z / softcap) ** 2
+        d = d.astype(raw.dtype)
+        return d @ weight, d.T @ hidden, None
+
+    logprobs.defvjp(forward, backward)
+    return logprobs
+
+
+def _product(hidden: Array, weight: Array) -> Array:
+    return lax.dot_general(hidden, weight, (((1,), (1,)), ((), ())))
+
+
+def _gemm(problem: Problem) -> Candidate:
+    """The product hidden · weightᵀ and nothing else: the time a forward pass is held against."""
+
+    def label_logits(logits: Array) -> Results:
+        z = jnp.take_along_axis(logits, problem.labels[:, None], axis=1)[:, 0].astype(jnp.float32)
+        cap = problem.shape.head.logit_softcap
+        return {"label logit": z if cap is None else cap * jnp.tanh(z / cap)}
+
+    return Candidate(
+        "gemm",
+        "bare GEMM hidden · weightᵀ",
+        GEMM,
+        lambda: compile_jax(_product, problem.hidden, problem.weight),
+        results=label_logits,
+        logits_rounded=True,
+    )
+
+
+def _forward(
+    problem: Problem, key: str, label: str, function: LogprobFunction, logits_rounded: bool = False
+) -> Candidate:
+    def forward(hidden: Array, weight: Array, labels: Array) -> dict[str, Any]:
+        logprobs, entropy = function(hidden, weight, labels)
+        return {"logprobs": logprobs, "entropy": entropy}
+
+    return Candidate(
+        key, label, FORWARD, lambda: compile_jax(forward, *problem.arrays[:3]), logits_rounded=logits_rounded
+    )
+
+
+def _both(problem: Problem, key: str, label: str, function: LogprobFunction, logits_rounded: bool = False) -> Candidate:
+    def forward_backward(hidden: Array, weight: Array, labels: Array, a: Array, b: Array) -> dict[str, Any]:
+        def loss(hidden: Array, weight: Array) -> tuple[Array, Any]:
+            logprobs, entropy = function(hidden, weight, labels)
+            return jnp.sum(a * logprobs + b * jnp.asarray(entropy)), (logprobs, entropy)
+
+        (_, outputs), gradients = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(hidden, weight)
+        return dict(zip(("logprobs", "entropy", "dhidden", "dweight"), (*outputs, *gradients), strict=True))
+
+    return Candidate(
+        key, label, BOTH, lambda: compile_jax(forward_backward, *problem.arrays), logits_rounded=logits_rounded
+    )

@@ -1,0 +1,136 @@
+"""The measurements for people and for programs: a table a shape, the bounds in plain words, and a JSON file."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+import lce_jax
+from lce_jax._types import format_bytes
+from lce_jax.bench.run import Measurement, Row
+from lce_jax.bench.shapes import BOTH, FORWARD, GEMM, bounds
+
+MIN_WIDTH = 120  # columns of a table that is piped or logged, where there is no terminal to ask
+
+
+def device() -> dict[str, str]:
+    """Where and with what the numbers were taken: a speed without these means nothing."""
+    first = jax.devices()[0]
+    return {
+        "platform": first.platform,
+        "device_kind": first.device_kind,
+        "jax": jax.__version__,
+        "lce_jax": lce_jax.__version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+    }
+
+
+def console() -> Console:
+    """Standard output, wide enough for the table also where it is no terminal."""
+    out = Console()
+    return out if out.is_terminal else Console(width=max(out.width, MIN_WIDTH))
+
+
+def table(measured: Measurement) -> Table:
+    """The rows of one shape, a section a direction."""
+    out = Table(
+        title=f"{measured.shape}, {measured.dtype}",
+        caption="temp: memory beyond operands and results (the bare GEMM's result is the logits)",
+        title_justify="left",
+        caption_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+    )
+    out.add_column("")
+    for heading in ("ms", "±", "÷ GEMM", "÷ stored", "TFLOP/s", "temp", "compile s"):
+        out.add_column(heading, justify="right", no_wrap=True)
+    for direction in (GEMM, FORWARD, BOTH):
+        rows = [row for row in measured.rows if row.direction == direction]
+        if rows and direction != GEMM:
+            out.add_row(f"[italic]{direction.replace('+', ' + ')}[/italic]")
+        for row in rows:
+            out.add_row(*_cells(measured, row), style="bold cyan" if row.key.startswith("ours") else "")
+        out.add_section()
+    return out
+
+
+def _cells(measured: Measurement, row: Row) -> tuple[str, ...]:
+    tflops = measured.useful_flops(row) / row.median / 1e12
+    return (
+        row.label if row.direction == GEMM else f"  {row.label}",
+        f"{row.median * 1e3:,.2f}",
+        f"{row.spread:.1%}",
+        _times(measured.ratio(row, "gemm", GEMM)),
+        _times(measured.ratio(row, "materialised", row.direction)),
+        f"{tflops:,.1f}" if tflops >= 10 else f"{tflops:.3f}",
+        format_bytes(row.temp_bytes),
+        f"{row.compile_seconds:.1f}",
+    )
+
+
+def _times(ratio: float | None) -> str:
+    return "–" if ratio is None else f"{ratio:.2f}"
+
+
+def left_out(measured: Measurement, before: Sequence[Measurement] = ()) -> list[str]:
+    """A line for each reason with everything that was not timed for it, unless an earlier shape said the same."""
+    reasons: dict[str, list[str]] = {}
+    for name, reason in measured.left_out.items():
+        if all(one.left_out.get(name) != reason for one in before):
+            reasons.setdefault(reason, []).append(name)
+    return [f"not timed: {', '.join(names)}: {reason}" for reason, names in reasons.items()]
+
+
+def held_bounds(measured: Measurement, where: dict[str, str]) -> list[str]:
+    """In plain words, the project's bounds for this shape on this device: what was measured, and whether it holds."""
+    lines = []
+    for one in bounds(measured.shape, measured.dtype, where["platform"], where["device_kind"]):
+        row, other = measured.row(*one.row), measured.row(*one.baseline)
+        name = " ".join(one.row)
+        if row is None or other is None:
+            lines.append(f"{name}: not measured (bound {one.limit:.2f}x {other.label if other else one.baseline[0]})")
+            continue
+        ratio = row.median / other.median
+        verdict = "holds" if ratio <= one.limit else "DOES NOT HOLD"
+        lines.append(f"{name}: {ratio:.2f}x {other.label} (bound {one.limit:.2f}x): {verdict}")
+    return lines
+
+
+def as_json(measurements: Sequence[Measurement], where: dict[str, str], rounds: int) -> dict[str, Any]:
+    """Everything measured, as plain data."""
+    return {"device": where, "rounds": rounds, "measurements": [_as_dict(one, where) for one in measurements]}
+
+
+def _as_dict(measured: Measurement, where: dict[str, str]) -> dict[str, Any]:
+    return {
+        "shape": dataclasses.asdict(measured.shape),
+        "dtype": measured.dtype,
+        "rows": [
+            dataclasses.asdict(row)
+            | {
+                "median_seconds": row.median,
+                "useful_flops_per_second": measured.useful_flops(row) / row.median,
+                "ratio_to_gemm": measured.ratio(row, "gemm", GEMM),
+                "ratio_to_materialised": measured.ratio(row, "materialised", row.direction),
+            }
+            for row in measured.rows
+        ],
+        "left_out": measured.left_out,
+        "bounds": held_bounds(measured, where),
+    }
+
+
+def write_json(path: Path, measurements: Sequence[Measurement], where: dict[str, str], rounds: int) -> None:
+    """`as_json` in a file."""
+    path.write_text(json.dumps(as_json(measurements, where, rounds), indent=2, ensure_ascii=False) + "\n")

@@ -1,0 +1,137 @@
+"""One shape from operands to rows: compile and check every candidate, time the right ones, keep why others are out."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from lce_jax.bench.candidates import Candidate, jax_candidates
+from lce_jax.bench.measure import MIN_GPU_CALLS, Run, interleave, median, spread
+from lce_jax.bench.peers import peer_candidates, release
+from lce_jax.bench.problem import Objective, Problem, Reference, random_problem, reference, refusal
+from lce_jax.bench.shapes import BOTH, GEMM, Shape
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """What was measured of one candidate."""
+
+    key: str
+    label: str
+    direction: str
+    objective: str
+    seconds: list[float]  # per call, one sample a round
+    temp_bytes: int
+    compile_seconds: float
+    errors: dict[str, float]  # of each result, as `problem.error` defines it
+
+    @property
+    def median(self) -> float:
+        """Seconds per call."""
+        return median(self.seconds)
+
+    @property
+    def spread(self) -> float:
+        """Half the interquartile range of the samples, as a fraction of the median."""
+        return spread(self.seconds)
+
+
+@dataclasses.dataclass(frozen=True)
+class Measurement:
+    """All rows of one shape, in the table's order, and the candidates left out with the reasons."""
+
+    shape: Shape
+    dtype: str
+    rows: list[Row]
+    left_out: dict[str, str]
+
+    def row(self, key: str, direction: str) -> Row | None:
+        """The row of a candidate, if it was timed."""
+        return next((row for row in self.rows if (row.key, row.direction) == (key, direction)), None)
+
+    def ratio(self, row: Row, key: str, direction: str) -> float | None:
+        """How many times as long as another row ``row`` took."""
+        other = self.row(key, direction)
+        return None if other is None else row.median / other.median
+
+    def useful_flops(self, row: Row) -> int:
+        """Operations of the products that the results need: one forward, three with gradients. Recompute is extra."""
+        return self.shape.product_flops * (3 if row.direction == BOTH else 1)
+
+
+def _silent(message: str) -> None:
+    del message
+
+
+def measure(
+    shape: Shape,
+    dtype: Any,
+    implementation: str | None,
+    rounds: int,
+    report: Callable[[str], None] = _silent,
+) -> Measurement:
+    """Everything about one shape."""
+    report(f"{shape}: drawing operands")
+    problem = random_problem(shape, dtype)
+    peers, left_out = peer_candidates(problem)
+    candidates = jax_candidates(problem, implementation) + peers
+    runs, errors, refused = admit(candidates, problem, report)
+    at_least = MIN_GPU_CALLS if jax.default_backend() == "gpu" else 1
+    seconds = interleave(
+        runs,
+        rounds,
+        at_least,
+        on_timing=lambda one, done: report(f"{shape}: round {done + 1} of {rounds}, {one.label}, {one.direction}"),
+    )
+    rows = [
+        Row(
+            one.key,
+            one.label,
+            one.direction,
+            one.objective,
+            seconds[one],
+            run.temp_bytes,
+            run.compile_seconds,
+            errors[one],
+        )
+        for one, run in runs.items()
+    ]
+    release()
+    return Measurement(shape, jax.numpy.dtype(dtype).name, rows, left_out | refused)
+
+
+def admit(
+    candidates: Sequence[Candidate], problem: Problem, report: Callable[[str], None] = _silent
+) -> tuple[dict[Candidate, Run], dict[Candidate, dict[str, float]], dict[str, str]]:
+    """Compiles and runs each candidate once: those whose results are right, their errors, and why the others are out.
+
+    A candidate that runs out of memory or fails to compile is left out with that reason, and the rest goes on.
+    """
+    references: dict[Objective, Reference] = {}
+    runs: dict[Candidate, Run] = {}
+    errors: dict[Candidate, dict[str, float]] = {}
+    refused: dict[str, str] = {}
+    for one in sorted(candidates, key=lambda one: (GEMM, "forward", BOTH).index(one.direction)):
+        report(f"{problem.shape}: compiling and checking {one.label}, {one.direction}")
+        if one.objective not in references:
+            references[one.objective] = reference(problem, one.objective)
+        try:
+            run = one.compile()
+            results = one.results(run.wait(run.launch()))
+        except Exception as failure:  # out of memory, mostly; the kinds differ by framework
+            refused[f"{one.label}, {one.direction}"] = _first_line(failure)
+            continue
+        reason, found = refusal(results, problem, references[one.objective], one.logits_rounded)
+        if reason is None:
+            runs[one], errors[one] = run, found
+        else:
+            refused[f"{one.label}, {one.direction}"] = reason
+    return runs, errors, refused
+
+
+def _first_line(failure: Exception) -> str:
+    lines = str(failure).strip().splitlines() or ["no message"]
+    return f"{type(failure).__name__}: {lines[0][:200]}"

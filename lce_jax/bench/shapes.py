@@ -1,0 +1,120 @@
+"""What is measured, as data: the heads of named models, the default shapes, and the bounds the project holds itself to.
+
+Hidden sizes and vocabularies are ``hidden_size`` and ``vocab_size`` of each model's published ``config.json``
+(huggingface.co/<organisation>/<model>), checked against the model files of
+https://github.com/AI-Hypercomputer/maxtext/tree/main/src/maxtext/configs/models, which pad Gemma 2's 256000 to 256128.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+
+@dataclasses.dataclass(frozen=True)
+class Head:
+    """The head of a language model: everything about a shape but the number of tokens."""
+
+    hidden_size: int
+    vocab_size: int
+    logit_softcap: float | None = None
+    model: str = ""
+
+    def __str__(self) -> str:
+        cap = "" if self.logit_softcap is None else f", softcap {self.logit_softcap:g}"
+        name = f"{self.model}, " if self.model else ""
+        return f"{name}H {self.hidden_size:,}, V {self.vocab_size:,}{cap}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """One problem to time: a number of tokens through a head."""
+
+    tokens: int
+    head: Head
+
+    def __str__(self) -> str:
+        return f"T {self.tokens:,}, {self.head}"
+
+    @property
+    def product_flops(self) -> int:
+        """Floating-point operations of one product hidden · weightᵀ."""
+        return 2 * self.tokens * self.head.hidden_size * self.head.vocab_size
+
+
+GEMM, FORWARD, BOTH = "gemm", "forward", "forward+backward"  # the directions a row can time
+
+MODELS = {
+    "qwen3-0.6b": Head(1024, 151936),
+    "qwen3-1.7b": Head(2048, 151936),
+    "qwen3-8b": Head(4096, 151936),
+    "qwen3-32b": Head(5120, 151936),
+    "llama3-8b": Head(4096, 128256),
+    "llama3-70b": Head(8192, 128256),
+    "gemma2-9b": Head(3584, 256000, logit_softcap=30.0),
+    "gemma2-27b": Head(4608, 256000, logit_softcap=30.0),
+    "gpt-oss": Head(2880, 201088),  # 20b and 120b alike
+}
+
+CPU_SHAPES = ((2048, 512, 32768),)
+GPU_SHAPES = (
+    (4096, 4096, 151936),
+    (8192, 4096, 131072),
+    (8192, 2048, 151936),
+    (8192, 1024, 151936),
+    (32768, 4096, 151936),
+    (512, 4096, 151936),
+)
+MODEL_TOKENS = {"cpu": 2048, "gpu": 8192}
+
+
+def model_head(name: str) -> Head:
+    """The head of a named model."""
+    return dataclasses.replace(MODELS[name], model=name)
+
+
+def select(
+    platform: str, models: Iterable[str], shapes: Sequence[tuple[int, int, int]], tokens: Sequence[int]
+) -> list[Shape]:
+    """The shapes that the command line asks for; with ``tokens``, every head at each of them."""
+    chosen = [Shape(MODEL_TOKENS.get(platform, MODEL_TOKENS["gpu"]), model_head(name)) for name in models]
+    if not chosen and not shapes:
+        shapes = CPU_SHAPES if platform == "cpu" else GPU_SHAPES
+    chosen += [Shape(t, Head(h, v)) for t, h, v in shapes]
+    if not tokens:
+        return chosen
+    return [Shape(t, head) for head in dict.fromkeys(shape.head for shape in chosen) for t in tokens]
+
+
+@dataclasses.dataclass(frozen=True)
+class Bound:
+    """A promise about one row: its time is at most ``limit`` times that of ``baseline``.
+
+    ``row`` and ``baseline`` are (candidate key, direction), as in `candidates`.
+    """
+
+    row: tuple[str, str]
+    baseline: tuple[str, str]
+    limit: float
+
+
+def bounds(shape: Shape, dtype: str, platform: str, device_kind: str) -> list[Bound]:
+    """The bounds that hold for a shape, by device: one line on CPU, and the H200 at the sizes of `GPU_SHAPES`."""
+    size = (shape.tokens, shape.head.hidden_size, shape.head.vocab_size)
+    if platform == "cpu" and size in CPU_SHAPES and dtype == "float32":
+        return [
+            Bound(("ours", FORWARD), ("materialised", FORWARD), 1.15),
+            Bound(("ours", BOTH), ("materialised", BOTH), 1.45),
+            Bound(("ours", BOTH), ("materialised by hand", BOTH), 1.45),
+        ]
+    if "H200" in device_kind and size in GPU_SHAPES and dtype == "bfloat16":
+        small = shape.head.hidden_size < 2048
+        full_cache = {1024: 3.6, 2048: 3.35, 4096: 3.12}[shape.head.hidden_size]
+        gemm = ("gemm", GEMM)
+        return [
+            Bound(("ours", FORWARD), gemm, 1.06 if small else 1.00),
+            Bound(("ours", BOTH), gemm, 4.2 if small else 4.00),
+            Bound(("ours full cache", BOTH), gemm, full_cache),
+            Bound(("ours full cache", BOTH), ("materialised", BOTH), 1.00),
+        ]
+    return []

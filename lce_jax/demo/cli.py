@@ -1,0 +1,138 @@
+"""The command line, and the story it tells: data, model, phase 1, phase 2, comparison, report."""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import time
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+import lce_jax.demo
+from lce_jax import Plan, explain
+from lce_jax.demo import compare, report, rl, sft
+from lce_jax.demo.evaluate import Evaluator
+from lce_jax.demo.model import Config, Transformer, make_mesh
+from lce_jax.demo.text import VOCAB_SIZE, load_corpus
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from jax.sharding import Mesh
+
+_SFT_STEPS, _RL_STEPS = 400, 30
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Runs the demo; exits with a message where an option makes no sense."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.rl_steps is None:
+        options.rl_steps = min(options.steps, _RL_STEPS)
+    mesh = make_mesh()
+    try:
+        plan = _plan_head(mesh, options.implementation)
+    except ValueError as error:
+        parser.error(f"argument --implementation: {error}")
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"argument --out: {error}")
+    with jax.set_mesh(mesh):
+        _run(options, mesh, plan, Console())
+
+
+def _run(options: argparse.Namespace, mesh: Mesh, plan: Plan, console: Console) -> None:
+    start = time.perf_counter()
+    shape = " × ".join(f"{name} {size}" for name, size in mesh.shape.items())
+    console.print(f"Mesh: {shape}, of {mesh.devices.flat[0].device_kind} devices. Seed {options.seed}.")
+    with console.status("training a tokenizer on the sources of Python's standard library"):
+        corpus = load_corpus()
+    console.print(f"Text: {len(corpus.train):,} tokens to train on, {len(corpus.held_out):,} in files held out.")
+    model = Transformer(_model_config(mesh, corpus.vocab_size), rngs=nnx.Rngs(options.seed))
+    console.print(f"Model: {model.num_parameters():,} parameters. Its head on a training batch, per device:")
+    console.print(str(plan), highlight=False, soft_wrap=True)
+    sft_config = sft.SftConfig(options.steps, implementation=options.implementation).on(mesh)
+    rl_config = rl.RlConfig(options.rl_steps, implementation=options.implementation).on(mesh)
+    evaluate = Evaluator.create(corpus, rl_config, mesh, options.seed)
+
+    stages = [evaluate(model)]
+    with _progress(console) as progress:
+        training = sft.train(model, corpus, sft_config, mesh, options.seed)
+        losses = _tracked(progress, "phase 1", training, options.steps, lambda loss: f"loss {loss:.2f}")
+        stages.append(evaluate(model))
+        improving = rl.train(model, corpus, rl_config, mesh, options.seed)
+        metrics = _tracked(progress, "phase 2", improving, options.rl_steps, lambda step: f"reward {step.reward:.2f}")
+        stages.append(evaluate(model))
+    comparison = compare.compare(model, evaluate.windows[: 2 * sft_config.batch], mesh, options.implementation)
+    report.print_examples(console, stages)
+    report.print_tables(console, stages, evaluate.real_reward, comparison)
+    path = options.out / "curves.png"
+    report.draw(path, losses, metrics, stages, evaluate.real_reward, comparison)
+    console.print(f"Curves: {path}. {time.perf_counter() - start:.0f} s in all.", soft_wrap=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m lce_jax.demo", description=lce_jax.demo.__doc__)
+    parser.add_argument("--steps", type=_positive, default=_SFT_STEPS, help=f"of phase 1 (default {_SFT_STEPS})")
+    parser.add_argument("--rl-steps", type=_positive, help=f"of phase 2 (default {_RL_STEPS}, or --steps if fewer)")
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("demo-out"), help="folder of the figure")
+    parser.add_argument("--seed", type=_not_negative, default=0, help="of everything random (default 0)")
+    parser.add_argument("--implementation", help="of the head, by name (default: what the package picks)")
+    return parser
+
+
+def _positive(text: str) -> int:
+    return _integer(text, 1)
+
+
+def _not_negative(text: str) -> int:
+    return _integer(text, 0)
+
+
+def _integer(text: str, least: int) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer") from None
+    if not least <= value < 2**31:
+        raise argparse.ArgumentTypeError(f"{value} is not between {least} and {2**31 - 1}")
+    return value
+
+
+def _model_config(mesh: Mesh, vocab_size: int) -> Config:
+    """float32 where that is fast; elsewhere matrix products in bfloat16 over float32 parameters."""
+    dtype = jnp.float32 if mesh.devices.flat[0].platform == "cpu" else jnp.bfloat16
+    return Config(vocab_size, vocab_multiple=128 * mesh.shape["tensor"], dtype=dtype)
+
+
+def _plan_head(mesh: Mesh, implementation: str | None) -> Plan:
+    """How a device will compute its share of the head on a training batch."""
+    model, training = _model_config(mesh, VOCAB_SIZE), sft.SftConfig(steps=1).on(mesh)
+    tokens = (training.batch // mesh.shape["data"], training.length)
+    return explain(
+        jax.ShapeDtypeStruct((*tokens, model.hidden_size), model.dtype),
+        jax.ShapeDtypeStruct((model.padded_vocab_size // mesh.shape["tensor"], model.hidden_size), model.dtype),
+        jax.ShapeDtypeStruct(tokens, jnp.int32),
+        implementation=implementation,
+    )
+
+
+def _progress(console: Console) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, TextColumn("{task.fields[latest]}"), console=console)
+
+
+def _tracked[T](progress: Progress, name: str, items: Iterable[T], total: int, describe: Callable[[T], str]) -> list[T]:
+    """The items, each moving the bar."""
+    task = progress.add_task(name, total=total, latest="")
+    done = []
+    for item in items:
+        done.append(item)
+        progress.update(task, advance=1, latest=describe(item))
+    return done

@@ -1,0 +1,78 @@
+"""The same measurement before, between and after the phases: on text, and prompts, that training never sees."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from lce_jax.demo import reward, rl
+from lce_jax.demo.model import Transformer, put_on_mesh, round_up
+from lce_jax.demo.text import sample_prompts, sample_windows
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+    from jaxtyping import Array, Float, Int
+
+    from lce_jax.demo.rl import RlConfig
+    from lce_jax.demo.text import Corpus
+
+
+class Evaluation(NamedTuple):
+    """Of a model, on held-out files."""
+
+    loss: float  # nats per token
+    entropy: float  # of the predictions of those tokens, nats
+    reward: float  # mean over completions
+    example: str  # one completion
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluator:
+    """Windows of text, and prompts in batches as large as a rollout; drawn once, so that every model meets the same."""
+
+    corpus: Corpus
+    config: RlConfig
+    mesh: Mesh
+    windows: Int[np.ndarray, "B S"]
+    prompts: Int[np.ndarray, "R b P"]
+    real_reward: float  # what the files' own continuations of the prompts earn
+    key: Array
+
+    @classmethod
+    def create(cls, corpus: Corpus, config: RlConfig, mesh: Mesh, seed: int) -> Evaluator:
+        """Draws 64 windows of 128 tokens (and each one's next), and prompts for four batches of completions."""
+        rng = np.random.default_rng((seed, 3))
+        windows = sample_windows(corpus.held_out, rng, round_up(64, mesh.shape["data"]), 129)
+        count = 4 * config.prompts * config.group
+        prompts, real = sample_prompts(
+            corpus, corpus.held_out, rng, count, config.prompt_length, config.completion_length
+        )
+        batches = prompts.reshape(4, -1, config.prompt_length)
+        key = jax.random.fold_in(jax.random.key(seed), 3)
+        return cls(corpus, config, mesh, windows, batches, float(reward.rewards(real, corpus).mean()), key)
+
+    def __call__(self, model: Transformer) -> Evaluation:
+        """Measures ``model``."""
+        loss, entropy = _text_statistics(model, put_on_mesh(self.mesh, self.windows), self.config.implementation)
+        completions = np.concatenate(
+            [
+                rl.sample(model, put_on_mesh(self.mesh, prompts), key, self.config)
+                for prompts, key in zip(self.prompts, jax.random.split(self.key, len(self.prompts)), strict=True)
+            ]
+        )
+        example = self.corpus.tokenizer.decode(completions[0].tolist())
+        return Evaluation(float(loss), float(entropy), float(reward.rewards(completions, self.corpus).mean()), example)
+
+
+@nnx.jit(static_argnums=2)
+def _text_statistics(
+    model: Transformer, tokens: Int[Array, "B S"], implementation: str | None
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    out = model.head.logprobs(model(tokens[:, :-1]), tokens[:, 1:], implementation=implementation)
+    assert out.entropy is not None  # for the type checker: it was asked for
+    return -jnp.mean(out.logprobs), jnp.mean(out.entropy)

@@ -1,0 +1,128 @@
+"""The tables and the figure at the end."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.ticker import MaxNLocator
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from lce_jax._types import format_bytes
+
+if TYPE_CHECKING:
+    import pathlib
+
+    from matplotlib.axes import Axes
+    from rich.console import Console
+
+    from lce_jax.demo.compare import Comparison
+    from lce_jax.demo.evaluate import Evaluation
+    from lce_jax.demo.rl import RlMetrics
+
+_STAGES = ("at the start", "after phase 1", "after phase 2")
+_BLUE, _ORANGE, _GREY = "#2563a8", "#d9730d", "#8a8f98"
+_STYLE: Any = {
+    "font.size": 10,
+    "axes.titlesize": 11,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.alpha": 0.25,
+    "legend.frameon": False,
+}
+
+
+def print_examples(console: Console, stages: list[Evaluation]) -> None:
+    """How the model goes on from one prompt, at each stage."""
+    for name, stage in zip(_STAGES, stages, strict=True):
+        console.print(Panel(Text(stage.example), title=f"a completion {name}", title_align="left"))
+
+
+def print_tables(console: Console, stages: list[Evaluation], real_reward: float, comparison: Comparison) -> None:
+    """What training changed, and what fusing changed."""
+    table = Table(title="On held-out files", title_justify="left")
+    table.add_column("")
+    for name in _STAGES:
+        table.add_column(name, justify="right")
+    table.add_row("loss, nats per token", *(f"{stage.loss:.3f}" for stage in stages))
+    table.add_row("entropy, nats per token", *(f"{stage.entropy:.3f}" for stage in stages))
+    table.add_row(f"reward (real text: {real_reward:.3f})", *(f"{stage.reward:.3f}" for stage in stages))
+    console.print(table)
+    console.print(_comparison_table(comparison))
+
+
+def _comparison_table(comparison: Comparison) -> Table:
+    shape = f"{comparison.num_tokens:,} × {comparison.hidden_size} × {comparison.vocab_size:,} {comparison.dtype}"
+    table = Table(title=f"The head, loss and gradients: {shape}", title_justify="left")
+    table.add_column("")
+    table.add_column("fused", justify="right")
+    table.add_column("logits stored", justify="right")
+    table.add_column("difference", justify="right")
+    fused, stored = comparison.fused, comparison.materialised
+    table.add_row(
+        "peak temporary memory", format_bytes(fused.temp_bytes), format_bytes(stored.temp_bytes),
+        f"{stored.temp_bytes / fused.temp_bytes:.1f}× less",
+    )  # fmt: skip
+    table.add_row(
+        "time", f"{fused.seconds * 1e3:.1f} ms", f"{stored.seconds * 1e3:.1f} ms",
+        f"{fused.seconds / stored.seconds:.2f}× the time",
+    )  # fmt: skip
+    table.add_row("loss", "", "", f"{comparison.loss_difference:.1e}")
+    table.add_row("log-probabilities, largest", "", "", f"{comparison.logprob_difference:.1e}")
+    table.add_row("gradients, largest, relative", "", "", f"{comparison.gradient_difference:.1e}")
+    return table
+
+
+def draw(
+    path: pathlib.Path,
+    losses: list[float],
+    metrics: list[RlMetrics],
+    stages: list[Evaluation],
+    real_reward: float,
+    comparison: Comparison,
+) -> None:
+    """Loss of phase 1, reward and entropy of phase 2, memory of the head; as a PNG."""
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(10, 6.4), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1), dpi=150)
+        loss, reward, entropy, memory = figure.subplots(2, 2).flat
+        _curve(loss, losses, "training batches", _BLUE)
+        loss.plot([0, len(losses)], [stages[0].loss, stages[1].loss], "o", color=_ORANGE, label="held-out files")
+        loss.set(title="Phase 1: loss", xlabel="step", ylabel="nats per token")
+        _curve(reward, [step.reward for step in metrics], "rollouts", _BLUE)
+        reward.plot([0, len(metrics)], [stages[1].reward, stages[2].reward], "o", color=_ORANGE, label="held-out files")
+        reward.axhline(real_reward, color=_GREY, linestyle="--", linewidth=1, label="real text")
+        reward.set(title="Phase 2: reward", xlabel="step", ylabel="share of tokens on statements", ylim=(0, None))
+        _curve(entropy, [step.entropy for step in metrics], "policy on its rollouts", _BLUE)
+        entropy.set(title="Phase 2: entropy", xlabel="step", ylabel="nats per token", ylim=(0, None))
+        _memory_bars(memory, comparison)
+        for axes in (loss, reward, entropy):
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+            axes.legend()
+        figure.savefig(path)
+
+
+def _curve(axes: Axes, values: list[float], label: str, color: str) -> None:
+    """Every value, faint, and the mean of its neighbourhood, a twentieth of the run."""
+    steps = np.arange(1, len(values) + 1)
+    reach = len(values) // 40
+    means = [np.mean(values[max(0, i - reach) : i + reach + 1]) for i in range(len(values))]
+    axes.plot(steps, values, color=color, alpha=0.3, linewidth=1)
+    axes.plot(steps, means, color=color, linewidth=1.8, label=label)
+
+
+def _memory_bars(axes: Axes, comparison: Comparison) -> None:
+    programs = {"logits stored": comparison.materialised, "fused": comparison.fused}
+    mebibytes = [program.temp_bytes / 2**20 for program in programs.values()]
+    bars = axes.barh(list(programs), mebibytes, color=[_GREY, _BLUE], height=0.5)
+    axes.bar_label(bars, [format_bytes(program.temp_bytes) for program in programs.values()], padding=4)
+    axes.set(title="Head: peak temporary memory", xlabel="loss and gradients, MiB per device")
+    axes.set_xlim(0, 1.25 * max(mebibytes))
+    axes.grid(visible=False, axis="y")

@@ -1,0 +1,165 @@
+"""Phase 2: GRPO-style reinforcement learning, with log-probabilities and entropy from ``model.head.logprobs``.
+
+Each step samples a group of completions per prompt, rewards them, and takes a few clipped policy-gradient steps on the
+advantage of each over its group (Shao et al., "DeepSeekMath", 2024), with an entropy bonus and no reference model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import TYPE_CHECKING, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from lce_jax.demo import reward
+from lce_jax.demo.model import Transformer, put_on_mesh, round_up
+from lce_jax.demo.text import sample_prompts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from jax.sharding import Mesh
+    from jaxtyping import Array, Bool, Float, Int
+
+    from lce_jax import LogprobOutput
+    from lce_jax.demo.text import Corpus
+
+
+@dataclasses.dataclass(frozen=True)
+class RlConfig:
+    """Sizes of a rollout and the weights of its loss."""
+
+    steps: int
+    prompts: int = 8
+    group: int = 8  # completions per prompt
+    prompt_length: int = 32
+    completion_length: int = 32
+    temperature: float = 0.7  # of the policy: of its samples, its log-probabilities and its entropy
+    minibatches: int = 2  # from the second one on the policy has moved, and the ratio with it
+    learning_rate: float = 3e-4
+    clip: float = 0.2
+    entropy_bonus: float = 0.01
+    implementation: str | None = None
+
+    def on(self, mesh: Mesh) -> RlConfig:
+        """The same with rollouts, and minibatches of them, that the mesh's data axis divides."""
+        return dataclasses.replace(self, prompts=round_up(self.prompts, self.minibatches * mesh.shape["data"]))
+
+
+class Rollout(NamedTuple):
+    """Sampled sequences, prompt first, and what the update needs to know of each of their tokens but the first."""
+
+    tokens: Int[Array, "B S"]
+    where: Bool[Array, "B S-1"]  # the tokens that the policy chose
+    advantages: Float[Array, "B"]
+    old_logprobs: Float[Array, "B S-1"]
+
+
+class RlMetrics(NamedTuple):
+    """Of one step: mean reward of its completions, entropy of the policy on them in nats per token."""
+
+    reward: float
+    entropy: float
+
+
+@nnx.jit(static_argnums=3)
+def sample(model: Transformer, prompts: Int[Array, "B P"], key: Array, config: RlConfig) -> Int[Array, "B C"]:
+    """Completions of the prompts, by a scan over positions with a cache of keys and values."""
+    batch, prompt_length = prompts.shape
+    length = config.completion_length
+    hidden, cache = model.extend(prompts, model.empty_cache(batch, prompt_length + length), 0)
+
+    def step(carry: tuple, xs: tuple) -> tuple[tuple, Array]:
+        hidden, cache = carry
+        key, position = xs
+        tokens = jax.random.categorical(key, model.head(hidden) / config.temperature)
+        hidden, cache = model.extend(tokens[:, None], cache, position)
+        return (hidden[:, -1], cache), tokens
+
+    xs = (jax.random.split(key, length), prompt_length + jnp.arange(length))
+    _, completions = jax.lax.scan(step, (hidden[:, -1], cache), xs)
+    return completions.T
+
+
+def policy(
+    model: Transformer, tokens: Int[Array, "B S"], where: Bool[Array, "B S-1"], config: RlConfig, entropy: bool = True
+) -> LogprobOutput:
+    """Log-probability of each chosen token, and entropy of the distribution that it was chosen from."""
+    hidden = model(tokens[:, :-1])
+    return model.head.logprobs(
+        hidden,
+        tokens[:, 1:],
+        where=where,
+        temperature=config.temperature,
+        entropy=entropy,
+        implementation=config.implementation,
+    )
+
+
+def policy_loss(model: Transformer, rollout: Rollout, config: RlConfig) -> tuple[Array, Array]:
+    """PPO's clipped objective less the entropy bonus, and the entropy; each a mean over the chosen tokens."""
+    out = policy(model, rollout.tokens, rollout.where, config)
+    assert out.entropy is not None  # for the type checker: it was asked for
+    ratio = jnp.exp(out.logprobs - rollout.old_logprobs)
+    clipped = jnp.clip(ratio, 1.0 - config.clip, 1.0 + config.clip)
+    advantages = rollout.advantages[:, None]
+    surrogate = jnp.minimum(ratio * advantages, clipped * advantages)
+    gain, entropy = (jnp.sum(x) / jnp.sum(rollout.where) for x in (surrogate * rollout.where, out.entropy))
+    return -gain - config.entropy_bonus * entropy, entropy
+
+
+def group_advantages(rewards: Float[np.ndarray, "b"], group: int) -> Float[np.ndarray, "b"]:
+    """Each reward's distance from the mean of its group, in standard deviations of the group."""
+    grouped = rewards.reshape(-1, group)
+    centred = grouped - grouped.mean(axis=1, keepdims=True)
+    return (centred / (grouped.std(axis=1, keepdims=True) + 1e-4)).reshape(-1)
+
+
+def train(model: Transformer, corpus: Corpus, config: RlConfig, mesh: Mesh, seed: int) -> Iterator[RlMetrics]:
+    """Improves ``model`` in place, one rollout and its updates per item."""
+    adam = optax.adam(config.learning_rate)
+    optimizer = nnx.Optimizer(model, optax.chain(optax.clip_by_global_norm(1.0), adam), wrt=nnx.Param)
+    old_policy = nnx.jit(functools.partial(policy, config=config, entropy=False))
+
+    @nnx.jit
+    def update(model: Transformer, optimizer: nnx.Optimizer, rollout: Rollout) -> Float[Array, ""]:
+        loss_function = functools.partial(policy_loss, rollout=rollout, config=config)
+        (_, entropy), gradients = nnx.value_and_grad(loss_function, has_aux=True)(model)
+        optimizer.update(model, gradients)
+        return entropy
+
+    rng = np.random.default_rng((seed, 2))
+    for key in jax.random.split(jax.random.fold_in(jax.random.key(seed), 2), config.steps):
+        rollout, rewards = _roll_out(model, old_policy, corpus, config, mesh, rng, key)
+        parts = np.split(rng.permutation(len(rewards)), config.minibatches)
+        minibatches = [jax.tree.map(lambda x, rows=rows: put_on_mesh(mesh, x[rows]), rollout) for rows in parts]
+        entropies = [update(model, optimizer, minibatch) for minibatch in minibatches]
+        yield RlMetrics(float(rewards.mean()), float(entropies[0]))
+
+
+def _roll_out(
+    model: Transformer,
+    old_policy: Callable[..., LogprobOutput],
+    corpus: Corpus,
+    config: RlConfig,
+    mesh: Mesh,
+    rng: np.random.Generator,
+    key: Array,
+) -> tuple[Rollout, Float[np.ndarray, "B"]]:
+    """A group of completions for each of a few prompts, and their rewards."""
+    lengths = (config.prompt_length, config.completion_length)
+    prompts, _ = sample_prompts(corpus, corpus.train, rng, config.prompts, *lengths)
+    prompts = np.repeat(prompts, config.group, axis=0)
+    completions = np.asarray(sample(model, put_on_mesh(mesh, prompts), key, config))
+    rewards = reward.rewards(completions, corpus)
+    tokens = np.concatenate([prompts, completions], axis=1)
+    where = np.zeros(tokens[:, 1:].shape, bool)
+    where[:, config.prompt_length - 1 :] = reward.generated(completions, corpus)
+    old = old_policy(model, put_on_mesh(mesh, tokens), put_on_mesh(mesh, where))
+    advantages = group_advantages(rewards, config.group)
+    return Rollout(jnp.asarray(tokens), jnp.asarray(where), jnp.asarray(advantages), old.logprobs), rewards

@@ -1,0 +1,109 @@
+"""Real text that every machine has: the sources of Python's standard library, and a byte-level BPE trained on them."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import pathlib
+import sysconfig
+import tokenize
+from typing import TYPE_CHECKING
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+if TYPE_CHECKING:
+    from jaxtyping import Int
+
+VOCAB_SIZE = 16_000
+END_OF_TEXT = "<|endoftext|>"
+# Folders that not every distribution ships, that are not part of Python, or that hold tables rather than code.
+_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data"}
+_HELD_OUT_EVERY = 20  # one file in so many is never trained on
+
+
+@dataclasses.dataclass(frozen=True)
+class Corpus:
+    """Token ids of the files to train on and of those held out, each file closed by the end-of-text token."""
+
+    tokenizer: Tokenizer
+    train: Int[np.ndarray, "n"]
+    held_out: Int[np.ndarray, "m"]
+
+    @property
+    def vocab_size(self) -> int:
+        """Entries of the tokenizer."""
+        return self.tokenizer.get_vocab_size()
+
+    @property
+    def end_of_text(self) -> int:
+        """The id that closes a file."""
+        return self.tokenizer.encode(END_OF_TEXT).ids[0]
+
+    @property
+    def newline(self) -> int:
+        """The id of the newline, which is part of no other token."""
+        return self.tokenizer.encode("\n").ids[0]
+
+
+def load_corpus(vocab_size: int = VOCAB_SIZE) -> Corpus:
+    """Reads the sources, trains the tokenizer on them and encodes them; the same on every call."""
+    documents = read_standard_library()
+    held_out = documents[_HELD_OUT_EVERY - 1 :: _HELD_OUT_EVERY]
+    train = [text for i, text in enumerate(documents, start=1) if i % _HELD_OUT_EVERY]
+    tokenizer = train_tokenizer(train, vocab_size)
+    return Corpus(tokenizer, _encode(tokenizer, train), _encode(tokenizer, held_out))
+
+
+def read_standard_library() -> list[str]:
+    """The text of every module of the standard library that is written in Python, in the order of their paths."""
+    root = pathlib.Path(sysconfig.get_path("stdlib"))
+    paths = sorted(path for path in root.rglob("*.py") if not _SKIPPED & set(path.relative_to(root).parts))
+    if not paths:
+        raise FileNotFoundError(f"no Python sources under {root}: this Python comes without its library's sources")
+    documents = []
+    for path in paths:
+        with tokenize.open(path) as source:  # decodes as the file's own coding line says
+            documents.append(source.read())
+    return documents
+
+
+def train_tokenizer(documents: list[str], vocab_size: int) -> Tokenizer:
+    """A byte-level BPE in which a newline is always a token of its own, so that token ids split into lines."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split("\n", "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(documents, trainer)
+    return tokenizer
+
+
+def sample_windows(
+    tokens: Int[np.ndarray, "n"], rng: np.random.Generator, count: int, length: int
+) -> Int[np.ndarray, "count length"]:
+    """Stretches of text from random places."""
+    starts = rng.integers(0, len(tokens) - length, count)
+    return tokens[starts[:, None] + np.arange(length)]
+
+
+def sample_prompts(
+    corpus: Corpus, tokens: Int[np.ndarray, "n"], rng: np.random.Generator, count: int, prompt: int, continuation: int
+) -> tuple[Int[np.ndarray, "count prompt"], Int[np.ndarray, "count continuation"]]:
+    """Stretches of text that end with a line, and how each really goes on."""
+    line_starts = np.flatnonzero(tokens[:-continuation] == corpus.newline) + 1
+    starts = rng.choice(line_starts[line_starts >= prompt], count, replace=False)[:, None] - prompt
+    windows = tokens[starts + np.arange(prompt + continuation)]
+    return windows[:, :prompt], windows[:, prompt:]
+
+
+def _encode(tokenizer: Tokenizer, documents: list[str]) -> Int[np.ndarray, "n"]:
+    end = tokenizer.token_to_id(END_OF_TEXT)
+    ids = ([*encoding.ids, end] for encoding in tokenizer.encode_batch_fast(documents))
+    return np.fromiter(itertools.chain.from_iterable(ids), np.int32)

@@ -1,0 +1,46 @@
+"""The implementation for Hopper GPUs (compute capability 9.0): Pallas kernels on Mosaic GPU.
+
+forward    hidden·weightᵀ in [128, 256] tiles, statistics from the accumulators; the logits exist nowhere else
+backward   the same tiles again, turned into dlogits one chunk of the vocabulary at a time, and two products
+cache      with ``cache_bytes``, the forward keeps the first tiles' exponentials and the backward skips theirs
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lce_jax._types import Case, Operands, Plan, RowCoefficients, ShardStatistics
+from lce_jax.mosaic import _config
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float
+
+NAME = "mosaic_gpu"
+
+
+def supports(case: Case) -> str | None:
+    """Why the kernels cannot serve ``case``: the device, the dtype, or a shape they cannot tile."""
+    return _config.refusal(case)
+
+
+def plan(case: Case) -> Plan:
+    """Tiles and bytes; what ``cache_bytes`` will keep."""
+    return _config.plan(case, NAME)
+
+
+def statistics(
+    operands: Operands, case: Case, keep_cache: bool = False, *, interpret: Any = None
+) -> tuple[ShardStatistics, Any]:
+    """Eq. 1 of the whole shard, and the cache. ``interpret`` runs the kernels on the CPU, for tests."""
+    from lce_jax.mosaic import _forward  # imports the kernel language, which only these calls need
+
+    return _forward.statistics(operands, case, keep_cache, interpret)
+
+
+def gradients(
+    operands: Operands, case: Case, rows: RowCoefficients, cache: Any = None, *, interpret: Any = None
+) -> tuple[Float[Array, "T H"], Float[Array, "V H"]]:
+    """Eq. 5: dhidden in float32 and dweight in the weight's dtype."""
+    from lce_jax.mosaic import _backward
+
+    return _backward.gradients(operands, case, rows, cache, interpret)

@@ -1,0 +1,163 @@
+"""The backward's other kernel: dlogits (eqs. 4, 5) from cached exponentials, one pass at the speed of memory.
+
+With u = log2 e + (tile maximum - shift), everything but log2 e is one number per row and tile, so an element costs
+one logarithm and two multiplications: dz = e (a + b log2 e).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from lce_jax import _compat
+from lce_jax._compat import pl, plgpu
+from lce_jax._types import Case
+from lce_jax.mosaic import _config, _pipeline
+from lce_jax.mosaic._config import ROW_BLOCK, STAGING_SLOTS, TILE_N, WARPGROUP_ROWS
+from lce_jax.mosaic._operands import RowFactors
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float
+
+    from lce_jax.mosaic._operands import Prepared
+
+COLUMNS = 128  # of a block: two blocks in and two out are 64 KiB, so that three kernel blocks share a multiprocessor
+BLOCK = (WARPGROUP_ROWS, COLUMNS)
+BLOCKS_PER_CORE = 3
+STAGES = 2
+FP16_SHIFT = 15.0  # cached fp16 exponentials are 2^15 times themselves: (0, 1] would waste half of fp16's exponents
+
+
+class Cache(NamedTuple):
+    """What the backward needs of the first vocabulary tiles to spare their recomputation."""
+
+    exponentials: Float[Array, "T columns"]  # exp2(z - max) in the weight's dtype; columns a multiple of 256
+    max: Float[Array, "tiles Tp"]  # each tile's maximum, bits
+
+
+def dlogits(
+    prepared: Prepared, case: Case, rows: RowFactors, cache: Cache, first_tile: Any, columns: int, interpret: Any = None
+) -> Float[Array, "T columns"]:
+    """The gradient in ``columns`` raw products from vocabulary tile ``first_tile`` on, in the weight's dtype.
+
+    The exponentials have the relative precision of that dtype, which is the precision of the result.
+    """
+    live_blocks = jnp.int32(_config.geometry(case).row_blocks)
+    if prepared.num_rows is not None:  # the forward left the row blocks behind these unwritten
+        live_blocks = -(-prepared.num_rows // ROW_BLOCK)
+    output = jax.ShapeDtypeStruct((_config.geometry(case).tokens, columns), case.dtype)
+    (result,) = plgpu.kernel(
+        functools.partial(_kernel, case),
+        out_type=[_compat.typed_like(output, (prepared, rows, cache))],
+        grid=(case.core_count * BLOCKS_PER_CORE,),
+        grid_names=("block",),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        kernel_name="lce_cached_dlogits",
+        interpret=interpret,
+    )(
+        cache.exponentials,
+        cache.max,
+        jnp.stack(jax.tree.leaves(rows)),
+        prepared.scale,
+        prepared.targets,
+        prepared.holds_target,
+        jnp.stack([live_blocks, jnp.asarray(first_tile, jnp.int32)]),
+    )
+    return result
+
+
+def _kernel(
+    case: Case,
+    exponentials: Any,  # [T, columns of the cache]
+    tile_max: Any,  # [tiles of the cache, Tp]
+    factors: Any,  # [3 or 4, Tp]
+    scale: Any,  # [Tp]
+    targets: Any,  # [Tp]
+    holds_target: Any,  # [row blocks, tiles of the shard]
+    scalars: Any,  # live row blocks, first tile
+    output: Any,  # [T, columns]
+) -> None:
+    live_blocks, first_tile = scalars[0], scalars[1]
+    per_row_block = -(-output.shape[1] // COLUMNS)
+    units = -(-output.shape[0] // WARPGROUP_ROWS) * per_row_block
+    first, stride = lax.axis_index("block"), lax.axis_size("block")
+
+    def position(step: Any) -> tuple[Any, Any]:
+        unit = first + step * stride
+        return lax.div(unit, jnp.int32(per_row_block)), lax.rem(unit, jnp.int32(per_row_block))
+
+    def cached_block(step: Any) -> tuple[Any, Any]:
+        row_block, column_block = position(step)
+        return row_block, first_tile * (TILE_N // COLUMNS) + column_block
+
+    def body(slots: Any, index: Any, e_ref: Any) -> None:
+        row_block, column_block = position(index[0])
+        block_rows = pl.ds(row_block * WARPGROUP_ROWS, WARPGROUP_ROWS)
+        load = functools.partial(_pipeline.load_rows, rows=block_rows)
+        tile = first_tile + lax.div(column_block, jnp.int32(TILE_N // COLUMNS))
+        cta_rows = lax.div(row_block, jnp.int32(ROW_BLOCK // WARPGROUP_ROWS))
+
+        def gradient() -> Array:
+            shift, target, constant = (load(factors.at[i]) for i in range(3))
+            slope = load(factors.at[3]) if factors.shape[0] == 4 else None
+            rows = RowFactors(shift, target, constant, slope)
+            column = first_tile * TILE_N + column_block * COLUMNS
+            label = load(targets) - column
+            highest = load(tile_max.at[tile])
+            row_scale = load(scale) if case.options.logit_softcap is not None else None
+            e = plgpu.load(e_ref, layout=_pipeline.MATRIX, optimized=False).astype(jnp.float32)
+            return _gradient(e, rows, highest, row_scale, label, holds_target[cta_rows, tile] > 0, output.dtype)
+
+        def zeros() -> Array:
+            return plgpu.layout_cast(jnp.zeros(BLOCK, jnp.float32), _pipeline.MATRIX)
+
+        d = lax.cond(cta_rows < live_blocks, gradient, zeros)
+        slot = lax.rem(index[0], jnp.int32(STAGING_SLOTS))
+        plgpu.wait_smem_to_gmem(STAGING_SLOTS - 1, wait_read_only=True)
+        slots[slot] = d.astype(output.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(slots.at[slot], output.at[block_rows, pl.ds(column_block * COLUMNS, COLUMNS)])
+
+    itemsize = case.dtype.itemsize
+    staging = plgpu.SMEM((STAGING_SLOTS, *BLOCK), case.dtype, transforms=_pipeline.swizzled(output.shape[1], itemsize))
+
+    @functools.partial(pl.run_scoped, slots=staging)
+    def run(slots: Any) -> None:
+        plgpu.emit_pipeline(
+            functools.partial(body, slots),
+            grid=(lax.div(units - 1 - first, stride) + 1,),
+            in_specs=[plgpu.BlockSpec(BLOCK, cached_block, transforms=_pipeline.swizzled(TILE_N, itemsize))],
+            max_concurrent_steps=STAGES,
+        )(exponentials)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _gradient(
+    e: Array, rows: RowFactors, highest: Array, row_scale: Array | None, label: Array, holds: Any, dtype: Any
+) -> Array:
+    """Eqs. 4 and 5 on a block of exponentials; ``label`` counts from its first column."""
+    along = functools.partial(_pipeline.along_rows, columns=COLUMNS)
+    if dtype == jnp.float16:
+        e = e * 2.0**-FP16_SHIFT
+    log2_e = jnp.log2(jnp.maximum(e, jnp.finfo(jnp.float32).tiny))
+    down = highest - rows.shift
+    factor = jnp.exp2(down)
+    if rows.slope is None:
+        d = e * along(rows.constant * factor)
+    else:
+        d = e * (along((rows.constant + rows.slope * down) * factor) + along(rows.slope * factor) * log2_e)
+
+    def add_target() -> Array:
+        columns = plgpu.broadcasted_iota(jnp.int32, BLOCK, 1, layout=_pipeline.MATRIX)
+        return jnp.where(columns == along(label), d + along(rows.target), d)
+
+    d = lax.cond(holds, add_target, lambda: d)
+    if row_scale is not None:
+        inverse = 1.0 / jnp.maximum(row_scale, 1e-30)  # 0 on rows left out, where e is 1 and all else is 0
+        tanh = (log2_e + along(highest)) * along(inverse)
+        d = d * (1.0 - tanh * tanh)
+    return d

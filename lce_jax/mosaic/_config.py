@@ -1,0 +1,221 @@
+"""What is decided before anything is lowered: whether a call fits the kernels, its tiles, its chunks, its bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from lce_jax._types import Case, Plan, format_bytes
+
+WARPGROUP_ROWS = 64  # the M of one wgmma
+COMPUTE_WARPGROUPS = 2  # a third leaves 128 registers a thread, fewer than the accumulator and its epilogue need
+ROW_BLOCK = COMPUTE_WARPGROUPS * WARPGROUP_ROWS
+TILE_N = 256  # the largest N of wgmma: a 64 x 256 accumulator is 128 registers a thread
+STAGING_COLUMNS = 64  # columns that an epilogue computes, rounds and sends out at a time
+STAGING_SLOTS = 2
+ATOM_ROWS = 8
+COLUMN_GRAIN = 16  # the narrowest swizzle, 32 bytes of 16-bit numbers: what the columns of dlogits must divide by
+SMEM_LIMIT = 232_448  # bytes a block may use on compute capability 9.0 (CUDA programming guide, table of capabilities)
+SMEM_ALIGNMENT = 1024  # of every allocation in a kernel
+BARRIER_BYTES = 8
+
+LARGE = 16  # row blocks, from where on one more is little
+
+TEMPORARY_BYTES = 345_000_000  # of the backward: dhidden in fp32 and one chunk of dlogits
+CHUNK_COLUMNS = 8192  # at least: every chunk reads and writes dhidden in fp32 once
+STATISTICS_BYTES = 64 << 20  # of the forward's partial statistics, above which a unit of work walks several tiles
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """The free choices of one kernel. Everything else follows from the shapes."""
+
+    tile_k: int
+    stages: int  # buffers of one [ROW_BLOCK, tile_k] and one [TILE_N, tile_k] operand tile each
+    cluster: int = 1  # kernel blocks, one below the other, that load each vocabulary tile once between them
+    snake: int = 16  # tiles that run along ``minor`` before the other dimension moves: what L2 sees reused
+    minor: int = 0  # 0: row blocks, 1: vocabulary tiles
+    columns: int = STAGING_COLUMNS  # columns of the epilogue's inner step, where nothing is stored
+
+    def smem_bytes(self, itemsize: int, staged: bool) -> int:
+        """Shared memory of a block: operand stages, their barriers and, where tiles are stored, the staging slots."""
+        sizes = [
+            self.stages * ROW_BLOCK * self.tile_k * itemsize,
+            self.stages * TILE_N * self.tile_k * itemsize,
+        ]
+        if staged:
+            sizes.append(COMPUTE_WARPGROUPS * STAGING_SLOTS * WARPGROUP_ROWS * STAGING_COLUMNS * itemsize)
+        barriers = 2 * self.stages * BARRIER_BYTES  # produced and consumed
+        return sum(-(-size // SMEM_ALIGNMENT) * SMEM_ALIGNMENT for size in sizes) + barriers
+
+
+# Best of a sweep over tile_k, stages, cluster, snake and minor on the device named: bf16, V = 151936, T = 4096, 8192.
+# An entry serves hidden sizes from its own on.
+_DEEP_PAIR = Tiles(tile_k=128, stages=2, cluster=2)
+_FOUR_STAGES = Tiles(tile_k=64, stages=4)
+TUNED: dict[tuple[str, str], tuple[tuple[int, Tiles], ...]] = {
+    ("NVIDIA H200", "forward"): ((1024, _DEEP_PAIR),),
+    ("NVIDIA H200", "dlogits"): ((256, _FOUR_STAGES), (4096, _DEEP_PAIR)),
+}
+
+
+def tiles(case: Case, kernel: str) -> Tiles:
+    """The tiles of ``kernel`` ("forward" or "dlogits"): tuned for the device and hidden size, else derived."""
+    choice = _derived_tiles(case.hidden_size)
+    for least, tuned in TUNED.get((case.device_kind, kernel), ()):
+        if case.hidden_size >= least and steps_divide(case, tuned):
+            choice = tuned
+    blocks = geometry(case).row_blocks
+    if choice.cluster > 1 and blocks % choice.cluster and blocks < LARGE:
+        choice = dataclasses.replace(choice, cluster=1)  # a cluster's missing row block would cost too much
+    return choice
+
+
+def _derived_tiles(hidden_size: int) -> Tiles:
+    """One swizzle atom deep, four stages or the most below it that the product's steps divide by."""
+    steps = hidden_size // 64
+    stages = next((n for n in (4, 3, 2) if steps % n == 0), min(4, steps))
+    return Tiles(tile_k=64, stages=stages)
+
+
+def steps_divide(case: Case, choice: Tiles) -> bool:
+    """Whether a tile's steps fill the stages a whole number of times, so that tiles may follow without a gap."""
+    return case.hidden_size % (choice.tile_k * choice.stages) == 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Geometry:
+    """The shapes of a call as the kernels see them."""
+
+    tokens: int  # T, padded to whole swizzle atoms and to one row block
+    row_blocks: int
+    columns: int  # of the vocabulary that the kernels cover, a multiple of COLUMN_GRAIN
+    tail: int  # columns behind them
+    tiles: int  # of TILE_N columns, the last one perhaps ragged
+
+    @property
+    def padded_tokens(self) -> int:
+        """The rows of whole pairs of row blocks: the length of per-token vectors in the kernels."""
+        return -(-self.row_blocks // 2) * 2 * ROW_BLOCK
+
+
+def geometry(case: Case) -> Geometry:
+    """The shapes of ``case``."""
+    tokens = max(-(-case.num_tokens // ATOM_ROWS) * ATOM_ROWS, ROW_BLOCK)
+    tail = case.vocab_size % COLUMN_GRAIN
+    columns = case.vocab_size - tail
+    return Geometry(tokens, -(-tokens // ROW_BLOCK), columns, tail, -(-columns // TILE_N))
+
+
+def walk(case: Case, num_fields: int) -> int:
+    """Vocabulary tiles per unit of work, so that the partial statistics stay within STATISTICS_BYTES."""
+    shape = geometry(case)
+    return -(-shape.tiles * num_fields * shape.padded_tokens * 4 // STATISTICS_BYTES)
+
+
+def cached_tiles(case: Case) -> int:
+    """The vocabulary tiles whose exponentials fit ``cache_bytes``."""
+    return min(geometry(case).tiles, case.options.cache_bytes // cached_tile_bytes(case))
+
+
+def cached_tile_bytes(case: Case) -> int:
+    """One tile's exponentials and its maximum per token."""
+    shape = geometry(case)
+    return shape.tokens * TILE_N * case.dtype.itemsize + shape.padded_tokens * 4
+
+
+def chunk_tiles(case: Case, num_tiles: int) -> int:
+    """Vocabulary tiles per chunk of the backward: of those near the byte budget, the one with the fewest waves."""
+    shape = geometry(case)
+    tile_bytes = shape.tokens * TILE_N * case.dtype.itemsize
+    budget = max(TEMPORARY_BYTES - shape.tokens * case.hidden_size * 4, CHUNK_COLUMNS // TILE_N * tile_bytes)
+    most = min(num_tiles, budget // tile_bytes)
+
+    def waves(chunk: int) -> int:
+        whole, rest = divmod(num_tiles, chunk)
+        return sum(
+            count * -(-shape.row_blocks * size // case.core_count) for count, size in ((whole, chunk), (1, rest))
+        )
+
+    return min(range(most, most * 3 // 4, -1), key=waves)
+
+
+def refusal(case: Case) -> str | None:
+    """Why the kernels cannot serve ``case``; None where they can."""
+    reason = _device_refusal(case) or _shape_refusal(case)
+    if reason is None and case.options.logit_scale <= 0:
+        reason = f"logit_scale must be positive for its running maximum, got {case.options.logit_scale}"
+    return reason
+
+
+def _device_refusal(case: Case) -> str | None:
+    if case.platform not in ("gpu", "cuda"):
+        return f"needs an NVIDIA GPU of compute capability 9.0 (H100, H200, GH200), this is {case.platform}"
+    if case.compute_capability != "9.0":
+        return (
+            "needs compute capability 9.0 (H100, H200, GH200), "
+            f"{case.device_kind} has {case.compute_capability or 'none'}"
+        )
+    return None
+
+
+def _shape_refusal(case: Case) -> str | None:
+    if case.dtype.name not in ("bfloat16", "float16"):
+        return f"needs a bfloat16 or float16 weight (fp32 products would run in TF32), got {case.dtype.name}"
+    if case.hidden_size % 64:
+        return f"H must be a multiple of 64 (one swizzle atom), got {case.hidden_size}"
+    if case.vocab_size < TILE_N:
+        return f"V must be at least {TILE_N}, one tile, got {case.vocab_size}"
+    if case.options.weight_layout == "hv" and case.vocab_size % COLUMN_GRAIN:
+        return f'weight_layout="hv" needs V to be a multiple of {COLUMN_GRAIN}, got {case.vocab_size}'
+    for kernel, staged in (("forward", case.options.cache_bytes > 0), ("dlogits", True)):
+        needed = tiles(case, kernel).smem_bytes(case.dtype.itemsize, staged)
+        if needed > SMEM_LIMIT:
+            return (
+                f"the {kernel} kernel needs {format_bytes(needed)} of shared memory, {format_bytes(SMEM_LIMIT)} exist"
+            )
+    return None
+
+
+def minor_tile(extent: int, itemsize: int) -> tuple[int, int]:
+    """The widest swizzle, in bytes, and its elements that divide ``extent`` columns."""
+    swizzle = next(s for s in (128, 64, 32) if extent * itemsize % s == 0)
+    return swizzle, swizzle // itemsize
+
+
+def plan(case: Case, name: str) -> Plan:
+    """Tiles and bytes of ``case``."""
+    shape, options, itemsize = geometry(case), case.options, case.dtype.itemsize
+    rows = shape.padded_tokens * 4
+    fields = 3 + options.entropy + options.stats
+    forward, backward = tiles(case, "forward"), tiles(case, "dlogits")
+    cached = cached_tiles(case)
+    compacted = case.num_tokens * case.hidden_size * itemsize if case.compacted else 0
+    padded = shape.tokens * case.hidden_size * itemsize if shape.tokens != case.num_tokens else 0
+    chunk = chunk_tiles(case, cached or shape.tiles) * TILE_N
+    notes = []
+    if options.cache_bytes:
+        notes.append(
+            f"the forward keeps {cached} of {shape.tiles} vocabulary tiles, "
+            f"{format_bytes(cached_tile_bytes(case))} each"
+        )
+    if shape.tail:
+        notes.append(f"the last {shape.tail} columns of the vocabulary go through plain XLA")
+    return Plan(
+        implementation=name,
+        refused={},
+        case=case,
+        tiles={
+            "tokens": ROW_BLOCK,
+            "vocabulary": TILE_N,
+            "hidden forward": forward.tile_k,
+            "stages forward": forward.stages,
+            "hidden backward": backward.tile_k,
+            "stages backward": backward.stages,
+            "backward chunk": chunk,
+        },
+        forward_bytes=-(-shape.tiles // walk(case, fields)) * fields * rows + compacted + padded,
+        backward_bytes=shape.tokens * (chunk * itemsize + case.hidden_size * 4) + 2 * compacted + padded,
+        kept_bytes=case.statistics_bytes + cached * cached_tile_bytes(case),
+        logits_bytes=case.num_tokens * case.vocab_size * 4,
+        notes=tuple(notes),
+    )

@@ -1,0 +1,142 @@
+"""The backward kernel: the gradient in the raw products (eqs. 4, 5) of one chunk of the vocabulary, recomputed.
+
+The epilogue works in 64-column blocks, each rounded once to the weight's dtype and sent out through shared memory:
+the whole tile at once would spill registers.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from lce_jax._compat import pl, plgpu
+from lce_jax._types import Case
+from lce_jax.mosaic import _config, _pipeline
+from lce_jax.mosaic._config import COMPUTE_WARPGROUPS, ROW_BLOCK, STAGING_COLUMNS, STAGING_SLOTS, TILE_N, WARPGROUP_ROWS
+from lce_jax.mosaic._operands import Prepared, RowFactors
+from lce_jax.mosaic._pipeline import Grid, Tile, along_rows
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float
+
+BLOCK = (WARPGROUP_ROWS, STAGING_COLUMNS)
+
+
+def dlogits(
+    prepared: Prepared, case: Case, rows: RowFactors, first_tile: Any, columns: int, interpret: Any = None
+) -> Float[Array, "T columns"]:
+    """The gradient in ``columns`` raw products from vocabulary tile ``first_tile`` on, in the weight's dtype.
+
+    Rows outside the live row blocks are zeros: the gradient products read them.
+    """
+    shape = _config.geometry(case)
+    grid = Grid(case, _config.tiles(case, "dlogits"), -(-columns // TILE_N))
+    output = jax.ShapeDtypeStruct((shape.tokens, columns), case.dtype)
+    scalars = jnp.stack(
+        [_pipeline.live_groups(grid, prepared.num_rows), prepared.num_columns, jnp.asarray(first_tile, jnp.int32)]
+    )
+    factors = jnp.stack(jax.tree.leaves(rows))
+    compacted = prepared.num_rows is not None
+    (result,) = _pipeline.launch(
+        functools.partial(_kernel, grid, compacted), [output], grid, "lce_dlogits", (prepared, rows), interpret
+    )(
+        prepared.hidden,
+        prepared.weight,
+        prepared.targets,
+        prepared.scale,
+        prepared.holds_target,
+        prepared.mask,
+        factors,
+        scalars,
+    )
+    return result
+
+
+def _kernel(
+    grid: Grid,
+    compacted: bool,
+    hidden: Any,  # [T, H]
+    weight: Any,  # [V, H] or [H, V]
+    targets: Any,  # [Tp]
+    scale: Any,  # [Tp]
+    holds_target: Any,  # [row blocks, tiles of the shard]
+    mask: Any,  # [512]
+    factors: Any,  # [3 or 4, Tp]
+    scalars: Any,  # live row groups, live columns, first tile
+    output: Any,  # [T, columns]
+) -> None:
+    live_groups, num_columns, first_tile = (scalars[i] for i in range(3))
+    first_column = first_tile * TILE_N
+
+    def context(tile: Tile, multiply: Any, slots: Any) -> None:
+        row_scale = _pipeline.load_rows(scale, tile.rows)
+        shift, at_target, constant = (_pipeline.load_rows(factors.at[i], tile.rows) for i in range(3))
+        slope = _pipeline.load_rows(factors.at[3], tile.rows) if factors.shape[0] == 4 else None
+        rows = RowFactors(shift, at_target, constant, slope)
+        column = first_column + tile.column
+        target = _pipeline.load_rows(targets, tile.rows) - column
+        holds = holds_target[tile.row_block, first_tile + tile.position] > 0
+        z = multiply()
+        cap = grid.case.options.logit_softcap
+        if cap is not None:
+            z = _pipeline.softcap(z, cap, grid.case.options)
+        z = lax.cond(
+            column + TILE_N > num_columns, lambda: z + _pipeline.load_mask(mask, column, num_columns), lambda: z
+        )
+        for i in range(TILE_N // STAGING_COLUMNS):
+            start = i * STAGING_COLUMNS
+            block = z[:, start : start + STAGING_COLUMNS]
+            d = _block_gradient(block, row_scale, rows, target - start, holds)
+            d = d if cap is None else d * (1.0 - block * block)
+            _pipeline.send(d, i % STAGING_SLOTS, slots, tile, output, tile.column + start)
+
+    slots = _pipeline.staging(output.shape[1], output.dtype)
+    _pipeline.walk_tiles(grid, hidden, weight, first_column, live_groups, context, slots)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    if compacted:
+        _zero_dead_blocks(grid, live_groups * grid.tiles.cluster, output)
+
+
+def _block_gradient(z: Array, row_scale: Array, rows: RowFactors, target: Array, holds: Any) -> Array:
+    """Eq. 4 on a block of columns; ``target`` counts from its first."""
+    u = z * along_rows(row_scale, STAGING_COLUMNS) - along_rows(rows.shift, STAGING_COLUMNS)
+    factor = along_rows(rows.constant, STAGING_COLUMNS)
+    if rows.slope is not None:
+        factor = factor + along_rows(rows.slope, STAGING_COLUMNS) * u
+    d = jnp.exp2(u) * factor
+
+    def add_target() -> Array:
+        columns = plgpu.broadcasted_iota(jnp.int32, BLOCK, 1, layout=_pipeline.MATRIX)
+        hit = columns == along_rows(target, STAGING_COLUMNS)
+        return jnp.where(hit, d + along_rows(rows.target, STAGING_COLUMNS), d)
+
+    return lax.cond(holds, add_target, lambda: d)
+
+
+def _zero_dead_blocks(grid: Grid, live_blocks: Any, output: Any) -> None:
+    """Zeros in every row block that no tile was computed for."""
+    dead = jnp.maximum(_config.geometry(grid.case).row_blocks - live_blocks, 0)
+    warpgroup = lax.axis_index("wg")
+
+    @functools.partial(pl.run_scoped, slots=_pipeline.staging(output.shape[1], output.dtype), collective_axes="wg")
+    def fill(slots: Any) -> None:
+        def fill_rows() -> None:
+            slots[warpgroup, 0] = plgpu.layout_cast(jnp.zeros(BLOCK, output.dtype), _pipeline.MATRIX)
+            plgpu.commit_smem()
+
+            def send_zeros(info: Any) -> None:
+                block, column = info.index
+                row = (live_blocks + block) * ROW_BLOCK + warpgroup * WARPGROUP_ROWS
+                plgpu.copy_smem_to_gmem(
+                    slots.at[warpgroup, 0],
+                    output.at[pl.ds(row, WARPGROUP_ROWS), pl.ds(column * STAGING_COLUMNS, STAGING_COLUMNS)],
+                )
+
+            plgpu.nd_loop((dead, -(-output.shape[1] // STAGING_COLUMNS)), collective_axes=("sm", "cluster"))(send_zeros)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+        pl.when(warpgroup < COMPUTE_WARPGROUPS)(fill_rows)

@@ -1,0 +1,149 @@
+"""The Hopper kernels at real sizes on a GPU, against the oracle in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import lce_jax
+from lce_jax import mosaic
+from lce_jax._checks import case as case_of
+from lce_jax._checks import options as check_options
+
+pytestmark = pytest.mark.gpu
+
+VALUE_BOUND = 2e-5  # nats; the logits' fp32 products of 16-bit operands, and sums over up to 150,000 columns
+GRADIENT_BOUND = {"bfloat16": 3.5e-3, "float16": 4.5e-4}  # one rounding of dlogits, one of the result
+
+CASES: dict[str, dict[str, Any]] = {
+    "ragged": {"T": 1003, "H": 512, "V": 4032},
+    "one token": {"T": 1, "H": 768, "V": 50257},
+    "GPT-2": {"T": 777, "H": 768, "V": 50257},
+    "Qwen3": {"T": 1024, "H": 1024, "V": 151936},
+    "wide": {"T": 640, "H": 5120, "V": 32000},
+    "odd steps": {"T": 300, "H": 448, "V": 18992},
+    "where": {"T": 4096, "H": 1024, "V": 32000, "where": 0.3},
+    "few rows": {"T": 4096, "H": 1024, "V": 32000, "where": 0.01},
+    "no rows": {"T": 1024, "H": 1024, "V": 32000, "where": 0.0},
+    "everything": {
+        "T": 1500, "H": 2048, "V": 32000, "where": 0.5, "temperature": True, "logit_softcap": 5.0, "logit_scale": 1.5,
+        "stats": True, "vocab_size": 31991, "cache_bytes": 30 << 20,
+    },
+    "no entropy": {"T": 512, "H": 2048, "V": 32000, "entropy": False},
+    "cache": {"T": 1003, "H": 1024, "V": 32000, "cache_bytes": 1 << 32},
+    "part of a cache": {"T": 2048, "H": 1024, "V": 32008, "cache_bytes": 50 << 20},
+    "float16": {"T": 520, "H": 1024, "V": 32000, "dtype": "float16", "cache_bytes": 10 << 20},
+    "hv": {"T": 520, "H": 1024, "V": 32064, "weight_layout": "hv"},
+    "hv, narrow swizzle": {"T": 520, "H": 1024, "V": 18992, "weight_layout": "hv", "cache_bytes": 1 << 32},
+}  # fmt: skip
+
+
+def draw(T: int, H: int, V: int, dtype: str = "bfloat16", seed: int = 0, **options: Any):
+    """(hidden, weight, rows, static options): ``rows`` are the per-token arrays, seeds included."""
+    rng = np.random.default_rng(seed)
+    hidden = rng.standard_normal((T, H), np.float32)
+    rows = {
+        "labels": jnp.asarray(rng.integers(-1, options.get("vocab_size", V), T), jnp.int32),
+        "seeds": jnp.asarray(rng.standard_normal((3, T)), jnp.float32),
+    }
+    share = options.pop("where", None)
+    if share is not None:
+        live = rng.random(T) < share
+        rows["where"] = jnp.asarray(live)
+        hidden[~live] = np.nan
+    if options.pop("temperature", False):
+        rows["temperature"] = jnp.asarray(rng.uniform(0.5, 2.0, T), jnp.float32)
+    weight = rng.standard_normal((V, H), np.float32) * (2 / np.sqrt(H))
+    weight = weight.T if options.get("weight_layout") == "hv" else weight
+    return jnp.asarray(hidden, dtype), jnp.asarray(weight, dtype), rows, options
+
+
+def step(implementation: str, options: dict[str, Any]):
+    """(outputs, gradients) of one call, compiled."""
+
+    def objective(hidden, weight, rows):
+        rest = {name: rows[name] for name in ("where", "temperature") if name in rows}
+        out = lce_jax.linear_logprobs(hidden, weight, rows["labels"], **rest, **options, implementation=implementation)
+        pairs = zip(rows["seeds"].astype(out.lse.dtype), out[:3], strict=True)
+        return sum(jnp.sum(seed * field) for seed, field in pairs if field is not None), out
+
+    return jax.jit(jax.grad(objective, argnums=(0, 1), has_aux=True))
+
+
+def supported(hidden: Any, weight: Any, options: dict[str, Any]) -> None:
+    labels = jax.ShapeDtypeStruct(hidden.shape[:-1], jnp.int32)
+    if reason := mosaic.supports(case_of(hidden, weight, labels, None, check_options(options))):
+        pytest.skip(reason)
+
+
+def poison() -> None:
+    """Leaves NaN in the memory that the next allocations will get."""
+    jax.block_until_ready(jnp.full((256 << 20,), jnp.nan, jnp.float32))
+
+
+def compare(got: Any, want: Any, dtype: str) -> None:
+    (gradients, out), (true_gradients, true_out) = got, want
+    for name, field in out._asdict().items():
+        if field is not None:
+            error = np.abs(np.asarray(field, np.float64) - np.asarray(getattr(true_out, name)))
+            assert error.max(initial=0) <= VALUE_BOUND, name
+    for field, true in zip(gradients, true_gradients, strict=True):
+        field, true = np.asarray(field, np.float64), np.asarray(true, np.float64)
+        assert np.linalg.norm(field - true) <= GRADIENT_BOUND[dtype] * np.linalg.norm(true)
+
+
+def double(tree: Any) -> Any:
+    return jax.tree.map(lambda x: x.astype(jnp.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_matches_float64(name: str) -> None:
+    hidden, weight, rows, options = draw(**CASES[name])
+    supported(hidden, weight, options)
+    run = step("mosaic_gpu", options)
+    poison()
+    got = jax.device_get(run(hidden, weight, rows))
+    poison()
+    for first, second in zip(jax.tree.leaves(got), jax.tree.leaves(run(hidden, weight, rows)), strict=True):
+        np.testing.assert_array_equal(first, second)
+    with jax.enable_x64(True):
+        want = jax.device_get(step("reference", options)(*double((hidden, weight, rows))))
+    compare(got, want, CASES[name].get("dtype", "bfloat16"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", range(25))
+def test_random_calls(shape: int) -> None:
+    """Forty draws of each of 25 random shapes: labels, live rows and temperatures change, the programs do not."""
+    rng = np.random.default_rng(shape)
+    fixed = {
+        "T": int(rng.integers(1, 700)),
+        "H": 64 * int(rng.integers(1, 12)),
+        "V": int(rng.integers(256, 3000)),
+        "temperature": bool(rng.random() < 0.5),
+        "cache_bytes": int(rng.choice([0, 200_000, 1 << 30])),
+        "entropy": bool(rng.random() < 0.8),
+        "stats": bool(rng.random() < 0.3),
+    }
+    runs = None
+    for seed in range(40):
+        hidden, weight, rows, options = draw(**fixed, seed=seed, where=float(rng.random()))
+        supported(hidden, weight, options)
+        runs = runs or (step("mosaic_gpu", options), step("reference", options))
+        got = jax.device_get(runs[0](hidden, weight, rows))
+        with jax.enable_x64(True):
+            want = jax.device_get(runs[1](*double((hidden, weight, rows))))
+        compare(got, want, "bfloat16")
+
+
+def test_no_copy_of_the_weight() -> None:
+    """A vocabulary that is no multiple of 8 is sliced inside the kernel's call, not copied."""
+    hidden, weight, rows, options = draw(512, 4096, 50257)
+    supported(hidden, weight, options)
+    compiled = step("mosaic_gpu", options).lower(hidden, weight, rows).compile()
+    gradients = weight.nbytes + hidden.nbytes
+    assert compiled.memory_analysis().temp_size_in_bytes < gradients

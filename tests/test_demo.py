@@ -1,0 +1,123 @@
+"""The demo as a user runs it, in a tiny form, and its reward."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+pytest.importorskip("flax")
+pytest.importorskip("tokenizers")
+
+from lce_jax.demo import reward, rl, text
+from lce_jax.demo.model import Config
+
+
+def run_demo(*arguments: str, devices: int = 1) -> subprocess.CompletedProcess[str]:
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "COLUMNS": "120"}
+    command = [sys.executable, "-W", "error", "-m", "lce_jax.demo", *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+
+
+def table_row(output: str, name: str) -> list[str]:
+    """The cells of the first row that starts with ``name``."""
+    row = next(line for line in output.splitlines() if re.match(rf"│ {name}\b", line))
+    return [cell.strip() for cell in row.strip("│").split("│")][1:]
+
+
+@pytest.mark.slow
+def test_a_tiny_run_on_a_mesh_does_everything(tmp_path):
+    done = run_demo("--steps", "2", "--rl-steps", "1", "--out", str(tmp_path / "new" / "folder"), devices=2)
+    assert done.returncode == 0, done.stderr
+    assert "data 1 × tensor 2" in done.stdout
+    figure = (tmp_path / "new" / "folder" / "curves.png").read_bytes()
+    assert figure.startswith(b"\x89PNG")
+    assert len(figure) > 10_000
+    for name in ("loss", "entropy", "reward"):
+        cells = [float(cell) for cell in table_row(done.stdout, name)]
+        assert len(cells) == 3
+        assert all(math.isfinite(cell) for cell in cells)
+    memory, time, gradients = (table_row(done.stdout, name) for name in ("peak", "time", "gradients"))
+    assert memory[2].endswith("× less")
+    assert float(memory[2].split("×")[0]) > 1
+    assert float(time[0].split()[0]) > 0
+    assert float(gradients[2]) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--steps", "0"], "argument --steps: 0 is not between 1 and"),
+        (["--rl-steps", "few"], "argument --rl-steps: 'few' is not an integer"),
+        (["--seed", "-1"], "argument --seed: -1 is not between 0 and"),
+        (["--implementation", "magic"], "argument --implementation: unknown implementation 'magic'"),
+        (["--out", __file__], "argument --out:"),
+    ],
+)
+def test_bad_options_are_refused(arguments, message, capsys):
+    from lce_jax.demo import cli
+
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(arguments)
+    assert exit_.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["x = 1", "    return x", "if x:", "else:", "elif a < b:", "except ValueError as error:", "finally:", "@cache",
+     "def f(self, *, key=None):", "class A(B):", "import os", "print(x)", "await f()", "x: int", "pass", "x = '\\d'"],
+)  # fmt: skip
+def test_statements_are_accepted(line):
+    assert reward.is_statement(line)
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["", "   ", "# x = 1", "x", "12", "'text'", '"""', "a < b", "This is prose.", "x = (", "def f(", "):", "return =",
+     "x = 1 y = 2", "\0", "-" * 400 + "x", "~" * 100_000 + "x"],
+)  # fmt: skip
+def test_what_is_no_statement_is_refused(line):
+    assert not reward.is_statement(line)
+
+
+def test_repetitions_comments_and_blanks_earn_nothing():
+    lines = [("x = 1\n", 4), ("    x = 1\n", 5), ("# note\n", 3), ("\n", 1), ("y = 2\n", 4), ("nonsense here", 3)]
+    assert reward.statement_share(lines, 20) == (4 + 4) / 20
+    assert reward.statement_share([], 20) == 0.0
+
+
+def test_rewards_stop_at_the_end_of_text():
+    tokenizer = text.train_tokenizer(["x = 1\ny = 2\nx y z\n"] * 3, vocab_size=300)
+    corpus = text.Corpus(tokenizer, np.zeros(0, np.int32), np.zeros(0, np.int32))
+    first, second = tokenizer.encode("x = 1\n").ids, tokenizer.encode("y = 2\n").ids
+    assert first[-1] == second[-1] == corpus.newline
+    window = len(first) + 1 + len(second)
+    completions = np.array([[*first, corpus.end_of_text, *second], [*first, corpus.newline, *second]])
+    generated = reward.generated(completions, corpus)
+    assert generated.sum(axis=1).tolist() == [len(first) + 1, window]
+    expected = [len(first) / window, (len(first) + len(second)) / window]
+    np.testing.assert_allclose(reward.rewards(completions, corpus), expected, rtol=1e-6)
+
+
+def test_advantages_are_within_the_group():
+    advantages = rl.group_advantages(np.array([0.0, 1.0, 5.0, 5.0], np.float32), group=2)
+    np.testing.assert_allclose(advantages, [-1, 1, 0, 0], atol=1e-3)
+
+
+def test_the_vocabulary_is_padded_to_whole_shards():
+    assert Config(16_000, 128).padded_vocab_size == 16_000
+    assert Config(16_000, 512).padded_vocab_size == 16_384
+
+
+def test_real_text_earns_a_reward():
+    documents = text.read_standard_library()
+    lines = [(line, 1) for line in documents[0].splitlines()]
+    assert len(documents) > 100
+    assert reward.statement_share(lines, len(lines)) > 0.05

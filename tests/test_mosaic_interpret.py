@@ -1,0 +1,147 @@
+"""The Hopper kernels, run on the CPU by the interpreter with its race detector, against the materialised oracle.
+
+The interpreter models shared memory, TMA, barriers, wgmma and the warpgroups' concurrency; memory nobody wrote is NaN.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
+
+from lce_jax import _math, mosaic, reference
+from lce_jax._compat import plgpu
+from lce_jax._types import Case, LogprobOutput, Operands, Options
+from lce_jax.mosaic import _config
+
+MULTIPROCESSORS = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    name: str
+    T: int = 136
+    H: int = 128
+    V: int = 784
+    dtype: str = "bfloat16"
+    num_rows: int | None = None
+    num_columns: int | None = None
+    traced_columns: bool = False
+    temperature: bool = False
+    statistics_bytes: int | None = None  # small: several tiles per unit of work
+    cluster: int = 1
+    options: Options = Options()  # noqa: RUF009 - frozen
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def call(name: str, **fields: Any) -> Call:
+    own = {field.name for field in dataclasses.fields(Call)}
+    options = Options(**{key: value for key, value in fields.items() if key not in own})
+    return Call(name, options=options, **{key: value for key, value in fields.items() if key in own})
+
+
+CALLS = [
+    call("ragged", T=200, H=256, V=960),
+    call("five tokens, columns that are no whole atom", T=5, V=777, entropy=False),
+    call("targets in the columns that are no whole atom", T=100, V=265, stats=True),
+    call("one step over H", H=64, V=256),
+    call("clusters", T=392, H=256, V=960, cluster=2),
+    call("clusters, rows left out, cache", T=500, V=512, num_rows=130, cluster=2, cache_bytes=300_000),
+    call("stages that do not divide", H=448, V=512, T=40),
+    call("several tiles per unit", T=264, V=1600, statistics_bytes=1 << 14, stats=True),
+    call("rows left out", T=392, num_rows=100),
+    call("no row left", T=264, num_rows=0, V=512),
+    call("padding, stats, softcap, temperature", num_columns=600, stats=True, logit_softcap=3.0, temperature=True),
+    call("padding of a traced number of columns", num_columns=200, traced_columns=True, logit_scale=0.5),
+    call("nothing but padding", num_columns=0, traced_columns=True, V=512),
+    call("cache", cache_bytes=1 << 30),
+    call("half a cache, float16", dtype="float16", T=130, cache_bytes=150_000),
+    call(
+        "cache with everything", T=264, V=1000, num_rows=100, num_columns=700, logit_softcap=3.0, temperature=True,
+        cache_bytes=300_000, stats=True,
+    ),
+    call("hv", weight_layout="hv", V=832),
+    call("hv with a narrow swizzle and a cache", weight_layout="hv", cache_bytes=1 << 30, entropy=False),
+]  # fmt: skip
+
+
+def draw(test: Call) -> tuple[Operands, LogprobOutput]:
+    rng = np.random.default_rng(0)
+    live = np.arange(test.T) < (test.T if test.num_rows is None else test.num_rows)
+    hidden = np.where(live[:, None], rng.standard_normal((test.T, test.H)), 0)  # as compaction leaves them
+    weight = rng.standard_normal((test.V, test.H)) * 2 / np.sqrt(test.H)
+    if test.options.weight_layout == "hv":
+        weight = weight.T
+    columns = test.V if test.num_columns is None else test.num_columns
+    inverse_temperature = np.where(live, rng.uniform(0.5, 2.0, test.T), 0) if test.temperature else None
+    operands = Operands(
+        hidden=jnp.asarray(hidden, test.dtype),
+        weight=jnp.asarray(weight, test.dtype),
+        targets=jnp.asarray(rng.integers(-1, max(columns, 1), test.T) if columns else -np.ones(test.T), jnp.int32),
+        inverse_temperature=None if inverse_temperature is None else jnp.asarray(inverse_temperature, jnp.float32),
+        num_rows=None if test.num_rows is None else jnp.int32(test.num_rows),
+        num_columns=jnp.int32(columns) if test.traced_columns else test.num_columns,
+    )
+    seeds = [jnp.asarray(np.where(live, rng.standard_normal(test.T), 0), jnp.float32) for _ in range(3)]
+    return operands, LogprobOutput(*seeds)
+
+
+@pytest.mark.parametrize("test", CALLS, ids=str)
+def test_matches_reference(test: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    if test.statistics_bytes is not None:
+        monkeypatch.setattr(_config, "STATISTICS_BYTES", test.statistics_bytes)
+    if test.cluster > 1:
+        tiles = _config.Tiles(tile_k=64, stages=2, cluster=test.cluster)
+        tuned = {("NVIDIA H200", kernel): ((64, tiles),) for kernel in ("forward", "dlogits")}
+        monkeypatch.setattr(_config, "TUNED", tuned)
+        monkeypatch.setattr(_config, "LARGE", 1)
+    case = Case(
+        num_tokens=test.T, hidden_size=test.H, vocab_size=test.V, dtype=jnp.dtype(test.dtype), options=test.options,
+        compacted=test.num_rows is not None, platform="gpu", device_kind="NVIDIA H200", compute_capability="9.0",
+        core_count=MULTIPROCESSORS,
+    )  # fmt: skip
+    assert mosaic.supports(case) is None
+    operands, cotangent = draw(test)
+    static = operands.num_columns
+
+    def statistics(operands: Operands):
+        return mosaic.statistics(with_static(operands), case, True, interpret=interpret)
+
+    def gradients(operands: Operands, rows, cache):
+        return mosaic.gradients(with_static(operands), case, rows, cache, interpret=interpret)
+
+    def with_static(traced: Operands) -> Operands:
+        return traced._replace(num_columns=static) if isinstance(static, int) else traced
+
+    interpret = plgpu.InterpretGPUParams(detect_races=True)
+    interpreter.reset_gpu_interpret_mode_state()
+    stats, cache = jax.jit(statistics)(operands)
+    want, _ = reference.statistics(operands, case)
+    live = slice(test.num_rows)
+    for name, got in stats._asdict().items():
+        expected = getattr(want, name)
+        assert (got is None) == (expected is None), name
+        if got is not None:
+            np.testing.assert_allclose(got[live], expected[live], rtol=2e-6, atol=1e-4, err_msg=name)
+    kept = 0 if cache is None else cache.exponentials.nbytes + cache.max.nbytes
+    assert kept <= test.options.cache_bytes
+    assert (kept > 0) == (test.options.cache_bytes > 0)
+
+    if test.num_columns == 0:  # this shard owns nothing; another one had every column
+        want = want._replace(max=jnp.zeros_like(want.max), sumexp=jnp.ones_like(want.sumexp))
+    rows = _math.row_coefficients(want, cotangent, None, operands.inverse_temperature, test.options)
+    dhidden, dweight = jax.jit(gradients)(operands, rows, cache)
+    expected_dhidden, expected_dweight = reference.gradients(operands, case, rows)
+    # One rounding of dlogits to eight or eleven bits: 2^-9 / sqrt(3) or less, and as much again in the weight's dtype.
+    bound = {"bfloat16": 4e-3, "float16": 5e-4}[test.dtype]
+    for got, expected in ((dhidden[live], expected_dhidden[live]), (dweight, expected_dweight)):
+        error = np.linalg.norm(np.asarray(got, np.float64) - np.asarray(expected, np.float64))
+        assert error <= bound * np.linalg.norm(np.asarray(expected, np.float64))
+    assert not interpreter.get_races().races_found

@@ -1,0 +1,206 @@
+"""The Hopper kernels, traced and lowered for CUDA over the real model heads: layouts, alignment, shared memory.
+
+No GPU is needed: the device is only claimed, and lowering stops before machine code.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+
+import lce_jax
+from lce_jax import _dispatch, mosaic
+from lce_jax._types import Case, Device, Options
+from lce_jax.mosaic import _config
+
+H200 = Device("gpu", "NVIDIA H200", "9.0", 132)
+HIDDEN = (1024, 2048, 4096, 5120, 8192)
+VOCABULARIES = (32000, 50257, 128256, 151936, 152064, 248320, 262144)
+TENSOR_PARALLEL = (1, 2, 4, 8)
+EVERYTHING = {"stats": True, "logit_softcap": 30.0, "logit_scale": 0.5, "where": True, "temperature": True}
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_dispatch, "current_device", lambda: H200)
+
+
+def lower(T: int, H: int, V: int, dtype: str = "bfloat16", **options) -> None:
+    """Lowers value and gradient of the public function. ``where`` and ``temperature`` True: an array."""
+    layout = options.get("weight_layout", "vh")
+    arrays = {
+        "hidden": jax.ShapeDtypeStruct((T, H), dtype),
+        "weight": jax.ShapeDtypeStruct((V, H) if layout == "vh" else (H, V), dtype),
+        "labels": jax.ShapeDtypeStruct((T,), jnp.int32),
+    }
+    if options.pop("where", False):
+        arrays["where"] = jax.ShapeDtypeStruct((T,), jnp.bool_)
+    if options.pop("temperature", False):
+        arrays["temperature"] = jax.ShapeDtypeStruct((T,), jnp.float32)
+
+    def objective(hidden, weight, rest):
+        out = lce_jax.linear_logprobs(hidden, weight, **rest, **options, implementation="mosaic_gpu")
+        return sum(jnp.sum(field) for field in out if field is not None)
+
+    rest = {name: array for name, array in arrays.items() if name not in ("hidden", "weight")}
+    step = jax.jit(jax.value_and_grad(objective, argnums=(0, 1)))
+    text = step.trace(arrays["hidden"], arrays["weight"], rest).lower(lowering_platforms=("cuda",)).as_text()
+    assert "mosaic_gpu" in text
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("T", [1, 100, 1003, 8192, 131072])
+def test_tokens(T: int) -> None:
+    lower(T, 1024, 32000)
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(("H", "V"), list(zip(itertools.cycle(HIDDEN), VOCABULARIES, strict=False)))
+def test_vocabularies(H: int, V: int) -> None:
+    lower(4096, H, V, cache_bytes=1 << 30)
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("V", [16032, 18992, 19008, 31040, 32768, 64128])
+@pytest.mark.parametrize("layout", ["vh", "hv"])
+def test_tensor_parallel_shards(V: int, layout: str) -> None:
+    lower(4096, 2048, V, weight_layout=layout, cache_bytes=1 << 26)
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"entropy": False},
+        {"dtype": "float16", "cache_bytes": 1 << 40},
+        {"vocab_size": 151669},
+        {"where": True},
+        EVERYTHING,
+        {**EVERYTHING, "cache_bytes": 1 << 29, "vocab_size": 151669},
+    ],
+    ids=str,
+)
+def test_options(options: dict) -> None:
+    lower(2048, 4096, 151936, **options)
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("H", [64, 192, 448, 576, 704, 12288])
+def test_hidden_sizes_nobody_tuned(H: int) -> None:
+    lower(512, H, 32000, cache_bytes=1 << 20)
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.slow
+@pytest.mark.parametrize("H", HIDDEN)
+@pytest.mark.parametrize("V", VOCABULARIES)
+@pytest.mark.parametrize("split", TENSOR_PARALLEL)
+def test_every_head(H: int, V: int, split: int) -> None:
+    for T, options in itertools.product((1, 2048, 131072), ({}, {**EVERYTHING, "cache_bytes": 1 << 28})):
+        lower(T, H, V // split, **options)
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("sequence_axis", [None, "tensor"])
+def test_sharded(sequence_axis: str | None) -> None:
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    arguments = [
+        jax.ShapeDtypeStruct(shape, dtype)
+        for shape, dtype in (((2, 512, 1024), jnp.bfloat16), ((32768, 1024), jnp.bfloat16), ((2, 512), jnp.int32))
+    ]
+
+    def objective(hidden, weight, labels):
+        out = lce_jax.sharded_linear_logprobs(
+            hidden, weight, labels, mesh=mesh, batch_axes="data", sequence_axis=sequence_axis,
+            vocab_size=32003, cache_bytes=1 << 22, implementation="mosaic_gpu",
+        )  # fmt: skip
+        return jnp.sum(out.logprobs + out.entropy)
+
+    jax.jit(jax.grad(objective, argnums=(0, 1))).trace(*arguments).lower(lowering_platforms=("cuda",))
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_inside_shard_map(check_vma: bool) -> None:
+    mesh = jax.make_mesh((2,), ("tensor",), axis_types=(AxisType.Auto,))
+
+    def objective(hidden, weight, labels, where):
+        out = lce_jax.linear_logprobs(
+            hidden, weight, labels, where=where, axis_name="tensor", cache_bytes=1 << 22, implementation="mosaic_gpu"
+        )
+        return jnp.sum(out.logprobs + out.entropy)
+
+    spec = PartitionSpec("tensor")
+    step = jax.shard_map(
+        jax.grad(objective, argnums=(0, 1)),
+        mesh=mesh,
+        in_specs=(PartitionSpec(), spec, PartitionSpec(), PartitionSpec()),
+        out_specs=(PartitionSpec(), spec),
+        check_vma=check_vma,
+    )
+    arguments = [
+        jax.ShapeDtypeStruct(shape, dtype)
+        for shape, dtype in (((512, 1024), jnp.bfloat16), ((32768, 1024), jnp.bfloat16))
+    ]
+    rows = [jax.ShapeDtypeStruct((512,), dtype) for dtype in (jnp.int32, jnp.bool_)]
+    jax.jit(step).trace(*arguments, *rows).lower(lowering_platforms=("cuda",))
+
+
+def case(**changes) -> Case:
+    fields = {
+        "num_tokens": 4096, "hidden_size": 4096, "vocab_size": 151936, "dtype": jnp.dtype("bfloat16"),
+        "options": Options(), "platform": "gpu", "device_kind": "NVIDIA H200", "compute_capability": "9.0",
+        "core_count": 132,
+    }  # fmt: skip
+    return Case(**{**fields, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"platform": "cpu"}, "this is cpu"),
+        ({"compute_capability": "8.0", "device_kind": "NVIDIA A100"}, "NVIDIA A100 has 8.0"),
+        ({"dtype": jnp.dtype("float32")}, "got float32"),
+        ({"hidden_size": 1000}, "got 1000"),
+        ({"vocab_size": 200}, "at least 256"),
+        ({"vocab_size": 50257, "options": Options(weight_layout="hv")}, "got 50257"),
+        ({"options": Options(logit_scale=-1.0)}, "got -1.0"),
+    ],
+)
+def test_refusals_say_why(changes: dict, reason: str) -> None:
+    assert mosaic.supports(case()) is None
+    assert reason in (mosaic.supports(case(**changes)) or "")
+
+
+def test_refused_on_this_machine() -> None:
+    arrays = jnp.ones((8, 64), jnp.bfloat16), jnp.ones((256, 64), jnp.bfloat16), jnp.zeros((8,), jnp.int32)
+    with pytest.raises(lce_jax.UnsupportedError, match=r"needs an NVIDIA GPU of compute capability 9\.0"):
+        lce_jax.linear_logprobs(*arrays, implementation="mosaic_gpu")
+
+
+@pytest.mark.usefixtures("hopper")
+def test_chosen_on_hopper() -> None:
+    arguments = [
+        jax.ShapeDtypeStruct(shape, dtype)
+        for shape, dtype in (((4096, 4096), jnp.bfloat16), ((151936, 4096), jnp.bfloat16), ((4096,), jnp.int32))
+    ]
+    plan = lce_jax.explain(*arguments, cache_bytes=1 << 29)
+    assert plan.implementation == "mosaic_gpu"
+    assert 0 < plan.kept_bytes - plan.case.statistics_bytes <= 1 << 29
+    assert plan.forward_bytes < 1 << 27
+
+
+def test_partial_statistics_stay_small() -> None:
+    plan = mosaic.plan(case(num_tokens=131072))
+    assert plan.forward_bytes <= _config.STATISTICS_BYTES
+    assert mosaic.plan(case(num_tokens=8192)).backward_bytes <= 0.35e9
+
+
+def test_every_tuned_kernel_fits_shared_memory() -> None:
+    for (_, kernel), entries in _config.TUNED.items():
+        for least, tiles in entries:
+            assert tiles.smem_bytes(2, staged=kernel == "dlogits") <= _config.SMEM_LIMIT, (kernel, least)
