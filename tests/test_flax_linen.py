@@ -167,7 +167,7 @@ def mistakes():
     yield "empty", lambda: own(vocab_size=0), ValueError, "vocab_size must be at least 1, got 0"
     yield "cap", lambda: own(logit_softcap=-30.0), ValueError, "logit_softcap must be positive, got -30.0"
     yield "no padding", lambda: own(pad_to_multiple=0), ValueError, "pad_to_multiple .* 0"
-    yield "axes without vocab_axis", lambda: own(batch_axes="data"), ValueError, "batch_axes without vocab_axis"
+    yield "mesh without axes", lambda: own(mesh=jax.make_mesh((8,), ("data",))), ValueError, "mesh without an axis"
     yield "the head's own option in a call", option_of_the_head, TypeError, "logit_scale"
     yield "tied, padded", lambda: tied(pad_to_multiple=8), ValueError, r"tied embedding \(51, 16\)"
     yield "tied, other H", lambda: tied(hidden_size=8), ValueError, r"hidden_size=8 .* \(51, 16\)"

@@ -186,7 +186,7 @@ def mistakes():
     yield "cap", lambda: own(logit_softcap=-30.0), ValueError, "logit_softcap must be positive, got -30.0"
     yield "precision", lambda: own(precision="exact"), ValueError, "precision 'exact'"
     yield "no padding", lambda: own(pad_to_multiple=0), ValueError, "pad_to_multiple .* 0"
-    yield "axes without vocab_axis", lambda: own(batch_axes="data"), ValueError, "batch_axes without vocab_axis"
+    yield "mesh without axes", lambda: own(mesh=jax.make_mesh((8,), ("data",))), ValueError, "mesh without an axis"
     yield "the head's own option in a call", option_of_the_head, TypeError, "logit_scale"
     yield "tied, padded", lambda: tied(pad_to_multiple=8), ValueError, r"tied embedding \(51, 16\)"
     yield "tied, other H", lambda: tied(hidden_size=8), ValueError, r"hidden_size=8 .* \(51, 16\)"
@@ -217,6 +217,19 @@ def test_over_a_mesh_it_equals_one_device(axis_type, sequence_axis, mesh_is_give
             got = every_result(head, split, targets)
     assert head.weight.sharding.spec == got[-1][0]["weight"].sharding.spec == P("tensor", None)
     for a, b in zip(got, every_result(single, hidden, labels), strict=True):
+        assert_trees_close(jax.tree.leaves(a), jax.tree.leaves(b))
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_data_parallelism_alone(axis_type):
+    """A batch split over the mesh, the weight whole on every device."""
+    hidden, labels = batch()
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(axis_type,), devices=jax.devices()[:2])
+    with jax.set_mesh(mesh):
+        head = make_head(batch_axes="data", **PADDED)
+        placed = (jax.device_put(x, NamedSharding(mesh, P("data"))) for x in (hidden, labels))
+        got = every_result(head, *placed)
+    for a, b in zip(got, every_result(make_head(**PADDED), hidden, labels), strict=True):
         assert_trees_close(jax.tree.leaves(a), jax.tree.leaves(b))
 
 

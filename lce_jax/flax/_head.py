@@ -63,13 +63,13 @@ class Head:
 
     def __post_init__(self) -> None:
         _checks.static_options(logit_scale=self.logit_scale, logit_softcap=self.logit_softcap, precision=self.precision)
-        split = {name: getattr(self, name) for name in ("mesh", "batch_axes", "sequence_axis")}
-        given = [name for name, value in split.items() if value is not None]
-        if self.vocab_axis is None and given:
-            raise ValueError(
-                f"{', '.join(given)} without vocab_axis: name the mesh axis that splits the vocabulary "
-                "(an axis of size 1 where none does)"
-            )
+        if self.mesh is not None and not self.on_mesh:
+            raise ValueError("mesh without an axis: name what vocab_axis, batch_axes or sequence_axis split over it")
+
+    @property
+    def on_mesh(self) -> bool:
+        """Whether the head splits anything over a mesh itself."""
+        return any(axes is not None for axes in (self.vocab_axis, self.batch_axes, self.sequence_axis))
 
     def logits(self, hidden: Float[Array, "*b H"], weight: Float[Array, "V H"]) -> Float[Array, "*b vocab_size"]:
         """Eq. 0 at temperature 1, over the true vocabulary."""
@@ -94,7 +94,7 @@ class Head:
         **options: Unpack[CallOptions],
     ) -> LogprobOutput:
         """`linear_logprobs`, or `sharded_linear_logprobs` where the head names a mesh axis."""
-        function = api.linear_logprobs if self.vocab_axis is None else sharding.sharded_linear_logprobs
+        function = sharding.sharded_linear_logprobs if self.on_mesh else api.linear_logprobs
         return function(hidden, self._cast(weight), labels, **self._own_options(), **options)
 
     def loss(
@@ -105,7 +105,7 @@ class Head:
         **options: Unpack[LossOptions],
     ) -> Float[Array, "..."]:
         """`linear_cross_entropy`, or `sharded_linear_cross_entropy` where the head names a mesh axis."""
-        function = api.linear_cross_entropy if self.vocab_axis is None else sharding.sharded_linear_cross_entropy
+        function = sharding.sharded_linear_cross_entropy if self.on_mesh else api.linear_cross_entropy
         return function(hidden, self._cast(weight), labels, **self._own_options(), **options)
 
     def _own_options(self) -> dict[str, Any]:
@@ -116,7 +116,7 @@ class Head:
             "vocab_size": self.vocab_size,
             "precision": self.precision,
         }
-        if self.vocab_axis is not None:
+        if self.on_mesh:
             own |= {
                 "mesh": self.mesh,
                 "vocab_axis": self.vocab_axis,
@@ -134,7 +134,7 @@ class Head:
         Whole, because slicing the padding off a split vocabulary would leave uneven shards.
         """
         own = jax.typeof(hidden).sharding
-        if self.vocab_axis is None or AxisType.Explicit not in own.mesh.axis_types:
+        if not self.on_mesh or AxisType.Explicit not in own.mesh.axis_types:
             return None
         vocab_axes = sharding.as_axes(self.vocab_axis)
         rows = (tuple(axis for axis in sharding.as_axes(entry) if axis not in vocab_axes) for entry in own.spec[:-1])

@@ -39,9 +39,9 @@ class LMHead(nnx.Module):
         weight_init: initialiser of an own weight.
         precision: of the matrix products with float32 operands.
         mesh: the mesh of the axes below. None: that of ``jax.set_mesh``, at construction and in each call.
-        vocab_axis: the mesh axis (or axes) that splits the vocabulary. An own weight is created split over it;
-            ``logprobs`` and ``loss`` are then `lce_jax.sharded_linear_logprobs` and
-            `lce_jax.sharded_linear_cross_entropy`. None: `lce_jax.linear_logprobs` and
+        vocab_axis: the mesh axis (or axes) that splits the vocabulary. An own weight is created split over it.
+            With this or one of the next two, ``logprobs`` and ``loss`` are `lce_jax.sharded_linear_logprobs` and
+            `lce_jax.sharded_linear_cross_entropy`; without, `lce_jax.linear_logprobs` and
             `lce_jax.linear_cross_entropy`, for one device or inside ``jax.shard_map``.
         batch_axes: the mesh axis (or axes) that splits the first dimension of the hidden states.
         sequence_axis: the mesh axis that splits their sequence; it may be ``vocab_axis``.
