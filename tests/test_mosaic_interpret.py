@@ -16,7 +16,7 @@ from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interp
 
 from lce_jax import _math, mosaic, reference
 from lce_jax._compat import plgpu
-from lce_jax._types import Case, LogprobOutput, Operands, Options
+from lce_jax._types import Case, Operands, Options, Results
 from lce_jax.mosaic import _config
 
 MULTIPROCESSORS = 2
@@ -67,19 +67,21 @@ CALLS = [
         "cache with everything", T=264, V=1000, num_rows=100, num_columns=700, logit_softcap=3.0, temperature=True,
         cache_bytes=300_000, stats=True,
     ),
+    call("mean logit", mean_logit=True, V=777, num_columns=770, temperature=True),
     call("hv", weight_layout="hv", V=832),
     call("hv with a narrow swizzle and a cache", weight_layout="hv", cache_bytes=1 << 30, entropy=False),
 ]  # fmt: skip
 
 
-def draw(test: Call) -> tuple[Operands, LogprobOutput]:
+def draw(test: Call) -> tuple[Operands, Results]:
     rng = np.random.default_rng(0)
     live = np.arange(test.T) < (test.T if test.num_rows is None else test.num_rows)
     hidden = np.where(live[:, None], rng.standard_normal((test.T, test.H)), 0)  # as compaction leaves them
     weight = rng.standard_normal((test.V, test.H)) * 2 / np.sqrt(test.H)
+    columns = test.V if test.num_columns is None else test.num_columns
+    weight[columns:] = np.nan  # padding may hold anything
     if test.options.weight_layout == "hv":
         weight = weight.T
-    columns = test.V if test.num_columns is None else test.num_columns
     inverse_temperature = np.where(live, rng.uniform(0.5, 2.0, test.T), 0) if test.temperature else None
     operands = Operands(
         hidden=jnp.asarray(hidden, test.dtype),
@@ -89,8 +91,8 @@ def draw(test: Call) -> tuple[Operands, LogprobOutput]:
         num_rows=None if test.num_rows is None else jnp.int32(test.num_rows),
         num_columns=jnp.int32(columns) if test.traced_columns else test.num_columns,
     )
-    seeds = [jnp.asarray(np.where(live, rng.standard_normal(test.T), 0), jnp.float32) for _ in range(3)]
-    return operands, LogprobOutput(*seeds)
+    seeds = [jnp.asarray(np.where(live, rng.standard_normal(test.T), 0), jnp.float32) for _ in range(4)]
+    return operands, Results(*seeds[:3], mean_logit=seeds[3] if test.options.mean_logit else None)
 
 
 @pytest.mark.parametrize("test", CALLS, ids=str)
@@ -136,7 +138,7 @@ def test_matches_reference(test: Call, monkeypatch: pytest.MonkeyPatch) -> None:
 
     if test.num_columns == 0:  # this shard owns nothing; another one had every column
         want = want._replace(max=jnp.zeros_like(want.max), sumexp=jnp.ones_like(want.sumexp))
-    rows = _math.row_coefficients(want, cotangent, None, operands.inverse_temperature, test.options)
+    rows = _math.row_coefficients(want, cotangent, None, operands.inverse_temperature, test.options, test.V)
     dhidden, dweight = jax.jit(gradients)(operands, rows, cache)
     expected_dhidden, expected_dweight = reference.gradients(operands, case, rows)
     # One rounding of dlogits to eight or eleven bits: 2^-9 / sqrt(3) or less, and as much again in the weight's dtype.

@@ -63,7 +63,9 @@ def test_matches_float64(test: cases.TestCase, implementation: str) -> None:
             continue
         assert got.shape == labels.shape, name
         assert got.dtype == jnp.float32, name
-        assert oracle.value_error(got, getattr(want, name)) <= VALUE_BOUND[test.dtype], name
+        # Logits beyond ±30 carry more rounding than results near 0 can hide.
+        bound = VALUE_BOUND[test.dtype] * max(1.0, test.spread / 10)
+        assert oracle.value_error(got, getattr(want, name)) <= bound, name
     assert dhidden.dtype == hidden.dtype
     assert dweight.dtype == weight.dtype
     wanted = oracle.gradients(product_hidden, weight, labels, seeds, **options)

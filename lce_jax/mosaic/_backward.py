@@ -16,7 +16,7 @@ from jax import lax
 
 from lce_jax import _compat, _math
 from lce_jax._types import Case, Operands, RowCoefficients
-from lce_jax.mosaic import _cached, _config, _dlogits, _forward, _operands
+from lce_jax.mosaic import _cached, _config, _dlogits, _forward, _mean, _operands
 from lce_jax.mosaic._cached import Cache
 from lce_jax.mosaic._config import TILE_N
 from lce_jax.mosaic._operands import Prepared
@@ -52,7 +52,11 @@ def gradients(
         carry = _walk_chunks(operands, prepared, case, first, stop, dlogits, carry)
     dhidden, dweight = carry
     dhidden = dhidden[: case.num_tokens]
-    return _add_tail(operands, case, rows, dhidden, dweight) if shape.tail else (dhidden, dweight)
+    if shape.tail:
+        dhidden, dweight = _add_tail(operands, case, rows, dhidden, dweight)
+    if rows.uniform is not None:
+        dhidden, dweight = _mean.add_gradients(operands, case, rows.uniform, dhidden, dweight)
+    return dhidden, dweight
 
 
 def _walk_chunks(
@@ -79,7 +83,7 @@ def _walk_chunks(
         d = dlogits(tile, size)
         start = tile * TILE_N
         weight = lax.dynamic_slice_in_dim(operands.weight, start, size, axis=vocab_dim)
-        dhidden = dhidden + _dot(d, weight, 1, vocab_dim, jnp.float32)
+        dhidden = dhidden + _dot(d, _without_padding(weight, start, operands, case), 1, vocab_dim, jnp.float32)
         left, right = (d, prepared.hidden) if vocab_dim == 0 else (prepared.hidden, d)
         part = _dot(left, right, 0, 0, case.dtype)
         return dhidden, lax.dynamic_update_slice_in_dim(dweight, part, start, vocab_dim)
@@ -97,9 +101,19 @@ def _add_tail(operands: Operands, case: Case, rows: RowCoefficients, dhidden: Ar
     start = _config.geometry(case).columns
     z, dcap = _forward.tail_logits(operands, case)
     d = _math.dlogits(z, dcap, rows, operands.targets - start, _forward.tail_mask(operands, case)).astype(case.dtype)
-    dhidden = dhidden + _dot(d, operands.weight[start:], 1, 0, jnp.float32)
+    weight = _without_padding(operands.weight[start:], start, operands, case)
+    dhidden = dhidden + _dot(d, weight, 1, 0, jnp.float32)
     part = _dot(d, operands.hidden, 0, 0, case.dtype)
     return dhidden, lax.dynamic_update_slice_in_dim(dweight, part, start, 0)
+
+
+def _without_padding(weight: Array, start: Any, operands: Operands, case: Case) -> Array:
+    """Columns of the weight from ``start`` on, padding zero: 0 times whatever it holds would not always be 0."""
+    if operands.num_columns is None:
+        return weight
+    vocab_dim, hidden_dim = case.options.vocab_dim, case.options.hidden_dim
+    live = start + jnp.arange(weight.shape[vocab_dim], dtype=jnp.int32) < operands.num_columns
+    return jnp.where(jnp.expand_dims(live, hidden_dim), weight, jnp.zeros((), weight.dtype))
 
 
 def _dot(left: Array, right: Array, left_dim: int, right_dim: int, dtype: Any) -> Array:

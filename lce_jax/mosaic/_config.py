@@ -12,6 +12,7 @@ ROW_BLOCK = COMPUTE_WARPGROUPS * WARPGROUP_ROWS
 TILE_N = 256  # the largest N of wgmma: a 64 x 256 accumulator is 128 registers a thread
 STAGING_COLUMNS = 64  # columns that an epilogue computes, rounds and sends out at a time
 STAGING_SLOTS = 2
+HOPPER = ("H100", "H200", "GH200", "H800", "H20")
 ATOM_ROWS = 8
 COLUMN_GRAIN = 16  # the narrowest swizzle, 32 bytes of 16-bit numbers: what the columns of dlogits must divide by
 SMEM_LIMIT = 232_448  # bytes a block may use on compute capability 9.0 (CUDA programming guide, table of capabilities)
@@ -22,6 +23,9 @@ LARGE = 16  # row blocks, from where on one more is little
 
 TEMPORARY_BYTES = 345_000_000  # of the backward: dhidden in fp32 and one chunk of dlogits
 CHUNK_COLUMNS = 8192  # at least: every chunk reads and writes dhidden in fp32 once
+# Waves that reading and writing one token's dhidden takes: 8 H bytes at 4.3 TB/s against 2 · 128 · 256 · H operations
+# of one multiprocessor at 5.5 TFLOP/s (H200).
+DHIDDEN_WAVES = (8 / 4.3e12) / (2 * ROW_BLOCK * TILE_N / 5.5e12)
 STATISTICS_BYTES = 64 << 20  # of the forward's partial statistics, above which a unit of work walks several tiles
 
 
@@ -50,11 +54,12 @@ class Tiles:
 
 # Best of a sweep over tile_k, stages, cluster, snake and minor on the device named: bf16, V = 151936, T = 4096, 8192.
 # An entry serves hidden sizes from its own on.
-_DEEP_PAIR = Tiles(tile_k=128, stages=2, cluster=2)
-_FOUR_STAGES = Tiles(tile_k=64, stages=4)
 TUNED: dict[tuple[str, str], tuple[tuple[int, Tiles], ...]] = {
-    ("NVIDIA H200", "forward"): ((1024, _DEEP_PAIR),),
-    ("NVIDIA H200", "dlogits"): ((256, _FOUR_STAGES), (4096, _DEEP_PAIR)),
+    ("NVIDIA H200", "forward"): ((1024, Tiles(tile_k=128, stages=2, cluster=2)),),
+    ("NVIDIA H200", "dlogits"): (
+        (1024, Tiles(tile_k=64, stages=4)),
+        (4096, Tiles(tile_k=128, stages=2, cluster=2)),
+    ),
 }
 
 
@@ -71,7 +76,9 @@ def tiles(case: Case, kernel: str) -> Tiles:
 
 
 def _derived_tiles(hidden_size: int) -> Tiles:
-    """One swizzle atom deep, four stages or the most below it that the product's steps divide by."""
+    """Two deep stages where they divide H, else single swizzle atoms in as many stages, up to four, as divide it."""
+    if hidden_size % 256 == 0:
+        return Tiles(tile_k=128, stages=2, cluster=2)
     steps = hidden_size // 64
     stages = next((n for n in (4, 3, 2) if steps % n == 0), min(4, steps))
     return Tiles(tile_k=64, stages=stages)
@@ -124,19 +131,23 @@ def cached_tile_bytes(case: Case) -> int:
 
 
 def chunk_tiles(case: Case, num_tiles: int) -> int:
-    """Vocabulary tiles per chunk of the backward: of those near the byte budget, the one with the fewest waves."""
+    """Vocabulary tiles per chunk of the backward: within the memory, the size that wastes the least time.
+
+    The cost is counted in waves of tiles over the multiprocessors; each chunk also reads and writes dhidden.
+    """
     shape = geometry(case)
     tile_bytes = shape.tokens * TILE_N * case.dtype.itemsize
     budget = max(TEMPORARY_BYTES - shape.tokens * case.hidden_size * 4, CHUNK_COLUMNS // TILE_N * tile_bytes)
     most = min(num_tiles, budget // tile_bytes)
+    if num_tiles < shape.tiles:
+        most = min(most, max(1, num_tiles // 2))  # XLA unrolls a loop of one step, and then copies what it updates
 
-    def waves(chunk: int) -> int:
+    def cost(chunk: int) -> float:
         whole, rest = divmod(num_tiles, chunk)
-        return sum(
-            count * -(-shape.row_blocks * size // case.core_count) for count, size in ((whole, chunk), (1, rest))
-        )
+        waves = [-(-shape.row_blocks * size // case.core_count) for size in (chunk, rest)]
+        return whole * waves[0] + waves[1] + -(-num_tiles // chunk) * (1 + shape.tokens * DHIDDEN_WAVES)
 
-    return min(range(most, most * 3 // 4, -1), key=waves)
+    return min(range(most, most // 2, -1), key=cost)
 
 
 def refusal(case: Case) -> str | None:
@@ -144,17 +155,22 @@ def refusal(case: Case) -> str | None:
     reason = _device_refusal(case) or _shape_refusal(case)
     if reason is None and case.options.logit_scale <= 0:
         reason = f"logit_scale must be positive for its running maximum, got {case.options.logit_scale}"
+    if reason is None and case.options.mean_logit and case.options.logit_softcap is not None:
+        reason = "label smoothing together with a softcap: the mean logit is no product of hidden then"
     return reason
 
 
 def _device_refusal(case: Case) -> str | None:
     if case.platform not in ("gpu", "cuda"):
         return f"needs an NVIDIA GPU of compute capability 9.0 (H100, H200, GH200), this is {case.platform}"
-    if case.compute_capability != "9.0":
+    described = not case.compute_capability and any(name in case.device_kind for name in HOPPER)  # ahead of time
+    if case.compute_capability != "9.0" and not described:
         return (
             "needs compute capability 9.0 (H100, H200, GH200), "
             f"{case.device_kind} has {case.compute_capability or 'none'}"
         )
+    if case.core_count < 2:
+        return f"needs to know the number of multiprocessors of {case.device_kind}"
     return None
 
 
@@ -200,6 +216,10 @@ def plan(case: Case, name: str) -> Plan:
         )
     if shape.tail:
         notes.append(f"the last {shape.tail} columns of the vocabulary go through plain XLA")
+    if case.vocab_size % ATOM_ROWS:
+        notes.append("V is no multiple of 8: the backward may copy the weight, one chunk at a time")
+    if options.weight_layout == "hv":
+        notes.append('weight_layout="hv": the backward copies the weight and its gradient, one chunk at a time')
     return Plan(
         implementation=name,
         refused={},

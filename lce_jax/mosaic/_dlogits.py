@@ -16,8 +16,16 @@ from jax import lax
 from lce_jax._compat import pl, plgpu
 from lce_jax._types import Case
 from lce_jax.mosaic import _config, _pipeline
-from lce_jax.mosaic._config import COMPUTE_WARPGROUPS, ROW_BLOCK, STAGING_COLUMNS, STAGING_SLOTS, TILE_N, WARPGROUP_ROWS
-from lce_jax.mosaic._operands import Prepared, RowFactors
+from lce_jax.mosaic._config import (
+    ATOM_ROWS,
+    COMPUTE_WARPGROUPS,
+    ROW_BLOCK,
+    STAGING_COLUMNS,
+    STAGING_SLOTS,
+    TILE_N,
+    WARPGROUP_ROWS,
+)
+from lce_jax.mosaic._operands import PADDING, Prepared, RowFactors
 from lce_jax.mosaic._pipeline import Grid, Tile, along_rows
 
 if TYPE_CHECKING:
@@ -39,13 +47,16 @@ def dlogits(
     scalars = jnp.stack(
         [_pipeline.live_groups(grid, prepared.num_rows), prepared.num_columns, jnp.asarray(first_tile, jnp.int32)]
     )
+    weight = prepared.weight
+    if case.vocab_size % ATOM_ROWS:  # TMA counts whole atoms: a view of the chunk alone, which XLA need not copy
+        weight = lax.dynamic_slice_in_dim(weight, first_tile * TILE_N, columns)
     factors = jnp.stack(jax.tree.leaves(rows))
     compacted = prepared.num_rows is not None
     (result,) = _pipeline.launch(
         functools.partial(_kernel, grid, compacted), [output], grid, "lce_dlogits", (prepared, rows), interpret
     )(
         prepared.hidden,
-        prepared.weight,
+        weight,
         prepared.targets,
         prepared.scale,
         prepared.holds_target,
@@ -60,7 +71,7 @@ def _kernel(
     grid: Grid,
     compacted: bool,
     hidden: Any,  # [T, H]
-    weight: Any,  # [V, H] or [H, V]
+    weight: Any,  # [V, H] or [H, V]; the chunk's own part where V is no multiple of 8
     targets: Any,  # [Tp]
     scale: Any,  # [Tp]
     holds_target: Any,  # [row blocks, tiles of the shard]
@@ -84,9 +95,7 @@ def _kernel(
         cap = grid.case.options.logit_softcap
         if cap is not None:
             z = _pipeline.softcap(z, cap, grid.case.options)
-        z = lax.cond(
-            column + TILE_N > num_columns, lambda: z + _pipeline.load_mask(mask, column, num_columns), lambda: z
-        )
+        z = _pipeline.without_padding(z, column, num_columns, mask, PADDING)
         for i in range(TILE_N // STAGING_COLUMNS):
             start = i * STAGING_COLUMNS
             block = z[:, start : start + STAGING_COLUMNS]
@@ -95,7 +104,8 @@ def _kernel(
             _pipeline.send(d, i % STAGING_SLOTS, slots, tile, output, tile.column + start)
 
     slots = _pipeline.staging(output.shape[1], output.dtype)
-    _pipeline.walk_tiles(grid, hidden, weight, first_column, live_groups, context, slots)
+    weight_start = first_column if grid.case.vocab_size % ATOM_ROWS == 0 else 0
+    _pipeline.walk_tiles(grid, hidden, weight, weight_start, live_groups, context, slots)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     if compacted:
         _zero_dead_blocks(grid, live_groups * grid.tiles.cluster, output)

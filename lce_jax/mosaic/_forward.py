@@ -17,10 +17,10 @@ from jax import lax
 from lce_jax import _math
 from lce_jax._compat import plgpu
 from lce_jax._types import Case, Operands, Options, ShardStatistics
-from lce_jax.mosaic import _config, _operands, _pipeline
+from lce_jax.mosaic import _config, _mean, _operands, _pipeline
 from lce_jax.mosaic._cached import FP16_SHIFT, Cache
-from lce_jax.mosaic._config import STAGING_COLUMNS, STAGING_SLOTS, TILE_N, WARPGROUP_ROWS
-from lce_jax.mosaic._operands import FLOOR, LOG2E, Prepared
+from lce_jax.mosaic._config import ATOM_ROWS, STAGING_COLUMNS, STAGING_SLOTS, TILE_N, WARPGROUP_ROWS
+from lce_jax.mosaic._operands import FLOOR, LOG2E, PADDING, Prepared
 from lce_jax.mosaic._pipeline import Grid, Tile
 
 if TYPE_CHECKING:
@@ -43,14 +43,16 @@ def statistics(
     columns = [_to_nats(case, part) for part in parts]
     if _config.geometry(case).tail:
         columns.append(jax.tree.map(lambda x: x[None], tail_statistics(operands, case)))
-    return _math.merge(jax.tree.map(lambda *fields: jnp.concatenate(fields), *columns)), cache
+    stats = _math.merge(jax.tree.map(lambda *fields: jnp.concatenate(fields), *columns))
+    return stats._replace(total=_mean.total(operands, case) if case.options.mean_logit else None), cache
 
 
 def tail_statistics(operands: Operands, case: Case) -> ShardStatistics:
     """Eq. 1 of the columns, at most 15, that are no whole swizzle atom."""
     start = _config.geometry(case).columns
     z, _ = tail_logits(operands, case)
-    return _math.tile_statistics(z, operands.targets - start, tail_mask(operands, case), case.options)
+    stats = _math.tile_statistics(z, operands.targets - start, tail_mask(operands, case), case.options)
+    return stats._replace(total=None)
 
 
 def tail_logits(operands: Operands, case: Case) -> tuple[Float[Array, "T n"], Float[Array, "T n"] | None]:
@@ -87,11 +89,14 @@ def _launch(
     if save:
         outputs.append(jax.ShapeDtypeStruct((shape.tokens, num_tiles * TILE_N), case.dtype))
         outputs.append(jax.ShapeDtypeStruct((num_tiles, shape.padded_tokens), jnp.float32))
+    # Nothing is cut where V is a multiple of 8; else XLA passes the kernel a view, for TMA counts whole atoms of rows.
+    atoms = case.vocab_size // ATOM_ROWS * ATOM_ROWS
+    weight = lax.slice_in_dim(prepared.weight, 0, atoms, axis=options.vocab_dim)
     name = "lce_statistics_cached" if save else "lce_statistics"
     scalars = jnp.stack([_pipeline.live_groups(grid, prepared.num_rows), prepared.num_columns])
     part, *kept = _pipeline.launch(
         functools.partial(_kernel, grid, first_tile, save), outputs, grid, name, prepared, interpret
-    )(prepared.hidden, prepared.weight, prepared.targets, prepared.scale, prepared.holds_target, prepared.mask, scalars)
+    )(prepared.hidden, weight, prepared.targets, prepared.scale, prepared.holds_target, prepared.mask, scalars)
     return part, Cache(*kept) if save else None
 
 
@@ -124,7 +129,9 @@ def _kernel(
         z = multiply()
         if options.logit_softcap is not None:
             z = _pipeline.softcap(z, options.logit_softcap, options)
-        z, lowest = _mask_padding(z, first_column + tile.column, num_columns, mask, options)
+        real = functools.partial(_pipeline.without_padding, z, first_column + tile.column, num_columns, mask)
+        lowest = jnp.min(real(-PADDING), axis=1) * row_scale if options.stats else None
+        z = real(PADDING)
         highest = jnp.maximum(jnp.max(z, axis=1), FLOOR) * row_scale
         if save:  # the target before the exponentials, so that z dies block by block; else after: each spills otherwise
             at_target = _target_logit(z, target, holds)
@@ -135,8 +142,6 @@ def _kernel(
             sumexp, weighted = _sums(z, row_scale, highest, options, grid.tiles.columns, None)
             at_target = _target_logit(z, target, holds)
         stats = ShardStatistics(highest, sumexp, weighted, at_target * row_scale, lowest)
-        if lowest is not None:
-            stats = stats._replace(min=lowest * row_scale)
         if before is not None:
             before = jax.tree.unflatten(jax.tree.structure(stats), before)
             stats = lax.cond(tile.step > 0, functools.partial(_join, before, stats), lambda: stats)
@@ -146,20 +151,6 @@ def _kernel(
     slots = _pipeline.staging(TILE_N, grid.case.dtype) if save else None
     _pipeline.walk_tiles(grid, hidden, weight, first_column, scalars[0], context, slots)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-
-def _mask_padding(z: Array, column: Any, num_columns: Any, mask: Any, options: Options) -> tuple[Array, Array | None]:
-    """The tile with its padding columns far below every logit, and its lowest live logit if asked for."""
-    padded = column + TILE_N > num_columns
-    lowest = None
-    if options.stats:
-        lowest = lax.cond(
-            padded,
-            lambda: jnp.min(z - _pipeline.load_mask(mask, column, num_columns), axis=1),
-            lambda: jnp.min(z, axis=1),
-        )
-    z = lax.cond(padded, lambda: z + _pipeline.load_mask(mask, column, num_columns), lambda: z)
-    return z, lowest
 
 
 def _sums(

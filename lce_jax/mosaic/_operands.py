@@ -6,17 +6,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from lce_jax._types import Case, Operands, RowCoefficients
 from lce_jax.mosaic import _config
-from lce_jax.mosaic._config import ATOM_ROWS, ROW_BLOCK, TILE_N
+from lce_jax.mosaic._config import ROW_BLOCK, TILE_N
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
 
 LOG2E = 1.4426950408889634
-PADDING = -1e15  # added to raw products of padding columns: exp2 of it is 0, its square is finite
+PADDING = -1e15  # stands for the raw products of padding columns: exp2 of it is 0, its square is finite
 FLOOR = -1e10  # below every raw product, above every padding column's
 
 
@@ -24,11 +23,11 @@ class Prepared(NamedTuple):
     """The operands as the kernels take them."""
 
     hidden: Float[Array, "T H"]  # T a multiple of 8, at least one row block
-    weight: Float[Array, "V H"]  # V a multiple of 8
+    weight: Float[Array, "V H"]
     targets: Int[Array, "Tp"]  # padded to whole row blocks
     scale: Float[Array, "Tp"]  # from raw products (or tanh, with a cap) to logits in bits
     holds_target: Int[Array, "blocks tiles"]
-    mask: Float[Array, "512"]
+    mask: Int[Array, "512"]  # 1 on padding, for the tile that holds the first padding column and the one behind it
     num_columns: Int[Array, ""]  # live columns the kernels cover
     num_rows: Int[Array, ""] | None
 
@@ -38,8 +37,6 @@ def prepare(operands: Operands, case: Case) -> Prepared:
     shape = _config.geometry(case)
     options = case.options
     hidden = _pad(operands.hidden, shape.tokens)
-    whole_atoms = case.vocab_size // ATOM_ROWS * ATOM_ROWS
-    weight = lax.slice_in_dim(operands.weight, 0, whole_atoms, axis=options.vocab_dim)  # itself, where nothing is cut
     targets = jnp.where(operands.targets < shape.columns, operands.targets, -1)  # the tail's are not the kernels'
     targets = _pad(targets, shape.padded_tokens, -1)
     scale = jnp.full((shape.padded_tokens,), LOG2E * (options.logit_softcap or options.logit_scale), jnp.float32)
@@ -53,8 +50,8 @@ def prepare(operands: Operands, case: Case) -> Prepared:
     if operands.num_columns is not None:
         columns = jnp.minimum(jnp.asarray(operands.num_columns, jnp.int32), columns)
     ragged = jnp.arange(2 * TILE_N, dtype=jnp.int32) >= columns % TILE_N
-    mask = jnp.where(ragged, PADDING, 0.0).astype(jnp.float32)
-    return Prepared(hidden, weight, targets, scale, flags, mask, columns, operands.num_rows)
+    mask = ragged.astype(jnp.int32)
+    return Prepared(hidden, operands.weight, targets, scale, flags, mask, columns, operands.num_rows)
 
 
 def _pad(x: Array, rows: int, value: Any = 0) -> Array:

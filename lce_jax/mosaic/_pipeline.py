@@ -270,16 +270,21 @@ def along_rows(values: Float[Array, "64"], columns: int = TILE_N) -> Float[Array
     return lax.broadcast_in_dim(values, (WARPGROUP_ROWS, columns), (0,))
 
 
-def load_mask(mask: Any, column: Any, num_columns: Any) -> Float[Array, "64 256"]:
-    """0 on live columns and a large negative number on padding, for a tile that holds padding.
+def without_padding(z: Float[Array, "64 256"], column: Any, num_columns: Any, mask: Any, value: float) -> Any:
+    """The tile with ``value`` on its padding columns, whatever they held.
 
-    The vector says it for the ragged tile, then for a tile of nothing but padding. (A comparison with an iota costs
-    every tile: the compiler hoists it out of the branch.)
+    Only a tile that holds padding looks. The mask says it for the ragged tile, then for a tile of nothing but padding:
+    a comparison with an iota would cost every tile, for the compiler hoists it out of the branch.
     """
-    ragged = lax.div(num_columns, TILE_N) * TILE_N
-    start = jnp.clip(column - ragged, 0, TILE_N)
-    values = plgpu.load(mask.at[pl.ds(start, TILE_N)], layout=PER_COLUMN, optimized=False)
-    return lax.broadcast_in_dim(values, ACCUMULATOR, (1,))
+
+    def replace() -> Array:
+        ragged = lax.div(num_columns, TILE_N) * TILE_N
+        start = jnp.clip(column - ragged, 0, TILE_N)
+        padding = plgpu.load(mask.at[pl.ds(start, TILE_N)], layout=PER_COLUMN, optimized=False)
+        padding = lax.broadcast_in_dim(padding, ACCUMULATOR, (1,))
+        return jnp.where(padding > 0, value, z)
+
+    return lax.cond(column + TILE_N > num_columns, replace, lambda: z)
 
 
 def softcap(z: Any, cap: float, options: Options) -> Any:

@@ -17,7 +17,7 @@ def test_matches_float64(test: cases.TestCase, implementation: str) -> None:
     out, grads, (hidden, weight, labels, seeds, options) = evaluate(test, implementation)
     product_hidden = hidden.astype(weight.dtype)
     for got, true in zip(out, oracle.logprobs(product_hidden, weight, labels, **options), strict=True):
-        assert got is None or oracle.value_error(got, true) <= VALUE_BOUND[test.dtype]
+        assert got is None or oracle.value_error(got, true) <= VALUE_BOUND[test.dtype] * max(1.0, test.spread / 10)
     wanted = oracle.gradients(product_hidden, weight, labels, seeds, **options)
     if "float16" in (test.dtype[-7:], str(hidden.dtype)[-7:]):
         plain = materialised(hidden, weight, labels, seeds, options)

@@ -1,0 +1,49 @@
+"""The mean logit, which label smoothing asks for: rank one without a softcap, so it stands beside the kernels.
+
+    Σ_v z = (a / τ) h · W̄,   W̄ = Σ_v w_v;       dh += uniform W̄,   dw_v += Σ_t uniform_t h_t   (eqs. 0, 4, 5)
+
+It costs one pass over the weight forward, and two backward.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import jax.numpy as jnp
+
+from lce_jax._types import Case, Operands
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float
+
+
+def total(operands: Operands, case: Case) -> Float[Array, "T"]:
+    """Σ z over the shard's true columns."""
+    raw = jnp.matmul(operands.hidden.astype(jnp.float32), _summed_weight(operands, case), precision="highest")
+    z = raw * case.options.logit_scale
+    return z if operands.inverse_temperature is None else z * operands.inverse_temperature
+
+
+def add_gradients(
+    operands: Operands,
+    case: Case,
+    uniform: Float[Array, "T"],
+    dhidden: Float[Array, "T H"],
+    dweight: Float[Array, "V H"],
+) -> tuple[Float[Array, "T H"], Float[Array, "V H"]]:
+    """Both gradients with the mean logit's part; dweight is rounded a second time."""
+    dhidden = dhidden + uniform[:, None] * _summed_weight(operands, case)[None, :]
+    row = jnp.matmul(uniform, operands.hidden.astype(jnp.float32), precision="highest")
+    part = jnp.where(_live(operands, case), jnp.expand_dims(row, case.options.vocab_dim), 0.0)
+    return dhidden, (dweight.astype(jnp.float32) + part).astype(dweight.dtype)
+
+
+def _summed_weight(operands: Operands, case: Case) -> Float[Array, "H"]:
+    weight = jnp.where(_live(operands, case), operands.weight.astype(jnp.float32), 0.0)
+    return jnp.sum(weight, axis=case.options.vocab_dim)
+
+
+def _live(operands: Operands, case: Case) -> Bool[Array, "V 1"]:
+    """The shard's true columns, along the weight's vocabulary dimension."""
+    count = case.vocab_size if operands.num_columns is None else operands.num_columns
+    return jnp.expand_dims(jnp.arange(case.vocab_size, dtype=jnp.int32) < count, case.options.hidden_dim)
