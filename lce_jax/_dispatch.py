@@ -32,7 +32,8 @@ class Implementation(Protocol):
 
 
 IMPLEMENTATIONS: dict[str, Implementation] = {module.NAME: module for module in (mosaic, xla, reference)}
-AUTOMATIC = (mosaic.NAME, xla.NAME)  # what ``implementation=None`` tries, best first
+AUTOMATIC = (xla.NAME,)  # what ``implementation=None`` tries, best first
+PREVIEWS = (mosaic.NAME,)  # used when asked for by name
 
 _logger = logging.getLogger("lce_jax")
 
@@ -58,7 +59,14 @@ def choose(case: Case, implementation: tuple[str, ...] | None) -> tuple[Implemen
 def explain(case: Case, implementation: tuple[str, ...] | None) -> Plan:
     """The plan of the implementation that `choose` picks, with the reasons of those before it."""
     chosen, refused = choose(case, implementation)
-    return dataclasses.replace(chosen.plan(case), refused=refused)
+    plan = chosen.plan(case)
+    previews = PREVIEWS if implementation is None else ()
+    offers = tuple(
+        f'"{name}" could serve this call too: a preview, used when asked for by name'
+        for name in previews
+        if IMPLEMENTATIONS[name].supports(case) is None
+    )
+    return dataclasses.replace(plan, refused=refused, notes=plan.notes + offers)
 
 
 def current_device() -> Device:

@@ -107,7 +107,7 @@ def test_every_head(H: int, V: int, split: int) -> None:
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("sequence_axis", [None, "tensor"])
 def test_sharded(sequence_axis: str | None) -> None:
-    mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    mesh = jax.make_mesh((1, 4), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
     arguments = [
         jax.ShapeDtypeStruct(shape, dtype)
         for shape, dtype in (((2, 512, 1024), jnp.bfloat16), ((32768, 1024), jnp.bfloat16), ((2, 512), jnp.int32))
@@ -169,6 +169,7 @@ def case(**changes) -> Case:
         ({"vocab_size": 200}, "at least 256"),
         ({"vocab_size": 50257, "options": Options(weight_layout="hv")}, "got 50257"),
         ({"options": Options(logit_scale=-1.0)}, "got -1.0"),
+        ({"token_shards": 2}, "tokens are split over 2 devices"),
     ],
 )
 def test_refusals_say_why(changes: dict, reason: str) -> None:
@@ -183,12 +184,33 @@ def test_refused_on_this_machine() -> None:
 
 
 @pytest.mark.usefixtures("hopper")
-def test_chosen_on_hopper() -> None:
+def test_refused_where_tokens_are_split() -> None:
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    operands = jnp.ones((2, 64), jnp.bfloat16), jnp.ones((512, 64), jnp.bfloat16), jnp.zeros((2,), jnp.int32)
+    for vocab_axis, shards in (("tensor", 2), (None, 4)):
+        axes = {"vocab_axis": vocab_axis, "batch_axes": ("data",)}
+        with pytest.raises(lce_jax.UnsupportedError, match=f"tokens are split over {shards} devices"):
+            lce_jax.sharded_linear_logprobs(*operands, mesh=mesh, implementation="mosaic_gpu", **axes)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_a_preview_is_offered_not_chosen() -> None:
     arguments = [
         jax.ShapeDtypeStruct(shape, dtype)
         for shape, dtype in (((4096, 4096), jnp.bfloat16), ((151936, 4096), jnp.bfloat16), ((4096,), jnp.int32))
     ]
-    plan = lce_jax.explain(*arguments, cache_bytes=1 << 29)
+    plan = lce_jax.explain(*arguments)
+    assert plan.implementation == "xla"
+    assert any("mosaic_gpu" in note for note in plan.notes)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_plan_on_hopper() -> None:
+    arguments = [
+        jax.ShapeDtypeStruct(shape, dtype)
+        for shape, dtype in (((4096, 4096), jnp.bfloat16), ((151936, 4096), jnp.bfloat16), ((4096,), jnp.int32))
+    ]
+    plan = lce_jax.explain(*arguments, cache_bytes=1 << 29, implementation="mosaic_gpu")
     assert plan.implementation == "mosaic_gpu"
     assert 0 < plan.kept_bytes - plan.case.statistics_bytes <= 1 << 29
     assert plan.forward_bytes < 1 << 27

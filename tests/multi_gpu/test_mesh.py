@@ -40,10 +40,10 @@ def meshes() -> dict[str, tuple[tuple[int, ...], dict[str, str]]]:
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize("layout", ["tensor", "tensor, sequence over it", "data", "data and tensor"])
-@pytest.mark.parametrize("implementation", ["xla", None])
+@pytest.mark.parametrize("implementation", ["xla", ("mosaic_gpu", "xla")], ids=str)
 @pytest.mark.parametrize("test", CALLS, ids=str)
 def test_mesh_equals_one_gpu(
-    test: cases.TestCase, implementation: str | None, layout: str, axis_type: AxisType
+    test: cases.TestCase, implementation: str | tuple[str, ...], layout: str, axis_type: AxisType
 ) -> None:
     if layout not in meshes():
         pytest.skip(f"needs four GPUs or more, there are {len(jax.devices())}")
@@ -73,8 +73,8 @@ def test_mesh_equals_one_gpu(
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("implementation", ["xla", None])
-def test_shards_agree_bitwise(implementation: str | None, check_vma: bool) -> None:
+@pytest.mark.parametrize("implementation", ["xla", "mosaic_gpu"])
+def test_shards_agree_bitwise(implementation: str, check_vma: bool) -> None:
     hidden, weight, labels, *_ = cases.draw(CALLS[1])
     mesh = jax.make_mesh((len(jax.devices()),), ("tensor",), axis_types=(AxisType.Auto,))
 
