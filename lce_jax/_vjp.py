@@ -74,6 +74,14 @@ def _linear_logprobs_bwd(spec: Spec, residuals: Any, cotangent: Results) -> tupl
 _linear_logprobs.defvjp(_linear_logprobs_fwd, _linear_logprobs_bwd)
 
 
+def as_operand(hidden: Float[Array, "*b H"], weight: Array) -> Float[Array, "*b H"]:
+    """Hidden in the weight's dtype, rounded for certain: XLA may drop a conversion down and up again."""
+    to = jnp.finfo(weight.dtype)
+    if to.bits < jnp.finfo(hidden.dtype).bits:
+        hidden = lax.reduce_precision(hidden, to.nexp, to.nmant)
+    return hidden.astype(weight.dtype)
+
+
 def shard_statistics(
     spec: Spec, hidden: Float[Array, "T H"], weight: Float[Array, "V H"], rows: Rows, start: Any, keep_cache: bool
 ) -> tuple[ShardStatistics, Any]:
@@ -140,7 +148,7 @@ def _backward(spec: Spec, residuals: Any, cotangent: Results) -> tuple[Any, Any]
 
 def _flat(spec: Spec, hidden: Float[Array, "*b H"], weight: Array) -> Float[Array, "T H"]:
     """Hidden in the weight's dtype, whole and flattened."""
-    hidden = hidden.astype(weight.dtype)
+    hidden = as_operand(hidden, weight)
     if spec.gather_dim is not None:
         hidden = _collectives.gather_sequence(hidden, spec.axis_name, spec.gather_dim)
     return hidden.reshape(-1, hidden.shape[-1])

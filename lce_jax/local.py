@@ -74,7 +74,7 @@ def _statistics(
     spec: _vjp.Spec, hidden: Array, weight: Array, rows: _vjp.Rows, start: Array, keep_cache: bool
 ) -> tuple[ShardStatistics, Any]:
     run = functools.partial(_vjp.shard_statistics, spec, keep_cache=keep_cache)
-    return _compat.first_order_only(run)(hidden.astype(weight.dtype), weight, rows, start)
+    return _compat.first_order_only(run)(_vjp.as_operand(hidden, weight), weight, rows, start)
 
 
 def merge(parts: ShardStatistics) -> ShardStatistics:
@@ -162,7 +162,7 @@ def gradients(
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def _gradients(spec: _vjp.Spec, hidden: Array, weight: Array, *rest: Any) -> tuple[Array, Array]:
     run = functools.partial(_vjp.shard_gradients, spec)
-    return _compat.first_order_only(run)(hidden.astype(weight.dtype), weight, *rest)
+    return _compat.first_order_only(run)(_vjp.as_operand(hidden, weight), weight, *rest)
 
 
 def _shard(hidden: Any, weight: Any, labels: Any, where: Any, options: LogprobOptions) -> tuple[_vjp.Spec, _vjp.Rows]:

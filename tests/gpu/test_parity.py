@@ -21,7 +21,8 @@ def test_matches_float64(test: cases.TestCase, implementation: str) -> None:
     wanted = oracle.gradients(product_hidden, weight, labels, seeds, **options)
     if "float16" in (test.dtype[-7:], str(hidden.dtype)[-7:]):
         plain = materialised(hidden, weight, labels, seeds, options)
-        bounds = [oracle.relative_norm(theirs, true) for theirs, true in zip(plain, wanted, strict=True)]
+        # The same roundings as the materialised path's, hence the same error but for chance.
+        bounds = [1.02 * oracle.relative_norm(theirs, true) for theirs, true in zip(plain, wanted, strict=True)]
     else:
         bounds = [GRADIENT_BOUND, GRADIENT_BOUND]
     for got, true, bound in zip(grads, wanted, bounds, strict=True):
