@@ -9,10 +9,11 @@ WORKERS ?= 2
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 
-.PHONY: demo test test-gpu lint bench clean help
+.PHONY: demo test test-all test-gpu lint bench clean help
 help:
 	@echo "make demo      train a small transformer on this machine and compare with stored logits"
 	@echo "make test      all tests that need no GPU, doctests and notebooks included"
+	@echo "make test-all  those, and sweeps of many minutes"
 	@echo "make test-gpu  the tests that need GPUs"
 	@echo "make lint      ruff, mypy and the layer contracts"
 	@echo "make bench     speed and memory on this machine"
@@ -21,8 +22,11 @@ demo: $(VENV)/.ready
 	$(RUN) -m lce_jax.demo $(DEMO_ARGS)
 
 test: $(VENV)/.ready
-	$(RUN) -m pytest -n $(WORKERS) -m "not gpu and not multi_gpu"
-	$(RUN) -m pytest -n $(WORKERS) --nbmake notebooks
+	$(RUN) -m pytest -n $(WORKERS) -m "not gpu and not multi_gpu and not slow"
+	$(RUN) -m pytest --nbmake notebooks
+
+test-all: test
+	$(RUN) -m pytest -n $(WORKERS) -m "slow and not gpu and not multi_gpu"
 
 test-gpu: $(VENV)/.ready
 	JAX_PLATFORMS=cuda,cpu XLA_FLAGS= XLA_PYTHON_CLIENT_PREALLOCATE=false $(RUN) -m pytest -m "gpu or multi_gpu"

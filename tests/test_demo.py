@@ -31,7 +31,6 @@ def table_row(output: str, name: str) -> list[str]:
     return [cell.strip() for cell in row.strip("│").split("│")][1:]
 
 
-@pytest.mark.slow
 def test_a_tiny_run_on_a_mesh_does_everything(tmp_path):
     done = run_demo("--steps", "2", "--rl-steps", "1", "--out", str(tmp_path / "new" / "folder"), devices=2)
     assert done.returncode == 0, done.stderr
