@@ -11,9 +11,9 @@ import jax
 from jax import lax
 
 
-def varying_axes(x: Any) -> frozenset[Any]:
-    """The manual mesh axes over which a leaf's type says that it may differ. Empty under ``check_vma=False``."""
-    return frozenset(jax.typeof(x).mat.varying)
+def varying_axes(tree: Any) -> frozenset[Any]:
+    """The manual mesh axes over which some leaf's type says that it may differ. Empty under ``check_vma=False``."""
+    return frozenset[Any]().union(*(jax.typeof(x).mat.varying for x in jax.tree.leaves(tree)))
 
 
 def tracks_varying(axis_name: Any) -> bool:
@@ -23,7 +23,7 @@ def tracks_varying(axis_name: Any) -> bool:
 
 def vary_like[T](tree: T, like: Any) -> T:
     """``tree`` typed as varying over every axis that a leaf of ``like`` varies over: what a loop's carry must be."""
-    axes = frozenset[Any]().union(*(varying_axes(x) for x in jax.tree.leaves(like)))
+    axes = varying_axes(like)
 
     def cast(x: Any) -> Any:
         missing = axes - varying_axes(x)
@@ -55,8 +55,7 @@ def first_order_only[**P, R](function: Callable[P, R]) -> Callable[P, R]:
 
 def typed_like(struct: jax.ShapeDtypeStruct, like: Any) -> jax.ShapeDtypeStruct:
     """``struct`` typed as varying over every manual axis that a leaf of ``like`` varies over: a kernel's output."""
-    axes = frozenset[Any]().union(*(varying_axes(x) for x in jax.tree.leaves(like)))
-    return struct.update(manual_axis_type=jax.sharding.ManualAxisType(varying=axes))
+    return struct.update(manual_axis_type=jax.sharding.ManualAxisType(varying=varying_axes(like)))
 
 
 def __getattr__(name: str) -> Any:

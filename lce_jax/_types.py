@@ -87,6 +87,13 @@ class Options:
     mean_logit: bool = False  # label smoothing asks for it
 
     @property
+    def unused_cache_notes(self) -> tuple[str, ...]:
+        """What the plan of an implementation that never caches says of ``cache_bytes``."""
+        if not self.cache_bytes:
+            return ()
+        return (f"cache_bytes={self.cache_bytes} is not used: this implementation always recomputes",)
+
+    @property
     def vocab_dim(self) -> int:
         """The dimension of the weight that runs over the vocabulary."""
         return self.weight_layout.index("v")

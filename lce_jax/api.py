@@ -57,8 +57,8 @@ def linear_logprobs(
         logit_scale: multiplies the float32 logits first (Cohere, MuP).
         entropy: False leaves ``.entropy`` None and its cost out.
         stats: True fills ``.max_logit`` and ``.min_logit``, extremes of ``z``. They have no gradient.
-        vocab_size: the true vocabulary. Columns from there on are padding: in no sum, with zero gradient. They must
-            be finite for the kernels, whose gradient products see them times 0. None: every column counts.
+        vocab_size: the true vocabulary. Columns from there on are padding: in no sum, with zero gradient, whatever
+            they hold. None: every column counts.
         weight_layout: "vh" for ``[V, H]`` (nnx.Embed, PyTorch, Megatron), "hv" for ``[H, V]`` (nnx.Linear kernel).
         axis_name: inside ``shard_map``, the mesh axis (or tuple of axes) that splits the vocabulary. Each shard
             passes its own columns of ``weight`` and the same ``hidden`` and ``labels``; all shards return

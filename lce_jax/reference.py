@@ -27,9 +27,6 @@ def supports(case: Case) -> str | None:
 def plan(case: Case) -> Plan:
     """Bytes: the logits, and what is computed from them."""
     logits = case.num_tokens * case.vocab_size * case.stat_dtype.itemsize
-    notes: tuple[str, ...] = ()
-    if case.options.cache_bytes:
-        notes = (f"cache_bytes={case.options.cache_bytes} is not used: this implementation always recomputes",)
     return Plan(
         implementation=NAME,
         refused={},
@@ -39,7 +36,7 @@ def plan(case: Case) -> Plan:
         backward_bytes=4 * logits,
         kept_bytes=case.statistics_bytes,
         logits_bytes=logits,
-        notes=notes,
+        notes=case.options.unused_cache_notes,
     )
 
 

@@ -54,9 +54,6 @@ def plan(case: Case) -> Plan:
     compacted = case.num_tokens * case.hidden_size * case.dtype.itemsize if case.compacted else 0
     dhidden = case.num_tokens * case.hidden_size * stat
     upcast = 0 if _gradient_dtype(case) == case.dtype else dhidden + tile_v * case.hidden_size * stat
-    notes: tuple[str, ...] = ()
-    if case.options.cache_bytes:
-        notes = (f"cache_bytes={case.options.cache_bytes} is not used: this implementation always recomputes",)
     return Plan(
         implementation=NAME,
         refused={},
@@ -66,7 +63,7 @@ def plan(case: Case) -> Plan:
         backward_bytes=3 * tile + 8 * rows + 2 * compacted + dhidden + upcast,
         kept_bytes=case.statistics_bytes,
         logits_bytes=case.num_tokens * case.vocab_size * stat,
-        notes=notes,
+        notes=case.options.unused_cache_notes,
     )
 
 
