@@ -27,7 +27,7 @@ folded into target, uniform, constant and slope, so the inner loop never sees it
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -53,6 +53,18 @@ def transform_logits(
     if inverse_temperature is not None:
         z = z * inverse_temperature[:, None]
     return z, dcap
+
+
+def live_columns(start: Any, size: int, num_columns: Int[Array, ""] | int | None) -> Bool[Array, "n"] | None:
+    """Which of the columns [start, start + size) are true vocabulary; None where all are."""
+    return None if num_columns is None else start + jnp.arange(size, dtype=jnp.int32) < num_columns
+
+
+def without_padding(weight: Float[Array, "V H"], live: Bool[Array, "V"] | None, options: Options) -> Array:
+    """The weight with its padding zero: 0 times whatever the padding holds would not always be 0."""
+    if live is None:
+        return weight
+    return jnp.where(jnp.expand_dims(live, options.hidden_dim), weight, jnp.zeros((), weight.dtype))
 
 
 def tile_statistics(

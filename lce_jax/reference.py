@@ -55,9 +55,8 @@ def gradients(
     z, dcap = _logits(operands, case)
     d = _math.dlogits(z, dcap, rows, operands.targets, _live(operands, case))
     hidden, weight = (x.astype(case.stat_dtype) for x in (operands.hidden, operands.weight))
+    weight = _math.without_padding(weight, _live(operands, case), case.options)
     vocab_by_hidden = weight if case.options.vocab_dim == 0 else weight.T
-    if (live := _live(operands, case)) is not None:
-        vocab_by_hidden = jnp.where(live[:, None], vocab_by_hidden, 0.0)  # padding may hold anything
     dweight = jnp.matmul(d.T, hidden, precision="highest")
     dweight = dweight if case.options.vocab_dim == 0 else dweight.T
     return jnp.matmul(d, vocab_by_hidden, precision="highest"), dweight.astype(case.dtype)
@@ -70,6 +69,4 @@ def _logits(operands: Operands, case: Case) -> tuple[Array, Array | None]:
 
 
 def _live(operands: Operands, case: Case) -> Array | None:
-    if operands.num_columns is None:
-        return None
-    return jnp.arange(case.vocab_size, dtype=jnp.int32) < operands.num_columns
+    return _math.live_columns(0, case.vocab_size, operands.num_columns)

@@ -118,7 +118,7 @@ def gradients(
         size = weight.shape[options.vocab_dim]
         z, dcap = _logits(hidden, weight, inverse_temperature, case)
         live = _live(start_v, size, operands.num_columns)
-        weight = _without_padding(weight, live, options)
+        weight = _math.without_padding(weight, live, options)
         d = _math.dlogits(z, dcap, rows, targets - start_v, live)
         d, weight, hidden = (x.astype(_gradient_dtype(case)) for x in (d, weight, hidden))
         dhidden = _dot(d, weight, 1, options.vocab_dim, case, case.stat_dtype)
@@ -178,16 +178,7 @@ def _columns(weight: Array, start: Any, size: int, options: Options) -> Array:
 
 def _live(start: Any, size: int, num_columns: Int[Array, ""] | int | None) -> Array | None:
     """The mask of a tile's true columns; None where the walk itself stops at the last one."""
-    if num_columns is None or isinstance(num_columns, int):
-        return None
-    return start + jnp.arange(size, dtype=jnp.int32) < num_columns
-
-
-def _without_padding(weight: Array, live: Array | None, options: Options) -> Array:
-    """A tile of the weight with its padding zero: 0 times whatever the padding holds would not always be 0."""
-    if live is None:
-        return weight
-    return jnp.where(jnp.expand_dims(live, options.hidden_dim), weight, jnp.zeros((), weight.dtype))
+    return None if isinstance(num_columns, int) else _math.live_columns(start, size, num_columns)
 
 
 def _walk_vocabulary[C](case: Case, operands: Operands, tile_v: int, body: Callable[[Any, int, C], C], carry: C) -> C:

@@ -83,7 +83,9 @@ def _walk_chunks(
         d = dlogits(tile, size)
         start = tile * TILE_N
         weight = lax.dynamic_slice_in_dim(operands.weight, start, size, axis=vocab_dim)
-        dhidden = dhidden + _dot(d, _without_padding(weight, start, operands, case), 1, vocab_dim, jnp.float32)
+        live = _math.live_columns(start, size, operands.num_columns)
+        weight = _math.without_padding(weight, live, case.options)
+        dhidden = dhidden + _dot(d, weight, 1, vocab_dim, jnp.float32)
         left, right = (d, prepared.hidden) if vocab_dim == 0 else (prepared.hidden, d)
         part = _dot(left, right, 0, 0, case.dtype)
         return dhidden, lax.dynamic_update_slice_in_dim(dweight, part, start, vocab_dim)
@@ -100,20 +102,12 @@ def _add_tail(operands: Operands, case: Case, rows: RowCoefficients, dhidden: Ar
     """The part of the columns that are no whole swizzle atom."""
     start = _config.geometry(case).columns
     z, dcap = _forward.tail_logits(operands, case)
-    d = _math.dlogits(z, dcap, rows, operands.targets - start, _forward.tail_mask(operands, case)).astype(case.dtype)
-    weight = _without_padding(operands.weight[start:], start, operands, case)
+    live = _forward.tail_mask(operands, case)
+    d = _math.dlogits(z, dcap, rows, operands.targets - start, live).astype(case.dtype)
+    weight = _math.without_padding(operands.weight[start:], live, case.options)
     dhidden = dhidden + _dot(d, weight, 1, 0, jnp.float32)
     part = _dot(d, operands.hidden, 0, 0, case.dtype)
     return dhidden, lax.dynamic_update_slice_in_dim(dweight, part, start, 0)
-
-
-def _without_padding(weight: Array, start: Any, operands: Operands, case: Case) -> Array:
-    """Columns of the weight from ``start`` on, padding zero: 0 times whatever it holds would not always be 0."""
-    if operands.num_columns is None:
-        return weight
-    vocab_dim, hidden_dim = case.options.vocab_dim, case.options.hidden_dim
-    live = start + jnp.arange(weight.shape[vocab_dim], dtype=jnp.int32) < operands.num_columns
-    return jnp.where(jnp.expand_dims(live, hidden_dim), weight, jnp.zeros((), weight.dtype))
 
 
 def _dot(left: Array, right: Array, left_dim: int, right_dim: int, dtype: Any) -> Array:

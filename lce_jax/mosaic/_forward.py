@@ -64,10 +64,8 @@ def tail_logits(operands: Operands, case: Case) -> tuple[Float[Array, "T n"], Fl
 
 def tail_mask(operands: Operands, case: Case) -> Array | None:
     """Which of those columns are true vocabulary; None where all are."""
-    if operands.num_columns is None:
-        return None
     shape = _config.geometry(case)
-    return shape.columns + jnp.arange(shape.tail, dtype=jnp.int32) < operands.num_columns
+    return _math.live_columns(shape.columns, shape.tail, operands.num_columns)
 
 
 def _live_tiles(operands: Operands, case: Case) -> int:

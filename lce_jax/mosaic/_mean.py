@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 
+from lce_jax import _math
 from lce_jax._types import Case, Operands
 
 if TYPE_CHECKING:
@@ -34,16 +35,15 @@ def add_gradients(
     """Both gradients with the mean logit's part; dweight is rounded a second time."""
     dhidden = dhidden + uniform[:, None] * _summed_weight(operands, case)[None, :]
     row = jnp.matmul(uniform, operands.hidden.astype(jnp.float32), precision="highest")
-    part = jnp.where(_live(operands, case), jnp.expand_dims(row, case.options.vocab_dim), 0.0)
+    part = jnp.broadcast_to(jnp.expand_dims(row, case.options.vocab_dim), dweight.shape)
+    part = _math.without_padding(part, _live(operands, case), case.options)
     return dhidden, (dweight.astype(jnp.float32) + part).astype(dweight.dtype)
 
 
 def _summed_weight(operands: Operands, case: Case) -> Float[Array, "H"]:
-    weight = jnp.where(_live(operands, case), operands.weight.astype(jnp.float32), 0.0)
-    return jnp.sum(weight, axis=case.options.vocab_dim)
+    weight = _math.without_padding(operands.weight, _live(operands, case), case.options)
+    return jnp.sum(weight.astype(jnp.float32), axis=case.options.vocab_dim)
 
 
-def _live(operands: Operands, case: Case) -> Bool[Array, "V 1"]:
-    """The shard's true columns, along the weight's vocabulary dimension."""
-    count = case.vocab_size if operands.num_columns is None else operands.num_columns
-    return jnp.expand_dims(jnp.arange(case.vocab_size, dtype=jnp.int32) < count, case.options.hidden_dim)
+def _live(operands: Operands, case: Case) -> Bool[Array, "V"] | None:
+    return _math.live_columns(0, case.vocab_size, operands.num_columns)
