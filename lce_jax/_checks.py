@@ -80,7 +80,7 @@ def case(hidden: Any, weight: Any, labels: Any, where: Any, call_options: CallOp
     if where is not None:
         check_where(where, labels.shape)
     vocab, size = weight.shape[opts.vocab_dim], weight.shape[opts.hidden_dim]
-    device = _dispatch.current_device()
+    device = _dispatch.current_device(weight)
     return Case(
         num_tokens=math.prod(labels.shape),
         hidden_size=size,
@@ -92,7 +92,6 @@ def case(hidden: Any, weight: Any, labels: Any, where: Any, call_options: CallOp
         device_kind=device.kind,
         compute_capability=device.compute_capability,
         core_count=device.core_count,
-        token_shards=_token_shards(call_options.axis_name),
     )
 
 
@@ -245,12 +244,6 @@ def _check_shapes(hidden: Any, weight: Any, labels: Any, opts: Options) -> None:
         raise ValueError(f"labels {tuple(labels.shape)} must have hidden's leading shape {tuple(hidden.shape[:-1])}")
     if vocab == 0 or size == 0:
         raise ValueError(f"weight {tuple(weight.shape)} must have at least one vocabulary entry and one hidden unit")
-
-
-def _token_shards(axis_name: Any) -> int:
-    mesh = jax.sharding.get_abstract_mesh()
-    vocab_axes = axis_name if isinstance(axis_name, tuple) else (axis_name,)
-    return math.prod(mesh.shape[axis] for axis in mesh.manual_axes if axis not in vocab_axes)
 
 
 def _number(name: str, value: Any) -> float:

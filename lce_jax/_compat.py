@@ -53,9 +53,20 @@ def first_order_only[**P, R](function: Callable[P, R]) -> Callable[P, R]:
     return functools.wraps(function)(guarded)
 
 
-def typed_like(struct: jax.ShapeDtypeStruct, like: Any) -> jax.ShapeDtypeStruct:
-    """``struct`` typed as varying over every manual axis that a leaf of ``like`` varies over: a kernel's output."""
-    return struct.update(manual_axis_type=jax.sharding.ManualAxisType(varying=varying_axes(like)))
+def mosaic_kernel(body: Callable[..., None], **kwargs: Any) -> Callable[..., Any]:
+    """``plgpu.kernel``, whose outputs vary over every manual axis that an operand varies over.
+
+    JAX's own are typed as replicated whatever ``out_type`` says (0.11.2, 0.12.0): under ``check_vma=True`` a shard's
+    cotangents would then be summed over the axes that split its tokens.
+    """
+    from jax.experimental.pallas import mosaic_gpu
+
+    run = mosaic_gpu.kernel(body, **kwargs)
+
+    def typed(*operands: Any) -> Any:
+        return vary_like(run(*operands), operands)
+
+    return typed
 
 
 def __getattr__(name: str) -> Any:

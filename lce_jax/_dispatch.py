@@ -32,8 +32,7 @@ class Implementation(Protocol):
 
 
 IMPLEMENTATIONS: dict[str, Implementation] = {module.NAME: module for module in (mosaic, xla, reference)}
-AUTOMATIC = (xla.NAME,)  # what ``implementation=None`` tries, best first
-PREVIEWS = (mosaic.NAME,)  # used when asked for by name
+AUTOMATIC = (mosaic.NAME, xla.NAME)  # what ``implementation=None`` tries, best first
 
 _logger = logging.getLogger("lce_jax")
 
@@ -59,24 +58,19 @@ def choose(case: Case, implementation: tuple[str, ...] | None) -> tuple[Implemen
 def explain(case: Case, implementation: tuple[str, ...] | None) -> Plan:
     """The plan of the implementation that `choose` picks, with the reasons of those before it."""
     chosen, refused = choose(case, implementation)
-    plan = chosen.plan(case)
-    previews = PREVIEWS if implementation is None else ()
-    offers = tuple(
-        f'"{name}" could serve this call too: a preview, used when asked for by name'
-        for name in previews
-        if IMPLEMENTATIONS[name].supports(case) is None
-    )
-    return dataclasses.replace(plan, refused=refused, notes=plan.notes + offers)
+    return dataclasses.replace(chosen.plan(case), refused=refused)
 
 
-def current_device() -> Device:
-    """The device that a call made now would run on: of the mesh at hand, else JAX's default."""
+def current_device(operand: Any = None) -> Device:
+    """The device that a call made now would run on: of the mesh at hand, of a concrete operand, or JAX's default."""
     described = jax.sharding.get_abstract_mesh().abstract_device
     if described is not None:
         known = [device for device in _devices(described.platform) if device.device_kind == described.device_kind]
         if not known:  # a mesh made up for compiling ahead, on a machine without its devices
             return Device(described.platform, described.device_kind, "", described.num_cores or 0)
         device = known[0]
+    elif isinstance(operand, jax.Array) and not isinstance(operand, jax.core.Tracer):
+        device = min(operand.devices(), key=lambda device: device.id)
     else:
         device = jax.config.jax_default_device or jax.devices()[0]
         device = jax.devices(device)[0] if isinstance(device, str) else device

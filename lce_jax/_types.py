@@ -163,7 +163,6 @@ class Case:
     device_kind: str = ""
     compute_capability: str = ""  # of an NVIDIA GPU: "9.0"
     core_count: int = 0  # multiprocessors of a GPU
-    token_shards: int = 1  # over how many devices an enclosing ``shard_map`` splits anything but the vocabulary
 
     @property
     def stat_dtype(self) -> jnp.dtype:

@@ -67,9 +67,9 @@ def linear_logprobs(
             nothing. An implementation that always recomputes ignores it, and `explain` says so.
         precision: of the matrix products with float32 operands; "highest" is exact to float32 rounding where the
             default may be TF32 (GPU) or bfloat16 (TPU).
-        implementation: "xla" (every device), "mosaic_gpu" (kernels for Hopper GPUs, a preview), "reference" (stores
-            the logits), or a tuple of names tried in order. None: the best one that can serve the call and is no
-            preview, its name logged once (logger ``lce_jax``). `explain` lists the choice and the reasons.
+        implementation: "mosaic_gpu" (kernels for Hopper GPUs), "xla" (every device), "reference" (stores the logits),
+            or a tuple of names tried in order. None: the best one that can serve the call, its name logged once
+            (logger ``lce_jax``). `explain` lists the choice and the reasons.
 
     Returns:
         A `LogprobOutput`, each field of ``labels.shape`` in float32 (float64 for a float64 weight) or None.

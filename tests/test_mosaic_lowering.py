@@ -26,7 +26,7 @@ EVERYTHING = {"stats": True, "logit_softcap": 30.0, "logit_scale": 0.5, "where":
 
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_dispatch, "current_device", lambda: H200)
+    monkeypatch.setattr(_dispatch, "current_device", lambda _=None: H200)
 
 
 def lower(T: int, H: int, V: int, dtype: str = "bfloat16", **options) -> None:
@@ -124,6 +124,30 @@ def test_sharded(sequence_axis: str | None) -> None:
 
 
 @pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("cache_bytes", [0, 1 << 19, 1 << 40])
+def test_results_and_gradients_vary_where_tokens_do(cache_bytes: int) -> None:
+    """Typed as replicated, results would get cotangents summed over the data axis, and gradients no sum at all."""
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    varying = []
+
+    def shard(hidden, weight, labels):
+        def objective(hidden, weight):
+            options = dict(axis_name="tensor", cache_bytes=cache_bytes, implementation="mosaic_gpu", stats=True)
+            out = lce_jax.linear_logprobs(hidden, weight, labels, **options)
+            varying.extend(jax.typeof(field).mat.varying for field in out)
+            return jnp.sum(out.logprobs) + jnp.sum(out.entropy)
+
+        gradients = jax.grad(objective, argnums=(0, 1))(hidden, weight)
+        assert [jax.typeof(x).mat.varying for x in gradients] == [{"data"}, {"tensor"}]
+        return gradients
+
+    split, rows = PartitionSpec("tensor"), PartitionSpec("data")
+    step = jax.shard_map(shard, mesh=mesh, in_specs=(rows, split, rows), out_specs=(rows, split))
+    jax.eval_shape(step, jnp.ones((512, 64), "bfloat16"), jnp.ones((1024, 64), "bfloat16"), jnp.zeros(512, "int32"))
+    assert varying == [{"data"}] * 5
+
+
+@pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_inside_shard_map(check_vma: bool) -> None:
     mesh = jax.make_mesh((2,), ("tensor",), axis_types=(AxisType.Auto,))
@@ -169,7 +193,6 @@ def case(**changes) -> Case:
         ({"vocab_size": 200}, "at least 256"),
         ({"vocab_size": 50257, "options": Options(weight_layout="hv")}, "got 50257"),
         ({"options": Options(logit_scale=-1.0)}, "got -1.0"),
-        ({"token_shards": 2}, "tokens are split over 2 devices"),
     ],
 )
 def test_refusals_say_why(changes: dict, reason: str) -> None:
@@ -184,24 +207,14 @@ def test_refused_on_this_machine() -> None:
 
 
 @pytest.mark.usefixtures("hopper")
-def test_refused_where_tokens_are_split() -> None:
-    mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
-    operands = jnp.ones((2, 64), jnp.bfloat16), jnp.ones((512, 64), jnp.bfloat16), jnp.zeros((2,), jnp.int32)
-    for vocab_axis, shards in (("tensor", 2), (None, 4)):
-        axes = {"vocab_axis": vocab_axis, "batch_axes": ("data",)}
-        with pytest.raises(lce_jax.UnsupportedError, match=f"tokens are split over {shards} devices"):
-            lce_jax.sharded_linear_logprobs(*operands, mesh=mesh, implementation="mosaic_gpu", **axes)
-
-
-@pytest.mark.usefixtures("hopper")
-def test_a_preview_is_offered_not_chosen() -> None:
+def test_chosen_on_hopper() -> None:
     arguments = [
         jax.ShapeDtypeStruct(shape, dtype)
         for shape, dtype in (((4096, 4096), jnp.bfloat16), ((151936, 4096), jnp.bfloat16), ((4096,), jnp.int32))
     ]
     plan = lce_jax.explain(*arguments)
-    assert plan.implementation == "xla"
-    assert any("mosaic_gpu" in note for note in plan.notes)
+    assert plan.implementation == "mosaic_gpu"
+    assert plan.refused == {}
 
 
 @pytest.mark.usefixtures("hopper")

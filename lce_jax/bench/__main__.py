@@ -32,9 +32,7 @@ def parser() -> argparse.ArgumentParser:
     )
     out.add_argument("--tokens", type=_integers, default=(), metavar="T,T,...", help="time every head at each of these")
     out.add_argument("--dtype", choices=DTYPES, help="default: float32 on CPU, bfloat16 elsewhere")
-    out.add_argument(
-        "--implementation", choices=_dispatch.IMPLEMENTATIONS, help="default: the fastest here, previews too"
-    )
+    out.add_argument("--implementation", choices=_dispatch.IMPLEMENTATIONS, help="default: the best for this device")
     out.add_argument("--rounds", type=_positive, default=7, help="timings of each row; the median is shown (default 7)")
     out.add_argument("--sweep", action="store_true", help="time the Hopper kernels' tiles instead; needs such a GPU")
     out.add_argument("--out", type=Path, default=Path("bench-out"), help="folder of bench.json and bench.png")

@@ -50,8 +50,7 @@ def jax_candidates(problem: Problem, implementation: str | None) -> list[Candida
     """The bare product, this package (with a cache where one is kept), the chunked loop, and stored logits."""
     shape, dtype = problem.shape, problem.hidden.dtype
     softcap = shape.head.logit_softcap
-    # The best there is, previews too: what a benchmark is for.
-    wanted = implementation or (*_dispatch.PREVIEWS, *_dispatch.AUTOMATIC)
+    wanted = implementation or _dispatch.AUTOMATIC
 
     def plan(cache_bytes: int = 0) -> Any:
         return explain(*problem.arrays[:3], logit_softcap=softcap, cache_bytes=cache_bytes, implementation=wanted)

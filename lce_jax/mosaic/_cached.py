@@ -50,9 +50,9 @@ def dlogits(
     if prepared.num_rows is not None:  # the forward left the row blocks behind these unwritten
         live_blocks = -(-prepared.num_rows // ROW_BLOCK)
     output = jax.ShapeDtypeStruct((_config.geometry(case).tokens, columns), case.dtype)
-    (result,) = plgpu.kernel(
+    (result,) = _compat.mosaic_kernel(
         functools.partial(_kernel, case),
-        out_type=[_compat.typed_like(output, (prepared, rows, cache))],
+        out_type=[output],
         grid=(case.core_count * BLOCKS_PER_CORE,),
         grid_names=("block",),
         compiler_params=plgpu.CompilerParams(approx_math=True),

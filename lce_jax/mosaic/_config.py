@@ -155,11 +155,6 @@ def refusal(case: Case) -> str | None:
     reason = _device_refusal(case) or _shape_refusal(case)
     if reason is None and case.options.logit_scale <= 0:
         reason = f"logit_scale must be positive for its running maximum, got {case.options.logit_scale}"
-    if reason is None and case.token_shards > 1:
-        reason = (
-            f"tokens are split over {case.token_shards} devices, and on such a mesh of two H200s a test found a wrong "
-            "dhidden (the same call is right on one, and with the vocabulary split); refused until that is understood"
-        )
     if reason is None and case.options.mean_logit and case.options.logit_softcap is not None:
         reason = "label smoothing together with a softcap: the mean logit is no product of hidden then"
     return reason

@@ -52,9 +52,7 @@ def dlogits(
         weight = lax.dynamic_slice_in_dim(weight, first_tile * TILE_N, columns)
     factors = jnp.stack(jax.tree.leaves(rows))
     compacted = prepared.num_rows is not None
-    (result,) = _pipeline.launch(
-        functools.partial(_kernel, grid, compacted), [output], grid, "lce_dlogits", (prepared, rows), interpret
-    )(
+    (result,) = _pipeline.launch(functools.partial(_kernel, grid, compacted), [output], grid, "lce_dlogits", interpret)(
         prepared.hidden,
         weight,
         prepared.targets,

@@ -92,9 +92,9 @@ def _launch(
     weight = lax.slice_in_dim(prepared.weight, 0, atoms, axis=options.vocab_dim)
     name = "lce_statistics_cached" if save else "lce_statistics"
     scalars = jnp.stack([_pipeline.live_groups(grid, prepared.num_rows), prepared.num_columns])
-    part, *kept = _pipeline.launch(
-        functools.partial(_kernel, grid, first_tile, save), outputs, grid, name, prepared, interpret
-    )(prepared.hidden, weight, prepared.targets, prepared.scale, prepared.holds_target, prepared.mask, scalars)
+    part, *kept = _pipeline.launch(functools.partial(_kernel, grid, first_tile, save), outputs, grid, name, interpret)(
+        prepared.hidden, weight, prepared.targets, prepared.scale, prepared.holds_target, prepared.mask, scalars
+    )
     return part, Cache(*kept) if save else None
 
 

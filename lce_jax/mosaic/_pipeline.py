@@ -12,6 +12,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -238,11 +239,11 @@ def send(values: Float[Array, "64 64"], slot: int, slots: Any, tile: Tile, outpu
     plgpu.copy_smem_to_gmem(slots.at[tile.warpgroup, slot], output.at[tile.rows, pl.ds(column, STAGING_COLUMNS)])
 
 
-def launch(body: Callable, outputs: Any, grid: Grid, name: str, like: Any, interpret: Any) -> Callable:
-    """The kernel on every multiprocessor; its outputs vary over the mesh axes that ``like`` varies over."""
-    return plgpu.kernel(
+def launch(body: Callable, outputs: list[jax.ShapeDtypeStruct], grid: Grid, name: str, interpret: Any) -> Callable:
+    """The kernel on every multiprocessor."""
+    return _compat.mosaic_kernel(
         body,
-        out_type=[_compat.typed_like(output, like) for output in outputs],
+        out_type=outputs,
         grid=(grid.num_clusters,),
         grid_names=("sm",),
         cluster=(grid.tiles.cluster,),

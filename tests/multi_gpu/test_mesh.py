@@ -40,13 +40,13 @@ def meshes() -> dict[str, tuple[tuple[int, ...], dict[str, str]]]:
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize("layout", ["tensor", "tensor, sequence over it", "data", "data and tensor"])
-@pytest.mark.parametrize("implementation", ["xla", ("mosaic_gpu", "xla")], ids=str)
+@pytest.mark.parametrize("implementation", ["xla", "mosaic_gpu"])
 @pytest.mark.parametrize("test", CALLS, ids=str)
-def test_mesh_equals_one_gpu(
-    test: cases.TestCase, implementation: str | tuple[str, ...], layout: str, axis_type: AxisType
-) -> None:
+def test_mesh_equals_one_gpu(test: cases.TestCase, implementation: str, layout: str, axis_type: AxisType) -> None:
     if layout not in meshes():
         pytest.skip(f"needs four GPUs or more, there are {len(jax.devices())}")
+    if implementation == "mosaic_gpu" and test.dtype == "float32":
+        pytest.skip("the kernels take bfloat16 and float16")
     shape, axes = meshes()[layout]
     mesh = jax.make_mesh(shape, ("data", "tensor"), axis_types=(axis_type,) * 2)
     hidden, weight, labels, options, seeds = cases.draw(test)
