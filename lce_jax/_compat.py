@@ -53,20 +53,49 @@ def first_order_only[**P, R](function: Callable[P, R]) -> Callable[P, R]:
     return functools.wraps(function)(guarded)
 
 
-def mosaic_kernel(body: Callable[..., None], **kwargs: Any) -> Callable[..., Any]:
+def mosaic_kernel(body: Callable[..., None], *, updated: int | None = None, **kwargs: Any) -> Callable[..., Any]:
     """``plgpu.kernel``, whose outputs vary over every manual axis that an operand varies over.
 
     JAX's own are typed as replicated whatever ``out_type`` says (0.11.2, 0.12.0): under ``check_vma=True`` a shard's
-    cotangents would then be summed over the axes that split its tokens.
+    cotangents would then be summed over the axes that split its tokens. ``updated`` is the number of an operand that
+    the only output is an update of, in place.
     """
     from jax.experimental.pallas import mosaic_gpu
 
-    run = mosaic_gpu.kernel(body, **kwargs)
+    run = mosaic_gpu.kernel(body, **kwargs) if updated is None else _updating_kernel(body, updated, **kwargs)
 
     def typed(*operands: Any) -> Any:
         return vary_like(run(*operands), operands)
 
     return typed
+
+
+def _updating_kernel(
+    body: Callable[..., None],
+    updated: int,
+    out_type: Any,
+    compiler_params: Any,
+    interpret: Any,
+    kernel_name: str,
+    **mesh: Any,
+) -> Callable[..., Any]:
+    """What ``plgpu.kernel`` does, with the alias that it has no argument for (0.11.2, 0.12.0)."""
+    from jax._src import config
+    from jax._src.pallas import mpmd
+    from jax.experimental.pallas import mosaic_gpu
+
+    def run(*operands: Any) -> Any:
+        with config._check_vma(False):
+            return mpmd._mpmd_map(
+                [(mosaic_gpu.Mesh(kernel_name=kernel_name, **mesh), body)],
+                out_type,
+                input_output_aliases={updated: 0},
+                compiler_params=compiler_params,
+                interpret=interpret or False,
+                name=kernel_name,
+            )(*operands)
+
+    return jax.custom_batching.sequential_vmap(run)
 
 
 def __getattr__(name: str) -> Any:

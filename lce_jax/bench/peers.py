@@ -206,7 +206,7 @@ def _compile(peer: Peer, problem: Problem, direction: str) -> Run:
     import torch
 
     hidden, weight, labels, a, b = (
-        torch.from_dlpack(x) for x in (*problem.arrays[:3], *cotangents(problem, peer.objective))
+        torch.utils.dlpack.from_dlpack(x) for x in (*problem.arrays[:3], *cotangents(problem, peer.objective))
     )
     hidden, weight, labels = hidden.detach().requires_grad_(), weight.detach().requires_grad_(), labels.long()
 

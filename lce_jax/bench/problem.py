@@ -10,8 +10,10 @@ How far a right result may lie from it, with eps(d) the spacing of dtype d at 1:
 
 64 eps(f32) = 7.6e-6 is for float32 sums over H, V or T terms, in the result and in the reference. Rounding moves a
 number by at most eps / 2 of itself. A gradient is rounded twice, as dlogits and in the end; 2 eps is twice that. r is
-eps of the dtype that a candidate rounds its logits to, 2^-10 where float32 operands are multiplied as TF32, else 0: a
-logit that is off by r / 2 · |logit| moves itself, lse and the probabilities by that much each.
+eps of the dtype that a candidate rounds its logits to; on a GPU at least what its products lose, 2^-10 where float32
+operands are multiplied as TF32, and H / 16 · 2^-24 for half precision, whose tensor cores cut off the float32 sum after
+every 16 terms: half a unit in the last place on average, always towards zero. A logit that is off by r / 2 · |logit|
+moves itself, lse and the probabilities by that much each.
 """
 
 from __future__ import annotations
@@ -36,6 +38,8 @@ LOGIT_SPREAD = 3.0  # standard deviation of the logits; at it the softmax carrie
 GRADIENTS = ("dhidden", "dweight")
 BLOCK_BYTES = 512 << 20  # of the reference's logits at a time
 TF32_EPS = 2.0**-10
+TENSOR_CORE_TERMS = 16  # of a product in half precision between two roundings of its float32 sum
+TENSOR_CORE_CUT = 2.0**-24
 
 
 class Problem(NamedTuple):
@@ -128,9 +132,12 @@ def _block(
 
 
 def product_eps(problem: Problem) -> float:
-    """Relative rounding of operands on their way into a product: TF32 for float32 on GPUs, unless asked otherwise."""
-    on_gpu = next(iter(problem.hidden.devices())).platform == "gpu"
-    return TF32_EPS if on_gpu and problem.hidden.dtype == jnp.float32 else 0.0
+    """What a GPU's products lose, relative to the logits: TF32 of float32 operands, cut sums of half precision."""
+    if next(iter(problem.hidden.devices())).platform != "gpu":
+        return 0.0
+    if problem.hidden.dtype == jnp.float32:
+        return TF32_EPS
+    return problem.shape.head.hidden_size / TENSOR_CORE_TERMS * TENSOR_CORE_CUT
 
 
 def error(name: str, result: Array, right: Array) -> float:

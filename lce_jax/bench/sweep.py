@@ -25,7 +25,12 @@ from lce_jax.bench.shapes import BOTH, FORWARD, Shape
 from lce_jax.mosaic import NAME, _config
 from lce_jax.mosaic._config import Tiles
 
-KERNELS = {"forward": FORWARD, "dlogits": BOTH}  # each kernel, and the direction whose time it decides
+KERNELS = {
+    "forward": FORWARD,
+    "dlogits": BOTH,
+    "dhidden": BOTH,
+    "dweight": BOTH,
+}  # each kernel, and the direction whose time it decides
 SNAKES = (4, 8, 16, 32)
 
 
@@ -67,14 +72,11 @@ def sweep(shape: Shape, dtype: Any, rounds: int, report: Callable[[str], None]) 
 
 
 def depths(case: Case, kernel: str) -> list[Tiles]:
-    """Every depth, number of stages and order that fits shared memory and divides the hidden size."""
-    staged = kernel == "dlogits"
-    made = (Tiles(tile_k=k, stages=n, minor=m) for k, n, m in itertools.product((64, 128), range(2, 9), (0, 1)))
-    return [
-        one
-        for one in made
-        if _config.steps_divide(case, one) and one.smem_bytes(case.dtype.itemsize, staged) <= _config.SMEM_LIMIT
-    ]
+    """Every depth, number of stages, cluster and order that fits shared memory."""
+    staged = kernel in ("dlogits", "dweight")
+    choices = itertools.product((64, 128), range(2, 9), (1, 2), (0, 1))
+    made = (Tiles(tile_k=k, stages=n, cluster=c, minor=m) for k, n, c, m in choices)
+    return [one for one in made if one.smem_bytes(case.dtype.itemsize, staged) <= _config.SMEM_LIMIT]
 
 
 @contextlib.contextmanager

@@ -1,8 +1,8 @@
-"""The gradients: dlogits chunk by chunk, each feeding two plain products that XLA gives to cuBLAS.
+"""The gradients: dlogits chunk by chunk, each feeding the two products of `_products`.
 
-The chunks run in `lax.fori_loop`. XLA then fuses the weight's slice, the sum into dhidden and the update of dweight
-into the products, and one chunk of dlogits is alive at a time. The first chunks come from the cache, if there is
-one, the others from the recomputing kernel.
+The chunks run in `lax.fori_loop`, one of them alive at a time. The first come from the cache, if there is one, the
+others from the recomputing kernel. What the kernels leave out, a few columns at the end of the vocabulary, goes through
+plain XLA.
 """
 
 from __future__ import annotations
@@ -10,27 +10,26 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
 from lce_jax import _compat, _math
 from lce_jax._types import Case, Operands, RowCoefficients
-from lce_jax.mosaic import _cached, _config, _dlogits, _forward, _mean, _operands
+from lce_jax.mosaic import _cached, _config, _dlogits, _mean, _operands, _products
 from lce_jax.mosaic._cached import Cache
-from lce_jax.mosaic._config import TILE_N
+from lce_jax.mosaic._config import ATOM_ROWS, ROW_BLOCK, TILE_N
 from lce_jax.mosaic._operands import Prepared
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float
+    from jaxtyping import Array, Float, Int
 
-type Gradients = tuple[Float[Array, "T H"], Float[Array, "V H"]]  # fp32, and the weight's dtype
+type Carry = tuple[Float[Array, "splits Tp Hp"], Float[Array, "V H"]]  # fp32 parts of dhidden, and dweight
 
 
 def gradients(
     operands: Operands, case: Case, rows: RowCoefficients, cache: Cache | None, interpret: Any = None
-) -> Gradients:
-    """Eq. 5 of the whole shard."""
+) -> tuple[Float[Array, "T H"], Float[Array, "V H"]]:
+    """Eq. 5 of the whole shard: dhidden in fp32, anything on rows that are not live, dweight in the weight's dtype."""
     shape = _config.geometry(case)
     prepared = _operands.prepare(operands, case)
     factors = _operands.row_factors(rows, shape.padded_tokens)
@@ -44,16 +43,16 @@ def gradients(
         return _cached.dlogits(prepared, case, factors, cache, first_tile, columns, interpret)
 
     start = (
-        jnp.zeros(prepared.hidden.shape, jnp.float32),
+        jnp.zeros(_config.sums_shape(case), jnp.float32),
         lax.empty(operands.weight.shape, case.dtype),  # every column is written
     )
-    carry: Gradients = _compat.vary_like(start, (operands, rows, cache))
+    carry: Carry = _compat.vary_like(start, (operands, rows, cache))
     for first, stop, dlogits in ((0, cached, from_cache), (cached, shape.tiles, recomputed)):
-        carry = _walk_chunks(operands, prepared, case, first, stop, dlogits, carry)
-    dhidden, dweight = carry
-    dhidden = dhidden[: case.num_tokens]
-    if shape.tail:
-        dhidden, dweight = _add_tail(operands, case, rows, dhidden, dweight)
+        carry = _walk_chunks(operands, prepared, case, first, stop, dlogits, carry, interpret)
+    sums, dweight = carry
+    dhidden = jnp.sum(sums, axis=0)[: case.num_tokens, : case.hidden_size]
+    if shape.tail or operands.num_columns is not None:
+        dhidden, dweight = _add_rest(operands, case, rows._replace(uniform=None), dhidden, dweight, interpret)
     if rows.uniform is not None:
         dhidden, dweight = _mean.add_gradients(operands, case, rows.uniform, dhidden, dweight)
     return dhidden, dweight
@@ -66,29 +65,36 @@ def _walk_chunks(
     first: int,
     stop: int,
     dlogits: Callable[[Any, int], Array],
-    carry: Gradients,
-) -> Gradients:
+    carry: Carry,
+    interpret: Any,
+) -> Carry:
     """Adds the part of vocabulary tiles [first, stop)."""
     if first == stop:
         return carry
-    shape, vocab_dim = _config.geometry(case), case.options.vocab_dim
+    shape = _config.geometry(case)
+    covered = _covered_columns(operands, case)
+    num_rows = shape.tokens if prepared.num_rows is None else prepared.num_rows
     columns = min(stop * TILE_N, shape.columns) - first * TILE_N
     chunk = _config.chunk_tiles(case, stop - first) * TILE_N
     whole, rest = divmod(columns, chunk)
     if whole and 0 < rest < TILE_N:  # a tile is the least that the kernel takes
         whole, rest = whole - 1, rest + chunk
 
-    def step(tile: Any, size: int, carry: Gradients) -> Gradients:
-        dhidden, dweight = carry
-        d = dlogits(tile, size)
+    def step(tile: Any, size: int, carry: Carry) -> Carry:
+        sums, dweight = carry
         start = tile * TILE_N
-        weight = lax.dynamic_slice_in_dim(operands.weight, start, size, axis=vocab_dim)
-        live = _math.live_columns(start, size, operands.num_columns)
-        weight = _math.without_padding(weight, live, case.options)
-        dhidden = dhidden + _dot(d, weight, 1, vocab_dim, jnp.float32)
-        left, right = (d, prepared.hidden) if vocab_dim == 0 else (prepared.hidden, d)
-        part = _dot(left, right, 0, 0, case.dtype)
-        return dhidden, lax.dynamic_update_slice_in_dim(dweight, part, start, vocab_dim)
+        depth = jnp.clip(covered - start, 0, size)
+        d = dlogits(tile, size)
+        if case.vocab_size % ATOM_ROWS == 0:
+            sums = _products.add_dhidden(sums, d, prepared.weight, case, start, depth, num_rows, interpret)
+            dweight = _products.write_dweight(dweight, d, prepared.hidden, case, start, num_rows, interpret)
+            return sums, dweight
+        # TMA counts whole atoms of rows: copies of the chunk alone.
+        weight = lax.dynamic_slice_in_dim(prepared.weight, start, size)
+        part = _compat.vary_like(lax.empty(weight.shape, case.dtype), carry)
+        sums = _products.add_dhidden(sums, d, weight, case, 0, depth, num_rows, interpret)
+        part = _products.write_dweight(part, d, prepared.hidden, case, 0, num_rows, interpret)
+        return sums, lax.dynamic_update_slice_in_dim(dweight, part, start, 0)
 
     if whole:
         tiles = chunk // TILE_N
@@ -98,18 +104,40 @@ def _walk_chunks(
     return carry
 
 
-def _add_tail(operands: Operands, case: Case, rows: RowCoefficients, dhidden: Array, dweight: Array) -> Gradients:
-    """The part of the columns that are no whole swizzle atom."""
-    start = _config.geometry(case).columns
-    z, dcap = _forward.tail_logits(operands, case)
-    live = _forward.tail_mask(operands, case)
-    d = _math.dlogits(z, dcap, rows, operands.targets - start, live).astype(case.dtype)
-    weight = _math.without_padding(operands.weight[start:], live, case.options)
-    dhidden = dhidden + _dot(d, weight, 1, 0, jnp.float32)
-    part = _dot(d, operands.hidden, 0, 0, case.dtype)
-    return dhidden, lax.dynamic_update_slice_in_dim(dweight, part, start, 0)
+def _covered_columns(operands: Operands, case: Case) -> Int[Array, ""] | int:
+    """The columns that the products contract: all, or no step with padding in it, for 0 · NaN would be NaN."""
+    columns, step = _config.geometry(case).columns, _config.tiles(case, "dhidden").tile_k
+    if operands.num_columns is None:
+        return columns
+    return jnp.minimum(operands.num_columns, columns) // step * step
 
 
-def _dot(left: Array, right: Array, left_dim: int, right_dim: int, dtype: Any) -> Array:
-    dims = (((left_dim,), (right_dim,)), ((), ()))
-    return jax.lax.dot_general(left, right, dims, preferred_element_type=dtype)
+def _add_rest(
+    operands: Operands, case: Case, rows: RowCoefficients, dhidden: Array, dweight: Array, interpret: Any
+) -> tuple[Array, Array]:
+    """The part of the true columns behind those that the products cover: fewer than a step and a tail."""
+    shape, options = _config.geometry(case), case.options
+    covered = _covered_columns(operands, case)
+    width = shape.tail
+    if operands.num_columns is not None:
+        width += _config.tiles(case, "dhidden").tile_k
+    column = covered + jnp.arange(width, dtype=jnp.int32)
+    live = column < (case.vocab_size if operands.num_columns is None else operands.num_columns)
+    weight = jnp.take(operands.weight, column, axis=options.vocab_dim, mode="clip")
+    weight = _math.without_padding(weight, live, options)
+    raw = _dot(operands.hidden, weight, options.hidden_dim)
+    z, dcap = _math.transform_logits(raw, options, operands.inverse_temperature)
+    d = _math.dlogits(z, dcap, rows, operands.targets - covered, live).astype(case.dtype)
+    dhidden = dhidden + _dot(d, weight, options.vocab_dim)
+    if case.vocab_size % ATOM_ROWS:
+        part = _dot(d.T, operands.hidden, 0).astype(case.dtype)
+        return dhidden, dweight.at[column].set(part, mode="drop")
+    # XLA (0.11.2) cannot compile an update behind a kernel's; behind these columns are zeros and the end.
+    prepared = _operands.prepare(operands, case).hidden
+    d = jnp.pad(d, ((0, prepared.shape[0] - d.shape[0]), (0, -width % ROW_BLOCK)))
+    return dhidden, _products.write_dweight(dweight, d, prepared, case, covered, d.shape[0], interpret)
+
+
+def _dot(left: Array, right: Array, right_dim: int) -> Float[Array, "m n"]:
+    """A product in fp32; the last dimension of ``left`` is contracted."""
+    return lax.dot_general(left, right, (((1,), (right_dim,)), ((), ())), preferred_element_type=jnp.float32)

@@ -44,12 +44,12 @@ def dlogits(
 ) -> Float[Array, "T columns"]:
     """The gradient in ``columns`` raw products from vocabulary tile ``first_tile`` on, in the weight's dtype.
 
-    The exponentials have the relative precision of that dtype, which is the precision of the result.
+    The exponentials have the relative precision of that dtype, which is the precision of the result. Whole tiles, zero
+    on padding; row blocks without a live row, which the forward did not keep, are left unwritten.
     """
-    live_blocks = jnp.int32(_config.geometry(case).row_blocks)
-    if prepared.num_rows is not None:  # the forward left the row blocks behind these unwritten
-        live_blocks = -(-prepared.num_rows // ROW_BLOCK)
-    output = jax.ShapeDtypeStruct((_config.geometry(case).tokens, columns), case.dtype)
+    tokens = _config.geometry(case).tokens
+    num_rows = jnp.int32(tokens) if prepared.num_rows is None else prepared.num_rows
+    output = jax.ShapeDtypeStruct((tokens, -(-columns // TILE_N) * TILE_N), case.dtype)
     (result,) = _compat.mosaic_kernel(
         functools.partial(_kernel, case),
         out_type=[output],
@@ -65,7 +65,7 @@ def dlogits(
         prepared.scale,
         prepared.targets,
         prepared.holds_target,
-        jnp.stack([live_blocks, jnp.asarray(first_tile, jnp.int32)]),
+        jnp.stack([-(-num_rows // WARPGROUP_ROWS), jnp.asarray(first_tile, jnp.int32)]),
     )
     return result
 
@@ -78,12 +78,12 @@ def _kernel(
     scale: Any,  # [Tp]
     targets: Any,  # [Tp]
     holds_target: Any,  # [row blocks, tiles of the shard]
-    scalars: Any,  # live row blocks, first tile
+    scalars: Any,  # live blocks of rows, first tile
     output: Any,  # [T, columns]
 ) -> None:
     live_blocks, first_tile = scalars[0], scalars[1]
-    per_row_block = -(-output.shape[1] // COLUMNS)
-    units = -(-output.shape[0] // WARPGROUP_ROWS) * per_row_block
+    per_row_block = output.shape[1] // COLUMNS
+    units = live_blocks * per_row_block
     first, stride = lax.axis_index("block"), lax.axis_size("block")
 
     def position(step: Any) -> tuple[Any, Any]:
@@ -101,21 +101,14 @@ def _kernel(
         tile = first_tile + lax.div(column_block, jnp.int32(TILE_N // COLUMNS))
         cta_rows = lax.div(row_block, jnp.int32(ROW_BLOCK // WARPGROUP_ROWS))
 
-        def gradient() -> Array:
-            shift, target, constant = (load(factors.at[i]) for i in range(3))
-            slope = load(factors.at[3]) if factors.shape[0] == 4 else None
-            rows = RowFactors(shift, target, constant, slope)
-            column = first_tile * TILE_N + column_block * COLUMNS
-            label = load(targets) - column
-            highest = load(tile_max.at[tile])
-            row_scale = load(scale) if case.options.logit_softcap is not None else None
-            e = plgpu.load(e_ref, layout=_pipeline.MATRIX, optimized=False).astype(jnp.float32)
-            return _gradient(e, rows, highest, row_scale, label, holds_target[cta_rows, tile] > 0, output.dtype)
-
-        def zeros() -> Array:
-            return plgpu.layout_cast(jnp.zeros(BLOCK, jnp.float32), _pipeline.MATRIX)
-
-        d = lax.cond(cta_rows < live_blocks, gradient, zeros)
+        shift, target, constant = (load(factors.at[i]) for i in range(3))
+        slope = load(factors.at[3]) if factors.shape[0] == 4 else None
+        rows = RowFactors(shift, target, constant, slope)
+        label = load(targets) - (first_tile * TILE_N + column_block * COLUMNS)
+        row_scale = load(scale) if case.options.logit_softcap is not None else None
+        e = plgpu.load(e_ref, layout=_pipeline.MATRIX, optimized=False).astype(jnp.float32)
+        holds = holds_target[cta_rows, tile] > 0
+        d = _gradient(e, rows, load(tile_max.at[tile]), row_scale, label, holds, output.dtype)
         slot = lax.rem(index[0], jnp.int32(STAGING_SLOTS))
         plgpu.wait_smem_to_gmem(STAGING_SLOTS - 1, wait_read_only=True)
         slots[slot] = d.astype(output.dtype)
@@ -129,7 +122,7 @@ def _kernel(
     def run(slots: Any) -> None:
         plgpu.emit_pipeline(
             functools.partial(body, slots),
-            grid=(lax.div(units - 1 - first, stride) + 1,),
+            grid=(lax.div(jnp.maximum(units - 1 - first + stride, 0), stride),),
             in_specs=[plgpu.BlockSpec(BLOCK, cached_block, transforms=_pipeline.swizzled(TILE_N, itemsize))],
             max_concurrent_steps=STAGES,
         )(exponentials)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from lce_jax._types import Case, Plan, format_bytes
 
@@ -38,6 +39,7 @@ class Tiles:
     cluster: int = 1  # kernel blocks, one below the other, that load each vocabulary tile once between them
     snake: int = 16  # tiles that run along ``minor`` before the other dimension moves: what L2 sees reused
     minor: int = 0  # 0: row blocks, 1: vocabulary tiles
+    in_flight: int = 0  # steps, 0 or 1, whose products run on while a warpgroup waits for the next operands
     columns: int = STAGING_COLUMNS  # columns of the epilogue's inner step, where nothing is stored
 
     def smem_bytes(self, itemsize: int, staged: bool) -> int:
@@ -52,41 +54,31 @@ class Tiles:
         return sum(-(-size // SMEM_ALIGNMENT) * SMEM_ALIGNMENT for size in sizes) + barriers
 
 
-# Best of a sweep over tile_k, stages, cluster, snake and minor on the device named: bf16, V = 151936, T = 4096, 8192.
-# An entry serves hidden sizes from its own on.
-TUNED: dict[tuple[str, str], tuple[tuple[int, Tiles], ...]] = {
-    ("NVIDIA H200", "forward"): ((1024, Tiles(tile_k=128, stages=2, cluster=2)),),
-    ("NVIDIA H200", "dlogits"): (
-        (1024, Tiles(tile_k=64, stages=4)),
-        (4096, Tiles(tile_k=128, stages=2, cluster=2)),
-    ),
+# By kernel: "forward" and "dlogits" contract H, "dhidden" the vocabulary, "dweight" the tokens. The best of a dozen at
+# (8192, 1024, 151936) and (8192, 4096, 131072) on an H200, all timed in turn in one process.
+TILES = {
+    "forward": Tiles(tile_k=128, stages=2, cluster=2),
+    "dlogits": Tiles(tile_k=64, stages=4),
+    "dhidden": Tiles(tile_k=64, stages=4, cluster=2, in_flight=1),
+    "dweight": Tiles(tile_k=64, stages=4, cluster=2, in_flight=1),
 }
+# What does better on a device (by kind and kernel), from a hidden size on: `python -m lce_jax.bench --sweep` finds it.
+TUNED: dict[tuple[str, str], tuple[tuple[int, Tiles], ...]] = {}
+MAX_SPLITS = 4  # of dhidden's contraction over the vocabulary
 
 
 def tiles(case: Case, kernel: str) -> Tiles:
-    """The tiles of ``kernel`` ("forward" or "dlogits"): tuned for the device and hidden size, else derived."""
-    choice = _derived_tiles(case.hidden_size)
+    """The tiles of a kernel: tuned for the device and hidden size, else those that serve every Hopper GPU."""
+    choice = TILES[kernel]
     for least, tuned in TUNED.get((case.device_kind, kernel), ()):
-        if case.hidden_size >= least and steps_divide(case, tuned):
+        if case.hidden_size >= least:
             choice = tuned
+    if case.hidden_size % choice.tile_k and kernel in ("forward", "dlogits"):  # half a step would be multiplied in vain
+        choice = dataclasses.replace(choice, tile_k=choice.tile_k // 2, stages=choice.stages * 2)
     blocks = geometry(case).row_blocks
-    if choice.cluster > 1 and blocks % choice.cluster and blocks < LARGE:
+    if kernel != "dweight" and choice.cluster > 1 and blocks % choice.cluster and blocks < LARGE:
         choice = dataclasses.replace(choice, cluster=1)  # a cluster's missing row block would cost too much
     return choice
-
-
-def _derived_tiles(hidden_size: int) -> Tiles:
-    """Two deep stages where they divide H, else single swizzle atoms in as many stages, up to four, as divide it."""
-    if hidden_size % 256 == 0:
-        return Tiles(tile_k=128, stages=2, cluster=2)
-    steps = hidden_size // 64
-    stages = next((n for n in (4, 3, 2) if steps % n == 0), min(4, steps))
-    return Tiles(tile_k=64, stages=stages)
-
-
-def steps_divide(case: Case, choice: Tiles) -> bool:
-    """Whether a tile's steps fill the stages a whole number of times, so that tiles may follow without a gap."""
-    return case.hidden_size % (choice.tile_k * choice.stages) == 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,6 +105,17 @@ def geometry(case: Case) -> Geometry:
     return Geometry(tokens, -(-tokens // ROW_BLOCK), columns, tail, -(-columns // TILE_N))
 
 
+def sums_shape(case: Case) -> tuple[int, int, int]:
+    """What dhidden is summed in: whole tiles, and several arrays where one has too few tiles to fill the cores."""
+    rows, columns = geometry(case).padded_tokens, -(-case.hidden_size // TILE_N) * TILE_N
+    num_tiles = rows // ROW_BLOCK * (columns // TILE_N)
+
+    def waves(splits: int) -> float:
+        return -(-num_tiles * splits // case.core_count) / splits
+
+    return min(range(1, MAX_SPLITS + 1), key=waves), rows, columns
+
+
 def walk(case: Case, num_fields: int) -> int:
     """Vocabulary tiles per unit of work, so that the partial statistics stay within STATISTICS_BYTES."""
     shape = geometry(case)
@@ -137,10 +140,8 @@ def chunk_tiles(case: Case, num_tiles: int) -> int:
     """
     shape = geometry(case)
     tile_bytes = shape.tokens * TILE_N * case.dtype.itemsize
-    budget = max(TEMPORARY_BYTES - shape.tokens * case.hidden_size * 4, CHUNK_COLUMNS // TILE_N * tile_bytes)
+    budget = max(TEMPORARY_BYTES - math.prod(sums_shape(case)) * 4, CHUNK_COLUMNS // TILE_N * tile_bytes)
     most = min(num_tiles, budget // tile_bytes)
-    if num_tiles < shape.tiles:
-        most = min(most, max(1, num_tiles // 2))  # XLA unrolls a loop of one step, and then copies what it updates
 
     def cost(chunk: int) -> float:
         whole, rest = divmod(num_tiles, chunk)
@@ -183,7 +184,12 @@ def _shape_refusal(case: Case) -> str | None:
         return f"V must be at least {TILE_N}, one tile, got {case.vocab_size}"
     if case.options.weight_layout == "hv" and case.vocab_size % COLUMN_GRAIN:
         return f'weight_layout="hv" needs V to be a multiple of {COLUMN_GRAIN}, got {case.vocab_size}'
-    for kernel, staged in (("forward", case.options.cache_bytes > 0), ("dlogits", True)):
+    for kernel, staged in (
+        ("forward", case.options.cache_bytes > 0),
+        ("dlogits", True),
+        ("dhidden", False),
+        ("dweight", True),
+    ):
         needed = tiles(case, kernel).smem_bytes(case.dtype.itemsize, staged)
         if needed > SMEM_LIMIT:
             return (
@@ -217,9 +223,7 @@ def plan(case: Case, name: str) -> Plan:
     if shape.tail:
         notes.append(f"the last {shape.tail} columns of the vocabulary go through plain XLA")
     if case.vocab_size % ATOM_ROWS:
-        notes.append("V is no multiple of 8: the backward may copy the weight, one chunk at a time")
-    if options.weight_layout == "hv":
-        notes.append('weight_layout="hv": the backward copies the weight and its gradient, one chunk at a time')
+        notes.append("V is no multiple of 8: the backward copies the weight and its gradient, one chunk at a time")
     return Plan(
         implementation=name,
         refused={},
@@ -234,7 +238,7 @@ def plan(case: Case, name: str) -> Plan:
             "backward chunk": chunk,
         },
         forward_bytes=-(-shape.tiles // walk(case, fields)) * fields * rows + compacted + padded,
-        backward_bytes=shape.tokens * (chunk * itemsize + case.hidden_size * 4) + 2 * compacted + padded,
+        backward_bytes=shape.tokens * chunk * itemsize + math.prod(sums_shape(case)) * 4 + 2 * compacted + padded,
         kept_bytes=case.statistics_bytes + cached * cached_tile_bytes(case),
         logits_bytes=case.num_tokens * case.vocab_size * 4,
         notes=tuple(notes),

@@ -13,20 +13,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax._compat import pl, plgpu
+from lce_jax._compat import plgpu
 from lce_jax._types import Case
 from lce_jax.mosaic import _config, _pipeline
 from lce_jax.mosaic._config import (
     ATOM_ROWS,
-    COMPUTE_WARPGROUPS,
-    ROW_BLOCK,
     STAGING_COLUMNS,
-    STAGING_SLOTS,
     TILE_N,
     WARPGROUP_ROWS,
 )
 from lce_jax.mosaic._operands import PADDING, Prepared, RowFactors
-from lce_jax.mosaic._pipeline import Grid, Tile, along_rows
+from lce_jax.mosaic._pipeline import Logits, Tile, along_rows
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
@@ -39,20 +36,20 @@ def dlogits(
 ) -> Float[Array, "T columns"]:
     """The gradient in ``columns`` raw products from vocabulary tile ``first_tile`` on, in the weight's dtype.
 
-    Rows outside the live row blocks are zeros: the gradient products read them.
+    Whole tiles, zero on columns that are padding or none at all. Row blocks without a live row are left unwritten.
     """
     shape = _config.geometry(case)
-    grid = Grid(case, _config.tiles(case, "dlogits"), -(-columns // TILE_N))
-    output = jax.ShapeDtypeStruct((shape.tokens, columns), case.dtype)
+    spec = _pipeline.logits(case, "dlogits", -(-columns // TILE_N))
+    output = jax.ShapeDtypeStruct((shape.tokens, spec.num_tiles * TILE_N), case.dtype)
     scalars = jnp.stack(
-        [_pipeline.live_groups(grid, prepared.num_rows), prepared.num_columns, jnp.asarray(first_tile, jnp.int32)]
+        [_pipeline.live_groups(spec, prepared.num_rows), prepared.num_columns, jnp.asarray(first_tile, jnp.int32)]
     )
     weight = prepared.weight
     if case.vocab_size % ATOM_ROWS:  # TMA counts whole atoms: a view of the chunk alone, which XLA need not copy
         weight = lax.dynamic_slice_in_dim(weight, first_tile * TILE_N, columns)
     factors = jnp.stack(jax.tree.leaves(rows))
-    compacted = prepared.num_rows is not None
-    (result,) = _pipeline.launch(functools.partial(_kernel, grid, compacted), [output], grid, "lce_dlogits", interpret)(
+    run = _pipeline.kernel(spec.matmul, functools.partial(_kernel, spec), [output], "lce_dlogits", interpret)
+    (result,) = run(
         prepared.hidden,
         weight,
         prepared.targets,
@@ -66,8 +63,7 @@ def dlogits(
 
 
 def _kernel(
-    grid: Grid,
-    compacted: bool,
+    spec: Logits,
     hidden: Any,  # [T, H]
     weight: Any,  # [V, H] or [H, V]; the chunk's own part where V is no multiple of 8
     targets: Any,  # [Tp]
@@ -80,33 +76,33 @@ def _kernel(
 ) -> None:
     live_groups, num_columns, first_tile = (scalars[i] for i in range(3))
     first_column = first_tile * TILE_N
+    case = spec.matmul.case
+    options = case.options
 
-    def context(tile: Tile, multiply: Any, slots: Any) -> None:
+    def consume(tile: Tile, multiply: Any, slots: Any) -> None:
         row_scale = _pipeline.load_rows(scale, tile.rows)
         shift, at_target, constant = (_pipeline.load_rows(factors.at[i], tile.rows) for i in range(3))
         slope = _pipeline.load_rows(factors.at[3], tile.rows) if factors.shape[0] == 4 else None
         rows = RowFactors(shift, at_target, constant, slope)
         column = first_column + tile.column
         target = _pipeline.load_rows(targets, tile.rows) - column
-        holds = holds_target[tile.row_block, first_tile + tile.position] > 0
+        holds = holds_target[tile.place.row_block, first_tile + tile.place.position] > 0
         z = multiply()
-        cap = grid.case.options.logit_softcap
+        cap = options.logit_softcap
         if cap is not None:
-            z = _pipeline.softcap(z, cap, grid.case.options)
+            z = _pipeline.softcap(z, cap, options)
         z = _pipeline.without_padding(z, column, num_columns, mask, PADDING)
         for i in range(TILE_N // STAGING_COLUMNS):
             start = i * STAGING_COLUMNS
             block = z[:, start : start + STAGING_COLUMNS]
             d = _block_gradient(block, row_scale, rows, target - start, holds)
             d = d if cap is None else d * (1.0 - block * block)
-            _pipeline.send(d, i % STAGING_SLOTS, slots, tile, output, tile.column + start)
+            _pipeline.send(d, i, slots, tile.rows, output, tile.column + start)
 
     slots = _pipeline.staging(output.shape[1], output.dtype)
-    weight_start = first_column if grid.case.vocab_size % ATOM_ROWS == 0 else 0
-    _pipeline.walk_tiles(grid, hidden, weight, weight_start, live_groups, context, slots)
+    weight_start = first_column if case.vocab_size % ATOM_ROWS == 0 else 0
+    _pipeline.walk_logits(spec, hidden, weight, weight_start, live_groups, consume, slots)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    if compacted:
-        _zero_dead_blocks(grid, live_groups * grid.tiles.cluster, output)
 
 
 def _block_gradient(z: Array, row_scale: Array, rows: RowFactors, target: Array, holds: Any) -> Array:
@@ -123,28 +119,3 @@ def _block_gradient(z: Array, row_scale: Array, rows: RowFactors, target: Array,
         return jnp.where(hit, d + along_rows(rows.target, STAGING_COLUMNS), d)
 
     return lax.cond(holds, add_target, lambda: d)
-
-
-def _zero_dead_blocks(grid: Grid, live_blocks: Any, output: Any) -> None:
-    """Zeros in every row block that no tile was computed for."""
-    dead = jnp.maximum(_config.geometry(grid.case).row_blocks - live_blocks, 0)
-    warpgroup = lax.axis_index("wg")
-
-    @functools.partial(pl.run_scoped, slots=_pipeline.staging(output.shape[1], output.dtype), collective_axes="wg")
-    def fill(slots: Any) -> None:
-        def fill_rows() -> None:
-            slots[warpgroup, 0] = plgpu.layout_cast(jnp.zeros(BLOCK, output.dtype), _pipeline.MATRIX)
-            plgpu.commit_smem()
-
-            def send_zeros(info: Any) -> None:
-                block, column = info.index
-                row = (live_blocks + block) * ROW_BLOCK + warpgroup * WARPGROUP_ROWS
-                plgpu.copy_smem_to_gmem(
-                    slots.at[warpgroup, 0],
-                    output.at[pl.ds(row, WARPGROUP_ROWS), pl.ds(column * STAGING_COLUMNS, STAGING_COLUMNS)],
-                )
-
-            plgpu.nd_loop((dead, -(-output.shape[1] // STAGING_COLUMNS)), collective_axes=("sm", "cluster"))(send_zeros)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-        pl.when(warpgroup < COMPUTE_WARPGROUPS)(fill_rows)

@@ -19,9 +19,9 @@ from lce_jax._compat import plgpu
 from lce_jax._types import Case, Operands, Options, ShardStatistics
 from lce_jax.mosaic import _config, _mean, _operands, _pipeline
 from lce_jax.mosaic._cached import FP16_SHIFT, Cache
-from lce_jax.mosaic._config import ATOM_ROWS, STAGING_COLUMNS, STAGING_SLOTS, TILE_N, WARPGROUP_ROWS
+from lce_jax.mosaic._config import ATOM_ROWS, STAGING_COLUMNS, TILE_N, WARPGROUP_ROWS
 from lce_jax.mosaic._operands import FLOOR, LOG2E, PADDING, Prepared
-from lce_jax.mosaic._pipeline import Grid, Tile
+from lce_jax.mosaic._pipeline import Logits, Tile
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
@@ -82,8 +82,8 @@ def _launch(
     """Partial statistics of tiles [first_tile, first_tile + num_tiles), and their cache."""
     shape, options = _config.geometry(case), case.options
     fields = 3 + options.entropy + options.stats
-    grid = Grid(case, _config.tiles(case, "forward"), num_tiles, min(num_tiles, _config.walk(case, fields)))
-    outputs = [jax.ShapeDtypeStruct((grid.num_units, fields, shape.padded_tokens), jnp.float32)]
+    spec = _pipeline.logits(case, "forward", num_tiles, min(num_tiles, _config.walk(case, fields)))
+    outputs = [jax.ShapeDtypeStruct((spec.num_units, fields, shape.padded_tokens), jnp.float32)]
     if save:
         outputs.append(jax.ShapeDtypeStruct((shape.tokens, num_tiles * TILE_N), case.dtype))
         outputs.append(jax.ShapeDtypeStruct((num_tiles, shape.padded_tokens), jnp.float32))
@@ -91,15 +91,16 @@ def _launch(
     atoms = case.vocab_size // ATOM_ROWS * ATOM_ROWS
     weight = lax.slice_in_dim(prepared.weight, 0, atoms, axis=options.vocab_dim)
     name = "lce_statistics_cached" if save else "lce_statistics"
-    scalars = jnp.stack([_pipeline.live_groups(grid, prepared.num_rows), prepared.num_columns])
-    part, *kept = _pipeline.launch(functools.partial(_kernel, grid, first_tile, save), outputs, grid, name, interpret)(
+    scalars = jnp.stack([_pipeline.live_groups(spec, prepared.num_rows), prepared.num_columns])
+    run = _pipeline.kernel(spec.matmul, functools.partial(_kernel, spec, first_tile, save), outputs, name, interpret)
+    part, *kept = run(
         prepared.hidden, weight, prepared.targets, prepared.scale, prepared.holds_target, prepared.mask, scalars
     )
     return part, Cache(*kept) if save else None
 
 
 def _kernel(
-    grid: Grid,
+    spec: Logits,
     first_tile: int,
     save: bool,
     hidden: Any,  # [T, H]
@@ -113,17 +114,18 @@ def _kernel(
     exponentials: Any = None,  # [T, columns of the launch]
     tile_max: Any = None,  # [tiles of the launch, Tp]
 ) -> None:
-    options = grid.case.options
+    options = spec.matmul.case.options
     first_column = first_tile * TILE_N
     num_columns = scalars[1]
 
-    def context(tile: Tile, multiply: Any, slots: Any) -> None:
+    def consume(tile: Tile, multiply: Any, slots: Any) -> None:
         row_scale = _pipeline.load_rows(scale, tile.rows)
         target = _pipeline.load_rows(targets, tile.rows) - (first_column + tile.column)
-        holds = holds_target[tile.row_block, first_tile + tile.position] > 0
+        place = tile.place
+        holds = holds_target[place.row_block, first_tile + place.position] > 0
         before = None
-        if grid.walk > 1:
-            before = [_pipeline.load_rows(partial.at[tile.unit, i], tile.rows) for i in range(partial.shape[1])]
+        if spec.walk > 1:
+            before = [_pipeline.load_rows(partial.at[place.unit, i], tile.rows) for i in range(partial.shape[1])]
         z = multiply()
         if options.logit_softcap is not None:
             z = _pipeline.softcap(z, options.logit_softcap, options)
@@ -135,19 +137,19 @@ def _kernel(
             at_target = _target_logit(z, target, holds)
             send = functools.partial(_send_exponentials, slots, tile, exponentials)
             sumexp, weighted = _sums(z, row_scale, highest, options, STAGING_COLUMNS, send)
-            tile_max.at[tile.position, tile.rows][...] = highest
+            tile_max.at[place.position, tile.rows][...] = highest
         else:
-            sumexp, weighted = _sums(z, row_scale, highest, options, grid.tiles.columns, None)
+            sumexp, weighted = _sums(z, row_scale, highest, options, spec.matmul.tiles.columns, None)
             at_target = _target_logit(z, target, holds)
         stats = ShardStatistics(highest, sumexp, weighted, at_target * row_scale, lowest)
         if before is not None:
             before = jax.tree.unflatten(jax.tree.structure(stats), before)
-            stats = lax.cond(tile.step > 0, functools.partial(_join, before, stats), lambda: stats)
+            stats = lax.cond(place.step > 0, functools.partial(_join, before, stats), lambda: stats)
         for i, field in enumerate(jax.tree.leaves(stats)):
-            partial.at[tile.unit, i, tile.rows][...] = field
+            partial.at[place.unit, i, tile.rows][...] = field
 
-    slots = _pipeline.staging(TILE_N, grid.case.dtype) if save else None
-    _pipeline.walk_tiles(grid, hidden, weight, first_column, scalars[0], context, slots)
+    slots = _pipeline.staging(TILE_N, hidden.dtype) if save else None
+    _pipeline.walk_logits(spec, hidden, weight, first_column, scalars[0], consume, slots)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
@@ -169,7 +171,7 @@ def _sums(
 def _send_exponentials(slots: Any, tile: Tile, output: Any, i: int, e: Array) -> None:
     if output.dtype == jnp.float16:
         e = e * 2.0**FP16_SHIFT
-    _pipeline.send(e, i % STAGING_SLOTS, slots, tile, output, tile.column + i * STAGING_COLUMNS)
+    _pipeline.send(e, i, slots, tile.rows, output, tile.column + i * STAGING_COLUMNS)
 
 
 def _target_logit(z: Array, target: Array, holds: Any) -> Array:

@@ -1,8 +1,13 @@
-"""What both kernels share: the persistent grid, the walk over tiles of hidden·weightᵀ, and its operand pipeline.
+"""What the kernels with tensor cores share: the persistent blocks, their walk over tiles, the pipeline of operands.
 
-A block is one memory warpgroup, which keeps the operand stages full by TMA, and two compute warpgroups, each with a
-[64, 256] accumulator: 64 rows of the same 256 vocabulary columns. The memory warpgroup runs on into the next tile
-while the compute warpgroups are in the epilogue of the last.
+A block is one memory warpgroup, which copies tiles of both operands into a ring of stages by TMA, and two compute
+warpgroups, each with a [64, 256] accumulator: 64 of a tile's 128 rows.
+
+    memory     … wait until stage s is consumed, start its copies; s + 1 …
+    compute    … wait until stage s is produced, multiply, hand it back; s + 1 …
+
+The steps are counted through all tiles of a block. So the next tile's operands arrive during the epilogue of the last,
+however many steps a tile has, and the warpgroup that leaves its epilogue first runs ahead of the other by a ring.
 """
 
 from __future__ import annotations
@@ -36,6 +41,7 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
 
 MEMORY_REGISTERS = 40  # a thread of the memory warpgroup; the compute warpgroups share the others
+COMPUTE_REGISTERS = (512 - MEMORY_REGISTERS) // COMPUTE_WARPGROUPS // 8 * 8
 ACCUMULATOR = (WARPGROUP_ROWS, TILE_N)
 
 MATRIX = plgpu.Layout.WGMMA
@@ -44,179 +50,247 @@ PER_COLUMN = MATRIX.reduce(0)
 
 
 @dataclasses.dataclass(frozen=True)
-class Grid:
-    """One launch: tiles [first_tile, first_tile + num_tiles) of the vocabulary, ``walk`` of them per unit of work."""
+class Matmul:
+    """The static part of a kernel: its tiles, and which dimension of lhs and of rhs is contracted."""
 
     case: Case
     tiles: Tiles
+    lhs_k: int
+    rhs_k: int
+
+
+class Tile(NamedTuple):
+    """One [128, 256] tile of a product, a contraction of ``num_steps`` steps."""
+
+    row: Int[Array, ""]  # of lhs, and of the result
+    column: Int[Array, ""]  # of rhs, wherever its first one is
+    num_steps: Any
+    first_step: Any = 0
+    place: Any = None  # what else the epilogue needs to know
+
+    @property
+    def rows(self) -> Any:
+        """The 64 rows of this warpgroup."""
+        return pl.ds(self.row + lax.axis_index("wg") * WARPGROUP_ROWS, WARPGROUP_ROWS)
+
+
+class Origin(NamedTuple):
+    """Where in rhs the columns and the contraction begin: multiples of TILE_N."""
+
+    column: Any = 0
+    k: Any = 0
+
+
+type Visit = Callable[[Tile, Any], Any]  # takes a tile and the steps before it, returns the steps up to the next
+
+
+def walk_tiles(
+    matmul: Matmul,
+    lhs: Any,
+    rhs: Any,
+    origin: Origin,
+    tiles: Callable[[Visit], Any],
+    consume: Callable[[Tile, Callable[[], Float[Array, "64 256"]], Any], None],
+    scratch: Any = None,
+) -> None:
+    """Calls ``consume(tile, multiply, scratch)`` in both compute warpgroups for every tile that ``tiles`` visits.
+
+    ``consume`` loads what its epilogue needs, calls ``multiply()`` for its 64 rows of the product, and uses them.
+    ``tiles(visit)`` calls ``visit`` for the block's tiles in order, from 0 steps on, and returns what the last did.
+    """
+
+    @functools.partial(pl.run_scoped, ring=_ring(matmul, lhs, rhs), scratch=scratch, collective_axes="wg")
+    def run(ring: Any, scratch: Any) -> None:
+        def fetch() -> None:
+            plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
+
+            def visit(tile: Tile, before: Any) -> Any:
+                def step(i: Any, _: None) -> None:
+                    _fetch(matmul, ring, lhs, rhs, origin, tile, i, before)
+
+                lax.fori_loop(0, tile.num_steps, step, None)
+                return before + tile.num_steps
+
+            # A block must not leave before its neighbour's copies into it have landed.
+            total = tiles(visit)
+            first = jnp.maximum(total - matmul.tiles.stages, 0)
+            lax.fori_loop(first, total, lambda i, _: plgpu.barrier_wait(ring.consumed.at[_stage(matmul, i)]), None)
+
+        def compute() -> None:
+            plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+
+            def visit(tile: Tile, before: Any) -> Any:
+                consume(tile, lambda: _multiply(matmul, ring, tile, before), scratch)
+                return before + tile.num_steps
+
+            tiles(visit)
+
+        lax.cond(lax.axis_index("wg") == COMPUTE_WARPGROUPS, fetch, compute)
+
+
+class Ring(NamedTuple):
+    """The stages of a block in shared memory, and their barriers."""
+
+    lhs: Any  # [stages, 128, tile_k], or [stages, tile_k, 128]
+    rhs: Any  # [stages, tile_k, 256], or [stages, 256, tile_k]
+    produced: Any
+    consumed: Any
+
+
+def _ring(matmul: Matmul, lhs: Any, rhs: Any) -> Ring:
+    tiles, itemsize = matmul.tiles, matmul.case.dtype.itemsize
+    swizzle = min(_config.minor_tile(operand.shape[1], itemsize)[0] for operand in (lhs, rhs))  # wgmma takes one
+    transforms = swizzled(swizzle // itemsize, itemsize)
+    lhs_tile = (ROW_BLOCK, tiles.tile_k) if matmul.lhs_k == 1 else (tiles.tile_k, ROW_BLOCK)
+    rhs_tile = (TILE_N, tiles.tile_k) if matmul.rhs_k == 1 else (tiles.tile_k, TILE_N)
+    counts = {"num_arrivals": COMPUTE_WARPGROUPS, "num_barriers": tiles.stages}
+    shared = tiles.cluster > 1
+    return Ring(
+        plgpu.SMEM((tiles.stages, *lhs_tile), lhs.dtype, transforms=transforms),
+        plgpu.SMEM((tiles.stages, *rhs_tile), rhs.dtype, transforms=transforms),
+        plgpu.Barrier(num_arrivals=2, num_barriers=tiles.stages),
+        plgpu.ClusterBarrier(collective_axes=("cluster",), **counts) if shared else plgpu.Barrier(**counts),
+    )
+
+
+def _stage(matmul: Matmul, step: Any) -> Any:
+    return lax.rem(step, jnp.int32(matmul.tiles.stages))
+
+
+def _fetch(matmul: Matmul, ring: Ring, lhs: Any, rhs: Any, origin: Origin, tile: Tile, step: Any, before: Any) -> None:
+    """Starts the copies of one step once its stage is free; TMA fills what lies outside with zeros."""
+    stage, tile_k = _stage(matmul, before + step), matmul.tiles.tile_k
+    pl.when(before + step >= matmul.tiles.stages)(lambda: plgpu.barrier_wait(ring.consumed.at[stage]))
+    k = (tile.first_step + step) * tile_k
+    rows, depth = pl.ds(tile.row, ROW_BLOCK), pl.ds(k, tile_k)
+    source = lhs.at[rows, depth] if matmul.lhs_k == 1 else lhs.at[depth, rows]
+    plgpu.copy_gmem_to_smem(source, ring.lhs.at[stage], ring.produced.at[stage])
+    columns = pl.ds(pl.multiple_of(origin.column + tile.column, TILE_N), TILE_N)
+    depth = pl.ds(pl.multiple_of(origin.k + k, tile_k), tile_k)
+    source = rhs.at[columns, depth] if matmul.rhs_k == 1 else rhs.at[depth, columns]
+    shared = "cluster" if matmul.tiles.cluster > 1 else None  # each block of a cluster fetches its part for all
+    plgpu.copy_gmem_to_smem(source, ring.rhs.at[stage], ring.produced.at[stage], collective_axes=shared)
+
+
+def _multiply(matmul: Matmul, ring: Ring, tile: Tile, before: Any) -> Float[Array, "64 256"]:
+    """This warpgroup's part of a tile."""
+    rows = pl.ds(lax.axis_index("wg") * WARPGROUP_ROWS, WARPGROUP_ROWS)
+    in_flight = matmul.tiles.in_flight
+
+    def release(step: Any) -> None:
+        plgpu.barrier_arrive(ring.consumed.at[_stage(matmul, before + step)])
+
+    @functools.partial(pl.run_scoped, accumulator=plgpu.ACC(ACCUMULATOR, jnp.float32))
+    def product(accumulator: Any) -> Any:
+        def step(i: Any, _: None) -> None:
+            stage = _stage(matmul, before + i)
+            plgpu.barrier_wait(ring.produced.at[stage])
+            lhs = ring.lhs.at[stage, rows, :] if matmul.lhs_k == 1 else ring.lhs.at[stage, :, rows].T
+            rhs = ring.rhs.at[stage].T if matmul.rhs_k == 1 else ring.rhs.at[stage]
+            plgpu.wgmma(accumulator, lhs, rhs)
+            plgpu.wgmma_wait(in_flight)
+            if in_flight:
+                pl.when(i > 0)(lambda: release(i - 1))
+            else:
+                release(i)
+
+        lax.fori_loop(0, tile.num_steps, step, None)
+        if in_flight:
+            plgpu.wgmma_wait(0)
+            pl.when(jnp.int32(tile.num_steps) > 0)(lambda: release(tile.num_steps - 1))
+        return accumulator[...]
+
+    return product
+
+
+def snake_index(tiles: Tiles, index: Any, rows: Any, columns: Any) -> tuple[Any, Any]:
+    """The (row, column) of a linear index, in the order that reuses the most of L2."""
+    return plgpu.planar_snake(index, (rows, columns), tiles.minor, tiles.snake)
+
+
+@dataclasses.dataclass(frozen=True)
+class Logits:
+    """The product hidden · weightᵀ over ``num_tiles`` vocabulary tiles, ``walk`` of them per unit of work."""
+
+    matmul: Matmul
     num_tiles: int
     walk: int = 1
-
-    @property
-    def num_steps(self) -> int:
-        """Steps of a product over H."""
-        return self.case.hidden_size // self.tiles.tile_k
-
-    @property
-    def stages(self) -> int:
-        """Operand buffers: no more than there are steps."""
-        return min(self.tiles.stages, self.num_steps)
 
     @property
     def num_units(self) -> int:
         """Units of work per row block."""
         return -(-self.num_tiles // self.walk)
 
-    @property
-    def row_groups(self) -> int:
-        """Row blocks, or pairs of them where two kernel blocks share their vocabulary tile."""
-        return -(-_config.geometry(self.case).row_blocks // self.tiles.cluster)
 
-    @property
-    def num_clusters(self) -> int:
-        """Clusters of kernel blocks that run at a time."""
-        return self.case.core_count // self.tiles.cluster
-
-    @property
-    def least_groups(self) -> int:
-        """The fewest row groups that give every cluster the two tiles that overlapping needs."""
-        return -(-2 * self.num_clusters // self.num_units)
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether the operands of a tile are fetched during the epilogue of the one before."""
-        return _config.steps_divide(self.case, self.tiles) and self.least_groups <= self.row_groups
-
-
-class Tile(NamedTuple):
-    """Where a warpgroup's accumulator lies."""
+class Place(NamedTuple):
+    """Where a tile of logits stands."""
 
     row_block: Int[Array, ""]
     position: Int[Array, ""]  # of the vocabulary tile, in the launch
-    step: Int[Array, ""] | int  # in its unit of work
     unit: Int[Array, ""]
-    rows: Any  # slice of 64 tokens
-    column: Int[Array, ""]  # the first, in the launch
-    warpgroup: Int[Array, ""]
+    step: Any  # in its unit
 
 
-def walk_tiles(
-    grid: Grid,
-    hidden: Any,  # [T, H] in GMEM
-    weight: Any,  # [V, H] or [H, V] in GMEM
-    first_column: Any,
-    live_groups: Any,
-    context: Callable[[Tile, Callable[[], Float[Array, "64 256"]], Any], None],
-    scratch: Any,
+def logits(case: Case, kernel: str, num_tiles: int, walk: int = 1) -> Logits:
+    """The static part of a kernel that walks over logits."""
+    return Logits(Matmul(case, _config.tiles(case, kernel), 1, 1 - case.options.vocab_dim), num_tiles, walk)
+
+
+def walk_logits(
+    spec: Logits, hidden: Any, weight: Any, first_column: Any, live_groups: Any, consume: Any, scratch: Any
 ) -> None:
-    """Calls ``context(tile, multiply, scratch)`` for every tile of the live row groups.
+    """`walk_tiles` over the logits of the live row groups, from vocabulary column ``first_column`` on."""
+    tiles = spec.matmul.tiles
+    num_steps = -(-spec.matmul.case.hidden_size // tiles.tile_k)
 
-    ``context`` loads what its epilogue needs, calls ``multiply()`` for the tile's raw products, and consumes them.
-    """
-    by_vocab = grid.case.options.vocab_dim == 0
+    def visit_all(visit: Visit) -> Any:
+        def unit(info: Any, carry: Any) -> Any:
+            group, unit = snake_index(tiles, info.index[0], live_groups, spec.num_units)
+            row_block = group * tiles.cluster + lax.axis_index("cluster")
 
-    def ignore(*_: Any) -> None: ...
+            def step(i: Any, before: Any) -> Any:
+                position = unit * spec.walk + i
+                place = Place(row_block, position, unit, i)
+                return visit(Tile(row_block * ROW_BLOCK, position * TILE_N, num_steps, place=place), before)
 
-    @functools.partial(
-        pl.run_scoped,
-        buffers=_operand_pipeline(grid, ignore, ignore, None).get_allocations(hidden, weight),
-        scratch=scratch,
-        collective_axes="wg",
-    )
-    def scope(buffers: Any, scratch: Any) -> None:
-        warpgroup = lax.axis_index("wg")
+            if spec.walk == 1:
+                return step(0, carry)
+            return lax.fori_loop(0, jnp.minimum(spec.walk, spec.num_tiles - unit * spec.walk), step, carry)
 
-        def unit(info: Any) -> None:
-            group, unit = plgpu.planar_snake(
-                info.index[0], (live_groups, grid.num_units), grid.tiles.minor, grid.tiles.snake
-            )
-            row_block = group * grid.tiles.cluster + lax.axis_index("cluster")
-            first_row = row_block * ROW_BLOCK
-            length = jnp.minimum(grid.walk, grid.num_tiles - unit * grid.walk)
+        return plgpu.nd_loop((live_groups * spec.num_units,), collective_axes="sm", init_carry=jnp.int32(0))(unit)
 
-            def step(i: Any) -> None:
-                index = unit * grid.walk + i
-                column = index * TILE_N
-                tile = Tile(
-                    row_block=row_block,
-                    position=index,
-                    step=i,
-                    unit=unit,
-                    rows=pl.ds(first_row + warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS),
-                    column=column,
-                    warpgroup=warpgroup,
-                )
-                columns = pl.ds(pl.multiple_of(first_column + column, ATOM_ROWS), TILE_N)
-                pipeline = _operand_pipeline(
-                    grid,
-                    functools.partial(_multiply_step, grid, warpgroup),
-                    lambda run: context(tile, functools.partial(_multiply, run), scratch),
-                    _pipeline_state(info, i, length) if grid.overlaps else None,
-                )
-                pipeline(
-                    hidden.at[pl.ds(first_row, ROW_BLOCK), :],
-                    weight.at[columns, :] if by_vocab else weight.at[:, columns],
-                    allocations=buffers,
-                )
-
-            if grid.walk == 1:
-                step(0)
-            else:
-                lax.fori_loop(0, length, lambda i, _: step(i), None)
-
-        plgpu.nd_loop((live_groups * grid.num_units,), collective_axes="sm")(unit)
+    walk_tiles(spec.matmul, hidden, weight, Origin(column=first_column), visit_all, consume, scratch)
 
 
-def _operand_pipeline(grid: Grid, body: Any, context: Any, state: Any) -> Any:
-    """The loop over H: the memory warpgroup's copies and the compute warpgroups' products."""
-    tile_k, itemsize = grid.tiles.tile_k, grid.case.dtype.itemsize
-    if grid.case.options.vocab_dim == 0:
-        weight_block, weight_index, minor = (TILE_N, tile_k), (lambda k: (0, k)), tile_k
-    else:
-        weight_block, weight_index, minor = (tile_k, TILE_N), (lambda k: (k, 0)), grid.case.vocab_size
-    transforms = swizzled(minor, itemsize)  # of both: wgmma takes one swizzle
-    spec = functools.partial(plgpu.BlockSpec, memory_space=plgpu.SMEM, transforms=transforms)
-    return plgpu.emit_pipeline_warp_specialized(
+def live_groups(spec: Logits, num_rows: Int[Array, ""] | None) -> Int[Array, ""]:
+    """The clusters of row blocks to compute: those with live rows."""
+    tokens = _config.geometry(spec.matmul.case).tokens if num_rows is None else num_rows
+    return -(-jnp.asarray(tokens, jnp.int32) // (spec.matmul.tiles.cluster * ROW_BLOCK))
+
+
+def kernel(
+    matmul: Matmul, body: Callable, outputs: list[jax.ShapeDtypeStruct], name: str, interpret: Any, **more: Any
+) -> Callable:
+    """``body`` on every multiprocessor: its cluster "sm", its place there "cluster", its warpgroups "wg"."""
+    return _compat.mosaic_kernel(
         body,
-        grid=(grid.num_steps,),
-        in_specs=[
-            spec((ROW_BLOCK, tile_k), lambda k: (0, k)),
-            spec(weight_block, weight_index, collective_axes=("cluster",) if grid.tiles.cluster > 1 else ()),
-        ],
-        memory_registers=MEMORY_REGISTERS,
-        max_concurrent_steps=grid.stages,
-        wg_axis="wg",
-        num_compute_wgs=COMPUTE_WARPGROUPS,
-        compute_context=context,
-        pipeline_state=state,
+        out_type=outputs,
+        grid=(matmul.case.core_count // matmul.tiles.cluster,),
+        grid_names=("sm",),
+        cluster=(matmul.tiles.cluster,),
+        cluster_names=("cluster",),
+        num_threads=COMPUTE_WARPGROUPS + 1,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            # No thread reads back what it wrote to shared memory, which is what automatic barriers are for.
+            unsafe_no_auto_barriers=True,
+            reduction_scratch_bytes=0,  # row sums need shuffles within four lanes only
+        ),
+        kernel_name=name,
+        interpret=interpret,
+        **more,
     )
-
-
-def _multiply(run_pipeline: Callable[[Any], Any]) -> Float[Array, "64 256"]:
-    """The raw products of a tile, once the pipeline has run over H."""
-
-    @functools.partial(pl.run_scoped, accumulator=plgpu.ACC(ACCUMULATOR, jnp.float32))
-    def product(accumulator: Any) -> Any:
-        run_pipeline(accumulator)
-        return accumulator[...]
-
-    return product
-
-
-def _multiply_step(grid: Grid, warpgroup: Any, _: Any, hidden: Any, weight: Any, accumulator: Any) -> Any:
-    """One step over H. Leaving its product in flight measured no faster: the other warpgroup fills the gap."""
-    rows = hidden.at[pl.ds(warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)]
-    plgpu.wgmma(accumulator, rows, weight.T if grid.case.options.vocab_dim == 0 else weight)
-    plgpu.wgmma_wait(0)
-    return accumulator
-
-
-def _pipeline_state(info: Any, step: Any, length: Any) -> Any:
-    """START for a block's first tile, STOP for its last, STEADY between."""
-    state = plgpu.PipelinePipeline
-    first = (info.local_index == 0) & (step == 0)
-    last = (info.local_index == info.num_local_steps - 1) & (step == length - 1)
-    return jnp.where(last, jnp.int32(state.STOP), jnp.where(first, jnp.int32(state.START), jnp.int32(state.STEADY)))
 
 
 def swizzled(extent: int, itemsize: int) -> tuple[Any, ...]:
@@ -231,34 +305,13 @@ def staging(columns: int, dtype: Any) -> Any:
     return plgpu.SMEM(shape, dtype, transforms=swizzled(columns, jnp.dtype(dtype).itemsize))
 
 
-def send(values: Float[Array, "64 64"], slot: int, slots: Any, tile: Tile, output: Any, column: Any) -> None:
+def send(values: Float[Array, "64 64"], block: int, slots: Any, rows: Any, output: Any, column: Any) -> None:
     """Rounds a block of columns and copies it to ``output[rows, column:]``; TMA drops what lies outside."""
+    slot = slots.at[lax.axis_index("wg"), block % STAGING_SLOTS]
     plgpu.wait_smem_to_gmem(STAGING_SLOTS - 1, wait_read_only=True)
-    slots[tile.warpgroup, slot] = values.astype(output.dtype)
+    slot[...] = values.astype(output.dtype)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(slots.at[tile.warpgroup, slot], output.at[tile.rows, pl.ds(column, STAGING_COLUMNS)])
-
-
-def launch(body: Callable, outputs: list[jax.ShapeDtypeStruct], grid: Grid, name: str, interpret: Any) -> Callable:
-    """The kernel on every multiprocessor."""
-    return _compat.mosaic_kernel(
-        body,
-        out_type=outputs,
-        grid=(grid.num_clusters,),
-        grid_names=("sm",),
-        cluster=(grid.tiles.cluster,),
-        cluster_names=("cluster",),
-        num_threads=COMPUTE_WARPGROUPS + 1,
-        thread_name="wg",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True,
-            # No thread reads back what it wrote to shared memory, which is what automatic barriers are for.
-            unsafe_no_auto_barriers=True,
-            reduction_scratch_bytes=0,  # row sums need shuffles within four lanes only
-        ),
-        kernel_name=name,
-        interpret=interpret,
-    )
+    plgpu.copy_smem_to_gmem(slot, output.at[rows, pl.ds(column, STAGING_COLUMNS)])
 
 
 def load_rows(ref: Any, rows: Any) -> Float[Array, "64"]:
@@ -291,11 +344,3 @@ def without_padding(z: Float[Array, "64 256"], column: Any, num_columns: Any, ma
 def softcap(z: Any, cap: float, options: Options) -> Any:
     """The tanh of eq. 0, to the last digits of fp32: the hardware's own tanh has eleven bits."""
     return 1.0 - 2.0 / (jnp.exp2(z * (2.0 * LOG2E * options.logit_scale / cap)) + 1.0)
-
-
-def live_groups(grid: Grid, num_rows: Int[Array, ""] | None) -> Int[Array, ""]:
-    """The row groups to compute: those with live rows, but no fewer than overlapping needs."""
-    if num_rows is None:
-        return jnp.int32(grid.row_groups)
-    least = grid.least_groups if grid.overlaps else 0
-    return jnp.maximum(-(-num_rows // (grid.tiles.cluster * ROW_BLOCK)), least).astype(jnp.int32)

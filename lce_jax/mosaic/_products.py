@@ -1,0 +1,155 @@
+"""The backward's two products of one chunk of dlogits, with the sum and the slices inside the kernel.
+
+    dhidden += dlogits · weight[chunk]          dweight[chunk] = dlogitsᵀ · hidden
+
+XLA would copy the chunk of the weight in front of its product and the chunk of dweight behind it. Here both are read
+and written where they lie, and the contraction ends with the last live column or row, known at run time.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from lce_jax._compat import pl, plgpu
+from lce_jax._types import Case
+from lce_jax.mosaic import _config, _pipeline
+from lce_jax.mosaic._config import ATOM_ROWS, ROW_BLOCK, STAGING_COLUMNS, TILE_N, WARPGROUP_ROWS
+from lce_jax.mosaic._pipeline import Matmul, Origin, Tile, Visit
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float
+
+
+def add_dhidden(
+    sums: Float[Array, "splits Tp Hp"],
+    dlogits: Float[Array, "T columns"],
+    weight: Float[Array, "V H"],
+    case: Case,
+    first_column: Any,
+    num_columns: Any,
+    num_rows: Any,
+    interpret: Any = None,
+) -> Float[Array, "splits Tp Hp"]:
+    """``sums`` plus the first ``num_columns`` columns' part in the first ``num_rows`` rows.
+
+    The contraction is cut into as many parts as there are arrays of sums.
+    """
+    matmul = Matmul(case, _config.tiles(case, "dhidden"), 1, case.options.vocab_dim)
+    scalars = _scalars(matmul, num_rows, num_columns, first_column)
+    run = _pipeline.kernel(
+        matmul,
+        functools.partial(_dhidden_kernel, matmul),
+        [jax.ShapeDtypeStruct(sums.shape, sums.dtype)],
+        "lce_dhidden",
+        interpret,
+        updated=3,
+    )
+    return run(dlogits, weight, scalars, sums)[0]
+
+
+def _dhidden_kernel(
+    matmul: Matmul,
+    dlogits: Any,  # [T, columns]
+    weight: Any,  # [V, H] or [H, V]
+    scalars: Any,  # groups of rows, steps of the contraction, first column of the chunk
+    sums: Any,  # [splits, Tp, Hp] as they were
+    output: Any,  # as they will be, in the same place
+) -> None:
+    groups, num_steps, first_column = (scalars[i] for i in range(3))
+    splits, _, width = sums.shape
+    per_split = -(-num_steps // splits)
+
+    def consume(tile: Tile, multiply: Any, _: None) -> None:
+        values = multiply()
+        blocks = [
+            (tile.place, tile.rows, pl.ds(tile.column + start, STAGING_COLUMNS))
+            for start in range(0, TILE_N, STAGING_COLUMNS)
+        ]
+        added = []  # all loads before the first store, behind which the compiler would keep them
+        for i, block in enumerate(blocks):
+            before = plgpu.load(sums.at[block], layout=_pipeline.MATRIX, optimized=False)
+            added.append(before + values[:, i * STAGING_COLUMNS : (i + 1) * STAGING_COLUMNS])
+        for block, value in zip(blocks, added, strict=True):
+            output.at[block][...] = value
+
+    tiles = functools.partial(_visit_all, matmul, groups, width // TILE_N, splits, per_split, num_steps)
+    _pipeline.walk_tiles(matmul, dlogits, weight, Origin(k=first_column), tiles, consume)
+
+
+def write_dweight(
+    dweight: Float[Array, "V H"],
+    dlogits: Float[Array, "T columns"],
+    hidden: Float[Array, "T H"],
+    case: Case,
+    first_column: Any,
+    num_rows: Any,
+    interpret: Any = None,
+) -> Float[Array, "V H"]:
+    """``dweight`` with the chunk's part written, from the first ``num_rows`` tokens."""
+    matmul = Matmul(case, _config.tiles(case, "dweight"), 0, 0)
+    lhs, rhs = (dlogits, hidden) if case.options.vocab_dim == 0 else (hidden, dlogits)
+    scalars = _scalars(matmul, lhs.shape[1], num_rows, first_column)
+    run = _pipeline.kernel(
+        matmul,
+        functools.partial(_dweight_kernel, matmul),
+        [jax.ShapeDtypeStruct(dweight.shape, dweight.dtype)],
+        "lce_dweight",
+        interpret,
+        updated=3,
+    )
+    return run(lhs, rhs, scalars, dweight)[0]
+
+
+def _dweight_kernel(
+    matmul: Matmul,
+    lhs: Any,  # dlogits [T, columns], or hidden [T, H]: what runs down the rows of dweight
+    rhs: Any,  # hidden [T, H], or dlogits [T, columns]
+    scalars: Any,  # groups of rows of the result, steps of the contraction, first column of the chunk
+    dweight: Any,  # [V, H] or [H, V]; the other chunks are in it already
+    output: Any,  # the same place
+) -> None:
+    del dweight
+    groups, num_steps, first_column = (scalars[i] for i in range(3))
+    first_row, first_column = (first_column, 0) if matmul.case.options.vocab_dim == 0 else (0, first_column)
+
+    def consume(tile: Tile, multiply: Any, slots: Any) -> None:
+        values = multiply()
+        row = first_row + tile.row + lax.axis_index("wg") * WARPGROUP_ROWS
+        rows = pl.ds(pl.multiple_of(row, ATOM_ROWS), WARPGROUP_ROWS)
+        for i, start in enumerate(range(0, TILE_N, STAGING_COLUMNS)):
+            column = pl.multiple_of(first_column + tile.column + start, STAGING_COLUMNS)
+            _pipeline.send(values[:, start : start + STAGING_COLUMNS], i, slots, rows, output, column)
+
+    slots = _pipeline.staging(output.shape[1], output.dtype)
+    tiles = functools.partial(_visit_all, matmul, groups, -(-rhs.shape[1] // TILE_N), 1, num_steps, num_steps)
+    _pipeline.walk_tiles(matmul, lhs, rhs, Origin(), tiles, consume, slots)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _scalars(matmul: Matmul, num_rows: Any, depth: Any, first_column: Any) -> Array:
+    """Groups of rows and steps of the contraction, as far as they are live, and where the chunk begins."""
+    groups = -(-jnp.asarray(num_rows, jnp.int32) // (matmul.tiles.cluster * ROW_BLOCK))
+    steps = -(-jnp.asarray(depth, jnp.int32) // matmul.tiles.tile_k)
+    return jnp.stack([groups, steps, jnp.asarray(first_column, jnp.int32)])
+
+
+def _visit_all(
+    matmul: Matmul, groups: Any, columns: int, splits: int, per_split: Any, num_steps: Any, visit: Visit
+) -> Any:
+    """Visits the tiles of the result, each ``splits`` times with its part of the contraction."""
+    area = groups * columns
+
+    def tile(info: Any, carry: Any) -> Any:
+        split = lax.div(info.index[0], area)
+        group, column = _pipeline.snake_index(matmul.tiles, lax.rem(info.index[0], area), groups, columns)
+        row_block = group * matmul.tiles.cluster + lax.axis_index("cluster")
+        first = split * per_split
+        count = jnp.clip(num_steps - first, 0, per_split)
+        return visit(Tile(row_block * ROW_BLOCK, column * TILE_N, count, first, place=split), carry)
+
+    return plgpu.nd_loop((area * splits,), collective_axes="sm", init_carry=jnp.int32(0))(tile)
