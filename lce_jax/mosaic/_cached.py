@@ -65,7 +65,7 @@ def dlogits(
         prepared.scale,
         prepared.targets,
         prepared.holds_target,
-        jnp.stack([-(-num_rows // WARPGROUP_ROWS), jnp.asarray(first_tile, jnp.int32)]),
+        jnp.stack([-(-num_rows // ROW_BLOCK), jnp.asarray(first_tile, jnp.int32)]),
     )
     return result
 
@@ -78,12 +78,12 @@ def _kernel(
     scale: Any,  # [Tp]
     targets: Any,  # [Tp]
     holds_target: Any,  # [row blocks, tiles of the shard]
-    scalars: Any,  # live blocks of rows, first tile
+    scalars: Any,  # live row blocks, first tile
     output: Any,  # [T, columns]
 ) -> None:
     live_blocks, first_tile = scalars[0], scalars[1]
     per_row_block = output.shape[1] // COLUMNS
-    units = live_blocks * per_row_block
+    units = live_blocks * (ROW_BLOCK // WARPGROUP_ROWS) * per_row_block
     first, stride = lax.axis_index("block"), lax.axis_size("block")
 
     def position(step: Any) -> tuple[Any, Any]:
