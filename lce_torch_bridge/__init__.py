@@ -1,0 +1,7 @@
+"""`lce_jax` for PyTorch and Megatron: log-probability and entropy of a language-model head, logits never stored."""
+
+from lce_torch_bridge._types import LogprobOutput
+from lce_torch_bridge.api import linear_cross_entropy, linear_logprobs
+from lce_torch_bridge.runtime import init
+
+__all__ = ["LogprobOutput", "init", "linear_cross_entropy", "linear_logprobs"]

@@ -1,0 +1,162 @@
+"""Validation at the public door, once: what is wrong, with the values, before anything is computed."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+INT32_MAX = 2**31 - 1
+
+
+def tensors(hidden: Any, weight: Any, labels: Any) -> None:
+    """The three tensors of a call against each other."""
+    for name, x in (("hidden", hidden), ("weight", weight)):
+        tensor(name, x)
+        if x.dtype not in FLOATS:
+            reason = ", which JAX would round to float32" if x.dtype == torch.float64 else ""
+            raise TypeError(f"{name} must be bfloat16, float16 or float32, got {x.dtype}{reason}")
+    tensor("labels", labels)
+    if labels.dtype == torch.bool or labels.is_floating_point() or labels.is_complex():
+        raise TypeError(f"labels must be integers (vocabulary ids), got {labels.dtype}")
+    if weight.ndim != 2 or 0 in weight.shape:
+        raise ValueError(f"weight must be [V, H], neither of them 0, got shape {tuple(weight.shape)}")
+    if hidden.ndim < 1 or hidden.shape[-1] != weight.shape[1]:
+        raise ValueError(f"hidden {tuple(hidden.shape)} must end in the H of weight [V, H] = {tuple(weight.shape)}")
+    if labels.shape != hidden.shape[:-1]:
+        raise ValueError(f"labels {tuple(labels.shape)} must have hidden's leading shape {tuple(hidden.shape[:-1])}")
+    same_device(hidden, weight=weight, labels=labels)
+    if hidden.device.type not in ("cpu", "cuda", "meta"):
+        raise ValueError(f"hidden must be on a CUDA GPU or the CPU, got {hidden.device}")
+
+
+def tensor(name: str, x: Any) -> None:
+    """A plain tensor."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+    if hasattr(x, "full_tensor"):
+        raise TypeError(f"{name} is a DTensor: pass {name}.full_tensor(), or {name}.to_local() with tp_group")
+
+
+def same_device(hidden: torch.Tensor, **others: torch.Tensor) -> None:
+    """All on hidden's device."""
+    for name, x in others.items():
+        if x.device != hidden.device:
+            raise ValueError(f"{name} is on {x.device}, hidden on {hidden.device}")
+
+
+def group(tp_group: Any) -> None:
+    """A process group with this rank in it, or None."""
+    if tp_group is None:
+        return
+    if not isinstance(tp_group, torch.distributed.ProcessGroup):
+        raise TypeError(
+            f"tp_group must be a torch.distributed.ProcessGroup with this rank in it, or None, got {tp_group!r}"
+        )
+
+
+def temperature(value: Any, hidden: torch.Tensor, labels: torch.Tensor) -> None:
+    """A positive number, or a float tensor that broadcasts to labels."""
+    if not isinstance(value, torch.Tensor):
+        positive("temperature", value)
+        return
+    if not value.is_floating_point():
+        raise TypeError(f"temperature must be floating point, got {value.dtype}")
+    if value.requires_grad:
+        raise ValueError("temperature requires a gradient, and none is computed: pass temperature.detach()")
+    same_device(hidden, temperature=value)
+    try:
+        fits = torch.broadcast_shapes(value.shape, labels.shape) == labels.shape
+    except RuntimeError:
+        fits = False
+    if not fits:
+        raise ValueError(f"temperature {tuple(value.shape)} must broadcast to labels {tuple(labels.shape)}")
+
+
+def keep(value: Any, hidden: torch.Tensor, labels: torch.Tensor) -> None:
+    """A bool tensor of labels' shape, or a one-dimensional index of its entries."""
+    if value is None:
+        return
+    tensor("keep", value)
+    same_device(hidden, keep=value)
+    if value.dtype == torch.bool:
+        if value.shape != labels.shape:
+            raise ValueError(f"keep {tuple(value.shape)} must have the shape of labels {tuple(labels.shape)}")
+        return
+    if value.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"keep must be bool, or an int64 or int32 index of rows, got {value.dtype}")
+    if value.ndim != 1:
+        raise ValueError(f"keep as an index of rows must have one dimension, got shape {tuple(value.shape)}")
+    if value.device.type != "cpu" or torch.compiler.is_compiling():
+        return  # to look at its values would stall the GPU, or the compiler
+    outside = value[(value < 0) | (value >= labels.numel())]
+    if outside.numel():
+        raise ValueError(f"keep holds row {int(outside[0])}, and there are {labels.numel()} rows")
+    if value.unique().numel() != value.numel():
+        raise ValueError(f"keep must hold each row at most once, got {value.numel() - value.unique().numel()} repeats")
+
+
+def vocabulary(value: Any, columns: int) -> int:
+    """The true vocabulary against the columns of all shards."""
+    if columns > INT32_MAX:
+        raise ValueError(f"{columns} vocabulary columns are more than an int32 counts")
+    if value is None:
+        return columns
+    value = whole("vocab_size", value)
+    if not 1 <= value <= columns:
+        raise ValueError(f"vocab_size must lie in [1, {columns}], the columns of weight over all ranks, got {value}")
+    return value
+
+
+def implementation(value: Any) -> str:
+    """Names joined by commas; lce_jax knows them."""
+    names = (value,) if isinstance(value, str) else value
+    if names is None:
+        return ""
+    if not isinstance(names, tuple) or not names or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"implementation must be None, a name or a tuple of names, got {value!r}")
+    return ",".join(names)
+
+
+def one_of(name: str, value: Any, choices: Sequence[Any]) -> None:
+    """One of ``choices``."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+
+
+def flag(name: str, value: Any) -> bool:
+    """True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r}")
+    return value
+
+
+def number(name: str, value: Any) -> float:
+    """A finite number."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} must be a number, got {type(value).__name__} {value!r}")
+    value = float(value)
+    if not -math.inf < value < math.inf:  # torch.compile traces this, math.isfinite it does not
+        raise ValueError(f"{name} must be finite, got {value}")
+    return value
+
+
+def positive(name: str, value: Any) -> float:
+    """A finite number above 0."""
+    value = number(name, value)
+    if value <= 0:
+        raise ValueError(f"{name} must be positive, got {value}")
+    return value
+
+
+def whole(name: str, value: Any) -> int:
+    """A whole number, at least 0."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{name} must be an integer, got {value!r}")
+    if value < 0:
+        raise ValueError(f"{name} must not be negative, got {value}")
+    return int(value)

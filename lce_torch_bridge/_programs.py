@@ -1,0 +1,164 @@
+"""The compiled programs: one jitted function for each static specification, over `lce_jax.local`.
+
+    statistics   hidden, weight, labels             ->  this shard's statistics, packed [F, P], and its cache
+    results      the shards' statistics [N, F, P]   ->  the outputs [P], and the merged ones [F, P]
+    forward      both in one, for a vocabulary that is not split
+    gradients    operands, rows [F + C, P], cache   ->  those of dhidden and dweight that are wanted
+
+P is the rows of a program, of which the first ``num_rows`` count (None: all). It is an operand, so that programs serve
+many counts of tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from lce_jax import LogprobOutput, local
+
+STATISTICS = ("max", "sumexp", "target", "weighted", "min")  # fields of local.ShardStatistics, in packed order
+MERGED = STATISTICS[:4]  # what the backward may need of them
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """The static part of a program."""
+
+    vocab_size: int  # the true size of the whole vocabulary
+    vocab_start: int  # global id of the shard's first column
+    padded: bool  # whether the shards have columns beyond the true vocabulary
+    logit_scale: float
+    logit_softcap: float | None
+    entropy: bool
+    stats: bool
+    cache_bytes: int
+    implementation: tuple[str, ...] | None
+    precision: str | None
+
+    @property
+    def statistics(self) -> tuple[str, ...]:
+        """The statistics that are computed."""
+        return tuple(
+            name for name in STATISTICS if (name != "weighted" or self.entropy) and (name != "min" or self.stats)
+        )
+
+    @property
+    def merged(self) -> tuple[str, ...]:
+        """Those of them that are kept for the backward."""
+        return tuple(name for name in self.statistics if name in MERGED)
+
+
+@functools.cache
+def statistics(spec: Spec, keep_cache: bool) -> Callable[..., Any]:
+    """``(hidden, weight, labels, temperature, num_rows) -> packed, cache leaves``."""
+    return jax.jit(functools.partial(_statistics, spec, keep_cache))
+
+
+@functools.cache
+def results(spec: Spec, fields: tuple[str, ...], megatron: bool) -> Callable[..., Any]:
+    """``(labels, num_rows, gathered) -> [*fields, merged]``, the fields those of `LogprobOutput`."""
+    return jax.jit(functools.partial(_results, spec, fields, megatron))
+
+
+@functools.cache
+def forward(spec: Spec, keep_cache: bool, fields: tuple[str, ...], megatron: bool) -> Callable[..., Any]:
+    """``(hidden, weight, labels, temperature, num_rows) -> [*fields, merged], cache leaves``."""
+
+    def run(hidden: Any, weight: Any, labels: Any, temperature: Any, num_rows: Any) -> Any:
+        packed, cache = _statistics(spec, keep_cache, hidden, weight, labels, temperature, num_rows)
+        return _results(spec, fields, megatron, labels, num_rows, packed[None]), cache
+
+    return jax.jit(run)
+
+
+@functools.cache
+def gradients(
+    spec: Spec, cotangents: tuple[str, ...], wanted: tuple[bool, bool], rounded: bool, cache: Any
+) -> Callable[..., Any]:
+    """``(hidden, weight, labels, temperature, num_rows, rows, cache leaves) -> [dhidden, dweight]``, if wanted.
+
+    A gradient that is not wanted is no output, and the compiler drops its product. Without a cotangent of the entropy
+    its part is left out. ``rounded``: dhidden in hidden's dtype, where no sum over the group follows.
+    """
+
+    def run(
+        hidden: Any, weight: Any, labels: Any, temperature: Any, num_rows: Any, rows: Any, leaves: Any
+    ) -> list[Any]:
+        kept = len(spec.merged)
+        merged, seeds = _statistics_from(spec.merged, rows[:kept]), dict(zip(cotangents, rows[kept:], strict=True))
+        entropy = "entropy" in seeds
+        grads = local.gradients(
+            hidden,
+            weight,
+            labels,
+            merged if entropy else merged._replace(weighted=None),
+            LogprobOutput(seeds.get("logprobs"), seeds.get("entropy"), seeds.get("lse")),  # type: ignore[arg-type]
+            cache=None if cache is None else jax.tree.unflatten(cache, leaves),
+            **_options(dataclasses.replace(spec, entropy=entropy), temperature, num_rows, labels.shape[0]),
+        )
+        if rounded:
+            grads = (grads[0].astype(hidden.dtype), grads[1])
+        return [grad for grad, want in zip(grads, wanted, strict=True) if want]
+
+    return jax.jit(run)
+
+
+@functools.cache
+def cache_structure(spec: Spec, device: jax.Device, *inputs: jax.ShapeDtypeStruct | None) -> Any:
+    """The cache of `statistics` for ``inputs`` like these, of ``jax.ShapeDtypeStruct``: shapes, and how leaves fit."""
+
+    def cache(hidden: Any, weight: Any, labels: Any, temperature: Any, num_rows: Any) -> Any:
+        options = _options(spec, temperature, num_rows, labels.shape[0])
+        return local.statistics(hidden, weight, labels, keep_cache=True, **options)[1]
+
+    with jax.default_device(device):
+        return jax.eval_shape(cache, *inputs)
+
+
+def _statistics(
+    spec: Spec, keep_cache: bool, hidden: Any, weight: Any, labels: Any, temperature: Any, num_rows: Any
+) -> tuple[Any, list[Any]]:
+    options = _options(spec, temperature, num_rows, labels.shape[0])
+    stats, cache = local.statistics(hidden, weight, labels, keep_cache=keep_cache, **options)
+    return jnp.stack([getattr(stats, name) for name in spec.statistics]), jax.tree.leaves(cache)
+
+
+def _results(
+    spec: Spec, fields: tuple[str, ...], megatron: bool, labels: Any, num_rows: Any, gathered: Any
+) -> list[Any]:
+    merged = local.merge(_statistics_from(spec.statistics, jnp.moveaxis(gathered, 1, 0)))
+    out = local.finish(merged, labels, vocab_size=spec.vocab_size, where=_where(num_rows, labels.shape[0]))
+    if megatron:
+        # Its predicted logit is left at 0 once the maximum has been subtracted: -ln Σ e^(z - max), which is max - lse.
+        out = out._replace(logprobs=jnp.where(labels < 0, -jnp.log(merged.sumexp), out.logprobs))
+    return [*(getattr(out, name) for name in fields), jnp.stack([getattr(merged, name) for name in spec.merged])]
+
+
+def _statistics_from(names: tuple[str, ...], fields: Any) -> local.ShardStatistics:
+    absent: dict[str, Any] = dict.fromkeys(local.ShardStatistics._fields)
+    return local.ShardStatistics(**{**absent, **dict(zip(names, fields, strict=True))})
+
+
+def _options(spec: Spec, temperature: Any, num_rows: Any, rows: int) -> dict[str, Any]:
+    return {
+        "vocab_start": spec.vocab_start,
+        "where": _where(num_rows, rows),
+        "temperature": 1.0 if temperature is None else temperature,
+        "logit_scale": spec.logit_scale,
+        "logit_softcap": spec.logit_softcap,
+        "entropy": spec.entropy,
+        "stats": spec.stats,
+        "vocab_size": spec.vocab_size if spec.padded else None,
+        "cache_bytes": spec.cache_bytes,
+        "precision": spec.precision,
+        "implementation": spec.implementation,
+    }
+
+
+def _where(num_rows: Any, rows: int) -> Any:
+    return None if num_rows is None else jnp.arange(rows, dtype=jnp.int32) < num_rows

@@ -1,0 +1,52 @@
+"""How many rows programs have, so that many counts of tokens share few of them.
+
+The forward walks the tokens in pieces of `FORWARD_ROWS`, the last one padded: one program for all counts, and a
+token's results have the same bits whichever tokens stand around it. The backward takes all tokens at once, for dweight
+is a sum over them and is rounded once: its sizes are powers of two, and from 32,768 on their halfway points too. With
+the programs for `WHOLE` sizes that makes a dozen up to 131,072 tokens.
+
+Padding is left out of the work, block by block. What it costs is memory: that of at most twice the rows, 1.5 times
+from 32,768 on.
+"""
+
+from __future__ import annotations
+
+import torch
+
+FORWARD_ROWS = 8192
+SMALLEST = 2048  # size of the backward
+HALFWAY_FROM = 32768
+WHOLE = (4096, 8192, 16384)  # sizes with a program of their own for exactly so many tokens, which masks no rows
+
+
+def pieces(tokens: int) -> list[slice]:
+    """The forward's pieces of ``tokens`` tokens."""
+    return [slice(start, min(start + FORWARD_ROWS, tokens)) for start in range(0, tokens, FORWARD_ROWS)]
+
+
+def size(tokens: int) -> int:
+    """The rows of the program that takes ``tokens`` tokens at once.
+
+    Example:
+        >>> from lce_torch_bridge._rows import size
+        >>> [size(n) for n in (1, 2048, 2049, 32769, 49153, 131072)]
+        [2048, 2048, 4096, 49152, 65536, 131072]
+    """
+    power = max(SMALLEST, 1 << (tokens - 1).bit_length())
+    halfway = power // 4 * 3
+    return halfway if halfway > HALFWAY_FROM and tokens <= halfway else power
+
+
+def is_whole(tokens: int) -> bool:
+    """Whether the program that takes ``tokens`` tokens at once masks no rows."""
+    return tokens in WHOLE
+
+
+def pad(x: torch.Tensor, rows: int, dim: int = 0) -> torch.Tensor:
+    """``x`` with ``rows`` entries along ``dim``, zeros behind its own; itself where it has them."""
+    missing = rows - x.shape[dim]
+    if missing == 0:
+        return x
+    shape = list(x.shape)
+    shape[dim] = missing
+    return torch.cat([x, x.new_zeros(shape)], dim)

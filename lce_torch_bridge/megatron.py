@@ -1,0 +1,197 @@
+"""Megatron-core models through the op, without editing Megatron.
+
+`output_processor` is for GPTModel of megatron-core 0.18 and newer; `fused_output_layer` is a context manager for
+HybridModel, MambaModel and older GPTModel, back to megatron-core 0.13.
+
+Both put the op in the place of ``output_layer.forward`` for the duration of a call and let the layer be called as
+Megatron calls it, so that the hooks on it run: DistributedDataParallel gathers parameters in them. What the layer and
+the model know is taken from them: the tensor-parallel group, sequence parallelism, the tied weight, the logits'
+multiplier, where dhidden is summed, and whether dweight goes into ``main_grad``.
+
+Shapes are Megatron's: s sequence, b batch, h hidden size; hidden states ``[s, b, h]``, labels and results ``[b, s]``.
+Hidden states are neither transposed nor copied: what is per token is brought to ``[s, b]`` instead, and back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lce_torch_bridge._output_layer import Head, multiplier
+from lce_torch_bridge._types import LogprobOutput
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+__all__ = ["fused_output_layer", "output_processor"]
+
+
+def output_processor(
+    *,
+    hidden_states: torch.Tensor,
+    output_layer: torch.nn.Module,
+    output_weight: torch.Tensor | None,
+    labels: torch.Tensor | None,
+    context: Mapping[str, Any] | None,
+    scale_logits: Callable[[torch.Tensor], torch.Tensor],
+    config: Any,
+    runtime_gather_output: bool | None = None,
+    inference_context: Any = None,
+    **_: Any,
+) -> LogprobOutput:
+    """Log-probability and entropy in the place of logits, for ``GPTModel`` to call.
+
+    ::
+
+        out = model(
+            tokens, positions, mask,
+            output_processor=output_processor, output_processor_context=dict(labels=labels, temperature=0.7),
+        )
+
+    It runs after multi-token prediction, whose own loss is left as it is.
+
+    Args:
+        hidden_states: ``[s, b, h]``, or ``[s / TP, b, h]`` under sequence parallelism. From the model, as all but
+            ``context`` is.
+        output_layer: the model's ColumnParallelLinear.
+        output_weight: the embedding's weight where it is tied, else None.
+        labels: ``[b, s]``, those the model was called with (for multi-token prediction); they serve where ``context``
+            has none.
+        context: ``labels`` ``[b, s]``, global vocabulary ids, already shifted, and any option of
+            `lce_torch_bridge.linear_logprobs` but ``tp_group``, ``logit_scale`` and ``reduce_grad_hidden``, which are
+            the model's. ``keep`` is ``[b, s]`` bool, or the rows of the flattened ``[b, s]``; a tensor ``temperature``
+            broadcasts to ``[b, s]``. ``wgrad`` is by default what the layer does: "main_grad" under
+            ``gradient_accumulation_fusion``.
+        scale_logits: the model's multiplier of logits (MuP), which is applied in float32 here.
+        config: the model's configuration.
+        runtime_gather_output: None or False. Results are whole on every rank anyway.
+        inference_context: None. Generation needs logits.
+        **_: whatever else megatron-core passes, now or later.
+
+    Returns:
+        A `LogprobOutput` of ``[b, s]`` tensors, bitwise equal on all tensor-parallel ranks. Float16Module, which wraps
+        every bf16 and fp16 model in training, turns it into a plain tuple in the same order: unpack it.
+
+    Raises:
+        NotImplementedError: the model cannot be served; the message says why and what to do.
+        ValueError, TypeError: options that do not fit, and as `linear_logprobs`.
+
+    Memory:
+        As `linear_logprobs`. Under sequence parallelism the gathered hidden states are kept for the backward pass,
+        where Megatron's own layer gathers them a second time.
+    """
+    if inference_context is not None:
+        raise NotImplementedError("generation (inference_context is set) needs logits: leave output_processor out")
+    options = dict(context or {})
+    labels = options.pop("labels", labels)
+    if labels is None:
+        raise ValueError("no labels: pass output_processor_context=dict(labels=...) with token ids [b, s]")
+    head = Head(output_layer, labels, multiplier(scale_logits), options, mtp=bool(getattr(config, "mtp_num_layers", 0)))
+    with _in_place(output_layer, forward=head):
+        out, _bias = output_layer(hidden_states, weight=output_weight, runtime_gather_output=runtime_gather_output)
+    batch_first: list[Any] = [None if field is None else field.t().contiguous() for field in out]
+    return LogprobOutput(*batch_first)
+
+
+@contextlib.contextmanager
+def fused_output_layer(model: torch.nn.Module, labels: torch.Tensor, **options: Any) -> Iterator[None]:
+    """Inside, ``model(tokens, positions, mask)`` returns ``[b, s, 2]``, log-probability and entropy, not logits.
+
+    ::
+
+        with fused_output_layer(model, labels, temperature=0.7):
+            logprobs, entropy = model(tokens, positions, mask).unbind(-1)
+
+    For models without an output processor. Call the model without ``labels``. The backward pass may run outside, unless
+    the whole model is under an activation checkpoint, which calls it again.
+
+    Args:
+        model: a model with an ``output_layer``, also inside DistributedDataParallel and Float16Module. Methods of it
+            and of its output layer are replaced until the block is left.
+        labels: ``[b, s]`` global vocabulary ids, already shifted.
+        **options: as in the context of `output_processor`, but for ``stats`` and ``entropy="none"``, for there are two
+            results. ``entropy="metric"`` spares its gradient.
+
+    Yields:
+        None.
+
+    Raises:
+        NotImplementedError: the model cannot be served; the message says why and what to do. Among these are models
+            with multi-token prediction, which calls the output layer for logits.
+        ValueError, TypeError: options that do not fit, and as `linear_logprobs`.
+
+    Memory:
+        As `output_processor`.
+    """
+    inner = _unwrapped(model)
+    if options.get("entropy") == "none" or options.get("stats"):
+        raise ValueError(
+            f"entropy={options.get('entropy', 'grad')!r}, stats={options.get('stats', False)!r}: the model returns "
+            'logprob and entropy here, no less and no more; entropy="metric" has no gradient and costs little'
+        )
+    scale_logits = getattr(inner, "_scale_logits", _unscaled)  # since megatron-core 0.17
+    head = Head(inner.output_layer, labels, multiplier(scale_logits), options)
+
+    def forward(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+        out, bias = head(*args, **kwargs)
+        fields: Any = out[:2]
+        return torch.stack(fields, dim=-1), bias
+
+    # What the model does with logits: the multiplier has been applied, and a loss cannot be.
+    with (
+        _in_place(inner.output_layer, forward=forward),
+        _in_place(inner, _scale_logits=_unscaled, compute_language_model_loss=_refuse_labels),
+    ):
+        yield
+
+
+def _unscaled(logits: torch.Tensor) -> torch.Tensor:
+    return logits
+
+
+def _refuse_labels(labels: torch.Tensor, _logits: torch.Tensor) -> torch.Tensor:
+    raise ValueError(
+        f"the model was called with labels {tuple(labels.shape)} inside fused_output_layer, where there are no logits "
+        "to take its loss of: give the labels to fused_output_layer alone; the loss is -logprob"
+    )
+
+
+def _unwrapped(model: Any) -> Any:
+    """The model that has the output layer, inside DistributedDataParallel and Float16Module."""
+    while not hasattr(model, "output_layer") and isinstance(getattr(model, "module", None), torch.nn.Module):
+        model = model.module
+    name = type(model).__name__
+    if not hasattr(model, "output_layer"):
+        raise NotImplementedError(
+            f"{name} has no output_layer: pass the language model, and on the last pipeline stage (post_process) only"
+        )
+    if not getattr(model, "post_process", True):
+        raise NotImplementedError(
+            f"this {name} is a pipeline stage without post_process, which returns hidden states: enter "
+            "fused_output_layer on the last stage only, and contextlib.nullcontext() on the others"
+        )
+    if getattr(model.config, "mtp_num_layers", None):
+        raise NotImplementedError(
+            f"this {name} predicts several tokens (mtp_num_layers) and calls output_layer for logits of its own: use "
+            "output_processor with GPTModel of megatron-core 0.18 or newer, or build the model without"
+        )
+    return model
+
+
+@contextlib.contextmanager
+def _in_place(module: torch.nn.Module, **methods: Callable[..., Any]) -> Iterator[None]:
+    """Methods of one module, not of its class, replaced inside."""
+    for name in methods:
+        if name in vars(module):
+            raise RuntimeError(
+                f"{type(module).__name__}.{name} has been replaced already, by an enclosing fused_output_layer or by "
+                "other code, which would be bypassed: leave one of the two"
+            )
+    vars(module).update(methods)
+    try:
+        yield
+    finally:
+        for name in methods:
+            del vars(module)[name]

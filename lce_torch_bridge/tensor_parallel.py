@@ -1,0 +1,47 @@
+"""The vocabulary split over a torch process group: who owns which columns, and the two collectives.
+
+Forward, one all-gather of each rank's packed statistics, a few numbers per token; every rank merges them in rank
+order, so that all hold the same bits. Backward, one all-reduce of dhidden, where the caller asks for it.
+
+Operators know a group by its name, as torch's own functional collectives do.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+NO_GROUP = ""  # nothing to reduce over
+
+
+def name_of(group: dist.ProcessGroup | None) -> str:
+    """The name of ``group``, or `NO_GROUP` where it has one rank."""
+    return NO_GROUP if group is None or group.size() == 1 else group.group_name
+
+
+def size_and_rank(name: str) -> tuple[int, int]:
+    """How many shards the vocabulary has, and which one is this rank's."""
+    if name == NO_GROUP:
+        return 1, 0
+    group = _resolve(name)
+    return group.size(), group.rank()
+
+
+def gather(x: torch.Tensor, name: str) -> torch.Tensor:
+    """``[N, ...]`` of every rank's ``x``, in rank order."""
+    group = _resolve(name)
+    gathered = x.new_empty((group.size() * x.shape[0], *x.shape[1:]))
+    dist.all_gather_into_tensor(gathered, x, group=group)
+    return gathered.view(group.size(), *x.shape)
+
+
+def all_reduce(x: torch.Tensor, name: str) -> torch.Tensor:
+    """The sum of ``x`` over the group, in place."""
+    dist.all_reduce(x, group=_resolve(name))
+    return x
+
+
+def _resolve(name: str) -> dist.ProcessGroup:
+    from torch.distributed import distributed_c10d  # no public function finds a group by its name
+
+    return distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]

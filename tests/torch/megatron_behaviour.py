@@ -1,0 +1,291 @@
+"""The checks of conduct: what is returned, restored, passed on and refused; Megatron's own loss and its hooks."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import ColumnParallelLinear
+
+from lce_torch_bridge import LogprobOutput, _output_layer, linear_logprobs
+from lce_torch_bridge.megatron import fused_output_layer, output_processor
+from tests.torch.megatron_calls import draw, fused, measure, stock, subject, value_error, worst
+from tests.torch.megatron_checks import Options, Result, compared, in_training
+
+
+def call(model: Any, batch: Any, *, arguments: Options | None = None, **context: Any) -> Any:
+    """The model with the processor, as a user writes it."""
+    return model(
+        *batch.inputs, output_processor=output_processor, output_processor_context={"labels": batch.labels} | context,
+        **arguments or {},
+    )  # fmt: skip
+
+
+def megatron_loss(tp: int, model: Options, _options: Options) -> Result:
+    """Against ``model(..., labels=labels)``: megatron-core's own vocab_parallel_cross_entropy, its junk labels too."""
+    it = subject(tp, **model)
+    batch, _ = draw(foreign=True)
+    seed = batch.seeds[0]
+
+    def gradients(loss: torch.Tensor) -> dict[str, torch.Tensor]:
+        it.model.zero_grad()
+        (seed * loss).sum().backward()
+        return {name: p.grad.clone() for name, p in it.model.named_parameters()}
+
+    want = it.model(*batch.inputs, labels=batch.labels)
+    got = -call(it.model, batch, out_of_vocab="megatron", entropy="none").logprobs
+    error, parameter = worst(gradients(got), gradients(want))
+    return {"logprobs": value_error(got, want), "gradient": error, "worst": parameter}
+
+
+def parameter_gather(tp: int, model: Options, _options: Options) -> Result:
+    """A distributed optimizer leaves each rank its share of the weights; hooks gather the rest, module by module."""
+    options = {"use_distributed_optimizer": True, "overlap_param_gather": True, "overlap_grad_reduce": True}
+    options["align_param_gather"] = True  # a module's hook starts its own gather, not the next module's
+    it = in_training(subject(tp, **model), **options, bucket_size=1)
+    batch, _ = draw()
+    it.model.disable_forward_pre_hook(param_sync=False)
+    with torch.no_grad(), fused(it, batch) as outputs:
+        want = [out.clone() for out in outputs]
+    it.model.enable_forward_pre_hook()
+
+    def after_a_step() -> list[torch.Tensor]:
+        for group in it.model.bucket_groups:
+            group.param_gather_dispatched = False
+            for bucket in group.buckets:
+                shards = bucket.param_data.chunk(dist.get_world_size(it.model.dp_group))
+                for rank, shard in enumerate(shards):
+                    if rank != dist.get_rank(it.model.dp_group):
+                        shard.fill_(torch.nan)
+        with torch.no_grad(), fused(it, batch) as outputs:
+            return list(outputs)
+
+    with torch.no_grad():
+        got = after_a_step()
+        head = it.model.remove_forward_pre_hook_handles[it.model.module.output_layer]
+        head.remove()
+        unhooked = after_a_step()
+    return {
+        "same bits": all(torch.equal(a, b) for a, b in zip(got, want, strict=True)),
+        "noticed without the hook": bool(unhooked[0].isnan().any()),
+    }
+
+
+def pipeline_stages(tp: int, model: Options, _options: Options) -> Result:
+    """The first stage never calls the processor; the last has no embedding, and its own copy of a tied weight."""
+    batch, _ = draw()
+    hidden = call(subject(tp, stage="first", **model).model, batch)
+    it = subject(tp, stage="last", **model)
+    measured = []
+    for way in (fused, stock):
+        received = hidden.detach().requires_grad_()
+        it.model.set_input_tensor([received])
+        outputs, grads = measure(way, it, batch)
+        measured.append((outputs, grads | {"received": received.grad}))
+    return compared(*measured) | {"hidden": str(tuple(hidden.shape))}
+
+
+def result(tp: int, model: Options, _options: Options) -> Result:
+    it = subject(tp, **model)
+    batch, _ = draw()
+    out = call(it.model, batch, stats=True, temperature=0.7)
+    z = it.model(*batch.inputs) / 0.7
+    want = {"lse": z.logsumexp(-1), "max_logit": z.amax(-1), "min_logit": z.amin(-1)}
+    without = call(it.model, batch, entropy="none")
+    accumulating = call(subject(tp, fusion=True, **model).model, batch)  # not in DDP: there is no main_grad
+    return {
+        "without DDP": torch.equal(accumulating.logprobs, without.logprobs),
+        "type": type(out).__qualname__,
+        "shapes": str({tuple(field.shape) for field in out}),
+        "dtypes": str({field.dtype for field in out}),
+        "contiguous": all(field.is_contiguous() for field in out),
+        "absent": str([name for name, field in without._asdict().items() if field is None]),
+        "error": max(value_error(getattr(out, name), field) for name, field in want.items()),
+    }
+
+
+def float16_module(tp: int, model: Options, _options: Options) -> Result:
+    """Float16Module casts outputs, and rebuilds tuples as plain ones."""
+    it = subject(tp, **model)
+    batch, _ = draw()
+    with fused(it, batch) as want:
+        it = in_training(it)
+    with fused(it, batch) as got:
+        outer = "" if it.wrapper else type(call(it.model, batch)).__qualname__
+    return {"same bits": all(torch.equal(a, b) for a, b in zip(got, want, strict=True)), "type": outer}
+
+
+def hidden_as_it_is(tp: int, model: Options, _options: Options) -> Result:
+    """The op receives the very hidden states of the decoder: [s, b, h], neither copied nor transposed."""
+    it = subject(tp, **model)
+    batch, _ = draw()
+    seen: dict[str, torch.Tensor] = {}
+    it.model.decoder.register_forward_hook(lambda _module, _inputs, out: seen.update(decoder=out))
+
+    def spy(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> LogprobOutput:
+        seen.update(op=hidden)
+        return linear_logprobs(hidden, *args, **kwargs)
+
+    _output_layer.linear_logprobs = spy
+    try:
+        call(it.model, batch)
+    finally:
+        _output_layer.linear_logprobs = linear_logprobs
+    return {
+        "same memory": seen["op"].data_ptr() == seen["decoder"].data_ptr(),
+        "shape": str(tuple(seen["op"].shape)),
+        "contiguous": seen["op"].is_contiguous(),
+    }
+
+
+def further_arguments(tp: int, model: Options, _options: Options) -> Result:
+    """The model's other arguments reach it; those the processor does not know do no harm; labels may be the model's."""
+    it = subject(tp, **model)
+    batch, _ = draw()
+    want = call(it.model, batch)
+    seen: Options = {}
+
+    def newer(**kwargs: Any) -> LogprobOutput:
+        seen.update(kwargs)
+        return output_processor(**kwargs, an_argument_of_tomorrow=1)
+
+    loss_mask = torch.ones_like(batch.labels)
+    got = it.model(
+        *batch.inputs, labels=batch.labels, loss_mask=loss_mask, extra_block_kwargs={}, output_processor=newer
+    )
+    return {
+        "same bits": torch.equal(got.logprobs, want.logprobs) and torch.equal(got.entropy, want.entropy),
+        "passed on": seen["loss_mask"] is loss_mask and seen["labels"] is batch.labels,
+    }
+
+
+def restored(tp: int, model: Options, _options: Options) -> Result:
+    """Model and output layer are what they were, also after an exception."""
+    it = subject(tp, **model)
+    batch, _ = draw()
+    before = it.model(*batch.inputs)
+    kept = set(vars(it.model)), set(vars(it.model.output_layer))
+    with fused_output_layer(it.model, batch.labels):
+        inside = it.model(*batch.inputs)
+    try:
+        with fused_output_layer(it.model, batch.labels):
+            raise KeyError
+    except KeyError:
+        after = it.model(*batch.inputs)
+    return {
+        "shape": str(tuple(inside.shape)),
+        "dtype": str(inside.dtype),
+        "as before": kept == (set(vars(it.model)), set(vars(it.model.output_layer))),
+        "same bits": torch.equal(before, after),
+    }
+
+
+# --- Refusals ---------------------------------------------------------------------------------------------------------
+
+
+def message(function: Callable[[], Any]) -> str:
+    """The exception's type and text."""
+    try:
+        function()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def refusals(tp: int, _model: Options, _options: Options) -> Result:
+    batch, _ = draw()
+    gpt, hybrid = (subject(tp, kind=kind).model for kind in ("gpt", "hybrid"))
+
+    def head(**attributes: Any) -> Any:
+        """A GPTModel whose output layer has other attributes."""
+        model = subject(tp).model
+        for name, value in attributes.items():
+            setattr(model.output_layer, name, value)
+        return model
+
+    def processor(model: Any, **context: Any) -> str:
+        return message(lambda: call(model, batch, **context))
+
+    def wrapper(model: Any, *args: Any, labels: torch.Tensor = batch.labels, **options: Any) -> str:
+        def enter() -> None:
+            with fused_output_layer(model, labels, **options):
+                model(*batch.inputs, *args)
+
+        return message(enter)
+
+    def nested() -> None:
+        with fused_output_layer(hybrid, batch.labels):
+            call(gpt, batch)  # another model: allowed
+            with fused_output_layer(hybrid, batch.labels):
+                pass
+
+    class Adapter(ColumnParallelLinear):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return super().forward(*args, **kwargs)
+
+    biased = subject(tp).model
+    biased.output_layer = ColumnParallelLinear(
+        64, 128, config=biased.config, init_method=torch.nn.init.zeros_, bias=True
+    )
+    adapted = subject(tp).model
+    adapted.output_layer = Adapter(64, 128, config=adapted.config, init_method=torch.nn.init.zeros_, bias=False)
+    deferred = head()
+    deferred.output_layer.config = types.SimpleNamespace(defer_embedding_wgrad_compute=True)
+    sharded = subject(tp).model
+    sharded.output_layer.weight.__fsdp_param__ = True
+    stage = subject(tp, kind="hybrid", stage="first").model
+    stage.output_layer = gpt.output_layer  # which a stage with multi-token prediction has
+    patched = head()
+    patched.output_layer.forward = ColumnParallelLinear.forward
+    mtp = subject(tp, mtp=1).model
+    mtp.output_layer.weight.main_grad = torch.zeros_like(mtp.output_layer.weight)
+    no_labels = {"output_processor": output_processor}
+    inference = types.SimpleNamespace()
+
+    def processor_directly(**kwargs: Any) -> str:
+        base: Options = dict(
+            hidden_states=torch.zeros(1), output_layer=gpt.output_layer, output_weight=None, labels=batch.labels,
+            context=None, scale_logits=gpt._scale_logits, config=gpt.config,
+        )  # fmt: skip
+        return message(lambda: output_processor(**base | kwargs))
+
+    return {
+        "bias": processor(biased),
+        "bias, context manager": wrapper(biased),
+        "another forward": processor(adapted),
+        "an output layer of another kind": processor_directly(output_layer=torch.nn.Linear(4, 4)),
+        "a replaced forward": processor(patched),
+        "gathered output": processor(head(gather_output=True)),
+        "gathered output, context manager": wrapper(head(gather_output=True)),
+        "runtime_gather_output": message(lambda: call(gpt, batch, arguments={"runtime_gather_output": True})),
+        "generation": processor_directly(inference_context=inference),
+        "deferred weight gradient": processor(deferred),
+        "logits capped by the model": processor_directly(scale_logits=lambda logits: 30 * torch.tanh(logits / 30)),
+        "weights split further": processor(head(gtp_remat_size=2)),
+        "Megatron-FSDP": processor(sharded),
+        "no labels": message(lambda: gpt(*batch.inputs, **no_labels)),
+        "labels of another shape": processor(gpt, labels=batch.labels.t()),
+        "flat labels": processor(gpt, labels=batch.labels.flatten()),
+        "keep of another shape": processor(gpt, keep=torch.ones(3, dtype=torch.bool)),
+        "keep beyond the rows": processor(gpt, keep=torch.tensor([1, 96])),
+        "temperature of another shape": processor(gpt, temperature=torch.ones(5)),
+        "an option of the model": processor(gpt, reduce_grad_hidden=True, logit_scale=2.0),
+        "an unknown option": processor(gpt, temprature=1.0),
+        "wgrad and MTP": processor(mtp, wgrad="main_grad"),
+        "MTP, context manager": wrapper(mtp),
+        "labels to the model": message(lambda: labels_to_the_model(hybrid, batch)),
+        "no entropy, context manager": wrapper(hybrid, entropy="none"),
+        "stats, context manager": wrapper(hybrid, stats=True),
+        "nested": message(nested),
+        "no output layer": wrapper(torch.nn.Linear(4, 4)),
+        "a pipeline stage": wrapper(subject(tp, stage="first").model),
+        "a pipeline stage with an output layer": wrapper(stage),
+    }
+
+
+def labels_to_the_model(model: Any, batch: Any) -> None:
+    with fused_output_layer(model, batch.labels):
+        model(*batch.inputs, labels=batch.labels)

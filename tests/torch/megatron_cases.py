@@ -1,0 +1,172 @@
+"""What the ranks of `megatron_worker` run, as data: imports neither torch nor megatron-core."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One check of the worker, by name, on one model. ``tp`` 1 on two ranks is data parallelism over both."""
+
+    name: str
+    check: str
+    tp: int
+    model: tuple[tuple[str, Any], ...] = ()
+    options: tuple[tuple[str, Any], ...] = ()
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def _case(check: str, tp: int, name: str, model: dict[str, Any], options: dict[str, Any]) -> Case:
+    return Case(f"{check}, tp {tp}: {name}", check, tp, tuple(model.items()), tuple(options.items()))
+
+
+MODELS = {
+    "plain": {},
+    "tied": dict(tied=True),
+    "RMSNorm, SwiGLU, tied": dict(tied=True, modern=True),
+    "MuP": dict(mup=True),
+    "MuP, tied": dict(mup=True, tied=True),
+    "MTP": dict(mtp=1),
+    "MTP, tied, MuP": dict(mtp=1, tied=True, mup=True),
+    "Hybrid": dict(kind="hybrid"),
+    "Hybrid, tied, MuP": dict(kind="hybrid", tied=True, mup=True, modern=True),
+    "GPT in the context manager": dict(entry="wrapper"),
+    "GPT in the context manager, MuP": dict(entry="wrapper", mup=True),
+    "activations recomputed": dict(recompute="full"),
+    "attention recomputed": dict(recompute="selective"),
+    "frozen head": dict(frozen="output_layer"),
+    "frozen embedding": dict(frozen="embedding"),
+    "frozen, tied": dict(frozen="embedding", tied=True),
+    "frozen below the head": dict(frozen="decoder embedding"),
+    "checkpointed whole": dict(checkpoint="nonreentrant"),
+    "checkpointed whole, reentrant": dict(checkpoint="reentrant"),
+    "checkpointed whole, Hybrid": dict(checkpoint="nonreentrant", kind="hybrid"),
+}
+SEQUENCE_PARALLEL = ("plain", "tied", "MuP", "MTP, tied, MuP", "Hybrid", "Hybrid, tied, MuP", "frozen head")
+
+OPTIONS = {
+    "temperature": dict(temperature=1.3),
+    "temperature per token": dict(temperature="token"),
+    "temperature per sequence": dict(temperature="sequence"),
+    "softcap": dict(logit_softcap=2.0),
+    "labels out of vocabulary": dict(foreign=True),
+    "padded vocabulary": dict(vocab_size=101, foreign=True),
+    "some rows": dict(keep="some", foreign=True),
+    "rows by index": dict(keep="index", foreign=True),
+    "entropy as a metric": dict(entropy="metric"),
+    "no entropy": dict(entropy="none"),
+    "cache": dict(cache_bytes=1 << 20),
+    "everything": dict(temperature="token", vocab_size=101, foreign=True, keep="some", cache_bytes=1 << 20),
+}
+
+PARITY = [
+    *(_case("parity", tp, name, model, {}) for tp in (1, 2) for name, model in MODELS.items()),
+    *(_case("parity", 2, f"{name}, SP", MODELS[name] | dict(sp=True), {}) for name in SEQUENCE_PARALLEL),
+    *(_case("parity", tp, name, {}, options) for tp in (1, 2) for name, options in OPTIONS.items()),
+    _case("parity", 2, "everything, SP", dict(sp=True, mup=True), OPTIONS["everything"]),
+    _case("parity", 2, "everything, Hybrid, SP", dict(sp=True, kind="hybrid"), OPTIONS["everything"]),
+]
+
+HALF = dict(dtype="bfloat16")
+HALF_PRECISION = [
+    *(_case("half precision", tp, name, HALF | model, {}) for tp in (1, 2)
+      for name, model in (("plain", {}), ("tied", dict(tied=True)), ("Hybrid, MuP", dict(kind="hybrid", mup=True)))),
+    _case("half precision", 2, "SP, tied", HALF | dict(sp=True, tied=True), {}),
+    _case("half precision", 2, "float16, SP", dict(dtype="float16", sp=True), {}),
+]  # fmt: skip
+
+# dhidden reduced not at all, or twice: the comparison must notice.
+CONTROLS = [
+    _case("reduction left out", 2, "plain", {}, {}),
+    _case("reduction left out", 2, "Hybrid", dict(kind="hybrid"), {}),
+    _case("reduction doubled", 2, "SP", dict(sp=True), {}),
+]
+
+# Three micro-batches into main_grad. Both data parallel (tp 1) and tensor parallel (tp 2).
+TRAINING = [
+    *(_case("main_grad", tp, name, model, options) for tp in (1, 2) for name, model, options in (
+        ("plain", {}, {}),
+        ("tied", dict(tied=True), {}),
+        ("MTP", dict(mtp=1), {}),
+        ("MTP, tied", dict(mtp=1, tied=True), {}),
+        ("Hybrid", dict(kind="hybrid"), {}),
+        ("frozen head", dict(frozen="output_layer"), {}),
+        ("not fused", {}, dict(fusion=False)),
+        ("asked for", {}, dict(fusion=False, wgrad="main_grad")),
+        ("gradients reduced meanwhile", dict(tied=True), dict(overlap_grad_reduce=True)),
+    )),
+    _case("main_grad", 2, "SP, tied", dict(tied=True, sp=True), {}),
+    *(_case("main_grad half precision", tp, name, HALF | model, {}) for tp in (1, 2)
+      for name, model in (("plain", {}), ("tied", dict(tied=True)))),
+    *(_case("optimizer", tp, "float32 main parameters", HALF, {}) for tp in (1, 2)),
+]  # fmt: skip
+
+BEHAVIOUR = [
+    _case("megatron loss", 1, "GPT", {}, {}),
+    _case("megatron loss", 2, "GPT", dict(tied=True, mup=True), {}),
+    _case("parameter gather", 1, "GPT", {}, {}),
+    _case("parameter gather", 1, "Hybrid", dict(kind="hybrid"), {}),
+    *(_case("pipeline stages", tp, name, dict(tied=name == "tied", sp=tp == 2), {}) for tp in (1, 2)
+      for name in ("untied", "tied")),
+    _case("result", 1, "GPT", {}, {}),
+    _case("float16 module", 1, "GPT", HALF, {}),
+    _case("float16 module", 1, "Hybrid", HALF | dict(kind="hybrid"), {}),
+    _case("hidden as it is", 1, "GPT", {}, {}),
+    _case("further arguments", 1, "GPT", {}, {}),
+    _case("restored", 1, "Hybrid", dict(kind="hybrid", mup=True), {}),
+    _case("refusals", 1, "all", {}, {}),
+]  # fmt: skip
+
+# By name, what each message must say: the exception, the reason, what to do.
+REFUSALS = {
+    "bias": r"NotImplementedError: .*bias \(128,\).*build it without",
+    "bias, context manager": r"NotImplementedError: .*bias \(128,\).*build it without",
+    "another forward": r"NotImplementedError: .*class is Adapter.*turn off",
+    "an output layer of another kind": r"NotImplementedError: .*class is Linear.*fp8_output_proj",
+    "a replaced forward": r"RuntimeError: ColumnParallelLinear.forward has been replaced already",
+    "gathered output": r"NotImplementedError: .*parallel_output=False.*runtime_gather_output=False",
+    "gathered output, context manager": r"NotImplementedError: .*runtime_gather_output=False",
+    "runtime_gather_output": r"NotImplementedError: gathered logits were asked for.*runtime_gather_output=False",
+    "generation": r"NotImplementedError: generation .*leave output_processor out",
+    "deferred weight gradient": r"NotImplementedError: defer_embedding_wgrad_compute .*turn it off",
+    "logits capped by the model": r"NotImplementedError: .*_scale_logits .*1024 becomes 30; .*logit_softcap",
+    "weights split further": r"NotImplementedError: .*gtp_remat ranks",
+    "Megatron-FSDP": r"NotImplementedError: Megatron-FSDP .*use DistributedDataParallel",
+    "no labels": r"ValueError: no labels: pass output_processor_context=dict\(labels=...\)",
+    "labels of another shape": r"ValueError: labels \(32, 3\) must be \[b, s\] .*\(32, 3, 64\)",
+    "flat labels": r"ValueError: labels \(96,\) must be \[b, s\]",
+    "keep of another shape": r"ValueError: keep \(3,\) must have the shape of labels \(3, 32\)",
+    "keep beyond the rows": r"ValueError: keep holds row 96, and there are 96 rows",
+    "temperature of another shape": r"ValueError: temperature \(5,\) must broadcast to labels \(3, 32\)",
+    "an option of the model": r"ValueError: logit_scale, reduce_grad_hidden: the model's to say",
+    "an unknown option": r"TypeError: .*'temprature'",
+    "wgrad and MTP": r"ValueError: wgrad='main_grad': multi-token prediction .*leave wgrad out",
+    "MTP, context manager": r"NotImplementedError: this GPTModel predicts several tokens .*use output_processor",
+    "labels to the model": r"ValueError: the model was called with labels \(3, 32\) inside fused_output_layer",
+    "no entropy, context manager": r"ValueError: entropy='none', .*entropy=\"metric\"",
+    "stats, context manager": r"ValueError: .*stats=True",
+    "nested": r"RuntimeError: .*replaced already, by an enclosing fused_output_layer",
+    "no output layer": r"NotImplementedError: Linear has no output_layer: .*last pipeline stage",
+    "a pipeline stage": r"NotImplementedError: GPTModel has no output_layer: .*last pipeline stage",
+    "a pipeline stage with an output layer": r"NotImplementedError: this HybridModel is a pipeline stage .*nullcontext",
+}
+
+ALL = [*PARITY, *HALF_PRECISION, *CONTROLS, *TRAINING, *BEHAVIOUR]
+
+# For two GPUs, NCCL.
+_NAMES_ON_GPUS = (
+    "plain", "tied", "RMSNorm, SwiGLU, tied", "Hybrid, tied, MuP", "GPT in the context manager, MuP", "everything",
+    "plain, SP", "tied, SP", "MTP, tied, MuP, SP", "Hybrid, SP", "everything, SP", "SP, tied", "MTP",
+    "gradients reduced meanwhile", "float32 main parameters",
+)  # fmt: skip
+ON_GPUS = [
+    case
+    for case in [*PARITY, *HALF_PRECISION, *CONTROLS, *TRAINING]
+    if case.tp == 2 and (case.name.split(": ")[1] in _NAMES_ON_GPUS or case in CONTROLS)
+]
+# And where each rank sees all GPUs, as torchrun has it.
+SEEING_ALL_GPUS = [case for case in PARITY if case.name in ("parity, tp 2: plain", "parity, tp 2: tied, SP")]

@@ -1,0 +1,218 @@
+"""The checks that compare numbers: outputs and all parameters' gradients, by the op and by Megatron's own logits."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import finalize_model_grads
+
+from tests.torch import megatron_models
+from tests.torch.megatron_calls import (
+    Gradients,
+    Outputs,
+    Subject,
+    Way,
+    draw,
+    fused,
+    joined,
+    measure,
+    objective,
+    oracle,
+    relative_norm,
+    stock,
+    subject,
+    value_error,
+    worst,
+)
+from tests.torch.megatron_models import Batch
+
+type Result = dict[str, float | bool | str]
+type Options = dict[str, Any]
+
+MICRO_BATCHES = 3
+FIELDS = ("logprobs", "entropy")
+
+
+def parity(tp: int, model: Options, options: Options) -> Result:
+    it = subject(tp, **model)
+    batch, options = draw(**options)
+    got, want = measure(fused, it, batch, **options), measure(stock, it, batch, **options)
+    trainable = {name for name, p in it.model.named_parameters() if p.requires_grad}
+    return compared(got, want) | {
+        "ranks agree": ranks_agree(got[0], it.model.tp_group),
+        "every parameter": got[1].keys() == trainable,
+    }
+
+
+def compared(got: tuple[Outputs, Gradients], want: tuple[Outputs, Gradients]) -> Result:
+    pairs = zip(FIELDS, got[0], want[0], strict=True)
+    values: Result = {name: value_error(a, b) for name, a, b in pairs if b is not None}
+    error, parameter = worst(got[1], want[1])
+    return values | {"gradient": error, "worst": parameter}
+
+
+def ranks_agree(outputs: Outputs, group: dist.ProcessGroup) -> bool:
+    """Whether all ranks of the group hold the same bits."""
+    mine = torch.stack([out for out in outputs if out is not None])
+    return all(torch.equal(mine, other) for other in whole(mine[None], group))
+
+
+def reduction_left_out(tp: int, model: Options, _options: Options) -> Result:
+    return with_reduction(False, tp, model)
+
+
+def reduction_doubled(tp: int, model: Options, _options: Options) -> Result:
+    return with_reduction(True, tp, model)
+
+
+def with_reduction(allreduce_dgrad: bool, tp: int, model: Options) -> Result:
+    """Parity, with the layer's word on the reduction of dhidden turned into its opposite."""
+    it = subject(tp, **model)
+    batch, _ = draw()
+    want = measure(stock, it, batch)
+    assert it.model.output_layer.allreduce_dgrad != allreduce_dgrad
+    it.model.output_layer.allreduce_dgrad = allreduce_dgrad
+    return compared(measure(fused, it, batch), want)
+
+
+def half_precision(tp: int, model: Options, _options: Options) -> Result:
+    """The errors of both ways against float64: of the whole model, and of the head alone on its hidden states."""
+    it = subject(tp, **model)
+    batch, _ = draw()
+    true = measure(stock, oracle(it, tp, **model), batch)
+    result: Result = {}
+    for name, way in (("fused", fused), ("stock", stock)):
+        with watched(it.model.output_layer) as seen:
+            outputs, grads = measure(way, it, batch)
+        pairs = zip(FIELDS, outputs, true[0], strict=True)
+        result |= {f"{field} {name}": relative_norm(a, b) for field, a, b in pairs}
+        result |= against(name, grads, true[1])
+        exact = exact_head(it, batch, seen["hidden"])
+        found = [*outputs, seen["dhidden"]] + [grads[key] for key in grads if key == "output_layer.weight"]
+        pairs = zip((*FIELDS, "dhidden", "dweight"), found, exact, strict=False)
+        result |= {f"head's {field} {name}": relative_norm(a, b) for field, a, b in pairs}
+    return result
+
+
+@contextlib.contextmanager
+def watched(layer: torch.nn.Module) -> Iterator[dict[str, torch.Tensor]]:
+    """The hidden states that reach the layer, and their gradient."""
+    seen = {}
+
+    def note(_module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        seen["hidden"] = inputs[0].detach().clone()
+        inputs[0].register_hook(lambda grad: seen.update(dhidden=grad.clone()))
+
+    handle = layer.register_forward_pre_hook(note)
+    yield seen
+    handle.remove()
+
+
+def exact_head(it: Subject, batch: Batch, hidden: torch.Tensor) -> list[torch.Tensor]:
+    """In float64: logprobs, entropy, this rank's dhidden and, where the weight has no other use, its dweight."""
+    config, group = it.model.config, it.model.tp_group
+    tied = it.model.share_embeddings_and_output_weights
+    weight = it.model.shared_embedding_or_output_weight() if tied else it.model.output_layer.weight
+    hidden = whole(hidden, group) if config.sequence_parallel else hidden
+    hidden, weight = (x.double().requires_grad_() for x in (hidden, whole(weight.detach(), group)))
+    multiplier = config.mup_output_mult if config.use_mup else 1.0
+    logp = (multiplier * hidden @ weight.t()).transpose(0, 1).log_softmax(-1)
+    outputs = logp.gather(-1, batch.labels[..., None])[..., 0], -(logp.exp() * logp).sum(-1)
+    objective(batch, outputs).backward()
+    dhidden = hidden.grad.chunk(group.size())[group.rank()] if config.sequence_parallel else hidden.grad
+    return [*outputs, dhidden, *([] if tied else [weight.grad.chunk(group.size())[group.rank()]])]
+
+
+def whole(shard: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    shard = shard.contiguous()
+    shards = [torch.empty_like(shard) for _ in range(group.size())]
+    dist.all_gather(shards, shard, group=group)
+    return torch.cat(shards)
+
+
+def against(way: str, grads: Gradients, true: Gradients) -> Result:
+    """The error of all gradients together, and of that of the weight in the head."""
+    head = "output_layer.weight" if "output_layer.weight" in true else "embedding.word_embeddings.weight"
+    return {
+        f"gradient {way}": relative_norm(joined(grads), joined(true)),
+        f"weight's gradient {way}": relative_norm(grads[head], true[head]),
+    }
+
+
+def main_grad(tp: int, model: Options, options: Options) -> Result:
+    """``main_grad`` after three micro-batches, against Megatron's own layers with no accumulation fused."""
+    overlap = {"overlap_grad_reduce": options.pop("overlap_grad_reduce", False)}
+    it = in_training(subject(tp, fusion=options.pop("fusion", True), **model), **overlap)
+    got = accumulated(fused, it, **options)
+    want = accumulated(stock, in_training(subject(tp, **model), **overlap))
+    error, parameter = worst(got, want)
+    inner = it.model.module
+    head = inner.shared_embedding_or_output_weight() if model.get("tied") else inner.output_layer.weight
+    return {
+        "gradient": error,
+        "worst": parameter,
+        "added to main_grad": getattr(head, "grad_added_to_main_grad", False),
+        "no grad left": all(p.grad is None for p in it.model.parameters()),
+    }
+
+
+def in_training(it: Subject, **options: Any) -> Subject:
+    it.model = megatron_models.data_parallel(it.model, **options)
+    return it
+
+
+def accumulated(way: Way, it: Subject, **options: Any) -> Gradients:
+    """``main_grad`` of all parameters after three micro-batches, reduced as Megatron does it."""
+    it.model.zero_grad_buffer()
+    for step in range(MICRO_BATCHES):
+        batch, _ = draw(seed=step + 10 * dist.get_rank(it.model.dp_group))
+        last = step == MICRO_BATCHES - 1
+        with contextlib.nullcontext() if last else it.model.no_sync(), way(it, batch, **options) as outputs:
+            objective(batch, outputs).backward()
+    finalize_model_grads([it.model])
+    return {bare(name): p.main_grad.clone() for name, p in it.model.named_parameters() if p.requires_grad}
+
+
+def bare(name: str) -> str:
+    """A parameter's name without those of the wrappers."""
+    return name.replace("module.", "")
+
+
+def main_grad_half_precision(tp: int, model: Options, _options: Options) -> Result:
+    it = subject(tp, fusion=True, **model)
+    exact = in_training(oracle(it, tp, **model))
+    true = accumulated(stock, exact)
+    got = accumulated(fused, in_training(it))
+    want = accumulated(stock, in_training(subject(tp, **model)))
+    return against("fused", got, true) | against("stock", want, true)
+
+
+def optimizer(tp: int, model: Options, _options: Options) -> Result:
+    """How far three steps on float32 main parameters take the weights from where a float64 model takes them."""
+    it = subject(tp, fusion=True, **model)
+    exact = oracle(it, tp, **model)
+    true = trained(stock, in_training(exact))
+    got = trained(fused, in_training(it))
+    want = trained(stock, in_training(subject(tp, **model)))
+    return against("fused", got, true) | against("stock", want, true)
+
+
+def trained(way: Way, it: Subject) -> Gradients:
+    """What became of the main parameters less what they were."""
+    weights = {bare(name): p for name, p in it.model.named_parameters()}
+    start = {name: p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True) for name, p in weights.items()}
+    main = {name: p.clone() for name, p in start.items()}
+    descent = torch.optim.SGD(main.values(), lr=1e-3, momentum=0.9)
+    for _ in range(3):
+        grads = accumulated(way, it)
+        for name, p in main.items():
+            p.grad = grads[name].to(p.dtype)
+        descent.step()
+        with torch.no_grad():
+            for name, p in weights.items():
+                p.copy_(main[name].bfloat16())
+    return {name: main[name] - start[name] for name in main}

@@ -1,0 +1,65 @@
+"""What one rank runs: ``python -m tests.torch.megatron_worker DIRECTORY RANK RANKS TABLE``.
+
+The checks measure; the tests judge. Rank 0 writes one line of JSON per case of the table: of each number the largest
+over the ranks, of each flag whether it holds on all, of each text its own. A case that raises ends the run, for the
+ranks may be out of step with each other.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import pathlib
+import sys
+import traceback
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.torch import megatron_behaviour, megatron_cases, megatron_checks, megatron_models
+from tests.torch.megatron_checks import Result
+
+
+def run(case: megatron_cases.Case) -> Result:
+    name = case.check.replace(" ", "_")
+    check = getattr(megatron_checks, name, None) or getattr(megatron_behaviour, name)
+    mine = check(case.tp, dict(case.model), dict(case.options))
+    results: list[Result] = [{}] * dist.get_world_size()
+    dist.all_gather_object(results, mine)
+    return {key: merged([result[key] for result in results]) for key in mine}
+
+
+def merged(values: list[Any]) -> Any:
+    if isinstance(values[0], bool):
+        return all(values)
+    return max(values) if isinstance(values[0], float) else values[0]
+
+
+def main(directory: pathlib.Path, rank: int, ranks: int, table: str) -> None:
+    warnings.filterwarnings("error", module=r"lce_(jax|torch_bridge)")
+    gpu = torch.cuda.is_available()
+    if gpu:
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    dist.init_process_group(
+        "nccl" if gpu else "gloo", init_method=f"file://{directory}/store", rank=rank, world_size=ranks,
+        timeout=datetime.timedelta(seconds=60),
+    )  # fmt: skip
+    megatron_models.prepare()
+    for case in getattr(megatron_cases, table):
+        try:
+            result = run(case)
+        except Exception:
+            print(f"{case}: {traceback.format_exc()}", flush=True)
+            os._exit(1)  # not through exit handlers, which may wait for the other ranks
+        if rank == 0:
+            with open(directory / "results", "a") as file:
+                file.write(json.dumps({"case": case.name, "result": result}) + "\n")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(pathlib.Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])

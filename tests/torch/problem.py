@@ -1,0 +1,113 @@
+"""Calls for the bridge's tests, and their answers from PyTorch in float64 with logits stored."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import torch
+
+from lce_torch_bridge import LogprobOutput, linear_logprobs
+from tests import cases
+
+
+class Problem(NamedTuple):
+    hidden: torch.Tensor
+    weight: torch.Tensor
+    labels: torch.Tensor
+
+    def to(self, device: str) -> Problem:
+        """The same on another device."""
+        return Problem(*(x.to(device) for x in self))
+
+    def leaves(self) -> Problem:
+        """Fresh leaves that require gradients."""
+        return Problem(self.hidden.clone().requires_grad_(), self.weight.clone().requires_grad_(), self.labels)
+
+
+def draw(T: int = 37, H: int = 32, V: int = 104, dtype: torch.dtype = torch.float32, seed: int = 0) -> Problem:
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(T, H, generator=generator)
+    weight = torch.randn(V, H, generator=generator) / H**0.5
+    labels = torch.randint(0, V, (T,), generator=generator)
+    return Problem(hidden.to(dtype), weight.to(dtype), labels)
+
+
+def from_case(test: cases.TestCase) -> tuple[Problem, dict[str, Any], list[torch.Tensor]]:
+    """A case of the matrix as the bridge takes it: ``where`` is ``keep``."""
+    hidden, weight, labels, options, seeds = cases.draw(test)
+    options = {name: to_torch(value) if isinstance(value, jax.Array) else value for name, value in options.items()}
+    if "where" in options:
+        options["keep"] = options.pop("where")
+    if "entropy" in options:
+        options["entropy"] = "grad" if options["entropy"] else "none"
+    return Problem(*map(to_torch, (hidden, weight, labels))), options, [to_torch(seed) for seed in seeds]
+
+
+def to_torch(x: jax.Array) -> torch.Tensor:
+    dtype = getattr(torch, x.dtype.name)
+    return torch.from_numpy(np.asarray(x.astype("float32") if x.dtype == "bfloat16" else x).copy()).to(dtype)
+
+
+def seeds_like(labels: torch.Tensor, seed: int = 1) -> list[torch.Tensor]:
+    """A cotangent each for logprobs, entropy and lse."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(labels.shape, generator=generator).to(labels.device) for _ in range(3)]
+
+
+def objective(out: LogprobOutput, seeds: list[torch.Tensor]) -> torch.Tensor:
+    terms = [(seed.to(x.dtype) * x).sum() for seed, x in zip(seeds, out[:3], strict=True) if x is not None]
+    return torch.stack(terms).sum()
+
+
+def stored(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    temperature: float | torch.Tensor = 1.0,
+    logit_scale: float = 1.0,
+    logit_softcap: float | None = None,
+    vocab_size: int | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> LogprobOutput:
+    """The same with the logits stored: products in ``dtype``, the rest in float64."""
+    z = (hidden.to(dtype) @ weight.to(dtype).T).double() * logit_scale
+    if logit_softcap is not None:
+        z = logit_softcap * torch.tanh(z / logit_softcap)
+    z = z[..., :vocab_size] / (temperature[..., None] if isinstance(temperature, torch.Tensor) else temperature)
+    logp = z.log_softmax(-1)
+    inside = (labels >= 0) & (labels < z.shape[-1])
+    at_label = logp.gather(-1, torch.where(inside, labels, 0).long().unsqueeze(-1)).squeeze(-1)
+    lse = z.logsumexp(-1)
+    # Out of vocabulary: the value is 0 and the gradient that of -lse.
+    logprobs = torch.where(inside, at_label, lse.detach() - lse)
+    return LogprobOutput(logprobs, -(logp.exp() * logp).sum(-1), lse, z.amax(-1), z.amin(-1))
+
+
+def gradients(problem: Problem, seeds: list[torch.Tensor], call: Any = linear_logprobs, **options: Any) -> Any:
+    """The results of ``call``, and the gradients of the objective in hidden and weight."""
+    leaves = problem.leaves()
+    out = call(*leaves, **options)
+    return out, torch.autograd.grad(objective(out, seeds), leaves[:2])
+
+
+def exact(problem: Problem, seeds: list[torch.Tensor], **options: Any) -> Any:
+    """What `gradients` should be: in float64 from the operands as the products see them, nothing rounded."""
+    hidden = problem.hidden.to(problem.weight.dtype).double()
+    return gradients(Problem(hidden, problem.weight.double(), problem.labels), seeds, call=stored, **options)
+
+
+def relative_norm(got: torch.Tensor, want: torch.Tensor) -> float:
+    """‖got - want‖ / ‖want‖, and ‖got‖ where want is 0."""
+    got, want = got.detach().double(), want.detach().double()
+    norm = want.norm().item()
+    return ((got - want).norm() / (norm if norm > 0 else 1.0)).item()
+
+
+def value_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    """The largest error, relative to max(1, |value|)."""
+    got, want = got.detach().double(), want.detach().double()
+    error = (got - want).abs() / want.abs().clamp(min=1)
+    return error.max().item() if error.numel() else 0.0

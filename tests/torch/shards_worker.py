@@ -1,0 +1,174 @@
+"""One of two ranks, each with half of the vocabulary: over gloo on the CPU, or over NCCL with DEVICE=cuda.
+
+`test_tensor_parallel` and `test_gpu` start them: ``python shards_worker.py <name of a check>...``
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lce_torch_bridge import _rows, linear_cross_entropy, linear_logprobs
+from tests.torch import problem as p
+
+VALUE, GRADIENT = 2e-6, 1e-6  # as in test_parity
+DEVICE = os.environ.get("DEVICE", "cpu")
+
+
+def draw(**sizes: Any) -> p.Problem:
+    return p.draw(**sizes).to(DEVICE)
+
+
+def shard(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    return x.chunk(group.size())[group.rank()].clone()
+
+
+def same_on_all_ranks(x: torch.Tensor, group: dist.ProcessGroup) -> bool:
+    everyone = [torch.empty_like(x) for _ in range(group.size())]
+    dist.all_gather(everyone, x.detach().contiguous(), group=group)
+    return all(torch.equal(x, other) for other in everyone)
+
+
+def run(problem: p.Problem, group: dist.ProcessGroup, reduce_grad_hidden: bool = True, **options: Any) -> Any:
+    """The results, dhidden and this rank's dweight."""
+    local = problem._replace(weight=shard(problem.weight, group))
+    return p.gradients(
+        local, p.seeds_like(problem.labels), tp_group=group, reduce_grad_hidden=reduce_grad_hidden, **options
+    )
+
+
+def parity(group: dist.ProcessGroup) -> None:
+    """Every output the same bits on both ranks; values and both gradients against float64."""
+    foreign = torch.tensor([-100, 2**32 + 3, 10**6, 104, 52, 51], device=DEVICE)
+    for options in (
+        dict(temperature=0.7, logit_scale=1.3, logit_softcap=4.0),
+        dict(vocab_size=97),
+        dict(vocab_size=40),  # the second shard is padding alone
+    ):
+        problem = draw(T=37, V=104)
+        problem.labels[:6] = foreign
+        out, (dhidden, dweight) = run(problem, group, stats=True, **options)
+        want, (true_hidden, true_weight) = p.exact(problem, p.seeds_like(problem.labels), **options)
+        errors = [*map(p.value_error, out, want)]
+        assert max(errors) < VALUE, (options, errors)
+        assert p.relative_norm(dhidden, true_hidden) < GRADIENT, options
+        assert p.relative_norm(dweight, shard(true_weight, group)) < GRADIENT, options
+        assert all(same_on_all_ranks(field, group) for field in out), options
+        assert same_on_all_ranks(dhidden, group), options
+        print(options, "value", max(errors), "dhidden", p.relative_norm(dhidden, true_hidden))
+
+
+def negative_controls(group: dist.ProcessGroup) -> None:
+    """dhidden not summed, or summed twice, is far off, with a perfect forward."""
+    problem = draw()
+    _, (whole, _) = p.exact(problem, p.seeds_like(problem.labels))
+    out, (part, _) = run(problem, group, reduce_grad_hidden=False)
+    _, (summed, _) = run(problem, group)
+    twice = summed.clone()
+    dist.all_reduce(twice, group=group)
+    assert p.value_error(out.logprobs, p.stored(*problem).logprobs) < VALUE
+    assert p.relative_norm(part, whole) > 0.3
+    assert p.relative_norm(twice, whole) > 0.9
+    dist.all_reduce(part, group=group)
+    assert p.relative_norm(part, whole) < GRADIENT
+    assert p.relative_norm(summed, whole) < GRADIENT
+
+
+def collectives(group: dist.ProcessGroup) -> None:
+    """One all-gather forward, for all pieces of the tokens together; one all-reduce backward, if asked for."""
+    counts = {"all_gather_into_tensor": 0, "all_reduce": 0}
+
+    def counted(name: str) -> Any:
+        real = getattr(dist, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            counts[name] += 1
+            return real(*args, **kwargs)
+
+        return call
+
+    for name in counts:
+        setattr(dist, name, counted(name))
+    T = _rows.FORWARD_ROWS + 50
+    problem = draw(T=T, H=8, V=16)
+    out, grads = run(problem, group)
+    assert counts == {"all_gather_into_tensor": 1, "all_reduce": 1}, counts
+    assert all(same_on_all_ranks(field, group) for field in out[:3])
+    want, wanted = p.exact(problem, p.seeds_like(problem.labels))
+    assert p.value_error(out.logprobs, want.logprobs) < VALUE
+    assert p.relative_norm(grads[0], wanted[0]) < GRADIENT
+    run(problem, group, reduce_grad_hidden=False)
+    assert counts == {"all_gather_into_tensor": 2, "all_reduce": 1}, counts
+
+
+def kept_rows(group: dist.ProcessGroup) -> None:
+    problem = draw(T=300)
+    rows = torch.randperm(300, generator=torch.Generator().manual_seed(0))[:77].to(DEVICE)
+    full, _ = run(problem, group, stats=True)
+    out, (dhidden, _) = run(problem, group, stats=True, keep=rows)
+    assert all(torch.equal(got[rows], want[rows]) for got, want in zip(out, full, strict=True))
+    assert dhidden.abs().sum(1).count_nonzero() == 77
+
+
+def empty_and_compiled(group: dist.ProcessGroup) -> None:
+    out, (dhidden, dweight) = run(draw(T=0), group)
+    assert out.logprobs.shape == (0,)
+    assert dhidden.shape == (0, 32)
+    assert not dweight.any()
+    problem = draw()
+    compiled = torch.compile(linear_logprobs, fullgraph=True, backend="aot_eager")
+    eager, want = run(problem, group)
+    local = problem._replace(weight=shard(problem.weight, group))
+    out, grads = p.gradients(
+        local, p.seeds_like(problem.labels), call=compiled, tp_group=group, reduce_grad_hidden=True
+    )
+    assert all(map(torch.equal, (*out[:3], *grads), (*eager[:3], *want)))
+
+
+def rounding(group: dist.ProcessGroup) -> None:
+    """bfloat16: dhidden summed in float32 and rounded once is closer than a sum of what each rank has rounded."""
+    problem = draw(T=256, H=128, V=1024, dtype=torch.bfloat16)
+    _, (whole, _) = p.exact(problem, p.seeds_like(problem.labels))
+    _, (once, _) = run(problem, group)
+    _, (part, _) = run(problem, group, reduce_grad_hidden=False)
+    assert part.dtype == once.dtype == torch.bfloat16
+    dist.all_reduce(part, group=group)
+    print("dhidden summed in float32", p.relative_norm(once, whole), "in bfloat16", p.relative_norm(part, whole))
+    assert p.relative_norm(once, whole) < 0.75 * p.relative_norm(part, whole)
+
+
+def verl(group: dist.ProcessGroup) -> None:
+    """dhidden stays each rank's own part, as with its kernel."""
+    problem = draw()
+    leaves = problem._replace(weight=shard(problem.weight, group)).leaves()
+    logprobs, entropy = linear_cross_entropy(*leaves, 1.0, "none", group)
+    seeds = p.seeds_like(problem.labels)
+    ((logprobs * seeds[0]).sum() + (entropy * seeds[1]).sum()).backward()
+    _, (part, dweight) = p.gradients(
+        p.Problem(*(x.detach() for x in leaves)), [*seeds[:2], 0 * seeds[2]], tp_group=group
+    )
+    assert p.relative_norm(leaves.hidden.grad, part) < GRADIENT
+    assert p.relative_norm(leaves.weight.grad, dweight) < GRADIENT
+
+
+def main() -> None:
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if DEVICE == "cuda":  # every rank sees every GPU
+        torch.cuda.set_device(rank)
+    backend = "nccl" if DEVICE == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{os.environ['STORE']}", rank=rank, world_size=size)
+    group = dist.new_group(list(range(size)))
+    for name in sys.argv[1:]:
+        globals()[name](group)
+        print("done", name, flush=True)
+    if DEVICE == "cuda":
+        assert torch.cuda.current_device() == rank  # JAX, as it started, left it so
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

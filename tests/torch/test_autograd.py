@@ -1,0 +1,229 @@
+"""What a drop-in for PyTorch's own layers must keep of autograd's manners."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import jax
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from lce_torch_bridge import _execute, _programs, linear_logprobs
+from lce_torch_bridge._programs import Spec
+from tests.torch import problem as p
+
+GRADIENT = 1e-6  # as in test_parity
+
+
+@pytest.mark.parametrize("used", ["logprobs", "entropy", "lse"])
+def test_only_one_output_used(used: str) -> None:
+    problem = p.draw()
+    seed = p.seeds_like(problem.labels)[0]
+    grads = []
+    for call in (linear_logprobs, p.stored):
+        leaves = problem.leaves()
+        (getattr(call(*leaves), used) * seed).sum().backward()
+        grads.append((leaves.hidden.grad, leaves.weight.grad))
+    assert max(map(p.relative_norm, *grads)) < GRADIENT
+
+
+def test_nothing_used_is_no_error() -> None:
+    leaves = p.draw().leaves()
+    out = linear_logprobs(*leaves, stats=True)
+    (leaves.hidden.sum() + 0 * out.max_logit.sum()).backward()
+    assert leaves.weight.grad is None
+
+
+@pytest.mark.parametrize("frozen", ["hidden", "weight"])
+def test_frozen(frozen: str) -> None:
+    problem = p.draw()
+    seeds = p.seeds_like(problem.labels)
+    leaves = problem.leaves()
+    getattr(leaves, frozen).requires_grad_(False)
+    p.objective(linear_logprobs(*leaves), seeds).backward()
+    assert getattr(leaves, frozen).grad is None
+    other = "weight" if frozen == "hidden" else "hidden"
+    _, both = p.gradients(problem, seeds)
+    assert torch.equal(getattr(leaves, other).grad, both[("hidden", "weight").index(other)])
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_frozen_weight_costs_no_product_and_no_buffer(dtype: str, padded: bool) -> None:
+    """What XLA compiled: one product recomputes the logits and one makes dhidden; nothing else is as large as V x H."""
+    struct, (T, H, V) = jax.ShapeDtypeStruct, (1024, 64, 16384)
+    spec = Spec(V, 0, False, 1.0, None, True, False, 0, ("xla",), None)
+    num_rows = struct((), "int32") if padded else None
+    shapes = (struct((T, H), dtype), struct((V, H), dtype), struct((T,), "int32"), None, num_rows)
+
+    def compiled(wanted: tuple[bool, bool]) -> jax.stages.Compiled:
+        run = _programs.gradients(spec, ("logprobs", "entropy"), wanted, True, None)
+        return run.lower(*shapes, struct((6, T), "float32"), []).compile()
+
+    frozen, both = compiled((True, False)), compiled((True, True))
+    assert frozen.as_text().count(" dot(") == 2
+    assert both.as_text().count(" dot(") == 3
+    assert frozen.memory_analysis().output_size_in_bytes < V * H
+    assert frozen.memory_analysis().temp_size_in_bytes <= both.memory_analysis().temp_size_in_bytes
+    assert both.memory_analysis().output_size_in_bytes >= V * H * 2
+
+
+@pytest.mark.parametrize("shape", [(0,), (2, 0), (0, 3)])
+def test_no_tokens(shape: tuple[int, ...]) -> None:
+    hidden, weight = torch.zeros(*shape, 8, requires_grad=True), torch.ones(16, 8, requires_grad=True)
+    out = linear_logprobs(hidden, weight, torch.zeros(shape, dtype=torch.int64), stats=True)
+    assert all(field.shape == shape for field in out)
+    (out.logprobs.sum() + out.entropy.sum()).backward()
+    assert torch.equal(hidden.grad, torch.zeros_like(hidden))
+    assert torch.equal(weight.grad, torch.zeros_like(weight))
+
+
+def test_stride_zero_gradients() -> None:
+    """``sum()`` expands one number, and DLPack takes no such tensor."""
+    leaves = p.draw().leaves()
+    out = linear_logprobs(*leaves)
+    out.logprobs.sum().backward()
+    want = torch.autograd.grad((linear_logprobs(*leaves).logprobs * torch.ones(37)).sum(), leaves[:2])
+    assert torch.equal(leaves.hidden.grad, want[0])
+    assert torch.equal(leaves.weight.grad, want[1])
+
+
+def test_retain_graph() -> None:
+    problem = p.draw()
+    leaves = problem.leaves()
+    objective = p.objective(linear_logprobs(*leaves), p.seeds_like(problem.labels))
+    first = torch.autograd.grad(objective, leaves[:2], retain_graph=True)
+    second = torch.autograd.grad(objective, leaves[:2])
+    assert all(map(torch.equal, first, second))
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        torch.autograd.grad(objective, leaves[:2])
+
+
+def test_a_second_derivative_raises() -> None:
+    leaves = p.draw().leaves()
+    (grad,) = torch.autograd.grad(linear_logprobs(*leaves).logprobs.sum(), leaves.hidden, create_graph=True)
+    with pytest.raises(NotImplementedError, match="first derivatives only"):
+        grad.sum().backward()
+
+
+@pytest.mark.parametrize("changed", ["hidden", "weight"])
+def test_a_change_in_place_before_the_backward_raises(changed: str) -> None:
+    leaves = p.draw().leaves()
+    hidden = leaves.hidden * 1
+    out = linear_logprobs(hidden, *leaves[1:])
+    with torch.no_grad():
+        {"hidden": hidden, "weight": leaves.weight}[changed].mul_(1.01)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.logprobs.sum().backward()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("cache_bytes", [0, 1 << 20])
+def test_checkpointing(reentrant: bool, cache_bytes: int) -> None:
+    problem = p.draw()
+    seeds = p.seeds_like(problem.labels)
+
+    def call(*leaves: torch.Tensor) -> torch.Tensor:
+        return p.objective(linear_logprobs(*leaves, cache_bytes=cache_bytes), seeds)
+
+    leaves = problem.leaves()
+    checkpoint(call, *leaves, use_reentrant=reentrant).backward()
+    _, want = p.gradients(problem, seeds, cache_bytes=cache_bytes)
+    assert torch.equal(leaves.hidden.grad, want[0])
+    assert torch.equal(leaves.weight.grad, want[1])
+
+
+@pytest.mark.parametrize("hidden_dtype", [torch.float32, torch.bfloat16])
+def test_autocast_casts_the_weight(hidden_dtype: torch.dtype) -> None:
+    """As ``torch.nn.functional.linear`` does; gradients come back in each operand's own dtype."""
+    problem = p.draw(T=64, H=64, V=256)
+    problem = problem._replace(hidden=problem.hidden.to(hidden_dtype))
+    seeds = p.seeds_like(problem.labels)
+    with torch.autocast("cpu", torch.bfloat16):
+        out, grads = p.gradients(problem, seeds)
+    low = problem._replace(weight=problem.weight.bfloat16())
+    want, wanted = p.gradients(low, seeds)
+    assert torch.equal(out.logprobs, want.logprobs)
+    assert [grad.dtype for grad in grads] == [hidden_dtype, torch.float32]
+    assert torch.equal(grads[0], wanted[0])
+    assert torch.equal(grads[1], wanted[1].float())
+    with torch.autocast("cpu", enabled=False):
+        assert not torch.equal(linear_logprobs(*problem).logprobs, out.logprobs)
+
+
+def test_no_gradient_keeps_nothing() -> None:
+    problem = p.draw()
+    with torch.no_grad():
+        assert not any(field.requires_grad for field in linear_logprobs(*problem.leaves())[:3])
+    with torch.inference_mode():
+        assert torch.equal(linear_logprobs(*problem).lse, linear_logprobs(*problem.leaves()).lse)
+
+
+def test_gradients_do_not_pile_up() -> None:
+    """Flat over 50 steps, in torch's eyes and in JAX's: what torch has dropped, JAX frees at its next call."""
+    problem = p.draw(T=1024, H=64, V=512)
+    leaves = problem.leaves()
+    dropped, live = [], []
+    for step in range(50):
+        out = linear_logprobs(*leaves)
+        grads = torch.autograd.grad(out.logprobs.sum() + out.entropy.sum(), leaves[:2])
+        dropped += [weakref.ref(x) for x in (*grads, *out[:3])]
+        del out, grads
+        if step % 10 == 9:
+            gc.collect()
+            live.append(sum(x.nbytes for x in jax.live_arrays()))
+    assert not any(ref() is not None for ref in dropped)
+    assert live[-1] <= live[0]
+
+
+def test_the_backward_keeps_only_what_it_says() -> None:
+    """Operands, four numbers a token, and nothing of V x T or of the padded size."""
+    problem = p.draw(T=100, H=64, V=512)
+    sizes = []
+
+    def note(x: torch.Tensor) -> torch.Tensor:
+        sizes.append((tuple(x.shape), x.dtype))
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+        linear_logprobs(*problem.leaves())
+    want = [((100, 64), torch.float32), ((512, 64), torch.float32), ((100,), torch.int32), ((4, 100), torch.float32)]
+    assert [size for size in sizes if size in want] == want
+    assert len(sizes) == len(want)
+
+
+def test_the_cache_travels_as_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels that keep a cache need a GPU: here a stand-in cache goes the same way, and comes back as it was."""
+    problem = p.draw()
+    seen = []
+    real = _programs.local.statistics
+    real_gradients = _programs.local.gradients
+
+    def statistics(hidden, weight, labels, *, keep_cache, **options):
+        stats, _ = real(hidden, weight, labels, keep_cache=keep_cache, **options)
+        return stats, ({"columns": hidden[:, :3] * 2, "max": stats.max} if keep_cache else None)
+
+    def gradients(hidden, weight, labels, merged, cotangent, *, cache, **options):
+        seen.append(jax.tree.map(jax.numpy.shape, cache))
+        dhidden, dweight = real_gradients(hidden, weight, labels, merged, cotangent, cache=None, **options)
+        return dhidden + cache["columns"].sum() - 2 * hidden[:, :3].sum(), dweight
+
+    monkeypatch.setattr(_programs.local, "statistics", statistics)
+    monkeypatch.setattr(_programs.local, "gradients", gradients)
+    seeds = p.seeds_like(problem.labels)
+    options = dict(cache_bytes=12345, logit_scale=1.125)  # options of its own: programs are kept by them
+    _, grads = p.gradients(problem, seeds, **options)
+    assert seen == [{"columns": (2048, 3), "max": (2048,)}]
+    monkeypatch.undo()
+    _, want = p.gradients(problem, seeds, logit_scale=1.125)
+    assert max(map(p.relative_norm, grads, want)) < 1e-5
+    kept = _execute.forward_structs(
+        _execute.Operands(*problem[:2], problem.labels.int(), None), _call(12345), keep_cache=True
+    )
+    assert [tuple(x.shape) for x in kept[4:]] == [(2048, 3), (2048,)]
+
+
+def _call(cache_bytes: int) -> _execute.Call:
+    return _execute.Call("", 104, 1.125, None, "grad", False, False, False, cache_bytes, "")

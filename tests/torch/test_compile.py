@@ -1,0 +1,103 @@
+"""Under torch.compile, as operators, and on tensors that hold nothing."""
+
+from __future__ import annotations
+
+from typing import Any, get_type_hints
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lce_torch_bridge import autograd, linear_logprobs
+from lce_torch_bridge._types import CALL_SCHEMA, Call
+from tests.torch import problem as p
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    dict(temperature=0.7, logit_scale=1.5, logit_softcap=3.0, vocab_size=100, stats=True, out_of_vocab="megatron"),
+    dict(entropy="metric"),
+    dict(entropy="none", cache_bytes=1 << 20),
+    dict(keep=torch.arange(0, 37, 3)),
+    dict(keep=torch.arange(37) % 3 == 0),
+]
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> None:
+    torch._dynamo.reset()
+
+
+def call(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, **options: Any) -> Any:
+    out = linear_logprobs(hidden * 1, weight, labels, **options)
+    return out._replace(logprobs=out.logprobs * 1)  # so that the graph holds more than the operator
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: ", ".join(options))
+def test_fullgraph(options: dict[str, Any]) -> None:
+    problem = p.draw()
+    seeds = p.seeds_like(problem.labels)
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    results = []
+    for function in (call, compiled):
+        leaves = problem.leaves()
+        out = function(*leaves, **options)
+        objective = sum((s * x).sum() for s, x in zip(seeds, out, strict=False) if x is not None and x.requires_grad)
+        results.append((*(x for x in out if x is not None), *torch.autograd.grad(objective, leaves[:2])))
+    assert all(map(torch.equal, *results))
+
+
+def test_dynamic_counts_of_tokens_compile_one_graph() -> None:
+    graphs = []
+
+    def count(graph: torch.fx.GraphModule, _: Any) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend=count)
+    for T in (11, 20, 37):
+        problem = p.draw(T=T)
+        assert torch.equal(compiled(*problem).logprobs, linear_logprobs(*problem).logprobs)
+    assert len(graphs) == 1
+
+
+def test_main_grad_is_refused_clearly() -> None:
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r'wgrad="main_grad" writes to weight\.main_grad'):
+        torch.compile(linear_logprobs, fullgraph=True, backend="eager")(*p.draw().leaves(), wgrad="main_grad")
+
+
+@pytest.mark.parametrize(
+    ("entropy", "temperature"), [("grad", None), ("metric", torch.linspace(0.5, 2, 37)), ("none", None)]
+)
+def test_opcheck(entropy: str, temperature: torch.Tensor | None) -> None:
+    hidden, weight, labels = p.draw()
+    told = Call("", 104, 1.0, None, entropy, True, False, False, 0, "")
+    operands = (hidden, weight, labels.int(), temperature)
+    torch.library.opcheck(autograd.forward, (*operands, False, *told))
+    merged = autograd.forward(*operands, False, *told)[-1]
+    seed = torch.randn(37)
+    dentropy = seed if entropy == "grad" else None
+    for cotangents, wanted in (((seed, None, None), (True, False)), ((seed, dentropy, seed), (True, True))):
+        torch.library.opcheck(autograd.gradients, (*operands, merged, [], *cotangents, *wanted, *told))
+
+
+def test_the_schema_is_that_of_call() -> None:
+    kinds = {str: "str", int: "int", float: "float", float | None: "float?", bool: "bool"}
+    want = ", ".join(f"{kinds[kind]} {name}" for name, kind in get_type_hints(Call).items())
+    assert want == CALL_SCHEMA
+
+
+@pytest.mark.parametrize("cache_bytes", [0, 1 << 20])
+def test_tensors_that_hold_nothing(cache_bytes: int) -> None:
+    """Shapes and dtypes of the real call, forward and backward, from meta tensors and from fake ones."""
+    problem = p.draw(dtype=torch.bfloat16)
+    options = dict(stats=True, cache_bytes=cache_bytes)
+    out, grads = p.gradients(problem, p.seeds_like(problem.labels), **options)
+    real = [(x.shape, x.dtype) for x in (*out, *grads)]
+    meta = p.Problem(*(x.to("meta") for x in problem))
+    out, grads = p.gradients(meta, [seed.to("meta") for seed in p.seeds_like(problem.labels)], **options)
+    assert [(x.shape, x.dtype) for x in (*out, *grads)] == real
+    with FakeTensorMode() as mode:
+        fake = p.Problem(*map(mode.from_tensor, problem))
+        seeds = [mode.from_tensor(seed) for seed in p.seeds_like(problem.labels)]
+        out, grads = p.gradients(fake, seeds, **options)
+        assert [(x.shape, x.dtype) for x in (*out, *grads)] == real

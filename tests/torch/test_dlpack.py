@@ -1,0 +1,117 @@
+"""The traps of sharing memory, one by one."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import jax
+import jax.numpy as jnp
+import pytest
+import torch
+
+from lce_torch_bridge import linear_logprobs
+from lce_torch_bridge.dlpack import CPU_ALIGNMENT, to_jax, to_torch
+from tests.torch import problem as p
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.bool])
+def test_both_ways_without_a_copy(dtype: torch.dtype) -> None:
+    x = torch.ones(64, 64).to(dtype)
+    array = to_jax(x)
+    assert array.unsafe_buffer_pointer() == x.data_ptr()
+    back = to_torch(array)
+    assert back.data_ptr() == x.data_ptr()
+    assert torch.equal(back, x)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float64])
+def test_what_jax_would_convert_is_refused(dtype: torch.dtype) -> None:
+    with pytest.raises(TypeError, match=f"{dtype} does not pass to JAX unchanged"):
+        to_jax(torch.ones(4, dtype=dtype))
+
+
+def test_a_tensor_that_requires_a_gradient() -> None:
+    x = torch.ones(64, requires_grad=True)
+    with pytest.raises(Exception, match="require"):  # the trap
+        jax.dlpack.from_dlpack(x)
+    assert to_jax(x).unsafe_buffer_pointer() == x.data_ptr()
+
+
+def test_a_misaligned_tensor_is_copied() -> None:
+    x = torch.arange(65.0)[1:]
+    assert x.data_ptr() % CPU_ALIGNMENT
+    array = to_jax(x)
+    assert array.unsafe_buffer_pointer() % CPU_ALIGNMENT == 0
+    assert jnp.array_equal(array, jnp.arange(1.0, 65.0))
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: x[:, 3:],  # sliced columns
+        lambda x: x[1:],  # sliced rows, still contiguous, perhaps misaligned
+        lambda x: x.T,
+        lambda x: x[:1].expand(5, -1),  # stride 0
+        lambda x: x[::2],
+        lambda x: x.flip(0)[:, ::3],
+    ],
+)
+def test_views(view) -> None:
+    x = torch.randn(7, 9)
+    assert torch.equal(to_torch(to_jax(view(x))), view(x))
+
+
+def test_sliced_and_misaligned_operands_give_the_same_bits() -> None:
+    problem = p.draw(T=37, H=31, V=103)
+    want = linear_logprobs(*problem)
+
+    def shifted(x: torch.Tensor) -> torch.Tensor:
+        storage = x.new_zeros(x.numel() + 1)
+        storage[1:] = x.reshape(-1)
+        return storage[1:].view(x.shape)
+
+    wide = torch.zeros(103, 40)
+    wide[:, 5:36] = problem.weight
+    strided = torch.zeros(37, 62)
+    strided[:, ::2] = problem.hidden
+    for hidden, weight in (
+        (shifted(problem.hidden), shifted(problem.weight)),
+        (strided[:, ::2], wide[:, 5:36]),
+        (problem.hidden.T.contiguous().T, problem.weight.T.contiguous().T),
+    ):
+        out = linear_logprobs(hidden, weight, problem.labels)
+        assert all(map(torch.equal, out[:3], want[:3]))
+
+
+def test_a_write_right_after_the_call_changes_nothing() -> None:
+    """An export orders torch behind the program that reads its memory."""
+    problem = p.draw(T=512, H=64, V=2048)
+    want = linear_logprobs(*problem)
+    for _ in range(20):
+        hidden, weight = problem.hidden.clone(), problem.weight.clone()
+        out = linear_logprobs(hidden, weight, problem.labels)
+        hidden.zero_()
+        weight.zero_()
+        assert torch.equal(out.logprobs, want.logprobs)
+
+
+def test_nothing_of_jax_holds_torch_memory_after_a_call() -> None:
+    problem = p.draw(T=64).leaves()
+    alive = [weakref.ref(problem.hidden), weakref.ref(problem.weight)]
+    out = linear_logprobs(*problem)
+    out.logprobs.sum().backward()
+    del problem, out
+    gc.collect()
+    linear_logprobs(*p.draw())
+    gc.collect()
+    assert [ref() for ref in alive] == [None, None]
+
+
+def test_outputs_may_be_changed_and_outlive_the_call() -> None:
+    problem = p.draw()
+    out, again = linear_logprobs(*problem), linear_logprobs(*problem)
+    out.logprobs.add_(1)
+    gc.collect()
+    assert torch.equal(out.logprobs, again.logprobs + 1)
+    assert torch.equal(linear_logprobs(*problem).logprobs, again.logprobs)

@@ -1,0 +1,48 @@
+"""The bridge takes from lce_jax what lce_jax makes public, name by name."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import lce_jax
+import lce_torch_bridge
+
+FOLDER = Path(lce_torch_bridge.__file__).parent
+
+
+def imported(path: Path) -> set[tuple[str, str]]:
+    """(module, name) of everything that a file imports."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {(alias.name, "") for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {(node.module or "", alias.name) for alias in node.names}
+    return found
+
+
+def test_only_public_names_of_lce_jax() -> None:
+    names = {pair for path in FOLDER.glob("*.py") for pair in imported(path) if pair[0].startswith("lce_jax")}
+    public = {("lce_jax", name) for name in lce_jax.__all__} | {("lce_jax", "")}
+    public |= {("lce_jax.local", name) for name in lce_jax.local.__all__}
+    assert names
+    assert names <= public
+
+
+def test_private_names_of_jax_and_torch_are_few_and_known() -> None:
+    """Neither library has a public way to ask these two things."""
+    private = {
+        (path.name, module)
+        for path in FOLDER.glob("*.py")
+        for module, _ in imported(path)
+        if module.split(".")[0] in ("jax", "torch") and any(part.startswith("_") for part in module.split("."))
+    }
+    assert private == {("runtime.py", "jax._src")}
+    uses = [path.name for path in FOLDER.glob("*.py") if "_resolve_process_group" in path.read_text()]
+    assert uses == ["tensor_parallel.py"]
+
+
+def test_everything_public_is_documented() -> None:
+    for name in lce_torch_bridge.__all__:
+        assert getattr(lce_torch_bridge, name).__doc__, name

@@ -1,0 +1,194 @@
+"""Real megatron-core models on two CPU ranks (gloo): the op against their own logits, every parameter's gradient.
+
+The ranks run once (`megatron_worker`), for starting them is much of the cost; each test judges one of their cases.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.util
+import json
+import re
+from typing import Any
+
+import pytest
+
+from tests.torch import megatron_cases
+from tests.torch.megatron_cases import REFUSALS, Case
+from tests.torch.megatron_ranks import run_ranks
+
+pytestmark = pytest.mark.skipif(
+    not importlib.util.find_spec("torch") or not importlib.util.find_spec("megatron.core"),
+    reason="needs torch and megatron-core",
+)
+
+# Of float32: the same sums in another order, through two layers.
+VALUES, GRADIENTS = 2e-6, 1e-6
+# The decoder's own 16-bit errors are the same bits for both ways, and add to the head's now so, now so.
+BLUR = 1.05
+
+
+@pytest.fixture(scope="session")
+def results(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, Any]:
+    """Of all cases: the ranks run once in a session, for whichever of xdist's workers comes first."""
+    shared = tmp_path_factory.getbasetemp()
+    if hasattr(request.config, "workerinput"):
+        shared = shared.parent
+    found = shared / "megatron.json"
+    with open(shared / "megatron.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not found.exists():
+            found.write_text(json.dumps(run_ranks(shared / "megatron", "ALL", ranks=2, seconds=400)))
+    return json.loads(found.read_text())
+
+
+def of(results: dict[str, Any], case: Case) -> dict[str, Any]:
+    if case.name not in results:
+        pytest.fail(f"the ranks did not get to {case.name!r}: {results.get('failure', '')[-2000:]}")
+    return results[case.name]
+
+
+def cases(check: str) -> Any:
+    return pytest.mark.parametrize("case", [case for case in megatron_cases.ALL if case.check == check], ids=str)
+
+
+def test_the_ranks_end_well(results: dict[str, Any]) -> None:
+    assert "failure" not in results, results["failure"]
+    assert results.keys() == {case.name for case in megatron_cases.ALL}
+
+
+@cases("parity")
+def test_parity(results: dict[str, Any], case: Case) -> None:
+    result = of(results, case)
+    assert result["logprobs"] <= VALUES
+    assert result.get("entropy", 0.0) <= VALUES
+    assert result["gradient"] <= GRADIENTS, result["worst"]
+    assert result["ranks agree"]
+    assert result["every parameter"]
+
+
+@cases("half precision")
+def test_half_precision_is_no_further_from_float64_than_stock(results: dict[str, Any], case: Case) -> None:
+    result = of(results, case)
+    for field in ("logprobs", "entropy", "gradient", "weight's gradient"):
+        assert result[f"{field} fused"] <= BLUR * result[f"{field} stock"], field
+    for field in (
+        "head's logprobs",
+        "head's entropy",
+    ):  # the products of bf16 are exact in float32: no logit is rounded
+        assert result[f"{field} fused"] <= 0.01 * result[f"{field} stock"], field
+    for field in ("head's dhidden", "head's dweight"):
+        assert field.endswith("dweight") or f"{field} fused" in result
+        assert result.get(f"{field} fused", 0.0) <= result.get(f"{field} stock", 0.0), field
+
+
+@cases("reduction left out")
+def test_a_missing_reduction_is_noticed(results: dict[str, Any], case: Case) -> None:
+    result = of(results, case)
+    assert result["logprobs"] <= VALUES  # the forward pass does not tell
+    assert result["gradient"] > 0.5
+
+
+@cases("reduction doubled")
+def test_a_second_reduction_is_noticed(results: dict[str, Any], case: Case) -> None:
+    result = of(results, case)
+    assert result["logprobs"] <= VALUES
+    assert result["gradient"] > 0.5
+
+
+@cases("main_grad")
+def test_three_micro_batches_into_main_grad(results: dict[str, Any], case: Case) -> None:
+    result, options = of(results, case), dict(case.options)
+    assert result["gradient"] <= GRADIENTS, result["worst"]
+    assert result["no grad left"]
+    frozen = "frozen" in dict(case.model)
+    fused = options.get("fusion", True) or options.get("wgrad") == "main_grad"
+    assert result["added to main_grad"] == (fused and not frozen)
+
+
+@cases("main_grad half precision")
+def test_main_grad_of_half_precision(results: dict[str, Any], case: Case) -> None:
+    result = of(results, case)
+    for field in ("gradient", "weight's gradient"):
+        assert result[f"{field} fused"] <= BLUR * result[f"{field} stock"], field
+
+
+@cases("optimizer")
+def test_steps_on_float32_main_parameters(results: dict[str, Any], case: Case) -> None:
+    result = of(results, case)
+    for field in ("gradient", "weight's gradient"):
+        assert result[f"{field} fused"] <= BLUR * result[f"{field} stock"], field
+
+
+@cases("megatron loss")
+def test_megatrons_own_loss(results: dict[str, Any], case: Case) -> None:
+    result = of(results, case)
+    assert result["logprobs"] <= VALUES
+    assert result["gradient"] <= GRADIENTS, result["worst"]
+
+
+@cases("parameter gather")
+def test_parameters_gathered_by_hooks(results: dict[str, Any], case: Case) -> None:
+    result = of(results, case)
+    assert result["same bits"]
+    assert result["noticed without the hook"], "the control: without the output layer's hook there must be NaN"
+
+
+@cases("pipeline stages")
+def test_pipeline_stages(results: dict[str, Any], case: Case) -> None:
+    result = of(results, case)
+    assert result["hidden"] == ("(16, 3, 64)" if case.tp == 2 else "(32, 3, 64)")
+    assert result["logprobs"] <= VALUES
+    assert result["entropy"] <= VALUES
+    assert result["gradient"] <= GRADIENTS, result["worst"]
+
+
+@cases("result")
+def test_result(results: dict[str, Any], case: Case) -> None:
+    result = of(results, case)
+    assert result["type"] == "LogprobOutput"
+    assert result["shapes"] == "{(3, 32)}"
+    assert result["dtypes"] == "{torch.float32}"
+    assert result["contiguous"]
+    assert result["without DDP"]
+    assert result["absent"] == "['entropy', 'max_logit', 'min_logit']"
+    assert result["error"] <= VALUES
+
+
+@cases("float16 module")
+def test_inside_float16_module(results: dict[str, Any], case: Case) -> None:
+    result = of(results, case)
+    assert result["same bits"]
+    assert result["type"] in ("tuple", ""), "Float16Module keeps named tuples now: say so in output_processor"
+
+
+@cases("hidden as it is")
+def test_hidden_is_not_copied(results: dict[str, Any], case: Case) -> None:
+    result = of(results, case)
+    assert result["same memory"]
+    assert result["contiguous"]
+    assert result["shape"] == "(32, 3, 64)"
+
+
+@cases("further arguments")
+def test_further_arguments_pass_through(results: dict[str, Any], case: Case) -> None:
+    result = of(results, case)
+    assert result["same bits"]
+    assert result["passed on"]
+
+
+@cases("restored")
+def test_the_model_is_restored(results: dict[str, Any], case: Case) -> None:
+    result = of(results, case)
+    assert result["shape"] == "(3, 32, 2)"
+    assert result["dtype"] == "torch.float32"
+    assert result["as before"]
+    assert result["same bits"]
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_refusal(results: dict[str, Any], name: str) -> None:
+    (case,) = (case for case in megatron_cases.ALL if case.check == "refusals")
+    result = of(results, case)
+    assert result.keys() == REFUSALS.keys()
+    assert re.search(REFUSALS[name], result[name]), result[name]

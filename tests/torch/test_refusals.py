@@ -1,0 +1,84 @@
+"""Bad input: the right exception, with the offending values, before anything is computed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from lce_jax import UnsupportedError
+from lce_torch_bridge import linear_logprobs
+from tests.torch import problem as p
+
+GOOD = p.draw(T=6, H=8, V=10)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        (dict(hidden=[1.0]), TypeError, r"hidden must be a torch.Tensor, got list"),
+        (dict(hidden=torch.ones(6, 8, dtype=torch.float64)), TypeError, r"got torch.float64, which JAX would round"),
+        (dict(weight=torch.ones(10, 8, dtype=torch.int8)), TypeError, r"weight must be .* got torch.int8"),
+        (dict(labels=torch.ones(6)), TypeError, r"labels must be integers \(vocabulary ids\), got torch.float32"),
+        (dict(labels=torch.ones(6, dtype=torch.bool)), TypeError, r"labels must be integers .*, got torch.bool"),
+        (dict(weight=torch.ones(10)), ValueError, r"weight must be \[V, H\].* got shape \(10,\)"),
+        (dict(weight=torch.ones(0, 8)), ValueError, r"neither of them 0, got shape \(0, 8\)"),
+        (dict(weight=torch.ones(10, 7)), ValueError, r"hidden \(6, 8\) must end in the H of weight .* \(10, 7\)"),
+        (dict(labels=torch.ones(5, dtype=int)), ValueError, r"labels \(5,\) must have hidden's leading shape \(6,\)"),
+        (dict(labels=GOOD.labels.to("meta")), ValueError, r"labels is on meta, hidden on cpu"),
+        (dict(tp_group="tp"), TypeError, r"tp_group must be a torch.distributed.ProcessGroup .* got 'tp'"),
+        (dict(temperature=0.0), ValueError, r"temperature must be positive, got 0.0"),
+        (dict(temperature=float("nan")), ValueError, r"temperature must be finite, got nan"),
+        (dict(temperature="1"), TypeError, r"temperature must be a number, got str '1'"),
+        (dict(temperature=torch.ones(5)), ValueError, r"temperature \(5,\) must broadcast to labels \(6,\)"),
+        (dict(temperature=torch.ones(2, 6)), ValueError, r"temperature \(2, 6\) must broadcast to labels \(6,\)"),
+        (dict(temperature=torch.ones(6, dtype=int)), TypeError, r"temperature must be floating point"),
+        (dict(temperature=torch.ones(6, requires_grad=True)), ValueError, r"pass temperature.detach\(\)"),
+        (dict(temperature=torch.ones(6, device="meta")), ValueError, r"temperature is on meta, hidden on cpu"),
+        (dict(logit_scale=float("inf")), ValueError, r"logit_scale must be finite, got inf"),
+        (dict(logit_scale=True), TypeError, r"logit_scale must be a number, got bool True"),
+        (dict(logit_softcap=0), ValueError, r"logit_softcap must be positive, got 0.0"),
+        (dict(vocab_size=11), ValueError, r"vocab_size must lie in \[1, 10\].* got 11"),
+        (dict(vocab_size=0), ValueError, r"vocab_size must lie in \[1, 10\].* got 0"),
+        (dict(vocab_size=9.0), TypeError, r"vocab_size must be an integer, got 9.0"),
+        (dict(entropy=True), ValueError, r"entropy must be one of 'grad', 'metric', 'none', got True"),
+        (dict(out_of_vocab="nan"), ValueError, r"out_of_vocab must be one of 'zero', 'megatron', got 'nan'"),
+        (dict(wgrad="add"), ValueError, r"wgrad must be one of 'return', 'main_grad', got 'add'"),
+        (dict(stats=1), TypeError, r"stats must be True or False, got 1"),
+        (dict(reduce_grad_hidden=None), TypeError, r"reduce_grad_hidden must be True or False, got None"),
+        (dict(cache_bytes=-1), ValueError, r"cache_bytes must not be negative, got -1"),
+        (dict(cache_bytes=1e9), TypeError, r"cache_bytes must be an integer, got 1000000000.0"),
+        (dict(keep=[True] * 6), TypeError, r"keep must be a torch.Tensor, got list"),
+        (dict(keep=torch.ones(5, dtype=bool)), ValueError, r"keep \(5,\) must have the shape of labels \(6,\)"),
+        (dict(keep=torch.ones(6)), TypeError, r"keep must be bool, or an int64 or int32 index of rows, got .*float32"),
+        (dict(keep=torch.ones(2, 2, dtype=int)), ValueError, r"must have one dimension, got shape \(2, 2\)"),
+        (dict(keep=torch.tensor([0, 6])), ValueError, r"keep holds row 6, and there are 6 rows"),
+        (dict(keep=torch.tensor([-1])), ValueError, r"keep holds row -1, and there are 6 rows"),
+        (dict(keep=torch.tensor([2, 2, 2])), ValueError, r"keep must hold each row at most once, got 2 repeats"),
+        (dict(implementation=7), TypeError, r"implementation must be None, a name or a tuple of names, got 7"),
+        (dict(implementation=()), TypeError, r"implementation must be None, a name or a tuple of names, got \(\)"),
+        (dict(implementation="cutlass"), ValueError, r"unknown implementation 'cutlass'; known: .*\"xla\""),
+        (dict(implementation="mosaic_gpu"), UnsupportedError, r"needs an NVIDIA GPU of compute capability 9.0"),
+    ],
+)  # fmt: skip
+def test_refusal(given: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        linear_logprobs(**{**GOOD._asdict(), **given})
+
+
+def test_a_refused_name_falls_back_only_where_a_tuple_says_so() -> None:
+    out = linear_logprobs(*GOOD, implementation=("mosaic_gpu", "xla"))
+    assert torch.equal(out.logprobs, linear_logprobs(*GOOD, implementation="xla").logprobs)
+
+
+def test_a_distributed_tensor_is_refused() -> None:
+    from torch.distributed.tensor import DTensor
+
+    class Sharded(torch.Tensor):
+        def full_tensor(self) -> torch.Tensor:
+            return torch.Tensor(self)
+
+    assert hasattr(DTensor, "full_tensor")
+    with pytest.raises(TypeError, match=r"weight is a DTensor: pass weight.full_tensor\(\), or weight.to_local\(\)"):
+        linear_logprobs(GOOD.hidden, GOOD.weight.as_subclass(Sharded), GOOD.labels)

@@ -1,0 +1,135 @@
+"""Kept rows, and programs shared by many counts of tokens."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import jax
+import pytest
+import torch
+
+from lce_torch_bridge import _rows, linear_logprobs
+from tests.torch import problem as p
+
+TRACED = "/jax/core/compile/jaxpr_trace_duration"
+COMPILED = "/jax/core/compile/backend_compile_duration"
+
+
+@pytest.fixture
+def compilations() -> Iterator[list[str]]:
+    """Grows by one entry for each program that JAX traces or XLA compiles."""
+    found: list[str] = []
+
+    def note(event: str, duration: float, **_: object) -> None:
+        del duration
+        if event in (TRACED, COMPILED):
+            found.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    yield found
+    jax.monitoring.unregister_event_duration_listener(note)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("T", [37, 2500, _rows.FORWARD_ROWS, _rows.FORWARD_ROWS + 700])
+def test_kept_rows_have_the_bits_of_the_full_call(T: int, dtype: torch.dtype) -> None:
+    hidden, weight, labels = p.draw(T=T, H=48, V=3000, dtype=dtype)
+    full = linear_logprobs(hidden, weight, labels, stats=True, temperature=0.9)
+    generator = torch.Generator().manual_seed(3)
+    for count in (0, 1, 5, T // 3, T - 1, T):
+        rows = torch.randperm(T, generator=generator)[:count]
+        mask = torch.zeros(T, dtype=torch.bool).index_fill(0, rows, True)
+        for keep in (rows, rows.int(), mask):
+            out = linear_logprobs(hidden, weight, labels, stats=True, temperature=0.9, keep=keep)
+            for got, want in zip(out, full, strict=True):
+                assert torch.equal(got[mask], want[mask])
+                assert (got[~mask] == 0).all()
+
+
+def test_gradients_with_rows_left_out() -> None:
+    problem = p.draw(T=60)
+    problem = problem._replace(hidden=problem.hidden.view(3, 20, -1), labels=problem.labels.view(3, 20))
+    temperature = torch.linspace(0.5, 1.5, 3)[:, None]
+    keep = torch.rand(3, 20, generator=torch.Generator().manual_seed(0)) < 0.4
+    problem.hidden[~keep] = torch.nan  # whatever they hold
+    seeds = p.seeds_like(problem.labels)
+    out, (dhidden, dweight) = p.gradients(problem, seeds, keep=keep, temperature=temperature)
+    assert all((field[~keep] == 0).all() for field in out[:3])
+    assert (dhidden[~keep] == 0).all()
+    part = p.Problem(problem.hidden[keep], problem.weight, problem.labels[keep])
+    _, want = p.exact(part, [seed[keep] for seed in seeds], temperature=temperature.expand(3, 20)[keep])
+    assert p.relative_norm(dhidden[keep], want[0]) < 1e-6
+    assert p.relative_norm(dweight, want[1]) < 1e-6
+
+
+def test_memory_falls_with_the_kept_share() -> None:
+    """What is saved for the backward is of the kept rows; nothing else of [T, H] is."""
+    hidden, weight, labels = p.draw(T=1000, H=64).leaves()
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.shape) or x, lambda x: x):
+        linear_logprobs(hidden, weight, labels, keep=torch.arange(0, 1000, 10))
+    assert torch.Size([100, 64]) in saved
+    assert torch.Size([1000, 64]) not in saved
+
+
+def test_sizes() -> None:
+    """A dozen programs up to 131,072 tokens, whatever the counts; what padding costs is bounded."""
+    counts = range(1, 131_073)
+    sizes = [_rows.size(n) for n in counts]
+    assert len(set(zip(sizes, map(_rows.is_whole, counts), strict=True))) == 12
+    assert all(n <= rows for n, rows in zip(counts, sizes, strict=True))
+    assert all(_rows.size(rows) == rows for rows in set(sizes))
+    assert set(_rows.WHOLE) < set(sizes)
+    assert max(rows / n for n, rows in zip(counts, sizes, strict=True) if n > _rows.SMALLEST) <= 2
+    assert max(rows / n for n, rows in zip(counts, sizes, strict=True) if n > _rows.HALFWAY_FROM) <= 1.5
+
+
+@pytest.mark.parametrize("T", [4095, 4096, 4097])
+def test_around_a_whole_size(T: int) -> None:
+    problem = p.draw(T=T, H=16, V=64)
+    seeds = p.seeds_like(problem.labels)
+    out, grads = p.gradients(problem, seeds)
+    want, wanted = p.exact(problem, seeds)
+    assert p.value_error(out.logprobs, want.logprobs) < 2e-6
+    assert max(map(p.relative_norm, grads, wanted)) < 1e-6
+
+
+def test_a_thousand_counts_of_tokens_compile_a_dozen_programs(compilations: list[str]) -> None:
+    """In each direction; a new temperature compiles nothing. The vocabulary is tiny: only shapes matter here."""
+    H, V = 2, 3
+    rng = random.Random(0)
+    counts = {_rows.size(n) - i for n in range(1, 131_073, 512) for i in (0, 1)}  # every size is met
+    while len(counts) < 1000:
+        counts.add(int(2 ** rng.triangular(3, 17, 3)))
+
+    leaf = torch.randn(V, H, requires_grad=True)
+    directions = []
+    for n in counts:
+        before = compilations.count(COMPILED)
+        out = linear_logprobs(torch.zeros(n, H), leaf, torch.zeros(n, dtype=torch.int64), temperature=0.5 + n / 1e6)
+        between = compilations.count(COMPILED)
+        out.logprobs.sum().backward()
+        directions.append((between - before, compilations.count(COMPILED) - between))
+    forward, backward = map(sum, zip(*directions, strict=True))
+    assert forward == 1
+    assert backward == 12
+
+
+def test_a_call_like_an_earlier_one_traces_nothing(compilations: list[str]) -> None:
+    problem = p.draw(T=900)
+    seeds = p.seeds_like(problem.labels)
+    p.gradients(problem, seeds, temperature=0.7, logit_scale=0.9)
+    assert set(compilations) == {TRACED, COMPILED}
+    compilations.clear()
+    shorter = p.draw(T=1000, seed=1)
+    p.gradients(shorter, p.seeds_like(shorter.labels), temperature=0.8, logit_scale=0.9)
+    assert compilations == []
+
+
+def test_an_exact_size_is_not_copied() -> None:
+    x = torch.randn(1024, 3)
+    assert _rows.pad(x, 1024).data_ptr() == x.data_ptr()
+    padded = _rows.pad(x, 1030)
+    assert torch.equal(padded[:1024], x)
+    assert (padded[1024:] == 0).all()

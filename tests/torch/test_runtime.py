@@ -1,0 +1,163 @@
+"""JAX as a guest: when it starts, with which memory, on which devices, and how the process ends."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+import lce_torch_bridge
+from lce_torch_bridge import runtime
+from tests.torch import problem as p
+from tests.torch.processes import run, succeed
+
+CALL = """
+import torch, lce_torch_bridge
+hidden, weight = torch.randn(5, 8, requires_grad=True), torch.randn(16, 8, requires_grad=True)
+out = lce_torch_bridge.linear_logprobs(hidden, weight, torch.arange(5))
+out.logprobs.sum().backward()
+"""
+
+
+def test_a_process_from_import_to_the_first_call() -> None:
+    """Importing starts nothing; `init` chooses, and is too late once JAX has started."""
+    said = succeed("""
+        import os, sys, jax, lce_torch_bridge
+        print("megatron" in sys.modules, "flax" in sys.modules)
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", 3)
+        lce_torch_bridge.init(allocator="platform", mem_fraction=0.25)
+        print(jax.device_count())
+        print(*(os.environ[f"XLA_PYTHON_CLIENT_{name}"] for name in ("PREALLOCATE", "ALLOCATOR", "MEM_FRACTION")))
+        lce_torch_bridge.init()
+        try:
+            lce_torch_bridge.init(mem_fraction=0.5)
+        except RuntimeError as error:
+            print(error)
+    """)
+    assert said.splitlines()[:3] == ["False False", "3", "false platform 0.25"]
+    assert "JAX has already started, with its allocator chosen" in said
+
+
+def test_what_the_user_has_set_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "_started_in", None)
+    monkeypatch.setenv(runtime.PREALLOCATE, "true")
+    runtime.start()
+    assert os.environ[runtime.PREALLOCATE] == "true"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (dict(allocator="fast"), 'allocator must be "bfc", "platform", "cuda_async" or None, got \'fast\''),
+        (dict(mem_fraction=0), r"mem_fraction must lie in \(0, 1\], got 0"),
+        (dict(mem_fraction=1.5), r"mem_fraction must lie in \(0, 1\], got 1.5"),
+    ],
+)
+def test_init_refuses(given: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        lce_torch_bridge.init(**given)
+
+
+def test_a_forked_child_is_told_and_the_process_ends_with_its_own_code() -> None:
+    """The child would deadlock in JAX's threads. Buffers that torch has dropped at the end must not abort."""
+    done = run(
+        CALL
+        + """
+import os, warnings
+warnings.simplefilter("ignore")  # JAX warns of fork by itself
+pid = os.fork()
+if pid == 0:
+    try:
+        lce_torch_bridge.linear_logprobs(hidden, weight, torch.arange(5))
+    except RuntimeError as error:
+        print(error, flush=True)
+        os._exit(7)
+    os._exit(0)
+print("code", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+del out, hidden.grad, weight.grad
+raise SystemExit(3)
+"""
+    )
+    assert done.returncode == 3, done.stderr
+    assert "terminate" not in done.stderr
+    assert "after JAX had started there" in done.stdout
+    assert '"spawn"' in done.stdout
+    assert done.stdout.strip().endswith("code 7")
+
+
+def test_cpu_tensors_use_the_first_cpu_device() -> None:
+    """The suite runs with eight of them."""
+    assert runtime.jax_device(torch.device("cpu")).id == 0
+
+
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [
+        ("cpu", r"cpu tensors need JAX's cpu backend.*JAX_PLATFORMS is 'tpu': leave it unset or write \"cuda,cpu\"$"),
+        (
+            "cuda:1",
+            r"cuda:1 tensors need JAX's cuda backend.* install JAX with CUDA: pip install \"lce-jax\[cuda13\]\"",
+        ),
+    ],
+)
+def test_a_backend_that_is_not_there(monkeypatch: pytest.MonkeyPatch, device: str, message: str) -> None:
+    def refuse(backend: str) -> None:
+        raise RuntimeError(f"Unknown backend {backend}")
+
+    monkeypatch.setenv("JAX_PLATFORMS", "tpu")
+    monkeypatch.setattr(runtime.jax, "local_devices", refuse)
+    with pytest.raises(RuntimeError, match=message):
+        runtime.jax_device.__wrapped__(torch.device(device))
+
+
+def test_the_current_device_of_torch_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """JAX's start makes the last GPU current."""
+    current = [1]
+    monkeypatch.setattr(runtime, "_started_in", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: current.__setitem__(0, index))
+    monkeypatch.setattr(runtime.jax, "devices", lambda: current.__setitem__(0, 7) or [])
+    runtime.start()
+    assert current == [1]
+
+
+class FakeGPU:
+    platform = "gpu"
+
+    def __init__(self, index: int, pool: int = 0) -> None:
+        self.local_hardware_id, self.pool = index, pool
+
+    def memory_stats(self) -> dict[str, int]:
+        return {"pool_bytes": self.pool, "bytes_limit": 100 << 30}
+
+
+def test_a_preallocated_gpu_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(runtime.PREALLOCATE, "false")
+    runtime.warn_of_preallocation([FakeGPU(0, pool=1 << 30)])
+    with pytest.warns(UserWarning, match='JAX holds 75 GiB of .*XLA_PYTHON_CLIENT_PREALLOCATE="false"'):
+        runtime.warn_of_preallocation([FakeGPU(0, pool=75 << 30)])
+    monkeypatch.setenv(runtime.PREALLOCATE, "true")
+    runtime.warn_of_preallocation([FakeGPU(0, pool=75 << 30)])
+
+
+def test_gpus_are_matched_by_their_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices = [FakeGPU(1), FakeGPU(0)]
+    monkeypatch.setattr(runtime.jax, "local_devices", lambda backend: devices if backend == "cuda" else [])
+    find = runtime.jax_device.__wrapped__
+    assert find(torch.device("cuda:0")) is devices[1]
+    assert find(torch.device("cuda:1")) is devices[0]
+    with pytest.raises(RuntimeError, match=r"JAX sees GPUs \[1, 0\], not cuda:2"):
+        find(torch.device("cuda:2"))
+
+
+def test_cuda_graph_capture_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OnGPU:
+        is_cuda = True
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="cannot run under CUDA graph capture"), runtime.beside(OnGPU()):
+        pass
+    lce_torch_bridge.linear_logprobs(*p.draw())  # CPU tensors are never captured

@@ -1,0 +1,35 @@
+"""Two processes over gloo, each with half of the vocabulary."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from lce_torch_bridge import linear_logprobs, tensor_parallel
+from tests.torch import problem as p
+from tests.torch.processes import ranks
+
+WORKER = Path(__file__).with_name("shards_worker.py")
+CHECKS = ("parity", "negative_controls", "collectives", "kept_rows", "empty_and_compiled", "rounding", "verl")
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    for said in ranks(WORKER, 2, tmp_path, *CHECKS):
+        assert [line for line in said.splitlines() if line.startswith("done")] == [f"done {name}" for name in CHECKS]
+
+
+def test_a_group_of_one_is_no_group() -> None:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        group = torch.distributed.group.WORLD
+        assert tensor_parallel.name_of(group) == tensor_parallel.NO_GROUP
+        problem = p.draw()
+        alone, grads = p.gradients(problem, p.seeds_like(problem.labels))
+        out, with_group = p.gradients(problem, p.seeds_like(problem.labels), tp_group=group, reduce_grad_hidden=True)
+        assert all(map(torch.equal, (*alone[:3], *grads), (*out[:3], *with_group)))
+        with pytest.raises(TypeError, match=r"must be a torch\.distributed\.ProcessGroup with this rank in it"):
+            linear_logprobs(*problem, tp_group=torch.distributed.GroupMember.NON_GROUP_MEMBER)
+    finally:
+        torch.distributed.destroy_process_group()
