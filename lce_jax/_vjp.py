@@ -43,6 +43,14 @@ class Rows(NamedTuple):
     labels: Int[Array, "T"]  # int32 global id, -1 where out of vocabulary
     where: Bool[Array, "T"] | None
     temperature: Float[Array, "T"] | None
+    num_rows: Int[Array, ""] | None = None  # in the place of ``where``: the rows, from the first on, that count
+
+    @property
+    def live(self) -> Bool[Array, "T"] | None:
+        """Which rows count; None where all do."""
+        if self.num_rows is None:
+            return self.where
+        return jnp.arange(self.labels.shape[0], dtype=jnp.int32) < self.num_rows
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
@@ -109,15 +117,14 @@ def shard_gradients(
     operands, order = _operands(spec, hidden, weight, rows, start)
     inverse_temperature = _inverse_temperature(rows, spec.case)
     coefficients = _math.row_coefficients(
-        stats, cotangent, rows.where, inverse_temperature, spec.case.options, spec.vocab_size
+        stats, cotangent, rows.live, inverse_temperature, spec.case.options, spec.vocab_size
     )
     if order is not None:
         coefficients = _rows.compact(order, coefficients)
     implementation = _dispatch.IMPLEMENTATIONS[spec.implementation]
     dhidden, dweight = implementation.gradients(operands, spec.case, coefficients, cache)
-    if order is not None and rows.where is not None:
-        dhidden = jnp.where(rows.where[:, None], _rows.expand(order, dhidden), 0.0)
-    return dhidden, dweight
+    dhidden = dhidden if order is None else _rows.expand(order, dhidden)
+    return dhidden if rows.live is None else jnp.where(rows.live[:, None], dhidden, 0.0), dweight
 
 
 def _forward(
@@ -172,13 +179,13 @@ def _operands(
     targets = rows.labels - start
     owned = (rows.labels >= 0) & (targets >= 0) & (targets < columns)
     per_token = (hidden, jnp.where(owned, targets, -1), _inverse_temperature(rows, spec.case))
-    if rows.where is None:
-        order = None
-    else:
+    order, num_rows = None, rows.num_rows
+    if rows.where is not None:
         order = _rows.compaction(rows.where)
-        per_token = _rows.compact(order, per_token)
+        per_token, num_rows = _rows.compact(order, per_token), order.num_rows
     hidden, targets, inverse_temperature = per_token
-    num_rows = None if order is None else order.num_rows
+    if rows.num_rows is not None and rows.live is not None:  # whatever lies behind, it cannot spread
+        hidden = jnp.where(rows.live[:, None], hidden, jnp.zeros((), hidden.dtype))
     return Operands(hidden, weight, targets, inverse_temperature, num_rows, num_columns), order
 
 
@@ -186,4 +193,4 @@ def _inverse_temperature(rows: Rows, case: Case) -> Float[Array, "T"] | None:
     if rows.temperature is None:
         return None
     inverse = 1.0 / rows.temperature.astype(case.stat_dtype)
-    return inverse if rows.where is None else jnp.where(rows.where, inverse, 1.0)
+    return inverse if rows.live is None else jnp.where(rows.live, inverse, 1.0)

@@ -11,6 +11,7 @@ arrays: jit them. They are not differentiable themselves.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -35,6 +36,7 @@ def statistics(
     *,
     vocab_start: int | Int[Array, ""] = 0,
     where: Bool[Array, "T"] | None = None,
+    num_rows: int | Int[Array, ""] | None = None,
     keep_cache: bool = False,
     **options: Unpack[LogprobOptions],
 ) -> tuple[ShardStatistics, Any]:
@@ -46,6 +48,8 @@ def statistics(
         labels: ``[T]`` global vocabulary ids.
         vocab_start: global id of the shard's first column; may be traced.
         where: ``[T]`` bool, the rows that count. None: all.
+        num_rows: the rows, from the first on, that count, where the others are mere padding; may be traced. Cheaper
+            than ``where``, which moves rows. The others may hold anything; their statistics are left open.
         keep_cache: whether a backward will follow, for which ``cache_bytes`` may be spent.
         **options: as in `lce_jax.linear_logprobs`, without ``axis_name``; ``vocab_size`` is of the whole vocabulary.
 
@@ -62,7 +66,7 @@ def statistics(
         >>> float(stats.sumexp[0]), float(stats.target[0])
         (100.0, 0.0)
     """
-    spec, rows = _shard(hidden, weight, labels, where, options)
+    spec, rows = _shard(hidden, weight, labels, where, num_rows, options)
     if spec.case.num_tokens == 0:
         return _math.empty_statistics(0, spec.case.stat_dtype, spec.case.options), None
     start = jnp.asarray(vocab_start, jnp.int32)
@@ -116,6 +120,7 @@ def gradients(
     *,
     vocab_start: int | Int[Array, ""] = 0,
     where: Bool[Array, "T"] | None = None,
+    num_rows: int | Int[Array, ""] | None = None,
     cache: Any = None,
     **options: Unpack[LogprobOptions],
 ) -> tuple[Float[Array, "T H"], Float[Array, "V H"]]:
@@ -130,6 +135,7 @@ def gradients(
             that is None stands for zeros.
         vocab_start: as in `statistics`.
         where: as in `statistics`.
+        num_rows: as in `statistics`; the other rows of dhidden are zero.
         cache: what `statistics` returned beside its statistics.
         **options: those given to `statistics`.
 
@@ -150,7 +156,7 @@ def gradients(
         >>> round(float(dweight[7, 0]), 2), round(float(dweight[0, 0]), 2)
         (0.98, -0.02)
     """
-    spec, rows = _shard(hidden, weight, labels, where, options)
+    spec, rows = _shard(hidden, weight, labels, where, num_rows, options)
     zero = jnp.zeros((spec.case.num_tokens,), spec.case.stat_dtype)
     if spec.case.num_tokens == 0:
         return jnp.zeros(hidden.shape, zero.dtype), jnp.zeros(weight.shape, weight.dtype)
@@ -165,14 +171,22 @@ def _gradients(spec: _vjp.Spec, hidden: Array, weight: Array, *rest: Any) -> tup
     return _compat.first_order_only(run)(_vjp.as_operand(hidden, weight), weight, *rest)
 
 
-def _shard(hidden: Any, weight: Any, labels: Any, where: Any, options: LogprobOptions) -> tuple[_vjp.Spec, _vjp.Rows]:
+def _shard(
+    hidden: Any, weight: Any, labels: Any, where: Any, num_rows: Any, options: LogprobOptions
+) -> tuple[_vjp.Spec, _vjp.Rows]:
     checked = _checks.options(options)
     if checked.axis_name is not None:
         raise ValueError(f"axis_name={checked.axis_name!r}: functions of lce_jax.local know no axis; merge yourself")
     case = _checks.case(hidden, weight, labels, where, checked)
+    if num_rows is not None:
+        if where is not None:
+            raise ValueError("where and num_rows both say which rows count: give one of them")
+        case = dataclasses.replace(case, compacted=True)
     if labels.ndim != 1:
         raise ValueError(f"labels {tuple(labels.shape)} must be flat here: [T], with hidden [T, H]")
     vocab_size = _checks.vocabulary(checked.vocab_size, _checks.INT32_MAX)
     chosen, _ = _dispatch.choose(case, checked.implementation)
     rows = _checks.rows(labels, where, checked.temperature, vocab_size, case.stat_dtype)
+    if num_rows is not None:
+        rows = rows._replace(num_rows=jnp.clip(jnp.asarray(num_rows, jnp.int32), 0, case.num_tokens))
     return _vjp.Spec(case, chosen.NAME, vocab_size, padded=checked.vocab_size is not None), rows

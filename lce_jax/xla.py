@@ -35,12 +35,13 @@ def tile_sizes(case: Case) -> tuple[int, int]:
     On CPU a tile has at most 4 Mi logits, 16 MiB of float32, and 2048 columns: wider ones leave the caches (50 ms
     against 28 ms forward at T 512, H 256, V 32000 on two cores), narrower ones cut the products short. Elsewhere 64 Mi
     logits keep a GPU's products large. An eighth of the vocabulary is the most, lest a small call hold all its logits.
-    Rows that may be left out are walked in sixteenths.
+    Rows that may be left out are walked in sixteenths; off the CPU, where each walk copies the weight, in quarters.
     """
     widest_t, widest_v, budget = (4096, 2048, 4 << 20) if case.platform == "cpu" else (16384, 1 << 20, 64 << 20)
     tile_t = min(max(case.num_tokens, 1), widest_t)  # a call without tokens is still explained
     if case.compacted:
-        tile_t = min(tile_t, max(256, -(-case.num_tokens // 16)))
+        least, parts = (256, 16) if case.platform == "cpu" else (1024, 4)
+        tile_t = min(tile_t, max(least, -(-case.num_tokens // parts)))
     tile_v = min(budget // tile_t, widest_v, case.vocab_size // 8) // 128 * 128
     return tile_t, min(case.vocab_size, max(tile_v, 512))
 

@@ -99,7 +99,7 @@ def gradients(
             merged if entropy else merged._replace(weighted=None),
             LogprobOutput(seeds.get("logprobs"), seeds.get("entropy"), seeds.get("lse")),  # type: ignore[arg-type]
             cache=None if cache is None else jax.tree.unflatten(cache, leaves),
-            **_options(dataclasses.replace(spec, entropy=entropy), temperature, num_rows, labels.shape[0]),
+            **_options(dataclasses.replace(spec, entropy=entropy), temperature, num_rows),
         )
         if rounded:
             grads = (grads[0].astype(hidden.dtype), grads[1])
@@ -113,7 +113,7 @@ def cache_structure(spec: Spec, device: jax.Device, *inputs: jax.ShapeDtypeStruc
     """The cache of `statistics` for ``inputs`` like these, of ``jax.ShapeDtypeStruct``: shapes, and how leaves fit."""
 
     def cache(hidden: Any, weight: Any, labels: Any, temperature: Any, num_rows: Any) -> Any:
-        options = _options(spec, temperature, num_rows, labels.shape[0])
+        options = _options(spec, temperature, num_rows)
         return local.statistics(hidden, weight, labels, keep_cache=True, **options)[1]
 
     with jax.default_device(device):
@@ -123,7 +123,7 @@ def cache_structure(spec: Spec, device: jax.Device, *inputs: jax.ShapeDtypeStruc
 def _statistics(
     spec: Spec, keep_cache: bool, hidden: Any, weight: Any, labels: Any, temperature: Any, num_rows: Any
 ) -> tuple[Any, list[Any]]:
-    options = _options(spec, temperature, num_rows, labels.shape[0])
+    options = _options(spec, temperature, num_rows)
     stats, cache = local.statistics(hidden, weight, labels, keep_cache=keep_cache, **options)
     return jnp.stack([getattr(stats, name) for name in spec.statistics]), jax.tree.leaves(cache)
 
@@ -144,10 +144,10 @@ def _statistics_from(names: tuple[str, ...], fields: Any) -> local.ShardStatisti
     return local.ShardStatistics(**{**absent, **dict(zip(names, fields, strict=True))})
 
 
-def _options(spec: Spec, temperature: Any, num_rows: Any, rows: int) -> dict[str, Any]:
+def _options(spec: Spec, temperature: Any, num_rows: Any) -> dict[str, Any]:
     return {
         "vocab_start": spec.vocab_start,
-        "where": _where(num_rows, rows),
+        "num_rows": num_rows,
         "temperature": 1.0 if temperature is None else temperature,
         "logit_scale": spec.logit_scale,
         "logit_softcap": spec.logit_softcap,

@@ -53,6 +53,32 @@ def test_four_shards(test: cases.TestCase, implementation: str) -> None:
     assert oracle.relative_norm(dweight, wanted[1]) < 1e-5
 
 
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+@pytest.mark.parametrize("num_rows", [0, 1, 300, 777])
+def test_a_number_of_rows_is_where_without_moving_them(num_rows: int, implementation: str) -> None:
+    hidden, weight, labels, _, seeds = cases.draw(cases.case("rows", leading=(777,)))
+    common = {"implementation": implementation, "temperature": jnp.linspace(0.5, 2.0, 777)}
+    where = jnp.arange(777) < num_rows
+
+    @jax.jit
+    def step(hidden, **rows):
+        stats, cache = local.statistics(hidden, weight, labels, keep_cache=True, **rows, **common)
+        out = local.finish(stats, labels, vocab_size=104, where=where)
+        return out, local.gradients(hidden, weight, labels, stats, LogprobOutput(*seeds), cache=cache, **rows, **common)
+
+    loud = jnp.where(where[:, None], hidden, jnp.nan)
+    for got, want in zip(
+        *map(jax.tree.leaves, (step(loud, num_rows=num_rows), step(hidden, where=where))), strict=True
+    ):
+        assert oracle.value_error(got, want) < 1e-5
+
+
+def test_where_and_a_number_of_rows_exclude_each_other() -> None:
+    hidden, weight, labels, *_ = cases.draw(cases.MATRIX[0])
+    with pytest.raises(ValueError, match="where and num_rows"):
+        local.statistics(hidden, weight, labels, where=labels >= 0, num_rows=3)
+
+
 def test_absent_cotangents_are_zeros() -> None:
     hidden, weight, labels, _, seeds = cases.draw(cases.MATRIX[0])
     stats, _ = local.statistics(hidden, weight, labels)

@@ -138,7 +138,9 @@ def rounding(group: dist.ProcessGroup) -> None:
     assert part.dtype == once.dtype == torch.bfloat16
     dist.all_reduce(part, group=group)
     print("dhidden summed in float32", p.relative_norm(once, whole), "in bfloat16", p.relative_norm(part, whole))
-    assert p.relative_norm(once, whole) < 0.75 * p.relative_norm(part, whole)
+    # On the CPU that is the only rounding; on a GPU dlogits are rounded before, and both sums share that error.
+    factor = 0.75 if problem.hidden.device.type == "cpu" else 0.95
+    assert p.relative_norm(once, whole) < factor * p.relative_norm(part, whole)
 
 
 def verl(group: dist.ProcessGroup) -> None:
