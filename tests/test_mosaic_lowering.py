@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 import lce_jax
-from lce_jax import _dispatch, mosaic
+from lce_jax import _dispatch, local, mosaic
 from lce_jax._types import Case, Device, Options
 from lce_jax.mosaic import _config
 
@@ -172,6 +172,23 @@ def test_inside_shard_map(check_vma: bool) -> None:
     ]
     rows = [jax.ShapeDtypeStruct((512,), dtype) for dtype in (jnp.int32, jnp.bool_)]
     jax.jit(step).trace(*arguments, *rows).lower(lowering_platforms=("cuda",))
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("cache_bytes", [0, 1 << 22])
+def test_one_shard_with_padded_rows(cache_bytes: int) -> None:
+    options = {"vocab_size": 151669, "cache_bytes": cache_bytes, "implementation": "mosaic_gpu"}
+
+    def step(hidden, weight, labels, seeds, start, num_rows):
+        rows = {"vocab_start": start, "num_rows": num_rows}
+        stats, cache = local.statistics(hidden, weight, labels, keep_cache=True, **rows, **options)
+        cotangent = lce_jax.LogprobOutput(*seeds)
+        return local.gradients(hidden, weight, labels, stats, cotangent, cache=cache, **rows, **options)
+
+    struct = jax.ShapeDtypeStruct
+    arrays = struct((2048, 1024), "bfloat16"), struct((75968, 1024), "bfloat16"), struct((2048,), "int32")
+    seeds, scalar = [struct((2048,), "float32")] * 3, struct((), "int32")
+    jax.jit(step).trace(*arrays, seeds, scalar, scalar).lower(lowering_platforms=("cuda",))
 
 
 @pytest.mark.usefixtures("hopper")
