@@ -17,7 +17,7 @@ from lce_jax._types import CallOptions, Case, LogprobOptions, Options, is_array
 from lce_jax._vjp import Rows
 
 if TYPE_CHECKING:
-    from jaxtyping import Array
+    from jaxtyping import Array, Int
 
 FLOATS = ("bfloat16", "float16", "float32", "float64")
 INT32_MAX = int(np.iinfo(np.int32).max)
@@ -115,6 +115,16 @@ def rows(labels: Any, where: Any, value: Any, vocab_size: int, dtype: Any) -> Ro
     if value is not None:
         value = jnp.broadcast_to(jnp.asarray(value).astype(dtype), shape).reshape(-1)
     return Rows(labels, where, value)
+
+
+def num_rows(value: Any, num_tokens: int) -> Int[Array, ""]:
+    """A number of rows in [0, num_tokens]; a traced one is clipped to it."""
+    if _is_integer(value):
+        if not 0 <= value <= num_tokens:
+            raise ValueError(f"num_rows must lie in [0, {num_tokens}], the rows of labels, got {value}")
+    elif not is_array(value) or value.shape != () or not jnp.issubdtype(value.dtype, jnp.integer):
+        raise TypeError(f"num_rows must be an integer or an integer array of shape (), got {value!r}")
+    return jnp.clip(jnp.asarray(value, jnp.int32), 0, num_tokens)
 
 
 def int32_labels(labels: Any) -> Array:

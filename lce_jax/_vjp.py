@@ -178,13 +178,13 @@ def _operands(
         num_columns = min(max(left, 0), columns) if isinstance(left, int) else jnp.clip(left, 0, columns)
     targets = rows.labels - start
     owned = (rows.labels >= 0) & (targets >= 0) & (targets < columns)
-    per_token = (hidden, jnp.where(owned, targets, -1), _inverse_temperature(rows, spec.case))
+    targets, inverse_temperature = jnp.where(owned, targets, -1), _inverse_temperature(rows, spec.case)
     order, num_rows = None, rows.num_rows
     if rows.where is not None:
         order = _rows.compaction(rows.where)
-        per_token, num_rows = _rows.compact(order, per_token), order.num_rows
-    hidden, targets, inverse_temperature = per_token
-    if rows.num_rows is not None and rows.live is not None:  # whatever lies behind, it cannot spread
+        hidden, targets, inverse_temperature = _rows.compact(order, (hidden, targets, inverse_temperature))
+        num_rows = order.num_rows
+    elif rows.live is not None:  # whatever the rows behind hold, it cannot spread
         hidden = jnp.where(rows.live[:, None], hidden, jnp.zeros((), hidden.dtype))
     return Operands(hidden, weight, targets, inverse_temperature, num_rows, num_columns), order
 

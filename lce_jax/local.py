@@ -188,5 +188,5 @@ def _shard(
     chosen, _ = _dispatch.choose(case, checked.implementation)
     rows = _checks.rows(labels, where, checked.temperature, vocab_size, case.stat_dtype)
     if num_rows is not None:
-        rows = rows._replace(num_rows=jnp.clip(jnp.asarray(num_rows, jnp.int32), 0, case.num_tokens))
+        rows = rows._replace(num_rows=_checks.num_rows(num_rows, case.num_tokens))
     return _vjp.Spec(case, chosen.NAME, vocab_size, padded=checked.vocab_size is not None), rows

@@ -39,7 +39,10 @@ def tensor(name: str, x: Any) -> None:
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
     if hasattr(x, "full_tensor"):
-        raise TypeError(f"{name} is a DTensor: pass {name}.full_tensor(), or {name}.to_local() with tp_group")
+        raise TypeError(
+            f"{name} is a DTensor: pass {name}.full_tensor(), or, where its shards are of the same size, "
+            f"{name}.to_local() with tp_group"
+        )
 
 
 def same_device(hidden: torch.Tensor, **others: torch.Tensor) -> None:
@@ -69,6 +72,8 @@ def temperature(value: Any, hidden: torch.Tensor, labels: torch.Tensor) -> None:
     if value.requires_grad:
         raise ValueError("temperature requires a gradient, and none is computed: pass temperature.detach()")
     same_device(hidden, temperature=value)
+    if value.device.type == "cpu" and not torch.compiler.is_compiling() and not bool((value > 0).all()):
+        raise ValueError(f"temperature must be positive, got {float(value.min())} among its values")
     try:
         fits = torch.broadcast_shapes(value.shape, labels.shape) == labels.shape
     except RuntimeError:

@@ -19,6 +19,7 @@ def forward(x: Operands, call: Call, keep_cache: bool) -> list[torch.Tensor]:
     tokens = x.labels.shape[0]
     if tokens == 0:
         return forward_structs(x, call, keep_cache)
+    tensor_parallel.check_equal_parts(x.weight, call.group)
     spec = _spec(x.weight, call)
     with runtime.beside(x.hidden):
         weight = to_jax(x.weight)
@@ -27,27 +28,29 @@ def forward(x: Operands, call: Call, keep_cache: bool) -> list[torch.Tensor]:
         else:
             inputs = [_import(x, weight, piece, _rows.FORWARD_ROWS) for piece in _rows.pieces(tokens)]
         run = _run_alone if call.group == tensor_parallel.NO_GROUP else _run_shard
-        found = run(inputs, spec, call, keep_cache)
-        exported = [[to_torch(y) for y in outputs] for outputs, _ in found]
-        return [*(_join(parts, tokens) for parts in zip(*exported, strict=True)), *map(to_torch, found[0][1])]
+        pieces, cache = run(inputs, spec, call, keep_cache)
+        return [*(_join(parts, tokens) for parts in zip(*pieces, strict=True)), *map(to_torch, cache)]
 
 
-def _run_alone(inputs: list[tuple[Any, ...]], spec: Spec, call: Call, keep_cache: bool) -> list[tuple[Any, Any]]:
-    """Each piece's outputs and cache, of a vocabulary that is not split."""
+type Found = tuple[list[list[torch.Tensor]], list[jax.Array]]  # each piece's outputs, and the first one's cache
+
+
+def _run_alone(inputs: list[tuple[Any, ...]], spec: Spec, call: Call, keep_cache: bool) -> Found:
+    """Of a vocabulary that is not split."""
     run = _programs.forward(spec, keep_cache, call.fields, call.megatron)
-    return [run(*each) for each in inputs]
+    found = [run(*each) for each in inputs]
+    return [[to_torch(y) for y in outputs] for outputs, _ in found], found[0][1]
 
 
-def _run_shard(inputs: list[tuple[Any, ...]], spec: Spec, call: Call, keep_cache: bool) -> list[tuple[Any, Any]]:
-    """The same of one that is, with one collective for all pieces."""
+def _run_shard(inputs: list[tuple[Any, ...]], spec: Spec, call: Call, keep_cache: bool) -> Found:
+    """Of one that is, with one collective for all pieces."""
     run = _programs.statistics(spec, keep_cache)
     parts = [run(*each) for each in inputs]
     gathered = tensor_parallel.gather(torch.stack([to_torch(packed) for packed, _ in parts]), call.group)
+    imported = [to_jax(shards) for shards in gathered.unbind(1)]  # held until what reads them has been exported
     merge = _programs.results(spec, call.fields, call.megatron)
-    return [
-        (merge(labels, num_rows, to_jax(shards)), cache)
-        for (_, _, labels, _, num_rows), shards, (_, cache) in zip(inputs, gathered.unbind(1), parts, strict=True)
-    ]
+    found = [merge(each[2], each[4], shards) for each, shards in zip(inputs, imported, strict=True)]
+    return [[to_torch(y) for y in outputs] for outputs in found], parts[0][1]
 
 
 def forward_structs(x: Operands, call: Call, keep_cache: bool) -> list[torch.Tensor]:
@@ -99,9 +102,9 @@ def _spec(weight: torch.Tensor, call: Call) -> Spec:
     shards, rank = tensor_parallel.size_and_rank(call.group)
     exact = weight.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
     return Spec(
-        vocab_size=call.vocab_size,
-        vocab_start=rank * weight.shape[0],
-        padded=call.vocab_size < shards * weight.shape[0],
+        vocab_size=int(call.vocab_size),  # a SymInt where torch.compile traces
+        vocab_start=rank * int(weight.shape[0]),
+        padded=bool(call.vocab_size < shards * weight.shape[0]),
         logit_scale=call.logit_scale,
         logit_softcap=call.logit_softcap,
         entropy=call.entropy != "none",
@@ -147,6 +150,9 @@ def _dtype_name(x: torch.Tensor) -> str:
 
 
 def _join(parts: tuple[torch.Tensor, ...], tokens: int) -> torch.Tensor:
-    """One tensor of the pieces' parts along their last dimension, without the padding."""
+    """One tensor of the pieces' parts along their last dimension, without the padding.
+
+    A copy, in torch's memory: a view could not be written in place, and JAX's memory knows no other stream.
+    """
     joined = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
-    return joined[..., :tokens].contiguous()
+    return joined[..., :tokens].clone(memory_format=torch.contiguous_format)

@@ -45,10 +45,12 @@ def linear_logprobs(
             that of the matrix products; under ``torch.autocast`` it is cast to autocast's dtype first, as
             ``torch.nn.functional.linear`` does.
         labels: ``[...]`` integers of any type, global vocabulary ids.
-        tp_group: the process group over which the vocabulary is split, rank r holding its r-th part. All ranks pass
-            the same ``hidden`` and ``labels`` and get the same results, to the last bit. None: ``weight`` is whole.
-        temperature: divides the float32 logits: a positive number, or a float tensor that broadcasts to ``labels``
-            (one per token, or per sequence as ``[b, 1]``). No gradient.
+        tp_group: the process group over which the vocabulary is split into parts of the same size, rank r holding the
+            r-th. All ranks pass the same ``hidden`` and ``labels`` and get the same results, to the last bit. None:
+            ``weight`` is whole.
+        temperature: divides the float32 logits: a positive number, or a float tensor of such that broadcasts to
+            ``labels`` (one per token, or per sequence as ``[b, 1]``); its values are looked at on the CPU only, and a 0
+            among them makes all of dweight NaN. No gradient.
         logit_scale: multiplies the float32 logits first (MuP, Cohere).
         logit_softcap: ``c`` in ``cap(x) = c·tanh(x / c)``. None: no cap.
         vocab_size: the true vocabulary of all ranks together. Columns from there on are padding, in no sum and with
@@ -59,17 +61,20 @@ def linear_logprobs(
         keep: which tokens to compute: bool of ``labels``' shape, or the rows of the flattened tokens, each at most once
             (int64 or int32). The others are 0 and have no gradient. Time and memory are those of the kept tokens,
             whose results are the same bits as without ``keep``. A bool tensor on a GPU waits for the GPU to count; an
-            index does not. None: all.
+            index does not, nor is it looked at there: a row that it holds twice counts twice in the gradients. None:
+            all.
         out_of_vocab: what logprob a label outside the vocabulary (negative, -100, ≥ vocab_size) has: "zero", or
             "megatron" for ``max_logit - lse``, as its cross entropy. The gradient is that of ``-lse`` either way, as
             Megatron's.
         reduce_grad_hidden: True sums dhidden over ``tp_group``, in float32, rounded once. For tensor parallelism
             without sequence parallelism, where nobody else does; otherwise each rank's dhidden is its own part.
         wgrad: "return" gives the weight its gradient. "main_grad" adds it to ``weight.main_grad``, as Megatron's
-            gradient-accumulation fusion does, and sets ``grad_added_to_main_grad``. Not under ``torch.compile``.
+            gradient-accumulation fusion does, once it is rounded to the weight's dtype, and sets
+            ``grad_added_to_main_grad``. Not under ``torch.compile``.
         cache_bytes: bytes that the forward may keep to spare the backward its recomputation. 0 keeps nothing. An
             implementation that always recomputes ignores it. A forward that keeps takes all tokens at once, and its
-            results may differ in the last bits from one that does not.
+            results may differ in the last bits from one that does not. Under ``torch.compile`` each count of tokens is
+            a graph of its own with it, and ``keep`` must be an index.
         implementation: as in `lce_jax.linear_logprobs`: "xla", "mosaic_gpu", "reference" or a tuple of names tried in
             order. None: the best that can serve the call.
 
@@ -117,8 +122,11 @@ def linear_logprobs(
     _checks.one_of("out_of_vocab", out_of_vocab, ("zero", "megatron"))
     _checks.one_of("wgrad", wgrad, ("return", "main_grad"))
     shards = 1 if tp_group is None else tp_group.size()
+    group = tensor_parallel.name_of(tp_group)
+    if not torch.compiler.is_compiling():  # the operator asks again: it runs compiled, too
+        tensor_parallel.check_equal_parts(weight, group)
     call = Call(
-        group=tensor_parallel.name_of(tp_group),
+        group=group,
         vocab_size=_checks.vocabulary(vocab_size, weight.shape[0] * shards),
         logit_scale=_checks.number("logit_scale", logit_scale),
         logit_softcap=None if logit_softcap is None else _checks.positive("logit_softcap", logit_softcap),

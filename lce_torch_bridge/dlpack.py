@@ -1,4 +1,4 @@
-"""Tensors to JAX arrays and back through DLPack: the same memory, in stream order, no host synchronisation.
+"""Tensors to JAX arrays and back through DLPack: the same memory, in stream order, without waiting for a GPU.
 
 Three rules, each of them paid for:
 
@@ -6,6 +6,9 @@ Three rules, each of them paid for:
 * Export at least one output of every program that read torch's memory. The export orders torch's stream behind the
   program; without it a write in place right after the call overwrites what the program still reads.
 * Do not donate an imported buffer: it is torch's.
+
+Memory that JAX exported is in the order of the stream it was exported on; used on another one, a gradient must be
+copied there first, for ``record_stream`` does not reach JAX's allocator.
 """
 
 from __future__ import annotations

@@ -8,6 +8,8 @@ Operators know a group by its name, as torch's own functional collectives do.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.distributed as dist
 
@@ -25,6 +27,27 @@ def size_and_rank(name: str) -> tuple[int, int]:
         return 1, 0
     group = _resolve(name)
     return group.size(), group.rank()
+
+
+def check_equal_parts(weight: torch.Tensor, name: str) -> None:
+    """All ranks ask each other once how many rows they hold, so that all of them raise where the numbers differ.
+
+    Raises:
+        ValueError: the parts of the vocabulary are of different sizes.
+    """
+    if name == NO_GROUP or weight.device.type == "meta":
+        return
+    rows = _rows_of_all(name, int(weight.shape[0]), weight.device)
+    if len(set(rows)) > 1:
+        raise ValueError(
+            f"weight has {', '.join(map(str, rows))} rows on the ranks of tp_group, and its parts must be of the same "
+            "size: pad the vocabulary and give vocab_size"
+        )
+
+
+@functools.cache
+def _rows_of_all(name: str, rows: int, device: torch.device) -> tuple[int, ...]:
+    return tuple(gather(torch.tensor([rows], device=device), name).flatten().tolist())
 
 
 def gather(x: torch.Tensor, name: str) -> torch.Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -71,6 +73,15 @@ def test_a_number_of_rows_is_where_without_moving_them(num_rows: int, implementa
         *map(jax.tree.leaves, (step(loud, num_rows=num_rows), step(hidden, where=where))), strict=True
     ):
         assert oracle.value_error(got, want) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "error"), [(-1, ValueError), (25, ValueError), (2.5, TypeError), (True, TypeError), ([1], TypeError)]
+)
+def test_a_number_of_rows_that_is_none(num_rows: Any, error: type[Exception]) -> None:
+    hidden, weight, labels, *_ = cases.draw(cases.MATRIX[0])
+    with pytest.raises(error, match="num_rows must"):
+        local.statistics(hidden, weight, labels, num_rows=num_rows)
 
 
 def test_where_and_a_number_of_rows_exclude_each_other() -> None:

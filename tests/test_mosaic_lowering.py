@@ -260,7 +260,11 @@ def test_plan_on_hopper() -> None:
 def test_partial_statistics_stay_small() -> None:
     plan = mosaic.plan(case(num_tokens=131072))
     assert plan.forward_bytes <= _config.STATISTICS_BYTES
-    assert mosaic.plan(case(num_tokens=8192)).backward_bytes <= 0.35e9
+    for hidden_size in (1024, 2048, 4096, 5120):
+        assert mosaic.plan(case(num_tokens=8192, hidden_size=hidden_size)).backward_bytes <= 0.35e9
+    sums = mosaic.plan(case(num_tokens=65536)).backward_bytes - 65536 * _config.CHUNK_COLUMNS * 2
+    assert sums <= 65536 * 4096 * 4  # dhidden in float32, once
+    assert _config.sums_shape(case(num_tokens=512))[0] == 2  # too few tiles for 132 multiprocessors
 
 
 def test_every_kernel_fits_shared_memory() -> None:

@@ -72,10 +72,10 @@ def sweep(shape: Shape, dtype: Any, rounds: int, report: Callable[[str], None]) 
 
 
 def depths(case: Case, kernel: str) -> list[Tiles]:
-    """Every depth, number of stages, cluster and order that fits shared memory."""
+    """Every depth, number of stages, cluster, order and number of steps in flight that fits shared memory."""
     staged = kernel in ("dlogits", "dweight")
-    choices = itertools.product((64, 128), range(2, 9), (1, 2), (0, 1))
-    made = (Tiles(tile_k=k, stages=n, cluster=c, minor=m) for k, n, c, m in choices)
+    choices = itertools.product((64, 128), range(2, 9), (1, 2), (0, 1), (0, 1))
+    made = (Tiles(tile_k=k, stages=n, cluster=c, minor=m, in_flight=f) for k, n, c, m, f in choices)
     return [one for one in made if one.smem_bytes(case.dtype.itemsize, staged) <= _config.SMEM_LIMIT]
 
 

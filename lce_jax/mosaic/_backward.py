@@ -77,7 +77,7 @@ def _walk_chunks(
     columns = min(stop * TILE_N, shape.columns) - first * TILE_N
     chunk = _config.chunk_tiles(case, stop - first) * TILE_N
     whole, rest = divmod(columns, chunk)
-    if whole and 0 < rest < TILE_N:  # a tile is the least that the kernel takes
+    if whole and 0 < rest < TILE_N:  # not worth a chunk of its own
         whole, rest = whole - 1, rest + chunk
 
     def step(tile: Any, size: int, carry: Carry) -> Carry:

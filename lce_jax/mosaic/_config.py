@@ -15,7 +15,7 @@ STAGING_COLUMNS = 64  # columns that an epilogue computes, rounds and sends out 
 STAGING_SLOTS = 2
 HOPPER = ("H100", "H200", "GH200", "H800", "H20")
 ATOM_ROWS = 8
-COLUMN_GRAIN = 16  # the narrowest swizzle, 32 bytes of 16-bit numbers: what the columns of dlogits must divide by
+COLUMN_GRAIN = 16  # the narrowest swizzle, 32 bytes of 16-bit numbers: what a minor dimension must divide by
 SMEM_LIMIT = 232_448  # bytes a block may use on compute capability 9.0 (CUDA programming guide, table of capabilities)
 SMEM_ALIGNMENT = 1024  # of every allocation in a kernel
 BARRIER_BYTES = 8
@@ -36,11 +36,16 @@ class Tiles:
 
     tile_k: int
     stages: int  # buffers of one [ROW_BLOCK, tile_k] and one [TILE_N, tile_k] operand tile each
-    cluster: int = 1  # kernel blocks, one below the other, that load each vocabulary tile once between them
+    cluster: int = 1  # 1 or 2: kernel blocks, one below the other, that load each tile of rhs once between them
     snake: int = 16  # tiles that run along ``minor`` before the other dimension moves: what L2 sees reused
     minor: int = 0  # 0: row blocks, 1: vocabulary tiles
     in_flight: int = 0  # steps, 0 or 1, whose products run on while a warpgroup waits for the next operands
     columns: int = STAGING_COLUMNS  # columns of the epilogue's inner step, where nothing is stored
+
+    def __post_init__(self) -> None:
+        """Refuses what the kernels are not written for."""
+        if self.cluster not in (1, 2) or self.in_flight not in (0, 1) or self.stages <= self.in_flight:
+            raise ValueError(f"cluster must be 1 or 2, in_flight 0 or 1 and less than stages, got {self}")
 
     def smem_bytes(self, itemsize: int, staged: bool) -> int:
         """Shared memory of a block: operand stages, their barriers and, where tiles are stored, the staging slots."""
@@ -106,14 +111,15 @@ def geometry(case: Case) -> Geometry:
 
 
 def sums_shape(case: Case) -> tuple[int, int, int]:
-    """What dhidden is summed in: whole tiles, and several arrays where one has too few tiles to fill the cores."""
+    """What dhidden is summed in: whole tiles, and several arrays where one has fewer tiles than there are cores."""
     rows, columns = geometry(case).padded_tokens, -(-case.hidden_size // TILE_N) * TILE_N
     num_tiles = rows // ROW_BLOCK * (columns // TILE_N)
+    most = MAX_SPLITS if num_tiles < case.core_count else 1  # each array is read and written once a chunk
 
     def waves(splits: int) -> float:
         return -(-num_tiles * splits // case.core_count) / splits
 
-    return min(range(1, MAX_SPLITS + 1), key=waves), rows, columns
+    return min(range(1, most + 1), key=waves), rows, columns
 
 
 def walk(case: Case, num_fields: int) -> int:
@@ -213,7 +219,9 @@ def plan(case: Case, name: str) -> Plan:
     cached = cached_tiles(case)
     compacted = case.num_tokens * case.hidden_size * itemsize if case.compacted else 0
     padded = shape.tokens * case.hidden_size * itemsize if shape.tokens != case.num_tokens else 0
-    chunk = chunk_tiles(case, cached or shape.tiles) * TILE_N
+    parts = [part for part in (cached, shape.tiles - cached) if part]
+    chunk = max(chunk_tiles(case, part) for part in parts) * TILE_N
+    copies = 2 * chunk * case.hidden_size * itemsize if case.vocab_size % ATOM_ROWS else 0
     notes = []
     if options.cache_bytes:
         notes.append(
@@ -238,7 +246,11 @@ def plan(case: Case, name: str) -> Plan:
             "backward chunk": chunk,
         },
         forward_bytes=-(-shape.tiles // walk(case, fields)) * fields * rows + compacted + padded,
-        backward_bytes=shape.tokens * chunk * itemsize + math.prod(sums_shape(case)) * 4 + 2 * compacted + padded,
+        backward_bytes=shape.tokens * chunk * itemsize
+        + math.prod(sums_shape(case)) * 4
+        + 2 * compacted
+        + padded
+        + copies,
         kept_bytes=case.statistics_bytes + cached * cached_tile_bytes(case),
         logits_bytes=case.num_tokens * case.vocab_size * 4,
         notes=tuple(notes),

@@ -45,7 +45,7 @@ def dlogits(
         [_pipeline.live_groups(spec, prepared.num_rows), prepared.num_columns, jnp.asarray(first_tile, jnp.int32)]
     )
     weight = prepared.weight
-    if case.vocab_size % ATOM_ROWS:  # TMA counts whole atoms: a view of the chunk alone, which XLA need not copy
+    if case.vocab_size % ATOM_ROWS:  # TMA counts whole atoms of rows: a copy of the chunk alone
         weight = lax.dynamic_slice_in_dim(weight, first_tile * TILE_N, columns)
     factors = jnp.stack(jax.tree.leaves(rows))
     run = _pipeline.kernel(spec.matmul, functools.partial(_kernel, spec), [output], "lce_dlogits", interpret)

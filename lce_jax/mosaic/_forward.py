@@ -42,30 +42,19 @@ def statistics(
         parts.append(_launch(prepared, case, cached, num_tiles - cached, False, interpret)[0])
     columns = [_to_nats(case, part) for part in parts]
     if _config.geometry(case).tail:
-        columns.append(jax.tree.map(lambda x: x[None], tail_statistics(operands, case)))
+        columns.append(jax.tree.map(lambda x: x[None], _tail_statistics(operands, case)))
     stats = _math.merge(jax.tree.map(lambda *fields: jnp.concatenate(fields), *columns))
     return stats._replace(total=_mean.total(operands, case) if case.options.mean_logit else None), cache
 
 
-def tail_statistics(operands: Operands, case: Case) -> ShardStatistics:
-    """Eq. 1 of the columns, at most 15, that are no whole swizzle atom."""
-    start = _config.geometry(case).columns
-    z, _ = tail_logits(operands, case)
-    stats = _math.tile_statistics(z, operands.targets - start, tail_mask(operands, case), case.options)
-    return stats._replace(total=None)
-
-
-def tail_logits(operands: Operands, case: Case) -> tuple[Float[Array, "T n"], Float[Array, "T n"] | None]:
-    """Eq. 0 of those columns, and the cap's derivative. Their weight is [n, H]: "hv" has no tail."""
-    weight = operands.weight[_config.geometry(case).columns :]
-    raw = lax.dot_general(operands.hidden, weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-    return _math.transform_logits(raw, case.options, operands.inverse_temperature)
-
-
-def tail_mask(operands: Operands, case: Case) -> Array | None:
-    """Which of those columns are true vocabulary; None where all are."""
+def _tail_statistics(operands: Operands, case: Case) -> ShardStatistics:
+    """Eq. 1 of the columns, at most 15, that are no whole swizzle atom. Their weight is [n, H]: "hv" has none."""
     shape = _config.geometry(case)
-    return _math.live_columns(shape.columns, shape.tail, operands.num_columns)
+    weight = operands.weight[shape.columns :]
+    raw = lax.dot_general(operands.hidden, weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    z, _ = _math.transform_logits(raw, case.options, operands.inverse_temperature)
+    live = _math.live_columns(shape.columns, shape.tail, operands.num_columns)
+    return _math.tile_statistics(z, operands.targets - shape.columns, live, case.options)._replace(total=None)
 
 
 def _live_tiles(operands: Operands, case: Case) -> int:

@@ -9,6 +9,7 @@ import os
 import sys
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -95,6 +96,8 @@ def collectives(group: dist.ProcessGroup) -> None:
         setattr(dist, name, counted(name))
     T = _rows.FORWARD_ROWS + 50
     problem = draw(T=T, H=8, V=16)
+    run(draw(T=4, H=8, V=16), group)  # the first call asks whether the parts are of the same size
+    counts.update(dict.fromkeys(counts, 0))
     out, grads = run(problem, group)
     assert counts == {"all_gather_into_tensor": 1, "all_reduce": 1}, counts
     assert all(same_on_all_ranks(field, group) for field in out[:3])
@@ -127,6 +130,15 @@ def empty_and_compiled(group: dist.ProcessGroup) -> None:
         local, p.seeds_like(problem.labels), call=compiled, tp_group=group, reduce_grad_hidden=True
     )
     assert all(map(torch.equal, (*out[:3], *grads), (*eager[:3], *want)))
+
+
+def uneven(group: dist.ProcessGroup) -> None:
+    """Parts of different sizes raise on every rank: nobody is left waiting in a collective."""
+    problem = draw(T=5, V=51)
+    part = problem._replace(weight=problem.weight.chunk(2)[group.rank()])
+    for vocab_size in (None, 51):
+        with pytest.raises(ValueError, match="26, 25 rows on the ranks of tp_group"):
+            linear_logprobs(*part, tp_group=group, vocab_size=vocab_size)
 
 
 def rounding(group: dist.ProcessGroup) -> None:

@@ -227,3 +227,15 @@ def test_the_cache_travels_as_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _call(cache_bytes: int) -> _execute.Call:
     return _execute.Call("", 104, 1.125, None, "grad", False, False, False, cache_bytes, "")
+
+
+@pytest.mark.parametrize("options", [{}, {"keep": torch.tensor([3, 5, 8])}], ids=str)
+def test_results_can_be_written_in_place(options: dict[str, Any]) -> None:
+    problem = p.draw()
+    mask = torch.arange(problem.labels.numel()) % 2 == 0
+    inside, outside = problem.leaves(), problem.leaves()
+    written = linear_logprobs(*inside, **options).logprobs
+    written[~mask] = 0.0
+    written.mul_(2.0).sum().backward()
+    (linear_logprobs(*outside, **options).logprobs * mask * 2.0).sum().backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(inside[:2], outside[:2], strict=True))
