@@ -54,14 +54,16 @@ def plan(case: Case) -> Plan:
     rows = case.num_tokens * stat
     compacted = case.num_tokens * case.hidden_size * case.dtype.itemsize if case.compacted else 0
     dhidden = case.num_tokens * case.hidden_size * stat
-    upcast = 0 if _gradient_dtype(case) == case.dtype else dhidden + tile_v * case.hidden_size * stat
+    columns = tile_v * case.hidden_size * stat
+    upcast = 0 if _gradient_dtype(case) == case.dtype else dhidden + columns
+    summed = 2 * columns if tile_t < case.num_tokens else 0  # dweight's columns, over several token tiles
     return Plan(
         implementation=NAME,
         refused={},
         case=case,
         tiles={"tokens": tile_t, "vocabulary": tile_v},
         forward_bytes=3 * tile + 8 * rows + compacted,
-        backward_bytes=3 * tile + 8 * rows + 2 * compacted + dhidden + upcast,
+        backward_bytes=3 * tile + 8 * rows + 2 * compacted + dhidden + upcast + summed,
         kept_bytes=case.statistics_bytes,
         logits_bytes=case.num_tokens * case.vocab_size * stat,
         notes=case.options.unused_cache_notes,
