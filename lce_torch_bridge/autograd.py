@@ -72,15 +72,8 @@ def forward(
 
 
 @forward.register_fake
-def _(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    labels: torch.Tensor,
-    temperature: torch.Tensor | None,
-    keep_cache: bool,
-    *call: Any,
-) -> list[torch.Tensor]:
-    return _execute.forward_structs(Operands(hidden, weight, labels, temperature), Call(*call), keep_cache)
+def _(*inputs: Any) -> list[torch.Tensor]:
+    return _execute.forward_structs(Operands(*inputs[:4]), Call(*inputs[5:]), keep_cache=inputs[4])
 
 
 @torch.library.custom_op(

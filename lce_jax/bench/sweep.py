@@ -25,12 +25,8 @@ from lce_jax.bench.shapes import BOTH, FORWARD, Shape
 from lce_jax.mosaic import NAME, _config
 from lce_jax.mosaic._config import Tiles
 
-KERNELS = {
-    "forward": FORWARD,
-    "dlogits": BOTH,
-    "dhidden": BOTH,
-    "dweight": BOTH,
-}  # each kernel, and the direction whose time it decides
+# Each kernel, and the direction whose time it decides.
+KERNELS = {"forward": FORWARD, "dlogits": BOTH, "dhidden": BOTH, "dweight": BOTH}
 SNAKES = (4, 8, 16, 32)
 
 

@@ -52,7 +52,7 @@ def gradients(
     sums, dweight = carry
     dhidden = jnp.sum(sums, axis=0)[: case.num_tokens, : case.hidden_size]
     if shape.tail or operands.num_columns is not None:
-        dhidden, dweight = _add_rest(operands, case, rows._replace(uniform=None), dhidden, dweight, interpret)
+        dhidden, dweight = _add_rest(operands, prepared, case, rows._replace(uniform=None), dhidden, dweight, interpret)
     if rows.uniform is not None:
         dhidden, dweight = _mean.add_gradients(operands, case, rows.uniform, dhidden, dweight)
     return dhidden, dweight
@@ -73,7 +73,6 @@ def _walk_chunks(
         return carry
     shape = _config.geometry(case)
     covered = _covered_columns(operands, case)
-    num_rows = shape.tokens if prepared.num_rows is None else prepared.num_rows
     columns = min(stop * TILE_N, shape.columns) - first * TILE_N
     chunk = _config.chunk_tiles(case, stop - first) * TILE_N
     whole, rest = divmod(columns, chunk)
@@ -86,14 +85,14 @@ def _walk_chunks(
         depth = jnp.clip(covered - start, 0, size)
         d = dlogits(tile, size)
         if case.vocab_size % ATOM_ROWS == 0:
-            sums = _products.add_dhidden(sums, d, prepared.weight, case, start, depth, num_rows, interpret)
-            dweight = _products.write_dweight(dweight, d, prepared.hidden, case, start, num_rows, interpret)
+            sums = _products.add_dhidden(sums, d, prepared.weight, case, start, depth, prepared.num_rows, interpret)
+            dweight = _products.write_dweight(dweight, d, prepared.hidden, case, start, prepared.num_rows, interpret)
             return sums, dweight
         # TMA counts whole atoms of rows: copies of the chunk alone.
         weight = lax.dynamic_slice_in_dim(prepared.weight, start, size)
         part = _compat.vary_like(lax.empty(weight.shape, case.dtype), carry)
-        sums = _products.add_dhidden(sums, d, weight, case, 0, depth, num_rows, interpret)
-        part = _products.write_dweight(part, d, prepared.hidden, case, 0, num_rows, interpret)
+        sums = _products.add_dhidden(sums, d, weight, case, 0, depth, prepared.num_rows, interpret)
+        part = _products.write_dweight(part, d, prepared.hidden, case, 0, prepared.num_rows, interpret)
         return sums, lax.dynamic_update_slice_in_dim(dweight, part, start, 0)
 
     if whole:
@@ -113,7 +112,13 @@ def _covered_columns(operands: Operands, case: Case) -> Int[Array, ""] | int:
 
 
 def _add_rest(
-    operands: Operands, case: Case, rows: RowCoefficients, dhidden: Array, dweight: Array, interpret: Any
+    operands: Operands,
+    prepared: Prepared,
+    case: Case,
+    rows: RowCoefficients,
+    dhidden: Array,
+    dweight: Array,
+    interpret: Any,
 ) -> tuple[Array, Array]:
     """The part of the true columns behind those that the products cover: fewer than a step and a tail."""
     shape, options = _config.geometry(case), case.options
@@ -133,9 +138,8 @@ def _add_rest(
         part = _dot(d.T, operands.hidden, 0).astype(case.dtype)
         return dhidden, dweight.at[column].set(part, mode="drop")
     # XLA (0.11.2) cannot compile an update behind a kernel's; behind these columns are zeros and the end.
-    prepared = _operands.prepare(operands, case).hidden
-    d = jnp.pad(d, ((0, prepared.shape[0] - d.shape[0]), (0, -width % ROW_BLOCK)))
-    return dhidden, _products.write_dweight(dweight, d, prepared, case, covered, d.shape[0], interpret)
+    d = jnp.pad(d, ((0, shape.tokens - case.num_tokens), (0, -width % ROW_BLOCK)))
+    return dhidden, _products.write_dweight(dweight, d, prepared.hidden, case, covered, shape.tokens, interpret)
 
 
 def _dot(left: Array, right: Array, right_dim: int) -> Float[Array, "m n"]:

@@ -48,7 +48,6 @@ def dlogits(
     on padding; row blocks without a live row, which the forward did not keep, are left unwritten.
     """
     tokens = _config.geometry(case).tokens
-    num_rows = jnp.int32(tokens) if prepared.num_rows is None else prepared.num_rows
     output = jax.ShapeDtypeStruct((tokens, -(-columns // TILE_N) * TILE_N), case.dtype)
     (result,) = _compat.mosaic_kernel(
         functools.partial(_kernel, case),
@@ -65,7 +64,7 @@ def dlogits(
         prepared.scale,
         prepared.targets,
         prepared.holds_target,
-        jnp.stack([-(-num_rows // ROW_BLOCK), jnp.asarray(first_tile, jnp.int32)]),
+        jnp.stack([-(-prepared.num_rows // ROW_BLOCK), jnp.asarray(first_tile, jnp.int32)]),
     )
     return result
 
@@ -101,9 +100,7 @@ def _kernel(
         tile = first_tile + lax.div(column_block, jnp.int32(TILE_N // COLUMNS))
         cta_rows = lax.div(row_block, jnp.int32(ROW_BLOCK // WARPGROUP_ROWS))
 
-        shift, target, constant = (load(factors.at[i]) for i in range(3))
-        slope = load(factors.at[3]) if factors.shape[0] == 4 else None
-        rows = RowFactors(shift, target, constant, slope)
+        rows = _pipeline.load_factors(factors, block_rows)
         label = load(targets) - (first_tile * TILE_N + column_block * COLUMNS)
         row_scale = load(scale) if case.options.logit_softcap is not None else None
         e = plgpu.load(e_ref, layout=_pipeline.MATRIX, optimized=False).astype(jnp.float32)

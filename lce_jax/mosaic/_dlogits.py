@@ -41,9 +41,8 @@ def dlogits(
     shape = _config.geometry(case)
     spec = _pipeline.logits(case, "dlogits", -(-columns // TILE_N))
     output = jax.ShapeDtypeStruct((shape.tokens, spec.num_tiles * TILE_N), case.dtype)
-    scalars = jnp.stack(
-        [_pipeline.live_groups(spec, prepared.num_rows), prepared.num_columns, jnp.asarray(first_tile, jnp.int32)]
-    )
+    groups = _pipeline.row_groups(spec.matmul, prepared.num_rows)
+    scalars = jnp.stack([groups, prepared.num_columns, jnp.asarray(first_tile, jnp.int32)])
     weight = prepared.weight
     if case.vocab_size % ATOM_ROWS:  # TMA counts whole atoms of rows: a copy of the chunk alone
         weight = lax.dynamic_slice_in_dim(weight, first_tile * TILE_N, columns)
@@ -81,9 +80,7 @@ def _kernel(
 
     def consume(tile: Tile, multiply: Any, slots: Any) -> None:
         row_scale = _pipeline.load_rows(scale, tile.rows)
-        shift, at_target, constant = (_pipeline.load_rows(factors.at[i], tile.rows) for i in range(3))
-        slope = _pipeline.load_rows(factors.at[3], tile.rows) if factors.shape[0] == 4 else None
-        rows = RowFactors(shift, at_target, constant, slope)
+        rows = _pipeline.load_factors(factors, tile.rows)
         column = first_column + tile.column
         target = _pipeline.load_rows(targets, tile.rows) - column
         holds = holds_target[tile.place.row_block, first_tile + tile.place.position] > 0

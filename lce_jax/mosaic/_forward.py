@@ -80,7 +80,7 @@ def _launch(
     atoms = case.vocab_size // ATOM_ROWS * ATOM_ROWS
     weight = lax.slice_in_dim(prepared.weight, 0, atoms, axis=options.vocab_dim)
     name = "lce_statistics_cached" if save else "lce_statistics"
-    scalars = jnp.stack([_pipeline.live_groups(spec, prepared.num_rows), prepared.num_columns])
+    scalars = jnp.stack([_pipeline.row_groups(spec.matmul, prepared.num_rows), prepared.num_columns])
     run = _pipeline.kernel(spec.matmul, functools.partial(_kernel, spec, first_tile, save), outputs, name, interpret)
     part, *kept = run(
         prepared.hidden, weight, prepared.targets, prepared.scale, prepared.holds_target, prepared.mask, scalars

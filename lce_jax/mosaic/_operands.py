@@ -29,7 +29,7 @@ class Prepared(NamedTuple):
     holds_target: Int[Array, "blocks tiles"]
     mask: Int[Array, "512"]  # 1 on padding, for the tile that holds the first padding column and the one behind it
     num_columns: Int[Array, ""]  # live columns the kernels cover
-    num_rows: Int[Array, ""] | None
+    num_rows: Int[Array, ""]  # live rows
 
 
 def prepare(operands: Operands, case: Case) -> Prepared:
@@ -51,7 +51,8 @@ def prepare(operands: Operands, case: Case) -> Prepared:
         columns = jnp.minimum(jnp.asarray(operands.num_columns, jnp.int32), columns)
     ragged = jnp.arange(2 * TILE_N, dtype=jnp.int32) >= columns % TILE_N
     mask = ragged.astype(jnp.int32)
-    return Prepared(hidden, operands.weight, targets, scale, flags, mask, columns, operands.num_rows)
+    num_rows = jnp.int32(shape.tokens) if operands.num_rows is None else operands.num_rows
+    return Prepared(hidden, operands.weight, targets, scale, flags, mask, columns, num_rows)
 
 
 def _pad(x: Array, rows: int, value: Any = 0) -> Array:

@@ -35,7 +35,7 @@ from lce_jax.mosaic._config import (
     WARPGROUP_ROWS,
     Tiles,
 )
-from lce_jax.mosaic._operands import LOG2E
+from lce_jax.mosaic._operands import LOG2E, RowFactors
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
@@ -262,10 +262,9 @@ def walk_logits(
     walk_tiles(spec.matmul, hidden, weight, Origin(column=first_column), visit_all, consume, scratch)
 
 
-def live_groups(spec: Logits, num_rows: Int[Array, ""] | None) -> Int[Array, ""]:
-    """The clusters of row blocks to compute: those with live rows."""
-    tokens = _config.geometry(spec.matmul.case).tokens if num_rows is None else num_rows
-    return -(-jnp.asarray(tokens, jnp.int32) // (spec.matmul.tiles.cluster * ROW_BLOCK))
+def row_groups(matmul: Matmul, num_rows: Any) -> Int[Array, ""]:
+    """The clusters of row blocks that hold the first ``num_rows`` rows of lhs."""
+    return -(-jnp.asarray(num_rows, jnp.int32) // (matmul.tiles.cluster * ROW_BLOCK))
 
 
 def kernel(
@@ -317,6 +316,12 @@ def send(values: Float[Array, "64 64"], block: int, slots: Any, rows: Any, outpu
 def load_rows(ref: Any, rows: Any) -> Float[Array, "64"]:
     """The part of a per-token vector for a slice of 64 tokens, from GMEM."""
     return plgpu.load(ref.at[rows], layout=PER_ROW, optimized=False)
+
+
+def load_factors(factors: Any, rows: Any) -> RowFactors:
+    """That part of the stacked `RowFactors`."""
+    shift, target, constant = (load_rows(factors.at[i], rows) for i in range(3))
+    return RowFactors(shift, target, constant, load_rows(factors.at[3], rows) if factors.shape[0] == 4 else None)
 
 
 def along_rows(values: Float[Array, "64"], columns: int = TILE_N) -> Float[Array, "64 n"]:

@@ -41,15 +41,7 @@ def add_dhidden(
     """
     matmul = Matmul(case, _config.tiles(case, "dhidden"), 1, case.options.vocab_dim)
     scalars = _scalars(matmul, num_rows, num_columns, first_column)
-    run = _pipeline.kernel(
-        matmul,
-        functools.partial(_dhidden_kernel, matmul),
-        [jax.ShapeDtypeStruct(sums.shape, sums.dtype)],
-        "lce_dhidden",
-        interpret,
-        updated=3,
-    )
-    return run(dlogits, weight, scalars, sums)[0]
+    return _update(matmul, _dhidden_kernel, "lce_dhidden", dlogits, weight, scalars, sums, interpret)
 
 
 def _dhidden_kernel(
@@ -62,7 +54,6 @@ def _dhidden_kernel(
 ) -> None:
     groups, num_steps, first_column = (scalars[i] for i in range(3))
     splits, _, width = sums.shape
-    per_split = -(-num_steps // splits)
 
     def consume(tile: Tile, multiply: Any, _: None) -> None:
         values = multiply()
@@ -77,7 +68,7 @@ def _dhidden_kernel(
         for block, value in zip(blocks, added, strict=True):
             output.at[block][...] = value
 
-    tiles = functools.partial(_visit_all, matmul, groups, width // TILE_N, splits, per_split, num_steps)
+    tiles = functools.partial(_visit_all, matmul, groups, width // TILE_N, splits, num_steps)
     _pipeline.walk_tiles(matmul, dlogits, weight, Origin(k=first_column), tiles, consume)
 
 
@@ -94,15 +85,7 @@ def write_dweight(
     matmul = Matmul(case, _config.tiles(case, "dweight"), 0, 0)
     lhs, rhs = (dlogits, hidden) if case.options.vocab_dim == 0 else (hidden, dlogits)
     scalars = _scalars(matmul, lhs.shape[1], num_rows, first_column)
-    run = _pipeline.kernel(
-        matmul,
-        functools.partial(_dweight_kernel, matmul),
-        [jax.ShapeDtypeStruct(dweight.shape, dweight.dtype)],
-        "lce_dweight",
-        interpret,
-        updated=3,
-    )
-    return run(lhs, rhs, scalars, dweight)[0]
+    return _update(matmul, _dweight_kernel, "lce_dweight", lhs, rhs, scalars, dweight, interpret)
 
 
 def _dweight_kernel(
@@ -126,23 +109,29 @@ def _dweight_kernel(
             _pipeline.send(values[:, start : start + STAGING_COLUMNS], i, slots, rows, output, column)
 
     slots = _pipeline.staging(output.shape[1], output.dtype)
-    tiles = functools.partial(_visit_all, matmul, groups, -(-rhs.shape[1] // TILE_N), 1, num_steps, num_steps)
+    tiles = functools.partial(_visit_all, matmul, groups, -(-rhs.shape[1] // TILE_N), 1, num_steps)
     _pipeline.walk_tiles(matmul, lhs, rhs, Origin(), tiles, consume, slots)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
+def _update(
+    matmul: Matmul, body: Any, name: str, lhs: Array, rhs: Array, scalars: Array, result: Array, interpret: Any
+) -> Array:
+    """``result`` as ``body`` leaves it, in its place."""
+    outputs = [jax.ShapeDtypeStruct(result.shape, result.dtype)]
+    run = _pipeline.kernel(matmul, functools.partial(body, matmul), outputs, name, interpret, updated=3)
+    return run(lhs, rhs, scalars, result)[0]
+
+
 def _scalars(matmul: Matmul, num_rows: Any, depth: Any, first_column: Any) -> Array:
     """Groups of rows and steps of the contraction, as far as they are live, and where the chunk begins."""
-    groups = -(-jnp.asarray(num_rows, jnp.int32) // (matmul.tiles.cluster * ROW_BLOCK))
     steps = -(-jnp.asarray(depth, jnp.int32) // matmul.tiles.tile_k)
-    return jnp.stack([groups, steps, jnp.asarray(first_column, jnp.int32)])
+    return jnp.stack([_pipeline.row_groups(matmul, num_rows), steps, jnp.asarray(first_column, jnp.int32)])
 
 
-def _visit_all(
-    matmul: Matmul, groups: Any, columns: int, splits: int, per_split: Any, num_steps: Any, visit: Visit
-) -> Any:
+def _visit_all(matmul: Matmul, groups: Any, columns: int, splits: int, num_steps: Any, visit: Visit) -> Any:
     """Visits the tiles of the result, each ``splits`` times with its part of the contraction."""
-    area = groups * columns
+    area, per_split = groups * columns, -(-num_steps // splits)
 
     def tile(info: Any, carry: Any) -> Any:
         split = lax.div(info.index[0], area)

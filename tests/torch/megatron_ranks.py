@@ -32,15 +32,7 @@ def run_ranks(
     processes = []
     try:
         for rank, log in enumerate(logs):
-            command = [
-                sys.executable,
-                "-m",
-                "tests.torch.megatron_worker",
-                str(directory),
-                str(rank),
-                str(ranks),
-                table,
-            ]
+            command = [sys.executable, "-m", WORKER, str(directory), str(rank), str(ranks), table]
             with log.open("wb") as file:
                 process = subprocess.Popen(
                     command, cwd=ROOT, env=_environment(rank, gpus), stdout=file, stderr=subprocess.STDOUT
