@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -11,64 +13,74 @@ import torch
 from lce_torch_bridge import _programs, _rows, runtime, tensor_parallel
 from lce_torch_bridge._programs import Spec
 from lce_torch_bridge._types import Call, Operands
-from lce_torch_bridge.dlpack import to_jax, to_torch
+from lce_torch_bridge.dlpack import to_jax, to_torch_all
 
 
 def forward(x: Operands, call: Call, keep_cache: bool) -> list[torch.Tensor]:
-    """The outputs ``[T]``, the merged statistics ``[F, T]`` and the cache."""
+    """The outputs ``[T]``, what the backward needs per token ``[S, T]``, and the cache."""
     tokens = x.labels.shape[0]
     if tokens == 0:
         return forward_structs(x, call, keep_cache)
     tensor_parallel.check_equal_parts(x.weight, call.group)
     spec = _spec(x.weight, call)
     with runtime.beside(x.hidden):
-        weight = to_jax(x.weight)
-        if keep_cache:  # the backward takes all tokens at once, and so their cache
-            inputs = [_import_whole(x, weight)]
-        else:
-            inputs = [_import(x, weight, piece, _rows.FORWARD_ROWS) for piece in _rows.pieces(tokens)]
+        # The backward takes all tokens at once, and so their cache.
+        pieces = [_rows.whole(tokens)] if keep_cache else _rows.pieces(tokens)
+        inputs = _import(x.hidden, x.weight, [_per_token(x, piece, call.vocab_size) for piece in pieces], pieces)
         run = _run_alone if call.group == tensor_parallel.NO_GROUP else _run_shard
-        pieces, cache = run(inputs, spec, call, keep_cache)
-        return [*(_join(parts, tokens) for parts in zip(*pieces, strict=True)), *map(to_torch, cache)]
+        packed, cache = run(inputs, spec, call, keep_cache)
+        return [*_unpacked(packed, len(call.fields), tokens), *to_torch_all(cache)]
 
 
-type Found = tuple[list[list[torch.Tensor]], list[jax.Array]]  # each piece's outputs, and the first one's cache
+type Inputs = tuple[jax.Array | None, ...]  # hidden, weight, per_token, num_rows, leaves of the cache
+type Found = tuple[list[torch.Tensor], list[jax.Array]]  # each piece's packed results, and the first one's cache
 
 
-def _run_alone(inputs: list[tuple[Any, ...]], spec: Spec, call: Call, keep_cache: bool) -> Found:
+def _run_alone(inputs: list[Inputs], spec: Spec, call: Call, keep_cache: bool) -> Found:
     """Of a vocabulary that is not split."""
     run = _programs.forward(spec, keep_cache, call.fields, call.megatron)
     found = [run(*each) for each in inputs]
-    return [[to_torch(y) for y in outputs] for outputs, _ in found], found[0][1]
+    return to_torch_all([packed for packed, _ in found]), found[0][1]
 
 
-def _run_shard(inputs: list[tuple[Any, ...]], spec: Spec, call: Call, keep_cache: bool) -> Found:
+def _run_shard(inputs: list[Inputs], spec: Spec, call: Call, keep_cache: bool) -> Found:
     """Of one that is, with one collective for all pieces."""
     run = _programs.statistics(spec, keep_cache)
     parts = [run(*each) for each in inputs]
-    gathered = tensor_parallel.gather(torch.stack([to_torch(packed) for packed, _ in parts]), call.group)
+    gathered = tensor_parallel.gather(torch.stack(to_torch_all([packed for packed, _ in parts])), call.group)
     imported = [to_jax(shards) for shards in gathered.unbind(1)]  # held until what reads them has been exported
     merge = _programs.results(spec, call.fields, call.megatron)
-    found = [merge(each[2], each[4], shards) for each, shards in zip(inputs, imported, strict=True)]
-    return [[to_torch(y) for y in outputs] for outputs in found], parts[0][1]
+    found = [merge(*each[2:4], shards) for each, shards in zip(inputs, imported, strict=True)]
+    return to_torch_all(found), parts[0][1]
+
+
+def _unpacked(parts: list[torch.Tensor], fields: int, tokens: int) -> list[torch.Tensor]:
+    """The outputs, one by one, and what the backward needs, from the pieces' packed results without the padding.
+
+    Copies, in torch's memory: a view could not be written in place, and JAX's memory knows no other stream.
+    """
+    packed = (parts[0] if len(parts) == 1 else torch.cat(parts, 1)).narrow(1, 0, tokens)
+    outputs = packed[:fields].view(torch.float32).unbind()
+    return [*(x.clone() for x in outputs), packed[fields:].clone(memory_format=torch.contiguous_format)]
 
 
 def forward_structs(x: Operands, call: Call, keep_cache: bool) -> list[torch.Tensor]:
     """What `forward` returns, its contents left open."""
     tokens = x.labels.shape[0]
     outputs = [x.hidden.new_empty((tokens,), dtype=torch.float32) for _ in call.fields]
-    spec = _spec(x.weight, call)
-    merged = x.hidden.new_empty((len(spec.merged), tokens), dtype=torch.float32)
+    spec, rows = _spec(x.weight, call), 1 if x.temperature is None else 2
+    saved = x.hidden.new_empty((rows + len(spec.merged), tokens), dtype=torch.int32)
     cache = []
     if keep_cache and tokens:
-        structs = jax.tree.leaves(_cache_structure(x, spec))
+        structs = jax.tree.leaves(_cache_structure(x.hidden, x.weight, rows, spec))
         cache = [x.hidden.new_empty(struct.shape, dtype=getattr(torch, struct.dtype.name)) for struct in structs]
-    return [*outputs, merged, *cache]
+    return [*outputs, saved, *cache]
 
 
 def gradients(
-    x: Operands,
-    merged: torch.Tensor,
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    saved: torch.Tensor,
     cache: list[torch.Tensor],
     cotangents: dict[str, torch.Tensor],
     wanted: tuple[bool, bool],
@@ -78,22 +90,24 @@ def gradients(
 
     The sum is in float32 and rounded once, where the logits' path sums what each rank has rounded.
     """
-    tokens = x.labels.shape[0]
+    tokens = hidden.shape[0]
     if tokens == 0:
-        return [y.new_zeros(y.shape) for y, want in zip((x.hidden, x.weight), wanted, strict=True) if want]
-    spec = _spec(x.weight, call)
+        return [y.new_zeros(y.shape) for y, want in zip((hidden, weight), wanted, strict=True) if want]
+    spec, piece = _spec(weight, call), _rows.whole(tokens)
     reduced = call.reduce_grad_hidden and call.group != tensor_parallel.NO_GROUP
-    structure = jax.tree.structure(_cache_structure(x, spec)) if cache else None
+    structure = None
+    if cache:
+        structure = jax.tree.structure(_cache_structure(hidden, weight, len(saved) - len(spec.merged), spec))
     run = _programs.gradients(spec, tuple(cotangents), wanted, not reduced, structure)
-    rows = torch.cat([merged, torch.stack([seed.float() for seed in cotangents.values()])])
-    rows = _rows.pad(rows, _rows.size(tokens), dim=1)
-    with runtime.beside(x.hidden):
-        inputs = _import_whole(x, to_jax(x.weight))
-        grads = [to_torch(grad) for grad in run(*inputs, to_jax(rows), [to_jax(leaf) for leaf in cache])]
+    bits = [seed.view(torch.int32) for seed in cotangents.values()]
+    per_token = torch.cat([saved.view(-1), *bits]).view(-1, tokens)
+    with runtime.beside(hidden):
+        (inputs,) = _import(hidden, weight, [_rows.pad(per_token, piece.rows, dim=1)], [piece], cache)
+        grads = to_torch_all(run(*inputs))
         if wanted[0]:
             grads[0] = grads[0][:tokens]
         if wanted[0] and reduced:
-            grads[0] = tensor_parallel.all_reduce(grads[0], call.group).to(x.hidden.dtype)
+            grads[0] = tensor_parallel.all_reduce(grads[0], call.group).to(hidden.dtype)
         return grads
 
 
@@ -115,44 +129,58 @@ def _spec(weight: torch.Tensor, call: Call) -> Spec:
     )
 
 
-def _import(x: Operands, weight: jax.Array, piece: slice, rows: int) -> tuple[Any, ...]:
-    """``hidden, weight, labels, temperature, num_rows`` of a piece of the tokens, for a program of ``rows``."""
-    hidden, labels, temperature = (
-        None if t is None else to_jax(_rows.pad(t[piece], rows)) for t in (x.hidden, x.labels, x.temperature)
-    )
-    return hidden, weight, labels, temperature, np.int32(piece.stop - piece.start)
+def _import(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    per_token: list[torch.Tensor],
+    pieces: list[_rows.Piece],
+    cache: Sequence[torch.Tensor] = (),
+) -> list[Inputs]:
+    """What the program of each piece takes. It waits for ``per_token``, which none of them can do without."""
+    device = runtime.jax_device(hidden.device)
+    shared, leaves = to_jax(weight, wait=False), [to_jax(leaf, wait=False) for leaf in cache]
+
+    def operands(piece: _rows.Piece, rows: torch.Tensor) -> Inputs:
+        num_rows = None if piece.num_rows is None else _on_device(piece.num_rows, device)
+        padded = to_jax(_rows.pad(hidden[piece.tokens], piece.rows), wait=False)
+        return padded, shared, to_jax(rows), num_rows, *leaves
+
+    return list(map(operands, pieces, per_token))
 
 
-def _import_whole(x: Operands, weight: jax.Array) -> tuple[Any, ...]:
-    """The same of all tokens, for the program that takes them at once: ``num_rows`` is None where it masks no rows."""
-    tokens = x.labels.shape[0]
-    *operands, num_rows = _import(x, weight, slice(0, tokens), _rows.size(tokens))
-    return *operands, None if _rows.is_whole(tokens) else num_rows
+def _per_token(x: Operands, piece: _rows.Piece, vocab_size: int) -> torch.Tensor:
+    """Labels and temperature as `_programs` describes them.
+
+    Labels are clamped, still out of vocabulary: JAX would take int64 modulo 2³², and 2³² + 3 for 3.
+    """
+    labels = x.labels[piece.tokens].long()  # a number as negative as -1 is none of uint8
+    count = labels.shape[0]
+    packed = labels.new_empty((1 if x.temperature is None else 2, piece.rows), dtype=torch.int32)
+    packed[0, :count].copy_(labels.clamp(-1, vocab_size))
+    if x.temperature is not None:
+        packed[1, :count].view(torch.float32).copy_(x.temperature[piece.tokens])
+    return packed
 
 
-def _cache_structure(x: Operands, spec: Spec) -> Any:
-    tokens = int(x.labels.shape[0])
-    rows = _rows.size(tokens)
+@functools.lru_cache(maxsize=1024)
+def _on_device(number: int, device: jax.Device) -> jax.Array:
+    """A number on the device, where a number in the call would be copied to it each time."""
+    return jax.device_put(np.int32(number), device)
+
+
+def _cache_structure(hidden: torch.Tensor, weight: torch.Tensor, rows: int, spec: Spec) -> Any:
+    tokens = int(hidden.shape[0])
+    size = _rows.size(tokens)
     struct = jax.ShapeDtypeStruct
     return _programs.cache_structure(
         spec,
-        runtime.jax_device(x.hidden.device),
-        struct((rows, int(x.hidden.shape[1])), _dtype_name(x.hidden)),
-        struct(tuple(map(int, x.weight.shape)), _dtype_name(x.weight)),
-        struct((rows,), "int32"),
-        None if x.temperature is None else struct((rows,), "float32"),
+        runtime.jax_device(hidden.device),
+        struct((size, int(hidden.shape[1])), _dtype_name(hidden)),
+        struct(tuple(map(int, weight.shape)), _dtype_name(weight)),
+        struct((rows, size), "int32"),
         None if _rows.is_whole(tokens) else struct((), "int32"),
     )
 
 
 def _dtype_name(x: torch.Tensor) -> str:
     return str(x.dtype).removeprefix("torch.")
-
-
-def _join(parts: tuple[torch.Tensor, ...], tokens: int) -> torch.Tensor:
-    """One tensor of the pieces' parts along their last dimension, without the padding.
-
-    A copy, in torch's memory: a view could not be written in place, and JAX's memory knows no other stream.
-    """
-    joined = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
-    return joined[..., :tokens].clone(memory_format=torch.contiguous_format)

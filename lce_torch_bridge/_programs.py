@@ -1,23 +1,25 @@
 """The compiled programs: one jitted function for each static specification, over `lce_jax.local`.
 
-    statistics   hidden, weight, labels             ->  this shard's statistics, packed [F, P], and its cache
-    results      the shards' statistics [N, F, P]   ->  the outputs [P], and the merged ones [F, P]
+    statistics   hidden, weight, per_token          ->  this shard's statistics, packed [F, P], and its cache
+    results      the shards' statistics [N, F, P]   ->  outputs and what the backward needs, packed [O + S, P]
     forward      both in one, for a vocabulary that is not split
-    gradients    operands, rows [F + C, P], cache   ->  those of dhidden and dweight that are wanted
+    gradients    operands and cache                 ->  those of dhidden and dweight that are wanted
 
 P is the rows of a program, of which the first ``num_rows`` count (None: all). It is an operand, so that programs serve
-many counts of tokens.
+many counts of tokens. An array that crosses between the libraries costs the host as much as many kernels do: all that
+is per token crosses as one int32 matrix, floats by their bits. ``per_token`` is ``[labels]``, then the temperature if
+there is one; S adds the merged statistics to these, and `gradients` takes S with the cotangents behind.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from lce_jax import LogprobOutput, local
 
@@ -25,8 +27,7 @@ STATISTICS = ("max", "sumexp", "target", "weighted", "min")  # fields of local.S
 MERGED = STATISTICS[:4]  # what the backward may need of them
 
 
-@dataclasses.dataclass(frozen=True)
-class Spec:
+class Spec(NamedTuple):
     """The static part of a program."""
 
     vocab_size: int  # the true size of the whole vocabulary
@@ -55,23 +56,23 @@ class Spec:
 
 @functools.cache
 def statistics(spec: Spec, keep_cache: bool) -> Callable[..., Any]:
-    """``(hidden, weight, labels, temperature, num_rows) -> packed, cache leaves``."""
+    """``(hidden, weight, per_token, num_rows) -> packed, cache leaves``."""
     return jax.jit(functools.partial(_statistics, spec, keep_cache))
 
 
 @functools.cache
 def results(spec: Spec, fields: tuple[str, ...], megatron: bool) -> Callable[..., Any]:
-    """``(labels, num_rows, gathered) -> [*fields, merged]``, the fields those of `LogprobOutput`."""
+    """``(per_token, num_rows, gathered) -> packed``, first ``fields`` of `LogprobOutput`."""
     return jax.jit(functools.partial(_results, spec, fields, megatron))
 
 
 @functools.cache
 def forward(spec: Spec, keep_cache: bool, fields: tuple[str, ...], megatron: bool) -> Callable[..., Any]:
-    """``(hidden, weight, labels, temperature, num_rows) -> [*fields, merged], cache leaves``."""
+    """``(hidden, weight, per_token, num_rows) -> packed, cache leaves``, as `statistics` and `results` in one."""
 
-    def run(hidden: Any, weight: Any, labels: Any, temperature: Any, num_rows: Any) -> Any:
-        packed, cache = _statistics(spec, keep_cache, hidden, weight, labels, temperature, num_rows)
-        return _results(spec, fields, megatron, labels, num_rows, packed[None]), cache
+    def run(hidden: Any, weight: Any, per_token: Any, num_rows: Any) -> Any:
+        packed, cache = _statistics(spec, keep_cache, hidden, weight, per_token, num_rows)
+        return _results(spec, fields, megatron, per_token, num_rows, packed[None]), cache
 
     return jax.jit(run)
 
@@ -80,17 +81,16 @@ def forward(spec: Spec, keep_cache: bool, fields: tuple[str, ...], megatron: boo
 def gradients(
     spec: Spec, cotangents: tuple[str, ...], wanted: tuple[bool, bool], rounded: bool, cache: Any
 ) -> Callable[..., Any]:
-    """``(hidden, weight, labels, temperature, num_rows, rows, cache leaves) -> [dhidden, dweight]``, if wanted.
+    """``(hidden, weight, per_token, num_rows, *cache leaves) -> [dhidden, dweight]``, if wanted.
 
     A gradient that is not wanted is no output, and the compiler drops its product. Without a cotangent of the entropy
     its part is left out. ``rounded``: dhidden in hidden's dtype, where no sum over the group follows.
     """
 
-    def run(
-        hidden: Any, weight: Any, labels: Any, temperature: Any, num_rows: Any, rows: Any, leaves: Any
-    ) -> list[Any]:
+    def run(hidden: Any, weight: Any, per_token: Any, num_rows: Any, *leaves: Any) -> list[Any]:
         kept = len(spec.merged)
-        merged, seeds = _statistics_from(spec.merged, rows[:kept]), dict(zip(cotangents, rows[kept:], strict=True))
+        labels, temperature, floats = _unpacked(per_token, kept + len(cotangents))
+        merged, seeds = _statistics_from(spec.merged, floats[:kept]), dict(zip(cotangents, floats[kept:], strict=True))
         entropy = "entropy" in seeds
         grads = local.gradients(
             hidden,
@@ -99,7 +99,7 @@ def gradients(
             merged if entropy else merged._replace(weighted=None),
             LogprobOutput(seeds.get("logprobs"), seeds.get("entropy"), seeds.get("lse")),  # type: ignore[arg-type]
             cache=None if cache is None else jax.tree.unflatten(cache, leaves),
-            **_options(dataclasses.replace(spec, entropy=entropy), temperature, num_rows),
+            **_options(spec._replace(entropy=entropy), temperature, num_rows),
         )
         if rounded:
             grads = (grads[0].astype(hidden.dtype), grads[1])
@@ -112,7 +112,8 @@ def gradients(
 def cache_structure(spec: Spec, device: jax.Device, *inputs: jax.ShapeDtypeStruct | None) -> Any:
     """The cache of `statistics` for ``inputs`` like these, of ``jax.ShapeDtypeStruct``: shapes, and how leaves fit."""
 
-    def cache(hidden: Any, weight: Any, labels: Any, temperature: Any, num_rows: Any) -> Any:
+    def cache(hidden: Any, weight: Any, per_token: Any, num_rows: Any) -> Any:
+        labels, temperature, _ = _unpacked(per_token)
         options = _options(spec, temperature, num_rows)
         return local.statistics(hidden, weight, labels, keep_cache=True, **options)[1]
 
@@ -121,22 +122,32 @@ def cache_structure(spec: Spec, device: jax.Device, *inputs: jax.ShapeDtypeStruc
 
 
 def _statistics(
-    spec: Spec, keep_cache: bool, hidden: Any, weight: Any, labels: Any, temperature: Any, num_rows: Any
+    spec: Spec, keep_cache: bool, hidden: Any, weight: Any, per_token: Any, num_rows: Any
 ) -> tuple[Any, list[Any]]:
+    labels, temperature, _ = _unpacked(per_token)
     options = _options(spec, temperature, num_rows)
     stats, cache = local.statistics(hidden, weight, labels, keep_cache=keep_cache, **options)
     return jnp.stack([getattr(stats, name) for name in spec.statistics]), jax.tree.leaves(cache)
 
 
-def _results(
-    spec: Spec, fields: tuple[str, ...], megatron: bool, labels: Any, num_rows: Any, gathered: Any
-) -> list[Any]:
+def _results(spec: Spec, fields: tuple[str, ...], megatron: bool, per_token: Any, num_rows: Any, gathered: Any) -> Any:
+    labels, _, _ = _unpacked(per_token)
     merged = local.merge(_statistics_from(spec.statistics, jnp.moveaxis(gathered, 1, 0)))
     out = local.finish(merged, labels, vocab_size=spec.vocab_size, where=_where(num_rows, labels.shape[0]))
     if megatron:
         # Its predicted logit is left at 0 once the maximum has been subtracted: -ln Σ e^(z - max), which is max - lse.
-        out = out._replace(logprobs=jnp.where(labels < 0, -jnp.log(merged.sumexp), out.logprobs))
-    return [*(getattr(out, name) for name in fields), jnp.stack([getattr(merged, name) for name in spec.merged])]
+        outside = (labels < 0) | (labels >= spec.vocab_size)
+        out = out._replace(logprobs=jnp.where(outside, -jnp.log(merged.sumexp), out.logprobs))
+    floats = [*(getattr(out, name) for name in fields), *(getattr(merged, name) for name in spec.merged)]
+    bits = lax.bitcast_convert_type(jnp.stack(floats), jnp.int32)
+    return jnp.concatenate([bits[: len(fields)], per_token, bits[len(fields) :]])
+
+
+def _unpacked(per_token: Any, others: int = 0) -> tuple[Any, Any, Any]:
+    """Labels ``[P]``, the temperature ``[P]`` or None, and the ``others`` behind."""
+    floats = lax.bitcast_convert_type(per_token[1:], jnp.float32)
+    tempered = len(floats) - others
+    return per_token[0], floats[0] if tempered else None, floats[tempered:]
 
 
 def _statistics_from(names: tuple[str, ...], fields: Any) -> local.ShardStatistics:

@@ -11,6 +11,8 @@ from 32,768 on.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 FORWARD_ROWS = 8192
@@ -19,9 +21,24 @@ HALFWAY_FROM = 32768
 WHOLE = (4096, 8192, 16384)  # sizes with a program of their own for exactly so many tokens, which masks no rows
 
 
-def pieces(tokens: int) -> list[slice]:
+class Piece(NamedTuple):
+    """Tokens that a program takes."""
+
+    tokens: slice
+    rows: int  # of the program
+    num_rows: int | None  # how many of them count; None: all
+
+
+def pieces(tokens: int) -> list[Piece]:
     """The forward's pieces of ``tokens`` tokens."""
-    return [slice(start, min(start + FORWARD_ROWS, tokens)) for start in range(0, tokens, FORWARD_ROWS)]
+    starts = range(0, tokens, FORWARD_ROWS)
+    counts = [min(FORWARD_ROWS, tokens - start) for start in starts]
+    return [Piece(slice(i, i + count), FORWARD_ROWS, count) for i, count in zip(starts, counts, strict=True)]
+
+
+def whole(tokens: int) -> Piece:
+    """All of ``tokens`` tokens at once."""
+    return Piece(slice(0, tokens), size(tokens), None if is_whole(tokens) else tokens)
 
 
 def size(tokens: int) -> int:
@@ -43,10 +60,12 @@ def is_whole(tokens: int) -> bool:
 
 
 def pad(x: torch.Tensor, rows: int, dim: int = 0) -> torch.Tensor:
-    """``x`` with ``rows`` entries along ``dim``, zeros behind its own; itself where it has them."""
-    missing = rows - x.shape[dim]
-    if missing == 0:
+    """``x`` with ``rows`` entries along ``dim``, anything behind its own; itself where it has them."""
+    entries = x.shape[dim]
+    if entries == rows:
         return x
     shape = list(x.shape)
-    shape[dim] = missing
-    return torch.cat([x, x.new_zeros(shape)], dim)
+    shape[dim] = rows
+    padded = x.new_empty(shape)
+    padded.narrow(dim, 0, entries).copy_(x)
+    return padded

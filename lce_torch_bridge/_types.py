@@ -41,7 +41,7 @@ class Operands(NamedTuple):
 
     hidden: torch.Tensor  # [T, H]
     weight: torch.Tensor  # [V, H]
-    labels: torch.Tensor  # [T] int32 global id, -1 where out of vocabulary
+    labels: torch.Tensor  # [T] global id; outside [0, vocab_size): out of vocabulary
     temperature: torch.Tensor | None  # [T] float32; None: 1
 
 

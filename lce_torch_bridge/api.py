@@ -142,7 +142,7 @@ def linear_logprobs(
     weight = _autocast(weight)
     rows = None if keep is None else _rows_of(keep)
     flat_hidden = hidden.reshape(-1, hidden.shape[-1])
-    flat_labels = _int32(labels.reshape(-1), call.vocab_size)
+    flat_labels = labels.reshape(-1)
     flat_temperature = _per_token(temperature, labels)
     if rows is not None:
         flat_hidden, flat_labels = flat_hidden.index_select(0, rows), flat_labels.index_select(0, rows)
@@ -214,13 +214,6 @@ def _autocast(weight: torch.Tensor) -> torch.Tensor:
     return weight
 
 
-def _int32(labels: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Labels as int32, -1 out of vocabulary. In torch: JAX would take int64 modulo 2³², and 2³² + 3 for 3."""
-    labels = labels.long()  # a comparison in uint8 would wrap vocab_size
-    inside = (labels >= 0) & (labels < vocab_size)
-    return torch.where(inside, labels.to(torch.int32), -1)
-
-
 def _per_token(temperature: float | torch.Tensor, labels: torch.Tensor) -> torch.Tensor | None:
     """One temperature per token, for a number would be compiled in; None for 1."""
     if isinstance(temperature, torch.Tensor):
@@ -238,4 +231,4 @@ def _placed(x: torch.Tensor, rows: torch.Tensor | None, labels: torch.Tensor) ->
     """Results in the shape of labels, 0 on tokens that were not kept."""
     if rows is not None:
         x = x.new_zeros(labels.numel()).index_copy(0, rows.long(), x)
-    return x.view(labels.shape)
+    return x if x.shape == labels.shape else x.view(labels.shape)

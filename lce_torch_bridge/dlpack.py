@@ -13,16 +13,24 @@ copied there first, for ``record_stream`` does not reach JAX's allocator.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+from typing import Protocol
+
 import jax
 import torch
 
 CPU_ALIGNMENT = 64  # bytes; XLA copies a less aligned CPU buffer without a word
 GPU_ALIGNMENT = 16  # bytes; a less aligned GPU buffer imports and then fails when the program runs
+LEGACY_STREAM = 1  # how DLPack calls CUDA's default stream
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.int32, torch.bool)
 
 
-def to_jax(x: torch.Tensor) -> jax.Array:
+def to_jax(x: torch.Tensor, *, wait: bool = True) -> jax.Array:
     """``x`` as a JAX array over the same memory, or over a copy where XLA could not use it as it lies.
+
+    What takes the array waits for all that torch's stream has been given so far. ``wait=False`` leaves that to another
+    array of the same program, one that it is certain to use (``jax.jit`` drops the others): the host pays for each.
 
     Raises:
         TypeError: for dtypes that JAX would convert: int64 wraps modulo 2³², float64 loses half its digits.
@@ -33,14 +41,57 @@ def to_jax(x: torch.Tensor) -> jax.Array:
         >>> to_jax(torch.arange(3, dtype=torch.int32)).tolist()
         [0, 1, 2]
     """
+    x = _usable(x)
+    take = _direct_import(x.device)
+    return jax.dlpack.from_dlpack(x) if take is None else take(x, wait=wait)
+
+
+class _Import(Protocol):
+    def __call__(self, x: torch.Tensor, *, wait: bool) -> jax.Array: ...
+
+
+@functools.cache
+def _direct_import(device: torch.device) -> _Import | None:
+    """What ``jax.dlpack.from_dlpack`` comes down to on a device; None where this version of JAX has it otherwise.
+
+    Its layers of Python cost the host more than a program, and it waits for torch's stream with every tensor.
+    """
+    probe = torch.zeros(1, device=device)
+    place, kind = jax.dlpack.from_dlpack(probe).device, int(probe.__dlpack_device__()[0])
+
+    def take(x: torch.Tensor, *, wait: bool) -> jax.Array:
+        stream = place.get_stream_for_external_ready_events() if wait and x.is_cuda else None
+        capsule = to_dlpack(x) if stream is None else x.__dlpack__(stream=stream)
+        return to_buffer(capsule, place, stream, None, kind)
+
+    try:
+        from jax._src.lib import _jax  # type: ignore[attr-defined]
+
+        to_buffer, to_dlpack = _jax.dlpack_managed_tensor_to_buffer, torch.utils.dlpack.to_dlpack  # type: ignore[attr-defined]
+        take(probe, wait=True)
+    except (ImportError, AttributeError, TypeError, jax.errors.JaxRuntimeError):
+        return None
+    return take
+
+
+def _usable(x: torch.Tensor) -> torch.Tensor:
+    """``x`` in a layout that XLA takes."""
     if x.dtype not in DTYPES:
         raise TypeError(f"{x.dtype} does not pass to JAX unchanged; known: {', '.join(map(str, DTYPES))}")
     x = x.detach().contiguous()
     if x.data_ptr() % (GPU_ALIGNMENT if x.is_cuda else CPU_ALIGNMENT):
         x = x.clone()
-    return jax.dlpack.from_dlpack(x)
+    return x
 
 
 def to_torch(x: jax.Array) -> torch.Tensor:
     """``x`` as a tensor over the same memory, ready in torch's current stream; JAX frees it when torch drops it."""
-    return torch.utils.dlpack.from_dlpack(x)
+    return to_torch_all([x])[0]
+
+
+def to_torch_all(arrays: Sequence[jax.Array]) -> list[torch.Tensor]:
+    """`to_torch` of arrays of one device, its current one where that is a GPU."""
+    stream = None
+    if arrays and arrays[0].platform() == "gpu":
+        stream = torch.cuda.current_stream().cuda_stream or LEGACY_STREAM
+    return [torch.utils.dlpack.from_dlpack(x.__dlpack__(stream=stream)) for x in arrays]  # type: ignore[call-arg]

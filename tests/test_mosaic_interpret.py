@@ -34,7 +34,8 @@ class Call:
     traced_columns: bool = False
     temperature: bool = False
     statistics_bytes: int | None = None  # small: several tiles per unit of work
-    cluster: int = 1
+    shared: bool = False  # steps that both warpgroups share, where they would take turns
+    cluster: int = 1  # 2: two blocks share the steps of few stages
     options: Options = Options()  # noqa: RUF009 - frozen
 
     def __str__(self) -> str:
@@ -49,9 +50,9 @@ def call(name: str, **fields: Any) -> Call:
 
 CALLS = [
     call("ragged", T=200, H=256, V=960),
-    call("five tokens, columns that are no whole atom", T=5, V=777, entropy=False),
+    call("five tokens, columns that are no whole atom", shared=True, T=5, V=777, entropy=False),
     call("targets in the columns that are no whole atom", T=100, V=265, stats=True),
-    call("one step over H", H=64, V=256),
+    call("one step over H", shared=True, H=64, V=256),
     call("clusters", T=392, H=256, V=960, cluster=2),
     call("clusters, rows left out, cache", T=500, V=512, num_rows=130, cluster=2, cache_bytes=300_000),
     call("stages that do not divide", H=448, V=512, T=40),
@@ -62,14 +63,14 @@ CALLS = [
     call("padding of a traced number of columns", num_columns=200, traced_columns=True, logit_scale=0.5),
     call("nothing but padding", num_columns=0, traced_columns=True, V=512),
     call("cache", cache_bytes=1 << 30),
-    call("half a cache, float16", dtype="float16", T=130, cache_bytes=150_000),
+    call("half a cache, float16", shared=True, dtype="float16", T=130, cache_bytes=150_000),
     call(
-        "cache with everything", T=264, V=1000, num_rows=100, num_columns=700, logit_softcap=3.0, temperature=True,
-        cache_bytes=300_000, stats=True,
+        "cache with everything", shared=True, T=264, V=1000, num_rows=100, num_columns=700, logit_softcap=3.0,
+        temperature=True, cache_bytes=300_000, stats=True,
     ),
     call("mean logit", mean_logit=True, V=777, num_columns=770, temperature=True),
     call("hv", weight_layout="hv", V=832),
-    call("hv with a narrow swizzle and a cache", weight_layout="hv", cache_bytes=1 << 30, entropy=False),
+    call("hv with a narrow swizzle and a cache", shared=True, weight_layout="hv", cache_bytes=1 << 30, entropy=False),
 ]  # fmt: skip
 
 
@@ -99,11 +100,11 @@ def draw(test: Call) -> tuple[Operands, Results]:
 def test_matches_reference(test: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     if test.statistics_bytes is not None:
         monkeypatch.setattr(_config, "STATISTICS_BYTES", test.statistics_bytes)
+    monkeypatch.setattr(_config, "SHORT_TOKENS" if test.shared else "MANY", 1)
     if test.cluster > 1:
         tiles = _config.Tiles(tile_k=64, stages=2, cluster=test.cluster)
         tuned = {("NVIDIA H200", kernel): ((64, tiles),) for kernel in ("forward", "dlogits")}
         monkeypatch.setattr(_config, "TUNED", tuned)
-        monkeypatch.setattr(_config, "LARGE", 1)
     case = Case(
         num_tokens=test.T, hidden_size=test.H, vocab_size=test.V, dtype=jnp.dtype(test.dtype), options=test.options,
         compacted=test.num_rows is not None, platform="gpu", device_kind="NVIDIA H200", compute_capability="9.0",

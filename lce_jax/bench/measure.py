@@ -1,7 +1,9 @@
 """Timing and memory: every candidate compiled first, then rounds of one timing of each in random order, medians.
 
 Two programs are compared only through timings taken seconds apart in one process: clocks, temperature and neighbours
-drift by several per cent between runs, and hit all candidates of a round alike.
+drift by several per cent between runs, and hit all candidates of a round alike. A GPU lowers its clock within
+milliseconds of heavy work (an H200 from 1980 to 1400 MHz, at its limit of 700 W), so a candidate would profit from a
+light one before it: on a GPU the bare product runs for as long before every timing, as a training step would.
 """
 
 from __future__ import annotations
@@ -64,8 +66,12 @@ def interleave[K: Hashable](
     at_least: int = 1,
     seed: int = 0,
     on_timing: Callable[[K, int], None] | None = None,
+    before: K | None = None,
 ) -> dict[K, list[float]]:
-    """Seconds per call of each run, one sample a round; every round times all of them in an order of its own."""
+    """Seconds per call of each run, one sample a round; every round times all of them in an order of its own.
+
+    ``before`` is the one that runs before each timing, untimed.
+    """
     calls = {key: calls_per_timing(run, rounds, at_least) for key, run in runs.items()}
     samples: dict[K, list[float]] = {key: [] for key in runs}
     shuffle = random.Random(seed).shuffle
@@ -75,6 +81,8 @@ def interleave[K: Hashable](
         for key in order:
             if on_timing:
                 on_timing(key, done)
+            if before is not None:
+                time_calls(runs[before], calls[before])
             samples[key].append(time_calls(runs[key], calls[key]))
     return samples
 

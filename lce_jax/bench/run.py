@@ -79,12 +79,13 @@ def measure(
     peers, left_out = peer_candidates(problem)
     candidates = jax_candidates(problem, implementation) + peers
     runs, errors, refused = admit(candidates, problem, report)
-    at_least = MIN_GPU_CALLS if jax.default_backend() == "gpu" else 1
+    on_gpu = jax.default_backend() == "gpu"
     seconds = interleave(
         runs,
         rounds,
-        at_least,
+        MIN_GPU_CALLS if on_gpu else 1,
         on_timing=lambda one, done: report(f"{shape}: round {done + 1} of {rounds}, {one.label}, {one.direction}"),
+        before=next((one for one in runs if one.direction == GEMM), None) if on_gpu else None,
     )
     rows = [
         Row(

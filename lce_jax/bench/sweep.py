@@ -68,10 +68,13 @@ def sweep(shape: Shape, dtype: Any, rounds: int, report: Callable[[str], None]) 
 
 
 def depths(case: Case, kernel: str) -> list[Tiles]:
-    """Every depth, number of stages, cluster, order and number of steps in flight that fits shared memory."""
+    """Every depth, number of stages, cluster, order, steps in flight, turns and slots that fit shared memory."""
     staged = kernel in ("dlogits", "dweight")
-    choices = itertools.product((64, 128), range(2, 9), (1, 2), (0, 1), (0, 1))
-    made = (Tiles(tile_k=k, stages=n, cluster=c, minor=m, in_flight=f) for k, n, c, m, f in choices)
+    choices = itertools.product((64, 128), range(2, 9), (1, 2), (0, 1), (0, 1), ((1, 2), (2, 1)))
+    made = (
+        Tiles(tile_k=k, stages=n, cluster=c, minor=m, in_flight=f, turns=turns, slots=slots)
+        for k, n, c, m, f, (turns, slots) in choices
+    )
     return [one for one in made if one.smem_bytes(case.dtype.itemsize, staged) <= _config.SMEM_LIMIT]
 
 

@@ -17,7 +17,7 @@ from lce_jax import _compat
 from lce_jax._compat import pl, plgpu
 from lce_jax._types import Case
 from lce_jax.mosaic import _config, _pipeline
-from lce_jax.mosaic._config import ROW_BLOCK, STAGING_SLOTS, TILE_N, WARPGROUP_ROWS
+from lce_jax.mosaic._config import ROW_BLOCK, TILE_N, WARPGROUP_ROWS
 from lce_jax.mosaic._operands import RowFactors
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ COLUMNS = 128  # of a block: two blocks in and two out are 64 KiB, so that three
 BLOCK = (WARPGROUP_ROWS, COLUMNS)
 BLOCKS_PER_CORE = 3
 STAGES = 2
+SLOTS = 2  # of the staging memory
 FP16_SHIFT = 15.0  # cached fp16 exponentials are 2^15 times themselves: (0, 1] would waste half of fp16's exponents
 
 
@@ -106,14 +107,14 @@ def _kernel(
         e = plgpu.load(e_ref, layout=_pipeline.MATRIX, optimized=False).astype(jnp.float32)
         holds = holds_target[cta_rows, tile] > 0
         d = _gradient(e, rows, load(tile_max.at[tile]), row_scale, label, holds, output.dtype)
-        slot = lax.rem(index[0], jnp.int32(STAGING_SLOTS))
-        plgpu.wait_smem_to_gmem(STAGING_SLOTS - 1, wait_read_only=True)
+        slot = lax.rem(index[0], jnp.int32(SLOTS))
+        plgpu.wait_smem_to_gmem(SLOTS - 1, wait_read_only=True)
         slots[slot] = d.astype(output.dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(slots.at[slot], output.at[block_rows, pl.ds(column_block * COLUMNS, COLUMNS)])
 
     itemsize = case.dtype.itemsize
-    staging = plgpu.SMEM((STAGING_SLOTS, *BLOCK), case.dtype, transforms=_pipeline.swizzled(output.shape[1], itemsize))
+    staging = plgpu.SMEM((SLOTS, *BLOCK), case.dtype, transforms=_pipeline.swizzled(output.shape[1], itemsize))
 
     @functools.partial(pl.run_scoped, slots=staging)
     def run(slots: Any) -> None:

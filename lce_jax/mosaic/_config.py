@@ -12,7 +12,6 @@ COMPUTE_WARPGROUPS = 2  # a third leaves 128 registers a thread, fewer than the 
 ROW_BLOCK = COMPUTE_WARPGROUPS * WARPGROUP_ROWS
 TILE_N = 256  # the largest N of wgmma: a 64 x 256 accumulator is 128 registers a thread
 STAGING_COLUMNS = 64  # columns that an epilogue computes, rounds and sends out at a time
-STAGING_SLOTS = 2
 HOPPER = ("H100", "H200", "GH200", "H800", "H20")
 ATOM_ROWS = 8
 COLUMN_GRAIN = 16  # the narrowest swizzle, 32 bytes of 16-bit numbers: what a minor dimension must divide by
@@ -20,14 +19,14 @@ SMEM_LIMIT = 232_448  # bytes a block may use on compute capability 9.0 (CUDA pr
 SMEM_ALIGNMENT = 1024  # of every allocation in a kernel
 BARRIER_BYTES = 8
 
-LARGE = 16  # row blocks, from where on one more is little
+MANY = 16  # row blocks, from where on one more is little and a tile of the weight is used often
 
 TEMPORARY_BYTES = 345_000_000  # of the backward: dhidden in fp32 and one chunk of dlogits
 CHUNK_COLUMNS = 8192  # at least: every chunk reads and writes dhidden in fp32 once
 # Waves that reading and writing one token's dhidden takes: 8 H bytes at 4.3 TB/s against 2 · 128 · 256 · H operations
 # of one multiprocessor at 5.5 TFLOP/s (H200).
 DHIDDEN_WAVES = (8 / 4.3e12) / (2 * ROW_BLOCK * TILE_N / 5.5e12)
-STATISTICS_BYTES = 64 << 20  # of the forward's partial statistics, above which a unit of work walks several tiles
+STATISTICS_BYTES = 160 << 20  # of the forward's partial statistics, above which a unit of work walks several tiles
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,36 +36,45 @@ class Tiles:
     tile_k: int
     stages: int  # buffers of one [ROW_BLOCK, tile_k] and one [TILE_N, tile_k] operand tile each
     cluster: int = 1  # 1 or 2: kernel blocks, one below the other, that load each tile of rhs once between them
-    snake: int = 16  # tiles that run along ``minor`` before the other dimension moves: what L2 sees reused
+    snake: int = 16  # tiles that run along ``minor`` before the other dimension moves: 16 x 8 of them are square
     minor: int = 0  # 0: row blocks, 1: vocabulary tiles
     in_flight: int = 0  # steps, 0 or 1, whose products run on while a warpgroup waits for the next operands
+    turns: int = 1  # 2: the warpgroups multiply one after the other, each during the other's epilogue
+    slots: int = 2  # staging slots of each warpgroup, where tiles are stored
     columns: int = STAGING_COLUMNS  # columns of the epilogue's inner step, where nothing is stored
 
     def __post_init__(self) -> None:
         """Refuses what the kernels are not written for."""
-        if self.cluster not in (1, 2) or self.in_flight not in (0, 1) or self.stages <= self.in_flight:
-            raise ValueError(f"cluster must be 1 or 2, in_flight 0 or 1 and less than stages, got {self}")
+        if self.cluster not in (1, 2) or self.in_flight not in (0, 1) or self.turns not in (1, 2):
+            raise ValueError(f"cluster and turns must be 1 or 2, in_flight 0 or 1, got {self}")
+        if self.stages <= self.in_flight or self.slots < 1:
+            raise ValueError(f"more stages are needed than steps in flight, and a slot, got {self}")
 
     def smem_bytes(self, itemsize: int, staged: bool) -> int:
         """Shared memory of a block: operand stages, their barriers and, where tiles are stored, the staging slots."""
         sizes = [
-            self.stages * ROW_BLOCK * self.tile_k * itemsize,
+            self.stages * ROW_BLOCK // self.turns * self.tile_k * itemsize,
             self.stages * TILE_N * self.tile_k * itemsize,
         ]
         if staged:
-            sizes.append(COMPUTE_WARPGROUPS * STAGING_SLOTS * WARPGROUP_ROWS * STAGING_COLUMNS * itemsize)
-        barriers = 2 * self.stages * BARRIER_BYTES  # produced and consumed
+            sizes.append(COMPUTE_WARPGROUPS * self.slots * WARPGROUP_ROWS * STAGING_COLUMNS * itemsize)
+        barriers = (1 + self.turns) * self.stages * BARRIER_BYTES  # consumed and produced
         return sum(-(-size // SMEM_ALIGNMENT) * SMEM_ALIGNMENT for size in sizes) + barriers
 
 
-# By kernel: "forward" and "dlogits" contract H, "dhidden" the vocabulary, "dweight" the tokens. The best of a dozen at
-# (8192, 1024, 151936) and (8192, 4096, 131072) on an H200, all timed in turn in one process.
+# By kernel: "forward" and "dlogits" contract H, "dhidden" the vocabulary, "dweight" the tokens. The best of half a
+# dozen at hidden sizes from 1024 to 4096 and 512 to 32768 tokens on an H200, each timed in turn with the bare product.
 TILES = {
     "forward": Tiles(tile_k=128, stages=2, cluster=2),
     "dlogits": Tiles(tile_k=64, stages=4),
     "dhidden": Tiles(tile_k=64, stages=4, cluster=2, in_flight=1),
     "dweight": Tiles(tile_k=64, stages=4, cluster=2, in_flight=1),
 }
+# Where the contraction is short and the epilogue counts. Turns hide it and read each tile of rhs twice, in steps of
+# half the time: too little to cover the latency of HBM, where few row blocks share a tile of the weight.
+TURNS = Tiles(tile_k=64, stages=5, cluster=2, in_flight=1, turns=2, slots=1)
+SHORT_HIDDEN = 3072
+SHORT_TOKENS = 1024
 # What does better on a device (by kind and kernel), from a hidden size on: `python -m lce_jax.bench --sweep` finds it.
 TUNED: dict[tuple[str, str], tuple[tuple[int, Tiles], ...]] = {}
 MAX_SPLITS = 4  # of dhidden's contraction over the vocabulary
@@ -74,16 +82,23 @@ MAX_SPLITS = 4  # of dhidden's contraction over the vocabulary
 
 def tiles(case: Case, kernel: str) -> Tiles:
     """The tiles of a kernel: tuned for the device and hidden size, else those that serve every Hopper GPU."""
-    choice = TILES[kernel]
+    blocks = geometry(case).row_blocks
+    choice = TURNS if _is_short(case, kernel) else TILES[kernel]
     for least, tuned in TUNED.get((case.device_kind, kernel), ()):
         if case.hidden_size >= least:
             choice = tuned
     if case.hidden_size % choice.tile_k and kernel in ("forward", "dlogits"):  # half a step would be multiplied in vain
         choice = dataclasses.replace(choice, tile_k=choice.tile_k // 2, stages=choice.stages * 2)
-    blocks = geometry(case).row_blocks
-    if kernel != "dweight" and choice.cluster > 1 and blocks % choice.cluster and blocks < LARGE:
+    if kernel != "dweight" and choice.cluster > 1 and blocks % choice.cluster and blocks < MANY:
         choice = dataclasses.replace(choice, cluster=1)  # a cluster's missing row block would cost too much
     return choice
+
+
+def _is_short(case: Case, kernel: str) -> bool:
+    if kernel == "dweight":
+        return case.num_tokens < SHORT_TOKENS
+    many = geometry(case).row_blocks >= MANY
+    return kernel in ("forward", "dlogits") and case.hidden_size < SHORT_HIDDEN and many
 
 
 @dataclasses.dataclass(frozen=True)

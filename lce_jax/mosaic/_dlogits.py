@@ -96,7 +96,7 @@ def _kernel(
             d = d if cap is None else d * (1.0 - block * block)
             _pipeline.send(d, i, slots, tile.rows, output, tile.column + start)
 
-    slots = _pipeline.staging(output.shape[1], output.dtype)
+    slots = _pipeline.staging(spec.matmul, output.shape[1], output.dtype)
     weight_start = first_column if case.vocab_size % ATOM_ROWS == 0 else 0
     _pipeline.walk_logits(spec, hidden, weight, weight_start, live_groups, consume, slots)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -137,7 +137,7 @@ def _kernel(
         for i, field in enumerate(jax.tree.leaves(stats)):
             partial.at[place.unit, i, tile.rows][...] = field
 
-    slots = _pipeline.staging(TILE_N, hidden.dtype) if save else None
+    slots = _pipeline.staging(spec.matmul, TILE_N, hidden.dtype) if save else None
     _pipeline.walk_logits(spec, hidden, weight, first_column, scalars[0], consume, slots)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 

@@ -7,7 +7,15 @@ warpgroups, each with a [64, 256] accumulator: 64 of a tile's 128 rows.
     compute    … wait until stage s is produced, multiply, hand it back; s + 1 …
 
 The steps are counted through all tiles of a block. So the next tile's operands arrive during the epilogue of the last,
-however many steps a tile has, and the warpgroup that leaves its epilogue first runs ahead of the other by a ring.
+however many steps a tile has. The two warpgroups share every step, a [128, k] tile of lhs and a [256, k] tile of rhs,
+and with it the time of their epilogues, when the tensor cores rest; or they take turns, each with steps of its own:
+
+    shared     multiply 0 | multiply 0 | epilogue 0 | multiply 1 …
+               multiply 0 | multiply 0 | epilogue 0 | multiply 1 …
+    turns      multiply 0 | epilogue 0 | multiply 1 | epilogue 1 …
+                (waiting) | multiply 0 | epilogue 0 | multiply 1 …
+
+Nothing but the ring orders the turns: the second warpgroup's operands stand behind those of the first.
 """
 
 from __future__ import annotations
@@ -30,7 +38,6 @@ from lce_jax.mosaic._config import (
     COMPUTE_WARPGROUPS,
     ROW_BLOCK,
     STAGING_COLUMNS,
-    STAGING_SLOTS,
     TILE_N,
     WARPGROUP_ROWS,
     Tiles,
@@ -108,8 +115,9 @@ def walk_tiles(
                 def step(i: Any, _: None) -> None:
                     _fetch(matmul, ring, lhs, rhs, origin, tile, i, before)
 
-                lax.fori_loop(0, tile.num_steps, step, None)
-                return before + tile.num_steps
+                steps = matmul.tiles.turns * tile.num_steps
+                lax.fori_loop(0, steps, step, None)
+                return before + steps
 
             # A block must not leave before its neighbour's copies into it have landed.
             total = tiles(visit)
@@ -121,7 +129,7 @@ def walk_tiles(
 
             def visit(tile: Tile, before: Any) -> Any:
                 consume(tile, lambda: _multiply(matmul, ring, tile, before), scratch)
-                return before + tile.num_steps
+                return before + matmul.tiles.turns * tile.num_steps
 
             tiles(visit)
 
@@ -131,9 +139,9 @@ def walk_tiles(
 class Ring(NamedTuple):
     """The stages of a block in shared memory, and their barriers."""
 
-    lhs: Any  # [stages, 128, tile_k], or [stages, tile_k, 128]
+    lhs: Any  # [stages, rows, tile_k], or [stages, tile_k, rows]: 128 rows, 64 where the warpgroups take turns
     rhs: Any  # [stages, tile_k, 256], or [stages, 256, tile_k]
-    produced: Any
+    produced: Any  # a warpgroup sees its own turns alone, so each turn has barriers of its own
     consumed: Any
 
 
@@ -141,14 +149,15 @@ def _ring(matmul: Matmul, lhs: Any, rhs: Any) -> Ring:
     tiles, itemsize = matmul.tiles, matmul.case.dtype.itemsize
     swizzle = min(_config.minor_tile(operand.shape[1], itemsize)[0] for operand in (lhs, rhs))  # wgmma takes one
     transforms = swizzled(swizzle // itemsize, itemsize)
-    lhs_tile = (ROW_BLOCK, tiles.tile_k) if matmul.lhs_k == 1 else (tiles.tile_k, ROW_BLOCK)
+    rows = ROW_BLOCK // tiles.turns
+    lhs_tile = (rows, tiles.tile_k) if matmul.lhs_k == 1 else (tiles.tile_k, rows)
     rhs_tile = (TILE_N, tiles.tile_k) if matmul.rhs_k == 1 else (tiles.tile_k, TILE_N)
-    counts = {"num_arrivals": COMPUTE_WARPGROUPS, "num_barriers": tiles.stages}
+    counts = {"num_arrivals": COMPUTE_WARPGROUPS // tiles.turns, "num_barriers": tiles.stages}
     shared = tiles.cluster > 1
     return Ring(
         plgpu.SMEM((tiles.stages, *lhs_tile), lhs.dtype, transforms=transforms),
         plgpu.SMEM((tiles.stages, *rhs_tile), rhs.dtype, transforms=transforms),
-        plgpu.Barrier(num_arrivals=2, num_barriers=tiles.stages),
+        plgpu.Barrier(num_arrivals=2, num_barriers=tiles.turns * tiles.stages),
         plgpu.ClusterBarrier(collective_axes=("cluster",), **counts) if shared else plgpu.Barrier(**counts),
     )
 
@@ -159,23 +168,28 @@ def _stage(matmul: Matmul, step: Any) -> Any:
 
 def _fetch(matmul: Matmul, ring: Ring, lhs: Any, rhs: Any, origin: Origin, tile: Tile, step: Any, before: Any) -> None:
     """Starts the copies of one step once its stage is free; TMA fills what lies outside with zeros."""
-    stage, tile_k = _stage(matmul, before + step), matmul.tiles.tile_k
-    pl.when(before + step >= matmul.tiles.stages)(lambda: plgpu.barrier_wait(ring.consumed.at[stage]))
-    k = (tile.first_step + step) * tile_k
-    rows, depth = pl.ds(tile.row, ROW_BLOCK), pl.ds(k, tile_k)
+    tiles, stage = matmul.tiles, _stage(matmul, before + step)
+    pl.when(before + step >= tiles.stages)(lambda: plgpu.barrier_wait(ring.consumed.at[stage]))
+    turn = lax.div(step, jnp.int32(tile.num_steps)) if tiles.turns > 1 else 0
+    produced = ring.produced.at[turn * tiles.stages + stage]
+    k = (tile.first_step + step - turn * tile.num_steps) * tiles.tile_k
+    rows, depth = pl.ds(tile.row + turn * WARPGROUP_ROWS, ROW_BLOCK // tiles.turns), pl.ds(k, tiles.tile_k)
     source = lhs.at[rows, depth] if matmul.lhs_k == 1 else lhs.at[depth, rows]
-    plgpu.copy_gmem_to_smem(source, ring.lhs.at[stage], ring.produced.at[stage])
+    plgpu.copy_gmem_to_smem(source, ring.lhs.at[stage], produced)
     columns = pl.ds(pl.multiple_of(origin.column + tile.column, TILE_N), TILE_N)
-    depth = pl.ds(pl.multiple_of(origin.k + k, tile_k), tile_k)
+    depth = pl.ds(pl.multiple_of(origin.k + k, tiles.tile_k), tiles.tile_k)
     source = rhs.at[columns, depth] if matmul.rhs_k == 1 else rhs.at[depth, columns]
-    shared = "cluster" if matmul.tiles.cluster > 1 else None  # each block of a cluster fetches its part for all
-    plgpu.copy_gmem_to_smem(source, ring.rhs.at[stage], ring.produced.at[stage], collective_axes=shared)
+    shared = "cluster" if tiles.cluster > 1 else None  # each block of a cluster fetches its part for all
+    plgpu.copy_gmem_to_smem(source, ring.rhs.at[stage], produced, collective_axes=shared)
 
 
 def _multiply(matmul: Matmul, ring: Ring, tile: Tile, before: Any) -> Float[Array, "64 256"]:
     """This warpgroup's part of a tile."""
-    rows = pl.ds(lax.axis_index("wg") * WARPGROUP_ROWS, WARPGROUP_ROWS)
-    in_flight = matmul.tiles.in_flight
+    tiles, warpgroup = matmul.tiles, lax.axis_index("wg")
+    in_flight = tiles.in_flight
+    turn = warpgroup if tiles.turns > 1 else 0
+    rows = pl.ds((warpgroup - turn) * WARPGROUP_ROWS, WARPGROUP_ROWS)
+    before = before + turn * tile.num_steps
 
     def release(step: Any) -> None:
         plgpu.barrier_arrive(ring.consumed.at[_stage(matmul, before + step)])
@@ -184,7 +198,7 @@ def _multiply(matmul: Matmul, ring: Ring, tile: Tile, before: Any) -> Float[Arra
     def product(accumulator: Any) -> Any:
         def step(i: Any, _: None) -> None:
             stage = _stage(matmul, before + i)
-            plgpu.barrier_wait(ring.produced.at[stage])
+            plgpu.barrier_wait(ring.produced.at[turn * tiles.stages + stage])
             lhs = ring.lhs.at[stage, rows, :] if matmul.lhs_k == 1 else ring.lhs.at[stage, :, rows].T
             rhs = ring.rhs.at[stage].T if matmul.rhs_k == 1 else ring.rhs.at[stage]
             plgpu.wgmma(accumulator, lhs, rhs)
@@ -204,8 +218,9 @@ def _multiply(matmul: Matmul, ring: Ring, tile: Tile, before: Any) -> Float[Arra
 
 
 def snake_index(tiles: Tiles, index: Any, rows: Any, columns: Any) -> tuple[Any, Any]:
-    """The (row, column) of a linear index, in the order that reuses the most of L2."""
-    return plgpu.planar_snake(index, (rows, columns), tiles.minor, tiles.snake)
+    """The (row group, column) of a linear index, in the order that reuses the most of L2."""
+    along = tiles.snake // tiles.cluster if tiles.minor == 0 else tiles.snake
+    return plgpu.planar_snake(index, (rows, columns), tiles.minor, along)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -298,16 +313,17 @@ def swizzled(extent: int, itemsize: int) -> tuple[Any, ...]:
     return plgpu.TilingTransform((ATOM_ROWS, minor)), plgpu.SwizzleTransform(swizzle)
 
 
-def staging(columns: int, dtype: Any) -> Any:
-    """Shared memory through which an epilogue sends a [T, columns] output: two slots per compute warpgroup."""
-    shape = (COMPUTE_WARPGROUPS, STAGING_SLOTS, WARPGROUP_ROWS, STAGING_COLUMNS)
+def staging(matmul: Matmul, columns: int, dtype: Any) -> Any:
+    """Shared memory through which an epilogue sends a [T, columns] output: the slots of each compute warpgroup."""
+    shape = (COMPUTE_WARPGROUPS, matmul.tiles.slots, WARPGROUP_ROWS, STAGING_COLUMNS)
     return plgpu.SMEM(shape, dtype, transforms=swizzled(columns, jnp.dtype(dtype).itemsize))
 
 
 def send(values: Float[Array, "64 64"], block: int, slots: Any, rows: Any, output: Any, column: Any) -> None:
     """Rounds a block of columns and copies it to ``output[rows, column:]``; TMA drops what lies outside."""
-    slot = slots.at[lax.axis_index("wg"), block % STAGING_SLOTS]
-    plgpu.wait_smem_to_gmem(STAGING_SLOTS - 1, wait_read_only=True)
+    count = slots.shape[1]
+    slot = slots.at[lax.axis_index("wg"), block % count]
+    plgpu.wait_smem_to_gmem(count - 1, wait_read_only=True)
     slot[...] = values.astype(output.dtype)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(slot, output.at[rows, pl.ds(column, STAGING_COLUMNS)])

@@ -108,7 +108,7 @@ def _dweight_kernel(
             column = pl.multiple_of(first_column + tile.column + start, STAGING_COLUMNS)
             _pipeline.send(values[:, start : start + STAGING_COLUMNS], i, slots, rows, output, column)
 
-    slots = _pipeline.staging(output.shape[1], output.dtype)
+    slots = _pipeline.staging(matmul, output.shape[1], output.dtype)
     tiles = functools.partial(_visit_all, matmul, groups, -(-rhs.shape[1] // TILE_N), 1, num_steps)
     _pipeline.walk_tiles(matmul, lhs, rhs, Origin(), tiles, consume, slots)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -71,13 +71,13 @@ def test_main_grad_is_refused_clearly() -> None:
 def test_opcheck(entropy: str, temperature: torch.Tensor | None) -> None:
     hidden, weight, labels = p.draw()
     told = Call("", 104, 1.0, None, entropy, True, False, False, 0, "")
-    operands = (hidden, weight, labels.int(), temperature)
-    torch.library.opcheck(autograd.forward, (*operands, False, *told))
-    merged = autograd.forward(*operands, False, *told)[-1]
+    operands = (hidden, weight, labels, temperature, False)
+    torch.library.opcheck(autograd.forward, (*operands, *told))
+    saved = autograd.forward(*operands, *told)[-1]
     seed = torch.randn(37)
     dentropy = seed if entropy == "grad" else None
     for cotangents, wanted in (((seed, None, None), (True, False)), ((seed, dentropy, seed), (True, True))):
-        torch.library.opcheck(autograd.gradients, (*operands, merged, [], *cotangents, *wanted, *told))
+        torch.library.opcheck(autograd.gradients, (hidden, weight, saved, [], *cotangents, *wanted, *told))
 
 
 def test_the_schema_is_that_of_call() -> None:

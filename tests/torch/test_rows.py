@@ -131,5 +131,20 @@ def test_an_exact_size_is_not_copied() -> None:
     x = torch.randn(1024, 3)
     assert _rows.pad(x, 1024).data_ptr() == x.data_ptr()
     padded = _rows.pad(x, 1030)
+    assert padded.shape == (1030, 3)
     assert torch.equal(padded[:1024], x)
-    assert (padded[1024:] == 0).all()
+
+
+def test_padding_may_hold_anything() -> None:
+    """It is left as the memory was: here NaN, in every float, and the largest of every integer."""
+    problem = p.draw(T=60)
+    options = dict(stats=True, temperature=torch.linspace(0.5, 1.5, 60))
+    seeds = p.seeds_like(problem.labels)
+    want, wanted = p.gradients(problem, seeds, **options)
+    torch.use_deterministic_algorithms(True)  # fills what is not initialised
+    try:
+        assert _rows.pad(problem.hidden, 61)[60].isnan().all()
+        out, grads = p.gradients(problem, seeds, **options)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(map(torch.equal, (*out, *grads), (*want, *wanted)))
