@@ -123,6 +123,13 @@ def test_the_reference_is_the_same_in_blocks(tiny, monkeypatch):
         assert problem.error(name, blocks.results[name], x) < 2e-6, name
 
 
+def test_peers_can_be_left_out():
+    assert command.parser().parse_args(["--no-peers"]).no_peers
+    measured = run.measure(shapes.Shape(8, shapes.Head(16, 64)), jnp.dtype("float32"), None, 1, with_peers=False)
+    assert measured.row("ours", shapes.BOTH)
+    assert not measured.left_out
+
+
 def test_objectives_of_peers_have_their_own_references(tiny):
     summed = problem.reference(tiny, "sum of logprobs").results
     assert summed["loss"] == pytest.approx(float(jnp.sum(summed["logprobs"])), rel=1e-6)

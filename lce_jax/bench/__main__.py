@@ -34,6 +34,7 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--dtype", choices=DTYPES, help="default: float32 on CPU, bfloat16 elsewhere")
     out.add_argument("--implementation", choices=_dispatch.IMPLEMENTATIONS, help="default: the best for this device")
     out.add_argument("--rounds", type=_positive, default=7, help="timings of each row; the median is shown (default 7)")
+    out.add_argument("--no-peers", action="store_true", help="leave out what PyTorch computes")
     out.add_argument("--sweep", action="store_true", help="time the Hopper kernels' tiles instead; needs such a GPU")
     out.add_argument("--out", type=Path, default=Path("bench-out"), help="folder of bench.json and bench.png")
     return out
@@ -61,7 +62,9 @@ def main(arguments: list[str] | None = None) -> int:
     measurements = []
     for shape in chosen:
         with out.status(str(shape)) as status:
-            measurements.append(measure(shape, dtype, options.implementation, options.rounds, status.update))
+            measurements.append(
+                measure(shape, dtype, options.implementation, options.rounds, status.update, not options.no_peers)
+            )
         out.print(report.table(measurements[-1]))
         for line in report.left_out(measurements[-1], measurements[:-1]):
             out.print(line, highlight=False, soft_wrap=True)

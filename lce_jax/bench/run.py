@@ -72,11 +72,12 @@ def measure(
     implementation: str | None,
     rounds: int,
     report: Callable[[str], None] = _silent,
+    with_peers: bool = True,
 ) -> Measurement:
     """Everything about one shape."""
     report(f"{shape}: drawing operands")
     problem = random_problem(shape, dtype)
-    peers, left_out = peer_candidates(problem)
+    peers, left_out = peer_candidates(problem) if with_peers else ([], {})
     candidates = jax_candidates(problem, implementation) + peers
     runs, errors, refused = admit(candidates, problem, report)
     on_gpu = jax.default_backend() == "gpu"
