@@ -141,9 +141,9 @@ def _import(
     shared, leaves = to_jax(weight, wait=False), [to_jax(leaf, wait=False) for leaf in cache]
 
     def operands(piece: _rows.Piece, rows: torch.Tensor) -> Inputs:
+        padded, waiting = to_jax(_rows.pad(hidden[piece.tokens], piece.rows), wait=False), to_jax(rows)
         num_rows = None if piece.num_rows is None else _on_device(piece.num_rows, device)
-        padded = to_jax(_rows.pad(hidden[piece.tokens], piece.rows), wait=False)
-        return padded, shared, to_jax(rows), num_rows, *leaves
+        return padded, shared, waiting, num_rows, *leaves
 
     return list(map(operands, pieces, per_token))
 

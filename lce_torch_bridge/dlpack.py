@@ -42,8 +42,9 @@ def to_jax(x: torch.Tensor, *, wait: bool = True) -> jax.Array:
         [0, 1, 2]
     """
     x = _usable(x)
-    take = _direct_import(x.device)
-    return jax.dlpack.from_dlpack(x) if take is None else take(x, wait=wait)
+    with torch.cuda.device(x.get_device()):  # torch exports from its current device only, and JAX may have changed it
+        take = _direct_import(x.device)
+        return jax.dlpack.from_dlpack(x) if take is None else take(x, wait=wait)
 
 
 class _Import(Protocol):
@@ -90,8 +91,9 @@ def to_torch(x: jax.Array) -> torch.Tensor:
 
 
 def to_torch_all(arrays: Sequence[jax.Array]) -> list[torch.Tensor]:
-    """`to_torch` of arrays of one device, its current one where that is a GPU."""
+    """`to_torch` of arrays of one device."""
     stream = None
     if arrays and arrays[0].platform() == "gpu":
-        stream = torch.cuda.current_stream().cuda_stream or LEGACY_STREAM
+        device = arrays[0].__dlpack_device__()[1]  # type: ignore[attr-defined]  # not the current one: JAX may change it
+        stream = torch.cuda.current_stream(device).cuda_stream or LEGACY_STREAM
     return [torch.utils.dlpack.from_dlpack(x.__dlpack__(stream=stream)) for x in arrays]  # type: ignore[call-arg]
