@@ -100,7 +100,7 @@ def gradients(
         structure = jax.tree.structure(_cache_structure(hidden, weight, len(saved) - len(spec.merged), spec))
     run = _programs.gradients(spec, tuple(cotangents), wanted, not reduced, structure)
     bits = [seed.view(torch.int32) for seed in cotangents.values()]
-    per_token = torch.cat([saved.view(-1), *bits]).view(-1, tokens)
+    per_token = torch.cat([saved.reshape(-1), *bits]).view(-1, tokens)
     with runtime.beside(hidden):
         (inputs,) = _import(hidden, weight, [_rows.pad(per_token, piece.rows, dim=1)], [piece], cache)
         grads = to_torch_all(run(*inputs))

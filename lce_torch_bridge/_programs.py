@@ -62,7 +62,7 @@ def statistics(spec: Spec, keep_cache: bool) -> Callable[..., Any]:
 
 @functools.cache
 def results(spec: Spec, fields: tuple[str, ...], megatron: bool) -> Callable[..., Any]:
-    """``(per_token, num_rows, gathered) -> packed``, first ``fields`` of `LogprobOutput`."""
+    """``(per_token, num_rows, gathered) -> packed``: ``fields`` of `LogprobOutput`, then S."""
     return jax.jit(functools.partial(_results, spec, fields, megatron))
 
 

@@ -1,7 +1,8 @@
 """The types of the bridge: its outputs, and what is static about a call.
 
 Dimension letters: T tokens, H hidden size, V vocabulary entries of this rank's shard, P rows of a program (tokens and
-their padding), N ranks of the tensor-parallel group, F statistics, C cotangents.
+their padding), N ranks of the tensor-parallel group, F statistics, O outputs, S numbers that the backward needs of each
+token: its label, its temperature if it has one, and the merged statistics.
 """
 
 from __future__ import annotations

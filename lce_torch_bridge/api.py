@@ -90,9 +90,10 @@ def linear_logprobs(
 
     Memory:
         Forward, two copies of 8192 tokens' hidden and a tile of logits. Between forward and backward, the operands,
-        three or four float32 numbers per token, and the cache. Backward, beyond the gradients, dhidden in float32 and a
-        tile of logits; for counts of tokens other than 4096, 8192 and 16384 also copies of hidden and dhidden, padded
-        to the next power of two (from 32,768 on, or to halfway there). JAX keeps its own pool of GPU memory: `init`.
+        four to six numbers of four bytes per token, and the cache. Backward, beyond the gradients, dhidden in float32
+        and a tile of logits; for counts of tokens other than 4096, 8192 and 16384 also copies of hidden and dhidden,
+        padded to the next power of two (from 32,768 on, or to halfway there). JAX keeps its own pool of GPU memory:
+        `init`.
 
     Numerics:
         Every sum and softmax is float32, each gradient is rounded once. float32 products are as exact as

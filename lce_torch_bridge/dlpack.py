@@ -57,7 +57,7 @@ def _direct_import(device: torch.device) -> _Import | None:
 
     Its layers of Python cost the host more than a program, and it waits for torch's stream with every tensor.
     """
-    probe = torch.zeros(1, device=device)
+    probe = torch.zeros(1, dtype=torch.float32, device=device)
     place, kind = jax.dlpack.from_dlpack(probe).device, int(probe.__dlpack_device__()[0])
 
     def take(x: torch.Tensor, *, wait: bool) -> jax.Array:
@@ -70,7 +70,7 @@ def _direct_import(device: torch.device) -> _Import | None:
 
         to_buffer, to_dlpack = _jax.dlpack_managed_tensor_to_buffer, torch.utils.dlpack.to_dlpack  # type: ignore[attr-defined]
         take(probe, wait=True)
-    except (ImportError, AttributeError, TypeError, jax.errors.JaxRuntimeError):
+    except (ImportError, AttributeError, TypeError):
         return None
     return take
 
@@ -80,7 +80,7 @@ def _usable(x: torch.Tensor) -> torch.Tensor:
     if x.dtype not in DTYPES:
         raise TypeError(f"{x.dtype} does not pass to JAX unchanged; known: {', '.join(map(str, DTYPES))}")
     x = x.detach().contiguous()
-    if x.data_ptr() % (GPU_ALIGNMENT if x.is_cuda else CPU_ALIGNMENT):
+    if x.data_ptr() % (GPU_ALIGNMENT if x.is_cuda else CPU_ALIGNMENT) or (not x.is_cuda and x.is_pinned()):
         x = x.clone()
     return x
 

@@ -48,6 +48,15 @@ def test_every_round_times_every_run_once_before_the_next_round(monkeypatch):
     assert len({tuple(one) for one in rounds}) > 1  # not the same order every time
 
 
+def test_the_same_run_comes_before_every_timing(monkeypatch):
+    monkeypatch.setattr(measure, "calls_per_timing", lambda _run, _rounds, at_least: at_least)
+    log = []
+    samples = measure.interleave({name: fake_run(log, name) for name in "abc"}, rounds=4, before="b")
+    assert log[::2] == ["b"] * 12
+    assert sorted(log[1::2]) == sorted("abc" * 4)
+    assert [len(taken) for taken in samples.values()] == [4, 4, 4]  # what comes before is no sample
+
+
 def test_a_timing_holds_its_share_of_the_sampled_time(monkeypatch):
     ticks = itertools.count(step=0.004)  # every look at the clock is 4 ms after the one before: 4 ms a timing
     monkeypatch.setattr(measure.time, "perf_counter", lambda: next(ticks))

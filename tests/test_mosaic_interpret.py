@@ -52,11 +52,13 @@ CALLS = [
     call("ragged", T=200, H=256, V=960),
     call("five tokens, columns that are no whole atom", shared=True, T=5, V=777, entropy=False),
     call("targets in the columns that are no whole atom", T=100, V=265, stats=True),
-    call("one step over H", shared=True, H=64, V=256),
+    call("one step over H", H=64, V=512, T=264),
+    call("one step over H, shared", shared=True, H=64, V=256),
     call("clusters", T=392, H=256, V=960, cluster=2),
     call("clusters, rows left out, cache", T=500, V=512, num_rows=130, cluster=2, cache_bytes=300_000),
     call("stages that do not divide", H=448, V=512, T=40),
     call("several tiles per unit", T=264, V=1600, statistics_bytes=1 << 14, stats=True),
+    call("several tiles per unit, shared steps", shared=True, T=264, H=192, V=1600, statistics_bytes=1 << 14),
     call("rows left out", T=392, num_rows=100),
     call("no row left", T=264, num_rows=0, V=512),
     call("padding, stats, softcap, temperature", num_columns=600, stats=True, logit_softcap=3.0, temperature=True),
@@ -97,7 +99,7 @@ def draw(test: Call) -> tuple[Operands, Results]:
 
 
 @pytest.mark.parametrize("test", CALLS, ids=str)
-def test_matches_reference(test: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_matches_reference(test: Call, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     if test.statistics_bytes is not None:
         monkeypatch.setattr(_config, "STATISTICS_BYTES", test.statistics_bytes)
     monkeypatch.setattr(_config, "SHORT_TOKENS" if test.shared else "MANY", 1)
@@ -147,4 +149,5 @@ def test_matches_reference(test: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     for got, expected in ((dhidden[live], expected_dhidden[live]), (dweight, expected_dweight)):
         error = np.linalg.norm(np.asarray(got, np.float64) - np.asarray(expected, np.float64))
         assert error <= bound * np.linalg.norm(np.asarray(expected, np.float64))
-    assert not interpreter.get_races().races_found
+    assert not interpreter.get_races().races_found  # in the last kernel
+    assert "RACE DETECTED" not in capfd.readouterr().out  # in any

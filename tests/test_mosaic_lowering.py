@@ -5,6 +5,7 @@ No GPU is needed: the device is only claimed, and lowering stops before machine 
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import jax
@@ -272,3 +273,9 @@ def test_every_kernel_fits_shared_memory() -> None:
     chosen += [(kernel, tiles) for (_, kernel), entries in _config.TUNED.items() for _, tiles in entries]
     for kernel, tiles in chosen:
         assert tiles.smem_bytes(2, staged=kernel != "dhidden") <= _config.SMEM_LIMIT, kernel
+
+
+@pytest.mark.parametrize("wrong", [{"slots": 3}, {"slots": 0}, {"snake": 3}, {"turns": 3}, {"stages": 1}], ids=str)
+def test_tiles_that_no_kernel_is_written_for(wrong: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="got Tiles"):
+        dataclasses.replace(_config.TURNS, **wrong)

@@ -34,9 +34,11 @@ class Tiles:
     """The free choices of one kernel. Everything else follows from the shapes."""
 
     tile_k: int
-    stages: int  # buffers of one [ROW_BLOCK, tile_k] and one [TILE_N, tile_k] operand tile each
+    stages: int  # buffers of one [ROW_BLOCK / turns, tile_k] and one [TILE_N, tile_k] operand tile each
     cluster: int = 1  # 1 or 2: kernel blocks, one below the other, that load each tile of rhs once between them
-    snake: int = 16  # tiles that run along ``minor`` before the other dimension moves: 16 x 8 of them are square
+    snake: int = (
+        16  # row blocks (``minor`` 0) or tiles of columns (1) at a time, for L2 to reuse: 16 x 8 is square
+    )
     minor: int = 0  # 0: row blocks, 1: vocabulary tiles
     in_flight: int = 0  # steps, 0 or 1, whose products run on while a warpgroup waits for the next operands
     turns: int = 1  # 2: the warpgroups multiply one after the other, each during the other's epilogue
@@ -47,8 +49,10 @@ class Tiles:
         """Refuses what the kernels are not written for."""
         if self.cluster not in (1, 2) or self.in_flight not in (0, 1) or self.turns not in (1, 2):
             raise ValueError(f"cluster and turns must be 1 or 2, in_flight 0 or 1, got {self}")
-        if self.stages <= self.in_flight or self.slots < 1:
-            raise ValueError(f"more stages are needed than steps in flight, and a slot, got {self}")
+        if self.stages <= self.in_flight:
+            raise ValueError(f"more stages are needed than steps in flight, got {self}")
+        if self.slots < 1 or TILE_N // STAGING_COLUMNS % self.slots or self.snake % self.cluster:
+            raise ValueError(f"slots must divide a tile's blocks of columns, and snake by cluster, got {self}")
 
     def smem_bytes(self, itemsize: int, staged: bool) -> int:
         """Shared memory of a block: operand stages, their barriers and, where tiles are stored, the staging slots."""

@@ -187,8 +187,8 @@ def _multiply(matmul: Matmul, ring: Ring, tile: Tile, before: Any) -> Float[Arra
     """This warpgroup's part of a tile."""
     tiles, warpgroup = matmul.tiles, lax.axis_index("wg")
     in_flight = tiles.in_flight
-    turn = warpgroup if tiles.turns > 1 else 0
-    rows = pl.ds((warpgroup - turn) * WARPGROUP_ROWS, WARPGROUP_ROWS)
+    turn, part = (warpgroup, 0) if tiles.turns > 1 else (0, warpgroup)  # of the tile's steps, of a step's rows
+    rows = pl.ds(part * WARPGROUP_ROWS, WARPGROUP_ROWS)
     before = before + turn * tile.num_steps
 
     def release(step: Any) -> None:

@@ -194,6 +194,17 @@ def test_the_backward_keeps_only_what_it_says() -> None:
     assert len(sizes) == len(want)
 
 
+def test_saved_tensors_may_come_back_in_another_layout() -> None:
+    """As from a hook that offloads or compresses them."""
+    problem = p.draw()
+    seeds = p.seeds_like(problem.labels)
+    _, want = p.gradients(problem, seeds)
+    leaves = problem.leaves()
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x.t().contiguous(), lambda x: x.t()):
+        out = linear_logprobs(*leaves)
+    assert all(map(torch.equal, torch.autograd.grad(p.objective(out, seeds), leaves[:2]), want))
+
+
 def test_the_cache_travels_as_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels that keep a cache need a GPU: here a stand-in cache goes the same way, and comes back as it was."""
     problem = p.draw()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -104,6 +105,54 @@ def test_a_version_of_jax_that_imports_otherwise(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("jax._src.lib._jax.dlpack_managed_tensor_to_buffer", refuse)
     monkeypatch.setattr(jax.dlpack, "from_dlpack", lambda x: jnp.asarray(x.numpy()))
     assert dlpack._direct_import.__wrapped__(torch.device("cpu")) is None
+
+
+class OnGPU:
+    """An array that says it lies on GPU 1."""
+
+    def __init__(self, asked: list[int]) -> None:
+        self.asked = asked
+
+    def platform(self) -> str:
+        return "gpu"
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 2, 1
+
+    def __dlpack__(self, stream: int) -> object:
+        self.asked.append(stream)
+        return torch.utils.dlpack.to_dlpack(torch.zeros(3))
+
+
+@pytest.mark.parametrize(("stream", "called"), [(0, 1), (77, 77)])
+def test_results_wait_in_the_stream_of_their_own_gpu(monkeypatch: pytest.MonkeyPatch, stream: int, called: int) -> None:
+    """Not in that of the current one, which JAX may change in the middle of a call."""
+    devices: list[int] = []
+    asked: list[int] = []
+
+    def current_stream(device: int) -> SimpleNamespace:
+        devices.append(device)
+        return SimpleNamespace(cuda_stream=stream)
+
+    monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
+    dlpack.to_torch_all([OnGPU(asked), OnGPU(asked)])
+    assert devices == [1]
+    assert asked == [called, called]
+
+
+def test_torch_exports_from_the_device_of_the_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It refuses to export from any but the current one."""
+    entered: list[int] = []
+    guard = torch.cuda.device
+
+    def device(index: int) -> torch.cuda.device:
+        entered.append(index)
+        return guard(index)
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    x = torch.zeros(64)
+    to_jax(x)
+    assert entered == [x.get_device()]
 
 
 def test_a_write_right_after_the_call_changes_nothing() -> None:

@@ -31,7 +31,7 @@ def test_only_public_names_of_lce_jax() -> None:
 
 
 def test_private_names_of_jax_and_torch_are_few_and_known() -> None:
-    """Neither library has a public way to these three things, or none that is not slow."""
+    """The libraries have no public way to do these three things, or a slow one."""
     private = {
         (path.name, module)
         for path in FOLDER.glob("*.py")
