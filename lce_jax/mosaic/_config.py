@@ -36,9 +36,7 @@ class Tiles:
     tile_k: int
     stages: int  # buffers of one [ROW_BLOCK / turns, tile_k] and one [TILE_N, tile_k] operand tile each
     cluster: int = 1  # 1 or 2: kernel blocks, one below the other, that load each tile of rhs once between them
-    snake: int = (
-        16  # row blocks (``minor`` 0) or tiles of columns (1) at a time, for L2 to reuse: 16 x 8 is square
-    )
+    snake: int = 16  # row blocks (``minor`` 0) or tiles of columns (1) at a time, for L2 to reuse: 16 x 8 is square
     minor: int = 0  # 0: row blocks, 1: vocabulary tiles
     in_flight: int = 0  # steps, 0 or 1, whose products run on while a warpgroup waits for the next operands
     turns: int = 1  # 2: the warpgroups multiply one after the other, each during the other's epilogue
