@@ -1,18 +1,16 @@
-"""Ranks as processes of their own: started, watched, and never left behind."""
+"""The Megatron cases on ranks, which are processes of their own."""
 
 from __future__ import annotations
 
 import json
 import os
 import pathlib
-import subprocess
 import sys
-import time
 from typing import Any
 
-ROOT = pathlib.Path(__file__).parents[2]
+from tests.torch.processes import together
+
 WORKER = "tests.torch.megatron_worker"
-SHOWN = 12_000  # characters of a rank's output in the message of a failure
 
 
 def run_ranks(
@@ -29,26 +27,13 @@ def run_ranks(
     """
     directory.mkdir(parents=True)
     logs = [directory / f"rank {rank}" for rank in range(ranks)]
-    processes = []
-    try:
-        for rank, log in enumerate(logs):
-            command = [sys.executable, "-m", WORKER, str(directory), str(rank), str(ranks), table]
-            with log.open("wb") as file:
-                process = subprocess.Popen(
-                    command, cwd=ROOT, env=_environment(rank, gpus), stdout=file, stderr=subprocess.STDOUT
-                )
-            processes.append(process)
-        failure = _wait(processes, time.monotonic() + seconds)
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+    commands = [[sys.executable, "-m", WORKER, str(directory), str(rank), str(ranks), table] for rank in range(ranks)]
+    failure = together(commands, [_environment(rank, gpus) for rank in range(ranks)], logs, seconds)
     results = directory / "results"
     lines = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
     outcome = {line["case"]: line["result"] for line in lines}
     if failure is not None:
-        outputs = (f"\n--- {log.name}\n{log.read_text(errors='replace')[-SHOWN:]}" for log in logs)
-        outcome["failure"] = failure + "".join(outputs)
+        outcome["failure"] = failure
     return outcome
 
 
@@ -60,17 +45,3 @@ def _environment(rank: int, gpus: str | None) -> dict[str, str]:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[rank] if visible else str(rank)
     return environment
-
-
-def _wait(processes: list[subprocess.Popen[bytes]], deadline: float) -> str | None:
-    """Until all have ended, or one has failed, or time is up: what went wrong, if anything did."""
-    while time.monotonic() < deadline:
-        codes = [process.poll() for process in processes]
-        failed = [rank for rank, code in enumerate(codes) if code]
-        if failed:
-            time.sleep(2)  # for the others to say what they have to
-            return f"rank {failed[0]} ended with code {codes[failed[0]]}"
-        if all(code == 0 for code in codes):
-            return None
-        time.sleep(0.1)
-    return "the ranks were not done in time"

@@ -1,4 +1,4 @@
-"""Python in processes of its own, with a hard limit of time, and its output where it fails."""
+"""Python in processes of its own, one or several side by side, with a hard limit of time, and what a failure said."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import textwrap
 import time
 from pathlib import Path
 
+ROOT = Path(__file__).parents[2]
+SHOWN = 12_000  # characters of a process's output in the message of a failure
 CLEAN = ("XLA_FLAGS", "XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_PYTHON_CLIENT_ALLOCATOR", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 
@@ -33,32 +35,53 @@ def ranks(path: Path, size: int, scratch: Path, *args: str, timeout: float = 240
     Each gets RANK, WORLD_SIZE and STORE, a file for ``torch.distributed`` to meet at, in its environment.
     """
     store = scratch / f"store-{time.time_ns()}"
-    outputs = [scratch / f"{store.name}-rank{rank}.txt" for rank in range(size)]
-    processes = []
-    for rank, output in enumerate(outputs):
-        told = {"RANK": str(rank), "WORLD_SIZE": str(size), "STORE": str(store), **environment}
-        with output.open("w") as file:
-            command = [sys.executable, "-W", "error", str(path), *args]
-            processes.append(subprocess.Popen(command, stdout=file, stderr=file, env=_environment(told)))
-    deadline = time.monotonic() + timeout
+    logs = [scratch / f"{store.name}-rank{rank}.txt" for rank in range(size)]
+    command = [sys.executable, "-W", "error", str(path), *args]
+    told = {"WORLD_SIZE": str(size), "STORE": str(store), **environment}
+    environments = [_environment({"RANK": str(rank), **told}) for rank in range(size)]
+    failure = together([command] * size, environments, logs, timeout)
+    assert failure is None, failure
+    return [log.read_text() for log in logs]
+
+
+def together(
+    commands: list[list[str]], environments: list[dict[str, str]], logs: list[Path], seconds: float
+) -> str | None:
+    """Runs processes side by side and leaves none behind: what went wrong, if anything did, with the ends of ``logs``.
+
+    Their output goes to ``logs``. The first to fail, or the end of the time, ends them all.
+    """
+    processes: list[subprocess.Popen[bytes]] = []
     try:
-        while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
-            if any(process.poll() not in (None, 0) for process in processes):
-                time.sleep(2)  # the others may yet say why
-                break
-            time.sleep(0.05)
+        for command, environment, log in zip(commands, environments, logs, strict=True):
+            with log.open("wb") as file:
+                processes.append(
+                    subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT)
+                )
+        failure = _wait(processes, time.monotonic() + seconds)
     finally:
         for process in processes:
             process.kill()
             process.wait()
-    texts = [output.read_text() for output in outputs]
-    codes = [process.returncode for process in processes]
-    report = "\n".join(f"--- rank {rank}: exit code {codes[rank]}\n{text}" for rank, text in enumerate(texts))
-    assert codes == [0] * size, report
-    return texts
+    if failure is None:
+        return None
+    return failure + "".join(f"\n--- {log.name}\n{log.read_text(errors='replace')[-SHOWN:]}" for log in logs)
+
+
+def _wait(processes: list[subprocess.Popen[bytes]], deadline: float) -> str | None:
+    """Until all have ended, or one has failed, or time is up."""
+    while time.monotonic() < deadline:
+        codes = [process.poll() for process in processes]
+        failed = [rank for rank, code in enumerate(codes) if code]
+        if failed:
+            time.sleep(2)  # for the others to say what they have to
+            return f"rank {failed[0]} ended with code {codes[failed[0]]}"
+        if all(code == 0 for code in codes):
+            return None
+        time.sleep(0.05)
+    return "the ranks were not done in time"
 
 
 def _environment(told: dict[str, str]) -> dict[str, str]:
     environment = {name: value for name, value in os.environ.items() if name not in CLEAN}
-    root = str(Path(__file__).parents[2])
-    return {**environment, "PYTHONPATH": root, "OMP_NUM_THREADS": "1", **told}
+    return {**environment, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **told}
