@@ -68,11 +68,11 @@ def forward_structs(x: Operands, call: Call, keep_cache: bool) -> list[torch.Ten
     """What `forward` returns, its contents left open."""
     tokens = x.labels.shape[0]
     outputs = [x.hidden.new_empty((tokens,), dtype=torch.float32) for _ in call.fields]
-    spec, rows = _spec(x.weight, call), 1 if x.temperature is None else 2
-    saved = x.hidden.new_empty((rows + len(spec.merged), tokens), dtype=torch.int32)
+    spec = _spec(x.weight, call)
+    saved = x.hidden.new_empty((x.numbers + len(spec.merged), tokens), dtype=torch.int32)
     cache = []
     if keep_cache and tokens:
-        structs = jax.tree.leaves(_cache_structure(x.hidden, x.weight, rows, spec))
+        structs = jax.tree.leaves(_cache_structure(x.hidden, x.weight, x.numbers, spec))
         cache = [x.hidden.new_empty(struct.shape, dtype=getattr(torch, struct.dtype.name)) for struct in structs]
     return [*outputs, saved, *cache]
 
@@ -155,7 +155,7 @@ def _per_token(x: Operands, piece: _rows.Piece, vocab_size: int) -> torch.Tensor
     """
     labels = x.labels[piece.tokens].long()  # a number as negative as -1 is none of uint8
     count = labels.shape[0]
-    packed = labels.new_empty((1 if x.temperature is None else 2, piece.rows), dtype=torch.int32)
+    packed = labels.new_empty((x.numbers, piece.rows), dtype=torch.int32)
     packed[0, :count].copy_(labels.clamp(-1, vocab_size))
     if x.temperature is not None:
         packed[1, :count].view(torch.float32).copy_(x.temperature[piece.tokens])
@@ -168,17 +168,15 @@ def _on_device(number: int, device: jax.Device) -> jax.Array:
     return jax.device_put(np.int32(number), device)
 
 
-def _cache_structure(hidden: torch.Tensor, weight: torch.Tensor, rows: int, spec: Spec) -> Any:
-    tokens = int(hidden.shape[0])
-    size = _rows.size(tokens)
-    struct = jax.ShapeDtypeStruct
+def _cache_structure(hidden: torch.Tensor, weight: torch.Tensor, numbers: int, spec: Spec) -> Any:
+    piece, struct = _rows.whole(int(hidden.shape[0])), jax.ShapeDtypeStruct
     return _programs.cache_structure(
         spec,
         runtime.jax_device(hidden.device),
-        struct((size, int(hidden.shape[1])), _dtype_name(hidden)),
+        struct((piece.rows, int(hidden.shape[1])), _dtype_name(hidden)),
         struct(tuple(map(int, weight.shape)), _dtype_name(weight)),
-        struct((rows, size), "int32"),
-        None if _rows.is_whole(tokens) else struct((), "int32"),
+        struct((numbers, piece.rows), "int32"),
+        None if piece.num_rows is None else struct((), "int32"),
     )
 
 

@@ -38,7 +38,7 @@ def pieces(tokens: int) -> list[Piece]:
 
 def whole(tokens: int) -> Piece:
     """All of ``tokens`` tokens at once."""
-    return Piece(slice(0, tokens), size(tokens), None if is_whole(tokens) else tokens)
+    return Piece(slice(0, tokens), size(tokens), None if tokens in WHOLE else tokens)
 
 
 def size(tokens: int) -> int:
@@ -52,11 +52,6 @@ def size(tokens: int) -> int:
     power = max(SMALLEST, 1 << (tokens - 1).bit_length())
     halfway = power // 4 * 3
     return halfway if halfway > HALFWAY_FROM and tokens <= halfway else power
-
-
-def is_whole(tokens: int) -> bool:
-    """Whether the program that takes ``tokens`` tokens at once masks no rows."""
-    return tokens in WHOLE
 
 
 def pad(x: torch.Tensor, rows: int, dim: int = 0) -> torch.Tensor:

@@ -45,6 +45,11 @@ class Operands(NamedTuple):
     labels: torch.Tensor  # [T] global id; outside [0, vocab_size): out of vocabulary
     temperature: torch.Tensor | None  # [T] float32; None: 1
 
+    @property
+    def numbers(self) -> int:
+        """How many numbers each token comes with."""
+        return 1 if self.temperature is None else 2
+
 
 class Call(NamedTuple):
     """All else about a call, of types that an operator's schema knows: the trailing arguments of both operators."""
