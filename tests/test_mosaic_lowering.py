@@ -60,6 +60,13 @@ def test_tokens(T: int) -> None:
 
 
 @pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("layout", ["vh", "hv"])
+def test_narrow(layout: str) -> None:
+    """One block of columns: `_pipeline.send` refuses to write behind it."""
+    lower(600, 64, 4000, weight_layout=layout, cache_bytes=1 << 20)
+
+
+@pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize(("H", "V"), list(zip(itertools.cycle(HIDDEN), VOCABULARIES, strict=False)))
 def test_vocabularies(H: int, V: int) -> None:
     lower(4096, H, V, cache_bytes=1 << 30)

@@ -321,6 +321,8 @@ def staging(matmul: Matmul, columns: int, dtype: Any) -> Any:
 
 def send(values: Float[Array, "64 64"], block: int, slots: Any, rows: Any, output: Any, column: Any) -> None:
     """Rounds a block of columns and copies it to ``output[rows, column:]``; TMA drops what lies outside."""
+    if block > 0 and output.shape[1] <= STAGING_COLUMNS:  # Mosaic (0.11.2) would write it over block 0
+        raise ValueError(f"an output of {output.shape[1]} columns has no block {block}")
     count = slots.shape[1]
     slot = slots.at[lax.axis_index("wg"), block % count]
     plgpu.wait_smem_to_gmem(count - 1, wait_read_only=True)

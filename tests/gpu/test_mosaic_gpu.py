@@ -22,6 +22,7 @@ pytestmark = pytest.mark.gpu
 VALUE_BOUND = 2e-5
 VALUE_FACTOR = 1.33
 GRADIENT_BOUND = {"bfloat16": 3.5e-3, "float16": 4.5e-4}  # one rounding of dlogits, one of the result
+FEW_ROWS_BOUND = 3 * 2.0**-9  # bfloat16's largest roundings, of a cached exponential too: few rows do not average them
 
 CASES: dict[str, dict[str, Any]] = {
     "ragged": {"T": 1003, "H": 512, "V": 4032},
@@ -30,6 +31,7 @@ CASES: dict[str, dict[str, Any]] = {
     "Qwen3": {"T": 1024, "H": 1024, "V": 151936},
     "several tiles per unit": {"T": 4096, "H": 1024, "V": 32000, "stats": True, "statistics_bytes": 1 << 20},
     "wide": {"T": 640, "H": 5120, "V": 32000},
+    "narrow": {"T": 600, "H": 64, "V": 4001},
     "odd steps": {"T": 300, "H": 448, "V": 18992},
     "where": {"T": 4096, "H": 1024, "V": 32000, "where": 0.3},
     "few rows": {"T": 4096, "H": 1024, "V": 32000, "where": 0.01},
@@ -90,7 +92,7 @@ def poison() -> None:
     jax.block_until_ready(jnp.full((256 << 20,), jnp.nan, jnp.float32))
 
 
-def compare(got: Any, plain: Any, want: Any, dtype: str) -> None:
+def compare(got: Any, plain: Any, want: Any, gradient_bound: float) -> None:
     """``plain`` is the same call through XLA's own products."""
     (gradients, out), (true_gradients, true_out) = got, want
     for name, field in out._asdict().items():
@@ -100,9 +102,9 @@ def compare(got: Any, plain: Any, want: Any, dtype: str) -> None:
                 for x in (field, getattr(plain[1], name))
             )
             assert error <= VALUE_BOUND + VALUE_FACTOR * plain_error, name
-    for field, true in zip(gradients, true_gradients, strict=True):
+    for name, field, true in zip(("dhidden", "dweight"), gradients, true_gradients, strict=True):
         field, true = np.asarray(field, np.float64), np.asarray(true, np.float64)
-        assert np.linalg.norm(field - true) <= GRADIENT_BOUND[dtype] * np.linalg.norm(true)
+        assert np.linalg.norm(field - true) <= gradient_bound * np.linalg.norm(true), name
 
 
 def double(tree: Any) -> Any:
@@ -124,7 +126,7 @@ def test_matches_float64(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with jax.enable_x64(True):
         want = jax.device_get(step("reference", options)(*double((hidden, weight, rows))))
     plain = jax.device_get(step("xla", options)(hidden, weight, rows))
-    compare(got, plain, want, CASES[name].get("dtype", "bfloat16"))
+    compare(got, plain, want, GRADIENT_BOUND[CASES[name].get("dtype", "bfloat16")])
 
 
 @pytest.mark.slow
@@ -149,7 +151,8 @@ def test_random_calls(shape: int) -> None:
         got, plain = (jax.device_get(run(hidden, weight, rows)) for run in runs[:2])
         with jax.enable_x64(True):
             want = jax.device_get(runs[2](*double((hidden, weight, rows))))
-        compare(got, plain, want, "bfloat16")
+        few = int(rows["where"].sum()) < 10
+        compare(got, plain, want, FEW_ROWS_BOUND if few else GRADIENT_BOUND["bfloat16"])
 
 
 def test_the_weight_is_not_copied() -> None:

@@ -159,9 +159,9 @@ def test_memory_is_flat_over_fifty_steps(implementation: str) -> None:
     print(
         f"{implementation}: JAX {jaxes[9] >> 20} MiB after 10 steps, {jaxes[-1] >> 20} MiB after 50, peak {peak >> 20}"
     )
-    # JAX gives back what it read when it hears that the GPU is done: at any one time one step's may still be held.
-    assert max(torches[10:]) <= max(torches[:10])
-    assert max(jaxes[10:]) <= max(jaxes[:10])
+    # JAX gives back what it read when it hears that the GPU is done: after any one step some may still be held.
+    assert min(torches[40:]) <= min(torches[10:20])
+    assert min(jaxes[40:]) <= min(jaxes[10:20])
     assert device.memory_stats()["bytes_in_use"] <= jaxes[-1]
 
 
