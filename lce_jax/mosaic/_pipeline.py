@@ -315,14 +315,15 @@ def swizzled(extent: int, itemsize: int) -> tuple[Any, ...]:
 
 def staging(matmul: Matmul, columns: int, dtype: Any) -> Any:
     """Shared memory through which an epilogue sends a [T, columns] output: the slots of each compute warpgroup."""
-    shape = (COMPUTE_WARPGROUPS, matmul.tiles.slots, WARPGROUP_ROWS, STAGING_COLUMNS)
+    slots = matmul.tiles.slots if columns > STAGING_COLUMNS else 1  # `send` sends one block of a tile there
+    shape = (COMPUTE_WARPGROUPS, slots, WARPGROUP_ROWS, STAGING_COLUMNS)
     return plgpu.SMEM(shape, dtype, transforms=swizzled(columns, jnp.dtype(dtype).itemsize))
 
 
 def send(values: Float[Array, "64 64"], block: int, slots: Any, rows: Any, output: Any, column: Any) -> None:
     """Rounds a block of columns and copies it to ``output[rows, column:]``; TMA drops what lies outside."""
-    if block > 0 and output.shape[1] <= STAGING_COLUMNS:  # Mosaic (0.11.2) would write it over block 0
-        raise ValueError(f"an output of {output.shape[1]} columns has no block {block}")
+    if block > 0 and output.shape[1] <= STAGING_COLUMNS:
+        return  # Mosaic (0.11.2, 0.12.0) would write over block 0: it drops the index into a dimension of one block
     count = slots.shape[1]
     slot = slots.at[lax.axis_index("wg"), block % count]
     plgpu.wait_smem_to_gmem(count - 1, wait_read_only=True)

@@ -104,7 +104,7 @@ def _dweight_kernel(
         values = multiply()
         row = first_row + tile.row + lax.axis_index("wg") * WARPGROUP_ROWS
         rows = pl.ds(pl.multiple_of(row, ATOM_ROWS), WARPGROUP_ROWS)
-        for i, start in enumerate(range(0, min(TILE_N, output.shape[1]), STAGING_COLUMNS)):
+        for i, start in enumerate(range(0, TILE_N, STAGING_COLUMNS)):
             column = pl.multiple_of(first_column + tile.column + start, STAGING_COLUMNS)
             _pipeline.send(values[:, start : start + STAGING_COLUMNS], i, slots, rows, output, column)
 
