@@ -159,6 +159,7 @@ class Case:
     dtype: jnp.dtype  # of the weight, hence of the matrix products
     options: Options
     compacted: bool = False  # some rows may be left out (``where``)
+    owns_cache: bool = True  # the backward is the only one to read the cache, and may overwrite it
     platform: str = "cpu"
     device_kind: str = ""
     compute_capability: str = ""  # of an NVIDIA GPU: "9.0"

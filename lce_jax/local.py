@@ -177,7 +177,8 @@ def _shard(
     checked = _checks.options(options)
     if checked.axis_name is not None:
         raise ValueError(f"axis_name={checked.axis_name!r}: functions of lce_jax.local know no axis; merge yourself")
-    case = _checks.case(hidden, weight, labels, where, checked)
+    # The cache is the caller's, who may ask twice: to overwrite it would be to copy it first.
+    case = dataclasses.replace(_checks.case(hidden, weight, labels, where, checked), owns_cache=False)
     if num_rows is not None:
         if where is not None:
             raise ValueError("where and num_rows both say which rows count: give one of them")

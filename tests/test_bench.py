@@ -38,9 +38,9 @@ def fake_run(log, name, seconds=0.0):
 
 
 def test_every_round_times_every_run_once_before_the_next_round(monkeypatch):
-    monkeypatch.setattr(measure, "calls_per_timing", lambda _run, _rounds, at_least: at_least)
+    monkeypatch.setattr(measure, "calls_within", lambda _run, _seconds: 2)
     log = []
-    samples = measure.interleave({name: fake_run(log, name) for name in "abcd"}, rounds=6, at_least=2)
+    samples = measure.interleave({name: fake_run(log, name) for name in "abcd"}, rounds=6)
     assert {name: len(taken) for name, taken in samples.items()} == dict.fromkeys("abcd", 6)
     rounds = [log[i : i + 8] for i in range(0, len(log), 8)]
     assert len(rounds) == 6
@@ -48,22 +48,29 @@ def test_every_round_times_every_run_once_before_the_next_round(monkeypatch):
     assert len({tuple(one) for one in rounds}) > 1  # not the same order every time
 
 
-def test_the_same_run_comes_before_every_timing(monkeypatch):
-    monkeypatch.setattr(measure, "calls_per_timing", lambda _run, _rounds, at_least: at_least)
-    log = []
-    samples = measure.interleave({name: fake_run(log, name) for name in "abc"}, rounds=4, before="b")
-    assert log[::2] == ["b"] * 12
-    assert sorted(log[1::2]) == sorted("abc" * 4)
-    assert [len(taken) for taken in samples.values()] == [4, 4, 4]  # what comes before is no sample
+def test_on_a_gpu_a_run_settles_before_its_timing(monkeypatch):
+    monkeypatch.setattr(measure, "calls_within", lambda _run, _seconds: 1)
+    timed, log = [], []
+    real = measure.time_calls
+
+    def time_calls(run, calls):
+        timed.append(calls)
+        return real(run, calls)
+
+    monkeypatch.setattr(measure, "time_calls", time_calls)
+    samples = measure.interleave({name: fake_run(log, name) for name in "abc"}, rounds=4, on_gpu=True)
+    assert timed == [2, measure.MIN_GPU_CALLS] * 12  # two fifths untimed, then the sample
+    groups = [log[i : i + 5] for i in range(0, len(log), 5)]
+    assert all(len(set(group)) == 1 for group in groups)
+    assert [len(taken) for taken in samples.values()] == [4, 4, 4]
 
 
 def test_a_timing_holds_its_share_of_the_sampled_time(monkeypatch):
     ticks = itertools.count(step=0.004)  # every look at the clock is 4 ms after the one before: 4 ms a timing
     monkeypatch.setattr(measure.time, "perf_counter", lambda: next(ticks))
     fast = fake_run([], "fast")
-    assert measure.calls_per_timing(fast, rounds=5) == 13  # 13 calls of 4 ms in each of 5 rounds: 0.26 s
-    assert measure.calls_per_timing(fast, rounds=1000) == 1
-    assert measure.calls_per_timing(fast, rounds=1000, at_least=3) == 3
+    assert measure.calls_within(fast, 0.05) == 13  # of 4 ms
+    assert measure.calls_within(fast, 0.0001) == 1
 
 
 def test_median_and_spread():

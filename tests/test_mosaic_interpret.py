@@ -18,6 +18,7 @@ from lce_jax import _math, mosaic, reference
 from lce_jax._compat import plgpu
 from lce_jax._types import Case, Operands, Options, Results
 from lce_jax.mosaic import _config
+from tests.mosaic_interpreter import add_stores
 
 MULTIPROCESSORS = 2
 
@@ -36,6 +37,7 @@ class Call:
     statistics_bytes: int | None = None  # small: several tiles per unit of work
     shared: bool = False  # steps that both warpgroups share, where they would take turns
     cluster: int = 1  # 2: two blocks share the steps of few stages
+    owns_cache: bool = True
     options: Options = Options()  # noqa: RUF009 - frozen
 
     def __str__(self) -> str:
@@ -65,6 +67,7 @@ CALLS = [
     call("padding of a traced number of columns", num_columns=200, traced_columns=True, logit_scale=0.5),
     call("nothing but padding", num_columns=0, traced_columns=True, V=512),
     call("cache", cache_bytes=1 << 30),
+    call("a cache that others read", owns_cache=False, cache_bytes=1 << 30),
     call("half a cache, float16", shared=True, dtype="float16", T=130, cache_bytes=150_000),
     call(
         "cache with everything", shared=True, T=264, V=1000, num_rows=100, num_columns=700, logit_softcap=3.0,
@@ -100,6 +103,7 @@ def draw(test: Call) -> tuple[Operands, Results]:
 
 @pytest.mark.parametrize("test", CALLS, ids=str)
 def test_matches_reference(test: Call, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    add_stores(monkeypatch)
     if test.statistics_bytes is not None:
         monkeypatch.setattr(_config, "STATISTICS_BYTES", test.statistics_bytes)
     monkeypatch.setattr(_config, "SHORT_TOKENS" if test.shared else "MANY", 1)
@@ -109,8 +113,8 @@ def test_matches_reference(test: Call, monkeypatch: pytest.MonkeyPatch, capfd: p
         monkeypatch.setattr(_config, "TUNED", tuned)
     case = Case(
         num_tokens=test.T, hidden_size=test.H, vocab_size=test.V, dtype=jnp.dtype(test.dtype), options=test.options,
-        compacted=test.num_rows is not None, platform="gpu", device_kind="NVIDIA H200", compute_capability="9.0",
-        core_count=MULTIPROCESSORS,
+        compacted=test.num_rows is not None, owns_cache=test.owns_cache, platform="gpu", device_kind="NVIDIA H200",
+        compute_capability="9.0", core_count=MULTIPROCESSORS,
     )  # fmt: skip
     assert mosaic.supports(case) is None
     operands, cotangent = draw(test)

@@ -30,7 +30,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_dispatch, "current_device", lambda _=None: H200)
 
 
-def lower(T: int, H: int, V: int, dtype: str = "bfloat16", **options) -> None:
+def lower(T: int, H: int, V: int, dtype: str = "bfloat16", **options) -> str:
     """Lowers value and gradient of the public function. ``where`` and ``temperature`` True: an array."""
     layout = options.get("weight_layout", "vh")
     arrays = {
@@ -51,6 +51,7 @@ def lower(T: int, H: int, V: int, dtype: str = "bfloat16", **options) -> None:
     step = jax.jit(jax.value_and_grad(objective, argnums=(0, 1)))
     text = step.trace(arrays["hidden"], arrays["weight"], rest).lower(lowering_platforms=("cuda",)).as_text()
     assert "mosaic_gpu" in text
+    return text
 
 
 @pytest.mark.usefixtures("hopper")
@@ -60,9 +61,19 @@ def test_tokens(T: int) -> None:
 
 
 @pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(("V", "overwrites"), [(151936, True), (50257, False)])
+def test_the_gradient_takes_the_place_of_the_cache(V: int, overwrites: bool) -> None:
+    """And goes into one product each; else, as without a cache, through a buffer of its own, chunk by chunk."""
+    text = lower(8192, 1024, V, cache_bytes=1 << 40)
+    assert ("stablehlo.while" in text) != overwrites
+    updates = text.count("output_operand_alias<")  # sums and dweight are always updated in place
+    assert updates >= 3 if overwrites else updates > 0
+    assert "stablehlo.while" in lower(8192, 1024, V)
+
+
+@pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("layout", ["vh", "hv"])
 def test_narrow(layout: str) -> None:
-    """One block of columns: `_pipeline.send` refuses to write behind it."""
     lower(600, 64, 4000, weight_layout=layout, cache_bytes=1 << 20)
 
 

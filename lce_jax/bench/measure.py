@@ -1,9 +1,10 @@
 """Timing and memory: every candidate compiled first, then rounds of one timing of each in random order, medians.
 
 Two programs are compared only through timings taken seconds apart in one process: clocks, temperature and neighbours
-drift by several per cent between runs, and hit all candidates of a round alike. A GPU lowers its clock within
-milliseconds of heavy work (an H200 from 1980 to 1400 MHz, at its limit of 700 W), so a candidate would profit from a
-light one before it: on a GPU the bare product runs for as long before every timing, as a training step would.
+drift by several per cent between runs, and hit all candidates of a round alike. A GPU lowers its clock under heavy work
+(an H200 from 1980 to 1400 MHz, at its limit of 700 W) as each candidate's power asks, so that one would profit from a
+lighter one before it: on a GPU a candidate runs untimed until the clock has settled, and long enough behind that. Two
+runs of the same candidate then differ by half a per cent, where short timings differ by three.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from typing import Any, NamedTuple
 import jax
 
 SAMPLE_SECONDS = 0.25  # of timed work per candidate over all rounds, at least
+GPU_SECONDS = 0.3  # of work in one timing on a GPU
+GPU_SETTLE_SECONDS = 0.12  # of work before it
 MIN_GPU_CALLS = 3  # back to back in one timing: the launch of one hides behind the work of the one before
 
 
@@ -53,26 +56,23 @@ def time_calls(run: Run, calls: int) -> float:
     return (time.perf_counter() - start) / calls
 
 
-def calls_per_timing(run: Run, rounds: int, at_least: int = 1) -> int:
-    """How many calls a timing needs for all rounds together to hold `SAMPLE_SECONDS` of work. Warms up on the way."""
+def calls_within(run: Run, seconds: float) -> int:
+    """How many calls hold so much work, one at least. Warms up on the way."""
     time_calls(run, 1)
     once = time_calls(run, 1)
-    return max(at_least, math.ceil(SAMPLE_SECONDS / rounds / max(once, 1e-6)))
+    return math.ceil(seconds / max(once, 1e-6))
 
 
 def interleave[K: Hashable](
     runs: Mapping[K, Run],
     rounds: int,
-    at_least: int = 1,
+    on_gpu: bool = False,
     seed: int = 0,
     on_timing: Callable[[K, int], None] | None = None,
-    before: K | None = None,
 ) -> dict[K, list[float]]:
-    """Seconds per call of each run, one sample a round; every round times all of them in an order of its own.
-
-    ``before`` is the one that runs before each timing, untimed.
-    """
-    calls = {key: calls_per_timing(run, rounds, at_least) for key, run in runs.items()}
+    """Seconds per call of each run, one sample a round; every round times all of them in an order of its own."""
+    seconds = GPU_SECONDS if on_gpu else SAMPLE_SECONDS / rounds
+    calls = {key: max(calls_within(run, seconds), MIN_GPU_CALLS if on_gpu else 1) for key, run in runs.items()}
     samples: dict[K, list[float]] = {key: [] for key in runs}
     shuffle = random.Random(seed).shuffle
     for done in range(rounds):
@@ -81,8 +81,8 @@ def interleave[K: Hashable](
         for key in order:
             if on_timing:
                 on_timing(key, done)
-            if before is not None:
-                time_calls(runs[before], calls[before])
+            if on_gpu:
+                time_calls(runs[key], math.ceil(calls[key] * GPU_SETTLE_SECONDS / GPU_SECONDS))
             samples[key].append(time_calls(runs[key], calls[key]))
     return samples
 

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from lce_jax.bench.candidates import Candidate, jax_candidates
-from lce_jax.bench.measure import MIN_GPU_CALLS, Run, interleave, median, spread
+from lce_jax.bench.measure import Run, interleave, median, spread
 from lce_jax.bench.peers import peer_candidates, release
 from lce_jax.bench.problem import Objective, Problem, Reference, random_problem, reference, refusal
 from lce_jax.bench.shapes import BOTH, GEMM, Shape
@@ -80,13 +80,11 @@ def measure(
     peers, left_out = peer_candidates(problem) if with_peers else ([], {})
     candidates = jax_candidates(problem, implementation) + peers
     runs, errors, refused = admit(candidates, problem, report)
-    on_gpu = jax.default_backend() == "gpu"
     seconds = interleave(
         runs,
         rounds,
-        MIN_GPU_CALLS if on_gpu else 1,
+        jax.default_backend() == "gpu",
         on_timing=lambda one, done: report(f"{shape}: round {done + 1} of {rounds}, {one.label}, {one.direction}"),
-        before=next((one for one in runs if one.direction == GEMM), None) if on_gpu else None,
     )
     rows = [
         Row(

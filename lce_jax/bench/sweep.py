@@ -18,7 +18,7 @@ from rich.table import Table
 from lce_jax import UnsupportedError, explain
 from lce_jax._types import Case
 from lce_jax.bench.candidates import Candidate, jax_candidates
-from lce_jax.bench.measure import MIN_GPU_CALLS, Run, interleave, median
+from lce_jax.bench.measure import Run, interleave, median
 from lce_jax.bench.problem import Problem, random_problem
 from lce_jax.bench.run import admit
 from lce_jax.bench.shapes import BOTH, FORWARD, Shape
@@ -69,7 +69,7 @@ def sweep(shape: Shape, dtype: Any, rounds: int, report: Callable[[str], None]) 
 
 def depths(case: Case, kernel: str) -> list[Tiles]:
     """Every depth, number of stages, cluster, order, steps in flight, turns and slots that fit shared memory."""
-    staged = kernel in ("dlogits", "dweight")
+    staged = kernel != "forward"  # which stages nothing without a cache
     choices = itertools.product((64, 128), range(2, 9), (1, 2), (0, 1), (0, 1), ((1, 2), (2, 1)))
     made = (
         Tiles(tile_k=k, stages=n, cluster=c, minor=m, in_flight=f, turns=turns, slots=slots)
@@ -114,7 +114,7 @@ def _time(
     rows = {_candidate(kernel, tiles, problem, case): tiles for tiles in choices}
     runs, _, left_out = admit(list(rows), problem, report)
     samples = interleave(
-        runs, rounds, MIN_GPU_CALLS, on_timing=lambda one, done: report(f"round {done + 1} of {rounds}, {one.label}")
+        runs, rounds, on_gpu=True, on_timing=lambda one, done: report(f"round {done + 1} of {rounds}, {one.label}")
     )
     seconds = {rows[one]: median(taken) for one, taken in samples.items()}
     return Swept(kernel, case, dict(sorted(seconds.items(), key=lambda item: item[1])), left_out)

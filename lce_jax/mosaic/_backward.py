@@ -1,8 +1,8 @@
 """The gradients: dlogits chunk by chunk, each feeding the two products of `_products`.
 
-The chunks run in `lax.fori_loop`, one of them alive at a time. The first come from the cache, if there is one, the
-others from the recomputing kernel. What the kernels leave out, a few columns at the end of the vocabulary, goes through
-plain XLA.
+The first columns come from the cache, if there is one, and take its place; the others from the recomputing kernel, in
+chunks of which `lax.fori_loop` keeps one alive at a time. What the kernels leave out, a few columns at the end of the
+vocabulary, goes through plain XLA.
 """
 
 from __future__ import annotations
@@ -47,8 +47,9 @@ def gradients(
         lax.empty(operands.weight.shape, case.dtype),  # every column is written
     )
     carry: Carry = _compat.vary_like(start, (operands, rows, cache))
-    for first, stop, dlogits in ((0, cached, from_cache), (cached, shape.tiles, recomputed)):
-        carry = _walk_chunks(operands, prepared, case, first, stop, dlogits, carry, interpret)
+    at_once = cached if _config.overwrites_cache(case) else None
+    for first, stop, tiles, dlogits in ((0, cached, at_once, from_cache), (cached, shape.tiles, None, recomputed)):
+        carry = _walk_chunks(operands, prepared, case, first, stop, tiles, dlogits, carry, interpret)
     sums, dweight = carry
     dhidden = jnp.sum(sums, axis=0)[: case.num_tokens, : case.hidden_size]
     if shape.tail or operands.num_columns is not None:
@@ -64,17 +65,19 @@ def _walk_chunks(
     case: Case,
     first: int,
     stop: int,
+    tiles: int | None,
     dlogits: Callable[[Any, int], Array],
     carry: Carry,
     interpret: Any,
 ) -> Carry:
-    """Adds the part of vocabulary tiles [first, stop)."""
+    """Adds the part of vocabulary tiles [first, stop), ``tiles`` of them at a time; None: as many as memory allows."""
     if first == stop:
         return carry
     shape = _config.geometry(case)
     covered = _covered_columns(operands, case)
     columns = min(stop * TILE_N, shape.columns) - first * TILE_N
-    chunk = _config.chunk_tiles(case, stop - first) * TILE_N
+    tiles = tiles or _config.chunk_tiles(case, stop - first)
+    chunk = tiles * TILE_N
     whole, rest = divmod(columns, chunk)
     if whole and 0 < rest < TILE_N:  # not worth a chunk of its own
         whole, rest = whole - 1, rest + chunk
@@ -95,11 +98,12 @@ def _walk_chunks(
         part = _products.write_dweight(part, d, prepared.hidden, case, 0, prepared.num_rows, interpret)
         return sums, lax.dynamic_update_slice_in_dim(dweight, part, start, 0)
 
-    if whole:
-        tiles = chunk // TILE_N
+    if whole == 1:
+        carry = step(jnp.int32(first), chunk, carry)
+    elif whole:
         carry = lax.fori_loop(0, whole, lambda i, carry: step(first + i * tiles, chunk, carry), carry)
     if rest:
-        carry = step(jnp.int32(first + whole * (chunk // TILE_N)), rest, carry)
+        carry = step(jnp.int32(first + whole * tiles), rest, carry)
     return carry
 
 

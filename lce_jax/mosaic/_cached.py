@@ -46,7 +46,8 @@ def dlogits(
     """The gradient in ``columns`` raw products from vocabulary tile ``first_tile`` on, in the weight's dtype.
 
     The exponentials have the relative precision of that dtype, which is the precision of the result. Whole tiles, zero
-    on padding; row blocks without a live row, which the forward did not keep, are left unwritten.
+    on padding; row blocks without a live row, which the forward did not keep, are left unwritten. Where the backward
+    owns the cache, the gradient overwrites it: each block is read before it is written.
     """
     tokens = _config.geometry(case).tokens
     output = jax.ShapeDtypeStruct((tokens, -(-columns // TILE_N) * TILE_N), case.dtype)
@@ -58,6 +59,7 @@ def dlogits(
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="lce_cached_dlogits",
         interpret=interpret,
+        updated=0 if _config.overwrites_cache(case) else None,
     )(
         cache.exponentials,
         cache.max,

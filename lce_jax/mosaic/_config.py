@@ -11,7 +11,8 @@ WARPGROUP_ROWS = 64  # the M of one wgmma
 COMPUTE_WARPGROUPS = 2  # a third leaves 128 registers a thread, fewer than the accumulator and its epilogue need
 ROW_BLOCK = COMPUTE_WARPGROUPS * WARPGROUP_ROWS
 TILE_N = 256  # the largest N of wgmma: a 64 x 256 accumulator is 128 registers a thread
-STAGING_COLUMNS = 64  # columns that an epilogue computes, rounds and sends out at a time
+STAGING_BYTES = 128  # of a row that an epilogue sends out at a time: the widest swizzle
+STAGING_COLUMNS = STAGING_BYTES // 2  # that many 16-bit numbers
 HOPPER = ("H100", "H200", "GH200", "H800", "H20")
 ATOM_ROWS = 8
 COLUMN_GRAIN = 16  # the narrowest swizzle, 32 bytes of 16-bit numbers: what a minor dimension must divide by
@@ -59,7 +60,7 @@ class Tiles:
             self.stages * TILE_N * self.tile_k * itemsize,
         ]
         if staged:
-            sizes.append(COMPUTE_WARPGROUPS * self.slots * WARPGROUP_ROWS * STAGING_COLUMNS * itemsize)
+            sizes.append(COMPUTE_WARPGROUPS * self.slots * WARPGROUP_ROWS * STAGING_BYTES)
         barriers = (1 + self.turns) * self.stages * BARRIER_BYTES  # consumed and produced
         return sum(-(-size // SMEM_ALIGNMENT) * SMEM_ALIGNMENT for size in sizes) + barriers
 
@@ -68,7 +69,7 @@ class Tiles:
 # dozen at hidden sizes from 1024 to 4096 and 512 to 32768 tokens on an H200, each timed in turn with the bare product.
 TILES = {
     "forward": Tiles(tile_k=128, stages=2, cluster=2),
-    "dlogits": Tiles(tile_k=64, stages=4),
+    "dlogits": Tiles(tile_k=64, stages=4, cluster=2),
     "dhidden": Tiles(tile_k=64, stages=4, cluster=2, in_flight=1),
     "dweight": Tiles(tile_k=64, stages=4, cluster=2, in_flight=1),
 }
@@ -156,6 +157,11 @@ def cached_tile_bytes(case: Case) -> int:
     return shape.tokens * TILE_N * case.dtype.itemsize + shape.padded_tokens * 4
 
 
+def overwrites_cache(case: Case) -> bool:
+    """Whether dlogits take the place of the cached exponentials, and the cached tiles are one chunk."""
+    return case.owns_cache and case.vocab_size % ATOM_ROWS == 0  # else a chunk's weight is copied: no large one
+
+
 def chunk_tiles(case: Case, num_tiles: int) -> int:
     """Vocabulary tiles per chunk of the backward: within the memory, the size that wastes the least time.
 
@@ -210,7 +216,7 @@ def _shape_refusal(case: Case) -> str | None:
     for kernel, staged in (
         ("forward", case.options.cache_bytes > 0),
         ("dlogits", True),
-        ("dhidden", False),
+        ("dhidden", True),
         ("dweight", True),
     ):
         needed = tiles(case, kernel).smem_bytes(case.dtype.itemsize, staged)
@@ -236,8 +242,8 @@ def plan(case: Case, name: str) -> Plan:
     cached = cached_tiles(case)
     compacted = case.num_tokens * case.hidden_size * itemsize if case.compacted else 0
     padded = shape.tokens * case.hidden_size * itemsize if shape.tokens != case.num_tokens else 0
-    parts = [part for part in (cached, shape.tiles - cached) if part]
-    chunk = max(chunk_tiles(case, part) for part in parts) * TILE_N
+    parts = [part for part in (0 if overwrites_cache(case) else cached, shape.tiles - cached) if part]
+    chunk = max((chunk_tiles(case, part) for part in parts), default=0) * TILE_N
     copies = 2 * chunk * case.hidden_size * itemsize if case.vocab_size % ATOM_ROWS else 0
     notes = []
     if options.cache_bytes:
@@ -245,6 +251,8 @@ def plan(case: Case, name: str) -> Plan:
             f"the forward keeps {cached} of {shape.tiles} vocabulary tiles, "
             f"{format_bytes(cached_tile_bytes(case))} each"
         )
+        if overwrites_cache(case):
+            notes.append("the backward overwrites what was kept; outside jax.jit, a copy of it")
     if shape.tail:
         notes.append(f"the last {shape.tail} columns of the vocabulary go through plain XLA")
     if case.vocab_size % ATOM_ROWS:

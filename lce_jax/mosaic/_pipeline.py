@@ -37,7 +37,7 @@ from lce_jax.mosaic._config import (
     ATOM_ROWS,
     COMPUTE_WARPGROUPS,
     ROW_BLOCK,
-    STAGING_COLUMNS,
+    STAGING_BYTES,
     TILE_N,
     WARPGROUP_ROWS,
     Tiles,
@@ -315,21 +315,28 @@ def swizzled(extent: int, itemsize: int) -> tuple[Any, ...]:
 
 def staging(matmul: Matmul, columns: int, dtype: Any) -> Any:
     """Shared memory through which an epilogue sends a [T, columns] output: the slots of each compute warpgroup."""
-    slots = matmul.tiles.slots if columns > STAGING_COLUMNS else 1  # `send` sends one block of a tile there
-    shape = (COMPUTE_WARPGROUPS, slots, WARPGROUP_ROWS, STAGING_COLUMNS)
-    return plgpu.SMEM(shape, dtype, transforms=swizzled(columns, jnp.dtype(dtype).itemsize))
+    itemsize = jnp.dtype(dtype).itemsize
+    width = STAGING_BYTES // itemsize
+    slots = matmul.tiles.slots if columns > width else 1  # `send` sends one block of a tile there
+    shape = (COMPUTE_WARPGROUPS, slots, WARPGROUP_ROWS, width)
+    return plgpu.SMEM(shape, dtype, transforms=swizzled(columns, itemsize))
 
 
-def send(values: Float[Array, "64 64"], block: int, slots: Any, rows: Any, output: Any, column: Any) -> None:
-    """Rounds a block of columns and copies it to ``output[rows, column:]``; TMA drops what lies outside."""
-    if block > 0 and output.shape[1] <= STAGING_COLUMNS:
+def send(
+    values: Float[Array, "64 n"], block: int, slots: Any, rows: Any, output: Any, column: Any, add: bool = False
+) -> None:
+    """Rounds a block of columns and copies it to ``output[rows, column:]``, or adds it there.
+
+    TMA drops what lies outside.
+    """
+    count, width = slots.shape[1], slots.shape[3]
+    if block > 0 and output.shape[1] <= width:
         return  # Mosaic (0.11.2, 0.12.0) would write over block 0: it drops the index into a dimension of one block
-    count = slots.shape[1]
     slot = slots.at[lax.axis_index("wg"), block % count]
     plgpu.wait_smem_to_gmem(count - 1, wait_read_only=True)
     slot[...] = values.astype(output.dtype)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(slot, output.at[rows, pl.ds(column, STAGING_COLUMNS)])
+    plgpu.copy_smem_to_gmem(slot, output.at[rows, pl.ds(column, width)], reduction_op="add" if add else None)
 
 
 def load_rows(ref: Any, rows: Any) -> Float[Array, "64"]:

@@ -52,24 +52,20 @@ def _dhidden_kernel(
     sums: Any,  # [splits, Tp, Hp] as they were
     output: Any,  # as they will be, in the same place
 ) -> None:
+    del sums
     groups, num_steps, first_column = (scalars[i] for i in range(3))
-    splits, _, width = sums.shape
+    splits, _, width = output.shape
 
-    def consume(tile: Tile, multiply: Any, _: None) -> None:
-        values = multiply()
-        blocks = [
-            (tile.place, tile.rows, pl.ds(tile.column + start, STAGING_COLUMNS))
-            for start in range(0, TILE_N, STAGING_COLUMNS)
-        ]
-        added = []  # all loads before the first store, behind which the compiler would keep them
-        for i, block in enumerate(blocks):
-            before = plgpu.load(sums.at[block], layout=_pipeline.MATRIX, optimized=False)
-            added.append(before + values[:, i * STAGING_COLUMNS : (i + 1) * STAGING_COLUMNS])
-        for block, value in zip(blocks, added, strict=True):
-            output.at[block][...] = value
+    def consume(tile: Tile, multiply: Any, slots: Any) -> None:
+        values, columns = multiply(), slots.shape[-1]
+        for i, start in enumerate(range(0, TILE_N, columns)):
+            block, column = values[:, start : start + columns], tile.column + start
+            _pipeline.send(block, i, slots, tile.rows, output.at[tile.place], column, add=True)
 
+    slots = _pipeline.staging(matmul, width, output.dtype)
     tiles = functools.partial(_visit_all, matmul, groups, width // TILE_N, splits, num_steps)
-    _pipeline.walk_tiles(matmul, dlogits, weight, Origin(k=first_column), tiles, consume)
+    _pipeline.walk_tiles(matmul, dlogits, weight, Origin(k=first_column), tiles, consume, slots)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def write_dweight(

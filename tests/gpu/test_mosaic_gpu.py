@@ -155,6 +155,37 @@ def test_random_calls(shape: int) -> None:
         compare(got, plain, want, FEW_ROWS_BOUND if few else GRADIENT_BOUND["bfloat16"])
 
 
+def test_one_cache_serves_two_backwards() -> None:
+    """The first overwrites it, so that XLA must copy it before."""
+    hidden, weight, rows, options = draw(512, 1024, 32000, cache_bytes=1 << 32)
+    supported(hidden, weight, options)
+
+    def logprobs(hidden, weight):
+        return lce_jax.linear_logprobs(hidden, weight, rows["labels"], **options, implementation="mosaic_gpu").logprobs
+
+    def backward(hidden, weight, *seeds):
+        _, pull = jax.vjp(logprobs, hidden, weight)
+        return [pull(seed) for seed in seeds]
+
+    one, other, _ = rows["seeds"]
+    run = jax.jit(backward)
+    alone = jax.device_get((run(hidden, weight, one)[0], run(hidden, weight, other)[0]))
+    together = jax.device_get(run(hidden, weight, one, other, one))
+    _, pull = jax.vjp(logprobs, hidden, weight)  # outside jit, where the cache is an operand of the backward
+    eager = jax.device_get([pull(one), pull(other), pull(one)])
+    for got in (together, eager):
+        for gradients, want in zip(got, (*alone, alone[0]), strict=True):
+            for x, y in zip(gradients, want, strict=True):
+                np.testing.assert_array_equal(x, y)
+
+
+def test_the_cache_is_not_copied() -> None:
+    hidden, weight, rows, options = draw(2048, 512, 32000, cache_bytes=1 << 32)
+    supported(hidden, weight, options)
+    compiled = step("mosaic_gpu", options).lower(hidden, weight, rows).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 1.2 * 2048 * 32000 * 2
+
+
 def test_the_weight_is_not_copied() -> None:
     hidden, weight, rows, options = draw(512, 4096, 32000)
     supported(hidden, weight, options)

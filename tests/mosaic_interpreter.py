@@ -1,0 +1,46 @@
+"""What Pallas's interpreter of GPU kernels (0.11.2, 0.12.0) does not know: TMA stores that add to what is there."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+
+
+def add_stores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets the interpreter run ``copy_smem_to_gmem(..., reduction_op="add")``, race detector included."""
+    copy, store = gpu_callbacks.copy_smem_to_gmem, gpu_callbacks.AsyncCopySmemToGmemTask
+    begun_here = threading.local()  # whether the copy that this thread begins adds
+
+    class Store(store):  # type: ignore[misc, valid-type]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.adds = begun_here.adds
+
+        def __call__(self, tma_thread_id: int) -> None:
+            if not self.adds:
+                return super().__call__(tma_thread_id)
+            memory = gpu_callbacks._get_shared_memory()
+
+            def read(key: Any, access: Any) -> Any:
+                return memory.get_buffer_content(key, access, self.thread, logging_info=self.logging_info)[0]
+
+            self.pre_read(tma_thread_id, memory)
+            values = read(self.src_allocation_key, self.src_access)
+            self.post_read(tma_thread_id, memory)
+            total = read(self.dst_allocation_key, self.dst_access) + values
+            memory.store_buffer_content(
+                self.dst_allocation_key, self.dst_access, total, self.thread, logging_info=self.logging_info
+            )
+            self.post_write(tma_thread_id, memory)
+            return None
+
+    def begin(*, reduction_op: str | None, **kwargs: Any) -> Any:
+        assert reduction_op in (None, "add")
+        begun_here.adds = reduction_op == "add"
+        return copy(reduction_op=None, **kwargs)
+
+    monkeypatch.setattr(gpu_callbacks, "AsyncCopySmemToGmemTask", Store)
+    monkeypatch.setattr(gpu_callbacks, "copy_smem_to_gmem", begin)
