@@ -268,7 +268,7 @@ def plan(case: Case, name: str) -> Plan:
             "stages forward": forward.stages,
             "hidden backward": backward.tile_k,
             "stages backward": backward.stages,
-            "backward chunk": chunk,
+            "backward chunk": chunk or cached * TILE_N,
         },
         forward_bytes=-(-shape.tiles // walk(case, fields)) * fields * rows + compacted + padded,
         backward_bytes=shape.tokens * chunk * itemsize
