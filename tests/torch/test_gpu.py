@@ -248,7 +248,7 @@ def test_the_whole_call_is_as_fast_as_from_jax(implementation: str, cache_bytes:
 
 
 def test_host_time_of_a_call() -> None:
-    """Where nothing is compiled and the GPU is not waited for: 0.57 to 0.66 ms over JAX's on an H200; the aim is 0.3."""
+    """Where nothing is compiled and nobody waits for the GPU: 0.57 to 0.66 ms over JAX on an H200; the aim is 0.3."""
     name = "mosaic_gpu"  # XLA's loops over a number of rows known at run time wait for the GPU
     problem = draw(4096, 512, 8192)
     labels = to_jax(problem.labels.int()) + 0
