@@ -64,8 +64,8 @@ def linear_logprobs(
             passes its own columns of ``weight`` and the same ``hidden`` and ``labels``; all shards return
             bitwise-equal results. None: ``weight`` is whole.
         cache_bytes: bytes per device that the forward may keep to spare the backward its recomputation. 0 keeps
-            nothing. Inside ``jit`` the backward works in their place; outside, in a copy of them. An implementation
-            that always recomputes ignores it, and `explain` says so.
+            nothing. Where V is a multiple of 8 the backward works in their place inside ``jit``, in a copy of them
+            outside. An implementation that always recomputes ignores it, and `explain` says so.
         precision: of the matrix products with float32 operands; "highest" is exact to float32 rounding where the
             default may be TF32 (GPU) or bfloat16 (TPU).
         implementation: "mosaic_gpu" (kernels for Hopper GPUs), "xla" (every device), "reference" (stores the logits),

@@ -65,7 +65,15 @@ def test_on_a_gpu_a_run_settles_before_its_timing(monkeypatch):
     assert [len(taken) for taken in samples.values()] == [4, 4, 4]
 
 
-def test_a_timing_holds_its_share_of_the_sampled_time(monkeypatch):
+@pytest.mark.parametrize(("on_gpu", "seconds"), [(False, measure.SAMPLE_SECONDS / 5), (True, measure.GPU_SECONDS)])
+def test_how_much_work_a_timing_holds(monkeypatch, on_gpu, seconds):
+    asked = []
+    monkeypatch.setattr(measure, "calls_within", lambda _run, seconds: asked.append(seconds) or 1)
+    measure.interleave({"a": fake_run([], "a")}, rounds=5, on_gpu=on_gpu)
+    assert asked == [seconds]
+
+
+def test_calls_within_a_time(monkeypatch):
     ticks = itertools.count(step=0.004)  # every look at the clock is 4 ms after the one before: 4 ms a timing
     monkeypatch.setattr(measure.time, "perf_counter", lambda: next(ticks))
     fast = fake_run([], "fast")

@@ -38,6 +38,7 @@ class Call:
     shared: bool = False  # steps that both warpgroups share, where they would take turns
     cluster: int = 1  # 2: two blocks share the steps of few stages
     owns_cache: bool = True
+    chunks: bool = False  # dlogits in as many chunks as there are tiles
     options: Options = Options()  # noqa: RUF009 - frozen
 
     def __str__(self) -> str:
@@ -68,6 +69,9 @@ CALLS = [
     call("nothing but padding", num_columns=0, traced_columns=True, V=512),
     call("cache", cache_bytes=1 << 30),
     call("a cache that others read", owns_cache=False, cache_bytes=1 << 30),
+    call("chunks of a cache that others read", chunks=True, owns_cache=False, V=1100, cache_bytes=1 << 30),
+    call("chunks, half a cache", chunks=True, V=1100, cache_bytes=160_000),
+    call("chunks, columns that are no whole atom", chunks=True, V=777, cache_bytes=1 << 30, num_rows=100),
     call("half a cache, float16", shared=True, dtype="float16", T=130, cache_bytes=150_000),
     call(
         "cache with everything", shared=True, T=264, V=1000, num_rows=100, num_columns=700, logit_softcap=3.0,
@@ -104,6 +108,9 @@ def draw(test: Call) -> tuple[Operands, Results]:
 @pytest.mark.parametrize("test", CALLS, ids=str)
 def test_matches_reference(test: Call, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     add_stores(monkeypatch)
+    if test.chunks:
+        monkeypatch.setattr(_config, "TEMPORARY_BYTES", 0)
+        monkeypatch.setattr(_config, "CHUNK_COLUMNS", _config.TILE_N)
     if test.statistics_bytes is not None:
         monkeypatch.setattr(_config, "STATISTICS_BYTES", test.statistics_bytes)
     monkeypatch.setattr(_config, "SHORT_TOKENS" if test.shared else "MANY", 1)

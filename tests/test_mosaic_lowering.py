@@ -54,6 +54,11 @@ def lower(T: int, H: int, V: int, dtype: str = "bfloat16", **options) -> str:
     return text
 
 
+def overwrites_cache(text: str) -> bool:
+    """Whether a kernel's output takes the place of its first operand: those of the products, that of their fourth."""
+    return "output_operand_alias<output_tuple_indices = [], operand_index = 0," in text
+
+
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("T", [1, 100, 1003, 8192, 131072])
 def test_tokens(T: int) -> None:
@@ -61,14 +66,15 @@ def test_tokens(T: int) -> None:
 
 
 @pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize(("V", "overwrites"), [(151936, True), (50257, False)])
-def test_the_gradient_takes_the_place_of_the_cache(V: int, overwrites: bool) -> None:
+@pytest.mark.parametrize(("V", "whole"), [(151936, True), (50257, False)])
+def test_the_gradient_takes_the_place_of_the_cache(V: int, whole: bool) -> None:
     """And goes into one product each; else, as without a cache, through a buffer of its own, chunk by chunk."""
     text = lower(8192, 1024, V, cache_bytes=1 << 40)
-    assert ("stablehlo.while" in text) != overwrites
-    updates = text.count("output_operand_alias<")  # sums and dweight are always updated in place
-    assert updates >= 3 if overwrites else updates > 0
-    assert "stablehlo.while" in lower(8192, 1024, V)
+    assert overwrites_cache(text) == whole
+    assert ("stablehlo.while" in text) != whole
+    text = lower(8192, 1024, V)
+    assert not overwrites_cache(text)
+    assert "stablehlo.while" in text
 
 
 @pytest.mark.usefixtures("hopper")
@@ -207,7 +213,8 @@ def test_one_shard_with_padded_rows(cache_bytes: int) -> None:
     struct = jax.ShapeDtypeStruct
     arrays = struct((2048, 1024), "bfloat16"), struct((75968, 1024), "bfloat16"), struct((2048,), "int32")
     seeds, scalar = [struct((2048,), "float32")] * 3, struct((), "int32")
-    jax.jit(step).trace(*arrays, seeds, scalar, scalar).lower(lowering_platforms=("cuda",))
+    text = jax.jit(step).trace(*arrays, seeds, scalar, scalar).lower(lowering_platforms=("cuda",)).as_text()
+    assert not overwrites_cache(text)  # it is the caller's
 
 
 @pytest.mark.usefixtures("hopper")
@@ -290,7 +297,7 @@ def test_every_kernel_fits_shared_memory() -> None:
     chosen = [*_config.TILES.items(), *((kernel, _config.TURNS) for kernel in _config.TILES)]
     chosen += [(kernel, tiles) for (_, kernel), entries in _config.TUNED.items() for _, tiles in entries]
     for kernel, tiles in chosen:
-        assert tiles.smem_bytes(2, staged=kernel != "dhidden") <= _config.SMEM_LIMIT, kernel
+        assert tiles.smem_bytes(2, staged=True) <= _config.SMEM_LIMIT, kernel
 
 
 @pytest.mark.parametrize("wrong", [{"slots": 3}, {"slots": 0}, {"snake": 3}, {"turns": 3}, {"stages": 1}], ids=str)

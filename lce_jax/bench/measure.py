@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-SAMPLE_SECONDS = 0.25  # of timed work per candidate over all rounds, at least
+SAMPLE_SECONDS = 0.25  # of timed work per candidate over all rounds, at least, where no GPU is timed
 GPU_SECONDS = 0.3  # of work in one timing on a GPU
 GPU_SETTLE_SECONDS = 0.12  # of work before it
 MIN_GPU_CALLS = 3  # back to back in one timing: the launch of one hides behind the work of the one before

@@ -1,8 +1,8 @@
 """The gradients: dlogits chunk by chunk, each feeding the two products of `_products`.
 
-The first columns come from the cache, if there is one, and take its place; the others from the recomputing kernel, in
-chunks of which `lax.fori_loop` keeps one alive at a time. What the kernels leave out, a few columns at the end of the
-vocabulary, goes through plain XLA.
+The chunks run in `lax.fori_loop`, one of them alive at a time. The first come from the cache, if there is one, in one
+chunk that takes its place wherever it may; the others from the recomputing kernel. What the kernels leave out, a few
+columns at the end of the vocabulary, goes through plain XLA.
 """
 
 from __future__ import annotations
@@ -47,9 +47,12 @@ def gradients(
         lax.empty(operands.weight.shape, case.dtype),  # every column is written
     )
     carry: Carry = _compat.vary_like(start, (operands, rows, cache))
-    at_once = cached if _config.overwrites_cache(case) else None
-    for first, stop, tiles, dlogits in ((0, cached, at_once, from_cache), (cached, shape.tiles, None, recomputed)):
-        carry = _walk_chunks(operands, prepared, case, first, stop, tiles, dlogits, carry, interpret)
+    if cached:
+        tiles = cached if _config.overwrites_cache(case) else _config.chunk_tiles(case, cached)
+        carry = _walk_chunks(operands, prepared, case, range(0, cached, tiles), from_cache, carry, interpret)
+    if cached < shape.tiles:
+        tiles = _config.chunk_tiles(case, shape.tiles - cached)
+        carry = _walk_chunks(operands, prepared, case, range(cached, shape.tiles, tiles), recomputed, carry, interpret)
     sums, dweight = carry
     dhidden = jnp.sum(sums, axis=0)[: case.num_tokens, : case.hidden_size]
     if shape.tail or operands.num_columns is not None:
@@ -63,20 +66,15 @@ def _walk_chunks(
     operands: Operands,
     prepared: Prepared,
     case: Case,
-    first: int,
-    stop: int,
-    tiles: int | None,
+    chunks: range,
     dlogits: Callable[[Any, int], Array],
     carry: Carry,
     interpret: Any,
 ) -> Carry:
-    """Adds the part of vocabulary tiles [first, stop), ``tiles`` of them at a time; None: as many as memory allows."""
-    if first == stop:
-        return carry
-    shape = _config.geometry(case)
+    """Adds the part of a range of vocabulary tiles, the range's step of them at a time."""
+    first, tiles = chunks.start, chunks.step
     covered = _covered_columns(operands, case)
-    columns = min(stop * TILE_N, shape.columns) - first * TILE_N
-    tiles = tiles or _config.chunk_tiles(case, stop - first)
+    columns = min(chunks.stop * TILE_N, _config.geometry(case).columns) - first * TILE_N
     chunk = tiles * TILE_N
     whole, rest = divmod(columns, chunk)
     if whole and 0 < rest < TILE_N:  # not worth a chunk of its own

@@ -47,7 +47,7 @@ def dlogits(
 
     The exponentials have the relative precision of that dtype, which is the precision of the result. Whole tiles, zero
     on padding; row blocks without a live row, which the forward did not keep, are left unwritten. Where the backward
-    owns the cache, the gradient overwrites it: each block is read before it is written.
+    owns the cache, the gradient overwrites all of it, block by block, each read before it is written.
     """
     tokens = _config.geometry(case).tokens
     output = jax.ShapeDtypeStruct((tokens, -(-columns // TILE_N) * TILE_N), case.dtype)

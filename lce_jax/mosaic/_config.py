@@ -251,7 +251,7 @@ def plan(case: Case, name: str) -> Plan:
             f"the forward keeps {cached} of {shape.tiles} vocabulary tiles, "
             f"{format_bytes(cached_tile_bytes(case))} each"
         )
-        if overwrites_cache(case):
+        if cached and overwrites_cache(case):
             notes.append("the backward overwrites what was kept; outside jax.jit, a copy of it")
     if shape.tail:
         notes.append(f"the last {shape.tail} columns of the vocabulary go through plain XLA")
@@ -268,7 +268,7 @@ def plan(case: Case, name: str) -> Plan:
             "stages forward": forward.stages,
             "hidden backward": backward.tile_k,
             "stages backward": backward.stages,
-            "backward chunk": chunk or cached * TILE_N,
+            "backward chunk": max(chunk, cached * TILE_N if overwrites_cache(case) else 0),
         },
         forward_bytes=-(-shape.tiles // walk(case, fields)) * fields * rows + compacted + padded,
         backward_bytes=shape.tokens * chunk * itemsize

@@ -54,16 +54,16 @@ def _dhidden_kernel(
 ) -> None:
     del sums
     groups, num_steps, first_column = (scalars[i] for i in range(3))
-    splits, _, width = output.shape
+    splits, _, hidden_size = output.shape
 
     def consume(tile: Tile, multiply: Any, slots: Any) -> None:
-        values, columns = multiply(), slots.shape[-1]
-        for i, start in enumerate(range(0, TILE_N, columns)):
-            block, column = values[:, start : start + columns], tile.column + start
-            _pipeline.send(block, i, slots, tile.rows, output.at[tile.place], column, add=True)
+        values, width = multiply(), slots.shape[-1]
+        for i, start in enumerate(range(0, TILE_N, width)):  # nobody else adds to these: their bits repeat
+            part, column = values[:, start : start + width], tile.column + start
+            _pipeline.send(part, i, slots, tile.rows, output.at[tile.place], column, add=True)
 
-    slots = _pipeline.staging(matmul, width, output.dtype)
-    tiles = functools.partial(_visit_all, matmul, groups, width // TILE_N, splits, num_steps)
+    slots = _pipeline.staging(matmul, hidden_size, output.dtype)
+    tiles = functools.partial(_visit_all, matmul, groups, hidden_size // TILE_N, splits, num_steps)
     _pipeline.walk_tiles(matmul, dlogits, weight, Origin(k=first_column), tiles, consume, slots)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 

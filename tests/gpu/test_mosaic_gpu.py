@@ -43,6 +43,8 @@ CASES: dict[str, dict[str, Any]] = {
     "no entropy": {"T": 512, "H": 2048, "V": 32000, "entropy": False},
     "cache": {"T": 1003, "H": 1024, "V": 32000, "cache_bytes": 1 << 32},
     "part of a cache": {"T": 2048, "H": 1024, "V": 32008, "cache_bytes": 50 << 20},
+    "chunks": {"T": 2048, "H": 1024, "V": 128256},
+    "chunks that copy": {"T": 2048, "H": 1024, "V": 128251, "cache_bytes": 200 << 20},
     "float16": {"T": 520, "H": 1024, "V": 32000, "dtype": "float16", "cache_bytes": 10 << 20},
     "hv": {"T": 520, "H": 1024, "V": 32064, "weight_layout": "hv"},
     "hv, narrow swizzle": {"T": 520, "H": 1024, "V": 18992, "weight_layout": "hv", "cache_bytes": 1 << 32},
