@@ -83,7 +83,7 @@ def measure(
     seconds = interleave(
         runs,
         rounds,
-        jax.default_backend() == "gpu",
+        on_gpu=jax.default_backend() == "gpu",
         on_timing=lambda one, done: report(f"{shape}: round {done + 1} of {rounds}, {one.label}, {one.direction}"),
     )
     rows = [

@@ -69,7 +69,7 @@ def sweep(shape: Shape, dtype: Any, rounds: int, report: Callable[[str], None]) 
 
 def depths(case: Case, kernel: str) -> list[Tiles]:
     """Every depth, number of stages, cluster, order, steps in flight, turns and slots that fit shared memory."""
-    staged = kernel != "forward"  # which stages nothing without a cache
+    staged = _config.stages_output(case, kernel)
     choices = itertools.product((64, 128), range(2, 9), (1, 2), (0, 1), (0, 1), ((1, 2), (2, 1)))
     made = (
         Tiles(tile_k=k, stages=n, cluster=c, minor=m, in_flight=f, turns=turns, slots=slots)

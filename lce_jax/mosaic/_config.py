@@ -97,6 +97,11 @@ def tiles(case: Case, kernel: str) -> Tiles:
     return choice
 
 
+def stages_output(case: Case, kernel: str) -> bool:
+    """Whether a kernel stores tiles of its result: the forward does so for a cache only."""
+    return kernel != "forward" or case.options.cache_bytes > 0
+
+
 def _is_short(case: Case, kernel: str) -> bool:
     if kernel == "dweight":
         return case.num_tokens < SHORT_TOKENS
@@ -213,13 +218,8 @@ def _shape_refusal(case: Case) -> str | None:
         return f"V must be at least {TILE_N}, one tile, got {case.vocab_size}"
     if case.options.weight_layout == "hv" and case.vocab_size % COLUMN_GRAIN:
         return f'weight_layout="hv" needs V to be a multiple of {COLUMN_GRAIN}, got {case.vocab_size}'
-    for kernel, staged in (
-        ("forward", case.options.cache_bytes > 0),
-        ("dlogits", True),
-        ("dhidden", True),
-        ("dweight", True),
-    ):
-        needed = tiles(case, kernel).smem_bytes(case.dtype.itemsize, staged)
+    for kernel in TILES:
+        needed = tiles(case, kernel).smem_bytes(case.dtype.itemsize, stages_output(case, kernel))
         if needed > SMEM_LIMIT:
             return (
                 f"the {kernel} kernel needs {format_bytes(needed)} of shared memory, {format_bytes(SMEM_LIMIT)} exist"
@@ -242,7 +242,8 @@ def plan(case: Case, name: str) -> Plan:
     cached = cached_tiles(case)
     compacted = case.num_tokens * case.hidden_size * itemsize if case.compacted else 0
     padded = shape.tokens * case.hidden_size * itemsize if shape.tokens != case.num_tokens else 0
-    parts = [part for part in (0 if overwrites_cache(case) else cached, shape.tiles - cached) if part]
+    overwritten = cached if overwrites_cache(case) else 0
+    parts = [part for part in (cached - overwritten, shape.tiles - cached) if part]
     chunk = max((chunk_tiles(case, part) for part in parts), default=0) * TILE_N
     copies = 2 * chunk * case.hidden_size * itemsize if case.vocab_size % ATOM_ROWS else 0
     notes = []
@@ -251,7 +252,7 @@ def plan(case: Case, name: str) -> Plan:
             f"the forward keeps {cached} of {shape.tiles} vocabulary tiles, "
             f"{format_bytes(cached_tile_bytes(case))} each"
         )
-        if cached and overwrites_cache(case):
+        if overwritten:
             notes.append("the backward overwrites what was kept; outside jax.jit, a copy of it")
     if shape.tail:
         notes.append(f"the last {shape.tail} columns of the vocabulary go through plain XLA")
@@ -268,7 +269,7 @@ def plan(case: Case, name: str) -> Plan:
             "stages forward": forward.stages,
             "hidden backward": backward.tile_k,
             "stages backward": backward.stages,
-            "backward chunk": max(chunk, cached * TILE_N if overwrites_cache(case) else 0),
+            "backward chunk": max(chunk, overwritten * TILE_N),
         },
         forward_bytes=-(-shape.tiles // walk(case, fields)) * fields * rows + compacted + padded,
         backward_bytes=shape.tokens * chunk * itemsize

@@ -18,7 +18,7 @@ from jax import lax
 from lce_jax._compat import pl, plgpu
 from lce_jax._types import Case
 from lce_jax.mosaic import _config, _pipeline
-from lce_jax.mosaic._config import ATOM_ROWS, ROW_BLOCK, STAGING_COLUMNS, TILE_N, WARPGROUP_ROWS
+from lce_jax.mosaic._config import ATOM_ROWS, ROW_BLOCK, TILE_N, WARPGROUP_ROWS
 from lce_jax.mosaic._pipeline import Matmul, Origin, Tile, Visit
 
 if TYPE_CHECKING:
@@ -57,10 +57,8 @@ def _dhidden_kernel(
     splits, _, hidden_size = output.shape
 
     def consume(tile: Tile, multiply: Any, slots: Any) -> None:
-        values, width = multiply(), slots.shape[-1]
-        for i, start in enumerate(range(0, TILE_N, width)):  # nobody else adds to these: their bits repeat
-            part, column = values[:, start : start + width], tile.column + start
-            _pipeline.send(part, i, slots, tile.rows, output.at[tile.place], column, add=True)
+        # Nobody else adds to these in this launch: their bits repeat.
+        _send_tile(multiply(), slots, tile.rows, output.at[tile.place], tile.column, add=True)
 
     slots = _pipeline.staging(matmul, hidden_size, output.dtype)
     tiles = functools.partial(_visit_all, matmul, groups, hidden_size // TILE_N, splits, num_steps)
@@ -100,14 +98,22 @@ def _dweight_kernel(
         values = multiply()
         row = first_row + tile.row + lax.axis_index("wg") * WARPGROUP_ROWS
         rows = pl.ds(pl.multiple_of(row, ATOM_ROWS), WARPGROUP_ROWS)
-        for i, start in enumerate(range(0, TILE_N, STAGING_COLUMNS)):
-            column = pl.multiple_of(first_column + tile.column + start, STAGING_COLUMNS)
-            _pipeline.send(values[:, start : start + STAGING_COLUMNS], i, slots, rows, output, column)
+        _send_tile(values, slots, rows, output, first_column + tile.column)
 
     slots = _pipeline.staging(matmul, output.shape[1], output.dtype)
     tiles = functools.partial(_visit_all, matmul, groups, -(-rhs.shape[1] // TILE_N), 1, num_steps)
     _pipeline.walk_tiles(matmul, lhs, rhs, Origin(), tiles, consume, slots)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _send_tile(
+    values: Float[Array, "64 256"], slots: Any, rows: Any, output: Any, column: Any, add: bool = False
+) -> None:
+    """Copies a warpgroup's part of a tile to ``output[rows, column:]``, or adds it there, block by block."""
+    width = slots.shape[-1]
+    for i, start in enumerate(range(0, TILE_N, width)):
+        part, place = values[:, start : start + width], pl.multiple_of(column + start, width)
+        _pipeline.send(part, i, slots, rows, output, place, add)
 
 
 def _update(
