@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import pathlib
-import sys
 from typing import Any
 
-from tests.torch.processes import together
+from tests.torch.processes import torchrun
 
 WORKER = "tests.torch.megatron_worker"
 
@@ -26,22 +24,14 @@ def run_ranks(
         gpus: "own" shows each rank one GPU, "all" shows it all of them; None: CPU.
     """
     directory.mkdir(parents=True)
-    logs = [directory / f"rank {rank}" for rank in range(ranks)]
-    commands = [[sys.executable, "-m", WORKER, str(directory), str(rank), str(ranks), table] for rank in range(ranks)]
-    failure = together(commands, [_environment(rank, gpus) for rank in range(ranks)], logs, seconds)
+    command = ["-m", WORKER, str(directory), table]
+    told = {"JAX_PLATFORMS": "cpu" if gpus is None else "cuda,cpu", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    if gpus == "own":
+        told["OWN_GPU"] = "1"
+    failure = torchrun(ranks, command, directory / "logs", seconds, **told)
     results = directory / "results"
     lines = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
     outcome = {line["case"]: line["result"] for line in lines}
     if failure is not None:
         outcome["failure"] = failure
     return outcome
-
-
-def _environment(rank: int, gpus: str | None) -> dict[str, str]:
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    environment |= {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "1"}
-    environment["JAX_PLATFORMS"] = "cpu" if gpus is None else "cuda,cpu"
-    if gpus == "own":
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[rank] if visible else str(rank)
-    return environment

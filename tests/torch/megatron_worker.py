@@ -1,4 +1,4 @@
-"""What one rank runs: ``python -m tests.torch.megatron_worker DIRECTORY RANK RANKS TABLE``.
+"""What one rank runs: ``torchrun --nproc-per-node 2 -m tests.torch.megatron_worker DIRECTORY TABLE``.
 
 The checks measure; the tests judge. Rank 0 writes one line of JSON per case of the table: of each number the largest
 over the ranks, of each flag whether it holds on all, of each text its own. A case that raises ends the run, for the
@@ -38,15 +38,16 @@ def merged(values: list[Any]) -> Any:
     return max(values) if isinstance(values[0], float) else values[0]
 
 
-def main(directory: pathlib.Path, rank: int, ranks: int, table: str) -> None:
+def main(directory: pathlib.Path, table: str) -> None:
     warnings.filterwarnings("error", module=r"lce_(jax|torch_bridge)")
+    rank = int(os.environ["LOCAL_RANK"])
+    if "OWN_GPU" in os.environ:  # each rank sees one, where torchrun shows it all
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[rank] if visible else str(rank)
     gpu = torch.cuda.is_available()
     if gpu:
         torch.cuda.set_device(rank % torch.cuda.device_count())
-    dist.init_process_group(
-        "nccl" if gpu else "gloo", init_method=f"file://{directory}/store", rank=rank, world_size=ranks,
-        timeout=datetime.timedelta(seconds=60),
-    )  # fmt: skip
+    dist.init_process_group("nccl" if gpu else "gloo", timeout=datetime.timedelta(seconds=60))
     megatron_models.prepare()
     for case in getattr(megatron_cases, table):
         try:
@@ -62,4 +63,4 @@ def main(directory: pathlib.Path, rank: int, ranks: int, table: str) -> None:
 
 
 if __name__ == "__main__":
-    main(pathlib.Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
+    main(pathlib.Path(sys.argv[1]), sys.argv[2])

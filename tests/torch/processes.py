@@ -1,4 +1,4 @@
-"""Python in processes of its own, one or several side by side, with a hard limit of time, and what a failure said."""
+"""Python in processes of its own, one or several under torchrun, with a hard limit of time, and what a failure said."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -29,59 +28,40 @@ def succeed(code: str, timeout: float = 120, **environment: str) -> str:
     return done.stdout
 
 
-def ranks(path: Path, size: int, scratch: Path, *args: str, timeout: float = 240, **environment: str) -> list[str]:
-    """The standard outputs of ``size`` processes of the script at ``path``, which all must end with exit code 0.
-
-    Each gets RANK, WORLD_SIZE and STORE, a file for ``torch.distributed`` to meet at, in its environment.
-    """
-    store = scratch / f"store-{time.time_ns()}"
-    logs = [scratch / f"{store.name}-rank{rank}.txt" for rank in range(size)]
-    command = [sys.executable, "-W", "error", str(path), *args]
-    told = {"WORLD_SIZE": str(size), "STORE": str(store), **environment}
-    environments = [_environment({"RANK": str(rank), **told}) for rank in range(size)]
-    failure = together([command] * size, environments, logs, timeout)
+def ranks(size: int, command: list[str], logs: Path, timeout: float = 240, **environment: str) -> list[str]:
+    """The standard outputs of ``size`` processes of Python under torchrun, which all must end with exit code 0."""
+    failure = torchrun(size, command, logs, timeout, **environment)
     assert failure is None, failure
-    return [log.read_text() for log in logs]
+    return [log.read_text() for log in sorted(logs.rglob("stdout.log"))]
 
 
-def together(
-    commands: list[list[str]], environments: list[dict[str, str]], logs: list[Path], seconds: float
-) -> str | None:
-    """Runs processes side by side and leaves none behind: what went wrong, if anything did, with the ends of ``logs``.
+def torchrun(size: int, command: list[str], logs: Path, seconds: float, **environment: str) -> str | None:
+    """Runs Python ``size`` times under torchrun, and leaves nobody behind: what went wrong, if anything did.
 
-    Their output goes to ``logs``. The first to fail, or the end of the time, ends them all.
+    The first to fail, or the end of the time, ends them all. Their output goes to ``logs``, a new directory; its ends
+    are part of the answer.
     """
-    processes: list[subprocess.Popen[bytes]] = []
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
+    launcher += ["--redirects=3", f"--log-dir={logs}", "--no-python", sys.executable, *command]
+    logs.mkdir(parents=True)
+    with (logs / "torchrun").open("wb") as file:
+        process = subprocess.Popen(
+            launcher, cwd=ROOT, env=_environment(environment), stdout=file, stderr=subprocess.STDOUT
+        )
     try:
-        for command, environment, log in zip(commands, environments, logs, strict=True):
-            with log.open("wb") as file:
-                processes.append(
-                    subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT)
-                )
-        failure = _wait(processes, time.monotonic() + seconds)
+        failure = f"ended with code {process.returncode}" if process.wait(seconds) else None
+    except subprocess.TimeoutExpired:
+        failure = "the ranks were not done in time"
     finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+        process.terminate()  # it ends the ranks, after half a minute with force
+        process.wait()
     if failure is None:
         return None
-    return failure + "".join(f"\n--- {log.name}\n{log.read_text(errors='replace')[-SHOWN:]}" for log in logs)
-
-
-def _wait(processes: list[subprocess.Popen[bytes]], deadline: float) -> str | None:
-    """Until all have ended, or one has failed, or time is up."""
-    while time.monotonic() < deadline:
-        codes = [process.poll() for process in processes]
-        failed = [rank for rank, code in enumerate(codes) if code]
-        if failed:
-            time.sleep(2)  # for the others to say what they have to
-            return f"rank {failed[0]} ended with code {codes[failed[0]]}"
-        if all(code == 0 for code in codes):
-            return None
-        time.sleep(0.05)
-    return "the ranks were not done in time"
+    texts = {log.relative_to(logs): log.read_text(errors="replace") for log in sorted(logs.rglob("*")) if log.is_file()}
+    return failure + "".join(f"\n--- {name}\n{text[-SHOWN:]}" for name, text in texts.items() if text)
 
 
 def _environment(told: dict[str, str]) -> dict[str, str]:
     environment = {name: value for name, value in os.environ.items() if name not in CLEAN}
-    return {**environment, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **told}
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return {**environment, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **told}

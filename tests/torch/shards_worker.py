@@ -1,6 +1,6 @@
 """One of two ranks, each with half of the vocabulary: over gloo on the CPU, or over NCCL with DEVICE=cuda.
 
-`test_tensor_parallel` and `test_gpu` start them: ``python shards_worker.py <name of a check>...``
+`test_tensor_parallel` and `test_gpu` start them: ``torchrun --nproc-per-node 2 shards_worker.py <name of a check>...``
 """
 
 from __future__ import annotations
@@ -170,12 +170,11 @@ def verl(group: dist.ProcessGroup) -> None:
 
 
 def main() -> None:
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank = int(os.environ["LOCAL_RANK"])
     if DEVICE == "cuda":  # every rank sees every GPU
         torch.cuda.set_device(rank)
-    backend = "nccl" if DEVICE == "cuda" else "gloo"
-    dist.init_process_group(backend, init_method=f"file://{os.environ['STORE']}", rank=rank, world_size=size)
-    group = dist.new_group(list(range(size)))
+    dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo")
+    group = dist.new_group(list(range(dist.get_world_size())))
     for name in sys.argv[1:]:
         globals()[name](group)
         print("done", name, flush=True)

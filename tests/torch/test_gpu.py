@@ -290,9 +290,9 @@ def test_time_and_memory_fall_with_the_kept_share(implementation: str) -> None:
 @pytest.mark.multi_gpu
 def test_two_ranks_that_see_every_gpu(tmp_path: Path) -> None:
     """NCCL on the caller's group; the same bits on both ranks; torch's current device left as it was."""
-    worker = Path(__file__).with_name("shards_worker.py")
     checks = ("parity", "negative_controls", "collectives", "kept_rows", "uneven", "rounding", "verl")
-    for said in ranks(worker, 2, tmp_path, *checks, timeout=400, DEVICE="cuda", JAX_PLATFORMS="cuda,cpu"):
+    command = ["-W", "error", str(Path(__file__).with_name("shards_worker.py")), *checks]
+    for said in ranks(2, command, tmp_path / "logs", 400, DEVICE="cuda", JAX_PLATFORMS="cuda,cpu"):
         assert said.count("done ") == len(checks)
 
 

@@ -11,12 +11,12 @@ from lce_torch_bridge import linear_logprobs, tensor_parallel
 from tests.torch import problem as p
 from tests.torch.processes import ranks
 
-WORKER = Path(__file__).with_name("shards_worker.py")
+WORKER = str(Path(__file__).with_name("shards_worker.py"))
 CHECKS = ("parity", "negative_controls", "collectives", "kept_rows", "empty_and_compiled", "uneven", "rounding", "verl")
 
 
 def test_two_ranks(tmp_path: Path) -> None:
-    for said in ranks(WORKER, 2, tmp_path, *CHECKS):
+    for said in ranks(2, ["-W", "error", WORKER, *CHECKS], tmp_path / "logs"):
         assert [line for line in said.splitlines() if line.startswith("done")] == [f"done {name}" for name in CHECKS]
 
 
