@@ -154,6 +154,23 @@ def test_peers_can_be_left_out():
     assert not measured.left_out
 
 
+@pytest.mark.parametrize("vocab_size", [520, 521])
+def test_the_vocabulary_split_over_devices(vocab_size):
+    shape = shapes.Shape(24, shapes.Head(32, vocab_size))
+    measured = run.measure(shape, jnp.dtype("float32"), None, 1, with_peers=False, devices=2)
+    if vocab_size % 2:  # the call says so
+        assert any("2 devices" in name and "521" in reason for name, reason in measured.left_out.items())
+        return
+    assert measured.row("ours on 2", shapes.FORWARD)
+    assert measured.row("ours on 2", shapes.BOTH).errors["dweight"] < 1e-6
+    assert not measured.left_out
+
+
+def test_more_devices_than_there_are(capsys):
+    assert command.main(["--devices", str(jax.device_count() + 1)]) == 2
+    assert f"there are {jax.device_count()} here" in capsys.readouterr().out
+
+
 def test_objectives_of_peers_have_their_own_references(tiny):
     summed = problem.reference(tiny, "sum of logprobs").results
     assert summed["loss"] == pytest.approx(float(jnp.sum(summed["logprobs"])), rel=1e-6)

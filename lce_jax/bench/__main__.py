@@ -34,6 +34,7 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--dtype", choices=DTYPES, help="default: float32 on CPU, bfloat16 elsewhere")
     out.add_argument("--implementation", choices=_dispatch.IMPLEMENTATIONS, help="default: the best for this device")
     out.add_argument("--rounds", type=_positive, default=7, help="timings of each row; the median is shown (default 7)")
+    out.add_argument("--devices", type=_positive, default=1, help="also time the vocabulary split over so many")
     out.add_argument("--no-peers", action="store_true", help="leave out what PyTorch computes")
     out.add_argument("--sweep", action="store_true", help="time the Hopper kernels' tiles instead; needs such a GPU")
     out.add_argument("--out", type=Path, default=Path("bench-out"), help="folder of bench.json and bench.png")
@@ -56,17 +57,22 @@ def main(arguments: list[str] | None = None) -> int:
     dtype = jnp.dtype(options.dtype or ("float32" if platform == "cpu" else "bfloat16"))
     out.print(", ".join(f"{name} {value}" for name, value in where.items()))
     chosen = shapes.select(platform, options.model, options.shape, options.tokens)
+    if options.devices > jax.device_count():
+        out.print(f"--devices {options.devices}: there are {jax.device_count()} here", highlight=False)
+        return 2
     if options.sweep:
         return _sweep(chosen, dtype, options.rounds, out)
     options.out.mkdir(parents=True, exist_ok=True)
     measurements = []
     for shape in chosen:
         with out.status(str(shape)) as status:
-            measurements.append(
-                measure(shape, dtype, options.implementation, options.rounds, status.update, not options.no_peers)
-            )
-        out.print(report.table(measurements[-1]))
-        for line in report.left_out(measurements[-1], measurements[:-1]):
+            measured = measure(
+                shape, dtype, options.implementation, options.rounds, status.update, not options.no_peers,
+                options.devices,
+            )  # fmt: skip
+        measurements.append(measured)
+        out.print(report.table(measured))
+        for line in report.left_out(measured, measurements[:-1]):
             out.print(line, highlight=False, soft_wrap=True)
         report.write_json(options.out / "bench.json", measurements, where, options.rounds)
     plot.draw(options.out / "bench.png", measurements, where)

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from lce_jax import _dispatch, explain, linear_logprobs
+from lce_jax import _dispatch, explain, linear_logprobs, sharded_linear_logprobs
 from lce_jax.bench.measure import Run, compile_jax
 from lce_jax.bench.problem import Objective, Problem, Results
 from lce_jax.bench.shapes import BOTH, FORWARD, GEMM
@@ -46,8 +47,11 @@ class Candidate:
     logits_rounded: bool = False
 
 
-def jax_candidates(problem: Problem, implementation: str | None) -> list[Candidate]:
-    """The bare product, this package (with a cache where one is kept), the chunked loop, and stored logits."""
+def jax_candidates(problem: Problem, implementation: str | None, devices: int = 1) -> list[Candidate]:
+    """The bare product, this package (with a cache where one is kept), the chunked loop, and stored logits.
+
+    With several ``devices``, this package with the vocabulary split over them too.
+    """
     shape, dtype = problem.shape, problem.hidden.dtype
     softcap = shape.head.logit_softcap
     wanted = implementation or _dispatch.AUTOMATIC
@@ -71,6 +75,8 @@ def jax_candidates(problem: Problem, implementation: str | None) -> list[Candida
     for part, cache_bytes in (("half", full // 2), ("full", full)):
         if plan(cache_bytes).kept_bytes > plan().kept_bytes:
             rows.append(_both(problem, f"ours {part} cache", f"{name}, {part} cache", ours(cache_bytes)))
+    if devices > 1:
+        rows += _split(problem, wanted, name, devices, full)
     if served_by != "xla":
         chunked = ours(name="xla")
         rows += [direction(problem, "chunked", "lce_jax (xla)", chunked) for direction in (_forward, _both)]
@@ -78,6 +84,36 @@ def jax_candidates(problem: Problem, implementation: str | None) -> list[Candida
     rows += [direction(problem, "materialised", label, stored, True) for direction in (_forward, _both)]
     by_hand = materialised_by_hand(softcap)
     return [*rows, _both(problem, "materialised by hand", f"{label}, gradient by hand", by_hand, True)]
+
+
+def _split(
+    problem: Problem, implementation: str | tuple[str, ...], label: str, devices: int, full: int
+) -> list[Candidate]:
+    """This package on a mesh of ``devices``, without and with a cache; hidden states and results on all of them."""
+    mesh = jax.make_mesh((devices,), ("tensor",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])
+    first = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+
+    def place(array: Array, *axes: str) -> Array:
+        return jax.device_put(array, NamedSharding(mesh, PartitionSpec(*axes)))
+
+    def ours(cache_bytes: int) -> LogprobFunction:
+        def logprobs(hidden: Array, weight: Array, labels: Array) -> tuple[Array, Array | None]:
+            out = sharded_linear_logprobs(
+                hidden, weight, labels, mesh=mesh, logit_softcap=problem.shape.head.logit_softcap,
+                cache_bytes=cache_bytes, implementation=implementation,
+            )  # fmt: skip
+            return out.logprobs, out.entropy
+
+        return logprobs
+
+    hidden, weight, *rest = problem.arrays
+    if weight.shape[0] % devices == 0:  # else left to the call, which says what it needs
+        problem = Problem(problem.shape, place(hidden), place(weight, "tensor"), *map(place, rest))
+    key, label = f"ours on {devices}", f"{label}, {devices} devices"
+    rows = [_forward(problem, key, label, ours(0)), _both(problem, key, label, ours(0))]
+    if full:
+        rows.append(_both(problem, f"{key}, full cache", f"{label}, full cache", ours(UNLIMITED)))
+    return [dataclasses.replace(row, results=lambda found: jax.device_put(dict(found), first)) for row in rows]
 
 
 def materialised(softcap: float | None) -> LogprobFunction:

@@ -73,12 +73,13 @@ def measure(
     rounds: int,
     report: Callable[[str], None] = _silent,
     with_peers: bool = True,
+    devices: int = 1,
 ) -> Measurement:
     """Everything about one shape."""
     report(f"{shape}: drawing operands")
     problem = random_problem(shape, dtype)
     peers, left_out = peer_candidates(problem) if with_peers else ([], {})
-    candidates = jax_candidates(problem, implementation) + peers
+    candidates = jax_candidates(problem, implementation, devices) + peers
     runs, errors, refused = admit(candidates, problem, report)
     seconds = interleave(
         runs,

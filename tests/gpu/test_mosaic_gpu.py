@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import pathlib
+import subprocess
+import sys
 from typing import Any
 
 import jax
@@ -193,3 +197,30 @@ def test_the_weight_is_not_copied() -> None:
     supported(hidden, weight, options)
     compiled = step("mosaic_gpu", options).lower(hidden, weight, rows).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < weight.nbytes // 2
+
+
+COMPILE = """
+import jax.numpy as jnp
+from lce_jax.bench import candidates, problem, shapes
+
+drawn = problem.random_problem(shapes.Shape(4096, shapes.Head(4096, 151936)), jnp.bfloat16)
+for one in candidates.jax_candidates(drawn, "mosaic_gpu"):
+    if one.key.startswith("ours"):
+        print(one.key, one.direction, one.compile().compile_seconds, sep=",")
+"""
+
+
+def test_how_long_compiling_takes(tmp_path: pathlib.Path) -> None:
+    """In a process, and in another one after it that finds JAX's persistent cache."""
+    hidden, weight, _, options = draw(64, 64, 512)
+    supported(hidden, weight, options)
+    cache = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    for bound in (15.0, 3.0):
+        done = subprocess.run(
+            [sys.executable, "-c", COMPILE], env=os.environ | cache, capture_output=True, text=True, timeout=200
+        )
+        assert done.returncode == 0, done.stderr
+        print(done.stdout)
+        seconds = [float(line.rsplit(",", 1)[1]) for line in done.stdout.splitlines()]
+        assert len(seconds) == 4
+        assert max(seconds) < bound
