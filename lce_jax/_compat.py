@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -53,16 +53,18 @@ def first_order_only[**P, R](function: Callable[P, R]) -> Callable[P, R]:
     return functools.wraps(function)(guarded)
 
 
-def mosaic_kernel(body: Callable[..., None], *, updated: int | None = None, **kwargs: Any) -> Callable[..., Any]:
+def mosaic_kernel(
+    body: Callable[..., None], *, updated: Mapping[int, int] | None = None, **kwargs: Any
+) -> Callable[..., Any]:
     """``plgpu.kernel``, whose outputs vary over every manual axis that an operand varies over.
 
     JAX's own are typed as replicated whatever ``out_type`` says (0.11.2, 0.12.0): under ``check_vma=True`` a shard's
-    cotangents would then be summed over the axes that split its tokens. ``updated`` is the number of an operand that
-    the only output is an update of, in place.
+    cotangents would then be summed over the axes that split its tokens. ``updated`` maps the numbers of operands to
+    those of the outputs that are updates of them, in place.
     """
     from jax.experimental.pallas import mosaic_gpu
 
-    run = mosaic_gpu.kernel(body, **kwargs) if updated is None else _updating_kernel(body, updated, **kwargs)
+    run = _updating_kernel(body, updated, **kwargs) if updated else mosaic_gpu.kernel(body, **kwargs)
 
     def typed(*operands: Any) -> Any:
         return vary_like(run(*operands), operands)
@@ -72,7 +74,7 @@ def mosaic_kernel(body: Callable[..., None], *, updated: int | None = None, **kw
 
 def _updating_kernel(
     body: Callable[..., None],
-    updated: int,
+    updated: Mapping[int, int],
     out_type: Any,
     compiler_params: Any,
     interpret: Any,
@@ -89,7 +91,7 @@ def _updating_kernel(
             return mpmd._mpmd_map(
                 [(mosaic_gpu.Mesh(kernel_name=kernel_name, **mesh), body)],
                 out_type,
-                input_output_aliases={updated: 0},
+                input_output_aliases=dict(updated),
                 compiler_params=compiler_params,
                 interpret=interpret or False,
                 name=kernel_name,

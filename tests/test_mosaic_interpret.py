@@ -34,7 +34,7 @@ class Call:
     num_columns: int | None = None
     traced_columns: bool = False
     temperature: bool = False
-    statistics_bytes: int | None = None  # small: several tiles per unit of work
+    statistics_bytes: int | None = None  # small: several launches of the forward
     shared: bool = False  # steps that both warpgroups share, where they would take turns
     cluster: int = 1  # 2: two blocks share the steps of few stages
     owns_cache: bool = True
@@ -60,8 +60,8 @@ CALLS = [
     call("clusters", T=392, H=256, V=960, cluster=2),
     call("clusters, rows left out, cache", T=500, V=512, num_rows=130, cluster=2, cache_bytes=300_000),
     call("stages that do not divide", H=448, V=512, T=40),
-    call("several tiles per unit", T=264, V=1600, statistics_bytes=1 << 14, stats=True),
-    call("several tiles per unit, shared steps", shared=True, T=264, H=192, V=1600, statistics_bytes=1 << 14),
+    call("several launches", T=264, V=1600, statistics_bytes=1 << 14, stats=True),
+    call("several launches, cache", T=264, H=192, V=1600, statistics_bytes=1 << 14, cache_bytes=700_000),
     call("rows left out", T=392, num_rows=100),
     call("no row left", T=264, num_rows=0, V=512),
     call("padding, stats, softcap, temperature", num_columns=600, stats=True, logit_softcap=3.0, temperature=True),

@@ -17,8 +17,8 @@ from lce_jax import _compat, _math
 from lce_jax._types import Case, Operands, RowCoefficients
 from lce_jax.mosaic import _cached, _config, _dlogits, _mean, _operands, _products
 from lce_jax.mosaic._cached import Cache
-from lce_jax.mosaic._config import ATOM_ROWS, ROW_BLOCK, TILE_N
-from lce_jax.mosaic._operands import Prepared
+from lce_jax.mosaic._config import ATOM_ROWS, TILE_N
+from lce_jax.mosaic._operands import Prepared, Span
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
@@ -35,12 +35,13 @@ def gradients(
     factors = _operands.row_factors(rows, shape.padded_tokens)
     cached = 0 if cache is None else cache.max.shape[0]
 
-    def recomputed(first_tile: Any, columns: int) -> Array:
-        return _dlogits.dlogits(prepared, case, factors, first_tile, columns, interpret)
+    def recomputed(span: Array, columns: int, weight: Array) -> Array:
+        return _dlogits.dlogits(prepared, weight, case, factors, span, columns, interpret)
 
-    def from_cache(first_tile: Any, columns: int) -> Array:
+    def from_cache(span: Array, columns: int, weight: Array) -> Array:
+        del weight
         assert cache is not None
-        return _cached.dlogits(prepared, case, factors, cache, first_tile, columns, interpret)
+        return _cached.dlogits(prepared, case, factors, cache, span, columns, interpret)
 
     start = (
         jnp.zeros(_config.sums_shape(case), jnp.float32),
@@ -67,42 +68,37 @@ def _walk_chunks(
     prepared: Prepared,
     case: Case,
     chunks: range,
-    dlogits: Callable[[Any, int], Array],
+    dlogits: Callable[[Array, int, Array], Array],
     carry: Carry,
     interpret: Any,
 ) -> Carry:
     """Adds the part of a range of vocabulary tiles, the range's step of them at a time."""
-    first, tiles = chunks.start, chunks.step
     covered = _covered_columns(operands, case)
-    columns = min(chunks.stop * TILE_N, _config.geometry(case).columns) - first * TILE_N
-    chunk = tiles * TILE_N
-    whole, rest = divmod(columns, chunk)
-    if whole and 0 < rest < TILE_N:  # not worth a chunk of its own
-        whole, rest = whole - 1, rest + chunk
+    columns = chunks.step * TILE_N
+    in_place = case.vocab_size % ATOM_ROWS == 0  # else, as TMA counts whole atoms of rows, copies of each chunk
 
-    def step(tile: Any, size: int, carry: Carry) -> Carry:
+    def step(first: Any, carry: Carry) -> Carry:
         sums, dweight = carry
-        start = tile * TILE_N
-        depth = jnp.clip(covered - start, 0, size)
-        d = dlogits(tile, size)
-        if case.vocab_size % ATOM_ROWS == 0:
-            sums = _products.add_dhidden(sums, d, prepared.weight, case, start, depth, prepared.num_rows, interpret)
-            dweight = _products.write_dweight(dweight, d, prepared.hidden, case, start, prepared.num_rows, interpret)
-            return sums, dweight
-        # TMA counts whole atoms of rows: copies of the chunk alone.
-        weight = lax.dynamic_slice_in_dim(prepared.weight, start, size)
-        part = _compat.vary_like(lax.empty(weight.shape, case.dtype), carry)
-        sums = _products.add_dhidden(sums, d, weight, case, 0, depth, prepared.num_rows, interpret)
-        part = _products.write_dweight(part, d, prepared.hidden, case, 0, prepared.num_rows, interpret)
-        return sums, lax.dynamic_update_slice_in_dim(dweight, part, start, 0)
+        column, num_tiles = first * TILE_N, jnp.minimum(chunks.stop - first, chunks.step)
+        depth = jnp.clip(covered - column, 0, num_tiles * TILE_N)
+        origin = column if in_place else 0
+        span = Span(prepared.num_rows, prepared.num_columns, column, num_tiles, depth, origin).pack()
+        position = jnp.arange(columns, dtype=jnp.int32)
+        weight, part = prepared.weight, dweight
+        if not in_place:
+            weight = jnp.take(weight, column + position, axis=0, mode="clip")
+            part = _compat.vary_like(lax.empty(weight.shape, case.dtype), carry)
+        d = dlogits(span, columns, weight)
+        sums = _products.add_dhidden(sums, d, weight, case, span, interpret)
+        part = _products.write_dweight(part, d, prepared.hidden, case, span, interpret)
+        if not in_place:
+            there = jnp.where(position < num_tiles * TILE_N, 0, case.vocab_size) + column + position
+            part = dweight.at[there].set(part, mode="drop", indices_are_sorted=True, unique_indices=True)
+        return sums, part
 
-    if whole == 1:
-        carry = step(jnp.int32(first), chunk, carry)
-    elif whole:
-        carry = lax.fori_loop(0, whole, lambda i, carry: step(first + i * tiles, chunk, carry), carry)
-    if rest:
-        carry = step(jnp.int32(first + whole * tiles), rest, carry)
-    return carry
+    if len(chunks) == 1:
+        return step(jnp.int32(chunks.start), carry)
+    return lax.fori_loop(0, len(chunks), lambda i, carry: step(chunks.start + i * chunks.step, carry), carry)
 
 
 def _covered_columns(operands: Operands, case: Case) -> Int[Array, ""] | int:
@@ -140,8 +136,9 @@ def _add_rest(
         part = _dot(d.T, operands.hidden, 0).astype(case.dtype)
         return dhidden, dweight.at[column].set(part, mode="drop")
     # XLA (0.11.2) cannot compile an update behind a kernel's; behind these columns are zeros and the end.
-    d = jnp.pad(d, ((0, shape.tokens - case.num_tokens), (0, -width % ROW_BLOCK)))
-    return dhidden, _products.write_dweight(dweight, d, prepared.hidden, case, covered, shape.tokens, interpret)
+    d = jnp.pad(d, ((0, shape.tokens - case.num_tokens), (0, -width % TILE_N)))
+    span = Span(shape.tokens, case.vocab_size, covered, d.shape[1] // TILE_N, origin=covered).pack()
+    return dhidden, _products.write_dweight(dweight, d, prepared.hidden, case, span, interpret)
 
 
 def _dot(left: Array, right: Array, right_dim: int) -> Float[Array, "m n"]:

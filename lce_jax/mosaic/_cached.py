@@ -18,10 +18,10 @@ from lce_jax._compat import pl, plgpu
 from lce_jax._types import Case
 from lce_jax.mosaic import _config, _pipeline
 from lce_jax.mosaic._config import ROW_BLOCK, TILE_N, WARPGROUP_ROWS
-from lce_jax.mosaic._operands import RowFactors
+from lce_jax.mosaic._operands import RowFactors, Span
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float
+    from jaxtyping import Array, Float, Int
 
     from lce_jax.mosaic._operands import Prepared
 
@@ -40,17 +40,31 @@ class Cache(NamedTuple):
     max: Float[Array, "tiles Tp"]  # each tile's maximum, bits
 
 
-def dlogits(
-    prepared: Prepared, case: Case, rows: RowFactors, cache: Cache, first_tile: Any, columns: int, interpret: Any = None
-) -> Float[Array, "T columns"]:
-    """The gradient in ``columns`` raw products from vocabulary tile ``first_tile`` on, in the weight's dtype.
+def empty(case: Case, num_tiles: int) -> Cache:
+    """For the forward to fill."""
+    shape = _config.geometry(case)
+    return Cache(
+        lax.empty((shape.tokens, num_tiles * TILE_N), case.dtype),
+        lax.empty((num_tiles, shape.padded_tokens), jnp.float32),
+    )
 
-    The exponentials have the relative precision of that dtype, which is the precision of the result. Whole tiles, zero
-    on padding; row blocks without a live row, which the forward did not keep, are left unwritten. Where the backward
-    owns the cache, the gradient overwrites all of it, block by block, each read before it is written.
+
+def dlogits(
+    prepared: Prepared,
+    case: Case,
+    rows: RowFactors,
+    cache: Cache,
+    span: Int[Array, "fields"],
+    columns: int,
+    interpret: Any = None,
+) -> Float[Array, "T columns"]:
+    """The gradient in the span's raw products, in the weight's dtype, at the beginning of ``columns``.
+
+    The exponentials have the relative precision of that dtype, which is the precision of the result. Zero on padding;
+    tiles behind the span and row blocks without a live row, which the forward did not keep, are left unwritten. Where
+    the backward owns the cache, the gradient overwrites all of it, block by block, each read before it is written.
     """
-    tokens = _config.geometry(case).tokens
-    output = jax.ShapeDtypeStruct((tokens, -(-columns // TILE_N) * TILE_N), case.dtype)
+    output = jax.ShapeDtypeStruct((_config.geometry(case).tokens, columns), case.dtype)
     (result,) = _compat.mosaic_kernel(
         functools.partial(_kernel, case),
         out_type=[output],
@@ -59,7 +73,7 @@ def dlogits(
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="lce_cached_dlogits",
         interpret=interpret,
-        updated=0 if _config.overwrites_cache(case) else None,
+        updated={0: 0} if _config.overwrites_cache(case) else None,
     )(
         cache.exponentials,
         cache.max,
@@ -67,7 +81,7 @@ def dlogits(
         prepared.scale,
         prepared.targets,
         prepared.holds_target,
-        jnp.stack([-(-prepared.num_rows // ROW_BLOCK), jnp.asarray(first_tile, jnp.int32)]),
+        span,
     )
     return result
 
@@ -80,17 +94,18 @@ def _kernel(
     scale: Any,  # [Tp]
     targets: Any,  # [Tp]
     holds_target: Any,  # [row blocks, tiles of the shard]
-    scalars: Any,  # live row blocks, first tile
+    scalars: Any,  # a `Span`
     output: Any,  # [T, columns]
 ) -> None:
-    live_blocks, first_tile = scalars[0], scalars[1]
-    per_row_block = output.shape[1] // COLUMNS
-    units = live_blocks * (ROW_BLOCK // WARPGROUP_ROWS) * per_row_block
+    span = Span.unpack(scalars)
+    first_tile = lax.div(span.column, jnp.int32(TILE_N))
+    per_row_block = span.num_tiles * (TILE_N // COLUMNS)
+    units = _pipeline.ceil_div(span.num_rows, ROW_BLOCK) * (ROW_BLOCK // WARPGROUP_ROWS) * per_row_block
     first, stride = lax.axis_index("block"), lax.axis_size("block")
 
     def position(step: Any) -> tuple[Any, Any]:
         unit = first + step * stride
-        return lax.div(unit, jnp.int32(per_row_block)), lax.rem(unit, jnp.int32(per_row_block))
+        return lax.div(unit, per_row_block), lax.rem(unit, per_row_block)
 
     def cached_block(step: Any) -> tuple[Any, Any]:
         row_block, column_block = position(step)
@@ -104,7 +119,7 @@ def _kernel(
         cta_rows = lax.div(row_block, jnp.int32(ROW_BLOCK // WARPGROUP_ROWS))
 
         rows = _pipeline.load_factors(factors, block_rows)
-        label = load(targets) - (first_tile * TILE_N + column_block * COLUMNS)
+        label = load(targets) - (span.column + column_block * COLUMNS)
         row_scale = load(scale) if case.options.logit_softcap is not None else None
         e = plgpu.load(e_ref, layout=_pipeline.MATRIX, optimized=False).astype(jnp.float32)
         holds = holds_target[cta_rows, tile] > 0

@@ -27,7 +27,7 @@ CHUNK_COLUMNS = 8192  # at least: every chunk reads and writes dhidden in fp32 o
 # Waves that reading and writing one token's dhidden takes: 8 H bytes at 4.3 TB/s against 2 · 128 · 256 · H operations
 # of one multiprocessor at 5.5 TFLOP/s (H200).
 DHIDDEN_WAVES = (8 / 4.3e12) / (2 * ROW_BLOCK * TILE_N / 5.5e12)
-STATISTICS_BYTES = 160 << 20  # of the forward's partial statistics, above which a unit of work walks several tiles
+STATISTICS_BYTES = 160 << 20  # of the forward's partial statistics, above which it takes several launches
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,10 +145,15 @@ def sums_shape(case: Case) -> tuple[int, int, int]:
     return min(range(1, most + 1), key=waves), rows, columns
 
 
-def walk(case: Case, num_fields: int) -> int:
-    """Vocabulary tiles per unit of work, so that the partial statistics stay within STATISTICS_BYTES."""
-    shape = geometry(case)
-    return -(-shape.tiles * num_fields * shape.padded_tokens * 4 // STATISTICS_BYTES)
+def statistics_tile_bytes(case: Case) -> int:
+    """One tile's partial statistics."""
+    return (3 + case.options.entropy + case.options.stats) * geometry(case).padded_tokens * 4
+
+
+def launch_tiles(case: Case, num_tiles: int) -> int:
+    """Vocabulary tiles per launch of the forward: partial statistics within STATISTICS_BYTES, even launches."""
+    launches = -(-num_tiles // max(1, STATISTICS_BYTES // statistics_tile_bytes(case)))
+    return -(-num_tiles // launches)
 
 
 def cached_tiles(case: Case) -> int:
@@ -236,8 +241,6 @@ def minor_tile(extent: int, itemsize: int) -> tuple[int, int]:
 def plan(case: Case, name: str) -> Plan:
     """Tiles and bytes of ``case``."""
     shape, options, itemsize = geometry(case), case.options, case.dtype.itemsize
-    rows = shape.padded_tokens * 4
-    fields = 3 + options.entropy + options.stats
     forward, backward = tiles(case, "forward"), tiles(case, "dlogits")
     cached = cached_tiles(case)
     compacted = case.num_tokens * case.hidden_size * itemsize if case.compacted else 0
@@ -271,7 +274,7 @@ def plan(case: Case, name: str) -> Plan:
             "stages backward": backward.stages,
             "backward chunk": max(chunk, overwritten * TILE_N),
         },
-        forward_bytes=-(-shape.tiles // walk(case, fields)) * fields * rows + compacted + padded,
+        forward_bytes=launch_tiles(case, shape.tiles) * statistics_tile_bytes(case) + compacted + padded,
         backward_bytes=shape.tokens * chunk * itemsize
         + math.prod(sums_shape(case)) * 4
         + 2 * compacted

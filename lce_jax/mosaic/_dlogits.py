@@ -16,38 +16,34 @@ from jax import lax
 from lce_jax._compat import plgpu
 from lce_jax._types import Case
 from lce_jax.mosaic import _config, _pipeline
-from lce_jax.mosaic._config import (
-    ATOM_ROWS,
-    STAGING_COLUMNS,
-    TILE_N,
-    WARPGROUP_ROWS,
-)
-from lce_jax.mosaic._operands import PADDING, Prepared, RowFactors
-from lce_jax.mosaic._pipeline import Logits, Tile, along_rows
+from lce_jax.mosaic._config import STAGING_COLUMNS, TILE_N, WARPGROUP_ROWS
+from lce_jax.mosaic._operands import PADDING, Prepared, RowFactors, Span
+from lce_jax.mosaic._pipeline import Matmul, Tile, along_rows
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float
+    from jaxtyping import Array, Float, Int
 
 BLOCK = (WARPGROUP_ROWS, STAGING_COLUMNS)
 
 
 def dlogits(
-    prepared: Prepared, case: Case, rows: RowFactors, first_tile: Any, columns: int, interpret: Any = None
+    prepared: Prepared,
+    weight: Float[Array, "V H"],
+    case: Case,
+    rows: RowFactors,
+    span: Int[Array, "fields"],
+    columns: int,
+    interpret: Any = None,
 ) -> Float[Array, "T columns"]:
-    """The gradient in ``columns`` raw products from vocabulary tile ``first_tile`` on, in the weight's dtype.
+    """The gradient in the span's raw products, in the weight's dtype, at the beginning of ``columns``.
 
-    Whole tiles, zero on columns that are padding or none at all. Row blocks without a live row are left unwritten.
+    ``weight`` holds the span's part at its origin. Zero on columns that are padding or none at all; tiles behind the
+    span and row blocks without a live row are left unwritten.
     """
-    shape = _config.geometry(case)
-    spec = _pipeline.logits(case, "dlogits", -(-columns // TILE_N))
-    output = jax.ShapeDtypeStruct((shape.tokens, spec.num_tiles * TILE_N), case.dtype)
-    groups = _pipeline.row_groups(spec.matmul, prepared.num_rows)
-    scalars = jnp.stack([groups, prepared.num_columns, jnp.asarray(first_tile, jnp.int32)])
-    weight = prepared.weight
-    if case.vocab_size % ATOM_ROWS:  # TMA counts whole atoms of rows: a copy of the chunk alone
-        weight = lax.dynamic_slice_in_dim(weight, first_tile * TILE_N, columns)
+    matmul = _pipeline.logits(case, "dlogits")
+    output = jax.ShapeDtypeStruct((_config.geometry(case).tokens, columns), case.dtype)
     factors = jnp.stack(jax.tree.leaves(rows))
-    run = _pipeline.kernel(spec.matmul, functools.partial(_kernel, spec), [output], "lce_dlogits", interpret)
+    run = _pipeline.kernel(matmul, functools.partial(_kernel, matmul), [output], "lce_dlogits", interpret)
     (result,) = run(
         prepared.hidden,
         weight,
@@ -56,13 +52,13 @@ def dlogits(
         prepared.holds_target,
         prepared.mask,
         factors,
-        scalars,
+        span,
     )
     return result
 
 
 def _kernel(
-    spec: Logits,
+    matmul: Matmul,
     hidden: Any,  # [T, H]
     weight: Any,  # [V, H] or [H, V]; the chunk's own part where V is no multiple of 8
     targets: Any,  # [Tp]
@@ -70,25 +66,24 @@ def _kernel(
     holds_target: Any,  # [row blocks, tiles of the shard]
     mask: Any,  # [512]
     factors: Any,  # [3 or 4, Tp]
-    scalars: Any,  # live row groups, live columns, first tile
+    scalars: Any,  # a `Span`
     output: Any,  # [T, columns]
 ) -> None:
-    live_groups, num_columns, first_tile = (scalars[i] for i in range(3))
-    first_column = first_tile * TILE_N
-    case = spec.matmul.case
-    options = case.options
+    span = Span.unpack(scalars)
+    first_tile = lax.div(span.column, jnp.int32(TILE_N))
+    options = matmul.case.options
 
     def consume(tile: Tile, multiply: Any, slots: Any) -> None:
         row_scale = _pipeline.load_rows(scale, tile.rows)
         rows = _pipeline.load_factors(factors, tile.rows)
-        column = first_column + tile.column
+        column = span.column + tile.column
         target = _pipeline.load_rows(targets, tile.rows) - column
         holds = holds_target[tile.place.row_block, first_tile + tile.place.position] > 0
         z = multiply()
         cap = options.logit_softcap
         if cap is not None:
             z = _pipeline.softcap(z, cap, options)
-        z = _pipeline.without_padding(z, column, num_columns, mask, PADDING)
+        z = _pipeline.without_padding(z, column, span.num_columns, mask, PADDING)
         for i in range(TILE_N // STAGING_COLUMNS):
             start = i * STAGING_COLUMNS
             block = z[:, start : start + STAGING_COLUMNS]
@@ -96,9 +91,8 @@ def _kernel(
             d = d if cap is None else d * (1.0 - block * block)
             _pipeline.send(d, i, slots, tile.rows, output, tile.column + start)
 
-    slots = _pipeline.staging(spec.matmul, output.shape[1], output.dtype)
-    weight_start = first_column if case.vocab_size % ATOM_ROWS == 0 else 0
-    _pipeline.walk_logits(spec, hidden, weight, weight_start, live_groups, consume, slots)
+    slots = _pipeline.staging(matmul, output.shape[1], output.dtype)
+    _pipeline.walk_logits(matmul, hidden, weight, span, consume, slots)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 

@@ -1,8 +1,9 @@
 """The forward kernel: statistics (eq. 1) of each [64, 256] tile of logits straight from the accumulator.
 
-Inside, everything is in bits: exp2 is one instruction, and log2(e) folds into the row's scale. Each unit of work
-writes one row of partial statistics per token; `_math.merge` joins them outside (eq. 2). With a cache, a tile's
-exponentials leave through shared memory, rounded, relative to the tile's own maximum, which is kept beside them.
+Inside, everything is in bits: exp2 is one instruction, and log2(e) folds into the row's scale. Each tile writes its
+own statistics per token; `_math.merge` joins them outside (eq. 2). With many tokens that is done several times on the
+way, a launch each, so that they stay small. With a cache, a tile's exponentials leave through shared memory, rounded,
+relative to the tile's own maximum, which is kept beside them.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax import _math
+from lce_jax import _compat, _math
 from lce_jax._compat import plgpu
 from lce_jax._types import Case, Operands, Options, ShardStatistics
-from lce_jax.mosaic import _config, _mean, _operands, _pipeline
+from lce_jax.mosaic import _cached, _config, _mean, _operands, _pipeline
 from lce_jax.mosaic._cached import FP16_SHIFT, Cache
 from lce_jax.mosaic._config import ATOM_ROWS, STAGING_COLUMNS, TILE_N, WARPGROUP_ROWS
-from lce_jax.mosaic._operands import FLOOR, LOG2E, PADDING, Prepared
-from lce_jax.mosaic._pipeline import Logits, Tile
+from lce_jax.mosaic._operands import FLOOR, LOG2E, PADDING, Prepared, Span
+from lce_jax.mosaic._pipeline import Matmul, Tile
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
@@ -36,14 +37,13 @@ def statistics(
     cached = min(_config.cached_tiles(case), num_tiles) if keep_cache else 0
     parts, cache = [], None
     if cached:
-        part, cache = _launch(prepared, case, 0, cached, True, interpret)
+        part, cache = _visit(prepared, case, range(cached), True, interpret)
         parts.append(part)
     if cached < num_tiles:
-        parts.append(_launch(prepared, case, cached, num_tiles - cached, False, interpret)[0])
-    columns = [_to_nats(case, part) for part in parts]
+        parts.append(_visit(prepared, case, range(cached, num_tiles), False, interpret)[0])
     if _config.geometry(case).tail:
-        columns.append(jax.tree.map(lambda x: x[None], _tail_statistics(operands, case)))
-    stats = _math.merge(jax.tree.map(lambda *fields: jnp.concatenate(fields), *columns))
+        parts.append(jax.tree.map(lambda x: x[None], _tail_statistics(operands, case)))
+    stats = _math.merge(jax.tree.map(lambda *fields: jnp.concatenate(fields), *parts))
     return stats._replace(total=_mean.total(operands, case) if case.options.mean_logit else None), cache
 
 
@@ -65,80 +65,101 @@ def _live_tiles(operands: Operands, case: Case) -> int:
     return shape.tiles
 
 
+def _visit(
+    prepared: Prepared, case: Case, tiles: range, save: bool, interpret: Any
+) -> tuple[ShardStatistics, Cache | None]:
+    """Eq. 1 of parts [n, T] of a range of vocabulary tiles, yet to be merged, and the cache of all of them."""
+    most = _config.launch_tiles(case, len(tiles))
+    starts = tiles[::most]
+
+    def launch(cache: Cache | None, first: Any) -> tuple[Cache | None, ShardStatistics]:
+        num_tiles = jnp.minimum(tiles.stop - first, most)
+        part, cache = _launch(prepared, case, first, num_tiles, most, cache, interpret)
+        return cache, _to_nats(case, part, num_tiles)
+
+    def merged(cache: Cache | None, first: Any) -> tuple[Cache | None, ShardStatistics]:
+        cache, parts = launch(cache, first)
+        return cache, _math.merge(parts)
+
+    cache = _compat.vary_like(_cached.empty(case, len(tiles)), prepared) if save else None
+    if len(starts) == 1:
+        cache, parts = launch(cache, jnp.int32(tiles.start))
+    else:
+        cache, parts = lax.scan(merged, cache, jnp.asarray(starts, jnp.int32))
+    return parts, cache
+
+
 def _launch(
-    prepared: Prepared, case: Case, first_tile: int, num_tiles: int, save: bool, interpret: Any
-) -> tuple[Float[Array, "units fields T"], Cache | None]:
-    """Partial statistics of tiles [first_tile, first_tile + num_tiles), and their cache."""
+    prepared: Prepared, case: Case, first: Any, num_tiles: Any, most: int, cache: Cache | None, interpret: Any
+) -> tuple[Float[Array, "tiles fields T"], Cache | None]:
+    """Partial statistics of ``num_tiles`` tiles from ``first`` on, unwritten up to ``most``; the cache with theirs."""
     shape, options = _config.geometry(case), case.options
-    fields = 3 + options.entropy + options.stats
-    spec = _pipeline.logits(case, "forward", num_tiles, min(num_tiles, _config.walk(case, fields)))
-    outputs = [jax.ShapeDtypeStruct((spec.num_units, fields, shape.padded_tokens), jnp.float32)]
-    if save:
-        outputs.append(jax.ShapeDtypeStruct((shape.tokens, num_tiles * TILE_N), case.dtype))
-        outputs.append(jax.ShapeDtypeStruct((num_tiles, shape.padded_tokens), jnp.float32))
+    matmul = _pipeline.logits(case, "forward")
+    partial = jax.ShapeDtypeStruct((most, 3 + options.entropy + options.stats, shape.padded_tokens), jnp.float32)
+    kept = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in jax.tree.leaves(cache)]
     # Nothing is cut where V is a multiple of 8; else XLA passes the kernel a view, for TMA counts whole atoms of rows.
     atoms = case.vocab_size // ATOM_ROWS * ATOM_ROWS
     weight = lax.slice_in_dim(prepared.weight, 0, atoms, axis=options.vocab_dim)
-    name = "lce_statistics_cached" if save else "lce_statistics"
-    scalars = jnp.stack([_pipeline.row_groups(spec.matmul, prepared.num_rows), prepared.num_columns])
-    run = _pipeline.kernel(spec.matmul, functools.partial(_kernel, spec, first_tile, save), outputs, name, interpret)
-    part, *kept = run(
-        prepared.hidden, weight, prepared.targets, prepared.scale, prepared.holds_target, prepared.mask, scalars
+    column = first * TILE_N
+    span = Span(prepared.num_rows, prepared.num_columns, column, num_tiles, origin=column)
+    operands = [
+        prepared.hidden, weight, prepared.targets, prepared.scale, prepared.holds_target, prepared.mask, span.pack(),
+    ]  # fmt: skip
+    run = _pipeline.kernel(
+        matmul,
+        functools.partial(_kernel, matmul),
+        [partial, *kept],
+        "lce_statistics_cached" if kept else "lce_statistics",
+        interpret,
+        updated={len(operands) + i: 1 + i for i in range(len(kept))},
     )
-    return part, Cache(*kept) if save else None
+    part, *kept = run(*operands, *jax.tree.leaves(cache))
+    return part, Cache(*kept) if kept else None
 
 
 def _kernel(
-    spec: Logits,
-    first_tile: int,
-    save: bool,
+    matmul: Matmul,
     hidden: Any,  # [T, H]
     weight: Any,  # [V, H] or [H, V]
     targets: Any,  # [Tp]
     scale: Any,  # [Tp]
     holds_target: Any,  # [row blocks, tiles of the shard]
     mask: Any,  # [512]
-    scalars: Any,  # live row groups, live columns
-    partial: Any,  # [units, fields, Tp]
-    exponentials: Any = None,  # [T, columns of the launch]
-    tile_max: Any = None,  # [tiles of the launch, Tp]
+    scalars: Any,  # a `Span`
+    *results: Any,  # the cache as it was; [tiles, fields, Tp], the cache as it will be, in the same place
 ) -> None:
-    options = spec.matmul.case.options
-    first_column = first_tile * TILE_N
-    num_columns = scalars[1]
+    partial, exponentials, tile_max = results[2:] if len(results) > 1 else (*results, None, None)
+    options, span = matmul.case.options, Span.unpack(scalars)
+    first_tile = lax.div(span.column, jnp.int32(TILE_N))
 
     def consume(tile: Tile, multiply: Any, slots: Any) -> None:
         row_scale = _pipeline.load_rows(scale, tile.rows)
-        target = _pipeline.load_rows(targets, tile.rows) - (first_column + tile.column)
-        place = tile.place
-        holds = holds_target[place.row_block, first_tile + place.position] > 0
-        before = None
-        if spec.walk > 1:
-            before = [_pipeline.load_rows(partial.at[place.unit, i], tile.rows) for i in range(partial.shape[1])]
+        column, position = span.column + tile.column, tile.place.position
+        target = _pipeline.load_rows(targets, tile.rows) - column
+        holds = holds_target[tile.place.row_block, first_tile + position] > 0
         z = multiply()
         if options.logit_softcap is not None:
             z = _pipeline.softcap(z, options.logit_softcap, options)
-        real = functools.partial(_pipeline.without_padding, z, first_column + tile.column, num_columns, mask)
+        real = functools.partial(_pipeline.without_padding, z, column, span.num_columns, mask)
         lowest = jnp.min(real(-PADDING), axis=1) * row_scale if options.stats else None
         z = real(PADDING)
         highest = jnp.maximum(jnp.max(z, axis=1), FLOOR) * row_scale
-        if save:  # the target before the exponentials, so that z dies block by block; else after: each spills otherwise
+        if (
+            exponentials is not None
+        ):  # the target before the exponentials, so that z dies block by block; else after: each spills otherwise
             at_target = _target_logit(z, target, holds)
-            send = functools.partial(_send_exponentials, slots, tile, exponentials)
+            send = functools.partial(_send_exponentials, slots, tile.rows, exponentials, column)
             sumexp, weighted = _sums(z, row_scale, highest, options, STAGING_COLUMNS, send)
-            tile_max.at[place.position, tile.rows][...] = highest
+            tile_max.at[first_tile + position, tile.rows][...] = highest
         else:
-            sumexp, weighted = _sums(z, row_scale, highest, options, spec.matmul.tiles.columns, None)
+            sumexp, weighted = _sums(z, row_scale, highest, options, matmul.tiles.columns, None)
             at_target = _target_logit(z, target, holds)
         stats = ShardStatistics(highest, sumexp, weighted, at_target * row_scale, lowest)
-        if before is not None:
-            before = jax.tree.unflatten(jax.tree.structure(stats), before)
-            stats = lax.cond(place.step > 0, functools.partial(_join, before, stats), lambda: stats)
         for i, field in enumerate(jax.tree.leaves(stats)):
-            partial.at[place.unit, i, tile.rows][...] = field
+            partial.at[position, i, tile.rows][...] = field
 
-    slots = _pipeline.staging(spec.matmul, TILE_N, hidden.dtype) if save else None
-    _pipeline.walk_logits(spec, hidden, weight, first_column, scalars[0], consume, slots)
+    slots = None if exponentials is None else _pipeline.staging(matmul, TILE_N, hidden.dtype)
+    _pipeline.walk_logits(matmul, hidden, weight, span, consume, slots)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
@@ -157,10 +178,10 @@ def _sums(
     return sums[0], sums[1] if options.entropy else None
 
 
-def _send_exponentials(slots: Any, tile: Tile, output: Any, i: int, e: Array) -> None:
+def _send_exponentials(slots: Any, rows: Any, output: Any, column: Any, i: int, e: Array) -> None:
     if output.dtype == jnp.float16:
         e = e * 2.0**FP16_SHIFT
-    _pipeline.send(e, i, slots, tile.rows, output, tile.column + i * STAGING_COLUMNS)
+    _pipeline.send(e, i, slots, rows, output, column + i * STAGING_COLUMNS)
 
 
 def _target_logit(z: Array, target: Array, holds: Any) -> Array:
@@ -176,27 +197,10 @@ def _target_logit(z: Array, target: Array, holds: Any) -> Array:
     return lax.cond(holds, look, none)
 
 
-def _join(before: ShardStatistics, stats: ShardStatistics) -> ShardStatistics:
-    """Eq. 2, in bits, of a unit's tiles so far and the next one."""
-    highest = jnp.maximum(before.max, stats.max)
-    shifts = before.max - highest, stats.max - highest
-    factors = jnp.exp2(shifts[0]), jnp.exp2(shifts[1])
-    weighted = None
-    if before.weighted is not None and stats.weighted is not None:
-        weighted = (before.weighted + shifts[0] * before.sumexp) * factors[0]
-        weighted = weighted + (stats.weighted + shifts[1] * stats.sumexp) * factors[1]
-    return ShardStatistics(
-        max=highest,
-        sumexp=before.sumexp * factors[0] + stats.sumexp * factors[1],
-        weighted=weighted,
-        target=before.target + stats.target,
-        min=None if before.min is None or stats.min is None else jnp.minimum(before.min, stats.min),
-    )
-
-
-def _to_nats(case: Case, part: Float[Array, "units fields T"]) -> ShardStatistics:
-    """The partial statistics of the call's own tokens as eq. 1 has them, [units, T] each."""
-    fields = iter(part[:, i, : case.num_tokens] for i in range(part.shape[1]))
+def _to_nats(case: Case, part: Float[Array, "tiles fields T"], num_tiles: Any) -> ShardStatistics:
+    """The partial statistics of the call's own tokens as eq. 1 has them, [tiles, T] each; of no columns, behind."""
+    written = (jnp.arange(part.shape[0], dtype=jnp.int32) < num_tiles)[:, None]
+    fields = iter(jnp.where(written, part[:, i, : case.num_tokens], 0.0) for i in range(part.shape[1]))
     options = case.options
     highest, sumexp = next(fields), next(fields)
     weighted = next(fields) if options.entropy else None

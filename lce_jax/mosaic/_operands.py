@@ -63,6 +63,26 @@ def _pad(x: Array, rows: int, value: Any = 0) -> Array:
     return jnp.pad(x, ((0, missing),) + ((0, 0),) * (x.ndim - 1), constant_values=value)
 
 
+class Span(NamedTuple):
+    """What one launch covers, known when it runs."""
+
+    num_rows: Any  # live rows
+    num_columns: Any  # live columns of the shard
+    column: Any  # the first one, a multiple of 256
+    num_tiles: Any  # of 256 columns
+    depth: Any = 0  # columns that a product contracts
+    origin: Any = 0  # the first column's place in the weight that the kernel is given
+
+    def pack(self) -> Int[Array, "fields"]:
+        """As a kernel takes it."""
+        return jnp.stack([jnp.asarray(field, jnp.int32) for field in self])
+
+    @classmethod
+    def unpack(cls, scalars: Any) -> Span:
+        """In a kernel."""
+        return cls(*(scalars[i] for i in range(len(cls._fields))))
+
+
 class RowFactors(NamedTuple):
     """Eq. 4 in bits, per row: dz = onehot·target + e·(constant + slope·u), e = 2^u, u = z - shift."""
 

@@ -42,7 +42,7 @@ from lce_jax.mosaic._config import (
     WARPGROUP_ROWS,
     Tiles,
 )
-from lce_jax.mosaic._operands import LOG2E, RowFactors
+from lce_jax.mosaic._operands import LOG2E, RowFactors, Span
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
@@ -223,63 +223,43 @@ def snake_index(tiles: Tiles, index: Any, rows: Any, columns: Any) -> tuple[Any,
     return plgpu.planar_snake(index, (rows, columns), tiles.minor, along)
 
 
-@dataclasses.dataclass(frozen=True)
-class Logits:
-    """The product hidden · weightᵀ over ``num_tiles`` vocabulary tiles, ``walk`` of them per unit of work."""
-
-    matmul: Matmul
-    num_tiles: int
-    walk: int = 1
-
-    @property
-    def num_units(self) -> int:
-        """Units of work per row block."""
-        return -(-self.num_tiles // self.walk)
-
-
 class Place(NamedTuple):
     """Where a tile of logits stands."""
 
     row_block: Int[Array, ""]
     position: Int[Array, ""]  # of the vocabulary tile, in the launch
-    unit: Int[Array, ""]
-    step: Any  # in its unit
 
 
-def logits(case: Case, kernel: str, num_tiles: int, walk: int = 1) -> Logits:
-    """The static part of a kernel that walks over logits."""
-    return Logits(Matmul(case, _config.tiles(case, kernel), 1, 1 - case.options.vocab_dim), num_tiles, walk)
+def logits(case: Case, kernel: str) -> Matmul:
+    """The static part of a kernel that walks over logits: the product hidden · weightᵀ."""
+    return Matmul(case, _config.tiles(case, kernel), 1, 1 - case.options.vocab_dim)
 
 
-def walk_logits(
-    spec: Logits, hidden: Any, weight: Any, first_column: Any, live_groups: Any, consume: Any, scratch: Any
-) -> None:
-    """`walk_tiles` over the logits of the live row groups, from vocabulary column ``first_column`` on."""
-    tiles = spec.matmul.tiles
-    num_steps = -(-spec.matmul.case.hidden_size // tiles.tile_k)
+def walk_logits(matmul: Matmul, hidden: Any, weight: Any, span: Span, consume: Any, scratch: Any) -> None:
+    """`walk_tiles` over the logits of the live row groups and the span's vocabulary tiles."""
+    tiles, groups = matmul.tiles, row_groups(matmul, span.num_rows)
+    num_steps = -(-matmul.case.hidden_size // tiles.tile_k)
 
     def visit_all(visit: Visit) -> Any:
-        def unit(info: Any, carry: Any) -> Any:
-            group, unit = snake_index(tiles, info.index[0], live_groups, spec.num_units)
+        def tile(info: Any, carry: Any) -> Any:
+            group, position = snake_index(tiles, info.index[0], groups, span.num_tiles)
             row_block = group * tiles.cluster + lax.axis_index("cluster")
+            place = Place(row_block, position)
+            return visit(Tile(row_block * ROW_BLOCK, position * TILE_N, num_steps, place=place), carry)
 
-            def step(i: Any, before: Any) -> Any:
-                position = unit * spec.walk + i
-                place = Place(row_block, position, unit, i)
-                return visit(Tile(row_block * ROW_BLOCK, position * TILE_N, num_steps, place=place), before)
+        return plgpu.nd_loop((groups * span.num_tiles,), collective_axes="sm", init_carry=jnp.int32(0))(tile)
 
-            if spec.walk == 1:
-                return step(0, carry)
-            return lax.fori_loop(0, jnp.minimum(spec.walk, spec.num_tiles - unit * spec.walk), step, carry)
+    walk_tiles(matmul, hidden, weight, Origin(column=span.origin), visit_all, consume, scratch)
 
-        return plgpu.nd_loop((live_groups * spec.num_units,), collective_axes="sm", init_carry=jnp.int32(0))(unit)
 
-    walk_tiles(spec.matmul, hidden, weight, Origin(column=first_column), visit_all, consume, scratch)
+def ceil_div(x: Any, y: int) -> Int[Array, ""]:
+    """The least number of ``y`` that hold ``x``, in a kernel too."""
+    return lax.div(jnp.asarray(x, jnp.int32) + (y - 1), jnp.int32(y))
 
 
 def row_groups(matmul: Matmul, num_rows: Any) -> Int[Array, ""]:
     """The clusters of row blocks that hold the first ``num_rows`` rows of lhs."""
-    return -(-jnp.asarray(num_rows, jnp.int32) // (matmul.tiles.cluster * ROW_BLOCK))
+    return ceil_div(num_rows, matmul.tiles.cluster * ROW_BLOCK)
 
 
 def kernel(
@@ -336,7 +316,8 @@ def send(
     plgpu.wait_smem_to_gmem(count - 1, wait_read_only=True)
     slot[...] = values.astype(output.dtype)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(slot, output.at[rows, pl.ds(column, width)], reduction_op="add" if add else None)
+    columns = pl.ds(pl.multiple_of(column, width), width)
+    plgpu.copy_smem_to_gmem(slot, output.at[rows, columns], reduction_op="add" if add else None)
 
 
 def load_rows(ref: Any, rows: Any) -> Float[Array, "64"]:

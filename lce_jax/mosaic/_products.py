@@ -19,10 +19,11 @@ from lce_jax._compat import pl, plgpu
 from lce_jax._types import Case
 from lce_jax.mosaic import _config, _pipeline
 from lce_jax.mosaic._config import ATOM_ROWS, ROW_BLOCK, TILE_N, WARPGROUP_ROWS
-from lce_jax.mosaic._pipeline import Matmul, Origin, Tile, Visit
+from lce_jax.mosaic._operands import Span
+from lce_jax.mosaic._pipeline import Matmul, Origin, Tile, Visit, ceil_div
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float
+    from jaxtyping import Array, Float, Int
 
 
 def add_dhidden(
@@ -30,30 +31,27 @@ def add_dhidden(
     dlogits: Float[Array, "T columns"],
     weight: Float[Array, "V H"],
     case: Case,
-    first_column: Any,
-    num_columns: Any,
-    num_rows: Any,
+    span: Int[Array, "fields"],
     interpret: Any = None,
 ) -> Float[Array, "splits Tp Hp"]:
-    """``sums`` plus the first ``num_columns`` columns' part in the first ``num_rows`` rows.
+    """``sums`` plus the part of the span's first ``depth`` columns, in its rows.
 
     The contraction is cut into as many parts as there are arrays of sums.
     """
     matmul = Matmul(case, _config.tiles(case, "dhidden"), 1, case.options.vocab_dim)
-    scalars = _scalars(matmul, num_rows, num_columns, first_column)
-    return _update(matmul, _dhidden_kernel, "lce_dhidden", dlogits, weight, scalars, sums, interpret)
+    return _update(matmul, _dhidden_kernel, "lce_dhidden", dlogits, weight, span, sums, interpret)
 
 
 def _dhidden_kernel(
     matmul: Matmul,
     dlogits: Any,  # [T, columns]
     weight: Any,  # [V, H] or [H, V]
-    scalars: Any,  # groups of rows, steps of the contraction, first column of the chunk
+    scalars: Any,  # a `Span`
     sums: Any,  # [splits, Tp, Hp] as they were
     output: Any,  # as they will be, in the same place
 ) -> None:
     del sums
-    groups, num_steps, first_column = (scalars[i] for i in range(3))
+    span = Span.unpack(scalars)
     splits, _, hidden_size = output.shape
 
     def consume(tile: Tile, multiply: Any, slots: Any) -> None:
@@ -61,8 +59,9 @@ def _dhidden_kernel(
         _send_tile(multiply(), slots, tile.rows, output.at[tile.place], tile.column, add=True)
 
     slots = _pipeline.staging(matmul, hidden_size, output.dtype)
+    groups, num_steps = _pipeline.row_groups(matmul, span.num_rows), ceil_div(span.depth, matmul.tiles.tile_k)
     tiles = functools.partial(_visit_all, matmul, groups, hidden_size // TILE_N, splits, num_steps)
-    _pipeline.walk_tiles(matmul, dlogits, weight, Origin(k=first_column), tiles, consume, slots)
+    _pipeline.walk_tiles(matmul, dlogits, weight, Origin(k=span.origin), tiles, consume, slots)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
@@ -71,28 +70,31 @@ def write_dweight(
     dlogits: Float[Array, "T columns"],
     hidden: Float[Array, "T H"],
     case: Case,
-    first_column: Any,
-    num_rows: Any,
+    span: Int[Array, "fields"],
     interpret: Any = None,
 ) -> Float[Array, "V H"]:
-    """``dweight`` with the chunk's part written, from the first ``num_rows`` tokens."""
+    """``dweight`` with the span's tiles written at its origin, from its rows."""
     matmul = Matmul(case, _config.tiles(case, "dweight"), 0, 0)
     lhs, rhs = (dlogits, hidden) if case.options.vocab_dim == 0 else (hidden, dlogits)
-    scalars = _scalars(matmul, lhs.shape[1], num_rows, first_column)
-    return _update(matmul, _dweight_kernel, "lce_dweight", lhs, rhs, scalars, dweight, interpret)
+    return _update(matmul, _dweight_kernel, "lce_dweight", lhs, rhs, span, dweight, interpret)
 
 
 def _dweight_kernel(
     matmul: Matmul,
     lhs: Any,  # dlogits [T, columns], or hidden [T, H]: what runs down the rows of dweight
     rhs: Any,  # hidden [T, H], or dlogits [T, columns]
-    scalars: Any,  # groups of rows of the result, steps of the contraction, first column of the chunk
+    scalars: Any,  # a `Span`
     dweight: Any,  # [V, H] or [H, V]; the other chunks are in it already
     output: Any,  # the same place
 ) -> None:
     del dweight
-    groups, num_steps, first_column = (scalars[i] for i in range(3))
-    first_row, first_column = (first_column, 0) if matmul.case.options.vocab_dim == 0 else (0, first_column)
+    span = Span.unpack(scalars)
+    if matmul.case.options.vocab_dim == 0:
+        first_row, first_column = span.origin, 0
+        groups, columns = _pipeline.row_groups(matmul, span.num_tiles * TILE_N), -(-rhs.shape[1] // TILE_N)
+    else:
+        first_row, first_column = 0, span.origin
+        groups, columns = _pipeline.row_groups(matmul, lhs.shape[1]), span.num_tiles
 
     def consume(tile: Tile, multiply: Any, slots: Any) -> None:
         values = multiply()
@@ -101,7 +103,8 @@ def _dweight_kernel(
         _send_tile(values, slots, rows, output, first_column + tile.column)
 
     slots = _pipeline.staging(matmul, output.shape[1], output.dtype)
-    tiles = functools.partial(_visit_all, matmul, groups, -(-rhs.shape[1] // TILE_N), 1, num_steps)
+    num_steps = ceil_div(span.num_rows, matmul.tiles.tile_k)
+    tiles = functools.partial(_visit_all, matmul, groups, columns, 1, num_steps)
     _pipeline.walk_tiles(matmul, lhs, rhs, Origin(), tiles, consume, slots)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -112,23 +115,16 @@ def _send_tile(
     """Copies a warpgroup's part of a tile to ``output[rows, column:]``, or adds it there, block by block."""
     width = slots.shape[-1]
     for i, start in enumerate(range(0, TILE_N, width)):
-        part, place = values[:, start : start + width], pl.multiple_of(column + start, width)
-        _pipeline.send(part, i, slots, rows, output, place, add)
+        _pipeline.send(values[:, start : start + width], i, slots, rows, output, column + start, add)
 
 
 def _update(
-    matmul: Matmul, body: Any, name: str, lhs: Array, rhs: Array, scalars: Array, result: Array, interpret: Any
+    matmul: Matmul, body: Any, name: str, lhs: Array, rhs: Array, span: Array, result: Array, interpret: Any
 ) -> Array:
     """``result`` as ``body`` leaves it, in its place."""
     outputs = [jax.ShapeDtypeStruct(result.shape, result.dtype)]
-    run = _pipeline.kernel(matmul, functools.partial(body, matmul), outputs, name, interpret, updated=3)
-    return run(lhs, rhs, scalars, result)[0]
-
-
-def _scalars(matmul: Matmul, num_rows: Any, depth: Any, first_column: Any) -> Array:
-    """Groups of rows and steps of the contraction, as far as they are live, and where the chunk begins."""
-    steps = -(-jnp.asarray(depth, jnp.int32) // matmul.tiles.tile_k)
-    return jnp.stack([_pipeline.row_groups(matmul, num_rows), steps, jnp.asarray(first_column, jnp.int32)])
+    run = _pipeline.kernel(matmul, functools.partial(body, matmul), outputs, name, interpret, updated={3: 0})
+    return run(lhs, rhs, span, result)[0]
 
 
 def _visit_all(matmul: Matmul, groups: Any, columns: int, splits: int, num_steps: Any, visit: Visit) -> Any:
