@@ -160,6 +160,7 @@ class Case:
     options: Options
     compacted: bool = False  # some rows may be left out (``where``)
     owns_cache: bool = True  # the backward is the only one to read the cache, and may overwrite it
+    rounds_dhidden: bool = False  # nothing is added to dhidden: it may come in the weight's dtype
     platform: str = "cpu"
     device_kind: str = ""
     compute_capability: str = ""  # of an NVIDIA GPU: "9.0"

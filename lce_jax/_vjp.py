@@ -112,6 +112,7 @@ def shard_gradients(
 ) -> tuple[Float[Array, "T H"], Float[Array, "V H"]]:
     """The shard's part of dhidden, in the statistics' dtype, and its dweight, in the weight's.
 
+    Where the case allows it, dhidden may be in the weight's dtype too.
     ``stats`` are those of the whole vocabulary, in the call's row order.
     """
     operands, order = _operands(spec, hidden, weight, rows, start)
@@ -140,6 +141,8 @@ def _backward(spec: Spec, residuals: Any, cotangent: Results) -> tuple[Any, Any]
     hidden, weight, rows, stats, cache = residuals
     if spec.axis_name is not None:
         cotangent = _collectives.total_cotangent(cotangent, spec.axis_name)
+    elif hidden.dtype == weight.dtype and _compat.varying_axes(residuals) == _compat.varying_axes(hidden):
+        spec = dataclasses.replace(spec, case=dataclasses.replace(spec.case, rounds_dhidden=True))
     dhidden, dweight = shard_gradients(
         spec, _flat(spec, hidden, weight), weight, rows, _start(spec, weight), stats, cotangent, cache
     )

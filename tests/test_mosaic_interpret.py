@@ -38,6 +38,7 @@ class Call:
     shared: bool = False  # steps that both warpgroups share, where they would take turns
     cluster: int = 1  # 2: two blocks share the steps of few stages
     owns_cache: bool = True
+    rounds_dhidden: bool = False
     chunks: bool = False  # dlogits in as many chunks as there are tiles
     options: Options = Options()  # noqa: RUF009 - frozen
 
@@ -68,6 +69,7 @@ CALLS = [
     call("padding of a traced number of columns", num_columns=200, traced_columns=True, logit_scale=0.5),
     call("nothing but padding", num_columns=0, traced_columns=True, V=512),
     call("cache", cache_bytes=1 << 30),
+    call("dhidden written once, rounded", rounds_dhidden=True, num_rows=100, cache_bytes=1 << 30),
     call("a cache that others read", owns_cache=False, cache_bytes=1 << 30),
     call("chunks of a cache that others read", chunks=True, owns_cache=False, V=1100, cache_bytes=1 << 30),
     call("chunks, half a cache", chunks=True, V=1100, cache_bytes=160_000),
@@ -120,8 +122,8 @@ def test_matches_reference(test: Call, monkeypatch: pytest.MonkeyPatch, capfd: p
         monkeypatch.setattr(_config, "TUNED", tuned)
     case = Case(
         num_tokens=test.T, hidden_size=test.H, vocab_size=test.V, dtype=jnp.dtype(test.dtype), options=test.options,
-        compacted=test.num_rows is not None, owns_cache=test.owns_cache, platform="gpu", device_kind="NVIDIA H200",
-        compute_capability="9.0", core_count=MULTIPROCESSORS,
+        compacted=test.num_rows is not None, owns_cache=test.owns_cache, rounds_dhidden=test.rounds_dhidden,
+        platform="gpu", device_kind="NVIDIA H200", compute_capability="9.0", core_count=MULTIPROCESSORS,
     )  # fmt: skip
     assert mosaic.supports(case) is None
     operands, cotangent = draw(test)
@@ -154,6 +156,7 @@ def test_matches_reference(test: Call, monkeypatch: pytest.MonkeyPatch, capfd: p
         want = want._replace(max=jnp.zeros_like(want.max), sumexp=jnp.ones_like(want.sumexp))
     rows = _math.row_coefficients(want, cotangent, None, operands.inverse_temperature, test.options, test.V)
     dhidden, dweight = jax.jit(gradients)(operands, rows, cache)
+    assert dhidden.dtype == (test.dtype if test.rounds_dhidden else jnp.float32)
     expected_dhidden, expected_dweight = reference.gradients(operands, case, rows)
     # One rounding of dlogits to eight or eleven bits: 2^-9 / sqrt(3) or less, and as much again in the weight's dtype.
     bound = {"bfloat16": 4e-3, "float16": 5e-4}[test.dtype]

@@ -68,13 +68,25 @@ def test_tokens(T: int) -> None:
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize(("V", "whole"), [(151936, True), (50257, False)])
 def test_the_gradient_takes_the_place_of_the_cache(V: int, whole: bool) -> None:
-    """And goes into one product each; else, as without a cache, through a buffer of its own, chunk by chunk."""
+    """And goes into one product each; else, as without a cache, through a buffer of its own, chunk by chunk.
+
+    Then dhidden is a sum, in fp32; else it is written once, rounded.
+    """
     text = lower(8192, 1024, V, cache_bytes=1 << 40)
     assert overwrites_cache(text) == whole
     assert ("stablehlo.while" in text) != whole
+    assert ("8192x1024xf32" in text) != whole
     text = lower(8192, 1024, V)
     assert not overwrites_cache(text)
     assert "stablehlo.while" in text
+    assert "8192x1024xf32" in text
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(("cache_bytes", "kernels"), [(0, 4), (1 << 30, 8), (1 << 40, 4)])
+def test_how_many_kernels_are_compiled(cache_bytes: int, kernels: int) -> None:
+    """One of each kind for all chunks, however many they are and whatever is left for the last."""
+    assert lower(8192, 1024, 151936, cache_bytes=cache_bytes).count("@mosaic_gpu_v2") == kernels
 
 
 @pytest.mark.usefixtures("hopper")

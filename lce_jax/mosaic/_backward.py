@@ -23,13 +23,16 @@ from lce_jax.mosaic._operands import Prepared, Span
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
 
-type Carry = tuple[Float[Array, "splits Tp Hp"], Float[Array, "V H"]]  # fp32 parts of dhidden, and dweight
+type Carry = tuple[Float[Array, "splits Tp Hp"], Float[Array, "V H"]]  # parts of dhidden, and dweight
 
 
 def gradients(
     operands: Operands, case: Case, rows: RowCoefficients, cache: Cache | None, interpret: Any = None
 ) -> tuple[Float[Array, "T H"], Float[Array, "V H"]]:
-    """Eq. 5 of the whole shard: dhidden in fp32, anything on rows that are not live, dweight in the weight's dtype."""
+    """Eq. 5 of the whole shard: dhidden, anything on rows that are not live, and dweight in the weight's dtype.
+
+    dhidden is in fp32, or in the weight's dtype where the case allows it and one launch computes all of it.
+    """
     shape = _config.geometry(case)
     prepared = _operands.prepare(operands, case)
     factors = _operands.row_factors(rows, shape.padded_tokens)
@@ -43,20 +46,26 @@ def gradients(
         assert cache is not None
         return _cached.dlogits(prepared, case, factors, cache, span, columns, interpret)
 
-    start = (
-        jnp.zeros(_config.sums_shape(case), jnp.float32),
-        lax.empty(operands.weight.shape, case.dtype),  # every column is written
-    )
-    carry: Carry = _compat.vary_like(start, (operands, rows, cache))
+    parts = []
     if cached:
         tiles = cached if _config.overwrites_cache(case) else _config.chunk_tiles(case, cached)
-        carry = _walk_chunks(operands, prepared, case, range(0, cached, tiles), from_cache, carry, interpret)
+        parts.append((range(0, cached, tiles), from_cache))
     if cached < shape.tiles:
-        tiles = _config.chunk_tiles(case, shape.tiles - cached)
-        carry = _walk_chunks(operands, prepared, case, range(cached, shape.tiles, tiles), recomputed, carry, interpret)
+        parts.append((range(cached, shape.tiles, _config.chunk_tiles(case, shape.tiles - cached)), recomputed))
+    has_rest = bool(shape.tail) or operands.num_columns is not None
+    sums = jnp.zeros(_config.sums_shape(case), jnp.float32)
+    alone = sum(len(chunks) for chunks, _ in parts) == sums.shape[0] == 1  # each tile of dhidden is written once
+    if alone:
+        rounds = case.rounds_dhidden and not has_rest and rows.uniform is None
+        sums = lax.empty(sums.shape, case.dtype if rounds else jnp.float32)
+    start = sums, lax.empty(operands.weight.shape, case.dtype)  # every column is written
+    carry: Carry = _compat.vary_like(start, (operands, rows, cache))
+    for chunks, dlogits in parts:
+        carry = _walk_chunks(operands, prepared, case, chunks, dlogits, carry, not alone, interpret)
     sums, dweight = carry
-    dhidden = jnp.sum(sums, axis=0)[: case.num_tokens, : case.hidden_size]
-    if shape.tail or operands.num_columns is not None:
+    dhidden = sums[0] if sums.shape[0] == 1 else jnp.sum(sums, axis=0)
+    dhidden = dhidden[: case.num_tokens, : case.hidden_size]
+    if has_rest:
         dhidden, dweight = _add_rest(operands, prepared, case, rows._replace(uniform=None), dhidden, dweight, interpret)
     if rows.uniform is not None:
         dhidden, dweight = _mean.add_gradients(operands, case, rows.uniform, dhidden, dweight)
@@ -70,9 +79,10 @@ def _walk_chunks(
     chunks: range,
     dlogits: Callable[[Array, int, Array], Array],
     carry: Carry,
+    add: bool,
     interpret: Any,
 ) -> Carry:
-    """Adds the part of a range of vocabulary tiles, the range's step of them at a time."""
+    """Adds the part of a range of vocabulary tiles (or writes it), the range's step of them at a time."""
     covered = _covered_columns(operands, case)
     columns = chunks.step * TILE_N
     in_place = case.vocab_size % ATOM_ROWS == 0  # else, as TMA counts whole atoms of rows, copies of each chunk
@@ -89,7 +99,7 @@ def _walk_chunks(
             weight = jnp.take(weight, column + position, axis=0, mode="clip")
             part = _compat.vary_like(lax.empty(weight.shape, case.dtype), carry)
         d = dlogits(span, columns, weight)
-        sums = _products.add_dhidden(sums, d, weight, case, span, interpret)
+        sums = _products.update_dhidden(sums, d, weight, case, span, add, interpret)
         part = _products.write_dweight(part, d, prepared.hidden, case, span, interpret)
         if not in_place:
             there = jnp.where(position < num_tiles * TILE_N, 0, case.vocab_size) + column + position

@@ -26,24 +26,27 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
 
 
-def add_dhidden(
+def update_dhidden(
     sums: Float[Array, "splits Tp Hp"],
     dlogits: Float[Array, "T columns"],
     weight: Float[Array, "V H"],
     case: Case,
     span: Int[Array, "fields"],
+    add: bool,
     interpret: Any = None,
 ) -> Float[Array, "splits Tp Hp"]:
-    """``sums`` plus the part of the span's first ``depth`` columns, in its rows.
+    """``sums`` plus the part of the span's first ``depth`` columns, or that part alone, in the span's rows.
 
     The contraction is cut into as many parts as there are arrays of sums.
     """
     matmul = Matmul(case, _config.tiles(case, "dhidden"), 1, case.options.vocab_dim)
-    return _update(matmul, _dhidden_kernel, "lce_dhidden", dlogits, weight, span, sums, interpret)
+    body = functools.partial(_dhidden_kernel, matmul, add)
+    return _update(matmul, body, "lce_dhidden", dlogits, weight, span, sums, interpret)
 
 
 def _dhidden_kernel(
     matmul: Matmul,
+    add: bool,
     dlogits: Any,  # [T, columns]
     weight: Any,  # [V, H] or [H, V]
     scalars: Any,  # a `Span`
@@ -56,7 +59,7 @@ def _dhidden_kernel(
 
     def consume(tile: Tile, multiply: Any, slots: Any) -> None:
         # Nobody else adds to these in this launch: their bits repeat.
-        _send_tile(multiply(), slots, tile.rows, output.at[tile.place], tile.column, add=True)
+        _send_tile(multiply(), slots, tile.rows, output.at[tile.place], tile.column, add)
 
     slots = _pipeline.staging(matmul, hidden_size, output.dtype)
     groups, num_steps = _pipeline.row_groups(matmul, span.num_rows), ceil_div(span.depth, matmul.tiles.tile_k)
@@ -76,7 +79,8 @@ def write_dweight(
     """``dweight`` with the span's tiles written at its origin, from its rows."""
     matmul = Matmul(case, _config.tiles(case, "dweight"), 0, 0)
     lhs, rhs = (dlogits, hidden) if case.options.vocab_dim == 0 else (hidden, dlogits)
-    return _update(matmul, _dweight_kernel, "lce_dweight", lhs, rhs, span, dweight, interpret)
+    body = functools.partial(_dweight_kernel, matmul)
+    return _update(matmul, body, "lce_dweight", lhs, rhs, span, dweight, interpret)
 
 
 def _dweight_kernel(
@@ -123,7 +127,7 @@ def _update(
 ) -> Array:
     """``result`` as ``body`` leaves it, in its place."""
     outputs = [jax.ShapeDtypeStruct(result.shape, result.dtype)]
-    run = _pipeline.kernel(matmul, functools.partial(body, matmul), outputs, name, interpret, updated={3: 0})
+    run = _pipeline.kernel(matmul, body, outputs, name, interpret, updated={3: 0})
     return run(lhs, rhs, span, result)[0]
 
 
