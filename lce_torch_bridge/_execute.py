@@ -26,13 +26,13 @@ def forward(x: Operands, call: Call, keep_cache: bool) -> list[torch.Tensor]:
     with runtime.beside(x.hidden):
         # The backward takes all tokens at once, and so their cache.
         pieces = [_rows.whole(tokens)] if keep_cache else _rows.pieces(tokens)
-        inputs = _import(x.hidden, x.weight, [_per_token(x, piece, call.vocab_size) for piece in pieces], pieces)
+        inputs = _import(x.hidden, x.weight, [_tokens(x, piece) for piece in pieces], pieces)
         run = _run_alone if call.group == tensor_parallel.NO_GROUP else _run_shard
         packed, cache = run(inputs, spec, call, keep_cache)
         return [*_unpacked(packed, len(call.fields), tokens), *to_torch_all(cache)]
 
 
-type Inputs = tuple[jax.Array | None, ...]  # hidden, weight, per_token, num_rows, leaves of the cache
+type Inputs = tuple[jax.Array | None, ...]  # hidden, weight, what is per token, num_rows, leaves of the cache
 type Found = tuple[list[torch.Tensor], list[jax.Array]]  # each piece's packed results, and the first one's cache
 
 
@@ -60,8 +60,8 @@ def _unpacked(parts: list[torch.Tensor], fields: int, tokens: int) -> list[torch
     Copies, in torch's memory: a view could not be written in place, and JAX's memory knows no other stream.
     """
     packed = (parts[0] if len(parts) == 1 else torch.cat(parts, 1)).narrow(1, 0, tokens)
-    outputs = packed[:fields].view(torch.float32).unbind()
-    return [*(x.clone() for x in outputs), packed[fields:].clone(memory_format=torch.contiguous_format)]
+    outputs = torch.unbind_copy(packed[:fields].view(torch.float32))
+    return [*outputs, packed[fields:].clone(memory_format=torch.contiguous_format)]
 
 
 def forward_structs(x: Operands, call: Call, keep_cache: bool) -> list[torch.Tensor]:
@@ -148,17 +148,14 @@ def _import(
     return list(map(operands, pieces, per_token))
 
 
-def _per_token(x: Operands, piece: _rows.Piece, vocab_size: int) -> torch.Tensor:
-    """Labels and temperature as `_programs` describes them.
-
-    Labels are clamped, still out of vocabulary: JAX would take int64 modulo 2³², and 2³² + 3 for 3.
-    """
-    labels = x.labels[piece.tokens].long()  # a number as negative as -1 is none of uint8
-    count = labels.shape[0]
-    packed = labels.new_empty((x.numbers, piece.rows), dtype=torch.int32)
-    packed[0, :count].copy_(labels.clamp(-1, vocab_size))
-    if x.temperature is not None:
-        packed[1, :count].view(torch.float32).copy_(x.temperature[piece.tokens])
+def _tokens(x: Operands, piece: _rows.Piece) -> torch.Tensor:
+    """Labels and temperature as `_programs` describes them: the labels' own memory, if that is all."""
+    halves = x.labels[piece.tokens].long().contiguous().view(torch.int32)
+    if x.temperature is None:
+        return _rows.pad(halves, 2 * piece.rows)
+    packed = halves.new_empty((3 * piece.rows,))
+    packed[: len(halves)].copy_(halves)
+    packed[2 * piece.rows :][: len(halves) // 2].view(torch.float32).copy_(x.temperature[piece.tokens])
     return packed
 
 
@@ -175,7 +172,7 @@ def _cache_structure(hidden: torch.Tensor, weight: torch.Tensor, numbers: int, s
         runtime.jax_device(hidden.device),
         struct((piece.rows, int(hidden.shape[1])), _dtype_name(hidden)),
         struct(tuple(map(int, weight.shape)), _dtype_name(weight)),
-        struct((numbers, piece.rows), "int32"),
+        struct(((1 + numbers) * piece.rows,), "int32"),
         None if piece.num_rows is None else struct((), "int32"),
     )
 

@@ -1,14 +1,15 @@
 """The compiled programs: one jitted function for each static specification, over `lce_jax.local`.
 
-    statistics   hidden, weight, per_token          ->  this shard's statistics, packed [F, P], and its cache
-    results      the shards' statistics [N, F, P]   ->  outputs and what the backward needs, packed [O + S, P]
+    statistics   hidden, weight, tokens                     ->  this shard's statistics, packed [F, P], and its cache
+    results      tokens, the shards' statistics [N, F, P]   ->  outputs and what the backward needs, packed [O + S, P]
     forward      both in one, for a vocabulary that is not split
-    gradients    operands and cache                 ->  those of dhidden and dweight that are wanted
+    gradients    operands and cache                         ->  those of dhidden and dweight that are wanted
 
 P is the rows of a program, of which the first ``num_rows`` count (None: all). It is an operand, so that programs serve
 many counts of tokens. An array that crosses between the libraries costs the host as much as many kernels do: all that
-is per token crosses as one int32 matrix, floats by their bits. ``per_token`` is ``[labels]``, then the temperature if
-there is one; S adds the merged statistics to these, and `gradients` takes S with the cotangents behind.
+is per token crosses as one of int32, floats by their bits. ``tokens`` is ``[2 P]``, the two halves of each int64 label,
+and P more for the temperature if there is one. S is the label, the temperature if there is one, and the merged
+statistics; `gradients` takes S with the cotangents behind.
 """
 
 from __future__ import annotations
@@ -56,23 +57,23 @@ class Spec(NamedTuple):
 
 @functools.cache
 def statistics(spec: Spec, keep_cache: bool) -> Callable[..., Any]:
-    """``(hidden, weight, per_token, num_rows) -> packed, cache leaves``."""
+    """``(hidden, weight, tokens, num_rows) -> packed, cache leaves``."""
     return jax.jit(functools.partial(_statistics, spec, keep_cache))
 
 
 @functools.cache
 def results(spec: Spec, fields: tuple[str, ...], megatron: bool) -> Callable[..., Any]:
-    """``(per_token, num_rows, gathered) -> packed``: ``fields`` of `LogprobOutput`, then S."""
+    """``(tokens, num_rows, gathered) -> packed``: ``fields`` of `LogprobOutput`, then S."""
     return jax.jit(functools.partial(_results, spec, fields, megatron))
 
 
 @functools.cache
 def forward(spec: Spec, keep_cache: bool, fields: tuple[str, ...], megatron: bool) -> Callable[..., Any]:
-    """``(hidden, weight, per_token, num_rows) -> packed, cache leaves``, as `statistics` and `results` in one."""
+    """``(hidden, weight, tokens, num_rows) -> packed, cache leaves``, as `statistics` and `results` in one."""
 
-    def run(hidden: Any, weight: Any, per_token: Any, num_rows: Any) -> Any:
-        packed, cache = _statistics(spec, keep_cache, hidden, weight, per_token, num_rows)
-        return _results(spec, fields, megatron, per_token, num_rows, packed[None]), cache
+    def run(hidden: Any, weight: Any, tokens: Any, num_rows: Any) -> Any:
+        packed, cache = _statistics(spec, keep_cache, hidden, weight, tokens, num_rows)
+        return _results(spec, fields, megatron, tokens, num_rows, packed[None]), cache
 
     return jax.jit(run)
 
@@ -81,7 +82,7 @@ def forward(spec: Spec, keep_cache: bool, fields: tuple[str, ...], megatron: boo
 def gradients(
     spec: Spec, cotangents: tuple[str, ...], wanted: tuple[bool, bool], rounded: bool, cache: Any
 ) -> Callable[..., Any]:
-    """``(hidden, weight, per_token, num_rows, *cache leaves) -> [dhidden, dweight]``, if wanted.
+    """``(hidden, weight, S and the cotangents, num_rows, *cache leaves) -> [dhidden, dweight]``, if wanted.
 
     A gradient that is not wanted is no output, and the compiler drops its product. Without a cotangent of the entropy
     its part is left out. ``rounded``: dhidden in hidden's dtype, where no sum over the group follows.
@@ -89,7 +90,9 @@ def gradients(
 
     def run(hidden: Any, weight: Any, per_token: Any, num_rows: Any, *leaves: Any) -> list[Any]:
         kept = len(spec.merged)
-        labels, temperature, floats = _unpacked(per_token, kept + len(cotangents))
+        labels, floats = per_token[0], lax.bitcast_convert_type(per_token[1:], jnp.float32)
+        temperature = floats[0] if len(floats) > kept + len(cotangents) else None
+        floats = floats[0 if temperature is None else 1 :]
         merged, seeds = _statistics_from(spec.merged, floats[:kept]), dict(zip(cotangents, floats[kept:], strict=True))
         entropy = "entropy" in seeds
         grads = local.gradients(
@@ -112,8 +115,8 @@ def gradients(
 def cache_structure(spec: Spec, device: jax.Device, *inputs: jax.ShapeDtypeStruct | None) -> Any:
     """The cache of `statistics` for ``inputs`` like these, of ``jax.ShapeDtypeStruct``: shapes, and how leaves fit."""
 
-    def cache(hidden: Any, weight: Any, per_token: Any, num_rows: Any) -> Any:
-        labels, temperature, _ = _unpacked(per_token)
+    def cache(hidden: Any, weight: Any, tokens: Any, num_rows: Any) -> Any:
+        labels, temperature = _unpacked(spec, tokens, hidden.shape[0])
         options = _options(spec, temperature, num_rows)
         return local.statistics(hidden, weight, labels, keep_cache=True, **options)[1]
 
@@ -122,32 +125,33 @@ def cache_structure(spec: Spec, device: jax.Device, *inputs: jax.ShapeDtypeStruc
 
 
 def _statistics(
-    spec: Spec, keep_cache: bool, hidden: Any, weight: Any, per_token: Any, num_rows: Any
+    spec: Spec, keep_cache: bool, hidden: Any, weight: Any, tokens: Any, num_rows: Any
 ) -> tuple[Any, list[Any]]:
-    labels, temperature, _ = _unpacked(per_token)
+    labels, temperature = _unpacked(spec, tokens, hidden.shape[0])
     options = _options(spec, temperature, num_rows)
     stats, cache = local.statistics(hidden, weight, labels, keep_cache=keep_cache, **options)
     return jnp.stack([getattr(stats, name) for name in spec.statistics]), jax.tree.leaves(cache)
 
 
-def _results(spec: Spec, fields: tuple[str, ...], megatron: bool, per_token: Any, num_rows: Any, gathered: Any) -> Any:
-    labels, _, _ = _unpacked(per_token)
+def _results(spec: Spec, fields: tuple[str, ...], megatron: bool, tokens: Any, num_rows: Any, gathered: Any) -> Any:
+    labels, temperature = _unpacked(spec, tokens, gathered.shape[-1])
     merged = local.merge(_statistics_from(spec.statistics, jnp.moveaxis(gathered, 1, 0)))
     out = local.finish(merged, labels, vocab_size=spec.vocab_size, where=_where(num_rows, labels.shape[0]))
     if megatron:
         # Its predicted logit is left at 0 once the maximum has been subtracted: -ln Σ e^(z - max), which is max - lse.
         outside = (labels < 0) | (labels >= spec.vocab_size)
         out = out._replace(logprobs=jnp.where(outside, -jnp.log(merged.sumexp), out.logprobs))
-    floats = [*(getattr(out, name) for name in fields), *(getattr(merged, name) for name in spec.merged)]
-    bits = lax.bitcast_convert_type(jnp.stack(floats), jnp.int32)
-    return jnp.concatenate([bits[: len(fields)], per_token, bits[len(fields) :]])
+    kept = [temperature, *(getattr(merged, name) for name in spec.merged)]
+    numbers = [*(getattr(out, name) for name in fields), labels, *(x for x in kept if x is not None)]
+    return jnp.stack([lax.bitcast_convert_type(x, jnp.int32) for x in numbers])
 
 
-def _unpacked(per_token: Any, others: int = 0) -> tuple[Any, Any, Any]:
-    """Labels ``[P]``, the temperature ``[P]`` or None, and the ``others`` behind."""
-    floats = lax.bitcast_convert_type(per_token[1:], jnp.float32)
-    tempered = len(floats) - others
-    return per_token[0], floats[0] if tempered else None, floats[tempered:]
+def _unpacked(spec: Spec, tokens: Any, rows: int) -> tuple[Any, Any]:
+    """Labels ``[P]``, at most one off the vocabulary, and the temperature ``[P]`` or None."""
+    low, high = tokens[: 2 * rows].reshape(rows, 2).T
+    far = jnp.where(high < 0, -1, spec.vocab_size)  # JAX would take int64 modulo 2³², and 2³² + 3 for 3
+    labels = jnp.where(high == low >> 31, jnp.clip(low, -1, spec.vocab_size), far)
+    return labels, lax.bitcast_convert_type(tokens[2 * rows :], jnp.float32) if len(tokens) > 2 * rows else None
 
 
 def _statistics_from(names: tuple[str, ...], fields: Any) -> local.ShardStatistics:

@@ -238,7 +238,7 @@ H200 = Case(
 )
 
 
-@pytest.mark.parametrize("kernel", sweep.KERNELS)
+@pytest.mark.parametrize("kernel", shapes.KERNELS)
 def test_a_sweep_tries_tiles_that_fit_and_puts_the_table_back(kernel):
     before = dict(_config.TUNED)
     choices = sweep.depths(H200, kernel)
@@ -260,6 +260,16 @@ def test_a_sweep_leaves_no_entry_for_a_device_that_had_none():
 def test_a_sweep_without_such_a_gpu_says_so(capsys):
     assert command.main(["--sweep", "--shape", "256,256,1024", "--dtype", "bfloat16"]) == 1
     assert "compute capability 9.0" in capsys.readouterr().out
+
+
+def test_which_kernels_a_sweep_is_for(monkeypatch):
+    asked = []
+    monkeypatch.setattr(sweep, "sweep", lambda kernels, *_: asked.append(list(kernels)) or [])
+    for line in (["--sweep"], ["--sweep", "dlogits", "forward"]):
+        assert command.main([*line, "--shape", "256,256,1024"]) == 0
+    assert asked == [["forward", "dlogits", "dhidden", "dweight"], ["dlogits", "forward"]]
+    with pytest.raises(SystemExit):
+        command.main(["--sweep", "logits"])
 
 
 def test_sweep_table_is_fastest_first_and_ends_in_an_entry():

@@ -36,7 +36,10 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--rounds", type=_positive, default=7, help="timings of each row; the median is shown (default 7)")
     out.add_argument("--devices", type=_positive, default=1, help="also time the vocabulary split over so many")
     out.add_argument("--no-peers", action="store_true", help="leave out what PyTorch computes")
-    out.add_argument("--sweep", action="store_true", help="time the Hopper kernels' tiles instead; needs such a GPU")
+    sweep = (
+        f"time the tiles of the Hopper kernels instead, all or some of {', '.join(shapes.KERNELS)}; needs such a GPU"
+    )
+    out.add_argument("--sweep", nargs="*", choices=shapes.KERNELS, metavar="KERNEL", help=sweep)
     out.add_argument("--out", type=Path, default=Path("bench-out"), help="folder of bench.json and bench.png")
     return out
 
@@ -60,8 +63,8 @@ def main(arguments: list[str] | None = None) -> int:
     if options.devices > jax.device_count():
         out.print(f"--devices {options.devices}: there are {jax.device_count()} here", highlight=False)
         return 2
-    if options.sweep:
-        return _sweep(chosen, dtype, options.rounds, out)
+    if options.sweep is not None:
+        return _sweep(options.sweep or list(shapes.KERNELS), chosen, dtype, options.rounds, out)
     options.out.mkdir(parents=True, exist_ok=True)
     measurements = []
     for shape in chosen:
@@ -84,7 +87,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 0 if complete else 1
 
 
-def _sweep(chosen: Sequence[shapes.Shape], dtype: Any, rounds: int, out: Any) -> int:
+def _sweep(kernels: Sequence[str], chosen: Sequence[shapes.Shape], dtype: Any, rounds: int, out: Any) -> int:
     """Prints the tiles of each kernel by time, and the line to enter for the fastest."""
     from lce_jax.bench import sweep
 
@@ -92,7 +95,7 @@ def _sweep(chosen: Sequence[shapes.Shape], dtype: Any, rounds: int, out: Any) ->
         out.print(f"{shape}, {dtype.name}", style="bold")
         try:
             with out.status("") as status:
-                found = sweep.sweep(shape, dtype, rounds, status.update)
+                found = sweep.sweep(kernels, shape, dtype, rounds, status.update)
         except UnsupportedError as refusal:
             out.print(f"cannot sweep: {refusal}", highlight=False, soft_wrap=True)
             return 1

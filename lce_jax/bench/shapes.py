@@ -43,6 +43,8 @@ class Shape:
 
 
 GEMM, FORWARD, BOTH = "gemm", "forward", "forward+backward"  # the directions a row can time
+# The Hopper kernels, and the direction whose time each of them decides.
+KERNELS = {"forward": FORWARD, "dlogits": BOTH, "dhidden": BOTH, "dweight": BOTH}
 
 MODELS = {
     "qwen3-0.6b": Head(1024, 151936),

@@ -21,12 +21,10 @@ from lce_jax.bench.candidates import Candidate, jax_candidates
 from lce_jax.bench.measure import Run, interleave, median
 from lce_jax.bench.problem import Problem, random_problem
 from lce_jax.bench.run import admit
-from lce_jax.bench.shapes import BOTH, FORWARD, Shape
+from lce_jax.bench.shapes import KERNELS, Shape
 from lce_jax.mosaic import NAME, _config
 from lce_jax.mosaic._config import Tiles
 
-# Each kernel, and the direction whose time it decides.
-KERNELS = {"forward": FORWARD, "dlogits": BOTH, "dhidden": BOTH, "dweight": BOTH}
 SNAKES = (4, 8, 16, 32)
 
 
@@ -46,8 +44,8 @@ class Swept:
         return f'("{self.case.device_kind}", "{self.kernel}"): (({self.case.hidden_size}, {best}),)'
 
 
-def sweep(shape: Shape, dtype: Any, rounds: int, report: Callable[[str], None]) -> list[Swept]:
-    """Each kernel in turn: depth, stages and order first, then the snake of the best.
+def sweep(kernels: Sequence[str], shape: Shape, dtype: Any, rounds: int, report: Callable[[str], None]) -> list[Swept]:
+    """The kernels in turn: depth, stages and order first, then the snake of the best.
 
     Raises:
         UnsupportedError: the kernels cannot serve the shape here.
@@ -55,7 +53,7 @@ def sweep(shape: Shape, dtype: Any, rounds: int, report: Callable[[str], None]) 
     problem = random_problem(shape, dtype)
     case = explain(*problem.arrays[:3], logit_softcap=shape.head.logit_softcap, implementation=NAME).case
     found = []
-    for kernel in KERNELS:
+    for kernel in kernels:
         first = _time(kernel, depths(case, kernel), problem, case, rounds, report)
         if not first.seconds:
             raise UnsupportedError(f"no tiles of the {kernel} kernel gave right results: {first.left_out}")
