@@ -60,7 +60,7 @@ def _unpacked(parts: list[torch.Tensor], fields: int, tokens: int) -> list[torch
     Copies, in torch's memory: a view could not be written in place, and JAX's memory knows no other stream.
     """
     packed = (parts[0] if len(parts) == 1 else torch.cat(parts, 1)).narrow(1, 0, tokens)
-    outputs = torch.unbind_copy(packed[:fields].view(torch.float32))
+    outputs: Any = torch.unbind_copy(packed[:fields].view(torch.float32))  # type: ignore[func-returns-value]
     return [*outputs, packed[fields:].clone(memory_format=torch.contiguous_format)]
 
 

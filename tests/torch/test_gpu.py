@@ -248,7 +248,10 @@ def test_the_whole_call_is_as_fast_as_from_jax(implementation: str, cache_bytes:
 
 
 def test_host_time_of_a_call() -> None:
-    """Where nothing is compiled and nobody waits for the GPU: 0.57 to 0.66 ms over JAX on an H200; the aim is 0.3."""
+    """Where nothing is compiled and nobody waits for the GPU: 0.6 ms over JAX's 0.1; the aim is 0.3.
+
+    The host decides, and hosts of equal GPUs differ by a factor of two: the bound is in JAX's own time.
+    """
     name = "mosaic_gpu"  # XLA's loops over a number of rows known at run time wait for the GPU
     problem = draw(4096, 512, 8192)
     labels = to_jax(problem.labels.int()) + 0
@@ -265,7 +268,7 @@ def test_host_time_of_a_call() -> None:
         times.append((from_jax, forward))
     from_jax, forward = np.median(times, axis=0)
     print(f"\nhost time: JAX {from_jax * 1e6:.0f} us, PyTorch {forward * 1e6:.0f} us")
-    assert forward - from_jax < 0.8e-3
+    assert forward < 10 * from_jax
 
 
 def test_time_and_memory_fall_with_the_kept_share(implementation: str) -> None:
