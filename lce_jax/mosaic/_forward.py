@@ -73,7 +73,7 @@ def _visit(
     starts = tiles[::most]
 
     def launch(cache: Cache | None, first: Any) -> tuple[Cache | None, ShardStatistics]:
-        num_tiles = jnp.minimum(tiles.stop - first, most)
+        num_tiles = jnp.minimum(tiles.stop - first, most) if len(tiles) % most else most
         part, cache = _launch(prepared, case, first, num_tiles, most, cache, interpret)
         return cache, _to_nats(case, part, num_tiles)
 
@@ -199,8 +199,10 @@ def _target_logit(z: Array, target: Array, holds: Any) -> Array:
 
 def _to_nats(case: Case, part: Float[Array, "tiles fields T"], num_tiles: Any) -> ShardStatistics:
     """The partial statistics of the call's own tokens as eq. 1 has them, [tiles, T] each; of no columns, behind."""
-    written = (jnp.arange(part.shape[0], dtype=jnp.int32) < num_tiles)[:, None]
-    fields = iter(jnp.where(written, part[:, i, : case.num_tokens], 0.0) for i in range(part.shape[1]))
+    if not isinstance(num_tiles, int):
+        written = jnp.arange(part.shape[0], dtype=jnp.int32) < num_tiles
+        part = jnp.where(written[:, None, None], part, 0.0)
+    fields = iter(part[:, i, : case.num_tokens] for i in range(part.shape[1]))
     options = case.options
     highest, sumexp = next(fields), next(fields)
     weighted = next(fields) if options.entropy else None
