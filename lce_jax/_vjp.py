@@ -146,6 +146,10 @@ def _backward(spec: Spec, residuals: Any, cotangent: Results) -> tuple[Any, Any]
     dhidden, dweight = shard_gradients(
         spec, _flat(spec, hidden, weight), weight, rows, _start(spec, weight), stats, cotangent, cache
     )
+    if spec.axis_name is not None or _compat.varying_axes((dhidden, dweight)):
+        # Kernels hold every multiprocessor: a collective beside one waits for it on one device, and holds up the next
+        # on another. Each begins behind both gradients.
+        dhidden, dweight = lax.optimization_barrier((dhidden, dweight))
     if spec.gather_dim is None:
         dhidden = dhidden.reshape(hidden.shape)
     else:

@@ -157,7 +157,10 @@ def test_sharded(sequence_axis: str | None) -> None:
         )  # fmt: skip
         return jnp.sum(out.logprobs + out.entropy)
 
-    jax.jit(jax.grad(objective, argnums=(0, 1))).trace(*arguments).lower(lowering_platforms=("cuda",))
+    step = jax.jit(jax.grad(objective, argnums=(0, 1)))
+    text = step.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    summed = "all_reduce" if sequence_axis is None else "reduce_scatter"
+    assert 0 < text.find("optimization_barrier") < text.rfind(summed)  # no kernel beside the collective
 
 
 @pytest.mark.usefixtures("hopper")

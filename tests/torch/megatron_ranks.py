@@ -26,9 +26,7 @@ def run_ranks(
     directory.mkdir(parents=True)
     command = ["-m", WORKER, str(directory), table]
     told = {"JAX_PLATFORMS": "cpu" if gpus is None else "cuda,cpu", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    if gpus == "own":
-        told["OWN_GPU"] = "1"
-    failure = torchrun(ranks, command, directory / "logs", seconds, **told)
+    failure = torchrun(ranks, command, directory / "logs", seconds, own_gpus=gpus == "own", **told)
     results = directory / "results"
     lines = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
     outcome = {line["case"]: line["result"] for line in lines}

@@ -41,12 +41,9 @@ def merged(values: list[Any]) -> Any:
 def main(directory: pathlib.Path, table: str) -> None:
     warnings.filterwarnings("error", module=r"lce_(jax|torch_bridge)")
     rank = int(os.environ["LOCAL_RANK"])
-    if "OWN_GPU" in os.environ:  # each rank sees one, where torchrun shows it all
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[rank] if visible else str(rank)
     gpu = torch.cuda.is_available()
     if gpu:
-        torch.cuda.set_device(rank % torch.cuda.device_count())
+        torch.cuda.set_device(rank % torch.cuda.device_count())  # its own is the only one, where it sees no other
     dist.init_process_group("nccl" if gpu else "gloo", timeout=datetime.timedelta(seconds=60))
     megatron_models.prepare()
     for case in getattr(megatron_cases, table):

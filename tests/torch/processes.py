@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 SHOWN = 12_000  # characters of a process's output in the message of a failure
@@ -28,21 +29,28 @@ def succeed(code: str, timeout: float = 120, **environment: str) -> str:
     return done.stdout
 
 
-def ranks(size: int, command: list[str], logs: Path, timeout: float = 240, **environment: str) -> list[str]:
+def ranks(size: int, command: list[str], logs: Path, timeout: float = 240, **told: Any) -> list[str]:
     """The standard outputs of ``size`` processes of Python under torchrun, which all must end with exit code 0."""
-    failure = torchrun(size, command, logs, timeout, **environment)
+    failure = torchrun(size, command, logs, timeout, **told)
     assert failure is None, failure
     return [log.read_text() for log in sorted(logs.rglob("stdout.log"))]
 
 
-def torchrun(size: int, command: list[str], logs: Path, seconds: float, **environment: str) -> str | None:
+def torchrun(
+    size: int, command: list[str], logs: Path, seconds: float, own_gpus: bool = False, **environment: str
+) -> str | None:
     """Runs Python ``size`` times under torchrun, and leaves nobody behind: what went wrong, if anything did.
 
     The first to fail, or the end of the time, ends them all. Their output goes to ``logs``, a new directory; its ends
-    are part of the answer.
+    are part of the answer. With ``own_gpus`` each sees one GPU, where torchrun shows it all of them.
     """
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
-    launcher += ["--redirects=3", f"--log-dir={logs}", "--no-python", sys.executable, *command]
+    launcher += ["--redirects=3", f"--log-dir={logs}", "--no-python"]
+    if own_gpus:  # in the environment before Python begins: importing megatron-core opens the GPUs
+        environment["GPUS"] = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(size)))
+        own = 'CUDA_VISIBLE_DEVICES=$(echo "$GPUS" | cut -d , -f $((LOCAL_RANK + 1))) exec "$@"'
+        launcher += ["sh", "-c", own, "sh"]
+    launcher += [sys.executable, *command]
     logs.mkdir(parents=True)
     with (logs / "torchrun").open("wb") as file:
         process = subprocess.Popen(

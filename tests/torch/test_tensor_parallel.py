@@ -20,6 +20,16 @@ def test_two_ranks(tmp_path: Path) -> None:
         assert [line for line in said.splitlines() if line.startswith("done")] == [f"done {name}" for name in CHECKS]
 
 
+@pytest.mark.parametrize(("visible", "seen"), [("", ["0", "1"]), ("3,5", ["3", "5"])])
+def test_ranks_may_see_one_gpu_each(
+    visible: str, seen: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `test_megatron_gpu` has it."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    show = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"
+    assert [said.strip() for said in ranks(2, ["-c", show], tmp_path / "logs", own_gpus=True)] == seen
+
+
 def test_a_group_of_one_is_no_group() -> None:
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
