@@ -67,7 +67,8 @@ def mosaic_kernel(
     run = _updating_kernel(body, updated, **kwargs) if updated else mosaic_gpu.kernel(body, **kwargs)
 
     def typed(*operands: Any) -> Any:
-        return vary_like(run(*operands), operands)
+        with jax.enable_x64(False):  # the kernels count in int32, whatever their caller does
+            return vary_like(run(*operands), operands)
 
     return typed
 

@@ -28,7 +28,7 @@ class Implementation(Protocol):
         """Eq. 1 of the shard, and what the backward may use of it (None, or arrays within ``cache_bytes``)."""
 
     def gradients(self, operands: Operands, case: Case, rows: RowCoefficients, cache: Any = None) -> tuple[Any, Any]:
-        """Eq. 5: dhidden [T, H] in the statistics' dtype, dweight in the weight's."""
+        """Eq. 5: dhidden [T, H] in the statistics' dtype (the weight's will do, where the case rounds it), dweight."""
 
 
 IMPLEMENTATIONS: dict[str, Implementation] = {module.NAME: module for module in (mosaic, xla, reference)}

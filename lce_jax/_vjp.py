@@ -147,8 +147,8 @@ def _backward(spec: Spec, residuals: Any, cotangent: Results) -> tuple[Any, Any]
         spec, _flat(spec, hidden, weight), weight, rows, _start(spec, weight), stats, cotangent, cache
     )
     if spec.axis_name is not None or _compat.varying_axes((dhidden, dweight)):
-        # Kernels hold every multiprocessor: a collective beside one waits for it on one device, and holds up the next
-        # on another. Each begins behind both gradients.
+        # The Hopper kernels hold every multiprocessor: a collective beside one waits for it on one device, and holds
+        # up the next on another. So collectives begin behind both gradients.
         dhidden, dweight = lax.optimization_barrier((dhidden, dweight))
     if spec.gather_dim is None:
         dhidden = dhidden.reshape(hidden.shape)

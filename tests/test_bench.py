@@ -161,9 +161,17 @@ def test_the_vocabulary_split_over_devices(vocab_size):
     if vocab_size % 2:  # the call says so
         assert any("2 devices" in name and "521" in reason for name, reason in measured.left_out.items())
         return
-    assert measured.row("ours on 2", shapes.FORWARD)
-    assert measured.row("ours on 2", shapes.BOTH).errors["dweight"] < 1e-6
+    assert measured.row("ours split", shapes.FORWARD)
+    assert measured.row("ours split", shapes.BOTH).errors["dweight"] < 1e-6
     assert not measured.left_out
+
+
+def test_a_split_that_cannot_be_timed_is_a_failure(tmp_path):
+    options = ["--devices", "2", "--no-peers", "--rounds", "1", "--out", str(tmp_path)]
+    assert command.main([*options, "--shape", "24,32,520"]) == 0
+    assert command.main([*options, "--shape", "24,32,521"]) == 1
+    with pytest.raises(SystemExit):
+        command.main([*options, "--sweep"])
 
 
 def test_more_devices_than_there_are(capsys):

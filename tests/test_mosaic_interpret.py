@@ -39,7 +39,7 @@ class Call:
     cluster: int = 1  # 2: two blocks share the steps of few stages
     owns_cache: bool = True
     rounds_dhidden: bool = False
-    chunks: bool = False  # dlogits in as many chunks as there are tiles
+    chunk: int | None = None  # tiles of a chunk of dlogits
     options: Options = Options()  # noqa: RUF009 - frozen
 
     def __str__(self) -> str:
@@ -71,9 +71,14 @@ CALLS = [
     call("cache", cache_bytes=1 << 30),
     call("dhidden written once, rounded", rounds_dhidden=True, num_rows=100, cache_bytes=1 << 30),
     call("a cache that others read", owns_cache=False, cache_bytes=1 << 30),
-    call("chunks of a cache that others read", chunks=True, owns_cache=False, V=1100, cache_bytes=1 << 30),
-    call("chunks, half a cache", chunks=True, V=1100, cache_bytes=160_000),
-    call("chunks, columns that are no whole atom", chunks=True, V=777, cache_bytes=1 << 30, num_rows=100),
+    call("chunks of a cache that others read", chunk=1, owns_cache=False, V=1100, cache_bytes=1 << 30),
+    call("chunks, half a cache", chunk=1, V=1100, cache_bytes=160_000),
+    call("chunks, columns that are no whole atom", chunk=1, V=777, cache_bytes=1 << 30, num_rows=100),
+    call("a shorter last chunk", chunk=2, V=1200),
+    call("a shorter last chunk, hv", chunk=2, V=1280, weight_layout="hv"),
+    call("a shorter last chunk, columns that are no whole atom", chunk=2, V=1283, cache_bytes=150_000),
+    call("padding up to columns that are no whole atom", V=517, num_columns=400),
+    call("padding up to half an atom", V=520, num_columns=200),
     call("half a cache, float16", shared=True, dtype="float16", T=130, cache_bytes=150_000),
     call(
         "cache with everything", shared=True, T=264, V=1000, num_rows=100, num_columns=700, logit_softcap=3.0,
@@ -110,9 +115,10 @@ def draw(test: Call) -> tuple[Operands, Results]:
 @pytest.mark.parametrize("test", CALLS, ids=str)
 def test_matches_reference(test: Call, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     add_stores(monkeypatch)
-    if test.chunks:
+    monkeypatch.setattr(jax.lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
+    if test.chunk is not None:
         monkeypatch.setattr(_config, "TEMPORARY_BYTES", 0)
-        monkeypatch.setattr(_config, "CHUNK_COLUMNS", _config.TILE_N)
+        monkeypatch.setattr(_config, "CHUNK_COLUMNS", test.chunk * _config.TILE_N)
     if test.statistics_bytes is not None:
         monkeypatch.setattr(_config, "STATISTICS_BYTES", test.statistics_bytes)
     monkeypatch.setattr(_config, "SHORT_TOKENS" if test.shared else "MANY", 1)

@@ -6,6 +6,7 @@ No GPU is needed: the device is only claimed, and lowering stops before machine 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 
 import jax
@@ -84,9 +85,57 @@ def test_the_gradient_takes_the_place_of_the_cache(V: int, whole: bool) -> None:
 
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize(("cache_bytes", "kernels"), [(0, 4), (1 << 30, 8), (1 << 40, 4)])
-def test_how_many_kernels_are_compiled(cache_bytes: int, kernels: int) -> None:
-    """One of each kind for all chunks, however many they are and whatever is left for the last."""
-    assert lower(8192, 1024, 151936, cache_bytes=cache_bytes).count("@mosaic_gpu_v2") == kernels
+@pytest.mark.parametrize(("T", "V"), [(8192, 151936), (131072, 151936), (8192, 50257)])
+def test_how_many_kernels_are_compiled(T: int, V: int, cache_bytes: int, kernels: int) -> None:
+    """One of each kind for all chunks and launches, however many they are and whatever is left for the last."""
+    if cache_bytes == 1 << 30 and V == 50257:
+        kernels = 4  # it is all of it
+    assert lower(T, 1024, V, cache_bytes=cache_bytes).count("@mosaic_gpu_v2") == kernels
+
+
+@pytest.mark.usefixtures("hopper")
+def test_64_bit_numbers_outside() -> None:
+    with jax.enable_x64(True):
+        lower(4096, 1024, 32003, cache_bytes=1 << 26, where=True, temperature=True, logit_softcap=3.0, vocab_size=31000)
+        lower(100, 512, 32000, weight_layout="hv", cache_bytes=1 << 20)
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("checked", [True, False], ids=["check_vma", "no check_vma"])
+@pytest.mark.parametrize(
+    ("axis_name", "spec", "hidden_dtype", "rounded"),
+    [
+        ("tensor", PartitionSpec(), "bfloat16", False),  # other shards' parts are added
+        (None, PartitionSpec("tensor"), "bfloat16", True),
+        (None, PartitionSpec("tensor"), "float32", False),
+    ],
+)
+def test_dhidden_is_rounded_in_the_kernel_only_where_nothing_is_added(
+    axis_name: str | None, spec: PartitionSpec, hidden_dtype: str, rounded: bool, checked: bool
+) -> None:
+    mesh = jax.make_mesh((2,), ("tensor",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    T, H, V = 16384, 1024, 32000
+    weight = PartitionSpec("tensor") if axis_name else PartitionSpec()
+
+    @functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=(spec, weight, spec), out_specs=(spec, weight), check_vma=checked
+    )
+    def step(hidden, weight, labels):
+        def objective(hidden, weight):
+            out = lce_jax.linear_logprobs(
+                hidden, weight, labels, axis_name=axis_name, cache_bytes=1 << 40, implementation="mosaic_gpu"
+            )
+            return jnp.sum(out.logprobs)
+
+        return jax.grad(objective, argnums=(0, 1))(hidden, weight)
+
+    struct = jax.ShapeDtypeStruct
+    arrays = struct((T, H), hidden_dtype), struct((V, H), "bfloat16"), struct((T,), "int32")
+    text = jax.jit(step).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+    rows = T if axis_name else T // 2
+    kernels = [line for line in text.splitlines() if "@mosaic_gpu_v2" in line]
+    assert any(f"-> tensor<1x{rows}x{H}xbf16>" in line for line in kernels) == rounded
+    assert any(f"-> tensor<1x{rows}x{H}xf32>" in line for line in kernels) != rounded
 
 
 @pytest.mark.usefixtures("hopper")

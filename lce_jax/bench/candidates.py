@@ -109,10 +109,10 @@ def _split(
     hidden, weight, *rest = problem.arrays
     if weight.shape[0] % devices == 0:  # else left to the call, which says what it needs
         problem = Problem(problem.shape, place(hidden), place(weight, "tensor"), *map(place, rest))
-    key, label = f"ours on {devices}", f"{label}, {devices} devices"
-    rows = [_forward(problem, key, label, ours(0)), _both(problem, key, label, ours(0))]
+    label = f"{label}, {devices} devices"
+    rows = [direction(problem, "ours split", label, ours(0)) for direction in (_forward, _both)]
     if full:
-        rows.append(_both(problem, f"{key}, full cache", f"{label}, full cache", ours(UNLIMITED)))
+        rows.append(_both(problem, "ours split full cache", f"{label}, full cache", ours(UNLIMITED)))
     return [dataclasses.replace(row, results=lambda found: jax.device_put(dict(found), first)) for row in rows]
 
 

@@ -18,7 +18,13 @@ from lce_jax._types import format_bytes
 from lce_jax.bench.run import Measurement, Row
 from lce_jax.bench.shapes import BOTH, FORWARD, GEMM, Head
 
-OURS = {"ours": "#08519c", "ours half cache": "#3182bd", "ours full cache": "#74add1"}
+OURS = {
+    "ours": "#08519c",
+    "ours half cache": "#3182bd",
+    "ours full cache": "#74add1",
+    "ours split": "#2c3e8f",
+    "ours split full cache": "#6a7fd0",
+}
 KNOWN = {
     "gemm": "#969696",
     **OURS,

@@ -53,15 +53,11 @@ def gradients(
     if cached < shape.tiles:
         parts.append((range(cached, shape.tiles, _config.chunk_tiles(case, shape.tiles - cached)), recomputed))
     has_rest = bool(shape.tail) or operands.num_columns is not None
-    sums = jnp.zeros(_config.sums_shape(case), jnp.float32)
-    alone = sum(len(chunks) for chunks, _ in parts) == sums.shape[0] == 1  # each tile of dhidden is written once
-    if alone:
-        rounds = case.rounds_dhidden and not has_rest and rows.uniform is None
-        sums = lax.empty(sums.shape, case.dtype if rounds else jnp.float32)
-    start = sums, lax.empty(operands.weight.shape, case.dtype)  # every column is written
-    carry: Carry = _compat.vary_like(start, (operands, rows, cache))
+    adds = sum(len(chunks) for chunks, _ in parts) > 1  # else each tile of dhidden's parts is written once
+    rounds = case.rounds_dhidden and not (adds or has_rest or rows.uniform is not None)
+    carry: Carry = _compat.vary_like(_start(operands, case, adds, rounds), (operands, rows, cache))
     for chunks, dlogits in parts:
-        carry = _walk_chunks(operands, prepared, case, chunks, dlogits, carry, not alone, interpret)
+        carry = _walk_chunks(operands, prepared, case, chunks, dlogits, carry, adds, interpret)
     sums, dweight = carry
     dhidden = sums[0] if sums.shape[0] == 1 else jnp.sum(sums, axis=0)
     dhidden = dhidden[: case.num_tokens, : case.hidden_size]
@@ -72,6 +68,18 @@ def gradients(
     return dhidden, dweight
 
 
+def _start(operands: Operands, case: Case, adds: bool, rounds: bool) -> Carry:
+    """What the chunks begin with: memory for dhidden's parts, zero if they are added up, and for dweight."""
+    shape, parts = _config.geometry(case), _config.sums_shape(case)
+    sums = jnp.zeros(parts, jnp.float32) if adds else lax.empty(parts, jnp.float32)
+    if rounds and parts[0] == 1:
+        sums = lax.empty(parts, case.dtype)
+    # The kernels write whole tiles, `_add_rest` what it adds. Padding may leave a tail behind both.
+    complete = operands.num_columns is None or not shape.tail or shape.columns % TILE_N
+    dweight = lax.empty if complete else jnp.zeros
+    return sums, dweight(operands.weight.shape, case.dtype)
+
+
 def _walk_chunks(
     operands: Operands,
     prepared: Prepared,
@@ -79,7 +87,7 @@ def _walk_chunks(
     chunks: range,
     dlogits: Callable[[Array, int, Array], Array],
     carry: Carry,
-    add: bool,
+    adds: bool,
     interpret: Any,
 ) -> Carry:
     """Adds the part of a range of vocabulary tiles (or writes it), the range's step of them at a time."""
@@ -94,17 +102,17 @@ def _walk_chunks(
         origin = column if in_place else 0
         span = Span(prepared.num_rows, prepared.num_columns, column, num_tiles, depth, origin).pack()
         position = jnp.arange(columns, dtype=jnp.int32)
-        weight, part = prepared.weight, dweight
+        weight, target = prepared.weight, dweight
         if not in_place:
             weight = jnp.take(weight, column + position, axis=0, mode="clip")
-            part = _compat.vary_like(lax.empty(weight.shape, case.dtype), carry)
+            target = _compat.vary_like(lax.empty(weight.shape, case.dtype), carry)
         d = dlogits(span, columns, weight)
-        sums = _products.update_dhidden(sums, d, weight, case, span, add, interpret)
-        part = _products.write_dweight(part, d, prepared.hidden, case, span, interpret)
-        if not in_place:
-            there = jnp.where(position < num_tiles * TILE_N, 0, case.vocab_size) + column + position
-            part = dweight.at[there].set(part, mode="drop", indices_are_sorted=True, unique_indices=True)
-        return sums, part
+        sums = _products.update_dhidden(sums, d, weight, case, span, adds, interpret)
+        written = _products.write_dweight(target, d, prepared.hidden, case, span, interpret)
+        if in_place:
+            return sums, written
+        there = jnp.where(position < num_tiles * TILE_N, 0, case.vocab_size) + column + position
+        return sums, dweight.at[there].set(written, mode="drop", indices_are_sorted=True, unique_indices=True)
 
     if len(chunks) == 1:
         return step(jnp.int32(chunks.start), carry)

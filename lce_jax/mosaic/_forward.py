@@ -126,9 +126,13 @@ def _kernel(
     holds_target: Any,  # [row blocks, tiles of the shard]
     mask: Any,  # [512]
     scalars: Any,  # a `Span`
-    *results: Any,  # the cache as it was; [tiles, fields, Tp], the cache as it will be, in the same place
+    *results: Any,  # [tiles, fields, Tp]; with a cache: the cache as it was, these, and the cache as it will be
 ) -> None:
-    partial, exponentials, tile_max = results[2:] if len(results) > 1 else (*results, None, None)
+    exponentials = tile_max = None
+    if len(results) == 1:
+        (partial,) = results
+    else:  # the cache that was is in the place of the one that will be
+        _, _, partial, exponentials, tile_max = results
     options, span = matmul.case.options, Span.unpack(scalars)
     first_tile = lax.div(span.column, jnp.int32(TILE_N))
 
@@ -144,9 +148,8 @@ def _kernel(
         lowest = jnp.min(real(-PADDING), axis=1) * row_scale if options.stats else None
         z = real(PADDING)
         highest = jnp.maximum(jnp.max(z, axis=1), FLOOR) * row_scale
-        if (
-            exponentials is not None
-        ):  # the target before the exponentials, so that z dies block by block; else after: each spills otherwise
+        # The target before the exponentials, so that z dies block by block; without them after: each spills otherwise.
+        if exponentials is not None:
             at_target = _target_logit(z, target, holds)
             send = functools.partial(_send_exponentials, slots, tile.rows, exponentials, column)
             sumexp, weighted = _sums(z, row_scale, highest, options, STAGING_COLUMNS, send)

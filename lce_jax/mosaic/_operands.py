@@ -68,10 +68,10 @@ class Span(NamedTuple):
 
     num_rows: Any  # live rows
     num_columns: Any  # live columns of the shard
-    column: Any  # the first one, a multiple of 256
+    column: Any  # the first one
     num_tiles: Any  # of 256 columns
     depth: Any = 0  # columns that a product contracts
-    origin: Any = 0  # the first column's place in the weight that the kernel is given
+    origin: Any = 0  # the first column's place in the weight, and in dweight, that the kernel is given
 
     def pack(self) -> Int[Array, "fields"]:
         """As a kernel takes it."""

@@ -33,7 +33,7 @@ CASES: dict[str, dict[str, Any]] = {
     "one token": {"T": 1, "H": 768, "V": 50257},
     "GPT-2": {"T": 777, "H": 768, "V": 50257},
     "Qwen3": {"T": 1024, "H": 1024, "V": 151936},
-    "several tiles per unit": {"T": 4096, "H": 1024, "V": 32000, "stats": True, "statistics_bytes": 1 << 20},
+    "several launches": {"T": 4096, "H": 1024, "V": 32000, "stats": True, "statistics_bytes": 1 << 20},
     "wide": {"T": 640, "H": 5120, "V": 32000},
     "narrow": {"T": 600, "H": 64, "V": 4001},
     "odd steps": {"T": 300, "H": 448, "V": 18992},
@@ -46,6 +46,8 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "no entropy": {"T": 512, "H": 2048, "V": 32000, "entropy": False},
     "cache": {"T": 1003, "H": 1024, "V": 32000, "cache_bytes": 1 << 32},
+    "dhidden written once": {"T": 4096, "H": 2048, "V": 32000, "cache_bytes": 1 << 32},
+    "padding up to a tail": {"T": 300, "H": 512, "V": 32003, "vocab_size": 31000},
     "part of a cache": {"T": 2048, "H": 1024, "V": 32008, "cache_bytes": 50 << 20},
     "chunks": {"T": 4096, "H": 1024, "V": 128256},
     "chunks that copy": {"T": 4096, "H": 1024, "V": 128251, "cache_bytes": 400 << 20},
@@ -185,7 +187,11 @@ def test_one_cache_serves_two_backwards() -> None:
                 np.testing.assert_array_equal(x, y)
 
 
-def test_the_cache_is_not_copied() -> None:
+@pytest.mark.parametrize("statistics_bytes", [_config.STATISTICS_BYTES, 1 << 20])
+def test_the_cache_is_not_copied(statistics_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither where one launch of the forward fills it nor where several do."""
+    monkeypatch.setattr(_config, "STATISTICS_BYTES", statistics_bytes)
+    jax.clear_caches()  # it is read while tracing
     hidden, weight, rows, options = draw(2048, 512, 32000, cache_bytes=1 << 32)
     supported(hidden, weight, options)
     compiled = step("mosaic_gpu", options).lower(hidden, weight, rows).compile()

@@ -33,7 +33,9 @@ def ranks(size: int, command: list[str], logs: Path, timeout: float = 240, **tol
     """The standard outputs of ``size`` processes of Python under torchrun, which all must end with exit code 0."""
     failure = torchrun(size, command, logs, timeout, **told)
     assert failure is None, failure
-    return [log.read_text() for log in sorted(logs.rglob("stdout.log"))]
+    said = [log.read_text() for log in sorted(logs.rglob("stdout.log"))]
+    assert len(said) == size
+    return said
 
 
 def torchrun(
@@ -62,7 +64,11 @@ def torchrun(
         failure = "the ranks were not done in time"
     finally:
         process.terminate()  # it ends the ranks, after half a minute with force
-        process.wait()
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
     if failure is None:
         return None
     texts = {log.relative_to(logs): log.read_text(errors="replace") for log in sorted(logs.rglob("*")) if log.is_file()}
