@@ -128,11 +128,8 @@ def _kernel(
     scalars: Any,  # a `Span`
     *results: Any,  # [tiles, fields, Tp]; with a cache: the cache as it was, these, and the cache as it will be
 ) -> None:
-    exponentials = tile_max = None
-    if len(results) == 1:
-        (partial,) = results
-    else:  # the cache that was is in the place of the one that will be
-        _, _, partial, exponentials, tile_max = results
+    cache = Cache(*results[3:]) if len(results) > 1 else None
+    partial = results[0 if cache is None else 2]
     options, span = matmul.case.options, Span.unpack(scalars)
     first_tile = lax.div(span.column, jnp.int32(TILE_N))
 
@@ -149,11 +146,11 @@ def _kernel(
         z = real(PADDING)
         highest = jnp.maximum(jnp.max(z, axis=1), FLOOR) * row_scale
         # The target before the exponentials, so that z dies block by block; without them after: each spills otherwise.
-        if exponentials is not None:
+        if cache is not None:
             at_target = _target_logit(z, target, holds)
-            send = functools.partial(_send_exponentials, slots, tile.rows, exponentials, column)
+            send = functools.partial(_send_exponentials, slots, tile.rows, cache.exponentials, column)
             sumexp, weighted = _sums(z, row_scale, highest, options, STAGING_COLUMNS, send)
-            tile_max.at[first_tile + position, tile.rows][...] = highest
+            cache.max.at[first_tile + position, tile.rows][...] = highest
         else:
             sumexp, weighted = _sums(z, row_scale, highest, options, matmul.tiles.columns, None)
             at_target = _target_logit(z, target, holds)
@@ -161,7 +158,7 @@ def _kernel(
         for i, field in enumerate(jax.tree.leaves(stats)):
             partial.at[position, i, tile.rows][...] = field
 
-    slots = None if exponentials is None else _pipeline.staging(matmul, TILE_N, hidden.dtype)
+    slots = None if cache is None else _pipeline.staging(matmul, TILE_N, hidden.dtype)
     _pipeline.walk_logits(matmul, hidden, weight, span, consume, slots)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
