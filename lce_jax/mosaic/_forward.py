@@ -128,7 +128,7 @@ def _kernel(
     scalars: Any,  # a `Span`
     *results: Any,  # [tiles, fields, Tp]; with a cache: the cache as it was, these, and the cache as it will be
 ) -> None:
-    cache = Cache(*results[3:]) if len(results) > 1 else None
+    cache: Any = Cache(*results[3:]) if len(results) > 1 else None
     partial = results[0 if cache is None else 2]
     options, span = matmul.case.options, Span.unpack(scalars)
     first_tile = lax.div(span.column, jnp.int32(TILE_N))
