@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -249,9 +250,12 @@ H200 = Case(
 @pytest.mark.parametrize("kernel", shapes.KERNELS)
 def test_a_sweep_tries_tiles_that_fit_and_puts_the_table_back(kernel):
     before = dict(_config.TUNED)
-    choices = sweep.depths(H200, kernel)
-    assert len(set(choices)) == len(choices) >= 4
-    for tiles in choices:
+    start = _config.tiles(H200, kernel)
+    choices = [sweep.around(H200, kernel, start, step) for step in sweep.STEPS]
+    for step in choices:
+        assert start in step
+        assert 4 <= len(set(step)) == len(step) <= 40
+    for tiles in itertools.chain(*choices):
         with sweep.tuned(H200, kernel, tiles):
             assert _config.tiles(H200, kernel) == tiles
             assert _config.refusal(H200) is None
@@ -260,7 +264,7 @@ def test_a_sweep_tries_tiles_that_fit_and_puts_the_table_back(kernel):
 
 def test_a_sweep_leaves_no_entry_for_a_device_that_had_none():
     unknown = dataclasses.replace(H200, device_kind="NVIDIA H100 PCIe")
-    with sweep.tuned(unknown, "forward", sweep.depths(unknown, "forward")[0]):
+    with sweep.tuned(unknown, "forward", _config.Tiles(tile_k=64, stages=3)):
         assert ("NVIDIA H100 PCIe", "forward") in _config.TUNED
     assert ("NVIDIA H100 PCIe", "forward") not in _config.TUNED
 
@@ -268,6 +272,25 @@ def test_a_sweep_leaves_no_entry_for_a_device_that_had_none():
 def test_a_sweep_without_such_a_gpu_says_so(capsys):
     assert command.main(["--sweep", "--shape", "256,256,1024", "--dtype", "bfloat16"]) == 1
     assert "compute capability 9.0" in capsys.readouterr().out
+
+
+def test_each_step_of_a_sweep_begins_with_the_best_of_the_one_before(tiny, monkeypatch):
+    """The fastest here: the deepest, then the one without a cluster, then the longest snake."""
+    steps = []
+
+    def time(kernel, choices, *_):
+        steps.append(choices)
+        key = lambda one: (-one.stages, one.cluster, one.minor, one.in_flight, -one.snake)  # noqa: E731
+        return sweep.Swept(kernel, H200, dict.fromkeys(sorted(choices, key=key), 1.0), {})
+
+    monkeypatch.setattr(sweep, "random_problem", lambda *_: tiny)
+    monkeypatch.setattr(sweep, "explain", lambda *_, **__: types.SimpleNamespace(case=H200))
+    monkeypatch.setattr(sweep, "_time", time)
+    (found,) = sweep.sweep(["dlogits"], TINY, jnp.dtype("float32"), 1, print)
+    assert [len({one.stages for one in step}) > 1 for step in steps] == [True, False, False]
+    best = next(iter(found.seconds))
+    assert best.stages == max(one.stages for one in steps[0])
+    assert (best.cluster, best.minor, best.in_flight, best.snake) == (1, 0, 0, 32)
 
 
 def test_which_kernels_a_sweep_is_for(monkeypatch):
@@ -281,7 +304,7 @@ def test_which_kernels_a_sweep_is_for(monkeypatch):
 
 
 def test_sweep_table_is_fastest_first_and_ends_in_an_entry():
-    fast, slow = sweep.depths(H200, "forward")[:2]
+    fast, slow = sweep.around(H200, "forward", _config.tiles(H200, "forward"), sweep.STEPS[0])[:2]
     swept = sweep.Swept("forward", H200, {fast: 0.001, slow: 0.002}, {})
     assert swept.entry == f'("NVIDIA H200", "forward"): ((1024, {fast}),)'
     assert sweep.table(swept).row_count == 2

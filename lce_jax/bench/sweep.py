@@ -25,7 +25,11 @@ from lce_jax.bench.shapes import KERNELS, Shape
 from lce_jax.mosaic import NAME, _config
 from lce_jax.mosaic._config import Tiles
 
-SNAKES = (4, 8, 16, 32)
+STEPS: tuple[dict[str, Sequence[int]], ...] = (
+    {"tile_k": (64, 128), "stages": range(2, 9), "turns": (1, 2), "slots": (1, 2)},
+    {"cluster": (1, 2), "minor": (0, 1), "in_flight": (0, 1)},
+    {"snake": (4, 8, 16, 32)},
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +49,9 @@ class Swept:
 
 
 def sweep(kernels: Sequence[str], shape: Shape, dtype: Any, rounds: int, report: Callable[[str], None]) -> list[Swept]:
-    """The kernels in turn: depth, stages and order first, then the snake of the best.
+    """The kernels in turn, from the tiles that they have: in each step what differs in a few fields, and its best.
+
+    Only timings of one interleaved run are compared; each step times the best of the one before again.
 
     Raises:
         UnsupportedError: the kernels cannot serve the shape here.
@@ -54,25 +60,25 @@ def sweep(kernels: Sequence[str], shape: Shape, dtype: Any, rounds: int, report:
     case = explain(*problem.arrays[:3], logit_softcap=shape.head.logit_softcap, implementation=NAME).case
     found = []
     for kernel in kernels:
-        first = _time(kernel, depths(case, kernel), problem, case, rounds, report)
-        if not first.seconds:
-            raise UnsupportedError(f"no tiles of the {kernel} kernel gave right results: {first.left_out}")
-        best = next(iter(first.seconds))
-        again = [dataclasses.replace(best, snake=snake) for snake in SNAKES]
-        second = _time(kernel, again, problem, case, rounds, report)
-        # Only timings of one interleaved run are compared: the second run holds the first one's best too.
-        found.append(dataclasses.replace(second, left_out=first.left_out | second.left_out))
+        best = _config.tiles(case, kernel)
+        left_out: dict[str, str] = {}
+        for step in STEPS:
+            swept = _time(kernel, around(case, kernel, best, step), problem, case, rounds, report)
+            left_out |= swept.left_out
+            if not swept.seconds:
+                raise UnsupportedError(f"no tiles of the {kernel} kernel gave right results: {left_out}")
+            best = next(iter(swept.seconds))
+        found.append(dataclasses.replace(swept, left_out=left_out))
     return found
 
 
-def depths(case: Case, kernel: str) -> list[Tiles]:
-    """Every depth, number of stages, cluster, order, steps in flight, turns and slots that fit shared memory."""
+def around(case: Case, kernel: str, tiles: Tiles, fields: dict[str, Sequence[int]]) -> list[Tiles]:
+    """``tiles`` with every choice of the fields that is valid and fits shared memory."""
+    made = []
+    for values in itertools.product(*fields.values()):
+        with contextlib.suppress(ValueError):  # of choices that exclude each other
+            made.append(dataclasses.replace(tiles, **dict(zip(fields, values, strict=True))))
     staged = _config.stages_output(case, kernel)
-    choices = itertools.product((64, 128), range(2, 9), (1, 2), (0, 1), (0, 1), ((1, 2), (2, 1)))
-    made = (
-        Tiles(tile_k=k, stages=n, cluster=c, minor=m, in_flight=f, turns=turns, slots=slots)
-        for k, n, c, m, f, (turns, slots) in choices
-    )
     return [one for one in made if one.smem_bytes(case.dtype.itemsize, staged) <= _config.SMEM_LIMIT]
 
 
