@@ -142,6 +142,7 @@ def _backward(spec: Spec, residuals: Any, cotangent: Results) -> tuple[Any, Any]
     if spec.axis_name is not None:
         cotangent = _collectives.total_cotangent(cotangent, spec.axis_name)
     elif hidden.dtype == weight.dtype and _compat.varying_axes(residuals) == _compat.varying_axes(hidden):
+        # Nobody will add to dhidden.
         spec = dataclasses.replace(spec, case=dataclasses.replace(spec.case, rounds_dhidden=True))
     dhidden, dweight = shard_gradients(
         spec, _flat(spec, hidden, weight), weight, rows, _start(spec, weight), stats, cotangent, cache

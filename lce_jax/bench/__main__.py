@@ -46,9 +46,10 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: list[str] | None = None) -> int:
     """Measures, prints and writes; 1 where a row of this package failed or was wrong, else 0."""
-    options = parser().parse_args(arguments)
+    command = parser()
+    options = command.parse_args(arguments)
     if options.sweep is not None and options.devices > 1:
-        parser().error("--sweep times one device: leave out --devices")
+        command.error("--sweep times one device: leave out --devices")
     # JAX would take three quarters of a GPU's memory at its first use and leave the peers without.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     try:
@@ -72,8 +73,8 @@ def main(arguments: list[str] | None = None) -> int:
     for shape in chosen:
         with out.status(str(shape)) as status:
             measured = measure(
-                shape, dtype, options.implementation, options.rounds, status.update, not options.no_peers,
-                options.devices,
+                shape, dtype, options.implementation, options.rounds, status.update,
+                with_peers=not options.no_peers, devices=options.devices,
             )  # fmt: skip
         measurements.append(measured)
         out.print(report.table(measured))

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from lce_jax import _dispatch, explain, linear_logprobs, sharded_linear_logprobs
+from lce_jax import LogprobOutput, _dispatch, explain, linear_logprobs, sharded_linear_logprobs
 from lce_jax.bench.measure import Run, compile_jax
 from lce_jax.bench.problem import Objective, Problem, Results
 from lce_jax.bench.shapes import BOTH, FORWARD, GEMM
@@ -60,13 +60,7 @@ def jax_candidates(problem: Problem, implementation: str | None, devices: int = 
         return explain(*problem.arrays[:3], logit_softcap=softcap, cache_bytes=cache_bytes, implementation=wanted)
 
     def ours(cache_bytes: int = 0, name: str | tuple[str, ...] = wanted) -> LogprobFunction:
-        def logprobs(hidden: Array, weight: Array, labels: Array) -> tuple[Array, Array | None]:
-            out = linear_logprobs(
-                hidden, weight, labels, logit_softcap=softcap, cache_bytes=cache_bytes, implementation=name
-            )
-            return out.logprobs, out.entropy
-
-        return logprobs
+        return _ours(linear_logprobs, logit_softcap=softcap, cache_bytes=cache_bytes, implementation=name)
 
     served_by = plan().implementation
     name = f"lce_jax ({served_by})"
@@ -76,7 +70,7 @@ def jax_candidates(problem: Problem, implementation: str | None, devices: int = 
         if plan(cache_bytes).kept_bytes > plan().kept_bytes:
             rows.append(_both(problem, f"ours {part} cache", f"{name}, {part} cache", ours(cache_bytes)))
     if devices > 1:
-        rows += _split(problem, wanted, name, devices, full)
+        rows += _split(problem, wanted, name, devices, cached=full > 0)
     if served_by != "xla":
         chunked = ours(name="xla")
         rows += [direction(problem, "chunked", "lce_jax (xla)", chunked) for direction in (_forward, _both)]
@@ -86,33 +80,34 @@ def jax_candidates(problem: Problem, implementation: str | None, devices: int = 
     return [*rows, _both(problem, "materialised by hand", f"{label}, gradient by hand", by_hand, True)]
 
 
+def _ours(call: Callable[..., LogprobOutput], **options: Any) -> LogprobFunction:
+    def logprobs(hidden: Array, weight: Array, labels: Array) -> tuple[Array, Array | None]:
+        out = call(hidden, weight, labels, **options)
+        return out.logprobs, out.entropy
+
+    return logprobs
+
+
 def _split(
-    problem: Problem, implementation: str | tuple[str, ...], label: str, devices: int, full: int
+    problem: Problem, implementation: str | tuple[str, ...], label: str, devices: int, cached: bool
 ) -> list[Candidate]:
     """This package on a mesh of ``devices``, without and with a cache; hidden states and results on all of them."""
     mesh = jax.make_mesh((devices,), ("tensor",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])
     first = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    options = {"mesh": mesh, "logit_softcap": problem.shape.head.logit_softcap, "implementation": implementation}
 
     def place(array: Array, *axes: str) -> Array:
         return jax.device_put(array, NamedSharding(mesh, PartitionSpec(*axes)))
-
-    def ours(cache_bytes: int) -> LogprobFunction:
-        def logprobs(hidden: Array, weight: Array, labels: Array) -> tuple[Array, Array | None]:
-            out = sharded_linear_logprobs(
-                hidden, weight, labels, mesh=mesh, logit_softcap=problem.shape.head.logit_softcap,
-                cache_bytes=cache_bytes, implementation=implementation,
-            )  # fmt: skip
-            return out.logprobs, out.entropy
-
-        return logprobs
 
     hidden, weight, *rest = problem.arrays
     if weight.shape[0] % devices == 0:  # else left to the call, which says what it needs
         problem = Problem(problem.shape, place(hidden), place(weight, "tensor"), *map(place, rest))
     label = f"{label}, {devices} devices"
-    rows = [direction(problem, "ours split", label, ours(0)) for direction in (_forward, _both)]
-    if full:
-        rows.append(_both(problem, "ours split full cache", f"{label}, full cache", ours(UNLIMITED)))
+    without = _ours(sharded_linear_logprobs, **options)
+    rows = [direction(problem, "ours split", label, without) for direction in (_forward, _both)]
+    if cached:
+        full = _ours(sharded_linear_logprobs, cache_bytes=UNLIMITED, **options)
+        rows.append(_both(problem, "ours split full cache", f"{label}, full cache", full))
     return [dataclasses.replace(row, results=lambda found: jax.device_put(dict(found), first)) for row in rows]
 
 

@@ -71,13 +71,10 @@ def gradients(
 def _start(operands: Operands, case: Case, adds: bool, rounds: bool) -> Carry:
     """What the chunks begin with: memory for dhidden's parts, zero if they are added up, and for dweight."""
     shape, parts = _config.geometry(case), _config.sums_shape(case)
-    sums = jnp.zeros(parts, jnp.float32) if adds else lax.empty(parts, jnp.float32)
-    if rounds and parts[0] == 1:
-        sums = lax.empty(parts, case.dtype)
+    sums = (jnp.zeros if adds else lax.empty)(parts, case.dtype if rounds and parts[0] == 1 else jnp.float32)
     # The kernels write whole tiles, `_add_rest` what it adds. Padding may leave a tail behind both.
     complete = operands.num_columns is None or not shape.tail or shape.columns % TILE_N
-    dweight = lax.empty if complete else jnp.zeros
-    return sums, dweight(operands.weight.shape, case.dtype)
+    return sums, (lax.empty if complete else jnp.zeros)(operands.weight.shape, case.dtype)
 
 
 def _walk_chunks(
@@ -101,18 +98,18 @@ def _walk_chunks(
         depth = jnp.clip(covered - column, 0, num_tiles * TILE_N)
         origin = column if in_place else 0
         span = Span(prepared.num_rows, prepared.num_columns, column, num_tiles, depth, origin).pack()
-        position = jnp.arange(columns, dtype=jnp.int32)
         weight, target = prepared.weight, dweight
         if not in_place:
-            weight = jnp.take(weight, column + position, axis=0, mode="clip")
+            places = column + jnp.arange(columns, dtype=jnp.int32)
+            weight = jnp.take(weight, places, axis=0, mode="clip")
             target = _compat.vary_like(lax.empty(weight.shape, case.dtype), carry)
         d = dlogits(span, columns, weight)
         sums = _products.update_dhidden(sums, d, weight, case, span, adds, interpret)
         written = _products.write_dweight(target, d, prepared.hidden, case, span, interpret)
         if in_place:
             return sums, written
-        there = jnp.where(position < num_tiles * TILE_N, 0, case.vocab_size) + column + position
-        return sums, dweight.at[there].set(written, mode="drop", indices_are_sorted=True, unique_indices=True)
+        places = jnp.where(places < column + num_tiles * TILE_N, places, places + case.vocab_size)  # or none
+        return sums, dweight.at[places].set(written, mode="drop", indices_are_sorted=True, unique_indices=True)
 
     if len(chunks) == 1:
         return step(jnp.int32(chunks.start), carry)

@@ -98,7 +98,7 @@ def _kernel(
     output: Any,  # [T, columns]
 ) -> None:
     span = Span.unpack(scalars)
-    first_tile = lax.div(span.column, jnp.int32(TILE_N))
+    first_tile = span.first_tile
     per_row_block = span.num_tiles * (TILE_N // COLUMNS)
     units = _pipeline.ceil_div(span.num_rows, ROW_BLOCK) * (ROW_BLOCK // WARPGROUP_ROWS) * per_row_block
     first, stride = lax.axis_index("block"), lax.axis_size("block")

@@ -145,14 +145,14 @@ def sums_shape(case: Case) -> tuple[int, int, int]:
     return min(range(1, most + 1), key=waves), rows, columns
 
 
-def statistics_tile_bytes(case: Case) -> int:
-    """One tile's partial statistics."""
-    return (3 + case.options.entropy + case.options.stats) * geometry(case).padded_tokens * 4
+def statistics_shape(case: Case, num_tiles: int) -> tuple[int, int, int]:
+    """Of the forward's partial statistics, fp32: tiles, fields, tokens."""
+    return num_tiles, 3 + case.options.entropy + case.options.stats, geometry(case).padded_tokens
 
 
 def launch_tiles(case: Case, num_tiles: int) -> int:
     """Vocabulary tiles per launch of the forward: partial statistics within STATISTICS_BYTES, even launches."""
-    launches = -(-num_tiles // max(1, STATISTICS_BYTES // statistics_tile_bytes(case)))
+    launches = -(-num_tiles // max(1, STATISTICS_BYTES // (4 * math.prod(statistics_shape(case, 1)))))
     return -(-num_tiles // launches)
 
 
@@ -274,7 +274,7 @@ def plan(case: Case, name: str) -> Plan:
             "stages backward": backward.stages,
             "backward chunk": max(chunk, overwritten * TILE_N),
         },
-        forward_bytes=launch_tiles(case, shape.tiles) * statistics_tile_bytes(case) + compacted + padded,
+        forward_bytes=4 * math.prod(statistics_shape(case, launch_tiles(case, shape.tiles))) + compacted + padded,
         backward_bytes=shape.tokens * chunk * itemsize
         + math.prod(sums_shape(case)) * 4
         + 2 * compacted

@@ -70,8 +70,7 @@ def _kernel(
     output: Any,  # [T, columns]
 ) -> None:
     span = Span.unpack(scalars)
-    first_tile = lax.div(span.column, jnp.int32(TILE_N))
-    options = matmul.case.options
+    first_tile, options = span.first_tile, matmul.case.options
 
     def consume(tile: Tile, multiply: Any, slots: Any) -> None:
         row_scale = _pipeline.load_rows(scale, tile.rows)

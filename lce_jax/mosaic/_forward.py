@@ -37,10 +37,10 @@ def statistics(
     cached = min(_config.cached_tiles(case), num_tiles) if keep_cache else 0
     parts, cache = [], None
     if cached:
-        part, cache = _visit(prepared, case, range(cached), True, interpret)
+        part, cache = _visit(prepared, case, range(cached), _cached.empty(case, cached), interpret)
         parts.append(part)
     if cached < num_tiles:
-        parts.append(_visit(prepared, case, range(cached, num_tiles), False, interpret)[0])
+        parts.append(_visit(prepared, case, range(cached, num_tiles), None, interpret)[0])
     if _config.geometry(case).tail:
         parts.append(jax.tree.map(lambda x: x[None], _tail_statistics(operands, case)))
     stats = _math.merge(jax.tree.map(lambda *fields: jnp.concatenate(fields), *parts))
@@ -66,9 +66,9 @@ def _live_tiles(operands: Operands, case: Case) -> int:
 
 
 def _visit(
-    prepared: Prepared, case: Case, tiles: range, save: bool, interpret: Any
+    prepared: Prepared, case: Case, tiles: range, cache: Cache | None, interpret: Any
 ) -> tuple[ShardStatistics, Cache | None]:
-    """Eq. 1 of parts [n, T] of a range of vocabulary tiles, yet to be merged, and the cache of all of them."""
+    """Eq. 1 of parts [n, T] of a range of vocabulary tiles, yet to be merged, and the cache, if any, filled by them."""
     most = _config.launch_tiles(case, len(tiles))
     starts = tiles[::most]
 
@@ -81,7 +81,7 @@ def _visit(
         cache, parts = launch(cache, first)
         return cache, _math.merge(parts)
 
-    cache = _compat.vary_like(_cached.empty(case, len(tiles)), prepared) if save else None
+    cache = _compat.vary_like(cache, prepared)
     if len(starts) == 1:
         cache, parts = launch(cache, jnp.int32(tiles.start))
     else:
@@ -93,13 +93,12 @@ def _launch(
     prepared: Prepared, case: Case, first: Any, num_tiles: Any, most: int, cache: Cache | None, interpret: Any
 ) -> tuple[Float[Array, "tiles fields T"], Cache | None]:
     """Partial statistics of ``num_tiles`` tiles from ``first`` on, unwritten up to ``most``; the cache with theirs."""
-    shape, options = _config.geometry(case), case.options
     matmul = _pipeline.logits(case, "forward")
-    partial = jax.ShapeDtypeStruct((most, 3 + options.entropy + options.stats, shape.padded_tokens), jnp.float32)
+    partial = jax.ShapeDtypeStruct(_config.statistics_shape(case, most), jnp.float32)
     kept = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in jax.tree.leaves(cache)]
     # Nothing is cut where V is a multiple of 8; else XLA passes the kernel a view, for TMA counts whole atoms of rows.
     atoms = case.vocab_size // ATOM_ROWS * ATOM_ROWS
-    weight = lax.slice_in_dim(prepared.weight, 0, atoms, axis=options.vocab_dim)
+    weight = lax.slice_in_dim(prepared.weight, 0, atoms, axis=case.options.vocab_dim)
     column = first * TILE_N
     span = Span(prepared.num_rows, prepared.num_columns, column, num_tiles, origin=column)
     operands = [
@@ -131,7 +130,7 @@ def _kernel(
     cache: Any = Cache(*results[3:]) if len(results) > 1 else None
     partial = results[0 if cache is None else 2]
     options, span = matmul.case.options, Span.unpack(scalars)
-    first_tile = lax.div(span.column, jnp.int32(TILE_N))
+    first_tile = span.first_tile
 
     def consume(tile: Tile, multiply: Any, slots: Any) -> None:
         row_scale = _pipeline.load_rows(scale, tile.rows)

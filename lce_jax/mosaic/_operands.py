@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from lce_jax._types import Case, Operands, RowCoefficients
 from lce_jax.mosaic import _config
@@ -72,6 +73,11 @@ class Span(NamedTuple):
     num_tiles: Any  # of 256 columns
     depth: Any = 0  # columns that a product contracts
     origin: Any = 0  # the first column's place in the weight, and in dweight, that the kernel is given
+
+    @property
+    def first_tile(self) -> Int[Array, ""]:
+        """The number of its first tile, in the shard."""
+        return lax.div(self.column, jnp.int32(TILE_N))
 
     def pack(self) -> Int[Array, "fields"]:
         """As a kernel takes it."""
