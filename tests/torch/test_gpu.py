@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,29 @@ def test_side_streams_are_waited_for(implementation: str) -> None:
         torch.cuda.current_stream().wait_stream(stream)
         wrong += not bool(same.all())
     print(f"{implementation}: {wrong} wrong of 200 with side streams")
+    assert wrong == 0
+
+
+def test_threads_wait_for_their_own_streams(implementation: str) -> None:
+    """0 wrong of 200: four threads at once, each with operands that a stream of its own is still writing."""
+    problem = draw(512, 256, 4096)
+    want = linear_logprobs(*problem, implementation=implementation).logprobs
+    torch.cuda.synchronize()
+
+    def count_wrong(_: int) -> int:
+        same = []
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(50):
+                late = torch.zeros_like(problem.hidden)
+                busy()
+                late.copy_(problem.hidden)
+                got = linear_logprobs(late, problem.weight, problem.labels, implementation=implementation).logprobs
+                same.append((got == want).all())
+            return len(same) - int(torch.stack(same).sum())
+
+    with ThreadPoolExecutor(4) as threads:
+        wrong = sum(threads.map(count_wrong, range(4)))
+    print(f"{implementation}: {wrong} wrong of 200 in four threads")
     assert wrong == 0
 
 
