@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 FLOATS = ("bfloat16", "float16", "float32", "float64")
 INT32_MAX = int(np.iinfo(np.int32).max)
+FLOAT32_MAX, FLOAT32_TINY = (float(x) for x in (np.finfo(np.float32).max, np.finfo(np.float32).tiny))
 
 
 def options(given: LogprobOptions, mean_logit: bool = False) -> CallOptions:
@@ -197,10 +198,10 @@ def axis_size(axis_name: Any) -> int:
 
 
 def positive(name: str, value: Any) -> float:
-    """A finite number above 0."""
+    """A number that is finite and above 0 in float32, where those below its least normal one become 0."""
     value = _number(name, value)
-    if value <= 0:
-        raise ValueError(f"{name} must be positive, got {value}")
+    if value < FLOAT32_TINY:
+        raise ValueError(f"{name} must be positive in float32, got {value}")
     return value
 
 
@@ -261,9 +262,10 @@ def _number(name: str, value: Any) -> float:
         value = value.item()  # ml_dtypes' scalars too
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be a Python number, got {type(value).__name__} {value!r}")
-    if not math.isfinite(value):
-        raise ValueError(f"{name} must be finite, got {value}")
-    return float(value)
+    value = float(value)
+    if not abs(value) <= FLOAT32_MAX:
+        raise ValueError(f"{name} must be finite in float32, got {value}")
+    return value
 
 
 def _axis_name(axis_name: Any) -> Any:

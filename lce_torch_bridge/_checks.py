@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import numbers
 from collections.abc import Sequence
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 INT32_MAX = 2**31 - 1
+FLOAT32 = torch.finfo(torch.float32)  # what the numbers are computed in
 
 
 def tensors(hidden: Any, weight: Any, labels: Any) -> None:
@@ -72,8 +72,8 @@ def temperature(value: Any, hidden: torch.Tensor, labels: torch.Tensor) -> None:
     if value.requires_grad:
         raise ValueError("temperature requires a gradient, and none is computed: pass temperature.detach()")
     same_device(hidden, temperature=value)
-    if value.device.type == "cpu" and not torch.compiler.is_compiling() and not bool((value > 0).all()):
-        raise ValueError(f"temperature must be positive, got {float(value.min())} among its values")
+    if value.device.type == "cpu" and not torch.compiler.is_compiling() and not bool((value >= FLOAT32.tiny).all()):
+        raise ValueError(f"temperature must be positive in float32, got {float(value.min())} among its values")
     try:
         fits = torch.broadcast_shapes(value.shape, labels.shape) == labels.shape
     except RuntimeError:
@@ -141,20 +141,20 @@ def flag(name: str, value: Any) -> bool:
 
 
 def number(name: str, value: Any) -> float:
-    """A finite number."""
+    """A number that is finite in float32."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be a number, got {type(value).__name__} {value!r}")
     value = float(value)
-    if not -math.inf < value < math.inf:  # torch.compile traces this, math.isfinite it does not
-        raise ValueError(f"{name} must be finite, got {value}")
+    if not abs(value) <= FLOAT32.max:
+        raise ValueError(f"{name} must be finite in float32, got {value}")
     return value
 
 
 def positive(name: str, value: Any) -> float:
-    """A finite number above 0."""
+    """A number that is finite and above 0 in float32, where those below its least normal one become 0."""
     value = number(name, value)
-    if value <= 0:
-        raise ValueError(f"{name} must be positive, got {value}")
+    if value < FLOAT32.tiny:
+        raise ValueError(f"{name} must be positive in float32, got {value}")
     return value
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
-import numpy as np
 import torch
 
 from lce_torch_bridge import _programs, _rows, runtime, tensor_parallel
@@ -22,17 +20,17 @@ def forward(x: Operands, call: Call, keep_cache: bool) -> list[torch.Tensor]:
     if tokens == 0:
         return forward_structs(x, call, keep_cache)
     tensor_parallel.check_equal_parts(x.weight, call.group)
-    spec = _spec(x.weight, call)
+    # The backward takes all tokens at once, and so their cache.
+    pieces = [_rows.whole(tokens)] if keep_cache else _rows.pieces(tokens)
+    spec = _spec(x.weight, call, pieces[0].masked)
     with runtime.beside(x.hidden):
-        # The backward takes all tokens at once, and so their cache.
-        pieces = [_rows.whole(tokens)] if keep_cache else _rows.pieces(tokens)
         inputs = _import(x.hidden, x.weight, [_tokens(x, piece) for piece in pieces], pieces)
         run = _run_alone if call.group == tensor_parallel.NO_GROUP else _run_shard
         packed, cache = run(inputs, spec, call, keep_cache)
         return [*_unpacked(packed, len(call.fields), tokens), *to_torch_all(cache)]
 
 
-type Inputs = tuple[jax.Array | None, ...]  # hidden, weight, what is per token, num_rows, leaves of the cache
+type Inputs = tuple[jax.Array, ...]  # hidden, weight, what is per token, leaves of the cache
 type Found = tuple[list[torch.Tensor], list[jax.Array]]  # each piece's packed results, and the first one's cache
 
 
@@ -50,7 +48,7 @@ def _run_shard(inputs: list[Inputs], spec: Spec, call: Call, keep_cache: bool) -
     gathered = tensor_parallel.gather(torch.stack(to_torch_all([packed for packed, _ in parts])), call.group)
     imported = [to_jax(shards) for shards in gathered.unbind(1)]  # held until what reads them has been exported
     merge = _programs.results(spec, call.fields, call.megatron)
-    found = [merge(*each[2:4], shards) for each, shards in zip(inputs, imported, strict=True)]
+    found = [merge(each[2], shards) for each, shards in zip(inputs, imported, strict=True)]
     return to_torch_all(found), parts[0][1]
 
 
@@ -68,7 +66,7 @@ def forward_structs(x: Operands, call: Call, keep_cache: bool) -> list[torch.Ten
     """What `forward` returns, its contents left open."""
     tokens = x.labels.shape[0]
     outputs = [x.hidden.new_empty((tokens,), dtype=torch.float32) for _ in call.fields]
-    spec = _spec(x.weight, call)
+    spec = _spec(x.weight, call, masked=True)
     saved = x.hidden.new_empty((x.numbers + len(spec.merged), tokens), dtype=torch.int32)
     cache = []
     if keep_cache and tokens:
@@ -93,16 +91,16 @@ def gradients(
     tokens = hidden.shape[0]
     if tokens == 0:
         return [y.new_zeros(y.shape) for y, want in zip((hidden, weight), wanted, strict=True) if want]
-    spec, piece = _spec(weight, call), _rows.whole(tokens)
+    piece = _rows.whole(tokens)
+    spec = _spec(weight, call, piece.masked)
     reduced = call.reduce_grad_hidden and call.group != tensor_parallel.NO_GROUP
     structure = None
     if cache:
         structure = jax.tree.structure(_cache_structure(hidden, weight, len(saved) - len(spec.merged), spec))
     run = _programs.gradients(spec, tuple(cotangents), wanted, not reduced, structure)
-    bits = [seed.view(torch.int32) for seed in cotangents.values()]
-    per_token = torch.cat([saved.reshape(-1), *bits]).view(-1, tokens)
+    per_token = torch.cat([saved, *(seed.view(torch.int32)[None] for seed in cotangents.values())])
     with runtime.beside(hidden):
-        (inputs,) = _import(hidden, weight, [_rows.pad(per_token, piece.rows, dim=1)], [piece], cache)
+        (inputs,) = _import(hidden, weight, [_rows.with_count(per_token.T, piece.rows)], [piece], cache)
         grads = to_torch_all(run(*inputs))
         if wanted[0]:
             grads[0] = grads[0][:tokens]
@@ -111,10 +109,12 @@ def gradients(
         return grads
 
 
-def _spec(weight: torch.Tensor, call: Call) -> Spec:
+def _spec(weight: torch.Tensor, call: Call, masked: bool) -> Spec:
     """The key of the programs. Products of float32 are as exact as torch's own are set to be."""
     shards, rank = tensor_parallel.size_and_rank(call.group)
-    exact = weight.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
+    # This says what was set in any of torch's ways; torch.get_float32_matmul_precision raises after the newer ones.
+    products: Any = torch.backends.cuda.matmul if weight.is_cuda else torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    exact = weight.dtype == torch.float32 and products.fp32_precision in ("none", "ieee")
     return Spec(
         vocab_size=int(call.vocab_size),  # a SymInt where torch.compile traces
         vocab_start=rank * int(weight.shape[0]),
@@ -126,6 +126,7 @@ def _spec(weight: torch.Tensor, call: Call) -> Spec:
         cache_bytes=call.cache_bytes,
         implementation=tuple(call.implementation.split(",")) if call.implementation else None,
         precision="highest" if exact else None,
+        masked=masked,
     )
 
 
@@ -137,43 +138,31 @@ def _import(
     cache: Sequence[torch.Tensor] = (),
 ) -> list[Inputs]:
     """What the program of each piece takes. It waits for ``per_token``, which none of them can do without."""
-    device = runtime.jax_device(hidden.device)
     shared, leaves = to_jax(weight, wait=False), [to_jax(leaf, wait=False) for leaf in cache]
 
     def operands(piece: _rows.Piece, rows: torch.Tensor) -> Inputs:
         padded, waiting = to_jax(_rows.pad(hidden[piece.tokens], piece.rows), wait=False), to_jax(rows)
-        num_rows = None if piece.num_rows is None else _on_device(piece.num_rows, device)
-        return padded, shared, waiting, num_rows, *leaves
+        return padded, shared, waiting, *leaves
 
     return list(map(operands, pieces, per_token))
 
 
 def _tokens(x: Operands, piece: _rows.Piece) -> torch.Tensor:
-    """Labels and temperature as `_programs` describes them: the labels' own memory, if that is all."""
-    halves = x.labels[piece.tokens].long().contiguous().view(torch.int32)
-    if x.temperature is None:
-        return _rows.pad(halves, 2 * piece.rows)
-    packed = halves.new_empty((3 * piece.rows,))
-    packed[: len(halves)].copy_(halves)
-    packed[2 * piece.rows :][: len(halves) // 2].view(torch.float32).copy_(x.temperature[piece.tokens])
-    return packed
-
-
-@functools.lru_cache(maxsize=1024)
-def _on_device(number: int, device: jax.Device) -> jax.Array:
-    """A number on the device, where a number in the call would be copied to it each time."""
-    return jax.device_put(np.int32(number), device)
+    """Labels and temperature as `_programs` describes them."""
+    columns = x.labels[piece.tokens].long().contiguous().view(torch.int32).view(-1, 2)
+    if x.temperature is not None:
+        columns = torch.cat([columns, x.temperature[piece.tokens].view(torch.int32)[:, None]], 1)
+    return _rows.with_count(columns, piece.rows)
 
 
 def _cache_structure(hidden: torch.Tensor, weight: torch.Tensor, numbers: int, spec: Spec) -> Any:
     piece, struct = _rows.whole(int(hidden.shape[0])), jax.ShapeDtypeStruct
     return _programs.cache_structure(
-        spec,
+        spec._replace(masked=piece.masked),
         runtime.jax_device(hidden.device),
         struct((piece.rows, int(hidden.shape[1])), _dtype_name(hidden)),
         struct(tuple(map(int, weight.shape)), _dtype_name(weight)),
-        struct(((1 + numbers) * piece.rows,), "int32"),
-        None if piece.num_rows is None else struct((), "int32"),
+        struct((1 + (1 + numbers) * piece.rows,), "int32"),
     )
 
 

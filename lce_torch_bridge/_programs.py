@@ -5,11 +5,11 @@
     forward      both in one, for a vocabulary that is not split
     gradients    operands and cache                         ->  those of dhidden and dweight that are wanted
 
-P is the rows of a program, of which the first ``num_rows`` count (None: all). It is an operand, so that programs serve
-many counts of tokens. An array that crosses between the libraries costs the host as much as many kernels do: all that
-is per token crosses as one of int32, floats by their bits. ``tokens`` is ``[2 P]``, the two halves of each int64 label,
-and P more for the temperature if there is one. S is the label, the temperature if there is one, and the merged
-statistics; `gradients` takes S with the cotangents behind.
+P is the rows of a program. How many of them count is an operand, so that programs serve many counts of tokens. An array
+that crosses between the libraries costs the host as much as many kernels do: all that is per token crosses as one of
+int32, floats by their bits, as `_rows.with_count` packs it. ``tokens`` has two columns for the halves of each int64
+label and one for the temperature, if there is one. S is the label, the temperature if there is one, and the merged
+statistics; `gradients` takes columns of S and the cotangents.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ class Spec(NamedTuple):
     cache_bytes: int
     implementation: tuple[str, ...] | None
     precision: str | None
+    masked: bool  # whether only as many rows count as its operand says
 
     @property
     def statistics(self) -> tuple[str, ...]:
@@ -57,23 +58,35 @@ class Spec(NamedTuple):
 
 @functools.cache
 def statistics(spec: Spec, keep_cache: bool) -> Callable[..., Any]:
-    """``(hidden, weight, tokens, num_rows) -> packed, cache leaves``."""
-    return jax.jit(functools.partial(_statistics, spec, keep_cache))
+    """``(hidden, weight, tokens) -> packed, cache leaves``. Behind the statistics, the size of this part."""
+
+    def run(hidden: Any, weight: Any, tokens: Any) -> Any:
+        packed, cache = _statistics(spec, keep_cache, hidden, weight, tokens)
+        columns = jnp.full((1, packed.shape[1]), weight.shape[0], jnp.int32)
+        return jnp.concatenate([packed, lax.bitcast_convert_type(columns, packed.dtype)]), cache
+
+    return jax.jit(run)
 
 
 @functools.cache
 def results(spec: Spec, fields: tuple[str, ...], megatron: bool) -> Callable[..., Any]:
-    """``(tokens, num_rows, gathered) -> packed``: ``fields`` of `LogprobOutput`, then S."""
-    return jax.jit(functools.partial(_results, spec, fields, megatron))
+    """``(tokens, gathered) -> packed``: ``fields`` of `LogprobOutput`, then S; NaN where parts differ in size."""
+
+    def run(tokens: Any, gathered: Any) -> Any:
+        columns = lax.bitcast_convert_type(gathered[:, -1], jnp.int32)
+        equal = (columns == columns[0]).all(0)
+        return _results(spec, fields, megatron, tokens, jnp.where(equal, gathered[:, :-1], jnp.nan))
+
+    return jax.jit(run)
 
 
 @functools.cache
 def forward(spec: Spec, keep_cache: bool, fields: tuple[str, ...], megatron: bool) -> Callable[..., Any]:
-    """``(hidden, weight, tokens, num_rows) -> packed, cache leaves``, as `statistics` and `results` in one."""
+    """``(hidden, weight, tokens) -> packed, cache leaves``, as `statistics` and `results` in one."""
 
-    def run(hidden: Any, weight: Any, tokens: Any, num_rows: Any) -> Any:
-        packed, cache = _statistics(spec, keep_cache, hidden, weight, tokens, num_rows)
-        return _results(spec, fields, megatron, tokens, num_rows, packed[None]), cache
+    def run(hidden: Any, weight: Any, tokens: Any) -> Any:
+        packed, cache = _statistics(spec, keep_cache, hidden, weight, tokens)
+        return _results(spec, fields, megatron, tokens, packed[None]), cache
 
     return jax.jit(run)
 
@@ -82,14 +95,15 @@ def forward(spec: Spec, keep_cache: bool, fields: tuple[str, ...], megatron: boo
 def gradients(
     spec: Spec, cotangents: tuple[str, ...], wanted: tuple[bool, bool], rounded: bool, cache: Any
 ) -> Callable[..., Any]:
-    """``(hidden, weight, S and the cotangents, num_rows, *cache leaves) -> [dhidden, dweight]``, if wanted.
+    """``(hidden, weight, S and the cotangents, *cache leaves) -> [dhidden, dweight]``, if wanted.
 
     A gradient that is not wanted is no output, and the compiler drops its product. Without a cotangent of the entropy
     its part is left out. ``rounded``: dhidden in hidden's dtype, where no sum over the group follows.
     """
 
-    def run(hidden: Any, weight: Any, per_token: Any, num_rows: Any, *leaves: Any) -> list[Any]:
+    def run(hidden: Any, weight: Any, per_token: Any, *leaves: Any) -> list[Any]:
         kept = len(spec.merged)
+        num_rows, per_token = _counted(spec, per_token, hidden.shape[0])
         labels, floats = per_token[0], lax.bitcast_convert_type(per_token[1:], jnp.float32)
         temperature = floats[0] if len(floats) > kept + len(cotangents) else None
         floats = floats[0 if temperature is None else 1 :]
@@ -112,11 +126,11 @@ def gradients(
 
 
 @functools.cache
-def cache_structure(spec: Spec, device: jax.Device, *inputs: jax.ShapeDtypeStruct | None) -> Any:
-    """The cache of `statistics` for ``inputs`` like these, of ``jax.ShapeDtypeStruct``: shapes, and how leaves fit."""
+def cache_structure(spec: Spec, device: jax.Device, *inputs: jax.ShapeDtypeStruct) -> Any:
+    """The cache of `statistics` for ``inputs`` like these: shapes, and how leaves fit."""
 
-    def cache(hidden: Any, weight: Any, tokens: Any, num_rows: Any) -> Any:
-        labels, temperature = _unpacked(spec, tokens, hidden.shape[0])
+    def cache(hidden: Any, weight: Any, tokens: Any) -> Any:
+        num_rows, labels, temperature = _unpacked(spec, tokens, hidden.shape[0])
         options = _options(spec, temperature, num_rows)
         return local.statistics(hidden, weight, labels, keep_cache=True, **options)[1]
 
@@ -124,17 +138,15 @@ def cache_structure(spec: Spec, device: jax.Device, *inputs: jax.ShapeDtypeStruc
         return jax.eval_shape(cache, *inputs)
 
 
-def _statistics(
-    spec: Spec, keep_cache: bool, hidden: Any, weight: Any, tokens: Any, num_rows: Any
-) -> tuple[Any, list[Any]]:
-    labels, temperature = _unpacked(spec, tokens, hidden.shape[0])
+def _statistics(spec: Spec, keep_cache: bool, hidden: Any, weight: Any, tokens: Any) -> tuple[Any, list[Any]]:
+    num_rows, labels, temperature = _unpacked(spec, tokens, hidden.shape[0])
     options = _options(spec, temperature, num_rows)
     stats, cache = local.statistics(hidden, weight, labels, keep_cache=keep_cache, **options)
     return jnp.stack([getattr(stats, name) for name in spec.statistics]), jax.tree.leaves(cache)
 
 
-def _results(spec: Spec, fields: tuple[str, ...], megatron: bool, tokens: Any, num_rows: Any, gathered: Any) -> Any:
-    labels, temperature = _unpacked(spec, tokens, gathered.shape[-1])
+def _results(spec: Spec, fields: tuple[str, ...], megatron: bool, tokens: Any, gathered: Any) -> Any:
+    num_rows, labels, temperature = _unpacked(spec, tokens, gathered.shape[-1])
     merged = local.merge(_statistics_from(spec.statistics, jnp.moveaxis(gathered, 1, 0)))
     out = local.finish(merged, labels, vocab_size=spec.vocab_size, where=_where(num_rows, labels.shape[0]))
     if megatron:
@@ -146,12 +158,17 @@ def _results(spec: Spec, fields: tuple[str, ...], megatron: bool, tokens: Any, n
     return jnp.stack([lax.bitcast_convert_type(x, jnp.int32) for x in numbers])
 
 
-def _unpacked(spec: Spec, tokens: Any, rows: int) -> tuple[Any, Any]:
-    """Labels ``[P]``, at most one off the vocabulary, and the temperature ``[P]`` or None."""
-    low, high = tokens[: 2 * rows].reshape(rows, 2).T
+def _counted(spec: Spec, packed: Any, rows: int) -> tuple[Any, Any]:
+    """What `_rows.with_count` packed: how many rows count, or None where all do, and ``[K, P]``."""
+    return packed[0] if spec.masked else None, packed[1:].reshape(rows, -1).T
+
+
+def _unpacked(spec: Spec, tokens: Any, rows: int) -> tuple[Any, Any, Any]:
+    """How many rows count, labels ``[P]``, at most one off the vocabulary, and the temperature ``[P]`` or None."""
+    num_rows, (low, high, *bits) = _counted(spec, tokens, rows)
     far = jnp.where(high < 0, -1, spec.vocab_size)  # JAX would take int64 modulo 2³², and 2³² + 3 for 3
     labels = jnp.where(high == low >> 31, jnp.clip(low, -1, spec.vocab_size), far)
-    return labels, lax.bitcast_convert_type(tokens[2 * rows :], jnp.float32) if len(tokens) > 2 * rows else None
+    return num_rows, labels, lax.bitcast_convert_type(bits[0], jnp.float32) if bits else None
 
 
 def _statistics_from(names: tuple[str, ...], fields: Any) -> local.ShardStatistics:

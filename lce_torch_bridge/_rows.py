@@ -26,19 +26,18 @@ class Piece(NamedTuple):
 
     tokens: slice
     rows: int  # of the program
-    num_rows: int | None  # how many of them count; None: all
+    masked: bool  # whether some of them may be padding
 
 
 def pieces(tokens: int) -> list[Piece]:
     """The forward's pieces of ``tokens`` tokens."""
     starts = range(0, tokens, FORWARD_ROWS)
-    counts = [min(FORWARD_ROWS, tokens - start) for start in starts]
-    return [Piece(slice(i, i + count), FORWARD_ROWS, count) for i, count in zip(starts, counts, strict=True)]
+    return [Piece(slice(i, min(i + FORWARD_ROWS, tokens)), FORWARD_ROWS, masked=True) for i in starts]
 
 
 def whole(tokens: int) -> Piece:
     """All of ``tokens`` tokens at once."""
-    return Piece(slice(0, tokens), size(tokens), None if tokens in WHOLE else tokens)
+    return Piece(slice(0, tokens), size(tokens), tokens not in WHOLE)
 
 
 def size(tokens: int) -> int:
@@ -54,13 +53,26 @@ def size(tokens: int) -> int:
     return halfway if halfway > HALFWAY_FROM and tokens <= halfway else power
 
 
-def pad(x: torch.Tensor, rows: int, dim: int = 0) -> torch.Tensor:
-    """``x`` with ``rows`` entries along ``dim``, anything behind its own; itself where it has them."""
-    entries = x.shape[dim]
-    if entries == rows:
+def pad(x: torch.Tensor, rows: int) -> torch.Tensor:
+    """``x`` with ``rows`` rows, anything behind its own; itself where it has them."""
+    if len(x) == rows:
         return x
-    shape = list(x.shape)
-    shape[dim] = rows
-    padded = x.new_empty(shape)
-    padded.narrow(dim, 0, entries).copy_(x)
+    padded = x.new_empty((rows, *x.shape[1:]))
+    padded[: len(x)].copy_(x)
     return padded
+
+
+def with_count(x: torch.Tensor, rows: int) -> torch.Tensor:
+    """``x [n, K]`` padded to ``rows`` rows, flat, behind n: ``[1 + rows K]``.
+
+    In one tensor, for one more costs more of the host's time; and in torch's memory, which is in the stream's order.
+
+    Example:
+        >>> import torch
+        >>> from lce_torch_bridge._rows import with_count
+        >>> with_count(torch.tensor([[5, 6]]), rows=2).tolist()  # behind x's own: anything
+        [1, 5, 6, 1, 1]
+    """
+    packed = x.new_full((1 + rows * x.shape[1],), len(x))
+    packed[1 : 1 + x.numel()].view(x.shape).copy_(x)
+    return packed

@@ -83,7 +83,8 @@ def linear_logprobs(
 
     Raises:
         lce_jax.UnsupportedError: an implementation asked for by name cannot serve the call; the message says why.
-        ValueError, TypeError: shapes, dtypes, devices or options that do not fit, with the offending values.
+        ValueError, TypeError: shapes, dtypes, devices or options that do not fit, with the offending values. Parts of
+            the vocabulary of different sizes are found in a ``tp_group``'s first call; later, results are NaN.
         NotImplementedError: on a second derivative.
         RuntimeError: under CUDA graph capture; in a forked child of a process that has used it; when ``weight`` or
             ``hidden`` was changed in place between forward and backward.
@@ -93,15 +94,17 @@ def linear_logprobs(
         four to six numbers of four bytes per token, and the cache. Backward, beyond the gradients, dhidden in float32
         and a tile of logits; for counts of tokens other than 4096, 8192 and 16384 also copies of hidden and dhidden,
         padded to the next power of two (from 32,768 on, or to halfway there). JAX keeps its own pool of GPU memory:
-        `init`.
+        `init`. The gradients are in it: this function waits for the streams that may read one which torch has dropped,
+        JAX code of your own in the same process does not.
 
     Numerics:
         Every sum and softmax is float32, each gradient is rounded once. float32 products are as exact as
-        ``torch.get_float32_matmul_precision()`` says. Two runs are bitwise equal.
+        ``torch.set_float32_matmul_precision`` or torch's ``fp32_precision`` says. Two runs are bitwise equal.
 
     Compilation:
-        For each set of options XLA compiles one program for the forward (two with ``tp_group``) and, as they are met,
-        at most a dozen for the backward of up to 131,072 tokens. A new temperature compiles nothing.
+        For each set of options XLA compiles one program for the forward (two with ``tp_group``) and, for each set of
+        outputs and gradients that a loss uses, at most a dozen for the backward of up to 131,072 tokens, as they are
+        met. With ``cache_bytes`` the forward has a dozen, too. A new temperature compiles nothing.
 
     Example:
         >>> import torch

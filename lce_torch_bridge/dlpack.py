@@ -7,7 +7,8 @@ Three rules, each of them paid for:
   program; without it a write in place right after the call overwrites what the program still reads.
 * Do not donate an imported buffer: it is torch's.
 
-Memory that JAX exported is in the order of the stream it was exported on; used on another one, a gradient must be
+JAX's memory that torch drops goes back to JAX at once, though a GPU may have yet to read it. So whatever JAX computes
+for torch waits for all streams that JAX's memory was exported on. A gradient that yet another stream reads must be
 copied there first, for ``record_stream`` does not reach JAX's allocator.
 """
 
@@ -87,16 +88,19 @@ class _Events(threading.local):
 
 _events = _Events()
 _external = functools.cache(torch.cuda.ExternalStream)
+_readers: defaultdict[torch.device, dict[int, torch.cuda.Stream]] = defaultdict(dict)  # streams exported on, by handle
 
 
 def _let_wait(stream: int, device: torch.device) -> None:
-    """``stream`` waits for what torch's current stream has been given so far.
+    """``stream`` waits for what torch's current stream and all readers have been given so far.
 
-    As ``torch.Tensor.__dlpack__`` has it, but for its making and ending an event each time, 50 µs of the host.
+    For one stream as ``torch.Tensor.__dlpack__`` has it, but for its making and ending an event each time, 50 µs of the
+    host.
     """
-    event = _events.of[device]
-    event.record(torch.cuda.current_stream(device))
-    _external(stream, device).wait_event(event)
+    event, current = _events.of[device], torch.cuda.current_stream(device)
+    for reader in ({current.cuda_stream: current} | _readers[device]).values():
+        event.record(reader)
+        _external(stream, device).wait_event(event)
 
 
 def _usable(x: torch.Tensor) -> torch.Tensor:
@@ -119,5 +123,7 @@ def to_torch_all(arrays: Sequence[jax.Array]) -> list[torch.Tensor]:
     stream = None
     if arrays and arrays[0].platform() == "gpu":
         device = arrays[0].__dlpack_device__()[1]  # type: ignore[attr-defined]  # not the current one: JAX may change it
-        stream = torch.cuda.current_stream(device).cuda_stream or LEGACY_STREAM
+        current = torch.cuda.current_stream(device)
+        _readers[current.device][current.cuda_stream] = current
+        stream = current.cuda_stream or LEGACY_STREAM
     return [torch.utils.dlpack.from_dlpack(x.__dlpack__(stream=stream)) for x in arrays]  # type: ignore[call-arg]

@@ -8,12 +8,13 @@ Operators know a group by its name, as torch's own functional collectives do.
 
 from __future__ import annotations
 
-import functools
+import weakref
 
 import torch
 import torch.distributed as dist
 
 NO_GROUP = ""  # nothing to reduce over
+_asked: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # groups found to hold equal parts; names come again
 
 
 def name_of(group: dist.ProcessGroup | None) -> str:
@@ -30,24 +31,26 @@ def size_and_rank(name: str) -> tuple[int, int]:
 
 
 def check_equal_parts(weight: torch.Tensor, name: str) -> None:
-    """All ranks ask each other once how many rows they hold, so that all of them raise where the numbers differ.
+    """In a group's first call all ranks ask each other how many rows they hold, and all raise where the numbers differ.
+
+    In the first call only: when that is, all ranks agree on, and on nothing else without asking. Later calls pack the
+    number with their statistics, and their results are NaN where it differs (`_programs.results`).
 
     Raises:
         ValueError: the parts of the vocabulary are of different sizes.
     """
     if name == NO_GROUP or weight.device.type == "meta":
         return
-    rows = _rows_of_all(name, int(weight.shape[0]), weight.device)
+    group = _resolve(name)
+    if group in _asked:
+        return
+    rows = gather(torch.tensor([int(weight.shape[0])], device=weight.device), name).flatten().tolist()
     if len(set(rows)) > 1:
         raise ValueError(
             f"weight has {', '.join(map(str, rows))} rows on the ranks of tp_group, and its parts must be of the same "
             "size: pad the vocabulary and give vocab_size"
         )
-
-
-@functools.cache
-def _rows_of_all(name: str, rows: int, device: torch.device) -> tuple[int, ...]:
-    return tuple(gather(torch.tensor([rows], device=device), name).flatten().tolist())
+    _asked.add(group)
 
 
 def gather(x: torch.Tensor, name: str) -> torch.Tensor:

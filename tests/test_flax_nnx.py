@@ -183,7 +183,7 @@ def mistakes():
 
     yield "no rngs", lambda: own(rngs=None), TypeError, "rngs="
     yield "empty", lambda: own(vocab_size=0), ValueError, "vocab_size must be at least 1, got 0"
-    yield "cap", lambda: own(logit_softcap=-30.0), ValueError, "logit_softcap must be positive, got -30.0"
+    yield "cap", lambda: own(logit_softcap=-30.0), ValueError, "logit_softcap must be positive in float32, got -30.0"
     yield "precision", lambda: own(precision="exact"), ValueError, "precision 'exact'"
     yield "no padding", lambda: own(pad_to_multiple=0), ValueError, "pad_to_multiple .* 0"
     yield "mesh without axes", lambda: own(mesh=jax.make_mesh((8,), ("data",))), ValueError, "mesh without an axis"

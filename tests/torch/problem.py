@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -103,11 +104,16 @@ def relative_norm(got: torch.Tensor, want: torch.Tensor) -> float:
     """‖got - want‖ / ‖want‖, and ‖got‖ where want is 0."""
     got, want = got.detach().double(), want.detach().double()
     norm = want.norm().item()
-    return ((got - want).norm() / (norm if norm > 0 else 1.0)).item()
+    return _bad_if_nan(((got - want).norm() / (norm if norm > 0 else 1.0)).item())
 
 
 def value_error(got: torch.Tensor, want: torch.Tensor) -> float:
     """The largest error, relative to max(1, |value|)."""
     got, want = got.detach().double(), want.detach().double()
     error = (got - want).abs() / want.abs().clamp(min=1)
-    return error.max().item() if error.numel() else 0.0
+    return _bad_if_nan(error.max().item()) if error.numel() else 0.0
+
+
+def _bad_if_nan(error: float) -> float:
+    """``max(0.0, nan)`` is 0: in a list of errors NaN would pass for a good one."""
+    return math.inf if math.isnan(error) else error

@@ -133,12 +133,18 @@ def empty_and_compiled(group: dist.ProcessGroup) -> None:
 
 
 def uneven(group: dist.ProcessGroup) -> None:
-    """Parts of different sizes raise on every rank: nobody is left waiting in a collective."""
+    """Parts of different sizes raise in a group's first call and give NaN later, on every rank: nobody waits."""
     problem = draw(T=5, V=51)
     part = problem._replace(weight=problem.weight.chunk(2)[group.rank()])
+    other = dist.new_group(list(range(dist.get_world_size())))
     for vocab_size in (None, 51):
         with pytest.raises(ValueError, match="26, 25 rows on the ranks of tp_group"):
-            linear_logprobs(*part, tp_group=group, vocab_size=vocab_size)
+            linear_logprobs(*part, tp_group=other, vocab_size=vocab_size)
+    for V in (52, 104):  # a second head of another size is as good as the first
+        even = draw(T=5, V=V)
+        assert p.value_error(run(even, other)[0].logprobs, p.stored(*even).logprobs) < VALUE
+    out, grads = p.gradients(part, p.seeds_like(part.labels), tp_group=other, reduce_grad_hidden=True)
+    assert all(x.isnan().all() for x in (*out[:3], *grads))
 
 
 def rounding(group: dist.ProcessGroup) -> None:

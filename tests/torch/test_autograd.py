@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from lce_torch_bridge import _execute, _programs, linear_logprobs
 from lce_torch_bridge._programs import Spec
 from tests.torch import problem as p
+from tests.torch.processes import succeed
 
 GRADIENT = 1e-6  # as in test_parity
 
@@ -54,9 +55,8 @@ def test_frozen(frozen: str) -> None:
 def test_a_frozen_weight_costs_no_product_and_no_buffer(dtype: str, padded: bool) -> None:
     """What XLA compiled: one product recomputes the logits and one makes dhidden; nothing else is as large as V x H."""
     struct, (T, H, V) = jax.ShapeDtypeStruct, (1024, 64, 16384)
-    spec = Spec(V, 0, False, 1.0, None, True, False, 0, ("xla",), None)
-    num_rows = struct((), "int32") if padded else None
-    shapes = (struct((T, H), dtype), struct((V, H), dtype), struct((1 + 4 + 2, T), "int32"), num_rows)
+    spec = Spec(V, 0, False, 1.0, None, True, False, 0, ("xla",), None, masked=padded)
+    shapes = (struct((T, H), dtype), struct((V, H), dtype), struct((1 + T * (1 + 4 + 2),), "int32"))
 
     def compiled(wanted: tuple[bool, bool]) -> jax.stages.Compiled:
         run = _programs.gradients(spec, ("logprobs", "entropy"), wanted, True, None)
@@ -249,3 +249,25 @@ def test_results_can_be_written_in_place(options: dict[str, Any]) -> None:
     written.mul_(2.0).sum().backward()
     (linear_logprobs(*outside, **options).logprobs * mask * 2.0).sum().backward()
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(inside[:2], outside[:2], strict=True))
+
+
+@pytest.mark.parametrize("where", ["torch.backends", "torch.backends.mkldnn.matmul"])
+def test_float32_products_are_as_exact_as_torch_is_set(where: str) -> None:
+    """Also in the newer way, after which the older one's question raises."""
+    settings = [f"{where}.fp32_precision = {name!r}" for name in ("ieee", "tf32", "ieee")]
+    assert asked_precision(settings) == "highest None highest"
+
+
+def test_float32_products_are_as_exact_as_torch_was_once_set() -> None:
+    names = ("highest", "high", "medium")
+    settings = [f"torch.set_float32_matmul_precision({name!r})" for name in names]
+    assert asked_precision(["pass", *settings]) == "highest highest None None"
+
+
+def asked_precision(settings: list[str]) -> str:
+    """What the programs are asked for after each of ``settings``, in a process of its own: torch does not forget."""
+    lines = "".join(f"{setting}; asked.append(_execute._spec(weight, call, True).precision)\n" for setting in settings)
+    code = "import torch; from lce_torch_bridge import _execute; from lce_torch_bridge._types import Call\n"
+    code += "weight, asked = torch.zeros(3, 2), []\n"
+    code += "call = Call('', 3, 1.0, None, 'grad', False, False, False, 0, '')\n"
+    return succeed(code + lines + "print(*asked)").strip()

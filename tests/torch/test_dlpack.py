@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import torch
 
@@ -132,12 +136,14 @@ def test_results_wait_in_the_stream_of_their_own_gpu(monkeypatch: pytest.MonkeyP
 
     def current_stream(device: int) -> SimpleNamespace:
         devices.append(device)
-        return SimpleNamespace(cuda_stream=stream)
+        return SimpleNamespace(cuda_stream=stream, device=torch.device("cuda", device))
 
     monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
+    monkeypatch.setattr(dlpack, "_readers", defaultdict(dict))
     dlpack.to_torch_all([OnGPU(asked), OnGPU(asked)])
     assert devices == [1]
     assert asked == [called, called]
+    assert [(str(device), list(streams)) for device, streams in dlpack._readers.items()] == [("cuda:1", [stream])]
 
 
 def test_torch_exports_from_the_device_of_the_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,15 +174,73 @@ def test_a_write_right_after_the_call_changes_nothing() -> None:
 
 
 def test_nothing_of_jax_holds_torch_memory_after_a_call() -> None:
-    problem = p.draw(T=64).leaves()
-    alive = [weakref.ref(problem.hidden), weakref.ref(problem.weight)]
-    out = linear_logprobs(*problem)
-    out.logprobs.sum().backward()
-    del problem, out
+    """The memory is NumPy's here, which tells when the last of torch and JAX lets go of it."""
+
+    def owned_by_numpy(x: torch.Tensor) -> tuple[torch.Tensor, weakref.ref]:
+        memory = np.empty(x.numel() + 16, np.float32)
+        array = memory[-memory.ctypes.data % CPU_ALIGNMENT // 4 :][: x.numel()].reshape(x.shape)
+        array[:] = x.numpy()
+        return torch.from_numpy(array).requires_grad_(), weakref.ref(memory)
+
+    drawn = p.draw(T=8192, H=32, V=128)  # rows that need no padding: the programs read torch's memory
+    (hidden, of_hidden), (weight, of_weight) = owned_by_numpy(drawn.hidden), owned_by_numpy(drawn.weight)
+    held = to_jax(hidden)
+    linear_logprobs(hidden, weight, drawn.labels).logprobs.sum().backward()
+    del hidden, weight
     gc.collect()
+    assert of_hidden() is not None  # what holds an array holds the memory, and this test sees it
+    del held
     linear_logprobs(*p.draw())
     gc.collect()
-    assert [ref() for ref in alive] == [None, None]
+    assert of_hidden() is None
+    assert of_weight() is None
+
+
+class StandIn:
+    """For a stream of CUDA's and for an event of it: what an event saw last is what a stream waits for."""
+
+    def __init__(self, name: str = "", between: threading.Barrier | None = None) -> None:
+        self.name, self.cuda_stream, self.between = name, name, between
+        self.seen, self.waited_for = "", []
+
+    def record(self, stream: StandIn) -> None:
+        self.seen = stream.name
+        if self.between is not None:
+            self.between.wait(timeout=60)
+
+    def wait_event(self, event: StandIn) -> None:
+        self.waited_for.append(event.seen)
+
+
+def test_threads_have_events_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else one that records between another's recording and waiting would let that one wait for the wrong stream."""
+    both, mine = threading.Barrier(2), threading.local()
+    monkeypatch.setattr(torch.cuda, "Event", lambda: StandIn(between=both))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: mine.stream)
+    monkeypatch.setattr(dlpack, "_external", lambda *_: mine.external)
+    monkeypatch.setattr(dlpack, "_readers", defaultdict(dict))
+
+    def waited_for(name: str) -> list[str]:
+        mine.stream, mine.external = StandIn(name), StandIn()
+        for _ in range(3):
+            dlpack._let_wait(77, torch.device("cuda", 0))
+        return mine.external.waited_for
+
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(waited_for, "ab")) == [["a"] * 3, ["b"] * 3]
+
+
+def test_jax_waits_for_all_streams_that_may_read_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What another stream was given of JAX's memory may have been dropped, and may lie unread yet."""
+    external, here, there = StandIn(), StandIn("here"), StandIn("there")
+    device, other = torch.device("cuda", 0), torch.device("cuda", 1)
+    monkeypatch.setattr(dlpack, "_events", SimpleNamespace(of=defaultdict(StandIn)))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: here)
+    monkeypatch.setattr(dlpack, "_external", lambda *_: external)
+    readers = {device: {"here": here, "there": there}, other: {"elsewhere": StandIn("elsewhere")}}
+    monkeypatch.setattr(dlpack, "_readers", defaultdict(dict, readers))
+    dlpack._let_wait(77, device)
+    assert external.waited_for == ["here", "there"]
 
 
 def test_outputs_may_be_changed_and_outlive_the_call() -> None:

@@ -110,24 +110,46 @@ def test_side_streams_are_waited_for(implementation: str) -> None:
 
 def test_threads_wait_for_their_own_streams(implementation: str) -> None:
     """0 wrong of 200: four threads at once, each with operands that a stream of its own is still writing."""
-    problem = draw(512, 256, 4096)
-    want = linear_logprobs(*problem, implementation=implementation).logprobs
+    hidden, weight, labels = draw(512, 256, 4096)
+    each = [labels.roll(i) for i in range(4)]
+    want = [linear_logprobs(hidden, weight, labels, implementation=implementation).logprobs for labels in each]
     torch.cuda.synchronize()
 
-    def count_wrong(_: int) -> int:
+    def count_wrong(i: int) -> int:
         same = []
         with torch.cuda.stream(torch.cuda.Stream()):
             for _ in range(50):
-                late = torch.zeros_like(problem.hidden)
+                late = torch.zeros_like(hidden)
                 busy()
-                late.copy_(problem.hidden)
-                got = linear_logprobs(late, problem.weight, problem.labels, implementation=implementation).logprobs
-                same.append((got == want).all())
+                late.copy_(hidden)
+                got = linear_logprobs(late, weight, each[i], implementation=implementation).logprobs
+                same.append((got == want[i]).all())
             return len(same) - int(torch.stack(same).sum())
 
     with ThreadPoolExecutor(4) as threads:
         wrong = sum(threads.map(count_wrong, range(4)))
     print(f"{implementation}: {wrong} wrong of 200 in four threads")
+    assert wrong == 0
+
+
+def test_gradients_read_late_on_another_stream(implementation: str) -> None:
+    """0 wrong of 50: dropped as soon as their reading is queued, while the next call begins on a stream of its own."""
+    problems = [draw(512, 256, 4096), p.Problem(*(x.flip(0) for x in draw(512, 256, 4096)))]
+    seeds = p.seeds_like(problems[0].labels)
+    want = [grad for problem in problems for grad in p.gradients(problem, seeds, implementation=implementation)[1]]
+    torch.cuda.synchronize()
+    streams, wrong = [torch.cuda.Stream(), torch.cuda.Stream()], 0
+    for _ in range(50):
+        late = []
+        for problem, stream in zip(problems, streams, strict=True):
+            with torch.cuda.stream(stream):
+                _, grads = p.gradients(problem, seeds, implementation=implementation)
+                busy()
+                late += [x.clone() for x in grads]
+                del grads
+        torch.cuda.synchronize()
+        wrong += not all(map(torch.equal, late, want))
+    print(f"{implementation}: {wrong} wrong of 50 read late")
     assert wrong == 0
 
 

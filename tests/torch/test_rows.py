@@ -77,7 +77,7 @@ def test_sizes() -> None:
     """A dozen programs up to 131,072 tokens, whatever the counts; what padding costs is bounded."""
     counts = range(1, 131_073)
     sizes = [_rows.size(n) for n in counts]
-    assert len({(piece.rows, piece.num_rows is None) for piece in map(_rows.whole, counts)}) == 12
+    assert len({(piece.rows, piece.masked) for piece in map(_rows.whole, counts)}) == 12
     assert all(n <= rows for n, rows in zip(counts, sizes, strict=True))
     assert all(_rows.size(rows) == rows for rows in set(sizes))
     assert set(_rows.WHOLE) < set(sizes)
