@@ -136,7 +136,7 @@ def test_an_exact_size_is_not_copied() -> None:
 
 
 def test_padding_may_hold_anything() -> None:
-    """It is left as the memory was: here NaN, in every float, and the largest of every integer."""
+    """That of hidden states is left as the memory was: here NaN."""
     problem = p.draw(T=60)
     options = dict(stats=True, temperature=torch.linspace(0.5, 1.5, 60))
     seeds = p.seeds_like(problem.labels)
