@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 FLOATS = ("bfloat16", "float16", "float32", "float64")
 INT32_MAX = int(np.iinfo(np.int32).max)
-FLOAT32_MAX, FLOAT32_TINY = (float(x) for x in (np.finfo(np.float32).max, np.finfo(np.float32).tiny))
+FLOAT32_MAX, FLOAT32_TINY = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
 
 
 def options(given: LogprobOptions, mean_logit: bool = False) -> CallOptions:

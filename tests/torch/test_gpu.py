@@ -134,8 +134,9 @@ def test_threads_wait_for_their_own_streams(implementation: str) -> None:
 
 def test_gradients_read_late_on_another_stream(implementation: str) -> None:
     """0 wrong of 50: dropped as soon as their reading is queued, while the next call begins on a stream of its own."""
-    problems = [draw(512, 256, 4096), p.Problem(*(x.flip(0) for x in draw(512, 256, 4096)))]
-    seeds = p.seeds_like(problems[0].labels)
+    problem = draw(512, 256, 4096)
+    problems = [problem, p.Problem(*(x.flip(0) for x in problem))]
+    seeds = p.seeds_like(problem.labels)
     want = [grad for problem in problems for grad in p.gradients(problem, seeds, implementation=implementation)[1]]
     torch.cuda.synchronize()
     streams, wrong = [torch.cuda.Stream(), torch.cuda.Stream()], 0
