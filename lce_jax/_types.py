@@ -149,7 +149,7 @@ class Device(NamedTuple):
     core_count: int
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
     """A call reduced to what decides support and tiling: shapes, dtypes, options and the device. No arrays."""
 
