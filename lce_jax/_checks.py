@@ -82,12 +82,14 @@ def case(hidden: Any, weight: Any, labels: Any, where: Any, call_options: CallOp
         check_where(where, labels.shape)
     vocab, size = weight.shape[opts.vocab_dim], weight.shape[opts.hidden_dim]
     device = _dispatch.current_device(weight)
+    dtype, given = (jnp.dtype(jax.dtypes.canonicalize_dtype(x.dtype)) for x in (weight, hidden))
     return Case(
         num_tokens=math.prod(labels.shape),
         hidden_size=size,
         vocab_size=vocab,
-        dtype=jnp.dtype(jax.dtypes.canonicalize_dtype(weight.dtype)),
+        dtype=dtype,
         options=opts,
+        given_dtype=None if given == dtype else given,
         compacted=where is not None,
         platform=device.platform,
         device_kind=device.kind,

@@ -158,6 +158,8 @@ class Case:
     vocab_size: int  # columns of this shard's weight
     dtype: jnp.dtype  # of the weight, hence of the matrix products
     options: Options
+    true_columns: int | None = None  # of vocab_size, where `explain` knows them: the others are padding
+    given_dtype: jnp.dtype | None = None  # of hidden as the caller gave it, where that is not the weight's
     compacted: bool = False  # some rows may be left out (``where``)
     owns_cache: bool = True  # the backward is the only one to read the cache, and may overwrite it
     rounds_dhidden: bool = False  # nothing is added to dhidden: it may come in the weight's dtype
@@ -165,6 +167,11 @@ class Case:
     device_kind: str = ""
     compute_capability: str = ""  # of an NVIDIA GPU: "9.0"
     core_count: int = 0  # multiprocessors of a GPU
+
+    @property
+    def hidden_dtype(self) -> jnp.dtype:
+        """The dtype of hidden before it is cast to the weight's, and of dhidden."""
+        return self.given_dtype or self.dtype
 
     @property
     def stat_dtype(self) -> jnp.dtype:

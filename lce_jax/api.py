@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 import jax
@@ -250,7 +251,10 @@ def explain(hidden: Any, weight: Any, labels: Any, *, where: Any = None, **optio
     checked = _checks.options(options)
     case = _checks.case(hidden, weight, labels, where, checked)
     _checks.temperature(checked.temperature, labels.shape)
-    _checks.vocabulary(checked.vocab_size, case.vocab_size if checked.axis_name is None else _checks.INT32_MAX)
+    if checked.axis_name is None:
+        case = dataclasses.replace(case, true_columns=_checks.vocabulary(checked.vocab_size, case.vocab_size))
+    else:
+        _checks.vocabulary(checked.vocab_size, _checks.INT32_MAX)
     return _dispatch.explain(case, checked.implementation)
 
 
