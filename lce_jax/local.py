@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 import jax
 import jax.numpy as jnp
 
-from lce_jax import _checks, _compat, _dispatch, _math, _vjp
+from lce_jax import _checks, _compat, _dispatch, _math, _shard
 from lce_jax._types import LogprobOutput, Results, ShardStatistics
 
 if TYPE_CHECKING:
@@ -75,10 +75,10 @@ def statistics(
 
 @functools.partial(jax.jit, static_argnums=(0, 5), inline=True)
 def _statistics(
-    spec: _vjp.Spec, hidden: Array, weight: Array, rows: _vjp.Rows, start: Array, keep_cache: bool
+    spec: _shard.Spec, hidden: Array, weight: Array, rows: _shard.Rows, start: Array, keep_cache: bool
 ) -> tuple[ShardStatistics, Any]:
-    run = functools.partial(_vjp.shard_statistics, spec, keep_cache=keep_cache)
-    return _compat.first_order_only(run)(_vjp.as_operand(hidden, weight), weight, rows, start)
+    run = functools.partial(_shard.statistics, spec, keep_cache=keep_cache)
+    return _compat.first_order_only(run)(_shard.as_operand(hidden, weight), weight, rows, start)
 
 
 def merge(parts: ShardStatistics) -> ShardStatistics:
@@ -166,14 +166,14 @@ def gradients(
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
-def _gradients(spec: _vjp.Spec, hidden: Array, weight: Array, *rest: Any) -> tuple[Array, Array]:
-    run = functools.partial(_vjp.shard_gradients, spec)
-    return _compat.first_order_only(run)(_vjp.as_operand(hidden, weight), weight, *rest)
+def _gradients(spec: _shard.Spec, hidden: Array, weight: Array, *rest: Any) -> tuple[Array, Array]:
+    run = functools.partial(_shard.gradients, spec)
+    return _compat.first_order_only(run)(_shard.as_operand(hidden, weight), weight, *rest)
 
 
 def _shard(
     hidden: Any, weight: Any, labels: Any, where: Any, num_rows: Any, options: LogprobOptions
-) -> tuple[_vjp.Spec, _vjp.Rows]:
+) -> tuple[_shard.Spec, _shard.Rows]:
     checked = _checks.options(options)
     if checked.axis_name is not None:
         raise ValueError(f"axis_name={checked.axis_name!r}: functions of lce_jax.local know no axis; merge yourself")
@@ -190,4 +190,4 @@ def _shard(
     rows = _checks.rows(labels, where, checked.temperature, vocab_size, case.stat_dtype)
     if num_rows is not None:
         rows = rows._replace(num_rows=_checks.num_rows(num_rows, case.num_tokens))
-    return _vjp.Spec(case, chosen.NAME, vocab_size, padded=checked.vocab_size is not None), rows
+    return _shard.Spec(case, chosen.NAME, vocab_size, padded=checked.vocab_size is not None), rows

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from lce_jax import _checks, _math, api, sharding
+from lce_jax import _checks, _layout, _math, api, sharding
 from lce_jax._types import Options
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from lce_jax._types import LogprobOutput
     from lce_jax.api import Reduction
-    from lce_jax.sharding import Axes
+    from lce_jax._layout import Axes
 
 # Logits of unit variance for hidden states of unit variance.
 WEIGHT_INIT = jax.nn.initializers.lecun_normal(in_axis=1, out_axis=0)
@@ -136,8 +136,8 @@ class Head:
         own = jax.typeof(hidden).sharding
         if not self.on_mesh or AxisType.Explicit not in own.mesh.axis_types:
             return None
-        vocab_axes = sharding.as_axes(self.vocab_axis)
-        rows = (tuple(axis for axis in sharding.as_axes(entry) if axis not in vocab_axes) for entry in own.spec[:-1])
+        vocab_axes = _layout.as_axes(self.vocab_axis)
+        rows = (tuple(axis for axis in _layout.as_axes(entry) if axis not in vocab_axes) for entry in own.spec[:-1])
         return NamedSharding(own.mesh, P(*rows, None))
 
 

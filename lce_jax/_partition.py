@@ -1,0 +1,286 @@
+"""A call on global arrays of a mesh, partitioned as a matrix product is: by what is known of where its operands lie.
+
+Explicit axes say it in the operands' types, and `jax.shard_map` runs one device's program over that layout. Auto axes
+say nothing until XLA partitions the whole program: a rule names the dimensions for it (batch, sequence, vocabulary,
+hidden), and once they are split a callback writes the same program. Either way it is that of `_spmd`, with the
+collectives that the split asks for.
+
+Both stand inside the ``custom_vjp``, so ``vmap`` reaches them with whole batches, which are one more leading dimension.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from lce_jax import _dispatch, _spmd
+from lce_jax._layout import Layout, layout_of_specs
+from lce_jax._shard import Rows, Spec
+from lce_jax._types import Results, ShardStatistics
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float
+
+
+def mesh_of_types(operands: Any) -> AbstractMesh:
+    """The mesh that the operands' types name; an empty one where none does."""
+    meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(operands)]
+    return next((mesh for mesh in meshes if not mesh.empty), AbstractMesh((), ()))
+
+
+def applies(operands: Any, cache_bytes: int) -> bool:
+    """Whether the operands may be split over devices in a way that this module reads.
+
+    No mesh in their types is no proof that there is none: ``jit(..., in_shardings=...)`` tells XLA alone. So a traced
+    call on a machine of several devices gets the rule too, which one device's program does without.
+    """
+    mesh = mesh_of_types(operands)
+    if not mesh.empty:
+        return mesh.size > 1 and AxisType.Manual not in mesh.axis_types
+    traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(operands))
+    return traced and cache_bytes == 0 and jax.device_count() > 1 and not jax.sharding.get_abstract_mesh().manual_axes
+
+
+def forward(
+    spec: Spec, hidden: Float[Array, "*b H"], weight: Float[Array, "V H"], rows: Rows, keep_cache: bool
+) -> tuple[Results, ShardStatistics, Any]:
+    """`_spmd.forward` of global arrays. Under Auto axes nothing is cached: a cache has no global shape."""
+
+    @jax.custom_batching.custom_vmap
+    def run(hidden: Any, weight: Any, rows: Rows) -> Any:
+        layout = _layout_of_types(spec, hidden, weight, rows)
+        if layout is None:
+            return *_auto_forward(spec, hidden, weight, rows), None
+        outputs = (layout.out_spec, layout.out_spec, P(layout.mesh.axis_names))
+        device = functools.partial(_device_forward, spec, layout, keep_cache)
+        return _over_devices(layout, device, outputs, hidden, weight, (rows,))
+
+    @run.def_vmap
+    def batched(size: int, in_batched: Any, hidden: Any, weight: Any, rows: Rows) -> Any:
+        _refuse_cache(spec)
+        if in_batched[1]:
+            each = functools.partial(_spmd.forward, _whole(spec), keep_cache=False)
+            out = jax.vmap(each, in_axes=_in_axes(in_batched))(hidden, weight, rows)
+        else:
+            hidden, rows = _with_batch(size, in_batched[::2], (hidden, rows))
+            out = forward(_of_tokens(spec, rows), hidden, weight, rows, keep_cache)
+        return out, jax.tree.map(lambda _: True, out)
+
+    return run(hidden, weight, rows)
+
+
+def backward(
+    spec: Spec,
+    hidden: Float[Array, "*b H"],
+    weight: Float[Array, "V H"],
+    rows: Rows,
+    stats: ShardStatistics,
+    cache: Any,
+    cotangent: Results,
+) -> tuple[Float[Array, "*b H"], Float[Array, "V H"]]:
+    """`_spmd.backward` of global arrays."""
+
+    @jax.custom_batching.custom_vmap
+    def run(hidden: Any, weight: Any, *per_token: Any) -> Any:
+        layout = _layout_of_types(spec, hidden, weight, per_token)
+        if layout is None:
+            return _auto_backward(spec, hidden, weight, *per_token)
+        device = functools.partial(_device_backward, spec, layout)
+        outputs = layout.in_specs[:2]
+        gradients = _over_devices(layout, device, outputs, hidden, weight, per_token, cache)
+        return jax.tree.map(_as_type_of, gradients, (hidden, weight))
+
+    @run.def_vmap
+    def batched(size: int, in_batched: Any, hidden: Any, weight: Any, *per_token: Any) -> Any:
+        layout = None if in_batched[1] else _layout_of_types(spec, hidden, weight, per_token)
+        if layout is None:
+            each = functools.partial(_whole_backward, spec)
+            out = jax.vmap(each, in_axes=_in_axes(in_batched))(hidden, weight, *per_token)
+        else:  # an example has a dweight of its own
+            hidden, *per_token = _with_batch(size, (in_batched[0], *in_batched[2:]), (hidden, *per_token))
+            layout = layout.without_gather()
+            per_example = dataclasses.replace(layout, leading=layout.leading[1:])
+            device = jax.vmap(functools.partial(_device_backward, spec, per_example), in_axes=(0, None, 0, None))
+            outputs = (layout.in_specs[0], P(layout.leading[0], *layout.in_specs[1]))
+            out = _over_devices(layout, device, outputs, hidden, weight, tuple(per_token))
+        return out, (True, True)
+
+    return run(hidden, weight, rows, stats, cotangent)
+
+
+def _device_forward(
+    spec: Spec, layout: Layout, keep_cache: bool, hidden: Any, weight: Any, per_token: tuple[Rows], cache: None = None
+) -> tuple[Results, ShardStatistics, Any]:
+    """One device's program of the forward: its own tokens' results, and its own cache."""
+    del cache
+    (rows,) = per_token
+    local = _device_spec(spec, layout, weight, rows)
+    *results, kept = _spmd.forward(local, hidden, weight, rows, keep_cache)
+    return *jax.tree.map(layout.own_rows, results), kept
+
+
+def _device_backward(
+    spec: Spec, layout: Layout, hidden: Any, weight: Any, per_token: tuple[Any, ...], cache: Any = None
+) -> tuple[Array, Array]:
+    """One device's program of the backward: dhidden of its tokens, dweight of its columns, both whole sums."""
+    rows, stats, cotangent = per_token
+    local = _device_spec(spec, layout, weight, rows)
+    return _spmd.backward(local, hidden, weight, rows, stats, cache, cotangent)
+
+
+def _device_spec(spec: Spec, layout: Layout, weight: Any, rows: Rows) -> Spec:
+    """The spec of one device's share, its implementation chosen for the share's shapes."""
+    columns = weight.shape[spec.case.options.vocab_dim]
+    case = dataclasses.replace(spec.case, num_tokens=rows.labels.size, vocab_size=columns)
+    chosen, _ = _dispatch.choose(case, spec.requested)
+    return dataclasses.replace(
+        spec,
+        case=case,
+        implementation=chosen.NAME,
+        axis_name=layout.vocab_axes,
+        gather_dim=layout.gather_dim,
+        token_axes=layout.token_axes,
+        partitioned=False,
+    )
+
+
+# Explicit axes
+
+
+def _layout_of_types(spec: Spec, hidden: Any, weight: Any, per_token: Any) -> Layout | None:
+    """The layout that the operands' types name; None where no axis of their mesh is Explicit."""
+    operands = (hidden, weight, per_token)
+    mesh = mesh_of_types(operands)
+    if AxisType.Explicit not in mesh.axis_types:
+        return None
+    hidden_spec, weight_spec = (jax.typeof(x).sharding.spec for x in (hidden, weight))
+    rows_specs = [jax.typeof(x).sharding.spec for x in jax.tree.leaves(per_token)]
+    return layout_of_specs(mesh, hidden, weight, hidden_spec, weight_spec, rows_specs, spec.case.options.vocab_dim)
+
+
+def _over_devices(
+    layout: Layout,
+    device: Callable[..., Any],
+    out_specs: Any,
+    hidden: Any,
+    weight: Any,
+    per_token: tuple[Any, ...],
+    cache: Any = None,
+) -> Any:
+    """``device`` on every device of the layout's mesh. Its collectives are all its own, so nothing is typed inside."""
+    in_specs = (*layout.in_specs, P(layout.mesh.axis_names))
+    mapped = jax.shard_map(device, mesh=layout.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    return mapped(*layout.place((hidden, weight, per_token)), cache)
+
+
+def _as_type_of(gradient: Array, operand: Any) -> Array:
+    return jax.sharding.reshard(gradient, jax.typeof(operand).sharding)
+
+
+# Auto axes
+
+
+@functools.partial(custom_partitioning, static_argnums=(0,))
+def _auto_forward(spec: Spec, hidden: Any, weight: Any, rows: Any) -> Any:
+    return _spmd.forward(_whole(spec), hidden, weight, rows, keep_cache=False)[:2]
+
+
+@functools.partial(custom_partitioning, static_argnums=(0,))
+def _auto_backward(spec: Spec, hidden: Any, weight: Any, rows: Any, stats: Any, cotangent: Any) -> Any:
+    return _whole_backward(spec, hidden, weight, rows, stats, cotangent)
+
+
+def _partition_forward(spec: Spec, mesh: Any, operands: Any, results: Any) -> Any:
+    layout = _layout_of_operands(spec, mesh, operands)
+
+    def device(hidden: Any, weight: Any, rows: Any) -> Any:
+        return _device_forward(spec, layout, False, hidden, weight, (rows,))[:2]
+
+    return mesh, device, _shardings(mesh, layout.out_spec, results), _operand_shardings(layout, operands)
+
+
+def _partition_backward(spec: Spec, mesh: Any, operands: Any, results: Any) -> Any:
+    del results
+    layout = _layout_of_operands(spec, mesh, operands)
+
+    def device(hidden: Any, weight: Any, *per_token: Any) -> Any:
+        return _device_backward(spec, layout, hidden, weight, per_token)
+
+    operand_shardings = _operand_shardings(layout, operands)
+    return mesh, device, operand_shardings[:2], operand_shardings
+
+
+def _dimensions(spec: Spec, mesh: Any, operands: list[Any], results: list[Any]) -> tuple[str, dict[str, Any]]:
+    """The rule for Shardy: tokens and vocabulary may be split, the hidden dimension may not."""
+    del mesh
+    tokens = " ".join(f"b{i}" for i in range(operands[0].rank - 1))
+    wide = [f"{tokens} h", "v h" if spec.case.options.vocab_dim == 0 else "h v"]
+    is_backward = len(results) == 2 and results[1].rank == 2 and results[0].rank == operands[0].rank
+    names = [wide + [tokens] * (len(operands) - 2), wide if is_backward else [tokens] * len(results)]
+    return " -> ".join(", ".join(side) for side in names), {"need_replication_factors": ("h",)}
+
+
+_auto_forward.def_partition(_partition_forward, sharding_rule=_dimensions)
+_auto_backward.def_partition(_partition_backward, sharding_rule=_dimensions)
+
+
+def _layout_of_operands(spec: Spec, mesh: Any, operands: Any) -> Layout:
+    hidden, weight, *per_token = operands
+    rows_specs = [x.sharding.spec for x in jax.tree.leaves(per_token)]
+    vocab_dim = spec.case.options.vocab_dim
+    return layout_of_specs(mesh, hidden, weight, hidden.sharding.spec, weight.sharding.spec, rows_specs, vocab_dim)
+
+
+def _operand_shardings(layout: Layout, operands: Any) -> Any:
+    *wide, per_token = layout.in_specs
+    hidden, weight = (NamedSharding(layout.mesh, spec) for spec in wide)
+    return hidden, weight, *_shardings(layout.mesh, per_token, tuple(operands[2:]))
+
+
+def _shardings(mesh: Any, spec: P, tree: Any) -> Any:
+    return jax.tree.map(lambda _: NamedSharding(mesh, spec), tree)
+
+
+# Without a mesh, and under vmap
+
+
+def _whole(spec: Spec) -> Spec:
+    """The spec of the whole call on one device."""
+    return dataclasses.replace(spec, partitioned=False)
+
+
+def _whole_backward(spec: Spec, hidden: Any, weight: Any, rows: Any, stats: Any, cotangent: Any) -> Any:
+    return _spmd.backward(_whole(spec), hidden, weight, rows, stats, None, cotangent)
+
+
+def _of_tokens(spec: Spec, rows: Rows) -> Spec:
+    return dataclasses.replace(spec, case=dataclasses.replace(spec.case, num_tokens=rows.labels.size))
+
+
+def _in_axes(in_batched: Any) -> Any:
+    return jax.tree.map(lambda batched: 0 if batched else None, tuple(in_batched))
+
+
+def _with_batch(size: int, in_batched: Any, tree: Any) -> Any:
+    """Every leaf with the batch as its first dimension."""
+
+    def lead(batched: bool, x: Array) -> Array:
+        return x if batched else jnp.broadcast_to(x, (size, *x.shape))
+
+    return jax.tree.map(lead, tuple(in_batched), tuple(tree))
+
+
+def _refuse_cache(spec: Spec) -> None:
+    if spec.case.options.cache_bytes:
+        raise ValueError(
+            f"cache_bytes={spec.case.options.cache_bytes} under vmap over a mesh: give hidden and labels the batch as "
+            "a leading dimension in place of vmap, or leave cache_bytes out"
+        )
