@@ -42,8 +42,9 @@ def evaluate(
     if options.axis_name is not None:
         _checks.check_split(weight, options.axis_name, case)
         rows, agree = _collectives.same_on_all_shards(rows, options.axis_name)
-    elif _partition.applies((hidden, weight, rows), case.options.cache_bytes):
-        spec = dataclasses.replace(spec, partitioned=True, requested=options.implementation)
+    else:
+        mesh = _partition.mesh_of((hidden, weight, rows), options.static.cache_bytes)
+        spec = dataclasses.replace(spec, mesh=mesh, requested=options.implementation)
     if case.num_tokens == 0:
         return _nothing(case, _compat.vary_like(jnp.zeros(labels.shape, case.stat_dtype), (hidden, rows.labels)))
     out = _vjp.linear_logprobs(spec, hidden, weight, rows)

@@ -50,6 +50,11 @@ class Layout:
         split = [axis for entry in self.leading for axis in as_axes(entry)]
         return tuple(axis for axis in split if axis not in as_axes(self.vocab_axes))
 
+    @property
+    def every_device(self) -> P:
+        """Of what each device keeps to itself: stacked along the first dimension."""
+        return P((*self.token_axes, *as_axes(self.vocab_axes)))
+
     def without_gather(self) -> Layout:
         """The layout with the sequence whole where the vocabulary's axis splits it."""
         if self.gather_dim is None:

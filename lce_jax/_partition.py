@@ -17,36 +17,35 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from lce_jax import _dispatch, _spmd
 from lce_jax._layout import Layout, layout_of_specs
 from lce_jax._shard import Rows, Spec
 from lce_jax._types import Results, ShardStatistics
+from lce_jax._xla_partitioning import Partition, Partitioned
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
 
 
-def mesh_of_types(operands: Any) -> AbstractMesh:
-    """The mesh that the operands' types name; an empty one where none does."""
-    meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(operands)]
-    return next((mesh for mesh in meshes if not mesh.empty), AbstractMesh((), ()))
-
-
-def applies(operands: Any, cache_bytes: int) -> bool:
-    """Whether the operands may be split over devices in a way that this module reads.
+def mesh_of(operands: Any, cache_bytes: int) -> AbstractMesh | None:
+    """The mesh over which the operands may be split; None for one device, and inside ``shard_map``.
 
     No mesh in their types is no proof that there is none: ``jit(..., in_shardings=...)`` tells XLA alone. So a traced
     call on a machine of several devices gets the rule too, which one device's program does without.
     """
-    mesh = mesh_of_types(operands)
+    mesh = _mesh_of_types(operands)
     if not mesh.empty:
-        return mesh.size > 1 and AxisType.Manual not in mesh.axis_types
+        return mesh if mesh.size > 1 and AxisType.Manual not in mesh.axis_types else None
     traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(operands))
-    return traced and cache_bytes == 0 and jax.device_count() > 1 and not jax.sharding.get_abstract_mesh().manual_axes
+    return mesh if traced and cache_bytes == 0 and jax.device_count() > 1 else None
+
+
+def _mesh_of_types(operands: Any) -> AbstractMesh:
+    meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(operands)]
+    return next((mesh for mesh in meshes if not mesh.empty), AbstractMesh((), ()))
 
 
 def forward(
@@ -59,7 +58,7 @@ def forward(
         layout = _layout_of_types(spec, hidden, weight, rows)
         if layout is None:
             return *_auto_forward(spec, hidden, weight, rows), None
-        outputs = (layout.out_spec, layout.out_spec, P(layout.mesh.axis_names))
+        outputs = (layout.out_spec, layout.out_spec, layout.every_device)
         device = functools.partial(_device_forward, spec, layout, keep_cache)
         return _over_devices(layout, device, outputs, hidden, weight, (rows,))
 
@@ -148,7 +147,7 @@ def _device_spec(spec: Spec, layout: Layout, weight: Any, rows: Rows) -> Spec:
         axis_name=layout.vocab_axes,
         gather_dim=layout.gather_dim,
         token_axes=layout.token_axes,
-        partitioned=False,
+        mesh=None,
     )
 
 
@@ -158,7 +157,7 @@ def _device_spec(spec: Spec, layout: Layout, weight: Any, rows: Rows) -> Spec:
 def _layout_of_types(spec: Spec, hidden: Any, weight: Any, per_token: Any) -> Layout | None:
     """The layout that the operands' types name; None where no axis of their mesh is Explicit."""
     operands = (hidden, weight, per_token)
-    mesh = mesh_of_types(operands)
+    mesh = _mesh_of_types(operands)
     if AxisType.Explicit not in mesh.axis_types:
         return None
     hidden_spec, weight_spec = (jax.typeof(x).sharding.spec for x in (hidden, weight))
@@ -176,77 +175,76 @@ def _over_devices(
     cache: Any = None,
 ) -> Any:
     """``device`` on every device of the layout's mesh. Its collectives are all its own, so nothing is typed inside."""
-    in_specs = (*layout.in_specs, P(layout.mesh.axis_names))
+    in_specs = (*layout.in_specs, layout.every_device)
     mapped = jax.shard_map(device, mesh=layout.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
     return mapped(*layout.place((hidden, weight, per_token)), cache)
 
 
 def _as_type_of(gradient: Array, operand: Any) -> Array:
-    return jax.sharding.reshard(gradient, jax.typeof(operand).sharding)
+    sharding = jax.typeof(operand).sharding
+    return gradient if sharding.mesh.empty else jax.sharding.reshard(gradient, sharding)
 
 
 # Auto axes
 
 
-@functools.partial(custom_partitioning, static_argnums=(0,))
 def _auto_forward(spec: Spec, hidden: Any, weight: Any, rows: Any) -> Any:
-    return _spmd.forward(_whole(spec), hidden, weight, rows, keep_cache=False)[:2]
+    def whole(*operands: Any) -> Any:
+        return _spmd.forward(_whole(spec), *operands, keep_cache=False)[:2]
+
+    tokens, wide = _dimensions(spec, hidden)
+    shapes = jax.eval_shape(whole, hidden, weight, rows)
+    names = f"{', '.join(wide + _named(tokens, rows))} -> {', '.join(_named(tokens, shapes))}"
+    return Partitioned(whole, functools.partial(_forward_rule, spec), names, ("h",), spec.mesh)(hidden, weight, rows)
 
 
-@functools.partial(custom_partitioning, static_argnums=(0,))
-def _auto_backward(spec: Spec, hidden: Any, weight: Any, rows: Any, stats: Any, cotangent: Any) -> Any:
-    return _whole_backward(spec, hidden, weight, rows, stats, cotangent)
+def _auto_backward(spec: Spec, hidden: Any, weight: Any, *per_token: Any) -> Any:
+    whole = functools.partial(_whole_backward, spec)
+    tokens, wide = _dimensions(spec, hidden)
+    names = f"{', '.join(wide + _named(tokens, per_token))} -> {', '.join(wide)}"
+    return Partitioned(whole, functools.partial(_backward_rule, spec), names, ("h",), spec.mesh)(
+        hidden, weight, *per_token
+    )
 
 
-def _partition_forward(spec: Spec, mesh: Any, operands: Any, results: Any) -> Any:
-    layout = _layout_of_operands(spec, mesh, operands)
+def _dimensions(spec: Spec, hidden: Any) -> tuple[str, list[str]]:
+    """The names of the dimensions of everything per token, and of hidden and weight."""
+    tokens = " ".join(f"b{dim}" for dim in range(hidden.ndim - 1))
+    return tokens, [f"{tokens} h".strip(), "v h" if spec.case.options.vocab_dim == 0 else "h v"]
+
+
+def _named(names: str, tree: Any) -> list[str]:
+    return [names] * len(jax.tree.leaves(tree))
+
+
+def _forward_rule(spec: Spec, mesh: Any, shapes: Any, specs: Any) -> Partition:
+    layout = _layout_of_specs(spec, mesh, shapes, specs)
 
     def device(hidden: Any, weight: Any, rows: Any) -> Any:
         return _device_forward(spec, layout, False, hidden, weight, (rows,))[:2]
 
-    return mesh, device, _shardings(mesh, layout.out_spec, results), _operand_shardings(layout, operands)
+    return Partition(device, _operand_specs(layout, shapes), layout.out_spec)
 
 
-def _partition_backward(spec: Spec, mesh: Any, operands: Any, results: Any) -> Any:
-    del results
-    layout = _layout_of_operands(spec, mesh, operands)
+def _backward_rule(spec: Spec, mesh: Any, shapes: Any, specs: Any) -> Partition:
+    layout = _layout_of_specs(spec, mesh, shapes, specs)
 
     def device(hidden: Any, weight: Any, *per_token: Any) -> Any:
         return _device_backward(spec, layout, hidden, weight, per_token)
 
-    operand_shardings = _operand_shardings(layout, operands)
-    return mesh, device, operand_shardings[:2], operand_shardings
+    operand_specs = _operand_specs(layout, shapes)
+    return Partition(device, operand_specs, operand_specs[:2])
 
 
-def _dimensions(spec: Spec, mesh: Any, operands: list[Any], results: list[Any]) -> tuple[str, dict[str, Any]]:
-    """The rule for Shardy: tokens and vocabulary may be split, the hidden dimension may not."""
-    del mesh
-    tokens = " ".join(f"b{i}" for i in range(operands[0].rank - 1))
-    wide = [f"{tokens} h", "v h" if spec.case.options.vocab_dim == 0 else "h v"]
-    is_backward = len(results) == 2 and results[1].rank == 2 and results[0].rank == operands[0].rank
-    names = [wide + [tokens] * (len(operands) - 2), wide if is_backward else [tokens] * len(results)]
-    return " -> ".join(", ".join(side) for side in names), {"need_replication_factors": ("h",)}
+def _layout_of_specs(spec: Spec, mesh: Any, shapes: Any, specs: Any) -> Layout:
+    (hidden, weight, *_), (hidden_spec, weight_spec, *per_token) = shapes, specs
+    rows_specs = jax.tree.leaves(per_token, is_leaf=lambda x: isinstance(x, P))
+    return layout_of_specs(mesh, hidden, weight, hidden_spec, weight_spec, rows_specs, spec.case.options.vocab_dim)
 
 
-_auto_forward.def_partition(_partition_forward, sharding_rule=_dimensions)
-_auto_backward.def_partition(_partition_backward, sharding_rule=_dimensions)
-
-
-def _layout_of_operands(spec: Spec, mesh: Any, operands: Any) -> Layout:
-    hidden, weight, *per_token = operands
-    rows_specs = [x.sharding.spec for x in jax.tree.leaves(per_token)]
-    vocab_dim = spec.case.options.vocab_dim
-    return layout_of_specs(mesh, hidden, weight, hidden.sharding.spec, weight.sharding.spec, rows_specs, vocab_dim)
-
-
-def _operand_shardings(layout: Layout, operands: Any) -> Any:
-    *wide, per_token = layout.in_specs
-    hidden, weight = (NamedSharding(layout.mesh, spec) for spec in wide)
-    return hidden, weight, *_shardings(layout.mesh, per_token, tuple(operands[2:]))
-
-
-def _shardings(mesh: Any, spec: P, tree: Any) -> Any:
-    return jax.tree.map(lambda _: NamedSharding(mesh, spec), tree)
+def _operand_specs(layout: Layout, shapes: Any) -> Any:
+    hidden, weight, per_token = layout.in_specs
+    return hidden, weight, *jax.tree.map(lambda _: per_token, tuple(shapes[2:]))
 
 
 # Without a mesh, and under vmap
@@ -254,7 +252,7 @@ def _shardings(mesh: Any, spec: P, tree: Any) -> Any:
 
 def _whole(spec: Spec) -> Spec:
     """The spec of the whole call on one device."""
-    return dataclasses.replace(spec, partitioned=False)
+    return dataclasses.replace(spec, mesh=None)
 
 
 def _whole_backward(spec: Spec, hidden: Any, weight: Any, rows: Any, stats: Any, cotangent: Any) -> Any:

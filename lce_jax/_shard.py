@@ -34,7 +34,7 @@ class Spec:
     # The axes that split the tokens, inside `_partition`: nothing is typed there, so the sums over devices are ours to
     # write, and cotangents arrive whole. None: the types of ``shard_map``, or its transpose, say what to sum.
     token_axes: tuple[str, ...] | None = None
-    partitioned: bool = False  # the operands are global arrays of a mesh: `_partition` makes shards of them
+    mesh: Any = None  # the mesh of global operands, of which `_partition` makes shards, empty where it is not known
     requested: tuple[str, ...] | None = None  # the implementations to choose from once a shard's shapes are known
 
 

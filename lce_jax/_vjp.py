@@ -41,7 +41,7 @@ def _linear_logprobs_fwd(spec: Spec, hidden: Any, weight: Any, rows: Rows) -> tu
 
 
 def _linear_logprobs_bwd(spec: Spec, residuals: Any, cotangent: Results) -> tuple[Any, Any, None]:
-    run = _partition.backward if spec.partitioned else _spmd.backward
+    run = _spmd.backward if spec.mesh is None else _partition.backward
     backward = _compat.first_order_only(functools.partial(run, spec))
     return (*backward(*residuals, cotangent), None)
 
@@ -50,5 +50,5 @@ _linear_logprobs.defvjp(_linear_logprobs_fwd, _linear_logprobs_bwd)
 
 
 def _forward(spec: Spec, hidden: Any, weight: Any, rows: Rows, keep_cache: bool) -> Any:
-    run = _partition.forward if spec.partitioned else _spmd.forward
+    run = _spmd.forward if spec.mesh is None else _partition.forward
     return run(spec, hidden, weight, rows, keep_cache)

@@ -66,7 +66,7 @@ def statistics(
         >>> float(stats.sumexp[0]), float(stats.target[0])
         (100.0, 0.0)
     """
-    spec, rows = _shard(hidden, weight, labels, where, num_rows, options)
+    spec, rows = _bind(hidden, weight, labels, where, num_rows, options)
     if spec.case.num_tokens == 0:
         return _math.empty_statistics(0, spec.case.stat_dtype, spec.case.options), None
     start = jnp.asarray(vocab_start, jnp.int32)
@@ -156,7 +156,7 @@ def gradients(
         >>> round(float(dweight[7, 0]), 2), round(float(dweight[0, 0]), 2)
         (0.98, -0.02)
     """
-    spec, rows = _shard(hidden, weight, labels, where, num_rows, options)
+    spec, rows = _bind(hidden, weight, labels, where, num_rows, options)
     zero = jnp.zeros((spec.case.num_tokens,), spec.case.stat_dtype)
     if spec.case.num_tokens == 0:
         return jnp.zeros(hidden.shape, zero.dtype), jnp.zeros(weight.shape, weight.dtype)
@@ -171,7 +171,7 @@ def _gradients(spec: _shard.Spec, hidden: Array, weight: Array, *rest: Any) -> t
     return _compat.first_order_only(run)(_shard.as_operand(hidden, weight), weight, *rest)
 
 
-def _shard(
+def _bind(
     hidden: Any, weight: Any, labels: Any, where: Any, num_rows: Any, options: LogprobOptions
 ) -> tuple[_shard.Spec, _shard.Rows]:
     checked = _checks.options(options)
