@@ -24,7 +24,8 @@ def merge_over_axis(stats: ShardStatistics, axis_name: AxisName) -> ShardStatist
     Every shard then adds the same numbers in the same order, so all of them hold bitwise-equal results.
     """
     fields, structure = jax.tree.flatten(stats)
-    gathered = lax.all_gather(jnp.stack(fields), axis_name, to="invarying")
+    to = "invarying" if _compat.tracks_varying(axis_name) else "varying"
+    gathered = lax.all_gather(jnp.stack(fields), axis_name, to=to)
     return _math.merge(jax.tree.unflatten(structure, list(jnp.moveaxis(gathered, 1, 0))))
 
 
