@@ -45,6 +45,7 @@ def evaluate(
     else:
         mesh = _partition.mesh_of((hidden, weight, rows), options.static.cache_bytes)
         spec = dataclasses.replace(spec, mesh=mesh, requested=options.implementation)
+        weight = _partition.without_reduced(weight)
     if case.num_tokens == 0:
         return _nothing(case, _compat.vary_like(jnp.zeros(labels.shape, case.stat_dtype), (hidden, rows.labels)))
     out = _vjp.linear_logprobs(spec, hidden, weight, rows)

@@ -139,7 +139,7 @@ def layout_of_specs(
 
 
 def _entry(spec: P, dim: int) -> tuple[str, ...]:
-    return as_axes(spec[dim]) if dim < len(spec) else ()
+    return as_axes(spec.partitions[dim]) if dim < len(spec.partitions) else ()
 
 
 def _dividing(mesh: Any, size: int, axes: tuple[str, ...]) -> tuple[str, ...]:
@@ -152,8 +152,7 @@ def _own_batch_axes(mesh: Any, hidden: Any, vocab_axis: Axes, sequence_axis: Axe
     if AxisType.Explicit not in mesh.axis_types or hidden.ndim < 2:
         return None
     spec = jax.typeof(hidden).sharding.spec
-    own = as_axes(spec[0]) if len(spec) else ()
-    return tuple(axis for axis in own if axis not in as_axes(vocab_axis) + as_axes(sequence_axis))
+    return tuple(axis for axis in _entry(spec, 0) if axis not in as_axes(vocab_axis) + as_axes(sequence_axis))
 
 
 def _check_axes(mesh: Any, vocab: tuple[str, ...], batch: tuple[str, ...], sequence: tuple[str, ...]) -> None:

@@ -4,8 +4,6 @@ Explicit axes say it in the operands' types, and `jax.shard_map` runs one device
 say nothing until XLA partitions the whole program: a rule names the dimensions for it (batch, sequence, vocabulary,
 hidden), and once they are split a callback writes the same program. Either way it is that of `_spmd`, with the
 collectives that the split asks for.
-
-Both stand inside the ``custom_vjp``, so ``vmap`` reaches them with whole batches, which are one more leading dimension.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
+from jax import lax
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -48,32 +46,27 @@ def _mesh_of_types(operands: Any) -> AbstractMesh:
     return next((mesh for mesh in meshes if not mesh.empty), AbstractMesh((), ()))
 
 
+def without_reduced(weight: Array) -> Array:
+    """A weight whose type says over which axes its gradient is not to be summed, without that.
+
+    Its own transpose then gives the gradient the type that the caller asked for.
+    """
+    sharding = jax.typeof(weight).sharding
+    if not sharding.spec.reduced:
+        return weight
+    return jax.sharding.reshard(weight, sharding.update(spec=P(*sharding.spec.partitions)))
+
+
 def forward(
     spec: Spec, hidden: Float[Array, "*b H"], weight: Float[Array, "V H"], rows: Rows, keep_cache: bool
 ) -> tuple[Results, ShardStatistics, Any]:
     """`_spmd.forward` of global arrays. Under Auto axes nothing is cached: a cache has no global shape."""
-
-    @jax.custom_batching.custom_vmap
-    def run(hidden: Any, weight: Any, rows: Rows) -> Any:
-        layout = _layout_of_types(spec, hidden, weight, rows)
-        if layout is None:
-            return *_auto_forward(spec, hidden, weight, rows), None
-        outputs = (layout.out_spec, layout.out_spec, layout.every_device)
-        device = functools.partial(_device_forward, spec, layout, keep_cache)
-        return _over_devices(layout, device, outputs, hidden, weight, (rows,))
-
-    @run.def_vmap
-    def batched(size: int, in_batched: Any, hidden: Any, weight: Any, rows: Rows) -> Any:
-        _refuse_cache(spec)
-        if in_batched[1]:
-            each = functools.partial(_spmd.forward, _whole(spec), keep_cache=False)
-            out = jax.vmap(each, in_axes=_in_axes(in_batched))(hidden, weight, rows)
-        else:
-            hidden, rows = _with_batch(size, in_batched[::2], (hidden, rows))
-            out = forward(_of_tokens(spec, rows), hidden, weight, rows, keep_cache)
-        return out, jax.tree.map(lambda _: True, out)
-
-    return run(hidden, weight, rows)
+    layout = _layout_of_types(spec, hidden, weight, rows)
+    if layout is None:
+        return *_auto_forward(spec, hidden, weight, rows), None
+    device = functools.partial(_device_forward, spec, layout, keep_cache)
+    outputs = (layout.out_spec, layout.out_spec, layout.every_device)
+    return _over_devices(layout, device, outputs, hidden, weight, (rows,))
 
 
 def backward(
@@ -86,33 +79,38 @@ def backward(
     cotangent: Results,
 ) -> tuple[Float[Array, "*b H"], Float[Array, "V H"]]:
     """`_spmd.backward` of global arrays."""
+    per_token = (rows, stats, cotangent)
+    layout = _layout_of_types(spec, hidden, weight, per_token)
+    if layout is None:
+        return _auto_backward(spec, hidden, weight, *per_token)
+    device = functools.partial(_device_backward, spec, layout)
+    gradients = _over_devices(layout, device, layout.in_specs[:2], hidden, weight, per_token, cache)
+    return jax.tree.map(_as_type_of, gradients, (hidden, weight))
 
-    @jax.custom_batching.custom_vmap
-    def run(hidden: Any, weight: Any, *per_token: Any) -> Any:
-        layout = _layout_of_types(spec, hidden, weight, per_token)
-        if layout is None:
-            return _auto_backward(spec, hidden, weight, *per_token)
-        device = functools.partial(_device_backward, spec, layout)
-        outputs = layout.in_specs[:2]
-        gradients = _over_devices(layout, device, outputs, hidden, weight, per_token, cache)
-        return jax.tree.map(_as_type_of, gradients, (hidden, weight))
 
-    @run.def_vmap
-    def batched(size: int, in_batched: Any, hidden: Any, weight: Any, *per_token: Any) -> Any:
-        layout = None if in_batched[1] else _layout_of_types(spec, hidden, weight, per_token)
-        if layout is None:
-            each = functools.partial(_whole_backward, spec)
-            out = jax.vmap(each, in_axes=_in_axes(in_batched))(hidden, weight, *per_token)
-        else:  # an example has a dweight of its own
-            hidden, *per_token = _with_batch(size, (in_batched[0], *in_batched[2:]), (hidden, *per_token))
-            layout = layout.without_gather()
-            per_example = dataclasses.replace(layout, leading=layout.leading[1:])
-            device = jax.vmap(functools.partial(_device_backward, spec, per_example), in_axes=(0, None, 0, None))
-            outputs = (layout.in_specs[0], P(layout.leading[0], *layout.in_specs[1]))
-            out = _over_devices(layout, device, outputs, hidden, weight, tuple(per_token))
-        return out, (True, True)
+def backward_of_examples(
+    spec: Spec,
+    hidden: Float[Array, "n *b H"],
+    weight: Float[Array, "V H"],
+    rows: Rows,
+    stats: ShardStatistics,
+    cotangent: Results,
+) -> tuple[Float[Array, "n *b H"], Float[Array, "n V H"]] | None:
+    """`backward` of examples that each have a dweight of their own; None where their split is not in their types."""
+    layout = _layout_of_types(spec, hidden, weight, (rows, stats, cotangent))
+    if layout is None:
+        return None
+    layout = layout.without_gather()
+    example = dataclasses.replace(layout, leading=layout.leading[1:])
 
-    return run(hidden, weight, rows, stats, cotangent)
+    def device(hidden: Any, weight: Any, per_token: Any, cache: None) -> Any:
+        def one(operands: Any) -> Any:
+            return _device_backward(spec, example, operands[0], weight, operands[1], cache)
+
+        return lax.map(one, (hidden, per_token))
+
+    outputs = (layout.in_specs[0], P(layout.leading[0], *layout.in_specs[1]))
+    return _over_devices(layout, device, outputs, hidden, weight, (rows, stats, cotangent))
 
 
 def _device_forward(
@@ -247,7 +245,7 @@ def _operand_specs(layout: Layout, shapes: Any) -> Any:
     return hidden, weight, *jax.tree.map(lambda _: per_token, tuple(shapes[2:]))
 
 
-# Without a mesh, and under vmap
+# Without a mesh
 
 
 def _whole(spec: Spec) -> Spec:
@@ -257,28 +255,3 @@ def _whole(spec: Spec) -> Spec:
 
 def _whole_backward(spec: Spec, hidden: Any, weight: Any, rows: Any, stats: Any, cotangent: Any) -> Any:
     return _spmd.backward(_whole(spec), hidden, weight, rows, stats, None, cotangent)
-
-
-def _of_tokens(spec: Spec, rows: Rows) -> Spec:
-    return dataclasses.replace(spec, case=dataclasses.replace(spec.case, num_tokens=rows.labels.size))
-
-
-def _in_axes(in_batched: Any) -> Any:
-    return jax.tree.map(lambda batched: 0 if batched else None, tuple(in_batched))
-
-
-def _with_batch(size: int, in_batched: Any, tree: Any) -> Any:
-    """Every leaf with the batch as its first dimension."""
-
-    def lead(batched: bool, x: Array) -> Array:
-        return x if batched else jnp.broadcast_to(x, (size, *x.shape))
-
-    return jax.tree.map(lead, tuple(in_batched), tuple(tree))
-
-
-def _refuse_cache(spec: Spec) -> None:
-    if spec.case.options.cache_bytes:
-        raise ValueError(
-            f"cache_bytes={spec.case.options.cache_bytes} under vmap over a mesh: give hidden and labels the batch as "
-            "a leading dimension in place of vmap, or leave cache_bytes out"
-        )

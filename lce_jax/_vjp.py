@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from lce_jax import _compat, _partition, _spmd
+from lce_jax import _batching, _compat
 from lce_jax._shard import Rows, Spec
 from lce_jax._types import Results
 
@@ -30,25 +30,19 @@ def linear_logprobs(spec: Spec, hidden: Float[Array, "*b H"], weight: Float[Arra
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _linear_logprobs(spec: Spec, hidden: Any, weight: Any, rows: Rows) -> Results:
-    out, *_ = _forward(spec, hidden, weight, rows, False)
+    out, *_ = _batching.forward(spec, hidden, weight, rows, keep_cache=False)
     return out
 
 
 def _linear_logprobs_fwd(spec: Spec, hidden: Any, weight: Any, rows: Rows) -> tuple[Results, Any]:
-    forward = _compat.first_order_only(lambda *operands: _forward(spec, *operands, True))
+    forward = _compat.first_order_only(functools.partial(_batching.forward, spec, keep_cache=True))
     out, stats, cache = forward(hidden, weight, rows)
     return out, (hidden, weight, rows, stats, cache)
 
 
 def _linear_logprobs_bwd(spec: Spec, residuals: Any, cotangent: Results) -> tuple[Any, Any, None]:
-    run = _spmd.backward if spec.mesh is None else _partition.backward
-    backward = _compat.first_order_only(functools.partial(run, spec))
+    backward = _compat.first_order_only(functools.partial(_batching.backward, spec))
     return (*backward(*residuals, cotangent), None)
 
 
 _linear_logprobs.defvjp(_linear_logprobs_fwd, _linear_logprobs_bwd)
-
-
-def _forward(spec: Spec, hidden: Any, weight: Any, rows: Rows, keep_cache: bool) -> Any:
-    run = _spmd.forward if spec.mesh is None else _partition.forward
-    return run(spec, hidden, weight, rows, keep_cache)
