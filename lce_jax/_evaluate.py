@@ -35,7 +35,7 @@ def evaluate(
     columns = case.vocab_size * _checks.axis_size(options.axis_name)
     vocab_size = _checks.vocabulary(options.vocab_size, columns)
     implementation, _ = _dispatch.choose(case, options.implementation)
-    hidden, weight = jnp.asarray(hidden), jnp.asarray(weight)
+    hidden, weight = (_compat.without_reduced(jnp.asarray(x)) for x in (hidden, weight))
     rows = _checks.rows(labels, where, options.temperature, vocab_size, case.stat_dtype)
     spec = Spec(case, implementation.NAME, vocab_size, vocab_size < columns, options.axis_name, gather_dim)
     agree = None
@@ -45,7 +45,6 @@ def evaluate(
     else:
         mesh = _partition.mesh_of((hidden, weight, rows), options.static.cache_bytes)
         spec = dataclasses.replace(spec, mesh=mesh, requested=options.implementation)
-        weight = _partition.without_reduced(weight)
     if case.num_tokens == 0:
         return _nothing(case, _compat.vary_like(jnp.zeros(labels.shape, case.stat_dtype), (hidden, rows.labels)))
     out = _vjp.linear_logprobs(spec, hidden, weight, rows)

@@ -46,17 +46,6 @@ def _mesh_of_types(operands: Any) -> AbstractMesh:
     return next((mesh for mesh in meshes if not mesh.empty), AbstractMesh((), ()))
 
 
-def without_reduced(weight: Array) -> Array:
-    """A weight whose type says over which axes its gradient is not to be summed, without that.
-
-    Its own transpose then gives the gradient the type that the caller asked for.
-    """
-    sharding = jax.typeof(weight).sharding
-    if not sharding.spec.reduced:
-        return weight
-    return jax.sharding.reshard(weight, sharding.update(spec=P(*sharding.spec.partitions)))
-
-
 def forward(
     spec: Spec, hidden: Float[Array, "*b H"], weight: Float[Array, "V H"], rows: Rows, keep_cache: bool
 ) -> tuple[Results, ShardStatistics, Any]:
