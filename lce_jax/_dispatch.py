@@ -55,6 +55,16 @@ def choose(case: Case, implementation: tuple[str, ...] | None) -> tuple[Implemen
     raise UnsupportedError("; ".join(f'implementation "{name}": {reason}' for name, reason in refused.items()))
 
 
+def elsewhere(case: Case, name: str, requested: tuple[str, ...] | None) -> tuple[Implementation, Case] | None:
+    """What serves ``case`` in the kernels' place where the program is lowered for another platform; None: nothing."""
+    names = AUTOMATIC if requested is None else requested
+    case = dataclasses.replace(case, platform="cpu", device_kind="cpu", compute_capability="", core_count=0)
+    for other in names[names.index(name) + 1 :]:
+        if IMPLEMENTATIONS[other].supports(case) is None:
+            return IMPLEMENTATIONS[other], case
+    return None
+
+
 def _symbolic(name: str, case: Case) -> str | None:
     """Why a call whose shapes are symbols (``jax.export.symbolic_shape``) cannot be tiled."""
     sizes = {"tokens": case.num_tokens, "hidden size": case.hidden_size, "vocabulary": case.vocab_size}

@@ -37,14 +37,22 @@ def evaluate(
     implementation, _ = _dispatch.choose(case, options.implementation)
     hidden, weight = (_compat.without_reduced(jnp.asarray(x)) for x in (hidden, weight))
     rows = _checks.rows(labels, where, options.temperature, vocab_size, case.stat_dtype)
-    spec = Spec(case, implementation.NAME, vocab_size, vocab_size < columns, options.axis_name, gather_dim)
+    spec = Spec(
+        case,
+        implementation.NAME,
+        options.implementation,
+        vocab_size,
+        padded=vocab_size < columns,
+        axis_name=options.axis_name,
+        gather_dim=gather_dim,
+    )
     agree = None
     if options.axis_name is not None:
         _checks.check_split(weight, options.axis_name, case)
         rows, agree = _collectives.same_on_all_shards(rows, options.axis_name)
     else:
         mesh = _partition.mesh_of((hidden, weight, rows), options.static.cache_bytes)
-        spec = dataclasses.replace(spec, mesh=mesh, requested=options.implementation)
+        spec = dataclasses.replace(spec, mesh=mesh)
     if case.num_tokens == 0:
         return _nothing(case, _compat.vary_like(jnp.zeros(labels.shape, case.stat_dtype), (hidden, rows.labels)))
     out = _vjp.linear_logprobs(spec, hidden, weight, rows)

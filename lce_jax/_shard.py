@@ -9,12 +9,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax import _dispatch, _math, _rows
+from lce_jax import _dispatch, _math, _rows, mosaic
+from lce_jax._by_platform import by_platform
 from lce_jax._types import Case, Operands, Results, ShardStatistics
 
 if TYPE_CHECKING:
@@ -27,6 +31,7 @@ class Spec:
 
     case: Case
     implementation: str
+    requested: tuple[str, ...] | None  # the names to choose from, where a shard's shapes or the platform ask again
     vocab_size: int  # the true size of the whole vocabulary
     padded: bool = False  # whether the shards have columns beyond it
     axis_name: Any = None
@@ -35,7 +40,6 @@ class Spec:
     # write, and cotangents arrive whole. None: the types of ``shard_map``, or its transpose, say what to sum.
     token_axes: tuple[str, ...] | None = None
     mesh: Any = None  # the mesh of global operands, of which `_partition` makes shards, empty where it is not known
-    requested: tuple[str, ...] | None = None  # the implementations to choose from once a shard's shapes are known
 
 
 class Rows(NamedTuple):
@@ -67,8 +71,16 @@ def statistics(
 ) -> tuple[ShardStatistics, Any]:
     """The statistics of the shard whose first column is ``start``, in the call's row order, and the cache."""
     operands, order = _operands(spec, hidden, weight, rows, start)
-    implementation = _dispatch.IMPLEMENTATIONS[spec.implementation]
-    stats, cache = implementation.statistics(operands, spec.case, keep_cache)
+
+    def chosen(operands: Operands) -> tuple[ShardStatistics, Any]:
+        return _dispatch.IMPLEMENTATIONS[spec.implementation].statistics(operands, spec.case, keep_cache)
+
+    def elsewhere(implementation: Any, case: Case, operands: Operands) -> tuple[ShardStatistics, Any]:
+        _, cache = jax.eval_shape(chosen, operands)  # of the kernels, which nobody else reads
+        empty = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), cache)
+        return implementation.statistics(operands, case)[0], empty
+
+    stats, cache = _run(spec, chosen, elsewhere, operands)
     return (stats if order is None else _rows.expand(order, stats)), cache
 
 
@@ -94,10 +106,24 @@ def gradients(
     )
     if order is not None:
         coefficients = _rows.compact(order, coefficients)
-    implementation = _dispatch.IMPLEMENTATIONS[spec.implementation]
-    dhidden, dweight = implementation.gradients(operands, spec.case, coefficients, cache)
+
+    def chosen(operands: Operands, rows: Any, cache: Any) -> tuple[Any, Any]:
+        return _dispatch.IMPLEMENTATIONS[spec.implementation].gradients(operands, spec.case, rows, cache)
+
+    def elsewhere(implementation: Any, case: Case, operands: Operands, rows: Any, _: Any) -> tuple[Any, Any]:
+        return implementation.gradients(operands, case, rows)
+
+    dhidden, dweight = _run(spec, chosen, elsewhere, operands, coefficients, cache)
     dhidden = dhidden if order is None else _rows.expand(order, dhidden)
     return dhidden if rows.live is None else jnp.where(rows.live[:, None], dhidden, 0.0), dweight
+
+
+def _run(spec: Spec, chosen: Callable[..., Any], elsewhere: Callable[..., Any], *operands: Any) -> Any:
+    """``chosen``, or where it runs kernels and the program is lowered for another platform, what serves in its place."""
+    if spec.implementation != mosaic.NAME:
+        return chosen(*operands)
+    other = _dispatch.elsewhere(spec.case, spec.implementation, spec.requested)
+    return by_platform(chosen, None if other is None else functools.partial(elsewhere, *other), *operands)
 
 
 def _operands(

@@ -190,4 +190,5 @@ def _bind(
     rows = _checks.rows(labels, where, checked.temperature, vocab_size, case.stat_dtype)
     if num_rows is not None:
         rows = rows._replace(num_rows=_checks.num_rows(num_rows, case.num_tokens))
-    return _shard.Spec(case, chosen.NAME, vocab_size, padded=checked.vocab_size is not None), rows
+    padded = checked.vocab_size is not None
+    return _shard.Spec(case, chosen.NAME, checked.implementation, vocab_size, padded=padded), rows
