@@ -40,7 +40,7 @@ def statistics(
     keep_cache: bool = False,
     **options: Unpack[LogprobOptions],
 ) -> tuple[ShardStatistics, Any]:
-    """Each token's maximum, sums and target logit over the columns of one shard.
+    """Each token's maximum, sums and target logit, less that maximum, over the columns of one shard.
 
     Args:
         hidden: ``[T, H]``, the same on every shard.
@@ -54,7 +54,8 @@ def statistics(
         **options: as in `lce_jax.linear_logprobs`, without ``axis_name``; ``vocab_size`` is of the whole vocabulary.
 
     Returns:
-        `ShardStatistics` of ``[T]`` arrays, and the cache for `gradients` (a pytree, None if nothing is kept).
+        `ShardStatistics` of ``[T]`` arrays, and the cache for `gradients` (a pytree, None if nothing is kept). All but
+        the maximum are relative to it; the target is -inf where another shard owns the label, or none does.
 
     Raises:
         As `lce_jax.linear_logprobs`.
@@ -63,8 +64,8 @@ def statistics(
         >>> import jax.numpy as jnp
         >>> from lce_jax import local
         >>> stats, _ = local.statistics(jnp.ones((2, 4)), jnp.zeros((100, 4)), jnp.array([7, 8]))
-        >>> float(stats.sumexp[0]), float(stats.target[0])
-        (100.0, 0.0)
+        >>> float(stats.max[0]), float(stats.sumexp[0]), float(stats.target[0])
+        (0.0, 100.0, 0.0)
     """
     spec, rows = _bind(hidden, weight, labels, where, num_rows, options)
     if spec.case.num_tokens == 0:
