@@ -159,14 +159,19 @@ def _refuse_labels(labels: torch.Tensor, _logits: torch.Tensor) -> torch.Tensor:
 
 
 def _unwrapped(model: Any) -> Any:
-    """The model that has the output layer, inside DistributedDataParallel and Float16Module."""
-    while not hasattr(model, "output_layer") and isinstance(getattr(model, "module", None), torch.nn.Module):
-        model = model.module
+    """The model that calls the output layer, inside of any wrappers."""
     name = type(model).__name__
-    if not hasattr(model, "output_layer"):
+    owners = dict(_owners(model, "")) if isinstance(model, torch.nn.Module) else {}
+    if not owners:
         raise NotImplementedError(
             f"{name} has no output_layer: pass the language model, and on the last pipeline stage (post_process) only"
         )
+    if len(owners) > 1:
+        raise NotImplementedError(
+            f"{name} has several modules with an output_layer, {', '.join(owners)}: pass the one that is meant"
+        )
+    (model,) = owners.values()
+    name = type(model).__name__
     if not getattr(model, "post_process", True):
         raise NotImplementedError(
             f"this {name} is a pipeline stage without post_process, which returns hidden states: enter "
@@ -178,6 +183,18 @@ def _unwrapped(model: Any) -> Any:
             "output_processor with GPTModel of megatron-core 0.18 or newer, or build the model without"
         )
     return model
+
+
+def _owners(module: torch.nn.Module, path: str) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Those that hold an output layer themselves. ``hasattr`` does not tell: wrappers pass on what they are asked for.
+
+    Not below an owner, where there is most of the model and no other head.
+    """
+    if module._modules.get("output_layer") is not None:
+        yield path, module
+        return
+    for name, child in module.named_children():
+        yield from _owners(child, f"{path}.{name}" if path else name)
 
 
 @contextlib.contextmanager
