@@ -83,16 +83,25 @@ def _refuse_other_reductions(weight: Any) -> None:
     """Where FSDP2 was told to reduce gradients otherwise than to their mean."""
     from torch.distributed._composable_state import _module_state_mapping  # no public way from parameter to module
 
+    parameter = _parameter_of(weight)
     for reference in list(_module_state_mapping.values()):
         state: Any = reference()
         groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
         for group in filter(None, groups):
             factor = group.gradient_divide_factor
-            if factor is not None and any(param.sharded_param is weight for param in group.fsdp_params):
+            if factor is not None and any(param.sharded_param is parameter for param in group.fsdp_params):
                 raise ValueError(
                     f"weight is sharded by FSDP2 with set_gradient_divide_factor({factor:g}), and gathered here its "
                     "gradient would be the mean: make the call inside the forward of the FSDP module that holds it"
                 )
+
+
+def _parameter_of(x: torch.Tensor) -> torch.Tensor:
+    """The leaf that ``x`` was made of, by a cast or the like; ``x`` itself, if it is one."""
+    node: Any = x.grad_fn
+    while node is not None and not hasattr(node, "variable"):
+        node = next((before for before, _ in node.next_functions if before is not None), None)
+    return x if node is None else node.variable
 
 
 def _replicated(name: str, x: Any) -> torch.Tensor:
