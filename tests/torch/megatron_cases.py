@@ -118,6 +118,7 @@ BEHAVIOUR = [
     _case("hidden as it is", 1, "GPT", {}, {}),
     _case("further arguments", 1, "GPT", {}, {}),
     _case("restored", 1, "Hybrid", dict(kind="hybrid", mup=True), {}),
+    _case("wrapped", 1, "GPT, MuP", dict(mup=True), {}),
     _case("refusals", 1, "all", {}, {}),
 ]  # fmt: skip
 
@@ -151,6 +152,7 @@ REFUSALS = {
     "stats, context manager": r"ValueError: .*stats=True",
     "nested": r"RuntimeError: .*replaced already, by an enclosing fused_output_layer",
     "no output layer": r"NotImplementedError: Linear has no output_layer: .*last pipeline stage",
+    "two output layers": r"NotImplementedError: ModuleDict has several .*output_layer, actor, critic: pass the one",
     "a pipeline stage": r"NotImplementedError: GPTModel has no output_layer: .*last pipeline stage",
     "a pipeline stage with an output layer": r"NotImplementedError: this HybridModel is a pipeline stage .*nullcontext",
 }
