@@ -97,6 +97,13 @@ def _jax_has_started() -> bool:
     return xla_bridge.backends_are_initialized()
 
 
+def forget() -> None:
+    """JAX's clients end: the next call starts it again."""
+    global _started_in
+    _started_in = None
+    jax_device.cache_clear()
+
+
 def warn_of_preallocation(devices: list[jax.Device]) -> None:
     """Says so where JAX, started by somebody else, holds most of a GPU that nobody asked it to hold."""
     for device in devices:
