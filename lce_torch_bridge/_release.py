@@ -41,8 +41,8 @@ def release() -> None:
     if left:
         some = ", ".join(f"{array.dtype}{list(array.shape)}" for array in left[:SHOWN])
         raise RuntimeError(
-            f"{len(left)} arrays are left in JAX's memory, {some}{', …' if len(left) > SHOWN else ''}: drop them first; "
-            "of gradients, optimizer.zero_grad(set_to_none=True)"
+            f"JAX's memory still holds arrays, {len(left)} in number, of them {some}: drop them first; gradients of "
+            "the model with optimizer.zero_grad(set_to_none=True)"
         )
     dlpack.forget()
     ended = {name: weakref.ref(client) for name, client in clients.items()}

@@ -108,8 +108,8 @@ def fused_output_layer(model: torch.nn.Module, labels: torch.Tensor, **options: 
     the whole model is under an activation checkpoint, which calls it again.
 
     Args:
-        model: a model with an ``output_layer``, also inside DistributedDataParallel and Float16Module. Methods of it
-            and of its output layer are replaced until the block is left.
+        model: a model with an ``output_layer``, also inside DistributedDataParallel, Float16Module, ``torch.compile``
+            or other modules. Methods of it and of its output layer are replaced until the block is left.
         labels: ``[b, s]`` global vocabulary ids, already shifted.
         **options: as in the context of `output_processor`, but for ``stats`` and ``entropy="none"``, for there are two
             results. ``entropy="metric"`` spares its gradient.
