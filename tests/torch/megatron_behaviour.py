@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.models.gpt import gpt_model
 from megatron.core.tensor_parallel import ColumnParallelLinear
 
 from lce_torch_bridge import LogprobOutput, _output_layer, linear_logprobs
@@ -316,8 +317,10 @@ def refusals(tp: int, _model: Options, _options: Options) -> Result:
         "an option of the model": processor(gpt, reduce_grad_hidden=True, logit_scale=2.0),
         "an unknown option": processor(gpt, temprature=1.0),
         "wgrad and MTP": processor(mtp, wgrad="main_grad"),
-        "MTP, context manager": wrapper(mtp),
+        "wgrad and MTP, context manager": wrapper(mtp, wgrad="main_grad"),
+        "MTP without a loss of its own": without_predictions(lambda: wrapper(mtp)),
         "labels to the model": message(lambda: labels_to_the_model(hybrid, batch)),
+        "labels to the model, MTP": message(lambda: labels_to_the_model(mtp, batch)),
         "no entropy, context manager": wrapper(hybrid, entropy="none"),
         "stats, context manager": wrapper(hybrid, stats=True),
         "nested": message(nested),
@@ -326,6 +329,16 @@ def refusals(tp: int, _model: Options, _options: Options) -> Result:
         "a pipeline stage": wrapper(subject(tp, stage="first").model),
         "a pipeline stage with an output layer": wrapper(stage),
     }
+
+
+def without_predictions(function: Callable[[], str]) -> str:
+    """Under a megatron-core that leaves the predictions out where it has no labels for them."""
+    whole = gpt_model.process_mtp_loss
+    gpt_model.process_mtp_loss = lambda hidden_states, **_: hidden_states.chunk(2)[0]
+    try:
+        return function()
+    finally:
+        gpt_model.process_mtp_loss = whole
 
 
 def labels_to_the_model(model: Any, batch: Any) -> None:
