@@ -29,6 +29,7 @@ from megatron.core.tensor_parallel import layers as parallel_layers
 from megatron.core.tensor_parallel import random as parallel_random
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.multi_token_prediction import (
+    MTPLossLoggingHelper,
     MultiTokenPredictionBlock,
     MultiTokenPredictionBlockSubmodules,
     MultiTokenPredictionLayer,
@@ -153,6 +154,7 @@ def build(
     if not parallel_state.is_initialized() or parallel_state.get_tensor_model_parallel_world_size() != tp:
         parallel_state.destroy_model_parallel()
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
+    MTPLossLoggingHelper.tracker.clear()  # of the whole process, with as many places as its first model had
     torch.manual_seed(2)
     parallel_random.model_parallel_cuda_manual_seed(2, force_reset_rng=True)
     make = {"gpt": gpt, "hybrid": hybrid}[kind]
