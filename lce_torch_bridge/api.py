@@ -40,15 +40,10 @@ def linear_logprobs(
     Differentiable, once, in ``hidden`` and ``weight`` through all three.
 
     Args:
-        hidden: ``[..., H]``; any leading shape, also an empty one. bfloat16, float16 or float32; on a GPU or the CPU. A
-            DTensor, here and in what is per token, must be replicated; its gradient is then whole on every rank,
-            whatever ``reduce_grad_hidden`` says.
+        hidden: ``[..., H]``; any leading shape, also an empty one. bfloat16, float16 or float32; on a GPU or the CPU.
         weight: ``[V, H]``, this rank's rows of the head; copied for each call where it is not contiguous. Its dtype is
             that of the matrix products; under ``torch.autocast`` it is cast to autocast's dtype first, as
-            ``torch.nn.functional.linear`` does. A DTensor is gathered in its own dtype over all dimensions of its mesh
-            but that of ``tp_group``, over which it must be ``Shard(0)``. Its gradient is the mean over the ranks that
-            gathered it: what FSDP2 and HSDP give their parameters, and where all ranks have the same tokens, the
-            gradient itself. Each rank of the mesh must make the call, and the backward.
+            ``torch.nn.functional.linear`` does.
         labels: ``[...]`` integers of any type, global vocabulary ids.
         tp_group: the process group over which the vocabulary is split into parts of the same size, rank r holding the
             r-th. All ranks pass the same ``hidden`` and ``labels`` and get the same results, to the last bit. None:
@@ -101,6 +96,14 @@ def linear_logprobs(
         also copies of hidden and dhidden, padded to the next power of two (from 32,768 on, or to halfway there). JAX
         keeps its own pool of GPU memory: `init`. The gradients are in it: this function waits for the streams that may
         read one which torch has dropped, JAX code of your own in the same process does not.
+
+    DTensors:
+        ``weight`` is gathered in its own dtype over all dimensions of its mesh but that of ``tp_group``, over which it
+        must be ``Shard(0)``. Its gradient is the mean over the ranks that gathered it: what FSDP2 and HSDP give their
+        parameters, and where all have the same tokens, the gradient itself. Each rank of the mesh must make the call,
+        and the backward. ``hidden`` and what is per token must be replicated; the gradient of ``hidden`` is then whole
+        on every rank, whatever ``reduce_grad_hidden`` says. Results are plain tensors. ``torch.compile`` breaks the
+        graph.
 
     Numerics:
         Every sum and softmax is float32, each gradient is rounded once. float32 products are as exact as
@@ -225,23 +228,6 @@ def linear_cross_entropy(
     return logprobs, out.entropy.reshape(-1)
 
 
-def _like(labels: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-    """``hidden`` with the leading shape of labels, where the two hold the same tokens in the same order for sure."""
-    tensors = isinstance(hidden, torch.Tensor) and isinstance(labels, torch.Tensor)
-    if not tensors or not hidden.ndim or hidden.shape[:-1] == labels.shape:
-        return hidden
-    ours, theirs = ([size for size in shape if size != 1] for shape in (hidden.shape[:-1], labels.shape))
-    flat = min(len(ours), len(theirs)) < 2 and hidden.shape[:-1].numel() == labels.numel()
-    if ours == theirs or flat:
-        return hidden.reshape(*labels.shape, hidden.shape[-1])
-    if ours == theirs[::-1]:
-        raise ValueError(
-            f"hidden {tuple(hidden.shape)} and labels {tuple(labels.shape)} hold their tokens in another order: pass "
-            "hidden.transpose(0, 1)"
-        )
-    return hidden
-
-
 def _autocast(weight: torch.Tensor) -> torch.Tensor:
     device = weight.device.type
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
@@ -267,3 +253,20 @@ def _placed(x: torch.Tensor, rows: torch.Tensor | None, labels: torch.Tensor) ->
     if rows is not None:
         x = x.new_zeros(labels.numel()).index_copy(0, rows.long(), x)
     return x if x.shape == labels.shape else x.view(labels.shape)
+
+
+def _like(labels: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    """``hidden`` with the leading shape of labels, where the two hold the same tokens in the same order for sure."""
+    tensors = isinstance(hidden, torch.Tensor) and isinstance(labels, torch.Tensor)
+    if not tensors or not hidden.ndim or hidden.shape[:-1] == labels.shape:
+        return hidden
+    ours, theirs = ([size for size in shape if size != 1] for shape in (hidden.shape[:-1], labels.shape))
+    flat = min(len(ours), len(theirs)) < 2 and hidden.shape[:-1].numel() == labels.numel()
+    if ours == theirs or flat:
+        return hidden.reshape(*labels.shape, hidden.shape[-1])
+    if ours == theirs[::-1]:
+        raise ValueError(
+            f"hidden {tuple(hidden.shape)} and labels {tuple(labels.shape)} hold their tokens in another order: pass "
+            "hidden.transpose(0, 1)"
+        )
+    return hidden
