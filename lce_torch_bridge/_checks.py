@@ -35,14 +35,9 @@ def tensors(hidden: Any, weight: Any, labels: Any) -> None:
 
 
 def tensor(name: str, x: Any) -> None:
-    """A plain tensor."""
+    """A tensor."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-    if hasattr(x, "full_tensor"):
-        raise TypeError(
-            f"{name} is a DTensor: pass {name}.full_tensor(), or, where its shards are of the same size, "
-            f"{name}.to_local() with tp_group"
-        )
 
 
 def same_device(hidden: torch.Tensor, **others: torch.Tensor) -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lce_torch_bridge import _checks, autograd, tensor_parallel
+from lce_torch_bridge import _checks, _dtensor, autograd, tensor_parallel
 from lce_torch_bridge._main_grad import accumulate_into_main_grad
 from lce_torch_bridge._types import Call, Entropy, LogprobOutput, OutOfVocab, Reduction, Wgrad
 
@@ -91,11 +91,19 @@ def linear_logprobs(
 
     Memory:
         Forward, two copies of 8192 tokens' hidden and a tile of logits. Between forward and backward, the operands,
-        four to six numbers of four bytes per token, and the cache. Backward, beyond the gradients, dhidden in float32
-        and a tile of logits; for counts of tokens other than 4096, 8192 and 16384 also copies of hidden and dhidden,
-        padded to the next power of two (from 32,768 on, or to halfway there). JAX keeps its own pool of GPU memory:
-        `init`. The gradients are in it: this function waits for the streams that may read one which torch has dropped,
-        JAX code of your own in the same process does not.
+        four to six numbers of four bytes per token, and the cache; of a DTensor, what was gathered. Backward, beyond
+        the gradients, dhidden in float32 and a tile of logits; for counts of tokens other than 4096, 8192 and 16384
+        also copies of hidden and dhidden, padded to the next power of two (from 32,768 on, or to halfway there). JAX
+        keeps its own pool of GPU memory: `init`. The gradients are in it: this function waits for the streams that may
+        read one which torch has dropped, JAX code of your own in the same process does not.
+
+    DTensors:
+        ``weight`` is gathered in its own dtype over all dimensions of its mesh but that of ``tp_group``, over which it
+        must be ``Shard(0)``. Its gradient is the mean over the ranks that gathered it: what FSDP2 and HSDP give their
+        parameters, and where all have the same tokens, the gradient itself. Each rank of the mesh must make the call,
+        and the backward. ``hidden`` and what is per token must be replicated; the gradient of ``hidden`` is then whole
+        on every rank, whatever ``reduce_grad_hidden`` says. Results are plain tensors. ``torch.compile`` breaks the
+        graph.
 
     Numerics:
         Every sum and softmax is float32, each gradient is rounded once. float32 products are as exact as
@@ -118,13 +126,20 @@ def linear_logprobs(
         >>> weight.grad.shape
         torch.Size([50257, 16])
     """
-    _checks.tensors(hidden, weight, labels)
     _checks.group(tp_group)
+    if _dtensor.spans(hidden, tp_group):
+        reduce_grad_hidden = True  # its placement says that the gradient is whole
+    hidden, labels, temperature, keep = _dtensor.tokens(
+        hidden=hidden, labels=labels, temperature=temperature, keep=keep
+    )
+    _checks.tensors(hidden, weight, labels)
     _checks.temperature(temperature, hidden, labels)
     _checks.keep(keep, hidden, labels)
     _checks.one_of("entropy", entropy, ("grad", "metric", "none"))
     _checks.one_of("out_of_vocab", out_of_vocab, ("zero", "megatron"))
     _checks.one_of("wgrad", wgrad, ("return", "main_grad"))
+    if _dtensor.is_dtensor(weight):
+        weight = _dtensor.rows(weight, tp_group, wgrad)
     shards = 1 if tp_group is None else tp_group.size()
     group = tensor_parallel.name_of(tp_group)
     if not torch.compiler.is_compiling():  # the operator asks again: it runs compiled, too
@@ -173,11 +188,12 @@ def linear_cross_entropy(
     Args:
         hidden: ``[..., H]``, as in `linear_logprobs`.
         weight: ``[V, H]``, this rank's rows.
-        labels: ``[...]``. A label outside the vocabulary has logprob 0 (verl's kernel: ``-lse`` on a process group, and
-            undefined without one).
+        labels: hidden's leading shape, or the same but for dimensions of 1, as ``[1, T]`` for ``[T, 1, H]``, or flat.
+            ``[b, s]`` for ``[s, b, H]`` is refused. A label outside the vocabulary has logprob 0 (verl's kernel:
+            ``-lse`` on a process group, and undefined without one).
         temperature: divides the logits. None: 1.
         reduction: of the log-probabilities: "none" for one per token, "sum", or "mean" over all tokens, out of
-            vocabulary or not. The entropy is never reduced. None: "none".
+            vocabulary or not; in letters of either case. The entropy is never reduced. None: "none".
         dist_process_group: the group over which the vocabulary is split. Each rank's dhidden is its own part, which
             the caller sums, as with verl's kernel.
 
@@ -199,9 +215,10 @@ def linear_cross_entropy(
         (torch.Size([6]), -4.605, 4.605)
     """
     reduction = "none" if reduction is None else reduction
+    reduction = reduction.lower() if isinstance(reduction, str) else reduction  # type: ignore[assignment]
     _checks.one_of("reduction", reduction, ("none", "sum", "mean"))
     temperature = 1.0 if temperature is None else temperature
-    out = linear_logprobs(hidden, weight, labels, tp_group=dist_process_group, temperature=temperature)
+    out = linear_logprobs(_like(labels, hidden), weight, labels, tp_group=dist_process_group, temperature=temperature)
     logprobs = out.logprobs.reshape(-1)
     if reduction == "sum":
         logprobs = logprobs.sum()
@@ -236,3 +253,20 @@ def _placed(x: torch.Tensor, rows: torch.Tensor | None, labels: torch.Tensor) ->
     if rows is not None:
         x = x.new_zeros(labels.numel()).index_copy(0, rows.long(), x)
     return x if x.shape == labels.shape else x.view(labels.shape)
+
+
+def _like(labels: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    """``hidden`` with the leading shape of labels, where the two hold the same tokens in the same order for sure."""
+    tensors = isinstance(hidden, torch.Tensor) and isinstance(labels, torch.Tensor)
+    if not tensors or not hidden.ndim or hidden.shape[:-1] == labels.shape:
+        return hidden
+    ours, theirs = ([size for size in shape if size != 1] for shape in (hidden.shape[:-1], labels.shape))
+    flat = min(len(ours), len(theirs)) < 2 and hidden.shape[:-1].numel() == labels.numel()
+    if ours == theirs or flat:
+        return hidden.reshape(*labels.shape, hidden.shape[-1])
+    if ours == theirs[::-1]:
+        raise ValueError(
+            f"hidden {tuple(hidden.shape)} and labels {tuple(labels.shape)} hold their tokens in another order: pass "
+            "hidden.transpose(0, 1)"
+        )
+    return hidden

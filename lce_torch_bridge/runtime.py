@@ -33,7 +33,7 @@ def init(
     JAX by itself would take 75 % of each GPU at once. Here it takes what it needs, and keeps it in a pool for itself.
 
     Args:
-        allocator: "bfc" (JAX's default) pools memory and never gives it back to PyTorch. "platform" returns each
+        allocator: "bfc" (JAX's default) pools memory and keeps it until `release`. "platform" returns each
             buffer to the driver at once: the least memory, and slower. "cuda_async" is the driver's own pool. None:
             what ``XLA_PYTHON_CLIENT_ALLOCATOR`` says, else "bfc".
         mem_fraction: the most that JAX's pool may grow to, as a share of the GPU in (0, 1]. None: what
@@ -95,6 +95,13 @@ def _jax_has_started() -> bool:
     from jax._src import xla_bridge  # no public function tells
 
     return xla_bridge.backends_are_initialized()
+
+
+def forget() -> None:
+    """JAX's clients end: the next call starts it again."""
+    global _started_in
+    _started_in = None
+    jax_device.cache_clear()
 
 
 def warn_of_preallocation(devices: list[jax.Device]) -> None:

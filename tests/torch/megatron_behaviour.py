@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.models.gpt import gpt_model
 from megatron.core.tensor_parallel import ColumnParallelLinear
 
 from lce_torch_bridge import LogprobOutput, _output_layer, linear_logprobs
 from lce_torch_bridge.megatron import fused_output_layer, output_processor
-from tests.torch.megatron_calls import draw, fused, measure, stock, subject, value_error, worst
+from tests.torch.megatron_calls import Subject, draw, fused, measure, stock, subject, value_error, worst
 from tests.torch.megatron_checks import Options, Result, compared, in_training
 
 
@@ -183,6 +184,46 @@ def restored(tp: int, model: Options, _options: Options) -> Result:
     }
 
 
+class Delegating(torch.nn.Module):
+    """Passes on what it is asked for, as torch.compile's module does."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return super().__getattr__(name) if name == "inner" else getattr(self.inner, name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner(*args, **kwargs)
+
+
+def wrapped(tp: int, model: Options, _options: Options) -> Result:
+    """In torch.compile, in DistributedDataParallel around that, and in a wrapper of anybody's."""
+    it = subject(tp, **model)
+    compiled = torch.compile(it.model, backend="eager")
+    wrappers = torch.nn.parallel.DistributedDataParallel(compiled), Delegating(it.model)
+    # To compile takes seconds, and once will do; the compiled model sees labels of its own each time.
+    measured = [in_wrapper(it, compiled, seed, "default") for seed in (0, 1)]
+    measured += [in_wrapper(it, outer, 2, "force_eager") for outer in wrappers]
+    return {
+        "logprobs": max(fused for fused, _, _ in measured),
+        "logits after": max(after for _, after, _ in measured),
+        "labels refused": all("called with labels" in said for _, _, said in measured),
+    }
+
+
+def in_wrapper(it: Subject, outer: Any, seed: int, stance: str) -> tuple[float, float, str]:
+    """The errors of the outputs inside and of the logits afterwards, and the word on labels for the model."""
+    batch, _ = draw(seed=seed)
+    with torch.no_grad(), torch.compiler.set_stance(stance):
+        with stock(it, batch) as want, fused_output_layer(outer, batch.labels):
+            error = max(map(value_error, outer(*batch.inputs).unbind(-1), want))
+        after = value_error(outer(*batch.inputs), it.model(*batch.inputs))
+    with torch.compiler.set_stance("force_eager"):
+        return error, after, message(lambda: labels_to_the_model(outer, batch))
+
+
 # --- Refusals ---------------------------------------------------------------------------------------------------------
 
 
@@ -242,6 +283,7 @@ def refusals(tp: int, _model: Options, _options: Options) -> Result:
     patched.output_layer.forward = ColumnParallelLinear.forward
     mtp = subject(tp, mtp=1).model
     mtp.output_layer.weight.main_grad = torch.zeros_like(mtp.output_layer.weight)
+    pair = torch.nn.ModuleDict({"actor": gpt, "critic": hybrid})
     no_labels = {"output_processor": output_processor}
     inference = types.SimpleNamespace()
 
@@ -275,15 +317,28 @@ def refusals(tp: int, _model: Options, _options: Options) -> Result:
         "an option of the model": processor(gpt, reduce_grad_hidden=True, logit_scale=2.0),
         "an unknown option": processor(gpt, temprature=1.0),
         "wgrad and MTP": processor(mtp, wgrad="main_grad"),
-        "MTP, context manager": wrapper(mtp),
+        "wgrad and MTP, context manager": wrapper(mtp, wgrad="main_grad"),
+        "MTP without a loss of its own": without_predictions(lambda: wrapper(mtp)),
         "labels to the model": message(lambda: labels_to_the_model(hybrid, batch)),
+        "labels to the model, MTP": message(lambda: labels_to_the_model(mtp, batch)),
         "no entropy, context manager": wrapper(hybrid, entropy="none"),
         "stats, context manager": wrapper(hybrid, stats=True),
         "nested": message(nested),
         "no output layer": wrapper(torch.nn.Linear(4, 4)),
+        "two output layers": wrapper(pair),
         "a pipeline stage": wrapper(subject(tp, stage="first").model),
         "a pipeline stage with an output layer": wrapper(stage),
     }
+
+
+def without_predictions(function: Callable[[], str]) -> str:
+    """Under a megatron-core that leaves the predictions out where it has no labels for them."""
+    whole = gpt_model.process_mtp_loss
+    gpt_model.process_mtp_loss = lambda hidden_states, **_: hidden_states.chunk(2)[0]
+    try:
+        return function()
+    finally:
+        gpt_model.process_mtp_loss = whole
 
 
 def labels_to_the_model(model: Any, batch: Any) -> None:

@@ -186,6 +186,14 @@ def test_the_model_is_restored(results: dict[str, Any], case: Case) -> None:
     assert result["same bits"]
 
 
+@cases("wrapped")
+def test_wrapped_models(results: dict[str, Any], case: Case) -> None:
+    result = of(results, case)
+    assert result["logprobs"] <= VALUES
+    assert result["logits after"] == 0.0
+    assert result["labels refused"]
+
+
 @pytest.mark.parametrize("name", REFUSALS)
 def test_refusal(results: dict[str, Any], name: str) -> None:
     (case,) = (case for case in megatron_cases.ALL if case.check == "refusals")

@@ -73,17 +73,3 @@ def test_refusal(given: dict[str, Any], error: type[Exception], message: str) ->
 def test_a_refused_name_falls_back_only_where_a_tuple_says_so() -> None:
     out = linear_logprobs(*GOOD, implementation=("mosaic_gpu", "xla"))
     assert torch.equal(out.logprobs, linear_logprobs(*GOOD, implementation="xla").logprobs)
-
-
-def test_a_distributed_tensor_is_refused() -> None:
-    from torch.distributed.tensor import DTensor
-
-    class Sharded(torch.Tensor):
-        def full_tensor(self) -> torch.Tensor:
-            return torch.Tensor(self)
-
-    assert hasattr(DTensor, "full_tensor")
-    with pytest.raises(
-        TypeError, match=r"weight is a DTensor: pass weight.full_tensor\(\), or, .* weight.to_local\(\)"
-    ):
-        linear_logprobs(GOOD.hidden, GOOD.weight.as_subclass(Sharded), GOOD.labels)
