@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from lce_torch_bridge import _checks, autograd, tensor_parallel
 from lce_torch_bridge._main_grad import accumulate_into_main_grad
@@ -219,12 +220,16 @@ def _autocast(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _per_token(temperature: float | torch.Tensor, labels: torch.Tensor) -> torch.Tensor | None:
-    """One temperature per token, for a number would be compiled in; None for 1."""
+    """One temperature per token, because a number would be compiled in; None for 1.
+
+    Under ``torch.compile`` a number that varies is symbolic. ``torch.full`` and a question whether it is 1 would each
+    have the compiler take it for a constant.
+    """
     if isinstance(temperature, torch.Tensor):
         return temperature.to(torch.float32).expand(labels.shape).reshape(-1)
-    if temperature == 1.0:
+    if statically_known_true(temperature == 1.0):
         return None
-    return torch.full((labels.numel(),), temperature, dtype=torch.float32, device=labels.device)
+    return torch.ones(labels.numel(), dtype=torch.float32, device=labels.device) * temperature
 
 
 def _rows_of(keep: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ from typing import Any, get_type_hints
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lce_torch_bridge import autograd, linear_logprobs
@@ -58,6 +59,24 @@ def test_dynamic_counts_of_tokens_compile_one_graph() -> None:
         problem = p.draw(T=T)
         assert torch.equal(compiled(*problem).logprobs, linear_logprobs(*problem).logprobs)
     assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("differentiated", [False, True])
+def test_any_number_of_temperatures_compile_two_graphs(differentiated: bool, dynamic: bool | None) -> None:
+    """One for the first number that is seen, and one for all others, 1 among them."""
+    problem = p.draw()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(call, fullgraph=True, dynamic=dynamic, backend=counter)
+    for temperature in (0.7, 1.3, 1.0, 0.1, 1.0, *(0.5 + step / 7 for step in range(8))):
+        results = []
+        for function in (call, compiled):
+            leaves = problem.leaves() if differentiated else problem
+            out = function(*leaves, temperature=temperature)
+            grads = torch.autograd.grad(out.logprobs.sum(), leaves[:2]) if differentiated else ()
+            results.append((out.logprobs, out.entropy, *grads))
+        assert all(map(torch.equal, *results))
+    assert counter.frame_count <= 2
 
 
 def test_main_grad_is_refused_clearly() -> None:
