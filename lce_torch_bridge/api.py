@@ -128,7 +128,7 @@ def linear_logprobs(
     _checks.one_of("wgrad", wgrad, ("return", "main_grad"))
     shards = 1 if tp_group is None else tp_group.size()
     group = tensor_parallel.name_of(tp_group)
-    if not torch.compiler.is_compiling():  # the operator asks again: it runs compiled, too
+    if not torch.compiler.is_compiling() and _checks.has_values(weight):  # the operator asks again, also compiled
         tensor_parallel.check_equal_parts(weight, group)
     call = Call(
         group=group,
@@ -146,12 +146,9 @@ def linear_logprobs(
         weight = accumulate_into_main_grad(weight)
     weight = _autocast(weight)
     rows = None if keep is None else _rows_of(keep)
-    flat_hidden = hidden.reshape(-1, hidden.shape[-1])
-    flat_labels = labels.reshape(-1)
-    flat_temperature = _per_token(temperature, labels)
-    if rows is not None:
-        flat_hidden, flat_labels = flat_hidden.index_select(0, rows), flat_labels.index_select(0, rows)
-        flat_temperature = None if flat_temperature is None else flat_temperature.index_select(0, rows)
+    flat_hidden = _kept(hidden.reshape(-1, hidden.shape[-1]), rows, 0.0)
+    flat_labels = _kept(labels.reshape(-1), rows, 0)
+    flat_temperature = _kept(_per_token(temperature, labels), rows, 1.0)
     differentiated = torch.is_grad_enabled() and (flat_hidden.requires_grad or weight.requires_grad)
     keep_cache = differentiated and call.cache_bytes > 0
     found = autograd.LinearLogprobs.apply(flat_hidden, weight, flat_labels, flat_temperature, keep_cache, *call)
@@ -233,11 +230,26 @@ def _per_token(temperature: float | torch.Tensor, labels: torch.Tensor) -> torch
 
 
 def _rows_of(keep: torch.Tensor) -> torch.Tensor:
-    return keep.reshape(-1).nonzero().squeeze(1) if keep.dtype == torch.bool else keep
+    """The index of the kept rows; a mask, whose other rows are computed for nothing, where they cannot be counted."""
+    if keep.dtype != torch.bool:
+        return keep
+    keep = keep.reshape(-1)
+    return keep.nonzero().squeeze(1) if torch.compiler.is_compiling() or _checks.has_values(keep) else keep
+
+
+def _kept(x: Any, rows: torch.Tensor | None, other: float) -> Any:
+    """The kept rows of ``x``, or all with ``other`` in those that a mask leaves out."""
+    if x is None or rows is None:
+        return x
+    if rows.dtype == torch.bool:
+        return x.where(rows.view(-1, *(1,) * (x.ndim - 1)), other)
+    return x.index_select(0, rows)
 
 
 def _placed(x: torch.Tensor, rows: torch.Tensor | None, labels: torch.Tensor) -> torch.Tensor:
     """Results in the shape of labels, 0 on tokens that were not kept."""
-    if rows is not None:
+    if rows is not None and rows.dtype == torch.bool:
+        x = x.where(rows, 0.0)
+    elif rows is not None:
         x = x.new_zeros(labels.numel()).index_copy(0, rows.long(), x)
     return x if x.shape == labels.shape else x.view(labels.shape)
