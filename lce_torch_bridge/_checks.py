@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 INT32_MAX = 2**31 - 1
@@ -106,8 +107,9 @@ def keep(value: Any, hidden: torch.Tensor, labels: torch.Tensor) -> None:
 
 
 def may_look_at(x: torch.Tensor) -> bool:
-    """Whether ``x`` has values, and to look at them stalls neither a GPU nor a compiler."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling() and has_values(x)
+    """Whether ``x`` has values, and to look at them stalls no GPU and stops nobody who traces the call."""
+    traced = torch.compiler.is_compiling() or get_proxy_mode() is not None
+    return x.device.type == "cpu" and not traced and has_values(x)
 
 
 def has_values(x: torch.Tensor) -> bool:

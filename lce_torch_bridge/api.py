@@ -151,8 +151,9 @@ def linear_logprobs(
     flat_temperature = _kept(_per_token(temperature, labels), rows, 1.0)
     differentiated = torch.is_grad_enabled() and (flat_hidden.requires_grad or weight.requires_grad)
     keep_cache = differentiated and call.cache_bytes > 0
-    found = autograd.LinearLogprobs.apply(flat_hidden, weight, flat_labels, flat_temperature, keep_cache, *call)
-    fields: dict[str, Any] = {name: _placed(x, rows, labels) for name, x in zip(call.fields, found, strict=True)}
+    function = autograd.LinearLogprobs if torch.compiler.is_compiling() else autograd.Uncompiled
+    found = function.apply(flat_hidden, weight, flat_labels, flat_temperature, keep_cache, *call)
+    fields: dict[str, Any] = {name: _placed(x, rows, labels) for name, x in zip(call.fields, found, strict=False)}
     return LogprobOutput(**{"entropy": None, **fields})
 
 

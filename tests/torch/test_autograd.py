@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from typing import Any
 
 import jax
 import pytest
@@ -106,6 +107,58 @@ def test_a_second_derivative_raises() -> None:
     (grad,) = torch.autograd.grad(linear_logprobs(*leaves).logprobs.sum(), leaves.hidden, create_graph=True)
     with pytest.raises(NotImplementedError, match="first derivatives only"):
         grad.sum().backward()
+
+
+@pytest.mark.parametrize(
+    "options", [{}, dict(keep=torch.arange(0, 37, 3), temperature=torch.full((37,), 0.7))], ids=str
+)
+def test_first_derivatives_of_torch_func(options: dict[str, Any]) -> None:
+    """`grad` and `vjp` have the bits of ``torch.autograd.grad``."""
+    problem = p.draw()
+    seeds = p.seeds_like(problem.labels)
+    _, want = p.gradients(problem, seeds, **options)
+
+    def call(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return p.objective(linear_logprobs(hidden, weight, problem.labels, **options), seeds)
+
+    assert all(map(torch.equal, torch.func.grad(call, argnums=(0, 1))(*problem[:2]), want))
+    _, pull_back = torch.func.vjp(call, *problem[:2])
+    assert all(map(torch.equal, pull_back(torch.tensor(1.0)), want))
+
+
+WHOLE_BATCH = (
+    r"under torch\.func\.vmap, .* give it the whole batch, and loop where each part has a weight or a gradient"
+)
+REVERSE_MODE = r"no forward-mode derivatives .* torch\.func\.vjp or torch\.autograd\.grad"
+
+
+@pytest.mark.parametrize(
+    ("transform", "message"),
+    [
+        (lambda f, x: torch.func.vmap(f)(x[:, None]), WHOLE_BATCH),
+        (lambda f, x: torch.func.vmap(torch.func.grad(lambda y: f(y).sum()))(x[:, None]), WHOLE_BATCH),
+        (lambda f, x: torch.func.jacrev(f)(x), WHOLE_BATCH),
+        (lambda f, x: torch.autograd.functional.jacobian(f, x, vectorize=True), WHOLE_BATCH),
+        (lambda f, x: torch.func.jvp(f, (x,), (x,)), REVERSE_MODE),
+        (lambda f, x: torch.func.jacfwd(f)(x), REVERSE_MODE),
+        (lambda f, x: torch.func.linearize(f, x), REVERSE_MODE),
+        (
+            lambda f, x: torch.func.grad(lambda y: torch.func.grad(lambda z: f(z).sum())(y).sum())(x),
+            "first derivatives only",
+        ),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:FutureWarning")  # torch's own, of its jvp
+def test_other_transforms_are_refused_with_what_to_do(transform: Any, message: str) -> None:
+    hidden, weight, labels = p.draw(T=3, H=8, V=10)
+    temperature = torch.full((1,), 0.7)  # values that cannot be looked at inside
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        there = labels[: x.numel() // 8].view(x.shape[:-1])
+        return linear_logprobs(x, weight, there, temperature=temperature).logprobs
+
+    with pytest.raises(NotImplementedError, match=message):
+        transform(call, hidden)
 
 
 @pytest.mark.parametrize("changed", ["hidden", "weight"])
