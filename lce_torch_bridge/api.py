@@ -8,6 +8,7 @@ import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from lce_torch_bridge import _checks, autograd, tensor_parallel
+from lce_torch_bridge._autocast import autocast
 from lce_torch_bridge._main_grad import accumulate_into_main_grad
 from lce_torch_bridge._types import Call, Entropy, LogprobOutput, OutOfVocab, Reduction, Wgrad
 
@@ -43,8 +44,8 @@ def linear_logprobs(
     Args:
         hidden: ``[..., H]``; any leading shape, also an empty one. bfloat16, float16 or float32; on a GPU or the CPU.
         weight: ``[V, H]``, this rank's rows of the head; copied for each call where it is not contiguous. Its dtype is
-            that of the matrix products; under ``torch.autocast`` it is cast to autocast's dtype first, as
-            ``torch.nn.functional.linear`` does.
+            that of the matrix products; under ``torch.autocast`` it is cast to autocast's dtype first, and the copy
+            shared with all calls of the context, as ``torch.nn.functional.linear`` does.
         labels: ``[...]`` integers of any type, global vocabulary ids.
         tp_group: the process group over which the vocabulary is split into parts of the same size, rank r holding the
             r-th. All ranks pass the same ``hidden`` and ``labels`` and get the same results, to the last bit. None:
@@ -62,8 +63,8 @@ def linear_logprobs(
         keep: which tokens to compute: bool of ``labels``' shape, or the rows of the flattened tokens, each at most once
             (int64 or int32). The others are 0 and have no gradient. Time and memory are those of the kept tokens,
             whose results are the same bits as without ``keep``. A bool tensor on a GPU waits for the GPU to count; an
-            index does not, nor is it looked at there: a row that it holds twice counts twice in the gradients. None:
-            all.
+            index does not, nor is it looked at there: a row that it holds twice counts twice in the gradients. A bool
+            tensor that holds nothing (meta, fake) cannot be counted, and costs as much as all tokens. None: all.
         out_of_vocab: what logprob a label outside the vocabulary (negative, -100, ≥ vocab_size) has: "zero", or
             "megatron" for ``max_logit - lse``, as its cross entropy. The gradient is that of ``-lse`` either way, as
             Megatron's.
@@ -86,7 +87,8 @@ def linear_logprobs(
         lce_jax.UnsupportedError: an implementation asked for by name cannot serve the call; the message says why.
         ValueError, TypeError: shapes, dtypes, devices or options that do not fit, with the offending values. Parts of
             the vocabulary of different sizes are found in a ``tp_group``'s first call; later, results are NaN.
-        NotImplementedError: on a second derivative.
+        NotImplementedError: on a second derivative, in forward mode, and under ``torch.func.vmap``; ``torch.func.grad``
+            and ``vjp`` work.
         RuntimeError: under CUDA graph capture; in a forked child of a process that has used it; when ``weight`` or
             ``hidden`` was changed in place between forward and backward.
 
@@ -142,9 +144,10 @@ def linear_logprobs(
         cache_bytes=_checks.whole("cache_bytes", cache_bytes),
         implementation=_checks.implementation(implementation),
     )
+    parameter = weight
     if wgrad == "main_grad":
         weight = accumulate_into_main_grad(weight)
-    weight = _autocast(weight)
+    weight = autocast(weight, parameter)
     rows = None if keep is None else _rows_of(keep)
     flat_hidden = _kept(hidden.reshape(-1, hidden.shape[-1]), rows, 0.0)
     flat_labels = _kept(labels.reshape(-1), rows, 0)
@@ -208,13 +211,6 @@ def linear_cross_entropy(
         logprobs = logprobs.mean()
     assert out.entropy is not None
     return logprobs, out.entropy.reshape(-1)
-
-
-def _autocast(weight: torch.Tensor) -> torch.Tensor:
-    device = weight.device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-        return weight.to(torch.get_autocast_dtype(device))
-    return weight
 
 
 def _per_token(temperature: float | torch.Tensor, labels: torch.Tensor) -> torch.Tensor | None:
