@@ -173,10 +173,16 @@ def positive(name: str, value: Any) -> float:
     return value
 
 
-def whole(name: str, value: Any) -> int:
-    """A whole number, at least 0."""
+def integer(name: str, value: Any) -> int:
+    """A whole number."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(f"{name} must be an integer, got {value!r}")
+    return int(value)
+
+
+def whole(name: str, value: Any) -> int:
+    """A whole number, at least 0."""
+    value = integer(name, value)
     if value < 0:
         raise ValueError(f"{name} must not be negative, got {value}")
-    return int(value)
+    return value

@@ -29,6 +29,7 @@ def linear_logprobs(
     entropy: Entropy = "grad",
     stats: bool = False,
     keep: torch.Tensor | None = None,
+    ignore_index: int | None = None,
     out_of_vocab: OutOfVocab = "zero",
     reduce_grad_hidden: bool = False,
     wgrad: Wgrad = "return",
@@ -65,6 +66,8 @@ def linear_logprobs(
             whose results are the same bits as without ``keep``. A bool tensor on a GPU waits for the GPU to count; an
             index does not, nor is it looked at there: a row that it holds twice counts twice in the gradients. A bool
             tensor that holds nothing (meta, fake) cannot be counted, and costs as much as all tokens. None: all.
+        ignore_index: tokens with this label (-100) are left out, as those that ``keep`` leaves out. It makes ``keep`` a
+            bool tensor. None: no label leaves its token out, and one outside the vocabulary has entropy and lse.
         out_of_vocab: what logprob a label outside the vocabulary (negative, -100, ≥ vocab_size) has: "zero", or
             "megatron" for ``max_logit - lse``, as its cross entropy. The gradient is that of ``-lse`` either way, as
             Megatron's.
@@ -125,6 +128,7 @@ def linear_logprobs(
     _checks.group(tp_group)
     _checks.temperature(temperature, hidden, labels)
     _checks.keep(keep, hidden, labels)
+    keep = _without(ignore_index, keep, labels)
     _checks.one_of("entropy", entropy, ("grad", "metric", "none"))
     _checks.one_of("out_of_vocab", out_of_vocab, ("zero", "megatron"))
     _checks.one_of("wgrad", wgrad, ("return", "main_grad"))
@@ -224,6 +228,19 @@ def _per_token(temperature: float | torch.Tensor, labels: torch.Tensor) -> torch
     if statically_known_true(temperature == 1.0):
         return None
     return torch.ones(labels.numel(), dtype=torch.float32, device=labels.device) * temperature
+
+
+def _without(ignore_index: int | None, keep: torch.Tensor | None, labels: torch.Tensor) -> torch.Tensor | None:
+    """``keep`` without the tokens that have this label."""
+    if ignore_index is None:
+        return keep
+    counts = labels != _checks.integer("ignore_index", ignore_index)
+    if keep is None:
+        return counts
+    if keep.dtype != torch.bool:
+        none = torch.zeros(labels.numel(), dtype=torch.bool, device=labels.device)
+        keep = none.index_fill(0, keep.long(), True).view(labels.shape)
+    return keep & counts
 
 
 def _rows_of(keep: torch.Tensor) -> torch.Tensor:

@@ -22,6 +22,7 @@ OPTIONS: list[dict[str, Any]] = [
     dict(entropy="none", cache_bytes=1 << 20),
     dict(keep=torch.arange(0, 37, 3)),
     dict(keep=torch.arange(37) % 3 == 0),
+    dict(ignore_index=7, keep=torch.arange(0, 37, 3)),
 ]
 
 
