@@ -224,7 +224,7 @@ class Weights:
 @pytest.mark.parametrize("wgrad", ["return", "main_grad"])
 def test_calls_of_an_autocast_context_share_one_copy_of_the_weight(wgrad: str) -> None:
     """That of torch's own products in it; the gradients of calls sum in float32."""
-    problem = p.draw(T=64, H=64, V=256)
+    problem = p.draw()
     hidden, weight, labels = problem.leaves()
     weight.main_grad = torch.zeros_like(weight)
     weights, alone = Weights(weight), torch.zeros_like(weight)
@@ -233,10 +233,6 @@ def test_calls_of_an_autocast_context_share_one_copy_of_the_weight(wgrad: str) -
         calls = [linear_logprobs(hidden, weight, labels, temperature=t, wgrad=wgrad) for t in (0.7, 0.8, 0.9, 1.0)]
     assert len(weights.places) == 5
     assert len(set(weights.places)) == 1
-    for out in calls:
-        seed = torch.autograd.grad(out.lse.sum(), hidden, retain_graph=True)[0]  # the graph is read more than once
-        assert seed.isfinite().all()
-    before = weight.main_grad.clone()
     torch.stack([out.lse.sum() for out in calls]).sum().backward()
     for t in (0.7, 0.8, 0.9, 1.0):
         with torch.autocast("cpu", torch.bfloat16):
@@ -244,7 +240,7 @@ def test_calls_of_an_autocast_context_share_one_copy_of_the_weight(wgrad: str) -
             linear_logprobs(hidden, leaf, labels, temperature=t).lse.sum().backward()
         assert leaf.grad.bfloat16().float().equal(leaf.grad)
         alone += leaf.grad
-    summed = weight.grad if wgrad == "return" else weight.main_grad - before
+    summed = weight.grad if wgrad == "return" else weight.main_grad
     assert p.relative_norm(summed, alone) < 1e-6
     logits.sum().backward()
     assert weight.grad is not None  # torch's product, which shares the copy, has its gradient
