@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from lce_torch_bridge import _checks, _dtensor, autograd, tensor_parallel
+from lce_torch_bridge._autocast import autocast
 from lce_torch_bridge._main_grad import accumulate_into_main_grad
 from lce_torch_bridge._types import Call, Entropy, LogprobOutput, OutOfVocab, Reduction, Wgrad
 
@@ -27,6 +29,7 @@ def linear_logprobs(
     entropy: Entropy = "grad",
     stats: bool = False,
     keep: torch.Tensor | None = None,
+    ignore_index: int | None = None,
     out_of_vocab: OutOfVocab = "zero",
     reduce_grad_hidden: bool = False,
     wgrad: Wgrad = "return",
@@ -42,8 +45,8 @@ def linear_logprobs(
     Args:
         hidden: ``[..., H]``; any leading shape, also an empty one. bfloat16, float16 or float32; on a GPU or the CPU.
         weight: ``[V, H]``, this rank's rows of the head; copied for each call where it is not contiguous. Its dtype is
-            that of the matrix products; under ``torch.autocast`` it is cast to autocast's dtype first, as
-            ``torch.nn.functional.linear`` does.
+            that of the matrix products; under ``torch.autocast`` it is cast to autocast's dtype first, and the copy
+            shared with all calls of the context, as ``torch.nn.functional.linear`` does.
         labels: ``[...]`` integers of any type, global vocabulary ids.
         tp_group: the process group over which the vocabulary is split into parts of the same size, rank r holding the
             r-th. All ranks pass the same ``hidden`` and ``labels`` and get the same results, to the last bit. None:
@@ -61,8 +64,10 @@ def linear_logprobs(
         keep: which tokens to compute: bool of ``labels``' shape, or the rows of the flattened tokens, each at most once
             (int64 or int32). The others are 0 and have no gradient. Time and memory are those of the kept tokens,
             whose results are the same bits as without ``keep``. A bool tensor on a GPU waits for the GPU to count; an
-            index does not, nor is it looked at there: a row that it holds twice counts twice in the gradients. None:
-            all.
+            index does not, nor is it looked at there: a row that it holds twice counts twice in the gradients. A bool
+            tensor that holds nothing (meta, fake) cannot be counted, and costs as much as all tokens. None: all.
+        ignore_index: tokens with this label (-100) are left out, as those that ``keep`` leaves out. It makes ``keep`` a
+            bool tensor. None: no label leaves its token out, and one outside the vocabulary has entropy and lse.
         out_of_vocab: what logprob a label outside the vocabulary (negative, -100, ≥ vocab_size) has: "zero", or
             "megatron" for ``max_logit - lse``, as its cross entropy. The gradient is that of ``-lse`` either way, as
             Megatron's.
@@ -85,7 +90,8 @@ def linear_logprobs(
         lce_jax.UnsupportedError: an implementation asked for by name cannot serve the call; the message says why.
         ValueError, TypeError: shapes, dtypes, devices or options that do not fit, with the offending values. Parts of
             the vocabulary of different sizes are found in a ``tp_group``'s first call; later, results are NaN.
-        NotImplementedError: on a second derivative.
+        NotImplementedError: on a second derivative, in forward mode, and under ``torch.func.vmap``; ``torch.func.grad``
+            and ``vjp`` work.
         RuntimeError: under CUDA graph capture; in a forked child of a process that has used it; when ``weight`` or
             ``hidden`` was changed in place between forward and backward.
 
@@ -135,6 +141,7 @@ def linear_logprobs(
     _checks.tensors(hidden, weight, labels)
     _checks.temperature(temperature, hidden, labels)
     _checks.keep(keep, hidden, labels)
+    keep = _without(ignore_index, keep, labels)
     _checks.one_of("entropy", entropy, ("grad", "metric", "none"))
     _checks.one_of("out_of_vocab", out_of_vocab, ("zero", "megatron"))
     _checks.one_of("wgrad", wgrad, ("return", "main_grad"))
@@ -142,7 +149,7 @@ def linear_logprobs(
         weight = _dtensor.rows(weight, tp_group, wgrad)
     shards = 1 if tp_group is None else tp_group.size()
     group = tensor_parallel.name_of(tp_group)
-    if not torch.compiler.is_compiling():  # the operator asks again: it runs compiled, too
+    if not torch.compiler.is_compiling() and _checks.has_values(weight):  # the operator asks again, also compiled
         tensor_parallel.check_equal_parts(weight, group)
     call = Call(
         group=group,
@@ -156,20 +163,19 @@ def linear_logprobs(
         cache_bytes=_checks.whole("cache_bytes", cache_bytes),
         implementation=_checks.implementation(implementation),
     )
+    parameter = weight
     if wgrad == "main_grad":
         weight = accumulate_into_main_grad(weight)
-    weight = _autocast(weight)
+    weight = autocast(weight, parameter)
     rows = None if keep is None else _rows_of(keep)
-    flat_hidden = hidden.reshape(-1, hidden.shape[-1])
-    flat_labels = labels.reshape(-1)
-    flat_temperature = _per_token(temperature, labels)
-    if rows is not None:
-        flat_hidden, flat_labels = flat_hidden.index_select(0, rows), flat_labels.index_select(0, rows)
-        flat_temperature = None if flat_temperature is None else flat_temperature.index_select(0, rows)
+    flat_hidden = _kept(hidden.reshape(-1, hidden.shape[-1]), rows, 0.0)
+    flat_labels = _kept(labels.reshape(-1), rows, 0)
+    flat_temperature = _kept(_per_token(temperature, labels), rows, 1.0)
     differentiated = torch.is_grad_enabled() and (flat_hidden.requires_grad or weight.requires_grad)
     keep_cache = differentiated and call.cache_bytes > 0
-    found = autograd.LinearLogprobs.apply(flat_hidden, weight, flat_labels, flat_temperature, keep_cache, *call)
-    fields: dict[str, Any] = {name: _placed(x, rows, labels) for name, x in zip(call.fields, found, strict=True)}
+    function = autograd.LinearLogprobs if torch.compiler.is_compiling() else autograd.Uncompiled
+    found = function.apply(flat_hidden, weight, flat_labels, flat_temperature, keep_cache, *call)
+    fields: dict[str, Any] = {name: _placed(x, rows, labels) for name, x in zip(call.fields, found, strict=False)}
     return LogprobOutput(**{"entropy": None, **fields})
 
 
@@ -228,29 +234,54 @@ def linear_cross_entropy(
     return logprobs, out.entropy.reshape(-1)
 
 
-def _autocast(weight: torch.Tensor) -> torch.Tensor:
-    device = weight.device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-        return weight.to(torch.get_autocast_dtype(device))
-    return weight
-
-
 def _per_token(temperature: float | torch.Tensor, labels: torch.Tensor) -> torch.Tensor | None:
-    """One temperature per token, for a number would be compiled in; None for 1."""
+    """One temperature per token, because a number would be compiled in; None for 1.
+
+    Under ``torch.compile`` a number that varies is symbolic. ``torch.full`` and a question whether it is 1 would each
+    have the compiler take it for a constant.
+    """
     if isinstance(temperature, torch.Tensor):
         return temperature.to(torch.float32).expand(labels.shape).reshape(-1)
-    if temperature == 1.0:
+    if statically_known_true(temperature == 1.0):
         return None
-    return torch.full((labels.numel(),), temperature, dtype=torch.float32, device=labels.device)
+    return torch.ones(labels.numel(), dtype=torch.float32, device=labels.device) * temperature
+
+
+def _without(ignore_index: int | None, keep: torch.Tensor | None, labels: torch.Tensor) -> torch.Tensor | None:
+    """``keep`` without the tokens that have this label."""
+    if ignore_index is None:
+        return keep
+    counts = labels != _checks.integer("ignore_index", ignore_index)
+    if keep is None:
+        return counts
+    if keep.dtype != torch.bool:
+        none = torch.zeros(labels.numel(), dtype=torch.bool, device=labels.device)
+        keep = none.index_fill(0, keep.long(), True).view(labels.shape)
+    return keep & counts
 
 
 def _rows_of(keep: torch.Tensor) -> torch.Tensor:
-    return keep.reshape(-1).nonzero().squeeze(1) if keep.dtype == torch.bool else keep
+    """The index of the kept rows; a mask, whose other rows are computed for nothing, where they cannot be counted."""
+    if keep.dtype != torch.bool:
+        return keep
+    keep = keep.reshape(-1)
+    return keep.nonzero().squeeze(1) if torch.compiler.is_compiling() or _checks.has_values(keep) else keep
+
+
+def _kept(x: Any, rows: torch.Tensor | None, other: float) -> Any:
+    """The kept rows of ``x``, or all with ``other`` in those that a mask leaves out."""
+    if x is None or rows is None:
+        return x
+    if rows.dtype == torch.bool:
+        return x.where(rows.view(-1, *(1,) * (x.ndim - 1)), other)
+    return x.index_select(0, rows)
 
 
 def _placed(x: torch.Tensor, rows: torch.Tensor | None, labels: torch.Tensor) -> torch.Tensor:
     """Results in the shape of labels, 0 on tokens that were not kept."""
-    if rows is not None:
+    if rows is not None and rows.dtype == torch.bool:
+        x = x.where(rows, 0.0)
+    elif rows is not None:
         x = x.new_zeros(labels.numel()).index_copy(0, rows.long(), x)
     return x if x.shape == labels.shape else x.view(labels.shape)
 

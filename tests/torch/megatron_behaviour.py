@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import pathlib
+import re
 import types
 from collections.abc import Callable
 from typing import Any
@@ -10,11 +13,14 @@ import torch
 import torch.distributed as dist
 from megatron.core.models.gpt import gpt_model
 from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.utils import get_batch_on_this_cp_rank
 
 from lce_torch_bridge import LogprobOutput, _output_layer, linear_logprobs
 from lce_torch_bridge.megatron import fused_output_layer, output_processor
 from tests.torch.megatron_calls import Subject, draw, fused, measure, stock, subject, value_error, worst
 from tests.torch.megatron_checks import Options, Result, compared, in_training
+
+README = pathlib.Path(__file__).parents[2] / "README.md"
 
 
 def call(model: Any, batch: Any, *, arguments: Options | None = None, **context: Any) -> Any:
@@ -160,6 +166,58 @@ def further_arguments(tp: int, model: Options, _options: Options) -> Result:
     return {
         "same bits": torch.equal(got.logprobs, want.logprobs) and torch.equal(got.entropy, want.entropy),
         "passed on": seen["loss_mask"] is loss_mask and seen["labels"] is batch.labels,
+    }
+
+
+def readme(tp: int, model: Options, _options: Options) -> Result:
+    """README's Megatron block as it is printed, in a micro-batch with and in one without response tokens.
+
+    And what it says of the names in it: ``old_logprobs`` are the same call without gradients, before the update, and
+    ``get_batch_on_this_cp_rank`` cuts all that is per token as it cuts the tokens.
+    """
+    it = subject(tp, **model)
+    batch, drawn = draw(keep="some")
+    blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    (block,) = (code for code in blocks if "output_processor_context" in code)
+    advantages = batch.seeds[0]
+
+    def run(mask: torch.Tensor) -> tuple[Options, dict[str, torch.Tensor]]:
+        with torch.no_grad():
+            old, *_ = call(it.model, batch, temperature=0.7, keep=mask)
+        tokens, positions, attention = batch.inputs
+        names: Options = dict(
+            torch=torch, model=it.model, tokens=tokens, positions=positions, mask=attention, labels=batch.labels,
+            response_mask=mask, old_logprobs=old, advantages=advantages,
+        )  # fmt: skip
+        it.model.zero_grad()
+        exec(block, names)
+        names["loss"].backward()
+        return names, {name: p.grad.clone() for name, p in it.model.named_parameters()}
+
+    mask = drawn["keep"]
+    names, grads = run(mask)
+    it.model.zero_grad()
+    with stock(it, batch, temperature=0.7) as (logprobs, entropy):
+        ratio = torch.exp(logprobs - logprobs.detach())
+        want = -(ratio * advantages + 0.001 * entropy)[mask].mean()
+        want.backward()
+    error, parameter = worst(grads, {name: p.grad.clone() for name, p in it.model.named_parameters()})
+    without, zero = run(torch.zeros_like(mask))
+
+    per_token = {"tokens": batch.inputs[0], "labels": batch.labels, "response_mask": mask, "advantages": advantages}
+    where = torch.arange(mask.shape[1], device=mask.device).expand(mask.shape).contiguous()
+    part = get_batch_on_this_cp_rank(
+        {**per_token, "where": where, "cu_seqlens": None}, is_hybrid_cp=False, cp_group=dist.group.WORLD
+    )
+    cut = [torch.equal(part[name], whole.gather(1, part["where"])) for name, whole in per_token.items()]
+    return {
+        "loss": value_error(names["loss"], want),
+        "gradient": error,
+        "worst": parameter,
+        "first ratio is 1": torch.equal(names["logprobs"], names["old_logprobs"]),
+        "without tokens: loss": float(without["loss"].abs().nan_to_num(nan=math.inf)),
+        "without tokens: gradient": max(float(grad.norm().nan_to_num(nan=math.inf)) for grad in zero.values()),
+        "cut alike": all(cut) and part["labels"].shape[1] == mask.shape[1] // dist.get_world_size(),
     }
 
 

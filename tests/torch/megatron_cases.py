@@ -162,7 +162,9 @@ REFUSALS = {
     "a pipeline stage with an output layer": r"NotImplementedError: this HybridModel is a pipeline stage .*nullcontext",
 }
 
-ALL = [*PARITY, *HALF_PRECISION, *CONTROLS, *TRAINING, *BEHAVIOUR]
+README = [_case("readme", tp, "GPT", {}, {}) for tp in (1, 2)]
+
+ALL = [*PARITY, *HALF_PRECISION, *CONTROLS, *TRAINING, *BEHAVIOUR, *README]
 
 # For two GPUs, NCCL.
 _NAMES_ON_GPUS = (

@@ -59,6 +59,8 @@ GOOD = p.draw(T=6, H=8, V=10)
         (dict(keep=torch.tensor([0, 6])), ValueError, r"keep holds row 6, and there are 6 rows"),
         (dict(keep=torch.tensor([-1])), ValueError, r"keep holds row -1, and there are 6 rows"),
         (dict(keep=torch.tensor([2, 2, 2])), ValueError, r"keep must hold each row at most once, got 2 repeats"),
+        (dict(ignore_index=-100.0), TypeError, r"ignore_index must be an integer, got -100.0"),
+        (dict(ignore_index=True), TypeError, r"ignore_index must be an integer, got True"),
         (dict(implementation=7), TypeError, r"implementation must be None, a name or a tuple of names, got 7"),
         (dict(implementation=()), TypeError, r"implementation must be None, a name or a tuple of names, got \(\)"),
         (dict(implementation="cutlass"), ValueError, r"unknown implementation 'cutlass'; known: .*\"xla\""),
