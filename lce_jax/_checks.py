@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from lce_jax import _dispatch
+from lce_jax import _compat, _dispatch
+from lce_jax._shard import Rows
 from lce_jax._types import CallOptions, Case, LogprobOptions, Options, is_array
-from lce_jax._vjp import Rows
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Int
@@ -109,14 +109,14 @@ def vocabulary(vocab_size: Any, columns: int) -> int:
 
 
 def rows(labels: Any, where: Any, value: Any, vocab_size: int, dtype: Any) -> Rows:
-    """The per-token operands, flattened; labels outside [0, vocab_size) become -1."""
+    """The per-token operands; labels outside [0, vocab_size) become -1."""
     shape = labels.shape
-    labels = int32_labels(labels).reshape(-1)
+    labels = int32_labels(labels)
     labels = jnp.where((labels >= 0) & (labels < vocab_size), labels, -1)
-    where = None if where is None else jnp.asarray(where).reshape(-1)
+    where = None if where is None else jnp.asarray(where)
     value = temperature(value, shape)
     if value is not None:
-        value = jnp.broadcast_to(jnp.asarray(value).astype(dtype), shape).reshape(-1)
+        value = jnp.broadcast_to(lax.stop_gradient(jnp.asarray(value)).astype(dtype), shape)
     return Rows(labels, where, value)
 
 
@@ -141,14 +141,18 @@ def int32_labels(labels: Any) -> Array:
     return jnp.asarray(numpy.clip(labels, max(info.min, int32.min), min(info.max, int32.max)).astype(np.int32))
 
 
-def check_unsplit(**arrays: Any) -> None:
-    """Operands whose types say that they are split over Explicit mesh axes are for the sharded functions."""
-    for name, x in arrays.items():
-        spec = jax.typeof(x).sharding.spec
-        if any(entry is not None for entry in spec):
-            raise ValueError(
-                f"{name} is split over the mesh as {spec}: use sharded_linear_logprobs (or _cross_entropy)"
-            )
+def check_split(weight: Any, axis_name: Any, case: Case) -> None:
+    """Inside ``shard_map``, the weight's type must say that each shard of ``axis_name`` has columns of its own."""
+    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    if not _compat.tracks_varying(axis_name):
+        return
+    whole = [name for name in names if name not in _compat.varying_axes(weight) and lax.axis_size(name) > 1]
+    if whole:
+        raise ValueError(
+            f"axis_name={axis_name!r}, but weight {tuple(weight.shape)} is the same on every shard of "
+            f"{', '.join(map(repr, whole))}: each of them would count all {case.vocab_size} columns. Pass each shard "
+            f"its own columns (in_specs=P({names[0]!r}, None) for [V, H]), or leave axis_name out for a whole weight"
+        )
 
 
 def check_labels(labels: Any) -> None:

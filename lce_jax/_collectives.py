@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -12,7 +13,7 @@ from lce_jax import _compat, _math
 from lce_jax._types import Results, ShardStatistics
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float
+    from jaxtyping import Array, Bool, Float
 
 type AxisName = Any  # a hashable axis name, or a tuple of them
 
@@ -23,7 +24,8 @@ def merge_over_axis(stats: ShardStatistics, axis_name: AxisName) -> ShardStatist
     Every shard then adds the same numbers in the same order, so all of them hold bitwise-equal results.
     """
     fields, structure = jax.tree.flatten(stats)
-    gathered = lax.all_gather(jnp.stack(fields), axis_name, to="invarying")
+    to = "invarying" if _compat.tracks_varying(axis_name) else "varying"
+    gathered = lax.all_gather(jnp.stack(fields), axis_name, to=to)
     return _math.merge(jax.tree.unflatten(structure, list(jnp.moveaxis(gathered, 1, 0))))
 
 
@@ -37,6 +39,29 @@ def total_cotangent(cotangent: Results, axis_name: AxisName) -> Results:
         return cotangent
     fields, structure = jax.tree.flatten(cotangent)
     return jax.tree.unflatten(structure, list(lax.psum(jnp.stack(fields), axis_name)))
+
+
+def same_on_all_shards[T](rows: T, axis_name: AxisName) -> tuple[T, Bool[Array, "*b"] | None]:
+    """Per-token operands typed as the same on every shard of ``axis_name``, and in which rows they really are.
+
+    Such operands may be typed varying though every shard holds them whole: ``lax.all_gather`` does so by default. Left
+    varying, they would make the results varying, and each shard would keep its part of the cotangents to itself. None
+    where no type varies, as without ``check_vma``.
+    """
+    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    agree = []
+
+    def same(x: Array) -> Array:
+        axes = tuple(name for name in names if name in _compat.varying_axes(x))
+        if not axes:
+            return x
+        whole = x.astype(jnp.int32) if x.dtype == jnp.bool_ else x
+        highest, lowest = lax.pmax(whole, axes), lax.pmin(whole, axes)
+        agree.append(highest == lowest)
+        return highest.astype(x.dtype)
+
+    rows = jax.tree.map(same, rows)
+    return rows, functools.reduce(jnp.logical_and, agree) if agree else None
 
 
 def gather_sequence(hidden: Float[Array, "*b H"], axis_name: AxisName, dim: int) -> Float[Array, "*b H"]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 
 def varying_axes(tree: Any) -> frozenset[Any]:
@@ -30,6 +31,20 @@ def vary_like[T](tree: T, like: Any) -> T:
         return lax.pcast(x, tuple(missing), to="varying") if missing else x
 
     return jax.tree.map(cast, tree)
+
+
+def without_reduced(x: jax.Array) -> jax.Array:
+    """``x`` without the axes over which its type asks for a gradient that is not summed (``P(..., reduced={...})``).
+
+    Inside ``shard_map`` it varies over them instead, outside its sharding just leaves them out. Either way the
+    transpose gives the gradient the type that ``x`` asks for.
+    """
+    kind = jax.typeof(x)
+    if kind.mat.reduced:
+        return lax.pcast(x, tuple(sorted(kind.mat.reduced, key=str)), to="varying")
+    if kind.sharding.spec.reduced:
+        return jax.sharding.reshard(x, kind.sharding.update(spec=P(*kind.sharding.spec.partitions)))
+    return x
 
 
 def psum_to_type(x: jax.Array, like: Any) -> jax.Array:

@@ -46,13 +46,35 @@ def choose(case: Case, implementation: tuple[str, ...] | None) -> tuple[Implemen
     names = AUTOMATIC if implementation is None else implementation
     refused: dict[str, str] = {}
     for name in names:
-        reason = IMPLEMENTATIONS[name].supports(case)
+        reason = _symbolic(name, case) or IMPLEMENTATIONS[name].supports(case)
         if reason is None:
             if implementation is None:
                 _log_choice(name, case.platform, tuple(refused.items()))
             return IMPLEMENTATIONS[name], refused
         refused[name] = reason
     raise UnsupportedError("; ".join(f'implementation "{name}": {reason}' for name, reason in refused.items()))
+
+
+def elsewhere(case: Case, name: str, requested: tuple[str, ...] | None) -> tuple[Implementation, Case] | None:
+    """What serves ``case`` in the kernels' place where the program is lowered for another platform; None: nothing."""
+    names = AUTOMATIC if requested is None else requested
+    case = dataclasses.replace(case, platform="cpu", device_kind="cpu", compute_capability="", core_count=0)
+    for other in names[names.index(name) + 1 :]:
+        if IMPLEMENTATIONS[other].supports(case) is None:
+            return IMPLEMENTATIONS[other], case
+    return None
+
+
+def _symbolic(name: str, case: Case) -> str | None:
+    """Why a call whose shapes are symbols (``jax.export.symbolic_shape``) cannot be tiled."""
+    sizes = {"tokens": case.num_tokens, "hidden size": case.hidden_size, "vocabulary": case.vocab_size}
+    symbols = [f"{what} {size}" for what, size in sizes.items() if not isinstance(size, int)]
+    if name == reference.NAME or not symbols:
+        return None
+    return (
+        f"its tiles follow from the shapes, and these are symbolic: {', '.join(symbols)}. Export one program for each "
+        'of a few sizes and pad with where=False, or export implementation="reference", which stores the logits'
+    )
 
 
 def explain(case: Case, implementation: tuple[str, ...] | None) -> Plan:

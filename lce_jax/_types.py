@@ -125,7 +125,7 @@ class ShardStatistics(NamedTuple):
     max: Float[Array, "T"]  # m, the largest logit; -1e30 where no column counted
     sumexp: Float[Array, "T"]  # s = Σ exp(z - m)
     weighted: Float[Array, "T"] | None  # q = Σ (z - m)·exp(z - m); None without entropy
-    target: Float[Array, "T"]  # z of the label where it is owned, else 0
+    target: Float[Array, "T"]  # z - m of the label where it is owned, else -inf
     min: Float[Array, "T"] | None  # the smallest logit, +1e30 where no column counted; None without stats
     total: Float[Array, "T"] | None = None  # Σ z; None without mean_logit
 

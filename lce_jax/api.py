@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
-import jax
 import jax.numpy as jnp
 
-from lce_jax import _checks, _compat, _dispatch, _vjp
-from lce_jax._types import CallOptions, Case, LogprobOptions, LogprobOutput, Plan, Results
+from lce_jax import _checks, _dispatch
+from lce_jax._evaluate import evaluate
+from lce_jax._types import LogprobOptions, LogprobOutput, Plan, Results
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -256,41 +256,3 @@ def explain(hidden: Any, weight: Any, labels: Any, *, where: Any = None, **optio
     else:
         _checks.vocabulary(checked.vocab_size, _checks.INT32_MAX)
     return _dispatch.explain(case, checked.implementation)
-
-
-def evaluate(
-    hidden: Array,
-    weight: Array,
-    labels: Array,
-    where: Array | None,
-    options: CallOptions,
-    gather_dim: int | None = None,
-) -> Results:
-    """`linear_logprobs`, its options validated; ``gather_dim`` is hidden's that the vocabulary's axis splits too."""
-    whole: Any = hidden
-    if gather_dim is not None:
-        whole = jax.ShapeDtypeStruct((*labels.shape, hidden.shape[-1]), hidden.dtype)
-    case = _checks.case(whole, weight, labels, where, options)
-    columns = case.vocab_size * _checks.axis_size(options.axis_name)
-    vocab_size = _checks.vocabulary(options.vocab_size, columns)
-    implementation, _ = _dispatch.choose(case, options.implementation)
-    hidden, weight = jnp.asarray(hidden), jnp.asarray(weight)
-    _checks.check_unsplit(hidden=hidden, weight=weight)
-    rows = _checks.rows(labels, where, options.temperature, vocab_size, case.stat_dtype)
-    if case.num_tokens == 0:
-        return _nothing(case, _compat.vary_like(jnp.zeros(labels.shape, case.stat_dtype), (hidden, rows.labels)))
-    spec = _vjp.Spec(case, implementation.NAME, vocab_size, vocab_size < columns, options.axis_name, gather_dim)
-    out = _vjp.linear_logprobs(spec, hidden, weight, rows)
-    return jax.tree.map(lambda x: x.reshape(labels.shape), out)
-
-
-def _nothing(case: Case, empty: Array) -> Results:
-    opts = case.options
-    return Results(
-        logprobs=empty,
-        entropy=empty if opts.entropy else None,
-        lse=empty,
-        max_logit=empty if opts.stats else None,
-        min_logit=empty if opts.stats else None,
-        mean_logit=empty if opts.mean_logit else None,
-    )

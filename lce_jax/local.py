@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 import jax
 import jax.numpy as jnp
 
-from lce_jax import _checks, _compat, _dispatch, _math, _vjp
+from lce_jax import _checks, _compat, _dispatch, _math, _shard
 from lce_jax._types import LogprobOutput, Results, ShardStatistics
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def statistics(
     keep_cache: bool = False,
     **options: Unpack[LogprobOptions],
 ) -> tuple[ShardStatistics, Any]:
-    """Each token's maximum, sums and target logit over the columns of one shard.
+    """Each token's maximum, sums and target logit, less that maximum, over the columns of one shard.
 
     Args:
         hidden: ``[T, H]``, the same on every shard.
@@ -54,7 +54,8 @@ def statistics(
         **options: as in `lce_jax.linear_logprobs`, without ``axis_name``; ``vocab_size`` is of the whole vocabulary.
 
     Returns:
-        `ShardStatistics` of ``[T]`` arrays, and the cache for `gradients` (a pytree, None if nothing is kept).
+        `ShardStatistics` of ``[T]`` arrays, and the cache for `gradients` (a pytree, None if nothing is kept). All but
+        the maximum are relative to it; the target is -inf where another shard owns the label, or none does.
 
     Raises:
         As `lce_jax.linear_logprobs`.
@@ -63,10 +64,10 @@ def statistics(
         >>> import jax.numpy as jnp
         >>> from lce_jax import local
         >>> stats, _ = local.statistics(jnp.ones((2, 4)), jnp.zeros((100, 4)), jnp.array([7, 8]))
-        >>> float(stats.sumexp[0]), float(stats.target[0])
-        (100.0, 0.0)
+        >>> float(stats.max[0]), float(stats.sumexp[0]), float(stats.target[0])
+        (0.0, 100.0, 0.0)
     """
-    spec, rows = _shard(hidden, weight, labels, where, num_rows, options)
+    spec, rows = _bind(hidden, weight, labels, where, num_rows, options)
     if spec.case.num_tokens == 0:
         return _math.empty_statistics(0, spec.case.stat_dtype, spec.case.options), None
     start = jnp.asarray(vocab_start, jnp.int32)
@@ -75,10 +76,10 @@ def statistics(
 
 @functools.partial(jax.jit, static_argnums=(0, 5), inline=True)
 def _statistics(
-    spec: _vjp.Spec, hidden: Array, weight: Array, rows: _vjp.Rows, start: Array, keep_cache: bool
+    spec: _shard.Spec, hidden: Array, weight: Array, rows: _shard.Rows, start: Array, keep_cache: bool
 ) -> tuple[ShardStatistics, Any]:
-    run = functools.partial(_vjp.shard_statistics, spec, keep_cache=keep_cache)
-    return _compat.first_order_only(run)(_vjp.as_operand(hidden, weight), weight, rows, start)
+    run = functools.partial(_shard.statistics, spec, keep_cache=keep_cache)
+    return _compat.first_order_only(run)(_shard.as_operand(hidden, weight), weight, rows, start)
 
 
 def merge(parts: ShardStatistics) -> ShardStatistics:
@@ -156,7 +157,7 @@ def gradients(
         >>> round(float(dweight[7, 0]), 2), round(float(dweight[0, 0]), 2)
         (0.98, -0.02)
     """
-    spec, rows = _shard(hidden, weight, labels, where, num_rows, options)
+    spec, rows = _bind(hidden, weight, labels, where, num_rows, options)
     zero = jnp.zeros((spec.case.num_tokens,), spec.case.stat_dtype)
     if spec.case.num_tokens == 0:
         return jnp.zeros(hidden.shape, zero.dtype), jnp.zeros(weight.shape, weight.dtype)
@@ -166,14 +167,14 @@ def gradients(
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
-def _gradients(spec: _vjp.Spec, hidden: Array, weight: Array, *rest: Any) -> tuple[Array, Array]:
-    run = functools.partial(_vjp.shard_gradients, spec)
-    return _compat.first_order_only(run)(_vjp.as_operand(hidden, weight), weight, *rest)
+def _gradients(spec: _shard.Spec, hidden: Array, weight: Array, *rest: Any) -> tuple[Array, Array]:
+    run = functools.partial(_shard.gradients, spec)
+    return _compat.first_order_only(run)(_shard.as_operand(hidden, weight), weight, *rest)
 
 
-def _shard(
+def _bind(
     hidden: Any, weight: Any, labels: Any, where: Any, num_rows: Any, options: LogprobOptions
-) -> tuple[_vjp.Spec, _vjp.Rows]:
+) -> tuple[_shard.Spec, _shard.Rows]:
     checked = _checks.options(options)
     if checked.axis_name is not None:
         raise ValueError(f"axis_name={checked.axis_name!r}: functions of lce_jax.local know no axis; merge yourself")
@@ -190,4 +191,5 @@ def _shard(
     rows = _checks.rows(labels, where, checked.temperature, vocab_size, case.stat_dtype)
     if num_rows is not None:
         rows = rows._replace(num_rows=_checks.num_rows(num_rows, case.num_tokens))
-    return _vjp.Spec(case, chosen.NAME, vocab_size, padded=checked.vocab_size is not None), rows
+    padded = checked.vocab_size is not None
+    return _shard.Spec(case, chosen.NAME, checked.implementation, vocab_size, padded=padded), rows

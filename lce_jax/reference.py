@@ -43,8 +43,10 @@ def plan(case: Case) -> Plan:
 def statistics(operands: Operands, case: Case, keep_cache: bool = False) -> tuple[ShardStatistics, None]:
     """Eq. 1 of the whole shard, from logits held at once."""
     del keep_cache
-    z, _ = _logits(operands, case)
-    return _math.tile_statistics(z, operands.targets, _live(operands, case), case.options), None
+    x = _math.unscaled_logits(_raw(operands, case), case.options)
+    scale = _math.row_scale(case.options, operands.inverse_temperature)
+    stats = _math.tile_statistics(x, scale, operands.targets, _live(operands, case), case.options)
+    return _math.to_logits(stats, scale), None
 
 
 def gradients(
@@ -52,7 +54,7 @@ def gradients(
 ) -> tuple[Float[Array, "T H"], Float[Array, "V H"]]:
     """Eq. 5, every product in the statistics' dtype; dweight rounded to the weight's dtype at the end."""
     del cache
-    z, dcap = _logits(operands, case)
+    z, dcap = _math.transform_logits(_raw(operands, case), case.options, operands.inverse_temperature)
     d = _math.dlogits(z, dcap, rows, operands.targets, _live(operands, case))
     hidden, weight = (x.astype(case.stat_dtype) for x in (operands.hidden, operands.weight))
     weight = _math.without_padding(weight, _live(operands, case), case.options)
@@ -62,10 +64,9 @@ def gradients(
     return jnp.matmul(d, vocab_by_hidden, precision="highest"), dweight.astype(case.dtype)
 
 
-def _logits(operands: Operands, case: Case) -> tuple[Array, Array | None]:
+def _raw(operands: Operands, case: Case) -> Float[Array, "T V"]:
     hidden, weight = (x.astype(case.stat_dtype) for x in (operands.hidden, operands.weight))
-    raw = jnp.matmul(hidden, weight.T if case.options.vocab_dim == 0 else weight, precision="highest")
-    return _math.transform_logits(raw, case.options, operands.inverse_temperature)
+    return jnp.matmul(hidden, weight.T if case.options.vocab_dim == 0 else weight, precision="highest")
 
 
 def _live(operands: Operands, case: Case) -> Array | None:

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import math
 from typing import TYPE_CHECKING, Any, Unpack
 
-import jax
-import jax.numpy as jnp
-from jax import lax
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
-
 from lce_jax import _checks, api
+from lce_jax._evaluate import evaluate_over
+from lce_jax._layout import Axes, layout_of_names
 from lce_jax._types import CallOptions, LogprobOutput, Results
 
 if TYPE_CHECKING:
@@ -21,8 +15,6 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
 
     from lce_jax._types import LogprobOptions
-
-type Axes = str | tuple[str, ...] | None
 
 
 def sharded_linear_logprobs(
@@ -76,7 +68,7 @@ def sharded_linear_logprobs(
         (2, 4)
     """
     run = functools.partial(
-        evaluate, mesh=mesh, vocab_axis=vocab_axis, batch_axes=batch_axes, sequence_axis=sequence_axis
+        _evaluate, mesh=mesh, vocab_axis=vocab_axis, batch_axes=batch_axes, sequence_axis=sequence_axis
     )
     return run(hidden, weight, labels, where, _checks.options(options)).public
 
@@ -130,14 +122,14 @@ def sharded_linear_cross_entropy(
         6.908
     """
     run = functools.partial(
-        evaluate, mesh=mesh, vocab_axis=vocab_axis, batch_axes=batch_axes, sequence_axis=sequence_axis
+        _evaluate, mesh=mesh, vocab_axis=vocab_axis, batch_axes=batch_axes, sequence_axis=sequence_axis
     )
     return api.cross_entropy(
         run, hidden, weight, labels, where, ignore_index, reduction, label_smoothing, z_loss, options
     )
 
 
-def evaluate(
+def _evaluate(
     hidden: Array,
     weight: Array,
     labels: Array,
@@ -154,139 +146,6 @@ def evaluate(
         raise ValueError(
             f"axis_name={options.axis_name!r} is for callers inside shard_map; here the axis is vocab_axis"
         )
-    case = _checks.case(hidden, weight, labels, where, options)
-    layout = _layout(mesh, hidden, weight, options.static.vocab_dim, vocab_axis, batch_axes, sequence_axis)
-    per_token = {"labels": _checks.int32_labels(labels)}
-    if where is not None:
-        per_token["where"] = where
-    temperature = _checks.temperature(options.temperature, labels.shape)
-    if temperature is not None:
-        per_token["temperature"] = jnp.broadcast_to(jnp.asarray(temperature).astype(case.stat_dtype), labels.shape)
-    options = dataclasses.replace(options, temperature=1.0, axis_name=layout.vocab_axes)
-    return _mapped(layout, options, jnp.asarray(hidden), jnp.asarray(weight), per_token)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
-def _mapped(layout: Layout, options: CallOptions, hidden: Array, weight: Array, per_token: dict[str, Array]) -> Results:
-    """Jitted, so that calls outside ``jit`` compile once."""
-    body = functools.partial(_body, layout, options)
-    mapped = jax.shard_map(body, mesh=layout.mesh, in_specs=layout.in_specs, out_specs=layout.out_spec)
-    return mapped(*layout.place((hidden, weight, per_token)))
-
-
-def _body(layout: Layout, options: CallOptions, hidden: Array, weight: Array, per_token: dict[str, Array]) -> Results:
-    """One device's share, inside ``shard_map``."""
-    if "temperature" in per_token:
-        options = dataclasses.replace(options, temperature=per_token["temperature"])
-    dim = layout.gather_dim
-    out = api.evaluate(hidden, weight, per_token["labels"], per_token.get("where"), options, dim)
-    if dim is None:
-        return out
-    size = hidden.shape[dim]
-    start = lax.axis_index(layout.vocab_axes) * size
-    return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, size, dim), out)
-
-
-@dataclasses.dataclass(frozen=True)
-class Layout:
-    """Where each operand lies on the mesh."""
-
-    mesh: Any
-    vocab_axes: Any  # as `axis_name` wants them
-    vocab_dim: int
-    leading: tuple[Any, ...]  # the mesh axes of hidden's leading dimensions
-    gather_dim: int | None  # the leading dimension that is split over the vocabulary's axis
-
-    @property
-    def out_spec(self) -> P:
-        """Of the results: as hidden's leading dimensions."""
-        return P(*self.leading)
-
-    @property
-    def in_specs(self) -> tuple[P, P, P]:
-        """Of hidden, weight and everything per token, which is whole where hidden is gathered."""
-        vocab = [None, None]
-        vocab[self.vocab_dim] = self.vocab_axes
-        rows = list(self.leading)
-        if self.gather_dim is not None:
-            rows[self.gather_dim] = _without(rows[self.gather_dim], self.vocab_axes)
-        return P(*self.leading, None), P(*vocab), P(*rows)
-
-    def place(self, operands: Any) -> Any:
-        """The operands split over the Explicit axes as `in_specs` says: such axes insist on it, Auto axes do not."""
-        types = zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
-        implicit = tuple(name for name, kind in types if kind != AxisType.Explicit)
-        if len(implicit) == len(self.mesh.axis_names):
-            return operands
-        placed = []
-        for tree, spec in zip(operands, self.in_specs, strict=True):
-            sharding = NamedSharding(self.mesh, P(*(_without(entry, implicit) for entry in spec)))
-            placed.append(jax.tree.map(functools.partial(jax.sharding.reshard, out_shardings=sharding), tree))
-        return tuple(placed)
-
-
-def _layout(
-    mesh: Any, hidden: Any, weight: Any, vocab_dim: int, vocab_axis: Axes, batch_axes: Axes, sequence_axis: Axes
-) -> Layout:
-    mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
-    if mesh.empty:
-        raise ValueError("no mesh: pass mesh=, or call under jax.set_mesh(mesh)")
-    if batch_axes is None:
-        batch_axes = _own_batch_axes(mesh, hidden, vocab_axis, sequence_axis)
-    vocab, batch, sequence = (as_axes(axes) for axes in (vocab_axis, batch_axes, sequence_axis))
-    _check_axes(mesh, vocab, batch, sequence)
-    leading: list[tuple[str, ...]] = [()] * (hidden.ndim - 1)
-    if (batch or sequence) and not leading:
-        raise ValueError(f"hidden {tuple(hidden.shape)} has no batch to split over {batch + sequence}")
-    if leading:
-        leading[0] += batch
-        leading[-1] += sequence
-    for dim, axes in enumerate(leading):
-        _check_divides("hidden", hidden.shape, dim, axes, mesh)
-    vocab_hint = f": pad weight with rows to a multiple and pass vocab_size={weight.shape[vocab_dim]}"
-    _check_divides("weight", weight.shape, vocab_dim, vocab, mesh, vocab_hint)
-    gather_dim = hidden.ndim - 2 if sequence and sequence == vocab else None
-    return Layout(mesh, _spec_entry(vocab), vocab_dim, tuple(_spec_entry(axes) for axes in leading), gather_dim)
-
-
-def _own_batch_axes(mesh: Any, hidden: Any, vocab_axis: Axes, sequence_axis: Axes) -> Axes:
-    """Under Explicit axes, those of the first dimension of hidden's own type; else none."""
-    if AxisType.Explicit not in mesh.axis_types or hidden.ndim < 2:
-        return None
-    spec = jax.typeof(hidden).sharding.spec
-    own = as_axes(spec[0]) if len(spec) else ()
-    return tuple(axis for axis in own if axis not in as_axes(vocab_axis) + as_axes(sequence_axis))
-
-
-def _check_axes(mesh: Any, vocab: tuple[str, ...], batch: tuple[str, ...], sequence: tuple[str, ...]) -> None:
-    for name, axes in (("vocab_axis", vocab), ("batch_axes", batch), ("sequence_axis", sequence)):
-        for axis in axes:
-            if axis not in mesh.axis_names:
-                raise ValueError(f"{name} {axis!r} is no axis of the mesh {dict(mesh.shape)}")
-    used = (*vocab, *batch, *(() if sequence == vocab else sequence))
-    if len(set(used)) < len(used):
-        raise ValueError(
-            f"vocab_axis {vocab}, batch_axes {batch} and sequence_axis {sequence} overlap; only sequence_axis may be "
-            "vocab_axis, the same axes in the same order"
-        )
-
-
-def _check_divides(name: str, shape: Any, dim: int, axes: tuple[str, ...], mesh: Any, hint: str = "") -> None:
-    shards = math.prod(mesh.shape[axis] for axis in axes)
-    if shape[dim] % shards:
-        raise ValueError(f"dimension {dim} of {name} {tuple(shape)} must divide by the {shards} shards of {axes}{hint}")
-
-
-def as_axes(axes: Axes) -> tuple[str, ...]:
-    """The names in ``axes``: none, one or several."""
-    if axes is None:
-        return ()
-    return (axes,) if isinstance(axes, str) else tuple(axes)
-
-
-def _spec_entry(axes: tuple[str, ...]) -> Any:
-    return None if not axes else axes[0] if len(axes) == 1 else axes
-
-
-def _without(entry: Any, axes: Any) -> Any:
-    return _spec_entry(tuple(axis for axis in as_axes(entry) if axis not in as_axes(axes)))
+    _checks.case(hidden, weight, labels, where, options)  # before anything asks for a shape
+    layout = layout_of_names(mesh, hidden, weight, options.static.vocab_dim, vocab_axis, batch_axes, sequence_axis)
+    return evaluate_over(layout, hidden, weight, labels, where, options)

@@ -132,14 +132,16 @@ def statistics(operands: Operands, case: Case, keep_cache: bool = False) -> tupl
     tile_t, tile_v = tile_sizes(case)
 
     def token_tile(hidden: Array, targets: Array, inverse_temperature: Array | None) -> ShardStatistics:
-        def vocab_tile(start: Any, size: int, merged: ShardStatistics) -> ShardStatistics:
-            z, _ = _logits(hidden, _columns(operands.weight, start, size, options), inverse_temperature, case)
-            tile = _math.tile_statistics(z, targets - start, _live(start, size, operands.num_columns), options)
-            return _math.merge(jax.tree.map(lambda a, b: jnp.stack([a, b]), merged, tile))
+        scale = _math.row_scale(options, inverse_temperature)
+
+        def vocab_tile(start: Any, size: int, running: _math.Running) -> _math.Running:
+            x = _math.unscaled_logits(_raw(hidden, _columns(operands.weight, start, size, options), case), options)
+            live = _live(start, size, operands.num_columns)
+            return running.add(_math.tile_statistics(x, scale, targets - start, live, options), scale)
 
         empty = _math.empty_statistics(hidden.shape[0], case.stat_dtype, options)
-        empty = _compat.vary_like(empty, (hidden, operands))
-        return _walk_vocabulary(case, operands, tile_v, vocab_tile, empty)
+        running = _compat.vary_like(_math.Running.start(empty), (hidden, operands))
+        return _math.to_logits(_walk_vocabulary(case, operands, tile_v, vocab_tile, running).finish(), scale)
 
     if tile_t == case.num_tokens:
         return token_tile(operands.hidden, operands.targets, operands.inverse_temperature), None
@@ -178,7 +180,7 @@ def gradients(
         rows: RowCoefficients,
     ) -> tuple[Array, Array]:
         size = weight.shape[options.vocab_dim]
-        z, dcap = _logits(hidden, weight, inverse_temperature, case)
+        z, dcap = _math.transform_logits(_raw(hidden, weight, case), options, inverse_temperature)
         live = _live(start_v, size, operands.num_columns)
         weight = _math.without_padding(weight, live, options)
         d = _math.dlogits(z, dcap, rows, targets - start_v, live)
@@ -223,11 +225,8 @@ def _gradient_dtype(case: Case) -> jnp.dtype:
     return case.stat_dtype if case.platform == "cpu" else case.dtype
 
 
-def _logits(
-    hidden: Float[Array, "t H"], weight: Float[Array, "v H"], inverse_temperature: Float[Array, "t"] | None, case: Case
-) -> tuple[Float[Array, "t v"], Float[Array, "t v"] | None]:
-    raw = _dot(hidden, weight, 1, case.options.hidden_dim, case, case.stat_dtype)
-    return _math.transform_logits(raw, case.options, inverse_temperature)
+def _raw(hidden: Float[Array, "t H"], weight: Float[Array, "v H"], case: Case) -> Float[Array, "t v"]:
+    return _dot(hidden, weight, 1, case.options.hidden_dim, case, case.stat_dtype)
 
 
 def _dot(left: Array, right: Array, left_dim: int, right_dim: int, case: Case, dtype: jnp.dtype) -> Array:

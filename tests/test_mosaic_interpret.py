@@ -171,3 +171,32 @@ def test_matches_reference(test: Call, monkeypatch: pytest.MonkeyPatch, capfd: p
         assert error <= bound * np.linalg.norm(np.asarray(expected, np.float64))
     assert not interpreter.get_races().races_found  # in the last kernel
     assert "RACE DETECTED" not in capfd.readouterr().out  # in any
+
+
+@pytest.mark.parametrize(("temperature", "options"), [(1.0, {"cache_bytes": 1 << 30}), (0.1, {"logit_scale": 1.7})])
+def test_no_probability_is_above_one(temperature: float, options: dict[str, Any]) -> None:
+    """The likeliest labels of peaked logits, in tiles and in columns that are no whole atom."""
+    T, H, V = 128, 64, 515
+    rng = np.random.default_rng(1)
+    hidden = jnp.asarray(rng.standard_normal((T, H)) * np.linspace(5, 40, T)[:, None], jnp.bfloat16)
+    weight = jnp.asarray(rng.standard_normal((V, H)) / np.sqrt(H), jnp.bfloat16).at[512:].mul(2)
+    raw = np.asarray(hidden, np.float64) @ np.asarray(weight, np.float64).T
+    targets = jnp.asarray(raw.argmax(1), jnp.int32)
+    inverse = None if temperature == 1.0 else jnp.full((T,), 1.0 / temperature, jnp.float32)
+    operands = Operands(hidden, weight, targets, inverse, None, None)
+    case = Case(
+        num_tokens=T, hidden_size=H, vocab_size=V, dtype=jnp.dtype("bfloat16"), options=Options(**options),
+        platform="gpu", device_kind="NVIDIA H200", compute_capability="9.0", core_count=MULTIPROCESSORS,
+    )  # fmt: skip
+
+    @jax.jit
+    def results(operands: Operands) -> Results:
+        stats, _ = mosaic.statistics(operands, case, True, interpret=plgpu.InterpretGPUParams())
+        return _math.finish(stats, operands.targets >= 0, None, V)
+
+    out = results(operands)
+    assert np.all(np.asarray(out.logprobs) <= 0)
+    assert np.all(np.asarray(out.entropy) >= 0)
+    exact = reference.statistics(operands, case)[0]
+    np.testing.assert_allclose(out.logprobs, exact.target - np.log(exact.sumexp), atol=2e-5 / temperature)
+    assert np.asarray(targets >= 512).any()

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lce_jax import linear_cross_entropy, linear_logprobs, sharded_linear_cross_entropy
+from lce_jax import linear_cross_entropy, linear_logprobs, sharded_linear_cross_entropy, sharded_linear_logprobs
 from tests import oracle
 
 H, V, T = 16, 257, 12
@@ -39,12 +39,15 @@ def heads() -> dict[str, tuple[np.ndarray, np.ndarray]]:
     }
 
 
-def plain(hidden, weight, labels):
+def plain(hidden, weight, labels, temperature=1.0, logit_scale=1.0, logit_softcap=None, vocab_size=None, **_unused):
     """What users write, in float32."""
-    z = jnp.matmul(hidden, weight.T, precision="highest")
+    z = logit_scale * jnp.matmul(hidden, weight[:vocab_size].T, precision="highest")
+    z = z if logit_softcap is None else logit_softcap * jnp.tanh(z / logit_softcap)
+    z = z / jnp.broadcast_to(temperature, labels.shape)[:, None]
     log_p = jax.nn.log_softmax(z, axis=-1)
+    logprobs = jnp.take_along_axis(log_p, labels[:, None], axis=-1)[:, 0]
     entropy = -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)
-    return jnp.take_along_axis(log_p, labels[:, None], axis=-1)[:, 0], entropy, jax.nn.logsumexp(z, axis=-1)
+    return oracle.Results(logprobs, entropy, jax.nn.logsumexp(z, axis=-1), z.max(-1), z.min(-1))
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -54,10 +57,10 @@ def test_values(name: str, implementation: str) -> None:
     labels = jnp.asarray(np.random.default_rng(1).integers(0, V, T).astype(np.int32)).at[0].set(3)
     out = linear_logprobs(hidden, weight, labels, implementation=implementation, precision="highest", stats=True)
     want = oracle.logprobs(hidden, weight, labels)
-    for field, got, theirs in zip(out._fields, out, (*plain(hidden, weight, labels), None, None), strict=True):
+    for field, got, theirs in zip(out._fields, out, plain(hidden, weight, labels), strict=True):
         true = getattr(want, field)
         assert np.all(np.isfinite(got)), field
-        bound = 2e-6 if theirs is None else max(2e-6, 1.1 * oracle.value_error(theirs, true))
+        bound = 2e-6 if "_logit" in field else max(2e-6, 1.1 * oracle.value_error(theirs, true))
         assert oracle.value_error(got, true) <= bound, field
     assert np.all(np.asarray(out.entropy) >= 0)
     assert np.all(np.asarray(out.logprobs) <= 0)
@@ -148,3 +151,103 @@ def test_out_of_vocabulary_gradient_is_minus_softmax() -> None:
     hidden, weight = jnp.ones((1, 2)), jnp.asarray([[1.0, 0.0], [0.0, 2.0], [0.5, 0.5]])
     grad = jax.grad(lambda h: linear_logprobs(h, weight, jnp.array([-100])).logprobs[0])(hidden)
     assert np.allclose(grad[0], -jax.nn.softmax(hidden[0] @ weight.T) @ weight, atol=1e-6)
+
+
+ROWS = 10_000
+SURE = {
+    "plain": {},
+    "one hidden unit": {"H": 1},  # the product is no sum: XLA fuses it with what follows
+    "softcap": {"logit_softcap": 30.0},
+    "scale": {"logit_scale": 1.7},
+    "negative scale": {"logit_scale": -1.5},
+    "softcap of a negative scale": {"logit_scale": -0.3, "logit_softcap": 50.0},
+    "padding": {"vocab_size": 900},
+}
+
+
+def draw_sure_rows(H: int = H, V: int = 1031, **options):
+    """(hidden, weight, labels, temperature, options): the likeliest labels of logits with deviations up to 400.
+
+    The vocabulary is two of xla's tiles on a CPU and 7 columns.
+    """
+    rng = np.random.default_rng(5)
+    hidden = (rng.standard_normal((ROWS, H)) * rng.uniform(0, 40, (ROWS, 1))).astype(np.float32)
+    weight = (rng.standard_normal((V, H)) / np.sqrt(H)).astype(np.float32)
+    raw = hidden.astype(np.float64) @ weight[: options.get("vocab_size")].T
+    labels = np.argmax(raw * options.get("logit_scale", 1.0), axis=1)
+    temperature = rng.uniform(0.1, 2.0, ROWS)
+    arrays = zip((hidden, weight, labels, temperature), ("float32", "float32", "int32", "float32"), strict=True)
+    return *(jnp.asarray(x, dtype) for x, dtype in arrays), {"precision": "highest", **options}
+
+
+def assert_probabilities(out) -> None:
+    """None above 1: what a loss computes from them is a number, or -inf where one rounds to 1."""
+    assert np.all(np.asarray(out.logprobs) <= 0)
+    assert np.all(np.asarray(out.entropy) >= 0)
+    assert not np.any(np.isnan(jnp.log1p(-jnp.exp(out.logprobs))))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", SURE)
+def test_no_probability_is_above_one(name: str, implementation: str) -> None:
+    hidden, weight, labels, temperature, options = draw_sure_rows(**SURE[name])
+    out = linear_logprobs(
+        hidden, weight, labels, temperature=temperature, implementation=implementation, stats=True, **options
+    )
+    assert_probabilities(out)
+    some = slice(1000)
+    want = oracle.logprobs(hidden[some], weight, labels[some], temperature=temperature[some], **options)
+    theirs = plain(hidden[some], weight, labels[some], temperature[some], **options)
+    for field, got, true in zip(out._fields, out, want, strict=True):
+        errors = [
+            np.mean(np.abs(np.asarray(x, np.float64) - true) / np.maximum(1, np.abs(true)))
+            for x in (got[some], getattr(theirs, field))
+        ]
+        assert errors[0] <= 1.1 * errors[1] + 1e-8, field
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_no_probability_is_above_one_where_rows_are_left_out(implementation: str) -> None:
+    hidden, weight, labels, _, options = draw_sure_rows()
+    where = np.arange(ROWS) % 3 > 0
+
+    @jax.jit
+    def call(hidden, weight, where):
+        return linear_logprobs(
+            hidden, weight, labels, where=where, temperature=0.1, implementation=implementation, **options
+        )
+
+    out = call(hidden, weight, where)
+    assert_probabilities(out)
+    assert not np.any(np.asarray(out.logprobs)[~where])
+
+
+@pytest.mark.parametrize("name", ["plain", "softcap of a negative scale", "padding"])
+def test_no_probability_is_above_one_over_a_mesh(name: str) -> None:
+    hidden, weight, labels, temperature, options = draw_sure_rows(V=1024, **SURE[name])
+    mesh = jax.make_mesh((8,), ("tensor",), axis_types=(jax.sharding.AxisType.Auto,))
+    out = sharded_linear_logprobs(hidden, weight, labels, mesh=mesh, temperature=temperature, **options)
+    assert_probabilities(out)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_a_probability_that_was_above_one(wrap, implementation: str) -> None:
+    def call(hidden, weight):
+        return linear_logprobs(hidden, weight, jnp.array([0]), temperature=0.7, implementation=implementation)
+
+    out = wrap(call)(jnp.ones((1, 1)), jnp.asarray([[33.3], [0.0]]))
+    assert_probabilities(out)
+    assert float(out.logprobs[0]) == 0  # next to 1, float32 knows nothing of exp(-47.6)
+
+
+@pytest.mark.parametrize("peak", [20, 200_000])
+def test_many_small_terms_beside_a_peak(peak: int) -> None:
+    """A hundred tiles later each: their sums are far below 1, and what one addition rounds away is the same again."""
+    columns, T = 262144, 16
+    weight = jnp.zeros((columns, 1)).at[peak].set(20.0)
+    labels = jnp.full((T,), peak)
+    out = linear_logprobs(jnp.ones((T, 1)), weight, labels, implementation="xla")
+    others = (columns - 1) * np.exp(-20.0)
+    assert oracle.value_error(out.logprobs, -np.log1p(others)) < 3e-7
+    assert oracle.value_error(out.entropy, np.log1p(others) + 20 * others / (1 + others)) < 3e-7

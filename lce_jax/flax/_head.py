@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import jax
@@ -10,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from lce_jax import _checks, _math, api, sharding
+from lce_jax import _checks, _layout, _math, api, sharding
 from lce_jax._types import Options
 
 if TYPE_CHECKING:
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 
     from lce_jax._types import LogprobOutput
     from lce_jax.api import Reduction
-    from lce_jax.sharding import Axes
+    from lce_jax._layout import Axes
 
 # Logits of unit variance for hidden states of unit variance.
 WEIGHT_INIT = jax.nn.initializers.lecun_normal(in_axis=1, out_axis=0)
@@ -80,7 +82,7 @@ class Head:
             weight,
             precision=self.precision,
             preferred_element_type=jnp.promote_types(weight.dtype, jnp.float32),
-            out_sharding=self._logits_sharding(hidden),
+            out_sharding=_logits_sharding(hidden, weight),
         )
         options = Options(logit_scale=self.logit_scale, logit_softcap=self.logit_softcap)
         logits, _ = _math.transform_logits(raw, options, None)
@@ -128,17 +130,19 @@ class Head:
     def _cast(self, weight: Float[Array, "V H"]) -> Float[Array, "V H"]:
         return weight if self.dtype is None else weight.astype(self.dtype)
 
-    def _logits_sharding(self, hidden: Float[Array, "*b H"]) -> NamedSharding | None:
-        """Under Explicit axes, tokens split as hidden's are and the vocabulary whole; else the compiler's choice.
 
-        Whole, because slicing the padding off a split vocabulary would leave uneven shards.
-        """
-        own = jax.typeof(hidden).sharding
-        if not self.on_mesh or AxisType.Explicit not in own.mesh.axis_types:
-            return None
-        vocab_axes = sharding.as_axes(self.vocab_axis)
-        rows = (tuple(axis for axis in sharding.as_axes(entry) if axis not in vocab_axes) for entry in own.spec[:-1])
-        return NamedSharding(own.mesh, P(*rows, None))
+def _logits_sharding(hidden: Float[Array, "*b H"], weight: Float[Array, "V H"]) -> NamedSharding | None:
+    """Under Explicit axes, tokens split as hidden's are and the vocabulary whole; else the compiler's choice.
+
+    Whole, because slicing the padding off a split vocabulary would leave uneven shards.
+    """
+    own = jax.typeof(hidden).sharding
+    if AxisType.Explicit not in own.mesh.axis_types:
+        return None
+    vocab_axes = _layout.as_axes(jax.typeof(weight).sharding.spec.partitions[0])
+    leading = own.spec.partitions[:-1]
+    rows = (tuple(axis for axis in _layout.as_axes(entry) if axis not in vocab_axes) for entry in leading)
+    return NamedSharding(own.mesh, P(*rows, None))
 
 
 def padded_vocabulary(vocab_size: int, pad_to_multiple: int) -> int:
@@ -157,3 +161,26 @@ def check_tied(embedding: Any, hidden_size: int, vocab_size: int, pad_to_multipl
     if pad_to_multiple != 1:
         raise ValueError(f"pad_to_multiple={pad_to_multiple} cannot pad a tied embedding {(rows, size)}: pad it there")
     _checks.vocabulary(vocab_size, rows)
+
+
+def own_rows(vocab_size: int, pad_to_multiple: int, vocab_axis: Axes, mesh: Any) -> int:
+    """The rows of an own weight, which the shards of ``vocab_axis`` must divide where the mesh is known."""
+    rows = padded_vocabulary(vocab_size, pad_to_multiple)
+    mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
+    shards = math.prod(mesh.shape.get(axis, 1) for axis in _layout.as_axes(vocab_axis))
+    if rows % shards:
+        raise ValueError(
+            f"the weight's {rows} rows (vocab_size={vocab_size}, pad_to_multiple={pad_to_multiple}) must divide by the "
+            f"{shards} shards of vocab_axis {vocab_axis!r}: give pad_to_multiple={math.lcm(shards, pad_to_multiple)}"
+        )
+    return rows
+
+
+def check_same_axes(names: Sequence[Any], vocab_axis: Axes) -> None:
+    """An initializer that says how the weight is split must split its rows as the head does."""
+    rows = _layout.as_axes(names[0]) if names else ()
+    if vocab_axis is not None and rows != _layout.as_axes(vocab_axis):
+        raise ValueError(
+            f"weight_init splits the vocabulary over {rows or None}, vocab_axis over {_layout.as_axes(vocab_axis)}: "
+            "name the same axes, or leave the annotation to vocab_axis"
+        )

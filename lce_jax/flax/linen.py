@@ -38,8 +38,8 @@ class LMHead(nn.Module):
         weight_init: initialiser of an own weight.
         precision: of the matrix products with float32 operands.
         mesh: the mesh of the axes below. None: that of ``jax.set_mesh``.
-        vocab_axis: the mesh axis (or axes) that splits the vocabulary. An own weight is annotated with it
-            (``nn.with_partitioning``).
+        vocab_axis: the mesh axis (or axes) that splits the vocabulary. An own weight is annotated with it, or as
+            ``weight_init`` says itself (``nn.with_partitioning(initializer, ("tensor", "fsdp"))``).
             With this or one of the next two, ``logprobs`` and ``loss`` are `lce_jax.sharded_linear_logprobs` and
             `lce_jax.sharded_linear_cross_entropy`; without, `lce_jax.linear_logprobs` and
             `lce_jax.linear_cross_entropy`, for one device or inside ``jax.shard_map``.
@@ -111,10 +111,8 @@ class LMHead(nn.Module):
             self.weight = self.embed.embedding
             _head.check_tied(self.weight, self.hidden_size, self.vocab_size, self.pad_to_multiple)
         else:
-            rows = _head.padded_vocabulary(self.vocab_size, self.pad_to_multiple)
-            weight_init = self.weight_init
-            if self.vocab_axis is not None:
-                weight_init = _partitioned(weight_init, self.vocab_axis, self.mesh)
+            rows = _head.own_rows(self.vocab_size, self.pad_to_multiple, self.vocab_axis, self.mesh)
+            weight_init = _partitioned(self.weight_init, self.vocab_axis, self.mesh)
             self.weight = self.param("weight", weight_init, (rows, self.hidden_size), self.param_dtype)
         self.options = _head.Head(
             vocab_size=self.vocab_size,
@@ -167,17 +165,29 @@ class LMHead(nn.Module):
 
 
 def _partitioned(initializer: Any, vocab_axis: Any, mesh: Any) -> Any:
-    """``nn.with_partitioning`` on the vocabulary; under Explicit axes, where Flax asserts it, the weight is born split.
+    """The initializer with the annotation that it brings along, else one that splits the vocabulary over its axis.
 
-    The annotation holds no mesh: Flax would constrain to it, which is an error under Explicit axes.
+    Under Explicit axes, where Flax asserts the annotation, the weight is born split. An annotation of ours holds no
+    mesh: Flax would constrain to it, which is an error there.
     """
 
-    def split(*args: Any) -> Array:
-        axes = (jax.sharding.get_abstract_mesh() if mesh is None else mesh).axis_types
+    def initialize(*args: Any) -> Any:
         weight = initializer(*args)
-        if AxisType.Explicit not in axes:
+        if isinstance(weight, nn.LogicallyPartitioned):  # its names are no mesh axes
             return weight
-        spec = P(vocab_axis, None)
-        return jax.sharding.reshard(weight, spec if mesh is None else NamedSharding(mesh, spec))
+        if isinstance(weight, nn.Partitioned):
+            _head.check_same_axes(weight.names, vocab_axis)
+            return weight.replace_boxed(_split(weight.value, weight.names, weight.mesh or mesh))
+        if vocab_axis is None:
+            return weight
+        names = (vocab_axis, None)
+        return nn.Partitioned(_split(weight, names, mesh), names)
 
-    return nn.with_partitioning(split, (vocab_axis, None))
+    return initialize
+
+
+def _split(weight: Array, names: Any, mesh: Any) -> Array:
+    axes = (jax.sharding.get_abstract_mesh() if mesh is None else mesh).axis_types
+    if AxisType.Explicit not in axes:
+        return weight
+    return jax.sharding.reshard(weight, P(*names) if mesh is None else NamedSharding(mesh, P(*names)))

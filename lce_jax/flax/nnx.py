@@ -39,7 +39,8 @@ class LMHead(nnx.Module):
         weight_init: initialiser of an own weight.
         precision: of the matrix products with float32 operands.
         mesh: the mesh of the axes below. None: that of ``jax.set_mesh``, at construction and in each call.
-        vocab_axis: the mesh axis (or axes) that splits the vocabulary. An own weight is created split over it.
+        vocab_axis: the mesh axis (or axes) that splits the vocabulary. An own weight is created split over it, or as
+            ``weight_init`` says itself (``nnx.with_partitioning(initializer, ("tensor", "fsdp"))``).
             With this or one of the next two, ``logprobs`` and ``loss`` are `lce_jax.sharded_linear_logprobs` and
             `lce_jax.sharded_linear_cross_entropy`; without, `lce_jax.linear_logprobs` and
             `lce_jax.linear_cross_entropy`, for one device or inside ``jax.shard_map``.
@@ -91,10 +92,13 @@ class LMHead(nnx.Module):
         elif rngs is None:
             raise TypeError("LMHead needs rngs=nnx.Rngs(...) to initialise a weight of its own, or embed= to share one")
         else:
-            rows = _head.padded_vocabulary(vocab_size, pad_to_multiple)
-            if vocab_axis is not None:
-                weight_init = nnx.with_partitioning(weight_init, (vocab_axis, None), mesh)
-            self.weight = nnx.Param(weight_init(rngs.params(), (rows, hidden_size), param_dtype))
+            rows = _head.own_rows(vocab_size, pad_to_multiple, vocab_axis, mesh)
+            weight = weight_init(rngs.params(), (rows, hidden_size), param_dtype)
+            if isinstance(weight, nnx.VariableMetadata):
+                _head.check_same_axes(weight.metadata.get("out_sharding") or (), vocab_axis)
+            elif vocab_axis is not None:
+                weight = nnx.with_partitioning(lambda: weight, (vocab_axis, None), mesh)()
+            self.weight = nnx.Param(weight)
         self.options = _head.Head(
             vocab_size=vocab_size,
             logit_scale=logit_scale,

@@ -33,28 +33,30 @@ def statistics(
 ) -> tuple[ShardStatistics, Cache | None]:
     """Eq. 1 of the whole shard, and as many tiles' exponentials as ``cache_bytes`` pays for."""
     prepared = _operands.prepare(operands, case)
+    scale = _math.row_scale(case.options, operands.inverse_temperature)
     num_tiles = _live_tiles(operands, case)
     cached = min(_config.cached_tiles(case), num_tiles) if keep_cache else 0
     parts, cache = [], None
     if cached:
-        part, cache = _visit(prepared, case, range(cached), _cached.empty(case, cached), interpret)
+        part, cache = _visit(prepared, case, scale, range(cached), _cached.empty(case, cached), interpret)
         parts.append(part)
     if cached < num_tiles:
-        parts.append(_visit(prepared, case, range(cached, num_tiles), None, interpret)[0])
+        parts.append(_visit(prepared, case, scale, range(cached, num_tiles), None, interpret)[0])
     if _config.geometry(case).tail:
-        parts.append(jax.tree.map(lambda x: x[None], _tail_statistics(operands, case)))
-    stats = _math.merge(jax.tree.map(lambda *fields: jnp.concatenate(fields), *parts))
+        parts.append(jax.tree.map(lambda x: x[None], _tail_statistics(operands, case, scale)))
+    stats = _math.merge(jax.tree.map(lambda *fields: jnp.concatenate(fields), *parts), scale)
+    stats = _math.to_logits(stats, scale)
     return stats._replace(total=_mean.total(operands, case) if case.options.mean_logit else None), cache
 
 
-def _tail_statistics(operands: Operands, case: Case) -> ShardStatistics:
+def _tail_statistics(operands: Operands, case: Case, scale: Float[Array, "T"] | float) -> ShardStatistics:
     """Eq. 1 of the columns, at most 15, that are no whole swizzle atom. Their weight is [n, H]: "hv" has none."""
     shape = _config.geometry(case)
     weight = operands.weight[shape.columns :]
     raw = lax.dot_general(operands.hidden, weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-    z, _ = _math.transform_logits(raw, case.options, operands.inverse_temperature)
+    x = _math.unscaled_logits(raw, case.options)
     live = _math.live_columns(shape.columns, shape.tail, operands.num_columns)
-    return _math.tile_statistics(z, operands.targets - shape.columns, live, case.options)._replace(total=None)
+    return _math.tile_statistics(x, scale, operands.targets - shape.columns, live, case.options)._replace(total=None)
 
 
 def _live_tiles(operands: Operands, case: Case) -> int:
@@ -66,7 +68,12 @@ def _live_tiles(operands: Operands, case: Case) -> int:
 
 
 def _visit(
-    prepared: Prepared, case: Case, tiles: range, cache: Cache | None, interpret: Any
+    prepared: Prepared,
+    case: Case,
+    scale: Float[Array, "T"] | float,
+    tiles: range,
+    cache: Cache | None,
+    interpret: Any,
 ) -> tuple[ShardStatistics, Cache | None]:
     """Eq. 1 of parts [n, T] of a range of vocabulary tiles, yet to be merged, and the cache, if any, filled by them."""
     most = _config.launch_tiles(case, len(tiles))
@@ -79,7 +86,7 @@ def _visit(
 
     def merged(cache: Cache | None, first: Any) -> tuple[Cache | None, ShardStatistics]:
         cache, parts = launch(cache, first)
-        return cache, _math.merge(parts)
+        return cache, _math.merge(parts, scale)
 
     cache = _compat.vary_like(cache, prepared)
     if len(starts) == 1:
@@ -141,19 +148,21 @@ def _kernel(
         if options.logit_softcap is not None:
             z = _pipeline.softcap(z, options.logit_softcap, options)
         real = functools.partial(_pipeline.without_padding, z, column, span.num_columns, mask)
-        lowest = jnp.min(real(-PADDING), axis=1) * row_scale if options.stats else None
+        lowest = jnp.min(real(-PADDING), axis=1) if options.stats else None
         z = real(PADDING)
-        highest = jnp.maximum(jnp.max(z, axis=1), FLOOR) * row_scale
+        highest = jnp.maximum(jnp.max(z, axis=1), FLOOR)
         # The target before the exponentials, so that z dies block by block; without them after: each spills otherwise.
         if cache is not None:
             at_target = _target_logit(z, target, holds)
             send = functools.partial(_send_exponentials, slots, tile.rows, cache.exponentials, column)
             sumexp, weighted = _sums(z, row_scale, highest, options, STAGING_COLUMNS, send)
-            cache.max.at[first_tile + position, tile.rows][...] = highest
+            cache.max.at[first_tile + position, tile.rows][...] = highest * row_scale
         else:
             sumexp, weighted = _sums(z, row_scale, highest, options, matmul.tiles.columns, None)
             at_target = _target_logit(z, target, holds)
-        stats = ShardStatistics(highest, sumexp, weighted, at_target * row_scale, lowest)
+        owned = (target >= 0) & (target < TILE_N)
+        at_target = jnp.where(owned, (at_target - highest) * row_scale, -jnp.inf)
+        stats = ShardStatistics(highest, sumexp, weighted, at_target, lowest)
         for i, field in enumerate(jax.tree.leaves(stats)):
             partial.at[position, i, tile.rows][...] = field
 
@@ -165,10 +174,14 @@ def _kernel(
 def _sums(
     z: Array, row_scale: Array, highest: Array, options: Options, width: int, send: Any
 ) -> tuple[Array, Array | None]:
-    """Σ e and Σ u·e of the tile, ``width`` columns at a time, each block's e handed to ``send``."""
+    """Σ e and Σ u·e of the tile, ``width`` columns at a time, each block's e handed to ``send``.
+
+    One instruction more than a fused multiply-add, which would not be 0 at the largest column (`_math`).
+    """
     sums: list[Array] = []
     for i, start in enumerate(range(0, TILE_N, width)):
-        u = z[:, start : start + width] * _pipeline.along_rows(row_scale, width) - _pipeline.along_rows(highest, width)
+        u = z[:, start : start + width] - _pipeline.along_rows(highest, width)
+        u = u * _pipeline.along_rows(row_scale, width)
         e = jnp.exp2(u)
         parts = [jnp.sum(e, axis=1)] + ([jnp.sum(e * u, axis=1)] if options.entropy else [])
         sums = [a + b for a, b in zip(sums, parts, strict=True)] if sums else parts
@@ -184,7 +197,7 @@ def _send_exponentials(slots: Any, rows: Any, output: Any, column: Any, i: int, 
 
 
 def _target_logit(z: Array, target: Array, holds: Any) -> Array:
-    """The logit at each row's target, 0 where the tile does not have it; only tiles that hold some target look."""
+    """The logit, unscaled, at each row's target, 0 where the tile has none; only tiles that hold some target look."""
 
     def look() -> Array:
         columns = plgpu.broadcasted_iota(jnp.int32, z.shape, 1, layout=_pipeline.MATRIX)
@@ -204,13 +217,14 @@ def _to_nats(case: Case, part: Float[Array, "tiles fields T"], num_tiles: Any) -
     fields = iter(part[:, i, : case.num_tokens] for i in range(part.shape[1]))
     options = case.options
     highest, sumexp = next(fields), next(fields)
-    weighted = next(fields) if options.entropy else None
-    target = next(fields)
+    weighted = next(fields) * (1.0 / LOG2E) if options.entropy else None
+    target = next(fields) * (1.0 / LOG2E)
     lowest = next(fields) if options.stats else None
     empty = sumexp == 0.0  # a tile of padding alone
-    stats = ShardStatistics(highest, sumexp, weighted, target, lowest)
-    stats = jax.tree.map(lambda x: x * (1.0 / LOG2E), stats)._replace(sumexp=sumexp)
-    return stats._replace(
-        max=jnp.where(empty, _math.MASKED, stats.max),
-        min=None if stats.min is None else jnp.where(empty, -_math.MASKED, stats.min),
+    return ShardStatistics(
+        max=jnp.where(empty, _math.MASKED, highest),
+        sumexp=sumexp,
+        weighted=weighted,
+        target=jnp.where(empty, -jnp.inf, target),
+        min=None if lowest is None else jnp.where(empty, -_math.MASKED, lowest),
     )

@@ -163,6 +163,30 @@ def test_random_calls(shape: int) -> None:
         compare(got, plain, want, FEW_ROWS_BOUND if few else GRADIENT_BOUND["bfloat16"])
 
 
+@pytest.mark.parametrize("implementation", ["mosaic_gpu", "xla"])
+@pytest.mark.parametrize("temperature", [1.0, 0.1])
+@pytest.mark.parametrize("more", [{}, {"cache_bytes": 1 << 32}, {"logit_softcap": 50.0, "logit_scale": 1.7}], ids=str)
+def test_no_probability_is_above_one(more: dict[str, Any], temperature: float, implementation: str) -> None:
+    """Labels are the likeliest, among logits with deviations of 5 to 40, in tiles and in columns that are no atom."""
+    T, H, V = 4096, 256, 8195
+    hidden, weight, _, options = draw(T, H, V, **more)
+    supported(hidden, weight, options)
+    hidden = (hidden * jnp.linspace(2.5, 20, T)[:, None]).astype(hidden.dtype)  # the weight's deviations are 2
+    raw = jnp.matmul(hidden, weight.T, preferred_element_type=jnp.float32)
+    labels = jnp.argmax(raw, axis=1).astype(jnp.int32)
+
+    def logprobs(hidden, weight):
+        out = lce_jax.linear_logprobs(
+            hidden, weight, labels, temperature=temperature, **options, implementation=implementation
+        )
+        return jnp.sum(out.logprobs), out
+
+    (_, out), _ = jax.jit(jax.value_and_grad(logprobs, has_aux=True))(hidden, weight)  # what keeps the cache
+    assert np.all(np.asarray(out.logprobs) <= 0)
+    assert np.all(np.asarray(out.entropy) >= 0)
+    assert np.any(np.asarray(out.logprobs) > -1e-6)
+
+
 def test_one_cache_serves_two_backwards() -> None:
     """The first overwrites it, so that XLA must copy it before."""
     hidden, weight, rows, options = draw(512, 1024, 32000, cache_bytes=1 << 32)

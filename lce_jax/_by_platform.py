@@ -1,0 +1,67 @@
+"""A program whose kernels need a GPU, lowered for another platform: the choice falls when the platform is known.
+
+What ``jit`` traces may be lowered for any platform, whatever JAX's default device is: for the CPU that holds the
+operands, or by ``jax.export`` for several platforms at once. (`jax.lax.platform_dependent` would put a conditional
+around the kernels.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
+from jax.interpreters import mlir
+
+from lce_jax import _compat
+from lce_jax._types import UnsupportedError
+
+
+def by_platform(on_gpu: Callable[..., Any], elsewhere: Callable[..., Any] | None, *operands: Any) -> Any:
+    """``on_gpu(*operands)`` where the program is lowered for CUDA, else ``elsewhere(*operands)``.
+
+    ``elsewhere`` returns the same arrays up to their dtypes. Where it is None, a program for another platform is
+    refused as it is lowered.
+    """
+    flat, tree = jax.tree.flatten(operands)
+    kernels, shapes = jax.make_jaxpr(lambda *flat: on_gpu(*tree.unflatten(flat)), return_shape=True)(*flat)
+
+    def as_on_gpu(*flat: Any) -> Any:
+        assert elsewhere is not None
+        results = jax.tree.map(lambda shape, x: x.astype(shape.dtype), shapes, elsewhere(*tree.unflatten(flat)))
+        return _compat.vary_like(results, flat)
+
+    other = None if elsewhere is None else jax.make_jaxpr(as_on_gpu)(*flat)
+
+    @jax.custom_batching.sequential_vmap
+    def bind(*flat: Any) -> Any:
+        return _by_platform_p.bind(*flat, on_gpu=kernels, elsewhere=other)
+
+    return jax.tree.structure(shapes).unflatten(bind(*flat))
+
+
+_by_platform_p = Primitive("lce_by_platform")
+_by_platform_p.multiple_results = True
+_by_platform_p.def_abstract_eval(lambda *_, on_gpu, **__: on_gpu.out_avals)
+_by_platform_p.def_impl(lambda *operands, **jaxprs: jax.jit(lambda *x: _by_platform_p.bind(*x, **jaxprs))(*operands))
+
+
+def _lower_kernels(context: Any, *operands: Any, on_gpu: ClosedJaxpr, elsewhere: ClosedJaxpr | None) -> Any:
+    del elsewhere
+    return mlir.lower_fun(jaxpr_as_fun(on_gpu), multiple_results=True)(context, *operands)
+
+
+def _lower_elsewhere(context: Any, *operands: Any, on_gpu: ClosedJaxpr, elsewhere: ClosedJaxpr | None) -> Any:
+    del on_gpu
+    if elsewhere is None:
+        platforms = ", ".join(context.module_context.platforms)
+        raise UnsupportedError(
+            f"the kernels for NVIDIA GPUs were asked for by name, and the program is lowered for {platforms}: leave "
+            'implementation out, or give implementation=("mosaic_gpu", "xla")'
+        )
+    return mlir.lower_fun(jaxpr_as_fun(elsewhere), multiple_results=True)(context, *operands)
+
+
+mlir.register_lowering(_by_platform_p, _lower_elsewhere)
+mlir.register_lowering(_by_platform_p, _lower_kernels, platform="cuda")

@@ -1,0 +1,102 @@
+"""One call, from validated options to results: on one device, inside ``shard_map``, or over a mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from lce_jax import _checks, _collectives, _compat, _dispatch, _partition, _vjp
+from lce_jax._layout import Layout
+from lce_jax._shard import Spec
+from lce_jax._types import CallOptions, Case, Results
+
+if TYPE_CHECKING:
+    from jaxtyping import Array
+
+
+def evaluate(
+    hidden: Array,
+    weight: Array,
+    labels: Array,
+    where: Array | None,
+    options: CallOptions,
+    gather_dim: int | None = None,
+) -> Results:
+    """`lce_jax.linear_logprobs`; ``gather_dim`` is the dimension of hidden that the vocabulary's axis splits too."""
+    whole: Any = hidden
+    if gather_dim is not None:
+        whole = jax.ShapeDtypeStruct((*labels.shape, hidden.shape[-1]), hidden.dtype)
+    case = _checks.case(whole, weight, labels, where, options)
+    columns = case.vocab_size * _checks.axis_size(options.axis_name)
+    vocab_size = _checks.vocabulary(options.vocab_size, columns)
+    implementation, _ = _dispatch.choose(case, options.implementation)
+    hidden, weight = (_compat.without_reduced(jnp.asarray(x)) for x in (hidden, weight))
+    rows = _checks.rows(labels, where, options.temperature, vocab_size, case.stat_dtype)
+    spec = Spec(
+        case,
+        implementation.NAME,
+        options.implementation,
+        vocab_size,
+        padded=vocab_size < columns,
+        axis_name=options.axis_name,
+        gather_dim=gather_dim,
+    )
+    agree = None
+    if options.axis_name is not None:
+        _checks.check_split(weight, options.axis_name, case)
+        rows, agree = _collectives.same_on_all_shards(rows, options.axis_name)
+    else:
+        mesh = _partition.mesh_of((hidden, weight, rows), options.static.cache_bytes)
+        spec = dataclasses.replace(spec, mesh=mesh)
+    if case.num_tokens == 0:
+        return _nothing(case, _compat.vary_like(jnp.zeros(labels.shape, case.stat_dtype), (hidden, rows.labels)))
+    out = _vjp.linear_logprobs(spec, hidden, weight, rows)
+    return out if agree is None else jax.tree.map(lambda x: jnp.where(agree, x, jnp.nan), out)
+
+
+def evaluate_over(
+    layout: Layout, hidden: Array, weight: Array, labels: Array, where: Array | None, options: CallOptions
+) -> Results:
+    """`lce_jax.sharded_linear_logprobs` with its layout checked."""
+    case = _checks.case(hidden, weight, labels, where, options)
+    per_token = {"labels": _checks.int32_labels(labels)}
+    if where is not None:
+        per_token["where"] = where
+    temperature = _checks.temperature(options.temperature, labels.shape)
+    if temperature is not None:
+        per_token["temperature"] = jnp.broadcast_to(jnp.asarray(temperature).astype(case.stat_dtype), labels.shape)
+    options = dataclasses.replace(options, temperature=1.0, axis_name=layout.vocab_axes)
+    return _mapped(layout, options, jnp.asarray(hidden), jnp.asarray(weight), per_token)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
+def _mapped(layout: Layout, options: CallOptions, hidden: Array, weight: Array, per_token: dict[str, Array]) -> Results:
+    """Jitted, so that calls outside ``jit`` compile once."""
+    body = functools.partial(_body, layout, options)
+    mapped = jax.shard_map(body, mesh=layout.mesh, in_specs=layout.in_specs, out_specs=layout.out_spec)
+    return mapped(*layout.place((hidden, weight, per_token)))
+
+
+def _body(layout: Layout, options: CallOptions, hidden: Array, weight: Array, per_token: dict[str, Array]) -> Results:
+    """One device's share, inside ``shard_map``."""
+    if "temperature" in per_token:
+        options = dataclasses.replace(options, temperature=per_token["temperature"])
+    out = evaluate(hidden, weight, per_token["labels"], per_token.get("where"), options, layout.gather_dim)
+    return jax.tree.map(layout.own_rows, out)
+
+
+def _nothing(case: Case, empty: Array) -> Results:
+    opts = case.options
+    return Results(
+        logprobs=empty,
+        entropy=empty if opts.entropy else None,
+        lse=empty,
+        max_logit=empty if opts.stats else None,
+        min_logit=empty if opts.stats else None,
+        mean_logit=empty if opts.mean_logit else None,
+    )

@@ -1,0 +1,194 @@
+"""Where the operands of a call lie on a mesh: as the caller names the axes, or as the operands' own shardings say."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+if TYPE_CHECKING:
+    from jaxtyping import Array
+
+type Axes = str | tuple[str, ...] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Where each operand lies on the mesh."""
+
+    mesh: Any
+    vocab_axes: Any  # as `axis_name` wants them
+    vocab_dim: int
+    leading: tuple[Any, ...]  # the mesh axes of hidden's leading dimensions
+    gather_dim: int | None  # the leading dimension that is split over the vocabulary's axis
+
+    @property
+    def out_spec(self) -> P:
+        """Of the results: as hidden's leading dimensions."""
+        return P(*self.leading)
+
+    @property
+    def in_specs(self) -> tuple[P, P, P]:
+        """Of hidden, weight and everything per token, which is whole where hidden is gathered."""
+        vocab = [None, None]
+        vocab[self.vocab_dim] = self.vocab_axes
+        rows = list(self.leading)
+        if self.gather_dim is not None:
+            rows[self.gather_dim] = _without(rows[self.gather_dim], self.vocab_axes)
+        return P(*self.leading, None), P(*vocab), P(*rows)
+
+    @property
+    def token_axes(self) -> tuple[str, ...]:
+        """The axes over whose devices the tokens are split when the logits are computed."""
+        split = [axis for entry in self.leading for axis in as_axes(entry)]
+        return tuple(axis for axis in split if axis not in as_axes(self.vocab_axes))
+
+    @property
+    def every_device(self) -> P:
+        """Of what each device keeps to itself: stacked along the first dimension."""
+        return P((*self.token_axes, *as_axes(self.vocab_axes)))
+
+    def without_gather(self) -> Layout:
+        """The layout with the sequence whole where the vocabulary's axis splits it."""
+        if self.gather_dim is None:
+            return self
+        rows = self.in_specs[2]
+        return dataclasses.replace(self, leading=tuple(rows), gather_dim=None)
+
+    def own_rows(self, rows: Array) -> Array:
+        """This device's part of a per-token result of the gathered sequence."""
+        if self.gather_dim is None:
+            return rows
+        size = rows.shape[self.gather_dim] // lax.axis_size(self.vocab_axes)
+        start = lax.axis_index(self.vocab_axes) * size
+        return lax.dynamic_slice_in_dim(rows, start, size, self.gather_dim)
+
+    def place(self, operands: Any) -> Any:
+        """The operands split over the Explicit axes as `in_specs` says: such axes insist on it, Auto axes do not."""
+        types = zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
+        implicit = tuple(name for name, kind in types if kind != AxisType.Explicit)
+        if len(implicit) == len(self.mesh.axis_names):
+            return operands
+        placed = []
+        for tree, spec in zip(operands, self.in_specs, strict=True):
+            sharding = NamedSharding(self.mesh, P(*(_without(entry, implicit) for entry in spec)))
+            placed.append(jax.tree.map(functools.partial(jax.sharding.reshard, out_shardings=sharding), tree))
+        return tuple(placed)
+
+
+def layout_of_names(
+    mesh: Any, hidden: Any, weight: Any, vocab_dim: int, vocab_axis: Axes, batch_axes: Axes, sequence_axis: Axes
+) -> Layout:
+    """The layout that a caller names, checked against the mesh and the shapes."""
+    mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
+    if mesh.empty:
+        raise ValueError("no mesh: pass mesh=, or call under jax.set_mesh(mesh)")
+    if batch_axes is None:
+        batch_axes = _own_batch_axes(mesh, hidden, vocab_axis, sequence_axis)
+    vocab, batch, sequence = (as_axes(axes) for axes in (vocab_axis, batch_axes, sequence_axis))
+    _check_axes(mesh, vocab, batch, sequence)
+    leading: list[tuple[str, ...]] = [()] * (hidden.ndim - 1)
+    if (batch or sequence) and not leading:
+        raise ValueError(f"hidden {tuple(hidden.shape)} has no batch to split over {batch + sequence}")
+    if leading:
+        leading[0] += batch
+        leading[-1] += sequence
+    for dim, axes in enumerate(leading):
+        _check_divides("hidden", hidden.shape, dim, axes, mesh)
+    vocab_hint = f": pad weight with rows to a multiple and pass vocab_size={weight.shape[vocab_dim]}"
+    _check_divides("weight", weight.shape, vocab_dim, vocab, mesh, vocab_hint)
+    gather_dim = hidden.ndim - 2 if _ends_with(sequence, vocab) else None
+    return Layout(mesh, _spec_entry(vocab), vocab_dim, tuple(_spec_entry(axes) for axes in leading), gather_dim)
+
+
+def layout_of_specs(
+    mesh: Any, hidden: Any, weight: Any, hidden_spec: P, weight_spec: P, per_token: Sequence[P], vocab_dim: int
+) -> Layout:
+    """The layout that the operands' own shardings ask for; ``hidden`` and ``weight`` have a shape and a dtype.
+
+    Tokens are split as hidden is, and where hidden is whole as anything else per token is; the vocabulary as the
+    weight is. A split hidden dimension is gathered. An axis that splits both tokens and vocabulary can serve one of
+    them: the smaller of hidden and weight is gathered over it.
+    """
+    leading = [_dividing(mesh, n, _entry(hidden_spec, dim)) for dim, n in enumerate(hidden.shape[:-1])]
+    vocab = _dividing(mesh, weight.shape[vocab_dim], _entry(weight_spec, vocab_dim))
+    for spec in per_token:
+        for dim, n in enumerate(hidden.shape[:-1]):
+            taken = (*vocab, *(axis for axes in leading for axis in axes))
+            own = tuple(axis for axis in _entry(spec, dim) if axis not in taken)
+            leading[dim] = leading[dim] or _dividing(mesh, n, own)
+    gather_dim = None
+    if any(axis in vocab for axes in leading for axis in axes):
+        if math.prod(hidden.shape) * hidden.dtype.itemsize > math.prod(weight.shape) * weight.dtype.itemsize:
+            vocab = tuple(axis for axis in vocab if not any(axis in axes for axes in leading))
+        else:
+            dims = [dim for dim, axes in enumerate(leading) if _ends_with(axes, vocab)]
+            gather_dim = dims[0] if dims else None
+            leading = [
+                axes if dim == gather_dim else tuple(axis for axis in axes if axis not in vocab)
+                for dim, axes in enumerate(leading)
+            ]
+    return Layout(mesh, _spec_entry(vocab), vocab_dim, tuple(_spec_entry(axes) for axes in leading), gather_dim)
+
+
+def _entry(spec: P, dim: int) -> tuple[str, ...]:
+    return as_axes(spec.partitions[dim]) if dim < len(spec.partitions) else ()
+
+
+def _dividing(mesh: Any, size: int, axes: tuple[str, ...]) -> tuple[str, ...]:
+    """``axes``, or none of them where they do not divide ``size``: XLA splits unevenly, the kernels do not."""
+    return axes if size % math.prod(mesh.shape[axis] for axis in axes) == 0 else ()
+
+
+def _own_batch_axes(mesh: Any, hidden: Any, vocab_axis: Axes, sequence_axis: Axes) -> Axes:
+    """Under Explicit axes, those of the first dimension of hidden's own type; else none."""
+    if AxisType.Explicit not in mesh.axis_types or hidden.ndim < 2:
+        return None
+    spec = jax.typeof(hidden).sharding.spec
+    return tuple(axis for axis in _entry(spec, 0) if axis not in as_axes(vocab_axis) + as_axes(sequence_axis))
+
+
+def _check_axes(mesh: Any, vocab: tuple[str, ...], batch: tuple[str, ...], sequence: tuple[str, ...]) -> None:
+    for name, axes in (("vocab_axis", vocab), ("batch_axes", batch), ("sequence_axis", sequence)):
+        for axis in axes:
+            if axis not in mesh.axis_names:
+                raise ValueError(f"{name} {axis!r} is no axis of the mesh {dict(mesh.shape)}")
+    shared = len(vocab) if _ends_with(sequence, vocab) else 0
+    used = (*vocab, *batch, *sequence[: len(sequence) - shared])
+    if len(set(used)) < len(used):
+        raise ValueError(
+            f"vocab_axis {vocab}, batch_axes {batch} and sequence_axis {sequence} overlap; only sequence_axis may hold "
+            "vocab_axis, as its last axes and in the same order"
+        )
+
+
+def _ends_with(axes: tuple[str, ...], last: tuple[str, ...]) -> bool:
+    return bool(last) and axes[-len(last) :] == last
+
+
+def _check_divides(name: str, shape: Any, dim: int, axes: tuple[str, ...], mesh: Any, hint: str = "") -> None:
+    shards = math.prod(mesh.shape[axis] for axis in axes)
+    if shape[dim] % shards:
+        raise ValueError(f"dimension {dim} of {name} {tuple(shape)} must divide by the {shards} shards of {axes}{hint}")
+
+
+def as_axes(axes: Axes) -> tuple[str, ...]:
+    """The names in ``axes``: none, one or several."""
+    if axes is None:
+        return ()
+    return (axes,) if isinstance(axes, str) else tuple(axes)
+
+
+def _spec_entry(axes: tuple[str, ...]) -> Any:
+    return None if not axes else axes[0] if len(axes) == 1 else axes
+
+
+def _without(entry: Any, axes: Any) -> Any:
+    return _spec_entry(tuple(axis for axis in as_axes(entry) if axis not in as_axes(axes)))

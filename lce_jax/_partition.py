@@ -1,0 +1,246 @@
+"""A call on global arrays of a mesh, partitioned as a matrix product is: by what is known of where its operands lie.
+
+Explicit axes say it in the operands' types, and `jax.shard_map` runs one device's program over that layout. Auto axes
+say nothing until XLA partitions the whole program: a rule names the dimensions for it (batch, sequence, vocabulary,
+hidden), and once they are split a callback writes the same program. Either way it is that of `_spmd`, with the
+collectives that the split asks for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import jax
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
+
+from lce_jax import _dispatch, _spmd
+from lce_jax._layout import Layout, layout_of_specs
+from lce_jax._shard import Rows, Spec
+from lce_jax._types import Results, ShardStatistics
+from lce_jax._xla_partitioning import Partition, Partitioned
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float
+
+
+def mesh_of(operands: Any, cache_bytes: int) -> AbstractMesh | None:
+    """The mesh over which the operands may be split; None for one device, and inside ``shard_map``.
+
+    No mesh in their types is no proof that there is none: ``jit(..., in_shardings=...)`` tells XLA alone. So a traced
+    call on a machine of several devices gets the rule too, which one device's program does without.
+    """
+    mesh = _mesh_of_types(operands)
+    if not mesh.empty:
+        return mesh if mesh.size > 1 and AxisType.Manual not in mesh.axis_types else None
+    traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(operands))
+    return mesh if traced and cache_bytes == 0 and jax.device_count() > 1 else None
+
+
+def _mesh_of_types(operands: Any) -> AbstractMesh:
+    meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(operands)]
+    return next((mesh for mesh in meshes if not mesh.empty), AbstractMesh((), ()))
+
+
+def forward(
+    spec: Spec, hidden: Float[Array, "*b H"], weight: Float[Array, "V H"], rows: Rows, keep_cache: bool
+) -> tuple[Results, ShardStatistics, Any]:
+    """`_spmd.forward` of global arrays. Under Auto axes nothing is cached: a cache has no global shape."""
+    layout = _layout_of_types(spec, hidden, weight, rows)
+    if layout is None:
+        return *_auto_forward(spec, hidden, weight, rows), None
+    device = functools.partial(_device_forward, spec, layout, keep_cache)
+    outputs = (layout.out_spec, layout.out_spec, layout.every_device)
+    return _over_devices(layout, device, outputs, hidden, weight, (rows,))
+
+
+def backward(
+    spec: Spec,
+    hidden: Float[Array, "*b H"],
+    weight: Float[Array, "V H"],
+    rows: Rows,
+    stats: ShardStatistics,
+    cache: Any,
+    cotangent: Results,
+) -> tuple[Float[Array, "*b H"], Float[Array, "V H"]]:
+    """`_spmd.backward` of global arrays."""
+    per_token = (rows, stats, cotangent)
+    layout = _layout_of_types(spec, hidden, weight, per_token)
+    if layout is None:
+        return _auto_backward(spec, hidden, weight, *per_token)
+    device = functools.partial(_device_backward, spec, layout)
+    gradients = _over_devices(layout, device, layout.in_specs[:2], hidden, weight, per_token, cache)
+    return jax.tree.map(_as_type_of, gradients, (hidden, weight))
+
+
+def backward_of_examples(
+    spec: Spec,
+    hidden: Float[Array, "n *b H"],
+    weight: Float[Array, "V H"],
+    rows: Rows,
+    stats: ShardStatistics,
+    cotangent: Results,
+) -> tuple[Float[Array, "n *b H"], Float[Array, "n V H"]] | None:
+    """`backward` of examples that each have a dweight of their own; None where their split is not in their types."""
+    layout = _layout_of_types(spec, hidden, weight, (rows, stats, cotangent))
+    if layout is None:
+        return None
+    layout = layout.without_gather()
+    example = dataclasses.replace(layout, leading=layout.leading[1:])
+
+    def device(hidden: Any, weight: Any, per_token: Any, cache: None) -> Any:
+        def one(operands: Any) -> Any:
+            return _device_backward(spec, example, operands[0], weight, operands[1], cache)
+
+        return lax.map(one, (hidden, per_token))
+
+    outputs = (layout.in_specs[0], P(layout.leading[0], *layout.in_specs[1]))
+    return _over_devices(layout, device, outputs, hidden, weight, (rows, stats, cotangent))
+
+
+def _device_forward(
+    spec: Spec, layout: Layout, keep_cache: bool, hidden: Any, weight: Any, per_token: tuple[Rows], cache: None = None
+) -> tuple[Results, ShardStatistics, Any]:
+    """One device's program of the forward: its own tokens' results, and its own cache."""
+    del cache
+    (rows,) = per_token
+    local = _device_spec(spec, layout, weight, rows)
+    *results, kept = _spmd.forward(local, hidden, weight, rows, keep_cache)
+    return *jax.tree.map(layout.own_rows, results), kept
+
+
+def _device_backward(
+    spec: Spec, layout: Layout, hidden: Any, weight: Any, per_token: tuple[Any, ...], cache: Any = None
+) -> tuple[Array, Array]:
+    """One device's program of the backward: dhidden of its tokens, dweight of its columns, both whole sums."""
+    rows, stats, cotangent = per_token
+    local = _device_spec(spec, layout, weight, rows)
+    return _spmd.backward(local, hidden, weight, rows, stats, cache, cotangent)
+
+
+def _device_spec(spec: Spec, layout: Layout, weight: Any, rows: Rows) -> Spec:
+    """The spec of one device's share, its implementation chosen for the share's shapes."""
+    columns = weight.shape[spec.case.options.vocab_dim]
+    case = dataclasses.replace(spec.case, num_tokens=rows.labels.size, vocab_size=columns)
+    chosen, _ = _dispatch.choose(case, spec.requested)
+    return dataclasses.replace(
+        spec,
+        case=case,
+        implementation=chosen.NAME,
+        axis_name=layout.vocab_axes,
+        gather_dim=layout.gather_dim,
+        token_axes=layout.token_axes,
+        mesh=None,
+    )
+
+
+# Explicit axes
+
+
+def _layout_of_types(spec: Spec, hidden: Any, weight: Any, per_token: Any) -> Layout | None:
+    """The layout that the operands' types name; None where no axis of their mesh is Explicit."""
+    operands = (hidden, weight, per_token)
+    mesh = _mesh_of_types(operands)
+    if AxisType.Explicit not in mesh.axis_types:
+        return None
+    hidden_spec, weight_spec = (jax.typeof(x).sharding.spec for x in (hidden, weight))
+    rows_specs = [jax.typeof(x).sharding.spec for x in jax.tree.leaves(per_token)]
+    return layout_of_specs(mesh, hidden, weight, hidden_spec, weight_spec, rows_specs, spec.case.options.vocab_dim)
+
+
+def _over_devices(
+    layout: Layout,
+    device: Callable[..., Any],
+    out_specs: Any,
+    hidden: Any,
+    weight: Any,
+    per_token: tuple[Any, ...],
+    cache: Any = None,
+) -> Any:
+    """``device`` on every device of the layout's mesh. Its collectives are all its own, so nothing is typed inside."""
+    in_specs = (*layout.in_specs, layout.every_device)
+    mapped = jax.shard_map(device, mesh=layout.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    return mapped(*layout.place((hidden, weight, per_token)), cache)
+
+
+def _as_type_of(gradient: Array, operand: Any) -> Array:
+    sharding = jax.typeof(operand).sharding
+    return gradient if sharding.mesh.empty else jax.sharding.reshard(gradient, sharding)
+
+
+# Auto axes
+
+
+def _auto_forward(spec: Spec, hidden: Any, weight: Any, rows: Any) -> Any:
+    def whole(*operands: Any) -> Any:
+        return _spmd.forward(_whole(spec), *operands, keep_cache=False)[:2]
+
+    tokens, wide = _dimensions(spec, hidden)
+    shapes = jax.eval_shape(whole, hidden, weight, rows)
+    names = f"{', '.join(wide + _named(tokens, rows))} -> {', '.join(_named(tokens, shapes))}"
+    return Partitioned(whole, functools.partial(_forward_rule, spec), names, ("h",), spec.mesh)(hidden, weight, rows)
+
+
+def _auto_backward(spec: Spec, hidden: Any, weight: Any, *per_token: Any) -> Any:
+    whole = functools.partial(_whole_backward, spec)
+    tokens, wide = _dimensions(spec, hidden)
+    names = f"{', '.join(wide + _named(tokens, per_token))} -> {', '.join(wide)}"
+    return Partitioned(whole, functools.partial(_backward_rule, spec), names, ("h",), spec.mesh)(
+        hidden, weight, *per_token
+    )
+
+
+def _dimensions(spec: Spec, hidden: Any) -> tuple[str, list[str]]:
+    """The names of the dimensions of everything per token, and of hidden and weight."""
+    tokens = " ".join(f"b{dim}" for dim in range(hidden.ndim - 1))
+    return tokens, [f"{tokens} h".strip(), "v h" if spec.case.options.vocab_dim == 0 else "h v"]
+
+
+def _named(names: str, tree: Any) -> list[str]:
+    return [names] * len(jax.tree.leaves(tree))
+
+
+def _forward_rule(spec: Spec, mesh: Any, shapes: Any, specs: Any) -> Partition:
+    layout = _layout_of_specs(spec, mesh, shapes, specs)
+
+    def device(hidden: Any, weight: Any, rows: Any) -> Any:
+        return _device_forward(spec, layout, False, hidden, weight, (rows,))[:2]
+
+    return Partition(device, _operand_specs(layout, shapes), layout.out_spec)
+
+
+def _backward_rule(spec: Spec, mesh: Any, shapes: Any, specs: Any) -> Partition:
+    layout = _layout_of_specs(spec, mesh, shapes, specs)
+
+    def device(hidden: Any, weight: Any, *per_token: Any) -> Any:
+        return _device_backward(spec, layout, hidden, weight, per_token)
+
+    operand_specs = _operand_specs(layout, shapes)
+    return Partition(device, operand_specs, operand_specs[:2])
+
+
+def _layout_of_specs(spec: Spec, mesh: Any, shapes: Any, specs: Any) -> Layout:
+    (hidden, weight, *_), (hidden_spec, weight_spec, *per_token) = shapes, specs
+    rows_specs = jax.tree.leaves(per_token, is_leaf=lambda x: isinstance(x, P))
+    return layout_of_specs(mesh, hidden, weight, hidden_spec, weight_spec, rows_specs, spec.case.options.vocab_dim)
+
+
+def _operand_specs(layout: Layout, shapes: Any) -> Any:
+    hidden, weight, per_token = layout.in_specs
+    return hidden, weight, *jax.tree.map(lambda _: per_token, tuple(shapes[2:]))
+
+
+# Without a mesh
+
+
+def _whole(spec: Spec) -> Spec:
+    """The spec of the whole call on one device."""
+    return dataclasses.replace(spec, mesh=None)
+
+
+def _whole_backward(spec: Spec, hidden: Any, weight: Any, rows: Any, stats: Any, cotangent: Any) -> Any:
+    return _spmd.backward(_whole(spec), hidden, weight, rows, stats, None, cotangent)

@@ -1,0 +1,154 @@
+"""One device's part of a call, without collectives: its operands, its statistics, its gradients.
+
+    hidden ─ cast ─ compact ─ statistics                                  (eq. 1 of the device's own columns)
+    row coefficients ─ gradients ─ expand ─▶ dhidden, dweight             (eqs. 4, 5, from the whole vocabulary's)
+
+`_vjp` runs it inside ``shard_map`` or on one device, `_partition` inside what XLA partitions, `lce_jax.local` as it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from lce_jax import _dispatch, _math, _rows, mosaic
+from lce_jax._by_platform import by_platform
+from lce_jax._types import Case, Operands, Results, ShardStatistics
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float, Int
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """A call's static part: what to compute, by which implementation, split over which axis."""
+
+    case: Case
+    implementation: str
+    requested: tuple[str, ...] | None  # the names to choose from, where a shard's shapes or the platform ask again
+    vocab_size: int  # the true size of the whole vocabulary
+    padded: bool = False  # whether the shards have columns beyond it
+    axis_name: Any = None
+    gather_dim: int | None = None  # hidden's dimension that is split over ``axis_name`` too
+    # The axes that split the tokens, inside `_partition`: nothing is typed there, so the sums over devices are ours to
+    # write, and cotangents arrive whole. None: the types of ``shard_map``, or its transpose, say what to sum.
+    token_axes: tuple[str, ...] | None = None
+    mesh: Any = None  # the mesh of global operands, of which `_partition` makes shards, empty where it is not known
+
+
+class Rows(NamedTuple):
+    """A call's per-token operands, all in the shape of labels. None of them has a gradient."""
+
+    labels: Int[Array, "*b"]  # int32 global id, -1 where out of vocabulary
+    where: Bool[Array, "*b"] | None
+    temperature: Float[Array, "*b"] | None
+    num_rows: Int[Array, ""] | None = None  # in the place of ``where``: the rows, from the first on, that count
+
+    @property
+    def live(self) -> Bool[Array, "T"] | None:
+        """Which rows count; None where all do."""
+        if self.num_rows is None:
+            return self.where
+        return jnp.arange(self.labels.shape[0], dtype=jnp.int32) < self.num_rows
+
+
+def as_operand(hidden: Float[Array, "*b H"], weight: Array) -> Float[Array, "*b H"]:
+    """Hidden in the weight's dtype, rounded for certain: XLA may drop a conversion down and up again."""
+    to = jnp.finfo(weight.dtype)
+    if to.bits < jnp.finfo(hidden.dtype).bits:
+        hidden = lax.reduce_precision(hidden, to.nexp, to.nmant)
+    return hidden.astype(weight.dtype)
+
+
+def statistics(
+    spec: Spec, hidden: Float[Array, "T H"], weight: Float[Array, "V H"], rows: Rows, start: Any, keep_cache: bool
+) -> tuple[ShardStatistics, Any]:
+    """The statistics of the shard whose first column is ``start``, in the call's row order, and the cache."""
+    operands, order = _operands(spec, hidden, weight, rows, start)
+
+    def chosen(operands: Operands) -> tuple[ShardStatistics, Any]:
+        return _dispatch.IMPLEMENTATIONS[spec.implementation].statistics(operands, spec.case, keep_cache)
+
+    def elsewhere(implementation: Any, case: Case, operands: Operands) -> tuple[ShardStatistics, Any]:
+        _, cache = jax.eval_shape(chosen, operands)  # of the kernels, which nobody else reads
+        empty = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), cache)
+        return implementation.statistics(operands, case)[0], empty
+
+    stats, cache = _run(spec, chosen, elsewhere, operands)
+    return (stats if order is None else _rows.expand(order, stats)), cache
+
+
+def gradients(
+    spec: Spec,
+    hidden: Float[Array, "T H"],
+    weight: Float[Array, "V H"],
+    rows: Rows,
+    start: Any,
+    stats: ShardStatistics,
+    cotangent: Results,
+    cache: Any,
+) -> tuple[Float[Array, "T H"], Float[Array, "V H"]]:
+    """The shard's part of dhidden, in the statistics' dtype, and its dweight, in the weight's.
+
+    Where the case allows it, dhidden may be in the weight's dtype too.
+    ``stats`` are those of the whole vocabulary, in the call's row order.
+    """
+    operands, order = _operands(spec, hidden, weight, rows, start)
+    inverse_temperature = _inverse_temperature(rows, spec.case)
+    coefficients = _math.row_coefficients(
+        stats, cotangent, rows.live, inverse_temperature, spec.case.options, spec.vocab_size
+    )
+    if order is not None:
+        coefficients = _rows.compact(order, coefficients)
+
+    def chosen(operands: Operands, rows: Any, cache: Any) -> tuple[Any, Any]:
+        return _dispatch.IMPLEMENTATIONS[spec.implementation].gradients(operands, spec.case, rows, cache)
+
+    def elsewhere(implementation: Any, case: Case, operands: Operands, rows: Any, _: Any) -> tuple[Any, Any]:
+        return implementation.gradients(operands, case, rows)
+
+    dhidden, dweight = _run(spec, chosen, elsewhere, operands, coefficients, cache)
+    dhidden = dhidden if order is None else _rows.expand(order, dhidden)
+    return dhidden if rows.live is None else jnp.where(rows.live[:, None], dhidden, 0.0), dweight
+
+
+def _run(spec: Spec, chosen: Callable[..., Any], elsewhere: Callable[..., Any], *operands: Any) -> Any:
+    """``chosen``, or where it runs kernels and the program is lowered for another platform, what serves in its place."""
+    if spec.implementation != mosaic.NAME:
+        return chosen(*operands)
+    other = _dispatch.elsewhere(spec.case, spec.implementation, spec.requested)
+    return by_platform(chosen, None if other is None else functools.partial(elsewhere, *other), *operands)
+
+
+def _operands(
+    spec: Spec, hidden: Array, weight: Array, rows: Rows, start: Any
+) -> tuple[Operands, _rows.Compaction | None]:
+    columns = weight.shape[spec.case.options.vocab_dim]
+    num_columns = None
+    if spec.padded:
+        left = spec.vocab_size - start
+        num_columns = min(max(left, 0), columns) if isinstance(left, int) else jnp.clip(left, 0, columns)
+    targets = rows.labels - start
+    owned = (rows.labels >= 0) & (targets >= 0) & (targets < columns)
+    targets, inverse_temperature = jnp.where(owned, targets, -1), _inverse_temperature(rows, spec.case)
+    order, num_rows = None, rows.num_rows
+    if rows.where is not None:
+        order = _rows.compaction(rows.where)
+        hidden, targets, inverse_temperature = _rows.compact(order, (hidden, targets, inverse_temperature))
+        num_rows = order.num_rows
+    elif rows.live is not None:  # whatever the rows behind hold, it cannot spread
+        hidden = jnp.where(rows.live[:, None], hidden, jnp.zeros((), hidden.dtype))
+    return Operands(hidden, weight, targets, inverse_temperature, num_rows, num_columns), order
+
+
+def _inverse_temperature(rows: Rows, case: Case) -> Float[Array, "T"] | None:
+    if rows.temperature is None:
+        return None
+    inverse = 1.0 / rows.temperature.astype(case.stat_dtype)
+    return inverse if rows.live is None else jnp.where(rows.live, inverse, 1.0)

@@ -1,0 +1,98 @@
+"""One device's part of a call with its collectives: what runs on one device, in ``shard_map``, or partitioned by XLA.
+
+    hidden ─ gather over the sequence ─ statistics of the shard ─ merge over the axis ─ finish ─▶ Results
+                                                 │ cache
+    cotangents ─ total over the axis ─ gradients of the shard ─ reduce over the axes ─▶ dhidden, dweight
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import jax
+from jax import lax
+
+from lce_jax import _collectives, _compat, _math, _shard
+from lce_jax._shard import Rows, Spec
+from lce_jax._types import Results, ShardStatistics
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int
+
+
+def forward(
+    spec: Spec, hidden: Float[Array, "*b H"], weight: Array, rows: Rows, keep_cache: bool
+) -> tuple[Results, ShardStatistics, Any]:
+    """The results and the whole vocabulary's statistics, in the shape of labels, and the implementation's cache."""
+    shape, rows = rows.labels.shape, _flattened(rows)
+    flat = _flat(spec, hidden, weight)
+    stats, cache = _shard.statistics(spec, flat, weight, rows, _start(spec, weight), keep_cache)
+    if spec.axis_name is not None:
+        stats = _collectives.merge_over_axis(stats, spec.axis_name)
+    out = _math.finish(stats, rows.labels >= 0, rows.where, spec.vocab_size)
+    return *jax.tree.map(lambda x: x.reshape(shape), (out, stats)), cache
+
+
+def backward(
+    spec: Spec,
+    hidden: Float[Array, "*b H"],
+    weight: Array,
+    rows: Rows,
+    stats: ShardStatistics,
+    cache: Any,
+    cotangent: Results,
+) -> tuple[Float[Array, "*b H"], Array]:
+    """dhidden and dweight in the shapes, dtypes and types of ``hidden`` and ``weight``."""
+    operands = (hidden, weight, rows, stats, cache)
+    rows, stats, cotangent = (_flattened(tree) for tree in (rows, stats, cotangent))
+    if spec.axis_name is not None and spec.token_axes is None:
+        cotangent = _collectives.total_cotangent(cotangent, spec.axis_name)
+    if spec.axis_name is None and hidden.dtype == weight.dtype:
+        if _compat.varying_axes(operands) == _compat.varying_axes(hidden):
+            # No sum over devices follows, so the implementation may round dhidden itself.
+            spec = dataclasses.replace(spec, case=dataclasses.replace(spec.case, rounds_dhidden=True))
+    flat = _flat(spec, hidden, weight)
+    dhidden, dweight = _shard.gradients(spec, flat, weight, rows, _start(spec, weight), stats, cotangent, cache)
+    if spec.axis_name is not None or spec.token_axes or _compat.varying_axes((dhidden, dweight)):
+        # The Hopper kernels hold every multiprocessor: a collective beside one waits for it on one device, and holds
+        # up the next on another. So collectives begin after both gradients.
+        dhidden, dweight = lax.optimization_barrier((dhidden, dweight))
+    return _total_dhidden(spec, dhidden, hidden).astype(hidden.dtype), _total_dweight(spec, dweight, weight)
+
+
+def _total_dhidden(spec: Spec, dhidden: Float[Array, "T H"], hidden: Float[Array, "*b H"]) -> Float[Array, "*b H"]:
+    """The sum over the shards of the vocabulary, each keeping the part of the sequence that it holds."""
+    if spec.gather_dim is not None:
+        shards = lax.axis_size(spec.axis_name)
+        whole = [n * shards if i == spec.gather_dim else n for i, n in enumerate(hidden.shape)]
+        dhidden = _collectives.scatter_sequence(dhidden.reshape(whole), spec.axis_name, spec.gather_dim)
+    elif spec.token_axes is not None and spec.axis_name is not None:
+        dhidden = lax.psum(dhidden, spec.axis_name)
+    return _compat.psum_to_type(dhidden.reshape(hidden.shape), hidden)
+
+
+def _total_dweight(spec: Spec, dweight: Array, weight: Array) -> Array:
+    """The sum over the devices that hold other tokens of the same call."""
+    if spec.token_axes:
+        dweight = lax.psum(dweight, spec.token_axes)
+    return _compat.psum_to_type(dweight, weight)
+
+
+def _flattened[T](tree: T) -> T:
+    return jax.tree.map(lambda x: x.reshape(-1), tree)
+
+
+def _flat(spec: Spec, hidden: Float[Array, "*b H"], weight: Array) -> Float[Array, "T H"]:
+    """Hidden in the weight's dtype, whole and flattened."""
+    hidden = _shard.as_operand(hidden, weight)
+    if spec.gather_dim is not None:
+        hidden = _collectives.gather_sequence(hidden, spec.axis_name, spec.gather_dim)
+    return hidden.reshape(-1, hidden.shape[-1])
+
+
+def _start(spec: Spec, weight: Array) -> Int[Array, ""] | int:
+    """The first global column of this shard."""
+    if spec.axis_name is None:
+        return 0
+    return lax.axis_index(spec.axis_name) * weight.shape[spec.case.options.vocab_dim]

@@ -1,0 +1,134 @@
+"""A function that XLA's partitioner splits by a rule of ours: `custom_partitioning`, and what it lacks.
+
+It has no way to be exported, and where no mesh is at hand when the program is lowered it hands the rule shardings
+without axis names. A primitive of our own chooses at lowering: the rule where there are several devices, else the
+function as it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax._src import config, dispatch
+from jax._src.sharding_impls import parse_flatten_op_sharding
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
+from jax.interpreters import mlir
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+_logger = logging.getLogger("lce_jax")
+
+
+class Partition(NamedTuple):
+    """What a rule answers: one device's program, and how its operands and results are split."""
+
+    device: Callable[..., Any]
+    operand_specs: Any
+    result_specs: Any  # a spec in place of a subtree stands for each of its leaves
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Partitioned:
+    """A function and the rule by which XLA partitions it.
+
+    Attributes:
+        whole: the function of global arrays.
+        rule: ``rule(mesh, shapes, specs)``, of the operands as they lie; answers with a `Partition`.
+        dimensions: the names of all dimensions, operands and results in order: ``"b h, v h -> b"``.
+        unsplit: the names of those that are to be whole on each device.
+        mesh: the mesh that the operands' types name; empty where they name none.
+    """
+
+    whole: Callable[..., Any]
+    rule: Callable[[Mesh, Any, Any], Partition]
+    dimensions: str
+    unsplit: tuple[str, ...]
+    mesh: AbstractMesh
+
+    def __call__(self, *operands: Any) -> Any:
+        """The function's results."""
+        flat, tree = jax.tree.flatten(operands)
+        closed, shapes = jax.make_jaxpr(lambda *flat: self.whole(*tree.unflatten(flat)), return_shape=True)(*flat)
+        results = jax.tree.structure(shapes)
+        return results.unflatten(_partitioned_p.bind(*flat, whole=closed, function=self, trees=(tree, results)))
+
+
+_partitioned_p = Primitive("lce_partitioned")
+_partitioned_p.multiple_results = True
+_partitioned_p.def_abstract_eval(lambda *_, whole, **__: whole.out_avals)
+_partitioned_p.def_impl(lambda *operands, whole, **_: jaxpr_as_fun(whole)(*operands))
+dispatch.prim_requires_devices_during_lowering.add(_partitioned_p)
+
+
+def _lower(context: Any, *operands: Any, whole: ClosedJaxpr, function: Partitioned, trees: Any) -> Any:
+    run = jaxpr_as_fun(whole)
+    if context.module_context.lowering_parameters.for_export:
+        if function.mesh.size > 1:
+            _warn_once(
+                "jax.export cannot carry the rule by which XLA partitions linear_logprobs: every device of the exported "
+                "program will compute all of it. Export sharded_linear_logprobs (or _cross_entropy) in its place."
+            )
+    else:
+        run = _with_rule(run, function, trees)
+    return mlir.lower_fun(run, multiple_results=True)(context, *operands)
+
+
+mlir.register_lowering(_partitioned_p, _lower)
+
+
+def _with_rule(run: Callable[..., Any], function: Partitioned, trees: Any) -> Callable[..., Any]:
+    def partition(mesh: Mesh, operands: Any, results: Any) -> Any:
+        mesh, specs = _named(mesh, function.mesh, operands)
+        operand_tree, result_tree = trees
+        answer = function.rule(mesh, operand_tree.unflatten(operands), operand_tree.unflatten(specs))
+        result_specs = jax.tree.broadcast(answer.result_specs, result_tree.unflatten(results), is_leaf=_is_spec)
+
+        def device(*flat: Any) -> Any:
+            with config._check_vma(False):  # nothing is typed here; JAX 0.11 would type what `axis_index` returns
+                return jax.tree.leaves(answer.device(*operand_tree.unflatten(flat)))
+
+        return mesh, device, _shardings(mesh, result_specs), tuple(_shardings(mesh, answer.operand_specs))
+
+    def flat(*operands: Any) -> Any:
+        return run(*operands)
+
+    partitioned = custom_partitioning(flat)
+    partitioned.def_partition(
+        partition, sharding_rule=function.dimensions, need_replication_factors=function.unsplit
+    )
+    return partitioned
+
+
+def _named(mesh: Mesh, known: AbstractMesh, operands: Any) -> tuple[Mesh, list[P]]:
+    """The mesh and the operands' specs over it, also where JAX has decoded neither."""
+    if not mesh.empty:
+        return mesh, [x.sharding.spec for x in operands]
+    devices = np.array(operands[0].sharding._device_assignment)
+    if known.empty:
+        _warn_once(
+            "linear_logprobs is called on several devices, and the mesh is not known where it is partitioned: every "
+            "device will compute all of it. Call it under jax.set_mesh(mesh), or call sharded_linear_logprobs."
+        )
+        return Mesh(devices, ("devices",)), [P(*(None,) * len(x.shape)) for x in operands]
+    mesh = Mesh(devices.reshape(known.axis_sizes), known.axis_names)
+    return mesh, [P(*parse_flatten_op_sharding(x.sharding._hlo_sharding, mesh)[0]) for x in operands]
+
+
+def _is_spec(x: Any) -> bool:
+    return isinstance(x, P)
+
+
+def _shardings(mesh: Mesh, specs: Any) -> list[NamedSharding]:
+    return [NamedSharding(mesh, spec) for spec in jax.tree.leaves(specs, is_leaf=_is_spec)]
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    _logger.warning(message)

@@ -1,0 +1,161 @@
+"""Inside ``shard_map``, whatever the types of the operands: results and gradients are those of stored logits."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from lce_jax import linear_logprobs
+from tests import oracle
+
+B, S, H, V = 2, 8, 16, 64
+MESH = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices("cpu"))
+KEYS = jax.random.split(jax.random.key(0), 6)
+HIDDEN = jax.random.normal(KEYS[0], (B, S, H))
+WEIGHT = jax.random.normal(KEYS[1], (V, H))
+LABELS = jax.random.randint(KEYS[2], (B, S), -2, V)
+WHERE = jax.random.bernoulli(KEYS[3], 0.7, (B, S))
+TEMPERATURE = jax.random.uniform(KEYS[4], (B, S), minval=0.5, maxval=2.0)
+SEEDS = jax.random.normal(KEYS[5], (3, B, S))
+PER_TOKEN = {"labels": LABELS, "where": WHERE, "temperature": TEMPERATURE}
+
+
+def total(out: Any, seeds: jax.Array) -> jax.Array:
+    return jnp.sum(seeds[0] * out.logprobs + seeds[1] * out.entropy + seeds[2] * out.lse)
+
+
+def stored(hidden: jax.Array, weight: jax.Array, labels: jax.Array, **options: Any) -> Any:
+    """The same with all logits, by plain differentiation."""
+    return linear_logprobs(hidden, weight, labels, implementation="reference", precision="highest", **options)
+
+
+def whole(x: jax.Array, how: str) -> jax.Array:
+    """A shard's operand as hand-written sequence parallelism makes it whole, or one that comes whole."""
+    if how == "gathered":
+        return lax.all_gather(x, "tensor", axis=1, tiled=True)  # typed varying over "tensor"
+    return lax.pcast(x, "tensor", to="varying") if how == "cast" else x
+
+
+def spec(how: str) -> P:
+    return P("data", "tensor") if how == "gathered" else P("data")
+
+
+def sharded(kinds: dict[str, str], use: str, options: tuple[str, ...]) -> Any:
+    """The objective over the mesh: each shard takes the mean over all shards, or sums up a slice of its own."""
+
+    def body(hidden: jax.Array, weight: jax.Array, per_token: dict[str, jax.Array], seeds: jax.Array) -> jax.Array:
+        hidden = whole(hidden, kinds["hidden"])
+        rows = {name: whole(x, kinds.get(name, "whole")) for name, x in per_token.items()}
+        labels = rows.pop("labels")
+        out = linear_logprobs(hidden, weight, labels, axis_name="tensor", precision="highest", **rows)
+        axes: tuple[str, ...] = ("data",)
+        if use == "sliced":
+            size, start = S // 4, lax.axis_index("tensor") * (S // 4)
+            out, seeds = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, size, -1), (out, seeds))
+            axes = ("data", "tensor")
+        value = lax.psum(total(out, seeds), axes)
+        return lax.pmean(value, "tensor") if use == "mean" else value
+
+    def run(hidden: jax.Array, weight: jax.Array, check_vma: bool) -> jax.Array:
+        per_token = {name: PER_TOKEN[name] for name in ("labels", *options)}
+        specs = {name: spec(kinds.get(name, "whole")) for name in per_token}
+        in_specs = (spec(kinds["hidden"]), P("tensor"), specs, P(None, "data"))
+        mapped = jax.shard_map(body, mesh=MESH, in_specs=in_specs, out_specs=P(), check_vma=check_vma)
+        return mapped(hidden, weight, per_token, SEEDS)
+
+    return run
+
+
+CASES = [
+    *({"hidden": hidden, "labels": labels} for hidden, labels in itertools.product(("whole", "gathered"), repeat=2)),
+    {"hidden": "gathered", "labels": "gathered", "where": "gathered"},
+    {"hidden": "whole", "labels": "whole", "where": "gathered"},
+    {"hidden": "gathered", "labels": "whole", "temperature": "gathered"},
+    {"hidden": "cast", "labels": "cast", "where": "whole", "temperature": "cast"},
+]
+
+
+@pytest.mark.parametrize("use", ["mean", "sliced"])
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("kinds", CASES, ids=str)
+def test_every_type_gives_the_gradients_of_stored_logits(kinds: dict[str, str], check_vma: bool, use: str) -> None:
+    if "cast" in kinds.values() and not check_vma:
+        pytest.skip("nothing is typed without check_vma")
+    options = tuple(name for name in ("where", "temperature") if name in kinds)
+
+    def plain(hidden: jax.Array, weight: jax.Array) -> jax.Array:
+        return total(stored(hidden, weight, LABELS, **{name: PER_TOKEN[name] for name in options}), SEEDS)
+
+    run = sharded(kinds, use, options)
+    value, grads = jax.jit(jax.value_and_grad(lambda h, w: run(h, w, check_vma), argnums=(0, 1)))(HIDDEN, WEIGHT)
+    want, wanted = jax.value_and_grad(plain, argnums=(0, 1))(HIDDEN, WEIGHT)
+    assert oracle.value_error(value, want) < 1e-5
+    for got, true in zip(grads, wanted, strict=True):
+        assert oracle.relative_norm(got, true) < 1e-5
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_operands_that_differ_over_other_axes(check_vma: bool) -> None:
+    """The tokens of the data shards share hidden states and a weight gathered over data, but not labels."""
+
+    def body(hidden: jax.Array, weight: jax.Array, labels: jax.Array, seeds: jax.Array) -> jax.Array:
+        weight = lax.all_gather(weight, "data", axis=1, tiled=True)
+        out = linear_logprobs(hidden, weight, labels, axis_name="tensor", precision="highest")
+        return lax.psum(total(out, seeds), "data")
+
+    def run(hidden: jax.Array, weight: jax.Array) -> jax.Array:
+        specs = (P(), P("tensor", "data"), P("data"), P(None, "data"))
+        mapped = jax.shard_map(body, mesh=MESH, in_specs=specs, out_specs=P(), check_vma=check_vma)
+        return mapped(hidden, weight, LABELS, SEEDS)
+
+    def plain(hidden: jax.Array, weight: jax.Array) -> jax.Array:
+        return total(stored(jnp.concatenate([hidden, hidden]), weight, LABELS), SEEDS)
+
+    hidden = HIDDEN[:1]
+    value, grads = jax.jit(jax.value_and_grad(run, argnums=(0, 1)))(hidden, WEIGHT)
+    want, wanted = jax.value_and_grad(plain, argnums=(0, 1))(hidden, WEIGHT)
+    assert oracle.value_error(value, want) < 1e-5
+    for got, true in zip(grads, wanted, strict=True):
+        assert oracle.relative_norm(got, true) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["labels", "where", "temperature"])
+def test_rows_that_differ_between_the_shards_are_nan(name: str) -> None:
+    """Shards that were given other rows cannot be told apart by their types; the rows where they differ say so."""
+    other = {"labels": LABELS + 1, "where": ~WHERE, "temperature": TEMPERATURE * 2}[name].at[1].set(PER_TOKEN[name][1])
+
+    def body(hidden: jax.Array, weight: jax.Array, mine: jax.Array, other: jax.Array) -> Any:
+        rows = {"labels": LABELS, name: jnp.where(lax.axis_index("tensor") == 2, other, mine)}
+        return linear_logprobs(hidden, weight, rows.pop("labels"), axis_name="tensor", **rows)
+
+    mapped = jax.shard_map(body, mesh=MESH, in_specs=(P(), P("tensor"), P(), P()), out_specs=P())
+    out = jax.jit(mapped)(HIDDEN, WEIGHT, PER_TOKEN[name], other)
+    assert jnp.isnan(out.logprobs[0]).all()
+    assert jnp.isnan(out.entropy[0]).all()
+    assert not jnp.isnan(out.logprobs[1]).any()
+
+
+def test_a_whole_weight_with_an_axis_is_refused() -> None:
+    def body(hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> Any:
+        return linear_logprobs(hidden, weight, labels, axis_name="tensor").logprobs
+
+    mapped = jax.shard_map(body, mesh=MESH, in_specs=(P(), P("data"), P()), out_specs=P("data"))
+    with pytest.raises(ValueError, match=r"weight \(32, 16\) is the same on every shard of 'tensor'"):
+        mapped(HIDDEN, WEIGHT, LABELS)
+
+
+def test_an_axis_of_one_device_needs_no_split() -> None:
+    mesh = jax.make_mesh((2, 1), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices("cpu")[:2])
+
+    def body(hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> Any:
+        return linear_logprobs(hidden, weight, labels, axis_name="tensor").logprobs
+
+    mapped = jax.shard_map(body, mesh=mesh, in_specs=(P("data"), P(), P("data")), out_specs=P("data"))
+    assert oracle.value_error(mapped(HIDDEN, WEIGHT, LABELS), stored(HIDDEN, WEIGHT, LABELS).logprobs) < 1e-5
