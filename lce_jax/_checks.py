@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import inspect
 import math
 import numbers
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -13,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from lce_jax import _compat, _dispatch
-from lce_jax._shard import Rows
+from lce_jax._shard import FLOAT32_MAX, FLOAT32_TINY, Rows, is_temperature
 from lce_jax._types import CallOptions, Case, LogprobOptions, Options, is_array
 
 if TYPE_CHECKING:
@@ -21,15 +24,10 @@ if TYPE_CHECKING:
 
 FLOATS = ("bfloat16", "float16", "float32", "float64")
 INT32_MAX = int(np.iinfo(np.int32).max)
-FLOAT32_MAX, FLOAT32_TINY = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
 
 
 def options(given: LogprobOptions, mean_logit: bool = False) -> CallOptions:
     """The options of a call, validated as far as they can be without its shapes."""
-    unknown = set(given) - set(LogprobOptions.__annotations__)
-    if unknown:
-        known = ", ".join(LogprobOptions.__annotations__)
-        raise TypeError(f"unknown option {', '.join(sorted(unknown))}; known: {known}")
     static = {field.name for field in dataclasses.fields(Options)}
     checked = static_options(**{name: value for name, value in given.items() if name in static})
     return CallOptions(
@@ -39,6 +37,45 @@ def options(given: LogprobOptions, mean_logit: bool = False) -> CallOptions:
         axis_name=_axis_name(given.get("axis_name")),
         implementation=_implementation_names(given.get("implementation")),
     )
+
+
+def check_names(function: Callable[..., Any], given: Mapping[str, Any], without: Sequence[str] = ()) -> None:
+    """Every name in the ``**options`` that ``function`` was given must be one, of those that are not its own."""
+    unknown = [name for name in given if name not in LogprobOptions.__annotations__]
+    if not unknown:
+        return
+    own = [name for name, kind in inspect.signature(function).parameters.items() if kind.kind is kind.KEYWORD_ONLY]
+    known = [*own, *(name for name in LogprobOptions.__annotations__ if name not in without)]
+    close = difflib.get_close_matches(unknown[0], known, 1)
+    hint = f" (did you mean {close[0]}?)" if close else ""
+    raise TypeError(f"{function.__name__}: unknown option {', '.join(unknown)}{hint}; known: {', '.join(known)}")
+
+
+def loss_options(given: LogprobOptions) -> LogprobOptions:
+    """The options of a loss, which has neither entropy nor extremes to return."""
+    for name in ("entropy", "stats"):
+        flag = given.get(name, False)
+        if not isinstance(flag, bool | np.bool_):
+            raise TypeError(f"{name} must be True or False, got {flag!r}")
+        if flag:
+            raise ValueError(
+                f"{name}=True, but a loss has no such output: linear_logprobs (or sharded_linear_logprobs) returns it "
+                "beside the log-probabilities, of which the loss is the mean"
+            )
+    return {**given, "entropy": False}
+
+
+def loss(reduction: Any, label_smoothing: Any, z_loss: Any) -> tuple[float, float]:
+    """What a loss adds to the options, validated: the smoothing and the weight of lse²."""
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f'reduction must be "mean", "sum" or "none", got {reduction!r}')
+    return fraction("label_smoothing", label_smoothing), not_negative("z_loss", z_loss)
+
+
+def no_axis_name(given: CallOptions) -> None:
+    """Outside ``shard_map`` the axis has another name."""
+    if given.axis_name is not None:
+        raise ValueError(f"axis_name={given.axis_name!r} is for callers inside shard_map; here the axis is vocab_axis")
 
 
 def static_options(
@@ -114,7 +151,7 @@ def rows(labels: Any, where: Any, value: Any, vocab_size: int, dtype: Any) -> Ro
     labels = int32_labels(labels)
     labels = jnp.where((labels >= 0) & (labels < vocab_size), labels, -1)
     where = None if where is None else jnp.asarray(where)
-    value = temperature(value, shape)
+    value = temperature(value, shape, where)
     if value is not None:
         value = jnp.broadcast_to(lax.stop_gradient(jnp.asarray(value)).astype(dtype), shape)
     return Rows(labels, where, value)
@@ -136,9 +173,11 @@ def int32_labels(labels: Any) -> Array:
     NumPy's 64-bit labels are clamped before JAX sees them, which would wrap them (2³² + 3 is not 3).
     """
     check_labels(labels)
-    numpy = np if isinstance(labels, np.ndarray | np.generic) else jnp
-    info, int32 = np.iinfo(labels.dtype), np.iinfo(np.int32)
-    return jnp.asarray(numpy.clip(labels, max(info.min, int32.min), min(info.max, int32.max)).astype(np.int32))
+    info, int32 = jnp.iinfo(labels.dtype), np.iinfo(np.int32)
+    if info.min < int32.min or info.max > int32.max:
+        numpy = np if isinstance(labels, np.ndarray | np.generic) else jnp
+        labels = numpy.clip(labels, max(info.min, int32.min), int32.max)
+    return jnp.asarray(labels.astype(np.int32))
 
 
 def check_split(weight: Any, axis_name: Any, case: Case) -> None:
@@ -155,29 +194,42 @@ def check_split(weight: Any, axis_name: Any, case: Case) -> None:
         )
 
 
+def check_array(name: str, x: Any, what: str = "an array") -> None:
+    """``x`` must be an array of JAX or NumPy, or the shape of one."""
+    if any(kind.__module__.partition(".")[0] == "torch" for kind in type(x).__mro__):
+        raise TypeError(
+            f"{name} must be {what} of JAX, got torch's {type(x).__name__}: lce_torch_bridge has the same functions for "
+            "torch tensors"
+        )
+    if not is_array(x):
+        raise TypeError(f"{name} must be {what}, got {type(x).__name__}")
+
+
 def check_labels(labels: Any) -> None:
     """Labels must be an array of integers."""
-    if not is_array(labels):
-        raise TypeError(f"labels must be an array, got {type(labels).__name__}")
+    check_array("labels", labels)
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise TypeError(f"labels must be integers (vocabulary ids), got {labels.dtype}")
 
 
 def check_where(where: Any, shape: tuple[int, ...]) -> None:
     """``where`` must be a bool array of the labels' shape."""
-    if not is_array(where):
-        raise TypeError(f"where must be a bool array, got {type(where).__name__}")
+    check_array("where", where, "a bool array")
     if where.dtype != jnp.bool_:
         raise TypeError(f"where must be bool, got {where.dtype}: write `where != 0` if that is what it means")
     if tuple(where.shape) != tuple(shape):
         raise ValueError(f"where {tuple(where.shape)} must have the shape of labels {tuple(shape)}")
 
 
-def temperature(value: Any, shape: tuple[int, ...]) -> Any:
-    """A temperature as given, or None where it is the number 1: a positive number, or an array that broadcasts."""
+def temperature(value: Any, shape: tuple[int, ...], where: Any = None) -> Any:
+    """A temperature as given, or None where it is the number 1: a positive number, or an array that broadcasts.
+
+    What it holds is looked at where it is known; `_shard` keeps the damage of a traced one in its rows.
+    """
     if not is_array(value) or isinstance(value, np.generic):
         value = positive("temperature", value)
         return None if value == 1.0 else value
+    check_array("temperature", value)
     if not jnp.issubdtype(value.dtype, jnp.floating):
         raise TypeError(f"temperature must be floating point, got {value.dtype}")
     try:
@@ -186,7 +238,30 @@ def temperature(value: Any, shape: tuple[int, ...]) -> Any:
         fits = False
     if not fits:
         raise ValueError(f"temperature {tuple(value.shape)} must broadcast to labels {tuple(shape)}")
+    _check_positive(value, shape, where)
     return value
+
+
+def _check_positive(value: Any, shape: tuple[int, ...], where: Any) -> None:
+    known = [x for x in (value, where) if x is not None]
+    if not all(_is_concrete(x) for x in known):
+        return
+    given, *live = jax.device_get(known)
+    given = np.broadcast_to(given.astype(np.float64), shape)
+    wrong = ~is_temperature(given) & (live[0] if live else True)
+    if wrong.any():
+        found = np.unique(given[wrong])
+        raise ValueError(
+            f"temperature must be positive and finite in float32, but is {', '.join(map(str, found[:3]))}"
+            f"{', …' if len(found) > 3 else ''} in {wrong.sum()} of {wrong.size} rows, the first of them "
+            f"{tuple(int(i) for i in np.argwhere(wrong)[0])}: leave such rows out with where="
+        )
+
+
+def _is_concrete(x: Any) -> bool:
+    if isinstance(x, jax.core.Tracer | jax.ShapeDtypeStruct):
+        return False
+    return not isinstance(x, jax.Array) or x.is_fully_addressable
 
 
 def axis_size(axis_name: Any) -> int:
@@ -238,8 +313,7 @@ def integer(name: str, value: Any) -> int:
 
 def _check_floats(hidden: Any, weight: Any) -> None:
     for name, x in (("hidden", hidden), ("weight", weight)):
-        if not is_array(x):
-            raise TypeError(f"{name} must be an array, got {type(x).__name__}")
+        check_array(name, x)
         if jnp.dtype(x.dtype).name not in FLOATS:
             raise TypeError(f"{name} must be one of {', '.join(FLOATS)}, got {x.dtype}")
 

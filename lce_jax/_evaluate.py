@@ -67,7 +67,7 @@ def evaluate_over(
     per_token = {"labels": _checks.int32_labels(labels)}
     if where is not None:
         per_token["where"] = where
-    temperature = _checks.temperature(options.temperature, labels.shape)
+    temperature = _checks.temperature(options.temperature, labels.shape, where)
     if temperature is not None:
         per_token["temperature"] = jnp.broadcast_to(jnp.asarray(temperature).astype(case.stat_dtype), labels.shape)
     options = dataclasses.replace(options, temperature=1.0, axis_name=layout.vocab_axes)

@@ -158,7 +158,6 @@ class Case:
     vocab_size: int  # columns of this shard's weight
     dtype: jnp.dtype  # of the weight, hence of the matrix products
     options: Options
-    true_columns: int | None = None  # of vocab_size, where `explain` knows them: the others are padding
     given_dtype: jnp.dtype | None = None  # of hidden as the caller gave it, where that is not the weight's
     compacted: bool = False  # some rows may be left out (``where``)
     owns_cache: bool = True  # the backward is the only one to read the cache, and may overwrite it
@@ -167,6 +166,10 @@ class Case:
     device_kind: str = ""
     compute_capability: str = ""  # of an NVIDIA GPU: "9.0"
     core_count: int = 0  # multiprocessors of a GPU
+    # Of `explain` alone, for the bytes:
+    true_columns: int | None = None  # of vocab_size, where they are known: the others are padding
+    gathers_hidden: bool = False  # of a sequence that the vocabulary's axis splits too
+    sums_dweight: bool = False  # over devices that hold other tokens
 
     @property
     def hidden_dtype(self) -> jnp.dtype:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 import jax.numpy as jnp
@@ -53,7 +52,9 @@ def linear_logprobs(
         where: ``[...]`` bool. Rows that are False are exactly 0 in outputs and gradients whatever they hold, and
             cost no work. None: every row counts.
         temperature: divides the float32 logits: a positive number, or an array that broadcasts to ``labels`` (one
-            value per token, or per sequence as ``[b, 1]``). No gradient.
+            value per token, or per sequence as ``[b, 1]``). No gradient. A value that is not positive and finite is
+            refused where it is known; in a traced array its row returns NaN and has no gradient, and no other row
+            is touched.
         logit_softcap: ``c`` in ``cap(x) = c·tanh(x / c)``, before the temperature (Gemma 2: 30). None: no cap.
         logit_scale: multiplies the float32 logits first (Cohere, MuP).
         entropy: False leaves ``.entropy`` None and its cost out.
@@ -152,7 +153,7 @@ def linear_cross_entropy(
         reduction: "mean" over the rows that count (0 if there are none), "sum", or "none" for ``[...]``.
         label_smoothing: ε in [0, 1).
         z_loss: weight of ``lse²``, at least 0 (PaLM: 1e-4).
-        **options: as in `linear_logprobs`. ``entropy`` and ``stats`` have nothing to add to a loss.
+        **options: as in `linear_logprobs`, without ``entropy`` and ``stats``: a loss has no such outputs.
 
     Returns:
         The loss in nats, float32 (float64 for a float64 weight): a scalar, or ``[...]`` with ``reduction="none"``.
@@ -172,6 +173,7 @@ def linear_cross_entropy(
         >>> round(float(loss), 3)                           # ln 1000
         6.908
     """
+    _checks.check_names(linear_cross_entropy, options, without=("entropy", "stats"))
     return cross_entropy(
         evaluate, hidden, weight, labels, where, ignore_index, reduction, label_smoothing, z_loss, options
     )
@@ -190,12 +192,9 @@ def cross_entropy(
     options: LogprobOptions,
 ) -> Array:
     """The loss over anything that evaluates a call as `evaluate` does."""
-    if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f'reduction must be "mean", "sum" or "none", got {reduction!r}')
-    label_smoothing = _checks.fraction("label_smoothing", label_smoothing)
-    z_loss = _checks.not_negative("z_loss", z_loss)
+    label_smoothing, z_loss = _checks.loss(reduction, label_smoothing, z_loss)
     where = _counting_rows(labels, where, ignore_index)
-    checked = _checks.options({"entropy": False, **options}, mean_logit=label_smoothing > 0)
+    checked = _checks.options(_checks.loss_options(options), mean_logit=label_smoothing > 0)
     out = evaluate(hidden, weight, labels, where, checked)
     loss = -(1.0 - label_smoothing) * out.logprobs
     if out.mean_logit is not None:
@@ -219,40 +218,3 @@ def _counting_rows(labels: Array, where: Array | None, ignore_index: int | None)
         return kept
     _checks.check_where(where, kept.shape)
     return kept & where
-
-
-def explain(hidden: Any, weight: Any, labels: Any, *, where: Any = None, **options: Unpack[LogprobOptions]) -> Plan:
-    """How `linear_logprobs` would serve a call: which implementation, which tiles, why not the others, which bytes.
-
-    Nothing is computed and no axis need be bound: with ``axis_name``, the shapes are those of one shard.
-
-    Args:
-        hidden: an array, a tracer or a ``jax.ShapeDtypeStruct``, as are the others.
-        weight: as `linear_logprobs`.
-        labels: as `linear_logprobs`.
-        where: as `linear_logprobs`.
-        **options: as `linear_logprobs`.
-
-    Returns:
-        A `Plan`; ``print`` it.
-
-    Raises:
-        As `linear_logprobs`, for what can be seen from shapes and options.
-
-    Example:
-        >>> import jax, jax.numpy as jnp
-        >>> from lce_jax import explain
-        >>> struct = jax.ShapeDtypeStruct
-        >>> plan = explain(struct((4096, 512), jnp.float32), struct((65536, 512), jnp.float32),
-        ...                struct((4096,), jnp.int32), implementation="xla")
-        >>> print(str(plan).splitlines()[5].strip())
-        logits     1.0 GiB if they were stored
-    """
-    checked = _checks.options(options)
-    case = _checks.case(hidden, weight, labels, where, checked)
-    _checks.temperature(checked.temperature, labels.shape)
-    if checked.axis_name is None:
-        case = dataclasses.replace(case, true_columns=_checks.vocabulary(checked.vocab_size, case.vocab_size))
-    else:
-        _checks.vocabulary(checked.vocab_size, _checks.INT32_MAX)
-    return _dispatch.explain(case, checked.implementation)

@@ -83,22 +83,30 @@ def _forward_bytes(case: Case) -> int:
 def _backward_bytes(case: Case) -> int:
     """What XLA holds at once on CPU, in a backward or in a program of both passes: see `gradients`.
 
-    The gradients' products have operands in the statistics' dtype. An array that fits dhidden's memory lies there.
+    The gradients' products have operands in the statistics' dtype. An array that fits dhidden's memory lies there, and
+    one that fits dweight's, where that is summed over devices only in the end.
     """
     tile_t, width, stat = *_widest_tile(case), case.stat_dtype.itemsize
     hidden, part = case.num_tokens * case.hidden_size, tile_t * case.hidden_size * stat
     columns, copied, own = width * case.hidden_size * stat, _copied_columns_bytes(case), _own_hidden_bytes(case)
     narrow = case.dtype != case.stat_dtype
     total = tile_t * width * stat + 8 * case.num_tokens * stat
-    if own > hidden * case.hidden_dtype.itemsize:
+    if case.gathers_hidden or own > hidden * case.hidden_dtype.itemsize:
         total += own
     if own or narrow:
         total += hidden * stat  # dhidden, before it is rounded or its rows are put back
     if tile_t < case.num_tokens:  # a tile of hidden and one of dhidden; columns of weight and dweight, and an addend
-        return total + 2 * part + 3 * columns + (copied if narrow else 0)
-    if narrow:  # hidden and the columns once more
-        return total + part + columns + max(copied, part)
-    return total + copied + (part if copied or not own else 0)
+        total += 2 * part + 3 * columns + (copied if narrow else 0)
+    elif narrow:  # hidden and the columns once more
+        total += part + columns + max(copied, part)
+    else:
+        total += copied + (part if copied or not own else 0)
+    if not case.sums_dweight:
+        return total
+    dweight = case.vocab_size * case.hidden_size
+    total += dweight * case.dtype.itemsize - min(dweight * case.dtype.itemsize, max(tile_t * width * stat, columns))
+    # XLA on CPU adds 16-bit numbers of several devices in float32, all of them at once.
+    return max(total, 2 * dweight * stat) if narrow and case.platform == "cpu" else total
 
 
 def _widest_tile(case: Case) -> tuple[int, int]:
@@ -107,8 +115,8 @@ def _widest_tile(case: Case) -> tuple[int, int]:
 
 
 def _own_hidden_bytes(case: Case) -> int:
-    """Hidden once more, where it is cast or its rows are moved."""
-    own = case.compacted or case.hidden_dtype != case.dtype
+    """Hidden once more, where it is gathered or cast, or its rows are moved."""
+    own = case.compacted or case.gathers_hidden or case.hidden_dtype != case.dtype
     return case.num_tokens * case.hidden_size * case.dtype.itemsize if own else 0
 
 

@@ -249,6 +249,9 @@ def plan(case: Case, name: str) -> Plan:
     parts = [part for part in (cached - overwritten, shape.tiles - cached) if part]
     chunk = max((chunk_tiles(case, part) for part in parts), default=0) * TILE_N
     copies = 2 * chunk * case.hidden_size * itemsize if case.vocab_size % ATOM_ROWS else 0
+    gathered = case.num_tokens * case.hidden_size * itemsize if case.gathers_hidden else 0
+    in_float32 = case.num_tokens * case.hidden_size * 4 if options.mean_logit else 0  # hidden, for its mean logit
+    summed = case.vocab_size * case.hidden_size * itemsize if case.sums_dweight else 0
     notes = []
     if options.cache_bytes:
         notes.append(
@@ -274,12 +277,19 @@ def plan(case: Case, name: str) -> Plan:
             "stages backward": backward.stages,
             "backward chunk": max(chunk, overwritten * TILE_N),
         },
-        forward_bytes=4 * math.prod(statistics_shape(case, launch_tiles(case, shape.tiles))) + compacted + padded,
+        forward_bytes=4 * math.prod(statistics_shape(case, launch_tiles(case, shape.tiles)))
+        + compacted
+        + padded
+        + gathered
+        + in_float32,
         backward_bytes=shape.tokens * chunk * itemsize
         + math.prod(sums_shape(case)) * 4
         + 2 * compacted
         + padded
-        + copies,
+        + copies
+        + gathered
+        + in_float32
+        + summed,
         kept_bytes=case.statistics_bytes + cached * cached_tile_bytes(case),
         logits_bytes=case.num_tokens * case.vocab_size * 4,
         notes=tuple(notes),
