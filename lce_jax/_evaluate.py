@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from lce_jax import _checks, _collectives, _compat, _dispatch, _partition, _vjp
 from lce_jax._layout import Layout

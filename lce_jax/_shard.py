@@ -129,7 +129,7 @@ def gradients(
 
 
 def _run(spec: Spec, chosen: Callable[..., Any], elsewhere: Callable[..., Any], *operands: Any) -> Any:
-    """``chosen``, or where it runs kernels and the program is lowered for another platform, what serves in its place."""
+    """``chosen``; where it runs kernels, and the program is lowered for another platform, what serves in its place."""
     if spec.implementation != mosaic.NAME:
         return chosen(*operands)
     other = _dispatch.elsewhere(spec.case, spec.implementation, spec.requested)
