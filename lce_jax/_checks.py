@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import inspect
 import math
 import numbers
@@ -147,14 +148,25 @@ def vocabulary(vocab_size: Any, columns: int) -> int:
 
 def rows(labels: Any, where: Any, value: Any, vocab_size: int, dtype: Any) -> Rows:
     """The per-token operands; labels outside [0, vocab_size) become -1."""
-    shape = labels.shape
-    labels = int32_labels(labels)
-    labels = jnp.where((labels >= 0) & (labels < vocab_size), labels, -1)
-    where = None if where is None else jnp.asarray(where)
-    value = temperature(value, shape, where)
+    value = temperature(value, labels.shape, where)
     if value is not None:
-        value = jnp.broadcast_to(lax.stop_gradient(jnp.asarray(value)).astype(dtype), shape)
+        value = on_device(value)
+    where = None if where is None else jnp.asarray(where)
+    return _rows(int32_labels(labels), where, value, vocab_size, dtype)
+
+
+@functools.partial(jax.jit, static_argnums=(3, 4), inline=True)
+def _rows(labels: Array, where: Array | None, value: Array | None, vocab_size: int, dtype: Any) -> Rows:
+    """Jitted: outside ``jit`` each number in an expression is a transfer, which ``jax.transfer_guard`` may forbid."""
+    labels = jnp.where((labels >= 0) & (labels < vocab_size), labels, -1)
+    if value is not None:
+        value = jnp.broadcast_to(lax.stop_gradient(value).astype(dtype), labels.shape)
     return Rows(labels, where, value)
+
+
+def on_device(value: Any) -> Array:
+    """A number as an array, put there explicitly; arrays as they are."""
+    return value if isinstance(value, jax.Array) else jax.device_put(np.asarray(value))
 
 
 def num_rows(value: Any, num_tokens: int) -> Int[Array, ""]:
@@ -173,11 +185,21 @@ def int32_labels(labels: Any) -> Array:
     NumPy's 64-bit labels are clamped before JAX sees them, which would wrap them (2³² + 3 is not 3).
     """
     check_labels(labels)
+    if isinstance(labels, np.ndarray | np.generic):
+        return jnp.asarray(_clamped(labels, np))
+    return _int32(jnp.asarray(labels))
+
+
+@functools.partial(jax.jit, inline=True)
+def _int32(labels: Array) -> Array:
+    return _clamped(labels, jnp)
+
+
+def _clamped(labels: Any, numpy: Any) -> Any:
     info, int32 = jnp.iinfo(labels.dtype), np.iinfo(np.int32)
     if info.min < int32.min or info.max > int32.max:
-        numpy = np if isinstance(labels, np.ndarray | np.generic) else jnp
         labels = numpy.clip(labels, max(info.min, int32.min), int32.max)
-    return jnp.asarray(labels.astype(np.int32))
+    return labels.astype(np.int32)
 
 
 def check_split(weight: Any, axis_name: Any, case: Case) -> None:
@@ -198,8 +220,8 @@ def check_array(name: str, x: Any, what: str = "an array") -> None:
     """``x`` must be an array of JAX or NumPy, or the shape of one."""
     if any(kind.__module__.partition(".")[0] == "torch" for kind in type(x).__mro__):
         raise TypeError(
-            f"{name} must be {what} of JAX, got torch's {type(x).__name__}: lce_torch_bridge has the same functions for "
-            "torch tensors"
+            f"{name} must be {what} of JAX, got torch's {type(x).__name__}: lce_torch_bridge has the same functions "
+            "for torch tensors"
         )
     if not is_array(x):
         raise TypeError(f"{name} must be {what}, got {type(x).__name__}")

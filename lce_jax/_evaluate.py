@@ -68,9 +68,14 @@ def evaluate_over(
         per_token["where"] = where
     temperature = _checks.temperature(options.temperature, labels.shape, where)
     if temperature is not None:
-        per_token["temperature"] = jnp.broadcast_to(jnp.asarray(temperature).astype(case.stat_dtype), labels.shape)
+        per_token["temperature"] = _broadcast(_checks.on_device(temperature), case.stat_dtype, labels.shape)
     options = dataclasses.replace(options, temperature=1.0, axis_name=layout.vocab_axes)
     return _mapped(layout, options, jnp.asarray(hidden), jnp.asarray(weight), per_token)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2), inline=True)
+def _broadcast(value: Array, dtype: Any, shape: tuple[int, ...]) -> Array:
+    return jnp.broadcast_to(value.astype(dtype), shape)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=True)

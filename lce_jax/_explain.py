@@ -6,8 +6,6 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING, Any, Unpack
 
-import jax
-
 from lce_jax import _checks, _dispatch, api
 from lce_jax._layout import Layout, as_axes, layout_of_names
 

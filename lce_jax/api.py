@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
+import jax
 import jax.numpy as jnp
 
-from lce_jax import _checks, _dispatch
+from lce_jax import _checks
 from lce_jax._evaluate import evaluate
-from lce_jax._types import LogprobOptions, LogprobOutput, Plan, Results
+from lce_jax._types import LogprobOptions, LogprobOutput, Results
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -196,6 +198,12 @@ def cross_entropy(
     where = _counting_rows(labels, where, ignore_index)
     checked = _checks.options(_checks.loss_options(options), mean_logit=label_smoothing > 0)
     out = evaluate(hidden, weight, labels, where, checked)
+    return _reduced(out, where, reduction, label_smoothing, z_loss)
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3, 4), inline=True)
+def _reduced(out: Results, where: Array | None, reduction: Reduction, label_smoothing: float, z_loss: float) -> Array:
+    """The loss, from results. Jitted, as what prepares a call is: see `_checks.rows`."""
     loss = -(1.0 - label_smoothing) * out.logprobs
     if out.mean_logit is not None:
         loss += label_smoothing * (out.lse - out.mean_logit)
@@ -206,15 +214,21 @@ def cross_entropy(
     total = jnp.sum(loss)
     if reduction == "sum":
         return total
-    count = loss.size if where is None else jnp.sum(where, dtype=loss.dtype)
-    return total / jnp.maximum(count, 1).astype(loss.dtype)
+    if where is None:
+        return total / max(loss.size, 1)
+    return total / jnp.maximum(jnp.sum(where, dtype=loss.dtype), 1)
 
 
 def _counting_rows(labels: Array, where: Array | None, ignore_index: int | None) -> Array | None:
     if ignore_index is None:
         return where
-    kept = _checks.int32_labels(labels) != _checks.integer("ignore_index", ignore_index)
-    if where is None:
-        return kept
-    _checks.check_where(where, kept.shape)
-    return kept & where
+    if where is not None:
+        _checks.check_labels(labels)
+        _checks.check_where(where, labels.shape)
+    return _kept(_checks.int32_labels(labels), where, _checks.integer("ignore_index", ignore_index))
+
+
+@functools.partial(jax.jit, static_argnums=2, inline=True)
+def _kept(labels: Array, where: Array | None, ignore_index: int) -> Array:
+    kept = labels != ignore_index
+    return kept if where is None else kept & where

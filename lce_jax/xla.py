@@ -223,8 +223,8 @@ def gradients(
         dcolumns = dcolumns.astype(case.dtype)
         return dhidden, lax.dynamic_update_slice_in_dim(dweight, dcolumns, start_v, options.vocab_dim)
 
-    shapes = ((hidden.shape, case.stat_dtype), (weight.shape, case.dtype))
-    init = tuple(jnp.full(shape, zero.astype(dtype)) for shape, dtype in shapes)
+    dhidden = jnp.full(hidden.shape, zero.astype(case.stat_dtype))
+    init = (dhidden, jnp.full(weight.shape, zero.astype(case.dtype)))
     return _walk_vocabulary(case, operands, tile_v, vocab_tile, _compat.vary_like(init, (operands, rows)))
 
 
