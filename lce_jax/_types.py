@@ -197,8 +197,9 @@ class Plan:
         refused: each implementation tried before it, and why it cannot serve the call.
         case: the shapes, dtypes and device the plan is for.
         tiles: tile sizes by name.
-        forward_bytes: temporary memory of the forward pass, an estimate.
-        backward_bytes: temporary memory of the backward pass, an estimate that leaves out the gradients themselves.
+        forward_bytes: temporary memory of a program that runs the forward alone, an estimate.
+        backward_bytes: temporary memory of one that runs both passes, an estimate that leaves out the gradients
+            themselves; until they are written the forward's tiles may lie in their memory.
         kept_bytes: memory kept from forward to backward beyond the call's own operands.
         logits_bytes: what one copy of the logits in the statistics' dtype would take, for comparison.
         notes: remarks on options, in sentences.

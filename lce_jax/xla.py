@@ -83,14 +83,13 @@ def _forward_bytes(case: Case) -> int:
 def _backward_bytes(case: Case) -> int:
     """What XLA holds at once on CPU, in a backward or in a program of both passes: see `gradients`.
 
-    The gradients' products have operands in the statistics' dtype. An array that fits dhidden's memory lies there, and
-    one that fits dweight's, where that is summed over devices only in the end.
+    The gradients' products have operands in the statistics' dtype. An array that fits dhidden's memory lies there.
     """
     tile_t, width, stat = *_widest_tile(case), case.stat_dtype.itemsize
-    hidden, part = case.num_tokens * case.hidden_size, tile_t * case.hidden_size * stat
+    hidden, part, logits = case.num_tokens * case.hidden_size, tile_t * case.hidden_size * stat, tile_t * width * stat
     columns, copied, own = width * case.hidden_size * stat, _copied_columns_bytes(case), _own_hidden_bytes(case)
     narrow = case.dtype != case.stat_dtype
-    total = tile_t * width * stat + 8 * case.num_tokens * stat
+    total = logits + 8 * case.num_tokens * stat
     if case.gathers_hidden or own > hidden * case.hidden_dtype.itemsize:
         total += own
     if own or narrow:
@@ -101,12 +100,13 @@ def _backward_bytes(case: Case) -> int:
         total += part + columns + max(copied, part)
     else:
         total += copied + (part if copied or not own else 0)
-    if not case.sums_dweight:
-        return total
     dweight = case.vocab_size * case.hidden_size
-    total += dweight * case.dtype.itemsize - min(dweight * case.dtype.itemsize, max(tile_t * width * stat, columns))
-    # XLA on CPU adds 16-bit numbers of several devices in float32, all of them at once.
-    return max(total, 2 * dweight * stat) if narrow and case.platform == "cpu" else total
+    if case.sums_dweight:  # over devices, in the end: until then a tile lies in the memory of the sum
+        total += dweight * case.dtype.itemsize - min(dweight * case.dtype.itemsize, max(logits, columns))
+        if narrow and case.platform == "cpu":  # where XLA adds 16-bit numbers in float32
+            total = max(total, 2 * dweight * stat + own)
+    in_dweight = logits if dweight * case.dtype.itemsize >= logits else 0  # of the forward's tiles
+    return max(total, _forward_bytes(case) - in_dweight)
 
 
 def _widest_tile(case: Case) -> tuple[int, int]:

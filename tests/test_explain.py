@@ -78,9 +78,15 @@ def test_smoothing_costs_the_kernels_hidden_in_float32() -> None:
 MESH = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
 
 
-@pytest.mark.parametrize("where", [False, True])
-@pytest.mark.parametrize(("batch", "sequence"), [(None, None), ("data", None), ("data", "tensor")], ids=str)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "batch", "sequence", "where"),
+    [
+        ("float32", None, None, False),
+        ("float32", "data", None, True),
+        ("float32", "data", "tensor", False),
+        ("bfloat16", "data", "tensor", True),
+    ],
+)
 def test_on_a_mesh_it_foretells_what_one_device_holds(dtype: str, batch: Any, sequence: Any, where: bool) -> None:
     def struct(shape: tuple[int, ...], dtype: Any, *axes: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(MESH, P(*axes)))
