@@ -45,13 +45,12 @@ def evaluate(
         axis_name=options.axis_name,
         gather_dim=gather_dim,
     )
-    agree = None
-    if options.axis_name is not None:
+    agree, mesh = None, _partition.mesh_of((hidden, weight, rows), options.static.cache_bytes)
+    if options.axis_name is None:
+        spec = dataclasses.replace(spec, mesh=mesh)
+    else:
         _checks.check_split(weight, options.axis_name, case)
         rows, agree = _collectives.same_on_all_shards(rows, options.axis_name)
-    else:
-        mesh = _partition.mesh_of((hidden, weight, rows), options.static.cache_bytes)
-        spec = dataclasses.replace(spec, mesh=mesh)
     if case.num_tokens == 0:
         return _nothing(case, _compat.vary_like(jnp.zeros(labels.shape, case.stat_dtype), (hidden, rows.labels)))
     out = _vjp.linear_logprobs(spec, hidden, weight, rows)

@@ -19,10 +19,10 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from lce_jax import _dispatch, _spmd
-from lce_jax._layout import Layout, layout_of_specs
+from lce_jax._layout import Layout, as_axes, layout_of_specs
 from lce_jax._shard import Rows, Spec
 from lce_jax._types import Results, ShardStatistics
-from lce_jax._xla_partitioning import Partition, Partitioned
+from lce_jax._xla_partitioning import Partition, Partitioned, warn_once
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
@@ -35,10 +35,33 @@ def mesh_of(operands: Any, cache_bytes: int) -> AbstractMesh | None:
     call on a machine of several devices gets the rule too, which one device's program does without.
     """
     mesh = _mesh_of_types(operands)
+    if AxisType.Manual in mesh.axis_types:
+        _check_other_axes(mesh, operands)
+        return None
     if not mesh.empty:
-        return mesh if mesh.size > 1 and AxisType.Manual not in mesh.axis_types else None
+        return mesh if mesh.size > 1 else None
     traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(operands))
     return mesh if traced and cache_bytes == 0 and jax.device_count() > 1 else None
+
+
+def _check_other_axes(mesh: AbstractMesh, operands: Any) -> None:
+    """Inside ``shard_map`` over some axes, nothing may be split over the others, and Auto ones cannot be read."""
+    manual = ", ".join(repr(axis) for axis in mesh.manual_axes)
+    advice = "make shard_map manual over these too (axis_names=...), and name the one that splits V as axis_name"
+    split = {axis for x in jax.tree.leaves(operands) for axis in _axes_of(jax.typeof(x).sharding.spec)}
+    if split:
+        raise ValueError(f"inside shard_map over {manual}, operands are split over {sorted(split)} as well: {advice}")
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    auto = [axis for axis, kind in kinds if kind == AxisType.Auto and mesh.shape[axis] > 1]
+    if auto:
+        warn_once(
+            f"linear_logprobs inside shard_map over {manual} cannot see how XLA splits its operands over "
+            f"{', '.join(map(repr, auto))}, and may repeat all work there: {advice}"
+        )
+
+
+def _axes_of(spec: P) -> tuple[str, ...]:
+    return tuple(axis for entry in spec.partitions for axis in as_axes(entry))
 
 
 def _mesh_of_types(operands: Any) -> AbstractMesh:
@@ -52,6 +75,11 @@ def forward(
     """`_spmd.forward` of global arrays. Under Auto axes nothing is cached: a cache has no global shape."""
     layout = _layout_of_types(spec, hidden, weight, rows)
     if layout is None:
+        if keep_cache and spec.case.options.cache_bytes:
+            warn_once(
+                "cache_bytes keeps nothing where XLA partitions linear_logprobs over Auto axes: call "
+                "sharded_linear_logprobs (or _cross_entropy), or make the mesh's axes Explicit"
+            )
         return *_auto_forward(spec, hidden, weight, rows), None
     device = functools.partial(_device_forward, spec, layout, keep_cache)
     outputs = (layout.out_spec, layout.out_spec, layout.every_device)

@@ -72,7 +72,7 @@ def _lower(context: Any, *operands: Any, whole: Any, function: Partitioned, tree
     run = jaxpr_as_fun(whole)
     if context.module_context.lowering_parameters.for_export:
         if function.mesh.size > 1:
-            _warn_once(
+            warn_once(
                 "jax.export cannot carry the rule by which XLA partitions linear_logprobs: every device of the "
                 "exported program will compute all of it. Export sharded_linear_logprobs (or _cross_entropy) instead."
             )
@@ -111,7 +111,7 @@ def _named(mesh: Mesh, known: AbstractMesh, operands: Any) -> tuple[Mesh, list[P
         return mesh, [x.sharding.spec for x in operands]
     devices = np.array(operands[0].sharding._device_assignment)
     if known.empty:
-        _warn_once(
+        warn_once(
             "linear_logprobs is called on several devices, and the mesh is not known where it is partitioned: every "
             "device will compute all of it. Call it under jax.set_mesh(mesh), or call sharded_linear_logprobs."
         )
@@ -129,5 +129,6 @@ def _shardings(mesh: Mesh, specs: Any) -> list[NamedSharding]:
 
 
 @functools.cache
-def _warn_once(message: str) -> None:
+def warn_once(message: str) -> None:
+    """Logs what makes a call slow, the first time that it is met."""
     _logger.warning(message)

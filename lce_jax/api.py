@@ -94,8 +94,11 @@ def linear_logprobs(
         as JAX's own transposes do.) Two runs are bitwise equal. Logits must be finite and within ±1e30.
 
     Sharding:
-        Operands that lie whole on each device, or one shard inside ``shard_map``. Arrays split over a mesh belong to
-        `sharded_linear_logprobs`: here the compiler would gather them, tile by tile.
+        Under ``jit`` on a mesh the call is partitioned as a matrix product is, over batch, sequence and vocabulary: by
+        the operands' types under Explicit axes, by XLA under Auto axes (where ``cache_bytes`` keeps nothing). An axis
+        that splits both tokens and vocabulary gathers the smaller of hidden and weight; a split H is gathered.
+        `sharded_linear_logprobs` says it by name. Inside ``shard_map``, give ``axis_name``: labels, ``where`` and
+        temperature may be typed varying over it where every shard holds the same; rows in which they differ are NaN.
 
     Example:
         >>> import jax, jax.numpy as jnp

@@ -330,10 +330,46 @@ def test_outside_jit() -> None:
     assert oracle.value_error(out.logprobs, linear_logprobs(HIDDEN, WEIGHT, LABELS).logprobs) < 2e-6
 
 
+def test_a_cache_under_auto_axes_says_that_it_keeps_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    mesh = mesh_of(AxisType.Auto)
+    hidden, labels = put(HIDDEN, mesh, P("data")), put(LABELS, mesh, P("data"))
+    _xla_partitioning.warn_once.cache_clear()
+    with caplog.at_level(logging.WARNING, logger="lce_jax"):
+        jax.jit(jax.grad(lambda w: linear_logprobs(hidden, w, labels, cache_bytes=1 << 20).lse.sum())).lower(WEIGHT)
+    assert "call sharded_linear_logprobs" in caplog.text
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_shard_map_over_some_axes(kind: AxisType, caplog: pytest.LogCaptureFixture) -> None:
+    """The others cannot be read there: Explicit ones are refused where they split something, Auto ones warned of."""
+    mesh = mesh_of(kind)
+
+    def some(hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> jax.Array:
+        return linear_logprobs(hidden, weight, labels).lse
+
+    def all_(hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> jax.Array:  # as the messages advise
+        return linear_logprobs(hidden, weight, labels, axis_name="tensor").lse
+
+    rows = P("data")
+    operands = put(HIDDEN, mesh, rows), put(WEIGHT, mesh, P("tensor")), put(LABELS, mesh, rows)
+    _xla_partitioning.warn_once.cache_clear()
+    with jax.set_mesh(mesh), caplog.at_level(logging.WARNING, logger="lce_jax"):
+        over_data = jax.shard_map(some, in_specs=(rows, P(), rows), out_specs=rows, axis_names={"data"})
+        if kind == AxisType.Explicit:
+            with pytest.raises(ValueError, match=r"split over \['tensor'\] as well: make shard_map manual over these"):
+                jax.jit(over_data)(*operands)
+        else:
+            jax.jit(over_data).lower(*operands)
+            assert "make shard_map manual over these too" in caplog.text
+        over_both = jax.shard_map(all_, in_specs=(rows, P("tensor"), rows), out_specs=rows)
+        got = jax.jit(over_both)(*operands)
+    assert oracle.value_error(got, linear_logprobs(HIDDEN, WEIGHT, LABELS).lse) < 2e-6
+
+
 def test_export_says_that_it_loses_the_rule(caplog: pytest.LogCaptureFixture) -> None:
     mesh = mesh_of(AxisType.Auto)
     operands = put(HIDDEN, mesh, P("data")), put(WEIGHT, mesh, P("tensor")), put(LABELS, mesh, P("data"))
-    _xla_partitioning._warn_once.cache_clear()
+    _xla_partitioning.warn_once.cache_clear()
     with caplog.at_level(logging.WARNING, logger="lce_jax"):
         exported = jax.export.export(jax.jit(lambda *x: linear_logprobs(*x).lse))(*operands)
     assert "Export sharded_linear_logprobs" in caplog.text
