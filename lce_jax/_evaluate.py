@@ -98,5 +98,6 @@ def _nothing(case: Case, empty: Array) -> Results:
         lse=empty,
         max_logit=empty if opts.stats else None,
         min_logit=empty if opts.stats else None,
+        correct=empty if opts.stats else None,
         mean_logit=empty if opts.mean_logit else None,
     )

@@ -27,8 +27,9 @@ is folded into target, uniform, constant and slope, so the inner loop never sees
 
 Why (1) subtracts before it multiplies: so logprob <= 0 and entropy >= 0 in every rounding. The largest column has
 x - m = 0 exactly, whatever a compiler fuses with the product, hence u = 0 and e^u = 1; every other u is negative. So
-s >= 1 and ln s >= 0, q <= 0, t <= 0, and (2), where one dᵢ is exactly 0 and none positive, keeps all of that. Were m a
-maximum of z = k x, a fused x k - m would not be 0 there: the product is rounded in one place and not in the other.
+s >= 1 and ln s >= 0, q <= 0, t <= 0, and (2), where one dᵢ is exactly 0 and none positive, keeps all of that; and t = 0
+just where the label is a largest column. Were m a maximum of z = k x, a fused x k - m would not be 0 there: the product
+is rounded in one place and not in the other.
 """
 
 from __future__ import annotations
@@ -231,6 +232,7 @@ def finish(
         lse=stats.max + log_sumexp,
         max_logit=None if stats.min is None else stats.max,
         min_logit=stats.min,
+        correct=None if stats.min is None else (in_vocab & (stats.target == 0.0)).astype(sumexp.dtype),
         mean_logit=None if stats.total is None else stats.total / vocab_size,
     )
     return results if where is None else jax.tree.map(lambda x: jnp.where(where, x, 0.0), results)

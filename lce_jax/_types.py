@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 if TYPE_CHECKING:
     from jax.lax import PrecisionLike
-    from jaxtyping import Array, Float, Int
+    from jaxtyping import Array, Bool, Float, Int
 
 
 class UnsupportedError(ValueError):
@@ -22,9 +22,9 @@ class UnsupportedError(ValueError):
 
 
 class LogprobOutput(NamedTuple):
-    """Per-token results, each of ``labels.shape`` and float32 (float64 when the weight is float64), or None.
+    """Per-token results, each of ``labels.shape`` and float32 (float64 when the weight is float64) or bool, or None.
 
-    A pytree. ``logprobs``, ``entropy`` and ``lse`` are differentiable; ``max_logit`` and ``min_logit`` are not.
+    A pytree. ``logprobs``, ``entropy`` and ``lse`` are differentiable; what ``stats=True`` adds is not.
 
     Attributes:
         logprobs: ln p(label), nats. 0 where the label is out of vocabulary or ``where`` is False.
@@ -32,6 +32,8 @@ class LogprobOutput(NamedTuple):
         lse: ln Σ exp(logits), nats.
         max_logit: largest logit over the true vocabulary. None without ``stats=True``.
         min_logit: smallest logit over the true vocabulary. None without ``stats=True``.
+        correct: bool, whether the label's logit is the largest, alone or with others. False where the label is out of
+            vocabulary or ``where`` is False. None without ``stats=True``.
     """
 
     logprobs: Float[Array, ...]
@@ -39,6 +41,7 @@ class LogprobOutput(NamedTuple):
     lse: Float[Array, ...]
     max_logit: Float[Array, ...] | None = None
     min_logit: Float[Array, ...] | None = None
+    correct: Bool[Array, ...] | None = None
 
 
 class LogprobOptions(TypedDict, total=False):
@@ -65,12 +68,13 @@ class Results(NamedTuple):
     lse: Float[Array, ...]
     max_logit: Float[Array, ...] | None = None
     min_logit: Float[Array, ...] | None = None
+    correct: Float[Array, ...] | None = None  # 1 or 0: a bool would have cotangents of a type of its own
     mean_logit: Float[Array, ...] | None = None
 
     @property
     def public(self) -> LogprobOutput:
         """The part that users see."""
-        return LogprobOutput(*self[:5])
+        return LogprobOutput(*self[:5], None if self.correct is None else self.correct > 0)
 
 
 @dataclasses.dataclass(frozen=True)

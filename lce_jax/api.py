@@ -56,7 +56,8 @@ def linear_logprobs(
         logit_softcap: ``c`` in ``cap(x) = c·tanh(x / c)``, before the temperature (Gemma 2: 30). None: no cap.
         logit_scale: multiplies the float32 logits first (Cohere, MuP).
         entropy: False leaves ``.entropy`` None and its cost out.
-        stats: True fills ``.max_logit`` and ``.min_logit``, extremes of ``z``. They have no gradient.
+        stats: True fills ``.max_logit`` and ``.min_logit``, extremes of ``z``, and ``.correct``, whether the label's
+            logit is the largest (token accuracy: ``out.correct.mean()``). They have no gradient.
         vocab_size: the true vocabulary. Columns from there on are padding: in no sum, with zero gradient, whatever
             they hold. None: every column counts.
         weight_layout: "vh" for ``[V, H]`` (nnx.Embed, PyTorch, Megatron), "hv" for ``[H, V]`` (nnx.Linear kernel).
@@ -73,7 +74,7 @@ def linear_logprobs(
             (logger ``lce_jax``). `explain` lists the choice and the reasons.
 
     Returns:
-        A `LogprobOutput`, each field of ``labels.shape`` in float32 (float64 for a float64 weight) or None.
+        A `LogprobOutput`, each field of ``labels.shape`` in float32 (float64 for a float64 weight) or bool, or None.
 
     Raises:
         UnsupportedError: an implementation asked for by name cannot serve the call; the message says why.

@@ -13,6 +13,7 @@ class Results(NamedTuple):
     lse: np.ndarray
     max_logit: np.ndarray
     min_logit: np.ndarray
+    correct: np.ndarray
 
 
 def _double(x: Any) -> np.ndarray:
@@ -57,7 +58,8 @@ def logprobs(
     column = np.where(owned, labels, 0).astype(np.int64)
     logprob = np.where(owned, np.take_along_axis(z - lse, column[..., None], -1)[..., 0], 0)
     entropy = -(p * (z - lse)).sum(-1)
-    fields = (logprob, entropy, lse[..., 0], z.max(-1), z.min(-1))
+    at_label = np.take_along_axis(z, column[..., None], -1)[..., 0]
+    fields = (logprob, entropy, lse[..., 0], z.max(-1), z.min(-1), owned & (at_label == z.max(-1)))
     return Results(*(np.where(live, field, 0) for field in fields))
 
 

@@ -57,12 +57,12 @@ def test_matches_float64(test: cases.TestCase, implementation: str) -> None:
     want = oracle.logprobs(product_hidden, weight, labels, **options)
     for name, got in out._asdict().items():
         expected = {"entropy": options.get("entropy", True), "max_logit": options.get("stats", False)}
-        expected["min_logit"] = expected["max_logit"]
+        expected["min_logit"] = expected["correct"] = expected["max_logit"]
         if not expected.get(name, True):
             assert got is None, name
             continue
         assert got.shape == labels.shape, name
-        assert got.dtype == jnp.float32, name
+        assert got.dtype == (jnp.bool_ if name == "correct" else jnp.float32), name
         # Logits beyond ±30 carry more rounding than results near 0 can hide.
         bound = VALUE_BOUND[test.dtype] * max(1.0, test.spread / 10)
         assert oracle.value_error(got, getattr(want, name)) <= bound, name
