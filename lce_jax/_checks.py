@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -222,6 +223,17 @@ def not_negative(name: str, value: Any) -> float:
     value = _number(name, value)
     if value < 0:
         raise ValueError(f"{name} must not be negative, got {value}")
+    return value
+
+
+def number_or_scalar(name: str, value: Any, check: Callable[[str, Any], float]) -> Any:
+    """A number that passes ``check``, or a real array of shape (), traced or not, whose value nobody looks at."""
+    if not is_array(value) or isinstance(value, np.generic):
+        return check(name, value)
+    if not (jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer)):
+        raise TypeError(f"{name} must be a real number, got an array of {value.dtype}")
+    if value.shape != ():
+        raise ValueError(f"{name} must be a number or an array of shape (), got shape {tuple(value.shape)}")
     return value
 
 

@@ -134,7 +134,8 @@ def linear_cross_entropy(
     ignore_index: int | None = None,
     reduction: Reduction = "mean",
     label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
+    z_loss: float | Float[Array, ""] = 0.0,
+    normalizer: float | Array | None = None,
     **options: Unpack[LogprobOptions],
 ) -> Float[Array, "..."]:
     """Cross entropy of a language-model head, without storing the logits.
@@ -151,12 +152,18 @@ def linear_cross_entropy(
         ignore_index: rows with this label do not count either; -100 is PyTorch's. None: no such label.
         reduction: "mean" over the rows that count (0 if there are none), "sum", or "none" for ``[...]``.
         label_smoothing: ε in [0, 1).
-        z_loss: weight of ``lse²``, at least 0 (PaLM: 1e-4).
+        z_loss: weight of ``lse²``, at least 0 (PaLM: 1e-4); a number, or an array of shape (), which may be traced
+            and is differentiable.
+        normalizer: what "mean" divides the sum by in place of the number of rows that count here: the rows of all
+            micro-batches, or of all devices inside ``shard_map``, so that the losses and their gradients add up to
+            the mean over all. A positive number, or an array of shape (), which may be traced and where 0 counts
+            as 1. None: the rows that count here.
         **options: as in `linear_logprobs`. ``entropy`` and ``stats`` have nothing to add to a loss.
 
     Returns:
         The loss in nats, float32 (float64 for a float64 weight): a scalar, or ``[...]`` with ``reduction="none"``.
-        Inside ``shard_map`` it is over the rows of this shard; the data axes are yours to average.
+        Inside ``shard_map`` it is over the rows of this shard; the data axes are yours to average, or to sum with
+        ``normalizer=jax.lax.psum(jnp.sum(where), "data")``.
 
     Raises:
         As `linear_logprobs`.
@@ -173,7 +180,7 @@ def linear_cross_entropy(
         6.908
     """
     return cross_entropy(
-        evaluate, hidden, weight, labels, where, ignore_index, reduction, label_smoothing, z_loss, options
+        evaluate, hidden, weight, labels, where, ignore_index, reduction, label_smoothing, z_loss, normalizer, options
     )
 
 
@@ -186,27 +193,38 @@ def cross_entropy(
     ignore_index: int | None,
     reduction: Reduction,
     label_smoothing: float,
-    z_loss: float,
+    z_loss: float | Array,
+    normalizer: float | Array | None,
     options: LogprobOptions,
 ) -> Array:
     """The loss over anything that evaluates a call as `evaluate` does."""
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f'reduction must be "mean", "sum" or "none", got {reduction!r}')
     label_smoothing = _checks.fraction("label_smoothing", label_smoothing)
-    z_loss = _checks.not_negative("z_loss", z_loss)
+    z_loss = _checks.number_or_scalar("z_loss", z_loss, _checks.not_negative)
+    if normalizer is not None:
+        if reduction != "mean":
+            raise ValueError(f'normalizer={normalizer!r} divides the "mean"; reduction is {reduction!r}, which it is not')
+        normalizer = _checks.number_or_scalar("normalizer", normalizer, _checks.positive)
     where = _counting_rows(labels, where, ignore_index)
     checked = _checks.options({"entropy": False, **options}, mean_logit=label_smoothing > 0)
     out = evaluate(hidden, weight, labels, where, checked)
     loss = -(1.0 - label_smoothing) * out.logprobs
     if out.mean_logit is not None:
         loss += label_smoothing * (out.lse - out.mean_logit)
-    if z_loss:
-        loss += z_loss * out.lse * out.lse
+    if isinstance(z_loss, float):
+        if z_loss > 0:
+            loss += z_loss * out.lse * out.lse
+    else:
+        loss += jnp.asarray(z_loss, loss.dtype) * out.lse * out.lse
     if reduction == "none":
         return loss
     total = jnp.sum(loss)
     if reduction == "sum":
         return total
+    if normalizer is not None:
+        divisor = jnp.asarray(normalizer, loss.dtype)
+        return total / jnp.where(divisor == 0, 1, divisor)
     count = loss.size if where is None else jnp.sum(where, dtype=loss.dtype)
     return total / jnp.maximum(count, 1).astype(loss.dtype)
 

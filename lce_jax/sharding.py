@@ -86,7 +86,8 @@ def sharded_linear_cross_entropy(
     ignore_index: int | None = None,
     reduction: api.Reduction = "mean",
     label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
+    z_loss: float | Float[Array, ""] = 0.0,
+    normalizer: float | Array | None = None,
     **options: Unpack[LogprobOptions],
 ) -> Float[Array, "..."]:
     """`linear_cross_entropy` over a mesh; "mean" and "sum" are over the tokens of all devices.
@@ -104,6 +105,7 @@ def sharded_linear_cross_entropy(
         reduction: as `linear_cross_entropy`.
         label_smoothing: as `linear_cross_entropy`.
         z_loss: as `linear_cross_entropy`.
+        normalizer: as `linear_cross_entropy`; of the tokens of all devices.
         **options: as `linear_logprobs`, without ``axis_name``.
 
     Returns:
@@ -125,7 +127,7 @@ def sharded_linear_cross_entropy(
         _evaluate, mesh=mesh, vocab_axis=vocab_axis, batch_axes=batch_axes, sequence_axis=sequence_axis
     )
     return api.cross_entropy(
-        run, hidden, weight, labels, where, ignore_index, reduction, label_smoothing, z_loss, options
+        run, hidden, weight, labels, where, ignore_index, reduction, label_smoothing, z_loss, normalizer, options
     )
 
 

@@ -46,7 +46,8 @@ class LossOptions(CallOptions, total=False):
     ignore_index: int | None
     reduction: Reduction
     label_smoothing: float
-    z_loss: float
+    z_loss: float | Float[Array, ""]
+    normalizer: float | Array | None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -169,7 +169,7 @@ class LMHead(nnx.Module):
         Args:
             hidden: ``[..., H]``.
             labels: ``[...]`` vocabulary ids.
-            **options: ``ignore_index``, ``reduction``, ``label_smoothing``, ``z_loss`` and the options of `logprobs`,
-                as in `lce_jax.linear_cross_entropy`.
+            **options: ``ignore_index``, ``reduction``, ``label_smoothing``, ``z_loss``, ``normalizer`` and the options
+                of `logprobs`, as in `lce_jax.linear_cross_entropy`.
         """
         return self.options.loss(hidden, self.weight[...], labels, **options)
