@@ -32,10 +32,20 @@ def options(given: LogprobOptions, mean_logit: bool = False) -> CallOptions:
         known = ", ".join(LogprobOptions.__annotations__)
         raise TypeError(f"unknown option {', '.join(sorted(unknown))}; known: {known}")
     static = {field.name for field in dataclasses.fields(Options)}
-    checked = static_options(**{name: value for name, value in given.items() if name in static})
+    fixed: dict[str, Any] = {name: value for name, value in given.items() if name in static}
+    scale, softcap = (fixed.get(name, default) for name, default in (("logit_scale", 1.0), ("logit_softcap", None)))
+    scale = number_or_scalar("logit_scale", scale, _number)
+    softcap = None if softcap is None else number_or_scalar("logit_softcap", softcap, positive)
+    traced = is_array(scale) or is_array(softcap)
+    if traced:
+        fixed |= {"logit_scale": 1.0, "logit_softcap": None if softcap is None else 1.0}
+    checked = static_options(**fixed)
+    traced_cap = traced and softcap is not None
     return CallOptions(
-        static=dataclasses.replace(checked, mean_logit=mean_logit),
+        static=dataclasses.replace(checked, mean_logit=mean_logit, traced_cap=traced_cap),
         temperature=given.get("temperature", 1.0),
+        logit_scale=scale if traced else None,
+        logit_softcap=softcap if traced else None,
         vocab_size=given.get("vocab_size"),
         axis_name=_axis_name(given.get("axis_name")),
         implementation=_implementation_names(given.get("implementation")),
@@ -107,16 +117,23 @@ def vocabulary(vocab_size: Any, columns: int) -> int:
     return vocab_size
 
 
-def rows(labels: Any, where: Any, value: Any, vocab_size: int, dtype: Any) -> Rows:
+def rows(
+    labels: Any, where: Any, value: Any, vocab_size: int, dtype: Any, scale: Any = None, softcap: Any = None
+) -> Rows:
     """The per-token operands; labels outside [0, vocab_size) become -1."""
     shape = labels.shape
     labels = int32_labels(labels)
     labels = jnp.where((labels >= 0) & (labels < vocab_size), labels, -1)
     where = None if where is None else jnp.asarray(where)
-    value = temperature(value, shape)
-    if value is not None:
-        value = jnp.broadcast_to(lax.stop_gradient(jnp.asarray(value)).astype(dtype), shape)
-    return Rows(labels, where, value)
+    factors = (temperature(value, shape), scale, softcap)
+    return Rows(labels, where, *(per_token(factor, shape, dtype) for factor in factors))
+
+
+def per_token(value: Any, shape: tuple[int, ...], dtype: Any) -> Array | None:
+    """A number or an array that broadcasts, as an operand of the labels' shape without a gradient."""
+    if value is None:
+        return None
+    return jnp.broadcast_to(lax.stop_gradient(jnp.asarray(value)).astype(dtype), shape)
 
 
 def num_rows(value: Any, num_tokens: int) -> Int[Array, ""]:

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from jaxtyping import Array
 
 
+FACTORS = ("temperature", "logit_scale", "logit_softcap")  # the options that may be arrays
+
+
 def evaluate(
     hidden: Array,
     weight: Array,
@@ -36,7 +39,8 @@ def evaluate(
     vocab_size = _checks.vocabulary(options.vocab_size, columns)
     implementation, _ = _dispatch.choose(case, options.implementation)
     hidden, weight = (_compat.without_reduced(jnp.asarray(x)) for x in (hidden, weight))
-    rows = _checks.rows(labels, where, options.temperature, vocab_size, case.stat_dtype)
+    factors = (options.logit_scale, options.logit_softcap)
+    rows = _checks.rows(labels, where, options.temperature, vocab_size, case.stat_dtype, *factors)
     spec = Spec(
         case,
         implementation.NAME,
@@ -67,10 +71,15 @@ def evaluate_over(
     per_token = {"labels": _checks.int32_labels(labels)}
     if where is not None:
         per_token["where"] = where
-    temperature = _checks.temperature(options.temperature, labels.shape)
-    if temperature is not None:
-        per_token["temperature"] = jnp.broadcast_to(jnp.asarray(temperature).astype(case.stat_dtype), labels.shape)
-    options = dataclasses.replace(options, temperature=1.0, axis_name=layout.vocab_axes)
+    factors = {name: getattr(options, name) for name in FACTORS}
+    factors["temperature"] = _checks.temperature(options.temperature, labels.shape)
+    for name, factor in factors.items():
+        rows = _checks.per_token(factor, labels.shape, case.stat_dtype)
+        if rows is not None:
+            per_token[name] = rows
+    options = dataclasses.replace(
+        options, temperature=1.0, logit_scale=None, logit_softcap=None, axis_name=layout.vocab_axes
+    )
     return _mapped(layout, options, jnp.asarray(hidden), jnp.asarray(weight), per_token)
 
 
@@ -84,8 +93,8 @@ def _mapped(layout: Layout, options: CallOptions, hidden: Array, weight: Array, 
 
 def _body(layout: Layout, options: CallOptions, hidden: Array, weight: Array, per_token: dict[str, Array]) -> Results:
     """One device's share, inside ``shard_map``."""
-    if "temperature" in per_token:
-        options = dataclasses.replace(options, temperature=per_token["temperature"])
+    factors: dict[str, Any] = {name: per_token[name] for name in FACTORS if name in per_token}
+    options = dataclasses.replace(options, **factors)
     out = evaluate(hidden, weight, per_token["labels"], per_token.get("where"), options, layout.gather_dim)
     return jax.tree.map(layout.own_rows, out)
 

@@ -54,18 +54,24 @@ def row_scale(options: Options, inverse_temperature: Float[Array, "T"] | None) -
     return scale if inverse_temperature is None else scale * inverse_temperature
 
 
-def unscaled_logits(raw: Float[Array, "T n"], options: Options) -> Float[Array, "T n"]:
-    """The x of eq. 0, from raw products."""
+def unscaled_logits(
+    raw: Float[Array, "T n"], options: Options, cap_scale: Float[Array, "T"] | None = None
+) -> Float[Array, "T n"]:
+    """The x of eq. 0, from raw products; ``cap_scale`` stands for a / c where they are traced."""
     if options.logit_softcap is not None:
-        return jnp.tanh(raw * (options.logit_scale / options.logit_softcap))
+        scale = options.logit_scale / options.logit_softcap if cap_scale is None else cap_scale
+        return jnp.tanh(raw * _along_rows(scale))
     return -raw if options.logit_scale < 0 else raw
 
 
 def transform_logits(
-    raw: Float[Array, "T n"], options: Options, inverse_temperature: Float[Array, "T"] | None
+    raw: Float[Array, "T n"],
+    options: Options,
+    inverse_temperature: Float[Array, "T"] | None,
+    cap_scale: Float[Array, "T"] | None = None,
 ) -> tuple[Float[Array, "T n"], Float[Array, "T n"] | None]:
     """Eq. 0: logits from raw products, and the derivative of the cap (None without one)."""
-    x = unscaled_logits(raw, options)
+    x = unscaled_logits(raw, options, cap_scale)
     dcap = None if options.logit_softcap is None else 1.0 - x * x
     return x * _along_rows(row_scale(options, inverse_temperature)), dcap
 

@@ -48,6 +48,8 @@ class Rows(NamedTuple):
     labels: Int[Array, "*b"]  # int32 global id, -1 where out of vocabulary
     where: Bool[Array, "*b"] | None
     temperature: Float[Array, "*b"] | None
+    logit_scale: Float[Array, "*b"] | None = None  # where it or the softcap is an array; else the options have both
+    logit_softcap: Float[Array, "*b"] | None = None
     num_rows: Int[Array, ""] | None = None  # in the place of ``where``: the rows, from the first on, that count
 
     @property
@@ -100,9 +102,9 @@ def gradients(
     ``stats`` are those of the whole vocabulary, in the call's row order.
     """
     operands, order = _operands(spec, hidden, weight, rows, start)
-    inverse_temperature = _inverse_temperature(rows, spec.case)
+    scales = _scales(rows, spec.case)
     coefficients = _math.row_coefficients(
-        stats, cotangent, rows.live, inverse_temperature, spec.case.options, spec.vocab_size
+        stats, cotangent, rows.live, scales.derivative, spec.case.options, spec.vocab_size
     )
     if order is not None:
         coefficients = _rows.compact(order, coefficients)
@@ -115,6 +117,7 @@ def gradients(
 
     dhidden, dweight = _run(spec, chosen, elsewhere, operands, coefficients, cache)
     dhidden = dhidden if order is None else _rows.expand(order, dhidden)
+    dhidden = _signed(dhidden, scales)
     return dhidden if rows.live is None else jnp.where(rows.live[:, None], dhidden, 0.0), dweight
 
 
@@ -136,15 +139,47 @@ def _operands(
         num_columns = min(max(left, 0), columns) if isinstance(left, int) else jnp.clip(left, 0, columns)
     targets = rows.labels - start
     owned = (rows.labels >= 0) & (targets >= 0) & (targets < columns)
-    targets, inverse_temperature = jnp.where(owned, targets, -1), _inverse_temperature(rows, spec.case)
-    order, num_rows = None, rows.num_rows
+    targets, scales = jnp.where(owned, targets, -1), _scales(rows, spec.case)
+    hidden, order, num_rows = _signed(hidden, scales), None, rows.num_rows
     if rows.where is not None:
         order = _rows.compaction(rows.where)
-        hidden, targets, inverse_temperature = _rows.compact(order, (hidden, targets, inverse_temperature))
+        hidden, targets, scales = _rows.compact(order, (hidden, targets, scales))
         num_rows = order.num_rows
     elif rows.live is not None:  # whatever the rows behind hold, it cannot spread
         hidden = jnp.where(rows.live[:, None], hidden, jnp.zeros((), hidden.dtype))
-    return Operands(hidden, weight, targets, inverse_temperature, num_rows, num_columns), order
+    return Operands(hidden, weight, targets, scales.logits, num_rows, num_columns, scales.cap), order
+
+
+class _Scales(NamedTuple):
+    """What temperature and a traced scale or softcap make of eq. 0, per token: z = logits · x(sign · r)."""
+
+    logits: Float[Array, "T"] | None  # None: 1
+    cap: Float[Array, "T"] | None = None  # x = tanh(cap · r)
+    sign: Float[Array, "T"] | None = None  # of a traced scale without a cap
+
+    @property
+    def derivative(self) -> Float[Array, "T"] | None:
+        """The row factor of eq. 5, but for the scale in the options."""
+        return self.logits if self.cap is None or self.logits is None else self.logits * self.cap
+
+
+def _scales(rows: Rows, case: Case) -> _Scales:
+    """The sign of a traced scale, which may be 0, goes into hidden: a factor of u (eq. 1) must be positive."""
+    inverse = _inverse_temperature(rows, case)
+    if rows.logit_scale is None:
+        return _Scales(inverse)
+    sign = cap = None
+    if rows.logit_softcap is None:
+        sign, logits = jnp.sign(rows.logit_scale), jnp.abs(rows.logit_scale)
+        logits = jnp.where(sign == 0, 1.0, logits)
+    else:
+        logits = jnp.abs(rows.logit_softcap)  # c tanh(x / c) is even in c
+        cap = rows.logit_scale / logits
+    return _Scales(logits if inverse is None else logits * inverse, cap, sign)
+
+
+def _signed(hidden: Float[Array, "T H"], scales: _Scales) -> Float[Array, "T H"]:
+    return hidden if scales.sign is None else hidden * scales.sign.astype(hidden.dtype)[:, None]
 
 
 def _inverse_temperature(rows: Rows, case: Case) -> Float[Array, "T"] | None:

@@ -48,8 +48,8 @@ class LogprobOptions(TypedDict, total=False):
     """The keyword options that every public function shares; `linear_logprobs` says what each means."""
 
     temperature: float | Float[Array, "..."]
-    logit_softcap: float | None
-    logit_scale: float
+    logit_softcap: float | Float[Array, ""] | None
+    logit_scale: float | Float[Array, ""]
     entropy: bool
     stats: bool
     vocab_size: int | None
@@ -89,6 +89,7 @@ class Options:
     cache_bytes: int = 0
     precision: Any = None
     mean_logit: bool = False  # label smoothing asks for it
+    traced_cap: bool = False  # the cap's numbers are `Operands.cap_scale` and a factor per row; those here are 1
 
     @property
     def unused_cache_notes(self) -> tuple[str, ...]:
@@ -118,9 +119,10 @@ class Operands(NamedTuple):
     hidden: Float[Array, "T H"]  # in the weight's dtype
     weight: Float[Array, "V H"]  # or [H, V]: Options.weight_layout
     targets: Int[Array, "T"]  # int32 column of the label in this shard, -1 where the shard does not own it
-    inverse_temperature: Float[Array, "T"] | None  # None: 1
+    inverse_temperature: Float[Array, "T"] | None  # and a traced scale or cap, if any; None: 1
     num_rows: Int[Array, ""] | None  # None: T
     num_columns: Int[Array, ""] | int | None  # None: V
+    cap_scale: Float[Array, "T"] | None = None  # what multiplies raw products within the cap, if not the options'
 
 
 class ShardStatistics(NamedTuple):
@@ -242,6 +244,8 @@ class CallOptions:
 
     static: Options
     temperature: Any
+    logit_scale: Any  # with the next, where one of them is an array; else None, and the options have the numbers
+    logit_softcap: Any
     vocab_size: int | None
     axis_name: Any
     implementation: tuple[str, ...] | None

@@ -26,8 +26,8 @@ def linear_logprobs(
     *,
     where: Bool[Array, "*b"] | None = None,
     temperature: float | Float[Array, "..."] = 1.0,
-    logit_softcap: float | None = None,
-    logit_scale: float = 1.0,
+    logit_softcap: float | Float[Array, ""] | None = None,
+    logit_scale: float | Float[Array, ""] = 1.0,
     entropy: bool = True,
     stats: bool = False,
     vocab_size: int | None = None,
@@ -53,8 +53,10 @@ def linear_logprobs(
             cost no work. None: every row counts.
         temperature: divides the float32 logits: a positive number, or an array that broadcasts to ``labels`` (one
             value per token, or per sequence as ``[b, 1]``). No gradient.
-        logit_softcap: ``c`` in ``cap(x) = c·tanh(x / c)``, before the temperature (Gemma 2: 30). None: no cap.
-        logit_scale: multiplies the float32 logits first (Cohere, MuP).
+        logit_softcap: ``c`` in ``cap(x) = c·tanh(x / c)``, before the temperature (Gemma 2: 30): a positive number,
+            or an array of shape (), which may be traced. None: no cap. No gradient.
+        logit_scale: multiplies the float32 logits first (Cohere, MuP): a number, or an array of shape (), which may
+            be traced. No gradient.
         entropy: False leaves ``.entropy`` None and its cost out.
         stats: True fills ``.max_logit`` and ``.min_logit``, extremes of ``z``, and ``.correct``, whether the label's
             logit is the largest (token accuracy: ``out.correct.mean()``). They have no gradient.
@@ -204,7 +206,9 @@ def cross_entropy(
     z_loss = _checks.number_or_scalar("z_loss", z_loss, _checks.not_negative)
     if normalizer is not None:
         if reduction != "mean":
-            raise ValueError(f'normalizer={normalizer!r} divides the "mean"; reduction is {reduction!r}, which it is not')
+            raise ValueError(
+                f'normalizer={normalizer!r} is the divisor of reduction="mean", reduction is {reduction!r}'
+            )
         normalizer = _checks.number_or_scalar("normalizer", normalizer, _checks.positive)
     where = _counting_rows(labels, where, ignore_index)
     checked = _checks.options({"entropy": False, **options}, mean_logit=label_smoothing > 0)

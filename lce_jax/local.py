@@ -188,7 +188,8 @@ def _bind(
         raise ValueError(f"labels {tuple(labels.shape)} must be flat here: [T], with hidden [T, H]")
     vocab_size = _checks.vocabulary(checked.vocab_size, _checks.INT32_MAX)
     chosen, _ = _dispatch.choose(case, checked.implementation)
-    rows = _checks.rows(labels, where, checked.temperature, vocab_size, case.stat_dtype)
+    factors = (checked.logit_scale, checked.logit_softcap)
+    rows = _checks.rows(labels, where, checked.temperature, vocab_size, case.stat_dtype, *factors)
     if num_rows is not None:
         rows = rows._replace(num_rows=_checks.num_rows(num_rows, case.num_tokens))
     padded = checked.vocab_size is not None

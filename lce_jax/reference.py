@@ -43,7 +43,7 @@ def plan(case: Case) -> Plan:
 def statistics(operands: Operands, case: Case, keep_cache: bool = False) -> tuple[ShardStatistics, None]:
     """Eq. 1 of the whole shard, from logits held at once."""
     del keep_cache
-    x = _math.unscaled_logits(_raw(operands, case), case.options)
+    x = _math.unscaled_logits(_raw(operands, case), case.options, operands.cap_scale)
     scale = _math.row_scale(case.options, operands.inverse_temperature)
     stats = _math.tile_statistics(x, scale, operands.targets, _live(operands, case), case.options)
     return _math.to_logits(stats, scale), None
@@ -54,7 +54,8 @@ def gradients(
 ) -> tuple[Float[Array, "T H"], Float[Array, "V H"]]:
     """Eq. 5, every product in the statistics' dtype; dweight rounded to the weight's dtype at the end."""
     del cache
-    z, dcap = _math.transform_logits(_raw(operands, case), case.options, operands.inverse_temperature)
+    scales = (operands.inverse_temperature, operands.cap_scale)
+    z, dcap = _math.transform_logits(_raw(operands, case), case.options, *scales)
     d = _math.dlogits(z, dcap, rows, operands.targets, _live(operands, case))
     hidden, weight = (x.astype(case.stat_dtype) for x in (operands.hidden, operands.weight))
     weight = _math.without_padding(weight, _live(operands, case), case.options)

@@ -41,8 +41,9 @@ def sharded_linear_logprobs(
         vocab_axis: the mesh axis (or axes) that splits the vocabulary. None: each device holds all of it.
         batch_axes: the mesh axis (or axes) that splits the batch. None: under Explicit axes those of hidden's own
             type, else the batch is not split.
-        sequence_axis: the mesh axis that splits the sequence. Where it is ``vocab_axis`` (Megatron's sequence
-            parallelism), hidden states are all-gathered forward and their gradient is reduce-scattered backward.
+        sequence_axis: the mesh axis (or axes) that splits the sequence. Where it is ``vocab_axis`` or ends with it
+            (Megatron's sequence parallelism, ``("context", "tensor")`` beside context parallelism), hidden states are
+            all-gathered over ``vocab_axis`` forward and their gradient is reduce-scattered backward.
         where: ``[...]`` bool, as in `linear_logprobs`.
         **options: as in `linear_logprobs`, without ``axis_name``.
 

@@ -76,11 +76,14 @@ def statistics(operands: Operands, case: Case, keep_cache: bool = False) -> tupl
     options = case.options
     tile_t, tile_v = tile_sizes(case)
 
-    def token_tile(hidden: Array, targets: Array, inverse_temperature: Array | None) -> ShardStatistics:
+    def token_tile(
+        hidden: Array, targets: Array, inverse_temperature: Array | None, cap_scale: Array | None
+    ) -> ShardStatistics:
         scale = _math.row_scale(options, inverse_temperature)
 
         def vocab_tile(start: Any, size: int, running: _math.Running) -> _math.Running:
-            x = _math.unscaled_logits(_raw(hidden, _columns(operands.weight, start, size, options), case), options)
+            raw = _raw(hidden, _columns(operands.weight, start, size, options), case)
+            x = _math.unscaled_logits(raw, options, cap_scale)
             live = _live(start, size, operands.num_columns)
             return running.add(_math.tile_statistics(x, scale, targets - start, live, options), scale)
 
@@ -88,13 +91,13 @@ def statistics(operands: Operands, case: Case, keep_cache: bool = False) -> tupl
         running = _compat.vary_like(_math.Running.start(empty), (hidden, operands))
         return _math.to_logits(_walk_vocabulary(case, operands, tile_v, vocab_tile, running).finish(), scale)
 
+    per_token = (operands.hidden, operands.targets, operands.inverse_temperature, operands.cap_scale)
     if tile_t == case.num_tokens:
-        return token_tile(operands.hidden, operands.targets, operands.inverse_temperature), None
+        return token_tile(*per_token), None
 
     def body(i: Array, stats: ShardStatistics) -> ShardStatistics:
         start, _ = _token_start(i, tile_t, case.num_tokens)
-        rows = (operands.hidden, operands.targets, operands.inverse_temperature)
-        tile = token_tile(*jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, tile_t), rows))
+        tile = token_tile(*jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, tile_t), per_token))
         return jax.tree.map(lambda all_, part: lax.dynamic_update_slice_in_dim(all_, part, start, 0), stats, tile)
 
     empty = _compat.vary_like(_math.empty_statistics(case.num_tokens, case.stat_dtype, options), operands)
@@ -118,10 +121,11 @@ def gradients(
         hidden: Array,
         targets: Array,
         inverse_temperature: Array | None,
+        cap_scale: Array | None,
         rows: RowCoefficients,
     ) -> tuple[Array, Array]:
         size = weight.shape[options.vocab_dim]
-        z, dcap = _math.transform_logits(_raw(hidden, weight, case), options, inverse_temperature)
+        z, dcap = _math.transform_logits(_raw(hidden, weight, case), options, inverse_temperature, cap_scale)
         live = _live(start_v, size, operands.num_columns)
         weight = _math.without_padding(weight, live, options)
         d = _math.dlogits(z, dcap, rows, targets - start_v, live)
@@ -133,7 +137,7 @@ def gradients(
     def vocab_tile(start_v: Any, size: int, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         dhidden, dweight = carry
         weight = _columns(operands.weight, start_v, size, options)
-        per_token = (operands.hidden, operands.targets, operands.inverse_temperature, rows)
+        per_token = (operands.hidden, operands.targets, operands.inverse_temperature, operands.cap_scale, rows)
         if one_token_tile:
             part, dcolumns = tile(start_v, weight, *per_token)
             dhidden = dhidden + part
@@ -142,11 +146,11 @@ def gradients(
             def body(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
                 dhidden, dcolumns = carry
                 start, first = _token_start(i, tile_t, case.num_tokens)
-                hidden, targets, inverse_temperature, part_rows = jax.tree.map(
+                hidden, targets, inverse_temperature, cap_scale, part_rows = jax.tree.map(
                     lambda x: lax.dynamic_slice_in_dim(x, start, tile_t), per_token
                 )
                 part_rows = _drop_leading(part_rows, first)
-                part, dpart = tile(start_v, weight, hidden, targets, inverse_temperature, part_rows)
+                part, dpart = tile(start_v, weight, hidden, targets, inverse_temperature, cap_scale, part_rows)
                 part = part + lax.dynamic_slice_in_dim(dhidden, start, tile_t)
                 return lax.dynamic_update_slice_in_dim(dhidden, part, start, 0), dcolumns + dpart
 

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -198,8 +197,7 @@ def test_z_loss_of_each_example_under_vmap() -> None:
     penalties = jnp.asarray([0.0, 1e-3, 1e-2, 0.1])
     got = jax.vmap(lambda h, y, z: linear_cross_entropy(h, weight, y, z_loss=z))(hidden, labels, penalties)
     want = [
-        linear_cross_entropy(h, weight, y, z_loss=float(z))
-        for h, y, z in zip(hidden, labels, penalties, strict=True)
+        linear_cross_entropy(h, weight, y, z_loss=float(z)) for h, y, z in zip(hidden, labels, penalties, strict=True)
     ]
     assert np.allclose(got, want, rtol=1e-6)
 
