@@ -208,6 +208,9 @@ def _token_start(i: Array, tile_t: int, num_tokens: int) -> tuple[Array, Array]:
 
 
 def _drop_leading(rows: RowCoefficients, first: Array) -> RowCoefficients:
-    """Zero coefficients before row ``first``, so that rows of two tiles count once."""
+    """Zero coefficients before row ``first``, so that rows of two tiles count once.
+
+    The shift stays: without it the exponentials that they multiply would overflow.
+    """
     keep = jnp.arange(rows.shift.shape[0], dtype=jnp.int32) >= first
-    return jax.tree.map(lambda x: jnp.where(keep, x, 0.0), rows)
+    return jax.tree.map(lambda x: jnp.where(keep, x, 0.0), rows)._replace(shift=rows.shift)

@@ -84,3 +84,19 @@ def test_tile_sizes_stay_within_the_operands(tokens: int, vocab: int, platform: 
     assert tile_v < vocab or vocab <= 512
     budget = (4 if platform == "cpu" else 64) << 20
     assert tile_t * tile_v <= max(budget, 512 * tile_t)
+
+
+def test_rows_of_two_tiles_with_large_logits() -> None:
+    """The last tile of tokens reaches back into the one before, and exp of these logits is infinite."""
+    test = cases.case("large", leading=(600,), H=32, V=600, where="all", spread=200.0)
+    hidden, weight, labels, options, seeds = cases.draw(test)
+
+    def gradients(implementation: str):
+        def loss(hidden, weight):
+            out = linear_logprobs(hidden, weight, labels, implementation=implementation, precision="highest", **options)
+            return cases.objective(out, seeds)
+
+        return jax.jit(jax.grad(loss, argnums=(0, 1)))(hidden, weight)
+
+    for got, want in zip(gradients("xla"), gradients("reference"), strict=True):
+        assert oracle.relative_norm(got, want) < 1e-4
