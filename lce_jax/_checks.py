@@ -40,12 +40,13 @@ def options(given: LogprobOptions, mean_logit: bool = False) -> CallOptions:
     if traced:
         fixed |= {"logit_scale": 1.0, "logit_softcap": None if softcap is None else 1.0}
     checked = static_options(**fixed)
-    traced_cap = traced and softcap is not None
+    traced_cap, bias = traced and softcap is not None, given.get("bias")
     return CallOptions(
-        static=dataclasses.replace(checked, mean_logit=mean_logit, traced_cap=traced_cap),
+        static=dataclasses.replace(checked, mean_logit=mean_logit, traced_cap=traced_cap, has_bias=bias is not None),
         temperature=given.get("temperature", 1.0),
         logit_scale=scale if traced else None,
         logit_softcap=softcap if traced else None,
+        bias=bias,
         vocab_size=given.get("vocab_size"),
         axis_name=_axis_name(given.get("axis_name")),
         implementation=_implementation_names(given.get("implementation")),
@@ -91,6 +92,8 @@ def case(hidden: Any, weight: Any, labels: Any, where: Any, call_options: CallOp
     _check_shapes(hidden, weight, labels, opts)
     if where is not None:
         check_where(where, labels.shape)
+    if call_options.bias is not None:
+        _check_bias(call_options.bias, weight, opts)
     vocab, size = weight.shape[opts.vocab_dim], weight.shape[opts.hidden_dim]
     device = _dispatch.current_device(weight)
     return Case(
@@ -288,6 +291,18 @@ def _check_shapes(hidden: Any, weight: Any, labels: Any, opts: Options) -> None:
         raise ValueError(f"labels {tuple(labels.shape)} must have hidden's leading shape {tuple(hidden.shape[:-1])}")
     if vocab == 0 or size == 0:
         raise ValueError(f"weight {tuple(weight.shape)} must have at least one vocabulary entry and one hidden unit")
+
+
+def _check_bias(bias: Any, weight: Any, opts: Options) -> None:
+    if not is_array(bias):
+        raise TypeError(f"bias must be an array, got {type(bias).__name__}")
+    if jnp.dtype(bias.dtype).name not in FLOATS:
+        raise TypeError(f"bias must be one of {', '.join(FLOATS)}, got {bias.dtype}")
+    if tuple(bias.shape) != (weight.shape[opts.vocab_dim],):
+        raise ValueError(
+            f"bias {tuple(bias.shape)} must have one number per vocabulary column of weight {tuple(weight.shape)}: "
+            f"({weight.shape[opts.vocab_dim]},), also where a mesh axis splits them"
+        )
 
 
 def _number(name: str, value: Any) -> float:

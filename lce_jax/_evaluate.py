@@ -38,7 +38,8 @@ def evaluate(
     columns = case.vocab_size * _checks.axis_size(options.axis_name)
     vocab_size = _checks.vocabulary(options.vocab_size, columns)
     implementation, _ = _dispatch.choose(case, options.implementation)
-    hidden, weight = (_compat.without_reduced(jnp.asarray(x)) for x in (hidden, weight))
+    operands = (hidden, weight, options.bias)
+    hidden, weight, bias = jax.tree.map(lambda x: _compat.without_reduced(jnp.asarray(x)), operands)
     factors = (options.logit_scale, options.logit_softcap)
     rows = _checks.rows(labels, where, options.temperature, vocab_size, case.stat_dtype, *factors)
     spec = Spec(
@@ -55,11 +56,11 @@ def evaluate(
         _checks.check_split(weight, options.axis_name, case)
         rows, agree = _collectives.same_on_all_shards(rows, options.axis_name)
     else:
-        mesh = _partition.mesh_of((hidden, weight, rows), options.static.cache_bytes)
+        mesh = _partition.mesh_of((hidden, weight, bias, rows), options.static.cache_bytes)
         spec = dataclasses.replace(spec, mesh=mesh)
     if case.num_tokens == 0:
         return _nothing(case, _compat.vary_like(jnp.zeros(labels.shape, case.stat_dtype), (hidden, rows.labels)))
-    out = _vjp.linear_logprobs(spec, hidden, weight, rows)
+    out = _vjp.linear_logprobs(spec, hidden, weight, bias, rows)
     return out if agree is None else jax.tree.map(lambda x: jnp.where(agree, x, jnp.nan), out)
 
 
@@ -77,24 +78,39 @@ def evaluate_over(
         rows = _checks.per_token(factor, labels.shape, case.stat_dtype)
         if rows is not None:
             per_token[name] = rows
+    operands = jax.tree.map(jnp.asarray, (hidden, weight, options.bias))
     options = dataclasses.replace(
-        options, temperature=1.0, logit_scale=None, logit_softcap=None, axis_name=layout.vocab_axes
+        options, temperature=1.0, logit_scale=None, logit_softcap=None, bias=None, axis_name=layout.vocab_axes
     )
-    return _mapped(layout, options, jnp.asarray(hidden), jnp.asarray(weight), per_token)
+    return _mapped(layout, options, *operands, per_token)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
-def _mapped(layout: Layout, options: CallOptions, hidden: Array, weight: Array, per_token: dict[str, Array]) -> Results:
+def _mapped(
+    layout: Layout,
+    options: CallOptions,
+    hidden: Array,
+    weight: Array,
+    bias: Array | None,
+    per_token: dict[str, Array],
+) -> Results:
     """Jitted, so that calls outside ``jit`` compile once."""
     body = functools.partial(_body, layout, options)
     mapped = jax.shard_map(body, mesh=layout.mesh, in_specs=layout.in_specs, out_specs=layout.out_spec)
-    return mapped(*layout.place((hidden, weight, per_token)))
+    return mapped(*layout.place((hidden, weight, bias, per_token)))
 
 
-def _body(layout: Layout, options: CallOptions, hidden: Array, weight: Array, per_token: dict[str, Array]) -> Results:
+def _body(
+    layout: Layout,
+    options: CallOptions,
+    hidden: Array,
+    weight: Array,
+    bias: Array | None,
+    per_token: dict[str, Array],
+) -> Results:
     """One device's share, inside ``shard_map``."""
     factors: dict[str, Any] = {name: per_token[name] for name in FACTORS if name in per_token}
-    options = dataclasses.replace(options, **factors)
+    options = dataclasses.replace(options, bias=bias, **factors)
     out = evaluate(hidden, weight, per_token["labels"], per_token.get("where"), options, layout.gather_dim)
     return jax.tree.map(layout.own_rows, out)
 

@@ -1,7 +1,7 @@
 r"""The mathematics, once. Other modules cite the equations by number.
 
-Logits of a token, from its raw products $r_v = h \cdot w_v$ (temperature $\tau$, scale $a$, softcap $c$), are one
-factor per row times what its columns differ in:
+Logits of a token, from its raw products $r_v = h \cdot w_v + b_v$ (the bias $b$ may be none; temperature $\tau$, scale
+$a$, softcap $c$), are one factor per row times what its columns differ in:
 
     (0)  z = k x,   x = r (-r for a < 0), k = |a| / τ;   with a softcap   x = tanh(a r / c), k = c / τ
 
@@ -17,7 +17,7 @@ and, with p = softmax(z):
                                              + g_mean / V
          and, as p = e^u / s,                = 1_y g_lp + g_mean / V + e^u / s · (g_lse - g_lp + g_ent (q / s - u))
                                              = 1_y target + uniform + e^u (constant + slope u)
-    (5)  gradient in the raw products:    dr = dz · (a / τ) · (1 - tanh²(a r / c));   dh = dr W,  dW = drᵀ h
+    (5)  gradient in the raw products:    dr = dz · (a / τ) · (1 - tanh²(a r / c));   dh = dr W,  dW = drᵀ h,  db = Σ dr
 
 Why this shape: q is summed in the shifted variable u, so entropy never is the difference of two large numbers, and
 both terms of (3) are non-negative. (2) is associative and serves tiles, chunks and shards alike. An empty set has
@@ -55,12 +55,14 @@ def row_scale(options: Options, inverse_temperature: Float[Array, "T"] | None) -
 
 
 def unscaled_logits(
-    raw: Float[Array, "T n"], options: Options, cap_scale: Float[Array, "T"] | None = None
+    raw: Float[Array, "T n"], options: Options, raw_scale: Float[Array, "T"] | None = None
 ) -> Float[Array, "T n"]:
-    """The x of eq. 0, from raw products; ``cap_scale`` stands for a / c where they are traced."""
+    """The x of eq. 0, from raw products; ``raw_scale`` stands for a / c, or for the sign of a, if they are traced."""
     if options.logit_softcap is not None:
-        scale = options.logit_scale / options.logit_softcap if cap_scale is None else cap_scale
+        scale = options.logit_scale / options.logit_softcap if raw_scale is None else raw_scale
         return jnp.tanh(raw * _along_rows(scale))
+    if raw_scale is not None:
+        return raw * _along_rows(raw_scale)
     return -raw if options.logit_scale < 0 else raw
 
 
@@ -68,10 +70,10 @@ def transform_logits(
     raw: Float[Array, "T n"],
     options: Options,
     inverse_temperature: Float[Array, "T"] | None,
-    cap_scale: Float[Array, "T"] | None = None,
+    raw_scale: Float[Array, "T"] | None = None,
 ) -> tuple[Float[Array, "T n"], Float[Array, "T n"] | None]:
     """Eq. 0: logits from raw products, and the derivative of the cap (None without one)."""
-    x = unscaled_logits(raw, options, cap_scale)
+    x = unscaled_logits(raw, options, raw_scale)
     dcap = None if options.logit_softcap is None else 1.0 - x * x
     return x * _along_rows(row_scale(options, inverse_temperature)), dcap
 

@@ -58,6 +58,7 @@ class LogprobOptions(TypedDict, total=False):
     cache_bytes: int
     precision: PrecisionLike
     implementation: str | tuple[str, ...] | None
+    bias: Float[Array, "V"] | None
 
 
 class Results(NamedTuple):
@@ -89,7 +90,8 @@ class Options:
     cache_bytes: int = 0
     precision: Any = None
     mean_logit: bool = False  # label smoothing asks for it
-    traced_cap: bool = False  # the cap's numbers are `Operands.cap_scale` and a factor per row; those here are 1
+    has_bias: bool = False
+    traced_cap: bool = False  # the cap's numbers are `Operands.raw_scale` and a factor per row; those here are 1
 
     @property
     def unused_cache_notes(self) -> tuple[str, ...]:
@@ -122,7 +124,9 @@ class Operands(NamedTuple):
     inverse_temperature: Float[Array, "T"] | None  # and a traced scale or cap, if any; None: 1
     num_rows: Int[Array, ""] | None  # None: T
     num_columns: Int[Array, ""] | int | None  # None: V
-    cap_scale: Float[Array, "T"] | None = None  # what multiplies raw products within the cap, if not the options'
+    # What multiplies raw products first: a traced scale over a cap in the options' place, a traced scale's sign.
+    raw_scale: Float[Array, "T"] | None = None
+    bias: Float[Array, "V"] | None = None  # in the statistics' dtype; added to the raw products
 
 
 class ShardStatistics(NamedTuple):
@@ -246,6 +250,7 @@ class CallOptions:
     temperature: Any
     logit_scale: Any  # with the next, where one of them is an array; else None, and the options have the numbers
     logit_softcap: Any
+    bias: Any
     vocab_size: int | None
     axis_name: Any
     implementation: tuple[str, ...] | None

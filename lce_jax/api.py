@@ -36,12 +36,13 @@ def linear_logprobs(
     cache_bytes: int = 0,
     precision: PrecisionLike = None,
     implementation: str | tuple[str, ...] | None = None,
+    bias: Float[Array, "V"] | None = None,
 ) -> LogprobOutput:
     """Per-token log-probability and entropy of a language-model head, without storing the logits.
 
-    With ``z = cap(logit_scale · hidden · weightᵀ) / temperature`` in float32 and ``p = softmax(z)`` over the
+    With ``z = cap(logit_scale · (hidden · weightᵀ + bias)) / temperature`` in float32 and ``p = softmax(z)`` over the
     vocabulary, returns ``logprobs = z[label] - lse``, ``entropy = -Σ p ln p`` and ``lse = ln Σ exp(z)`` per token,
-    all in nats. Differentiable, once, in ``hidden`` and ``weight`` through all three.
+    all in nats. Differentiable, once, in ``hidden``, ``weight`` and ``bias`` through all three.
 
     Args:
         hidden: ``[..., H]`` hidden states; any leading shape, also an empty one. bfloat16, float16, float32 or
@@ -74,6 +75,8 @@ def linear_logprobs(
         implementation: "mosaic_gpu" (kernels for Hopper GPUs), "xla" (every device), "reference" (stores the logits),
             or a tuple of names tried in order. None: the best one that can serve the call, its name logged once
             (logger ``lce_jax``). `explain` lists the choice and the reasons.
+        bias: ``[V]``, added to the float32 products before the scale, split as the weight's vocabulary is. Its
+            gradient is summed in float32 and rounded once. "mosaic_gpu" does not serve it. None: no bias.
 
     Returns:
         A `LogprobOutput`, each field of ``labels.shape`` in float32 (float64 for a float64 weight) or bool, or None.
@@ -123,6 +126,7 @@ def linear_logprobs(
         "cache_bytes": cache_bytes,
         "precision": precision,
         "implementation": implementation,
+        "bias": bias,
     }
     return evaluate(hidden, weight, labels, where, _checks.options(options)).public
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
 
 NAME = "xla"
+type _Gradients = tuple[Array, Array, Array | None]  # of hidden, weight (or some columns of it) and bias
 
 
 def supports(case: Case) -> str | None:
@@ -77,13 +78,14 @@ def statistics(operands: Operands, case: Case, keep_cache: bool = False) -> tupl
     tile_t, tile_v = tile_sizes(case)
 
     def token_tile(
-        hidden: Array, targets: Array, inverse_temperature: Array | None, cap_scale: Array | None
+        hidden: Array, targets: Array, inverse_temperature: Array | None, raw_scale: Array | None
     ) -> ShardStatistics:
         scale = _math.row_scale(options, inverse_temperature)
 
         def vocab_tile(start: Any, size: int, running: _math.Running) -> _math.Running:
-            raw = _raw(hidden, _columns(operands.weight, start, size, options), case)
-            x = _math.unscaled_logits(raw, options, cap_scale)
+            bias = _bias_columns(operands.bias, start, size)
+            raw = _raw(hidden, _columns(operands.weight, start, size, options), bias, case)
+            x = _math.unscaled_logits(raw, options, raw_scale)
             live = _live(start, size, operands.num_columns)
             return running.add(_math.tile_statistics(x, scale, targets - start, live, options), scale)
 
@@ -91,7 +93,7 @@ def statistics(operands: Operands, case: Case, keep_cache: bool = False) -> tupl
         running = _compat.vary_like(_math.Running.start(empty), (hidden, operands))
         return _math.to_logits(_walk_vocabulary(case, operands, tile_v, vocab_tile, running).finish(), scale)
 
-    per_token = (operands.hidden, operands.targets, operands.inverse_temperature, operands.cap_scale)
+    per_token = (operands.hidden, operands.targets, operands.inverse_temperature, operands.raw_scale)
     if tile_t == case.num_tokens:
         return token_tile(*per_token), None
 
@@ -106,8 +108,11 @@ def statistics(operands: Operands, case: Case, keep_cache: bool = False) -> tupl
 
 def gradients(
     operands: Operands, case: Case, rows: RowCoefficients, cache: None = None
-) -> tuple[Float[Array, "T H"], Float[Array, "V H"]]:
-    """Eq. 5: dhidden in the statistics' dtype, for the caller to reduce and round once, and dweight in the weight's."""
+) -> tuple[Float[Array, "T H"], Float[Array, "V H"], Float[Array, "V"] | None]:
+    """Eq. 5: dhidden in the statistics' dtype, for the caller to reduce and round once, and dweight in the weight's.
+
+    And dbias, where there is a bias, in the statistics' dtype.
+    """
     del cache
     options = case.options
     tile_t, tile_v = tile_sizes(case)
@@ -121,46 +126,57 @@ def gradients(
         hidden: Array,
         targets: Array,
         inverse_temperature: Array | None,
-        cap_scale: Array | None,
+        raw_scale: Array | None,
         rows: RowCoefficients,
-    ) -> tuple[Array, Array]:
+    ) -> tuple[Array, Array, Array | None]:
         size = weight.shape[options.vocab_dim]
-        z, dcap = _math.transform_logits(_raw(hidden, weight, case), options, inverse_temperature, cap_scale)
+        raw = _raw(hidden, weight, _bias_columns(operands.bias, start_v, size), case)
+        z, dcap = _math.transform_logits(raw, options, inverse_temperature, raw_scale)
         live = _live(start_v, size, operands.num_columns)
         weight = _math.without_padding(weight, live, options)
         d = _math.dlogits(z, dcap, rows, targets - start_v, live)
+        dbias = None if operands.bias is None else jnp.sum(d, axis=0)
         d, weight, hidden = (x.astype(_gradient_dtype(case)) for x in (d, weight, hidden))
         dhidden = _dot(d, weight, 1, options.vocab_dim, case, case.stat_dtype)
         left, right = (d, hidden) if options.vocab_dim == 0 else (hidden, d)
-        return dhidden, _dot(left, right, 0, 0, case, dweight_dtype)
+        return dhidden, _dot(left, right, 0, 0, case, dweight_dtype), dbias
 
-    def vocab_tile(start_v: Any, size: int, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        dhidden, dweight = carry
+    def vocab_tile(start_v: Any, size: int, carry: _Gradients) -> _Gradients:
+        dhidden, dweight, dbias = carry
         weight = _columns(operands.weight, start_v, size, options)
-        per_token = (operands.hidden, operands.targets, operands.inverse_temperature, operands.cap_scale, rows)
+        per_token = (operands.hidden, operands.targets, operands.inverse_temperature, operands.raw_scale, rows)
         if one_token_tile:
-            part, dcolumns = tile(start_v, weight, *per_token)
+            part, dcolumns, dbias_part = tile(start_v, weight, *per_token)
             dhidden = dhidden + part
         else:
 
-            def body(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-                dhidden, dcolumns = carry
+            def body(i: Array, carry: _Gradients) -> _Gradients:
+                dhidden, dcolumns, dbias_part = carry
                 start, first = _token_start(i, tile_t, case.num_tokens)
-                hidden, targets, inverse_temperature, cap_scale, part_rows = jax.tree.map(
+                hidden, targets, inverse_temperature, raw_scale, part_rows = jax.tree.map(
                     lambda x: lax.dynamic_slice_in_dim(x, start, tile_t), per_token
                 )
                 part_rows = _drop_leading(part_rows, first)
-                part, dpart = tile(start_v, weight, hidden, targets, inverse_temperature, cap_scale, part_rows)
+                part, dpart, more = tile(start_v, weight, hidden, targets, inverse_temperature, raw_scale, part_rows)
                 part = part + lax.dynamic_slice_in_dim(dhidden, start, tile_t)
-                return lax.dynamic_update_slice_in_dim(dhidden, part, start, 0), dcolumns + dpart
+                dhidden = lax.dynamic_update_slice_in_dim(dhidden, part, start, 0)
+                return dhidden, dcolumns + dpart, jax.tree.map(jnp.add, dbias_part, more)
 
-            zero = _compat.vary_like(jnp.zeros(weight.shape, dweight_dtype), (operands, rows))
+            zeros = (jnp.zeros(weight.shape, dweight_dtype), None if dbias is None else jnp.zeros(size, dbias.dtype))
+            zeros = _compat.vary_like(zeros, (operands, rows))
             count = _num_token_tiles(operands.num_rows, tile_t, case.num_tokens)
-            dhidden, dcolumns = lax.fori_loop(0, count, body, (dhidden, zero))
+            dhidden, dcolumns, dbias_part = lax.fori_loop(0, count, body, (dhidden, *zeros))
         dcolumns = dcolumns.astype(case.dtype)
-        return dhidden, lax.dynamic_update_slice_in_dim(dweight, dcolumns, start_v, options.vocab_dim)
+        dweight = lax.dynamic_update_slice_in_dim(dweight, dcolumns, start_v, options.vocab_dim)
+        if dbias is not None and dbias_part is not None:
+            dbias = lax.dynamic_update_slice_in_dim(dbias, dbias_part, start_v, 0)
+        return dhidden, dweight, dbias
 
-    init = (jnp.zeros(operands.hidden.shape, case.stat_dtype), jnp.zeros(operands.weight.shape, case.dtype))
+    init = (
+        jnp.zeros(operands.hidden.shape, case.stat_dtype),
+        jnp.zeros(operands.weight.shape, case.dtype),
+        None if operands.bias is None else jnp.zeros(operands.bias.shape, case.stat_dtype),
+    )
     return _walk_vocabulary(case, operands, tile_v, vocab_tile, _compat.vary_like(init, (operands, rows)))
 
 
@@ -169,8 +185,11 @@ def _gradient_dtype(case: Case) -> jnp.dtype:
     return case.stat_dtype if case.platform == "cpu" else case.dtype
 
 
-def _raw(hidden: Float[Array, "t H"], weight: Float[Array, "v H"], case: Case) -> Float[Array, "t v"]:
-    return _dot(hidden, weight, 1, case.options.hidden_dim, case, case.stat_dtype)
+def _raw(
+    hidden: Float[Array, "t H"], weight: Float[Array, "v H"], bias: Float[Array, "v"] | None, case: Case
+) -> Float[Array, "t v"]:
+    raw = _dot(hidden, weight, 1, case.options.hidden_dim, case, case.stat_dtype)
+    return raw if bias is None else raw + bias
 
 
 def _dot(left: Array, right: Array, left_dim: int, right_dim: int, case: Case, dtype: jnp.dtype) -> Array:
@@ -180,6 +199,10 @@ def _dot(left: Array, right: Array, left_dim: int, right_dim: int, case: Case, d
 
 def _columns(weight: Array, start: Any, size: int, options: Options) -> Array:
     return lax.dynamic_slice_in_dim(weight, start, size, axis=options.vocab_dim)
+
+
+def _bias_columns(bias: Array | None, start: Any, size: int) -> Array | None:
+    return None if bias is None else lax.dynamic_slice_in_dim(bias, start, size)
 
 
 def _live(start: Any, size: int, num_columns: Int[Array, ""] | int | None) -> Array | None:

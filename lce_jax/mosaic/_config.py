@@ -195,6 +195,8 @@ def refusal(case: Case) -> str | None:
     reason = _device_refusal(case) or _shape_refusal(case)
     if reason is None and case.options.logit_scale <= 0:
         reason = f"logit_scale must be positive for its running maximum, got {case.options.logit_scale}"
+    if reason is None and case.options.has_bias:
+        reason = "bias: the kernels' epilogues add none to the products"
     if reason is None and case.options.traced_cap:
         reason = "logit_softcap beside an array for it or logit_scale: the kernels hold the cap's numbers as constants"
     if reason is None and case.options.mean_logit and case.options.logit_softcap is not None:
