@@ -22,7 +22,8 @@ def _fresh_traces():
 @pytest.mark.parametrize("tile", [(1, 1), (8, 16), (7, 104), (24, 13), (23, 50)], ids=str)
 @pytest.mark.parametrize(
     "test",
-    [t for t in cases.MATRIX if t.name in ("plain", "everything", "where", "where with nothing live", "stats")],
+    [t for t in cases.MATRIX if t.name in ("plain", "everything", "where", "where with nothing live", "stats")]
+    + [t for t in cases.BIASED if t.name == "bias and everything"],
     ids=str,
 )
 def test_any_tiling(test: cases.TestCase, tile: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
