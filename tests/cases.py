@@ -89,7 +89,8 @@ BIASED = [
     case("bias and where", leading=(3, 50), V=600, bias="float32", where="nan", spread=100.0),
     case(
         "bias and everything", leading=(4, 6), V=128, vocab_size=113, temperature="token", where="nan",
-        labels="foreign", logit_softcap=4.0, logit_scale=-1.3, stats=True, weight_layout="hv", spread=3.0, bias="float32",
+        labels="foreign", logit_softcap=4.0, logit_scale=-1.3, stats=True, weight_layout="hv", spread=3.0,
+        bias="float32",
     ),
     case("float16 bias, no entropy", bias="float16", entropy=False),
     case("bfloat16 with a float32 bias", dtype="bfloat16", leading=(64,), H=128, V=512, bias="float32"),

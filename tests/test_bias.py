@@ -149,7 +149,7 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     call = (jnp.ones((4, 8)), jnp.ones((32, 8)), jnp.zeros((4,), int))
     with pytest.raises(ValueError, match=r"bias \(8,\) must have one number per vocabulary column of weight \(32, 8\)"):
         linear_logprobs(*call, bias=jnp.ones((8,)))
-    with pytest.raises(TypeError, match="bias must be one of bfloat16, .* got int32"):
+    with pytest.raises(TypeError, match=r"bias must be one of bfloat16, .* got int32"):
         linear_logprobs(*call, bias=jnp.ones((32,), int))
     with pytest.raises(TypeError, match="bias must be an array, got float"):
         linear_logprobs(*call, bias=1.0)

@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 class LMHead(nn.Module):
     """A language-model head that need not store its logits: ``head(hidden)``, ``head.logprobs``, ``head.loss``.
 
-    Holds a parameter ``weight [rows, H]``, or (`tied`) uses an embedding's, and perhaps a ``bias [rows]``. Scale, cap, padding and mesh
-    are set here, once, and so are the same in sampling, in log-probabilities and in the loss.
+    Holds a parameter ``weight [rows, H]``, or (`tied`) uses an embedding's, and with ``use_bias`` a ``bias [rows]``.
+    Scale, cap, padding and mesh are set here, once, and so are the same in sampling, in log-probabilities and in the
+    loss.
 
     Attributes:
         hidden_size: H.

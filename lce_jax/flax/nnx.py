@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 class LMHead(nnx.Module):
     """A language-model head that need not store its logits: ``head(hidden)``, ``head.logprobs``, ``head.loss``.
 
-    Holds a parameter ``weight [rows, H]``, its own or (`tied`) an embedding's, and perhaps a ``bias [rows]``. Scale, cap, padding and mesh are set
-    here, once, and so are the same in sampling, in log-probabilities and in the loss.
+    Holds a parameter ``weight [rows, H]``, its own or (`tied`) an embedding's, and with ``use_bias`` a ``bias [rows]``.
+    Scale, cap, padding and mesh are set here, once, and so are the same in sampling, in log-probabilities and in the
+    loss.
 
     Args:
         hidden_size: H.
@@ -102,8 +103,9 @@ class LMHead(nnx.Module):
             elif vocab_axis is not None:
                 weight = nnx.with_partitioning(lambda: weight, (vocab_axis, None), mesh)()
             self.weight = nnx.Param(weight)
-        self.bias = None
-        if use_bias:
+        if not use_bias:
+            self.bias = None
+        else:
             bias = jnp.zeros(self.weight.shape[:1], param_dtype)
             annotated = bias if vocab_axis is None else nnx.with_partitioning(lambda: bias, (vocab_axis,), mesh)()
             self.bias = nnx.Param(annotated)
