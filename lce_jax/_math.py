@@ -156,7 +156,8 @@ def merge(parts: ShardStatistics, scale: Float[Array, "T"] | float = 1.0) -> Sha
 
     ``scale`` is the k of statistics that `to_logits` has not seen; of logits it is 1.
     """
-    parts = _relative_to(jnp.max(parts.max, axis=0), parts, scale)
+    scale = scale if isinstance(scale, float | int) else scale[None, :]
+    parts = _relative_to(jnp.max(parts.max, axis=0, keepdims=True), parts, scale)
     return ShardStatistics(
         max=jnp.max(parts.max, axis=0),
         sumexp=jnp.sum(parts.sumexp, axis=0),

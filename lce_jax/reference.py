@@ -70,7 +70,7 @@ def gradients(
 def _raw(operands: Operands, case: Case) -> Float[Array, "T V"]:
     hidden, weight = (x.astype(case.stat_dtype) for x in (operands.hidden, operands.weight))
     raw = jnp.matmul(hidden, weight.T if case.options.vocab_dim == 0 else weight, precision="highest")
-    return raw if operands.bias is None else raw + operands.bias
+    return raw if operands.bias is None else raw + operands.bias[None, :]
 
 
 def _live(operands: Operands, case: Case) -> Array | None:

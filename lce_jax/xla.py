@@ -189,7 +189,7 @@ def _raw(
     hidden: Float[Array, "t H"], weight: Float[Array, "v H"], bias: Float[Array, "v"] | None, case: Case
 ) -> Float[Array, "t v"]:
     raw = _dot(hidden, weight, 1, case.options.hidden_dim, case, case.stat_dtype)
-    return raw if bias is None else raw + bias
+    return raw if bias is None else raw + bias[None, :]
 
 
 def _dot(left: Array, right: Array, left_dim: int, right_dim: int, case: Case, dtype: jnp.dtype) -> Array:
