@@ -1,8 +1,9 @@
 """Log-probability and entropy of a language-model head, straight from hidden states, without storing the logits."""
 
 from lce_jax import local
+from lce_jax._explain import explain
 from lce_jax._types import LogprobOutput, Plan, UnsupportedError
-from lce_jax.api import explain, linear_cross_entropy, linear_logprobs
+from lce_jax.api import linear_cross_entropy, linear_logprobs
 from lce_jax.sharding import sharded_linear_cross_entropy, sharded_linear_logprobs
 
 __all__ = [

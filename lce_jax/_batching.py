@@ -29,13 +29,13 @@ def forward(
 
     @jax.custom_batching.custom_vmap
     def call(*operands: Any) -> Any:
-        run = _spmd.forward if spec.mesh is None else _partition.forward
+        run: Any = _spmd.forward if spec.mesh is None else _partition.forward
         return run(spec, *operands, keep_cache)
 
     @call.def_vmap
     def batched(size: int, in_batched: Any, *operands: Any) -> Any:
         if in_batched[1] or in_batched[2] or (keep_cache and spec.case.options.cache_bytes):
-            out = _one_by_one(lambda *example: forward(spec, *example, keep_cache), in_batched, operands)
+            out = _one_by_one(lambda h, w, b, r: forward(spec, h, w, b, r, keep_cache), in_batched, operands)
         else:
             hidden, _, _, rows = _with_batch(size, in_batched, operands)
             case = dataclasses.replace(spec.case, num_tokens=rows.labels.size)
@@ -77,7 +77,8 @@ def backward(
 
 def _one_by_one(function: Callable[..., Any], in_batched: Any, operands: Any) -> Any:
     """``function`` of each example in turn: its own operands and those that all share."""
-    flat, tree = jax.tree.flatten(operands)
+    tree: Any = jax.tree.structure(operands)
+    flat = jax.tree.leaves(operands)
     batched = jax.tree.leaves(tuple(in_batched))
     for x in (x for x, b in zip(flat, batched, strict=True) if b):
         axes = jax.typeof(x).sharding.spec.partitions[0]

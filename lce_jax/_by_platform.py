@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
+from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
 
 from lce_jax import _compat
@@ -24,7 +24,7 @@ def by_platform(on_gpu: Callable[..., Any], elsewhere: Callable[..., Any] | None
     ``elsewhere`` returns the same arrays up to their dtypes. Where it is None, a program for another platform is
     refused as it is lowered.
     """
-    flat, tree = jax.tree.flatten(operands)
+    flat, tree = jax.tree.leaves(operands), _structure(operands)
     kernels, shapes = jax.make_jaxpr(lambda *flat: on_gpu(*tree.unflatten(flat)), return_shape=True)(*flat)
 
     def as_on_gpu(*flat: Any) -> Any:
@@ -34,11 +34,15 @@ def by_platform(on_gpu: Callable[..., Any], elsewhere: Callable[..., Any] | None
 
     other = None if elsewhere is None else jax.make_jaxpr(as_on_gpu)(*flat)
 
-    @jax.custom_batching.sequential_vmap
-    def bind(*flat: Any) -> Any:
-        return _by_platform_p.bind(*flat, on_gpu=kernels, elsewhere=other)
+    bind = jax.custom_batching.sequential_vmap(
+        lambda *flat: _by_platform_p.bind(*flat, on_gpu=kernels, elsewhere=other)
+    )
 
-    return jax.tree.structure(shapes).unflatten(bind(*flat))
+    return _structure(shapes).unflatten(bind(*flat))
+
+
+def _structure(tree: Any) -> Any:
+    return jax.tree.structure(tree)
 
 
 _by_platform_p = Primitive("lce_by_platform")
@@ -47,12 +51,12 @@ _by_platform_p.def_abstract_eval(lambda *_, on_gpu, **__: on_gpu.out_avals)
 _by_platform_p.def_impl(lambda *operands, **jaxprs: jax.jit(lambda *x: _by_platform_p.bind(*x, **jaxprs))(*operands))
 
 
-def _lower_kernels(context: Any, *operands: Any, on_gpu: ClosedJaxpr, elsewhere: ClosedJaxpr | None) -> Any:
+def _lower_kernels(context: Any, *operands: Any, on_gpu: Any, elsewhere: Any) -> Any:
     del elsewhere
     return mlir.lower_fun(jaxpr_as_fun(on_gpu), multiple_results=True)(context, *operands)
 
 
-def _lower_elsewhere(context: Any, *operands: Any, on_gpu: ClosedJaxpr, elsewhere: ClosedJaxpr | None) -> Any:
+def _lower_elsewhere(context: Any, *operands: Any, on_gpu: Any, elsewhere: Any) -> Any:
     del on_gpu
     if elsewhere is None:
         platforms = ", ".join(context.module_context.platforms)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import functools
+import inspect
 import math
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -14,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from lce_jax import _compat, _dispatch
-from lce_jax._shard import Rows
+from lce_jax._shard import FLOAT32_MAX, FLOAT32_TINY, Rows, is_temperature
 from lce_jax._types import CallOptions, Case, LogprobOptions, Options, is_array
 
 if TYPE_CHECKING:
@@ -22,15 +25,10 @@ if TYPE_CHECKING:
 
 FLOATS = ("bfloat16", "float16", "float32", "float64")
 INT32_MAX = int(np.iinfo(np.int32).max)
-FLOAT32_MAX, FLOAT32_TINY = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
 
 
 def options(given: LogprobOptions, mean_logit: bool = False) -> CallOptions:
     """The options of a call, validated as far as they can be without its shapes."""
-    unknown = set(given) - set(LogprobOptions.__annotations__)
-    if unknown:
-        known = ", ".join(LogprobOptions.__annotations__)
-        raise TypeError(f"unknown option {', '.join(sorted(unknown))}; known: {known}")
     static = {field.name for field in dataclasses.fields(Options)}
     fixed: dict[str, Any] = {name: value for name, value in given.items() if name in static}
     scale, softcap = (fixed.get(name, default) for name, default in (("logit_scale", 1.0), ("logit_softcap", None)))
@@ -40,9 +38,9 @@ def options(given: LogprobOptions, mean_logit: bool = False) -> CallOptions:
     if traced:
         fixed |= {"logit_scale": 1.0, "logit_softcap": None if softcap is None else 1.0}
     checked = static_options(**fixed)
-    traced_cap, bias = traced and softcap is not None, given.get("bias")
+    bias = given.get("bias")
     return CallOptions(
-        static=dataclasses.replace(checked, mean_logit=mean_logit, traced_cap=traced_cap, has_bias=bias is not None),
+        static=dataclasses.replace(checked, mean_logit=mean_logit, traced_scale=traced, has_bias=bias is not None),
         temperature=given.get("temperature", 1.0),
         logit_scale=scale if traced else None,
         logit_softcap=softcap if traced else None,
@@ -51,6 +49,52 @@ def options(given: LogprobOptions, mean_logit: bool = False) -> CallOptions:
         axis_name=_axis_name(given.get("axis_name")),
         implementation=_implementation_names(given.get("implementation")),
     )
+
+
+def check_names(function: Callable[..., Any], given: Mapping[str, Any], without: Sequence[str] = ()) -> None:
+    """Every name in the ``**options`` that ``function`` was given must be one, of those that are not its own."""
+    unknown = [name for name in given if name not in LogprobOptions.__annotations__]
+    if not unknown:
+        return
+    own = [name for name, kind in inspect.signature(function).parameters.items() if kind.kind is kind.KEYWORD_ONLY]
+    known = [*own, *(name for name in LogprobOptions.__annotations__ if name not in without)]
+    close = difflib.get_close_matches(unknown[0], known, 1)
+    hint = f" (did you mean {close[0]}?)" if close else ""
+    raise TypeError(f"{function.__name__}: unknown option {', '.join(unknown)}{hint}; known: {', '.join(known)}")
+
+
+def loss_options(given: LogprobOptions) -> LogprobOptions:
+    """The options of a loss, which has neither entropy nor extremes to return."""
+    for name in ("entropy", "stats"):
+        flag = given.get(name, False)
+        if not isinstance(flag, bool | np.bool_):
+            raise TypeError(f"{name} must be True or False, got {flag!r}")
+        if flag:
+            raise ValueError(
+                f"{name}=True, but a loss has no such output: linear_logprobs (or sharded_linear_logprobs) returns it "
+                "beside the log-probabilities, of which the loss is the mean"
+            )
+    return {**given, "entropy": False}
+
+
+def loss(reduction: Any, label_smoothing: Any, z_loss: Any, normalizer: Any = None) -> tuple[float, Any, Any]:
+    """What a loss adds to the options, validated: the smoothing, the weight of lse² and the mean's divisor."""
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f'reduction must be "mean", "sum" or "none", got {reduction!r}')
+    if normalizer is not None:
+        if reduction != "mean":
+            raise ValueError(
+                f'normalizer={normalizer!r} is the divisor of reduction="mean", reduction is {reduction!r}'
+            )
+        normalizer = number_or_scalar("normalizer", normalizer, positive)
+    z_loss = number_or_scalar("z_loss", z_loss, not_negative)
+    return fraction("label_smoothing", label_smoothing), z_loss, normalizer
+
+
+def no_axis_name(given: CallOptions) -> None:
+    """Outside ``shard_map`` the axis has another name."""
+    if given.axis_name is not None:
+        raise ValueError(f"axis_name={given.axis_name!r} is for callers inside shard_map; here the axis is vocab_axis")
 
 
 def static_options(
@@ -96,12 +140,14 @@ def case(hidden: Any, weight: Any, labels: Any, where: Any, call_options: CallOp
         _check_bias(call_options.bias, weight, opts)
     vocab, size = weight.shape[opts.vocab_dim], weight.shape[opts.hidden_dim]
     device = _dispatch.current_device(weight)
+    dtype, given = (jnp.dtype(jax.dtypes.canonicalize_dtype(x.dtype)) for x in (weight, hidden))
     return Case(
         num_tokens=math.prod(labels.shape),
         hidden_size=size,
         vocab_size=vocab,
-        dtype=jnp.dtype(jax.dtypes.canonicalize_dtype(weight.dtype)),
+        dtype=dtype,
         options=opts,
+        given_dtype=None if given == dtype else given,
         compacted=where is not None,
         platform=device.platform,
         device_kind=device.kind,
@@ -124,19 +170,32 @@ def rows(
     labels: Any, where: Any, value: Any, vocab_size: int, dtype: Any, scale: Any = None, softcap: Any = None
 ) -> Rows:
     """The per-token operands; labels outside [0, vocab_size) become -1."""
-    shape = labels.shape
-    labels = int32_labels(labels)
-    labels = jnp.where((labels >= 0) & (labels < vocab_size), labels, -1)
+    factors = (temperature(value, labels.shape, where), scale, softcap)
+    arrays = tuple(None if factor is None else on_device(factor) for factor in factors)
     where = None if where is None else jnp.asarray(where)
-    factors = (temperature(value, shape), scale, softcap)
-    return Rows(labels, where, *(per_token(factor, shape, dtype) for factor in factors))
+    return _rows(int32_labels(labels), where, arrays, vocab_size, dtype)
 
 
-def per_token(value: Any, shape: tuple[int, ...], dtype: Any) -> Array | None:
+@functools.partial(jax.jit, static_argnums=(3, 4), inline=True)
+def _rows(labels: Array, where: Array | None, factors: Any, vocab_size: int, dtype: Any) -> Rows:
+    """Jitted: outside ``jit`` each number in an expression is a transfer, which ``jax.transfer_guard`` may forbid."""
+    labels = jnp.where((labels >= 0) & (labels < vocab_size), labels, -1)
+    return Rows(labels, where, *(None if x is None else _per_token(x, labels.shape, dtype) for x in factors))
+
+
+def per_token(value: Any, shape: tuple[int, ...], dtype: Any) -> Array:
     """A number or an array that broadcasts, as an operand of the labels' shape without a gradient."""
-    if value is None:
-        return None
-    return jnp.broadcast_to(lax.stop_gradient(jnp.asarray(value)).astype(dtype), shape)
+    return _per_token(on_device(value), shape, dtype)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2), inline=True)
+def _per_token(value: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+    return jnp.broadcast_to(lax.stop_gradient(value).astype(dtype), shape)
+
+
+def on_device(value: Any) -> Array:
+    """A number as an array, put there explicitly; arrays as they are."""
+    return value if isinstance(value, jax.Array) else jax.device_put(np.asarray(value))
 
 
 def num_rows(value: Any, num_tokens: int) -> Int[Array, ""]:
@@ -155,9 +214,21 @@ def int32_labels(labels: Any) -> Array:
     NumPy's 64-bit labels are clamped before JAX sees them, which would wrap them (2³² + 3 is not 3).
     """
     check_labels(labels)
-    numpy = np if isinstance(labels, np.ndarray | np.generic) else jnp
-    info, int32 = np.iinfo(labels.dtype), np.iinfo(np.int32)
-    return jnp.asarray(numpy.clip(labels, max(info.min, int32.min), min(info.max, int32.max)).astype(np.int32))
+    if isinstance(labels, np.ndarray | np.generic):
+        return jnp.asarray(_clamped(labels, np))
+    return _int32(jnp.asarray(labels))
+
+
+@functools.partial(jax.jit, inline=True)
+def _int32(labels: Array) -> Array:
+    return _clamped(labels, jnp)
+
+
+def _clamped(labels: Any, numpy: Any) -> Any:
+    info, int32 = jnp.iinfo(labels.dtype), np.iinfo(np.int32)
+    if info.min < int32.min or info.max > int32.max:
+        labels = numpy.clip(labels, max(info.min, int32.min), int32.max)
+    return labels.astype(np.int32)
 
 
 def check_split(weight: Any, axis_name: Any, case: Case) -> None:
@@ -174,29 +245,42 @@ def check_split(weight: Any, axis_name: Any, case: Case) -> None:
         )
 
 
+def check_array(name: str, x: Any, what: str = "an array") -> None:
+    """``x`` must be an array of JAX or NumPy, or the shape of one."""
+    if any(kind.__module__.partition(".")[0] == "torch" for kind in type(x).__mro__):
+        raise TypeError(
+            f"{name} must be {what} of JAX, got torch's {type(x).__name__}: lce_torch_bridge has the same functions "
+            "for torch tensors"
+        )
+    if not is_array(x):
+        raise TypeError(f"{name} must be {what}, got {type(x).__name__}")
+
+
 def check_labels(labels: Any) -> None:
     """Labels must be an array of integers."""
-    if not is_array(labels):
-        raise TypeError(f"labels must be an array, got {type(labels).__name__}")
+    check_array("labels", labels)
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise TypeError(f"labels must be integers (vocabulary ids), got {labels.dtype}")
 
 
 def check_where(where: Any, shape: tuple[int, ...]) -> None:
     """``where`` must be a bool array of the labels' shape."""
-    if not is_array(where):
-        raise TypeError(f"where must be a bool array, got {type(where).__name__}")
+    check_array("where", where, "a bool array")
     if where.dtype != jnp.bool_:
         raise TypeError(f"where must be bool, got {where.dtype}: write `where != 0` if that is what it means")
     if tuple(where.shape) != tuple(shape):
         raise ValueError(f"where {tuple(where.shape)} must have the shape of labels {tuple(shape)}")
 
 
-def temperature(value: Any, shape: tuple[int, ...]) -> Any:
-    """A temperature as given, or None where it is the number 1: a positive number, or an array that broadcasts."""
+def temperature(value: Any, shape: tuple[int, ...], where: Any = None) -> Any:
+    """A temperature as given, or None where it is the number 1: a positive number, or an array that broadcasts.
+
+    What it holds is looked at where it is known; `_shard` keeps the damage of a traced one in its rows.
+    """
     if not is_array(value) or isinstance(value, np.generic):
         value = positive("temperature", value)
         return None if value == 1.0 else value
+    check_array("temperature", value)
     if not jnp.issubdtype(value.dtype, jnp.floating):
         raise TypeError(f"temperature must be floating point, got {value.dtype}")
     try:
@@ -205,7 +289,30 @@ def temperature(value: Any, shape: tuple[int, ...]) -> Any:
         fits = False
     if not fits:
         raise ValueError(f"temperature {tuple(value.shape)} must broadcast to labels {tuple(shape)}")
+    _check_positive(value, shape, where)
     return value
+
+
+def _check_positive(value: Any, shape: tuple[int, ...], where: Any) -> None:
+    known = [x for x in (value, where) if x is not None]
+    if not all(_is_concrete(x) for x in known):
+        return
+    given, *live = jax.device_get(known)
+    given = np.broadcast_to(given.astype(np.float64), shape)
+    wrong = ~is_temperature(given) & (live[0] if live else True)
+    if wrong.any():
+        found = np.unique(given[wrong])
+        raise ValueError(
+            f"temperature must be positive and finite in float32, but is {', '.join(map(str, found[:3]))}"
+            f"{', …' if len(found) > 3 else ''} in {wrong.sum()} of {wrong.size} rows, the first of them "
+            f"{tuple(int(i) for i in np.argwhere(wrong)[0])}: leave such rows out with where="
+        )
+
+
+def _is_concrete(x: Any) -> bool:
+    if isinstance(x, jax.core.Tracer | jax.ShapeDtypeStruct):
+        return False
+    return not isinstance(x, jax.Array) or x.is_fully_addressable
 
 
 def axis_size(axis_name: Any) -> int:
@@ -250,6 +357,7 @@ def number_or_scalar(name: str, value: Any, check: Callable[[str, Any], float]) 
     """A number that passes ``check``, or a real array of shape (), traced or not, whose value nobody looks at."""
     if not is_array(value) or isinstance(value, np.generic):
         return check(name, value)
+    check_array(name, value)
     if not (jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer)):
         raise TypeError(f"{name} must be a real number, got an array of {value.dtype}")
     if value.shape != ():
@@ -268,8 +376,7 @@ def integer(name: str, value: Any) -> int:
 
 def _check_floats(hidden: Any, weight: Any) -> None:
     for name, x in (("hidden", hidden), ("weight", weight)):
-        if not is_array(x):
-            raise TypeError(f"{name} must be an array, got {type(x).__name__}")
+        check_array(name, x)
         if jnp.dtype(x.dtype).name not in FLOATS:
             raise TypeError(f"{name} must be one of {', '.join(FLOATS)}, got {x.dtype}")
 

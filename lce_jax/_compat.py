@@ -9,6 +9,8 @@ from typing import Any
 
 import jax
 from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec as P
 
 
@@ -54,18 +56,53 @@ def psum_to_type(x: jax.Array, like: Any) -> jax.Array:
 
 
 def first_order_only[**P, R](function: Callable[P, R]) -> Callable[P, R]:
-    """``function``, which raises when it is itself differentiated: it runs inside a ``custom_vjp`` rule."""
+    """``function``, whose own derivative raises where it is used: it runs inside a ``custom_vjp`` rule.
+
+    Used, not asked for: a gradient under ``stop_gradient`` within another is differentiated too, for nobody.
+    """
     guarded = jax.custom_jvp(function)
 
     @guarded.defjvp
-    def refuse(primals: Any, tangents: Any) -> Any:
-        del primals, tangents
-        raise NotImplementedError(
-            "lce_jax computes first derivatives only, and this is a derivative of a gradient (grad of grad, jvp of "
-            "grad, hessian): differentiate plain JAX code that stores the logits instead"
-        )
+    def derivative(primals: Any, tangents: Any) -> Any:
+        out = guarded(*primals)
+        given = [x for x in jax.tree.leaves(tangents) if x.dtype != jax.dtypes.float0]
+        flat, tree = jax.tree.flatten(out)
+        of_out = _derivative_p.bind(*given, avals=tuple(jax.typeof(x) for x in flat))
+        return out, jax.tree.unflatten(tree, of_out)
 
     return functools.wraps(function)(guarded)
+
+
+# The derivative of a gradient: linear, as JAX wants it, and refused once it is evaluated, lowered or transposed.
+_derivative_p = Primitive("lce_derivative_of_gradient")
+_derivative_p.multiple_results = True
+_derivative_p.def_abstract_eval(lambda *_, avals: list(avals))
+
+
+def _refuse_derivative(*_: Any, **__: Any) -> Any:
+    raise NotImplementedError(
+        "lce_jax computes first derivatives only, and this is a derivative of a gradient (grad of grad, jvp of "
+        "grad, hessian): differentiate plain JAX code that stores the logits instead"
+    )
+
+
+def _transpose_derivative(cotangents: Any, *tangents: Any, **_: Any) -> Any:
+    if all(type(cotangent) is ad.Zero for cotangent in cotangents):
+        return [None] * len(tangents)
+    return _refuse_derivative()
+
+
+def _batch_derivative(tangents: Any, dims: Any, *, avals: Any) -> Any:
+    size = next(x.shape[dim] for x, dim in zip(tangents, dims, strict=True) if dim is not None)
+    avals = tuple(aval.update(shape=(size, *aval.shape)) for aval in avals)
+    return _derivative_p.bind(*tangents, avals=avals), [0] * len(avals)
+
+
+_derivative_p.def_impl(_refuse_derivative)
+mlir.register_lowering(_derivative_p, _refuse_derivative)
+ad.primitive_jvps[_derivative_p] = _refuse_derivative
+ad.primitive_transposes[_derivative_p] = _transpose_derivative
+batching.primitive_batchers[_derivative_p] = _batch_derivative
 
 
 def mosaic_kernel(

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from lce_jax import _checks, _collectives, _compat, _dispatch, _partition, _vjp
 from lce_jax._layout import Layout
@@ -73,11 +72,10 @@ def evaluate_over(
     if where is not None:
         per_token["where"] = where
     factors = {name: getattr(options, name) for name in FACTORS}
-    factors["temperature"] = _checks.temperature(options.temperature, labels.shape)
+    factors["temperature"] = _checks.temperature(options.temperature, labels.shape, where)
     for name, factor in factors.items():
-        rows = _checks.per_token(factor, labels.shape, case.stat_dtype)
-        if rows is not None:
-            per_token[name] = rows
+        if factor is not None:
+            per_token[name] = _checks.per_token(factor, labels.shape, case.stat_dtype)
     operands = jax.tree.map(jnp.asarray, (hidden, weight, options.bias))
     options = dataclasses.replace(
         options, temperature=1.0, logit_scale=None, logit_softcap=None, bias=None, axis_name=layout.vocab_axes

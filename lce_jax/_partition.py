@@ -187,8 +187,8 @@ def _as_type_of(gradient: Array, operand: Any) -> Array:
 
 
 def _auto_forward(spec: Spec, hidden: Any, weight: Any, bias: Any, rows: Any) -> Any:
-    def whole(*operands: Any) -> Any:
-        return _spmd.forward(_whole(spec), *operands, keep_cache=False)[:2]
+    def whole(hidden: Any, weight: Any, bias: Any, rows: Any) -> Any:
+        return _spmd.forward(_whole(spec), hidden, weight, bias, rows, keep_cache=False)[:2]
 
     tokens, wide = _dimensions(spec, hidden, bias)
     shapes = jax.eval_shape(whole, hidden, weight, bias, rows)

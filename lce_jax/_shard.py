@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from lce_jax import _dispatch, _math, _rows, mosaic
@@ -23,6 +24,9 @@ from lce_jax._types import Case, Operands, Results, ShardStatistics
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
+
+
+FLOAT32_MAX, FLOAT32_TINY = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +93,9 @@ def statistics(
         return implementation.statistics(operands, case)[0], empty
 
     stats, cache = _run(spec, chosen, elsewhere, operands)
-    return (stats if order is None else _rows.expand(order, stats)), cache
+    stats = stats if order is None else _rows.expand(order, stats)
+    wrong = _wrong_temperature(rows)
+    return (stats if wrong is None else jax.tree.map(lambda x: jnp.where(wrong, jnp.nan, x), stats)), cache
 
 
 def gradients(
@@ -113,6 +119,10 @@ def gradients(
     coefficients = _math.row_coefficients(
         stats, cotangent, rows.live, scales.derivative, spec.case.options, spec.vocab_size
     )
+    wrong = _wrong_temperature(rows)
+    if wrong is not None:  # e^u is 0 there, and nothing is added to it: the other rows' gradients are their own
+        coefficients = jax.tree.map(lambda x: jnp.where(wrong, 0.0, x), coefficients)
+        coefficients = coefficients._replace(shift=jnp.where(wrong, -_math.MASKED, coefficients.shift))
     if order is not None:
         coefficients = _rows.compact(order, coefficients)
     if bias is not None and operands.num_rows is not None:  # a bias alone might overflow where hidden is 0
@@ -132,7 +142,7 @@ def gradients(
 
 
 def _run(spec: Spec, chosen: Callable[..., Any], elsewhere: Callable[..., Any], *operands: Any) -> Any:
-    """``chosen``, or where it runs kernels and the program is lowered for another platform, what serves in its place."""
+    """``chosen``; where it runs kernels, and the program is lowered for another platform, what serves in its place."""
     if spec.implementation != mosaic.NAME:
         return chosen(*operands)
     other = _dispatch.elsewhere(spec.case, spec.implementation, spec.requested)
@@ -198,8 +208,21 @@ def _signed(hidden: Float[Array, "T H"], scales: _Scales) -> Float[Array, "T H"]
     return hidden if scales.sign is None else hidden * scales.sign.astype(hidden.dtype)[:, None]
 
 
+def is_temperature(x: Any) -> Any:
+    """Whether ``x``, in float32 or float64, is positive and finite in float32, where those below its tiniest are 0."""
+    return (x >= FLOAT32_TINY) & (x <= FLOAT32_MAX)
+
+
+def _wrong_temperature(rows: Rows) -> Bool[Array, "T"] | None:
+    """Rows that count and have a temperature that is none: they return NaN, and have no gradient."""
+    if rows.temperature is None:
+        return None
+    wrong = ~is_temperature(rows.temperature)
+    return wrong if rows.live is None else wrong & rows.live
+
+
 def _inverse_temperature(rows: Rows, case: Case) -> Float[Array, "T"] | None:
     if rows.temperature is None:
         return None
-    inverse = 1.0 / rows.temperature.astype(case.stat_dtype)
-    return inverse if rows.live is None else jnp.where(rows.live, inverse, 1.0)
+    temperature = rows.temperature.astype(case.stat_dtype)
+    return 1.0 / jnp.where(is_temperature(temperature), temperature, 1.0)

@@ -1,8 +1,8 @@
-"""One device's part of a call with its collectives: what runs on one device, in ``shard_map``, or partitioned by XLA.
+"""One device's part of a call with its collectives: alone, in ``shard_map``, or in what XLA partitions.
 
-    hidden ─ gather over the sequence ─ statistics of the shard ─ merge over the axis ─ finish ─▶ Results
-                                                 │ cache
-    cotangents ─ total over the axis ─ gradients of the shard ─ reduce over the axes ─▶ dhidden, dweight
+hidden ─ gather over the sequence ─ statistics of the shard ─ merge over the axis ─ finish ─▶ Results
+                                             │ cache
+cotangents ─ total over the axis ─ gradients of the shard ─ reduce over the axes ─▶ dhidden, dweight
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ def backward(
     cache: Any,
     cotangent: Results,
 ) -> tuple[Float[Array, "*b H"], Array, Array | None]:
-    """dhidden, dweight and dbias in the shapes, dtypes and types of ``hidden``, ``weight`` and ``bias``."""
+    """The gradients, in the shapes, dtypes and types of ``hidden``, ``weight`` and ``bias``."""
     operands = (hidden, weight, bias, rows, stats, cache)
-    rows, stats, cotangent = (_flattened(tree) for tree in (rows, stats, cotangent))
+    rows, stats, cotangent = _flattened(rows), _flattened(stats), _flattened(cotangent)
     if spec.axis_name is not None and spec.token_axes is None:
         cotangent = _collectives.total_cotangent(cotangent, spec.axis_name)
-    if spec.axis_name is None and hidden.dtype == weight.dtype:
-        if _compat.varying_axes(operands) == _compat.varying_axes(hidden):
-            # No sum over devices follows, so the implementation may round dhidden itself.
-            spec = dataclasses.replace(spec, case=dataclasses.replace(spec.case, rounds_dhidden=True))
+    summed = spec.axis_name is not None or _compat.varying_axes(operands) != _compat.varying_axes(hidden)
+    if not summed and hidden.dtype == weight.dtype:
+        # No sum over devices follows, so the implementation may round dhidden itself.
+        spec = dataclasses.replace(spec, case=dataclasses.replace(spec.case, rounds_dhidden=True))
     flat = _flat(spec, hidden, weight)
     start = _start(spec, weight)
     gradients = _shard.gradients(spec, flat, weight, bias, rows, start, stats, cotangent, cache)

@@ -91,7 +91,12 @@ class Options:
     precision: Any = None
     mean_logit: bool = False  # label smoothing asks for it
     has_bias: bool = False
-    traced_cap: bool = False  # the cap's numbers are `Operands.raw_scale` and a factor per row; those here are 1
+    traced_scale: bool = False  # scale or cap is an array: both are in the rows' factors, and the numbers here are 1
+
+    @property
+    def signs_hidden(self) -> bool:
+        """Whether hidden is multiplied by the sign of a scale."""
+        return self.traced_scale and self.logit_softcap is None and not self.has_bias
 
     @property
     def unused_cache_notes(self) -> tuple[str, ...]:
@@ -159,7 +164,7 @@ class Device(NamedTuple):
     core_count: int
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
     """A call reduced to what decides support and tiling: shapes, dtypes, options and the device. No arrays."""
 
@@ -168,6 +173,7 @@ class Case:
     vocab_size: int  # columns of this shard's weight
     dtype: jnp.dtype  # of the weight, hence of the matrix products
     options: Options
+    given_dtype: jnp.dtype | None = None  # of hidden as the caller gave it, where that is not the weight's
     compacted: bool = False  # some rows may be left out (``where``)
     owns_cache: bool = True  # the backward is the only one to read the cache, and may overwrite it
     rounds_dhidden: bool = False  # nothing is added to dhidden: it may come in the weight's dtype
@@ -175,6 +181,15 @@ class Case:
     device_kind: str = ""
     compute_capability: str = ""  # of an NVIDIA GPU: "9.0"
     core_count: int = 0  # multiprocessors of a GPU
+    # Of `explain` alone, for the bytes:
+    true_columns: int | None = None  # of vocab_size, where they are known: the others are padding
+    gathers_hidden: bool = False  # of a sequence that the vocabulary's axis splits too
+    sums_dweight: bool = False  # over devices that hold other tokens
+
+    @property
+    def hidden_dtype(self) -> jnp.dtype:
+        """The dtype of hidden before it is cast to the weight's, and of dhidden."""
+        return self.given_dtype or self.dtype
 
     @property
     def stat_dtype(self) -> jnp.dtype:
@@ -197,8 +212,9 @@ class Plan:
         refused: each implementation tried before it, and why it cannot serve the call.
         case: the shapes, dtypes and device the plan is for.
         tiles: tile sizes by name.
-        forward_bytes: temporary memory of the forward pass, an estimate.
-        backward_bytes: temporary memory of the backward pass, an estimate that leaves out the gradients themselves.
+        forward_bytes: temporary memory of a program that runs the forward alone, an estimate.
+        backward_bytes: temporary memory of one that runs both passes, an estimate that leaves out the gradients
+            themselves; until they are written the forward's tiles may lie in their memory.
         kept_bytes: memory kept from forward to backward beyond the call's own operands.
         logits_bytes: what one copy of the logits in the statistics' dtype would take, for comparison.
         notes: remarks on options, in sentences.

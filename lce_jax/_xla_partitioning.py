@@ -18,7 +18,7 @@ import numpy as np
 from jax._src import config, dispatch
 from jax._src.sharding_impls import parse_flatten_op_sharding
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
+from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -54,9 +54,10 @@ class Partitioned:
 
     def __call__(self, *operands: Any) -> Any:
         """The function's results."""
-        flat, tree = jax.tree.flatten(operands)
+        tree: Any = jax.tree.structure(operands)
+        flat = jax.tree.leaves(operands)
         closed, shapes = jax.make_jaxpr(lambda *flat: self.whole(*tree.unflatten(flat)), return_shape=True)(*flat)
-        results = jax.tree.structure(shapes)
+        results: Any = jax.tree.structure(shapes)
         return results.unflatten(_partitioned_p.bind(*flat, whole=closed, function=self, trees=(tree, results)))
 
 
@@ -67,13 +68,13 @@ _partitioned_p.def_impl(lambda *operands, whole, **_: jaxpr_as_fun(whole)(*opera
 dispatch.prim_requires_devices_during_lowering.add(_partitioned_p)
 
 
-def _lower(context: Any, *operands: Any, whole: ClosedJaxpr, function: Partitioned, trees: Any) -> Any:
+def _lower(context: Any, *operands: Any, whole: Any, function: Partitioned, trees: Any) -> Any:
     run = jaxpr_as_fun(whole)
     if context.module_context.lowering_parameters.for_export:
         if function.mesh.size > 1:
             _warn_once(
-                "jax.export cannot carry the rule by which XLA partitions linear_logprobs: every device of the exported "
-                "program will compute all of it. Export sharded_linear_logprobs (or _cross_entropy) in its place."
+                "jax.export cannot carry the rule by which XLA partitions linear_logprobs: every device of the "
+                "exported program will compute all of it. Export sharded_linear_logprobs (or _cross_entropy) instead."
             )
     else:
         run = _with_rule(run, function, trees)
@@ -100,9 +101,7 @@ def _with_rule(run: Callable[..., Any], function: Partitioned, trees: Any) -> Ca
         return run(*operands)
 
     partitioned = custom_partitioning(flat)
-    partitioned.def_partition(
-        partition, sharding_rule=function.dimensions, need_replication_factors=function.unsplit
-    )
+    partitioned.def_partition(partition, sharding_rule=function.dimensions, need_replication_factors=function.unsplit)
     return partitioned
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
+import jax
 import jax.numpy as jnp
 
-from lce_jax import _checks, _dispatch
+from lce_jax import _checks
 from lce_jax._evaluate import evaluate
-from lce_jax._types import LogprobOptions, LogprobOutput, Plan, Results
+from lce_jax._types import LogprobOptions, LogprobOutput, Results
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -53,7 +55,9 @@ def linear_logprobs(
         where: ``[...]`` bool. Rows that are False are exactly 0 in outputs and gradients whatever they hold, and
             cost no work. None: every row counts.
         temperature: divides the float32 logits: a positive number, or an array that broadcasts to ``labels`` (one
-            value per token, or per sequence as ``[b, 1]``). No gradient.
+            value per token, or per sequence as ``[b, 1]``). No gradient. A value that is not positive and finite is
+            refused where it is known; in a traced array its row returns NaN and has no gradient, and no other row
+            is touched.
         logit_softcap: ``c`` in ``cap(x) = c·tanh(x / c)``, before the temperature (Gemma 2: 30): a positive number,
             or an array of shape (), which may be traced. None: no cap. No gradient.
         logit_scale: multiplies the float32 logits first (Cohere, MuP): a number, or an array of shape (), which may
@@ -164,7 +168,7 @@ def linear_cross_entropy(
             micro-batches, or of all devices inside ``shard_map``, so that the losses and their gradients add up to
             the mean over all. A positive number, or an array of shape (), which may be traced and where 0 counts
             as 1. None: the rows that count here.
-        **options: as in `linear_logprobs`. ``entropy`` and ``stats`` have nothing to add to a loss.
+        **options: as in `linear_logprobs`, without ``entropy`` and ``stats``: a loss has no such outputs.
 
     Returns:
         The loss in nats, float32 (float64 for a float64 weight): a scalar, or ``[...]`` with ``reduction="none"``.
@@ -185,6 +189,7 @@ def linear_cross_entropy(
         >>> round(float(loss), 3)                           # ln 1000
         6.908
     """
+    _checks.check_names(linear_cross_entropy, options, without=("entropy", "stats"))
     return cross_entropy(
         evaluate, hidden, weight, labels, where, ignore_index, reduction, label_smoothing, z_loss, normalizer, options
     )
@@ -204,78 +209,57 @@ def cross_entropy(
     options: LogprobOptions,
 ) -> Array:
     """The loss over anything that evaluates a call as `evaluate` does."""
-    if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f'reduction must be "mean", "sum" or "none", got {reduction!r}')
-    label_smoothing = _checks.fraction("label_smoothing", label_smoothing)
-    z_loss = _checks.number_or_scalar("z_loss", z_loss, _checks.not_negative)
-    if normalizer is not None:
-        if reduction != "mean":
-            raise ValueError(
-                f'normalizer={normalizer!r} is the divisor of reduction="mean", reduction is {reduction!r}'
-            )
-        normalizer = _checks.number_or_scalar("normalizer", normalizer, _checks.positive)
+    label_smoothing, z_loss, normalizer = _checks.loss(reduction, label_smoothing, z_loss, normalizer)
     where = _counting_rows(labels, where, ignore_index)
-    checked = _checks.options({"entropy": False, **options}, mean_logit=label_smoothing > 0)
+    checked = _checks.options(_checks.loss_options(options), mean_logit=label_smoothing > 0)
     out = evaluate(hidden, weight, labels, where, checked)
+    divisor = None if normalizer is None else _checks.on_device(normalizer)
+    if isinstance(z_loss, float):
+        return _reduced(out, where, None, divisor, reduction, label_smoothing, z_loss)
+    return _reduced(out, where, _checks.on_device(z_loss), divisor, reduction, label_smoothing, 0.0)
+
+
+@functools.partial(jax.jit, static_argnums=(4, 5, 6), inline=True)
+def _reduced(
+    out: Results,
+    where: Array | None,
+    traced_z_loss: Array | None,
+    normalizer: Array | None,
+    reduction: Reduction,
+    label_smoothing: float,
+    z_loss: float,
+) -> Array:
+    """The loss, from results. Jitted, as what prepares a call is: see `_checks.rows`."""
     loss = -(1.0 - label_smoothing) * out.logprobs
     if out.mean_logit is not None:
         loss += label_smoothing * (out.lse - out.mean_logit)
-    if isinstance(z_loss, float):
-        if z_loss > 0:
-            loss += z_loss * out.lse * out.lse
-    else:
-        loss += jnp.asarray(z_loss, loss.dtype) * out.lse * out.lse
+    if z_loss:
+        loss += z_loss * out.lse * out.lse
+    if traced_z_loss is not None:
+        loss += traced_z_loss.astype(loss.dtype) * out.lse * out.lse
     if reduction == "none":
         return loss
     total = jnp.sum(loss)
     if reduction == "sum":
         return total
     if normalizer is not None:
-        divisor = jnp.asarray(normalizer, loss.dtype)
+        divisor = normalizer.astype(loss.dtype)
         return total / jnp.where(divisor == 0, 1, divisor)
-    count = loss.size if where is None else jnp.sum(where, dtype=loss.dtype)
-    return total / jnp.maximum(count, 1).astype(loss.dtype)
+    if where is None:
+        return total / max(loss.size, 1)
+    return total / jnp.maximum(jnp.sum(where, dtype=loss.dtype), 1)
 
 
 def _counting_rows(labels: Array, where: Array | None, ignore_index: int | None) -> Array | None:
     if ignore_index is None:
         return where
-    kept = _checks.int32_labels(labels) != _checks.integer("ignore_index", ignore_index)
-    if where is None:
-        return kept
-    _checks.check_where(where, kept.shape)
-    return kept & where
+    if where is not None:
+        _checks.check_labels(labels)
+        _checks.check_where(where, labels.shape)
+    return _kept(_checks.int32_labels(labels), where, _checks.integer("ignore_index", ignore_index))
 
 
-def explain(hidden: Any, weight: Any, labels: Any, *, where: Any = None, **options: Unpack[LogprobOptions]) -> Plan:
-    """How `linear_logprobs` would serve a call: which implementation, which tiles, why not the others, which bytes.
-
-    Nothing is computed and no axis need be bound: with ``axis_name``, the shapes are those of one shard.
-
-    Args:
-        hidden: an array, a tracer or a ``jax.ShapeDtypeStruct``, as are the others.
-        weight: as `linear_logprobs`.
-        labels: as `linear_logprobs`.
-        where: as `linear_logprobs`.
-        **options: as `linear_logprobs`.
-
-    Returns:
-        A `Plan`; ``print`` it.
-
-    Raises:
-        As `linear_logprobs`, for what can be seen from shapes and options.
-
-    Example:
-        >>> import jax, jax.numpy as jnp
-        >>> from lce_jax import explain
-        >>> struct = jax.ShapeDtypeStruct
-        >>> plan = explain(struct((4096, 512), jnp.float32), struct((65536, 512), jnp.float32),
-        ...                struct((4096,), jnp.int32), implementation="xla")
-        >>> print(str(plan).splitlines()[5].strip())
-        logits     1.0 GiB if they were stored
-    """
-    checked = _checks.options(options)
-    case = _checks.case(hidden, weight, labels, where, checked)
-    _checks.temperature(checked.temperature, labels.shape)
-    _checks.vocabulary(checked.vocab_size, case.vocab_size if checked.axis_name is None else _checks.INT32_MAX)
-    return _dispatch.explain(case, checked.implementation)
+@functools.partial(jax.jit, static_argnums=2, inline=True)
+def _kept(labels: Array, where: Array | None, ignore_index: int) -> Array:
+    kept = labels != ignore_index
+    return kept if where is None else kept & where

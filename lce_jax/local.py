@@ -67,6 +67,7 @@ def statistics(
         >>> float(stats.max[0]), float(stats.sumexp[0]), float(stats.target[0])
         (0.0, 100.0, 0.0)
     """
+    _checks.check_names(statistics, options, without=("axis_name",))
     spec, rows, bias = _bind(hidden, weight, labels, where, num_rows, options)
     if spec.case.num_tokens == 0:
         return _math.empty_statistics(0, spec.case.stat_dtype, spec.case.options), None
@@ -165,6 +166,7 @@ def gradients(
         >>> round(float(dweight[7, 0]), 2), round(float(dweight[0, 0]), 2)
         (0.98, -0.02)
     """
+    _checks.check_names(gradients, options, without=("axis_name",))
     spec, rows, bias = _bind(hidden, weight, labels, where, num_rows, options)
     zero = jnp.zeros((spec.case.num_tokens,), spec.case.stat_dtype)
     if spec.case.num_tokens == 0:

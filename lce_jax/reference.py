@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
+from jax import lax
 
 from lce_jax import _math
 from lce_jax._types import Case, Operands, Plan, RowCoefficients, ShardStatistics
@@ -25,15 +26,25 @@ def supports(case: Case) -> str | None:
 
 
 def plan(case: Case) -> Plan:
-    """Bytes: the logits, and what is computed from them."""
-    logits = case.num_tokens * case.vocab_size * case.stat_dtype.itemsize
+    """Bytes: what XLA holds at once on CPU."""
+    stat, item = case.stat_dtype.itemsize, case.dtype.itemsize
+    logits, hidden = case.num_tokens * case.vocab_size * stat, case.num_tokens * case.hidden_size
+    own = hidden * item if case.compacted or case.gathers_hidden or case.hidden_dtype != case.dtype else 0
+    widened = (hidden + case.vocab_size * case.hidden_size) * stat if case.dtype != case.stat_dtype else 0
+    vectors = 8 * case.num_tokens * stat
+    capped = logits if case.options.logit_softcap is not None else 0  # kept beside what is computed of them
+    forward = own + logits + max(widened, logits if case.options.entropy else 0) + vectors
+    forward += capped if case.options.stats else 0
+    backward = logits + widened + vectors + (hidden * stat if own or widened else 0)
+    backward += capped if case.options.mean_logit else 0
+    in_dweight = logits if case.vocab_size * case.hidden_size * item >= logits else 0  # of what the forward holds
     return Plan(
         implementation=NAME,
         refused={},
         case=case,
         tiles={},
-        forward_bytes=3 * logits,
-        backward_bytes=4 * logits,
+        forward_bytes=forward,
+        backward_bytes=max(backward, forward - in_dweight),
         kept_bytes=case.statistics_bytes,
         logits_bytes=logits,
         notes=case.options.unused_cache_notes,
@@ -54,6 +65,9 @@ def gradients(
 ) -> tuple[Float[Array, "T H"], Float[Array, "V H"], Float[Array, "V"] | None]:
     """Eq. 5, every product in the statistics' dtype; dweight rounded to the weight's dtype at the end."""
     del cache
+    # After the forward's results: nothing that both compute is kept in between.
+    hidden, weight, rows = lax.optimization_barrier((operands.hidden, operands.weight, rows))
+    operands = operands._replace(hidden=hidden, weight=weight)
     scales = (operands.inverse_temperature, operands.raw_scale)
     z, dcap = _math.transform_logits(_raw(operands, case), case.options, *scales)
     d = _math.dlogits(z, dcap, rows, operands.targets, _live(operands, case))

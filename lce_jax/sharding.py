@@ -71,6 +71,7 @@ def sharded_linear_logprobs(
     run = functools.partial(
         _evaluate, mesh=mesh, vocab_axis=vocab_axis, batch_axes=batch_axes, sequence_axis=sequence_axis
     )
+    _checks.check_names(sharded_linear_logprobs, options, without=("axis_name",))
     return run(hidden, weight, labels, where, _checks.options(options)).public
 
 
@@ -107,7 +108,7 @@ def sharded_linear_cross_entropy(
         label_smoothing: as `linear_cross_entropy`.
         z_loss: as `linear_cross_entropy`.
         normalizer: as `linear_cross_entropy`; of the tokens of all devices.
-        **options: as `linear_logprobs`, without ``axis_name``.
+        **options: as `linear_cross_entropy`, without ``axis_name``.
 
     Returns:
         The loss in nats: a scalar, or ``[...]`` split as ``hidden`` is with ``reduction="none"``.
@@ -127,6 +128,7 @@ def sharded_linear_cross_entropy(
     run = functools.partial(
         _evaluate, mesh=mesh, vocab_axis=vocab_axis, batch_axes=batch_axes, sequence_axis=sequence_axis
     )
+    _checks.check_names(sharded_linear_cross_entropy, options, without=("axis_name", "entropy", "stats"))
     return api.cross_entropy(
         run, hidden, weight, labels, where, ignore_index, reduction, label_smoothing, z_loss, normalizer, options
     )
@@ -145,10 +147,7 @@ def _evaluate(
     sequence_axis: Axes,
 ) -> Results:
     """`sharded_linear_logprobs` with its options validated."""
-    if options.axis_name is not None:
-        raise ValueError(
-            f"axis_name={options.axis_name!r} is for callers inside shard_map; here the axis is vocab_axis"
-        )
+    _checks.no_axis_name(options)
     _checks.case(hidden, weight, labels, where, options)  # before anything asks for a shape
     layout = layout_of_names(mesh, hidden, weight, options.static.vocab_dim, vocab_axis, batch_axes, sequence_axis)
     return evaluate_over(layout, hidden, weight, labels, where, options)

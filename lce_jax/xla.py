@@ -34,41 +34,104 @@ def tile_sizes(case: Case) -> tuple[int, int]:
     """Tokens and vocabulary columns per tile.
 
     On CPU a tile has at most 4 Mi logits, 16 MiB of float32, and 2048 columns: wider ones leave the caches (50 ms
-    against 28 ms forward at T 512, H 256, V 32000 on two cores), narrower ones cut the products short. Elsewhere 64 Mi
-    logits keep a GPU's products large. An eighth of the vocabulary is the most, lest a small call hold all its logits.
-    Rows that may be left out are walked in sixteenths; off the CPU, where each walk copies the weight, in quarters.
+    against 28 ms forward at T 512, H 256, V 32000 on two cores), narrower ones cut the products short. Its columns of
+    the weight are copied too: at few tokens, where these are the larger part, they are an eighth of what the call's
+    logits would be. Elsewhere 64 Mi logits keep a GPU's products large. An eighth of the vocabulary is the most, lest a
+    small call hold all its logits. Rows that may be left out are walked in sixteenths; off the CPU, where each walk
+    copies the weight, in quarters.
     """
-    widest_t, widest_v, budget = (4096, 2048, 4 << 20) if case.platform == "cpu" else (16384, 1 << 20, 64 << 20)
+    on_cpu = case.platform == "cpu"
+    widest_t, widest_v, budget = (4096, 2048, 4 << 20) if on_cpu else (16384, 1 << 20, 64 << 20)
     tile_t = min(max(case.num_tokens, 1), widest_t)  # a call without tokens is still explained
     if case.compacted:
-        least, parts = (256, 16) if case.platform == "cpu" else (1024, 4)
+        least, parts = (256, 16) if on_cpu else (1024, 4)
         tile_t = min(tile_t, max(least, -(-case.num_tokens // parts)))
-    tile_v = min(budget // tile_t, widest_v, case.vocab_size // 8) // 128 * 128
-    return tile_t, min(case.vocab_size, max(tile_v, 512))
+    tile_v = max(min(budget // tile_t, widest_v, case.vocab_size // 8) // 128 * 128, 512)
+    if on_cpu:
+        logits = max(case.num_tokens, 1) * case.vocab_size
+        tile_v = min(tile_v, max(logits // 8 // case.hidden_size // 128 * 128, 128))
+    return tile_t, min(case.vocab_size, tile_v)
 
 
 def plan(case: Case) -> Plan:
-    """Tiles and bytes. A tile is held as raw products, as exponentials and, backward, as dlogits."""
+    """Tiles and bytes."""
     tile_t, tile_v = tile_sizes(case)
-    stat = case.stat_dtype.itemsize
-    tile = tile_t * tile_v * stat
-    rows = case.num_tokens * stat
-    compacted = case.num_tokens * case.hidden_size * case.dtype.itemsize if case.compacted else 0
-    dhidden = case.num_tokens * case.hidden_size * stat
-    columns = tile_v * case.hidden_size * stat
-    upcast = 0 if _gradient_dtype(case) == case.dtype else dhidden + columns
-    summed = 2 * columns if tile_t < case.num_tokens else 0  # dweight's columns, over several token tiles
     return Plan(
         implementation=NAME,
         refused={},
         case=case,
         tiles={"tokens": tile_t, "vocabulary": tile_v},
-        forward_bytes=3 * tile + 8 * rows + compacted,
-        backward_bytes=3 * tile + 8 * rows + 2 * compacted + dhidden + upcast + summed,
+        forward_bytes=_forward_bytes(case) if case.num_tokens else 0,
+        backward_bytes=_backward_bytes(case) if case.num_tokens else 0,
         kept_bytes=case.statistics_bytes,
-        logits_bytes=case.num_tokens * case.vocab_size * stat,
+        logits_bytes=case.num_tokens * case.vocab_size * case.stat_dtype.itemsize,
         notes=case.options.unused_cache_notes,
     )
+
+
+def _forward_bytes(case: Case) -> int:
+    """What XLA holds at once on CPU: copied columns and a tile of logits, or this tile and its exponentials."""
+    tile_t, width, stat = *_widest_tile(case), case.stat_dtype.itemsize
+    logits = tile_t * width * stat
+    rows = 0 if tile_t == case.num_tokens else tile_t * case.hidden_size * case.dtype.itemsize
+    if _widens_operands(case):
+        rows += tile_t * case.hidden_size * stat
+    for_entropy = logits if case.options.entropy else 0
+    vectors = 16 * case.num_tokens * stat  # statistics of all rows, of a tile, and what joins them
+    return _own_hidden_bytes(case) + rows + logits + max(_copied_columns_bytes(case), for_entropy) + vectors
+
+
+def _backward_bytes(case: Case) -> int:
+    """What XLA holds at once on CPU, in a backward or in a program of both passes: see `gradients`.
+
+    The gradients' products have operands in the statistics' dtype. An array that fits dhidden's memory lies there.
+    """
+    tile_t, width, stat = *_widest_tile(case), case.stat_dtype.itemsize
+    hidden, part, logits = case.num_tokens * case.hidden_size, tile_t * case.hidden_size * stat, tile_t * width * stat
+    columns, copied, own = width * case.hidden_size * stat, _copied_columns_bytes(case), _own_hidden_bytes(case)
+    narrow = case.dtype != case.stat_dtype
+    total = logits + 8 * case.num_tokens * stat
+    if case.gathers_hidden or own > hidden * case.hidden_dtype.itemsize:
+        total += own
+    if own or narrow:
+        total += hidden * stat  # dhidden, before it is rounded or its rows are put back
+    if tile_t < case.num_tokens:  # a tile of hidden and one of dhidden; columns of weight and dweight, and an addend
+        total += 2 * part + 3 * columns + (copied if narrow else 0)
+    elif narrow:  # hidden and the columns once more
+        total += part + columns + max(copied, part)
+    else:
+        total += copied + (part if copied or not own else 0)
+    dweight = case.vocab_size * case.hidden_size
+    if case.sums_dweight:  # over devices, in the end: until then a tile lies in the memory of the sum
+        total += dweight * case.dtype.itemsize - min(dweight * case.dtype.itemsize, max(logits, columns))
+        if narrow and case.platform == "cpu":  # where XLA adds 16-bit numbers in float32
+            total = max(total, 2 * dweight * stat + own)
+    in_dweight = logits if dweight * case.dtype.itemsize >= logits else 0  # of the forward's tiles
+    return max(total, _forward_bytes(case) - in_dweight)
+
+
+def _widest_tile(case: Case) -> tuple[int, int]:
+    tile_t, tile_v = tile_sizes(case)
+    return tile_t, min(tile_v, case.true_columns or case.vocab_size)
+
+
+def _own_hidden_bytes(case: Case) -> int:
+    """Hidden once more, where it is gathered, cast or multiplied by a sign, or its rows are moved."""
+    own = case.compacted or case.gathers_hidden or case.hidden_dtype != case.dtype or case.options.signs_hidden
+    return case.num_tokens * case.hidden_size * case.dtype.itemsize if own else 0
+
+
+def _copied_columns_bytes(case: Case) -> int:
+    """A tile's columns of the weight, unless the tile has them all and they need no widening."""
+    _, width = _widest_tile(case)
+    if _widens_operands(case):
+        return width * case.hidden_size * case.stat_dtype.itemsize
+    return width * case.hidden_size * case.dtype.itemsize if width < case.vocab_size else 0
+
+
+def _widens_operands(case: Case) -> bool:
+    """Whether XLA multiplies the operands in float32: float16 on CPU. It has products of bfloat16."""
+    return case.platform == "cpu" and case.dtype == jnp.float16
 
 
 def statistics(operands: Operands, case: Case, keep_cache: bool = False) -> tuple[ShardStatistics, None]:
@@ -114,6 +177,10 @@ def gradients(
     And dbias, where there is a bias, in the statistics' dtype.
     """
     del cache
+    # After the forward's results, or XLA would hold what both passes compute in between, and the gradients' memory,
+    # where the forward's tiles can lie, from the start.
+    hidden, weight, rows, zero = lax.optimization_barrier((operands.hidden, operands.weight, rows, jnp.float32(0)))
+    operands = operands._replace(hidden=hidden, weight=weight)
     options = case.options
     tile_t, tile_v = tile_sizes(case)
     one_token_tile = tile_t == case.num_tokens
@@ -173,8 +240,8 @@ def gradients(
         return dhidden, dweight, dbias
 
     init = (
-        jnp.zeros(operands.hidden.shape, case.stat_dtype),
-        jnp.zeros(operands.weight.shape, case.dtype),
+        jnp.full(hidden.shape, zero.astype(case.stat_dtype)),
+        jnp.full(weight.shape, zero.astype(case.dtype)),
         None if operands.bias is None else jnp.zeros(operands.bias.shape, case.stat_dtype),
     )
     return _walk_vocabulary(case, operands, tile_v, vocab_tile, _compat.vary_like(init, (operands, rows)))
@@ -211,12 +278,15 @@ def _live(start: Any, size: int, num_columns: Int[Array, ""] | int | None) -> Ar
 
 
 def _walk_vocabulary[C](case: Case, operands: Operands, tile_v: int, body: Callable[[Any, int, C], C], carry: C) -> C:
-    """``carry = body(start, size, carry)`` over the vocabulary: whole tiles in a loop, then what is left."""
+    """``carry = body(start, size, carry)`` over the vocabulary: what whole tiles leave, then these in a loop.
+
+    In this order, because the loop needs the carry: XLA could begin what comes after it before, and hold it all along.
+    """
     columns = operands.num_columns if isinstance(operands.num_columns, int) else case.vocab_size
     whole, rest = divmod(columns, tile_v)
-    if whole:
-        carry = lax.fori_loop(0, whole, lambda i, c: body(i * tile_v, tile_v, c), carry)
-    return body(jnp.int32(whole * tile_v), rest, carry) if rest else carry
+    if rest:
+        carry = body(jnp.int32(0), rest, carry)
+    return lax.fori_loop(0, whole, lambda i, c: body(rest + i * tile_v, tile_v, c), carry) if whole else carry
 
 
 def _num_token_tiles(num_rows: Int[Array, ""] | None, tile_t: int, num_tokens: int) -> Any:

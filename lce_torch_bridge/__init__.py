@@ -1,7 +1,8 @@
 """`lce_jax` for PyTorch and Megatron: log-probability and entropy of a language-model head, logits never stored."""
 
+from lce_torch_bridge._release import release
 from lce_torch_bridge._types import LogprobOutput
 from lce_torch_bridge.api import linear_cross_entropy, linear_logprobs
 from lce_torch_bridge.runtime import init
 
-__all__ = ["LogprobOutput", "init", "linear_cross_entropy", "linear_logprobs"]
+__all__ = ["LogprobOutput", "init", "linear_cross_entropy", "linear_logprobs", "release"]

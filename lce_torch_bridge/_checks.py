@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 INT32_MAX = 2**31 - 1
@@ -35,14 +36,9 @@ def tensors(hidden: Any, weight: Any, labels: Any) -> None:
 
 
 def tensor(name: str, x: Any) -> None:
-    """A plain tensor."""
+    """A tensor."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-    if hasattr(x, "full_tensor"):
-        raise TypeError(
-            f"{name} is a DTensor: pass {name}.full_tensor(), or, where its shards are of the same size, "
-            f"{name}.to_local() with tp_group"
-        )
 
 
 def same_device(hidden: torch.Tensor, **others: torch.Tensor) -> None:
@@ -72,7 +68,7 @@ def temperature(value: Any, hidden: torch.Tensor, labels: torch.Tensor) -> None:
     if value.requires_grad:
         raise ValueError("temperature requires a gradient, and none is computed: pass temperature.detach()")
     same_device(hidden, temperature=value)
-    if value.device.type == "cpu" and not torch.compiler.is_compiling() and not bool((value >= FLOAT32.tiny).all()):
+    if may_look_at(value) and not bool((value >= FLOAT32.tiny).all()):
         raise ValueError(f"temperature must be positive in float32, got {float(value.min())} among its values")
     try:
         fits = torch.broadcast_shapes(value.shape, labels.shape) == labels.shape
@@ -96,13 +92,27 @@ def keep(value: Any, hidden: torch.Tensor, labels: torch.Tensor) -> None:
         raise TypeError(f"keep must be bool, or an int64 or int32 index of rows, got {value.dtype}")
     if value.ndim != 1:
         raise ValueError(f"keep as an index of rows must have one dimension, got shape {tuple(value.shape)}")
-    if value.device.type != "cpu" or torch.compiler.is_compiling():
-        return  # to look at its values would stall the GPU, or the compiler
+    if not may_look_at(value):
+        return
     outside = value[(value < 0) | (value >= labels.numel())]
     if outside.numel():
         raise ValueError(f"keep holds row {int(outside[0])}, and there are {labels.numel()} rows")
     if value.unique().numel() != value.numel():
         raise ValueError(f"keep must hold each row at most once, got {value.numel() - value.unique().numel()} repeats")
+
+
+def may_look_at(x: torch.Tensor) -> bool:
+    """Whether ``x`` has values, and to look at them stalls no GPU and stops nobody who traces the call."""
+    traced = torch.compiler.is_compiling() or get_proxy_mode() is not None
+    return x.device.type == "cpu" and not traced and has_values(x)
+
+
+def has_values(x: torch.Tensor) -> bool:
+    """Whether ``x`` is more than a shape and a dtype, as meta and fake tensors are, and more than a part of others."""
+    try:
+        return x.untyped_storage().device.type != "meta"
+    except NotImplementedError:  # a tensor inside a transform of torch.func
+        return False
 
 
 def vocabulary(value: Any, columns: int) -> int:
@@ -158,10 +168,16 @@ def positive(name: str, value: Any) -> float:
     return value
 
 
-def whole(name: str, value: Any) -> int:
-    """A whole number, at least 0."""
+def integer(name: str, value: Any) -> int:
+    """A whole number."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(f"{name} must be an integer, got {value!r}")
+    return int(value)
+
+
+def whole(name: str, value: Any) -> int:
+    """A whole number, at least 0."""
+    value = integer(name, value)
     if value < 0:
         raise ValueError(f"{name} must not be negative, got {value}")
-    return int(value)
+    return value

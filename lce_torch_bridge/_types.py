@@ -20,7 +20,8 @@ type Reduction = Literal["none", "sum", "mean"]
 class LogprobOutput(NamedTuple):
     """Per-token results: float32 tensors of ``labels.shape``, or None. Tokens that are not kept are 0.
 
-    ``logprobs``, ``entropy`` and ``lse`` are differentiable; ``max_logit`` and ``min_logit`` are not.
+    ``logprobs``, ``entropy`` and ``lse`` are differentiable; ``max_logit`` and ``min_logit`` are not. Where only
+    tensors may pass, as out of a stage of ``torch.distributed.pipelining``, return ``out[:3]``, or the fields you use.
 
     Attributes:
         logprobs: ln p(label), nats. What a label outside the vocabulary has is ``out_of_vocab``'s to say.

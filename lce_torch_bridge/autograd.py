@@ -10,7 +10,7 @@ backward needs travels as tensors: autograd owns it, frees it, and notices when 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -21,19 +21,20 @@ NAME = "lce_torch_bridge"
 
 
 class LinearLogprobs(torch.autograd.Function):
-    """``(hidden, weight, labels, temperature, keep_cache, *call) -> Call.fields``."""
+    """``(hidden, weight, labels, temperature, keep_cache, *call) -> Call.fields``, and what the backward needs."""
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[torch.Tensor, ...]:
-        """Runs the operator and keeps what the backward needs."""
-        call = Call(*inputs[5:])
-        found = forward(*inputs)
-        outputs, kept = found[: len(call.fields)], found[len(call.fields) :]
-        ctx.call = call
+    def forward(*inputs: Any) -> tuple[torch.Tensor, ...]:
+        """Runs the operator."""
+        return tuple(forward(*inputs))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+        """Keeps what the backward needs."""
+        ctx.call = call = Call(*inputs[5:])
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*outputs[call.num_differentiable :])
-        ctx.save_for_backward(*inputs[:2], *kept)
-        return tuple(outputs)
+        ctx.mark_non_differentiable(*output[call.num_differentiable :])
+        ctx.save_for_backward(*inputs[:2], *output[len(call.fields) :])
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -44,14 +45,64 @@ class LinearLogprobs(torch.autograd.Function):
         want_hidden, want_weight = ctx.needs_input_grad[:2]
         dhidden = dweight = None
         if dlogprobs is not None or dentropy is not None or dlse is not None:
-            found = gradients(
-                hidden, weight, saved, cache, dlogprobs, dentropy, dlse, want_hidden, want_weight, *ctx.call
+            # A second derivative may be asked for where gradients are recorded, as torch.func always has it.
+            run = Gradients.apply if torch.is_grad_enabled() else gradients
+            found = list(
+                run(hidden, weight, saved, cache, dlogprobs, dentropy, dlse, want_hidden, want_weight, *ctx.call)
             )
             if want_hidden:
                 dhidden, *found = found
             if want_weight:
                 dweight = found[0]
         return dhidden, dweight, *(None,) * (3 + len(ctx.call))
+
+    @staticmethod
+    def vmap(*_: Any) -> Any:
+        """Refuses ``torch.func.vmap``."""
+        _refuse_vmap()
+
+
+class Uncompiled(LinearLogprobs):
+    """The same outside of ``torch.compile``, which takes no Function that has a ``jvp``."""
+
+    @staticmethod
+    def jvp(*_: Any) -> Any:
+        """Refuses forward mode."""
+        raise NotImplementedError(
+            "lce_torch_bridge has no forward-mode derivatives (torch.func.jvp, jacfwd, linearize, forward_ad): use "
+            "reverse mode, torch.func.vjp or torch.autograd.grad"
+        )
+
+
+class Gradients(torch.autograd.Function):
+    """The operator `gradients`, whose own derivative is refused: torch.func knows no ``register_autograd``."""
+
+    @staticmethod
+    def forward(*inputs: Any) -> tuple[torch.Tensor, ...]:
+        """Runs the operator."""
+        return tuple(gradients(*inputs))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+        """Keeps nothing."""
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        """Refuses a second derivative."""
+        _refuse(ctx)
+
+    @staticmethod
+    def vmap(*_: Any) -> Any:
+        """Refuses ``torch.func.vmap``."""
+        _refuse_vmap()
+
+
+def _refuse_vmap(*_: Any) -> NoReturn:
+    raise NotImplementedError(
+        "lce_torch_bridge does not run under torch.func.vmap, nor under what uses it (jacrev, jacobian with "
+        "vectorize=True, grad with is_grads_batched=True): hidden takes any leading shape, so give it the whole batch, "
+        "and loop where each part has a weight or a gradient of its own"
+    )
 
 
 def _operator(name: str, schema: str) -> Callable[[Callable[..., Any]], Any]:
@@ -128,3 +179,5 @@ def _refuse(ctx: Any, *_: Any) -> None:
 
 
 torch.library.register_autograd(f"{NAME}::gradients", _refuse)
+_library = torch.library.Library(NAME, "FRAGMENT")  # what is registered in it lasts as long as it does
+_library.impl("gradients", _refuse_vmap, "Batched")  # of is_grads_batched=True, an older vmap

@@ -127,3 +127,12 @@ def to_torch_all(arrays: Sequence[jax.Array]) -> list[torch.Tensor]:
         _readers[current.device][current.cuda_stream] = current
         stream = current.cuda_stream or LEGACY_STREAM
     return [torch.utils.dlpack.from_dlpack(x.__dlpack__(stream=stream)) for x in arrays]  # type: ignore[call-arg]
+
+
+def forget() -> None:
+    """JAX's clients end: waits for what torch has yet to read of their memory, and drops what is known of them."""
+    for device in _readers:
+        torch.cuda.synchronize(device)
+    _readers.clear()
+    _external.cache_clear()
+    _direct_import.cache_clear()

@@ -105,11 +105,12 @@ def fused_output_layer(model: torch.nn.Module, labels: torch.Tensor, **options: 
             logprobs, entropy = model(tokens, positions, mask).unbind(-1)
 
     For models without an output processor. Call the model without ``labels``. The backward pass may run outside, unless
-    the whole model is under an activation checkpoint, which calls it again.
+    the whole model is under an activation checkpoint, which calls it again. Multi-token prediction keeps its own loss,
+    and stores the logits of that.
 
     Args:
-        model: a model with an ``output_layer``, also inside DistributedDataParallel and Float16Module. Methods of it
-            and of its output layer are replaced until the block is left.
+        model: a model with an ``output_layer``, also inside DistributedDataParallel, Float16Module, ``torch.compile``
+            or other modules. Methods of it and of its output layer are replaced until the block is left.
         labels: ``[b, s]`` global vocabulary ids, already shifted.
         **options: as in the context of `output_processor`, but for ``stats`` and ``entropy="none"``, for there are two
             results. ``entropy="metric"`` spares its gradient.
@@ -118,8 +119,7 @@ def fused_output_layer(model: torch.nn.Module, labels: torch.Tensor, **options: 
         None.
 
     Raises:
-        NotImplementedError: the model cannot be served; the message says why and what to do. Among these are models
-            with multi-token prediction, which calls the output layer for logits.
+        NotImplementedError: the model cannot be served; the message says why and what to do.
         ValueError, TypeError: options that do not fit, and as `linear_logprobs`.
 
     Memory:
@@ -132,9 +132,14 @@ def fused_output_layer(model: torch.nn.Module, labels: torch.Tensor, **options: 
             'logprob and entropy here, no less and no more; entropy="metric" has no gradient and costs little'
         )
     scale_logits = getattr(inner, "_scale_logits", _unscaled)  # since megatron-core 0.17
-    head = Head(inner.output_layer, labels, multiplier(scale_logits), options)
+    predictions = inner.config.mtp_num_layers if getattr(inner.config, "mtp_num_layers", None) else 0
+    head = Head(inner.output_layer, labels, multiplier(scale_logits), options, mtp=predictions > 0)
+    turn = _Turn(predictions, type(inner).__name__, scale_logits, inner.compute_language_model_loss)
+    stock = inner.output_layer.forward
 
     def forward(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+        if not turn.of_the_model():
+            return stock(*args, **kwargs)
         out, bias = head(*args, **kwargs)
         fields: Any = out[:2]
         return torch.stack(fields, dim=-1), bias
@@ -142,42 +147,95 @@ def fused_output_layer(model: torch.nn.Module, labels: torch.Tensor, **options: 
     # What the model does with logits: the multiplier has been applied, and a loss cannot be.
     with (
         _in_place(inner.output_layer, forward=forward),
-        _in_place(inner, _scale_logits=_unscaled, compute_language_model_loss=_refuse_labels),
+        _in_place(inner, _scale_logits=turn.scale, compute_language_model_loss=turn.loss),
+        turn.watching(inner, labels),
     ):
         yield
+
+
+class _Turn:
+    """Whose turn it is in a forward: multi-token prediction calls the output layer first, once each, for logits."""
+
+    def __init__(self, predictions: int, name: str, scale: Callable[..., Any], loss: Callable[..., Any]) -> None:
+        self.predictions, self.name = predictions, name
+        self._scale, self._loss = scale, loss
+        self.calls = 0  # of the output layer, in this forward
+
+    def of_the_model(self) -> bool:
+        """A call of the output layer."""
+        self.calls += 1
+        return self.calls > self.predictions
+
+    def scale(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits if self.calls > self.predictions else self._scale(logits)
+
+    def loss(self, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        if self.calls <= self.predictions:
+            return self._loss(labels, logits)
+        raise ValueError(
+            f"the model was called with labels {tuple(labels.shape)} inside fused_output_layer, where there are no "
+            "logits to take its loss of: give the labels to fused_output_layer alone; the loss is -logprob"
+        )
+
+    @contextlib.contextmanager
+    def watching(self, model: torch.nn.Module, labels: torch.Tensor) -> Iterator[None]:
+        """Counts the calls of each forward, where there is more than one."""
+
+        def begin(_model: torch.nn.Module, _inputs: Any) -> None:
+            self.calls = 0
+
+        def end(_model: torch.nn.Module, _inputs: Any, out: torch.Tensor) -> None:
+            if self.calls != self.predictions + 1 or out.shape != (*labels.shape, 2):
+                raise NotImplementedError(
+                    f"{self.name} has mtp_num_layers={self.predictions}, and called its output layer {self.calls} "
+                    f"times, to return {tuple(out.shape)}: call it with input_ids, which give the further predictions "
+                    "their labels (megatron-core 0.19 or newer), or build it without them"
+                )
+
+        hooks = [model.register_forward_pre_hook(begin), model.register_forward_hook(end)] if self.predictions else []
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
 
 def _unscaled(logits: torch.Tensor) -> torch.Tensor:
     return logits
 
 
-def _refuse_labels(labels: torch.Tensor, _logits: torch.Tensor) -> torch.Tensor:
-    raise ValueError(
-        f"the model was called with labels {tuple(labels.shape)} inside fused_output_layer, where there are no logits "
-        "to take its loss of: give the labels to fused_output_layer alone; the loss is -logprob"
-    )
-
-
 def _unwrapped(model: Any) -> Any:
-    """The model that has the output layer, inside DistributedDataParallel and Float16Module."""
-    while not hasattr(model, "output_layer") and isinstance(getattr(model, "module", None), torch.nn.Module):
-        model = model.module
+    """The model that calls the output layer, inside of any wrappers."""
     name = type(model).__name__
-    if not hasattr(model, "output_layer"):
+    owners = dict(_owners(model, "")) if isinstance(model, torch.nn.Module) else {}
+    if not owners:
         raise NotImplementedError(
             f"{name} has no output_layer: pass the language model, and on the last pipeline stage (post_process) only"
         )
+    if len(owners) > 1:
+        raise NotImplementedError(
+            f"{name} has several modules with an output_layer, {', '.join(owners)}: pass the one that is meant"
+        )
+    (model,) = owners.values()
+    name = type(model).__name__
     if not getattr(model, "post_process", True):
         raise NotImplementedError(
             f"this {name} is a pipeline stage without post_process, which returns hidden states: enter "
             "fused_output_layer on the last stage only, and contextlib.nullcontext() on the others"
         )
-    if getattr(model.config, "mtp_num_layers", None):
-        raise NotImplementedError(
-            f"this {name} predicts several tokens (mtp_num_layers) and calls output_layer for logits of its own: use "
-            "output_processor with GPTModel of megatron-core 0.18 or newer, or build the model without"
-        )
     return model
+
+
+def _owners(module: torch.nn.Module, path: str) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Those that hold an output layer themselves. ``hasattr`` does not tell: wrappers pass on what they are asked for.
+
+    Not below an owner, where there is most of the model and no other head.
+    """
+    if module._modules.get("output_layer") is not None:
+        yield path, module
+        return
+    for name, child in module.named_children():
+        yield from _owners(child, f"{path}.{name}" if path else name)
 
 
 @contextlib.contextmanager

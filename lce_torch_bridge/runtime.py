@@ -33,14 +33,15 @@ def init(
     JAX by itself would take 75 % of each GPU at once. Here it takes what it needs, and keeps it in a pool for itself.
 
     Args:
-        allocator: "bfc" (JAX's default) pools memory and never gives it back to PyTorch. "platform" returns each
+        allocator: "bfc" (JAX's default) pools memory and keeps it until `release`. "platform" returns each
             buffer to the driver at once: the least memory, and slower. "cuda_async" is the driver's own pool. None:
             what ``XLA_PYTHON_CLIENT_ALLOCATOR`` says, else "bfc".
         mem_fraction: the most that JAX's pool may grow to, as a share of the GPU in (0, 1]. None: what
             ``XLA_PYTHON_CLIENT_MEM_FRACTION`` says, else JAX's own default of 0.75.
 
     Raises:
-        RuntimeError: JAX has already started, so that its allocator is chosen.
+        RuntimeError: JAX has already started, so that its allocator is chosen; or ``JAX_PLATFORMS`` keeps it from
+            starting.
         ValueError: an argument that is not one of those.
 
     Example:
@@ -68,7 +69,8 @@ def start() -> None:
     """Starts JAX where it has not, leaving PyTorch's current device as it was.
 
     Raises:
-        RuntimeError: in a child of ``os.fork`` whose parent had started it.
+        RuntimeError: in a child of ``os.fork`` whose parent had started it; where ``JAX_PLATFORMS`` keeps JAX from
+            starting.
     """
     global _started_in
     if _started_in == os.getpid():
@@ -80,10 +82,7 @@ def start() -> None:
             'multiprocessing_context="spawn")'
         )
     os.environ.setdefault(PREALLOCATE, "false")
-    current = torch.cuda.current_device() if torch.cuda.is_available() else None
-    devices = jax.devices()  # opens every visible GPU, and makes the last one current
-    if current is not None:
-        torch.cuda.set_device(current)
+    devices = _devices()
     warn_of_preallocation(devices)
     # A process that exits with buffers that torch has dropped and JAX has not yet freed aborts. Exit handlers run
     # last in, first out: before JAX's own.
@@ -91,10 +90,39 @@ def start() -> None:
     _started_in = os.getpid()
 
 
+def _devices() -> list[jax.Device]:
+    """All that JAX has. The first time, it opens every visible GPU and makes the last one torch's current device."""
+    current = torch.cuda.current_device() if torch.cuda.is_available() else None
+    try:
+        return jax.devices()
+    except Exception as error:  # an AssertionError without a word, where none of the platforms is there
+        if not jax.config.jax_platforms:
+            raise
+        raise RuntimeError(f"JAX does not start; {_remedy(cuda=current is not None)}") from error
+    finally:
+        if current is not None:
+            torch.cuda.set_device(current)
+
+
+def _remedy(cuda: bool) -> str:
+    """What the choice of platforms is, and what it should be; ``cuda``: whether JAX is to use GPUs."""
+    remedy = f'JAX_PLATFORMS is {jax.config.jax_platforms!r}: leave it unset or write "cuda,cpu"'
+    if cuda:
+        remedy += ', and install JAX with CUDA: pip install "lce-jax[cuda13]", or cuda12'
+    return remedy
+
+
 def _jax_has_started() -> bool:
     from jax._src import xla_bridge  # no public function tells
 
     return xla_bridge.backends_are_initialized()
+
+
+def forget() -> None:
+    """JAX's clients end: the next call starts it again."""
+    global _started_in
+    _started_in = None
+    jax_device.cache_clear()
 
 
 def warn_of_preallocation(devices: list[jax.Device]) -> None:
@@ -141,12 +169,8 @@ def jax_device(device: torch.device) -> jax.Device:
     try:
         candidates = jax.local_devices(backend=backend)
     except RuntimeError as error:
-        remedy = 'leave it unset or write "cuda,cpu"'
-        if backend == "cuda":
-            remedy += ', and install JAX with CUDA: pip install "lce-jax[cuda13]", or cuda12'
         raise RuntimeError(
-            f"{device} tensors need JAX's {backend} backend, which does not start; JAX_PLATFORMS is "
-            f"{os.environ.get('JAX_PLATFORMS')!r}: {remedy}"
+            f"{device} tensors need JAX's {backend} backend, which does not start; {_remedy(cuda=backend == 'cuda')}"
         ) from error
     if backend == "cpu":
         return candidates[0]

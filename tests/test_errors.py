@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -15,8 +16,11 @@ from lce_jax import (
     linear_cross_entropy,
     linear_logprobs,
     local,
+    sharded_linear_cross_entropy,
     sharded_linear_logprobs,
 )
+from lce_jax._types import LogprobOptions
+from tests import cases, oracle
 
 HIDDEN, WEIGHT, LABELS = jnp.ones((4, 8)), jnp.ones((32, 8)), jnp.zeros((4,), jnp.int32)
 
@@ -98,11 +102,131 @@ def test_explain_meets_the_same_mistakes(name: str) -> None:
         explain(**arguments)
 
 
-def test_an_unknown_option_lists_the_known_ones() -> None:
-    with pytest.raises(TypeError, match="unknown option softcap; known: temperature, logit_softcap"):
-        explain(HIDDEN, WEIGHT, LABELS, softcap=3.0)
+OF_A_LOSS = {"where", "ignore_index", "reduction", "label_smoothing", "z_loss"}
+OF_A_MESH = {"mesh", "vocab_axis", "batch_axes", "sequence_axis"}
+SHARED = set(LogprobOptions.__annotations__)
+
+
+@pytest.mark.parametrize(
+    ("function", "known", "unknown"),
+    [
+        (linear_cross_entropy, OF_A_LOSS | SHARED - {"entropy", "stats"}, OF_A_MESH | {"entropy", "stats"}),
+        (sharded_linear_logprobs, {"where"} | OF_A_MESH | SHARED - {"axis_name"}, {"label_smoothing", "axis_name"}),
+        (
+            sharded_linear_cross_entropy,
+            OF_A_LOSS | OF_A_MESH | SHARED - {"axis_name", "entropy", "stats"},
+            {"axis_name", "entropy", "stats"},
+        ),
+        (explain, OF_A_LOSS | OF_A_MESH | SHARED, set()),
+        (local.statistics, {"where", "num_rows", "vocab_start"} | SHARED - {"axis_name"}, OF_A_LOSS - {"where"}),
+    ],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+def test_an_unknown_option_lists_those_of_the_function(function: Any, known: set[str], unknown: set[str]) -> None:
+    with pytest.raises(TypeError, match=f"{function.__name__}: unknown option softcap .did you mean") as error:
+        function(HIDDEN, WEIGHT, LABELS, softcap=3.0)
+    assert "did you mean logit_softcap?" in str(error.value)
+    listed = set(str(error.value).split("known: ")[1].split(", "))
+    assert listed >= known
+    assert not listed & unknown
+
+
+def test_a_smoothing_by_another_name() -> None:
+    with pytest.raises(TypeError, match=r"unknown option smoothing \(did you mean label_smoothing\?\)"):
+        linear_cross_entropy(HIDDEN, WEIGHT, LABELS, smoothing=0.1)
     with pytest.raises(TypeError, match="softcap"):
         linear_logprobs(HIDDEN, WEIGHT, LABELS, softcap=3.0)
+
+
+@pytest.mark.parametrize("name", ["entropy", "stats"])
+@pytest.mark.parametrize("function", [linear_cross_entropy, sharded_linear_cross_entropy])
+def test_a_loss_returns_no_more_than_itself(function: Any, name: str) -> None:
+    mesh = {"mesh": MESH} if function is sharded_linear_cross_entropy else {}
+    with pytest.raises(ValueError, match=f"{name}=True, but a loss has no such output: linear_logprobs"):
+        function(HIDDEN, WEIGHT, LABELS, **mesh, **{name: True})
+    assert function(HIDDEN, WEIGHT, LABELS, **mesh, **{name: False}).shape == ()
+    with pytest.raises(ValueError, match=f"{name}=True, but a loss"):
+        explain(HIDDEN, WEIGHT, LABELS, reduction="sum", **mesh, **{name: True})
+
+
+WRONG = [0.0, -0.5, float("nan"), float("inf"), 1e-42]
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=str)
+@pytest.mark.parametrize("kind", [np.asarray, jnp.asarray])
+def test_a_temperature_of_zero_in_an_array_is_refused_with_its_values(wrong: float, kind: Any) -> None:
+    values = kind([1.0, wrong, 0.7, wrong], "float32")
+    # 1e-42 is 0 where XLA flushes it, and is named as it is
+    message = r"temperature must be positive and finite .* in 2 of 4 rows, the first of them \(1,\)"
+    for function in (linear_logprobs, explain, functools.partial(sharded_linear_logprobs, mesh=MESH)):
+        with pytest.raises(ValueError, match=message) as error:
+            function(HIDDEN, WEIGHT, LABELS, temperature=values)
+        assert "e-4" in str(error.value) or f"is {wrong} in" in str(error.value)
+    live = jnp.array([True, False, True, False])
+    out = linear_logprobs(HIDDEN, WEIGHT, LABELS, temperature=values, where=live)
+    assert np.all(np.isfinite(out.lse))
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_a_traced_temperature_of_zero_stays_in_its_row(implementation: str) -> None:
+    hidden, weight, labels, _, seeds = cases.draw(cases.case("rows", leading=(6,)))
+    live = jnp.array([True] * 5 + [False])
+
+    @jax.jit
+    def step(temperature, where):
+        def objective(hidden, weight):
+            out = linear_logprobs(
+                hidden, weight, labels, temperature=temperature, where=where, stats=True, implementation=implementation
+            )
+            return cases.objective(out, seeds), out
+
+        return jax.grad(objective, argnums=(0, 1), has_aux=True)(hidden, weight)
+
+    right = jnp.array([1.0, 1.0, 0.7, 1.0, 2.0, 1.0])
+    for where, damaged in ((None, [1, 3, 5]), (live, [1, 3])):
+        rest = np.delete(np.arange(6), damaged)
+        counted = jnp.ones(6, bool) if where is None else where
+        wanted, want = step(right, counted.at[jnp.array(damaged)].set(False))
+        for wrong in WRONG:
+            gradients, out = step(right.at[jnp.array([1, 3, 5])].set(wrong), where)
+            for got, true in zip(out, want, strict=True):
+                assert np.all(np.isnan(np.asarray(got)[damaged]))
+                assert np.allclose(np.asarray(got)[rest], np.asarray(true)[rest], rtol=1e-6)
+            assert all(oracle.relative_norm(a, b) < 1e-6 for a, b in zip(gradients, wanted, strict=True))
+
+
+def test_a_shard_with_a_temperature_of_zero() -> None:
+    """`lce_jax.local` and a mesh keep the damage in its row too."""
+    values = jnp.array([1.0, 0.0, 0.7, 1.0])
+    out = jax.jit(lambda t: sharded_linear_logprobs(HIDDEN, WEIGHT, LABELS, mesh=MESH, temperature=t))(values)
+    assert np.array_equal(np.isnan(out.lse), [False, True, False, False])
+    stats, _ = jax.jit(lambda t: local.statistics(HIDDEN, WEIGHT, LABELS, temperature=t))(values)
+    assert np.array_equal(np.isnan(local.finish(stats, LABELS, vocab_size=32).entropy), [False, True, False, False])
+
+
+@pytest.mark.parametrize("dtype", ["int4", "uint4", "int8", "uint8", "int16", "uint32"])
+@pytest.mark.parametrize("numpy", [False, True], ids=["jax", "numpy"])
+def test_labels_of_any_integer_type(dtype: str, numpy: bool) -> None:
+    labels = jnp.array([0, 1, 7, 3], dtype)
+    labels = np.asarray(labels) if numpy else labels
+    weight = jnp.arange(256.0).reshape(32, 8)
+    want = linear_logprobs(HIDDEN, weight, jnp.array([0, 1, 7, 3])).logprobs
+    assert np.array_equal(linear_logprobs(HIDDEN, weight, labels).logprobs, want)
+    assert np.allclose(linear_cross_entropy(HIDDEN, weight, labels, ignore_index=7), -want[jnp.array([0, 1, 3])].mean())
+
+
+@pytest.mark.parametrize("name", ["hidden", "weight", "labels", "where", "temperature"])
+def test_torch_tensors_belong_to_the_bridge(name: str) -> None:
+    torch = pytest.importorskip("torch")
+    tensors = {
+        "hidden": torch.ones(4, 8), "weight": torch.nn.Parameter(torch.ones(32, 8)),
+        "labels": torch.zeros(4, dtype=torch.int64), "where": torch.ones(4, dtype=torch.bool),
+        "temperature": torch.ones(4),
+    }  # fmt: skip
+    arguments = {"hidden": HIDDEN, "weight": WEIGHT, "labels": LABELS, name: tensors[name]}
+    for function in (linear_logprobs, linear_cross_entropy, explain):
+        with pytest.raises(TypeError, match=f"{name} must be .* of JAX, got torch's .*: lce_torch_bridge has"):
+            function(**arguments)
 
 
 LOSS_MISTAKES = {
@@ -136,7 +260,7 @@ SHARDED_MISTAKES = {
     "no mesh": (dict(mesh=None), "no mesh: pass mesh="),
     "vocab axis unknown": (dict(vocab_axis="model"), "vocab_axis 'model' is no axis of the mesh .*'tensor': 4"),
     "batch axis unknown": (dict(batch_axes="fsdp"), "batch_axes 'fsdp' is no axis"),
-    "axis used twice": (dict(batch_axes="tensor"), "overlap; only sequence_axis may be vocab_axis, the same"),
+    "axis used twice": (dict(batch_axes="tensor"), "overlap; only sequence_axis may hold vocab_axis"),
     "vocabulary does not divide": (dict(weight=jnp.ones((30, 8))), r"\(30, 8\) must divide by the 4 .*vocab_size=30"),
     "batch does not divide": (
         dict(batch_axes="data", hidden=jnp.ones((3, 8)), labels=jnp.zeros((3,), int)),
@@ -157,16 +281,6 @@ def test_sharded(name: str) -> None:
         sharded_linear_logprobs(**arguments)
 
 
-def test_operands_split_over_explicit_axes_belong_elsewhere() -> None:
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,), devices=jax.devices("cpu")[:2])
-    hidden = jax.device_put(HIDDEN, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data")))
-    with (
-        jax.set_mesh(mesh),
-        pytest.raises(ValueError, match=r"hidden is split .*'data'.*: use sharded_linear_logprobs"),
-    ):
-        linear_logprobs(hidden, WEIGHT, LABELS)
-
-
 def test_local() -> None:
     with pytest.raises(ValueError, match=r"functions of lce_jax\.local know no axis"):
         local.statistics(HIDDEN, WEIGHT, LABELS, axis_name="tensor")
@@ -174,16 +288,58 @@ def test_local() -> None:
         local.statistics(HIDDEN.reshape(2, 2, 8), WEIGHT, LABELS.reshape(2, 2))
 
 
-def test_second_derivatives_are_refused() -> None:
-    def loss(hidden):
-        return linear_logprobs(hidden, WEIGHT, LABELS).logprobs.sum()
+def loss(hidden, weight=WEIGHT):
+    return linear_logprobs(hidden, weight, LABELS).logprobs.sum()
 
+
+def in_a_scan(hidden, of_gradient):
+    def step(carry, _):
+        return carry + of_gradient(hidden, jax.grad(loss)(hidden)), None
+
+    return jax.lax.scan(step, 0.0, None, length=2)[0]
+
+
+def squares(_, gradient):
+    return jnp.sum(gradient**2)
+
+
+SECOND_DERIVATIVES = {
+    "grad of grad": jax.grad(lambda h: squares(h, jax.grad(loss)(h))),
+    "in the weight": jax.grad(lambda h: squares(h, jax.grad(loss, argnums=1)(h, WEIGHT))),
+    "hessian": jax.hessian(loss),
+    "jacrev of jacrev": jax.jacrev(jax.jacrev(loss)),
+    "jvp of grad": lambda h: jax.jvp(jax.grad(loss), (h,), (h,)),
+    "in a scan": jax.grad(lambda h: in_a_scan(h, squares)),
+    "of local": jax.grad(lambda h: local.statistics(h, WEIGHT, LABELS)[0].sumexp.sum()),
+}
+
+
+@pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("name", SECOND_DERIVATIVES)
+def test_second_derivatives_are_refused(name: str, jitted: bool) -> None:
+    function = SECOND_DERIVATIVES[name]
     with pytest.raises(NotImplementedError, match="first derivatives only"):
-        jax.grad(lambda h: jnp.sum(jax.grad(loss)(h) ** 2))(HIDDEN)
-    with pytest.raises(NotImplementedError, match="first derivatives only"):
-        jax.hessian(loss)(HIDDEN)
-    with pytest.raises(NotImplementedError, match="first derivatives only"):
-        jax.grad(lambda h: local.statistics(h, WEIGHT, LABELS)[0].sumexp.sum())(HIDDEN)
+        (jax.jit(function) if jitted else function)(HIDDEN)
+
+
+def inner(hidden, gradient):
+    return jnp.sum(hidden * jax.lax.stop_gradient(gradient))
+
+
+@pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("name", ["plain", "scan", "remat", "vmap"])
+def test_a_gradient_under_stop_gradient_is_no_second_derivative(name: str, jitted: bool) -> None:
+    def objective(hidden):
+        return inner(hidden, jax.grad(loss)(hidden))
+
+    function = {
+        "plain": jax.grad(objective),
+        "scan": lambda h: jax.grad(lambda h: in_a_scan(h, inner))(h) / 2,
+        "remat": jax.grad(jax.checkpoint(objective)),
+        "vmap": lambda h: jax.vmap(jax.grad(objective))(jnp.stack([h, 2 * h]))[0],
+    }[name]
+    got = (jax.jit(function) if jitted else function)(HIDDEN)
+    assert oracle.relative_norm(got, jax.grad(loss)(HIDDEN)) < 1e-6
 
 
 def test_numpy_operands_are_welcome() -> None:

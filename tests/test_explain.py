@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import lce_jax
-from lce_jax import UnsupportedError, _dispatch, explain, linear_logprobs
+from lce_jax import UnsupportedError, _dispatch, explain, linear_logprobs, mosaic, sharded_linear_logprobs
 from tests import cases
+
+CALL = (jnp.ones((4, 8)), jnp.ones((32, 8)), jnp.zeros((4,), jnp.int32))
 
 
 @pytest.mark.parametrize("abstract", [False, True], ids=["arrays", "structs"])
@@ -34,8 +40,8 @@ def test_reads_well() -> None:
     assert text.splitlines() == [
         "xla: 4,096 tokens, hidden size 512, 65,536 vocabulary columns, float32, on cpu",
         "  tiles      tokens 4,096, vocabulary 1,024",
-        "  forward    48.1 MiB temporary",
-        "  backward   56.1 MiB temporary, gradients not counted",
+        "  forward    32.2 MiB temporary",
+        "  backward   26.1 MiB temporary, gradients not counted",
         "  kept       64.0 KiB from forward to backward",
         "  logits     1.0 GiB if they were stored",
         "  note       cache_bytes=1073741824 is not used: this implementation always recomputes",
@@ -45,6 +51,75 @@ def test_reads_well() -> None:
 def test_with_an_axis_that_is_not_bound() -> None:
     plan = explain(jnp.ones((4, 8)), jnp.ones((32, 8)), jnp.zeros((4,), int), axis_name="tensor", vocab_size=60)
     assert plan.case.vocab_size == 32
+
+
+def test_of_a_loss() -> None:
+    """What only a loss takes is validated as the loss does, and the plan is that of its options."""
+    smoothed = explain(*CALL, label_smoothing=0.1).case
+    assert smoothed.options.mean_logit
+    assert not smoothed.options.entropy
+    assert explain(*CALL, ignore_index=-100).case.compacted
+    assert not explain(*CALL, reduction="sum").case.options.entropy
+    assert explain(*CALL).case.options.entropy
+    for wrong in (dict(label_smoothing=1.0), dict(z_loss=-1.0), dict(reduction="batchmean"), dict(ignore_index=0.5)):
+        with pytest.raises((TypeError, ValueError), match=next(iter(wrong))):
+            explain(*CALL, **wrong)
+
+
+def test_smoothing_costs_the_kernels_hidden_in_float32() -> None:
+    case = explain(*CALL).case
+    case = dataclasses.replace(case, hidden_size=1024, vocab_size=32768, num_tokens=512, dtype=jnp.dtype("bfloat16"),
+                               platform="gpu", core_count=132)  # fmt: skip
+    smoothed = dataclasses.replace(case, options=dataclasses.replace(case.options, mean_logit=True))
+    for field in ("forward_bytes", "backward_bytes"):
+        assert getattr(mosaic.plan(smoothed), field) - getattr(mosaic.plan(case), field) == 512 * 1024 * 4
+
+
+MESH = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "batch", "sequence", "where"),
+    [
+        ("float32", None, None, False),
+        ("float32", "data", None, True),
+        ("float32", "data", "tensor", False),
+        ("bfloat16", "data", "tensor", True),
+    ],
+)
+def test_on_a_mesh_it_foretells_what_one_device_holds(dtype: str, batch: Any, sequence: Any, where: bool) -> None:
+    def struct(shape: tuple[int, ...], dtype: Any, *axes: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(MESH, P(*axes)))
+
+    hidden, weight = struct((4, 1024, 256), dtype, batch, sequence), struct((32768, 256), dtype, "tensor")
+    labels = struct((4, 1024), jnp.int32, batch)
+    arrays = {"where": struct((4, 1024), bool, batch)} if where else {}
+    axes = {"mesh": MESH, "vocab_axis": "tensor", "batch_axes": batch, "sequence_axis": sequence}
+
+    def objective(hidden, weight, labels, arrays):
+        out = sharded_linear_logprobs(hidden, weight, labels, implementation="xla", **axes, **arrays)
+        return jnp.sum(out.logprobs + out.entropy)
+
+    plan = explain(hidden, weight, labels, implementation="xla", **axes, **arrays)
+    assert (plan.case.num_tokens, plan.case.vocab_size) == (4096 if batch is None else 2048, 8192)
+    both = jax.value_and_grad(objective, argnums=(0, 1))
+    for function, said in ((objective, plan.forward_bytes), (both, plan.backward_bytes)):
+        held = jax.jit(function).lower(hidden, weight, labels, arrays).compile().memory_analysis().temp_size_in_bytes
+        assert 0.95 * held <= said <= 1.25 * held, (said, held)
+
+
+def test_on_a_mesh_the_mistakes_are_those_of_the_sharded_functions() -> None:
+    mistakes = [
+        (dict(vocab_axis="model"), "vocab_axis 'model' is no axis"),
+        (dict(vocab_axis="tensor", batch_axes="tensor"), "overlap"),
+        (dict(vocab_axis="tensor", axis_name="tensor"), "axis_name='tensor' is for callers inside shard_map"),
+        (dict(batch_axes=("data", "tensor")), r"dimension 0 of hidden \(4, 8\) must divide by the 8"),
+    ]
+    for mistake, message in mistakes:
+        with pytest.raises(ValueError, match=message):
+            explain(*CALL, mesh=MESH, **mistake)
+    with pytest.raises(ValueError, match="no mesh: pass mesh="):
+        explain(*CALL, vocab_axis="tensor")
 
 
 @pytest.fixture
@@ -62,9 +137,6 @@ def picky(monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(_dispatch, "AUTOMATIC", ("picky", *_dispatch.AUTOMATIC))
     _dispatch._log_choice.cache_clear()
     return "picky"
-
-
-CALL = (jnp.ones((4, 8)), jnp.ones((32, 8)), jnp.zeros((4,), jnp.int32))
 
 
 def test_an_implementation_asked_for_by_name_is_used_or_refuses(picky: str) -> None:

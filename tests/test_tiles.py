@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from lce_jax import linear_logprobs, xla
+from lce_jax._types import Case, Options
 from tests import cases, oracle
 
 
@@ -54,17 +57,16 @@ def test_rows_left_out_cost_no_work() -> None:
         visited.append(1)
         return np.zeros((), np.float32)
 
-    original = xla._logits
+    original = xla._raw
 
     def counting(hidden, *args):
-        z, dcap = original(hidden, *args)
         tick = jax.pure_callback(count, jax.ShapeDtypeStruct((), jnp.float32), hidden[0, 0])
-        return z + tick, dcap
+        return original(hidden, *args) + tick
 
     hidden, weight = jnp.ones((T, H)), jnp.ones((V, H))
     labels = jnp.zeros((T,), jnp.int32)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(xla, "_logits", counting)
+        patch.setattr(xla, "_raw", counting)
         for live in (0, 1, 1000, T):
             visited.clear()
             where = jnp.arange(T)[::-1] < live
@@ -76,15 +78,28 @@ def test_rows_left_out_cost_no_work() -> None:
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
 @pytest.mark.parametrize("compacted", [False, True])
 def test_tile_sizes_stay_within_the_operands(tokens: int, vocab: int, platform: str, compacted: bool) -> None:
-    from lce_jax._types import Case, Options
-
-    case = Case(tokens, 64, vocab, jnp.dtype("float32"), Options(), compacted, platform)
+    case = Case(
+        num_tokens=tokens, hidden_size=64, vocab_size=vocab, dtype=jnp.dtype("float32"), options=Options(),
+        compacted=compacted, platform=platform,
+    )  # fmt: skip
     tile_t, tile_v = xla.tile_sizes(case)
     assert 1 <= tile_t <= tokens
     assert 1 <= tile_v <= vocab
     assert tile_v < vocab or vocab <= 512
     budget = (4 if platform == "cpu" else 64) << 20
     assert tile_t * tile_v <= max(budget, 512 * tile_t)
+
+
+def test_a_case_takes_no_positional_arguments() -> None:
+    """A flag too many or too few would move every later one: a platform would be taken for ``owns_cache``."""
+    with pytest.raises(TypeError, match="positional"):
+        Case(8, 64, 512, jnp.dtype("float32"), Options())
+
+
+def test_tiles_off_the_cpu_are_larger() -> None:
+    fields = dict(num_tokens=8192, hidden_size=64, vocab_size=131072, dtype=jnp.dtype("float32"), options=Options())
+    cpu, gpu = (math.prod(xla.tile_sizes(Case(**fields, platform=platform))) for platform in ("cpu", "gpu"))
+    assert cpu <= 4 << 20 < gpu <= 64 << 20
 
 
 def test_rows_of_two_tiles_with_large_logits() -> None:

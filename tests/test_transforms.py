@@ -137,6 +137,31 @@ def test_calls_outside_jit_compile_once(name: str) -> None:
     assert compiled == []
 
 
+@pytest.mark.parametrize("name", ["linear_logprobs", "options", "loss", "jit", "sharded"])
+def test_no_implicit_transfers(name: str) -> None:
+    """Numbers and options are part of programs, or put on the device explicitly."""
+    mesh = jax.make_mesh((2,), ("tensor",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu")[:2])
+    whole, split = (jax.NamedSharding(mesh, jax.P(*axes)) for axes in ((), ("tensor",)))
+    placed = jax.device_put((HIDDEN, WEIGHT, LABELS), (whole, split, whole))
+    where, temperature = LABELS > 3, jnp.full((4, 1), 0.7)
+    options = dict(logit_softcap=30.0, logit_scale=0.5, stats=True, vocab_size=45)
+
+    def smoothed(hidden, weight, labels):
+        return linear_cross_entropy(hidden, weight, labels, ignore_index=3, label_smoothing=0.1, z_loss=1e-4)
+
+    calls = {
+        "linear_logprobs": lambda: linear_logprobs(HIDDEN, WEIGHT, LABELS, temperature=0.7),
+        "options": lambda: linear_logprobs(HIDDEN, WEIGHT, LABELS, where=where, temperature=temperature, **options),
+        "loss": lambda: smoothed(HIDDEN, WEIGHT, LABELS),
+        "jit": lambda: jax.jit(jax.value_and_grad(smoothed))(HIDDEN, WEIGHT, LABELS),
+        "sharded": lambda: sharded_linear_logprobs(*placed, mesh=mesh),
+    }
+    jax.clear_caches()
+    with jax.transfer_guard("disallow"):
+        for _ in range(2):
+            jax.block_until_ready(calls[name]())
+
+
 def test_strict_promotion_and_debug_modes() -> None:
     """Nothing is promoted by accident, and no NaN is computed on the way, not even in rows left out."""
     where = jnp.arange(24).reshape(4, 6) < 2

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
     from jaxtyping import Array, Bool, Float, Int
 
+    from lce_jax._layout import Axes
     from lce_jax._types import LogprobOutput
     from lce_jax.api import Reduction
-    from lce_jax._layout import Axes
 
 # Logits of unit variance for hidden states of unit variance.
 WEIGHT_INIT = jax.nn.initializers.lecun_normal(in_axis=1, out_axis=0)

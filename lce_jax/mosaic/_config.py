@@ -197,7 +197,7 @@ def refusal(case: Case) -> str | None:
         reason = f"logit_scale must be positive for its running maximum, got {case.options.logit_scale}"
     if reason is None and case.options.has_bias:
         reason = "bias: the kernels' epilogues add none to the products"
-    if reason is None and case.options.traced_cap:
+    if reason is None and case.options.traced_scale and case.options.logit_softcap is not None:
         reason = "logit_softcap beside an array for it or logit_scale: the kernels hold the cap's numbers as constants"
     if reason is None and case.options.mean_logit and case.options.logit_softcap is not None:
         reason = "label smoothing together with a softcap: the mean logit is no product of hidden then"
@@ -253,6 +253,9 @@ def plan(case: Case, name: str) -> Plan:
     parts = [part for part in (cached - overwritten, shape.tiles - cached) if part]
     chunk = max((chunk_tiles(case, part) for part in parts), default=0) * TILE_N
     copies = 2 * chunk * case.hidden_size * itemsize if case.vocab_size % ATOM_ROWS else 0
+    gathered = case.num_tokens * case.hidden_size * itemsize if case.gathers_hidden else 0
+    in_float32 = case.num_tokens * case.hidden_size * 4 if options.mean_logit else 0  # hidden, for its mean logit
+    summed = case.vocab_size * case.hidden_size * itemsize if case.sums_dweight else 0
     notes = []
     if options.cache_bytes:
         notes.append(
@@ -278,12 +281,19 @@ def plan(case: Case, name: str) -> Plan:
             "stages backward": backward.stages,
             "backward chunk": max(chunk, overwritten * TILE_N),
         },
-        forward_bytes=4 * math.prod(statistics_shape(case, launch_tiles(case, shape.tiles))) + compacted + padded,
+        forward_bytes=4 * math.prod(statistics_shape(case, launch_tiles(case, shape.tiles)))
+        + compacted
+        + padded
+        + gathered
+        + in_float32,
         backward_bytes=shape.tokens * chunk * itemsize
         + math.prod(sums_shape(case)) * 4
         + 2 * compacted
         + padded
-        + copies,
+        + copies
+        + gathered
+        + in_float32
+        + summed,
         kept_bytes=case.statistics_bytes + cached * cached_tile_bytes(case),
         logits_bytes=case.num_tokens * case.vocab_size * 4,
         notes=tuple(notes),

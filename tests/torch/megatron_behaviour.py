@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import math
+import pathlib
+import re
 import types
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.models.gpt import gpt_model
 from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.utils import get_batch_on_this_cp_rank
 
 from lce_torch_bridge import LogprobOutput, _output_layer, linear_logprobs
 from lce_torch_bridge.megatron import fused_output_layer, output_processor
-from tests.torch.megatron_calls import draw, fused, measure, stock, subject, value_error, worst
+from tests.torch.megatron_calls import Subject, draw, fused, measure, stock, subject, value_error, worst
 from tests.torch.megatron_checks import Options, Result, compared, in_training
+
+README = pathlib.Path(__file__).parents[2] / "README.md"
 
 
 def call(model: Any, batch: Any, *, arguments: Options | None = None, **context: Any) -> Any:
@@ -162,6 +169,58 @@ def further_arguments(tp: int, model: Options, _options: Options) -> Result:
     }
 
 
+def readme(tp: int, model: Options, _options: Options) -> Result:
+    """README's Megatron block as it is printed, in a micro-batch with and in one without response tokens.
+
+    And what it says of the names in it: ``old_logprobs`` are the same call without gradients, before the update, and
+    ``get_batch_on_this_cp_rank`` cuts all that is per token as it cuts the tokens.
+    """
+    it = subject(tp, **model)
+    batch, drawn = draw(keep="some")
+    blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    (block,) = (code for code in blocks if "output_processor_context" in code)
+    advantages = batch.seeds[0]
+
+    def run(mask: torch.Tensor) -> tuple[Options, dict[str, torch.Tensor]]:
+        with torch.no_grad():
+            old, *_ = call(it.model, batch, temperature=0.7, keep=mask)
+        tokens, positions, attention = batch.inputs
+        names: Options = dict(
+            torch=torch, model=it.model, tokens=tokens, positions=positions, mask=attention, labels=batch.labels,
+            response_mask=mask, old_logprobs=old, advantages=advantages,
+        )  # fmt: skip
+        it.model.zero_grad()
+        exec(block, names)
+        names["loss"].backward()
+        return names, {name: p.grad.clone() for name, p in it.model.named_parameters()}
+
+    mask = drawn["keep"]
+    names, grads = run(mask)
+    it.model.zero_grad()
+    with stock(it, batch, temperature=0.7) as (logprobs, entropy):
+        ratio = torch.exp(logprobs - logprobs.detach())
+        want = -(ratio * advantages + 0.001 * entropy)[mask].mean()
+        want.backward()
+    error, parameter = worst(grads, {name: p.grad.clone() for name, p in it.model.named_parameters()})
+    without, zero = run(torch.zeros_like(mask))
+
+    per_token = {"tokens": batch.inputs[0], "labels": batch.labels, "response_mask": mask, "advantages": advantages}
+    where = torch.arange(mask.shape[1], device=mask.device).expand(mask.shape).contiguous()
+    part = get_batch_on_this_cp_rank(
+        {**per_token, "where": where, "cu_seqlens": None}, is_hybrid_cp=False, cp_group=dist.group.WORLD
+    )
+    cut = [torch.equal(part[name], whole.gather(1, part["where"])) for name, whole in per_token.items()]
+    return {
+        "loss": value_error(names["loss"], want),
+        "gradient": error,
+        "worst": parameter,
+        "first ratio is 1": torch.equal(names["logprobs"], names["old_logprobs"]),
+        "without tokens: loss": float(without["loss"].abs().nan_to_num(nan=math.inf)),
+        "without tokens: gradient": max(float(grad.norm().nan_to_num(nan=math.inf)) for grad in zero.values()),
+        "cut alike": all(cut) and part["labels"].shape[1] == mask.shape[1] // dist.get_world_size(),
+    }
+
+
 def restored(tp: int, model: Options, _options: Options) -> Result:
     """Model and output layer are what they were, also after an exception."""
     it = subject(tp, **model)
@@ -181,6 +240,46 @@ def restored(tp: int, model: Options, _options: Options) -> Result:
         "as before": kept == (set(vars(it.model)), set(vars(it.model.output_layer))),
         "same bits": torch.equal(before, after),
     }
+
+
+class Delegating(torch.nn.Module):
+    """Passes on what it is asked for, as torch.compile's module does."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return super().__getattr__(name) if name == "inner" else getattr(self.inner, name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner(*args, **kwargs)
+
+
+def wrapped(tp: int, model: Options, _options: Options) -> Result:
+    """In torch.compile, in DistributedDataParallel around that, and in a wrapper of anybody's."""
+    it = subject(tp, **model)
+    compiled = torch.compile(it.model, backend="eager")
+    wrappers = torch.nn.parallel.DistributedDataParallel(compiled), Delegating(it.model)
+    # To compile takes seconds, and once will do; the compiled model sees labels of its own each time.
+    measured = [in_wrapper(it, compiled, seed, "default") for seed in (0, 1)]
+    measured += [in_wrapper(it, outer, 2, "force_eager") for outer in wrappers]
+    return {
+        "logprobs": max(fused for fused, _, _ in measured),
+        "logits after": max(after for _, after, _ in measured),
+        "labels refused": all("called with labels" in said for _, _, said in measured),
+    }
+
+
+def in_wrapper(it: Subject, outer: Any, seed: int, stance: str) -> tuple[float, float, str]:
+    """The errors of the outputs inside and of the logits afterwards, and the word on labels for the model."""
+    batch, _ = draw(seed=seed)
+    with torch.no_grad(), torch.compiler.set_stance(stance):
+        with stock(it, batch) as want, fused_output_layer(outer, batch.labels):
+            error = max(map(value_error, outer(*batch.inputs).unbind(-1), want))
+        after = value_error(outer(*batch.inputs), it.model(*batch.inputs))
+    with torch.compiler.set_stance("force_eager"):
+        return error, after, message(lambda: labels_to_the_model(outer, batch))
 
 
 # --- Refusals ---------------------------------------------------------------------------------------------------------
@@ -242,6 +341,7 @@ def refusals(tp: int, _model: Options, _options: Options) -> Result:
     patched.output_layer.forward = ColumnParallelLinear.forward
     mtp = subject(tp, mtp=1).model
     mtp.output_layer.weight.main_grad = torch.zeros_like(mtp.output_layer.weight)
+    pair = torch.nn.ModuleDict({"actor": gpt, "critic": hybrid})
     no_labels = {"output_processor": output_processor}
     inference = types.SimpleNamespace()
 
@@ -275,15 +375,28 @@ def refusals(tp: int, _model: Options, _options: Options) -> Result:
         "an option of the model": processor(gpt, reduce_grad_hidden=True, logit_scale=2.0),
         "an unknown option": processor(gpt, temprature=1.0),
         "wgrad and MTP": processor(mtp, wgrad="main_grad"),
-        "MTP, context manager": wrapper(mtp),
+        "wgrad and MTP, context manager": wrapper(mtp, wgrad="main_grad"),
+        "MTP without a loss of its own": without_predictions(lambda: wrapper(mtp)),
         "labels to the model": message(lambda: labels_to_the_model(hybrid, batch)),
+        "labels to the model, MTP": message(lambda: labels_to_the_model(mtp, batch)),
         "no entropy, context manager": wrapper(hybrid, entropy="none"),
         "stats, context manager": wrapper(hybrid, stats=True),
         "nested": message(nested),
         "no output layer": wrapper(torch.nn.Linear(4, 4)),
+        "two output layers": wrapper(pair),
         "a pipeline stage": wrapper(subject(tp, stage="first").model),
         "a pipeline stage with an output layer": wrapper(stage),
     }
+
+
+def without_predictions(function: Callable[[], str]) -> str:
+    """Under a megatron-core that leaves the predictions out where it has no labels for them."""
+    whole = gpt_model.process_mtp_loss
+    gpt_model.process_mtp_loss = lambda hidden_states, **_: hidden_states.chunk(2)[0]
+    try:
+        return function()
+    finally:
+        gpt_model.process_mtp_loss = whole
 
 
 def labels_to_the_model(model: Any, batch: Any) -> None:

@@ -36,6 +36,8 @@ MODELS = {
     "Hybrid, tied, MuP": dict(kind="hybrid", tied=True, mup=True, modern=True),
     "GPT in the context manager": dict(entry="wrapper"),
     "GPT in the context manager, MuP": dict(entry="wrapper", mup=True),
+    "GPT in the context manager, MTP, tied, MuP": dict(entry="wrapper", mtp=2, tied=True, mup=True),
+    "Hybrid, MTP": dict(kind="hybrid", mtp=1),
     "activations recomputed": dict(recompute="full"),
     "attention recomputed": dict(recompute="selective"),
     "frozen head": dict(frozen="output_layer"),
@@ -94,6 +96,7 @@ TRAINING = [
         ("MTP", dict(mtp=1), {}),
         ("MTP, tied", dict(mtp=1, tied=True), {}),
         ("Hybrid", dict(kind="hybrid"), {}),
+        ("Hybrid, MTP", dict(kind="hybrid", mtp=1), {}),
         ("frozen head", dict(frozen="output_layer"), {}),
         ("not fused", {}, dict(fusion=False)),
         ("asked for", {}, dict(fusion=False, wgrad="main_grad")),
@@ -118,6 +121,7 @@ BEHAVIOUR = [
     _case("hidden as it is", 1, "GPT", {}, {}),
     _case("further arguments", 1, "GPT", {}, {}),
     _case("restored", 1, "Hybrid", dict(kind="hybrid", mup=True), {}),
+    _case("wrapped", 1, "GPT, MuP", dict(mup=True), {}),
     _case("refusals", 1, "all", {}, {}),
 ]  # fmt: skip
 
@@ -145,17 +149,22 @@ REFUSALS = {
     "an option of the model": r"ValueError: logit_scale, reduce_grad_hidden: the model's to say",
     "an unknown option": r"TypeError: .*'temprature'",
     "wgrad and MTP": r"ValueError: wgrad='main_grad': multi-token prediction .*leave wgrad out",
-    "MTP, context manager": r"NotImplementedError: this GPTModel predicts several tokens .*use output_processor",
+    "wgrad and MTP, context manager": r"ValueError: wgrad='main_grad': multi-token prediction .*leave wgrad out",
+    "MTP without a loss of its own": r"NotImplementedError: .* output layer 1 times, .*\(3, 32, 128\).* input_ids",
+    "labels to the model, MTP": r"ValueError: the model was called with labels \(3, 32\) inside fused_output_layer",
     "labels to the model": r"ValueError: the model was called with labels \(3, 32\) inside fused_output_layer",
     "no entropy, context manager": r"ValueError: entropy='none', .*entropy=\"metric\"",
     "stats, context manager": r"ValueError: .*stats=True",
     "nested": r"RuntimeError: .*replaced already, by an enclosing fused_output_layer",
     "no output layer": r"NotImplementedError: Linear has no output_layer: .*last pipeline stage",
+    "two output layers": r"NotImplementedError: ModuleDict has several .*output_layer, actor, critic: pass the one",
     "a pipeline stage": r"NotImplementedError: GPTModel has no output_layer: .*last pipeline stage",
     "a pipeline stage with an output layer": r"NotImplementedError: this HybridModel is a pipeline stage .*nullcontext",
 }
 
-ALL = [*PARITY, *HALF_PRECISION, *CONTROLS, *TRAINING, *BEHAVIOUR]
+README = [_case("readme", tp, "GPT", {}, {}) for tp in (1, 2)]
+
+ALL = [*PARITY, *HALF_PRECISION, *CONTROLS, *TRAINING, *BEHAVIOUR, *README]
 
 # For two GPUs, NCCL.
 _NAMES_ON_GPUS = (

@@ -28,6 +28,13 @@ from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.tensor_parallel import layers as parallel_layers
 from megatron.core.tensor_parallel import random as parallel_random
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.multi_token_prediction import (
+    MTPLossLoggingHelper,
+    MultiTokenPredictionBlock,
+    MultiTokenPredictionBlockSubmodules,
+    MultiTokenPredictionLayer,
+    MultiTokenPredictionLayerSubmodules,
+)
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -121,13 +128,19 @@ def hybrid(config: TransformerConfig, **options: Any) -> HybridModel:
     )
     mlp = TransformerLayerSubmodules(pre_mlp_layernorm=norm, mlp=parts.mlp, mlp_bda=get_bias_dropout_add)
     hybrid_block.TENorm = norm
+    prediction = MultiTokenPredictionLayerSubmodules(
+        enorm=norm, hnorm=norm, layer_norm=norm, eh_proj=parallel_layers.ColumnParallelLinear, mtp_model_layer=None
+    )
+    predictions = MultiTokenPredictionBlockSubmodules([ModuleSpec(MultiTokenPredictionLayer, submodules=prediction)])
     stack = hybrid_block.HybridStackSubmodules(
         attention_layer=ModuleSpec(TransformerLayer, submodules=attention),
         mlp_layer=ModuleSpec(MLPLayer, submodules=mlp),
+        mtp_block_spec=ModuleSpec(MultiTokenPredictionBlock, submodules=predictions),
     )
+    pattern = "/".join(["*-"] * (1 + (config.mtp_num_layers or 0)))  # the model's layers, and each prediction's
     return HybridModel(
         config, ModuleSpec(hybrid_block.HybridStack, submodules=stack), vocab_size=VOCAB, max_sequence_length=SEQUENCE,
-        hybrid_layer_pattern="*-", position_embedding_type="rope", **options,
+        hybrid_layer_pattern=pattern, position_embedding_type="rope", **options,
     )  # fmt: skip
 
 
@@ -141,6 +154,7 @@ def build(
     if not parallel_state.is_initialized() or parallel_state.get_tensor_model_parallel_world_size() != tp:
         parallel_state.destroy_model_parallel()
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
+    MTPLossLoggingHelper.tracker.clear()  # of the whole process, with as many places as its first model had
     torch.manual_seed(2)
     parallel_random.model_parallel_cuda_manual_seed(2, force_reset_rng=True)
     make = {"gpt": gpt, "hybrid": hybrid}[kind]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from typing import Any
 
 import jax
 import pytest
@@ -108,6 +109,58 @@ def test_a_second_derivative_raises() -> None:
         grad.sum().backward()
 
 
+@pytest.mark.parametrize(
+    "options", [{}, dict(keep=torch.arange(0, 37, 3), temperature=torch.full((37,), 0.7))], ids=str
+)
+def test_first_derivatives_of_torch_func(options: dict[str, Any]) -> None:
+    """`grad` and `vjp` have the bits of ``torch.autograd.grad``."""
+    problem = p.draw()
+    seeds = p.seeds_like(problem.labels)
+    _, want = p.gradients(problem, seeds, **options)
+
+    def call(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return p.objective(linear_logprobs(hidden, weight, problem.labels, **options), seeds)
+
+    assert all(map(torch.equal, torch.func.grad(call, argnums=(0, 1))(*problem[:2]), want))
+    _, pull_back = torch.func.vjp(call, *problem[:2])
+    assert all(map(torch.equal, pull_back(torch.tensor(1.0)), want))
+
+
+WHOLE_BATCH = (
+    r"under torch\.func\.vmap, .* give it the whole batch, and loop where each part has a weight or a gradient"
+)
+REVERSE_MODE = r"no forward-mode derivatives .* torch\.func\.vjp or torch\.autograd\.grad"
+
+
+@pytest.mark.parametrize(
+    ("transform", "message"),
+    [
+        (lambda f, x: torch.func.vmap(f)(x[:, None]), WHOLE_BATCH),
+        (lambda f, x: torch.func.vmap(torch.func.grad(lambda y: f(y).sum()))(x[:, None]), WHOLE_BATCH),
+        (lambda f, x: torch.func.jacrev(f)(x), WHOLE_BATCH),
+        (lambda f, x: torch.autograd.functional.jacobian(f, x, vectorize=True), WHOLE_BATCH),
+        (lambda f, x: torch.func.jvp(f, (x,), (x,)), REVERSE_MODE),
+        (lambda f, x: torch.func.jacfwd(f)(x), REVERSE_MODE),
+        (lambda f, x: torch.func.linearize(f, x), REVERSE_MODE),
+        (
+            lambda f, x: torch.func.grad(lambda y: torch.func.grad(lambda z: f(z).sum())(y).sum())(x),
+            "first derivatives only",
+        ),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:FutureWarning")  # torch's own, of its jvp
+def test_other_transforms_are_refused_with_what_to_do(transform: Any, message: str) -> None:
+    hidden, weight, labels = p.draw(T=3, H=8, V=10)
+    temperature = torch.full((1,), 0.7)  # values that cannot be looked at inside
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        there = labels[: x.numel() // 8].view(x.shape[:-1])
+        return linear_logprobs(x, weight, there, temperature=temperature).logprobs
+
+    with pytest.raises(NotImplementedError, match=message):
+        transform(call, hidden)
+
+
 @pytest.mark.parametrize("changed", ["hidden", "weight"])
 def test_a_change_in_place_before_the_backward_raises(changed: str) -> None:
     leaves = p.draw().leaves()
@@ -151,6 +204,80 @@ def test_autocast_casts_the_weight(hidden_dtype: torch.dtype) -> None:
     assert torch.equal(grads[1], wanted[1].float())
     with torch.autocast("cpu", enabled=False):
         assert not torch.equal(linear_logprobs(*problem).logprobs, out.logprobs)
+
+
+class Weights:
+    """Where the copies of the weight lie that autograd keeps."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.shapes, self.places = (weight.shape, weight.shape[::-1]), list[int]()
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape in self.shapes:
+            self.places.append(x.untyped_storage().data_ptr())
+        return x
+
+    def noted(self) -> Any:
+        return torch.autograd.graph.saved_tensors_hooks(self, lambda x: x)
+
+
+@pytest.mark.parametrize("wgrad", ["return", "main_grad"])
+def test_calls_of_an_autocast_context_share_one_copy_of_the_weight(wgrad: str) -> None:
+    """That of torch's own products in it; the gradients of calls sum in float32."""
+    problem = p.draw()
+    hidden, weight, labels = problem.leaves()
+    weight.main_grad = torch.zeros_like(weight)
+    weights, alone = Weights(weight), torch.zeros_like(weight)
+    with torch.autocast("cpu", torch.bfloat16), weights.noted():
+        logits = torch.nn.functional.linear(hidden, weight)
+        calls = [linear_logprobs(hidden, weight, labels, temperature=t, wgrad=wgrad) for t in (0.7, 0.8, 0.9, 1.0)]
+    assert len(weights.places) == 5
+    assert len(set(weights.places)) == 1
+    torch.stack([out.lse.sum() for out in calls]).sum().backward()
+    for t in (0.7, 0.8, 0.9, 1.0):
+        with torch.autocast("cpu", torch.bfloat16):
+            leaf = problem.weight.clone().requires_grad_()
+            linear_logprobs(hidden, leaf, labels, temperature=t).lse.sum().backward()
+        assert leaf.grad.bfloat16().float().equal(leaf.grad)
+        alone += leaf.grad
+    summed = weight.grad if wgrad == "return" else weight.main_grad
+    assert p.relative_norm(summed, alone) < 1e-6
+    logits.sum().backward()
+    assert weight.grad is not None  # torch's product, which shares the copy, has its gradient
+
+
+def test_the_copy_of_the_weight_lasts_as_long_as_torch_keeps_it() -> None:
+    hidden, weight, labels = p.draw().leaves()
+
+    def places(*calls: Any, **options: Any) -> int:
+        weights = Weights(weight)
+        with torch.autocast("cpu", torch.bfloat16, **options), weights.noted():
+            results = [linear_logprobs(hidden, weight, labels) for call in calls if call is None or call() is None]
+        assert len(weights.places) == len(results)
+        return len(set(weights.places))
+
+    assert places(None, None) == 1
+    assert places(None, torch.clear_autocast_cache) == 2
+    assert places(None, None, cache_enabled=False) == 2
+    weight.requires_grad_(False)  # torch keeps no copy of a frozen one
+    assert places(None, None) == 2
+
+
+def test_each_autocast_context_sees_the_weight_as_it_is() -> None:
+    """Also where a change left no trace (``.data``), and where the first call recorded no gradients."""
+    hidden, weight, labels = p.draw().leaves()
+    for step in range(3):
+        weight.data.mul_(1.0 + step)
+        with torch.autocast("cpu", torch.bfloat16):
+            with torch.no_grad():
+                without = linear_logprobs(hidden, weight, labels)
+            out = linear_logprobs(hidden, weight, labels)
+        low = weight.detach().bfloat16().requires_grad_()
+        want = linear_logprobs(hidden, low, labels)
+        assert torch.equal(out.logprobs, want.logprobs)
+        assert torch.equal(without.logprobs, want.logprobs)
+        dweight = torch.autograd.grad(out.logprobs.sum(), weight)[0]
+        assert torch.equal(dweight, torch.autograd.grad(want.logprobs.sum(), low)[0].float())
 
 
 def test_no_gradient_keeps_nothing() -> None:

@@ -6,7 +6,10 @@ from typing import Any, get_type_hints
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from lce_torch_bridge import autograd, linear_logprobs
 from lce_torch_bridge._types import CALL_SCHEMA, Call
@@ -19,6 +22,7 @@ OPTIONS: list[dict[str, Any]] = [
     dict(entropy="none", cache_bytes=1 << 20),
     dict(keep=torch.arange(0, 37, 3)),
     dict(keep=torch.arange(37) % 3 == 0),
+    dict(ignore_index=7, keep=torch.arange(0, 37, 3)),
 ]
 
 
@@ -60,6 +64,24 @@ def test_dynamic_counts_of_tokens_compile_one_graph() -> None:
     assert len(graphs) == 1
 
 
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("differentiated", [False, True])
+def test_any_number_of_temperatures_compile_two_graphs(differentiated: bool, dynamic: bool | None) -> None:
+    """One for the first number that is seen, and one for all others, 1 among them."""
+    problem = p.draw()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(call, fullgraph=True, dynamic=dynamic, backend=counter)
+    for temperature in (0.7, 1.3, 1.0, 0.1, 1.0, *(0.5 + step / 7 for step in range(8))):
+        results = []
+        for function in (call, compiled):
+            leaves = problem.leaves() if differentiated else problem
+            out = function(*leaves, temperature=temperature)
+            grads = torch.autograd.grad(out.logprobs.sum(), leaves[:2]) if differentiated else ()
+            results.append((out.logprobs, out.entropy, *grads))
+        assert all(map(torch.equal, *results))
+    assert counter.frame_count <= 2
+
+
 def test_main_grad_is_refused_clearly() -> None:
     with pytest.raises(torch._dynamo.exc.Unsupported, match=r'wgrad="main_grad" writes to weight\.main_grad'):
         torch.compile(linear_logprobs, fullgraph=True, backend="eager")(*p.draw().leaves(), wgrad="main_grad")
@@ -86,18 +108,48 @@ def test_the_schema_is_that_of_call() -> None:
     assert want == CALL_SCHEMA
 
 
-@pytest.mark.parametrize("cache_bytes", [0, 1 << 20])
-def test_tensors_that_hold_nothing(cache_bytes: int) -> None:
+HOLDING_NOTHING: list[dict[str, Any]] = [
+    {},
+    dict(cache_bytes=1 << 20),
+    dict(temperature=torch.linspace(0.5, 2, 37)),
+    dict(keep=torch.arange(0, 37, 3)),
+    dict(keep=torch.arange(37) % 3 == 0, temperature=torch.linspace(0.5, 2, 37)),
+]
+
+
+@pytest.mark.parametrize("options", HOLDING_NOTHING, ids=lambda options: ", ".join(options))
+def test_tensors_that_hold_nothing(options: dict[str, Any]) -> None:
     """Shapes and dtypes of the real call, forward and backward, from meta tensors and from fake ones."""
-    problem = p.draw(dtype=torch.bfloat16)
-    options = dict(stats=True, cache_bytes=cache_bytes)
-    out, grads = p.gradients(problem, p.seeds_like(problem.labels), **options)
-    real = [(x.shape, x.dtype) for x in (*out, *grads)]
-    meta = p.Problem(*(x.to("meta") for x in problem))
-    out, grads = p.gradients(meta, [seed.to("meta") for seed in p.seeds_like(problem.labels)], **options)
-    assert [(x.shape, x.dtype) for x in (*out, *grads)] == real
-    with FakeTensorMode() as mode:
-        fake = p.Problem(*map(mode.from_tensor, problem))
-        seeds = [mode.from_tensor(seed) for seed in p.seeds_like(problem.labels)]
-        out, grads = p.gradients(fake, seeds, **options)
-        assert [(x.shape, x.dtype) for x in (*out, *grads)] == real
+    problem, seeds = p.draw(dtype=torch.bfloat16), p.seeds_like(p.draw().labels)
+
+    def described(convert: Any) -> list[Any]:
+        given = {name: convert(x) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+        out, grads = p.gradients(p.Problem(*map(convert, problem)), list(map(convert, seeds)), stats=True, **given)
+        return [(tuple(x.shape), x.dtype) for x in (*out, *grads)]
+
+    real = described(lambda x: x)
+    assert described(lambda x: x.to("meta")) == real
+    for shape_env in (None, ShapeEnv()):
+        with FakeTensorMode(shape_env=shape_env, static_shapes=True) as mode:
+            assert described(mode.from_tensor) == real
+
+
+def test_a_mask_that_cannot_be_counted_is_kept_in_the_graph() -> None:
+    """What was traced with fake tensors computes all rows, and leaves out those of the mask that it is called with."""
+    problem = p.draw()
+    mask = torch.arange(37) % 3 == 0
+    temperature = torch.linspace(0.5, 2, 37)
+
+    def call(
+        hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, keep: torch.Tensor, temperature: torch.Tensor
+    ) -> list[torch.Tensor]:
+        leaves = p.Problem(hidden, weight, labels)
+        out, grads = p.gradients(leaves, [torch.ones_like(temperature)] * 3, keep=keep, temperature=temperature)
+        return [*out[:3], *grads]
+
+    want = call(*problem, mask, temperature)
+    traced = make_fx(call, tracing_mode="fake")(*problem, ~mask, temperature)
+    problem.hidden[~mask], temperature[~mask] = torch.nan, 0.0  # whatever they hold
+    got = traced(*problem, mask, temperature)
+    assert all(map(torch.equal, got[:4], want[:4]))
+    assert p.relative_norm(got[4], want[4]) < 1e-6  # the same rows, in another order

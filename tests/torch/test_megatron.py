@@ -177,6 +177,17 @@ def test_further_arguments_pass_through(results: dict[str, Any], case: Case) -> 
     assert result["passed on"]
 
 
+@cases("readme")
+def test_the_readmes_block(results: dict[str, Any], case: Case) -> None:
+    result = of(results, case)
+    assert result["loss"] <= VALUES
+    assert result["gradient"] <= GRADIENTS, result["worst"]
+    assert result["first ratio is 1"]
+    assert result["without tokens: loss"] == 0.0
+    assert result["without tokens: gradient"] == 0.0
+    assert result["cut alike"]
+
+
 @cases("restored")
 def test_the_model_is_restored(results: dict[str, Any], case: Case) -> None:
     result = of(results, case)
@@ -184,6 +195,14 @@ def test_the_model_is_restored(results: dict[str, Any], case: Case) -> None:
     assert result["dtype"] == "torch.float32"
     assert result["as before"]
     assert result["same bits"]
+
+
+@cases("wrapped")
+def test_wrapped_models(results: dict[str, Any], case: Case) -> None:
+    result = of(results, case)
+    assert result["logprobs"] <= VALUES
+    assert result["logits after"] == 0.0
+    assert result["labels refused"]
 
 
 @pytest.mark.parametrize("name", REFUSALS)

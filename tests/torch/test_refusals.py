@@ -59,6 +59,8 @@ GOOD = p.draw(T=6, H=8, V=10)
         (dict(keep=torch.tensor([0, 6])), ValueError, r"keep holds row 6, and there are 6 rows"),
         (dict(keep=torch.tensor([-1])), ValueError, r"keep holds row -1, and there are 6 rows"),
         (dict(keep=torch.tensor([2, 2, 2])), ValueError, r"keep must hold each row at most once, got 2 repeats"),
+        (dict(ignore_index=-100.0), TypeError, r"ignore_index must be an integer, got -100.0"),
+        (dict(ignore_index=True), TypeError, r"ignore_index must be an integer, got True"),
         (dict(implementation=7), TypeError, r"implementation must be None, a name or a tuple of names, got 7"),
         (dict(implementation=()), TypeError, r"implementation must be None, a name or a tuple of names, got \(\)"),
         (dict(implementation="cutlass"), ValueError, r"unknown implementation 'cutlass'; known: .*\"xla\""),
@@ -73,17 +75,3 @@ def test_refusal(given: dict[str, Any], error: type[Exception], message: str) ->
 def test_a_refused_name_falls_back_only_where_a_tuple_says_so() -> None:
     out = linear_logprobs(*GOOD, implementation=("mosaic_gpu", "xla"))
     assert torch.equal(out.logprobs, linear_logprobs(*GOOD, implementation="xla").logprobs)
-
-
-def test_a_distributed_tensor_is_refused() -> None:
-    from torch.distributed.tensor import DTensor
-
-    class Sharded(torch.Tensor):
-        def full_tensor(self) -> torch.Tensor:
-            return torch.Tensor(self)
-
-    assert hasattr(DTensor, "full_tensor")
-    with pytest.raises(
-        TypeError, match=r"weight is a DTensor: pass weight.full_tensor\(\), or, .* weight.to_local\(\)"
-    ):
-        linear_logprobs(GOOD.hidden, GOOD.weight.as_subclass(Sharded), GOOD.labels)

@@ -63,6 +63,32 @@ def test_gradients_with_rows_left_out() -> None:
     assert p.relative_norm(dweight, want[1]) < 1e-6
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8])
+@pytest.mark.parametrize("ignored", [-100, 7])
+def test_an_ignored_label_leaves_its_token_out(ignored: int, dtype: torch.dtype) -> None:
+    """The bits of ``keep`` without those tokens, alone and with a ``keep`` of either kind."""
+    problem = p.draw(T=60)
+    problem = problem._replace(hidden=problem.hidden.view(3, 20, -1), labels=problem.labels.view(3, 20).to(dtype))
+    some = torch.rand(3, 20, generator=torch.Generator().manual_seed(0)) < 0.4
+    if ignored >= 0 or dtype != torch.uint8:  # which does not hold -100: nothing is left out
+        problem.labels[some] = ignored
+    counts = problem.labels != ignored
+    problem.hidden[~counts] = torch.nan  # whatever they hold
+    mask = torch.arange(60).view(3, 20) % 2 == 0
+    seeds = p.seeds_like(problem.labels)
+    for keep, kept in ((None, counts), (mask, mask & counts), (torch.arange(0, 60, 2), mask & counts)):
+        out, grads = p.gradients(problem, seeds, ignore_index=ignored, keep=keep)
+        want, wanted = p.gradients(problem, seeds, keep=kept)
+        assert all(map(torch.equal, (*out[:3], *grads), (*want[:3], *wanted)))
+        assert (out.entropy[~kept] == 0).all()
+    turned = linear_logprobs(  # as Megatron's are, [s, b]
+        problem.hidden.transpose(0, 1), problem.weight, problem.labels.t(), ignore_index=ignored, keep=torch.arange(60)
+    )
+    assert torch.equal(turned.logprobs.t(), linear_logprobs(*problem, keep=counts).logprobs)
+    nothing, (dhidden, dweight) = p.gradients(problem, seeds, ignore_index=ignored, keep=~counts)
+    assert not any(x.any() for x in (*nothing[:3], dhidden, dweight))
+
+
 def test_memory_falls_with_the_kept_share() -> None:
     """What is saved for the backward is of the kept rows; nothing else of [T, H] is."""
     hidden, weight, labels = p.draw(T=1000, H=64).leaves()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
 
+import jax
 import pytest
 import torch
 
@@ -92,6 +94,14 @@ def test_cpu_tensors_use_the_first_cpu_device() -> None:
     assert runtime.jax_device(torch.device("cpu")).id == 0
 
 
+@pytest.fixture
+def platforms() -> Iterator[Callable[[str | None], None]]:
+    """Sets what ``JAX_PLATFORMS`` says; a JAX that has started keeps what it has."""
+    before = jax.config.jax_platforms
+    yield lambda value: jax.config.update("jax_platforms", value)
+    jax.config.update("jax_platforms", before)
+
+
 @pytest.mark.parametrize(
     ("device", "message"),
     [
@@ -102,14 +112,56 @@ def test_cpu_tensors_use_the_first_cpu_device() -> None:
         ),
     ],
 )
-def test_a_backend_that_is_not_there(monkeypatch: pytest.MonkeyPatch, device: str, message: str) -> None:
+def test_a_backend_that_is_not_there(
+    platforms: Callable[[str | None], None], monkeypatch: pytest.MonkeyPatch, device: str, message: str
+) -> None:
     def refuse(backend: str) -> None:
         raise RuntimeError(f"Unknown backend {backend}")
 
-    monkeypatch.setenv("JAX_PLATFORMS", "tpu")
+    platforms("tpu")
     monkeypatch.setattr(runtime.jax, "local_devices", refuse)
     with pytest.raises(RuntimeError, match=message):
         runtime.jax_device.__wrapped__(torch.device(device))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="JAX starts with cuda where there is a GPU")
+def test_platforms_that_jax_does_not_start_with() -> None:
+    """Each in JAX's state of a new process; what the message says to write works in the same one."""
+    said = succeed("""
+        import jax, os, torch, lce_torch_bridge
+        from lce_torch_bridge import runtime
+        def call():
+            return lce_torch_bridge.linear_logprobs(torch.ones(2, 3), torch.ones(4, 3), torch.zeros(2, dtype=int))
+        for value in ("cuda", "tpu", "gpu", "CPU", "rocm,cpu"):
+            jax.config.update("jax_platforms", value)
+            for start in (lce_torch_bridge.init, call):
+                try:
+                    start()
+                except RuntimeError as error:
+                    print(value, start.__name__, error, type(error.__cause__).__name__, sep=" | ")
+        jax.config.update("jax_platforms", "cuda,cpu")
+        print(len(call().lse))
+    """)
+    *lines, last = said.splitlines()
+    values = ("cuda", "tpu", "gpu", "CPU", "rocm,cpu")
+    assert last == "2"
+    assert len(lines) == 2 * len(values)
+    for line, value in zip(lines[::2], values, strict=True):
+        assert f'JAX does not start; JAX_PLATFORMS is {value!r}: leave it unset or write "cuda,cpu"' in line
+    assert {line.split(" | ")[3] for line in lines} == {"AssertionError", "RuntimeError"}
+
+
+def test_without_a_choice_of_platforms_jax_speaks_for_itself(
+    platforms: Callable[[str | None], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse() -> None:
+        raise RuntimeError("uninstall the failing plugin")
+
+    monkeypatch.setattr(runtime, "_started_in", None)
+    monkeypatch.setattr(runtime.jax, "devices", refuse)
+    platforms(None)
+    with pytest.raises(RuntimeError, match=r"^uninstall the failing plugin$"):
+        runtime.start()
 
 
 def test_the_current_device_of_torch_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:

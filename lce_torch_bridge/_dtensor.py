@@ -1,0 +1,139 @@
+"""DTensors at the door: this rank's plain tensors, where the placements say exactly which, and a refusal elsewhere.
+
+A weight is gathered over all dimensions of its mesh but that of ``tp_group``, over which it stays split. Its gradient
+is the mean over the ranks that gathered it, for three kinds of them:
+
+* Ranks of FSDP2, HSDP and ``replicate`` hold different tokens, and their gradients' mean is what these take by default.
+* Ranks that hold the same tokens have equal gradients, and the mean of equal numbers is that number.
+* Where somebody takes the mean once more, the mean of equal means is that mean.
+
+Only a sum over different tokens is something else. FSDP2 knows of one, ``set_gradient_divide_factor``: refused.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+WHY_NOT_COMPILED = "lce_torch_bridge compares the mesh of a DTensor with tp_group as it runs"
+
+
+def is_dtensor(x: Any) -> bool:
+    """Whether ``x`` is a DTensor. Where nobody has imported them, which takes half a second, there are none."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(x, module.DTensor)
+
+
+def tokens(**given: Any) -> tuple[Any, ...]:
+    """What is per token, as plain tensors. A gradient is whole on each rank, as the placement has it.
+
+    Raises:
+        ValueError: a DTensor that is not replicated.
+    """
+    return tuple(_replicated(name, x) if is_dtensor(x) else x for name, x in given.items())
+
+
+def spans(x: Any, group: dist.ProcessGroup | None) -> bool:
+    """Whether ``x`` is a DTensor whose mesh has ``group`` as a dimension."""
+    return is_dtensor(x) and _dimension_of(group, x.device_mesh, "hidden") is not None
+
+
+@torch.compiler.disable(reason=WHY_NOT_COMPILED)  # type: ignore[untyped-decorator]
+def rows(weight: Any, group: dist.ProcessGroup | None, wgrad: str) -> torch.Tensor:
+    """This rank's part of the vocabulary, ``[V, H]``, of a DTensor. A collective, where it is gathered.
+
+    Raises:
+        ValueError: placements that cannot be served, or a gradient that goes elsewhere than to autograd.
+    """
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    if wgrad != "return":
+        raise ValueError(f'wgrad={wgrad!r}: weight is a DTensor, whose gradient autograd returns: use wgrad="return"')
+    mesh = weight.device_mesh
+    split = _dimension_of(group, mesh, "weight")
+    served = [Shard(0) if dim == split else Replicate() for dim in range(mesh.ndim)]
+    _refuse_placements(weight, split, served)
+    if mesh.ndim > (split is not None):
+        _refuse_other_reductions(weight)
+    grads = [Shard(0) if dim == split else Partial("avg") for dim in range(mesh.ndim)]
+    return weight.redistribute(placements=served).to_local(grad_placements=grads)
+
+
+def _refuse_placements(weight: Any, split: int | None, served: list[Any]) -> None:
+    mesh = weight.device_mesh
+    for dim, placement in enumerate(weight.placements):
+        if placement.is_partial() or (dim == split and getattr(placement, "dim", None) != 0):
+            name = dim if mesh.mesh_dim_names is None else repr(mesh.mesh_dim_names[dim])
+            wanted = "Shard(dim=0), as tp_group splits the vocabulary" if dim == split else "sharded or replicated"
+            raise ValueError(
+                f"weight {tuple(weight.shape)} is a DTensor with {placement!r} over mesh dimension {name}, and must be "
+                f"{wanted}: pass weight.redistribute(placements={served})"
+            )
+    if split is not None and weight.shape[0] % mesh.size(split):
+        raise ValueError(
+            f"weight has {weight.shape[0]} rows, which do not divide into {mesh.size(split)} equal parts over "
+            "tp_group: pad the vocabulary and give vocab_size"
+        )
+
+
+def _refuse_other_reductions(weight: Any) -> None:
+    """Where FSDP2 was told to reduce gradients otherwise than to their mean."""
+    from torch.distributed._composable_state import _module_state_mapping  # no public way from parameter to module
+
+    parameter = _parameter_of(weight)
+    for reference in list(_module_state_mapping.values()):
+        state: Any = reference()
+        groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+        for group in filter(None, groups):
+            factor = group.gradient_divide_factor
+            if factor is not None and any(param.sharded_param is parameter for param in group.fsdp_params):
+                raise ValueError(
+                    f"weight is sharded by FSDP2 with set_gradient_divide_factor({factor:g}), and gathered here its "
+                    "gradient would be the mean: make the call inside the forward of the FSDP module that holds it"
+                )
+
+
+def _parameter_of(x: torch.Tensor) -> torch.Tensor:
+    """The leaf that ``x`` was made of, by a cast or the like; ``x`` itself, if it is one."""
+    node: Any = x.grad_fn
+    while node is not None and not hasattr(node, "variable"):
+        node = next((before for before, _ in node.next_functions if before is not None), None)
+    return x if node is None else node.variable
+
+
+def _replicated(name: str, x: Any) -> torch.Tensor:
+    from torch.distributed.tensor import Replicate
+
+    if not all(placement.is_replicate() for placement in x.placements):
+        raise ValueError(
+            f"{name} {tuple(x.shape)} is a DTensor with placements {list(x.placements)}, and must be replicated: "
+            f"pass {name}.redistribute(placements={[Replicate()] * x.device_mesh.ndim})"
+        )
+    return x.to_local()
+
+
+@torch.compiler.disable(reason=WHY_NOT_COMPILED)  # type: ignore[untyped-decorator]
+def _dimension_of(group: dist.ProcessGroup | None, mesh: Any, name: str) -> int | None:
+    """The dimension of ``mesh`` whose ranks are those of ``group``; None where the two share this rank alone.
+
+    Raises:
+        ValueError: they share several, which are no dimension of the mesh.
+    """
+    if group is None or group.size() == 1:
+        return None
+    coordinate, ranks = mesh.get_coordinate(), dist.get_process_group_ranks(group)
+    if coordinate is None:
+        raise ValueError(f"rank {dist.get_rank()} is not in the mesh of {name}, {mesh.mesh.tolist()}")
+    for dim in range(mesh.ndim):
+        line = mesh.mesh[tuple(slice(None) if i == dim else at for i, at in enumerate(coordinate))]
+        if line.tolist() == ranks:
+            return dim
+    if set(ranks) & set(mesh.mesh.flatten().tolist()) != {dist.get_rank()}:
+        raise ValueError(
+            f"tp_group has ranks {ranks}, which are no dimension of {name}'s mesh {mesh.mesh.tolist()}: pass the group "
+            f"of the dimension that splits the vocabulary, {name}.device_mesh.get_group(dim)"
+        )
+    return None

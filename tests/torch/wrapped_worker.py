@@ -1,0 +1,272 @@
+"""One of four ranks with tokens of its own: FSDP2, HSDP, tensor parallelism under FSDP2, and DDP, over gloo.
+
+`test_wrapped` starts them: ``torchrun --nproc-per-node 4 -m tests.torch.wrapped_worker <name of a check>...``
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+from lce_torch_bridge import LogprobOutput, linear_logprobs
+from tests.torch import problem as p
+
+VALUE, GRADIENT = 2e-6, 1e-6  # as in test_parity
+FAR = 0.3  # what a wrong reduction is off by, at least
+T, H, V = 6, 32, 102  # V divides by two ranks, not by four
+
+type Outputs = tuple[torch.Tensor, ...]  # logprobs, entropy
+type Measured = tuple[Outputs, dict[str, torch.Tensor]]  # and the gradient of every parameter
+
+
+class Model(nn.Module):
+    """Embedding, body, and a head that may be the embedding. The caller says what becomes of the hidden states."""
+
+    def __init__(self, tied: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.embed, self.body = nn.Embedding(V, H), nn.Linear(H, H)
+        if not tied:
+            self.head = nn.Linear(H, V, bias=False)
+
+    @property
+    def out(self) -> nn.Module:
+        return getattr(self, "head", self.embed)
+
+    def forward(self, tokens: torch.Tensor, then: Callable[..., Any]) -> Any:
+        return then(self, torch.tanh(self.body(self.embed(tokens))))
+
+
+class Batch:
+    """Tokens, labels, temperature and cotangents of one data-parallel rank."""
+
+    def __init__(self, rank: int) -> None:
+        generator = torch.Generator().manual_seed(rank)
+        self.tokens, self.labels = torch.randint(0, V, (2, T), generator=generator)
+        self.temperature = 0.5 + torch.rand(T, generator=generator)
+        self.seeds = torch.randn(2, T, generator=generator)
+
+
+def by_logits(model: nn.Module, batch: Batch) -> Outputs:
+    """The stock path, all of it in the forward of the outermost module."""
+
+    def head(inner: Model, hidden: torch.Tensor) -> torch.Tensor:
+        return inner.head(hidden) if hasattr(inner, "head") else nn.functional.linear(hidden, inner.embed.weight)
+
+    logp = (model(batch.tokens, head).double() / batch.temperature[:, None]).log_softmax(-1)
+    return logp.gather(-1, batch.labels[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+
+
+def inside(model: nn.Module, batch: Batch, **options: Any) -> LogprobOutput:
+    """The op in the forward of the outermost module."""
+    return model(batch.tokens, lambda inner, hidden: op(hidden, inner.out.weight, batch, **options))
+
+
+def outside(model: nn.Module, batch: Batch, given: Callable[..., Any] | None = None, **options: Any) -> LogprobOutput:
+    """The op after it, on the head's weight or what is ``given`` of it."""
+    hidden = model(batch.tokens, lambda _inner, hidden: hidden)
+    weight = getattr(model, "module", model).out.weight
+    return op(hidden, weight if given is None else given(weight), batch, **options)
+
+
+def op(hidden: torch.Tensor, weight: torch.Tensor, batch: Batch, **options: Any) -> LogprobOutput:
+    return linear_logprobs(hidden, weight, batch.labels, temperature=batch.temperature, **options)
+
+
+def measure(way: Callable[..., Any], model: nn.Module, batch: Batch, steps: int = 1, **options: Any) -> Measured:
+    model.zero_grad()
+    for _ in range(steps):
+        out = way(model, batch, **options)
+        sum((seed * x).sum() for seed, x in zip(batch.seeds, out[:2], strict=True)).backward()
+    grads = {name.removeprefix("module."): whole(x.grad) for name, x in model.named_parameters()}
+    return tuple(x.detach() for x in out[:2]), grads
+
+
+def whole(x: torch.Tensor) -> torch.Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else x.clone()
+
+
+def errors(got: Measured, want: Measured) -> tuple[float, float]:
+    """Of the values, and the worst of all gradients."""
+    assert got[1].keys() == want[1].keys()
+    values = max(map(p.value_error, got[0], want[0]))
+    return values, max(p.relative_norm(got[1][name], want[1][name]) for name in want[1])
+
+
+def same(name: str, got: Measured, want: Measured) -> None:
+    value, gradient = errors(got, want)
+    print(name, "value", value, "gradient", gradient, flush=True)
+    assert value < VALUE, (name, value)
+    assert gradient < GRADIENT, (name, gradient)
+
+
+def mesh_of(*shape: int) -> DeviceMesh:
+    return init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")[: len(shape)])
+
+
+def units(model: Model, mesh: DeviceMesh) -> Model:
+    """FSDP2, each module with parameters a unit: outside of its own forward, the head's weight is a DTensor."""
+    for unit in (*model.children(), model):
+        fully_shard(unit, mesh=mesh)
+    assert isinstance(model.out.weight, DTensor)
+    return model
+
+
+def fsdp() -> None:
+    batch = Batch(dist.get_rank())
+    for mesh, tied in ((mesh_of(4), False), (mesh_of(4), True), (mesh_of(2, 2), False)):  # the last one is HSDP
+        name = f"FSDP2 {tuple(mesh.shape)} {'tied' if tied else ''}"
+        want = measure(by_logits, fully_shard(Model(tied), mesh=mesh), batch)
+        model = units(Model(tied), mesh)
+        same(name + " outside", measure(outside, model, batch), want)
+        same(name + " inside", measure(inside, model, batch), want)
+        same(name + " inside, one unit", measure(inside, fully_shard(Model(tied), mesh=mesh), batch), want)
+    twice = measure(outside, model, batch, steps=2)[1]
+    same("two micro-batches", (want[0], {name: grad / 2 for name, grad in twice.items()}), want)
+    mean = [Partial("avg")] * 2
+    same("by hand", measure(outside, model, batch, given=lambda w: w.full_tensor(grad_placements=mean)), want)
+    value, gradient = errors(measure(outside, model, batch, given=lambda w: w.full_tensor()), want)
+    assert value < VALUE
+    assert gradient > FAR, "the control: a gradient that nobody reduces must be noticed"
+
+
+def other_reductions() -> None:
+    """Gradients that FSDP2 sums: refused, and in the forward of the module, as the message has it, FSDP2's affair."""
+    mesh, batch = mesh_of(4), Batch(dist.get_rank())
+
+    def summed(model: Any) -> Any:
+        for unit in model.modules():
+            if isinstance(unit, FSDPModule):
+                unit.set_gradient_divide_factor(1.0)
+                unit.set_force_sum_reduction_for_comms(True)  # gloo knows no other
+        return model
+
+    refused = r"set_gradient_divide_factor\(1\), .* inside the forward of the FSDP module that holds it"
+    for given in (None, lambda weight: weight.to(torch.bfloat16)):
+        with pytest.raises(ValueError, match=refused):
+            outside(summed(units(Model(), mesh)), batch, given=given)
+    want = measure(by_logits, summed(fully_shard(Model(), mesh=mesh)), batch)
+    same("summed", measure(inside, summed(fully_shard(Model(), mesh=mesh)), batch), want)
+
+
+def tensor_parallel() -> None:
+    """Two ranks have the same tokens and half of the vocabulary each; two such pairs shard their halves by FSDP2."""
+    mesh = mesh_of(2, 2)
+    batch = Batch(mesh.get_local_rank("dp"))
+
+    def parallel() -> Model:
+        return parallelize_module(Model(), mesh["tp"], {"head": ColwiseParallel(output_layouts=Replicate())})
+
+    want = measure(by_logits, fully_shard(parallel(), mesh=mesh["dp"]), batch)
+    told: dict[str, Any] = dict(tp_group=mesh.get_group("tp"), reduce_grad_hidden=True)
+    model = units(parallel(), mesh["dp"])
+    same("FSDP2 + TP outside", measure(outside, model, batch, **told), want)
+    same("FSDP2 + TP inside", measure(inside, model, batch, **told), want)
+    same("FSDP2 + TP gathered whole", measure(outside, model, batch), want)
+    same("FSDP2 + TP one unit", measure(inside, fully_shard(parallel(), mesh=mesh["dp"]), batch, **told), want)
+    same("TP, then FSDP2 by hand", measure(outside, manual(mesh), batch, **told), cut(want, mesh))
+    world = dist.new_group(range(4))
+    with pytest.raises(ValueError, match=r"ranks \[0, 1, 2, 3\], .*mesh \[\[0, 1\], \[2, 3\]\]: .*get_group\(dim\)"):
+        outside(model, batch, tp_group=world)
+    ragged = distribute_tensor(torch.ones(V + 1, H), mesh["tp"], [Shard(0)])
+    with pytest.raises(ValueError, match=r"103 rows, which do not divide into 2 equal parts .* pad the vocabulary"):
+        outside(model, batch, given=lambda _: ragged, **told)
+    with pytest.raises(ValueError, match=r"wgrad='main_grad': weight is a DTensor, .* use wgrad=\"return\""):
+        outside(model, batch, wgrad="main_grad", **told)
+
+
+def manual(mesh: DeviceMesh) -> Model:
+    """A model whose head is this rank's half, as Megatron has it, in FSDP2 over the ranks with the same half."""
+    model = Model()
+    half = model.head.weight.detach().chunk(2)[mesh.get_local_rank("tp")]
+    model.head = nn.Linear(H, V // 2, bias=False)
+    model.head.weight = nn.Parameter(half.clone())
+    return units(model, mesh["dp"])
+
+
+def cut(measured: Measured, mesh: DeviceMesh) -> Measured:
+    outputs, grads = measured
+    return outputs, grads | {"head.weight": grads["head.weight"].chunk(2)[mesh.get_local_rank("tp")]}
+
+
+def placements() -> None:
+    """DTensors throughout. Where one is refused, the line in the message is followed, and must give right numbers."""
+    mesh, problem = mesh_of(2, 2)["tp"], p.draw(T, H, V)
+    batch, whole_ones = Batch(0), [Replicate()]
+    seeds = [*batch.seeds, torch.zeros(T)]
+    want, (dhidden, dweight) = p.exact(problem, seeds, temperature=batch.temperature)
+    tp = dict(tp_group=mesh.get_group())
+    cases: list[tuple[list[Placement], list[Placement], list[Placement], dict[str, Any], str]] = [
+        (whole_ones, [Shard(0)], whole_ones, tp, ""),
+        (whole_ones, [Shard(0)], whole_ones, {}, ""),
+        (whole_ones, [Shard(1)], whole_ones, {}, ""),
+        (whole_ones, whole_ones, whole_ones, {}, ""),
+        (whole_ones, whole_ones, whole_ones, tp, "weight"),
+        (whole_ones, [Shard(1)], whole_ones, tp, "weight"),
+        (whole_ones, [Partial()], whole_ones, tp, "weight"),
+        (whole_ones, [Partial()], whole_ones, {}, "weight"),
+        ([Shard(0)], [Shard(0)], whole_ones, tp, "hidden"),
+        ([Shard(1)], [Shard(0)], whole_ones, {}, "hidden"),
+        ([Partial()], [Shard(0)], whole_ones, tp, "hidden"),
+        (whole_ones, [Shard(0)], [Shard(0)], tp, "labels"),
+    ]
+    for *places, told, refused in cases:
+        leaves = {name: place(x, mesh, at) for name, x, at in zip(problem._fields, problem, places, strict=True)}
+        given: dict[str, Any] = leaves | {"temperature": distribute_tensor(batch.temperature, mesh, whole_ones)}
+        if refused:
+            given[refused] = eval(advice(refused, given | told), globals() | given)
+        out = linear_logprobs(**given, **told)
+        sum((seed * x).sum() for seed, x in zip(seeds, out[:2], strict=False)).backward()
+        assert not isinstance(out.logprobs, DTensor)
+        found = {"hidden": whole(leaves["hidden"].grad), "weight": whole(leaves["weight"].grad)}
+        same(f"{places} {refused} {bool(told)}", (out[:3], found), (want[:3], {"hidden": dhidden, "weight": dweight}))
+
+
+def place(x: torch.Tensor, mesh: DeviceMesh, at: list[Placement]) -> torch.Tensor:
+    """A leaf. Of a sum, each rank has a part of its own."""
+    if at == [Partial()]:
+        x = DTensor.from_local(x * (0.25, 0.75)[mesh.get_local_rank()], mesh, at)
+    else:
+        x = distribute_tensor(x, mesh, at)
+    return x.requires_grad_() if x.is_floating_point() else x
+
+
+def advice(name: str, given: dict[str, Any]) -> str:
+    """What the refusal says to pass."""
+    with pytest.raises(ValueError, match=rf"^{name} .* is a DTensor .*: pass {name}\.redistribute") as refusal:
+        linear_logprobs(**given)
+    found = re.search(r": pass (.*)$", str(refusal.value))
+    assert found is not None
+    return found[1]
+
+
+def ddp() -> None:
+    batch, models = Batch(dist.get_rank()), [nn.parallel.DistributedDataParallel(Model()) for _ in range(3)]
+    want = measure(by_logits, models[0], batch)
+    same("DDP inside", measure(inside, models[1], batch), want)
+    same("DDP outside", measure(outside, models[2], batch), want)
+
+
+def main() -> None:
+    warnings.filterwarnings("error", module=r"lce_(jax|torch_bridge)")
+    dist.init_process_group("gloo")
+    for name in sys.argv[1:]:
+        globals()[name]()
+        print("done", name, flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
