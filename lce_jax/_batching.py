@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def forward(
-    spec: Spec, hidden: Array, weight: Array, rows: Rows, keep_cache: bool
+    spec: Spec, hidden: Array, weight: Array, bias: Array | None, rows: Rows, keep_cache: bool
 ) -> tuple[Results, ShardStatistics, Any]:
     """`_spmd.forward`, or over the call's mesh `_partition.forward`."""
 
@@ -34,20 +34,27 @@ def forward(
 
     @call.def_vmap
     def batched(size: int, in_batched: Any, *operands: Any) -> Any:
-        if in_batched[1] or (keep_cache and spec.case.options.cache_bytes):
-            out = _one_by_one(lambda h, w, r: forward(spec, h, w, r, keep_cache), in_batched, operands)
+        if in_batched[1] or in_batched[2] or (keep_cache and spec.case.options.cache_bytes):
+            out = _one_by_one(lambda h, w, b, r: forward(spec, h, w, b, r, keep_cache), in_batched, operands)
         else:
-            hidden, _, rows = _with_batch(size, in_batched, operands)
+            hidden, _, _, rows = _with_batch(size, in_batched, operands)
             case = dataclasses.replace(spec.case, num_tokens=rows.labels.size)
-            out = forward(dataclasses.replace(spec, case=case), hidden, operands[1], rows, keep_cache)
+            out = forward(dataclasses.replace(spec, case=case), hidden, operands[1], operands[2], rows, keep_cache)
         return out, jax.tree.map(lambda _: True, out)
 
-    return call(hidden, weight, rows)
+    return call(hidden, weight, bias, rows)
 
 
 def backward(
-    spec: Spec, hidden: Array, weight: Array, rows: Rows, stats: ShardStatistics, cache: Any, cotangent: Results
-) -> tuple[Array, Array]:
+    spec: Spec,
+    hidden: Array,
+    weight: Array,
+    bias: Array | None,
+    rows: Rows,
+    stats: ShardStatistics,
+    cache: Any,
+    cotangent: Results,
+) -> tuple[Array, Array, Array | None]:
     """`_spmd.backward`, or over the call's mesh `_partition.backward`."""
 
     @jax.custom_batching.custom_vmap
@@ -58,14 +65,14 @@ def backward(
     @call.def_vmap
     def batched(size: int, in_batched: Any, *operands: Any) -> Any:
         out = None
-        if spec.mesh is not None and not in_batched[1] and cache is None:
-            hidden, _, rows, stats, _, cotangent = _with_batch(size, in_batched, operands)
-            out = _partition.backward_of_examples(spec, hidden, operands[1], rows, stats, cotangent)
+        if spec.mesh is not None and not (in_batched[1] or in_batched[2]) and cache is None:
+            hidden, _, _, rows, stats, _, cotangent = _with_batch(size, in_batched, operands)
+            out = _partition.backward_of_examples(spec, hidden, operands[1], operands[2], rows, stats, cotangent)
         if out is None:
             out = _one_by_one(lambda *example: backward(spec, *example), in_batched, operands)
-        return out, (True, True)
+        return out, jax.tree.map(lambda _: True, out)
 
-    return call(hidden, weight, rows, stats, cache, cotangent)
+    return call(hidden, weight, bias, rows, stats, cache, cotangent)
 
 
 def _one_by_one(function: Callable[..., Any], in_batched: Any, operands: Any) -> Any:
@@ -89,10 +96,10 @@ def _one_by_one(function: Callable[..., Any], in_batched: Any, operands: Any) ->
 
 
 def _with_batch(size: int, in_batched: Any, operands: Any) -> Any:
-    """Every leaf but the weight with the batch as its first dimension."""
+    """Every leaf but the weight and the bias with the batch as its first dimension."""
 
     def lead(batched: bool, x: Array) -> Array:
         return x if batched else jnp.broadcast_to(x, (size, *x.shape))
 
-    in_batched = (in_batched[0], True, *in_batched[2:])
+    in_batched = (in_batched[0], *jax.tree.map(lambda _: True, tuple(in_batched[1:3])), *in_batched[3:])
     return jax.tree.map(lead, in_batched, tuple(operands))

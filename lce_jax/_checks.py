@@ -30,10 +30,21 @@ INT32_MAX = int(np.iinfo(np.int32).max)
 def options(given: LogprobOptions, mean_logit: bool = False) -> CallOptions:
     """The options of a call, validated as far as they can be without its shapes."""
     static = {field.name for field in dataclasses.fields(Options)}
-    checked = static_options(**{name: value for name, value in given.items() if name in static})
+    fixed: dict[str, Any] = {name: value for name, value in given.items() if name in static}
+    scale, softcap = (fixed.get(name, default) for name, default in (("logit_scale", 1.0), ("logit_softcap", None)))
+    scale = number_or_scalar("logit_scale", scale, _number)
+    softcap = None if softcap is None else number_or_scalar("logit_softcap", softcap, positive)
+    traced = is_array(scale) or is_array(softcap)
+    if traced:
+        fixed |= {"logit_scale": 1.0, "logit_softcap": None if softcap is None else 1.0}
+    checked = static_options(**fixed)
+    bias = given.get("bias")
     return CallOptions(
-        static=dataclasses.replace(checked, mean_logit=mean_logit),
+        static=dataclasses.replace(checked, mean_logit=mean_logit, traced_scale=traced, has_bias=bias is not None),
         temperature=given.get("temperature", 1.0),
+        logit_scale=scale if traced else None,
+        logit_softcap=softcap if traced else None,
+        bias=bias,
         vocab_size=given.get("vocab_size"),
         axis_name=_axis_name(given.get("axis_name")),
         implementation=_implementation_names(given.get("implementation")),
@@ -66,11 +77,18 @@ def loss_options(given: LogprobOptions) -> LogprobOptions:
     return {**given, "entropy": False}
 
 
-def loss(reduction: Any, label_smoothing: Any, z_loss: Any) -> tuple[float, float]:
-    """What a loss adds to the options, validated: the smoothing and the weight of lse²."""
+def loss(reduction: Any, label_smoothing: Any, z_loss: Any, normalizer: Any = None) -> tuple[float, Any, Any]:
+    """What a loss adds to the options, validated: the smoothing, the weight of lse² and the mean's divisor."""
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f'reduction must be "mean", "sum" or "none", got {reduction!r}')
-    return fraction("label_smoothing", label_smoothing), not_negative("z_loss", z_loss)
+    if normalizer is not None:
+        if reduction != "mean":
+            raise ValueError(
+                f'normalizer={normalizer!r} is the divisor of reduction="mean", reduction is {reduction!r}'
+            )
+        normalizer = number_or_scalar("normalizer", normalizer, positive)
+    z_loss = number_or_scalar("z_loss", z_loss, not_negative)
+    return fraction("label_smoothing", label_smoothing), z_loss, normalizer
 
 
 def no_axis_name(given: CallOptions) -> None:
@@ -118,6 +136,8 @@ def case(hidden: Any, weight: Any, labels: Any, where: Any, call_options: CallOp
     _check_shapes(hidden, weight, labels, opts)
     if where is not None:
         check_where(where, labels.shape)
+    if call_options.bias is not None:
+        _check_bias(call_options.bias, weight, opts)
     vocab, size = weight.shape[opts.vocab_dim], weight.shape[opts.hidden_dim]
     device = _dispatch.current_device(weight)
     dtype, given = (jnp.dtype(jax.dtypes.canonicalize_dtype(x.dtype)) for x in (weight, hidden))
@@ -146,22 +166,31 @@ def vocabulary(vocab_size: Any, columns: int) -> int:
     return vocab_size
 
 
-def rows(labels: Any, where: Any, value: Any, vocab_size: int, dtype: Any) -> Rows:
+def rows(
+    labels: Any, where: Any, value: Any, vocab_size: int, dtype: Any, scale: Any = None, softcap: Any = None
+) -> Rows:
     """The per-token operands; labels outside [0, vocab_size) become -1."""
-    value = temperature(value, labels.shape, where)
-    if value is not None:
-        value = on_device(value)
+    factors = (temperature(value, labels.shape, where), scale, softcap)
+    arrays = tuple(None if factor is None else on_device(factor) for factor in factors)
     where = None if where is None else jnp.asarray(where)
-    return _rows(int32_labels(labels), where, value, vocab_size, dtype)
+    return _rows(int32_labels(labels), where, arrays, vocab_size, dtype)
 
 
 @functools.partial(jax.jit, static_argnums=(3, 4), inline=True)
-def _rows(labels: Array, where: Array | None, value: Array | None, vocab_size: int, dtype: Any) -> Rows:
+def _rows(labels: Array, where: Array | None, factors: Any, vocab_size: int, dtype: Any) -> Rows:
     """Jitted: outside ``jit`` each number in an expression is a transfer, which ``jax.transfer_guard`` may forbid."""
     labels = jnp.where((labels >= 0) & (labels < vocab_size), labels, -1)
-    if value is not None:
-        value = jnp.broadcast_to(lax.stop_gradient(value).astype(dtype), labels.shape)
-    return Rows(labels, where, value)
+    return Rows(labels, where, *(None if x is None else _per_token(x, labels.shape, dtype) for x in factors))
+
+
+def per_token(value: Any, shape: tuple[int, ...], dtype: Any) -> Array:
+    """A number or an array that broadcasts, as an operand of the labels' shape without a gradient."""
+    return _per_token(on_device(value), shape, dtype)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2), inline=True)
+def _per_token(value: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+    return jnp.broadcast_to(lax.stop_gradient(value).astype(dtype), shape)
 
 
 def on_device(value: Any) -> Array:
@@ -324,6 +353,18 @@ def not_negative(name: str, value: Any) -> float:
     return value
 
 
+def number_or_scalar(name: str, value: Any, check: Callable[[str, Any], float]) -> Any:
+    """A number that passes ``check``, or a real array of shape (), traced or not, whose value nobody looks at."""
+    if not is_array(value) or isinstance(value, np.generic):
+        return check(name, value)
+    check_array(name, value)
+    if not (jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer)):
+        raise TypeError(f"{name} must be a real number, got an array of {value.dtype}")
+    if value.shape != ():
+        raise ValueError(f"{name} must be a number or an array of shape (), got shape {tuple(value.shape)}")
+    return value
+
+
 def integer(name: str, value: Any) -> int:
     """A whole number that an int32 holds."""
     if not _is_integer(value):
@@ -357,6 +398,18 @@ def _check_shapes(hidden: Any, weight: Any, labels: Any, opts: Options) -> None:
         raise ValueError(f"labels {tuple(labels.shape)} must have hidden's leading shape {tuple(hidden.shape[:-1])}")
     if vocab == 0 or size == 0:
         raise ValueError(f"weight {tuple(weight.shape)} must have at least one vocabulary entry and one hidden unit")
+
+
+def _check_bias(bias: Any, weight: Any, opts: Options) -> None:
+    if not is_array(bias):
+        raise TypeError(f"bias must be an array, got {type(bias).__name__}")
+    if jnp.dtype(bias.dtype).name not in FLOATS:
+        raise TypeError(f"bias must be one of {', '.join(FLOATS)}, got {bias.dtype}")
+    if tuple(bias.shape) != (weight.shape[opts.vocab_dim],):
+        raise ValueError(
+            f"bias {tuple(bias.shape)} must have one number per vocabulary column of weight {tuple(weight.shape)}: "
+            f"({weight.shape[opts.vocab_dim]},), also where a mesh axis splits them"
+        )
 
 
 def _number(name: str, value: Any) -> float:

@@ -27,8 +27,11 @@ class Implementation(Protocol):
     def statistics(self, operands: Operands, case: Case, keep_cache: bool = False) -> tuple[ShardStatistics, Any]:
         """Eq. 1 of the shard, and what the backward may use of it (None, or arrays within ``cache_bytes``)."""
 
-    def gradients(self, operands: Operands, case: Case, rows: RowCoefficients, cache: Any = None) -> tuple[Any, Any]:
-        """Eq. 5: dhidden [T, H] in the statistics' dtype (the weight's will do, where the case rounds it), dweight."""
+    def gradients(self, operands: Operands, case: Case, rows: RowCoefficients, cache: Any = None) -> tuple[Any, ...]:
+        """Eq. 5: dhidden [T, H] in the statistics' dtype (the weight's will do, where the case rounds it), dweight.
+
+        And dbias [V] in the statistics' dtype, None without a bias.
+        """
 
 
 IMPLEMENTATIONS: dict[str, Implementation] = {module.NAME: module for module in (mosaic, xla, reference)}

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from jaxtyping import Array
 
 
+FACTORS = ("temperature", "logit_scale", "logit_softcap")  # the options that may be arrays
+
+
 def evaluate(
     hidden: Array,
     weight: Array,
@@ -34,8 +37,10 @@ def evaluate(
     columns = case.vocab_size * _checks.axis_size(options.axis_name)
     vocab_size = _checks.vocabulary(options.vocab_size, columns)
     implementation, _ = _dispatch.choose(case, options.implementation)
-    hidden, weight = (_compat.without_reduced(jnp.asarray(x)) for x in (hidden, weight))
-    rows = _checks.rows(labels, where, options.temperature, vocab_size, case.stat_dtype)
+    operands = (hidden, weight, options.bias)
+    hidden, weight, bias = jax.tree.map(lambda x: _compat.without_reduced(jnp.asarray(x)), operands)
+    factors = (options.logit_scale, options.logit_softcap)
+    rows = _checks.rows(labels, where, options.temperature, vocab_size, case.stat_dtype, *factors)
     spec = Spec(
         case,
         implementation.NAME,
@@ -45,7 +50,7 @@ def evaluate(
         axis_name=options.axis_name,
         gather_dim=gather_dim,
     )
-    agree, mesh = None, _partition.mesh_of((hidden, weight, rows), options.static.cache_bytes)
+    agree, mesh = None, _partition.mesh_of((hidden, weight, bias, rows), options.static.cache_bytes)
     if options.axis_name is None:
         spec = dataclasses.replace(spec, mesh=mesh)
     else:
@@ -53,7 +58,7 @@ def evaluate(
         rows, agree = _collectives.same_on_all_shards(rows, options.axis_name)
     if case.num_tokens == 0:
         return _nothing(case, _compat.vary_like(jnp.zeros(labels.shape, case.stat_dtype), (hidden, rows.labels)))
-    out = _vjp.linear_logprobs(spec, hidden, weight, rows)
+    out = _vjp.linear_logprobs(spec, hidden, weight, bias, rows)
     return out if agree is None else jax.tree.map(lambda x: jnp.where(agree, x, jnp.nan), out)
 
 
@@ -65,30 +70,44 @@ def evaluate_over(
     per_token = {"labels": _checks.int32_labels(labels)}
     if where is not None:
         per_token["where"] = where
-    temperature = _checks.temperature(options.temperature, labels.shape, where)
-    if temperature is not None:
-        per_token["temperature"] = _broadcast(_checks.on_device(temperature), case.stat_dtype, labels.shape)
-    options = dataclasses.replace(options, temperature=1.0, axis_name=layout.vocab_axes)
-    return _mapped(layout, options, jnp.asarray(hidden), jnp.asarray(weight), per_token)
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2), inline=True)
-def _broadcast(value: Array, dtype: Any, shape: tuple[int, ...]) -> Array:
-    return jnp.broadcast_to(value.astype(dtype), shape)
+    factors = {name: getattr(options, name) for name in FACTORS}
+    factors["temperature"] = _checks.temperature(options.temperature, labels.shape, where)
+    for name, factor in factors.items():
+        if factor is not None:
+            per_token[name] = _checks.per_token(factor, labels.shape, case.stat_dtype)
+    operands = jax.tree.map(jnp.asarray, (hidden, weight, options.bias))
+    options = dataclasses.replace(
+        options, temperature=1.0, logit_scale=None, logit_softcap=None, bias=None, axis_name=layout.vocab_axes
+    )
+    return _mapped(layout, options, *operands, per_token)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
-def _mapped(layout: Layout, options: CallOptions, hidden: Array, weight: Array, per_token: dict[str, Array]) -> Results:
+def _mapped(
+    layout: Layout,
+    options: CallOptions,
+    hidden: Array,
+    weight: Array,
+    bias: Array | None,
+    per_token: dict[str, Array],
+) -> Results:
     """Jitted, so that calls outside ``jit`` compile once."""
     body = functools.partial(_body, layout, options)
     mapped = jax.shard_map(body, mesh=layout.mesh, in_specs=layout.in_specs, out_specs=layout.out_spec)
-    return mapped(*layout.place((hidden, weight, per_token)))
+    return mapped(*layout.place((hidden, weight, bias, per_token)))
 
 
-def _body(layout: Layout, options: CallOptions, hidden: Array, weight: Array, per_token: dict[str, Array]) -> Results:
+def _body(
+    layout: Layout,
+    options: CallOptions,
+    hidden: Array,
+    weight: Array,
+    bias: Array | None,
+    per_token: dict[str, Array],
+) -> Results:
     """One device's share, inside ``shard_map``."""
-    if "temperature" in per_token:
-        options = dataclasses.replace(options, temperature=per_token["temperature"])
+    factors: dict[str, Any] = {name: per_token[name] for name in FACTORS if name in per_token}
+    options = dataclasses.replace(options, bias=bias, **factors)
     out = evaluate(hidden, weight, per_token["labels"], per_token.get("where"), options, layout.gather_dim)
     return jax.tree.map(layout.own_rows, out)
 
@@ -101,5 +120,6 @@ def _nothing(case: Case, empty: Array) -> Results:
         lse=empty,
         max_logit=empty if opts.stats else None,
         min_logit=empty if opts.stats else None,
+        correct=empty if opts.stats else None,
         mean_logit=empty if opts.mean_logit else None,
     )

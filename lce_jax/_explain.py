@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from lce_jax import _checks, _dispatch, api
 from lce_jax._layout import Layout, as_axes, layout_of_names
+from lce_jax._types import is_array
 
 if TYPE_CHECKING:
     from jax.sharding import AbstractMesh, Mesh
@@ -29,7 +30,8 @@ def explain(
     ignore_index: int | None = None,
     reduction: api.Reduction | None = None,
     label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
+    z_loss: Any = 0.0,
+    normalizer: Any = None,
     **options: Unpack[LogprobOptions],
 ) -> Plan:
     """How a call would be served: which implementation, which tiles, why not the others, which bytes per device.
@@ -51,6 +53,7 @@ def explain(
         reduction: as `linear_cross_entropy`. None: no loss, unless one of the others says so.
         label_smoothing: as `linear_cross_entropy`.
         z_loss: as `linear_cross_entropy`.
+        normalizer: as `linear_cross_entropy`.
         **options: as `linear_logprobs`.
 
     Returns:
@@ -72,8 +75,9 @@ def explain(
         (1024, 32768)
     """
     _checks.check_names(explain, options)
-    smoothing, penalty = _checks.loss(reduction or "mean", label_smoothing, z_loss)
-    if smoothing or penalty or reduction is not None or ignore_index is not None:
+    smoothing, penalty, normalizer = _checks.loss(reduction or "mean", label_smoothing, z_loss, normalizer)
+    given = (reduction, ignore_index, normalizer)
+    if smoothing or is_array(penalty) or penalty or any(x is not None for x in given):
         options = _checks.loss_options(options)
     checked = _checks.options(options, mean_logit=smoothing > 0)
     case = _checks.case(hidden, weight, labels, where, checked)

@@ -35,14 +35,14 @@ class Layout:
         return P(*self.leading)
 
     @property
-    def in_specs(self) -> tuple[P, P, P]:
-        """Of hidden, weight and everything per token, which is whole where hidden is gathered."""
+    def in_specs(self) -> tuple[P, P, P, P]:
+        """Of hidden, weight, bias and everything per token, which is whole where hidden is gathered."""
         vocab = [None, None]
         vocab[self.vocab_dim] = self.vocab_axes
         rows = list(self.leading)
         if self.gather_dim is not None:
             rows[self.gather_dim] = _without(rows[self.gather_dim], self.vocab_axes)
-        return P(*self.leading, None), P(*vocab), P(*rows)
+        return P(*self.leading, None), P(*vocab), P(self.vocab_axes), P(*rows)
 
     @property
     def token_axes(self) -> tuple[str, ...]:
@@ -59,7 +59,7 @@ class Layout:
         """The layout with the sequence whole where the vocabulary's axis splits it."""
         if self.gather_dim is None:
             return self
-        rows = self.in_specs[2]
+        rows = self.in_specs[3]
         return dataclasses.replace(self, leading=tuple(rows), gather_dim=None)
 
     def own_rows(self, rows: Array) -> Array:

@@ -1,7 +1,7 @@
 r"""The mathematics, once. Other modules cite the equations by number.
 
-Logits of a token, from its raw products $r_v = h \cdot w_v$ (temperature $\tau$, scale $a$, softcap $c$), are one
-factor per row times what its columns differ in:
+Logits of a token, from its raw products $r_v = h \cdot w_v + b_v$ (the bias $b$ may be none; temperature $\tau$, scale
+$a$, softcap $c$), are one factor per row times what its columns differ in:
 
     (0)  z = k x,   x = r (-r for a < 0), k = |a| / τ;   with a softcap   x = tanh(a r / c), k = c / τ
 
@@ -17,7 +17,7 @@ and, with p = softmax(z):
                                              + g_mean / V
          and, as p = e^u / s,                = 1_y g_lp + g_mean / V + e^u / s · (g_lse - g_lp + g_ent (q / s - u))
                                              = 1_y target + uniform + e^u (constant + slope u)
-    (5)  gradient in the raw products:    dr = dz · (a / τ) · (1 - tanh²(a r / c));   dh = dr W,  dW = drᵀ h
+    (5)  gradient in the raw products:    dr = dz · (a / τ) · (1 - tanh²(a r / c));   dh = dr W,  dW = drᵀ h,  db = Σ dr
 
 Why this shape: q is summed in the shifted variable u, so entropy never is the difference of two large numbers, and
 both terms of (3) are non-negative. (2) is associative and serves tiles, chunks and shards alike. An empty set has
@@ -27,8 +27,9 @@ is folded into target, uniform, constant and slope, so the inner loop never sees
 
 Why (1) subtracts before it multiplies: so logprob <= 0 and entropy >= 0 in every rounding. The largest column has
 x - m = 0 exactly, whatever a compiler fuses with the product, hence u = 0 and e^u = 1; every other u is negative. So
-s >= 1 and ln s >= 0, q <= 0, t <= 0, and (2), where one dᵢ is exactly 0 and none positive, keeps all of that. Were m a
-maximum of z = k x, a fused x k - m would not be 0 there: the product is rounded in one place and not in the other.
+s >= 1 and ln s >= 0, q <= 0, t <= 0, and (2), where one dᵢ is exactly 0 and none positive, keeps all of that; and t = 0
+just where the label is a largest column. Were m a maximum of z = k x, a fused x k - m would not be 0 there: the product
+is rounded in one place and not in the other.
 """
 
 from __future__ import annotations
@@ -53,18 +54,26 @@ def row_scale(options: Options, inverse_temperature: Float[Array, "T"] | None) -
     return scale if inverse_temperature is None else scale * inverse_temperature
 
 
-def unscaled_logits(raw: Float[Array, "T n"], options: Options) -> Float[Array, "T n"]:
-    """The x of eq. 0, from raw products."""
+def unscaled_logits(
+    raw: Float[Array, "T n"], options: Options, raw_scale: Float[Array, "T"] | None = None
+) -> Float[Array, "T n"]:
+    """The x of eq. 0, from raw products; ``raw_scale`` stands for a / c, or for the sign of a, if they are traced."""
     if options.logit_softcap is not None:
-        return jnp.tanh(raw * (options.logit_scale / options.logit_softcap))
+        scale = options.logit_scale / options.logit_softcap if raw_scale is None else raw_scale
+        return jnp.tanh(raw * _along_rows(scale))
+    if raw_scale is not None:
+        return raw * _along_rows(raw_scale)
     return -raw if options.logit_scale < 0 else raw
 
 
 def transform_logits(
-    raw: Float[Array, "T n"], options: Options, inverse_temperature: Float[Array, "T"] | None
+    raw: Float[Array, "T n"],
+    options: Options,
+    inverse_temperature: Float[Array, "T"] | None,
+    raw_scale: Float[Array, "T"] | None = None,
 ) -> tuple[Float[Array, "T n"], Float[Array, "T n"] | None]:
     """Eq. 0: logits from raw products, and the derivative of the cap (None without one)."""
-    x = unscaled_logits(raw, options)
+    x = unscaled_logits(raw, options, raw_scale)
     dcap = None if options.logit_softcap is None else 1.0 - x * x
     return x * _along_rows(row_scale(options, inverse_temperature)), dcap
 
@@ -236,6 +245,7 @@ def finish(
         lse=stats.max + log_sumexp,
         max_logit=None if stats.min is None else stats.max,
         min_logit=stats.min,
+        correct=None if stats.min is None else (in_vocab & (stats.target == 0.0)).astype(sumexp.dtype),
         mean_logit=None if stats.total is None else stats.total / vocab_size,
     )
     return results if where is None else jax.tree.map(lambda x: jnp.where(where, x, 0.0), results)

@@ -70,7 +70,7 @@ def _mesh_of_types(operands: Any) -> AbstractMesh:
 
 
 def forward(
-    spec: Spec, hidden: Float[Array, "*b H"], weight: Float[Array, "V H"], rows: Rows, keep_cache: bool
+    spec: Spec, hidden: Float[Array, "*b H"], weight: Float[Array, "V H"], bias: Any, rows: Rows, keep_cache: bool
 ) -> tuple[Results, ShardStatistics, Any]:
     """`_spmd.forward` of global arrays. Under Auto axes nothing is cached: a cache has no global shape."""
     layout = _layout_of_types(spec, hidden, weight, rows)
@@ -80,39 +80,41 @@ def forward(
                 "cache_bytes keeps nothing where XLA partitions linear_logprobs over Auto axes: call "
                 "sharded_linear_logprobs (or _cross_entropy), or make the mesh's axes Explicit"
             )
-        return *_auto_forward(spec, hidden, weight, rows), None
+        return *_auto_forward(spec, hidden, weight, bias, rows), None
     device = functools.partial(_device_forward, spec, layout, keep_cache)
     outputs = (layout.out_spec, layout.out_spec, layout.every_device)
-    return _over_devices(layout, device, outputs, hidden, weight, (rows,))
+    return _over_devices(layout, device, outputs, hidden, weight, bias, (rows,))
 
 
 def backward(
     spec: Spec,
     hidden: Float[Array, "*b H"],
     weight: Float[Array, "V H"],
+    bias: Float[Array, "V"] | None,
     rows: Rows,
     stats: ShardStatistics,
     cache: Any,
     cotangent: Results,
-) -> tuple[Float[Array, "*b H"], Float[Array, "V H"]]:
+) -> tuple[Float[Array, "*b H"], Float[Array, "V H"], Float[Array, "V"] | None]:
     """`_spmd.backward` of global arrays."""
     per_token = (rows, stats, cotangent)
     layout = _layout_of_types(spec, hidden, weight, per_token)
     if layout is None:
-        return _auto_backward(spec, hidden, weight, *per_token)
+        return _auto_backward(spec, hidden, weight, bias, *per_token)
     device = functools.partial(_device_backward, spec, layout)
-    gradients = _over_devices(layout, device, layout.in_specs[:2], hidden, weight, per_token, cache)
-    return jax.tree.map(_as_type_of, gradients, (hidden, weight))
+    gradients = _over_devices(layout, device, layout.in_specs[:3], hidden, weight, bias, per_token, cache)
+    return jax.tree.map(_as_type_of, gradients, (hidden, weight, bias))
 
 
 def backward_of_examples(
     spec: Spec,
     hidden: Float[Array, "n *b H"],
     weight: Float[Array, "V H"],
+    bias: Float[Array, "V"] | None,
     rows: Rows,
     stats: ShardStatistics,
     cotangent: Results,
-) -> tuple[Float[Array, "n *b H"], Float[Array, "n V H"]] | None:
+) -> tuple[Float[Array, "n *b H"], Float[Array, "n V H"], Float[Array, "n V"] | None] | None:
     """`backward` of examples that each have a dweight of their own; None where their split is not in their types."""
     layout = _layout_of_types(spec, hidden, weight, (rows, stats, cotangent))
     if layout is None:
@@ -120,34 +122,42 @@ def backward_of_examples(
     layout = layout.without_gather()
     example = dataclasses.replace(layout, leading=layout.leading[1:])
 
-    def device(hidden: Any, weight: Any, per_token: Any, cache: None) -> Any:
+    def device(hidden: Any, weight: Any, bias: Any, per_token: Any, cache: None) -> Any:
         def one(operands: Any) -> Any:
-            return _device_backward(spec, example, operands[0], weight, operands[1], cache)
+            return _device_backward(spec, example, operands[0], weight, bias, operands[1], cache)
 
         return lax.map(one, (hidden, per_token))
 
-    outputs = (layout.in_specs[0], P(layout.leading[0], *layout.in_specs[1]))
-    return _over_devices(layout, device, outputs, hidden, weight, (rows, stats, cotangent))
+    examples = layout.leading[0]
+    outputs = (layout.in_specs[0], *(P(examples, *own) for own in layout.in_specs[1:3]))
+    return _over_devices(layout, device, outputs, hidden, weight, bias, (rows, stats, cotangent))
 
 
 def _device_forward(
-    spec: Spec, layout: Layout, keep_cache: bool, hidden: Any, weight: Any, per_token: tuple[Rows], cache: None = None
+    spec: Spec,
+    layout: Layout,
+    keep_cache: bool,
+    hidden: Any,
+    weight: Any,
+    bias: Any,
+    per_token: tuple[Rows],
+    cache: None = None,
 ) -> tuple[Results, ShardStatistics, Any]:
     """One device's program of the forward: its own tokens' results, and its own cache."""
     del cache
     (rows,) = per_token
     local = _device_spec(spec, layout, weight, rows)
-    *results, kept = _spmd.forward(local, hidden, weight, rows, keep_cache)
+    *results, kept = _spmd.forward(local, hidden, weight, bias, rows, keep_cache)
     return *jax.tree.map(layout.own_rows, results), kept
 
 
 def _device_backward(
-    spec: Spec, layout: Layout, hidden: Any, weight: Any, per_token: tuple[Any, ...], cache: Any = None
-) -> tuple[Array, Array]:
-    """One device's program of the backward: dhidden of its tokens, dweight of its columns, both whole sums."""
+    spec: Spec, layout: Layout, hidden: Any, weight: Any, bias: Any, per_token: tuple[Any, ...], cache: Any = None
+) -> tuple[Array, Array, Array | None]:
+    """One device's program of the backward: dhidden of its tokens, dweight and dbias of its columns, whole sums."""
     rows, stats, cotangent = per_token
     local = _device_spec(spec, layout, weight, rows)
-    return _spmd.backward(local, hidden, weight, rows, stats, cache, cotangent)
+    return _spmd.backward(local, hidden, weight, bias, rows, stats, cache, cotangent)
 
 
 def _device_spec(spec: Spec, layout: Layout, weight: Any, rows: Rows) -> Spec:
@@ -186,13 +196,14 @@ def _over_devices(
     out_specs: Any,
     hidden: Any,
     weight: Any,
+    bias: Any,
     per_token: tuple[Any, ...],
     cache: Any = None,
 ) -> Any:
     """``device`` on every device of the layout's mesh. Its collectives are all its own, so nothing is typed inside."""
     in_specs = (*layout.in_specs, layout.every_device)
     mapped = jax.shard_map(device, mesh=layout.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-    return mapped(*layout.place((hidden, weight, per_token)), cache)
+    return mapped(*layout.place((hidden, weight, bias, per_token)), cache)
 
 
 def _as_type_of(gradient: Array, operand: Any) -> Array:
@@ -203,29 +214,31 @@ def _as_type_of(gradient: Array, operand: Any) -> Array:
 # Auto axes
 
 
-def _auto_forward(spec: Spec, hidden: Any, weight: Any, rows: Any) -> Any:
-    def whole(hidden: Any, weight: Any, rows: Any) -> Any:
-        return _spmd.forward(_whole(spec), hidden, weight, rows, keep_cache=False)[:2]
+def _auto_forward(spec: Spec, hidden: Any, weight: Any, bias: Any, rows: Any) -> Any:
+    def whole(hidden: Any, weight: Any, bias: Any, rows: Any) -> Any:
+        return _spmd.forward(_whole(spec), hidden, weight, bias, rows, keep_cache=False)[:2]
 
-    tokens, wide = _dimensions(spec, hidden)
-    shapes = jax.eval_shape(whole, hidden, weight, rows)
+    tokens, wide = _dimensions(spec, hidden, bias)
+    shapes = jax.eval_shape(whole, hidden, weight, bias, rows)
     names = f"{', '.join(wide + _named(tokens, rows))} -> {', '.join(_named(tokens, shapes))}"
-    return Partitioned(whole, functools.partial(_forward_rule, spec), names, ("h",), spec.mesh)(hidden, weight, rows)
+    partitioned = Partitioned(whole, functools.partial(_forward_rule, spec), names, ("h",), spec.mesh)
+    return partitioned(hidden, weight, bias, rows)
 
 
-def _auto_backward(spec: Spec, hidden: Any, weight: Any, *per_token: Any) -> Any:
+def _auto_backward(spec: Spec, hidden: Any, weight: Any, bias: Any, *per_token: Any) -> Any:
     whole = functools.partial(_whole_backward, spec)
-    tokens, wide = _dimensions(spec, hidden)
+    tokens, wide = _dimensions(spec, hidden, bias)
     names = f"{', '.join(wide + _named(tokens, per_token))} -> {', '.join(wide)}"
     return Partitioned(whole, functools.partial(_backward_rule, spec), names, ("h",), spec.mesh)(
-        hidden, weight, *per_token
+        hidden, weight, bias, *per_token
     )
 
 
-def _dimensions(spec: Spec, hidden: Any) -> tuple[str, list[str]]:
-    """The names of the dimensions of everything per token, and of hidden and weight."""
+def _dimensions(spec: Spec, hidden: Any, bias: Any) -> tuple[str, list[str]]:
+    """The names of the dimensions of everything per token, and of hidden, weight and bias."""
     tokens = " ".join(f"b{dim}" for dim in range(hidden.ndim - 1))
-    return tokens, [f"{tokens} h".strip(), "v h" if spec.case.options.vocab_dim == 0 else "h v"]
+    weight = "v h" if spec.case.options.vocab_dim == 0 else "h v"
+    return tokens, [f"{tokens} h".strip(), weight, *_named("v", bias)]
 
 
 def _named(names: str, tree: Any) -> list[str]:
@@ -235,8 +248,8 @@ def _named(names: str, tree: Any) -> list[str]:
 def _forward_rule(spec: Spec, mesh: Any, shapes: Any, specs: Any) -> Partition:
     layout = _layout_of_specs(spec, mesh, shapes, specs)
 
-    def device(hidden: Any, weight: Any, rows: Any) -> Any:
-        return _device_forward(spec, layout, False, hidden, weight, (rows,))[:2]
+    def device(hidden: Any, weight: Any, bias: Any, rows: Any) -> Any:
+        return _device_forward(spec, layout, False, hidden, weight, bias, (rows,))[:2]
 
     return Partition(device, _operand_specs(layout, shapes), layout.out_spec)
 
@@ -244,22 +257,23 @@ def _forward_rule(spec: Spec, mesh: Any, shapes: Any, specs: Any) -> Partition:
 def _backward_rule(spec: Spec, mesh: Any, shapes: Any, specs: Any) -> Partition:
     layout = _layout_of_specs(spec, mesh, shapes, specs)
 
-    def device(hidden: Any, weight: Any, *per_token: Any) -> Any:
-        return _device_backward(spec, layout, hidden, weight, per_token)
+    def device(hidden: Any, weight: Any, bias: Any, *per_token: Any) -> Any:
+        return _device_backward(spec, layout, hidden, weight, bias, per_token)
 
     operand_specs = _operand_specs(layout, shapes)
-    return Partition(device, operand_specs, operand_specs[:2])
+    return Partition(device, operand_specs, operand_specs[:3])
 
 
 def _layout_of_specs(spec: Spec, mesh: Any, shapes: Any, specs: Any) -> Layout:
-    (hidden, weight, *_), (hidden_spec, weight_spec, *per_token) = shapes, specs
+    (hidden, weight, *_), (hidden_spec, weight_spec, _, *per_token) = shapes, specs
     rows_specs = jax.tree.leaves(per_token, is_leaf=lambda x: isinstance(x, P))
     return layout_of_specs(mesh, hidden, weight, hidden_spec, weight_spec, rows_specs, spec.case.options.vocab_dim)
 
 
 def _operand_specs(layout: Layout, shapes: Any) -> Any:
-    hidden, weight, per_token = layout.in_specs
-    return hidden, weight, *jax.tree.map(lambda _: per_token, tuple(shapes[2:]))
+    hidden, weight, bias, per_token = layout.in_specs
+    own = None if shapes[2] is None else bias
+    return hidden, weight, own, *jax.tree.map(lambda _: per_token, tuple(shapes[3:]))
 
 
 # Without a mesh
@@ -270,5 +284,5 @@ def _whole(spec: Spec) -> Spec:
     return dataclasses.replace(spec, mesh=None)
 
 
-def _whole_backward(spec: Spec, hidden: Any, weight: Any, rows: Any, stats: Any, cotangent: Any) -> Any:
-    return _spmd.backward(_whole(spec), hidden, weight, rows, stats, None, cotangent)
+def _whole_backward(spec: Spec, hidden: Any, weight: Any, bias: Any, rows: Any, stats: Any, cotangent: Any) -> Any:
+    return _spmd.backward(_whole(spec), hidden, weight, bias, rows, stats, None, cotangent)

@@ -52,6 +52,8 @@ class Rows(NamedTuple):
     labels: Int[Array, "*b"]  # int32 global id, -1 where out of vocabulary
     where: Bool[Array, "*b"] | None
     temperature: Float[Array, "*b"] | None
+    logit_scale: Float[Array, "*b"] | None = None  # where it or the softcap is an array; else the options have both
+    logit_softcap: Float[Array, "*b"] | None = None
     num_rows: Int[Array, ""] | None = None  # in the place of ``where``: the rows, from the first on, that count
 
     @property
@@ -71,10 +73,16 @@ def as_operand(hidden: Float[Array, "*b H"], weight: Array) -> Float[Array, "*b 
 
 
 def statistics(
-    spec: Spec, hidden: Float[Array, "T H"], weight: Float[Array, "V H"], rows: Rows, start: Any, keep_cache: bool
+    spec: Spec,
+    hidden: Float[Array, "T H"],
+    weight: Float[Array, "V H"],
+    bias: Float[Array, "V"] | None,
+    rows: Rows,
+    start: Any,
+    keep_cache: bool,
 ) -> tuple[ShardStatistics, Any]:
     """The statistics of the shard whose first column is ``start``, in the call's row order, and the cache."""
-    operands, order = _operands(spec, hidden, weight, rows, start)
+    operands, order = _operands(spec, hidden, weight, bias, rows, start)
 
     def chosen(operands: Operands) -> tuple[ShardStatistics, Any]:
         return _dispatch.IMPLEMENTATIONS[spec.implementation].statistics(operands, spec.case, keep_cache)
@@ -94,21 +102,22 @@ def gradients(
     spec: Spec,
     hidden: Float[Array, "T H"],
     weight: Float[Array, "V H"],
+    bias: Float[Array, "V"] | None,
     rows: Rows,
     start: Any,
     stats: ShardStatistics,
     cotangent: Results,
     cache: Any,
-) -> tuple[Float[Array, "T H"], Float[Array, "V H"]]:
-    """The shard's part of dhidden, in the statistics' dtype, and its dweight, in the weight's.
+) -> tuple[Float[Array, "T H"], Float[Array, "V H"], Float[Array, "V"] | None]:
+    """The shard's part of dhidden, in the statistics' dtype, its dweight, in the weight's, and its dbias, as dhidden.
 
     Where the case allows it, dhidden may be in the weight's dtype too.
     ``stats`` are those of the whole vocabulary, in the call's row order.
     """
-    operands, order = _operands(spec, hidden, weight, rows, start)
-    inverse_temperature = _inverse_temperature(rows, spec.case)
+    operands, order = _operands(spec, hidden, weight, bias, rows, start)
+    scales = _scales(rows, spec.case)  # as `_operands` has them, in the call's row order
     coefficients = _math.row_coefficients(
-        stats, cotangent, rows.live, inverse_temperature, spec.case.options, spec.vocab_size
+        stats, cotangent, rows.live, scales.derivative, spec.case.options, spec.vocab_size
     )
     wrong = _wrong_temperature(rows)
     if wrong is not None:  # e^u is 0 there, and nothing is added to it: the other rows' gradients are their own
@@ -116,16 +125,20 @@ def gradients(
         coefficients = coefficients._replace(shift=jnp.where(wrong, -_math.MASKED, coefficients.shift))
     if order is not None:
         coefficients = _rows.compact(order, coefficients)
+    if bias is not None and operands.num_rows is not None:  # a bias alone might overflow where hidden is 0
+        live = jnp.arange(coefficients.shift.shape[0], dtype=jnp.int32) < operands.num_rows
+        coefficients = coefficients._replace(shift=jnp.where(live, coefficients.shift, -_math.MASKED))
 
-    def chosen(operands: Operands, rows: Any, cache: Any) -> tuple[Any, Any]:
+    def chosen(operands: Operands, rows: Any, cache: Any) -> tuple[Any, ...]:
         return _dispatch.IMPLEMENTATIONS[spec.implementation].gradients(operands, spec.case, rows, cache)
 
-    def elsewhere(implementation: Any, case: Case, operands: Operands, rows: Any, _: Any) -> tuple[Any, Any]:
+    def elsewhere(implementation: Any, case: Case, operands: Operands, rows: Any, _: Any) -> tuple[Any, ...]:
         return implementation.gradients(operands, case, rows)
 
-    dhidden, dweight = _run(spec, chosen, elsewhere, operands, coefficients, cache)
+    dhidden, dweight, dbias = _run(spec, chosen, elsewhere, operands, coefficients, cache)
     dhidden = dhidden if order is None else _rows.expand(order, dhidden)
-    return dhidden if rows.live is None else jnp.where(rows.live[:, None], dhidden, 0.0), dweight
+    dhidden = _signed(dhidden, scales)
+    return dhidden if rows.live is None else jnp.where(rows.live[:, None], dhidden, 0.0), dweight, dbias
 
 
 def _run(spec: Spec, chosen: Callable[..., Any], elsewhere: Callable[..., Any], *operands: Any) -> Any:
@@ -137,7 +150,7 @@ def _run(spec: Spec, chosen: Callable[..., Any], elsewhere: Callable[..., Any], 
 
 
 def _operands(
-    spec: Spec, hidden: Array, weight: Array, rows: Rows, start: Any
+    spec: Spec, hidden: Array, weight: Array, bias: Array | None, rows: Rows, start: Any
 ) -> tuple[Operands, _rows.Compaction | None]:
     columns = weight.shape[spec.case.options.vocab_dim]
     num_columns = None
@@ -146,15 +159,53 @@ def _operands(
         num_columns = min(max(left, 0), columns) if isinstance(left, int) else jnp.clip(left, 0, columns)
     targets = rows.labels - start
     owned = (rows.labels >= 0) & (targets >= 0) & (targets < columns)
-    targets, inverse_temperature = jnp.where(owned, targets, -1), _inverse_temperature(rows, spec.case)
-    order, num_rows = None, rows.num_rows
+    targets, scales = jnp.where(owned, targets, -1), _scales(rows, spec.case)
+    hidden, order, num_rows = _signed(hidden, scales), None, rows.num_rows
     if rows.where is not None:
         order = _rows.compaction(rows.where)
-        hidden, targets, inverse_temperature = _rows.compact(order, (hidden, targets, inverse_temperature))
+        hidden, targets, scales = _rows.compact(order, (hidden, targets, scales))
         num_rows = order.num_rows
     elif rows.live is not None:  # whatever the rows behind hold, it cannot spread
         hidden = jnp.where(rows.live[:, None], hidden, jnp.zeros((), hidden.dtype))
-    return Operands(hidden, weight, targets, inverse_temperature, num_rows, num_columns), order
+    bias = None if bias is None else bias.astype(spec.case.stat_dtype)
+    return Operands(hidden, weight, targets, scales.logits, num_rows, num_columns, scales.raw, bias), order
+
+
+class _Scales(NamedTuple):
+    """What temperature and a traced scale or softcap make of eq. 0, per token: z = logits · x(r of sign · hidden)."""
+
+    logits: Float[Array, "T"] | None  # None: 1
+    raw: Float[Array, "T"] | None = None  # x = tanh(raw · r), or raw · r
+    sign: Float[Array, "T"] | None = None  # of a traced scale without a cap
+
+    @property
+    def derivative(self) -> Float[Array, "T"] | None:
+        """The row factor of eq. 5, but for the scale in the options."""
+        return self.logits if self.raw is None or self.logits is None else self.logits * self.raw
+
+
+def _scales(rows: Rows, case: Case) -> _Scales:
+    """The sign of a traced scale, which may be 0, goes into hidden: a factor of u (eq. 1) must be positive.
+
+    With a bias, which no kernel serves, it goes into the raw products.
+    """
+    inverse = _inverse_temperature(rows, case)
+    if rows.logit_scale is None:
+        return _Scales(inverse)
+    sign = raw = None
+    if rows.logit_softcap is None:
+        sign, logits = jnp.sign(rows.logit_scale), jnp.abs(rows.logit_scale)
+        logits = jnp.where(sign == 0, 1.0, logits)
+        if case.options.has_bias:
+            sign, raw = None, sign
+    else:
+        logits = jnp.abs(rows.logit_softcap)  # c tanh(x / c) is even in c
+        raw = rows.logit_scale / logits
+    return _Scales(logits if inverse is None else logits * inverse, raw, sign)
+
+
+def _signed(hidden: Float[Array, "T H"], scales: _Scales) -> Float[Array, "T H"]:
+    return hidden if scales.sign is None else hidden * scales.sign.astype(hidden.dtype)[:, None]
 
 
 def is_temperature(x: Any) -> Any:

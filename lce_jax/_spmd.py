@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 
 def forward(
-    spec: Spec, hidden: Float[Array, "*b H"], weight: Array, rows: Rows, keep_cache: bool
+    spec: Spec, hidden: Float[Array, "*b H"], weight: Array, bias: Array | None, rows: Rows, keep_cache: bool
 ) -> tuple[Results, ShardStatistics, Any]:
     """The results and the whole vocabulary's statistics, in the shape of labels, and the implementation's cache."""
     shape, rows = rows.labels.shape, _flattened(rows)
     flat = _flat(spec, hidden, weight)
-    stats, cache = _shard.statistics(spec, flat, weight, rows, _start(spec, weight), keep_cache)
+    stats, cache = _shard.statistics(spec, flat, weight, bias, rows, _start(spec, weight), keep_cache)
     if spec.axis_name is not None:
         stats = _collectives.merge_over_axis(stats, spec.axis_name)
     out = _math.finish(stats, rows.labels >= 0, rows.where, spec.vocab_size)
@@ -38,13 +38,14 @@ def backward(
     spec: Spec,
     hidden: Float[Array, "*b H"],
     weight: Array,
+    bias: Array | None,
     rows: Rows,
     stats: ShardStatistics,
     cache: Any,
     cotangent: Results,
-) -> tuple[Float[Array, "*b H"], Array]:
-    """The gradients, dhidden and dweight, in the shapes, dtypes and types of ``hidden`` and ``weight``."""
-    operands = (hidden, weight, rows, stats, cache)
+) -> tuple[Float[Array, "*b H"], Array, Array | None]:
+    """The gradients, in the shapes, dtypes and types of ``hidden``, ``weight`` and ``bias``."""
+    operands = (hidden, weight, bias, rows, stats, cache)
     rows, stats, cotangent = _flattened(rows), _flattened(stats), _flattened(cotangent)
     if spec.axis_name is not None and spec.token_axes is None:
         cotangent = _collectives.total_cotangent(cotangent, spec.axis_name)
@@ -53,12 +54,16 @@ def backward(
         # No sum over devices follows, so the implementation may round dhidden itself.
         spec = dataclasses.replace(spec, case=dataclasses.replace(spec.case, rounds_dhidden=True))
     flat = _flat(spec, hidden, weight)
-    dhidden, dweight = _shard.gradients(spec, flat, weight, rows, _start(spec, weight), stats, cotangent, cache)
-    if spec.axis_name is not None or spec.token_axes or _compat.varying_axes((dhidden, dweight)):
+    start = _start(spec, weight)
+    gradients = _shard.gradients(spec, flat, weight, bias, rows, start, stats, cotangent, cache)
+    if spec.axis_name is not None or spec.token_axes or _compat.varying_axes(gradients):
         # The Hopper kernels hold every multiprocessor: a collective beside one waits for it on one device, and holds
         # up the next on another. So collectives begin after both gradients.
-        dhidden, dweight = lax.optimization_barrier((dhidden, dweight))
-    return _total_dhidden(spec, dhidden, hidden).astype(hidden.dtype), _total_dweight(spec, dweight, weight)
+        gradients = lax.optimization_barrier(gradients)
+    dhidden, dweight, dbias = gradients
+    if bias is not None and dbias is not None:
+        dbias = _total_dweight(spec, dbias, bias).astype(bias.dtype)
+    return _total_dhidden(spec, dhidden, hidden).astype(hidden.dtype), _total_dweight(spec, dweight, weight), dbias
 
 
 def _total_dhidden(spec: Spec, dhidden: Float[Array, "T H"], hidden: Float[Array, "*b H"]) -> Float[Array, "*b H"]:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 if TYPE_CHECKING:
     from jax.lax import PrecisionLike
-    from jaxtyping import Array, Float, Int
+    from jaxtyping import Array, Bool, Float, Int
 
 
 class UnsupportedError(ValueError):
@@ -22,9 +22,9 @@ class UnsupportedError(ValueError):
 
 
 class LogprobOutput(NamedTuple):
-    """Per-token results, each of ``labels.shape`` and float32 (float64 when the weight is float64), or None.
+    """Per-token results, each of ``labels.shape`` and float32 (float64 when the weight is float64) or bool, or None.
 
-    A pytree. ``logprobs``, ``entropy`` and ``lse`` are differentiable; ``max_logit`` and ``min_logit`` are not.
+    A pytree. ``logprobs``, ``entropy`` and ``lse`` are differentiable; what ``stats=True`` adds is not.
 
     Attributes:
         logprobs: ln p(label), nats. 0 where the label is out of vocabulary or ``where`` is False.
@@ -32,6 +32,8 @@ class LogprobOutput(NamedTuple):
         lse: ln Σ exp(logits), nats.
         max_logit: largest logit over the true vocabulary. None without ``stats=True``.
         min_logit: smallest logit over the true vocabulary. None without ``stats=True``.
+        correct: bool, whether the label's logit is the largest, alone or with others. False where the label is out of
+            vocabulary or ``where`` is False. None without ``stats=True``.
     """
 
     logprobs: Float[Array, ...]
@@ -39,14 +41,15 @@ class LogprobOutput(NamedTuple):
     lse: Float[Array, ...]
     max_logit: Float[Array, ...] | None = None
     min_logit: Float[Array, ...] | None = None
+    correct: Bool[Array, ...] | None = None
 
 
 class LogprobOptions(TypedDict, total=False):
     """The keyword options that every public function shares; `linear_logprobs` says what each means."""
 
     temperature: float | Float[Array, "..."]
-    logit_softcap: float | None
-    logit_scale: float
+    logit_softcap: float | Float[Array, ""] | None
+    logit_scale: float | Float[Array, ""]
     entropy: bool
     stats: bool
     vocab_size: int | None
@@ -55,6 +58,7 @@ class LogprobOptions(TypedDict, total=False):
     cache_bytes: int
     precision: PrecisionLike
     implementation: str | tuple[str, ...] | None
+    bias: Float[Array, "V"] | None
 
 
 class Results(NamedTuple):
@@ -65,12 +69,13 @@ class Results(NamedTuple):
     lse: Float[Array, ...]
     max_logit: Float[Array, ...] | None = None
     min_logit: Float[Array, ...] | None = None
+    correct: Float[Array, ...] | None = None  # 1 or 0: a bool would have cotangents of a type of its own
     mean_logit: Float[Array, ...] | None = None
 
     @property
     def public(self) -> LogprobOutput:
         """The part that users see."""
-        return LogprobOutput(*self[:5])
+        return LogprobOutput(*self[:5], None if self.correct is None else self.correct > 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +90,13 @@ class Options:
     cache_bytes: int = 0
     precision: Any = None
     mean_logit: bool = False  # label smoothing asks for it
+    has_bias: bool = False
+    traced_scale: bool = False  # scale or cap is an array: both are in the rows' factors, and the numbers here are 1
+
+    @property
+    def signs_hidden(self) -> bool:
+        """Whether hidden is multiplied by the sign of a scale."""
+        return self.traced_scale and self.logit_softcap is None and not self.has_bias
 
     @property
     def unused_cache_notes(self) -> tuple[str, ...]:
@@ -114,9 +126,12 @@ class Operands(NamedTuple):
     hidden: Float[Array, "T H"]  # in the weight's dtype
     weight: Float[Array, "V H"]  # or [H, V]: Options.weight_layout
     targets: Int[Array, "T"]  # int32 column of the label in this shard, -1 where the shard does not own it
-    inverse_temperature: Float[Array, "T"] | None  # None: 1
+    inverse_temperature: Float[Array, "T"] | None  # and a traced scale or cap, if any; None: 1
     num_rows: Int[Array, ""] | None  # None: T
     num_columns: Int[Array, ""] | int | None  # None: V
+    # What multiplies raw products first: a traced scale over a cap in the options' place, a traced scale's sign.
+    raw_scale: Float[Array, "T"] | None = None
+    bias: Float[Array, "V"] | None = None  # in the statistics' dtype; added to the raw products
 
 
 class ShardStatistics(NamedTuple):
@@ -249,6 +264,9 @@ class CallOptions:
 
     static: Options
     temperature: Any
+    logit_scale: Any  # with the next, where one of them is an array; else None, and the options have the numbers
+    logit_softcap: Any
+    bias: Any
     vocab_size: int | None
     axis_name: Any
     implementation: tuple[str, ...] | None

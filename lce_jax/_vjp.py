@@ -20,27 +20,29 @@ if TYPE_CHECKING:
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
-def linear_logprobs(spec: Spec, hidden: Float[Array, "*b H"], weight: Float[Array, "V H"], rows: Rows) -> Results:
-    """Per-token results over the whole vocabulary, in the shape of labels; differentiable in hidden and weight.
+def linear_logprobs(
+    spec: Spec, hidden: Float[Array, "*b H"], weight: Float[Array, "V H"], bias: Float[Array, "V"] | None, rows: Rows
+) -> Results:
+    """Per-token results over the whole vocabulary, in the shape of labels; differentiable in hidden, weight and bias.
 
     Jitted, so that calls outside ``jit`` compile once; within ``jit`` it is inlined.
     """
-    return _linear_logprobs(spec, hidden, weight, rows)
+    return _linear_logprobs(spec, hidden, weight, bias, rows)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _linear_logprobs(spec: Spec, hidden: Any, weight: Any, rows: Rows) -> Results:
-    out, *_ = _batching.forward(spec, hidden, weight, rows, keep_cache=False)
+def _linear_logprobs(spec: Spec, hidden: Any, weight: Any, bias: Any, rows: Rows) -> Results:
+    out, *_ = _batching.forward(spec, hidden, weight, bias, rows, keep_cache=False)
     return out
 
 
-def _linear_logprobs_fwd(spec: Spec, hidden: Any, weight: Any, rows: Rows) -> tuple[Results, Any]:
+def _linear_logprobs_fwd(spec: Spec, hidden: Any, weight: Any, bias: Any, rows: Rows) -> tuple[Results, Any]:
     forward = _compat.first_order_only(functools.partial(_batching.forward, spec, keep_cache=True))
-    out, stats, cache = forward(hidden, weight, rows)
-    return out, (hidden, weight, rows, stats, cache)
+    out, stats, cache = forward(hidden, weight, bias, rows)
+    return out, (hidden, weight, bias, rows, stats, cache)
 
 
-def _linear_logprobs_bwd(spec: Spec, residuals: Any, cotangent: Results) -> tuple[Any, Any, None]:
+def _linear_logprobs_bwd(spec: Spec, residuals: Any, cotangent: Results) -> tuple[Any, Any, Any, None]:
     backward = _compat.first_order_only(functools.partial(_batching.backward, spec))
     return (*backward(*residuals, cotangent), None)
 

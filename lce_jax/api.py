@@ -28,8 +28,8 @@ def linear_logprobs(
     *,
     where: Bool[Array, "*b"] | None = None,
     temperature: float | Float[Array, "..."] = 1.0,
-    logit_softcap: float | None = None,
-    logit_scale: float = 1.0,
+    logit_softcap: float | Float[Array, ""] | None = None,
+    logit_scale: float | Float[Array, ""] = 1.0,
     entropy: bool = True,
     stats: bool = False,
     vocab_size: int | None = None,
@@ -38,12 +38,13 @@ def linear_logprobs(
     cache_bytes: int = 0,
     precision: PrecisionLike = None,
     implementation: str | tuple[str, ...] | None = None,
+    bias: Float[Array, "V"] | None = None,
 ) -> LogprobOutput:
     """Per-token log-probability and entropy of a language-model head, without storing the logits.
 
-    With ``z = cap(logit_scale · hidden · weightᵀ) / temperature`` in float32 and ``p = softmax(z)`` over the
+    With ``z = cap(logit_scale · (hidden · weightᵀ + bias)) / temperature`` in float32 and ``p = softmax(z)`` over the
     vocabulary, returns ``logprobs = z[label] - lse``, ``entropy = -Σ p ln p`` and ``lse = ln Σ exp(z)`` per token,
-    all in nats. Differentiable, once, in ``hidden`` and ``weight`` through all three.
+    all in nats. Differentiable, once, in ``hidden``, ``weight`` and ``bias`` through all three.
 
     Args:
         hidden: ``[..., H]`` hidden states; any leading shape, also an empty one. bfloat16, float16, float32 or
@@ -57,10 +58,13 @@ def linear_logprobs(
             value per token, or per sequence as ``[b, 1]``). No gradient. A value that is not positive and finite is
             refused where it is known; in a traced array its row returns NaN and has no gradient, and no other row
             is touched.
-        logit_softcap: ``c`` in ``cap(x) = c·tanh(x / c)``, before the temperature (Gemma 2: 30). None: no cap.
-        logit_scale: multiplies the float32 logits first (Cohere, MuP).
+        logit_softcap: ``c`` in ``cap(x) = c·tanh(x / c)``, before the temperature (Gemma 2: 30): a positive number,
+            or an array of shape (), which may be traced. None: no cap. No gradient.
+        logit_scale: multiplies the float32 logits first (Cohere, MuP): a number, or an array of shape (), which may
+            be traced. No gradient.
         entropy: False leaves ``.entropy`` None and its cost out.
-        stats: True fills ``.max_logit`` and ``.min_logit``, extremes of ``z``. They have no gradient.
+        stats: True fills ``.max_logit`` and ``.min_logit``, extremes of ``z``, and ``.correct``, whether the label's
+            logit is the largest (token accuracy: ``out.correct.mean()``). They have no gradient.
         vocab_size: the true vocabulary. Columns from there on are padding: in no sum, with zero gradient, whatever
             they hold. None: every column counts.
         weight_layout: "vh" for ``[V, H]`` (nnx.Embed, PyTorch, Megatron), "hv" for ``[H, V]`` (nnx.Linear kernel).
@@ -75,9 +79,11 @@ def linear_logprobs(
         implementation: "mosaic_gpu" (kernels for Hopper GPUs), "xla" (every device), "reference" (stores the logits),
             or a tuple of names tried in order. None: the best one that can serve the call, its name logged once
             (logger ``lce_jax``). `explain` lists the choice and the reasons.
+        bias: ``[V]``, added to the float32 products before the scale, split as the weight's vocabulary is. Its
+            gradient is summed in float32 and rounded once. "mosaic_gpu" does not serve it. None: no bias.
 
     Returns:
-        A `LogprobOutput`, each field of ``labels.shape`` in float32 (float64 for a float64 weight) or None.
+        A `LogprobOutput`, each field of ``labels.shape`` in float32 (float64 for a float64 weight) or bool, or None.
 
     Raises:
         UnsupportedError: an implementation asked for by name cannot serve the call; the message says why.
@@ -127,6 +133,7 @@ def linear_logprobs(
         "cache_bytes": cache_bytes,
         "precision": precision,
         "implementation": implementation,
+        "bias": bias,
     }
     return evaluate(hidden, weight, labels, where, _checks.options(options)).public
 
@@ -140,7 +147,8 @@ def linear_cross_entropy(
     ignore_index: int | None = None,
     reduction: Reduction = "mean",
     label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
+    z_loss: float | Float[Array, ""] = 0.0,
+    normalizer: float | Array | None = None,
     **options: Unpack[LogprobOptions],
 ) -> Float[Array, "..."]:
     """Cross entropy of a language-model head, without storing the logits.
@@ -157,12 +165,18 @@ def linear_cross_entropy(
         ignore_index: rows with this label do not count either; -100 is PyTorch's. None: no such label.
         reduction: "mean" over the rows that count (0 if there are none), "sum", or "none" for ``[...]``.
         label_smoothing: ε in [0, 1).
-        z_loss: weight of ``lse²``, at least 0 (PaLM: 1e-4).
+        z_loss: weight of ``lse²``, at least 0 (PaLM: 1e-4); a number, or an array of shape (), which may be traced
+            and is differentiable.
+        normalizer: what "mean" divides the sum by in place of the number of rows that count here: the rows of all
+            micro-batches, or of all devices inside ``shard_map``, so that the losses and their gradients add up to
+            the mean over all. A positive number, or an array of shape (), which may be traced and where 0 counts
+            as 1. None: the rows that count here.
         **options: as in `linear_logprobs`, without ``entropy`` and ``stats``: a loss has no such outputs.
 
     Returns:
         The loss in nats, float32 (float64 for a float64 weight): a scalar, or ``[...]`` with ``reduction="none"``.
-        Inside ``shard_map`` it is over the rows of this shard; the data axes are yours to average.
+        Inside ``shard_map`` it is over the rows of this shard; the data axes are yours to average, or to sum with
+        ``normalizer=jax.lax.psum(jnp.sum(where), "data")``.
 
     Raises:
         As `linear_logprobs`.
@@ -180,7 +194,7 @@ def linear_cross_entropy(
     """
     _checks.check_names(linear_cross_entropy, options, without=("entropy", "stats"))
     return cross_entropy(
-        evaluate, hidden, weight, labels, where, ignore_index, reduction, label_smoothing, z_loss, options
+        evaluate, hidden, weight, labels, where, ignore_index, reduction, label_smoothing, z_loss, normalizer, options
     )
 
 
@@ -193,30 +207,47 @@ def cross_entropy(
     ignore_index: int | None,
     reduction: Reduction,
     label_smoothing: float,
-    z_loss: float,
+    z_loss: float | Array,
+    normalizer: float | Array | None,
     options: LogprobOptions,
 ) -> Array:
     """The loss over anything that evaluates a call as `evaluate` does."""
-    label_smoothing, z_loss = _checks.loss(reduction, label_smoothing, z_loss)
+    label_smoothing, z_loss, normalizer = _checks.loss(reduction, label_smoothing, z_loss, normalizer)
     where = _counting_rows(labels, where, ignore_index)
     checked = _checks.options(_checks.loss_options(options), mean_logit=label_smoothing > 0)
     out = evaluate(hidden, weight, labels, where, checked)
-    return _reduced(out, where, reduction, label_smoothing, z_loss)
+    divisor = None if normalizer is None else _checks.on_device(normalizer)
+    if isinstance(z_loss, float):
+        return _reduced(out, where, None, divisor, reduction, label_smoothing, z_loss)
+    return _reduced(out, where, _checks.on_device(z_loss), divisor, reduction, label_smoothing, 0.0)
 
 
-@functools.partial(jax.jit, static_argnums=(2, 3, 4), inline=True)
-def _reduced(out: Results, where: Array | None, reduction: Reduction, label_smoothing: float, z_loss: float) -> Array:
+@functools.partial(jax.jit, static_argnums=(4, 5, 6), inline=True)
+def _reduced(
+    out: Results,
+    where: Array | None,
+    traced_z_loss: Array | None,
+    normalizer: Array | None,
+    reduction: Reduction,
+    label_smoothing: float,
+    z_loss: float,
+) -> Array:
     """The loss, from results. Jitted, as what prepares a call is: see `_checks.rows`."""
     loss = -(1.0 - label_smoothing) * out.logprobs
     if out.mean_logit is not None:
         loss += label_smoothing * (out.lse - out.mean_logit)
     if z_loss:
         loss += z_loss * out.lse * out.lse
+    if traced_z_loss is not None:
+        loss += traced_z_loss.astype(loss.dtype) * out.lse * out.lse
     if reduction == "none":
         return loss
     total = jnp.sum(loss)
     if reduction == "sum":
         return total
+    if normalizer is not None:
+        divisor = normalizer.astype(loss.dtype)
+        return total / jnp.where(divisor == 0, 1, divisor)
     if where is None:
         return total / max(loss.size, 1)
     return total / jnp.maximum(jnp.sum(where, dtype=loss.dtype), 1)

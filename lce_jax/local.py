@@ -68,19 +68,25 @@ def statistics(
         (0.0, 100.0, 0.0)
     """
     _checks.check_names(statistics, options, without=("axis_name",))
-    spec, rows = _bind(hidden, weight, labels, where, num_rows, options)
+    spec, rows, bias = _bind(hidden, weight, labels, where, num_rows, options)
     if spec.case.num_tokens == 0:
         return _math.empty_statistics(0, spec.case.stat_dtype, spec.case.options), None
     start = jnp.asarray(vocab_start, jnp.int32)
-    return _statistics(spec, jnp.asarray(hidden), jnp.asarray(weight), rows, start, keep_cache)
+    return _statistics(spec, jnp.asarray(hidden), jnp.asarray(weight), bias, rows, start, keep_cache)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 5), inline=True)
+@functools.partial(jax.jit, static_argnums=(0, 6), inline=True)
 def _statistics(
-    spec: _shard.Spec, hidden: Array, weight: Array, rows: _shard.Rows, start: Array, keep_cache: bool
+    spec: _shard.Spec,
+    hidden: Array,
+    weight: Array,
+    bias: Array | None,
+    rows: _shard.Rows,
+    start: Array,
+    keep_cache: bool,
 ) -> tuple[ShardStatistics, Any]:
     run = functools.partial(_shard.statistics, spec, keep_cache=keep_cache)
-    return _compat.first_order_only(run)(_shard.as_operand(hidden, weight), weight, rows, start)
+    return _compat.first_order_only(run)(_shard.as_operand(hidden, weight), weight, bias, rows, start)
 
 
 def merge(parts: ShardStatistics) -> ShardStatistics:
@@ -125,7 +131,9 @@ def gradients(
     num_rows: int | Int[Array, ""] | None = None,
     cache: Any = None,
     **options: Unpack[LogprobOptions],
-) -> tuple[Float[Array, "T H"], Float[Array, "V H"]]:
+) -> (
+    tuple[Float[Array, "T H"], Float[Array, "V H"]] | tuple[Float[Array, "T H"], Float[Array, "V H"], Float[Array, "V"]]
+):
     """The shard's share of dhidden, float32, and its dweight, in the weight's dtype.
 
     Args:
@@ -143,7 +151,7 @@ def gradients(
 
     Returns:
         ``dhidden`` ``[T, H]``, a partial sum over this shard's columns (float64 for a float64 weight), and
-        ``dweight`` in the weight's shape and dtype.
+        ``dweight`` in the weight's shape and dtype. With a bias ``dbias`` ``[V]`` follows, in the dtype of ``dhidden``.
 
     Raises:
         As `lce_jax.linear_logprobs`.
@@ -159,24 +167,27 @@ def gradients(
         (0.98, -0.02)
     """
     _checks.check_names(gradients, options, without=("axis_name",))
-    spec, rows = _bind(hidden, weight, labels, where, num_rows, options)
+    spec, rows, bias = _bind(hidden, weight, labels, where, num_rows, options)
     zero = jnp.zeros((spec.case.num_tokens,), spec.case.stat_dtype)
     if spec.case.num_tokens == 0:
-        return jnp.zeros(hidden.shape, zero.dtype), jnp.zeros(weight.shape, weight.dtype)
+        nothing = jnp.zeros(hidden.shape, zero.dtype), jnp.zeros(weight.shape, weight.dtype)
+        return nothing if bias is None else (*nothing, jnp.zeros(bias.shape, zero.dtype))
     seed = Results(*(zero if field is None else field for field in cotangent[:3]))
     start = jnp.asarray(vocab_start, jnp.int32)
-    return _gradients(spec, jnp.asarray(hidden), jnp.asarray(weight), rows, start, merged, seed, cache)
+    operands = (jnp.asarray(hidden), jnp.asarray(weight), bias)
+    dhidden, dweight, dbias = _gradients(spec, *operands, rows, start, merged, seed, cache)
+    return (dhidden, dweight) if dbias is None else (dhidden, dweight, dbias)
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
-def _gradients(spec: _shard.Spec, hidden: Array, weight: Array, *rest: Any) -> tuple[Array, Array]:
+def _gradients(spec: _shard.Spec, hidden: Array, weight: Array, *rest: Any) -> tuple[Array, Array, Array | None]:
     run = functools.partial(_shard.gradients, spec)
     return _compat.first_order_only(run)(_shard.as_operand(hidden, weight), weight, *rest)
 
 
 def _bind(
     hidden: Any, weight: Any, labels: Any, where: Any, num_rows: Any, options: LogprobOptions
-) -> tuple[_shard.Spec, _shard.Rows]:
+) -> tuple[_shard.Spec, _shard.Rows, Array | None]:
     checked = _checks.options(options)
     if checked.axis_name is not None:
         raise ValueError(f"axis_name={checked.axis_name!r}: functions of lce_jax.local know no axis; merge yourself")
@@ -190,8 +201,10 @@ def _bind(
         raise ValueError(f"labels {tuple(labels.shape)} must be flat here: [T], with hidden [T, H]")
     vocab_size = _checks.vocabulary(checked.vocab_size, _checks.INT32_MAX)
     chosen, _ = _dispatch.choose(case, checked.implementation)
-    rows = _checks.rows(labels, where, checked.temperature, vocab_size, case.stat_dtype)
+    factors = (checked.logit_scale, checked.logit_softcap)
+    rows = _checks.rows(labels, where, checked.temperature, vocab_size, case.stat_dtype, *factors)
     if num_rows is not None:
         rows = rows._replace(num_rows=_checks.num_rows(num_rows, case.num_tokens))
     padded = checked.vocab_size is not None
-    return _shard.Spec(case, chosen.NAME, checked.implementation, vocab_size, padded=padded), rows
+    bias = None if checked.bias is None else jnp.asarray(checked.bias)
+    return _shard.Spec(case, chosen.NAME, checked.implementation, vocab_size, padded=padded), rows, bias

@@ -54,7 +54,7 @@ def plan(case: Case) -> Plan:
 def statistics(operands: Operands, case: Case, keep_cache: bool = False) -> tuple[ShardStatistics, None]:
     """Eq. 1 of the whole shard, from logits held at once."""
     del keep_cache
-    x = _math.unscaled_logits(_raw(operands, case), case.options)
+    x = _math.unscaled_logits(_raw(operands, case), case.options, operands.raw_scale)
     scale = _math.row_scale(case.options, operands.inverse_temperature)
     stats = _math.tile_statistics(x, scale, operands.targets, _live(operands, case), case.options)
     return _math.to_logits(stats, scale), None
@@ -62,25 +62,29 @@ def statistics(operands: Operands, case: Case, keep_cache: bool = False) -> tupl
 
 def gradients(
     operands: Operands, case: Case, rows: RowCoefficients, cache: None = None
-) -> tuple[Float[Array, "T H"], Float[Array, "V H"]]:
+) -> tuple[Float[Array, "T H"], Float[Array, "V H"], Float[Array, "V"] | None]:
     """Eq. 5, every product in the statistics' dtype; dweight rounded to the weight's dtype at the end."""
     del cache
     # After the forward's results: nothing that both compute is kept in between.
     hidden, weight, rows = lax.optimization_barrier((operands.hidden, operands.weight, rows))
     operands = operands._replace(hidden=hidden, weight=weight)
-    z, dcap = _math.transform_logits(_raw(operands, case), case.options, operands.inverse_temperature)
+    scales = (operands.inverse_temperature, operands.raw_scale)
+    z, dcap = _math.transform_logits(_raw(operands, case), case.options, *scales)
     d = _math.dlogits(z, dcap, rows, operands.targets, _live(operands, case))
     hidden, weight = (x.astype(case.stat_dtype) for x in (operands.hidden, operands.weight))
     weight = _math.without_padding(weight, _live(operands, case), case.options)
     vocab_by_hidden = weight if case.options.vocab_dim == 0 else weight.T
     dweight = jnp.matmul(d.T, hidden, precision="highest")
     dweight = dweight if case.options.vocab_dim == 0 else dweight.T
-    return jnp.matmul(d, vocab_by_hidden, precision="highest"), dweight.astype(case.dtype)
+    dhidden = jnp.matmul(d, vocab_by_hidden, precision="highest")
+    dbias = None if operands.bias is None else jnp.sum(d, axis=0)
+    return dhidden, dweight.astype(case.dtype), dbias
 
 
 def _raw(operands: Operands, case: Case) -> Float[Array, "T V"]:
     hidden, weight = (x.astype(case.stat_dtype) for x in (operands.hidden, operands.weight))
-    return jnp.matmul(hidden, weight.T if case.options.vocab_dim == 0 else weight, precision="highest")
+    raw = jnp.matmul(hidden, weight.T if case.options.vocab_dim == 0 else weight, precision="highest")
+    return raw if operands.bias is None else raw + operands.bias[None, :]
 
 
 def _live(operands: Operands, case: Case) -> Array | None:

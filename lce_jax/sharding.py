@@ -41,8 +41,9 @@ def sharded_linear_logprobs(
         vocab_axis: the mesh axis (or axes) that splits the vocabulary. None: each device holds all of it.
         batch_axes: the mesh axis (or axes) that splits the batch. None: under Explicit axes those of hidden's own
             type, else the batch is not split.
-        sequence_axis: the mesh axis that splits the sequence. Where it is ``vocab_axis`` (Megatron's sequence
-            parallelism), hidden states are all-gathered forward and their gradient is reduce-scattered backward.
+        sequence_axis: the mesh axis (or axes) that splits the sequence. Where it is ``vocab_axis`` or ends with it
+            (Megatron's sequence parallelism, ``("context", "tensor")`` beside context parallelism), hidden states are
+            all-gathered over ``vocab_axis`` forward and their gradient is reduce-scattered backward.
         where: ``[...]`` bool, as in `linear_logprobs`.
         **options: as in `linear_logprobs`, without ``axis_name``.
 
@@ -87,7 +88,8 @@ def sharded_linear_cross_entropy(
     ignore_index: int | None = None,
     reduction: api.Reduction = "mean",
     label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
+    z_loss: float | Float[Array, ""] = 0.0,
+    normalizer: float | Array | None = None,
     **options: Unpack[LogprobOptions],
 ) -> Float[Array, "..."]:
     """`linear_cross_entropy` over a mesh; "mean" and "sum" are over the tokens of all devices.
@@ -105,6 +107,7 @@ def sharded_linear_cross_entropy(
         reduction: as `linear_cross_entropy`.
         label_smoothing: as `linear_cross_entropy`.
         z_loss: as `linear_cross_entropy`.
+        normalizer: as `linear_cross_entropy`; of the tokens of all devices.
         **options: as `linear_cross_entropy`, without ``axis_name``.
 
     Returns:
@@ -127,7 +130,7 @@ def sharded_linear_cross_entropy(
     )
     _checks.check_names(sharded_linear_cross_entropy, options, without=("axis_name", "entropy", "stats"))
     return api.cross_entropy(
-        run, hidden, weight, labels, where, ignore_index, reduction, label_smoothing, z_loss, options
+        run, hidden, weight, labels, where, ignore_index, reduction, label_smoothing, z_loss, normalizer, options
     )
 
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
 
 NAME = "xla"
+type _Gradients = tuple[Array, Array, Array | None]  # of hidden, weight (or some columns of it) and bias
 
 
 def supports(case: Case) -> str | None:
@@ -115,8 +116,8 @@ def _widest_tile(case: Case) -> tuple[int, int]:
 
 
 def _own_hidden_bytes(case: Case) -> int:
-    """Hidden once more, where it is gathered or cast, or its rows are moved."""
-    own = case.compacted or case.gathers_hidden or case.hidden_dtype != case.dtype
+    """Hidden once more, where it is gathered, cast or multiplied by a sign, or its rows are moved."""
+    own = case.compacted or case.gathers_hidden or case.hidden_dtype != case.dtype or case.options.signs_hidden
     return case.num_tokens * case.hidden_size * case.dtype.itemsize if own else 0
 
 
@@ -139,11 +140,15 @@ def statistics(operands: Operands, case: Case, keep_cache: bool = False) -> tupl
     options = case.options
     tile_t, tile_v = tile_sizes(case)
 
-    def token_tile(hidden: Array, targets: Array, inverse_temperature: Array | None) -> ShardStatistics:
+    def token_tile(
+        hidden: Array, targets: Array, inverse_temperature: Array | None, raw_scale: Array | None
+    ) -> ShardStatistics:
         scale = _math.row_scale(options, inverse_temperature)
 
         def vocab_tile(start: Any, size: int, running: _math.Running) -> _math.Running:
-            x = _math.unscaled_logits(_raw(hidden, _columns(operands.weight, start, size, options), case), options)
+            bias = _bias_columns(operands.bias, start, size)
+            raw = _raw(hidden, _columns(operands.weight, start, size, options), bias, case)
+            x = _math.unscaled_logits(raw, options, raw_scale)
             live = _live(start, size, operands.num_columns)
             return running.add(_math.tile_statistics(x, scale, targets - start, live, options), scale)
 
@@ -151,13 +156,13 @@ def statistics(operands: Operands, case: Case, keep_cache: bool = False) -> tupl
         running = _compat.vary_like(_math.Running.start(empty), (hidden, operands))
         return _math.to_logits(_walk_vocabulary(case, operands, tile_v, vocab_tile, running).finish(), scale)
 
+    per_token = (operands.hidden, operands.targets, operands.inverse_temperature, operands.raw_scale)
     if tile_t == case.num_tokens:
-        return token_tile(operands.hidden, operands.targets, operands.inverse_temperature), None
+        return token_tile(*per_token), None
 
     def body(i: Array, stats: ShardStatistics) -> ShardStatistics:
         start, _ = _token_start(i, tile_t, case.num_tokens)
-        rows = (operands.hidden, operands.targets, operands.inverse_temperature)
-        tile = token_tile(*jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, tile_t), rows))
+        tile = token_tile(*jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, tile_t), per_token))
         return jax.tree.map(lambda all_, part: lax.dynamic_update_slice_in_dim(all_, part, start, 0), stats, tile)
 
     empty = _compat.vary_like(_math.empty_statistics(case.num_tokens, case.stat_dtype, options), operands)
@@ -166,8 +171,11 @@ def statistics(operands: Operands, case: Case, keep_cache: bool = False) -> tupl
 
 def gradients(
     operands: Operands, case: Case, rows: RowCoefficients, cache: None = None
-) -> tuple[Float[Array, "T H"], Float[Array, "V H"]]:
-    """Eq. 5: dhidden in the statistics' dtype, for the caller to reduce and round once, and dweight in the weight's."""
+) -> tuple[Float[Array, "T H"], Float[Array, "V H"], Float[Array, "V"] | None]:
+    """Eq. 5: dhidden in the statistics' dtype, for the caller to reduce and round once, and dweight in the weight's.
+
+    And dbias, where there is a bias, in the statistics' dtype.
+    """
     del cache
     # After the forward's results, or XLA would hold what both passes compute in between, and the gradients' memory,
     # where the forward's tiles can lie, from the start.
@@ -185,46 +193,57 @@ def gradients(
         hidden: Array,
         targets: Array,
         inverse_temperature: Array | None,
+        raw_scale: Array | None,
         rows: RowCoefficients,
-    ) -> tuple[Array, Array]:
+    ) -> tuple[Array, Array, Array | None]:
         size = weight.shape[options.vocab_dim]
-        z, dcap = _math.transform_logits(_raw(hidden, weight, case), options, inverse_temperature)
+        raw = _raw(hidden, weight, _bias_columns(operands.bias, start_v, size), case)
+        z, dcap = _math.transform_logits(raw, options, inverse_temperature, raw_scale)
         live = _live(start_v, size, operands.num_columns)
         weight = _math.without_padding(weight, live, options)
         d = _math.dlogits(z, dcap, rows, targets - start_v, live)
+        dbias = None if operands.bias is None else jnp.sum(d, axis=0)
         d, weight, hidden = (x.astype(_gradient_dtype(case)) for x in (d, weight, hidden))
         dhidden = _dot(d, weight, 1, options.vocab_dim, case, case.stat_dtype)
         left, right = (d, hidden) if options.vocab_dim == 0 else (hidden, d)
-        return dhidden, _dot(left, right, 0, 0, case, dweight_dtype)
+        return dhidden, _dot(left, right, 0, 0, case, dweight_dtype), dbias
 
-    def vocab_tile(start_v: Any, size: int, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        dhidden, dweight = carry
+    def vocab_tile(start_v: Any, size: int, carry: _Gradients) -> _Gradients:
+        dhidden, dweight, dbias = carry
         weight = _columns(operands.weight, start_v, size, options)
-        per_token = (operands.hidden, operands.targets, operands.inverse_temperature, rows)
+        per_token = (operands.hidden, operands.targets, operands.inverse_temperature, operands.raw_scale, rows)
         if one_token_tile:
-            part, dcolumns = tile(start_v, weight, *per_token)
+            part, dcolumns, dbias_part = tile(start_v, weight, *per_token)
             dhidden = dhidden + part
         else:
 
-            def body(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-                dhidden, dcolumns = carry
+            def body(i: Array, carry: _Gradients) -> _Gradients:
+                dhidden, dcolumns, dbias_part = carry
                 start, first = _token_start(i, tile_t, case.num_tokens)
-                hidden, targets, inverse_temperature, part_rows = jax.tree.map(
+                hidden, targets, inverse_temperature, raw_scale, part_rows = jax.tree.map(
                     lambda x: lax.dynamic_slice_in_dim(x, start, tile_t), per_token
                 )
                 part_rows = _drop_leading(part_rows, first)
-                part, dpart = tile(start_v, weight, hidden, targets, inverse_temperature, part_rows)
+                part, dpart, more = tile(start_v, weight, hidden, targets, inverse_temperature, raw_scale, part_rows)
                 part = part + lax.dynamic_slice_in_dim(dhidden, start, tile_t)
-                return lax.dynamic_update_slice_in_dim(dhidden, part, start, 0), dcolumns + dpart
+                dhidden = lax.dynamic_update_slice_in_dim(dhidden, part, start, 0)
+                return dhidden, dcolumns + dpart, jax.tree.map(jnp.add, dbias_part, more)
 
-            zero = _compat.vary_like(jnp.zeros(weight.shape, dweight_dtype), (operands, rows))
+            zeros = (jnp.zeros(weight.shape, dweight_dtype), None if dbias is None else jnp.zeros(size, dbias.dtype))
+            zeros = _compat.vary_like(zeros, (operands, rows))
             count = _num_token_tiles(operands.num_rows, tile_t, case.num_tokens)
-            dhidden, dcolumns = lax.fori_loop(0, count, body, (dhidden, zero))
+            dhidden, dcolumns, dbias_part = lax.fori_loop(0, count, body, (dhidden, *zeros))
         dcolumns = dcolumns.astype(case.dtype)
-        return dhidden, lax.dynamic_update_slice_in_dim(dweight, dcolumns, start_v, options.vocab_dim)
+        dweight = lax.dynamic_update_slice_in_dim(dweight, dcolumns, start_v, options.vocab_dim)
+        if dbias is not None and dbias_part is not None:
+            dbias = lax.dynamic_update_slice_in_dim(dbias, dbias_part, start_v, 0)
+        return dhidden, dweight, dbias
 
-    dhidden = jnp.full(hidden.shape, zero.astype(case.stat_dtype))
-    init = (dhidden, jnp.full(weight.shape, zero.astype(case.dtype)))
+    init = (
+        jnp.full(hidden.shape, zero.astype(case.stat_dtype)),
+        jnp.full(weight.shape, zero.astype(case.dtype)),
+        None if operands.bias is None else jnp.zeros(operands.bias.shape, case.stat_dtype),
+    )
     return _walk_vocabulary(case, operands, tile_v, vocab_tile, _compat.vary_like(init, (operands, rows)))
 
 
@@ -233,8 +252,11 @@ def _gradient_dtype(case: Case) -> jnp.dtype:
     return case.stat_dtype if case.platform == "cpu" else case.dtype
 
 
-def _raw(hidden: Float[Array, "t H"], weight: Float[Array, "v H"], case: Case) -> Float[Array, "t v"]:
-    return _dot(hidden, weight, 1, case.options.hidden_dim, case, case.stat_dtype)
+def _raw(
+    hidden: Float[Array, "t H"], weight: Float[Array, "v H"], bias: Float[Array, "v"] | None, case: Case
+) -> Float[Array, "t v"]:
+    raw = _dot(hidden, weight, 1, case.options.hidden_dim, case, case.stat_dtype)
+    return raw if bias is None else raw + bias[None, :]
 
 
 def _dot(left: Array, right: Array, left_dim: int, right_dim: int, case: Case, dtype: jnp.dtype) -> Array:
@@ -244,6 +266,10 @@ def _dot(left: Array, right: Array, left_dim: int, right_dim: int, case: Case, d
 
 def _columns(weight: Array, start: Any, size: int, options: Options) -> Array:
     return lax.dynamic_slice_in_dim(weight, start, size, axis=options.vocab_dim)
+
+
+def _bias_columns(bias: Array | None, start: Any, size: int) -> Array | None:
+    return None if bias is None else lax.dynamic_slice_in_dim(bias, start, size)
 
 
 def _live(start: Any, size: int, num_columns: Int[Array, ""] | int | None) -> Array | None:
@@ -275,6 +301,9 @@ def _token_start(i: Array, tile_t: int, num_tokens: int) -> tuple[Array, Array]:
 
 
 def _drop_leading(rows: RowCoefficients, first: Array) -> RowCoefficients:
-    """Zero coefficients before row ``first``, so that rows of two tiles count once."""
+    """Zero coefficients before row ``first``, so that rows of two tiles count once.
+
+    The shift stays: without it the exponentials that they multiply would overflow.
+    """
     keep = jnp.arange(rows.shift.shape[0], dtype=jnp.int32) >= first
-    return jax.tree.map(lambda x: jnp.where(keep, x, 0.0), rows)
+    return jax.tree.map(lambda x: jnp.where(keep, x, 0.0), rows)._replace(shift=rows.shift)

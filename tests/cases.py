@@ -25,6 +25,7 @@ class TestCase:
     spread: float = 1.0  # standard deviation of the logits
     where: str | None = None  # "some" | "none" | "all" | "nan": rows left out hold NaN
     temperature: Any = 1.0  # a number, or "token" | "sequence"
+    bias: str | None = None  # the bias's dtype
     labels: str = "valid"  # "valid" | "foreign": a third are out of vocabulary
     options: tuple[tuple[str, Any], ...] = ()
 
@@ -81,6 +82,20 @@ MATRIX = [
     case("bfloat16 hidden, float32 weight", hidden_dtype="bfloat16"),
 ]  # fmt: skip
 
+# Not every implementation serves a bias.
+BIASED = [
+    case("bias", bias="float32"),
+    case("bias, padded vocabulary, foreign labels", bias="float32", vocab_size=97, labels="foreign", stats=True),
+    case("bias and where", leading=(3, 50), V=600, bias="float32", where="nan", spread=100.0),
+    case(
+        "bias and everything", leading=(4, 6), V=128, vocab_size=113, temperature="token", where="nan",
+        labels="foreign", logit_softcap=4.0, logit_scale=-1.3, stats=True, weight_layout="hv", spread=3.0,
+        bias="float32",
+    ),
+    case("float16 bias, no entropy", bias="float16", entropy=False),
+    case("bfloat16 with a float32 bias", dtype="bfloat16", leading=(64,), H=128, V=512, bias="float32"),
+]  # fmt: skip
+
 
 def draw(test: TestCase, seed: int = 0) -> tuple[jax.Array, jax.Array, jax.Array, dict[str, Any], list[jax.Array]]:
     """(hidden, weight, labels, options, seeds): the call, and a cotangent for logprobs, entropy and lse."""
@@ -104,6 +119,10 @@ def draw(test: TestCase, seed: int = 0) -> tuple[jax.Array, jax.Array, jax.Array
         options["temperature"] = jnp.asarray(rng.uniform(0.5, 2.0, shape), jnp.float32)
     elif test.temperature != 1.0:
         options["temperature"] = test.temperature
+    if test.bias is not None:
+        bias = np.random.default_rng(seed + 1).standard_normal(test.V) * test.spread
+        bias[options.get("vocab_size", test.V) :] = np.nan
+        options["bias"] = jnp.asarray(bias, test.bias)
     if options.get("weight_layout") == "hv":
         weight = weight.T
     seeds = [jnp.asarray(rng.standard_normal(test.leading), jnp.float32) for _ in range(3)]

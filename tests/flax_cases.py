@@ -17,6 +17,7 @@ HEADS = {
     "padded": PADDED,
     "scale": {"logit_scale": 0.25, **PADDED},
     "softcap": {"logit_softcap": 3.0, **PADDED},
+    "bias": {"use_bias": True, "logit_scale": 0.5, **PADDED},
     "bfloat16 products": {"dtype": jnp.bfloat16, **PADDED},
 }
 MESHES = {  # axis types, sequence_axis

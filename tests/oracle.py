@@ -13,15 +13,16 @@ class Results(NamedTuple):
     lse: np.ndarray
     max_logit: np.ndarray
     min_logit: np.ndarray
+    correct: np.ndarray
 
 
 def _double(x: Any) -> np.ndarray:
     return np.asarray(x).astype(np.float64)
 
 
-def _logits(hidden, weight, temperature, logit_softcap, logit_scale, vocab_size):
+def _logits(hidden, weight, bias, temperature, logit_softcap, logit_scale, vocab_size):
     """Logits over the true vocabulary and d(logit) / d(hidden · weight)."""
-    z = logit_scale * hidden @ weight.T
+    z = logit_scale * (hidden @ weight.T + (0 if bias is None else _double(bias)))
     slope = np.full_like(z, logit_scale)
     if logit_softcap is not None:
         slope *= 1 / np.cosh(z / logit_softcap) ** 2
@@ -42,7 +43,7 @@ def _vocabulary_by_hidden(weight, weight_layout):
 
 def logprobs(
     hidden, weight, labels, *, where=None, temperature=1.0, logit_softcap=None, logit_scale=1.0, vocab_size=None,
-    weight_layout="vh", **_unused,
+    weight_layout="vh", bias=None, **_unused,
 ) -> Results:  # fmt: skip
     """Forward results; rows with ``where`` False are 0."""
     weight = _vocabulary_by_hidden(weight, weight_layout)
@@ -51,21 +52,25 @@ def logprobs(
     hidden = np.where(live[..., None], _double(hidden), 0)
     vocab_size = vocab_size or weight.shape[0]
     temperature = np.where(live, np.broadcast_to(_double(temperature), labels.shape), 1)
-    z, _ = _logits(hidden, weight, temperature, logit_softcap, logit_scale, vocab_size)
+    z, _ = _logits(hidden, weight, bias, temperature, logit_softcap, logit_scale, vocab_size)
     lse, p = _softmax(z)
     owned = (labels >= 0) & (labels < vocab_size)
     column = np.where(owned, labels, 0).astype(np.int64)
     logprob = np.where(owned, np.take_along_axis(z - lse, column[..., None], -1)[..., 0], 0)
     entropy = -(p * (z - lse)).sum(-1)
-    fields = (logprob, entropy, lse[..., 0], z.max(-1), z.min(-1))
+    at_label = np.take_along_axis(z, column[..., None], -1)[..., 0]
+    fields = (logprob, entropy, lse[..., 0], z.max(-1), z.min(-1), owned & (at_label == z.max(-1)))
     return Results(*(np.where(live, field, 0) for field in fields))
 
 
 def gradients(
     hidden, weight, labels, seeds, *, where=None, temperature=1.0, logit_softcap=None, logit_scale=1.0,
-    vocab_size=None, weight_layout="vh", **_unused,
-) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
-    """Of Σ seeds[0]·logprobs + seeds[1]·entropy + seeds[2]·lse, with the contract's rule for foreign labels."""
+    vocab_size=None, weight_layout="vh", bias=None, **_unused,
+) -> tuple[np.ndarray, ...]:  # fmt: skip
+    """Of Σ seeds[0]·logprobs + seeds[1]·entropy + seeds[2]·lse, with the contract's rule for foreign labels.
+
+    In hidden and weight, and in the bias, if there is one.
+    """
     matrix = _vocabulary_by_hidden(weight, weight_layout)
     labels = np.asarray(labels)
     live = np.ones(labels.shape, bool) if where is None else np.asarray(where)
@@ -73,7 +78,7 @@ def gradients(
     g_logprob, g_entropy, g_lse = (np.where(live, _double(seed), 0)[..., None] for seed in seeds)
     true_vocab = vocab_size or matrix.shape[0]
     temperature = np.where(live, np.broadcast_to(_double(temperature), labels.shape), 1)
-    z, slope = _logits(hidden, matrix, temperature, logit_softcap, logit_scale, true_vocab)
+    z, slope = _logits(hidden, matrix, bias, temperature, logit_softcap, logit_scale, true_vocab)
     lse, p = _softmax(z)
     entropy = -(p * (z - lse)).sum(-1, keepdims=True)
     onehot = labels[..., None] == np.arange(true_vocab)
@@ -83,7 +88,8 @@ def gradients(
     dhidden = draw @ matrix
     rows = draw.reshape(-1, matrix.shape[0])
     dweight = rows.T @ hidden.reshape(-1, hidden.shape[-1])
-    return dhidden, dweight if weight_layout == "vh" else dweight.T
+    grads = dhidden, dweight if weight_layout == "vh" else dweight.T
+    return grads if bias is None else (*grads, rows.sum(0))
 
 
 def relative_norm(got: Any, want: Any) -> float:

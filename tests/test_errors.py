@@ -59,7 +59,9 @@ MISTAKES = {
     "softcap zero": (dict(logit_softcap=0.0), ValueError, "logit_softcap must be positive in float32, got 0.0"),
     "scale infinite": (dict(logit_scale=float("inf")), ValueError, "logit_scale must be finite in float32, got inf"),
     "softcap huge": (dict(logit_softcap=1e39), ValueError, "logit_softcap must be finite in float32, got 1e.39"),
-    "scale an array": (dict(logit_scale=jnp.ones(())), TypeError, "logit_scale must be a Python number"),
+    "scale a vector": (dict(logit_scale=jnp.ones((4,))), ValueError, r"logit_scale must be .* got shape \(4,\)"),
+    "scale of booleans": (dict(logit_scale=jnp.array(True)), TypeError, "logit_scale must be a real number, .* bool"),
+    "softcap a vector": (dict(logit_softcap=jnp.ones((1,))), ValueError, r"logit_softcap must be .* got shape \(1,\)"),
     "entropy a string": (dict(entropy="grad"), TypeError, "entropy must be True or False, got 'grad'"),
     "stats a number": (dict(stats=1), TypeError, "stats must be True or False, got 1"),
     "vocab_size too large": (dict(vocab_size=33), ValueError, r"vocab_size must lie in \[1, 32\].*got 33"),
@@ -85,7 +87,7 @@ MISTAKES = {
 @pytest.mark.parametrize("name", MISTAKES)
 def test_linear_logprobs(name: str, jitted: bool) -> None:
     mistake, error, message = MISTAKES[name]
-    arrays = {key: value for key, value in mistake.items() if isinstance(value, jax.Array) and key != "logit_scale"}
+    arrays = {key: value for key, value in mistake.items() if isinstance(value, jax.Array)}
     rest = {key: value for key, value in mistake.items() if key not in arrays}
     function = jax.jit(lambda **arrays: call(**arrays, **rest)) if jitted else lambda **arrays: call(**arrays, **rest)
     with pytest.raises(error, match=message):
@@ -231,6 +233,12 @@ LOSS_MISTAKES = {
     "reduction unknown": (dict(reduction="batchmean"), ValueError, "reduction must be .* got 'batchmean'"),
     "smoothing of one": (dict(label_smoothing=1.0), ValueError, r"label_smoothing must lie in \[0, 1\), got 1.0"),
     "z_loss negative": (dict(z_loss=-1e-4), ValueError, "z_loss must not be negative, got -0.0001"),
+    "z_loss a vector": (dict(z_loss=jnp.ones((4,))), ValueError, r"z_loss must be .* of shape \(\), got shape \(4,\)"),
+    "z_loss a bool": (dict(z_loss=jnp.array(True)), TypeError, "z_loss must be a real number, got an array of bool"),
+    "normalizer of a sum": (dict(normalizer=8, reduction="sum"), ValueError, "normalizer=8 is .* is 'sum'"),
+    "normalizer of no reduction": (dict(normalizer=8, reduction="none"), ValueError, "normalizer=8 .* is 'none'"),
+    "normalizer zero": (dict(normalizer=0), ValueError, "normalizer must be positive in float32, got 0.0"),
+    "normalizer a vector": (dict(normalizer=jnp.ones((4,))), ValueError, r"normalizer must be .* got shape \(4,\)"),
     "ignore_index a float": (dict(ignore_index=-100.0), TypeError, "ignore_index must be a Python integer, got -100.0"),
     "ignore_index too large": (dict(ignore_index=2**40), ValueError, "ignore_index must lie .* got 1099511627776"),
     "labels of floats": (dict(ignore_index=0, labels=jnp.zeros((4,))), TypeError, "labels must be integers"),

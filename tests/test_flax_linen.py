@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from lce_jax.flax.linen import LMHead
@@ -73,6 +73,48 @@ def test_loss_and_gradients_are_those_of_its_logits(name):
     got, expected = (jax.value_and_grad(function, argnums=(0, 1))(variables, hidden) for function in (fused, stored))
     assert_trees_close(got, expected)
     assert not np.any(got[1][0]["params"]["weight"][VOCAB:])
+
+
+def biased(variables):
+    bias = jax.tree.leaves(variables["params"]["bias"])[0]
+    assert bias.shape == (ROWS,)
+    assert not np.any(bias)
+    value = jax.device_put(spoiled_padding(jax.random.key(3), (ROWS,), jnp.float32), bias.sharding)
+    return {"params": variables["params"] | {"bias": jax.tree.map(lambda _: value, variables["params"]["bias"])}}
+
+
+BIASED = {"use_bias": True, "logit_scale": 0.5, "logit_softcap": 3.0, **PADDED}
+
+
+def test_a_bias_is_in_logits_logprobs_and_loss():
+    head = make_head(**BIASED)
+    variables = biased(initialise(head))
+    hidden, labels = batch()
+    weight, bias = (variables["params"][name][:VOCAB] for name in ("weight", "bias"))
+    logits = head.apply(variables, hidden)
+    raw = jnp.matmul(hidden, weight.T, precision="highest") + bias
+    assert_trees_close(logits, 3 * jnp.tanh(0.5 * raw / 3))
+    out = head.apply(variables, hidden, labels, method="logprobs")
+    assert_trees_close(tuple(out[:3]), from_logits(logits, labels))
+    fused = jax.grad(lambda variables: head.apply(variables, hidden, labels, method="loss"))(variables)
+    stored = jax.grad(lambda variables: loss_from_logits(head.apply(variables, hidden), labels))(variables)
+    assert_trees_close(fused, stored)
+    assert np.any(fused["params"]["bias"][:VOCAB])
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_a_bias_over_a_mesh(axis_type):
+    mesh = data_by_tensor(axis_type)
+    single, (hidden, labels) = make_head(**BIASED), batch()
+    want = every_result(single, biased(initialise(single)), hidden, labels)
+    with jax.set_mesh(mesh):
+        head = make_head(vocab_axis="tensor", batch_axes="data", **BIASED)
+        split = jax.device_put(hidden, NamedSharding(mesh, P("data")))
+        variables = biased(born_split(head, mesh, split))
+        assert jax.tree.leaves(variables["params"]["bias"])[0].sharding.spec == P("tensor")
+        got = every_result(head, variables, split, jax.device_put(labels, NamedSharding(mesh, P("data"))))
+    for a, b in zip(got, want, strict=True):
+        assert_trees_close(jax.tree.leaves(a), jax.tree.leaves(b))
 
 
 def test_own_weight_has_padded_rows_in_its_own_dtype():

@@ -79,6 +79,41 @@ def test_gradients_are_those_of_its_logits(name):
     assert not np.any(got[0]["weight"][VOCAB:])
 
 
+def biased_head(**options):
+    head = make_head(use_bias=True, logit_scale=0.5, logit_softcap=3.0, **PADDED, **options)
+    assert head.bias.shape == (ROWS,)
+    assert not np.any(head.bias[...])
+    bias = spoiled_padding(jax.random.key(3), (ROWS,), jnp.float32)
+    head.bias[...] = jax.device_put(bias, head.bias[...].sharding)
+    return head
+
+
+def test_a_bias_is_in_logits_logprobs_and_loss():
+    head = biased_head()
+    hidden, labels = batch()
+    raw = jnp.matmul(hidden, head.weight[:VOCAB].T, precision="highest") + head.bias[:VOCAB]
+    assert_trees_close(head(hidden), 3 * jnp.tanh(0.5 * raw / 3))
+    assert_trees_close(tuple(head.logprobs(hidden, labels)[:3]), from_logits(head(hidden), labels))
+    fused = nnx.grad(lambda head: head.loss(hidden, labels))(head)
+    stored = nnx.grad(lambda head: loss_from_logits(head(hidden), labels))(head)
+    assert_trees_close(fused, stored)
+    assert np.any(fused["bias"][:VOCAB])
+    assert not np.any(fused["bias"][VOCAB:])
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_a_bias_over_a_mesh(axis_type):
+    mesh = data_by_tensor(axis_type)
+    hidden, labels = batch()
+    with jax.set_mesh(mesh):
+        head = biased_head(vocab_axis="tensor", batch_axes="data")
+        assert head.bias[...].sharding.spec == P("tensor")
+        split = jax.device_put(hidden, NamedSharding(mesh, P("data")))
+        got = every_result(head, split, jax.device_put(labels, NamedSharding(mesh, P("data"))))
+    for a, b in zip(got, every_result(biased_head(), hidden, labels), strict=True):
+        assert_trees_close(jax.tree.leaves(a), jax.tree.leaves(b))
+
+
 def test_loss_passes_every_option_on():
     head = make_head(logit_scale=0.5, **PADDED)
     hidden, labels = batch()

@@ -7,8 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
-from lce_jax import linear_cross_entropy
+from lce_jax import linear_cross_entropy, sharded_linear_cross_entropy
 from tests import cases, oracle
 
 TEST = cases.case("loss", leading=(4, 6), H=16, V=96)
@@ -166,3 +168,94 @@ def test_labels_of_a_small_type_with_ignore_index() -> None:
         jnp.ones((3, 4)), jnp.zeros((100, 4)), jnp.array([1, 2, -100], jnp.int8), ignore_index=-100
     )
     assert np.isclose(loss, np.log(100))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_traced_z_loss_is_the_number_and_has_a_gradient(dtype: jnp.dtype) -> None:
+    hidden, weight, labels, _, _ = cases.draw(TEST)
+    hidden, weight = hidden.astype(dtype), weight.astype(dtype)
+
+    @jax.jit
+    def loss(z_loss, hidden, weight):
+        return linear_cross_entropy(hidden, weight, labels, z_loss=z_loss, precision="highest")
+
+    value, (slope, *grads) = jax.value_and_grad(loss, argnums=(0, 1, 2))(jnp.float32(0.01), hidden, weight)
+    want, wanted = jax.value_and_grad(
+        lambda h, w: linear_cross_entropy(h, w, labels, z_loss=0.01, precision="highest"), argnums=(0, 1)
+    )(hidden, weight)
+    assert value.dtype == jnp.float32
+    assert np.isclose(value, want, rtol=1e-6)
+    assert all(oracle.relative_norm(a, b) < 1e-6 for a, b in zip(grads, wanted, strict=True))
+    assert np.isclose(slope, (want - loss(jnp.float32(0), hidden, weight)) / 0.01, rtol=1e-3)
+    with jax.enable_x64(True):
+        assert loss(jnp.float64(0.01), hidden, weight).dtype == jnp.float32
+    assert loss._cache_size() == 2  # one float32, one float64: the value compiles nothing
+
+
+def test_z_loss_of_each_example_under_vmap() -> None:
+    hidden, weight, labels, _, _ = cases.draw(TEST)
+    penalties = jnp.asarray([0.0, 1e-3, 1e-2, 0.1])
+    got = jax.vmap(lambda h, y, z: linear_cross_entropy(h, weight, y, z_loss=z))(hidden, labels, penalties)
+    want = [
+        linear_cross_entropy(h, weight, y, z_loss=float(z)) for h, y, z in zip(hidden, labels, penalties, strict=True)
+    ]
+    assert np.allclose(got, want, rtol=1e-6)
+
+
+@pytest.mark.parametrize("normalizer", ["number", "traced"])
+def test_micro_batches_add_up_to_the_mean_of_all(normalizer: str) -> None:
+    hidden, weight, labels, _, _ = cases.draw(TEST)
+    labels = labels.at[0].set(-100).at[1:, ::3].set(-100)  # a micro-batch without rows, and ragged ones
+    options = {"ignore_index": -100, "z_loss": 1e-3, "label_smoothing": 0.1, "precision": "highest"}
+    count = jnp.sum(labels != -100)
+    divisor = int(count) if normalizer == "number" else count
+
+    def mean_of_all(weight):
+        return linear_cross_entropy(hidden, weight, labels, **options)
+
+    def part(weight, i):
+        return linear_cross_entropy(hidden[i], weight, labels[i], normalizer=divisor, **options)
+
+    want, wanted = jax.value_and_grad(mean_of_all)(weight)
+    parts = [jax.jit(jax.value_and_grad(part))(weight, i) for i in range(4)]
+    assert parts[0][0] == 0
+    assert np.isclose(sum(value for value, _ in parts), want, rtol=1e-6)
+    assert oracle.relative_norm(sum(grad for _, grad in parts), wanted) < 1e-5
+
+
+def test_a_normalizer_over_devices() -> None:
+    hidden, weight, labels, _, _ = cases.draw(TEST)
+    labels = labels.at[0].set(-100).at[1:, ::3].set(-100)
+    options = {"ignore_index": -100, "precision": "highest"}
+    mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+
+    def body(hidden, weight, labels):
+        count = jax.lax.psum(jnp.sum(labels != -100), "data")
+        loss = linear_cross_entropy(hidden, weight, labels, axis_name="tensor", normalizer=count, **options)
+        return jax.lax.psum(loss, "data")
+
+    mapped = jax.shard_map(body, mesh=mesh, in_specs=(P("data"), P("tensor"), P("data")), out_specs=P())
+    want, wanted = jax.value_and_grad(lambda w: linear_cross_entropy(hidden, w, labels, **options))(weight)
+    got, grad = jax.jit(jax.value_and_grad(lambda w: mapped(hidden, w, labels)))(weight)
+    assert np.isclose(got, want, rtol=1e-6)
+    assert oracle.relative_norm(grad, wanted) < 1e-5
+
+    def halved(weight, count, z_loss):
+        return sharded_linear_cross_entropy(
+            hidden, weight, labels, mesh=mesh, batch_axes="data", normalizer=count, z_loss=z_loss, **options
+        )
+
+    count = jnp.sum(labels != -100)
+    assert np.isclose(jax.jit(halved)(weight, 2 * count, jnp.float32(0)), want / 2, rtol=1e-6)
+
+
+def test_a_traced_normalizer_of_zero_counts_as_one() -> None:
+    hidden, weight, labels, _, _ = cases.draw(TEST)
+
+    def loss(weight, count):
+        return linear_cross_entropy(hidden, weight, labels, ignore_index=-100, normalizer=count)
+
+    labels = jnp.full_like(labels, -100)
+    value, grad = jax.jit(jax.value_and_grad(loss))(weight, jnp.int32(0))
+    assert value == 0
+    assert np.all(np.asarray(grad) == 0)

@@ -32,7 +32,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def lower(T: int, H: int, V: int, dtype: str = "bfloat16", **options) -> str:
-    """Lowers value and gradient of the public function. ``where`` and ``temperature`` True: an array."""
+    """Lowers value and gradient of the public function. ``where``, ``temperature``, ``logit_scale`` True: an array."""
     layout = options.get("weight_layout", "vh")
     arrays = {
         "hidden": jax.ShapeDtypeStruct((T, H), dtype),
@@ -43,6 +43,9 @@ def lower(T: int, H: int, V: int, dtype: str = "bfloat16", **options) -> str:
         arrays["where"] = jax.ShapeDtypeStruct((T,), jnp.bool_)
     if options.pop("temperature", False):
         arrays["temperature"] = jax.ShapeDtypeStruct((T,), jnp.float32)
+
+    if options.get("logit_scale") is True:
+        arrays["logit_scale"], _ = jax.ShapeDtypeStruct((), jnp.float32), options.pop("logit_scale")
 
     def objective(hidden, weight, rest):
         out = lce_jax.linear_logprobs(hidden, weight, **rest, **options, implementation="mosaic_gpu")
@@ -64,6 +67,11 @@ def overwrites_cache(text: str) -> bool:
 @pytest.mark.parametrize("T", [1, 100, 1003, 8192, 131072])
 def test_tokens(T: int) -> None:
     lower(T, 1024, 32000)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_a_traced_scale_is_a_factor_of_the_rows() -> None:
+    lower(1003, 1024, 32003, logit_scale=True, where=True, vocab_size=31000)
 
 
 @pytest.mark.usefixtures("hopper")

@@ -47,7 +47,8 @@ def plain(hidden, weight, labels, temperature=1.0, logit_scale=1.0, logit_softca
     log_p = jax.nn.log_softmax(z, axis=-1)
     logprobs = jnp.take_along_axis(log_p, labels[:, None], axis=-1)[:, 0]
     entropy = -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)
-    return oracle.Results(logprobs, entropy, jax.nn.logsumexp(z, axis=-1), z.max(-1), z.min(-1))
+    correct = jnp.take_along_axis(z, labels[:, None], axis=-1)[:, 0] == z.max(-1)
+    return oracle.Results(logprobs, entropy, jax.nn.logsumexp(z, axis=-1), z.max(-1), z.min(-1), correct)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

@@ -23,21 +23,27 @@ def evaluate(test: cases.TestCase, implementation: str):
     hidden, weight, labels, options, seeds = cases.draw(test)
     options.setdefault("precision", "highest")
 
-    def objective(hidden, weight):
-        out = linear_logprobs(hidden, weight, labels, implementation=implementation, **options)
+    def objective(*operands):
+        out = linear_logprobs(*operands[:2], labels, implementation=implementation, **with_bias(options, operands))
         return cases.objective(out, seeds), out
 
-    (_, out), grads = jax.jit(jax.value_and_grad(objective, argnums=(0, 1), has_aux=True))(hidden, weight)
+    operands = (hidden, weight, options["bias"]) if test.bias else (hidden, weight)
+    argnums = tuple(range(len(operands)))
+    (_, out), grads = jax.jit(jax.value_and_grad(objective, argnums=argnums, has_aux=True))(*operands)
     seeds = seeds if options.get("entropy", True) else [seeds[0], 0 * seeds[1], seeds[2]]
     return out, grads, (hidden, weight, labels, seeds, options)
+
+
+def with_bias(options, operands):
+    return options if len(operands) == 2 else options | {"bias": operands[2]}
 
 
 def materialised(hidden, weight, labels, seeds, options):
     """The gradients of what users write today, logits in the weight's dtype."""
 
-    def objective(hidden, weight):
+    def objective(hidden, weight, *bias):
         matrix = weight if options.get("weight_layout", "vh") == "vh" else weight.T
-        z = (hidden.astype(weight.dtype) @ matrix.T).astype(jnp.float32)
+        z = (hidden.astype(weight.dtype) @ matrix.T).astype(jnp.float32) + sum(bias)
         if options.get("logit_softcap"):
             z = options["logit_softcap"] * jnp.tanh(z / options["logit_softcap"])
         lse = jax.nn.logsumexp(z, axis=-1)
@@ -46,23 +52,24 @@ def materialised(hidden, weight, labels, seeds, options):
         logprobs = jnp.take_along_axis(log_p, labels[..., None], axis=-1)[..., 0]
         return cases.objective((logprobs, entropy, lse), seeds)
 
-    return jax.jit(jax.grad(objective, argnums=(0, 1)))(hidden, weight)
+    operands = (hidden, weight, options["bias"]) if "bias" in options else (hidden, weight)
+    return jax.jit(jax.grad(objective, argnums=tuple(range(len(operands)))))(*operands)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("test", cases.MATRIX, ids=str)
+@pytest.mark.parametrize("test", cases.MATRIX + cases.BIASED, ids=str)
 def test_matches_float64(test: cases.TestCase, implementation: str) -> None:
-    out, (dhidden, dweight), (hidden, weight, labels, seeds, options) = evaluate(test, implementation)
+    out, (dhidden, dweight, *dbias), (hidden, weight, labels, seeds, options) = evaluate(test, implementation)
     product_hidden = hidden.astype(weight.dtype)  # what the products see, by contract
     want = oracle.logprobs(product_hidden, weight, labels, **options)
     for name, got in out._asdict().items():
         expected = {"entropy": options.get("entropy", True), "max_logit": options.get("stats", False)}
-        expected["min_logit"] = expected["max_logit"]
+        expected["min_logit"] = expected["correct"] = expected["max_logit"]
         if not expected.get(name, True):
             assert got is None, name
             continue
         assert got.shape == labels.shape, name
-        assert got.dtype == jnp.float32, name
+        assert got.dtype == (jnp.bool_ if name == "correct" else jnp.float32), name
         # Logits beyond ±30 carry more rounding than results near 0 can hide.
         bound = VALUE_BOUND[test.dtype] * max(1.0, test.spread / 10)
         assert oracle.value_error(got, getattr(want, name)) <= bound, name
@@ -74,16 +81,20 @@ def test_matches_float64(test: cases.TestCase, implementation: str) -> None:
         rounding = float(jnp.finfo(hidden.dtype).eps) / 2 if hidden.dtype != jnp.float32 else 0.0
         assert oracle.relative_norm(dhidden, wanted[0]) <= GRADIENT_BOUND + rounding
         assert oracle.relative_norm(dweight, wanted[1]) <= GRADIENT_BOUND
+        for got in dbias:
+            assert got.dtype == options["bias"].dtype
+            rounding = float(jnp.finfo(got.dtype).eps) / 2 if got.dtype != jnp.float32 else 0.0
+            assert oracle.relative_norm(got, wanted[2]) <= GRADIENT_BOUND + rounding
     else:
         plain = materialised(hidden, weight, labels, seeds, options)
-        for got, theirs, true in zip((dhidden, dweight), plain, wanted, strict=True):
+        for got, theirs, true in zip((dhidden, dweight, *dbias), plain, wanted, strict=True):
             assert oracle.relative_norm(got, true) <= oracle.relative_norm(theirs, true)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("test", [t for t in cases.MATRIX if t.where and t.where != "all"], ids=str)
+@pytest.mark.parametrize("test", [t for t in cases.MATRIX + cases.BIASED if t.where and t.where != "all"], ids=str)
 def test_rows_left_out_are_exactly_zero(test: cases.TestCase, implementation: str) -> None:
-    out, (dhidden, dweight), (*_, options) = evaluate(test, implementation)
+    out, (dhidden, dweight, *_), (*_, options) = evaluate(test, implementation)
     dead = ~np.asarray(options["where"])
     for field in jax.tree.leaves(out):
         assert np.all(np.asarray(field)[dead] == 0)
@@ -93,11 +104,11 @@ def test_rows_left_out_are_exactly_zero(test: cases.TestCase, implementation: st
         assert np.all(np.asarray(dweight) == 0)
 
 
-@pytest.mark.parametrize("test", [t for t in cases.MATRIX if dict(t.options).get("vocab_size")], ids=str)
+@pytest.mark.parametrize("test", [t for t in cases.MATRIX + cases.BIASED if dict(t.options).get("vocab_size")], ids=str)
 def test_padding_columns_have_zero_gradient(test: cases.TestCase) -> None:
-    _, (_, dweight), (*_, options) = evaluate(test, "reference")
+    _, (_, dweight, *dbias), (*_, options) = evaluate(test, "reference")
     dweight = dweight if options.get("weight_layout", "vh") == "vh" else dweight.T
-    assert np.all(np.asarray(dweight[options["vocab_size"] :]) == 0)
+    assert all(np.all(np.asarray(x[options["vocab_size"] :]) == 0) for x in (dweight, *dbias))
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -120,22 +131,23 @@ def test_two_runs_are_bitwise_equal() -> None:
     assert all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-@pytest.mark.parametrize("test", [cases.MATRIX[0], cases.MATRIX[8], cases.MATRIX[-7]], ids=str)
+@pytest.mark.parametrize("test", [cases.MATRIX[0], cases.MATRIX[8], cases.MATRIX[-7], cases.BIASED[0]], ids=str)
 def test_oracle_against_finite_differences(test: cases.TestCase) -> None:
     hidden, weight, labels, options, seeds = cases.draw(test)
     labels = jnp.where(labels < 0, 3, labels)  # a foreign label's logprob is constant: no difference to measure
     labels = jnp.minimum(labels, options.get("vocab_size", test.V) - 1)
     hidden = jnp.nan_to_num(hidden, posinf=0.0, neginf=0.0)
     rng = np.random.default_rng(1)
-    hidden, weight = (np.asarray(x, np.float64) for x in (hidden, weight))
-    dhidden, dweight = oracle.gradients(hidden, weight, labels, seeds, **options)
-    for which, grad in enumerate((dhidden, dweight)):
+    operands = [hidden, weight] + ([options["bias"]] if test.bias else [])
+    operands = [np.asarray(x, np.float64) for x in operands]
+    grads = oracle.gradients(*operands[:2], labels, seeds, **options)
+    for which, grad in enumerate(grads):
         step = rng.standard_normal(grad.shape) * 1e-5
 
         def objective(sign: float, which: int = which, step: np.ndarray = step) -> float:
-            moved = [hidden, weight]
+            moved = list(operands)
             moved[which] = moved[which] + sign * step
-            results = oracle.logprobs(*moved, labels, **options)
+            results = oracle.logprobs(*moved[:2], labels, **with_bias(options, moved))
             return sum(float(np.sum(np.asarray(s, np.float64) * r)) for s, r in zip(seeds, results[:3], strict=True))
 
         assert np.isclose((objective(1) - objective(-1)) / 2, np.sum(grad * step), rtol=1e-6, atol=1e-12)

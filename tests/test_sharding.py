@@ -45,6 +45,9 @@ LAYOUTS: dict[str, tuple[tuple[int, ...], tuple[str, ...], dict[str, Any]]] = {
     "data, context, tensor": (
         (2, 2, 2), ("data", "context", "tensor"), {"batch_axes": "data", "sequence_axis": "context"},
     ),
+    "data, sequence over context and tensor": (
+        (2, 2, 2), ("data", "context", "tensor"), {"batch_axes": "data", "sequence_axis": ("context", "tensor")},
+    ),
     "vocabulary over two axes": (
         (2, 2, 2), ("data", "a", "b"), {"batch_axes": "data", "vocab_axis": ("a", "b")},
     ),

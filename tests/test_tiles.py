@@ -25,7 +25,8 @@ def _fresh_traces():
 @pytest.mark.parametrize("tile", [(1, 1), (8, 16), (7, 104), (24, 13), (23, 50)], ids=str)
 @pytest.mark.parametrize(
     "test",
-    [t for t in cases.MATRIX if t.name in ("plain", "everything", "where", "where with nothing live", "stats")],
+    [t for t in cases.MATRIX if t.name in ("plain", "everything", "where", "where with nothing live", "stats")]
+    + [t for t in cases.BIASED if t.name == "bias and everything"],
     ids=str,
 )
 def test_any_tiling(test: cases.TestCase, tile: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,3 +100,19 @@ def test_tiles_off_the_cpu_are_larger() -> None:
     fields = dict(num_tokens=8192, hidden_size=64, vocab_size=131072, dtype=jnp.dtype("float32"), options=Options())
     cpu, gpu = (math.prod(xla.tile_sizes(Case(**fields, platform=platform))) for platform in ("cpu", "gpu"))
     assert cpu <= 4 << 20 < gpu <= 64 << 20
+
+
+def test_rows_of_two_tiles_with_large_logits() -> None:
+    """The last tile of tokens reaches back into the one before, and exp of these logits is infinite."""
+    test = cases.case("large", leading=(600,), H=32, V=600, where="all", spread=200.0)
+    hidden, weight, labels, options, seeds = cases.draw(test)
+
+    def gradients(implementation: str):
+        def loss(hidden, weight):
+            out = linear_logprobs(hidden, weight, labels, implementation=implementation, precision="highest", **options)
+            return cases.objective(out, seeds)
+
+        return jax.jit(jax.grad(loss, argnums=(0, 1)))(hidden, weight)
+
+    for got, want in zip(gradients("xla"), gradients("reference"), strict=True):
+        assert oracle.relative_norm(got, want) < 1e-4

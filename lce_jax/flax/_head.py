@@ -46,7 +46,8 @@ class LossOptions(CallOptions, total=False):
     ignore_index: int | None
     reduction: Reduction
     label_smoothing: float
-    z_loss: float
+    z_loss: float | Float[Array, ""]
+    normalizer: float | Array | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,17 +74,23 @@ class Head:
         """Whether the head splits anything over a mesh itself."""
         return any(axes is not None for axes in (self.vocab_axis, self.batch_axes, self.sequence_axis))
 
-    def logits(self, hidden: Float[Array, "*b H"], weight: Float[Array, "V H"]) -> Float[Array, "*b vocab_size"]:
+    def logits(
+        self, hidden: Float[Array, "*b H"], weight: Float[Array, "V H"], bias: Float[Array, "V"] | None = None
+    ) -> Float[Array, "*b vocab_size"]:
         """Eq. 0 at temperature 1, over the true vocabulary."""
-        weight = self._cast(weight)
+        weight, sharding = self._cast(weight), _logits_sharding(hidden, weight)
         raw = jnp.einsum(
             "...h,vh->...v",
             hidden.astype(weight.dtype),
             weight,
             precision=self.precision,
             preferred_element_type=jnp.promote_types(weight.dtype, jnp.float32),
-            out_sharding=_logits_sharding(hidden, weight),
+            out_sharding=sharding,
         )
+        if bias is not None:
+            if sharding is not None:
+                bias = jax.sharding.reshard(bias, NamedSharding(sharding.mesh, P(None)))
+            raw = raw + bias.astype(raw.dtype)
         options = Options(logit_scale=self.logit_scale, logit_softcap=self.logit_softcap)
         logits, _ = _math.transform_logits(raw, options, None)
         return logits[..., : self.vocab_size]
@@ -93,22 +100,24 @@ class Head:
         hidden: Float[Array, "*b H"],
         weight: Float[Array, "V H"],
         labels: Int[Array, "*b"],
+        bias: Float[Array, "V"] | None = None,
         **options: Unpack[CallOptions],
     ) -> LogprobOutput:
         """`linear_logprobs`, or `sharded_linear_logprobs` where the head names a mesh axis."""
         function = sharding.sharded_linear_logprobs if self.on_mesh else api.linear_logprobs
-        return function(hidden, self._cast(weight), labels, **self._own_options(), **options)
+        return function(hidden, self._cast(weight), labels, bias=bias, **self._own_options(), **options)
 
     def loss(
         self,
         hidden: Float[Array, "*b H"],
         weight: Float[Array, "V H"],
         labels: Int[Array, "*b"],
+        bias: Float[Array, "V"] | None = None,
         **options: Unpack[LossOptions],
     ) -> Float[Array, "..."]:
         """`linear_cross_entropy`, or `sharded_linear_cross_entropy` where the head names a mesh axis."""
         function = sharding.sharded_linear_cross_entropy if self.on_mesh else api.linear_cross_entropy
-        return function(hidden, self._cast(weight), labels, **self._own_options(), **options)
+        return function(hidden, self._cast(weight), labels, bias=bias, **self._own_options(), **options)
 
     def _own_options(self) -> dict[str, Any]:
         """The options that a call may not set; Python refuses one that is given twice."""

@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 class LMHead(nn.Module):
     """A language-model head that need not store its logits: ``head(hidden)``, ``head.logprobs``, ``head.loss``.
 
-    Holds one parameter, ``weight [rows, H]``, or (`tied`) none and uses an embedding's. Scale, cap, padding and mesh
-    are set here, once, and so are the same in sampling, in log-probabilities and in the loss.
+    Holds a parameter ``weight [rows, H]``, or (`tied`) uses an embedding's, and with ``use_bias`` a ``bias [rows]``.
+    Scale, cap, padding and mesh are set here, once, and so are the same in sampling, in log-probabilities and in the
+    loss.
 
     Attributes:
         hidden_size: H.
@@ -30,6 +31,8 @@ class LMHead(nn.Module):
         embed: an ``nn.Embed`` of the parent whose parameter is the head's weight. None: an own weight.
         pad_to_multiple: rounds the rows of an own weight up, say to the number of shards. Rows from ``vocab_size`` on
             are padding: in no logits, no sum, with zero gradient. A tied weight has the rows that it has.
+        use_bias: whether the head has a parameter ``bias [rows]`` too, zero at first, which is added to the products
+            before the scale (GPT-J, Phi). The kernels for Hopper GPUs do not serve it.
         logit_scale: multiplies the float32 logits (Cohere, MuP).
         logit_softcap: ``c`` in ``c·tanh(logits / c)`` (Gemma 2: 30). None: no cap.
         dtype: of the matrix products; the weight is cast to it in each call, the hidden states follow. None: that of
@@ -67,6 +70,7 @@ class LMHead(nn.Module):
     vocab_size: int
     embed: Any = None
     pad_to_multiple: int = 1
+    use_bias: bool = False
     logit_scale: float = 1.0
     logit_softcap: float | None = None
     dtype: Any = None
@@ -114,6 +118,10 @@ class LMHead(nn.Module):
             rows = _head.own_rows(self.vocab_size, self.pad_to_multiple, self.vocab_axis, self.mesh)
             weight_init = _partitioned(self.weight_init, self.vocab_axis, self.mesh)
             self.weight = self.param("weight", weight_init, (rows, self.hidden_size), self.param_dtype)
+        self.bias = None
+        if self.use_bias:
+            bias_init = _partitioned(nn.initializers.zeros_init(), self.vocab_axis, self.mesh, dims=1)
+            self.bias = self.param("bias", bias_init, self.weight.shape[:1], self.param_dtype)
         self.options = _head.Head(
             vocab_size=self.vocab_size,
             logit_scale=self.logit_scale,
@@ -135,7 +143,7 @@ class LMHead(nn.Module):
         Args:
             hidden: ``[..., H]``.
         """
-        return self.options.logits(hidden, self.weight)
+        return self.options.logits(hidden, self.weight, self.bias)
 
     def logprobs(
         self, hidden: Float[Array, "*b H"], labels: Int[Array, "*b"], **options: Unpack[_head.CallOptions]
@@ -148,7 +156,7 @@ class LMHead(nn.Module):
             **options: ``where``, ``temperature``, ``entropy``, ``stats``, ``cache_bytes``, ``implementation`` and
                 (inside ``jax.shard_map``) ``axis_name``, as in `lce_jax.linear_logprobs`.
         """
-        return self.options.logprobs(hidden, self.weight, labels, **options)
+        return self.options.logprobs(hidden, self.weight, labels, bias=self.bias, **options)
 
     def loss(
         self, hidden: Float[Array, "*b H"], labels: Int[Array, "*b"], **options: Unpack[_head.LossOptions]
@@ -158,13 +166,13 @@ class LMHead(nn.Module):
         Args:
             hidden: ``[..., H]``.
             labels: ``[...]`` vocabulary ids.
-            **options: ``ignore_index``, ``reduction``, ``label_smoothing``, ``z_loss`` and the options of `logprobs`,
-                as in `lce_jax.linear_cross_entropy`.
+            **options: ``ignore_index``, ``reduction``, ``label_smoothing``, ``z_loss``, ``normalizer`` and the options
+                of `logprobs`, as in `lce_jax.linear_cross_entropy`.
         """
-        return self.options.loss(hidden, self.weight, labels, **options)
+        return self.options.loss(hidden, self.weight, labels, bias=self.bias, **options)
 
 
-def _partitioned(initializer: Any, vocab_axis: Any, mesh: Any) -> Any:
+def _partitioned(initializer: Any, vocab_axis: Any, mesh: Any, dims: int = 2) -> Any:
     """The initializer with the annotation that it brings along, else one that splits the vocabulary over its axis.
 
     Under Explicit axes, where Flax asserts the annotation, the weight is born split. An annotation of ours holds no
@@ -180,7 +188,7 @@ def _partitioned(initializer: Any, vocab_axis: Any, mesh: Any) -> Any:
             return weight.replace_boxed(_split(weight.value, weight.names, weight.mesh or mesh))
         if vocab_axis is None:
             return weight
-        names = (vocab_axis, None)
+        names = (vocab_axis, None)[:dims]
         return nn.Partitioned(_split(weight, names, mesh), names)
 
     return initialize

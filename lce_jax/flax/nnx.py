@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 class LMHead(nnx.Module):
     """A language-model head that need not store its logits: ``head(hidden)``, ``head.logprobs``, ``head.loss``.
 
-    Holds one parameter, ``weight [rows, H]``, its own or (`tied`) an embedding's. Scale, cap, padding and mesh are set
-    here, once, and so are the same in sampling, in log-probabilities and in the loss.
+    Holds a parameter ``weight [rows, H]``, its own or (`tied`) an embedding's, and with ``use_bias`` a ``bias [rows]``.
+    Scale, cap, padding and mesh are set here, once, and so are the same in sampling, in log-probabilities and in the
+    loss.
 
     Args:
         hidden_size: H.
@@ -31,6 +32,8 @@ class LMHead(nnx.Module):
             the same `nnx.Param`, once in the model's state, with the gradient of both uses. None: an own weight.
         pad_to_multiple: rounds the rows of an own weight up, say to the number of shards. Rows from ``vocab_size`` on
             are padding: in no logits, no sum, with zero gradient. A tied weight has the rows that it has.
+        use_bias: whether the head has a parameter ``bias [rows]`` too, zero at first, which is added to the products
+            before the scale (GPT-J, Phi). The kernels for Hopper GPUs do not serve it.
         logit_scale: multiplies the float32 logits (Cohere, MuP).
         logit_softcap: ``c`` in ``c·tanh(logits / c)`` (Gemma 2: 30). None: no cap.
         dtype: of the matrix products; the weight is cast to it in each call, the hidden states follow. None: that of
@@ -72,6 +75,7 @@ class LMHead(nnx.Module):
         *,
         embed: Any = None,
         pad_to_multiple: int = 1,
+        use_bias: bool = False,
         logit_scale: float = 1.0,
         logit_softcap: float | None = None,
         dtype: Any = None,
@@ -99,6 +103,12 @@ class LMHead(nnx.Module):
             elif vocab_axis is not None:
                 weight = nnx.with_partitioning(lambda: weight, (vocab_axis, None), mesh)()
             self.weight = nnx.Param(weight)
+        if not use_bias:
+            self.bias = None
+        else:
+            bias = jnp.zeros(self.weight.shape[:1], param_dtype)
+            annotated = bias if vocab_axis is None else nnx.with_partitioning(lambda: bias, (vocab_axis,), mesh)()
+            self.bias = nnx.Param(annotated)
         self.options = _head.Head(
             vocab_size=vocab_size,
             logit_scale=logit_scale,
@@ -137,6 +147,10 @@ class LMHead(nnx.Module):
         vocab_size = embed.num_embeddings if vocab_size is None else vocab_size
         return cls(embed.features, vocab_size, embed=embed, **{"dtype": embed.dtype, **options})
 
+    @property
+    def _bias(self) -> Float[Array, "V"] | None:
+        return None if self.bias is None else self.bias[...]
+
     def __call__(self, hidden: Float[Array, "*b H"]) -> Float[Array, "*b vocab_size"]:
         """Logits, for sampling: float32, after scale and cap, over the true vocabulary (the padding is cut off).
 
@@ -146,7 +160,7 @@ class LMHead(nnx.Module):
         Args:
             hidden: ``[..., H]``.
         """
-        return self.options.logits(hidden, self.weight[...])
+        return self.options.logits(hidden, self.weight[...], self._bias)
 
     def logprobs(
         self, hidden: Float[Array, "*b H"], labels: Int[Array, "*b"], **options: Unpack[_head.CallOptions]
@@ -159,7 +173,7 @@ class LMHead(nnx.Module):
             **options: ``where``, ``temperature``, ``entropy``, ``stats``, ``cache_bytes``, ``implementation`` and
                 (inside ``jax.shard_map``) ``axis_name``, as in `lce_jax.linear_logprobs`.
         """
-        return self.options.logprobs(hidden, self.weight[...], labels, **options)
+        return self.options.logprobs(hidden, self.weight[...], labels, bias=self._bias, **options)
 
     def loss(
         self, hidden: Float[Array, "*b H"], labels: Int[Array, "*b"], **options: Unpack[_head.LossOptions]
@@ -169,7 +183,7 @@ class LMHead(nnx.Module):
         Args:
             hidden: ``[..., H]``.
             labels: ``[...]`` vocabulary ids.
-            **options: ``ignore_index``, ``reduction``, ``label_smoothing``, ``z_loss`` and the options of `logprobs`,
-                as in `lce_jax.linear_cross_entropy`.
+            **options: ``ignore_index``, ``reduction``, ``label_smoothing``, ``z_loss``, ``normalizer`` and the options
+                of `logprobs`, as in `lce_jax.linear_cross_entropy`.
         """
-        return self.options.loss(hidden, self.weight[...], labels, **options)
+        return self.options.loss(hidden, self.weight[...], labels, bias=self._bias, **options)

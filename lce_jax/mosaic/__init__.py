@@ -39,8 +39,8 @@ def statistics(
 
 def gradients(
     operands: Operands, case: Case, rows: RowCoefficients, cache: Any = None, *, interpret: Any = None
-) -> tuple[Float[Array, "T H"], Float[Array, "V H"]]:
+) -> tuple[Float[Array, "T H"], Float[Array, "V H"], None]:
     """Eq. 5: dhidden in float32 (rounded, where ``case.rounds_dhidden`` allows it), dweight in the weight's dtype."""
     from lce_jax.mosaic import _backward
 
-    return _backward.gradients(operands, case, rows, cache, interpret)
+    return *_backward.gradients(operands, case, rows, cache, interpret), None

@@ -195,6 +195,10 @@ def refusal(case: Case) -> str | None:
     reason = _device_refusal(case) or _shape_refusal(case)
     if reason is None and case.options.logit_scale <= 0:
         reason = f"logit_scale must be positive for its running maximum, got {case.options.logit_scale}"
+    if reason is None and case.options.has_bias:
+        reason = "bias: the kernels' epilogues add none to the products"
+    if reason is None and case.options.traced_scale and case.options.logit_softcap is not None:
+        reason = "logit_softcap beside an array for it or logit_scale: the kernels hold the cap's numbers as constants"
     if reason is None and case.options.mean_logit and case.options.logit_softcap is not None:
         reason = "label smoothing together with a softcap: the mean logit is no product of hidden then"
     return reason

@@ -1,0 +1,167 @@
+"""The head's bias: meshes, vmap, shards, traced scales, losses and refusals. Its values are in `test_parity`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from lce_jax import (
+    LogprobOutput,
+    UnsupportedError,
+    explain,
+    linear_cross_entropy,
+    linear_logprobs,
+    local,
+    sharded_linear_logprobs,
+)
+from tests import cases, oracle
+
+CALLS = [
+    cases.case("plain", leading=(4, 8), H=16, V=128, bias="float32"),
+    cases.case(
+        "everything", leading=(4, 8), H=16, V=128, vocab_size=113, labels="foreign", where="nan", temperature="token",
+        logit_softcap=4.0, logit_scale=1.3, stats=True, weight_layout="hv", spread=3.0, bias="float32",
+    ),
+]  # fmt: skip
+EVERYTHING = CALLS[1]
+
+
+def evaluate(test: cases.TestCase, function: Any = linear_logprobs, place: Any = None, **more: Any) -> Any:
+    """Results and the gradients in hidden, weight and bias."""
+    hidden, weight, labels, options, seeds = cases.draw(test)
+    operands = (hidden, weight, options.pop("bias"))
+    if place is not None:
+        operands, labels = place(operands, labels, options)
+
+    def objective(hidden, weight, bias):
+        out = function(hidden, weight, labels, bias=bias, **{"precision": "highest", **options, **more})
+        return cases.objective(out, seeds), out
+
+    (_, out), grads = jax.jit(jax.value_and_grad(objective, argnums=(0, 1, 2), has_aux=True))(*operands)
+    return out, grads
+
+
+def assert_same(got: Any, want: Any) -> None:
+    for name, field in got[0]._asdict().items():
+        true = getattr(want[0], name)
+        assert (field is None) == (true is None), name
+        assert field is None or oracle.value_error(field, true) < 2e-6, name
+    for gradient, true in zip(got[1], want[1], strict=True):
+        assert (gradient.shape, gradient.dtype) == (true.shape, true.dtype)
+        assert oracle.relative_norm(gradient, true) < 1e-5
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("how", ["sharded", "sequence over the vocabulary's axis", "jit"])
+@pytest.mark.parametrize("test", CALLS, ids=str)
+def test_over_a_mesh(test: cases.TestCase, how: str, axis_type: AxisType) -> None:
+    want = evaluate(test)
+    mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(axis_type,) * 2)
+    vocab = P("tensor") if dict(test.options).get("weight_layout") != "hv" else P(None, "tensor")
+
+    def place(operands: Any, labels: Any, options: Any) -> Any:
+        del options
+        specs = (P("data"), vocab, P("tensor"))
+        placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(operands, specs, strict=True)]
+        return placed, jax.device_put(labels, NamedSharding(mesh, P("data")))
+
+    with jax.set_mesh(mesh):
+        if how == "jit":
+            got = evaluate(test, place=place)
+        else:
+            sequence = {"sequence_axis": "tensor"} if "sequence" in how else {}
+            got = evaluate(test, sharded_linear_logprobs, batch_axes="data", **sequence)
+    assert_same(got, want)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_inside_shard_map(check_vma: bool) -> None:
+    mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+
+    def mapped(hidden, weight, labels, *, bias, **options):
+        rows = {name: options.pop(name) for name in ("where", "temperature") if name in options}
+
+        def body(hidden, weight, labels, bias, rows):
+            return linear_logprobs(hidden, weight, labels, bias=bias, axis_name="tensor", **rows, **options)
+
+        specs = (P("data"), P(None, "tensor"), P("data"), P("tensor"), P("data"))
+        return jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=P("data"), check_vma=check_vma)(
+            hidden, weight, labels, bias, rows
+        )
+
+    assert_same(evaluate(EVERYTHING, mapped), evaluate(EVERYTHING))
+
+
+@pytest.mark.parametrize("options", [{"logit_scale": -1.3}, {"logit_scale": 1.3, "logit_softcap": 4.0}], ids=str)
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_beside_a_traced_scale_and_softcap(implementation: str, options: dict[str, float]) -> None:
+    traced = {name: jnp.float32(value) for name, value in options.items()}
+    more = {"implementation": implementation}
+    assert_same(evaluate(CALLS[0], **traced, **more), evaluate(CALLS[0], **options, **more))
+
+
+@pytest.mark.parametrize("bias_batched", [False, True])
+def test_under_vmap(bias_batched: bool) -> None:
+    hidden, weight, labels, options, _ = cases.draw(CALLS[0])
+    bias = options["bias"]
+    biases = jnp.stack([bias * i for i in range(4)]) if bias_batched else bias
+
+    def loss(hidden, weight, bias, labels):
+        return linear_cross_entropy(hidden, weight, labels, bias=bias, label_smoothing=0.1)
+
+    grad = jax.grad(loss, argnums=(0, 1, 2))
+    axes = (0, None, 0 if bias_batched else None, 0)
+    got = jax.jit(jax.vmap(grad, in_axes=axes))(hidden, weight, biases, labels)
+    for i in range(4):
+        want = grad(hidden[i], weight, biases[i] if bias_batched else bias, labels[i])
+        assert all(oracle.relative_norm(a[i], b) < 1e-5 for a, b in zip(got, want, strict=True))
+
+
+def test_of_shards_that_the_caller_merges() -> None:
+    test = cases.case("local", leading=(24,), V=104, bias="float32")
+    hidden, weight, labels, options, seeds = cases.draw(test)
+    bias, starts = options["bias"], range(0, 104, 52)
+    shards = [dict(weight=weight[i : i + 52], bias=bias[i : i + 52], vocab_start=i) for i in starts]
+    parts = [local.statistics(hidden, labels=labels, **shard)[0] for shard in shards]
+    merged = local.merge(jax.tree.map(lambda *x: jnp.stack(x), *parts))
+    seed = LogprobOutput(*seeds)
+    grads = [local.gradients(hidden, labels=labels, merged=merged, cotangent=seed, **shard) for shard in shards]
+    got = (sum(g[0] for g in grads), *(jnp.concatenate([g[i] for g in grads]) for i in (1, 2)))
+    out, want = evaluate(test)
+    assert oracle.value_error(local.finish(merged, labels, vocab_size=104).logprobs, out.logprobs) < 2e-6
+    assert all(oracle.relative_norm(a, b) < 1e-5 for a, b in zip(got, want, strict=True))
+
+
+def test_a_loss_of_no_tokens_has_a_zero_gradient() -> None:
+    def loss(bias):
+        return linear_cross_entropy(jnp.ones((0, 8)), jnp.ones((32, 8)), jnp.zeros((0,), int), bias=bias)
+
+    assert np.all(np.asarray(jax.grad(loss)(jnp.ones((32,)))) == 0)
+
+
+def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = (jnp.ones((4, 8)), jnp.ones((32, 8)), jnp.zeros((4,), int))
+    with pytest.raises(ValueError, match=r"bias \(8,\) must have one number per vocabulary column of weight \(32, 8\)"):
+        linear_logprobs(*call, bias=jnp.ones((8,)))
+    with pytest.raises(TypeError, match=r"bias must be one of bfloat16, .* got int32"):
+        linear_logprobs(*call, bias=jnp.ones((32,), int))
+    with pytest.raises(TypeError, match="bias must be an array, got float"):
+        linear_logprobs(*call, bias=1.0)
+
+    from lce_jax import _dispatch
+    from lce_jax._types import Device
+
+    monkeypatch.setattr(_dispatch, "current_device", lambda _=None: Device("gpu", "NVIDIA H200", "9.0", 132))
+    struct = jax.ShapeDtypeStruct
+    call = (struct((512, 256), jnp.bfloat16), struct((1024, 256), jnp.bfloat16), struct((512,), jnp.int32))
+    plan = explain(*call, bias=struct((1024,), jnp.float32))
+    assert plan.implementation == "xla"
+    assert "the kernels' epilogues add none" in plan.refused["mosaic_gpu"]
+    with pytest.raises(UnsupportedError, match="bias: the kernels"):
+        explain(*call, bias=struct((1024,), jnp.float32), implementation="mosaic_gpu")
