@@ -9,7 +9,7 @@ relative to the tile's own maximum, which is kept beside them.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -210,21 +210,18 @@ def _target_logit(z: Array, target: Array, holds: Any) -> Array:
 
 
 def _to_nats(case: Case, part: Float[Array, "tiles fields T"], num_tiles: Any) -> ShardStatistics:
-    """The partial statistics of the call's own tokens as eq. 1 has them, [tiles, T] each; of no columns, behind."""
+    """The partial statistics of the call's own tokens as eq. 1 has them, [tiles, T] each.
+
+    A tile of padding alone has the sums of no columns and `FLOOR` for its maximum, and so have those never written.
+    """
+    options = case.options
+    sums, lowest = 0.0 if options.entropy else None, -FLOOR if options.stats else None
+    empty: Any = ShardStatistics(*cast("Any", (FLOOR, 0.0, sums, -jnp.inf, lowest)))
     if not isinstance(num_tiles, int):
         written = jnp.arange(part.shape[0], dtype=jnp.int32) < num_tiles
-        part = jnp.where(written[:, None, None], part, 0.0)
-    fields = iter(part[:, i, : case.num_tokens] for i in range(part.shape[1]))
-    options = case.options
-    highest, sumexp = next(fields), next(fields)
-    weighted = next(fields) * (1.0 / LOG2E) if options.entropy else None
-    target = next(fields) * (1.0 / LOG2E)
-    lowest = next(fields) if options.stats else None
-    empty = sumexp == 0.0  # a tile of padding alone
-    return ShardStatistics(
-        max=jnp.where(empty, _math.MASKED, highest),
-        sumexp=sumexp,
-        weighted=weighted,
-        target=jnp.where(empty, -jnp.inf, target),
-        min=None if lowest is None else jnp.where(empty, -_math.MASKED, lowest),
-    )
+        unwritten = jnp.asarray(jax.tree.leaves(empty), jnp.float32)
+        part = jnp.where(written[:, None, None], part, unwritten[None, :, None])
+    fields = [part[:, i, : case.num_tokens] for i in range(part.shape[1])]
+    stats: ShardStatistics = jax.tree.unflatten(jax.tree.structure(empty), fields)
+    weighted = None if stats.weighted is None else stats.weighted * (1.0 / LOG2E)
+    return stats._replace(weighted=weighted, target=stats.target * (1.0 / LOG2E))
