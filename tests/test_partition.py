@@ -69,9 +69,7 @@ def assert_same(got: Any, want: Any) -> None:
 # How hidden, weight and everything per token lie, and what `sharded_linear_logprobs` is told for the same split.
 PLACES: dict[str, tuple[P, P, P, dict[str, Any]]] = {
     "batch": (P("data"), P(), P("data"), {"batch_axes": "data", "vocab_axis": None}),
-    "batch over both axes": (P(("data", "tensor")), P(), P(), {"batch_axes": ("data", "tensor"), "vocab_axis": None}),
     "batch and vocabulary": (P("data"), P("tensor"), P("data"), {"batch_axes": "data"}),
-    "vocabulary": (P(), P("tensor"), P(), {}),
     "labels alone": (P(), P(), P("data"), {"batch_axes": "data", "vocab_axis": None}),
     "sequence on the vocabulary's axis": (
         P("data", "tensor"), P("tensor"), P("data"), {"batch_axes": "data", "sequence_axis": "tensor"},

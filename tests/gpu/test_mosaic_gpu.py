@@ -184,7 +184,8 @@ def test_no_probability_is_above_one(more: dict[str, Any], temperature: float, i
     (_, out), _ = jax.jit(jax.value_and_grad(logprobs, has_aux=True))(hidden, weight)  # what keeps the cache
     assert np.all(np.asarray(out.logprobs) <= 0)
     assert np.all(np.asarray(out.entropy) >= 0)
-    assert np.any(np.asarray(out.logprobs) > -1e-6)
+    certain = np.asarray(out.logprobs) > -1e-6
+    assert np.any(certain) or "logit_softcap" in more  # many logits lie at the cap
 
 
 def test_one_cache_serves_two_backwards() -> None:
