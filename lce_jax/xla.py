@@ -35,10 +35,10 @@ def tile_sizes(case: Case) -> tuple[int, int]:
 
     On CPU a tile has at most 4 Mi logits, 16 MiB of float32, and 2048 columns: wider ones leave the caches (50 ms
     against 28 ms forward at T 512, H 256, V 32000 on two cores), narrower ones cut the products short. Its columns of
-    the weight are copied too: at few tokens, where these are the larger part, they are an eighth of what the call's
-    logits would be. Elsewhere 64 Mi logits keep a GPU's products large. An eighth of the vocabulary is the most, lest a
-    small call hold all its logits. Rows that may be left out are walked in sixteenths; off the CPU, where each walk
-    copies the weight, in quarters.
+    the weight are copied too: at few tokens, where these are the larger part, they are half of what the call's logits
+    would be, at most, or half a MiB of float32. Elsewhere 64 Mi logits keep a GPU's products large. An eighth of the
+    vocabulary is the most, lest a small call hold all its logits. Rows that may be left out are walked in sixteenths;
+    off the CPU, where each walk copies the weight, in quarters.
     """
     on_cpu = case.platform == "cpu"
     widest_t, widest_v, budget = (4096, 2048, 4 << 20) if on_cpu else (16384, 1 << 20, 64 << 20)
@@ -49,7 +49,7 @@ def tile_sizes(case: Case) -> tuple[int, int]:
     tile_v = max(min(budget // tile_t, widest_v, case.vocab_size // 8) // 128 * 128, 512)
     if on_cpu:
         logits = max(case.num_tokens, 1) * case.vocab_size
-        tile_v = min(tile_v, max(logits // 8 // case.hidden_size // 128 * 128, 128))
+        tile_v = min(tile_v, max(max(logits // 2, 1 << 17) // case.hidden_size // 128 * 128, 128))
     return tile_t, min(case.vocab_size, tile_v)
 
 
@@ -89,7 +89,8 @@ def _backward_bytes(case: Case) -> int:
     tile_t, width, stat = *_widest_tile(case), case.stat_dtype.itemsize
     hidden, part, logits = case.num_tokens * case.hidden_size, tile_t * case.hidden_size * stat, tile_t * width * stat
     columns, copied, own = width * case.hidden_size * stat, _copied_columns_bytes(case), _own_hidden_bytes(case)
-    narrow = case.dtype != case.stat_dtype
+    narrow, dweight = case.dtype != case.stat_dtype, case.vocab_size * case.hidden_size
+    in_dweight = logits if dweight * case.dtype.itemsize >= logits else 0  # a tile, until dweight is written
     total = logits + 8 * case.num_tokens * stat
     if case.gathers_hidden or own > hidden * case.hidden_dtype.itemsize:
         total += own
@@ -97,16 +98,16 @@ def _backward_bytes(case: Case) -> int:
         total += hidden * stat  # dhidden, before it is rounded or its rows are put back
     if tile_t < case.num_tokens:  # a tile of hidden and one of dhidden; columns of weight and dweight, and an addend
         total += 2 * part + 3 * columns + (copied if narrow else 0)
+    elif narrow and width == case.vocab_size:  # hidden and the weight once more, while dlogits lie in dweight's memory
+        total += 2 * part + columns - in_dweight
     elif narrow:  # hidden and the columns once more
         total += part + columns + max(copied, part)
     else:
         total += copied + (part if copied or not own else 0)
-    dweight = case.vocab_size * case.hidden_size
     if case.sums_dweight:  # over devices, in the end: until then a tile lies in the memory of the sum
         total += dweight * case.dtype.itemsize - min(dweight * case.dtype.itemsize, max(logits, columns))
         if narrow and case.platform == "cpu":  # where XLA adds 16-bit numbers in float32
             total = max(total, 2 * dweight * stat + own)
-    in_dweight = logits if dweight * case.dtype.itemsize >= logits else 0  # of the forward's tiles
     return max(total, _forward_bytes(case) - in_dweight)
 
 
