@@ -7,6 +7,7 @@ mesh axis splits it), N shards.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
 
 import jax
@@ -75,7 +76,13 @@ class Results(NamedTuple):
     @property
     def public(self) -> LogprobOutput:
         """The part that users see."""
-        return LogprobOutput(*self[:5], None if self.correct is None else self.correct > 0)
+        return LogprobOutput(*self[:5], None if self.correct is None else _is_positive(self.correct))
+
+
+@functools.partial(jax.jit, inline=True)
+def _is_positive(x: Array) -> Array:
+    """Jitted: outside ``jit`` the 0 is a transfer, which ``jax.transfer_guard`` may forbid."""
+    return x > 0
 
 
 @dataclasses.dataclass(frozen=True)

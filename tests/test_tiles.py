@@ -34,14 +34,15 @@ def test_any_tiling(test: cases.TestCase, tile: tuple[int, int], monkeypatch: py
     hidden, weight, labels, options, seeds = cases.draw(test)
 
     @jax.jit
-    def value_and_grad(hidden, weight):
-        def objective(hidden, weight):
-            out = linear_logprobs(hidden, weight, labels, precision="highest", implementation="xla", **options)
+    def value_and_grad(*operands):
+        def objective(hidden, weight, bias=None):
+            given = options if bias is None else options | {"bias": bias}
+            out = linear_logprobs(hidden, weight, labels, precision="highest", implementation="xla", **given)
             return cases.objective(out, seeds), out
 
-        return jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)(hidden, weight)
+        return jax.value_and_grad(objective, argnums=tuple(range(len(operands))), has_aux=True)(*operands)
 
-    (_, out), grads = value_and_grad(hidden, weight)
+    (_, out), grads = value_and_grad(hidden, weight, *([options["bias"]] if test.bias else []))
     want = oracle.logprobs(hidden, weight, labels, **options)
     assert all(oracle.value_error(a, b) < 2e-6 for a, b in zip(out, want, strict=True) if a is not None)
     wanted = oracle.gradients(hidden, weight, labels, seeds, **options)

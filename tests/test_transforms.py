@@ -137,7 +137,7 @@ def test_calls_outside_jit_compile_once(name: str) -> None:
     assert compiled == []
 
 
-@pytest.mark.parametrize("name", ["linear_logprobs", "options", "loss", "jit", "sharded"])
+@pytest.mark.parametrize("name", ["linear_logprobs", "options", "arrays", "loss", "jit", "sharded"])
 def test_no_implicit_transfers(name: str) -> None:
     """Numbers and options are part of programs, or put on the device explicitly."""
     mesh = jax.make_mesh((2,), ("tensor",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu")[:2])
@@ -146,12 +146,16 @@ def test_no_implicit_transfers(name: str) -> None:
     where, temperature = LABELS > 3, jnp.full((4, 1), 0.7)
     options = dict(logit_softcap=30.0, logit_scale=0.5, stats=True, vocab_size=45)
 
+    numbers = {name: jnp.float32(value) for name, value in (("logit_softcap", 30), ("logit_scale", 0.5), ("z_loss", 1))}
+    bias = jnp.ones(WEIGHT.shape[:1])
+
     def smoothed(hidden, weight, labels):
         return linear_cross_entropy(hidden, weight, labels, ignore_index=3, label_smoothing=0.1, z_loss=1e-4)
 
     calls = {
         "linear_logprobs": lambda: linear_logprobs(HIDDEN, WEIGHT, LABELS, temperature=0.7),
         "options": lambda: linear_logprobs(HIDDEN, WEIGHT, LABELS, where=where, temperature=temperature, **options),
+        "arrays": lambda: linear_cross_entropy(HIDDEN, WEIGHT, LABELS, bias=bias, normalizer=7, **numbers),
         "loss": lambda: smoothed(HIDDEN, WEIGHT, LABELS),
         "jit": lambda: jax.jit(jax.value_and_grad(smoothed))(HIDDEN, WEIGHT, LABELS),
         "sharded": lambda: sharded_linear_logprobs(*placed, mesh=mesh),
