@@ -393,3 +393,32 @@ def test_symbolic_shapes() -> None:
     assert (
         oracle.value_error(exported.call(HIDDEN[0], WEIGHT, LABELS[0]), stored(HIDDEN[0], WEIGHT, LABELS[0]).lse) < 2e-6
     )
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("api", ["nnx", "linen"])
+def test_an_initializer_that_says_how_the_weight_is_split(api: str, kind: AxisType) -> None:
+    """It stands as it is beside ``vocab_axis``, which must name the same axes for the rows."""
+    mesh = mesh_of(kind)
+    init, flax_api = jax.nn.initializers.normal(0.1), nnx if api == "nnx" else nn
+    hidden, labels = put(HIDDEN, mesh, P("data")), put(LABELS, mesh, P("data"))
+
+    def weight_of(names: tuple[Any, ...], vocab_size: int = V) -> P:
+        annotated = flax_api.with_partitioning(init, names)
+        options: dict[str, Any] = {"vocab_axis": "tensor", "batch_axes": "data", "weight_init": annotated}
+        if api == "nnx":
+            head = nnx.jit(lambda: lce_jax.flax.nnx.LMHead(H, vocab_size, rngs=nnx.Rngs(0), **options))()
+            loss = nnx.jit(lambda head, hidden, labels: head.loss(hidden, labels))(head, hidden, labels)
+            assert jnp.isfinite(loss)
+            return head.weight[...].sharding.spec
+        head = lce_jax.flax.linen.LMHead(H, vocab_size, **options)
+        variables = jax.jit(lambda h, y: head.init(jax.random.key(0), h, y, method="loss"))(hidden, labels)
+        assert jnp.isfinite(jax.jit(lambda *x: head.apply(*x, method="loss"))(variables, hidden, labels))
+        return nn.get_partition_spec(variables)["params"]["weight"]
+
+    with jax.set_mesh(mesh):
+        assert tuple(weight_of(("tensor", "data"))) == ("tensor", "data")
+        with pytest.raises(ValueError, match=r"weight_init splits the vocabulary over \('data',\), vocab_axis over"):
+            weight_of(("data", None))
+        with pytest.raises(ValueError, match="must divide by the 2 shards of vocab_axis 'tensor': give pad_to_mult"):
+            weight_of(("tensor", None), V + 1)
