@@ -51,13 +51,16 @@ def _check_other_axes(mesh: AbstractMesh, operands: Any) -> None:
     split = {axis for x in jax.tree.leaves(operands) for axis in _axes_of(jax.typeof(x).sharding.spec)}
     if split:
         raise ValueError(f"inside shard_map over {manual}, operands are split over {sorted(split)} as well: {advice}")
-    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    auto = [axis for axis, kind in kinds if kind == AxisType.Auto and mesh.shape[axis] > 1]
-    if auto:
+    if auto := _auto_axes(mesh):
         warn_once(
             f"linear_logprobs inside shard_map over {manual} cannot see how XLA splits its operands over "
             f"{', '.join(map(repr, auto))}, and may repeat all work there: {advice}"
         )
+
+
+def _auto_axes(mesh: AbstractMesh) -> list[str]:
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return [axis for axis, kind in kinds if kind == AxisType.Auto and mesh.shape[axis] > 1]
 
 
 def _axes_of(spec: P) -> tuple[str, ...]:
@@ -185,6 +188,11 @@ def _layout_of_types(spec: Spec, hidden: Any, weight: Any, per_token: Any) -> La
     mesh = _mesh_of_types(operands)
     if AxisType.Explicit not in mesh.axis_types:
         return None
+    if auto := _auto_axes(mesh):
+        warn_once(
+            f"linear_logprobs takes its operands as whole over {', '.join(map(repr, auto))}, Auto axes of a mesh that "
+            "has Explicit ones too: make these Explicit, or call sharded_linear_logprobs (or _cross_entropy)"
+        )
     hidden_spec, weight_spec = (jax.typeof(x).sharding.spec for x in (hidden, weight))
     rows_specs = [jax.typeof(x).sharding.spec for x in jax.tree.leaves(per_token)]
     return layout_of_specs(mesh, hidden, weight, hidden_spec, weight_spec, rows_specs, spec.case.options.vocab_dim)

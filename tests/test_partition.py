@@ -366,6 +366,20 @@ def test_shard_map_over_some_axes(kind: AxisType, caplog: pytest.LogCaptureFixtu
     assert oracle.value_error(got, linear_logprobs(HIDDEN, WEIGHT, LABELS).lse) < 2e-6
 
 
+def test_axes_of_both_kinds(caplog: pytest.LogCaptureFixture) -> None:
+    """What Auto axes split is not in the types that Explicit ones are read from."""
+    kinds = (AxisType.Explicit, AxisType.Auto)
+    mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=kinds, devices=jax.devices("cpu"))
+    operands = put(HIDDEN, mesh, P("data")), put(WEIGHT, mesh, P("tensor")), put(LABELS, mesh, P("data"))
+    _xla_partitioning.warn_once.cache_clear()
+    with jax.set_mesh(mesh), caplog.at_level(logging.WARNING, logger="lce_jax"):
+        got = jax.jit(linear_logprobs)(*operands).lse
+        assert "takes its operands as whole over 'tensor'" in caplog.text
+        told = jax.jit(functools.partial(sharded_linear_logprobs, batch_axes="data"))(*operands).lse
+    for lse in (got, told):
+        assert oracle.value_error(lse, linear_logprobs(HIDDEN, WEIGHT, LABELS).lse) < 2e-6
+
+
 def test_export_says_that_it_loses_the_rule(caplog: pytest.LogCaptureFixture) -> None:
     mesh = mesh_of(AxisType.Auto)
     operands = put(HIDDEN, mesh, P("data")), put(WEIGHT, mesh, P("tensor")), put(LABELS, mesh, P("data"))
