@@ -175,7 +175,6 @@ def _device_spec(spec: Spec, layout: Layout, weight: Any, rows: Rows) -> Spec:
         axis_name=layout.vocab_axes,
         gather_dim=layout.gather_dim,
         token_axes=layout.token_axes,
-        mesh=None,
     )
 
 
@@ -224,22 +223,27 @@ def _as_type_of(gradient: Array, operand: Any) -> Array:
 
 def _auto_forward(spec: Spec, hidden: Any, weight: Any, bias: Any, rows: Any) -> Any:
     def whole(hidden: Any, weight: Any, bias: Any, rows: Any) -> Any:
-        return _spmd.forward(_whole(spec), hidden, weight, bias, rows, keep_cache=False)[:2]
+        return _spmd.forward(spec, hidden, weight, bias, rows, keep_cache=False)[:2]
 
-    tokens, wide = _dimensions(spec, hidden, bias)
-    shapes = jax.eval_shape(whole, hidden, weight, bias, rows)
-    names = f"{', '.join(wide + _named(tokens, rows))} -> {', '.join(_named(tokens, shapes))}"
-    partitioned = Partitioned(whole, functools.partial(_forward_rule, spec), names, ("h",), spec.mesh)
-    return partitioned(hidden, weight, bias, rows)
+    tokens, _ = _dimensions(spec, hidden, bias)
+    results = _named(tokens, jax.eval_shape(whole, hidden, weight, bias, rows))
+    return _partitioned(spec, whole, _forward_rule, results, hidden, weight, bias, rows)
 
 
 def _auto_backward(spec: Spec, hidden: Any, weight: Any, bias: Any, *per_token: Any) -> Any:
-    whole = functools.partial(_whole_backward, spec)
+    def whole(hidden: Any, weight: Any, bias: Any, rows: Any, stats: Any, cotangent: Any) -> Any:
+        return _spmd.backward(spec, hidden, weight, bias, rows, stats, None, cotangent)
+
+    _, gradients = _dimensions(spec, hidden, bias)
+    return _partitioned(spec, whole, _backward_rule, gradients, hidden, weight, bias, *per_token)
+
+
+def _partitioned(spec: Spec, whole: Any, rule: Any, results: list[str], hidden: Any, weight: Any, *rest: Any) -> Any:
+    """``whole`` of global arrays, which XLA partitions by ``rule``; ``results`` names the dimensions of its results."""
+    bias, *per_token = rest
     tokens, wide = _dimensions(spec, hidden, bias)
-    names = f"{', '.join(wide + _named(tokens, per_token))} -> {', '.join(wide)}"
-    return Partitioned(whole, functools.partial(_backward_rule, spec), names, ("h",), spec.mesh)(
-        hidden, weight, bias, *per_token
-    )
+    names = f"{', '.join(wide + _named(tokens, per_token))} -> {', '.join(results)}"
+    return Partitioned(whole, functools.partial(rule, spec), names, ("h",), spec.mesh)(hidden, weight, *rest)
 
 
 def _dimensions(spec: Spec, hidden: Any, bias: Any) -> tuple[str, list[str]]:
@@ -282,15 +286,3 @@ def _operand_specs(layout: Layout, shapes: Any) -> Any:
     hidden, weight, bias, per_token = layout.in_specs
     own = None if shapes[2] is None else bias
     return hidden, weight, own, *jax.tree.map(lambda _: per_token, tuple(shapes[3:]))
-
-
-# Without a mesh
-
-
-def _whole(spec: Spec) -> Spec:
-    """The spec of the whole call on one device."""
-    return dataclasses.replace(spec, mesh=None)
-
-
-def _whole_backward(spec: Spec, hidden: Any, weight: Any, bias: Any, rows: Any, stats: Any, cotangent: Any) -> Any:
-    return _spmd.backward(_whole(spec), hidden, weight, bias, rows, stats, None, cotangent)

@@ -165,7 +165,7 @@ def _operands(
         order = _rows.compaction(rows.where)
         hidden, targets, scales = _rows.compact(order, (hidden, targets, scales))
         num_rows = order.num_rows
-    elif rows.live is not None:  # whatever the rows behind hold, it cannot spread
+    elif rows.live is not None:  # whatever the rows after them hold, it cannot spread
         hidden = jnp.where(rows.live[:, None], hidden, jnp.zeros((), hidden.dtype))
     bias = None if bias is None else bias.astype(spec.case.stat_dtype)
     return Operands(hidden, weight, targets, scales.logits, num_rows, num_columns, scales.raw, bias), order

@@ -97,7 +97,7 @@ def _with_rule(run: Callable[..., Any], function: Partitioned, trees: Any) -> Ca
 
         return mesh, device, _shardings(mesh, result_specs), tuple(_shardings(mesh, answer.operand_specs))
 
-    def flat(*operands: Any) -> Any:
+    def flat(*operands: Any) -> Any:  # `custom_partitioning` binds operands to a signature; `run` hides its own
         return run(*operands)
 
     partitioned = custom_partitioning(flat)
