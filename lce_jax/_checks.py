@@ -148,11 +148,8 @@ def case(hidden: Any, weight: Any, labels: Any, where: Any, call_options: CallOp
         dtype=dtype,
         options=opts,
         given_dtype=None if given == dtype else given,
-        compacted=where is not None,
-        platform=device.platform,
-        device_kind=device.kind,
-        compute_capability=device.compute_capability,
-        core_count=device.core_count,
+        partial_rows=where is not None,
+        device=device,
     )
 
 

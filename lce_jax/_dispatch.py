@@ -10,7 +10,18 @@ from typing import Any, Protocol
 import jax
 
 from lce_jax import mosaic, reference, xla
-from lce_jax._types import Case, Device, Operands, Plan, RowCoefficients, ShardStatistics, UnsupportedError
+from lce_jax._types import (
+    ALONE,
+    CPU,
+    Case,
+    Device,
+    Operands,
+    Plan,
+    RowCoefficients,
+    ShardStatistics,
+    Surroundings,
+    UnsupportedError,
+)
 
 
 class Implementation(Protocol):
@@ -21,16 +32,26 @@ class Implementation(Protocol):
     def supports(self, case: Case) -> str | None:
         """Why it cannot serve ``case``, in words for the user; None where it can."""
 
-    def plan(self, case: Case) -> Plan:
+    def plan(self, case: Case, around: Surroundings = ALONE) -> Plan:
         """Its tiles and its bytes for ``case``, without running anything."""
 
     def statistics(self, operands: Operands, case: Case, keep_cache: bool = False) -> tuple[ShardStatistics, Any]:
         """Eq. 1 of the shard, and what the backward may use of it (None, or arrays within ``cache_bytes``)."""
 
-    def gradients(self, operands: Operands, case: Case, rows: RowCoefficients, cache: Any = None) -> tuple[Any, ...]:
-        """Eq. 5: dhidden [T, H] in the statistics' dtype (the weight's will do, where the case rounds it), dweight.
+    def gradients(
+        self,
+        operands: Operands,
+        case: Case,
+        rows: RowCoefficients,
+        cache: Any = None,
+        *,
+        may_round_dhidden: bool = False,
+        may_overwrite_cache: bool = True,
+    ) -> tuple[Any, ...]:
+        """Eq. 5: dhidden [T, H] in the statistics' dtype, dweight in the weight's.
 
-        And dbias [V] in the statistics' dtype, None without a bias.
+        And dbias [V] in the statistics' dtype, None without a bias. ``may_round_dhidden``: no sum follows, so dhidden
+        may come in the weight's dtype. ``may_overwrite_cache``: no other backward reads the cache.
         """
 
 
@@ -52,7 +73,7 @@ def choose(case: Case, implementation: tuple[str, ...] | None) -> tuple[Implemen
         reason = _symbolic(name, case) or IMPLEMENTATIONS[name].supports(case)
         if reason is None:
             if implementation is None:
-                _log_choice(name, case.platform, tuple(refused.items()))
+                _log_choice(name, case.device.platform, tuple(refused.items()))
             return IMPLEMENTATIONS[name], refused
         refused[name] = reason
     raise UnsupportedError("; ".join(f'implementation "{name}": {reason}' for name, reason in refused.items()))
@@ -61,7 +82,7 @@ def choose(case: Case, implementation: tuple[str, ...] | None) -> tuple[Implemen
 def elsewhere(case: Case, name: str, requested: tuple[str, ...] | None) -> tuple[Implementation, Case] | None:
     """What serves ``case`` in the kernels' place where the program is lowered for another platform; None: nothing."""
     names = AUTOMATIC if requested is None else requested
-    case = dataclasses.replace(case, platform="cpu", device_kind="cpu", compute_capability="", core_count=0)
+    case = dataclasses.replace(case, device=CPU)
     for other in names[names.index(name) + 1 :]:
         if IMPLEMENTATIONS[other].supports(case) is None:
             return IMPLEMENTATIONS[other], case
@@ -80,10 +101,10 @@ def _symbolic(name: str, case: Case) -> str | None:
     )
 
 
-def explain(case: Case, implementation: tuple[str, ...] | None) -> Plan:
+def explain(case: Case, implementation: tuple[str, ...] | None, around: Surroundings) -> Plan:
     """The plan of the implementation that `choose` picks, with the reasons of those before it."""
     chosen, refused = choose(case, implementation)
-    return dataclasses.replace(chosen.plan(case), refused=refused)
+    return dataclasses.replace(chosen.plan(case, around), refused=refused)
 
 
 def current_device(operand: Any = None) -> Device:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from lce_jax import _checks, _dispatch, api
 from lce_jax._layout import Layout, as_axes, layout_of_names
-from lce_jax._types import is_array
+from lce_jax._types import Surroundings, is_array
 
 if TYPE_CHECKING:
     from jax.sharding import AbstractMesh, Mesh
@@ -84,13 +84,14 @@ def explain(
     _checks.temperature(checked.temperature, labels.shape, where)
     if ignore_index is not None:
         _checks.integer("ignore_index", ignore_index)
-        case = dataclasses.replace(case, compacted=True)
+        case = dataclasses.replace(case, partial_rows=True)
     if mesh is None and not (vocab_axis or batch_axes or sequence_axis):
         if checked.axis_name is None:
-            case = dataclasses.replace(case, true_columns=_checks.vocabulary(checked.vocab_size, case.vocab_size))
+            around = Surroundings(true_columns=_checks.vocabulary(checked.vocab_size, case.vocab_size))
         else:
+            around = Surroundings()
             _checks.vocabulary(checked.vocab_size, _checks.INT32_MAX)
-        return _dispatch.explain(case, checked.implementation)
+        return _dispatch.explain(case, checked.implementation, around)
     _checks.no_axis_name(checked)
     _checks.vocabulary(checked.vocab_size, case.vocab_size)
     layout = layout_of_names(mesh, hidden, weight, case.options.vocab_dim, vocab_axis, batch_axes, sequence_axis)
@@ -102,11 +103,7 @@ def _on_one_device(layout: Layout, case: Case, implementation: tuple[str, ...] |
     vocab_shards, token_shards = (
         math.prod(layout.mesh.shape[axis] for axis in as_axes(axes)) for axes in (layout.vocab_axes, layout.token_axes)
     )
-    case = dataclasses.replace(
-        case,
-        num_tokens=case.num_tokens // token_shards,
-        vocab_size=case.vocab_size // vocab_shards,
-        gathers_hidden=layout.gather_dim is not None,
-        sums_dweight=token_shards > 1,
-    )
-    return _dispatch.explain(case, implementation)
+    num_tokens, columns = case.num_tokens // token_shards, case.vocab_size // vocab_shards
+    case = dataclasses.replace(case, num_tokens=num_tokens, vocab_size=columns)
+    around = Surroundings(gathers_hidden=layout.gather_dim is not None, sums_dweight=token_shards > 1)
+    return _dispatch.explain(case, implementation, around)

@@ -108,11 +108,14 @@ def gradients(
     stats: ShardStatistics,
     cotangent: Results,
     cache: Any,
+    *,
+    may_round_dhidden: bool = False,
+    may_overwrite_cache: bool = True,
 ) -> tuple[Float[Array, "T H"], Float[Array, "V H"], Float[Array, "V"] | None]:
     """The shard's part of dhidden, in the statistics' dtype, its dweight, in the weight's, and its dbias, as dhidden.
 
-    Where the case allows it, dhidden may be in the weight's dtype too.
-    ``stats`` are those of the whole vocabulary, in the call's row order.
+    ``stats`` are those of the whole vocabulary, in the call's row order. With ``may_round_dhidden`` dhidden may come
+    in the weight's dtype.
     """
     operands, order = _operands(spec, hidden, weight, bias, rows, start)
     scales = _scales(rows, spec.case)  # as `_operands` has them, in the call's row order
@@ -130,7 +133,9 @@ def gradients(
         coefficients = coefficients._replace(shift=jnp.where(live, coefficients.shift, -_math.MASKED))
 
     def chosen(operands: Operands, rows: Any, cache: Any) -> tuple[Any, ...]:
-        return _dispatch.IMPLEMENTATIONS[spec.implementation].gradients(operands, spec.case, rows, cache)
+        implementation = _dispatch.IMPLEMENTATIONS[spec.implementation]
+        allowed = {"may_round_dhidden": may_round_dhidden, "may_overwrite_cache": may_overwrite_cache}
+        return implementation.gradients(operands, spec.case, rows, cache, **allowed)
 
     def elsewhere(implementation: Any, case: Case, operands: Operands, rows: Any, _: Any) -> tuple[Any, ...]:
         return implementation.gradients(operands, case, rows)

@@ -7,7 +7,6 @@ cotangents ─ total over the axis ─ gradients of the shard ─ reduce over th
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -50,12 +49,12 @@ def backward(
     if spec.axis_name is not None and spec.token_axes is None:
         cotangent = _collectives.total_cotangent(cotangent, spec.axis_name)
     summed = spec.axis_name is not None or _compat.varying_axes(operands) != _compat.varying_axes(hidden)
-    if not summed and hidden.dtype == weight.dtype:
-        # No sum over devices follows, so the implementation may round dhidden itself.
-        spec = dataclasses.replace(spec, case=dataclasses.replace(spec.case, rounds_dhidden=True))
+    may_round = not summed and hidden.dtype == weight.dtype
     flat = _flat(spec, hidden, weight)
     start = _start(spec, weight)
-    gradients = _shard.gradients(spec, flat, weight, bias, rows, start, stats, cotangent, cache)
+    gradients = _shard.gradients(
+        spec, flat, weight, bias, rows, start, stats, cotangent, cache, may_round_dhidden=may_round
+    )
     if spec.axis_name is not None or spec.token_axes or _compat.varying_axes(gradients):
         # The Hopper kernels hold every multiprocessor: a collective beside one waits for it on one device, and holds
         # up the next on another. So collectives begin after both gradients.

@@ -165,10 +165,13 @@ class RowCoefficients(NamedTuple):
 class Device(NamedTuple):
     """What decides whether kernels can run and how they are laid out."""
 
-    platform: str
-    kind: str
-    compute_capability: str
-    core_count: int
+    platform: str = "cpu"
+    kind: str = ""
+    compute_capability: str = ""  # of an NVIDIA GPU: "9.0"
+    core_count: int = 0  # multiprocessors of a GPU
+
+
+CPU = Device()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -181,17 +184,8 @@ class Case:
     dtype: jnp.dtype  # of the weight, hence of the matrix products
     options: Options
     given_dtype: jnp.dtype | None = None  # of hidden as the caller gave it, where that is not the weight's
-    compacted: bool = False  # some rows may be left out (``where``)
-    owns_cache: bool = True  # the backward is the only one to read the cache, and may overwrite it
-    rounds_dhidden: bool = False  # nothing is added to dhidden: it may come in the weight's dtype
-    platform: str = "cpu"
-    device_kind: str = ""
-    compute_capability: str = ""  # of an NVIDIA GPU: "9.0"
-    core_count: int = 0  # multiprocessors of a GPU
-    # Of `explain` alone, for the bytes:
-    true_columns: int | None = None  # of vocab_size, where they are known: the others are padding
-    gathers_hidden: bool = False  # of a sequence that the vocabulary's axis splits too
-    sums_dweight: bool = False  # over devices that hold other tokens
+    partial_rows: bool = False  # some rows may not count: ``where``, or a number of rows
+    device: Device = CPU
 
     @property
     def hidden_dtype(self) -> jnp.dtype:
@@ -208,6 +202,17 @@ class Case:
         """What every implementation keeps from forward to backward: the merged statistics."""
         fields = 3 + self.options.entropy + self.options.stats + self.options.mean_logit
         return fields * self.num_tokens * self.stat_dtype.itemsize
+
+
+class Surroundings(NamedTuple):
+    """What a plan's bytes depend on, and no kernel: the padding, and the collectives around a device's share."""
+
+    true_columns: int | None = None  # of the case's columns, where they are known: the others are padding
+    gathers_hidden: bool = False  # of a sequence that the vocabulary's axis splits too
+    sums_dweight: bool = False  # over devices that hold other tokens
+
+
+ALONE = Surroundings()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -239,7 +244,7 @@ class Plan:
 
     def __str__(self) -> str:
         case = self.case
-        where = case.device_kind or case.platform
+        where = case.device.kind or case.device.platform
         lines = [
             f"{self.implementation}: {case.num_tokens:,} tokens, hidden size {case.hidden_size:,}, "
             f"{case.vocab_size:,} vocabulary columns, {case.dtype.name}, on {where}",

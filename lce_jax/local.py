@@ -181,7 +181,8 @@ def gradients(
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def _gradients(spec: _shard.Spec, hidden: Array, weight: Array, *rest: Any) -> tuple[Array, Array, Array | None]:
-    run = functools.partial(_shard.gradients, spec)
+    # The cache is the caller's, who may ask twice: to overwrite it would be to copy it first.
+    run = functools.partial(_shard.gradients, spec, may_overwrite_cache=False)
     return _compat.first_order_only(run)(_shard.as_operand(hidden, weight), weight, *rest)
 
 
@@ -191,12 +192,11 @@ def _bind(
     checked = _checks.options(options)
     if checked.axis_name is not None:
         raise ValueError(f"axis_name={checked.axis_name!r}: functions of lce_jax.local know no axis; merge yourself")
-    # The cache is the caller's, who may ask twice: to overwrite it would be to copy it first.
-    case = dataclasses.replace(_checks.case(hidden, weight, labels, where, checked), owns_cache=False)
+    case = _checks.case(hidden, weight, labels, where, checked)
     if num_rows is not None:
         if where is not None:
             raise ValueError("where and num_rows both say which rows count: give one of them")
-        case = dataclasses.replace(case, compacted=True)
+        case = dataclasses.replace(case, partial_rows=True)
     if labels.ndim != 1:
         raise ValueError(f"labels {tuple(labels.shape)} must be flat here: [T], with hidden [T, H]")
     vocab_size = _checks.vocabulary(checked.vocab_size, _checks.INT32_MAX)

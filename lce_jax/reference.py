@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from lce_jax import _math
-from lce_jax._types import Case, Operands, Plan, RowCoefficients, ShardStatistics
+from lce_jax._types import ALONE, Case, Operands, Plan, RowCoefficients, ShardStatistics, Surroundings
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
@@ -25,11 +25,11 @@ def supports(case: Case) -> str | None:
     return None
 
 
-def plan(case: Case) -> Plan:
+def plan(case: Case, around: Surroundings = ALONE) -> Plan:
     """Bytes: what XLA holds at once on CPU."""
     stat, item = case.stat_dtype.itemsize, case.dtype.itemsize
     logits, hidden = case.num_tokens * case.vocab_size * stat, case.num_tokens * case.hidden_size
-    own = hidden * item if case.compacted or case.gathers_hidden or case.hidden_dtype != case.dtype else 0
+    own = hidden * item if case.partial_rows or around.gathers_hidden or case.hidden_dtype != case.dtype else 0
     widened = (hidden + case.vocab_size * case.hidden_size) * stat if case.dtype != case.stat_dtype else 0
     vectors = 8 * case.num_tokens * stat
     capped = logits if case.options.logit_softcap is not None else 0  # kept beside what is computed of them
@@ -61,10 +61,16 @@ def statistics(operands: Operands, case: Case, keep_cache: bool = False) -> tupl
 
 
 def gradients(
-    operands: Operands, case: Case, rows: RowCoefficients, cache: None = None
+    operands: Operands,
+    case: Case,
+    rows: RowCoefficients,
+    cache: None = None,
+    *,
+    may_round_dhidden: bool = False,
+    may_overwrite_cache: bool = True,
 ) -> tuple[Float[Array, "T H"], Float[Array, "V H"], Float[Array, "V"] | None]:
     """Eq. 5, every product in the statistics' dtype; dweight rounded to the weight's dtype at the end."""
-    del cache
+    del cache, may_round_dhidden, may_overwrite_cache
     # After the forward's results: nothing that both compute is kept in between.
     hidden, weight, rows = lax.optimization_barrier((operands.hidden, operands.weight, rows))
     operands = operands._replace(hidden=hidden, weight=weight)

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax import _compat, _math
-from lce_jax._types import Case, Operands, Options, Plan, RowCoefficients, ShardStatistics
+from lce_jax import _compat, _math, _xla_plan
+from lce_jax._types import ALONE, Case, Operands, Options, Plan, RowCoefficients, ShardStatistics, Surroundings
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
@@ -30,116 +30,16 @@ def supports(case: Case) -> str | None:
     return None
 
 
-def tile_sizes(case: Case) -> tuple[int, int]:
-    """Tokens and vocabulary columns per tile.
-
-    On CPU a tile has at most 4 Mi logits, 16 MiB of float32, and 2048 columns: wider ones leave the caches (50 ms
-    against 28 ms forward at T 512, H 256, V 32000 on two cores), narrower ones cut the products short. Its columns of
-    the weight are copied too: at few tokens, where these are the larger part, they are half of what the call's logits
-    would be, at most, or half a MiB of float32. Elsewhere 64 Mi logits keep a GPU's products large. An eighth of the
-    vocabulary is the most, lest a small call hold all its logits. Rows that may be left out are walked in sixteenths;
-    off the CPU, where each walk copies the weight, in quarters.
-    """
-    on_cpu = case.platform == "cpu"
-    widest_t, widest_v, budget = (4096, 2048, 4 << 20) if on_cpu else (16384, 1 << 20, 64 << 20)
-    tile_t = min(max(case.num_tokens, 1), widest_t)  # a call without tokens is still explained
-    if case.compacted:
-        least, parts = (256, 16) if on_cpu else (1024, 4)
-        tile_t = min(tile_t, max(least, -(-case.num_tokens // parts)))
-    tile_v = max(min(budget // tile_t, widest_v, case.vocab_size // 8) // 128 * 128, 512)
-    if on_cpu:
-        logits = max(case.num_tokens, 1) * case.vocab_size
-        tile_v = min(tile_v, max(max(logits // 2, 1 << 17) // case.hidden_size // 128 * 128, 128))
-    return tile_t, min(case.vocab_size, tile_v)
-
-
-def plan(case: Case) -> Plan:
+def plan(case: Case, around: Surroundings = ALONE) -> Plan:
     """Tiles and bytes."""
-    tile_t, tile_v = tile_sizes(case)
-    return Plan(
-        implementation=NAME,
-        refused={},
-        case=case,
-        tiles={"tokens": tile_t, "vocabulary": tile_v},
-        forward_bytes=_forward_bytes(case) if case.num_tokens else 0,
-        backward_bytes=_backward_bytes(case) if case.num_tokens else 0,
-        kept_bytes=case.statistics_bytes,
-        logits_bytes=case.num_tokens * case.vocab_size * case.stat_dtype.itemsize,
-        notes=case.options.unused_cache_notes,
-    )
-
-
-def _forward_bytes(case: Case) -> int:
-    """What XLA holds at once on CPU: copied columns and a tile of logits, or this tile and its exponentials."""
-    tile_t, width, stat = *_widest_tile(case), case.stat_dtype.itemsize
-    logits = tile_t * width * stat
-    rows = 0 if tile_t == case.num_tokens else tile_t * case.hidden_size * case.dtype.itemsize
-    if _widens_operands(case):
-        rows += tile_t * case.hidden_size * stat
-    for_entropy = logits if case.options.entropy else 0
-    vectors = 16 * case.num_tokens * stat  # statistics of all rows, of a tile, and what joins them
-    return _own_hidden_bytes(case) + rows + logits + max(_copied_columns_bytes(case), for_entropy) + vectors
-
-
-def _backward_bytes(case: Case) -> int:
-    """What XLA holds at once on CPU, in a backward or in a program of both passes: see `gradients`.
-
-    The gradients' products have operands in the statistics' dtype. An array that fits dhidden's memory lies there.
-    """
-    tile_t, width, stat = *_widest_tile(case), case.stat_dtype.itemsize
-    hidden, part, logits = case.num_tokens * case.hidden_size, tile_t * case.hidden_size * stat, tile_t * width * stat
-    columns, copied, own = width * case.hidden_size * stat, _copied_columns_bytes(case), _own_hidden_bytes(case)
-    narrow, dweight = case.dtype != case.stat_dtype, case.vocab_size * case.hidden_size
-    in_dweight = logits if dweight * case.dtype.itemsize >= logits else 0  # a tile, until dweight is written
-    total = logits + 8 * case.num_tokens * stat
-    if case.gathers_hidden or own > hidden * case.hidden_dtype.itemsize:
-        total += own
-    if own or narrow:
-        total += hidden * stat  # dhidden, before it is rounded or its rows are put back
-    if tile_t < case.num_tokens:  # a tile of hidden and one of dhidden; columns of weight and dweight, and an addend
-        total += 2 * part + 3 * columns + (copied if narrow else 0)
-    elif narrow and width == case.vocab_size:  # hidden and the weight once more, while dlogits lie in dweight's memory
-        total += 2 * part + columns - in_dweight
-    elif narrow:  # hidden and the columns once more
-        total += part + columns + max(copied, part)
-    else:
-        total += copied + (part if copied or not own else 0)
-    if case.sums_dweight:  # over devices, in the end: until then a tile lies in the memory of the sum
-        total += dweight * case.dtype.itemsize - min(dweight * case.dtype.itemsize, max(logits, columns))
-        if narrow and case.platform == "cpu":  # where XLA adds 16-bit numbers in float32
-            total = max(total, 2 * dweight * stat + own)
-    return max(total, _forward_bytes(case) - in_dweight)
-
-
-def _widest_tile(case: Case) -> tuple[int, int]:
-    tile_t, tile_v = tile_sizes(case)
-    return tile_t, min(tile_v, case.true_columns or case.vocab_size)
-
-
-def _own_hidden_bytes(case: Case) -> int:
-    """Hidden once more, where it is gathered, cast or multiplied by a sign, or its rows are moved."""
-    own = case.compacted or case.gathers_hidden or case.hidden_dtype != case.dtype or case.options.signs_hidden
-    return case.num_tokens * case.hidden_size * case.dtype.itemsize if own else 0
-
-
-def _copied_columns_bytes(case: Case) -> int:
-    """A tile's columns of the weight, unless the tile has them all and they need no widening."""
-    _, width = _widest_tile(case)
-    if _widens_operands(case):
-        return width * case.hidden_size * case.stat_dtype.itemsize
-    return width * case.hidden_size * case.dtype.itemsize if width < case.vocab_size else 0
-
-
-def _widens_operands(case: Case) -> bool:
-    """Whether XLA multiplies the operands in float32: float16 on CPU. It has products of bfloat16."""
-    return case.platform == "cpu" and case.dtype == jnp.float16
+    return _xla_plan.plan(case, NAME, around)
 
 
 def statistics(operands: Operands, case: Case, keep_cache: bool = False) -> tuple[ShardStatistics, None]:
     """Eq. 1 of the whole shard, [T] each; nothing is cached."""
     del keep_cache
     options = case.options
-    tile_t, tile_v = tile_sizes(case)
+    tile_t, tile_v = _xla_plan.tile_sizes(case)
 
     def token_tile(
         hidden: Array, targets: Array, inverse_temperature: Array | None, raw_scale: Array | None
@@ -171,19 +71,25 @@ def statistics(operands: Operands, case: Case, keep_cache: bool = False) -> tupl
 
 
 def gradients(
-    operands: Operands, case: Case, rows: RowCoefficients, cache: None = None
+    operands: Operands,
+    case: Case,
+    rows: RowCoefficients,
+    cache: None = None,
+    *,
+    may_round_dhidden: bool = False,
+    may_overwrite_cache: bool = True,
 ) -> tuple[Float[Array, "T H"], Float[Array, "V H"], Float[Array, "V"] | None]:
     """Eq. 5: dhidden in the statistics' dtype, for the caller to reduce and round once, and dweight in the weight's.
 
     And dbias, where there is a bias, in the statistics' dtype.
     """
-    del cache
+    del cache, may_round_dhidden, may_overwrite_cache
     # After the forward's results, or XLA would hold what both passes compute in between, and the gradients' memory,
     # where the forward's tiles can lie, from the start.
     hidden, weight, rows, zero = lax.optimization_barrier((operands.hidden, operands.weight, rows, jnp.float32(0)))
     operands = operands._replace(hidden=hidden, weight=weight)
     options = case.options
-    tile_t, tile_v = tile_sizes(case)
+    tile_t, tile_v = _xla_plan.tile_sizes(case)
     one_token_tile = tile_t == case.num_tokens
     # With one token tile dweight is rounded by the product itself; with several it is summed first.
     dweight_dtype = case.dtype if one_token_tile else case.stat_dtype
@@ -250,7 +156,7 @@ def gradients(
 
 def _gradient_dtype(case: Case) -> jnp.dtype:
     """Of the gradient products' operands. A CPU affords float32, and so never rounds dlogits to 16 bits at all."""
-    return case.stat_dtype if case.platform == "cpu" else case.dtype
+    return case.stat_dtype if case.device.platform == "cpu" else case.dtype
 
 
 def _raw(

@@ -17,7 +17,7 @@ import pytest
 pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 
-from lce_jax._types import Case, Options
+from lce_jax._types import Case, Device, Options
 from lce_jax.bench import __main__ as command
 from lce_jax.bench import candidates, measure, peers, problem, report, run, shapes, sweep
 from lce_jax.mosaic import _config
@@ -240,10 +240,7 @@ H200 = Case(
     vocab_size=4096,
     dtype=jnp.dtype(jnp.bfloat16),
     options=Options(),
-    platform="gpu",
-    device_kind="NVIDIA H200",
-    compute_capability="9.0",
-    core_count=132,
+    device=Device("gpu", "NVIDIA H200", "9.0", 132),
 )
 
 
@@ -263,7 +260,7 @@ def test_a_sweep_tries_tiles_that_fit_and_puts_the_table_back(kernel):
 
 
 def test_a_sweep_leaves_no_entry_for_a_device_that_had_none():
-    unknown = dataclasses.replace(H200, device_kind="NVIDIA H100 PCIe")
+    unknown = dataclasses.replace(H200, device=H200.device._replace(kind="NVIDIA H100 PCIe"))
     with sweep.tuned(unknown, "forward", _config.Tiles(tile_k=64, stages=3)):
         assert ("NVIDIA H100 PCIe", "forward") in _config.TUNED
     assert ("NVIDIA H100 PCIe", "forward") not in _config.TUNED

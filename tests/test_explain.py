@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import lce_jax
 from lce_jax import UnsupportedError, _dispatch, explain, linear_logprobs, mosaic, sharded_linear_logprobs
+from lce_jax._types import Device
 from tests import cases
 
 CALL = (jnp.ones((4, 8)), jnp.ones((32, 8)), jnp.zeros((4,), jnp.int32))
@@ -58,7 +59,7 @@ def test_of_a_loss() -> None:
     smoothed = explain(*CALL, label_smoothing=0.1).case
     assert smoothed.options.mean_logit
     assert not smoothed.options.entropy
-    assert explain(*CALL, ignore_index=-100).case.compacted
+    assert explain(*CALL, ignore_index=-100).case.partial_rows
     assert not explain(*CALL, reduction="sum").case.options.entropy
     assert explain(*CALL).case.options.entropy
     for wrong in (dict(label_smoothing=1.0), dict(z_loss=-1.0), dict(reduction="batchmean"), dict(ignore_index=0.5)):
@@ -69,7 +70,7 @@ def test_of_a_loss() -> None:
 def test_smoothing_costs_the_kernels_hidden_in_float32() -> None:
     case = explain(*CALL).case
     case = dataclasses.replace(case, hidden_size=1024, vocab_size=32768, num_tokens=512, dtype=jnp.dtype("bfloat16"),
-                               platform="gpu", core_count=132)  # fmt: skip
+                               device=Device("gpu", core_count=132))  # fmt: skip
     smoothed = dataclasses.replace(case, options=dataclasses.replace(case.options, mean_logit=True))
     for field in ("forward_bytes", "backward_bytes"):
         assert getattr(mosaic.plan(smoothed), field) - getattr(mosaic.plan(case), field) == 512 * 1024 * 4

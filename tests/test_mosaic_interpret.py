@@ -16,7 +16,7 @@ from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interp
 
 from lce_jax import _math, mosaic, reference
 from lce_jax._compat import plgpu
-from lce_jax._types import Case, Operands, Options, Results
+from lce_jax._types import Case, Device, Operands, Options, Results
 from lce_jax.mosaic import _config
 from tests.mosaic_interpreter import add_stores
 
@@ -128,8 +128,8 @@ def test_matches_reference(test: Call, monkeypatch: pytest.MonkeyPatch, capfd: p
         monkeypatch.setattr(_config, "TUNED", tuned)
     case = Case(
         num_tokens=test.T, hidden_size=test.H, vocab_size=test.V, dtype=jnp.dtype(test.dtype), options=test.options,
-        compacted=test.num_rows is not None, owns_cache=test.owns_cache, rounds_dhidden=test.rounds_dhidden,
-        platform="gpu", device_kind="NVIDIA H200", compute_capability="9.0", core_count=MULTIPROCESSORS,
+        partial_rows=test.num_rows is not None,
+        device=Device("gpu", "NVIDIA H200", "9.0", MULTIPROCESSORS),
     )  # fmt: skip
     assert mosaic.supports(case) is None
     operands, cotangent = draw(test)
@@ -139,7 +139,8 @@ def test_matches_reference(test: Call, monkeypatch: pytest.MonkeyPatch, capfd: p
         return mosaic.statistics(with_static(operands), case, True, interpret=interpret)
 
     def gradients(operands: Operands, rows, cache):
-        return mosaic.gradients(with_static(operands), case, rows, cache, interpret=interpret)[:2]
+        allowed = {"may_round_dhidden": test.rounds_dhidden, "may_overwrite_cache": test.owns_cache}
+        return mosaic.gradients(with_static(operands), case, rows, cache, **allowed, interpret=interpret)[:2]
 
     def with_static(traced: Operands) -> Operands:
         return traced._replace(num_columns=static) if isinstance(static, int) else traced
@@ -186,7 +187,7 @@ def test_no_probability_is_above_one(temperature: float, options: dict[str, Any]
     operands = Operands(hidden, weight, targets, inverse, None, None)
     case = Case(
         num_tokens=T, hidden_size=H, vocab_size=V, dtype=jnp.dtype("bfloat16"), options=Options(**options),
-        platform="gpu", device_kind="NVIDIA H200", compute_capability="9.0", core_count=MULTIPROCESSORS,
+        device=Device("gpu", "NVIDIA H200", "9.0", MULTIPROCESSORS),
     )  # fmt: skip
 
     @jax.jit

@@ -303,8 +303,7 @@ def test_vmap() -> None:
 def case(**changes) -> Case:
     fields = {
         "num_tokens": 4096, "hidden_size": 4096, "vocab_size": 151936, "dtype": jnp.dtype("bfloat16"),
-        "options": Options(), "platform": "gpu", "device_kind": "NVIDIA H200", "compute_capability": "9.0",
-        "core_count": 132,
+        "options": Options(), "device": Device("gpu", "NVIDIA H200", "9.0", 132),
     }  # fmt: skip
     return Case(**{**fields, **changes})
 
@@ -312,8 +311,8 @@ def case(**changes) -> Case:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"platform": "cpu"}, "this is cpu"),
-        ({"compute_capability": "8.0", "device_kind": "NVIDIA A100"}, "NVIDIA A100 has 8.0"),
+        ({"device": Device("cpu")}, "this is cpu"),
+        ({"device": Device("gpu", "NVIDIA A100", "8.0", 108)}, "NVIDIA A100 has 8.0"),
         ({"dtype": jnp.dtype("float32")}, "got float32"),
         ({"hidden_size": 1000}, "got 1000"),
         ({"vocab_size": 200}, "at least 256"),

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lce_jax import linear_logprobs, xla
-from lce_jax._types import Case, Options
+from lce_jax import _xla_plan, linear_logprobs, xla
+from lce_jax._types import Case, Device, Options
 from tests import cases, oracle
 
 
@@ -30,7 +30,9 @@ def _fresh_traces():
     ids=str,
 )
 def test_any_tiling(test: cases.TestCase, tile: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(xla, "tile_sizes", lambda case: (min(tile[0], case.num_tokens), min(tile[1], case.vocab_size)))
+    monkeypatch.setattr(
+        _xla_plan, "tile_sizes", lambda case: (min(tile[0], case.num_tokens), min(tile[1], case.vocab_size))
+    )
     hidden, weight, labels, options, seeds = cases.draw(test)
 
     @jax.jit
@@ -81,9 +83,9 @@ def test_rows_left_out_cost_no_work() -> None:
 def test_tile_sizes_stay_within_the_operands(tokens: int, vocab: int, platform: str, compacted: bool) -> None:
     case = Case(
         num_tokens=tokens, hidden_size=64, vocab_size=vocab, dtype=jnp.dtype("float32"), options=Options(),
-        compacted=compacted, platform=platform,
+        partial_rows=compacted, device=Device(platform),
     )  # fmt: skip
-    tile_t, tile_v = xla.tile_sizes(case)
+    tile_t, tile_v = _xla_plan.tile_sizes(case)
     assert 1 <= tile_t <= tokens
     assert 1 <= tile_v <= vocab
     assert tile_v < vocab or vocab <= 512
@@ -99,7 +101,7 @@ def test_a_case_takes_no_positional_arguments() -> None:
 
 def test_tiles_off_the_cpu_are_larger() -> None:
     fields = dict(num_tokens=8192, hidden_size=64, vocab_size=131072, dtype=jnp.dtype("float32"), options=Options())
-    cpu, gpu = (math.prod(xla.tile_sizes(Case(**fields, platform=platform))) for platform in ("cpu", "gpu"))
+    cpu, gpu = (math.prod(_xla_plan.tile_sizes(Case(**fields, device=Device(platform)))) for platform in ("cpu", "gpu"))
     assert cpu <= 4 << 20 < gpu <= 64 << 20
 
 

@@ -45,7 +45,7 @@ class Swept:
     def entry(self) -> str:
         """The line for the tuned table."""
         best = next(iter(self.seconds))
-        return f'("{self.case.device_kind}", "{self.kernel}"): (({self.case.hidden_size}, {best}),)'
+        return f'("{self.case.device.kind}", "{self.kernel}"): (({self.case.hidden_size}, {best}),)'
 
 
 def sweep(kernels: Sequence[str], shape: Shape, dtype: Any, rounds: int, report: Callable[[str], None]) -> list[Swept]:
@@ -85,7 +85,7 @@ def around(case: Case, kernel: str, tiles: Tiles, fields: dict[str, Sequence[int
 @contextlib.contextmanager
 def tuned(case: Case, kernel: str, tiles: Tiles) -> Iterator[None]:
     """Within it, calls on this device kind use ``tiles``. They are read while tracing, so traces must be fresh."""
-    key = (case.device_kind, kernel)
+    key = (case.device.kind, kernel)
     before = _config.TUNED.get(key)
     _config.TUNED[key] = ((0, tiles),)
     jax.clear_caches()

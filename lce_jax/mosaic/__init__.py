@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lce_jax._types import Case, Operands, Plan, RowCoefficients, ShardStatistics
+from lce_jax._types import ALONE, Case, Operands, Plan, RowCoefficients, ShardStatistics, Surroundings
 from lce_jax.mosaic import _config
 
 if TYPE_CHECKING:
@@ -23,9 +23,9 @@ def supports(case: Case) -> str | None:
     return _config.refusal(case)
 
 
-def plan(case: Case) -> Plan:
+def plan(case: Case, around: Surroundings = ALONE) -> Plan:
     """Tiles and bytes; what ``cache_bytes`` will keep."""
-    return _config.plan(case, NAME)
+    return _config.plan(case, NAME, around)
 
 
 def statistics(
@@ -38,9 +38,17 @@ def statistics(
 
 
 def gradients(
-    operands: Operands, case: Case, rows: RowCoefficients, cache: Any = None, *, interpret: Any = None
+    operands: Operands,
+    case: Case,
+    rows: RowCoefficients,
+    cache: Any = None,
+    *,
+    may_round_dhidden: bool = False,
+    may_overwrite_cache: bool = True,
+    interpret: Any = None,
 ) -> tuple[Float[Array, "T H"], Float[Array, "V H"], None]:
-    """Eq. 5: dhidden in float32 (rounded, where ``case.rounds_dhidden`` allows it), dweight in the weight's dtype."""
+    """Eq. 5: dhidden in float32 (in the weight's dtype, where it may be rounded and one launch computes all of it), dweight in the weight's dtype."""
     from lce_jax.mosaic import _backward
 
-    return *_backward.gradients(operands, case, rows, cache, interpret), None
+    allowed = (may_round_dhidden, may_overwrite_cache)
+    return *_backward.gradients(operands, case, rows, cache, *allowed, interpret), None

@@ -27,16 +27,23 @@ type Carry = tuple[Float[Array, "splits Tp Hp"], Float[Array, "V H"]]  # parts o
 
 
 def gradients(
-    operands: Operands, case: Case, rows: RowCoefficients, cache: Cache | None, interpret: Any = None
+    operands: Operands,
+    case: Case,
+    rows: RowCoefficients,
+    cache: Cache | None,
+    may_round_dhidden: bool,
+    may_overwrite_cache: bool,
+    interpret: Any = None,
 ) -> tuple[Float[Array, "T H"], Float[Array, "V H"]]:
     """Eq. 5 of the whole shard: dhidden, anything on rows that are not live, and dweight in the weight's dtype.
 
-    dhidden is in fp32, or in the weight's dtype where the case allows it and one launch computes all of it.
+    dhidden is in fp32, or in the weight's dtype where that is allowed and one launch computes all of it.
     """
     shape = _config.geometry(case)
     prepared = _operands.prepare(operands, case)
     factors = _operands.row_factors(rows, shape.padded_tokens)
     cached = 0 if cache is None else cache.max.shape[0]
+    overwrites = may_overwrite_cache and _config.can_overwrite_cache(case)
 
     def recomputed(span: Array, columns: int, weight: Array) -> Array:
         return _dlogits.dlogits(prepared, weight, case, factors, span, columns, interpret)
@@ -44,17 +51,17 @@ def gradients(
     def from_cache(span: Array, columns: int, weight: Array) -> Array:
         del weight
         assert cache is not None
-        return _cached.dlogits(prepared, case, factors, cache, span, columns, interpret)
+        return _cached.dlogits(prepared, case, factors, cache, span, columns, overwrites, interpret)
 
     parts = []
     if cached:
-        tiles = cached if _config.overwrites_cache(case) else _config.chunk_tiles(case, cached)
+        tiles = cached if overwrites else _config.chunk_tiles(case, cached)
         parts.append((range(0, cached, tiles), from_cache))
     if cached < shape.tiles:
         parts.append((range(cached, shape.tiles, _config.chunk_tiles(case, shape.tiles - cached)), recomputed))
     has_rest = bool(shape.tail) or operands.num_columns is not None
     adds = sum(len(chunks) for chunks, _ in parts) > 1  # else each tile of dhidden's parts is written once
-    rounds = case.rounds_dhidden and not (adds or has_rest or rows.uniform is not None)
+    rounds = may_round_dhidden and not (adds or has_rest or rows.uniform is not None)
     carry: Carry = _compat.vary_like(_start(operands, case, adds, rounds), (operands, rows, cache))
     for chunks, dlogits in parts:
         carry = _walk_chunks(operands, prepared, case, chunks, dlogits, carry, adds, interpret)

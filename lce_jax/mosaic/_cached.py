@@ -56,24 +56,25 @@ def dlogits(
     cache: Cache,
     span: Int[Array, "fields"],
     columns: int,
+    overwrites: bool,
     interpret: Any = None,
 ) -> Float[Array, "T columns"]:
     """The gradient in the span's raw products, in the weight's dtype, at the beginning of ``columns``.
 
     The exponentials have the relative precision of that dtype, which is the precision of the result. Zero on padding;
-    tiles behind the span and row blocks without a live row, which the forward did not keep, are left unwritten. Where
-    the backward owns the cache, the gradient overwrites all of it, block by block, each read before it is written.
+    tiles behind the span and row blocks without a live row, which the forward did not keep, are left unwritten. With
+    ``overwrites`` the gradient takes the place of all of the cache, block by block, each read before it is written.
     """
     output = jax.ShapeDtypeStruct((_config.geometry(case).tokens, columns), case.dtype)
     (result,) = _compat.mosaic_kernel(
         functools.partial(_kernel, case),
         out_type=[output],
-        grid=(case.core_count * BLOCKS_PER_CORE,),
+        grid=(case.device.core_count * BLOCKS_PER_CORE,),
         grid_names=("block",),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="lce_cached_dlogits",
         interpret=interpret,
-        updated={0: 0} if _config.overwrites_cache(case) else None,
+        updated={0: 0} if overwrites else None,
     )(
         cache.exponentials,
         cache.max,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from lce_jax._types import Case, Plan, format_bytes
+from lce_jax._types import Case, Plan, Surroundings, format_bytes
 
 WARPGROUP_ROWS = 64  # the M of one wgmma
 COMPUTE_WARPGROUPS = 2  # a third leaves 128 registers a thread, fewer than the accumulator and its epilogue need
@@ -87,7 +87,7 @@ def tiles(case: Case, kernel: str) -> Tiles:
     """The tiles of a kernel: tuned for the device and hidden size, else those that serve every Hopper GPU."""
     blocks = geometry(case).row_blocks
     choice = TURNS if _is_short(case, kernel) else TILES[kernel]
-    for least, tuned in TUNED.get((case.device_kind, kernel), ()):
+    for least, tuned in TUNED.get((case.device.kind, kernel), ()):
         if case.hidden_size >= least:
             choice = tuned
     if case.hidden_size % choice.tile_k and kernel in ("forward", "dlogits"):  # half a step would be multiplied in vain
@@ -137,10 +137,10 @@ def sums_shape(case: Case) -> tuple[int, int, int]:
     """What dhidden is summed in: whole tiles, and several arrays where one has fewer tiles than there are cores."""
     rows, columns = geometry(case).padded_tokens, -(-case.hidden_size // TILE_N) * TILE_N
     num_tiles = rows // ROW_BLOCK * (columns // TILE_N)
-    most = MAX_SPLITS if num_tiles < case.core_count else 1  # each array is read and written once a chunk
+    most = MAX_SPLITS if num_tiles < case.device.core_count else 1  # each array is read and written once a chunk
 
     def waves(splits: int) -> float:
-        return -(-num_tiles * splits // case.core_count) / splits
+        return -(-num_tiles * splits // case.device.core_count) / splits
 
     return min(range(1, most + 1), key=waves), rows, columns
 
@@ -167,9 +167,9 @@ def cached_tile_bytes(case: Case) -> int:
     return shape.tokens * TILE_N * case.dtype.itemsize + shape.padded_tokens * 4
 
 
-def overwrites_cache(case: Case) -> bool:
-    """Whether dlogits take the place of the cached exponentials, and the cached tiles are one chunk."""
-    return case.owns_cache and case.vocab_size % ATOM_ROWS == 0  # else a chunk's weight is copied: no large one
+def can_overwrite_cache(case: Case) -> bool:
+    """Whether dlogits can take the place of the cached exponentials, with all cached tiles one chunk."""
+    return case.vocab_size % ATOM_ROWS == 0  # else a chunk's weight is copied: no large one
 
 
 def chunk_tiles(case: Case, num_tiles: int) -> int:
@@ -184,7 +184,7 @@ def chunk_tiles(case: Case, num_tiles: int) -> int:
 
     def cost(chunk: int) -> float:
         whole, rest = divmod(num_tiles, chunk)
-        waves = [-(-shape.row_blocks * size // case.core_count) for size in (chunk, rest)]
+        waves = [-(-shape.row_blocks * size // case.device.core_count) for size in (chunk, rest)]
         return whole * waves[0] + waves[1] + -(-num_tiles // chunk) * (1 + shape.tokens * DHIDDEN_WAVES)
 
     return min(range(most, most // 2, -1), key=cost)
@@ -205,16 +205,16 @@ def refusal(case: Case) -> str | None:
 
 
 def _device_refusal(case: Case) -> str | None:
-    if case.platform not in ("gpu", "cuda"):
-        return f"needs an NVIDIA GPU of compute capability 9.0 (H100, H200, GH200), this is {case.platform}"
-    described = not case.compute_capability and any(name in case.device_kind for name in HOPPER)  # ahead of time
-    if case.compute_capability != "9.0" and not described:
+    if case.device.platform not in ("gpu", "cuda"):
+        return f"needs an NVIDIA GPU of compute capability 9.0 (H100, H200, GH200), this is {case.device.platform}"
+    described = not case.device.compute_capability and any(name in case.device.kind for name in HOPPER)  # ahead of time
+    if case.device.compute_capability != "9.0" and not described:
         return (
             "needs compute capability 9.0 (H100, H200, GH200), "
-            f"{case.device_kind} has {case.compute_capability or 'none'}"
+            f"{case.device.kind} has {case.device.compute_capability or 'none'}"
         )
-    if case.core_count < 2:
-        return f"needs to know the number of multiprocessors of {case.device_kind}"
+    if case.device.core_count < 2:
+        return f"needs to know the number of multiprocessors of {case.device.kind}"
     return None
 
 
@@ -242,20 +242,20 @@ def minor_tile(extent: int, itemsize: int) -> tuple[int, int]:
     return swizzle, swizzle // itemsize
 
 
-def plan(case: Case, name: str) -> Plan:
+def plan(case: Case, name: str, around: Surroundings) -> Plan:
     """Tiles and bytes of ``case``."""
     shape, options, itemsize = geometry(case), case.options, case.dtype.itemsize
     forward, backward = tiles(case, "forward"), tiles(case, "dlogits")
     cached = cached_tiles(case)
-    compacted = case.num_tokens * case.hidden_size * itemsize if case.compacted else 0
+    compacted = case.num_tokens * case.hidden_size * itemsize if case.partial_rows else 0
     padded = shape.tokens * case.hidden_size * itemsize if shape.tokens != case.num_tokens else 0
-    overwritten = cached if overwrites_cache(case) else 0
+    overwritten = cached if can_overwrite_cache(case) else 0
     parts = [part for part in (cached - overwritten, shape.tiles - cached) if part]
     chunk = max((chunk_tiles(case, part) for part in parts), default=0) * TILE_N
     copies = 2 * chunk * case.hidden_size * itemsize if case.vocab_size % ATOM_ROWS else 0
-    gathered = case.num_tokens * case.hidden_size * itemsize if case.gathers_hidden else 0
+    gathered = case.num_tokens * case.hidden_size * itemsize if around.gathers_hidden else 0
     in_float32 = case.num_tokens * case.hidden_size * 4 if options.mean_logit else 0  # hidden, for its mean logit
-    summed = case.vocab_size * case.hidden_size * itemsize if case.sums_dweight else 0
+    summed = case.vocab_size * case.hidden_size * itemsize if around.sums_dweight else 0
     notes = []
     if options.cache_bytes:
         notes.append(

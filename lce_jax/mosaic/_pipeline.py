@@ -269,7 +269,7 @@ def kernel(
     return _compat.mosaic_kernel(
         body,
         out_type=outputs,
-        grid=(matmul.case.core_count // matmul.tiles.cluster,),
+        grid=(matmul.case.device.core_count // matmul.tiles.cluster,),
         grid_names=("sm",),
         cluster=(matmul.tiles.cluster,),
         cluster_names=("cluster",),
