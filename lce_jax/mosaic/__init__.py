@@ -47,7 +47,10 @@ def gradients(
     may_overwrite_cache: bool = True,
     interpret: Any = None,
 ) -> tuple[Float[Array, "T H"], Float[Array, "V H"], None]:
-    """Eq. 5: dhidden in float32 (in the weight's dtype, where it may be rounded and one launch computes all of it), dweight in the weight's dtype."""
+    """Eq. 5: dhidden in float32, dweight in the weight's dtype.
+
+    dhidden is in the weight's dtype too where it may be rounded and one launch computes all of it.
+    """
     from lce_jax.mosaic import _backward
 
     allowed = (may_round_dhidden, may_overwrite_cache)
