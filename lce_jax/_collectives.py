@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax import _compat, _math
+from lce_jax import _compat, _statistics
 from lce_jax._types import Results, ShardStatistics
 
 if TYPE_CHECKING:
@@ -18,15 +19,14 @@ if TYPE_CHECKING:
 type AxisName = Any  # a hashable axis name, or a tuple of them
 
 
-def merge_over_axis(stats: ShardStatistics, axis_name: AxisName) -> ShardStatistics:
+def merge_over_axis(stats: ShardStatistics, widths: Mapping[str, int], axis_name: AxisName) -> ShardStatistics:
     """Eq. 2 over the shards of ``axis_name``, in one all-gather of [N, fields, T].
 
     Every shard then adds the same numbers in the same order, so all of them hold bitwise-equal results.
     """
-    fields, structure = jax.tree.flatten(stats)
     to = "invarying" if _compat.tracks_varying(axis_name) else "varying"
-    gathered = lax.all_gather(jnp.stack(fields), axis_name, to=to)
-    return _math.merge(jax.tree.unflatten(structure, list(jnp.moveaxis(gathered, 1, 0))))
+    gathered = lax.all_gather(_statistics.pack(stats), axis_name, to=to)
+    return _statistics.merge(_statistics.unpack(gathered, widths))
 
 
 def total_cotangent(cotangent: Results, axis_name: AxisName) -> Results:

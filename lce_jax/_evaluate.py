@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from lce_jax import _checks, _collectives, _compat, _dispatch, _partition, _vjp
+from lce_jax import _checks, _collectives, _compat, _dispatch, _math, _partition, _statistics, _vjp
 from lce_jax._layout import Layout
 from lce_jax._shard import Spec
 from lce_jax._types import CallOptions, Case, Results
@@ -57,7 +57,7 @@ def evaluate(
         _checks.check_split(weight, options.axis_name, case)
         rows, agree = _collectives.same_on_all_shards(rows, options.axis_name)
     if case.num_tokens == 0:
-        return _nothing(case, _compat.vary_like(jnp.zeros(labels.shape, case.stat_dtype), (hidden, rows.labels)))
+        return _compat.vary_like(_of_no_tokens(case, rows.labels), (hidden, rows.labels))
     out = _vjp.linear_logprobs(spec, hidden, weight, bias, rows)
     return out if agree is None else jax.tree.map(lambda x: jnp.where(agree, x, jnp.nan), out)
 
@@ -112,14 +112,9 @@ def _body(
     return jax.tree.map(layout.own_rows, out)
 
 
-def _nothing(case: Case, empty: Array) -> Results:
-    opts = case.options
-    return Results(
-        logprobs=empty,
-        entropy=empty if opts.entropy else None,
-        lse=empty,
-        max_logit=empty if opts.stats else None,
-        min_logit=empty if opts.stats else None,
-        correct=empty if opts.stats else None,
-        mean_logit=empty if opts.mean_logit else None,
-    )
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def _of_no_tokens(case: Case, labels: Array) -> Results:
+    """The results of a call without tokens, in the shape of its labels."""
+    stats = _statistics.empty(0, case.stat_dtype, case.options)
+    results = _math.finish(stats, labels.reshape(-1) >= 0, None, vocab_size=1)
+    return jax.tree.map(lambda x: x.reshape(labels.shape), results)

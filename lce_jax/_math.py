@@ -34,18 +34,17 @@ is rounded in one place and not in the other.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax._types import Options, Results, RowCoefficients, ShardStatistics
+from lce_jax._statistics import MASKED
+from lce_jax._types import LogprobOutput, Options, Results, RowCoefficients, ShardStatistics
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
-
-MASKED = -1e30  # stands for -inf in a maximum; float32, and its difference to any real logit, stay finite
 
 
 def row_scale(options: Options, inverse_temperature: Float[Array, "T"] | None) -> Float[Array, "T"] | float:
@@ -103,7 +102,7 @@ def tile_statistics(
 ) -> ShardStatistics:
     """Eq. 1 over a tile. ``targets`` are columns of this tile or lie outside [0, n); ``live`` masks padding columns.
 
-    The fields that `to_logits` multiplies are still those of x.
+    The fields that `_statistics.to_logits` multiplies are still those of x.
     """
     n = x.shape[1]
     x = lax.optimization_barrier(x)  # else XLA may compute it twice, in two roundings, for m and for u
@@ -128,110 +127,6 @@ def tile_statistics(
     )
 
 
-def to_logits(stats: ShardStatistics, scale: Float[Array, "T"] | float) -> ShardStatistics:
-    """Statistics of x as those of the logits z = k x; the sums and the target are of the logits already."""
-    empty = stats.sumexp == 0.0
-    return stats._replace(
-        max=jnp.where(empty, MASKED, stats.max * scale),
-        min=None if stats.min is None else jnp.where(empty, -MASKED, stats.min * scale),
-        total=None if stats.total is None else stats.total * scale,
-    )
-
-
-def empty_statistics(num_tokens: int, dtype: jnp.dtype, options: Options) -> ShardStatistics:
-    """The statistics of no columns at all: the neutral element of `merge`."""
-    zero = jnp.zeros((num_tokens,), dtype)
-    return ShardStatistics(
-        max=jnp.full((num_tokens,), MASKED, dtype),
-        sumexp=zero,
-        weighted=zero if options.entropy else None,
-        target=jnp.full((num_tokens,), -jnp.inf, dtype),
-        min=jnp.full((num_tokens,), -MASKED, dtype) if options.stats else None,
-        total=zero if options.mean_logit else None,
-    )
-
-
-def merge(parts: ShardStatistics, scale: Float[Array, "T"] | float = 1.0) -> ShardStatistics:
-    """Eq. 2 over the leading axis: fields [N, T] in, [T] out, summed in the order of the axis.
-
-    ``scale`` is the k of statistics that `to_logits` has not seen; of logits it is 1.
-    """
-    m = jnp.max(parts.max, axis=0)
-    shift = _shift(parts.max, m[None], scale if isinstance(scale, float | int) else scale[None])
-    a = jnp.exp(shift)
-    # The owner's maximum by itself: with a third sum over the shifts, XLA's GPU fusion keeps two more arrays [N, T].
-    of_owner = jnp.max(jnp.where(parts.target > -jnp.inf, parts.max, MASKED), axis=0)
-    return ShardStatistics(
-        max=m,
-        sumexp=jnp.sum(parts.sumexp * a, axis=0),
-        weighted=None if parts.weighted is None else jnp.sum((parts.weighted + shift * parts.sumexp) * a, axis=0),
-        target=jnp.max(parts.target, axis=0) + _shift(of_owner, m, scale),
-        min=None if parts.min is None else jnp.min(parts.min, axis=0),
-        total=None if parts.total is None else jnp.sum(parts.total, axis=0),
-    )
-
-
-def _shift(part: Array, m: Array, scale: Float[Array, "T"] | float) -> Array:
-    """The dᵢ of eq. 2, exactly 0 where the part holds the maximum; of no columns -1e30, whatever the scale."""
-    return jnp.maximum((part - m) * scale, MASKED)
-
-
-class Running(NamedTuple):
-    """A union that grows part by part, and what the additions to its sums have rounded away.
-
-    Beside one part of 1, a thousand parts of a millionth would each be off by the same fraction of a rounding.
-    """
-
-    stats: ShardStatistics
-    lost: tuple[Float[Array, "T"], Float[Array, "T"] | None]  # of s and of q
-
-    @classmethod
-    def start(cls, empty: ShardStatistics) -> Running:
-        """The union of nothing."""
-        return cls(empty, _sums(empty))
-
-    def add(self, part: ShardStatistics, scale: Float[Array, "T"] | float) -> Running:
-        """Eq. 2 of the union and one more part, [T] each."""
-        m = jnp.maximum(self.stats.max, part.max)
-        old, new = _relative_to(m, self.stats, scale), _relative_to(m, part, scale)
-        lost = _relative_to(m, self.stats._replace(sumexp=self.lost[0], weighted=self.lost[1]), scale)
-        pairs = [_sums(x) for x in (old, new, lost)]
-        stats = merge(jax.tree.map(lambda a, b: jnp.stack([a, b]), old, new))  # of the same maximum by now
-        sumexp, weighted = jax.tree.map(lambda a, b, _: a + b, *pairs)
-        return Running(
-            stats._replace(sumexp=sumexp, weighted=weighted),
-            jax.tree.map(lambda a, b, c: c + _rounded_away(a, b), *pairs),
-        )
-
-    def finish(self) -> ShardStatistics:
-        """The statistics of the union."""
-        sumexp, weighted = jax.tree.map(jnp.add, _sums(self.stats), self.lost)
-        return self.stats._replace(sumexp=sumexp, weighted=weighted)
-
-
-def _sums(stats: ShardStatistics) -> tuple[Array, Array | None]:
-    return stats.sumexp, stats.weighted
-
-
-def _relative_to(m: Array, part: ShardStatistics, scale: Float[Array, "T"] | float) -> ShardStatistics:
-    """The terms of eq. 2 for the union's maximum ``m``: of no columns, every product with s = q = 0 is an exact 0."""
-    shift = _shift(part.max, m, scale)
-    a = jnp.exp(shift)
-    return part._replace(
-        max=m,
-        sumexp=part.sumexp * a,
-        weighted=None if part.weighted is None else (part.weighted + shift * part.sumexp) * a,
-        target=part.target + shift,
-    )
-
-
-def _rounded_away(a: Array, b: Array) -> Array:
-    """What the rounding of a + b leaves out (Knuth, TAOCP 2, 4.2.2)."""
-    total = a + b
-    of_b = total - a
-    return (a - (total - of_b)) + (b - of_b)
-
-
 def finish(
     stats: ShardStatistics, in_vocab: Bool[Array, "T"], where: Bool[Array, "T"] | None, vocab_size: int
 ) -> Results:
@@ -239,15 +134,15 @@ def finish(
     # A row left out may have no statistics at all (s = 0): 1 stands in, so that no 0 / 0 is ever computed.
     sumexp = stats.sumexp if where is None else jnp.where(where, stats.sumexp, 1.0)
     log_sumexp = jnp.log(sumexp)
-    results = Results(
+    outputs = LogprobOutput(
         logprobs=jnp.where(in_vocab, stats.target - log_sumexp, 0.0),
         entropy=None if stats.weighted is None else log_sumexp - stats.weighted / sumexp,
         lse=stats.max + log_sumexp,
         max_logit=None if stats.min is None else stats.max,
         min_logit=stats.min,
         correct=None if stats.min is None else (in_vocab & (stats.target == 0.0)).astype(sumexp.dtype),
-        mean_logit=None if stats.total is None else stats.total / vocab_size,
     )
+    results = Results(outputs, mean_logit=None if stats.total is None else stats.total / vocab_size)
     return results if where is None else jax.tree.map(lambda x: jnp.where(where, x, 0.0), results)
 
 
@@ -262,13 +157,14 @@ def row_coefficients(
     """Eq. 4 and the row factor of eq. 5, from the whole vocabulary's statistics and the cotangents of the results."""
     factor = options.logit_scale if inverse_temperature is None else options.logit_scale * inverse_temperature
     sumexp = stats.sumexp if where is None else jnp.where(where, stats.sumexp, 1.0)
-    constant, slope, uniform = cotangent.lse - cotangent.logprobs, None, None
-    if stats.weighted is not None and cotangent.entropy is not None:
-        constant = constant + cotangent.entropy * (stats.weighted / sumexp)
-        slope = -cotangent.entropy / sumexp * factor
+    of = cotangent.outputs
+    constant, slope, uniform = of.lse - of.logprobs, None, None
+    if stats.weighted is not None and of.entropy is not None:
+        constant = constant + of.entropy * (stats.weighted / sumexp)
+        slope = -of.entropy / sumexp * factor
     if cotangent.mean_logit is not None:
         uniform = cotangent.mean_logit / vocab_size * factor
-    rows = RowCoefficients(stats.max, cotangent.logprobs * factor, constant / sumexp * factor, slope, uniform)
+    rows = RowCoefficients(stats.max, of.logprobs * factor, constant / sumexp * factor, slope, uniform)
     return rows if where is None else jax.tree.map(lambda x: jnp.where(where, x, 0.0), rows)
 
 

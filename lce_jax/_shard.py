@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from lce_jax import _dispatch, _math, _rows, mosaic
+from lce_jax import _dispatch, _math, _rows, _statistics, mosaic
 from lce_jax._by_platform import by_platform
 from lce_jax._types import Case, Operands, Results, ShardStatistics
 
@@ -125,12 +125,12 @@ def gradients(
     wrong = _wrong_temperature(rows)
     if wrong is not None:  # e^u is 0 there, and nothing is added to it: the other rows' gradients are their own
         coefficients = jax.tree.map(lambda x: jnp.where(wrong, 0.0, x), coefficients)
-        coefficients = coefficients._replace(shift=jnp.where(wrong, -_math.MASKED, coefficients.shift))
+        coefficients = coefficients._replace(shift=jnp.where(wrong, -_statistics.MASKED, coefficients.shift))
     if order is not None:
         coefficients = _rows.compact(order, coefficients)
     if bias is not None and operands.num_rows is not None:  # a bias alone might overflow where hidden is 0
         live = jnp.arange(coefficients.shift.shape[0], dtype=jnp.int32) < operands.num_rows
-        coefficients = coefficients._replace(shift=jnp.where(live, coefficients.shift, -_math.MASKED))
+        coefficients = coefficients._replace(shift=jnp.where(live, coefficients.shift, -_statistics.MASKED))
 
     def chosen(operands: Operands, rows: Any, cache: Any) -> tuple[Any, ...]:
         implementation = _dispatch.IMPLEMENTATIONS[spec.implementation]

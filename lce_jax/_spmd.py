@@ -28,7 +28,7 @@ def forward(
     flat = _flat(spec, hidden, weight)
     stats, cache = _shard.statistics(spec, flat, weight, bias, rows, _start(spec, weight), keep_cache)
     if spec.axis_name is not None:
-        stats = _collectives.merge_over_axis(stats, spec.axis_name)
+        stats = _collectives.merge_over_axis(stats, spec.case.options.statistics, spec.axis_name)
     out = _math.finish(stats, rows.labels >= 0, rows.where, spec.vocab_size)
     return *jax.tree.map(lambda x: x.reshape(shape), (out, stats)), cache
 

@@ -63,20 +63,16 @@ class LogprobOptions(TypedDict, total=False):
 
 
 class Results(NamedTuple):
-    """`LogprobOutput`, and what only a loss asks for: the mean logit, differentiable too."""
+    """`LogprobOutput`, and what only a loss asks for: the mean logit, differentiable too. Or their cotangents."""
 
-    logprobs: Float[Array, ...]
-    entropy: Float[Array, ...] | None
-    lse: Float[Array, ...]
-    max_logit: Float[Array, ...] | None = None
-    min_logit: Float[Array, ...] | None = None
-    correct: Float[Array, ...] | None = None  # 1 or 0: a bool would have cotangents of a type of its own
+    outputs: LogprobOutput  # `correct` is 1 or 0 in it: a bool would have cotangents of a type of its own
     mean_logit: Float[Array, ...] | None = None
 
     @property
     def public(self) -> LogprobOutput:
         """The part that users see."""
-        return LogprobOutput(*self[:5], None if self.correct is None else _is_positive(self.correct))
+        correct = self.outputs.correct
+        return self.outputs if correct is None else self.outputs._replace(correct=_is_positive(correct))
 
 
 @functools.partial(jax.jit, inline=True)
@@ -99,6 +95,12 @@ class Options:
     mean_logit: bool = False  # label smoothing asks for it
     has_bias: bool = False
     traced_scale: bool = False  # scale or cap is an array: both are in the rows' factors, and the numbers here are 1
+
+    @property
+    def statistics(self) -> dict[str, int]:
+        """The fields of `ShardStatistics` that the call has, in their order, and how many numbers per token each is."""
+        asked = {"weighted": self.entropy, "min": self.stats, "total": self.mean_logit}
+        return {name: 1 for name in ShardStatistics._fields if asked.get(name, True)}
 
     @property
     def signs_hidden(self) -> bool:
@@ -142,7 +144,7 @@ class Operands(NamedTuple):
 
 
 class ShardStatistics(NamedTuple):
-    """What one tile, one chunk or one shard knows of each token's distribution (eq. 1); `_math.merge` joins them."""
+    """What one tile, one chunk or one shard knows of each token's distribution (eq. 1). See `_statistics`."""
 
     max: Float[Array, "T"]  # m, the largest logit; -1e30 where no column counted
     sumexp: Float[Array, "T"]  # s = Σ exp(z - m)
@@ -200,8 +202,7 @@ class Case:
     @property
     def statistics_bytes(self) -> int:
         """What every implementation keeps from forward to backward: the merged statistics."""
-        fields = 3 + self.options.entropy + self.options.stats + self.options.mean_logit
-        return fields * self.num_tokens * self.stat_dtype.itemsize
+        return sum(self.options.statistics.values()) * self.num_tokens * self.stat_dtype.itemsize
 
 
 class Surroundings(NamedTuple):

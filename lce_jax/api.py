@@ -233,13 +233,14 @@ def _reduced(
     z_loss: float,
 ) -> Array:
     """The loss, from results. Jitted, as what prepares a call is: see `_checks.rows`."""
-    loss = -(1.0 - label_smoothing) * out.logprobs
+    logprobs, lse = out.outputs.logprobs, out.outputs.lse
+    loss = -(1.0 - label_smoothing) * logprobs
     if out.mean_logit is not None:
-        loss += label_smoothing * (out.lse - out.mean_logit)
+        loss += label_smoothing * (lse - out.mean_logit)
     if z_loss:
-        loss += z_loss * out.lse * out.lse
+        loss += z_loss * lse * lse
     if traced_z_loss is not None:
-        loss += traced_z_loss.astype(loss.dtype) * out.lse * out.lse
+        loss += traced_z_loss.astype(loss.dtype) * lse * lse
     if reduction == "none":
         return loss
     total = jnp.sum(loss)

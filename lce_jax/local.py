@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 import jax
 import jax.numpy as jnp
 
-from lce_jax import _checks, _compat, _dispatch, _math, _shard
+from lce_jax import _checks, _compat, _dispatch, _math, _shard, _statistics
 from lce_jax._types import LogprobOutput, Results, ShardStatistics
 
 if TYPE_CHECKING:
@@ -70,13 +70,13 @@ def statistics(
     _checks.check_names(statistics, options, without=("axis_name",))
     spec, rows, bias = _bind(hidden, weight, labels, where, num_rows, options)
     if spec.case.num_tokens == 0:
-        return _math.empty_statistics(0, spec.case.stat_dtype, spec.case.options), None
+        return _statistics.empty(0, spec.case.stat_dtype, spec.case.options), None
     start = jnp.asarray(vocab_start, jnp.int32)
-    return _statistics(spec, jnp.asarray(hidden), jnp.asarray(weight), bias, rows, start, keep_cache)
+    return _shard_statistics(spec, jnp.asarray(hidden), jnp.asarray(weight), bias, rows, start, keep_cache)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 6), inline=True)
-def _statistics(
+def _shard_statistics(
     spec: _shard.Spec,
     hidden: Array,
     weight: Array,
@@ -100,7 +100,7 @@ def merge(parts: ShardStatistics) -> ShardStatistics:
         >>> float(local.merge(twice).sumexp[0])
         200.0
     """
-    return _math.merge(parts)
+    return _statistics.merge(parts)
 
 
 def finish(
@@ -172,15 +172,15 @@ def gradients(
     if spec.case.num_tokens == 0:
         nothing = jnp.zeros(hidden.shape, zero.dtype), jnp.zeros(weight.shape, weight.dtype)
         return nothing if bias is None else (*nothing, jnp.zeros(bias.shape, zero.dtype))
-    seed = Results(*(zero if field is None else field for field in cotangent[:3]))
+    seed = Results(LogprobOutput(*(zero if field is None else field for field in cotangent[:3])))
     start = jnp.asarray(vocab_start, jnp.int32)
     operands = (jnp.asarray(hidden), jnp.asarray(weight), bias)
-    dhidden, dweight, dbias = _gradients(spec, *operands, rows, start, merged, seed, cache)
+    dhidden, dweight, dbias = _shard_gradients(spec, *operands, rows, start, merged, seed, cache)
     return (dhidden, dweight) if dbias is None else (dhidden, dweight, dbias)
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
-def _gradients(spec: _shard.Spec, hidden: Array, weight: Array, *rest: Any) -> tuple[Array, Array, Array | None]:
+def _shard_gradients(spec: _shard.Spec, hidden: Array, weight: Array, *rest: Any) -> tuple[Array, Array, Array | None]:
     # The cache is the caller's, who may ask twice: to overwrite it would be to copy it first.
     run = functools.partial(_shard.gradients, spec, may_overwrite_cache=False)
     return _compat.first_order_only(run)(_shard.as_operand(hidden, weight), weight, *rest)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax import _math
+from lce_jax import _math, _statistics
 from lce_jax._types import ALONE, Case, Operands, Plan, RowCoefficients, ShardStatistics, Surroundings
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def statistics(operands: Operands, case: Case, keep_cache: bool = False) -> tupl
     x = _math.unscaled_logits(_raw(operands, case), case.options, operands.raw_scale)
     scale = _math.row_scale(case.options, operands.inverse_temperature)
     stats = _math.tile_statistics(x, scale, operands.targets, _live(operands, case), case.options)
-    return _math.to_logits(stats, scale), None
+    return _statistics.to_logits(stats, scale), None
 
 
 def gradients(

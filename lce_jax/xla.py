@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax import _compat, _math, _xla_plan
+from lce_jax import _compat, _math, _statistics, _xla_plan
 from lce_jax._types import ALONE, Case, Operands, Options, Plan, RowCoefficients, ShardStatistics, Surroundings
 
 if TYPE_CHECKING:
@@ -46,16 +46,16 @@ def statistics(operands: Operands, case: Case, keep_cache: bool = False) -> tupl
     ) -> ShardStatistics:
         scale = _math.row_scale(options, inverse_temperature)
 
-        def vocab_tile(start: Any, size: int, running: _math.Running) -> _math.Running:
+        def vocab_tile(start: Any, size: int, running: _statistics.Running) -> _statistics.Running:
             bias = _bias_columns(operands.bias, start, size)
             raw = _raw(hidden, _columns(operands.weight, start, size, options), bias, case)
             x = _math.unscaled_logits(raw, options, raw_scale)
             live = _live(start, size, operands.num_columns)
             return running.add(_math.tile_statistics(x, scale, targets - start, live, options), scale)
 
-        empty = _math.empty_statistics(hidden.shape[0], case.stat_dtype, options)
-        running = _compat.vary_like(_math.Running.start(empty), (hidden, operands))
-        return _math.to_logits(_walk_vocabulary(case, operands, tile_v, vocab_tile, running).finish(), scale)
+        empty = _statistics.empty(hidden.shape[0], case.stat_dtype, options)
+        running = _compat.vary_like(_statistics.Running.start(empty), (hidden, operands))
+        return _statistics.to_logits(_walk_vocabulary(case, operands, tile_v, vocab_tile, running).finish(), scale)
 
     per_token = (operands.hidden, operands.targets, operands.inverse_temperature, operands.raw_scale)
     if tile_t == case.num_tokens:
@@ -66,7 +66,7 @@ def statistics(operands: Operands, case: Case, keep_cache: bool = False) -> tupl
         tile = token_tile(*jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, tile_t), per_token))
         return jax.tree.map(lambda all_, part: lax.dynamic_update_slice_in_dim(all_, part, start, 0), stats, tile)
 
-    empty = _compat.vary_like(_math.empty_statistics(case.num_tokens, case.stat_dtype, options), operands)
+    empty = _compat.vary_like(_statistics.empty(case.num_tokens, case.stat_dtype, options), operands)
     return lax.fori_loop(0, _num_token_tiles(operands.num_rows, tile_t, case.num_tokens), body, empty), None
 
 

@@ -16,7 +16,7 @@ from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interp
 
 from lce_jax import _math, mosaic, reference
 from lce_jax._compat import plgpu
-from lce_jax._types import Case, Device, Operands, Options, Results
+from lce_jax._types import Case, Device, LogprobOutput, Operands, Options, Results
 from lce_jax.mosaic import _config
 from tests.mosaic_interpreter import add_stores
 
@@ -109,7 +109,7 @@ def draw(test: Call) -> tuple[Operands, Results]:
         num_columns=jnp.int32(columns) if test.traced_columns else test.num_columns,
     )
     seeds = [jnp.asarray(np.where(live, rng.standard_normal(test.T), 0), jnp.float32) for _ in range(4)]
-    return operands, Results(*seeds[:3], mean_logit=seeds[3] if test.options.mean_logit else None)
+    return operands, Results(LogprobOutput(*seeds[:3]), mean_logit=seeds[3] if test.options.mean_logit else None)
 
 
 @pytest.mark.parametrize("test", CALLS, ids=str)

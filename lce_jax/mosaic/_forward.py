@@ -1,9 +1,9 @@
 """The forward kernel: statistics (eq. 1) of each [64, 256] tile of logits straight from the accumulator.
 
 Inside, everything is in bits: exp2 is one instruction, and log2(e) folds into the row's scale. Each tile writes its
-own statistics per token; `_math.merge` joins them outside (eq. 2). With many tokens that is done several times on the
-way, a launch each, so that they stay small. With a cache, a tile's exponentials leave through shared memory, rounded,
-relative to the tile's own maximum, which is kept beside them.
+own statistics per token; `_statistics.merge` joins them outside (eq. 2). With many tokens that is done several times
+on the way, a launch each, so that they stay small. With a cache, a tile's exponentials leave through shared memory,
+rounded, relative to the tile's own maximum, which is kept beside them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax import _compat, _math
+from lce_jax import _compat, _math, _statistics
 from lce_jax._compat import plgpu
 from lce_jax._types import Case, Operands, Options, ShardStatistics
 from lce_jax.mosaic import _cached, _config, _mean, _operands, _pipeline
@@ -44,8 +44,8 @@ def statistics(
         parts.append(_visit(prepared, case, scale, range(cached, num_tiles), None, interpret)[0])
     if _config.geometry(case).tail:
         parts.append(jax.tree.map(lambda x: x[None], _tail_statistics(operands, case, scale)))
-    stats = _math.merge(jax.tree.map(lambda *fields: jnp.concatenate(fields), *parts), scale)
-    stats = _math.to_logits(stats, scale)
+    stats = _statistics.merge(jax.tree.map(lambda *fields: jnp.concatenate(fields), *parts), scale)
+    stats = _statistics.to_logits(stats, scale)
     return stats._replace(total=_mean.total(operands, case) if case.options.mean_logit else None), cache
 
 
@@ -86,7 +86,7 @@ def _visit(
 
     def merged(cache: Cache | None, first: Any) -> tuple[Cache | None, ShardStatistics]:
         cache, parts = launch(cache, first)
-        return cache, _math.merge(parts, scale)
+        return cache, _statistics.merge(parts, scale)
 
     cache = _compat.vary_like(cache, prepared)
     if len(starts) == 1:

@@ -1,0 +1,142 @@
+"""What is known of each token's distribution over some columns (eq. 1): empty, united (eq. 2), and packed to travel.
+
+`ShardStatistics` declares the fields and `Options.statistics` says which of them a call has, and how wide they are.
+Everything that holds, sends or counts statistics does it through this module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from lce_jax._types import Options, ShardStatistics
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float
+
+MASKED = -1e30  # stands for -inf in a maximum; float32, and its difference to any real logit, stay finite
+NO_COLUMNS = ShardStatistics(max=MASKED, sumexp=0.0, weighted=0.0, target=-jnp.inf, min=-MASKED, total=0.0)  # type: ignore[arg-type]
+
+
+def of_fields(fields: Mapping[str, Any]) -> ShardStatistics:
+    """The statistics with these fields; the others are None."""
+    return ShardStatistics(**{**dict.fromkeys(ShardStatistics._fields), **fields})
+
+
+def empty(num_tokens: int, dtype: jnp.dtype, options: Options) -> ShardStatistics:
+    """The statistics of no columns at all: the neutral element of `merge`."""
+
+    def field(name: str, width: int) -> Array:
+        shape = (num_tokens,) if width == 1 else (num_tokens, width)
+        return jnp.full(shape, getattr(NO_COLUMNS, name), dtype)
+
+    return of_fields({name: field(name, width) for name, width in options.statistics.items()})
+
+
+def pack(stats: ShardStatistics) -> Float[Array, "F T"]:
+    """All numbers of each token in one array: a field ``[T]`` is one row of it, a field ``[T, K]`` is K rows."""
+    return jnp.concatenate([x[None] if x.ndim == 1 else x.T for x in jax.tree.leaves(stats)])
+
+
+def unpack(packed: Float[Array, "*n F T"], widths: Mapping[str, int]) -> ShardStatistics:
+    """The statistics that `pack` has packed, perhaps those of several shards; ``widths`` are `Options.statistics`."""
+    fields, row = {}, 0
+    for name, width in widths.items():
+        rows = packed[..., row : row + width, :]
+        fields[name] = rows[..., 0, :] if width == 1 else jnp.swapaxes(rows, -1, -2)
+        row += width
+    return of_fields(fields)
+
+
+def to_logits(stats: ShardStatistics, scale: Float[Array, "T"] | float) -> ShardStatistics:
+    """Statistics of x as those of the logits z = k x (eq. 0); the sums and the target are of the logits already."""
+    none = stats.sumexp == 0.0
+    return stats._replace(
+        max=jnp.where(none, MASKED, stats.max * scale),
+        min=None if stats.min is None else jnp.where(none, -MASKED, stats.min * scale),
+        total=None if stats.total is None else stats.total * scale,
+    )
+
+
+def merge(parts: ShardStatistics, scale: Float[Array, "T"] | float = 1.0) -> ShardStatistics:
+    """Eq. 2 over the leading axis: fields [N, T] in, [T] out, summed in the order of the axis.
+
+    ``scale`` is the k of statistics that `to_logits` has not seen; of logits it is 1.
+    """
+    m = jnp.max(parts.max, axis=0)
+    shift = _shift(parts.max, m[None], scale if isinstance(scale, float | int) else scale[None])
+    a = jnp.exp(shift)
+    # The owner's maximum by itself: with a third sum over the shifts, XLA's GPU fusion keeps two more arrays [N, T].
+    of_owner = jnp.max(jnp.where(parts.target > -jnp.inf, parts.max, MASKED), axis=0)
+    return ShardStatistics(
+        max=m,
+        sumexp=jnp.sum(parts.sumexp * a, axis=0),
+        weighted=None if parts.weighted is None else jnp.sum((parts.weighted + shift * parts.sumexp) * a, axis=0),
+        target=jnp.max(parts.target, axis=0) + _shift(of_owner, m, scale),
+        min=None if parts.min is None else jnp.min(parts.min, axis=0),
+        total=None if parts.total is None else jnp.sum(parts.total, axis=0),
+    )
+
+
+def _shift(part: Array, m: Array, scale: Float[Array, "T"] | float) -> Array:
+    """The dᵢ of eq. 2, exactly 0 where the part holds the maximum; of no columns -1e30, whatever the scale."""
+    return jnp.maximum((part - m) * scale, MASKED)
+
+
+class Running(NamedTuple):
+    """A union that grows part by part, and what the additions to its sums have rounded away.
+
+    Beside one part of 1, a thousand parts of a millionth would each be off by the same fraction of a rounding.
+    """
+
+    stats: ShardStatistics
+    lost: tuple[Float[Array, "T"], Float[Array, "T"] | None]  # of s and of q
+
+    @classmethod
+    def start(cls, empty: ShardStatistics) -> Running:
+        """The union of nothing."""
+        return cls(empty, _sums(empty))
+
+    def add(self, part: ShardStatistics, scale: Float[Array, "T"] | float) -> Running:
+        """Eq. 2 of the union and one more part, [T] each."""
+        m = jnp.maximum(self.stats.max, part.max)
+        old, new = _relative_to(m, self.stats, scale), _relative_to(m, part, scale)
+        lost = _relative_to(m, self.stats._replace(sumexp=self.lost[0], weighted=self.lost[1]), scale)
+        pairs = [_sums(x) for x in (old, new, lost)]
+        stats = merge(jax.tree.map(lambda a, b: jnp.stack([a, b]), old, new))  # of the same maximum by now
+        sumexp, weighted = jax.tree.map(lambda a, b, _: a + b, *pairs)
+        return Running(
+            stats._replace(sumexp=sumexp, weighted=weighted),
+            jax.tree.map(lambda a, b, c: c + _rounded_away(a, b), *pairs),
+        )
+
+    def finish(self) -> ShardStatistics:
+        """The statistics of the union."""
+        sumexp, weighted = jax.tree.map(jnp.add, _sums(self.stats), self.lost)
+        return self.stats._replace(sumexp=sumexp, weighted=weighted)
+
+
+def _sums(stats: ShardStatistics) -> tuple[Array, Array | None]:
+    return stats.sumexp, stats.weighted
+
+
+def _relative_to(m: Array, part: ShardStatistics, scale: Float[Array, "T"] | float) -> ShardStatistics:
+    """The terms of eq. 2 relative to the union's maximum ``m``: of no columns, every product with s = q = 0 is 0."""
+    shift = _shift(part.max, m, scale)
+    a = jnp.exp(shift)
+    return part._replace(
+        max=m,
+        sumexp=part.sumexp * a,
+        weighted=None if part.weighted is None else (part.weighted + shift * part.sumexp) * a,
+        target=part.target + shift,
+    )
+
+
+def _rounded_away(a: Array, b: Array) -> Array:
+    """What the rounding of a + b leaves out (Knuth, TAOCP 2, 4.2.2)."""
+    total = a + b
+    of_b = total - a
+    return (a - (total - of_b)) + (b - of_b)
