@@ -13,20 +13,21 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Unpack
 
 import jax
 import jax.numpy as jnp
 
 from lce_jax import _checks, _compat, _dispatch, _math, _shard, _statistics
-from lce_jax._types import LogprobOutput, Results, ShardStatistics
+from lce_jax._types import LogprobOutput, Options, Results, ShardStatistics
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
 
     from lce_jax._types import LogprobOptions
 
-__all__ = ["ShardStatistics", "finish", "gradients", "merge", "statistics"]
+__all__ = ["ShardStatistics", "fields", "finish", "gradients", "merge", "pack", "statistics", "unpack"]
 
 
 def statistics(
@@ -101,6 +102,53 @@ def merge(parts: ShardStatistics) -> ShardStatistics:
         200.0
     """
     return _statistics.merge(parts)
+
+
+def fields(*, entropy: bool = True, stats: bool = False) -> dict[str, int]:
+    """The fields of `ShardStatistics` that a call with these options has, in order: numbers per token of each.
+
+    Example:
+        >>> from lce_jax import local
+        >>> local.fields(entropy=False)
+        {'max': 1, 'sumexp': 1, 'target': 1}
+    """
+    return Options(entropy=entropy, stats=stats).statistics
+
+
+def pack(stats: ShardStatistics) -> Float[Array, "F T"]:
+    """All numbers of each token in one array, to be sent or kept.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from lce_jax import local
+        >>> stats, _ = local.statistics(jnp.ones((2, 4)), jnp.zeros((100, 4)), jnp.array([7, 8]))
+        >>> local.pack(stats).shape
+        (4, 2)
+    """
+    return _statistics.pack(stats)
+
+
+def unpack(packed: Float[Array, "*n F T"], fields: Mapping[str, int]) -> ShardStatistics:
+    """The statistics that `pack` has packed, where leading dimensions may run over shards; the inverse of `pack`.
+
+    Args:
+        packed: ``[..., F, T]``, the F numbers of each token.
+        fields: which numbers they are: those of `fields`, or some of them in their order. Others become None.
+
+    Raises:
+        ValueError: the numbers of ``fields`` are not F.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from lce_jax import local
+        >>> stats, _ = local.statistics(jnp.ones((2, 4)), jnp.zeros((100, 4)), jnp.array([7, 8]))
+        >>> of_two_shards = jnp.stack([local.pack(stats), local.pack(stats)])
+        >>> float(local.merge(local.unpack(of_two_shards, local.fields())).sumexp[0])
+        200.0
+    """
+    if packed.ndim < 2 or packed.shape[-2] != sum(fields.values()):
+        raise ValueError(f"packed {tuple(packed.shape)} must be [..., F, T] with the F of {dict(fields)}")
+    return _statistics.unpack(packed, fields)
 
 
 def finish(
