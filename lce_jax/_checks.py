@@ -7,7 +7,6 @@ import difflib
 import functools
 import inspect
 import math
-import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,15 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from lce_jax import _compat, _dispatch
-from lce_jax._shard import FLOAT32_MAX, FLOAT32_TINY, Rows, is_temperature
+from lce_jax import _compat, _dispatch, scalars
+from lce_jax._shard import Rows, is_temperature
 from lce_jax._types import CallOptions, Case, LogprobOptions, Options, is_array
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Int
 
 FLOATS = ("bfloat16", "float16", "float32", "float64")
-INT32_MAX = int(np.iinfo(np.int32).max)
 
 
 def options(given: LogprobOptions, mean_logit: bool = False) -> CallOptions:
@@ -32,8 +30,8 @@ def options(given: LogprobOptions, mean_logit: bool = False) -> CallOptions:
     static = {field.name for field in dataclasses.fields(Options)}
     fixed: dict[str, Any] = {name: value for name, value in given.items() if name in static}
     scale, softcap = (fixed.get(name, default) for name, default in (("logit_scale", 1.0), ("logit_softcap", None)))
-    scale = number_or_scalar("logit_scale", scale, _number)
-    softcap = None if softcap is None else number_or_scalar("logit_softcap", softcap, positive)
+    scale = number_or_scalar("logit_scale", scale, scalars.number)
+    softcap = None if softcap is None else number_or_scalar("logit_softcap", softcap, scalars.positive)
     traced = is_array(scale) or is_array(softcap)
     if traced:
         fixed |= {"logit_scale": 1.0, "logit_softcap": None if softcap is None else 1.0}
@@ -66,10 +64,7 @@ def check_names(function: Callable[..., Any], given: Mapping[str, Any], without:
 def loss_options(given: LogprobOptions) -> LogprobOptions:
     """The options of a loss, which has neither entropy nor extremes to return."""
     for name in ("entropy", "stats"):
-        flag = given.get(name, False)
-        if not isinstance(flag, bool | np.bool_):
-            raise TypeError(f"{name} must be True or False, got {flag!r}")
-        if flag:
+        if scalars.flag(name, given.get(name, False)):
             raise ValueError(
                 f"{name}=True, but a loss has no such output: linear_logprobs (or sharded_linear_logprobs) returns it "
                 "beside the log-probabilities, of which the loss is the mean"
@@ -79,16 +74,15 @@ def loss_options(given: LogprobOptions) -> LogprobOptions:
 
 def loss(reduction: Any, label_smoothing: Any, z_loss: Any, normalizer: Any = None) -> tuple[float, Any, Any]:
     """What a loss adds to the options, validated: the smoothing, the weight of lse² and the mean's divisor."""
-    if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f'reduction must be "mean", "sum" or "none", got {reduction!r}')
+    scalars.one_of("reduction", reduction, ("mean", "sum", "none"))
     if normalizer is not None:
         if reduction != "mean":
             raise ValueError(
                 f'normalizer={normalizer!r} is the divisor of reduction="mean", reduction is {reduction!r}'
             )
-        normalizer = number_or_scalar("normalizer", normalizer, positive)
-    z_loss = number_or_scalar("z_loss", z_loss, not_negative)
-    return fraction("label_smoothing", label_smoothing), z_loss, normalizer
+        normalizer = number_or_scalar("normalizer", normalizer, scalars.positive)
+    z_loss = number_or_scalar("z_loss", z_loss, scalars.not_negative)
+    return scalars.fraction("label_smoothing", label_smoothing), z_loss, normalizer
 
 
 def no_axis_name(given: CallOptions) -> None:
@@ -111,19 +105,14 @@ def static_options(
     if weight_layout not in ("vh", "hv"):
         raise ValueError(f'weight_layout must be "vh" ([V, H]) or "hv" ([H, V]), got {weight_layout!r}')
     if logit_softcap is not None:
-        logit_softcap = positive("logit_softcap", logit_softcap)
-    for name, flag in (("entropy", entropy), ("stats", stats)):
-        if not isinstance(flag, bool | np.bool_):
-            raise TypeError(f"{name} must be True or False, got {flag!r}")
-    if not _is_integer(cache_bytes) or cache_bytes < 0:
-        raise ValueError(f"cache_bytes must be a whole number of bytes, at least 0, got {cache_bytes!r}")
+        logit_softcap = scalars.positive("logit_softcap", logit_softcap)
     return Options(
-        logit_scale=_number("logit_scale", logit_scale),
+        logit_scale=scalars.number("logit_scale", logit_scale),
         logit_softcap=logit_softcap,
-        entropy=bool(entropy),
-        stats=bool(stats),
+        entropy=scalars.flag("entropy", entropy),
+        stats=scalars.flag("stats", stats),
         weight_layout=weight_layout,
-        cache_bytes=int(cache_bytes),
+        cache_bytes=scalars.num_bytes("cache_bytes", cache_bytes),
         precision=_precision(precision),
     )
 
@@ -157,7 +146,7 @@ def vocabulary(vocab_size: Any, columns: int) -> int:
     """The true vocabulary: ``vocab_size``, against the columns of all shards, or all of them."""
     if vocab_size is None:
         return columns
-    vocab_size = integer("vocab_size", vocab_size)
+    vocab_size = scalars.integer("vocab_size", vocab_size)
     if not 1 <= vocab_size <= columns:
         raise ValueError(f"vocab_size must lie in [1, {columns}], the columns of weight, got {vocab_size}")
     return vocab_size
@@ -197,7 +186,7 @@ def on_device(value: Any) -> Array:
 
 def num_rows(value: Any, num_tokens: int) -> Int[Array, ""]:
     """A number of rows in [0, num_tokens]; a traced one is clipped to it."""
-    if _is_integer(value):
+    if scalars.is_integer(value):
         if not 0 <= value <= num_tokens:
             raise ValueError(f"num_rows must lie in [0, {num_tokens}], the rows of labels, got {value}")
     elif not is_array(value) or value.shape != () or not jnp.issubdtype(value.dtype, jnp.integer):
@@ -275,7 +264,7 @@ def temperature(value: Any, shape: tuple[int, ...], where: Any = None) -> Any:
     What it holds is looked at where it is known; `_shard` keeps the damage of a traced one in its rows.
     """
     if not is_array(value) or isinstance(value, np.generic):
-        value = positive("temperature", value)
+        value = scalars.positive("temperature", value)
         return None if value == 1.0 else value
     check_array("temperature", value)
     if not jnp.issubdtype(value.dtype, jnp.floating):
@@ -326,30 +315,6 @@ def axis_size(axis_name: Any) -> int:
         ) from None
 
 
-def positive(name: str, value: Any) -> float:
-    """A number that is finite and above 0 in float32, where those below its least normal one become 0."""
-    value = _number(name, value)
-    if value < FLOAT32_TINY:
-        raise ValueError(f"{name} must be positive in float32, got {value}")
-    return value
-
-
-def fraction(name: str, value: Any) -> float:
-    """A number in [0, 1)."""
-    value = _number(name, value)
-    if not 0 <= value < 1:
-        raise ValueError(f"{name} must lie in [0, 1), got {value}")
-    return value
-
-
-def not_negative(name: str, value: Any) -> float:
-    """A finite number, at least 0."""
-    value = _number(name, value)
-    if value < 0:
-        raise ValueError(f"{name} must not be negative, got {value}")
-    return value
-
-
 def number_or_scalar(name: str, value: Any, check: Callable[[str, Any], float]) -> Any:
     """A number that passes ``check``, or a real array of shape (), traced or not, whose value nobody looks at."""
     if not is_array(value) or isinstance(value, np.generic):
@@ -360,15 +325,6 @@ def number_or_scalar(name: str, value: Any, check: Callable[[str, Any], float]) 
     if value.shape != ():
         raise ValueError(f"{name} must be a number or an array of shape (), got shape {tuple(value.shape)}")
     return value
-
-
-def integer(name: str, value: Any) -> int:
-    """A whole number that an int32 holds."""
-    if not _is_integer(value):
-        raise TypeError(f"{name} must be a Python integer, got {value!r}")
-    if abs(value) >= INT32_MAX:
-        raise ValueError(f"{name} must lie within ±{INT32_MAX - 1}, got {value}")
-    return int(value)
 
 
 def _check_floats(hidden: Any, weight: Any) -> None:
@@ -409,17 +365,6 @@ def _check_bias(bias: Any, weight: Any, opts: Options) -> None:
         )
 
 
-def _number(name: str, value: Any) -> float:
-    if isinstance(value, np.generic) and not isinstance(value, np.bool_):
-        value = value.item()  # ml_dtypes' scalars too
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{name} must be a Python number, got {type(value).__name__} {value!r}")
-    value = float(value)
-    if not abs(value) <= FLOAT32_MAX:
-        raise ValueError(f"{name} must be finite in float32, got {value}")
-    return value
-
-
 def _axis_name(axis_name: Any) -> Any:
     names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     if axis_name is None or (names and all(isinstance(name, str) for name in names)):
@@ -438,10 +383,6 @@ def _implementation_names(implementation: Any) -> tuple[str, ...] | None:
         if name not in _dispatch.IMPLEMENTATIONS:
             raise ValueError(f"unknown implementation {name!r}; known: {known}")
     return names
-
-
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def _precision(precision: Any) -> Any:

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING, Any, Unpack
 
-from lce_jax import _checks, _dispatch, api
+from lce_jax import _checks, _dispatch, api, scalars
 from lce_jax._layout import Layout, as_axes, layout_of_names
 from lce_jax._types import Surroundings, is_array
 
@@ -83,14 +83,14 @@ def explain(
     case = _checks.case(hidden, weight, labels, where, checked)
     _checks.temperature(checked.temperature, labels.shape, where)
     if ignore_index is not None:
-        _checks.integer("ignore_index", ignore_index)
+        scalars.integer("ignore_index", ignore_index)
         case = dataclasses.replace(case, partial_rows=True)
     if mesh is None and not (vocab_axis or batch_axes or sequence_axis):
         if checked.axis_name is None:
             around = Surroundings(true_columns=_checks.vocabulary(checked.vocab_size, case.vocab_size))
         else:
             around = Surroundings()
-            _checks.vocabulary(checked.vocab_size, _checks.INT32_MAX)
+            _checks.vocabulary(checked.vocab_size, scalars.INT32_MAX)
         return _dispatch.explain(case, checked.implementation, around)
     _checks.no_axis_name(checked)
     _checks.vocabulary(checked.vocab_size, case.vocab_size)

@@ -15,18 +15,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from lce_jax import _dispatch, _math, _rows, _statistics, mosaic
 from lce_jax._by_platform import by_platform
 from lce_jax._types import Case, Operands, Results, ShardStatistics
+from lce_jax.scalars import FLOAT32_MAX, FLOAT32_TINY
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
-
-
-FLOAT32_MAX, FLOAT32_TINY = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack
 import jax
 import jax.numpy as jnp
 
-from lce_jax import _checks
+from lce_jax import _checks, scalars
 from lce_jax._evaluate import evaluate
 from lce_jax._types import LogprobOptions, LogprobOutput, Results
 
@@ -260,7 +260,7 @@ def _counting_rows(labels: Array, where: Array | None, ignore_index: int | None)
     if where is not None:
         _checks.check_labels(labels)
         _checks.check_where(where, labels.shape)
-    return _kept(_checks.int32_labels(labels), where, _checks.integer("ignore_index", ignore_index))
+    return _kept(_checks.int32_labels(labels), where, scalars.integer("ignore_index", ignore_index))
 
 
 @functools.partial(jax.jit, static_argnums=2, inline=True)

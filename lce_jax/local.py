@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 import jax
 import jax.numpy as jnp
 
-from lce_jax import _checks, _compat, _dispatch, _math, _shard, _statistics
+from lce_jax import _checks, _compat, _dispatch, _math, _shard, _statistics, scalars
 from lce_jax._types import LogprobOutput, Options, Results, ShardStatistics
 
 if TYPE_CHECKING:
@@ -247,7 +247,7 @@ def _bind(
         case = dataclasses.replace(case, partial_rows=True)
     if labels.ndim != 1:
         raise ValueError(f"labels {tuple(labels.shape)} must be flat here: [T], with hidden [T, H]")
-    vocab_size = _checks.vocabulary(checked.vocab_size, _checks.INT32_MAX)
+    vocab_size = _checks.vocabulary(checked.vocab_size, scalars.INT32_MAX)
     chosen, _ = _dispatch.choose(case, checked.implementation)
     factors = (checked.logit_scale, checked.logit_softcap)
     rows = _checks.rows(labels, where, checked.temperature, vocab_size, case.stat_dtype, *factors)

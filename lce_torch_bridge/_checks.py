@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import numbers
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
+from lce_jax import scalars
+
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-INT32_MAX = 2**31 - 1
-FLOAT32 = torch.finfo(torch.float32)  # what the numbers are computed in
 
 
 def tensors(hidden: Any, weight: Any, labels: Any) -> None:
@@ -61,14 +59,14 @@ def group(tp_group: Any) -> None:
 def temperature(value: Any, hidden: torch.Tensor, labels: torch.Tensor) -> None:
     """A positive number, or a float tensor that broadcasts to labels."""
     if not isinstance(value, torch.Tensor):
-        positive("temperature", value)
+        scalars.positive("temperature", value)
         return
     if not value.is_floating_point():
         raise TypeError(f"temperature must be floating point, got {value.dtype}")
     if value.requires_grad:
         raise ValueError("temperature requires a gradient, and none is computed: pass temperature.detach()")
     same_device(hidden, temperature=value)
-    if may_look_at(value) and not bool((value >= FLOAT32.tiny).all()):
+    if may_look_at(value) and not bool((value >= scalars.FLOAT32_TINY).all()):
         raise ValueError(f"temperature must be positive in float32, got {float(value.min())} among its values")
     try:
         fits = torch.broadcast_shapes(value.shape, labels.shape) == labels.shape
@@ -117,11 +115,11 @@ def has_values(x: torch.Tensor) -> bool:
 
 def vocabulary(value: Any, columns: int) -> int:
     """The true vocabulary against the columns of all shards."""
-    if columns > INT32_MAX:
+    if columns > scalars.INT32_MAX:
         raise ValueError(f"{columns} vocabulary columns are more than an int32 counts")
     if value is None:
         return columns
-    value = whole("vocab_size", value)
+    value = scalars.integer("vocab_size", value)
     if not 1 <= value <= columns:
         raise ValueError(f"vocab_size must lie in [1, {columns}], the columns of weight over all ranks, got {value}")
     return value
@@ -135,49 +133,3 @@ def implementation(value: Any) -> str:
     if not isinstance(names, tuple) or not names or not all(isinstance(name, str) for name in names):
         raise TypeError(f"implementation must be None, a name or a tuple of names, got {value!r}")
     return ",".join(names)
-
-
-def one_of(name: str, value: Any, choices: Sequence[Any]) -> None:
-    """One of ``choices``."""
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
-
-
-def flag(name: str, value: Any) -> bool:
-    """True or False."""
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, got {value!r}")
-    return value
-
-
-def number(name: str, value: Any) -> float:
-    """A number that is finite in float32."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{name} must be a number, got {type(value).__name__} {value!r}")
-    value = float(value)
-    if not abs(value) <= FLOAT32.max:
-        raise ValueError(f"{name} must be finite in float32, got {value}")
-    return value
-
-
-def positive(name: str, value: Any) -> float:
-    """A number that is finite and above 0 in float32, where those below its least normal one become 0."""
-    value = number(name, value)
-    if value < FLOAT32.tiny:
-        raise ValueError(f"{name} must be positive in float32, got {value}")
-    return value
-
-
-def integer(name: str, value: Any) -> int:
-    """A whole number."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise TypeError(f"{name} must be an integer, got {value!r}")
-    return int(value)
-
-
-def whole(name: str, value: Any) -> int:
-    """A whole number, at least 0."""
-    value = integer(name, value)
-    if value < 0:
-        raise ValueError(f"{name} must not be negative, got {value}")
-    return value

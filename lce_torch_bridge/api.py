@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from lce_jax import scalars
 from lce_torch_bridge import _checks, _dtensor, autograd, tensor_parallel
 from lce_torch_bridge._autocast import autocast
 from lce_torch_bridge._main_grad import accumulate_into_main_grad
@@ -142,9 +143,9 @@ def linear_logprobs(
     _checks.temperature(temperature, hidden, labels)
     _checks.keep(keep, hidden, labels)
     keep = _without(ignore_index, keep, labels)
-    _checks.one_of("entropy", entropy, ("grad", "metric", "none"))
-    _checks.one_of("out_of_vocab", out_of_vocab, ("zero", "megatron"))
-    _checks.one_of("wgrad", wgrad, ("return", "main_grad"))
+    scalars.one_of("entropy", entropy, ("grad", "metric", "none"))
+    scalars.one_of("out_of_vocab", out_of_vocab, ("zero", "megatron"))
+    scalars.one_of("wgrad", wgrad, ("return", "main_grad"))
     if _dtensor.is_dtensor(weight):
         weight = _dtensor.rows(weight, tp_group, wgrad)
     shards = 1 if tp_group is None else tp_group.size()
@@ -154,13 +155,13 @@ def linear_logprobs(
     call = Call(
         group=group,
         vocab_size=_checks.vocabulary(vocab_size, weight.shape[0] * shards),
-        logit_scale=_checks.number("logit_scale", logit_scale),
-        logit_softcap=None if logit_softcap is None else _checks.positive("logit_softcap", logit_softcap),
+        logit_scale=scalars.number("logit_scale", logit_scale),
+        logit_softcap=None if logit_softcap is None else scalars.positive("logit_softcap", logit_softcap),
         entropy=entropy,
-        stats=_checks.flag("stats", stats),
+        stats=scalars.flag("stats", stats),
         megatron=out_of_vocab == "megatron",
-        reduce_grad_hidden=_checks.flag("reduce_grad_hidden", reduce_grad_hidden),
-        cache_bytes=_checks.whole("cache_bytes", cache_bytes),
+        reduce_grad_hidden=scalars.flag("reduce_grad_hidden", reduce_grad_hidden),
+        cache_bytes=scalars.num_bytes("cache_bytes", cache_bytes),
         implementation=_checks.implementation(implementation),
     )
     parameter = weight
@@ -222,7 +223,7 @@ def linear_cross_entropy(
     """
     reduction = "none" if reduction is None else reduction
     reduction = reduction.lower() if isinstance(reduction, str) else reduction  # type: ignore[assignment]
-    _checks.one_of("reduction", reduction, ("none", "sum", "mean"))
+    scalars.one_of("reduction", reduction, ("none", "sum", "mean"))
     temperature = 1.0 if temperature is None else temperature
     out = linear_logprobs(_like(labels, hidden), weight, labels, tp_group=dist_process_group, temperature=temperature)
     logprobs = out.logprobs.reshape(-1)
@@ -251,7 +252,7 @@ def _without(ignore_index: int | None, keep: torch.Tensor | None, labels: torch.
     """``keep`` without the tokens that have this label."""
     if ignore_index is None:
         return keep
-    counts = labels != _checks.integer("ignore_index", ignore_index)
+    counts = labels != scalars.integer("ignore_index", ignore_index)
     if keep is None:
         return counts
     if keep.dtype != torch.bool:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from lce_jax import _checks, _layout, _math, api, sharding
+from lce_jax import _checks, _layout, _math, api, scalars, sharding
 from lce_jax._types import Options
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ def _logits_sharding(hidden: Float[Array, "*b H"], weight: Float[Array, "V H"]) 
 def padded_vocabulary(vocab_size: int, pad_to_multiple: int) -> int:
     """``vocab_size`` rounded up: the rows of a head's own weight."""
     for name, value in (("vocab_size", vocab_size), ("pad_to_multiple", pad_to_multiple)):
-        if _checks.integer(name, value) < 1:
+        if scalars.integer(name, value) < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
     return -(-vocab_size // pad_to_multiple) * pad_to_multiple
 

@@ -1,0 +1,102 @@
+"""Checks of single numbers, flags and names, shared by `lce_jax` and `lce_torch_bridge`: one wording for a mistake.
+
+Each takes the argument's name and what was given, and returns it as Python's own number, or raises a ``TypeError`` or
+``ValueError`` with the value. Arrays and tensors are checked where they are known.
+"""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+__all__ = [
+    "FLOAT32_MAX",
+    "FLOAT32_TINY",
+    "INT32_MAX",
+    "flag",
+    "fraction",
+    "integer",
+    "is_integer",
+    "not_negative",
+    "num_bytes",
+    "number",
+    "one_of",
+    "positive",
+]
+
+FLOAT32_MAX, FLOAT32_TINY = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
+INT32_MAX = int(np.iinfo(np.int32).max)
+
+
+def number(name: str, value: Any) -> float:
+    """A number that is finite in float32."""
+    if isinstance(value, np.generic) and not isinstance(value, np.bool_):
+        value = value.item()  # ml_dtypes' scalars too
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} must be a Python number, got {type(value).__name__} {value!r}")
+    value = float(value)
+    if not abs(value) <= FLOAT32_MAX:
+        raise ValueError(f"{name} must be finite in float32, got {value}")
+    return value
+
+
+def positive(name: str, value: Any) -> float:
+    """A number that is finite and above 0 in float32, where those below its least normal one become 0."""
+    value = number(name, value)
+    if value < FLOAT32_TINY:
+        raise ValueError(f"{name} must be positive in float32, got {value}")
+    return value
+
+
+def not_negative(name: str, value: Any) -> float:
+    """A finite number, at least 0."""
+    value = number(name, value)
+    if value < 0:
+        raise ValueError(f"{name} must not be negative, got {value}")
+    return value
+
+
+def fraction(name: str, value: Any) -> float:
+    """A number in [0, 1)."""
+    value = number(name, value)
+    if not 0 <= value < 1:
+        raise ValueError(f"{name} must lie in [0, 1), got {value}")
+    return value
+
+
+def is_integer(value: Any) -> bool:
+    """Whether ``value`` is a whole number of Python or NumPy, and no bool."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def integer(name: str, value: Any) -> int:
+    """A whole number that an int32 holds."""
+    if not is_integer(value):
+        raise TypeError(f"{name} must be a Python integer, got {value!r}")
+    if abs(value) >= INT32_MAX:
+        raise ValueError(f"{name} must lie within ±{INT32_MAX - 1}, got {value}")
+    return int(value)
+
+
+def num_bytes(name: str, value: Any) -> int:
+    """A whole number of bytes, of any size."""
+    if not is_integer(value) or value < 0:
+        raise ValueError(f"{name} must be a whole number of bytes, at least 0, got {value!r}")
+    return int(value)
+
+
+def flag(name: str, value: Any) -> bool:
+    """True or False."""
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(f"{name} must be True or False, got {value!r}")
+    return bool(value)
+
+
+def one_of(name: str, value: Any, choices: Sequence[str]) -> None:
+    """One of several names."""
+    if value not in choices:
+        *first, last = (f'"{choice}"' for choice in choices)
+        raise ValueError(f"{name} must be {', '.join(first)} or {last}, got {value!r}")
