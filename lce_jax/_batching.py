@@ -7,6 +7,7 @@ rewritten. Where examples share nothing (a weight of their own, or a dweight eac
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -15,46 +16,39 @@ import jax.numpy as jnp
 from jax import lax
 
 from lce_jax import _partition, _spmd
-from lce_jax._shard import Rows, Spec
-from lce_jax._types import Results, ShardStatistics
+from lce_jax._rows import Rows
+from lce_jax._shard import Spec
+from lce_jax._types import Primals, Results, ShardStatistics
 
 if TYPE_CHECKING:
     from jaxtyping import Array
 
 
-def forward(
-    spec: Spec, hidden: Array, weight: Array, bias: Array | None, rows: Rows, keep_cache: bool
-) -> tuple[Results, ShardStatistics, Any]:
+def forward(spec: Spec, primals: Primals, rows: Rows, keep_cache: bool) -> tuple[Results, ShardStatistics, Any]:
     """`_spmd.forward`, or over the call's mesh `_partition.forward`."""
 
     @jax.custom_batching.custom_vmap
-    def call(*operands: Any) -> Any:
+    def call(primals: Primals, rows: Rows) -> Any:
         run: Any = _spmd.forward if spec.mesh is None else _partition.forward
-        return run(spec, *operands, keep_cache)
+        return run(spec, primals, rows, keep_cache)
 
     @call.def_vmap
-    def batched(size: int, in_batched: Any, *operands: Any) -> Any:
-        if in_batched[1] or in_batched[2] or (keep_cache and spec.case.options.cache_bytes):
-            out = _one_by_one(lambda h, w, b, r: forward(spec, h, w, b, r, keep_cache), in_batched, operands)
+    def batched(size: int, in_batched: Any, primals: Primals, rows: Rows) -> Any:
+        if _has_own_columns(in_batched[0]) or (keep_cache and spec.case.options.cache_bytes):
+            run = functools.partial(forward, spec, keep_cache=keep_cache)
+            out = _one_by_one(run, in_batched, (primals, rows))
         else:
-            hidden, _, _, rows = _with_batch(size, in_batched, operands)
+            primals, rows = _with_batch(size, in_batched, (primals, rows))
             case = dataclasses.replace(spec.case, num_tokens=rows.labels.size)
-            out = forward(dataclasses.replace(spec, case=case), hidden, operands[1], operands[2], rows, keep_cache)
+            out = forward(dataclasses.replace(spec, case=case), primals, rows, keep_cache)
         return out, jax.tree.map(lambda _: True, out)
 
-    return call(hidden, weight, bias, rows)
+    return call(primals, rows)
 
 
 def backward(
-    spec: Spec,
-    hidden: Array,
-    weight: Array,
-    bias: Array | None,
-    rows: Rows,
-    stats: ShardStatistics,
-    cache: Any,
-    cotangent: Results,
-) -> tuple[Array, Array, Array | None]:
+    spec: Spec, primals: Primals, rows: Rows, stats: ShardStatistics, cache: Any, cotangent: Results
+) -> Primals:
     """`_spmd.backward`, or over the call's mesh `_partition.backward`."""
 
     @jax.custom_batching.custom_vmap
@@ -65,14 +59,19 @@ def backward(
     @call.def_vmap
     def batched(size: int, in_batched: Any, *operands: Any) -> Any:
         out = None
-        if spec.mesh is not None and not (in_batched[1] or in_batched[2]) and cache is None:
-            hidden, _, _, rows, stats, _, cotangent = _with_batch(size, in_batched, operands)
-            out = _partition.backward_of_examples(spec, hidden, operands[1], operands[2], rows, stats, cotangent)
+        if spec.mesh is not None and not _has_own_columns(in_batched[0]) and cache is None:
+            primals, rows, stats, _, cotangent = _with_batch(size, in_batched, operands)
+            out = _partition.backward_of_examples(spec, primals, rows, stats, cotangent)
         if out is None:
-            out = _one_by_one(lambda *example: backward(spec, *example), in_batched, operands)
+            out = _one_by_one(functools.partial(backward, spec), in_batched, operands)
         return out, jax.tree.map(lambda _: True, out)
 
-    return call(hidden, weight, bias, rows, stats, cache, cotangent)
+    return call(primals, rows, stats, cache, cotangent)
+
+
+def _has_own_columns(in_batched: Primals) -> bool:
+    """Whether each example has a weight or a bias of its own."""
+    return bool(in_batched.weight or in_batched.bias)
 
 
 def _one_by_one(function: Callable[..., Any], in_batched: Any, operands: Any) -> Any:
@@ -101,5 +100,6 @@ def _with_batch(size: int, in_batched: Any, operands: Any) -> Any:
     def lead(batched: bool, x: Array) -> Array:
         return x if batched else jnp.broadcast_to(x, (size, *x.shape))
 
-    in_batched = (in_batched[0], *jax.tree.map(lambda _: True, tuple(in_batched[1:3])), *in_batched[3:])
+    primals, *per_token = in_batched
+    in_batched = (primals._replace(weight=True, bias=None if primals.bias is None else True), *per_token)
     return jax.tree.map(lead, in_batched, tuple(operands))

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import TYPE_CHECKING, Any, Unpack
 
-from lce_jax import _checks, _dispatch, api, scalars
-from lce_jax._layout import Layout, as_axes, layout_of_names
-from lce_jax._types import Surroundings, is_array
+from lce_jax import _bind, _checks, _dispatch, _options, api, scalars
+from lce_jax._layout import layout_of_names
+from lce_jax._types import ALONE, Surroundings, is_array
 
 if TYPE_CHECKING:
     from jax.sharding import AbstractMesh, Mesh
 
     from lce_jax._layout import Axes
-    from lce_jax._types import Case, LogprobOptions, Plan
+    from lce_jax._types import LogprobOptions, Plan
 
 
 def explain(
@@ -74,36 +73,26 @@ def explain(
         >>> plan.case.num_tokens, plan.case.vocab_size
         (1024, 32768)
     """
-    _checks.check_names(explain, options)
-    smoothing, penalty, normalizer = _checks.loss(reduction or "mean", label_smoothing, z_loss, normalizer)
+    _options.check_names(explain, options)
+    smoothing, penalty, normalizer = _options.of_loss(reduction or "mean", label_smoothing, z_loss, normalizer)
     given = (reduction, ignore_index, normalizer)
     if smoothing or is_array(penalty) or penalty or any(x is not None for x in given):
-        options = _checks.loss_options(options)
-    checked = _checks.options(options, mean_logit=smoothing > 0)
-    case = _checks.case(hidden, weight, labels, where, checked)
+        options = _options.loss_call(options)
+    checked = _options.of_call(options, mean_logit=smoothing > 0)
+    case = _bind.case(hidden, weight, labels, where, checked)
     _checks.temperature(checked.temperature, labels.shape, where)
     if ignore_index is not None:
         scalars.integer("ignore_index", ignore_index)
         case = dataclasses.replace(case, partial_rows=True)
-    if mesh is None and not (vocab_axis or batch_axes or sequence_axis):
-        if checked.axis_name is None:
-            around = Surroundings(true_columns=_checks.vocabulary(checked.vocab_size, case.vocab_size))
-        else:
-            around = Surroundings()
-            _checks.vocabulary(checked.vocab_size, scalars.INT32_MAX)
-        return _dispatch.explain(case, checked.implementation, around)
-    _checks.no_axis_name(checked)
-    _checks.vocabulary(checked.vocab_size, case.vocab_size)
-    layout = layout_of_names(mesh, hidden, weight, case.options.vocab_dim, vocab_axis, batch_axes, sequence_axis)
-    return _on_one_device(layout, case, checked.implementation)
-
-
-def _on_one_device(layout: Layout, case: Case, implementation: tuple[str, ...] | None) -> Plan:
-    """The plan of one device's tokens and columns, and of what the collectives around them hold."""
-    vocab_shards, token_shards = (
-        math.prod(layout.mesh.shape[axis] for axis in as_axes(axes)) for axes in (layout.vocab_axes, layout.token_axes)
-    )
-    num_tokens, columns = case.num_tokens // token_shards, case.vocab_size // vocab_shards
-    case = dataclasses.replace(case, num_tokens=num_tokens, vocab_size=columns)
-    around = Surroundings(gathers_hidden=layout.gather_dim is not None, sums_dweight=token_shards > 1)
-    return _dispatch.explain(case, implementation, around)
+    layout, around, columns = None, ALONE, case.vocab_size
+    if mesh is not None or vocab_axis or batch_axes or sequence_axis:
+        _options.no_axis_name(checked)
+        axes = {"vocab_axis": vocab_axis, "batch_axes": batch_axes, "sequence_axis": sequence_axis}
+        layout = layout_of_names(hidden, weight, case.options.vocab_dim, mesh=mesh, **axes)
+        around = Surroundings(gathers_hidden=layout.gather_dim is not None, sums_dweight=layout.token_shards > 1)
+    elif checked.axis_name is not None:
+        columns = scalars.INT32_MAX  # of all shards together, whose number nobody knows here
+    else:
+        around = Surroundings(true_columns=_checks.vocabulary(checked.vocab_size, columns))
+    spec = _bind.spec(case, checked, columns, layout)
+    return _dispatch.explain(spec.case, spec.requested, around)

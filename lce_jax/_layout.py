@@ -13,6 +13,8 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from lce_jax._types import Primals
+
 if TYPE_CHECKING:
     from jaxtyping import Array
 
@@ -35,14 +37,32 @@ class Layout:
         return P(*self.leading)
 
     @property
-    def in_specs(self) -> tuple[P, P, P, P]:
-        """Of hidden, weight, bias and everything per token, which is whole where hidden is gathered."""
+    def primal_specs(self) -> Primals[P]:
+        """Of hidden, weight and bias."""
         vocab = [None, None]
         vocab[self.vocab_dim] = self.vocab_axes
+        return Primals(P(*self.leading, None), P(*vocab), P(self.vocab_axes))
+
+    @property
+    def row_spec(self) -> P:
+        """Of everything per token, which is whole where hidden is gathered."""
         rows = list(self.leading)
         if self.gather_dim is not None:
             rows[self.gather_dim] = _without(rows[self.gather_dim], self.vocab_axes)
-        return P(*self.leading, None), P(*vocab), P(self.vocab_axes), P(*rows)
+        return P(*rows)
+
+    @property
+    def token_shards(self) -> int:
+        """The parts that the tokens are in when the logits are computed."""
+        return self._size(self.token_axes)
+
+    @property
+    def vocab_shards(self) -> int:
+        """The parts that the vocabulary is in."""
+        return self._size(as_axes(self.vocab_axes))
+
+    def _size(self, axes: tuple[str, ...]) -> int:
+        return math.prod(self.mesh.shape[axis] for axis in axes)
 
     @property
     def token_axes(self) -> tuple[str, ...]:
@@ -59,8 +79,7 @@ class Layout:
         """The layout with the sequence whole where the vocabulary's axis splits it."""
         if self.gather_dim is None:
             return self
-        rows = self.in_specs[3]
-        return dataclasses.replace(self, leading=tuple(rows), gather_dim=None)
+        return dataclasses.replace(self, leading=tuple(self.row_spec), gather_dim=None)
 
     def own_rows(self, rows: Array) -> Array:
         """This device's part of a per-token result of the gathered sequence."""
@@ -70,21 +89,22 @@ class Layout:
         start = lax.axis_index(self.vocab_axes) * size
         return lax.dynamic_slice_in_dim(rows, start, size, self.gather_dim)
 
-    def place(self, operands: Any) -> Any:
-        """The operands split over the Explicit axes as `in_specs` says: such axes insist on it, Auto axes do not."""
+    def place(self, primals: Primals, per_token: Any) -> tuple[Primals, Any]:
+        """The operands split over the Explicit axes as the specs say: such axes insist on it, Auto axes do not."""
         types = zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
         implicit = tuple(name for name, kind in types if kind != AxisType.Explicit)
         if len(implicit) == len(self.mesh.axis_names):
-            return operands
-        placed = []
-        for tree, spec in zip(operands, self.in_specs, strict=True):
+            return primals, per_token
+
+        def placed(tree: Any, spec: Any) -> Any:
             sharding = NamedSharding(self.mesh, P(*(_without(entry, implicit) for entry in spec)))
-            placed.append(jax.tree.map(functools.partial(jax.sharding.reshard, out_shardings=sharding), tree))
-        return tuple(placed)
+            return jax.tree.map(functools.partial(jax.sharding.reshard, out_shardings=sharding), tree)
+
+        return Primals(*map(placed, primals, self.primal_specs)), placed(per_token, self.row_spec)
 
 
 def layout_of_names(
-    mesh: Any, hidden: Any, weight: Any, vocab_dim: int, vocab_axis: Axes, batch_axes: Axes, sequence_axis: Axes
+    hidden: Any, weight: Any, vocab_dim: int, *, mesh: Any, vocab_axis: Axes, batch_axes: Axes, sequence_axis: Axes
 ) -> Layout:
     """The layout that a caller names, checked against the mesh and the shapes."""
     mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh

@@ -20,12 +20,13 @@ from jax.sharding import PartitionSpec as P
 
 from lce_jax import _dispatch, _spmd
 from lce_jax._layout import Layout, as_axes, layout_of_specs
-from lce_jax._shard import Rows, Spec
-from lce_jax._types import Results, ShardStatistics
+from lce_jax._rows import Rows
+from lce_jax._shard import Spec
+from lce_jax._types import Primals, Results, ShardStatistics
 from lce_jax._xla_partitioning import Partition, Partitioned, warn_once
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float
+    from jaxtyping import Array
 
 
 def mesh_of(operands: Any, cache_bytes: int) -> AbstractMesh | None:
@@ -72,100 +73,86 @@ def _mesh_of_types(operands: Any) -> AbstractMesh:
     return next((mesh for mesh in meshes if not mesh.empty), AbstractMesh((), ()))
 
 
-def forward(
-    spec: Spec, hidden: Float[Array, "*b H"], weight: Float[Array, "V H"], bias: Any, rows: Rows, keep_cache: bool
-) -> tuple[Results, ShardStatistics, Any]:
+def forward(spec: Spec, primals: Primals, rows: Rows, keep_cache: bool) -> tuple[Results, ShardStatistics, Any]:
     """`_spmd.forward` of global arrays. Under Auto axes nothing is cached: a cache has no global shape."""
-    layout = _layout_of_types(spec, hidden, weight, rows)
+    layout = _layout_of_types(spec, primals, rows)
     if layout is None:
         if keep_cache and spec.case.options.cache_bytes:
             warn_once(
                 "cache_bytes keeps nothing where XLA partitions linear_logprobs over Auto axes: call "
                 "sharded_linear_logprobs (or _cross_entropy), or make the mesh's axes Explicit"
             )
-        return *_auto_forward(spec, hidden, weight, bias, rows), None
+        return *_auto_forward(spec, primals, rows), None
     device = functools.partial(_device_forward, spec, layout, keep_cache)
     outputs = (layout.out_spec, layout.out_spec, layout.every_device)
-    return _over_devices(layout, device, outputs, hidden, weight, bias, (rows,))
+    return _over_devices(layout, device, outputs, primals, (rows,))
 
 
 def backward(
-    spec: Spec,
-    hidden: Float[Array, "*b H"],
-    weight: Float[Array, "V H"],
-    bias: Float[Array, "V"] | None,
-    rows: Rows,
-    stats: ShardStatistics,
-    cache: Any,
-    cotangent: Results,
-) -> tuple[Float[Array, "*b H"], Float[Array, "V H"], Float[Array, "V"] | None]:
+    spec: Spec, primals: Primals, rows: Rows, stats: ShardStatistics, cache: Any, cotangent: Results
+) -> Primals:
     """`_spmd.backward` of global arrays."""
     per_token = (rows, stats, cotangent)
-    layout = _layout_of_types(spec, hidden, weight, per_token)
+    layout = _layout_of_types(spec, primals, per_token)
     if layout is None:
-        return _auto_backward(spec, hidden, weight, bias, *per_token)
+        return _auto_backward(spec, primals, *per_token)
     device = functools.partial(_device_backward, spec, layout)
-    gradients = _over_devices(layout, device, layout.in_specs[:3], hidden, weight, bias, per_token, cache)
-    return jax.tree.map(_as_type_of, gradients, (hidden, weight, bias))
+    gradients = _over_devices(layout, device, layout.primal_specs, primals, per_token, cache)
+    return jax.tree.map(_as_type_of, gradients, primals)
 
 
 def backward_of_examples(
-    spec: Spec,
-    hidden: Float[Array, "n *b H"],
-    weight: Float[Array, "V H"],
-    bias: Float[Array, "V"] | None,
-    rows: Rows,
-    stats: ShardStatistics,
-    cotangent: Results,
-) -> tuple[Float[Array, "n *b H"], Float[Array, "n V H"], Float[Array, "n V"] | None] | None:
-    """`backward` of examples that each have a dweight of their own; None where their split is not in their types."""
-    layout = _layout_of_types(spec, hidden, weight, (rows, stats, cotangent))
+    spec: Spec, primals: Primals, rows: Rows, stats: ShardStatistics, cotangent: Results
+) -> Primals | None:
+    """`backward` of examples that each have a dweight of their own; None where their split is not in their types.
+
+    ``primals.hidden`` and everything per token have the examples as their first dimension, and so has every gradient.
+    """
+    layout = _layout_of_types(spec, primals, (rows, stats, cotangent))
     if layout is None:
         return None
     layout = layout.without_gather()
     example = dataclasses.replace(layout, leading=layout.leading[1:])
 
-    def device(hidden: Any, weight: Any, bias: Any, per_token: Any, cache: None) -> Any:
-        def one(operands: Any) -> Any:
-            return _device_backward(spec, example, operands[0], weight, bias, operands[1], cache)
+    def device(primals: Primals, per_token: Any, cache: None) -> Primals:
+        def one(operands: Any) -> Primals:
+            return _device_backward(spec, example, primals._replace(hidden=operands[0]), operands[1], cache)
 
-        return lax.map(one, (hidden, per_token))
+        return lax.map(one, (primals.hidden, per_token))
 
-    examples = layout.leading[0]
-    outputs = (layout.in_specs[0], *(P(examples, *own) for own in layout.in_specs[1:3]))
-    return _over_devices(layout, device, outputs, hidden, weight, bias, (rows, stats, cotangent))
+    examples, specs = layout.leading[0], layout.primal_specs
+    outputs = specs._replace(weight=P(examples, *specs.weight), bias=P(examples, layout.vocab_axes))
+    return _over_devices(layout, device, outputs, primals, (rows, stats, cotangent))
 
 
 def _device_forward(
     spec: Spec,
     layout: Layout,
     keep_cache: bool,
-    hidden: Any,
-    weight: Any,
-    bias: Any,
+    primals: Primals,
     per_token: tuple[Rows],
     cache: None = None,
 ) -> tuple[Results, ShardStatistics, Any]:
     """One device's program of the forward: its own tokens' results, and its own cache."""
     del cache
     (rows,) = per_token
-    local = _device_spec(spec, layout, weight, rows)
-    *results, kept = _spmd.forward(local, hidden, weight, bias, rows, keep_cache)
+    local = _device_spec(spec, layout, primals, rows)
+    *results, kept = _spmd.forward(local, primals, rows, keep_cache)
     return *jax.tree.map(layout.own_rows, results), kept
 
 
 def _device_backward(
-    spec: Spec, layout: Layout, hidden: Any, weight: Any, bias: Any, per_token: tuple[Any, ...], cache: Any = None
-) -> tuple[Array, Array, Array | None]:
+    spec: Spec, layout: Layout, primals: Primals, per_token: tuple[Any, ...], cache: Any = None
+) -> Primals:
     """One device's program of the backward: dhidden of its tokens, dweight and dbias of its columns, whole sums."""
     rows, stats, cotangent = per_token
-    local = _device_spec(spec, layout, weight, rows)
-    return _spmd.backward(local, hidden, weight, bias, rows, stats, cache, cotangent)
+    local = _device_spec(spec, layout, primals, rows)
+    return _spmd.backward(local, primals, rows, stats, cache, cotangent)
 
 
-def _device_spec(spec: Spec, layout: Layout, weight: Any, rows: Rows) -> Spec:
+def _device_spec(spec: Spec, layout: Layout, primals: Primals, rows: Rows) -> Spec:
     """The spec of one device's share, its implementation chosen for the share's shapes."""
-    columns = weight.shape[spec.case.options.vocab_dim]
+    columns = primals.weight.shape[spec.case.options.vocab_dim]
     case = dataclasses.replace(spec.case, num_tokens=rows.labels.size, vocab_size=columns)
     chosen, _ = _dispatch.choose(case, spec.requested)
     return dataclasses.replace(
@@ -181,10 +168,10 @@ def _device_spec(spec: Spec, layout: Layout, weight: Any, rows: Rows) -> Spec:
 # Explicit axes
 
 
-def _layout_of_types(spec: Spec, hidden: Any, weight: Any, per_token: Any) -> Layout | None:
+def _layout_of_types(spec: Spec, primals: Primals, per_token: Any) -> Layout | None:
     """The layout that the operands' types name; None where no axis of their mesh is Explicit."""
-    operands = (hidden, weight, per_token)
-    mesh = _mesh_of_types(operands)
+    hidden, weight, _ = primals
+    mesh = _mesh_of_types((hidden, weight, per_token))
     if AxisType.Explicit not in mesh.axis_types:
         return None
     if auto := _auto_axes(mesh):
@@ -201,16 +188,14 @@ def _over_devices(
     layout: Layout,
     device: Callable[..., Any],
     out_specs: Any,
-    hidden: Any,
-    weight: Any,
-    bias: Any,
+    primals: Primals,
     per_token: tuple[Any, ...],
     cache: Any = None,
 ) -> Any:
     """``device`` on every device of the layout's mesh. Its collectives are all its own, so nothing is typed inside."""
-    in_specs = (*layout.in_specs, layout.every_device)
+    in_specs = (layout.primal_specs, layout.row_spec, layout.every_device)
     mapped = jax.shard_map(device, mesh=layout.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-    return mapped(*layout.place((hidden, weight, bias, per_token)), cache)
+    return mapped(*layout.place(primals, per_token), cache)
 
 
 def _as_type_of(gradient: Array, operand: Any) -> Array:
@@ -221,36 +206,35 @@ def _as_type_of(gradient: Array, operand: Any) -> Array:
 # Auto axes
 
 
-def _auto_forward(spec: Spec, hidden: Any, weight: Any, bias: Any, rows: Any) -> Any:
-    def whole(hidden: Any, weight: Any, bias: Any, rows: Any) -> Any:
-        return _spmd.forward(spec, hidden, weight, bias, rows, keep_cache=False)[:2]
+def _auto_forward(spec: Spec, primals: Primals, rows: Rows) -> Any:
+    def whole(primals: Primals, rows: Rows) -> Any:
+        return _spmd.forward(spec, primals, rows, keep_cache=False)[:2]
 
-    tokens, _ = _dimensions(spec, hidden, bias)
-    results = _named(tokens, jax.eval_shape(whole, hidden, weight, bias, rows))
-    return _partitioned(spec, whole, _forward_rule, results, hidden, weight, bias, rows)
-
-
-def _auto_backward(spec: Spec, hidden: Any, weight: Any, bias: Any, *per_token: Any) -> Any:
-    def whole(hidden: Any, weight: Any, bias: Any, rows: Any, stats: Any, cotangent: Any) -> Any:
-        return _spmd.backward(spec, hidden, weight, bias, rows, stats, None, cotangent)
-
-    _, gradients = _dimensions(spec, hidden, bias)
-    return _partitioned(spec, whole, _backward_rule, gradients, hidden, weight, bias, *per_token)
+    tokens, _ = _dimensions(spec, primals)
+    results = _named(tokens, jax.eval_shape(whole, primals, rows))
+    return _partitioned(spec, whole, _forward_rule, results, primals, rows)
 
 
-def _partitioned(spec: Spec, whole: Any, rule: Any, results: list[str], hidden: Any, weight: Any, *rest: Any) -> Any:
+def _auto_backward(spec: Spec, primals: Primals, *per_token: Any) -> Any:
+    def whole(primals: Primals, rows: Rows, stats: ShardStatistics, cotangent: Results) -> Any:
+        return _spmd.backward(spec, primals, rows, stats, None, cotangent)
+
+    _, gradients = _dimensions(spec, primals)
+    return _partitioned(spec, whole, _backward_rule, gradients, primals, *per_token)
+
+
+def _partitioned(spec: Spec, whole: Any, rule: Any, results: list[str], primals: Primals, *per_token: Any) -> Any:
     """``whole`` of global arrays, which XLA partitions by ``rule``; ``results`` names the dimensions of its results."""
-    bias, *per_token = rest
-    tokens, wide = _dimensions(spec, hidden, bias)
+    tokens, wide = _dimensions(spec, primals)
     names = f"{', '.join(wide + _named(tokens, per_token))} -> {', '.join(results)}"
-    return Partitioned(whole, functools.partial(rule, spec), names, ("h",), spec.mesh)(hidden, weight, *rest)
+    return Partitioned(whole, functools.partial(rule, spec), names, ("h",), spec.mesh)(primals, *per_token)
 
 
-def _dimensions(spec: Spec, hidden: Any, bias: Any) -> tuple[str, list[str]]:
+def _dimensions(spec: Spec, primals: Primals) -> tuple[str, list[str]]:
     """The names of the dimensions of everything per token, and of hidden, weight and bias."""
-    tokens = " ".join(f"b{dim}" for dim in range(hidden.ndim - 1))
+    tokens = " ".join(f"b{dim}" for dim in range(primals.hidden.ndim - 1))
     weight = "v h" if spec.case.options.vocab_dim == 0 else "h v"
-    return tokens, [f"{tokens} h".strip(), weight, *_named("v", bias)]
+    return tokens, [f"{tokens} h".strip(), weight, *_named("v", primals.bias)]
 
 
 def _named(names: str, tree: Any) -> list[str]:
@@ -260,8 +244,8 @@ def _named(names: str, tree: Any) -> list[str]:
 def _forward_rule(spec: Spec, mesh: Any, shapes: Any, specs: Any) -> Partition:
     layout = _layout_of_specs(spec, mesh, shapes, specs)
 
-    def device(hidden: Any, weight: Any, bias: Any, rows: Any) -> Any:
-        return _device_forward(spec, layout, False, hidden, weight, bias, (rows,))[:2]
+    def device(primals: Primals, rows: Rows) -> Any:
+        return _device_forward(spec, layout, False, primals, (rows,))[:2]
 
     return Partition(device, _operand_specs(layout, shapes), layout.out_spec)
 
@@ -269,20 +253,24 @@ def _forward_rule(spec: Spec, mesh: Any, shapes: Any, specs: Any) -> Partition:
 def _backward_rule(spec: Spec, mesh: Any, shapes: Any, specs: Any) -> Partition:
     layout = _layout_of_specs(spec, mesh, shapes, specs)
 
-    def device(hidden: Any, weight: Any, bias: Any, *per_token: Any) -> Any:
-        return _device_backward(spec, layout, hidden, weight, bias, per_token)
+    def device(primals: Primals, *per_token: Any) -> Any:
+        return _device_backward(spec, layout, primals, per_token)
 
     operand_specs = _operand_specs(layout, shapes)
-    return Partition(device, operand_specs, operand_specs[:3])
+    return Partition(device, operand_specs, operand_specs[0])
 
 
 def _layout_of_specs(spec: Spec, mesh: Any, shapes: Any, specs: Any) -> Layout:
-    (hidden, weight, *_), (hidden_spec, weight_spec, _, *per_token) = shapes, specs
+    (primals, *_), (of_primals, *per_token) = shapes, specs
     rows_specs = jax.tree.leaves(per_token, is_leaf=lambda x: isinstance(x, P))
-    return layout_of_specs(mesh, hidden, weight, hidden_spec, weight_spec, rows_specs, spec.case.options.vocab_dim)
+    vocab_dim = spec.case.options.vocab_dim
+    return layout_of_specs(
+        mesh, primals.hidden, primals.weight, of_primals.hidden, of_primals.weight, rows_specs, vocab_dim
+    )
 
 
 def _operand_specs(layout: Layout, shapes: Any) -> Any:
-    hidden, weight, bias, per_token = layout.in_specs
-    own = None if shapes[2] is None else bias
-    return hidden, weight, own, *jax.tree.map(lambda _: per_token, tuple(shapes[3:]))
+    primals, *per_token = shapes
+    specs = layout.primal_specs
+    specs = specs if primals.bias is not None else specs._replace(bias=None)
+    return specs, *jax.tree.map(lambda _: layout.row_spec, tuple(per_token))

@@ -1,14 +1,100 @@
-"""Rows that ``where`` leaves out: moved behind the live ones, so that no tile of work holds only dead rows."""
+"""A call's per-token operands, and those rows that ``where`` leaves out.
+
+Rows that are left out move to the end, after the live ones, so that no tile of work holds only dead rows.
+"""
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from lce_jax import _checks, scalars
+from lce_jax._types import is_array
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Int
+    from jaxtyping import Array, Bool, Float, Int
+
+
+class Rows(NamedTuple):
+    """A call's per-token operands, all in the shape of labels. None of them has a gradient."""
+
+    labels: Int[Array, "*b"]  # int32 global id, -1 where out of vocabulary
+    where: Bool[Array, "*b"] | None
+    temperature: Float[Array, "*b"] | None
+    logit_scale: Float[Array, "*b"] | None = None  # where it or the softcap is an array; else the options have both
+    logit_softcap: Float[Array, "*b"] | None = None
+    num_rows: Int[Array, ""] | None = None  # in the place of ``where``: the rows, from the first on, that count
+
+    @property
+    def live(self) -> Bool[Array, "T"] | None:
+        """Which rows count; None where all do."""
+        if self.num_rows is None:
+            return self.where
+        return jnp.arange(self.labels.shape[0], dtype=jnp.int32) < self.num_rows
+
+
+def of_call(
+    labels: Any, where: Any, temperature: Any, vocab_size: int, dtype: Any, scale: Any = None, softcap: Any = None
+) -> Rows:
+    """The per-token operands of a call, its temperature checked; labels outside [0, vocab_size) become -1."""
+    factors = (_checks.temperature(temperature, labels.shape, where), scale, softcap)
+    arrays = tuple(None if factor is None else on_device(factor) for factor in factors)
+    where = None if where is None else jnp.asarray(where)
+    return _of_arrays(int32_labels(labels), where, arrays, vocab_size, dtype)
+
+
+@functools.partial(jax.jit, static_argnums=(3, 4), inline=True)
+def _of_arrays(labels: Array, where: Array | None, factors: Any, vocab_size: int, dtype: Any) -> Rows:
+    """Jitted: outside ``jit`` each number in an expression is a transfer, which ``jax.transfer_guard`` may forbid."""
+    labels = jnp.where((labels >= 0) & (labels < vocab_size), labels, -1)
+    return Rows(labels, where, *(None if x is None else _per_token(x, labels.shape, dtype) for x in factors))
+
+
+def _per_token(value: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+    return jnp.broadcast_to(lax.stop_gradient(value).astype(dtype), shape)
+
+
+def on_device(value: Any) -> Array:
+    """A number as an array, put there explicitly; arrays as they are."""
+    return value if isinstance(value, jax.Array) else jax.device_put(np.asarray(value))
+
+
+def count(value: Any, num_tokens: int) -> Int[Array, ""]:
+    """A number of rows in [0, num_tokens]; a traced one is clipped to it."""
+    if scalars.is_integer(value):
+        if not 0 <= value <= num_tokens:
+            raise ValueError(f"num_rows must lie in [0, {num_tokens}], the rows of labels, got {value}")
+    elif not is_array(value) or value.shape != () or not jnp.issubdtype(value.dtype, jnp.integer):
+        raise TypeError(f"num_rows must be an integer or an integer array of shape (), got {value!r}")
+    return jnp.clip(jnp.asarray(value, jnp.int32), 0, num_tokens)
+
+
+def int32_labels(labels: Any) -> Array:
+    """Labels of any integer type as int32; what does not fit is clamped, still out of every vocabulary.
+
+    NumPy's 64-bit labels are clamped before JAX sees them, which would wrap them (2³² + 3 is not 3).
+    """
+    _checks.label_array(labels)
+    if isinstance(labels, np.ndarray | np.generic):
+        return jnp.asarray(_clamped(labels, np))
+    return _int32(jnp.asarray(labels))
+
+
+@functools.partial(jax.jit, inline=True)
+def _int32(labels: Array) -> Array:
+    return _clamped(labels, jnp)
+
+
+def _clamped(labels: Any, numpy: Any) -> Any:
+    info, int32 = jnp.iinfo(labels.dtype), np.iinfo(np.int32)
+    if info.min < int32.min or info.max > int32.max:
+        labels = numpy.clip(labels, max(info.min, int32.min), int32.max)
+    return labels.astype(np.int32)
 
 
 class Compaction(NamedTuple):

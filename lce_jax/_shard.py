@@ -17,13 +17,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax import _dispatch, _math, _rows, _statistics, mosaic
+from lce_jax import _checks, _dispatch, _math, _rows, _statistics, mosaic
 from lce_jax._by_platform import by_platform
-from lce_jax._types import Case, Operands, Results, ShardStatistics
-from lce_jax.scalars import FLOAT32_MAX, FLOAT32_TINY
+from lce_jax._rows import Rows
+from lce_jax._types import Case, Operands, Primals, Results, ShardStatistics
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float, Int
+    from jaxtyping import Array, Bool, Float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,43 +43,20 @@ class Spec:
     mesh: Any = None  # the mesh of global operands, of which `_partition` makes shards, empty where it is not known
 
 
-class Rows(NamedTuple):
-    """A call's per-token operands, all in the shape of labels. None of them has a gradient."""
-
-    labels: Int[Array, "*b"]  # int32 global id, -1 where out of vocabulary
-    where: Bool[Array, "*b"] | None
-    temperature: Float[Array, "*b"] | None
-    logit_scale: Float[Array, "*b"] | None = None  # where it or the softcap is an array; else the options have both
-    logit_softcap: Float[Array, "*b"] | None = None
-    num_rows: Int[Array, ""] | None = None  # in the place of ``where``: the rows, from the first on, that count
-
-    @property
-    def live(self) -> Bool[Array, "T"] | None:
-        """Which rows count; None where all do."""
-        if self.num_rows is None:
-            return self.where
-        return jnp.arange(self.labels.shape[0], dtype=jnp.int32) < self.num_rows
-
-
-def as_operand(hidden: Float[Array, "*b H"], weight: Array) -> Float[Array, "*b H"]:
-    """Hidden in the weight's dtype, rounded for certain: XLA may drop a conversion down and up again."""
-    to = jnp.finfo(weight.dtype)
+def as_operand(primals: Primals) -> Primals:
+    """With hidden in the weight's dtype, rounded for certain: XLA may drop a conversion down and up again."""
+    hidden, to = primals.hidden, jnp.finfo(primals.weight.dtype)
     if to.bits < jnp.finfo(hidden.dtype).bits:
         hidden = lax.reduce_precision(hidden, to.nexp, to.nmant)
-    return hidden.astype(weight.dtype)
+    return primals._replace(hidden=hidden.astype(primals.weight.dtype))
 
 
-def statistics(
-    spec: Spec,
-    hidden: Float[Array, "T H"],
-    weight: Float[Array, "V H"],
-    bias: Float[Array, "V"] | None,
-    rows: Rows,
-    start: Any,
-    keep_cache: bool,
-) -> tuple[ShardStatistics, Any]:
-    """The statistics of the shard whose first column is ``start``, in the call's row order, and the cache."""
-    operands, order = _operands(spec, hidden, weight, bias, rows, start)
+def statistics(spec: Spec, primals: Primals, rows: Rows, start: Any, keep_cache: bool) -> tuple[ShardStatistics, Any]:
+    """The statistics of the shard whose first column is ``start``, in the call's row order, and the cache.
+
+    Everything here is flat: hidden ``[T, H]``, as `as_operand` returns it, and rows ``[T]``.
+    """
+    operands, order = _operands(spec, primals, rows, start)
 
     def chosen(operands: Operands) -> tuple[ShardStatistics, Any]:
         return _dispatch.IMPLEMENTATIONS[spec.implementation].statistics(operands, spec.case, keep_cache)
@@ -97,9 +74,7 @@ def statistics(
 
 def gradients(
     spec: Spec,
-    hidden: Float[Array, "T H"],
-    weight: Float[Array, "V H"],
-    bias: Float[Array, "V"] | None,
+    primals: Primals,
     rows: Rows,
     start: Any,
     stats: ShardStatistics,
@@ -108,13 +83,13 @@ def gradients(
     *,
     may_round_dhidden: bool = False,
     may_overwrite_cache: bool = True,
-) -> tuple[Float[Array, "T H"], Float[Array, "V H"], Float[Array, "V"] | None]:
+) -> Primals:
     """The shard's part of dhidden, in the statistics' dtype, its dweight, in the weight's, and its dbias, as dhidden.
 
     ``stats`` are those of the whole vocabulary, in the call's row order. With ``may_round_dhidden`` dhidden may come
     in the weight's dtype.
     """
-    operands, order = _operands(spec, hidden, weight, bias, rows, start)
+    operands, order = _operands(spec, primals, rows, start)
     scales = _scales(rows, spec.case)  # as `_operands` has them, in the call's row order
     coefficients = _math.row_coefficients(
         stats, cotangent, rows.live, scales.derivative, spec.case.options, spec.vocab_size
@@ -125,7 +100,7 @@ def gradients(
         coefficients = coefficients._replace(shift=jnp.where(wrong, -_statistics.MASKED, coefficients.shift))
     if order is not None:
         coefficients = _rows.compact(order, coefficients)
-    if bias is not None and operands.num_rows is not None:  # a bias alone might overflow where hidden is 0
+    if operands.bias is not None and operands.num_rows is not None:  # a bias alone might overflow where hidden is 0
         live = jnp.arange(coefficients.shift.shape[0], dtype=jnp.int32) < operands.num_rows
         coefficients = coefficients._replace(shift=jnp.where(live, coefficients.shift, -_statistics.MASKED))
 
@@ -140,7 +115,7 @@ def gradients(
     dhidden, dweight, dbias = _run(spec, chosen, elsewhere, operands, coefficients, cache)
     dhidden = dhidden if order is None else _rows.expand(order, dhidden)
     dhidden = _signed(dhidden, scales)
-    return dhidden if rows.live is None else jnp.where(rows.live[:, None], dhidden, 0.0), dweight, dbias
+    return Primals(dhidden if rows.live is None else jnp.where(rows.live[:, None], dhidden, 0.0), dweight, dbias)
 
 
 def _run(spec: Spec, chosen: Callable[..., Any], elsewhere: Callable[..., Any], *operands: Any) -> Any:
@@ -151,9 +126,8 @@ def _run(spec: Spec, chosen: Callable[..., Any], elsewhere: Callable[..., Any], 
     return by_platform(chosen, None if other is None else functools.partial(elsewhere, *other), *operands)
 
 
-def _operands(
-    spec: Spec, hidden: Array, weight: Array, bias: Array | None, rows: Rows, start: Any
-) -> tuple[Operands, _rows.Compaction | None]:
+def _operands(spec: Spec, primals: Primals, rows: Rows, start: Any) -> tuple[Operands, _rows.Compaction | None]:
+    hidden, weight, bias = primals
     columns = weight.shape[spec.case.options.vocab_dim]
     num_columns = None
     if spec.padded:
@@ -210,16 +184,11 @@ def _signed(hidden: Float[Array, "T H"], scales: _Scales) -> Float[Array, "T H"]
     return hidden if scales.sign is None else hidden * scales.sign.astype(hidden.dtype)[:, None]
 
 
-def is_temperature(x: Any) -> Any:
-    """Whether ``x``, in float32 or float64, is positive and finite in float32, where those below its tiniest are 0."""
-    return (x >= FLOAT32_TINY) & (x <= FLOAT32_MAX)
-
-
 def _wrong_temperature(rows: Rows) -> Bool[Array, "T"] | None:
     """Rows that count and have a temperature that is none: they return NaN, and have no gradient."""
     if rows.temperature is None:
         return None
-    wrong = ~is_temperature(rows.temperature)
+    wrong = ~_checks.is_temperature(rows.temperature)
     return wrong if rows.live is None else wrong & rows.live
 
 
@@ -227,4 +196,4 @@ def _inverse_temperature(rows: Rows, case: Case) -> Float[Array, "T"] | None:
     if rows.temperature is None:
         return None
     temperature = rows.temperature.astype(case.stat_dtype)
-    return 1.0 / jnp.where(is_temperature(temperature), temperature, 1.0)
+    return 1.0 / jnp.where(_checks.is_temperature(temperature), temperature, 1.0)

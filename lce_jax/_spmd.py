@@ -13,20 +13,18 @@ import jax
 from jax import lax
 
 from lce_jax import _collectives, _compat, _math, _shard
-from lce_jax._shard import Rows, Spec
-from lce_jax._types import Results, ShardStatistics
+from lce_jax._rows import Rows
+from lce_jax._shard import Spec
+from lce_jax._types import Primals, Results, ShardStatistics
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
 
 
-def forward(
-    spec: Spec, hidden: Float[Array, "*b H"], weight: Array, bias: Array | None, rows: Rows, keep_cache: bool
-) -> tuple[Results, ShardStatistics, Any]:
+def forward(spec: Spec, primals: Primals, rows: Rows, keep_cache: bool) -> tuple[Results, ShardStatistics, Any]:
     """The results and the whole vocabulary's statistics, in the shape of labels, and the implementation's cache."""
     shape, rows = rows.labels.shape, _flattened(rows)
-    flat = _flat(spec, hidden, weight)
-    stats, cache = _shard.statistics(spec, flat, weight, bias, rows, _start(spec, weight), keep_cache)
+    stats, cache = _shard.statistics(spec, _flat(spec, primals), rows, _start(spec, primals.weight), keep_cache)
     if spec.axis_name is not None:
         stats = _collectives.merge_over_axis(stats, spec.case.options.statistics, spec.axis_name)
     out = _math.finish(stats, rows.labels >= 0, rows.where, spec.vocab_size)
@@ -34,35 +32,34 @@ def forward(
 
 
 def backward(
-    spec: Spec,
-    hidden: Float[Array, "*b H"],
-    weight: Array,
-    bias: Array | None,
-    rows: Rows,
-    stats: ShardStatistics,
-    cache: Any,
-    cotangent: Results,
-) -> tuple[Float[Array, "*b H"], Array, Array | None]:
-    """The gradients, in the shapes, dtypes and types of ``hidden``, ``weight`` and ``bias``."""
-    operands = (hidden, weight, bias, rows, stats, cache)
+    spec: Spec, primals: Primals, rows: Rows, stats: ShardStatistics, cache: Any, cotangent: Results
+) -> Primals:
+    """The gradients, in the shapes, dtypes and types of their operands."""
+    hidden, weight, bias = primals
+    varying = _compat.varying_axes((primals, rows, stats, cache))
     rows, stats, cotangent = _flattened(rows), _flattened(stats), _flattened(cotangent)
     if spec.axis_name is not None and spec.token_axes is None:
         cotangent = _collectives.total_cotangent(cotangent, spec.axis_name)
-    summed = spec.axis_name is not None or _compat.varying_axes(operands) != _compat.varying_axes(hidden)
-    may_round = not summed and hidden.dtype == weight.dtype
-    flat = _flat(spec, hidden, weight)
-    start = _start(spec, weight)
-    gradients = _shard.gradients(
-        spec, flat, weight, bias, rows, start, stats, cotangent, cache, may_round_dhidden=may_round
+    summed = spec.axis_name is not None or varying != _compat.varying_axes(hidden)
+    found = _shard.gradients(
+        spec,
+        _flat(spec, primals),
+        rows,
+        _start(spec, weight),
+        stats,
+        cotangent,
+        cache,
+        may_round_dhidden=not summed and hidden.dtype == weight.dtype,
     )
-    if spec.axis_name is not None or spec.token_axes or _compat.varying_axes(gradients):
+    if spec.axis_name is not None or spec.token_axes or _compat.varying_axes(found):
         # The Hopper kernels hold every multiprocessor: a collective beside one waits for it on one device, and holds
         # up the next on another. So collectives begin after both gradients.
-        gradients = lax.optimization_barrier(gradients)
-    dhidden, dweight, dbias = gradients
-    if bias is not None and dbias is not None:
-        dbias = _total_dweight(spec, dbias, bias).astype(bias.dtype)
-    return _total_dhidden(spec, dhidden, hidden).astype(hidden.dtype), _total_dweight(spec, dweight, weight), dbias
+        found = lax.optimization_barrier(found)
+    return Primals(
+        _total_dhidden(spec, found.hidden, hidden).astype(hidden.dtype),
+        _total_dweight(spec, found.weight, weight),
+        None if found.bias is None or bias is None else _total_dweight(spec, found.bias, bias).astype(bias.dtype),
+    )
 
 
 def _total_dhidden(spec: Spec, dhidden: Float[Array, "T H"], hidden: Float[Array, "*b H"]) -> Float[Array, "*b H"]:
@@ -87,12 +84,13 @@ def _flattened[T](tree: T) -> T:
     return jax.tree.map(lambda x: x.reshape(-1), tree)
 
 
-def _flat(spec: Spec, hidden: Float[Array, "*b H"], weight: Array) -> Float[Array, "T H"]:
-    """Hidden in the weight's dtype, whole and flattened."""
-    hidden = _shard.as_operand(hidden, weight)
+def _flat(spec: Spec, primals: Primals) -> Primals:
+    """With hidden in the weight's dtype, whole and flattened."""
+    primals = _shard.as_operand(primals)
+    hidden = primals.hidden
     if spec.gather_dim is not None:
         hidden = _collectives.gather_sequence(hidden, spec.axis_name, spec.gather_dim)
-    return hidden.reshape(-1, hidden.shape[-1])
+    return primals._replace(hidden=hidden.reshape(-1, hidden.shape[-1]))
 
 
 def _start(spec: Spec, weight: Array) -> Int[Array, ""] | int:

@@ -154,6 +154,14 @@ class ShardStatistics(NamedTuple):
     total: Float[Array, "T"] | None = None  # Σ z; None without mean_logit
 
 
+class Primals[A](NamedTuple):
+    """What has gradients, of a call or of one device's share of it: arrays, these gradients, or something of each."""
+
+    hidden: A  # [..., H]
+    weight: A  # [V, H], or [H, V]: Options.weight_layout
+    bias: A | None = None  # [V]
+
+
 class RowCoefficients(NamedTuple):
     """dlogits = onehot·target + uniform + e^u·(constant + slope·u), with u = z - shift (eq. 4), per token."""
 
@@ -269,20 +277,6 @@ def format_bytes(count: float) -> str:
         if count < 1024 or unit == "GiB":
             break
     return f"{count:,.1f} {unit}"
-
-
-@dataclasses.dataclass(frozen=True)
-class CallOptions:
-    """`LogprobOptions`, validated: the static ones every implementation sees, and those the call itself uses."""
-
-    static: Options
-    temperature: Any
-    logit_scale: Any  # with the next, where one of them is an array; else None, and the options have the numbers
-    logit_softcap: Any
-    bias: Any
-    vocab_size: int | None
-    axis_name: Any
-    implementation: tuple[str, ...] | None
 
 
 def is_array(x: Any) -> bool:

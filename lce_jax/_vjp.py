@@ -7,44 +7,40 @@ and, if asked for, the implementation's cache.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
 from lce_jax import _batching, _compat
-from lce_jax._shard import Rows, Spec
-from lce_jax._types import Results
-
-if TYPE_CHECKING:
-    from jaxtyping import Array, Float
+from lce_jax._rows import Rows
+from lce_jax._shard import Spec
+from lce_jax._types import Primals, Results
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
-def linear_logprobs(
-    spec: Spec, hidden: Float[Array, "*b H"], weight: Float[Array, "V H"], bias: Float[Array, "V"] | None, rows: Rows
-) -> Results:
-    """Per-token results over the whole vocabulary, in the shape of labels; differentiable in hidden, weight and bias.
+def linear_logprobs(spec: Spec, primals: Primals, rows: Rows) -> Results:
+    """Per-token results over the whole vocabulary, in the shape of labels; differentiable in ``primals``.
 
     Jitted, so that calls outside ``jit`` compile once; within ``jit`` it is inlined.
     """
-    return _linear_logprobs(spec, hidden, weight, bias, rows)
+    return _linear_logprobs(spec, primals, rows)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _linear_logprobs(spec: Spec, hidden: Any, weight: Any, bias: Any, rows: Rows) -> Results:
-    out, *_ = _batching.forward(spec, hidden, weight, bias, rows, keep_cache=False)
+def _linear_logprobs(spec: Spec, primals: Primals, rows: Rows) -> Results:
+    out, *_ = _batching.forward(spec, primals, rows, keep_cache=False)
     return out
 
 
-def _linear_logprobs_fwd(spec: Spec, hidden: Any, weight: Any, bias: Any, rows: Rows) -> tuple[Results, Any]:
+def _linear_logprobs_fwd(spec: Spec, primals: Primals, rows: Rows) -> tuple[Results, Any]:
     forward = _compat.first_order_only(functools.partial(_batching.forward, spec, keep_cache=True))
-    out, stats, cache = forward(hidden, weight, bias, rows)
-    return out, (hidden, weight, bias, rows, stats, cache)
+    out, stats, cache = forward(primals, rows)
+    return out, (primals, rows, stats, cache)
 
 
-def _linear_logprobs_bwd(spec: Spec, residuals: Any, cotangent: Results) -> tuple[Any, Any, Any, None]:
+def _linear_logprobs_bwd(spec: Spec, residuals: Any, cotangent: Results) -> tuple[Primals, None]:
     backward = _compat.first_order_only(functools.partial(_batching.backward, spec))
-    return (*backward(*residuals, cotangent), None)
+    return backward(*residuals, cotangent), None
 
 
 _linear_logprobs.defvjp(_linear_logprobs_fwd, _linear_logprobs_bwd)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack
 import jax
 import jax.numpy as jnp
 
-from lce_jax import _checks, scalars
+from lce_jax import _checks, _options, _rows, scalars
 from lce_jax._evaluate import evaluate
 from lce_jax._types import LogprobOptions, LogprobOutput, Results
 
@@ -135,7 +135,7 @@ def linear_logprobs(
         "implementation": implementation,
         "bias": bias,
     }
-    return evaluate(hidden, weight, labels, where, _checks.options(options)).public
+    return evaluate(hidden, weight, labels, where, _options.of_call(options)).public
 
 
 def linear_cross_entropy(
@@ -192,7 +192,7 @@ def linear_cross_entropy(
         >>> round(float(loss), 3)                           # ln 1000
         6.908
     """
-    _checks.check_names(linear_cross_entropy, options, without=("entropy", "stats"))
+    _options.check_names(linear_cross_entropy, options, without=("entropy", "stats"))
     return cross_entropy(
         evaluate, hidden, weight, labels, where, ignore_index, reduction, label_smoothing, z_loss, normalizer, options
     )
@@ -212,14 +212,14 @@ def cross_entropy(
     options: LogprobOptions,
 ) -> Array:
     """The loss over anything that evaluates a call as `evaluate` does."""
-    label_smoothing, z_loss, normalizer = _checks.loss(reduction, label_smoothing, z_loss, normalizer)
+    label_smoothing, z_loss, normalizer = _options.of_loss(reduction, label_smoothing, z_loss, normalizer)
     where = _counting_rows(labels, where, ignore_index)
-    checked = _checks.options(_checks.loss_options(options), mean_logit=label_smoothing > 0)
+    checked = _options.of_call(_options.loss_call(options), mean_logit=label_smoothing > 0)
     out = evaluate(hidden, weight, labels, where, checked)
-    divisor = None if normalizer is None else _checks.on_device(normalizer)
+    divisor = None if normalizer is None else _rows.on_device(normalizer)
     if isinstance(z_loss, float):
         return _reduced(out, where, None, divisor, reduction, label_smoothing, z_loss)
-    return _reduced(out, where, _checks.on_device(z_loss), divisor, reduction, label_smoothing, 0.0)
+    return _reduced(out, where, _rows.on_device(z_loss), divisor, reduction, label_smoothing, 0.0)
 
 
 @functools.partial(jax.jit, static_argnums=(4, 5, 6), inline=True)
@@ -232,7 +232,7 @@ def _reduced(
     label_smoothing: float,
     z_loss: float,
 ) -> Array:
-    """The loss, from results. Jitted, as what prepares a call is: see `_checks.rows`."""
+    """The loss, from results. Jitted, as what prepares a call is: see `_rows.of_call`."""
     logprobs, lse = out.outputs.logprobs, out.outputs.lse
     loss = -(1.0 - label_smoothing) * logprobs
     if out.mean_logit is not None:
@@ -258,9 +258,9 @@ def _counting_rows(labels: Array, where: Array | None, ignore_index: int | None)
     if ignore_index is None:
         return where
     if where is not None:
-        _checks.check_labels(labels)
-        _checks.check_where(where, labels.shape)
-    return _kept(_checks.int32_labels(labels), where, scalars.integer("ignore_index", ignore_index))
+        _checks.label_array(labels)
+        _checks.where_array(where, labels.shape)
+    return _kept(_rows.int32_labels(labels), where, scalars.integer("ignore_index", ignore_index))
 
 
 @functools.partial(jax.jit, static_argnums=2, inline=True)

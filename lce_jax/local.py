@@ -19,8 +19,10 @@ from typing import TYPE_CHECKING, Any, Unpack
 import jax
 import jax.numpy as jnp
 
-from lce_jax import _checks, _compat, _dispatch, _math, _shard, _statistics, scalars
-from lce_jax._types import LogprobOutput, Options, Results, ShardStatistics
+from lce_jax import _bind, _compat, _math, _options, _rows, _shard, _statistics, scalars
+from lce_jax._rows import Rows
+from lce_jax._shard import Spec
+from lce_jax._types import LogprobOutput, Options, Primals, Results, ShardStatistics
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
@@ -68,26 +70,19 @@ def statistics(
         >>> float(stats.max[0]), float(stats.sumexp[0]), float(stats.target[0])
         (0.0, 100.0, 0.0)
     """
-    _checks.check_names(statistics, options, without=("axis_name",))
-    spec, rows, bias = _bind(hidden, weight, labels, where, num_rows, options)
+    _options.check_names(statistics, options, without=("axis_name",))
+    spec, primals, rows = _bound(hidden, weight, labels, where, num_rows, options)
     if spec.case.num_tokens == 0:
         return _statistics.empty(0, spec.case.stat_dtype, spec.case.options), None
-    start = jnp.asarray(vocab_start, jnp.int32)
-    return _shard_statistics(spec, jnp.asarray(hidden), jnp.asarray(weight), bias, rows, start, keep_cache)
+    return _shard_statistics(spec, primals, rows, jnp.asarray(vocab_start, jnp.int32), keep_cache)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 6), inline=True)
+@functools.partial(jax.jit, static_argnums=(0, 4), inline=True)
 def _shard_statistics(
-    spec: _shard.Spec,
-    hidden: Array,
-    weight: Array,
-    bias: Array | None,
-    rows: _shard.Rows,
-    start: Array,
-    keep_cache: bool,
+    spec: Spec, primals: Primals, rows: Rows, start: Array, keep_cache: bool
 ) -> tuple[ShardStatistics, Any]:
     run = functools.partial(_shard.statistics, spec, keep_cache=keep_cache)
-    return _compat.first_order_only(run)(_shard.as_operand(hidden, weight), weight, bias, rows, start)
+    return _compat.first_order_only(run)(_shard.as_operand(primals), rows, start)
 
 
 def merge(parts: ShardStatistics) -> ShardStatistics:
@@ -163,7 +158,7 @@ def finish(
         >>> round(float(local.finish(stats, jnp.array([7]), vocab_size=100).entropy[0]), 3)
         4.605
     """
-    rows = _checks.rows(labels, where, 1.0, vocab_size, stats.max.dtype)
+    rows = _rows.of_call(labels, where, 1.0, vocab_size, stats.max.dtype)
     return _math.finish(stats, rows.labels >= 0, rows.where, vocab_size).public
 
 
@@ -214,45 +209,43 @@ def gradients(
         >>> round(float(dweight[7, 0]), 2), round(float(dweight[0, 0]), 2)
         (0.98, -0.02)
     """
-    _checks.check_names(gradients, options, without=("axis_name",))
-    spec, rows, bias = _bind(hidden, weight, labels, where, num_rows, options)
+    _options.check_names(gradients, options, without=("axis_name",))
+    spec, primals, rows = _bound(hidden, weight, labels, where, num_rows, options)
     zero = jnp.zeros((spec.case.num_tokens,), spec.case.stat_dtype)
     if spec.case.num_tokens == 0:
-        nothing = jnp.zeros(hidden.shape, zero.dtype), jnp.zeros(weight.shape, weight.dtype)
-        return nothing if bias is None else (*nothing, jnp.zeros(bias.shape, zero.dtype))
-    seed = Results(LogprobOutput(*(zero if field is None else field for field in cotangent[:3])))
-    start = jnp.asarray(vocab_start, jnp.int32)
-    operands = (jnp.asarray(hidden), jnp.asarray(weight), bias)
-    dhidden, dweight, dbias = _shard_gradients(spec, *operands, rows, start, merged, seed, cache)
-    return (dhidden, dweight) if dbias is None else (dhidden, dweight, dbias)
+        dtypes = Primals(zero.dtype, primals.weight.dtype, zero.dtype)
+        found = jax.tree.map(lambda x, dtype: jnp.zeros(x.shape, dtype), primals, dtypes)
+    else:
+        seed = Results(LogprobOutput(*(zero if field is None else field for field in cotangent[:3])))
+        start = jnp.asarray(vocab_start, jnp.int32)
+        found = _shard_gradients(spec, primals, rows, start, merged, seed, cache)
+    return (found.hidden, found.weight) if found.bias is None else tuple(found)
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
-def _shard_gradients(spec: _shard.Spec, hidden: Array, weight: Array, *rest: Any) -> tuple[Array, Array, Array | None]:
+def _shard_gradients(spec: Spec, primals: Primals, *rest: Any) -> Primals:
     # The cache is the caller's, who may ask twice: to overwrite it would be to copy it first.
     run = functools.partial(_shard.gradients, spec, may_overwrite_cache=False)
-    return _compat.first_order_only(run)(_shard.as_operand(hidden, weight), weight, *rest)
+    return _compat.first_order_only(run)(_shard.as_operand(primals), *rest)
 
 
-def _bind(
+def _bound(
     hidden: Any, weight: Any, labels: Any, where: Any, num_rows: Any, options: LogprobOptions
-) -> tuple[_shard.Spec, _shard.Rows, Array | None]:
-    checked = _checks.options(options)
+) -> tuple[Spec, Primals, Rows]:
+    checked = _options.of_call(options)
     if checked.axis_name is not None:
         raise ValueError(f"axis_name={checked.axis_name!r}: functions of lce_jax.local know no axis; merge yourself")
-    case = _checks.case(hidden, weight, labels, where, checked)
+    case = _bind.case(hidden, weight, labels, where, checked)
     if num_rows is not None:
         if where is not None:
             raise ValueError("where and num_rows both say which rows count: give one of them")
         case = dataclasses.replace(case, partial_rows=True)
     if labels.ndim != 1:
         raise ValueError(f"labels {tuple(labels.shape)} must be flat here: [T], with hidden [T, H]")
-    vocab_size = _checks.vocabulary(checked.vocab_size, scalars.INT32_MAX)
-    chosen, _ = _dispatch.choose(case, checked.implementation)
-    factors = (checked.logit_scale, checked.logit_softcap)
-    rows = _checks.rows(labels, where, checked.temperature, vocab_size, case.stat_dtype, *factors)
+    # Of all shards together, whose number only the caller knows: padding is what lies beyond a vocab_size.
+    columns = scalars.INT32_MAX
+    spec = dataclasses.replace(_bind.spec(case, checked, columns), padded=checked.vocab_size is not None)
+    primals, rows = _bind.operands(spec, hidden, weight, labels, where, checked)
     if num_rows is not None:
-        rows = rows._replace(num_rows=_checks.num_rows(num_rows, case.num_tokens))
-    padded = checked.vocab_size is not None
-    bias = None if checked.bias is None else jnp.asarray(checked.bias)
-    return _shard.Spec(case, chosen.NAME, checked.implementation, vocab_size, padded=padded), rows, bias
+        rows = rows._replace(num_rows=_rows.count(num_rows, case.num_tokens))
+    return spec, primals, rows

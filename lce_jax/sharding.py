@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Unpack
 
-from lce_jax import _checks, api
+from lce_jax import _options, api
 from lce_jax._evaluate import evaluate_over
 from lce_jax._layout import Axes, layout_of_names
-from lce_jax._types import CallOptions, LogprobOutput, Results
+from lce_jax._types import LogprobOutput
 
 if TYPE_CHECKING:
     from jax.sharding import AbstractMesh, Mesh
@@ -68,11 +68,11 @@ def sharded_linear_logprobs(
         >>> out.logprobs.shape
         (2, 4)
     """
-    run = functools.partial(
-        _evaluate, mesh=mesh, vocab_axis=vocab_axis, batch_axes=batch_axes, sequence_axis=sequence_axis
+    layout_of = functools.partial(
+        layout_of_names, mesh=mesh, vocab_axis=vocab_axis, batch_axes=batch_axes, sequence_axis=sequence_axis
     )
-    _checks.check_names(sharded_linear_logprobs, options, without=("axis_name",))
-    return run(hidden, weight, labels, where, _checks.options(options)).public
+    _options.check_names(sharded_linear_logprobs, options, without=("axis_name",))
+    return evaluate_over(layout_of, hidden, weight, labels, where, _options.of_call(options)).public
 
 
 def sharded_linear_cross_entropy(
@@ -125,29 +125,11 @@ def sharded_linear_cross_entropy(
         >>> round(float(loss), 3)
         6.908
     """
-    run = functools.partial(
-        _evaluate, mesh=mesh, vocab_axis=vocab_axis, batch_axes=batch_axes, sequence_axis=sequence_axis
+    layout_of = functools.partial(
+        layout_of_names, mesh=mesh, vocab_axis=vocab_axis, batch_axes=batch_axes, sequence_axis=sequence_axis
     )
-    _checks.check_names(sharded_linear_cross_entropy, options, without=("axis_name", "entropy", "stats"))
+    _options.check_names(sharded_linear_cross_entropy, options, without=("axis_name", "entropy", "stats"))
+    run = functools.partial(evaluate_over, layout_of)
     return api.cross_entropy(
         run, hidden, weight, labels, where, ignore_index, reduction, label_smoothing, z_loss, normalizer, options
     )
-
-
-def _evaluate(
-    hidden: Array,
-    weight: Array,
-    labels: Array,
-    where: Array | None,
-    options: CallOptions,
-    *,
-    mesh: Any,
-    vocab_axis: Axes,
-    batch_axes: Axes,
-    sequence_axis: Axes,
-) -> Results:
-    """`sharded_linear_logprobs` with its options validated."""
-    _checks.no_axis_name(options)
-    _checks.case(hidden, weight, labels, where, options)  # before anything asks for a shape
-    layout = layout_of_names(mesh, hidden, weight, options.static.vocab_dim, vocab_axis, batch_axes, sequence_axis)
-    return evaluate_over(layout, hidden, weight, labels, where, options)

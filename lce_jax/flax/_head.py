@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from lce_jax import _checks, _layout, _math, api, scalars, sharding
+from lce_jax import _checks, _layout, _math, _options, api, scalars, sharding
 from lce_jax._types import Options
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class Head:
     sequence_axis: Axes = None
 
     def __post_init__(self) -> None:
-        _checks.static_options(logit_scale=self.logit_scale, logit_softcap=self.logit_softcap, precision=self.precision)
+        _options.static(logit_scale=self.logit_scale, logit_softcap=self.logit_softcap, precision=self.precision)
         if self.mesh is not None and not self.on_mesh:
             raise ValueError("mesh without an axis: name what vocab_axis, batch_axes or sequence_axis split over it")
 

@@ -1,0 +1,70 @@
+"""From what a caller gives to what is computed: checked once, and the implementation chosen."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from lce_jax import _checks, _compat, _dispatch, _rows
+from lce_jax._layout import Layout
+from lce_jax._options import CallOptions
+from lce_jax._rows import Rows
+from lce_jax._shard import Spec
+from lce_jax._types import Case, Primals
+
+type LayoutOf = Callable[[Any, Any, int], Layout]  # of checked hidden and weight, and the weight's vocabulary dimension
+
+
+def case(hidden: Any, weight: Any, labels: Any, where: Any, options: CallOptions) -> Case:
+    """A call's shapes and dtypes, validated against each other. Arrays, tracers and ShapeDtypeStructs alike."""
+    static = options.static
+    _checks.operands(hidden, weight, labels, where, options.bias, static)
+    dtype, given = (jnp.dtype(jax.dtypes.canonicalize_dtype(x.dtype)) for x in (weight, hidden))
+    return Case(
+        num_tokens=math.prod(labels.shape),
+        hidden_size=weight.shape[static.hidden_dim],
+        vocab_size=weight.shape[static.vocab_dim],
+        dtype=dtype,
+        options=static,
+        given_dtype=None if given == dtype else given,
+        partial_rows=where is not None,
+        device=_dispatch.current_device(weight),
+    )
+
+
+def spec(case: Case, options: CallOptions, columns: int, layout: Layout | None = None) -> Spec:
+    """The static part of a call whose vocabulary has ``columns``, or of one device's share of it over ``layout``."""
+    vocab_size = _checks.vocabulary(options.vocab_size, columns)
+    if layout is not None:
+        case = dataclasses.replace(
+            case,
+            num_tokens=case.num_tokens // layout.token_shards,
+            vocab_size=case.vocab_size // layout.vocab_shards,
+        )
+    implementation, _ = _dispatch.choose(case, options.implementation)
+    return Spec(
+        case,
+        implementation.NAME,
+        options.implementation,
+        vocab_size,
+        padded=vocab_size < columns,
+        axis_name=options.axis_name if layout is None else layout.vocab_axes,
+        gather_dim=None if layout is None else layout.gather_dim,
+    )
+
+
+def operands(
+    spec: Spec, hidden: Any, weight: Any, labels: Any, where: Any, options: CallOptions
+) -> tuple[Primals, Rows]:
+    """The arrays of a call: those that have gradients, and what comes with each token."""
+    given = Primals(hidden, weight, options.bias)
+    primals = jax.tree.map(lambda x: _compat.without_reduced(jnp.asarray(x)), given)
+    factors = (options.logit_scale, options.logit_softcap)
+    of_call = functools.partial(_rows.of_call, labels, where, options.temperature)
+    return primals, of_call(spec.vocab_size, spec.case.stat_dtype, *factors)
