@@ -17,6 +17,7 @@ from lce_jax._types import (
     Device,
     Operands,
     Plan,
+    Primals,
     RowCoefficients,
     ShardStatistics,
     Surroundings,
@@ -47,11 +48,11 @@ class Implementation(Protocol):
         *,
         may_round_dhidden: bool = False,
         may_overwrite_cache: bool = True,
-    ) -> tuple[Any, ...]:
-        """Eq. 5: dhidden [T, H] in the statistics' dtype, dweight in the weight's.
+    ) -> Primals:
+        """Eq. 5: dhidden [T, H] in the statistics' dtype, dweight in the weight's, dbias [V] as dhidden.
 
-        And dbias [V] in the statistics' dtype, None without a bias. ``may_round_dhidden``: no sum follows, so dhidden
-        may come in the weight's dtype. ``may_overwrite_cache``: no other backward reads the cache.
+        ``may_round_dhidden``: no sum over devices follows, so dhidden may come in the weight's dtype.
+        ``may_overwrite_cache``: no other backward reads the cache.
         """
 
 

@@ -104,18 +104,18 @@ def gradients(
         live = jnp.arange(coefficients.shift.shape[0], dtype=jnp.int32) < operands.num_rows
         coefficients = coefficients._replace(shift=jnp.where(live, coefficients.shift, -_statistics.MASKED))
 
-    def chosen(operands: Operands, rows: Any, cache: Any) -> tuple[Any, ...]:
+    def chosen(operands: Operands, rows: Any, cache: Any) -> Primals:
         implementation = _dispatch.IMPLEMENTATIONS[spec.implementation]
         allowed = {"may_round_dhidden": may_round_dhidden, "may_overwrite_cache": may_overwrite_cache}
         return implementation.gradients(operands, spec.case, rows, cache, **allowed)
 
-    def elsewhere(implementation: Any, case: Case, operands: Operands, rows: Any, _: Any) -> tuple[Any, ...]:
+    def elsewhere(implementation: Any, case: Case, operands: Operands, rows: Any, _: Any) -> Primals:
         return implementation.gradients(operands, case, rows)
 
-    dhidden, dweight, dbias = _run(spec, chosen, elsewhere, operands, coefficients, cache)
-    dhidden = dhidden if order is None else _rows.expand(order, dhidden)
+    found: Primals = _run(spec, chosen, elsewhere, operands, coefficients, cache)
+    dhidden = found.hidden if order is None else _rows.expand(order, found.hidden)
     dhidden = _signed(dhidden, scales)
-    return Primals(dhidden if rows.live is None else jnp.where(rows.live[:, None], dhidden, 0.0), dweight, dbias)
+    return found._replace(hidden=dhidden if rows.live is None else jnp.where(rows.live[:, None], dhidden, 0.0))
 
 
 def _run(spec: Spec, chosen: Callable[..., Any], elsewhere: Callable[..., Any], *operands: Any) -> Any:

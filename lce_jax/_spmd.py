@@ -24,9 +24,11 @@ if TYPE_CHECKING:
 def forward(spec: Spec, primals: Primals, rows: Rows, keep_cache: bool) -> tuple[Results, ShardStatistics, Any]:
     """The results and the whole vocabulary's statistics, in the shape of labels, and the implementation's cache."""
     shape, rows = rows.labels.shape, _flattened(rows)
-    stats, cache = _shard.statistics(spec, _flat(spec, primals), rows, _start(spec, primals.weight), keep_cache)
+    with jax.named_scope("lce_statistics"):
+        stats, cache = _shard.statistics(spec, _flat(spec, primals), rows, _start(spec, primals.weight), keep_cache)
     if spec.axis_name is not None:
-        stats = _collectives.merge_over_axis(stats, spec.case.options.statistics, spec.axis_name)
+        with jax.named_scope("lce_merge"):
+            stats = _collectives.merge_over_axis(stats, spec.case.options.statistics, spec.axis_name)
     out = _math.finish(stats, rows.labels >= 0, rows.where, spec.vocab_size)
     return *jax.tree.map(lambda x: x.reshape(shape), (out, stats)), cache
 
@@ -41,25 +43,20 @@ def backward(
     if spec.axis_name is not None and spec.token_axes is None:
         cotangent = _collectives.total_cotangent(cotangent, spec.axis_name)
     summed = spec.axis_name is not None or varying != _compat.varying_axes(hidden)
-    found = _shard.gradients(
-        spec,
-        _flat(spec, primals),
-        rows,
-        _start(spec, weight),
-        stats,
-        cotangent,
-        cache,
-        may_round_dhidden=not summed and hidden.dtype == weight.dtype,
-    )
+    may_round = not summed and hidden.dtype == weight.dtype
+    with jax.named_scope("lce_gradients"):
+        flat, start = _flat(spec, primals), _start(spec, weight)
+        found = _shard.gradients(spec, flat, rows, start, stats, cotangent, cache, may_round_dhidden=may_round)
     if spec.axis_name is not None or spec.token_axes or _compat.varying_axes(found):
         # The Hopper kernels hold every multiprocessor: a collective beside one waits for it on one device, and holds
         # up the next on another. So collectives begin after both gradients.
         found = lax.optimization_barrier(found)
-    return Primals(
-        _total_dhidden(spec, found.hidden, hidden).astype(hidden.dtype),
-        _total_dweight(spec, found.weight, weight),
-        None if found.bias is None or bias is None else _total_dweight(spec, found.bias, bias).astype(bias.dtype),
-    )
+    with jax.named_scope("lce_reduce"):
+        return Primals(
+            _total_dhidden(spec, found.hidden, hidden).astype(hidden.dtype),
+            _total_dweight(spec, found.weight, weight),
+            None if found.bias is None or bias is None else _total_dweight(spec, found.bias, bias).astype(bias.dtype),
+        )
 
 
 def _total_dhidden(spec: Spec, dhidden: Float[Array, "T H"], hidden: Float[Array, "*b H"]) -> Float[Array, "*b H"]:

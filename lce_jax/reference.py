@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from lce_jax import _math, _statistics
-from lce_jax._types import ALONE, Case, Operands, Plan, RowCoefficients, ShardStatistics, Surroundings
+from lce_jax._types import ALONE, Case, Operands, Plan, Primals, RowCoefficients, ShardStatistics, Surroundings
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
@@ -68,7 +68,7 @@ def gradients(
     *,
     may_round_dhidden: bool = False,
     may_overwrite_cache: bool = True,
-) -> tuple[Float[Array, "T H"], Float[Array, "V H"], Float[Array, "V"] | None]:
+) -> Primals:
     """Eq. 5, every product in the statistics' dtype; dweight rounded to the weight's dtype at the end."""
     del cache, may_round_dhidden, may_overwrite_cache
     # After the forward's results: nothing that both compute is kept in between.
@@ -84,7 +84,7 @@ def gradients(
     dweight = dweight if case.options.vocab_dim == 0 else dweight.T
     dhidden = jnp.matmul(d, vocab_by_hidden, precision="highest")
     dbias = None if operands.bias is None else jnp.sum(d, axis=0)
-    return dhidden, dweight.astype(case.dtype), dbias
+    return Primals(dhidden, dweight.astype(case.dtype), dbias)
 
 
 def _raw(operands: Operands, case: Case) -> Float[Array, "T V"]:

@@ -7,21 +7,21 @@ recomputes the product, turns it into dlogits (eqs. 4, 5) and feeds the two grad
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from lce_jax import _compat, _math, _statistics, _xla_plan
-from lce_jax._types import ALONE, Case, Operands, Options, Plan, RowCoefficients, ShardStatistics, Surroundings
+from lce_jax._types import ALONE, Case, Operands, Options, Plan, Primals, RowCoefficients, ShardStatistics, Surroundings
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int
+    from jaxtyping import Array, Bool, Float, Int
 
 NAME = "xla"
-type _Gradients = tuple[Array, Array, Array | None]  # of hidden, weight (or some columns of it) and bias
 
 
 def supports(case: Case) -> str | None:
@@ -35,39 +35,55 @@ def plan(case: Case, around: Surroundings = ALONE) -> Plan:
     return _xla_plan.plan(case, NAME, around)
 
 
+class _Tokens(NamedTuple):
+    """What some of the tokens are computed from."""
+
+    hidden: Float[Array, "t H"]
+    targets: Int[Array, "t"]
+    inverse_temperature: Float[Array, "t"] | None
+    raw_scale: Float[Array, "t"] | None
+    rows: Any = None  # `RowCoefficients`, in the backward
+
+
+class _Columns(NamedTuple):
+    """Some columns of the vocabulary."""
+
+    start: Any  # the first of them
+    weight: Float[Array, "v H"]
+    bias: Float[Array, "v"] | None
+    live: Bool[Array, "v"] | None  # which of them are no padding; None: all
+
+
 def statistics(operands: Operands, case: Case, keep_cache: bool = False) -> tuple[ShardStatistics, None]:
     """Eq. 1 of the whole shard, [T] each; nothing is cached."""
     del keep_cache
-    options = case.options
-    tile_t, tile_v = _xla_plan.tile_sizes(case)
-
-    def token_tile(
-        hidden: Array, targets: Array, inverse_temperature: Array | None, raw_scale: Array | None
-    ) -> ShardStatistics:
-        scale = _math.row_scale(options, inverse_temperature)
-
-        def vocab_tile(start: Any, size: int, running: _statistics.Running) -> _statistics.Running:
-            bias = _bias_columns(operands.bias, start, size)
-            raw = _raw(hidden, _columns(operands.weight, start, size, options), bias, case)
-            x = _math.unscaled_logits(raw, options, raw_scale)
-            live = _live(start, size, operands.num_columns)
-            return running.add(_math.tile_statistics(x, scale, targets - start, live, options), scale)
-
-        empty = _statistics.empty(hidden.shape[0], case.stat_dtype, options)
-        running = _compat.vary_like(_statistics.Running.start(empty), (hidden, operands))
-        return _statistics.to_logits(_walk_vocabulary(case, operands, tile_v, vocab_tile, running).finish(), scale)
-
-    per_token = (operands.hidden, operands.targets, operands.inverse_temperature, operands.raw_scale)
+    tile_t, _ = _xla_plan.tile_sizes(case)
+    tokens = _tokens(operands)
     if tile_t == case.num_tokens:
-        return token_tile(*per_token), None
+        return _token_tile_statistics(operands, case, tokens), None
 
     def body(i: Array, stats: ShardStatistics) -> ShardStatistics:
         start, _ = _token_start(i, tile_t, case.num_tokens)
-        tile = token_tile(*jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, tile_t), per_token))
+        tile = _token_tile_statistics(operands, case, _slice(tokens, start, tile_t))
         return jax.tree.map(lambda all_, part: lax.dynamic_update_slice_in_dim(all_, part, start, 0), stats, tile)
 
-    empty = _compat.vary_like(_statistics.empty(case.num_tokens, case.stat_dtype, options), operands)
+    empty = _compat.vary_like(_statistics.empty(case.num_tokens, case.stat_dtype, case.options), operands)
     return lax.fori_loop(0, _num_token_tiles(operands.num_rows, tile_t, case.num_tokens), body, empty), None
+
+
+def _token_tile_statistics(operands: Operands, case: Case, tokens: _Tokens) -> ShardStatistics:
+    """Eq. 1 of some tokens, over one tile of the vocabulary after the other."""
+    options, scale = case.options, _math.row_scale(case.options, tokens.inverse_temperature)
+
+    def vocab_tile(start: Any, size: int, running: _statistics.Running) -> _statistics.Running:
+        columns = _columns(operands, start, size, options)
+        x = _math.unscaled_logits(_raw(tokens, columns, case), options, tokens.raw_scale)
+        tile = _math.tile_statistics(x, scale, tokens.targets - start, columns.live, options)
+        return running.add(tile, scale)
+
+    empty = _statistics.empty(tokens.hidden.shape[0], case.stat_dtype, options)
+    running = _compat.vary_like(_statistics.Running.start(empty), (tokens.hidden, operands))
+    return _statistics.to_logits(_walk_vocabulary(case, operands, vocab_tile, running).finish(), scale)
 
 
 def gradients(
@@ -78,80 +94,68 @@ def gradients(
     *,
     may_round_dhidden: bool = False,
     may_overwrite_cache: bool = True,
-) -> tuple[Float[Array, "T H"], Float[Array, "V H"], Float[Array, "V"] | None]:
-    """Eq. 5: dhidden in the statistics' dtype, for the caller to reduce and round once, and dweight in the weight's.
-
-    And dbias, where there is a bias, in the statistics' dtype.
-    """
+) -> Primals:
+    """Eq. 5: dhidden and dbias in the statistics' dtype, which the caller sums and rounds once; dweight rounded."""
     del cache, may_round_dhidden, may_overwrite_cache
     # After the forward's results, or XLA would hold what both passes compute in between, and the gradients' memory,
     # where the forward's tiles can lie, from the start.
     hidden, weight, rows, zero = lax.optimization_barrier((operands.hidden, operands.weight, rows, jnp.float32(0)))
     operands = operands._replace(hidden=hidden, weight=weight)
     options = case.options
-    tile_t, tile_v = _xla_plan.tile_sizes(case)
-    one_token_tile = tile_t == case.num_tokens
-    # With one token tile dweight is rounded by the product itself; with several it is summed first.
-    dweight_dtype = case.dtype if one_token_tile else case.stat_dtype
+    tokens = _tokens(operands)._replace(rows=rows)
 
-    def tile(
-        start_v: Any,
-        weight: Array,
-        hidden: Array,
-        targets: Array,
-        inverse_temperature: Array | None,
-        raw_scale: Array | None,
-        rows: RowCoefficients,
-    ) -> tuple[Array, Array, Array | None]:
-        size = weight.shape[options.vocab_dim]
-        raw = _raw(hidden, weight, _bias_columns(operands.bias, start_v, size), case)
-        z, dcap = _math.transform_logits(raw, options, inverse_temperature, raw_scale)
-        live = _live(start_v, size, operands.num_columns)
-        weight = _math.without_padding(weight, live, options)
-        d = _math.dlogits(z, dcap, rows, targets - start_v, live)
-        dbias = None if operands.bias is None else jnp.sum(d, axis=0)
-        d, weight, hidden = (x.astype(_gradient_dtype(case)) for x in (d, weight, hidden))
-        dhidden = _dot(d, weight, 1, options.vocab_dim, case, case.stat_dtype)
-        left, right = (d, hidden) if options.vocab_dim == 0 else (hidden, d)
-        return dhidden, _dot(left, right, 0, 0, case, dweight_dtype), dbias
+    def vocab_tile(start: Any, size: int, carry: Primals) -> Primals:
+        part = _columns_gradients(operands, case, tokens, _columns(operands, start, size, options), carry.hidden)
+        dcolumns = part.weight.astype(case.dtype)
+        dweight = lax.dynamic_update_slice_in_dim(carry.weight, dcolumns, start, options.vocab_dim)
+        put = functools.partial(lax.dynamic_update_slice_in_dim, start_index=start, axis=0)
+        return Primals(part.hidden, dweight, jax.tree.map(put, carry.bias, part.bias))
 
-    def vocab_tile(start_v: Any, size: int, carry: _Gradients) -> _Gradients:
-        dhidden, dweight, dbias = carry
-        weight = _columns(operands.weight, start_v, size, options)
-        per_token = (operands.hidden, operands.targets, operands.inverse_temperature, operands.raw_scale, rows)
-        if one_token_tile:
-            part, dcolumns, dbias_part = tile(start_v, weight, *per_token)
-            dhidden = dhidden + part
-        else:
-
-            def body(i: Array, carry: _Gradients) -> _Gradients:
-                dhidden, dcolumns, dbias_part = carry
-                start, first = _token_start(i, tile_t, case.num_tokens)
-                hidden, targets, inverse_temperature, raw_scale, part_rows = jax.tree.map(
-                    lambda x: lax.dynamic_slice_in_dim(x, start, tile_t), per_token
-                )
-                part_rows = _drop_leading(part_rows, first)
-                part, dpart, more = tile(start_v, weight, hidden, targets, inverse_temperature, raw_scale, part_rows)
-                part = part + lax.dynamic_slice_in_dim(dhidden, start, tile_t)
-                dhidden = lax.dynamic_update_slice_in_dim(dhidden, part, start, 0)
-                return dhidden, dcolumns + dpart, jax.tree.map(jnp.add, dbias_part, more)
-
-            zeros = (jnp.zeros(weight.shape, dweight_dtype), None if dbias is None else jnp.zeros(size, dbias.dtype))
-            zeros = _compat.vary_like(zeros, (operands, rows))
-            count = _num_token_tiles(operands.num_rows, tile_t, case.num_tokens)
-            dhidden, dcolumns, dbias_part = lax.fori_loop(0, count, body, (dhidden, *zeros))
-        dcolumns = dcolumns.astype(case.dtype)
-        dweight = lax.dynamic_update_slice_in_dim(dweight, dcolumns, start_v, options.vocab_dim)
-        if dbias is not None and dbias_part is not None:
-            dbias = lax.dynamic_update_slice_in_dim(dbias, dbias_part, start_v, 0)
-        return dhidden, dweight, dbias
-
-    init = (
+    init = Primals(
         jnp.full(hidden.shape, zero.astype(case.stat_dtype)),
         jnp.full(weight.shape, zero.astype(case.dtype)),
         None if operands.bias is None else jnp.zeros(operands.bias.shape, case.stat_dtype),
     )
-    return _walk_vocabulary(case, operands, tile_v, vocab_tile, _compat.vary_like(init, (operands, rows)))
+    return _walk_vocabulary(case, operands, vocab_tile, _compat.vary_like(init, (operands, rows)))
+
+
+def _columns_gradients(
+    operands: Operands, case: Case, tokens: _Tokens, columns: _Columns, dhidden: Float[Array, "T H"]
+) -> Primals:
+    """``dhidden`` with the part of some columns added, and all of these columns' own gradients.
+
+    With one token tile dweight is rounded by the product itself; with several it is summed first.
+    """
+    tile_t, _ = _xla_plan.tile_sizes(case)
+    if tile_t == case.num_tokens:
+        part = _tile_gradients(case, tokens, columns, case.dtype)
+        return part._replace(hidden=dhidden + part.hidden)
+
+    def body(i: Array, carry: Primals) -> Primals:
+        start, first = _token_start(i, tile_t, case.num_tokens)
+        tile = _slice(tokens, start, tile_t)
+        part = _tile_gradients(case, tile._replace(rows=_drop_leading(tile.rows, first)), columns, case.stat_dtype)
+        dhidden = part.hidden + lax.dynamic_slice_in_dim(carry.hidden, start, tile_t)
+        dhidden = lax.dynamic_update_slice_in_dim(carry.hidden, dhidden, start, 0)
+        return Primals(dhidden, carry.weight + part.weight, jax.tree.map(jnp.add, carry.bias, part.bias))
+
+    of_columns = jax.tree.map(lambda x: jnp.zeros(x.shape, case.stat_dtype), (columns.weight, columns.bias))
+    init = Primals(dhidden, *_compat.vary_like(of_columns, (operands, tokens.rows)))
+    return lax.fori_loop(0, _num_token_tiles(operands.num_rows, tile_t, case.num_tokens), body, init)
+
+
+def _tile_gradients(case: Case, tokens: _Tokens, columns: _Columns, dweight_dtype: jnp.dtype) -> Primals:
+    """Eq. 5 of one tile: recomputed logits, their gradient, and its products."""
+    options = case.options
+    raw = _raw(tokens, columns, case)
+    z, dcap = _math.transform_logits(raw, options, tokens.inverse_temperature, tokens.raw_scale)
+    weight = _math.without_padding(columns.weight, columns.live, options)
+    d = _math.dlogits(z, dcap, tokens.rows, tokens.targets - columns.start, columns.live)
+    dbias = None if columns.bias is None else jnp.sum(d, axis=0)
+    d, weight, hidden = (x.astype(_gradient_dtype(case)) for x in (d, weight, tokens.hidden))
+    dhidden = _dot(d, weight, 1, options.vocab_dim, case, case.stat_dtype)
+    left, right = (d, hidden) if options.vocab_dim == 0 else (hidden, d)
+    return Primals(dhidden, _dot(left, right, 0, 0, case, dweight_dtype), dbias)
 
 
 def _gradient_dtype(case: Case) -> jnp.dtype:
@@ -159,11 +163,9 @@ def _gradient_dtype(case: Case) -> jnp.dtype:
     return case.stat_dtype if case.device.platform == "cpu" else case.dtype
 
 
-def _raw(
-    hidden: Float[Array, "t H"], weight: Float[Array, "v H"], bias: Float[Array, "v"] | None, case: Case
-) -> Float[Array, "t v"]:
-    raw = _dot(hidden, weight, 1, case.options.hidden_dim, case, case.stat_dtype)
-    return raw if bias is None else raw + bias[None, :]
+def _raw(tokens: _Tokens, columns: _Columns, case: Case) -> Float[Array, "t v"]:
+    raw = _dot(tokens.hidden, columns.weight, 1, case.options.hidden_dim, case, case.stat_dtype)
+    return raw if columns.bias is None else raw + columns.bias[None, :]
 
 
 def _dot(left: Array, right: Array, left_dim: int, right_dim: int, case: Case, dtype: jnp.dtype) -> Array:
@@ -171,24 +173,28 @@ def _dot(left: Array, right: Array, left_dim: int, right_dim: int, case: Case, d
     return lax.dot_general(left, right, dims, precision=case.options.precision, preferred_element_type=dtype)
 
 
-def _columns(weight: Array, start: Any, size: int, options: Options) -> Array:
-    return lax.dynamic_slice_in_dim(weight, start, size, axis=options.vocab_dim)
+def _tokens(operands: Operands) -> _Tokens:
+    return _Tokens(operands.hidden, operands.targets, operands.inverse_temperature, operands.raw_scale)
 
 
-def _bias_columns(bias: Array | None, start: Any, size: int) -> Array | None:
-    return None if bias is None else lax.dynamic_slice_in_dim(bias, start, size)
+def _slice(tokens: _Tokens, start: Any, size: int) -> _Tokens:
+    return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, size), tokens)
 
 
-def _live(start: Any, size: int, num_columns: Int[Array, ""] | int | None) -> Array | None:
-    """The mask of a tile's true columns; None where the walk itself stops at the last one."""
-    return None if isinstance(num_columns, int) else _math.live_columns(start, size, num_columns)
+def _columns(operands: Operands, start: Any, size: int, options: Options) -> _Columns:
+    """``size`` columns from ``start`` on, unmasked where the walk itself stops at the last true one."""
+    weight = lax.dynamic_slice_in_dim(operands.weight, start, size, axis=options.vocab_dim)
+    bias = None if operands.bias is None else lax.dynamic_slice_in_dim(operands.bias, start, size)
+    masked = not isinstance(operands.num_columns, int)
+    return _Columns(start, weight, bias, _math.live_columns(start, size, operands.num_columns) if masked else None)
 
 
-def _walk_vocabulary[C](case: Case, operands: Operands, tile_v: int, body: Callable[[Any, int, C], C], carry: C) -> C:
+def _walk_vocabulary[C](case: Case, operands: Operands, body: Callable[[Any, int, C], C], carry: C) -> C:
     """``carry = body(start, size, carry)`` over the vocabulary: what whole tiles leave, then these in a loop.
 
     In this order, because the loop needs the carry: XLA could begin what comes after it before, and hold it all along.
     """
+    _, tile_v = _xla_plan.tile_sizes(case)
     columns = operands.num_columns if isinstance(operands.num_columns, int) else case.vocab_size
     whole, rest = divmod(columns, tile_v)
     if rest:

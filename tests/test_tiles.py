@@ -62,9 +62,9 @@ def test_rows_left_out_cost_no_work() -> None:
 
     original = xla._raw
 
-    def counting(hidden, *args):
-        tick = jax.pure_callback(count, jax.ShapeDtypeStruct((), jnp.float32), hidden[0, 0])
-        return original(hidden, *args) + tick
+    def counting(tokens, *args):
+        tick = jax.pure_callback(count, jax.ShapeDtypeStruct((), jnp.float32), tokens.hidden[0, 0])
+        return original(tokens, *args) + tick
 
     hidden, weight = jnp.ones((T, H)), jnp.ones((V, H))
     labels = jnp.zeros((T,), jnp.int32)

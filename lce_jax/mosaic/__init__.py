@@ -7,13 +7,10 @@ cache      with ``cache_bytes``, the forward keeps the first tiles' exponentials
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lce_jax._types import ALONE, Case, Operands, Plan, RowCoefficients, ShardStatistics, Surroundings
+from lce_jax._types import ALONE, Case, Operands, Plan, Primals, RowCoefficients, ShardStatistics, Surroundings
 from lce_jax.mosaic import _config
-
-if TYPE_CHECKING:
-    from jaxtyping import Array, Float
 
 NAME = "mosaic_gpu"
 
@@ -46,7 +43,7 @@ def gradients(
     may_round_dhidden: bool = False,
     may_overwrite_cache: bool = True,
     interpret: Any = None,
-) -> tuple[Float[Array, "T H"], Float[Array, "V H"], None]:
+) -> Primals:
     """Eq. 5: dhidden in float32, dweight in the weight's dtype.
 
     dhidden is in the weight's dtype too where it may be rounded and one launch computes all of it.
@@ -54,4 +51,4 @@ def gradients(
     from lce_jax.mosaic import _backward
 
     allowed = (may_round_dhidden, may_overwrite_cache)
-    return *_backward.gradients(operands, case, rows, cache, *allowed, interpret), None
+    return Primals(*_backward.gradients(operands, case, rows, cache, *allowed, interpret))
