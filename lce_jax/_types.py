@@ -144,14 +144,26 @@ class Operands(NamedTuple):
 
 
 class ShardStatistics(NamedTuple):
-    """What one tile, one chunk or one shard knows of each token's distribution (eq. 1). See `_statistics`."""
+    """What is known of each token's distribution over some columns of the vocabulary: a tile, a shard, or all.
 
-    max: Float[Array, "T"]  # m, the largest logit; -1e30 where no column counted
-    sumexp: Float[Array, "T"]  # s = Σ exp(z - m)
-    weighted: Float[Array, "T"] | None  # q = Σ (z - m)·exp(z - m); None without entropy
-    target: Float[Array, "T"]  # z - m of the label where it is owned, else -inf
-    min: Float[Array, "T"] | None  # the smallest logit, +1e30 where no column counted; None without stats
-    total: Float[Array, "T"] | None = None  # Σ z; None without mean_logit
+    Each field is ``[T]`` (``[N, T]`` of N shards), in float32 (float64 for a float64 weight), or None. `lce_jax.local`
+    computes, packs and merges them.
+
+    Attributes:
+        max: m, the largest logit; -1e30 over no column at all.
+        sumexp: s = Σ exp(z - m).
+        weighted: q = Σ (z - m)·exp(z - m), of which the entropy is ln s - q/s. None without entropy.
+        target: z - m of the label where these columns hold it, else -inf.
+        min: the smallest logit; +1e30 over no column at all. None without ``stats=True``.
+        total: Σ z. None unless a loss smooths its labels.
+    """
+
+    max: Float[Array, "T"]
+    sumexp: Float[Array, "T"]
+    weighted: Float[Array, "T"] | None
+    target: Float[Array, "T"]
+    min: Float[Array, "T"] | None
+    total: Float[Array, "T"] | None = None
 
 
 class Primals[A](NamedTuple):

@@ -86,7 +86,14 @@ def _shard_statistics(
 
 
 def merge(parts: ShardStatistics) -> ShardStatistics:
-    """The statistics of all shards from fields ``[N, T]``, summed in the order of N: the same on whoever computes it.
+    """The statistics of all shards together: ``m = max mᵢ``, ``s = Σ sᵢ·exp(mᵢ - m)``, and so on for each field.
+
+    Args:
+        parts: statistics of N shards, fields ``[N, T]``. A shard without a true column counts for nothing.
+
+    Returns:
+        Statistics with fields ``[T]``. The sums are in the order of N, so everybody who merges the same parts holds
+        the same bits.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -149,7 +156,19 @@ def unpack(packed: Float[Array, "*n F T"], fields: Mapping[str, int]) -> ShardSt
 def finish(
     stats: ShardStatistics, labels: Int[Array, "T"], *, vocab_size: int, where: Bool[Array, "T"] | None = None
 ) -> LogprobOutput:
-    """The results, from statistics of the whole vocabulary of ``vocab_size`` entries.
+    """The results, from statistics of the whole vocabulary: ``lse = m + ln s``, ``entropy = ln s - q/s``.
+
+    Args:
+        stats: merged statistics, fields ``[T]``.
+        labels: ``[T]`` global vocabulary ids. Outside ``[0, vocab_size)``, the log-probability is 0.
+        vocab_size: the true size of the whole vocabulary.
+        where: ``[T]`` bool, the rows that count; the others are 0. None: all.
+
+    Returns:
+        A `LogprobOutput` of ``[T]`` arrays; fields whose statistics are None are None.
+
+    Raises:
+        ValueError, TypeError: labels or ``where`` of a wrong shape or dtype.
 
     Example:
         >>> import jax.numpy as jnp

@@ -28,19 +28,24 @@ if TYPE_CHECKING:
 WEIGHT_INIT = jax.nn.initializers.lecun_normal(in_axis=1, out_axis=0)
 
 
-class CallOptions(TypedDict, total=False):
-    """What a call of ``logprobs`` may set; the other options of `lce_jax.linear_logprobs` belong to the head."""
+class SharedOptions(TypedDict, total=False):
+    """What any call may set; the other options of `lce_jax.linear_logprobs` belong to the head."""
 
     where: Bool[Array, "*b"] | None
     temperature: float | Float[Array, "..."]
-    entropy: bool
-    stats: bool
     axis_name: Any
     cache_bytes: int
     implementation: str | tuple[str, ...] | None
 
 
-class LossOptions(CallOptions, total=False):
+class CallOptions(SharedOptions, total=False):
+    """What a call of ``logprobs`` may set."""
+
+    entropy: bool
+    stats: bool
+
+
+class LossOptions(SharedOptions, total=False):
     """What a call of ``loss`` may set."""
 
     ignore_index: int | None
