@@ -65,9 +65,11 @@ def _results(spec: Spec, primals: Primals, rows: Rows) -> Results:
     return _vjp.linear_logprobs(spec, primals, rows)
 
 
-@functools.partial(jax.jit, static_argnums=0, inline=True)
 def _of_no_tokens(case: Case, labels: Array) -> Results:
     """The results of a call without tokens, in the shape of its labels."""
-    stats = _statistics.empty(0, case.stat_dtype, case.options)
-    results = _math.finish(stats, labels.reshape(-1) >= 0, None, vocab_size=1)
-    return jax.tree.map(lambda x: x.reshape(labels.shape), results)
+
+    def results() -> Results:
+        stats = _statistics.empty(0, case.stat_dtype, case.options)
+        return _math.finish(stats, jnp.zeros((0,), jnp.bool_), None, vocab_size=1)
+
+    return jax.tree.map(lambda x: jnp.zeros(labels.shape, x.dtype), jax.eval_shape(results))

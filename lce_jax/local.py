@@ -232,8 +232,9 @@ def gradients(
     spec, primals, rows = _bound(hidden, weight, labels, where, num_rows, options)
     zero = jnp.zeros((spec.case.num_tokens,), spec.case.stat_dtype)
     if spec.case.num_tokens == 0:
-        dtypes = Primals(zero.dtype, primals.weight.dtype, zero.dtype)
-        found = jax.tree.map(lambda x, dtype: jnp.zeros(x.shape, dtype), primals, dtypes)
+        dtype = zero.dtype
+        bias = None if primals.bias is None else jnp.zeros(primals.bias.shape, dtype)
+        found = Primals(jnp.zeros(primals.hidden.shape, dtype), jnp.zeros_like(primals.weight), bias)
     else:
         seed = Results(LogprobOutput(*(zero if field is None else field for field in cotangent[:3])))
         start = jnp.asarray(vocab_start, jnp.int32)
