@@ -239,7 +239,7 @@ def gradients(
         seed = Results(LogprobOutput(*(zero if field is None else field for field in cotangent[:3])))
         start = jnp.asarray(vocab_start, jnp.int32)
         found = _shard_gradients(spec, primals, rows, start, merged, seed, cache)
-    return (found.hidden, found.weight) if found.bias is None else tuple(found)
+    return (found.hidden, found.weight) if found.bias is None else (found.hidden, found.weight, found.bias)
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
