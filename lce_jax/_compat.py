@@ -1,10 +1,9 @@
-"""The only importer of what JAX may move or rename, and the few idioms its manual-axis types ask for."""
+"""What JAX may move or rename (the kernel language apart), and the few idioms its manual-axis types ask for."""
 
 from __future__ import annotations
 
 import functools
-import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -58,7 +57,8 @@ def psum_to_type(x: jax.Array, like: Any) -> jax.Array:
 def first_order_only[**P, R](function: Callable[P, R]) -> Callable[P, R]:
     """``function``, whose own derivative raises where it is used: it runs inside a ``custom_vjp`` rule.
 
-    Used, not asked for: a gradient under ``stop_gradient`` within another is differentiated too, for nobody.
+    It raises only where the result is used: JAX also differentiates a gradient under ``stop_gradient`` inside another
+    gradient, and drops the result.
     """
     guarded = jax.custom_jvp(function)
 
@@ -103,59 +103,3 @@ mlir.register_lowering(_derivative_p, _refuse_derivative)
 ad.primitive_jvps[_derivative_p] = _refuse_derivative
 ad.primitive_transposes[_derivative_p] = _transpose_derivative
 batching.primitive_batchers[_derivative_p] = _batch_derivative
-
-
-def mosaic_kernel(
-    body: Callable[..., None], *, updated: Mapping[int, int] | None = None, **kwargs: Any
-) -> Callable[..., Any]:
-    """``plgpu.kernel``, whose outputs vary over every manual axis that an operand varies over.
-
-    JAX's own are typed as replicated whatever ``out_type`` says (0.11.2, 0.12.0): under ``check_vma=True`` a shard's
-    cotangents would then be summed over the axes that split its tokens. ``updated`` maps the numbers of operands to
-    those of the outputs that are updates of them, in place.
-    """
-    from jax.experimental.pallas import mosaic_gpu
-
-    run = _updating_kernel(body, updated, **kwargs) if updated else mosaic_gpu.kernel(body, **kwargs)
-
-    def typed(*operands: Any) -> Any:
-        with jax.enable_x64(False):  # the kernels count in int32, whatever their caller does
-            return vary_like(run(*operands), operands)
-
-    return typed
-
-
-def _updating_kernel(
-    body: Callable[..., None],
-    updated: Mapping[int, int],
-    out_type: Any,
-    compiler_params: Any,
-    interpret: Any,
-    kernel_name: str,
-    **mesh: Any,
-) -> Callable[..., Any]:
-    """What ``plgpu.kernel`` does, with the alias that it has no argument for (0.11.2, 0.12.0)."""
-    from jax._src import config
-    from jax._src.pallas import mpmd
-    from jax.experimental.pallas import mosaic_gpu
-
-    def run(*operands: Any) -> Any:
-        with config._check_vma(False):
-            return mpmd._mpmd_map(
-                [(mosaic_gpu.Mesh(kernel_name=kernel_name, **mesh), body)],
-                out_type,
-                input_output_aliases=dict(updated),
-                compiler_params=compiler_params,
-                interpret=interpret or False,
-                name=kernel_name,
-            )(*operands)
-
-    return jax.custom_batching.sequential_vmap(run)
-
-
-def __getattr__(name: str) -> Any:
-    """``pl`` and ``plgpu``, imported when first asked for: half a second that only the GPU kernels need."""
-    modules = {"pl": "jax.experimental.pallas", "plgpu": "jax.experimental.pallas.mosaic_gpu"}
-    if name not in modules:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return importlib.import_module(modules[name])

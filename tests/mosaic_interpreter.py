@@ -1,4 +1,4 @@
-"""What Pallas's interpreter of GPU kernels (0.11.2, 0.12.0) does not know: TMA stores that add to what is there."""
+"""Pallas's interpreter of GPU kernels (0.11.2, 0.12.0): what it found, and TMA stores that add, which it lacks."""
 
 from __future__ import annotations
 
@@ -6,11 +6,20 @@ import threading
 from typing import Any
 
 import pytest
-from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, interpret_pallas_call
+
+
+def races_found() -> bool:
+    """Whether the last kernel raced."""
+    return bool(interpret_pallas_call.get_races().races_found)
 
 
 def add_stores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets the interpreter run ``copy_smem_to_gmem(..., reduction_op="add")``, race detector included."""
+    """Lets the interpreter run ``copy_smem_to_gmem(..., reduction_op="add")``, race detector included.
+
+    What it holds of earlier kernels is dropped.
+    """
+    interpret_pallas_call.reset_gpu_interpret_mode_state()
     copy, store = gpu_callbacks.copy_smem_to_gmem, gpu_callbacks.AsyncCopySmemToGmemTask
     begun_here = threading.local()  # whether the copy that this thread begins adds
 

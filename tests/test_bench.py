@@ -20,7 +20,8 @@ pytest.importorskip("matplotlib")
 from lce_jax._types import Case, Device, Options
 from lce_jax.bench import __main__ as command
 from lce_jax.bench import candidates, measure, peers, problem, report, run, shapes, sweep
-from lce_jax.mosaic import _config
+from lce_jax.mosaic import _generations
+from lce_jax.mosaic.sm90._tuning import Tuning
 
 TINY = shapes.Shape(24, shapes.Head(32, 520))
 
@@ -245,25 +246,31 @@ H200 = Case(
 
 
 @pytest.mark.parametrize("kernel", shapes.KERNELS)
-def test_a_sweep_tries_tiles_that_fit_and_puts_the_table_back(kernel):
-    before = dict(_config.TUNED)
-    start = _config.tiles(H200, kernel)
+def test_a_sweep_tries_tunings_that_fit_and_puts_the_table_back(kernel):
+    before = _generations.KERNEL_SETS
+    start = tuning_of(H200, kernel)
     choices = [sweep.around(H200, kernel, start, step) for step in sweep.STEPS]
     for step in choices:
         assert start in step
         assert 4 <= len(set(step)) == len(step) <= 40
-    for tiles in itertools.chain(*choices):
-        with sweep.tuned(H200, kernel, tiles):
-            assert _config.tiles(H200, kernel) == tiles
-            assert _config.refusal(H200) is None
-    assert before == _config.TUNED
+    for tuning in itertools.chain(*choices):
+        with sweep.tuned(H200, kernel, tuning):
+            assert tuning_of(H200, kernel) == tuning
+            assert _generations.refusal(H200) is None
+    assert before == _generations.KERNEL_SETS
+
+
+def tuning_of(case, kernel):
+    return _generations.serving(case.device).tunings.of(case, kernel)
 
 
 def test_a_sweep_leaves_no_entry_for_a_device_that_had_none():
     unknown = dataclasses.replace(H200, device=H200.device._replace(kind="NVIDIA H100 PCIe"))
-    with sweep.tuned(unknown, "forward", _config.Tiles(tile_k=64, stages=3)):
-        assert ("NVIDIA H100 PCIe", "forward") in _config.TUNED
-    assert ("NVIDIA H100 PCIe", "forward") not in _config.TUNED
+    tuning, before = Tuning(tile_k=64, stages=3), tuning_of(unknown, "forward")
+    with sweep.tuned(unknown, "forward", tuning):
+        assert tuning_of(unknown, "forward") == tuning != before
+        assert tuning_of(H200, "forward") == before
+    assert tuning_of(unknown, "forward") == before
 
 
 def test_a_sweep_without_such_a_gpu_says_so(capsys):
@@ -301,7 +308,7 @@ def test_which_kernels_a_sweep_is_for(monkeypatch):
 
 
 def test_sweep_table_is_fastest_first_and_ends_in_an_entry():
-    fast, slow = sweep.around(H200, "forward", _config.tiles(H200, "forward"), sweep.STEPS[0])[:2]
+    fast, slow = sweep.around(H200, "forward", tuning_of(H200, "forward"), sweep.STEPS[0])[:2]
     swept = sweep.Swept("forward", H200, {fast: 0.001, slow: 0.002}, {})
     assert swept.entry == f'("NVIDIA H200", "forward"): ((1024, {fast}),)'
     assert sweep.table(swept).row_count == 2

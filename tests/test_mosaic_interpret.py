@@ -6,19 +6,21 @@ The interpreter models shared memory, TMA, barriers, wgmma and the warpgroups' c
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
 
 from lce_jax import _math, mosaic, reference
-from lce_jax._compat import plgpu
 from lce_jax._types import Case, Device, LogprobOutput, Operands, Options, Results
-from lce_jax.mosaic import _config
-from tests.mosaic_interpreter import add_stores
+from lce_jax.mosaic import _generations, sm90
+from lce_jax.mosaic._cache import Cache
+from lce_jax.mosaic._pallas import interpreting, plgpu
+from lce_jax.mosaic.sm90._tuning import Tuning, Tunings
+from tests.mosaic_interpreter import add_stores, races_found
 
 MULTIPROCESSORS = 2
 
@@ -112,66 +114,92 @@ def draw(test: Call) -> tuple[Operands, Results]:
     return operands, Results(LogprobOutput(*seeds[:3]), mean_logit=seeds[3] if test.options.mean_logit else None)
 
 
-@pytest.mark.parametrize("test", CALLS, ids=str)
-def test_matches_reference(test: Call, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    add_stores(monkeypatch)
-    monkeypatch.setattr(jax.lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
-    if test.chunk is not None:
-        monkeypatch.setattr(_config, "TEMPORARY_BYTES", 0)
-        monkeypatch.setattr(_config, "CHUNK_COLUMNS", test.chunk * _config.TILE_N)
-    if test.statistics_bytes is not None:
-        monkeypatch.setattr(_config, "STATISTICS_BYTES", test.statistics_bytes)
-    monkeypatch.setattr(_config, "SHORT_TOKENS" if test.shared else "MANY", 1)
-    if test.cluster > 1:
-        tiles = _config.Tiles(tile_k=64, stages=2, cluster=test.cluster)
-        tuned = {("NVIDIA H200", kernel): ((64, tiles),) for kernel in ("forward", "dlogits")}
-        monkeypatch.setattr(_config, "TUNED", tuned)
-    case = Case(
+def case_of(test: Call) -> Case:
+    return Case(
         num_tokens=test.T, hidden_size=test.H, vocab_size=test.V, dtype=jnp.dtype(test.dtype), options=test.options,
         partial_rows=test.num_rows is not None,
         device=Device("gpu", "NVIDIA H200", "9.0", MULTIPROCESSORS),
     )  # fmt: skip
+
+
+def kernels_of(test: Call) -> sm90.Kernels:
+    """The kernels with what a small call does not reach: turns, clusters, several chunks, several launches."""
+    tunings = Tunings(short_tokens=1) if test.shared else Tunings(many_row_blocks=1)
+    if test.cluster > 1:
+        tuning = Tuning(tile_k=64, stages=2, cluster=test.cluster)
+        tuned = {("NVIDIA H200", kernel): ((64, tuning),) for kernel in ("forward", "dlogits")}
+        tunings = dataclasses.replace(tunings, tuned=tuned)
+    budget = sm90.KERNELS.budget
+    if test.chunk is not None:
+        columns = test.chunk * sm90.KERNELS.tiling.tile
+        budget = dataclasses.replace(budget, temporary_bytes=0, chunk_columns=columns)
+    if test.statistics_bytes is not None:
+        budget = dataclasses.replace(budget, statistics_bytes=test.statistics_bytes)
+    return sm90.Kernels(budget=budget, tunings=tunings)
+
+
+@pytest.fixture
+def test(request: pytest.FixtureRequest) -> Iterator[Call]:
+    with _generations.using(kernels_of(request.param)), interpreting(plgpu.InterpretGPUParams(detect_races=True)):
+        yield request.param
+
+
+@pytest.mark.parametrize("test", CALLS, ids=str, indirect=True)
+def test_matches_reference(test: Call, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    add_stores(monkeypatch)
+    monkeypatch.setattr(jax.lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
+    case = case_of(test)
     assert mosaic.supports(case) is None
     operands, cotangent = draw(test)
+    want, _ = reference.statistics(operands, case)
+    cache = check_statistics(test, case, operands, want)
+    if test.num_columns == 0:  # this shard owns nothing; another one had every column
+        want = want._replace(max=jnp.zeros_like(want.max), sumexp=jnp.ones_like(want.sumexp))
+    rows = _math.row_coefficients(want, cotangent, None, operands.inverse_temperature, test.options, test.V)
+    check_gradients(test, case, operands, rows, cache)
+    assert not races_found()  # in the last kernel
+    assert "RACE DETECTED" not in capfd.readouterr().out  # in any
+
+
+def traced(function: Any, operands: Operands, *rest: Any) -> Any:
+    """The jitted ``function``'s results; a number of columns that is static stays so."""
     static = operands.num_columns
 
-    def statistics(operands: Operands):
-        return mosaic.statistics(with_static(operands), case, True, interpret=interpret)
+    def call(operands: Operands, *rest: Any) -> Any:
+        return function(operands._replace(num_columns=static) if isinstance(static, int) else operands, *rest)
 
-    def gradients(operands: Operands, rows, cache):
-        allowed = {"may_round_dhidden": test.rounds_dhidden, "may_overwrite_cache": test.owns_cache}
-        return mosaic.gradients(with_static(operands), case, rows, cache, **allowed, interpret=interpret)[:2]
+    return jax.jit(call)(operands, *rest)
 
-    def with_static(traced: Operands) -> Operands:
-        return traced._replace(num_columns=static) if isinstance(static, int) else traced
 
-    interpret = plgpu.InterpretGPUParams(detect_races=True)
-    interpreter.reset_gpu_interpret_mode_state()
-    stats, cache = jax.jit(statistics)(operands)
-    want, _ = reference.statistics(operands, case)
-    live = slice(test.num_rows)
+def check_statistics(test: Call, case: Case, operands: Operands, want: Any) -> Cache | None:
+    """Returns the cache."""
+    stats, cache = traced(lambda operands: mosaic.statistics(operands, case, True), operands)
     for name, got in stats._asdict().items():
         expected = getattr(want, name)
         assert (got is None) == (expected is None), name
         if got is not None:
+            live = slice(test.num_rows)
             np.testing.assert_allclose(got[live], expected[live], rtol=2e-6, atol=1e-4, err_msg=name)
     kept = 0 if cache is None else cache.exponentials.nbytes + cache.max.nbytes
     assert kept <= test.options.cache_bytes
     assert (kept > 0) == (test.options.cache_bytes > 0)
+    return cache
 
-    if test.num_columns == 0:  # this shard owns nothing; another one had every column
-        want = want._replace(max=jnp.zeros_like(want.max), sumexp=jnp.ones_like(want.sumexp))
-    rows = _math.row_coefficients(want, cotangent, None, operands.inverse_temperature, test.options, test.V)
-    dhidden, dweight = jax.jit(gradients)(operands, rows, cache)
+
+def check_gradients(test: Call, case: Case, operands: Operands, rows: Any, cache: Cache | None) -> None:
+    allowed = {"may_round_dhidden": test.rounds_dhidden, "may_overwrite_cache": test.owns_cache}
+    dhidden, dweight = traced(
+        lambda operands, rows, cache: mosaic.gradients(operands, case, rows, cache, **allowed)[:2],
+        operands, rows, cache,
+    )  # fmt: skip
     assert dhidden.dtype == (test.dtype if test.rounds_dhidden else jnp.float32)
     expected_dhidden, expected_dweight, _ = reference.gradients(operands, case, rows)
     # One rounding of dlogits to eight or eleven bits: 2^-9 / sqrt(3) or less, and as much again in the weight's dtype.
     bound = {"bfloat16": 4e-3, "float16": 5e-4}[test.dtype]
+    live = slice(test.num_rows)
     for got, expected in ((dhidden[live], expected_dhidden[live]), (dweight, expected_dweight)):
         error = np.linalg.norm(np.asarray(got, np.float64) - np.asarray(expected, np.float64))
         assert error <= bound * np.linalg.norm(np.asarray(expected, np.float64))
-    assert not interpreter.get_races().races_found  # in the last kernel
-    assert "RACE DETECTED" not in capfd.readouterr().out  # in any
 
 
 @pytest.mark.parametrize(("temperature", "options"), [(1.0, {"cache_bytes": 1 << 30}), (0.1, {"logit_scale": 1.7})])
@@ -191,11 +219,12 @@ def test_no_probability_is_above_one(temperature: float, options: dict[str, Any]
     )  # fmt: skip
 
     @jax.jit
-    def results(operands: Operands) -> Results:
-        stats, _ = mosaic.statistics(operands, case, True, interpret=plgpu.InterpretGPUParams())
-        return _math.finish(stats, operands.targets >= 0, None, V)
+    def results(operands: Operands) -> LogprobOutput:
+        stats, _ = mosaic.statistics(operands, case, True)
+        return _math.finish(stats, operands.targets >= 0, None, V).outputs
 
-    out = results(operands)
+    with interpreting(plgpu.InterpretGPUParams()):
+        out = results(operands)
     assert np.all(np.asarray(out.logprobs) <= 0)
     assert np.all(np.asarray(out.entropy) >= 0)
     exact = reference.statistics(operands, case)[0]

@@ -17,7 +17,10 @@ from jax.sharding import AxisType, PartitionSpec
 import lce_jax
 from lce_jax import _dispatch, local, mosaic
 from lce_jax._types import Case, Device, Options
-from lce_jax.mosaic import _config
+from lce_jax.mosaic import _dhidden, sm90
+from lce_jax.mosaic._geometry import geometry
+from lce_jax.mosaic.sm90._hardware import SMEM_LIMIT
+from lce_jax.mosaic.sm90._tuning import BY_KERNEL, SHORT
 
 H200 = Device("gpu", "NVIDIA H200", "9.0", 132)
 HIDDEN = (1024, 2048, 4096, 5120, 8192)
@@ -355,23 +358,25 @@ def test_plan_on_hopper() -> None:
 
 
 def test_partial_statistics_stay_small() -> None:
+    budget = sm90.KERNELS.budget
     plan = mosaic.plan(case(num_tokens=131072))
-    assert plan.forward_bytes <= _config.STATISTICS_BYTES
+    assert plan.forward_bytes <= budget.statistics_bytes
     for hidden_size in (1024, 2048, 4096, 5120):
         assert mosaic.plan(case(num_tokens=8192, hidden_size=hidden_size)).backward_bytes <= 0.35e9
-    sums = mosaic.plan(case(num_tokens=65536)).backward_bytes - 65536 * _config.CHUNK_COLUMNS * 2
+    sums = mosaic.plan(case(num_tokens=65536)).backward_bytes - 65536 * budget.chunk_columns * 2
     assert sums <= 65536 * 4096 * 4  # dhidden in float32, once
-    assert _config.sums_shape(case(num_tokens=512))[0] == 2  # too few tiles for 132 multiprocessors
+    few = case(num_tokens=512)
+    assert _dhidden.sums_shape(few, geometry(few, sm90.KERNELS.tiling))[0] == 2  # too few tiles for 132 multiprocessors
 
 
 def test_every_kernel_fits_shared_memory() -> None:
-    chosen = [*_config.TILES.items(), *((kernel, _config.TURNS) for kernel in _config.TILES)]
-    chosen += [(kernel, tiles) for (_, kernel), entries in _config.TUNED.items() for _, tiles in entries]
-    for kernel, tiles in chosen:
-        assert tiles.smem_bytes(2, staged=True) <= _config.SMEM_LIMIT, kernel
+    chosen = [*BY_KERNEL.items(), *((kernel, SHORT) for kernel in BY_KERNEL)]
+    chosen += [(kernel, one) for (_, kernel), entries in sm90.KERNELS.tunings.tuned.items() for _, one in entries]
+    for kernel, tuning in chosen:
+        assert tuning.smem_bytes(2, staged=True) <= SMEM_LIMIT, kernel
 
 
 @pytest.mark.parametrize("wrong", [{"slots": 3}, {"slots": 0}, {"snake": 3}, {"turns": 3}, {"stages": 1}], ids=str)
-def test_tiles_that_no_kernel_is_written_for(wrong: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="got Tiles"):
-        dataclasses.replace(_config.TURNS, **wrong)
+def test_tunings_that_no_kernel_is_written_for(wrong: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="got Tuning"):
+        dataclasses.replace(SHORT, **wrong)

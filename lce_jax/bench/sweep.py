@@ -1,6 +1,6 @@
-"""``--sweep``: the tiles of the Hopper kernels, timed on one shape; what to enter in the tuned table.
+"""``--sweep``: the tunings of the Hopper kernels, timed on one shape; what to enter in the tuned table.
 
-Tuning never happens in a call: winners become data in ``lce_jax/mosaic/_config.py``, by device kind and hidden size.
+Tuning never happens in a call: winners become data in ``lce_jax/mosaic/sm90/_tuning.py``, by device and hidden size.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from lce_jax.bench.measure import Run, interleave, median
 from lce_jax.bench.problem import Problem, random_problem
 from lce_jax.bench.run import admit
 from lce_jax.bench.shapes import KERNELS, Shape
-from lce_jax.mosaic import NAME, _config
-from lce_jax.mosaic._config import Tiles
+from lce_jax.mosaic import NAME, _generations, sm90
+from lce_jax.mosaic.sm90._hardware import SMEM_LIMIT
+from lce_jax.mosaic.sm90._tuning import Tuning, stages_output
 
 STEPS: tuple[dict[str, Sequence[int]], ...] = (
     {"tile_k": (64, 128), "stages": range(2, 9), "turns": (1, 2), "slots": (1, 2)},
@@ -34,11 +35,11 @@ STEPS: tuple[dict[str, Sequence[int]], ...] = (
 
 @dataclasses.dataclass(frozen=True)
 class Swept:
-    """What a sweep found for one kernel: seconds of the whole direction by tiles, fastest first; and what was out."""
+    """What a sweep found for one kernel: seconds of the whole direction by tuning, fastest first; and what was out."""
 
     kernel: str
     case: Case
-    seconds: dict[Tiles, float]
+    seconds: dict[Tuning, float]
     left_out: dict[str, str]
 
     @property
@@ -49,7 +50,7 @@ class Swept:
 
 
 def sweep(kernels: Sequence[str], shape: Shape, dtype: Any, rounds: int, report: Callable[[str], None]) -> list[Swept]:
-    """The kernels in turn, from the tiles that they have: in each step what differs in a few fields, and its best.
+    """The kernels in turn, from the tunings that they have: in each step what differs in a few fields, and its best.
 
     Only timings of one interleaved run are compared; each step times the best of the one before again.
 
@@ -60,62 +61,59 @@ def sweep(kernels: Sequence[str], shape: Shape, dtype: Any, rounds: int, report:
     case = explain(*problem.arrays[:3], logit_softcap=shape.head.logit_softcap, implementation=NAME).case
     found = []
     for kernel in kernels:
-        best = _config.tiles(case, kernel)
+        best = sm90.KERNELS.tunings.of(case, kernel)
         left_out: dict[str, str] = {}
         for step in STEPS:
             swept = _time(kernel, around(case, kernel, best, step), problem, case, rounds, report)
             left_out |= swept.left_out
             if not swept.seconds:
-                raise UnsupportedError(f"no tiles of the {kernel} kernel gave right results: {left_out}")
+                raise UnsupportedError(f"no tuning of the {kernel} kernel gave right results: {left_out}")
             best = next(iter(swept.seconds))
         found.append(dataclasses.replace(swept, left_out=left_out))
     return found
 
 
-def around(case: Case, kernel: str, tiles: Tiles, fields: dict[str, Sequence[int]]) -> list[Tiles]:
-    """``tiles`` with every choice of the fields that is valid and fits shared memory."""
+def around(case: Case, kernel: str, tuning: Tuning, fields: dict[str, Sequence[int]]) -> list[Tuning]:
+    """``tuning`` with every choice of the fields that is valid and fits shared memory."""
     made = []
     for values in itertools.product(*fields.values()):
         with contextlib.suppress(ValueError):  # of choices that exclude each other
-            made.append(dataclasses.replace(tiles, **dict(zip(fields, values, strict=True))))
-    staged = _config.stages_output(case, kernel)
-    return [one for one in made if one.smem_bytes(case.dtype.itemsize, staged) <= _config.SMEM_LIMIT]
+            made.append(dataclasses.replace(tuning, **dict(zip(fields, values, strict=True))))
+    staged = stages_output(case, kernel)
+    return [one for one in made if one.smem_bytes(case.dtype.itemsize, staged) <= SMEM_LIMIT]
 
 
 @contextlib.contextmanager
-def tuned(case: Case, kernel: str, tiles: Tiles) -> Iterator[None]:
-    """Within it, calls on this device kind use ``tiles``. They are read while tracing, so traces must be fresh."""
-    key = (case.device.kind, kernel)
-    before = _config.TUNED.get(key)
-    _config.TUNED[key] = ((0, tiles),)
+def tuned(case: Case, kernel: str, tuning: Tuning) -> Iterator[None]:
+    """Within it, calls on this device kind use ``tuning``. It is read while tracing, so traces must be fresh."""
+    tunings = sm90.KERNELS.tunings
+    table = {**tunings.tuned, (case.device.kind, kernel): ((0, tuning),)}
+    kernels = dataclasses.replace(sm90.KERNELS, tunings=dataclasses.replace(tunings, tuned=table))
     jax.clear_caches()
     try:
-        yield
+        with _generations.using(kernels):
+            yield
     finally:
-        if before is None:
-            del _config.TUNED[key]
-        else:
-            _config.TUNED[key] = before
         jax.clear_caches()
 
 
 def table(swept: Swept) -> Table:
-    """All tiles of one kernel, fastest first."""
+    """All tunings of one kernel, fastest first."""
     out = Table(title=f"{swept.kernel} kernel", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
-    fields = [field.name for field in dataclasses.fields(Tiles)]
+    fields = [field.name for field in dataclasses.fields(Tuning)]
     for name in (*fields, f"{KERNELS[swept.kernel]} ms", "÷ best"):
         out.add_column(name, justify="right")
     best = min(swept.seconds.values())
-    for tiles, seconds in swept.seconds.items():
-        values = (str(getattr(tiles, name)) for name in fields)
+    for tuning, seconds in swept.seconds.items():
+        values = (str(getattr(tuning, name)) for name in fields)
         out.add_row(*values, f"{seconds * 1e3:.3f}", f"{seconds / best:.3f}")
     return out
 
 
 def _time(
-    kernel: str, choices: Sequence[Tiles], problem: Problem, case: Case, rounds: int, report: Callable[[str], None]
+    kernel: str, choices: Sequence[Tuning], problem: Problem, case: Case, rounds: int, report: Callable[[str], None]
 ) -> Swept:
-    rows = {_candidate(kernel, tiles, problem, case): tiles for tiles in choices}
+    rows = {_candidate(kernel, tuning, problem, case): tuning for tuning in choices}
     runs, _, left_out = admit(list(rows), problem, report)
     samples = interleave(
         runs, rounds, on_gpu=True, on_timing=lambda one, done: report(f"round {done + 1} of {rounds}, {one.label}")
@@ -124,11 +122,11 @@ def _time(
     return Swept(kernel, case, dict(sorted(seconds.items(), key=lambda item: item[1])), left_out)
 
 
-def _candidate(kernel: str, tiles: Tiles, problem: Problem, case: Case) -> Candidate:
+def _candidate(kernel: str, tuning: Tuning, problem: Problem, case: Case) -> Candidate:
     ours = next(one for one in jax_candidates(problem, NAME) if (one.key, one.direction) == ("ours", KERNELS[kernel]))
 
     def compile() -> Run:
-        with tuned(case, kernel, tiles):
+        with tuned(case, kernel, tuning):
             return ours.compile()
 
-    return dataclasses.replace(ours, key=f"{kernel} {tiles}", label=f"{kernel} {tiles}", compile=compile)
+    return dataclasses.replace(ours, key=f"{kernel} {tuning}", label=f"{kernel} {tuning}", compile=compile)

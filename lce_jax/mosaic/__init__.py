@@ -1,37 +1,47 @@
-"""The implementation for Hopper GPUs (compute capability 9.0): Pallas kernels on Mosaic GPU.
+"""The implementation with GPU kernels, in Pallas on Mosaic GPU: the logits exist in registers only.
 
-forward    hidden·weightᵀ in [128, 256] tiles, statistics from the accumulators; the logits exist nowhere else
+forward    hidden·weightᵀ tile by tile, statistics from the accumulators
 backward   the same tiles again, turned into dlogits one chunk of the vocabulary at a time, and two products
 cache      with ``cache_bytes``, the forward keeps the first tiles' exponentials and the backward skips theirs
+
+The modules here are host code, the same for every generation of GPUs. The kernels of a generation are a kernel set, in
+a folder of their own: `sm90` for Hopper (compute capability 9.0). `_generations` picks one by device.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from lce_jax._types import ALONE, Case, Operands, Plan, Primals, RowCoefficients, ShardStatistics, Surroundings
-from lce_jax.mosaic import _config
+from lce_jax._types import (
+    ALONE,
+    Case,
+    Operands,
+    Plan,
+    Primals,
+    RowCoefficients,
+    ShardStatistics,
+    Surroundings,
+    UnsupportedError,
+)
+from lce_jax.mosaic import _backward, _forward, _generations, _plan
+from lce_jax.mosaic._kernel_set import KernelSet
 
 NAME = "mosaic_gpu"
 
 
 def supports(case: Case) -> str | None:
     """Why the kernels cannot serve ``case``: the device, the dtype, or a shape they cannot tile."""
-    return _config.refusal(case)
+    return _generations.refusal(case)
 
 
 def plan(case: Case, around: Surroundings = ALONE) -> Plan:
     """Tiles and bytes; what ``cache_bytes`` will keep."""
-    return _config.plan(case, NAME, around)
+    return _plan.plan(case, _kernels(case), NAME, around)
 
 
-def statistics(
-    operands: Operands, case: Case, keep_cache: bool = False, *, interpret: Any = None
-) -> tuple[ShardStatistics, Any]:
-    """Eq. 1 of the whole shard, and the cache. ``interpret`` runs the kernels on the CPU, for tests."""
-    from lce_jax.mosaic import _forward  # imports the kernel language, which only these calls need
-
-    return _forward.statistics(operands, case, keep_cache, interpret)
+def statistics(operands: Operands, case: Case, keep_cache: bool = False) -> tuple[ShardStatistics, Any]:
+    """Eq. 1 of the whole shard, and the cache."""
+    return _forward.statistics(operands, case, _kernels(case), keep_cache)
 
 
 def gradients(
@@ -42,13 +52,17 @@ def gradients(
     *,
     may_round_dhidden: bool = False,
     may_overwrite_cache: bool = True,
-    interpret: Any = None,
 ) -> Primals:
     """Eq. 5: dhidden in float32, dweight in the weight's dtype.
 
     dhidden is in the weight's dtype too where it may be rounded and one launch computes all of it.
     """
-    from lce_jax.mosaic import _backward
-
     allowed = (may_round_dhidden, may_overwrite_cache)
-    return Primals(*_backward.gradients(operands, case, rows, cache, *allowed, interpret))
+    return Primals(*_backward.gradients(operands, case, _kernels(case), rows, cache, *allowed))
+
+
+def _kernels(case: Case) -> KernelSet:
+    kernels = _generations.serving(case.device)
+    if kernels is None:
+        raise UnsupportedError(f'implementation "{NAME}": {_generations.refusal(case)}')
+    return kernels

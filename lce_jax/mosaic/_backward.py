@@ -1,4 +1,4 @@
-"""The gradients: dlogits chunk by chunk, each feeding the two products of `_products`.
+"""The gradients: dlogits chunk by chunk, each chunk feeding the two products that give dhidden and dweight.
 
 The chunks run in `lax.fori_loop`, one of them alive at a time. The first come from the cache, if there is one, in one
 chunk that takes its place wherever it may; the others from the recomputing kernel. What the kernels leave out, a few
@@ -8,161 +8,129 @@ columns at the end of the vocabulary, goes through plain XLA.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax import _compat, _math
+from lce_jax import _compat
 from lce_jax._types import Case, Operands, RowCoefficients
-from lce_jax.mosaic import _cached, _config, _dlogits, _mean, _operands, _products
-from lce_jax.mosaic._cached import Cache
-from lce_jax.mosaic._config import ATOM_ROWS, TILE_N
-from lce_jax.mosaic._operands import Prepared, Span
+from lce_jax.mosaic import _cache, _chunks, _dhidden, _mean, _operands, _remainder
+from lce_jax.mosaic._cache import Cache
+from lce_jax.mosaic._call import Call
+from lce_jax.mosaic._kernel_set import KernelSet
+from lce_jax.mosaic._operands import RowFactors
+from lce_jax.mosaic._span import Span
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int
+    from jaxtyping import Array, Float
 
 type Carry = tuple[Float[Array, "splits Tp Hp"], Float[Array, "V H"]]  # parts of dhidden, and dweight
+
+
+class Part(NamedTuple):
+    """A range of vocabulary tiles whose dlogits come from the same kernel."""
+
+    chunks: range  # the first tile of each; the step is the number of tiles of a chunk
+    dlogits: Callable[[Array, int, Array], Array]  # of a packed span, into that many columns, with the span's weight
 
 
 def gradients(
     operands: Operands,
     case: Case,
+    kernels: KernelSet,
     rows: RowCoefficients,
     cache: Cache | None,
     may_round_dhidden: bool,
     may_overwrite_cache: bool,
-    interpret: Any = None,
 ) -> tuple[Float[Array, "T H"], Float[Array, "V H"]]:
     """Eq. 5 of the whole shard: dhidden, anything on rows that are not live, and dweight in the weight's dtype.
 
     dhidden is in fp32, or in the weight's dtype where that is allowed and one launch computes all of it.
     """
-    shape = _config.geometry(case)
-    prepared = _operands.prepare(operands, case)
-    factors = _operands.row_factors(rows, shape.padded_tokens)
+    with jax.named_scope("lce_backward"):
+        call = Call.prepare(operands, case, kernels)
+        factors = _operands.row_factors(rows, call.shape.padded_tokens)
+        parts = _parts(call, factors, cache, may_overwrite_cache)
+        has_rest = _remainder.is_left(call)
+        adds = sum(len(part.chunks) for part in parts) > 1  # else each tile of dhidden's sums is written once
+        rounds = may_round_dhidden and not (adds or has_rest or rows.uniform is not None)
+        start = _dhidden.empty_sums(case, call.shape, adds, rounds), _empty_dweight(call)
+        carry: Carry = _compat.vary_like(start, (operands, rows, cache))
+        for part in parts:
+            carry = _walk_chunks(call, part, carry, adds)
+        sums, dweight = carry
+        dhidden = _dhidden.total(sums, case)
+        if has_rest:
+            dhidden, dweight = _remainder.add_gradients(call, rows._replace(uniform=None), dhidden, dweight)
+        if rows.uniform is not None:
+            dhidden, dweight = _mean.add_gradients(operands, case, rows.uniform, dhidden, dweight)
+        return dhidden, dweight
+
+
+def _parts(call: Call, factors: RowFactors, cache: Cache | None, may_overwrite_cache: bool) -> list[Part]:
+    """The tiles in the cache, if any, and the tiles to recompute, if any."""
+    prepared, case, shape, kernels = call.prepared, call.case, call.shape, call.kernels
     cached = 0 if cache is None else cache.max.shape[0]
-    overwrites = may_overwrite_cache and _config.can_overwrite_cache(case)
+    overwrites = may_overwrite_cache and _cache.can_be_overwritten(shape)
 
     def recomputed(span: Array, columns: int, weight: Array) -> Array:
-        return _dlogits.dlogits(prepared, weight, case, factors, span, columns, interpret)
+        return kernels.dlogits(prepared, weight, case, factors, span, columns)
 
     def from_cache(span: Array, columns: int, weight: Array) -> Array:
         del weight
         assert cache is not None
-        return _cached.dlogits(prepared, case, factors, cache, span, columns, overwrites, interpret)
+        return kernels.cached_dlogits(prepared, case, factors, cache, span, columns, overwrites)
+
+    def chunks(start: int, stop: int) -> range:
+        return range(start, stop, _chunks.chunk_tiles(case, shape, kernels.budget, stop - start))
 
     parts = []
     if cached:
-        tiles = cached if overwrites else _config.chunk_tiles(case, cached)
-        parts.append((range(0, cached, tiles), from_cache))
-    if cached < shape.tiles:
-        parts.append((range(cached, shape.tiles, _config.chunk_tiles(case, shape.tiles - cached)), recomputed))
-    has_rest = bool(shape.tail) or operands.num_columns is not None
-    adds = sum(len(chunks) for chunks, _ in parts) > 1  # else each tile of dhidden's parts is written once
-    rounds = may_round_dhidden and not (adds or has_rest or rows.uniform is not None)
-    carry: Carry = _compat.vary_like(_start(operands, case, adds, rounds), (operands, rows, cache))
-    for chunks, dlogits in parts:
-        carry = _walk_chunks(operands, prepared, case, chunks, dlogits, carry, adds, interpret)
-    sums, dweight = carry
-    dhidden = sums[0] if sums.shape[0] == 1 else jnp.sum(sums, axis=0)
-    dhidden = dhidden[: case.num_tokens, : case.hidden_size]
-    if has_rest:
-        dhidden, dweight = _add_rest(operands, prepared, case, rows._replace(uniform=None), dhidden, dweight, interpret)
-    if rows.uniform is not None:
-        dhidden, dweight = _mean.add_gradients(operands, case, rows.uniform, dhidden, dweight)
-    return dhidden, dweight
+        parts.append(Part(range(0, cached, cached) if overwrites else chunks(0, cached), from_cache))
+    if cached < shape.num_tiles:
+        parts.append(Part(chunks(cached, shape.num_tiles), recomputed))
+    return parts
 
 
-def _start(operands: Operands, case: Case, adds: bool, rounds: bool) -> Carry:
-    """What the chunks begin with: memory for dhidden's parts, zero if they are added up, and for dweight."""
-    shape, parts = _config.geometry(case), _config.sums_shape(case)
-    sums = (jnp.zeros if adds else lax.empty)(parts, case.dtype if rounds and parts[0] == 1 else jnp.float32)
-    # The kernels write whole tiles, `_add_rest` what it adds. Padding may leave a tail behind both.
-    complete = operands.num_columns is None or not shape.tail or shape.columns % TILE_N
-    return sums, (lax.empty if complete else jnp.zeros)(operands.weight.shape, case.dtype)
+def _empty_dweight(call: Call) -> Float[Array, "V H"]:
+    """The memory for dweight, zeros where not all of it is written.
+
+    The kernels write whole tiles, `_remainder` what it adds. Padding may leave a tail that neither of them reaches.
+    """
+    shape, weight = call.shape, call.operands.weight
+    complete = call.operands.num_columns is None or not shape.tail or shape.columns % shape.tile
+    return (lax.empty if complete else jnp.zeros)(weight.shape, call.case.dtype)
 
 
-def _walk_chunks(
-    operands: Operands,
-    prepared: Prepared,
-    case: Case,
-    chunks: range,
-    dlogits: Callable[[Array, int, Array], Array],
-    carry: Carry,
-    adds: bool,
-    interpret: Any,
-) -> Carry:
-    """Adds the part of a range of vocabulary tiles (or writes it), the range's step of them at a time."""
-    covered = _covered_columns(operands, case)
-    columns = chunks.step * TILE_N
-    in_place = case.vocab_size % ATOM_ROWS == 0  # else, as TMA counts whole atoms of rows, copies of each chunk
+def _walk_chunks(call: Call, part: Part, carry: Carry, adds: bool) -> Carry:
+    """Adds a part's gradients (or writes them), a chunk at a time."""
+    prepared, case, shape, chunks = call.prepared, call.case, call.shape, part.chunks
+    covered = _remainder.covered_columns(call)
+    columns = chunks.step * shape.tile
+    in_place = shape.whole_atoms  # else the kernels are given copies of each chunk
 
     def step(first: Any, carry: Carry) -> Carry:
         sums, dweight = carry
-        column, num_tiles = first * TILE_N, jnp.minimum(chunks.stop - first, chunks.step)
-        depth = jnp.clip(covered - column, 0, num_tiles * TILE_N)
-        origin = column if in_place else 0
-        span = Span(prepared.num_rows, prepared.num_columns, column, num_tiles, depth, origin).pack()
+        column, num_tiles = first * shape.tile, jnp.minimum(chunks.stop - first, chunks.step)
+        depth = jnp.clip(covered - column, 0, num_tiles * shape.tile)
+        offset = column if in_place else 0
+        span = Span(prepared.num_rows, prepared.num_columns, column, num_tiles, depth, offset).pack()
         weight, target = prepared.weight, dweight
         if not in_place:
             places = column + jnp.arange(columns, dtype=jnp.int32)
             weight = jnp.take(weight, places, axis=0, mode="clip")
             target = _compat.vary_like(lax.empty(weight.shape, case.dtype), carry)
-        d = dlogits(span, columns, weight)
-        sums = _products.update_dhidden(sums, d, weight, case, span, adds, interpret)
-        written = _products.write_dweight(target, d, prepared.hidden, case, span, interpret)
+        d = part.dlogits(span, columns, weight)
+        sums = call.kernels.update_dhidden(sums, d, weight, case, span, adds)
+        written = call.kernels.write_dweight(target, d, prepared.hidden, case, span)
         if in_place:
             return sums, written
-        places = jnp.where(places < column + num_tiles * TILE_N, places, places + case.vocab_size)  # or none
+        # Columns after the chunk get a place outside dweight, where nothing is written.
+        places = jnp.where(places < column + num_tiles * shape.tile, places, places + case.vocab_size)
         return sums, dweight.at[places].set(written, mode="drop", indices_are_sorted=True, unique_indices=True)
 
     if len(chunks) == 1:
         return step(jnp.int32(chunks.start), carry)
     return lax.fori_loop(0, len(chunks), lambda i, carry: step(chunks.start + i * chunks.step, carry), carry)
-
-
-def _covered_columns(operands: Operands, case: Case) -> Int[Array, ""] | int:
-    """The columns that the products contract: all, or no step with padding in it, for 0 · NaN would be NaN."""
-    columns, step = _config.geometry(case).columns, _config.tiles(case, "dhidden").tile_k
-    if operands.num_columns is None:
-        return columns
-    return jnp.minimum(operands.num_columns, columns) // step * step
-
-
-def _add_rest(
-    operands: Operands,
-    prepared: Prepared,
-    case: Case,
-    rows: RowCoefficients,
-    dhidden: Array,
-    dweight: Array,
-    interpret: Any,
-) -> tuple[Array, Array]:
-    """The part of the true columns behind those that the products cover: fewer than a step and a tail."""
-    shape, options = _config.geometry(case), case.options
-    covered = _covered_columns(operands, case)
-    width = shape.tail
-    if operands.num_columns is not None:
-        width += _config.tiles(case, "dhidden").tile_k
-    column = covered + jnp.arange(width, dtype=jnp.int32)
-    live = column < (case.vocab_size if operands.num_columns is None else operands.num_columns)
-    weight = jnp.take(operands.weight, column, axis=options.vocab_dim, mode="clip")
-    weight = _math.without_padding(weight, live, options)
-    raw = _dot(operands.hidden, weight, options.hidden_dim)
-    z, dcap = _math.transform_logits(raw, options, operands.inverse_temperature)
-    d = _math.dlogits(z, dcap, rows, operands.targets - covered, live).astype(case.dtype)
-    dhidden = dhidden + _dot(d, weight, options.vocab_dim)
-    if case.vocab_size % ATOM_ROWS:
-        part = _dot(d.T, operands.hidden, 0).astype(case.dtype)
-        return dhidden, dweight.at[column].set(part, mode="drop")
-    # XLA (0.11.2) cannot compile an update behind a kernel's; behind these columns are zeros and the end.
-    d = jnp.pad(d, ((0, shape.tokens - case.num_tokens), (0, -width % TILE_N)))
-    span = Span(shape.tokens, case.vocab_size, covered, d.shape[1] // TILE_N, origin=covered).pack()
-    return dhidden, _products.write_dweight(dweight, d, prepared.hidden, case, span, interpret)
-
-
-def _dot(left: Array, right: Array, right_dim: int) -> Float[Array, "m n"]:
-    """A product in fp32; the last dimension of ``left`` is contracted."""
-    return lax.dot_general(left, right, (((1,), (right_dim,)), ((), ())), preferred_element_type=jnp.float32)

@@ -1,4 +1,4 @@
-"""The mean logit, which label smoothing asks for: rank one without a softcap, so it stands beside the kernels.
+"""The mean logit, which label smoothing asks for. Without a softcap it has rank one, so no kernel computes it.
 
     Σ_v z = (a / τ) h · W̄,   W̄ = Σ_v w_v;       dh += uniform W̄,   dw_v += Σ_t uniform_t h_t   (eqs. 0, 4, 5)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pathlib
 import subprocess
@@ -14,10 +15,7 @@ import numpy as np
 import pytest
 
 import lce_jax
-from lce_jax import mosaic
-from lce_jax._checks import case as case_of
-from lce_jax._checks import options as check_options
-from lce_jax.mosaic import _config
+from lce_jax.mosaic import _generations, sm90
 
 pytestmark = pytest.mark.gpu
 
@@ -26,6 +24,7 @@ pytestmark = pytest.mark.gpu
 VALUE_BOUND = 2e-5
 VALUE_FACTOR = 1.33
 GRADIENT_BOUND = {"bfloat16": 3.5e-3, "float16": 4.5e-4}  # one rounding of dlogits, one of the result
+STATISTICS_BYTES = sm90.KERNELS.budget.statistics_bytes
 FEW_ROWS_BOUND = 3 * 2.0**-9  # bfloat16's largest roundings, of a cached exponential too: few rows do not average them
 
 CASES: dict[str, dict[str, Any]] = {
@@ -91,8 +90,16 @@ def step(implementation: str, options: dict[str, Any]):
 
 def supported(hidden: Any, weight: Any, options: dict[str, Any]) -> None:
     labels = jax.ShapeDtypeStruct(hidden.shape[:-1], jnp.int32)
-    if reason := mosaic.supports(case_of(hidden, weight, labels, None, check_options(options))):
-        pytest.skip(reason)
+    try:
+        lce_jax.explain(hidden, weight, labels, **options, implementation="mosaic_gpu")
+    except lce_jax.UnsupportedError as error:
+        pytest.skip(str(error))
+
+
+def use_statistics_bytes(statistics_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few make the forward take several launches."""
+    budget = dataclasses.replace(sm90.KERNELS.budget, statistics_bytes=statistics_bytes)
+    monkeypatch.setattr(_generations, "KERNEL_SETS", (dataclasses.replace(sm90.KERNELS, budget=budget),))
 
 
 def poison() -> None:
@@ -122,7 +129,7 @@ def double(tree: Any) -> Any:
 @pytest.mark.parametrize("name", CASES)
 def test_matches_float64(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     call = dict(CASES[name])
-    monkeypatch.setattr(_config, "STATISTICS_BYTES", call.pop("statistics_bytes", _config.STATISTICS_BYTES))
+    use_statistics_bytes(call.pop("statistics_bytes", STATISTICS_BYTES), monkeypatch)
     hidden, weight, rows, options = draw(**call)
     supported(hidden, weight, options)
     run = step("mosaic_gpu", options)
@@ -212,11 +219,11 @@ def test_one_cache_serves_two_backwards() -> None:
                 np.testing.assert_array_equal(x, y)
 
 
-@pytest.mark.parametrize("statistics_bytes", [_config.STATISTICS_BYTES, 1 << 20])
+@pytest.mark.parametrize("statistics_bytes", [STATISTICS_BYTES, 1 << 20])
 def test_the_cache_is_not_copied(statistics_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither where one launch of the forward fills it nor where several do."""
-    monkeypatch.setattr(_config, "STATISTICS_BYTES", statistics_bytes)
-    jax.clear_caches()  # it is read while tracing
+    use_statistics_bytes(statistics_bytes, monkeypatch)
+    jax.clear_caches()  # they are read while tracing
     hidden, weight, rows, options = draw(2048, 512, 32000, cache_bytes=1 << 32)
     supported(hidden, weight, options)
     compiled = step("mosaic_gpu", options).lower(hidden, weight, rows).compile()

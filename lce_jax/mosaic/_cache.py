@@ -1,0 +1,49 @@
+"""The cache: the exponentials that the forward keeps, which spare the backward their recomputation."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from lce_jax._types import Case
+from lce_jax.mosaic._geometry import Geometry
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float
+
+FP16_SHIFT = 15.0  # fp16 exponentials are kept times 2^15: in (0, 1] they would waste half of fp16's exponents
+
+
+class Cache(NamedTuple):
+    """What the backward needs of the first vocabulary tiles to spare their recomputation."""
+
+    exponentials: Float[Array, "T columns"]  # exp2(z - max), z in base 2, in the weight's dtype; whole tiles
+    max: Float[Array, "tiles Tp"]  # each tile's largest z, in base 2
+
+
+def empty(case: Case, shape: Geometry, num_tiles: int) -> Cache:
+    """Memory for the forward to fill."""
+    return Cache(
+        lax.empty((shape.tokens, num_tiles * shape.tile), case.dtype),
+        lax.empty((num_tiles, shape.padded_tokens), jnp.float32),
+    )
+
+
+def num_cached_tiles(case: Case, shape: Geometry) -> int:
+    """The vocabulary tiles whose exponentials fit ``cache_bytes``."""
+    return min(shape.num_tiles, case.options.cache_bytes // tile_bytes(case, shape))
+
+
+def tile_bytes(case: Case, shape: Geometry) -> int:
+    """The bytes of one tile's exponentials and of its maximum per token."""
+    return shape.tokens * shape.tile * case.dtype.itemsize + shape.padded_tokens * 4
+
+
+def can_be_overwritten(shape: Geometry) -> bool:
+    """Whether dlogits can take the place of the exponentials, all cached tiles as one chunk.
+
+    Where V is no multiple of the atom, a chunk's part of the weight is copied, so chunks must stay small.
+    """
+    return shape.whole_atoms

@@ -1,0 +1,48 @@
+"""What decides how much of the vocabulary one launch covers: the backward's chunks, the forward's launches.
+
+A chunk of dlogits lies in memory as a whole, so a chunk is bounded by a budget of bytes. Within the budget the size is
+chosen by time: each chunk leaves multiprocessors idle in its last wave of tiles, and reads and writes dhidden once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from lce_jax._types import Case
+from lce_jax.mosaic import _dhidden, _partial_statistics
+from lce_jax.mosaic._geometry import Geometry
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Budget:
+    """The memory that the passes may take, and what a chunk costs on this generation of GPUs."""
+
+    dhidden_waves: float  # waves of tiles that last as long as reading and writing one token's dhidden in fp32
+    temporary_bytes: int = 345_000_000  # of the backward: dhidden in fp32 and one chunk of dlogits
+    chunk_columns: int = 8192  # of a chunk at least, whatever the bytes: each chunk reads and writes dhidden once
+    statistics_bytes: int = 160 << 20  # of the forward's partial statistics; above it takes several launches
+
+
+def chunk_tiles(case: Case, shape: Geometry, budget: Budget, num_tiles: int) -> int:
+    """Vocabulary tiles per chunk of the backward, of ``num_tiles``: within the budget, the fastest number.
+
+    The cost is counted in waves of tiles over the multiprocessors; each chunk also reads and writes dhidden.
+    """
+    tile_bytes = shape.tokens * shape.tile * case.dtype.itemsize
+    for_dlogits = budget.temporary_bytes - math.prod(_dhidden.sums_shape(case, shape)) * 4
+    most = min(num_tiles, max(for_dlogits, budget.chunk_columns // shape.tile * tile_bytes) // tile_bytes)
+
+    def cost(chunk: int) -> float:
+        whole, rest = divmod(num_tiles, chunk)
+        waves = [-(-shape.row_blocks * size // case.device.core_count) for size in (chunk, rest)]
+        return whole * waves[0] + waves[1] + -(-num_tiles // chunk) * (1 + shape.tokens * budget.dhidden_waves)
+
+    return min(range(most, most // 2, -1), key=cost)
+
+
+def launch_tiles(case: Case, shape: Geometry, budget: Budget, num_tiles: int) -> int:
+    """Vocabulary tiles per launch of the forward: partial statistics within the budget, launches of even size."""
+    tile_bytes = 4 * math.prod(_partial_statistics.array_shape(case, shape, 1))
+    launches = -(-num_tiles // max(1, budget.statistics_bytes // tile_bytes))
+    return -(-num_tiles // launches)

@@ -1,0 +1,56 @@
+"""Which kernel set serves a device: a new generation of GPUs is a folder beside `sm90` and a line here."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from lce_jax._types import Case, Device
+from lce_jax.mosaic import sm90
+from lce_jax.mosaic._kernel_set import KernelSet
+
+KERNEL_SETS: tuple[KernelSet, ...] = (
+    sm90.KERNELS,
+)  # fmt: skip
+
+
+def serving(device: Device) -> KernelSet | None:
+    """The kernel set for ``device``; None where none is written for it.
+
+    A device that is only described, for compiling ahead of time, has a name and no compute capability.
+    """
+    for kernels in KERNEL_SETS:
+        described = not device.compute_capability and any(name in device.kind for name in kernels.devices)
+        if device.compute_capability == kernels.compute_capability or described:
+            return kernels
+    return None
+
+
+@contextlib.contextmanager
+def using(kernels: KernelSet) -> Iterator[None]:
+    """Within it, ``kernels`` serves in place of the kernel set for the same compute capability: for sweeps and tests.
+
+    It is read while tracing, so trace afresh inside.
+    """
+    global KERNEL_SETS
+    before = KERNEL_SETS
+    same = [one.compute_capability == kernels.compute_capability for one in before]
+    KERNEL_SETS = tuple(kernels if is_same else one for one, is_same in zip(before, same, strict=True))
+    try:
+        yield
+    finally:
+        KERNEL_SETS = before
+
+
+def refusal(case: Case) -> str | None:
+    """Why no kernel set can serve ``case``; None where one can."""
+    device = case.device
+    capabilities = " or ".join(f"{one.compute_capability} ({', '.join(one.devices[:3])})" for one in KERNEL_SETS)
+    if device.platform not in ("gpu", "cuda"):
+        return f"needs an NVIDIA GPU of compute capability {capabilities}, this is {device.platform}"
+    kernels = serving(device)
+    if kernels is None:
+        return f"needs compute capability {capabilities}, {device.kind} has {device.compute_capability or 'none'}"
+    if device.core_count < 2:
+        return f"needs to know the number of multiprocessors of {device.kind}"
+    return kernels.refusal(case)

@@ -1,0 +1,80 @@
+"""The kernel language, Pallas on Mosaic GPU: the one importer of its names, public and private (JAX 0.11.2, 0.12.0).
+
+Importing it takes half a second, which only programs with a kernel should pay: a kernel set imports it when a kernel is
+first asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+from jax._src import config
+from jax._src.pallas import mpmd
+from jax.experimental import pallas
+from jax.experimental.pallas import mosaic_gpu
+
+from lce_jax import _compat
+
+pl: Any = pallas
+plgpu: Any = mosaic_gpu  # its types leave out names that it exports
+
+_interpret: contextvars.ContextVar[Any] = contextvars.ContextVar("interpret", default=None)
+
+
+@contextlib.contextmanager
+def interpreting(parameters: Any) -> Iterator[None]:
+    """Within it, kernels are traced for the interpreter on the CPU: ``plgpu.InterpretGPUParams``.
+
+    A function traced outside keeps its kernels, so trace a fresh one inside.
+    """
+    token = _interpret.set(parameters)
+    try:
+        yield
+    finally:
+        _interpret.reset(token)
+
+
+def kernel(body: Callable[..., None], *, updated: Mapping[int, int] | None = None, **kwargs: Any) -> Callable[..., Any]:
+    """``plgpu.kernel``, whose outputs vary over every manual axis that an operand varies over.
+
+    JAX's own are typed as replicated whatever ``out_type`` says (0.11.2, 0.12.0). Under ``check_vma=True`` a shard's
+    cotangents would then be summed over the axes that split its tokens. ``updated`` maps the numbers of operands to
+    those of the outputs that are updates of them, in place.
+    """
+    kwargs["interpret"] = _interpret.get()
+    run = _updating_kernel(body, updated, **kwargs) if updated else plgpu.kernel(body, **kwargs)
+
+    def typed(*operands: Any) -> Any:
+        with jax.enable_x64(False):  # the kernels count in int32, whatever their caller does
+            return _compat.vary_like(run(*operands), operands)
+
+    return typed
+
+
+def _updating_kernel(
+    body: Callable[..., None],
+    updated: Mapping[int, int],
+    out_type: Any,
+    compiler_params: Any,
+    interpret: Any,
+    kernel_name: str,
+    **mesh: Any,
+) -> Callable[..., Any]:
+    """What ``plgpu.kernel`` does, with the alias that it has no argument for (0.11.2, 0.12.0)."""
+
+    def run(*operands: Any) -> Any:
+        with config._check_vma(False):
+            return mpmd._mpmd_map(
+                [(plgpu.Mesh(kernel_name=kernel_name, **mesh), body)],
+                out_type,
+                input_output_aliases=dict(updated),
+                compiler_params=compiler_params,
+                interpret=interpret or False,
+                name=kernel_name,
+            )(*operands)
+
+    return jax.custom_batching.sequential_vmap(run)

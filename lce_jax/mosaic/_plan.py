@@ -1,0 +1,89 @@
+"""What `explain` says of a call: its tiles, the bytes it will hold, and remarks."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from lce_jax._types import Case, Plan, Surroundings, format_bytes
+from lce_jax.mosaic import _cache, _chunks, _dhidden, _partial_statistics
+from lce_jax.mosaic._geometry import Geometry, geometry
+from lce_jax.mosaic._kernel_set import KernelSet
+
+
+def plan(case: Case, kernels: KernelSet, name: str, around: Surroundings) -> Plan:
+    """Tiles and bytes of ``case``."""
+    shape = geometry(case, kernels.tiling)
+    backward = _backward_columns(case, shape, kernels)
+    copies = _copied_bytes(case, shape, around)
+    launch = _chunks.launch_tiles(case, shape, kernels.budget, shape.num_tiles)
+    statistics = 4 * math.prod(_partial_statistics.array_shape(case, shape, launch))
+    cached = _cache.num_cached_tiles(case, shape)
+    return Plan(
+        implementation=name,
+        refused={},
+        case=case,
+        tiles={
+            "tokens": shape.row_block,
+            "vocabulary": shape.tile,
+            **kernels.tile_sizes(case),
+            "backward chunk": max(backward.chunk, backward.overwritten),
+        },
+        forward_bytes=statistics + copies.forward,
+        backward_bytes=shape.tokens * backward.chunk * case.dtype.itemsize
+        + math.prod(_dhidden.sums_shape(case, shape)) * 4
+        + (0 if shape.whole_atoms else 2 * backward.chunk * case.hidden_size * case.dtype.itemsize)
+        + copies.backward,
+        kept_bytes=case.statistics_bytes + cached * _cache.tile_bytes(case, shape),
+        logits_bytes=case.num_tokens * case.vocab_size * 4,
+        notes=_notes(case, shape),
+    )
+
+
+class _Columns(NamedTuple):
+    chunk: int  # of the largest chunk of dlogits that needs memory of its own
+    overwritten: int  # of the cache, where dlogits take its place
+
+
+def _backward_columns(case: Case, shape: Geometry, kernels: KernelSet) -> _Columns:
+    cached = _cache.num_cached_tiles(case, shape)
+    overwritten = cached if _cache.can_be_overwritten(shape) else 0
+    parts = [part for part in (cached - overwritten, shape.num_tiles - cached) if part]
+    chunk = max((_chunks.chunk_tiles(case, shape, kernels.budget, part) for part in parts), default=0)
+    return _Columns(chunk * shape.tile, overwritten * shape.tile)
+
+
+class _Copies(NamedTuple):
+    forward: int  # bytes
+    backward: int
+
+
+def _copied_bytes(case: Case, shape: Geometry, around: Surroundings) -> _Copies:
+    """Copies of operands and of gradients that a pass makes beside the kernels."""
+    hidden = case.num_tokens * case.hidden_size * case.dtype.itemsize
+    compacted = hidden if case.partial_rows else 0
+    padded = shape.tokens * case.hidden_size * case.dtype.itemsize if shape.tokens != case.num_tokens else 0
+    gathered = hidden if around.gathers_hidden else 0
+    in_float32 = case.num_tokens * case.hidden_size * 4 if case.options.mean_logit else 0  # hidden, for its mean logit
+    summed = case.vocab_size * case.hidden_size * case.dtype.itemsize if around.sums_dweight else 0
+    both = padded + gathered + in_float32
+    return _Copies(both + compacted, both + 2 * compacted + summed)
+
+
+def _notes(case: Case, shape: Geometry) -> tuple[str, ...]:
+    notes = []
+    if case.options.cache_bytes:
+        cached = _cache.num_cached_tiles(case, shape)
+        notes.append(
+            f"the forward keeps {cached} of {shape.num_tiles} vocabulary tiles, "
+            f"{format_bytes(_cache.tile_bytes(case, shape))} each"
+        )
+        if cached and _cache.can_be_overwritten(shape):
+            notes.append("the backward overwrites what was kept; outside jax.jit, a copy of it")
+    if shape.tail:
+        notes.append(f"the last {shape.tail} columns of the vocabulary go through plain XLA")
+    if not shape.whole_atoms:
+        notes.append(
+            f"V is no multiple of {shape.atom}: the backward copies the weight and its gradient, one chunk at a time"
+        )
+    return tuple(notes)

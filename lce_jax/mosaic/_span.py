@@ -1,0 +1,30 @@
+"""The part of the vocabulary that one launch covers, as the scalars that travel to a kernel."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax.numpy as jnp
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Int
+
+
+class Span(NamedTuple):
+    """What one launch covers. Known when it runs, so that one compiled kernel serves every chunk."""
+
+    num_rows: Any  # live rows
+    num_columns: Any  # live columns of the shard
+    column: Any  # the first one, in the shard
+    num_tiles: Any  # of the vocabulary
+    depth: Any = 0  # columns that a product contracts
+    offset: Any = 0  # where its first column lies in the weight and in dweight that the kernel is given
+
+    def pack(self) -> Int[Array, "fields"]:
+        """As a kernel takes it."""
+        return jnp.stack([jnp.asarray(field, jnp.int32) for field in self])
+
+    @classmethod
+    def unpack(cls, scalars: Any) -> Span:
+        """In a kernel."""
+        return cls(*(scalars[i] for i in range(len(cls._fields))))

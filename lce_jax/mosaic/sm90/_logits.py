@@ -1,0 +1,47 @@
+"""The walk over tiles of logits, which the forward and the recomputing backward share: hidden · weightᵀ."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from lce_jax._types import Case
+from lce_jax.mosaic._pallas import plgpu
+from lce_jax.mosaic._span import Span
+from lce_jax.mosaic.sm90._hardware import ROW_BLOCK, TILE_N
+from lce_jax.mosaic.sm90._pipeline import Matmul, Offset, Tile, Visit, row_groups, snake_index, walk_tiles
+from lce_jax.mosaic.sm90._tuning import Tuning
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Int
+
+
+def logits(case: Case, tuning: Tuning) -> Matmul:
+    """The static part of a kernel that walks over logits: the product hidden · weightᵀ."""
+    return Matmul(case, tuning, 1, case.options.hidden_dim)
+
+
+def walk_logits(matmul: Matmul, hidden: Any, weight: Any, span: Span, consume: Any, scratch: Any) -> None:
+    """`walk_tiles` over the logits of the live row groups and the span's vocabulary tiles."""
+    tuning, groups = matmul.tuning, row_groups(matmul, span.num_rows)
+    num_steps = -(-matmul.case.hidden_size // tuning.tile_k)
+
+    def visit_all(visit: Visit) -> Any:
+        def tile(info: Any, carry: Any) -> Any:
+            group, number = snake_index(tuning, info.index[0], groups, span.num_tiles)
+            row_block = group * tuning.cluster + lax.axis_index("cluster")
+            visited = Tile(
+                row_block * ROW_BLOCK, number * TILE_N, num_steps, row_block=row_block, vocabulary_tile=number
+            )
+            return visit(visited, carry)
+
+        return plgpu.nd_loop((groups * span.num_tiles,), collective_axes="sm", init_carry=jnp.int32(0))(tile)
+
+    walk_tiles(matmul, hidden, weight, Offset(column=span.offset), visit_all, consume, scratch)
+
+
+def first_tile(span: Span) -> Int[Array, ""]:
+    """The number of the span's first vocabulary tile, in the shard."""
+    return lax.div(span.column, jnp.int32(TILE_N))

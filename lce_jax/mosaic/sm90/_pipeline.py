@@ -1,0 +1,259 @@
+"""What the kernels with tensor cores share: the persistent blocks, their walk over tiles, the pipeline of operands.
+
+A block is one memory warpgroup, which copies tiles of both operands into a ring of stages by TMA, and two compute
+warpgroups, each with a [64, 256] accumulator: 64 of a tile's 128 rows.
+
+    memory     … wait until stage s is consumed, start its copies; s + 1 …
+    compute    … wait until stage s is produced, multiply, hand it back; s + 1 …
+
+The steps are counted through all tiles of a block. So the next tile's operands arrive during the epilogue of the tile
+before it, however many steps a tile has. The two warpgroups share every step, a [128, k] tile of lhs and a [256, k]
+tile of rhs. Then they share the time of their epilogues too, when the tensor cores rest. Or they take turns, each with
+steps of its own:
+
+    shared     multiply 0 | multiply 0 | epilogue 0 | multiply 1 …
+               multiply 0 | multiply 0 | epilogue 0 | multiply 1 …
+    turns      multiply 0 | epilogue 0 | multiply 1 | epilogue 1 …
+                (waiting) | multiply 0 | epilogue 0 | multiply 1 …
+
+Nothing but the ring orders the turns: the second warpgroup's operands come after those of the first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from lce_jax._types import Case
+from lce_jax.mosaic import _pallas
+from lce_jax.mosaic._pallas import pl, plgpu
+from lce_jax.mosaic.sm90._hardware import (
+    ATOM_ROWS,
+    COMPUTE_REGISTERS,
+    COMPUTE_WARPGROUPS,
+    MEMORY_REGISTERS,
+    ROW_BLOCK,
+    TILE_N,
+    WARPGROUP_ROWS,
+    widest_swizzle,
+)
+from lce_jax.mosaic.sm90._tuning import Tuning
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int
+
+ACCUMULATOR = (WARPGROUP_ROWS, TILE_N)
+
+
+@dataclasses.dataclass(frozen=True)
+class Matmul:
+    """The static part of a kernel: its tuning, and which dimension of lhs and of rhs is contracted."""
+
+    case: Case
+    tuning: Tuning
+    lhs_k: int
+    rhs_k: int
+
+
+class Tile(NamedTuple):
+    """One [128, 256] tile of a product, a contraction of ``num_steps`` steps."""
+
+    row: Int[Array, ""]  # of lhs, and of the result
+    column: Int[Array, ""]  # of rhs, counted from the walk's offset
+    num_steps: Any
+    first_step: Any = 0
+    row_block: Any = None  # of a tile of logits
+    vocabulary_tile: Any = None  # of a tile of logits: its number in the launch
+    split: Any = None  # of a tile of dhidden: which part of the contraction it is
+
+    @property
+    def rows(self) -> Any:
+        """The 64 rows of this warpgroup."""
+        return pl.ds(self.row + lax.axis_index("wg") * WARPGROUP_ROWS, WARPGROUP_ROWS)
+
+
+class Offset(NamedTuple):
+    """Where in rhs the columns and the contraction begin: multiples of TILE_N."""
+
+    column: Any = 0
+    k: Any = 0
+
+
+type Visit = Callable[[Tile, Any], Any]  # takes a tile and the steps before it, returns the steps up to the next
+
+
+def walk_tiles(
+    matmul: Matmul,
+    lhs: Any,
+    rhs: Any,
+    offset: Offset,
+    visit_all: Callable[[Visit], Any],
+    consume: Callable[[Tile, Callable[[], Float[Array, "64 256"]], Any], None],
+    scratch: Any = None,
+) -> None:
+    """Calls ``consume(tile, multiply, scratch)`` in both compute warpgroups for every tile that ``visit_all`` visits.
+
+    ``consume`` loads what its epilogue needs, calls ``multiply()`` for its 64 rows of the product, and uses them.
+    ``visit_all(visit)`` calls ``visit`` for the block's tiles in order, the first with 0 steps before it, and returns
+    what the last call returned.
+    """
+
+    @functools.partial(pl.run_scoped, ring=_ring(matmul, lhs, rhs), scratch=scratch, collective_axes="wg")
+    def run(ring: Any, scratch: Any) -> None:
+        def fetch() -> None:
+            plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
+
+            def visit(tile: Tile, before: Any) -> Any:
+                def step(i: Any, _: None) -> None:
+                    _fetch(matmul, ring, lhs, rhs, offset, tile, i, before)
+
+                steps = matmul.tuning.turns * tile.num_steps
+                lax.fori_loop(0, steps, step, None)
+                return before + steps
+
+            # A block must not leave before its neighbour's copies into it have landed.
+            total = visit_all(visit)
+            first = jnp.maximum(total - matmul.tuning.stages, 0)
+            lax.fori_loop(first, total, lambda i, _: plgpu.barrier_wait(ring.consumed.at[_stage(matmul, i)]), None)
+
+        def compute() -> None:
+            plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+
+            def visit(tile: Tile, before: Any) -> Any:
+                consume(tile, lambda: _multiply(matmul, ring, tile, before), scratch)
+                return before + matmul.tuning.turns * tile.num_steps
+
+            visit_all(visit)
+
+        lax.cond(lax.axis_index("wg") == COMPUTE_WARPGROUPS, fetch, compute)
+
+
+class Ring(NamedTuple):
+    """The stages of a block in shared memory, and their barriers."""
+
+    lhs: Any  # [stages, rows, tile_k], or [stages, tile_k, rows]: 128 rows, 64 where the warpgroups take turns
+    rhs: Any  # [stages, tile_k, 256], or [stages, 256, tile_k]
+    produced: Any  # a warpgroup sees its own turns alone, so each turn has barriers of its own
+    consumed: Any
+
+
+def _ring(matmul: Matmul, lhs: Any, rhs: Any) -> Ring:
+    tuning, itemsize = matmul.tuning, matmul.case.dtype.itemsize
+    swizzle = min(widest_swizzle(operand.shape[1], itemsize)[0] for operand in (lhs, rhs))  # wgmma takes one
+    transforms = swizzled(swizzle // itemsize, itemsize)
+    rows = ROW_BLOCK // tuning.turns
+    lhs_tile = (rows, tuning.tile_k) if matmul.lhs_k == 1 else (tuning.tile_k, rows)
+    rhs_tile = (TILE_N, tuning.tile_k) if matmul.rhs_k == 1 else (tuning.tile_k, TILE_N)
+    counts = {"num_arrivals": COMPUTE_WARPGROUPS // tuning.turns, "num_barriers": tuning.stages}
+    shared = tuning.cluster > 1
+    return Ring(
+        plgpu.SMEM((tuning.stages, *lhs_tile), lhs.dtype, transforms=transforms),
+        plgpu.SMEM((tuning.stages, *rhs_tile), rhs.dtype, transforms=transforms),
+        plgpu.Barrier(num_arrivals=2, num_barriers=tuning.turns * tuning.stages),
+        plgpu.ClusterBarrier(collective_axes=("cluster",), **counts) if shared else plgpu.Barrier(**counts),
+    )
+
+
+def _stage(matmul: Matmul, step: Any) -> Any:
+    return lax.rem(step, jnp.int32(matmul.tuning.stages))
+
+
+def _fetch(matmul: Matmul, ring: Ring, lhs: Any, rhs: Any, offset: Offset, tile: Tile, step: Any, before: Any) -> None:
+    """Starts the copies of one step once its stage is free; TMA fills what lies outside with zeros."""
+    tuning, stage = matmul.tuning, _stage(matmul, before + step)
+    pl.when(before + step >= tuning.stages)(lambda: plgpu.barrier_wait(ring.consumed.at[stage]))
+    turn = lax.div(step, jnp.int32(tile.num_steps)) if tuning.turns > 1 else 0
+    produced = ring.produced.at[turn * tuning.stages + stage]
+    k = (tile.first_step + step - turn * tile.num_steps) * tuning.tile_k
+    rows, depth = pl.ds(tile.row + turn * WARPGROUP_ROWS, ROW_BLOCK // tuning.turns), pl.ds(k, tuning.tile_k)
+    source = lhs.at[rows, depth] if matmul.lhs_k == 1 else lhs.at[depth, rows]
+    plgpu.copy_gmem_to_smem(source, ring.lhs.at[stage], produced)
+    columns = pl.ds(pl.multiple_of(offset.column + tile.column, TILE_N), TILE_N)
+    depth = pl.ds(pl.multiple_of(offset.k + k, tuning.tile_k), tuning.tile_k)
+    source = rhs.at[columns, depth] if matmul.rhs_k == 1 else rhs.at[depth, columns]
+    shared = "cluster" if tuning.cluster > 1 else None  # each block of a cluster fetches its part for all
+    plgpu.copy_gmem_to_smem(source, ring.rhs.at[stage], produced, collective_axes=shared)
+
+
+def _multiply(matmul: Matmul, ring: Ring, tile: Tile, before: Any) -> Float[Array, "64 256"]:
+    """This warpgroup's part of a tile."""
+    tuning, warpgroup = matmul.tuning, lax.axis_index("wg")
+    in_flight = tuning.in_flight
+    turn, part = (warpgroup, 0) if tuning.turns > 1 else (0, warpgroup)  # of the tile's steps, of a step's rows
+    rows = pl.ds(part * WARPGROUP_ROWS, WARPGROUP_ROWS)
+    before = before + turn * tile.num_steps
+
+    def release(step: Any) -> None:
+        plgpu.barrier_arrive(ring.consumed.at[_stage(matmul, before + step)])
+
+    @functools.partial(pl.run_scoped, accumulator=plgpu.ACC(ACCUMULATOR, jnp.float32))
+    def product(accumulator: Any) -> Any:
+        def step(i: Any, _: None) -> None:
+            stage = _stage(matmul, before + i)
+            plgpu.barrier_wait(ring.produced.at[turn * tuning.stages + stage])
+            lhs = ring.lhs.at[stage, rows, :] if matmul.lhs_k == 1 else ring.lhs.at[stage, :, rows].T
+            rhs = ring.rhs.at[stage].T if matmul.rhs_k == 1 else ring.rhs.at[stage]
+            plgpu.wgmma(accumulator, lhs, rhs)
+            plgpu.wgmma_wait(in_flight)
+            if in_flight:
+                pl.when(i > 0)(lambda: release(i - 1))
+            else:
+                release(i)
+
+        lax.fori_loop(0, tile.num_steps, step, None)
+        if in_flight:
+            plgpu.wgmma_wait(0)
+            pl.when(jnp.int32(tile.num_steps) > 0)(lambda: release(tile.num_steps - 1))
+        return accumulator[...]
+
+    return product
+
+
+def snake_index(tuning: Tuning, index: Any, row_groups: Any, columns: Any) -> tuple[Any, Any]:
+    """The (row group, tile of columns) of a linear index, in the order that reuses the most of L2."""
+    along = tuning.snake // tuning.cluster if tuning.minor == 0 else tuning.snake
+    return plgpu.planar_snake(index, (row_groups, columns), tuning.minor, along)
+
+
+def ceil_div(x: Any, y: int) -> Int[Array, ""]:
+    """The least number of ``y`` that hold ``x``, in a kernel too."""
+    return lax.div(jnp.asarray(x, jnp.int32) + (y - 1), jnp.int32(y))
+
+
+def row_groups(matmul: Matmul, num_rows: Any) -> Int[Array, ""]:
+    """The clusters of row blocks that hold the first ``num_rows`` rows of lhs."""
+    return ceil_div(num_rows, matmul.tuning.cluster * ROW_BLOCK)
+
+
+def kernel(matmul: Matmul, body: Callable, outputs: list[jax.ShapeDtypeStruct], name: str, **more: Any) -> Callable:
+    """``body`` on every multiprocessor: its cluster "sm", its place there "cluster", its warpgroups "wg"."""
+    return _pallas.kernel(
+        body,
+        out_type=outputs,
+        grid=(matmul.case.device.core_count // matmul.tuning.cluster,),
+        grid_names=("sm",),
+        cluster=(matmul.tuning.cluster,),
+        cluster_names=("cluster",),
+        num_threads=COMPUTE_WARPGROUPS + 1,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            # No thread reads back what it wrote to shared memory, which is what automatic barriers are for.
+            unsafe_no_auto_barriers=True,
+            reduction_scratch_bytes=0,  # row sums need shuffles within four lanes only
+        ),
+        kernel_name=name,
+        **more,
+    )
+
+
+def swizzled(extent: int, itemsize: int) -> tuple[Any, ...]:
+    """The transforms of a shared-memory tile whose minor dimension runs over ``extent`` columns of GMEM."""
+    swizzle, minor = widest_swizzle(extent, itemsize)
+    return plgpu.TilingTransform((ATOM_ROWS, minor)), plgpu.SwizzleTransform(swizzle)

@@ -1,0 +1,47 @@
+"""What the Hopper kernels refuse, and why: decided before anything is lowered."""
+
+from __future__ import annotations
+
+from lce_jax._types import Case, format_bytes
+from lce_jax.mosaic.sm90._hardware import COLUMN_GRAIN, SMEM_LIMIT, TILE_N
+from lce_jax.mosaic.sm90._tuning import BY_KERNEL, Tunings, stages_output
+
+
+def refusal(case: Case, tunings: Tunings) -> str | None:
+    """Why the kernels cannot serve ``case`` on a Hopper GPU; None where they can."""
+    return _shape_refusal(case) or _smem_refusal(case, tunings) or _options_refusal(case)
+
+
+def _shape_refusal(case: Case) -> str | None:
+    if case.dtype.name not in ("bfloat16", "float16"):
+        return f"needs a bfloat16 or float16 weight (fp32 products would run in TF32), got {case.dtype.name}"
+    if case.hidden_size % 64:
+        return f"H must be a multiple of 64 (one swizzle atom), got {case.hidden_size}"
+    if case.vocab_size < TILE_N:
+        return f"V must be at least {TILE_N}, one tile, got {case.vocab_size}"
+    if case.options.weight_layout == "hv" and case.vocab_size % COLUMN_GRAIN:
+        return f'weight_layout="hv" needs V to be a multiple of {COLUMN_GRAIN}, got {case.vocab_size}'
+    return None
+
+
+def _smem_refusal(case: Case, tunings: Tunings) -> str | None:
+    for kernel in BY_KERNEL:
+        needed = tunings.of(case, kernel).smem_bytes(case.dtype.itemsize, stages_output(case, kernel))
+        if needed > SMEM_LIMIT:
+            return (
+                f"the {kernel} kernel needs {format_bytes(needed)} of shared memory, {format_bytes(SMEM_LIMIT)} exist"
+            )
+    return None
+
+
+def _options_refusal(case: Case) -> str | None:
+    options = case.options
+    if options.logit_scale <= 0:
+        return f"logit_scale must be positive for its running maximum, got {options.logit_scale}"
+    if options.has_bias:
+        return "bias: the kernels' epilogues add none to the products"
+    if options.traced_scale and options.logit_softcap is not None:
+        return "logit_softcap beside an array for it or logit_scale: the kernels hold the cap's numbers as constants"
+    if options.mean_logit and options.logit_softcap is not None:
+        return "label smoothing together with a softcap: the mean logit is no product of hidden then"
+    return None

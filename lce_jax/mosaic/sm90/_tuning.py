@@ -1,0 +1,103 @@
+"""The free choices of the Hopper kernels, and which of them a call gets."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from lce_jax._types import Case
+from lce_jax.mosaic._geometry import geometry
+from lce_jax.mosaic.sm90._hardware import (
+    BARRIER_BYTES,
+    COMPUTE_WARPGROUPS,
+    ROW_BLOCK,
+    SMEM_ALIGNMENT,
+    STAGING_BYTES,
+    STAGING_COLUMNS,
+    TILE_N,
+    TILING,
+    WARPGROUP_ROWS,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuning:
+    """The free choices of one kernel. Everything else follows from the shapes."""
+
+    tile_k: int
+    stages: int  # buffers of one [ROW_BLOCK / turns, tile_k] and one [TILE_N, tile_k] operand tile each
+    cluster: int = 1  # 1 or 2: kernel blocks, one below the other, that load each tile of rhs once between them
+    snake: int = 16  # row blocks (``minor`` 0) or tiles of columns (1) at a time, for L2 to reuse: 16 x 8 is square
+    minor: int = 0  # 0: row blocks, 1: vocabulary tiles
+    in_flight: int = 0  # steps, 0 or 1, whose products run on while a warpgroup waits for the next operands
+    turns: int = 1  # 2: the warpgroups multiply one after the other, each during the other's epilogue
+    slots: int = 2  # staging slots of each warpgroup, where tiles are stored
+
+    def __post_init__(self) -> None:
+        """Refuses what the kernels are not written for."""
+        if self.cluster not in (1, 2) or self.in_flight not in (0, 1) or self.turns not in (1, 2):
+            raise ValueError(f"cluster and turns must be 1 or 2, in_flight 0 or 1, got {self}")
+        if self.stages <= self.in_flight:
+            raise ValueError(f"more stages are needed than steps in flight, got {self}")
+        if self.slots < 1 or TILE_N // STAGING_COLUMNS % self.slots or self.snake % self.cluster:
+            raise ValueError(f"slots must divide a tile's blocks of columns, and snake by cluster, got {self}")
+
+    def smem_bytes(self, itemsize: int, staged: bool) -> int:
+        """Shared memory of a block: operand stages, their barriers and, where tiles are stored, the staging slots."""
+        sizes = [
+            self.stages * ROW_BLOCK // self.turns * self.tile_k * itemsize,
+            self.stages * TILE_N * self.tile_k * itemsize,
+        ]
+        if staged:
+            sizes.append(COMPUTE_WARPGROUPS * self.slots * WARPGROUP_ROWS * STAGING_BYTES)
+        barriers = (1 + self.turns) * self.stages * BARRIER_BYTES  # consumed and produced
+        return sum(-(-size // SMEM_ALIGNMENT) * SMEM_ALIGNMENT for size in sizes) + barriers
+
+
+# By kernel: "forward" and "dlogits" contract H, "dhidden" the vocabulary, "dweight" the tokens. The best of half a dozen at hidden sizes from 1024 to 4096 and 512 to 32768 tokens on an H200, each timed in turn with
+# the bare product.
+BY_KERNEL: Mapping[str, Tuning] = {
+    "forward": Tuning(tile_k=128, stages=2, cluster=2),
+    "dlogits": Tuning(tile_k=64, stages=4, cluster=2),
+    "dhidden": Tuning(tile_k=64, stages=4, cluster=2, in_flight=1),
+    "dweight": Tuning(tile_k=64, stages=4, cluster=2, in_flight=1),
+}
+# Where the contraction is short and the epilogue counts. Turns hide it and read each tile of rhs twice, in steps of
+# half the time: too little to cover the latency of HBM, where few row blocks share a tile of the weight.
+SHORT = Tuning(tile_k=64, stages=5, cluster=2, in_flight=1, turns=2, slots=1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tunings:
+    """Which tuning a kernel gets, by the shapes of its call and by device."""
+
+    short_hidden: int = 3072  # below it the contraction over H is short
+    short_tokens: int = 1024  # below it the contraction over the tokens is short
+    many_row_blocks: int = 16  # that many: one more costs little, and each tile of the weight is used often
+    # What does better on a device (by kind and kernel), from a hidden size on: `python -m lce_jax.bench --sweep`
+    # finds it.
+    tuned: Mapping[tuple[str, str], tuple[tuple[int, Tuning], ...]] = dataclasses.field(default_factory=dict)
+
+    def of(self, case: Case, kernel: str) -> Tuning:
+        """The tuning of a kernel: for the device and hidden size, else the one that serves every Hopper GPU."""
+        row_blocks = geometry(case, TILING).row_blocks
+        many = row_blocks >= self.many_row_blocks
+        choice = SHORT if self._is_short(case, kernel, many) else BY_KERNEL[kernel]
+        for least, tuned in self.tuned.get((case.device.kind, kernel), ()):
+            if case.hidden_size >= least:
+                choice = tuned
+        if case.hidden_size % choice.tile_k and kernel in ("forward", "dlogits"):  # else half a step is done in vain
+            choice = dataclasses.replace(choice, tile_k=choice.tile_k // 2, stages=choice.stages * 2)
+        if kernel != "dweight" and choice.cluster > 1 and row_blocks % choice.cluster and not many:
+            choice = dataclasses.replace(choice, cluster=1)  # a cluster's missing row block would cost too much
+        return choice
+
+    def _is_short(self, case: Case, kernel: str, many: bool) -> bool:
+        if kernel == "dweight":
+            return case.num_tokens < self.short_tokens
+        return kernel in ("forward", "dlogits") and case.hidden_size < self.short_hidden and many
+
+
+def stages_output(case: Case, kernel: str) -> bool:
+    """Whether a kernel stores tiles of its result: the forward does so for a cache only."""
+    return kernel != "forward" or case.options.cache_bytes > 0

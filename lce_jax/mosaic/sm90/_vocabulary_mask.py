@@ -1,0 +1,36 @@
+"""The mask of the vocabulary: where a tile of logits has padding columns, a value that takes no part replaces them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from lce_jax.mosaic._pallas import pl, plgpu
+from lce_jax.mosaic.sm90._epilogue import PER_COLUMN
+from lce_jax.mosaic.sm90._hardware import TILE_N
+from lce_jax.mosaic.sm90._pipeline import ACCUMULATOR
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float
+
+PADDING = -1e15  # stands for the raw products of padding columns: exp2 of it is 0, its square is finite
+
+
+def without_padding(z: Float[Array, "64 256"], column: Any, num_columns: Any, mask: Any, value: float) -> Any:
+    """The tile with ``value`` on its padding columns, whatever they held.
+
+    Only a tile that holds padding looks. The first half of the mask says which columns of the ragged tile are padding,
+    the second half says it of a tile of nothing but padding. A comparison with an iota would cost every tile, because
+    the compiler hoists it out of the branch.
+    """
+
+    def replace() -> Array:
+        ragged = lax.div(num_columns, TILE_N) * TILE_N
+        start = jnp.clip(column - ragged, 0, TILE_N)
+        padding = plgpu.load(mask.at[pl.ds(start, TILE_N)], layout=PER_COLUMN, optimized=False)
+        padding = lax.broadcast_in_dim(padding, ACCUMULATOR, (1,))
+        return jnp.where(padding > 0, value, z)
+
+    return lax.cond(column + TILE_N > num_columns, replace, lambda: z)
