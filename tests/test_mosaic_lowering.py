@@ -5,7 +5,6 @@ No GPU is needed: the device is only claimed, and lowering stops before machine 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 
@@ -15,12 +14,8 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 import lce_jax
-from lce_jax import _dispatch, local, mosaic
-from lce_jax._types import Case, Device, Options
-from lce_jax.mosaic import _dhidden, sm90
-from lce_jax.mosaic._geometry import geometry
-from lce_jax.mosaic.sm90._hardware import SMEM_LIMIT
-from lce_jax.mosaic.sm90._tuning import BY_KERNEL, SHORT
+from lce_jax import _dispatch, local
+from lce_jax._types import Device
 
 H200 = Device("gpu", "NVIDIA H200", "9.0", 132)
 HIDDEN = (1024, 2048, 4096, 5120, 8192)
@@ -301,82 +296,3 @@ def test_vmap() -> None:
     step = jax.vmap(jax.grad(objective, argnums=(0, 1)), in_axes=(0, None, 0))
     shapes = ((3, 256, 128), "bfloat16"), ((1024, 128), "bfloat16"), ((3, 256), "int32")
     jax.jit(step).trace(*(jax.ShapeDtypeStruct(*shape) for shape in shapes)).lower(lowering_platforms=("cuda",))
-
-
-def case(**changes) -> Case:
-    fields = {
-        "num_tokens": 4096, "hidden_size": 4096, "vocab_size": 151936, "dtype": jnp.dtype("bfloat16"),
-        "options": Options(), "device": Device("gpu", "NVIDIA H200", "9.0", 132),
-    }  # fmt: skip
-    return Case(**{**fields, **changes})
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"device": Device("cpu")}, "this is cpu"),
-        ({"device": Device("gpu", "NVIDIA A100", "8.0", 108)}, "NVIDIA A100 has 8.0"),
-        ({"dtype": jnp.dtype("float32")}, "got float32"),
-        ({"hidden_size": 1000}, "got 1000"),
-        ({"vocab_size": 200}, "at least 256"),
-        ({"vocab_size": 50257, "options": Options(weight_layout="hv")}, "got 50257"),
-        ({"options": Options(logit_scale=-1.0)}, "got -1.0"),
-    ],
-)
-def test_refusals_say_why(changes: dict, reason: str) -> None:
-    assert mosaic.supports(case()) is None
-    assert reason in (mosaic.supports(case(**changes)) or "")
-
-
-def test_refused_on_this_machine() -> None:
-    arrays = jnp.ones((8, 64), jnp.bfloat16), jnp.ones((256, 64), jnp.bfloat16), jnp.zeros((8,), jnp.int32)
-    with pytest.raises(lce_jax.UnsupportedError, match=r"needs an NVIDIA GPU of compute capability 9\.0"):
-        lce_jax.linear_logprobs(*arrays, implementation="mosaic_gpu")
-
-
-@pytest.mark.usefixtures("hopper")
-def test_chosen_on_hopper() -> None:
-    arguments = [
-        jax.ShapeDtypeStruct(shape, dtype)
-        for shape, dtype in (((4096, 4096), jnp.bfloat16), ((151936, 4096), jnp.bfloat16), ((4096,), jnp.int32))
-    ]
-    plan = lce_jax.explain(*arguments)
-    assert plan.implementation == "mosaic_gpu"
-    assert plan.refused == {}
-
-
-@pytest.mark.usefixtures("hopper")
-def test_plan_on_hopper() -> None:
-    arguments = [
-        jax.ShapeDtypeStruct(shape, dtype)
-        for shape, dtype in (((4096, 4096), jnp.bfloat16), ((151936, 4096), jnp.bfloat16), ((4096,), jnp.int32))
-    ]
-    plan = lce_jax.explain(*arguments, cache_bytes=1 << 29, implementation="mosaic_gpu")
-    assert plan.implementation == "mosaic_gpu"
-    assert 0 < plan.kept_bytes - plan.case.statistics_bytes <= 1 << 29
-    assert plan.forward_bytes < 1 << 27
-
-
-def test_partial_statistics_stay_small() -> None:
-    budget = sm90.KERNELS.budget
-    plan = mosaic.plan(case(num_tokens=131072))
-    assert plan.forward_bytes <= budget.statistics_bytes
-    for hidden_size in (1024, 2048, 4096, 5120):
-        assert mosaic.plan(case(num_tokens=8192, hidden_size=hidden_size)).backward_bytes <= 0.35e9
-    sums = mosaic.plan(case(num_tokens=65536)).backward_bytes - 65536 * budget.chunk_columns * 2
-    assert sums <= 65536 * 4096 * 4  # dhidden in float32, once
-    few = case(num_tokens=512)
-    assert _dhidden.sums_shape(few, geometry(few, sm90.KERNELS.tiling))[0] == 2  # too few tiles for 132 multiprocessors
-
-
-def test_every_kernel_fits_shared_memory() -> None:
-    chosen = [*BY_KERNEL.items(), *((kernel, SHORT) for kernel in BY_KERNEL)]
-    chosen += [(kernel, one) for (_, kernel), entries in sm90.KERNELS.tunings.tuned.items() for _, one in entries]
-    for kernel, tuning in chosen:
-        assert tuning.smem_bytes(2, staged=True) <= SMEM_LIMIT, kernel
-
-
-@pytest.mark.parametrize("wrong", [{"slots": 3}, {"slots": 0}, {"snake": 3}, {"turns": 3}, {"stages": 1}], ids=str)
-def test_tunings_that_no_kernel_is_written_for(wrong: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="got Tuning"):
-        dataclasses.replace(SHORT, **wrong)

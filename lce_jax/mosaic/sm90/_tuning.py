@@ -54,8 +54,8 @@ class Tuning:
         return sum(-(-size // SMEM_ALIGNMENT) * SMEM_ALIGNMENT for size in sizes) + barriers
 
 
-# "forward" and "dlogits" contract H, "dhidden" the vocabulary, "dweight" the tokens. Each is the best of half a dozen at
-# hidden sizes from 1024 to 4096 and 512 to 32768 tokens on an H200, timed in turn with the bare product.
+# "forward" and "dlogits" contract H, "dhidden" the vocabulary, "dweight" the tokens. Each is the best of half a dozen
+# at hidden sizes from 1024 to 4096 and 512 to 32768 tokens on an H200, timed in turn with the bare product.
 BY_KERNEL: Mapping[str, Tuning] = {
     "forward": Tuning(tile_k=128, stages=2, cluster=2),
     "dlogits": Tuning(tile_k=64, stages=4, cluster=2),

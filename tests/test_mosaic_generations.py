@@ -1,0 +1,88 @@
+"""How the implementation with GPU kernels finds the kernel set for a device."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+
+import jax.numpy as jnp
+import pytest
+
+from lce_jax import mosaic
+from lce_jax._types import Case, Device, Options, UnsupportedError
+from lce_jax.mosaic import _generations, sm90
+
+H200 = Device("gpu", "NVIDIA H200", "9.0", 132)
+B200 = Device("gpu", "NVIDIA B200", "10.0", 148)
+BLACKWELL = dataclasses.replace(sm90.KERNELS, compute_capability="10.0", devices=("B200", "GB200"))  # its name only
+
+
+def case(device: Device) -> Case:
+    return Case(
+        num_tokens=512, hidden_size=1024, vocab_size=32000, dtype=jnp.dtype("bfloat16"), options=Options(),
+        device=device,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def two_generations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_generations, "KERNEL_SETS", (sm90.KERNELS, BLACKWELL))
+
+
+@pytest.mark.usefixtures("two_generations")
+@pytest.mark.parametrize(
+    ("device", "kernels"),
+    [
+        (H200, sm90.KERNELS),
+        (B200, BLACKWELL),
+        (H200._replace(compute_capability=""), sm90.KERNELS),  # described, to compile ahead of time
+        (B200._replace(compute_capability=""), BLACKWELL),
+        (Device("gpu", "NVIDIA A100", "8.0", 108), None),
+        (Device("gpu", "NVIDIA A100", "", 108), None),
+    ],
+)
+def test_the_device_picks_the_kernel_set(device: Device, kernels: sm90.Kernels | None) -> None:
+    assert _generations.serving(device) is kernels
+    assert (mosaic.supports(case(device)) is None) == (kernels is not None)
+
+
+@pytest.mark.usefixtures("two_generations")
+@pytest.mark.parametrize(
+    ("device", "reason"),
+    [
+        (Device("cpu"), r"9.0 (H100, H200, GH200) or 10.0 (B200, GB200), this is cpu"),
+        (Device("gpu", "NVIDIA A100", "8.0", 108), r"or 10.0 (B200, GB200), NVIDIA A100 has 8.0"),
+        (Device("gpu", "NVIDIA A100"), r"NVIDIA A100 has none"),
+        (H200._replace(core_count=0), r"number of multiprocessors of NVIDIA H200"),
+    ],
+)
+def test_a_refusal_names_every_generation(device: Device, reason: str) -> None:
+    assert reason in (mosaic.supports(case(device)) or "")
+
+
+def test_what_no_kernel_set_serves_has_no_plan() -> None:
+    with pytest.raises(UnsupportedError, match=r'"mosaic_gpu": .* NVIDIA B200 has 10\.0'):
+        mosaic.plan(case(B200))
+
+
+def test_another_kernel_set_serves_for_a_while() -> None:
+    other = dataclasses.replace(sm90.KERNELS, devices=("H200",))
+    with _generations.using(other):
+        assert _generations.serving(H200) is other
+    assert _generations.serving(H200) is sm90.KERNELS
+    with pytest.raises(KeyError), _generations.using(other):
+        raise KeyError
+    assert _generations.serving(H200) is sm90.KERNELS
+
+
+def test_the_kernel_language_is_imported_with_the_first_kernel() -> None:
+    """It takes half a second, which a program without kernels does not pay; nor does a plan."""
+    code = (
+        "import sys, jax.numpy as jnp, lce_jax; from lce_jax import mosaic; from tests import test_mosaic_generations;"
+        "mosaic.plan(test_mosaic_generations.case(test_mosaic_generations.H200));"
+        "lce_jax.explain(jnp.ones((8, 64)), jnp.ones((256, 64)), jnp.zeros((8,), int));"
+        "print([name for name in ('jax.experimental.pallas', 'lce_jax.mosaic._pallas') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.strip() == "[]", done.stderr
