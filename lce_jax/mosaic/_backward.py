@@ -49,24 +49,23 @@ def gradients(
 
     dhidden is in fp32, or in the weight's dtype where that is allowed and one launch computes all of it.
     """
-    with jax.named_scope("lce_backward"):
-        call = Call.prepare(operands, case, kernels)
-        factors = _operands.row_factors(rows, call.shape.padded_tokens)
-        parts = _parts(call, factors, cache, may_overwrite_cache)
-        has_rest = _remainder.is_left(call)
-        adds = sum(len(part.chunks) for part in parts) > 1  # else each tile of dhidden's sums is written once
-        rounds = may_round_dhidden and not (adds or has_rest or rows.uniform is not None)
-        start = _dhidden.empty_sums(case, call.shape, adds, rounds), _empty_dweight(call)
-        carry: Carry = _compat.vary_like(start, (operands, rows, cache))
-        for part in parts:
-            carry = _walk_chunks(call, part, carry, adds)
-        sums, dweight = carry
-        dhidden = _dhidden.total(sums, case)
-        if has_rest:
-            dhidden, dweight = _remainder.add_gradients(call, rows._replace(uniform=None), dhidden, dweight)
-        if rows.uniform is not None:
-            dhidden, dweight = _mean.add_gradients(operands, case, rows.uniform, dhidden, dweight)
-        return dhidden, dweight
+    call = Call.prepare(operands, case, kernels)
+    factors = _operands.row_factors(rows, call.shape.padded_tokens)
+    parts = _parts(call, factors, cache, may_overwrite_cache)
+    has_rest = _remainder.is_left(call)
+    adds = sum(len(part.chunks) for part in parts) > 1  # else each tile of dhidden's sums is written once
+    rounds = may_round_dhidden and not (adds or has_rest or rows.uniform is not None)
+    start = _dhidden.empty_sums(case, call.shape, adds, rounds), _empty_dweight(call)
+    carry: Carry = _compat.vary_like(start, (operands, rows, cache))
+    for part in parts:
+        carry = _walk_chunks(call, part, carry, adds)
+    sums, dweight = carry
+    dhidden = _dhidden.total(sums, case)
+    if has_rest:
+        dhidden, dweight = _remainder.add_gradients(call, rows._replace(uniform=None), dhidden, dweight)
+    if rows.uniform is not None:
+        dhidden, dweight = _mean.add_gradients(operands, case, rows.uniform, dhidden, dweight)
+    return dhidden, dweight
 
 
 def _parts(call: Call, factors: RowFactors, cache: Cache | None, may_overwrite_cache: bool) -> list[Part]:
@@ -111,6 +110,7 @@ def _walk_chunks(call: Call, part: Part, carry: Carry, adds: bool) -> Carry:
     columns = chunks.step * shape.tile
     in_place = shape.whole_atoms  # else the kernels are given copies of each chunk
 
+    @jax.named_scope("chunk")
     def step(first: Any, carry: Carry) -> Carry:
         sums, dweight = carry
         column, num_tiles = first * shape.tile, jnp.minimum(chunks.stop - first, chunks.step)

@@ -27,23 +27,22 @@ def statistics(
     operands: Operands, case: Case, kernels: KernelSet, keep_cache: bool
 ) -> tuple[ShardStatistics, Cache | None]:
     """Eq. 1 of the whole shard, and as many tiles' exponentials as ``cache_bytes`` pays for."""
-    with jax.named_scope("lce_forward"):
-        call = Call.prepare(operands, case, kernels)
-        scale = _math.row_scale(case.options, operands.inverse_temperature)
-        num_tiles = _num_live_tiles(call)
-        cached = min(_cache.num_cached_tiles(case, call.shape), num_tiles) if keep_cache else 0
-        parts, cache = [], None
-        if cached:
-            part, cache = _visit(call, scale, range(cached), _cache.empty(case, call.shape, cached))
-            parts.append(part)
-        if cached < num_tiles:
-            parts.append(_visit(call, scale, range(cached, num_tiles), None)[0])
-        if call.shape.tail:
-            parts.append(jax.tree.map(lambda x: x[None], _remainder.tail_statistics(call, scale)))
-    with jax.named_scope("lce_merge"):
+    call = Call.prepare(operands, case, kernels)
+    scale = _math.row_scale(case.options, operands.inverse_temperature)
+    num_tiles = _num_live_tiles(call)
+    cached = min(_cache.num_cached_tiles(case, call.shape), num_tiles) if keep_cache else 0
+    parts, cache = [], None
+    if cached:
+        part, cache = _visit(call, scale, range(cached), _cache.empty(case, call.shape, cached))
+        parts.append(part)
+    if cached < num_tiles:
+        parts.append(_visit(call, scale, range(cached, num_tiles), None)[0])
+    if call.shape.tail:
+        parts.append(jax.tree.map(lambda x: x[None], _remainder.tail_statistics(call, scale)))
+    with jax.named_scope("merge_tiles"):
         stats = _statistics.merge(jax.tree.map(lambda *fields: jnp.concatenate(fields), *parts), scale)
         stats = _statistics.to_logits(stats, scale)
-        return stats._replace(total=_mean.total(operands, case) if case.options.mean_logit else None), cache
+    return stats._replace(total=_mean.total(operands, case) if case.options.mean_logit else None), cache
 
 
 def _num_live_tiles(call: Call) -> int:
@@ -68,7 +67,8 @@ def _visit(
 
     def merged(cache: Cache | None, first: Any) -> tuple[Cache | None, ShardStatistics]:
         cache, parts = launch(cache, first)
-        return cache, _statistics.merge(parts, scale)
+        with jax.named_scope("merge_tiles"):
+            return cache, _statistics.merge(parts, scale)
 
     cache = _compat.vary_like(cache, call.prepared)
     if len(starts) == 1:

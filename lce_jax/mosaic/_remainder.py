@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
 
 
+@jax.named_scope("remainder")
 def tail_statistics(call: Call, scale: Float[Array, "T"] | float) -> ShardStatistics:
     """Eq. 1 of the tail. Its weight is [n, H], because a "hv" weight with a tail is refused."""
     operands, shape, options = call.operands, call.shape, call.case.options
@@ -43,6 +45,7 @@ def covered_columns(call: Call) -> Int[Array, ""] | int:
     return jnp.minimum(call.operands.num_columns, columns) // step * step
 
 
+@jax.named_scope("remainder")
 def add_gradients(call: Call, rows: RowCoefficients, dhidden: Array, dweight: Array) -> tuple[Array, Array]:
     """The gradients with the part of the true columns that the products leave out: fewer than a step and a tail."""
     operands, case, shape, options = call.operands, call.case, call.shape, call.case.options
