@@ -1,17 +1,18 @@
-"""Which kernel set serves a device: a new generation of GPUs is a folder beside `sm90` and a line here."""
+"""Which kernel set serves a device: a new generation of GPUs is a folder beside `sm90`, and its name here."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections.abc import Iterator
 
 from lce_jax._types import Case, Device
-from lce_jax.mosaic import sm90
 from lce_jax.mosaic._kernel_set import KernelSet
 
-KERNEL_SETS: tuple[KernelSet, ...] = (
-    sm90.KERNELS,
-)  # fmt: skip
+GENERATIONS = ("sm90",)  # folders, each with a `KernelSet` of the name KERNELS
+KERNEL_SETS: tuple[KernelSet, ...] = tuple(
+    importlib.import_module(f"lce_jax.mosaic.{name}").KERNELS for name in GENERATIONS
+)
 
 
 def serving(device: Device) -> KernelSet | None:

@@ -15,6 +15,7 @@ from lce_jax._types import Case
 from lce_jax.mosaic._cache import Cache
 from lce_jax.mosaic._chunks import Budget
 from lce_jax.mosaic._geometry import Tiling
+from lce_jax.mosaic._kernel_set import KernelSet
 from lce_jax.mosaic._operands import Prepared, RowFactors
 from lce_jax.mosaic.sm90 import _refusal
 from lce_jax.mosaic.sm90._hardware import DHIDDEN_WAVES, TILING
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Kernels:
-    """A `KernelSet`, which says what each method does. The methods import the kernel language, which takes a while."""
+class Kernels(KernelSet):
+    """The launches import the kernel language, which takes half a second, when they are first called."""
 
     compute_capability: str = "9.0"
     devices: tuple[str, ...] = ("H100", "H200", "GH200", "H800", "H20")
