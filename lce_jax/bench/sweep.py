@@ -50,9 +50,9 @@ class Swept:
 
 
 def sweep(kernels: Sequence[str], shape: Shape, dtype: Any, rounds: int, report: Callable[[str], None]) -> list[Swept]:
-    """The kernels in turn, from the tunings that they have: in each step what differs in a few fields, and its best.
+    """Sweeps the kernels in turn. Each starts from its own tuning; each step varies a few fields of the best so far.
 
-    Only timings of one interleaved run are compared; each step times the best of the one before again.
+    Only timings of one interleaved run are compared, so a step times the best of the step before it again.
 
     Raises:
         UnsupportedError: the kernels cannot serve the shape here.
@@ -77,7 +77,7 @@ def around(case: Case, kernel: str, tuning: Tuning, fields: dict[str, Sequence[i
     """``tuning`` with every choice of the fields that is valid and fits shared memory."""
     made = []
     for values in itertools.product(*fields.values()):
-        with contextlib.suppress(ValueError):  # of choices that exclude each other
+        with contextlib.suppress(ValueError):  # raised by choices that exclude each other
             made.append(dataclasses.replace(tuning, **dict(zip(fields, values, strict=True))))
     staged = stages_output(case, kernel)
     return [one for one in made if one.smem_bytes(case.dtype.itemsize, staged) <= SMEM_LIMIT]

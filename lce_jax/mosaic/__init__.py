@@ -5,7 +5,8 @@ backward   the same tiles again, turned into dlogits one chunk of the vocabulary
 cache      with ``cache_bytes``, the forward keeps the first tiles' exponentials and the backward skips theirs
 
 The modules here are host code, the same for every generation of GPUs. The kernels of a generation are a kernel set, in
-a folder of their own: `sm90` for Hopper (compute capability 9.0). `_generations` picks one by device.
+a folder of their own: `sm90` for Hopper (compute capability 9.0). `_generations` picks one by device. `_kernel_set`
+says what a kernel set must have, and `_pallas` is the one importer of the kernel language.
 """
 
 from __future__ import annotations

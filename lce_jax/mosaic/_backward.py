@@ -1,8 +1,8 @@
 """The gradients: dlogits chunk by chunk, each chunk feeding the two products that give dhidden and dweight.
 
-The chunks run in `lax.fori_loop`, one of them alive at a time. The first come from the cache, if there is one, in one
-chunk that takes its place wherever it may; the others from the recomputing kernel. What the kernels leave out, a few
-columns at the end of the vocabulary, goes through plain XLA.
+The chunks run in `lax.fori_loop`, one of them alive at a time. The first come from the cache, if there is one. Where
+the cache may be overwritten, they are one chunk, which takes the cache's memory. The others come from the recomputing
+kernel. What the kernels leave out, a few columns at the end of the vocabulary, goes through plain XLA.
 """
 
 from __future__ import annotations

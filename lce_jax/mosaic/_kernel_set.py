@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class KernelSet(Protocol):
     """The kernels of one generation of GPUs: what they are cut for, what they refuse, and their launches.
 
-    Each launch gets a packed `Span` and the live rows and columns in it. Padding is written nowhere else than said.
+    Each launch gets a packed `Span`: the vocabulary tiles it covers, and the live rows and columns.
     """
 
     @property

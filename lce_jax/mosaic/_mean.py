@@ -32,7 +32,7 @@ def add_gradients(
     dhidden: Float[Array, "T H"],
     dweight: Float[Array, "V H"],
 ) -> tuple[Float[Array, "T H"], Float[Array, "V H"]]:
-    """Both gradients with the mean logit's part; dweight is rounded a second time."""
+    """Both gradients with the mean logit's part added; dweight is rounded a second time."""
     dhidden = dhidden + uniform[:, None] * _summed_weight(operands, case)[None, :]
     row = jnp.matmul(uniform, operands.hidden.astype(jnp.float32), precision="highest")
     part = jnp.broadcast_to(jnp.expand_dims(row, case.options.vocab_dim), dweight.shape)

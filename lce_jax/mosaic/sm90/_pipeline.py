@@ -139,7 +139,7 @@ class Ring(NamedTuple):
 
     lhs: Any  # [stages, rows, tile_k], or [stages, tile_k, rows]: 128 rows, 64 where the warpgroups take turns
     rhs: Any  # [stages, tile_k, 256], or [stages, 256, tile_k]
-    produced: Any  # a warpgroup sees its own turns alone, so each turn has barriers of its own
+    produced: Any  # one set of barriers per turn, because a warpgroup waits for its own turns only
     consumed: Any
 
 
@@ -177,7 +177,7 @@ def _fetch(matmul: Matmul, ring: Ring, lhs: Any, rhs: Any, offset: Offset, tile:
     columns = pl.ds(pl.multiple_of(offset.column + tile.column, TILE_N), TILE_N)
     depth = pl.ds(pl.multiple_of(offset.k + k, tuning.tile_k), tuning.tile_k)
     source = rhs.at[columns, depth] if matmul.rhs_k == 1 else rhs.at[depth, columns]
-    shared = "cluster" if tuning.cluster > 1 else None  # each block of a cluster fetches its part for all
+    shared = "cluster" if tuning.cluster > 1 else None  # each block of a cluster fetches one part for all of them
     plgpu.copy_gmem_to_smem(source, ring.rhs.at[stage], produced, collective_axes=shared)
 
 
@@ -222,7 +222,7 @@ def snake_index(tuning: Tuning, index: Any, row_groups: Any, columns: Any) -> tu
 
 
 def ceil_div(x: Any, y: int) -> Int[Array, ""]:
-    """The least number of ``y`` that hold ``x``, in a kernel too."""
+    """The quotient, rounded up; of traced numbers too."""
     return lax.div(jnp.asarray(x, jnp.int32) + (y - 1), jnp.int32(y))
 
 
@@ -232,7 +232,7 @@ def row_groups(matmul: Matmul, num_rows: Any) -> Int[Array, ""]:
 
 
 def kernel(matmul: Matmul, body: Callable, outputs: list[jax.ShapeDtypeStruct], name: str, **more: Any) -> Callable:
-    """``body`` on every multiprocessor: its cluster "sm", its place there "cluster", its warpgroups "wg"."""
+    """``body`` on every multiprocessor. Axes: "sm" is the cluster, "cluster" the block in it, "wg" the warpgroup."""
     return _pallas.kernel(
         body,
         out_type=outputs,
@@ -244,7 +244,7 @@ def kernel(matmul: Matmul, body: Callable, outputs: list[jax.ShapeDtypeStruct], 
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
-            # No thread reads back what it wrote to shared memory, which is what automatic barriers are for.
+            # Automatic barriers are for threads that read back what they wrote to shared memory. None here does.
             unsafe_no_auto_barriers=True,
             reduction_scratch_bytes=0,  # row sums need shuffles within four lanes only
         ),

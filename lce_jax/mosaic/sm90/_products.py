@@ -117,7 +117,10 @@ def _dweight_kernel(
 def _send_tile(
     values: Float[Array, "64 256"], slots: Any, rows: Any, output: Any, column: Any, add: bool = False
 ) -> None:
-    """Copies a warpgroup's part of a tile to ``output[rows, column:]``, or adds it there, block by block."""
+    """Copies a warpgroup's part of a tile to ``output[rows, column:]``, or adds it there, block by block.
+
+    Each block is rounded to the output's dtype: dweight's is the weight's, dhidden's is chosen in `_dhidden`.
+    """
     width = slots.shape[-1]
     for i, start in enumerate(range(0, TILE_N, width)):
         _epilogue.send(values[:, start : start + width], i, slots, rows, output, column + start, add)

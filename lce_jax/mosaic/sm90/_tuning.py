@@ -29,7 +29,7 @@ class Tuning:
     cluster: int = 1  # 1 or 2: kernel blocks, one below the other, that load each tile of rhs once between them
     snake: int = 16  # row blocks (``minor`` 0) or tiles of columns (1) at a time, for L2 to reuse: 16 x 8 is square
     minor: int = 0  # 0: row blocks, 1: vocabulary tiles
-    in_flight: int = 0  # steps, 0 or 1, whose products run on while a warpgroup waits for the next operands
+    in_flight: int = 0  # steps, 0 or 1, that are still multiplied while a warpgroup waits for the next operands
     turns: int = 1  # 2: the warpgroups multiply one after the other, each during the other's epilogue
     slots: int = 2  # staging slots of each warpgroup, where tiles are stored
 
@@ -62,8 +62,8 @@ BY_KERNEL: Mapping[str, Tuning] = {
     "dhidden": Tuning(tile_k=64, stages=4, cluster=2, in_flight=1),
     "dweight": Tuning(tile_k=64, stages=4, cluster=2, in_flight=1),
 }
-# Where the contraction is short and the epilogue counts. Turns hide it and read each tile of rhs twice, in steps of
-# half the time: too little to cover the latency of HBM, where few row blocks share a tile of the weight.
+# For a short contraction, where the epilogue counts. Turns hide the epilogue, but read each tile of rhs twice, in steps
+# of half the time. Where few row blocks share a tile of the weight, such a step is too short for the latency of HBM.
 SHORT = Tuning(tile_k=64, stages=5, cluster=2, in_flight=1, turns=2, slots=1)
 
 
@@ -86,7 +86,7 @@ class Tunings:
         for least, tuned in self.tuned.get((case.device.kind, kernel), ()):
             if case.hidden_size >= least:
                 choice = tuned
-        if case.hidden_size % choice.tile_k and kernel in ("forward", "dlogits"):  # else half a step is done in vain
+        if case.hidden_size % choice.tile_k and kernel in ("forward", "dlogits"):  # or the last step is half empty
             choice = dataclasses.replace(choice, tile_k=choice.tile_k // 2, stages=choice.stages * 2)
         if kernel != "dweight" and choice.cluster > 1 and row_blocks % choice.cluster and not many:
             choice = dataclasses.replace(choice, cluster=1)  # a cluster's missing row block would cost too much
