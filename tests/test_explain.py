@@ -70,7 +70,7 @@ def test_of_a_loss() -> None:
 def test_smoothing_costs_the_kernels_hidden_in_float32() -> None:
     case = explain(*CALL).case
     case = dataclasses.replace(case, hidden_size=1024, vocab_size=32768, num_tokens=512, dtype=jnp.dtype("bfloat16"),
-                               device=Device("gpu", core_count=132))  # fmt: skip
+                               device=Device("gpu", "NVIDIA H200", "9.0", 132))  # fmt: skip
     smoothed = dataclasses.replace(case, options=dataclasses.replace(case.options, mean_logit=True))
     for field in ("forward_bytes", "backward_bytes"):
         assert getattr(mosaic.plan(smoothed), field) - getattr(mosaic.plan(case), field) == 512 * 1024 * 4
