@@ -138,8 +138,9 @@ def kernels_of(test: Call) -> sm90.Kernels:
     return sm90.Kernels(budget=budget, tunings=tunings)
 
 
-@pytest.fixture
-def test(request: pytest.FixtureRequest) -> Iterator[Call]:
+@pytest.fixture(name="test")
+def interpreted(request: pytest.FixtureRequest) -> Iterator[Call]:
+    """The call, with its kernels in place of the usual ones and the interpreter in place of a GPU."""
     with _generations.using(kernels_of(request.param)), interpreting(plgpu.InterpretGPUParams(detect_races=True)):
         yield request.param
 
