@@ -1,4 +1,4 @@
-"""`explain`: what any of the public functions would do with a call, without computing anything."""
+"""`explain`: what the public functions would do with a call, without computing anything."""
 
 from __future__ import annotations
 
@@ -35,31 +35,47 @@ def explain(
 ) -> Plan:
     """How a call would be served: which implementation, which tiles, why not the others, which bytes per device.
 
-    Of `linear_logprobs`; with an argument that only a loss has, of `linear_cross_entropy`; with a mesh or an axis of
-    it, of the sharded function, and then the plan is that of one device's tokens and columns. Nothing is computed and
-    no axis need be bound: with ``axis_name``, the shapes are those of one shard.
+    The plan is that of `linear_logprobs`. With any of ``ignore_index``, ``reduction``, ``label_smoothing``, ``z_loss``
+    and ``normalizer`` it is that of `linear_cross_entropy`; with a mesh or an axis of it, that of the sharded function
+    for one device's tokens and columns. Operands may be tracers or ``jax.ShapeDtypeStruct``: nothing is computed. No
+    axis need be bound: with ``axis_name``, give the shapes of one shard.
 
     Args:
-        hidden: an array, a tracer or a ``jax.ShapeDtypeStruct``, as are the others.
-        weight: as `linear_logprobs`.
-        labels: as `linear_logprobs`.
-        where: as `linear_logprobs`.
-        mesh: as `sharded_linear_logprobs`.
-        vocab_axis: as `sharded_linear_logprobs`, but None unless given.
-        batch_axes: as `sharded_linear_logprobs`.
-        sequence_axis: as `sharded_linear_logprobs`.
-        ignore_index: as `linear_cross_entropy`.
-        reduction: as `linear_cross_entropy`. None: no loss, unless one of the others says so.
-        label_smoothing: as `linear_cross_entropy`.
-        z_loss: as `linear_cross_entropy`.
-        normalizer: as `linear_cross_entropy`.
-        **options: as `linear_logprobs`.
+        hidden: ``[..., H]`` hidden states; any leading shape, also an empty one. bfloat16, float16, float32 or
+            float64. Cast to the weight's dtype for the matrix products.
+        weight: ``[V, H]`` head (``[H, V]`` with ``weight_layout="hv"``). Its dtype is that of the matrix products.
+        labels: ``[...]`` integer vocabulary ids, global also when the vocabulary is split. A label outside the
+            vocabulary (negative, -100, ≥ V) has logprob 0, whose gradient is that of ``-lse``; its row still counts.
+        where: ``[...]`` bool, the rows that count. The others are exactly 0 in outputs and gradients, whatever they
+            hold, and cost no work. None: every row counts.
+        mesh: the mesh. None: that of ``jax.set_mesh``.
+        vocab_axis: the mesh axis (or axes) that splits the vocabulary. V must divide by its size: pad the weight and
+            give the true ``vocab_size``. None: each device holds the whole vocabulary.
+        batch_axes: the mesh axis (or axes) that splits the batch, hidden's first dimension. None: under Explicit axes
+            those of hidden's own type, else the batch is not split.
+        sequence_axis: the mesh axis (or axes) that splits the sequence, hidden's last dimension but one. If it is
+            ``vocab_axis`` or ends with it (Megatron's sequence parallelism; ``("context", "tensor")`` adds context
+            parallelism), hidden states are all-gathered over ``vocab_axis`` forward and their gradient is
+            reduce-scattered backward. None: the sequence is not split.
+        ignore_index: rows with this label do not count; -100 is PyTorch's. None: no such label.
+        reduction: "mean" over the rows that count (0 if there are none), "sum", or "none" for ``[...]``.
+        label_smoothing: ε in [0, 1).
+        z_loss: weight of ``lse²``, at least 0 (PaLM: 1e-4); a number, or an array of shape (), which may be traced
+            and is differentiable.
+        normalizer: what "mean" divides the sum by in place of the number of rows that count in this call: the rows of
+            all micro-batches, or of all devices inside ``shard_map``, so that the losses and their gradients add up
+            to the mean over all. A positive number, or an array of shape (), which may be traced; an array's 0 counts
+            as 1. None: the rows that count in this call.
+        **options: ``temperature``, ``logit_softcap``, ``logit_scale``, ``entropy``, ``stats``, ``vocab_size``,
+            ``weight_layout``, ``axis_name``, ``cache_bytes``, ``precision``, ``implementation`` and ``bias``, as in
+            `linear_logprobs`.
 
     Returns:
         A `Plan`; ``print`` it.
 
     Raises:
-        As the functions, for what can be seen from shapes and options.
+        UnsupportedError: an implementation asked for by name cannot serve the call; the message says why.
+        ValueError, TypeError: what the function itself would refuse, as far as shapes and options show it.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -91,7 +107,7 @@ def explain(
         layout = layout_of_names(hidden, weight, case.options.vocab_dim, mesh=mesh, **axes)
         around = Surroundings(gathers_hidden=layout.gather_dim is not None, sums_dweight=layout.token_shards > 1)
     elif checked.axis_name is not None:
-        columns = scalars.INT32_MAX  # of all shards together, whose number nobody knows here
+        columns = scalars.INT32_MAX  # the columns of all shards: how many shards there are is not known here
     else:
         around = Surroundings(true_columns=_checks.vocabulary(checked.vocab_size, columns))
     spec = _bind.spec(case, checked, columns, layout)

@@ -51,35 +51,35 @@ def linear_logprobs(
             float64. Cast to the weight's dtype for the matrix products.
         weight: ``[V, H]`` head (``[H, V]`` with ``weight_layout="hv"``). Its dtype is that of the matrix products.
         labels: ``[...]`` integer vocabulary ids, global also when the vocabulary is split. A label outside the
-            vocabulary (negative, -100, ≥ V) has logprob 0, whose gradient is that of ``-lse``.
-        where: ``[...]`` bool. Rows that are False are exactly 0 in outputs and gradients whatever they hold, and
-            cost no work. None: every row counts.
+            vocabulary (negative, -100, ≥ V) has logprob 0, whose gradient is that of ``-lse``; its row still counts.
+        where: ``[...]`` bool, the rows that count. The others are exactly 0 in outputs and gradients, whatever they
+            hold, and cost no work. None: every row counts.
         temperature: divides the float32 logits: a positive number, or an array that broadcasts to ``labels`` (one
             value per token, or per sequence as ``[b, 1]``). No gradient. A value that is not positive and finite is
-            refused where it is known; in a traced array its row returns NaN and has no gradient, and no other row
-            is touched.
+            refused where it is known; in a traced array its row returns NaN and has no gradient, and the other rows
+            are not affected.
         logit_softcap: ``c`` in ``cap(x) = c·tanh(x / c)``, before the temperature (Gemma 2: 30): a positive number,
             or an array of shape (), which may be traced. None: no cap. No gradient.
         logit_scale: multiplies the float32 logits first (Cohere, MuP): a number, or an array of shape (), which may
             be traced. No gradient.
-        entropy: False leaves ``.entropy`` None and its cost out.
+        entropy: False: ``.entropy`` is None and costs nothing.
         stats: True fills ``.max_logit`` and ``.min_logit``, extremes of ``z``, and ``.correct``, whether the label's
             logit is the largest (token accuracy: ``out.correct.mean()``). They have no gradient.
-        vocab_size: the true vocabulary. Columns from there on are padding: in no sum, with zero gradient, whatever
-            they hold. None: every column counts.
+        vocab_size: the true size of the vocabulary. Columns from it on are padding: in no sum, with zero gradient,
+            whatever they hold. None: every column counts.
         weight_layout: "vh" for ``[V, H]`` (nnx.Embed, PyTorch, Megatron), "hv" for ``[H, V]`` (nnx.Linear kernel).
         axis_name: inside ``shard_map``, the mesh axis (or tuple of axes) that splits the vocabulary. Each shard
             passes its own columns of ``weight`` and the same ``hidden`` and ``labels``; all shards return
             bitwise-equal results. None: ``weight`` is whole.
-        cache_bytes: bytes per device that the forward may keep to spare the backward its recomputation. 0 keeps
-            nothing. Where V is a multiple of 8 the backward works in their place inside ``jit``, in a copy of them
+        cache_bytes: bytes per device that the forward may keep, so that the backward recomputes less. 0 keeps
+            nothing. If V is a multiple of 8, the backward overwrites the cache inside ``jit`` and a copy of it
             outside. An implementation that always recomputes ignores it, and `explain` says so.
         precision: of the matrix products with float32 operands; "highest" is exact to float32 rounding where the
             default may be TF32 (GPU) or bfloat16 (TPU).
         implementation: "mosaic_gpu" (kernels for Hopper GPUs), "xla" (every device), "reference" (stores the logits),
-            or a tuple of names tried in order. None: the best one that can serve the call, its name logged once
-            (logger ``lce_jax``). `explain` lists the choice and the reasons.
-        bias: ``[V]``, added to the float32 products before the scale, split as the weight's vocabulary is. Its
+            or a tuple of names tried in order. None: the best one that can serve the call; its name is logged once
+            (logger ``lce_jax``). `explain` gives the choice and the reasons.
+        bias: ``[V]``, added to the float32 products before the scale, and split as the weight's vocabulary is. Its
             gradient is summed in float32 and rounded once. "mosaic_gpu" does not serve it. None: no bias.
 
     Returns:
@@ -91,11 +91,11 @@ def linear_logprobs(
         NotImplementedError: on a second derivative.
 
     Memory:
-        O(T + tile) beyond the operands forward, O(T·H + tile) backward beyond the gradients; never T·V. Between
-        forward and backward a few numbers per token are kept, and the cache. `explain` gives the bytes.
+        Forward O(T + tile) beyond the operands, backward O(T·H + tile) beyond the gradients; never T·V. From forward
+        to backward it keeps a few numbers per token, and the cache. `explain` gives the bytes.
 
     Numerics:
-        Every sum and softmax is float32. dlogits are rounded at most once, to the weight's dtype, for the gradient
+        Every sum and softmax is float32. dlogits are rounded at most once, to the weight's dtype, before the gradient
         products, and each gradient once, to its operand's dtype. (Data parallel shards round dweight before their sum,
         as JAX's own transposes do.) Two runs are bitwise equal. Logits must be finite and within ±1e30.
 
@@ -103,8 +103,8 @@ def linear_logprobs(
         Under ``jit`` on a mesh the call is partitioned as a matrix product is, over batch, sequence and vocabulary: by
         the operands' types under Explicit axes, by XLA under Auto axes (where ``cache_bytes`` keeps nothing). An axis
         that splits both tokens and vocabulary gathers the smaller of hidden and weight; a split H is gathered.
-        `sharded_linear_logprobs` says it by name. Inside ``shard_map``, give ``axis_name``: labels, ``where`` and
-        temperature may be typed varying over it where every shard holds the same; rows in which they differ are NaN.
+        `sharded_linear_logprobs` takes the axes by name. Inside ``shard_map``, give ``axis_name``: labels, ``where``
+        and temperature may be typed as varying over it if every shard holds the same; rows that differ are NaN.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -157,32 +157,37 @@ def linear_cross_entropy(
     against ``(1 - ε)·onehot + ε/V``, and the penalty that keeps ``lse`` near 0.
 
     Args:
-        hidden: ``[..., H]``, as in `linear_logprobs`.
-        weight: ``[V, H]``, as in `linear_logprobs`.
-        labels: ``[...]``, as in `linear_logprobs`. A label out of vocabulary still counts as a row; leave rows out
-            with ``where`` or ``ignore_index``.
-        where: ``[...]`` bool, the rows that count. None: all.
-        ignore_index: rows with this label do not count either; -100 is PyTorch's. None: no such label.
+        hidden: ``[..., H]`` hidden states; any leading shape, also an empty one. bfloat16, float16, float32 or
+            float64. Cast to the weight's dtype for the matrix products.
+        weight: ``[V, H]`` head (``[H, V]`` with ``weight_layout="hv"``). Its dtype is that of the matrix products.
+        labels: ``[...]`` integer vocabulary ids, global also when the vocabulary is split. A label outside the
+            vocabulary (negative, -100, ≥ V) has logprob 0, whose gradient is that of ``-lse``; its row still counts.
+        where: ``[...]`` bool, the rows that count. The others are exactly 0 in outputs and gradients, whatever they
+            hold, and cost no work. None: every row counts.
+        ignore_index: rows with this label do not count; -100 is PyTorch's. None: no such label.
         reduction: "mean" over the rows that count (0 if there are none), "sum", or "none" for ``[...]``.
         label_smoothing: ε in [0, 1).
         z_loss: weight of ``lse²``, at least 0 (PaLM: 1e-4); a number, or an array of shape (), which may be traced
             and is differentiable.
-        normalizer: what "mean" divides the sum by in place of the number of rows that count here: the rows of all
-            micro-batches, or of all devices inside ``shard_map``, so that the losses and their gradients add up to
-            the mean over all. A positive number, or an array of shape (), which may be traced and where 0 counts
-            as 1. None: the rows that count here.
-        **options: as in `linear_logprobs`, without ``entropy`` and ``stats``: a loss has no such outputs.
+        normalizer: what "mean" divides the sum by in place of the number of rows that count in this call: the rows of
+            all micro-batches, or of all devices inside ``shard_map``, so that the losses and their gradients add up
+            to the mean over all. A positive number, or an array of shape (), which may be traced; an array's 0 counts
+            as 1. None: the rows that count in this call.
+        **options: ``temperature``, ``logit_softcap``, ``logit_scale``, ``vocab_size``, ``weight_layout``,
+            ``axis_name``, ``cache_bytes``, ``precision``, ``implementation`` and ``bias``, as in `linear_logprobs`.
 
     Returns:
         The loss in nats, float32 (float64 for a float64 weight): a scalar, or ``[...]`` with ``reduction="none"``.
-        Inside ``shard_map`` it is over the rows of this shard; the data axes are yours to average, or to sum with
+        Inside ``shard_map`` it covers the rows of this shard: average it over the data axes yourself, or sum it with
         ``normalizer=jax.lax.psum(jnp.sum(where), "data")``.
 
     Raises:
-        As `linear_logprobs`.
+        UnsupportedError: an implementation asked for by name cannot serve the call; the message says why.
+        ValueError, TypeError: shapes, dtypes or options that do not fit, with the offending values.
+        NotImplementedError: on a second derivative.
 
     Memory:
-        As `linear_logprobs`.
+        That of `linear_logprobs`.
 
     Example:
         >>> import jax.numpy as jnp
@@ -211,7 +216,7 @@ def cross_entropy(
     normalizer: float | Array | None,
     options: LogprobOptions,
 ) -> Array:
-    """The loss over anything that evaluates a call as `evaluate` does."""
+    """The loss of a call that ``evaluate`` computes, on one device or over a mesh."""
     label_smoothing, z_loss, normalizer = _options.of_loss(reduction, label_smoothing, z_loss, normalizer)
     where = _counting_rows(labels, where, ignore_index)
     checked = _options.of_call(_options.loss_call(options), mean_logit=label_smoothing > 0)
@@ -232,7 +237,7 @@ def _reduced(
     label_smoothing: float,
     z_loss: float,
 ) -> Array:
-    """The loss, from results. Jitted, as what prepares a call is: see `_rows.of_call`."""
+    """The loss from the results. Jitted: outside ``jit`` each number in an expression is a transfer."""
     logprobs, lse = out.outputs.logprobs, out.outputs.lse
     loss = -(1.0 - label_smoothing) * logprobs
     if out.mean_logit is not None:

@@ -1,4 +1,4 @@
-"""One shard's statistics and gradients, without collectives: for callers who reduce over their own process group.
+"""One shard's statistics and gradients, without collectives, for callers who reduce over their own process group.
 
     stats, cache = local.statistics(hidden, weight, labels, vocab_start=start)
     merged = local.merge(<the fields of all shards, stacked to [N, T]>)
@@ -43,25 +43,30 @@ def statistics(
     keep_cache: bool = False,
     **options: Unpack[LogprobOptions],
 ) -> tuple[ShardStatistics, Any]:
-    """Each token's maximum, sums and target logit, less that maximum, over the columns of one shard.
+    """Each token's maximum, sums and label's logit over the columns of one shard.
 
     Args:
         hidden: ``[T, H]``, the same on every shard.
         weight: this shard's ``[V, H]`` (or ``[H, V]``).
-        labels: ``[T]`` global vocabulary ids.
+        labels: ``[T]`` global vocabulary ids, the same on every shard. Outside ``[0, vocab_size)`` the logprob is 0.
         vocab_start: global id of the shard's first column; may be traced.
-        where: ``[T]`` bool, the rows that count. None: all.
-        num_rows: the rows, from the first on, that count, where the others are mere padding; may be traced. Cheaper
-            than ``where``, which moves rows. The others may hold anything; their statistics are left open.
-        keep_cache: whether a backward will follow, for which ``cache_bytes`` may be spent.
-        **options: as in `lce_jax.linear_logprobs`, without ``axis_name``; ``vocab_size`` is of the whole vocabulary.
+        where: ``[T]`` bool, the rows that count. The others are 0 in what `finish` and `gradients` return, whatever
+            they hold. None: all.
+        num_rows: how many rows count, from the first on; may be traced. Cheaper than ``where``, which moves rows. The
+            padding after them may hold anything: its statistics are undefined, its dhidden is zero. None: all.
+        keep_cache: whether a backward will follow, so that the forward may keep ``cache_bytes`` of cache for it.
+        **options: ``temperature``, ``logit_softcap``, ``logit_scale``, ``entropy``, ``stats``, ``vocab_size``,
+            ``weight_layout``, ``cache_bytes``, ``precision``, ``implementation`` and ``bias``, as in
+            `lce_jax.linear_logprobs`; ``vocab_size`` is that of the whole vocabulary.
 
     Returns:
-        `ShardStatistics` of ``[T]`` arrays, and the cache for `gradients` (a pytree, None if nothing is kept). All but
-        the maximum are relative to it; the target is -inf where another shard owns the label, or none does.
+        `ShardStatistics` of ``[T]`` arrays, and the cache for `gradients` (a pytree, None if nothing is kept). Sums and
+        target are relative to the maximum; the target is -inf unless this shard owns the label.
 
     Raises:
-        As `lce_jax.linear_logprobs`.
+        UnsupportedError: an implementation asked for by name cannot serve the call; the message says why.
+        ValueError, TypeError: shapes, dtypes or options that do not fit, with the offending values.
+        NotImplementedError: on a derivative; `gradients` computes it.
 
     Example:
         >>> import jax.numpy as jnp
@@ -92,8 +97,8 @@ def merge(parts: ShardStatistics) -> ShardStatistics:
         parts: statistics of N shards, fields ``[N, T]``. A shard without a true column counts for nothing.
 
     Returns:
-        Statistics with fields ``[T]``. The sums are in the order of N, so everybody who merges the same parts holds
-        the same bits.
+        Statistics with fields ``[T]``. They are added in the order of N, so all who merge the same parts get the
+        same bits.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -107,7 +112,14 @@ def merge(parts: ShardStatistics) -> ShardStatistics:
 
 
 def fields(*, entropy: bool = True, stats: bool = False) -> dict[str, int]:
-    """The fields of `ShardStatistics` that a call with these options has, in order: numbers per token of each.
+    """The fields of `ShardStatistics` that a call with these options has.
+
+    Args:
+        entropy: the option of `statistics`, which adds ``weighted``.
+        stats: the option of `statistics`, which adds ``min``.
+
+    Returns:
+        How many numbers per token each field holds, in the order in which `pack` lays them out.
 
     Example:
         >>> from lce_jax import local
@@ -120,6 +132,12 @@ def fields(*, entropy: bool = True, stats: bool = False) -> dict[str, int]:
 def pack(stats: ShardStatistics) -> Float[Array, "F T"]:
     """All numbers of each token in one array, to be sent or kept.
 
+    Args:
+        stats: statistics of one shard or of several merged, fields ``[T]``.
+
+    Returns:
+        ``[F, T]``: the fields that are not None, in the order of `fields`.
+
     Example:
         >>> import jax.numpy as jnp
         >>> from lce_jax import local
@@ -131,14 +149,17 @@ def pack(stats: ShardStatistics) -> Float[Array, "F T"]:
 
 
 def unpack(packed: Float[Array, "*n F T"], fields: Mapping[str, int]) -> ShardStatistics:
-    """The statistics that `pack` has packed, where leading dimensions may run over shards; the inverse of `pack`.
+    """The inverse of `pack`; leading dimensions may run over shards.
 
     Args:
         packed: ``[..., F, T]``, the F numbers of each token.
-        fields: which numbers they are: those of `fields`, or some of them in their order. Others become None.
+        fields: what `fields` returns, or some of its entries in the same order. The other fields become None.
+
+    Returns:
+        `ShardStatistics` with fields ``[..., T]``, ready for `merge` if the leading dimension runs over shards.
 
     Raises:
-        ValueError: the numbers of ``fields`` are not F.
+        ValueError: ``fields`` does not add up to F.
 
     Example:
         >>> import jax.numpy as jnp
@@ -156,16 +177,17 @@ def unpack(packed: Float[Array, "*n F T"], fields: Mapping[str, int]) -> ShardSt
 def finish(
     stats: ShardStatistics, labels: Int[Array, "T"], *, vocab_size: int, where: Bool[Array, "T"] | None = None
 ) -> LogprobOutput:
-    """The results, from statistics of the whole vocabulary: ``lse = m + ln s``, ``entropy = ln s - q/s``.
+    """The results from the statistics of the whole vocabulary: ``lse = m + ln s``, ``entropy = ln s - q/s``.
 
     Args:
         stats: merged statistics, fields ``[T]``.
-        labels: ``[T]`` global vocabulary ids. Outside ``[0, vocab_size)``, the log-probability is 0.
+        labels: ``[T]`` global vocabulary ids, the same on every shard. Outside ``[0, vocab_size)`` the logprob is 0.
         vocab_size: the true size of the whole vocabulary.
-        where: ``[T]`` bool, the rows that count; the others are 0. None: all.
+        where: ``[T]`` bool, the rows that count. The others are 0 in what `finish` and `gradients` return, whatever
+            they hold. None: all.
 
     Returns:
-        A `LogprobOutput` of ``[T]`` arrays; fields whose statistics are None are None.
+        A `LogprobOutput` of ``[T]`` arrays; fields whose statistics are None are None too.
 
     Raises:
         ValueError, TypeError: labels or ``where`` of a wrong shape or dtype.
@@ -196,27 +218,33 @@ def gradients(
 ) -> (
     tuple[Float[Array, "T H"], Float[Array, "V H"]] | tuple[Float[Array, "T H"], Float[Array, "V H"], Float[Array, "V"]]
 ):
-    """The shard's share of dhidden, float32, and its dweight, in the weight's dtype.
+    """The shard's part of dhidden, in float32, and its dweight, in the weight's dtype.
 
     Args:
-        hidden: as in `statistics`.
-        weight: as in `statistics`.
-        labels: as in `statistics`.
+        hidden: ``[T, H]``, the same on every shard.
+        weight: this shard's ``[V, H]`` (or ``[H, V]``).
+        labels: ``[T]`` global vocabulary ids, the same on every shard. Outside ``[0, vocab_size)`` the logprob is 0.
         merged: the statistics of the whole vocabulary.
-        cotangent: the derivatives of the objective in ``logprobs``, ``entropy`` (None without) and ``lse``; a field
-            that is None stands for zeros.
-        vocab_start: as in `statistics`.
-        where: as in `statistics`.
-        num_rows: as in `statistics`; the other rows of dhidden are zero.
-        cache: what `statistics` returned beside its statistics.
-        **options: those given to `statistics`.
+        cotangent: the derivatives of the objective in ``logprobs``, ``entropy`` and ``lse``; a field that is None
+            stands for zeros.
+        vocab_start: global id of the shard's first column; may be traced.
+        where: ``[T]`` bool, the rows that count. The others are 0 in what `finish` and `gradients` return, whatever
+            they hold. None: all.
+        num_rows: how many rows count, from the first on; may be traced. Cheaper than ``where``, which moves rows. The
+            padding after them may hold anything: its statistics are undefined, its dhidden is zero. None: all.
+        cache: what `statistics` returned with its statistics.
+        **options: ``temperature``, ``logit_softcap``, ``logit_scale``, ``entropy``, ``stats``, ``vocab_size``,
+            ``weight_layout``, ``cache_bytes``, ``precision``, ``implementation`` and ``bias``, as given to
+            `statistics`.
 
     Returns:
-        ``dhidden`` ``[T, H]``, a partial sum over this shard's columns (float64 for a float64 weight), and
-        ``dweight`` in the weight's shape and dtype. With a bias ``dbias`` ``[V]`` follows, in the dtype of ``dhidden``.
+        ``dhidden`` ``[T, H]``, the sum over this shard's columns (float64 for a float64 weight), and ``dweight`` in
+        the weight's shape and dtype. With a bias, also ``dbias`` ``[V]`` in the dtype of ``dhidden``.
 
     Raises:
-        As `lce_jax.linear_logprobs`.
+        UnsupportedError: an implementation asked for by name cannot serve the call; the message says why.
+        ValueError, TypeError: shapes, dtypes or options that do not fit, with the offending values.
+        NotImplementedError: on a second derivative.
 
     Example:
         >>> import jax.numpy as jnp
@@ -244,7 +272,7 @@ def gradients(
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def _shard_gradients(spec: Spec, primals: Primals, *rest: Any) -> Primals:
-    # The cache is the caller's, who may ask twice: to overwrite it would be to copy it first.
+    # The cache belongs to the caller, who may use it again: overwriting it would mean copying it first.
     run = functools.partial(_shard.gradients, spec, may_overwrite_cache=False)
     return _compat.first_order_only(run)(_shard.as_operand(primals), *rest)
 
@@ -262,7 +290,7 @@ def _bound(
         case = dataclasses.replace(case, partial_rows=True)
     if labels.ndim != 1:
         raise ValueError(f"labels {tuple(labels.shape)} must be flat here: [T], with hidden [T, H]")
-    # Of all shards together, whose number only the caller knows: padding is what lies beyond a vocab_size.
+    # The columns of all shards: only the caller knows how many there are, so any given vocab_size may leave padding.
     columns = scalars.INT32_MAX
     spec = dataclasses.replace(_bind.spec(case, checked, columns), padded=checked.vocab_size is not None)
     primals, rows = _bind.operands(spec, hidden, weight, labels, where, checked)

@@ -1,4 +1,4 @@
-"""The same functions for callers outside ``shard_map``: global arrays in, global arrays out, over a mesh."""
+"""The public functions over a mesh, for callers outside ``shard_map``: global arrays in, global arrays out."""
 
 from __future__ import annotations
 
@@ -31,28 +31,36 @@ def sharded_linear_logprobs(
 ) -> LogprobOutput:
     """`linear_logprobs` over a mesh: the vocabulary split over one axis, the tokens over others.
 
+    Operands and results are global arrays. In ``[T, H]`` the one dimension of tokens is batch and sequence at once.
+
     Args:
-        hidden: ``[..., H]`` global array. Its first dimension is the batch, its last but one the sequence; in
-            ``[T, H]`` the two are one.
-        weight: ``[V, H]`` global array (or ``[H, V]``), split over ``vocab_axis``. V must divide by its size: pad
-            the weight and give the true ``vocab_size``.
-        labels: ``[...]`` global vocabulary ids.
+        hidden: ``[..., H]`` hidden states; any leading shape, also an empty one. bfloat16, float16, float32 or
+            float64. Cast to the weight's dtype for the matrix products.
+        weight: ``[V, H]`` head (``[H, V]`` with ``weight_layout="hv"``). Its dtype is that of the matrix products.
+        labels: ``[...]`` integer vocabulary ids, global also when the vocabulary is split. A label outside the
+            vocabulary (negative, -100, ≥ V) has logprob 0, whose gradient is that of ``-lse``; its row still counts.
         mesh: the mesh. None: that of ``jax.set_mesh``.
-        vocab_axis: the mesh axis (or axes) that splits the vocabulary. None: each device holds all of it.
-        batch_axes: the mesh axis (or axes) that splits the batch. None: under Explicit axes those of hidden's own
-            type, else the batch is not split.
-        sequence_axis: the mesh axis (or axes) that splits the sequence. Where it is ``vocab_axis`` or ends with it
-            (Megatron's sequence parallelism, ``("context", "tensor")`` beside context parallelism), hidden states are
-            all-gathered over ``vocab_axis`` forward and their gradient is reduce-scattered backward.
-        where: ``[...]`` bool, as in `linear_logprobs`.
-        **options: as in `linear_logprobs`, without ``axis_name``.
+        vocab_axis: the mesh axis (or axes) that splits the vocabulary. V must divide by its size: pad the weight and
+            give the true ``vocab_size``. None: each device holds the whole vocabulary.
+        batch_axes: the mesh axis (or axes) that splits the batch, hidden's first dimension. None: under Explicit axes
+            those of hidden's own type, else the batch is not split.
+        sequence_axis: the mesh axis (or axes) that splits the sequence, hidden's last dimension but one. If it is
+            ``vocab_axis`` or ends with it (Megatron's sequence parallelism; ``("context", "tensor")`` adds context
+            parallelism), hidden states are all-gathered over ``vocab_axis`` forward and their gradient is
+            reduce-scattered backward. None: the sequence is not split.
+        where: ``[...]`` bool, the rows that count. The others are exactly 0 in outputs and gradients, whatever they
+            hold, and cost no work. None: every row counts.
+        **options: ``temperature``, ``logit_softcap``, ``logit_scale``, ``entropy``, ``stats``, ``vocab_size``,
+            ``weight_layout``, ``cache_bytes``, ``precision``, ``implementation`` and ``bias``, as in `linear_logprobs`.
 
     Returns:
-        A `LogprobOutput` of global arrays, split as ``hidden`` is.
+        A `LogprobOutput`, each field of ``labels.shape`` and split as ``hidden`` is, or None.
 
     Raises:
-        ValueError: an axis the mesh does not have, one axis used twice, a dimension that does not divide.
-        UnsupportedError, TypeError: as `linear_logprobs`.
+        UnsupportedError: an implementation asked for by name cannot serve the call; the message says why.
+        ValueError, TypeError: shapes, dtypes or options that do not fit, with the offending values. So are an axis
+            that the mesh does not have, an axis used twice, and a dimension that does not divide.
+        NotImplementedError: on a second derivative.
 
     Memory:
         Per device, that of `linear_logprobs` on the device's tokens and columns. One all-gather of at most five
@@ -92,29 +100,51 @@ def sharded_linear_cross_entropy(
     normalizer: float | Array | None = None,
     **options: Unpack[LogprobOptions],
 ) -> Float[Array, "..."]:
-    """`linear_cross_entropy` over a mesh; "mean" and "sum" are over the tokens of all devices.
+    """`linear_cross_entropy` over a mesh: the vocabulary split over one axis, the tokens over others.
+
+    Operands and results are global arrays; "mean" and "sum" are over the tokens of all devices. In ``[T, H]`` the one
+    dimension of tokens is batch and sequence at once.
 
     Args:
-        hidden: as `sharded_linear_logprobs`.
-        weight: as `sharded_linear_logprobs`.
-        labels: as `sharded_linear_logprobs`.
-        mesh: as `sharded_linear_logprobs`.
-        vocab_axis: as `sharded_linear_logprobs`.
-        batch_axes: as `sharded_linear_logprobs`.
-        sequence_axis: as `sharded_linear_logprobs`.
-        where: as `linear_cross_entropy`.
-        ignore_index: as `linear_cross_entropy`.
-        reduction: as `linear_cross_entropy`.
-        label_smoothing: as `linear_cross_entropy`.
-        z_loss: as `linear_cross_entropy`.
-        normalizer: as `linear_cross_entropy`; of the tokens of all devices.
-        **options: as `linear_cross_entropy`, without ``axis_name``.
+        hidden: ``[..., H]`` hidden states; any leading shape, also an empty one. bfloat16, float16, float32 or
+            float64. Cast to the weight's dtype for the matrix products.
+        weight: ``[V, H]`` head (``[H, V]`` with ``weight_layout="hv"``). Its dtype is that of the matrix products.
+        labels: ``[...]`` integer vocabulary ids, global also when the vocabulary is split. A label outside the
+            vocabulary (negative, -100, ≥ V) has logprob 0, whose gradient is that of ``-lse``; its row still counts.
+        mesh: the mesh. None: that of ``jax.set_mesh``.
+        vocab_axis: the mesh axis (or axes) that splits the vocabulary. V must divide by its size: pad the weight and
+            give the true ``vocab_size``. None: each device holds the whole vocabulary.
+        batch_axes: the mesh axis (or axes) that splits the batch, hidden's first dimension. None: under Explicit axes
+            those of hidden's own type, else the batch is not split.
+        sequence_axis: the mesh axis (or axes) that splits the sequence, hidden's last dimension but one. If it is
+            ``vocab_axis`` or ends with it (Megatron's sequence parallelism; ``("context", "tensor")`` adds context
+            parallelism), hidden states are all-gathered over ``vocab_axis`` forward and their gradient is
+            reduce-scattered backward. None: the sequence is not split.
+        where: ``[...]`` bool, the rows that count. The others are exactly 0 in outputs and gradients, whatever they
+            hold, and cost no work. None: every row counts.
+        ignore_index: rows with this label do not count; -100 is PyTorch's. None: no such label.
+        reduction: "mean" over the rows that count (0 if there are none), "sum", or "none" for ``[...]``.
+        label_smoothing: ε in [0, 1).
+        z_loss: weight of ``lse²``, at least 0 (PaLM: 1e-4); a number, or an array of shape (), which may be traced
+            and is differentiable.
+        normalizer: what "mean" divides the sum by in place of the number of rows that count in this call: the rows of
+            all micro-batches, or of all devices inside ``shard_map``, so that the losses and their gradients add up
+            to the mean over all. A positive number, or an array of shape (), which may be traced; an array's 0 counts
+            as 1. None: the rows that count in this call.
+        **options: ``temperature``, ``logit_softcap``, ``logit_scale``, ``vocab_size``, ``weight_layout``,
+            ``cache_bytes``, ``precision``, ``implementation`` and ``bias``, as in `linear_logprobs`.
 
     Returns:
         The loss in nats: a scalar, or ``[...]`` split as ``hidden`` is with ``reduction="none"``.
 
     Raises:
-        As `sharded_linear_logprobs` and `linear_cross_entropy`.
+        UnsupportedError: an implementation asked for by name cannot serve the call; the message says why.
+        ValueError, TypeError: shapes, dtypes or options that do not fit, with the offending values. So are an axis
+            that the mesh does not have, an axis used twice, and a dimension that does not divide.
+        NotImplementedError: on a second derivative.
+
+    Memory:
+        That of `sharded_linear_logprobs`.
 
     Example:
         >>> import jax, jax.numpy as jnp
