@@ -1,7 +1,7 @@
 """A call under ``vmap``: a batch of tokens is one more leading dimension of the same call.
 
-So the implementations are never batched themselves: the kernels take all tokens in one launch, and no loop of theirs is
-rewritten. Where examples share nothing (a weight of their own, or a dweight each) they are computed one by one.
+So ``vmap`` never reaches the implementations: the kernels take all tokens in one launch, and no loop is rewritten.
+Examples that each have a weight or a dweight of their own are computed one by one.
 """
 
 from __future__ import annotations

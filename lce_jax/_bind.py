@@ -1,4 +1,4 @@
-"""From what a caller gives to what is computed: checked once, and the implementation chosen."""
+"""From a caller's arguments to what is computed: they are checked once, and the implementation is chosen."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def spec(case: Case, options: CallOptions, columns: int, layout: Layout | None =
 def operands(
     spec: Spec, hidden: Any, weight: Any, labels: Any, where: Any, options: CallOptions
 ) -> tuple[Primals, Rows]:
-    """The arrays of a call: those that have gradients, and what comes with each token."""
+    """The arrays of a call: those with gradients, and the per-token ones."""
     given = Primals(hidden, weight, options.bias)
     primals = jax.tree.map(lambda x: _compat.without_reduced(jnp.asarray(x)), given)
     factors = (options.logit_scale, options.logit_softcap)

@@ -1,7 +1,7 @@
-"""A program whose kernels need a GPU, lowered for another platform: the choice falls when the platform is known.
+"""Kernels that need a GPU, and what replaces them elsewhere: chosen at lowering, when the platform is known.
 
-What ``jit`` traces may be lowered for any platform, whatever JAX's default device is: for the CPU that holds the
-operands, or by ``jax.export`` for several platforms at once. (`jax.lax.platform_dependent` would put a conditional
+What ``jit`` traces may be lowered for any platform, whatever JAX's default device is: for the CPU if that holds the
+operands, or for several platforms at once by ``jax.export``. (`jax.lax.platform_dependent` would put a conditional
 around the kernels.)
 """
 
@@ -21,8 +21,8 @@ from lce_jax._types import UnsupportedError
 def by_platform(on_gpu: Callable[..., Any], elsewhere: Callable[..., Any] | None, *operands: Any) -> Any:
     """``on_gpu(*operands)`` where the program is lowered for CUDA, else ``elsewhere(*operands)``.
 
-    ``elsewhere`` returns the same arrays up to their dtypes. Where it is None, a program for another platform is
-    refused as it is lowered.
+    ``elsewhere`` returns the same arrays up to their dtypes. If it is None, lowering for another platform raises
+    `UnsupportedError`.
     """
     flat, tree = jax.tree.leaves(operands), _structure(operands)
     kernels, shapes = jax.make_jaxpr(lambda *flat: on_gpu(*tree.unflatten(flat)), return_shape=True)(*flat)

@@ -1,4 +1,4 @@
-"""Checks of arrays at the public door: what is wrong, with the values, before anything is computed."""
+"""Checks of the arrays that a caller passes, before anything is computed: errors show the offending values."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def operands(hidden: Any, weight: Any, labels: Any, where: Any, bias: Any, optio
 
 
 def vocabulary(vocab_size: Any, columns: int) -> int:
-    """The true vocabulary: ``vocab_size``, against the columns of all shards, or all of them."""
+    """The true vocabulary: ``vocab_size``, checked against the columns of all shards, or all these columns."""
     if vocab_size is None:
         return columns
     vocab_size = scalars.integer("vocab_size", vocab_size)
@@ -78,9 +78,9 @@ def where_array(x: Any, shape: tuple[int, ...]) -> None:
 
 
 def temperature(value: Any, shape: tuple[int, ...], where: Any = None) -> Any:
-    """A temperature as given, or None where it is the number 1: a positive number, or an array that broadcasts.
+    """A positive number or an array that broadcasts, as given; None if it is the number 1.
 
-    What it holds is looked at where it is known; `_shard` keeps the damage of a traced one in its rows.
+    Values are checked if they are known. In a traced array a wrong one affects its own row alone: see `_shard`.
     """
     if not is_array(value) or isinstance(value, np.generic):
         value = scalars.positive("temperature", value)
@@ -115,7 +115,7 @@ def _positive(value: Any, shape: tuple[int, ...], where: Any) -> None:
 
 
 def is_temperature(x: Any) -> Any:
-    """Whether ``x``, in float32 or float64, is positive and finite in float32, where those below its tiniest are 0."""
+    """Whether ``x``, in float32 or float64, is positive and finite in float32, where subnormal numbers count as 0."""
     return (x >= scalars.FLOAT32_TINY) & (x <= scalars.FLOAT32_MAX)
 
 

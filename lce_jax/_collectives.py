@@ -1,4 +1,4 @@
-"""What a vocabulary split over a mesh axis needs: where a shard begins, one packed merge, one reduction."""
+"""The collectives of a vocabulary that is split over a mesh axis: one packed merge, one reduction, one gather."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def total_cotangent(cotangent: Results, axis_name: AxisName) -> Results:
     """The cotangent of outputs that every shard of ``axis_name`` holds.
 
     Under ``check_vma=True`` the types already make it the same on every shard. Under ``check_vma=False`` each shard
-    has the derivative through its own copy, and JAX's convention (that of ``psum``'s transpose) is their sum.
+    has the derivative through its own copy, and by JAX's convention (that of ``psum``'s transpose) their sum is meant.
     """
     if _compat.tracks_varying(axis_name):
         return cotangent
@@ -42,11 +42,11 @@ def total_cotangent(cotangent: Results, axis_name: AxisName) -> Results:
 
 
 def same_on_all_shards[T](rows: T, axis_name: AxisName) -> tuple[T, Bool[Array, "*b"] | None]:
-    """Per-token operands typed as the same on every shard of ``axis_name``, and in which rows they really are.
+    """Per-token operands typed as equal on every shard of ``axis_name``, and the rows in which they really are.
 
-    Such operands may be typed varying though every shard holds them whole: ``lax.all_gather`` does so by default. Left
-    varying, they would make the results varying, and each shard would keep its part of the cotangents to itself. None
-    where no type varies, as without ``check_vma``.
+    They may be typed as varying although every shard holds the same: ``lax.all_gather`` does so by default. Varying
+    operands would make the results varying, and the shards' parts of the cotangents would not be summed. The rows are
+    None if no type varies, as without ``check_vma``.
     """
     names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     agree = []

@@ -26,18 +26,18 @@ from lce_jax._types import (
 
 
 class Implementation(Protocol):
-    """What a module must define to be one: the (statistics, gradients) pair, and what it can say beforehand."""
+    """What a module must define to be one: statistics and gradients, and before them its support and its plan."""
 
     NAME: str
 
     def supports(self, case: Case) -> str | None:
-        """Why it cannot serve ``case``, in words for the user; None where it can."""
+        """Why it cannot serve ``case``, in words for the user; None if it can."""
 
     def plan(self, case: Case, around: Surroundings = ALONE) -> Plan:
         """Its tiles and its bytes for ``case``, without running anything."""
 
     def statistics(self, operands: Operands, case: Case, keep_cache: bool = False) -> tuple[ShardStatistics, Any]:
-        """Eq. 1 of the shard, and what the backward may use of it (None, or arrays within ``cache_bytes``)."""
+        """Eq. 1 of the shard, and the cache for the backward (None, or arrays of at most ``cache_bytes``)."""
 
     def gradients(
         self,
@@ -49,7 +49,7 @@ class Implementation(Protocol):
         may_round_dhidden: bool = False,
         may_overwrite_cache: bool = True,
     ) -> Primals:
-        """Eq. 5: dhidden [T, H] in the statistics' dtype, dweight in the weight's, dbias [V] as dhidden.
+        """Eq. 5: dhidden [T, H] and dbias [V] in the statistics' dtype, dweight in the weight's.
 
         ``may_round_dhidden``: no sum over devices follows, so dhidden may come in the weight's dtype.
         ``may_overwrite_cache``: no other backward reads the cache.
@@ -81,7 +81,7 @@ def choose(case: Case, implementation: tuple[str, ...] | None) -> tuple[Implemen
 
 
 def elsewhere(case: Case, name: str, requested: tuple[str, ...] | None) -> tuple[Implementation, Case] | None:
-    """What serves ``case`` in the kernels' place where the program is lowered for another platform; None: nothing."""
+    """What replaces the kernels if the program is lowered for another platform; None if nothing does."""
     names = AUTOMATIC if requested is None else requested
     case = dataclasses.replace(case, device=CPU)
     for other in names[names.index(name) + 1 :]:
@@ -109,11 +109,11 @@ def explain(case: Case, implementation: tuple[str, ...] | None, around: Surround
 
 
 def current_device(operand: Any = None) -> Device:
-    """The device that a call made now would run on: of the mesh at hand, of a concrete operand, or JAX's default."""
+    """The device that a call made now would run on: that of the current mesh, of the operand, or JAX's default."""
     described = jax.sharding.get_abstract_mesh().abstract_device
     if described is not None:
         known = [device for device in _devices(described.platform) if device.device_kind == described.device_kind]
-        if not known:  # a mesh made up for compiling ahead, on a machine without its devices
+        if not known:  # a mesh for ahead-of-time compilation; this machine has no such device
             return Device(described.platform, described.device_kind, "", described.num_cores or 0)
         device = known[0]
     elif isinstance(operand, jax.Array) and not isinstance(operand, jax.core.Tracer):

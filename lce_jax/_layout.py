@@ -1,4 +1,4 @@
-"""Where the operands of a call lie on a mesh: as the caller names the axes, or as the operands' own shardings say."""
+"""How the operands of a call are split over a mesh: by the axes that the caller names, or by their own shardings."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ type Axes = str | tuple[str, ...] | None
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Where each operand lies on the mesh."""
+    """How each operand is split over the mesh."""
 
     mesh: Any
-    vocab_axes: Any  # as `axis_name` wants them
+    vocab_axes: Any  # None, one name or a tuple of names, as `axis_name` takes them
     vocab_dim: int
     leading: tuple[Any, ...]  # the mesh axes of hidden's leading dimensions
     gather_dim: int | None  # the leading dimension that is split over the vocabulary's axis
 
     @property
     def out_spec(self) -> P:
-        """Of the results: as hidden's leading dimensions."""
+        """The spec of the results: that of hidden's leading dimensions."""
         return P(*self.leading)
 
     @property
     def primal_specs(self) -> Primals[P]:
-        """Of hidden, weight and bias."""
+        """The specs of hidden, weight and bias."""
         vocab = [None, None]
         vocab[self.vocab_dim] = self.vocab_axes
         return Primals(P(*self.leading, None), P(*vocab), P(self.vocab_axes))
 
     @property
     def row_spec(self) -> P:
-        """Of everything per token, which is whole where hidden is gathered."""
+        """The spec of per-token operands, which are whole along the dimension in which hidden is gathered."""
         rows = list(self.leading)
         if self.gather_dim is not None:
             rows[self.gather_dim] = _without(rows[self.gather_dim], self.vocab_axes)
@@ -53,12 +53,12 @@ class Layout:
 
     @property
     def token_shards(self) -> int:
-        """The parts that the tokens are in when the logits are computed."""
+        """How many parts the tokens are split into when the logits are computed."""
         return self._size(self.token_axes)
 
     @property
     def vocab_shards(self) -> int:
-        """The parts that the vocabulary is in."""
+        """How many parts the vocabulary is split into."""
         return self._size(as_axes(self.vocab_axes))
 
     def _size(self, axes: tuple[str, ...]) -> int:
@@ -66,17 +66,17 @@ class Layout:
 
     @property
     def token_axes(self) -> tuple[str, ...]:
-        """The axes over whose devices the tokens are split when the logits are computed."""
+        """The axes that split the tokens when the logits are computed."""
         split = [axis for entry in self.leading for axis in as_axes(entry)]
         return tuple(axis for axis in split if axis not in as_axes(self.vocab_axes))
 
     @property
     def every_device(self) -> P:
-        """Of what each device keeps to itself: stacked along the first dimension."""
+        """The spec of each device's own cache: stacked along the first dimension."""
         return P((*self.token_axes, *as_axes(self.vocab_axes)))
 
     def without_gather(self) -> Layout:
-        """The layout with the sequence whole where the vocabulary's axis splits it."""
+        """The layout with a sequence that the vocabulary's axis does not split."""
         if self.gather_dim is None:
             return self
         return dataclasses.replace(self, leading=tuple(self.row_spec), gather_dim=None)
@@ -90,7 +90,7 @@ class Layout:
         return lax.dynamic_slice_in_dim(rows, start, size, self.gather_dim)
 
     def place(self, primals: Primals, per_token: Any) -> tuple[Primals, Any]:
-        """The operands split over the Explicit axes as the specs say: such axes insist on it, Auto axes do not."""
+        """The operands resharded over Explicit axes as the specs say; `jax.shard_map` requires it of these alone."""
         types = zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
         implicit = tuple(name for name, kind in types if kind != AxisType.Explicit)
         if len(implicit) == len(self.mesh.axis_names):
@@ -133,9 +133,9 @@ def layout_of_specs(
 ) -> Layout:
     """The layout that the operands' own shardings ask for; ``hidden`` and ``weight`` have a shape and a dtype.
 
-    Tokens are split as hidden is, and where hidden is whole as anything else per token is; the vocabulary as the
-    weight is. A split hidden dimension is gathered. An axis that splits both tokens and vocabulary can serve one of
-    them: the smaller of hidden and weight is gathered over it.
+    Tokens are split as hidden is, and the vocabulary as the weight is. A dimension of tokens in which hidden is whole
+    is split as other per-token operands are. A split H is gathered. An axis that splits both tokens and vocabulary can
+    split only one of them: the smaller of hidden and weight is gathered over it.
     """
     leading = [_dividing(mesh, n, _entry(hidden_spec, dim)) for dim, n in enumerate(hidden.shape[:-1])]
     vocab = _dividing(mesh, weight.shape[vocab_dim], _entry(weight_spec, vocab_dim))
@@ -163,7 +163,7 @@ def _entry(spec: P, dim: int) -> tuple[str, ...]:
 
 
 def _dividing(mesh: Any, size: int, axes: tuple[str, ...]) -> tuple[str, ...]:
-    """``axes``, or none of them where they do not divide ``size``: XLA splits unevenly, the kernels do not."""
+    """``axes``, or none of them if they do not divide ``size``: XLA can split unevenly, the kernels cannot."""
     return axes if size % math.prod(mesh.shape[axis] for axis in axes) == 0 else ()
 
 

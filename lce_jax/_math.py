@@ -1,14 +1,14 @@
 r"""The mathematics, once. Other modules cite the equations by number.
 
-Logits of a token, from its raw products $r_v = h \cdot w_v + b_v$ (the bias $b$ may be none; temperature $\tau$, scale
-$a$, softcap $c$), are one factor per row times what its columns differ in:
+Logits of a token, from its raw products $r_v = h \cdot w_v + b_v$ (without a bias, $b = 0$; temperature $\tau$, scale
+$a$, softcap $c$), are one factor k per row times a value x per column:
 
     (0)  z = k x,   x = r (-r for a < 0), k = |a| / τ;   with a softcap   x = tanh(a r / c), k = c / τ
 
 and, with p = softmax(z):
 
     (1)  statistics of a set of columns:  m = max x,  u = (x - m) k,  s = Σ e^u,  q = Σ u e^u,  t = u[label] if owned,
-                                          and for a loss that smooths its labels, Σ x
+                                          and if a loss smooths its labels, Σ x
     (2)  union of disjoint sets:          M = max mᵢ,  dᵢ = (mᵢ - M) k,  aᵢ = e^dᵢ,  s = Σ sᵢ aᵢ,
                                           q = Σ (qᵢ + dᵢ sᵢ) aᵢ,  t = tᵢ + dᵢ of the owner,  Σ x = Σᵢ Σ x
     (3)  results:                         lse = k M + ln s,  logprob = t - ln s,  entropy = ln s - q / s,
@@ -19,17 +19,17 @@ and, with p = softmax(z):
                                              = 1_y target + uniform + e^u (constant + slope u)
     (5)  gradient in the raw products:    dr = dz · (a / τ) · (1 - tanh²(a r / c));   dh = dr W,  dW = drᵀ h,  db = Σ dr
 
-Why this shape: q is summed in the shifted variable u, so entropy never is the difference of two large numbers, and
+Why this shape: q is summed in the shifted variable u, so entropy is never the difference of two large numbers, and
 both terms of (3) are non-negative. (2) is associative and serves tiles, chunks and shards alike. An empty set has
 m = -1e30 (finite: 0 · inf would be NaN), s = q = 0, t = -inf, and (2) absorbs it exactly. (4) subtracts m and not lse:
 at logits of 1e4 the rounding of lse alone would put an error of 1e-3 on every probability. The row factor a / τ of (5)
 is folded into target, uniform, constant and slope, so the inner loop never sees it.
 
-Why (1) subtracts before it multiplies: so logprob <= 0 and entropy >= 0 in every rounding. The largest column has
-x - m = 0 exactly, whatever a compiler fuses with the product, hence u = 0 and e^u = 1; every other u is negative. So
-s >= 1 and ln s >= 0, q <= 0, t <= 0, and (2), where one dᵢ is exactly 0 and none positive, keeps all of that; and t = 0
-just where the label is a largest column. Were m a maximum of z = k x, a fused x k - m would not be 0 there: the product
-is rounded in one place and not in the other.
+Why (1) subtracts before it multiplies: logprob <= 0 and entropy >= 0 then hold in every rounding. The largest column
+has x - m = 0 exactly, whatever a compiler fuses with the product, hence u = 0 and e^u = 1; every other u is negative.
+So s >= 1 and ln s >= 0, q <= 0, t <= 0. (2) keeps all of that, because one dᵢ is exactly 0 and none is positive. And
+t = 0 exactly if the label is a largest column. If m were the maximum of z = k x, a fused x k - m would not be 0 there,
+because the product is rounded in m and not in the fused term.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def row_scale(options: Options, inverse_temperature: Float[Array, "T"] | None) -
 def unscaled_logits(
     raw: Float[Array, "T n"], options: Options, raw_scale: Float[Array, "T"] | None = None
 ) -> Float[Array, "T n"]:
-    """The x of eq. 0, from raw products; ``raw_scale`` stands for a / c, or for the sign of a, if they are traced."""
+    """The x of eq. 0, from raw products; ``raw_scale`` is a / c, or the sign of a, if these are traced."""
     if options.logit_softcap is not None:
         scale = options.logit_scale / options.logit_softcap if raw_scale is None else raw_scale
         return jnp.tanh(raw * _along_rows(scale))
@@ -82,12 +82,12 @@ def _along_rows(scale: Float[Array, "T"] | float) -> Float[Array, "T 1"] | float
 
 
 def live_columns(start: Any, size: int, num_columns: Int[Array, ""] | int | None) -> Bool[Array, "n"] | None:
-    """Which of the columns [start, start + size) are true vocabulary; None where all are."""
+    """Which of the columns [start, start + size) are true vocabulary; None if all are."""
     return None if num_columns is None else start + jnp.arange(size, dtype=jnp.int32) < num_columns
 
 
 def without_padding(weight: Float[Array, "V H"], live: Bool[Array, "V"] | None, options: Options) -> Array:
-    """The weight with its padding zero: 0 times whatever the padding holds would not always be 0."""
+    """The weight with its padding set to zero, because 0 times NaN or inf is NaN."""
     if live is None:
         return weight
     return jnp.where(jnp.expand_dims(live, options.hidden_dim), weight, jnp.zeros((), weight.dtype))
@@ -102,13 +102,13 @@ def tile_statistics(
 ) -> ShardStatistics:
     """Eq. 1 over a tile. ``targets`` are columns of this tile or lie outside [0, n); ``live`` masks padding columns.
 
-    The fields that `_statistics.to_logits` multiplies are still those of x.
+    max, min and total are those of x until `_statistics.to_logits` multiplies them.
     """
     n = x.shape[1]
-    x = lax.optimization_barrier(x)  # else XLA may compute it twice, in two roundings, for m and for u
+    x = lax.optimization_barrier(x)  # otherwise XLA may compute x twice, for m and for u, and round it differently
     owned = (targets >= 0) & (targets < n)
     at_target = jnp.take_along_axis(x, jnp.where(owned, targets, 0)[:, None], axis=1)[:, 0]
-    x, at_target = lax.optimization_barrier((x, at_target))  # or the tile would be kept until after the exponentials
+    x, at_target = lax.optimization_barrier((x, at_target))  # otherwise XLA keeps the tile beyond the exponentials
     live = None if live is None else live[None, :]
     m = jnp.maximum(jnp.max(x if live is None else jnp.where(live, x, MASKED), axis=1), MASKED)
     u = (x - m[:, None]) * _along_rows(scale)
@@ -131,7 +131,7 @@ def finish(
     stats: ShardStatistics, in_vocab: Bool[Array, "T"], where: Bool[Array, "T"] | None, vocab_size: int
 ) -> Results:
     """Eq. 3, from statistics of the whole vocabulary; out-of-vocabulary logprobs and rows left out become 0."""
-    # A row left out may have no statistics at all (s = 0): 1 stands in, so that no 0 / 0 is ever computed.
+    # A row left out may have s = 0. It is replaced by 1, so that 0 / 0 is never computed.
     sumexp = stats.sumexp if where is None else jnp.where(where, stats.sumexp, 1.0)
     log_sumexp = jnp.log(sumexp)
     outputs = LogprobOutput(

@@ -1,4 +1,4 @@
-"""The options of a call and of a loss, validated as far as they can be without its shapes."""
+"""The options of a call and of a loss, validated as far as possible without shapes."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from lce_jax._types import LogprobOptions, Options, is_array
 
 @dataclasses.dataclass(frozen=True)
 class CallOptions:
-    """`LogprobOptions`, validated: the static ones every implementation sees, and those the call itself uses."""
+    """`LogprobOptions`, validated: the static ones, for every implementation, and those that the call itself uses."""
 
     static: Options
     temperature: Any
-    logit_scale: Any  # with the next, where one of them is an array; else None, and the options have the numbers
+    logit_scale: Any  # this and the next: None unless one of them is an array; else `static` has both
     logit_softcap: Any
     bias: Any
     vocab_size: int | None
@@ -56,7 +56,7 @@ def of_call(given: LogprobOptions, mean_logit: bool = False) -> CallOptions:
 
 
 def check_names(function: Callable[..., Any], given: Mapping[str, Any], without: Sequence[str] = ()) -> None:
-    """Every name in the ``**options`` that ``function`` was given must be one, of those that are not its own."""
+    """Refuses names in ``**options`` that ``function`` does not know; the message lists those that it does."""
     unknown = [name for name in given if name not in LogprobOptions.__annotations__]
     if not unknown:
         return
@@ -68,7 +68,7 @@ def check_names(function: Callable[..., Any], given: Mapping[str, Any], without:
 
 
 def loss_call(given: LogprobOptions) -> LogprobOptions:
-    """The options of a loss, which has neither entropy nor extremes to return."""
+    """The options of a loss, which returns neither entropy nor extremes."""
     for name in ("entropy", "stats"):
         if scalars.flag(name, given.get(name, False)):
             raise ValueError(
@@ -92,7 +92,7 @@ def of_loss(reduction: Any, label_smoothing: Any, z_loss: Any, normalizer: Any =
 
 
 def no_axis_name(given: CallOptions) -> None:
-    """Outside ``shard_map`` the axis has another name."""
+    """Refuses ``axis_name`` outside ``shard_map``, where ``vocab_axis`` names the axis."""
     if given.axis_name is not None:
         raise ValueError(f"axis_name={given.axis_name!r} is for callers inside shard_map; here the axis is vocab_axis")
 
@@ -124,7 +124,7 @@ def static(
 
 
 def _number_or_scalar(name: str, value: Any, check: Callable[[str, Any], float]) -> Any:
-    """A number that passes ``check``, or a real array of shape (), traced or not, whose value nobody looks at."""
+    """A number that passes ``check``, or a real array of shape (), traced or not, whose value is not checked."""
     if not is_array(value) or isinstance(value, np.generic):
         return check(name, value)
     _checks.array(name, value)

@@ -1,9 +1,9 @@
-"""A call on global arrays of a mesh, partitioned as a matrix product is: by what is known of where its operands lie.
+"""A call on global arrays of a mesh, partitioned as a matrix product is: by how its operands are split.
 
-Explicit axes say it in the operands' types, and `jax.shard_map` runs one device's program over that layout. Auto axes
-say nothing until XLA partitions the whole program: a rule names the dimensions for it (batch, sequence, vocabulary,
-hidden), and once they are split a callback writes the same program. Either way it is that of `_spmd`, with the
-collectives that the split asks for.
+Under Explicit axes the operands' types say how, and `jax.shard_map` runs one device's program over that layout. Under
+Auto axes it is unknown until XLA partitions the whole program: a rule names the dimensions (batch, sequence,
+vocabulary, hidden), XLA splits them, and a callback writes one device's program. Either way that is the program of
+`_spmd`, with the collectives that the split needs.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 def mesh_of(operands: Any, cache_bytes: int) -> AbstractMesh | None:
     """The mesh over which the operands may be split; None for one device, and inside ``shard_map``.
 
-    No mesh in their types is no proof that there is none: ``jit(..., in_shardings=...)`` tells XLA alone. So a traced
-    call on a machine of several devices gets the rule too, which one device's program does without.
+    Types without a mesh do not prove that there is none: ``jit(..., in_shardings=...)`` tells only XLA. So a traced
+    call on a machine with several devices gets the rule too. On a single device no rule is needed.
     """
     mesh = _mesh_of_types(operands)
     if AxisType.Manual in mesh.axis_types:
@@ -46,7 +46,7 @@ def mesh_of(operands: Any, cache_bytes: int) -> AbstractMesh | None:
 
 
 def _check_other_axes(mesh: AbstractMesh, operands: Any) -> None:
-    """Inside ``shard_map`` over some axes, nothing may be split over the others, and Auto ones cannot be read."""
+    """Inside ``shard_map`` over some axes: refuses operands split over others, and warns of Auto ones, not readable."""
     manual = ", ".join(repr(axis) for axis in mesh.manual_axes)
     advice = "make shard_map manual over these too (axis_names=...), and name the one that splits V as axis_name"
     split = {axis for x in jax.tree.leaves(operands) for axis in _axes_of(jax.typeof(x).sharding.spec)}
@@ -74,7 +74,7 @@ def _mesh_of_types(operands: Any) -> AbstractMesh:
 
 
 def forward(spec: Spec, primals: Primals, rows: Rows, keep_cache: bool) -> tuple[Results, ShardStatistics, Any]:
-    """`_spmd.forward` of global arrays. Under Auto axes nothing is cached: a cache has no global shape."""
+    """`_spmd.forward` of global arrays. Under Auto axes nothing is cached, because a cache has no global shape."""
     layout = _layout_of_types(spec, primals, rows)
     if layout is None:
         if keep_cache and spec.case.options.cache_bytes:
@@ -104,7 +104,7 @@ def backward(
 def backward_of_examples(
     spec: Spec, primals: Primals, rows: Rows, stats: ShardStatistics, cotangent: Results
 ) -> Primals | None:
-    """`backward` of examples that each have a dweight of their own; None where their split is not in their types.
+    """`backward` of examples that each have a dweight of their own; None if their types do not say how they are split.
 
     ``primals.hidden`` and everything per token have the examples as their first dimension, and so has every gradient.
     """
@@ -144,7 +144,7 @@ def _device_forward(
 def _device_backward(
     spec: Spec, layout: Layout, primals: Primals, per_token: tuple[Any, ...], cache: Any = None
 ) -> Primals:
-    """One device's program of the backward: dhidden of its tokens, dweight and dbias of its columns, whole sums."""
+    """One device's program of the backward: dhidden of its tokens, dweight and dbias of its columns, fully summed."""
     rows, stats, cotangent = per_token
     local = _device_spec(spec, layout, primals, rows)
     return _spmd.backward(local, primals, rows, stats, cache, cotangent)
@@ -169,7 +169,7 @@ def _device_spec(spec: Spec, layout: Layout, primals: Primals, rows: Rows) -> Sp
 
 
 def _layout_of_types(spec: Spec, primals: Primals, per_token: Any) -> Layout | None:
-    """The layout that the operands' types name; None where no axis of their mesh is Explicit."""
+    """The layout that the operands' types name; None if no axis of their mesh is Explicit."""
     hidden, weight, _ = primals
     mesh = _mesh_of_types((hidden, weight, per_token))
     if AxisType.Explicit not in mesh.axis_types:
@@ -192,7 +192,7 @@ def _over_devices(
     per_token: tuple[Any, ...],
     cache: Any = None,
 ) -> Any:
-    """``device`` on every device of the layout's mesh. Its collectives are all its own, so nothing is typed inside."""
+    """``device`` on every device of the layout's mesh. It writes all collectives itself, so no types are checked."""
     in_specs = (layout.primal_specs, layout.row_spec, layout.every_device)
     mapped = jax.shard_map(device, mesh=layout.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
     return mapped(*layout.place(primals, per_token), cache)

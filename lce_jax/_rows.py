@@ -1,6 +1,6 @@
-"""A call's per-token operands, and those rows that ``where`` leaves out.
+"""A call's per-token operands, and the rows that ``where`` leaves out.
 
-Rows that are left out move to the end, after the live ones, so that no tile of work holds only dead rows.
+Rows that are left out move to the end, after the live ones: tiles that hold only dead rows are never computed.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class Rows(NamedTuple):
     labels: Int[Array, "*b"]  # int32 global id, -1 where out of vocabulary
     where: Bool[Array, "*b"] | None
     temperature: Float[Array, "*b"] | None
-    logit_scale: Float[Array, "*b"] | None = None  # where it or the softcap is an array; else the options have both
+    logit_scale: Float[Array, "*b"] | None = None  # if it or the softcap is an array; else the options have both
     logit_softcap: Float[Array, "*b"] | None = None
-    num_rows: Int[Array, ""] | None = None  # in the place of ``where``: the rows, from the first on, that count
+    num_rows: Int[Array, ""] | None = None  # instead of ``where``: how many rows count, from the first on
 
     @property
     def live(self) -> Bool[Array, "T"] | None:
-        """Which rows count; None where all do."""
+        """Which rows count; None if all do."""
         if self.num_rows is None:
             return self.where
         return jnp.arange(self.labels.shape[0], dtype=jnp.int32) < self.num_rows
@@ -60,7 +60,7 @@ def _per_token(value: Array, shape: tuple[int, ...], dtype: Any) -> Array:
 
 
 def on_device(value: Any) -> Array:
-    """A number as an array, put there explicitly; arrays as they are."""
+    """A number as an array, by an explicit transfer; arrays as they are."""
     return value if isinstance(value, jax.Array) else jax.device_put(np.asarray(value))
 
 
@@ -75,9 +75,9 @@ def count(value: Any, num_tokens: int) -> Int[Array, ""]:
 
 
 def int32_labels(labels: Any) -> Array:
-    """Labels of any integer type as int32; what does not fit is clamped, still out of every vocabulary.
+    """Labels of any integer type as int32; what does not fit is clamped, and stays out of every vocabulary.
 
-    NumPy's 64-bit labels are clamped before JAX sees them, which would wrap them (2³² + 3 is not 3).
+    NumPy's 64-bit labels are clamped first, because JAX would wrap them: 2³² + 3 would become 3.
     """
     _checks.label_array(labels)
     if isinstance(labels, np.ndarray | np.generic):
@@ -117,7 +117,7 @@ def compaction(where: Bool[Array, "T"]) -> Compaction:
 
 
 def compact(order: Compaction, tree: Any) -> Any:
-    """Every [T, ...] leaf in compacted order, dead rows zero: whatever they hold, they cannot spread it."""
+    """Every [T, ...] leaf in compacted order, with dead rows zero: NaN or inf in them cannot spread."""
     live = jnp.arange(order.source.shape[0], dtype=jnp.int32) < order.num_rows
 
     def gather(x: Array) -> Array:
@@ -127,5 +127,5 @@ def compact(order: Compaction, tree: Any) -> Any:
 
 
 def expand(order: Compaction, tree: Any) -> Any:
-    """The inverse of `compact` on the live rows; what dead rows get is for the caller to overwrite."""
+    """The inverse of `compact` on the live rows. Dead rows hold anything, and the caller overwrites them."""
     return jax.tree.map(lambda x: x[order.position], tree)

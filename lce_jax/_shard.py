@@ -3,7 +3,7 @@
     hidden ─ cast ─ compact ─ statistics                                  (eq. 1 of the device's own columns)
     row coefficients ─ gradients ─ expand ─▶ dhidden, dweight             (eqs. 4, 5, from the whole vocabulary's)
 
-`_vjp` runs it inside ``shard_map`` or on one device, `_partition` inside what XLA partitions, `lce_jax.local` as it is.
+`_spmd` adds the collectives; `lce_jax.local` runs it as it is.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ class Spec:
 
     case: Case
     implementation: str
-    requested: tuple[str, ...] | None  # the names to choose from, where a shard's shapes or the platform ask again
+    requested: tuple[str, ...] | None  # the names to choose from again, for a shard's shapes or another platform
     vocab_size: int  # the true size of the whole vocabulary
-    padded: bool = False  # whether the shards have columns beyond it
+    padded: bool = False  # whether the shards together have more columns
     axis_name: Any = None
     gather_dim: int | None = None  # hidden's dimension that is split over ``axis_name`` too
-    # The axes that split the tokens, inside `_partition`: nothing is typed there, so the sums over devices are ours to
-    # write, and cotangents arrive whole. None: the types of ``shard_map``, or its transpose, say what to sum.
+    # The axes that split the tokens, in a program of `_partition`. No types say there what to sum, so `_spmd` sums over
+    # these axes, and cotangents arrive whole. None: the types of ``shard_map``, or its transpose, say what to sum.
     token_axes: tuple[str, ...] | None = None
-    mesh: Any = None  # the mesh of global operands, of which `_partition` makes shards, empty where it is not known
+    mesh: Any = None  # the mesh over which `_partition` splits global operands, empty if it is not known
 
 
 def as_operand(primals: Primals) -> Primals:
-    """With hidden in the weight's dtype, rounded for certain: XLA may drop a conversion down and up again."""
+    """Hidden converted to the weight's dtype, and rounded explicitly: XLA may drop a conversion down and up again."""
     hidden, to = primals.hidden, jnp.finfo(primals.weight.dtype)
     if to.bits < jnp.finfo(hidden.dtype).bits:
         hidden = lax.reduce_precision(hidden, to.nexp, to.nmant)
@@ -62,7 +62,7 @@ def statistics(spec: Spec, primals: Primals, rows: Rows, start: Any, keep_cache:
         return _dispatch.IMPLEMENTATIONS[spec.implementation].statistics(operands, spec.case, keep_cache)
 
     def elsewhere(implementation: Any, case: Case, operands: Operands) -> tuple[ShardStatistics, Any]:
-        _, cache = jax.eval_shape(chosen, operands)  # of the kernels, which nobody else reads
+        _, cache = jax.eval_shape(chosen, operands)  # only the kernels read it: zeros do here
         empty = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), cache)
         return implementation.statistics(operands, case)[0], empty
 
@@ -84,23 +84,23 @@ def gradients(
     may_round_dhidden: bool = False,
     may_overwrite_cache: bool = True,
 ) -> Primals:
-    """The shard's part of dhidden, in the statistics' dtype, its dweight, in the weight's, and its dbias, as dhidden.
+    """The shard's part of dhidden and its dbias, in the statistics' dtype, and its dweight, in the weight's.
 
-    ``stats`` are those of the whole vocabulary, in the call's row order. With ``may_round_dhidden`` dhidden may come
+    ``stats`` are those of the whole vocabulary, in the call's row order. With ``may_round_dhidden``, dhidden may come
     in the weight's dtype.
     """
     operands, order = _operands(spec, primals, rows, start)
-    scales = _scales(rows, spec.case)  # as `_operands` has them, in the call's row order
+    scales = _scales(rows, spec.case)  # in the call's row order; `_operands` compacts them
     coefficients = _math.row_coefficients(
         stats, cotangent, rows.live, scales.derivative, spec.case.options, spec.vocab_size
     )
     wrong = _wrong_temperature(rows)
-    if wrong is not None:  # e^u is 0 there, and nothing is added to it: the other rows' gradients are their own
+    if wrong is not None:  # dlogits become 0 there, because e^u and all coefficients do: dweight takes no NaN from them
         coefficients = jax.tree.map(lambda x: jnp.where(wrong, 0.0, x), coefficients)
         coefficients = coefficients._replace(shift=jnp.where(wrong, -_statistics.MASKED, coefficients.shift))
     if order is not None:
         coefficients = _rows.compact(order, coefficients)
-    if operands.bias is not None and operands.num_rows is not None:  # a bias alone might overflow where hidden is 0
+    if operands.bias is not None and operands.num_rows is not None:  # e^u of the bias alone may overflow in dead rows
         live = jnp.arange(coefficients.shift.shape[0], dtype=jnp.int32) < operands.num_rows
         coefficients = coefficients._replace(shift=jnp.where(live, coefficients.shift, -_statistics.MASKED))
 
@@ -119,7 +119,7 @@ def gradients(
 
 
 def _run(spec: Spec, chosen: Callable[..., Any], elsewhere: Callable[..., Any], *operands: Any) -> Any:
-    """``chosen``; where it runs kernels, and the program is lowered for another platform, what serves in its place."""
+    """``chosen``; or, if it runs kernels and the program is lowered for another platform, what replaces them there."""
     if spec.implementation != mosaic.NAME:
         return chosen(*operands)
     other = _dispatch.elsewhere(spec.case, spec.implementation, spec.requested)
@@ -141,14 +141,14 @@ def _operands(spec: Spec, primals: Primals, rows: Rows, start: Any) -> tuple[Ope
         order = _rows.compaction(rows.where)
         hidden, targets, scales = _rows.compact(order, (hidden, targets, scales))
         num_rows = order.num_rows
-    elif rows.live is not None:  # whatever the rows after them hold, it cannot spread
+    elif rows.live is not None:  # NaN or inf in the other rows cannot spread
         hidden = jnp.where(rows.live[:, None], hidden, jnp.zeros((), hidden.dtype))
     bias = None if bias is None else bias.astype(spec.case.stat_dtype)
     return Operands(hidden, weight, targets, scales.logits, num_rows, num_columns, scales.raw, bias), order
 
 
 class _Scales(NamedTuple):
-    """What temperature and a traced scale or softcap make of eq. 0, per token: z = logits · x(r of sign · hidden)."""
+    """Temperature and a traced scale or softcap in eq. 0, per token: z = logits · x, products of sign · hidden."""
 
     logits: Float[Array, "T"] | None  # None: 1
     raw: Float[Array, "T"] | None = None  # x = tanh(raw · r), or raw · r
@@ -156,14 +156,14 @@ class _Scales(NamedTuple):
 
     @property
     def derivative(self) -> Float[Array, "T"] | None:
-        """The row factor of eq. 5, but for the scale in the options."""
+        """The row factor of eq. 5, without the scale in the options."""
         return self.logits if self.raw is None or self.logits is None else self.logits * self.raw
 
 
 def _scales(rows: Rows, case: Case) -> _Scales:
-    """The sign of a traced scale, which may be 0, goes into hidden: a factor of u (eq. 1) must be positive.
+    """The sign of a traced scale, which may be 0, multiplies hidden, because k of eq. 1 must be positive.
 
-    With a bias, which no kernel serves, it goes into the raw products.
+    With a bias, which no kernel serves, it multiplies the raw products.
     """
     inverse = _inverse_temperature(rows, case)
     if rows.logit_scale is None:
@@ -185,7 +185,7 @@ def _signed(hidden: Float[Array, "T H"], scales: _Scales) -> Float[Array, "T H"]
 
 
 def _wrong_temperature(rows: Rows) -> Bool[Array, "T"] | None:
-    """Rows that count and have a temperature that is none: they return NaN, and have no gradient."""
+    """Rows that count and whose temperature is not positive and finite: they return NaN and have no gradient."""
     if rows.temperature is None:
         return None
     wrong = ~_checks.is_temperature(rows.temperature)

@@ -1,4 +1,4 @@
-"""One device's part of a call with its collectives: alone, in ``shard_map``, or in what XLA partitions.
+"""One device's part of a call with its collectives: on one device, in ``shard_map``, or where XLA partitions.
 
 hidden ─ gather over the sequence ─ statistics of the shard ─ merge over the axis ─ finish ─▶ Results
                                              │ cache
@@ -48,8 +48,8 @@ def backward(
         flat, start = _flat(spec, primals), _start(spec, weight)
         found = _shard.gradients(spec, flat, rows, start, stats, cotangent, cache, may_round_dhidden=may_round)
     if spec.axis_name is not None or spec.token_axes or _compat.varying_axes(found):
-        # The Hopper kernels hold every multiprocessor: a collective beside one waits for it on one device, and holds
-        # up the next on another. So collectives begin after both gradients.
+        # A Hopper kernel occupies every multiprocessor. A collective beside it waits for it on one device and delays
+        # the next kernel on another, so collectives start after both gradients.
         found = lax.optimization_barrier(found)
     with jax.named_scope("lce_reduce"):
         return Primals(
@@ -60,7 +60,7 @@ def backward(
 
 
 def _total_dhidden(spec: Spec, dhidden: Float[Array, "T H"], hidden: Float[Array, "*b H"]) -> Float[Array, "*b H"]:
-    """The sum over the shards of the vocabulary, each keeping the part of the sequence that it holds."""
+    """The sum over the shards of the vocabulary, of which each keeps its own part of the sequence."""
     if spec.gather_dim is not None:
         shards = lax.axis_size(spec.axis_name)
         whole = [n * shards if i == spec.gather_dim else n for i, n in enumerate(hidden.shape)]
@@ -82,7 +82,7 @@ def _flattened[T](tree: T) -> T:
 
 
 def _flat(spec: Spec, primals: Primals) -> Primals:
-    """With hidden in the weight's dtype, whole and flattened."""
+    """The operands with hidden in the weight's dtype, gathered and flattened."""
     primals = _shard.as_operand(primals)
     hidden = primals.hidden
     if spec.gather_dim is not None:

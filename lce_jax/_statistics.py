@@ -1,7 +1,7 @@
-"""What is known of each token's distribution over some columns (eq. 1): empty, united (eq. 2), and packed to travel.
+"""Statistics of each token over some columns (eq. 1): the empty ones, unions (eq. 2), and packing into one array.
 
-`ShardStatistics` declares the fields and `Options.statistics` says which of them a call has, and how wide they are.
-Everything that holds, sends or counts statistics does it through this module.
+`ShardStatistics` declares the fields; `Options.statistics` says which of them a call has, and how wide they are.
+Everything that holds, sends or counts statistics does so through this module.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lce_jax._types import Options, ShardStatistics
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
 
-MASKED = -1e30  # stands for -inf in a maximum; float32, and its difference to any real logit, stay finite
+MASKED = -1e30  # stands for -inf in a maximum; in float32 it is finite, and so is its difference to any logit
 NO_COLUMNS = ShardStatistics(max=MASKED, sumexp=0.0, weighted=0.0, target=-jnp.inf, min=-MASKED, total=0.0)  # type: ignore[arg-type]
 
 
@@ -27,7 +27,7 @@ def of_fields(fields: Mapping[str, Any]) -> ShardStatistics:
 
 
 def empty(num_tokens: int, dtype: jnp.dtype, options: Options) -> ShardStatistics:
-    """The statistics of no columns at all: the neutral element of `merge`."""
+    """The statistics of no columns: the neutral element of `merge`."""
 
     def field(name: str, width: int) -> Array:
         shape = (num_tokens,) if width == 1 else (num_tokens, width)
@@ -42,7 +42,7 @@ def pack(stats: ShardStatistics) -> Float[Array, "F T"]:
 
 
 def unpack(packed: Float[Array, "*n F T"], widths: Mapping[str, int]) -> ShardStatistics:
-    """The statistics that `pack` has packed, perhaps those of several shards; ``widths`` are `Options.statistics`."""
+    """The inverse of `pack`, also for several shards at once; ``widths`` are `Options.statistics`."""
     fields, row = {}, 0
     for name, width in widths.items():
         rows = packed[..., row : row + width, :]
@@ -52,7 +52,7 @@ def unpack(packed: Float[Array, "*n F T"], widths: Mapping[str, int]) -> ShardSt
 
 
 def to_logits(stats: ShardStatistics, scale: Float[Array, "T"] | float) -> ShardStatistics:
-    """Statistics of x as those of the logits z = k x (eq. 0); the sums and the target are of the logits already."""
+    """Statistics of x as those of the logits z = k x (eq. 0); s, q and the target are those of z already."""
     none = stats.sumexp == 0.0
     return stats._replace(
         max=jnp.where(none, MASKED, stats.max * scale),
@@ -64,12 +64,13 @@ def to_logits(stats: ShardStatistics, scale: Float[Array, "T"] | float) -> Shard
 def merge(parts: ShardStatistics, scale: Float[Array, "T"] | float = 1.0) -> ShardStatistics:
     """Eq. 2 over the leading axis: fields [N, T] in, [T] out, summed in the order of the axis.
 
-    ``scale`` is the k of statistics that `to_logits` has not seen; of logits it is 1.
+    ``scale`` is k for statistics of x, and 1 for those of logits, after `to_logits`.
     """
     m = jnp.max(parts.max, axis=0)
     shift = _shift(parts.max, m[None], scale if isinstance(scale, float | int) else scale[None])
     a = jnp.exp(shift)
-    # The owner's maximum by itself: with a third sum over the shifts, XLA's GPU fusion keeps two more arrays [N, T].
+    # The owner's maximum is found separately: with a third sum over the shifts, XLA's GPU fusion would keep two more
+    # arrays of [N, T].
     of_owner = jnp.max(jnp.where(parts.target > -jnp.inf, parts.max, MASKED), axis=0)
     return ShardStatistics(
         max=m,
@@ -82,22 +83,22 @@ def merge(parts: ShardStatistics, scale: Float[Array, "T"] | float = 1.0) -> Sha
 
 
 def _shift(part: Array, m: Array, scale: Float[Array, "T"] | float) -> Array:
-    """The dᵢ of eq. 2, exactly 0 where the part holds the maximum; of no columns -1e30, whatever the scale."""
+    """The dᵢ of eq. 2: exactly 0 if the part holds the maximum, and finite if it has no columns, whatever the scale."""
     return jnp.maximum((part - m) * scale, MASKED)
 
 
 class Running(NamedTuple):
-    """A union that grows part by part, and what the additions to its sums have rounded away.
+    """A union that grows part by part, with the rounding errors of its sums.
 
-    Beside one part of 1, a thousand parts of a millionth would each be off by the same fraction of a rounding.
+    A thousand parts of 1e-6 added to one of 1 are all rounded by the same amount, so their errors would add up.
     """
 
     stats: ShardStatistics
-    lost: tuple[Float[Array, "T"], Float[Array, "T"] | None]  # of s and of q
+    lost: tuple[Float[Array, "T"], Float[Array, "T"] | None]  # what rounding has left out of s and of q
 
     @classmethod
     def start(cls, empty: ShardStatistics) -> Running:
-        """The union of nothing."""
+        """The union of no parts."""
         return cls(empty, _sums(empty))
 
     def add(self, part: ShardStatistics, scale: Float[Array, "T"] | float) -> Running:
@@ -106,7 +107,7 @@ class Running(NamedTuple):
         old, new = _relative_to(m, self.stats, scale), _relative_to(m, part, scale)
         lost = _relative_to(m, self.stats._replace(sumexp=self.lost[0], weighted=self.lost[1]), scale)
         pairs = [_sums(x) for x in (old, new, lost)]
-        stats = merge(jax.tree.map(lambda a, b: jnp.stack([a, b]), old, new))  # of the same maximum by now
+        stats = merge(jax.tree.map(lambda a, b: jnp.stack([a, b]), old, new))  # both relative to m now
         sumexp, weighted = jax.tree.map(lambda a, b, _: a + b, *pairs)
         return Running(
             stats._replace(sumexp=sumexp, weighted=weighted),
@@ -124,7 +125,7 @@ def _sums(stats: ShardStatistics) -> tuple[Array, Array | None]:
 
 
 def _relative_to(m: Array, part: ShardStatistics, scale: Float[Array, "T"] | float) -> ShardStatistics:
-    """The terms of eq. 2 relative to the union's maximum ``m``: of no columns, every product with s = q = 0 is 0."""
+    """The terms of eq. 2 relative to the union's maximum ``m``; 0 for a part without columns, because its s = q = 0."""
     shift = _shift(part.max, m, scale)
     a = jnp.exp(shift)
     return part._replace(

@@ -1,7 +1,7 @@
 """The types every layer speaks: outputs, static options, operands, and one shard's statistics.
 
-Dimension letters used throughout the package: T tokens, H hidden size, V vocabulary (of the shard at hand when a
-mesh axis splits it), N shards.
+Dimension letters used throughout the package: T tokens, H hidden size, V vocabulary (that of one shard when a mesh
+axis splits it), N shards.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ class LogprobOptions(TypedDict, total=False):
 
 
 class Results(NamedTuple):
-    """`LogprobOutput`, and what only a loss asks for: the mean logit, differentiable too. Or their cotangents."""
+    """The outputs and, if a loss smooths its labels, the mean logit, also differentiable. Or the cotangents of both."""
 
-    outputs: LogprobOutput  # `correct` is 1 or 0 in it: a bool would have cotangents of a type of its own
+    outputs: LogprobOutput  # `correct` is 1.0 or 0.0 here, because the cotangents of a bool are float0
     mean_logit: Float[Array, ...] | None = None
 
     @property
     def public(self) -> LogprobOutput:
-        """The part that users see."""
+        """What the public functions return."""
         correct = self.outputs.correct
         return self.outputs if correct is None else self.outputs._replace(correct=_is_positive(correct))
 
@@ -83,7 +83,7 @@ def _is_positive(x: Array) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What is static about a call: hashable, validated, the same for every implementation."""
+    """The static options of a call: hashable, validated, the same for every implementation."""
 
     logit_scale: float = 1.0
     logit_softcap: float | None = None
@@ -92,24 +92,24 @@ class Options:
     weight_layout: str = "vh"
     cache_bytes: int = 0
     precision: Any = None
-    mean_logit: bool = False  # label smoothing asks for it
+    mean_logit: bool = False  # label smoothing needs it
     has_bias: bool = False
-    traced_scale: bool = False  # scale or cap is an array: both are in the rows' factors, and the numbers here are 1
+    traced_scale: bool = False  # scale or cap is an array: both are in `Rows`, and the numbers here are 1
 
     @property
     def statistics(self) -> dict[str, int]:
-        """The fields of `ShardStatistics` that the call has, in their order, and how many numbers per token each is."""
+        """The fields of `ShardStatistics` that the call has, in order, and how many numbers per token each has."""
         asked = {"weighted": self.entropy, "min": self.stats, "total": self.mean_logit}
         return {name: 1 for name in ShardStatistics._fields if asked.get(name, True)}
 
     @property
     def signs_hidden(self) -> bool:
-        """Whether hidden is multiplied by the sign of a scale."""
+        """Whether hidden is multiplied by the sign of a traced scale."""
         return self.traced_scale and self.logit_softcap is None and not self.has_bias
 
     @property
     def unused_cache_notes(self) -> tuple[str, ...]:
-        """What the plan of an implementation that never caches says of ``cache_bytes``."""
+        """The plan's note on ``cache_bytes`` for an implementation that never caches."""
         if not self.cache_bytes:
             return ()
         return (f"cache_bytes={self.cache_bytes} is not used: this implementation always recomputes",)
@@ -135,26 +135,26 @@ class Operands(NamedTuple):
     hidden: Float[Array, "T H"]  # in the weight's dtype
     weight: Float[Array, "V H"]  # or [H, V]: Options.weight_layout
     targets: Int[Array, "T"]  # int32 column of the label in this shard, -1 where the shard does not own it
-    inverse_temperature: Float[Array, "T"] | None  # and a traced scale or cap, if any; None: 1
+    inverse_temperature: Float[Array, "T"] | None  # times a traced scale or cap; None: 1
     num_rows: Int[Array, ""] | None  # None: T
     num_columns: Int[Array, ""] | int | None  # None: V
-    # What multiplies raw products first: a traced scale over a cap in the options' place, a traced scale's sign.
+    # Multiplies the raw products first: scale / cap if one of them is traced, or the sign of a traced scale.
     raw_scale: Float[Array, "T"] | None = None
     bias: Float[Array, "V"] | None = None  # in the statistics' dtype; added to the raw products
 
 
 class ShardStatistics(NamedTuple):
-    """What is known of each token's distribution over some columns of the vocabulary: a tile, a shard, or all.
+    """Each token's statistics over some columns of the vocabulary: a tile, a shard, or all.
 
     Each field is ``[T]`` (``[N, T]`` of N shards), in float32 (float64 for a float64 weight), or None. `lce_jax.local`
     computes, packs and merges them.
 
     Attributes:
-        max: m, the largest logit; -1e30 over no column at all.
+        max: m, the largest logit; -1e30 without any column.
         sumexp: s = Σ exp(z - m).
-        weighted: q = Σ (z - m)·exp(z - m), of which the entropy is ln s - q/s. None without entropy.
-        target: z - m of the label where these columns hold it, else -inf.
-        min: the smallest logit; +1e30 over no column at all. None without ``stats=True``.
+        weighted: q = Σ (z - m)·exp(z - m); the entropy is ln s - q/s. None without entropy.
+        target: z - m of the label if these columns hold it, else -inf.
+        min: the smallest logit; +1e30 without any column. None without ``stats=True``.
         total: Σ z. None unless a loss smooths its labels.
     """
 
@@ -167,7 +167,7 @@ class ShardStatistics(NamedTuple):
 
 
 class Primals[A](NamedTuple):
-    """What has gradients, of a call or of one device's share of it: arrays, these gradients, or something of each."""
+    """The operands with gradients, of a call or of one device's part. Or these gradients, or a spec of each."""
 
     hidden: A  # [..., H]
     weight: A  # [V, H], or [H, V]: Options.weight_layout
@@ -185,7 +185,7 @@ class RowCoefficients(NamedTuple):
 
 
 class Device(NamedTuple):
-    """What decides whether kernels can run and how they are laid out."""
+    """The properties of a device that decide whether kernels run on it, and with which tiles."""
 
     platform: str = "cpu"
     kind: str = ""
@@ -205,7 +205,7 @@ class Case:
     vocab_size: int  # columns of this shard's weight
     dtype: jnp.dtype  # of the weight, hence of the matrix products
     options: Options
-    given_dtype: jnp.dtype | None = None  # of hidden as the caller gave it, where that is not the weight's
+    given_dtype: jnp.dtype | None = None  # of hidden as the caller gave it, if not the weight's
     partial_rows: bool = False  # some rows may not count: ``where``, or a number of rows
     device: Device = CPU
 
@@ -226,11 +226,11 @@ class Case:
 
 
 class Surroundings(NamedTuple):
-    """What a plan's bytes depend on, and no kernel: the padding, and the collectives around a device's share."""
+    """What changes a plan's bytes but no kernel: padding, and the collectives around one device's part."""
 
-    true_columns: int | None = None  # of the case's columns, where they are known: the others are padding
-    gathers_hidden: bool = False  # of a sequence that the vocabulary's axis splits too
-    sums_dweight: bool = False  # over devices that hold other tokens
+    true_columns: int | None = None  # how many of the case's columns are not padding, if known
+    gathers_hidden: bool = False  # the vocabulary's axis splits the sequence too
+    sums_dweight: bool = False  # other devices hold other tokens
 
 
 ALONE = Surroundings()
@@ -247,7 +247,7 @@ class Plan:
         tiles: tile sizes by name.
         forward_bytes: temporary memory of a program that runs the forward alone, an estimate.
         backward_bytes: temporary memory of one that runs both passes, an estimate that leaves out the gradients
-            themselves; until they are written the forward's tiles may lie in their memory.
+            themselves; until they are written, the forward's tiles may use their memory.
         kept_bytes: memory kept from forward to backward beyond the call's own operands.
         logits_bytes: what one copy of the logits in the statistics' dtype would take, for comparison.
         notes: remarks on options, in sentences.

@@ -1,8 +1,8 @@
-"""A function that XLA's partitioner splits by a rule of ours: `custom_partitioning`, and what it lacks.
+"""A function that XLA partitions by a rule of ours: `custom_partitioning`, and what it lacks.
 
-It has no way to be exported, and where no mesh is at hand when the program is lowered it hands the rule shardings
-without axis names. A primitive of our own chooses at lowering: the rule where there are several devices, else the
-function as it is.
+It cannot be exported, and if no mesh is known when the program is lowered, the shardings that it gives the rule have no
+axis names. So a primitive of our own decides at lowering: an exported program gets the plain function, any other the
+rule, and `_named` finds the names.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _logger = logging.getLogger("lce_jax")
 
 
 class Partition(NamedTuple):
-    """What a rule answers: one device's program, and how its operands and results are split."""
+    """What a rule returns: one device's program, and how its operands and results are split."""
 
     device: Callable[..., Any]
     operand_specs: Any
@@ -40,10 +40,10 @@ class Partitioned:
 
     Attributes:
         whole: the function of global arrays.
-        rule: ``rule(mesh, shapes, specs)``, of the operands as they lie; answers with a `Partition`.
+        rule: ``rule(mesh, shapes, specs)`` of the operands as XLA has split them; returns a `Partition`.
         dimensions: the names of all dimensions, operands and results in order: ``"b h, v h -> b"``.
-        unsplit: the names of those that are to be whole on each device.
-        mesh: the mesh that the operands' types name; empty where they name none.
+        unsplit: the names of the dimensions that each device needs whole.
+        mesh: the mesh that the operands' types name; empty if they name none.
     """
 
     whole: Callable[..., Any]
@@ -92,12 +92,12 @@ def _with_rule(run: Callable[..., Any], function: Partitioned, trees: Any) -> Ca
         result_specs = jax.tree.broadcast(answer.result_specs, result_tree.unflatten(results), is_leaf=_is_spec)
 
         def device(*flat: Any) -> Any:
-            with config._check_vma(False):  # nothing is typed here; JAX 0.11 would type what `axis_index` returns
+            with config._check_vma(False):  # no varying types here; JAX 0.11 would give `axis_index` one
                 return jax.tree.leaves(answer.device(*operand_tree.unflatten(flat)))
 
         return mesh, device, _shardings(mesh, result_specs), tuple(_shardings(mesh, answer.operand_specs))
 
-    def flat(*operands: Any) -> Any:  # `custom_partitioning` binds operands to a signature; `run` hides its own
+    def flat(*operands: Any) -> Any:  # `custom_partitioning` needs a signature, and `run` shows none
         return run(*operands)
 
     partitioned = custom_partitioning(flat)
@@ -106,7 +106,7 @@ def _with_rule(run: Callable[..., Any], function: Partitioned, trees: Any) -> Ca
 
 
 def _named(mesh: Mesh, known: AbstractMesh, operands: Any) -> tuple[Mesh, list[P]]:
-    """The mesh and the operands' specs over it, also where JAX has decoded neither."""
+    """The mesh and the operands' specs over it, decoded here if JAX has not done it."""
     if not mesh.empty:
         return mesh, [x.sharding.spec for x in operands]
     devices = np.array(operands[0].sharding._device_assignment)
@@ -130,5 +130,5 @@ def _shardings(mesh: Mesh, specs: Any) -> list[NamedSharding]:
 
 @functools.cache
 def warn_once(message: str) -> None:
-    """Logs what makes a call slow, the first time that it is met."""
+    """Logs a warning, once per message."""
     _logger.warning(message)

@@ -20,7 +20,7 @@ NAME = "reference"
 
 
 def supports(case: Case) -> str | None:
-    """Why this implementation cannot serve ``case``: never, memory permitting."""
+    """Why this implementation cannot serve ``case``: never, it needs only the memory."""
     del case
     return None
 
@@ -32,12 +32,12 @@ def plan(case: Case, around: Surroundings = ALONE) -> Plan:
     own = hidden * item if case.partial_rows or around.gathers_hidden or case.hidden_dtype != case.dtype else 0
     widened = (hidden + case.vocab_size * case.hidden_size) * stat if case.dtype != case.stat_dtype else 0
     vectors = 8 * case.num_tokens * stat
-    capped = logits if case.options.logit_softcap is not None else 0  # kept beside what is computed of them
+    capped = logits if case.options.logit_softcap is not None else 0  # kept with what is computed from them
     forward = own + logits + max(widened, logits if case.options.entropy else 0) + vectors
     forward += capped if case.options.stats else 0
     backward = logits + widened + vectors + (hidden * stat if own or widened else 0)
     backward += capped if case.options.mean_logit else 0
-    in_dweight = logits if case.vocab_size * case.hidden_size * item >= logits else 0  # of what the forward holds
+    in_dweight = logits if case.vocab_size * case.hidden_size * item >= logits else 0  # memory that the forward may use
     return Plan(
         implementation=NAME,
         refused={},
@@ -71,7 +71,7 @@ def gradients(
 ) -> Primals:
     """Eq. 5, every product in the statistics' dtype; dweight rounded to the weight's dtype at the end."""
     del cache, may_round_dhidden, may_overwrite_cache
-    # After the forward's results: nothing that both compute is kept in between.
+    # The barrier puts all this after the forward's results, so that XLA keeps nothing that both passes compute.
     hidden, weight, rows = lax.optimization_barrier((operands.hidden, operands.weight, rows))
     operands = operands._replace(hidden=hidden, weight=weight)
     scales = (operands.inverse_temperature, operands.raw_scale)

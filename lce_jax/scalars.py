@@ -1,7 +1,7 @@
-"""Checks of single numbers, flags and names, shared by `lce_jax` and `lce_torch_bridge`: one wording for a mistake.
+"""Checks of single numbers, flags and names, shared by `lce_jax` and `lce_torch_bridge`, so that errors read alike.
 
-Each takes the argument's name and what was given, and returns it as Python's own number, or raises a ``TypeError`` or
-``ValueError`` with the value. Arrays and tensors are checked where they are known.
+Each takes an argument's name and value, and returns a plain Python number or raises a ``TypeError`` or ``ValueError``
+with the value. Arrays and tensors are checked elsewhere.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def number(name: str, value: Any) -> float:
 
 
 def positive(name: str, value: Any) -> float:
-    """A number that is finite and above 0 in float32, where those below its least normal one become 0."""
+    """A number that is finite and positive in float32, where subnormal numbers count as 0."""
     value = number(name, value)
     if value < FLOAT32_TINY:
         raise ValueError(f"{name} must be positive in float32, got {value}")
@@ -68,7 +68,7 @@ def fraction(name: str, value: Any) -> float:
 
 
 def is_integer(value: Any) -> bool:
-    """Whether ``value`` is a whole number of Python or NumPy, and no bool."""
+    """Whether ``value`` is an integer of Python or NumPy, not a bool."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 

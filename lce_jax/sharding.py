@@ -58,8 +58,8 @@ def sharded_linear_logprobs(
 
     Raises:
         UnsupportedError: an implementation asked for by name cannot serve the call; the message says why.
-        ValueError, TypeError: shapes, dtypes or options that do not fit, with the offending values. So are an axis
-            that the mesh does not have, an axis used twice, and a dimension that does not divide.
+        ValueError, TypeError: shapes, dtypes or options that do not fit, with the offending values. Also an axis
+            that the mesh does not have, an axis used twice, or a dimension that does not divide.
         NotImplementedError: on a second derivative.
 
     Memory:
@@ -139,8 +139,8 @@ def sharded_linear_cross_entropy(
 
     Raises:
         UnsupportedError: an implementation asked for by name cannot serve the call; the message says why.
-        ValueError, TypeError: shapes, dtypes or options that do not fit, with the offending values. So are an axis
-            that the mesh does not have, an axis used twice, and a dimension that does not divide.
+        ValueError, TypeError: shapes, dtypes or options that do not fit, with the offending values. Also an axis
+            that the mesh does not have, an axis used twice, or a dimension that does not divide.
         NotImplementedError: on a second derivative.
 
     Memory:

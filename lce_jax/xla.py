@@ -36,7 +36,7 @@ def plan(case: Case, around: Surroundings = ALONE) -> Plan:
 
 
 class _Tokens(NamedTuple):
-    """What some of the tokens are computed from."""
+    """The operands of some tokens."""
 
     hidden: Float[Array, "t H"]
     targets: Int[Array, "t"]
@@ -51,7 +51,7 @@ class _Columns(NamedTuple):
     start: Any  # the first of them
     weight: Float[Array, "v H"]
     bias: Float[Array, "v"] | None
-    live: Bool[Array, "v"] | None  # which of them are no padding; None: all
+    live: Bool[Array, "v"] | None  # which of them are not padding; None: all
 
 
 def statistics(operands: Operands, case: Case, keep_cache: bool = False) -> tuple[ShardStatistics, None]:
@@ -97,8 +97,8 @@ def gradients(
 ) -> Primals:
     """Eq. 5: dhidden and dbias in the statistics' dtype, which the caller sums and rounds once; dweight rounded."""
     del cache, may_round_dhidden, may_overwrite_cache
-    # After the forward's results, or XLA would hold what both passes compute in between, and the gradients' memory,
-    # where the forward's tiles can lie, from the start.
+    # The barrier puts all this after the forward's results. Otherwise XLA keeps what both passes compute, and allocates
+    # the gradients from the start, although the forward's tiles could use their memory.
     hidden, weight, rows, zero = lax.optimization_barrier((operands.hidden, operands.weight, rows, jnp.float32(0)))
     operands = operands._replace(hidden=hidden, weight=weight)
     options = case.options
@@ -122,9 +122,9 @@ def gradients(
 def _columns_gradients(
     operands: Operands, case: Case, tokens: _Tokens, columns: _Columns, dhidden: Float[Array, "T H"]
 ) -> Primals:
-    """``dhidden`` with the part of some columns added, and all of these columns' own gradients.
+    """``dhidden`` plus the part of some columns, and the gradients of these columns.
 
-    With one token tile dweight is rounded by the product itself; with several it is summed first.
+    With one token tile the product itself rounds dweight; with several it is summed first.
     """
     tile_t, _ = _xla_plan.tile_sizes(case)
     if tile_t == case.num_tokens:
@@ -159,7 +159,7 @@ def _tile_gradients(case: Case, tokens: _Tokens, columns: _Columns, dweight_dtyp
 
 
 def _gradient_dtype(case: Case) -> jnp.dtype:
-    """Of the gradient products' operands. A CPU affords float32, and so never rounds dlogits to 16 bits at all."""
+    """The dtype of the gradient products' operands: float32 on a CPU, where dlogits are never rounded to 16 bits."""
     return case.stat_dtype if case.device.platform == "cpu" else case.dtype
 
 
@@ -182,7 +182,7 @@ def _slice(tokens: _Tokens, start: Any, size: int) -> _Tokens:
 
 
 def _columns(operands: Operands, start: Any, size: int, options: Options) -> _Columns:
-    """``size`` columns from ``start`` on, unmasked where the walk itself stops at the last true one."""
+    """``size`` columns from ``start`` on, without a mask if the walk itself stops at the last true one."""
     weight = lax.dynamic_slice_in_dim(operands.weight, start, size, axis=options.vocab_dim)
     bias = None if operands.bias is None else lax.dynamic_slice_in_dim(operands.bias, start, size)
     masked = not isinstance(operands.num_columns, int)
@@ -190,9 +190,9 @@ def _columns(operands: Operands, start: Any, size: int, options: Options) -> _Co
 
 
 def _walk_vocabulary[C](case: Case, operands: Operands, body: Callable[[Any, int, C], C], carry: C) -> C:
-    """``carry = body(start, size, carry)`` over the vocabulary: what whole tiles leave, then these in a loop.
+    """``carry = body(start, size, carry)`` over the vocabulary: first the remainder, then whole tiles in a loop.
 
-    In this order, because the loop needs the carry: XLA could begin what comes after it before, and hold it all along.
+    The loop waits for the remainder's carry. XLA could compute a remainder after the loop early, and hold it meanwhile.
     """
     _, tile_v = _xla_plan.tile_sizes(case)
     columns = operands.num_columns if isinstance(operands.num_columns, int) else case.vocab_size
@@ -216,7 +216,7 @@ def _token_start(i: Array, tile_t: int, num_tokens: int) -> tuple[Array, Array]:
 def _drop_leading(rows: RowCoefficients, first: Array) -> RowCoefficients:
     """Zero coefficients before row ``first``, so that rows of two tiles count once.
 
-    The shift stays: without it the exponentials that they multiply would overflow.
+    The shift stays, because without it the exponentials that they multiply would overflow.
     """
     keep = jnp.arange(rows.shift.shape[0], dtype=jnp.int32) >= first
     return jax.tree.map(lambda x: jnp.where(keep, x, 0.0), rows)._replace(shift=rows.shift)
