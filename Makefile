@@ -13,7 +13,7 @@ BENCH_ARGS ?=
 help:
 	@echo "make demo      train a small transformer on this machine and compare with stored logits"
 	@echo "make test      all tests that need no GPU, doctests and notebooks included"
-	@echo "make test-all  those, and sweeps of many minutes"
+	@echo "make test-all  those, and sweeps that take many minutes"
 	@echo "make test-gpu  the tests that need GPUs"
 	@echo "make lint      ruff, mypy and the layer contracts"
 	@echo "make bench     speed and memory on this machine"

@@ -34,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--dtype", choices=DTYPES, help="default: float32 on CPU, bfloat16 elsewhere")
     out.add_argument("--implementation", choices=_dispatch.IMPLEMENTATIONS, help="default: the best for this device")
     out.add_argument("--rounds", type=_positive, default=7, help="timings of each row; the median is shown (default 7)")
-    out.add_argument("--devices", type=_positive, default=1, help="also time the vocabulary split over so many")
+    out.add_argument("--devices", type=_positive, default=1, help="also time the vocabulary split over this many")
     out.add_argument("--no-peers", action="store_true", help="leave out what PyTorch computes")
     sweep = (
         f"time the tiles of the Hopper kernels instead, all or some of {', '.join(shapes.KERNELS)}; needs such a GPU"
@@ -45,12 +45,12 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measures, prints and writes; 1 where a row of this package failed or was wrong, else 0."""
+    """Measures, prints and writes; returns 1 if a row of this package failed or was wrong, else 0."""
     command = parser()
     options = command.parse_args(arguments)
     if options.sweep is not None and options.devices > 1:
         command.error("--sweep times one device: leave out --devices")
-    # JAX would take three quarters of a GPU's memory at its first use and leave the peers without.
+    # JAX would take three quarters of a GPU's memory at its first use and leave too little for the peers.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     try:
         from lce_jax.bench import plot, report
@@ -92,7 +92,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _sweep(kernels: Sequence[str], chosen: Sequence[shapes.Shape], dtype: Any, rounds: int, out: Any) -> int:
-    """Prints the tiles of each kernel by time, and the line to enter for the fastest."""
+    """Prints the tiles of each kernel by time, and the tuning entry of the fastest."""
     from lce_jax.bench import sweep
 
     for shape in chosen:

@@ -1,10 +1,10 @@
 """Timing and memory: every candidate compiled first, then rounds of one timing of each in random order, medians.
 
-Two programs are compared only through timings taken seconds apart in one process: clocks, temperature and neighbours
-drift by several per cent between runs, and hit all candidates of a round alike. A GPU lowers its clock under heavy work
-(an H200 from 1980 to 1400 MHz, at its limit of 700 W) as each candidate's power asks, so that one would profit from a
-lighter one before it: on a GPU a candidate runs untimed until the clock has settled, and long enough behind that. Two
-runs of the same candidate then differ by half a per cent, where short timings differ by three.
+Programs are compared only by timings taken seconds apart in one process: clocks, temperature and other load drift by
+several per cent between runs, but affect all candidates of a round alike. Under heavy work a GPU lowers its clock to
+what the candidate's power allows (an H200 from 1980 to 1400 MHz, at its limit of 700 W), so a candidate would profit
+from a lighter one before it. On a GPU each candidate therefore runs untimed until the clock has settled, and is then
+timed for long. Two runs of the same candidate then differ by half a per cent, where short timings differ by three.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from typing import Any, NamedTuple
 
 import jax
 
-SAMPLE_SECONDS = 0.25  # of timed work per candidate over all rounds, at least, where no GPU is timed
+SAMPLE_SECONDS = 0.25  # the least timed work per candidate over all rounds, except on a GPU
 GPU_SECONDS = 0.3  # of work in one timing on a GPU
 GPU_SETTLE_SECONDS = 0.12  # of work before it
-MIN_GPU_CALLS = 3  # back to back in one timing: the launch of one hides behind the work of the one before
+MIN_GPU_CALLS = 3  # back to back in one timing, so that a launch overlaps with the work of the call before
 
 
 class Run(NamedTuple):
-    """A compiled candidate: how to start it, how to wait for it, and what was learnt from compiling it."""
+    """A compiled candidate: how to start it, how to wait for it, and what its compilation took."""
 
     launch: Callable[[], Any]  # starts one call and returns its outputs, possibly not yet computed
     wait: Callable[[Any], Any]  # blocks until they are, and returns them
@@ -57,7 +57,7 @@ def time_calls(run: Run, calls: int) -> float:
 
 
 def calls_within(run: Run, seconds: float) -> int:
-    """How many calls hold so much work, one at least. Warms up on the way."""
+    """How many calls take ``seconds``, at least one. Also warms up."""
     time_calls(run, 1)
     once = time_calls(run, 1)
     return math.ceil(seconds / max(once, 1e-6))
@@ -70,7 +70,7 @@ def interleave[K: Hashable](
     seed: int = 0,
     on_timing: Callable[[K, int], None] | None = None,
 ) -> dict[K, list[float]]:
-    """Seconds per call of each run, one sample a round; every round times all of them in an order of its own."""
+    """Seconds per call of each run, one sample per round; every round times all of them in a new random order."""
     seconds = GPU_SECONDS if on_gpu else SAMPLE_SECONDS / rounds
     calls = {key: max(calls_within(run, seconds), MIN_GPU_CALLS if on_gpu else 1) for key, run in runs.items()}
     samples: dict[K, list[float]] = {key: [] for key in runs}

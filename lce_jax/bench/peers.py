@@ -1,10 +1,10 @@
-"""What a PyTorch user would pick, where it is installed: one function a peer.
+"""What a PyTorch user would pick, if it is installed: one function per peer.
 
 Each takes the shape and returns a `Peer`, or the reason why it cannot run; a missing package raises ImportError. The
 tensors share memory with the JAX arrays (DLPack), so every row of a table works on the same operands.
 
 Peers compute different things. Those that return no entropy are timed on log-probabilities alone, those that return
-one scalar on its sum, and the label says so: they do less work than the rows they stand beside.
+one scalar on that sum. They do less work than the other rows, and their labels say so.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from typing import Any
 
 import matplotlib
 
-matplotlib.use("Agg")  # files only: a machine without a display will do
+matplotlib.use("Agg")  # files only, so no display is needed
 
 import matplotlib.pyplot as plt
 from matplotlib.lines import Line2D
@@ -51,7 +51,7 @@ STYLE: dict[Any, Any] = {
 
 
 def draw(path: Path, measurements: Sequence[Measurement], where: dict[str, str]) -> None:
-    """A strip of three panels a head: forward, forward + backward, and the temporary memory of the latter."""
+    """Three panels per head: forward, forward + backward, and the temporary memory of the latter."""
     heads: dict[Head, list[Measurement]] = {}
     for one in sorted(measurements, key=lambda one: one.shape.tokens):
         heads.setdefault(one.shape.head, []).append(one)
@@ -88,7 +88,7 @@ def _colours(labels: dict[str, str]) -> dict[str, str]:
 
 
 def _lines(strip: Any, group: list[Measurement], colours: dict[str, str]) -> None:
-    """Against T. Time is per token, where what costs the same at every length is flat; memory is logarithmic."""
+    """Against T. Time is per token, so that a cost in proportion to T is a flat line; memory is logarithmic."""
     forward, both, memory = axes = strip.subplots(1, 3)
 
     def plot(axis: Any, key: str, direction: str, value: Any) -> None:
@@ -125,7 +125,7 @@ def _microseconds_per_token(measured: Measurement, row: Row) -> float:
 
 
 def _bars(strip: Any, group: list[Measurement], colours: dict[str, str]) -> None:
-    """One number of tokens: a line a candidate, across the three panels."""
+    """One number of tokens: a row of bars per candidate, across the three panels."""
     (measured,) = group
     labels = _labels(group)
     keys = list(labels)

@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 type Objective = Literal["logprob+entropy", "logprob", "sum of logprobs"]
 type Results = Mapping[str, Array]
 
-LOGIT_SPREAD = 3.0  # standard deviation of the logits; at it the softmax carries a third of the gradients, not none
+LOGIT_SPREAD = 3.0  # standard deviation of the logits, at which the softmax carries a third of the gradients
 GRADIENTS = ("dhidden", "dweight")
 BLOCK_BYTES = 512 << 20  # of the reference's logits at a time
 TF32_EPS = 2.0**-10
-TENSOR_CORE_TERMS = 16  # of a product in half precision between two roundings of its float32 sum
+TENSOR_CORE_TERMS = 16  # between two roundings of the float32 sum of a product in half precision
 TENSOR_CORE_CUT = 2.0**-24
 
 
@@ -98,7 +98,7 @@ def reference(problem: Problem, objective: Objective) -> Reference:
     weight = problem.weight.astype(jnp.float32)
     per_token = (problem.hidden, problem.labels, *cotangents(problem, objective))
     most = max(1, BLOCK_BYTES // (4 * head.vocab_size))
-    rows = 1 << (most.bit_length() - 1)  # a power of two, as numbers of tokens mostly are: no odd block to compile
+    rows = 1 << (most.bit_length() - 1)  # a power of two, as most token counts are: the last block is then whole
     loss, outputs, dhidden, dweight = jnp.float32(0), [], [], jnp.zeros_like(weight)
     for start in range(0, problem.shape.tokens, rows):
         (value, out), (dh, dw) = _block(head.logit_softcap, weight, *(x[start : start + rows] for x in per_token))
@@ -132,7 +132,7 @@ def _block(
 
 
 def product_eps(problem: Problem) -> float:
-    """What a GPU's products lose, relative to the logits: TF32 of float32 operands, cut sums of half precision."""
+    """What a GPU's products lose, relative to the logits: to TF32 in float32, to truncated sums in half precision."""
     if next(iter(problem.hidden.devices())).platform != "gpu":
         return 0.0
     if problem.hidden.dtype == jnp.float32:

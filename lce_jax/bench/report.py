@@ -1,4 +1,4 @@
-"""The measurements for people and for programs: a table a shape, the bounds in plain words, and a JSON file."""
+"""The measurements for people and for programs: a table per shape, the bounds in plain words, and a JSON file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lce_jax._types import format_bytes
 from lce_jax.bench.run import Measurement, Row
 from lce_jax.bench.shapes import BOTH, FORWARD, GEMM, bounds
 
-MIN_WIDTH = 120  # columns of a table that is piped or logged, where there is no terminal to ask
+MIN_WIDTH = 120  # columns of a table that is piped or logged, without a terminal
 
 
 def device() -> dict[str, str]:
@@ -36,13 +36,13 @@ def device() -> dict[str, str]:
 
 
 def console() -> Console:
-    """Standard output, wide enough for the table also where it is no terminal."""
+    """Standard output, wide enough for the table even if it is not a terminal."""
     out = Console()
     return out if out.is_terminal else Console(width=max(out.width, MIN_WIDTH))
 
 
 def table(measured: Measurement) -> Table:
-    """The rows of one shape, a section a direction."""
+    """The rows of one shape, a section per direction."""
     out = Table(
         title=f"{measured.shape}, {measured.dtype}",
         caption="temp: memory beyond operands and results (the bare GEMM's result is the logits)",
@@ -84,7 +84,7 @@ def _times(ratio: float | None) -> str:
 
 
 def left_out(measured: Measurement, before: Sequence[Measurement] = ()) -> list[str]:
-    """A line for each reason with everything that was not timed for it, unless an earlier shape said the same."""
+    """A line per reason, with all that it kept from being timed; none if an earlier shape had the same."""
     reasons: dict[str, list[str]] = {}
     for name, reason in measured.left_out.items():
         if all(one.left_out.get(name) != reason for one in before):

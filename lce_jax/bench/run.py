@@ -1,4 +1,4 @@
-"""One shape from operands to rows: compile and check every candidate, time the right ones, keep why others are out."""
+"""One shape from operands to rows: compile and check each candidate, time the right ones, record why others are out."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Row:
     label: str
     direction: str
     objective: str
-    seconds: list[float]  # per call, one sample a round
+    seconds: list[float]  # per call, one sample per round
     temp_bytes: int
     compile_seconds: float
     errors: dict[str, float]  # of each result, as `problem.error` defines it
@@ -53,7 +53,7 @@ class Measurement:
         return next((row for row in self.rows if (row.key, row.direction) == (key, direction)), None)
 
     def ratio(self, row: Row, key: str, direction: str) -> float | None:
-        """How many times as long as another row ``row`` took."""
+        """The time of ``row`` over that of another row; None if the other was not timed."""
         other = self.row(key, direction)
         return None if other is None else row.median / other.median
 
@@ -122,7 +122,7 @@ def admit(
         try:
             run = one.compile()
             results = one.results(run.wait(run.launch()))
-        except Exception as failure:  # out of memory, mostly; the kinds differ by framework
+        except Exception as failure:  # mostly out of memory; its type differs by framework
             refused[f"{one.label}, {one.direction}"] = _first_line(failure)
             continue
         reason, found = refusal(results, problem, references[one.objective], one.logits_rounded)

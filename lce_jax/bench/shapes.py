@@ -1,4 +1,4 @@
-"""What is measured, as data: the heads of named models, the default shapes, and the bounds the project holds itself to.
+"""What is measured, as data: the heads of named models, the default shapes, and the bounds that the project promises.
 
 Hidden sizes and vocabularies are ``hidden_size`` and ``vocab_size`` of each model's published ``config.json``
 (huggingface.co/<organisation>/<model>), checked against the model files of
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 
 @dataclasses.dataclass(frozen=True)
 class Head:
-    """The head of a language model: everything about a shape but the number of tokens."""
+    """The head of a language model: a shape without its number of tokens."""
 
     hidden_size: int
     vocab_size: int
@@ -43,7 +43,7 @@ class Shape:
 
 
 GEMM, FORWARD, BOTH = "gemm", "forward", "forward+backward"  # the directions a row can time
-# The Hopper kernels, and the direction whose time each of them decides.
+# The Hopper kernels, and the direction whose time decides the tiles of each.
 KERNELS = {"forward": FORWARD, "dlogits": BOTH, "dhidden": BOTH, "dweight": BOTH}
 
 MODELS = {

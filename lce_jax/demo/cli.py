@@ -29,7 +29,7 @@ _SFT_STEPS, _RL_STEPS = 400, 30
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs the demo; exits with a message where an option makes no sense."""
+    """Runs the demo; exits with a message if an option makes no sense."""
     parser = _parser()
     options = parser.parse_args(arguments)
     if options.rl_steps is None:
@@ -129,7 +129,7 @@ def _progress(console: Console) -> Progress:
 
 
 def _tracked[T](progress: Progress, name: str, items: Iterable[T], total: int, describe: Callable[[T], str]) -> list[T]:
-    """The items, each moving the bar."""
+    """The items as a list; the progress bar advances with each."""
     task = progress.add_task(name, total=total, latest="")
     done = []
     for item in items:

@@ -1,4 +1,4 @@
-"""The demo's own head, fused and with its logits stored: the same numbers, the memory and the time of each."""
+"""The demo's own head, fused and with stored logits: how far their results differ, and the memory and time of each."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Program:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """What the two programs have in common, and what not."""
+    """The shape of both programs, how far their results differ, and what each costs."""
 
     num_tokens: int
     hidden_size: int
@@ -102,7 +102,7 @@ def _compile(function: Callable[..., tuple[Array, Any]], operands: tuple) -> Any
 
 
 def _interleaved_medians(programs: list[Any], operands: tuple) -> list[float]:
-    """Seconds of each, a run of one after a run of the other, so that what else the machine does falls on both."""
+    """Median seconds of each program. They run in turns, so that other load on the machine affects both."""
     seconds: list[list[float]] = [[] for _ in programs]
     for _ in range(_ROUNDS):
         for program, taken in zip(programs, seconds, strict=True):

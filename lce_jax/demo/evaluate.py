@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Evaluation(NamedTuple):
-    """Of a model, on held-out files."""
+    """What is measured of a model on held-out files."""
 
     loss: float  # nats per token
     entropy: float  # of the predictions of those tokens, nats
@@ -33,7 +33,7 @@ class Evaluation(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Evaluator:
-    """Windows of text, and prompts in batches as large as a rollout; drawn once, so that every model meets the same."""
+    """Windows of text, and prompts in batches as large as a rollout; drawn once, so that every model sees the same."""
 
     corpus: Corpus
     config: RlConfig
@@ -45,7 +45,7 @@ class Evaluator:
 
     @classmethod
     def create(cls, corpus: Corpus, config: RlConfig, mesh: Mesh, seed: int) -> Evaluator:
-        """Draws 64 windows of 128 tokens (and each one's next), and prompts for four batches of completions."""
+        """Draws 64 windows of 128 tokens and their labels, and prompts for four batches of completions."""
         rng = np.random.default_rng((seed, 3))
         windows = sample_windows(corpus.held_out, rng, round_up(64, mesh.shape["data"]), 129)
         count = 4 * config.prompts * config.group

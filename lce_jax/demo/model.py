@@ -32,7 +32,7 @@ class Config:
     """Sizes of the model. ``vocab_size`` is the tokenizer's; the embedding has `padded_vocab_size` rows."""
 
     vocab_size: int
-    vocab_multiple: int  # the shards of the vocabulary must be of one size
+    vocab_multiple: int  # so that all shards of the vocabulary have one size
     hidden_size: int = 128
     num_layers: int = 3
     num_heads: int = 4
@@ -91,7 +91,7 @@ class Transformer(nnx.Module):
     def extend(
         self, tokens: Int[Array, "B S"], cache: list[Any], start: int | Int[Array, ""]
     ) -> tuple[Float[Array, "B S H"], list[KVCache]]:
-        """Final hidden states of tokens at positions ``start``..., given the cache of those before, and it extended."""
+        """Final hidden states of tokens at positions ``start``..., given the cache before them; the new cache."""
         x = self.embed(tokens)
         extended = []
         for block, seen in zip(self.blocks, cache, strict=True):

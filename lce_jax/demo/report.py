@@ -110,7 +110,7 @@ def draw(
 
 
 def _curve(axes: Axes, values: list[float], label: str, color: str) -> None:
-    """Every value, faint, and the mean of its neighbourhood, a twentieth of the run."""
+    """Every value, faint, and its mean over a twentieth of the run."""
     steps = np.arange(1, len(values) + 1)
     reach = len(values) // 40
     means = [np.mean(values[max(0, i - reach) : i + reach + 1]) for i in range(len(values))]

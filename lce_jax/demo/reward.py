@@ -1,8 +1,8 @@
 """The reward of phase 2: how much of a completion is Python, as Python's own parser judges it, line by line.
 
-Real text does not earn 1: it has comments, docstrings and statements of several lines. A policy can pass it by writing
-short statements and nothing else, and with enough steps it does; the reward says what it measures, not what is good
-code. The loss on real text, which the demo prints beside it, shows the price.
+Real text does not earn 1: it has comments, docstrings and statements of several lines. A policy can earn more by
+writing only short statements, and with enough steps it does: the reward measures statements, not good code. The loss on
+real text, which the demo prints too, shows what this costs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from lce_jax.demo.text import Corpus
 
-# A line of a program need not stand alone: what may surround it. The first frame that parses decides.
+# A line of a program may need others around it. The first of these frames that parses decides.
 _FRAMES = ("{}", "{} pass", "if 1: pass\n{} pass", "try: pass\n{} pass", "{}\ndef f(): pass")
 _MAX_LINE = 500  # characters: beyond it the parser's own recursion could overflow
 
@@ -45,8 +45,8 @@ def is_statement(line: str) -> bool:
 def statement_share(lines: list[tuple[str, int]], window: int) -> float:
     """The share of a window of ``window`` tokens on lines that are statements, each different line counted once.
 
-    A line is (text, tokens). Blank lines, comments and repetitions earn nothing, nor does ending before the window is
-    full, so the degenerate ways to please the parser do not pay.
+    A line is (text, tokens). Blank lines, comments and repetitions earn nothing, and neither does ending before the
+    window is full, so the degenerate ways to please the parser do not pay.
     """
     different = {text.strip(): length for text, length in reversed(lines)}
     return sum(length for text, length in different.items() if is_statement(text)) / window
@@ -69,7 +69,7 @@ def generated(completions: Int[np.ndarray, "b window"], corpus: Corpus) -> Bool[
 
 
 def _lines(tokens: list[int], corpus: Corpus) -> Iterator[tuple[str, int]]:
-    """Text and token count of each line, its newline counted; the last one, which the window cuts, as it stands."""
+    """Text and token count of each line, newline included. The window may cut the last line short."""
     starts = [0, *(i + 1 for i, token in enumerate(tokens) if token == corpus.newline), len(tokens)]
     for start, stop in itertools.pairwise(starts):
         yield corpus.tokenizer.decode(tokens[start:stop]), stop - start
@@ -77,7 +77,7 @@ def _lines(tokens: list[int], corpus: Corpus) -> Iterator[tuple[str, int]]:
 
 def _parse(source: str) -> list[ast.stmt] | None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SyntaxWarning)  # an invalid escape is a matter of style here
+        warnings.simplefilter("ignore", SyntaxWarning)  # an invalid escape is no error here
         try:
             return ast.parse(source).body
         except (SyntaxError, ValueError):

@@ -40,19 +40,19 @@ class RlConfig:
     prompt_length: int = 32
     completion_length: int = 32
     temperature: float = 0.7  # of the policy: of its samples, its log-probabilities and its entropy
-    minibatches: int = 2  # from the second one on the policy has moved, and the ratio with it
+    minibatches: int = 2  # from the second on, the policy has changed and the ratio is not 1
     learning_rate: float = 3e-4
     clip: float = 0.2
     entropy_bonus: float = 0.01
     implementation: str | None = None
 
     def on(self, mesh: Mesh) -> RlConfig:
-        """The same with rollouts, and minibatches of them, that the mesh's data axis divides."""
+        """A copy whose rollouts and minibatches divide by the mesh's data axis."""
         return dataclasses.replace(self, prompts=round_up(self.prompts, self.minibatches * mesh.shape["data"]))
 
 
 class Rollout(NamedTuple):
-    """Sampled sequences, prompt first, and what the update needs to know of each of their tokens but the first."""
+    """Sampled sequences, prompt first, and what the update needs for each of their tokens except the first."""
 
     tokens: Int[Array, "B S"]
     where: Bool[Array, "B S-1"]  # the tokens that the policy chose
@@ -61,7 +61,7 @@ class Rollout(NamedTuple):
 
 
 class RlMetrics(NamedTuple):
-    """Of one step: mean reward of its completions, entropy of the policy on them in nats per token."""
+    """One step: the mean reward of its completions, and the policy's entropy on them in nats per token."""
 
     reward: float
     entropy: float
@@ -102,7 +102,7 @@ def policy(
 
 
 def policy_loss(model: Transformer, rollout: Rollout, config: RlConfig) -> tuple[Array, Array]:
-    """PPO's clipped objective less the entropy bonus, and the entropy; each a mean over the chosen tokens."""
+    """PPO's clipped loss minus the entropy bonus, and the entropy; each a mean over the chosen tokens."""
     out = policy(model, rollout.tokens, rollout.where, config)
     assert out.entropy is not None  # for the type checker: it was asked for
     ratio = jnp.exp(out.logprobs - rollout.old_logprobs)

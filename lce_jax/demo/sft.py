@@ -34,7 +34,7 @@ class SftConfig:
     implementation: str | None = None
 
     def on(self, mesh: Mesh) -> SftConfig:
-        """The same with a batch that the mesh's data axis divides."""
+        """A copy whose batch divides by the mesh's data axis."""
         return dataclasses.replace(self, batch=round_up(self.batch, mesh.shape["data"]))
 
 

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 VOCAB_SIZE = 16_000
 END_OF_TEXT = "<|endoftext|>"
-# Folders that not every distribution ships, that are not part of Python, or that hold tables rather than code.
+# Folders that some distributions do not ship, that are not part of Python, or that hold tables rather than code.
 _SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data"}
-_HELD_OUT_EVERY = 20  # one file in so many is never trained on
+_HELD_OUT_EVERY = 20  # one file in 20 is never trained on
 
 
 @dataclasses.dataclass(frozen=True)

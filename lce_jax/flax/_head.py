@@ -1,4 +1,4 @@
-"""What a head does with its weight, the same for both Flax APIs. Imports no Flax."""
+"""What a head does with its weight, common to both Flax APIs. Imports no Flax."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Head:
 
     @property
     def on_mesh(self) -> bool:
-        """Whether the head splits anything over a mesh itself."""
+        """Whether the head names a mesh axis."""
         return any(axes is not None for axes in (self.vocab_axis, self.batch_axes, self.sequence_axis))
 
     def logits(
@@ -108,7 +108,7 @@ class Head:
         bias: Float[Array, "V"] | None = None,
         **options: Unpack[CallOptions],
     ) -> LogprobOutput:
-        """`linear_logprobs`, or `sharded_linear_logprobs` where the head names a mesh axis."""
+        """`linear_logprobs`, or `sharded_linear_logprobs` if the head names a mesh axis."""
         function = sharding.sharded_linear_logprobs if self.on_mesh else api.linear_logprobs
         return function(hidden, self._cast(weight), labels, bias=bias, **self._own_options(), **options)
 
@@ -120,12 +120,12 @@ class Head:
         bias: Float[Array, "V"] | None = None,
         **options: Unpack[LossOptions],
     ) -> Float[Array, "..."]:
-        """`linear_cross_entropy`, or `sharded_linear_cross_entropy` where the head names a mesh axis."""
+        """`linear_cross_entropy`, or `sharded_linear_cross_entropy` if the head names a mesh axis."""
         function = sharding.sharded_linear_cross_entropy if self.on_mesh else api.linear_cross_entropy
         return function(hidden, self._cast(weight), labels, bias=bias, **self._own_options(), **options)
 
     def _own_options(self) -> dict[str, Any]:
-        """The options that a call may not set; Python refuses one that is given twice."""
+        """The options that belong to the head; Python refuses one that a call gives again."""
         own: dict[str, Any] = {
             "logit_scale": self.logit_scale,
             "logit_softcap": self.logit_softcap,
@@ -146,9 +146,9 @@ class Head:
 
 
 def _logits_sharding(hidden: Float[Array, "*b H"], weight: Float[Array, "V H"]) -> NamedSharding | None:
-    """Under Explicit axes, tokens split as hidden's are and the vocabulary whole; else the compiler's choice.
+    """Under Explicit axes, tokens split as hidden's are and the vocabulary whole; otherwise the compiler's choice.
 
-    Whole, because slicing the padding off a split vocabulary would leave uneven shards.
+    It is whole because cutting the padding off a split vocabulary would leave uneven shards.
     """
     own = jax.typeof(hidden).sharding
     if AxisType.Explicit not in own.mesh.axis_types:
@@ -168,7 +168,7 @@ def padded_vocabulary(vocab_size: int, pad_to_multiple: int) -> int:
 
 
 def check_tied(embedding: Any, hidden_size: int, vocab_size: int, pad_to_multiple: int) -> None:
-    """An embedding's parameter against the head that is to share it."""
+    """Checks that an embedding's parameter fits the head that is to share it."""
     rows, size = embedding.shape
     if size != hidden_size:
         raise ValueError(f"hidden_size={hidden_size} does not fit the tied embedding {(rows, size)}")
@@ -178,7 +178,7 @@ def check_tied(embedding: Any, hidden_size: int, vocab_size: int, pad_to_multipl
 
 
 def own_rows(vocab_size: int, pad_to_multiple: int, vocab_axis: Axes, mesh: Any) -> int:
-    """The rows of an own weight, which the shards of ``vocab_axis`` must divide where the mesh is known."""
+    """The rows of a head's own weight, checked to divide by the shards of ``vocab_axis`` if the mesh is known."""
     rows = padded_vocabulary(vocab_size, pad_to_multiple)
     mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
     shards = math.prod(mesh.shape.get(axis, 1) for axis in _layout.as_axes(vocab_axis))
@@ -191,7 +191,7 @@ def own_rows(vocab_size: int, pad_to_multiple: int, vocab_axis: Axes, mesh: Any)
 
 
 def check_same_axes(names: Sequence[Any], vocab_axis: Axes) -> None:
-    """An initializer that says how the weight is split must split its rows as the head does."""
+    """Checks that an initializer with an annotation splits the weight's rows as the head does."""
     rows = _layout.as_axes(names[0]) if names else ()
     if vocab_axis is not None and rows != _layout.as_axes(vocab_axis):
         raise ValueError(

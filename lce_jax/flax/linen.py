@@ -22,32 +22,32 @@ class LMHead(nn.Module):
     """A language-model head that need not store its logits: ``head(hidden)``, ``head.logprobs``, ``head.loss``.
 
     Holds a parameter ``weight [rows, H]``, or (`tied`) uses an embedding's, and with ``use_bias`` a ``bias [rows]``.
-    Scale, cap, padding and mesh are set here, once, and so are the same in sampling, in log-probabilities and in the
+    Scale, cap, padding and mesh are set here once, so they are the same in sampling, in log-probabilities and in the
     loss.
 
     Attributes:
         hidden_size: H.
         vocab_size: the true vocabulary, V.
-        embed: an ``nn.Embed`` of the parent whose parameter is the head's weight. None: an own weight.
-        pad_to_multiple: rounds the rows of an own weight up, say to the number of shards. Rows from ``vocab_size`` on
-            are padding: in no logits, no sum, with zero gradient. A tied weight has the rows that it has.
+        embed: an ``nn.Embed`` of the parent whose parameter is the head's weight. None: the head has its own.
+        pad_to_multiple: rounds the rows of the head's own weight up, for example to the number of shards. Rows from
+            ``vocab_size`` on are padding: in no logits and no sum, with zero gradient. A tied weight is not padded.
         use_bias: whether the head has a parameter ``bias [rows]`` too, zero at first, which is added to the products
             before the scale (GPT-J, Phi). The kernels for Hopper GPUs do not serve it.
         logit_scale: multiplies the float32 logits (Cohere, MuP).
         logit_softcap: ``c`` in ``c·tanh(logits / c)`` (Gemma 2: 30). None: no cap.
-        dtype: of the matrix products; the weight is cast to it in each call, the hidden states follow. None: that of
-            the weight.
-        param_dtype: of an own weight.
-        weight_init: initialiser of an own weight.
+        dtype: of the matrix products; each call casts the weight and the hidden states to it. None: that of the
+            weight.
+        param_dtype: the dtype of the head's own weight and of the bias.
+        weight_init: initializer of the head's own weight.
         precision: of the matrix products with float32 operands.
         mesh: the mesh of the axes below. None: that of ``jax.set_mesh``.
-        vocab_axis: the mesh axis (or axes) that splits the vocabulary. An own weight is annotated with it, or as
-            ``weight_init`` says itself (``nn.with_partitioning(initializer, ("tensor", "fsdp"))``).
-            With this or one of the next two, ``logprobs`` and ``loss`` are `lce_jax.sharded_linear_logprobs` and
-            `lce_jax.sharded_linear_cross_entropy`; without, `lce_jax.linear_logprobs` and
+        vocab_axis: the mesh axis (or axes) that splits the vocabulary. The head's own weight is annotated with it,
+            or as ``weight_init`` says itself (``nn.with_partitioning(initializer, ("tensor", "fsdp"))``). With this
+            or one of the next two, ``logprobs`` and ``loss`` are `lce_jax.sharded_linear_logprobs` and
+            `lce_jax.sharded_linear_cross_entropy`. Without them they are `lce_jax.linear_logprobs` and
             `lce_jax.linear_cross_entropy`, for one device or inside ``jax.shard_map``.
         batch_axes: the mesh axis (or axes) that splits the first dimension of the hidden states.
-        sequence_axis: the mesh axis that splits their sequence; it may be ``vocab_axis``.
+        sequence_axis: the mesh axis (or axes) that splits their sequence; it may be ``vocab_axis``, or end with it.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -110,7 +110,7 @@ class LMHead(nn.Module):
         return cls(embed.features, vocab_size, embed=embed, **{"dtype": embed.dtype, **options})
 
     def setup(self) -> None:
-        """The weight, own or the embedding's, and the options that every call shares."""
+        """The weight, the head's own or the embedding's, and the options that every call shares."""
         if self.embed is not None:
             self.weight = self.embed.embedding
             _head.check_tied(self.weight, self.hidden_size, self.vocab_size, self.pad_to_multiple)
@@ -137,8 +137,8 @@ class LMHead(nn.Module):
     def __call__(self, hidden: Float[Array, "*b H"]) -> Float[Array, "*b vocab_size"]:
         """Logits, for sampling: float32, after scale and cap, over the true vocabulary (the padding is cut off).
 
-        The one method that stores ``[..., V]``. Differentiable by the usual means. Over a mesh with Explicit axes the
-        logits are split as ``hidden`` is and whole over the vocabulary; with Auto axes the compiler decides.
+        The one method that stores ``[..., V]``; JAX differentiates it as usual. Over a mesh with Explicit axes the
+        logits are split as ``hidden`` is, with the vocabulary whole; with Auto axes the compiler decides.
 
         Args:
             hidden: ``[..., H]``.
@@ -173,15 +173,15 @@ class LMHead(nn.Module):
 
 
 def _partitioned(initializer: Any, vocab_axis: Any, mesh: Any, dims: int = 2) -> Any:
-    """The initializer with the annotation that it brings along, else one that splits the vocabulary over its axis.
+    """The initializer with its own annotation if it has one, else with one that splits the vocabulary over its axis.
 
-    Under Explicit axes, where Flax asserts the annotation, the weight is born split. An annotation of ours holds no
-    mesh: Flax would constrain to it, which is an error there.
+    Under Explicit axes Flax asserts the annotation, so the weight is created split. The annotation that is added here
+    holds no mesh: with one, Flax would add a sharding constraint, which is an error under Explicit axes.
     """
 
     def initialize(*args: Any) -> Any:
         weight = initializer(*args)
-        if isinstance(weight, nn.LogicallyPartitioned):  # its names are no mesh axes
+        if isinstance(weight, nn.LogicallyPartitioned):  # its names are logical, not mesh axes
             return weight
         if isinstance(weight, nn.Partitioned):
             _head.check_same_axes(weight.names, vocab_axis)

@@ -22,34 +22,34 @@ class LMHead(nnx.Module):
     """A language-model head that need not store its logits: ``head(hidden)``, ``head.logprobs``, ``head.loss``.
 
     Holds a parameter ``weight [rows, H]``, its own or (`tied`) an embedding's, and with ``use_bias`` a ``bias [rows]``.
-    Scale, cap, padding and mesh are set here, once, and so are the same in sampling, in log-probabilities and in the
+    Scale, cap, padding and mesh are set here once, so they are the same in sampling, in log-probabilities and in the
     loss.
 
     Args:
         hidden_size: H.
         vocab_size: the true vocabulary, V.
         embed: an ``nnx.Embed`` (or anything with its ``embedding [rows, H]``) whose parameter is the head's weight:
-            the same `nnx.Param`, once in the model's state, with the gradient of both uses. None: an own weight.
-        pad_to_multiple: rounds the rows of an own weight up, say to the number of shards. Rows from ``vocab_size`` on
-            are padding: in no logits, no sum, with zero gradient. A tied weight has the rows that it has.
+            the same `nnx.Param`, once in the model's state, with the gradient of both uses. None: the head has its own.
+        pad_to_multiple: rounds the rows of the head's own weight up, for example to the number of shards. Rows from
+            ``vocab_size`` on are padding: in no logits and no sum, with zero gradient. A tied weight is not padded.
         use_bias: whether the head has a parameter ``bias [rows]`` too, zero at first, which is added to the products
             before the scale (GPT-J, Phi). The kernels for Hopper GPUs do not serve it.
         logit_scale: multiplies the float32 logits (Cohere, MuP).
         logit_softcap: ``c`` in ``c·tanh(logits / c)`` (Gemma 2: 30). None: no cap.
-        dtype: of the matrix products; the weight is cast to it in each call, the hidden states follow. None: that of
-            the weight.
-        param_dtype: of an own weight.
-        weight_init: initialiser of an own weight.
+        dtype: of the matrix products; each call casts the weight and the hidden states to it. None: that of the
+            weight.
+        param_dtype: the dtype of the head's own weight and of the bias.
+        weight_init: initializer of the head's own weight.
         precision: of the matrix products with float32 operands.
         mesh: the mesh of the axes below. None: that of ``jax.set_mesh``, at construction and in each call.
-        vocab_axis: the mesh axis (or axes) that splits the vocabulary. An own weight is created split over it, or as
-            ``weight_init`` says itself (``nnx.with_partitioning(initializer, ("tensor", "fsdp"))``).
-            With this or one of the next two, ``logprobs`` and ``loss`` are `lce_jax.sharded_linear_logprobs` and
-            `lce_jax.sharded_linear_cross_entropy`; without, `lce_jax.linear_logprobs` and
+        vocab_axis: the mesh axis (or axes) that splits the vocabulary. The head's own weight is created split over it,
+            or as ``weight_init`` says itself (``nnx.with_partitioning(initializer, ("tensor", "fsdp"))``). With this
+            or one of the next two, ``logprobs`` and ``loss`` are `lce_jax.sharded_linear_logprobs` and
+            `lce_jax.sharded_linear_cross_entropy`. Without them they are `lce_jax.linear_logprobs` and
             `lce_jax.linear_cross_entropy`, for one device or inside ``jax.shard_map``.
         batch_axes: the mesh axis (or axes) that splits the first dimension of the hidden states.
-        sequence_axis: the mesh axis that splits their sequence; it may be ``vocab_axis``.
-        rngs: initialises an own weight.
+        sequence_axis: the mesh axis (or axes) that splits their sequence; it may be ``vocab_axis``, or end with it.
+        rngs: for the head's own weight.
 
     Example:
         >>> import jax.numpy as jnp
@@ -154,8 +154,8 @@ class LMHead(nnx.Module):
     def __call__(self, hidden: Float[Array, "*b H"]) -> Float[Array, "*b vocab_size"]:
         """Logits, for sampling: float32, after scale and cap, over the true vocabulary (the padding is cut off).
 
-        The one method that stores ``[..., V]``. Differentiable by the usual means. Over a mesh with Explicit axes the
-        logits are split as ``hidden`` is and whole over the vocabulary; with Auto axes the compiler decides.
+        The one method that stores ``[..., V]``; JAX differentiates it as usual. Over a mesh with Explicit axes the
+        logits are split as ``hidden`` is, with the vocabulary whole; with Auto axes the compiler decides.
 
         Args:
             hidden: ``[..., H]``.
