@@ -95,7 +95,7 @@ def _one_by_one(function: Callable[..., Any], in_batched: Any, operands: Any) ->
 
 
 def _with_batch(size: int, in_batched: Any, operands: Any) -> Any:
-    """Every leaf but the weight and the bias with the batch as its first dimension."""
+    """Every leaf with the batch as its first dimension, except the weight and the bias."""
 
     def lead(batched: bool, x: Array) -> Array:
         return x if batched else jnp.broadcast_to(x, (size, *x.shape))

@@ -22,7 +22,7 @@ type LayoutOf = Callable[[Any, Any, int], Layout]  # of checked hidden and weigh
 
 
 def case(hidden: Any, weight: Any, labels: Any, where: Any, options: CallOptions) -> Case:
-    """A call's shapes and dtypes, validated against each other. Arrays, tracers and ShapeDtypeStructs alike."""
+    """A call's shapes and dtypes, validated against each other. Arrays may be tracers or ShapeDtypeStructs."""
     static = options.static
     _checks.operands(hidden, weight, labels, where, options.bias, static)
     dtype, given = (jnp.dtype(jax.dtypes.canonicalize_dtype(x.dtype)) for x in (weight, hidden))

@@ -16,7 +16,7 @@ FLOATS = ("bfloat16", "float16", "float32", "float64")
 
 
 def operands(hidden: Any, weight: Any, labels: Any, where: Any, bias: Any, options: Options) -> None:
-    """The arrays of a call against each other. Arrays, tracers and ShapeDtypeStructs alike."""
+    """Checks the arrays of a call against each other. They may be tracers or ShapeDtypeStructs."""
     _floats(hidden, weight)
     label_array(labels)
     _shapes(hidden, weight, labels, options)
@@ -27,7 +27,7 @@ def operands(hidden: Any, weight: Any, labels: Any, where: Any, bias: Any, optio
 
 
 def vocabulary(vocab_size: Any, columns: int) -> int:
-    """The true vocabulary: ``vocab_size``, checked against the columns of all shards, or all these columns."""
+    """``vocab_size``, checked against the columns of all shards; None means all of them."""
     if vocab_size is None:
         return columns
     vocab_size = scalars.integer("vocab_size", vocab_size)

@@ -33,7 +33,7 @@ def total_cotangent(cotangent: Results, axis_name: AxisName) -> Results:
     """The cotangent of outputs that every shard of ``axis_name`` holds.
 
     Under ``check_vma=True`` the types already make it the same on every shard. Under ``check_vma=False`` each shard
-    has the derivative through its own copy, and by JAX's convention (that of ``psum``'s transpose) their sum is meant.
+    has the derivative through its own copy, and by JAX's convention (that of ``psum``'s transpose) these are summed.
     """
     if _compat.tracks_varying(axis_name):
         return cotangent

@@ -26,7 +26,7 @@ from lce_jax._types import (
 
 
 class Implementation(Protocol):
-    """What a module must define to be one: statistics and gradients, and before them its support and its plan."""
+    """What a module must define to be one: what it supports, its plan, the statistics and the gradients."""
 
     NAME: str
 

@@ -45,7 +45,7 @@ class Layout:
 
     @property
     def row_spec(self) -> P:
-        """The spec of per-token operands, which are whole along the dimension in which hidden is gathered."""
+        """The spec of per-token operands, which the vocabulary's axis does not split."""
         rows = list(self.leading)
         if self.gather_dim is not None:
             rows[self.gather_dim] = _without(rows[self.gather_dim], self.vocab_axes)
@@ -90,7 +90,7 @@ class Layout:
         return lax.dynamic_slice_in_dim(rows, start, size, self.gather_dim)
 
     def place(self, primals: Primals, per_token: Any) -> tuple[Primals, Any]:
-        """The operands resharded over Explicit axes as the specs say; `jax.shard_map` requires it of these alone."""
+        """The operands resharded as the specs say over Explicit axes, which require it; Auto axes do not."""
         types = zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
         implicit = tuple(name for name, kind in types if kind != AxisType.Explicit)
         if len(implicit) == len(self.mesh.axis_names):

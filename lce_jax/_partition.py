@@ -46,7 +46,7 @@ def mesh_of(operands: Any, cache_bytes: int) -> AbstractMesh | None:
 
 
 def _check_other_axes(mesh: AbstractMesh, operands: Any) -> None:
-    """Inside ``shard_map`` over some axes: refuses operands split over others, and warns of Auto ones, not readable."""
+    """Inside ``shard_map``: refuses operands split over other axes, and warns of Auto ones, whose split is unknown."""
     manual = ", ".join(repr(axis) for axis in mesh.manual_axes)
     advice = "make shard_map manual over these too (axis_names=...), and name the one that splits V as axis_name"
     split = {axis for x in jax.tree.leaves(operands) for axis in _axes_of(jax.typeof(x).sharding.spec)}

@@ -44,7 +44,7 @@ class Spec:
 
 
 def as_operand(primals: Primals) -> Primals:
-    """Hidden converted to the weight's dtype, and rounded explicitly: XLA may drop a conversion down and up again."""
+    """Hidden in the weight's dtype, rounded explicitly because XLA may drop a conversion down and up again."""
     hidden, to = primals.hidden, jnp.finfo(primals.weight.dtype)
     if to.bits < jnp.finfo(hidden.dtype).bits:
         hidden = lax.reduce_precision(hidden, to.nexp, to.nmant)
@@ -62,7 +62,7 @@ def statistics(spec: Spec, primals: Primals, rows: Rows, start: Any, keep_cache:
         return _dispatch.IMPLEMENTATIONS[spec.implementation].statistics(operands, spec.case, keep_cache)
 
     def elsewhere(implementation: Any, case: Case, operands: Operands) -> tuple[ShardStatistics, Any]:
-        _, cache = jax.eval_shape(chosen, operands)  # only the kernels read it: zeros do here
+        _, cache = jax.eval_shape(chosen, operands)  # of the kernels' shape, but nothing will read it
         empty = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), cache)
         return implementation.statistics(operands, case)[0], empty
 
@@ -95,7 +95,7 @@ def gradients(
         stats, cotangent, rows.live, scales.derivative, spec.case.options, spec.vocab_size
     )
     wrong = _wrong_temperature(rows)
-    if wrong is not None:  # dlogits become 0 there, because e^u and all coefficients do: dweight takes no NaN from them
+    if wrong is not None:  # e^u and all coefficients become 0 in these rows, so that dweight gets no NaN from them
         coefficients = jax.tree.map(lambda x: jnp.where(wrong, 0.0, x), coefficients)
         coefficients = coefficients._replace(shift=jnp.where(wrong, -_statistics.MASKED, coefficients.shift))
     if order is not None:
@@ -148,7 +148,7 @@ def _operands(spec: Spec, primals: Primals, rows: Rows, start: Any) -> tuple[Ope
 
 
 class _Scales(NamedTuple):
-    """Temperature and a traced scale or softcap in eq. 0, per token: z = logits · x, products of sign · hidden."""
+    """Per-token factors of eq. 0 from temperature and a traced scale or softcap: z = logits · x(sign · r)."""
 
     logits: Float[Array, "T"] | None  # None: 1
     raw: Float[Array, "T"] | None = None  # x = tanh(raw · r), or raw · r

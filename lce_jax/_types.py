@@ -1,4 +1,4 @@
-"""The types every layer speaks: outputs, static options, operands, and one shard's statistics.
+"""The types that all layers share: outputs, static options, operands, and one shard's statistics.
 
 Dimension letters used throughout the package: T tokens, H hidden size, V vocabulary (that of one shard when a mesh
 axis splits it), N shards.
@@ -135,7 +135,7 @@ class Operands(NamedTuple):
     hidden: Float[Array, "T H"]  # in the weight's dtype
     weight: Float[Array, "V H"]  # or [H, V]: Options.weight_layout
     targets: Int[Array, "T"]  # int32 column of the label in this shard, -1 where the shard does not own it
-    inverse_temperature: Float[Array, "T"] | None  # times a traced scale or cap; None: 1
+    inverse_temperature: Float[Array, "T"] | None  # 1 / temperature times a traced scale or cap; None: 1
     num_rows: Int[Array, ""] | None  # None: T
     num_columns: Int[Array, ""] | int | None  # None: V
     # Multiplies the raw products first: scale / cap if one of them is traced, or the sign of a traced scale.

@@ -1,4 +1,4 @@
-"""A function that XLA partitions by a rule of ours: `custom_partitioning`, and what it lacks.
+"""A function with its own rule for XLA's partitioner: `custom_partitioning`, and what it lacks.
 
 It cannot be exported, and if no mesh is known when the program is lowered, the shardings that it gives the rule have no
 axis names. So a primitive of our own decides at lowering: an exported program gets the plain function, any other the

@@ -37,7 +37,7 @@ def plan(case: Case, around: Surroundings = ALONE) -> Plan:
     forward += capped if case.options.stats else 0
     backward = logits + widened + vectors + (hidden * stat if own or widened else 0)
     backward += capped if case.options.mean_logit else 0
-    in_dweight = logits if case.vocab_size * case.hidden_size * item >= logits else 0  # memory that the forward may use
+    in_dweight = logits if case.vocab_size * case.hidden_size * item >= logits else 0  # the forward may use it
     return Plan(
         implementation=NAME,
         refused={},

@@ -192,7 +192,7 @@ def _columns(operands: Operands, start: Any, size: int, options: Options) -> _Co
 def _walk_vocabulary[C](case: Case, operands: Operands, body: Callable[[Any, int, C], C], carry: C) -> C:
     """``carry = body(start, size, carry)`` over the vocabulary: first the remainder, then whole tiles in a loop.
 
-    The loop waits for the remainder's carry. XLA could compute a remainder after the loop early, and hold it meanwhile.
+    The loop depends on the remainder. The other way round, XLA could start the remainder early and hold its tile.
     """
     _, tile_v = _xla_plan.tile_sizes(case)
     columns = operands.num_columns if isinstance(operands.num_columns, int) else case.vocab_size

@@ -4,7 +4,7 @@ Programs are compared only by timings taken seconds apart in one process: clocks
 several per cent between runs, but affect all candidates of a round alike. Under heavy work a GPU lowers its clock to
 what the candidate's power allows (an H200 from 1980 to 1400 MHz, at its limit of 700 W), so a candidate would profit
 from a lighter one before it. On a GPU each candidate therefore runs untimed until the clock has settled, and is then
-timed for long. Two runs of the same candidate then differ by half a per cent, where short timings differ by three.
+timed for 0.3 s. Two runs of the same candidate then differ by half a per cent, where short timings differ by three.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Run(NamedTuple):
     """A compiled candidate: how to start it, how to wait for it, and what its compilation took."""
 
     launch: Callable[[], Any]  # starts one call and returns its outputs, possibly not yet computed
-    wait: Callable[[Any], Any]  # blocks until they are, and returns them
+    wait: Callable[[Any], Any]  # blocks until they are computed, and returns them
     temp_bytes: int  # peak beyond operands and results
     compile_seconds: float
 

@@ -84,7 +84,7 @@ def _times(ratio: float | None) -> str:
 
 
 def left_out(measured: Measurement, before: Sequence[Measurement] = ()) -> list[str]:
-    """A line per reason, with all that it kept from being timed; none if an earlier shape had the same."""
+    """A line per reason with the candidates that it excludes, unless an earlier shape had the same."""
     reasons: dict[str, list[str]] = {}
     for name, reason in measured.left_out.items():
         if all(one.left_out.get(name) != reason for one in before):

@@ -91,7 +91,7 @@ class Transformer(nnx.Module):
     def extend(
         self, tokens: Int[Array, "B S"], cache: list[Any], start: int | Int[Array, ""]
     ) -> tuple[Float[Array, "B S H"], list[KVCache]]:
-        """Final hidden states of tokens at positions ``start``..., given the cache before them; the new cache."""
+        """Final hidden states of tokens at positions ``start``..., after those in the cache, and the extended cache."""
         x = self.embed(tokens)
         extended = []
         for block, seen in zip(self.blocks, cache, strict=True):
