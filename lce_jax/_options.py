@@ -73,7 +73,7 @@ def loss_call(given: LogprobOptions) -> LogprobOptions:
         if scalars.flag(name, given.get(name, False)):
             raise ValueError(
                 f"{name}=True, but a loss has no such output: linear_logprobs (or sharded_linear_logprobs) returns it "
-                "beside the log-probabilities, of which the loss is the mean"
+                "with the log-probabilities"
             )
     return {**given, "entropy": False}
 

@@ -177,7 +177,7 @@ def _layout_of_types(spec: Spec, primals: Primals, per_token: Any) -> Layout | N
     if auto := _auto_axes(mesh):
         warn_once(
             f"linear_logprobs takes its operands as whole over {', '.join(map(repr, auto))}, Auto axes of a mesh that "
-            "has Explicit ones too: make these Explicit, or call sharded_linear_logprobs (or _cross_entropy)"
+            "also has Explicit ones: make them Explicit, or call sharded_linear_logprobs (or _cross_entropy)"
         )
     hidden_spec, weight_spec = (jax.typeof(x).sharding.spec for x in (hidden, weight))
     rows_specs = [jax.typeof(x).sharding.spec for x in jax.tree.leaves(per_token)]

@@ -282,7 +282,7 @@ def _bound(
 ) -> tuple[Spec, Primals, Rows]:
     checked = _options.of_call(options)
     if checked.axis_name is not None:
-        raise ValueError(f"axis_name={checked.axis_name!r}: functions of lce_jax.local know no axis; merge yourself")
+        raise ValueError(f"axis_name={checked.axis_name!r}: functions of lce_jax.local know no axis, use local.merge")
     case = _bind.case(hidden, weight, labels, where, checked)
     if num_rows is not None:
         if where is not None:

@@ -72,7 +72,7 @@ class Head:
     def __post_init__(self) -> None:
         _options.static(logit_scale=self.logit_scale, logit_softcap=self.logit_softcap, precision=self.precision)
         if self.mesh is not None and not self.on_mesh:
-            raise ValueError("mesh without an axis: name what vocab_axis, batch_axes or sequence_axis split over it")
+            raise ValueError("mesh without an axis: name one as vocab_axis, batch_axes or sequence_axis")
 
     @property
     def on_mesh(self) -> bool:
