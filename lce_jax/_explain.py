@@ -5,14 +5,17 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any, Unpack
 
+from jax.sharding import AxisType
+
 from lce_jax import _bind, _checks, _dispatch, _options, api, scalars
-from lce_jax._layout import layout_of_names
+from lce_jax._layout import layout_of_arrays, layout_of_names
 from lce_jax._types import ALONE, Surroundings, is_array
 
 if TYPE_CHECKING:
     from jax.sharding import AbstractMesh, Mesh
 
     from lce_jax._layout import Axes
+    from lce_jax._shard import Spec
     from lce_jax._types import LogprobOptions, Plan
 
 
@@ -37,7 +40,8 @@ def explain(
 
     The plan is that of `linear_logprobs`. With any of ``ignore_index``, ``reduction``, ``label_smoothing``, ``z_loss``
     and ``normalizer`` it is that of `linear_cross_entropy`; with a mesh or an axis of it, that of the sharded function
-    for one device's tokens and columns. Operands may be tracers or ``jax.ShapeDtypeStruct``: nothing is computed. No
+    for one device's tokens and columns. Arrays that lie split over a mesh are planned as they lie: XLA, or their
+    types, partition the call so. Operands may be tracers or ``jax.ShapeDtypeStruct``: nothing is computed. No
     axis need be bound: with ``axis_name``, give the shapes of one shard.
 
     Args:
@@ -100,15 +104,32 @@ def explain(
     if ignore_index is not None:
         scalars.integer("ignore_index", ignore_index)
         case = dataclasses.replace(case, partial_rows=True)
+    named = mesh is not None or vocab_axis or batch_axes or sequence_axis
     layout, around, columns = None, ALONE, case.vocab_size
-    if mesh is not None or vocab_axis or batch_axes or sequence_axis:
+    if named:
         _options.no_axis_name(checked)
         axes = {"vocab_axis": vocab_axis, "batch_axes": batch_axes, "sequence_axis": sequence_axis}
         layout = layout_of_names(hidden, weight, case.options.vocab_dim, mesh=mesh, **axes)
-        around = Surroundings(gathers_hidden=layout.gather_dim is not None, sums_dweight=layout.token_shards > 1)
-    elif checked.axis_name is not None:
-        columns = scalars.INT32_MAX  # the columns of all shards: how many shards there are is not known here
+    elif checked.axis_name is None:
+        layout = layout_of_arrays(hidden, weight, [labels, *([] if where is None else [where])], case.options.vocab_dim)
     else:
+        columns = scalars.INT32_MAX  # the columns of all shards: how many shards there are is not known here
+    if layout is not None:
+        around = Surroundings(gathers_hidden=layout.gather_dim is not None, sums_dweight=layout.token_shards > 1)
+    elif checked.axis_name is None:
         around = Surroundings(true_columns=_checks.vocabulary(checked.vocab_size, columns))
     spec = _bind.spec(case, checked, columns, layout)
+    if layout is not None and not named and AxisType.Explicit not in layout.mesh.axis_types:
+        return _partitioned_by_xla(spec, around)
     return _dispatch.explain(spec.case, spec.requested, around)
+
+
+def _partitioned_by_xla(spec: Spec, around: Surroundings) -> Plan:
+    """The plan over Auto axes, where a cache has no global shape: nothing is kept."""
+    asked = spec.case.options.cache_bytes
+    case = dataclasses.replace(spec.case, options=dataclasses.replace(spec.case.options, cache_bytes=0))
+    plan = _dispatch.explain(case, spec.requested, around)
+    if not asked:
+        return plan
+    note = f"cache_bytes={asked} keeps nothing over Auto axes: call sharded_linear_logprobs, or make them Explicit"
+    return dataclasses.replace(plan, notes=(*plan.notes, note))

@@ -158,6 +158,21 @@ def layout_of_specs(
     return Layout(mesh, _spec_entry(vocab), vocab_dim, tuple(_spec_entry(axes) for axes in leading), gather_dim)
 
 
+def layout_of_arrays(hidden: Any, weight: Any, per_token: Sequence[Any], vocab_dim: int) -> Layout | None:
+    """The layout of arrays, or of their shapes, where they lie on a mesh of several devices; None where none does."""
+    shardings = [_sharding(x) for x in (hidden, weight, *per_token)]
+    meshes = [sharding.mesh for sharding in shardings if sharding is not None and sharding.mesh.size > 1]
+    if not meshes:
+        return None
+    of_hidden, of_weight, *of_rows = (P() if sharding is None else sharding.spec for sharding in shardings)
+    return layout_of_specs(meshes[0], hidden, weight, of_hidden, of_weight, of_rows, vocab_dim)
+
+
+def _sharding(x: Any) -> NamedSharding | None:
+    sharding = jax.typeof(x).sharding if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
+    return sharding if isinstance(sharding, NamedSharding) else None
+
+
 def _entry(spec: P, dim: int) -> tuple[str, ...]:
     return as_axes(spec.partitions[dim]) if dim < len(spec.partitions) else ()
 

@@ -109,6 +109,26 @@ def test_on_a_mesh_it_foretells_what_one_device_holds(dtype: str, batch: Any, se
         assert 0.95 * held <= said <= 1.25 * held, (said, held)
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("concrete", [True, False])
+def test_of_arrays_as_they_lie(kind: AxisType, concrete: bool) -> None:
+    """The plan is of one device's share, as the call runs it."""
+    mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(kind,) * 2)
+
+    def array(shape: tuple[int, ...], dtype: Any, *axes: Any) -> Any:
+        struct = jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*axes)))
+        return jax.device_put(jnp.zeros(shape, dtype), struct.sharding) if concrete else struct
+
+    call = array((8, 16, 64), "float32", "data"), array((512, 64), "float32", "tensor"), array((8, 16), "int32", "data")
+    plan = explain(*call, implementation="xla")
+    assert (plan.case.num_tokens, plan.case.vocab_size) == (64, 128)
+    named = explain(*call, implementation="xla", mesh=mesh, vocab_axis="tensor", batch_axes="data")
+    assert (plan.forward_bytes, plan.backward_bytes) == (named.forward_bytes, named.backward_bytes)
+    noted = explain(*call, implementation="xla", cache_bytes=1 << 20).notes
+    assert any("keeps nothing over Auto axes" in note for note in noted) == (kind == AxisType.Auto)
+    assert explain(*CALL).case.num_tokens == CALL[2].size
+
+
 def test_on_a_mesh_the_mistakes_are_those_of_the_sharded_functions() -> None:
     mistakes = [
         (dict(vocab_axis="model"), "vocab_axis 'model' is no axis"),
