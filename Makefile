@@ -22,7 +22,7 @@ demo: $(VENV)/.ready
 	$(RUN) -m lce_jax.demo $(DEMO_ARGS)
 
 test: $(VENV)/.ready
-	$(RUN) -m pytest -n $(WORKERS) -m "not gpu and not multi_gpu and not slow"
+	$(RUN) -m pytest -n $(WORKERS) --dist worksteal -m "not gpu and not multi_gpu and not slow"
 	$(RUN) -m pytest --nbmake notebooks
 
 test-all: test

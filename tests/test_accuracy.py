@@ -14,6 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 from lce_jax import linear_logprobs, local, sharded_linear_logprobs
 
+pytestmark = pytest.mark.usefixtures("optimized")  # rounding as users get it
+
 T, H, V = 640, 8, 1600
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},

@@ -10,6 +10,8 @@ import pytest
 from lce_jax import linear_cross_entropy, linear_logprobs, sharded_linear_cross_entropy, sharded_linear_logprobs
 from tests import oracle
 
+pytestmark = pytest.mark.usefixtures("optimized")  # rounding as users get it
+
 H, V, T = 16, 257, 12
 IMPLEMENTATIONS = ["xla", "reference"]
 

@@ -12,6 +12,8 @@ import pytest
 from lce_jax import linear_logprobs
 from tests import cases, oracle
 
+pytestmark = pytest.mark.usefixtures("optimized")  # rounding as users get it
+
 IMPLEMENTATIONS = ["xla", "reference"]
 # float32: the issue's bounds, a few roundings. 16 bit: the products are exact in float32, so values stay near float64's
 # for the same inputs; gradients carry one rounding of dlogits and are held to the materialised path's own error below.
@@ -19,9 +21,11 @@ VALUE_BOUND = {"float32": 2e-6, "bfloat16": 1e-4, "float16": 1e-4}
 GRADIENT_BOUND = 1e-5
 
 
+@functools.cache
 def evaluate(test: cases.TestCase, implementation: str):
+    """Outputs, gradients and the call, once for all tests that judge them."""
     hidden, weight, labels, options, seeds = cases.draw(test)
-    options.setdefault("precision", "highest")
+    options = {"precision": "highest"} | options
 
     def objective(*operands):
         out = linear_logprobs(*operands[:2], labels, implementation=implementation, **with_bias(options, operands))

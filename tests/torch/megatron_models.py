@@ -72,7 +72,7 @@ def norm(config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: An
 
 def configuration(
     *, tp: int, sp: bool = False, dtype: str = "float32", modern: bool = False, mup: bool = False, mtp: int = 0,
-    recompute: str | None = None, fusion: bool = False,
+    recompute: str | None = None, fusion: bool = False, layers: int = 2,
 ) -> TransformerConfig:  # fmt: skip
     """``modern``: RMSNorm, SwiGLU and no biases. ``mup``: twice its base width, so that logits are halved."""
     options: dict[str, Any] = {}
@@ -89,7 +89,7 @@ def configuration(
         options |= dict(recompute_granularity="selective", recompute_modules=["core_attn"])
     torch_dtype = getattr(torch, dtype)
     config = TransformerConfig(
-        num_layers=2, hidden_size=HIDDEN, num_attention_heads=HEADS, hidden_dropout=0.0, attention_dropout=0.0,
+        num_layers=layers, hidden_size=HIDDEN, num_attention_heads=HEADS, hidden_dropout=0.0, attention_dropout=0.0,
         init_method_std=0.1, embedding_init_method_std=0.2,  # logits of standard deviation 0.8 and more
         tensor_model_parallel_size=tp, sequence_parallel=sp, params_dtype=torch_dtype, pipeline_dtype=torch_dtype,
         bf16=torch_dtype == torch.bfloat16, fp16=torch_dtype == torch.float16,

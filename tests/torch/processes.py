@@ -78,4 +78,6 @@ def torchrun(
 def _environment(told: dict[str, str]) -> dict[str, str]:
     environment = {name: value for name, value in os.environ.items() if name not in CLEAN}
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    return {**environment, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **told}
+    # Ranks in step compile the same programs at the same time: one would read a file that another is writing.
+    alone = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "JAX_ENABLE_COMPILATION_CACHE": "0"}
+    return {**environment, **alone, **told}
