@@ -2,10 +2,10 @@
 
 Most of the suite's time is XLA's, to compile some four thousand small programs. On CPUs, two settings shorten it:
 
-* JAX asks LLVM for no optimization: a quarter less CPU time. What XLA itself does with a program stays: fusion, layouts,
-  partitioning, scheduling. Modules that judge the rounding of results ask for the fixture `optimized` instead.
-* A program that another test has compiled is read from a directory of this run, that workers and the processes they
-  start share. Name one in ``JAX_COMPILATION_CACHE_DIR`` to keep it from run to run.
+* JAX asks LLVM for no optimization: a quarter less CPU time. What XLA itself does with a program stays: fusion,
+  layouts, partitioning, scheduling. Modules that judge the rounding of results ask for the fixture `optimized` instead.
+* A program that another test has compiled is read from a directory of this run, which the workers share: one program
+  in seven. Name a directory in ``JAX_COMPILATION_CACHE_DIR`` to keep it from run to run.
 """
 
 import os
