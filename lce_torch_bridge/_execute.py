@@ -81,7 +81,7 @@ def gradients(
     saved: torch.Tensor,
     cache: list[torch.Tensor],
     cotangents: dict[str, torch.Tensor],
-    wanted: tuple[bool, bool],
+    wanted: tuple[bool, ...],
     call: Call,
 ) -> list[torch.Tensor]:
     """Those of dhidden and dweight that are wanted, in their operands' dtypes; dhidden summed over the group if asked.
@@ -116,15 +116,9 @@ def _spec(weight: torch.Tensor, call: Call, masked: bool) -> Spec:
     products: Any = torch.backends.cuda.matmul if weight.is_cuda else torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     exact = weight.dtype == torch.float32 and products.fp32_precision in ("none", "ieee")
     return Spec(
-        vocab_size=int(call.vocab_size),  # a SymInt where torch.compile traces
+        call=call.of_programs,
         vocab_start=rank * int(weight.shape[0]),
         padded=bool(call.vocab_size < shards * weight.shape[0]),
-        logit_scale=call.logit_scale,
-        logit_softcap=call.logit_softcap,
-        entropy=call.entropy != "none",
-        stats=call.stats,
-        cache_bytes=call.cache_bytes,
-        implementation=tuple(call.implementation.split(",")) if call.implementation else None,
         precision="highest" if exact else None,
         masked=masked,
     )

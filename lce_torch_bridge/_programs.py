@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from lce_jax import LogprobOutput, local
+from lce_torch_bridge._types import Call
 
 STATISTICS = ("max", "sumexp", "target", "weighted", "min")  # fields of local.ShardStatistics, in packed order
 MERGED = STATISTICS[:4]  # what the backward may need of them
@@ -31,24 +32,17 @@ MERGED = STATISTICS[:4]  # what the backward may need of them
 class Spec(NamedTuple):
     """The static part of a program."""
 
-    vocab_size: int  # the true size of the whole vocabulary
+    call: Call  # `Call.of_programs`
     vocab_start: int  # global id of the shard's first column
     padded: bool  # whether the shards have columns beyond the true vocabulary
-    logit_scale: float
-    logit_softcap: float | None
-    entropy: bool
-    stats: bool
-    cache_bytes: int
-    implementation: tuple[str, ...] | None
     precision: str | None
     masked: bool  # whether only as many rows count as its operand says
 
     @property
     def statistics(self) -> tuple[str, ...]:
         """The statistics that are computed."""
-        return tuple(
-            name for name in STATISTICS if (name != "weighted" or self.entropy) and (name != "min" or self.stats)
-        )
+        there = {"weighted": self.call.entropy != "none", "min": self.call.stats}
+        return tuple(name for name in STATISTICS if there.get(name, True))
 
     @property
     def merged(self) -> tuple[str, ...]:
@@ -93,7 +87,7 @@ def forward(spec: Spec, keep_cache: bool, fields: tuple[str, ...], megatron: boo
 
 @functools.cache
 def gradients(
-    spec: Spec, cotangents: tuple[str, ...], wanted: tuple[bool, bool], rounded: bool, cache: Any
+    spec: Spec, cotangents: tuple[str, ...], wanted: tuple[bool, ...], rounded: bool, cache: Any
 ) -> Callable[..., Any]:
     """``(hidden, weight, S and the cotangents, *cache leaves) -> [dhidden, dweight]``, if wanted.
 
@@ -116,7 +110,7 @@ def gradients(
             merged if entropy else merged._replace(weighted=None),
             LogprobOutput(seeds.get("logprobs"), seeds.get("entropy"), seeds.get("lse")),  # type: ignore[arg-type]
             cache=None if cache is None else jax.tree.unflatten(cache, leaves),
-            **_options(spec._replace(entropy=entropy), temperature, num_rows),
+            **_options(spec, temperature, num_rows) | {"entropy": entropy},
         )
         if rounded:
             grads = (grads[0].astype(hidden.dtype), grads[1])
@@ -148,10 +142,10 @@ def _statistics(spec: Spec, keep_cache: bool, hidden: Any, weight: Any, tokens: 
 def _results(spec: Spec, fields: tuple[str, ...], megatron: bool, tokens: Any, gathered: Any) -> Any:
     num_rows, labels, temperature = _unpacked(spec, tokens, gathered.shape[-1])
     merged = local.merge(_statistics_from(spec.statistics, jnp.moveaxis(gathered, 1, 0)))
-    out = local.finish(merged, labels, vocab_size=spec.vocab_size, where=_where(num_rows, labels.shape[0]))
+    out = local.finish(merged, labels, vocab_size=spec.call.vocab_size, where=_where(num_rows, labels.shape[0]))
     if megatron:
         # Its predicted logit is left at 0 once the maximum has been subtracted: -ln Σ e^(z - max), which is max - lse.
-        outside = (labels < 0) | (labels >= spec.vocab_size)
+        outside = (labels < 0) | (labels >= spec.call.vocab_size)
         out = out._replace(logprobs=jnp.where(outside, -jnp.log(merged.sumexp), out.logprobs))
     kept = [temperature, *(getattr(merged, name) for name in spec.merged)]
     numbers = [*(getattr(out, name) for name in fields), labels, *(x for x in kept if x is not None)]
@@ -166,8 +160,8 @@ def _counted(spec: Spec, packed: Any, rows: int) -> tuple[Any, Any]:
 def _unpacked(spec: Spec, tokens: Any, rows: int) -> tuple[Any, Any, Any]:
     """How many rows count, labels ``[P]``, at most one off the vocabulary, and the temperature ``[P]`` or None."""
     num_rows, (low, high, *bits) = _counted(spec, tokens, rows)
-    far = jnp.where(high < 0, -1, spec.vocab_size)  # JAX would take int64 modulo 2³², and 2³² + 3 for 3
-    labels = jnp.where(high == low >> 31, jnp.clip(low, -1, spec.vocab_size), far)
+    far = jnp.where(high < 0, -1, spec.call.vocab_size)  # JAX would take int64 modulo 2³², and 2³² + 3 for 3
+    labels = jnp.where(high == low >> 31, jnp.clip(low, -1, spec.call.vocab_size), far)
     return num_rows, labels, lax.bitcast_convert_type(bits[0], jnp.float32) if bits else None
 
 
@@ -177,18 +171,12 @@ def _statistics_from(names: tuple[str, ...], fields: Any) -> local.ShardStatisti
 
 
 def _options(spec: Spec, temperature: Any, num_rows: Any) -> dict[str, Any]:
-    return {
+    return spec.call.options | {
         "vocab_start": spec.vocab_start,
+        "vocab_size": spec.call.vocab_size if spec.padded else None,
         "num_rows": num_rows,
         "temperature": 1.0 if temperature is None else temperature,
-        "logit_scale": spec.logit_scale,
-        "logit_softcap": spec.logit_softcap,
-        "entropy": spec.entropy,
-        "stats": spec.stats,
-        "vocab_size": spec.vocab_size if spec.padded else None,
-        "cache_bytes": spec.cache_bytes,
         "precision": spec.precision,
-        "implementation": spec.implementation,
     }
 
 

@@ -7,7 +7,7 @@ token: its label, its temperature if it has one, and the merged statistics.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_type_hints
 
 import torch
 
@@ -15,6 +15,8 @@ type Entropy = Literal["grad", "metric", "none"]
 type OutOfVocab = Literal["zero", "megatron"]
 type Wgrad = Literal["return", "main_grad"]
 type Reduction = Literal["none", "sum", "mean"]
+
+DIFFERENTIABLE = ("logprobs", "entropy", "lse")  # results that may have a gradient
 
 
 class LogprobOutput(NamedTuple):
@@ -53,7 +55,10 @@ class Operands(NamedTuple):
 
 
 class Call(NamedTuple):
-    """All else about a call, of types that an operator's schema knows: the trailing arguments of both operators."""
+    """All else about a call, of types that an operator's schema knows: the trailing arguments of both operators.
+
+    What is not the bridge's own becomes an option of `lce_jax.local` under the same name.
+    """
 
     group: str  # `tensor_parallel.name_of`
     vocab_size: int  # the true size of the whole vocabulary
@@ -67,21 +72,33 @@ class Call(NamedTuple):
     implementation: str  # names joined by commas; empty for lce_jax's choice
 
     @property
-    def fields(self) -> tuple[str, ...]:
-        """The fields of `LogprobOutput` that are there, the differentiable ones first."""
-        entropy = ("entropy",) if self.entropy != "none" else ()
-        extremes = ("max_logit", "min_logit") if self.stats else ()
-        if self.entropy == "metric":
-            return ("logprobs", "lse", *entropy, *extremes)
-        return ("logprobs", *entropy, "lse", *extremes)
+    def differentiable(self) -> tuple[str, ...]:
+        """The fields of `LogprobOutput` that have a gradient."""
+        absent = () if self.entropy == "grad" else ("entropy",)
+        return tuple(name for name in DIFFERENTIABLE if name not in absent)
 
     @property
-    def num_differentiable(self) -> int:
-        """How many of them, from the first on, have a gradient."""
-        return 3 if self.entropy == "grad" else 2
+    def fields(self) -> tuple[str, ...]:
+        """The fields that are there, the differentiable ones first."""
+        metric = ("entropy",) if self.entropy == "metric" else ()
+        extremes = ("max_logit", "min_logit") if self.stats else ()
+        return (*self.differentiable, *metric, *extremes)
+
+    @property
+    def of_programs(self) -> Call:
+        """The call without what the compiled programs do not depend on, so that calls share them."""
+        entropy = "none" if self.entropy == "none" else "grad"
+        vocab_size = int(self.vocab_size)  # a SymInt where torch.compile traces
+        return self._replace(group="", vocab_size=vocab_size, entropy=entropy, megatron=False, reduce_grad_hidden=False)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The call as options of `lce_jax.local`."""
+        given = {name: value for name, value in self._asdict().items() if name not in OF_THE_BRIDGE}
+        names = tuple(self.implementation.split(",")) if self.implementation else None
+        return given | {"entropy": self.entropy != "none", "implementation": names}
 
 
-CALL_SCHEMA = (
-    "str group, int vocab_size, float logit_scale, float? logit_softcap, str entropy, bool stats, bool megatron, "
-    "bool reduce_grad_hidden, int cache_bytes, str implementation"
-)
+OF_THE_BRIDGE = ("group", "megatron", "reduce_grad_hidden")  # fields of `Call` that lce_jax does not know
+KINDS = {str: "str", int: "int", float: "float", float | None: "float?", bool: "bool"}  # as an operator's schema has it
+CALL_SCHEMA = ", ".join(f"{KINDS[kind]} {name}" for name, kind in get_type_hints(Call).items())

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 
 from lce_torch_bridge import _execute
-from lce_torch_bridge._types import CALL_SCHEMA, Call, Operands
+from lce_torch_bridge._types import CALL_SCHEMA, DIFFERENTIABLE, Call, Operands
 
 NAME = "lce_torch_bridge"
 
@@ -33,28 +33,22 @@ class LinearLogprobs(torch.autograd.Function):
         """Keeps what the backward needs."""
         ctx.call = call = Call(*inputs[5:])
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*output[call.num_differentiable :])
+        ctx.mark_non_differentiable(*output[len(call.differentiable) :])
         ctx.save_for_backward(*inputs[:2], *output[len(call.fields) :])
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         """Those of dhidden and dweight that are wanted."""
         hidden, weight, saved, *cache = ctx.saved_tensors
-        cotangents = dict(zip(ctx.call.fields[: ctx.call.num_differentiable], grads, strict=False))
-        dlogprobs, dentropy, dlse = (cotangents.get(name) for name in ("logprobs", "entropy", "lse"))
-        want_hidden, want_weight = ctx.needs_input_grad[:2]
-        dhidden = dweight = None
-        if dlogprobs is not None or dentropy is not None or dlse is not None:
+        given = dict(zip(ctx.call.differentiable, grads, strict=False))
+        cotangents = [given.get(name) for name in DIFFERENTIABLE]
+        wanted, results = ctx.needs_input_grad[:2], [None, None]
+        if any(cotangent is not None for cotangent in cotangents):
             # A second derivative may be asked for where gradients are recorded, as torch.func always has it.
             run = Gradients.apply if torch.is_grad_enabled() else gradients
-            found = list(
-                run(hidden, weight, saved, cache, dlogprobs, dentropy, dlse, want_hidden, want_weight, *ctx.call)
-            )
-            if want_hidden:
-                dhidden, *found = found
-            if want_weight:
-                dweight = found[0]
-        return dhidden, dweight, *(None,) * (3 + len(ctx.call))
+            found = list(run(hidden, weight, saved, cache, *cotangents, *wanted, *ctx.call))
+            results = [found.pop(0) if want else None for want in wanted]
+        return *results, *(None,) * (3 + len(ctx.call))
 
     @staticmethod
     def vmap(*_: Any) -> Any:
@@ -141,9 +135,18 @@ def _(*inputs: Any) -> list[torch.Tensor]:
     return _execute.forward_structs(Operands(*inputs[:4]), Call(*inputs[5:]), keep_cache=inputs[4])
 
 
+COTANGENTS = ", ".join(f"Tensor? d{name}" for name in DIFFERENTIABLE)
+
+
+def _split(rest: tuple[Any, ...]) -> tuple[dict[str, Any], tuple[bool, ...], Call]:
+    """What follows the cache among the arguments of `gradients`: cotangents, which gradients are wanted, the call."""
+    first, last = len(DIFFERENTIABLE), len(Call._fields)
+    return dict(zip(DIFFERENTIABLE, rest, strict=False)), rest[first:-last], Call(*rest[-last:])
+
+
 @_operator(
     "gradients",
-    "(Tensor hidden, Tensor weight, Tensor saved, Tensor[] cache, Tensor? dlogprobs, Tensor? dentropy, Tensor? dlse, "
+    f"(Tensor hidden, Tensor weight, Tensor saved, Tensor[] cache, {COTANGENTS}, "
     f"bool want_hidden, bool want_weight, {CALL_SCHEMA}) -> Tensor[]",
 )
 def gradients(
@@ -151,22 +154,17 @@ def gradients(
     weight: torch.Tensor,
     saved: torch.Tensor,
     cache: list[torch.Tensor],
-    dlogprobs: torch.Tensor | None,
-    dentropy: torch.Tensor | None,
-    dlse: torch.Tensor | None,
-    want_hidden: bool,
-    want_weight: bool,
-    *call: Any,
+    *rest: Any,
 ) -> list[torch.Tensor]:
     """Those of dhidden and dweight that are wanted."""
-    named = {"logprobs": dlogprobs, "entropy": dentropy, "lse": dlse}
-    cotangents = {name: cotangent for name, cotangent in named.items() if cotangent is not None}
-    return _execute.gradients(hidden, weight, saved, cache, cotangents, (want_hidden, want_weight), Call(*call))
+    given, wanted, call = _split(rest)
+    cotangents = {name: cotangent for name, cotangent in given.items() if cotangent is not None}
+    return _execute.gradients(hidden, weight, saved, cache, cotangents, wanted, call)
 
 
 @torch.library.register_fake(f"{NAME}::gradients")  # type: ignore[untyped-decorator]
 def _(hidden: torch.Tensor, weight: torch.Tensor, *rest: Any) -> list[torch.Tensor]:
-    wanted = rest[5:7]
+    _, wanted, _ = _split(rest[2:])
     return [x.new_empty(x.shape) for x, want in zip((hidden, weight), wanted, strict=True) if want]
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from lce_torch_bridge import LogprobOutput, linear_logprobs
+from lce_torch_bridge._types import Call
 from tests import cases
 
 
@@ -33,6 +34,15 @@ def draw(T: int = 37, H: int = 32, V: int = 104, dtype: torch.dtype = torch.floa
     weight = torch.randn(V, H, generator=generator) / H**0.5
     labels = torch.randint(0, V, (T,), generator=generator)
     return Problem(hidden.to(dtype), weight.to(dtype), labels)
+
+
+def told(V: int = 104, **options: Any) -> Call:
+    """What the operators are told of a call on one rank, by default what `linear_logprobs` tells them by default."""
+    call = Call(
+        group="", vocab_size=V, logit_scale=1.0, logit_softcap=None, entropy="grad", stats=False, megatron=False,
+        reduce_grad_hidden=False, cache_bytes=0, implementation="",
+    )  # fmt: skip
+    return call._replace(**options)
 
 
 def from_case(test: cases.TestCase) -> tuple[Problem, dict[str, Any], list[torch.Tensor]]:

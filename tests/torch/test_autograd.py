@@ -56,7 +56,7 @@ def test_frozen(frozen: str) -> None:
 def test_a_frozen_weight_costs_no_product_and_no_buffer(dtype: str, padded: bool) -> None:
     """What XLA compiled: one product recomputes the logits and one makes dhidden; nothing else is as large as V x H."""
     struct, (T, H, V) = jax.ShapeDtypeStruct, (1024, 64, 16384)
-    spec = Spec(V, 0, False, 1.0, None, True, False, 0, ("xla",), None, masked=padded)
+    spec = Spec(p.told(V, implementation="xla"), 0, padded=False, precision=None, masked=padded)
     shapes = (struct((T, H), dtype), struct((V, H), dtype), struct((1 + T * (1 + 4 + 2),), "int32"))
 
     def compiled(wanted: tuple[bool, bool]) -> jax.stages.Compiled:
@@ -358,12 +358,9 @@ def test_the_cache_travels_as_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     _, want = p.gradients(problem, seeds, logit_scale=1.125)
     assert max(map(p.relative_norm, grads, want)) < 1e-5
-    kept = _execute.forward_structs(_execute.Operands(*problem, None), _call(12345), keep_cache=True)
+    told = p.told(cache_bytes=12345, logit_scale=1.125)
+    kept = _execute.forward_structs(_execute.Operands(*problem, None), told, keep_cache=True)
     assert [tuple(x.shape) for x in kept[4:]] == [(2048, 3), (2048,)]
-
-
-def _call(cache_bytes: int) -> _execute.Call:
-    return _execute.Call("", 104, 1.125, None, "grad", False, False, False, cache_bytes, "")
 
 
 @pytest.mark.parametrize("options", [{}, {"keep": torch.tensor([3, 5, 8])}], ids=str)
@@ -394,7 +391,6 @@ def test_float32_products_are_as_exact_as_torch_was_once_set() -> None:
 def asked_precision(settings: list[str]) -> str:
     """What the programs are asked for after each of ``settings``, in a process of its own: torch does not forget."""
     lines = "".join(f"{setting}; asked.append(_execute._spec(weight, call, True).precision)\n" for setting in settings)
-    code = "import torch; from lce_torch_bridge import _execute; from lce_torch_bridge._types import Call\n"
-    code += "weight, asked = torch.zeros(3, 2), []\n"
-    code += "call = Call('', 3, 1.0, None, 'grad', False, False, False, 0, '')\n"
+    code = "import torch; from lce_torch_bridge import _execute; from tests.torch import problem as p\n"
+    code += "weight, asked, call = torch.zeros(3, 2), [], p.told(3)\n"
     return succeed(code + lines + "print(*asked)").strip()
