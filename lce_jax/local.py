@@ -41,6 +41,7 @@ def statistics(
     where: Bool[Array, "T"] | None = None,
     num_rows: int | Int[Array, ""] | None = None,
     keep_cache: bool = False,
+    total: bool = False,
     **options: Unpack[LogprobOptions],
 ) -> tuple[ShardStatistics, Any]:
     """Each token's maximum, sums and label's logit over the columns of one shard.
@@ -55,6 +56,8 @@ def statistics(
         num_rows: how many rows count, from the first on; may be traced. Cheaper than ``where``, which moves rows. The
             padding after them may hold anything: its statistics are undefined, its dhidden is zero. None: all.
         keep_cache: whether a backward will follow, so that the forward may keep ``cache_bytes`` of cache for it.
+        total: True fills ``.total``, the sum of the logits. Merged over all shards and divided by the size of the
+            vocabulary, it is the mean logit that label smoothing needs.
         **options: ``temperature``, ``logit_softcap``, ``logit_scale``, ``entropy``, ``stats``, ``vocab_size``,
             ``weight_layout``, ``cache_bytes``, ``precision``, ``implementation`` and ``bias``, as in
             `lce_jax.linear_logprobs`; ``vocab_size`` is that of the whole vocabulary.
@@ -76,7 +79,7 @@ def statistics(
         (0.0, 100.0, 0.0)
     """
     _options.check_names(statistics, options, without=("axis_name",))
-    spec, primals, rows = _bound(hidden, weight, labels, where, num_rows, options)
+    spec, primals, rows = _bound(hidden, weight, labels, where, num_rows, options, scalars.flag("total", total))
     if spec.case.num_tokens == 0:
         return _statistics.empty(0, spec.case.stat_dtype, spec.case.options), None
     return _shard_statistics(spec, primals, rows, jnp.asarray(vocab_start, jnp.int32), keep_cache)
@@ -111,12 +114,13 @@ def merge(parts: ShardStatistics) -> ShardStatistics:
     return _statistics.merge(parts)
 
 
-def fields(*, entropy: bool = True, stats: bool = False) -> dict[str, int]:
+def fields(*, entropy: bool = True, stats: bool = False, total: bool = False) -> dict[str, int]:
     """The fields of `ShardStatistics` that a call with these options has.
 
     Args:
         entropy: the option of `statistics`, which adds ``weighted``.
         stats: the option of `statistics`, which adds ``min``.
+        total: the option of `statistics`, which adds ``total``.
 
     Returns:
         How many numbers per token each field holds, in the order in which `pack` lays them out.
@@ -126,7 +130,7 @@ def fields(*, entropy: bool = True, stats: bool = False) -> dict[str, int]:
         >>> local.fields(entropy=False)
         {'max': 1, 'sumexp': 1, 'target': 1}
     """
-    return Options(entropy=entropy, stats=stats).statistics
+    return Options(entropy=entropy, stats=stats, mean_logit=total).statistics
 
 
 def pack(stats: ShardStatistics) -> Float[Array, "F T"]:
@@ -214,6 +218,7 @@ def gradients(
     where: Bool[Array, "T"] | None = None,
     num_rows: int | Int[Array, ""] | None = None,
     cache: Any = None,
+    dtotal: Float[Array, "T"] | None = None,
     **options: Unpack[LogprobOptions],
 ) -> (
     tuple[Float[Array, "T H"], Float[Array, "V H"]] | tuple[Float[Array, "T H"], Float[Array, "V H"], Float[Array, "V"]]
@@ -233,6 +238,7 @@ def gradients(
         num_rows: how many rows count, from the first on; may be traced. Cheaper than ``where``, which moves rows. The
             padding after them may hold anything: its statistics are undefined, its dhidden is zero. None: all.
         cache: what `statistics` returned with its statistics.
+        dtotal: the derivative of the objective in ``merged.total``. None stands for zeros.
         **options: ``temperature``, ``logit_softcap``, ``logit_scale``, ``entropy``, ``stats``, ``vocab_size``,
             ``weight_layout``, ``cache_bytes``, ``precision``, ``implementation`` and ``bias``, as given to
             `statistics`.
@@ -257,14 +263,15 @@ def gradients(
         (0.98, -0.02)
     """
     _options.check_names(gradients, options, without=("axis_name",))
-    spec, primals, rows = _bound(hidden, weight, labels, where, num_rows, options)
+    spec, primals, rows = _bound(hidden, weight, labels, where, num_rows, options, dtotal is not None)
     zero = jnp.zeros((spec.case.num_tokens,), spec.case.stat_dtype)
     if spec.case.num_tokens == 0:
         dtype = zero.dtype
         bias = None if primals.bias is None else jnp.zeros(primals.bias.shape, dtype)
         found = Primals(jnp.zeros(primals.hidden.shape, dtype), jnp.zeros_like(primals.weight), bias)
     else:
-        seed = Results(LogprobOutput(*(zero if field is None else field for field in cotangent[:3])))
+        dmean = None if dtotal is None else dtotal * spec.vocab_size  # what eq. 4 divides by again
+        seed = Results(LogprobOutput(*(zero if field is None else field for field in cotangent[:3])), dmean)
         start = jnp.asarray(vocab_start, jnp.int32)
         found = _shard_gradients(spec, primals, rows, start, merged, seed, cache)
     return (found.hidden, found.weight) if found.bias is None else (found.hidden, found.weight, found.bias)
@@ -278,9 +285,9 @@ def _shard_gradients(spec: Spec, primals: Primals, *rest: Any) -> Primals:
 
 
 def _bound(
-    hidden: Any, weight: Any, labels: Any, where: Any, num_rows: Any, options: LogprobOptions
+    hidden: Any, weight: Any, labels: Any, where: Any, num_rows: Any, options: LogprobOptions, mean_logit: bool
 ) -> tuple[Spec, Primals, Rows]:
-    checked = _options.of_call(options)
+    checked = _options.of_call(options, mean_logit)
     if checked.axis_name is not None:
         raise ValueError(f"axis_name={checked.axis_name!r}: functions of lce_jax.local know no axis, use local.merge")
     case = _bind.case(hidden, weight, labels, where, checked)

@@ -2,7 +2,16 @@
 
 from lce_torch_bridge._release import release
 from lce_torch_bridge._types import LogprobOutput
-from lce_torch_bridge.api import linear_cross_entropy, linear_logprobs
+from lce_torch_bridge.api import linear_logprobs
+from lce_torch_bridge.loss import linear_cross_entropy, linear_cross_entropy_loss, linear_entropy
 from lce_torch_bridge.runtime import init
 
-__all__ = ["LogprobOutput", "init", "linear_cross_entropy", "linear_logprobs", "release"]
+__all__ = [
+    "LogprobOutput",
+    "init",
+    "linear_cross_entropy",
+    "linear_cross_entropy_loss",
+    "linear_entropy",
+    "linear_logprobs",
+    "release",
+]

@@ -14,14 +14,9 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 def tensors(hidden: Any, weight: Any, labels: Any) -> None:
     """The three tensors of a call against each other."""
-    for name, x in (("hidden", hidden), ("weight", weight)):
-        tensor(name, x)
-        if x.dtype not in FLOATS:
-            reason = ", which JAX would round to float32" if x.dtype == torch.float64 else ""
-            raise TypeError(f"{name} must be bfloat16, float16 or float32, got {x.dtype}{reason}")
-    tensor("labels", labels)
-    if labels.dtype == torch.bool or labels.is_floating_point() or labels.is_complex():
-        raise TypeError(f"labels must be integers (vocabulary ids), got {labels.dtype}")
+    floats("hidden", hidden)
+    floats("weight", weight)
+    integers("labels", labels)
     if weight.ndim != 2 or 0 in weight.shape:
         raise ValueError(f"weight must be [V, H], neither of them 0, got shape {tuple(weight.shape)}")
     if hidden.ndim < 1 or hidden.shape[-1] != weight.shape[1]:
@@ -37,6 +32,42 @@ def tensor(name: str, x: Any) -> None:
     """A tensor."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+
+
+def floats(name: str, x: Any) -> None:
+    """A tensor of floats that JAX takes as they are."""
+    tensor(name, x)
+    if x.dtype not in FLOATS:
+        reason = ", which JAX would round to float32" if x.dtype == torch.float64 else ""
+        raise TypeError(f"{name} must be bfloat16, float16 or float32, got {x.dtype}{reason}")
+
+
+def integers(name: str, x: Any) -> None:
+    """A tensor of vocabulary ids."""
+    tensor(name, x)
+    if x.dtype == torch.bool or x.is_floating_point() or x.is_complex():
+        raise TypeError(f"{name} must be integers (vocabulary ids), got {x.dtype}")
+
+
+def hidden(x: Any) -> None:
+    """Hidden states alone: floats that end in some H."""
+    floats("hidden", x)
+    if x.ndim < 1:
+        raise ValueError("hidden must be [..., H], got a tensor without dimensions")
+
+
+def bias(x: Any, weight: torch.Tensor) -> None:
+    """One number for each of this rank's rows of the weight, or None."""
+    if x is None:
+        return
+    floats("bias", x)
+    if x.shape != weight.shape[:1]:
+        raise ValueError(
+            f"bias {tuple(x.shape)} must have one number for each of this rank's rows of weight {tuple(weight.shape)}: "
+            f"({weight.shape[0]},)"
+        )
+    if x.device != weight.device:
+        raise ValueError(f"bias is on {x.device}, weight on {weight.device}")
 
 
 def same_device(hidden: torch.Tensor, **others: torch.Tensor) -> None:
@@ -73,7 +104,7 @@ def temperature(value: Any, hidden: torch.Tensor, labels: torch.Tensor) -> None:
     except RuntimeError:
         fits = False
     if not fits:
-        raise ValueError(f"temperature {tuple(value.shape)} must broadcast to labels {tuple(labels.shape)}")
+        raise ValueError(f"temperature {tuple(value.shape)} must broadcast to the tokens' shape {tuple(labels.shape)}")
 
 
 def keep(value: Any, hidden: torch.Tensor, labels: torch.Tensor) -> None:
@@ -84,7 +115,7 @@ def keep(value: Any, hidden: torch.Tensor, labels: torch.Tensor) -> None:
     same_device(hidden, keep=value)
     if value.dtype == torch.bool:
         if value.shape != labels.shape:
-            raise ValueError(f"keep {tuple(value.shape)} must have the shape of labels {tuple(labels.shape)}")
+            raise ValueError(f"keep {tuple(value.shape)} must have the tokens' shape {tuple(labels.shape)}")
         return
     if value.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"keep must be bool, or an int64 or int32 index of rows, got {value.dtype}")

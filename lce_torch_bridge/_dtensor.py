@@ -1,7 +1,7 @@
 """DTensors at the door: this rank's plain tensors, where the placements say exactly which, and a refusal elsewhere.
 
-A weight is gathered over all dimensions of its mesh but that of ``tp_group``, over which it stays split. Its gradient
-is the mean over the ranks that gathered it, for three kinds of them:
+A weight or bias is gathered over all dimensions of its mesh but that of ``tp_group``, over which it stays split. Its
+gradient is the mean over the ranks that gathered it, for three kinds of them:
 
 * Ranks of FSDP2, HSDP and ``replicate`` hold different tokens, and their gradients' mean is what these take by default.
 * Ranks that hold the same tokens have equal gradients, and the mean of equal numbers is that number.
@@ -42,8 +42,8 @@ def spans(x: Any, group: dist.ProcessGroup | None) -> bool:
 
 
 @torch.compiler.disable(reason=WHY_NOT_COMPILED)  # type: ignore[untyped-decorator]
-def rows(weight: Any, group: dist.ProcessGroup | None, wgrad: str) -> torch.Tensor:
-    """This rank's part of the vocabulary, ``[V, H]``, of a DTensor. A collective, where it is gathered.
+def rows(name: str, x: Any, group: dist.ProcessGroup | None, wgrad: str = "return") -> torch.Tensor:
+    """This rank's part of the vocabulary, ``[V, H]`` or ``[V]``, of a DTensor. A collective, where it is gathered.
 
     Raises:
         ValueError: placements that cannot be served, or a gradient that goes elsewhere than to autograd.
@@ -51,39 +51,39 @@ def rows(weight: Any, group: dist.ProcessGroup | None, wgrad: str) -> torch.Tens
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     if wgrad != "return":
-        raise ValueError(f'wgrad={wgrad!r}: weight is a DTensor, whose gradient autograd returns: use wgrad="return"')
-    mesh = weight.device_mesh
-    split = _dimension_of(group, mesh, "weight")
+        raise ValueError(f'wgrad={wgrad!r}: {name} is a DTensor, whose gradient autograd returns: use wgrad="return"')
+    mesh = x.device_mesh
+    split = _dimension_of(group, mesh, name)
     served = [Shard(0) if dim == split else Replicate() for dim in range(mesh.ndim)]
-    _refuse_placements(weight, split, served)
+    _refuse_placements(name, x, split, served)
     if mesh.ndim > (split is not None):
-        _refuse_other_reductions(weight)
+        _refuse_other_reductions(name, x)
     grads = [Shard(0) if dim == split else Partial("avg") for dim in range(mesh.ndim)]
-    return weight.redistribute(placements=served).to_local(grad_placements=grads)
+    return x.redistribute(placements=served).to_local(grad_placements=grads)
 
 
-def _refuse_placements(weight: Any, split: int | None, served: list[Any]) -> None:
-    mesh = weight.device_mesh
-    for dim, placement in enumerate(weight.placements):
+def _refuse_placements(name: str, x: Any, split: int | None, served: list[Any]) -> None:
+    mesh = x.device_mesh
+    for dim, placement in enumerate(x.placements):
         if placement.is_partial() or (dim == split and getattr(placement, "dim", None) != 0):
-            name = dim if mesh.mesh_dim_names is None else repr(mesh.mesh_dim_names[dim])
+            dimension = dim if mesh.mesh_dim_names is None else repr(mesh.mesh_dim_names[dim])
             wanted = "Shard(dim=0), as tp_group splits the vocabulary" if dim == split else "sharded or replicated"
             raise ValueError(
-                f"weight {tuple(weight.shape)} is a DTensor with {placement!r} over mesh dimension {name}, and must be "
-                f"{wanted}: pass weight.redistribute(placements={served})"
+                f"{name} {tuple(x.shape)} is a DTensor with {placement!r} over mesh dimension {dimension}, and must be "
+                f"{wanted}: pass {name}.redistribute(placements={served})"
             )
-    if split is not None and weight.shape[0] % mesh.size(split):
+    if split is not None and x.shape[0] % mesh.size(split):
         raise ValueError(
-            f"weight has {weight.shape[0]} rows, which do not divide into {mesh.size(split)} equal parts over "
+            f"{name} has {x.shape[0]} rows, which do not divide into {mesh.size(split)} equal parts over "
             "tp_group: pad the vocabulary and give vocab_size"
         )
 
 
-def _refuse_other_reductions(weight: Any) -> None:
+def _refuse_other_reductions(name: str, x: Any) -> None:
     """Where FSDP2 was told to reduce gradients otherwise than to their mean."""
     from torch.distributed._composable_state import _module_state_mapping  # no public way from parameter to module
 
-    parameter = _parameter_of(weight)
+    parameter = _parameter_of(x)
     for reference in list(_module_state_mapping.values()):
         state: Any = reference()
         groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
@@ -91,7 +91,7 @@ def _refuse_other_reductions(weight: Any) -> None:
             factor = group.gradient_divide_factor
             if factor is not None and any(param.sharded_param is parameter for param in group.fsdp_params):
                 raise ValueError(
-                    f"weight is sharded by FSDP2 with set_gradient_divide_factor({factor:g}), and gathered here its "
+                    f"{name} is sharded by FSDP2 with set_gradient_divide_factor({factor:g}), and gathered here its "
                     "gradient would be the mean: make the call inside the forward of the FSDP module that holds it"
                 )
 

@@ -24,13 +24,13 @@ def forward(x: Operands, call: Call, keep_cache: bool) -> list[torch.Tensor]:
     pieces = [_rows.whole(tokens)] if keep_cache else _rows.pieces(tokens)
     spec = _spec(x.weight, call, pieces[0].masked)
     with runtime.beside(x.hidden):
-        inputs = _import(x.hidden, x.weight, [_tokens(x, piece) for piece in pieces], pieces)
+        inputs = _import(x.hidden, x.weight, x.bias, [_tokens(x, piece) for piece in pieces], pieces)
         run = _run_alone if call.group == tensor_parallel.NO_GROUP else _run_shard
         packed, cache = run(inputs, spec, call, keep_cache)
         return [*_unpacked(packed, len(call.fields), tokens), *to_torch_all(cache)]
 
 
-type Inputs = tuple[jax.Array, ...]  # hidden, weight, what is per token, leaves of the cache
+type Inputs = tuple[Any, ...]  # hidden, weight, bias or None, what is per token, leaves of the cache
 type Found = tuple[list[torch.Tensor], list[jax.Array]]  # each piece's packed results, and the first one's cache
 
 
@@ -48,7 +48,7 @@ def _run_shard(inputs: list[Inputs], spec: Spec, call: Call, keep_cache: bool) -
     gathered = tensor_parallel.gather(torch.stack(to_torch_all([packed for packed, _ in parts])), call.group)
     imported = [to_jax(shards) for shards in gathered.unbind(1)]  # held until what reads them has been exported
     merge = _programs.results(spec, call.fields, call.megatron)
-    found = [merge(each[2], shards) for each, shards in zip(inputs, imported, strict=True)]
+    found = [merge(each[3], shards) for each, shards in zip(inputs, imported, strict=True)]
     return to_torch_all(found), parts[0][1]
 
 
@@ -67,10 +67,10 @@ def forward_structs(x: Operands, call: Call, keep_cache: bool) -> list[torch.Ten
     tokens = x.labels.shape[0]
     outputs = [x.hidden.new_empty((tokens,), dtype=torch.float32) for _ in call.fields]
     spec = _spec(x.weight, call, masked=True)
-    saved = x.hidden.new_empty((x.numbers + len(spec.merged), tokens), dtype=torch.int32)
+    saved = x.hidden.new_empty((x.numbers + spec.num_merged, tokens), dtype=torch.int32)
     cache = []
     if keep_cache and tokens:
-        structs = jax.tree.leaves(_cache_structure(x.hidden, x.weight, x.numbers, spec))
+        structs = jax.tree.leaves(_cache_structure(x.hidden, x.weight, x.bias, x.numbers, spec))
         cache = [x.hidden.new_empty(struct.shape, dtype=getattr(torch, struct.dtype.name)) for struct in structs]
     return [*outputs, saved, *cache]
 
@@ -78,35 +78,44 @@ def forward_structs(x: Operands, call: Call, keep_cache: bool) -> list[torch.Ten
 def gradients(
     hidden: torch.Tensor,
     weight: torch.Tensor,
+    bias: torch.Tensor | None,
     saved: torch.Tensor,
     cache: list[torch.Tensor],
     cotangents: dict[str, torch.Tensor],
     wanted: tuple[bool, ...],
     call: Call,
 ) -> list[torch.Tensor]:
-    """Those of dhidden and dweight that are wanted, in their operands' dtypes; dhidden summed over the group if asked.
+    """Those of dhidden, dweight and dbias that are wanted, in their operands' dtypes.
 
-    The sum is in float32 and rounded once, where the logits' path sums what each rank has rounded.
+    dhidden is summed over the group, if asked. The sum is in float32 and rounded once, where the logits' path sums what
+    each rank has rounded.
     """
     tokens = hidden.shape[0]
     if tokens == 0:
-        return [y.new_zeros(y.shape) for y, want in zip((hidden, weight), wanted, strict=True) if want]
+        return [y.new_zeros(y.shape) for y in those_wanted(hidden, weight, bias, wanted)]
     piece = _rows.whole(tokens)
     spec = _spec(weight, call, piece.masked)
     reduced = call.reduce_grad_hidden and call.group != tensor_parallel.NO_GROUP
     structure = None
     if cache:
-        structure = jax.tree.structure(_cache_structure(hidden, weight, len(saved) - len(spec.merged), spec))
+        structure = jax.tree.structure(_cache_structure(hidden, weight, bias, len(saved) - spec.num_merged, spec))
     run = _programs.gradients(spec, tuple(cotangents), wanted, not reduced, structure)
     per_token = torch.cat([saved, *(seed.view(torch.int32)[None] for seed in cotangents.values())])
     with runtime.beside(hidden):
-        (inputs,) = _import(hidden, weight, [_rows.with_count(per_token.T, piece.rows)], [piece], cache)
+        (inputs,) = _import(hidden, weight, bias, [_rows.with_count(per_token.T, piece.rows)], [piece], cache)
         grads = to_torch_all(run(*inputs))
         if wanted[0]:
             grads[0] = grads[0][:tokens]
         if wanted[0] and reduced:
             grads[0] = tensor_parallel.all_reduce(grads[0], call.group).to(hidden.dtype)
         return grads
+
+
+def those_wanted(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wanted: tuple[bool, ...]
+) -> list[torch.Tensor]:
+    """The operands whose gradients are wanted."""
+    return [x for x, want in zip((hidden, weight, bias), wanted, strict=True) if want and x is not None]
 
 
 def _spec(weight: torch.Tensor, call: Call, masked: bool) -> Spec:
@@ -127,16 +136,18 @@ def _spec(weight: torch.Tensor, call: Call, masked: bool) -> Spec:
 def _import(
     hidden: torch.Tensor,
     weight: torch.Tensor,
+    bias: torch.Tensor | None,
     per_token: list[torch.Tensor],
     pieces: list[_rows.Piece],
     cache: Sequence[torch.Tensor] = (),
 ) -> list[Inputs]:
     """What the program of each piece takes. It waits for ``per_token``, which none of them can do without."""
-    shared, leaves = to_jax(weight, wait=False), [to_jax(leaf, wait=False) for leaf in cache]
+    shared = [None if x is None else to_jax(x, wait=False) for x in (weight, bias)]
+    leaves = [to_jax(leaf, wait=False) for leaf in cache]
 
     def operands(piece: _rows.Piece, rows: torch.Tensor) -> Inputs:
         padded, waiting = to_jax(_rows.pad(hidden[piece.tokens], piece.rows), wait=False), to_jax(rows)
-        return padded, shared, waiting, *leaves
+        return padded, *shared, waiting, *leaves
 
     return list(map(operands, pieces, per_token))
 
@@ -149,13 +160,16 @@ def _tokens(x: Operands, piece: _rows.Piece) -> torch.Tensor:
     return _rows.with_count(columns, piece.rows)
 
 
-def _cache_structure(hidden: torch.Tensor, weight: torch.Tensor, numbers: int, spec: Spec) -> Any:
+def _cache_structure(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, numbers: int, spec: Spec
+) -> Any:
     piece, struct = _rows.whole(int(hidden.shape[0])), jax.ShapeDtypeStruct
     return _programs.cache_structure(
         spec._replace(masked=piece.masked),
         runtime.jax_device(hidden.device),
         struct((piece.rows, int(hidden.shape[1])), _dtype_name(hidden)),
         struct(tuple(map(int, weight.shape)), _dtype_name(weight)),
+        None if bias is None else struct(tuple(map(int, bias.shape)), _dtype_name(bias)),
         struct((1 + (1 + numbers) * piece.rows,), "int32"),
     )
 

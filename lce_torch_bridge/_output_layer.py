@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from lce_torch_bridge._types import LogprobOutput
 
-OF_THE_LAYER = ("tp_group", "logit_scale", "reduce_grad_hidden")  # options that are not the caller's to set
+OF_THE_LAYER = ("tp_group", "bias", "logit_scale", "reduce_grad_hidden")  # options that are not the caller's to set
 
 
 @dataclasses.dataclass
@@ -46,8 +46,8 @@ class Head:
 
     def __call__(
         self, input_: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: bool | None = None
-    ) -> tuple[LogprobOutput, None]:
-        """As `ColumnParallelLinear.forward`: the output, and no bias."""
+    ) -> tuple[LogprobOutput, torch.Tensor | None]:
+        """As `ColumnParallelLinear.forward`: the output, and the bias where the caller is to add it."""
         layer = self.layer
         if layer.gather_output if runtime_gather_output is None else runtime_gather_output:
             raise NotImplementedError(
@@ -58,11 +58,13 @@ class Head:
         weight = layer.weight if weight is None else weight
         told = {
             "tp_group": layer.tp_group,
+            "bias": None if layer.skip_bias_add else layer.bias,
             "logit_scale": self.logit_scale,
             "reduce_grad_hidden": layer.allreduce_dgrad,
             "wgrad": self._wgrad(weight),
         }
-        return linear_logprobs(self._hidden(input_), weight, **dict(self.options) | self.per_token | told), None
+        out = linear_logprobs(self._hidden(input_), weight, **dict(self.options) | self.per_token | told)
+        return out, layer.bias if layer.skip_bias_add else None
 
     def _hidden(self, input_: torch.Tensor) -> torch.Tensor:
         """``[s, b, h]``, whole. The backward of the gather sums dhidden over the ranks, so that nobody else may."""
@@ -103,8 +105,6 @@ def refusal(layer: Any) -> str | None:
             "compute something else than hidden @ weight.T: turn off what put it there (fp8_output_proj, an adapter "
             "such as LoRA on output_layer, a value head)"
         )
-    if layer.bias is not None:
-        return f"the output layer has a bias {tuple(layer.bias.shape)}, for which there is no term: build it without"
     if layer.config.defer_embedding_wgrad_compute:
         return (
             "defer_embedding_wgrad_compute has Megatron compute dweight later, from dlogits that are not stored here: "

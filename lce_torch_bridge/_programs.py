@@ -1,9 +1,9 @@
 """The compiled programs: one jitted function for each static specification, over `lce_jax.local`.
 
-    statistics   hidden, weight, tokens                     ->  this shard's statistics, packed [F, P], and its cache
+    statistics   hidden, weight, bias, tokens               ->  this shard's statistics, packed [F, P], and its cache
     results      tokens, the shards' statistics [N, F, P]   ->  outputs and what the backward needs, packed [O + S, P]
     forward      both in one, for a vocabulary that is not split
-    gradients    operands and cache                         ->  those of dhidden and dweight that are wanted
+    gradients    operands and cache                         ->  those of dhidden, dweight and dbias that are wanted
 
 P is the rows of a program. How many of them count is an operand, so that programs serve many counts of tokens. An array
 that crosses between the libraries costs the host as much as many kernels do: all that is per token crosses as one of
@@ -25,9 +25,6 @@ from jax import lax
 from lce_jax import LogprobOutput, local
 from lce_torch_bridge._types import Call
 
-STATISTICS = ("max", "sumexp", "target", "weighted", "min")  # fields of local.ShardStatistics, in packed order
-MERGED = STATISTICS[:4]  # what the backward may need of them
-
 
 class Spec(NamedTuple):
     """The static part of a program."""
@@ -39,23 +36,28 @@ class Spec(NamedTuple):
     masked: bool  # whether only as many rows count as its operand says
 
     @property
-    def statistics(self) -> tuple[str, ...]:
-        """The statistics that are computed."""
-        there = {"weighted": self.call.entropy != "none", "min": self.call.stats}
-        return tuple(name for name in STATISTICS if there.get(name, True))
+    def statistics(self) -> dict[str, int]:
+        """The statistics that are computed, and how many numbers per token each is."""
+        call = self.call
+        return local.fields(entropy=call.entropy != "none", stats=call.stats, total=call.mean_logit)
 
     @property
-    def merged(self) -> tuple[str, ...]:
-        """Those of them that are kept for the backward."""
-        return tuple(name for name in self.statistics if name in MERGED)
+    def merged(self) -> dict[str, int]:
+        """Those of them that the backward needs of the whole vocabulary."""
+        return local.fields(entropy=self.call.entropy != "none")
+
+    @property
+    def num_merged(self) -> int:
+        """How many numbers per token that is."""
+        return sum(self.merged.values())
 
 
 @functools.cache
 def statistics(spec: Spec, keep_cache: bool) -> Callable[..., Any]:
-    """``(hidden, weight, tokens) -> packed, cache leaves``. Behind the statistics, the size of this part."""
+    """``(hidden, weight, bias, tokens) -> packed, cache leaves``. The size of this part follows the statistics."""
 
-    def run(hidden: Any, weight: Any, tokens: Any) -> Any:
-        packed, cache = _statistics(spec, keep_cache, hidden, weight, tokens)
+    def run(hidden: Any, weight: Any, bias: Any, tokens: Any) -> Any:
+        packed, cache = _statistics(spec, keep_cache, hidden, weight, bias, tokens)
         columns = jnp.full((1, packed.shape[1]), weight.shape[0], jnp.int32)
         return jnp.concatenate([packed, lax.bitcast_convert_type(columns, packed.dtype)]), cache
 
@@ -76,10 +78,10 @@ def results(spec: Spec, fields: tuple[str, ...], megatron: bool) -> Callable[...
 
 @functools.cache
 def forward(spec: Spec, keep_cache: bool, fields: tuple[str, ...], megatron: bool) -> Callable[..., Any]:
-    """``(hidden, weight, tokens) -> packed, cache leaves``, as `statistics` and `results` in one."""
+    """``(hidden, weight, bias, tokens) -> packed, cache leaves``, as `statistics` and `results` in one."""
 
-    def run(hidden: Any, weight: Any, tokens: Any) -> Any:
-        packed, cache = _statistics(spec, keep_cache, hidden, weight, tokens)
+    def run(hidden: Any, weight: Any, bias: Any, tokens: Any) -> Any:
+        packed, cache = _statistics(spec, keep_cache, hidden, weight, bias, tokens)
         return _results(spec, fields, megatron, tokens, packed[None]), cache
 
     return jax.jit(run)
@@ -89,67 +91,73 @@ def forward(spec: Spec, keep_cache: bool, fields: tuple[str, ...], megatron: boo
 def gradients(
     spec: Spec, cotangents: tuple[str, ...], wanted: tuple[bool, ...], rounded: bool, cache: Any
 ) -> Callable[..., Any]:
-    """``(hidden, weight, S and the cotangents, *cache leaves) -> [dhidden, dweight]``, if wanted.
+    """``(hidden, weight, bias, S and the cotangents, *cache leaves) -> [dhidden, dweight, dbias]``, if wanted.
 
     A gradient that is not wanted is no output, and the compiler drops its product. Without a cotangent of the entropy
     its part is left out. ``rounded``: dhidden in hidden's dtype, where no sum over the group follows.
     """
 
-    def run(hidden: Any, weight: Any, per_token: Any, *leaves: Any) -> list[Any]:
-        kept = len(spec.merged)
+    def run(hidden: Any, weight: Any, bias: Any, per_token: Any, *leaves: Any) -> list[Any]:
+        kept = spec.num_merged
         num_rows, per_token = _counted(spec, per_token, hidden.shape[0])
         labels, floats = per_token[0], lax.bitcast_convert_type(per_token[1:], jnp.float32)
         temperature = floats[0] if len(floats) > kept + len(cotangents) else None
         floats = floats[0 if temperature is None else 1 :]
-        merged, seeds = _statistics_from(spec.merged, floats[:kept]), dict(zip(cotangents, floats[kept:], strict=True))
+        merged, seeds = local.unpack(floats[:kept], spec.merged), dict(zip(cotangents, floats[kept:], strict=True))
         entropy = "entropy" in seeds
-        grads = local.gradients(
+        dhidden, *of_head = local.gradients(
             hidden,
             weight,
             labels,
             merged if entropy else merged._replace(weighted=None),
             LogprobOutput(seeds.get("logprobs"), seeds.get("entropy"), seeds.get("lse")),  # type: ignore[arg-type]
             cache=None if cache is None else jax.tree.unflatten(cache, leaves),
-            **_options(spec, temperature, num_rows) | {"entropy": entropy},
+            dtotal=seeds["mean_logit"] / spec.call.vocab_size if "mean_logit" in seeds else None,
+            **_options(spec, bias, temperature, num_rows) | {"entropy": entropy},
         )
-        if rounded:
-            grads = (grads[0].astype(hidden.dtype), grads[1])
-        return [grad for grad, want in zip(grads, wanted, strict=True) if want]
+        dhidden = dhidden.astype(hidden.dtype) if rounded else dhidden
+        grads = [dhidden, *of_head[:1], *(dbias.astype(bias.dtype) for dbias in of_head[1:])]
+        return [grad for grad, want in zip(grads, wanted, strict=False) if want]  # without a bias, no dbias
 
     return jax.jit(run)
 
 
 @functools.cache
-def cache_structure(spec: Spec, device: jax.Device, *inputs: jax.ShapeDtypeStruct) -> Any:
+def cache_structure(spec: Spec, device: jax.Device, *inputs: jax.ShapeDtypeStruct | None) -> Any:
     """The cache of `statistics` for ``inputs`` like these: shapes, and how leaves fit."""
 
-    def cache(hidden: Any, weight: Any, tokens: Any) -> Any:
+    def cache(hidden: Any, weight: Any, bias: Any, tokens: Any) -> Any:
         num_rows, labels, temperature = _unpacked(spec, tokens, hidden.shape[0])
-        options = _options(spec, temperature, num_rows)
+        options = _options(spec, bias, temperature, num_rows)
         return local.statistics(hidden, weight, labels, keep_cache=True, **options)[1]
 
     with jax.default_device(device):
         return jax.eval_shape(cache, *inputs)
 
 
-def _statistics(spec: Spec, keep_cache: bool, hidden: Any, weight: Any, tokens: Any) -> tuple[Any, list[Any]]:
+def _statistics(
+    spec: Spec, keep_cache: bool, hidden: Any, weight: Any, bias: Any, tokens: Any
+) -> tuple[Any, list[Any]]:
     num_rows, labels, temperature = _unpacked(spec, tokens, hidden.shape[0])
-    options = _options(spec, temperature, num_rows)
+    options = _options(spec, bias, temperature, num_rows) | {"total": spec.call.mean_logit}
     stats, cache = local.statistics(hidden, weight, labels, keep_cache=keep_cache, **options)
-    return jnp.stack([getattr(stats, name) for name in spec.statistics]), jax.tree.leaves(cache)
+    return local.pack(stats), jax.tree.leaves(cache)
 
 
 def _results(spec: Spec, fields: tuple[str, ...], megatron: bool, tokens: Any, gathered: Any) -> Any:
     num_rows, labels, temperature = _unpacked(spec, tokens, gathered.shape[-1])
-    merged = local.merge(_statistics_from(spec.statistics, jnp.moveaxis(gathered, 1, 0)))
+    merged = local.merge(local.unpack(gathered, spec.statistics))
     out = local.finish(merged, labels, vocab_size=spec.call.vocab_size, where=_where(num_rows, labels.shape[0]))
     if megatron:
         # Its predicted logit is left at 0 once the maximum has been subtracted: -ln Σ e^(z - max), which is max - lse.
         outside = (labels < 0) | (labels >= spec.call.vocab_size)
         out = out._replace(logprobs=jnp.where(outside, -jnp.log(merged.sumexp), out.logprobs))
-    kept = [temperature, *(getattr(merged, name) for name in spec.merged)]
-    numbers = [*(getattr(out, name) for name in fields), labels, *(x for x in kept if x is not None)]
-    return jnp.stack([lax.bitcast_convert_type(x, jnp.int32) for x in numbers])
+    found = out._asdict() | {"mean_logit": None if merged.total is None else merged.total / spec.call.vocab_size}
+    numbers = [*(found[name] for name in fields), labels, *(() if temperature is None else (temperature,))]
+    forward_only: dict[str, Any] = dict.fromkeys(spec.statistics.keys() - spec.merged.keys())
+    kept = local.pack(merged._replace(**forward_only))
+    bits = [lax.bitcast_convert_type(x, jnp.int32) for x in (*numbers, kept)]
+    return jnp.concatenate([jnp.stack(bits[:-1]), bits[-1]])
 
 
 def _counted(spec: Spec, packed: Any, rows: int) -> tuple[Any, Any]:
@@ -165,16 +173,12 @@ def _unpacked(spec: Spec, tokens: Any, rows: int) -> tuple[Any, Any, Any]:
     return num_rows, labels, lax.bitcast_convert_type(bits[0], jnp.float32) if bits else None
 
 
-def _statistics_from(names: tuple[str, ...], fields: Any) -> local.ShardStatistics:
-    absent: dict[str, Any] = dict.fromkeys(local.ShardStatistics._fields)
-    return local.ShardStatistics(**{**absent, **dict(zip(names, fields, strict=True))})
-
-
-def _options(spec: Spec, temperature: Any, num_rows: Any) -> dict[str, Any]:
+def _options(spec: Spec, bias: Any, temperature: Any, num_rows: Any) -> dict[str, Any]:
     return spec.call.options | {
         "vocab_start": spec.vocab_start,
         "vocab_size": spec.call.vocab_size if spec.padded else None,
         "num_rows": num_rows,
+        "bias": bias,
         "temperature": 1.0 if temperature is None else temperature,
         "precision": spec.precision,
     }

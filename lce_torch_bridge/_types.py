@@ -16,13 +16,13 @@ type OutOfVocab = Literal["zero", "megatron"]
 type Wgrad = Literal["return", "main_grad"]
 type Reduction = Literal["none", "sum", "mean"]
 
-DIFFERENTIABLE = ("logprobs", "entropy", "lse")  # results that may have a gradient
+DIFFERENTIABLE = ("logprobs", "entropy", "lse", "mean_logit")  # results that may have a gradient
 
 
 class LogprobOutput(NamedTuple):
     """Per-token results: float32 tensors of ``labels.shape``, or None. Tokens that are not kept are 0.
 
-    ``logprobs``, ``entropy`` and ``lse`` are differentiable; ``max_logit`` and ``min_logit`` are not. Where only
+    ``logprobs``, ``entropy``, ``lse`` and ``mean_logit`` are differentiable; the extremes are not. Where only
     tensors may pass, as out of a stage of ``torch.distributed.pipelining``, return ``out[:3]``, or the fields you use.
 
     Attributes:
@@ -31,6 +31,7 @@ class LogprobOutput(NamedTuple):
         lse: ln Σ exp(logits), nats.
         max_logit: largest logit over the true vocabulary. None without ``stats=True``.
         min_logit: smallest logit over the true vocabulary. None without ``stats=True``.
+        mean_logit: mean logit over the true vocabulary. None without ``mean_logit=True``.
     """
 
     logprobs: torch.Tensor
@@ -38,6 +39,7 @@ class LogprobOutput(NamedTuple):
     lse: torch.Tensor
     max_logit: torch.Tensor | None = None
     min_logit: torch.Tensor | None = None
+    mean_logit: torch.Tensor | None = None
 
 
 class Operands(NamedTuple):
@@ -45,6 +47,7 @@ class Operands(NamedTuple):
 
     hidden: torch.Tensor  # [T, H]
     weight: torch.Tensor  # [V, H]
+    bias: torch.Tensor | None  # [V]
     labels: torch.Tensor  # [T] global id; outside [0, vocab_size): out of vocabulary
     temperature: torch.Tensor | None  # [T] float32; None: 1
 
@@ -66,6 +69,7 @@ class Call(NamedTuple):
     logit_softcap: float | None
     entropy: str  # an `Entropy`
     stats: bool
+    mean_logit: bool
     megatron: bool  # its value for labels out of vocabulary
     reduce_grad_hidden: bool
     cache_bytes: int
@@ -74,8 +78,8 @@ class Call(NamedTuple):
     @property
     def differentiable(self) -> tuple[str, ...]:
         """The fields of `LogprobOutput` that have a gradient."""
-        absent = () if self.entropy == "grad" else ("entropy",)
-        return tuple(name for name in DIFFERENTIABLE if name not in absent)
+        there = {"entropy": self.entropy == "grad", "mean_logit": self.mean_logit}
+        return tuple(name for name in DIFFERENTIABLE if there.get(name, True))
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -99,6 +103,6 @@ class Call(NamedTuple):
         return given | {"entropy": self.entropy != "none", "implementation": names}
 
 
-OF_THE_BRIDGE = ("group", "megatron", "reduce_grad_hidden")  # fields of `Call` that lce_jax does not know
+OF_THE_BRIDGE = ("group", "mean_logit", "megatron", "reduce_grad_hidden")  # fields of `Call` that are no such options
 KINDS = {str: "str", int: "int", float: "float", float | None: "float?", bool: "bool"}  # as an operator's schema has it
 CALL_SCHEMA = ", ".join(f"{KINDS[kind]} {name}" for name, kind in get_type_hints(Call).items())

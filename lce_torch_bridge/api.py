@@ -1,17 +1,16 @@
-"""The public functions: validate, flatten, call the operator."""
+"""`linear_logprobs`: validate, flatten, call the operator."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from lce_jax import scalars
-from lce_torch_bridge import _checks, _dtensor, autograd, tensor_parallel
+from lce_torch_bridge import _checks, _dtensor, _tokens, autograd, tensor_parallel
 from lce_torch_bridge._autocast import autocast
 from lce_torch_bridge._main_grad import accumulate_into_main_grad
-from lce_torch_bridge._types import Call, Entropy, LogprobOutput, OutOfVocab, Reduction, Wgrad
+from lce_torch_bridge._types import Call, Entropy, LogprobOutput, OutOfVocab, Wgrad
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -22,6 +21,7 @@ def linear_logprobs(
     weight: torch.Tensor,
     labels: torch.Tensor,
     *,
+    bias: torch.Tensor | None = None,
     tp_group: dist.ProcessGroup | None = None,
     temperature: float | torch.Tensor = 1.0,
     logit_scale: float = 1.0,
@@ -29,6 +29,7 @@ def linear_logprobs(
     vocab_size: int | None = None,
     entropy: Entropy = "grad",
     stats: bool = False,
+    mean_logit: bool = False,
     keep: torch.Tensor | None = None,
     ignore_index: int | None = None,
     out_of_vocab: OutOfVocab = "zero",
@@ -39,9 +40,9 @@ def linear_logprobs(
 ) -> LogprobOutput:
     """Per-token log-probability and entropy of a language-model head, without storing the logits.
 
-    With ``z = cap(logit_scale · hidden · weightᵀ) / temperature`` in float32 and ``p = softmax(z)`` over the
+    With ``z = cap(logit_scale · (hidden · weightᵀ + bias)) / temperature`` in float32 and ``p = softmax(z)`` over the
     vocabulary: ``logprobs = z[label] - lse``, ``entropy = -Σ p ln p`` and ``lse = ln Σ exp(z)`` per token, all in nats.
-    Differentiable, once, in ``hidden`` and ``weight`` through all three.
+    Differentiable, once, in ``hidden``, ``weight`` and ``bias`` through all three.
 
     Args:
         hidden: ``[..., H]``; any leading shape, also an empty one. bfloat16, float16 or float32; on a GPU or the CPU.
@@ -49,6 +50,9 @@ def linear_logprobs(
             that of the matrix products; under ``torch.autocast`` it is cast to autocast's dtype first, and the copy
             shared with all calls of the context, as ``torch.nn.functional.linear`` does.
         labels: ``[...]`` integers of any type, global vocabulary ids.
+        bias: ``[V]``, this rank's part, in any of these dtypes; added to the raw products in float32, also under
+            autocast, which leaves it as it is. Its gradient is autograd's, whatever ``wgrad`` says. The kernels for
+            Hopper GPUs do not serve it, and "xla" does. None: no bias.
         tp_group: the process group over which the vocabulary is split into parts of the same size, rank r holding the
             r-th. All ranks pass the same ``hidden`` and ``labels`` and get the same results, to the last bit. None:
             ``weight`` is whole.
@@ -62,6 +66,9 @@ def linear_logprobs(
         entropy: "grad"; "metric" computes it without a gradient, which makes the backward cheaper; "none" leaves it
             out.
         stats: True fills ``.max_logit`` and ``.min_logit``, extremes of ``z``. They have no gradient.
+        mean_logit: True fills ``.mean_logit``, the mean of ``z`` over the true vocabulary, with a gradient: label
+            smoothing is made of it (`linear_cross_entropy_loss`). The kernels for Hopper GPUs do not serve it together
+            with a cap.
         keep: which tokens to compute: bool of ``labels``' shape, or the rows of the flattened tokens, each at most once
             (int64 or int32). The others are 0 and have no gradient. Time and memory are those of the kept tokens,
             whose results are the same bits as without ``keep``. A bool tensor on a GPU waits for the GPU to count; an
@@ -106,11 +113,11 @@ def linear_logprobs(
 
     DTensors:
         ``weight`` is gathered in its own dtype over all dimensions of its mesh but that of ``tp_group``, over which it
-        must be ``Shard(0)``. Its gradient is the mean over the ranks that gathered it: what FSDP2 and HSDP give their
-        parameters, and where all have the same tokens, the gradient itself. Each rank of the mesh must make the call,
-        and the backward. ``hidden`` and what is per token must be replicated; the gradient of ``hidden`` is then whole
-        on every rank, whatever ``reduce_grad_hidden`` says. Results are plain tensors. ``torch.compile`` breaks the
-        graph.
+        must be ``Shard(0)``; ``bias`` likewise. Their gradients are the mean over the ranks that gathered them: what
+        FSDP2 and HSDP give their parameters, and where all have the same tokens, the gradient itself. Each rank of the
+        mesh must make the call, and the backward. ``hidden`` and what is per token must be replicated; the gradient of
+        ``hidden`` is then whole on every rank, whatever ``reduce_grad_hidden`` says. Results are plain tensors.
+        ``torch.compile`` breaks the graph.
 
     Numerics:
         Every sum and softmax is float32, each gradient is rounded once. float32 products are as exact as
@@ -142,23 +149,20 @@ def linear_logprobs(
     _checks.tensors(hidden, weight, labels)
     _checks.temperature(temperature, hidden, labels)
     _checks.keep(keep, hidden, labels)
-    keep = _without(ignore_index, keep, labels)
+    keep = _tokens.without(ignore_index, keep, labels)
     scalars.one_of("entropy", entropy, ("grad", "metric", "none"))
     scalars.one_of("out_of_vocab", out_of_vocab, ("zero", "megatron"))
     scalars.one_of("wgrad", wgrad, ("return", "main_grad"))
-    if _dtensor.is_dtensor(weight):
-        weight = _dtensor.rows(weight, tp_group, wgrad)
+    weight, bias = _rows_of_head(weight, bias, tp_group, wgrad)
     shards = 1 if tp_group is None else tp_group.size()
-    group = tensor_parallel.name_of(tp_group)
-    if not torch.compiler.is_compiling() and _checks.has_values(weight):  # the operator asks again, also compiled
-        tensor_parallel.check_equal_parts(weight, group)
     call = Call(
-        group=group,
+        group=tensor_parallel.name_of(tp_group),
         vocab_size=_checks.vocabulary(vocab_size, weight.shape[0] * shards),
         logit_scale=scalars.number("logit_scale", logit_scale),
         logit_softcap=None if logit_softcap is None else scalars.positive("logit_softcap", logit_softcap),
         entropy=entropy,
         stats=scalars.flag("stats", stats),
+        mean_logit=scalars.flag("mean_logit", mean_logit),
         megatron=out_of_vocab == "megatron",
         reduce_grad_hidden=scalars.flag("reduce_grad_hidden", reduce_grad_hidden),
         cache_bytes=scalars.num_bytes("cache_bytes", cache_bytes),
@@ -167,138 +171,41 @@ def linear_logprobs(
     parameter = weight
     if wgrad == "main_grad":
         weight = accumulate_into_main_grad(weight)
-    weight = autocast(weight, parameter)
-    rows = None if keep is None else _rows_of(keep)
-    flat_hidden = _kept(hidden.reshape(-1, hidden.shape[-1]), rows, 0.0)
-    flat_labels = _kept(labels.reshape(-1), rows, 0)
-    flat_temperature = _kept(_per_token(temperature, labels), rows, 1.0)
-    differentiated = torch.is_grad_enabled() and (flat_hidden.requires_grad or weight.requires_grad)
-    keep_cache = differentiated and call.cache_bytes > 0
-    function = autograd.LinearLogprobs if torch.compiler.is_compiling() else autograd.Uncompiled
-    found = function.apply(flat_hidden, weight, flat_labels, flat_temperature, keep_cache, *call)
-    fields: dict[str, Any] = {name: _placed(x, rows, labels) for name, x in zip(call.fields, found, strict=False)}
-    return LogprobOutput(**{"entropy": None, **fields})
+    return _run(hidden, autocast(weight, parameter), bias, labels, temperature, keep, call)
 
 
-def linear_cross_entropy(
+def _rows_of_head(
+    weight: Any, bias: Any, tp_group: dist.ProcessGroup | None, wgrad: str
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """This rank's weight and bias, plain tensors that fit each other and the parts of the other ranks."""
+    if _dtensor.is_dtensor(weight):
+        weight = _dtensor.rows("weight", weight, tp_group, wgrad)
+    if _dtensor.is_dtensor(bias):
+        bias = _dtensor.rows("bias", bias, tp_group)
+    _checks.bias(bias, weight)
+    if not torch.compiler.is_compiling() and _checks.has_values(weight):  # the operator asks again, also compiled
+        tensor_parallel.check_equal_parts(weight, tensor_parallel.name_of(tp_group))
+    return weight, bias
+
+
+def _run(
     hidden: torch.Tensor,
     weight: torch.Tensor,
+    bias: torch.Tensor | None,
     labels: torch.Tensor,
-    temperature: float | None = 1.0,
-    reduction: Reduction | None = "none",
-    dist_process_group: dist.ProcessGroup | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(logprobs, entropy)`` under the positional signature of verl's ``linear_cross_entropy``.
-
-    The first result is what verl's is, a log-probability, ``z[label] - lse ≤ 0``: the loss is its negative.
-
-    Args:
-        hidden: ``[..., H]``, as in `linear_logprobs`.
-        weight: ``[V, H]``, this rank's rows.
-        labels: hidden's leading shape, or the same but for dimensions of 1, as ``[1, T]`` for ``[T, 1, H]``, or flat.
-            ``[b, s]`` for ``[s, b, H]`` is refused. A label outside the vocabulary has logprob 0 (verl's kernel:
-            ``-lse`` on a process group, and undefined without one).
-        temperature: divides the logits. None: 1.
-        reduction: of the log-probabilities: "none" for one per token, "sum", or "mean" over all tokens, out of
-            vocabulary or not; in letters of either case. The entropy is never reduced. None: "none".
-        dist_process_group: the group over which the vocabulary is split. Each rank's dhidden is its own part, which
-            the caller sums, as with verl's kernel.
-
-    Returns:
-        Log-probabilities, ``[tokens]`` flat or a scalar, and entropies, ``[tokens]`` flat; float32, both
-        differentiable.
-
-    Raises:
-        As `linear_logprobs`.
-
-    Memory:
-        As `linear_logprobs`.
-
-    Example:
-        >>> import torch
-        >>> from lce_torch_bridge import linear_cross_entropy
-        >>> logprobs, entropy = linear_cross_entropy(torch.ones(2, 3, 8), torch.zeros(100, 8), torch.ones(2, 3).long())
-        >>> logprobs.shape, round(logprobs[0].item(), 3), round(entropy[0].item(), 3)
-        (torch.Size([6]), -4.605, 4.605)
-    """
-    reduction = "none" if reduction is None else reduction
-    reduction = reduction.lower() if isinstance(reduction, str) else reduction  # type: ignore[assignment]
-    scalars.one_of("reduction", reduction, ("none", "sum", "mean"))
-    temperature = 1.0 if temperature is None else temperature
-    out = linear_logprobs(_like(labels, hidden), weight, labels, tp_group=dist_process_group, temperature=temperature)
-    logprobs = out.logprobs.reshape(-1)
-    if reduction == "sum":
-        logprobs = logprobs.sum()
-    elif reduction == "mean":
-        logprobs = logprobs.mean()
-    assert out.entropy is not None
-    return logprobs, out.entropy.reshape(-1)
-
-
-def _per_token(temperature: float | torch.Tensor, labels: torch.Tensor) -> torch.Tensor | None:
-    """One temperature per token, because a number would be compiled in; None for 1.
-
-    Under ``torch.compile`` a number that varies is symbolic. ``torch.full`` and a question whether it is 1 would each
-    have the compiler take it for a constant.
-    """
-    if isinstance(temperature, torch.Tensor):
-        return temperature.to(torch.float32).expand(labels.shape).reshape(-1)
-    if statically_known_true(temperature == 1.0):
-        return None
-    return torch.ones(labels.numel(), dtype=torch.float32, device=labels.device) * temperature
-
-
-def _without(ignore_index: int | None, keep: torch.Tensor | None, labels: torch.Tensor) -> torch.Tensor | None:
-    """``keep`` without the tokens that have this label."""
-    if ignore_index is None:
-        return keep
-    counts = labels != scalars.integer("ignore_index", ignore_index)
-    if keep is None:
-        return counts
-    if keep.dtype != torch.bool:
-        none = torch.zeros(labels.numel(), dtype=torch.bool, device=labels.device)
-        keep = none.index_fill(0, keep.long(), True).view(labels.shape)
-    return keep & counts
-
-
-def _rows_of(keep: torch.Tensor) -> torch.Tensor:
-    """The index of the kept rows; a mask, whose other rows are computed for nothing, where they cannot be counted."""
-    if keep.dtype != torch.bool:
-        return keep
-    keep = keep.reshape(-1)
-    return keep.nonzero().squeeze(1) if torch.compiler.is_compiling() or _checks.has_values(keep) else keep
-
-
-def _kept(x: Any, rows: torch.Tensor | None, other: float) -> Any:
-    """The kept rows of ``x``, or all with ``other`` in those that a mask leaves out."""
-    if x is None or rows is None:
-        return x
-    if rows.dtype == torch.bool:
-        return x.where(rows.view(-1, *(1,) * (x.ndim - 1)), other)
-    return x.index_select(0, rows)
-
-
-def _placed(x: torch.Tensor, rows: torch.Tensor | None, labels: torch.Tensor) -> torch.Tensor:
-    """Results in the shape of labels, 0 on tokens that were not kept."""
-    if rows is not None and rows.dtype == torch.bool:
-        x = x.where(rows, 0.0)
-    elif rows is not None:
-        x = x.new_zeros(labels.numel()).index_copy(0, rows.long(), x)
-    return x if x.shape == labels.shape else x.view(labels.shape)
-
-
-def _like(labels: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-    """``hidden`` with the leading shape of labels, where the two hold the same tokens in the same order for sure."""
-    tensors = isinstance(hidden, torch.Tensor) and isinstance(labels, torch.Tensor)
-    if not tensors or not hidden.ndim or hidden.shape[:-1] == labels.shape:
-        return hidden
-    ours, theirs = ([size for size in shape if size != 1] for shape in (hidden.shape[:-1], labels.shape))
-    flat = min(len(ours), len(theirs)) < 2 and hidden.shape[:-1].numel() == labels.numel()
-    if ours == theirs or flat:
-        return hidden.reshape(*labels.shape, hidden.shape[-1])
-    if ours == theirs[::-1]:
-        raise ValueError(
-            f"hidden {tuple(hidden.shape)} and labels {tuple(labels.shape)} hold their tokens in another order: pass "
-            "hidden.transpose(0, 1)"
-        )
-    return hidden
+    temperature: float | torch.Tensor,
+    keep: torch.Tensor | None,
+    call: Call,
+) -> LogprobOutput:
+    """The operator, on the tokens that are kept."""
+    rows = None if keep is None else _tokens.rows_of(keep)
+    flat_hidden = _tokens.kept(hidden.reshape(-1, hidden.shape[-1]), rows, 0.0)
+    flat_labels = _tokens.kept(labels.reshape(-1), rows, 0)
+    flat_temperature = _tokens.kept(_tokens.per_token(temperature, labels), rows, 1.0)
+    wanted = (x.requires_grad for x in (flat_hidden, weight, bias) if x is not None)
+    keep_cache = torch.is_grad_enabled() and any(wanted) and call.cache_bytes > 0
+    function = autograd.LinearLogprobs if torch.compiler.is_compiling() else autograd.Uncompiled
+    found = function.apply(flat_hidden, weight, bias, flat_labels, flat_temperature, keep_cache, *call)
+    fields = zip(call.fields, found, strict=False)
+    results: dict[str, Any] = {name: _tokens.placed(x, rows, labels) for name, x in fields}
+    return LogprobOutput(**{"entropy": None, **results})

@@ -1,7 +1,7 @@
 """The derivative, as a ``torch.autograd.Function`` over two operators.
 
-    forward    hidden [T, H], weight [V, H], labels [T]                 ->  outputs [T], saved [S, T], cache
-    gradients  hidden, weight, saved [S, T], cache, and cotangents [T]  ->  dhidden [T, H], dweight [V, H], as wanted
+    forward    hidden [T, H], weight [V, H], bias [V], labels [T]        ->  outputs [T], saved [S, T], cache
+    gradients  hidden, weight, bias, saved [S, T], cache, cotangents [T]  ->  dhidden, dweight, dbias, as wanted
 
 The operators are opaque to ``torch.compile``, which traces the Function and would else trace into DLPack. All that the
 backward needs travels as tensors: autograd owns it, frees it, and notices when an operand has changed in between.
@@ -21,7 +21,7 @@ NAME = "lce_torch_bridge"
 
 
 class LinearLogprobs(torch.autograd.Function):
-    """``(hidden, weight, labels, temperature, keep_cache, *call) -> Call.fields``, and what the backward needs."""
+    """``(*Operands, keep_cache, *Call) -> Call.fields``, and what the backward needs."""
 
     @staticmethod
     def forward(*inputs: Any) -> tuple[torch.Tensor, ...]:
@@ -31,22 +31,22 @@ class LinearLogprobs(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
         """Keeps what the backward needs."""
-        ctx.call = call = Call(*inputs[5:])
+        ctx.call = call = Call(*inputs[6:])
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*output[len(call.differentiable) :])
-        ctx.save_for_backward(*inputs[:2], *output[len(call.fields) :])
+        ctx.save_for_backward(*inputs[:3], *output[len(call.fields) :])
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        """Those of dhidden and dweight that are wanted."""
-        hidden, weight, saved, *cache = ctx.saved_tensors
+        """Those of dhidden, dweight and dbias that are wanted."""
+        hidden, weight, bias, saved, *cache = ctx.saved_tensors
         given = dict(zip(ctx.call.differentiable, grads, strict=False))
         cotangents = [given.get(name) for name in DIFFERENTIABLE]
-        wanted, results = ctx.needs_input_grad[:2], [None, None]
+        wanted, results = ctx.needs_input_grad[:3], [None] * 3
         if any(cotangent is not None for cotangent in cotangents):
             # A second derivative may be asked for where gradients are recorded, as torch.func always has it.
             run = Gradients.apply if torch.is_grad_enabled() else gradients
-            found = list(run(hidden, weight, saved, cache, *cotangents, *wanted, *ctx.call))
+            found = list(run(hidden, weight, bias, saved, cache, *cotangents, *wanted, *ctx.call))
             results = [found.pop(0) if want else None for want in wanted]
         return *results, *(None,) * (3 + len(ctx.call))
 
@@ -116,23 +116,25 @@ def _operator(name: str, schema: str) -> Callable[[Callable[..., Any]], Any]:
 
 @_operator(
     "forward",
-    f"(Tensor hidden, Tensor weight, Tensor labels, Tensor? temperature, bool keep_cache, {CALL_SCHEMA}) -> Tensor[]",
+    "(Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, Tensor? temperature, bool keep_cache, "
+    f"{CALL_SCHEMA}) -> Tensor[]",
 )
 def forward(
     hidden: torch.Tensor,
     weight: torch.Tensor,
+    bias: torch.Tensor | None,
     labels: torch.Tensor,
     temperature: torch.Tensor | None,
     keep_cache: bool,
     *call: Any,
 ) -> list[torch.Tensor]:
     """``Call.fields``, what the backward needs per token, and the leaves of the cache."""
-    return _execute.forward(Operands(hidden, weight, labels, temperature), Call(*call), keep_cache)
+    return _execute.forward(Operands(hidden, weight, bias, labels, temperature), Call(*call), keep_cache)
 
 
 @torch.library.register_fake(f"{NAME}::forward")  # type: ignore[untyped-decorator]
 def _(*inputs: Any) -> list[torch.Tensor]:
-    return _execute.forward_structs(Operands(*inputs[:4]), Call(*inputs[5:]), keep_cache=inputs[4])
+    return _execute.forward_structs(Operands(*inputs[:5]), Call(*inputs[6:]), keep_cache=inputs[5])
 
 
 COTANGENTS = ", ".join(f"Tensor? d{name}" for name in DIFFERENTIABLE)
@@ -146,26 +148,27 @@ def _split(rest: tuple[Any, ...]) -> tuple[dict[str, Any], tuple[bool, ...], Cal
 
 @_operator(
     "gradients",
-    f"(Tensor hidden, Tensor weight, Tensor saved, Tensor[] cache, {COTANGENTS}, "
-    f"bool want_hidden, bool want_weight, {CALL_SCHEMA}) -> Tensor[]",
+    f"(Tensor hidden, Tensor weight, Tensor? bias, Tensor saved, Tensor[] cache, {COTANGENTS}, "
+    f"bool want_hidden, bool want_weight, bool want_bias, {CALL_SCHEMA}) -> Tensor[]",
 )
 def gradients(
     hidden: torch.Tensor,
     weight: torch.Tensor,
+    bias: torch.Tensor | None,
     saved: torch.Tensor,
     cache: list[torch.Tensor],
     *rest: Any,
 ) -> list[torch.Tensor]:
-    """Those of dhidden and dweight that are wanted."""
+    """Those of dhidden, dweight and dbias that are wanted."""
     given, wanted, call = _split(rest)
     cotangents = {name: cotangent for name, cotangent in given.items() if cotangent is not None}
-    return _execute.gradients(hidden, weight, saved, cache, cotangents, wanted, call)
+    return _execute.gradients(hidden, weight, bias, saved, cache, cotangents, wanted, call)
 
 
 @torch.library.register_fake(f"{NAME}::gradients")  # type: ignore[untyped-decorator]
-def _(hidden: torch.Tensor, weight: torch.Tensor, *rest: Any) -> list[torch.Tensor]:
+def _(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *rest: Any) -> list[torch.Tensor]:
     _, wanted, _ = _split(rest[2:])
-    return [x.new_empty(x.shape) for x, want in zip((hidden, weight), wanted, strict=True) if want]
+    return [x.new_empty(x.shape) for x in _execute.those_wanted(hidden, weight, bias, wanted)]
 
 
 def _refuse(ctx: Any, *_: Any) -> None:

@@ -60,9 +60,9 @@ def output_processor(
         labels: ``[b, s]``, those the model was called with (for multi-token prediction); they serve where ``context``
             has none.
         context: ``labels`` ``[b, s]``, global vocabulary ids, already shifted, and any option of
-            `lce_torch_bridge.linear_logprobs` but ``tp_group``, ``logit_scale`` and ``reduce_grad_hidden``, which are
-            the model's. ``keep`` is ``[b, s]`` bool, or the rows of the flattened ``[b, s]``; a tensor ``temperature``
-            broadcasts to ``[b, s]``. ``wgrad`` is by default what the layer does: "main_grad" under
+            `lce_torch_bridge.linear_logprobs` but ``tp_group``, ``bias``, ``logit_scale`` and ``reduce_grad_hidden``,
+            which are the model's. ``keep`` is ``[b, s]`` bool, or the rows of the flattened ``[b, s]``; a tensor
+            ``temperature`` broadcasts to ``[b, s]``. ``wgrad`` is by default what the layer does: "main_grad" under
             ``gradient_accumulation_fusion``.
         scale_logits: the model's multiplier of logits (MuP), which is applied in float32 here.
         config: the model's configuration.
@@ -112,8 +112,8 @@ def fused_output_layer(model: torch.nn.Module, labels: torch.Tensor, **options: 
         model: a model with an ``output_layer``, also inside DistributedDataParallel, Float16Module, ``torch.compile``
             or other modules. Methods of it and of its output layer are replaced until the block is left.
         labels: ``[b, s]`` global vocabulary ids, already shifted.
-        **options: as in the context of `output_processor`, but for ``stats`` and ``entropy="none"``, for there are two
-            results. ``entropy="metric"`` spares its gradient.
+        **options: as in the context of `output_processor`, without ``stats``, ``mean_logit`` and ``entropy="none"``,
+            because there are two results. ``entropy="metric"`` spares its gradient.
 
     Yields:
         None.
@@ -126,10 +126,12 @@ def fused_output_layer(model: torch.nn.Module, labels: torch.Tensor, **options: 
         As `output_processor`.
     """
     inner = _unwrapped(model)
-    if options.get("entropy") == "none" or options.get("stats"):
+    further = {name: options.get(name, False) for name in ("stats", "mean_logit")}
+    if options.get("entropy") == "none" or any(further.values()):
+        told = ", ".join(f"{name}={value!r}" for name, value in further.items())
         raise ValueError(
-            f"entropy={options.get('entropy', 'grad')!r}, stats={options.get('stats', False)!r}: the model returns "
-            'logprob and entropy here, no less and no more; entropy="metric" has no gradient and costs little'
+            f"entropy={options.get('entropy', 'grad')!r}, {told}: the model returns logprob and entropy here, no less "
+            'and no more; entropy="metric" has no gradient and costs little'
         )
     scale_logits = getattr(inner, "_scale_logits", _unscaled)  # since megatron-core 0.17
     predictions = inner.config.mtp_num_layers if getattr(inner.config, "mtp_num_layers", None) else 0
@@ -137,7 +139,7 @@ def fused_output_layer(model: torch.nn.Module, labels: torch.Tensor, **options: 
     turn = _Turn(predictions, type(inner).__name__, scale_logits, inner.compute_language_model_loss)
     stock = inner.output_layer.forward
 
-    def forward(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+    def forward(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         if not turn.of_the_model():
             return stock(*args, **kwargs)
         out, bias = head(*args, **kwargs)

@@ -57,13 +57,13 @@ def test_a_frozen_weight_costs_no_product_and_no_buffer(dtype: str, padded: bool
     """What XLA compiled: one product recomputes the logits and one makes dhidden; nothing else is as large as V x H."""
     struct, (T, H, V) = jax.ShapeDtypeStruct, (1024, 64, 16384)
     spec = Spec(p.told(V, implementation="xla"), 0, padded=False, precision=None, masked=padded)
-    shapes = (struct((T, H), dtype), struct((V, H), dtype), struct((1 + T * (1 + 4 + 2),), "int32"))
+    shapes = (struct((T, H), dtype), struct((V, H), dtype), None, struct((1 + T * (1 + 4 + 2),), "int32"))
 
-    def compiled(wanted: tuple[bool, bool]) -> jax.stages.Compiled:
+    def compiled(wanted: tuple[bool, bool, bool]) -> jax.stages.Compiled:
         run = _programs.gradients(spec, ("logprobs", "entropy"), wanted, True, None)
         return run.lower(*shapes).compile()
 
-    frozen, both = compiled((True, False)), compiled((True, True))
+    frozen, both = compiled((True, False, False)), compiled((True, True, False))
     assert frozen.as_text().count(" dot(") == 2
     assert both.as_text().count(" dot(") == 3
     assert frozen.memory_analysis().output_size_in_bytes < V * H
@@ -359,7 +359,8 @@ def test_the_cache_travels_as_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     _, want = p.gradients(problem, seeds, logit_scale=1.125)
     assert max(map(p.relative_norm, grads, want)) < 1e-5
     told = p.told(cache_bytes=12345, logit_scale=1.125)
-    kept = _execute.forward_structs(_execute.Operands(*problem, None), told, keep_cache=True)
+    operands = _execute.Operands(problem.hidden, problem.weight, None, problem.labels, None)
+    kept = _execute.forward_structs(operands, told, keep_cache=True)
     assert [tuple(x.shape) for x in kept[4:]] == [(2048, 3), (2048,)]
 
 

@@ -88,18 +88,24 @@ def test_main_grad_is_refused_clearly() -> None:
 
 
 @pytest.mark.parametrize(
-    ("entropy", "temperature"), [("grad", None), ("metric", torch.linspace(0.5, 2, 37)), ("none", None)]
+    ("entropy", "temperature", "biased"),
+    [("grad", None, False), ("metric", torch.linspace(0.5, 2, 37), True), ("none", None, False)],
 )
-def test_opcheck(entropy: str, temperature: torch.Tensor | None) -> None:
+def test_opcheck(entropy: str, temperature: torch.Tensor | None, biased: bool) -> None:
     hidden, weight, labels = p.draw()
-    told = p.told(entropy=entropy, stats=True)
-    operands = (hidden, weight, labels, temperature, False)
+    bias = torch.linspace(-1, 1, 104) if biased else None
+    told = p.told(entropy=entropy, stats=True, mean_logit=biased)
+    operands = (hidden, weight, bias, labels, temperature, False)
     torch.library.opcheck(autograd.forward, (*operands, *told))
     saved = autograd.forward(*operands, *told)[-1]
     seed = torch.randn(37)
     dentropy = seed if entropy == "grad" else None
-    for cotangents, wanted in (((seed, None, None), (True, False)), ((seed, dentropy, seed), (True, True))):
-        torch.library.opcheck(autograd.gradients, (hidden, weight, saved, [], *cotangents, *wanted, *told))
+    dmean = seed if biased else None
+    for cotangents, wanted in (
+        ((seed, None, None, None), (True, False, False)),
+        ((seed, dentropy, seed, dmean), (True, True, biased)),
+    ):
+        torch.library.opcheck(autograd.gradients, (hidden, weight, bias, saved, [], *cotangents, *wanted, *told))
 
 
 @pytest.mark.parametrize("operator", [autograd.forward, autograd.gradients])
