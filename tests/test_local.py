@@ -55,6 +55,34 @@ def test_four_shards(test: cases.TestCase, implementation: str) -> None:
     assert oracle.relative_norm(dweight, wanted[1]) < 1e-5
 
 
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_the_mean_logit_of_two_shards(implementation: str, padded: bool) -> None:
+    """From ``total``, and its gradients from ``dtotal``, whether the shards know the vocabulary's size or not."""
+    hidden, weight, labels, _, (seed, *_) = cases.draw(cases.MATRIX[0])
+    size = 97 if padded else 104
+    common: dict[str, Any] = {"implementation": implementation, "precision": "highest", "logit_scale": 1.3}
+    common |= {"vocab_size": size} if padded else {}
+    shards = [(0, weight[:52]), (52, weight[52:])]
+    parts = [local.statistics(hidden, w, labels, vocab_start=start, total=True, **common)[0] for start, w in shards]
+    packed = jnp.stack([local.pack(part) for part in parts])
+    merged = local.merge(local.unpack(packed, local.fields(total=True)))
+    raw = 1.3 * np.asarray(hidden, np.float64) @ np.asarray(weight, np.float64)[:size].T
+    assert oracle.value_error(merged.total / size, raw.mean(1)) < 2e-6
+    nothing = LogprobOutput(None, None, None)
+    grads = [
+        local.gradients(hidden, w, labels, merged, nothing, vocab_start=start, dtotal=seed / size, **common)
+        for start, w in shards
+    ]
+    column = 1.3 * np.asarray(seed, np.float64) @ np.asarray(hidden, np.float64) / size
+    dweight = np.where(np.arange(104)[:, None] < size, column, 0.0)
+    dhidden = 1.3 * np.outer(seed, np.asarray(weight, np.float64)[:size].mean(0))
+    assert oracle.relative_norm(grads[0][0] + grads[1][0], dhidden) < 1e-6
+    assert oracle.relative_norm(jnp.concatenate([grads[0][1], grads[1][1]]), dweight) < 1e-6
+    with pytest.raises(TypeError, match="total must be True or False, got 1"):
+        local.statistics(hidden, weight, labels, total=1)
+
+
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 @pytest.mark.parametrize("num_rows", [0, 1, 300, 777])
 def test_a_number_of_rows_is_where_without_moving_them(num_rows: int, implementation: str) -> None:

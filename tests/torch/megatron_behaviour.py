@@ -98,9 +98,9 @@ def pipeline_stages(tp: int, model: Options, _options: Options) -> Result:
 def result(tp: int, model: Options, _options: Options) -> Result:
     it = subject(tp, **model)
     batch, _ = draw()
-    out = call(it.model, batch, stats=True, temperature=0.7)
+    out = call(it.model, batch, stats=True, mean_logit=True, temperature=0.7)
     z = it.model(*batch.inputs) / 0.7
-    want = {"lse": z.logsumexp(-1), "max_logit": z.amax(-1), "min_logit": z.amin(-1)}
+    want = {"lse": z.logsumexp(-1), "max_logit": z.amax(-1), "min_logit": z.amin(-1), "mean_logit": z.mean(-1)}
     without = call(it.model, batch, entropy="none")
     accumulating = call(subject(tp, fusion=True, **model).model, batch)  # not in DDP: there is no main_grad
     return {
@@ -325,10 +325,6 @@ def refusals(tp: int, _model: Options, _options: Options) -> Result:
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             return super().forward(*args, **kwargs)
 
-    biased = subject(tp).model
-    biased.output_layer = ColumnParallelLinear(
-        64, 128, config=biased.config, init_method=torch.nn.init.zeros_, bias=True
-    )
     adapted = subject(tp).model
     adapted.output_layer = Adapter(64, 128, config=adapted.config, init_method=torch.nn.init.zeros_, bias=False)
     deferred = head()
@@ -353,8 +349,6 @@ def refusals(tp: int, _model: Options, _options: Options) -> Result:
         return message(lambda: output_processor(**base | kwargs))
 
     return {
-        "bias": processor(biased),
-        "bias, context manager": wrapper(biased),
         "another forward": processor(adapted),
         "an output layer of another kind": processor_directly(output_layer=torch.nn.Linear(4, 4)),
         "a replaced forward": processor(patched),
@@ -372,7 +366,7 @@ def refusals(tp: int, _model: Options, _options: Options) -> Result:
         "keep of another shape": processor(gpt, keep=torch.ones(3, dtype=torch.bool)),
         "keep beyond the rows": processor(gpt, keep=torch.tensor([1, 96])),
         "temperature of another shape": processor(gpt, temperature=torch.ones(5)),
-        "an option of the model": processor(gpt, reduce_grad_hidden=True, logit_scale=2.0),
+        "an option of the model": processor(gpt, reduce_grad_hidden=True, logit_scale=2.0, bias=None),
         "an unknown option": processor(gpt, temprature=1.0),
         "wgrad and MTP": processor(mtp, wgrad="main_grad"),
         "wgrad and MTP, context manager": wrapper(mtp, wgrad="main_grad"),
@@ -381,6 +375,7 @@ def refusals(tp: int, _model: Options, _options: Options) -> Result:
         "labels to the model, MTP": message(lambda: labels_to_the_model(mtp, batch)),
         "no entropy, context manager": wrapper(hybrid, entropy="none"),
         "stats, context manager": wrapper(hybrid, stats=True),
+        "mean logit, context manager": wrapper(hybrid, mean_logit=True),
         "nested": message(nested),
         "no output layer": wrapper(torch.nn.Linear(4, 4)),
         "two output layers": wrapper(pair),

@@ -44,11 +44,15 @@ MODELS = {
     "frozen embedding": dict(frozen="embedding"),
     "frozen, tied": dict(frozen="embedding", tied=True),
     "frozen below the head": dict(frozen="decoder embedding"),
+    "bias": dict(bias=True),
+    "bias, tied, MuP": dict(bias=True, tied=True, mup=True),
+    "bias, Hybrid, MTP": dict(bias=True, kind="hybrid", mtp=1),
+    "bias that nobody adds": dict(bias="skipped"),
     "checkpointed whole": dict(checkpoint="nonreentrant"),
     "checkpointed whole, reentrant": dict(checkpoint="reentrant"),
     "checkpointed whole, Hybrid": dict(checkpoint="nonreentrant", kind="hybrid"),
 }
-SEQUENCE_PARALLEL = ("plain", "tied", "MuP", "MTP, tied, MuP", "Hybrid", "Hybrid, tied, MuP", "frozen head")
+SEQUENCE_PARALLEL = ("plain", "tied", "MuP", "MTP, tied, MuP", "Hybrid", "Hybrid, tied, MuP", "frozen head", "bias")
 
 OPTIONS = {
     "temperature": dict(temperature=1.3),
@@ -93,6 +97,7 @@ TRAINING = [
     *(_case("main_grad", tp, name, model, options) for tp in (1, 2) for name, model, options in (
         ("plain", {}, {}),
         ("tied", dict(tied=True), {}),
+        ("bias", dict(bias=True), {}),
         ("MTP", dict(mtp=1), {}),
         ("MTP, tied", dict(mtp=1, tied=True), {}),
         ("Hybrid", dict(kind="hybrid"), {}),
@@ -127,8 +132,6 @@ BEHAVIOUR = [
 
 # By name, what each message must say: the exception, the reason, what to do.
 REFUSALS = {
-    "bias": r"NotImplementedError: .*bias \(128,\).*build it without",
-    "bias, context manager": r"NotImplementedError: .*bias \(128,\).*build it without",
     "another forward": r"NotImplementedError: .*class is Adapter.*turn off",
     "an output layer of another kind": r"NotImplementedError: .*class is Linear.*fp8_output_proj",
     "a replaced forward": r"RuntimeError: ColumnParallelLinear.forward has been replaced already",
@@ -146,7 +149,7 @@ REFUSALS = {
     "keep of another shape": r"ValueError: keep \(3,\) must have the tokens' shape \(3, 32\)",
     "keep beyond the rows": r"ValueError: keep holds row 96, and there are 96 rows",
     "temperature of another shape": r"ValueError: temperature \(5,\) must broadcast to the tokens' shape \(3, 32\)",
-    "an option of the model": r"ValueError: logit_scale, reduce_grad_hidden: the model's to say",
+    "an option of the model": r"ValueError: bias, logit_scale, reduce_grad_hidden: the model's to say",
     "an unknown option": r"TypeError: .*'temprature'",
     "wgrad and MTP": r"ValueError: wgrad='main_grad': multi-token prediction .*leave wgrad out",
     "wgrad and MTP, context manager": r"ValueError: wgrad='main_grad': multi-token prediction .*leave wgrad out",
@@ -155,6 +158,7 @@ REFUSALS = {
     "labels to the model": r"ValueError: the model was called with labels \(3, 32\) inside fused_output_layer",
     "no entropy, context manager": r"ValueError: entropy='none', .*entropy=\"metric\"",
     "stats, context manager": r"ValueError: .*stats=True",
+    "mean logit, context manager": r"ValueError: .*mean_logit=True",
     "nested": r"RuntimeError: .*replaced already, by an enclosing fused_output_layer",
     "no output layer": r"NotImplementedError: Linear has no output_layer: .*last pipeline stage",
     "two output layers": r"NotImplementedError: ModuleDict has several .*output_layer, actor, critic: pass the one",

@@ -145,11 +145,13 @@ def hybrid(config: TransformerConfig, **options: Any) -> HybridModel:
 
 
 def build(
-    *, tp: int, kind: str = "gpt", tied: bool = False, stage: str | None = None, **options: Any
-) -> torch.nn.Module:
+    *, tp: int, kind: str = "gpt", tied: bool = False, bias: bool | str = False, stage: str | None = None,
+    **options: Any,
+) -> torch.nn.Module:  # fmt: skip
     """A model with the same weights each time, on this rank's device. Remakes the process groups for ``tp``.
 
     ``stage``: "first" has no output layer, "last" no embedding, as with pipeline parallelism; None has both.
+    ``bias``: True gives the output layer one, "skipped" one that the layer does not add.
     """
     if not parallel_state.is_initialized() or parallel_state.get_tensor_model_parallel_world_size() != tp:
         parallel_state.destroy_model_parallel()
@@ -162,7 +164,17 @@ def build(
         configuration(tp=tp, **options), share_embeddings_and_output_weights=tied,
         pre_process=stage != "last", post_process=stage != "first",
     )  # fmt: skip
+    if bias:
+        add_bias(model.output_layer, skipped=bias == "skipped")
     return model.to(torch.cuda.current_device())
+
+
+def add_bias(layer: Any, skipped: bool) -> None:
+    """What ``ColumnParallelLinear(bias=True, skip_bias_add=skipped)`` has; no model builds its output layer so."""
+    whole = torch.randn(VOCAB, generator=torch.Generator().manual_seed(4)).to(layer.config.params_dtype)
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    part = whole.chunk(parallel_state.get_tensor_model_parallel_world_size())[rank].clone()
+    layer.bias, layer.skip_bias_add = torch.nn.Parameter(part, requires_grad=not skipped), skipped
 
 
 def data_parallel(model: torch.nn.Module, **options: Any) -> DistributedDataParallel:

@@ -39,8 +39,8 @@ def draw(T: int = 37, H: int = 32, V: int = 104, dtype: torch.dtype = torch.floa
 def told(V: int = 104, **options: Any) -> Call:
     """What the operators are told of a call on one rank, by default what `linear_logprobs` tells them by default."""
     call = Call(
-        group="", vocab_size=V, logit_scale=1.0, logit_softcap=None, entropy="grad", stats=False, megatron=False,
-        reduce_grad_hidden=False, cache_bytes=0, implementation="",
+        group="", vocab_size=V, logit_scale=1.0, logit_softcap=None, entropy="grad", stats=False, mean_logit=False,
+        megatron=False, reduce_grad_hidden=False, cache_bytes=0, implementation="",
     )  # fmt: skip
     return call._replace(**options)
 
@@ -77,6 +77,7 @@ def stored(
     weight: torch.Tensor,
     labels: torch.Tensor,
     *,
+    bias: torch.Tensor | None = None,
     temperature: float | torch.Tensor = 1.0,
     logit_scale: float = 1.0,
     logit_softcap: float | None = None,
@@ -84,7 +85,8 @@ def stored(
     dtype: torch.dtype = torch.float64,
 ) -> LogprobOutput:
     """The same with the logits stored: products in ``dtype``, the rest in float64."""
-    z = (hidden.to(dtype) @ weight.to(dtype).T).double() * logit_scale
+    raw = (hidden.to(dtype) @ weight.to(dtype).T).double()
+    z = (raw if bias is None else raw + bias.double()) * logit_scale
     if logit_softcap is not None:
         z = logit_softcap * torch.tanh(z / logit_softcap)
     z = z[..., :vocab_size] / (temperature[..., None] if isinstance(temperature, torch.Tensor) else temperature)
@@ -94,7 +96,7 @@ def stored(
     lse = z.logsumexp(-1)
     # Out of vocabulary: the value is 0 and the gradient that of -lse.
     logprobs = torch.where(inside, at_label, lse.detach() - lse)
-    return LogprobOutput(logprobs, -(logp.exp() * logp).sum(-1), lse, z.amax(-1), z.amin(-1))
+    return LogprobOutput(logprobs, -(logp.exp() * logp).sum(-1), lse, z.amax(-1), z.amin(-1), z.mean(-1))
 
 
 def gradients(problem: Problem, seeds: list[torch.Tensor], call: Any = linear_logprobs, **options: Any) -> Any:

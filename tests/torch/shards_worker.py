@@ -13,7 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lce_torch_bridge import _rows, linear_cross_entropy, linear_logprobs
+from lce_torch_bridge import (
+    _rows,
+    linear_cross_entropy,
+    linear_cross_entropy_loss,
+    linear_entropy,
+    linear_logprobs,
+)
 from tests.torch import problem as p
 
 VALUE, GRADIENT = 2e-6, 1e-6  # as in test_parity
@@ -52,7 +58,7 @@ def parity(group: dist.ProcessGroup) -> None:
     ):
         problem = draw(T=37, V=104)
         problem.labels[:6] = foreign
-        out, (dhidden, dweight) = run(problem, group, stats=True, **options)
+        out, (dhidden, dweight) = run(problem, group, stats=True, mean_logit=True, **options)
         want, (true_hidden, true_weight) = p.exact(problem, p.seeds_like(problem.labels), **options)
         errors = [*map(p.value_error, out, want)]
         assert max(errors) < VALUE, (options, errors)
@@ -111,8 +117,9 @@ def collectives(group: dist.ProcessGroup) -> None:
 def kept_rows(group: dist.ProcessGroup) -> None:
     problem = draw(T=300)
     rows = torch.randperm(300, generator=torch.Generator().manual_seed(0))[:77].to(DEVICE)
-    full, _ = run(problem, group, stats=True)
-    out, (dhidden, _) = run(problem, group, stats=True, keep=rows)
+    told = dict(stats=True, mean_logit=True)
+    full, _ = run(problem, group, **told)
+    out, (dhidden, _) = run(problem, group, keep=rows, **told)
     assert all(torch.equal(got[rows], want[rows]) for got, want in zip(out, full, strict=True))
     assert dhidden.abs().sum(1).count_nonzero() == 77
 
@@ -173,6 +180,54 @@ def verl(group: dist.ProcessGroup) -> None:
     )
     assert p.relative_norm(leaves.hidden.grad, part) < GRADIENT
     assert p.relative_norm(leaves.weight.grad, dweight) < GRADIENT
+
+
+def biased(group: dist.ProcessGroup) -> None:
+    """The bias and the mean logit over parts of the vocabulary, the second of them padding alone in the last case."""
+    problem, bias = draw(T=37, V=104), torch.linspace(-2, 2, 104, device=DEVICE)
+    local = problem._replace(weight=shard(problem.weight, group))
+    double = p.Problem(problem.hidden.double(), problem.weight.double(), problem.labels)
+    seeds = p.seeds_like(problem.labels)
+
+    def measured(problem: p.Problem, bias: torch.Tensor, call: Any, **told: Any) -> Any:
+        leaves, leaf = problem.leaves(), bias.clone().requires_grad_()
+        out = call(*leaves, bias=leaf, **told)
+        objective = p.objective(out, seeds) + (seeds[0].flip(0) * out.mean_logit).sum()
+        return out, torch.autograd.grad(objective, (*leaves[:2], leaf))
+
+    for options in (dict(logit_scale=1.3, logit_softcap=4.0), dict(vocab_size=97), dict(vocab_size=40)):
+        told: Any = options | dict(tp_group=group, reduce_grad_hidden=True, stats=True, mean_logit=True)
+        out, (dhidden, dweight, dbias) = measured(local, shard(bias, group), linear_logprobs, **told)
+        want, wanted = measured(double, bias.double(), p.stored, **options)
+        assert max(map(p.value_error, out, want)) < VALUE, options
+        assert all(same_on_all_ranks(field, group) for field in out), options
+        assert p.relative_norm(dhidden, wanted[0]) < GRADIENT, options
+        assert p.relative_norm(dweight, shard(wanted[1], group)) < GRADIENT, options
+        assert p.relative_norm(dbias, shard(wanted[2], group)) < GRADIENT, options
+    with pytest.raises(ValueError, match=r"bias \(104,\) must have one number for each of this rank's rows .*\(52,\)"):
+        linear_logprobs(*local, bias=bias, tp_group=group)
+
+
+def losses(group: dist.ProcessGroup) -> None:
+    """The loss and the entropy without labels, eager and compiled, the same bits on both ranks."""
+    problem = draw()
+    problem.labels[::5] = -100
+    stored = problem.leaves()
+    want = torch.nn.functional.cross_entropy(stored.hidden @ stored.weight.T, stored.labels, label_smoothing=0.1)
+    want.backward()
+    told: Any = dict(tp_group=group, reduce_grad_hidden=True)
+    for loss_of in (linear_cross_entropy_loss, torch.compile(linear_cross_entropy_loss, backend="aot_eager")):
+        leaves = problem._replace(weight=shard(problem.weight, group)).leaves()
+        loss = loss_of(*leaves, label_smoothing=0.1, **told)
+        loss.backward()
+        assert p.value_error(loss, want) < VALUE
+        assert same_on_all_ranks(loss, group)
+        assert p.relative_norm(leaves.hidden.grad, stored.hidden.grad) < GRADIENT
+        assert p.relative_norm(leaves.weight.grad, shard(stored.weight.grad, group)) < GRADIENT
+    entropy, lse = linear_entropy(problem.hidden, shard(problem.weight, group), **told)
+    true = p.stored(*problem)
+    assert p.value_error(entropy, true.entropy) < VALUE
+    assert p.value_error(lse, true.lse) < VALUE
 
 
 def main() -> None:

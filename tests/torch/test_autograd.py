@@ -74,7 +74,7 @@ def test_a_frozen_weight_costs_no_product_and_no_buffer(dtype: str, padded: bool
 @pytest.mark.parametrize("shape", [(0,), (2, 0), (0, 3)])
 def test_no_tokens(shape: tuple[int, ...]) -> None:
     hidden, weight = torch.zeros(*shape, 8, requires_grad=True), torch.ones(16, 8, requires_grad=True)
-    out = linear_logprobs(hidden, weight, torch.zeros(shape, dtype=torch.int64), stats=True)
+    out = linear_logprobs(hidden, weight, torch.zeros(shape, dtype=torch.int64), stats=True, mean_logit=True)
     assert all(field.shape == shape for field in out)
     (out.logprobs.sum() + out.entropy.sum()).backward()
     assert torch.equal(hidden.grad, torch.zeros_like(hidden))

@@ -22,6 +22,7 @@ OPTIONS: list[dict[str, Any]] = [
     dict(entropy="none", cache_bytes=1 << 20),
     dict(keep=torch.arange(0, 37, 3)),
     dict(keep=torch.arange(37) % 3 == 0),
+    dict(mean_logit=True, entropy="none", stats=True),
     dict(ignore_index=7, keep=torch.arange(0, 37, 3)),
 ]
 
@@ -131,8 +132,9 @@ def test_tensors_that_hold_nothing(options: dict[str, Any]) -> None:
     problem, seeds = p.draw(dtype=torch.bfloat16), p.seeds_like(p.draw().labels)
 
     def described(convert: Any) -> list[Any]:
+        all_results = dict(stats=True, mean_logit=True)
         given = {name: convert(x) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
-        out, grads = p.gradients(p.Problem(*map(convert, problem)), list(map(convert, seeds)), stats=True, **given)
+        out, grads = p.gradients(p.Problem(*map(convert, problem)), list(map(convert, seeds)), **all_results, **given)
         return [(tuple(x.shape), x.dtype) for x in (*out, *grads)]
 
     real = described(lambda x: x)

@@ -151,7 +151,7 @@ def test_result(results: dict[str, Any], case: Case) -> None:
     assert result["dtypes"] == "{torch.float32}"
     assert result["contiguous"]
     assert result["without DDP"]
-    assert result["absent"] == "['entropy', 'max_logit', 'min_logit']"
+    assert result["absent"] == "['entropy', 'max_logit', 'min_logit', 'mean_logit']"
     assert result["error"] <= VALUES
 
 

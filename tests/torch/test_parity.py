@@ -47,7 +47,7 @@ def test_against_autograd_in_float64(implementation: str) -> None:
     problem = problem._replace(labels=labels)
     seeds = p.seeds_like(labels)
     options = dict(temperature=0.7, logit_scale=1.3, logit_softcap=4.0, vocab_size=101)
-    out, grads = p.gradients(problem, seeds, implementation=implementation, stats=True, **options)
+    out, grads = p.gradients(problem, seeds, implementation=implementation, stats=True, mean_logit=True, **options)
     want, wanted = p.exact(problem, seeds, **options)
     assert max(map(p.value_error, out, want)) < VALUE
     assert max(map(p.relative_norm, grads, wanted)) < GRADIENT
@@ -127,9 +127,9 @@ def test_metric_entropy_has_no_gradient() -> None:
     seeds = p.seeds_like(problem.labels)
     out = linear_logprobs(*problem)
     leaves = problem.leaves()
-    metric = linear_logprobs(*leaves, entropy="metric", stats=True)
+    metric = linear_logprobs(*leaves, entropy="metric", stats=True, mean_logit=True)
     assert torch.equal(metric.entropy, out.entropy)
-    assert [field.requires_grad for field in metric] == [True, False, True, False, False]
+    assert [field.requires_grad for field in metric] == [True, False, True, False, False, True]
     got = torch.autograd.grad(p.objective(metric._replace(entropy=None), seeds), leaves[:2])
     _, want = p.gradients(problem, [seeds[0], 0 * seeds[1], seeds[2]])
     assert max(map(p.relative_norm, got, want)) < GRADIENT

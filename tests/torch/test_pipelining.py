@@ -39,7 +39,11 @@ def loss(out: tuple[torch.Tensor, ...], _target: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("select", "options"),
-    [(lambda out: out[:3], {}), (lambda out: (out.logprobs, out.lse), dict(entropy="none")), (tuple, dict(stats=True))],
+    [
+        (lambda out: out[:3], {}),
+        (lambda out: (out.logprobs, out.lse), dict(entropy="none")),
+        (tuple, dict(stats=True, mean_logit=True)),
+    ],
 )
 def test_a_last_stage(select: Callable[[LogprobOutput], Any], options: dict[str, Any]) -> None:
     """A tuple without None fields goes through, with the gradient that one batch has."""

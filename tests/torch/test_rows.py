@@ -35,14 +35,14 @@ def compilations() -> Iterator[list[str]]:
 @pytest.mark.parametrize("T", [37, 2500, _rows.FORWARD_ROWS, _rows.FORWARD_ROWS + 700])
 def test_kept_rows_have_the_bits_of_the_full_call(T: int, dtype: torch.dtype) -> None:
     hidden, weight, labels = p.draw(T=T, H=48, V=3000, dtype=dtype)
-    full = linear_logprobs(hidden, weight, labels, stats=True, temperature=0.9)
+    full = linear_logprobs(hidden, weight, labels, stats=True, mean_logit=True, temperature=0.9)
     generator = torch.Generator().manual_seed(3)
     for count in (0, 1, 5, T // 3, T - 1, T):
         rows = torch.randperm(T, generator=generator)[:count]
         mask = torch.zeros(T, dtype=torch.bool).index_fill(0, rows, True)
         for keep in (rows, rows.int(), mask):
-            out = linear_logprobs(hidden, weight, labels, stats=True, temperature=0.9, keep=keep)
-            for got, want in zip(out, full, strict=True):
+            told = dict(stats=True, mean_logit=True, temperature=0.9, keep=keep)
+            for got, want in zip(linear_logprobs(hidden, weight, labels, **told), full, strict=True):
                 assert torch.equal(got[mask], want[mask])
                 assert (got[~mask] == 0).all()
 
@@ -164,7 +164,7 @@ def test_an_exact_size_is_not_copied() -> None:
 def test_padding_may_hold_anything() -> None:
     """That of hidden states is left as the memory was: here NaN."""
     problem = p.draw(T=60)
-    options = dict(stats=True, temperature=torch.linspace(0.5, 1.5, 60))
+    options = dict(stats=True, mean_logit=True, temperature=torch.linspace(0.5, 1.5, 60))
     seeds = p.seeds_like(problem.labels)
     want, wanted = p.gradients(problem, seeds, **options)
     torch.use_deterministic_algorithms(True)  # fills what is not initialised

@@ -12,7 +12,10 @@ from tests.torch import problem as p
 from tests.torch.processes import ranks
 
 WORKER = str(Path(__file__).with_name("shards_worker.py"))
-CHECKS = ("parity", "negative_controls", "collectives", "kept_rows", "empty_and_compiled", "uneven", "rounding", "verl")
+CHECKS = (
+    "parity", "negative_controls", "collectives", "kept_rows", "empty_and_compiled", "uneven", "rounding", "verl",
+    "biased", "losses",
+)  # fmt: skip
 
 
 def test_two_ranks(tmp_path: Path) -> None:

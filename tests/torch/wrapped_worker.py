@@ -252,6 +252,36 @@ def advice(name: str, given: dict[str, Any]) -> str:
     return found[1]
 
 
+def biases() -> None:
+    """A head with a bias: FSDP2, two ranks with half of the vocabulary each, and a placement that is refused."""
+    mesh, batch = mesh_of(4), Batch(dist.get_rank())
+
+    def with_bias() -> Model:
+        model = Model()
+        model.head.bias = nn.Parameter(torch.linspace(-1, 1, V))
+        return model
+
+    def outside_with_bias(model: Model, batch: Batch) -> LogprobOutput:
+        return outside(model, batch, bias=model.head.bias)
+
+    want = measure(by_logits, fully_shard(with_bias(), mesh=mesh), batch)
+    assert "head.bias" in want[1]
+    same("FSDP2 with a bias", measure(outside_with_bias, units(with_bias(), mesh), batch), want)
+    split, problem, bias = mesh_of(2, 2)["tp"], p.draw(T, H, V), torch.linspace(-1, 1, V)
+    plain = bias.double().requires_grad_()
+    true = p.stored(problem.hidden, problem.weight, problem.labels, bias=plain)
+    (dbias,) = torch.autograd.grad(true.logprobs.sum(), plain)
+    for told in ({"tp_group": split.get_group()}, {}):
+        leaf, refused = place(bias, split, [Shard(0)]), place(bias, split, [Partial()])
+        given: dict[str, Any] = problem._asdict() | {"weight": place(problem.weight, split, [Shard(0)])}
+        out = linear_logprobs(**given, bias=leaf, **told)
+        out.logprobs.sum().backward()
+        same(f"bias, {list(told)}", (out[:3], {"bias": whole(leaf.grad)}), (true[:3], {"bias": dbias}))
+        line = advice("bias", given | {"bias": refused} | told)
+        out = linear_logprobs(**given, bias=eval(line, globals() | {"bias": refused}), **told)
+        assert max(map(p.value_error, out[:3], true[:3])) < VALUE, line
+
+
 def ddp() -> None:
     batch, models = Batch(dist.get_rank()), [nn.parallel.DistributedDataParallel(Model()) for _ in range(3)]
     want = measure(by_logits, models[0], batch)
