@@ -14,7 +14,7 @@ SHOWN = 3  # of the arrays in a message
 
 
 def release() -> None:
-    """Gives JAX's pool of GPU memory back, for those who share the card: between training and generation, say.
+    """Gives JAX's pool of GPU memory back to others on the same GPU, between training and generation for example.
 
     It ends JAX's clients, pool and programs with them. The next call starts JAX anew, and compiles anew what it runs
     (``jax.config.update("jax_compilation_cache_dir", ...)`` keeps programs on disk). `init` may choose anew before it.

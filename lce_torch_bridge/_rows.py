@@ -1,9 +1,9 @@
 """How many rows programs have, so that many counts of tokens share few of them.
 
-The forward walks the tokens in pieces of `FORWARD_ROWS`, the last one padded: one program for all counts, and a
-token's results have the same bits whichever tokens stand around it. The backward takes all tokens at once, for dweight
-is a sum over them and is rounded once: its sizes are powers of two, and from 32,768 on their halfway points too. With
-the programs for `WHOLE` sizes that makes a dozen up to 131,072 tokens.
+The forward walks the tokens in pieces of `FORWARD_ROWS`, the last one padded: one program for all counts, and a token's
+results have the same bits whichever tokens stand around it. The backward takes all tokens at once, because dweight is a
+sum over them and is rounded once: its sizes are powers of two, and from 32,768 on their halfway points too. With the
+programs for `WHOLE` sizes that makes a dozen up to 131,072 tokens.
 
 Padding is left out of the work, block by block. What it costs is memory: that of at most twice the rows, 1.5 times
 from 32,768 on.
@@ -54,7 +54,7 @@ def size(tokens: int) -> int:
 
 
 def pad(x: torch.Tensor, rows: int) -> torch.Tensor:
-    """``x`` with ``rows`` rows, anything behind its own; itself where it has them."""
+    """``x`` with ``rows`` rows, those after its own left as they are in memory; ``x`` itself where it has that many."""
     if len(x) == rows:
         return x
     padded = x.new_empty((rows, *x.shape[1:]))
@@ -63,14 +63,14 @@ def pad(x: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def with_count(x: torch.Tensor, rows: int) -> torch.Tensor:
-    """``x [n, K]`` padded to ``rows`` rows, flat, behind n: ``[1 + rows K]``.
+    """n, then ``x [n, K]`` padded to ``rows`` rows, flat: ``[1 + rows K]``.
 
-    In one tensor, for one more costs more of the host's time; and in torch's memory, which is in the stream's order.
+    One tensor, because each one that crosses costs the host time; in torch's memory, which is in the stream's order.
 
     Example:
         >>> import torch
         >>> from lce_torch_bridge._rows import with_count
-        >>> with_count(torch.tensor([[5, 6]]), rows=2).tolist()  # behind x's own: anything
+        >>> with_count(torch.tensor([[5, 6]]), rows=2).tolist()  # the last two: padding
         [1, 5, 6, 1, 1]
     """
     packed = x.new_full((1 + rows * x.shape[1],), len(x))

@@ -3,13 +3,13 @@
 Three rules, each of them paid for:
 
 * Import afresh for every call and keep no JAX array that aliases torch's memory: torch may free, move or refill it.
-* Export at least one output of every program that read torch's memory. The export orders torch's stream behind the
+* Export at least one output of every program that read torch's memory. The export makes torch's stream wait for the
   program; without it a write in place right after the call overwrites what the program still reads.
 * Do not donate an imported buffer: it is torch's.
 
 JAX's memory that torch drops goes back to JAX at once, though a GPU may have yet to read it. So whatever JAX computes
 for torch waits for all streams that JAX's memory was exported on. A gradient that yet another stream reads must be
-copied there first, for ``record_stream`` does not reach JAX's allocator.
+copied there first, because ``record_stream`` does not reach JAX's allocator.
 """
 
 from __future__ import annotations
@@ -94,8 +94,7 @@ _readers: defaultdict[torch.device, dict[int, torch.cuda.Stream]] = defaultdict(
 def _let_wait(stream: int, device: torch.device) -> None:
     """``stream`` waits for what torch's current stream and all readers have been given so far.
 
-    For one stream as ``torch.Tensor.__dlpack__`` has it, but for its making and ending an event each time, 50 µs of the
-    host.
+    What ``torch.Tensor.__dlpack__`` does for one stream, without a new event each time, which costs the host 50 µs.
     """
     event, current = _events.of[device], torch.cuda.current_stream(device)
     for reader in ({current.cuda_stream: current} | _readers[device]).values():

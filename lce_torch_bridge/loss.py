@@ -135,7 +135,7 @@ def linear_cross_entropy(
     Args:
         hidden: ``[..., H]``, as in `linear_logprobs`.
         weight: ``[V, H]``, this rank's rows.
-        labels: hidden's leading shape, or the same but for dimensions of 1, as ``[1, T]`` for ``[T, 1, H]``, or flat.
+        labels: hidden's leading shape, also with other dimensions of 1 (``[1, T]`` for ``[T, 1, H]``), or flat.
             ``[b, s]`` for ``[s, b, H]`` is refused. A label outside the vocabulary has logprob 0 (verl's kernel:
             ``-lse`` on a process group, and undefined without one).
         temperature: divides the logits. None: 1.

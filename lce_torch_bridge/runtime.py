@@ -132,7 +132,7 @@ def warn_of_preallocation(devices: list[jax.Device]) -> None:
         pool, limit = (stats or {}).get("pool_bytes", 0), (stats or {}).get("bytes_limit", 0)
         if limit and pool > limit / 2 and os.environ.get(PREALLOCATE) != "true":
             warnings.warn(
-                f"JAX holds {pool / 2**30:.0f} GiB of {device}, for it was started before lce_torch_bridge: set "
+                f"JAX holds {pool / 2**30:.0f} GiB of {device}, because it was started before lce_torch_bridge: set "
                 f'{PREALLOCATE}="false" in the environment, or ="true" if that is what you want',
                 stacklevel=2,
             )
