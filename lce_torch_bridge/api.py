@@ -50,9 +50,9 @@ def linear_logprobs(
             that of the matrix products; under ``torch.autocast`` it is cast to autocast's dtype first, and the copy
             shared with all calls of the context, as ``torch.nn.functional.linear`` does.
         labels: ``[...]`` integers of any type, global vocabulary ids.
-        bias: ``[V]``, this rank's part, in any of these dtypes; added to the raw products in float32, also under
-            autocast, which leaves it as it is. Its gradient is autograd's, whatever ``wgrad`` says. The kernels for
-            Hopper GPUs do not serve it, and "xla" does. None: no bias.
+        bias: ``[V]``, this rank's part; bfloat16, float16 or float32. Added to the raw products in float32, also under
+            autocast, which leaves it as it is. Its gradient goes to autograd, whatever ``wgrad`` says. The kernels for
+            Hopper GPUs do not serve it: ``implementation=None`` then takes "xla" there. None: no bias.
         tp_group: the process group over which the vocabulary is split into parts of the same size, rank r holding the
             r-th. All ranks pass the same ``hidden`` and ``labels`` and get the same results, to the last bit. None:
             ``weight`` is whole.
