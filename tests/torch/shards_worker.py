@@ -216,7 +216,8 @@ def losses(group: dist.ProcessGroup) -> None:
     want = torch.nn.functional.cross_entropy(stored.hidden @ stored.weight.T, stored.labels, label_smoothing=0.1)
     want.backward()
     told: Any = dict(tp_group=group, reduce_grad_hidden=True)
-    for loss_of in (linear_cross_entropy_loss, torch.compile(linear_cross_entropy_loss, backend="aot_eager")):
+    compiled = torch.compile(linear_cross_entropy_loss, fullgraph=True, backend="aot_eager")
+    for loss_of in (linear_cross_entropy_loss, compiled):
         leaves = problem._replace(weight=shard(problem.weight, group)).leaves()
         loss = loss_of(*leaves, label_smoothing=0.1, **told)
         loss.backward()
