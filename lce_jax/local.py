@@ -22,12 +22,10 @@ import jax.numpy as jnp
 from lce_jax import _bind, _compat, _math, _options, _rows, _shard, _statistics, scalars
 from lce_jax._rows import Rows
 from lce_jax._shard import Spec
-from lce_jax._types import LogprobOutput, Options, Primals, Results, ShardStatistics
+from lce_jax._types import LogprobOptions, LogprobOutput, Options, Primals, Results, ShardStatistics
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
-
-    from lce_jax._types import LogprobOptions
 
 __all__ = ["ShardStatistics", "fields", "finish", "gradients", "merge", "pack", "statistics", "unpack"]
 
@@ -56,8 +54,7 @@ def statistics(
         num_rows: how many rows count, from the first on; may be traced. Cheaper than ``where``, which moves rows. The
             padding after them may hold anything: its statistics are undefined, its dhidden is zero. None: all.
         keep_cache: whether a backward will follow, so that the forward may keep ``cache_bytes`` of cache for it.
-        total: True fills ``.total``, the sum of the logits. Merged over all shards and divided by the size of the
-            vocabulary, it is the mean logit that label smoothing needs.
+        total: True adds ``total``, Σ z: merged over the shards and divided by the vocabulary's size, the mean logit.
         **options: ``temperature``, ``logit_softcap``, ``logit_scale``, ``entropy``, ``stats``, ``vocab_size``,
             ``weight_layout``, ``cache_bytes``, ``precision``, ``implementation`` and ``bias``, as in
             `lce_jax.linear_logprobs`; ``vocab_size`` is that of the whole vocabulary.
@@ -120,7 +117,7 @@ def fields(*, entropy: bool = True, stats: bool = False, total: bool = False) ->
     Args:
         entropy: the option of `statistics`, which adds ``weighted``.
         stats: the option of `statistics`, which adds ``min``.
-        total: the option of `statistics`, which adds ``total``.
+        total: True adds ``total``, Σ z: merged over the shards and divided by the vocabulary's size, the mean logit.
 
     Returns:
         How many numbers per token each field holds, in the order in which `pack` lays them out.
@@ -266,14 +263,12 @@ def gradients(
     spec, primals, rows = _bound(hidden, weight, labels, where, num_rows, options, dtotal is not None)
     zero = jnp.zeros((spec.case.num_tokens,), spec.case.stat_dtype)
     if spec.case.num_tokens == 0:
-        dtype = zero.dtype
-        bias = None if primals.bias is None else jnp.zeros(primals.bias.shape, dtype)
-        found = Primals(jnp.zeros(primals.hidden.shape, dtype), jnp.zeros_like(primals.weight), bias)
+        found = jax.tree.map(lambda x: jnp.zeros(x.shape, zero.dtype), primals)
+        found = found._replace(weight=jnp.zeros_like(primals.weight))
     else:
         dmean = None if dtotal is None else dtotal * spec.vocab_size  # what eq. 4 divides by again
         seed = Results(LogprobOutput(*(zero if field is None else field for field in cotangent[:3])), dmean)
-        start = jnp.asarray(vocab_start, jnp.int32)
-        found = _shard_gradients(spec, primals, rows, start, merged, seed, cache)
+        found = _shard_gradients(spec, primals, rows, jnp.asarray(vocab_start, jnp.int32), merged, seed, cache)
     return (found.hidden, found.weight) if found.bias is None else (found.hidden, found.weight, found.bias)
 
 
@@ -298,8 +293,7 @@ def _bound(
     if labels.ndim != 1:
         raise ValueError(f"labels {tuple(labels.shape)} must be flat here: [T], with hidden [T, H]")
     # The columns of all shards: only the caller knows how many there are, so any given vocab_size may leave padding.
-    columns = scalars.INT32_MAX
-    spec = dataclasses.replace(_bind.spec(case, checked, columns), padded=checked.vocab_size is not None)
+    spec = dataclasses.replace(_bind.spec(case, checked, scalars.INT32_MAX), padded=checked.vocab_size is not None)
     primals, rows = _bind.operands(spec, hidden, weight, labels, where, checked)
     if num_rows is not None:
         rows = rows._replace(num_rows=_rows.count(num_rows, case.num_tokens))
