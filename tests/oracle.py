@@ -13,7 +13,7 @@ class Results(NamedTuple):
     lse: np.ndarray
     max_logit: np.ndarray
     min_logit: np.ndarray
-    correct: np.ndarray
+    correct: np.ndarray  # in float64, which knows no ties where float32 rounds two logits to one: see `margin`
 
 
 def _double(x: Any) -> np.ndarray:
@@ -41,18 +41,25 @@ def _vocabulary_by_hidden(weight, weight_layout):
     return _double(weight) if weight_layout == "vh" else _double(weight).T
 
 
-def logprobs(
+def logits(
     hidden, weight, labels, *, where=None, temperature=1.0, logit_softcap=None, logit_scale=1.0, vocab_size=None,
     weight_layout="vh", bias=None, **_unused,
-) -> Results:  # fmt: skip
-    """Forward results; rows with ``where`` False are 0."""
+) -> np.ndarray:  # fmt: skip
+    """Logits over the true vocabulary; rows with ``where`` False have hidden states of 0."""
     weight = _vocabulary_by_hidden(weight, weight_layout)
+    live = np.ones(np.shape(labels), bool) if where is None else np.asarray(where)
+    hidden = np.where(live[..., None], _double(hidden), 0)
+    temperature = np.where(live, np.broadcast_to(_double(temperature), live.shape), 1)
+    vocab_size = vocab_size or weight.shape[0]
+    return _logits(hidden, weight, bias, temperature, logit_softcap, logit_scale, vocab_size)[0]
+
+
+def logprobs(hidden, weight, labels, *, where=None, **options) -> Results:
+    """Forward results; rows with ``where`` False are 0."""
     labels = np.asarray(labels).astype(object) if np.asarray(labels).dtype == np.uint64 else np.asarray(labels)
     live = np.ones(labels.shape, bool) if where is None else np.asarray(where)
-    hidden = np.where(live[..., None], _double(hidden), 0)
-    vocab_size = vocab_size or weight.shape[0]
-    temperature = np.where(live, np.broadcast_to(_double(temperature), labels.shape), 1)
-    z, _ = _logits(hidden, weight, bias, temperature, logit_softcap, logit_scale, vocab_size)
+    z = logits(hidden, weight, labels, where=where, **options)
+    vocab_size = z.shape[-1]
     lse, p = _softmax(z)
     owned = (labels >= 0) & (labels < vocab_size)
     column = np.where(owned, labels, 0).astype(np.int64)
@@ -61,6 +68,14 @@ def logprobs(
     at_label = np.take_along_axis(z, column[..., None], -1)[..., 0]
     fields = (logprob, entropy, lse[..., 0], z.max(-1), z.min(-1), owned & (at_label == z.max(-1)))
     return Results(*(np.where(live, field, 0) for field in fields))
+
+
+def margin(hidden, weight, labels, **options) -> np.ndarray:
+    """The distance of the label's logit to the largest other one: within float32's rounding `correct` is open."""
+    z, labels = logits(hidden, weight, labels, **options), np.asarray(labels)
+    others = np.where(np.arange(z.shape[-1]) == labels[..., None], -np.inf, z).max(-1, initial=-np.inf)
+    column = np.clip(labels, 0, z.shape[-1] - 1).astype(np.int64)
+    return np.abs(np.take_along_axis(z, column[..., None], -1)[..., 0] - others)
 
 
 def gradients(
