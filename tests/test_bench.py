@@ -1,14 +1,12 @@
-"""The benchmark: its medians, its check of results, its command line and the files it writes."""
+"""The benchmark: its check of results, its peers, its command line and the files it writes."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import os
 import subprocess
 import sys
-import types
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +15,8 @@ import pytest
 pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 
-from lce_jax._types import Case, Device, Options
 from lce_jax.bench import __main__ as command
-from lce_jax.bench import candidates, measure, peers, problem, report, run, shapes, sweep
-from lce_jax.mosaic import _generations
-from lce_jax.mosaic.sm90._tuning import Tuning
+from lce_jax.bench import candidates, peers, problem, report, run, shapes
 
 TINY = shapes.Shape(24, shapes.Head(32, 520))
 
@@ -29,65 +24,6 @@ TINY = shapes.Shape(24, shapes.Head(32, 520))
 @pytest.fixture(scope="module")
 def tiny():
     return problem.random_problem(TINY, jnp.float32)
-
-
-def fake_run(log, name, seconds=0.0):
-    def launch():
-        log.append(name)
-        return seconds
-
-    return measure.Run(launch, wait=lambda outputs: outputs, temp_bytes=0, compile_seconds=0.0)
-
-
-def test_every_round_times_every_run_once_before_the_next_round(monkeypatch):
-    monkeypatch.setattr(measure, "calls_within", lambda _run, _seconds: 2)
-    log = []
-    samples = measure.interleave({name: fake_run(log, name) for name in "abcd"}, rounds=6)
-    assert {name: len(taken) for name, taken in samples.items()} == dict.fromkeys("abcd", 6)
-    rounds = [log[i : i + 8] for i in range(0, len(log), 8)]
-    assert len(rounds) == 6
-    assert all(sorted(one) == sorted("aabbccdd") and one[::2] == one[1::2] for one in rounds)  # back to back
-    assert len({tuple(one) for one in rounds}) > 1  # not the same order every time
-
-
-def test_on_a_gpu_a_run_settles_before_its_timing(monkeypatch):
-    monkeypatch.setattr(measure, "calls_within", lambda _run, _seconds: 1)
-    timed, log = [], []
-    real = measure.time_calls
-
-    def time_calls(run, calls):
-        timed.append(calls)
-        return real(run, calls)
-
-    monkeypatch.setattr(measure, "time_calls", time_calls)
-    samples = measure.interleave({name: fake_run(log, name) for name in "abc"}, rounds=4, on_gpu=True)
-    assert timed == [2, measure.MIN_GPU_CALLS] * 12  # two fifths untimed, then the sample
-    groups = [log[i : i + 5] for i in range(0, len(log), 5)]
-    assert all(len(set(group)) == 1 for group in groups)
-    assert [len(taken) for taken in samples.values()] == [4, 4, 4]
-
-
-@pytest.mark.parametrize(("on_gpu", "seconds"), [(False, measure.SAMPLE_SECONDS / 5), (True, measure.GPU_SECONDS)])
-def test_how_much_work_a_timing_holds(monkeypatch, on_gpu, seconds):
-    asked = []
-    monkeypatch.setattr(measure, "calls_within", lambda _run, seconds: asked.append(seconds) or 1)
-    measure.interleave({"a": fake_run([], "a")}, rounds=5, on_gpu=on_gpu)
-    assert asked == [seconds]
-
-
-def test_calls_within_a_time(monkeypatch):
-    ticks = itertools.count(step=0.004)  # every look at the clock is 4 ms after the one before: 4 ms a timing
-    monkeypatch.setattr(measure.time, "perf_counter", lambda: next(ticks))
-    fast = fake_run([], "fast")
-    assert measure.calls_within(fast, 0.05) == 13  # of 4 ms
-    assert measure.calls_within(fast, 0.0001) == 1
-
-
-def test_median_and_spread():
-    assert measure.median([5.0, 1.0, 100.0]) == 5.0
-    assert measure.median([1.0, 3.0]) == 2.0
-    assert measure.spread([2.0]) == 0.0
-    assert measure.spread([1.0, 2.0, 3.0, 4.0, 5.0]) == pytest.approx(1 / 3)  # quartiles 2 and 4 around 3
 
 
 def without_entropy_gradient(hidden, weight, labels):
@@ -233,85 +169,6 @@ def test_bounds_in_plain_words():
     assert backward.endswith("1.50x materialised (bound 1.45x): DOES NOT HOLD")
     assert "not measured" in by_hand
     assert report.held_bounds(dataclasses.replace(measured, dtype="bfloat16"), cpu) == []
-
-
-H200 = Case(
-    num_tokens=512,
-    hidden_size=1024,
-    vocab_size=4096,
-    dtype=jnp.dtype(jnp.bfloat16),
-    options=Options(),
-    device=Device("gpu", "NVIDIA H200", "9.0", 132),
-)
-
-
-@pytest.mark.parametrize("kernel", shapes.KERNELS)
-def test_a_sweep_tries_tunings_that_fit_and_puts_the_table_back(kernel):
-    before = _generations.KERNEL_SETS
-    start = tuning_of(H200, kernel)
-    choices = [sweep.around(H200, kernel, start, step) for step in sweep.STEPS]
-    for step in choices:
-        assert start in step
-        assert 4 <= len(set(step)) == len(step) <= 40
-    for tuning in itertools.chain(*choices):
-        with sweep.tuned(H200, kernel, tuning):
-            assert tuning_of(H200, kernel) == tuning
-            assert _generations.refusal(H200) is None
-    assert before == _generations.KERNEL_SETS
-
-
-def tuning_of(case, kernel):
-    return _generations.serving(case.device).tunings.of(case, kernel)
-
-
-def test_a_sweep_leaves_no_entry_for_a_device_that_had_none():
-    unknown = dataclasses.replace(H200, device=H200.device._replace(kind="NVIDIA H100 PCIe"))
-    tuning, before = Tuning(tile_k=64, stages=3), tuning_of(unknown, "forward")
-    with sweep.tuned(unknown, "forward", tuning):
-        assert tuning_of(unknown, "forward") == tuning != before
-        assert tuning_of(H200, "forward") == before
-    assert tuning_of(unknown, "forward") == before
-
-
-def test_a_sweep_without_such_a_gpu_says_so(capsys):
-    assert command.main(["--sweep", "--shape", "256,256,1024", "--dtype", "bfloat16"]) == 1
-    assert "compute capability 9.0" in capsys.readouterr().out
-
-
-def test_each_step_of_a_sweep_begins_with_the_best_of_the_one_before(tiny, monkeypatch):
-    """The fastest here: the deepest, then the one without a cluster, then the longest snake."""
-    steps = []
-
-    def time(kernel, choices, *_):
-        steps.append(choices)
-        key = lambda one: (-one.stages, one.cluster, one.minor, one.in_flight, -one.snake)  # noqa: E731
-        return sweep.Swept(kernel, H200, dict.fromkeys(sorted(choices, key=key), 1.0), {})
-
-    monkeypatch.setattr(sweep, "random_problem", lambda *_: tiny)
-    monkeypatch.setattr(sweep, "explain", lambda *_, **__: types.SimpleNamespace(case=H200))
-    monkeypatch.setattr(sweep, "_time", time)
-    (found,) = sweep.sweep(["dlogits"], TINY, jnp.dtype("float32"), 1, print)
-    assert [len({one.stages for one in step}) > 1 for step in steps] == [True, False, False]
-    best = next(iter(found.seconds))
-    assert best.stages == max(one.stages for one in steps[0])
-    assert (best.cluster, best.minor, best.in_flight, best.snake) == (1, 0, 0, 32)
-
-
-def test_which_kernels_a_sweep_is_for(monkeypatch):
-    asked = []
-    monkeypatch.setattr(sweep, "sweep", lambda kernels, *_: asked.append(list(kernels)) or [])
-    for line in (["--sweep"], ["--sweep", "dlogits", "forward"]):
-        assert command.main([*line, "--shape", "256,256,1024"]) == 0
-    assert asked == [["forward", "dlogits", "dhidden", "dweight"], ["dlogits", "forward"]]
-    with pytest.raises(SystemExit):
-        command.main(["--sweep", "logits"])
-
-
-def test_sweep_table_is_fastest_first_and_ends_in_an_entry():
-    fast, slow = sweep.around(H200, "forward", tuning_of(H200, "forward"), sweep.STEPS[0])[:2]
-    swept = sweep.Swept("forward", H200, {fast: 0.001, slow: 0.002}, {})
-    assert swept.entry == f'("NVIDIA H200", "forward"): ((1024, {fast}),)'
-    assert sweep.table(swept).row_count == 2
 
 
 @pytest.mark.parametrize(

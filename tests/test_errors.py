@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
 
 from lce_jax import (
     explain,
@@ -20,9 +18,7 @@ from lce_jax import (
     sharded_linear_logprobs,
 )
 from lce_jax._types import LogprobOptions
-from tests import cases, oracle
-
-HIDDEN, WEIGHT, LABELS = jnp.ones((4, 8)), jnp.ones((32, 8)), jnp.zeros((4,), jnp.int32)
+from tests.small_call import HIDDEN, LABELS, MESH, WEIGHT
 
 
 def call(hidden: Any = HIDDEN, weight: Any = WEIGHT, labels: Any = LABELS, **options: Any) -> Any:
@@ -149,62 +145,6 @@ def test_a_loss_returns_no_more_than_itself(function: Any, name: str) -> None:
         explain(HIDDEN, WEIGHT, LABELS, reduction="sum", **mesh, **{name: True})
 
 
-WRONG = [0.0, -0.5, float("nan"), float("inf"), 1e-42]
-
-
-@pytest.mark.parametrize("wrong", WRONG, ids=str)
-@pytest.mark.parametrize("kind", [np.asarray, jnp.asarray])
-def test_a_temperature_of_zero_in_an_array_is_refused_with_its_values(wrong: float, kind: Any) -> None:
-    values = kind([1.0, wrong, 0.7, wrong], "float32")
-    # 1e-42 is 0 where XLA flushes it, and is named as it is
-    message = r"temperature must be positive and finite .* in 2 of 4 rows, the first of them \(1,\)"
-    for function in (linear_logprobs, explain, functools.partial(sharded_linear_logprobs, mesh=MESH)):
-        with pytest.raises(ValueError, match=message) as error:
-            function(HIDDEN, WEIGHT, LABELS, temperature=values)
-        assert "e-4" in str(error.value) or f"is {wrong} in" in str(error.value)
-    live = jnp.array([True, False, True, False])
-    out = linear_logprobs(HIDDEN, WEIGHT, LABELS, temperature=values, where=live)
-    assert np.all(np.isfinite(out.lse))
-
-
-@pytest.mark.parametrize("implementation", ["xla", "reference"])
-def test_a_traced_temperature_of_zero_stays_in_its_row(implementation: str) -> None:
-    hidden, weight, labels, _, seeds = cases.draw(cases.case("rows", leading=(6,)))
-    live = jnp.array([True] * 5 + [False])
-
-    @jax.jit
-    def step(temperature, where):
-        def objective(hidden, weight):
-            out = linear_logprobs(
-                hidden, weight, labels, temperature=temperature, where=where, stats=True, implementation=implementation
-            )
-            return cases.objective(out, seeds), out
-
-        return jax.grad(objective, argnums=(0, 1), has_aux=True)(hidden, weight)
-
-    right = jnp.array([1.0, 1.0, 0.7, 1.0, 2.0, 1.0])
-    for where, damaged in ((None, [1, 3, 5]), (live, [1, 3])):
-        rest = np.delete(np.arange(6), damaged)
-        counted = jnp.ones(6, bool) if where is None else where
-        wanted, want = step(right, counted.at[jnp.array(damaged)].set(False))
-        for wrong in WRONG:
-            gradients, out = step(right.at[jnp.array([1, 3, 5])].set(wrong), where)
-            for got, true in zip(out, want, strict=True):
-                in_rows = np.asarray(got)[damaged]
-                assert np.all(~in_rows if got.dtype == jnp.bool_ else np.isnan(in_rows))
-                assert np.allclose(np.asarray(got)[rest], np.asarray(true)[rest], rtol=1e-6)
-            assert all(oracle.relative_norm(a, b) < 1e-6 for a, b in zip(gradients, wanted, strict=True))
-
-
-def test_a_shard_with_a_temperature_of_zero() -> None:
-    """`lce_jax.local` and a mesh keep the damage in its row too."""
-    values = jnp.array([1.0, 0.0, 0.7, 1.0])
-    out = jax.jit(lambda t: sharded_linear_logprobs(HIDDEN, WEIGHT, LABELS, mesh=MESH, temperature=t))(values)
-    assert np.array_equal(np.isnan(out.lse), [False, True, False, False])
-    stats, _ = jax.jit(lambda t: local.statistics(HIDDEN, WEIGHT, LABELS, temperature=t))(values)
-    assert np.array_equal(np.isnan(local.finish(stats, LABELS, vocab_size=32).entropy), [False, True, False, False])
-
-
 @pytest.mark.parametrize("dtype", ["int4", "uint4", "int8", "uint8", "int16", "uint32"])
 @pytest.mark.parametrize("numpy", [False, True], ids=["jax", "numpy"])
 def test_labels_of_any_integer_type(dtype: str, numpy: bool) -> None:
@@ -256,7 +196,6 @@ def test_linear_cross_entropy(name: str) -> None:
         linear_cross_entropy(**{"hidden": HIDDEN, "weight": WEIGHT, "labels": LABELS, **mistake})
 
 
-MESH = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
 SHARDED_MISTAKES = {
     "no mesh": (dict(mesh=None), "no mesh: pass mesh="),
     "vocab axis unknown": (dict(vocab_axis="model"), "vocab_axis 'model' is no axis of the mesh .*'tensor': 4"),
@@ -287,60 +226,6 @@ def test_local() -> None:
         local.statistics(HIDDEN, WEIGHT, LABELS, axis_name="tensor")
     with pytest.raises(ValueError, match=r"labels \(2, 2\) must be flat"):
         local.statistics(HIDDEN.reshape(2, 2, 8), WEIGHT, LABELS.reshape(2, 2))
-
-
-def loss(hidden, weight=WEIGHT):
-    return linear_logprobs(hidden, weight, LABELS).logprobs.sum()
-
-
-def in_a_scan(hidden, of_gradient):
-    def step(carry, _):
-        return carry + of_gradient(hidden, jax.grad(loss)(hidden)), None
-
-    return jax.lax.scan(step, 0.0, None, length=2)[0]
-
-
-def squares(_, gradient):
-    return jnp.sum(gradient**2)
-
-
-SECOND_DERIVATIVES = {
-    "grad of grad": jax.grad(lambda h: squares(h, jax.grad(loss)(h))),
-    "in the weight": jax.grad(lambda h: squares(h, jax.grad(loss, argnums=1)(h, WEIGHT))),
-    "hessian": jax.hessian(loss),
-    "jacrev of jacrev": jax.jacrev(jax.jacrev(loss)),
-    "jvp of grad": lambda h: jax.jvp(jax.grad(loss), (h,), (h,)),
-    "in a scan": jax.grad(lambda h: in_a_scan(h, squares)),
-    "of local": jax.grad(lambda h: local.statistics(h, WEIGHT, LABELS)[0].sumexp.sum()),
-}
-
-
-@pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
-@pytest.mark.parametrize("name", SECOND_DERIVATIVES)
-def test_second_derivatives_are_refused(name: str, jitted: bool) -> None:
-    function = SECOND_DERIVATIVES[name]
-    with pytest.raises(NotImplementedError, match="first derivatives only"):
-        (jax.jit(function) if jitted else function)(HIDDEN)
-
-
-def inner(hidden, gradient):
-    return jnp.sum(hidden * jax.lax.stop_gradient(gradient))
-
-
-@pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
-@pytest.mark.parametrize("name", ["plain", "scan", "remat", "vmap"])
-def test_a_gradient_under_stop_gradient_is_no_second_derivative(name: str, jitted: bool) -> None:
-    def objective(hidden):
-        return inner(hidden, jax.grad(loss)(hidden))
-
-    function = {
-        "plain": jax.grad(objective),
-        "scan": lambda h: jax.grad(lambda h: in_a_scan(h, inner))(h) / 2,
-        "remat": jax.grad(jax.checkpoint(objective)),
-        "vmap": lambda h: jax.vmap(jax.grad(objective))(jnp.stack([h, 2 * h]))[0],
-    }[name]
-    got = (jax.jit(function) if jitted else function)(HIDDEN)
-    assert oracle.relative_norm(got, jax.grad(loss)(HIDDEN)) < 1e-6
 
 
 def test_numpy_operands_are_welcome() -> None:

@@ -1,4 +1,4 @@
-"""The NNX head against the logits it would have stored, alone and over a mesh, and in whole training steps."""
+"""The NNX head against the logits it would have stored: results, gradients, options, a tied weight."""
 
 from __future__ import annotations
 
@@ -11,32 +11,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from lce_jax.flax.nnx import LMHead
 from tests.flax_cases import (
     BATCH,
     HEADS,
     HIDDEN,
-    MESHES,
     PADDED,
     ROWS,
     SEQUENCE,
     VOCAB,
     assert_trees_close,
     batch,
-    data_by_tensor,
     from_logits,
     loss_from_logits,
-    optimizer,
-    spoiled_padding,
     token_batch,
 )
-
-
-def make_head(**options):
-    return LMHead(HIDDEN, VOCAB, weight_init=spoiled_padding, rngs=nnx.Rngs(0), **options)
+from tests.nnx_heads import Model, biased_head, fused_loss, make_head, stored_loss
 
 
 @pytest.mark.parametrize("options", HEADS.values(), ids=HEADS)
@@ -79,15 +70,6 @@ def test_gradients_are_those_of_its_logits(name):
     assert not np.any(got[0]["weight"][VOCAB:])
 
 
-def biased_head(**options):
-    head = make_head(use_bias=True, logit_scale=0.5, logit_softcap=3.0, **PADDED, **options)
-    assert head.bias.shape == (ROWS,)
-    assert not np.any(head.bias[...])
-    bias = spoiled_padding(jax.random.key(3), (ROWS,), jnp.float32)
-    head.bias[...] = jax.device_put(bias, head.bias[...].sharding)
-    return head
-
-
 def test_a_bias_is_in_logits_logprobs_and_loss():
     head = biased_head()
     hidden, labels = batch()
@@ -99,19 +81,6 @@ def test_a_bias_is_in_logits_logprobs_and_loss():
     assert_trees_close(fused, stored)
     assert np.any(fused["bias"][:VOCAB])
     assert not np.any(fused["bias"][VOCAB:])
-
-
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
-def test_a_bias_over_a_mesh(axis_type):
-    mesh = data_by_tensor(axis_type)
-    hidden, labels = batch()
-    with jax.set_mesh(mesh):
-        head = biased_head(vocab_axis="tensor", batch_axes="data")
-        assert head.bias[...].sharding.spec == P("tensor")
-        split = jax.device_put(hidden, NamedSharding(mesh, P("data")))
-        got = every_result(head, split, jax.device_put(labels, NamedSharding(mesh, P("data"))))
-    for a, b in zip(got, every_result(biased_head(), hidden, labels), strict=True):
-        assert_trees_close(jax.tree.leaves(a), jax.tree.leaves(b))
 
 
 def test_loss_passes_every_option_on():
@@ -146,32 +115,6 @@ def test_parameter_dtype_and_product_dtype_are_apart():
     grads = nnx.grad(lambda head: head.loss(*batch()))(head)
     assert grads["weight"].dtype == jnp.float32
     assert make_head(param_dtype=jnp.bfloat16).weight.dtype == jnp.bfloat16
-
-
-class Model(nnx.Module):
-    """Embed, a layer, a head of its own or the embedding's."""
-
-    def __init__(self, tied, rngs, vocab_axis=None, **options):
-        embedding_init = nnx.initializers.normal(1.0)
-        if vocab_axis is not None:
-            embedding_init = nnx.with_partitioning(embedding_init, (vocab_axis, None))
-        self.embed = nnx.Embed(ROWS, HIDDEN, embedding_init=embedding_init, rngs=rngs)
-        self.layer = nnx.Linear(HIDDEN, HIDDEN, rngs=rngs)
-        if tied:
-            self.head = LMHead.tied(self.embed, vocab_size=VOCAB, vocab_axis=vocab_axis, **options)
-        else:
-            self.head = LMHead(HIDDEN, VOCAB, vocab_axis=vocab_axis, rngs=rngs, **PADDED, **options)
-
-    def __call__(self, tokens):
-        return jnp.tanh(self.layer(self.embed(tokens)))
-
-
-def fused_loss(model, tokens, labels):
-    return model.head.loss(model(tokens), labels, ignore_index=-100)
-
-
-def stored_loss(model, tokens, labels):
-    return loss_from_logits(model.head(model(tokens)), labels)
 
 
 def test_tied_weight_is_one_parameter():
@@ -232,93 +175,6 @@ def mistakes():
 def test_mistakes_name_the_values(call, error, match):
     with pytest.raises(error, match=match):
         call()
-
-
-@pytest.mark.parametrize(("axis_type", "sequence_axis"), MESHES.values(), ids=MESHES)
-@pytest.mark.parametrize("mesh_is_given", [False, True], ids=["set_mesh", "mesh="])
-def test_over_a_mesh_it_equals_one_device(axis_type, sequence_axis, mesh_is_given):
-    mesh = data_by_tensor(axis_type)
-    single = make_head(**PADDED)
-    hidden, labels = batch()
-    options = {"vocab_axis": "tensor", "batch_axes": "data", "sequence_axis": sequence_axis, **PADDED}
-    split = jax.device_put(hidden, NamedSharding(mesh, P("data", sequence_axis, None)))
-    targets = jax.device_put(labels, NamedSharding(mesh, P("data", None)))
-    if mesh_is_given:
-        head = make_head(mesh=mesh, **options)
-        got = every_result(head, split, targets)
-    else:
-        with jax.set_mesh(mesh):
-            head = make_head(**options)
-            got = every_result(head, split, targets)
-    assert head.weight.sharding.spec == got[-1][0]["weight"].sharding.spec == P("tensor", None)
-    for a, b in zip(got, every_result(single, hidden, labels), strict=True):
-        assert_trees_close(jax.tree.leaves(a), jax.tree.leaves(b))
-
-
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
-def test_data_parallelism_alone(axis_type):
-    """A batch split over the mesh, the weight whole on every device."""
-    hidden, labels = batch()
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(axis_type,), devices=jax.devices()[:2])
-    with jax.set_mesh(mesh):
-        head = make_head(batch_axes="data", **PADDED)
-        placed = (jax.device_put(x, NamedSharding(mesh, P("data"))) for x in (hidden, labels))
-        got = every_result(head, *placed)
-    for a, b in zip(got, every_result(make_head(**PADDED), hidden, labels), strict=True):
-        assert_trees_close(jax.tree.leaves(a), jax.tree.leaves(b))
-
-
-def every_result(head, hidden, labels):
-    """Logits, log-probabilities, and the loss's gradients, jitted."""
-    gradients = nnx.grad(lambda head, hidden, labels: head.loss(hidden, labels), argnums=(0, 1))
-    return (
-        nnx.jit(lambda head, hidden: head(hidden))(head, hidden),
-        nnx.jit(lambda head, hidden, labels: head.logprobs(hidden, labels))(head, hidden, labels),
-        nnx.jit(gradients)(head, hidden, labels),
-    )
-
-
-def test_inside_shard_map_the_caller_names_the_axis():
-    head = make_head(**PADDED)
-    graphdef, state = nnx.split(head)
-    mesh = jax.make_mesh((2,), ("tensor",), axis_types=(AxisType.Auto,))
-
-    @jax.jit
-    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P("tensor"), P(), P()), out_specs=P())
-    def logprobs(state, hidden, labels):
-        return nnx.merge(graphdef, state).logprobs(hidden, labels, axis_name="tensor")
-
-    assert_trees_close(logprobs(state, *batch()), head.logprobs(*batch()))
-
-
-def train(model, loss_function, tokens, labels, steps=3):
-    """The losses of ``steps`` jitted steps; the model is updated in place."""
-    state = nnx.Optimizer(model, optimizer(), wrt=nnx.Param)
-
-    @nnx.jit
-    def step(model, state, tokens, labels):
-        loss, grads = nnx.value_and_grad(loss_function)(model, tokens, labels)
-        state.update(model, grads)
-        return loss
-
-    return [float(step(model, state, tokens, labels)) for _ in range(steps)]
-
-
-@pytest.mark.parametrize("tied", [False, True], ids=["own", "tied"])
-@pytest.mark.parametrize("sequence_axis", [None, "tensor"], ids=["whole sequence", "sequence parallel"])
-def test_training_over_a_mesh_equals_one_device_with_logits(tied, sequence_axis):
-    tokens, labels = token_batch()
-    single = Model(tied, nnx.Rngs(0))
-    expected = train(single, stored_loss, tokens, labels)
-
-    mesh = data_by_tensor()
-    with jax.set_mesh(mesh):
-        model = Model(tied, nnx.Rngs(0), "tensor", batch_axes="data", sequence_axis=sequence_axis)
-        losses = train(model, fused_loss, *jax.device_put((tokens, labels), NamedSharding(mesh, P("data", None))))
-    assert losses[-1] < losses[0]
-    assert_trees_close(losses, expected)
-    assert model.head.weight.sharding.spec == P("tensor", None)
-    assert_trees_close(*(nnx.to_pure_dict(nnx.state(m, nnx.Param)) for m in (model, single)))
 
 
 def test_the_package_itself_needs_no_flax():

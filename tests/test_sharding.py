@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,55 +13,11 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from lce_jax import (
-    linear_cross_entropy,
     linear_logprobs,
-    sharded_linear_cross_entropy,
     sharded_linear_logprobs,
 )
 from tests import cases, oracle
-
-B, S, H, V = 4, 8, 16, 128
-CALLS = [
-    cases.case("plain", leading=(B, S), H=H, V=V),
-    cases.case("padded", leading=(B, S), H=H, V=V, vocab_size=101, labels="foreign"),
-    cases.case("two shards of padding", leading=(B, S), H=H, V=V, vocab_size=50, where="nan", stats=True),
-    cases.case(
-        "everything", leading=(B, S), H=H, V=V, vocab_size=113, labels="foreign", where="nan", temperature="token",
-        logit_softcap=4.0, logit_scale=1.3, stats=True, weight_layout="hv", spread=3.0,
-    ),
-    cases.case("bfloat16", leading=(B, S), H=H, V=V, dtype="bfloat16", labels="foreign"),
-]  # fmt: skip
-LAYOUTS: dict[str, tuple[tuple[int, ...], tuple[str, ...], dict[str, Any]]] = {
-    "1": ((1,), ("tensor",), {}),
-    "tensor 2": ((2,), ("tensor",), {}),
-    "tensor 8": ((8,), ("tensor",), {}),
-    "data 2, tensor 2": ((2, 2), ("data", "tensor"), {"batch_axes": "data"}),
-    "data 2, tensor 4": ((2, 4), ("data", "tensor"), {"batch_axes": "data"}),
-    "data 4, tensor 2, sequence over tensor": (
-        (4, 2), ("data", "tensor"), {"batch_axes": "data", "sequence_axis": "tensor"},
-    ),
-    "tensor 8, sequence over tensor": ((8,), ("tensor",), {"sequence_axis": "tensor"}),
-    "data, context, tensor": (
-        (2, 2, 2), ("data", "context", "tensor"), {"batch_axes": "data", "sequence_axis": "context"},
-    ),
-    "data, sequence over context and tensor": (
-        (2, 2, 2), ("data", "context", "tensor"), {"batch_axes": "data", "sequence_axis": ("context", "tensor")},
-    ),
-    "vocabulary over two axes": (
-        (2, 2, 2), ("data", "a", "b"), {"batch_axes": "data", "vocab_axis": ("a", "b")},
-    ),
-    "batch over two axes": (
-        (2, 2, 2), ("data", "fsdp", "tensor"), {"batch_axes": ("data", "fsdp")},
-    ),
-    "data alone": ((4,), ("data",), {"batch_axes": ("data",), "vocab_axis": None, "sequence_axis": None}),
-    "an axis nobody uses": ((2, 2, 2), ("pipe", "data", "tensor"), {"batch_axes": "data"}),
-}  # fmt: skip
-
-
-def mesh_of(layout: str, axis_type: AxisType) -> jax.sharding.Mesh:
-    shape, names, _ = LAYOUTS[layout]
-    devices = jax.devices("cpu")[: int(np.prod(shape))]
-    return jax.make_mesh(shape, names, axis_types=(axis_type,) * len(shape), devices=devices)
+from tests.sharding_cases import CALLS, LAYOUTS, mesh_of
 
 
 def single(test: cases.TestCase):
@@ -226,27 +181,6 @@ def test_shards_agree_bitwise(test: cases.TestCase, check_vma: bool) -> None:
         assert all(np.array_equal(copies[0], copy) for copy in copies)
 
 
-@pytest.mark.parametrize("layout", ["data 2, tensor 4", "data 4, tensor 2, sequence over tensor"])
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_cross_entropy_over_a_mesh(layout: str, reduction: str) -> None:
-    test = cases.case("loss", leading=(B, S), H=H, V=V, labels="foreign", temperature="token", where="some")
-    hidden, weight, labels, options, _ = cases.draw(test)
-    options |= {"vocab_size": 120, "ignore_index": -100, "label_smoothing": 0.1, "z_loss": 1e-3, "precision": "highest"}
-    mesh, where = mesh_of(layout, AxisType.Auto), LAYOUTS[layout][2]
-
-    def run(function, **kwargs):
-        def loss(hidden, weight):
-            value = function(hidden, weight, labels, reduction=reduction, **options, **kwargs)
-            return jnp.sum(value * jnp.cos(jnp.arange(value.size).reshape(value.shape))), value
-
-        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(hidden, weight)
-
-    (_, got), grads = run(sharded_linear_cross_entropy, mesh=mesh, **where)
-    (_, want), wanted = run(linear_cross_entropy)
-    assert oracle.value_error(got, want) < 2e-6
-    assert all(oracle.relative_norm(a, b) < 1e-5 for a, b in zip(grads, wanted, strict=True))
-
-
 @pytest.mark.parametrize("axis_types", [(AxisType.Explicit, AxisType.Auto), (AxisType.Auto, AxisType.Explicit)])
 def test_mixed_axis_types(axis_types: tuple[AxisType, ...]) -> None:
     (hidden, weight, labels, options, seeds), want, wanted = single(CALLS[0])
@@ -261,32 +195,6 @@ def test_mixed_axis_types(axis_types: tuple[AxisType, ...]) -> None:
     assert_same(CALLS[0], out, grads, want, wanted)
 
 
-@pytest.mark.parametrize(
-    "specs",
-    [
-        (P(("data", "tensor")), P()),
-        (P("tensor"), P("data")),
-        (P("data", None, "tensor"), P("tensor", "data")),
-        (P(), P()),
-    ],
-    ids=str,
-)
-def test_a_loss_from_any_explicit_layout(specs: tuple[P, P]) -> None:
-    test = cases.case("layouts", leading=(8, 8), H=16, V=V, labels="foreign")
-    hidden, weight, labels, _, _ = cases.draw(test)
-    options = {"label_smoothing": 0.1, "z_loss": 1e-3, "ignore_index": -100, "vocab_size": 120, "precision": "highest"}
-    want = linear_cross_entropy(hidden, weight, labels, **options)
-    mesh = mesh_of("data 2, tensor 4", AxisType.Explicit)
-    hidden, weight = (
-        jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip((hidden, weight), specs, strict=True)
-    )
-    with jax.set_mesh(mesh):
-        got = jax.jit(lambda h, w: sharded_linear_cross_entropy(h, w, labels, batch_axes="data", **options))(
-            hidden, weight
-        )
-    assert np.isclose(got, want, rtol=2e-6)
-
-
 def test_float64_keeps_its_temperature() -> None:
     mesh = mesh_of("tensor 8", AxisType.Auto)
     with jax.enable_x64(True):
@@ -296,35 +204,3 @@ def test_float64_keeps_its_temperature() -> None:
         for value in (0.7, temperature):
             got = sharded_linear_logprobs(hidden, weight, labels, mesh=mesh, temperature=value).entropy
             assert oracle.value_error(got, want) < 1e-14
-
-
-def test_label_smoothing_inside_shard_map() -> None:
-    hidden, weight, labels, *_ = cases.draw(CALLS[0])
-    options = {"label_smoothing": 0.2, "vocab_size": 100, "precision": "highest"}
-    mesh = mesh_of("tensor 8", AxisType.Auto)
-
-    def loss(hidden, weight):
-        body = functools.partial(linear_cross_entropy, axis_name="tensor", **options)
-        mapped = jax.shard_map(body, mesh=mesh, in_specs=(P(), P("tensor"), P()), out_specs=P())
-        return mapped(hidden, weight, labels)
-
-    def one_device(hidden, weight):
-        return linear_cross_entropy(hidden, weight, labels, **options)
-
-    got, grads = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(hidden, weight)
-    want, wanted = jax.value_and_grad(one_device, argnums=(0, 1))(hidden, weight)
-    assert np.isclose(got, want, rtol=1e-6)
-    assert all(oracle.relative_norm(a, b) < 1e-5 for a, b in zip(grads, wanted, strict=True))
-
-
-def test_no_tokens_over_a_mesh() -> None:
-    mesh = mesh_of("data 2, tensor 4", AxisType.Auto)
-    hidden, weight, labels = jnp.ones((0, H)), jnp.ones((V, H)), jnp.zeros((0,), jnp.int32)
-
-    def loss(hidden, weight):
-        return sharded_linear_cross_entropy(hidden, weight, labels, mesh=mesh, batch_axes="data")
-
-    value, (dhidden, dweight) = jax.value_and_grad(loss, argnums=(0, 1))(hidden, weight)
-    assert float(value) == 0
-    assert dhidden.shape == (0, H)
-    assert np.all(np.asarray(dweight) == 0)

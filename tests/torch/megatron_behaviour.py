@@ -5,30 +5,19 @@ from __future__ import annotations
 import math
 import pathlib
 import re
-import types
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.models.gpt import gpt_model
-from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.utils import get_batch_on_this_cp_rank
 
 from lce_torch_bridge import LogprobOutput, _output_layer, linear_logprobs
 from lce_torch_bridge.megatron import fused_output_layer, output_processor
-from tests.torch.megatron_calls import Subject, draw, fused, measure, stock, subject, value_error, worst
+from tests.torch.megatron_calls import Subject, call, draw, fused, measure, stock, subject, value_error, worst
 from tests.torch.megatron_checks import Options, Result, compared, in_training
+from tests.torch.megatron_refusals import labels_to_the_model, message
 
 README = pathlib.Path(__file__).parents[2] / "README.md"
-
-
-def call(model: Any, batch: Any, *, arguments: Options | None = None, **context: Any) -> Any:
-    """The model with the processor, as a user writes it."""
-    return model(
-        *batch.inputs, output_processor=output_processor, output_processor_context={"labels": batch.labels} | context,
-        **arguments or {},
-    )  # fmt: skip
 
 
 def megatron_loss(tp: int, model: Options, _options: Options) -> Result:
@@ -280,120 +269,3 @@ def in_wrapper(it: Subject, outer: Any, seed: int, stance: str) -> tuple[float, 
         after = value_error(outer(*batch.inputs), it.model(*batch.inputs))
     with torch.compiler.set_stance("force_eager"):
         return error, after, message(lambda: labels_to_the_model(outer, batch))
-
-
-# --- Refusals ---------------------------------------------------------------------------------------------------------
-
-
-def message(function: Callable[[], Any]) -> str:
-    """The exception's type and text."""
-    try:
-        function()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing was raised"
-
-
-def refusals(tp: int, _model: Options, _options: Options) -> Result:
-    batch, _ = draw()
-    gpt, hybrid = (subject(tp, kind=kind).model for kind in ("gpt", "hybrid"))
-
-    def head(**attributes: Any) -> Any:
-        """A GPTModel whose output layer has other attributes."""
-        model = subject(tp).model
-        for name, value in attributes.items():
-            setattr(model.output_layer, name, value)
-        return model
-
-    def processor(model: Any, **context: Any) -> str:
-        return message(lambda: call(model, batch, **context))
-
-    def wrapper(model: Any, *args: Any, labels: torch.Tensor = batch.labels, **options: Any) -> str:
-        def enter() -> None:
-            with fused_output_layer(model, labels, **options):
-                model(*batch.inputs, *args)
-
-        return message(enter)
-
-    def nested() -> None:
-        with fused_output_layer(hybrid, batch.labels):
-            call(gpt, batch)  # another model: allowed
-            with fused_output_layer(hybrid, batch.labels):
-                pass
-
-    class Adapter(ColumnParallelLinear):
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            return super().forward(*args, **kwargs)
-
-    adapted = subject(tp).model
-    adapted.output_layer = Adapter(64, 128, config=adapted.config, init_method=torch.nn.init.zeros_, bias=False)
-    deferred = head()
-    deferred.output_layer.config = types.SimpleNamespace(defer_embedding_wgrad_compute=True)
-    sharded = subject(tp).model
-    sharded.output_layer.weight.__fsdp_param__ = True
-    stage = subject(tp, kind="hybrid", stage="first").model
-    stage.output_layer = gpt.output_layer  # which a stage with multi-token prediction has
-    patched = head()
-    patched.output_layer.forward = ColumnParallelLinear.forward
-    mtp = subject(tp, mtp=1).model
-    mtp.output_layer.weight.main_grad = torch.zeros_like(mtp.output_layer.weight)
-    pair = torch.nn.ModuleDict({"actor": gpt, "critic": hybrid})
-    no_labels = {"output_processor": output_processor}
-    inference = types.SimpleNamespace()
-
-    def processor_directly(**kwargs: Any) -> str:
-        base: Options = dict(
-            hidden_states=torch.zeros(1), output_layer=gpt.output_layer, output_weight=None, labels=batch.labels,
-            context=None, scale_logits=gpt._scale_logits, config=gpt.config,
-        )  # fmt: skip
-        return message(lambda: output_processor(**base | kwargs))
-
-    return {
-        "another forward": processor(adapted),
-        "an output layer of another kind": processor_directly(output_layer=torch.nn.Linear(4, 4)),
-        "a replaced forward": processor(patched),
-        "gathered output": processor(head(gather_output=True)),
-        "gathered output, context manager": wrapper(head(gather_output=True)),
-        "runtime_gather_output": message(lambda: call(gpt, batch, arguments={"runtime_gather_output": True})),
-        "generation": processor_directly(inference_context=inference),
-        "deferred weight gradient": processor(deferred),
-        "logits capped by the model": processor_directly(scale_logits=lambda logits: 30 * torch.tanh(logits / 30)),
-        "weights split further": processor(head(gtp_remat_size=2)),
-        "Megatron-FSDP": processor(sharded),
-        "no labels": message(lambda: gpt(*batch.inputs, **no_labels)),
-        "labels of another shape": processor(gpt, labels=batch.labels.t()),
-        "flat labels": processor(gpt, labels=batch.labels.flatten()),
-        "keep of another shape": processor(gpt, keep=torch.ones(3, dtype=torch.bool)),
-        "keep beyond the rows": processor(gpt, keep=torch.tensor([1, 96])),
-        "temperature of another shape": processor(gpt, temperature=torch.ones(5)),
-        "an option of the model": processor(gpt, reduce_grad_hidden=True, logit_scale=2.0, bias=None),
-        "an unknown option": processor(gpt, temprature=1.0),
-        "wgrad and MTP": processor(mtp, wgrad="main_grad"),
-        "wgrad and MTP, context manager": wrapper(mtp, wgrad="main_grad"),
-        "MTP without a loss of its own": without_predictions(lambda: wrapper(mtp)),
-        "labels to the model": message(lambda: labels_to_the_model(hybrid, batch)),
-        "labels to the model, MTP": message(lambda: labels_to_the_model(mtp, batch)),
-        "no entropy, context manager": wrapper(hybrid, entropy="none"),
-        "stats, context manager": wrapper(hybrid, stats=True),
-        "mean logit, context manager": wrapper(hybrid, mean_logit=True),
-        "nested": message(nested),
-        "no output layer": wrapper(torch.nn.Linear(4, 4)),
-        "two output layers": wrapper(pair),
-        "a pipeline stage": wrapper(subject(tp, stage="first").model),
-        "a pipeline stage with an output layer": wrapper(stage),
-    }
-
-
-def without_predictions(function: Callable[[], str]) -> str:
-    """Under a megatron-core that leaves the predictions out where it has no labels for them."""
-    whole = gpt_model.process_mtp_loss
-    gpt_model.process_mtp_loss = lambda hidden_states, **_: hidden_states.chunk(2)[0]
-    try:
-        return function()
-    finally:
-        gpt_model.process_mtp_loss = whole
-
-
-def labels_to_the_model(model: Any, batch: Any) -> None:
-    with fused_output_layer(model, batch.labels):
-        model(*batch.inputs, labels=batch.labels)

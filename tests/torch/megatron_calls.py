@@ -48,6 +48,14 @@ def oracle(it: Subject, tp: int, **options: Any) -> Subject:
     return exact
 
 
+def call(model: Any, batch: Any, *, arguments: dict[str, Any] | None = None, **context: Any) -> Any:
+    """The model with the processor, as a user writes it."""
+    return model(
+        *batch.inputs, output_processor=output_processor, output_processor_context={"labels": batch.labels} | context,
+        **arguments or {},
+    )  # fmt: skip
+
+
 def draw(seed: int = 0, *, foreign: bool = False, **options: Any) -> tuple[Batch, dict[str, Any]]:
     """A batch, and the options with their arrays drawn."""
     batch = megatron_models.batch(seed, foreign=foreign, vocab_size=options.get("vocab_size", VOCAB))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from typing import Any
 
 import jax
@@ -11,10 +9,9 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from lce_torch_bridge import _execute, _programs, linear_logprobs
+from lce_torch_bridge import _programs, linear_logprobs
 from lce_torch_bridge._programs import Spec
 from tests.torch import problem as p
-from tests.torch.processes import succeed
 
 GRADIENT = 1e-6  # as in test_parity
 
@@ -188,182 +185,6 @@ def test_checkpointing(reentrant: bool, cache_bytes: int) -> None:
     assert torch.equal(leaves.weight.grad, want[1])
 
 
-@pytest.mark.parametrize("hidden_dtype", [torch.float32, torch.bfloat16])
-def test_autocast_casts_the_weight(hidden_dtype: torch.dtype) -> None:
-    """As ``torch.nn.functional.linear`` does; gradients come back in each operand's own dtype."""
-    problem = p.draw(T=64, H=64, V=256)
-    problem = problem._replace(hidden=problem.hidden.to(hidden_dtype))
-    seeds = p.seeds_like(problem.labels)
-    with torch.autocast("cpu", torch.bfloat16):
-        out, grads = p.gradients(problem, seeds)
-    low = problem._replace(weight=problem.weight.bfloat16())
-    want, wanted = p.gradients(low, seeds)
-    assert torch.equal(out.logprobs, want.logprobs)
-    assert [grad.dtype for grad in grads] == [hidden_dtype, torch.float32]
-    assert torch.equal(grads[0], wanted[0])
-    assert torch.equal(grads[1], wanted[1].float())
-    with torch.autocast("cpu", enabled=False):
-        assert not torch.equal(linear_logprobs(*problem).logprobs, out.logprobs)
-
-
-class Weights:
-    """Where the copies of the weight lie that autograd keeps."""
-
-    def __init__(self, weight: torch.Tensor) -> None:
-        self.shapes, self.places = (weight.shape, weight.shape[::-1]), list[int]()
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if x.shape in self.shapes:
-            self.places.append(x.untyped_storage().data_ptr())
-        return x
-
-    def noted(self) -> Any:
-        return torch.autograd.graph.saved_tensors_hooks(self, lambda x: x)
-
-
-@pytest.mark.parametrize("wgrad", ["return", "main_grad"])
-def test_calls_of_an_autocast_context_share_one_copy_of_the_weight(wgrad: str) -> None:
-    """That of torch's own products in it; the gradients of calls sum in float32."""
-    problem = p.draw()
-    hidden, weight, labels = problem.leaves()
-    weight.main_grad = torch.zeros_like(weight)
-    weights, alone = Weights(weight), torch.zeros_like(weight)
-    with torch.autocast("cpu", torch.bfloat16), weights.noted():
-        logits = torch.nn.functional.linear(hidden, weight)
-        calls = [linear_logprobs(hidden, weight, labels, temperature=t, wgrad=wgrad) for t in (0.7, 0.8, 0.9, 1.0)]
-    assert len(weights.places) == 5
-    assert len(set(weights.places)) == 1
-    torch.stack([out.lse.sum() for out in calls]).sum().backward()
-    for t in (0.7, 0.8, 0.9, 1.0):
-        with torch.autocast("cpu", torch.bfloat16):
-            leaf = problem.weight.clone().requires_grad_()
-            linear_logprobs(hidden, leaf, labels, temperature=t).lse.sum().backward()
-        assert leaf.grad.bfloat16().float().equal(leaf.grad)
-        alone += leaf.grad
-    summed = weight.grad if wgrad == "return" else weight.main_grad
-    assert p.relative_norm(summed, alone) < 1e-6
-    logits.sum().backward()
-    assert weight.grad is not None  # torch's product, which shares the copy, has its gradient
-
-
-def test_the_copy_of_the_weight_lasts_as_long_as_torch_keeps_it() -> None:
-    hidden, weight, labels = p.draw().leaves()
-
-    def places(*calls: Any, **options: Any) -> int:
-        weights = Weights(weight)
-        with torch.autocast("cpu", torch.bfloat16, **options), weights.noted():
-            results = [linear_logprobs(hidden, weight, labels) for call in calls if call is None or call() is None]
-        assert len(weights.places) == len(results)
-        return len(set(weights.places))
-
-    assert places(None, None) == 1
-    assert places(None, torch.clear_autocast_cache) == 2
-    assert places(None, None, cache_enabled=False) == 2
-    weight.requires_grad_(False)  # torch keeps no copy of a frozen one
-    assert places(None, None) == 2
-
-
-def test_each_autocast_context_sees_the_weight_as_it_is() -> None:
-    """Also where a change left no trace (``.data``), and where the first call recorded no gradients."""
-    hidden, weight, labels = p.draw().leaves()
-    for step in range(3):
-        weight.data.mul_(1.0 + step)
-        with torch.autocast("cpu", torch.bfloat16):
-            with torch.no_grad():
-                without = linear_logprobs(hidden, weight, labels)
-            out = linear_logprobs(hidden, weight, labels)
-        low = weight.detach().bfloat16().requires_grad_()
-        want = linear_logprobs(hidden, low, labels)
-        assert torch.equal(out.logprobs, want.logprobs)
-        assert torch.equal(without.logprobs, want.logprobs)
-        dweight = torch.autograd.grad(out.logprobs.sum(), weight)[0]
-        assert torch.equal(dweight, torch.autograd.grad(want.logprobs.sum(), low)[0].float())
-
-
-def test_no_gradient_keeps_nothing() -> None:
-    problem = p.draw()
-    with torch.no_grad():
-        assert not any(field.requires_grad for field in linear_logprobs(*problem.leaves())[:3])
-    with torch.inference_mode():
-        assert torch.equal(linear_logprobs(*problem).lse, linear_logprobs(*problem.leaves()).lse)
-
-
-def test_gradients_do_not_pile_up() -> None:
-    """Flat over 50 steps, in torch's eyes and in JAX's: what torch has dropped, JAX frees at its next call."""
-    problem = p.draw(T=1024, H=64, V=512)
-    leaves = problem.leaves()
-    dropped, live = [], []
-    for step in range(50):
-        out = linear_logprobs(*leaves)
-        grads = torch.autograd.grad(out.logprobs.sum() + out.entropy.sum(), leaves[:2])
-        dropped += [weakref.ref(x) for x in (*grads, *out[:3])]
-        del out, grads
-        if step % 10 == 9:
-            gc.collect()
-            live.append(sum(x.nbytes for x in jax.live_arrays()))
-    assert not any(ref() is not None for ref in dropped)
-    assert live[-1] <= live[0]
-
-
-def test_the_backward_keeps_only_what_it_says() -> None:
-    """Hidden and weight, a label and four numbers a token, and nothing of V x T or of the padded size."""
-    problem = p.draw(T=100, H=64, V=512)
-    sizes = []
-
-    def note(x: torch.Tensor) -> torch.Tensor:
-        sizes.append((tuple(x.shape), x.dtype))
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
-        linear_logprobs(*problem.leaves())
-    want = [((100, 64), torch.float32), ((512, 64), torch.float32), ((5, 100), torch.int32)]
-    assert [size for size in sizes if size in want] == want
-    assert len(sizes) == len(want)
-
-
-def test_saved_tensors_may_come_back_in_another_layout() -> None:
-    """As from a hook that offloads or compresses them."""
-    problem = p.draw()
-    seeds = p.seeds_like(problem.labels)
-    _, want = p.gradients(problem, seeds)
-    leaves = problem.leaves()
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: x.t().contiguous(), lambda x: x.t()):
-        out = linear_logprobs(*leaves)
-    assert all(map(torch.equal, torch.autograd.grad(p.objective(out, seeds), leaves[:2]), want))
-
-
-def test_the_cache_travels_as_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels that keep a cache need a GPU: here a stand-in cache goes the same way, and comes back as it was."""
-    problem = p.draw()
-    seen = []
-    real = _programs.local.statistics
-    real_gradients = _programs.local.gradients
-
-    def statistics(hidden, weight, labels, *, keep_cache, **options):
-        stats, _ = real(hidden, weight, labels, keep_cache=keep_cache, **options)
-        return stats, ({"columns": hidden[:, :3] * 2, "max": stats.max} if keep_cache else None)
-
-    def gradients(hidden, weight, labels, merged, cotangent, *, cache, **options):
-        seen.append(jax.tree.map(jax.numpy.shape, cache))
-        dhidden, dweight = real_gradients(hidden, weight, labels, merged, cotangent, cache=None, **options)
-        live = slice(0, 37)  # padding may hold anything
-        return dhidden + cache["columns"][live].sum() - 2 * hidden[live, :3].sum(), dweight
-
-    monkeypatch.setattr(_programs.local, "statistics", statistics)
-    monkeypatch.setattr(_programs.local, "gradients", gradients)
-    seeds = p.seeds_like(problem.labels)
-    options = dict(cache_bytes=12345, logit_scale=1.125)  # options of its own: programs are kept by them
-    _, grads = p.gradients(problem, seeds, **options)
-    assert seen == [{"columns": (2048, 3), "max": (2048,)}]
-    monkeypatch.undo()
-    _, want = p.gradients(problem, seeds, logit_scale=1.125)
-    assert max(map(p.relative_norm, grads, want)) < 1e-5
-    told = p.told(cache_bytes=12345, logit_scale=1.125)
-    operands = _execute.Operands(problem.hidden, problem.weight, None, problem.labels, None)
-    kept = _execute.forward_structs(operands, told, keep_cache=True)
-    assert [tuple(x.shape) for x in kept[4:]] == [(2048, 3), (2048,)]
-
-
 @pytest.mark.parametrize("options", [{}, {"keep": torch.tensor([3, 5, 8])}], ids=str)
 def test_results_can_be_written_in_place(options: dict[str, Any]) -> None:
     problem = p.draw()
@@ -374,24 +195,3 @@ def test_results_can_be_written_in_place(options: dict[str, Any]) -> None:
     written.mul_(2.0).sum().backward()
     (linear_logprobs(*outside, **options).logprobs * mask * 2.0).sum().backward()
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(inside[:2], outside[:2], strict=True))
-
-
-@pytest.mark.parametrize("where", ["torch.backends", "torch.backends.mkldnn.matmul"])
-def test_float32_products_are_as_exact_as_torch_is_set(where: str) -> None:
-    """Also in the newer way, after which the older one's question raises."""
-    settings = [f"{where}.fp32_precision = {name!r}" for name in ("ieee", "tf32", "ieee")]
-    assert asked_precision(settings) == "highest None highest"
-
-
-def test_float32_products_are_as_exact_as_torch_was_once_set() -> None:
-    names = ("highest", "high", "medium")
-    settings = [f"torch.set_float32_matmul_precision({name!r})" for name in names]
-    assert asked_precision(["pass", *settings]) == "highest highest None None"
-
-
-def asked_precision(settings: list[str]) -> str:
-    """What the programs are asked for after each of ``settings``, in a process of its own: torch does not forget."""
-    lines = "".join(f"{setting}; asked.append(_execute._spec(weight, call, True).precision)\n" for setting in settings)
-    code = "import torch; from lce_torch_bridge import _execute; from tests.torch import problem as p\n"
-    code += "weight, asked, call = torch.zeros(3, 2), [], p.told(3)\n"
-    return succeed(code + lines + "print(*asked)").strip()

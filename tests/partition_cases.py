@@ -1,0 +1,62 @@
+"""One call of the operation, its mesh, and how far two devices may differ: for the tests of partitioning."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from lce_jax import linear_logprobs
+from tests import oracle
+
+B, S, H, V = 8, 16, 64, 4096  # several vocabulary tiles a device: XLA merges a single one with the backward's
+KEYS = jax.random.split(jax.random.key(0), 6)
+HIDDEN = jax.random.normal(KEYS[0], (B, S, H))
+WEIGHT = jax.random.normal(KEYS[1], (V, H)) / 8
+LABELS = jax.random.randint(KEYS[2], (B, S), -1, V)
+WHERE = jax.random.bernoulli(KEYS[3], 0.6, (B, S))
+TEMPERATURE = jax.random.uniform(KEYS[4], (B, S), minval=0.5, maxval=2.0)
+SEEDS = jax.random.normal(KEYS[5], (3, B, S))
+KINDS = [AxisType.Auto, AxisType.Explicit]
+
+
+def mesh_of(kind: AxisType) -> jax.sharding.Mesh:
+    return jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(kind,) * 2, devices=jax.devices("cpu"))
+
+
+def put(x: jax.Array, mesh: jax.sharding.Mesh, spec: P) -> jax.Array:
+    return jax.device_put(x, NamedSharding(mesh, spec))
+
+
+def objective(function: Any, hidden: jax.Array, weight: jax.Array, labels: jax.Array, *rows: jax.Array) -> Any:
+    where, temperature = rows or (None, 1.0)
+    out = function(hidden, weight, labels, where=where, temperature=temperature)
+    return jnp.sum(SEEDS[0] * out.logprobs + SEEDS[1] * out.entropy + SEEDS[2] * out.lse), out
+
+
+def step(function: Any = linear_logprobs) -> Any:
+    run = functools.partial(objective, function)
+    return jax.jit(jax.value_and_grad(run, argnums=(0, 1), has_aux=True))
+
+
+def assert_same(got: Any, want: Any) -> None:
+    ((value, out), grads), ((true, wanted), expected) = got, want
+    assert oracle.value_error(value, true) < 1e-5
+    for a, b in zip(out[:3], wanted[:3], strict=True):
+        assert oracle.value_error(a, b) < 2e-6
+    for a, b in zip(grads, expected, strict=True):
+        assert oracle.relative_norm(a, b) < 1e-5
+
+
+def flops(run: Any, *operands: Any) -> float:
+    """Of one device's program."""
+    return run.lower(*operands).compile().cost_analysis()["flops"]
+
+
+def names(x: jax.Array) -> tuple[Any, ...]:
+    """The mesh axes of each dimension."""
+    return tuple(x.sharding.spec) + (None,) * (x.ndim - len(x.sharding.spec))

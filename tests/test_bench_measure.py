@@ -1,0 +1,71 @@
+"""How the benchmark times: rounds, warm-up, calls per timing, medians."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+pytest.importorskip("rich")
+pytest.importorskip("matplotlib")
+
+from lce_jax.bench import measure
+
+
+def fake_run(log, name, seconds=0.0):
+    def launch():
+        log.append(name)
+        return seconds
+
+    return measure.Run(launch, wait=lambda outputs: outputs, temp_bytes=0, compile_seconds=0.0)
+
+
+def test_every_round_times_every_run_once_before_the_next_round(monkeypatch):
+    monkeypatch.setattr(measure, "calls_within", lambda _run, _seconds: 2)
+    log = []
+    samples = measure.interleave({name: fake_run(log, name) for name in "abcd"}, rounds=6)
+    assert {name: len(taken) for name, taken in samples.items()} == dict.fromkeys("abcd", 6)
+    rounds = [log[i : i + 8] for i in range(0, len(log), 8)]
+    assert len(rounds) == 6
+    assert all(sorted(one) == sorted("aabbccdd") and one[::2] == one[1::2] for one in rounds)  # back to back
+    assert len({tuple(one) for one in rounds}) > 1  # not the same order every time
+
+
+def test_on_a_gpu_a_run_settles_before_its_timing(monkeypatch):
+    monkeypatch.setattr(measure, "calls_within", lambda _run, _seconds: 1)
+    timed, log = [], []
+    real = measure.time_calls
+
+    def time_calls(run, calls):
+        timed.append(calls)
+        return real(run, calls)
+
+    monkeypatch.setattr(measure, "time_calls", time_calls)
+    samples = measure.interleave({name: fake_run(log, name) for name in "abc"}, rounds=4, on_gpu=True)
+    assert timed == [2, measure.MIN_GPU_CALLS] * 12  # two fifths untimed, then the sample
+    groups = [log[i : i + 5] for i in range(0, len(log), 5)]
+    assert all(len(set(group)) == 1 for group in groups)
+    assert [len(taken) for taken in samples.values()] == [4, 4, 4]
+
+
+@pytest.mark.parametrize(("on_gpu", "seconds"), [(False, measure.SAMPLE_SECONDS / 5), (True, measure.GPU_SECONDS)])
+def test_how_much_work_a_timing_holds(monkeypatch, on_gpu, seconds):
+    asked = []
+    monkeypatch.setattr(measure, "calls_within", lambda _run, seconds: asked.append(seconds) or 1)
+    measure.interleave({"a": fake_run([], "a")}, rounds=5, on_gpu=on_gpu)
+    assert asked == [seconds]
+
+
+def test_calls_within_a_time(monkeypatch):
+    ticks = itertools.count(step=0.004)  # every look at the clock is 4 ms after the one before: 4 ms a timing
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: next(ticks))
+    fast = fake_run([], "fast")
+    assert measure.calls_within(fast, 0.05) == 13  # of 4 ms
+    assert measure.calls_within(fast, 0.0001) == 1
+
+
+def test_median_and_spread():
+    assert measure.median([5.0, 1.0, 100.0]) == 5.0
+    assert measure.median([1.0, 3.0]) == 2.0
+    assert measure.spread([2.0]) == 0.0
+    assert measure.spread([1.0, 2.0, 3.0, 4.0, 5.0]) == pytest.approx(1 / 3)  # quartiles 2 and 4 around 3

@@ -1,0 +1,122 @@
+"""The NNX head over a mesh equals the head on one device, in its results and in whole training steps."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from tests.flax_cases import (
+    MESHES,
+    PADDED,
+    assert_trees_close,
+    batch,
+    data_by_tensor,
+    optimizer,
+    token_batch,
+)
+from tests.nnx_heads import Model, biased_head, fused_loss, make_head, stored_loss
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_a_bias_over_a_mesh(axis_type):
+    mesh = data_by_tensor(axis_type)
+    hidden, labels = batch()
+    with jax.set_mesh(mesh):
+        head = biased_head(vocab_axis="tensor", batch_axes="data")
+        assert head.bias[...].sharding.spec == P("tensor")
+        split = jax.device_put(hidden, NamedSharding(mesh, P("data")))
+        got = every_result(head, split, jax.device_put(labels, NamedSharding(mesh, P("data"))))
+    for a, b in zip(got, every_result(biased_head(), hidden, labels), strict=True):
+        assert_trees_close(jax.tree.leaves(a), jax.tree.leaves(b))
+
+
+@pytest.mark.parametrize(("axis_type", "sequence_axis"), MESHES.values(), ids=MESHES)
+@pytest.mark.parametrize("mesh_is_given", [False, True], ids=["set_mesh", "mesh="])
+def test_over_a_mesh_it_equals_one_device(axis_type, sequence_axis, mesh_is_given):
+    mesh = data_by_tensor(axis_type)
+    single = make_head(**PADDED)
+    hidden, labels = batch()
+    options = {"vocab_axis": "tensor", "batch_axes": "data", "sequence_axis": sequence_axis, **PADDED}
+    split = jax.device_put(hidden, NamedSharding(mesh, P("data", sequence_axis, None)))
+    targets = jax.device_put(labels, NamedSharding(mesh, P("data", None)))
+    if mesh_is_given:
+        head = make_head(mesh=mesh, **options)
+        got = every_result(head, split, targets)
+    else:
+        with jax.set_mesh(mesh):
+            head = make_head(**options)
+            got = every_result(head, split, targets)
+    assert head.weight.sharding.spec == got[-1][0]["weight"].sharding.spec == P("tensor", None)
+    for a, b in zip(got, every_result(single, hidden, labels), strict=True):
+        assert_trees_close(jax.tree.leaves(a), jax.tree.leaves(b))
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_data_parallelism_alone(axis_type):
+    """A batch split over the mesh, the weight whole on every device."""
+    hidden, labels = batch()
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(axis_type,), devices=jax.devices()[:2])
+    with jax.set_mesh(mesh):
+        head = make_head(batch_axes="data", **PADDED)
+        placed = (jax.device_put(x, NamedSharding(mesh, P("data"))) for x in (hidden, labels))
+        got = every_result(head, *placed)
+    for a, b in zip(got, every_result(make_head(**PADDED), hidden, labels), strict=True):
+        assert_trees_close(jax.tree.leaves(a), jax.tree.leaves(b))
+
+
+def every_result(head, hidden, labels):
+    """Logits, log-probabilities, and the loss's gradients, jitted."""
+    gradients = nnx.grad(lambda head, hidden, labels: head.loss(hidden, labels), argnums=(0, 1))
+    return (
+        nnx.jit(lambda head, hidden: head(hidden))(head, hidden),
+        nnx.jit(lambda head, hidden, labels: head.logprobs(hidden, labels))(head, hidden, labels),
+        nnx.jit(gradients)(head, hidden, labels),
+    )
+
+
+def test_inside_shard_map_the_caller_names_the_axis():
+    head = make_head(**PADDED)
+    graphdef, state = nnx.split(head)
+    mesh = jax.make_mesh((2,), ("tensor",), axis_types=(AxisType.Auto,))
+
+    @jax.jit
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P("tensor"), P(), P()), out_specs=P())
+    def logprobs(state, hidden, labels):
+        return nnx.merge(graphdef, state).logprobs(hidden, labels, axis_name="tensor")
+
+    assert_trees_close(logprobs(state, *batch()), head.logprobs(*batch()))
+
+
+def train(model, loss_function, tokens, labels, steps=3):
+    """The losses of ``steps`` jitted steps; the model is updated in place."""
+    state = nnx.Optimizer(model, optimizer(), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, state, tokens, labels):
+        loss, grads = nnx.value_and_grad(loss_function)(model, tokens, labels)
+        state.update(model, grads)
+        return loss
+
+    return [float(step(model, state, tokens, labels)) for _ in range(steps)]
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["own", "tied"])
+@pytest.mark.parametrize("sequence_axis", [None, "tensor"], ids=["whole sequence", "sequence parallel"])
+def test_training_over_a_mesh_equals_one_device_with_logits(tied, sequence_axis):
+    tokens, labels = token_batch()
+    single = Model(tied, nnx.Rngs(0))
+    expected = train(single, stored_loss, tokens, labels)
+
+    mesh = data_by_tensor()
+    with jax.set_mesh(mesh):
+        model = Model(tied, nnx.Rngs(0), "tensor", batch_axes="data", sequence_axis=sequence_axis)
+        losses = train(model, fused_loss, *jax.device_put((tokens, labels), NamedSharding(mesh, P("data", None))))
+    assert losses[-1] < losses[0]
+    assert_trees_close(losses, expected)
+    assert model.head.weight.sharding.spec == P("tensor", None)
+    assert_trees_close(*(nnx.to_pure_dict(nnx.state(m, nnx.Param)) for m in (model, single)))

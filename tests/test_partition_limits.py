@@ -1,0 +1,101 @@
+"""Where XLA cannot partition the operation by itself, a message says what to call, and that gives right numbers."""
+
+from __future__ import annotations
+
+import functools
+import logging
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import lce_jax.flax.linen
+import lce_jax.flax.nnx
+from lce_jax import (
+    _xla_partitioning,
+    linear_logprobs,
+    sharded_linear_logprobs,
+)
+from tests import oracle
+from tests.partition_cases import HIDDEN, KINDS, LABELS, WEIGHT, H, V, mesh_of, put
+
+
+def test_a_cache_under_auto_axes_says_that_it_keeps_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    mesh = mesh_of(AxisType.Auto)
+    hidden, labels = put(HIDDEN, mesh, P("data")), put(LABELS, mesh, P("data"))
+    _xla_partitioning.warn_once.cache_clear()
+    with caplog.at_level(logging.WARNING, logger="lce_jax"):
+        jax.jit(jax.grad(lambda w: linear_logprobs(hidden, w, labels, cache_bytes=1 << 20).lse.sum())).lower(WEIGHT)
+    assert "call sharded_linear_logprobs" in caplog.text
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_shard_map_over_some_axes(kind: AxisType, caplog: pytest.LogCaptureFixture) -> None:
+    """The others cannot be read there: Explicit ones are refused where they split something, Auto ones warned of."""
+    mesh = mesh_of(kind)
+
+    def some(hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> jax.Array:
+        return linear_logprobs(hidden, weight, labels).lse
+
+    def all_(hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> jax.Array:  # as the messages advise
+        return linear_logprobs(hidden, weight, labels, axis_name="tensor").lse
+
+    rows = P("data")
+    operands = put(HIDDEN, mesh, rows), put(WEIGHT, mesh, P("tensor")), put(LABELS, mesh, rows)
+    _xla_partitioning.warn_once.cache_clear()
+    with jax.set_mesh(mesh), caplog.at_level(logging.WARNING, logger="lce_jax"):
+        over_data = jax.shard_map(some, in_specs=(rows, P(), rows), out_specs=rows, axis_names={"data"})
+        if kind == AxisType.Explicit:
+            with pytest.raises(ValueError, match=r"split over \['tensor'\] as well: make shard_map manual over these"):
+                jax.jit(over_data)(*operands)
+        else:
+            jax.jit(over_data).lower(*operands)
+            assert "make shard_map manual over these too" in caplog.text
+        over_both = jax.shard_map(all_, in_specs=(rows, P("tensor"), rows), out_specs=rows)
+        got = jax.jit(over_both)(*operands)
+    assert oracle.value_error(got, linear_logprobs(HIDDEN, WEIGHT, LABELS).lse) < 2e-6
+
+
+def test_axes_of_both_kinds(caplog: pytest.LogCaptureFixture) -> None:
+    """What Auto axes split is not in the types that Explicit ones are read from."""
+    kinds = (AxisType.Explicit, AxisType.Auto)
+    mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=kinds, devices=jax.devices("cpu"))
+    operands = put(HIDDEN, mesh, P("data")), put(WEIGHT, mesh, P("tensor")), put(LABELS, mesh, P("data"))
+    _xla_partitioning.warn_once.cache_clear()
+    with jax.set_mesh(mesh), caplog.at_level(logging.WARNING, logger="lce_jax"):
+        got = jax.jit(linear_logprobs)(*operands).lse
+        assert "takes its operands as whole over 'tensor'" in caplog.text
+        told = jax.jit(functools.partial(sharded_linear_logprobs, batch_axes="data"))(*operands).lse
+    for lse in (got, told):
+        assert oracle.value_error(lse, linear_logprobs(HIDDEN, WEIGHT, LABELS).lse) < 2e-6
+
+
+def test_export_says_that_it_loses_the_rule(caplog: pytest.LogCaptureFixture) -> None:
+    mesh = mesh_of(AxisType.Auto)
+    operands = put(HIDDEN, mesh, P("data")), put(WEIGHT, mesh, P("tensor")), put(LABELS, mesh, P("data"))
+    _xla_partitioning.warn_once.cache_clear()
+    with caplog.at_level(logging.WARNING, logger="lce_jax"):
+        exported = jax.export.export(jax.jit(lambda *x: linear_logprobs(*x).lse))(*operands)
+    assert "Export sharded_linear_logprobs" in caplog.text
+    assert oracle.value_error(exported.call(*operands), linear_logprobs(HIDDEN, WEIGHT, LABELS).lse) < 2e-6
+    caplog.clear()
+    told = jax.jit(lambda *x: sharded_linear_logprobs(*x, mesh=mesh, batch_axes="data").lse)  # as the message advises
+    with caplog.at_level(logging.WARNING, logger="lce_jax"):
+        exported = jax.export.export(told)(*operands)
+    assert caplog.text == ""
+    assert oracle.value_error(exported.call(*operands), linear_logprobs(HIDDEN, WEIGHT, LABELS).lse) < 2e-6
+
+
+def test_symbolic_shapes() -> None:
+    (batch,) = jax.export.symbolic_shape("b")
+    struct = jax.ShapeDtypeStruct
+    operands = struct((batch, H), jnp.float32), struct((V, H), jnp.float32), struct((batch,), jnp.int32)
+    with pytest.raises(lce_jax.UnsupportedError, match=r"symbolic: tokens b\. Export one program for each"):
+        jax.export.export(jax.jit(linear_logprobs))(*operands)
+    stored = functools.partial(linear_logprobs, implementation="reference")  # as the message advises
+    exported = jax.export.export(jax.jit(lambda *x: stored(*x).lse))(*operands)
+    assert (
+        oracle.value_error(exported.call(HIDDEN[0], WEIGHT, LABELS[0]), stored(HIDDEN[0], WEIGHT, LABELS[0]).lse) < 2e-6
+    )

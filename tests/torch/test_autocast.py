@@ -1,0 +1,125 @@
+"""The dtype and the precision of products are those that torch is set to: autocast, and float32 products."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from lce_torch_bridge import linear_logprobs
+from tests.torch import problem as p
+from tests.torch.processes import succeed
+
+
+@pytest.mark.parametrize("hidden_dtype", [torch.float32, torch.bfloat16])
+def test_autocast_casts_the_weight(hidden_dtype: torch.dtype) -> None:
+    """As ``torch.nn.functional.linear`` does; gradients come back in each operand's own dtype."""
+    problem = p.draw(T=64, H=64, V=256)
+    problem = problem._replace(hidden=problem.hidden.to(hidden_dtype))
+    seeds = p.seeds_like(problem.labels)
+    with torch.autocast("cpu", torch.bfloat16):
+        out, grads = p.gradients(problem, seeds)
+    low = problem._replace(weight=problem.weight.bfloat16())
+    want, wanted = p.gradients(low, seeds)
+    assert torch.equal(out.logprobs, want.logprobs)
+    assert [grad.dtype for grad in grads] == [hidden_dtype, torch.float32]
+    assert torch.equal(grads[0], wanted[0])
+    assert torch.equal(grads[1], wanted[1].float())
+    with torch.autocast("cpu", enabled=False):
+        assert not torch.equal(linear_logprobs(*problem).logprobs, out.logprobs)
+
+
+class Weights:
+    """Where the copies of the weight lie that autograd keeps."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.shapes, self.places = (weight.shape, weight.shape[::-1]), list[int]()
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape in self.shapes:
+            self.places.append(x.untyped_storage().data_ptr())
+        return x
+
+    def noted(self) -> Any:
+        return torch.autograd.graph.saved_tensors_hooks(self, lambda x: x)
+
+
+@pytest.mark.parametrize("wgrad", ["return", "main_grad"])
+def test_calls_of_an_autocast_context_share_one_copy_of_the_weight(wgrad: str) -> None:
+    """That of torch's own products in it; the gradients of calls sum in float32."""
+    problem = p.draw()
+    hidden, weight, labels = problem.leaves()
+    weight.main_grad = torch.zeros_like(weight)
+    weights, alone = Weights(weight), torch.zeros_like(weight)
+    with torch.autocast("cpu", torch.bfloat16), weights.noted():
+        logits = torch.nn.functional.linear(hidden, weight)
+        calls = [linear_logprobs(hidden, weight, labels, temperature=t, wgrad=wgrad) for t in (0.7, 0.8, 0.9, 1.0)]
+    assert len(weights.places) == 5
+    assert len(set(weights.places)) == 1
+    torch.stack([out.lse.sum() for out in calls]).sum().backward()
+    for t in (0.7, 0.8, 0.9, 1.0):
+        with torch.autocast("cpu", torch.bfloat16):
+            leaf = problem.weight.clone().requires_grad_()
+            linear_logprobs(hidden, leaf, labels, temperature=t).lse.sum().backward()
+        assert leaf.grad.bfloat16().float().equal(leaf.grad)
+        alone += leaf.grad
+    summed = weight.grad if wgrad == "return" else weight.main_grad
+    assert p.relative_norm(summed, alone) < 1e-6
+    logits.sum().backward()
+    assert weight.grad is not None  # torch's product, which shares the copy, has its gradient
+
+
+def test_the_copy_of_the_weight_lasts_as_long_as_torch_keeps_it() -> None:
+    hidden, weight, labels = p.draw().leaves()
+
+    def places(*calls: Any, **options: Any) -> int:
+        weights = Weights(weight)
+        with torch.autocast("cpu", torch.bfloat16, **options), weights.noted():
+            results = [linear_logprobs(hidden, weight, labels) for call in calls if call is None or call() is None]
+        assert len(weights.places) == len(results)
+        return len(set(weights.places))
+
+    assert places(None, None) == 1
+    assert places(None, torch.clear_autocast_cache) == 2
+    assert places(None, None, cache_enabled=False) == 2
+    weight.requires_grad_(False)  # torch keeps no copy of a frozen one
+    assert places(None, None) == 2
+
+
+def test_each_autocast_context_sees_the_weight_as_it_is() -> None:
+    """Also where a change left no trace (``.data``), and where the first call recorded no gradients."""
+    hidden, weight, labels = p.draw().leaves()
+    for step in range(3):
+        weight.data.mul_(1.0 + step)
+        with torch.autocast("cpu", torch.bfloat16):
+            with torch.no_grad():
+                without = linear_logprobs(hidden, weight, labels)
+            out = linear_logprobs(hidden, weight, labels)
+        low = weight.detach().bfloat16().requires_grad_()
+        want = linear_logprobs(hidden, low, labels)
+        assert torch.equal(out.logprobs, want.logprobs)
+        assert torch.equal(without.logprobs, want.logprobs)
+        dweight = torch.autograd.grad(out.logprobs.sum(), weight)[0]
+        assert torch.equal(dweight, torch.autograd.grad(want.logprobs.sum(), low)[0].float())
+
+
+@pytest.mark.parametrize("where", ["torch.backends", "torch.backends.mkldnn.matmul"])
+def test_float32_products_are_as_exact_as_torch_is_set(where: str) -> None:
+    """Also in the newer way, after which the older one's question raises."""
+    settings = [f"{where}.fp32_precision = {name!r}" for name in ("ieee", "tf32", "ieee")]
+    assert asked_precision(settings) == "highest None highest"
+
+
+def test_float32_products_are_as_exact_as_torch_was_once_set() -> None:
+    names = ("highest", "high", "medium")
+    settings = [f"torch.set_float32_matmul_precision({name!r})" for name in names]
+    assert asked_precision(["pass", *settings]) == "highest highest None None"
+
+
+def asked_precision(settings: list[str]) -> str:
+    """What the programs are asked for after each of ``settings``, in a process of its own: torch does not forget."""
+    lines = "".join(f"{setting}; asked.append(_execute._spec(weight, call, True).precision)\n" for setting in settings)
+    code = "import torch; from lce_torch_bridge import _execute; from tests.torch import problem as p\n"
+    code += "weight, asked, call = torch.zeros(3, 2), [], p.told(3)\n"
+    return succeed(code + lines + "print(*asked)").strip()
