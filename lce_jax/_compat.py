@@ -1,4 +1,4 @@
-"""What JAX may move or rename (the kernel language apart), and the few idioms its manual-axis types ask for."""
+"""What JAX may move or rename (except the kernel language), and the few idioms that its manual-axis types need."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def vary_like[T](tree: T, like: Any) -> T:
 def without_reduced(x: jax.Array) -> jax.Array:
     """``x`` without the axes over which its type asks for a gradient that is not summed (``P(..., reduced={...})``).
 
-    Inside ``shard_map`` it varies over them instead, outside its sharding just leaves them out. Either way the
+    Inside ``shard_map`` it varies over them instead; outside, its sharding just leaves them out. Either way the
     transpose gives the gradient the type that ``x`` asks for.
     """
     kind = jax.typeof(x)
@@ -55,10 +55,10 @@ def psum_to_type(x: jax.Array, like: Any) -> jax.Array:
 
 
 def first_order_only[**P, R](function: Callable[P, R]) -> Callable[P, R]:
-    """``function``, whose own derivative raises where it is used: it runs inside a ``custom_vjp`` rule.
+    """``function``, which runs inside a ``custom_vjp`` rule, with a derivative that raises if its result is used.
 
-    It raises only where the result is used: JAX also differentiates a gradient under ``stop_gradient`` inside another
-    gradient, and drops the result.
+    It must not raise earlier: JAX also differentiates a gradient under ``stop_gradient`` inside another gradient, and
+    drops the result.
     """
     guarded = jax.custom_jvp(function)
 

@@ -1,4 +1,4 @@
-"""The weight as ``torch.autocast`` has it: one copy in its dtype, which all calls of a context share."""
+"""The weight under ``torch.autocast``: one copy in autocast's dtype, which all calls of a context share."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 def autocast(weight: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """``weight`` in the dtype of the autocast context, or itself outside of one.
 
-    The copy is the one that torch keeps for all matrix products of the context, where ``parameter`` (``weight`` before
-    anything was done to its gradient) is a float32 leaf that requires a gradient: until the context ends, or until
-    ``torch.clear_autocast_cache``. The gradient of each call is cast back by itself, so that their sum is in float32.
+    If ``parameter`` (``weight`` before anything was done to its gradient) is a float32 leaf that requires a gradient,
+    the copy is the one that torch keeps for all matrix products of the context: until the context ends, or until
+    ``torch.clear_autocast_cache``. Each call's gradient is cast back separately, so that their sum is in float32.
     """
     device = weight.device.type
     if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
@@ -25,14 +25,14 @@ def autocast(weight: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _copy(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What torch casts ``parameter`` to for its own products. No function gives it: a product of no rows is watched."""
+    """The copy that torch makes for its own products. No function returns it, so a product of no rows is watched."""
     with _Watch() as watch:
         torch.mm(parameter.new_empty((0, parameter.shape[0]), dtype=dtype), parameter)
     return parameter.to(dtype) if watch.second is None else watch.second.detach()
 
 
 class _Watch(TorchDispatchMode):
-    """Notes the second operand of the matrix product inside; under ``torch.func.vmap`` it is another product."""
+    """Notes the second operand of the matrix product inside. Under ``torch.func.vmap`` that is another operator."""
 
     second: torch.Tensor | None = None
 
@@ -44,9 +44,9 @@ class _Watch(TorchDispatchMode):
 
 
 class _Cast(torch.autograd.Function):
-    """``weight.to(copy.dtype)``, where there is a copy already."""
+    """``weight.to(copy.dtype)`` where that copy exists already."""
 
-    generate_vmap_rule = True  # so that who maps it gets to our own refusal
+    generate_vmap_rule = True  # so that vmap reaches our own refusal
 
     @staticmethod
     def forward(_weight: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Validation at the public door, once: what is wrong, with the values, before anything is computed."""
+"""Validation in the public functions, once, before anything is computed. The errors carry the values."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def tensor(name: str, x: Any) -> None:
 
 
 def floats(name: str, x: Any) -> None:
-    """A tensor of floats that JAX takes as they are."""
+    """A tensor of floats that JAX takes without conversion."""
     tensor(name, x)
     if x.dtype not in FLOATS:
         reason = ", which JAX would round to float32" if x.dtype == torch.float64 else ""
@@ -71,7 +71,7 @@ def bias(x: Any, weight: torch.Tensor) -> None:
 
 
 def same_device(hidden: torch.Tensor, **others: torch.Tensor) -> None:
-    """All on hidden's device."""
+    """All tensors on hidden's device."""
     for name, x in others.items():
         if x.device != hidden.device:
             raise ValueError(f"{name} is on {x.device}, hidden on {hidden.device}")
@@ -131,16 +131,16 @@ def keep(value: Any, hidden: torch.Tensor, labels: torch.Tensor) -> None:
 
 
 def may_look_at(x: torch.Tensor) -> bool:
-    """Whether ``x`` has values, and to look at them stalls no GPU and stops nobody who traces the call."""
+    """Whether ``x`` has values, and reading them neither waits for a GPU nor breaks a trace of the call."""
     traced = torch.compiler.is_compiling() or get_proxy_mode() is not None
     return x.device.type == "cpu" and not traced and has_values(x)
 
 
 def has_values(x: torch.Tensor) -> bool:
-    """Whether ``x`` is more than a shape and a dtype, as meta and fake tensors are, and more than a part of others."""
+    """Whether ``x`` has values of its own: not a meta or fake tensor, nor one inside a transform of torch.func."""
     try:
         return x.untyped_storage().device.type != "meta"
-    except NotImplementedError:  # a tensor inside a transform of torch.func
+    except NotImplementedError:  # inside a transform of torch.func
         return False
 
 
@@ -157,7 +157,7 @@ def vocabulary(value: Any, columns: int) -> int:
 
 
 def implementation(value: Any) -> str:
-    """Names joined by commas; lce_jax knows them."""
+    """The names, joined by commas; lce_jax checks them."""
     names = (value,) if isinstance(value, str) else value
     if names is None:
         return ""

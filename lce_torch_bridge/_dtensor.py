@@ -1,13 +1,13 @@
-"""DTensors at the door: this rank's plain tensors, where the placements say exactly which, and a refusal elsewhere.
+"""DTensors as arguments: this rank's plain tensors if the placements determine them, otherwise a refusal.
 
 A weight or bias is gathered over all dimensions of its mesh but that of ``tp_group``, over which it stays split. Its
-gradient is the mean over the ranks that gathered it, for three kinds of them:
+gradient is the mean over the ranks that gathered it. That is right in three cases:
 
-* Ranks of FSDP2, HSDP and ``replicate`` hold different tokens, and their gradients' mean is what these take by default.
+* Ranks of FSDP2, HSDP and ``replicate`` hold different tokens. By default these take the mean of the ranks' gradients.
 * Ranks that hold the same tokens have equal gradients, and the mean of equal numbers is that number.
-* Where somebody takes the mean once more, the mean of equal means is that mean.
+* If a wrapper takes the mean once more, the mean of equal means is that mean.
 
-Only a sum over different tokens is something else. FSDP2 knows of one, ``set_gradient_divide_factor``: refused.
+A sum over different tokens would be wrong. FSDP2 sums with ``set_gradient_divide_factor``, which is refused.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ WHY_NOT_COMPILED = "lce_torch_bridge compares the mesh of a DTensor with tp_grou
 
 
 def is_dtensor(x: Any) -> bool:
-    """Whether ``x`` is a DTensor. Where nobody has imported them, which takes half a second, there are none."""
+    """Whether ``x`` is a DTensor. If their module (half a second) is not imported, there are none."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(x, module.DTensor)
 
 
 def tokens(**given: Any) -> tuple[Any, ...]:
-    """What is per token, as plain tensors. A gradient is whole on each rank, as the placement has it.
+    """The per-token arguments as plain tensors. Their gradients are whole on each rank, as the placements say.
 
     Raises:
         ValueError: a DTensor that is not replicated.
@@ -43,7 +43,7 @@ def spans(x: Any, group: dist.ProcessGroup | None) -> bool:
 
 @torch.compiler.disable(reason=WHY_NOT_COMPILED)  # type: ignore[untyped-decorator]
 def rows(name: str, x: Any, group: dist.ProcessGroup | None, wgrad: str = "return") -> torch.Tensor:
-    """This rank's part of the vocabulary, ``[V, H]`` or ``[V]``, of a DTensor. A collective, where it is gathered.
+    """This rank's part of the vocabulary, ``[V, H]`` or ``[V]``, of a DTensor. To gather it is a collective.
 
     Raises:
         ValueError: placements that cannot be served, or a gradient that goes elsewhere than to autograd.
@@ -69,7 +69,7 @@ def _refuse_placements(name: str, x: Any, split: int | None, served: list[Any]) 
             dimension = dim if mesh.mesh_dim_names is None else repr(mesh.mesh_dim_names[dim])
             wanted = "Shard(dim=0), as tp_group splits the vocabulary" if dim == split else "sharded or replicated"
             raise ValueError(
-                f"{name} {tuple(x.shape)} is a DTensor with {placement!r} over mesh dimension {dimension}, and must be "
+                f"{name} {tuple(x.shape)} is a DTensor with {placement!r} over mesh dimension {dimension}, but must be "
                 f"{wanted}: pass {name}.redistribute(placements={served})"
             )
     if split is not None and x.shape[0] % mesh.size(split):
@@ -80,7 +80,7 @@ def _refuse_placements(name: str, x: Any, split: int | None, served: list[Any]) 
 
 
 def _refuse_other_reductions(name: str, x: Any) -> None:
-    """Where FSDP2 was told to reduce gradients otherwise than to their mean."""
+    """Refuses a parameter of FSDP2 whose gradients are not reduced to their mean."""
     from torch.distributed._composable_state import _module_state_mapping  # no public way from parameter to module
 
     parameter = _parameter_of(x)
@@ -91,13 +91,13 @@ def _refuse_other_reductions(name: str, x: Any) -> None:
             factor = group.gradient_divide_factor
             if factor is not None and any(param.sharded_param is parameter for param in group.fsdp_params):
                 raise ValueError(
-                    f"{name} is sharded by FSDP2 with set_gradient_divide_factor({factor:g}), and gathered here its "
+                    f"{name} is sharded by FSDP2 with set_gradient_divide_factor({factor:g}), but gathered here its "
                     "gradient would be the mean: make the call inside the forward of the FSDP module that holds it"
                 )
 
 
 def _parameter_of(x: torch.Tensor) -> torch.Tensor:
-    """The leaf that ``x`` was made of, by a cast or the like; ``x`` itself, if it is one."""
+    """The leaf from which ``x`` was made, by a cast for example; ``x`` itself if it is a leaf."""
     node: Any = x.grad_fn
     while node is not None and not hasattr(node, "variable"):
         node = next((before for before, _ in node.next_functions if before is not None), None)
@@ -109,7 +109,7 @@ def _replicated(name: str, x: Any) -> torch.Tensor:
 
     if not all(placement.is_replicate() for placement in x.placements):
         raise ValueError(
-            f"{name} {tuple(x.shape)} is a DTensor with placements {list(x.placements)}, and must be replicated: "
+            f"{name} {tuple(x.shape)} is a DTensor with placements {list(x.placements)}, but must be replicated: "
             f"pass {name}.redistribute(placements={[Replicate()] * x.device_mesh.ndim})"
         )
     return x.to_local()

@@ -20,7 +20,7 @@ def forward(x: Operands, call: Call, keep_cache: bool) -> list[torch.Tensor]:
     if tokens == 0:
         return forward_structs(x, call, keep_cache)
     tensor_parallel.check_equal_parts(x.weight, call.group)
-    # The backward takes all tokens at once, and so their cache.
+    # The backward takes all tokens at once, so one cache must hold all of them.
     pieces = [_rows.whole(tokens)] if keep_cache else _rows.pieces(tokens)
     spec = _spec(x.weight, call, pieces[0].masked)
     with runtime.beside(x.hidden):
@@ -35,18 +35,18 @@ type Found = tuple[list[torch.Tensor], list[jax.Array]]  # each piece's packed r
 
 
 def _run_alone(inputs: list[Inputs], spec: Spec, call: Call, keep_cache: bool) -> Found:
-    """Of a vocabulary that is not split."""
+    """The forward over a vocabulary that is not split."""
     run = _programs.forward(spec, keep_cache, call.fields, call.megatron)
     found = [run(*each) for each in inputs]
     return to_torch_all([packed for packed, _ in found]), found[0][1]
 
 
 def _run_shard(inputs: list[Inputs], spec: Spec, call: Call, keep_cache: bool) -> Found:
-    """Of one that is, with one collective for all pieces."""
+    """The forward over a split vocabulary, with one collective for all pieces."""
     run = _programs.statistics(spec, keep_cache)
     parts = [run(*each) for each in inputs]
     gathered = tensor_parallel.gather(torch.stack(to_torch_all([packed for packed, _ in parts])), call.group)
-    imported = [to_jax(shards) for shards in gathered.unbind(1)]  # held until what reads them has been exported
+    imported = [to_jax(shards) for shards in gathered.unbind(1)]  # kept until the results of their readers are exported
     merge = _programs.results(spec, call.fields, call.megatron)
     found = [merge(each[3], shards) for each, shards in zip(inputs, imported, strict=True)]
     return to_torch_all(found), parts[0][1]
@@ -55,7 +55,7 @@ def _run_shard(inputs: list[Inputs], spec: Spec, call: Call, keep_cache: bool) -
 def _unpacked(parts: list[torch.Tensor], fields: int, tokens: int) -> list[torch.Tensor]:
     """The outputs, one by one, and what the backward needs, from the pieces' packed results without the padding.
 
-    Copies, in torch's memory: a view could not be written in place, and JAX's memory knows no other stream.
+    They are copies in torch's memory: a view could not be written in place, and ``record_stream`` does not reach JAX's.
     """
     packed = (parts[0] if len(parts) == 1 else torch.cat(parts, 1)).narrow(1, 0, tokens)
     outputs: Any = torch.unbind_copy(packed[:fields].view(torch.float32))  # type: ignore[func-returns-value]
@@ -63,7 +63,7 @@ def _unpacked(parts: list[torch.Tensor], fields: int, tokens: int) -> list[torch
 
 
 def forward_structs(x: Operands, call: Call, keep_cache: bool) -> list[torch.Tensor]:
-    """What `forward` returns, its contents left open."""
+    """What `forward` returns, uninitialised."""
     tokens = x.labels.shape[0]
     outputs = [x.hidden.new_empty((tokens,), dtype=torch.float32) for _ in call.fields]
     spec = _spec(x.weight, call, masked=True)
@@ -87,8 +87,8 @@ def gradients(
 ) -> list[torch.Tensor]:
     """Those of dhidden, dweight and dbias that are wanted, in their operands' dtypes.
 
-    dhidden is summed over the group, if asked. The sum is in float32 and rounded once, where the logits' path sums what
-    each rank has rounded.
+    With ``reduce_grad_hidden``, dhidden is summed over the group in float32 and rounded once. (With stored logits, each
+    rank rounds before the sum.)
     """
     tokens = hidden.shape[0]
     if tokens == 0:
@@ -119,9 +119,9 @@ def those_wanted(
 
 
 def _spec(weight: torch.Tensor, call: Call, masked: bool) -> Spec:
-    """The key of the programs. Products of float32 are as exact as torch's own are set to be."""
+    """The key of the programs. float32 products are as exact as torch's settings ask."""
     shards, rank = tensor_parallel.size_and_rank(call.group)
-    # This says what was set in any of torch's ways; torch.get_float32_matmul_precision raises after the newer ones.
+    # This tells what was set by any of torch's functions; torch.get_float32_matmul_precision raises after newer ones.
     products: Any = torch.backends.cuda.matmul if weight.is_cuda else torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     exact = weight.dtype == torch.float32 and products.fp32_precision in ("none", "ieee")
     return Spec(
@@ -141,7 +141,7 @@ def _import(
     pieces: list[_rows.Piece],
     cache: Sequence[torch.Tensor] = (),
 ) -> list[Inputs]:
-    """What the program of each piece takes. It waits for ``per_token``, which none of them can do without."""
+    """The inputs of each piece's program. Only ``per_token`` waits for torch's stream: every program uses it."""
     shared = [None if x is None else to_jax(x, wait=False) for x in (weight, bias)]
     leaves = [to_jax(leaf, wait=False) for leaf in cache]
 

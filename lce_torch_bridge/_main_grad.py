@@ -1,4 +1,4 @@
-"""Megatron's gradient-accumulation fusion: dweight goes into ``weight.main_grad`` as soon as it is there."""
+"""Megatron's gradient-accumulation fusion: dweight is added to ``weight.main_grad`` as soon as it is computed."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch
 def accumulate_into_main_grad(weight: torch.Tensor) -> torch.Tensor:
     """``weight``, whose gradient will be added to ``weight.main_grad``, not returned.
 
-    Keeps the contract of Megatron's fused layers: ``grad_added_to_main_grad`` is set where it exists, and the gradient
-    that autograd is handed in its stead is zero with ``zero_out_wgrad`` and means nothing without.
+    Follows Megatron's fused layers: ``grad_added_to_main_grad`` is set if it exists, and autograd gets a placeholder
+    for the gradient, which is zero with ``zero_out_wgrad`` and arbitrary without.
     """
     if not (torch.is_grad_enabled() and weight.requires_grad):
         return weight
@@ -32,13 +32,13 @@ def accumulate_into_main_grad(weight: torch.Tensor) -> torch.Tensor:
 
 
 class _AccumulateIntoMainGrad(torch.autograd.Function):
-    """The identity, whose gradient is added elsewhere."""
+    """The identity, whose backward adds the gradient to ``main_grad``."""
 
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor, main_grad: torch.Tensor) -> torch.Tensor:
-        # Not through save_for_backward: both may change in place before the backward, as other micro-batches add up.
+        # Not through save_for_backward: other micro-batches may change both in place before this backward.
         ctx.weight, ctx.main_grad = weight, main_grad
-        return weight.detach()  # the same memory, whose changes autograd still counts
+        return weight.detach()  # the same memory; autograd still counts changes in place
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -47,5 +47,5 @@ class _AccumulateIntoMainGrad(torch.autograd.Function):
         if not hasattr(ctx.weight, "grad_added_to_main_grad"):
             return None, None
         ctx.weight.grad_added_to_main_grad = True
-        # What stands in for the gradient must have its shape; dweight itself costs no further memory.
+        # The placeholder must have the gradient's shape. dweight itself costs no further memory.
         return (dweight.zero_() if getattr(ctx.weight, "zero_out_wgrad", False) else dweight), None

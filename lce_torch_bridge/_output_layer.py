@@ -1,4 +1,4 @@
-"""What stands in for ``ColumnParallelLinear.forward``: `linear_logprobs`, told what the layer knows."""
+"""The replacement of ``ColumnParallelLinear.forward``: `linear_logprobs` with the options that the layer sets."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ OF_THE_LAYER = ("tp_group", "bias", "logit_scale", "reduce_grad_hidden")  # opti
 
 @dataclasses.dataclass
 class Head:
-    """A ``forward`` for an output layer, which returns a `LogprobOutput` of ``[s, b]`` in the place of logits.
+    """A ``forward`` for an output layer, which returns a `LogprobOutput` of ``[s, b]`` instead of logits.
 
     Raises:
-        NotImplementedError: when made, and when called, for what the op cannot serve.
-        ValueError, TypeError: likewise, for options that do not fit.
+        NotImplementedError: the op cannot serve the layer (when made) or the call (when called).
+        ValueError, TypeError: options do not fit, also at both times.
     """
 
     layer: Any
@@ -47,13 +47,13 @@ class Head:
     def __call__(
         self, input_: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[LogprobOutput, torch.Tensor | None]:
-        """As `ColumnParallelLinear.forward`: the output, and the bias where the caller is to add it."""
+        """Like `ColumnParallelLinear.forward`: the output, and the bias if the caller is to add it."""
         layer = self.layer
         if layer.gather_output if runtime_gather_output is None else runtime_gather_output:
             raise NotImplementedError(
-                "gathered logits were asked for (generation, runtime_gather_output=True or parallel_output=False), and "
-                "there are none here; log-probability and entropy are whole on every rank without: call the model "
-                "with runtime_gather_output=False, and for generation outside of this"
+                "gathered logits were asked for (generation, runtime_gather_output=True or parallel_output=False), but "
+                "none are computed here, and log-probability and entropy are whole on every rank anyway: call the "
+                "model with runtime_gather_output=False, and generate without this op"
             )
         weight = layer.weight if weight is None else weight
         told = {
@@ -67,7 +67,7 @@ class Head:
         return out, layer.bias if layer.skip_bias_add else None
 
     def _hidden(self, input_: torch.Tensor) -> torch.Tensor:
-        """``[s, b, h]``, whole. The backward of the gather sums dhidden over the ranks, so that nobody else may."""
+        """``[s, b, h]``, whole. The gather's backward sums dhidden over the ranks, so nothing else may sum it."""
         hidden = input_
         if self.layer.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(input_, group=self.layer.tp_group)
@@ -102,7 +102,7 @@ def refusal(layer: Any) -> str | None:
     if getattr(type(layer), "forward", None) is not ColumnParallelLinear.forward:
         return (
             f"the output layer's class is {type(layer).__name__}, whose forward is not ColumnParallelLinear's and may "
-            "compute something else than hidden @ weight.T: turn off what put it there (fp8_output_proj, an adapter "
+            "compute something other than hidden @ weight.T: turn off what put it there (fp8_output_proj, an adapter "
             "such as LoRA on output_layer, a value head)"
         )
     if layer.config.defer_embedding_wgrad_compute:
@@ -116,7 +116,7 @@ def refusal(layer: Any) -> str | None:
 
 
 def sequence_first(labels: torch.Tensor, options: Mapping[str, Any]) -> dict[str, Any]:
-    """What is per token, checked as the caller gave it, and brought from ``[b, s]`` to ``[s, b]``."""
+    """The per-token options, checked as the caller gave them, then brought from ``[b, s]`` to ``[s, b]``."""
     _checks.tensor("labels", labels)
     if labels.ndim != 2:
         raise ValueError(f"labels {tuple(labels.shape)} must be [b, s]")
@@ -135,7 +135,7 @@ def sequence_first(labels: torch.Tensor, options: Mapping[str, Any]) -> dict[str
 
 
 def multiplier(scale_logits: Callable[[torch.Tensor], torch.Tensor]) -> float:
-    """The number by which the model multiplies logits, from what becomes of two of them."""
+    """The number by which the model multiplies logits, found by scaling two numbers."""
     one, many = scale_logits(torch.tensor([1.0, 1024.0], dtype=torch.float64, device="cpu")).tolist()
     if many != 1024 * one:
         raise NotImplementedError(

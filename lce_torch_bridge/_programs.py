@@ -5,11 +5,11 @@
     forward      both in one, for a vocabulary that is not split
     gradients    operands and cache                         ->  those of dhidden, dweight and dbias that are wanted
 
-P is the rows of a program. How many of them count is an operand, so that programs serve many counts of tokens. An array
-that crosses between the libraries costs the host as much as many kernels do: all that is per token crosses as one of
-int32, floats by their bits, as `_rows.with_count` packs it. ``tokens`` has two columns for the halves of each int64
-label and one for the temperature, if there is one. S is the label, the temperature if there is one, and the merged
-statistics; `gradients` takes columns of S and the cotangents.
+P is the number of rows of a program. How many of them count is an operand, so that one program serves many counts of
+tokens. Each array that crosses between the libraries costs the host as much time as many kernels. So everything per
+token crosses as one int32 array, floats by their bits, as `_rows.with_count` packs it. ``tokens`` has two columns for
+the halves of each int64 label and one for the temperature, if there is one. S is the label, the temperature if there is
+one, and the merged statistics; `gradients` takes columns of S and the cotangents.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Spec(NamedTuple):
 
 @functools.cache
 def statistics(spec: Spec, keep_cache: bool) -> Callable[..., Any]:
-    """``(hidden, weight, bias, tokens) -> packed, cache leaves``. The size of this part follows the statistics."""
+    """``(hidden, weight, bias, tokens) -> packed, cache leaves``. The last row of ``packed`` is this shard's V."""
 
     def run(hidden: Any, weight: Any, bias: Any, tokens: Any) -> Any:
         packed, cache = _statistics(spec, keep_cache, hidden, weight, bias, tokens)
@@ -78,7 +78,7 @@ def results(spec: Spec, fields: tuple[str, ...], megatron: bool) -> Callable[...
 
 @functools.cache
 def forward(spec: Spec, keep_cache: bool, fields: tuple[str, ...], megatron: bool) -> Callable[..., Any]:
-    """``(hidden, weight, bias, tokens) -> packed, cache leaves``, as `statistics` and `results` in one."""
+    """``(hidden, weight, bias, tokens) -> packed, cache leaves``, as `statistics` and `results` in one program."""
 
     def run(hidden: Any, weight: Any, bias: Any, tokens: Any) -> Any:
         packed, cache = _statistics(spec, keep_cache, hidden, weight, bias, tokens)
@@ -93,8 +93,8 @@ def gradients(
 ) -> Callable[..., Any]:
     """``(hidden, weight, bias, S and the cotangents, *cache leaves) -> [dhidden, dweight, dbias]``, if wanted.
 
-    A gradient that is not wanted is no output, and the compiler drops its product. Without a cotangent of the entropy
-    its part is left out. ``rounded``: dhidden in hidden's dtype, where no sum over the group follows.
+    A gradient that is not wanted is no output, and the compiler drops its product. Without a cotangent of the entropy,
+    the entropy's part is left out. ``rounded``: dhidden is in hidden's dtype, because no sum over the group follows.
     """
 
     def run(hidden: Any, weight: Any, bias: Any, per_token: Any, *leaves: Any) -> list[Any]:
@@ -124,7 +124,7 @@ def gradients(
 
 @functools.cache
 def cache_structure(spec: Spec, device: jax.Device, *inputs: jax.ShapeDtypeStruct | None) -> Any:
-    """The cache of `statistics` for ``inputs`` like these: shapes, and how leaves fit."""
+    """The cache of `statistics` for ``inputs`` like these: the shapes of its leaves, and its tree."""
 
     def cache(hidden: Any, weight: Any, bias: Any, tokens: Any) -> Any:
         num_rows, labels, temperature = _unpacked(spec, tokens, hidden.shape[0])
@@ -168,7 +168,7 @@ def _counted(spec: Spec, packed: Any, rows: int) -> tuple[Any, Any]:
 def _unpacked(spec: Spec, tokens: Any, rows: int) -> tuple[Any, Any, Any]:
     """How many rows count, labels ``[P]``, at most one off the vocabulary, and the temperature ``[P]`` or None."""
     num_rows, (low, high, *bits) = _counted(spec, tokens, rows)
-    far = jnp.where(high < 0, -1, spec.call.vocab_size)  # JAX would take int64 modulo 2³², and 2³² + 3 for 3
+    far = jnp.where(high < 0, -1, spec.call.vocab_size)  # JAX would take int64 modulo 2³²: 2³² + 3 would become 3
     labels = jnp.where(high == low >> 31, jnp.clip(low, -1, spec.call.vocab_size), far)
     return num_rows, labels, lax.bitcast_convert_type(bits[0], jnp.float32) if bits else None
 

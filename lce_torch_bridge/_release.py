@@ -10,22 +10,22 @@ import jax.extend
 
 from lce_torch_bridge import _programs, dlpack, runtime
 
-SHOWN = 3  # of the arrays in a message
+SHOWN = 3  # arrays that a message names
 
 
 def release() -> None:
     """Gives JAX's pool of GPU memory back to others on the same GPU, between training and generation for example.
 
-    It ends JAX's clients, pool and programs with them. The next call starts JAX anew, and compiles anew what it runs
-    (``jax.config.update("jax_compilation_cache_dir", ...)`` keeps programs on disk). `init` may choose anew before it.
-    What the CUDA driver itself holds for the process, about 530 MiB, stays. Where JAX has not started, nothing happens.
+    JAX's clients end, and with them its pool and its compiled programs. The next call starts JAX again and compiles
+    what it runs (``jax.config.update("jax_compilation_cache_dir", ...)`` keeps programs on disk). Before it, `init` may
+    choose again. The CUDA driver keeps about 530 MiB for the process. If JAX has not started, nothing happens.
 
-    Nothing may be left in JAX's memory: neither gradients, which lie in it until they are summed or copied, nor JAX
-    arrays of your own. JAX's devices and meshes that you hold are of no use afterwards.
+    Nothing may be left in JAX's memory: no gradients, which lie in it until they are summed or copied, and no JAX
+    arrays of your own. Devices and meshes of JAX that you hold cannot be used afterwards.
 
     Raises:
-        RuntimeError: something is left, and nothing has been released; or a client lives on, and with it its pool; or
-            in a child of ``os.fork`` whose parent had started JAX.
+        RuntimeError: something is left, and nothing is released; something holds a client of JAX, and its pool stays;
+            or the process is a child of ``os.fork`` whose parent had started JAX.
 
     Example:
         >>> import lce_torch_bridge

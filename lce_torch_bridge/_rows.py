@@ -1,12 +1,11 @@
-"""How many rows programs have, so that many counts of tokens share few of them.
+"""How many rows a program has, so that many counts of tokens share few programs.
 
 The forward walks the tokens in pieces of `FORWARD_ROWS`, the last one padded: one program for all counts, and a token's
-results have the same bits whichever tokens stand around it. The backward takes all tokens at once, because dweight is a
-sum over them and is rounded once: its sizes are powers of two, and from 32,768 on their halfway points too. With the
-programs for `WHOLE` sizes that makes a dozen up to 131,072 tokens.
+results have the same bits whichever tokens are beside it. The backward takes all tokens at once, because dweight is a
+sum over them and is rounded once. Its sizes are powers of two, and from 32,768 on the numbers half-way between them
+too. With the programs for `WHOLE` sizes that makes a dozen programs up to 131,072 tokens.
 
-Padding is left out of the work, block by block. What it costs is memory: that of at most twice the rows, 1.5 times
-from 32,768 on.
+The programs skip padding, block by block. It costs memory: at most twice that of the rows, 1.5 times from 32,768 on.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ def size(tokens: int) -> int:
 
 
 def pad(x: torch.Tensor, rows: int) -> torch.Tensor:
-    """``x`` with ``rows`` rows, those after its own left as they are in memory; ``x`` itself where it has that many."""
+    """``x`` with uninitialised rows added up to ``rows``; ``x`` itself if it has that many."""
     if len(x) == rows:
         return x
     padded = x.new_empty((rows, *x.shape[1:]))
@@ -65,7 +64,7 @@ def pad(x: torch.Tensor, rows: int) -> torch.Tensor:
 def with_count(x: torch.Tensor, rows: int) -> torch.Tensor:
     """n, then ``x [n, K]`` padded to ``rows`` rows, flat: ``[1 + rows K]``.
 
-    One tensor, because each one that crosses costs the host time; in torch's memory, which is in the stream's order.
+    One tensor, because each one that crosses costs the host time. It lies in torch's memory, used in stream order.
 
     Example:
         >>> import torch

@@ -1,4 +1,4 @@
-"""What is per token: which tokens are computed, their temperature, and results back in the shape of labels."""
+"""Per token: which tokens are computed, their temperature, and results in the shape of labels."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from lce_torch_bridge import _checks
 def per_token(temperature: float | torch.Tensor, labels: torch.Tensor) -> torch.Tensor | None:
     """One temperature per token, because a number would be compiled in; None for 1.
 
-    Under ``torch.compile`` a number that varies is symbolic. ``torch.full`` and a question whether it is 1 would each
-    have the compiler take it for a constant.
+    Under ``torch.compile`` a varying number is symbolic. ``torch.full`` of it, or a comparison with 1, would make it
+    a constant of the graph.
     """
     if isinstance(temperature, torch.Tensor):
         return temperature.to(torch.float32).expand(labels.shape).reshape(-1)
@@ -38,14 +38,14 @@ def without(ignore_index: int | None, keep: torch.Tensor | None, labels: torch.T
 
 
 def count(keep: torch.Tensor | None, labels: torch.Tensor) -> int | torch.Tensor:
-    """How many tokens are kept, at least 1; of a mask, where it lies."""
+    """How many tokens are kept, at least 1; for a mask, a tensor on its device."""
     if keep is None or keep.dtype != torch.bool:
         return max((labels if keep is None else keep).numel(), 1)
     return keep.sum().clamp(min=1)
 
 
 def rows_of(keep: torch.Tensor) -> torch.Tensor:
-    """The index of the kept rows; a mask, whose other rows are computed for nothing, where they cannot be counted."""
+    """The index of the kept rows. A mask that cannot be counted stays one, and its other rows are computed in vain."""
     if keep.dtype != torch.bool:
         return keep
     keep = keep.reshape(-1)

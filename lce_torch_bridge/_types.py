@@ -23,10 +23,10 @@ class LogprobOutput(NamedTuple):
     """Per-token results: float32 tensors of ``labels.shape``, or None. Tokens that are not kept are 0.
 
     ``logprobs``, ``entropy``, ``lse`` and ``mean_logit`` are differentiable; the extremes are not. Where only
-    tensors may pass, as out of a stage of ``torch.distributed.pipelining``, return ``out[:3]``, or the fields you use.
+    tensors may be returned, as from a stage of ``torch.distributed.pipelining``, return ``out[:3]``, or your fields.
 
     Attributes:
-        logprobs: ln p(label), nats. What a label outside the vocabulary has is ``out_of_vocab``'s to say.
+        logprobs: ln p(label), nats. ``out_of_vocab`` says what a label outside the vocabulary has.
         entropy: entropy of the token's distribution, nats. None with ``entropy="none"``.
         lse: ln Σ exp(logits), nats.
         max_logit: largest logit over the true vocabulary. None without ``stats=True``.
@@ -60,7 +60,7 @@ class Operands(NamedTuple):
 class Call(NamedTuple):
     """All else about a call, of types that an operator's schema knows: the trailing arguments of both operators.
 
-    What is not the bridge's own becomes an option of `lce_jax.local` under the same name.
+    A field that is not in `OF_THE_BRIDGE` becomes an option of `lce_jax.local` under the same name.
     """
 
     group: str  # `tensor_parallel.name_of`
@@ -70,7 +70,7 @@ class Call(NamedTuple):
     entropy: str  # an `Entropy`
     stats: bool
     mean_logit: bool
-    megatron: bool  # its value for labels out of vocabulary
+    megatron: bool  # Megatron's value for labels out of vocabulary
     reduce_grad_hidden: bool
     cache_bytes: int
     implementation: str  # names joined by commas; empty for lce_jax's choice
@@ -103,6 +103,17 @@ class Call(NamedTuple):
         return given | {"entropy": self.entropy != "none", "implementation": names}
 
 
-OF_THE_BRIDGE = ("group", "mean_logit", "megatron", "reduce_grad_hidden")  # fields of `Call` that are no such options
-KINDS = {str: "str", int: "int", float: "float", float | None: "float?", bool: "bool"}  # as an operator's schema has it
+OF_THE_BRIDGE = (
+    "group",
+    "mean_logit",
+    "megatron",
+    "reduce_grad_hidden",
+)  # fields of `Call` that are no options of `lce_jax.local`
+KINDS = {
+    str: "str",
+    int: "int",
+    float: "float",
+    float | None: "float?",
+    bool: "bool",
+}  # as an operator's schema spells them
 CALL_SCHEMA = ", ".join(f"{KINDS[kind]} {name}" for name, kind in get_type_hints(Call).items())

@@ -45,51 +45,53 @@ def linear_logprobs(
     Differentiable, once, in ``hidden``, ``weight`` and ``bias`` through all three.
 
     Args:
-        hidden: ``[..., H]``; any leading shape, also an empty one. bfloat16, float16 or float32; on a GPU or the CPU.
-        weight: ``[V, H]``, this rank's rows of the head; copied for each call where it is not contiguous. Its dtype is
-            that of the matrix products; under ``torch.autocast`` it is cast to autocast's dtype first, and the copy
-            shared with all calls of the context, as ``torch.nn.functional.linear`` does.
-        labels: ``[...]`` integers of any type, global vocabulary ids.
+        hidden: ``[..., H]`` hidden states; any leading shape, also an empty one. bfloat16, float16 or float32, on a GPU
+            or the CPU.
+        weight: ``[V, H]``, this rank's rows of the head; copied for each call if it is not contiguous. Its dtype is
+            that of the matrix products. Under ``torch.autocast`` it is cast to autocast's dtype first, and all calls
+            of the context share the copy, as with ``torch.nn.functional.linear``.
+        labels: ``[...]`` integers of any type: vocabulary ids, global also when the vocabulary is split.
         bias: ``[V]``, this rank's part; bfloat16, float16 or float32. Added to the raw products in float32, also under
             autocast, which leaves it as it is. Its gradient goes to autograd, whatever ``wgrad`` says. The kernels for
             Hopper GPUs do not serve it: ``implementation=None`` then takes "xla" there. None: no bias.
-        tp_group: the process group over which the vocabulary is split into parts of the same size, rank r holding the
-            r-th. All ranks pass the same ``hidden`` and ``labels`` and get the same results, to the last bit. None:
-            ``weight`` is whole.
-        temperature: divides the float32 logits: a positive number, or a float tensor of such that broadcasts to
-            ``labels`` (one per token, or per sequence as ``[b, 1]``); its values are looked at on the CPU only, and a 0
-            among them makes all of dweight NaN. No gradient.
+        tp_group: the process group over which the vocabulary is split into parts of the same size; rank r holds the
+            r-th. All ranks pass the same ``hidden`` and ``labels`` and get bitwise-equal results. None: ``weight`` is
+            whole.
+        temperature: divides the float32 logits: a positive number, or a float tensor that broadcasts to ``labels`` (one
+            value per token, or per sequence as ``[b, 1]``). No gradient. A tensor's values are looked at only on the
+            CPU and outside ``torch.compile``: there, one that is not positive is refused. Elsewhere, and for an
+            infinite one, its token's results are NaN without a gradient, and the other tokens are not affected.
         logit_scale: multiplies the float32 logits first (MuP, Cohere).
-        logit_softcap: ``c`` in ``cap(x) = c·tanh(x / c)``. None: no cap.
-        vocab_size: the true vocabulary of all ranks together. Columns from there on are padding, in no sum and with
-            zero gradient. None: every column counts, as in Megatron's own cross entropy.
+        logit_softcap: ``c`` in ``cap(x) = c·tanh(x / c)``, before the temperature (Gemma 2: 30). None: no cap.
+        vocab_size: the true size of the vocabulary of all ranks together. Columns from it on are padding: in no sum,
+            with zero gradient, whatever they hold. None: every column counts, as in Megatron's own cross entropy.
         entropy: "grad"; "metric" computes it without a gradient, which makes the backward cheaper; "none" leaves it
             out.
         stats: True fills ``.max_logit`` and ``.min_logit``, extremes of ``z``. They have no gradient.
-        mean_logit: True fills ``.mean_logit``, the mean of ``z`` over the true vocabulary, with a gradient: label
-            smoothing is made of it (`linear_cross_entropy_loss`). The kernels for Hopper GPUs do not serve it together
-            with a cap.
+        mean_logit: True fills ``.mean_logit``, the mean of ``z`` over the true vocabulary, with a gradient. Label
+            smoothing needs it (`linear_cross_entropy_loss`). The kernels for Hopper GPUs do not serve it together with
+            a cap.
         keep: which tokens to compute: bool of ``labels``' shape, or the rows of the flattened tokens, each at most once
             (int64 or int32). The others are 0 and have no gradient. Time and memory are those of the kept tokens,
-            whose results are the same bits as without ``keep``. A bool tensor on a GPU waits for the GPU to count; an
-            index does not, nor is it looked at there: a row that it holds twice counts twice in the gradients. A bool
-            tensor that holds nothing (meta, fake) cannot be counted, and costs as much as all tokens. None: all.
-        ignore_index: tokens with this label (-100) are left out, as those that ``keep`` leaves out. It makes ``keep`` a
-            bool tensor. None: no label leaves its token out, and one outside the vocabulary has entropy and lse.
-        out_of_vocab: what logprob a label outside the vocabulary (negative, -100, ≥ vocab_size) has: "zero", or
-            "megatron" for ``max_logit - lse``, as its cross entropy. The gradient is that of ``-lse`` either way, as
-            Megatron's.
-        reduce_grad_hidden: True sums dhidden over ``tp_group``, in float32, rounded once. For tensor parallelism
-            without sequence parallelism, where nobody else does; otherwise each rank's dhidden is its own part.
-        wgrad: "return" gives the weight its gradient. "main_grad" adds it to ``weight.main_grad``, as Megatron's
-            gradient-accumulation fusion does, once it is rounded to the weight's dtype, and sets
+            whose results have the same bits as without ``keep``. The host waits for the GPU to count a bool tensor. It
+            does not wait for an index, nor check one there: a row that it holds twice counts twice in the gradients. A
+            bool tensor without values (meta, fake) cannot be counted, and costs as much as all tokens. None: all.
+        ignore_index: tokens with this label (-100 is PyTorch's) are left out, as by a bool ``keep``, which the host
+            waits to count. None: no label leaves its token out, not even one outside the vocabulary.
+        out_of_vocab: the logprob of a label outside the vocabulary (negative, -100, ≥ vocab_size): 0 with "zero",
+            ``max_logit - lse`` with "megatron", as in its cross entropy. The gradient is that of ``-lse`` either way,
+            as Megatron's.
+        reduce_grad_hidden: True sums dhidden over ``tp_group`` in float32, rounded once: for tensor parallelism without
+            sequence parallelism, where no later step sums it. False: each rank's dhidden is its own part of the sum.
+        wgrad: "return" gives the weight its gradient. "main_grad" rounds it to the weight's dtype, adds it to
+            ``weight.main_grad``, as Megatron's gradient-accumulation fusion does, and sets
             ``grad_added_to_main_grad``. Not under ``torch.compile``.
-        cache_bytes: bytes that the forward may keep to spare the backward its recomputation. 0 keeps nothing. An
-            implementation that always recomputes ignores it. A forward that keeps takes all tokens at once, and its
-            results may differ in the last bits from one that does not. Under ``torch.compile`` each count of tokens is
-            a graph of its own with it, and ``keep`` must be an index.
-        implementation: as in `lce_jax.linear_logprobs`: "xla", "mosaic_gpu", "reference" or a tuple of names tried in
-            order. None: the best that can serve the call.
+        cache_bytes: bytes that the forward may keep, so that the backward recomputes less. 0 keeps nothing. An
+            implementation that always recomputes ignores it. A forward that keeps something takes all tokens at once,
+            and its results may differ in the last bits from one that does not. Under ``torch.compile`` each count of
+            tokens then has a graph of its own, and ``keep`` must be an index.
+        implementation: "mosaic_gpu" (kernels for Hopper GPUs), "xla" (every device), "reference" (stores the logits),
+            or a tuple of names tried in order. None: the best one that can serve the call.
 
     Returns:
         A `LogprobOutput`, each field float32 of ``labels.shape`` or None.
@@ -97,10 +99,10 @@ def linear_logprobs(
     Raises:
         lce_jax.UnsupportedError: an implementation asked for by name cannot serve the call; the message says why.
         ValueError, TypeError: shapes, dtypes, devices or options that do not fit, with the offending values. Parts of
-            the vocabulary of different sizes are found in a ``tp_group``'s first call; later, results are NaN.
-        NotImplementedError: on a second derivative, in forward mode, and under ``torch.func.vmap``; ``torch.func.grad``
-            and ``vjp`` work.
-        RuntimeError: under CUDA graph capture; in a forked child of a process that has used it; when ``weight`` or
+            the vocabulary of different sizes raise in a ``tp_group``'s first call; in a later one, results are NaN.
+        NotImplementedError: on a second derivative, in forward mode, and under ``torch.func.vmap``
+            (``torch.func.grad`` and ``vjp`` work).
+        RuntimeError: under CUDA graph capture; in a forked child of a process that has used JAX; if ``weight`` or
             ``hidden`` was changed in place between forward and backward.
 
     Memory:
@@ -108,16 +110,16 @@ def linear_logprobs(
         four to six numbers of four bytes per token, and the cache; of a DTensor, what was gathered. Backward, beyond
         the gradients, dhidden in float32 and a tile of logits; for counts of tokens other than 4096, 8192 and 16384
         also copies of hidden and dhidden, padded to the next power of two (from 32,768 on, or to halfway there). JAX
-        keeps its own pool of GPU memory: `init`. The gradients are in it: this function waits for the streams that may
-        read one which torch has dropped, JAX code of your own in the same process does not.
+        keeps its own pool of GPU memory (`init`), in which the gradients lie. Before JAX reuses a gradient that torch
+        has dropped, this function waits for the streams that may still read it; JAX code of your own does not.
 
     DTensors:
         ``weight`` is gathered in its own dtype over all dimensions of its mesh but that of ``tp_group``, over which it
         must be ``Shard(0)``; ``bias`` likewise. Their gradients are the mean over the ranks that gathered them: what
-        FSDP2 and HSDP give their parameters, and where all have the same tokens, the gradient itself. Each rank of the
-        mesh must make the call, and the backward. ``hidden`` and what is per token must be replicated; the gradient of
-        ``hidden`` is then whole on every rank, whatever ``reduce_grad_hidden`` says. Results are plain tensors.
-        ``torch.compile`` breaks the graph.
+        FSDP2 and HSDP give their parameters, and the gradient itself if all ranks have the same tokens. Each rank of
+        the mesh must make the call, and the backward. ``hidden`` and the per-token arguments must be replicated; the
+        gradient of ``hidden`` is then whole on every rank, whatever ``reduce_grad_hidden`` says. Results are plain
+        tensors. A DTensor breaks the graph of ``torch.compile``.
 
     Numerics:
         Every sum and softmax is float32, each gradient is rounded once. float32 products are as exact as
@@ -125,8 +127,8 @@ def linear_logprobs(
 
     Compilation:
         For each set of options XLA compiles one program for the forward (two with ``tp_group``) and, for each set of
-        outputs and gradients that a loss uses, at most a dozen for the backward of up to 131,072 tokens, as they are
-        met. With ``cache_bytes`` the forward has a dozen, too. A new temperature compiles nothing.
+        outputs and gradients that a loss uses, at most a dozen for the backward of up to 131,072 tokens, each when it
+        is first needed. With ``cache_bytes`` the forward has up to a dozen, too. A new temperature compiles nothing.
 
     Example:
         >>> import torch
@@ -183,7 +185,7 @@ def _rows_of_head(
     if _dtensor.is_dtensor(bias):
         bias = _dtensor.rows("bias", bias, tp_group)
     _checks.bias(bias, weight)
-    if not torch.compiler.is_compiling() and _checks.has_values(weight):  # the operator asks again, also compiled
+    if not torch.compiler.is_compiling() and _checks.has_values(weight):  # the operator checks again
         tensor_parallel.check_equal_parts(weight, tensor_parallel.name_of(tp_group))
     return weight, bias
 

@@ -3,8 +3,8 @@
     forward    hidden [T, H], weight [V, H], bias [V], labels [T]        ->  outputs [T], saved [S, T], cache
     gradients  hidden, weight, bias, saved [S, T], cache, cotangents [T]  ->  dhidden, dweight, dbias, as wanted
 
-The operators are opaque to ``torch.compile``, which traces the Function and would else trace into DLPack. All that the
-backward needs travels as tensors: autograd owns it, frees it, and notices when an operand has changed in between.
+The operators are opaque to ``torch.compile``, which traces the Function and would otherwise trace into DLPack.
+Everything that the backward needs is a tensor: autograd owns it, frees it, and notices if an operand has changed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class LinearLogprobs(torch.autograd.Function):
         cotangents = [given.get(name) for name in DIFFERENTIABLE]
         wanted, results = ctx.needs_input_grad[:3], [None] * 3
         if any(cotangent is not None for cotangent in cotangents):
-            # A second derivative may be asked for where gradients are recorded, as torch.func always has it.
+            # If gradients are recorded, as always in torch.func, a second derivative may be asked for.
             run = Gradients.apply if torch.is_grad_enabled() else gradients
             found = list(run(hidden, weight, bias, saved, cache, *cotangents, *wanted, *ctx.call))
             results = [found.pop(0) if want else None for want in wanted]
@@ -69,7 +69,7 @@ class Uncompiled(LinearLogprobs):
 
 
 class Gradients(torch.autograd.Function):
-    """The operator `gradients`, whose own derivative is refused: torch.func knows no ``register_autograd``."""
+    """The operator `gradients`, whose own derivative is refused: torch.func ignores ``register_autograd``."""
 
     @staticmethod
     def forward(*inputs: Any) -> tuple[torch.Tensor, ...]:
@@ -102,12 +102,12 @@ def _refuse_vmap(*_: Any) -> NoReturn:
 def _operator(name: str, schema: str) -> Callable[[Callable[..., Any]], Any]:
     """Makes a function of tensors an operator on every device.
 
-    As ``torch.library.custom_op``, without its checks of what the function returns, which cost the host 20 µs a call.
+    Like ``torch.library.custom_op`` without its checks of what the function returns, which cost the host 20 µs a call.
     """
 
     def register(function: Callable[..., Any]) -> Any:
         torch.library.define(f"{NAME}::{name}", schema, tags=(torch.Tag.pt2_compliant_tag,))
-        undisturbed = torch.compiler.disable(function)  # what compiles the caller's frames need not see this one's
+        undisturbed = torch.compiler.disable(function)  # the compiler of the caller's frames skips this one
         torch.library.impl(f"{NAME}::{name}", "default", undisturbed)
         return getattr(getattr(torch.ops, NAME), name).default
 
@@ -180,5 +180,5 @@ def _refuse(ctx: Any, *_: Any) -> None:
 
 
 torch.library.register_autograd(f"{NAME}::gradients", _refuse)
-_library = torch.library.Library(NAME, "FRAGMENT")  # what is registered in it lasts as long as it does
-_library.impl("gradients", _refuse_vmap, "Batched")  # of is_grads_batched=True, an older vmap
+_library = torch.library.Library(NAME, "FRAGMENT")  # registrations last as long as this object
+_library.impl("gradients", _refuse_vmap, "Batched")  # the older vmap, of is_grads_batched=True

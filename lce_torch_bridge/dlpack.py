@@ -1,15 +1,15 @@
 """Tensors to JAX arrays and back through DLPack: the same memory, in stream order, without waiting for a GPU.
 
-Three rules, each of them paid for:
+Three rules, each with its reason:
 
 * Import afresh for every call and keep no JAX array that aliases torch's memory: torch may free, move or refill it.
 * Export at least one output of every program that read torch's memory. The export makes torch's stream wait for the
   program; without it a write in place right after the call overwrites what the program still reads.
 * Do not donate an imported buffer: it is torch's.
 
-JAX's memory that torch drops goes back to JAX at once, though a GPU may have yet to read it. So whatever JAX computes
-for torch waits for all streams that JAX's memory was exported on. A gradient that yet another stream reads must be
-copied there first, because ``record_stream`` does not reach JAX's allocator.
+Memory of JAX that torch drops goes back to JAX at once, even if a GPU has yet to read it. So every program that JAX
+runs for torch waits for all streams on which JAX's memory was exported. A gradient that still another stream reads must
+be copied there first, because ``record_stream`` does not reach JAX's allocator.
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ from typing import Protocol
 import jax
 import torch
 
-CPU_ALIGNMENT = 64  # bytes; XLA copies a less aligned CPU buffer without a word
+CPU_ALIGNMENT = 64  # bytes; XLA copies a less aligned CPU buffer silently
 GPU_ALIGNMENT = 16  # bytes; a less aligned GPU buffer imports and then fails when the program runs
 LEGACY_STREAM = 1  # how DLPack calls CUDA's default stream
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.int32, torch.bool)
 
 
 def to_jax(x: torch.Tensor, *, wait: bool = True) -> jax.Array:
-    """``x`` as a JAX array over the same memory, or over a copy where XLA could not use it as it lies.
+    """``x`` as a JAX array over the same memory, or over a copy if XLA cannot use its layout.
 
-    What takes the array waits for all that torch's stream has been given so far. ``wait=False`` leaves that to another
-    array of the same program, one that it is certain to use (``jax.jit`` drops the others): the host pays for each.
+    The program that takes the array waits for everything queued on torch's stream so far. Each wait costs the host
+    time: ``wait=False`` leaves it to another array of the same program, one that is certain to be used (``jax.jit``
+    drops the others).
 
     Raises:
         TypeError: for dtypes that JAX would convert: int64 wraps modulo 2³², float64 loses half its digits.
@@ -56,9 +57,9 @@ class _Import(Protocol):
 
 @functools.cache
 def _direct_import(device: torch.device) -> _Import | None:
-    """What ``jax.dlpack.from_dlpack`` comes down to on a device; None where this version of JAX has it otherwise.
+    """The function under ``jax.dlpack.from_dlpack``, for a device; None if this version of JAX has another.
 
-    Its layers of Python cost the host more than a program, and it waits for torch's stream with every tensor.
+    ``from_dlpack`` itself costs the host more time than a program, and waits for torch's stream with every tensor.
     """
     probe = torch.zeros(1, dtype=torch.float32, device=device)
     place, kind = jax.dlpack.from_dlpack(probe).device, int(probe.__dlpack_device__()[0])
@@ -80,7 +81,7 @@ def _direct_import(device: torch.device) -> _Import | None:
 
 
 class _Events(threading.local):
-    """One event for each device: a thread that recorded another's anew would let it wait for the wrong stream."""
+    """One event per device and thread: two threads that share one would wait for each other's streams."""
 
     def __init__(self) -> None:
         self.of: defaultdict[torch.device, torch.cuda.Event] = defaultdict(torch.cuda.Event)
@@ -92,9 +93,9 @@ _readers: defaultdict[torch.device, dict[int, torch.cuda.Stream]] = defaultdict(
 
 
 def _let_wait(stream: int, device: torch.device) -> None:
-    """``stream`` waits for what torch's current stream and all readers have been given so far.
+    """``stream`` waits for everything queued so far on torch's current stream and on all readers.
 
-    What ``torch.Tensor.__dlpack__`` does for one stream, without a new event each time, which costs the host 50 µs.
+    ``torch.Tensor.__dlpack__`` does so for one stream, with a new event each time, which costs the host 50 µs.
     """
     event, current = _events.of[device], torch.cuda.current_stream(device)
     for reader in ({current.cuda_stream: current} | _readers[device]).values():
@@ -121,7 +122,7 @@ def to_torch_all(arrays: Sequence[jax.Array]) -> list[torch.Tensor]:
     """`to_torch` of arrays of one device."""
     stream = None
     if arrays and arrays[0].platform() == "gpu":
-        device = arrays[0].__dlpack_device__()[1]  # type: ignore[attr-defined]  # not the current one: JAX may change it
+        device = arrays[0].__dlpack_device__()[1]  # type: ignore[attr-defined]  # not torch's current one, which JAX may have changed
         current = torch.cuda.current_stream(device)
         _readers[current.device][current.cuda_stream] = current
         stream = current.cuda_stream or LEGACY_STREAM
@@ -129,7 +130,7 @@ def to_torch_all(arrays: Sequence[jax.Array]) -> list[torch.Tensor]:
 
 
 def forget() -> None:
-    """JAX's clients end: waits for what torch has yet to read of their memory, and drops what is known of them."""
+    """Before JAX's clients end: waits until torch has read their memory, and drops what is kept about them."""
     for device in _readers:
         torch.cuda.synchronize(device)
     _readers.clear()

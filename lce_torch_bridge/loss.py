@@ -1,4 +1,4 @@
-"""What is made of `linear_logprobs`: the loss, the entropy alone, and verl's signature."""
+"""Functions made of `linear_logprobs`: the loss, the entropy alone, and verl's signature."""
 
 from __future__ import annotations
 
@@ -31,32 +31,42 @@ def linear_cross_entropy_loss(
 
     ``torch.nn.functional.cross_entropy`` of the logits, with a penalty that keeps ``lse`` near 0. Per token, with ε the
     smoothing, ``(1 - ε)·(-logprob) + ε·(lse - mean_v z) + z_loss·lse²``. `lce_jax.linear_cross_entropy` is the same.
+    A label outside the vocabulary that is not ``ignore_index`` has logprob 0 and counts as a token; torch raises there.
 
     Args:
-        hidden: ``[..., H]``, as in `linear_logprobs`.
-        weight: ``[V, H]``, this rank's rows.
-        labels: ``[...]`` integers, global vocabulary ids. A label outside the vocabulary that is not ``ignore_index``
-            has logprob 0 and counts as a token, where torch raises.
-        reduction: "mean" over the tokens that count (0 if there are none, where torch has NaN), "sum", or "none" for
+        hidden: ``[..., H]`` hidden states; any leading shape, also an empty one. bfloat16, float16 or float32, on a GPU
+            or the CPU.
+        weight: ``[V, H]``, this rank's rows of the head; copied for each call if it is not contiguous. Its dtype is
+            that of the matrix products. Under ``torch.autocast`` it is cast to autocast's dtype first, and all calls
+            of the context share the copy, as with ``torch.nn.functional.linear``.
+        labels: ``[...]`` integers of any type: vocabulary ids, global also when the vocabulary is split.
+        reduction: "mean" over the tokens that count (0 if there are none; torch has NaN), "sum", or "none" for
             ``[...]``, 0 on the others.
-        ignore_index: tokens with this label do not count. On a GPU the host waits to count them. None: all count, and
-            nobody waits.
-        label_smoothing: ε in [0, 1): the target is ``(1 - ε)·onehot + ε/V`` over the true vocabulary, as torch has it.
+        ignore_index: tokens with this label (-100 is PyTorch's) are left out, as by a bool ``keep``, which the host
+            waits to count. None: no label leaves its token out, not even one outside the vocabulary.
+        label_smoothing: ε in [0, 1): the target is ``(1 - ε)·onehot + ε/V`` over the true vocabulary, as in torch.
             Megatron's ``vocab_parallel_cross_entropy`` spreads ε over the other tokens alone: its ε is
             ``ε·V / (V - 1)`` here, on one rank. On several, it takes V and the mean from each rank's own part.
         z_loss: weight of ``lse²``, at least 0 (PaLM: 1e-4).
-        keep: which tokens count, as in `linear_logprobs`. None: all.
-        **options: as in `linear_logprobs`, without ``entropy``, ``stats``, ``mean_logit`` and ``out_of_vocab``.
+        keep: which tokens to compute: bool of ``labels``' shape, or the rows of the flattened tokens, each at most once
+            (int64 or int32). The others are 0 and have no gradient. Time and memory are those of the kept tokens,
+            whose results have the same bits as without ``keep``. The host waits for the GPU to count a bool tensor. It
+            does not wait for an index, nor check one there: a row that it holds twice counts twice in the gradients. A
+            bool tensor without values (meta, fake) cannot be counted, and costs as much as all tokens. None: all.
+        **options: ``bias``, ``tp_group``, ``temperature``, ``logit_scale``, ``logit_softcap``, ``vocab_size``,
+            ``reduce_grad_hidden``, ``wgrad``, ``cache_bytes`` and ``implementation``, as in `linear_logprobs`.
 
     Returns:
-        The loss in nats, float32: a scalar, or ``[...]`` with ``reduction="none"``. It is that of this rank's tokens,
-        the same on all ranks of ``tp_group``.
+        The loss in nats, float32: a scalar, or ``[...]`` with ``reduction="none"``. It covers this rank's tokens,
+        and is the same on all ranks of ``tp_group``.
 
     Raises:
-        As `linear_logprobs`.
+        lce_jax.UnsupportedError: an implementation asked for by name cannot serve the call; the message says why.
+        ValueError, TypeError: shapes, dtypes, devices or options that do not fit, with the offending values.
+        NotImplementedError, RuntimeError: in the cases that `linear_logprobs` lists.
 
     Memory:
-        As `linear_logprobs`.
+        That of `linear_logprobs`.
 
     Example:
         >>> import torch
@@ -89,20 +99,25 @@ def linear_entropy(hidden: torch.Tensor, weight: torch.Tensor, **options: Any) -
     """``(entropy, lse)`` of a language-model head for tokens that have no labels, without storing the logits.
 
     Args:
-        hidden: ``[..., H]``, as in `linear_logprobs`.
-        weight: ``[V, H]``, this rank's rows.
-        **options: as in `linear_logprobs`, without what is about labels or other results: ``entropy``, ``stats``,
-            ``mean_logit``, ``ignore_index`` and ``out_of_vocab``. Where it says the shape of labels, ``hidden``'s
-            leading shape is meant.
+        hidden: ``[..., H]`` hidden states; any leading shape, also an empty one. bfloat16, float16 or float32, on a GPU
+            or the CPU.
+        weight: ``[V, H]``, this rank's rows of the head; copied for each call if it is not contiguous. Its dtype is
+            that of the matrix products. Under ``torch.autocast`` it is cast to autocast's dtype first, and all calls
+            of the context share the copy, as with ``torch.nn.functional.linear``.
+        **options: ``bias``, ``tp_group``, ``temperature``, ``logit_scale``, ``logit_softcap``, ``vocab_size``,
+            ``keep``, ``reduce_grad_hidden``, ``wgrad``, ``cache_bytes`` and ``implementation``, as in
+            `linear_logprobs`, with hidden's leading shape in place of the shape of labels.
 
     Returns:
         Entropies and lse, in nats, float32 of hidden's leading shape, both differentiable.
 
     Raises:
-        As `linear_logprobs`.
+        lce_jax.UnsupportedError: an implementation asked for by name cannot serve the call; the message says why.
+        ValueError, TypeError: shapes, dtypes, devices or options that do not fit, with the offending values.
+        NotImplementedError, RuntimeError: in the cases that `linear_logprobs` lists.
 
     Memory:
-        As `linear_logprobs`.
+        That of `linear_logprobs`.
 
     Example:
         >>> import torch
@@ -130,17 +145,20 @@ def linear_cross_entropy(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``(logprobs, entropy)`` under the positional signature of verl's ``linear_cross_entropy``.
 
-    The first result is what verl's is, a log-probability, ``z[label] - lse ≤ 0``: the loss is its negative.
+    As with verl, the first result is a log-probability, ``z[label] - lse ≤ 0``: the loss is its negative.
 
     Args:
-        hidden: ``[..., H]``, as in `linear_logprobs`.
-        weight: ``[V, H]``, this rank's rows.
+        hidden: ``[..., H]`` hidden states; any leading shape, also an empty one. bfloat16, float16 or float32, on a GPU
+            or the CPU.
+        weight: ``[V, H]``, this rank's rows of the head; copied for each call if it is not contiguous. Its dtype is
+            that of the matrix products. Under ``torch.autocast`` it is cast to autocast's dtype first, and all calls
+            of the context share the copy, as with ``torch.nn.functional.linear``.
         labels: hidden's leading shape, also with other dimensions of 1 (``[1, T]`` for ``[T, 1, H]``), or flat.
             ``[b, s]`` for ``[s, b, H]`` is refused. A label outside the vocabulary has logprob 0 (verl's kernel:
             ``-lse`` on a process group, and undefined without one).
-        temperature: divides the logits. None: 1.
-        reduction: of the log-probabilities: "none" for one per token, "sum", or "mean" over all tokens, out of
-            vocabulary or not; in letters of either case. The entropy is never reduced. None: "none".
+        temperature: divides the float32 logits: a positive number. None: 1.
+        reduction: of the log-probabilities: "none" for one per token, "sum", or "mean" over all tokens, also those
+            out of vocabulary; in upper or lower case. The entropy is never reduced. None: "none".
         dist_process_group: the group over which the vocabulary is split. Each rank's dhidden is its own part, which
             the caller sums, as with verl's kernel.
 
@@ -149,10 +167,12 @@ def linear_cross_entropy(
         differentiable.
 
     Raises:
-        As `linear_logprobs`.
+        lce_jax.UnsupportedError: an implementation asked for by name cannot serve the call; the message says why.
+        ValueError, TypeError: shapes, dtypes, devices or options that do not fit, with the offending values.
+        NotImplementedError, RuntimeError: in the cases that `linear_logprobs` lists.
 
     Memory:
-        As `linear_logprobs`.
+        That of `linear_logprobs`.
 
     Example:
         >>> import torch
@@ -176,14 +196,14 @@ def linear_cross_entropy(
 
 
 def _refuse(options: dict[str, Any], names: tuple[str, ...], why: str) -> None:
-    """Options of `linear_logprobs` that a function made of it does not have."""
+    """Refuses options of `linear_logprobs` that a function made of it does not have."""
     for name in names:
         if name in options:
             raise TypeError(f"{name}={options[name]!r}: {why}; linear_logprobs has this option")
 
 
 def _like(labels: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-    """``hidden`` with the leading shape of labels, where the two hold the same tokens in the same order for sure."""
+    """``hidden`` with the leading shape of labels, if both certainly hold the same tokens in the same order."""
     tensors = isinstance(hidden, torch.Tensor) and isinstance(labels, torch.Tensor)
     if not tensors or not hidden.ndim or hidden.shape[:-1] == labels.shape:
         return hidden

@@ -3,13 +3,13 @@
 `output_processor` is for GPTModel of megatron-core 0.18 and newer; `fused_output_layer` is a context manager for
 HybridModel, MambaModel and older GPTModel, back to megatron-core 0.13.
 
-Both put the op in the place of ``output_layer.forward`` for the duration of a call and let the layer be called as
-Megatron calls it, so that the hooks on it run: DistributedDataParallel gathers parameters in them. What the layer and
-the model know is taken from them: the tensor-parallel group, sequence parallelism, the tied weight, the logits'
-multiplier, where dhidden is summed, and whether dweight goes into ``main_grad``.
+Both replace ``output_layer.forward`` by the op during a call, and let Megatron call the layer, so that the hooks on it
+run: DistributedDataParallel gathers parameters in them. The layer and the model say what the tensor-parallel group is,
+sequence parallelism, the tied weight, the logits' multiplier, where dhidden is summed, and whether dweight goes into
+``main_grad``.
 
 Shapes are Megatron's: s sequence, b batch, h hidden size; hidden states ``[s, b, h]``, labels and results ``[b, s]``.
-Hidden states are neither transposed nor copied: what is per token is brought to ``[s, b]`` instead, and back.
+Hidden states are neither transposed nor copied: labels and options are brought to ``[s, b]`` instead, and results back.
 """
 
 from __future__ import annotations
@@ -41,34 +41,26 @@ def output_processor(
     inference_context: Any = None,
     **_: Any,
 ) -> LogprobOutput:
-    """Log-probability and entropy in the place of logits, for ``GPTModel`` to call.
-
-    ::
-
-        out = model(
-            tokens, positions, mask,
-            output_processor=output_processor, output_processor_context=dict(labels=labels, temperature=0.7),
-        )
+    """Log-probability and entropy in place of logits: ``GPTModel`` calls it instead of its output layer.
 
     It runs after multi-token prediction, whose own loss is left as it is.
 
     Args:
-        hidden_states: ``[s, b, h]``, or ``[s / TP, b, h]`` under sequence parallelism. From the model, as all but
-            ``context`` is.
+        hidden_states: ``[s, b, h]``, or ``[s / TP, b, h]`` under sequence parallelism. The model passes
+            them, and everything else but ``context``.
         output_layer: the model's ColumnParallelLinear.
         output_weight: the embedding's weight where it is tied, else None.
-        labels: ``[b, s]``, those the model was called with (for multi-token prediction); they serve where ``context``
-            has none.
+        labels: ``[b, s]``, those the model was called with (for multi-token prediction), used if ``context`` has none.
         context: ``labels`` ``[b, s]``, global vocabulary ids, already shifted, and any option of
             `lce_torch_bridge.linear_logprobs` but ``tp_group``, ``bias``, ``logit_scale`` and ``reduce_grad_hidden``,
-            which are the model's. ``keep`` is ``[b, s]`` bool, or the rows of the flattened ``[b, s]``; a tensor
-            ``temperature`` broadcasts to ``[b, s]``. ``wgrad`` is by default what the layer does: "main_grad" under
+            which the model sets. ``keep`` is ``[b, s]`` bool, or the rows of the flattened ``[b, s]``; a tensor
+            ``temperature`` broadcasts to ``[b, s]``. ``wgrad`` is by default what the layer does: "main_grad" with
             ``gradient_accumulation_fusion``.
         scale_logits: the model's multiplier of logits (MuP), which is applied in float32 here.
         config: the model's configuration.
         runtime_gather_output: None or False. Results are whole on every rank anyway.
         inference_context: None. Generation needs logits.
-        **_: whatever else megatron-core passes, now or later.
+        **_: other arguments of megatron-core, of this or a later version, which are ignored.
 
     Returns:
         A `LogprobOutput` of ``[b, s]`` tensors, bitwise equal on all tensor-parallel ranks. Float16Module, which wraps
@@ -76,11 +68,19 @@ def output_processor(
 
     Raises:
         NotImplementedError: the model cannot be served; the message says why and what to do.
-        ValueError, TypeError: options that do not fit, and as `linear_logprobs`.
+        ValueError, TypeError: options that do not fit, with the offending values.
+        lce_jax.UnsupportedError, RuntimeError: in the cases that `linear_logprobs` lists.
 
     Memory:
-        As `linear_logprobs`. Under sequence parallelism the gathered hidden states are kept for the backward pass,
-        where Megatron's own layer gathers them a second time.
+        That of `linear_logprobs`. Under sequence parallelism the gathered hidden states are kept for the backward pass;
+        Megatron's own layer gathers them a second time instead.
+
+    Example:
+        >>> from lce_torch_bridge.megatron import output_processor
+        >>> context = dict(labels=labels, temperature=0.7)  # doctest: +SKIP
+        >>> out = model(  # doctest: +SKIP
+        ...     tokens, positions, mask, output_processor=output_processor, output_processor_context=context
+        ... )
     """
     if inference_context is not None:
         raise NotImplementedError("generation (inference_context is set) needs logits: leave output_processor out")
@@ -99,39 +99,42 @@ def output_processor(
 def fused_output_layer(model: torch.nn.Module, labels: torch.Tensor, **options: Any) -> Iterator[None]:
     """Inside, ``model(tokens, positions, mask)`` returns ``[b, s, 2]``, log-probability and entropy, not logits.
 
-    ::
-
-        with fused_output_layer(model, labels, temperature=0.7):
-            logprobs, entropy = model(tokens, positions, mask).unbind(-1)
-
     For models without an output processor. Call the model without ``labels``. The backward pass may run outside, unless
     the whole model is under an activation checkpoint, which calls it again. Multi-token prediction keeps its own loss,
-    and stores the logits of that.
+    and stores that loss's logits.
 
     Args:
         model: a model with an ``output_layer``, also inside DistributedDataParallel, Float16Module, ``torch.compile``
             or other modules. Methods of it and of its output layer are replaced until the block is left.
         labels: ``[b, s]`` global vocabulary ids, already shifted.
-        **options: as in the context of `output_processor`, without ``stats``, ``mean_logit`` and ``entropy="none"``,
-            because there are two results. ``entropy="metric"`` spares its gradient.
+        **options: ``temperature``, ``logit_softcap``, ``vocab_size``, ``entropy``, ``keep``, ``ignore_index``,
+            ``out_of_vocab``, ``wgrad``, ``cache_bytes`` and ``implementation``, as in the context of
+            `output_processor`. Not ``entropy="none"``, because the model returns two results; "metric" spares the
+            entropy's gradient.
 
     Yields:
         None.
 
     Raises:
         NotImplementedError: the model cannot be served; the message says why and what to do.
-        ValueError, TypeError: options that do not fit, and as `linear_logprobs`.
+        ValueError, TypeError: options that do not fit, with the offending values.
+        lce_jax.UnsupportedError, RuntimeError: in the cases that `linear_logprobs` lists.
 
     Memory:
-        As `output_processor`.
+        That of `output_processor`.
+
+    Example:
+        >>> from lce_torch_bridge.megatron import fused_output_layer
+        >>> with fused_output_layer(model, labels, temperature=0.7):  # doctest: +SKIP
+        ...     logprobs, entropy = model(tokens, positions, mask).unbind(-1)
     """
     inner = _unwrapped(model)
     further = {name: options.get(name, False) for name in ("stats", "mean_logit")}
     if options.get("entropy") == "none" or any(further.values()):
         told = ", ".join(f"{name}={value!r}" for name, value in further.items())
         raise ValueError(
-            f"entropy={options.get('entropy', 'grad')!r}, {told}: the model returns logprob and entropy here, no less "
-            'and no more; entropy="metric" has no gradient and costs little'
+            f"entropy={options.get('entropy', 'grad')!r}, {told}: the model returns exactly logprob and entropy "
+            'here; entropy="metric" has no gradient and costs little'
         )
     scale_logits = getattr(inner, "_scale_logits", _unscaled)  # since megatron-core 0.17
     predictions = inner.config.mtp_num_layers if getattr(inner.config, "mtp_num_layers", None) else 0
@@ -146,7 +149,7 @@ def fused_output_layer(model: torch.nn.Module, labels: torch.Tensor, **options: 
         fields: Any = out[:2]
         return torch.stack(fields, dim=-1), bias
 
-    # What the model does with logits: the multiplier has been applied, and a loss cannot be.
+    # The model's own steps on logits: the op has applied the multiplier, and a loss cannot be computed.
     with (
         _in_place(inner.output_layer, forward=forward),
         _in_place(inner, _scale_logits=turn.scale, compute_language_model_loss=turn.loss),
@@ -156,7 +159,7 @@ def fused_output_layer(model: torch.nn.Module, labels: torch.Tensor, **options: 
 
 
 class _Turn:
-    """Whose turn it is in a forward: multi-token prediction calls the output layer first, once each, for logits."""
+    """Counts the calls of the output layer in a forward: multi-token prediction makes the first ones, for logits."""
 
     def __init__(self, predictions: int, name: str, scale: Callable[..., Any], loss: Callable[..., Any]) -> None:
         self.predictions, self.name = predictions, name
@@ -164,7 +167,7 @@ class _Turn:
         self.calls = 0  # of the output layer, in this forward
 
     def of_the_model(self) -> bool:
-        """A call of the output layer."""
+        """Counts a call of the output layer; True for the model's own."""
         self.calls += 1
         return self.calls > self.predictions
 
@@ -181,7 +184,7 @@ class _Turn:
 
     @contextlib.contextmanager
     def watching(self, model: torch.nn.Module, labels: torch.Tensor) -> Iterator[None]:
-        """Counts the calls of each forward, where there is more than one."""
+        """Counts anew in each forward, if the model has predictions to make."""
 
         def begin(_model: torch.nn.Module, _inputs: Any) -> None:
             self.calls = 0
@@ -229,9 +232,9 @@ def _unwrapped(model: Any) -> Any:
 
 
 def _owners(module: torch.nn.Module, path: str) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Those that hold an output layer themselves. ``hasattr`` does not tell: wrappers pass on what they are asked for.
+    """The modules that hold an output layer themselves. ``hasattr`` does not tell, because wrappers pass attributes on.
 
-    Not below an owner, where there is most of the model and no other head.
+    Modules inside an owner are not searched: most of the model is there, and no other head.
     """
     if module._modules.get("output_layer") is not None:
         yield path, module
@@ -242,7 +245,7 @@ def _owners(module: torch.nn.Module, path: str) -> Iterator[tuple[str, torch.nn.
 
 @contextlib.contextmanager
 def _in_place(module: torch.nn.Module, **methods: Callable[..., Any]) -> Iterator[None]:
-    """Methods of one module, not of its class, replaced inside."""
+    """Inside, methods of one module (not of its class) are replaced."""
     for name in methods:
         if name in vars(module):
             raise RuntimeError(

@@ -1,7 +1,7 @@
 """JAX in a process that belongs to PyTorch: its memory, its devices, its start and its end.
 
-`start` runs before the first call, once; `init` runs it early and with choices. Importing this module does nothing:
-what JAX reads from the environment is set as it starts.
+`start` runs once, before the first call; `init` runs it earlier, with choices. Importing this module changes nothing:
+the environment variables that JAX reads are set when it starts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def init(
 ) -> None:
     """Starts JAX now, beside PyTorch on the same devices. Optional: the first call starts it with the defaults.
 
-    JAX by itself would take 75 % of each GPU at once. Here it takes what it needs, and keeps it in a pool for itself.
+    By itself JAX would take 75 % of each GPU at once. Here it takes what it needs, and keeps it in its own pool.
 
     Args:
         allocator: "bfc" (JAX's default) pools memory and keeps it until `release`. "platform" returns each
@@ -40,9 +40,8 @@ def init(
             ``XLA_PYTHON_CLIENT_MEM_FRACTION`` says, else JAX's own default of 0.75.
 
     Raises:
-        RuntimeError: JAX has already started, so that its allocator is chosen; or ``JAX_PLATFORMS`` keeps it from
-            starting.
-        ValueError: an argument that is not one of those.
+        RuntimeError: JAX has already started, with its allocator chosen; or ``JAX_PLATFORMS`` keeps it from starting.
+        ValueError: an argument has another value.
 
     Example:
         >>> import lce_torch_bridge
@@ -66,11 +65,10 @@ def init(
 
 
 def start() -> None:
-    """Starts JAX where it has not, leaving PyTorch's current device as it was.
+    """Starts JAX if it has not started, and leaves PyTorch's current device as it was.
 
     Raises:
-        RuntimeError: in a child of ``os.fork`` whose parent had started it; where ``JAX_PLATFORMS`` keeps JAX from
-            starting.
+        RuntimeError: in a child of ``os.fork`` whose parent had started it; or ``JAX_PLATFORMS`` keeps JAX from starting.
     """
     global _started_in
     if _started_in == os.getpid():
@@ -84,18 +82,18 @@ def start() -> None:
     os.environ.setdefault(PREALLOCATE, "false")
     devices = _devices()
     warn_of_preallocation(devices)
-    # A process that exits with buffers that torch has dropped and JAX has not yet freed aborts. Exit handlers run
-    # last in, first out: before JAX's own.
+    # A process aborts if it exits while JAX has yet to free buffers that torch has dropped. Exit handlers run last in,
+    # first out: this one runs before JAX's own.
     atexit.register(gc.collect)
     _started_in = os.getpid()
 
 
 def _devices() -> list[jax.Device]:
-    """All that JAX has. The first time, it opens every visible GPU and makes the last one torch's current device."""
+    """All devices of JAX. The first call opens every visible GPU, which changes torch's current device: put back."""
     current = torch.cuda.current_device() if torch.cuda.is_available() else None
     try:
         return jax.devices()
-    except Exception as error:  # an AssertionError without a word, where none of the platforms is there
+    except Exception as error:  # an AssertionError without a message if no platform is found
         if not jax.config.jax_platforms:
             raise
         raise RuntimeError(f"JAX does not start; {_remedy(cuda=current is not None)}") from error
@@ -105,7 +103,7 @@ def _devices() -> list[jax.Device]:
 
 
 def _remedy(cuda: bool) -> str:
-    """What the choice of platforms is, and what it should be; ``cuda``: whether JAX is to use GPUs."""
+    """What the choice of platforms is, and what it should be. ``cuda``: JAX is to use GPUs."""
     remedy = f'JAX_PLATFORMS is {jax.config.jax_platforms!r}: leave it unset or write "cuda,cpu"'
     if cuda:
         remedy += ', and install JAX with CUDA: pip install "lce-jax[cuda13]", or cuda12'
@@ -119,14 +117,14 @@ def _jax_has_started() -> bool:
 
 
 def forget() -> None:
-    """JAX's clients end: the next call starts it again."""
+    """After JAX's clients have ended: the next call starts it again."""
     global _started_in
     _started_in = None
     jax_device.cache_clear()
 
 
 def warn_of_preallocation(devices: list[jax.Device]) -> None:
-    """Says so where JAX, started by somebody else, holds most of a GPU that nobody asked it to hold."""
+    """Warns if other code has started JAX, and its pool has preallocated most of a GPU unasked."""
     for device in devices:
         stats = device.memory_stats() if device.platform == "gpu" else None
         pool, limit = (stats or {}).get("pool_bytes", 0), (stats or {}).get("bytes_limit", 0)
@@ -140,10 +138,10 @@ def warn_of_preallocation(devices: list[jax.Device]) -> None:
 
 @contextlib.contextmanager
 def beside(x: torch.Tensor) -> Iterator[None]:
-    """Both libraries at work on the device of ``x``: torch exports to JAX from its current device only.
+    """Makes the device of ``x`` current in both libraries: torch exports to JAX from its current device only.
 
     Raises:
-        RuntimeError: under CUDA graph capture, which would record nothing of what JAX launches, and replay nothing.
+        RuntimeError: under CUDA graph capture, which would neither record nor replay what JAX launches.
     """
     start()  # each time: this process may be a fork
     if x.is_cuda and torch.cuda.is_current_stream_capturing():

@@ -1,7 +1,7 @@
 """The vocabulary split over a torch process group: who owns which columns, and the two collectives.
 
 Forward, one all-gather of each rank's packed statistics, a few numbers per token; every rank merges them in rank
-order, so that all hold the same bits. Backward, one all-reduce of dhidden, where the caller asks for it.
+order, so that all hold the same bits. Backward, one all-reduce of dhidden, if the caller asks for it.
 
 Operators know a group by its name, as torch's own functional collectives do.
 """
@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 
 NO_GROUP = ""  # nothing to reduce over
-_asked: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # groups found to hold equal parts; names come again
+_asked: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # groups with equal parts; a name may be used again
 
 
 def name_of(group: dist.ProcessGroup | None) -> str:
-    """The name of ``group``, or `NO_GROUP` where it has one rank."""
+    """The name of ``group``, or `NO_GROUP` if it has one rank."""
     return NO_GROUP if group is None or group.size() == 1 else group.group_name
 
 
@@ -31,10 +31,10 @@ def size_and_rank(name: str) -> tuple[int, int]:
 
 
 def check_equal_parts(weight: torch.Tensor, name: str) -> None:
-    """In a group's first call all ranks ask each other how many rows they hold, and all raise where the numbers differ.
+    """In a group's first call the ranks compare their numbers of rows, and all raise if these differ.
 
-    In the first call only: when that is, all ranks agree on, and on nothing else without asking. Later calls pack the
-    number with their statistics, and their results are NaN where it differs (`_programs.results`).
+    Only in the first call: every rank knows which call is the first, and so all of them join the collective. Later calls
+    send the number with their statistics, and their results are NaN if it differs (`_programs.results`).
 
     Raises:
         ValueError: the parts of the vocabulary are of different sizes.

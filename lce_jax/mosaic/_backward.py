@@ -33,7 +33,7 @@ class Part(NamedTuple):
     """A range of vocabulary tiles whose dlogits come from the same kernel."""
 
     chunks: range  # the first tile of each; the step is the number of tiles of a chunk
-    dlogits: Callable[[Array, int, Array], Array]  # of a packed span, into that many columns, with the span's weight
+    dlogits: Callable[[Array, int, Array], Array]  # (packed span, columns, the span's weight) -> dlogits
 
 
 def gradients(
@@ -53,7 +53,7 @@ def gradients(
     factors = _operands.row_factors(rows, call.shape.padded_tokens)
     parts = _parts(call, factors, cache, may_overwrite_cache)
     has_rest = _remainder.is_left(call)
-    adds = sum(len(part.chunks) for part in parts) > 1  # else each tile of dhidden's sums is written once
+    adds = sum(len(part.chunks) for part in parts) > 1  # otherwise each tile of dhidden's sums is written once
     rounds = may_round_dhidden and not (adds or has_rest or rows.uniform is not None)
     start = _dhidden.empty_sums(case, call.shape, adds, rounds), _empty_dweight(call)
     carry: Carry = _compat.vary_like(start, (operands, rows, cache))
@@ -108,7 +108,7 @@ def _walk_chunks(call: Call, part: Part, carry: Carry, adds: bool) -> Carry:
     prepared, case, shape, chunks = call.prepared, call.case, call.shape, part.chunks
     covered = _remainder.covered_columns(call)
     columns = chunks.step * shape.tile
-    in_place = shape.whole_atoms  # else the kernels are given copies of each chunk
+    in_place = shape.whole_atoms  # otherwise the kernels are given copies of each chunk
 
     @jax.named_scope("chunk")
     def step(first: Any, carry: Carry) -> Carry:

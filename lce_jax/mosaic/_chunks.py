@@ -20,8 +20,8 @@ class Budget:
 
     dhidden_waves: float  # waves of tiles that last as long as reading and writing one token's dhidden in fp32
     temporary_bytes: int = 345_000_000  # of the backward: dhidden in fp32 and one chunk of dlogits
-    chunk_columns: int = 8192  # of a chunk at least, whatever the bytes: each chunk reads and writes dhidden once
-    statistics_bytes: int = 160 << 20  # of the forward's partial statistics; above it takes several launches
+    chunk_columns: int = 8192  # at least so many in a chunk, whatever the bytes: each chunk reads and writes dhidden
+    statistics_bytes: int = 160 << 20  # of the forward's partial statistics; more take several launches
 
 
 def chunk_tiles(case: Case, shape: Geometry, budget: Budget, num_tiles: int) -> int:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 def statistics(
     operands: Operands, case: Case, kernels: KernelSet, keep_cache: bool
 ) -> tuple[ShardStatistics, Cache | None]:
-    """Eq. 1 of the whole shard, and as many tiles' exponentials as ``cache_bytes`` pays for."""
+    """Eq. 1 of the whole shard, and as many tiles' exponentials as fit ``cache_bytes``."""
     call = Call.prepare(operands, case, kernels)
     scale = _math.row_scale(case.options, operands.inverse_temperature)
     num_tiles = _num_live_tiles(call)
@@ -46,7 +46,7 @@ def statistics(
 
 
 def _num_live_tiles(call: Call) -> int:
-    """The tiles to visit: where the number of live columns is static, none of padding alone."""
+    """The tiles to visit: not those of padding alone, if the number of live columns is static."""
     num_columns = call.operands.num_columns
     if isinstance(num_columns, int):
         return max(1, min(call.shape.num_tiles, -(-num_columns // call.shape.tile)))
@@ -56,7 +56,7 @@ def _num_live_tiles(call: Call) -> int:
 def _visit(
     call: Call, scale: Float[Array, "T"] | float, tiles: range, cache: Cache | None
 ) -> tuple[ShardStatistics, Cache | None]:
-    """Eq. 1 of parts [n, T] of a range of vocabulary tiles, not merged yet, and the cache, if any, that they fill."""
+    """Eq. 1 of a range of vocabulary tiles, in unmerged parts [n, T], and the cache, if any, that they fill."""
     most = _chunks.launch_tiles(call.case, call.shape, call.kernels.budget, len(tiles))
     starts = tiles[::most]
 
@@ -81,10 +81,10 @@ def _visit(
 def _launch(
     call: Call, first: Any, num_tiles: Any, most: int, cache: Cache | None
 ) -> tuple[Float[Array, "tiles fields T"], Cache | None]:
-    """Partial statistics of ``num_tiles`` tiles from ``first`` on, unwritten up to ``most``; the cache with theirs."""
+    """Partial statistics of ``num_tiles`` tiles from ``first`` on, unwritten from there to ``most``; their cache."""
     prepared, case, shape = call.prepared, call.case, call.shape
-    # Copies into shared memory count whole atoms. Where V is a multiple of the atom nothing is cut; else XLA passes the
-    # kernel a view.
+    # Copies into shared memory count whole atoms. If V is a multiple of the atom, nothing is cut; otherwise
+    # XLA passes the kernel a view.
     in_atoms = case.vocab_size // shape.atom * shape.atom
     weight = lax.slice_in_dim(prepared.weight, 0, in_atoms, axis=case.options.vocab_dim)
     column = first * shape.tile

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from lce_jax._types import Case, Device
 from lce_jax.mosaic._kernel_set import KernelSet
 
-GENERATIONS = ("sm90",)  # folders, each with a `KernelSet` of the name KERNELS
+GENERATIONS = ("sm90",)  # folders, each with a `KernelSet` named KERNELS
 KERNEL_SETS: tuple[KernelSet, ...] = tuple(
     importlib.import_module(f"lce_jax.mosaic.{name}").KERNELS for name in GENERATIONS
 )

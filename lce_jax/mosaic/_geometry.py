@@ -13,7 +13,7 @@ class Tiling(NamedTuple):
 
     row_block: int  # tokens of a tile of logits
     tile: int  # vocabulary columns of a tile of logits
-    atom: int  # rows of an array that a copy into shared memory moves at least: it counts in whole atoms
+    atom: int  # rows of an array: a copy into shared memory moves whole atoms
     grain: int  # columns that the fastest dimension of an array must be a multiple of
     most_clustered: int  # row blocks that may share an operand; per-token vectors are padded to whole groups of them
 

@@ -22,11 +22,11 @@ class KernelSet(Protocol):
 
     @property
     def compute_capability(self) -> str:
-        """The one they run on: "9.0"."""
+        """The compute capability that the kernels run on: "9.0"."""
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """Parts of the names of devices that have it, the best known first."""
+        """Parts of the names of devices with that capability, the best known first."""
 
     @property
     def tiling(self) -> Tiling:
@@ -37,13 +37,13 @@ class KernelSet(Protocol):
         """What decides how much of the vocabulary one launch covers."""
 
     def refusal(self, case: Case) -> str | None:
-        """Why they cannot serve ``case`` on a device of theirs; None where they can."""
+        """Why the kernels cannot serve ``case`` on such a device; None if they can."""
 
     def tile_sizes(self, case: Case) -> dict[str, int]:
         """What a plan says of the kernels' tiles, by name."""
 
     def depth_step(self, case: Case) -> int:
-        """The columns that `update_dhidden` contracts at a time: a span's depth in whole steps meets no padding."""
+        """The columns that `update_dhidden` contracts at a time: a span's depth in whole steps reads no padding."""
 
     def statistics(
         self,
@@ -54,9 +54,9 @@ class KernelSet(Protocol):
         num_tiles: int,
         cache: Cache | None,
     ) -> tuple[Float[Array, "tiles fields Tp"], Cache | None]:
-        """Partial statistics of the span's tiles, in arrays for ``num_tiles``; the cache, if any, with theirs.
+        """Partial statistics of the span's tiles, in arrays for ``num_tiles``; the cache, if any, filled with theirs.
 
-        ``weight`` is the shard's, without the columns that are no whole atom.
+        ``weight`` is the shard's, cut to whole atoms.
         """
 
     def dlogits(
@@ -95,7 +95,7 @@ class KernelSet(Protocol):
         span: Int[Array, "fields"],
         add: bool,
     ) -> Float[Array, "splits Tp Hp"]:
-        """``sums`` plus the part of the span's first ``depth`` columns, or that part alone, in the span's rows."""
+        """The product over the span's first ``depth`` columns, in the span's rows; with ``add``, added to ``sums``."""
 
     def write_dweight(
         self,

@@ -33,7 +33,7 @@ def prepare(operands: Operands, case: Case, shape: Geometry) -> Prepared:
     """Pads the per-token operands, marks the tiles that hold a target and the columns that are padding."""
     options = case.options
     hidden = _pad(operands.hidden, shape.tokens)
-    targets = jnp.where(operands.targets < shape.columns, operands.targets, -1)  # the tail's are not the kernels'
+    targets = jnp.where(operands.targets < shape.columns, operands.targets, -1)  # `_remainder` has those of the tail
     targets = _pad(targets, shape.padded_tokens, -1)
     scale = jnp.full((shape.padded_tokens,), LOG2E * (options.logit_softcap or options.logit_scale), jnp.float32)
     if operands.inverse_temperature is not None:
@@ -52,7 +52,7 @@ def prepare(operands: Operands, case: Case, shape: Geometry) -> Prepared:
 
 
 def _pad(x: Array, rows: int, value: Any = 0) -> Array:
-    """``x`` with ``rows`` rows; the very array where it has them."""
+    """``x`` padded to ``rows`` rows; ``x`` itself if it has them."""
     missing = rows - x.shape[0]
     if missing == 0:
         return x

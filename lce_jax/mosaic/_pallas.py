@@ -42,14 +42,14 @@ def kernel(body: Callable[..., None], *, updated: Mapping[int, int] | None = Non
     """``plgpu.kernel``, whose outputs vary over every manual axis that an operand varies over.
 
     JAX's own are typed as replicated whatever ``out_type`` says (0.11.2, 0.12.0). Under ``check_vma=True`` a shard's
-    cotangents would then be summed over the axes that split its tokens. ``updated`` maps the numbers of operands to
-    those of the outputs that are updates of them, in place.
+    cotangents would then be summed over the axes that split its tokens. ``updated`` maps the index of
+    an operand to that of the output which updates it in place.
     """
     kwargs["interpret"] = _interpret.get()
     run = _updating_kernel(body, updated, **kwargs) if updated else plgpu.kernel(body, **kwargs)
 
     def typed(*operands: Any) -> Any:
-        with jax.enable_x64(False):  # the kernels count in int32, whatever their caller does
+        with jax.enable_x64(False):  # the kernels count in int32, also if the caller has x64 on
             return _compat.vary_like(run(*operands), operands)
 
     return typed
@@ -64,7 +64,7 @@ def _updating_kernel(
     kernel_name: str,
     **mesh: Any,
 ) -> Callable[..., Any]:
-    """What ``plgpu.kernel`` does, with the alias that it has no argument for (0.11.2, 0.12.0)."""
+    """``plgpu.kernel`` with operands that are updated in place, which it has no argument for (0.11.2, 0.12.0)."""
 
     def run(*operands: Any) -> Any:
         with config._check_vma(False):

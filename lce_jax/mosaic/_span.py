@@ -1,4 +1,4 @@
-"""The part of the vocabulary that one launch covers, as the scalars that travel to a kernel."""
+"""The part of the vocabulary that one launch covers, as the scalars that a kernel is given."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Span(NamedTuple):
-    """What one launch covers. Known when it runs, so that one compiled kernel serves every chunk."""
+    """What one launch covers. The numbers are known at run time, so one compiled kernel serves every chunk."""
 
     num_rows: Any  # live rows
     num_columns: Any  # live columns of the shard

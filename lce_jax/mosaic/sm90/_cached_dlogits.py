@@ -84,7 +84,7 @@ class Refs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Walk:
-    """The way of one kernel block over its blocks of the span: every ``stride``-th, in the order of rows."""
+    """Which blocks of the span one kernel block takes: every ``stride``-th, row by row."""
 
     first_tile: Any
     num_steps: Any
@@ -94,7 +94,7 @@ class Walk:
 
     @classmethod
     def of(cls, span: Span) -> Walk:
-        """The walk of the kernel block at hand."""
+        """The walk of this kernel block."""
         first_tile = _logits.first_tile(span)
         per_row = span.num_tiles * PER_TILE
         blocks = ceil_div(span.num_rows, ROW_BLOCK) * (ROW_BLOCK // WARPGROUP_ROWS) * per_row
@@ -182,7 +182,7 @@ def _gradient(
 
     d = lax.cond(holds, add_target, lambda: d)
     if row_scale is not None:
-        inverse = 1.0 / jnp.maximum(row_scale, 1e-30)  # 0 on rows left out, where e is 1 and all else is 0
+        inverse = 1.0 / jnp.maximum(row_scale, 1e-30)  # the scale is 0 on rows left out, where e is 1 and all else 0
         tanh = (log2_e + along(highest)) * along(inverse)
         d = d * (1.0 - tanh * tanh)
     return d

@@ -54,7 +54,7 @@ def load_rows(ref: Any, rows: Any) -> Float[Array, "64"]:
 
 
 def load_factors(factors: Any, rows: Any) -> RowFactors:
-    """That part of the stacked `RowFactors`."""
+    """The same part of the stacked `RowFactors`."""
     shift, target, constant = (load_rows(factors.at[i], rows) for i in range(3))
     return RowFactors(shift, target, constant, load_rows(factors.at[3], rows) if factors.shape[0] == 4 else None)
 

@@ -8,7 +8,7 @@ warpgroups, each with a [64, 256] accumulator: 64 of a tile's 128 rows.
 
 The steps are counted through all tiles of a block. So the next tile's operands arrive during the epilogue of the tile
 before it, however many steps a tile has. The two warpgroups share every step, a [128, k] tile of lhs and a [256, k]
-tile of rhs. Then they share the time of their epilogues too, when the tensor cores rest. Or they take turns, each with
+tile of rhs. Then their epilogues run at the same time too, while the tensor cores idle. Or they take turns, each with
 steps of its own:
 
     shared     multiply 0 | multiply 0 | epilogue 0 | multiply 1 …
@@ -117,7 +117,7 @@ def walk_tiles(
                 lax.fori_loop(0, steps, step, None)
                 return before + steps
 
-            # A block must not leave before its neighbour's copies into it have landed.
+            # A block must not exit before its neighbour's copies into it have landed.
             total = visit_all(visit)
             first = jnp.maximum(total - matmul.tuning.stages, 0)
             lax.fori_loop(first, total, lambda i, _: plgpu.barrier_wait(ring.consumed.at[_stage(matmul, i)]), None)

@@ -36,7 +36,7 @@ def update_dhidden(
     span: Int[Array, "fields"],
     add: bool,
 ) -> Float[Array, "splits Tp Hp"]:
-    """``sums`` plus the part of the span's first ``depth`` columns, or that part alone, in the span's rows.
+    """The product over the span's first ``depth`` columns, in the span's rows; with ``add``, added to ``sums``.
 
     The contraction is cut into as many parts as there are arrays of sums.
     """

@@ -41,7 +41,7 @@ def statistics(
     num_tiles: int,
     cache: Cache | None,
 ) -> tuple[Float[Array, "tiles fields Tp"], Cache | None]:
-    """Partial statistics of the span's tiles, in arrays for ``num_tiles``; the cache, if any, with theirs."""
+    """Partial statistics of the span's tiles, in arrays for ``num_tiles``; the cache, if any, filled with theirs."""
     matmul = _logits.logits(case, tuning)
     shape = _partial_statistics.array_shape(case, geometry(case, TILING), num_tiles)
     partial = jax.ShapeDtypeStruct(shape, jnp.float32)

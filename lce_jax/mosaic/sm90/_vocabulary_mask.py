@@ -1,4 +1,4 @@
-"""The mask of the vocabulary: where a tile of logits has padding columns, a value that takes no part replaces them."""
+"""The mask of the vocabulary: padding columns of a tile of logits get a value that adds nothing."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ PADDING = -1e15  # stands for the raw products of padding columns: exp2 of it is
 def without_padding(z: Float[Array, "64 256"], column: Any, num_columns: Any, mask: Any, value: float) -> Any:
     """The tile with ``value`` on its padding columns, whatever they held.
 
-    Only a tile that holds padding looks. The first half of the mask says which columns of the ragged tile are padding,
-    the second half says it of a tile of nothing but padding. A comparison with an iota would cost every tile, because
-    the compiler hoists it out of the branch.
+    Only a tile that holds padding reads the mask. The first half of the mask says which columns of the ragged tile are
+    padding, the second half says it of a tile of nothing but padding. A comparison with an iota would cost every tile,
+    because the compiler hoists it out of the branch.
     """
 
     def replace() -> Array:
