@@ -68,7 +68,8 @@ def start() -> None:
     """Starts JAX if it has not started, and leaves PyTorch's current device as it was.
 
     Raises:
-        RuntimeError: in a child of ``os.fork`` whose parent had started it; or ``JAX_PLATFORMS`` keeps JAX from starting.
+        RuntimeError: in a child of ``os.fork`` whose parent had started it; or ``JAX_PLATFORMS`` keeps it from
+            starting.
     """
     global _started_in
     if _started_in == os.getpid():

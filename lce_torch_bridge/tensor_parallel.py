@@ -33,8 +33,8 @@ def size_and_rank(name: str) -> tuple[int, int]:
 def check_equal_parts(weight: torch.Tensor, name: str) -> None:
     """In a group's first call the ranks compare their numbers of rows, and all raise if these differ.
 
-    Only in the first call: every rank knows which call is the first, and so all of them join the collective. Later calls
-    send the number with their statistics, and their results are NaN if it differs (`_programs.results`).
+    Only in the first call: every rank knows which call is the first, and so all of them join the collective. Later
+    calls send the number with their statistics, and their results are NaN if it differs (`_programs.results`).
 
     Raises:
         ValueError: the parts of the vocabulary are of different sizes.

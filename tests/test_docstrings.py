@@ -8,11 +8,15 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 import lce_jax
+import lce_torch_bridge
+import lce_torch_bridge.megatron
 from lce_jax import local
+from lce_torch_bridge import _output_layer
 
-# Names whose text differs, and why. Within each of the two modules the text is still the same.
+# Names whose text differs, and why. Within each of the two modules of lce_jax the text is still the same.
 DIFFERS_BETWEEN_MODULES = {
     "hidden": "local takes flat [T, H]",
     "weight": "local takes one shard of it",
@@ -27,12 +31,29 @@ OTHER_MEANING = {
     ("pack", "stats"): "the statistics themselves",
     ("finish", "stats"): "the statistics themselves",
 }
+# (function, argument) of the bridge, whose texts are apart from those of lce_jax: they speak of torch and of ranks.
+OTHER_MEANING_IN_THE_BRIDGE = {
+    ("linear_cross_entropy", "labels"): "verl's callers pass further shapes",
+    ("linear_cross_entropy", "temperature"): "verl's callers pass a number or None",
+    ("linear_cross_entropy", "reduction"): "of log-probabilities, without those that do not count",
+    ("output_processor", "labels"): "the model's own, which the context replaces",
+    ("fused_output_layer", "labels"): "[b, s], as Megatron has them",
+}
 WITHOUT_RAISES = {local.merge, local.fields, local.pack}  # they check nothing
 
 MODULES = (lce_jax, local)
 FUNCTIONS = [
     getattr(module, name) for module in MODULES for name in module.__all__ if inspect.isfunction(getattr(module, name))
 ]
+BRIDGE = [
+    getattr(module, name)
+    for module in (lce_torch_bridge, lce_torch_bridge.megatron)
+    for name in module.__all__
+    if inspect.isfunction(getattr(module, name))
+]
+each_function = pytest.mark.parametrize(
+    "function", FUNCTIONS + BRIDGE, ids=lambda function: f"{function.__module__}.{function.__name__}"
+)
 
 
 def sections(function: Callable[..., Any]) -> dict[str, str]:
@@ -58,46 +79,91 @@ def accepted_options(function: Callable[..., Any]) -> set[str]:
     return set(known) - {x.name for x in parameters}
 
 
+def options_of_the_bridge(function: Callable[..., Any]) -> set[str]:
+    """The options of the bridge's `linear_logprobs` that `function` takes and does not name itself."""
+    own = set(inspect.signature(function).parameters)
+    options = {
+        name: x.default
+        for name, x in inspect.signature(lce_torch_bridge.linear_logprobs).parameters.items()
+        if x.kind is x.KEYWORD_ONLY and name not in own
+    }
+    if function is lce_torch_bridge.megatron.fused_output_layer:  # without a model; test_megatron sees it refuse these
+        return set(options) - {*_output_layer.OF_THE_LAYER, "stats", "mean_logit"}
+    hidden, weight, labels = torch.ones(2, 4), torch.ones(8, 4), torch.zeros(2, dtype=torch.int64)
+    tensors = [hidden, weight] + [labels] * ("labels" in own)
+
+    def takes(name: str) -> bool:
+        try:
+            function(*tensors, **{name: options[name]})
+        except TypeError as refusal:
+            if "linear_logprobs has this option" not in str(refusal):
+                raise
+            return False
+        return True
+
+    return set(filter(takes, options))
+
+
 def test_functions_are_found() -> None:
     assert {lce_jax.linear_logprobs, lce_jax.explain, local.statistics, local.unpack} <= set(FUNCTIONS)
+    assert {"linear_logprobs", "init", "release", "output_processor"} <= {function.__name__ for function in BRIDGE}
 
 
-@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
+@each_function
 def test_sections(function: Callable[..., Any]) -> None:
-    expected = {"Args", "Returns", "Raises", "Example"} - ({"Raises"} if function in WITHOUT_RAISES else set())
+    signature = inspect.signature(function)
+    expected = {"Raises", "Example"} - ({"Raises"} if function in WITHOUT_RAISES else set())
+    expected |= {"Args"} if signature.parameters else set()
+    if signature.return_annotation != "None":
+        expected |= {"Yields" if inspect.isgeneratorfunction(inspect.unwrap(function)) else "Returns"}
     assert expected <= sections(function).keys()
     assert ">>> " in sections(function)["Example"]
 
 
-@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
+@each_function
 def test_every_argument_is_described_in_order(function: Callable[..., Any]) -> None:
-    described = entries(sections(function)["Args"])
+    described = entries(sections(function).get("Args", ""))
     parameters = inspect.signature(function).parameters.values()
-    assert list(described) == ["**options" if x.kind is x.VAR_KEYWORD else x.name for x in parameters]
+    assert list(described) == [f"**{x.name}" if x.kind is x.VAR_KEYWORD else x.name for x in parameters]
     for name, text in described.items():
         assert text.endswith("."), f"{name}: {text}"
         assert not re.fullmatch(r"as (\w+ )*`[\w.]+`\W*", text, re.IGNORECASE), f"{name} only points elsewhere: {text}"
 
 
-def test_the_same_argument_has_the_same_text() -> None:
+def texts_of(functions: list[Callable[..., Any]], without: dict[tuple[str, str], str]) -> dict[Any, dict[str, Any]]:
+    """By (argument, module) the texts, and by text the functions that have it."""
     texts: dict[tuple[str, str], dict[str, list[str]]] = {}
-    for function in FUNCTIONS:
-        for name, text in entries(sections(function)["Args"]).items():
-            if name == "**options" or (function.__name__, name) in OTHER_MEANING:
+    for function in functions:
+        for name, text in entries(sections(function).get("Args", "")).items():
+            if name.startswith("**") or (function.__name__, name) in without:
                 continue
             module = function.__module__ if name in DIFFERS_BETWEEN_MODULES else ""
             key = (name, "local" if module == local.__name__ else "")
             texts.setdefault(key, {}).setdefault(text, []).append(function.__name__)
+    return texts
+
+
+def test_the_same_argument_has_the_same_text() -> None:
+    texts = texts_of(FUNCTIONS, OTHER_MEANING)
     assert {key: found for key, found in texts.items() if len(found) > 1} == {}
     assert all((name, "") in texts and (name, "local") in texts for name in DIFFERS_BETWEEN_MODULES)
 
 
+def test_the_same_argument_of_the_bridge_has_the_same_text() -> None:
+    texts = texts_of(BRIDGE, OTHER_MEANING_IN_THE_BRIDGE)
+    assert {key: found for key, found in texts.items() if len(found) > 1} == {}
+    assert all(len(texts[name, ""]) == 1 for name in ("hidden", "weight", "labels", "keep", "ignore_index"))
+    described = {(function.__name__, name) for function in BRIDGE for name in inspect.signature(function).parameters}
+    assert described >= OTHER_MEANING_IN_THE_BRIDGE.keys()
+
+
 @pytest.mark.parametrize(
     "function",
-    [x for x in FUNCTIONS if "options" in inspect.signature(x).parameters],
-    ids=lambda function: function.__name__,
+    [x for x in FUNCTIONS + BRIDGE if "options" in inspect.signature(x).parameters],
+    ids=lambda function: f"{function.__module__}.{function.__name__}",
 )
 def test_options_are_named(function: Callable[..., Any]) -> None:
     text, _, origin = entries(sections(function)["Args"])["**options"].partition(", as ")
-    assert set(re.findall(r"``(\w+)``", text)) == accepted_options(function)
+    known = options_of_the_bridge(function) if function in BRIDGE else accepted_options(function)
+    assert set(re.findall(r"``(\w+)``", text)) == known
     assert "`" in origin
