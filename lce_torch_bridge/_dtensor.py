@@ -7,7 +7,7 @@ gradient is the mean over the ranks that gathered it. That is right in three cas
 * Ranks that hold the same tokens have equal gradients, and the mean of equal numbers is that number.
 * If a wrapper takes the mean once more, the mean of equal means is that mean.
 
-A sum over different tokens would be wrong. FSDP2 sums with ``set_gradient_divide_factor``, which is refused.
+With a sum over different tokens it would be wrong. FSDP2 has one, ``set_gradient_divide_factor``, which is refused.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ def start() -> None:
 
 
 def _devices() -> list[jax.Device]:
-    """All devices of JAX. The first call opens every visible GPU, which changes torch's current device: put back."""
+    """All devices of JAX. The first call opens every GPU and makes the last one torch's current, which is put back."""
     current = torch.cuda.current_device() if torch.cuda.is_available() else None
     try:
         return jax.devices()

@@ -12,7 +12,7 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class TestCase:
-    """One call. ``where``, ``temperature`` and ``labels`` name how the arrays are drawn; the rest is passed on."""
+    """One call. ``where``, ``temperature`` and ``labels`` say how arrays are drawn; the other fields are passed on."""
 
     __test__ = False
 

@@ -17,7 +17,7 @@ def races_found() -> bool:
 def add_stores(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets the interpreter run ``copy_smem_to_gmem(..., reduction_op="add")``, race detector included.
 
-    What it holds of earlier kernels is dropped.
+    Its state from earlier kernels is dropped.
     """
     interpret_pallas_call.reset_gpu_interpret_mode_state()
     copy, store = gpu_callbacks.copy_smem_to_gmem, gpu_callbacks.AsyncCopySmemToGmemTask

@@ -1,4 +1,4 @@
-"""The contract in NumPy float64, logits and all: written apart from the package, and checked by finite differences."""
+"""The contract in NumPy float64 with stored logits, apart from the package, and checked by finite differences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One call of the operation, its mesh, and how far two devices may differ: for the tests of partitioning."""
+"""What the tests of partitioning share: one call of the operation, its mesh, and how far results may differ."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def assert_same(got: Any, want: Any) -> None:
 
 
 def flops(run: Any, *operands: Any) -> float:
-    """Of one device's program."""
+    """FLOPs of one device's program."""
     return run.lower(*operands).compile().cost_analysis()["flops"]
 
 

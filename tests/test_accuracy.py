@@ -21,7 +21,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "padded": {"vocab_size": 1111},
     "scale below 0": {"logit_scale": -0.5},
-    "saturated cap": {"logit_softcap": 2.0},  # tanh rounds to 1: ties, as for who asks for the largest logit
+    "saturated cap": {"logit_softcap": 2.0},  # tanh rounds to 1: the largest logit is tied
     "temperature": {"temperature": 0.3},
     "no entropy": {"entropy": False},
 }

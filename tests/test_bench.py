@@ -96,7 +96,7 @@ def test_peers_can_be_left_out():
 def test_the_vocabulary_split_over_devices(vocab_size):
     shape = shapes.Shape(24, shapes.Head(32, vocab_size))
     measured = run.measure(shape, jnp.dtype("float32"), None, 1, with_peers=False, devices=2)
-    if vocab_size % 2:  # the call says so
+    if vocab_size % 2:  # two devices cannot share 521 columns evenly
         assert any("2 devices" in name and "521" in reason for name, reason in measured.left_out.items())
         return
     assert measured.row("ours split", shapes.FORWARD)

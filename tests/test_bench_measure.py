@@ -57,7 +57,7 @@ def test_how_much_work_a_timing_holds(monkeypatch, on_gpu, seconds):
 
 
 def test_calls_within_a_time(monkeypatch):
-    ticks = itertools.count(step=0.004)  # every look at the clock is 4 ms after the one before: 4 ms a timing
+    ticks = itertools.count(step=0.004)  # each reading of the clock is 4 ms after the last one, so a timing takes 4 ms
     monkeypatch.setattr(measure.time, "perf_counter", lambda: next(ticks))
     fast = fake_run([], "fast")
     assert measure.calls_within(fast, 0.05) == 13  # of 4 ms

@@ -1,4 +1,4 @@
-"""The head's bias: meshes, vmap, shards, traced scales, losses and refusals. Its values are in `test_parity`."""
+"""The head's bias: meshes, vmap, shards, traced scales, losses and refusals. `test_parity` tests its values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every mistake is met at the door, by a message that names the values."""
+"""Every mistake in a call raises before anything is computed, with a message that names the values."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def test_with_an_axis_that_is_not_bound() -> None:
 
 
 def test_of_a_loss() -> None:
-    """What only a loss takes is validated as the loss does, and the plan is that of its options."""
+    """Options of a loss are validated as in the loss, and the plan is that of the call the loss makes."""
     smoothed = explain(*CALL, label_smoothing=0.1).case
     assert smoothed.options.mean_logit
     assert not smoothed.options.entropy

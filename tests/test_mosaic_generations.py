@@ -77,7 +77,7 @@ def test_another_kernel_set_serves_for_a_while() -> None:
 
 
 def test_the_kernel_language_is_imported_with_the_first_kernel() -> None:
-    """It takes half a second, which a program without kernels does not pay; nor does a plan."""
+    """The import takes half a second. Neither a program without kernels nor a plan pays it."""
     code = (
         "import sys, jax.numpy as jnp, lce_jax; from lce_jax import mosaic; from tests import test_mosaic_generations;"
         "mosaic.plan(test_mosaic_generations.case(test_mosaic_generations.H200));"

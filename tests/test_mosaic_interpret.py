@@ -1,6 +1,6 @@
 """The Hopper kernels, run on the CPU by the interpreter with its race detector, against the materialised oracle.
 
-The interpreter models shared memory, TMA, barriers, wgmma and the warpgroups' concurrency; memory nobody wrote is NaN.
+The interpreter models shared memory, TMA, barriers, wgmma and the warpgroups' concurrency; unwritten memory is NaN.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Call:
     traced_columns: bool = False
     temperature: bool = False
     statistics_bytes: int | None = None  # small: several launches of the forward
-    shared: bool = False  # steps that both warpgroups share, where they would take turns
+    shared: bool = False  # both warpgroups share every step instead of taking turns
     cluster: int = 1  # 2: two blocks share the steps of few stages
     owns_cache: bool = True
     rounds_dhidden: bool = False
@@ -123,7 +123,7 @@ def case_of(test: Call) -> Case:
 
 
 def kernels_of(test: Call) -> sm90.Kernels:
-    """The kernels with what a small call does not reach: turns, clusters, several chunks, several launches."""
+    """The kernels with settings that a small call does not get: turns, clusters, several chunks, several launches."""
     tunings = Tunings(short_tokens=1) if test.shared else Tunings(many_row_blocks=1)
     if test.cluster > 1:
         tuning = Tuning(tile_k=64, stages=2, cluster=test.cluster)
@@ -154,7 +154,7 @@ def test_matches_reference(test: Call, monkeypatch: pytest.MonkeyPatch, capfd: p
     operands, cotangent = draw(test)
     want, _ = reference.statistics(operands, case)
     cache = check_statistics(test, case, operands, want)
-    if test.num_columns == 0:  # this shard owns nothing; another one had every column
+    if test.num_columns == 0:  # this shard owns no column; another one owns them all
         want = want._replace(max=jnp.zeros_like(want.max), sumexp=jnp.ones_like(want.sumexp))
     rows = _math.row_coefficients(want, cotangent, None, operands.inverse_temperature, test.options, test.V)
     check_gradients(test, case, operands, rows, cache)

@@ -57,7 +57,7 @@ def lower(T: int, H: int, V: int, dtype: str = "bfloat16", **options) -> str:
 
 
 def overwrites_cache(text: str) -> bool:
-    """Whether a kernel's output takes the place of its first operand: those of the products, that of their fourth."""
+    """Whether a kernel's output takes its first operand's memory; in the products, their fourth operand's."""
     return "output_operand_alias<output_tuple_indices = [], operand_index = 0," in text
 
 
@@ -215,7 +215,7 @@ def test_sharded(sequence_axis: str | None) -> None:
     step = jax.jit(jax.grad(objective, argnums=(0, 1)))
     text = step.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
     summed = "all_reduce" if sequence_axis is None else "reduce_scatter"
-    assert 0 < text.find("optimization_barrier") < text.rfind(summed)  # no kernel beside the collective
+    assert 0 < text.find("optimization_barrier") < text.rfind(summed)  # no kernel next to the collective
 
 
 @pytest.mark.usefixtures("hopper")

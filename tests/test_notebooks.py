@@ -1,6 +1,6 @@
 """Notebooks as readers meet them: with outputs, run from top to bottom, free of warnings and of anyone's paths.
 
-That they still run is nbmake's part: ``pytest --nbmake notebooks``.
+``pytest --nbmake notebooks`` checks that they still run.
 """
 
 from __future__ import annotations

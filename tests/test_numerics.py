@@ -93,7 +93,7 @@ def test_gradients(name: str, implementation: str) -> None:
 
 
 def test_the_entropy_of_a_near_certain_token_keeps_its_digits() -> None:
-    """lse - E[z] loses them all at logits of 1e4; the shifted sum does not."""
+    """lse - E[z] loses all digits at logits of 1e4; the shifted sum does not."""
     gap = 20.0
     weight = jnp.asarray([[1e4], [1e4 - gap]], jnp.float32)
     out = linear_logprobs(jnp.ones((1, 1)), weight, jnp.array([0]), precision="highest")
@@ -244,12 +244,12 @@ def test_a_probability_that_was_above_one(wrap, implementation: str) -> None:
 
     out = wrap(call)(jnp.ones((1, 1)), jnp.asarray([[33.3], [0.0]]))
     assert_probabilities(out)
-    assert float(out.logprobs[0]) == 0  # next to 1, float32 knows nothing of exp(-47.6)
+    assert float(out.logprobs[0]) == 0  # in float32, 1 + exp(-47.6) is 1
 
 
 @pytest.mark.parametrize("peak", [20, 200_000])
 def test_many_small_terms_beside_a_peak(peak: int) -> None:
-    """A hundred tiles later each: their sums are far below 1, and what one addition rounds away is the same again."""
+    """Each a hundred tiles later: their sums are far below 1, and every addition would round away the same part."""
     columns, T = 262144, 16
     weight = jnp.zeros((columns, 1)).at[peak].set(20.0)
     labels = jnp.full((T,), peak)

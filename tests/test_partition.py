@@ -1,4 +1,4 @@
-"""Under plain ``jit`` on a mesh the operation is partitioned as a matrix product is, whatever kind of axes it has."""
+"""Under plain ``jit`` on a mesh the operation is partitioned as a matrix product is, for every kind of axes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.partition_cases import (
     step,
 )
 
-# How hidden, weight and everything per token lie, and what `sharded_linear_logprobs` is told for the same split.
+# How hidden, weight and the per-token arrays are split, and the arguments of `sharded_linear_logprobs` for it.
 PLACES: dict[str, tuple[P, P, P, dict[str, Any]]] = {
     "batch": (P("data"), P(), P("data"), {"batch_axes": "data", "vocab_axis": None}),
     "batch and vocabulary": (P("data"), P("tensor"), P("data"), {"batch_axes": "data"}),
@@ -97,7 +97,7 @@ def test_one_axis_for_tokens_and_vocabulary(place: str, kind: AxisType) -> None:
 
 
 def test_in_shardings_alone_split_the_work() -> None:
-    """They are in no type: XLA's rule sees them."""
+    """No type shows these shardings; XLA's partitioning rule sees them."""
     mesh = mesh_of(AxisType.Auto)
     shardings = tuple(NamedSharding(mesh, spec) for spec in (P("data"), P("tensor"), P("data"), P("data"), P("data")))
     run = functools.partial(objective, linear_logprobs)

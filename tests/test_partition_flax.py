@@ -65,7 +65,7 @@ def test_heads_without_axes(api: str, kind: AxisType) -> None:
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("api", ["nnx", "linen"])
 def test_an_initializer_that_says_how_the_weight_is_split(api: str, kind: AxisType) -> None:
-    """It stands as it is beside ``vocab_axis``, which must name the same axes for the rows."""
+    """Its annotation is kept beside ``vocab_axis``, which must name the same axes for the rows."""
     mesh = mesh_of(kind)
     init, flax_api = jax.nn.initializers.normal(0.1), nnx if api == "nnx" else nn
     hidden, labels = put(HIDDEN, mesh, P("data")), put(LABELS, mesh, P("data"))

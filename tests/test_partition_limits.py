@@ -33,7 +33,7 @@ def test_a_cache_under_auto_axes_says_that_it_keeps_nothing(caplog: pytest.LogCa
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_shard_map_over_some_axes(kind: AxisType, caplog: pytest.LogCaptureFixture) -> None:
-    """The others cannot be read there: Explicit ones are refused where they split something, Auto ones warned of."""
+    """The other axes cannot be read there: Explicit ones that split something are refused, Auto ones give a warning."""
     mesh = mesh_of(kind)
 
     def some(hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> jax.Array:
@@ -59,7 +59,7 @@ def test_shard_map_over_some_axes(kind: AxisType, caplog: pytest.LogCaptureFixtu
 
 
 def test_axes_of_both_kinds(caplog: pytest.LogCaptureFixture) -> None:
-    """What Auto axes split is not in the types that Explicit ones are read from."""
+    """Types show what Explicit axes split, but not what Auto axes split."""
     kinds = (AxisType.Explicit, AxisType.Auto)
     mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=kinds, devices=jax.devices("cpu"))
     operands = put(HIDDEN, mesh, P("data")), put(WEIGHT, mesh, P("tensor")), put(LABELS, mesh, P("data"))

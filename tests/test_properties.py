@@ -59,7 +59,7 @@ def test_ragged_calls(test: cases.TestCase, seed: int) -> None:
         assert np.linalg.norm(np.asarray(got) - true) <= 1e-5 * max(np.linalg.norm(true), 1.0)
 
 
-@jax.jit  # a program for each width, wherever the piece begins
+@jax.jit  # one program for each width, for every start of the piece
 def piece(hidden, weight, labels, vocab_start):
     return local.statistics(hidden, weight, labels, vocab_start=vocab_start, stats=True)[0]
 
@@ -76,7 +76,7 @@ def united(parts, labels):
     seed=st.integers(0, 2**31),
 )
 def test_merging_any_split_in_any_order(cuts: list[int], order, seed: int) -> None:
-    """Statistics of the pieces of a vocabulary, however cut and shuffled, are those of the whole (eq. 2)."""
+    """Statistics of a vocabulary's pieces, cut and shuffled in any way, merge to those of the whole (eq. 2)."""
     test = cases.case("split", leading=(7,), H=8, V=61, spread=5.0, labels="foreign")
     hidden, weight, labels, *_ = cases.draw(test, seed)
     edges = [0, *sorted(cuts), 61]

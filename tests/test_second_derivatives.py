@@ -1,4 +1,4 @@
-"""A derivative of a gradient is refused; a gradient that only passes by is none."""
+"""A derivative of a gradient is refused; a gradient under ``stop_gradient`` is not one."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def test_explicit_axes_tell_the_batch_and_keep_their_types() -> None:
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("test", CALLS, ids=str)
 def test_inside_shard_map(test: cases.TestCase, check_vma: bool) -> None:
-    """The gradient taken outside: shard_map's own transpose sums what was replicated."""
+    """The gradient is taken outside: shard_map's transpose sums what was replicated."""
     (hidden, weight, labels, options, seeds), want, wanted = single(test)
     mesh = mesh_of("data 2, tensor 4", AxisType.Auto)
     rows = {key: options.pop(key) for key in ("where", "temperature") if isinstance(options.get(key), jax.Array)}
@@ -126,7 +126,7 @@ def plain_logprobs(hidden, weight, labels, axis_name):
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("gathered", [False, True], ids=["replicated hidden", "gathered hidden"])
 def test_gradient_inside_shard_map_follows_jax(check_vma: bool, gathered: bool) -> None:
-    """Taken inside, gradients are what plain JAX with psum gives, in either mode and for either kind of hidden."""
+    """Gradients taken inside equal those of plain JAX with psum, in either mode and for either kind of hidden."""
     (hidden, weight, labels, *_), _, _ = single(CALLS[0])
     mesh = mesh_of("data 2, tensor 4", AxisType.Auto)
 

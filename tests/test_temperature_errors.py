@@ -26,7 +26,7 @@ WRONG = [0.0, -0.5, float("nan"), float("inf"), 1e-42]
 @pytest.mark.parametrize("kind", [np.asarray, jnp.asarray])
 def test_a_temperature_of_zero_in_an_array_is_refused_with_its_values(wrong: float, kind: Any) -> None:
     values = kind([1.0, wrong, 0.7, wrong], "float32")
-    # 1e-42 is 0 where XLA flushes it, and is named as it is
+    # 1e-42 is 0 where XLA flushes it; the message has the value as given
     message = r"temperature must be positive and finite .* in 2 of 4 rows, the first of them \(1,\)"
     for function in (linear_logprobs, explain, functools.partial(sharded_linear_logprobs, mesh=MESH)):
         with pytest.raises(ValueError, match=message) as error:
@@ -67,7 +67,7 @@ def test_a_traced_temperature_of_zero_stays_in_its_row(implementation: str) -> N
 
 
 def test_a_shard_with_a_temperature_of_zero() -> None:
-    """`lce_jax.local` and a mesh keep the damage in its row too."""
+    """The damage stays in its row also in `lce_jax.local` and over a mesh."""
     values = jnp.array([1.0, 0.0, 0.7, 1.0])
     out = jax.jit(lambda t: sharded_linear_logprobs(HIDDEN, WEIGHT, LABELS, mesh=MESH, temperature=t))(values)
     assert np.array_equal(np.isnan(out.lse), [False, True, False, False])

@@ -1,4 +1,4 @@
-"""Tilings: forced small, so that every walk over tokens and vocabulary happens, must not change a result."""
+"""Tilings that are forced small, so that every loop over tokens and vocabulary runs, must not change a result."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_any_tiling(test: cases.TestCase, tile: tuple[int, int], monkeypatch: py
 
 
 def test_rows_left_out_cost_no_work() -> None:
-    """The walk over token tiles stops at the last live one: counted, not timed."""
+    """The loop over token tiles stops at the last live one: counted, not timed."""
     T, H, V = 4096, 8, 64
     visited = []
 

@@ -27,7 +27,7 @@ CALLS: dict[str, tuple[dict[str, Any], dict[str, float]]] = {
     ),
     "bfloat16": ({"dtype": "bfloat16"}, {"logit_scale": -0.25}),
 }
-# A factor of a row is multiplied where a number is folded into another: a rounding or two.
+# A traced factor is multiplied in, a number is folded into another one: a rounding or two of difference.
 VALUE, GRADIENT = 2e-6, {"float32": 2e-6, "bfloat16": 4e-3}
 
 

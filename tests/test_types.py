@@ -1,4 +1,4 @@
-"""Inside ``shard_map``, whatever the types of the operands: results and gradients are those of stored logits."""
+"""Inside ``shard_map``, for all types of the operands, results and gradients are those of stored logits."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_operands_that_differ_over_other_axes(check_vma: bool) -> None:
 
 @pytest.mark.parametrize("name", ["labels", "where", "temperature"])
 def test_rows_that_differ_between_the_shards_are_nan(name: str) -> None:
-    """Shards that were given other rows cannot be told apart by their types; the rows where they differ say so."""
+    """Types do not show that shards were given different rows; rows that differ are NaN."""
     other = {"labels": LABELS + 1, "where": ~WHERE, "temperature": TEMPERATURE * 2}[name].at[1].set(PER_TOKEN[name][1])
 
     def body(hidden: jax.Array, weight: jax.Array, mine: jax.Array, other: jax.Array) -> Any:

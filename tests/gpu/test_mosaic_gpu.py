@@ -19,13 +19,13 @@ from lce_jax.mosaic import _generations, sm90
 
 pytestmark = pytest.mark.gpu
 
-# Nats. Tensor cores truncate a product's partial sums, whoever asks them: plain XLA's products are off by as much (6e-5
-# in a logprob at H = 5120). These results may add a third of that, and the rounding of their own sums.
+# Nats. Tensor cores truncate a product's partial sums, in plain XLA too: its products are off by as much (6e-5 in a
+# logprob at H = 5120). These results may add a third of that, and the rounding of their own sums.
 VALUE_BOUND = 2e-5
 VALUE_FACTOR = 1.33
 GRADIENT_BOUND = {"bfloat16": 3.5e-3, "float16": 4.5e-4}  # one rounding of dlogits, one of the result
 STATISTICS_BYTES = sm90.KERNELS.budget.statistics_bytes
-FEW_ROWS_BOUND = 3 * 2.0**-9  # bfloat16's largest roundings, of a cached exponential too: few rows do not average them
+FEW_ROWS_BOUND = 3 * 2.0**-9  # bfloat16's largest roundings, also of a cached exponential: few rows do not average them
 
 CASES: dict[str, dict[str, Any]] = {
     "ragged": {"T": 1003, "H": 512, "V": 4032},
@@ -103,7 +103,7 @@ def use_statistics_bytes(statistics_bytes: int, monkeypatch: pytest.MonkeyPatch)
 
 
 def poison() -> None:
-    """Leaves NaN in the memory that the next allocations will get."""
+    """Fills the memory that the next allocations get with NaN."""
     jax.block_until_ready(jnp.full((256 << 20,), jnp.nan, jnp.float32))
 
 
@@ -196,7 +196,7 @@ def test_no_probability_is_above_one(more: dict[str, Any], temperature: float, i
 
 
 def test_one_cache_serves_two_backwards() -> None:
-    """The first overwrites it, so that XLA must copy it before."""
+    """The first overwrites the cache, so XLA must copy it before."""
     hidden, weight, rows, options = draw(512, 1024, 32000, cache_bytes=1 << 32)
     supported(hidden, weight, options)
 
@@ -249,7 +249,7 @@ for one in candidates.jax_candidates(drawn, "mosaic_gpu"):
 
 
 def test_how_long_compiling_takes(tmp_path: pathlib.Path) -> None:
-    """In a process, and in another one after it that finds JAX's persistent cache."""
+    """In a process, and in a later one that finds JAX's persistent cache."""
     hidden, weight, _, options = draw(64, 64, 512)
     supported(hidden, weight, options)
     cache = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}

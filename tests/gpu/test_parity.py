@@ -21,7 +21,7 @@ def test_matches_float64(test: cases.TestCase, implementation: str) -> None:
     wanted = oracle.gradients(product_hidden, weight, labels, seeds, **options)
     if "float16" in (test.dtype[-7:], str(hidden.dtype)[-7:]):
         plain = materialised(hidden, weight, labels, seeds, options)
-        # The same roundings as the materialised path's, hence the same error but for chance.
+        # The same roundings as the materialised path's, so the same error up to chance.
         bounds = [1.02 * oracle.relative_norm(theirs, true) for theirs, true in zip(plain, wanted, strict=True)]
     else:
         bounds = [GRADIENT_BOUND, GRADIENT_BOUND]

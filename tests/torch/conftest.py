@@ -1,4 +1,4 @@
-"""What `megatron_worker` and its helpers import belongs to the ranks, not to pytest's process."""
+"""`megatron_worker` and its helpers are not collected: their imports belong to the ranks, not to pytest's process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ collect_ignore_glob = ["megatron_*.py"]
 
 @pytest.fixture(params=["xla", "mosaic_gpu"])
 def implementation(request: pytest.FixtureRequest) -> str:
-    """Each that serves a bfloat16 call on this GPU."""
+    """Each implementation that serves a bfloat16 call on this GPU."""
     try:
         linear_logprobs(*draw(64, 256, 1024), implementation=request.param)
     except lce_jax.UnsupportedError as error:

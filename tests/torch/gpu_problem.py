@@ -1,4 +1,4 @@
-"""A problem on the GPU, for the tests of the bridge there."""
+"""The call that the bridge's GPU tests make."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The checks of conduct: what is returned, restored, passed on and refused; Megatron's own loss and its hooks."""
+"""The checks of behaviour: what is returned, restored and passed on; Megatron's own loss and its hooks."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def float16_module(tp: int, model: Options, _options: Options) -> Result:
 
 
 def hidden_as_it_is(tp: int, model: Options, _options: Options) -> Result:
-    """The op receives the very hidden states of the decoder: [s, b, h], neither copied nor transposed."""
+    """The op receives the decoder's own hidden states: [s, b, h], neither copied nor transposed."""
     it = subject(tp, **model)
     batch, _ = draw()
     seen: dict[str, torch.Tensor] = {}
@@ -138,7 +138,7 @@ def hidden_as_it_is(tp: int, model: Options, _options: Options) -> Result:
 
 
 def further_arguments(tp: int, model: Options, _options: Options) -> Result:
-    """The model's other arguments reach it; those the processor does not know do no harm; labels may be the model's."""
+    """Other arguments reach the model; the processor ignores those that it does not know; labels may be the model's."""
     it = subject(tp, **model)
     batch, _ = draw()
     want = call(it.model, batch)
@@ -161,8 +161,8 @@ def further_arguments(tp: int, model: Options, _options: Options) -> Result:
 def readme(tp: int, model: Options, _options: Options) -> Result:
     """README's Megatron block as it is printed, in a micro-batch with and in one without response tokens.
 
-    And what it says of the names in it: ``old_logprobs`` are the same call without gradients, before the update, and
-    ``get_batch_on_this_cp_rank`` cuts all that is per token as it cuts the tokens.
+    It also checks what README says of the names in it: ``old_logprobs`` are the same call without gradients, before the
+    update, and ``get_batch_on_this_cp_rank`` cuts labels and masks as it cuts the tokens.
     """
     it = subject(tp, **model)
     batch, drawn = draw(keep="some")
@@ -211,7 +211,7 @@ def readme(tp: int, model: Options, _options: Options) -> Result:
 
 
 def restored(tp: int, model: Options, _options: Options) -> Result:
-    """Model and output layer are what they were, also after an exception."""
+    """Model and output layer are restored, also after an exception."""
     it = subject(tp, **model)
     batch, _ = draw()
     before = it.model(*batch.inputs)
@@ -232,7 +232,7 @@ def restored(tp: int, model: Options, _options: Options) -> Result:
 
 
 class Delegating(torch.nn.Module):
-    """Passes on what it is asked for, as torch.compile's module does."""
+    """Passes attributes on to the inner module, as torch.compile's module does."""
 
     def __init__(self, inner: torch.nn.Module) -> None:
         super().__init__()
@@ -246,11 +246,11 @@ class Delegating(torch.nn.Module):
 
 
 def wrapped(tp: int, model: Options, _options: Options) -> Result:
-    """In torch.compile, in DistributedDataParallel around that, and in a wrapper of anybody's."""
+    """In torch.compile, in DistributedDataParallel around that, and in a wrapper of the user's own."""
     it = subject(tp, **model)
     compiled = torch.compile(it.model, backend="eager")
     wrappers = torch.nn.parallel.DistributedDataParallel(compiled), Delegating(it.model)
-    # To compile takes seconds, and once will do; the compiled model sees labels of its own each time.
+    # Compiling takes seconds, so it is done once; the compiled model gets other labels each time.
     measured = [in_wrapper(it, compiled, seed, "default") for seed in (0, 1)]
     measured += [in_wrapper(it, outer, 2, "force_eager") for outer in wrappers]
     return {
@@ -261,7 +261,7 @@ def wrapped(tp: int, model: Options, _options: Options) -> Result:
 
 
 def in_wrapper(it: Subject, outer: Any, seed: int, stance: str) -> tuple[float, float, str]:
-    """The errors of the outputs inside and of the logits afterwards, and the word on labels for the model."""
+    """The errors of the outputs inside and of the logits afterwards, and the message for labels given to the model."""
     batch, _ = draw(seed=seed)
     with torch.no_grad(), torch.compiler.set_stance(stance):
         with stock(it, batch) as want, fused_output_layer(outer, batch.labels):

@@ -72,7 +72,7 @@ def draw(seed: int = 0, *, foreign: bool = False, **options: Any) -> tuple[Batch
 
 @contextlib.contextmanager
 def stock(it: Subject, batch: Batch, **options: Any) -> Iterator[Outputs]:
-    """Whole logits on every rank, and plain PyTorch behind them, in float32 (or float64)."""
+    """Whole logits on every rank, then plain PyTorch in float32 (or float64)."""
     logits = gather_from_tensor_model_parallel_region(it.model(*batch.inputs))
     z = logits.to(torch.promote_types(logits.dtype, torch.float32))
     cap, temperature = options.get("logit_softcap"), options.get("temperature", 1.0)
@@ -151,7 +151,7 @@ def relative_norm(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def finite(error: torch.Tensor) -> float:
-    """NaN as infinity: it is larger than nothing, and a maximum would pass it over."""
+    """NaN becomes infinity, because a maximum would pass over it."""
     return float(error) if error.isfinite() else math.inf
 
 

@@ -85,7 +85,7 @@ HALF_PRECISION = [
     _case("half precision", 2, "float16, SP", dict(dtype="float16", sp=True), {}),
 ]  # fmt: skip
 
-# dhidden reduced not at all, or twice: the comparison must notice.
+# dhidden is not reduced, or reduced twice: the comparison must notice.
 CONTROLS = [
     _case("reduction left out", 2, "plain", {}, {}),
     _case("reduction left out", 2, "Hybrid", dict(kind="hybrid"), {}),
@@ -181,5 +181,5 @@ ON_GPUS = [
     for case in [*PARITY, *HALF_PRECISION, *CONTROLS, *TRAINING]
     if case.tp == 2 and (case.name.split(": ")[1] in _NAMES_ON_GPUS or case in CONTROLS)
 ]
-# And where each rank sees all GPUs, as torchrun has it.
+# With each rank seeing all GPUs, as under torchrun.
 SEEING_ALL_GPUS = [case for case in PARITY if case.name in ("parity, tp 2: plain", "parity, tp 2: tied, SP")]

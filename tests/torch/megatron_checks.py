@@ -70,7 +70,7 @@ def reduction_doubled(tp: int, model: Options, _options: Options) -> Result:
 
 
 def with_reduction(allreduce_dgrad: bool, tp: int, model: Options) -> Result:
-    """Parity, with the layer's word on the reduction of dhidden turned into its opposite."""
+    """Parity, with the layer's flag for the reduction of dhidden inverted."""
     it = subject(tp, **model)
     batch, _ = draw()
     want = measure(stock, it, batch)
@@ -113,7 +113,7 @@ def watched(layer: torch.nn.Module) -> Iterator[dict[str, torch.Tensor]]:
 
 
 def exact_head(it: Subject, batch: Batch, hidden: torch.Tensor) -> list[torch.Tensor]:
-    """In float64: logprobs, entropy, this rank's dhidden and, where the weight has no other use, its dweight."""
+    """In float64: logprobs, entropy, this rank's dhidden and, if the weight has no other use, its dweight."""
     config, group = it.model.config, it.model.tp_group
     tied = it.model.share_embeddings_and_output_weights
     weight = it.model.shared_embedding_or_output_weight() if tied else it.model.output_layer.weight
@@ -202,7 +202,7 @@ def optimizer(tp: int, model: Options, _options: Options) -> Result:
 
 
 def trained(way: Way, it: Subject) -> Gradients:
-    """What became of the main parameters less what they were."""
+    """The change of the main parameters."""
     weights = {bare(name): p for name, p in it.model.named_parameters()}
     start = {name: p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True) for name, p in weights.items()}
     main = {name: p.clone() for name, p in start.items()}

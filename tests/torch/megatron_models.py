@@ -1,9 +1,9 @@
 """Tiny real megatron-core models, on CPU with gloo or on GPUs with NCCL, without Transformer Engine and apex.
 
-What stands in for something that megatron-core expects of the machine is in this file, and nowhere else:
+This file alone replaces what megatron-core expects of the machine:
 
 * `stand_in_for_cuda` (CPU only): five functions of ``torch.cuda`` that megatron-core calls whatever the device.
-* `stand_in_for_apex`: the one apex kernel behind ``gradient_accumulation_fusion``, as two lines of PyTorch.
+* `stand_in_for_apex`: the one apex kernel that ``gradient_accumulation_fusion`` calls, as two lines of PyTorch.
 * `norm`: megatron-core's own wrapper of PyTorch's norms refuses sequence parallelism, and HybridModel names
   Transformer Engine's. A norm is per token: all it needs is the mark that its gradient is summed over the ranks.
 
@@ -121,7 +121,7 @@ def gpt(config: TransformerConfig, **options: Any) -> GPTModel:
 
 
 def hybrid(config: TransformerConfig, **options: Any) -> HybridModel:
-    """Attention and MLP layers; Mamba's need CUDA kernels, and the head does not know what is below it."""
+    """Attention and MLP layers: Mamba's need CUDA kernels, and the head does not depend on the layers below it."""
     parts = layer_spec(config).submodules
     attention = TransformerLayerSubmodules(
         input_layernorm=norm, self_attention=parts.self_attention, self_attn_bda=get_bias_dropout_add
@@ -178,7 +178,7 @@ def add_bias(layer: Any, skipped: bool) -> None:
 
 
 def data_parallel(model: torch.nn.Module, **options: Any) -> DistributedDataParallel:
-    """As training has it: 16-bit weights behind Float16Module, gradients of all micro-batches summed in float32."""
+    """As in training: 16-bit weights in Float16Module, gradients of all micro-batches summed in float32."""
     config = model.config
     module = Float16Module(config, model) if config.bf16 or config.fp16 else model
     return DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True, **options), module)
@@ -204,7 +204,7 @@ def batch(seed: int = 0, *, foreign: bool = False, vocab_size: int = VOCAB) -> B
     shape = (BATCH, SEQUENCE)
     tokens = torch.randint(0, vocab_size, shape, generator=generator)
     labels = tokens.roll(-1, dims=1)
-    if foreign:  # 2**32 + 3 is 3 to whoever narrows it to 32 bits
+    if foreign:  # 2**32 + 3 narrowed to 32 bits would be 3
         labels[0, 3:7] = torch.tensor([2**32 + 3, -100, 10**6, -1])
         labels[1, 5] = VOCAB
     seeds = tuple(scale * torch.randn(shape, generator=generator) for scale in (1.0, 0.3))

@@ -14,7 +14,7 @@ WORKER = "tests.torch.megatron_worker"
 def run_ranks(
     directory: pathlib.Path, table: str, *, ranks: int, seconds: float, gpus: str | None = None
 ) -> dict[str, Any]:
-    """The results of the cases of ``megatron_cases.<table>``, by name; under "failure", what went wrong, if it did.
+    """The results of the cases of ``megatron_cases.<table>``, by name, and any failure under "failure".
 
     Args:
         directory: a new one.

@@ -130,7 +130,7 @@ def of_the_context_manager(tp: int, gpt: Any, hybrid: Any, batch: Any) -> Result
                 pass
 
     stage = subject(tp, kind="hybrid", stage="first").model
-    stage.output_layer = gpt.output_layer  # which a stage with multi-token prediction has
+    stage.output_layer = gpt.output_layer  # as in a stage with multi-token prediction
     return {
         "no entropy, context manager": wrapper(hybrid, batch, entropy="none"),
         "stats, context manager": wrapper(hybrid, batch, stats=True),
@@ -144,7 +144,7 @@ def of_the_context_manager(tp: int, gpt: Any, hybrid: Any, batch: Any) -> Result
 
 
 def without_predictions(function: Callable[[], str]) -> str:
-    """Under a megatron-core that leaves the predictions out where it has no labels for them."""
+    """Under a megatron-core that drops the predictions if it has no labels for them."""
     whole = gpt_model.process_mtp_loss
     gpt_model.process_mtp_loss = lambda hidden_states, **_: hidden_states.chunk(2)[0]
     try:

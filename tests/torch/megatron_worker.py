@@ -1,8 +1,8 @@
 """What one rank runs: ``torchrun --nproc-per-node 2 -m tests.torch.megatron_worker DIRECTORY TABLE``.
 
-The checks measure; the tests judge. Rank 0 writes one line of JSON per case of the table: of each number the largest
-over the ranks, of each flag whether it holds on all, of each text its own. A case that raises ends the run, for the
-ranks may be out of step with each other.
+The checks measure; the tests judge. Rank 0 writes one line of JSON per case of the table: the largest of each number
+over the ranks, whether each flag holds on all of them, and its own texts. A case that raises ends the run, because the
+ranks may then be out of step with each other.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def main(directory: pathlib.Path, table: str) -> None:
     rank = int(os.environ["LOCAL_RANK"])
     gpu = torch.cuda.is_available()
     if gpu:
-        torch.cuda.set_device(rank % torch.cuda.device_count())  # its own is the only one, where it sees no other
+        torch.cuda.set_device(rank % torch.cuda.device_count())  # 0 if each rank sees only its own
     dist.init_process_group("nccl" if gpu else "gloo", timeout=datetime.timedelta(seconds=60))
     megatron_models.prepare()
     for case in getattr(megatron_cases, table):

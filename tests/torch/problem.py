@@ -1,4 +1,4 @@
-"""Calls for the bridge's tests, and their answers from PyTorch in float64 with logits stored."""
+"""Calls for the bridge's tests, and their results from PyTorch in float64 with stored logits."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def draw(T: int = 37, H: int = 32, V: int = 104, dtype: torch.dtype = torch.floa
 
 
 def told(V: int = 104, **options: Any) -> Call:
-    """What the operators are told of a call on one rank, by default what `linear_logprobs` tells them by default."""
+    """The `Call` that the operators get on one rank; by default the one from `linear_logprobs` with its defaults."""
     call = Call(
         group="", vocab_size=V, logit_scale=1.0, logit_softcap=None, entropy="grad", stats=False, mean_logit=False,
         megatron=False, reduce_grad_hidden=False, cache_bytes=0, implementation="",
@@ -107,7 +107,7 @@ def gradients(problem: Problem, seeds: list[torch.Tensor], call: Any = linear_lo
 
 
 def exact(problem: Problem, seeds: list[torch.Tensor], **options: Any) -> Any:
-    """What `gradients` should be: in float64 from the operands as the products see them, nothing rounded."""
+    """What `gradients` should return: in float64 from the operands as the products see them, nothing rounded."""
     hidden = problem.hidden.to(problem.weight.dtype).double()
     return gradients(Problem(hidden, problem.weight.double(), problem.labels), seeds, call=stored, **options)
 
@@ -127,5 +127,5 @@ def value_error(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def _bad_if_nan(error: float) -> float:
-    """``max(0.0, nan)`` is 0: in a list of errors NaN would pass for a good one."""
+    """``max(0.0, nan)`` is 0: NaN in a list of errors would look like a small one."""
     return math.inf if math.isnan(error) else error

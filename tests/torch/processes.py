@@ -1,4 +1,4 @@
-"""Python in processes of its own, one or several under torchrun, with a hard limit of time, and what a failure said."""
+"""Runs Python in separate processes, one or several under torchrun, with a time limit and the output of failures."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def ranks(size: int, command: list[str], logs: Path, timeout: float = 240, **tol
 def torchrun(
     size: int, command: list[str], logs: Path, seconds: float, own_gpus: bool = False, **environment: str
 ) -> str | None:
-    """Runs Python ``size`` times under torchrun, and leaves nobody behind: what went wrong, if anything did.
+    """Runs Python ``size`` times under torchrun and ends all processes. Returns what went wrong, if anything did.
 
     The first to fail, or the end of the time, ends them all. Their output goes to ``logs``, a new directory; its ends
-    are part of the answer. With ``own_gpus`` each sees one GPU, where torchrun shows it all of them.
+    are part of the answer. With ``own_gpus`` each process sees one GPU; torchrun shows it all of them.
     """
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
     launcher += ["--redirects=3", f"--log-dir={logs}", "--no-python"]

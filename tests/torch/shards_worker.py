@@ -70,7 +70,7 @@ def parity(group: dist.ProcessGroup) -> None:
 
 
 def negative_controls(group: dist.ProcessGroup) -> None:
-    """dhidden not summed, or summed twice, is far off, with a perfect forward."""
+    """If dhidden is not summed, or summed twice, it is far off, although the forward is right."""
     problem = draw()
     _, (whole, _) = p.exact(problem, p.seeds_like(problem.labels))
     out, (part, _) = run(problem, group, reduce_grad_hidden=False)
@@ -86,7 +86,7 @@ def negative_controls(group: dist.ProcessGroup) -> None:
 
 
 def collectives(group: dist.ProcessGroup) -> None:
-    """One all-gather forward, for all pieces of the tokens together; one all-reduce backward, if asked for."""
+    """One all-gather forward, for all pieces of the tokens together; one all-reduce backward, if it is asked for."""
     counts = {"all_gather_into_tensor": 0, "all_reduce": 0}
 
     def counted(name: str) -> Any:
@@ -102,7 +102,7 @@ def collectives(group: dist.ProcessGroup) -> None:
         setattr(dist, name, counted(name))
     T = _rows.FORWARD_ROWS + 50
     problem = draw(T=T, H=8, V=16)
-    run(draw(T=4, H=8, V=16), group)  # the first call asks whether the parts are of the same size
+    run(draw(T=4, H=8, V=16), group)  # the first call compares the sizes of the parts
     counts.update(dict.fromkeys(counts, 0))
     out, grads = run(problem, group)
     assert counts == {"all_gather_into_tensor": 1, "all_reduce": 1}, counts
@@ -140,7 +140,7 @@ def empty_and_compiled(group: dist.ProcessGroup) -> None:
 
 
 def uneven(group: dist.ProcessGroup) -> None:
-    """Parts of different sizes raise in a group's first call and give NaN later, on every rank: nobody waits."""
+    """Parts of different sizes raise in a group's first call and give NaN later, on every rank: no rank hangs."""
     problem = draw(T=5, V=51)
     part = problem._replace(weight=problem.weight.chunk(2)[group.rank()])
     other = dist.new_group(list(range(dist.get_world_size())))
@@ -241,7 +241,7 @@ def main() -> None:
         globals()[name](group)
         print("done", name, flush=True)
     if DEVICE == "cuda":
-        assert torch.cuda.current_device() == rank  # JAX, as it started, left it so
+        assert torch.cuda.current_device() == rank  # JAX's start has not changed it
     dist.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""The dtype and the precision of products are those that torch is set to: autocast, and float32 products."""
+"""Products have the dtype and the precision that torch is set to: autocast, and float32 products."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_autocast_casts_the_weight(hidden_dtype: torch.dtype) -> None:
 
 
 class Weights:
-    """Where the copies of the weight lie that autograd keeps."""
+    """The addresses of the copies of the weight that autograd keeps."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         self.shapes, self.places = (weight.shape, weight.shape[::-1]), list[int]()
@@ -47,7 +47,7 @@ class Weights:
 
 @pytest.mark.parametrize("wgrad", ["return", "main_grad"])
 def test_calls_of_an_autocast_context_share_one_copy_of_the_weight(wgrad: str) -> None:
-    """That of torch's own products in it; the gradients of calls sum in float32."""
+    """It is the copy of torch's own products; the calls' gradients are summed in float32."""
     problem = p.draw()
     hidden, weight, labels = problem.leaves()
     weight.main_grad = torch.zeros_like(weight)
@@ -88,7 +88,7 @@ def test_the_copy_of_the_weight_lasts_as_long_as_torch_keeps_it() -> None:
 
 
 def test_each_autocast_context_sees_the_weight_as_it_is() -> None:
-    """Also where a change left no trace (``.data``), and where the first call recorded no gradients."""
+    """Also if a change left no trace (``.data``), and if the first call recorded no gradients."""
     hidden, weight, labels = p.draw().leaves()
     for step in range(3):
         weight.data.mul_(1.0 + step)
@@ -106,7 +106,7 @@ def test_each_autocast_context_sees_the_weight_as_it_is() -> None:
 
 @pytest.mark.parametrize("where", ["torch.backends", "torch.backends.mkldnn.matmul"])
 def test_float32_products_are_as_exact_as_torch_is_set(where: str) -> None:
-    """Also in the newer way, after which the older one's question raises."""
+    """Also by the newer setting, after which the older one's getter raises."""
     settings = [f"{where}.fp32_precision = {name!r}" for name in ("ieee", "tf32", "ieee")]
     assert asked_precision(settings) == "highest None highest"
 
@@ -118,7 +118,7 @@ def test_float32_products_are_as_exact_as_torch_was_once_set() -> None:
 
 
 def asked_precision(settings: list[str]) -> str:
-    """What the programs are asked for after each of ``settings``, in a process of its own: torch does not forget."""
+    """The precision of the programs after each of ``settings``, in a separate process, because torch keeps settings."""
     lines = "".join(f"{setting}; asked.append(_execute._spec(weight, call, True).precision)\n" for setting in settings)
     code = "import torch; from lce_torch_bridge import _execute; from tests.torch import problem as p\n"
     code += "weight, asked, call = torch.zeros(3, 2), [], p.told(3)\n"

@@ -1,4 +1,4 @@
-"""What a drop-in for PyTorch's own layers must keep of autograd's manners."""
+"""A drop-in for PyTorch's own layers must behave under autograd as they do."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_no_tokens(shape: tuple[int, ...]) -> None:
 
 
 def test_stride_zero_gradients() -> None:
-    """``sum()`` expands one number, and DLPack takes no such tensor."""
+    """``sum()`` expands one number to stride 0, which DLPack does not take."""
     leaves = p.draw().leaves()
     out = linear_logprobs(*leaves)
     out.logprobs.sum().backward()
@@ -148,7 +148,7 @@ REVERSE_MODE = r"no forward-mode derivatives .* torch\.func\.vjp or torch\.autog
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:FutureWarning")  # torch's own, of its jvp
 def test_other_transforms_are_refused_with_what_to_do(transform: Any, message: str) -> None:
     hidden, weight, labels = p.draw(T=3, H=8, V=10)
-    temperature = torch.full((1,), 0.7)  # values that cannot be looked at inside
+    temperature = torch.full((1,), 0.7)  # its values cannot be read inside a transform
 
     def call(x: torch.Tensor) -> torch.Tensor:
         there = labels[: x.numel() // 8].view(x.shape[:-1])

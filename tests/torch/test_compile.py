@@ -159,7 +159,7 @@ def test_a_mask_that_cannot_be_counted_is_kept_in_the_graph() -> None:
 
     want = call(*problem, mask, temperature)
     traced = make_fx(call, tracing_mode="fake")(*problem, ~mask, temperature)
-    problem.hidden[~mask], temperature[~mask] = torch.nan, 0.0  # whatever they hold
+    problem.hidden[~mask], temperature[~mask] = torch.nan, 0.0  # with any values
     got = traced(*problem, mask, temperature)
     assert all(map(torch.equal, got[:4], want[:4]))
     assert p.relative_norm(got[4], want[4]) < 1e-6  # the same rows, in another order

@@ -130,7 +130,7 @@ class OnGPU:
 
 @pytest.mark.parametrize(("stream", "called"), [(0, 1), (77, 77)])
 def test_results_wait_in_the_stream_of_their_own_gpu(monkeypatch: pytest.MonkeyPatch, stream: int, called: int) -> None:
-    """Not in that of the current one, which JAX may change in the middle of a call."""
+    """Not in the current device's, which JAX may change in the middle of a call."""
     devices: list[int] = []
     asked: list[int] = []
 
@@ -162,7 +162,7 @@ def test_torch_exports_from_the_device_of_the_tensor(monkeypatch: pytest.MonkeyP
 
 
 def test_a_write_right_after_the_call_changes_nothing() -> None:
-    """An export orders torch behind the program that reads its memory."""
+    """After an export, torch's stream waits for the program that reads its memory."""
     problem = p.draw(T=8192, H=16, V=512)  # rows that need no padding: the program reads torch's memory
     want = linear_logprobs(*problem)
     for _ in range(20):
@@ -174,7 +174,7 @@ def test_a_write_right_after_the_call_changes_nothing() -> None:
 
 
 def test_nothing_of_jax_holds_torch_memory_after_a_call() -> None:
-    """The memory is NumPy's here, which tells when the last of torch and JAX lets go of it."""
+    """The memory is NumPy's here, which shows when both torch and JAX have released it."""
 
     def owned_by_numpy(x: torch.Tensor) -> tuple[torch.Tensor, weakref.ref]:
         memory = np.empty(x.numel() + 16, np.float32)
@@ -197,7 +197,7 @@ def test_nothing_of_jax_holds_torch_memory_after_a_call() -> None:
 
 
 class StandIn:
-    """For a stream of CUDA's and for an event of it: what an event saw last is what a stream waits for."""
+    """Stands in for CUDA's streams and events: a stream waits for the last recording of an event."""
 
     def __init__(self, name: str = "", between: threading.Barrier | None = None) -> None:
         self.name, self.cuda_stream, self.between = name, name, between
@@ -213,7 +213,7 @@ class StandIn:
 
 
 def test_threads_have_events_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else one that records between another's recording and waiting would let that one wait for the wrong stream."""
+    """Otherwise a thread that records between another's recording and waiting makes it wait for the wrong stream."""
     both, mine = threading.Barrier(2), threading.local()
     monkeypatch.setattr(torch.cuda, "Event", lambda: StandIn(between=both))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: mine.stream)
@@ -231,7 +231,7 @@ def test_threads_have_events_of_their_own(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_jax_waits_for_all_streams_that_may_read_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What another stream was given of JAX's memory may have been dropped, and may lie unread yet."""
+    """Torch may drop JAX's memory before another stream, which was given it, has read it."""
     external, here, there = StandIn(), StandIn("here"), StandIn("there")
     device, other = torch.device("cuda", 0), torch.device("cuda", 1)
     monkeypatch.setattr(dlpack, "_events", SimpleNamespace(of=defaultdict(StandIn)))

@@ -69,7 +69,7 @@ def test_memory_is_flat_over_fifty_steps(implementation: str) -> None:
     torches, jaxes = [], []
     for _ in range(50):
         p.gradients(problem, seeds, implementation=implementation)
-        torch.cuda.synchronize()  # what the GPU still reads is held until it has
+        torch.cuda.synchronize()  # memory that the GPU still reads is held until then
         torches.append(torch.cuda.memory_allocated())
         jaxes.append(device.memory_stats()["bytes_in_use"])
     gc.collect()
@@ -77,7 +77,7 @@ def test_memory_is_flat_over_fifty_steps(implementation: str) -> None:
     print(
         f"{implementation}: JAX {jaxes[9] >> 20} MiB after 10 steps, {jaxes[-1] >> 20} MiB after 50, peak {peak >> 20}"
     )
-    # JAX gives back what it read when it hears that the GPU is done: after any one step some may still be held.
+    # JAX frees what it read once it learns that the GPU is done: after any one step some may still be held.
     assert min(torches[40:]) <= min(torches[10:20])
     assert min(jaxes[40:]) <= min(jaxes[10:20])
     assert device.memory_stats()["bytes_in_use"] <= jaxes[-1]
@@ -109,7 +109,7 @@ def test_nothing_is_preallocated_and_the_process_ends_well(last: str) -> None:
 
 @pytest.mark.multi_gpu
 def test_two_ranks_that_see_every_gpu(tmp_path: Path) -> None:
-    """NCCL on the caller's group; the same bits on both ranks; torch's current device left as it was."""
+    """NCCL on the caller's group; the same bits on both ranks; torch's current device stays as it was."""
     checks = ("parity", "negative_controls", "collectives", "kept_rows", "uneven", "rounding", "verl")
     command = ["-W", "error", str(Path(__file__).with_name("shards_worker.py")), *checks]
     for said in ranks(2, command, tmp_path / "logs", 400, DEVICE="cuda", JAX_PLATFORMS="cuda,cpu"):

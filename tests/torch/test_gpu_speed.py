@@ -79,7 +79,7 @@ def test_the_whole_call_is_as_fast_as_from_jax(implementation: str, cache_bytes:
 
 
 def test_host_time_of_a_call() -> None:
-    """Where nothing is compiled and nobody waits for the GPU: 0.6 ms over JAX's 0.1; the aim is 0.3.
+    """Without compiling or waiting for the GPU: 0.6 ms more than JAX's 0.1; the aim is 0.3.
 
     The host decides, and hosts of equal GPUs differ by a factor of two: the bound is in JAX's own time.
     """

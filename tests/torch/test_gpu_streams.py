@@ -15,7 +15,7 @@ pytestmark = pytest.mark.gpu
 
 
 def busy(milliseconds: float = 3.0) -> None:
-    """Work for the current stream, so that what is queued behind it comes late."""
+    """Work for the current stream, so that what is queued after it comes late."""
     torch.cuda._sleep(int(milliseconds * 1.5e6))
 
 
@@ -78,7 +78,7 @@ def test_gradients_read_late_on_another_stream(implementation: str) -> None:
         for problem, stream in zip(problems, streams, strict=True):
             with torch.cuda.stream(stream):
                 _, grads = p.gradients(problem, seeds, implementation=implementation)
-                busy(20.0)  # longer than the host takes to the next call's last kernel
+                busy(20.0)  # longer than the host needs to launch the next call's last kernel
                 late += [x.clone() for x in grads]
                 del grads
         torch.cuda.synchronize()
@@ -114,7 +114,7 @@ def test_a_write_right_after_the_call(implementation: str) -> None:
     assert wrong == 0
 
 
-@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # it is: the refusal comes first
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # it is empty, because the refusal comes first
 def test_graph_capture_is_refused() -> None:
     problem = draw(64, 256, 1024)
     linear_logprobs(*problem)

@@ -1,4 +1,4 @@
-"""The bridge takes from lce_jax what lce_jax makes public, name by name."""
+"""The bridge imports only what lce_jax makes public, name by name."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_only_public_names_of_lce_jax() -> None:
 
 
 def test_private_names_of_jax_and_torch_are_few_and_known() -> None:
-    """The libraries have no public way to do these four things, or a slow one; torch documents its dispatch modes."""
+    """For these four things the libraries have no public way, or a slow one; torch documents its dispatch modes."""
     private = {
         (path.name, module)
         for path in FOLDER.glob("*.py")

@@ -54,7 +54,7 @@ def stored(
     loss = loss + z_loss * torch.where(labels == ignore_index, 0.0, z.logsumexp(-1) ** 2)
     if reduction == "none":
         return loss
-    if not z_loss:  # torch's own word
+    if not z_loss:  # torch's own wording
         return functional.cross_entropy(z, labels, reduction=reduction, **told)
     return loss.sum() if reduction == "sum" else loss.sum() / (labels != ignore_index).sum()
 

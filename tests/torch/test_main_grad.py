@@ -61,7 +61,7 @@ def test_without_the_flag_there_is_no_gradient() -> None:
 
 
 def test_tied_to_an_embedding() -> None:
-    """Zeros stand in, so that what the embedding adds to the gradient is all of it."""
+    """The placeholder is zeros, so that the gradient is what the embedding adds alone."""
     problem = p.draw()
     weight = parameter(problem, grad_added_to_main_grad=False, zero_out_wgrad=True)
     embedded = torch.nn.functional.embedding(problem.labels, weight)
@@ -106,7 +106,7 @@ def test_the_weight_may_not_change_before_the_backward() -> None:
 def test_nothing_keeps_the_parameter_alive() -> None:
     weight = parameter(p.draw())
     backward(p.draw(), weight)
-    linear_logprobs(*p.draw()._replace(weight=weight), wgrad="main_grad")  # a graph that nobody runs backward
+    linear_logprobs(*p.draw()._replace(weight=weight), wgrad="main_grad")  # a graph without a backward pass
     alive = [weakref.ref(weight), weakref.ref(weight.main_grad)]
     del weight
     gc.collect()

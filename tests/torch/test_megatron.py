@@ -1,6 +1,6 @@
 """Real megatron-core models on two CPU ranks (gloo): the op against their own logits, every parameter's gradient.
 
-The ranks run once (`megatron_worker`), for starting them is much of the cost; each test judges one of their cases.
+The ranks run once (`megatron_worker`), because starting them is much of the cost; each test judges one case.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ pytestmark = pytest.mark.skipif(
 
 # Of float32: the same sums in another order, through two layers.
 VALUES, GRADIENTS = 2e-6, 1e-6
-# The decoder's own 16-bit errors are the same bits for both ways, and add to the head's now so, now so.
+# The decoder's own 16-bit errors have the same bits in both ways, and add to the head's with either sign.
 BLUR = 1.05
 
 
 @pytest.fixture(scope="session")
 def results(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, Any]:
-    """Of all cases: the ranks run once in a session, for whichever of xdist's workers comes first."""
+    """The results of all cases: the ranks run once in a session, started by the first of xdist's workers."""
     shared = tmp_path_factory.getbasetemp()
     if hasattr(request.config, "workerinput"):
         shared = shared.parent
@@ -85,7 +85,7 @@ def test_half_precision_is_no_further_from_float64_than_stock(results: dict[str,
 @cases("reduction left out")
 def test_a_missing_reduction_is_noticed(results: dict[str, Any], case: Case) -> None:
     result = of(results, case)
-    assert result["logprobs"] <= VALUES  # the forward pass does not tell
+    assert result["logprobs"] <= VALUES  # the forward pass does not show it
     assert result["gradient"] > 0.5
 
 

@@ -55,7 +55,7 @@ def test_against_autograd_in_float64(implementation: str) -> None:
 
 @pytest.mark.parametrize("label", [2**32 + 3, -(2**32) + 3, 2**31, -100, -1, 10**6, 104])
 def test_labels_out_of_vocabulary(label: int) -> None:
-    """2³² + 3 is not 3: JAX by itself would wrap it."""
+    """2³² + 3 is not 3, to which JAX by itself would wrap it."""
     hidden, weight, labels = p.draw()
     labels = labels.clone()
     labels[4] = label

@@ -57,7 +57,7 @@ def test_a_last_stage(select: Callable[[LogprobOutput], Any], options: dict[str,
 
 
 def test_what_pipelining_says_of_none() -> None:
-    """The control: were this to pass one day, `LogprobOutput` need not say what to write."""
+    """The control: if this passes one day, `LogprobOutput` need not say what to return."""
     stage = PipelineStage(Head(lambda out: out), 0, 1, torch.device("cpu"))
     with pytest.raises(Exception, match="is None"):
         ScheduleGPipe(stage, 2, loss_fn=loss).step(PROBLEM.hidden, PROBLEM.labels, target=torch.zeros(24))

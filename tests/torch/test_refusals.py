@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lce_jax import UnsupportedError
-from lce_torch_bridge import linear_logprobs
+from lce_torch_bridge import _checks, linear_logprobs
 from tests.torch import problem as p
 
 GOOD = p.draw(T=6, H=8, V=10)
@@ -81,3 +81,19 @@ def test_refusal(given: dict[str, Any], error: type[Exception], message: str) ->
 def test_a_refused_name_falls_back_only_where_a_tuple_says_so() -> None:
     out = linear_logprobs(*GOOD, implementation=("mosaic_gpu", "xla"))
     assert torch.equal(out.logprobs, linear_logprobs(*GOOD, implementation="xla").logprobs)
+
+
+@pytest.mark.parametrize("wrong", [0.0, -0.5, float("nan"), float("inf"), 1e-42], ids=str)
+def test_a_temperature_that_is_not_looked_at_stays_in_its_token(wrong: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_checks, "may_look_at", lambda _: False)  # as on a GPU
+    damaged, rest = torch.tensor([1, 3]), torch.tensor([0, 2, 4, 5])
+    temperature = torch.tensor([1.0, 0.7, 1.0, 2.0, 0.5, 1.0])
+    seeds = p.seeds_like(GOOD.labels)
+    options = dict(stats=True, mean_logit=True)
+    without = [seed.index_fill(0, damaged, 0.0) for seed in seeds]
+    want, wanted = p.gradients(GOOD, without, temperature=temperature, **options)
+    out, grads = p.gradients(GOOD, seeds, temperature=temperature.index_fill(0, damaged, wrong), **options)
+    for got, true in zip(out, want, strict=True):
+        assert got[damaged].isnan().all()
+        assert torch.equal(got[rest], true[rest])
+    assert all(p.relative_norm(got, true) < 1e-6 for got, true in zip(grads, wanted, strict=True))

@@ -90,7 +90,7 @@ def test_an_ignored_label_leaves_its_token_out(ignored: int, dtype: torch.dtype)
 
 
 def test_memory_falls_with_the_kept_share() -> None:
-    """What is saved for the backward is of the kept rows; nothing else of [T, H] is."""
+    """Only the kept rows are saved for the backward; nothing else is [T, H]."""
     hidden, weight, labels = p.draw(T=1000, H=64).leaves()
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.shape) or x, lambda x: x):
@@ -100,7 +100,7 @@ def test_memory_falls_with_the_kept_share() -> None:
 
 
 def test_sizes() -> None:
-    """A dozen programs up to 131,072 tokens, whatever the counts; what padding costs is bounded."""
+    """A dozen programs up to 131,072 tokens, for all counts; the cost of padding is bounded."""
     counts = range(1, 131_073)
     sizes = [_rows.size(n) for n in counts]
     assert len({(piece.rows, piece.masked) for piece in map(_rows.whole, counts)}) == 12
@@ -162,7 +162,7 @@ def test_an_exact_size_is_not_copied() -> None:
 
 
 def test_padding_may_hold_anything() -> None:
-    """That of hidden states is left as the memory was: here NaN."""
+    """The padding of hidden states is uninitialised memory: here NaN."""
     problem = p.draw(T=60)
     options = dict(stats=True, mean_logit=True, temperature=torch.linspace(0.5, 1.5, 60))
     seeds = p.seeds_like(problem.labels)

@@ -1,4 +1,4 @@
-"""JAX as a guest: when it starts, with which memory, on which devices, and how the process ends."""
+"""JAX beside torch: when it starts, with which memory, on which devices, and how the process ends."""
 
 from __future__ import annotations
 
@@ -90,13 +90,13 @@ raise SystemExit(3)
 
 
 def test_cpu_tensors_use_the_first_cpu_device() -> None:
-    """The suite runs with eight of them."""
+    """The suite runs with eight CPU devices."""
     assert runtime.jax_device(torch.device("cpu")).id == 0
 
 
 @pytest.fixture
 def platforms() -> Iterator[Callable[[str | None], None]]:
-    """Sets what ``JAX_PLATFORMS`` says; a JAX that has started keeps what it has."""
+    """Sets what ``JAX_PLATFORMS`` says; a JAX that has started keeps its platforms."""
     before = jax.config.jax_platforms
     yield lambda value: jax.config.update("jax_platforms", value)
     jax.config.update("jax_platforms", before)
@@ -126,7 +126,7 @@ def test_a_backend_that_is_not_there(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="JAX starts with cuda where there is a GPU")
 def test_platforms_that_jax_does_not_start_with() -> None:
-    """Each in JAX's state of a new process; what the message says to write works in the same one."""
+    """Each case finds JAX as in a new process; what the message says to write then works in it."""
     said = succeed("""
         import jax, os, torch, lce_torch_bridge
         from lce_torch_bridge import runtime
@@ -165,7 +165,7 @@ def test_without_a_choice_of_platforms_jax_speaks_for_itself(
 
 
 def test_the_current_device_of_torch_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """JAX's start makes the last GPU current."""
+    """JAX's start would leave the last GPU current."""
     current = [1]
     monkeypatch.setattr(runtime, "_started_in", None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

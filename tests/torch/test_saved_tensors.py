@@ -22,7 +22,7 @@ def test_no_gradient_keeps_nothing() -> None:
 
 
 def test_gradients_do_not_pile_up() -> None:
-    """Flat over 50 steps, in torch's eyes and in JAX's: what torch has dropped, JAX frees at its next call."""
+    """Memory is flat over 50 steps, torch's and JAX's: what torch has dropped, JAX frees at its next call."""
     problem = p.draw(T=1024, H=64, V=512)
     leaves = problem.leaves()
     dropped, live = [], []
@@ -55,7 +55,7 @@ def test_the_backward_keeps_only_what_it_says() -> None:
 
 
 def test_saved_tensors_may_come_back_in_another_layout() -> None:
-    """As from a hook that offloads or compresses them."""
+    """As from a hook that offloads or compresses tensors."""
     problem = p.draw()
     seeds = p.seeds_like(problem.labels)
     _, want = p.gradients(problem, seeds)
@@ -66,7 +66,7 @@ def test_saved_tensors_may_come_back_in_another_layout() -> None:
 
 
 def test_the_cache_travels_as_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels that keep a cache need a GPU: here a stand-in cache goes the same way, and comes back as it was."""
+    """Kernels that keep a cache need a GPU. Here a stand-in cache takes the same way, and comes back unchanged."""
     problem = p.draw()
     seen = []
     real = _programs.local.statistics
@@ -85,7 +85,7 @@ def test_the_cache_travels_as_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_programs.local, "statistics", statistics)
     monkeypatch.setattr(_programs.local, "gradients", gradients)
     seeds = p.seeds_like(problem.labels)
-    options = dict(cache_bytes=12345, logit_scale=1.125)  # options of its own: programs are kept by them
+    options = dict(cache_bytes=12345, logit_scale=1.125)  # no other test has these: programs are cached by options
     _, grads = p.gradients(problem, seeds, **options)
     assert seen == [{"columns": (2048, 3), "max": (2048,)}]
     monkeypatch.undo()

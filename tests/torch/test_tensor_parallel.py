@@ -27,7 +27,7 @@ def test_two_ranks(tmp_path: Path) -> None:
 def test_ranks_may_see_one_gpu_each(
     visible: str, seen: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As `test_megatron_gpu` has it."""
+    """As in `test_megatron_gpu`."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     show = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"
     assert [said.strip() for said in ranks(2, ["-c", show], tmp_path / "logs", own_gpus=True)] == seen

@@ -1,4 +1,4 @@
-"""`linear_cross_entropy` as verl calls it, against the logits stored."""
+"""`linear_cross_entropy` as verl calls it, against stored logits."""
 
 from __future__ import annotations
 

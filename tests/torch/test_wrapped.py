@@ -31,7 +31,7 @@ def alone() -> Iterator[DeviceMesh]:
 
 
 def test_a_weight_may_be_cast_before_it_is_gathered(alone: DeviceMesh) -> None:
-    """As FSDP2's mixed precision has it: the products and the reduction in 16 bits, the gradient in 32."""
+    """As in FSDP2's mixed precision: the products and the reduction in 16 bits, the gradient in 32."""
     problem = p.draw()
     seeds = p.seeds_like(problem.labels)
     want, (dhidden, dweight) = p.gradients(problem._replace(weight=problem.weight.bfloat16()), seeds)

@@ -15,7 +15,7 @@ from lce_torch_bridge import LogprobOutput, linear_logprobs
 from tests.torch import problem as p
 
 VALUE, GRADIENT = 2e-6, 1e-6  # as in test_parity
-FAR = 0.3  # what a wrong reduction is off by, at least
+FAR = 0.3  # the least error of a wrong reduction
 T, H, V = 6, 32, 102  # V divides by two ranks, not by four
 
 type Outputs = tuple[torch.Tensor, ...]  # logprobs, entropy
@@ -23,7 +23,7 @@ type Measured = tuple[Outputs, dict[str, torch.Tensor]]  # and the gradient of e
 
 
 class Model(nn.Module):
-    """Embedding, body, and a head that may be the embedding. The caller says what becomes of the hidden states."""
+    """Embedding, body, and a head that may be the embedding. The caller says what is done with the hidden states."""
 
     def __init__(self, tied: bool = False) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ def whole(x: torch.Tensor) -> torch.Tensor:
 
 
 def errors(got: Measured, want: Measured) -> tuple[float, float]:
-    """Of the values, and the worst of all gradients."""
+    """The errors of the values, and of the worst gradient."""
     assert got[1].keys() == want[1].keys()
     values = max(map(p.value_error, got[0], want[0]))
     return values, max(p.relative_norm(got[1][name], want[1][name]) for name in want[1])

@@ -61,14 +61,14 @@ def fsdp() -> None:
 
 
 def other_reductions() -> None:
-    """Gradients that FSDP2 sums: refused, and in the forward of the module, as the message has it, FSDP2's affair."""
+    """Gradients that FSDP2 sums are refused; in the module's forward, as the message advises, FSDP2 sums them."""
     mesh, batch = mesh_of(4), Batch(dist.get_rank())
 
     def summed(model: Any) -> Any:
         for unit in model.modules():
             if isinstance(unit, FSDPModule):
                 unit.set_gradient_divide_factor(1.0)
-                unit.set_force_sum_reduction_for_comms(True)  # gloo knows no other
+                unit.set_force_sum_reduction_for_comms(True)  # gloo supports no other
         return model
 
     refused = r"set_gradient_divide_factor\(1\), .* inside the forward of the FSDP module that holds it"
@@ -106,7 +106,7 @@ def tensor_parallel() -> None:
 
 
 def manual(mesh: DeviceMesh) -> Model:
-    """A model whose head is this rank's half, as Megatron has it, in FSDP2 over the ranks with the same half."""
+    """A model whose head is this rank's half, as in Megatron, in FSDP2 over the ranks with the same half."""
     model = Model()
     half = model.head.weight.detach().chunk(2)[mesh.get_local_rank("tp")]
     model.head = nn.Linear(H, V // 2, bias=False)
@@ -120,7 +120,7 @@ def cut(measured: Measured, mesh: DeviceMesh) -> Measured:
 
 
 def placements() -> None:
-    """DTensors throughout. Where one is refused, the line in the message is followed, and must give right numbers."""
+    """DTensors throughout. If one is refused, the advice in the message must give right numbers."""
     mesh, problem = mesh_of(2, 2)["tp"], p.draw(T, H, V)
     batch, whole_ones = Batch(0), [Replicate()]
     seeds = [*batch.seeds, torch.zeros(T)]
