@@ -25,7 +25,7 @@ def autocast(weight: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _copy(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The copy that torch makes for its own products. No function returns it, so a product of no rows is watched."""
+    """The copy that torch makes for its own products. No function returns it, so this watches a product of 0 rows."""
     with _Watch() as watch:
         torch.mm(parameter.new_empty((0, parameter.shape[0]), dtype=dtype), parameter)
     return parameter.to(dtype) if watch.second is None else watch.second.detach()

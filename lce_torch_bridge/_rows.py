@@ -1,7 +1,7 @@
 """How many rows a program has, so that many counts of tokens share few programs.
 
 The forward walks the tokens in pieces of `FORWARD_ROWS`, the last one padded: one program for all counts, and a token's
-results have the same bits whichever tokens are beside it. The backward takes all tokens at once, because dweight is a
+results have the same bits for any tokens beside it. The backward takes all tokens at once, because dweight is a
 sum over them and is rounded once. Its sizes are powers of two, and from 32,768 on the numbers half-way between them
 too. With the programs for `WHOLE` sizes that makes a dozen programs up to 131,072 tokens.
 

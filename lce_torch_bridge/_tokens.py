@@ -45,7 +45,7 @@ def count(keep: torch.Tensor | None, labels: torch.Tensor) -> int | torch.Tensor
 
 
 def rows_of(keep: torch.Tensor) -> torch.Tensor:
-    """The index of the kept rows. A mask that cannot be counted stays one, and its other rows are computed in vain."""
+    """The index of the kept rows. A mask that cannot be counted is returned as it is: all rows are computed."""
     if keep.dtype != torch.bool:
         return keep
     keep = keep.reshape(-1)

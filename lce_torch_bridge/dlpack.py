@@ -122,7 +122,7 @@ def to_torch_all(arrays: Sequence[jax.Array]) -> list[torch.Tensor]:
     """`to_torch` of arrays of one device."""
     stream = None
     if arrays and arrays[0].platform() == "gpu":
-        device = arrays[0].__dlpack_device__()[1]  # type: ignore[attr-defined]  # not torch's current one, which JAX may have changed
+        device = arrays[0].__dlpack_device__()[1]  # type: ignore[attr-defined]  # not the current one: JAX may have changed it
         current = torch.cuda.current_stream(device)
         _readers[current.device][current.cuda_stream] = current
         stream = current.cuda_stream or LEGACY_STREAM

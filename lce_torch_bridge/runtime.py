@@ -90,7 +90,7 @@ def start() -> None:
 
 
 def _devices() -> list[jax.Device]:
-    """All devices of JAX. The first call opens every GPU and makes the last one torch's current, which is put back."""
+    """All devices of JAX. The first call opens every visible GPU and makes the last one current: put back."""
     current = torch.cuda.current_device() if torch.cuda.is_available() else None
     try:
         return jax.devices()
@@ -104,7 +104,7 @@ def _devices() -> list[jax.Device]:
 
 
 def _remedy(cuda: bool) -> str:
-    """What the choice of platforms is, and what it should be. ``cuda``: JAX is to use GPUs."""
+    """Which platforms are chosen, and which should be. ``cuda``: JAX is to use GPUs."""
     remedy = f'JAX_PLATFORMS is {jax.config.jax_platforms!r}: leave it unset or write "cuda,cpu"'
     if cuda:
         remedy += ', and install JAX with CUDA: pip install "lce-jax[cuda13]", or cuda12'
@@ -125,7 +125,7 @@ def forget() -> None:
 
 
 def warn_of_preallocation(devices: list[jax.Device]) -> None:
-    """Warns if other code has started JAX, and its pool has preallocated most of a GPU unasked."""
+    """Warns if JAX, started by other code, has preallocated most of a GPU without being told to."""
     for device in devices:
         stats = device.memory_stats() if device.platform == "gpu" else None
         pool, limit = (stats or {}).get("pool_bytes", 0), (stats or {}).get("bytes_limit", 0)

@@ -31,7 +31,7 @@ def array_shape(case: Case, shape: Geometry, num_tiles: int) -> tuple[int, int, 
 def to_nats(case: Case, part: Float[Array, "tiles fields T"], num_tiles: Any) -> ShardStatistics:
     """The statistics of the call's own tokens as eq. 1 has them, [tiles, T] each.
 
-    Tiles from ``num_tiles`` on were never written: they get the statistics of no columns, which merge to nothing.
+    Tiles from ``num_tiles`` on were never written: they get the statistics of 0 columns, which merge to nothing.
     """
     fields = names(case.options)
     if not isinstance(num_tiles, int):
