@@ -97,8 +97,10 @@ def temperature(value: Any, hidden: torch.Tensor, labels: torch.Tensor) -> None:
     if value.requires_grad:
         raise ValueError("temperature requires a gradient, and none is computed: pass temperature.detach()")
     same_device(hidden, temperature=value)
-    if may_look_at(value) and not bool((value >= scalars.FLOAT32_TINY).all()):
-        raise ValueError(f"temperature must be positive in float32, got {float(value.min())} among its values")
+    if may_look_at(value):
+        wrong = value[~((value >= scalars.FLOAT32_TINY) & (value <= scalars.FLOAT32_MAX))]
+        if wrong.numel():
+            raise ValueError(f"temperature must be positive and finite in float32, got {float(wrong[0])} in its values")
     try:
         fits = torch.broadcast_shapes(value.shape, labels.shape) == labels.shape
     except RuntimeError:

@@ -59,8 +59,8 @@ def linear_logprobs(
             whole.
         temperature: divides the float32 logits: a positive number, or a float tensor that broadcasts to ``labels`` (one
             value per token, or per sequence as ``[b, 1]``). No gradient. A tensor's values are looked at only on the
-            CPU and outside ``torch.compile``: there, one that is not positive is refused. Elsewhere, and for an
-            infinite one, its token's results are NaN without a gradient, and the other tokens are not affected.
+            CPU and outside ``torch.compile``: there, one that is not positive and finite is refused. Elsewhere its
+            token's results are NaN without a gradient, and the other tokens are not affected.
         logit_scale: multiplies the float32 logits first (MuP, Cohere).
         logit_softcap: ``c`` in ``cap(x) = c·tanh(x / c)``, before the temperature (Gemma 2: 30). None: no cap.
         vocab_size: the true size of the vocabulary of all ranks together. Columns from it on are padding: in no sum,
