@@ -2,6 +2,7 @@
 
 from lce_jax import local
 from lce_jax._explain import explain
+from lce_jax._linear_loss import linear_loss, sharded_linear_loss
 from lce_jax._types import LogprobOutput, Plan, UnsupportedError
 from lce_jax.api import linear_cross_entropy, linear_logprobs
 from lce_jax.sharding import sharded_linear_cross_entropy, sharded_linear_logprobs
@@ -13,8 +14,10 @@ __all__ = [
     "explain",
     "linear_cross_entropy",
     "linear_logprobs",
+    "linear_loss",
     "local",
     "sharded_linear_cross_entropy",
     "sharded_linear_logprobs",
+    "sharded_linear_loss",
 ]
 __version__ = "0.1.0"

@@ -36,7 +36,7 @@ def forward(spec: Spec, primals: Primals, rows: Rows, keep_cache: bool) -> tuple
     def batched(size: int, in_batched: Any, primals: Primals, rows: Rows) -> Any:
         if _has_own_columns(in_batched[0]) or (keep_cache and spec.case.options.cache_bytes):
             run = functools.partial(forward, spec, keep_cache=keep_cache)
-            out = _one_by_one(run, in_batched, (primals, rows))
+            out = one_by_one(run, in_batched, (primals, rows))
         else:
             primals, rows = _with_batch(size, in_batched, (primals, rows))
             case = dataclasses.replace(spec.case, num_tokens=rows.labels.size)
@@ -63,7 +63,7 @@ def backward(
             primals, rows, stats, _, cotangent = _with_batch(size, in_batched, operands)
             out = _partition.backward_of_examples(spec, primals, rows, stats, cotangent)
         if out is None:
-            out = _one_by_one(functools.partial(backward, spec), in_batched, operands)
+            out = one_by_one(functools.partial(backward, spec), in_batched, operands)
         return out, jax.tree.map(lambda _: True, out)
 
     return call(primals, rows, stats, cache, cotangent)
@@ -74,7 +74,7 @@ def _has_own_columns(in_batched: Primals) -> bool:
     return bool(in_batched.weight or in_batched.bias)
 
 
-def _one_by_one(function: Callable[..., Any], in_batched: Any, operands: Any) -> Any:
+def one_by_one(function: Callable[..., Any], in_batched: Any, operands: Any) -> Any:
     """``function`` of each example in turn: its own operands and those that all share."""
     tree: Any = jax.tree.structure(operands)
     flat = jax.tree.leaves(operands)

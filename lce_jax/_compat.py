@@ -25,7 +25,11 @@ def tracks_varying(axis_name: Any) -> bool:
 
 def vary_like[T](tree: T, like: Any) -> T:
     """``tree`` typed as varying over every axis that a leaf of ``like`` varies over: what a loop's carry must be."""
-    axes = varying_axes(like)
+    return vary_over(tree, varying_axes(like))
+
+
+def vary_over[T](tree: T, axes: frozenset[Any]) -> T:
+    """``tree`` typed as varying over ``axes``."""
 
     def cast(x: Any) -> Any:
         missing = axes - varying_axes(x)

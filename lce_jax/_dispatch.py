@@ -48,11 +48,13 @@ class Implementation(Protocol):
         *,
         may_round_dhidden: bool = False,
         may_overwrite_cache: bool = True,
+        dweight: Any = None,
     ) -> Primals:
         """Eq. 5: dhidden [T, H] and dbias [V] in the statistics' dtype, dweight in the weight's.
 
         ``may_round_dhidden``: no sum over devices follows, so dhidden may come in the weight's dtype.
         ``may_overwrite_cache``: no other backward reads the cache.
+        ``dweight``: a sum in the statistics' dtype, to which dweight is added without being rounded.
         """
 
 

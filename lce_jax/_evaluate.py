@@ -61,11 +61,11 @@ def _mapped(spec: Spec, layout: Layout, primals: Primals, rows: Rows) -> Results
 
 def _results(spec: Spec, primals: Primals, rows: Rows) -> Results:
     if spec.case.num_tokens == 0:
-        return _compat.vary_like(_of_no_tokens(spec.case, rows.labels), (primals.hidden, rows.labels))
+        return _compat.vary_like(of_no_tokens(spec.case, rows.labels), (primals.hidden, rows.labels))
     return _vjp.linear_logprobs(spec, primals, rows)
 
 
-def _of_no_tokens(case: Case, labels: Array) -> Results:
+def of_no_tokens(case: Case, labels: Array) -> Results:
     """The results of a call without tokens, in the shape of its labels."""
 
     def results() -> Results:

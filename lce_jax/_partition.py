@@ -75,7 +75,7 @@ def _mesh_of_types(operands: Any) -> AbstractMesh:
 
 def forward(spec: Spec, primals: Primals, rows: Rows, keep_cache: bool) -> tuple[Results, ShardStatistics, Any]:
     """`_spmd.forward` of global arrays. Under Auto axes nothing is cached, because a cache has no global shape."""
-    layout = _layout_of_types(spec, primals, rows)
+    layout = layout_of_types(spec, primals, rows)
     if layout is None:
         if keep_cache and spec.case.options.cache_bytes:
             warn_once(
@@ -93,12 +93,12 @@ def backward(
 ) -> Primals:
     """`_spmd.backward` of global arrays."""
     per_token = (rows, stats, cotangent)
-    layout = _layout_of_types(spec, primals, per_token)
+    layout = layout_of_types(spec, primals, per_token)
     if layout is None:
         return _auto_backward(spec, primals, *per_token)
     device = functools.partial(_device_backward, spec, layout)
     gradients = _over_devices(layout, device, layout.primal_specs, primals, per_token, cache)
-    return jax.tree.map(_as_type_of, gradients, primals)
+    return jax.tree.map(as_type_of, gradients, primals)
 
 
 def backward_of_examples(
@@ -108,7 +108,7 @@ def backward_of_examples(
 
     ``primals.hidden`` and everything per token have the examples as their first dimension, and so has every gradient.
     """
-    layout = _layout_of_types(spec, primals, (rows, stats, cotangent))
+    layout = layout_of_types(spec, primals, (rows, stats, cotangent))
     if layout is None:
         return None
     layout = layout.without_gather()
@@ -136,7 +136,7 @@ def _device_forward(
     """One device's program of the forward: its own tokens' results, and its own cache."""
     del cache
     (rows,) = per_token
-    local = _device_spec(spec, layout, primals, rows)
+    local = device_spec(spec, layout, primals, rows)
     *results, kept = _spmd.forward(local, primals, rows, keep_cache)
     return *jax.tree.map(layout.own_rows, results), kept
 
@@ -146,11 +146,11 @@ def _device_backward(
 ) -> Primals:
     """One device's program of the backward: dhidden of its tokens, dweight and dbias of its columns, fully summed."""
     rows, stats, cotangent = per_token
-    local = _device_spec(spec, layout, primals, rows)
+    local = device_spec(spec, layout, primals, rows)
     return _spmd.backward(local, primals, rows, stats, cache, cotangent)
 
 
-def _device_spec(spec: Spec, layout: Layout, primals: Primals, rows: Rows) -> Spec:
+def device_spec(spec: Spec, layout: Layout, primals: Primals, rows: Rows) -> Spec:
     """The spec of one device's share, its implementation chosen for the share's shapes."""
     columns = primals.weight.shape[spec.case.options.vocab_dim]
     case = dataclasses.replace(spec.case, num_tokens=rows.labels.size, vocab_size=columns)
@@ -168,7 +168,7 @@ def _device_spec(spec: Spec, layout: Layout, primals: Primals, rows: Rows) -> Sp
 # Explicit axes
 
 
-def _layout_of_types(spec: Spec, primals: Primals, per_token: Any) -> Layout | None:
+def layout_of_types(spec: Spec, primals: Primals, per_token: Any) -> Layout | None:
     """The layout that the operands' types name; None if no axis of their mesh is Explicit."""
     hidden, weight, _ = primals
     mesh = _mesh_of_types((hidden, weight, per_token))
@@ -198,7 +198,7 @@ def _over_devices(
     return mapped(*layout.place(primals, per_token), cache)
 
 
-def _as_type_of(gradient: Array, operand: Any) -> Array:
+def as_type_of(gradient: Array, operand: Any) -> Array:
     sharding = jax.typeof(operand).sharding
     return gradient if sharding.mesh.empty else jax.sharding.reshard(gradient, sharding)
 

@@ -83,11 +83,12 @@ def gradients(
     *,
     may_round_dhidden: bool = False,
     may_overwrite_cache: bool = True,
+    dweight: Array | None = None,
 ) -> Primals:
     """The shard's part of dhidden and its dbias, in the statistics' dtype, and its dweight, in the weight's.
 
     ``stats`` are those of the whole vocabulary, in the call's row order. With ``may_round_dhidden``, dhidden may come
-    in the weight's dtype.
+    in the weight's dtype. With ``dweight``, a sum in the statistics' dtype, the shard's dweight is added to it instead.
     """
     operands, order = _operands(spec, primals, rows, start)
     scales = _scales(rows, spec.case)  # in the call's row order; `_operands` compacts them
@@ -104,15 +105,15 @@ def gradients(
         live = jnp.arange(coefficients.shift.shape[0], dtype=jnp.int32) < operands.num_rows
         coefficients = coefficients._replace(shift=jnp.where(live, coefficients.shift, -_statistics.MASKED))
 
-    def chosen(operands: Operands, rows: Any, cache: Any) -> Primals:
+    def chosen(operands: Operands, rows: Any, cache: Any, dweight: Any) -> Primals:
         implementation = _dispatch.IMPLEMENTATIONS[spec.implementation]
         allowed = {"may_round_dhidden": may_round_dhidden, "may_overwrite_cache": may_overwrite_cache}
-        return implementation.gradients(operands, spec.case, rows, cache, **allowed)
+        return implementation.gradients(operands, spec.case, rows, cache, dweight=dweight, **allowed)
 
-    def elsewhere(implementation: Any, case: Case, operands: Operands, rows: Any, _: Any) -> Primals:
-        return implementation.gradients(operands, case, rows)
+    def elsewhere(implementation: Any, case: Case, operands: Operands, rows: Any, _: Any, dweight: Any) -> Primals:
+        return implementation.gradients(operands, case, rows, dweight=dweight)
 
-    found: Primals = _run(spec, chosen, elsewhere, operands, coefficients, cache)
+    found: Primals = _run(spec, chosen, elsewhere, operands, coefficients, cache, dweight)
     dhidden = found.hidden if order is None else _rows.expand(order, found.hidden)
     dhidden = _signed(dhidden, scales)
     return found._replace(hidden=dhidden if rows.live is None else jnp.where(rows.live[:, None], dhidden, 0.0))

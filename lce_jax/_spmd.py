@@ -25,7 +25,9 @@ def forward(spec: Spec, primals: Primals, rows: Rows, keep_cache: bool) -> tuple
     """The results and the whole vocabulary's statistics, in the shape of labels, and the implementation's cache."""
     shape, rows = rows.labels.shape, _flattened(rows)
     with jax.named_scope("lce_statistics"):
-        stats, cache = _shard.statistics(spec, _flat(spec, primals), rows, _start(spec, primals.weight), keep_cache)
+        stats, cache = _shard.statistics(
+            spec, flat_operands(spec, primals), rows, first_column(spec, primals.weight), keep_cache
+        )
     if spec.axis_name is not None:
         with jax.named_scope("lce_merge"):
             stats = _collectives.merge_over_axis(stats, spec.case.options.statistics, spec.axis_name)
@@ -45,7 +47,7 @@ def backward(
     summed = spec.axis_name is not None or varying != _compat.varying_axes(hidden)
     may_round = not summed and hidden.dtype == weight.dtype
     with jax.named_scope("lce_gradients"):
-        flat, start = _flat(spec, primals), _start(spec, weight)
+        flat, start = flat_operands(spec, primals), first_column(spec, weight)
         found = _shard.gradients(spec, flat, rows, start, stats, cotangent, cache, may_round_dhidden=may_round)
     if spec.axis_name is not None or spec.token_axes or _compat.varying_axes(found):
         # A Hopper kernel occupies every multiprocessor. A collective beside it waits for it on one device and delays
@@ -62,12 +64,18 @@ def backward(
 def _total_dhidden(spec: Spec, dhidden: Float[Array, "T H"], hidden: Float[Array, "*b H"]) -> Float[Array, "*b H"]:
     """The sum over the shards of the vocabulary, of which each keeps its own part of the sequence."""
     if spec.gather_dim is not None:
-        shards = lax.axis_size(spec.axis_name)
-        whole = [n * shards if i == spec.gather_dim else n for i, n in enumerate(hidden.shape)]
-        dhidden = _collectives.scatter_sequence(dhidden.reshape(whole), spec.axis_name, spec.gather_dim)
+        dhidden = scattered(spec, dhidden, hidden)
     elif spec.token_axes is not None and spec.axis_name is not None:
         dhidden = lax.psum(dhidden, spec.axis_name)
     return _compat.psum_to_type(dhidden.reshape(hidden.shape), hidden)
+
+
+def scattered(spec: Spec, dhidden: Float[Array, "T H"], hidden: Float[Array, "*b H"]) -> Float[Array, "*b H"]:
+    """The sum over the shards of the vocabulary, each keeping its own part of the sequence."""
+    assert spec.gather_dim is not None
+    shards = lax.axis_size(spec.axis_name)
+    whole = [n * shards if i == spec.gather_dim else n for i, n in enumerate(hidden.shape)]
+    return _collectives.scatter_sequence(dhidden.reshape(whole), spec.axis_name, spec.gather_dim)
 
 
 def _total_dweight(spec: Spec, dweight: Array, weight: Array) -> Array:
@@ -81,7 +89,7 @@ def _flattened[T](tree: T) -> T:
     return jax.tree.map(lambda x: x.reshape(-1), tree)
 
 
-def _flat(spec: Spec, primals: Primals) -> Primals:
+def flat_operands(spec: Spec, primals: Primals) -> Primals:
     """The operands with hidden in the weight's dtype, gathered and flattened."""
     primals = _shard.as_operand(primals)
     hidden = primals.hidden
@@ -90,7 +98,7 @@ def _flat(spec: Spec, primals: Primals) -> Primals:
     return primals._replace(hidden=hidden.reshape(-1, hidden.shape[-1]))
 
 
-def _start(spec: Spec, weight: Array) -> Int[Array, ""] | int:
+def first_column(spec: Spec, weight: Array) -> Int[Array, ""] | int:
     """The first global column of this shard."""
     if spec.axis_name is None:
         return 0

@@ -68,8 +68,12 @@ def gradients(
     *,
     may_round_dhidden: bool = False,
     may_overwrite_cache: bool = True,
+    dweight: Array | None = None,
 ) -> Primals:
-    """Eq. 5, every product in the statistics' dtype; dweight rounded to the weight's dtype at the end."""
+    """Eq. 5, every product in the statistics' dtype.
+
+    dweight is rounded to the weight's dtype at the end, or added to the sum ``dweight``.
+    """
     del cache, may_round_dhidden, may_overwrite_cache
     # The barrier puts all this after the forward's results, so that XLA keeps nothing that both passes compute.
     hidden, weight, rows = lax.optimization_barrier((operands.hidden, operands.weight, rows))
@@ -80,11 +84,11 @@ def gradients(
     hidden, weight = (x.astype(case.stat_dtype) for x in (operands.hidden, operands.weight))
     weight = _math.without_padding(weight, _live(operands, case), case.options)
     vocab_by_hidden = weight if case.options.vocab_dim == 0 else weight.T
-    dweight = jnp.matmul(d.T, hidden, precision="highest")
-    dweight = dweight if case.options.vocab_dim == 0 else dweight.T
+    product = jnp.matmul(d.T, hidden, precision="highest")
+    product = product if case.options.vocab_dim == 0 else product.T
     dhidden = jnp.matmul(d, vocab_by_hidden, precision="highest")
     dbias = None if operands.bias is None else jnp.sum(d, axis=0)
-    return Primals(dhidden, dweight.astype(case.dtype), dbias)
+    return Primals(dhidden, product.astype(case.dtype) if dweight is None else dweight + product, dbias)
 
 
 def _raw(operands: Operands, case: Case) -> Float[Array, "T V"]:

@@ -94,8 +94,12 @@ def gradients(
     *,
     may_round_dhidden: bool = False,
     may_overwrite_cache: bool = True,
+    dweight: Float[Array, "V H"] | None = None,
 ) -> Primals:
-    """Eq. 5: dhidden and dbias in the statistics' dtype, which the caller sums and rounds once; dweight rounded."""
+    """Eq. 5: dhidden and dbias in the statistics' dtype, which the caller sums and rounds once.
+
+    dweight is rounded, or added to the sum ``dweight``.
+    """
     del cache, may_round_dhidden, may_overwrite_cache
     # The barrier puts all this after the forward's results. Otherwise XLA keeps what both passes compute, and allocates
     # the gradients from the start, although the forward's tiles could use their memory.
@@ -103,24 +107,33 @@ def gradients(
     operands = operands._replace(hidden=hidden, weight=weight)
     options = case.options
     tokens = _tokens(operands)._replace(rows=rows)
+    dtype = case.dtype if dweight is None else dweight.dtype
 
     def vocab_tile(start: Any, size: int, carry: Primals) -> Primals:
-        part = _columns_gradients(operands, case, tokens, _columns(operands, start, size, options), carry.hidden)
-        dcolumns = part.weight.astype(case.dtype)
-        dweight = lax.dynamic_update_slice_in_dim(carry.weight, dcolumns, start, options.vocab_dim)
+        columns = _columns(operands, start, size, options)
+        part = _columns_gradients(operands, case, tokens, columns, carry.hidden, dtype)
+        dcolumns = part.weight.astype(dtype)
+        if dweight is not None:
+            dcolumns += lax.dynamic_slice_in_dim(carry.weight, start, size, options.vocab_dim)
+        written = lax.dynamic_update_slice_in_dim(carry.weight, dcolumns, start, options.vocab_dim)
         put = functools.partial(lax.dynamic_update_slice_in_dim, start_index=start, axis=0)
-        return Primals(part.hidden, dweight, jax.tree.map(put, carry.bias, part.bias))
+        return Primals(part.hidden, written, jax.tree.map(put, carry.bias, part.bias))
 
     init = Primals(
         jnp.full(hidden.shape, zero.astype(case.stat_dtype)),
-        jnp.full(weight.shape, zero.astype(case.dtype)),
+        jnp.full(weight.shape, zero.astype(case.dtype)) if dweight is None else dweight,
         None if operands.bias is None else jnp.zeros(operands.bias.shape, case.stat_dtype),
     )
     return _walk_vocabulary(case, operands, vocab_tile, _compat.vary_like(init, (operands, rows)))
 
 
 def _columns_gradients(
-    operands: Operands, case: Case, tokens: _Tokens, columns: _Columns, dhidden: Float[Array, "T H"]
+    operands: Operands,
+    case: Case,
+    tokens: _Tokens,
+    columns: _Columns,
+    dhidden: Float[Array, "T H"],
+    dweight_dtype: jnp.dtype,
 ) -> Primals:
     """``dhidden`` plus the part of some columns, and the gradients of these columns.
 
@@ -128,7 +141,7 @@ def _columns_gradients(
     """
     tile_t, _ = _xla_plan.tile_sizes(case)
     if tile_t == case.num_tokens:
-        part = _tile_gradients(case, tokens, columns, case.dtype)
+        part = _tile_gradients(case, tokens, columns, dweight_dtype)
         return part._replace(hidden=dhidden + part.hidden)
 
     def body(i: Array, carry: Primals) -> Primals:

@@ -39,10 +39,14 @@ def add_stores(monkeypatch: pytest.MonkeyPatch) -> None:
             self.pre_read(tma_thread_id, memory)
             values = read(self.src_allocation_key, self.src_access)
             self.post_read(tma_thread_id, memory)
-            total = read(self.dst_allocation_key, self.dst_access) + values
-            memory.store_buffer_content(
-                self.dst_allocation_key, self.dst_access, total, self.thread, logging_info=self.logging_info
-            )
+            shape = memory.buffer_shape_and_dtype(self.dst_allocation_key).shape
+            inside = gpu_callbacks._clip_store_to_shape(self.dst_access, values, tuple(shape))
+            if inside is not None:
+                access, values = inside
+                total = read(self.dst_allocation_key, access) + values
+                memory.store_buffer_content(
+                    self.dst_allocation_key, access, total, self.thread, logging_info=self.logging_info
+                )
             self.post_write(tma_thread_id, memory)
             return None
 

@@ -41,6 +41,7 @@ class Call:
     cluster: int = 1  # 2: two blocks share the steps of few stages
     owns_cache: bool = True
     rounds_dhidden: bool = False
+    adds_dweight: bool = False  # to a sum in float32
     chunk: int | None = None  # tiles of a chunk of dlogits
     options: Options = Options()  # noqa: RUF009 - frozen
 
@@ -87,6 +88,10 @@ CALLS = [
         temperature=True, cache_bytes=300_000, stats=True,
     ),
     call("mean logit", mean_logit=True, V=777, num_columns=770, temperature=True),
+    call("dweight added", adds_dweight=True, num_rows=100, cache_bytes=1 << 30),
+    call("dweight added, padding", adds_dweight=True, T=100, num_columns=600),
+    call("dweight added, columns that are no whole atom", adds_dweight=True, chunk=1, V=777, num_columns=775, T=40),
+    call("dweight added, hv", adds_dweight=True, V=832, weight_layout="hv", T=40),
     call("hv", weight_layout="hv", V=832),
     call("hv with a narrow swizzle and a cache", shared=True, weight_layout="hv", cache_bytes=1 << 30, entropy=False),
 ]  # fmt: skip
@@ -189,10 +194,15 @@ def check_statistics(test: Call, case: Case, operands: Operands, want: Any) -> C
 
 def check_gradients(test: Call, case: Case, operands: Operands, rows: Any, cache: Cache | None) -> None:
     allowed = {"may_round_dhidden": test.rounds_dhidden, "may_overwrite_cache": test.owns_cache}
-    dhidden, dweight = traced(
-        lambda operands, rows, cache: mosaic.gradients(operands, case, rows, cache, **allowed)[:2],
-        operands, rows, cache,
-    )  # fmt: skip
+    before = jnp.full(operands.weight.shape, 0.5, jnp.float32) if test.adds_dweight else None
+
+    def run(operands: Operands, rows: Any, cache: Any, before: Any) -> Any:
+        return mosaic.gradients(operands, case, rows, cache, dweight=before, **allowed)[:2]
+
+    dhidden, dweight = traced(run, operands, rows, cache, before)
+    if before is not None:
+        assert dweight.dtype == before.dtype
+        dweight = dweight - before
     assert dhidden.dtype == (test.dtype if test.rounds_dhidden else jnp.float32)
     expected_dhidden, expected_dweight, _ = reference.gradients(operands, case, rows)
     # One rounding of dlogits to eight or eleven bits: 2^-9 / sqrt(3) or less, and as much again in the weight's dtype.

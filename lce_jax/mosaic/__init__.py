@@ -53,13 +53,14 @@ def gradients(
     *,
     may_round_dhidden: bool = False,
     may_overwrite_cache: bool = True,
+    dweight: Any = None,
 ) -> Primals:
-    """Eq. 5: dhidden in float32, dweight in the weight's dtype.
+    """Eq. 5: dhidden in float32; dweight in the weight's dtype, or added to ``dweight`` in float32.
 
     dhidden is in the weight's dtype too where it may be rounded and one launch computes all of it.
     """
     allowed = (may_round_dhidden, may_overwrite_cache)
-    return Primals(*_backward.gradients(operands, case, _kernels(case), rows, cache, *allowed))
+    return Primals(*_backward.gradients(operands, case, _kernels(case), rows, cache, *allowed, dweight))
 
 
 def _kernels(case: Case) -> KernelSet:

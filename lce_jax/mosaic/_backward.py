@@ -44,10 +44,12 @@ def gradients(
     cache: Cache | None,
     may_round_dhidden: bool,
     may_overwrite_cache: bool,
+    dweight: Float[Array, "V H"] | None = None,
 ) -> tuple[Float[Array, "T H"], Float[Array, "V H"]]:
     """Eq. 5 of the whole shard: dhidden, anything on rows that are not live, and dweight in the weight's dtype.
 
-    dhidden is in fp32, or in the weight's dtype where that is allowed and one launch computes all of it.
+    dhidden is in fp32, or in the weight's dtype where that is allowed and one launch computes all of it. With
+    ``dweight``, a sum in fp32, the kernels add to that sum.
     """
     call = Call.prepare(operands, case, kernels)
     factors = _operands.row_factors(rows, call.shape.padded_tokens)
@@ -55,17 +57,18 @@ def gradients(
     has_rest = _remainder.is_left(call)
     adds = sum(len(part.chunks) for part in parts) > 1  # otherwise each tile of dhidden's sums is written once
     rounds = may_round_dhidden and not (adds or has_rest or rows.uniform is not None)
-    start = _dhidden.empty_sums(case, call.shape, adds, rounds), _empty_dweight(call)
+    start = _dhidden.empty_sums(case, call.shape, adds, rounds), _empty_dweight(call) if dweight is None else dweight
     carry: Carry = _compat.vary_like(start, (operands, rows, cache))
     for part in parts:
-        carry = _walk_chunks(call, part, carry, adds)
-    sums, dweight = carry
+        carry = _walk_chunks(call, part, carry, adds, dweight is not None)
+    sums, total = carry
     dhidden = _dhidden.total(sums, case)
     if has_rest:
-        dhidden, dweight = _remainder.add_gradients(call, rows._replace(uniform=None), dhidden, dweight)
+        rest = call, rows._replace(uniform=None), dhidden, total
+        dhidden, total = _remainder.add_gradients(*rest, adds=dweight is not None)
     if rows.uniform is not None:
-        dhidden, dweight = _mean.add_gradients(operands, case, rows.uniform, dhidden, dweight)
-    return dhidden, dweight
+        dhidden, total = _mean.add_gradients(operands, case, rows.uniform, dhidden, total)
+    return dhidden, total
 
 
 def _parts(call: Call, factors: RowFactors, cache: Cache | None, may_overwrite_cache: bool) -> list[Part]:
@@ -103,7 +106,7 @@ def _empty_dweight(call: Call) -> Float[Array, "V H"]:
     return (lax.empty if complete else jnp.zeros)(weight.shape, call.case.dtype)
 
 
-def _walk_chunks(call: Call, part: Part, carry: Carry, adds: bool) -> Carry:
+def _walk_chunks(call: Call, part: Part, carry: Carry, adds: bool, adds_dweight: bool) -> Carry:
     """Adds a part's gradients (or writes them), a chunk at a time."""
     prepared, case, shape, chunks = call.prepared, call.case, call.shape, part.chunks
     covered = _remainder.covered_columns(call)
@@ -121,15 +124,16 @@ def _walk_chunks(call: Call, part: Part, carry: Carry, adds: bool) -> Carry:
         if not in_place:
             places = column + jnp.arange(columns, dtype=jnp.int32)
             weight = jnp.take(weight, places, axis=0, mode="clip")
-            target = _compat.vary_like(lax.empty(weight.shape, case.dtype), carry)
+            target = _compat.vary_like(lax.empty(weight.shape, dweight.dtype), carry)
         d = part.dlogits(span, columns, weight)
         sums = call.kernels.update_dhidden(sums, d, weight, case, span, adds)
-        written = call.kernels.write_dweight(target, d, prepared.hidden, case, span)
+        written = call.kernels.write_dweight(target, d, prepared.hidden, case, span, adds_dweight and in_place)
         if in_place:
             return sums, written
         # Columns after the chunk get a place outside dweight, where nothing is written.
         places = jnp.where(places < column + num_tiles * shape.tile, places, places + case.vocab_size)
-        return sums, dweight.at[places].set(written, mode="drop", indices_are_sorted=True, unique_indices=True)
+        put = dweight.at[places].add if adds_dweight else dweight.at[places].set
+        return sums, put(written, mode="drop", indices_are_sorted=True, unique_indices=True)
 
     if len(chunks) == 1:
         return step(jnp.int32(chunks.start), carry)

@@ -104,5 +104,6 @@ class KernelSet(Protocol):
         hidden: Float[Array, "T H"],
         case: Case,
         span: Int[Array, "fields"],
+        add: bool = False,
     ) -> Float[Array, "V H"]:
-        """``dweight`` with the span's tiles written at its offset, from its rows."""
+        """``dweight`` with the span's tiles written, or added, at its offset, from its rows."""

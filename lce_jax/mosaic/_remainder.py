@@ -46,8 +46,14 @@ def covered_columns(call: Call) -> Int[Array, ""] | int:
 
 
 @jax.named_scope("remainder")
-def add_gradients(call: Call, rows: RowCoefficients, dhidden: Array, dweight: Array) -> tuple[Array, Array]:
-    """The gradients with the part of the true columns that the products leave out: fewer than a step and a tail."""
+def add_gradients(
+    call: Call, rows: RowCoefficients, dhidden: Array, dweight: Array, *, adds: bool
+) -> tuple[Array, Array]:
+    """The gradients with the part of the true columns that the products leave out: fewer than a step and a tail.
+
+    If the kernels have added to ``dweight``, only the tail is missing in it. (What they have written is written again:
+    they read no weight for it, so no padding.)
+    """
     operands, case, shape, options = call.operands, call.case, call.shape, call.case.options
     covered = covered_columns(call)
     width = shape.tail
@@ -61,6 +67,11 @@ def add_gradients(call: Call, rows: RowCoefficients, dhidden: Array, dweight: Ar
     z, dcap = _math.transform_logits(raw, options, operands.inverse_temperature)
     d = _math.dlogits(z, dcap, rows, operands.targets - covered, live).astype(case.dtype)
     dhidden = dhidden + _dot(d, weight, options.vocab_dim)
+    if adds:
+        if not shape.tail:
+            return dhidden, dweight
+        part = _dot(jnp.where(column >= shape.columns, d, 0).T, operands.hidden, 0)
+        return dhidden, dweight.at[column].add(part, mode="drop", unique_indices=True)
     if not shape.whole_atoms:
         part = _dot(d.T, operands.hidden, 0).astype(case.dtype)
         return dhidden, dweight.at[column].set(part, mode="drop")

@@ -117,11 +117,12 @@ class Kernels(KernelSet):
         hidden: Float[Array, "T H"],
         case: Case,
         span: Int[Array, "fields"],
+        add: bool = False,
     ) -> Float[Array, "V H"]:
         """The product dlogitsᵀ · hidden."""
         from lce_jax.mosaic.sm90 import _products
 
-        return _products.write_dweight(dweight, dlogits, hidden, case, self.tunings.of(case, "dweight"), span)
+        return _products.write_dweight(dweight, dlogits, hidden, case, self.tunings.of(case, "dweight"), span, add)
 
 
 KERNELS = Kernels()

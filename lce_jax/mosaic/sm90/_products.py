@@ -76,16 +76,18 @@ def write_dweight(
     case: Case,
     tuning: Tuning,
     span: Int[Array, "fields"],
+    add: bool = False,
 ) -> Float[Array, "V H"]:
-    """``dweight`` with the span's tiles written at its offset, from its rows."""
+    """``dweight`` with the span's tiles written, or added, at its offset, from its rows."""
     matmul = Matmul(case, tuning, 0, 0)
     lhs, rhs = (dlogits, hidden) if case.options.vocab_dim == 0 else (hidden, dlogits)
-    body = functools.partial(_dweight_kernel, matmul)
+    body = functools.partial(_dweight_kernel, matmul, add)
     return _update(matmul, body, "lce_dweight", lhs, rhs, span, dweight)
 
 
 def _dweight_kernel(
     matmul: Matmul,
+    add: bool,
     lhs: Any,  # dlogits [T, columns], or hidden [T, H]: what runs down the rows of dweight
     rhs: Any,  # hidden [T, H], or dlogits [T, columns]
     scalars: Any,  # a `Span`
@@ -105,7 +107,7 @@ def _dweight_kernel(
         values = multiply()
         row = first_row + tile.row + lax.axis_index("wg") * WARPGROUP_ROWS
         rows = pl.ds(pl.multiple_of(row, ATOM_ROWS), WARPGROUP_ROWS)
-        _send_tile(values, slots, rows, output, first_column + tile.column)
+        _send_tile(values, slots, rows, output, first_column + tile.column, add)
 
     slots = _epilogue.staging(matmul, output.shape[1], output.dtype)
     num_steps = ceil_div(span.num_rows, matmul.tuning.tile_k)
@@ -119,7 +121,8 @@ def _send_tile(
 ) -> None:
     """Copies a warpgroup's part of a tile to ``output[rows, column:]``, or adds it there, block by block.
 
-    Each block is rounded to the output's dtype: dweight's is the weight's, dhidden's is chosen in `_dhidden`.
+    Each block is rounded to the output's dtype: dweight's is the weight's, or fp32 if it is added; dhidden's is chosen
+    in `_dhidden`.
     """
     width = slots.shape[-1]
     for i, start in enumerate(range(0, TILE_N, width)):

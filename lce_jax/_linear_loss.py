@@ -1,0 +1,266 @@
+"""`linear_loss`: the sum of any per-token loss, its gradients computed in the forward."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Unpack
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from lce_jax import _bind, _checks, _collectives, _compat, _evaluate, _loss, _loss_vjp, _options, _partition, scalars
+from lce_jax._layout import Axes, Layout, layout_of_names
+from lce_jax._loss import Inputs
+from lce_jax._loss_in_forward import Budget, axes_of_tokens
+from lce_jax._options import CallOptions
+from lce_jax._shard import Spec
+from lce_jax._types import LogprobOptions, LogprobOutput, Results
+from lce_jax._xla_partitioning import warn_once
+
+if TYPE_CHECKING:
+    from jax.sharding import AbstractMesh, Mesh
+    from jaxtyping import Array, Bool, Float, Int
+
+
+def linear_loss(
+    loss_fn: Callable[..., Array],
+    hidden: Float[Array, "*b H"],
+    weight: Float[Array, "V H"],
+    labels: Int[Array, "*b"],
+    *per_token: Any,
+    where: Bool[Array, "*b"] | None = None,
+    chunk_bytes: int | None = None,
+    **options: Unpack[LogprobOptions],
+) -> tuple[Float[Array, ""], LogprobOutput]:
+    """Σ loss_fn(logprob, entropy, lse, …) over the tokens, its gradients computed in the forward.
+
+    A loss of per-token scalars has its derivative for a token as soon as that token's results are known. So a
+    differentiated call computes results, losses and gradients of one chunk of tokens after the other: the matrix
+    products of a forward and a backward without a recomputation, and one chunk's exponentials at any number of tokens.
+    A call that is not differentiated is a plain forward. Divide the sum by what you like.
+
+    Args:
+        loss_fn: ``loss_fn(logprob, entropy, lse, *per_token)`` of one token: scalars, ``entropy`` None with
+            ``entropy=False``, and the token's slice of each further argument. Any JAX function that returns one
+            floating-point scalar. It may close over arrays; traced ones have gradients too.
+        hidden: ``[..., H]`` hidden states; any leading shape, also an empty one. bfloat16, float16, float32 or
+            float64. Cast to the weight's dtype for the matrix products.
+        weight: ``[V, H]`` head (``[H, V]`` with ``weight_layout="hv"``). Its dtype is that of the matrix products.
+        labels: ``[...]`` integer vocabulary ids, global also when the vocabulary is split. A label outside the
+            vocabulary (negative, -100, ≥ V) has logprob 0, whose gradient is that of ``-lse``; its row still counts.
+        per_token: arrays, or trees of them, whose shapes begin with that of labels: advantages, old
+            log-probabilities. Those of floating point are differentiable.
+        where: ``[...]`` bool, the rows that count. The others are exactly 0 in outputs and gradients, whatever they
+            hold, and cost no work. None: every row counts.
+        chunk_bytes: bytes that the exponentials of one chunk of tokens may take, in the weight's dtype, per device;
+            at least 128 tokens are a chunk. None: 1.4 GiB, and 256 MiB on a CPU.
+        **options: ``temperature``, ``logit_softcap``, ``logit_scale``, ``entropy``, ``stats``, ``vocab_size``,
+            ``weight_layout``, ``axis_name``, ``precision``, ``implementation`` and ``bias``, as in `linear_logprobs`.
+
+    Returns:
+        The sum over the rows that count, float32 (float64 for a float64 weight), and a `LogprobOutput` for metrics,
+        through which no gradient flows. Inside ``shard_map`` both cover the rows of this shard.
+
+    Raises:
+        UnsupportedError: an implementation asked for by name cannot serve the call; the message says why.
+        ValueError, TypeError: shapes, dtypes or options that do not fit, with the offending values. Also a loss_fn
+            that does not return one floating-point scalar, and, inside ``shard_map``, one that closes over a traced
+            number that the devices share while their tokens differ: give it as a per-token argument.
+        NotImplementedError: on a second derivative.
+
+    Memory:
+        Differentiated: O(chunk + T) beyond the gradients, and with several chunks dweight in float32, V·H·4 bytes.
+        The gradients exist from the forward on. Where hidden's gradient is summed over devices after the loop (the
+        sequence is gathered, or other axes share hidden), dhidden is float32 until then. "xla" keeps no exponentials:
+        it recomputes, and gains nothing over `linear_logprobs` in time.
+
+    Numerics:
+        dweight and dbias are summed over the chunks in float32, and each gradient is rounded once, for a cotangent of
+        1. Another cotangent, such as a mean's, multiplies the rounded gradient and rounds it again; scale the losses
+        inside ``loss_fn`` to avoid both. (Under ``value_and_grad`` of the sum itself XLA drops the product.) In
+        float16 a sum over many tokens may overflow where the scaled gradient would not.
+
+    Sharding:
+        Over Explicit axes the operands' types say how the call is split. Over Auto axes XLA is not told: call
+        `sharded_linear_loss`. Inside ``shard_map``, give ``axis_name``; per-token arguments may be typed as varying
+        over it if every shard holds the same, and rows that differ are NaN. ``vmap`` computes its examples one by one.
+        Call it under ``jit``: outside, every call is compiled again.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from lce_jax import linear_loss
+        >>> def policy_gradient(logprob, entropy, lse, advantage):
+        ...     return -advantage * logprob - 0.01 * entropy
+        >>> hidden, weight, labels = jnp.ones((4, 8)), jnp.zeros((1000, 8)), jnp.arange(4)
+        >>> advantages = jnp.array([1.0, -1.0, 2.0, 0.0])
+        >>> def objective(weight):
+        ...     return linear_loss(policy_gradient, hidden, weight, labels, advantages)
+        >>> (total, out), dweight = jax.jit(jax.value_and_grad(objective, has_aux=True))(weight)
+        >>> round(float(total), 3), out.logprobs.shape         # 2·ln 1000 - 4·0.01·ln 1000
+        (13.539, (4,))
+
+    References:
+        Hsu et al., "Liger Kernel: Efficient Triton Kernels for LLM Training" (2024), which computes the gradients of
+        the cross entropy in the forward.
+    """
+    _options.check_names(linear_loss, options, without=("cache_bytes",))
+    checked, budget = _options.of_call(options), _budget(chunk_bytes, options)
+    case = _bind.case(hidden, weight, labels, where, checked)
+    spec = _bind.spec(case, checked, case.vocab_size * _checks.axis_size(checked.axis_name))
+    inputs, agree, call = _inputs(loss_fn, spec, hidden, weight, labels, per_token, where, checked)
+    total, out = _evaluated(spec, _layout_of_types(spec, inputs), call, budget, inputs)
+    if agree is not None:
+        total = jnp.where(jnp.all(agree), total, jnp.nan)
+        out = jax.tree.map(lambda x: jnp.where(agree, x, jnp.nan), out)
+    return total, jax.tree.map(lax.stop_gradient, Results(out).public)
+
+
+def sharded_linear_loss(
+    loss_fn: Callable[..., Array],
+    hidden: Float[Array, "*b H"],
+    weight: Float[Array, "V H"],
+    labels: Int[Array, "*b"],
+    *per_token: Any,
+    mesh: Mesh | AbstractMesh | None = None,
+    vocab_axis: Axes = "tensor",
+    batch_axes: Axes = None,
+    sequence_axis: Axes = None,
+    where: Bool[Array, "*b"] | None = None,
+    chunk_bytes: int | None = None,
+    **options: Unpack[LogprobOptions],
+) -> tuple[Float[Array, ""], LogprobOutput]:
+    """`linear_loss` over a mesh: the vocabulary split over one axis, the tokens over others.
+
+    Operands and results are global arrays, and the sum is over the tokens of all devices. In ``[T, H]`` the one
+    dimension of tokens is batch and sequence at once.
+
+    Args:
+        loss_fn: ``loss_fn(logprob, entropy, lse, *per_token)`` of one token: scalars, ``entropy`` None with
+            ``entropy=False``, and the token's slice of each further argument. Any JAX function that returns one
+            floating-point scalar. It may close over arrays; traced ones have gradients too.
+        hidden: ``[..., H]`` hidden states; any leading shape, also an empty one. bfloat16, float16, float32 or
+            float64. Cast to the weight's dtype for the matrix products.
+        weight: ``[V, H]`` head (``[H, V]`` with ``weight_layout="hv"``). Its dtype is that of the matrix products.
+        labels: ``[...]`` integer vocabulary ids, global also when the vocabulary is split. A label outside the
+            vocabulary (negative, -100, ≥ V) has logprob 0, whose gradient is that of ``-lse``; its row still counts.
+        per_token: arrays, or trees of them, whose shapes begin with that of labels: advantages, old
+            log-probabilities. Those of floating point are differentiable.
+        mesh: the mesh. None: that of ``jax.set_mesh``.
+        vocab_axis: the mesh axis (or axes) that splits the vocabulary. V must divide by its size: pad the weight and
+            give the true ``vocab_size``. None: each device holds the whole vocabulary.
+        batch_axes: the mesh axis (or axes) that splits the batch, hidden's first dimension. None: under Explicit axes
+            those of hidden's own type, else the batch is not split.
+        sequence_axis: the mesh axis (or axes) that splits the sequence, hidden's last dimension but one. If it is
+            ``vocab_axis`` or ends with it (Megatron's sequence parallelism; ``("context", "tensor")`` adds context
+            parallelism), hidden states are all-gathered over ``vocab_axis`` forward and their gradient is
+            reduce-scattered backward. None: the sequence is not split.
+        where: ``[...]`` bool, the rows that count. The others are exactly 0 in outputs and gradients, whatever they
+            hold, and cost no work. None: every row counts.
+        chunk_bytes: bytes that the exponentials of one chunk of tokens may take, in the weight's dtype, per device;
+            at least 128 tokens are a chunk. None: 1.4 GiB, and 256 MiB on a CPU.
+        **options: ``temperature``, ``logit_softcap``, ``logit_scale``, ``entropy``, ``stats``, ``vocab_size``,
+            ``weight_layout``, ``precision``, ``implementation`` and ``bias``, as in `linear_logprobs`.
+
+    Returns:
+        The sum over the rows that count, and a `LogprobOutput` for metrics, through which no gradient flows, each field
+        of ``labels.shape`` and split as ``hidden`` is.
+
+    Raises:
+        UnsupportedError: an implementation asked for by name cannot serve the call; the message says why.
+        ValueError, TypeError: shapes, dtypes or options that do not fit, with the offending values. Also an axis
+            that the mesh does not have, an axis used twice, or a dimension that does not divide.
+        NotImplementedError: on a second derivative.
+
+    Memory:
+        Per device, that of `linear_loss` on the device's tokens and columns. Each chunk merges the shards with one
+        all-gather of at most five numbers per token.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from lce_jax import sharded_linear_loss
+        >>> mesh = jax.make_mesh((1, 1), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+        >>> hidden, weight, labels = jnp.ones((2, 4, 8)), jnp.zeros((1000, 8)), jnp.zeros((2, 4), jnp.int32)
+        >>> total, out = sharded_linear_loss(
+        ...     lambda logprob, entropy, lse: -logprob, hidden, weight, labels, mesh=mesh, batch_axes="data"
+        ... )
+        >>> round(float(total / 8), 3)                         # ln 1000
+        6.908
+    """
+    _options.check_names(sharded_linear_loss, options, without=("axis_name", "cache_bytes"))
+    checked, budget = _options.of_call(options), _budget(chunk_bytes, options)
+    _options.no_axis_name(checked)
+    case = _bind.case(hidden, weight, labels, where, checked)
+    axes = {"vocab_axis": vocab_axis, "batch_axes": batch_axes, "sequence_axis": sequence_axis}
+    layout = layout_of_names(hidden, weight, case.options.vocab_dim, mesh=mesh, **axes)
+    # `_partition.device_spec` divides the case over the devices; the whole vocabulary is that of the global weight.
+    spec = _bind.spec(case, checked, case.vocab_size)
+    inputs, _, call = _inputs(loss_fn, spec, hidden, weight, labels, per_token, where, checked)
+    total, out = _evaluated(spec, layout, call, budget, inputs)
+    return total, jax.tree.map(lax.stop_gradient, Results(out).public)
+
+
+def _budget(chunk_bytes: Any, options: LogprobOptions) -> Budget:
+    if "cache_bytes" in options:
+        raise ValueError(
+            f"cache_bytes={options['cache_bytes']!r}: linear_loss keeps nothing for a backward pass; chunk_bytes says "
+            "how many bytes one chunk of tokens may take"
+        )
+    return Budget(None if chunk_bytes is None else scalars.num_bytes("chunk_bytes", chunk_bytes))
+
+
+def _inputs(
+    loss_fn: Any, spec: Spec, hidden: Any, weight: Any, labels: Any, per_token: Any, where: Any, options: CallOptions
+) -> tuple[Inputs, Array | None, _loss.TokenLoss]:
+    """The arrays of a call, the rows in which all shards were given the same, and the traced loss."""
+    primals, rows = _bind.operands(spec, hidden, weight, labels, where, options)
+    flat, tree = _loss.flat_arguments(per_token, rows.labels)
+    agree = None
+    if options.axis_name is not None:
+        _checks.split(primals.weight, options.axis_name, spec.case.vocab_size)
+        rows, agree = _collectives.same_on_all_shards(rows, options.axis_name)
+        flat, also = _same_arguments(flat, rows.labels.ndim, options.axis_name)
+        agree = also if agree is None else agree if also is None else agree & also
+    inputs = Inputs(primals, rows, flat, ())
+    axes = axes_of_tokens(spec, inputs)
+    call, constants = _loss.trace(loss_fn, tree, spec.case, inputs, axes)
+    _loss.check_closure(constants, axes)
+    return inputs._replace(constants=constants), agree, call
+
+
+def _same_arguments(flat: tuple[Any, ...], dims: int, axis_name: Any) -> tuple[tuple[Any, ...], Array | None]:
+    """Per-token arguments typed as equal on every shard, as their values must be, and the rows in which they are."""
+    same, agree = [], []
+    for x in flat:
+        equal, ok = _collectives.same_on_all_shards(lax.stop_gradient(x), axis_name)
+        if ok is not None:
+            agree.append(jnp.all(ok.reshape(*x.shape[:dims], -1), axis=-1))
+            if _loss.is_float(x):  # each shard's own copy has its part of the gradient
+                equal = lax.pmean(x, tuple(sorted(_compat.varying_axes(x) - _compat.varying_axes(equal), key=str)))
+        same.append(x if ok is None else equal)
+    return tuple(same), functools.reduce(jnp.logical_and, agree) if agree else None
+
+
+def _layout_of_types(spec: Spec, inputs: Inputs) -> Layout | None:
+    """The layout of operands over Explicit axes."""
+    mesh = _partition.mesh_of(inputs, cache_bytes=0)
+    if spec.axis_name is not None or mesh is None:
+        return None
+    layout = _partition.layout_of_types(spec, inputs.primals, (inputs.rows, inputs.per_token))
+    if layout is None and not mesh.empty:
+        warn_once(
+            "linear_loss cannot see how XLA splits its operands over Auto axes, and may repeat all work on every "
+            "device: call sharded_linear_loss(loss_fn, hidden, weight, labels, mesh=mesh, vocab_axis=..., "
+            "batch_axes=...), or make the mesh's axes Explicit"
+        )
+    return layout
+
+
+def _evaluated(
+    spec: Spec, layout: Layout | None, call: _loss.TokenLoss, budget: Budget, inputs: Inputs
+) -> tuple[Array, LogprobOutput]:
+    if spec.case.num_tokens:
+        return _loss_vjp.linear_loss(spec, layout, call, budget, inputs)
+    out = _evaluate.of_no_tokens(spec.case, inputs.rows.labels).outputs
+    return _compat.vary_over((jnp.zeros((), out.lse.dtype), out), axes_of_tokens(spec, inputs))

@@ -1,0 +1,282 @@
+"""`linear_loss`: any per-token loss, its gradients in the forward, against the two-pass path and the oracle."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import lce_jax
+from lce_jax import linear_logprobs, linear_loss
+from lce_jax._loss_in_forward import Budget
+from tests import cases, oracle
+
+# Sums in another order: a few units of the last place of float32, and of each dtype in which a gradient is rounded.
+ROUNDING = {"float32": 2e-6, "bfloat16": 4e-3, "float16": 5e-4}
+
+
+def ppo(logprob: Any, entropy: Any, lse: Any, old: Any, advantage: Any, group: Any) -> Any:
+    ratio = jnp.exp(logprob - old)
+    clipped = jnp.minimum(ratio * advantage, jnp.clip(ratio, 0.8, 1.2) * advantage)
+    bonus = 0.0 if entropy is None else jnp.where(group == 0, 0.01, 0.02) * entropy
+    return -clipped - bonus + 1e-3 * lse**2
+
+
+def arguments(labels: jax.Array, seed: int = 3) -> tuple[jax.Array, ...]:
+    """Old log-probabilities, advantages and a group per token."""
+    rng = np.random.default_rng(seed)
+    old, advantage = rng.uniform(-6, -4, labels.shape), rng.standard_normal(labels.shape)
+    return (*(jnp.asarray(x, jnp.float32) for x in (old, advantage)), jnp.asarray(rng.integers(0, 2, labels.shape)))
+
+
+def two_passes(loss_fn: Any, hidden: Any, weight: Any, labels: Any, *per_token: Any, **options: Any) -> jax.Array:
+    """The same from `linear_logprobs`, by JAX's own derivative of the loss."""
+    out = linear_logprobs(hidden, weight, labels, **options)
+    flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[labels.ndim :]), (tuple(out[:3]), per_token))
+    losses = jax.vmap(lambda results, own: loss_fn(*results, *own))(*flat)
+    where = options.get("where")
+    return jnp.sum(losses if where is None else jnp.where(where.reshape(-1), losses, 0.0))
+
+
+def compare(
+    loss_fn: Any, hidden: Any, weight: Any, labels: Any, *per_token: Any, chunk_bytes: int | None = 1, **options: Any
+) -> None:
+    """Value and all gradients of both."""
+    floats = {name: options.pop(name) for name in ("bias",) if name in options}
+
+    def one(hidden: Any, weight: Any, floats: Any, own: Any) -> jax.Array:
+        per = (*own, *per_token[len(own) :])
+        return linear_loss(loss_fn, hidden, weight, labels, *per, chunk_bytes=chunk_bytes, **floats, **options)[0]
+
+    def two(hidden: Any, weight: Any, floats: Any, own: Any) -> jax.Array:
+        return two_passes(loss_fn, hidden, weight, labels, *own, *per_token[len(own) :], **floats, **options)
+
+    own = tuple(x for x in per_token if jnp.issubdtype(x.dtype, jnp.floating))
+    args = hidden, weight, floats, own
+    value, got = jax.jit(jax.value_and_grad(one, argnums=(0, 1, 2, 3)))(*args)
+    expected, want = jax.jit(jax.value_and_grad(two, argnums=(0, 1, 2, 3)))(*args)
+    assert oracle.value_error(value, expected) < 1e-5
+    assert oracle.value_error(jax.jit(one)(*args), expected) < 1e-5
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert x.dtype == y.dtype
+        assert x.shape == y.shape
+        bound = max(ROUNDING[x.dtype.name], ROUNDING[jnp.dtype(weight.dtype).name] if x.ndim == 1 else 0)
+        assert oracle.relative_norm(x, y) < bound, (x.shape, oracle.relative_norm(x, y))
+
+
+CASES = [
+    cases.case("one chunk", leading=(24,)),
+    cases.case("equal chunks", leading=(384,)),
+    cases.case("a shorter last chunk", leading=(3, 100), V=97, H=31),
+    cases.case("rows left out", leading=(3, 130), where="nan", labels="foreign"),
+    cases.case("no row counts", leading=(300,), where="none"),
+    cases.case("every row counts", leading=(300,), where="all"),
+    cases.case("no tokens", leading=(2, 0)),
+    cases.case("no leading dimension", leading=()),
+    cases.case("no entropy", leading=(300,), entropy=False),
+    cases.case("bias", leading=(300,), bias="float32", where="some", vocab_size=97),
+    cases.case("bfloat16", dtype="bfloat16", leading=(320,), H=128, V=512),
+    cases.case("float32 hidden, bfloat16 weight", dtype="bfloat16", hidden_dtype="float32", leading=(320,), H=64),
+    cases.case(
+        "everything", leading=(4, 96), V=128, vocab_size=113, temperature="token", where="nan", labels="foreign",
+        logit_softcap=4.0, logit_scale=1.3, stats=True, weight_layout="hv", spread=3.0,
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("test", CASES, ids=str)
+def test_equals_two_passes(test: cases.TestCase) -> None:
+    hidden, weight, labels, options, _ = cases.draw(test)
+    compare(ppo, hidden, weight, labels, *arguments(labels), **options)
+
+
+def test_equals_two_passes_by_the_reference() -> None:
+    hidden, weight, labels, options, _ = cases.draw(cases.case("x", leading=(300,), where="some"))
+    compare(ppo, hidden, weight, labels, *arguments(labels), implementation="reference", **options)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gradients_against_the_oracle(dtype: str) -> None:
+    """A linear loss has the seeds as its cotangents, so the oracle knows its gradients."""
+    test = cases.case("oracle", leading=(400,), where="some", dtype=dtype, H=64, V=300)
+    hidden, weight, labels, options, seeds = cases.draw(test)
+
+    def total(hidden: Any, weight: Any) -> Any:
+        return linear_loss(
+            lambda logprob, entropy, lse, a, b, c: a * logprob + b * entropy + c * lse,
+            hidden, weight, labels, *seeds, chunk_bytes=1, **options,
+        )[0]  # fmt: skip
+
+    got = jax.jit(jax.grad(total, argnums=(0, 1)))(hidden, weight)
+    want = oracle.gradients(hidden, weight, labels, seeds, **options)
+    for x, y in zip(got, want, strict=True):
+        # bfloat16: 2^-9 / sqrt(3) for the rounding of the gradient; on a CPU dlogits are not rounded
+        assert oracle.relative_norm(x, y) < {"float32": 1e-6, "bfloat16": 1.7e-3}[dtype]
+
+
+def test_the_results_are_those_of_linear_logprobs_and_carry_no_gradient() -> None:
+    hidden, weight, labels, options, _ = cases.draw(
+        cases.case("x", leading=(3, 100), where="some", stats=True, temperature="token", labels="foreign")
+    )
+    want = linear_logprobs(hidden, weight, labels, **options)
+
+    def call(hidden: Any) -> Any:
+        return linear_loss(ppo, hidden, weight, labels, *arguments(labels), chunk_bytes=1, **options)
+
+    for out in (jax.jit(call)(hidden)[1], jax.jit(jax.value_and_grad(call, has_aux=True))(hidden)[0][1]):
+        for field, true in zip(out, want, strict=True):
+            assert field.dtype == true.dtype
+            np.testing.assert_allclose(field, true, rtol=2e-6, atol=2e-6)
+    gradient = jax.jit(jax.grad(lambda hidden: jnp.sum(call(hidden)[1].logprobs)))(hidden)
+    assert not np.asarray(gradient).any()
+
+
+@pytest.mark.parametrize("where", [None, "some"])
+def test_what_the_loss_closes_over(where: str | None) -> None:
+    """Traced numbers have their gradients, integers and known arrays take part."""
+    hidden, weight, labels, options, _ = cases.draw(cases.case("x", leading=(300,), where=where))
+    table, which = jnp.asarray([0.5, 2.0]), jnp.int32(1)
+
+    def total(of: Any, hidden: Any, scale: Any, which: Any) -> Any:
+        def loss_fn(logprob: Any, entropy: Any, lse: Any) -> Any:
+            return -scale * logprob * table[which] + jnp.exp(-scale) * entropy + lse
+
+        return of(loss_fn, hidden, weight, labels, **options)
+
+    def one(*args: Any, **rest: Any) -> Any:
+        return linear_loss(*args, chunk_bytes=1, **rest)[0]
+
+    args = (hidden, jnp.float32(0.7), which)
+    value, got = jax.jit(jax.value_and_grad(lambda *x: total(one, *x), argnums=(0, 1)))(*args)
+    expected, want = jax.jit(jax.value_and_grad(lambda *x: total(two_passes, *x), argnums=(0, 1)))(*args)
+    assert oracle.value_error(value, expected) < 1e-5
+    assert all(oracle.relative_norm(x, y) < 2e-6 for x, y in zip(got, want, strict=True))
+
+
+def test_per_token_arguments_with_more_dimensions_in_a_tree() -> None:
+    hidden, weight, labels, *_ = cases.draw(cases.case("x", leading=(2, 150)))
+    own = {"w": jnp.asarray(np.random.default_rng(5).standard_normal((2, 150, 3)), jnp.float32)}
+
+    def loss_fn(logprob: Any, entropy: Any, lse: Any, own: Any) -> Any:
+        return own["w"][0] * logprob + own["w"][1] ** 2 * entropy + own["w"][2] * lse
+
+    def grad(of: Any) -> Any:
+        return jax.jit(jax.grad(lambda own: of(loss_fn, hidden, weight, labels, own)))(own)["w"]
+
+    got = grad(lambda *args: linear_loss(*args, chunk_bytes=1)[0])
+    assert oracle.relative_norm(got, grad(two_passes)) < 2e-6
+
+
+def test_another_cotangent() -> None:
+    hidden, weight, labels, *_ = cases.draw(cases.case("x", leading=(300,)))
+    args = arguments(labels)
+
+    def run(of: Any) -> Any:
+        return jax.jit(jax.grad(lambda h, w: jnp.tanh(of(ppo, h, w, labels, *args) / 300), argnums=(0, 1)))
+
+    got = run(lambda *args: linear_loss(*args, chunk_bytes=1)[0])(hidden, weight)
+    for x, y in zip(got, run(two_passes)(hidden, weight), strict=True):
+        assert oracle.relative_norm(x, y) < 4e-6  # the factor, and a value whose rounding it follows
+
+
+def test_vmap_over_tokens_and_over_weights() -> None:
+    hidden, weight, labels, *_ = cases.draw(cases.case("x", leading=(3, 130)))
+    args, weights = arguments(labels), jnp.stack([weight, 2 * weight, -weight])
+
+    def gradient(of: Any, axis: int | None) -> Any:
+        single = jax.value_and_grad(lambda h, w, y, *args: of(ppo, h, w, y, *args), argnums=(0, 1))
+        return jax.jit(jax.vmap(single, in_axes=(0, axis, 0, 0, 0, 0)))
+
+    for axis, head in ((None, weight), (0, weights)):
+        got = gradient(lambda *args: linear_loss(*args, chunk_bytes=1)[0], axis)(hidden, head, labels, *args)
+        want = gradient(two_passes, axis)(hidden, head, labels, *args)
+        for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            assert oracle.relative_norm(x, y) < 2e-6
+
+
+def test_second_derivatives_are_refused() -> None:
+    hidden, weight, labels, *_ = cases.draw(cases.case("x", leading=(24,)))
+
+    def total(hidden: Any) -> Any:
+        return linear_loss(lambda logprob, *_: logprob**2, hidden, weight, labels)[0]
+
+    with pytest.raises(NotImplementedError, match="first derivatives only"):
+        jax.jit(jax.grad(lambda hidden: jnp.sum(jax.grad(total)(hidden) ** 2)))(hidden)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "own", "options", "message"),
+    [
+        (ppo, (), {"chunk_byte": 3}, r"unknown option chunk_byte \(did you mean chunk_bytes\?\)"),
+        (ppo, (), {"cache_bytes": 3}, "cache_bytes=3: linear_loss keeps nothing"),
+        (ppo, (), {"chunk_bytes": -1}, "chunk_bytes"),
+        (3, (), {}, "loss_fn must be a function"),
+        (lambda *_: 1, (), {}, "one floating-point scalar for one token, got int32"),
+        (lambda a, _, c: (a, c), (), {}, r"got float32\[\], float32\[\]"),
+        (lambda a, *_: a, (np.zeros((23,), np.float32),), {}, r"\(23,\) must begin with the shape of labels \(24,\)"),
+        (lambda a, *_: a, (1.0,), {}, "per-token argument 0 of loss_fn must be an array, got float"),
+    ],
+)  # fmt: skip
+def test_errors(loss_fn: Any, own: Any, options: Any, message: str) -> None:
+    hidden, weight, labels, *_ = cases.draw(cases.case("x", leading=(24,)))
+    with pytest.raises((TypeError, ValueError), match=message):
+        linear_loss(loss_fn, hidden, weight, labels, *own, **options)
+
+
+def compiled_step(tokens: int, chunk_bytes: int, where: bool = False, factor: float = 1.0) -> tuple[int, str]:
+    """The temporary bytes of value and gradients, and the program."""
+    H, width, struct = 64, 8192, jax.ShapeDtypeStruct
+    hidden, weight, labels = struct((tokens, H), "float32"), struct((width, H), "float32"), struct((tokens,), "int32")
+
+    def total(hidden: Any, weight: Any, labels: Any, where: Any) -> Any:
+        return factor * linear_loss(
+            lambda logprob, entropy, _: -logprob - 0.1 * entropy, hidden, weight, labels,
+            where=where, chunk_bytes=chunk_bytes,
+        )[0]  # fmt: skip
+
+    mask = struct((tokens,), "bool") if where else None
+    compiled = jax.jit(jax.value_and_grad(total, argnums=(0, 1))).lower(hidden, weight, labels, mask).compile()
+    return compiled.memory_analysis().temp_size_in_bytes, compiled.as_text()
+
+
+@pytest.mark.parametrize("where", [False, True])
+def test_memory_follows_the_chunk_not_the_tokens(where: bool) -> None:
+    chunk_bytes = 512 * 8192 * 4
+    small, _ = compiled_step(2048, chunk_bytes, where)
+    large, _ = compiled_step(16384, chunk_bytes, where)
+    per_token = (16384 - 2048) * 16 * 4  # a dozen numbers per token: results, losses, labels
+    assert large <= small + per_token
+    assert large < 16384 * 8192 * 4 / 8
+
+
+def test_a_cotangent_of_one_costs_nothing() -> None:
+    """Outside the loop, dweight is multiplied with another cotangent, and not with 1."""
+
+    def products(factor: float) -> int:
+        _, text = compiled_step(1024, 512 * 8192 * 4, factor=factor)
+        lines = [line for line in text.splitlines() if "f32[8192,64]" in line.partition("=")[2].partition("(")[0]]
+        return sum(" multiply(" in line for line in lines)
+
+    assert products(3.0) == products(1.0) + 1
+
+
+@pytest.mark.parametrize(
+    ("tokens", "columns", "chunk_bytes", "rows"),
+    [
+        (8192, 151936, 1400 << 20, 4096),  # two equal chunks
+        (65536, 151936, 1400 << 20, 4096),  # sixteen equal ones, where fourteen would do
+        (100, 151936, 1400 << 20, 100),
+        (1000, 1000, 1, 128),  # never fewer than a row block
+        (1000, 1000, 512 * 1000 * 2, 512),
+    ],
+)
+def test_chunk_rows(tokens: int, columns: int, chunk_bytes: int, rows: int) -> None:
+    case = lce_jax.explain(
+        jax.ShapeDtypeStruct((tokens, 64), "bfloat16"),
+        jax.ShapeDtypeStruct((columns, 64), "bfloat16"),
+        jax.ShapeDtypeStruct((tokens,), "int32"),
+    ).case
+    assert Budget(chunk_bytes).chunk_rows(case) == rows
