@@ -1,6 +1,6 @@
 """Log-probability and entropy of a language-model head, straight from hidden states, without storing the logits."""
 
-from lce_jax import local
+from lce_jax import local, losses
 from lce_jax._explain import explain
 from lce_jax._linear_loss import linear_loss, sharded_linear_loss
 from lce_jax._types import LogprobOutput, Plan, UnsupportedError
@@ -16,6 +16,7 @@ __all__ = [
     "linear_logprobs",
     "linear_loss",
     "local",
+    "losses",
     "sharded_linear_cross_entropy",
     "sharded_linear_logprobs",
     "sharded_linear_loss",

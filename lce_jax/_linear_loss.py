@@ -13,9 +13,10 @@ from jax import lax
 from lce_jax import _bind, _checks, _collectives, _compat, _evaluate, _loss, _loss_vjp, _options, _partition, scalars
 from lce_jax._layout import Axes, Layout, layout_of_names
 from lce_jax._loss import Inputs
-from lce_jax._loss_in_forward import Budget, axes_of_tokens
+from lce_jax._loss_in_forward import axes_of_tokens
 from lce_jax._options import CallOptions
 from lce_jax._shard import Spec
+from lce_jax._token_chunks import Budget
 from lce_jax._types import LogprobOptions, LogprobOutput, Results
 from lce_jax._xla_partitioning import warn_once
 
@@ -261,6 +262,6 @@ def _evaluated(
     spec: Spec, layout: Layout | None, call: _loss.TokenLoss, budget: Budget, inputs: Inputs
 ) -> tuple[Array, LogprobOutput]:
     if spec.case.num_tokens:
-        return _loss_vjp.linear_loss(spec, layout, call, budget, inputs)
+        return _loss_vjp.linear_loss(spec, layout, call if layout else call.without_retrace(), budget, inputs)
     out = _evaluate.of_no_tokens(spec.case, inputs.rows.labels).outputs
     return _compat.vary_over((jnp.zeros((), out.lse.dtype), out), axes_of_tokens(spec, inputs))

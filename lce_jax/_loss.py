@@ -39,8 +39,8 @@ class Gradients(NamedTuple):
 class TokenLoss:
     """A traced loss of one token."""
 
-    retrace: Callable[..., ClosedJaxpr]  # of examples of a token's results and of its arguments
-    jaxpr: Any
+    retrace: Callable[..., ClosedJaxpr] | None  # of examples of a token's results and of its arguments
+    jaxpr: ClosedJaxpr  # with None for each array that it closes over
     known: tuple[Any, ...]  # the arrays that it closes over; None in place of the traced ones
 
     @classmethod
@@ -48,19 +48,33 @@ class TokenLoss:
         """The loss, and the traced arrays that it closes over."""
         closed = retrace(*examples)
         known = tuple(None if _is_traced(x) else x for x in closed.consts)
-        return cls(retrace, closed.jaxpr, known), tuple(filter(_is_traced, closed.consts))
+        empty = closed.replace(consts=[None] * len(known))
+        return cls(retrace, empty, known), tuple(filter(_is_traced, closed.consts))
+
+    def without_retrace(self) -> TokenLoss:
+        """The loss for one device, which keeps nothing alive that it closes over."""
+        return dataclasses.replace(self, retrace=None)
 
     def here(self, inputs: Inputs) -> TokenLoss:
         """The same loss traced over the mesh where it is computed, which a traced program knows."""
+        assert self.retrace is not None
         dtype = jnp.promote_types(inputs.primals.weight.dtype, jnp.float32)
-        return TokenLoss.of(self.retrace, *_examples(dtype, inputs))[0]
+        try:
+            return TokenLoss.of(self.retrace, *_examples(dtype, inputs))[0]
+        except NotImplementedError as error:  # JAX: a closure over what is typed over Explicit axes
+            if not inputs.constants:
+                raise
+            raise ValueError(
+                "loss_fn closes over a traced array that is typed over Explicit axes: give it as a per-token argument, "
+                "jnp.broadcast_to(x, labels.shape)"
+            ) from error
 
     def __call__(
         self, live: Bool[Array, "T"] | None, outputs: LogprobOutput, per_token: Any, constants: Any
     ) -> Float[Array, "T"]:
         """The losses of flat tokens, 0 where they do not count."""
         given, traced = [x for x in outputs[:3] if x is not None], iter(constants)
-        closed = ClosedJaxpr(self.jaxpr, [next(traced) if x is None else x for x in self.known])
+        closed = self.jaxpr.replace(consts=[next(traced) if x is None else x for x in self.known])
 
         def one(scalars: Any, per_token: Any) -> Array:
             (loss,) = jaxpr_as_fun(closed)(*scalars, *per_token)
@@ -97,7 +111,7 @@ def trace(
         return jax.make_jaxpr(of_token)(scalar, scalar if entropy else None, scalar, *own)
 
     loss, constants = TokenLoss.of(retrace, *_compat.vary_over(_examples(case.stat_dtype, inputs), axes))
-    shapes = [(tuple(x.aval.shape), x.aval.dtype) for x in loss.jaxpr.outvars]
+    shapes = [(tuple(x.shape), x.dtype) for x in loss.jaxpr.out_avals]
     if len(shapes) != 1 or shapes[0][0] != () or not jnp.issubdtype(shapes[0][1], jnp.floating):
         said = ", ".join(f"{dtype.name}{list(shape)}" for shape, dtype in shapes) or "nothing"
         raise ValueError(

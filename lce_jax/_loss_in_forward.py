@@ -22,33 +22,13 @@ from lce_jax import _collectives, _compat, _dispatch, _loss, _math, _rows, _shar
 from lce_jax._loss import Gradients, Inputs, TokenLoss
 from lce_jax._rows import Rows
 from lce_jax._shard import Spec
-from lce_jax._types import Case, LogprobOutput, Primals, Results
+from lce_jax._token_chunks import Budget, Chunk
+from lce_jax._types import LogprobOutput, Primals, Results
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float, Int
+    from jaxtyping import Array, Bool, Float
 
-ON_CPU = 256 << 20  # bytes of a chunk's exponentials by default
-ELSEWHERE = 1400 << 20  # on an H200, chunks of 4832 tokens at V 151936
-GRAIN = 128  # rows that a chunk is a multiple of: a row block of the kernels
 ALL = 1 << 62  # cache_bytes that no chunk exceeds
-
-
-class Budget(NamedTuple):
-    """How many rows a chunk may have."""
-
-    chunk_bytes: int | None  # of its exponentials in the weight's dtype; None: the default of the device
-
-    def chunk_rows(self, case: Case) -> int:
-        """Rows per chunk: as many as fit, or a few less if the chunks are equal then."""
-        default = ON_CPU if case.device.platform == "cpu" else ELSEWHERE
-        given = default if self.chunk_bytes is None else self.chunk_bytes
-        most = max(given // (case.vocab_size * case.dtype.itemsize) // GRAIN, 1) * GRAIN
-        tokens = case.num_tokens
-        if tokens <= most:
-            return tokens
-        least = -(-tokens // most)
-        equal = (tokens // n for n in range(least, least + least // 4 + 1) if tokens % (n * GRAIN) == 0)
-        return next(equal, -(-tokens // (least * GRAIN)) * GRAIN)
 
 
 def forward(spec: Spec, loss: TokenLoss, inputs: Inputs) -> tuple[Array, LogprobOutput]:
@@ -118,25 +98,6 @@ class _Whole(NamedTuple):
     gradients: Primals  # [T, H]; dweight and dbias as sums
     per_token: tuple[Any, ...]  # [T, ...]
     constants: tuple[Any, ...]
-
-
-class _Chunk(NamedTuple):
-    """Which rows a chunk has."""
-
-    first: Any  # in the order of the walk
-    source: Int[Array, "t"] | None  # their rows of the call; None: those from ``first`` on
-    place: Int[Array, "t"] | None  # where to write them, outside the call for those that do not count
-    num_rows: Int[Array, ""] | None  # how many count, from the first on; None: all
-
-    def take(self, x: Array, size: int) -> Array:
-        """The chunk's rows."""
-        return lax.dynamic_slice_in_dim(x, self.first, size) if self.source is None else x[self.source]
-
-    def put(self, whole: Array, part: Array) -> Array:
-        """``whole`` with the chunk's rows written."""
-        if self.place is None:
-            return lax.dynamic_update_slice_in_dim(whole, part, self.first, 0)
-        return whole.at[self.place].set(part, mode="drop", unique_indices=True)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -230,21 +191,10 @@ class _Walk:
         dweight, dbias = _compat.vary_over((dweight, dbias), self.weight_axes)
         return of_tokens._replace(gradients=Primals(_compat.vary_over(dhidden, self.hidden_axes), dweight, dbias))
 
-    def _chunk(self, first: Any) -> _Chunk:
-        if self.order is None and self.tokens % self.size == 0:
-            return _Chunk(first, None, None, None)
-        total = jnp.int32(self.tokens) if self.order is None else self.order.num_rows
-        num_rows = jnp.clip(total - first, 0, self.size)
-        offset = jnp.arange(self.size, dtype=jnp.int32)
-        # Rows that do not count are copies of the first, which does, so that the loss meets nothing unexpected there.
-        place = first + jnp.where(offset < num_rows, offset, 0)
-        index = place if self.order is None else self.order.source[place]
-        return _Chunk(first, index, jnp.where(offset < num_rows, index, self.tokens + offset), num_rows)
-
     @jax.named_scope("chunk_of_tokens")
     def _step(self, first: Any, whole: _Whole) -> _Whole:
         """``whole`` with the results and gradients of the chunk that begins at ``first``."""
-        chunk, spec = self._chunk(first), self.spec
+        chunk, spec = Chunk.starting_at(first, self.size, self.tokens, self.order), self.spec
         hidden, rows, per_token = jax.tree.map(
             lambda x: chunk.take(x, self.size), (self.primals.hidden, self.rows, self.per_token)
         )
@@ -288,7 +238,7 @@ class _Walk:
         dresults, dper_token, dconstants = pull(one)
         return losses, Results(LogprobOutput(*dresults)), dper_token, dconstants
 
-    def _added(self, chunk: _Chunk, whole: Primals, found: Primals) -> Primals:
+    def _added(self, chunk: Chunk, whole: Primals, found: Primals) -> Primals:
         dhidden = found.hidden
         if self.psum_axes:
             # As in `_spmd.backward`, the collective starts after the kernels.

@@ -16,8 +16,8 @@ from jax.sharding import PartitionSpec as P
 from lce_jax import _loss_in_forward, _partition
 from lce_jax._layout import Layout
 from lce_jax._loss import Gradients, Inputs, TokenLoss
-from lce_jax._loss_in_forward import Budget
 from lce_jax._shard import Spec
+from lce_jax._token_chunks import Budget
 
 
 def forward(spec: Spec, layout: Layout, loss: TokenLoss, inputs: Inputs) -> Any:

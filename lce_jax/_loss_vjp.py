@@ -13,8 +13,8 @@ from jax import lax
 from lce_jax import _batching, _compat, _loss_in_forward, _loss_over_mesh
 from lce_jax._layout import Layout
 from lce_jax._loss import Gradients, Inputs, TokenLoss
-from lce_jax._loss_in_forward import Budget
 from lce_jax._shard import Spec
+from lce_jax._token_chunks import Budget
 from lce_jax._types import LogprobOutput, Primals
 
 if TYPE_CHECKING:

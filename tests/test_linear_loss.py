@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 import lce_jax
 from lce_jax import linear_logprobs, linear_loss
-from lce_jax._loss_in_forward import Budget
+from lce_jax._token_chunks import Budget
 from tests import cases, oracle
 
 # Sums in another order: a few units of the last place of float32, and of each dtype in which a gradient is rounded.
@@ -205,6 +208,41 @@ def test_second_derivatives_are_refused() -> None:
 
     with pytest.raises(NotImplementedError, match="first derivatives only"):
         jax.jit(jax.grad(lambda hidden: jnp.sum(jax.grad(total)(hidden) ** 2)))(hidden)
+
+
+def closing(of: Any, scale: Any) -> Any:
+    """A loss that closes over a number, and has functions in it that JAX traces by themselves."""
+    hidden, weight, labels, *_ = cases.draw(cases.case("x", leading=(300,)))
+
+    def loss_fn(logprob: Any, entropy: Any, lse: Any) -> Any:
+        together = jax.nn.relu(-scale * logprob) + jax.scipy.special.logsumexp(jnp.stack([entropy, lse]))
+        return together + lax.cond(logprob < -4, jnp.square, jnp.negative, logprob)
+
+    return of(loss_fn, hidden, weight, labels)
+
+
+def one_pass(*args: Any) -> Any:
+    return linear_loss(*args, chunk_bytes=1)[0]
+
+
+@pytest.mark.parametrize("how", ["grad of jit", "eager", "checkpoint", "scan", "leaks"])
+def test_transformations(how: str) -> None:
+    def gradient(of: Any) -> Any:
+        run = functools.partial(closing, of)
+        if how == "grad of jit":
+            return jax.grad(jax.jit(run))(1.5)
+        if how == "eager":
+            return jax.grad(run)(1.5)
+        if how == "checkpoint":
+            return jax.jit(jax.grad(jax.checkpoint(lambda x: run(jnp.sin(x)))))(1.5)
+        if how == "scan":
+            steps = jnp.asarray([1.0, 2.0])
+            return jax.jit(jax.grad(lambda x: lax.scan(lambda c, y: (c + run(x * y), None), 0.0, steps)[0]))(1.5)
+        return jax.jit(jax.grad(run))(1.5)
+
+    want = gradient(two_passes)
+    with jax.checking_leaks() if how == "leaks" else contextlib.nullcontext():
+        assert oracle.relative_norm(gradient(one_pass), want) < 4e-6
 
 
 @pytest.mark.parametrize(

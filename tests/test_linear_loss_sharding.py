@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from lce_jax import linear_loss, sharded_linear_loss
+from lce_jax._xla_partitioning import warn_once
 from tests import oracle
 from tests.test_linear_loss import arguments, ppo, two_passes
 
@@ -209,3 +211,40 @@ def test_arguments_that_differ_between_the_shards_are_nan() -> None:
     assert jnp.isnan(value)
     assert jnp.isnan(logprobs[1]).all()
     assert not jnp.isnan(logprobs[0]).any()
+
+
+def test_a_number_typed_over_explicit_axes() -> None:
+    """JAX cannot close over it in a program of one device; the advice gives the right gradient."""
+    mesh = mesh_of((2, 4), AxisType.Explicit)
+
+    def total(scale: Any, broadcast: bool) -> Any:
+        own = (jnp.broadcast_to(scale, LABELS.shape),) if broadcast else ()
+        loss = (lambda logprob, _, __, s: s * logprob) if broadcast else (lambda logprob, _, __: scale * logprob)
+        return sharded_linear_loss(loss, HIDDEN, WEIGHT, LABELS, *own, batch_axes="data", chunk_bytes=1)[0]
+
+    def run(broadcast: bool) -> Any:
+        steps = jnp.asarray([1.0, 2.0])
+        step = jax.grad(lambda x: lax.scan(lambda c, y: (c + total(x * y, broadcast), None), 0.0, steps)[0])
+        return jax.jit(step)(1.5)
+
+    with jax.set_mesh(mesh):
+        with pytest.raises(ValueError, match=r"jnp.broadcast_to\(x, labels.shape\)"):
+            run(False)
+        got = run(True)
+    assert oracle.value_error(got, 3 * two_passes(lambda logprob, _, __: logprob, HIDDEN, WEIGHT, LABELS)) < 1e-5
+
+
+def test_auto_axes_are_told_what_to_write(caplog: pytest.LogCaptureFixture) -> None:
+    mesh = mesh_of((2, 4))
+    warn_once.cache_clear()
+
+    def total(hidden: Any) -> Any:
+        return linear_loss(lambda logprob, *_: logprob, hidden, WEIGHT, LABELS, chunk_bytes=1)[0]
+
+    hidden = jax.device_put(HIDDEN, NamedSharding(mesh, P("data")))
+    with jax.set_mesh(mesh), caplog.at_level(logging.WARNING, logger="lce_jax"):
+        got = jax.jit(jax.value_and_grad(total))(hidden)
+    assert "call sharded_linear_loss(" in caplog.text
+    want = jax.value_and_grad(lambda h: two_passes(lambda logprob, *_: logprob, h, WEIGHT, LABELS))(HIDDEN)
+    assert oracle.value_error(got[0], want[0]) < 1e-5
+    assert oracle.relative_norm(got[1], want[1]) < 5e-6

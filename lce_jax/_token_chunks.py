@@ -1,0 +1,68 @@
+"""Which tokens a chunk of `lce_jax.linear_loss` has: how many, by memory, and which rows of the call."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from lce_jax._rows import Compaction
+from lce_jax._types import Case
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Int
+
+ON_CPU = 256 << 20  # bytes of a chunk's exponentials by default
+ELSEWHERE = 1400 << 20  # on an H200, chunks of 4832 tokens at V 151936
+GRAIN = 128  # rows that a chunk is a multiple of: a row block of the kernels
+
+
+class Budget(NamedTuple):
+    """How many rows a chunk may have."""
+
+    chunk_bytes: int | None  # of its exponentials in the weight's dtype; None: the default of the device
+
+    def chunk_rows(self, case: Case) -> int:
+        """Rows per chunk: as many as fit, or a few less if the chunks are equal then."""
+        default = ON_CPU if case.device.platform == "cpu" else ELSEWHERE
+        given = default if self.chunk_bytes is None else self.chunk_bytes
+        most = max(given // (case.vocab_size * case.dtype.itemsize) // GRAIN, 1) * GRAIN
+        tokens = case.num_tokens
+        if tokens <= most:
+            return tokens
+        least = -(-tokens // most)
+        equal = (tokens // n for n in range(least, least + least // 4 + 1) if tokens % (n * GRAIN) == 0)
+        return next(equal, -(-tokens // (least * GRAIN)) * GRAIN)
+
+
+class Chunk(NamedTuple):
+    """Which rows a chunk has."""
+
+    first: Any  # in the order of the walk
+    source: Int[Array, "t"] | None  # their rows of the call; None: those from ``first`` on
+    place: Int[Array, "t"] | None  # where to write them, outside the call for those that do not count
+    num_rows: Int[Array, ""] | None  # how many count, from the first on; None: all
+
+    @classmethod
+    def starting_at(cls, first: Any, size: int, tokens: int, order: Compaction | None) -> Chunk:
+        """The ``size`` rows from ``first`` on, of ``tokens`` or of those that count in ``order``."""
+        if order is None and tokens % size == 0:
+            return cls(first, None, None, None)
+        total = jnp.int32(tokens) if order is None else order.num_rows
+        num_rows = jnp.clip(total - first, 0, size)
+        offset = jnp.arange(size, dtype=jnp.int32)
+        # Rows that do not count are copies of the first, which does, so that the loss meets nothing unexpected there.
+        place = first + jnp.where(offset < num_rows, offset, 0)
+        source = place if order is None else order.source[place]
+        return cls(first, source, jnp.where(offset < num_rows, source, tokens + offset), num_rows)
+
+    def take(self, x: Array, size: int) -> Array:
+        """The chunk's rows."""
+        return lax.dynamic_slice_in_dim(x, self.first, size) if self.source is None else x[self.source]
+
+    def put(self, whole: Array, part: Array) -> Array:
+        """``whole`` with the chunk's rows written."""
+        if self.place is None:
+            return lax.dynamic_update_slice_in_dim(whole, part, self.first, 0)
+        return whole.at[self.place].set(part, mode="drop", unique_indices=True)

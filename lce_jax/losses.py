@@ -1,0 +1,266 @@
+"""Per-token losses for `lce_jax.linear_loss`: functions of one token's results and of what comes with it.
+
+    loss_fn = functools.partial(losses.dapo, clip_high=0.3)
+    total, out = linear_loss(loss_fn, hidden, weight, labels, old_logprobs, advantages, where=mask)
+
+Each takes ``(logprob, entropy, lse, *per_token)``, scalars, and keyword parameters, which `functools.partial` sets and
+which may be traced arrays. Each returns the token's loss: divide the sum by the number of tokens, or of sequences, as
+your objective says.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from lce_jax import scalars
+from lce_jax._types import is_array
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float
+
+__all__ = ["cispo", "cross_entropy", "dapo", "grpo", "ppo_clip", "with_entropy_bonus"]
+
+
+def cross_entropy(
+    logprob: Float[Array, ""],
+    entropy: Float[Array, ""] | None,
+    lse: Float[Array, ""],
+    *,
+    z_loss: float | Float[Array, ""] = 0.0,
+) -> Float[Array, ""]:
+    """``-logprob + z_loss·lse²``.
+
+    Args:
+        logprob: ln p(label), nats.
+        entropy: not used; give ``entropy=False`` to `lce_jax.linear_loss`.
+        lse: ln Σ exp(logits), nats.
+        z_loss: weight of ``lse²``, at least 0 (PaLM: 1e-4), which keeps ``lse`` near 0.
+
+    Returns:
+        The loss in nats.
+
+    Raises:
+        ValueError, TypeError: ``z_loss`` is no number that is at least 0.
+
+    Example:
+        >>> from lce_jax import losses
+        >>> losses.cross_entropy(-2.0, None, 3.0, z_loss=0.5)
+        6.5
+
+    References:
+        Chowdhery et al., "PaLM: Scaling Language Modeling with Pathways" (2022), section 5, for the penalty.
+    """
+    del entropy
+    return -logprob + _not_negative("z_loss", z_loss) * lse**2
+
+
+def ppo_clip(
+    logprob: Float[Array, ""],
+    entropy: Float[Array, ""] | None,
+    lse: Float[Array, ""],
+    old_logprob: Float[Array, ""],
+    advantage: Float[Array, ""],
+    *,
+    clip: float | Float[Array, ""] = 0.2,
+) -> Float[Array, ""]:
+    """``-min(r·A, clip(r, 1 - ε, 1 + ε)·A)`` with the ratio ``r = exp(logprob - old_logprob)``.
+
+    Args:
+        logprob: ln p(label), nats.
+        entropy: not used.
+        lse: not used.
+        old_logprob: that of the policy which drew the token.
+        advantage: A.
+        clip: ε, at least 0.
+
+    Returns:
+        The loss.
+
+    Raises:
+        ValueError, TypeError: ``clip`` is no number that is at least 0.
+
+    Example:
+        >>> from lce_jax import losses
+        >>> round(float(losses.ppo_clip(-1.0, None, 0.0, -2.0, 1.0)), 3)    # r = e is clipped
+        -1.2
+
+    References:
+        Schulman et al., "Proximal Policy Optimization Algorithms" (2017), eq. 7.
+    """
+    clip = _not_negative("clip", clip)
+    return dapo(logprob, entropy, lse, old_logprob, advantage, clip_low=clip, clip_high=clip)
+
+
+def dapo(
+    logprob: Float[Array, ""],
+    entropy: Float[Array, ""] | None,
+    lse: Float[Array, ""],
+    old_logprob: Float[Array, ""],
+    advantage: Float[Array, ""],
+    *,
+    clip_low: float | Float[Array, ""] = 0.2,
+    clip_high: float | Float[Array, ""] = 0.28,
+) -> Float[Array, ""]:
+    """`ppo_clip` with a range that is wider above 1, so that unlikely tokens can become likely.
+
+    Divide the sum by the number of tokens of all sequences.
+
+    Args:
+        logprob: ln p(label), nats.
+        entropy: not used.
+        lse: not used.
+        old_logprob: that of the policy which drew the token.
+        advantage: A.
+        clip_low: how far the ratio may fall below 1, at least 0.
+        clip_high: how far it may rise above 1, at least 0.
+
+    Returns:
+        The loss.
+
+    Raises:
+        ValueError, TypeError: ``clip_low`` or ``clip_high`` is no number that is at least 0.
+
+    Example:
+        >>> from lce_jax import losses
+        >>> round(float(losses.dapo(-1.0, None, 0.0, -2.0, 1.0)), 3)        # r = e is clipped
+        -1.28
+
+    References:
+        Yu et al., "DAPO: An Open-Source LLM Reinforcement Learning System at Scale" (2025).
+    """
+    del entropy, lse
+    ratio = jnp.exp(logprob - old_logprob)
+    low, high = _not_negative("clip_low", clip_low), _not_negative("clip_high", clip_high)
+    return -jnp.minimum(ratio * advantage, jnp.clip(ratio, 1.0 - low, 1.0 + high) * advantage)
+
+
+def grpo(
+    logprob: Float[Array, ""],
+    entropy: Float[Array, ""] | None,
+    lse: Float[Array, ""],
+    old_logprob: Float[Array, ""],
+    reference_logprob: Float[Array, ""],
+    advantage: Float[Array, ""],
+    *,
+    clip: float | Float[Array, ""] = 0.2,
+    kl: float | Float[Array, ""] = 0.04,
+) -> Float[Array, ""]:
+    """`ppo_clip` plus ``kl·(e^d - d - 1)`` with ``d = reference_logprob - logprob``.
+
+    The second term estimates KL(policy ‖ reference) without bias, and is never negative (k3).
+
+    Args:
+        logprob: ln p(label), nats.
+        entropy: not used.
+        lse: not used.
+        old_logprob: that of the policy which drew the token.
+        reference_logprob: that of the policy to stay close to.
+        advantage: A, normalised within the token's group of answers.
+        clip: ε, at least 0.
+        kl: weight of the divergence, at least 0.
+
+    Returns:
+        The loss.
+
+    Raises:
+        ValueError, TypeError: ``clip`` or ``kl`` is no number that is at least 0.
+
+    Example:
+        >>> from lce_jax import losses
+        >>> round(float(losses.grpo(-1.0, None, 0.0, -1.0, -2.0, 1.0, kl=1.0)), 3)    # -1 + 1/e
+        -0.632
+
+    References:
+        Shao et al., "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models" (2024), eqs.
+        3 and 4; Schulman, "Approximating KL Divergence" (2020), for k3.
+    """
+    difference = reference_logprob - logprob
+    divergence = jnp.exp(difference) - difference - 1.0
+    return ppo_clip(logprob, entropy, lse, old_logprob, advantage, clip=clip) + _not_negative("kl", kl) * divergence
+
+
+def cispo(
+    logprob: Float[Array, ""],
+    entropy: Float[Array, ""] | None,
+    lse: Float[Array, ""],
+    old_logprob: Float[Array, ""],
+    advantage: Float[Array, ""],
+    *,
+    clip_low: float | Float[Array, ""] = 1.0,
+    clip_high: float | Float[Array, ""],
+) -> Float[Array, ""]:
+    """``-w·A·logprob``, where the weight ``w = clip(r, 1 - ε_low, 1 + ε_high)`` of the ratio has no gradient.
+
+    So a token whose ratio is clipped still has a gradient.
+
+    Args:
+        logprob: ln p(label), nats.
+        entropy: not used.
+        lse: not used.
+        old_logprob: that of the policy which drew the token.
+        advantage: A.
+        clip_low: how far the weight may fall below 1, at least 0; 1 leaves it free, as the paper does.
+        clip_high: how far it may rise above 1, at least 0. The paper tunes it and gives no number.
+
+    Returns:
+        The loss.
+
+    Raises:
+        ValueError, TypeError: ``clip_low`` or ``clip_high`` is no number that is at least 0.
+
+    Example:
+        >>> from lce_jax import losses
+        >>> round(float(losses.cispo(-1.0, None, 0.0, -2.0, 1.0, clip_high=1.0)), 3)    # w = 2
+        2.0
+
+    References:
+        MiniMax, "MiniMax-M1: Scaling Test-Time Compute Efficiently with Lightning Attention" (2025).
+    """
+    del entropy, lse
+    low, high = _not_negative("clip_low", clip_low), _not_negative("clip_high", clip_high)
+    weight = lax.stop_gradient(jnp.clip(jnp.exp(logprob - old_logprob), 1.0 - low, 1.0 + high))
+    return -weight * advantage * logprob
+
+
+def with_entropy_bonus(loss_fn: Callable[..., Any], coefficient: float | Float[Array, ""]) -> Callable[..., Any]:
+    """``loss_fn`` minus ``coefficient·entropy``: a policy that stays undecided is rewarded.
+
+    Args:
+        loss_fn: a per-token loss.
+        coefficient: weight of the entropy, at least 0.
+
+    Returns:
+        A per-token loss of the same arguments.
+
+    Raises:
+        ValueError, TypeError: ``coefficient`` is no number that is at least 0; or, where the loss is used, there is no
+            entropy.
+
+    Example:
+        >>> from lce_jax import losses
+        >>> losses.with_entropy_bonus(losses.cross_entropy, 0.5)(-2.0, 3.0, 0.0)
+        0.5
+
+    References:
+        Williams & Peng, "Function Optimization Using Connectionist Reinforcement Learning Algorithms" (1991); Mnih et
+        al., "Asynchronous Methods for Deep Reinforcement Learning" (2016).
+    """
+    coefficient = _not_negative("coefficient", coefficient)
+
+    @functools.wraps(loss_fn)
+    def with_bonus(logprob: Any, entropy: Any, lse: Any, *per_token: Any, **parameters: Any) -> Any:
+        if entropy is None:
+            raise ValueError(f"an entropy bonus of {coefficient} needs the entropy, but the call has entropy=False")
+        return loss_fn(logprob, entropy, lse, *per_token, **parameters) - coefficient * entropy
+
+    return with_bonus
+
+
+def _not_negative(name: str, value: Any) -> Any:
+    return value if is_array(value) and not isinstance(value, np.generic) else scalars.not_negative(name, value)

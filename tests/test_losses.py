@@ -1,0 +1,104 @@
+"""`lce_jax.losses` against their formulas, written out by hand, and their derivatives."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lce_jax import linear_loss, losses
+from tests import cases
+
+OLD, REFERENCE = -1.5, -1.1
+LOGPROBS = [-3.0, -1.6, -1.5, -1.4, -0.2]  # ratios from 0.22 to 3.7
+ADVANTAGES = [-2.0, 0.5]
+
+
+def clipped(r: float, low: float, high: float) -> float:
+    return min(max(r, 1 - low), 1 + high)
+
+
+@pytest.mark.parametrize("logprob", LOGPROBS)
+@pytest.mark.parametrize("advantage", ADVANTAGES)
+def test_formulas(logprob: float, advantage: float) -> None:
+    r = float(np.exp(logprob - OLD))
+    ppo = max(-r * advantage, -clipped(r, 0.1, 0.1) * advantage)
+    assert losses.ppo_clip(logprob, None, 0.0, OLD, advantage, clip=0.1) == pytest.approx(ppo, rel=1e-6)
+    dapo = max(-r * advantage, -clipped(r, 0.2, 0.28) * advantage)
+    assert losses.dapo(logprob, None, 0.0, OLD, advantage) == pytest.approx(dapo, rel=1e-6)
+    kl = float(np.exp(REFERENCE - logprob)) - (REFERENCE - logprob) - 1
+    grpo = losses.grpo(logprob, None, 0.0, OLD, REFERENCE, advantage, clip=0.1, kl=0.3)
+    assert grpo == pytest.approx(ppo + 0.3 * kl, rel=1e-6)
+    cispo = losses.cispo(logprob, None, 0.0, OLD, advantage, clip_low=0.3, clip_high=0.5)
+    assert cispo == pytest.approx(-clipped(r, 0.3, 0.5) * advantage * logprob, rel=1e-6)
+
+
+@pytest.mark.parametrize("logprob", LOGPROBS)
+@pytest.mark.parametrize("advantage", ADVANTAGES)
+def test_derivatives(logprob: float, advantage: float) -> None:
+    """PPO stops where the ratio has left the range in the advantage's direction; CISPO never does."""
+    r = float(np.exp(logprob - OLD))
+    beyond = (r > 1.2 and advantage > 0) or (r < 0.8 and advantage < 0)
+    got = jax.grad(losses.ppo_clip)(logprob, None, 0.0, OLD, advantage)
+    assert got == pytest.approx(0.0 if beyond else -r * advantage, rel=1e-5)
+    got = jax.grad(functools.partial(losses.cispo, clip_high=0.5))(logprob, None, 0.0, OLD, advantage)
+    assert got == pytest.approx(-min(r, 1.5) * advantage, rel=1e-5)
+    got = jax.grad(functools.partial(losses.grpo, kl=0.3))(logprob, None, 0.0, logprob, REFERENCE, advantage)
+    assert got == pytest.approx(-advantage + 0.3 * (1 - np.exp(REFERENCE - logprob)), rel=1e-5, abs=1e-6)
+
+
+def test_cross_entropy_and_entropy_bonus() -> None:
+    assert losses.cross_entropy(-2.0, None, 3.0) == 2.0
+    bonus = losses.with_entropy_bonus(functools.partial(losses.cross_entropy, z_loss=0.1), 0.25)
+    assert bonus(-2.0, 4.0, 3.0) == pytest.approx(2.0 + 0.9 - 1.0)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "num_arguments"),
+    [
+        (functools.partial(losses.cross_entropy, z_loss=1e-2), 0),
+        (losses.ppo_clip, 2),
+        (losses.dapo, 2),
+        (losses.grpo, 3),
+        (functools.partial(losses.cispo, clip_high=0.5), 2),
+        (losses.with_entropy_bonus(losses.ppo_clip, 0.01), 2),
+    ],
+)
+def test_in_linear_loss(loss_fn: Any, num_arguments: int) -> None:
+    hidden, weight, labels, *_ = cases.draw(cases.case("x", leading=(30,)))
+    own = [jnp.linspace(-6.0 + i, -3.0 + i, 30) for i in range(num_arguments)]
+    (total, out), grad = jax.jit(
+        jax.value_and_grad(lambda hidden: linear_loss(loss_fn, hidden, weight, labels, *own), has_aux=True)
+    )(hidden)
+    want = sum(loss_fn(*x) for x in zip(*(np.asarray(x) for x in (*out[:3], *own)), strict=True))
+    assert float(total) == pytest.approx(float(want), rel=1e-5)
+    assert np.isfinite(grad).all()
+
+
+def test_parameters_may_be_traced() -> None:
+    def total(clip: Any) -> Any:
+        return losses.ppo_clip(-1.0, None, 0.0, -2.0, 1.0, clip=clip)
+
+    assert jax.jit(jax.grad(total))(0.3) == -1.0
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: losses.cross_entropy(0.0, None, 0.0, z_loss=-1.0), "z_loss must not be negative, got -1"),
+        (lambda: losses.ppo_clip(0.0, None, 0.0, 0.0, 0.0, clip=-0.5), "clip must not be negative, got -0.5"),
+        (lambda: losses.grpo(0.0, None, 0.0, 0.0, 0.0, 0.0, kl=-0.5), "kl must not be negative, got -0.5"),
+        (lambda: losses.with_entropy_bonus(losses.dapo, "1"), "coefficient must be .*'1'"),
+        (
+            lambda: losses.with_entropy_bonus(losses.cross_entropy, 0.1)(0.0, None, 0.0),
+            "0.1 needs the entropy",
+        ),
+    ],
+)
+def test_errors(call: Any, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        call()
