@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from jax.sharding import AxisType
 
-from lce_jax import _bind, _checks, _dispatch, _options, api, scalars
+from lce_jax import _bind, _checks, _dispatch, _loss_in_forward, _options, api, scalars
 from lce_jax._layout import layout_of_arrays, layout_of_names
+from lce_jax._token_chunks import budget
 from lce_jax._types import ALONE, Surroundings, is_array
 
 if TYPE_CHECKING:
@@ -34,15 +35,18 @@ def explain(
     label_smoothing: float = 0.0,
     z_loss: Any = 0.0,
     normalizer: Any = None,
+    gradients_in_forward: bool = False,
+    chunk_bytes: int | None = None,
     **options: Unpack[LogprobOptions],
 ) -> Plan:
     """How a call would be served: which implementation, which tiles, why not the others, which bytes per device.
 
     The plan is that of `linear_logprobs`. With any of ``ignore_index``, ``reduction``, ``label_smoothing``, ``z_loss``
-    and ``normalizer`` it is that of `linear_cross_entropy`; with a mesh or an axis of it, that of the sharded function
-    for one device's tokens and columns. Arrays that lie split over a mesh are planned as they lie: XLA, or their
-    types, partition the call so. Operands may be tracers or ``jax.ShapeDtypeStruct``: nothing is computed. No
-    axis need be bound: with ``axis_name``, give the shapes of one shard.
+    and ``normalizer`` it is that of `linear_cross_entropy`; with ``gradients_in_forward``, that of a differentiated
+    `linear_loss`; with a mesh or an axis of it, that of the sharded function for one device's tokens and columns.
+    Arrays that lie split over a mesh are planned as they lie: XLA, or their types, partition the call so (`linear_loss`
+    only if their axes are Explicit). Operands may be tracers or ``jax.ShapeDtypeStruct``: nothing is computed. No axis
+    need be bound: with ``axis_name``, give the shapes of one shard.
 
     Args:
         hidden: ``[..., H]`` hidden states; any leading shape, also an empty one. bfloat16, float16, float32 or
@@ -70,6 +74,9 @@ def explain(
             all micro-batches, or of all devices inside ``shard_map``, so that the losses and their gradients add up
             to the mean over all. A positive number, or an array of shape (), which may be traced; an array's 0 counts
             as 1. None: the rows that count in this call.
+        gradients_in_forward: True for the plan of `linear_loss`, with what all its chunks of tokens share.
+        chunk_bytes: bytes that the exponentials of one chunk of tokens may take, in the weight's dtype, per device;
+            at least 128 tokens are a chunk. None: 1.4 GiB, and 256 MiB on a CPU.
         **options: ``temperature``, ``logit_softcap``, ``logit_scale``, ``entropy``, ``stats``, ``vocab_size``,
             ``weight_layout``, ``axis_name``, ``cache_bytes``, ``precision``, ``implementation`` and ``bias``, as in
             `linear_logprobs`.
@@ -114,12 +121,19 @@ def explain(
         layout = layout_of_arrays(hidden, weight, [labels, *([] if where is None else [where])], case.options.vocab_dim)
     else:
         columns = scalars.INT32_MAX  # the columns of all shards: how many shards there are is not known here
+    by_xla = layout is not None and not named and AxisType.Explicit not in layout.mesh.axis_types
+    if by_xla and scalars.flag("gradients_in_forward", gradients_in_forward):
+        layout = None  # `linear_loss` has no rule for Auto axes
     if layout is not None:
         around = Surroundings(gathers_hidden=layout.gather_dim is not None, sums_dweight=layout.token_shards > 1)
     elif checked.axis_name is None:
         around = Surroundings(true_columns=_checks.vocabulary(checked.vocab_size, columns))
     spec = _bind.spec(case, checked, columns, layout)
-    if layout is not None and not named and AxisType.Explicit not in layout.mesh.axis_types:
+    if gradients_in_forward:
+        return _loss_in_forward.plan(spec.case, spec.requested, budget(chunk_bytes, options), around)
+    if chunk_bytes is not None:
+        raise ValueError(f"chunk_bytes={chunk_bytes!r} is for linear_loss: give gradients_in_forward=True too")
+    if by_xla:
         return _partitioned_by_xla(spec, around)
     return _dispatch.explain(spec.case, spec.requested, around)
 

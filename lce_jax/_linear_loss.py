@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax import _bind, _checks, _collectives, _compat, _evaluate, _loss, _loss_vjp, _options, _partition, scalars
+from lce_jax import _bind, _checks, _collectives, _compat, _evaluate, _loss, _loss_vjp, _options, _partition
 from lce_jax._layout import Axes, Layout, layout_of_names
 from lce_jax._loss import Inputs
 from lce_jax._loss_in_forward import axes_of_tokens
 from lce_jax._options import CallOptions
 from lce_jax._shard import Spec
-from lce_jax._token_chunks import Budget
+from lce_jax._token_chunks import Budget, budget
 from lce_jax._types import LogprobOptions, LogprobOutput, Results
 from lce_jax._xla_partitioning import warn_once
 
@@ -107,11 +107,11 @@ def linear_loss(
         the cross entropy in the forward.
     """
     _options.check_names(linear_loss, options, without=("cache_bytes",))
-    checked, budget = _options.of_call(options), _budget(chunk_bytes, options)
+    checked, most = _options.of_call(options), budget(chunk_bytes, options)
     case = _bind.case(hidden, weight, labels, where, checked)
     spec = _bind.spec(case, checked, case.vocab_size * _checks.axis_size(checked.axis_name))
     inputs, agree, call = _inputs(loss_fn, spec, hidden, weight, labels, per_token, where, checked)
-    total, out = _evaluated(spec, _layout_of_types(spec, inputs), call, budget, inputs)
+    total, out = _evaluated(spec, _layout_of_types(spec, inputs), call, most, inputs)
     if agree is not None:
         total = jnp.where(jnp.all(agree), total, jnp.nan)
         out = jax.tree.map(lambda x: jnp.where(agree, x, jnp.nan), out)
@@ -190,7 +190,7 @@ def sharded_linear_loss(
         6.908
     """
     _options.check_names(sharded_linear_loss, options, without=("axis_name", "cache_bytes"))
-    checked, budget = _options.of_call(options), _budget(chunk_bytes, options)
+    checked, most = _options.of_call(options), budget(chunk_bytes, options)
     _options.no_axis_name(checked)
     case = _bind.case(hidden, weight, labels, where, checked)
     axes = {"vocab_axis": vocab_axis, "batch_axes": batch_axes, "sequence_axis": sequence_axis}
@@ -198,17 +198,8 @@ def sharded_linear_loss(
     # `_partition.device_spec` divides the case over the devices; the whole vocabulary is that of the global weight.
     spec = _bind.spec(case, checked, case.vocab_size)
     inputs, _, call = _inputs(loss_fn, spec, hidden, weight, labels, per_token, where, checked)
-    total, out = _evaluated(spec, layout, call, budget, inputs)
+    total, out = _evaluated(spec, layout, call, most, inputs)
     return total, jax.tree.map(lax.stop_gradient, Results(out).public)
-
-
-def _budget(chunk_bytes: Any, options: LogprobOptions) -> Budget:
-    if "cache_bytes" in options:
-        raise ValueError(
-            f"cache_bytes={options['cache_bytes']!r}: linear_loss keeps nothing for a backward pass; chunk_bytes says "
-            "how many bytes one chunk of tokens may take"
-        )
-    return Budget(None if chunk_bytes is None else scalars.num_bytes("chunk_bytes", chunk_bytes))
 
 
 def _inputs(
@@ -259,9 +250,9 @@ def _layout_of_types(spec: Spec, inputs: Inputs) -> Layout | None:
 
 
 def _evaluated(
-    spec: Spec, layout: Layout | None, call: _loss.TokenLoss, budget: Budget, inputs: Inputs
+    spec: Spec, layout: Layout | None, call: _loss.TokenLoss, most: Budget, inputs: Inputs
 ) -> tuple[Array, LogprobOutput]:
     if spec.case.num_tokens:
-        return _loss_vjp.linear_loss(spec, layout, call if layout else call.without_retrace(), budget, inputs)
+        return _loss_vjp.linear_loss(spec, layout, call if layout else call.without_retrace(), most, inputs)
     out = _evaluate.of_no_tokens(spec.case, inputs.rows.labels).outputs
     return _compat.vary_over((jnp.zeros((), out.lse.dtype), out), axes_of_tokens(spec, inputs))

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
+from lce_jax import scalars
 from lce_jax._rows import Compaction
-from lce_jax._types import Case
+from lce_jax._types import Case, LogprobOptions
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Int
@@ -34,6 +35,16 @@ class Budget(NamedTuple):
         least = -(-tokens // most)
         equal = (tokens // n for n in range(least, least + least // 4 + 1) if tokens % (n * GRAIN) == 0)
         return next(equal, -(-tokens // (least * GRAIN)) * GRAIN)
+
+
+def budget(chunk_bytes: Any, options: LogprobOptions) -> Budget:
+    """The budget of a call, checked."""
+    if "cache_bytes" in options:
+        raise ValueError(
+            f"cache_bytes={options['cache_bytes']!r}: linear_loss keeps nothing for a backward pass; chunk_bytes says "
+            "how many bytes one chunk of tokens may take"
+        )
+    return Budget(None if chunk_bytes is None else scalars.num_bytes("chunk_bytes", chunk_bytes))
 
 
 class Chunk(NamedTuple):

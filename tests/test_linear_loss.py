@@ -12,9 +12,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-import lce_jax
 from lce_jax import linear_logprobs, linear_loss
-from lce_jax._token_chunks import Budget
 from tests import cases, oracle
 
 # Sums in another order: a few units of the last place of float32, and of each dtype in which a gradient is rounded.
@@ -262,59 +260,3 @@ def test_errors(loss_fn: Any, own: Any, options: Any, message: str) -> None:
     hidden, weight, labels, *_ = cases.draw(cases.case("x", leading=(24,)))
     with pytest.raises((TypeError, ValueError), match=message):
         linear_loss(loss_fn, hidden, weight, labels, *own, **options)
-
-
-def compiled_step(tokens: int, chunk_bytes: int, where: bool = False, factor: float = 1.0) -> tuple[int, str]:
-    """The temporary bytes of value and gradients, and the program."""
-    H, width, struct = 64, 8192, jax.ShapeDtypeStruct
-    hidden, weight, labels = struct((tokens, H), "float32"), struct((width, H), "float32"), struct((tokens,), "int32")
-
-    def total(hidden: Any, weight: Any, labels: Any, where: Any) -> Any:
-        return factor * linear_loss(
-            lambda logprob, entropy, _: -logprob - 0.1 * entropy, hidden, weight, labels,
-            where=where, chunk_bytes=chunk_bytes,
-        )[0]  # fmt: skip
-
-    mask = struct((tokens,), "bool") if where else None
-    compiled = jax.jit(jax.value_and_grad(total, argnums=(0, 1))).lower(hidden, weight, labels, mask).compile()
-    return compiled.memory_analysis().temp_size_in_bytes, compiled.as_text()
-
-
-@pytest.mark.parametrize("where", [False, True])
-def test_memory_follows_the_chunk_not_the_tokens(where: bool) -> None:
-    chunk_bytes = 512 * 8192 * 4
-    small, _ = compiled_step(2048, chunk_bytes, where)
-    large, _ = compiled_step(16384, chunk_bytes, where)
-    per_token = (16384 - 2048) * 16 * 4  # a dozen numbers per token: results, losses, labels
-    assert large <= small + per_token
-    assert large < 16384 * 8192 * 4 / 8
-
-
-def test_a_cotangent_of_one_costs_nothing() -> None:
-    """Outside the loop, dweight is multiplied with another cotangent, and not with 1."""
-
-    def products(factor: float) -> int:
-        _, text = compiled_step(1024, 512 * 8192 * 4, factor=factor)
-        lines = [line for line in text.splitlines() if "f32[8192,64]" in line.partition("=")[2].partition("(")[0]]
-        return sum(" multiply(" in line for line in lines)
-
-    assert products(3.0) == products(1.0) + 1
-
-
-@pytest.mark.parametrize(
-    ("tokens", "columns", "chunk_bytes", "rows"),
-    [
-        (8192, 151936, 1400 << 20, 4096),  # two equal chunks
-        (65536, 151936, 1400 << 20, 4096),  # sixteen equal ones, where fourteen would do
-        (100, 151936, 1400 << 20, 100),
-        (1000, 1000, 1, 128),  # never fewer than a row block
-        (1000, 1000, 512 * 1000 * 2, 512),
-    ],
-)
-def test_chunk_rows(tokens: int, columns: int, chunk_bytes: int, rows: int) -> None:
-    case = lce_jax.explain(
-        jax.ShapeDtypeStruct((tokens, 64), "bfloat16"),
-        jax.ShapeDtypeStruct((columns, 64), "bfloat16"),
-        jax.ShapeDtypeStruct((tokens,), "int32"),
-    ).case
-    assert Budget(chunk_bytes).chunk_rows(case) == rows

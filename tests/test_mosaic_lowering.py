@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 import lce_jax
-from lce_jax import _dispatch, linear_loss, local
+from lce_jax import _dispatch, local
 from lce_jax._types import Device
 
 H200 = Device("gpu", "NVIDIA H200", "9.0", 132)
@@ -60,10 +60,6 @@ def lower(T: int, H: int, V: int, dtype: str = "bfloat16", **options) -> str:
     return text
 
 
-def linear_loss_of_the_outputs(hidden, weight, labels, **options):
-    return linear_loss(lambda logprob, entropy, lse: logprob + entropy + lse, hidden, weight, labels, **options)[0]
-
-
 def overwrites_cache(text: str) -> bool:
     """Whether a kernel's output takes its first operand's memory; in the products, their fourth operand's."""
     return "output_operand_alias<output_tuple_indices = [], operand_index = 0," in text
@@ -73,27 +69,6 @@ def overwrites_cache(text: str) -> bool:
 @pytest.mark.parametrize("T", [1, 100, 1003, 8192, 131072])
 def test_tokens(T: int) -> None:
     lower(T, 1024, 32000)
-
-
-@pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize(
-    ("T", "H", "V", "options"),
-    [
-        (8192, 4096, 151936, {}),
-        (65536, 4096, 151936, {"where": True, "temperature": True}),
-        (9001, 2048, 50257, {"where": True, "vocab_size": 50000, "logit_softcap": 30.0}),
-        (9000, 1024, 128256, {"weight_layout": "hv"}),
-    ],
-)
-def test_gradients_in_the_forward(T: int, H: int, V: int, options: dict) -> None:
-    """Two loops of kernels at most: chunks of tokens, and nothing of V x T. dweight is a sum in fp32."""
-    text = lower(T, H, V, of=linear_loss_of_the_outputs, **options)
-    assert f"{T}x{V}" not in text
-    shape = (H, V) if "weight_layout" in options else (V, H)
-    assert "{}x{}xf32".format(*shape) in text
-    assert text.count("@mosaic_gpu_v2") == 4  # statistics, dlogits from the cache, two products
-    if options.get("vocab_size") is None:
-        assert overwrites_cache(text)
 
 
 @pytest.mark.usefixtures("hopper")
