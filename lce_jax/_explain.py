@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from jax.sharding import AxisType
 
-from lce_jax import _bind, _checks, _dispatch, _loss_in_forward, _options, api, scalars
+from lce_jax import _bind, _checks, _dispatch, _options, _token_chunks, api, scalars
 from lce_jax._layout import layout_of_arrays, layout_of_names
-from lce_jax._token_chunks import budget
 from lce_jax._types import ALONE, Surroundings, is_array
 
 if TYPE_CHECKING:
@@ -130,7 +129,7 @@ def explain(
         around = Surroundings(true_columns=_checks.vocabulary(checked.vocab_size, columns))
     spec = _bind.spec(case, checked, columns, layout)
     if gradients_in_forward:
-        return _loss_in_forward.plan(spec.case, spec.requested, budget(chunk_bytes, options), around)
+        return _token_chunks.plan(spec.case, spec.requested, _token_chunks.budget(chunk_bytes, options), around)
     if chunk_bytes is not None:
         raise ValueError(f"chunk_bytes={chunk_bytes!r} is for linear_loss: give gradients_in_forward=True too")
     if by_xla:

@@ -22,13 +22,11 @@ from lce_jax import _collectives, _compat, _dispatch, _loss, _math, _rows, _shar
 from lce_jax._loss import Gradients, Inputs, TokenLoss
 from lce_jax._rows import Rows
 from lce_jax._shard import Spec
-from lce_jax._token_chunks import Budget, Chunk
-from lce_jax._types import Case, LogprobOutput, Plan, Primals, Results, Surroundings, format_bytes
+from lce_jax._token_chunks import Budget, Chunk, chunk_case
+from lce_jax._types import LogprobOutput, Primals, Results
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float
-
-ALL = 1 << 62  # cache_bytes that no chunk exceeds
 
 
 def forward(spec: Spec, loss: TokenLoss, inputs: Inputs) -> tuple[Array, LogprobOutput]:
@@ -254,43 +252,9 @@ class _Walk:
 
 def _chunk_spec(spec: Spec, size: int, partial_rows: bool) -> Spec:
     """The spec of a chunk, which is whole already."""
-    case = _chunk_case(spec.case, size, partial_rows)
+    case = chunk_case(spec.case, size, partial_rows)
     chosen, _ = _dispatch.choose(case, spec.requested)
     return dataclasses.replace(spec, case=case, implementation=chosen.NAME, gather_dim=None)
-
-
-def _chunk_case(case: Case, size: int, partial_rows: bool) -> Case:
-    """The case of a chunk, which keeps all its exponentials."""
-    options = dataclasses.replace(case.options, cache_bytes=ALL)
-    return dataclasses.replace(case, num_tokens=size, partial_rows=partial_rows, options=options)
-
-
-def plan(case: Case, requested: tuple[str, ...] | None, budget: Budget, around: Surroundings) -> Plan:
-    """What `explain` says of a call: the plan of one chunk, and what all chunks share."""
-    size = budget.chunk_rows(case)
-    chunks = -(-case.num_tokens // max(size, 1))
-    chunk = _chunk_case(case, size, case.partial_rows or case.num_tokens % max(size, 1) != 0)
-    found = _dispatch.explain(chunk, requested, around)
-    whole = _dispatch.explain(case, requested, around)
-    item, columns = case.stat_dtype.itemsize, case.vocab_size * case.hidden_size
-    total = columns * item if chunks > 1 and case.dtype != case.stat_dtype else 0  # else the gradient is the sum
-    # A chunk's hidden and dhidden; where all rows count, XLA holds both twice.
-    taken = size * case.hidden_size * (case.hidden_dtype.itemsize + item) * (1 if chunk.partial_rows else 2)
-    taken = taken if chunks > 1 else 0
-    cache = max(found.kept_bytes - chunk.statistics_bytes, 0)
-    per_token = (2 + len(case.options.statistics)) * case.num_tokens * item
-    notes = [f"{chunks} chunks of {size:,} tokens, gradients in the forward; kept are the gradients alone"]
-    if total:
-        notes.append(f"backward: of it {format_bytes(total)} for the sum of dweight over the chunks")
-    if cache:
-        notes.append(f"backward: of it {format_bytes(cache)} for a chunk's exponentials, which its dlogits overwrite")
-    return dataclasses.replace(
-        whole,
-        tiles={"chunk of tokens": size, **found.tiles},
-        backward_bytes=found.backward_bytes + total + taken + cache + per_token,
-        kept_bytes=0,
-        notes=(*whole.notes, *notes),
-    )
 
 
 def _floats(arrays: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -1,21 +1,23 @@
-"""Which tokens a chunk of `lce_jax.linear_loss` has: how many, by memory, and which rows of the call."""
+"""The chunks of tokens of `lce_jax.linear_loss`: how many rows, by memory, which of them, and what they hold."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax import scalars
+from lce_jax import _dispatch, scalars
 from lce_jax._rows import Compaction
-from lce_jax._types import Case, LogprobOptions
+from lce_jax._types import Case, LogprobOptions, Plan, Surroundings, format_bytes
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Int
 
 ON_CPU = 256 << 20  # bytes of a chunk's exponentials by default
 ELSEWHERE = 1400 << 20  # on an H200, chunks of 4832 tokens at V 151936
+ALL = 1 << 62  # cache_bytes that no chunk exceeds
 GRAIN = 128  # rows that a chunk is a multiple of: a row block of the kernels
 
 
@@ -45,6 +47,41 @@ def budget(chunk_bytes: Any, options: LogprobOptions) -> Budget:
             "how many bytes one chunk of tokens may take"
         )
     return Budget(None if chunk_bytes is None else scalars.num_bytes("chunk_bytes", chunk_bytes))
+
+
+def chunk_case(case: Case, size: int, partial_rows: bool) -> Case:
+    """The case of a chunk, which keeps all its exponentials."""
+    options = dataclasses.replace(case.options, cache_bytes=ALL)
+    return dataclasses.replace(case, num_tokens=size, partial_rows=partial_rows, options=options)
+
+
+def plan(case: Case, requested: tuple[str, ...] | None, budget: Budget, around: Surroundings) -> Plan:
+    """What `explain` says of a call: the plan of one chunk, and what all chunks share."""
+    size = budget.chunk_rows(case)
+    chunks = -(-case.num_tokens // max(size, 1))
+    chunk = chunk_case(case, size, case.partial_rows or case.num_tokens % max(size, 1) != 0)
+    found = _dispatch.explain(chunk, requested, around)
+    whole = _dispatch.explain(case, requested, around)
+    item, columns = case.stat_dtype.itemsize, case.vocab_size * case.hidden_size
+    total = columns * item if chunks > 1 and case.dtype != case.stat_dtype else 0  # else the gradient is the sum
+    # A chunk's hidden and dhidden; on a CPU XLA holds both twice where all rows count.
+    twice = case.device.platform == "cpu" and not chunk.partial_rows
+    taken = size * case.hidden_size * (case.hidden_dtype.itemsize + item) * (2 if twice else 1)
+    taken = taken if chunks > 1 else 0
+    cache = max(found.kept_bytes - chunk.statistics_bytes, 0)
+    per_token = (2 + len(case.options.statistics)) * case.num_tokens * item
+    notes = [f"{chunks} chunks of {size:,} tokens, gradients in the forward; kept are the gradients alone"]
+    if total:
+        notes.append(f"backward: of it {format_bytes(total)} for the sum of dweight over the chunks")
+    if cache:
+        notes.append(f"backward: of it {format_bytes(cache)} for a chunk's exponentials, which its dlogits overwrite")
+    return dataclasses.replace(
+        whole,
+        tiles={"chunk of tokens": size, **found.tiles},
+        backward_bytes=found.backward_bytes + total + taken + cache + per_token,
+        kept_bytes=0,
+        notes=(*whole.notes, *notes),
+    )
 
 
 class Chunk(NamedTuple):

@@ -75,8 +75,8 @@ def test_chunk_rows(tokens: int, columns: int, chunk_bytes: int, rows: int) -> N
     assert Budget(chunk_bytes).chunk_rows(case) == rows
 
 
-def linear_loss_of_the_outputs(hidden, weight, labels, **options):
-    return linear_loss(lambda logprob, entropy, lse: logprob + entropy + lse, hidden, weight, labels, **options)[0]
+def of_the_outputs(hidden, weight, labels, **options):
+    return linear_loss(lambda logprob, entropy, lse: logprob + entropy + lse, hidden, weight, labels, **options)[:1]
 
 
 @pytest.mark.usefixtures("hopper")
@@ -91,7 +91,7 @@ def linear_loss_of_the_outputs(hidden, weight, labels, **options):
 )
 def test_kernels(T: int, H: int, V: int, options: dict) -> None:
     """Two loops of kernels at most: chunks of tokens, and nothing of V x T. dweight is a sum in fp32."""
-    text = lower(T, H, V, of=linear_loss_of_the_outputs, **options)
+    text = lower(T, H, V, function=of_the_outputs, **options)
     assert f"{T}x{V}" not in text
     shape = (H, V) if "weight_layout" in options else (V, H)
     assert "{}x{}xf32".format(*shape) in text

@@ -45,12 +45,10 @@ def lower(T: int, H: int, V: int, dtype: str = "bfloat16", **options) -> str:
     if options.get("logit_scale") is True:
         arrays["logit_scale"], _ = jax.ShapeDtypeStruct((), jnp.float32), options.pop("logit_scale")
 
-    of = options.pop("of", None)
+    function = options.pop("function", lce_jax.linear_logprobs)
 
     def objective(hidden, weight, rest):
-        if of is not None:
-            return of(hidden, weight, **rest, **options, implementation="mosaic_gpu")
-        out = lce_jax.linear_logprobs(hidden, weight, **rest, **options, implementation="mosaic_gpu")
+        out = function(hidden, weight, **rest, **options, implementation="mosaic_gpu")
         return sum(jnp.sum(field) for field in out if field is not None)
 
     rest = {name: array for name, array in arrays.items() if name not in ("hidden", "weight")}
