@@ -2,7 +2,8 @@
 
 from lce_jax import local
 from lce_jax._explain import explain
-from lce_jax._types import LogprobOutput, Plan, UnsupportedError
+from lce_jax._plans import Plan
+from lce_jax._types import LogprobOutput, UnsupportedError
 from lce_jax.api import linear_cross_entropy, linear_logprobs
 from lce_jax.sharding import sharded_linear_cross_entropy, sharded_linear_logprobs
 

@@ -25,6 +25,7 @@ def case(hidden: Any, weight: Any, labels: Any, where: Any, options: CallOptions
     """A call's shapes and dtypes, validated against each other. Arrays may be tracers or ShapeDtypeStructs."""
     static = options.static
     _checks.operands(hidden, weight, labels, where, options.bias, static)
+    _checks.candidate_shape(options.candidates, labels.shape, "labels")
     dtype, given = (jnp.dtype(jax.dtypes.canonicalize_dtype(x.dtype)) for x in (weight, hidden))
     return Case(
         num_tokens=math.prod(labels.shape),
@@ -65,6 +66,6 @@ def operands(
     """The arrays of a call: those with gradients, and the per-token ones."""
     given = Primals(hidden, weight, options.bias)
     primals = jax.tree.map(lambda x: _compat.without_reduced(jnp.asarray(x)), given)
-    factors = (options.logit_scale, options.logit_softcap)
+    rest = (options.logit_scale, options.logit_softcap, options.candidates)
     of_call = functools.partial(_rows.of_call, labels, where, options.temperature)
-    return primals, of_call(spec.vocab_size, spec.case.stat_dtype, *factors)
+    return primals, of_call(spec.vocab_size, spec.case.stat_dtype, *rest)

@@ -56,7 +56,7 @@ def statistics(
         keep_cache: whether a backward will follow, so that the forward may keep ``cache_bytes`` of cache for it.
         total: True adds ``total``, Σ z: merged over the shards and divided by the vocabulary's size, the mean logit.
         **options: ``temperature``, ``logit_softcap``, ``logit_scale``, ``entropy``, ``stats``, ``vocab_size``,
-            ``weight_layout``, ``cache_bytes``, ``precision``, ``implementation`` and ``bias``, as in
+            ``weight_layout``, ``cache_bytes``, ``precision``, ``implementation``, ``bias`` and ``candidates``, as in
             `lce_jax.linear_logprobs`; ``vocab_size`` is that of the whole vocabulary.
 
     Returns:
@@ -97,8 +97,8 @@ def merge(parts: ShardStatistics) -> ShardStatistics:
         parts: statistics of N shards, fields ``[N, T]``. A shard without a true column counts for nothing.
 
     Returns:
-        Statistics with fields ``[T]``. They are added in the order of N, so all who merge the same parts get the
-        same bits.
+        Statistics with fields ``[T]`` (``[T, K]`` for candidates). They are added in the order of N, so all who merge
+        the same parts get the same bits.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -111,13 +111,16 @@ def merge(parts: ShardStatistics) -> ShardStatistics:
     return _statistics.merge(parts)
 
 
-def fields(*, entropy: bool = True, stats: bool = False, total: bool = False) -> dict[str, int]:
+def fields(
+    *, entropy: bool = True, stats: bool = False, total: bool = False, num_candidates: int = 0
+) -> dict[str, int]:
     """The fields of `ShardStatistics` that a call with these options has.
 
     Args:
         entropy: the option of `statistics`, which adds ``weighted``.
         stats: the option of `statistics`, which adds ``min``.
         total: True adds ``total``, Σ z: merged over the shards and divided by the vocabulary's size, the mean logit.
+        num_candidates: K of the option ``candidates``.
 
     Returns:
         How many numbers per token each field holds, in the order in which `pack` lays them out.
@@ -127,7 +130,8 @@ def fields(*, entropy: bool = True, stats: bool = False, total: bool = False) ->
         >>> local.fields(entropy=False)
         {'max': 1, 'sumexp': 1, 'target': 1}
     """
-    return Options(entropy=entropy, stats=stats, mean_logit=total).statistics
+    options = Options(entropy=entropy, stats=stats, mean_logit=total, num_candidates=num_candidates)
+    return options.statistics
 
 
 def pack(stats: ShardStatistics) -> Float[Array, "F T"]:
@@ -227,8 +231,8 @@ def gradients(
         weight: this shard's ``[V, H]`` (or ``[H, V]``).
         labels: ``[T]`` global vocabulary ids, the same on every shard. Outside ``[0, vocab_size)`` the logprob is 0.
         merged: the statistics of the whole vocabulary.
-        cotangent: the derivatives of the objective in ``logprobs``, ``entropy`` and ``lse``; a field that is None
-            stands for zeros.
+        cotangent: the derivatives of the objective in ``logprobs``, ``entropy``, ``lse`` and ``candidate_logprobs``; a
+            field that is None stands for zeros.
         vocab_start: global id of the shard's first column; may be traced.
         where: ``[T]`` bool, the rows that count. The others are 0 in what `finish` and `gradients` return, whatever
             they hold. None: all.
@@ -237,8 +241,8 @@ def gradients(
         cache: what `statistics` returned with its statistics.
         dtotal: the derivative of the objective in ``merged.total``. None stands for zeros.
         **options: ``temperature``, ``logit_softcap``, ``logit_scale``, ``entropy``, ``stats``, ``vocab_size``,
-            ``weight_layout``, ``cache_bytes``, ``precision``, ``implementation`` and ``bias``, as given to
-            `statistics`.
+            ``weight_layout``, ``cache_bytes``, ``precision``, ``implementation``, ``bias`` and ``candidates``, as
+            given to `statistics`.
 
     Returns:
         ``dhidden`` ``[T, H]``, the sum over this shard's columns (float64 for a float64 weight), and ``dweight`` in
@@ -267,7 +271,8 @@ def gradients(
         found = found._replace(weight=jnp.zeros_like(primals.weight))
     else:
         dmean = None if dtotal is None else dtotal * spec.vocab_size  # what eq. 4 divides by again
-        seed = Results(LogprobOutput(*(zero if field is None else field for field in cotangent[:3])), dmean)
+        given = LogprobOutput(*(zero if field is None else field for field in cotangent[:3]))
+        seed = Results(given._replace(candidate_logprobs=cotangent.candidate_logprobs), dmean)
         found = _shard_gradients(spec, primals, rows, jnp.asarray(vocab_start, jnp.int32), merged, seed, cache)
     return (found.hidden, found.weight) if found.bias is None else (found.hidden, found.weight, found.bias)
 
