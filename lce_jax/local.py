@@ -11,7 +11,6 @@ arrays: jit them. They are not differentiable themselves.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Unpack
@@ -76,7 +75,9 @@ def statistics(
         (0.0, 100.0, 0.0)
     """
     _options.check_names(statistics, options, without=("axis_name",))
-    spec, primals, rows = _bound(hidden, weight, labels, where, num_rows, options, scalars.flag("total", total))
+    spec, primals, rows = _bind.of_one_shard(
+        hidden, weight, labels, where, num_rows, options, scalars.flag("total", total)
+    )
     if spec.case.num_tokens == 0:
         return _statistics.empty(0, spec.case.stat_dtype, spec.case.options), None
     return _shard_statistics(spec, primals, rows, jnp.asarray(vocab_start, jnp.int32), keep_cache)
@@ -264,7 +265,7 @@ def gradients(
         (0.98, -0.02)
     """
     _options.check_names(gradients, options, without=("axis_name",))
-    spec, primals, rows = _bound(hidden, weight, labels, where, num_rows, options, dtotal is not None)
+    spec, primals, rows = _bind.of_one_shard(hidden, weight, labels, where, num_rows, options, dtotal is not None)
     zero = jnp.zeros((spec.case.num_tokens,), spec.case.stat_dtype)
     if spec.case.num_tokens == 0:
         found = jax.tree.map(lambda x: jnp.zeros(x.shape, zero.dtype), primals)
@@ -282,24 +283,3 @@ def _shard_gradients(spec: Spec, primals: Primals, *rest: Any) -> Primals:
     # The cache belongs to the caller, who may use it again: overwriting it would mean copying it first.
     run = functools.partial(_shard.gradients, spec, may_overwrite_cache=False)
     return _compat.first_order_only(run)(_shard.as_operand(primals), *rest)
-
-
-def _bound(
-    hidden: Any, weight: Any, labels: Any, where: Any, num_rows: Any, options: LogprobOptions, mean_logit: bool
-) -> tuple[Spec, Primals, Rows]:
-    checked = _options.of_call(options, mean_logit)
-    if checked.axis_name is not None:
-        raise ValueError(f"axis_name={checked.axis_name!r}: functions of lce_jax.local know no axis, use local.merge")
-    case = _bind.case(hidden, weight, labels, where, checked)
-    if num_rows is not None:
-        if where is not None:
-            raise ValueError("where and num_rows both say which rows count: give one of them")
-        case = dataclasses.replace(case, partial_rows=True)
-    if labels.ndim != 1:
-        raise ValueError(f"labels {tuple(labels.shape)} must be flat here: [T], with hidden [T, H]")
-    # The columns of all shards: only the caller knows how many there are, so any given vocab_size may leave padding.
-    spec = dataclasses.replace(_bind.spec(case, checked, scalars.INT32_MAX), padded=checked.vocab_size is not None)
-    primals, rows = _bind.operands(spec, hidden, weight, labels, where, checked)
-    if num_rows is not None:
-        rows = rows._replace(num_rows=_rows.count(num_rows, case.num_tokens))
-    return spec, primals, rows

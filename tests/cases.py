@@ -125,9 +125,8 @@ def draw_candidates(test: TestCase, labels: np.ndarray, seed: int) -> np.ndarray
     rng = np.random.default_rng(seed + 2)
     vocab_size = dict(test.options).get("vocab_size") or test.V
     ids = rng.integers(0, vocab_size, (*test.leading, test.K))
-    ids = np.where(
-        rng.random(ids.shape) < 0.2, rng.choice([-100, -1, test.V, vocab_size, vocab_size - 1], ids.shape), ids
-    )
+    special = rng.choice([-100, -1, test.V, vocab_size, vocab_size - 1], ids.shape)
+    ids = np.where(rng.random(ids.shape) < 0.2, special, ids)
     ids[..., 0] = labels
     ids[..., -1] = ids[..., test.K // 2]
     ids.reshape(-1, test.K)[1:2] = -1

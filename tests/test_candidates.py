@@ -1,4 +1,4 @@
-"""Log-probabilities at chosen ids: meshes, transformations, memory, published losses. `test_parity` has their values."""
+"""Log-probabilities at chosen ids: meshes, transformations, published losses. `test_parity` has their values."""
 
 from __future__ import annotations
 
@@ -82,7 +82,8 @@ def test_over_a_mesh(test: cases.TestCase, how: str, axis_type: AxisType) -> Non
 
     def place(operands: Any, labels: Any, options: Any) -> Any:
         options["candidates"] = jax.device_put(options["candidates"], NamedSharding(mesh, P("data")))
-        placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(operands, (P("data"), vocab))]
+        pairs = zip(operands, (P("data"), vocab), strict=True)
+        placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in pairs]
         return placed, jax.device_put(labels, NamedSharding(mesh, P("data")))
 
     with jax.set_mesh(mesh):
@@ -130,7 +131,7 @@ def test_inside_shard_map_where_ids_are_typed_as_varying() -> None:
     hidden, weight, labels, options, _ = cases.draw(test)
 
     def body(hidden, weight, labels, ids, wrong):
-        ids = jnp.where(wrong, ids.at[2, 1].add(jax.lax.axis_index("tensor")), ids)
+        ids = jnp.where(wrong, ids.at[2, 1].set(jax.lax.axis_index("tensor")), ids)
         ids = jax.lax.pcast(ids, ("tensor",), to="varying") if "tensor" not in jax.typeof(ids).mat.varying else ids
         return linear_logprobs(hidden, weight, labels, candidates=ids, axis_name="tensor")
 
@@ -218,7 +219,7 @@ def test_ids_of_every_integer_type() -> None:
     hidden, weight, labels, options, _ = cases.draw(cases.case("types", leading=(6,), K=4))
     want = linear_logprobs(hidden, weight, labels, **options).candidate_logprobs
     ids = np.asarray(options["candidates"])
-    wide = np.where(ids < 0, 2**32 + 3, ids)  # JAX would wrap it to 3
+    wide = np.where(ids < 0, 2**32 + 3, ids.astype(np.int64))  # JAX would wrap it to 3
     assert np.array_equal(linear_logprobs(hidden, weight, labels, candidates=wide).candidate_logprobs, want)
     small = linear_logprobs(hidden, weight, labels, candidates=np.clip(ids, -1, 127).astype(np.int8))
     assert np.array_equal(small.candidate_logprobs, want)
@@ -250,7 +251,7 @@ def test_a_loss_has_no_candidates() -> None:
 
 def test_top_k_distillation_of_verl() -> None:
     """verl's forward KL on a teacher's top k: Σ_k p_k (ln p_k - log_softmax(logits)[k]), from stored logits."""
-    hidden, weight, labels, options, _ = cases.draw(cases.case("verl", leading=(2, 30), H=64, V=1500, K=64))
+    hidden, weight, labels, _, _ = cases.draw(cases.case("verl", leading=(2, 30), H=64, V=1500, K=64))
     teacher = jax.random.normal(jax.random.key(1), (2, 30, 1500)) * 2
     top, ids = jax.lax.top_k(jax.nn.log_softmax(teacher), 64)
 
@@ -262,7 +263,6 @@ def test_top_k_distillation_of_verl() -> None:
         out = linear_logprobs(hidden, weight, labels, candidates=ids, entropy=False, precision="highest")
         return jnp.mean(jnp.sum(jnp.exp(top) * (top - out.candidate_logprobs), axis=-1))
 
-    del options
     got, want = (jax.value_and_grad(f, argnums=(0, 1))(hidden, weight) for f in (ours, stored))
     assert oracle.value_error(got[0], want[0]) < 2e-6
     assert all(oracle.relative_norm(a, b) < 2e-6 for a, b in zip(got[1], want[1], strict=True))

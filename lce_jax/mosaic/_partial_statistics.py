@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float
 
 FLOOR = -1e10  # a tile's maximum where all its columns are padding: below every raw product, and finite
-UNWRITTEN: Any = _statistics.NO_COLUMNS._replace(max=FLOOR, min=-FLOOR)  # type: ignore[arg-type]
+UNWRITTEN: Any = _statistics.NO_COLUMNS._replace(max=FLOOR, min=-FLOOR)
 
 
 def names(options: Options) -> list[str]:
