@@ -14,7 +14,7 @@ class Results(NamedTuple):
     max_logit: np.ndarray
     min_logit: np.ndarray
     correct: np.ndarray  # in float64, which knows no ties where float32 rounds two logits to one: see `margin`
-    candidate_logprobs: np.ndarray | None
+    candidate_logprobs: np.ndarray | None = None
 
 
 def _double(x: Any) -> np.ndarray:
