@@ -3,8 +3,10 @@
 from lce_jax import local, losses
 from lce_jax._explain import explain
 from lce_jax._linear_loss import linear_loss, sharded_linear_loss
-from lce_jax._types import LogprobOutput, Plan, UnsupportedError
+from lce_jax._plans import Plan
+from lce_jax._types import LogprobOutput, UnsupportedError
 from lce_jax.api import linear_cross_entropy, linear_logprobs
+from lce_jax.logits import linear_logits, masked_logprobs
 from lce_jax.sharding import sharded_linear_cross_entropy, sharded_linear_logprobs
 
 __all__ = [
@@ -13,10 +15,12 @@ __all__ = [
     "UnsupportedError",
     "explain",
     "linear_cross_entropy",
+    "linear_logits",
     "linear_logprobs",
     "linear_loss",
     "local",
     "losses",
+    "masked_logprobs",
     "sharded_linear_cross_entropy",
     "sharded_linear_logprobs",
     "sharded_linear_loss",

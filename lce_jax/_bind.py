@@ -11,12 +11,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from lce_jax import _checks, _compat, _dispatch, _rows
+from lce_jax import _checks, _compat, _dispatch, _options, _rows, scalars
 from lce_jax._layout import Layout
 from lce_jax._options import CallOptions
 from lce_jax._rows import Rows
 from lce_jax._shard import Spec
-from lce_jax._types import Case, Primals
+from lce_jax._types import Case, LogprobOptions, Primals
 
 type LayoutOf = Callable[[Any, Any, int], Layout]  # of checked hidden and weight, and the weight's vocabulary dimension
 
@@ -25,6 +25,7 @@ def case(hidden: Any, weight: Any, labels: Any, where: Any, options: CallOptions
     """A call's shapes and dtypes, validated against each other. Arrays may be tracers or ShapeDtypeStructs."""
     static = options.static
     _checks.operands(hidden, weight, labels, where, options.bias, static)
+    _checks.candidate_shape(options.candidates, labels.shape, "labels")
     dtype, given = (jnp.dtype(jax.dtypes.canonicalize_dtype(x.dtype)) for x in (weight, hidden))
     return Case(
         num_tokens=math.prod(labels.shape),
@@ -65,6 +66,28 @@ def operands(
     """The arrays of a call: those with gradients, and the per-token ones."""
     given = Primals(hidden, weight, options.bias)
     primals = jax.tree.map(lambda x: _compat.without_reduced(jnp.asarray(x)), given)
-    factors = (options.logit_scale, options.logit_softcap)
+    rest = (options.logit_scale, options.logit_softcap, options.candidates)
     of_call = functools.partial(_rows.of_call, labels, where, options.temperature)
-    return primals, of_call(spec.vocab_size, spec.case.stat_dtype, *factors)
+    return primals, of_call(spec.vocab_size, spec.case.stat_dtype, *rest)
+
+
+def of_one_shard(
+    hidden: Any, weight: Any, labels: Any, where: Any, num_rows: Any, options: LogprobOptions, mean_logit: bool
+) -> tuple[Spec, Primals, Rows]:
+    """The call of one shard of a vocabulary, for `lce_jax.local`."""
+    checked = _options.of_call(options, mean_logit)
+    if checked.axis_name is not None:
+        raise ValueError(f"axis_name={checked.axis_name!r}: functions of lce_jax.local know no axis, use local.merge")
+    found = case(hidden, weight, labels, where, checked)
+    if num_rows is not None:
+        if where is not None:
+            raise ValueError("where and num_rows both say which rows count: give one of them")
+        found = dataclasses.replace(found, partial_rows=True)
+    if labels.ndim != 1:
+        raise ValueError(f"labels {tuple(labels.shape)} must be flat here: [T], with hidden [T, H]")
+    # The columns of all shards: only the caller knows how many there are, so any given vocab_size may leave padding.
+    of_shard = dataclasses.replace(spec(found, checked, scalars.INT32_MAX), padded=checked.vocab_size is not None)
+    primals, rows = operands(of_shard, hidden, weight, labels, where, checked)
+    if num_rows is not None:
+        rows = rows._replace(num_rows=_rows.count(num_rows, found.num_tokens))
+    return of_shard, primals, rows

@@ -12,6 +12,7 @@ from jax import lax
 from lce_jax import _compat, scalars
 from lce_jax._types import Options, is_array
 
+MOST_CANDIDATES = 512
 FLOATS = ("bfloat16", "float16", "float32", "float64")
 
 
@@ -61,11 +62,27 @@ def array(name: str, x: Any, what: str = "an array") -> None:
         raise TypeError(f"{name} must be {what}, got {type(x).__name__}")
 
 
-def label_array(x: Any) -> None:
-    """Labels must be an array of integers."""
-    array("labels", x)
+def label_array(x: Any, name: str = "labels") -> None:
+    """Labels (or other ids) must be an array of integers."""
+    array(name, x)
     if not jnp.issubdtype(x.dtype, jnp.integer):
-        raise TypeError(f"labels must be integers (vocabulary ids), got {x.dtype}")
+        raise TypeError(f"{name} must be integers (vocabulary ids), got {x.dtype}")
+
+
+def num_candidates(x: Any, name: str = "candidates") -> int:
+    """The K of ids ``[..., K]``; 0 without any."""
+    if x is None:
+        return 0
+    label_array(x, name)
+    if len(x.shape) < 1 or not 1 <= x.shape[-1] <= MOST_CANDIDATES:
+        raise ValueError(f"{name} {tuple(x.shape)} must end in K, from 1 to {MOST_CANDIDATES} ids per token")
+    return int(x.shape[-1])
+
+
+def candidate_shape(x: Any, leading: tuple[int, ...], of: str, name: str = "candidates") -> None:
+    """Ids must be ``[*leading, K]``."""
+    if x is not None and tuple(x.shape[:-1]) != tuple(leading):
+        raise ValueError(f"{name} {tuple(x.shape)} must be [..., K] with the shape of {of} {tuple(leading)} before K")
 
 
 def where_array(x: Any, shape: tuple[int, ...]) -> None:

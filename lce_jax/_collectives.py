@@ -38,11 +38,16 @@ def total_cotangent(cotangent: Results, axis_name: AxisName) -> Results:
     if _compat.tracks_varying(axis_name):
         return cotangent
     fields, structure = jax.tree.flatten(cotangent)
-    return jax.tree.unflatten(structure, list(lax.psum(jnp.stack(fields), axis_name)))
+    packed = jnp.concatenate([x[None] if x.ndim == 1 else x.T for x in fields])  # [F, T], one collective
+    rows = iter(lax.psum(packed, axis_name))
+    totals = [next(rows) if x.ndim == 1 else jnp.stack([next(rows) for _ in range(x.shape[1])], axis=1) for x in fields]
+    return jax.tree.unflatten(structure, totals)
 
 
-def same_on_all_shards[T](rows: T, axis_name: AxisName) -> tuple[T, Bool[Array, "*b"] | None]:
+def same_on_all_shards[T](rows: T, leading: int, axis_name: AxisName) -> tuple[T, Bool[Array, "*b"] | None]:
     """Per-token operands typed as equal on every shard of ``axis_name``, and the rows in which they really are.
+
+    The rows are their first ``leading`` dimensions.
 
     They may be typed as varying although every shard holds the same: ``lax.all_gather`` does so by default. Varying
     operands would make the results varying, and the shards' parts of the cotangents would not be summed. The rows are
@@ -57,7 +62,7 @@ def same_on_all_shards[T](rows: T, axis_name: AxisName) -> tuple[T, Bool[Array, 
             return x
         whole = x.astype(jnp.int32) if x.dtype == jnp.bool_ else x
         highest, lowest = lax.pmax(whole, axes), lax.pmin(whole, axes)
-        agree.append(highest == lowest)
+        agree.append(jnp.all(highest == lowest, axis=tuple(range(leading, x.ndim))))
         return highest.astype(x.dtype)
 
     rows = jax.tree.map(same, rows)

@@ -10,19 +10,8 @@ from typing import Any, Protocol
 import jax
 
 from lce_jax import mosaic, reference, xla
-from lce_jax._types import (
-    ALONE,
-    CPU,
-    Case,
-    Device,
-    Operands,
-    Plan,
-    Primals,
-    RowCoefficients,
-    ShardStatistics,
-    Surroundings,
-    UnsupportedError,
-)
+from lce_jax._plans import ALONE, Plan, Surroundings
+from lce_jax._types import CPU, Case, Device, Operands, Primals, RowCoefficients, ShardStatistics, UnsupportedError
 
 
 class Implementation(Protocol):

@@ -15,6 +15,7 @@ from lce_jax._layout import Layout
 from lce_jax._options import CallOptions
 from lce_jax._rows import Rows
 from lce_jax._shard import Spec
+from lce_jax._statistics import along
 from lce_jax._types import Case, Primals, Results
 
 if TYPE_CHECKING:
@@ -31,9 +32,9 @@ def evaluate(hidden: Array, weight: Array, labels: Array, where: Array | None, o
         spec = dataclasses.replace(spec, mesh=mesh)
     else:
         _checks.split(primals.weight, options.axis_name, case.vocab_size)
-        rows, agree = _collectives.same_on_all_shards(rows, options.axis_name)
+        rows, agree = _collectives.same_on_all_shards(rows, rows.labels.ndim, options.axis_name)
     out = _results(spec, primals, rows)
-    return out if agree is None else jax.tree.map(lambda x: jnp.where(agree, x, jnp.nan), out)
+    return out if agree is None else jax.tree.map(lambda x: jnp.where(along(agree, x), x, jnp.nan), out)
 
 
 def evaluate_over(
@@ -72,4 +73,4 @@ def of_no_tokens(case: Case, labels: Array) -> Results:
         stats = _statistics.empty(0, case.stat_dtype, case.options)
         return _math.finish(stats, jnp.zeros((0,), jnp.bool_), None, vocab_size=1)
 
-    return jax.tree.map(lambda x: jnp.zeros(labels.shape, x.dtype), jax.eval_shape(results))
+    return jax.tree.map(lambda x: jnp.zeros(labels.shape + x.shape[1:], x.dtype), jax.eval_shape(results))

@@ -9,14 +9,16 @@ from jax.sharding import AxisType
 
 from lce_jax import _bind, _checks, _dispatch, _options, _token_chunks, api, scalars
 from lce_jax._layout import layout_of_arrays, layout_of_names
-from lce_jax._types import ALONE, Surroundings, is_array
+from lce_jax._plans import ALONE, Surroundings
+from lce_jax._types import is_array
 
 if TYPE_CHECKING:
     from jax.sharding import AbstractMesh, Mesh
 
     from lce_jax._layout import Axes
+    from lce_jax._plans import Plan
     from lce_jax._shard import Spec
-    from lce_jax._types import LogprobOptions, Plan
+    from lce_jax._types import LogprobOptions
 
 
 def explain(
@@ -77,8 +79,8 @@ def explain(
         chunk_bytes: bytes that the exponentials of one chunk of tokens may take, in the weight's dtype, per device;
             at least 128 tokens are a chunk. None: 1.4 GiB, and 256 MiB on a CPU.
         **options: ``temperature``, ``logit_softcap``, ``logit_scale``, ``entropy``, ``stats``, ``vocab_size``,
-            ``weight_layout``, ``axis_name``, ``cache_bytes``, ``precision``, ``implementation`` and ``bias``, as in
-            `linear_logprobs`.
+            ``weight_layout``, ``axis_name``, ``cache_bytes``, ``precision``, ``implementation``, ``bias`` and
+            ``candidates``, as in `linear_logprobs`.
 
     Returns:
         A `Plan`; ``print`` it.

@@ -106,7 +106,7 @@ def linear_loss(
         Hsu et al., "Liger Kernel: Efficient Triton Kernels for LLM Training" (2024), which computes the gradients of
         the cross entropy in the forward.
     """
-    _options.check_names(linear_loss, options, without=("cache_bytes",))
+    _options.check_names(linear_loss, options, without=("cache_bytes", "candidates"))
     checked, most = _options.of_call(options), budget(chunk_bytes, options)
     case = _bind.case(hidden, weight, labels, where, checked)
     spec = _bind.spec(case, checked, case.vocab_size * _checks.axis_size(checked.axis_name))
@@ -189,7 +189,7 @@ def sharded_linear_loss(
         >>> round(float(total / 8), 3)                         # ln 1000
         6.908
     """
-    _options.check_names(sharded_linear_loss, options, without=("axis_name", "cache_bytes"))
+    _options.check_names(sharded_linear_loss, options, without=("axis_name", "cache_bytes", "candidates"))
     checked, most = _options.of_call(options), budget(chunk_bytes, options)
     _options.no_axis_name(checked)
     case = _bind.case(hidden, weight, labels, where, checked)
@@ -211,7 +211,7 @@ def _inputs(
     agree = None
     if options.axis_name is not None:
         _checks.split(primals.weight, options.axis_name, spec.case.vocab_size)
-        rows, agree = _collectives.same_on_all_shards(rows, options.axis_name)
+        rows, agree = _collectives.same_on_all_shards(rows, rows.labels.ndim, options.axis_name)
         flat, also = _same_arguments(flat, rows.labels.ndim, options.axis_name)
         agree = also if agree is None else agree if also is None else agree & also
     inputs = Inputs(primals, rows, flat, ())
@@ -225,9 +225,9 @@ def _same_arguments(flat: tuple[Any, ...], dims: int, axis_name: Any) -> tuple[t
     """Per-token arguments typed as equal on every shard, as their values must be, and the rows in which they are."""
     same, agree = [], []
     for x in flat:
-        equal, ok = _collectives.same_on_all_shards(lax.stop_gradient(x), axis_name)
+        equal, ok = _collectives.same_on_all_shards(lax.stop_gradient(x), dims, axis_name)
         if ok is not None:
-            agree.append(jnp.all(ok.reshape(*x.shape[:dims], -1), axis=-1))
+            agree.append(ok)
             if _loss.is_float(x):  # each shard's own copy has its part of the gradient
                 equal = lax.pmean(x, tuple(sorted(_compat.varying_axes(x) - _compat.varying_axes(equal), key=str)))
         same.append(x if ok is None else equal)

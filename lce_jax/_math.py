@@ -8,15 +8,17 @@ $a$, softcap $c$), are one factor k per row times a value x per column:
 and, with p = softmax(z):
 
     (1)  statistics of a set of columns:  m = max x,  u = (x - m) k,  s = Σ e^u,  q = Σ u e^u,  t = u[label] if owned,
-                                          and if a loss smooths its labels, Σ x
+                                          and if a loss smooths its labels, Σ x; of each candidate c owned, x_c
     (2)  union of disjoint sets:          M = max mᵢ,  dᵢ = (mᵢ - M) k,  aᵢ = e^dᵢ,  s = Σ sᵢ aᵢ,
-                                          q = Σ (qᵢ + dᵢ sᵢ) aᵢ,  t = tᵢ + dᵢ of the owner,  Σ x = Σᵢ Σ x
+                                          q = Σ (qᵢ + dᵢ sᵢ) aᵢ,  t = tᵢ + dᵢ of the owner,  Σ x = Σᵢ Σ x,
+                                          x_c = max x_cᵢ, with -inf where it is not owned
     (3)  results:                         lse = k M + ln s,  logprob = t - ln s,  entropy = ln s - q / s,
-                                          mean = k Σ x / V
+                                          mean = k Σ x / V,  logprob_c = min(k x_c - k M, 0) - ln s
     (4)  gradient in the logits:          dz = 1_y g_lp + p (-g_lp + g_lse - g_ent (ln p + entropy))
-                                             + g_mean / V
-         and, as p = e^u / s,                = 1_y g_lp + g_mean / V + e^u / s · (g_lse - g_lp + g_ent (q / s - u))
-                                             = 1_y target + uniform + e^u (constant + slope u)
+                                             + g_mean / V + Σ_c g_c (1_c - p)
+         and, as p = e^u / s,                = 1_y g_lp + g_mean / V + Σ_c 1_c g_c
+                                               + e^u / s · (g_lse - g_lp - Σ_c g_c + g_ent (q / s - u))
+                                             = 1_y target + uniform + e^u (constant + slope u) + Σ_c 1_c g_c
     (5)  gradient in the raw products:    dr = dz · (a / τ) · (1 - tanh²(a r / c));   dh = dr W,  dW = drᵀ h,  db = Σ dr
 
 Why this shape: q is summed in the shifted variable u, so entropy is never the difference of two large numbers, and
@@ -29,7 +31,8 @@ Why (1) subtracts before it multiplies: logprob <= 0 and entropy >= 0 then hold 
 has x - m = 0 exactly, whatever a compiler fuses with the product, hence u = 0 and e^u = 1; every other u is negative.
 So s >= 1 and ln s >= 0, q <= 0, t <= 0. (2) keeps all of that, because one dᵢ is exactly 0 and none is positive. And
 t = 0 exactly if the label is a largest column. If m were the maximum of z = k x, a fused x k - m would not be 0 there,
-because the product is rounded in m and not in the fused term.
+because the product is rounded in m and not in the fused term. A candidate keeps k x_c and not its u, because an
+implementation may compute it apart from the tiles. So (3) clips its u to 0.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax._statistics import MASKED
+from lce_jax._statistics import MASKED, along
 from lce_jax._types import LogprobOutput, Options, Results, RowCoefficients, ShardStatistics
 
 if TYPE_CHECKING:
@@ -99,16 +102,20 @@ def tile_statistics(
     targets: Int[Array, "T"],
     live: Bool[Array, "n"] | None,
     options: Options,
+    candidates: Int[Array, "T K"] | None = None,
 ) -> ShardStatistics:
     """Eq. 1 over a tile. ``targets`` are columns of this tile or lie outside [0, n); ``live`` masks padding columns.
 
-    max, min and total are those of x until `_statistics.to_logits` multiplies them.
+    ``candidates`` are such columns too. max, min, total and candidates are those of x until `_statistics.to_logits`
+    multiplies them.
     """
     n = x.shape[1]
     x = lax.optimization_barrier(x)  # otherwise XLA may compute x twice, for m and for u, and round it differently
     owned = (targets >= 0) & (targets < n)
     at_target = jnp.take_along_axis(x, jnp.where(owned, targets, 0)[:, None], axis=1)[:, 0]
-    x, at_target = lax.optimization_barrier((x, at_target))  # otherwise XLA keeps the tile beyond the exponentials
+    at_candidates = None if candidates is None else _at_columns(x, candidates)
+    # Without this barrier XLA keeps the tile beyond the exponentials.
+    x, at_target, at_candidates = lax.optimization_barrier((x, at_target, at_candidates))
     live = None if live is None else live[None, :]
     m = jnp.maximum(jnp.max(x if live is None else jnp.where(live, x, MASKED), axis=1), MASKED)
     u = (x - m[:, None]) * _along_rows(scale)
@@ -124,7 +131,14 @@ def tile_statistics(
         target=jnp.where(owned, (at_target - m) * scale, -jnp.inf),
         min=lowest,
         total=jnp.sum(x if live is None else jnp.where(live, x, 0.0), axis=1) if options.mean_logit else None,
+        candidates=at_candidates,
     )
+
+
+def _at_columns(x: Float[Array, "T n"], columns: Int[Array, "T K"]) -> Float[Array, "T K"]:
+    """The x at these columns, -inf where they lie outside [0, n)."""
+    owned = (columns >= 0) & (columns < x.shape[1])
+    return jnp.where(owned, jnp.take_along_axis(x, jnp.where(owned, columns, 0), axis=1), -jnp.inf)
 
 
 def finish(
@@ -141,9 +155,18 @@ def finish(
         max_logit=None if stats.min is None else stats.max,
         min_logit=stats.min,
         correct=None if stats.min is None else (in_vocab & (stats.target == 0.0)).astype(sumexp.dtype),
+        candidate_logprobs=_candidate_logprobs(stats, log_sumexp),
     )
     results = Results(outputs, mean_logit=None if stats.total is None else stats.total / vocab_size)
-    return results if where is None else jax.tree.map(lambda x: jnp.where(where, x, 0.0), results)
+    return results if where is None else jax.tree.map(lambda x: jnp.where(along(where, x), x, 0.0), results)
+
+
+def _candidate_logprobs(stats: ShardStatistics, log_sumexp: Float[Array, "T"]) -> Float[Array, "T K"] | None:
+    """Eq. 3 at the candidates; 0 where no shard owns one."""
+    z = stats.candidates
+    if z is None:
+        return None
+    return jnp.where(z == -jnp.inf, 0.0, jnp.minimum(z - stats.max[:, None], 0.0) - log_sumexp[:, None])
 
 
 def row_coefficients(
@@ -158,14 +181,58 @@ def row_coefficients(
     factor = options.logit_scale if inverse_temperature is None else options.logit_scale * inverse_temperature
     sumexp = stats.sumexp if where is None else jnp.where(where, stats.sumexp, 1.0)
     of = cotangent.outputs
-    constant, slope, uniform = of.lse - of.logprobs, None, None
+    constant, slope, uniform, candidates = of.lse - of.logprobs, None, None, None
     if stats.weighted is not None and of.entropy is not None:
         constant = constant + of.entropy * (stats.weighted / sumexp)
         slope = -of.entropy / sumexp * factor
     if cotangent.mean_logit is not None:
         uniform = cotangent.mean_logit / vocab_size * factor
-    rows = RowCoefficients(stats.max, of.logprobs * factor, constant / sumexp * factor, slope, uniform)
-    return rows if where is None else jax.tree.map(lambda x: jnp.where(where, x, 0.0), rows)
+    if stats.candidates is not None and of.candidate_logprobs is not None:
+        candidates = jnp.where(stats.candidates == -jnp.inf, 0.0, of.candidate_logprobs)
+        constant = constant - jnp.sum(candidates, axis=1)
+        candidates = candidates * _along_rows(factor)
+    rows = RowCoefficients(stats.max, of.logprobs * factor, constant / sumexp * factor, slope, uniform, candidates)
+    return rows if where is None else jax.tree.map(lambda x: jnp.where(along(where, x), x, 0.0), rows)
+
+
+def cap_derivative(z: Float[Array, "T K"], scale: Float[Array, "T"] | float) -> Float[Array, "T K"]:
+    """The 1 - tanh² of eq. 5, from capped logits; ``scale`` is their k (eq. 0)."""
+    x = z / _along_rows(scale)
+    return 1.0 - x * x
+
+
+def add_repeats(columns: Int[Array, "T K"], terms: Float[Array, "T K"]) -> tuple[Array, Array]:
+    """Columns that occur once per token, sorted, and the sum of their terms; -1 and 0 in place of the repeats.
+
+    So the terms can be scattered to unique places, which is deterministic: adding to one place twice is not, on a GPU.
+    After the step of 2ⁿ, each of the sorted terms is the sum of the last 2ⁿ⁺¹ of its column.
+    """
+    columns, terms = lax.sort((columns, terms), dimension=1, num_keys=1, is_stable=True)
+    step, most = 1, columns.shape[1]
+    while step < most:
+        same = columns[:, step:] == columns[:, :-step]
+        earlier = jnp.where(same, terms[:, :-step], 0.0)
+        terms = terms + jnp.pad(earlier, ((0, 0), (step, 0)))
+        step *= 2
+    repeated = jnp.pad(columns[:, 1:] == columns[:, :-1], ((0, 0), (0, 1)))  # the last of its column has the sum
+    return jnp.where(repeated, -1, columns), jnp.where(repeated, 0.0, terms)
+
+
+def unique_places(columns: Int[Array, "T K"], first: Any, last: Any, size: int) -> tuple[Array, Array]:
+    """Where to scatter into [T, size], which holds the columns [first, last): those outside lie beyond ``size``.
+
+    No two places are equal if each column occurs once per token.
+    """
+    rows, k = (lax.broadcasted_iota(jnp.int32, columns.shape, dim) for dim in (0, 1))
+    return rows, jnp.where((columns >= first) & (columns < last), columns - first, size + k)
+
+
+def _add_candidates(
+    d: Float[Array, "T n"], terms: Float[Array, "T K"], candidates: Int[Array, "T K"]
+) -> Float[Array, "T n"]:
+    """``candidates`` are columns of this tile, once each, or lie outside [0, n)."""
+    places = unique_places(candidates, 0, d.shape[1], d.shape[1])
+    return d.at[places].add(terms, mode="drop", unique_indices=True)
 
 
 def dlogits(
@@ -174,8 +241,9 @@ def dlogits(
     rows: RowCoefficients,
     targets: Int[Array, "T"],
     live: Bool[Array, "n"] | None,
+    candidates: Int[Array, "T K"] | None = None,
 ) -> Float[Array, "T n"]:
-    """Eqs. 4 and 5 over a tile: the gradient in the raw products."""
+    """Eqs. 4 and 5 over a tile: the gradient in the raw products. ``candidates`` are as `add_repeats` leaves them."""
     u = z - rows.shift[:, None]
     slope = 0.0 if rows.slope is None else rows.slope[:, None] * u
     d = jnp.exp(u) * (rows.constant[:, None] + slope)
@@ -185,4 +253,5 @@ def dlogits(
         d = d + rows.uniform[:, None]
     if dcap is not None:
         d = d * dcap
-    return d if live is None else jnp.where(live[None, :], d, 0.0)
+    d = d if live is None else jnp.where(live[None, :], d, 0.0)
+    return d if candidates is None or rows.candidates is None else _add_candidates(d, rows.candidates, candidates)

@@ -26,6 +26,7 @@ class CallOptions:
     logit_scale: Any  # this and the next: None unless one of them is an array; else `static` has both
     logit_softcap: Any
     bias: Any
+    candidates: Any
     vocab_size: int | None
     axis_name: Any
     implementation: tuple[str, ...] | None
@@ -42,13 +43,20 @@ def of_call(given: LogprobOptions, mean_logit: bool = False) -> CallOptions:
     if traced:
         fixed |= {"logit_scale": 1.0, "logit_softcap": None if softcap is None else 1.0}
     checked = static(**fixed)
-    bias = given.get("bias")
+    bias, candidates = given.get("bias"), given.get("candidates")
     return CallOptions(
-        static=dataclasses.replace(checked, mean_logit=mean_logit, traced_scale=traced, has_bias=bias is not None),
+        static=dataclasses.replace(
+            checked,
+            mean_logit=mean_logit,
+            traced_scale=traced,
+            has_bias=bias is not None,
+            num_candidates=_checks.num_candidates(candidates),
+        ),
         temperature=given.get("temperature", 1.0),
         logit_scale=scale if traced else None,
         logit_softcap=softcap if traced else None,
         bias=bias,
+        candidates=candidates,
         vocab_size=given.get("vocab_size"),
         axis_name=_axis_name(given.get("axis_name")),
         implementation=_implementation_names(given.get("implementation")),
@@ -68,13 +76,14 @@ def check_names(function: Callable[..., Any], given: Mapping[str, Any], without:
 
 
 def loss_call(given: LogprobOptions) -> LogprobOptions:
-    """The options of a loss, which returns neither entropy nor extremes."""
-    for name in ("entropy", "stats"):
-        if scalars.flag(name, given.get(name, False)):
-            raise ValueError(
-                f"{name}=True, but a loss has no such output: linear_logprobs (or sharded_linear_logprobs) returns it "
-                "with the log-probabilities"
-            )
+    """The options of a loss, which returns neither entropy nor extremes nor candidates."""
+    wanted = [f"{name}=True" for name in ("entropy", "stats") if scalars.flag(name, given.get(name, False))]
+    wanted += ["candidates"] if given.get("candidates") is not None else []
+    if wanted:
+        raise ValueError(
+            f"{wanted[0]}, but a loss has no such output: linear_logprobs (or sharded_linear_logprobs) returns it with "
+            "the log-probabilities"
+        )
     return {**given, "entropy": False}
 
 

@@ -227,7 +227,8 @@ def _partitioned(spec: Spec, whole: Any, rule: Any, results: list[str], primals:
     """``whole`` of global arrays, which XLA partitions by ``rule``; ``results`` names the dimensions of its results."""
     tokens, wide = _dimensions(spec, primals)
     names = f"{', '.join(wide + _named(tokens, per_token))} -> {', '.join(results)}"
-    return Partitioned(whole, functools.partial(rule, spec), names, ("h",), spec.mesh)(primals, *per_token)
+    unsplit = ("h", "k") if spec.case.options.num_candidates else ("h",)
+    return Partitioned(whole, functools.partial(rule, spec), names, unsplit, spec.mesh)(primals, *per_token)
 
 
 def _dimensions(spec: Spec, primals: Primals) -> tuple[str, list[str]]:
@@ -238,7 +239,8 @@ def _dimensions(spec: Spec, primals: Primals) -> tuple[str, list[str]]:
 
 
 def _named(names: str, tree: Any) -> list[str]:
-    return [names] * len(jax.tree.leaves(tree))
+    """``names`` for each leaf, and "k" after it where the leaf has a dimension of candidates."""
+    return [names if x.ndim == len(names.split()) else f"{names} k".strip() for x in jax.tree.leaves(tree)]
 
 
 def _forward_rule(spec: Spec, mesh: Any, shapes: Any, specs: Any) -> Partition:

@@ -21,13 +21,14 @@ if TYPE_CHECKING:
 
 
 class Rows(NamedTuple):
-    """A call's per-token operands, all in the shape of labels. None of them has a gradient."""
+    """A call's per-token operands, in the shape of labels (candidates with K more). None of them has a gradient."""
 
     labels: Int[Array, "*b"]  # int32 global id, -1 where out of vocabulary
     where: Bool[Array, "*b"] | None
     temperature: Float[Array, "*b"] | None
     logit_scale: Float[Array, "*b"] | None = None  # if it or the softcap is an array; else the options have both
     logit_softcap: Float[Array, "*b"] | None = None
+    candidates: Int[Array, "*b K"] | None = None  # int32 global ids, -1 for none and out of vocabulary
     num_rows: Int[Array, ""] | None = None  # instead of ``where``: how many rows count, from the first on
 
     @property
@@ -39,20 +40,45 @@ class Rows(NamedTuple):
 
 
 def of_call(
-    labels: Any, where: Any, temperature: Any, vocab_size: int, dtype: Any, scale: Any = None, softcap: Any = None
+    labels: Any,
+    where: Any,
+    temperature: Any,
+    vocab_size: int,
+    dtype: Any,
+    scale: Any = None,
+    softcap: Any = None,
+    candidates: Any = None,
 ) -> Rows:
-    """The per-token operands of a call, its temperature checked; labels outside [0, vocab_size) become -1."""
+    """The per-token operands of a call, its temperature checked; ids outside [0, vocab_size) become -1."""
     factors = (_checks.temperature(temperature, labels.shape, where), scale, softcap)
     arrays = tuple(None if factor is None else on_device(factor) for factor in factors)
     where = None if where is None else jnp.asarray(where)
-    return _of_arrays(int32_labels(labels), where, arrays, vocab_size, dtype)
+    candidates = None if candidates is None else int32_labels(candidates, "candidates")
+    return _of_arrays(int32_labels(labels), where, arrays, candidates, vocab_size, dtype)
 
 
-@functools.partial(jax.jit, static_argnums=(3, 4), inline=True)
-def _of_arrays(labels: Array, where: Array | None, factors: Any, vocab_size: int, dtype: Any) -> Rows:
+def of_ids(
+    ids: Any, where: Any, temperature: Any, vocab_size: int, dtype: Any, scale: Any = None, softcap: Any = None
+) -> Rows:
+    """The per-token operands of a call that has ids ``[..., K]`` in place of labels."""
+    ids = int32_labels(ids, "ids")
+    return of_call(_first(ids), where, temperature, vocab_size, dtype, scale, softcap, ids)
+
+
+@functools.partial(jax.jit, inline=True)
+def _first(ids: Array) -> Array:
+    return ids[..., 0]
+
+
+@functools.partial(jax.jit, static_argnums=(4, 5), inline=True)
+def _of_arrays(
+    labels: Array, where: Array | None, factors: Any, candidates: Array | None, vocab_size: int, dtype: Any
+) -> Rows:
     """Jitted: outside ``jit`` each number in an expression is a transfer, which ``jax.transfer_guard`` may forbid."""
-    labels = jnp.where((labels >= 0) & (labels < vocab_size), labels, -1)
-    return Rows(labels, where, *(None if x is None else _per_token(x, labels.shape, dtype) for x in factors))
+    ids = (labels, candidates)
+    labels, candidates = jax.tree.map(lambda x: jnp.where((x >= 0) & (x < vocab_size), x, -1), ids)
+    temperature, scale, softcap = (None if x is None else _per_token(x, labels.shape, dtype) for x in factors)
+    return Rows(labels, where, temperature, scale, softcap, candidates)
 
 
 def _per_token(value: Array, shape: tuple[int, ...], dtype: Any) -> Array:
@@ -74,12 +100,12 @@ def count(value: Any, num_tokens: int) -> Int[Array, ""]:
     return jnp.clip(jnp.asarray(value, jnp.int32), 0, num_tokens)
 
 
-def int32_labels(labels: Any) -> Array:
+def int32_labels(labels: Any, name: str = "labels") -> Array:
     """Labels of any integer type as int32; what does not fit is clamped, and stays out of every vocabulary.
 
     NumPy's 64-bit labels are clamped first, because JAX would wrap them: 2³² + 3 would become 3.
     """
-    _checks.label_array(labels)
+    _checks.label_array(labels, name)
     if isinstance(labels, np.ndarray | np.generic):
         return jnp.asarray(_clamped(labels, np))
     return _int32(jnp.asarray(labels))

@@ -20,7 +20,8 @@ from jax import lax
 from lce_jax import _checks, _dispatch, _math, _rows, _statistics, mosaic
 from lce_jax._by_platform import by_platform
 from lce_jax._rows import Rows
-from lce_jax._types import Case, Operands, Primals, Results, ShardStatistics
+from lce_jax._statistics import along
+from lce_jax._types import Case, Operands, Primals, Results, RowCoefficients, ShardStatistics
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float
@@ -69,7 +70,9 @@ def statistics(spec: Spec, primals: Primals, rows: Rows, start: Any, keep_cache:
     stats, cache = _run(spec, chosen, elsewhere, operands)
     stats = stats if order is None else _rows.expand(order, stats)
     wrong = _wrong_temperature(rows)
-    return (stats if wrong is None else jax.tree.map(lambda x: jnp.where(wrong, jnp.nan, x), stats)), cache
+    if wrong is not None:
+        stats = jax.tree.map(lambda x: jnp.where(along(wrong, x), jnp.nan, x), stats)
+    return stats, cache
 
 
 def gradients(
@@ -91,16 +94,12 @@ def gradients(
     in the weight's dtype. With ``dweight``, a sum in the statistics' dtype, the shard's dweight is added to it instead.
     """
     operands, order = _operands(spec, primals, rows, start)
-    scales = _scales(rows, spec.case)  # in the call's row order; `_operands` compacts them
-    coefficients = _math.row_coefficients(
-        stats, cotangent, rows.live, scales.derivative, spec.case.options, spec.vocab_size
-    )
-    wrong = _wrong_temperature(rows)
-    if wrong is not None:  # e^u and all coefficients become 0 in these rows, so that dweight gets no NaN from them
-        coefficients = jax.tree.map(lambda x: jnp.where(wrong, 0.0, x), coefficients)
-        coefficients = coefficients._replace(shift=jnp.where(wrong, -_statistics.MASKED, coefficients.shift))
+    coefficients = _coefficients(spec, rows, stats, cotangent)
     if order is not None:
         coefficients = _rows.compact(order, coefficients)
+    if operands.candidates is not None and coefficients.candidates is not None:
+        columns, terms = _math.add_repeats(operands.candidates, coefficients.candidates)
+        operands, coefficients = operands._replace(candidates=columns), coefficients._replace(candidates=terms)
     if operands.bias is not None and operands.num_rows is not None:  # e^u of the bias alone may overflow in dead rows
         live = jnp.arange(coefficients.shift.shape[0], dtype=jnp.int32) < operands.num_rows
         coefficients = coefficients._replace(shift=jnp.where(live, coefficients.shift, -_statistics.MASKED))
@@ -115,8 +114,23 @@ def gradients(
 
     found: Primals = _run(spec, chosen, elsewhere, operands, coefficients, cache, dweight)
     dhidden = found.hidden if order is None else _rows.expand(order, found.hidden)
-    dhidden = _signed(dhidden, scales)
+    dhidden = _signed(dhidden, _scales(rows, spec.case))
     return found._replace(hidden=dhidden if rows.live is None else jnp.where(rows.live[:, None], dhidden, 0.0))
+
+
+def _coefficients(spec: Spec, rows: Rows, stats: ShardStatistics, cotangent: Results) -> RowCoefficients:
+    """What eqs. 4 and 5 need of each token, in the call's row order."""
+    options, scales = spec.case.options, _scales(rows, spec.case)
+    found = _math.row_coefficients(stats, cotangent, rows.live, scales.derivative, options, spec.vocab_size)
+    if found.candidates is not None and stats.candidates is not None and options.logit_softcap is not None:
+        derivative = _math.cap_derivative(stats.candidates, _math.row_scale(options, scales.logits))
+        found = found._replace(candidates=jnp.where(found.candidates == 0.0, 0.0, found.candidates * derivative))
+    wrong = _wrong_temperature(rows)
+    if wrong is None:
+        return found
+    # e^u and all coefficients become 0 in these rows, so that dweight gets no NaN from them.
+    found = jax.tree.map(lambda x: jnp.where(along(wrong, x), 0.0, x), found)
+    return found._replace(shift=jnp.where(wrong, -_statistics.MASKED, found.shift))
 
 
 def _run(spec: Spec, chosen: Callable[..., Any], elsewhere: Callable[..., Any], *operands: Any) -> Any:
@@ -134,18 +148,21 @@ def _operands(spec: Spec, primals: Primals, rows: Rows, start: Any) -> tuple[Ope
     if spec.padded:
         left = spec.vocab_size - start
         num_columns = min(max(left, 0), columns) if isinstance(left, int) else jnp.clip(left, 0, columns)
-    targets = rows.labels - start
-    owned = (rows.labels >= 0) & (targets >= 0) & (targets < columns)
-    targets, scales = jnp.where(owned, targets, -1), _scales(rows, spec.case)
+
+    def owned(ids: Array) -> Array:
+        local = ids - start
+        return jnp.where((ids >= 0) & (local >= 0) & (local < columns), local, -1)
+
+    (targets, candidates), scales = jax.tree.map(owned, (rows.labels, rows.candidates)), _scales(rows, spec.case)
     hidden, order, num_rows = _signed(hidden, scales), None, rows.num_rows
     if rows.where is not None:
         order = _rows.compaction(rows.where)
-        hidden, targets, scales = _rows.compact(order, (hidden, targets, scales))
+        hidden, targets, candidates, scales = _rows.compact(order, (hidden, targets, candidates, scales))
         num_rows = order.num_rows
     elif rows.live is not None:  # NaN or inf in the other rows cannot spread
         hidden = jnp.where(rows.live[:, None], hidden, jnp.zeros((), hidden.dtype))
     bias = None if bias is None else bias.astype(spec.case.stat_dtype)
-    return Operands(hidden, weight, targets, scales.logits, num_rows, num_columns, scales.raw, bias), order
+    return Operands(hidden, weight, targets, scales.logits, num_rows, num_columns, scales.raw, bias, candidates), order
 
 
 class _Scales(NamedTuple):

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 def forward(spec: Spec, primals: Primals, rows: Rows, keep_cache: bool) -> tuple[Results, ShardStatistics, Any]:
     """The results and the whole vocabulary's statistics, in the shape of labels, and the implementation's cache."""
-    shape, rows = rows.labels.shape, _flattened(rows)
+    shape = rows.labels.shape
+    rows = _flattened(rows, len(shape))
     with jax.named_scope("lce_statistics"):
         stats, cache = _shard.statistics(
             spec, flat_operands(spec, primals), rows, first_column(spec, primals.weight), keep_cache
@@ -32,7 +33,7 @@ def forward(spec: Spec, primals: Primals, rows: Rows, keep_cache: bool) -> tuple
         with jax.named_scope("lce_merge"):
             stats = _collectives.merge_over_axis(stats, spec.case.options.statistics, spec.axis_name)
     out = _math.finish(stats, rows.labels >= 0, rows.where, spec.vocab_size)
-    return *jax.tree.map(lambda x: x.reshape(shape), (out, stats)), cache
+    return *jax.tree.map(lambda x: x.reshape(shape + x.shape[1:]), (out, stats)), cache
 
 
 def backward(
@@ -41,7 +42,7 @@ def backward(
     """The gradients, in the shapes, dtypes and types of their operands."""
     hidden, weight, bias = primals
     varying = _compat.varying_axes((primals, rows, stats, cache))
-    rows, stats, cotangent = _flattened(rows), _flattened(stats), _flattened(cotangent)
+    rows, stats, cotangent = _flattened((rows, stats, cotangent), rows.labels.ndim)
     if spec.axis_name is not None and spec.token_axes is None:
         cotangent = _collectives.total_cotangent(cotangent, spec.axis_name)
     summed = spec.axis_name is not None or varying != _compat.varying_axes(hidden)
@@ -85,8 +86,9 @@ def _total_dweight(spec: Spec, dweight: Array, weight: Array) -> Array:
     return _compat.psum_to_type(dweight, weight)
 
 
-def _flattened[T](tree: T) -> T:
-    return jax.tree.map(lambda x: x.reshape(-1), tree)
+def _flattened[T](tree: T, leading: int) -> T:
+    """Every leaf with its first ``leading`` dimensions, those of labels, as one."""
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[leading:]), tree)
 
 
 def flat_operands(spec: Spec, primals: Primals) -> Primals:

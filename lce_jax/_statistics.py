@@ -18,7 +18,10 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float
 
 MASKED = -1e30  # stands for -inf in a maximum; in float32 it is finite, and so is its difference to any logit
-NO_COLUMNS = ShardStatistics(max=MASKED, sumexp=0.0, weighted=0.0, target=-jnp.inf, min=-MASKED, total=0.0)  # type: ignore[arg-type]
+_NO_COLUMNS = {"max": MASKED, "sumexp": 0.0, "weighted": 0.0, "target": -jnp.inf, "min": -MASKED, "total": 0.0}
+NO_COLUMNS: Any = ShardStatistics(**_NO_COLUMNS, candidates=-jnp.inf)  # type: ignore[arg-type]
+
+PER_CANDIDATE = ("candidates",)  # the fields that are [T, K], also for K = 1; the others are [T]
 
 
 def of_fields(fields: Mapping[str, Any]) -> ShardStatistics:
@@ -30,10 +33,15 @@ def empty(num_tokens: int, dtype: jnp.dtype, options: Options) -> ShardStatistic
     """The statistics of no columns: the neutral element of `merge`."""
 
     def field(name: str, width: int) -> Array:
-        shape = (num_tokens,) if width == 1 else (num_tokens, width)
+        shape = (num_tokens, width) if name in PER_CANDIDATE else (num_tokens,)
         return jnp.full(shape, getattr(NO_COLUMNS, name), dtype)
 
     return of_fields({name: field(name, width) for name, width in options.statistics.items()})
+
+
+def along(per_token: Any, x: Any) -> Any:
+    """``per_token`` with as many trailing dimensions of size 1 as ``x`` has more: [T] beside [T] or [T, K]."""
+    return per_token.reshape(per_token.shape + (1,) * (x.ndim - per_token.ndim))
 
 
 def pack(stats: ShardStatistics) -> Float[Array, "F T"]:
@@ -46,7 +54,7 @@ def unpack(packed: Float[Array, "*n F T"], widths: Mapping[str, int]) -> ShardSt
     fields, row = {}, 0
     for name, width in widths.items():
         rows = packed[..., row : row + width, :]
-        fields[name] = rows[..., 0, :] if width == 1 else jnp.swapaxes(rows, -1, -2)
+        fields[name] = jnp.swapaxes(rows, -1, -2) if name in PER_CANDIDATE else rows[..., 0, :]
         row += width
     return of_fields(fields)
 
@@ -58,11 +66,17 @@ def to_logits(stats: ShardStatistics, scale: Float[Array, "T"] | float) -> Shard
         max=jnp.where(none, MASKED, stats.max * scale),
         min=None if stats.min is None else jnp.where(none, -MASKED, stats.min * scale),
         total=None if stats.total is None else stats.total * scale,
+        candidates=None if stats.candidates is None else _scaled_candidates(stats.candidates, scale),
     )
 
 
+def _scaled_candidates(x: Float[Array, "T K"], scale: Float[Array, "T"] | float) -> Float[Array, "T K"]:
+    z = x * (scale if isinstance(scale, float | int) else scale[:, None])
+    return jnp.where(x == -jnp.inf, -jnp.inf, z)  # a scale of 0 would make it NaN
+
+
 def merge(parts: ShardStatistics, scale: Float[Array, "T"] | float = 1.0) -> ShardStatistics:
-    """Eq. 2 over the leading axis: fields [N, T] in, [T] out, summed in the order of the axis.
+    """Eq. 2 over the leading axis: fields [N, T] (or [N, T, K]) in, [T] out, summed in the order of the axis.
 
     ``scale`` is k for statistics of x, and 1 for those of logits, after `to_logits`.
     """
@@ -79,6 +93,7 @@ def merge(parts: ShardStatistics, scale: Float[Array, "T"] | float = 1.0) -> Sha
         target=jnp.max(parts.target, axis=0) + _shift(of_owner, m, scale),
         min=None if parts.min is None else jnp.min(parts.min, axis=0),
         total=None if parts.total is None else jnp.sum(parts.total, axis=0),
+        candidates=None if parts.candidates is None else jnp.max(parts.candidates, axis=0),
     )
 
 

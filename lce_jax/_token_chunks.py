@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from lce_jax import _dispatch, scalars
+from lce_jax._plans import Plan, Surroundings, format_bytes
 from lce_jax._rows import Compaction
-from lce_jax._types import Case, LogprobOptions, Plan, Surroundings, format_bytes
+from lce_jax._types import Case, LogprobOptions
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Int
@@ -45,6 +46,11 @@ def budget(chunk_bytes: Any, options: LogprobOptions) -> Budget:
         raise ValueError(
             f"cache_bytes={options['cache_bytes']!r}: linear_loss keeps nothing for a backward pass; chunk_bytes says "
             "how many bytes one chunk of tokens may take"
+        )
+    if options.get("candidates") is not None:
+        raise ValueError(
+            "candidates: a loss_fn gets the label's log-probability alone. For a loss of several ids call "
+            "linear_logprobs(..., candidates=), or linear_logits for their logits"
         )
     return Budget(None if chunk_bytes is None else scalars.num_bytes("chunk_bytes", chunk_bytes))
 

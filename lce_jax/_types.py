@@ -25,7 +25,7 @@ class UnsupportedError(ValueError):
 class LogprobOutput(NamedTuple):
     """Per-token results, each of ``labels.shape`` and float32 (float64 when the weight is float64) or bool, or None.
 
-    A pytree. ``logprobs``, ``entropy`` and ``lse`` are differentiable; what ``stats=True`` adds is not.
+    A pytree. What ``stats=True`` adds is not differentiable; all else is.
 
     Attributes:
         logprobs: ln p(label), nats. 0 where the label is out of vocabulary or ``where`` is False.
@@ -35,6 +35,8 @@ class LogprobOutput(NamedTuple):
         min_logit: smallest logit over the true vocabulary. None without ``stats=True``.
         correct: bool, whether the label's logit is the largest, alone or with others. False where the label is out of
             vocabulary or ``where`` is False. None without ``stats=True``.
+        candidate_logprobs: ``[..., K]``, ln p of each id in ``candidates``, nats. 0 where the id is none or out of
+            vocabulary, or ``where`` is False. None without ``candidates``.
     """
 
     logprobs: Float[Array, ...]
@@ -43,6 +45,7 @@ class LogprobOutput(NamedTuple):
     max_logit: Float[Array, ...] | None = None
     min_logit: Float[Array, ...] | None = None
     correct: Bool[Array, ...] | None = None
+    candidate_logprobs: Float[Array, "*b K"] | None = None
 
 
 class LogprobOptions(TypedDict, total=False):
@@ -60,6 +63,7 @@ class LogprobOptions(TypedDict, total=False):
     precision: PrecisionLike
     implementation: str | tuple[str, ...] | None
     bias: Float[Array, "V"] | None
+    candidates: Int[Array, "*b K"] | None
 
 
 class Results(NamedTuple):
@@ -94,13 +98,16 @@ class Options:
     precision: Any = None
     mean_logit: bool = False  # label smoothing needs it
     has_bias: bool = False
+    num_candidates: int = 0  # K; 0: none are asked for
     traced_scale: bool = False  # scale or cap is an array: both are in `Rows`, and the numbers here are 1
 
     @property
     def statistics(self) -> dict[str, int]:
         """The fields of `ShardStatistics` that the call has, in order, and how many numbers per token each has."""
         asked = {"weighted": self.entropy, "min": self.stats, "total": self.mean_logit}
-        return {name: 1 for name in ShardStatistics._fields if asked.get(name, True)}
+        widths = {name: int(asked.get(name, True)) for name in ShardStatistics._fields}
+        widths["candidates"] = self.num_candidates
+        return {name: width for name, width in widths.items() if width}
 
     @property
     def signs_hidden(self) -> bool:
@@ -141,13 +148,14 @@ class Operands(NamedTuple):
     # Multiplies the raw products first: scale / cap if one of them is traced, or the sign of a traced scale.
     raw_scale: Float[Array, "T"] | None = None
     bias: Float[Array, "V"] | None = None  # in the statistics' dtype; added to the raw products
+    candidates: Int[Array, "T K"] | None = None  # int32 columns of this shard, -1 where it does not own the id
 
 
 class ShardStatistics(NamedTuple):
     """Each token's statistics over some columns of the vocabulary: a tile, a shard, or all.
 
-    Each field is ``[T]`` (``[N, T]`` of N shards), in float32 (float64 for a float64 weight), or None. `lce_jax.local`
-    computes, packs and merges them.
+    Each field is ``[T]``, and ``candidates`` ``[T, K]`` (``[N, T]`` and ``[N, T, K]`` of N shards), in float32 (float64
+    for a float64 weight), or None. `lce_jax.local` computes, packs and merges them.
 
     Attributes:
         max: m, the largest logit; -1e30 without any column.
@@ -156,6 +164,7 @@ class ShardStatistics(NamedTuple):
         target: z - m of the label if these columns hold it, else -inf.
         min: the smallest logit; +1e30 without any column. None without ``stats=True``.
         total: Σ z. None unless a loss smooths its labels.
+        candidates: z of each candidate that these columns hold, else -inf. None without ``candidates``.
     """
 
     max: Float[Array, "T"]
@@ -164,6 +173,7 @@ class ShardStatistics(NamedTuple):
     target: Float[Array, "T"]
     min: Float[Array, "T"] | None
     total: Float[Array, "T"] | None = None
+    candidates: Float[Array, "T K"] | None = None
 
 
 class Primals[A](NamedTuple):
@@ -175,13 +185,17 @@ class Primals[A](NamedTuple):
 
 
 class RowCoefficients(NamedTuple):
-    """dlogits = onehot·target + uniform + e^u·(constant + slope·u), with u = z - shift (eq. 4), per token."""
+    """dlogits = onehot·target + uniform + e^u·(constant + slope·u), with u = z - shift (eq. 4), per token.
+
+    And at each candidate one number more, the cap's derivative included.
+    """
 
     shift: Float[Array, "T"]  # the largest logit of the whole vocabulary
     target: Float[Array, "T"]
     constant: Float[Array, "T"]
     slope: Float[Array, "T"] | None  # None without entropy
     uniform: Float[Array, "T"] | None = None  # None without mean_logit
+    candidates: Float[Array, "T K"] | None = None  # None without candidates
 
 
 class Device(NamedTuple):
@@ -224,71 +238,10 @@ class Case:
         """What every implementation keeps from forward to backward: the merged statistics."""
         return sum(self.options.statistics.values()) * self.num_tokens * self.stat_dtype.itemsize
 
-
-class Surroundings(NamedTuple):
-    """What changes a plan's bytes but no kernel: padding, and the collectives around one device's part."""
-
-    true_columns: int | None = None  # how many of the case's columns are not padding, if known
-    gathers_hidden: bool = False  # the vocabulary's axis splits the sequence too
-    sums_dweight: bool = False  # other devices hold other tokens
-
-
-ALONE = Surroundings()
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """How a call will be computed and what it will hold, in bytes per device. ``str(plan)`` is for people.
-
-    Attributes:
-        implementation: the implementation that will run.
-        refused: each implementation tried before it, and why it cannot serve the call.
-        case: the shapes, dtypes and device the plan is for.
-        tiles: tile sizes by name.
-        forward_bytes: temporary memory of a program that runs the forward alone, an estimate.
-        backward_bytes: temporary memory of one that runs both passes, an estimate that leaves out the gradients
-            themselves; until they are written, the forward's tiles may use their memory.
-        kept_bytes: memory kept from forward to backward beyond the call's own operands.
-        logits_bytes: what one copy of the logits in the statistics' dtype would take, for comparison.
-        notes: remarks on options, in sentences.
-    """
-
-    implementation: str
-    refused: dict[str, str]
-    case: Case
-    tiles: dict[str, int]
-    forward_bytes: int
-    backward_bytes: int
-    kept_bytes: int
-    logits_bytes: int
-    notes: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        case = self.case
-        where = case.device.kind or case.device.platform
-        lines = [
-            f"{self.implementation}: {case.num_tokens:,} tokens, hidden size {case.hidden_size:,}, "
-            f"{case.vocab_size:,} vocabulary columns, {case.dtype.name}, on {where}",
-            "  tiles      " + (", ".join(f"{name} {size:,}" for name, size in self.tiles.items()) or "none"),
-            f"  forward    {format_bytes(self.forward_bytes)} temporary",
-            f"  backward   {format_bytes(self.backward_bytes)} temporary, gradients not counted",
-            f"  kept       {format_bytes(self.kept_bytes)} from forward to backward",
-            f"  logits     {format_bytes(self.logits_bytes)} if they were stored",
-        ]
-        lines += [f"  not used   {name}: {reason}" for name, reason in self.refused.items()]
-        lines += [f"  note       {note}" for note in self.notes]
-        return "\n".join(lines)
-
-
-def format_bytes(count: float) -> str:
-    """``count`` in the largest binary unit that keeps it at least 1: ``format_bytes(3 << 20)`` is ``'3.0 MiB'``."""
-    if count < 1024:
-        return f"{count:.0f} B"
-    for unit in ("KiB", "MiB", "GiB"):
-        count /= 1024
-        if count < 1024 or unit == "GiB":
-            break
-    return f"{count:,.1f} {unit}"
+    @property
+    def candidate_bytes(self) -> int:
+        """What each pass holds of candidates: their logits, ids and gradients, or sorted copies of these."""
+        return 3 * self.options.num_candidates * self.num_tokens * self.stat_dtype.itemsize
 
 
 def is_array(x: Any) -> bool:

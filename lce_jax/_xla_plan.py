@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-from lce_jax._types import Case, Plan, Surroundings
+from lce_jax._plans import Plan, Surroundings, candidate_notes
+from lce_jax._types import Case
 
 
 def tile_sizes(case: Case) -> tuple[int, int]:
@@ -42,7 +43,7 @@ def plan(case: Case, name: str, around: Surroundings) -> Plan:
         backward_bytes=_backward_bytes(case, around) if case.num_tokens else 0,
         kept_bytes=case.statistics_bytes,
         logits_bytes=case.num_tokens * case.vocab_size * case.stat_dtype.itemsize,
-        notes=case.options.unused_cache_notes,
+        notes=(*case.options.unused_cache_notes, *candidate_notes(case)),
     )
 
 
@@ -61,6 +62,7 @@ def _forward_bytes(case: Case, around: Surroundings) -> int:
         + logits
         + max(_copied_columns_bytes(case, around), for_entropy)
         + vectors
+        + case.candidate_bytes
     )
 
 
@@ -78,7 +80,9 @@ def _backward_bytes(case: Case, around: Surroundings) -> int:
     )
     narrow, dweight = case.dtype != case.stat_dtype, case.vocab_size * case.hidden_size
     in_dweight = logits if dweight * case.dtype.itemsize >= logits else 0  # a tile, until dweight is written
-    total = logits + 8 * case.num_tokens * stat
+    total = logits + 8 * case.num_tokens * stat + case.candidate_bytes
+    if case.options.num_candidates and tile_t == case.num_tokens:
+        total += logits  # dlogits without the candidates' terms, and with them
     if around.gathers_hidden or own > hidden * case.hidden_dtype.itemsize:
         total += own
     if own or narrow:

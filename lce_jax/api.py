@@ -39,12 +39,14 @@ def linear_logprobs(
     precision: PrecisionLike = None,
     implementation: str | tuple[str, ...] | None = None,
     bias: Float[Array, "V"] | None = None,
+    candidates: Int[Array, "*b K"] | None = None,
 ) -> LogprobOutput:
     """Per-token log-probability and entropy of a language-model head, without storing the logits.
 
     With ``z = cap(logit_scale · (hidden · weightᵀ + bias)) / temperature`` in float32 and ``p = softmax(z)`` over the
     vocabulary, returns ``logprobs = z[label] - lse``, ``entropy = -Σ p ln p`` and ``lse = ln Σ exp(z)`` per token,
-    all in nats. Differentiable, once, in ``hidden``, ``weight`` and ``bias`` through all three.
+    all in nats; with ``candidates``, also ``candidate_logprobs = z[candidates] - lse``. Differentiable, once, in
+    ``hidden``, ``weight`` and ``bias`` through all four.
 
     Args:
         hidden: ``[..., H]`` hidden states; any leading shape, also an empty one. bfloat16, float16, float32 or
@@ -81,6 +83,9 @@ def linear_logprobs(
             (logger ``lce_jax``). `explain` gives the choice and the reasons.
         bias: ``[V]``, added to the float32 products before the scale, and split as the weight's vocabulary is. Its
             gradient is summed in float32 and rounded once. "mosaic_gpu" does not serve it. None: no bias.
+        candidates: ``[..., K]`` integer vocabulary ids per token, global as labels are, K from 1 to 512: fills
+            ``.candidate_logprobs``. -1 stands for none; such an id, and any out of vocabulary, returns 0 and has no
+            gradient. An id may occur twice in a token. None: no candidates.
 
     Returns:
         A `LogprobOutput`, each field of ``labels.shape`` in float32 (float64 for a float64 weight) or bool, or None.
@@ -92,7 +97,7 @@ def linear_logprobs(
 
     Memory:
         Forward O(T + tile) beyond the operands, backward O(T·H + tile) beyond the gradients; never T·V. From forward
-        to backward it keeps a few numbers per token, and the cache. `explain` gives the bytes.
+        to backward it keeps a few numbers per token, and the cache. `explain` gives the bytes. Candidates add O(T·K).
 
     Numerics:
         Every sum and softmax is float32. dlogits are rounded at most once, to the weight's dtype, before the gradient
@@ -116,6 +121,10 @@ def linear_logprobs(
         [-10.825, -10.825, 0.0]
         >>> round(float(out.entropy[0, 0]), 3)              # ln 50257
         10.825
+        >>> top = jnp.array([[[7, 8, -1]] * 3] * 2)         # the same two ids at every token
+        >>> out = linear_logprobs(hidden, weight, jnp.zeros((2, 3), int), candidates=top)
+        >>> [round(float(x), 3) for x in out.candidate_logprobs[0, 0]]
+        [-10.825, -10.825, 0.0]
 
     References:
         Milakov & Gimelshein, "Online normalizer calculation for softmax" (2018), for the running maximum; the
@@ -134,6 +143,7 @@ def linear_logprobs(
         "precision": precision,
         "implementation": implementation,
         "bias": bias,
+        "candidates": candidates,
     }
     return evaluate(hidden, weight, labels, where, _options.of_call(options)).public
 
@@ -197,7 +207,7 @@ def linear_cross_entropy(
         >>> round(float(loss), 3)                           # ln 1000
         6.908
     """
-    _options.check_names(linear_cross_entropy, options, without=("entropy", "stats"))
+    _options.check_names(linear_cross_entropy, options, without=("entropy", "stats", "candidates"))
     return cross_entropy(
         evaluate, hidden, weight, labels, where, ignore_index, reduction, label_smoothing, z_loss, normalizer, options
     )

@@ -11,7 +11,6 @@ arrays: jit them. They are not differentiable themselves.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Unpack
@@ -56,7 +55,7 @@ def statistics(
         keep_cache: whether a backward will follow, so that the forward may keep ``cache_bytes`` of cache for it.
         total: True adds ``total``, Σ z: merged over the shards and divided by the vocabulary's size, the mean logit.
         **options: ``temperature``, ``logit_softcap``, ``logit_scale``, ``entropy``, ``stats``, ``vocab_size``,
-            ``weight_layout``, ``cache_bytes``, ``precision``, ``implementation`` and ``bias``, as in
+            ``weight_layout``, ``cache_bytes``, ``precision``, ``implementation``, ``bias`` and ``candidates``, as in
             `lce_jax.linear_logprobs`; ``vocab_size`` is that of the whole vocabulary.
 
     Returns:
@@ -76,7 +75,9 @@ def statistics(
         (0.0, 100.0, 0.0)
     """
     _options.check_names(statistics, options, without=("axis_name",))
-    spec, primals, rows = _bound(hidden, weight, labels, where, num_rows, options, scalars.flag("total", total))
+    spec, primals, rows = _bind.of_one_shard(
+        hidden, weight, labels, where, num_rows, options, scalars.flag("total", total)
+    )
     if spec.case.num_tokens == 0:
         return _statistics.empty(0, spec.case.stat_dtype, spec.case.options), None
     return _shard_statistics(spec, primals, rows, jnp.asarray(vocab_start, jnp.int32), keep_cache)
@@ -97,8 +98,8 @@ def merge(parts: ShardStatistics) -> ShardStatistics:
         parts: statistics of N shards, fields ``[N, T]``. A shard without a true column counts for nothing.
 
     Returns:
-        Statistics with fields ``[T]``. They are added in the order of N, so all who merge the same parts get the
-        same bits.
+        Statistics with fields ``[T]`` (``[T, K]`` for candidates). They are added in the order of N, so all who merge
+        the same parts get the same bits.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -111,13 +112,16 @@ def merge(parts: ShardStatistics) -> ShardStatistics:
     return _statistics.merge(parts)
 
 
-def fields(*, entropy: bool = True, stats: bool = False, total: bool = False) -> dict[str, int]:
+def fields(
+    *, entropy: bool = True, stats: bool = False, total: bool = False, num_candidates: int = 0
+) -> dict[str, int]:
     """The fields of `ShardStatistics` that a call with these options has.
 
     Args:
         entropy: the option of `statistics`, which adds ``weighted``.
         stats: the option of `statistics`, which adds ``min``.
         total: True adds ``total``, Σ z: merged over the shards and divided by the vocabulary's size, the mean logit.
+        num_candidates: K of the option ``candidates``.
 
     Returns:
         How many numbers per token each field holds, in the order in which `pack` lays them out.
@@ -127,7 +131,8 @@ def fields(*, entropy: bool = True, stats: bool = False, total: bool = False) ->
         >>> local.fields(entropy=False)
         {'max': 1, 'sumexp': 1, 'target': 1}
     """
-    return Options(entropy=entropy, stats=stats, mean_logit=total).statistics
+    options = Options(entropy=entropy, stats=stats, mean_logit=total, num_candidates=num_candidates)
+    return options.statistics
 
 
 def pack(stats: ShardStatistics) -> Float[Array, "F T"]:
@@ -227,8 +232,8 @@ def gradients(
         weight: this shard's ``[V, H]`` (or ``[H, V]``).
         labels: ``[T]`` global vocabulary ids, the same on every shard. Outside ``[0, vocab_size)`` the logprob is 0.
         merged: the statistics of the whole vocabulary.
-        cotangent: the derivatives of the objective in ``logprobs``, ``entropy`` and ``lse``; a field that is None
-            stands for zeros.
+        cotangent: the derivatives of the objective in ``logprobs``, ``entropy``, ``lse`` and ``candidate_logprobs``; a
+            field that is None stands for zeros.
         vocab_start: global id of the shard's first column; may be traced.
         where: ``[T]`` bool, the rows that count. The others are 0 in what `finish` and `gradients` return, whatever
             they hold. None: all.
@@ -237,8 +242,8 @@ def gradients(
         cache: what `statistics` returned with its statistics.
         dtotal: the derivative of the objective in ``merged.total``. None stands for zeros.
         **options: ``temperature``, ``logit_softcap``, ``logit_scale``, ``entropy``, ``stats``, ``vocab_size``,
-            ``weight_layout``, ``cache_bytes``, ``precision``, ``implementation`` and ``bias``, as given to
-            `statistics`.
+            ``weight_layout``, ``cache_bytes``, ``precision``, ``implementation``, ``bias`` and ``candidates``, as
+            given to `statistics`.
 
     Returns:
         ``dhidden`` ``[T, H]``, the sum over this shard's columns (float64 for a float64 weight), and ``dweight`` in
@@ -260,14 +265,15 @@ def gradients(
         (0.98, -0.02)
     """
     _options.check_names(gradients, options, without=("axis_name",))
-    spec, primals, rows = _bound(hidden, weight, labels, where, num_rows, options, dtotal is not None)
+    spec, primals, rows = _bind.of_one_shard(hidden, weight, labels, where, num_rows, options, dtotal is not None)
     zero = jnp.zeros((spec.case.num_tokens,), spec.case.stat_dtype)
     if spec.case.num_tokens == 0:
         found = jax.tree.map(lambda x: jnp.zeros(x.shape, zero.dtype), primals)
         found = found._replace(weight=jnp.zeros_like(primals.weight))
     else:
         dmean = None if dtotal is None else dtotal * spec.vocab_size  # what eq. 4 divides by again
-        seed = Results(LogprobOutput(*(zero if field is None else field for field in cotangent[:3])), dmean)
+        given = LogprobOutput(*(zero if field is None else field for field in cotangent[:3]))
+        seed = Results(given._replace(candidate_logprobs=cotangent.candidate_logprobs), dmean)
         found = _shard_gradients(spec, primals, rows, jnp.asarray(vocab_start, jnp.int32), merged, seed, cache)
     return (found.hidden, found.weight) if found.bias is None else (found.hidden, found.weight, found.bias)
 
@@ -277,24 +283,3 @@ def _shard_gradients(spec: Spec, primals: Primals, *rest: Any) -> Primals:
     # The cache belongs to the caller, who may use it again: overwriting it would mean copying it first.
     run = functools.partial(_shard.gradients, spec, may_overwrite_cache=False)
     return _compat.first_order_only(run)(_shard.as_operand(primals), *rest)
-
-
-def _bound(
-    hidden: Any, weight: Any, labels: Any, where: Any, num_rows: Any, options: LogprobOptions, mean_logit: bool
-) -> tuple[Spec, Primals, Rows]:
-    checked = _options.of_call(options, mean_logit)
-    if checked.axis_name is not None:
-        raise ValueError(f"axis_name={checked.axis_name!r}: functions of lce_jax.local know no axis, use local.merge")
-    case = _bind.case(hidden, weight, labels, where, checked)
-    if num_rows is not None:
-        if where is not None:
-            raise ValueError("where and num_rows both say which rows count: give one of them")
-        case = dataclasses.replace(case, partial_rows=True)
-    if labels.ndim != 1:
-        raise ValueError(f"labels {tuple(labels.shape)} must be flat here: [T], with hidden [T, H]")
-    # The columns of all shards: only the caller knows how many there are, so any given vocab_size may leave padding.
-    spec = dataclasses.replace(_bind.spec(case, checked, scalars.INT32_MAX), padded=checked.vocab_size is not None)
-    primals, rows = _bind.operands(spec, hidden, weight, labels, where, checked)
-    if num_rows is not None:
-        rows = rows._replace(num_rows=_rows.count(num_rows, case.num_tokens))
-    return spec, primals, rows

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from lce_jax import _math, _statistics
-from lce_jax._types import ALONE, Case, Operands, Plan, Primals, RowCoefficients, ShardStatistics, Surroundings
+from lce_jax._plans import ALONE, Plan, Surroundings, candidate_notes
+from lce_jax._types import Case, Operands, Primals, RowCoefficients, ShardStatistics
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
@@ -31,7 +32,7 @@ def plan(case: Case, around: Surroundings = ALONE) -> Plan:
     logits, hidden = case.num_tokens * case.vocab_size * stat, case.num_tokens * case.hidden_size
     own = hidden * item if case.partial_rows or around.gathers_hidden or case.hidden_dtype != case.dtype else 0
     widened = (hidden + case.vocab_size * case.hidden_size) * stat if case.dtype != case.stat_dtype else 0
-    vectors = 8 * case.num_tokens * stat
+    vectors = 8 * case.num_tokens * stat + case.candidate_bytes
     capped = logits if case.options.logit_softcap is not None else 0  # kept with what is computed from them
     forward = own + logits + max(widened, logits if case.options.entropy else 0) + vectors
     forward += capped if case.options.stats else 0
@@ -47,7 +48,7 @@ def plan(case: Case, around: Surroundings = ALONE) -> Plan:
         backward_bytes=max(backward, forward - in_dweight),
         kept_bytes=case.statistics_bytes,
         logits_bytes=logits,
-        notes=case.options.unused_cache_notes,
+        notes=(*case.options.unused_cache_notes, *candidate_notes(case)),
     )
 
 
@@ -56,7 +57,7 @@ def statistics(operands: Operands, case: Case, keep_cache: bool = False) -> tupl
     del keep_cache
     x = _math.unscaled_logits(_raw(operands, case), case.options, operands.raw_scale)
     scale = _math.row_scale(case.options, operands.inverse_temperature)
-    stats = _math.tile_statistics(x, scale, operands.targets, _live(operands, case), case.options)
+    stats = _math.tile_statistics(x, scale, operands.targets, _live(operands, case), case.options, operands.candidates)
     return _statistics.to_logits(stats, scale), None
 
 
@@ -80,7 +81,7 @@ def gradients(
     operands = operands._replace(hidden=hidden, weight=weight)
     scales = (operands.inverse_temperature, operands.raw_scale)
     z, dcap = _math.transform_logits(_raw(operands, case), case.options, *scales)
-    d = _math.dlogits(z, dcap, rows, operands.targets, _live(operands, case))
+    d = _math.dlogits(z, dcap, rows, operands.targets, _live(operands, case), operands.candidates)
     hidden, weight = (x.astype(case.stat_dtype) for x in (operands.hidden, operands.weight))
     weight = _math.without_padding(weight, _live(operands, case), case.options)
     vocab_by_hidden = weight if case.options.vocab_dim == 0 else weight.T

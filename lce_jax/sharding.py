@@ -51,10 +51,11 @@ def sharded_linear_logprobs(
         where: ``[...]`` bool, the rows that count. The others are exactly 0 in outputs and gradients, whatever they
             hold, and cost no work. None: every row counts.
         **options: ``temperature``, ``logit_softcap``, ``logit_scale``, ``entropy``, ``stats``, ``vocab_size``,
-            ``weight_layout``, ``cache_bytes``, ``precision``, ``implementation`` and ``bias``, as in `linear_logprobs`.
+            ``weight_layout``, ``cache_bytes``, ``precision``, ``implementation``, ``bias`` and ``candidates``, as in
+            `linear_logprobs`.
 
     Returns:
-        A `LogprobOutput`, each field of ``labels.shape`` and split as ``hidden`` is, or None.
+        A `LogprobOutput`, each field of ``labels.shape`` (candidates with K more) and split as ``hidden`` is, or None.
 
     Raises:
         UnsupportedError: an implementation asked for by name cannot serve the call; the message says why.
@@ -64,7 +65,7 @@ def sharded_linear_logprobs(
 
     Memory:
         Per device, that of `linear_logprobs` on the device's tokens and columns. One all-gather of at most five
-        numbers per token merges the shards.
+        numbers per token, and of one more per candidate, merges the shards.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -158,7 +159,7 @@ def sharded_linear_cross_entropy(
     layout_of = functools.partial(
         layout_of_names, mesh=mesh, vocab_axis=vocab_axis, batch_axes=batch_axes, sequence_axis=sequence_axis
     )
-    _options.check_names(sharded_linear_cross_entropy, options, without=("axis_name", "entropy", "stats"))
+    _options.check_names(sharded_linear_cross_entropy, options, without=("axis_name", "entropy", "stats", "candidates"))
     run = functools.partial(evaluate_over, layout_of)
     return api.cross_entropy(
         run, hidden, weight, labels, where, ignore_index, reduction, label_smoothing, z_loss, normalizer, options

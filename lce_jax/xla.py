@@ -16,7 +16,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from lce_jax import _compat, _math, _statistics, _xla_plan
-from lce_jax._types import ALONE, Case, Operands, Options, Plan, Primals, RowCoefficients, ShardStatistics, Surroundings
+from lce_jax._plans import ALONE, Plan, Surroundings
+from lce_jax._statistics import along
+from lce_jax._types import Case, Operands, Options, Primals, RowCoefficients, ShardStatistics
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
@@ -42,6 +44,7 @@ class _Tokens(NamedTuple):
     targets: Int[Array, "t"]
     inverse_temperature: Float[Array, "t"] | None
     raw_scale: Float[Array, "t"] | None
+    candidates: Int[Array, "t K"] | None
     rows: Any = None  # `RowCoefficients`, in the backward
 
 
@@ -78,7 +81,8 @@ def _token_tile_statistics(operands: Operands, case: Case, tokens: _Tokens) -> S
     def vocab_tile(start: Any, size: int, running: _statistics.Running) -> _statistics.Running:
         columns = _columns(operands, start, size, options)
         x = _math.unscaled_logits(_raw(tokens, columns, case), options, tokens.raw_scale)
-        tile = _math.tile_statistics(x, scale, tokens.targets - start, columns.live, options)
+        ids = _relative(tokens, start)
+        tile = _math.tile_statistics(x, scale, ids.targets, columns.live, options, ids.candidates)
         return running.add(tile, scale)
 
     empty = _statistics.empty(tokens.hidden.shape[0], case.stat_dtype, options)
@@ -163,7 +167,8 @@ def _tile_gradients(case: Case, tokens: _Tokens, columns: _Columns, dweight_dtyp
     raw = _raw(tokens, columns, case)
     z, dcap = _math.transform_logits(raw, options, tokens.inverse_temperature, tokens.raw_scale)
     weight = _math.without_padding(columns.weight, columns.live, options)
-    d = _math.dlogits(z, dcap, tokens.rows, tokens.targets - columns.start, columns.live)
+    ids = _relative(tokens, columns.start)
+    d = _math.dlogits(z, dcap, tokens.rows, ids.targets, columns.live, ids.candidates)
     dbias = None if columns.bias is None else jnp.sum(d, axis=0)
     d, weight, hidden = (x.astype(_gradient_dtype(case)) for x in (d, weight, tokens.hidden))
     dhidden = _dot(d, weight, 1, options.vocab_dim, case, case.stat_dtype)
@@ -187,7 +192,15 @@ def _dot(left: Array, right: Array, left_dim: int, right_dim: int, case: Case, d
 
 
 def _tokens(operands: Operands) -> _Tokens:
-    return _Tokens(operands.hidden, operands.targets, operands.inverse_temperature, operands.raw_scale)
+    return _Tokens(
+        operands.hidden, operands.targets, operands.inverse_temperature, operands.raw_scale, operands.candidates
+    )
+
+
+def _relative(tokens: _Tokens, start: Any) -> _Tokens:
+    """The tokens with ids that count from column ``start``: those of its tile lie in [0, size), the others outside."""
+    candidates = None if tokens.candidates is None else tokens.candidates - start
+    return tokens._replace(targets=tokens.targets - start, candidates=candidates)
 
 
 def _slice(tokens: _Tokens, start: Any, size: int) -> _Tokens:
@@ -232,4 +245,4 @@ def _drop_leading(rows: RowCoefficients, first: Array) -> RowCoefficients:
     The shift stays, because without it the exponentials that they multiply would overflow.
     """
     keep = jnp.arange(rows.shift.shape[0], dtype=jnp.int32) >= first
-    return jax.tree.map(lambda x: jnp.where(keep, x, 0.0), rows)._replace(shift=rows.shift)
+    return jax.tree.map(lambda x: jnp.where(along(keep, x), x, 0.0), rows)._replace(shift=rows.shift)

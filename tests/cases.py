@@ -27,6 +27,7 @@ class TestCase:
     temperature: Any = 1.0  # a number, or "token" | "sequence"
     bias: str | None = None  # the bias's dtype
     labels: str = "valid"  # "valid" | "foreign": a third are out of vocabulary
+    K: int = 0  # candidates per token
     options: tuple[tuple[str, Any], ...] = ()
 
     def __str__(self) -> str:
@@ -96,9 +97,44 @@ BIASED = [
     case("bfloat16 with a float32 bias", dtype="bfloat16", leading=(64,), H=128, V=512, bias="float32"),
 ]  # fmt: skip
 
+CANDIDATES = [
+    case("candidates", K=3),
+    case("one candidate", K=1, leading=(2, 5)),
+    case("64 candidates, ragged", K=64, leading=(23,), H=31, V=1097, cache_bytes=1 << 20),
+    case("512 candidates", K=512, leading=(9,)),
+    case("candidates, no leading dimension", K=3, leading=()),
+    case("candidates of no tokens", K=3, leading=(2, 0)),
+    case("candidates and where", K=5, leading=(3, 50), V=600, where="nan", labels="foreign", entropy=False),
+    case("candidates, where with nothing live", K=5, where="none"),
+    case("candidates, negative scale, padded", K=5, logit_scale=-1.5, vocab_size=97, stats=True),
+    case("candidates, scale 0", K=5, logit_scale=0.0),
+    case("candidates, bias", K=5, bias="float32", vocab_size=97, weight_layout="hv"),
+    case("candidates, peaked", K=7, spread=40.0),
+    case(
+        "candidates and everything", K=7, leading=(4, 6), V=1128, vocab_size=1113, temperature="token", where="nan",
+        labels="foreign", logit_softcap=4.0, logit_scale=1.3, stats=True, weight_layout="hv", spread=3.0,
+        bias="float32",
+    ),
+    case("candidates, bfloat16", K=8, dtype="bfloat16", leading=(64,), H=128, V=512),
+    case("candidates, bfloat16 hidden, float32 weight", K=8, hidden_dtype="bfloat16"),
+]  # fmt: skip
+
+
+def draw_candidates(test: TestCase, labels: np.ndarray, seed: int) -> np.ndarray:
+    """Ids of which some are none, out of vocabulary, in the last column, equal to the label, or occur twice."""
+    rng = np.random.default_rng(seed + 2)
+    vocab_size = dict(test.options).get("vocab_size") or test.V
+    ids = rng.integers(0, vocab_size, (*test.leading, test.K))
+    special = rng.choice([-100, -1, test.V, vocab_size, vocab_size - 1], ids.shape)
+    ids = np.where(rng.random(ids.shape) < 0.2, special, ids)
+    ids[..., 0] = labels
+    ids[..., -1] = ids[..., test.K // 2]
+    ids.reshape(-1, test.K)[1:2] = -1
+    return ids
+
 
 def draw(test: TestCase, seed: int = 0) -> tuple[jax.Array, jax.Array, jax.Array, dict[str, Any], list[jax.Array]]:
-    """(hidden, weight, labels, options, seeds): the call, and a cotangent for logprobs, entropy and lse."""
+    """(hidden, weight, labels, options, seeds): the call, and a cotangent for each differentiable output."""
     rng = np.random.default_rng(seed)
     options: dict[str, Any] = dict(test.options)
     dtype, hidden_dtype = jnp.dtype(test.dtype), jnp.dtype(test.hidden_dtype or test.dtype)
@@ -126,10 +162,15 @@ def draw(test: TestCase, seed: int = 0) -> tuple[jax.Array, jax.Array, jax.Array
     if options.get("weight_layout") == "hv":
         weight = weight.T
     seeds = [jnp.asarray(rng.standard_normal(test.leading), jnp.float32) for _ in range(3)]
+    if test.K:
+        options["candidates"] = jnp.asarray(draw_candidates(test, labels, seed), jnp.int32)
+        of_candidates = np.random.default_rng(seed + 3).standard_normal((*test.leading, test.K))
+        seeds.append(jnp.asarray(of_candidates, jnp.float32))
     arrays = (jnp.asarray(hidden, hidden_dtype), jnp.asarray(weight, dtype), jnp.asarray(labels, jnp.int32))
     return *arrays, options, seeds
 
 
 def objective(out: Any, seeds: list[jax.Array]) -> jax.Array:
-    """Σ seed · field over the three differentiable outputs that exist."""
-    return sum(jnp.sum(seed * field) for seed, field in zip(seeds, out[:3], strict=True) if field is not None)
+    """Σ seed · field over the differentiable outputs that exist."""
+    fields = out[:3] if len(seeds) == 3 else (*out[:3], out.candidate_logprobs)
+    return sum(jnp.sum(seed * field) for seed, field in zip(seeds, fields, strict=True) if field is not None)

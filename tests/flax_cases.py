@@ -39,6 +39,17 @@ def batch():
     return jax.random.normal(hidden, (*shape, HIDDEN)), jax.random.randint(labels, shape, 0, VOCAB)
 
 
+def candidate_ids():
+    """Three ids of each token, one of them none, and their log-probabilities from logits."""
+    ids = jax.random.randint(jax.random.key(4), (BATCH, SEQUENCE, 3), 0, VOCAB).at[..., 1].set(-1)
+
+    def from_logits(logits):
+        log_p = jax.nn.log_softmax(logits)
+        return jnp.where(ids < 0, 0.0, jnp.take_along_axis(log_p, jnp.maximum(ids, 0), axis=-1))
+
+    return ids, from_logits
+
+
 def token_batch():
     """Tokens and the label of each, the last of a sequence ignored."""
     _, labels = batch()

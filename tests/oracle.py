@@ -14,6 +14,7 @@ class Results(NamedTuple):
     max_logit: np.ndarray
     min_logit: np.ndarray
     correct: np.ndarray  # in float64, which knows no ties where float32 rounds two logits to one: see `margin`
+    candidate_logprobs: np.ndarray | None = None
 
 
 def _double(x: Any) -> np.ndarray:
@@ -54,7 +55,7 @@ def logits(
     return _logits(hidden, weight, bias, temperature, logit_softcap, logit_scale, vocab_size)[0]
 
 
-def logprobs(hidden, weight, labels, *, where=None, **options) -> Results:
+def logprobs(hidden, weight, labels, *, where=None, candidates=None, **options) -> Results:
     """Forward results; rows with ``where`` False are 0."""
     labels = np.asarray(labels).astype(object) if np.asarray(labels).dtype == np.uint64 else np.asarray(labels)
     live = np.ones(labels.shape, bool) if where is None else np.asarray(where)
@@ -67,7 +68,12 @@ def logprobs(hidden, weight, labels, *, where=None, **options) -> Results:
     entropy = -(p * (z - lse)).sum(-1)
     at_label = np.take_along_axis(z, column[..., None], -1)[..., 0]
     fields = (logprob, entropy, lse[..., 0], z.max(-1), z.min(-1), owned & (at_label == z.max(-1)))
-    return Results(*(np.where(live, field, 0) for field in fields))
+    of_candidates = None
+    if candidates is not None:
+        ids = np.asarray(candidates)
+        column = np.where((ids >= 0) & (ids < vocab_size), ids, 0)
+        of_candidates = np.take_along_axis(z - lse, column, -1) * (column == ids) * live[..., None]
+    return Results(*(np.where(live, field, 0) for field in fields), of_candidates)
 
 
 def margin(hidden, weight, labels, **options) -> np.ndarray:
@@ -80,9 +86,11 @@ def margin(hidden, weight, labels, **options) -> np.ndarray:
 
 def gradients(
     hidden, weight, labels, seeds, *, where=None, temperature=1.0, logit_softcap=None, logit_scale=1.0,
-    vocab_size=None, weight_layout="vh", bias=None, **_unused,
+    vocab_size=None, weight_layout="vh", bias=None, candidates=None, **_unused,
 ) -> tuple[np.ndarray, ...]:  # fmt: skip
     """Of Σ seeds[0]·logprobs + seeds[1]·entropy + seeds[2]·lse, with the contract's rule for foreign labels.
+
+    With candidates also + seeds[3]·candidate_logprobs.
 
     In hidden and weight, and in the bias, if there is one.
     """
@@ -90,7 +98,7 @@ def gradients(
     labels = np.asarray(labels)
     live = np.ones(labels.shape, bool) if where is None else np.asarray(where)
     hidden = np.where(live[..., None], _double(hidden), 0)
-    g_logprob, g_entropy, g_lse = (np.where(live, _double(seed), 0)[..., None] for seed in seeds)
+    g_logprob, g_entropy, g_lse = (np.where(live, _double(seed), 0)[..., None] for seed in seeds[:3])
     true_vocab = vocab_size or matrix.shape[0]
     temperature = np.where(live, np.broadcast_to(_double(temperature), labels.shape), 1)
     z, slope = _logits(hidden, matrix, bias, temperature, logit_softcap, logit_scale, true_vocab)
@@ -98,6 +106,12 @@ def gradients(
     entropy = -(p * (z - lse)).sum(-1, keepdims=True)
     onehot = labels[..., None] == np.arange(true_vocab)
     dz = g_logprob * (onehot - p) - g_entropy * p * (z - lse + entropy) + g_lse * p
+    if candidates is not None:
+        ids = np.asarray(candidates)
+        seed = _double(seeds[3]) * live[..., None] * ((ids >= 0) & (ids < true_vocab))
+        dz -= p * seed.sum(-1, keepdims=True)
+        for k in range(ids.shape[-1]):
+            dz += seed[..., k, None] * (ids[..., k, None] == np.arange(true_vocab))
     draw = np.zeros((*labels.shape, matrix.shape[0]))
     draw[..., :true_vocab] = dz * slope
     dhidden = draw @ matrix

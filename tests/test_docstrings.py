@@ -30,6 +30,11 @@ DIFFERS_BETWEEN_MODULES = {
 OTHER_MEANING = {
     ("pack", "stats"): "the statistics themselves",
     ("finish", "stats"): "the statistics themselves",
+    ("linear_logits", "where"): "it moves no rows, so it saves no work",
+    ("linear_logits", "temperature"): "there are no labels",
+    ("linear_logits", "bias"): "there are no kernels",
+    ("masked_logprobs", "ids"): "a set",
+    ("masked_logprobs", "labels"): "-inf outside the set",
 }
 # (function, argument) of the bridge, whose texts are apart from those of lce_jax: they speak of torch and of ranks.
 OTHER_MEANING_IN_THE_BRIDGE = {

@@ -100,18 +100,19 @@ def test_explain_meets_the_same_mistakes(name: str) -> None:
 
 OF_A_LOSS = {"where", "ignore_index", "reduction", "label_smoothing", "z_loss"}
 OF_A_MESH = {"mesh", "vocab_axis", "batch_axes", "sequence_axis"}
+OF_LOGPROBS = {"entropy", "stats", "candidates"}
 SHARED = set(LogprobOptions.__annotations__)
 
 
 @pytest.mark.parametrize(
     ("function", "known", "unknown"),
     [
-        (linear_cross_entropy, OF_A_LOSS | SHARED - {"entropy", "stats"}, OF_A_MESH | {"entropy", "stats"}),
+        (linear_cross_entropy, OF_A_LOSS | SHARED - OF_LOGPROBS, OF_A_MESH | OF_LOGPROBS),
         (sharded_linear_logprobs, {"where"} | OF_A_MESH | SHARED - {"axis_name"}, {"label_smoothing", "axis_name"}),
         (
             sharded_linear_cross_entropy,
-            OF_A_LOSS | OF_A_MESH | SHARED - {"axis_name", "entropy", "stats"},
-            {"axis_name", "entropy", "stats"},
+            OF_A_LOSS | OF_A_MESH | SHARED - {"axis_name"} - OF_LOGPROBS,
+            {"axis_name"} | OF_LOGPROBS,
         ),
         (explain, OF_A_LOSS | OF_A_MESH | SHARED, set()),
         (local.statistics, {"where", "num_rows", "vocab_start"} | SHARED - {"axis_name"}, OF_A_LOSS - {"where"}),

@@ -26,6 +26,7 @@ from tests.flax_cases import (
     VOCAB,
     assert_trees_close,
     batch,
+    candidate_ids,
     data_by_tensor,
     from_logits,
     loss_from_logits,
@@ -84,6 +85,14 @@ def biased(variables):
 
 
 BIASED = {"use_bias": True, "logit_scale": 0.5, "logit_softcap": 3.0, **PADDED}
+
+
+def test_logprobs_of_candidates():
+    ids, wanted = candidate_ids()
+    hidden, labels = batch()
+    head, variables = make_head(**PADDED), initialise(make_head(**PADDED))
+    out = head.apply(variables, hidden, labels, candidates=ids, method="logprobs")
+    assert_trees_close(out.candidate_logprobs, wanted(head.apply(variables, hidden)))
 
 
 def test_a_bias_is_in_logits_logprobs_and_loss():

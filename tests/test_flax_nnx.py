@@ -23,6 +23,8 @@ from tests.flax_cases import (
     VOCAB,
     assert_trees_close,
     batch,
+    candidate_ids,
+    data_by_tensor,
     from_logits,
     loss_from_logits,
     token_batch,
@@ -81,6 +83,17 @@ def test_a_bias_is_in_logits_logprobs_and_loss():
     assert_trees_close(fused, stored)
     assert np.any(fused["bias"][:VOCAB])
     assert not np.any(fused["bias"][VOCAB:])
+
+
+def test_logprobs_of_candidates():
+    ids, wanted = candidate_ids()
+    hidden, labels = batch()
+    head, mesh = make_head(**PADDED), data_by_tensor()
+    out = head.logprobs(hidden, labels, candidates=ids)
+    assert_trees_close(out.candidate_logprobs, wanted(head(hidden)))
+    over_mesh = make_head(mesh=mesh, vocab_axis="tensor", batch_axes="data", **PADDED)
+    split = over_mesh.logprobs(hidden, labels, candidates=ids)
+    assert_trees_close(split.candidate_logprobs, out.candidate_logprobs)
 
 
 def test_loss_passes_every_option_on():

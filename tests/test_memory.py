@@ -68,17 +68,19 @@ class Call:
     hidden_dtype: str | None = None
     where: bool = False
     temperature: bool = False
+    K: int = 0  # candidates
     implementation: str = "xla"
     options: tuple[tuple[str, Any], ...] = ()
 
     def __str__(self) -> str:
         flags = [name for name in ("where", "temperature") if getattr(self, name)]
+        flags += [f"{self.K} candidates"] if self.K else []
         words = [self.implementation, f"{self.T} x {self.H} x {self.V}", self.dtype, *flags]
         return " ".join([*words, *(name for name, _ in self.options)])
 
 
 def shapes(T: int, H: int, V: int, dtype: str = "float32", **rest: Any) -> Call:
-    own = {key: rest.pop(key) for key in ("hidden_dtype", "where", "temperature", "implementation") if key in rest}
+    own = {key: rest.pop(key) for key in ("hidden_dtype", "where", "temperature", "K", "implementation") if key in rest}
     return Call(T, H, V, dtype, **own, options=tuple(rest.items()))
 
 
@@ -100,6 +102,9 @@ CALLS = [
     shapes(300, 640, 5000, "bfloat16", hidden_dtype="float32", weight_layout="hv"),
     shapes(4096, 256, 8192),  # a tile of logits is larger than dweight
     shapes(1, 512, 50257),
+    shapes(2048, 256, 32768, K=64),
+    shapes(4096, 256, 8192, "bfloat16", K=64),
+    shapes(2048, 256, 32768, K=8, where=True),
     shapes(512, 256, 8192, implementation="reference"),
     shapes(64, 1024, 8192, "bfloat16", implementation="reference", weight_layout="hv", where=True, entropy=False),
 ]  # fmt: skip
@@ -125,7 +130,8 @@ def test_explain_foretells_what_is_compiled(shape: Call) -> None:
     args = struct((shape.T, shape.H), shape.hidden_dtype or shape.dtype), weight, struct((shape.T,), "int32")
     arrays = {name: struct((shape.T,), dtype) for name, dtype in (("where", "bool"), ("temperature", "float32"))
               if getattr(shape, name)}  # fmt: skip
-
+    if shape.K:
+        arrays["candidates"] = struct((shape.T, shape.K), "int32")
     options["implementation"] = shape.implementation
 
     def objective(hidden, weight, labels, arrays):
@@ -136,6 +142,7 @@ def test_explain_foretells_what_is_compiled(shape: Call) -> None:
 
     plan = explain(*args, **options, **arrays)
     both = jax.value_and_grad(objective, argnums=(0, 1))
+    assert any("64 candidates per token add" in note for note in plan.notes) == (shape.K == 64)
     for function, said in ((objective, plan.forward_bytes), (both, plan.backward_bytes)):
         held = jax.jit(function).lower(*args, arrays).compile().memory_analysis().temp_size_in_bytes
         assert 0.95 * held <= said <= 1.25 * held or abs(said - held) < 4096, (said, held, plan.tiles)

@@ -87,6 +87,12 @@ CALLS = [
         "cache with everything", shared=True, T=264, V=1000, num_rows=100, num_columns=700, logit_softcap=3.0,
         temperature=True, cache_bytes=300_000, stats=True,
     ),
+    call("candidates, columns that are no whole atom", chunk=1, T=100, V=777, num_candidates=5, cache_bytes=80_000),
+    call("candidates, half a cache", chunk=1, V=1100, num_candidates=3, cache_bytes=160_000, logit_softcap=3.0),
+    call(
+        "candidates, cache, padding, rows left out", T=264, V=1000, num_candidates=5, num_rows=100, num_columns=700,
+        temperature=True, cache_bytes=1 << 30,
+    ),
     call("mean logit", mean_logit=True, V=777, num_columns=770, temperature=True),
     call("dweight added", adds_dweight=True, num_rows=100, cache_bytes=1 << 30),
     call("dweight added, padding", adds_dweight=True, T=100, num_columns=600),
@@ -114,9 +120,23 @@ def draw(test: Call) -> tuple[Operands, Results]:
         inverse_temperature=None if inverse_temperature is None else jnp.asarray(inverse_temperature, jnp.float32),
         num_rows=None if test.num_rows is None else jnp.int32(test.num_rows),
         num_columns=jnp.int32(columns) if test.traced_columns else test.num_columns,
+        candidates=draw_candidates(test, columns) if test.options.num_candidates else None,
     )
     seeds = [jnp.asarray(np.where(live, rng.standard_normal(test.T), 0), jnp.float32) for _ in range(4)]
-    return operands, Results(LogprobOutput(*seeds[:3]), mean_logit=seeds[3] if test.options.mean_logit else None)
+    outputs = LogprobOutput(*seeds[:3])
+    if test.options.num_candidates:
+        of_candidates = np.where(live[:, None], rng.standard_normal((test.T, test.options.num_candidates)), 0)
+        outputs = outputs._replace(candidate_logprobs=jnp.asarray(of_candidates, jnp.float32))
+    return operands, Results(outputs, mean_logit=seeds[3] if test.options.mean_logit else None)
+
+
+def draw_candidates(test: Call, columns: int) -> jax.Array:
+    """Some of them on no shard or another one, in the last columns, or twice in a token."""
+    rng, shape = np.random.default_rng(1), (test.T, test.options.num_candidates)
+    ids = np.where(rng.random(shape) < 0.2, -1, rng.integers(0, columns, shape))
+    ids[::3, 0] = columns - 1 - np.arange(len(ids[::3])) % 20
+    ids[1::3, -1] = ids[1::3, 0]
+    return jnp.asarray(ids, jnp.int32)
 
 
 def case_of(test: Call) -> Case:
@@ -162,6 +182,9 @@ def test_matches_reference(test: Call, monkeypatch: pytest.MonkeyPatch, capfd: p
     if test.num_columns == 0:  # this shard owns no column; another one owns them all
         want = want._replace(max=jnp.zeros_like(want.max), sumexp=jnp.ones_like(want.sumexp))
     rows = _math.row_coefficients(want, cotangent, None, operands.inverse_temperature, test.options, test.V)
+    if test.options.num_candidates:
+        columns, terms = _math.add_repeats(operands.candidates, rows.candidates)
+        operands, rows = operands._replace(candidates=columns), rows._replace(candidates=terms)
     check_gradients(test, case, operands, rows, cache)
     assert not races_found()  # in the last kernel
     assert "RACE DETECTED" not in capfd.readouterr().out  # in any

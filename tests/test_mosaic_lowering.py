@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +43,8 @@ def lower(T: int, H: int, V: int, dtype: str = "bfloat16", **options) -> str:
     if options.pop("temperature", False):
         arrays["temperature"] = jax.ShapeDtypeStruct((T,), jnp.float32)
 
+    if options.get("K"):
+        arrays["candidates"] = jax.ShapeDtypeStruct((T, options.pop("K")), jnp.int32)
     if options.get("logit_scale") is True:
         arrays["logit_scale"], _ = jax.ShapeDtypeStruct((), jnp.float32), options.pop("logit_scale")
 
@@ -183,6 +186,29 @@ def test_options(options: dict) -> None:
 
 
 @pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("cache_bytes", [0, 1 << 29, 1 << 40])
+@pytest.mark.parametrize(
+    ("V", "K", "options"),
+    [(151936, 64, {}), (50257, 8, {}), (151936, 512, {**EVERYTHING, "vocab_size": 151669})],
+    ids=["whole", "no whole atom", "everything"],
+)
+def test_candidates(V: int, K: int, options: dict, cache_bytes: int) -> None:
+    """No kernel more, and no array of the tokens' rows of the weight but a chunk of them."""
+    T, H = 4096, 4096
+    text, without = (lower(T, H, V, cache_bytes=cache_bytes, **options, **more) for more in ({"K": K}, {}))
+    assert text.count("@mosaic_gpu_v2") == without.count("@mosaic_gpu_v2")
+    assert f"x{K}x{H}x" in text
+    assert f"{T}x{K}x{H}x" not in text
+    assert num_scatters(text, unique=True) > num_scatters(without, unique=True)
+    assert num_scatters(text, unique=False) == num_scatters(without, unique=False)
+
+
+def num_scatters(text: str, unique: bool) -> int:
+    """Those whose places are said to be unique: only these are deterministic where they add."""
+    return len(re.findall(rf'"stablehlo.scatter".*unique_indices = {str(unique).lower()}', text))
+
+
+@pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("H", [64, 192, 448, 576, 704, 12288])
 def test_hidden_sizes_nobody_tuned(H: int) -> None:
     lower(512, H, 32000, cache_bytes=1 << 20)
@@ -231,7 +257,7 @@ def test_results_and_gradients_vary_where_tokens_do(cache_bytes: int) -> None:
         def objective(hidden, weight):
             options = dict(axis_name="tensor", cache_bytes=cache_bytes, implementation="mosaic_gpu", stats=True)
             out = lce_jax.linear_logprobs(hidden, weight, labels, **options)
-            varying.extend(jax.typeof(field).mat.varying for field in out)
+            varying.extend(jax.typeof(field).mat.varying for field in out if field is not None)
             return jnp.sum(out.logprobs) + jnp.sum(out.entropy)
 
         gradients = jax.grad(objective, argnums=(0, 1))(hidden, weight)

@@ -9,12 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lce_jax import linear_logprobs
+from lce_jax import LogprobOutput, linear_logprobs
 from tests import cases, oracle
 
 pytestmark = pytest.mark.usefixtures("optimized")  # rounding as users get it
 
 IMPLEMENTATIONS = ["xla", "reference"]
+CALLS = cases.MATRIX + cases.BIASED + cases.CANDIDATES
 # float32: the issue's bounds, a few roundings. 16 bit: the products are exact in float32, so values stay near float64's
 # for the same inputs; gradients carry one rounding of dlogits and are held to the materialised path's own error below.
 VALUE_BOUND = {"float32": 2e-6, "bfloat16": 1e-4, "float16": 1e-4}
@@ -34,7 +35,7 @@ def evaluate(test: cases.TestCase, implementation: str):
     operands = (hidden, weight, options["bias"]) if test.bias else (hidden, weight)
     argnums = tuple(range(len(operands)))
     (_, out), grads = jax.jit(jax.value_and_grad(objective, argnums=argnums, has_aux=True))(*operands)
-    seeds = seeds if options.get("entropy", True) else [seeds[0], 0 * seeds[1], seeds[2]]
+    seeds = seeds if options.get("entropy", True) else [seeds[0], 0 * seeds[1], *seeds[2:]]
     return out, grads, (hidden, weight, labels, seeds, options)
 
 
@@ -54,14 +55,19 @@ def materialised(hidden, weight, labels, seeds, options):
         log_p = z - lse[..., None]
         entropy = -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)
         logprobs = jnp.take_along_axis(log_p, labels[..., None], axis=-1)[..., 0]
-        return cases.objective((logprobs, entropy, lse), seeds)
+        of_candidates = None
+        if "candidates" in options:
+            ids = options["candidates"]
+            owned = (ids >= 0) & (ids < z.shape[-1])
+            of_candidates = jnp.where(owned, jnp.take_along_axis(log_p, jnp.where(owned, ids, 0), axis=-1), 0)
+        return cases.objective(LogprobOutput(logprobs, entropy, lse, candidate_logprobs=of_candidates), seeds)
 
     operands = (hidden, weight, options["bias"]) if "bias" in options else (hidden, weight)
     return jax.jit(jax.grad(objective, argnums=tuple(range(len(operands)))))(*operands)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("test", cases.MATRIX + cases.BIASED, ids=str)
+@pytest.mark.parametrize("test", CALLS, ids=str)
 def test_matches_float64(test: cases.TestCase, implementation: str) -> None:
     out, (dhidden, dweight, *dbias), (hidden, weight, labels, seeds, options) = evaluate(test, implementation)
     product_hidden = hidden.astype(weight.dtype)  # what the products see, by contract
@@ -69,10 +75,11 @@ def test_matches_float64(test: cases.TestCase, implementation: str) -> None:
     for name, got in out._asdict().items():
         expected = {"entropy": options.get("entropy", True), "max_logit": options.get("stats", False)}
         expected["min_logit"] = expected["correct"] = expected["max_logit"]
+        expected["candidate_logprobs"] = test.K > 0
         if not expected.get(name, True):
             assert got is None, name
             continue
-        assert got.shape == labels.shape, name
+        assert got.shape == ((*labels.shape, test.K) if name == "candidate_logprobs" else labels.shape), name
         assert got.dtype == (jnp.bool_ if name == "correct" else jnp.float32), name
         # Logits beyond ±30 carry more rounding than results near 0 can hide.
         bound = VALUE_BOUND[test.dtype] * max(1.0, test.spread / 10)
@@ -96,7 +103,7 @@ def test_matches_float64(test: cases.TestCase, implementation: str) -> None:
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("test", [t for t in cases.MATRIX + cases.BIASED if t.where and t.where != "all"], ids=str)
+@pytest.mark.parametrize("test", [t for t in CALLS if t.where and t.where != "all"], ids=str)
 def test_rows_left_out_are_exactly_zero(test: cases.TestCase, implementation: str) -> None:
     out, (dhidden, dweight, *_), (*_, options) = evaluate(test, implementation)
     dead = ~np.asarray(options["where"])
@@ -108,7 +115,7 @@ def test_rows_left_out_are_exactly_zero(test: cases.TestCase, implementation: st
         assert np.all(np.asarray(dweight) == 0)
 
 
-@pytest.mark.parametrize("test", [t for t in cases.MATRIX + cases.BIASED if dict(t.options).get("vocab_size")], ids=str)
+@pytest.mark.parametrize("test", [t for t in CALLS if dict(t.options).get("vocab_size")], ids=str)
 def test_padding_columns_have_zero_gradient(test: cases.TestCase) -> None:
     _, (_, dweight, *dbias), (*_, options) = evaluate(test, "reference")
     dweight = dweight if options.get("weight_layout", "vh") == "vh" else dweight.T
@@ -135,7 +142,9 @@ def test_two_runs_are_bitwise_equal() -> None:
     assert all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-@pytest.mark.parametrize("test", [cases.MATRIX[0], cases.MATRIX[8], cases.MATRIX[-7], cases.BIASED[0]], ids=str)
+@pytest.mark.parametrize(
+    "test", [cases.MATRIX[0], cases.MATRIX[8], cases.MATRIX[-7], cases.BIASED[0], *cases.CANDIDATES[::12]], ids=str
+)
 def test_oracle_against_finite_differences(test: cases.TestCase) -> None:
     hidden, weight, labels, options, seeds = cases.draw(test)
     labels = jnp.where(labels < 0, 3, labels)  # a foreign label's logprob is constant: no difference to measure
@@ -152,6 +161,7 @@ def test_oracle_against_finite_differences(test: cases.TestCase) -> None:
             moved = list(operands)
             moved[which] = moved[which] + sign * step
             results = oracle.logprobs(*moved[:2], labels, **with_bias(options, moved))
-            return sum(float(np.sum(np.asarray(s, np.float64) * r)) for s, r in zip(seeds, results[:3], strict=True))
+            fields = (*results[:3], results.candidate_logprobs)[: len(seeds)]
+            return sum(float(np.sum(np.asarray(s, np.float64) * r)) for s, r in zip(seeds, fields, strict=True))
 
         assert np.isclose((objective(1) - objective(-1)) / 2, np.sum(grad * step), rtol=1e-6, atol=1e-12)

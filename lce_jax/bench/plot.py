@@ -14,7 +14,7 @@ import matplotlib.pyplot as plt
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, NullLocator
 
-from lce_jax._types import format_bytes
+from lce_jax._plans import format_bytes
 from lce_jax.bench.run import Measurement, Row
 from lce_jax.bench.shapes import BOTH, FORWARD, GEMM, Head
 

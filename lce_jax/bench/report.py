@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 import lce_jax
-from lce_jax._types import format_bytes
+from lce_jax._plans import format_bytes
 from lce_jax.bench.run import Measurement, Row
 from lce_jax.bench.shapes import BOTH, FORWARD, GEMM, bounds
 

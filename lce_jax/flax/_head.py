@@ -43,6 +43,7 @@ class CallOptions(SharedOptions, total=False):
 
     entropy: bool
     stats: bool
+    candidates: Int[Array, "*b K"] | None
 
 
 class LossOptions(SharedOptions, total=False):

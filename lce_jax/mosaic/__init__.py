@@ -13,17 +13,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from lce_jax._types import (
-    ALONE,
-    Case,
-    Operands,
-    Plan,
-    Primals,
-    RowCoefficients,
-    ShardStatistics,
-    Surroundings,
-    UnsupportedError,
-)
+from lce_jax._plans import ALONE, Plan, Surroundings
+from lce_jax._types import Case, Operands, Primals, RowCoefficients, ShardStatistics, UnsupportedError
 from lce_jax.mosaic import _backward, _forward, _generations, _plan
 from lce_jax.mosaic._kernel_set import KernelSet
 

@@ -16,7 +16,7 @@ from jax import lax
 
 from lce_jax import _compat
 from lce_jax._types import Case, Operands, RowCoefficients
-from lce_jax.mosaic import _cache, _chunks, _dhidden, _mean, _operands, _remainder
+from lce_jax.mosaic import _cache, _candidates, _chunks, _dhidden, _mean, _operands, _remainder
 from lce_jax.mosaic._cache import Cache
 from lce_jax.mosaic._call import Call
 from lce_jax.mosaic._kernel_set import KernelSet
@@ -34,6 +34,7 @@ class Part(NamedTuple):
 
     chunks: range  # the first tile of each; the step is the number of tiles of a chunk
     dlogits: Callable[[Array, int, Array], Array]  # (packed span, columns, the span's weight) -> dlogits
+    rows: RowCoefficients
 
 
 def gradients(
@@ -53,7 +54,7 @@ def gradients(
     """
     call = Call.prepare(operands, case, kernels)
     factors = _operands.row_factors(rows, call.shape.padded_tokens)
-    parts = _parts(call, factors, cache, may_overwrite_cache)
+    parts = _parts(call, rows, factors, cache, may_overwrite_cache)
     has_rest = _remainder.is_left(call)
     adds = sum(len(part.chunks) for part in parts) > 1  # otherwise each tile of dhidden's sums is written once
     rounds = may_round_dhidden and not (adds or has_rest or rows.uniform is not None)
@@ -71,7 +72,9 @@ def gradients(
     return dhidden, total
 
 
-def _parts(call: Call, factors: RowFactors, cache: Cache | None, may_overwrite_cache: bool) -> list[Part]:
+def _parts(
+    call: Call, rows: RowCoefficients, factors: RowFactors, cache: Cache | None, may_overwrite_cache: bool
+) -> list[Part]:
     """The tiles in the cache, if any, and the tiles to recompute, if any."""
     prepared, case, shape, kernels = call.prepared, call.case, call.shape, call.kernels
     cached = 0 if cache is None else cache.max.shape[0]
@@ -90,9 +93,9 @@ def _parts(call: Call, factors: RowFactors, cache: Cache | None, may_overwrite_c
 
     parts = []
     if cached:
-        parts.append(Part(range(0, cached, cached) if overwrites else chunks(0, cached), from_cache))
+        parts.append(Part(range(0, cached, cached) if overwrites else chunks(0, cached), from_cache, rows))
     if cached < shape.num_tiles:
-        parts.append(Part(chunks(cached, shape.num_tiles), recomputed))
+        parts.append(Part(chunks(cached, shape.num_tiles), recomputed, rows))
     return parts
 
 
@@ -126,6 +129,7 @@ def _walk_chunks(call: Call, part: Part, carry: Carry, adds: bool, adds_dweight:
             weight = jnp.take(weight, places, axis=0, mode="clip")
             target = _compat.vary_like(lax.empty(weight.shape, dweight.dtype), carry)
         d = part.dlogits(span, columns, weight)
+        d = _candidates.add_terms(call, part.rows, d, column, column + num_tiles * shape.tile)
         sums = call.kernels.update_dhidden(sums, d, weight, case, span, adds)
         written = call.kernels.write_dweight(target, d, prepared.hidden, case, span, adds_dweight and in_place)
         if in_place:

@@ -13,7 +13,7 @@ from jax import lax
 
 from lce_jax import _compat, _math, _statistics
 from lce_jax._types import Case, Operands, ShardStatistics
-from lce_jax.mosaic import _cache, _chunks, _mean, _partial_statistics, _remainder
+from lce_jax.mosaic import _cache, _candidates, _chunks, _mean, _partial_statistics, _remainder
 from lce_jax.mosaic._cache import Cache
 from lce_jax.mosaic._call import Call
 from lce_jax.mosaic._kernel_set import KernelSet
@@ -42,7 +42,8 @@ def statistics(
     with jax.named_scope("merge_tiles"):
         stats = _statistics.merge(jax.tree.map(lambda *fields: jnp.concatenate(fields), *parts), scale)
         stats = _statistics.to_logits(stats, scale)
-    return stats._replace(total=_mean.total(operands, case) if case.options.mean_logit else None), cache
+    total = _mean.total(operands, case) if case.options.mean_logit else None
+    return stats._replace(total=total, candidates=_candidates.logits(call)), cache
 
 
 def _num_live_tiles(call: Call) -> int:

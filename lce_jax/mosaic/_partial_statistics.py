@@ -15,12 +15,15 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float
 
 FLOOR = -1e10  # a tile's maximum where all its columns are padding: below every raw product, and finite
-UNWRITTEN: Any = _statistics.NO_COLUMNS._replace(max=FLOOR, min=-FLOOR)  # type: ignore[arg-type]
+UNWRITTEN: Any = _statistics.NO_COLUMNS._replace(max=FLOOR, min=-FLOOR)
 
 
 def names(options: Options) -> list[str]:
-    """The fields of `ShardStatistics` that the kernels compute, one number per token each: all but Σ z (`_mean`)."""
-    return [name for name in options.statistics if name != "total"]
+    """The fields of `ShardStatistics` that the kernels compute, one number per token each.
+
+    Σ z (`_mean`) and the logits of candidates (`_candidates`) are computed beside them.
+    """
+    return [name for name in options.statistics if name not in ("total", "candidates")]
 
 
 def array_shape(case: Case, shape: Geometry, num_tiles: int) -> tuple[int, int, int]:

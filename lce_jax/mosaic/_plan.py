@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from lce_jax._types import Case, Plan, Surroundings, format_bytes
+from lce_jax import _chosen
+from lce_jax._plans import Plan, Surroundings, candidate_notes, format_bytes
+from lce_jax._types import Case
 from lce_jax.mosaic import _cache, _chunks, _dhidden, _partial_statistics
 from lce_jax.mosaic._geometry import Geometry, geometry
 from lce_jax.mosaic._kernel_set import KernelSet
@@ -29,11 +31,12 @@ def plan(case: Case, kernels: KernelSet, name: str, around: Surroundings) -> Pla
             **kernels.tile_sizes(case),
             "backward chunk": max(backward.chunk, backward.overwritten),
         },
-        forward_bytes=statistics + copies.forward,
+        forward_bytes=statistics + copies.forward + case.candidate_bytes + _chosen.gathered_bytes(case),
         backward_bytes=shape.tokens * backward.chunk * case.dtype.itemsize
         + math.prod(_dhidden.sums_shape(case, shape)) * 4
         + (0 if shape.whole_atoms else 2 * backward.chunk * case.hidden_size * case.dtype.itemsize)
-        + copies.backward,
+        + copies.backward
+        + case.candidate_bytes,
         kept_bytes=case.statistics_bytes + cached * _cache.tile_bytes(case, shape),
         logits_bytes=case.num_tokens * case.vocab_size * 4,
         notes=_notes(case, shape),
@@ -86,4 +89,4 @@ def _notes(case: Case, shape: Geometry) -> tuple[str, ...]:
         notes.append(
             f"V is no multiple of {shape.atom}: the backward copies the weight and its gradient, one chunk at a time"
         )
-    return tuple(notes)
+    return *notes, *candidate_notes(case)

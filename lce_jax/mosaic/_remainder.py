@@ -65,7 +65,8 @@ def add_gradients(
     weight = _math.without_padding(weight, live, options)
     raw = _dot(operands.hidden, weight, options.hidden_dim)
     z, dcap = _math.transform_logits(raw, options, operands.inverse_temperature)
-    d = _math.dlogits(z, dcap, rows, operands.targets - covered, live).astype(case.dtype)
+    candidates = None if operands.candidates is None else operands.candidates - covered
+    d = _math.dlogits(z, dcap, rows, operands.targets - covered, live, candidates).astype(case.dtype)
     dhidden = dhidden + _dot(d, weight, options.vocab_dim)
     if adds:
         if not shape.tail:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from lce_jax._types import Case, format_bytes
+from lce_jax._plans import format_bytes
+from lce_jax._types import Case
 from lce_jax.mosaic.sm90._hardware import COLUMN_GRAIN, SMEM_LIMIT, TILE_N
 from lce_jax.mosaic.sm90._tuning import BY_KERNEL, Tunings, stages_output
 

@@ -1,0 +1,184 @@
+"""Logits of a few chosen columns per token, each a dot product with one row of the weight: no pass over the vocabulary.
+
+The rows of the weight are gathered for a chunk of tokens at a time. XLA fuses gather, product and sum on a GPU, and
+where it does not, a chunk bounds the gathered rows.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from lce_jax import _compat, _math
+from lce_jax._statistics import along
+from lce_jax._types import Case, Operands, Options
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float, Int
+
+GATHERED_BYTES = 32 << 20  # of the rows of the weight that one chunk gathers
+
+
+def chunk_tokens(num_columns: int, hidden_size: int, itemsize: int) -> int:
+    """Tokens whose rows of the weight are gathered at a time."""
+    return max(1, GATHERED_BYTES // (num_columns * hidden_size * itemsize))
+
+
+def gathered_bytes(case: Case) -> int:
+    """What the gathered rows of one chunk of candidates take, if XLA does not fuse them."""
+    columns = case.options.num_candidates
+    if not columns:
+        return 0
+    tokens = chunk_tokens(columns, case.hidden_size, case.dtype.itemsize)
+    return min(tokens, case.num_tokens) * columns * case.hidden_size * case.dtype.itemsize
+
+
+def products(
+    hidden: Float[Array, "T H"],
+    weight: Float[Array, "V H"],
+    columns: Int[Array, "T K"],
+    options: Options,
+    dtype: Any,
+    num_rows: Int[Array, ""] | None = None,
+) -> Float[Array, "T K"]:
+    """H · w of each token's columns, summed in ``dtype``; 0 for the column -1 and, by chunks, after ``num_rows``."""
+    num_tokens = hidden.shape[0]
+    size = chunk_tokens(columns.shape[1], hidden.shape[1], weight.dtype.itemsize)
+    if size >= num_tokens:
+        return _products(hidden, weight, columns, options, dtype)
+
+    def body(i: Any, found: Array) -> Array:
+        start = jnp.minimum(i * size, num_tokens - size)  # the last chunk reaches back to stay whole
+        chunk = [lax.dynamic_slice_in_dim(x, start, size) for x in (hidden, columns)]
+        part = _products(chunk[0], weight, chunk[1], options, dtype)
+        return lax.dynamic_update_slice_in_dim(found, part, start, 0)
+
+    rows = num_tokens if num_rows is None else num_rows
+    empty = _compat.vary_like(jnp.zeros(columns.shape, dtype), (hidden, weight, columns, num_rows))
+    return lax.fori_loop(0, (rows + size - 1) // size, body, empty)
+
+
+def _products(hidden: Array, weight: Array, columns: Array, options: Options, dtype: Any) -> Float[Array, "T K"]:
+    """A product and a sum, not a ``dot_general``, whose operand XLA would have to store."""
+    rows = jnp.take(weight, columns, axis=options.vocab_dim, mode="clip").astype(dtype)
+    wide = hidden.astype(dtype)
+    if options.vocab_dim == 0:
+        raw = jnp.sum(wide[:, None, :] * rows, axis=2)
+    else:
+        raw = jnp.sum(wide.T[:, :, None] * rows, axis=0)
+    return jnp.where(columns >= 0, raw, 0.0)
+
+
+def candidate_logits(operands: Operands, case: Case) -> Float[Array, "T K"]:
+    """The logits z of the candidates that this shard owns, -inf at the others."""
+    columns, options = operands.candidates, case.options
+    assert columns is not None
+    raw = products(operands.hidden, operands.weight, columns, options, case.stat_dtype, operands.num_rows)
+    z, _ = _math.transform_logits(raw, options, operands.inverse_temperature, operands.raw_scale)
+    return jnp.where(columns >= 0, z, -jnp.inf)
+
+
+def dhidden(
+    terms: Float[Array, "T K"], weight: Float[Array, "V H"], columns: Int[Array, "T K"], options: Options
+) -> Float[Array, "T H"]:
+    """Σ_k terms · w of each token's columns, summed in the dtype of ``terms``."""
+    num_tokens, hidden_size = terms.shape[0], weight.shape[options.hidden_dim]
+    size = min(chunk_tokens(terms.shape[1], hidden_size, weight.dtype.itemsize), num_tokens)
+
+    def body(i: Any, found: Array) -> Array:
+        start = jnp.minimum(i * size, num_tokens - size)
+        own, at = (lax.dynamic_slice_in_dim(x, start, size) for x in (terms, columns))
+        rows = jnp.take(weight, at, axis=options.vocab_dim, mode="clip").astype(terms.dtype)
+        rows = rows if options.vocab_dim == 0 else jnp.moveaxis(rows, 0, 2)
+        part = jnp.sum(jnp.where((at >= 0)[:, :, None], own[:, :, None] * rows, 0.0), axis=1)
+        return lax.dynamic_update_slice_in_dim(found, part, start, 0)
+
+    empty = _compat.vary_like(jnp.zeros((num_tokens, hidden_size), terms.dtype), (terms, weight, columns))
+    return lax.fori_loop(0, -(-num_tokens // size), body, empty)
+
+
+class Pairs(NamedTuple):
+    """The (token, column) pairs of a call, sorted by column; those without a column come last, as column V."""
+
+    columns: Int[Array, "N"]
+    tokens: Int[Array, "N"]
+    terms: Float[Array, "N"]
+    ends: Bool[Array, "N"]  # whether a pair is the last of its column
+
+
+def sorted_pairs(terms: Float[Array, "T K"], columns: Int[Array, "T K"], num_columns: int, multiple: int) -> Pairs:
+    """The pairs, padded to a multiple of ``multiple``. The sort is stable, so each column has its tokens in order."""
+    places = jnp.where(columns < 0, num_columns, columns).reshape(-1)
+    tokens = lax.broadcasted_iota(jnp.int32, columns.shape, 0).reshape(-1)
+    places, tokens, flat = lax.sort((places, tokens, terms.reshape(-1)), num_keys=1, is_stable=True)
+    missing = -places.shape[0] % multiple
+    places = jnp.pad(places, (0, missing), constant_values=num_columns)
+    tokens, flat = (jnp.pad(x, (0, missing)) for x in (tokens, flat))
+    return Pairs(places, tokens, flat, jnp.append(places[1:] != places[:-1], True))
+
+
+def _running_sums(columns: Int[Array, "n"], values: Float[Array, "n ..."]) -> Float[Array, "n ..."]:
+    """The sum of the values of a column up to each of its pairs: after the step of 2ⁿ, of the last 2ⁿ⁺¹ of them.
+
+    A fixed order of additions, which a scatter that adds to one place many times does not have on a GPU. A loop,
+    because XLA would hold the values of all steps at once.
+    """
+    size = columns.shape[0]
+
+    def before(x: Array, step: Any, none: Any) -> Array:
+        padded = jnp.concatenate([jnp.full_like(x, none), x])
+        return lax.dynamic_slice_in_dim(padded, size - step, size)
+
+    def body(i: Any, values: Array) -> Array:
+        step = jnp.left_shift(jnp.int32(1), i)
+        same = before(columns, step, -1) == columns
+        return values + jnp.where(along(same, values), before(values, step, 0.0), 0.0)
+
+    return lax.fori_loop(0, (size - 1).bit_length(), body, _compat.vary_like(values, columns))
+
+
+def _places(columns: Array, ends: Array, num_columns: int) -> Array:
+    """Where the sum of a column goes, from its last pair; every other pair gets a place of its own outside."""
+    outside = num_columns + jnp.arange(columns.shape[0], dtype=jnp.int32)
+    return jnp.where(ends & (columns < num_columns), columns, outside)
+
+
+def dbias(terms: Float[Array, "T K"], columns: Int[Array, "T K"], num_columns: int) -> Float[Array, "V"]:
+    """The sum of the terms of each column."""
+    pairs = sorted_pairs(terms, columns, num_columns, 1)
+    places = _places(pairs.columns, pairs.ends, num_columns)
+    empty = jnp.zeros((num_columns,), terms.dtype)
+    return empty.at[places].set(_running_sums(pairs.columns, pairs.terms), mode="drop", unique_indices=True)
+
+
+def dweight(
+    terms: Float[Array, "T K"], hidden: Float[Array, "T H"], columns: Int[Array, "T K"], weight: Array, options: Options
+) -> Float[Array, "V H"]:
+    """Σ terms · h of each column, summed in the dtype of ``terms`` and rounded once; two runs are bitwise equal.
+
+    The sorted pairs go by chunks. Each chunk's products are summed column by column. The sum of a column that the next
+    chunk continues goes on with it, and the others are written, each once.
+    """
+    num_columns = weight.shape[options.vocab_dim]
+    size = min(chunk_tokens(1, hidden.shape[1], terms.dtype.itemsize), terms.size)
+    pairs = sorted_pairs(terms, columns, num_columns, size)
+
+    def body(i: Any, carry: Any) -> Any:
+        found, last, column = carry
+        own = Pairs(*(lax.dynamic_slice_in_dim(x, i * size, size) for x in pairs))
+        values = own.terms[:, None] * hidden[own.tokens].astype(terms.dtype)
+        values = values.at[0].add(jnp.where(own.columns[0] == column, last, 0.0))
+        values = _running_sums(own.columns, values)
+        places = _places(own.columns, own.ends, num_columns)
+        rounded = values.astype(weight.dtype)
+        if options.vocab_dim == 0:
+            found = found.at[places].set(rounded, mode="drop", unique_indices=True)
+        else:
+            found = found.at[:, places].set(rounded.T, mode="drop", unique_indices=True)
+        return found, values[-1], own.columns[-1]
+
+    start = jnp.zeros_like(weight), jnp.zeros((hidden.shape[1],), terms.dtype), jnp.int32(-1)
+    start = _compat.vary_like(start, (terms, hidden, columns, weight))
+    return lax.fori_loop(0, pairs.columns.shape[0] // size, body, start)[0]

@@ -1,0 +1,82 @@
+"""What `explain` returns: how a call will be computed, and how many bytes it will hold."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+from lce_jax._types import Case
+
+
+class Surroundings(NamedTuple):
+    """What changes a plan's bytes but no kernel: padding, and the collectives around one device's part."""
+
+    true_columns: int | None = None  # how many of the case's columns are not padding, if known
+    gathers_hidden: bool = False  # the vocabulary's axis splits the sequence too
+    sums_dweight: bool = False  # other devices hold other tokens
+
+
+ALONE = Surroundings()
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How a call will be computed and what it will hold, in bytes per device. ``str(plan)`` is for people.
+
+    Attributes:
+        implementation: the implementation that will run.
+        refused: each implementation tried before it, and why it cannot serve the call.
+        case: the shapes, dtypes and device the plan is for.
+        tiles: tile sizes by name.
+        forward_bytes: temporary memory of a program that runs the forward alone, an estimate.
+        backward_bytes: temporary memory of one that runs both passes, an estimate that leaves out the gradients
+            themselves; until they are written, the forward's tiles may use their memory.
+        kept_bytes: memory kept from forward to backward beyond the call's own operands.
+        logits_bytes: what one copy of the logits in the statistics' dtype would take, for comparison.
+        notes: remarks on options, in sentences.
+    """
+
+    implementation: str
+    refused: dict[str, str]
+    case: Case
+    tiles: dict[str, int]
+    forward_bytes: int
+    backward_bytes: int
+    kept_bytes: int
+    logits_bytes: int
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        case = self.case
+        where = case.device.kind or case.device.platform
+        lines = [
+            f"{self.implementation}: {case.num_tokens:,} tokens, hidden size {case.hidden_size:,}, "
+            f"{case.vocab_size:,} vocabulary columns, {case.dtype.name}, on {where}",
+            "  tiles      " + (", ".join(f"{name} {size:,}" for name, size in self.tiles.items()) or "none"),
+            f"  forward    {format_bytes(self.forward_bytes)} temporary",
+            f"  backward   {format_bytes(self.backward_bytes)} temporary, gradients not counted",
+            f"  kept       {format_bytes(self.kept_bytes)} from forward to backward",
+            f"  logits     {format_bytes(self.logits_bytes)} if they were stored",
+        ]
+        lines += [f"  not used   {name}: {reason}" for name, reason in self.refused.items()]
+        lines += [f"  note       {note}" for note in self.notes]
+        return "\n".join(lines)
+
+
+def candidate_notes(case: Case) -> tuple[str, ...]:
+    """The plan's note on what candidates add to its bytes."""
+    if not case.options.num_candidates:
+        return ()
+    held, kept = format_bytes(case.candidate_bytes), format_bytes(case.candidate_bytes // 3)
+    return (f"{case.options.num_candidates} candidates per token add {held} to each pass and {kept} to what is kept",)
+
+
+def format_bytes(count: float) -> str:
+    """``count`` in the largest binary unit that keeps it at least 1: ``format_bytes(3 << 20)`` is ``'3.0 MiB'``."""
+    if count < 1024:
+        return f"{count:.0f} B"
+    for unit in ("KiB", "MiB", "GiB"):
+        count /= 1024
+        if count < 1024 or unit == "GiB":
+            break
+    return f"{count:,.1f} {unit}"

@@ -1,0 +1,270 @@
+"""Logits at chosen ids alone, without a pass over the vocabulary, and the softmax over a set of them."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AxisType
+
+from lce_jax import _bind, _checks, _chosen, _collectives, _compat, _options, _rows, _shard
+from lce_jax._rows import Rows
+from lce_jax._statistics import along
+from lce_jax._types import LogprobOptions, Options, Primals
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float, Int
+
+__all__ = ["linear_logits", "masked_logprobs"]
+
+
+def linear_logits(
+    hidden: Float[Array, "*b H"],
+    weight: Float[Array, "V H"],
+    ids: Int[Array, "*b K"],
+    *,
+    where: Bool[Array, "*b"] | None = None,
+    temperature: float | Float[Array, "..."] = 1.0,
+    logit_softcap: float | Float[Array, ""] | None = None,
+    logit_scale: float | Float[Array, ""] = 1.0,
+    vocab_size: int | None = None,
+    weight_layout: Literal["vh", "hv"] = "vh",
+    axis_name: Any = None,
+    bias: Float[Array, "V"] | None = None,
+) -> Float[Array, "*b K"]:
+    """Logits at chosen ids, without a pass over the vocabulary.
+
+    ``z[k] = cap(logit_scale · (hidden · weight[ids[k]] + bias[ids[k]])) / temperature`` in float32, T·K dot products.
+    Differentiable, once, in ``hidden``, ``weight`` and ``bias``. `masked_logprobs` makes a softmax over them; for
+    log-probabilities under the whole vocabulary use ``linear_logprobs(..., candidates=ids)``.
+
+    Args:
+        hidden: ``[..., H]`` hidden states; any leading shape, also an empty one. bfloat16, float16, float32 or
+            float64. Cast to the weight's dtype for the matrix products.
+        weight: ``[V, H]`` head (``[H, V]`` with ``weight_layout="hv"``). Its dtype is that of the matrix products.
+        ids: ``[..., K]`` integer vocabulary ids per token, global also when the vocabulary is split; K from 1 to 512.
+            -1 stands for none.
+        where: ``[...]`` bool, the rows that count. The others are exactly 0 in outputs and gradients, whatever they
+            hold. None: every row counts.
+        temperature: divides the float32 logits: a positive number, or an array that broadcasts to ``[...]`` (one value
+            per token, or per sequence as ``[b, 1]``). No gradient. A value that is not positive and finite is refused
+            where it is known; in a traced array its row returns NaN and has no gradient, and the other rows are not
+            affected.
+        logit_softcap: ``c`` in ``cap(x) = c·tanh(x / c)``, before the temperature (Gemma 2: 30): a positive number,
+            or an array of shape (), which may be traced. None: no cap. No gradient.
+        logit_scale: multiplies the float32 logits first (Cohere, MuP): a number, or an array of shape (), which may
+            be traced. No gradient.
+        vocab_size: the true size of the vocabulary. Columns from it on are padding: in no sum, with zero gradient,
+            whatever they hold. None: every column counts.
+        weight_layout: "vh" for ``[V, H]`` (nnx.Embed, PyTorch, Megatron), "hv" for ``[H, V]`` (nnx.Linear kernel).
+        axis_name: inside ``shard_map``, the mesh axis (or tuple of axes) that splits the vocabulary. Each shard
+            passes its own columns of ``weight`` and the same ``hidden`` and ``labels``; all shards return
+            bitwise-equal results. None: ``weight`` is whole.
+        bias: ``[V]``, added to the float32 products before the scale, and split as the weight's vocabulary is. Its
+            gradient is summed in float32 and rounded once. None: no bias.
+
+    Returns:
+        ``[..., K]`` in float32 (float64 for a float64 weight); 0, without a gradient, where the id is none or out of
+        vocabulary, and where ``where`` is False.
+
+    Raises:
+        ValueError, TypeError: shapes, dtypes or options that do not fit, with the offending values. Also operands
+            that are split over Explicit axes outside ``shard_map``.
+        NotImplementedError: on a second derivative.
+
+    Memory:
+        O(T·K), and a few chunks of gathered rows of 32 MiB each, beyond the operands and the gradients.
+
+    Numerics:
+        Every sum is float32, and each gradient is rounded once, to its operand's dtype. Two runs are bitwise equal:
+        the gradients of an id that occurs many times are added in a fixed order.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from lce_jax import linear_logits
+        >>> hidden, weight = jnp.ones((2, 4)), jnp.arange(10.0)[:, None] * jnp.ones(4)
+        >>> linear_logits(hidden, weight, jnp.array([[3, 0], [7, -1]])).tolist()
+        [[12.0, 0.0], [28.0, 0.0]]
+    """
+    given: LogprobOptions = {
+        "temperature": temperature,
+        "logit_softcap": logit_softcap,
+        "logit_scale": logit_scale,
+        "vocab_size": vocab_size,
+        "weight_layout": weight_layout,
+        "axis_name": axis_name,
+        "bias": bias,
+    }
+    options = _options.of_call(given)
+    _checks.array("hidden", hidden)
+    _checks.num_candidates(ids, "ids")
+    leading = tuple(hidden.shape[:-1])
+    _checks.candidate_shape(ids, leading, "hidden before H", "ids")
+    case = _bind.case(hidden, weight, jax.ShapeDtypeStruct(leading, jnp.int32), where, options)
+    size = _checks.vocabulary(vocab_size, case.vocab_size * _checks.axis_size(axis_name))
+    given_primals = Primals(hidden, weight, options.bias)
+    primals = jax.tree.map(lambda x: _compat.without_reduced(jnp.asarray(x)), given_primals)
+    rows = _rows.of_ids(ids, where, temperature, size, case.stat_dtype, options.logit_scale, options.logit_softcap)
+    agree = None
+    if axis_name is None:
+        _whole(primals, rows)
+    else:
+        _checks.split(primals.weight, axis_name, case.vocab_size)
+        rows, agree = _collectives.same_on_all_shards(rows, len(leading), axis_name)
+    out = _of_call(_Static(options.static, axis_name, case.stat_dtype), primals, rows)
+    return out if agree is None else jnp.where(along(agree, out), out, jnp.nan)
+
+
+def masked_logprobs(
+    logits: Float[Array, "*b K"], ids: Int[Array, "*b K"], labels: Int[Array, "*b"]
+) -> Float[Array, "*b"]:
+    """Log-probability of the label in a softmax over a set of ids: what top-k, top-p or min-p sampling left.
+
+    ``logprob = z[label] - ln Σ_{k: ids[k] ≥ 0} exp(z[k])``, with the z of `linear_logits`.
+
+    Args:
+        logits: ``[..., K]``, those of `linear_logits` at ``ids``.
+        ids: ``[..., K]`` the set of each token, its ids all different; -1 stands for none. An id out of vocabulary
+            must be -1 too.
+        labels: ``[...]`` integer vocabulary ids, global also when the vocabulary is split.
+
+    Returns:
+        ``[...]`` in the dtype of the logits. -inf, without a gradient, where the label is not in the set: sampling
+        could not have drawn it.
+
+    Raises:
+        ValueError, TypeError: shapes or dtypes that do not fit, with the offending values.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from lce_jax import masked_logprobs
+        >>> ids = jnp.array([[3, 5, -1], [3, 5, 8]])
+        >>> out = masked_logprobs(jnp.zeros((2, 3)), ids, jnp.array([5, 6]))
+        >>> [round(float(x), 3) for x in out]               # -ln 2, and a label outside the set
+        [-0.693, -inf]
+    """
+    _checks.array("logits", logits)
+    _checks.num_candidates(ids, "ids")
+    _checks.label_array(labels)
+    _checks.candidate_shape(ids, labels.shape, "labels", "ids")
+    if tuple(logits.shape) != tuple(ids.shape) or not jnp.issubdtype(logits.dtype, jnp.floating):
+        raise ValueError(
+            f"logits {tuple(logits.shape)} of {logits.dtype} must be floating point in the shape of ids "
+            f"{tuple(ids.shape)}"
+        )
+    return _masked(jnp.asarray(logits), _rows.int32_labels(ids, "ids"), _rows.int32_labels(labels))
+
+
+@functools.partial(jax.jit, inline=True)
+def _masked(logits: Array, ids: Array, labels: Array) -> Array:
+    """Jitted: outside ``jit`` each number in an expression is a transfer."""
+    in_set = ids >= 0
+    is_label = in_set & (ids == labels[..., None])
+    highest = lax.stop_gradient(jnp.max(jnp.where(in_set, logits, -jnp.inf), axis=-1, keepdims=True))
+    highest = jnp.where(highest == -jnp.inf, 0.0, highest)
+    u = jnp.where(in_set, logits - highest, 0.0)
+    total = jnp.sum(jnp.where(in_set, jnp.exp(u), 0.0), axis=-1)
+    found = jnp.any(is_label, axis=-1)
+    at_label = jnp.sum(jnp.where(is_label, u, 0.0), axis=-1)
+    return jnp.where(found, at_label - jnp.log(jnp.where(found, total, 1.0)), -jnp.inf)
+
+
+class _Static(NamedTuple):
+    """What is known when a call is traced."""
+
+    options: Options
+    axis_name: Any
+    dtype: Any  # of the results and of every sum
+
+
+def _whole(primals: Primals, rows: Rows) -> None:
+    """Refuses operands that Explicit axes split: JAX could not type the gather."""
+    for x in jax.tree.leaves((primals, rows)):
+        sharding = jax.typeof(x).sharding
+        if AxisType.Explicit in sharding.mesh.axis_types and any(sharding.spec.partitions):
+            raise ValueError(
+                f"linear_logits takes whole arrays, and one of shape {tuple(x.shape)} is split by {sharding.spec}: "
+                "call it inside jax.shard_map, with axis_name if an axis splits the vocabulary"
+            )
+
+
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def _of_call(static: _Static, primals: Primals, rows: Rows) -> Float[Array, "*b K"]:
+    assert rows.candidates is not None
+    shape = rows.candidates.shape
+    flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[rows.labels.ndim :]), rows)
+    if flat.where is not None:
+        flat = flat._replace(candidates=jnp.where(flat.where[:, None], flat.candidates, -1))
+    if not flat.labels.size:
+        return _compat.vary_like(jnp.zeros(shape, static.dtype), (primals.hidden, rows.candidates))
+    z = _of_shard(static, primals, flat)
+    if static.axis_name is not None:
+        z = lax.psum(z, static.axis_name)  # one shard has the logit, the others 0, so the sum is exact
+    if flat.temperature is not None:
+        wrong = ~_checks.is_temperature(flat.temperature)
+        wrong = wrong if flat.where is None else wrong & flat.where
+        z = jnp.where(wrong[:, None], jnp.nan, z)
+    return z.reshape(shape)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _of_shard(static: _Static, primals: Primals, rows: Rows) -> Float[Array, "T K"]:
+    return _forward(static, primals, rows)[0]
+
+
+def _of_shard_fwd(static: _Static, primals: Primals, rows: Rows) -> tuple[Array, Any]:
+    z, slope = _compat.first_order_only(functools.partial(_forward, static))(primals, rows)
+    return z, (primals, rows, slope)
+
+
+def _of_shard_bwd(static: _Static, residuals: Any, cotangent: Array) -> tuple[Primals, None]:
+    return _compat.first_order_only(functools.partial(_backward, static))(*residuals, cotangent), None
+
+
+_of_shard.defvjp(_of_shard_fwd, _of_shard_bwd)
+
+
+def _forward(static: _Static, primals: Primals, rows: Rows) -> tuple[Float[Array, "T K"], Float[Array, "T K"]]:
+    """The logits of the ids that this shard owns, and their derivatives in the raw products; 0 at the others."""
+    options, columns = static.options, _columns(static, primals, rows)
+    hidden = _shard.as_operand(primals).hidden.reshape(-1, primals.hidden.shape[-1])
+    raw = _chosen.products(hidden, primals.weight, columns, options, static.dtype)
+    if primals.bias is not None:
+        raw = raw + jnp.take(primals.bias, columns, mode="clip").astype(static.dtype)
+    scale = options.logit_scale if rows.logit_scale is None else rows.logit_scale[:, None]
+    x, slope = raw * scale, jnp.broadcast_to(jnp.asarray(scale, static.dtype), raw.shape)
+    if options.logit_softcap is not None:
+        cap = options.logit_softcap if rows.logit_softcap is None else rows.logit_softcap[:, None]
+        tanh = jnp.tanh(x / cap)
+        x, slope = cap * tanh, slope * (1.0 - tanh * tanh)
+    if rows.temperature is not None:
+        right = _checks.is_temperature(rows.temperature)
+        inverse = jnp.where(right, 1.0 / jnp.where(right, rows.temperature, 1.0), 0.0)[:, None]
+        x, slope = x * inverse, slope * inverse
+    return jnp.where(columns >= 0, x, 0.0), jnp.where(columns >= 0, slope, 0.0)
+
+
+def _backward(static: _Static, primals: Primals, rows: Rows, slope: Array, cotangent: Array) -> Primals:
+    """The gradients, in the shapes, dtypes and types of their operands."""
+    options, columns = static.options, _columns(static, primals, rows)
+    terms = jnp.where(slope == 0.0, 0.0, cotangent * slope)
+    hidden = _shard.as_operand(primals).hidden.reshape(-1, primals.hidden.shape[-1])
+    of_hidden = _chosen.dhidden(terms, primals.weight, columns, options).reshape(primals.hidden.shape)
+    found = Primals(
+        of_hidden,
+        _chosen.dweight(terms, hidden, columns, primals.weight, options),
+        None if primals.bias is None else _chosen.dbias(terms, columns, primals.bias.shape[0]),
+    )
+    return jax.tree.map(lambda x, like: _compat.psum_to_type(x, like).astype(like.dtype), found, primals)
+
+
+def _columns(static: _Static, primals: Primals, rows: Rows) -> Int[Array, "T K"]:
+    """The ids as columns of this shard, -1 where it does not own them."""
+    assert rows.candidates is not None
+    size = primals.weight.shape[static.options.vocab_dim]
+    start = 0 if static.axis_name is None else lax.axis_index(static.axis_name) * size
+    local = rows.candidates - start
+    return jnp.where((rows.candidates >= 0) & (local >= 0) & (local < size), local, -1)

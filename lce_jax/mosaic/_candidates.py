@@ -1,0 +1,44 @@
+"""Candidates, beside the kernels: logits from gathered rows of the weight, gradients in each chunk's dlogits.
+
+No kernel knows them. In the forward they cost T·K dot products. In the backward a chunk of dlogits gets the one-hot
+terms after its kernel and before the two products that read it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from lce_jax import _chosen, _math
+from lce_jax._types import RowCoefficients
+from lce_jax.mosaic._call import Call
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float
+
+
+@jax.named_scope("candidates")
+def logits(call: Call) -> Float[Array, "T K"] | None:
+    """The logits of the candidates that this shard owns, -inf at the others."""
+    return None if call.operands.candidates is None else _chosen.candidate_logits(call.operands, call.case)
+
+
+@jax.named_scope("candidates")
+def add_terms(
+    call: Call, rows: RowCoefficients, dlogits: Float[Array, "Tp columns"], column: Any, stop: Any
+) -> Float[Array, "Tp columns"]:
+    """A chunk's ``dlogits``, of columns from ``column`` on, with the terms of the candidates before column ``stop``.
+
+    They are added in float32 and rounded once more, to the chunk's dtype. No two of them have the same place, so no
+    order of additions matters.
+    """
+    candidates = call.operands.candidates
+    if candidates is None or rows.candidates is None:
+        return dlogits
+    stop = jnp.minimum(stop, call.shape.columns)  # those after it go through `_remainder`
+    places = _math.unique_places(candidates, column, stop, dlogits.shape[1])
+    before = dlogits.at[places].get(mode="fill", fill_value=0).astype(jnp.float32)
+    after = (before + rows.candidates).astype(dlogits.dtype)
+    return dlogits.at[places].set(after, mode="drop", unique_indices=True)

@@ -1,0 +1,268 @@
+"""Log-probabilities at chosen ids: meshes, transformations, published losses. `test_parity` has their values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from lce_jax import (
+    LogprobOutput,
+    linear_cross_entropy,
+    linear_logprobs,
+    local,
+    sharded_linear_logprobs,
+)
+from tests import cases, oracle
+
+CALLS = [
+    cases.case("plain", leading=(4, 8), H=16, V=128, K=3),
+    cases.case(
+        "everything", leading=(4, 8), H=16, V=128, vocab_size=113, labels="foreign", where="nan", temperature="token",
+        logit_softcap=4.0, logit_scale=1.3, stats=True, weight_layout="hv", spread=3.0, K=5,
+    ),
+    cases.case("one", leading=(4, 8), H=16, V=128, K=1),
+]  # fmt: skip
+EVERYTHING = CALLS[1]
+
+
+def evaluate(test: cases.TestCase, function: Any = linear_logprobs, place: Any = None, **more: Any) -> Any:
+    """Results and the gradients in hidden and weight."""
+    hidden, weight, labels, options, seeds = cases.draw(test)
+    operands = (hidden, weight)
+    if place is not None:
+        operands, labels = place(operands, labels, options)
+
+    def objective(hidden, weight):
+        out = function(hidden, weight, labels, **{"precision": "highest", **options, **more})
+        return cases.objective(out, seeds), out
+
+    (_, out), grads = jax.jit(jax.value_and_grad(objective, argnums=(0, 1), has_aux=True))(*operands)
+    return out, grads
+
+
+def assert_same(got: Any, want: Any) -> None:
+    for name, field in got[0]._asdict().items():
+        true = getattr(want[0], name)
+        assert (field is None) == (true is None), name
+        assert field is None or oracle.value_error(field, true) < 2e-6, name
+    for gradient, true in zip(got[1], want[1], strict=True):
+        assert (gradient.shape, gradient.dtype) == (true.shape, true.dtype)
+        assert oracle.relative_norm(gradient, true) < 1e-5
+
+
+def test_a_candidate_is_the_label() -> None:
+    """Its log-probability is the label's, in values and in gradients, also where it is drawn beside other ids."""
+    hidden, weight, labels, _, _ = cases.draw(cases.case("label", leading=(40,), H=32, V=1100))
+    ids = jnp.stack([labels, jnp.full_like(labels, -1), labels, labels], axis=-1)
+
+    def of_candidates(hidden, weight):
+        return jnp.sum(linear_logprobs(hidden, weight, labels, candidates=ids, precision="highest").candidate_logprobs)
+
+    def of_labels(hidden, weight):
+        return 3 * jnp.sum(linear_logprobs(hidden, weight, labels, precision="highest").logprobs)
+
+    got, want = (jax.value_and_grad(f, argnums=(0, 1))(hidden, weight) for f in (of_candidates, of_labels))
+    assert oracle.value_error(got[0], want[0]) < 2e-6
+    assert all(oracle.relative_norm(a, b) < 1e-6 for a, b in zip(got[1], want[1], strict=True))
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("how", ["sharded", "sequence over the vocabulary's axis", "jit"])
+@pytest.mark.parametrize("test", CALLS, ids=str)
+def test_over_a_mesh(test: cases.TestCase, how: str, axis_type: AxisType) -> None:
+    want = evaluate(test)
+    mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(axis_type,) * 2)
+    vocab = P("tensor") if dict(test.options).get("weight_layout") != "hv" else P(None, "tensor")
+
+    def place(operands: Any, labels: Any, options: Any) -> Any:
+        options["candidates"] = jax.device_put(options["candidates"], NamedSharding(mesh, P("data")))
+        pairs = zip(operands, (P("data"), vocab), strict=True)
+        placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in pairs]
+        return placed, jax.device_put(labels, NamedSharding(mesh, P("data")))
+
+    with jax.set_mesh(mesh):
+        if how == "jit":
+            got = evaluate(test, place=place)
+        else:
+            sequence = {"sequence_axis": "tensor"} if "sequence" in how else {}
+            got = evaluate(test, sharded_linear_logprobs, batch_axes="data", **sequence)
+    assert_same(got, want)
+
+
+@pytest.mark.parametrize("shards", [1, 2, 8])
+def test_every_shard_holds_the_same_bits(shards: int) -> None:
+    test = cases.case("shards", leading=(24,), V=1096, K=6)
+    mesh = jax.make_mesh((shards,), ("tensor",), axis_types=(AxisType.Auto,), devices=jax.devices()[:shards])
+
+    def mapped(hidden, weight, labels, **options):
+        def body(hidden, weight, labels, ids):
+            out = linear_logprobs(hidden, weight, labels, candidates=ids, axis_name="tensor", precision="highest")
+            return jax.tree.map(lambda x: x[None], out)
+
+        ids = options["candidates"]
+        # Stacked over the shards. Without check_vma the cotangent of each shard's copy is its own.
+        return jax.shard_map(
+            body, mesh=mesh, in_specs=(P(), P("tensor"), P(), P()), out_specs=P("tensor"), check_vma=False
+        )(hidden, weight, labels, ids)
+
+    hidden, weight, labels, options, seeds = cases.draw(test)
+    out = jax.jit(mapped)(hidden, weight, labels, **options)
+    for field in jax.tree.leaves(out):
+        assert all(np.array_equal(field[0], field[i]) for i in range(shards))
+
+    def objective(hidden, weight):
+        first = jax.tree.map(lambda x: x[0], mapped(hidden, weight, labels, **options))
+        return cases.objective(first, seeds), first
+
+    grads, first = jax.jit(jax.grad(objective, argnums=(0, 1), has_aux=True))(hidden, weight)
+    assert_same((first, grads), evaluate(test))
+
+
+def test_inside_shard_map_where_ids_are_typed_as_varying() -> None:
+    """An id that differs between the shards makes its row NaN, and no other."""
+    test = cases.case("varying", leading=(8,), V=128, K=3)
+    mesh = jax.make_mesh((4,), ("tensor",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    hidden, weight, labels, options, _ = cases.draw(test)
+
+    def body(hidden, weight, labels, ids, wrong):
+        ids = jnp.where(wrong, ids.at[2, 1].set(jax.lax.axis_index("tensor")), ids)
+        ids = jax.lax.pcast(ids, ("tensor",), to="varying") if "tensor" not in jax.typeof(ids).mat.varying else ids
+        return linear_logprobs(hidden, weight, labels, candidates=ids, axis_name="tensor")
+
+    specs = (P(), P("tensor"), P(), P(), P())
+    mapped = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=P()))
+    right, wrong = (mapped(hidden, weight, labels, options["candidates"], jnp.asarray(x)) for x in (False, True))
+    want = linear_logprobs(hidden, weight, labels, **options)
+    assert oracle.value_error(right.candidate_logprobs, want.candidate_logprobs) < 2e-6
+    assert np.isnan(np.asarray(wrong.candidate_logprobs)).any(axis=1).tolist() == [i == 2 for i in range(8)]
+    assert np.isnan(np.asarray(wrong.logprobs)).tolist() == [i == 2 for i in range(8)]
+
+
+@pytest.mark.parametrize("test", CALLS[:2], ids=str)
+def test_under_vmap(test: cases.TestCase) -> None:
+    hidden, weight, labels, options, seeds = cases.draw(test)
+    per_token = {name: options.pop(name) for name in ("where", "temperature", "candidates") if name in options}
+
+    def one(hidden, weight, labels, rows, seeds):
+        def objective(hidden, weight):
+            out = linear_logprobs(hidden, weight, labels, precision="highest", **rows, **options)
+            return cases.objective(out, seeds), out
+
+        return jax.grad(objective, argnums=(0, 1), has_aux=True)(hidden, weight)
+
+    (dhidden, dweight), out = jax.jit(jax.vmap(one, in_axes=(0, None, 0, 0, 0)))(
+        hidden, weight, labels, per_token, seeds
+    )
+    assert_same((out, (dhidden, jnp.sum(dweight, axis=0))), evaluate(test))
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+@pytest.mark.parametrize("options", [{"logit_scale": -1.3}, {"logit_scale": 1.3, "logit_softcap": 4.0}], ids=str)
+def test_traced_scale_and_softcap(options: dict[str, float], implementation: str) -> None:
+    traced = {name: jnp.float32(value) for name, value in options.items()}
+    more = {"implementation": implementation}
+    assert_same(evaluate(CALLS[0], **traced, **more), evaluate(CALLS[0], **options, **more))
+
+
+def test_a_wrong_temperature_affects_its_own_row_alone() -> None:
+    hidden, weight, labels, options, _ = cases.draw(cases.case("temperature", leading=(6,), K=4, logit_softcap=3.0))
+
+    @jax.jit
+    def run(hidden, weight, temperature):
+        def objective(hidden, weight):
+            out = linear_logprobs(hidden, weight, labels, temperature=temperature, **options)
+            return jnp.sum(jnp.where(jnp.isnan(out.candidate_logprobs), 0, out.candidate_logprobs)), out
+
+        return jax.grad(objective, argnums=(0, 1), has_aux=True)(hidden, weight)
+
+    temperature = jnp.ones(6).at[3].set(0.0)
+    grads, out = run(hidden, weight, temperature)
+    _, right = run(hidden, weight, jnp.ones(6))
+    others = np.arange(6) != 3
+    assert np.isnan(np.asarray(out.candidate_logprobs)[3]).all()
+    assert np.array_equal(np.asarray(out.candidate_logprobs)[others], np.asarray(right.candidate_logprobs)[others])
+    assert all(np.isfinite(np.asarray(x)).all() for x in grads)
+    assert np.all(np.asarray(grads[0])[3] == 0)
+
+
+@pytest.mark.parametrize("rows", [{}, {"where": jnp.arange(24) % 3 > 0}, {"num_rows": 17}], ids=str)
+def test_of_shards_that_the_caller_merges(rows: dict[str, Any]) -> None:
+    test = cases.case("local", leading=(24,), V=104, K=4)
+    hidden, weight, labels, options, seeds = cases.draw(test)
+    where = rows.get("where", jnp.arange(24) < rows.get("num_rows", 24))
+    shards = [dict(weight=weight[i : i + 52], vocab_start=i, **rows, **options) for i in (0, 52)]
+    parts = [local.statistics(hidden, labels=labels, **shard)[0] for shard in shards]
+    widths = local.fields(num_candidates=4)
+    assert local.pack(parts[0]).shape == (sum(widths.values()), 24)
+    merged = local.merge(local.unpack(jnp.stack([local.pack(part) for part in parts]), widths))
+    out = local.finish(merged, labels, vocab_size=104, where=where)
+    seed = LogprobOutput(*(jnp.where(where, x, 0) for x in seeds[:3]), candidate_logprobs=seeds[3])
+    grads = [local.gradients(hidden, labels=labels, merged=merged, cotangent=seed, **shard) for shard in shards]
+    got = grads[0][0] + grads[1][0], jnp.concatenate([g[1] for g in grads])
+    assert_same((out, got), evaluate(test, where=where))
+
+
+def test_no_tokens() -> None:
+    out = linear_logprobs(
+        jnp.ones((2, 0, 8)), jnp.ones((32, 8)), jnp.zeros((2, 0), int), candidates=jnp.zeros((2, 0, 5), int)
+    )
+    assert out.candidate_logprobs.shape == (2, 0, 5)
+
+
+def test_ids_of_every_integer_type() -> None:
+    hidden, weight, labels, options, _ = cases.draw(cases.case("types", leading=(6,), K=4))
+    want = linear_logprobs(hidden, weight, labels, **options).candidate_logprobs
+    ids = np.asarray(options["candidates"])
+    wide = np.where(ids < 0, 2**32 + 3, ids.astype(np.int64))  # JAX would wrap it to 3
+    assert np.array_equal(linear_logprobs(hidden, weight, labels, candidates=wide).candidate_logprobs, want)
+    small = linear_logprobs(hidden, weight, labels, candidates=np.clip(ids, -1, 127).astype(np.int8))
+    assert np.array_equal(small.candidate_logprobs, want)
+
+
+MISTAKES = {
+    "none": (jnp.zeros((4, 0), int), ValueError, r"candidates \(4, 0\) must end in K, from 1 to 512"),
+    "too many": (jnp.zeros((4, 513), int), ValueError, r"candidates \(4, 513\) must end in K, from 1 to 512"),
+    "floats": (jnp.zeros((4, 3)), TypeError, "candidates must be integers .* got float32"),
+    "a list": ([[1, 2]] * 4, TypeError, "candidates must be an array, got list"),
+    "one rank too few": (jnp.zeros((4,), int), ValueError, r"candidates \(4,\) must be \[..., K\] .* labels \(4,\)"),
+    "a scalar": (jnp.zeros((), int), ValueError, r"candidates \(\) must end in K"),
+    "another leading shape": (jnp.zeros((5, 3), int), ValueError, r"candidates \(5, 3\) must be .* labels \(4,\)"),
+}
+
+
+@pytest.mark.parametrize(("candidates", "error", "message"), MISTAKES.values(), ids=MISTAKES)
+def test_mistakes(candidates: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        linear_logprobs(jnp.ones((4, 8)), jnp.ones((32, 8)), jnp.zeros((4,), int), candidates=candidates)
+
+
+def test_a_loss_has_no_candidates() -> None:
+    with pytest.raises(ValueError, match="candidates, but a loss has no such output"):
+        linear_cross_entropy(
+            jnp.ones((4, 8)), jnp.ones((32, 8)), jnp.zeros((4,), int), candidates=jnp.zeros((4, 3), int)
+        )
+
+
+def test_top_k_distillation_of_verl() -> None:
+    """verl's forward KL on a teacher's top k: Σ_k p_k (ln p_k - log_softmax(logits)[k]), from stored logits."""
+    hidden, weight, labels, _, _ = cases.draw(cases.case("verl", leading=(2, 30), H=64, V=1500, K=64))
+    teacher = jax.random.normal(jax.random.key(1), (2, 30, 1500)) * 2
+    top, ids = jax.lax.top_k(jax.nn.log_softmax(teacher), 64)
+
+    def stored(hidden, weight):
+        logprobs = jnp.take_along_axis(jax.nn.log_softmax(jnp.matmul(hidden, weight.T, precision="highest")), ids, -1)
+        return jnp.mean(jnp.sum(jnp.exp(top) * (top - logprobs), axis=-1))
+
+    def ours(hidden, weight):
+        out = linear_logprobs(hidden, weight, labels, candidates=ids, entropy=False, precision="highest")
+        return jnp.mean(jnp.sum(jnp.exp(top) * (top - out.candidate_logprobs), axis=-1))
+
+    got, want = (jax.value_and_grad(f, argnums=(0, 1))(hidden, weight) for f in (ours, stored))
+    assert oracle.value_error(got[0], want[0]) < 2e-6
+    assert all(oracle.relative_norm(a, b) < 2e-6 for a, b in zip(got[1], want[1], strict=True))
