@@ -13,11 +13,14 @@ from jax.sharding import PartitionSpec as P
 
 from lce_jax import (
     LogprobOutput,
+    _dispatch,
+    explain,
     linear_cross_entropy,
     linear_logprobs,
     local,
     sharded_linear_logprobs,
 )
+from lce_jax._types import Device
 from tests import cases, oracle
 
 CALLS = [
@@ -266,3 +269,16 @@ def test_top_k_distillation_of_verl() -> None:
     got, want = (jax.value_and_grad(f, argnums=(0, 1))(hidden, weight) for f in (ours, stored))
     assert oracle.value_error(got[0], want[0]) < 2e-6
     assert all(oracle.relative_norm(a, b) < 2e-6 for a, b in zip(got[1], want[1], strict=True))
+
+
+def test_explain_names_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_dispatch, "current_device", lambda _=None: Device("gpu", "NVIDIA H200", "9.0", 132))
+    struct, T, K = jax.ShapeDtypeStruct, 4096, 64
+    call = struct((T, 4096), jnp.bfloat16), struct((151936, 4096), jnp.bfloat16), struct((T,), jnp.int32)
+    for implementation in ("mosaic_gpu", "xla", "reference"):
+        plan = explain(*call, candidates=struct((T, K), jnp.int32), implementation=implementation)
+        without = explain(*call, implementation=implementation)
+        assert plan.kept_bytes - without.kept_bytes == T * K * 4
+        assert plan.forward_bytes - without.forward_bytes >= 3 * T * K * 4
+        assert "note       64 candidates per token add 3.0 MiB to each pass and 1.0 MiB to what is kept" in str(plan)
+        assert not any("candidates" in note for note in without.notes)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -183,29 +182,6 @@ def test_tensor_parallel_shards(V: int, layout: str) -> None:
 )
 def test_options(options: dict) -> None:
     lower(2048, 4096, 151936, **options)
-
-
-@pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("cache_bytes", [0, 1 << 29, 1 << 40])
-@pytest.mark.parametrize(
-    ("V", "K", "options"),
-    [(151936, 64, {}), (50257, 8, {}), (151936, 512, {**EVERYTHING, "vocab_size": 151669})],
-    ids=["whole", "no whole atom", "everything"],
-)
-def test_candidates(V: int, K: int, options: dict, cache_bytes: int) -> None:
-    """No kernel more, and no array of the tokens' rows of the weight but a chunk of them."""
-    T, H = 4096, 4096
-    text, without = (lower(T, H, V, cache_bytes=cache_bytes, **options, **more) for more in ({"K": K}, {}))
-    assert text.count("@mosaic_gpu_v2") == without.count("@mosaic_gpu_v2")
-    assert f"x{K}x{H}x" in text
-    assert f"{T}x{K}x{H}x" not in text
-    assert num_scatters(text, unique=True) > num_scatters(without, unique=True)
-    assert num_scatters(text, unique=False) == num_scatters(without, unique=False)
-
-
-def num_scatters(text: str, unique: bool) -> int:
-    """Those whose places are said to be unique: only these are deterministic where they add."""
-    return len(re.findall(rf'"stablehlo.scatter".*unique_indices = {str(unique).lower()}', text))
 
 
 @pytest.mark.usefixtures("hopper")

@@ -1,0 +1,37 @@
+"""Candidates beside the Hopper kernels, lowered for CUDA at real shapes: no GPU is needed."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from lce_jax import _dispatch
+from tests.test_mosaic_lowering import EVERYTHING, H200, lower
+
+
+@pytest.fixture(autouse=True)
+def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_dispatch, "current_device", lambda _=None: H200)
+
+
+@pytest.mark.parametrize("cache_bytes", [0, 1 << 29, 1 << 40])
+@pytest.mark.parametrize(
+    ("V", "K", "options"),
+    [(151936, 64, {}), (50257, 8, {}), (151936, 512, {**EVERYTHING, "vocab_size": 151669})],
+    ids=["whole", "no whole atom", "everything"],
+)
+def test_candidates(V: int, K: int, options: dict, cache_bytes: int) -> None:
+    """No kernel more, and no array of the tokens' rows of the weight but a chunk of them."""
+    T, H = 4096, 4096
+    text, without = (lower(T, H, V, cache_bytes=cache_bytes, **options, **more) for more in ({"K": K}, {}))
+    assert text.count("@mosaic_gpu_v2") == without.count("@mosaic_gpu_v2")
+    assert f"x{K}x{H}x" in text
+    assert f"{T}x{K}x{H}x" not in text
+    assert num_scatters(text, unique=True) > num_scatters(without, unique=True)
+    assert num_scatters(text, unique=False) == num_scatters(without, unique=False)
+
+
+def num_scatters(text: str, unique: bool) -> int:
+    """Those whose places are said to be unique: only these are deterministic where they add."""
+    return len(re.findall(rf'"stablehlo.scatter".*unique_indices = {str(unique).lower()}', text))
