@@ -289,14 +289,3 @@ def test_one_shard_with_padded_rows(cache_bytes: int) -> None:
     seeds, scalar = [struct((2048,), "float32")] * 3, struct((), "int32")
     text = jax.jit(step).trace(*arrays, seeds, scalar, scalar).lower(lowering_platforms=("cuda",)).as_text()
     assert not overwrites_cache(text)  # it is the caller's
-
-
-@pytest.mark.usefixtures("hopper")
-def test_vmap() -> None:
-    def objective(hidden, weight, labels):
-        out = lce_jax.linear_logprobs(hidden, weight, labels, cache_bytes=1 << 18, implementation="mosaic_gpu")
-        return jnp.sum(out.logprobs + out.entropy)
-
-    step = jax.vmap(jax.grad(objective, argnums=(0, 1)), in_axes=(0, None, 0))
-    shapes = ((3, 256, 128), "bfloat16"), ((1024, 128), "bfloat16"), ((3, 256), "int32")
-    jax.jit(step).trace(*(jax.ShapeDtypeStruct(*shape) for shape in shapes)).lower(lowering_platforms=("cuda",))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from lce_jax import _chosen
 from lce_jax._plans import Plan, Surroundings, candidate_notes, format_bytes
 from lce_jax._types import Case
 from lce_jax.mosaic import _cache, _chunks, _dhidden, _partial_statistics
@@ -31,7 +30,7 @@ def plan(case: Case, kernels: KernelSet, name: str, around: Surroundings) -> Pla
             **kernels.tile_sizes(case),
             "backward chunk": max(backward.chunk, backward.overwritten),
         },
-        forward_bytes=statistics + copies.forward + case.candidate_bytes + _chosen.gathered_bytes(case),
+        forward_bytes=statistics + copies.forward + case.candidate_bytes,
         backward_bytes=shape.tokens * backward.chunk * case.dtype.itemsize
         + math.prod(_dhidden.sums_shape(case, shape)) * 4
         + (0 if shape.whole_atoms else 2 * backward.chunk * case.hidden_size * case.dtype.itemsize)
