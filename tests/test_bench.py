@@ -70,9 +70,10 @@ def test_a_candidate_that_fails_is_left_out_and_the_rest_goes_on(tiny):
 def test_right_candidates_pass_the_check(dtype, softcap):
     shape = shapes.Shape(40, shapes.Head(64, 1003, logit_softcap=softcap))
     drawn = problem.random_problem(shape, jnp.dtype(dtype))
-    runs, errors, refused = run.admit(candidates.jax_candidates(drawn, None), drawn)
+    rows = [*candidates.jax_candidates(drawn, None), candidates.in_forward(drawn, "lce_jax", "xla")]
+    runs, errors, refused = run.admit(rows, drawn)
     assert not refused
-    assert {one.key for one in runs} == {"gemm", "ours", "materialised", "materialised by hand"}
+    assert {one.key for one in runs} == {"gemm", "ours", "materialised", "materialised by hand", "ours in forward"}
     ours = next(errors[one] for one in runs if (one.key, one.direction) == ("ours", shapes.BOTH))
     assert set(ours) == {"logprobs", "entropy", "dhidden", "dweight"}
 

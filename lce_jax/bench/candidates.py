@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from lce_jax import LogprobOutput, _dispatch, explain, linear_logprobs, sharded_linear_logprobs
+from lce_jax import LogprobOutput, _dispatch, explain, linear_logprobs, linear_loss, sharded_linear_logprobs
 from lce_jax.bench.measure import Run, compile_jax
 from lce_jax.bench.problem import Objective, Problem, Results
 from lce_jax.bench.shapes import BOTH, FORWARD, GEMM
@@ -69,6 +70,8 @@ def jax_candidates(problem: Problem, implementation: str | None, devices: int = 
     for part, cache_bytes in (("half", full // 2), ("full", full)):
         if plan(cache_bytes).kept_bytes > plan().kept_bytes:
             rows.append(_both(problem, f"ours {part} cache", f"{name}, {part} cache", ours(cache_bytes)))
+    if full:
+        rows.append(in_forward(problem, name, wanted))
     if devices > 1:
         rows += _split(problem, wanted, name, devices, cached=full > 0)
     if served_by != "xla":
@@ -86,6 +89,25 @@ def _ours(call: Callable[..., LogprobOutput], **options: Any) -> LogprobFunction
         return out.logprobs, out.entropy
 
     return logprobs
+
+
+def in_forward(problem: Problem, label: str, implementation: str | tuple[str, ...]) -> Candidate:
+    """`linear_loss`: the same gradients, computed in the forward a chunk of tokens at a time."""
+    options: Any = {"logit_softcap": problem.shape.head.logit_softcap, "implementation": implementation}
+
+    def loss_of_token(logprob: Array, entropy: Array, lse: Array, a: Array, b: Array) -> Array:
+        del lse
+        return a * logprob + b * entropy
+
+    def forward_backward(hidden: Array, weight: Array, labels: Array, a: Array, b: Array) -> dict[str, Any]:
+        def loss(hidden: Array, weight: Array) -> tuple[Array, LogprobOutput]:
+            return linear_loss(loss_of_token, hidden, weight, labels, a, b, **options)
+
+        (_, out), (dhidden, dweight) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(hidden, weight)
+        return {"logprobs": out.logprobs, "entropy": out.entropy, "dhidden": dhidden, "dweight": dweight}
+
+    compiled = functools.partial(compile_jax, forward_backward, *problem.arrays)
+    return Candidate("ours in forward", f"{label}, linear_loss", BOTH, compiled)
 
 
 def _split(

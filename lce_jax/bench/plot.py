@@ -22,6 +22,7 @@ OURS = {
     "ours": "#08519c",
     "ours half cache": "#3182bd",
     "ours full cache": "#74add1",
+    "ours in forward": "#2aa198",
     "ours split": "#2c3e8f",
     "ours split full cache": "#6a7fd0",
 }
