@@ -10,8 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from lce_jax.flax.linen import LMHead
 from tests.flax_cases import (
@@ -25,7 +23,6 @@ from tests.flax_cases import (
     assert_trees_close,
     batch,
     candidate_ids,
-    data_by_tensor,
     from_logits,
     loss_from_logits,
     spoiled_padding,
@@ -106,21 +103,6 @@ def test_a_bias_is_in_logits_logprobs_and_loss():
     stored = jax.grad(lambda variables: loss_from_logits(head.apply(variables, hidden), labels))(variables)
     assert_trees_close(fused, stored)
     assert np.any(fused["params"]["bias"][:VOCAB])
-
-
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
-def test_a_bias_over_a_mesh(axis_type):
-    mesh = data_by_tensor(axis_type)
-    single, (hidden, labels) = make_head(**BIASED), batch()
-    want = every_result(single, biased(initialise(single)), hidden, labels)
-    with jax.set_mesh(mesh):
-        head = make_head(vocab_axis="tensor", batch_axes="data", **BIASED)
-        split = jax.device_put(hidden, NamedSharding(mesh, P("data")))
-        variables = biased(born_split(head, mesh, split))
-        assert jax.tree.leaves(variables["params"]["bias"])[0].sharding.spec == P("tensor")
-        got = every_result(head, variables, split, jax.device_put(labels, NamedSharding(mesh, P("data"))))
-    for a, b in zip(got, want, strict=True):
-        assert_trees_close(jax.tree.leaves(a), jax.tree.leaves(b))
 
 
 def test_own_weight_has_padded_rows_in_its_own_dtype():

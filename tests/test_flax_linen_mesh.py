@@ -8,11 +8,11 @@ import flax.linen as nn
 import jax
 import optax
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests.flax_cases import MESHES, PADDED, assert_trees_close, batch, data_by_tensor, optimizer, token_batch
-from tests.test_flax_linen import Model, initialise, losses_of, make_head
+from tests.test_flax_linen import BIASED, Model, biased, initialise, losses_of, make_head
 
 
 @pytest.mark.parametrize(("axis_type", "sequence_axis"), MESHES.values(), ids=MESHES)
@@ -32,6 +32,21 @@ def test_over_a_mesh_it_equals_one_device(axis_type, sequence_axis, mesh_is_give
             head = make_head(**options)
             got = every_result(head, born_split(head, mesh, split), split, targets)
     for a, b in zip(got, every_result(single, initialise(single), hidden, labels), strict=True):
+        assert_trees_close(jax.tree.leaves(a), jax.tree.leaves(b))
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_a_bias_over_a_mesh(axis_type):
+    mesh = data_by_tensor(axis_type)
+    single, (hidden, labels) = make_head(**BIASED), batch()
+    want = every_result(single, biased(initialise(single)), hidden, labels)
+    with jax.set_mesh(mesh):
+        head = make_head(vocab_axis="tensor", batch_axes="data", **BIASED)
+        split = jax.device_put(hidden, NamedSharding(mesh, P("data")))
+        variables = biased(born_split(head, mesh, split))
+        assert jax.tree.leaves(variables["params"]["bias"])[0].sharding.spec == P("tensor")
+        got = every_result(head, variables, split, jax.device_put(labels, NamedSharding(mesh, P("data"))))
+    for a, b in zip(got, want, strict=True):
         assert_trees_close(jax.tree.leaves(a), jax.tree.leaves(b))
 
 
