@@ -57,7 +57,7 @@ def statistics(spec: Spec, primals: Primals, rows: Rows, start: Any, keep_cache:
 
     Everything here is flat: hidden ``[T, H]``, as `as_operand` returns it, and rows ``[T]``.
     """
-    operands, order = _operands(spec, primals, rows, start)
+    operands, order = _operands(spec, primals, rows, start, _scales(rows, spec.case))
 
     def chosen(operands: Operands) -> tuple[ShardStatistics, Any]:
         return _dispatch.IMPLEMENTATIONS[spec.implementation].statistics(operands, spec.case, keep_cache)
@@ -93,8 +93,9 @@ def gradients(
     ``stats`` are those of the whole vocabulary, in the call's row order. With ``may_round_dhidden``, dhidden may come
     in the weight's dtype. With ``dweight``, a sum in the statistics' dtype, the shard's dweight is added to it instead.
     """
-    operands, order = _operands(spec, primals, rows, start)
-    coefficients = _coefficients(spec, rows, stats, cotangent)
+    scales = _scales(rows, spec.case)
+    operands, order = _operands(spec, primals, rows, start, scales)
+    coefficients = _coefficients(spec, rows, stats, cotangent, scales)
     if order is not None:
         coefficients = _rows.compact(order, coefficients)
     if operands.candidates is not None and coefficients.candidates is not None:
@@ -114,13 +115,15 @@ def gradients(
 
     found: Primals = _run(spec, chosen, elsewhere, operands, coefficients, cache, dweight)
     dhidden = found.hidden if order is None else _rows.expand(order, found.hidden)
-    dhidden = _signed(dhidden, _scales(rows, spec.case))
+    dhidden = _signed(dhidden, scales)
     return found._replace(hidden=dhidden if rows.live is None else jnp.where(rows.live[:, None], dhidden, 0.0))
 
 
-def _coefficients(spec: Spec, rows: Rows, stats: ShardStatistics, cotangent: Results) -> RowCoefficients:
+def _coefficients(
+    spec: Spec, rows: Rows, stats: ShardStatistics, cotangent: Results, scales: _Scales
+) -> RowCoefficients:
     """What eqs. 4 and 5 need of each token, in the call's row order."""
-    options, scales = spec.case.options, _scales(rows, spec.case)
+    options = spec.case.options
     found = _math.row_coefficients(stats, cotangent, rows.live, scales.derivative, options, spec.vocab_size)
     if found.candidates is not None and stats.candidates is not None and options.logit_softcap is not None:
         derivative = _math.cap_derivative(stats.candidates, _math.row_scale(options, scales.logits))
@@ -141,7 +144,9 @@ def _run(spec: Spec, chosen: Callable[..., Any], elsewhere: Callable[..., Any], 
     return by_platform(chosen, None if other is None else functools.partial(elsewhere, *other), *operands)
 
 
-def _operands(spec: Spec, primals: Primals, rows: Rows, start: Any) -> tuple[Operands, _rows.Compaction | None]:
+def _operands(
+    spec: Spec, primals: Primals, rows: Rows, start: Any, scales: _Scales
+) -> tuple[Operands, _rows.Compaction | None]:
     hidden, weight, bias = primals
     columns = weight.shape[spec.case.options.vocab_dim]
     num_columns = None
@@ -153,7 +158,7 @@ def _operands(spec: Spec, primals: Primals, rows: Rows, start: Any) -> tuple[Ope
         local = ids - start
         return jnp.where((ids >= 0) & (local >= 0) & (local < columns), local, -1)
 
-    (targets, candidates), scales = jax.tree.map(owned, (rows.labels, rows.candidates)), _scales(rows, spec.case)
+    targets, candidates = jax.tree.map(owned, (rows.labels, rows.candidates))
     hidden, order, num_rows = _signed(hidden, scales), None, rows.num_rows
     if rows.where is not None:
         order = _rows.compaction(rows.where)
