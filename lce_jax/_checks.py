@@ -39,9 +39,9 @@ def vocabulary(vocab_size: Any, columns: int) -> int:
 
 def split(weight: Any, axis_name: Any, columns: int) -> None:
     """Inside ``shard_map``, the weight's type must say that each shard of ``axis_name`` has columns of its own."""
-    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     if not _compat.tracks_varying(axis_name):
         return
+    names = _compat.as_axes(axis_name)
     whole = [name for name in names if name not in _compat.varying_axes(weight) and lax.axis_size(name) > 1]
     if whole:
         raise ValueError(

@@ -53,11 +53,10 @@ def same_on_all_shards[T](rows: T, leading: int, axis_name: AxisName) -> tuple[T
     operands would make the results varying, and the shards' parts of the cotangents would not be summed. The rows are
     None if no type varies, as without ``check_vma``.
     """
-    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     agree = []
 
     def same(x: Array) -> Array:
-        axes = tuple(name for name in names if name in _compat.varying_axes(x))
+        axes = tuple(name for name in _compat.as_axes(axis_name) if name in _compat.varying_axes(x))
         if not axes:
             return x
         whole = x.astype(jnp.int32) if x.dtype == jnp.bool_ else x

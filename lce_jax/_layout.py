@@ -13,6 +13,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from lce_jax._compat import as_axes
 from lce_jax._types import Primals
 
 if TYPE_CHECKING:
@@ -212,13 +213,6 @@ def _check_divides(name: str, shape: Any, dim: int, axes: tuple[str, ...], mesh:
     shards = math.prod(mesh.shape[axis] for axis in axes)
     if shape[dim] % shards:
         raise ValueError(f"dimension {dim} of {name} {tuple(shape)} must divide by the {shards} shards of {axes}{hint}")
-
-
-def as_axes(axes: Axes) -> tuple[str, ...]:
-    """The names in ``axes``: none, one or several."""
-    if axes is None:
-        return ()
-    return (axes,) if isinstance(axes, str) else tuple(axes)
 
 
 def _spec_entry(axes: tuple[str, ...]) -> Any:

@@ -79,8 +79,7 @@ def axes_of_tokens(spec: Spec, inputs: Inputs) -> frozenset[Any]:
 
 
 def _names(spec: Spec) -> frozenset[Any]:
-    names = spec.axis_name
-    return frozenset(names if isinstance(names, tuple) else () if names is None else (names,))
+    return frozenset(_compat.as_axes(spec.axis_name))
 
 
 def _flat_per_token(per_token: tuple[Any, ...], rows: Rows) -> tuple[Any, ...]:

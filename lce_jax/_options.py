@@ -145,8 +145,9 @@ def _number_or_scalar(name: str, value: Any, check: Callable[[str, Any], float])
 
 
 def _axis_name(axis_name: Any) -> Any:
-    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
-    if axis_name is None or (names and all(isinstance(name, str) for name in names)):
+    if axis_name is None or isinstance(axis_name, str):
+        return axis_name
+    if isinstance(axis_name, tuple) and axis_name and all(isinstance(name, str) for name in axis_name):
         return axis_name
     raise TypeError(f"axis_name must be None, a mesh axis's name or a tuple of them, got {axis_name!r}")
 

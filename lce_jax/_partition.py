@@ -19,7 +19,8 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from lce_jax import _dispatch, _spmd
-from lce_jax._layout import Layout, as_axes, layout_of_specs
+from lce_jax._compat import as_axes
+from lce_jax._layout import Layout, layout_of_specs
 from lce_jax._rows import Rows
 from lce_jax._shard import Spec
 from lce_jax._types import Primals, Results, ShardStatistics

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from lce_jax import _checks, _layout, _math, _options, api, scalars, sharding
+from lce_jax import _checks, _compat, _math, _options, api, scalars, sharding
 from lce_jax._types import Options
 
 if TYPE_CHECKING:
@@ -154,9 +154,9 @@ def _logits_sharding(hidden: Float[Array, "*b H"], weight: Float[Array, "V H"]) 
     own = jax.typeof(hidden).sharding
     if AxisType.Explicit not in own.mesh.axis_types:
         return None
-    vocab_axes = _layout.as_axes(jax.typeof(weight).sharding.spec.partitions[0])
+    vocab_axes = _compat.as_axes(jax.typeof(weight).sharding.spec.partitions[0])
     leading = own.spec.partitions[:-1]
-    rows = (tuple(axis for axis in _layout.as_axes(entry) if axis not in vocab_axes) for entry in leading)
+    rows = (tuple(axis for axis in _compat.as_axes(entry) if axis not in vocab_axes) for entry in leading)
     return NamedSharding(own.mesh, P(*rows, None))
 
 
@@ -182,7 +182,7 @@ def own_rows(vocab_size: int, pad_to_multiple: int, vocab_axis: Axes, mesh: Any)
     """The rows of a head's own weight, checked to divide by the shards of ``vocab_axis`` if the mesh is known."""
     rows = padded_vocabulary(vocab_size, pad_to_multiple)
     mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
-    shards = math.prod(mesh.shape.get(axis, 1) for axis in _layout.as_axes(vocab_axis))
+    shards = math.prod(mesh.shape.get(axis, 1) for axis in _compat.as_axes(vocab_axis))
     if rows % shards:
         raise ValueError(
             f"the weight's {rows} rows (vocab_size={vocab_size}, pad_to_multiple={pad_to_multiple}) must divide by the "
@@ -193,9 +193,9 @@ def own_rows(vocab_size: int, pad_to_multiple: int, vocab_axis: Axes, mesh: Any)
 
 def check_same_axes(names: Sequence[Any], vocab_axis: Axes) -> None:
     """Checks that an initializer with an annotation splits the weight's rows as the head does."""
-    rows = _layout.as_axes(names[0]) if names else ()
-    if vocab_axis is not None and rows != _layout.as_axes(vocab_axis):
+    rows = _compat.as_axes(names[0]) if names else ()
+    if vocab_axis is not None and rows != _compat.as_axes(vocab_axis):
         raise ValueError(
-            f"weight_init splits the vocabulary over {rows or None}, vocab_axis over {_layout.as_axes(vocab_axis)}: "
+            f"weight_init splits the vocabulary over {rows or None}, vocab_axis over {_compat.as_axes(vocab_axis)}: "
             "name the same axes, or leave the annotation to vocab_axis"
         )
