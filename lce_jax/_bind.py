@@ -6,17 +6,20 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
-from lce_jax import _checks, _compat, _dispatch, _options, _rows, scalars
+from lce_jax import _checks, _collectives, _compat, _dispatch, _options, _rows, scalars
 from lce_jax._layout import Layout
 from lce_jax._options import CallOptions
 from lce_jax._rows import Rows
 from lce_jax._shard import Spec
 from lce_jax._types import Case, LogprobOptions, Primals
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool
 
 type LayoutOf = Callable[[Any, Any, int], Layout]  # of checked hidden and weight, and the weight's vocabulary dimension
 
@@ -69,6 +72,19 @@ def operands(
     rest = (options.logit_scale, options.logit_softcap, options.candidates)
     of_call = functools.partial(_rows.of_call, labels, where, options.temperature)
     return primals, of_call(spec.vocab_size, spec.case.stat_dtype, *rest)
+
+
+def same_on_all_shards(
+    primals: Primals, rows: Rows, axis_name: Any, columns: int
+) -> tuple[Rows, Bool[Array, "*b"] | None]:
+    """Inside ``shard_map``: the rows typed as equal on every shard of ``axis_name``, and where they really are.
+
+    ``columns`` are those of one shard, which must be its own. Without an axis the rows come as they are, with None.
+    """
+    if axis_name is None:
+        return rows, None
+    _checks.split(primals.weight, axis_name, columns)
+    return _collectives.same_on_all_shards(rows, rows.labels.ndim, axis_name)
 
 
 def of_one_shard(

@@ -68,6 +68,13 @@ def same_on_all_shards[T](rows: T, leading: int, axis_name: AxisName) -> tuple[T
     return rows, functools.reduce(jnp.logical_and, agree) if agree else None
 
 
+def nan_where_different[T](agree: Bool[Array, "*b"] | None, tree: T) -> T:
+    """Results with NaN where `same_on_all_shards` found that the shards were given different rows."""
+    if agree is None:
+        return tree
+    return jax.tree.map(lambda x: jnp.where(_statistics.along(agree, x), x, jnp.nan), tree)
+
+
 def gather_sequence(hidden: Float[Array, "*b H"], axis_name: AxisName, dim: int) -> Float[Array, "*b H"]:
     """Hidden states whose dimension ``dim`` is split over ``axis_name``, whole on every shard."""
     return lax.all_gather(hidden, axis_name, axis=dim, tiled=True)

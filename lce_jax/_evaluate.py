@@ -15,7 +15,6 @@ from lce_jax._layout import Layout
 from lce_jax._options import CallOptions
 from lce_jax._rows import Rows
 from lce_jax._shard import Spec
-from lce_jax._statistics import along
 from lce_jax._types import Case, Primals, Results
 
 if TYPE_CHECKING:
@@ -27,14 +26,11 @@ def evaluate(hidden: Array, weight: Array, labels: Array, where: Array | None, o
     case = _bind.case(hidden, weight, labels, where, options)
     spec = _bind.spec(case, options, case.vocab_size * _checks.axis_size(options.axis_name))
     primals, rows = _bind.operands(spec, hidden, weight, labels, where, options)
-    agree, mesh = None, _partition.mesh_of((primals, rows), options.static.cache_bytes)
+    mesh = _partition.mesh_of((primals, rows), options.static.cache_bytes)
     if options.axis_name is None:
         spec = dataclasses.replace(spec, mesh=mesh)
-    else:
-        _checks.split(primals.weight, options.axis_name, case.vocab_size)
-        rows, agree = _collectives.same_on_all_shards(rows, rows.labels.ndim, options.axis_name)
-    out = _results(spec, primals, rows)
-    return out if agree is None else jax.tree.map(lambda x: jnp.where(along(agree, x), x, jnp.nan), out)
+    rows, agree = _bind.same_on_all_shards(primals, rows, options.axis_name, case.vocab_size)
+    return _collectives.nan_where_different(agree, _results(spec, primals, rows))
 
 
 def evaluate_over(

@@ -113,8 +113,8 @@ def linear_loss(
     inputs, agree, call = _inputs(loss_fn, spec, hidden, weight, labels, per_token, where, checked)
     total, out = _evaluated(spec, _layout_of_types(spec, inputs), call, most, inputs)
     if agree is not None:
-        total = jnp.where(jnp.all(agree), total, jnp.nan)
-        out = jax.tree.map(lambda x: jnp.where(agree, x, jnp.nan), out)
+        total = _collectives.nan_where_different(jnp.all(agree), total)
+        out = _collectives.nan_where_different(agree, out)
     return total, jax.tree.map(lax.stop_gradient, Results(out).public)
 
 
@@ -208,10 +208,8 @@ def _inputs(
     """The arrays of a call, the rows in which all shards were given the same, and the traced loss."""
     primals, rows = _bind.operands(spec, hidden, weight, labels, where, options)
     flat, tree = _loss.flat_arguments(per_token, rows.labels)
-    agree = None
+    rows, agree = _bind.same_on_all_shards(primals, rows, options.axis_name, spec.case.vocab_size)
     if options.axis_name is not None:
-        _checks.split(primals.weight, options.axis_name, spec.case.vocab_size)
-        rows, agree = _collectives.same_on_all_shards(rows, rows.labels.ndim, options.axis_name)
         flat, also = _same_arguments(flat, rows.labels.ndim, options.axis_name)
         agree = also if agree is None else agree if also is None else agree & also
     inputs = Inputs(primals, rows, flat, ())

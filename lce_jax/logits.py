@@ -12,7 +12,6 @@ from jax.sharding import AxisType
 
 from lce_jax import _bind, _checks, _chosen, _collectives, _compat, _options, _rows, _shard
 from lce_jax._rows import Rows
-from lce_jax._statistics import along
 from lce_jax._types import LogprobOptions, Options, Primals
 
 if TYPE_CHECKING:
@@ -108,14 +107,11 @@ def linear_logits(
     given_primals = Primals(hidden, weight, options.bias)
     primals = jax.tree.map(lambda x: _compat.without_reduced(jnp.asarray(x)), given_primals)
     rows = _rows.of_ids(ids, where, temperature, size, case.stat_dtype, options.logit_scale, options.logit_softcap)
-    agree = None
     if axis_name is None:
         _whole(primals, rows)
-    else:
-        _checks.split(primals.weight, axis_name, case.vocab_size)
-        rows, agree = _collectives.same_on_all_shards(rows, len(leading), axis_name)
+    rows, agree = _bind.same_on_all_shards(primals, rows, axis_name, case.vocab_size)
     out = _of_call(_Static(options.static, axis_name, case.stat_dtype), primals, rows)
-    return out if agree is None else jnp.where(along(agree, out), out, jnp.nan)
+    return _collectives.nan_where_different(agree, out)
 
 
 def masked_logprobs(
