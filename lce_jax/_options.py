@@ -37,8 +37,8 @@ def of_call(given: LogprobOptions, mean_logit: bool = False) -> CallOptions:
     names = {field.name for field in dataclasses.fields(Options)}
     fixed: dict[str, Any] = {name: value for name, value in given.items() if name in names}
     scale, softcap = (fixed.get(name, default) for name, default in (("logit_scale", 1.0), ("logit_softcap", None)))
-    scale = _number_or_scalar("logit_scale", scale, scalars.number)
-    softcap = None if softcap is None else _number_or_scalar("logit_softcap", softcap, scalars.positive)
+    scale = number_or_scalar("logit_scale", scale, scalars.number)
+    softcap = None if softcap is None else number_or_scalar("logit_softcap", softcap, scalars.positive)
     traced = is_array(scale) or is_array(softcap)
     if traced:
         fixed |= {"logit_scale": 1.0, "logit_softcap": None if softcap is None else 1.0}
@@ -95,8 +95,8 @@ def of_loss(reduction: Any, label_smoothing: Any, z_loss: Any, normalizer: Any =
             raise ValueError(
                 f'normalizer={normalizer!r} is the divisor of reduction="mean", reduction is {reduction!r}'
             )
-        normalizer = _number_or_scalar("normalizer", normalizer, scalars.positive)
-    z_loss = _number_or_scalar("z_loss", z_loss, scalars.not_negative)
+        normalizer = number_or_scalar("normalizer", normalizer, scalars.positive)
+    z_loss = number_or_scalar("z_loss", z_loss, scalars.not_negative)
     return scalars.fraction("label_smoothing", label_smoothing), z_loss, normalizer
 
 
@@ -132,7 +132,7 @@ def static(
     )
 
 
-def _number_or_scalar(name: str, value: Any, check: Callable[[str, Any], float]) -> Any:
+def number_or_scalar(name: str, value: Any, check: Callable[[str, Any], float]) -> Any:
     """A number that passes ``check``, or a real array of shape (), traced or not, whose value is not checked."""
     if not is_array(value) or isinstance(value, np.generic):
         return check(name, value)

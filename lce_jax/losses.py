@@ -15,11 +15,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from lce_jax import scalars
-from lce_jax._types import is_array
+from lce_jax import _options, scalars
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
@@ -263,4 +261,4 @@ def with_entropy_bonus(loss_fn: Callable[..., Any], coefficient: float | Float[A
 
 
 def _not_negative(name: str, value: Any) -> Any:
-    return value if is_array(value) and not isinstance(value, np.generic) else scalars.not_negative(name, value)
+    return _options.number_or_scalar(name, value, scalars.not_negative)
