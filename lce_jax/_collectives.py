@@ -14,9 +14,14 @@ from lce_jax import _compat, _statistics
 from lce_jax._types import Results, ShardStatistics
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float
+    from jaxtyping import Array, Bool, Float, Int
 
 type AxisName = Any  # a hashable axis name, or a tuple of them
+
+
+def first_column(axis_name: AxisName | None, columns: int) -> Int[Array, ""] | int:
+    """The first global column of this shard, if each shard of ``axis_name`` has ``columns``."""
+    return 0 if axis_name is None else lax.axis_index(axis_name) * columns
 
 
 def merge_over_axis(stats: ShardStatistics, widths: Mapping[str, int], axis_name: AxisName) -> ShardStatistics:

@@ -33,10 +33,9 @@ def forward(spec: Spec, loss: TokenLoss, inputs: Inputs) -> tuple[Array, Logprob
     """The sum over this device's tokens and the results, without gradients."""
     primals, rows, per_token, constants = inputs
     results, *_ = _spmd.forward(spec, primals, rows, keep_cache=False)
-    flat = jax.tree.map(lambda x: x.reshape(-1), results.outputs)
-    live = None if rows.where is None else rows.where.reshape(-1)
-    given = _compat.vary_over((flat, _flat_per_token(per_token, rows)), axes_of_tokens(spec, inputs))
-    return _total(spec, jnp.sum(loss(live, *given, constants))), results.outputs
+    live, outputs, per_token = _rows.flattened((rows.where, results.outputs, per_token), rows.labels.ndim)
+    outputs, per_token = _compat.vary_over((outputs, per_token), axes_of_tokens(spec, inputs))
+    return _total(spec, jnp.sum(loss(live, outputs, per_token, constants))), results.outputs
 
 
 def forward_and_gradients(
@@ -82,11 +81,6 @@ def _names(spec: Spec) -> frozenset[Any]:
     return frozenset(_compat.as_axes(spec.axis_name))
 
 
-def _flat_per_token(per_token: tuple[Any, ...], rows: Rows) -> tuple[Any, ...]:
-    dims = rows.labels.ndim
-    return tuple(x.reshape(rows.labels.size, *x.shape[dims:]) for x in per_token)
-
-
 class _Whole(NamedTuple):
     """What the chunks fill and add to."""
 
@@ -130,15 +124,15 @@ class _Walk:
         hidden = primals.hidden.reshape(-1, primals.hidden.shape[-1])
         if spec.gather_dim is not None:
             hidden = _spmd.flat_operands(spec, primals).hidden
-        flat_rows = jax.tree.map(lambda x: x.reshape(-1), rows)
+        flat_rows, per_token = _rows.flattened((rows, inputs.per_token), rows.labels.ndim)
         return cls(
             spec=_chunk_spec(spec, size, rows.where is not None or tokens % size != 0),
             loss=loss,
             primals=primals._replace(hidden=hidden),
             rows=flat_rows._replace(where=None),
-            per_token=_flat_per_token(inputs.per_token, rows),
+            per_token=per_token,
             constants=inputs.constants,
-            order=None if rows.where is None else _rows.compaction(flat_rows.where),
+            order=None if flat_rows.where is None else _rows.compaction(flat_rows.where),
             tokens=tokens,
             token_axes=axes_of_tokens(spec, inputs),
             psum_axes=tuple(sorted(psum, key=str)),

@@ -56,6 +56,11 @@ def row_scale(options: Options, inverse_temperature: Float[Array, "T"] | None) -
     return scale if inverse_temperature is None else scale * inverse_temperature
 
 
+def row_factor(options: Options, inverse_temperature: Float[Array, "T"] | None) -> Float[Array, "T"] | float:
+    """The row factor a / τ of eq. 5; with a traced scale ``inverse_temperature`` holds both."""
+    return options.logit_scale if inverse_temperature is None else options.logit_scale * inverse_temperature
+
+
 def unscaled_logits(
     raw: Float[Array, "T n"], options: Options, raw_scale: Float[Array, "T"] | None = None
 ) -> Float[Array, "T n"]:
@@ -178,7 +183,7 @@ def row_coefficients(
     vocab_size: int,
 ) -> RowCoefficients:
     """Eq. 4 and the row factor of eq. 5, from the whole vocabulary's statistics and the cotangents of the results."""
-    factor = options.logit_scale if inverse_temperature is None else options.logit_scale * inverse_temperature
+    factor = row_factor(options, inverse_temperature)
     sumexp = stats.sumexp if where is None else jnp.where(where, stats.sumexp, 1.0)
     of = cotangent.outputs
     constant, slope, uniform, candidates = of.lse - of.logprobs, None, None, None

@@ -6,6 +6,7 @@ Rows that are left out move to the end, after the live ones: tiles that hold onl
 from __future__ import annotations
 
 import functools
+import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -121,6 +122,21 @@ def _clamped(labels: Any, numpy: Any) -> Any:
     if info.min < int32.min or info.max > int32.max:
         labels = numpy.clip(labels, max(info.min, int32.min), int32.max)
     return labels.astype(np.int32)
+
+
+def owned(ids: Any, start: Any, columns: int) -> Any:
+    """Global ids as columns of the shard that has ``columns`` from ``start`` on; -1 where it does not own them."""
+
+    def column(x: Array) -> Array:
+        local = x - start
+        return jnp.where((x >= 0) & (local >= 0) & (local < columns), local, -1)
+
+    return jax.tree.map(column, ids)
+
+
+def flattened[T](tree: T, leading: int) -> T:
+    """Every leaf with its first ``leading`` dimensions, those of labels, as one."""
+    return jax.tree.map(lambda x: x.reshape(math.prod(x.shape[:leading]), *x.shape[leading:]), tree)
 
 
 class Compaction(NamedTuple):

@@ -57,7 +57,7 @@ def statistics(spec: Spec, primals: Primals, rows: Rows, start: Any, keep_cache:
 
     Everything here is flat: hidden ``[T, H]``, as `as_operand` returns it, and rows ``[T]``.
     """
-    operands, order = _operands(spec, primals, rows, start, _scales(rows, spec.case))
+    operands, order = _operands(spec, primals, rows, start, _scales(spec, rows))
 
     def chosen(operands: Operands) -> tuple[ShardStatistics, Any]:
         return _dispatch.IMPLEMENTATIONS[spec.implementation].statistics(operands, spec.case, keep_cache)
@@ -69,7 +69,7 @@ def statistics(spec: Spec, primals: Primals, rows: Rows, start: Any, keep_cache:
 
     stats, cache = _run(spec, chosen, elsewhere, operands)
     stats = stats if order is None else _rows.expand(order, stats)
-    wrong = _wrong_temperature(rows)
+    wrong = wrong_temperature(rows)
     if wrong is not None:
         stats = jax.tree.map(lambda x: jnp.where(along(wrong, x), jnp.nan, x), stats)
     return stats, cache
@@ -93,7 +93,7 @@ def gradients(
     ``stats`` are those of the whole vocabulary, in the call's row order. With ``may_round_dhidden``, dhidden may come
     in the weight's dtype. With ``dweight``, a sum in the statistics' dtype, the shard's dweight is added to it instead.
     """
-    scales = _scales(rows, spec.case)
+    scales = _scales(spec, rows)
     operands, order = _operands(spec, primals, rows, start, scales)
     coefficients = _coefficients(spec, rows, stats, cotangent, scales)
     if order is not None:
@@ -120,7 +120,7 @@ def gradients(
 
 
 def _coefficients(
-    spec: Spec, rows: Rows, stats: ShardStatistics, cotangent: Results, scales: _Scales
+    spec: Spec, rows: Rows, stats: ShardStatistics, cotangent: Results, scales: Scales
 ) -> RowCoefficients:
     """What eqs. 4 and 5 need of each token, in the call's row order."""
     options = spec.case.options
@@ -128,7 +128,7 @@ def _coefficients(
     if found.candidates is not None and stats.candidates is not None and options.logit_softcap is not None:
         derivative = _math.cap_derivative(stats.candidates, _math.row_scale(options, scales.logits))
         found = found._replace(candidates=jnp.where(found.candidates == 0.0, 0.0, found.candidates * derivative))
-    wrong = _wrong_temperature(rows)
+    wrong = wrong_temperature(rows)
     if wrong is None:
         return found
     # e^u and all coefficients become 0 in these rows, so that dweight gets no NaN from them.
@@ -145,7 +145,7 @@ def _run(spec: Spec, chosen: Callable[..., Any], elsewhere: Callable[..., Any], 
 
 
 def _operands(
-    spec: Spec, primals: Primals, rows: Rows, start: Any, scales: _Scales
+    spec: Spec, primals: Primals, rows: Rows, start: Any, scales: Scales
 ) -> tuple[Operands, _rows.Compaction | None]:
     hidden, weight, bias = primals
     columns = weight.shape[spec.case.options.vocab_dim]
@@ -154,11 +154,7 @@ def _operands(
         left = spec.vocab_size - start
         num_columns = min(max(left, 0), columns) if isinstance(left, int) else jnp.clip(left, 0, columns)
 
-    def owned(ids: Array) -> Array:
-        local = ids - start
-        return jnp.where((ids >= 0) & (local >= 0) & (local < columns), local, -1)
-
-    targets, candidates = jax.tree.map(owned, (rows.labels, rows.candidates))
+    targets, candidates = _rows.owned((rows.labels, rows.candidates), start, columns)
     hidden, order, num_rows = _signed(hidden, scales), None, rows.num_rows
     if rows.where is not None:
         order = _rows.compaction(rows.where)
@@ -170,12 +166,12 @@ def _operands(
     return Operands(hidden, weight, targets, scales.logits, num_rows, num_columns, scales.raw, bias, candidates), order
 
 
-class _Scales(NamedTuple):
+class Scales(NamedTuple):
     """Per-token factors of eq. 0 from temperature and a traced scale or softcap: z = logits · x(sign · r)."""
 
     logits: Float[Array, "T"] | None  # None: 1
     raw: Float[Array, "T"] | None = None  # x = tanh(raw · r), or raw · r
-    sign: Float[Array, "T"] | None = None  # of a traced scale without a cap
+    sign: Float[Array, "T"] | None = None  # of a traced scale, where it multiplies hidden
 
     @property
     def derivative(self) -> Float[Array, "T"] | None:
@@ -183,31 +179,36 @@ class _Scales(NamedTuple):
         return self.logits if self.raw is None or self.logits is None else self.logits * self.raw
 
 
-def _scales(rows: Rows, case: Case) -> _Scales:
-    """The sign of a traced scale, which may be 0, multiplies hidden, because k of eq. 1 must be positive.
+def scales(rows: Rows, dtype: Any, signs_hidden: bool) -> Scales:
+    """The factors of a call.
 
-    With a bias, which no kernel serves, it multiplies the raw products.
+    The sign of a traced scale, which may be 0, is apart, because k of eq. 1 must be positive. It multiplies hidden
+    where ``signs_hidden`` says so, else the raw products, which no kernel does.
     """
-    inverse = _inverse_temperature(rows, case)
+    inverse = _inverse_temperature(rows, dtype)
     if rows.logit_scale is None:
-        return _Scales(inverse)
+        return Scales(inverse)
     sign = raw = None
     if rows.logit_softcap is None:
         sign, logits = jnp.sign(rows.logit_scale), jnp.abs(rows.logit_scale)
         logits = jnp.where(sign == 0, 1.0, logits)
-        if case.options.has_bias:
+        if not signs_hidden:
             sign, raw = None, sign
     else:
         logits = jnp.abs(rows.logit_softcap)  # c tanh(x / c) is even in c
         raw = rows.logit_scale / logits
-    return _Scales(logits if inverse is None else logits * inverse, raw, sign)
+    return Scales(logits if inverse is None else logits * inverse, raw, sign)
 
 
-def _signed(hidden: Float[Array, "T H"], scales: _Scales) -> Float[Array, "T H"]:
+def _scales(spec: Spec, rows: Rows) -> Scales:
+    return scales(rows, spec.case.stat_dtype, spec.case.options.signs_hidden)
+
+
+def _signed(hidden: Float[Array, "T H"], scales: Scales) -> Float[Array, "T H"]:
     return hidden if scales.sign is None else hidden * scales.sign.astype(hidden.dtype)[:, None]
 
 
-def _wrong_temperature(rows: Rows) -> Bool[Array, "T"] | None:
+def wrong_temperature(rows: Rows) -> Bool[Array, "T"] | None:
     """Rows that count and whose temperature is not positive and finite: they return NaN and have no gradient."""
     if rows.temperature is None:
         return None
@@ -215,8 +216,8 @@ def _wrong_temperature(rows: Rows) -> Bool[Array, "T"] | None:
     return wrong if rows.live is None else wrong & rows.live
 
 
-def _inverse_temperature(rows: Rows, case: Case) -> Float[Array, "T"] | None:
+def _inverse_temperature(rows: Rows, dtype: Any) -> Float[Array, "T"] | None:
     if rows.temperature is None:
         return None
-    temperature = rows.temperature.astype(case.stat_dtype)
+    temperature = rows.temperature.astype(dtype)
     return 1.0 / jnp.where(_checks.is_temperature(temperature), temperature, 1.0)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax import lax
 
-from lce_jax import _collectives, _compat, _math, _shard
+from lce_jax import _collectives, _compat, _math, _rows, _shard
 from lce_jax._rows import Rows
 from lce_jax._shard import Spec
 from lce_jax._types import Primals, Results, ShardStatistics
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def forward(spec: Spec, primals: Primals, rows: Rows, keep_cache: bool) -> tuple[Results, ShardStatistics, Any]:
     """The results and the whole vocabulary's statistics, in the shape of labels, and the implementation's cache."""
     shape = rows.labels.shape
-    rows = _flattened(rows, len(shape))
+    rows = _rows.flattened(rows, len(shape))
     with jax.named_scope("lce_statistics"):
         stats, cache = _shard.statistics(
             spec, flat_operands(spec, primals), rows, first_column(spec, primals.weight), keep_cache
@@ -42,7 +42,7 @@ def backward(
     """The gradients, in the shapes, dtypes and types of their operands."""
     hidden, weight, bias = primals
     varying = _compat.varying_axes((primals, rows, stats, cache))
-    rows, stats, cotangent = _flattened((rows, stats, cotangent), rows.labels.ndim)
+    rows, stats, cotangent = _rows.flattened((rows, stats, cotangent), rows.labels.ndim)
     if spec.axis_name is not None and spec.token_axes is None:
         cotangent = _collectives.total_cotangent(cotangent, spec.axis_name)
     summed = spec.axis_name is not None or varying != _compat.varying_axes(hidden)
@@ -86,11 +86,6 @@ def _total_dweight(spec: Spec, dweight: Array, weight: Array) -> Array:
     return _compat.psum_to_type(dweight, weight)
 
 
-def _flattened[T](tree: T, leading: int) -> T:
-    """Every leaf with its first ``leading`` dimensions, those of labels, as one."""
-    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[leading:]), tree)
-
-
 def flat_operands(spec: Spec, primals: Primals) -> Primals:
     """The operands with hidden in the weight's dtype, gathered and flattened."""
     primals = _shard.as_operand(primals)
@@ -102,6 +97,4 @@ def flat_operands(spec: Spec, primals: Primals) -> Primals:
 
 def first_column(spec: Spec, weight: Array) -> Int[Array, ""] | int:
     """The first global column of this shard."""
-    if spec.axis_name is None:
-        return 0
-    return lax.axis_index(spec.axis_name) * weight.shape[spec.case.options.vocab_dim]
+    return _collectives.first_column(spec.axis_name, weight.shape[spec.case.options.vocab_dim])

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType
 
-from lce_jax import _bind, _checks, _chosen, _collectives, _compat, _options, _rows, _shard
+from lce_jax import _bind, _checks, _chosen, _collectives, _compat, _math, _options, _rows, _shard
 from lce_jax._rows import Rows
 from lce_jax._types import LogprobOptions, Options, Primals
 
@@ -191,17 +191,19 @@ def _whole(primals: Primals, rows: Rows) -> None:
 def _of_call(static: _Static, primals: Primals, rows: Rows) -> Float[Array, "*b K"]:
     assert rows.candidates is not None
     shape = rows.candidates.shape
-    flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[rows.labels.ndim :]), rows)
-    if flat.where is not None:
-        flat = flat._replace(candidates=jnp.where(flat.where[:, None], flat.candidates, -1))
-    if not flat.labels.size:
+    if not rows.labels.size:
         return _compat.vary_like(jnp.zeros(shape, static.dtype), (primals.hidden, rows.candidates))
+    flat = _rows.flattened(rows, rows.labels.ndim)
+    live, wrong = flat.where, _shard.wrong_temperature(flat)
+    if wrong is not None:
+        live = ~wrong if live is None else live & ~wrong
+    if live is not None:
+        assert flat.candidates is not None
+        flat = flat._replace(candidates=jnp.where(live[:, None], flat.candidates, -1))
     z = _of_shard(static, primals, flat)
     if static.axis_name is not None:
         z = lax.psum(z, static.axis_name)  # one shard has the logit, the others 0, so the sum is exact
-    if flat.temperature is not None:
-        wrong = ~_checks.is_temperature(flat.temperature)
-        wrong = wrong if flat.where is None else wrong & flat.where
+    if wrong is not None:
         z = jnp.where(wrong[:, None], jnp.nan, z)
     return z.reshape(shape)
 
@@ -230,17 +232,12 @@ def _forward(static: _Static, primals: Primals, rows: Rows) -> tuple[Float[Array
     raw = _chosen.products(hidden, primals.weight, columns, options, static.dtype)
     if primals.bias is not None:
         raw = raw + jnp.take(primals.bias, columns, mode="clip").astype(static.dtype)
-    scale = options.logit_scale if rows.logit_scale is None else rows.logit_scale[:, None]
-    x, slope = raw * scale, jnp.broadcast_to(jnp.asarray(scale, static.dtype), raw.shape)
-    if options.logit_softcap is not None:
-        cap = options.logit_softcap if rows.logit_softcap is None else rows.logit_softcap[:, None]
-        tanh = jnp.tanh(x / cap)
-        x, slope = cap * tanh, slope * (1.0 - tanh * tanh)
-    if rows.temperature is not None:
-        right = _checks.is_temperature(rows.temperature)
-        inverse = jnp.where(right, 1.0 / jnp.where(right, rows.temperature, 1.0), 0.0)[:, None]
-        x, slope = x * inverse, slope * inverse
-    return jnp.where(columns >= 0, x, 0.0), jnp.where(columns >= 0, slope, 0.0)
+    scales = _shard.scales(rows, static.dtype, signs_hidden=False)
+    z, slope = _math.transform_logits(raw, options, scales.logits, scales.raw)
+    factor = _math.row_factor(options, scales.derivative)
+    factor = factor if isinstance(factor, float) else factor[:, None]
+    slope = jnp.full_like(raw, factor) if slope is None else slope * factor
+    return jnp.where(columns >= 0, z, 0.0), jnp.where(columns >= 0, slope, 0.0)
 
 
 def _backward(static: _Static, primals: Primals, rows: Rows, slope: Array, cotangent: Array) -> Primals:
@@ -261,6 +258,4 @@ def _columns(static: _Static, primals: Primals, rows: Rows) -> Int[Array, "T K"]
     """The ids as columns of this shard, -1 where it does not own them."""
     assert rows.candidates is not None
     size = primals.weight.shape[static.options.vocab_dim]
-    start = 0 if static.axis_name is None else lax.axis_index(static.axis_name) * size
-    local = rows.candidates - start
-    return jnp.where((rows.candidates >= 0) & (local >= 0) & (local < size), local, -1)
+    return _rows.owned(rows.candidates, _collectives.first_column(static.axis_name, size), size)
