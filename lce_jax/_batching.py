@@ -34,7 +34,7 @@ def forward(spec: Spec, primals: Primals, rows: Rows, keep_cache: bool) -> tuple
 
     @call.def_vmap
     def batched(size: int, in_batched: Any, primals: Primals, rows: Rows) -> Any:
-        if _has_own_columns(in_batched[0]) or (keep_cache and spec.case.options.cache_bytes):
+        if _has_own_columns(in_batched[0]) or (keep_cache and spec.case.options.keeps_tiles):
             run = functools.partial(forward, spec, keep_cache=keep_cache)
             out = one_by_one(run, in_batched, (primals, rows))
         else:

@@ -26,7 +26,16 @@ class Implementation(Protocol):
         """Its tiles and its bytes for ``case``, without running anything."""
 
     def statistics(self, operands: Operands, case: Case, keep_cache: bool = False) -> tuple[ShardStatistics, Any]:
-        """Eq. 1 of the shard, and the cache for the backward (None, or arrays of at most ``cache_bytes``)."""
+        """Eq. 1 of the shard, and the cache for the backward (None, or arrays of at most ``cache_bytes``).
+
+        With a ``gradient_threshold`` the cache may also hold what `selected` needs.
+        """
+
+    def selected(self, case: Case, cache: Any, lse: Any, live: Any) -> tuple[Any, Any]:
+        """With a ``gradient_threshold``: the cache as `gradients` takes it, and the dropped mass [T], or None for 0.
+
+        ``lse`` [T] is that of the whole vocabulary. ``live`` [T] says which rows count, None: all.
+        """
 
     def gradients(
         self,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from lce_jax import _bind, _checks, _collectives, _compat, _math, _options, _partition, _statistics, _vjp
+from lce_jax import _bind, _checks, _collectives, _compat, _math, _options, _partition, _vjp
 from lce_jax._bind import LayoutOf
 from lce_jax._layout import Layout
 from lce_jax._options import CallOptions
@@ -26,7 +26,7 @@ def evaluate(hidden: Array, weight: Array, labels: Array, where: Array | None, o
     case = _bind.case(hidden, weight, labels, where, options)
     spec = _bind.spec(case, options, case.vocab_size * _checks.axis_size(options.axis_name))
     primals, rows = _bind.operands(spec, hidden, weight, labels, where, options)
-    mesh = _partition.mesh_of((primals, rows), options.static.cache_bytes)
+    mesh = _partition.mesh_of((primals, rows), options.static.keeps_tiles)
     if options.axis_name is None:
         spec = dataclasses.replace(spec, mesh=mesh)
     rows, agree = _bind.same_on_all_shards(primals, rows, options.axis_name, case.vocab_size)
@@ -64,9 +64,5 @@ def _results(spec: Spec, primals: Primals, rows: Rows) -> Results:
 
 def of_no_tokens(case: Case, labels: Array) -> Results:
     """The results of a call without tokens, in the shape of its labels."""
-
-    def results() -> Results:
-        stats = _statistics.empty(0, case.stat_dtype, case.options)
-        return _math.finish(stats, jnp.zeros((0,), jnp.bool_), None, vocab_size=1)
-
-    return jax.tree.map(lambda x: jnp.zeros(labels.shape + x.shape[1:], x.dtype), jax.eval_shape(results))
+    shapes = jax.eval_shape(lambda: _math.results_of_none(0, case.stat_dtype, case.options))
+    return jax.tree.map(lambda x: jnp.zeros(labels.shape + x.shape[1:], x.dtype), shapes)

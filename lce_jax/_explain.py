@@ -79,8 +79,8 @@ def explain(
         chunk_bytes: bytes that the exponentials of one chunk of tokens may take, in the weight's dtype, per device;
             at least 128 tokens are a chunk. None: 1.4 GiB, and 256 MiB on a CPU.
         **options: ``temperature``, ``logit_softcap``, ``logit_scale``, ``entropy``, ``stats``, ``vocab_size``,
-            ``weight_layout``, ``axis_name``, ``cache_bytes``, ``precision``, ``implementation``, ``bias`` and
-            ``candidates``, as in `linear_logprobs`.
+            ``weight_layout``, ``axis_name``, ``cache_bytes``, ``precision``, ``implementation``, ``bias``,
+            ``candidates`` and ``gradient_threshold``, as in `linear_logprobs`.
 
     Returns:
         A `Plan`; ``print`` it.
@@ -140,11 +140,13 @@ def explain(
 
 
 def _partitioned_by_xla(spec: Spec, around: Surroundings) -> Plan:
-    """The plan over Auto axes, where a cache has no global shape: nothing is kept."""
-    asked = spec.case.options.cache_bytes
-    case = dataclasses.replace(spec.case, options=dataclasses.replace(spec.case.options, cache_bytes=0))
-    plan = _dispatch.explain(case, spec.requested, around)
-    if not asked:
-        return plan
-    note = f"cache_bytes={asked} keeps nothing over Auto axes: call sharded_linear_logprobs, or make them Explicit"
-    return dataclasses.replace(plan, notes=(*plan.notes, note))
+    """The plan over Auto axes, where tiles of the forward have no global shape: nothing is kept."""
+    given, advice = spec.case.options, "call sharded_linear_logprobs, or make them Explicit"
+    options = dataclasses.replace(given, cache_bytes=0, gradient_threshold=0.0)
+    plan = _dispatch.explain(dataclasses.replace(spec.case, options=options), spec.requested, around)
+    notes = []
+    if given.cache_bytes:
+        notes.append(f"cache_bytes={given.cache_bytes} keeps nothing over Auto axes: {advice}")
+    if given.gradient_threshold:
+        notes.append(f"gradient_threshold={given.gradient_threshold:g} is not used over Auto axes: {advice}")
+    return dataclasses.replace(plan, notes=(*plan.notes, *notes))

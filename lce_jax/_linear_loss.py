@@ -58,7 +58,8 @@ def linear_loss(
         chunk_bytes: bytes that the exponentials of one chunk of tokens may take, in the weight's dtype, per device;
             at least 128 tokens are a chunk. None: 1.4 GiB, and 256 MiB on a CPU.
         **options: ``temperature``, ``logit_softcap``, ``logit_scale``, ``entropy``, ``stats``, ``vocab_size``,
-            ``weight_layout``, ``axis_name``, ``precision``, ``implementation`` and ``bias``, as in `linear_logprobs`.
+            ``weight_layout``, ``axis_name``, ``precision``, ``implementation``, ``bias`` and ``gradient_threshold``,
+            as in `linear_logprobs`.
 
     Returns:
         The sum over the rows that count, float32 (float64 for a float64 weight), and a `LogprobOutput` for metrics,
@@ -162,7 +163,8 @@ def sharded_linear_loss(
         chunk_bytes: bytes that the exponentials of one chunk of tokens may take, in the weight's dtype, per device;
             at least 128 tokens are a chunk. None: 1.4 GiB, and 256 MiB on a CPU.
         **options: ``temperature``, ``logit_softcap``, ``logit_scale``, ``entropy``, ``stats``, ``vocab_size``,
-            ``weight_layout``, ``precision``, ``implementation`` and ``bias``, as in `linear_logprobs`.
+            ``weight_layout``, ``precision``, ``implementation``, ``bias`` and ``gradient_threshold``, as in
+            `linear_logprobs`.
 
     Returns:
         The sum over the rows that count, and a `LogprobOutput` for metrics, through which no gradient flows, each field
@@ -234,7 +236,7 @@ def _same_arguments(flat: tuple[Any, ...], dims: int, axis_name: Any) -> tuple[t
 
 def _layout_of_types(spec: Spec, inputs: Inputs) -> Layout | None:
     """The layout of operands over Explicit axes."""
-    mesh = _partition.mesh_of(inputs, cache_bytes=0)
+    mesh = _partition.mesh_of(inputs, keeps_tiles=False)
     if spec.axis_name is not None or mesh is None:
         return None
     layout = _partition.layout_of_types(spec, inputs.primals, (inputs.rows, inputs.per_token))

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax import _collectives, _compat, _dispatch, _loss, _math, _rows, _shard, _spmd, _statistics
+from lce_jax import _collectives, _compat, _dispatch, _loss, _math, _rows, _shard, _spmd
 from lce_jax._loss import Gradients, Inputs, TokenLoss
 from lce_jax._rows import Rows
 from lce_jax._shard import Spec
@@ -167,8 +167,7 @@ class _Walk:
     def _empty(self) -> _Whole:
         case, weight = self.spec.case, self.primals.weight
         zeros = functools.partial(jnp.zeros, dtype=case.stat_dtype)
-        of_none = jax.eval_shape(lambda: _statistics.empty(self.tokens, case.stat_dtype, case.options))
-        outputs = jax.eval_shape(lambda stats: _math.finish(stats, stats.max > 0, None, 1).outputs, of_none)
+        outputs = jax.eval_shape(lambda: _math.results_of_none(self.tokens, case.stat_dtype, case.options).outputs)
         dhidden = jnp.zeros(self.primals.hidden.shape, self.hidden_dtype if self.rounds else case.stat_dtype)
         dweight = jnp.zeros(weight.shape, case.stat_dtype if self.adds else case.dtype)
         dbias = None if self.primals.bias is None else zeros(self.primals.bias.shape)
@@ -195,7 +194,8 @@ class _Walk:
         stats, cache = _shard.statistics(spec, primals, rows, start, keep_cache=True)
         if spec.axis_name is not None:
             stats = _collectives.merge_over_axis(stats, spec.case.options.statistics, spec.axis_name)
-        outputs = _math.finish(stats, rows.labels >= 0, None, spec.vocab_size).outputs
+        cache, dropped = _spmd.selected(spec, rows, stats, cache)
+        outputs = _math.finish(stats, rows.labels >= 0, None, spec.vocab_size, dropped).outputs
         live = rows.live
         if live is not None:
             outputs = jax.tree.map(lambda x: jnp.where(live, x, x[0]), outputs)

@@ -43,7 +43,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax._statistics import MASKED, along
+from lce_jax._statistics import MASKED, along, empty
 from lce_jax._types import LogprobOutput, Options, Results, RowCoefficients, ShardStatistics
 
 if TYPE_CHECKING:
@@ -147,7 +147,11 @@ def _at_columns(x: Float[Array, "T n"], columns: Int[Array, "T K"]) -> Float[Arr
 
 
 def finish(
-    stats: ShardStatistics, in_vocab: Bool[Array, "T"], where: Bool[Array, "T"] | None, vocab_size: int
+    stats: ShardStatistics,
+    in_vocab: Bool[Array, "T"],
+    where: Bool[Array, "T"] | None,
+    vocab_size: int,
+    dropped_mass: Float[Array, "T"] | None = None,
 ) -> Results:
     """Eq. 3, from statistics of the whole vocabulary; out-of-vocabulary logprobs and rows left out become 0."""
     # A row left out may have s = 0. It is replaced by 1, so that 0 / 0 is never computed.
@@ -161,9 +165,17 @@ def finish(
         min_logit=stats.min,
         correct=None if stats.min is None else (in_vocab & (stats.target == 0.0)).astype(sumexp.dtype),
         candidate_logprobs=_candidate_logprobs(stats, log_sumexp),
+        dropped_mass=dropped_mass,
     )
     results = Results(outputs, mean_logit=None if stats.total is None else stats.total / vocab_size)
     return results if where is None else jax.tree.map(lambda x: jnp.where(along(where, x), x, 0.0), results)
+
+
+def results_of_none(num_tokens: int, dtype: jnp.dtype, options: Options) -> Results:
+    """Eq. 3 of tokens without columns: their shapes and dtypes are those of the call's results."""
+    stats = empty(num_tokens, dtype, options)
+    dropped = stats.sumexp if options.reports_dropped_mass else None
+    return finish(stats, stats.max > 0, None, 1, dropped)
 
 
 def _candidate_logprobs(stats: ShardStatistics, log_sumexp: Float[Array, "T"]) -> Float[Array, "T K"] | None:

@@ -115,6 +115,7 @@ def static(
     weight_layout: Any = "vh",
     cache_bytes: Any = 0,
     precision: Any = None,
+    gradient_threshold: Any = 0.0,
 ) -> Options:
     """The static options, validated."""
     if weight_layout not in ("vh", "hv"):
@@ -129,6 +130,7 @@ def static(
         weight_layout=weight_layout,
         cache_bytes=scalars.num_bytes("cache_bytes", cache_bytes),
         precision=_precision(precision),
+        gradient_threshold=scalars.fraction("gradient_threshold", gradient_threshold),
     )
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from jaxtyping import Array
 
 
-def mesh_of(operands: Any, cache_bytes: int) -> AbstractMesh | None:
+def mesh_of(operands: Any, keeps_tiles: bool) -> AbstractMesh | None:
     """The mesh over which the operands may be split; None for one device, and inside ``shard_map``.
 
     Types without a mesh do not prove that there is none: ``jit(..., in_shardings=...)`` tells only XLA. So a traced
@@ -43,7 +44,7 @@ def mesh_of(operands: Any, cache_bytes: int) -> AbstractMesh | None:
     if not mesh.empty:
         return mesh if mesh.size > 1 else None
     traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(operands))
-    return mesh if traced and cache_bytes == 0 and jax.device_count() > 1 else None
+    return mesh if traced and not keeps_tiles and jax.device_count() > 1 else None
 
 
 def _check_other_axes(mesh: AbstractMesh, operands: Any) -> None:
@@ -75,13 +76,18 @@ def _mesh_of_types(operands: Any) -> AbstractMesh:
 
 
 def forward(spec: Spec, primals: Primals, rows: Rows, keep_cache: bool) -> tuple[Results, ShardStatistics, Any]:
-    """`_spmd.forward` of global arrays. Under Auto axes nothing is cached, because a cache has no global shape."""
+    """`_spmd.forward` of global arrays. Under Auto axes no tile is kept, because their arrays have no global shape."""
     layout = layout_of_types(spec, primals, rows)
     if layout is None:
         if keep_cache and spec.case.options.cache_bytes:
             warn_once(
                 "cache_bytes keeps nothing where XLA partitions linear_logprobs over Auto axes: call "
                 "sharded_linear_logprobs (or _cross_entropy), or make the mesh's axes Explicit"
+            )
+        if keep_cache and spec.case.options.gradient_threshold:
+            warn_once(
+                "gradient_threshold is not used where XLA partitions linear_logprobs over Auto axes, and the gradients "
+                "are exact: call sharded_linear_logprobs (or _cross_entropy), or make the mesh's axes Explicit"
             )
         return *_auto_forward(spec, primals, rows), None
     device = functools.partial(_device_forward, spec, layout, keep_cache)
@@ -208,15 +214,28 @@ def as_type_of(gradient: Array, operand: Any) -> Array:
 
 
 def _auto_forward(spec: Spec, primals: Primals, rows: Rows) -> Any:
+    exact = _exact(spec)
+
     def whole(primals: Primals, rows: Rows) -> Any:
-        return _spmd.forward(spec, primals, rows, keep_cache=False)[:2]
+        return _spmd.forward(exact, primals, rows, keep_cache=False)[:2]
 
     tokens, _ = _dimensions(spec, primals)
     results = _named(tokens, jax.eval_shape(whole, primals, rows))
-    return _partitioned(spec, whole, _forward_rule, results, primals, rows)
+    out, stats = _partitioned(exact, whole, _forward_rule, results, primals, rows)
+    if spec.case.options.reports_dropped_mass:
+        out = out._replace(outputs=out.outputs._replace(dropped_mass=jnp.zeros_like(out.outputs.lse)))
+    return out, stats
+
+
+def _exact(spec: Spec) -> Spec:
+    """The same call without a ``gradient_threshold``."""
+    options = dataclasses.replace(spec.case.options, gradient_threshold=0.0)
+    return dataclasses.replace(spec, case=dataclasses.replace(spec.case, options=options))
 
 
 def _auto_backward(spec: Spec, primals: Primals, *per_token: Any) -> Any:
+    spec = _exact(spec)
+
     def whole(primals: Primals, rows: Rows, stats: ShardStatistics, cotangent: Results) -> Any:
         return _spmd.backward(spec, primals, rows, stats, None, cotangent)
 

@@ -75,6 +75,20 @@ def statistics(spec: Spec, primals: Primals, rows: Rows, start: Any, keep_cache:
     return stats, cache
 
 
+def selected(spec: Spec, rows: Rows, stats: ShardStatistics, cache: Any) -> tuple[Any, Float[Array, "T"] | None]:
+    """What `gradients` needs of the cache, known after the merge, and the shard's part of ``dropped_mass``.
+
+    The part is None if nothing is ever left out. ``stats`` are those of the whole vocabulary, in the call's row order.
+    """
+    lse = stats.max + jnp.log(stats.sumexp)
+    order = None if rows.where is None else _rows.compaction(rows.where)
+    num_rows = rows.num_rows if order is None else order.num_rows
+    lse = lse if order is None else lse[order.source]
+    live = None if num_rows is None else jnp.arange(lse.shape[0], dtype=jnp.int32) < num_rows
+    cache, dropped = _dispatch.IMPLEMENTATIONS[spec.implementation].selected(spec.case, cache, lse, live)
+    return cache, dropped if order is None or dropped is None else _rows.expand(order, dropped)
+
+
 def gradients(
     spec: Spec,
     primals: Primals,

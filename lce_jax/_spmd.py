@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from lce_jax import _collectives, _compat, _math, _rows, _shard
@@ -32,8 +33,22 @@ def forward(spec: Spec, primals: Primals, rows: Rows, keep_cache: bool) -> tuple
     if spec.axis_name is not None:
         with jax.named_scope("lce_merge"):
             stats = _collectives.merge_over_axis(stats, spec.case.options.statistics, spec.axis_name)
-    out = _math.finish(stats, rows.labels >= 0, rows.where, spec.vocab_size)
+    cache, dropped = selected(spec, rows, stats, cache)
+    out = _math.finish(stats, rows.labels >= 0, rows.where, spec.vocab_size, dropped)
     return *jax.tree.map(lambda x: x.reshape(shape + x.shape[1:]), (out, stats)), cache
+
+
+def selected(spec: Spec, rows: Rows, stats: ShardStatistics, cache: Any) -> tuple[Any, Float[Array, "T"] | None]:
+    """What the backward needs of the cache, and the whole vocabulary's ``dropped_mass`` if the call reports it."""
+    if not spec.case.options.gradient_threshold:
+        return cache, None
+    with jax.named_scope("lce_select"):
+        cache, dropped = _shard.selected(spec, rows, stats, cache)
+        if not spec.case.options.reports_dropped_mass:
+            return cache, None
+        if dropped is None:
+            return cache, jnp.zeros_like(stats.max)
+        return cache, dropped if spec.axis_name is None else lax.psum(dropped, spec.axis_name)
 
 
 def backward(

@@ -37,6 +37,8 @@ class LogprobOutput(NamedTuple):
             vocabulary or ``where`` is False. None without ``stats=True``.
         candidate_logprobs: ``[..., K]``, ln p of each id in ``candidates``, nats. 0 where the id is none or out of
             vocabulary, or ``where`` is False. None without ``candidates``.
+        dropped_mass: the probability in the tiles that ``gradient_threshold`` leaves out of the gradients, in [0, 1].
+            0 where nothing is left out. None without ``stats=True`` or with a threshold of 0.
     """
 
     logprobs: Float[Array, ...]
@@ -46,6 +48,7 @@ class LogprobOutput(NamedTuple):
     min_logit: Float[Array, ...] | None = None
     correct: Bool[Array, ...] | None = None
     candidate_logprobs: Float[Array, "*b K"] | None = None
+    dropped_mass: Float[Array, ...] | None = None
 
 
 class LogprobOptions(TypedDict, total=False):
@@ -64,6 +67,7 @@ class LogprobOptions(TypedDict, total=False):
     implementation: str | tuple[str, ...] | None
     bias: Float[Array, "V"] | None
     candidates: Int[Array, "*b K"] | None
+    gradient_threshold: float
 
 
 class Results(NamedTuple):
@@ -100,6 +104,7 @@ class Options:
     has_bias: bool = False
     num_candidates: int = 0  # K; 0: none are asked for
     traced_scale: bool = False  # scale or cap is an array: both are in `Rows`, and the numbers here are 1
+    gradient_threshold: float = 0.0  # tiles whose every probability is below it are left out of the gradients
 
     @property
     def statistics(self) -> dict[str, int]:
@@ -115,11 +120,26 @@ class Options:
         return self.traced_scale and self.logit_softcap is None and not self.has_bias
 
     @property
-    def unused_cache_notes(self) -> tuple[str, ...]:
-        """The plan's note on ``cache_bytes`` for an implementation that never caches."""
-        if not self.cache_bytes:
-            return ()
-        return (f"cache_bytes={self.cache_bytes} is not used: this implementation always recomputes",)
+    def reports_dropped_mass(self) -> bool:
+        """Whether the results have ``dropped_mass``."""
+        return self.stats and self.gradient_threshold > 0
+
+    @property
+    def keeps_tiles(self) -> bool:
+        """Whether the backward may need tiles of the forward, whose number depends on how the tokens are split."""
+        return self.cache_bytes > 0 or self.gradient_threshold > 0
+
+    @property
+    def unused_notes(self) -> tuple[str, ...]:
+        """The plan's notes on options that an implementation without a cache and without kernels has no use for."""
+        notes = []
+        if self.cache_bytes:
+            notes.append(f"cache_bytes={self.cache_bytes} is not used: this implementation always recomputes")
+        if self.gradient_threshold:
+            notes.append(
+                f"gradient_threshold={self.gradient_threshold:g} is not used: this implementation's gradients are exact"
+            )
+        return tuple(notes)
 
     @property
     def vocab_dim(self) -> int:

@@ -43,7 +43,7 @@ def plan(case: Case, name: str, around: Surroundings) -> Plan:
         backward_bytes=_backward_bytes(case, around) if case.num_tokens else 0,
         kept_bytes=case.statistics_bytes,
         logits_bytes=case.num_tokens * case.vocab_size * case.stat_dtype.itemsize,
-        notes=(*case.options.unused_cache_notes, *candidate_notes(case)),
+        notes=(*case.options.unused_notes, *candidate_notes(case)),
     )
 
 

@@ -40,6 +40,7 @@ def linear_logprobs(
     implementation: str | tuple[str, ...] | None = None,
     bias: Float[Array, "V"] | None = None,
     candidates: Int[Array, "*b K"] | None = None,
+    gradient_threshold: float = 0.0,
 ) -> LogprobOutput:
     """Per-token log-probability and entropy of a language-model head, without storing the logits.
 
@@ -66,7 +67,8 @@ def linear_logprobs(
             be traced. No gradient.
         entropy: False: ``.entropy`` is None and costs nothing.
         stats: True fills ``.max_logit`` and ``.min_logit``, extremes of ``z``, and ``.correct``, whether the label's
-            logit is the largest (token accuracy: ``out.correct.mean()``). They have no gradient.
+            logit is the largest (token accuracy: ``out.correct.mean()``), and with a ``gradient_threshold``
+            ``.dropped_mass``. They have no gradient.
         vocab_size: the true size of the vocabulary. Columns from it on are padding: in no sum, with zero gradient,
             whatever they hold. None: every column counts.
         weight_layout: "vh" for ``[V, H]`` (nnx.Embed, PyTorch, Megatron), "hv" for ``[H, V]`` (nnx.Linear kernel).
@@ -86,6 +88,9 @@ def linear_logprobs(
         candidates: ``[..., K]`` integer vocabulary ids per token, global as labels are, K from 1 to 512: fills
             ``.candidate_logprobs``. -1 stands for none; such an id, and any out of vocabulary, returns 0 and has no
             gradient. An id may occur twice in a token. None: no candidates.
+        gradient_threshold: tiles (128 tokens by 256 vocabulary columns) whose every probability is below it, and that
+            hold no label, are left out of the gradients: a number in [0, 1). Results never change. 0 is exact.
+            "mosaic_gpu" alone leaves tiles out; the gradients of the others stay exact.
 
     Returns:
         A `LogprobOutput`, each field of ``labels.shape`` in float32 (float64 for a float64 weight) or bool, or None.
@@ -144,6 +149,7 @@ def linear_logprobs(
         "implementation": implementation,
         "bias": bias,
         "candidates": candidates,
+        "gradient_threshold": gradient_threshold,
     }
     return evaluate(hidden, weight, labels, where, _options.of_call(options)).public
 
@@ -184,7 +190,8 @@ def linear_cross_entropy(
             to the mean over all. A positive number, or an array of shape (), which may be traced; an array's 0 counts
             as 1. None: the rows that count in this call.
         **options: ``temperature``, ``logit_softcap``, ``logit_scale``, ``vocab_size``, ``weight_layout``,
-            ``axis_name``, ``cache_bytes``, ``precision``, ``implementation`` and ``bias``, as in `linear_logprobs`.
+            ``axis_name``, ``cache_bytes``, ``precision``, ``implementation``, ``bias`` and ``gradient_threshold``, as
+            in `linear_logprobs`.
 
     Returns:
         The loss in nats, float32 (float64 for a float64 weight): a scalar, or ``[...]`` with ``reduction="none"``.

@@ -55,8 +55,8 @@ def statistics(
         keep_cache: whether a backward will follow, so that the forward may keep ``cache_bytes`` of cache for it.
         total: True adds ``total``, Σ z: merged over the shards and divided by the vocabulary's size, the mean logit.
         **options: ``temperature``, ``logit_softcap``, ``logit_scale``, ``entropy``, ``stats``, ``vocab_size``,
-            ``weight_layout``, ``cache_bytes``, ``precision``, ``implementation``, ``bias`` and ``candidates``, as in
-            `lce_jax.linear_logprobs`; ``vocab_size`` is that of the whole vocabulary.
+            ``weight_layout``, ``cache_bytes``, ``precision``, ``implementation``, ``bias``, ``candidates`` and
+            ``gradient_threshold``, as in `lce_jax.linear_logprobs`; ``vocab_size`` is that of the whole vocabulary.
 
     Returns:
         `ShardStatistics` of ``[T]`` arrays, and the cache for `gradients` (a pytree, None if nothing is kept). Sums and
@@ -242,8 +242,8 @@ def gradients(
         cache: what `statistics` returned with its statistics.
         dtotal: the derivative of the objective in ``merged.total``. None stands for zeros.
         **options: ``temperature``, ``logit_softcap``, ``logit_scale``, ``entropy``, ``stats``, ``vocab_size``,
-            ``weight_layout``, ``cache_bytes``, ``precision``, ``implementation``, ``bias`` and ``candidates``, as
-            given to `statistics`.
+            ``weight_layout``, ``cache_bytes``, ``precision``, ``implementation``, ``bias``, ``candidates`` and
+            ``gradient_threshold``, as given to `statistics`.
 
     Returns:
         ``dhidden`` ``[T, H]``, the sum over this shard's columns (float64 for a float64 weight), and ``dweight`` in

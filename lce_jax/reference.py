@@ -48,7 +48,7 @@ def plan(case: Case, around: Surroundings = ALONE) -> Plan:
         backward_bytes=max(backward, forward - in_dweight),
         kept_bytes=case.statistics_bytes,
         logits_bytes=logits,
-        notes=(*case.options.unused_cache_notes, *candidate_notes(case)),
+        notes=(*case.options.unused_notes, *candidate_notes(case)),
     )
 
 
@@ -59,6 +59,12 @@ def statistics(operands: Operands, case: Case, keep_cache: bool = False) -> tupl
     scale = _math.row_scale(case.options, operands.inverse_temperature)
     stats = _math.tile_statistics(x, scale, operands.targets, _live(operands, case), case.options, operands.candidates)
     return _statistics.to_logits(stats, scale), None
+
+
+def selected(case: Case, cache: None, lse: Array, live: Array | None) -> tuple[None, None]:
+    """No tile is left out, whatever the threshold."""
+    del case, lse, live
+    return cache, None
 
 
 def gradients(

@@ -35,6 +35,7 @@ class SharedOptions(TypedDict, total=False):
     temperature: float | Float[Array, "..."]
     axis_name: Any
     cache_bytes: int
+    gradient_threshold: float
     implementation: str | tuple[str, ...] | None
 
 

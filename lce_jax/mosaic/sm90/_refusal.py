@@ -39,6 +39,8 @@ def _options_refusal(case: Case) -> str | None:
     options = case.options
     if options.logit_scale <= 0:
         return f"logit_scale must be positive for its running maximum, got {options.logit_scale}"
+    if options.gradient_threshold:
+        return f"gradient_threshold={options.gradient_threshold:g}: the kernels compute every tile"
     if options.has_bias:
         return "bias: the kernels' epilogues add none to the products"
     if options.traced_scale and options.logit_softcap is not None:
