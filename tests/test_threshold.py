@@ -59,10 +59,11 @@ def test_every_entry_takes_it(where: jax.Array | None) -> None:
     loss = lce_jax.linear_cross_entropy(hidden, weight, labels, reduction="sum", label_smoothing=0.1, **options)
     assert np.isfinite(loss)
 
+    def loss(logprob: jax.Array, *_: jax.Array) -> jax.Array:
+        return -logprob
+
     def step(weight: jax.Array) -> Any:
-        return lce_jax.linear_loss(
-            lambda logprob, entropy, lse: -logprob, hidden, weight, labels, stats=True, chunk_bytes=1, **options
-        )
+        return lce_jax.linear_loss(loss, hidden, weight, labels, stats=True, chunk_bytes=1, **options)
 
     (total, metrics), dweight = jax.jit(jax.value_and_grad(step, has_aux=True))(weight)
     np.testing.assert_allclose(total, -jnp.sum(out.logprobs), rtol=1e-6)
