@@ -85,13 +85,13 @@ def candidate_shape(x: Any, leading: tuple[int, ...], of: str, name: str = "cand
         raise ValueError(f"{name} {tuple(x.shape)} must be [..., K] with the shape of {of} {tuple(leading)} before K")
 
 
-def where_array(x: Any, shape: tuple[int, ...]) -> None:
-    """``where`` must be a bool array of the labels' shape."""
+def where_array(x: Any, shape: tuple[int, ...], of: str = "labels") -> None:
+    """``where`` must be a bool array of the shape of the labels, or of what else a call has per token."""
     array("where", x, "a bool array")
     if x.dtype != jnp.bool_:
         raise TypeError(f"where must be bool, got {x.dtype}: write `where != 0` if that is what it means")
     if tuple(x.shape) != tuple(shape):
-        raise ValueError(f"where {tuple(x.shape)} must have the shape of labels {tuple(shape)}")
+        raise ValueError(f"where {tuple(x.shape)} must have the shape of {of} {tuple(shape)}")
 
 
 def temperature(value: Any, shape: tuple[int, ...], where: Any = None) -> Any:

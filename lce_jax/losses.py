@@ -6,6 +6,9 @@
 Each takes ``(logprob, entropy, lse, *per_token)``, scalars, and keyword parameters, which `functools.partial` sets and
 which may be traced arrays. Each returns the token's loss: divide the sum by the number of tokens, or of sequences, as
 your objective says.
+
+`distillation_loss` is apart from these: it takes whole arrays, what ``linear_logprobs(..., candidates=ids)`` returns
+and what a teacher says of the same ids.
 """
 
 from __future__ import annotations
@@ -18,11 +21,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from lce_jax import _options, scalars
+from lce_jax._distillation import distillation_loss
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
 
-__all__ = ["cispo", "cross_entropy", "dapo", "grpo", "ppo_clip", "with_entropy_bonus"]
+__all__ = ["cispo", "cross_entropy", "dapo", "distillation_loss", "grpo", "ppo_clip", "with_entropy_bonus"]
 
 
 def cross_entropy(
