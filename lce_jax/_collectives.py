@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.flatten_util import ravel_pytree
 
 from lce_jax import _compat, _statistics
-from lce_jax._types import Results, ShardStatistics
+from lce_jax._types import ShardStatistics
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
@@ -34,19 +35,16 @@ def merge_over_axis(stats: ShardStatistics, widths: Mapping[str, int], axis_name
     return _statistics.merge(_statistics.unpack(gathered, widths))
 
 
-def total_cotangent(cotangent: Results, axis_name: AxisName) -> Results:
-    """The cotangent of outputs that every shard of ``axis_name`` holds.
+def total_cotangent[T](cotangent: T, axis_name: AxisName) -> T:
+    """The cotangent of outputs that every shard of ``axis_name`` holds, in one collective.
 
     Under ``check_vma=True`` the types already make it the same on every shard. Under ``check_vma=False`` each shard
     has the derivative through its own copy, and by JAX's convention (that of ``psum``'s transpose) these are summed.
     """
     if _compat.tracks_varying(axis_name):
         return cotangent
-    fields, structure = jax.tree.flatten(cotangent)
-    packed = jnp.concatenate([x[None] if x.ndim == 1 else x.T for x in fields])  # [F, T], one collective
-    rows = iter(lax.psum(packed, axis_name))
-    totals = [next(rows) if x.ndim == 1 else jnp.stack([next(rows) for _ in range(x.shape[1])], axis=1) for x in fields]
-    return jax.tree.unflatten(structure, totals)
+    packed, unpack = ravel_pytree(cotangent)
+    return unpack(lax.psum(packed, axis_name))
 
 
 def same_on_all_shards[T](rows: T, leading: int, axis_name: AxisName) -> tuple[T, Bool[Array, "*b"] | None]:

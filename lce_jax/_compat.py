@@ -61,7 +61,12 @@ def without_reduced(x: jax.Array) -> jax.Array:
 
 def psum_to_type(x: jax.Array, like: Any) -> jax.Array:
     """``x`` summed over the axes it varies over and ``like`` does not: the cotangent of a value that was replicated."""
-    extra = tuple(sorted(varying_axes(x) - varying_axes(like), key=str))
+    return psum_to_axes(x, varying_axes(like))
+
+
+def psum_to_axes(x: jax.Array, axes: frozenset[Any]) -> jax.Array:
+    """``x`` summed over the axes it varies over, except ``axes``."""
+    extra = tuple(sorted(varying_axes(x) - axes, key=str))
     return lax.psum(x, extra) if extra else x
 
 

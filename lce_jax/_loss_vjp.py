@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from lce_jax import _batching, _compat, _loss_in_forward, _loss_over_mesh
+from lce_jax import _batching, _collectives, _compat, _loss_in_forward, _loss_over_mesh
 from lce_jax._layout import Layout
 from lce_jax._loss import Gradients, Inputs, TokenLoss
 from lce_jax._shard import Spec
@@ -63,15 +62,12 @@ def _bwd(
 ) -> tuple[Inputs]:
     del loss, budget, layout
     (gradients, kinds), (own, _) = residuals, cotangent
-    shared = own
-    if spec.axis_name is not None and not _compat.tracks_varying(spec.axis_name):
-        shared = lax.psum(own, spec.axis_name)  # as `_collectives.total_cotangent` says
+    shared = own if spec.axis_name is None else _collectives.total_cotangent(own, spec.axis_name)
 
     def scaled(by: Array, gradient: Array, kind: _Kind) -> Array:
         # Under value_and_grad the cotangent is the literal 1, and XLA drops the product.
         product = (gradient.astype(by.dtype) * by).astype(gradient.dtype)
-        extra = tuple(sorted(_compat.varying_axes(product) - kind.varying, key=str))
-        return (lax.psum(product, extra) if extra else product).astype(kind.dtype)
+        return _compat.psum_to_axes(product, kind.varying).astype(kind.dtype)
 
     def each(by: Array, found: Any, kinds: Any) -> Any:
         return tuple(None if x is None else scaled(by, x, kind) for x, kind in zip(found, kinds, strict=True))
