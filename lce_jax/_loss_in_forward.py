@@ -63,10 +63,8 @@ def _summed(spec: Spec, found: Primals, given: Primals, rounds: bool) -> Primals
     """The gradients in the shapes of their operands, rounded where nothing is added to them any more."""
     hidden, weight, bias = found
     dtype = given.hidden.dtype if rounds or spec.gather_dim is not None else hidden.dtype
-    weight = weight.astype(given.weight.dtype)
-    if spec.token_axes:
-        weight = lax.psum(weight, spec.token_axes)
-        bias = None if bias is None else lax.psum(bias, spec.token_axes)
+    weight = _total(spec, weight.astype(given.weight.dtype))
+    bias = None if bias is None else _total(spec, bias)
     if spec.gather_dim is None:
         return Primals(hidden.reshape(given.hidden.shape).astype(dtype), weight, bias)
     return Primals(_spmd.scattered(spec, hidden, given.hidden).astype(dtype), weight, bias)
