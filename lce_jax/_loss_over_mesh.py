@@ -49,7 +49,7 @@ def forward_and_gradients(spec: Spec, layout: Layout, loss: TokenLoss, budget: B
 
 
 def _over_devices(spec: Spec, layout: Layout, device: Callable[..., Any], out_specs: Any, inputs: Inputs) -> Any:
-    """``device(spec, inputs)`` of its own share on every device. It writes all collectives itself."""
+    """``device(spec, inputs)`` of its own share on every device."""
 
     def run(primals: Any, per_token: Any, constants: Any) -> Any:
         rows, flat = per_token
@@ -59,6 +59,5 @@ def _over_devices(spec: Spec, layout: Layout, device: Callable[..., Any], out_sp
     if AxisType.Explicit in layout.mesh.axis_types:
         whole = NamedSharding(layout.mesh, P())
         constants = jax.tree.map(functools.partial(jax.sharding.reshard, out_shardings=whole), constants)
-    in_specs = (layout.primal_specs, layout.row_spec, P())
-    mapped = jax.shard_map(run, mesh=layout.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-    return mapped(*layout.place(inputs.primals, (inputs.rows, inputs.per_token)), constants)
+    per_token = (inputs.rows, inputs.per_token)
+    return _partition.over_devices(layout, run, out_specs, inputs.primals, per_token, constants, P())

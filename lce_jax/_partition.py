@@ -92,7 +92,7 @@ def forward(spec: Spec, primals: Primals, rows: Rows, keep_cache: bool) -> tuple
         return *_auto_forward(spec, primals, rows), None
     device = functools.partial(_device_forward, spec, layout, keep_cache)
     outputs = (layout.out_spec, layout.out_spec, layout.every_device)
-    return _over_devices(layout, device, outputs, primals, (rows,))
+    return over_devices(layout, device, outputs, primals, (rows,))
 
 
 def backward(
@@ -104,7 +104,7 @@ def backward(
     if layout is None:
         return _auto_backward(spec, primals, *per_token)
     device = functools.partial(_device_backward, spec, layout)
-    gradients = _over_devices(layout, device, layout.primal_specs, primals, per_token, cache)
+    gradients = over_devices(layout, device, layout.primal_specs, primals, per_token, cache, layout.every_device)
     return jax.tree.map(as_type_of, gradients, primals)
 
 
@@ -129,7 +129,7 @@ def backward_of_examples(
 
     examples, specs = layout.leading[0], layout.primal_specs
     outputs = specs._replace(weight=P(examples, *specs.weight), bias=P(examples, layout.vocab_axes))
-    return _over_devices(layout, device, outputs, primals, (rows, stats, cotangent))
+    return over_devices(layout, device, outputs, primals, (rows, stats, cotangent))
 
 
 def _device_forward(
@@ -191,18 +191,22 @@ def layout_of_types(spec: Spec, primals: Primals, per_token: Any) -> Layout | No
     return layout_of_specs(mesh, hidden, weight, hidden_spec, weight_spec, rows_specs, spec.case.options.vocab_dim)
 
 
-def _over_devices(
+def over_devices(
     layout: Layout,
     device: Callable[..., Any],
     out_specs: Any,
     primals: Primals,
     per_token: tuple[Any, ...],
-    cache: Any = None,
+    rest: Any = None,
+    rest_spec: P | None = None,
 ) -> Any:
-    """``device`` on every device of the layout's mesh. It writes all collectives itself, so no types are checked."""
-    in_specs = (layout.primal_specs, layout.row_spec, layout.every_device)
+    """``device`` on every device of the layout's mesh, with the ``rest`` of the arrays, split by ``rest_spec``.
+
+    It writes all collectives itself, so no types are checked.
+    """
+    in_specs = (layout.primal_specs, layout.row_spec, rest_spec)
     mapped = jax.shard_map(device, mesh=layout.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-    return mapped(*layout.place(primals, per_token), cache)
+    return mapped(*layout.place(primals, per_token), rest)
 
 
 def as_type_of(gradient: Array, operand: Any) -> Array:
