@@ -6,6 +6,7 @@ where it does not, a chunk bounds the gathered rows.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax.numpy as jnp
@@ -40,19 +41,27 @@ def products(
     gathered_bytes: int | None = None,
 ) -> Float[Array, "T K"]:
     """H · w of each token's columns, summed in ``dtype``; 0 for the column -1 and, by chunks, after ``num_rows``."""
-    num_tokens = hidden.shape[0]
     size = chunk_tokens(columns.shape[1], hidden.shape[1], weight.dtype.itemsize, gathered_bytes)
-    if size >= num_tokens:
+    if size >= hidden.shape[0]:
+        return _products(hidden, weight, columns, options, dtype)
+    rows = hidden.shape[0] if num_rows is None else num_rows
+    empty = _compat.vary_like(jnp.zeros(columns.shape, dtype), (hidden, weight, columns, num_rows))
+
+    def chunk(hidden: Array, columns: Array) -> Array:
         return _products(hidden, weight, columns, options, dtype)
 
+    return _by_chunks(chunk, (hidden, columns), size, rows, empty)
+
+
+def _by_chunks(function: Callable[..., Array], per_token: Any, size: int, rows: Any, empty: Array) -> Array:
+    """``empty``, filled with ``function`` of one chunk after another of ``size`` tokens, as far as ``rows`` reaches."""
+    last = empty.shape[0] - size  # the last chunk reaches back to stay whole
+
     def body(i: Any, found: Array) -> Array:
-        start = jnp.minimum(i * size, num_tokens - size)  # the last chunk reaches back to stay whole
-        chunk = [lax.dynamic_slice_in_dim(x, start, size) for x in (hidden, columns)]
-        part = _products(chunk[0], weight, chunk[1], options, dtype)
+        start = jnp.minimum(i * size, last)
+        part = function(*(lax.dynamic_slice_in_dim(x, start, size) for x in per_token))
         return lax.dynamic_update_slice_in_dim(found, part, start, 0)
 
-    rows = num_tokens if num_rows is None else num_rows
-    empty = _compat.vary_like(jnp.zeros(columns.shape, dtype), (hidden, weight, columns, num_rows))
     return lax.fori_loop(0, (rows + size - 1) // size, body, empty)
 
 
@@ -83,16 +92,13 @@ def dhidden(
     num_tokens, hidden_size = terms.shape[0], weight.shape[options.hidden_dim]
     size = min(chunk_tokens(terms.shape[1], hidden_size, weight.dtype.itemsize), num_tokens)
 
-    def body(i: Any, found: Array) -> Array:
-        start = jnp.minimum(i * size, num_tokens - size)
-        own, at = (lax.dynamic_slice_in_dim(x, start, size) for x in (terms, columns))
+    def chunk(own: Array, at: Array) -> Array:
         rows = jnp.take(weight, at, axis=options.vocab_dim, mode="clip").astype(terms.dtype)
         rows = rows if options.vocab_dim == 0 else jnp.moveaxis(rows, 0, 2)
-        part = jnp.sum(jnp.where((at >= 0)[:, :, None], own[:, :, None] * rows, 0.0), axis=1)
-        return lax.dynamic_update_slice_in_dim(found, part, start, 0)
+        return jnp.sum(jnp.where((at >= 0)[:, :, None], own[:, :, None] * rows, 0.0), axis=1)
 
     empty = _compat.vary_like(jnp.zeros((num_tokens, hidden_size), terms.dtype), (terms, weight, columns))
-    return lax.fori_loop(0, -(-num_tokens // size), body, empty)
+    return _by_chunks(chunk, (terms, columns), size, num_tokens, empty)
 
 
 class Pairs(NamedTuple):
