@@ -30,9 +30,12 @@ def merge_over_axis(stats: ShardStatistics, widths: Mapping[str, int], axis_name
 
     Every shard then adds the same numbers in the same order, so all of them hold bitwise-equal results.
     """
-    to = "invarying" if _compat.tracks_varying(axis_name) else "varying"
-    gathered = lax.all_gather(_statistics.pack(stats), axis_name, to=to)
-    return _statistics.merge(_statistics.unpack(gathered, widths))
+    return _statistics.merge(_statistics.unpack(from_all_shards(_statistics.pack(stats), axis_name), widths))
+
+
+def from_all_shards(x: Array, axis_name: AxisName) -> Array:
+    """``x`` of each shard of ``axis_name``, stacked, and typed as the same on every shard."""
+    return lax.all_gather(x, axis_name, to="invarying" if _compat.tracks_varying(axis_name) else "varying")
 
 
 def total_cotangent[T](cotangent: T, axis_name: AxisName) -> T:

@@ -65,11 +65,17 @@ def backward(
     with jax.named_scope("lce_gradients"):
         flat, start = flat_operands(spec, primals), first_column(spec, weight)
         found = _shard.gradients(spec, flat, rows, start, stats, cotangent, cache, may_round_dhidden=may_round)
+    return reduced(spec, found, primals)
+
+
+def reduced(spec: Spec, found: Primals, given: Primals) -> Primals:
+    """This device's gradients summed over the devices that share an operand, in the shapes and dtypes of ``given``."""
     if spec.axis_name is not None or spec.token_axes or _compat.varying_axes(found):
         # A Hopper kernel occupies every multiprocessor. A collective beside it waits for it on one device and delays
         # the next kernel on another, so collectives start after both gradients.
         found = lax.optimization_barrier(found)
     with jax.named_scope("lce_reduce"):
+        hidden, weight, bias = given
         return Primals(
             _total_dhidden(spec, found.hidden, hidden).astype(hidden.dtype),
             _total_dweight(spec, found.weight, weight),

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax import _compat, _math, _statistics, _xla_plan
+from lce_jax import _compat, _math, _statistics, _xla_plan, _xla_tiles
 from lce_jax._plans import ALONE, Plan, Surroundings
 from lce_jax._statistics import along
 from lce_jax._types import Case, Operands, Options, Primals, RowCoefficients, ShardStatistics
@@ -66,12 +66,12 @@ def statistics(operands: Operands, case: Case, keep_cache: bool = False) -> tupl
         return _token_tile_statistics(operands, case, tokens), None
 
     def body(i: Array, stats: ShardStatistics) -> ShardStatistics:
-        start, _ = _token_start(i, tile_t, case.num_tokens)
+        start, _ = _xla_tiles.token_start(i, tile_t, case.num_tokens)
         tile = _token_tile_statistics(operands, case, _slice(tokens, start, tile_t))
         return jax.tree.map(lambda all_, part: lax.dynamic_update_slice_in_dim(all_, part, start, 0), stats, tile)
 
     empty = _compat.vary_like(_statistics.empty(case.num_tokens, case.stat_dtype, case.options), operands)
-    return lax.fori_loop(0, _num_token_tiles(operands.num_rows, tile_t, case.num_tokens), body, empty), None
+    return lax.fori_loop(0, _xla_tiles.num_token_tiles(operands.num_rows, tile_t, case.num_tokens), body, empty), None
 
 
 def _token_tile_statistics(operands: Operands, case: Case, tokens: _Tokens) -> ShardStatistics:
@@ -155,7 +155,7 @@ def _columns_gradients(
         return part._replace(hidden=dhidden + part.hidden)
 
     def body(i: Array, carry: Primals) -> Primals:
-        start, first = _token_start(i, tile_t, case.num_tokens)
+        start, first = _xla_tiles.token_start(i, tile_t, case.num_tokens)
         tile = _slice(tokens, start, tile_t)
         part = _tile_gradients(case, tile._replace(rows=_drop_leading(tile.rows, first)), columns, case.stat_dtype)
         dhidden = part.hidden + lax.dynamic_slice_in_dim(carry.hidden, start, tile_t)
@@ -164,7 +164,7 @@ def _columns_gradients(
 
     of_columns = jax.tree.map(lambda x: jnp.zeros(x.shape, case.stat_dtype), (columns.weight, columns.bias))
     init = Primals(dhidden, *_compat.vary_like(of_columns, (operands, tokens.rows)))
-    return lax.fori_loop(0, _num_token_tiles(operands.num_rows, tile_t, case.num_tokens), body, init)
+    return lax.fori_loop(0, _xla_tiles.num_token_tiles(operands.num_rows, tile_t, case.num_tokens), body, init)
 
 
 def _tile_gradients(case: Case, tokens: _Tokens, columns: _Columns, dweight_dtype: jnp.dtype) -> Primals:
@@ -176,25 +176,16 @@ def _tile_gradients(case: Case, tokens: _Tokens, columns: _Columns, dweight_dtyp
     ids = _relative(tokens, columns.start)
     d = _math.dlogits(z, dcap, tokens.rows, ids.targets, columns.live, ids.candidates)
     dbias = None if columns.bias is None else jnp.sum(d, axis=0)
-    d, weight, hidden = (x.astype(_gradient_dtype(case)) for x in (d, weight, tokens.hidden))
-    dhidden = _dot(d, weight, 1, options.vocab_dim, case, case.stat_dtype)
+    d, weight, hidden = (x.astype(_xla_tiles.gradient_dtype(case)) for x in (d, weight, tokens.hidden))
+    dhidden = _xla_tiles.dot(d, weight, 1, options.vocab_dim, options.precision, case.stat_dtype)
     left, right = (d, hidden) if options.vocab_dim == 0 else (hidden, d)
-    return Primals(dhidden, _dot(left, right, 0, 0, case, dweight_dtype), dbias)
-
-
-def _gradient_dtype(case: Case) -> jnp.dtype:
-    """The dtype of the gradient products' operands: float32 on a CPU, where dlogits are never rounded to 16 bits."""
-    return case.stat_dtype if case.device.platform == "cpu" else case.dtype
+    return Primals(dhidden, _xla_tiles.dot(left, right, 0, 0, options.precision, dweight_dtype), dbias)
 
 
 def _raw(tokens: _Tokens, columns: _Columns, case: Case) -> Float[Array, "t v"]:
-    raw = _dot(tokens.hidden, columns.weight, 1, case.options.hidden_dim, case, case.stat_dtype)
+    options = case.options
+    raw = _xla_tiles.dot(tokens.hidden, columns.weight, 1, options.hidden_dim, options.precision, case.stat_dtype)
     return raw if columns.bias is None else raw + columns.bias[None, :]
-
-
-def _dot(left: Array, right: Array, left_dim: int, right_dim: int, case: Case, dtype: jnp.dtype) -> Array:
-    dims = (((left_dim,), (right_dim,)), ((), ()))
-    return lax.dot_general(left, right, dims, precision=case.options.precision, preferred_element_type=dtype)
 
 
 def _tokens(operands: Operands) -> _Tokens:
@@ -222,27 +213,9 @@ def _columns(operands: Operands, start: Any, size: int, options: Options) -> _Co
 
 
 def _walk_vocabulary[C](case: Case, operands: Operands, body: Callable[[Any, int, C], C], carry: C) -> C:
-    """``carry = body(start, size, carry)`` over the vocabulary: first the remainder, then whole tiles in a loop.
-
-    The loop depends on the remainder. The other way round, XLA could start the remainder early and hold its tile.
-    """
     _, tile_v = _xla_plan.tile_sizes(case)
     columns = operands.num_columns if isinstance(operands.num_columns, int) else case.vocab_size
-    whole, rest = divmod(columns, tile_v)
-    if rest:
-        carry = body(jnp.int32(0), rest, carry)
-    return lax.fori_loop(0, whole, lambda i, c: body(rest + i * tile_v, tile_v, c), carry) if whole else carry
-
-
-def _num_token_tiles(num_rows: Int[Array, ""] | None, tile_t: int, num_tokens: int) -> Any:
-    rows = num_tokens if num_rows is None else num_rows
-    return (rows + tile_t - 1) // tile_t
-
-
-def _token_start(i: Array, tile_t: int, num_tokens: int) -> tuple[Array, Array]:
-    """Where tile ``i`` starts, and its first row that no earlier tile had: the last tile reaches back to stay whole."""
-    start = jnp.minimum(i * tile_t, num_tokens - tile_t)
-    return start, i * tile_t - start
+    return _xla_tiles.walk_vocabulary(columns, tile_v, body, carry)
 
 
 def _drop_leading(rows: RowCoefficients, first: Array) -> RowCoefficients:
