@@ -55,7 +55,7 @@ def backward(
     spec: Spec, primals: Primals, rows: Rows, stats: ShardStatistics, cache: Any, cotangent: Results
 ) -> Primals:
     """The gradients, in the shapes, dtypes and types of their operands."""
-    hidden, weight, bias = primals
+    hidden, weight, _ = primals
     varying = _compat.varying_axes((primals, rows, stats, cache))
     rows, stats, cotangent = _rows.flattened((rows, stats, cotangent), rows.labels.ndim)
     if spec.axis_name is not None and spec.token_axes is None:
