@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax import _partition, _spmd
+from lce_jax import _compat, _partition, _spmd
 from lce_jax._rows import Rows
 from lce_jax._shard import Spec
 from lce_jax._types import Primals, Results, ShardStatistics
@@ -80,7 +80,7 @@ def one_by_one(function: Callable[..., Any], in_batched: Any, operands: Any) -> 
     flat = jax.tree.leaves(operands)
     batched = jax.tree.leaves(tuple(in_batched))
     for x in (x for x, b in zip(flat, batched, strict=True) if b):
-        axes = jax.typeof(x).sharding.spec.partitions[0]
+        axes = _compat.partitions(jax.typeof(x).sharding.spec)[0]
         if axes is not None:
             raise ValueError(
                 f"vmap over a batch that is split over {axes!r}, with cache_bytes or a weight for each example: these "

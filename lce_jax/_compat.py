@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,6 +19,27 @@ def as_axes(axes: str | Sequence[str] | None) -> tuple[str, ...]:
     if axes is None:
         return ()
     return (axes,) if isinstance(axes, str) else tuple(axes)
+
+
+def platform_of(described: Any) -> str:
+    """The platform of a mesh's ``AbstractDevice``. Before JAX 0.11 it has no such field, and its name has to tell."""
+    known = getattr(described, "platform", None)
+    if known is not None:
+        return known
+    kind = described.device_kind
+    return "cpu" if kind == "cpu" else "tpu" if kind.startswith("TPU") else "gpu"
+
+
+def abstract_device(platform: str, kind: str, cores: int | None) -> Any:
+    """A device that need not be there, for an ``AbstractMesh``."""
+    fields: dict[str, Any] = {"device_kind": kind, "num_cores": cores, "platform": platform}
+    known = {field.name for field in dataclasses.fields(jax.sharding.AbstractDevice)}
+    return jax.sharding.AbstractDevice(**{name: value for name, value in fields.items() if name in known})
+
+
+def partitions(spec: P) -> tuple[Any, ...]:
+    """The mesh axes of each dimension that ``spec`` names. Before JAX 0.11 a spec is itself such a sequence."""
+    return tuple(getattr(spec, "partitions", spec))
 
 
 def varying_axes(tree: Any) -> frozenset[Any]:
@@ -55,7 +77,7 @@ def without_reduced(x: jax.Array) -> jax.Array:
     if kind.mat.reduced:
         return lax.pcast(x, tuple(sorted(kind.mat.reduced, key=str)), to="varying")
     if kind.sharding.spec.reduced:
-        return jax.sharding.reshard(x, kind.sharding.update(spec=P(*kind.sharding.spec.partitions)))
+        return jax.sharding.reshard(x, kind.sharding.update(spec=P(*partitions(kind.sharding.spec))))
     return x
 
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import jax
 
-from lce_jax import mosaic, reference, xla
+from lce_jax import _compat, mosaic, reference, xla
 from lce_jax._plans import ALONE, Plan, Surroundings
 from lce_jax._types import CPU, Case, Device, Operands, Primals, RowCoefficients, ShardStatistics, UnsupportedError
 
@@ -112,9 +112,10 @@ def current_device(operand: Any = None) -> Device:
     """The device that a call made now would run on: that of the current mesh, of the operand, or JAX's default."""
     described = jax.sharding.get_abstract_mesh().abstract_device
     if described is not None:
-        known = [device for device in _devices(described.platform) if device.device_kind == described.device_kind]
+        platform = _compat.platform_of(described)
+        known = [device for device in _devices(platform) if device.device_kind == described.device_kind]
         if not known:  # a mesh for ahead-of-time compilation; this machine has no such device
-            return Device(described.platform, described.device_kind, "", described.num_cores or 0)
+            return Device(platform, described.device_kind, "", described.num_cores or 0)
         device = known[0]
     elif isinstance(operand, jax.Array) and not isinstance(operand, jax.core.Tracer):
         device = min(operand.devices(), key=lambda device: device.id)

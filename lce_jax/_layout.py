@@ -13,6 +13,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from lce_jax import _compat
 from lce_jax._compat import as_axes
 from lce_jax._types import Primals
 
@@ -175,7 +176,8 @@ def _sharding(x: Any) -> NamedSharding | None:
 
 
 def _entry(spec: P, dim: int) -> tuple[str, ...]:
-    return as_axes(spec.partitions[dim]) if dim < len(spec.partitions) else ()
+    entries = _compat.partitions(spec)
+    return as_axes(entries[dim]) if dim < len(entries) else ()
 
 
 def _dividing(mesh: Any, size: int, axes: tuple[str, ...]) -> tuple[str, ...]:

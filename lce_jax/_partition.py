@@ -19,7 +19,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
-from lce_jax import _dispatch, _spmd
+from lce_jax import _compat, _dispatch, _spmd
 from lce_jax._compat import as_axes
 from lce_jax._layout import Layout, layout_of_specs
 from lce_jax._rows import Rows
@@ -67,7 +67,7 @@ def _auto_axes(mesh: AbstractMesh) -> list[str]:
 
 
 def _axes_of(spec: P) -> tuple[str, ...]:
-    return tuple(axis for entry in spec.partitions for axis in as_axes(entry))
+    return tuple(axis for entry in _compat.partitions(spec) for axis in as_axes(entry))
 
 
 def _mesh_of_types(operands: Any) -> AbstractMesh:

@@ -180,7 +180,7 @@ def _whole(primals: Primals, rows: Rows) -> None:
     """Refuses operands that Explicit axes split: JAX could not type the gather."""
     for x in jax.tree.leaves((primals, rows)):
         sharding = jax.typeof(x).sharding
-        if AxisType.Explicit in sharding.mesh.axis_types and any(sharding.spec.partitions):
+        if AxisType.Explicit in sharding.mesh.axis_types and any(_compat.partitions(sharding.spec)):
             raise ValueError(
                 f"linear_logits takes whole arrays, and one of shape {tuple(x.shape)} is split by {sharding.spec}: "
                 "call it inside jax.shard_map, with axis_name if an axis splits the vocabulary"

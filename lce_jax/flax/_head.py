@@ -155,8 +155,8 @@ def _logits_sharding(hidden: Float[Array, "*b H"], weight: Float[Array, "V H"]) 
     own = jax.typeof(hidden).sharding
     if AxisType.Explicit not in own.mesh.axis_types:
         return None
-    vocab_axes = _compat.as_axes(jax.typeof(weight).sharding.spec.partitions[0])
-    leading = own.spec.partitions[:-1]
+    vocab_axes = _compat.as_axes(_compat.partitions(jax.typeof(weight).sharding.spec)[0])
+    leading = _compat.partitions(own.spec)[:-1]
     rows = (tuple(axis for axis in _compat.as_axes(entry) if axis not in vocab_axes) for entry in leading)
     return NamedSharding(own.mesh, P(*rows, None))
 
