@@ -19,6 +19,30 @@ class Surroundings(NamedTuple):
 ALONE = Surroundings()
 
 
+class PassBytes(NamedTuple):
+    """Temporary memory on one device, in bytes: operands, results and the gradients themselves are not counted.
+
+    Attributes:
+        forward: of a program that runs the forward alone.
+        backward: of one that runs both passes, with all that lies between them.
+    """
+
+    forward: int
+    backward: int
+
+
+class HeadMemory(NamedTuple):
+    """What a head takes with stored logits, and as this package computes it.
+
+    Attributes:
+        stored: of plain JAX code: a product, softmax and entropy in float32, differentiated by JAX.
+        fused: of the plan.
+    """
+
+    stored: PassBytes
+    fused: PassBytes
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """How a call will be computed and what it will hold, in bytes per device. ``str(plan)`` is for people.
@@ -34,6 +58,8 @@ class Plan:
         kept_bytes: memory kept from forward to backward beyond the call's own operands.
         logits_bytes: what one copy of the logits in the statistics' dtype would take, for comparison.
         notes: remarks on options, in sentences.
+        full_cache_bytes: the least ``cache_bytes`` with which the backward recomputes nothing; 0 where the
+            implementation keeps no cache.
     """
 
     implementation: str
@@ -45,6 +71,12 @@ class Plan:
     kept_bytes: int
     logits_bytes: int
     notes: tuple[str, ...] = ()
+    full_cache_bytes: int = 0
+
+    @property
+    def memory(self) -> HeadMemory:
+        """What the head takes on one device: with stored logits, and by this plan."""
+        return HeadMemory(_stored(self.case), PassBytes(self.forward_bytes, self.backward_bytes + self.kept_bytes))
 
     def __str__(self) -> str:
         case = self.case
@@ -61,6 +93,24 @@ class Plan:
         lines += [f"  not used   {name}: {reason}" for name, reason in self.refused.items()]
         lines += [f"  note       {note}" for note in self.notes]
         return "\n".join(lines)
+
+
+def _stored(case: Case) -> PassBytes:
+    """Copies of the logits that XLA holds of plain JAX code, as it was compiled for a CPU and for an H200.
+
+    The forward reads the product's result, and on a CPU what it is widened to. The backward has the float32 logits too,
+    the softmax and the gradient. One copy lies where dweight will be, if that is large enough.
+    """
+    item, stat, on_cpu = case.dtype.itemsize, case.stat_dtype.itemsize, case.device.platform == "cpu"
+    logits, dweight = case.num_tokens * case.vocab_size, case.vocab_size * case.hidden_size * item
+    entropy, capped, narrow = case.options.entropy, case.options.logit_softcap is not None, item < stat
+    forward = item
+    if on_cpu:
+        forward = stat + (0 if not entropy else stat if capped else item * narrow)
+    backward = 4 * stat if on_cpu else item + 2 * stat
+    backward += (stat if capped else 0) - (0 if entropy else stat if on_cpu else item)
+    in_dweight = item * logits if dweight >= item * logits else 0
+    return PassBytes(forward * logits, backward * logits - in_dweight)
 
 
 def candidate_notes(case: Case) -> tuple[str, ...]:

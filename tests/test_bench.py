@@ -15,10 +15,11 @@ import pytest
 pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 
+from lce_jax._models import MODELS, Head
 from lce_jax.bench import __main__ as command
 from lce_jax.bench import candidates, peers, problem, report, run, shapes
 
-TINY = shapes.Shape(24, shapes.Head(32, 520))
+TINY = shapes.Shape(24, Head(32, 520))
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +69,7 @@ def test_a_candidate_that_fails_is_left_out_and_the_rest_goes_on(tiny):
 
 @pytest.mark.parametrize(("dtype", "softcap"), [("float32", None), ("bfloat16", 5.0), ("float16", None)])
 def test_right_candidates_pass_the_check(dtype, softcap):
-    shape = shapes.Shape(40, shapes.Head(64, 1003, logit_softcap=softcap))
+    shape = shapes.Shape(40, Head(64, 1003, logit_softcap=softcap))
     drawn = problem.random_problem(shape, jnp.dtype(dtype))
     rows = [*candidates.jax_candidates(drawn, None), candidates.in_forward(drawn, "lce_jax", "xla")]
     runs, errors, refused = run.admit(rows, drawn)
@@ -88,14 +89,14 @@ def test_the_reference_is_the_same_in_blocks(tiny, monkeypatch):
 
 def test_peers_can_be_left_out():
     assert command.parser().parse_args(["--no-peers"]).no_peers
-    measured = run.measure(shapes.Shape(8, shapes.Head(16, 64)), jnp.dtype("float32"), None, 1, with_peers=False)
+    measured = run.measure(shapes.Shape(8, Head(16, 64)), jnp.dtype("float32"), None, 1, with_peers=False)
     assert measured.row("ours", shapes.BOTH)
     assert not measured.left_out
 
 
 @pytest.mark.parametrize("vocab_size", [520, 521])
 def test_the_vocabulary_split_over_devices(vocab_size):
-    shape = shapes.Shape(24, shapes.Head(32, vocab_size))
+    shape = shapes.Shape(24, Head(32, vocab_size))
     measured = run.measure(shape, jnp.dtype("float32"), None, 1, with_peers=False, devices=2)
     if vocab_size % 2:  # two devices cannot share 521 columns evenly
         assert any("2 devices" in name and "521" in reason for name, reason in measured.left_out.items())
@@ -148,8 +149,8 @@ def test_shapes_from_the_command_line():
     assert len(shapes.select("gpu", [], [], ())) == len(shapes.GPU_SHAPES)
     assert shapes.select("gpu", ["gemma2-9b"], [], ())[0].head.logit_softcap == 30.0
     swept = shapes.select("gpu", [], [(1, 64, 512), (2, 64, 512)], (8, 16))
-    assert [(one.tokens, one.head) for one in swept] == [(8, shapes.Head(64, 512)), (16, shapes.Head(64, 512))]
-    assert all(head.hidden_size % 64 == 0 for head in shapes.MODELS.values())
+    assert [(one.tokens, one.head) for one in swept] == [(8, Head(64, 512)), (16, Head(64, 512))]
+    assert all(head.hidden_size % 64 == 0 for head in MODELS.values())
 
 
 def timed(key, direction, seconds):

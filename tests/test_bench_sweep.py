@@ -12,13 +12,14 @@ import pytest
 pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 
+from lce_jax._models import Head
 from lce_jax._types import Case, Device, Options
 from lce_jax.bench import __main__ as command
 from lce_jax.bench import problem, shapes, sweep
 from lce_jax.mosaic import _generations
 from lce_jax.mosaic.sm90._tuning import Tuning
 
-TINY = shapes.Shape(24, shapes.Head(32, 520))
+TINY = shapes.Shape(24, Head(32, 520))
 H200 = Case(
     num_tokens=512,
     hidden_size=1024,

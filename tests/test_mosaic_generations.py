@@ -53,7 +53,7 @@ def test_the_device_picks_the_kernel_set(device: Device, kernels: sm90.Kernels |
     [
         (Device("cpu"), r"9.0 (H100, H200, GH200) or 10.0 (B200, GB200), this is cpu"),
         (Device("gpu", "NVIDIA A100", "8.0", 108), r"or 10.0 (B200, GB200), NVIDIA A100 has 8.0"),
-        (Device("gpu", "NVIDIA A100"), r"NVIDIA A100 has none"),
+        (Device("gpu", "NVIDIA A100"), r"NVIDIA A100 has another"),
         (H200._replace(core_count=0), r"number of multiprocessors of NVIDIA H200"),
     ],
 )

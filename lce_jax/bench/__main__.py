@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from lce_jax import UnsupportedError, _dispatch
+from lce_jax._models import MODELS
 from lce_jax.bench import shapes
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -25,8 +26,8 @@ def parser() -> argparse.ArgumentParser:
         description="Log-probability and entropy of a head: this package against stored logits and against its peers.",
     )
     repeatable: dict[str, Any] = {"action": "append", "default": []}
-    models = f"a model's head: {', '.join(shapes.MODELS)}; repeatable"
-    out.add_argument("--model", choices=shapes.MODELS, metavar="NAME", help=models, **repeatable)
+    models = f"a model's head: {', '.join(MODELS)}; repeatable"
+    out.add_argument("--model", choices=MODELS, metavar="NAME", help=models, **repeatable)
     out.add_argument(
         "--shape", type=_shape, metavar="T,H,V", help="tokens, hidden size, vocabulary; repeatable", **repeatable
     )

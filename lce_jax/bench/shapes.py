@@ -1,29 +1,11 @@
-"""What is measured, as data: the heads of named models, the default shapes, and the bounds that the project promises.
-
-Hidden sizes and vocabularies are ``hidden_size`` and ``vocab_size`` of each model's published ``config.json``
-(huggingface.co/<organisation>/<model>), checked against the model files of
-https://github.com/AI-Hypercomputer/maxtext/tree/main/src/maxtext/configs/models, which pad Gemma 2's 256000 to 256128.
-"""
+"""What is measured, as data: the default shapes, and the bounds that the project promises."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
 
-
-@dataclasses.dataclass(frozen=True)
-class Head:
-    """The head of a language model: a shape without its number of tokens."""
-
-    hidden_size: int
-    vocab_size: int
-    logit_softcap: float | None = None
-    model: str = ""
-
-    def __str__(self) -> str:
-        cap = "" if self.logit_softcap is None else f", softcap {self.logit_softcap:g}"
-        name = f"{self.model}, " if self.model else ""
-        return f"{name}H {self.hidden_size:,}, V {self.vocab_size:,}{cap}"
+from lce_jax._models import Head, model_head
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,18 +28,6 @@ GEMM, FORWARD, BOTH = "gemm", "forward", "forward+backward"  # the directions a 
 # The Hopper kernels, and the direction whose time decides the tiles of each.
 KERNELS = {"forward": FORWARD, "dlogits": BOTH, "dhidden": BOTH, "dweight": BOTH}
 
-MODELS = {
-    "qwen3-0.6b": Head(1024, 151936),
-    "qwen3-1.7b": Head(2048, 151936),
-    "qwen3-8b": Head(4096, 151936),
-    "qwen3-32b": Head(5120, 151936),
-    "llama3-8b": Head(4096, 128256),
-    "llama3-70b": Head(8192, 128256),
-    "gemma2-9b": Head(3584, 256000, logit_softcap=30.0),
-    "gemma2-27b": Head(4608, 256000, logit_softcap=30.0),
-    "gpt-oss": Head(2880, 201088),  # 20b and 120b alike
-}
-
 CPU_SHAPES = ((2048, 512, 32768),)
 GPU_SHAPES = (
     (4096, 4096, 151936),
@@ -68,11 +38,6 @@ GPU_SHAPES = (
     (512, 4096, 151936),
 )
 MODEL_TOKENS = {"cpu": 2048, "gpu": 8192}
-
-
-def model_head(name: str) -> Head:
-    """The head of a named model."""
-    return dataclasses.replace(MODELS[name], model=name)
 
 
 def select(

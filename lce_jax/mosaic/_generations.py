@@ -51,7 +51,7 @@ def refusal(case: Case) -> str | None:
         return f"needs an NVIDIA GPU of compute capability {capabilities}, this is {device.platform}"
     kernels = serving(device)
     if kernels is None:
-        return f"needs compute capability {capabilities}, {device.kind} has {device.compute_capability or 'none'}"
+        return f"needs compute capability {capabilities}, {device.kind} has {device.compute_capability or 'another'}"
     if device.core_count < 2:
         return f"needs to know the number of multiprocessors of {device.kind}"
     return kernels.refusal(case)

@@ -39,6 +39,7 @@ def plan(case: Case, kernels: KernelSet, name: str, around: Surroundings) -> Pla
         kept_bytes=case.statistics_bytes + cached * _cache.tile_bytes(case, shape),
         logits_bytes=case.num_tokens * case.vocab_size * 4,
         notes=_notes(case, shape),
+        full_cache_bytes=shape.num_tiles * _cache.tile_bytes(case, shape),
     )
 
 

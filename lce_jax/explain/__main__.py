@@ -1,0 +1,205 @@
+"""``python -m lce_jax.explain``: what a head will hold, per device, before anything is changed. It needs no GPU."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType
+
+from lce_jax import Plan, explain
+from lce_jax._compat import abstract_device
+from lce_jax._models import MODELS, Head, model_head
+from lce_jax._plans import PassBytes, format_bytes
+
+DTYPES = ("bfloat16", "float16", "float32")
+# Names as JAX gives them, and multiprocessors, which decide the kernels' chunks.
+DEVICES = {
+    "h100": ("gpu", "NVIDIA H100 80GB HBM3", 132),
+    "h200": ("gpu", "NVIDIA H200", 132),
+    "a100": ("gpu", "NVIDIA A100-SXM4-80GB", 108),
+    "cpu": ("cpu", "cpu", None),
+}
+TENSOR = "tensor"
+PRODUCTS = 3  # of a forward and a backward: logits, dhidden, dweight. Recomputed logits are one more
+ALL = 1 << 62  # cache_bytes that nothing exceeds
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    out = argparse.ArgumentParser(
+        prog="python -m lce_jax.explain",
+        description="The memory of a language-model head per device: with stored logits, and with this package.",
+    )
+    out.add_argument("--model", choices=MODELS, metavar="NAME", help=f"a model's head: {', '.join(MODELS)}")
+    out.add_argument("--hidden", type=_positive, metavar="H", help="hidden size, in place of a model")
+    out.add_argument("--vocab", type=_positive, metavar="V", help="vocabulary, in place of a model")
+    out.add_argument("--softcap", type=float, help="logit softcap, in place of a model")
+    out.add_argument("--tokens", type=_positive, required=True, help="of one call: micro-batch times sequence")
+    out.add_argument("--tensor-parallel", type=_positive, default=1, metavar="N", help="devices that split V")
+    out.add_argument("--sequence-parallel", action="store_true", help="they split the tokens of hidden too")
+    out.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="default: bfloat16")
+    out.add_argument("--device", choices=DEVICES, default="h200", help="default: h200")
+    spare = "GiB per device that may be kept from forward to backward (default 4)"
+    out.add_argument("--spare-gib", type=_amount, default=4.0, metavar="G", help=spare)
+    return out
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Prints the table and the recommendation."""
+    for line in report(*read(arguments)):
+        print(line)
+    return 0
+
+
+def read(arguments: list[str] | None = None) -> tuple[Call, int]:
+    """The call that a command line describes, and the bytes to spare."""
+    command = parser()
+    options = command.parse_args(arguments)
+    own = (options.hidden, options.vocab)
+    if (options.model is None) == (own == (None, None)) or (options.model is None and None in own):
+        command.error("give --model, or --hidden and --vocab")
+    if options.model is not None and options.softcap is not None:
+        command.error(f"--softcap belongs to --hidden and --vocab; {options.model} brings its own")
+    if options.sequence_parallel and options.tokens % options.tensor_parallel:
+        command.error(f"--tokens {options.tokens} must divide by --tensor-parallel {options.tensor_parallel}")
+    head = Head(*own, logit_softcap=options.softcap) if options.model is None else model_head(options.model)
+    split = (options.tensor_parallel, options.sequence_parallel)
+    call = Call(head, options.tokens, *split, jnp.dtype(options.dtype), options.device)
+    return call, int(options.spare_gib * (1 << 30))
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One call of a head on a device, which need not be there."""
+
+    head: Head
+    tokens: int
+    shards: int  # of the vocabulary
+    sequence_split: bool
+    dtype: Any
+    device: str  # of `DEVICES`
+
+    @property
+    def columns(self) -> int:
+        """Of each shard, padding included."""
+        return -(-self.head.vocab_size // self.shards)
+
+    def plan(self, **options: Any) -> Plan:
+        """`explain` of the call on its device."""
+        platform, kind, cores = DEVICES[self.device]
+        mesh = jax.sharding.AbstractMesh(
+            (self.shards,), (TENSOR,), axis_types=(AxisType.Auto,),
+            abstract_device=abstract_device(platform, kind, cores),
+        )  # fmt: skip
+        struct = jax.ShapeDtypeStruct
+        hidden = struct((self.tokens, self.head.hidden_size), self.dtype)
+        weight = struct((self.columns * self.shards, self.head.hidden_size), self.dtype)
+        with jax.sharding.use_abstract_mesh(mesh):
+            return explain(
+                hidden, weight, struct((self.tokens,), jnp.int32), mesh=mesh, vocab_axis=TENSOR,
+                sequence_axis=TENSOR if self.sequence_split else None, logit_softcap=self.head.logit_softcap,
+                vocab_size=self.head.vocab_size, **options,
+            )  # fmt: skip
+
+
+class Row(NamedTuple):
+    """A line of the table: a way to compute the head."""
+
+    label: str
+    forward: str
+    both: str
+    products: str
+
+
+def report(call: Call, spare: int) -> Iterator[str]:
+    """The lines to print, for ``spare`` bytes per device."""
+    plain, in_forward = call.plan(), call.plan(gradients_in_forward=True)
+    yield from _heading(call, plain)
+    yield ""
+    cache = _cache_bytes(call, plain.full_cache_bytes, spare)
+    rows = [
+        Row("per device", "forward", "forward + backward", "matrix products"),
+        *_rows(call, plain, in_forward, cache),
+    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for label, *cells in rows:
+        yield "  ".join([label.ljust(widths[0]), *map(str.rjust, cells, widths[1:])])
+    yield ""
+    yield from _advice(plain, in_forward, cache, spare)
+
+
+def _heading(call: Call, plan: Plan) -> Iterator[str]:
+    head, weight = call.head, call.columns * call.head.hidden_size * call.dtype.itemsize
+    tied = ", tied to the embedding" if head.tied else ""
+    yield f"{head}{tied}; {call.dtype.name} on {plan.case.device.kind}, implementation {plan.implementation}"
+    share = f"{call.shards} devices with {call.columns:,} columns each" if call.shards > 1 else "one device"
+    padding = call.columns * call.shards - head.vocab_size
+    padded = f" ({padding} of padding: pass vocab_size={head.vocab_size})" if padding else ""
+    size = format_bytes(weight)
+    yield f"{call.tokens:,} tokens on {share}{padded}; weight and gradient, {size} each, are not counted"
+
+
+def _rows(call: Call, plain: Plan, in_forward: Plan, cache: int) -> Iterator[Row]:
+    stored, fused = plain.memory
+    full = plain.full_cache_bytes
+
+    def row(label: str, sizes: PassBytes, recomputed: float) -> Row:
+        return Row(label, format_bytes(sizes.forward), format_bytes(sizes.backward), f"{PRODUCTS + recomputed:.2f}")
+
+    yield row("logits stored", stored, 0)
+    yield row("linear_logprobs", fused, 1)
+    if 0 < cache < full:
+        yield row(f"linear_logprobs, cache_bytes={cache}", call.plan(cache_bytes=cache).memory.fused, 1 - cache / full)
+    if full:
+        yield row(f"linear_logprobs, cache_bytes={full}", call.plan(cache_bytes=full).memory.fused, 0)
+    yield row("linear_loss", in_forward.memory.fused, 0 if full else 1)
+
+
+def _cache_bytes(call: Call, full: int, spare: int) -> int:
+    """What of ``spare`` a cache would use."""
+    if full <= spare:
+        return full
+    kept, without = (call.plan(cache_bytes=given).kept_bytes for given in (spare, 0))
+    return kept - without
+
+
+def _advice(plain: Plan, in_forward: Plan, cache: int, spare: int) -> Iterator[str]:
+    name, full = plain.implementation, plain.full_cache_bytes
+    for other, reason in plain.refused.items():
+        yield f"not {other}: {reason}"
+    if not full:
+        yield f"cache_bytes: leave it out, {name} always recomputes"
+        return
+    least = in_forward.memory.fused.backward
+    yield f"a loss that is a sum over tokens: linear_loss recomputes nothing, in {format_bytes(least)}"
+    said = f"{format_bytes(spare)} to spare (--spare-gib)"
+    if cache == full:
+        yield f"else: cache_bytes={full} recomputes nothing; it keeps {format_bytes(full)} of {said}"
+    elif cache:
+        yield f"else: cache_bytes={cache} spares {cache / full:.0%} of the recomputation, with {said}"
+    else:
+        yield f"else: leave cache_bytes out, one tile of the vocabulary takes more than {said}"
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} must be at least 1")
+    return value
+
+
+def _amount(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < 1 << 20:
+        raise argparse.ArgumentTypeError(f"{text} must be a number of GiB, at least 0")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())
