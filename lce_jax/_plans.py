@@ -96,21 +96,25 @@ class Plan:
 
 
 def _stored(case: Case) -> PassBytes:
-    """Copies of the logits that XLA holds of plain JAX code, as it was compiled for a CPU and for an H200.
+    """Copies of the logits that XLA holds of plain JAX code, as compiled for a CPU and for an H200.
 
-    The forward reads the product's result, and on a CPU what it is widened to. The backward has the float32 logits too,
-    the softmax and the gradient. One copy lies where dweight will be, if that is large enough.
+    The forward reads the product's result, and what it is widened to or capped. The backward has the logits, the
+    softmax and the gradient. Copies lie where dweight will be, as far as they fit.
     """
     item, stat, on_cpu = case.dtype.itemsize, case.stat_dtype.itemsize, case.device.platform == "cpu"
-    logits, dweight = case.num_tokens * case.vocab_size, case.vocab_size * case.hidden_size * item
     entropy, capped, narrow = case.options.entropy, case.options.logit_softcap is not None, item < stat
-    forward = item
     if on_cpu:
         forward = stat + (0 if not entropy else stat if capped else item * narrow)
-    backward = 4 * stat if on_cpu else item + 2 * stat
-    backward += (stat if capped else 0) - (0 if entropy else stat if on_cpu else item)
-    in_dweight = item * logits if dweight >= item * logits else 0
-    return PassBytes(forward * logits, backward * logits - in_dweight)
+        backward = 4 * stat + stat * capped - (0 if entropy else stat)
+    else:
+        forward = item + stat * capped
+        backward = item * (1 + capped * narrow) + 2 * stat - (0 if entropy or not narrow else item)
+    logits, dweight = case.num_tokens * case.vocab_size, case.vocab_size * case.hidden_size * item
+    if narrow and not on_cpu and dweight >= 2 * item * logits:  # few tokens: all but the product's result
+        backward = forward
+    elif dweight >= item * logits:
+        backward -= item
+    return PassBytes(forward * logits, max(forward, backward) * logits)
 
 
 def candidate_notes(case: Case) -> tuple[str, ...]:
