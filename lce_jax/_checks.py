@@ -12,7 +12,6 @@ from jax import lax
 from lce_jax import _compat, scalars
 from lce_jax._types import Options, is_array
 
-MOST_CANDIDATES = 512
 FLOATS = ("bfloat16", "float16", "float32", "float64")
 
 
@@ -74,15 +73,13 @@ def num_candidates(x: Any, name: str = "candidates") -> int:
     if x is None:
         return 0
     label_array(x, name)
-    if len(x.shape) < 1 or not 1 <= x.shape[-1] <= MOST_CANDIDATES:
-        raise ValueError(f"{name} {tuple(x.shape)} must end in K, from 1 to {MOST_CANDIDATES} ids per token")
-    return int(x.shape[-1])
+    return scalars.num_candidates(name, x.shape)
 
 
 def candidate_shape(x: Any, leading: tuple[int, ...], of: str, name: str = "candidates") -> None:
     """Ids must be ``[*leading, K]``."""
-    if x is not None and tuple(x.shape[:-1]) != tuple(leading):
-        raise ValueError(f"{name} {tuple(x.shape)} must be [..., K] with the shape of {of} {tuple(leading)} before K")
+    if x is not None:
+        scalars.candidate_shape(name, x.shape, leading, of)
 
 
 def where_array(x: Any, shape: tuple[int, ...], of: str = "labels") -> None:

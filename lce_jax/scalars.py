@@ -1,7 +1,7 @@
-"""Checks of single numbers, flags and names, shared by `lce_jax` and `lce_torch_bridge`, so that errors read alike.
+"""Checks of single numbers, flags, names and shapes, shared by `lce_jax` and `lce_torch_bridge`.
 
-Each takes an argument's name and value, and returns a plain Python number or raises a ``TypeError`` or ``ValueError``
-with the value. Arrays and tensors are checked elsewhere.
+So errors read alike. Each takes an argument's name and value, and returns a plain Python number or raises a
+``TypeError`` or ``ValueError`` with the value. Arrays and tensors themselves are checked elsewhere.
 """
 
 from __future__ import annotations
@@ -16,12 +16,15 @@ __all__ = [
     "FLOAT32_MAX",
     "FLOAT32_TINY",
     "INT32_MAX",
+    "MOST_CANDIDATES",
+    "candidate_shape",
     "flag",
     "fraction",
     "integer",
     "is_integer",
     "not_negative",
     "num_bytes",
+    "num_candidates",
     "number",
     "one_of",
     "positive",
@@ -29,6 +32,7 @@ __all__ = [
 
 FLOAT32_MAX, FLOAT32_TINY = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
 INT32_MAX = int(np.iinfo(np.int32).max)
+MOST_CANDIDATES = 512  # ids per token
 
 
 def number(name: str, value: Any) -> float:
@@ -100,3 +104,16 @@ def one_of(name: str, value: Any, choices: Sequence[str]) -> None:
     if value not in choices:
         *first, last = (f'"{choice}"' for choice in choices)
         raise ValueError(f"{name} must be {', '.join(first)} or {last}, got {value!r}")
+
+
+def num_candidates(name: str, shape: Sequence[int]) -> int:
+    """The K of ids of this shape, ``[..., K]``."""
+    if len(shape) < 1 or not 1 <= shape[-1] <= MOST_CANDIDATES:
+        raise ValueError(f"{name} {tuple(shape)} must end in K, from 1 to {MOST_CANDIDATES} ids per token")
+    return int(shape[-1])
+
+
+def candidate_shape(name: str, shape: Sequence[int], leading: Sequence[int], of: str) -> None:
+    """Ids of this shape must be ``[*leading, K]``, where ``leading`` is the shape of ``of``."""
+    if tuple(shape[:-1]) != tuple(leading):
+        raise ValueError(f"{name} {tuple(shape)} must be [..., K] with the shape of {of} {tuple(leading)} before K")

@@ -49,6 +49,17 @@ def integers(name: str, x: Any) -> None:
         raise TypeError(f"{name} must be integers (vocabulary ids), got {x.dtype}")
 
 
+def candidates(value: Any, hidden: torch.Tensor, labels: torch.Tensor) -> int:
+    """Ids of labels' shape and K more; returns K, and 0 for None."""
+    if value is None:
+        return 0
+    integers("candidates", value)
+    count = scalars.num_candidates("candidates", value.shape)
+    scalars.candidate_shape("candidates", value.shape, labels.shape, "labels")
+    same_device(hidden, candidates=value)
+    return count
+
+
 def hidden(x: Any) -> None:
     """Hidden states alone: floats that end in some H."""
     floats("hidden", x)

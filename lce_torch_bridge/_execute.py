@@ -10,12 +10,12 @@ import torch
 
 from lce_torch_bridge import _programs, _rows, runtime, tensor_parallel
 from lce_torch_bridge._programs import Spec
-from lce_torch_bridge._types import Call, Operands
+from lce_torch_bridge._types import PER_CANDIDATE, Call, Operands
 from lce_torch_bridge.dlpack import to_jax, to_torch_all
 
 
 def forward(x: Operands, call: Call, keep_cache: bool) -> list[torch.Tensor]:
-    """The outputs ``[T]``, what the backward needs per token ``[S, T]``, and the cache."""
+    """The outputs, what the backward needs per token ``[S, T]``, and the cache."""
     tokens = x.labels.shape[0]
     if tokens == 0:
         return forward_structs(x, call, keep_cache)
@@ -24,10 +24,10 @@ def forward(x: Operands, call: Call, keep_cache: bool) -> list[torch.Tensor]:
     pieces = [_rows.whole(tokens)] if keep_cache else _rows.pieces(tokens)
     spec = _spec(x.weight, call, pieces[0].masked)
     with runtime.beside(x.hidden):
-        inputs = _import(x.hidden, x.weight, x.bias, [_tokens(x, piece) for piece in pieces], pieces)
+        inputs = _import(x.hidden, x.weight, x.bias, [_tokens(x, piece, call) for piece in pieces], pieces)
         run = _run_alone if call.group == tensor_parallel.NO_GROUP else _run_shard
         packed, cache = run(inputs, spec, call, keep_cache)
-        return [*_unpacked(packed, len(call.fields), tokens), *to_torch_all(cache)]
+        return [*_unpacked(packed, call, tokens), *to_torch_all(cache)]
 
 
 type Inputs = tuple[Any, ...]  # hidden, weight, bias or None, what is per token, leaves of the cache
@@ -52,20 +52,27 @@ def _run_shard(inputs: list[Inputs], spec: Spec, call: Call, keep_cache: bool) -
     return to_torch_all(found), parts[0][1]
 
 
-def _unpacked(parts: list[torch.Tensor], fields: int, tokens: int) -> list[torch.Tensor]:
+def _unpacked(parts: list[torch.Tensor], call: Call, tokens: int) -> list[torch.Tensor]:
     """The outputs, one by one, and what the backward needs, from the pieces' packed results without the padding.
 
     They are copies in torch's memory: a view could not be written in place, and ``record_stream`` does not reach JAX's.
     """
     packed = (parts[0] if len(parts) == 1 else torch.cat(parts, 1)).narrow(1, 0, tokens)
-    outputs: Any = torch.unbind_copy(packed[:fields].view(torch.float32))  # type: ignore[func-returns-value]
-    return [*outputs, packed[fields:].clone(memory_format=torch.contiguous_format)]
+    row = len(call.fields) - (call.num_candidates > 0)
+    outputs: Any = torch.unbind_copy(packed[:row].view(torch.float32))  # type: ignore[func-returns-value]
+    outputs = list(outputs)
+    if call.num_candidates:
+        first, row = row, row + call.num_candidates
+        of_candidates = packed[first:row].view(torch.float32).T
+        outputs.insert(call.fields.index(PER_CANDIDATE), of_candidates.clone(memory_format=torch.contiguous_format))
+    return [*outputs, packed[row:].clone(memory_format=torch.contiguous_format)]
 
 
 def forward_structs(x: Operands, call: Call, keep_cache: bool) -> list[torch.Tensor]:
     """What `forward` returns, uninitialised."""
     tokens = x.labels.shape[0]
-    outputs = [x.hidden.new_empty((tokens,), dtype=torch.float32) for _ in call.fields]
+    shapes = [(tokens, call.num_candidates) if name == PER_CANDIDATE else (tokens,) for name in call.fields]
+    outputs = [x.hidden.new_empty(shape, dtype=torch.float32) for shape in shapes]
     spec = _spec(x.weight, call, masked=True)
     saved = x.hidden.new_empty((x.numbers + spec.num_merged, tokens), dtype=torch.int32)
     cache = []
@@ -100,7 +107,8 @@ def gradients(
     if cache:
         structure = jax.tree.structure(_cache_structure(hidden, weight, bias, len(saved) - spec.num_merged, spec))
     run = _programs.gradients(spec, tuple(cotangents), wanted, not reduced, structure)
-    per_token = torch.cat([saved, *(seed.view(torch.int32)[None] for seed in cotangents.values())])
+    seeds = [seed.view(torch.int32) for seed in cotangents.values()]
+    per_token = torch.cat([saved, *(seed[None] if seed.ndim == 1 else seed.T for seed in seeds)])
     with runtime.beside(hidden):
         (inputs,) = _import(hidden, weight, bias, [_rows.with_count(per_token.T, piece.rows)], [piece], cache)
         grads = to_torch_all(run(*inputs))
@@ -152,12 +160,14 @@ def _import(
     return list(map(operands, pieces, per_token))
 
 
-def _tokens(x: Operands, piece: _rows.Piece) -> torch.Tensor:
-    """Labels and temperature as `_programs` describes them."""
-    columns = x.labels[piece.tokens].long().contiguous().view(torch.int32).view(-1, 2)
+def _tokens(x: Operands, piece: _rows.Piece, call: Call) -> torch.Tensor:
+    """Labels, temperature and candidates as `_programs` describes them."""
+    columns = [x.labels[piece.tokens].long().contiguous().view(torch.int32).view(-1, 2)]
     if x.temperature is not None:
-        columns = torch.cat([columns, x.temperature[piece.tokens].view(torch.int32)[:, None]], 1)
-    return _rows.with_count(columns, piece.rows)
+        columns.append(x.temperature[piece.tokens].view(torch.int32)[:, None])
+    if x.candidates is not None:
+        columns.append(x.candidates[piece.tokens].long().clamp(-1, call.vocab_size).int())  # 2³² + 3 stays outside
+    return _rows.with_count(columns[0] if len(columns) == 1 else torch.cat(columns, 1), piece.rows)
 
 
 def _cache_structure(

@@ -123,7 +123,11 @@ def sequence_first(labels: torch.Tensor, options: Mapping[str, Any]) -> dict[str
     keep, temperature = options.get("keep"), options.get("temperature", 1.0)
     _checks.keep(keep, labels, labels)
     _checks.temperature(temperature, labels, labels)
+    candidates = options.get("candidates")
+    _checks.candidates(candidates, labels, labels)
     turned = {"labels": labels.t()}
+    if candidates is not None:
+        turned["candidates"] = candidates.transpose(0, 1)
     if isinstance(temperature, torch.Tensor):
         turned["temperature"] = temperature.expand(labels.shape).t()
     if keep is not None and keep.dtype == torch.bool:

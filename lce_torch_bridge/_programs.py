@@ -8,8 +8,9 @@
 P is the number of rows of a program. How many of them count is an operand, so that one program serves many counts of
 tokens. Each array that crosses between the libraries costs the host as much time as many kernels. So everything per
 token crosses as one int32 array, floats by their bits, as `_rows.with_count` packs it. ``tokens`` has two columns for
-the halves of each int64 label and one for the temperature, if there is one. S is the label, the temperature if there is
-one, and the merged statistics; `gradients` takes columns of S and the cotangents.
+the halves of each int64 label, one for the temperature, if there is one, and K for candidates, if there are any. S is
+the label, temperature and candidates as they are there, and the merged statistics; `gradients` takes columns of S and
+the cotangents. What is [P, K] here is K rows of what is packed.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from lce_jax import LogprobOutput, local
-from lce_torch_bridge._types import Call
+from lce_torch_bridge._types import PER_CANDIDATE, Call
 
 
 class Spec(NamedTuple):
@@ -39,12 +40,13 @@ class Spec(NamedTuple):
     def statistics(self) -> dict[str, int]:
         """The statistics that are computed, and how many numbers per token each is."""
         call = self.call
-        return local.fields(entropy=call.entropy != "none", stats=call.stats, total=call.mean_logit)
+        further: dict[str, Any] = {"stats": call.stats, "total": call.mean_logit}
+        return local.fields(entropy=call.entropy != "none", num_candidates=call.num_candidates, **further)
 
     @property
     def merged(self) -> dict[str, int]:
         """Those of them that the backward needs of the whole vocabulary."""
-        return local.fields(entropy=self.call.entropy != "none")
+        return local.fields(entropy=self.call.entropy != "none", num_candidates=self.call.num_candidates)
 
     @property
     def num_merged(self) -> int:
@@ -98,22 +100,20 @@ def gradients(
     """
 
     def run(hidden: Any, weight: Any, bias: Any, per_token: Any, *leaves: Any) -> list[Any]:
-        kept = spec.num_merged
-        num_rows, per_token = _counted(spec, per_token, hidden.shape[0])
-        labels, floats = per_token[0], lax.bitcast_convert_type(per_token[1:], jnp.float32)
-        temperature = floats[0] if len(floats) > kept + len(cotangents) else None
-        floats = floats[0 if temperature is None else 1 :]
-        merged, seeds = local.unpack(floats[:kept], spec.merged), dict(zip(cotangents, floats[kept:], strict=True))
+        tokens, merged, seeds = _unpacked_with_cotangents(spec, per_token, hidden.shape[0], cotangents)
         entropy = "entropy" in seeds
+        if PER_CANDIDATE not in seeds:  # they add nothing to any gradient
+            tokens, merged = tokens._replace(candidates=None), merged._replace(candidates=None)
+        seed: Any = {name: seeds.get(name) for name in LogprobOutput._fields}
         dhidden, *of_head = local.gradients(
             hidden,
             weight,
-            labels,
+            tokens.labels,
             merged if entropy else merged._replace(weighted=None),
-            LogprobOutput(seeds.get("logprobs"), seeds.get("entropy"), seeds.get("lse")),  # type: ignore[arg-type]
+            LogprobOutput(**seed),
             cache=None if cache is None else jax.tree.unflatten(cache, leaves),
             dtotal=seeds["mean_logit"] / spec.call.vocab_size if "mean_logit" in seeds else None,
-            **_options(spec, bias, temperature, num_rows) | {"entropy": entropy},
+            **_options(spec, bias, tokens) | {"entropy": entropy},
         )
         dhidden = dhidden.astype(hidden.dtype) if rounded else dhidden
         grads = [dhidden, *of_head[:1], *(dbias.astype(bias.dtype) for dbias in of_head[1:])]
@@ -127,9 +127,9 @@ def cache_structure(spec: Spec, device: jax.Device, *inputs: jax.ShapeDtypeStruc
     """The cache of `statistics` for ``inputs`` like these: the shapes of its leaves, and its tree."""
 
     def cache(hidden: Any, weight: Any, bias: Any, tokens: Any) -> Any:
-        num_rows, labels, temperature = _unpacked(spec, tokens, hidden.shape[0])
-        options = _options(spec, bias, temperature, num_rows)
-        return local.statistics(hidden, weight, labels, keep_cache=True, **options)[1]
+        unpacked = _unpacked(spec, tokens, hidden.shape[0])
+        options = _options(spec, bias, unpacked)
+        return local.statistics(hidden, weight, unpacked.labels, keep_cache=True, **options)[1]
 
     with jax.default_device(device):
         return jax.eval_shape(cache, *inputs)
@@ -138,14 +138,14 @@ def cache_structure(spec: Spec, device: jax.Device, *inputs: jax.ShapeDtypeStruc
 def _statistics(
     spec: Spec, keep_cache: bool, hidden: Any, weight: Any, bias: Any, tokens: Any
 ) -> tuple[Any, list[Any]]:
-    num_rows, labels, temperature = _unpacked(spec, tokens, hidden.shape[0])
-    options = _options(spec, bias, temperature, num_rows) | {"total": spec.call.mean_logit}
-    stats, cache = local.statistics(hidden, weight, labels, keep_cache=keep_cache, **options)
+    unpacked = _unpacked(spec, tokens, hidden.shape[0])
+    options = _options(spec, bias, unpacked) | {"total": spec.call.mean_logit}
+    stats, cache = local.statistics(hidden, weight, unpacked.labels, keep_cache=keep_cache, **options)
     return local.pack(stats), jax.tree.leaves(cache)
 
 
 def _results(spec: Spec, fields: tuple[str, ...], megatron: bool, tokens: Any, gathered: Any) -> Any:
-    num_rows, labels, temperature = _unpacked(spec, tokens, gathered.shape[-1])
+    num_rows, labels, temperature, candidates = _unpacked(spec, tokens, gathered.shape[-1])
     merged = local.merge(local.unpack(gathered, spec.statistics))
     out = local.finish(merged, labels, vocab_size=spec.call.vocab_size, where=_where(num_rows, labels.shape[0]))
     if megatron:
@@ -153,11 +153,13 @@ def _results(spec: Spec, fields: tuple[str, ...], megatron: bool, tokens: Any, g
         outside = (labels < 0) | (labels >= spec.call.vocab_size)
         out = out._replace(logprobs=jnp.where(outside, -jnp.log(merged.sumexp), out.logprobs))
     found = out._asdict() | {"mean_logit": None if merged.total is None else merged.total / spec.call.vocab_size}
-    numbers = [*(found[name] for name in fields), labels, *(() if temperature is None else (temperature,))]
     forward_only: dict[str, Any] = dict.fromkeys(spec.statistics.keys() - spec.merged.keys())
     kept = local.pack(merged._replace(**forward_only))
-    bits = [lax.bitcast_convert_type(x, jnp.int32) for x in (*numbers, kept)]
-    return jnp.concatenate([jnp.stack(bits[:-1]), bits[-1]])
+    numbers = [found[name] for name in fields if name != PER_CANDIDATE]
+    of_candidates = [] if candidates is None else [found[PER_CANDIDATE]]
+    columns = [*numbers, *of_candidates, labels, temperature, candidates]
+    rows = [x[None] if x.ndim == 1 else x.T for x in columns if x is not None]
+    return jnp.concatenate([lax.bitcast_convert_type(x, jnp.int32) for x in (*rows, kept)])
 
 
 def _counted(spec: Spec, packed: Any, rows: int) -> tuple[Any, Any]:
@@ -165,21 +167,59 @@ def _counted(spec: Spec, packed: Any, rows: int) -> tuple[Any, Any]:
     return packed[0] if spec.masked else None, packed[1:].reshape(rows, -1).T
 
 
-def _unpacked(spec: Spec, tokens: Any, rows: int) -> tuple[Any, Any, Any]:
-    """How many rows count, labels ``[P]``, at most one off the vocabulary, and the temperature ``[P]`` or None."""
-    num_rows, (low, high, *bits) = _counted(spec, tokens, rows)
+class _Tokens(NamedTuple):
+    """What is per token, unpacked."""
+
+    num_rows: Any  # how many rows count; None: all
+    labels: Any  # [P] at most one off the vocabulary
+    temperature: Any  # [P], or None
+    candidates: Any  # [P, K] likewise, or None
+
+
+def _unpacked(spec: Spec, tokens: Any, rows: int) -> _Tokens:
+    """``tokens`` of a forward."""
+    num_rows, columns = _counted(spec, tokens, rows)
+    low, high = columns[:2]
     far = jnp.where(high < 0, -1, spec.call.vocab_size)  # JAX would take int64 modulo 2³²: 2³² + 3 would become 3
     labels = jnp.where(high == low >> 31, jnp.clip(low, -1, spec.call.vocab_size), far)
-    return num_rows, labels, lax.bitcast_convert_type(bits[0], jnp.float32) if bits else None
+    return _Tokens(num_rows, labels, *_temperature_and_candidates(spec, columns[2:]))
 
 
-def _options(spec: Spec, bias: Any, temperature: Any, num_rows: Any) -> dict[str, Any]:
+def _temperature_and_candidates(spec: Spec, bits: Any) -> tuple[Any, Any]:
+    count = spec.call.num_candidates
+    temperature = lax.bitcast_convert_type(bits[0], jnp.float32) if len(bits) > count else None
+    return temperature, bits[len(bits) - count :].T if count else None
+
+
+def _unpacked_with_cotangents(
+    spec: Spec, packed: Any, rows: int, names: tuple[str, ...]
+) -> tuple[_Tokens, local.ShardStatistics, dict[str, Any]]:
+    """S of a backward, its merged statistics, and the cotangents by name."""
+    num_rows, columns = _counted(spec, packed, rows)
+    width = sum(spec.call.num_candidates if name == PER_CANDIDATE else 1 for name in names)
+    last = len(columns) - width
+    first = last - spec.num_merged
+    floats = lax.bitcast_convert_type(columns[first:], jnp.float32)
+    seeds, row = {}, spec.num_merged
+    for name in names:
+        if name == PER_CANDIDATE:
+            seeds[name] = floats[row : row + spec.call.num_candidates].T
+            row += spec.call.num_candidates
+        else:
+            seeds[name] = floats[row]
+            row += 1
+    tokens = _Tokens(num_rows, columns[0], *_temperature_and_candidates(spec, columns[1:first]))
+    return tokens, local.unpack(floats[: spec.num_merged], spec.merged), seeds
+
+
+def _options(spec: Spec, bias: Any, tokens: _Tokens) -> dict[str, Any]:
     return spec.call.options | {
         "vocab_start": spec.vocab_start,
         "vocab_size": spec.call.vocab_size if spec.padded else None,
-        "num_rows": num_rows,
+        "num_rows": tokens.num_rows,
         "bias": bias,
-        "temperature": 1.0 if temperature is None else temperature,
+        "temperature": 1.0 if tokens.temperature is None else tokens.temperature,
+        "candidates": tokens.candidates,
         "precision": spec.precision,
     }
 

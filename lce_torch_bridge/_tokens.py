@@ -62,9 +62,10 @@ def kept(x: Any, rows: torch.Tensor | None, other: float) -> Any:
 
 
 def placed(x: torch.Tensor, rows: torch.Tensor | None, labels: torch.Tensor) -> torch.Tensor:
-    """Results in the shape of labels, 0 on tokens that were not kept."""
+    """Results in the shape of labels (with K more for candidates), 0 on tokens that were not kept."""
     if rows is not None and rows.dtype == torch.bool:
-        x = x.where(rows, 0.0)
+        x = x.where(rows.view(-1, *(1,) * (x.ndim - 1)), 0.0)
     elif rows is not None:
-        x = x.new_zeros(labels.numel()).index_copy(0, rows.long(), x)
-    return x if x.shape == labels.shape else x.view(labels.shape)
+        x = x.new_zeros((labels.numel(), *x.shape[1:])).index_copy(0, rows.long(), x)
+    shape = (*labels.shape, *x.shape[1:])
+    return x if x.shape == shape else x.view(shape)

@@ -2,7 +2,7 @@
 
 Dimension letters: T tokens, H hidden size, V vocabulary entries of this rank's shard, P rows of a program (tokens and
 their padding), N ranks of the tensor-parallel group, F statistics, O outputs, S numbers that the backward needs of each
-token: its label, its temperature if it has one, and the merged statistics.
+token: its label, its temperature and its candidates if it has them, and the merged statistics. K candidates.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ type OutOfVocab = Literal["zero", "megatron"]
 type Wgrad = Literal["return", "main_grad"]
 type Reduction = Literal["none", "sum", "mean"]
 
-DIFFERENTIABLE = ("logprobs", "entropy", "lse", "mean_logit")  # results that may have a gradient
+PER_CANDIDATE = "candidate_logprobs"  # the one result that is [T, K]; the others are [T]
+DIFFERENTIABLE = ("logprobs", "entropy", "lse", "mean_logit", PER_CANDIDATE)  # results that may have a gradient
 
 
 class LogprobOutput(NamedTuple):
     """Per-token results: float32 tensors of ``labels.shape``, or None. Tokens that are not kept are 0.
 
-    ``logprobs``, ``entropy``, ``lse`` and ``mean_logit`` are differentiable; the extremes are not. Where only
-    tensors may be returned, as from a stage of ``torch.distributed.pipelining``, return ``out[:3]``, or your fields.
+    All are differentiable but the extremes. Where only tensors may be returned, as from a stage of
+    ``torch.distributed.pipelining``, return ``out[:3]``, or your fields.
 
     Attributes:
         logprobs: ln p(label), nats. ``out_of_vocab`` says what a label outside the vocabulary has.
@@ -32,6 +33,8 @@ class LogprobOutput(NamedTuple):
         max_logit: largest logit over the true vocabulary. None without ``stats=True``.
         min_logit: smallest logit over the true vocabulary. None without ``stats=True``.
         mean_logit: mean logit over the true vocabulary. None without ``mean_logit=True``.
+        candidate_logprobs: ``[..., K]``, ln p of each id in ``candidates``, nats; 0 where the id is none or out of
+            vocabulary. None without ``candidates``.
     """
 
     logprobs: torch.Tensor
@@ -40,6 +43,7 @@ class LogprobOutput(NamedTuple):
     max_logit: torch.Tensor | None = None
     min_logit: torch.Tensor | None = None
     mean_logit: torch.Tensor | None = None
+    candidate_logprobs: torch.Tensor | None = None
 
 
 class Operands(NamedTuple):
@@ -50,11 +54,12 @@ class Operands(NamedTuple):
     bias: torch.Tensor | None  # [V]
     labels: torch.Tensor  # [T] global id; outside [0, vocab_size): out of vocabulary
     temperature: torch.Tensor | None  # [T] float32; None: 1
+    candidates: torch.Tensor | None  # [T, K] global ids; outside [0, vocab_size): none
 
     @property
     def numbers(self) -> int:
         """How many numbers each token comes with."""
-        return 1 if self.temperature is None else 2
+        return 1 + (self.temperature is not None) + (0 if self.candidates is None else self.candidates.shape[1])
 
 
 class Call(NamedTuple):
@@ -70,6 +75,7 @@ class Call(NamedTuple):
     entropy: str  # an `Entropy`
     stats: bool
     mean_logit: bool
+    num_candidates: int  # 0: none are asked for
     megatron: bool  # Megatron's value for labels out of vocabulary
     reduce_grad_hidden: bool
     cache_bytes: int
@@ -78,7 +84,11 @@ class Call(NamedTuple):
     @property
     def differentiable(self) -> tuple[str, ...]:
         """The fields of `LogprobOutput` that have a gradient."""
-        there = {"entropy": self.entropy == "grad", "mean_logit": self.mean_logit}
+        there = {
+            "entropy": self.entropy == "grad",
+            "mean_logit": self.mean_logit,
+            PER_CANDIDATE: self.num_candidates > 0,
+        }
         return tuple(name for name in DIFFERENTIABLE if there.get(name, True))
 
     @property
@@ -92,8 +102,9 @@ class Call(NamedTuple):
     def of_programs(self) -> Call:
         """The call without what the compiled programs do not depend on, so that calls share them."""
         entropy = "none" if self.entropy == "none" else "grad"
-        vocab_size = int(self.vocab_size)  # a SymInt where torch.compile traces
-        return self._replace(group="", vocab_size=vocab_size, entropy=entropy, megatron=False, reduce_grad_hidden=False)
+        plain = self._replace(group="", entropy=entropy, megatron=False, reduce_grad_hidden=False)
+        # They are SymInts where torch.compile traces.
+        return plain._replace(vocab_size=int(self.vocab_size), num_candidates=int(self.num_candidates))
 
     @property
     def options(self) -> dict[str, Any]:
@@ -106,6 +117,7 @@ class Call(NamedTuple):
 OF_THE_BRIDGE = (
     "group",
     "mean_logit",
+    "num_candidates",
     "megatron",
     "reduce_grad_hidden",
 )  # fields of `Call` that are no options of `lce_jax.local`

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lce_jax import scalars
-from lce_torch_bridge import _checks, _dtensor, _tokens, autograd, tensor_parallel
+from lce_torch_bridge import _arguments, _tokens, autograd
+from lce_torch_bridge._arguments import Arguments
 from lce_torch_bridge._autocast import autocast
 from lce_torch_bridge._main_grad import accumulate_into_main_grad
-from lce_torch_bridge._types import Call, Entropy, LogprobOutput, OutOfVocab, Wgrad
+from lce_torch_bridge._types import Entropy, LogprobOutput, OutOfVocab, Wgrad
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -30,6 +30,7 @@ def linear_logprobs(
     entropy: Entropy = "grad",
     stats: bool = False,
     mean_logit: bool = False,
+    candidates: torch.Tensor | None = None,
     keep: torch.Tensor | None = None,
     ignore_index: int | None = None,
     out_of_vocab: OutOfVocab = "zero",
@@ -42,7 +43,8 @@ def linear_logprobs(
 
     With ``z = cap(logit_scale · (hidden · weightᵀ + bias)) / temperature`` in float32 and ``p = softmax(z)`` over the
     vocabulary: ``logprobs = z[label] - lse``, ``entropy = -Σ p ln p`` and ``lse = ln Σ exp(z)`` per token, all in nats.
-    Differentiable, once, in ``hidden``, ``weight`` and ``bias`` through all three.
+    With ``candidates``, ``candidate_logprobs[k] = z[candidates[k]] - lse``. Differentiable, once, in ``hidden``,
+    ``weight`` and ``bias`` through all of them.
 
     Args:
         hidden: ``[..., H]`` hidden states; any leading shape, also an empty one. bfloat16, float16 or float32, on a GPU
@@ -71,6 +73,9 @@ def linear_logprobs(
         mean_logit: True fills ``.mean_logit``, the mean of ``z`` over the true vocabulary, with a gradient. Label
             smoothing needs it (`linear_cross_entropy_loss`). The kernels for Hopper GPUs do not serve it together with
             a cap.
+        candidates: ``[..., K]`` integers of any type: vocabulary ids per token, global also when the vocabulary is
+            split, whose log-probabilities under the whole vocabulary are wanted too, such as a teacher's most likely
+            tokens; K from 1 to 512. -1 stands for none. None: ``.candidate_logprobs`` is None and costs nothing.
         keep: which tokens to compute: bool of ``labels``' shape, or the rows of the flattened tokens, each at most once
             (int64 or int32). The others are 0 and have no gradient. Time and memory are those of the kept tokens,
             whose results have the same bits as without ``keep``. The host waits for the GPU to count a bool tensor. It
@@ -94,7 +99,7 @@ def linear_logprobs(
             or a tuple of names tried in order. None: the best one that can serve the call.
 
     Returns:
-        A `LogprobOutput`, each field float32 of ``labels.shape`` or None.
+        A `LogprobOutput`, each field float32 of ``labels.shape`` (``[..., K]`` for candidates) or None.
 
     Raises:
         lce_jax.UnsupportedError: an implementation asked for by name cannot serve the call; the message says why.
@@ -107,11 +112,12 @@ def linear_logprobs(
 
     Memory:
         Forward, two copies of 8192 tokens' hidden and a tile of logits. Between forward and backward, the operands,
-        four to six numbers of four bytes per token, and the cache; of a DTensor, what was gathered. Backward, beyond
-        the gradients, dhidden in float32 and a tile of logits; for counts of tokens other than 4096, 8192 and 16384
-        also copies of hidden and dhidden, padded to the next power of two (from 32,768 on, or to halfway there). JAX
-        keeps its own pool of GPU memory (`init`), in which the gradients lie. Before JAX reuses a gradient that torch
-        has dropped, this function waits for the streams that may still read it; JAX code of your own does not.
+        four to six numbers of four bytes per token, two more per candidate, and the cache; of a DTensor, what was
+        gathered. Backward, beyond the gradients, dhidden in float32 and a tile of logits; for counts of tokens other
+        than 4096, 8192 and 16384 also copies of hidden and dhidden, padded to the next power of two (from 32,768 on, or
+        to halfway there). JAX keeps its own pool of GPU memory (`init`), in which the gradients lie. Before JAX reuses
+        a gradient that torch has dropped, this function waits for the streams that may still read it; JAX code of your
+        own does not.
 
     DTensors:
         ``weight`` is gathered in its own dtype over all dimensions of its mesh but that of ``tp_group``, over which it
@@ -142,72 +148,39 @@ def linear_logprobs(
         >>> weight.grad.shape
         torch.Size([50257, 16])
     """
-    _checks.group(tp_group)
-    if _dtensor.spans(hidden, tp_group):
-        reduce_grad_hidden = True  # its placement says that the gradient is whole
-    hidden, labels, temperature, keep = _dtensor.tokens(
-        hidden=hidden, labels=labels, temperature=temperature, keep=keep
-    )
-    _checks.tensors(hidden, weight, labels)
-    _checks.temperature(temperature, hidden, labels)
-    _checks.keep(keep, hidden, labels)
-    keep = _tokens.without(ignore_index, keep, labels)
-    scalars.one_of("entropy", entropy, ("grad", "metric", "none"))
-    scalars.one_of("out_of_vocab", out_of_vocab, ("zero", "megatron"))
-    scalars.one_of("wgrad", wgrad, ("return", "main_grad"))
-    weight, bias = _rows_of_head(weight, bias, tp_group, wgrad)
-    shards = 1 if tp_group is None else tp_group.size()
-    call = Call(
-        group=tensor_parallel.name_of(tp_group),
-        vocab_size=_checks.vocabulary(vocab_size, weight.shape[0] * shards),
-        logit_scale=scalars.number("logit_scale", logit_scale),
-        logit_softcap=None if logit_softcap is None else scalars.positive("logit_softcap", logit_softcap),
+    given = _arguments.of_call(
+        hidden,
+        weight,
+        labels,
+        bias=bias,
+        tp_group=tp_group,
+        temperature=temperature,
+        logit_scale=logit_scale,
+        logit_softcap=logit_softcap,
+        vocab_size=vocab_size,
         entropy=entropy,
-        stats=scalars.flag("stats", stats),
-        mean_logit=scalars.flag("mean_logit", mean_logit),
-        megatron=out_of_vocab == "megatron",
-        reduce_grad_hidden=scalars.flag("reduce_grad_hidden", reduce_grad_hidden),
-        cache_bytes=scalars.num_bytes("cache_bytes", cache_bytes),
-        implementation=_checks.implementation(implementation),
+        stats=stats,
+        mean_logit=mean_logit,
+        candidates=candidates,
+        keep=keep,
+        ignore_index=ignore_index,
+        out_of_vocab=out_of_vocab,
+        reduce_grad_hidden=reduce_grad_hidden,
+        wgrad=wgrad,
+        cache_bytes=cache_bytes,
+        implementation=implementation,
     )
-    parameter = weight
-    if wgrad == "main_grad":
-        weight = accumulate_into_main_grad(weight)
-    return _run(hidden, autocast(weight, parameter), bias, labels, temperature, keep, call)
+    weight = accumulate_into_main_grad(given.weight) if wgrad == "main_grad" else given.weight
+    return _run(given, autocast(weight, given.weight))
 
 
-def _rows_of_head(
-    weight: Any, bias: Any, tp_group: dist.ProcessGroup | None, wgrad: str
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """This rank's weight and bias, plain tensors that fit each other and the parts of the other ranks."""
-    if _dtensor.is_dtensor(weight):
-        weight = _dtensor.rows("weight", weight, tp_group, wgrad)
-    if _dtensor.is_dtensor(bias):
-        bias = _dtensor.rows("bias", bias, tp_group)
-    _checks.bias(bias, weight)
-    if not torch.compiler.is_compiling() and _checks.has_values(weight):  # the operator checks again
-        tensor_parallel.check_equal_parts(weight, tensor_parallel.name_of(tp_group))
-    return weight, bias
-
-
-def _run(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    labels: torch.Tensor,
-    temperature: float | torch.Tensor,
-    keep: torch.Tensor | None,
-    call: Call,
-) -> LogprobOutput:
+def _run(given: Arguments, weight: torch.Tensor) -> LogprobOutput:
     """The operator, on the tokens that are kept."""
-    rows = None if keep is None else _tokens.rows_of(keep)
-    flat_hidden = _tokens.kept(hidden.reshape(-1, hidden.shape[-1]), rows, 0.0)
-    flat_labels = _tokens.kept(labels.reshape(-1), rows, 0)
-    flat_temperature = _tokens.kept(_tokens.per_token(temperature, labels), rows, 1.0)
-    wanted = (x.requires_grad for x in (flat_hidden, weight, bias) if x is not None)
+    x, call = _arguments.flat(given), given.call
+    wanted = (leaf.requires_grad for leaf in (x.hidden, weight, given.bias) if leaf is not None)
     keep_cache = torch.is_grad_enabled() and any(wanted) and call.cache_bytes > 0
     function = autograd.LinearLogprobs if torch.compiler.is_compiling() else autograd.Uncompiled
-    found = function.apply(flat_hidden, weight, bias, flat_labels, flat_temperature, keep_cache, *call)
+    found = function.apply(x.hidden, weight, given.bias, x.labels, x.temperature, x.candidates, keep_cache, *call)
     fields = zip(call.fields, found, strict=False)
-    results: dict[str, Any] = {name: _tokens.placed(x, rows, labels) for name, x in fields}
+    results: dict[str, Any] = {name: _tokens.placed(result, x.rows, given.labels) for name, result in fields}
     return LogprobOutput(**{"entropy": None, **results})

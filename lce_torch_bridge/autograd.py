@@ -3,6 +3,8 @@
     forward    hidden [T, H], weight [V, H], bias [V], labels [T]        ->  outputs [T], saved [S, T], cache
     gradients  hidden, weight, bias, saved [S, T], cache, cotangents [T]  ->  dhidden, dweight, dbias, as wanted
 
+Outputs and cotangents of candidates are [T, K].
+
 The operators are opaque to ``torch.compile``, which traces the Function and would otherwise trace into DLPack.
 Everything that the backward needs is a tensor: autograd owns it, frees it, and notices if an operand has changed.
 """
@@ -18,6 +20,7 @@ from lce_torch_bridge import _execute
 from lce_torch_bridge._types import CALL_SCHEMA, DIFFERENTIABLE, Call, Operands
 
 NAME = "lce_torch_bridge"
+NUM_OPERANDS = len(Operands._fields)
 
 
 class LinearLogprobs(torch.autograd.Function):
@@ -31,7 +34,7 @@ class LinearLogprobs(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
         """Keeps what the backward needs."""
-        ctx.call = call = Call(*inputs[6:])
+        ctx.call = call = Call(*inputs[NUM_OPERANDS + 1 :])
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*output[len(call.differentiable) :])
         ctx.save_for_backward(*inputs[:3], *output[len(call.fields) :])
@@ -48,7 +51,7 @@ class LinearLogprobs(torch.autograd.Function):
             run = Gradients.apply if torch.is_grad_enabled() else gradients
             found = list(run(hidden, weight, bias, saved, cache, *cotangents, *wanted, *ctx.call))
             results = [found.pop(0) if want else None for want in wanted]
-        return *results, *(None,) * (3 + len(ctx.call))
+        return *results, *(None,) * (NUM_OPERANDS - 2 + len(ctx.call))
 
     @staticmethod
     def vmap(*_: Any) -> Any:
@@ -116,8 +119,8 @@ def _operator(name: str, schema: str) -> Callable[[Callable[..., Any]], Any]:
 
 @_operator(
     "forward",
-    "(Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, Tensor? temperature, bool keep_cache, "
-    f"{CALL_SCHEMA}) -> Tensor[]",
+    "(Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, Tensor? temperature, Tensor? candidates, "
+    f"bool keep_cache, {CALL_SCHEMA}) -> Tensor[]",
 )
 def forward(
     hidden: torch.Tensor,
@@ -125,16 +128,18 @@ def forward(
     bias: torch.Tensor | None,
     labels: torch.Tensor,
     temperature: torch.Tensor | None,
+    candidates: torch.Tensor | None,
     keep_cache: bool,
     *call: Any,
 ) -> list[torch.Tensor]:
     """``Call.fields``, what the backward needs per token, and the leaves of the cache."""
-    return _execute.forward(Operands(hidden, weight, bias, labels, temperature), Call(*call), keep_cache)
+    return _execute.forward(Operands(hidden, weight, bias, labels, temperature, candidates), Call(*call), keep_cache)
 
 
 @torch.library.register_fake(f"{NAME}::forward")  # type: ignore[untyped-decorator]
 def _(*inputs: Any) -> list[torch.Tensor]:
-    return _execute.forward_structs(Operands(*inputs[:5]), Call(*inputs[6:]), keep_cache=inputs[5])
+    operands, (keep_cache, *call) = Operands(*inputs[:NUM_OPERANDS]), inputs[NUM_OPERANDS:]
+    return _execute.forward_structs(operands, Call(*call), keep_cache)
 
 
 COTANGENTS = ", ".join(f"Tensor? d{name}" for name in DIFFERENTIABLE)

@@ -79,7 +79,7 @@ def linear_cross_entropy_loss(
     """
     scalars.one_of("reduction", reduction, ("mean", "sum", "none"))
     smoothing, z_loss = scalars.fraction("label_smoothing", label_smoothing), scalars.not_negative("z_loss", z_loss)
-    _refuse(options, ("entropy", "stats", "mean_logit", "out_of_vocab"), "a loss has no such output")
+    _refuse(options, ("entropy", "stats", "mean_logit", "candidates", "out_of_vocab"), "a loss has no such output")
     labels, keep = _dtensor.tokens(labels=labels, keep=keep)
     _checks.integers("labels", labels)
     _checks.keep(keep, labels, labels)
@@ -126,7 +126,7 @@ def linear_entropy(hidden: torch.Tensor, weight: torch.Tensor, **options: Any) -
         >>> entropy.shape, round(entropy[0, 0].item(), 3)   # ln 100
         (torch.Size([2, 3]), 4.605)
     """
-    without = ("entropy", "stats", "mean_logit", "ignore_index", "out_of_vocab")
+    without = ("entropy", "stats", "mean_logit", "candidates", "ignore_index", "out_of_vocab")
     _refuse(options, without, "linear_entropy returns entropy and lse")
     _checks.hidden(hidden)
     labels = hidden.new_full(hidden.shape[:-1], -1, dtype=torch.int64)

@@ -54,8 +54,8 @@ def output_processor(
         context: ``labels`` ``[b, s]``, global vocabulary ids, already shifted, and any option of
             `lce_torch_bridge.linear_logprobs` but ``tp_group``, ``bias``, ``logit_scale`` and ``reduce_grad_hidden``,
             which the model sets. ``keep`` is ``[b, s]`` bool, or the rows of the flattened ``[b, s]``; a tensor
-            ``temperature`` broadcasts to ``[b, s]``. ``wgrad`` is by default what the layer does: "main_grad" with
-            ``gradient_accumulation_fusion``.
+            ``temperature`` broadcasts to ``[b, s]``; ``candidates`` are ``[b, s, K]``. ``wgrad`` is by default what the
+            layer does: "main_grad" with ``gradient_accumulation_fusion``.
         scale_logits: the model's multiplier of logits (MuP), which is applied in float32 here.
         config: the model's configuration.
         runtime_gather_output: None or False. Results are whole on every rank anyway.
@@ -63,8 +63,9 @@ def output_processor(
         **_: other arguments of megatron-core, of this or a later version, which are ignored.
 
     Returns:
-        A `LogprobOutput` of ``[b, s]`` tensors, bitwise equal on all tensor-parallel ranks. Float16Module, which wraps
-        every bf16 and fp16 model in training, turns it into a plain tuple in the same order: unpack it.
+        A `LogprobOutput` of ``[b, s]`` tensors (``[b, s, K]`` for candidates), bitwise equal on all tensor-parallel
+        ranks. Float16Module, which wraps every bf16 and fp16 model in training, turns it into a plain tuple in the same
+        order: unpack it.
 
     Raises:
         NotImplementedError: the model cannot be served; the message says why and what to do.
@@ -91,7 +92,7 @@ def output_processor(
     head = Head(output_layer, labels, multiplier(scale_logits), options, mtp=bool(getattr(config, "mtp_num_layers", 0)))
     with _in_place(output_layer, forward=head):
         out, _bias = output_layer(hidden_states, weight=output_weight, runtime_gather_output=runtime_gather_output)
-    batch_first: list[Any] = [None if field is None else field.t().contiguous() for field in out]
+    batch_first: list[Any] = [None if field is None else field.transpose(0, 1).contiguous() for field in out]
     return LogprobOutput(*batch_first)
 
 
@@ -99,7 +100,8 @@ def output_processor(
 def fused_output_layer(model: torch.nn.Module, labels: torch.Tensor, **options: Any) -> Iterator[None]:
     """Inside, ``model(tokens, positions, mask)`` returns ``[b, s, 2]``, log-probability and entropy, not logits.
 
-    For models without an output processor. Call the model without ``labels``. The backward pass may run outside, unless
+    With ``candidates`` ``[b, s, K]`` it returns ``[b, s, 2 + K]``: their log-probabilities come after these two. For
+    models without an output processor. Call the model without ``labels``. The backward pass may run outside, unless
     the whole model is under an activation checkpoint, which calls it again. Multi-token prediction keeps its own loss,
     and stores that loss's logits.
 
@@ -107,8 +109,8 @@ def fused_output_layer(model: torch.nn.Module, labels: torch.Tensor, **options: 
         model: a model with an ``output_layer``, also inside DistributedDataParallel, Float16Module, ``torch.compile``
             or other modules. Methods of it and of its output layer are replaced until the block is left.
         labels: ``[b, s]`` global vocabulary ids, already shifted.
-        **options: ``temperature``, ``logit_softcap``, ``vocab_size``, ``entropy``, ``keep``, ``ignore_index``,
-            ``out_of_vocab``, ``wgrad``, ``cache_bytes`` and ``implementation``, as in the context of
+        **options: ``temperature``, ``logit_softcap``, ``vocab_size``, ``entropy``, ``candidates``, ``keep``,
+            ``ignore_index``, ``out_of_vocab``, ``wgrad``, ``cache_bytes`` and ``implementation``, as in the context of
             `output_processor`. Not ``entropy="none"``, because the model returns two results; "metric" spares the
             entropy's gradient.
 
@@ -134,12 +136,13 @@ def fused_output_layer(model: torch.nn.Module, labels: torch.Tensor, **options: 
         told = ", ".join(f"{name}={value!r}" for name, value in further.items())
         raise ValueError(
             f"entropy={options.get('entropy', 'grad')!r}, {told}: the model returns exactly logprob and entropy "
-            'here; entropy="metric" has no gradient and costs little'
+            '(and candidates) here; entropy="metric" has no gradient and costs little'
         )
     scale_logits = getattr(inner, "_scale_logits", _unscaled)  # since megatron-core 0.17
     predictions = inner.config.mtp_num_layers if getattr(inner.config, "mtp_num_layers", None) else 0
     head = Head(inner.output_layer, labels, multiplier(scale_logits), options, mtp=predictions > 0)
-    turn = _Turn(predictions, type(inner).__name__, scale_logits, inner.compute_language_model_loss)
+    returned = (*labels.shape, 2 + (options["candidates"].shape[-1] if options.get("candidates") is not None else 0))
+    turn = _Turn(predictions, type(inner).__name__, returned, scale_logits, inner.compute_language_model_loss)
     stock = inner.output_layer.forward
 
     def forward(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -147,13 +150,15 @@ def fused_output_layer(model: torch.nn.Module, labels: torch.Tensor, **options: 
             return stock(*args, **kwargs)
         out, bias = head(*args, **kwargs)
         fields: Any = out[:2]
-        return torch.stack(fields, dim=-1), bias
+        stacked = torch.stack(fields, dim=-1)
+        of_candidates = out.candidate_logprobs
+        return stacked if of_candidates is None else torch.cat([stacked, of_candidates], -1), bias
 
     # The model's own steps on logits: the op has applied the multiplier, and a loss cannot be computed.
     with (
         _in_place(inner.output_layer, forward=forward),
         _in_place(inner, _scale_logits=turn.scale, compute_language_model_loss=turn.loss),
-        turn.watching(inner, labels),
+        turn.watching(inner),
     ):
         yield
 
@@ -161,8 +166,15 @@ def fused_output_layer(model: torch.nn.Module, labels: torch.Tensor, **options: 
 class _Turn:
     """Counts the calls of the output layer in a forward: multi-token prediction makes the first ones, for logits."""
 
-    def __init__(self, predictions: int, name: str, scale: Callable[..., Any], loss: Callable[..., Any]) -> None:
-        self.predictions, self.name = predictions, name
+    def __init__(
+        self,
+        predictions: int,
+        name: str,
+        returned: tuple[int, ...],
+        scale: Callable[..., Any],
+        loss: Callable[..., Any],
+    ) -> None:
+        self.predictions, self.name, self.returned = predictions, name, returned
         self._scale, self._loss = scale, loss
         self.calls = 0  # of the output layer, in this forward
 
@@ -183,14 +195,14 @@ class _Turn:
         )
 
     @contextlib.contextmanager
-    def watching(self, model: torch.nn.Module, labels: torch.Tensor) -> Iterator[None]:
+    def watching(self, model: torch.nn.Module) -> Iterator[None]:
         """Counts anew in each forward, if the model has predictions to make."""
 
         def begin(_model: torch.nn.Module, _inputs: Any) -> None:
             self.calls = 0
 
         def end(_model: torch.nn.Module, _inputs: Any, out: torch.Tensor) -> None:
-            if self.calls != self.predictions + 1 or out.shape != (*labels.shape, 2):
+            if self.calls != self.predictions + 1 or out.shape != self.returned:
                 raise NotImplementedError(
                     f"{self.name} has mtp_num_layers={self.predictions}, and called its output layer {self.calls} "
                     f"times, to return {tuple(out.shape)}: call it with input_ids, which give the further predictions "

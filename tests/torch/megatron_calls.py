@@ -16,7 +16,7 @@ from lce_torch_bridge.megatron import fused_output_layer, output_processor
 from tests.torch import megatron_models
 from tests.torch.megatron_models import VOCAB, Batch
 
-type Outputs = tuple[torch.Tensor | None, ...]  # logprobs, entropy
+type Outputs = tuple[torch.Tensor | None, ...]  # logprobs, entropy, and candidates if they are asked for
 type Gradients = dict[str, torch.Tensor]
 type Way = Callable[..., contextlib.AbstractContextManager[Outputs]]
 
@@ -64,6 +64,13 @@ def draw(seed: int = 0, *, foreign: bool = False, **options: Any) -> tuple[Batch
     if "keep" in options:
         mask = (torch.rand(shape, generator=generator) < 0.4).to(device)
         options["keep"] = mask if options["keep"] == "some" else mask.flatten().nonzero()[:, 0]
+    if "candidates" in options:  # some of them none, out of vocabulary, or the label
+        several = (*shape, options["candidates"])
+        ids = torch.randint(-3, VOCAB + 3, several, generator=generator).to(device)
+        ids[..., 0] = batch.labels
+        options["candidates"] = ids
+        seed = torch.randn(several, generator=generator, dtype=batch.seeds[0].dtype).to(device)
+        batch = batch._replace(seeds=(*batch.seeds, seed))
     if isinstance(options.get("temperature"), str):
         drawn = shape if options["temperature"] == "token" else (shape[0], 1)
         options["temperature"] = (0.5 + torch.rand(drawn, generator=generator)).to(device)
@@ -87,11 +94,17 @@ def stock(it: Subject, batch: Batch, **options: Any) -> Iterator[Outputs]:
     foreign = lse.detach() - lse  # the value is 0, the gradient that of -lse
     logprobs = torch.where(owned, logprobs, foreign)
     entropy = -(logp.exp() * logp).sum(-1)
+    of_ids, ids = None, options.get("candidates")
+    if ids is not None:
+        there = (ids >= 0) & (ids < logp.shape[-1])
+        of_ids = logp.gather(-1, ids.where(there, 0)).where(there, 0)
     if "keep" in options:
         kept = torch.zeros_like(owned)
         kept.view(-1)[options["keep"].view(-1)] = True
         logprobs, entropy = logprobs.where(kept, 0), entropy.where(kept, 0)
-    yield logprobs, {"metric": entropy.detach(), "none": None}.get(options.get("entropy", "grad"), entropy)
+        of_ids = None if of_ids is None else of_ids.where(kept[..., None], 0)
+    entropy = {"metric": entropy.detach(), "none": None}.get(options.get("entropy", "grad"), entropy)
+    yield (logprobs, entropy) if of_ids is None else (logprobs, entropy, of_ids)
 
 
 @contextlib.contextmanager
@@ -110,7 +123,8 @@ def fused(it: Subject, batch: Batch, **options: Any) -> Iterator[Outputs]:
         call = checkpointed(call, reentrant=it.checkpoint == "reentrant")
     with inside:
         out = call(*batch.inputs)
-        yield tuple(out.unbind(-1)) if it.wrapper else tuple(out[:2])
+        found = (*out[..., :2].unbind(-1), out[..., 2:]) if it.wrapper else (*out[:2], out[-1])
+        yield found if "candidates" in options else found[:2]
 
 
 def checkpointed(call: Callable[..., Any], *, reentrant: bool) -> Callable[..., Any]:

@@ -101,6 +101,7 @@ def of_arguments(gpt: Any, batch: Any) -> Result:
         "flat labels": processor(gpt, batch, labels=batch.labels.flatten()),
         "keep of another shape": processor(gpt, batch, keep=torch.ones(3, dtype=torch.bool)),
         "keep beyond the rows": processor(gpt, batch, keep=torch.tensor([1, 96])),
+        "candidates of another shape": processor(gpt, batch, candidates=torch.ones(32, 3, 2, dtype=torch.int64)),
         "temperature of another shape": processor(gpt, batch, temperature=torch.ones(5)),
         "an option of the model": processor(gpt, batch, reduce_grad_hidden=True, logit_scale=2.0, bias=None),
         "an unknown option": processor(gpt, batch, temprature=1.0),

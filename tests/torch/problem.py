@@ -40,7 +40,7 @@ def told(V: int = 104, **options: Any) -> Call:
     """The `Call` that the operators get on one rank; by default the one from `linear_logprobs` with its defaults."""
     call = Call(
         group="", vocab_size=V, logit_scale=1.0, logit_softcap=None, entropy="grad", stats=False, mean_logit=False,
-        megatron=False, reduce_grad_hidden=False, cache_bytes=0, implementation="",
+        num_candidates=0, megatron=False, reduce_grad_hidden=False, cache_bytes=0, implementation="",
     )  # fmt: skip
     return call._replace(**options)
 
@@ -61,14 +61,26 @@ def to_torch(x: jax.Array) -> torch.Tensor:
     return torch.from_numpy(np.asarray(x.astype("float32") if x.dtype == "bfloat16" else x).copy()).to(dtype)
 
 
-def seeds_like(labels: torch.Tensor, seed: int = 1) -> list[torch.Tensor]:
-    """A cotangent each for logprobs, entropy and lse."""
+def candidates_like(labels: torch.Tensor, K: int = 5, V: int = 104) -> torch.Tensor:
+    """Ids of which some are none, out of vocabulary, equal to the label, or occur twice."""
+    generator = torch.Generator().manual_seed(7)
+    ids = torch.randint(0, V, (*labels.shape, K), generator=generator)
+    special = torch.tensor([-1, -100, V, 2**32 + 3, V - 1])[torch.randint(0, 5, ids.shape, generator=generator)]
+    ids = torch.where(torch.rand(ids.shape, generator=generator) < 0.3, special, ids).to(labels.device)
+    ids[..., 0], ids[..., -1] = labels, ids[..., K // 2]
+    return ids
+
+
+def seeds_like(labels: torch.Tensor, seed: int = 1, K: int = 0) -> list[torch.Tensor]:
+    """A cotangent each for logprobs, entropy and lse, and for K candidates."""
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(labels.shape, generator=generator).to(labels.device) for _ in range(3)]
+    shapes = [labels.shape] * 3 + [(*labels.shape, K)] * (K > 0)
+    return [torch.randn(shape, generator=generator).to(labels.device) for shape in shapes]
 
 
 def objective(out: LogprobOutput, seeds: list[torch.Tensor]) -> torch.Tensor:
-    terms = [(seed.to(x.dtype) * x).sum() for seed, x in zip(seeds, out[:3], strict=True) if x is not None]
+    fields = out[:3] if len(seeds) == 3 else (*out[:3], out.candidate_logprobs)
+    terms = [(seed.to(x.dtype) * x).sum() for seed, x in zip(seeds, fields, strict=True) if x is not None]
     return torch.stack(terms).sum()
 
 
@@ -82,6 +94,7 @@ def stored(
     logit_scale: float = 1.0,
     logit_softcap: float | None = None,
     vocab_size: int | None = None,
+    candidates: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> LogprobOutput:
     """The same with the logits stored: products in ``dtype``, the rest in float64."""
@@ -94,9 +107,14 @@ def stored(
     inside = (labels >= 0) & (labels < z.shape[-1])
     at_label = logp.gather(-1, torch.where(inside, labels, 0).long().unsqueeze(-1)).squeeze(-1)
     lse = z.logsumexp(-1)
+    of_candidates = None
+    if candidates is not None:
+        there = (candidates >= 0) & (candidates < z.shape[-1])
+        of_candidates = logp.gather(-1, torch.where(there, candidates, 0).long()).where(there, 0.0)
     # Out of vocabulary: the value is 0 and the gradient that of -lse.
     logprobs = torch.where(inside, at_label, lse.detach() - lse)
-    return LogprobOutput(logprobs, -(logp.exp() * logp).sum(-1), lse, z.amax(-1), z.amin(-1), z.mean(-1))
+    entropy = -(logp.exp() * logp).sum(-1)
+    return LogprobOutput(logprobs, entropy, lse, z.amax(-1), z.amin(-1), z.mean(-1), of_candidates)
 
 
 def gradients(problem: Problem, seeds: list[torch.Tensor], call: Any = linear_logprobs, **options: Any) -> Any:
@@ -119,8 +137,10 @@ def relative_norm(got: torch.Tensor, want: torch.Tensor) -> float:
     return _bad_if_nan(((got - want).norm() / (norm if norm > 0 else 1.0)).item())
 
 
-def value_error(got: torch.Tensor, want: torch.Tensor) -> float:
-    """The largest error, relative to max(1, |value|)."""
+def value_error(got: torch.Tensor | None, want: torch.Tensor | None) -> float:
+    """The largest error, relative to max(1, |value|); 0 for two results that are not there."""
+    if got is None or want is None:
+        return 0.0 if got is want else math.inf
     got, want = got.detach().double(), want.detach().double()
     error = (got - want).abs() / want.abs().clamp(min=1)
     return _bad_if_nan(error.max().item()) if error.numel() else 0.0

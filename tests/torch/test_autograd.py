@@ -16,14 +16,15 @@ from tests.torch import problem as p
 GRADIENT = 1e-6  # as in test_parity
 
 
-@pytest.mark.parametrize("used", ["logprobs", "entropy", "lse"])
+@pytest.mark.parametrize("used", ["logprobs", "entropy", "lse", "candidate_logprobs"])
 def test_only_one_output_used(used: str) -> None:
     problem = p.draw()
-    seed = p.seeds_like(problem.labels)[0]
+    seeds = p.seeds_like(problem.labels, K=5)
+    seed = seeds[-1] if used == "candidate_logprobs" else seeds[0]
     grads = []
     for call in (linear_logprobs, p.stored):
         leaves = problem.leaves()
-        (getattr(call(*leaves), used) * seed).sum().backward()
+        (getattr(call(*leaves, candidates=p.candidates_like(problem.labels)), used) * seed).sum().backward()
         grads.append((leaves.hidden.grad, leaves.weight.grad))
     assert max(map(p.relative_norm, *grads)) < GRADIENT
 
@@ -71,9 +72,10 @@ def test_a_frozen_weight_costs_no_product_and_no_buffer(dtype: str, padded: bool
 @pytest.mark.parametrize("shape", [(0,), (2, 0), (0, 3)])
 def test_no_tokens(shape: tuple[int, ...]) -> None:
     hidden, weight = torch.zeros(*shape, 8, requires_grad=True), torch.ones(16, 8, requires_grad=True)
-    out = linear_logprobs(hidden, weight, torch.zeros(shape, dtype=torch.int64), stats=True, mean_logit=True)
-    assert all(field.shape == shape for field in out)
-    (out.logprobs.sum() + out.entropy.sum()).backward()
+    labels, ids = torch.zeros(shape, dtype=torch.int64), torch.zeros((*shape, 3), dtype=torch.int64)
+    out = linear_logprobs(hidden, weight, labels, stats=True, mean_logit=True, candidates=ids)
+    assert [field.shape for field in out] == [torch.Size(shape)] * 6 + [torch.Size((*shape, 3))]
+    (out.logprobs.sum() + out.candidate_logprobs.sum()).backward()
     assert torch.equal(hidden.grad, torch.zeros_like(hidden))
     assert torch.equal(weight.grad, torch.zeros_like(weight))
 
@@ -112,7 +114,7 @@ def test_a_second_derivative_raises() -> None:
 def test_first_derivatives_of_torch_func(options: dict[str, Any]) -> None:
     """`grad` and `vjp` have the bits of ``torch.autograd.grad``."""
     problem = p.draw()
-    seeds = p.seeds_like(problem.labels)
+    seeds, options = p.seeds_like(problem.labels, K=5), options | dict(candidates=p.candidates_like(problem.labels))
     _, want = p.gradients(problem, seeds, **options)
 
     def call(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -173,14 +175,15 @@ def test_a_change_in_place_before_the_backward_raises(changed: str) -> None:
 @pytest.mark.parametrize("cache_bytes", [0, 1 << 20])
 def test_checkpointing(reentrant: bool, cache_bytes: int) -> None:
     problem = p.draw()
-    seeds = p.seeds_like(problem.labels)
+    seeds = p.seeds_like(problem.labels, K=5)
+    options: Any = dict(cache_bytes=cache_bytes, candidates=p.candidates_like(problem.labels))
 
     def call(*leaves: torch.Tensor) -> torch.Tensor:
-        return p.objective(linear_logprobs(*leaves, cache_bytes=cache_bytes), seeds)
+        return p.objective(linear_logprobs(*leaves, **options), seeds)
 
     leaves = problem.leaves()
     checkpoint(call, *leaves, use_reentrant=reentrant).backward()
-    _, want = p.gradients(problem, seeds, cache_bytes=cache_bytes)
+    _, want = p.gradients(problem, seeds, **options)
     assert torch.equal(leaves.hidden.grad, want[0])
     assert torch.equal(leaves.weight.grad, want[1])
 

@@ -24,6 +24,7 @@ OPTIONS: list[dict[str, Any]] = [
     dict(keep=torch.arange(37) % 3 == 0),
     dict(mean_logit=True, entropy="none", stats=True),
     dict(ignore_index=7, keep=torch.arange(0, 37, 3)),
+    dict(candidates=p.candidates_like(p.draw().labels), keep=torch.arange(37) % 3 == 0, entropy="metric", stats=True),
 ]
 
 
@@ -47,6 +48,8 @@ def test_fullgraph(options: dict[str, Any]) -> None:
         leaves = problem.leaves()
         out = function(*leaves, **options)
         objective = sum((s * x).sum() for s, x in zip(seeds, out, strict=False) if x is not None and x.requires_grad)
+        if out.candidate_logprobs is not None:
+            objective = objective + (seeds[0][:, None] * out.candidate_logprobs).sum()
         results.append((*(x for x in out if x is not None), *torch.autograd.grad(objective, leaves[:2])))
     assert all(map(torch.equal, *results))
 
@@ -95,16 +98,17 @@ def test_main_grad_is_refused_clearly() -> None:
 def test_opcheck(entropy: str, temperature: torch.Tensor | None, biased: bool) -> None:
     hidden, weight, labels = p.draw()
     bias = torch.linspace(-1, 1, 104) if biased else None
-    told = p.told(entropy=entropy, stats=True, mean_logit=biased)
-    operands = (hidden, weight, bias, labels, temperature, False)
+    candidates = p.candidates_like(labels) if biased else None
+    told = p.told(entropy=entropy, stats=True, mean_logit=biased, num_candidates=5 * biased)
+    operands = (hidden, weight, bias, labels, temperature, candidates, False)
     torch.library.opcheck(autograd.forward, (*operands, *told))
     saved = autograd.forward(*operands, *told)[-1]
     seed = torch.randn(37)
     dentropy = seed if entropy == "grad" else None
-    dmean = seed if biased else None
+    dmean, dcandidates = (seed, torch.randn(37, 5)) if biased else (None, None)
     for cotangents, wanted in (
-        ((seed, None, None, None), (True, False, False)),
-        ((seed, dentropy, seed, dmean), (True, True, biased)),
+        ((seed, None, None, None, None), (True, False, False)),
+        ((seed, dentropy, seed, dmean, dcandidates), (True, True, biased)),
     ):
         torch.library.opcheck(autograd.gradients, (hidden, weight, bias, saved, [], *cotangents, *wanted, *told))
 
@@ -129,10 +133,11 @@ HOLDING_NOTHING: list[dict[str, Any]] = [
 @pytest.mark.parametrize("options", HOLDING_NOTHING, ids=lambda options: ", ".join(options))
 def test_tensors_that_hold_nothing(options: dict[str, Any]) -> None:
     """Shapes and dtypes of the real call, forward and backward, from meta tensors and from fake ones."""
-    problem, seeds = p.draw(dtype=torch.bfloat16), p.seeds_like(p.draw().labels)
+    problem, seeds = p.draw(dtype=torch.bfloat16), p.seeds_like(p.draw().labels, K=5)
+    ids = p.candidates_like(problem.labels)
 
     def described(convert: Any) -> list[Any]:
-        all_results = dict(stats=True, mean_logit=True)
+        all_results = dict(stats=True, mean_logit=True, candidates=convert(ids))
         given = {name: convert(x) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
         out, grads = p.gradients(p.Problem(*map(convert, problem)), list(map(convert, seeds)), **all_results, **given)
         return [(tuple(x.shape), x.dtype) for x in (*out, *grads)]

@@ -62,6 +62,8 @@ def test_parity(results: dict[str, Any], case: Case) -> None:
     result = of(results, case)
     assert result["logprobs"] <= VALUES
     assert result.get("entropy", 0.0) <= VALUES
+    assert ("candidates" in result) == ("candidates" in dict(case.options))
+    assert result.get("candidates", 0.0) <= VALUES
     assert result["gradient"] <= GRADIENTS, result["worst"]
     assert result["ranks agree"]
     assert result["every parameter"]
@@ -151,7 +153,7 @@ def test_result(results: dict[str, Any], case: Case) -> None:
     assert result["dtypes"] == "{torch.float32}"
     assert result["contiguous"]
     assert result["without DDP"]
-    assert result["absent"] == "['entropy', 'max_logit', 'min_logit', 'mean_logit']"
+    assert result["absent"] == "['entropy', 'max_logit', 'min_logit', 'mean_logit', 'candidate_logprobs']"
     assert result["error"] <= VALUES
 
 

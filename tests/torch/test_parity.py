@@ -9,7 +9,8 @@ from lce_torch_bridge import linear_cross_entropy, linear_logprobs
 from tests import cases, oracle
 from tests.torch import problem as p
 
-SERVED = [test for test in cases.MATRIX if not {"weight_layout", "precision"} & {name for name, _ in test.options}]
+NOT_SERVED = {"weight_layout", "precision"}
+SERVED = [x for x in (*cases.MATRIX, *cases.CANDIDATES) if not NOT_SERVED & {name for name, _ in x.options}]
 VALUE = 2e-6  # float32 sums of some hundred terms; the logits themselves are rounded to 6e-8 of theirs
 GRADIENT = 1e-6
 # bfloat16 gradients are rounded once to 2^-9 of each element (uniformly: 1.7e-3 of the norm); float16 to 2^-12.
@@ -20,7 +21,10 @@ ROUNDING = {torch.float32: GRADIENT, torch.bfloat16: 2.0e-3, torch.float16: 2.6e
 def test_case(test: cases.TestCase) -> None:
     problem, options, seeds = p.from_case(test)
     out, (dhidden, dweight) = p.gradients(problem, seeds, **options)
-    assert all(field is None or (field.shape == problem.labels.shape and field.dtype == torch.float32) for field in out)
+    shapes = [problem.labels.shape] * (len(out) - 1) + [(*problem.labels.shape, test.K)]
+    for field, shape in zip(out, shapes, strict=True):
+        assert field is None or (field.shape == shape and field.dtype == torch.float32)
+    assert (out.candidate_logprobs is None) == (test.K == 0)
     assert dhidden.dtype == problem.hidden.dtype
     assert dweight.dtype == problem.weight.dtype
 
@@ -35,7 +39,7 @@ def test_case(test: cases.TestCase) -> None:
     if out.entropy is None:
         seeds[1] = 0 * seeds[1]
     wanted = oracle.gradients(*exact, labels, [seed.numpy() for seed in seeds], **told)
-    for got, want in zip((dhidden, dweight), wanted, strict=True):
+    for got, want in zip((dhidden, dweight), wanted[:2], strict=True):
         assert oracle.relative_norm(got.double().numpy(), want) < ROUNDING[got.dtype] * scale
 
 
@@ -45,8 +49,9 @@ def test_against_autograd_in_float64(implementation: str) -> None:
     labels = problem.labels.clone()
     labels[::7] = torch.tensor([-100, 10**6, 2**32 + 3, -(2**40), 104, 2**31])[: len(labels[::7])]
     problem = problem._replace(labels=labels)
-    seeds = p.seeds_like(labels)
+    seeds = p.seeds_like(labels, K=5)
     options = dict(temperature=0.7, logit_scale=1.3, logit_softcap=4.0, vocab_size=101)
+    options["candidates"] = p.candidates_like(labels)
     out, grads = p.gradients(problem, seeds, implementation=implementation, stats=True, mean_logit=True, **options)
     want, wanted = p.exact(problem, seeds, **options)
     assert max(map(p.value_error, out, want)) < VALUE
@@ -129,7 +134,7 @@ def test_metric_entropy_has_no_gradient() -> None:
     leaves = problem.leaves()
     metric = linear_logprobs(*leaves, entropy="metric", stats=True, mean_logit=True)
     assert torch.equal(metric.entropy, out.entropy)
-    assert [field.requires_grad for field in metric] == [True, False, True, False, False, True]
+    assert [field.requires_grad for field in metric[:6]] == [True, False, True, False, False, True]
     got = torch.autograd.grad(p.objective(metric._replace(entropy=None), seeds), leaves[:2])
     _, want = p.gradients(problem, [seeds[0], 0 * seeds[1], seeds[2]])
     assert max(map(p.relative_norm, got, want)) < GRADIENT

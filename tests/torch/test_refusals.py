@@ -67,6 +67,13 @@ GOOD = p.draw(T=6, H=8, V=10)
         (dict(keep=torch.tensor([0, 6])), ValueError, r"keep holds row 6, and there are 6 rows"),
         (dict(keep=torch.tensor([-1])), ValueError, r"keep holds row -1, and there are 6 rows"),
         (dict(keep=torch.tensor([2, 2, 2])), ValueError, r"keep must hold each row at most once, got 2 repeats"),
+        (dict(candidates=[[1]] * 6), TypeError, r"candidates must be a torch.Tensor, got list"),
+        (dict(candidates=torch.ones(6, 2)), TypeError, r"candidates must be integers \(vocabulary ids\), got .*float32"),
+        (dict(candidates=GOOD.labels[:, None][:, :0]), ValueError, r"candidates \(6, 0\) must end in K, from 1 to 512"),
+        (dict(candidates=torch.ones(6, 513, dtype=int)), ValueError, r"\(6, 513\) must end in K, from 1 to 512 ids"),
+        (dict(candidates=torch.tensor(3)), ValueError, r"candidates \(\) must end in K"),
+        (dict(candidates=torch.ones(5, 2, dtype=int)), ValueError, r"\(5, 2\) must be \[\.\.\., K\] with .*labels \(6,\)"),
+        (dict(candidates=torch.ones(6, 2, dtype=int).to("meta")), ValueError, r"candidates is on meta, hidden on cpu"),
         (dict(ignore_index=-100.0), TypeError, r"ignore_index must be a Python integer, got -100.0"),
         (dict(ignore_index=True), TypeError, r"ignore_index must be a Python integer, got True"),
         (dict(implementation=7), TypeError, r"implementation must be None, a name or a tuple of names, got 7"),
@@ -90,8 +97,8 @@ def test_a_temperature_that_is_not_looked_at_stays_in_its_token(wrong: float, mo
     monkeypatch.setattr(_checks, "may_look_at", lambda _: False)  # as on a GPU
     damaged, rest = torch.tensor([1, 3]), torch.tensor([0, 2, 4, 5])
     temperature = torch.tensor([1.0, 0.7, 1.0, 2.0, 0.5, 1.0])
-    seeds = p.seeds_like(GOOD.labels)
-    options = dict(stats=True, mean_logit=True)
+    seeds = p.seeds_like(GOOD.labels, K=3)
+    options = dict(stats=True, mean_logit=True, candidates=p.candidates_like(GOOD.labels, K=3, V=10))
     without = [seed.index_fill(0, damaged, 0.0) for seed in seeds]
     want, wanted = p.gradients(GOOD, without, temperature=temperature, **options)
     out, grads = p.gradients(GOOD, seeds, temperature=temperature.index_fill(0, damaged, wrong), **options)

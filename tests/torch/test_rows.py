@@ -35,14 +35,14 @@ def compilations() -> Iterator[list[str]]:
 @pytest.mark.parametrize("T", [37, 2500, _rows.FORWARD_ROWS, _rows.FORWARD_ROWS + 700])
 def test_kept_rows_have_the_bits_of_the_full_call(T: int, dtype: torch.dtype) -> None:
     hidden, weight, labels = p.draw(T=T, H=48, V=3000, dtype=dtype)
-    full = linear_logprobs(hidden, weight, labels, stats=True, mean_logit=True, temperature=0.9)
+    told = dict(stats=True, mean_logit=True, temperature=0.9, candidates=p.candidates_like(labels, K=3, V=3000))
+    full = linear_logprobs(hidden, weight, labels, **told)
     generator = torch.Generator().manual_seed(3)
     for count in (0, 1, 5, T // 3, T - 1, T):
         rows = torch.randperm(T, generator=generator)[:count]
         mask = torch.zeros(T, dtype=torch.bool).index_fill(0, rows, True)
         for keep in (rows, rows.int(), mask):
-            told = dict(stats=True, mean_logit=True, temperature=0.9, keep=keep)
-            for got, want in zip(linear_logprobs(hidden, weight, labels, **told), full, strict=True):
+            for got, want in zip(linear_logprobs(hidden, weight, labels, keep=keep, **told), full, strict=True):
                 assert torch.equal(got[mask], want[mask])
                 assert (got[~mask] == 0).all()
 
@@ -53,12 +53,13 @@ def test_gradients_with_rows_left_out() -> None:
     temperature = torch.linspace(0.5, 1.5, 3)[:, None]
     keep = torch.rand(3, 20, generator=torch.Generator().manual_seed(0)) < 0.4
     problem.hidden[~keep] = torch.nan  # whatever they hold
-    seeds = p.seeds_like(problem.labels)
-    out, (dhidden, dweight) = p.gradients(problem, seeds, keep=keep, temperature=temperature)
-    assert all((field[~keep] == 0).all() for field in out[:3])
+    seeds, ids = p.seeds_like(problem.labels, K=5), p.candidates_like(problem.labels)
+    out, (dhidden, dweight) = p.gradients(problem, seeds, keep=keep, temperature=temperature, candidates=ids)
+    assert all((field[~keep] == 0).all() for field in (*out[:3], out.candidate_logprobs))
     assert (dhidden[~keep] == 0).all()
     part = p.Problem(problem.hidden[keep], problem.weight, problem.labels[keep])
-    _, want = p.exact(part, [seed[keep] for seed in seeds], temperature=temperature.expand(3, 20)[keep])
+    told = dict(temperature=temperature.expand(3, 20)[keep], candidates=ids[keep])
+    _, want = p.exact(part, [seed[keep] for seed in seeds], **told)
     assert p.relative_norm(dhidden[keep], want[0]) < 1e-6
     assert p.relative_norm(dweight, want[1]) < 1e-6
 
@@ -165,7 +166,8 @@ def test_padding_may_hold_anything() -> None:
     """The padding of hidden states is uninitialised memory: here NaN."""
     problem = p.draw(T=60)
     options = dict(stats=True, mean_logit=True, temperature=torch.linspace(0.5, 1.5, 60))
-    seeds = p.seeds_like(problem.labels)
+    options["candidates"] = p.candidates_like(problem.labels)
+    seeds = p.seeds_like(problem.labels, K=5)
     want, wanted = p.gradients(problem, seeds, **options)
     torch.use_deterministic_algorithms(True)  # fills what is not initialised
     try:

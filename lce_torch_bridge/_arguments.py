@@ -1,0 +1,121 @@
+"""A call's arguments, checked once, as plain tensors and one `Call`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from lce_jax import scalars
+from lce_torch_bridge import _checks, _dtensor, _tokens, tensor_parallel
+from lce_torch_bridge._types import Call, Entropy, OutOfVocab, Wgrad
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+
+class Arguments(NamedTuple):
+    """What the public functions make of what they are given."""
+
+    hidden: torch.Tensor  # [..., H]
+    weight: torch.Tensor  # [V, H] this rank's rows
+    bias: torch.Tensor | None  # [V]
+    labels: torch.Tensor  # [...]
+    temperature: float | torch.Tensor  # broadcasts to labels
+    candidates: torch.Tensor | None  # [..., K]
+    keep: torch.Tensor | None  # a mask or an index, without ignored labels
+    call: Call
+
+
+def of_call(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    tp_group: dist.ProcessGroup | None = None,
+    temperature: float | torch.Tensor = 1.0,
+    logit_scale: float = 1.0,
+    logit_softcap: float | None = None,
+    vocab_size: int | None = None,
+    entropy: Entropy = "grad",
+    stats: bool = False,
+    mean_logit: bool = False,
+    candidates: torch.Tensor | None = None,
+    keep: torch.Tensor | None = None,
+    ignore_index: int | None = None,
+    out_of_vocab: OutOfVocab = "zero",
+    reduce_grad_hidden: bool = False,
+    wgrad: Wgrad = "return",
+    cache_bytes: int = 0,
+    implementation: str | tuple[str, ...] | None = None,
+) -> Arguments:
+    """The arguments of `linear_logprobs`, checked."""
+    _checks.group(tp_group)
+    if _dtensor.spans(hidden, tp_group):
+        reduce_grad_hidden = True  # its placement says that the gradient is whole
+    hidden, labels, temperature, keep, candidates = _dtensor.tokens(
+        hidden=hidden, labels=labels, temperature=temperature, keep=keep, candidates=candidates
+    )
+    _checks.tensors(hidden, weight, labels)
+    _checks.temperature(temperature, hidden, labels)
+    _checks.keep(keep, hidden, labels)
+    num_candidates = _checks.candidates(candidates, hidden, labels)
+    keep = _tokens.without(ignore_index, keep, labels)
+    scalars.one_of("entropy", entropy, ("grad", "metric", "none"))
+    scalars.one_of("out_of_vocab", out_of_vocab, ("zero", "megatron"))
+    scalars.one_of("wgrad", wgrad, ("return", "main_grad"))
+    weight, bias = _rows_of_head(weight, bias, tp_group, wgrad)
+    shards = 1 if tp_group is None else tp_group.size()
+    call = Call(
+        group=tensor_parallel.name_of(tp_group),
+        vocab_size=_checks.vocabulary(vocab_size, weight.shape[0] * shards),
+        logit_scale=scalars.number("logit_scale", logit_scale),
+        logit_softcap=None if logit_softcap is None else scalars.positive("logit_softcap", logit_softcap),
+        entropy=entropy,
+        stats=scalars.flag("stats", stats),
+        mean_logit=scalars.flag("mean_logit", mean_logit),
+        num_candidates=num_candidates,
+        megatron=out_of_vocab == "megatron",
+        reduce_grad_hidden=scalars.flag("reduce_grad_hidden", reduce_grad_hidden),
+        cache_bytes=scalars.num_bytes("cache_bytes", cache_bytes),
+        implementation=_checks.implementation(implementation),
+    )
+    return Arguments(hidden, weight, bias, labels, temperature, candidates, keep, call)
+
+
+def _rows_of_head(
+    weight: Any, bias: Any, tp_group: dist.ProcessGroup | None, wgrad: str
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """This rank's weight and bias, plain tensors that fit each other and the parts of the other ranks."""
+    if _dtensor.is_dtensor(weight):
+        weight = _dtensor.rows("weight", weight, tp_group, wgrad)
+    if _dtensor.is_dtensor(bias):
+        bias = _dtensor.rows("bias", bias, tp_group)
+    _checks.bias(bias, weight)
+    if not torch.compiler.is_compiling() and _checks.has_values(weight):  # the operator checks again
+        tensor_parallel.check_equal_parts(weight, tensor_parallel.name_of(tp_group))
+    return weight, bias
+
+
+class Flat(NamedTuple):
+    """The tokens that are kept, flat."""
+
+    hidden: torch.Tensor  # [T, H]
+    labels: torch.Tensor  # [T]
+    temperature: torch.Tensor | None  # [T] float32; None: 1
+    candidates: torch.Tensor | None  # [T, K]
+    rows: torch.Tensor | None  # where they were: an index, or a mask that cannot be counted; None: all are kept
+
+
+def flat(given: Arguments) -> Flat:
+    """The per-token arguments of the tokens that are kept."""
+    rows = None if given.keep is None else _tokens.rows_of(given.keep)
+    candidates = given.candidates
+    return Flat(
+        _tokens.kept(given.hidden.reshape(-1, given.hidden.shape[-1]), rows, 0.0),
+        _tokens.kept(given.labels.reshape(-1), rows, 0),
+        _tokens.kept(_tokens.per_token(given.temperature, given.labels), rows, 1.0),
+        None if candidates is None else _tokens.kept(candidates.reshape(-1, candidates.shape[-1]), rows, -1),
+        rows,
+    )
