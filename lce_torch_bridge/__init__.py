@@ -3,6 +3,7 @@
 from lce_torch_bridge._release import release
 from lce_torch_bridge._types import LogprobOutput
 from lce_torch_bridge.api import linear_logprobs
+from lce_torch_bridge.logits import linear_logits, masked_logprobs
 from lce_torch_bridge.loss import linear_cross_entropy, linear_cross_entropy_loss, linear_entropy
 from lce_torch_bridge.runtime import init
 
@@ -12,6 +13,8 @@ __all__ = [
     "linear_cross_entropy",
     "linear_cross_entropy_loss",
     "linear_entropy",
+    "linear_logits",
     "linear_logprobs",
+    "masked_logprobs",
     "release",
 ]

@@ -8,6 +8,8 @@ import torch
 
 from lce_jax import scalars
 from lce_torch_bridge import _checks, _dtensor, _tokens, tensor_parallel
+from lce_torch_bridge._autocast import autocast
+from lce_torch_bridge._main_grad import accumulate_into_main_grad
 from lce_torch_bridge._types import Call, Entropy, OutOfVocab, Wgrad
 
 if TYPE_CHECKING:
@@ -96,6 +98,12 @@ def _rows_of_head(
     if not torch.compiler.is_compiling() and _checks.has_values(weight):  # the operator checks again
         tensor_parallel.check_equal_parts(weight, tensor_parallel.name_of(tp_group))
     return weight, bias
+
+
+def weight_of(given: Arguments, wgrad: Wgrad) -> torch.Tensor:
+    """The weight of the products: in autocast's dtype, its gradient on its way to where ``wgrad`` says."""
+    weight = accumulate_into_main_grad(given.weight) if wgrad == "main_grad" else given.weight
+    return autocast(weight, given.weight)
 
 
 class Flat(NamedTuple):

@@ -50,13 +50,16 @@ def integers(name: str, x: Any) -> None:
 
 
 def candidates(value: Any, hidden: torch.Tensor, labels: torch.Tensor) -> int:
-    """Ids of labels' shape and K more; returns K, and 0 for None."""
-    if value is None:
-        return 0
-    integers("candidates", value)
-    count = scalars.num_candidates("candidates", value.shape)
-    scalars.candidate_shape("candidates", value.shape, labels.shape, "labels")
-    same_device(hidden, candidates=value)
+    """The K of ids ``[..., K]`` with the shape of labels before it; 0 for None."""
+    return 0 if value is None else ids("candidates", value, hidden, labels.shape, "labels")
+
+
+def ids(name: str, value: Any, hidden: torch.Tensor, leading: torch.Size, of: str) -> int:
+    """The K of ids ``[*leading, K]``, where ``leading`` is the shape of ``of``."""
+    integers(name, value)
+    count = scalars.num_candidates(name, value.shape)
+    scalars.candidate_shape(name, value.shape, leading, of)
+    same_device(hidden, **{name: value})
     return count
 
 

@@ -8,8 +8,6 @@ import torch
 
 from lce_torch_bridge import _arguments, _tokens, autograd
 from lce_torch_bridge._arguments import Arguments
-from lce_torch_bridge._autocast import autocast
-from lce_torch_bridge._main_grad import accumulate_into_main_grad
 from lce_torch_bridge._types import Entropy, LogprobOutput, OutOfVocab, Wgrad
 
 if TYPE_CHECKING:
@@ -170,8 +168,7 @@ def linear_logprobs(
         cache_bytes=cache_bytes,
         implementation=implementation,
     )
-    weight = accumulate_into_main_grad(given.weight) if wgrad == "main_grad" else given.weight
-    return _run(given, autocast(weight, given.weight))
+    return _run(given, _arguments.weight_of(given, wgrad))
 
 
 def _run(given: Arguments, weight: torch.Tensor) -> LogprobOutput:

@@ -56,7 +56,7 @@ class LinearLogprobs(torch.autograd.Function):
     @staticmethod
     def vmap(*_: Any) -> Any:
         """Refuses ``torch.func.vmap``."""
-        _refuse_vmap()
+        refuse_vmap()
 
 
 class Uncompiled(LinearLogprobs):
@@ -91,10 +91,11 @@ class Gradients(torch.autograd.Function):
     @staticmethod
     def vmap(*_: Any) -> Any:
         """Refuses ``torch.func.vmap``."""
-        _refuse_vmap()
+        refuse_vmap()
 
 
-def _refuse_vmap(*_: Any) -> NoReturn:
+def refuse_vmap(*_: Any) -> NoReturn:
+    """Refuses ``torch.func.vmap``, and says what to do instead."""
     raise NotImplementedError(
         "lce_torch_bridge does not run under torch.func.vmap, nor under what uses it (jacrev, jacobian with "
         "vectorize=True, grad with is_grads_batched=True): hidden takes any leading shape, so give it the whole batch, "
@@ -102,7 +103,7 @@ def _refuse_vmap(*_: Any) -> NoReturn:
     )
 
 
-def _operator(name: str, schema: str) -> Callable[[Callable[..., Any]], Any]:
+def operator(name: str, schema: str) -> Callable[[Callable[..., Any]], Any]:
     """Makes a function of tensors an operator on every device.
 
     Like ``torch.library.custom_op`` without its checks of what the function returns, which cost the host 20 µs a call.
@@ -117,7 +118,7 @@ def _operator(name: str, schema: str) -> Callable[[Callable[..., Any]], Any]:
     return register
 
 
-@_operator(
+@operator(
     "forward",
     "(Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, Tensor? temperature, Tensor? candidates, "
     f"bool keep_cache, {CALL_SCHEMA}) -> Tensor[]",
@@ -151,7 +152,7 @@ def _split(rest: tuple[Any, ...]) -> tuple[dict[str, Any], tuple[bool, ...], Cal
     return dict(zip(DIFFERENTIABLE, rest, strict=False)), rest[first:-last], Call(*rest[-last:])
 
 
-@_operator(
+@operator(
     "gradients",
     f"(Tensor hidden, Tensor weight, Tensor? bias, Tensor saved, Tensor[] cache, {COTANGENTS}, "
     f"bool want_hidden, bool want_weight, bool want_bias, {CALL_SCHEMA}) -> Tensor[]",
@@ -184,6 +185,11 @@ def _refuse(ctx: Any, *_: Any) -> None:
     )
 
 
-torch.library.register_autograd(f"{NAME}::gradients", _refuse)
+def refuse_derivatives_of(name: str) -> None:
+    """Refuses the derivative of an operator of gradients, and the older vmap, of is_grads_batched=True."""
+    torch.library.register_autograd(f"{NAME}::{name}", _refuse)
+    _library.impl(name, refuse_vmap, "Batched")
+
+
 _library = torch.library.Library(NAME, "FRAGMENT")  # registrations last as long as this object
-_library.impl("gradients", _refuse_vmap, "Batched")  # the older vmap, of is_grads_batched=True
+refuse_derivatives_of("gradients")

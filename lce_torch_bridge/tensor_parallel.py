@@ -67,6 +67,20 @@ def all_reduce(x: torch.Tensor, name: str) -> torch.Tensor:
     return x
 
 
+def add_parts(x: torch.Tensor, rows: int, name: str) -> torch.Tensor:
+    """The sum of ``x`` over the group, of which one rank holds each element and the others 0, so that it is exact.
+
+    ``rows`` is this rank's part of the vocabulary. It goes along in the one collective, and if it differs between the
+    ranks, results are NaN, as in `_programs.results`.
+    """
+    group = _resolve(name)
+    parts = x.new_zeros((group.size(), 2))
+    parts[group.rank(), 0], parts[group.rank(), 1] = rows >> 16, rows & 0xFFFF  # float32 holds each half exactly
+    packed = all_reduce(torch.cat([x.reshape(-1), parts.view(-1)]), name)
+    found, parts = packed[: x.numel()].view(x.shape), packed[x.numel() :].view(parts.shape)
+    return found.where((parts == parts[0]).all(), torch.nan)
+
+
 def _resolve(name: str) -> dist.ProcessGroup:
     from torch.distributed import distributed_c10d  # no public function finds a group by its name
 

@@ -38,6 +38,11 @@ OTHER_MEANING = {
 }
 # (function, argument) of the bridge, whose texts are apart from those of lce_jax: they speak of torch and of ranks.
 OTHER_MEANING_IN_THE_BRIDGE = {
+    ("linear_logits", "bias"): "there are no kernels",
+    ("linear_logits", "tp_group"): "there are no labels",
+    ("linear_logits", "temperature"): "there are no labels",
+    ("linear_logits", "keep"): "a bool tensor without values costs what all do, and -1 leaves tokens out, too",
+    ("masked_logprobs", "ids"): "a set",
     ("linear_cross_entropy", "labels"): "verl's callers pass further shapes",
     ("linear_cross_entropy", "temperature"): "verl's callers pass a number or None",
     ("linear_cross_entropy", "reduction"): "of log-probabilities, without those that do not count",

@@ -117,6 +117,25 @@ def stored(
     return LogprobOutput(logprobs, entropy, lse, z.amax(-1), z.amin(-1), z.mean(-1), of_candidates)
 
 
+def stored_logits(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    ids: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    temperature: float | torch.Tensor = 1.0,
+    logit_scale: float = 1.0,
+    logit_softcap: float | None = None,
+    vocab_size: int | None = None,
+) -> torch.Tensor:
+    """Logits at ids, from all of them, in the dtype of the operands."""
+    z = (hidden @ weight.T + (0.0 if bias is None else bias)) * logit_scale
+    z = z if logit_softcap is None else logit_softcap * torch.tanh(z / logit_softcap)
+    z = (z / (temperature[..., None] if isinstance(temperature, torch.Tensor) else temperature))[..., :vocab_size]
+    there = (ids >= 0) & (ids < z.shape[-1])
+    return z.gather(-1, torch.where(there, ids, 0).long()).where(there, 0.0)
+
+
 def gradients(problem: Problem, seeds: list[torch.Tensor], call: Any = linear_logprobs, **options: Any) -> Any:
     """The results of ``call``, and the gradients of the objective in hidden and weight."""
     leaves = problem.leaves()

@@ -18,6 +18,7 @@ from lce_torch_bridge import (
     linear_cross_entropy,
     linear_cross_entropy_loss,
     linear_entropy,
+    linear_logits,
     linear_logprobs,
 )
 from tests.torch import problem as p
@@ -231,6 +232,34 @@ def losses(group: dist.ProcessGroup) -> None:
     true = p.stored(*problem)
     assert p.value_error(entropy, true.entropy) < VALUE
     assert p.value_error(lse, true.lse) < VALUE
+
+
+def chosen_logits(group: dist.ProcessGroup) -> None:
+    """Logits at ids of any rank, eager and compiled, the same bits on all; parts of different sizes are NaN."""
+    problem, bias = draw(), torch.linspace(-2, 2, 104, device=DEVICE)
+    problem.hidden[3] = torch.nan  # of a token whose ids are all none
+    ids, told = p.candidates_like(problem.labels), dict(temperature=0.7, logit_softcap=4.0, vocab_size=97)
+    ids[3] = -1
+    seed = p.seeds_like(problem.labels, K=5)[3]
+
+    def measured(call: Any, problem: p.Problem, bias: torch.Tensor, **more: Any) -> Any:
+        leaves, leaf = problem.leaves(), bias.clone().requires_grad_()
+        z = call(leaves.hidden, leaves.weight, ids, bias=leaf, **told, **more)
+        return z, torch.autograd.grad((seed.to(z.dtype) * z).sum(), (*leaves[:2], leaf))
+
+    true = problem.hidden.double().nan_to_num(), problem.weight.double(), problem.labels
+    want, wanted = measured(p.stored_logits, p.Problem(*true), bias.double())
+    local = problem._replace(weight=shard(problem.weight, group)), shard(bias, group)
+    for call in (linear_logits, torch.compile(linear_logits, fullgraph=True, backend="aot_eager")):
+        z, (dhidden, dweight, dbias) = measured(call, *local, tp_group=group, reduce_grad_hidden=True)
+        assert p.value_error(z, want) < VALUE
+        assert same_on_all_ranks(z, group)
+        assert same_on_all_ranks(dhidden, group)
+        assert p.relative_norm(dhidden, wanted[0]) < GRADIENT
+        assert p.relative_norm(dweight, shard(wanted[1], group)) < GRADIENT
+        assert p.relative_norm(dbias, shard(wanted[2], group)) < GRADIENT
+    odd = problem.weight[: 51 + group.rank()]
+    assert linear_logits(problem.hidden, odd, ids, tp_group=group).isnan().all()
 
 
 def main() -> None:
