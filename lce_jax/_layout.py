@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -103,6 +103,23 @@ class Layout:
             return jax.tree.map(functools.partial(jax.sharding.reshard, out_shardings=sharding), tree)
 
         return Primals(*map(placed, primals, self.primal_specs)), placed(per_token, self.row_spec)
+
+    def over_devices(
+        self,
+        device: Callable[..., Any],
+        out_specs: Any,
+        primals: Primals,
+        per_token: Any,
+        rest: Any = None,
+        rest_spec: P | None = None,
+    ) -> Any:
+        """``device`` on every device of the mesh, with the ``rest`` of the arrays, split by ``rest_spec``.
+
+        It writes all collectives itself, so no types are checked.
+        """
+        in_specs = (self.primal_specs, self.row_spec, rest_spec)
+        mapped = jax.shard_map(device, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+        return mapped(*self.place(primals, per_token), rest)
 
 
 def layout_of_names(

@@ -60,4 +60,4 @@ def _over_devices(spec: Spec, layout: Layout, device: Callable[..., Any], out_sp
         whole = NamedSharding(layout.mesh, P())
         constants = jax.tree.map(functools.partial(jax.sharding.reshard, out_shardings=whole), constants)
     per_token = (inputs.rows, inputs.per_token)
-    return _partition.over_devices(layout, run, out_specs, inputs.primals, per_token, constants, P())
+    return layout.over_devices(run, out_specs, inputs.primals, per_token, constants, P())

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -92,7 +91,7 @@ def forward(spec: Spec, primals: Primals, rows: Rows, keep_cache: bool) -> tuple
         return *_auto_forward(spec, primals, rows), None
     device = functools.partial(_device_forward, spec, layout, keep_cache)
     outputs = (layout.out_spec, layout.out_spec, layout.every_device)
-    return over_devices(layout, device, outputs, primals, (rows,))
+    return layout.over_devices(device, outputs, primals, (rows,))
 
 
 def backward(
@@ -104,7 +103,7 @@ def backward(
     if layout is None:
         return _auto_backward(spec, primals, *per_token)
     device = functools.partial(_device_backward, spec, layout)
-    gradients = over_devices(layout, device, layout.primal_specs, primals, per_token, cache, layout.every_device)
+    gradients = layout.over_devices(device, layout.primal_specs, primals, per_token, cache, layout.every_device)
     return jax.tree.map(as_type_of, gradients, primals)
 
 
@@ -129,7 +128,7 @@ def backward_of_examples(
 
     examples, specs = layout.leading[0], layout.primal_specs
     outputs = specs._replace(weight=P(examples, *specs.weight), bias=P(examples, layout.vocab_axes))
-    return over_devices(layout, device, outputs, primals, (rows, stats, cotangent))
+    return layout.over_devices(device, outputs, primals, (rows, stats, cotangent))
 
 
 def _device_forward(
@@ -191,25 +190,8 @@ def layout_of_types(spec: Spec, primals: Primals, per_token: Any) -> Layout | No
     return layout_of_specs(mesh, hidden, weight, hidden_spec, weight_spec, rows_specs, spec.case.options.vocab_dim)
 
 
-def over_devices(
-    layout: Layout,
-    device: Callable[..., Any],
-    out_specs: Any,
-    primals: Primals,
-    per_token: tuple[Any, ...],
-    rest: Any = None,
-    rest_spec: P | None = None,
-) -> Any:
-    """``device`` on every device of the layout's mesh, with the ``rest`` of the arrays, split by ``rest_spec``.
-
-    It writes all collectives itself, so no types are checked.
-    """
-    in_specs = (layout.primal_specs, layout.row_spec, rest_spec)
-    mapped = jax.shard_map(device, mesh=layout.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-    return mapped(*layout.place(primals, per_token), rest)
-
-
 def as_type_of(gradient: Array, operand: Any) -> Array:
+    """A gradient split as its operand is."""
     sharding = jax.typeof(operand).sharding
     return gradient if sharding.mesh.empty else jax.sharding.reshard(gradient, sharding)
 
