@@ -13,11 +13,12 @@ pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 
 from lce_jax._models import Head
-from lce_jax._types import Case, Device, Options
+from lce_jax._types import Case, Options
 from lce_jax.bench import __main__ as command
 from lce_jax.bench import problem, shapes, sweep
 from lce_jax.mosaic import _generations
 from lce_jax.mosaic.sm90._tuning import Tuning
+from tests import devices
 
 TINY = shapes.Shape(24, Head(32, 520))
 H200 = Case(
@@ -26,7 +27,7 @@ H200 = Case(
     vocab_size=4096,
     dtype=jnp.dtype(jnp.bfloat16),
     options=Options(),
-    device=Device("gpu", "NVIDIA H200", "9.0", 132),
+    device=devices.H200,
 )
 
 

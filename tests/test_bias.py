@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from lce_jax import (
@@ -18,9 +16,9 @@ from lce_jax import (
     linear_cross_entropy,
     linear_logprobs,
     local,
-    sharded_linear_logprobs,
 )
 from tests import cases, oracle
+from tests.agreement import WAYS, assert_same, evaluate, on_one_device, over_a_mesh
 
 CALLS = [
     cases.case("plain", leading=(4, 8), H=16, V=128, bias="float32"),
@@ -32,52 +30,11 @@ CALLS = [
 EVERYTHING = CALLS[1]
 
 
-def evaluate(test: cases.TestCase, function: Any = linear_logprobs, place: Any = None, **more: Any) -> Any:
-    """Results and the gradients in hidden, weight and bias."""
-    hidden, weight, labels, options, seeds = cases.draw(test)
-    operands = (hidden, weight, options.pop("bias"))
-    if place is not None:
-        operands, labels = place(operands, labels, options)
-
-    def objective(hidden, weight, bias):
-        out = function(hidden, weight, labels, bias=bias, **{"precision": "highest", **options, **more})
-        return cases.objective(out, seeds), out
-
-    (_, out), grads = jax.jit(jax.value_and_grad(objective, argnums=(0, 1, 2), has_aux=True))(*operands)
-    return out, grads
-
-
-def assert_same(got: Any, want: Any) -> None:
-    for name, field in got[0]._asdict().items():
-        true = getattr(want[0], name)
-        assert (field is None) == (true is None), name
-        assert field is None or oracle.value_error(field, true) < 2e-6, name
-    for gradient, true in zip(got[1], want[1], strict=True):
-        assert (gradient.shape, gradient.dtype) == (true.shape, true.dtype)
-        assert oracle.relative_norm(gradient, true) < 1e-5
-
-
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
-@pytest.mark.parametrize("how", ["sharded", "sequence over the vocabulary's axis", "jit"])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("test", CALLS, ids=str)
-def test_over_a_mesh(test: cases.TestCase, how: str, axis_type: AxisType) -> None:
-    want = evaluate(test)
-    mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(axis_type,) * 2)
-    vocab = P("tensor") if dict(test.options).get("weight_layout") != "hv" else P(None, "tensor")
-
-    def place(operands: Any, labels: Any, options: Any) -> Any:
-        del options
-        specs = (P("data"), vocab, P("tensor"))
-        placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(operands, specs, strict=True)]
-        return placed, jax.device_put(labels, NamedSharding(mesh, P("data")))
-
-    with jax.set_mesh(mesh):
-        if how == "jit":
-            got = evaluate(test, place=place)
-        else:
-            sequence = {"sequence_axis": "tensor"} if "sequence" in how else {}
-            got = evaluate(test, sharded_linear_logprobs, batch_axes="data", **sequence)
-    assert_same(got, want)
+def test_over_a_mesh(test: cases.TestCase, way: str, axis_type: AxisType) -> None:
+    assert_same(over_a_mesh(test, way, axis_type), on_one_device(test))
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -95,7 +52,7 @@ def test_inside_shard_map(check_vma: bool) -> None:
             hidden, weight, labels, bias, rows
         )
 
-    assert_same(evaluate(EVERYTHING, mapped), evaluate(EVERYTHING))
+    assert_same(evaluate(EVERYTHING, mapped), on_one_device(EVERYTHING))
 
 
 @pytest.mark.parametrize("options", [{"logit_scale": -1.3}, {"logit_scale": 1.3, "logit_softcap": 4.0}], ids=str)
@@ -133,7 +90,7 @@ def test_of_shards_that_the_caller_merges() -> None:
     seed = LogprobOutput(*seeds)
     grads = [local.gradients(hidden, labels=labels, merged=merged, cotangent=seed, **shard) for shard in shards]
     got = (sum(g[0] for g in grads), *(jnp.concatenate([g[i] for g in grads]) for i in (1, 2)))
-    out, want = evaluate(test)
+    out, want = on_one_device(test)
     assert oracle.value_error(local.finish(merged, labels, vocab_size=104).logprobs, out.logprobs) < 2e-6
     assert all(oracle.relative_norm(a, b) < 1e-5 for a, b in zip(got, want, strict=True))
 
@@ -145,7 +102,7 @@ def test_a_loss_of_no_tokens_has_a_zero_gradient() -> None:
     assert np.all(np.asarray(jax.grad(loss)(jnp.ones((32,)))) == 0)
 
 
-def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refusals() -> None:
     call = (jnp.ones((4, 8)), jnp.ones((32, 8)), jnp.zeros((4,), int))
     with pytest.raises(ValueError, match=r"bias \(8,\) must have one number per vocabulary column of weight \(32, 8\)"):
         linear_logprobs(*call, bias=jnp.ones((8,)))
@@ -154,10 +111,9 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TypeError, match="bias must be an array, got float"):
         linear_logprobs(*call, bias=1.0)
 
-    from lce_jax import _dispatch
-    from lce_jax._types import Device
 
-    monkeypatch.setattr(_dispatch, "current_device", lambda _=None: Device("gpu", "NVIDIA H200", "9.0", 132))
+@pytest.mark.usefixtures("hopper")
+def test_the_kernels_refuse_a_bias() -> None:
     struct = jax.ShapeDtypeStruct
     call = (struct((512, 256), jnp.bfloat16), struct((1024, 256), jnp.bfloat16), struct((512,), jnp.int32))
     plan = explain(*call, bias=struct((1024,), jnp.float32))

@@ -8,20 +8,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from lce_jax import (
     LogprobOutput,
-    _dispatch,
     explain,
     linear_cross_entropy,
     linear_logprobs,
     local,
-    sharded_linear_logprobs,
 )
-from lce_jax._types import Device
 from tests import cases, oracle
+from tests.agreement import WAYS, assert_same, evaluate, on_one_device, over_a_mesh
 
 CALLS = [
     cases.case("plain", leading=(4, 8), H=16, V=128, K=3),
@@ -32,31 +30,6 @@ CALLS = [
     cases.case("one", leading=(4, 8), H=16, V=128, K=1),
 ]  # fmt: skip
 EVERYTHING = CALLS[1]
-
-
-def evaluate(test: cases.TestCase, function: Any = linear_logprobs, place: Any = None, **more: Any) -> Any:
-    """Results and the gradients in hidden and weight."""
-    hidden, weight, labels, options, seeds = cases.draw(test)
-    operands = (hidden, weight)
-    if place is not None:
-        operands, labels = place(operands, labels, options)
-
-    def objective(hidden, weight):
-        out = function(hidden, weight, labels, **{"precision": "highest", **options, **more})
-        return cases.objective(out, seeds), out
-
-    (_, out), grads = jax.jit(jax.value_and_grad(objective, argnums=(0, 1), has_aux=True))(*operands)
-    return out, grads
-
-
-def assert_same(got: Any, want: Any) -> None:
-    for name, field in got[0]._asdict().items():
-        true = getattr(want[0], name)
-        assert (field is None) == (true is None), name
-        assert field is None or oracle.value_error(field, true) < 2e-6, name
-    for gradient, true in zip(got[1], want[1], strict=True):
-        assert (gradient.shape, gradient.dtype) == (true.shape, true.dtype)
-        assert oracle.relative_norm(gradient, true) < 1e-5
 
 
 def test_a_candidate_is_the_label() -> None:
@@ -76,26 +49,10 @@ def test_a_candidate_is_the_label() -> None:
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
-@pytest.mark.parametrize("how", ["sharded", "sequence over the vocabulary's axis", "jit"])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("test", CALLS, ids=str)
-def test_over_a_mesh(test: cases.TestCase, how: str, axis_type: AxisType) -> None:
-    want = evaluate(test)
-    mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(axis_type,) * 2)
-    vocab = P("tensor") if dict(test.options).get("weight_layout") != "hv" else P(None, "tensor")
-
-    def place(operands: Any, labels: Any, options: Any) -> Any:
-        options["candidates"] = jax.device_put(options["candidates"], NamedSharding(mesh, P("data")))
-        pairs = zip(operands, (P("data"), vocab), strict=True)
-        placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in pairs]
-        return placed, jax.device_put(labels, NamedSharding(mesh, P("data")))
-
-    with jax.set_mesh(mesh):
-        if how == "jit":
-            got = evaluate(test, place=place)
-        else:
-            sequence = {"sequence_axis": "tensor"} if "sequence" in how else {}
-            got = evaluate(test, sharded_linear_logprobs, batch_axes="data", **sequence)
-    assert_same(got, want)
+def test_over_a_mesh(test: cases.TestCase, way: str, axis_type: AxisType) -> None:
+    assert_same(over_a_mesh(test, way, axis_type), on_one_device(test))
 
 
 @pytest.mark.parametrize("shards", [1, 2, 8])
@@ -124,7 +81,7 @@ def test_every_shard_holds_the_same_bits(shards: int) -> None:
         return cases.objective(first, seeds), first
 
     grads, first = jax.jit(jax.grad(objective, argnums=(0, 1), has_aux=True))(hidden, weight)
-    assert_same((first, grads), evaluate(test))
+    assert_same((first, grads), on_one_device(test))
 
 
 def test_inside_shard_map_where_ids_are_typed_as_varying() -> None:
@@ -162,7 +119,7 @@ def test_under_vmap(test: cases.TestCase) -> None:
     (dhidden, dweight), out = jax.jit(jax.vmap(one, in_axes=(0, None, 0, 0, 0)))(
         hidden, weight, labels, per_token, seeds
     )
-    assert_same((out, (dhidden, jnp.sum(dweight, axis=0))), evaluate(test))
+    assert_same((out, (dhidden, jnp.sum(dweight, axis=0))), on_one_device(test))
 
 
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
@@ -271,8 +228,8 @@ def test_top_k_distillation_of_verl() -> None:
     assert all(oracle.relative_norm(a, b) < 2e-6 for a, b in zip(got[1], want[1], strict=True))
 
 
-def test_explain_names_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_dispatch, "current_device", lambda _=None: Device("gpu", "NVIDIA H200", "9.0", 132))
+@pytest.mark.usefixtures("hopper")
+def test_explain_names_the_bytes() -> None:
     struct, T, K = jax.ShapeDtypeStruct, 4096, 64
     call = struct((T, 4096), jnp.bfloat16), struct((151936, 4096), jnp.bfloat16), struct((T,), jnp.int32)
     for implementation in ("mosaic_gpu", "xla", "reference"):

@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 import lce_jax
 from lce_jax import UnsupportedError, _dispatch, explain, linear_logprobs, mosaic, sharded_linear_logprobs
-from lce_jax._types import Device
 from tests import cases
+from tests.devices import H200
 
 CALL = (jnp.ones((4, 8)), jnp.ones((32, 8)), jnp.zeros((4,), jnp.int32))
 
@@ -70,7 +70,7 @@ def test_of_a_loss() -> None:
 def test_smoothing_costs_the_kernels_hidden_in_float32() -> None:
     case = explain(*CALL).case
     case = dataclasses.replace(case, hidden_size=1024, vocab_size=32768, num_tokens=512, dtype=jnp.dtype("bfloat16"),
-                               device=Device("gpu", "NVIDIA H200", "9.0", 132))  # fmt: skip
+                               device=H200)  # fmt: skip
     smoothed = dataclasses.replace(case, options=dataclasses.replace(case.options, mean_logit=True))
     for field in ("forward_bytes", "backward_bytes"):
         assert getattr(mosaic.plan(smoothed), field) - getattr(mosaic.plan(case), field) == 512 * 1024 * 4

@@ -9,14 +9,9 @@ import jax.numpy as jnp
 import pytest
 
 import lce_jax
-from lce_jax import _dispatch, linear_loss
+from lce_jax import linear_loss
 from lce_jax._token_chunks import Budget
-from tests.test_mosaic_lowering import H200, lower, overwrites_cache
-
-
-@pytest.fixture(name="hopper")
-def _hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_dispatch, "current_device", lambda _=None: H200)
+from tests.test_mosaic_lowering import lower, overwrites_cache
 
 
 def compiled_step(tokens: int, chunk_bytes: int, where: bool = False, factor: float = 1.0) -> tuple[int, str]:

@@ -6,13 +6,10 @@ import re
 
 import pytest
 
-from lce_jax import _chosen, _dispatch
-from tests.test_mosaic_lowering import EVERYTHING, H200, lower
+from lce_jax import _chosen
+from tests.test_mosaic_lowering import EVERYTHING, lower
 
-
-@pytest.fixture(autouse=True)
-def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_dispatch, "current_device", lambda _=None: H200)
+pytestmark = pytest.mark.usefixtures("hopper")
 
 
 @pytest.mark.parametrize("cache_bytes", [0, 1 << 29, 1 << 40])

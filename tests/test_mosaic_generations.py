@@ -12,8 +12,8 @@ import pytest
 from lce_jax import mosaic
 from lce_jax._types import Case, Device, Options, UnsupportedError
 from lce_jax.mosaic import _generations, sm90
+from tests.devices import H200
 
-H200 = Device("gpu", "NVIDIA H200", "9.0", 132)
 B200 = Device("gpu", "NVIDIA B200", "10.0", 148)
 BLACKWELL = dataclasses.replace(sm90.KERNELS, compute_capability="10.0", devices=("B200", "GB200"))  # its name only
 

@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 
 from lce_jax import _math, mosaic, reference
-from lce_jax._types import Case, Device, LogprobOutput, Operands, Options, Results
+from lce_jax._types import Case, LogprobOutput, Operands, Options, Results
 from lce_jax.mosaic import _generations, sm90
 from lce_jax.mosaic._cache import Cache
 from lce_jax.mosaic._pallas import interpreting, plgpu
 from lce_jax.mosaic.sm90._tuning import Tuning, Tunings
+from tests.devices import H200
 from tests.mosaic_interpreter import add_stores, races_found
 
 MULTIPROCESSORS = 2
@@ -143,7 +144,7 @@ def case_of(test: Call) -> Case:
     return Case(
         num_tokens=test.T, hidden_size=test.H, vocab_size=test.V, dtype=jnp.dtype(test.dtype), options=test.options,
         partial_rows=test.num_rows is not None,
-        device=Device("gpu", "NVIDIA H200", "9.0", MULTIPROCESSORS),
+        device=H200._replace(core_count=MULTIPROCESSORS),
     )  # fmt: skip
 
 
@@ -249,7 +250,7 @@ def test_no_probability_is_above_one(temperature: float, options: dict[str, Any]
     operands = Operands(hidden, weight, targets, inverse, None, None)
     case = Case(
         num_tokens=T, hidden_size=H, vocab_size=V, dtype=jnp.dtype("bfloat16"), options=Options(**options),
-        device=Device("gpu", "NVIDIA H200", "9.0", MULTIPROCESSORS),
+        device=H200._replace(core_count=MULTIPROCESSORS),
     )  # fmt: skip
 
     @jax.jit

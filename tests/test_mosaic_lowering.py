@@ -14,19 +14,12 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 import lce_jax
-from lce_jax import _dispatch, local
-from lce_jax._types import Device
+from lce_jax import local
 
-H200 = Device("gpu", "NVIDIA H200", "9.0", 132)
 HIDDEN = (1024, 2048, 4096, 5120, 8192)
 VOCABULARIES = (32000, 50257, 128256, 151936, 152064, 248320, 262144)
 TENSOR_PARALLEL = (1, 2, 4, 8)
 EVERYTHING = {"stats": True, "logit_softcap": 30.0, "logit_scale": 0.5, "where": True, "temperature": True}
-
-
-@pytest.fixture
-def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_dispatch, "current_device", lambda _=None: H200)
 
 
 def lower(T: int, H: int, V: int, dtype: str = "bfloat16", **options) -> str:
@@ -289,3 +282,14 @@ def test_one_shard_with_padded_rows(cache_bytes: int) -> None:
     seeds, scalar = [struct((2048,), "float32")] * 3, struct((), "int32")
     text = jax.jit(step).trace(*arrays, seeds, scalar, scalar).lower(lowering_platforms=("cuda",)).as_text()
     assert not overwrites_cache(text)  # it is the caller's
+
+
+@pytest.mark.usefixtures("hopper")
+def test_vmap() -> None:
+    def objective(hidden, weight, labels):
+        out = lce_jax.linear_logprobs(hidden, weight, labels, cache_bytes=1 << 18, implementation="mosaic_gpu")
+        return jnp.sum(out.logprobs + out.entropy)
+
+    step = jax.vmap(jax.grad(objective, argnums=(0, 1)), in_axes=(0, None, 0))
+    shapes = ((3, 256, 128), "bfloat16"), ((1024, 128), "bfloat16"), ((3, 256), "int32")
+    jax.jit(step).trace(*(jax.ShapeDtypeStruct(*shape) for shape in shapes)).lower(lowering_platforms=("cuda",))

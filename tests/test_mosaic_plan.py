@@ -9,19 +9,13 @@ import jax.numpy as jnp
 import pytest
 
 import lce_jax
-from lce_jax import _dispatch, mosaic
+from lce_jax import mosaic
 from lce_jax._types import Case, Device, Options
 from lce_jax.mosaic import _dhidden, sm90
 from lce_jax.mosaic._geometry import geometry
 from lce_jax.mosaic.sm90._hardware import SMEM_LIMIT
 from lce_jax.mosaic.sm90._tuning import BY_KERNEL, SHORT
-
-H200 = Device("gpu", "NVIDIA H200", "9.0", 132)
-
-
-@pytest.fixture
-def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_dispatch, "current_device", lambda _=None: H200)
+from tests.devices import H200
 
 
 def case(**changes) -> Case:

@@ -9,18 +9,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from lce_jax import UnsupportedError, _dispatch, linear_logprobs, local
-from lce_jax._types import Device
+from lce_jax import UnsupportedError, linear_logprobs, local
 from tests import oracle
 
 HIDDEN = jax.random.normal(jax.random.key(0), (64, 128), jnp.bfloat16)
 WEIGHT = jax.random.normal(jax.random.key(1), (1000, 128), jnp.bfloat16)
 LABELS = jnp.arange(64)
-
-
-@pytest.fixture
-def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_dispatch, "current_device", lambda _=None: Device("gpu", "NVIDIA H200", "9.0", 132))
 
 
 def gradient(**options: Any) -> Any:

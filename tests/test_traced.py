@@ -169,11 +169,8 @@ def test_of_one_shard_alone() -> None:
     assert np.allclose(got.max, want.max, rtol=2e-6)
 
 
-def test_the_kernels_refuse_a_traced_cap_and_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lce_jax import _dispatch
-    from lce_jax._types import Device
-
-    monkeypatch.setattr(_dispatch, "current_device", lambda _=None: Device("gpu", "NVIDIA H200", "9.0", 132))
+@pytest.mark.usefixtures("hopper")
+def test_the_kernels_refuse_a_traced_cap_and_say_why() -> None:
     struct = jax.ShapeDtypeStruct
     call = (struct((512, 256), jnp.bfloat16), struct((1024, 256), jnp.bfloat16), struct((512,), jnp.int32))
     scalar = struct((), jnp.float32)

@@ -1,0 +1,14 @@
+"""Fixtures of the tests that need no GPU."""
+
+from __future__ import annotations
+
+import pytest
+
+from lce_jax import _dispatch
+from tests.devices import H200
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls are traced and planned as on an H200."""
+    monkeypatch.setattr(_dispatch, "current_device", lambda _=None: H200)

@@ -1,0 +1,7 @@
+"""GPUs that tests claim to have: their kernels are planned and lowered, not run."""
+
+from __future__ import annotations
+
+from lce_jax._types import Device
+
+H200 = Device("gpu", "NVIDIA H200", "9.0", 132)
