@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shlex
 import subprocess
 import sys
 
@@ -196,8 +197,10 @@ def test_the_whole_command(tmp_path):
     for words in ("T 16, H 32, V 520, float32", "bare GEMM", "lce_jax (xla)", "÷ stored", "peers are timed on CUDA"):
         assert words in done.stdout
     data = json.loads((tmp_path / "bench.json").read_text())
-    assert set(data) == {"device", "rounds", "measurements"}
+    assert set(data) == {"command", "date", "rounds", "device", "measurements"}
+    assert data["command"] == shlex.join(["python", "-m", "lce_jax.bench", *arguments])
     assert data["device"]["platform"] == "cpu"
+    assert data["device"]["jax"] == jax.__version__
     assert [one["shape"]["tokens"] for one in data["measurements"]] == [16, 32]
     fields = {field.name for field in dataclasses.fields(run.Row)}
     derived = {"median_seconds", "useful_flops_per_second", "ratio_to_gemm", "ratio_to_materialised"}

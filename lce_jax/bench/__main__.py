@@ -60,7 +60,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     from lce_jax.bench.run import measure
 
-    where, platform, out = report.device(), jax.default_backend(), report.console()
+    run = report.provenance(sys.argv[1:] if arguments is None else arguments, options.rounds)
+    where, platform, out = run["device"], jax.default_backend(), report.console()
     dtype = jnp.dtype(options.dtype or ("float32" if platform == "cpu" else "bfloat16"))
     out.print(", ".join(f"{name} {value}" for name, value in where.items()))
     chosen = shapes.select(platform, options.model, options.shape, options.tokens)
@@ -81,7 +82,7 @@ def main(arguments: list[str] | None = None) -> int:
         out.print(report.table(measured))
         for line in report.left_out(measured, measurements[:-1]):
             out.print(line, highlight=False, soft_wrap=True)
-        report.write_json(options.out / "bench.json", measurements, where, options.rounds)
+        report.write_json(options.out / "bench.json", measurements, run)
     plot.draw(options.out / "bench.png", measurements, where)
     for one in measurements:
         for line in report.held_bounds(one, where):

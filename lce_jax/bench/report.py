@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
+import importlib.metadata
 import json
 import platform
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -32,6 +35,23 @@ def device() -> dict[str, str]:
         "lce_jax": lce_jax.__version__,
         "python": platform.python_version(),
         "machine": platform.machine(),
+    } | {name: version for name in ("torch", "flax") if (version := _installed(name))}
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def provenance(arguments: Sequence[str], rounds: int) -> dict[str, Any]:
+    """What repeats a run, and when it was: ``command``, ``date`` (UTC), ``rounds``, and `device`."""
+    return {
+        "command": shlex.join(["python", "-m", "lce_jax.bench", *arguments]),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "rounds": rounds,
+        "device": device(),
     }
 
 
@@ -107,9 +127,9 @@ def held_bounds(measured: Measurement, where: dict[str, str]) -> list[str]:
     return lines
 
 
-def as_json(measurements: Sequence[Measurement], where: dict[str, str], rounds: int) -> dict[str, Any]:
-    """Everything measured, as plain data."""
-    return {"device": where, "rounds": rounds, "measurements": [_as_dict(one, where) for one in measurements]}
+def as_json(measurements: Sequence[Measurement], run: dict[str, Any]) -> dict[str, Any]:
+    """Everything measured, as plain data, after the `provenance` of the run."""
+    return run | {"measurements": [_as_dict(one, run["device"]) for one in measurements]}
 
 
 def _as_dict(measured: Measurement, where: dict[str, str]) -> dict[str, Any]:
@@ -131,6 +151,6 @@ def _as_dict(measured: Measurement, where: dict[str, str]) -> dict[str, Any]:
     }
 
 
-def write_json(path: Path, measurements: Sequence[Measurement], where: dict[str, str], rounds: int) -> None:
+def write_json(path: Path, measurements: Sequence[Measurement], run: dict[str, Any]) -> None:
     """`as_json` in a file."""
-    path.write_text(json.dumps(as_json(measurements, where, rounds), indent=2, ensure_ascii=False) + "\n")
+    path.write_text(json.dumps(as_json(measurements, run), indent=2, ensure_ascii=False) + "\n")
