@@ -1,4 +1,7 @@
-"""The demo's own head, fused and with stored logits: how far their results differ, and the memory and time of each."""
+"""The demo's own head, fused and with stored logits: each one's errors against float64, its memory and its time.
+
+Where the devices are GPUs, the time of a head of real size too: a small one says little there.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +28,9 @@ if TYPE_CHECKING:
 
 _ROUNDS = 5
 _ENTROPY_WEIGHT = 0.01  # so that the gradient runs through both outputs
+_BLOCK = 256  # tokens of which the reference holds the logits at a time
+_REAL_SIZE = (4096, 4096, 151936)  # tokens, hidden size and vocabulary, of Qwen3-8B
+_REAL_SIZE_BYTES = 24 << 30  # of GPU memory, which stored logits of that size need with some to spare
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,21 +39,31 @@ class Program:
 
     temp_bytes: int  # peak temporary memory on a device
     seconds: float  # median, the two programs' runs interleaved
+    loss_error: float  # nats
+    logprob_error: float  # largest over the tokens, nats
+    gradient_error: float  # largest over both gradients, over the largest entry of the gradient
+
+
+@dataclasses.dataclass(frozen=True)
+class RealSize:
+    """Medians of a head of real size, interleaved, in seconds."""
+
+    shape: tuple[int, int, int]  # tokens, hidden size, vocabulary
+    fused_seconds: float
+    materialised_seconds: float
 
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """The shape of both programs, how far their results differ, and what each costs."""
+    """The shape of both programs, and what each costs and how exact it is."""
 
     num_tokens: int
     hidden_size: int
     vocab_size: int
     dtype: str
-    logprob_difference: float  # largest over the tokens, nats
-    loss_difference: float
-    gradient_difference: float  # largest over both gradients, over the largest entry of the gradient
     fused: Program
     materialised: Program
+    real_size: RealSize | None  # None: the devices are no GPUs, or have too little memory
 
 
 def compare(model: Transformer, tokens: Int[np.ndarray, "B S"], mesh: Mesh, implementation: str | None) -> Comparison:
@@ -57,40 +73,62 @@ def compare(model: Transformer, tokens: Int[np.ndarray, "B S"], mesh: Mesh, impl
     hidden = nnx.jit(lambda model, inputs: model(inputs))(model, inputs)
     weight = jax.device_put(model.head.weight[...].astype(config.dtype), NamedSharding(mesh, P("tensor")))
     operands = (put_on_mesh(mesh, hidden), weight, put_on_mesh(mesh, tokens[:, 1:]))
-
-    def fused(hidden: Array, weight: Array, labels: Array) -> tuple[Array, Array | None]:
-        out = sharded_linear_logprobs(
-            hidden, weight, labels,
-            mesh=mesh, vocab_axis="tensor", batch_axes="data",
-            vocab_size=config.vocab_size, implementation=implementation,
-        )  # fmt: skip
-        return out.logprobs, out.entropy
-
-    def materialised(hidden: Array, weight: Array, labels: Array) -> tuple[Array, Array]:
-        logits = jnp.matmul(hidden, weight.T).astype(jnp.float32)
-        logits = jnp.where(jnp.arange(logits.shape[-1]) < config.vocab_size, logits, -1e30)
-        lse = jax.nn.logsumexp(logits, axis=-1)
-        logprobs = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0] - lse
-        return logprobs, lse - jnp.sum(jnp.exp(logits - lse[..., None]) * logits, axis=-1)
-
-    compiled: list[Any] = [_compile(function, operands) for function in (fused, materialised)]
-    (ours, our_gradients), (theirs, their_gradients) = (program(*operands) for program in compiled)
+    compiled = _both_ways(operands, config.vocab_size, mesh, implementation)
+    reference = _float64(*operands, config.vocab_size)
     seconds = _interleaved_medians(compiled, operands)
-    programs = [
-        Program(program.memory_analysis().temp_size_in_bytes, median)
+    fused, stored = (
+        Program(program.memory_analysis().temp_size_in_bytes, median, *_errors(program(*operands), reference))
         for program, median in zip(compiled, seconds, strict=True)
-    ]
+    )
     return Comparison(
         num_tokens=inputs.size,
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,
         dtype=jnp.dtype(config.dtype).name,
-        logprob_difference=_largest_difference(ours[1], theirs[1]),
-        loss_difference=_largest_difference(ours[0], theirs[0]),
-        gradient_difference=max(map(_relative_difference, our_gradients, their_gradients)),
-        fused=programs[0],
-        materialised=programs[1],
+        fused=fused,
+        materialised=stored,
+        real_size=_real_size(mesh, implementation) if _holds_real_size(mesh) else None,
     )
+
+
+def _holds_real_size(mesh: Mesh) -> bool:
+    first = mesh.devices.flat[0]
+    return first.platform == "gpu" and (first.memory_stats() or {}).get("bytes_limit", 0) >= _REAL_SIZE_BYTES
+
+
+def _real_size(mesh: Mesh, implementation: str | None, shape: tuple[int, int, int] = _REAL_SIZE) -> RealSize:
+    """Both ways on random operands in bfloat16."""
+    num_tokens, hidden_size, vocab_size = shape
+    keys = jax.random.split(jax.random.key(0), 3)
+    hidden = jax.random.normal(keys[0], (num_tokens, hidden_size), jnp.bfloat16)
+    weight = jax.random.normal(keys[1], (vocab_size, hidden_size), jnp.bfloat16) / hidden_size**0.5
+    labels = jax.random.randint(keys[2], (num_tokens,), 0, vocab_size)
+    split = jax.device_put(weight, NamedSharding(mesh, P("tensor")))
+    operands = (put_on_mesh(mesh, hidden), split, put_on_mesh(mesh, labels))
+    return RealSize(shape, *_interleaved_medians(_both_ways(operands, vocab_size, mesh, implementation), operands))
+
+
+def _both_ways(
+    operands: tuple[Array, Array, Array], vocab_size: int, mesh: Mesh, implementation: str | None
+) -> tuple[Any, Any]:
+    """Loss and gradients compiled, fused and with stored logits."""
+
+    def fused(hidden: Array, weight: Array, labels: Array) -> tuple[Array, Array | None]:
+        out = sharded_linear_logprobs(
+            hidden, weight, labels,
+            mesh=mesh, vocab_axis="tensor", batch_axes="data",
+            vocab_size=vocab_size, implementation=implementation,
+        )  # fmt: skip
+        return out.logprobs, out.entropy
+
+    def materialised(hidden: Array, weight: Array, labels: Array) -> tuple[Array, Array]:
+        logits = jnp.matmul(hidden, weight.T).astype(jnp.float32)
+        logits = jnp.where(jnp.arange(logits.shape[-1]) < vocab_size, logits, -1e30)
+        lse = jax.nn.logsumexp(logits, axis=-1)
+        logprobs = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0] - lse
+        return logprobs, lse - jnp.sum(jnp.exp(logits - lse[..., None]) * logits, axis=-1)
+
+    return _compile(fused, operands), _compile(materialised, operands)
 
 
 def _compile(function: Callable[..., tuple[Array, Any]], operands: tuple) -> Any:
@@ -101,7 +139,42 @@ def _compile(function: Callable[..., tuple[Array, Any]], operands: tuple) -> Any
     return jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)).lower(*operands).compile()
 
 
-def _interleaved_medians(programs: list[Any], operands: tuple) -> list[float]:
+def _float64(hidden: Array, weight: Array, labels: Array, vocab_size: int) -> tuple[tuple, tuple]:
+    """What the compiled programs return, of the same operands, in NumPy and float64: the gradient is eq. 4's."""
+    rows, columns = np.asarray(hidden, np.float64), np.asarray(weight, np.float64)[:vocab_size]
+    flat, ids = rows.reshape(-1, rows.shape[-1]), np.asarray(labels).reshape(-1)
+    logprobs, entropies, dflat, dcolumns = [], [], [], np.zeros(np.shape(weight))
+    for start in range(0, len(flat), _BLOCK):
+        block, own = flat[start : start + _BLOCK], ids[start : start + _BLOCK]
+        logits = block @ columns.T
+        top = logits.max(axis=1, keepdims=True)
+        logp = logits - top - np.log(np.exp(logits - top).sum(axis=1, keepdims=True))
+        p = np.exp(logp)
+        entropy = -(p * logp).sum(axis=1)
+        dlogits = p * (1 + _ENTROPY_WEIGHT * (logp + entropy[:, None]))
+        dlogits[np.arange(len(own)), own] -= 1
+        dlogits /= len(flat)
+        logprobs.append(logp[np.arange(len(own)), own])
+        entropies.append(entropy)
+        dflat.append(dlogits @ columns)
+        dcolumns[:vocab_size] += dlogits.T @ block
+    logprob = np.concatenate(logprobs)
+    loss = -np.mean(logprob + _ENTROPY_WEIGHT * np.concatenate(entropies))
+    return (loss, logprob.reshape(np.shape(labels))), (np.concatenate(dflat).reshape(rows.shape), dcolumns)
+
+
+def _errors(found: tuple[tuple, tuple], reference: tuple[tuple, tuple]) -> tuple[float, float, float]:
+    """Largest errors of the loss, of the log-probabilities and, relative to the largest entry, of the gradients."""
+    (loss, logprobs), gradients = found
+    (exact_loss, exact_logprobs), exact_gradients = reference
+    relative = (
+        _largest_difference(*pair) / float(np.max(np.abs(pair[1])))
+        for pair in zip(gradients, exact_gradients, strict=True)
+    )
+    return _largest_difference(loss, exact_loss), _largest_difference(logprobs, exact_logprobs), max(relative)
+
+
+def _interleaved_medians(programs: tuple[Any, ...], operands: tuple) -> list[float]:
     """Median seconds of each program. They run in turns, so that other load on the machine affects both."""
     seconds: list[list[float]] = [[] for _ in programs]
     for _ in range(_ROUNDS):
@@ -112,9 +185,5 @@ def _interleaved_medians(programs: list[Any], operands: tuple) -> list[float]:
     return [statistics.median(taken) for taken in seconds]
 
 
-def _largest_difference(left: Array, right: Array) -> float:
+def _largest_difference(left: Array, right: Array | np.ndarray) -> float:
     return float(np.max(np.abs(np.asarray(left, np.float64) - np.asarray(right, np.float64))))
-
-
-def _relative_difference(left: Array, right: Array) -> float:
-    return _largest_difference(left, right) / float(np.max(np.abs(np.asarray(right, np.float64))))

@@ -60,25 +60,34 @@ def print_tables(console: Console, stages: list[Evaluation], real_reward: float,
 
 
 def _comparison_table(comparison: Comparison) -> Table:
-    shape = f"{comparison.num_tokens:,} × {comparison.hidden_size} × {comparison.vocab_size:,} {comparison.dtype}"
-    table = Table(title=f"The head, loss and gradients: {shape}", title_justify="left")
+    shape = _shape(comparison.num_tokens, comparison.hidden_size, comparison.vocab_size)
+    table = Table(title=f"The head, loss and gradients: {shape} {comparison.dtype}", title_justify="left")
     table.add_column("")
     table.add_column("fused", justify="right")
     table.add_column("logits stored", justify="right")
-    table.add_column("difference", justify="right")
+    table.add_column("", justify="right")
     fused, stored = comparison.fused, comparison.materialised
     table.add_row(
         "peak temporary memory", format_bytes(fused.temp_bytes), format_bytes(stored.temp_bytes),
         f"{stored.temp_bytes / fused.temp_bytes:.1f}× less",
     )  # fmt: skip
-    table.add_row(
-        "time", f"{fused.seconds * 1e3:.1f} ms", f"{stored.seconds * 1e3:.1f} ms",
-        f"{fused.seconds / stored.seconds:.2f}× the time",
-    )  # fmt: skip
-    table.add_row("loss", "", "", f"{comparison.loss_difference:.1e}")
-    table.add_row("log-probabilities, largest", "", "", f"{comparison.logprob_difference:.1e}")
-    table.add_row("gradients, largest, relative", "", "", f"{comparison.gradient_difference:.1e}")
+    table.add_row("time", *_times(fused.seconds, stored.seconds))
+    if real := comparison.real_size:
+        table.add_row(f"time at {_shape(*real.shape)} bfloat16", *_times(real.fused_seconds, real.materialised_seconds))
+    table.add_section()
+    table.add_row("[italic]largest error against float64[/italic]")
+    for name, field in (("loss", "loss"), ("log-probabilities", "logprob"), ("gradients, relative", "gradient")):
+        errors = (getattr(program, f"{field}_error") for program in (fused, stored))
+        table.add_row(f"  {name}", *(f"{error:.1e}" for error in errors))
     return table
+
+
+def _shape(num_tokens: int, hidden_size: int, vocab_size: int) -> str:
+    return f"{num_tokens:,} × {hidden_size:,} × {vocab_size:,}"
+
+
+def _times(fused: float, stored: float) -> tuple[str, str, str]:
+    return f"{fused * 1e3:.1f} ms", f"{stored * 1e3:.1f} ms", f"{fused / stored:.2f}× the time"
 
 
 def draw(
