@@ -9,13 +9,14 @@ WORKERS ?= 2
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 
-.PHONY: demo test test-all test-gpu lint bench clean help
+.PHONY: demo test test-all test-gpu lint docs bench clean help
 help:
 	@echo "make demo      train a small transformer on this machine and compare with stored logits"
 	@echo "make test      all tests that need no GPU, doctests and notebooks included"
 	@echo "make test-all  those, and sweeps that take many minutes"
 	@echo "make test-gpu  the tests that need GPUs"
 	@echo "make lint      ruff, mypy and the layer contracts"
+	@echo "make docs      the documentation, into site/; a warning is an error"
 	@echo "make bench     speed and memory on this machine"
 
 demo: $(VENV)/.ready
@@ -37,11 +38,17 @@ lint: $(VENV)/.ready
 	$(RUN) -m mypy
 	$(VENV)/bin/lint-imports
 
+docs: $(VENV)/.ready-docs
+	$(RUN) docs/_build/tables.py
+	$(RUN) docs/_build/figures.py
+	$(RUN) docs/_build/notebooks.py
+	$(VENV)/bin/zensical build --strict --clean
+
 bench: $(VENV)/.ready
 	$(RUN) -m lce_jax.bench $(BENCH_ARGS)
 
 clean:
-	rm -rf $(VENV) .venv-oldest .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache demo-out bench-out
+	rm -rf $(VENV) .venv-oldest .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache demo-out bench-out docs/notebooks site
 
 $(VENV)/.ready: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 12))' || { \
@@ -50,4 +57,8 @@ $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet --upgrade pip
 	$(RUN) -m pip install --quiet --editable '.[$(EXTRAS)]'
+	@touch $@
+
+$(VENV)/.ready-docs: $(VENV)/.ready
+	$(RUN) -m pip install --quiet --editable '.[docs]'
 	@touch $@

@@ -1,0 +1,145 @@
+"""``python docs/_build/figures.py``: draws ``docs/assets/*.svg``, light and dark, from ``benchmarks/h200.json``."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyBboxPatch
+
+ROOT = Path(__file__).parents[2]
+DATA = ROOT / "benchmarks" / "h200.json"
+ASSETS = ROOT / "docs" / "assets"
+SHAPE = (8192, 4096, 131072)  # tokens, hidden size and vocabulary of the README's figure
+ROWS = {
+    "ours": "lce_jax",
+    "ours half cache": "lce_jax, half a cache",
+    "ours full cache": "lce_jax, full cache",
+    "materialised by hand": "logits stored, by hand",
+    "materialised": "logits stored",
+}
+
+
+class Theme(NamedTuple):
+    """Colours of a picture. It has a background of its own, so it is legible on any page."""
+
+    background: str
+    ink: str
+    muted: str
+    ours: str
+    other: str
+    panel: str
+
+
+THEMES = {
+    "light": Theme("#ffffff", "#1f2933", "#5b6672", "#0b6e99", "#b4bcc6", "#eef2f6"),
+    "dark": Theme("#14161c", "#e6e9ee", "#9aa5b1", "#4cb4dd", "#565f6b", "#232730"),
+}
+
+
+def drawn_from() -> str:
+    """What a picture says it was drawn from: the data and this file."""
+    return hashlib.sha256(DATA.read_bytes() + Path(__file__).read_bytes()).hexdigest()[:16]
+
+
+def save(name: str, size: tuple[float, float], draw: Callable[[Figure, Theme], None]) -> None:
+    """One picture in both themes."""
+    for mode, theme in THEMES.items():
+        style: dict[str, Any] = {"svg.hashsalt": name, "font.size": 10, "text.color": theme.ink}
+        style |= dict.fromkeys(("axes.labelcolor", "xtick.color", "ytick.color"), theme.ink)
+        with mpl.rc_context(style):
+            figure = Figure(figsize=size, layout="constrained", facecolor=theme.background)
+            draw(figure, theme)
+            metadata = {"Date": None, "Description": drawn_from()}
+            figure.savefig(ASSETS / f"{name}-{mode}.svg", metadata=metadata)
+
+
+def speed_and_memory(figure: Figure, theme: Theme) -> None:
+    """Bars of time and of memory, forward and backward together."""
+    run = json.loads(DATA.read_text())
+    (measured,) = (one for one in run["measurements"] if sizes(one) == SHAPE)
+    rows = {row["key"]: row for row in measured["rows"] if row["direction"] == "forward+backward"}
+    time, memory = figure.subplots(1, 2, sharey=True)
+    keys = [key for key in ROWS if key in rows]
+    bars(time, [ROWS[key] for key in keys], [rows[key]["ratio_to_gemm"] for key in keys], "{:.2f}", keys, theme)
+    gibibytes = [rows[key]["temp_bytes"] / 2**30 for key in keys]
+    bars(memory, [ROWS[key] for key in keys], gibibytes, "{:.1f} GiB", keys, theme)
+    time.set_title("time, in products hidden · weightᵀ", loc="left", fontsize=9.5)
+    memory.set_title("temporary memory", loc="left", fontsize=9.5)
+    time.axvline(3, color=theme.ink, lw=1, ls=":")
+    time.invert_yaxis()
+    t, h, v = SHAPE
+    figure.suptitle("Log-probability, entropy and their gradients", x=0.01, ha="left", fontsize=11, weight="bold")
+    device = f"{run['device']['device_kind']}, JAX {run['device']['jax']}, {measured['dtype']}"
+    figure.supxlabel(
+        f"{t:,} tokens, hidden size {h:,}, vocabulary {v:,}; {device}.\nDotted: the three products of a gradient.",
+        x=0.01, ha="left", fontsize=8.5, color=theme.muted,
+    )  # fmt: skip
+
+
+def sizes(measured: dict[str, Any]) -> tuple[int, int, int]:
+    """Tokens, hidden size, vocabulary."""
+    head = measured["shape"]["head"]
+    return measured["shape"]["tokens"], head["hidden_size"], head["vocab_size"]
+
+
+def bars(axes: Axes, names: list[str], values: list[float], text: str, keys: list[str], theme: Theme) -> None:
+    """A row of bars with their values, without an axis."""
+    colors = [theme.ours if key.startswith("ours") else theme.other for key in keys]
+    drawn = axes.barh(names, values, color=colors, height=0.68)
+    axes.bar_label(drawn, [text.format(value) for value in values], padding=3, fontsize=9)
+    axes.set_facecolor(theme.background)
+    axes.set_xlim(0, 1.32 * max(values))
+    axes.xaxis.set_visible(False)
+    axes.spines[:].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+
+
+# (height of the box's middle, title, second line, whether the logits of a tile exist there)
+STEPS = (
+    (10.4, "linear_logprobs(hidden, weight, labels)", "api.py: checks, flat [T, H] rows", False),
+    (9.2, "which implementation?", "_dispatch.py: mosaic_gpu, xla or reference, each with a reason", False),
+    (8.0, "rows that count come first", "_rows.py: where=False costs no work", False),
+    (6.5, "a tile: x = hidden · weight[tile]ᵀ", "on the chip: m = max x, s = Σ eᵘ, q = Σ u eᵘ, t  (eq. 1)", True),
+    (5.0, "merge tiles, chunks and shards", "_statistics.py: a few numbers per token  (eq. 2)", False),
+    (3.8, "logprob, entropy, lse", "_math.py: finish  (eq. 3)", False),
+    (2.3, "a tile again: x, or the cached eᵘ", "dz from three numbers per token  (eq. 4)", True),
+    (0.8, "dhidden += dz · weight[tile],  dweight[tile] = dzᵀ · hidden", "summed in float32, rounded once  (eq. 5)", False),
+)
+
+
+def way(figure: Figure, theme: Theme) -> None:
+    """The way of the data, from top to bottom."""
+    axes = figure.subplots()
+    axes.set(xlim=(0, 10), ylim=(0.1, 11.2))
+    axes.axis("off")
+    for height, title, detail, tile in STEPS:
+        edge = theme.ours if tile else theme.other
+        box = FancyBboxPatch(
+            (0.5, height - 0.38), 9, 0.76, boxstyle="round,pad=0.06", fc=theme.panel, ec=edge, lw=2 if tile else 1
+        )
+        axes.add_patch(box)
+        axes.text(5, height + 0.15, title, ha="center", va="center", weight="bold", fontsize=9)
+        axes.text(5, height - 0.19, detail, ha="center", va="center", fontsize=8, color=theme.muted)
+    for above, below in zip(STEPS, STEPS[1:], strict=False):
+        arrow = {"arrowstyle": "-|>", "color": theme.muted, "lw": 1.2}
+        axes.annotate("", (5, below[0] + 0.46), (5, above[0] - 0.46), arrowprops=arrow)
+    for height, text in ((5.75, "next tile of the vocabulary"), (1.55, "next tile")):
+        axes.text(5.25, height, text, fontsize=8, color=theme.ours, va="center")
+    axes.text(5.25, 3.05, "backward", fontsize=8, color=theme.muted, va="center")
+
+
+def main() -> None:
+    """Draws all of them."""
+    save("speed-and-memory", (7.2, 2.9), speed_and_memory)
+    save("way", (5.0, 7.2), way)
+
+
+if __name__ == "__main__":
+    main()

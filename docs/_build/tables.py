@@ -1,0 +1,152 @@
+"""``python docs/_build/tables.py``: writes the tables of README.md and of the pages from ``benchmarks/*.json``.
+
+A table stands between ``<!-- table: NAME -->`` and ``<!-- /table -->``. A test checks that they are up to date.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+from lce_jax._plans import format_bytes  # noqa: E402
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PLACE = re.compile(r"(<!-- table: (.+?) -->\n)(.*?)(<!-- /table -->)", re.DOTALL)
+BOTH = "forward+backward"
+NAMES = {
+    "gemm": "one product hidden · weightᵀ, alone",
+    "ours": "lce_jax",
+    "ours half cache": "lce_jax, half a cache",
+    "ours full cache": "lce_jax, full cache",
+    "ours in forward": "lce_jax, `linear_loss`",
+    "chunked": "lce_jax (xla)",
+    "materialised": "logits stored, autodiff",
+    "materialised by hand": "logits stored, gradient by hand",
+}
+
+type Run = dict[str, Any]
+
+
+def load(name: str) -> Run:
+    """A file of ``benchmarks``."""
+    return json.loads((ROOT / "benchmarks" / f"{name}.json").read_text())
+
+
+def markdown(head: list[str], rows: list[list[str]], left: int = 1) -> str:
+    """A table, its first ``left`` columns to the left and the others to the right."""
+    rule = "|".join(["---"] * left + ["---:"] * (len(head) - left))
+    lines = [f"| {' | '.join(cells)} |" for cells in rows]
+    return "\n".join([f"| {' | '.join(head)} |", f"|{rule}|", *lines])
+
+
+def shape_of(measured: Run) -> str:
+    """Tokens, hidden size, vocabulary."""
+    head = measured["shape"]["head"]
+    return f"{measured['shape']['tokens']}, {head['hidden_size']}, {head['vocab_size']:,}"
+
+
+def row_of(measured: Run, key: str, direction: str) -> Run | None:
+    """A row of one shape, if it was timed."""
+    return next((row for row in measured["rows"] if (row["key"], row["direction"]) == (key, direction)), None)
+
+
+def ratio(row: Run | None) -> str:
+    """Its time as a multiple of the product's."""
+    return "–" if row is None else f"{row['ratio_to_gemm']:.2f}"
+
+
+def summary(run: Run) -> str:
+    """A line per shape: ours without a cache, with a full one, in the forward; and stored logits."""
+    head = ["tokens, hidden, vocabulary", "forward", "+ backward", "full cache", "`linear_loss`", "logits stored"]
+    ways = [("ours", "forward")] + [(key, BOTH) for key in ("ours", "ours full cache", "ours in forward")]
+    lines = []
+    for one in run["measurements"]:
+        stored = row_of(one, "materialised", BOTH)
+        last = ratio(stored) if stored else failure(one)
+        lines.append([shape_of(one), *(ratio(row_of(one, *way)) for way in ways), last])
+    return markdown(head, lines)
+
+
+def failure(measured: Run) -> str:
+    """Why stored logits were not timed."""
+    reasons = [reason for name, reason in measured["left_out"].items() if name.startswith("XLA, stored")]
+    return "out of memory" if reasons and all("RESOURCE_EXHAUSTED" in reason for reason in reasons) else "–"
+
+
+def details(run: Run) -> str:
+    """A table per shape: time, speed, memory."""
+    head = ["", "", "ms", "÷ product", "useful TFLOP/s", "temporary memory"]
+    parts = []
+    for one in run["measurements"]:
+        rows = [detail(row) for way in ("gemm", "forward", BOTH) for row in one["rows"] if row["direction"] == way]
+        parts.append(f"### {shape_of(one)}, {one['dtype']}\n\n{markdown(head, rows, left=2)}")
+    return "\n\n".join(parts)
+
+
+def detail(row: Run) -> list[str]:
+    """One row of `details`; a file of recorded ratios has no times."""
+    seconds, memory = row.get("median_seconds"), row.get("temp_bytes")
+    return [
+        NAMES.get(row["key"]) or row["label"],
+        "" if row["direction"] == "gemm" else row["direction"].replace("+", " + "),
+        f"{seconds * 1e3:.2f}" if seconds else "–",
+        ratio(row),
+        f"{row['useful_flops_per_second'] / 1e12:.0f}" if seconds else "–",
+        "–" if memory is None else format_bytes(memory),
+    ]
+
+
+def errors(run: Run) -> str:
+    """A line per way to compute: the errors of results and gradients, by dtype."""
+    rows = [[name, *(f"{error:.1e}" for error in found)] for name, *found in run["rows"]]
+    return markdown(run["columns"], rows)
+
+
+def recorded(run: Run) -> str:
+    """A table as it was printed."""
+
+    def cell(value: Any) -> str:
+        if isinstance(value, list):
+            return ", ".join(f"{number}" for number in value)
+        return "–" if value is None else value if isinstance(value, str) else f"{value:g}"
+
+    return markdown(run["columns"], [[cell(value) for value in row] for row in run["rows"]], left=2)
+
+
+def provenance(run: Run) -> str:
+    """Device, versions, date and command."""
+    device = run["device"]
+    known = {"jax": "JAX", "torch": "PyTorch", "triton": "Triton", "cuda": "CUDA"}
+    versions = ", ".join(f"{label} {device[name]}" for name, label in known.items() if name in device)
+    return f"{device['device_kind']}, {versions}, {run['date']}, medians of {run['rounds']} rounds: `{run['command']}`"
+
+
+def tables() -> dict[str, str]:
+    """All tables by name."""
+    h200, accuracy = load("h200"), load("accuracy")
+    made = {
+        "summary": summary(h200),
+        "summary by": provenance(h200),
+        "details": details(h200),
+        "errors": errors(accuracy),
+        "errors by": f"CPU, JAX {accuracy['device']['jax']}, {accuracy['date']}: `{accuracy['command']}`",
+    }
+    for name, run in load("recorded")["runs"].items():
+        made |= {name: recorded(run), f"{name} by": provenance(run)}
+    return made
+
+
+def written(page: Path, made: dict[str, str]) -> str:
+    """The text of a page with its tables as they should be."""
+    return PLACE.sub(lambda found: f"{found[1]}{made[found[2]]}\n{found[4]}", page.read_text())
+
+
+if __name__ == "__main__":
+    for path in PAGES:
+        path.write_text(written(path, tables()))

@@ -1,0 +1,83 @@
+"""The code blocks of a page of documentation, and what they print.
+
+A ``python`` block runs in the namespace of the blocks before it on the page. A ``text`` block right after it is what it
+prints. A comment ``<!-- given: NAME -->`` runs ``tests/doc_given/NAME.py``: what the next blocks take for granted.
+
+``python -m tests.doc_blocks docs/mesh.md`` checks a page; with ``--write`` it writes what the blocks print into it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PART = re.compile(
+    r"^<!-- given: (?P<given>\w+) -->$"
+    r"|^```(?P<language>\w*)[^\n]*\n(?P<code>.*?)^```$(?:\n+^```text\n(?P<printed>.*?)^```$)?",
+    re.MULTILINE | re.DOTALL,
+)
+
+
+class Block(NamedTuple):
+    language: str
+    code: str
+    line: int
+    printed: str | None  # the text block after it
+
+
+def parts(page: Path) -> Iterator[Block]:
+    """The blocks of a page in order; what is given has the language "given"."""
+    text = page.read_text()
+    for found in PART.finditer(text):
+        line = text.count("\n", 0, found.start()) + 1
+        if found["given"]:
+            yield Block("given", (ROOT / "tests" / "doc_given" / f"{found['given']}.py").read_text(), line, None)
+        else:
+            yield Block(found["language"], found["code"], line, found["printed"])
+
+
+def run(page: Path) -> Iterator[tuple[Block, str]]:
+    """Each Python block of a page after it has run, with what it printed."""
+    name = page.relative_to(ROOT).as_posix()
+    namespace: dict[str, Any] = {"__name__": name}
+    for block in parts(page):
+        if block.language in ("python", "given"):
+            printed = io.StringIO()
+            padded = "\n" * block.line + block.code  # so that a traceback names the line of the page
+            with contextlib.redirect_stdout(printed):
+                exec(compile(padded, name, "exec"), namespace)
+            if block.language == "python":
+                yield block, printed.getvalue()
+
+
+def check(page: Path) -> int:
+    """Runs a page, raises if a block prints something else than the page says, and returns the number of blocks."""
+    count = 0
+    for block, printed in run(page):
+        assert printed == (block.printed or ""), f"{page.name}:{block.line} prints\n{printed}"
+        count += 1
+    return count
+
+
+def write(page: Path) -> None:
+    """Puts what the blocks print into the page."""
+    text = page.read_text()
+    for block, printed in run(page):
+        if block.printed is not None:
+            before = f"{block.code}```\n\n```text\n{block.printed}```"
+            assert before in text, block
+            text = text.replace(before, f"{block.code}```\n\n```text\n{printed}```", 1)
+    page.write_text(text)
+
+
+if __name__ == "__main__":
+    names = [argument for argument in sys.argv[1:] if argument != "--write"]
+    for path in [(ROOT / name).resolve() for name in names]:
+        write(path) if "--write" in sys.argv else print(path.name, check(path), "blocks")

@@ -1,0 +1,66 @@
+"""The documentation as readers use it: every Python block runs and prints what the page says; every command exists."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+
+import pytest
+
+from lce_jax.bench.__main__ import parser as bench_parser
+from lce_jax.demo.cli import _parser as demo_parser
+from tests.doc_blocks import PAGES, ROOT, check, parts
+
+LANGUAGES = {"python", "sh", "text", "given"}
+# In a process of their own: Megatron's state is global, and stands in for CUDA's there.
+WITH_MEGATRON = [
+    page for page in PAGES if {"torchrun", "megatron"} & set(re.findall(r"<!-- given: (\w+)", page.read_text()))
+]
+BLOCKS = {page: [block for block in parts(page) if block.language == "python"] for page in PAGES}
+IN_THIS_PROCESS = [page for page in PAGES if BLOCKS[page] and page not in WITH_MEGATRON]
+COMMANDS = [(page, line) for page in PAGES for block in parts(page) if block.language == "sh"
+            for line in block.code.splitlines() if line.strip()]  # fmt: skip
+
+
+@pytest.mark.parametrize("page", IN_THIS_PROCESS, ids=lambda page: page.name)
+def test_blocks_run(page):
+    assert check(page) == len(BLOCKS[page])
+
+
+def test_blocks_with_megatron_run():
+    pytest.importorskip("megatron.core")
+    pages = WITH_MEGATRON[::-1]  # the README takes the process group that the other page makes
+    command = [sys.executable, "-m", "tests.doc_blocks", *[page.relative_to(ROOT).as_posix() for page in pages]]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split("\n")[:-1] == [f"{page.name} {len(BLOCKS[page])} blocks" for page in pages]
+
+
+def test_no_block_is_left_out():
+    found = {block.language for page in PAGES for block in parts(page)}
+    assert found <= LANGUAGES
+    assert WITH_MEGATRON
+    for page in PAGES:  # a fence that the pattern misses
+        fences = len(re.findall(r"^\s*```", page.read_text(), re.MULTILINE))
+        written = sum(1 + (block.printed is not None) for block in parts(page) if block.language != "given")
+        assert fences == 2 * written, page
+
+
+@pytest.mark.parametrize(("page", "line"), COMMANDS, ids=lambda value: getattr(value, "name", value))
+def test_commands_exist(page, line):
+    del page
+    words = shlex.split(line, comments=True)
+    if words[0] == "make":
+        target = next(word for word in words[1:] if "=" not in word)
+        assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    elif words[:2] == ["pip", "install"]:
+        extras = re.fullmatch(r"\.(?:\[(.*)\])?", words[2])[1]
+        known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+        assert set(filter(None, (extras or "").split(","))) <= set(known)
+    else:
+        assert words[:2] == ["python", "-m"], line
+        parser = {"lce_jax.bench": bench_parser, "lce_jax.demo": demo_parser}[words[2]]()
+        parser.parse_args(words[3:])
