@@ -85,8 +85,8 @@ CALLS = [
     call("padding up to half an atom", V=520, num_columns=200),
     call("half a cache, float16", shared=True, dtype="float16", T=130, cache_bytes=150_000),
     call(
-        "cache with everything", shared=True, T=264, V=1000, num_rows=100, num_columns=700, logit_softcap=3.0,
-        temperature=True, cache_bytes=300_000, stats=True,
+        "cache with everything, narrow tiles", shared=True, T=264, H=192, V=1000, num_rows=100, num_columns=700,
+        logit_softcap=3.0, temperature=True, cache_bytes=300_000, stats=True,
     ),
     call("candidates, columns that are no whole atom", chunk=1, T=100, V=777, num_candidates=5, cache_bytes=80_000),
     call("candidates, half a cache", chunk=1, V=1100, num_candidates=3, cache_bytes=160_000, logit_softcap=3.0),

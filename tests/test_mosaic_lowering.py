@@ -65,6 +65,12 @@ def test_tokens(T: int) -> None:
 
 
 @pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("cache_bytes", [0, 1 << 40])
+def test_narrow_tiles(cache_bytes: int) -> None:
+    lower(8192, 2880, 201088, cache_bytes=cache_bytes)
+
+
+@pytest.mark.usefixtures("hopper")
 def test_a_traced_scale_is_a_factor_of_the_rows() -> None:
     lower(1003, 1024, 32003, logit_scale=True, where=True, vocab_size=31000)
 

@@ -14,7 +14,7 @@ from lce_jax._types import Case, Device, Options
 from lce_jax.mosaic import _dhidden, sm90
 from lce_jax.mosaic._geometry import geometry
 from lce_jax.mosaic.sm90._hardware import SMEM_LIMIT
-from lce_jax.mosaic.sm90._tuning import BY_KERNEL, SHORT
+from lce_jax.mosaic.sm90._tuning import BY_KERNEL, NARROW, SHORT
 from tests.devices import H200
 
 
@@ -85,10 +85,22 @@ def test_partial_statistics_stay_small() -> None:
 
 
 def test_every_kernel_fits_shared_memory() -> None:
-    chosen = [*BY_KERNEL.items(), *((kernel, SHORT) for kernel in BY_KERNEL)]
+    chosen = [*BY_KERNEL.items(), *((kernel, SHORT) for kernel in BY_KERNEL), ("dhidden", NARROW), ("dweight", NARROW)]
     chosen += [(kernel, one) for (_, kernel), entries in sm90.KERNELS.tunings.tuned.items() for _, one in entries]
     for kernel, tuning in chosen:
         assert tuning.smem_bytes(2, staged=True) <= SMEM_LIMIT, kernel
+
+
+def test_narrow_tiles_where_they_leave_no_column_empty() -> None:
+    """At H 2880, not at 4096, which wider tiles fill, nor at 640, which neither fills; of "hv", for dhidden alone."""
+
+    def widths(**fields) -> tuple[int, ...]:
+        one = case(**{"num_tokens": 8192, "vocab_size": 201088, **fields})
+        return tuple(sm90.KERNELS.tunings.of(one, kernel).tile_n for kernel in ("dhidden", "dweight"))
+
+    assert widths(hidden_size=2880) == (192, 192)
+    assert widths(hidden_size=4096) == widths(hidden_size=640) == (256, 256)
+    assert widths(hidden_size=2880, options=Options(weight_layout="hv")) == (192, 256)
 
 
 @pytest.mark.parametrize("wrong", [{"slots": 3}, {"slots": 0}, {"snake": 3}, {"turns": 3}, {"stages": 1}], ids=str)

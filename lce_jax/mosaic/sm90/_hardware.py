@@ -8,6 +8,7 @@ WARPGROUP_ROWS = 64  # the M of one wgmma
 COMPUTE_WARPGROUPS = 2  # a third leaves 128 registers a thread, fewer than the accumulator and its epilogue need
 ROW_BLOCK = COMPUTE_WARPGROUPS * WARPGROUP_ROWS
 TILE_N = 256  # the largest N of wgmma: a 64 x 256 accumulator is 128 registers a thread
+NARROW_TILE_N = 192  # of the products, where it divides H and TILE_N does not: no tile is part empty
 STAGING_BYTES = 128  # of a row that an epilogue sends out at a time: the widest swizzle
 STAGING_COLUMNS = STAGING_BYTES // 2  # 16-bit numbers in those bytes
 ATOM_ROWS = 8  # rows of the smallest swizzled piece; TMA copies whole ones

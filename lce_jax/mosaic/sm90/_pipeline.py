@@ -1,13 +1,13 @@
 """What the kernels with tensor cores share: the persistent blocks, their walk over tiles, the pipeline of operands.
 
 A block is one memory warpgroup, which copies tiles of both operands into a ring of stages by TMA, and two compute
-warpgroups, each with a [64, 256] accumulator: 64 of a tile's 128 rows.
+warpgroups, each with a [64, n] accumulator: 64 of a tile's 128 rows. n is 256, or 192 in products that fill such tiles.
 
     memory     … wait until stage s is consumed, start its copies; s + 1 …
     compute    … wait until stage s is produced, multiply, hand it back; s + 1 …
 
 The steps are counted through all tiles of a block. So the next tile's operands arrive during the epilogue of the tile
-before it, however many steps a tile has. The two warpgroups share every step, a [128, k] tile of lhs and a [256, k]
+before it, however many steps a tile has. The two warpgroups share every step, a [128, k] tile of lhs and an [n, k]
 tile of rhs. Then their epilogues run at the same time too, while the tensor cores idle. Or they take turns, each with
 steps of its own:
 
@@ -39,7 +39,6 @@ from lce_jax.mosaic.sm90._hardware import (
     COMPUTE_WARPGROUPS,
     MEMORY_REGISTERS,
     ROW_BLOCK,
-    TILE_N,
     WARPGROUP_ROWS,
     widest_swizzle,
 )
@@ -47,8 +46,6 @@ from lce_jax.mosaic.sm90._tuning import Tuning
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
-
-ACCUMULATOR = (WARPGROUP_ROWS, TILE_N)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +59,7 @@ class Matmul:
 
 
 class Tile(NamedTuple):
-    """One [128, 256] tile of a product, a contraction of ``num_steps`` steps."""
+    """One [128, n] tile of a product, a contraction of ``num_steps`` steps."""
 
     row: Int[Array, ""]  # of lhs, and of the result
     column: Int[Array, ""]  # of rhs, counted from the walk's offset
@@ -79,7 +76,7 @@ class Tile(NamedTuple):
 
 
 class Offset(NamedTuple):
-    """Where in rhs the columns and the contraction begin: multiples of TILE_N."""
+    """Where in rhs the columns and the contraction begin: multiples of the tile's columns."""
 
     column: Any = 0
     k: Any = 0
@@ -94,7 +91,7 @@ def walk_tiles(
     rhs: Any,
     offset: Offset,
     visit_all: Callable[[Visit], Any],
-    consume: Callable[[Tile, Callable[[], Float[Array, "64 256"]], Any], None],
+    consume: Callable[[Tile, Callable[[], Float[Array, "64 n"]], Any], None],
     scratch: Any = None,
 ) -> None:
     """Calls ``consume(tile, multiply, scratch)`` in both compute warpgroups for every tile that ``visit_all`` visits.
@@ -138,7 +135,7 @@ class Ring(NamedTuple):
     """The stages of a block in shared memory, and their barriers."""
 
     lhs: Any  # [stages, rows, tile_k], or [stages, tile_k, rows]: 128 rows, 64 where the warpgroups take turns
-    rhs: Any  # [stages, tile_k, 256], or [stages, 256, tile_k]
+    rhs: Any  # [stages, tile_k, n], or [stages, n, tile_k]
     produced: Any  # one set of barriers per turn, because a warpgroup waits for its own turns only
     consumed: Any
 
@@ -149,7 +146,7 @@ def _ring(matmul: Matmul, lhs: Any, rhs: Any) -> Ring:
     transforms = swizzled(swizzle // itemsize, itemsize)
     rows = ROW_BLOCK // tuning.turns
     lhs_tile = (rows, tuning.tile_k) if matmul.lhs_k == 1 else (tuning.tile_k, rows)
-    rhs_tile = (TILE_N, tuning.tile_k) if matmul.rhs_k == 1 else (tuning.tile_k, TILE_N)
+    rhs_tile = (tuning.tile_n, tuning.tile_k) if matmul.rhs_k == 1 else (tuning.tile_k, tuning.tile_n)
     counts = {"num_arrivals": COMPUTE_WARPGROUPS // tuning.turns, "num_barriers": tuning.stages}
     shared = tuning.cluster > 1
     return Ring(
@@ -174,14 +171,14 @@ def _fetch(matmul: Matmul, ring: Ring, lhs: Any, rhs: Any, offset: Offset, tile:
     rows, depth = pl.ds(tile.row + turn * WARPGROUP_ROWS, ROW_BLOCK // tuning.turns), pl.ds(k, tuning.tile_k)
     source = lhs.at[rows, depth] if matmul.lhs_k == 1 else lhs.at[depth, rows]
     plgpu.copy_gmem_to_smem(source, ring.lhs.at[stage], produced)
-    columns = pl.ds(pl.multiple_of(offset.column + tile.column, TILE_N), TILE_N)
+    columns = pl.ds(pl.multiple_of(offset.column + tile.column, tuning.tile_n), tuning.tile_n)
     depth = pl.ds(pl.multiple_of(offset.k + k, tuning.tile_k), tuning.tile_k)
     source = rhs.at[columns, depth] if matmul.rhs_k == 1 else rhs.at[depth, columns]
     shared = "cluster" if tuning.cluster > 1 else None  # each block of a cluster fetches one part for all of them
     plgpu.copy_gmem_to_smem(source, ring.rhs.at[stage], produced, collective_axes=shared)
 
 
-def _multiply(matmul: Matmul, ring: Ring, tile: Tile, before: Any) -> Float[Array, "64 256"]:
+def _multiply(matmul: Matmul, ring: Ring, tile: Tile, before: Any) -> Float[Array, "64 n"]:
     """This warpgroup's part of a tile."""
     tuning, warpgroup = matmul.tuning, lax.axis_index("wg")
     in_flight = tuning.in_flight
@@ -192,7 +189,7 @@ def _multiply(matmul: Matmul, ring: Ring, tile: Tile, before: Any) -> Float[Arra
     def release(step: Any) -> None:
         plgpu.barrier_arrive(ring.consumed.at[_stage(matmul, before + step)])
 
-    @functools.partial(pl.run_scoped, accumulator=plgpu.ACC(ACCUMULATOR, jnp.float32))
+    @functools.partial(pl.run_scoped, accumulator=plgpu.ACC((WARPGROUP_ROWS, tuning.tile_n), jnp.float32))
     def product(accumulator: Any) -> Any:
         def step(i: Any, _: None) -> None:
             stage = _stage(matmul, before + i)

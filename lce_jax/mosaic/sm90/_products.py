@@ -56,15 +56,15 @@ def _dhidden_kernel(
 ) -> None:
     del sums
     span = Span.unpack(scalars)
-    splits, _, hidden_size = output.shape
+    splits, columns = output.shape[0], -(-matmul.case.hidden_size // matmul.tuning.tile_n)
 
     def consume(tile: Tile, multiply: Any, slots: Any) -> None:
         # No other tile of this launch adds to the same elements, so two runs are bitwise equal.
         _send_tile(multiply(), slots, tile.rows, output.at[tile.split], tile.column, add)
 
-    slots = _epilogue.staging(matmul, hidden_size, output.dtype)
+    slots = _epilogue.staging(matmul, output.shape[2], output.dtype)
     groups, num_steps = _pipeline.row_groups(matmul, span.num_rows), ceil_div(span.depth, matmul.tuning.tile_k)
-    visit_all = functools.partial(_visit_all, matmul, groups, hidden_size // TILE_N, splits, num_steps)
+    visit_all = functools.partial(_visit_all, matmul, groups, columns, splits, num_steps)
     _pipeline.walk_tiles(matmul, dlogits, weight, Offset(k=span.offset), visit_all, consume, slots)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -98,7 +98,8 @@ def _dweight_kernel(
     span = Span.unpack(scalars)
     if matmul.case.options.vocab_dim == 0:
         first_row, first_column = span.offset, 0
-        groups, columns = _pipeline.row_groups(matmul, span.num_tiles * TILE_N), -(-rhs.shape[1] // TILE_N)
+        groups = _pipeline.row_groups(matmul, span.num_tiles * TILE_N)
+        columns = -(-rhs.shape[1] // matmul.tuning.tile_n)
     else:
         first_row, first_column = 0, span.offset
         groups, columns = _pipeline.row_groups(matmul, lhs.shape[1]), span.num_tiles
@@ -117,7 +118,7 @@ def _dweight_kernel(
 
 
 def _send_tile(
-    values: Float[Array, "64 256"], slots: Any, rows: Any, output: Any, column: Any, add: bool = False
+    values: Float[Array, "64 n"], slots: Any, rows: Any, output: Any, column: Any, add: bool = False
 ) -> None:
     """Copies a warpgroup's part of a tile to ``output[rows, column:]``, or adds it there, block by block.
 
@@ -125,7 +126,7 @@ def _send_tile(
     in `_dhidden`.
     """
     width = slots.shape[-1]
-    for i, start in enumerate(range(0, TILE_N, width)):
+    for i, start in enumerate(range(0, values.shape[1], width)):
         _epilogue.send(values[:, start : start + width], i, slots, rows, output, column + start, add)
 
 
@@ -146,6 +147,6 @@ def _visit_all(matmul: Matmul, groups: Any, columns: int, splits: int, num_steps
         row_block = group * matmul.tuning.cluster + lax.axis_index("cluster")
         first = split * per_split
         count = jnp.clip(num_steps - first, 0, per_split)
-        return visit(Tile(row_block * ROW_BLOCK, column * TILE_N, count, first, split=split), carry)
+        return visit(Tile(row_block * ROW_BLOCK, column * matmul.tuning.tile_n, count, first, split=split), carry)
 
     return plgpu.nd_loop((area * splits,), collective_axes="sm", init_carry=jnp.int32(0))(tile)

@@ -9,8 +9,7 @@ from jax import lax
 
 from lce_jax.mosaic._pallas import pl, plgpu
 from lce_jax.mosaic.sm90._epilogue import PER_COLUMN
-from lce_jax.mosaic.sm90._hardware import TILE_N
-from lce_jax.mosaic.sm90._pipeline import ACCUMULATOR
+from lce_jax.mosaic.sm90._hardware import TILE_N, WARPGROUP_ROWS
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
@@ -30,7 +29,7 @@ def without_padding(z: Float[Array, "64 256"], column: Any, num_columns: Any, ma
         ragged = lax.div(num_columns, TILE_N) * TILE_N
         start = jnp.clip(column - ragged, 0, TILE_N)
         padding = plgpu.load(mask.at[pl.ds(start, TILE_N)], layout=PER_COLUMN, optimized=False)
-        padding = lax.broadcast_in_dim(padding, ACCUMULATOR, (1,))
+        padding = lax.broadcast_in_dim(padding, (WARPGROUP_ROWS, TILE_N), (1,))
         return jnp.where(padding > 0, value, z)
 
     return lax.cond(column + TILE_N > num_columns, replace, lambda: z)
