@@ -3,26 +3,30 @@
 from lce_jax import local, losses
 from lce_jax._linear_loss import linear_loss, sharded_linear_loss
 from lce_jax._plans import Plan
-from lce_jax._types import LogprobOutput, UnsupportedError
+from lce_jax._types import LogprobOutput, TopK, UnsupportedError
 from lce_jax.api import linear_cross_entropy, linear_logprobs
 from lce_jax.explain import explain  # a function in place of the module, which is a command
 from lce_jax.logits import linear_logits, masked_logprobs
 from lce_jax.sharding import sharded_linear_cross_entropy, sharded_linear_logprobs
+from lce_jax.topk import linear_topk, sharded_linear_topk
 
 __all__ = [
     "LogprobOutput",
     "Plan",
+    "TopK",
     "UnsupportedError",
     "explain",
     "linear_cross_entropy",
     "linear_logits",
     "linear_logprobs",
     "linear_loss",
+    "linear_topk",
     "local",
     "losses",
     "masked_logprobs",
     "sharded_linear_cross_entropy",
     "sharded_linear_logprobs",
     "sharded_linear_loss",
+    "sharded_linear_topk",
 ]
 __version__ = "0.1.0"

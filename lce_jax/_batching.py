@@ -34,16 +34,39 @@ def forward(spec: Spec, primals: Primals, rows: Rows, keep_cache: bool) -> tuple
 
     @call.def_vmap
     def batched(size: int, in_batched: Any, primals: Primals, rows: Rows) -> Any:
-        if _has_own_columns(in_batched[0]) or (keep_cache and spec.case.options.keeps_tiles):
-            run = functools.partial(forward, spec, keep_cache=keep_cache)
-            out = one_by_one(run, in_batched, (primals, rows))
-        else:
-            primals, rows = _with_batch(size, in_batched, (primals, rows))
-            case = dataclasses.replace(spec.case, num_tokens=rows.labels.size)
-            out = forward(dataclasses.replace(spec, case=case), primals, rows, keep_cache)
-        return out, jax.tree.map(lambda _: True, out)
+        again = functools.partial(forward, keep_cache=keep_cache)
+        apart = bool(keep_cache and spec.case.options.keeps_tiles)
+        return _as_tokens(again, spec, size, in_batched, (primals, rows), apart)
 
     return call(primals, rows)
+
+
+def per_token(program: _partition.Program, spec: Spec, primals: Primals, rows: Rows) -> Any:
+    """``program``, all of whose results are per token, or over the call's mesh `_partition.per_token`."""
+
+    @jax.custom_batching.custom_vmap
+    def call(primals: Primals, rows: Rows) -> Any:
+        run = program if spec.mesh is None else functools.partial(_partition.per_token, program)
+        return run(spec, primals, rows)
+
+    @call.def_vmap
+    def batched(size: int, in_batched: Any, primals: Primals, rows: Rows) -> Any:
+        return _as_tokens(functools.partial(per_token, program), spec, size, in_batched, (primals, rows), apart=False)
+
+    return call(primals, rows)
+
+
+def _as_tokens(
+    function: Callable[..., Any], spec: Spec, size: int, in_batched: Any, operands: tuple[Primals, Rows], apart: bool
+) -> tuple[Any, Any]:
+    """``function`` of a batch of calls, as one call with more tokens unless they must stay apart."""
+    if apart or _has_own_columns(in_batched[0]):
+        out = one_by_one(functools.partial(function, spec), in_batched, operands)
+    else:
+        primals, rows = _with_batch(size, in_batched, operands)
+        case = dataclasses.replace(spec.case, num_tokens=rows.labels.size)
+        out = function(dataclasses.replace(spec, case=case), primals, rows)
+    return out, jax.tree.map(lambda _: True, out)
 
 
 def backward(

@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
@@ -93,10 +95,15 @@ def psum_to_axes(x: jax.Array, axes: frozenset[Any]) -> jax.Array:
 
 
 def first_order_only[**P, R](function: Callable[P, R]) -> Callable[P, R]:
-    """``function``, which runs inside a ``custom_vjp`` rule, with a derivative that raises if its result is used.
+    """``function``, which runs inside a ``custom_vjp`` rule, with a derivative that raises if its result is used."""
+    return not_differentiable(function, _SECOND_DERIVATIVE)
 
-    It must not raise earlier: JAX also differentiates a gradient under ``stop_gradient`` inside another gradient, and
-    drops the result.
+
+def not_differentiable[**P, R](function: Callable[P, R], message: str) -> Callable[P, R]:
+    """``function`` with a derivative that raises ``message`` if its result is used.
+
+    It must not raise earlier: JAX also differentiates what stands under ``stop_gradient``, or is an auxiliary result,
+    inside a gradient, and drops that derivative.
     """
     guarded = jax.custom_jvp(function)
 
@@ -105,35 +112,42 @@ def first_order_only[**P, R](function: Callable[P, R]) -> Callable[P, R]:
         out = guarded(*primals)
         given = [x for x in jax.tree.leaves(tangents) if x.dtype != jax.dtypes.float0]
         flat, tree = jax.tree.flatten(out)
-        of_out = _derivative_p.bind(*given, avals=tuple(jax.typeof(x) for x in flat))
+        avals = tuple(jax.typeof(x) for x in flat if jnp.issubdtype(x.dtype, jnp.inexact))
+        of_floats = iter(_derivative_p.bind(*given, avals=avals, message=message))
+        of_out = [
+            next(of_floats) if jnp.issubdtype(x.dtype, jnp.inexact) else np.zeros(x.shape, jax.dtypes.float0)
+            for x in flat
+        ]
         return out, jax.tree.unflatten(tree, of_out)
 
     return functools.wraps(function)(guarded)
 
 
-# The derivative of a gradient: linear, as JAX wants it, and refused once it is evaluated, lowered or transposed.
-_derivative_p = Primitive("lce_derivative_of_gradient")
+_SECOND_DERIVATIVE = (
+    "lce_jax computes first derivatives only, and this is a derivative of a gradient (grad of grad, jvp of grad, "
+    "hessian): differentiate plain JAX code that stores the logits instead"
+)
+
+# A derivative that there is not: linear, as JAX wants it, and refused once it is evaluated, lowered or transposed.
+_derivative_p = Primitive("lce_refused_derivative")
 _derivative_p.multiple_results = True
-_derivative_p.def_abstract_eval(lambda *_, avals: list(avals))
+_derivative_p.def_abstract_eval(lambda *_, avals, **__: list(avals))
 
 
-def _refuse_derivative(*_: Any, **__: Any) -> Any:
-    raise NotImplementedError(
-        "lce_jax computes first derivatives only, and this is a derivative of a gradient (grad of grad, jvp of "
-        "grad, hessian): differentiate plain JAX code that stores the logits instead"
-    )
+def _refuse_derivative(*_: Any, message: str, **__: Any) -> Any:
+    raise NotImplementedError(message)
 
 
-def _transpose_derivative(cotangents: Any, *tangents: Any, **_: Any) -> Any:
+def _transpose_derivative(cotangents: Any, *tangents: Any, message: str, **_: Any) -> Any:
     if all(type(cotangent) is ad.Zero for cotangent in cotangents):
         return [None] * len(tangents)
-    return _refuse_derivative()
+    return _refuse_derivative(message=message)
 
 
-def _batch_derivative(tangents: Any, dims: Any, *, avals: Any) -> Any:
+def _batch_derivative(tangents: Any, dims: Any, *, avals: Any, message: str) -> Any:
     size = next(x.shape[dim] for x, dim in zip(tangents, dims, strict=True) if dim is not None)
     avals = tuple(aval.update(shape=(size, *aval.shape)) for aval in avals)
-    return _derivative_p.bind(*tangents, avals=avals), [0] * len(avals)
+    return _derivative_p.bind(*tangents, avals=avals, message=message), [0] * len(avals)
 
 
 _derivative_p.def_impl(_refuse_derivative)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -41,19 +42,19 @@ def evaluate_over(
     case = _bind.case(hidden, weight, labels, where, options)
     layout = layout_of(hidden, weight, options.static.vocab_dim)
     spec = _bind.spec(case, options, case.vocab_size, layout)
-    return _mapped(spec, layout, *_bind.operands(spec, hidden, weight, labels, where, options))
+    return mapped(_results, spec, layout, *_bind.operands(spec, hidden, weight, labels, where, options))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
-def _mapped(spec: Spec, layout: Layout, primals: Primals, rows: Rows) -> Results:
-    """Jitted, so that calls outside ``jit`` compile once."""
+@functools.partial(jax.jit, static_argnums=(0, 1, 2), inline=True)
+def mapped(program: Callable[..., Any], spec: Spec, layout: Layout, primals: Primals, rows: Rows) -> Any:
+    """``program(spec, primals, rows)`` on every device. Jitted, so that calls outside ``jit`` compile once."""
 
-    def device(primals: Primals, rows: Rows) -> Results:
-        return jax.tree.map(layout.own_rows, _results(spec, primals, rows))
+    def device(primals: Primals, rows: Rows) -> Any:
+        return jax.tree.map(layout.own_rows, program(spec, primals, rows))
 
     in_specs = (layout.primal_specs, layout.row_spec)
-    mapped = jax.shard_map(device, mesh=layout.mesh, in_specs=in_specs, out_specs=layout.out_spec)
-    return mapped(*layout.place(primals, rows))
+    over = jax.shard_map(device, mesh=layout.mesh, in_specs=in_specs, out_specs=layout.out_spec)
+    return over(*layout.place(primals, rows))
 
 
 def _results(spec: Spec, primals: Primals, rows: Rows) -> Results:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -18,8 +19,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
-from lce_jax import _compat, _dispatch, _spmd
-from lce_jax._compat import as_axes
+from lce_jax import _dispatch, _meshes, _spmd
 from lce_jax._layout import Layout, layout_of_specs
 from lce_jax._rows import Rows
 from lce_jax._shard import Spec
@@ -30,48 +30,23 @@ if TYPE_CHECKING:
     from jaxtyping import Array
 
 
-def mesh_of(operands: Any, keeps_tiles: bool) -> AbstractMesh | None:
+type Program = Callable[[Spec, Primals, Rows], Any]  # one device's part, with its collectives, or all of a call
+
+
+def mesh_of(operands: Any, keeps_tiles: bool, function: str = "linear_logprobs") -> AbstractMesh | None:
     """The mesh over which the operands may be split; None for one device, and inside ``shard_map``.
 
     Types without a mesh do not prove that there is none: ``jit(..., in_shardings=...)`` tells only XLA. So a traced
     call on a machine with several devices gets the rule too. On a single device no rule is needed.
     """
-    mesh = _mesh_of_types(operands)
+    mesh = _meshes.mesh_of_types(operands)
     if AxisType.Manual in mesh.axis_types:
-        _check_other_axes(mesh, operands)
+        _meshes.check_other_axes(mesh, operands, function)
         return None
     if not mesh.empty:
         return mesh if mesh.size > 1 else None
     traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(operands))
     return mesh if traced and not keeps_tiles and jax.device_count() > 1 else None
-
-
-def _check_other_axes(mesh: AbstractMesh, operands: Any) -> None:
-    """Inside ``shard_map``: refuses operands split over other axes, and warns of Auto ones, whose split is unknown."""
-    manual = ", ".join(repr(axis) for axis in mesh.manual_axes)
-    advice = "make shard_map manual over these too (axis_names=...), and name the one that splits V as axis_name"
-    split = {axis for x in jax.tree.leaves(operands) for axis in _axes_of(jax.typeof(x).sharding.spec)}
-    if split:
-        raise ValueError(f"inside shard_map over {manual}, operands are split over {sorted(split)} as well: {advice}")
-    if auto := _auto_axes(mesh):
-        warn_once(
-            f"linear_logprobs inside shard_map over {manual} cannot see how XLA splits its operands over "
-            f"{', '.join(map(repr, auto))}, and may repeat all work there: {advice}"
-        )
-
-
-def _auto_axes(mesh: AbstractMesh) -> list[str]:
-    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    return [axis for axis, kind in kinds if kind == AxisType.Auto and mesh.shape[axis] > 1]
-
-
-def _axes_of(spec: P) -> tuple[str, ...]:
-    return tuple(axis for entry in _compat.partitions(spec) for axis in as_axes(entry))
-
-
-def _mesh_of_types(operands: Any) -> AbstractMesh:
-    meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(operands)]
-    return next((mesh for mesh in meshes if not mesh.empty), AbstractMesh((), ()))
 
 
 def forward(spec: Spec, primals: Primals, rows: Rows, keep_cache: bool) -> tuple[Results, ShardStatistics, Any]:
@@ -131,6 +106,20 @@ def backward_of_examples(
     return layout.over_devices(device, outputs, primals, (rows, stats, cotangent))
 
 
+def per_token(program: Program, spec: Spec, primals: Primals, rows: Rows) -> Any:
+    """``program`` of global arrays, all of whose results are per token."""
+    layout = layout_of_types(spec, primals, rows)
+    if layout is None:
+        return _auto(program, spec, primals, rows)
+    device = functools.partial(_device_program, program, spec, layout)
+    return layout.over_devices(lambda primals, rows, _: device(primals, *rows), layout.out_spec, primals, (rows,))
+
+
+def _device_program(program: Program, spec: Spec, layout: Layout, primals: Primals, rows: Rows) -> Any:
+    """One device's program of ``program``: its own tokens' results."""
+    return jax.tree.map(layout.own_rows, program(device_spec(spec, layout, primals, rows), primals, rows))
+
+
 def _device_forward(
     spec: Spec,
     layout: Layout,
@@ -177,13 +166,13 @@ def device_spec(spec: Spec, layout: Layout, primals: Primals, rows: Rows) -> Spe
 def layout_of_types(spec: Spec, primals: Primals, per_token: Any) -> Layout | None:
     """The layout that the operands' types name; None if no axis of their mesh is Explicit."""
     hidden, weight, _ = primals
-    mesh = _mesh_of_types((hidden, weight, per_token))
+    mesh = _meshes.mesh_of_types((hidden, weight, per_token))
     if AxisType.Explicit not in mesh.axis_types:
         return None
-    if auto := _auto_axes(mesh):
+    if auto := _meshes.auto_axes(mesh):
         warn_once(
-            f"linear_logprobs takes its operands as whole over {', '.join(map(repr, auto))}, Auto axes of a mesh that "
-            "also has Explicit ones: make them Explicit, or call sharded_linear_logprobs (or _cross_entropy)"
+            f"{spec.case.options.function} takes its operands as whole over {', '.join(map(repr, auto))}, Auto axes of "
+            f"a mesh that also has Explicit ones: make them Explicit, or call {spec.case.options.sharded_function}"
         )
     hidden_spec, weight_spec = (jax.typeof(x).sharding.spec for x in (hidden, weight))
     rows_specs = [jax.typeof(x).sharding.spec for x in jax.tree.leaves(per_token)]
@@ -200,14 +189,7 @@ def as_type_of(gradient: Array, operand: Any) -> Array:
 
 
 def _auto_forward(spec: Spec, primals: Primals, rows: Rows) -> Any:
-    exact = _exact(spec)
-
-    def whole(primals: Primals, rows: Rows) -> Any:
-        return _spmd.forward(exact, primals, rows, keep_cache=False)[:2]
-
-    tokens, _ = _dimensions(spec, primals)
-    results = _named(tokens, jax.eval_shape(whole, primals, rows))
-    out, stats = _partitioned(exact, whole, _forward_rule, results, primals, rows)
+    out, stats = _auto(_forward_without_cache, _exact(spec), primals, rows)
     if spec.case.options.reports_dropped_mass:
         out = out._replace(outputs=out.outputs._replace(dropped_mass=jnp.zeros_like(out.outputs.lse)))
     return out, stats
@@ -217,6 +199,17 @@ def _exact(spec: Spec) -> Spec:
     """The same call without a ``gradient_threshold``."""
     options = dataclasses.replace(spec.case.options, gradient_threshold=0.0)
     return dataclasses.replace(spec, case=dataclasses.replace(spec.case, options=options))
+
+
+def _forward_without_cache(spec: Spec, primals: Primals, rows: Rows) -> Any:
+    return _spmd.forward(spec, primals, rows, keep_cache=False)[:2]
+
+
+def _auto(program: Program, spec: Spec, primals: Primals, rows: Rows) -> Any:
+    whole = functools.partial(program, spec)
+    tokens, _ = _dimensions(spec, primals)
+    results = _named(tokens, jax.eval_shape(whole, primals, rows))
+    return _partitioned(spec, whole, functools.partial(_program_rule, program), results, primals, rows)
 
 
 def _auto_backward(spec: Spec, primals: Primals, *per_token: Any) -> Any:
@@ -233,8 +226,9 @@ def _partitioned(spec: Spec, whole: Any, rule: Any, results: list[str], primals:
     """``whole`` of global arrays, which XLA partitions by ``rule``; ``results`` names the dimensions of its results."""
     tokens, wide = _dimensions(spec, primals)
     names = f"{', '.join(wide + _named(tokens, per_token))} -> {', '.join(results)}"
-    unsplit = ("h", "k") if spec.case.options.num_candidates else ("h",)
-    return Partitioned(whole, functools.partial(rule, spec), names, unsplit, spec.mesh)(primals, *per_token)
+    options = spec.case.options
+    unsplit = ("h", "k") if options.num_candidates or options.top_k else ("h",)
+    return Partitioned(whole, functools.partial(rule, spec), names, unsplit, spec.mesh, options)(primals, *per_token)
 
 
 def _dimensions(spec: Spec, primals: Primals) -> tuple[str, list[str]]:
@@ -249,12 +243,9 @@ def _named(names: str, tree: Any) -> list[str]:
     return [names if x.ndim == len(names.split()) else f"{names} k".strip() for x in jax.tree.leaves(tree)]
 
 
-def _forward_rule(spec: Spec, mesh: Any, shapes: Any, specs: Any) -> Partition:
+def _program_rule(program: Program, spec: Spec, mesh: Any, shapes: Any, specs: Any) -> Partition:
     layout = _layout_of_specs(spec, mesh, shapes, specs)
-
-    def device(primals: Primals, rows: Rows) -> Any:
-        return _device_forward(spec, layout, False, primals, (rows,))[:2]
-
+    device = functools.partial(_device_program, program, spec, layout)
     return Partition(device, _operand_specs(layout, shapes), layout.out_spec)
 
 

@@ -17,11 +17,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax import _checks, _dispatch, _math, _rows, _statistics, mosaic
+from lce_jax import _checks, _dispatch, _math, _rows, _statistics, _xla_topk, mosaic, reference, xla
 from lce_jax._by_platform import by_platform
 from lce_jax._rows import Rows
 from lce_jax._statistics import along
-from lce_jax._types import Case, Operands, Primals, Results, RowCoefficients, ShardStatistics
+from lce_jax._types import Case, Largest, Operands, Primals, Results, RowCoefficients, ShardStatistics
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float
@@ -131,6 +131,22 @@ def gradients(
     dhidden = found.hidden if order is None else _rows.expand(order, found.hidden)
     dhidden = _signed(dhidden, scales)
     return found._replace(hidden=dhidden if rows.live is None else jnp.where(rows.live[:, None], dhidden, 0.0))
+
+
+LARGEST = {xla.NAME: _xla_topk.largest, reference.NAME: reference.largest}  # the kernels refuse `linear_topk`
+
+
+def largest(spec: Spec, primals: Primals, rows: Rows, start: Any) -> Largest:
+    """The k largest x of the shard whose first column is ``start``, in the call's row order. Operands are flat."""
+    operands, order = _operands(spec, primals, rows, start, _scales(spec, rows))
+    found = LARGEST[spec.implementation](operands, spec.case)
+    found = found._replace(ids=found.ids + start)
+    return found if order is None else _rows.expand(order, found)
+
+
+def row_scale(spec: Spec, rows: Rows) -> Float[Array, "T"] | float:
+    """The k of eq. 0, in the call's row order."""
+    return _math.row_scale(spec.case.options, _scales(spec, rows).logits)
 
 
 def _coefficients(

@@ -51,6 +51,21 @@ class LogprobOutput(NamedTuple):
     dropped_mass: Float[Array, ...] | None = None
 
 
+class TopK(NamedTuple):
+    """The k most likely tokens of each token's distribution, the most likely first. A pytree.
+
+    Attributes:
+        ids: ``[..., k]`` int32 vocabulary ids, global also when the vocabulary is split. -1 where ``where`` is False.
+        logprobs: ``[..., k]``, ln p of each of them under the whole vocabulary, nats, float32 (float64 when the weight
+            is float64). 0 where ``where`` is False.
+        lse: ``[...]``, ln Σ exp(logits), nats. 0 where ``where`` is False.
+    """
+
+    ids: Int[Array, "*b k"]
+    logprobs: Float[Array, "*b k"]
+    lse: Float[Array, ...]
+
+
 class LogprobOptions(TypedDict, total=False):
     """The keyword options that every public function shares; `linear_logprobs` says what each means."""
 
@@ -105,6 +120,17 @@ class Options:
     num_candidates: int = 0  # K; 0: none are asked for
     traced_scale: bool = False  # scale or cap is an array: both are in `Rows`, and the numbers here are 1
     gradient_threshold: float = 0.0  # tiles whose every probability is below it are left out of the gradients
+    top_k: int = 0  # k of `linear_topk`; 0: another function
+
+    @property
+    def function(self) -> str:
+        """The public function that messages name."""
+        return "linear_topk" if self.top_k else "linear_logprobs"
+
+    @property
+    def sharded_function(self) -> str:
+        """The one that takes the axes of a mesh by name."""
+        return "sharded_linear_topk" if self.top_k else "sharded_linear_logprobs (or _cross_entropy)"
 
     @property
     def statistics(self) -> dict[str, int]:
@@ -194,6 +220,14 @@ class ShardStatistics(NamedTuple):
     min: Float[Array, "T"] | None
     total: Float[Array, "T"] | None = None
     candidates: Float[Array, "T K"] | None = None
+
+
+class Largest(NamedTuple):
+    """Each token's k largest values x (eq. 0) over some columns, the largest first, equal ones by column."""
+
+    x: Float[Array, "T k"]  # -inf for padding
+    ids: Int[Array, "T k"]  # int32
+    sumexp: Float[Array, "T"]  # Σ exp((x - m) · scale) over all these columns, with m = x[:, 0]; 0 without any
 
 
 class Primals[A](NamedTuple):

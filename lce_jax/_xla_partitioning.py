@@ -23,6 +23,8 @@ from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from lce_jax._types import Options
+
 _logger = logging.getLogger("lce_jax")
 
 
@@ -44,6 +46,7 @@ class Partitioned:
         dimensions: the names of all dimensions, operands and results in order: ``"b h, v h -> b"``.
         unsplit: the names of the dimensions that each device needs whole.
         mesh: the mesh that the operands' types name; empty if they name none.
+        options: those of the call, which name the public function in messages.
     """
 
     whole: Callable[..., Any]
@@ -51,6 +54,7 @@ class Partitioned:
     dimensions: str
     unsplit: tuple[str, ...]
     mesh: AbstractMesh
+    options: Options
 
     def __call__(self, *operands: Any) -> Any:
         """The function's results."""
@@ -72,9 +76,10 @@ def _lower(context: Any, *operands: Any, whole: Any, function: Partitioned, tree
     run = jaxpr_as_fun(whole)
     if context.module_context.lowering_parameters.for_export:
         if function.mesh.size > 1:
+            options = function.options
             warn_once(
-                "jax.export cannot carry the rule by which XLA partitions linear_logprobs: every device of the "
-                "exported program will compute all of it. Export sharded_linear_logprobs (or _cross_entropy) instead."
+                f"jax.export cannot carry the rule by which XLA partitions {options.function}: every device of the "
+                f"exported program will compute all of it. Export {options.sharded_function} instead."
             )
     else:
         run = _with_rule(run, function, trees)
@@ -86,7 +91,7 @@ mlir.register_lowering(_partitioned_p, _lower)
 
 def _with_rule(run: Callable[..., Any], function: Partitioned, trees: Any) -> Callable[..., Any]:
     def partition(mesh: Mesh, operands: Any, results: Any) -> Any:
-        mesh, specs = _named(mesh, function.mesh, operands)
+        mesh, specs = _named(mesh, function, operands)
         operand_tree, result_tree = trees
         answer = function.rule(mesh, operand_tree.unflatten(operands), operand_tree.unflatten(specs))
         result_specs = jax.tree.broadcast(answer.result_specs, result_tree.unflatten(results), is_leaf=_is_spec)
@@ -105,15 +110,17 @@ def _with_rule(run: Callable[..., Any], function: Partitioned, trees: Any) -> Ca
     return partitioned
 
 
-def _named(mesh: Mesh, known: AbstractMesh, operands: Any) -> tuple[Mesh, list[P]]:
+def _named(mesh: Mesh, function: Partitioned, operands: Any) -> tuple[Mesh, list[P]]:
     """The mesh and the operands' specs over it, decoded here if JAX has not done it."""
     if not mesh.empty:
         return mesh, [x.sharding.spec for x in operands]
     devices = np.array(operands[0].sharding._device_assignment)
+    known, options = function.mesh, function.options
     if known.empty:
         warn_once(
-            "linear_logprobs is called on several devices, and the mesh is not known where it is partitioned: every "
-            "device will compute all of it. Call it under jax.set_mesh(mesh), or call sharded_linear_logprobs."
+            f"{options.function} is called on several devices, and the mesh is not known where it is partitioned: "
+            "every device will compute all of it. Call it under jax.set_mesh(mesh), or call "
+            f"{options.sharded_function}."
         )
         return Mesh(devices, ("devices",)), [P(*(None,) * len(x.shape)) for x in operands]
     mesh = Mesh(devices.reshape(known.axis_sizes), known.axis_names)

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax import _math, _statistics
+from lce_jax import _math, _statistics, _xla_topk
 from lce_jax._plans import ALONE, Plan, Surroundings, candidate_notes
-from lce_jax._types import Case, Operands, Primals, RowCoefficients, ShardStatistics
+from lce_jax._types import Case, Largest, Operands, Primals, RowCoefficients, ShardStatistics
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
@@ -96,6 +96,17 @@ def gradients(
     dhidden = jnp.matmul(d, vocab_by_hidden, precision="highest")
     dbias = None if operands.bias is None else jnp.sum(d, axis=0)
     return Primals(dhidden, product.astype(case.dtype) if dweight is None else dweight + product, dbias)
+
+
+def largest(operands: Operands, case: Case) -> Largest:
+    """The k largest x of each token, from all logits, sorted."""
+
+    def select(x: Array, k: int) -> tuple[Array, Array]:
+        columns = lax.broadcasted_iota(jnp.int32, x.shape, 1)
+        falling, columns = lax.sort((-x, columns), dimension=1, num_keys=2)
+        return -falling[:, :k], columns[:, :k]
+
+    return _xla_topk.of_products(_raw(operands._replace(bias=None), case), operands, case, select)
 
 
 def _raw(operands: Operands, case: Case) -> Float[Array, "T V"]:

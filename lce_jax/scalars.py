@@ -25,6 +25,7 @@ __all__ = [
     "not_negative",
     "num_bytes",
     "num_candidates",
+    "num_largest",
     "number",
     "one_of",
     "positive",
@@ -104,6 +105,16 @@ def one_of(name: str, value: Any, choices: Sequence[str]) -> None:
     if value not in choices:
         *first, last = (f'"{choice}"' for choice in choices)
         raise ValueError(f"{name} must be {', '.join(first)} or {last}, got {value!r}")
+
+
+def num_largest(k: Any, vocab_size: int | None = None) -> int:
+    """The k of ``linear_topk``, which is at most the vocabulary, if it is known."""
+    k = integer("k", k)
+    if not 1 <= k <= MOST_CANDIDATES:
+        raise ValueError(f"k must lie in [1, {MOST_CANDIDATES}], got {k}")
+    if vocab_size is not None and k > vocab_size:
+        raise ValueError(f"k must be at most the vocabulary, {vocab_size}, got {k}")
+    return k
 
 
 def num_candidates(name: str, shape: Sequence[int]) -> int:

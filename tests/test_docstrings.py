@@ -33,6 +33,11 @@ OTHER_MEANING = {
     ("linear_logits", "where"): "it moves no rows, so it saves no work",
     ("linear_logits", "temperature"): "there are no labels",
     ("linear_logits", "bias"): "there are no kernels",
+    ("linear_topk", "where"): "ids are -1 there",
+    ("sharded_linear_topk", "where"): "ids are -1 there",
+    ("linear_topk", "temperature"): "there are no labels and no gradients, and the order does not depend on it",
+    ("linear_topk", "implementation"): "there are no kernels",
+    ("linear_topk", "bias"): "there are no kernels and no gradients",
     ("masked_logprobs", "ids"): "a set",
     ("masked_logprobs", "labels"): "-inf outside the set",
 }

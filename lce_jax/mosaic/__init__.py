@@ -22,7 +22,9 @@ NAME = "mosaic_gpu"
 
 
 def supports(case: Case) -> str | None:
-    """Why the kernels cannot serve ``case``: the device, the dtype, or a shape they cannot tile."""
+    """Why the kernels cannot serve ``case``: the function, the device, the dtype, or a shape they cannot tile."""
+    if case.options.top_k:
+        return "linear_topk runs no kernel: XLA's product of a few hundred tokens at a time and a selection serve it"
     return _generations.refusal(case)
 
 

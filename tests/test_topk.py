@@ -1,0 +1,233 @@
+"""`linear_topk` against all logits, sorted in float64: ties, ragged vocabularies, rows that do not count."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lce_jax import UnsupportedError, _largest, _xla_topk, linear_logprobs, linear_topk
+from tests import cases, oracle
+from tests.topk_cases import assert_exact, integers
+
+CALLS = {
+    "k 1": (1, cases.case("plain", leading=(23,), H=31, V=97)),
+    "k 3": (3, cases.case("no leading dimension", leading=(), V=97)),
+    "k 64": (64, cases.case("long rows", leading=(5, 3), V=5003)),
+    "k 512": (512, cases.case("more than a group", leading=(7,), V=1201)),
+    "all": (104, cases.case("the whole vocabulary", leading=(4,))),
+    "where hides NaN": (5, cases.case("where", leading=(40, 6), where="nan", weight_layout="hv", bias="float32")),
+    "nothing live": (5, cases.case("where", leading=(40,), where="none")),
+    "negative scale": (5, cases.case("scale", logit_scale=-1.3, bias="float32", temperature=0.7)),
+    "scale 0": (5, cases.case("scale", logit_scale=0.0, vocab_size=97)),
+    "everything": (7, cases.case(
+        "everything", leading=(40, 6), V=1128, vocab_size=1113, temperature="token", where="nan", logit_softcap=4.0,
+        logit_scale=-1.3, weight_layout="hv", spread=3.0, bias="bfloat16",
+    )),
+    "bfloat16": (8, cases.case("bfloat16", dtype="bfloat16", leading=(64,), H=128, V=512)),
+    "float32 hidden": (8, cases.case("mixed", dtype="bfloat16", hidden_dtype="float32", leading=(64,))),
+    "float16": (8, cases.case("float16", dtype="float16", leading=(64,))),
+}  # fmt: skip
+
+
+@pytest.fixture
+def chunks(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Chunks of 16 tokens, of which the last reaches back; fewer tokens are one chunk."""
+    monkeypatch.setattr(_xla_topk, "GRAIN", 16)
+    monkeypatch.setattr(_xla_topk, "CHUNK_BYTES_ON_CPU", 0)
+    jax.clear_caches()  # the numbers are read while tracing
+    yield
+    jax.clear_caches()
+
+
+@pytest.mark.usefixtures("chunks")
+@pytest.mark.parametrize(
+    ("name", "implementation"),
+    [*((name, "xla") for name in CALLS), ("everything", "reference"), ("scale 0", "reference")],
+)
+def test_matches_float64(name: str, implementation: str) -> None:
+    k, test = CALLS[name]
+    hidden, weight, labels, options, _ = cases.draw(test)
+    out = linear_topk(hidden, weight, k, implementation=implementation, **options)
+    shape = labels.shape
+    assert (out.ids.shape, out.logprobs.shape, out.lse.shape) == ((*shape, k), (*shape, k), shape)
+    assert (out.ids.dtype, out.logprobs.dtype, out.lse.dtype) == (jnp.int32, jnp.float32, jnp.float32)
+    rounded = hidden.astype(weight.dtype)
+    z = oracle.logits(rounded, weight, labels, **options)
+    want = oracle.logprobs(rounded, weight, labels, **options)
+    live = np.asarray(options.get("where", np.ones(shape, bool)))
+    ids, logprobs = np.asarray(out.ids), np.asarray(out.logprobs)
+    assert np.all(ids[~live] == -1)
+    assert np.all(logprobs[~live] == 0)
+    assert np.all((ids[live] >= 0) & (ids[live] < z.shape[-1]))
+    assert all(len(set(row)) == k for row in ids[live].reshape(-1, k))
+    assert np.all(np.diff(logprobs, axis=-1) <= 0)
+    bound = 2e-6 * max(1.0, test.spread)
+    assert oracle.value_error(out.lse, want.lse) <= bound
+    of_ids = np.take_along_axis(z, np.maximum(ids, 0), -1) - want.lse[..., None]
+    assert oracle.value_error(logprobs, np.where(live[..., None], of_ids, 0)) <= bound
+    smallest = np.sort(z, axis=-1)[..., -k] - want.lse  # no id that was left out is larger
+    assert np.all(of_ids[live] >= smallest[live][..., None] - 2 * bound)
+
+
+@pytest.mark.usefixtures("chunks")
+@pytest.mark.parametrize(
+    ("V", "k", "dtype"),
+    [(97, 1, "bfloat16"), (97, 97, "float32"), (1201, 3, "float32"), (5003, 64, "bfloat16"), (1201, 512, "float32")],
+)
+def test_equal_logits_come_by_id(V: int, k: int, dtype: str) -> None:
+    """Small integers, whose products are exact: almost every logit occurs many times, and 0 as -0 too."""
+    hidden, weight = integers(37, V, dtype)
+    out = jax.jit(linear_topk, static_argnums=2)(hidden, weight, k)
+    assert_exact(out, hidden, weight, k)
+    assert np.array_equal(out.ids, linear_topk(hidden, weight, k, implementation="reference").ids)
+
+
+def test_padding_never_wins() -> None:
+    hidden, weight = integers(20, 700, "float32")
+    weight = weight.at[600:].set(jnp.where(jnp.arange(100)[:, None] % 2, jnp.nan, 100.0))
+    for k in (5, 512):
+        assert_exact(linear_topk(hidden, weight, k, vocab_size=600), hidden, weight[:600], k)
+
+
+def test_order_does_not_depend_on_the_temperature() -> None:
+    hidden, weight, *_ = cases.draw(cases.case("plain", leading=(16,), V=800, spread=5.0))
+    ids = [linear_topk(hidden, weight, 64, temperature=temperature).ids for temperature in (1.0, 0.01, 37.0)]
+    assert np.array_equal(ids[0], ids[1])
+    assert np.array_equal(ids[0], ids[2])
+
+
+@pytest.mark.parametrize("scale", [-1.3, 0.0, 2.0])
+@pytest.mark.parametrize("softcap", [None, 4.0])
+def test_traced_scale_and_softcap(scale: float, softcap: float | None) -> None:
+    hidden, weight, *_ = cases.draw(cases.case("plain", V=300))
+    given = {"logit_scale": scale} | ({} if softcap is None else {"logit_softcap": softcap})
+    want = linear_topk(hidden, weight, 9, **given)
+    got = jax.jit(lambda o: linear_topk(hidden, weight, 9, **o))({n: jnp.float32(x) for n, x in given.items()})
+    assert np.array_equal(got.ids, want.ids)
+    assert oracle.value_error(got.logprobs, want.logprobs) < 1e-6
+
+
+def test_a_traced_temperature_of_zero_stays_in_its_row() -> None:
+    hidden, weight, *_ = cases.draw(cases.case("plain", leading=(6,)))
+    out = jax.jit(lambda t: linear_topk(hidden, weight, 4, temperature=t))(jnp.ones(6).at[3].set(0.0))
+    want = linear_topk(hidden, weight, 4)
+    wrong = np.arange(6) == 3
+    assert np.all(np.asarray(out.ids)[3] == -1)
+    assert np.isnan(np.asarray(out.logprobs)[3]).all()
+    assert np.isnan(out.lse[3])
+    assert np.array_equal(np.asarray(out.ids)[~wrong], np.asarray(want.ids)[~wrong])
+    assert np.array_equal(np.asarray(out.logprobs)[~wrong], np.asarray(want.logprobs)[~wrong])
+
+
+def test_peaked_rows_and_large_logits() -> None:
+    """exp(logprobs) is a distribution: none is above 1, also where one token has all the probability."""
+    hidden, weight, labels, _, _ = cases.draw(cases.case("peaked", leading=(64,), V=3000, spread=300.0))
+    out = linear_topk(hidden, weight, 512)
+    assert np.all(np.asarray(out.logprobs) <= 0)
+    assert np.all(np.exp(np.asarray(out.logprobs, np.float64)).sum(-1) <= 1 + 1e-6)
+    of_labels = linear_logprobs(hidden, weight, labels, implementation="xla")
+    assert oracle.value_error(out.lse, of_labels.lse) < 1e-6
+
+
+def test_float64() -> None:
+    with jax.enable_x64(True):
+        hidden, weight, labels, *_ = (x for x in cases.draw(cases.case("float64", dtype="float64", V=900)))
+        out = linear_topk(hidden, weight, 9)
+        z = oracle.logits(hidden, weight, labels)
+        assert out.logprobs.dtype == jnp.float64
+        assert np.array_equal(out.ids, np.argsort(-z, axis=-1, kind="stable")[:, :9])
+        assert oracle.value_error(out.lse, oracle.logprobs(hidden, weight, labels).lse) < 1e-13
+
+
+def test_no_tokens() -> None:
+    out = linear_topk(jnp.ones((2, 0, 8)), jnp.ones((32, 8)), 3)
+    assert [x.shape for x in out] == [(2, 0, 3), (2, 0, 3), (2, 0)]
+
+
+def test_groups_reduce_what_a_selection_sees() -> None:
+    for V, k in ((151936, 64), (50257, 64), (128256, 1)):
+        numbers, width = _largest.plan(V, k)
+        assert V // width >= k
+        assert numbers < V / 10
+    assert _largest.plan(600, 512)[1] == 1
+
+
+@pytest.mark.parametrize("where", [False, True])
+def test_memory(where: bool) -> None:
+    """No array of T x V: the logits of a chunk of tokens, and what is selected from them."""
+    T, H, V = 4096, 256, 65536
+    struct = jax.ShapeDtypeStruct
+    args = struct((T, H), "bfloat16"), struct((V, H), "bfloat16"), struct((T,), bool) if where else None
+    compiled = jax.jit(lambda h, w, where: linear_topk(h, w, 64, where=where)).lower(*args).compile()
+    shapes = re.findall(r"\b(?:pred|[suf]\d+|bf16)\[([\d,]+)\]", compiled.as_text())
+    largest = max(math.prod(map(int, dims.split(","))) for dims in shapes)
+    chunk = _xla_topk.CHUNK_BYTES_ON_CPU
+    assert largest <= max(chunk // 4, V * H)
+    assert compiled.memory_analysis().temp_size_in_bytes < 3 * chunk + V * H * 4  # the CPU widens the weight
+
+
+def test_derivatives_that_are_used_are_refused() -> None:
+    hidden, weight, labels, *_ = cases.draw(cases.case("plain"))
+    for field in ("logprobs", "lse"):
+        with pytest.raises(NotImplementedError, match=r"linear_topk is not differentiable.*candidates=topk\.ids"):
+            jax.grad(lambda h, field=field: jnp.sum(getattr(linear_topk(h, weight, 3), field)))(hidden)
+
+    @jax.jit
+    def loss(hidden, weight):
+        top = linear_topk(hidden, weight, 3)  # for metrics
+        teacher = linear_topk(jax.lax.stop_gradient(hidden), jax.lax.stop_gradient(weight), 3)  # as the message advises
+        out = linear_logprobs(hidden, weight, labels, candidates=teacher.ids)
+        return -jnp.mean(jnp.sum(jnp.exp(teacher.logprobs) * out.candidate_logprobs, axis=-1)), top
+
+    (value, top), gradients = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(hidden, weight)
+    ids = linear_topk(hidden, weight, 3)
+    assert np.array_equal(top.ids, ids.ids)
+
+    def stored(hidden, weight):
+        logp = jnp.take_along_axis(jax.nn.log_softmax(hidden @ weight.T), ids.ids, -1)
+        return -jnp.mean(jnp.sum(jnp.exp(ids.logprobs) * logp, axis=-1))
+
+    want, wanted = jax.value_and_grad(stored, argnums=(0, 1))(hidden, weight)
+    assert oracle.value_error(value, want) < 1e-6
+    assert all(oracle.relative_norm(a, b) < 1e-5 for a, b in zip(gradients, wanted, strict=True))
+
+
+def test_no_implicit_transfers() -> None:
+    hidden, weight = jnp.ones((4, 8)), jnp.ones((32, 8))
+    linear_topk(hidden, weight, 3)
+    with jax.transfer_guard("disallow"):
+        linear_topk(hidden, weight, 3)
+
+
+MISTAKES = {
+    "k 0": (dict(k=0), ValueError, r"k must lie in \[1, 512\], got 0"),
+    "k negative": (dict(k=-1), ValueError, r"k must lie in \[1, 512\], got -1"),
+    "k above 512": (dict(k=513), ValueError, r"k must lie in \[1, 512\], got 513"),
+    "k above V": (dict(k=33), ValueError, "at most the vocabulary, 32, got 33"),
+    "k above vocab_size": (dict(k=31, vocab_size=30), ValueError, "at most the vocabulary, 30, got 31"),
+    "k a float": (dict(k=3.0), TypeError, "k must be a Python integer, got 3.0"),
+    "k a bool": (dict(k=True), TypeError, "k must be a Python integer, got True"),
+    "k an array": (dict(k=jnp.array(3)), TypeError, "k must be a Python integer, got Array"),
+    "hidden a list": (dict(hidden=[[1.0]]), TypeError, "hidden must be an array, got list"),
+    "hidden sizes differ": (dict(weight=jnp.ones((32, 9))), ValueError, r"\(4, 8\) ends in H = 8"),
+    "where of another shape": (dict(where=jnp.ones((4, 1), bool)), ValueError, r"where \(4, 1\) must have .*\(4,\)"),
+    "axis not bound": (dict(axis_name="tensor"), ValueError, "axis_name 'tensor' is not bound here"),
+    "kernels by name": (dict(implementation="mosaic_gpu"), UnsupportedError, "linear_topk runs no kernel"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("changed", "error", "message"), MISTAKES.values(), ids=MISTAKES)
+def test_mistakes(changed: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        linear_topk(**{"hidden": jnp.ones((4, 8)), "weight": jnp.ones((32, 8)), "k": 3, **changed})
+
+
+def test_a_traced_k_is_refused() -> None:
+    with pytest.raises(TypeError, match="k must be a Python integer"):
+        jax.jit(linear_topk)(jnp.ones((4, 8)), jnp.ones((32, 8)), 3)

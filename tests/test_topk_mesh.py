@@ -1,0 +1,149 @@
+"""`linear_topk` with the vocabulary and the tokens split, for every kind of axes, and under ``vmap``."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from lce_jax import _xla_partitioning, linear_topk, sharded_linear_topk
+from tests.partition_cases import KINDS, flops, mesh_of, put
+from tests.sharding_cases import LAYOUTS
+from tests.sharding_cases import mesh_of as mesh_of_layout
+from tests.topk_cases import assert_exact, integers
+
+HIDDEN, WEIGHT = integers((8, 16), 4096, "float32", H=64)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("shards", [1, 2, 8])
+def test_inside_shard_map(shards: int, check_vma: bool) -> None:
+    """Shards of 13 columns, fewer than k, of which the last has padding alone; every shard returns the same bits."""
+    hidden, weight = integers((8, 3), 104, "bfloat16")
+    weight = weight.at[90:].set(jnp.nan)
+    mesh = jax.make_mesh((8 // shards, shards), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+
+    def body(hidden: Any, weight: Any, temperature: Any) -> Any:
+        if check_vma:  # typed as varying, as after `lax.all_gather`
+            temperature = jax.lax.pcast(temperature, "tensor", to="varying")
+        out = linear_topk(hidden, weight, 30, axis_name="tensor", vocab_size=90, temperature=temperature)
+        return jax.tree.map(lambda x: x[None], jax.lax.pcast(out, "tensor", to="varying") if check_vma else out)
+
+    specs = (P("data"), P("tensor"), P("data"))
+    run = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=P("tensor", "data"), check_vma=check_vma)
+    every = jax.jit(run)(hidden, weight, jnp.ones((8, 3)))
+    for x in jax.tree.map(np.asarray, every):
+        assert x.shape[0] == shards
+        assert all(part.tobytes() == x[0].tobytes() for part in x)
+    assert_exact(jax.tree.map(lambda x: x[0], every), hidden, weight[:90], 30)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "tensor 8",
+        "data 2, tensor 4",
+        "tensor 8, sequence over tensor",
+        "data, sequence over context and tensor",
+        "vocabulary over two axes",
+        "data alone",
+    ],
+)
+def test_over_a_mesh(layout: str) -> None:
+    hidden, weight = integers((4, 8), 128, "float32")
+    where = jax.random.bernoulli(jax.random.key(0), 0.6, (4, 8))
+    hidden = jnp.where(where[..., None], hidden, jnp.nan)
+    mesh = mesh_of_layout(layout, AxisType.Auto)
+    run = functools.partial(sharded_linear_topk, mesh=mesh, **LAYOUTS[layout][2])
+    out = run(hidden, weight.T, 20, where=where, vocab_size=101, weight_layout="hv", bias=jnp.zeros(128))
+    live = np.asarray(where)
+    assert_exact(jax.tree.map(lambda x: np.asarray(x)[live], out), np.asarray(hidden)[live], weight[:101], 20)
+    assert np.all(np.asarray(out.ids)[~live] == -1)
+    assert np.all(np.asarray(out.logprobs)[~live] == 0)
+
+
+PLACES = {
+    "batch": (P("data"), P(), {"batch_axes": "data", "vocab_axis": None}),
+    "batch and vocabulary": (P("data"), P("tensor"), {"batch_axes": "data"}),
+    "sequence on the vocabulary's axis": (
+        P("data", "tensor"), P("tensor"), {"batch_axes": "data", "sequence_axis": "tensor"},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("place", PLACES)
+def test_split_operands_split_the_work(place: str, kind: AxisType, caplog: pytest.LogCaptureFixture) -> None:
+    of_hidden, of_weight, options = PLACES[place]
+    mesh, run = mesh_of(kind), jax.jit(linear_topk, static_argnums=2)
+    operands = put(HIDDEN, mesh, of_hidden), put(WEIGHT, mesh, of_weight)
+    with caplog.at_level(logging.WARNING, "lce_jax"):
+        compiled = run.lower(*operands, 40).compile()
+    assert not caplog.records
+    out = compiled(*operands)
+    assert_exact(out, HIDDEN, WEIGHT, 40)
+    told = jax.jit(functools.partial(sharded_linear_topk, mesh=mesh_of(AxisType.Auto), **options), static_argnums=2)
+    assert compiled.cost_analysis()["flops"] < 1.1 * flops(told, HIDDEN, WEIGHT, 40)
+    assert out.ids.sharding.shard_shape(out.ids.shape) == told(HIDDEN, WEIGHT, 40).ids.sharding.shard_shape((8, 16, 40))
+
+
+def test_in_shardings_alone_split_the_work() -> None:
+    """No type shows these shardings; XLA's partitioning rule sees them."""
+    mesh = mesh_of(AxisType.Auto)
+    shardings = NamedSharding(mesh, P("data")), NamedSharding(mesh, P("tensor"))
+    compiled = jax.jit(lambda h, w: linear_topk(h, w, 5), in_shardings=shardings).lower(HIDDEN, WEIGHT).compile()
+    assert_exact(compiled(HIDDEN, WEIGHT), HIDDEN, WEIGHT, 5)
+    assert compiled.cost_analysis()["flops"] < 1.5 * 2 * HIDDEN.size * len(WEIGHT) / 8
+    assert compiled.as_text().count(" all-gather(") == 1
+
+
+def test_export_says_what_to_export(caplog: pytest.LogCaptureFixture) -> None:
+    mesh = mesh_of(AxisType.Auto)
+    operands = put(HIDDEN, mesh, P("data")), put(WEIGHT, mesh, P("tensor"))
+    _xla_partitioning.warn_once.cache_clear()
+    with caplog.at_level(logging.WARNING, "lce_jax"), jax.set_mesh(mesh):
+        jax.export.export(jax.jit(lambda h, w: linear_topk(h, w, 5)))(*operands)
+    assert "Export sharded_linear_topk" in caplog.text
+    told = jax.jit(lambda h, w: sharded_linear_topk(h, w, 5, mesh=mesh, batch_axes="data"))  # as the message advises
+    assert_exact(jax.export.export(told)(*operands).call(*operands), HIDDEN, WEIGHT, 5)
+
+
+def test_under_vmap() -> None:
+    out = jax.jit(jax.vmap(lambda h: linear_topk(h, WEIGHT, 40)))(HIDDEN)
+    assert_exact(out, HIDDEN, WEIGHT, 40)
+    weights = WEIGHT.reshape(8, 512, 64)
+    each = jax.vmap(lambda h, w: linear_topk(h, w, 40))(HIDDEN, weights)
+    for i in range(8):
+        assert_exact(jax.tree.map(lambda x, i=i: x[i], each), HIDDEN[i], weights[i], 40)
+
+
+def test_a_whole_weight_inside_shard_map_is_refused() -> None:
+    mesh = jax.make_mesh((8,), ("tensor",), axis_types=(AxisType.Auto,))
+    run = jax.shard_map(
+        lambda h, w: linear_topk(h, w, 3, axis_name="tensor"), mesh=mesh, in_specs=(P(), P()), out_specs=P()
+    )
+    with pytest.raises(ValueError, match=r"weight .* is the same on every shard of 'tensor'"):
+        run(HIDDEN, WEIGHT)
+
+
+MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "an unknown option": (dict(temprature=2.0), TypeError, "unknown option temprature .did you mean temperature"),
+    "an option of others": (dict(stats=True), TypeError, "stats is no option of linear_topk"),
+    "axis_name": (dict(axis_name="tensor"), ValueError, "axis_name='tensor' is for callers inside shard_map"),
+    "k above vocab_size": (dict(k=31, vocab_size=30), ValueError, "at most the vocabulary, 30, got 31"),
+    "V does not divide": (dict(weight=jnp.ones((30, 64))), ValueError, "pass vocab_size=30"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("changed", "error", "message"), MISTAKES.values(), ids=MISTAKES)
+def test_mistakes(changed: dict[str, Any], error: type[Exception], message: str) -> None:
+    mesh = jax.make_mesh((8,), ("tensor",), axis_types=(AxisType.Auto,))
+    with pytest.raises(error, match=message):
+        sharded_linear_topk(**{"hidden": HIDDEN, "weight": WEIGHT, "k": 3, "mesh": mesh, **changed})
