@@ -9,7 +9,7 @@ a thousand numbers replace one from the whole row.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -20,6 +20,14 @@ if TYPE_CHECKING:
 WIDTHS = (2, 4, 8, 16, 32, 64, 128)  # that a group may have
 SELECTION = 256  # what one more selection costs, as so many more numbers in another
 MAXIMA = 16  # so many maxima written and read cost as much as one number in a selection
+
+
+class Largest(NamedTuple):
+    """Each token's k largest values x (eq. 0) over some columns, the largest first, equal ones by column."""
+
+    x: Float[Array, "T k"]  # -inf for padding
+    ids: Int[Array, "T k"]  # int32
+    sumexp: Float[Array, "T"]  # Σ exp((x - m) · scale) over all these columns, with m = x[:, 0]; 0 without any
 
 
 def largest(x: Float[Array, "t n"], k: int) -> tuple[Float[Array, "t k"], Int[Array, "t k"]]:

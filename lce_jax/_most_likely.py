@@ -12,10 +12,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from lce_jax import _collectives, _shard, _spmd
+from lce_jax._largest import Largest
 from lce_jax._rows import Rows
 from lce_jax._shard import Spec
 from lce_jax._statistics import MASKED
-from lce_jax._types import Largest, Primals, TopK
+from lce_jax._types import Primals, TopK
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float

@@ -19,9 +19,10 @@ from jax import lax
 
 from lce_jax import _checks, _dispatch, _math, _rows, _statistics, _xla_topk, mosaic, reference, xla
 from lce_jax._by_platform import by_platform
+from lce_jax._largest import Largest
 from lce_jax._rows import Rows
 from lce_jax._statistics import along
-from lce_jax._types import Case, Largest, Operands, Primals, Results, RowCoefficients, ShardStatistics
+from lce_jax._types import Case, Operands, Primals, Results, RowCoefficients, ShardStatistics
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float

@@ -222,14 +222,6 @@ class ShardStatistics(NamedTuple):
     candidates: Float[Array, "T K"] | None = None
 
 
-class Largest(NamedTuple):
-    """Each token's k largest values x (eq. 0) over some columns, the largest first, equal ones by column."""
-
-    x: Float[Array, "T k"]  # -inf for padding
-    ids: Int[Array, "T k"]  # int32
-    sumexp: Float[Array, "T"]  # Σ exp((x - m) · scale) over all these columns, with m = x[:, 0]; 0 without any
-
-
 class Primals[A](NamedTuple):
     """The operands with gradients, of a call or of one device's part. Or these gradients, or a spec of each."""
 

@@ -14,8 +14,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from lce_jax import _compat, _largest, _math
+from lce_jax._largest import Largest
 from lce_jax._statistics import MASKED
-from lce_jax._types import Case, Largest, Operands
+from lce_jax._types import Case, Operands
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float

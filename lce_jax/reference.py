@@ -11,8 +11,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from lce_jax import _math, _statistics, _xla_topk
+from lce_jax._largest import Largest
 from lce_jax._plans import ALONE, Plan, Surroundings, candidate_notes
-from lce_jax._types import Case, Largest, Operands, Primals, RowCoefficients, ShardStatistics
+from lce_jax._types import Case, Operands, Primals, RowCoefficients, ShardStatistics
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
