@@ -1,0 +1,114 @@
+"""Tunix (0.1.7): its trainers without logits, for the models that sow their final hidden states (Gemma, Qwen).
+
+    trainer = PeftTrainer(model, optimizer, config).with_gen_model_input_fn(...).with_loss_fn(tunix_head.loss)
+
+    with tunix_head.without_logits():  # GRPOLearner: policy, old policy and reference
+        GRPOLearner(...).train(dataset)
+
+python examples/tunix_head.py
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from tunix.rl import algo_core, common
+
+from lce_jax import linear_cross_entropy, linear_logprobs
+
+
+def hidden_states(model: nnx.Module, *inputs: Any, **more: Any) -> jax.Array:
+    """Final hidden states [B, L, D]. Nothing reads the logits that the model returns, so XLA leaves them out."""
+    model(*inputs, **more, output_hidden_states=True)
+    (sown,) = nnx.pop(model, nnx.Intermediate)["all_hidden_states"].get_value()
+    return sown
+
+
+def head(model: nnx.Module) -> tuple[jax.Array, dict[str, Any]]:
+    """The head's weight in the dtype of the model's products, and the options that say how it lies."""
+    options: dict[str, Any] = {"logit_softcap": getattr(model.config, "final_logit_softcap", None)}
+    if hasattr(model, "lm_head"):
+        return model.lm_head.w.get_value().astype(model.config.dtype), options | {"weight_layout": "hv"}
+    return model.embedder.input_embedding.get_value().astype(model.config.dtype), options
+
+
+def loss(
+    model: nnx.Module, input_tokens: jax.Array, input_mask: jax.Array, positions: jax.Array, attention_mask: jax.Array
+) -> jax.Array:
+    """What `PeftTrainer` minimizes by default: the mean over the tokens that ``input_mask`` names."""
+    hidden = hidden_states(model, input_tokens, positions, None, attention_mask)
+    weight, options = head(model)
+    return linear_cross_entropy(hidden[:, :-1], weight, input_tokens[:, 1:], where=input_mask[:, 1:] > 0, **options)
+
+
+@functools.partial(jax.jit, static_argnames=("pad_id", "eos_id", "stop_gradient", "return_logits", "temperature"))
+def per_token_logps(
+    graphdef: Any, state: Any, prompt_tokens: jax.Array, completion_tokens: jax.Array, pad_id: int, eos_id: int,
+    images: None = None, stop_gradient: bool = True, return_logits: bool = False, segment_ids: None = None,
+    segment_positions: None = None, temperature: float = 1.0,
+) -> Any:  # fmt: skip
+    """`tunix.rl.common.compute_per_token_logps`, which returns the entropy [B, L] in place of the logits."""
+    if images is not None or segment_ids is not None or segment_positions is not None:
+        raise NotImplementedError("this recipe takes no images and no packed sequences: use Tunix's own function")
+    model = nnx.merge(graphdef, state)
+    tokens, positions, mask, _ = common.process_ids(prompt_tokens, completion_tokens, pad_id, eos_id)
+    hidden = hidden_states(model, tokens, positions, None, mask)
+    weight, options = head(model)
+    length = completion_tokens.shape[1]
+    out = linear_logprobs(
+        hidden[:, -length - 1 : -1], weight, tokens[:, -length:],
+        temperature=temperature or 1.0, entropy=return_logits, **options,
+    )  # fmt: skip
+    if stop_gradient:
+        out = jax.lax.stop_gradient(out)
+    return (out.logprobs, out.entropy) if return_logits else out.logprobs
+
+
+@contextlib.contextmanager
+def without_logits() -> Iterator[None]:
+    """Within it, GRPO's policy, old policy and reference take their log-probabilities from `per_token_logps`."""
+    with (
+        mock.patch.object(common, "compute_per_token_logps", per_token_logps),
+        mock.patch.object(algo_core, "compute_entropy_from_logits", lambda entropy: entropy),
+    ):
+        yield
+
+
+def main(steps: int = 3) -> list[float]:
+    """A few steps of `PeftTrainer` on a small Qwen3; returns the losses in nats per token."""
+    import optax
+    from tunix.models.qwen3 import model as qwen3
+    from tunix.sft import peft_trainer, utils
+
+    config = qwen3.ModelConfig(
+        num_layers=2, vocab_size=512, embed_dim=64, hidden_dim=128, num_heads=4, head_dim=16, num_kv_heads=2,
+        rope_theta=10_000, norm_eps=1e-6, dtype=jnp.float32, param_dtype=jnp.float32,
+    )  # fmt: skip
+    model = qwen3.Qwen3(config, rngs=nnx.Rngs(0))
+
+    def inputs(batch: peft_trainer.TrainingInput) -> dict[str, Any]:
+        mask = batch.input_tokens != 0
+        return {
+            "input_tokens": batch.input_tokens,
+            "input_mask": batch.input_mask,
+            "positions": utils.build_positions_from_mask(mask),
+            "attention_mask": utils.make_causal_attn_mask(mask),
+        }
+
+    tokens = jax.random.randint(jax.random.key(1), (4, 32), 1, 512)
+    batch = peft_trainer.TrainingInput(input_tokens=tokens, input_mask=jnp.arange(32) >= 8 + jnp.zeros_like(tokens))
+    told = peft_trainer.TrainingConfig(eval_every_n_steps=steps + 1, max_steps=steps)
+    trainer = peft_trainer.PeftTrainer(model, optax.adam(1e-3), told)
+    trainer.with_gen_model_input_fn(inputs).with_loss_fn(loss).train([batch] * steps)
+    return [float(x) for x in trainer.metrics_logger.get_metric_history("", "loss", "train")]
+
+
+if __name__ == "__main__":
+    print("loss", *(f"{x:.3f}" for x in main()), "nats per token")

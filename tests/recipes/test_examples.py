@@ -1,0 +1,101 @@
+"""The programs of ``examples/`` that need JAX alone, each against stored logits."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+from examples import flax_linen_sft, flax_nnx_sft, lora_head, token_accuracy
+from lce_jax import linear_logprobs
+
+NEAR = 1e-6  # relative, of float32 sums in another order, after the steps of a training
+
+
+def stored_loss(logits: jax.Array, labels: jax.Array, mask: jax.Array) -> jax.Array:
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    return jnp.sum(losses * mask) / jnp.sum(mask)
+
+
+def test_nnx_trains_as_with_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    got = flax_nnx_sft.main(5)
+
+    def loss_of(model, tokens, mask):
+        return stored_loss(model.head(model(tokens[:, :-1])), tokens[:, 1:], mask[:, 1:])
+
+    monkeypatch.setattr(flax_nnx_sft, "loss_of", loss_of)
+    monkeypatch.setattr(flax_nnx_sft, "step", nnx.jit(flax_nnx_sft.step.__wrapped__))
+    assert got == pytest.approx(flax_nnx_sft.main(5), rel=NEAR)
+    assert got[-1] < got[0]
+
+
+def test_linen_trains_as_with_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    got = flax_linen_sft.main(5)
+
+    def call(self, tokens, mask):
+        return stored_loss(self.head(self.trunk(self.embed(tokens[:, :-1]))), tokens[:, 1:], mask[:, 1:])
+
+    monkeypatch.setattr(flax_linen_sft, "Model", type("Model", (flax_linen_sft.Model,), {"__call__": call}))
+    assert got == pytest.approx(flax_linen_sft.main(5), rel=NEAR)
+    assert got[-1] < got[0]
+
+
+def test_lora_is_the_sum_of_two_products() -> None:
+    keys = jax.random.split(jax.random.key(0), 5)
+    shapes = {"hidden": (6, 16), "weight": (64, 16), "a": (16, 4), "b": (64, 4)}
+    arrays = {name: jax.random.normal(key, shape) for key, (name, shape) in zip(keys, shapes.items(), strict=False)}
+    labels = jax.random.randint(keys[4], (6,), 0, 64)
+
+    def fused(hidden, weight, a, b):
+        out = linear_logprobs(*lora_head.with_lora(hidden, weight, a, b, 2.0), labels, precision="highest")
+        return jnp.sum(out.logprobs + 0.1 * out.entropy)
+
+    def stored(hidden, weight, a, b):
+        with jax.default_matmul_precision("highest"):
+            logits = hidden @ jax.lax.stop_gradient(weight).T + 2.0 * (hidden @ a) @ b.T
+        logp = jax.nn.log_softmax(logits)
+        return jnp.sum(jnp.take_along_axis(logp, labels[:, None], 1)[:, 0] - 0.1 * jnp.sum(jnp.exp(logp) * logp, -1))
+
+    got, want = (jax.jit(jax.value_and_grad(f, argnums=(0, 1, 2, 3)))(*arrays.values()) for f in (fused, stored))
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert jnp.linalg.norm(x - y) <= 2e-6 * jnp.linalg.norm(y)
+    assert not jnp.any(got[1][1])  # the frozen weight
+    losses = lora_head.main(5)
+    assert losses[-1] < losses[0]
+
+
+def test_a_small_update_survives_bfloat16() -> None:
+    """What the example says of the other way, to add s·B·Aᵀ to the weight."""
+    keys, dtype = jax.random.split(jax.random.key(0), 5), jnp.bfloat16
+    hidden, weight = jax.random.normal(keys[0], (64, 64), dtype), jax.random.normal(keys[1], (512, 64), dtype)
+    a, b = jax.random.normal(keys[2], (64, 4), dtype) / 100, jax.random.normal(keys[3], (512, 4), dtype) / 100
+    labels = jax.random.randint(keys[4], (64,), 0, 512)
+
+    @jax.jit
+    def change(hidden, weight_with, like):
+        return linear_logprobs(hidden, weight_with, labels).logprobs - linear_logprobs(*like, labels).logprobs
+
+    exact = change(*(x.astype(jnp.float32) for x in lora_head.with_lora(hidden, weight, a, b, 2.0)),
+                   (hidden.astype(jnp.float32), weight.astype(jnp.float32)))  # fmt: skip
+    beside = change(*lora_head.with_lora(hidden, weight, a, b, 2.0), (hidden, weight))
+    added = change(hidden, (weight + 2.0 * (b @ a.T)).astype(jnp.bfloat16), (hidden, weight))
+    far, near = (jnp.linalg.norm(x - exact) / jnp.linalg.norm(exact) for x in (added, beside))
+    assert near < 0.05
+    assert far > 0.5
+
+
+def test_token_accuracy_is_that_of_the_largest_logit() -> None:
+    keys = jax.random.split(jax.random.key(0), 3)
+    hidden, weight = jax.random.normal(keys[0], (2, 30, 8)), jax.random.normal(keys[1], (40, 8))
+    logits = hidden @ weight.T
+    best = jnp.argmax(logits, -1)
+    labels = jnp.where(jax.random.bernoulli(keys[2], 0.5, best.shape), best, 3).at[:, :5].set(-100)
+    counts = labels != -100
+    logp = jax.nn.log_softmax(logits)
+    nll = -jnp.sum(jnp.take_along_axis(logp, labels[..., None], -1)[..., 0] * counts) / counts.sum()
+    found = token_accuracy.evaluate(hidden, weight, labels)
+    assert found["accuracy"] == pytest.approx(float(((best == labels) & counts).sum() / counts.sum()))
+    assert found["perplexity"] == pytest.approx(float(jnp.exp(nll)), rel=1e-5)
+    assert 0 < token_accuracy.main()["accuracy"] < 1

@@ -1,0 +1,154 @@
+"""Tunix's trainers with stored logits and with ``examples/tunix_head.py``, in a process of their own; prints JSON.
+
+``python -m tests.recipes.tunix_worker``, in an environment with google-tunix.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.update(JAX_PLATFORMS="cpu", XLA_FLAGS="--xla_force_host_platform_device_count=4", HF_HUB_OFFLINE="1")
+
+import contextlib
+import json
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import grain
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from tunix.models.qwen3 import model as qwen3
+from tunix.rl import reshard, rl_cluster
+from tunix.rl.grpo import grpo_learner
+from tunix.rl.rollout import base_rollout
+from tunix.sft import peft_trainer, utils
+from tunix.tests import test_common
+
+from examples import tunix_head
+
+STEPS, B, L = 5, 4, 24
+
+
+def config(tied: bool, vocab: int) -> qwen3.ModelConfig:
+    return qwen3.ModelConfig(
+        num_layers=1, vocab_size=vocab, embed_dim=32, hidden_dim=64, num_heads=4, head_dim=8, num_kv_heads=2,
+        rope_theta=10_000, norm_eps=1e-6, use_tied_embedding=tied, dtype=jnp.float32, param_dtype=jnp.float32,
+    )  # fmt: skip
+
+
+def inputs(batch: peft_trainer.TrainingInput) -> dict[str, Any]:
+    mask = batch.input_tokens != 0
+    return {
+        "input_tokens": batch.input_tokens,
+        "input_mask": batch.input_mask,
+        "positions": utils.build_positions_from_mask(mask),
+        "attention_mask": utils.make_causal_attn_mask(mask),
+    }
+
+
+def sft(tied: bool, loss: Callable[..., Any] | None, mesh: Any = None) -> tuple[list[float], Any]:
+    """The losses of five steps and the parameters after them."""
+    with jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext():
+        model = qwen3.Qwen3(config(tied, 256), rngs=nnx.Rngs(0))
+        if mesh is not None:
+            model = reshard.reshard_model_to_mesh(model, mesh)
+        tokens = jax.random.randint(jax.random.key(1), (STEPS, B, L), 1, 256)
+        mask = jnp.arange(L) >= jnp.arange(B)[:, None] + 3
+        batches = [peft_trainer.TrainingInput(input_tokens=np.asarray(x), input_mask=np.asarray(mask)) for x in tokens]
+        told = peft_trainer.TrainingConfig(eval_every_n_steps=100, max_steps=STEPS)
+        trainer = peft_trainer.PeftTrainer(model, optax.adam(1e-3), told).with_gen_model_input_fn(inputs)
+        if loss is not None:
+            trainer = trainer.with_loss_fn(loss)
+        trainer.train(batches)
+        losses = trainer.metrics_logger.get_metric_history("", "loss", "train")
+    return [float(x) for x in losses], nnx.state(model, nnx.Param)
+
+
+def grpo(fused: bool) -> tuple[list[float], Any]:
+    """The losses and KL divergences of GRPOLearner, two passes over each rollout, and the parameters after them."""
+    vocab = test_common.MockVocab()
+    model, reference = (qwen3.Qwen3(config(True, vocab.GetPieceSize()), rngs=nnx.Rngs(seed)) for seed in (0, 1))
+    mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tp"))
+    roles = (rl_cluster.Role.ACTOR, rl_cluster.Role.REFERENCE, rl_cluster.Role.ROLLOUT)
+    cluster = rl_cluster.RLCluster(
+        actor=model, reference=reference, tokenizer=vocab,
+        cluster_config=rl_cluster.ClusterConfig(
+            role_to_mesh=dict.fromkeys(roles, mesh), rollout_engine="vanilla", offload_to_cpu=False,
+            training_config=rl_cluster.RLTrainingConfig(
+                actor_optimizer=optax.sgd(1e-1), eval_every_n_steps=100, max_steps=STEPS
+            ),
+            rollout_config=base_rollout.RolloutConfig(
+                max_tokens_to_generate=8, max_prompt_length=8, kv_cache_size=32, temperature=0.9, seed=0
+            ),
+        ),
+    )  # fmt: skip
+    prompts = ["input string", "hello world", "My name", "hello there"] * STEPS
+    dataset = grain.MapDataset.source(prompts).batch(2).map(lambda x: {"prompts": x, "answer": x})
+    with tunix_head.without_logits() if fused else contextlib.nullcontext():
+        learner = grpo_learner.GRPOLearner(
+            rl_cluster=cluster,
+            algo_config=grpo_learner.GRPOConfig(num_generations=2, num_iterations=2, beta=0.1),
+            reward_fns=lambda completions, **_: [
+                float(len(set(text.split()))) + i for i, text in enumerate(completions)
+            ],
+        )
+        learner.train(dataset)
+    logged = cluster.actor_trainer.metrics_logger
+    history = [logged.get_metric_history("actor", name, "train") for name in ("loss", "kl")]
+    return [float(x) for values in history for x in values], nnx.state(cluster.actor_trainer.model, nnx.Param)
+
+
+def difference(got: tuple[list[float], Any], want: tuple[list[float], Any], start: Any) -> dict[str, Any]:
+    """The errors of the losses and, by norm, of the parameters; how far these have moved.
+
+    A loss of GRPO is a difference of gains of order 1 that nearly cancel: its error is relative to 1 where it is less.
+    """
+    losses = max(abs(a - b) / max(abs(b), 1.0) for a, b in zip(got[0], want[0], strict=True))
+
+    def norm(x: Any, y: Any) -> float:
+        moved = jax.tree.map(lambda a, b: jnp.sum((np.asarray(a) - np.asarray(b)) ** 2), x, y)
+        return math.sqrt(sum(jax.tree.leaves(moved)))
+
+    size = norm(want[1], jax.tree.map(jnp.zeros_like, want[1]))
+    return {
+        "losses": losses,
+        "parameters": norm(got[1], want[1]) / size,
+        "moved": norm(want[1], start) / size,
+        "steps": len(want[0]),
+    }
+
+
+def largest_array(loss: Callable[..., Any]) -> int:
+    """Elements of the largest array of the compiled gradient of a loss."""
+    graph, state = nnx.split(qwen3.Qwen3(config(False, 4096), rngs=nnx.Rngs(0)))
+    tokens = jnp.ones((8, 128), jnp.int32)
+    batch = inputs(peft_trainer.TrainingInput(input_tokens=tokens, input_mask=tokens > 0))
+    program = jax.jit(jax.grad(lambda state: loss(nnx.merge(graph, state), **batch))).lower(state).compile().as_text()
+    return max(math.prod(map(int, dims.split(","))) for dims in re.findall(r"\b(?:f32|pred)\[([\d,]+)\]", program))
+
+
+def main() -> None:
+    results = {}
+    mesh = jax.sharding.Mesh(np.asarray(jax.devices()).reshape(2, 2), ("fsdp", "tp"))
+    for tied in (False, True):
+        start = nnx.state(qwen3.Qwen3(config(tied, 256), rngs=nnx.Rngs(0)), nnx.Param)
+        stock = sft(tied, None)
+        name = "tied" if tied else "own head"
+        results[f"SFT, {name}"] = difference(sft(tied, tunix_head.loss), stock, start)
+        results[f"SFT, {name}, 2 x 2"] = difference(sft(tied, tunix_head.loss, mesh), stock, start)
+    start = nnx.state(qwen3.Qwen3(config(True, 22), rngs=nnx.Rngs(0)), nnx.Param)
+    stock = grpo(False)
+    with mock.patch.object(tunix_head, "linear_logprobs", wraps=tunix_head.linear_logprobs) as traced:
+        results["GRPO"] = difference(grpo(True), stock, start) | {"traced": traced.call_count, "last": stock[0][-1]}
+    results["largest array"] = [largest_array(x) for x in (tunix_head.loss, peft_trainer._default_loss_fn)]
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()
