@@ -50,6 +50,14 @@ def candidate_ids():
     return ids, from_logits
 
 
+def assert_topk_of_logits(top, logits):
+    """The five largest of the logits, in any order that rounding allows, and their log-probabilities."""
+    values, _ = jax.lax.top_k(jax.nn.log_softmax(logits), 5)
+    assert_trees_close(top.logprobs, values)
+    assert_trees_close(jnp.take_along_axis(jax.nn.log_softmax(logits), top.ids, axis=-1), values)
+    assert_trees_close(top.lse, jax.nn.logsumexp(logits, axis=-1))
+
+
 def token_batch():
     """Tokens and the label of each, the last of a sequence ignored."""
     _, labels = batch()

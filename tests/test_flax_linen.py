@@ -20,6 +20,7 @@ from tests.flax_cases import (
     ROWS,
     SEQUENCE,
     VOCAB,
+    assert_topk_of_logits,
     assert_trees_close,
     batch,
     candidate_ids,
@@ -87,6 +88,13 @@ def test_logprobs_of_candidates():
     head, variables = make_head(**PADDED), initialise(make_head(**PADDED))
     out = head.apply(variables, hidden, labels, candidates=ids, method="logprobs")
     assert_trees_close(out.candidate_logprobs, wanted(head.apply(variables, hidden)))
+
+
+@pytest.mark.parametrize("options", [BIASED, HEADS["bfloat16 products"]], ids=["bias", "bfloat16 products"])
+def test_topk_is_that_of_its_logits(options):
+    hidden, _ = batch()
+    head, variables = make_head(**options), initialise(make_head(**options))
+    assert_topk_of_logits(head.apply(variables, hidden, 5, method="topk"), head.apply(variables, hidden))
 
 
 def test_a_bias_is_in_logits_logprobs_and_loss():

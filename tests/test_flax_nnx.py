@@ -21,6 +21,7 @@ from tests.flax_cases import (
     ROWS,
     SEQUENCE,
     VOCAB,
+    assert_topk_of_logits,
     assert_trees_close,
     batch,
     candidate_ids,
@@ -94,6 +95,14 @@ def test_logprobs_of_candidates():
     over_mesh = make_head(mesh=mesh, vocab_axis="tensor", batch_axes="data", **PADDED)
     split = over_mesh.logprobs(hidden, labels, candidates=ids)
     assert_trees_close(split.candidate_logprobs, out.candidate_logprobs)
+
+
+@pytest.mark.parametrize("options", HEADS.values(), ids=HEADS)
+def test_topk_is_that_of_its_logits(options):
+    head, (hidden, _) = make_head(**options), batch()
+    assert_topk_of_logits(head.topk(hidden, 5, temperature=0.5), head(hidden) / 0.5)
+    over_mesh = make_head(mesh=data_by_tensor(), vocab_axis="tensor", batch_axes="data", **{**options, **PADDED})
+    assert_topk_of_logits(over_mesh.topk(hidden, 5), over_mesh(hidden))
 
 
 def test_loss_passes_every_option_on():

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from lce_jax import _checks, _compat, _math, _options, api, scalars, sharding
+from lce_jax import _checks, _compat, _math, _options, api, scalars, sharding, topk
 from lce_jax._types import Options
 
 if TYPE_CHECKING:
@@ -21,22 +21,27 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
 
     from lce_jax._layout import Axes
-    from lce_jax._types import LogprobOutput
+    from lce_jax._types import LogprobOutput, TopK
     from lce_jax.api import Reduction
 
 # Logits of unit variance for hidden states of unit variance.
 WEIGHT_INIT = jax.nn.initializers.lecun_normal(in_axis=1, out_axis=0)
 
 
-class SharedOptions(TypedDict, total=False):
+class TopKOptions(TypedDict, total=False):
     """What any call may set; the other options of `lce_jax.linear_logprobs` belong to the head."""
 
     where: Bool[Array, "*b"] | None
     temperature: float | Float[Array, "..."]
     axis_name: Any
+    implementation: str | tuple[str, ...] | None
+
+
+class SharedOptions(TopKOptions, total=False):
+    """What a differentiable call may set."""
+
     cache_bytes: int
     gradient_threshold: float
-    implementation: str | tuple[str, ...] | None
 
 
 class CallOptions(SharedOptions, total=False):
@@ -113,6 +118,18 @@ class Head:
         """`linear_logprobs`, or `sharded_linear_logprobs` if the head names a mesh axis."""
         function = sharding.sharded_linear_logprobs if self.on_mesh else api.linear_logprobs
         return function(hidden, self._cast(weight), labels, bias=bias, **self._own_options(), **options)
+
+    def topk(
+        self,
+        hidden: Float[Array, "*b H"],
+        weight: Float[Array, "V H"],
+        k: int,
+        bias: Float[Array, "V"] | None = None,
+        **options: Unpack[TopKOptions],
+    ) -> TopK:
+        """`linear_topk`, or `sharded_linear_topk` if the head names a mesh axis."""
+        function = topk.sharded_linear_topk if self.on_mesh else topk.linear_topk
+        return function(hidden, self._cast(weight), k, bias=bias, **self._own_options(), **options)
 
     def loss(
         self,

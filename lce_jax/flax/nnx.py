@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
 
     from lce_jax._layout import Axes
-    from lce_jax._types import LogprobOutput
+    from lce_jax._types import LogprobOutput, TopK
 
 
 class LMHead(nnx.Module):
@@ -175,6 +175,17 @@ class LMHead(nnx.Module):
                 `lce_jax.linear_logprobs`.
         """
         return self.options.logprobs(hidden, self.weight[...], labels, bias=self._bias, **options)
+
+    def topk(self, hidden: Float[Array, "*b H"], k: int, **options: Unpack[_head.TopKOptions]) -> TopK:
+        """The k most likely tokens and their log-probabilities, without storing the logits; not differentiable.
+
+        Args:
+            hidden: ``[..., H]``.
+            k: how many, from 1 to 512 and at most the vocabulary; a Python integer.
+            **options: ``where``, ``temperature``, ``implementation`` and (inside ``jax.shard_map``) ``axis_name``, as
+                in `lce_jax.linear_topk`.
+        """
+        return self.options.topk(hidden, self.weight[...], k, bias=self._bias, **options)
 
     def loss(
         self, hidden: Float[Array, "*b H"], labels: Int[Array, "*b"], **options: Unpack[_head.LossOptions]
