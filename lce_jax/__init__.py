@@ -7,7 +7,7 @@ from lce_jax._types import LogprobOutput, TopK, UnsupportedError
 from lce_jax.api import linear_cross_entropy, linear_logprobs
 from lce_jax.explain import explain  # a function in place of the module, which is a command
 from lce_jax.logits import linear_logits, masked_logprobs
-from lce_jax.sharding import sharded_linear_cross_entropy, sharded_linear_logprobs
+from lce_jax.sharding import sharded_linear_cross_entropy, sharded_linear_logits, sharded_linear_logprobs
 from lce_jax.topk import linear_topk, sharded_linear_topk
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "losses",
     "masked_logprobs",
     "sharded_linear_cross_entropy",
+    "sharded_linear_logits",
     "sharded_linear_logprobs",
     "sharded_linear_loss",
     "sharded_linear_topk",

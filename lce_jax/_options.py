@@ -75,6 +75,16 @@ def check_names(function: Callable[..., Any], given: Mapping[str, Any], without:
     raise TypeError(f"{function.__name__}: unknown option {', '.join(unknown)}{hint}; known: {', '.join(known)}")
 
 
+NOT_OF_TOPK = ("entropy", "stats", "cache_bytes", "candidates", "gradient_threshold")
+NOT_OF_LOGITS = (*NOT_OF_TOPK, "precision", "implementation")
+
+
+def refuse(function: Callable[..., Any], given: Mapping[str, Any], names: Sequence[str]) -> None:
+    """Refuses options of other functions, which ``function`` does not have."""
+    if wrong := [name for name in given if name in names]:
+        raise TypeError(f"{function.__name__} has no option {', '.join(wrong)}")
+
+
 def loss_call(given: LogprobOptions) -> LogprobOptions:
     """The options of a loss, which returns neither entropy nor extremes nor candidates."""
     wanted = [f"{name}=True" for name in ("entropy", "stats") if scalars.flag(name, given.get(name, False))]

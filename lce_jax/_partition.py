@@ -23,7 +23,7 @@ from lce_jax import _dispatch, _meshes, _spmd
 from lce_jax._layout import Layout, layout_of_specs
 from lce_jax._rows import Rows
 from lce_jax._shard import Spec
-from lce_jax._types import Primals, Results, ShardStatistics
+from lce_jax._types import Options, Primals, Results, ShardStatistics
 from lce_jax._xla_partitioning import Partition, Partitioned, warn_once
 
 if TYPE_CHECKING:
@@ -165,18 +165,23 @@ def device_spec(spec: Spec, layout: Layout, primals: Primals, rows: Rows) -> Spe
 
 def layout_of_types(spec: Spec, primals: Primals, per_token: Any) -> Layout | None:
     """The layout that the operands' types name; None if no axis of their mesh is Explicit."""
+    return explicit_layout(spec.case.options, primals, per_token)
+
+
+def explicit_layout(options: Options, primals: Primals, per_token: Any) -> Layout | None:
+    """`layout_of_types` of a call with these options."""
     hidden, weight, _ = primals
     mesh = _meshes.mesh_of_types((hidden, weight, per_token))
     if AxisType.Explicit not in mesh.axis_types:
         return None
     if auto := _meshes.auto_axes(mesh):
         warn_once(
-            f"{spec.case.options.function} takes its operands as whole over {', '.join(map(repr, auto))}, Auto axes of "
-            f"a mesh that also has Explicit ones: make them Explicit, or call {spec.case.options.sharded_function}"
+            f"{options.function} takes its operands as whole over {', '.join(map(repr, auto))}, Auto axes of a mesh "
+            f"that also has Explicit ones: make them Explicit, or call {options.sharded_function}"
         )
     hidden_spec, weight_spec = (jax.typeof(x).sharding.spec for x in (hidden, weight))
     rows_specs = [jax.typeof(x).sharding.spec for x in jax.tree.leaves(per_token)]
-    return layout_of_specs(mesh, hidden, weight, hidden_spec, weight_spec, rows_specs, spec.case.options.vocab_dim)
+    return layout_of_specs(mesh, hidden, weight, hidden_spec, weight_spec, rows_specs, options.vocab_dim)
 
 
 def as_type_of(gradient: Array, operand: Any) -> Array:

@@ -121,16 +121,12 @@ class Options:
     traced_scale: bool = False  # scale or cap is an array: both are in `Rows`, and the numbers here are 1
     gradient_threshold: float = 0.0  # tiles whose every probability is below it are left out of the gradients
     top_k: int = 0  # k of `linear_topk`; 0: another function
-
-    @property
-    def function(self) -> str:
-        """The public function that messages name."""
-        return "linear_topk" if self.top_k else "linear_logprobs"
+    function: str = "linear_logprobs"  # the public function that messages name
 
     @property
     def sharded_function(self) -> str:
         """The one that takes the axes of a mesh by name."""
-        return "sharded_linear_topk" if self.top_k else "sharded_linear_logprobs (or _cross_entropy)"
+        return f"sharded_{self.function}" + (" (or _cross_entropy)" if self.function == "linear_logprobs" else "")
 
     @property
     def statistics(self) -> dict[str, int]:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AxisType
 
-from lce_jax import _bind, _checks, _chosen, _collectives, _compat, _math, _options, _rows, _shard
+from lce_jax import _bind, _checks, _chosen, _collectives, _compat, _math, _options, _partition, _rows, _shard
+from lce_jax._layout import Layout
+from lce_jax._options import CallOptions
 from lce_jax._rows import Rows
 from lce_jax._types import LogprobOptions, Options, Primals
+from lce_jax._xla_partitioning import warn_once
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
@@ -70,8 +73,7 @@ def linear_logits(
         vocabulary, and where ``where`` is False.
 
     Raises:
-        ValueError, TypeError: shapes, dtypes or options that do not fit, with the offending values. Also operands
-            that are split over Explicit axes outside ``shard_map``.
+        ValueError, TypeError: shapes, dtypes or options that do not fit, with the offending values.
         NotImplementedError: on a second derivative.
 
     Memory:
@@ -80,6 +82,11 @@ def linear_logits(
     Numerics:
         Every sum is float32, and each gradient is rounded once, to its operand's dtype. Two runs are bitwise equal:
         the gradients of an id that occurs many times are added in a fixed order.
+
+    Sharding:
+        Over Explicit axes the operands' types say how the call is split. Over Auto axes XLA is not told: call
+        `sharded_linear_logits`. Inside ``shard_map`` give ``axis_name``. A sum of one logit per id over the shards is
+        the only collective of the forward.
 
     Example:
         >>> import jax.numpy as jnp
@@ -97,21 +104,27 @@ def linear_logits(
         "axis_name": axis_name,
         "bias": bias,
     }
-    options = _options.of_call(given)
+    static, primals, rows = operands(hidden, weight, ids, where, _options.of_call(given))
+    layout = None if axis_name is not None else _layout_of_types(static, primals, rows)
+    if layout is not None:
+        return over_mesh(static, layout, primals, rows)
+    rows, agree = _bind.same_on_all_shards(primals, rows, axis_name, weight.shape[static.options.vocab_dim])
+    return _collectives.nan_where_different(agree, _of_call(static, primals, rows))
+
+
+def operands(hidden: Any, weight: Any, ids: Any, where: Any, options: CallOptions) -> tuple[Static, Primals, Rows]:
+    """The arrays of a call, checked, and what is known when it is traced."""
     _checks.array("hidden", hidden)
     _checks.num_candidates(ids, "ids")
     leading = tuple(hidden.shape[:-1])
     _checks.candidate_shape(ids, leading, "hidden before H", "ids")
     case = _bind.case(hidden, weight, jax.ShapeDtypeStruct(leading, jnp.int32), where, options)
-    size = _checks.vocabulary(vocab_size, case.vocab_size * _checks.axis_size(axis_name))
-    given_primals = Primals(hidden, weight, options.bias)
-    primals = jax.tree.map(lambda x: _compat.without_reduced(jnp.asarray(x)), given_primals)
-    rows = _rows.of_ids(ids, where, temperature, size, case.stat_dtype, options.logit_scale, options.logit_softcap)
-    if axis_name is None:
-        _whole(primals, rows)
-    rows, agree = _bind.same_on_all_shards(primals, rows, axis_name, case.vocab_size)
-    out = _of_call(_Static(options.static, axis_name, case.stat_dtype), primals, rows)
-    return _collectives.nan_where_different(agree, out)
+    size = _checks.vocabulary(options.vocab_size, case.vocab_size * _checks.axis_size(options.axis_name))
+    primals = jax.tree.map(lambda x: _compat.without_reduced(jnp.asarray(x)), Primals(hidden, weight, options.bias))
+    factors = (options.temperature, size, case.stat_dtype, options.logit_scale, options.logit_softcap)
+    rows = _rows.of_ids(ids, where, *factors)
+    static = dataclasses.replace(options.static, function="linear_logits")
+    return Static(static, options.axis_name, case.stat_dtype), primals, rows
 
 
 def masked_logprobs(
@@ -168,7 +181,7 @@ def _masked(logits: Array, ids: Array, labels: Array) -> Array:
     return jnp.where(found, at_label - jnp.log(jnp.where(found, total, 1.0)), -jnp.inf)
 
 
-class _Static(NamedTuple):
+class Static(NamedTuple):
     """What is known when a call is traced."""
 
     options: Options
@@ -176,19 +189,36 @@ class _Static(NamedTuple):
     dtype: Any  # of the results and of every sum
 
 
-def _whole(primals: Primals, rows: Rows) -> None:
-    """Refuses operands that Explicit axes split: JAX could not type the gather."""
-    for x in jax.tree.leaves((primals, rows)):
-        sharding = jax.typeof(x).sharding
-        if AxisType.Explicit in sharding.mesh.axis_types and any(_compat.partitions(sharding.spec)):
-            raise ValueError(
-                f"linear_logits takes whole arrays, and one of shape {tuple(x.shape)} is split by {sharding.spec}: "
-                "call it inside jax.shard_map, with axis_name if an axis splits the vocabulary"
-            )
+def _layout_of_types(static: Static, primals: Primals, rows: Rows) -> Layout | None:
+    """The layout of operands over Explicit axes."""
+    mesh = _partition.mesh_of((primals, rows), False, static.options.function)
+    if mesh is None:
+        return None
+    layout = _partition.explicit_layout(static.options, primals, rows)
+    if layout is None and not mesh.empty:
+        warn_once(
+            "linear_logits cannot see how XLA splits its operands over Auto axes, and may repeat all work on every "
+            "device: call sharded_linear_logits(hidden, weight, ids, mesh=mesh, vocab_axis=..., batch_axes=...), or "
+            "make the mesh's axes Explicit"
+        )
+    return layout
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
+def over_mesh(static: Static, layout: Layout, primals: Primals, rows: Rows) -> Float[Array, "*b K"]:
+    """The logits of global arrays. Hidden states whose sequence the vocabulary's axis splits are gathered over it."""
+    static, whole = static._replace(axis_name=layout.vocab_axes), layout.without_gather()
+
+    def device(primals: Primals, rows: Rows) -> Array:
+        return layout.own_rows(_of_call(static, primals, rows))
+
+    in_specs = (whole.primal_specs, whole.row_spec)
+    mapped = jax.shard_map(device, mesh=layout.mesh, in_specs=in_specs, out_specs=layout.out_spec)
+    return mapped(*whole.place(primals, rows))
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
-def _of_call(static: _Static, primals: Primals, rows: Rows) -> Float[Array, "*b K"]:
+def _of_call(static: Static, primals: Primals, rows: Rows) -> Float[Array, "*b K"]:
     assert rows.candidates is not None
     shape = rows.candidates.shape
     if not rows.labels.size:
@@ -209,23 +239,23 @@ def _of_call(static: _Static, primals: Primals, rows: Rows) -> Float[Array, "*b 
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _of_shard(static: _Static, primals: Primals, rows: Rows) -> Float[Array, "T K"]:
+def _of_shard(static: Static, primals: Primals, rows: Rows) -> Float[Array, "T K"]:
     return _forward(static, primals, rows)[0]
 
 
-def _of_shard_fwd(static: _Static, primals: Primals, rows: Rows) -> tuple[Array, Any]:
+def _of_shard_fwd(static: Static, primals: Primals, rows: Rows) -> tuple[Array, Any]:
     z, slope = _compat.first_order_only(functools.partial(_forward, static))(primals, rows)
     return z, (primals, rows, slope)
 
 
-def _of_shard_bwd(static: _Static, residuals: Any, cotangent: Array) -> tuple[Primals, None]:
+def _of_shard_bwd(static: Static, residuals: Any, cotangent: Array) -> tuple[Primals, None]:
     return _compat.first_order_only(functools.partial(_backward, static))(*residuals, cotangent), None
 
 
 _of_shard.defvjp(_of_shard_fwd, _of_shard_bwd)
 
 
-def _forward(static: _Static, primals: Primals, rows: Rows) -> tuple[Float[Array, "T K"], Float[Array, "T K"]]:
+def _forward(static: Static, primals: Primals, rows: Rows) -> tuple[Float[Array, "T K"], Float[Array, "T K"]]:
     """The logits of the ids that this shard owns, and their derivatives in the raw products; 0 at the others."""
     options, columns = static.options, _columns(static, primals, rows)
     hidden = _shard.as_operand(primals).hidden.reshape(-1, primals.hidden.shape[-1])
@@ -240,7 +270,7 @@ def _forward(static: _Static, primals: Primals, rows: Rows) -> tuple[Float[Array
     return jnp.where(columns >= 0, z, 0.0), jnp.where(columns >= 0, slope, 0.0)
 
 
-def _backward(static: _Static, primals: Primals, rows: Rows, slope: Array, cotangent: Array) -> Primals:
+def _backward(static: Static, primals: Primals, rows: Rows, slope: Array, cotangent: Array) -> Primals:
     """The gradients, in the shapes, dtypes and types of their operands."""
     options, columns = static.options, _columns(static, primals, rows)
     terms = jnp.where(slope == 0.0, 0.0, cotangent * slope)
@@ -254,7 +284,7 @@ def _backward(static: _Static, primals: Primals, rows: Rows, slope: Array, cotan
     return jax.tree.map(lambda x, like: _compat.psum_to_type(x, like).astype(like.dtype), found, primals)
 
 
-def _columns(static: _Static, primals: Primals, rows: Rows) -> Int[Array, "T K"]:
+def _columns(static: Static, primals: Primals, rows: Rows) -> Int[Array, "T K"]:
     """The ids as columns of this shard, -1 where it does not own them."""
     assert rows.candidates is not None
     size = primals.weight.shape[static.options.vocab_dim]

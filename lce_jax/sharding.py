@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Unpack
 
-from lce_jax import _options, api
+from lce_jax import _options, api, logits
 from lce_jax._evaluate import evaluate_over
 from lce_jax._layout import Axes, layout_of_names
 from lce_jax._types import LogprobOutput
@@ -165,3 +165,69 @@ def sharded_linear_cross_entropy(
     return api.cross_entropy(
         run, hidden, weight, labels, where, ignore_index, reduction, label_smoothing, z_loss, normalizer, options
     )
+
+
+def sharded_linear_logits(
+    hidden: Float[Array, "*b H"],
+    weight: Float[Array, "V H"],
+    ids: Int[Array, "*b K"],
+    *,
+    mesh: Mesh | AbstractMesh | None = None,
+    vocab_axis: Axes = "tensor",
+    batch_axes: Axes = None,
+    sequence_axis: Axes = None,
+    where: Bool[Array, "*b"] | None = None,
+    **options: Unpack[LogprobOptions],
+) -> Float[Array, "*b K"]:
+    """`linear_logits` over a mesh: the vocabulary split over one axis, the tokens over others.
+
+    Operands and results are global arrays. In ``[T, H]`` the one dimension of tokens is batch and sequence at once.
+
+    Args:
+        hidden: ``[..., H]`` hidden states; any leading shape, also an empty one. bfloat16, float16, float32 or
+            float64. Cast to the weight's dtype for the matrix products.
+        weight: ``[V, H]`` head (``[H, V]`` with ``weight_layout="hv"``). Its dtype is that of the matrix products.
+        ids: ``[..., K]`` integer vocabulary ids per token, global also when the vocabulary is split; K from 1 to 512.
+            -1 stands for none.
+        mesh: the mesh. None: that of ``jax.set_mesh``.
+        vocab_axis: the mesh axis (or axes) that splits the vocabulary. V must divide by its size: pad the weight and
+            give the true ``vocab_size``. None: each device holds the whole vocabulary.
+        batch_axes: the mesh axis (or axes) that splits the batch, hidden's first dimension. None: under Explicit axes
+            those of hidden's own type, else the batch is not split.
+        sequence_axis: the mesh axis (or axes) that splits the sequence, hidden's last dimension but one. If it is
+            ``vocab_axis`` or ends with it (Megatron's sequence parallelism; ``("context", "tensor")`` adds context
+            parallelism), hidden states are all-gathered over ``vocab_axis`` forward and their gradient is
+            reduce-scattered backward. None: the sequence is not split.
+        where: ``[...]`` bool, the rows that count. The others are exactly 0 in outputs and gradients, whatever they
+            hold. None: every row counts.
+        **options: ``temperature``, ``logit_softcap``, ``logit_scale``, ``vocab_size``, ``weight_layout`` and ``bias``,
+            as in `linear_logits`.
+
+    Returns:
+        ``[..., K]`` as `linear_logits` returns it, split as ``hidden`` is.
+
+    Raises:
+        ValueError, TypeError: shapes, dtypes or options that do not fit, with the offending values. Also an axis
+            that the mesh does not have, an axis used twice, or a dimension that does not divide.
+        NotImplementedError: on a second derivative.
+
+    Memory:
+        Per device, that of `linear_logits` on the device's tokens and columns.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from lce_jax import sharded_linear_logits
+        >>> mesh = jax.make_mesh((1, 1), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+        >>> hidden, weight = jnp.ones((2, 4)), jnp.arange(10.0)[:, None] * jnp.ones(4)
+        >>> sharded_linear_logits(hidden, weight, jnp.array([[3, 0], [7, -1]]), mesh=mesh, batch_axes="data").tolist()
+        [[12.0, 0.0], [28.0, 0.0]]
+    """
+    others = ("axis_name", *_options.NOT_OF_LOGITS)
+    _options.check_names(sharded_linear_logits, options, without=others)
+    _options.refuse(sharded_linear_logits, options, _options.NOT_OF_LOGITS)
+    checked = _options.of_call(options)
+    _options.no_axis_name(checked)
+    static, primals, rows = logits.operands(hidden, weight, ids, where, checked)
+    axes = {"vocab_axis": vocab_axis, "batch_axes": batch_axes, "sequence_axis": sequence_axis}
+    layout = layout_of_names(hidden, weight, static.options.vocab_dim, mesh=mesh, **axes)
+    return logits.over_mesh(static, layout, primals, rows)

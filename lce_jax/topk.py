@@ -206,7 +206,8 @@ def sharded_linear_topk(
         >>> sharded_linear_topk(hidden, weight, 2, mesh=mesh, batch_axes="data").ids[0, 0].tolist()
         [999, 998]
     """
-    _options.check_names(sharded_linear_topk, options, without=_NOT_OF_A_TOP_K)
+    _options.check_names(sharded_linear_topk, options, without=("axis_name", *_options.NOT_OF_TOPK))
+    _options.refuse(sharded_linear_topk, options, _options.NOT_OF_TOPK)
     checked, labels = _of_call(hidden, k, options)
     _options.no_axis_name(checked)
     case = _bind.case(hidden, weight, labels, where, checked)
@@ -217,18 +218,12 @@ def sharded_linear_topk(
     return _evaluate.mapped(_program, spec, layout, *_operands(spec, hidden, weight, where, checked))
 
 
-_NOT_OF_A_TOP_K = ("axis_name", "entropy", "stats", "cache_bytes", "candidates", "gradient_threshold")
-
-
 def _of_call(hidden: Any, k: Any, given: LogprobOptions) -> tuple[CallOptions, Any]:
     """The checked options, and the labels that there are not: those of hidden's leading shape."""
-    unused = [name for name in _NOT_OF_A_TOP_K if name in given and name != "axis_name"]
-    if unused:
-        raise TypeError(f"{unused[0]} is no option of linear_topk, which returns ids, logprobs and lse")
     _checks.array("hidden", hidden)
     k = scalars.num_largest(k)
     options = _options.of_call(given)
-    static = dataclasses.replace(options.static, entropy=False, top_k=k)
+    static = dataclasses.replace(options.static, entropy=False, top_k=k, function="linear_topk")
     return dataclasses.replace(options, static=static), jax.ShapeDtypeStruct(tuple(hidden.shape[:-1]), jnp.int32)
 
 

@@ -31,6 +31,7 @@ OTHER_MEANING = {
     ("pack", "stats"): "the statistics themselves",
     ("finish", "stats"): "the statistics themselves",
     ("linear_logits", "where"): "it moves no rows, so it saves no work",
+    ("sharded_linear_logits", "where"): "it moves no rows, so it saves no work",
     ("linear_logits", "temperature"): "there are no labels",
     ("linear_logits", "bias"): "there are no kernels",
     ("linear_topk", "where"): "ids are -1 there",

@@ -135,7 +135,7 @@ def test_a_whole_weight_inside_shard_map_is_refused() -> None:
 
 MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "an unknown option": (dict(temprature=2.0), TypeError, "unknown option temprature .did you mean temperature"),
-    "an option of others": (dict(stats=True), TypeError, "stats is no option of linear_topk"),
+    "an option of others": (dict(stats=True), TypeError, "sharded_linear_topk has no option stats"),
     "axis_name": (dict(axis_name="tensor"), ValueError, "axis_name='tensor' is for callers inside shard_map"),
     "k above vocab_size": (dict(k=31, vocab_size=30), ValueError, "at most the vocabulary, 30, got 31"),
     "V does not divide": (dict(weight=jnp.ones((30, 64))), ValueError, "pass vocab_size=30"),
