@@ -1,6 +1,7 @@
 """Log-probability and entropy of a language-model head, straight from hidden states, without storing the logits."""
 
 from lce_jax import local, losses
+from lce_jax._linear_kl import linear_kl, sharded_linear_kl
 from lce_jax._linear_loss import linear_loss, sharded_linear_loss
 from lce_jax._plans import Plan
 from lce_jax._types import LogprobOutput, TopK, UnsupportedError
@@ -17,6 +18,7 @@ __all__ = [
     "UnsupportedError",
     "explain",
     "linear_cross_entropy",
+    "linear_kl",
     "linear_logits",
     "linear_logprobs",
     "linear_loss",
@@ -25,6 +27,7 @@ __all__ = [
     "losses",
     "masked_logprobs",
     "sharded_linear_cross_entropy",
+    "sharded_linear_kl",
     "sharded_linear_logits",
     "sharded_linear_logprobs",
     "sharded_linear_loss",

@@ -33,6 +33,16 @@ So s >= 1 and ln s >= 0, q <= 0, t <= 0. (2) keeps all of that, because one dᵢ
 t = 0 exactly if the label is a largest column. If m were the maximum of z = k x, a fused x k - m would not be 0 there,
 because the product is rounded in m and not in the fused term. A candidate keeps k x_c and not its u, because an
 implementation may compute it apart from the tiles. So (3) clips its u to 0.
+
+Of two heads over one vocabulary, with probabilities p and q, and m, k, u, s and d of (1) and (2) for each:
+
+    (6)  divergence:                      c = Σ e^{u_p} (u_p - u_q),   KL(p ‖ q) = c / s_p - ln s_p + ln s_q
+    (7)  union of disjoint sets:          c = Σ (cᵢ + (d_pᵢ - d_qᵢ) s_pᵢ) a_pᵢ
+    (8)  gradient in the student's logits, if it is q (forward):  dz = g (q - p)
+                                           if it is p (reverse):  dz = g p (u_p - u_q - c / s_p)
+
+(6) holds because ln p = u_p - ln s_p, and likewise for q. Neither maximum is in it, so it does not matter how far the
+logits of one model lie from those of the other.
 """
 
 from __future__ import annotations

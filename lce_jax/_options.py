@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -63,13 +63,18 @@ def of_call(given: LogprobOptions, mean_logit: bool = False) -> CallOptions:
     )
 
 
-def check_names(function: Callable[..., Any], given: Mapping[str, Any], without: Sequence[str] = ()) -> None:
+def check_names(
+    function: Callable[..., Any],
+    given: Mapping[str, Any],
+    without: Sequence[str] = (),
+    known_names: Iterable[str] = tuple(LogprobOptions.__annotations__),
+) -> None:
     """Refuses names in ``**options`` that ``function`` does not know; the message lists those that it does."""
-    unknown = [name for name in given if name not in LogprobOptions.__annotations__]
+    unknown = [name for name in given if name not in known_names]
     if not unknown:
         return
     own = [name for name, kind in inspect.signature(function).parameters.items() if kind.kind is kind.KEYWORD_ONLY]
-    known = [*own, *(name for name in LogprobOptions.__annotations__ if name not in without)]
+    known = [*own, *(name for name in known_names if name not in without)]
     close = difflib.get_close_matches(unknown[0], known, 1)
     hint = f" (did you mean {close[0]}?)" if close else ""
     raise TypeError(f"{function.__name__}: unknown option {', '.join(unknown)}{hint}; known: {', '.join(known)}")

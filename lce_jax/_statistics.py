@@ -81,7 +81,7 @@ def merge(parts: ShardStatistics, scale: Float[Array, "T"] | float = 1.0) -> Sha
     ``scale`` is k for statistics of x, and 1 for those of logits, after `to_logits`.
     """
     m = jnp.max(parts.max, axis=0)
-    shift = _shift(parts.max, m[None], scale if isinstance(scale, float | int) else scale[None])
+    shift = distance(parts.max, m[None], scale if isinstance(scale, float | int) else scale[None])
     a = jnp.exp(shift)
     # The owner's maximum is found separately: with a third sum over the shifts, XLA's GPU fusion would keep two more
     # arrays of [N, T].
@@ -90,14 +90,14 @@ def merge(parts: ShardStatistics, scale: Float[Array, "T"] | float = 1.0) -> Sha
         max=m,
         sumexp=jnp.sum(parts.sumexp * a, axis=0),
         weighted=None if parts.weighted is None else jnp.sum((parts.weighted + shift * parts.sumexp) * a, axis=0),
-        target=jnp.max(parts.target, axis=0) + _shift(of_owner, m, scale),
+        target=jnp.max(parts.target, axis=0) + distance(of_owner, m, scale),
         min=None if parts.min is None else jnp.min(parts.min, axis=0),
         total=None if parts.total is None else jnp.sum(parts.total, axis=0),
         candidates=None if parts.candidates is None else jnp.max(parts.candidates, axis=0),
     )
 
 
-def _shift(part: Array, m: Array, scale: Float[Array, "T"] | float) -> Array:
+def distance(part: Array, m: Array, scale: Float[Array, "T"] | float) -> Array:
     """The dᵢ of eq. 2: exactly 0 if the part holds the maximum, and finite if it has no columns, whatever the scale."""
     return jnp.maximum((part - m) * scale, MASKED)
 
@@ -126,7 +126,7 @@ class Running(NamedTuple):
         sumexp, weighted = jax.tree.map(lambda a, b, _: a + b, *pairs)
         return Running(
             stats._replace(sumexp=sumexp, weighted=weighted),
-            jax.tree.map(lambda a, b, c: c + _rounded_away(a, b), *pairs),
+            jax.tree.map(lambda a, b, c: c + rounded_away(a, b), *pairs),
         )
 
     def finish(self) -> ShardStatistics:
@@ -141,7 +141,7 @@ def _sums(stats: ShardStatistics) -> tuple[Array, Array | None]:
 
 def _relative_to(m: Array, part: ShardStatistics, scale: Float[Array, "T"] | float) -> ShardStatistics:
     """The terms of eq. 2 relative to the union's maximum ``m``; 0 for a part without columns, because its s = q = 0."""
-    shift = _shift(part.max, m, scale)
+    shift = distance(part.max, m, scale)
     a = jnp.exp(shift)
     return part._replace(
         max=m,
@@ -151,7 +151,7 @@ def _relative_to(m: Array, part: ShardStatistics, scale: Float[Array, "T"] | flo
     )
 
 
-def _rounded_away(a: Array, b: Array) -> Array:
+def rounded_away(a: Array, b: Array) -> Array:
     """What the rounding of a + b leaves out (Knuth, TAOCP 2, 4.2.2)."""
     total = a + b
     of_b = total - a

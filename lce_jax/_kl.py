@@ -1,0 +1,149 @@
+"""One call of `lce_jax.linear_kl` on one device: its shard, its collectives, its derivative."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from lce_jax import _collectives, _compat, _kl_math, _kl_tiles, _math, _rows, _shard, _spmd
+from lce_jax._kl_math import KLStatistics, Pair
+from lce_jax._kl_tiles import KLPlan
+from lce_jax._rows import Rows
+from lce_jax._shard import Scales, Spec
+from lce_jax._types import Primals
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float, Int
+
+
+@dataclasses.dataclass(frozen=True)
+class KLSpec:
+    """A call's static part."""
+
+    models: Pair[Spec]
+    reverse: bool
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The dtype of the result."""
+        return self.plan(0).dtype
+
+    def plan(self, columns: int) -> KLPlan:
+        """That of a shard with ``columns``."""
+        return KLPlan(Pair(*(spec.case for spec in self.models)), self.reverse, columns)
+
+
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def linear_kl(spec: KLSpec, primals: Pair[Primals], rows: Pair[Rows]) -> Float[Array, "*b"]:
+    """The divergence of each token, in the shape of the rows; differentiable in the student's operands."""
+    if not rows.student.labels.size:
+        zeros = jnp.zeros(rows.student.labels.shape, spec.dtype)
+        return _compat.vary_like(zeros, (primals.student.hidden, rows.student.labels))
+    return _linear_kl(spec, primals.student, primals.teacher, rows)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _linear_kl(spec: KLSpec, student: Primals, teacher: Primals, rows: Pair[Rows]) -> Float[Array, "*b"]:
+    return _forward(spec, student, teacher, rows)[0]
+
+
+def _fwd(spec: KLSpec, student: Primals, teacher: Primals, rows: Pair[Rows]) -> tuple[Array, Any]:
+    forward = _compat.first_order_only(functools.partial(_forward, spec))
+    out, stats = forward(student, teacher, rows)
+    return out, (student, teacher, rows, stats)
+
+
+def _bwd(spec: KLSpec, residuals: Any, cotangent: Array) -> tuple[Primals, None, None]:
+    backward = _compat.first_order_only(functools.partial(_backward, spec))
+    return backward(*residuals, cotangent), None, None
+
+
+_linear_kl.defvjp(_fwd, _bwd)
+
+
+def _forward(spec: KLSpec, student: Primals, teacher: Primals, rows: Pair[Rows]) -> tuple[Array, KLStatistics]:
+    """The result, and the whole vocabulary's statistics of each row."""
+    shape = rows.student.labels.shape
+    rows = _rows.flattened(rows, len(shape))
+    scales = _scales(spec, rows)
+    with jax.named_scope("lce_kl_statistics"):
+        plan, shard, order = _shard_of(spec, Pair(student, teacher), rows, scales)
+        stats = _kl_tiles.statistics(plan, shard)
+    stats = stats if order is None else _rows.expand(order, stats)
+    axis_name = spec.models.student.axis_name
+    if axis_name is not None:
+        with jax.named_scope("lce_merge"):
+            parts = _collectives.from_all_shards(jnp.stack(stats), axis_name)
+            of_rows = Pair(
+                *(_math.row_scale(s.case.options, own.logits) for s, own in zip(spec.models, scales, strict=True))
+            )
+            stats = _kl_math.merge(
+                KLStatistics(*(parts[:, i] for i in range(parts.shape[1]))), of_rows.ordered(spec.reverse)
+            )
+    out, wrong = _kl_math.finish(stats, rows.student.where), _wrong_temperature(rows)
+    return (out if wrong is None else jnp.where(wrong, jnp.nan, out)).reshape(shape), stats
+
+
+def _backward(
+    spec: KLSpec, student: Primals, teacher: Primals, rows: Pair[Rows], stats: KLStatistics, cotangent: Array
+) -> Primals:
+    """The student's gradients, in the shapes, dtypes and types of its operands."""
+    own = spec.models.student
+    rows, cotangent = _rows.flattened((rows, cotangent), rows.student.labels.ndim)
+    if own.axis_name is not None:
+        cotangent = _collectives.total_cotangent(cotangent, own.axis_name)
+    scales, live, wrong = _scales(spec, rows), rows.student.where, _wrong_temperature(rows)
+    counts = live if wrong is None else ~wrong if live is None else live & ~wrong
+    factor = _math.row_factor(own.case.options, scales.student.derivative)
+    coefficients = _kl_math.coefficients(stats, cotangent, factor, counts)
+    with jax.named_scope("lce_kl_gradients"):
+        plan, shard, order = _shard_of(spec, Pair(student, teacher), rows, scales)
+        if order is not None:
+            coefficients = jax.tree.map(lambda x: x[order.source], coefficients)
+        found = _kl_tiles.gradients(plan, shard, coefficients)
+    dhidden = found.hidden if order is None else _rows.expand(order, found.hidden)
+    dhidden = dhidden if live is None else jnp.where(live[:, None], dhidden, 0.0)
+    return _spmd.reduced(own, found._replace(hidden=dhidden), student)
+
+
+def _scales(spec: KLSpec, rows: Pair[Rows]) -> Pair[Scales]:
+    return Pair(*(_shard.scales(own, spec.dtype, signs_hidden=False) for own in rows))
+
+
+def _wrong_temperature(rows: Pair[Rows]) -> Bool[Array, "T"] | None:
+    """Rows of which one temperature is wrong: they return NaN and have no gradient."""
+    student, teacher = map(_shard.wrong_temperature, rows)
+    return teacher if student is None else student if teacher is None else student | teacher
+
+
+def _shard_of(
+    spec: KLSpec, primals: Pair[Primals], rows: Pair[Rows], scales: Pair[Scales]
+) -> tuple[KLPlan, _kl_tiles.Shard, _rows.Compaction | None]:
+    """The arrays of this device, with the rows that count first."""
+    operands = Pair(*map(_spmd.flat_operands, spec.models, primals))
+    tokens = Pair(*(_kl_tiles.Tokens(x.hidden, own.logits, own.raw) for x, own in zip(operands, scales, strict=True)))
+    order = None if rows.student.where is None else _rows.compaction(rows.student.where)
+    num_rows = None if order is None else order.num_rows
+    tokens = tokens if order is None else _rows.compact(order, tokens)
+    heads = Pair(
+        *(
+            _kl_tiles.Head(x.weight, None if x.bias is None else x.bias.astype(model.case.stat_dtype))
+            for x, model in zip(operands, spec.models, strict=True)
+        )
+    )
+    columns, num_columns = _true_columns(spec, primals)
+    return spec.plan(columns), _kl_tiles.Shard(tokens, heads, num_rows, num_columns), order
+
+
+def _true_columns(spec: KLSpec, primals: Pair[Primals]) -> tuple[int, Int[Array, ""] | None]:
+    """The columns to walk over, and how many of these are no padding if that is known only to the shard."""
+    sizes = (x.weight.shape[model.case.options.vocab_dim] for x, model in zip(primals, spec.models, strict=True))
+    columns, student = min(sizes), spec.models.student
+    left = student.vocab_size - _spmd.first_column(student, primals.student.weight)
+    if isinstance(left, int):
+        return min(left, columns), None
+    return columns, jnp.clip(left, 0, columns) if any(model.padded for model in spec.models) else None

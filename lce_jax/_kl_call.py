@@ -1,0 +1,156 @@
+"""A call of `lce_jax.linear_kl`: its arguments, checked for each of the two models."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from lce_jax import _bind, _checks, _options, _partition, scalars
+from lce_jax._kl import KLSpec
+from lce_jax._kl_math import Pair
+from lce_jax._layout import Layout
+from lce_jax._options import CallOptions
+from lce_jax._rows import Rows
+from lce_jax._types import Case, Primals
+from lce_jax._xla_partitioning import warn_once
+
+if TYPE_CHECKING:
+    from jax.lax import PrecisionLike
+    from jaxtyping import Array, Float
+
+type Same = Literal["same"]
+
+
+class KLOptions(TypedDict, total=False):
+    """The options of `linear_kl` that `sharded_linear_kl` has too."""
+
+    temperature: float | Float[Array, "..."]
+    teacher_temperature: float | Float[Array, "..."] | Same
+    logit_softcap: float | Float[Array, ""] | None
+    teacher_logit_softcap: float | Float[Array, ""] | Same | None
+    logit_scale: float | Float[Array, ""]
+    teacher_logit_scale: float | Float[Array, ""] | Same
+    vocab_size: int | None
+    weight_layout: Literal["vh", "hv"]
+    teacher_weight_layout: Literal["vh", "hv"] | Same
+    precision: PrecisionLike
+    bias: Float[Array, "V"] | None
+    teacher_bias: Float[Array, "V"] | None
+
+
+@contextlib.contextmanager
+def _of_the_teacher() -> Iterator[None]:
+    """Errors about the teacher's arguments say so."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"the teacher's {error}") from None
+
+
+class KLCall(NamedTuple):
+    """A call's arguments, validated."""
+
+    arrays: Pair[tuple[Any, Any]]  # hidden and weight
+    where: Any
+    options: Pair[CallOptions]
+    cases: Pair[Case]
+    reverse: bool
+
+    @classmethod
+    def of(
+        cls, arrays: Pair[tuple[Any, Any]], where: Any, direction: str, given: Mapping[str, Any], axis_name: Any
+    ) -> KLCall:
+        """From what the public functions are given."""
+        scalars.one_of("direction", direction, ("forward", "reverse"))
+        (hidden, weight), (teacher_hidden, teacher_weight) = arrays
+        own, teachers = _options_of_each(given)
+        own["axis_name"] = teachers["axis_name"] = axis_name
+        student = _options.of_call(own)
+        _checks.array("hidden", hidden)
+        tokens = jax.ShapeDtypeStruct(tuple(hidden.shape[:-1]), jnp.int32)
+        case = _bind.case(hidden, weight, tokens, where, student)
+        with _of_the_teacher():
+            teacher = _options.of_call(teachers)
+            _checks.array("hidden", teacher_hidden)
+            if tuple(teacher_hidden.shape[:-1]) != tokens.shape:
+                raise ValueError(
+                    f"hidden {tuple(teacher_hidden.shape)} must have the leading shape of the student's "
+                    f"{tuple(hidden.shape)}"
+                )
+            teacher_case = _bind.case(teacher_hidden, teacher_weight, tokens, where, teacher)
+        call = cls(arrays, where, Pair(student, teacher), Pair(case, teacher_case), direction == "reverse")
+        if given.get("vocab_size") is None or axis_name is not None:
+            call.check_equal_columns()
+        return call
+
+    def check_equal_columns(self) -> None:
+        """Refuses weights of which one has more columns."""
+        student, teacher = (case.vocab_size for case in self.cases)
+        if student != teacher:
+            least, most = sorted((student, teacher))
+            raise ValueError(
+                f"weight has {student} columns of the vocabulary, the teacher's {teacher}: give the tokenizer's size, "
+                f"at most {least}, as vocab_size; where a mesh axis splits the vocabulary, pad the smaller weight to "
+                f"{most} columns too"
+            )
+
+    def spec(self, layout: Layout | None) -> KLSpec:
+        """The static part, or that of one device's share over ``layout``."""
+        shards = 1 if layout is not None else _checks.axis_size(self.options.student.axis_name)
+        pairs = zip(self.cases, self.options, strict=True)
+        return KLSpec(Pair(*(_bind.spec(c, own, c.vocab_size * shards, layout) for c, own in pairs)), self.reverse)
+
+    def operands(self, spec: KLSpec) -> tuple[Pair[Primals], Pair[Rows]]:
+        """The arrays of both models. The teacher's have no gradient."""
+        found = []
+        labels = _no_labels(tuple(self.arrays.student[0].shape[:-1]))
+        for model, (hidden, weight), own in zip(spec.models, self.arrays, self.options, strict=True):
+            found.append(_bind.operands(model, hidden, weight, labels, self.where, own))
+        (student, rows), (teacher, teachers_rows) = found
+        return Pair(student, jax.tree.map(lax.stop_gradient, teacher)), Pair(rows, teachers_rows)
+
+    def teachers(self, layout: Layout) -> Layout:
+        """``layout``, of the student, for the teacher's operands."""
+        return dataclasses.replace(layout, vocab_dim=self.options.teacher.static.vocab_dim)
+
+    def layout_of_types(self, spec: KLSpec, primals: Pair[Primals], rows: Pair[Rows]) -> Layout | None:
+        """The layout of operands over Explicit axes; None on one device and inside ``shard_map``."""
+        mesh = _partition.mesh_of((primals, rows), keeps_tiles=False)
+        if self.options.student.axis_name is not None or mesh is None:
+            return None
+        layout = _partition.layout_of_types(spec.models.student, primals.student, rows)
+        if layout is None and not mesh.empty:
+            warn_once(
+                "linear_kl cannot see how XLA splits its operands over Auto axes, and may repeat all work on every "
+                "device: call sharded_linear_kl(hidden, weight, teacher_hidden, teacher_weight, mesh=mesh, "
+                "vocab_axis=..., batch_axes=...), or make the mesh's axes Explicit"
+            )
+        if layout is not None and self.cases.student.vocab_size != self.cases.teacher.vocab_size:
+            return dataclasses.replace(layout, vocab_axes=None, gather_dim=None)  # both weights are gathered
+        return layout
+
+
+def _options_of_each(given: Mapping[str, Any]) -> tuple[Any, Any]:
+    """The options of the student's head and of the teacher's, where "same" stands for the student's."""
+    shared: Any = {"entropy": False, "implementation": "xla"}
+    shared |= {name: given[name] for name in ("vocab_size", "precision") if name in given}
+    defaults = {"temperature": 1.0, "logit_softcap": None, "logit_scale": 1.0, "weight_layout": "vh"}
+    own = {name: given.get(name, default) for name, default in defaults.items()}
+    teachers = {name: given.get(f"teacher_{name}", "same") for name in defaults}
+    teachers = {name: own[name] if isinstance(x, str) and x == "same" else x for name, x in teachers.items()}
+    student, teacher = ({**shared, **x} for x in (own, teachers))
+    student["bias"], teacher["bias"] = given.get("bias"), given.get("teacher_bias")
+    return student, teacher
+
+
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def _no_labels(shape: tuple[int, ...]) -> Array:
+    """Labels of a call that has none: only their shape is read."""
+    return jnp.zeros(shape, jnp.int32)

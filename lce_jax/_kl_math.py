@@ -1,0 +1,165 @@
+"""Eqs. 6 to 8: statistics of two heads over one vocabulary, their divergence and its gradient, tile by tile."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from lce_jax import _statistics
+from lce_jax._statistics import MASKED
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float
+
+type RowScale = Float[Array, "T"] | float  # the k of eq. 0
+
+
+class Pair[A](NamedTuple):
+    """Something of both models."""
+
+    student: A
+    teacher: A
+
+    def ordered(self, reverse: bool) -> tuple[A, A]:
+        """That of p and that of q, in KL(p ‖ q)."""
+        return (self.student, self.teacher) if reverse else (self.teacher, self.student)
+
+
+class KLStatistics(NamedTuple):
+    """Each token's statistics of both models over some columns, [T] each."""
+
+    max_p: Float[Array, "T"]  # of x, not of the logits
+    max_q: Float[Array, "T"]
+    sum_p: Float[Array, "T"]
+    sum_q: Float[Array, "T"]
+    cross: Float[Array, "T"]  # the c of eq. 6
+
+    @property
+    def sums(self) -> tuple[Array, Array, Array]:
+        """What is added up."""
+        return self.sum_p, self.sum_q, self.cross
+
+
+def no_columns(num_tokens: int, dtype: Any) -> KLStatistics:
+    """The neutral element of a union."""
+    lowest, zero = jnp.full((num_tokens,), MASKED, dtype), jnp.zeros((num_tokens,), dtype)
+    return KLStatistics(lowest, lowest, zero, zero, zero)
+
+
+def tile_statistics(
+    x: tuple[Float[Array, "T n"], Float[Array, "T n"]],
+    scales: tuple[RowScale, RowScale],
+    live: Bool[Array, "n"] | None,
+) -> KLStatistics:
+    """Eqs. 1 and 6 over a tile of both models' x, p first; ``live`` masks padding columns."""
+    x = lax.optimization_barrier(x)  # otherwise XLA may compute x twice, for m and for u, and round it differently
+    live = None if live is None else live[None, :]
+    max_p, max_q = (
+        jnp.maximum(jnp.max(own if live is None else jnp.where(live, own, MASKED), axis=1), MASKED) for own in x
+    )
+    u_p, u_q = (shifted(*of_one) for of_one in zip(x, (max_p, max_q), scales, strict=True))
+    if live is not None:
+        u_p, u_q = jnp.where(live, u_p, MASKED), jnp.where(live, u_q, MASKED)
+    e_p = jnp.exp(u_p)
+    sums = jnp.sum(e_p, axis=1), jnp.sum(jnp.exp(u_q), axis=1), jnp.sum(e_p * (u_p - u_q), axis=1)
+    return KLStatistics(max_p, max_q, *sums)
+
+
+def shifted(x: Float[Array, "T n"], highest: Float[Array, "T"], scale: RowScale) -> Float[Array, "T n"]:
+    """The u of eq. 1."""
+    return (x - highest[:, None]) * (scale if isinstance(scale, float | int) else scale[:, None])
+
+
+class Running(NamedTuple):
+    """A union that grows part by part, with what rounding has left out of its sums."""
+
+    stats: KLStatistics
+    lost: tuple[Array, Array, Array]
+
+    @classmethod
+    def start(cls, empty: KLStatistics) -> Running:
+        """The union of no parts."""
+        return cls(empty, empty.sums)
+
+    def add(self, part: KLStatistics, scales: tuple[RowScale, RowScale]) -> Running:
+        """Eqs. 2 and 7 of the union and one more part."""
+        maxima = jnp.maximum(self.stats.max_p, part.max_p), jnp.maximum(self.stats.max_q, part.max_q)
+        of_lost = KLStatistics(*self.stats[:2], *self.lost)
+        old, new, lost = (_sums_relative_to(maxima, x, scales) for x in (self.stats, part, of_lost))
+        return Running(
+            KLStatistics(*maxima, *jax.tree.map(jnp.add, old, new)),
+            jax.tree.map(lambda a, b, c: c + _statistics.rounded_away(a, b), old, new, lost),
+        )
+
+    def finish(self) -> KLStatistics:
+        """The statistics of the union."""
+        return KLStatistics(*self.stats[:2], *jax.tree.map(jnp.add, self.stats.sums, self.lost))
+
+
+def merge(parts: KLStatistics, scales: tuple[RowScale, RowScale]) -> KLStatistics:
+    """Eqs. 2 and 7 over the leading axis: fields [N, T] in, [T] out, summed in the order of the axis."""
+    maxima = jnp.max(parts.max_p, axis=0), jnp.max(parts.max_q, axis=0)
+    return KLStatistics(*maxima, *(jnp.sum(x, axis=0) for x in _sums_relative_to(maxima, parts, scales)))
+
+
+def _sums_relative_to(
+    maxima: tuple[Array, Array], part: KLStatistics, scales: tuple[RowScale, RowScale]
+) -> tuple[Array, Array, Array]:
+    """The terms of eqs. 2 and 7 relative to the union's maxima; 0 for a part without columns."""
+    d_p = _statistics.distance(part.max_p, maxima[0], scales[0])
+    d_q = _statistics.distance(part.max_q, maxima[1], scales[1])
+    a_p = jnp.exp(d_p)
+    return part.sum_p * a_p, part.sum_q * jnp.exp(d_q), (part.cross + (d_p - d_q) * part.sum_p) * a_p
+
+
+def finish(stats: KLStatistics, where: Bool[Array, "T"] | None) -> Float[Array, "T"]:
+    """Eq. 6, from statistics of the whole vocabulary; rounding cannot make it negative, and rows left out are 0."""
+    if where is not None:  # a row left out may have s = 0
+        stats = stats._replace(sum_p=jnp.where(where, stats.sum_p, 1.0), sum_q=jnp.where(where, stats.sum_q, 1.0))
+    divergence = stats.cross / stats.sum_p - jnp.log(stats.sum_p) + jnp.log(stats.sum_q)
+    divergence = jnp.maximum(divergence, 0.0)
+    return divergence if where is None else jnp.where(where, divergence, 0.0)
+
+
+class KLCoefficients(NamedTuple):
+    """What eq. 8 needs of each token, with the row factor of eq. 5: dr = of_q·e^{u_q} - of_p·e^{u_p} (forward).
+
+    Reverse: dr = of_p·e^{u_p}·(u_p - u_q - mean).
+    """
+
+    max_p: Float[Array, "T"]
+    max_q: Float[Array, "T"]
+    of_p: Float[Array, "T"]
+    of_q: Float[Array, "T"]
+    mean: Float[Array, "T"]  # c / s_p
+
+
+def coefficients(
+    stats: KLStatistics, cotangent: Float[Array, "T"], factor: RowScale, live: Bool[Array, "T"] | None
+) -> KLCoefficients:
+    """From the whole vocabulary's statistics. Rows that are not ``live`` have no gradient, whatever they hold."""
+    sum_p, sum_q = (x if live is None else jnp.where(live, x, 1.0) for x in (stats.sum_p, stats.sum_q))
+    g = cotangent * factor
+    found = KLCoefficients(stats.max_p, stats.max_q, g / sum_p, g / sum_q, stats.cross / sum_p)
+    if live is None:
+        return found
+    # With the largest maximum, every e^u of these rows is 0.
+    maxima = (jnp.where(live, x, -MASKED) for x in found[:2])
+    return KLCoefficients(*maxima, *(jnp.where(live, x, 0.0) for x in found[2:]))
+
+
+def draws(
+    x: tuple[Float[Array, "T n"], Float[Array, "T n"]],
+    scales: tuple[RowScale, RowScale],
+    rows: KLCoefficients,
+    reverse: bool,
+) -> Float[Array, "T n"]:
+    """Eq. 8 over a tile of both models' x, p first: the gradient in the student's raw products but for its cap."""
+    u_p, u_q = shifted(x[0], rows.max_p, scales[0]), shifted(x[1], rows.max_q, scales[1])
+    e_p = jnp.exp(u_p) * rows.of_p[:, None]
+    if reverse:
+        return e_p * (u_p - u_q - rows.mean[:, None])
+    return jnp.exp(u_q) * rows.of_q[:, None] - e_p

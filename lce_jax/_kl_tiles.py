@@ -1,0 +1,204 @@
+"""The divergence of two heads on one shard, in plain XLA: one tile of both models' logits at a time.
+
+For each tile of tokens and of the vocabulary: a matrix product per model, the statistics of both (eqs. 1 and 6), a
+union (eqs. 2 and 7). The backward recomputes both products, turns them into the gradient of the student's (eq. 8) and
+feeds the student's two gradient products.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from lce_jax import _compat, _kl_math, _math, _xla_plan, _xla_tiles
+from lce_jax._kl_math import KLCoefficients, KLStatistics, Pair
+from lce_jax._types import Case, Primals
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float, Int
+
+
+class Tokens(NamedTuple):
+    """What some tokens have of one model."""
+
+    hidden: Float[Array, "t H"]  # in the weight's dtype
+    scale: Float[Array, "t"] | None  # the k of eq. 0 but for the options' part of it
+    raw_scale: Float[Array, "t"] | None
+
+
+class Head(NamedTuple):
+    """What some columns of the vocabulary have of one model."""
+
+    weight: Float[Array, "v H"]  # or [H, v]
+    bias: Float[Array, "v"] | None  # in the statistics' dtype
+
+
+class Shard(NamedTuple):
+    """The arrays of a shard, the rows that count first."""
+
+    tokens: Pair[Tokens]
+    heads: Pair[Head]
+    num_rows: Int[Array, ""] | None  # None: all
+    num_columns: Int[Array, ""] | None  # columns from there on are padding; None: those of the plan are all true
+
+
+@dataclasses.dataclass(frozen=True)
+class KLPlan:
+    """What is known when a call is traced."""
+
+    cases: Pair[Case]
+    reverse: bool
+    columns: int  # to walk over
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The dtype of everything that both models enter."""
+        return jnp.promote_types(self.cases.student.stat_dtype, self.cases.teacher.stat_dtype)
+
+    @property
+    def tiles(self) -> tuple[int, int]:
+        """Tokens and columns per tile: half of the columns that a tile of one model would have."""
+        student, teacher = self.cases
+        size = max(student.hidden_size, teacher.hidden_size)
+        tile_t, tile_v = _xla_plan.tile_sizes(dataclasses.replace(student, hidden_size=size, vocab_size=self.columns))
+        return tile_t, tile_v // 2 // 128 * 128 or tile_v
+
+
+def statistics(plan: KLPlan, shard: Shard) -> KLStatistics:
+    """Eqs. 1 and 6 of the whole shard, [T] each."""
+    num_tokens, (tile_t, _) = plan.cases.student.num_tokens, plan.tiles
+    if tile_t == num_tokens:
+        return _tokens_statistics(plan, shard, shard.tokens)
+
+    def body(i: Array, stats: KLStatistics) -> KLStatistics:
+        start, _ = _xla_tiles.token_start(i, tile_t, num_tokens)
+        tile = _tokens_statistics(plan, shard, _slice(shard.tokens, start, tile_t))
+        return jax.tree.map(lambda all_, part: lax.dynamic_update_slice_in_dim(all_, part, start, 0), stats, tile)
+
+    empty = _compat.vary_like(_kl_math.no_columns(num_tokens, plan.dtype), shard)
+    return lax.fori_loop(0, _xla_tiles.num_token_tiles(shard.num_rows, tile_t, num_tokens), body, empty)
+
+
+def _tokens_statistics(plan: KLPlan, shard: Shard, tokens: Pair[Tokens]) -> KLStatistics:
+    """Eqs. 1 and 6 of some tokens, over one tile of the vocabulary after the other."""
+    scales = _scales(plan, tokens)
+
+    def vocab_tile(start: Any, size: int, running: _kl_math.Running) -> _kl_math.Running:
+        x = _x(plan, tokens, _columns(plan, shard, start, size)).ordered(plan.reverse)
+        tile = _kl_math.tile_statistics(x, scales, _math.live_columns(start, size, shard.num_columns))
+        return running.add(tile, scales)
+
+    empty = _kl_math.no_columns(tokens.student.hidden.shape[0], plan.dtype)
+    running = _compat.vary_like(_kl_math.Running.start(empty), (tokens, shard))
+    return _xla_tiles.walk_vocabulary(plan.columns, plan.tiles[1], vocab_tile, running).finish()
+
+
+def gradients(plan: KLPlan, shard: Shard, rows: KLCoefficients) -> Primals:
+    """The student's part of dhidden and its dbias, in its statistics' dtype, and its dweight in the weight's."""
+    # As in `lce_jax.xla.gradients`: the barrier keeps XLA from sharing work and memory with the forward.
+    shard, rows, zero = lax.optimization_barrier((shard, rows, jnp.float32(0)))
+    case, head = plan.cases.student, shard.heads.student
+    vocab_dim = case.options.vocab_dim
+
+    def vocab_tile(start: Any, size: int, carry: Primals) -> Primals:
+        part = _columns_gradients(plan, shard, rows, start, size, carry.hidden)
+        dcolumns = part.weight.astype(case.dtype)
+        put = functools.partial(lax.dynamic_update_slice_in_dim, start_index=start, axis=0)
+        return Primals(
+            part.hidden,
+            lax.dynamic_update_slice_in_dim(carry.weight, dcolumns, start, vocab_dim),
+            jax.tree.map(put, carry.bias, part.bias),
+        )
+
+    init = Primals(
+        jnp.full(shard.tokens.student.hidden.shape, zero.astype(case.stat_dtype)),
+        jnp.full(head.weight.shape, zero.astype(case.dtype)),
+        jax.tree.map(jnp.zeros_like, head.bias),
+    )
+    init = _compat.vary_like(init, (shard, rows))
+    return _xla_tiles.walk_vocabulary(plan.columns, plan.tiles[1], vocab_tile, init)
+
+
+def _columns_gradients(
+    plan: KLPlan, shard: Shard, rows: KLCoefficients, start: Any, size: int, dhidden: Float[Array, "T H"]
+) -> Primals:
+    """``dhidden`` plus the part of some columns, and the gradients of these columns."""
+    case, (tile_t, _) = plan.cases.student, plan.tiles
+    heads = _columns(plan, shard, start, size)
+    live = _math.live_columns(start, size, shard.num_columns)
+    if tile_t == case.num_tokens:
+        part = _tile_gradients(plan, shard.tokens, heads, rows, live, case.dtype)
+        return part._replace(hidden=dhidden + part.hidden)
+
+    def body(i: Array, carry: Primals) -> Primals:
+        first, new = _xla_tiles.token_start(i, tile_t, case.num_tokens)
+        tokens, own = _slice((shard.tokens, rows), first, tile_t)
+        keep = jnp.arange(tile_t, dtype=jnp.int32) >= new  # rows of two tiles count once
+        own = own._replace(of_p=jnp.where(keep, own.of_p, 0.0), of_q=jnp.where(keep, own.of_q, 0.0))
+        part = _tile_gradients(plan, tokens, heads, own, live, case.stat_dtype)
+        dhidden = part.hidden + lax.dynamic_slice_in_dim(carry.hidden, first, tile_t)
+        dhidden = lax.dynamic_update_slice_in_dim(carry.hidden, dhidden, first, 0)
+        return Primals(dhidden, carry.weight + part.weight, jax.tree.map(jnp.add, carry.bias, part.bias))
+
+    of_columns = jax.tree.map(lambda x: jnp.zeros(x.shape, case.stat_dtype), (heads.student.weight, heads.student.bias))
+    init = Primals(dhidden, *_compat.vary_like(of_columns, (shard, rows)))
+    return lax.fori_loop(0, _xla_tiles.num_token_tiles(shard.num_rows, tile_t, case.num_tokens), body, init)
+
+
+def _tile_gradients(
+    plan: KLPlan,
+    tokens: Pair[Tokens],
+    heads: Pair[Head],
+    rows: KLCoefficients,
+    live: Bool[Array, "v"] | None,
+    dweight_dtype: jnp.dtype,
+) -> Primals:
+    """Eqs. 5 and 8 of one tile: recomputed logits, the gradient of the student's, and its products."""
+    case, x = plan.cases.student, _x(plan, tokens, heads)
+    options = case.options
+    d = _kl_math.draws(x.ordered(plan.reverse), _scales(plan, tokens), rows, plan.reverse)
+    if options.logit_softcap is not None:
+        d = d * (1.0 - x.student * x.student)
+    d = (d if live is None else jnp.where(live[None, :], d, 0.0)).astype(case.stat_dtype)
+    dbias = None if heads.student.bias is None else jnp.sum(d, axis=0)
+    weight = _math.without_padding(heads.student.weight, live, options)
+    to = _xla_tiles.gradient_dtype(case)
+    d, weight, hidden = (a.astype(to) for a in (d, weight, tokens.student.hidden))
+    dhidden = _xla_tiles.dot(d, weight, 1, options.vocab_dim, options.precision, case.stat_dtype)
+    left, right = (d, hidden) if options.vocab_dim == 0 else (hidden, d)
+    return Primals(dhidden, _xla_tiles.dot(left, right, 0, 0, options.precision, dweight_dtype), dbias)
+
+
+def _x(plan: KLPlan, tokens: Pair[Tokens], heads: Pair[Head]) -> Pair[Float[Array, "t v"]]:
+    """The x of eq. 0 of both models."""
+
+    def of_one(case: Case, tokens: Tokens, head: Head) -> Float[Array, "t v"]:
+        options = case.options
+        raw = _xla_tiles.dot(tokens.hidden, head.weight, 1, options.hidden_dim, options.precision, case.stat_dtype)
+        raw = raw if head.bias is None else raw + head.bias[None, :]
+        return _math.unscaled_logits(raw, options, tokens.raw_scale).astype(plan.dtype)
+
+    return Pair(*map(of_one, plan.cases, tokens, heads))
+
+
+def _scales(plan: KLPlan, tokens: Pair[Tokens]) -> tuple[Any, Any]:
+    """The k of eq. 0, that of p first."""
+    pairs = zip(plan.cases, tokens, strict=True)
+    return Pair(*(_math.row_scale(case.options, own.scale) for case, own in pairs)).ordered(plan.reverse)
+
+
+def _columns(plan: KLPlan, shard: Shard, start: Any, size: int) -> Pair[Head]:
+    def of_one(case: Case, head: Head) -> Head:
+        weight = lax.dynamic_slice_in_dim(head.weight, start, size, axis=case.options.vocab_dim)
+        return Head(weight, None if head.bias is None else lax.dynamic_slice_in_dim(head.bias, start, size))
+
+    return Pair(*map(of_one, plan.cases, shard.heads))
+
+
+def _slice[T](tree: T, start: Any, size: int) -> T:
+    return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, size), tree)
