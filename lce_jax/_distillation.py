@@ -39,7 +39,7 @@ def distillation_loss(
       divergence.
 
     Both models' log-probabilities are those under their whole vocabularies, at one temperature τ. Multiply by τ² to
-    keep the size of the gradients (Hinton et al.).
+    keep the size of the gradients (Hinton et al.). `lce_jax.linear_kl` is the divergence over the whole vocabulary.
 
     Args:
         candidate_logprobs: ``[..., K]`` ln q of the candidates, nats: the field of that name that

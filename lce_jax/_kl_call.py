@@ -109,12 +109,19 @@ class KLCall(NamedTuple):
 
     def operands(self, spec: KLSpec) -> tuple[Pair[Primals], Pair[Rows]]:
         """The arrays of both models. The teacher's have no gradient."""
-        found = []
         labels = _no_labels(tuple(self.arrays.student[0].shape[:-1]))
-        for model, (hidden, weight), own in zip(spec.models, self.arrays, self.options, strict=True):
-            found.append(_bind.operands(model, hidden, weight, labels, self.where, own))
-        (student, rows), (teacher, teachers_rows) = found
+        first, second = zip(spec.models, self.arrays, self.options, strict=True)
+        student, rows = _bind.operands(first[0], *first[1], labels, self.where, first[2])
+        with _of_the_teacher():
+            teacher, teachers_rows = _bind.operands(second[0], *second[1], labels, self.where, second[2])
         return Pair(student, jax.tree.map(lax.stop_gradient, teacher)), Pair(rows, teachers_rows)
+
+    def same_on_all_shards(self, primals: Pair[Primals], rows: Pair[Rows]) -> Pair[tuple[Rows, Any]]:
+        """Inside ``shard_map``: the rows typed as equal on every shard, and where they really are."""
+        axis_name, columns = self.options.student.axis_name, self.cases.student.vocab_size
+        student = _bind.same_on_all_shards(primals.student, rows.student, axis_name, columns)
+        with _of_the_teacher():
+            return Pair(student, _bind.same_on_all_shards(primals.teacher, rows.teacher, axis_name, columns))
 
     def teachers(self, layout: Layout) -> Layout:
         """``layout``, of the student, for the teacher's operands."""

@@ -62,11 +62,16 @@ class KLPlan:
 
     @property
     def tiles(self) -> tuple[int, int]:
-        """Tokens and columns per tile: half of the columns that a tile of one model would have."""
+        """Tokens and columns per tile: half of the columns that a tile of `lce_jax.xla` has, off the CPU a quarter.
+
+        At (4096, 4096, 151936) on an H200 a forward and backward take 55 ms and 224 MiB with 4096 columns, 57 ms and
+        512 MiB with 8192, 54 ms and 960 MiB with 16384.
+        """
         student, teacher = self.cases
         size = max(student.hidden_size, teacher.hidden_size)
         tile_t, tile_v = _xla_plan.tile_sizes(dataclasses.replace(student, hidden_size=size, vocab_size=self.columns))
-        return tile_t, tile_v // 2 // 128 * 128 or tile_v
+        parts = 2 if student.device.platform == "cpu" else 4
+        return tile_t, tile_v // parts // 128 * 128 or tile_v
 
 
 def statistics(plan: KLPlan, shard: Shard) -> KLStatistics:

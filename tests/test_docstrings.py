@@ -39,6 +39,9 @@ OTHER_MEANING = {
     ("linear_topk", "temperature"): "there are no labels and no gradients, and the order does not depend on it",
     ("linear_topk", "implementation"): "there are no kernels",
     ("linear_topk", "bias"): "there are no kernels and no gradients",
+    ("linear_kl", "temperature"): "there are no labels",
+    ("linear_kl", "axis_name"): "it splits two weights",
+    ("linear_kl", "bias"): "there are no kernels",
     ("masked_logprobs", "ids"): "a set",
     ("masked_logprobs", "labels"): "-inf outside the set",
 }

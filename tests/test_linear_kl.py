@@ -1,0 +1,205 @@
+"""`linear_kl` on one device, against stored logits in float64."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lce_jax import _kl_tiles, linear_kl
+from tests import kl_cases, oracle
+from tests.kl_cases import call, draw, evaluate, expected
+
+
+def assert_right(got: Any, want: kl_cases.Expected, operands: Any) -> None:
+    kl, gradients = got
+    assert (kl.shape, kl.dtype) == (want.kl.shape, jnp.float32)
+    assert oracle.value_error(kl, want.kl) < 4e-6
+    assert (np.asarray(kl) >= 0).all()
+    for gradient, true, operand in zip(gradients, want.gradients, operands, strict=True):
+        assert (gradient.shape, gradient.dtype) == (operand.shape, operand.dtype)
+        rounding = 0.0 if gradient.dtype == jnp.float32 else float(jnp.finfo(gradient.dtype).eps) / 2
+        assert oracle.relative_norm(gradient, true) < 2e-6 + rounding
+
+
+@pytest.mark.parametrize("test", kl_cases.CALLS, ids=str)
+def test_matches_float64(test: kl_cases.Call) -> None:
+    drawn = draw(test)
+    assert_right(evaluate(drawn), expected(drawn), drawn.student)
+
+
+@pytest.mark.parametrize("tile", [(1, 1), (7, 50), (23, 113), (24, 16)], ids=str)
+def test_any_tiling(tile: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of tokens that overlap, and that hold no row that counts; a remainder of the vocabulary, or none."""
+    monkeypatch.setattr(_kl_tiles.KLPlan, "tiles", tile)
+    drawn = draw(kl_cases.EVERYTHING, seed=1)
+    jax.clear_caches()
+    assert_right(evaluate(drawn), expected(drawn), drawn.student)
+
+
+@pytest.mark.parametrize("direction", ["forward", "reverse"])
+def test_models_far_apart(direction: str) -> None:
+    """Logits in the hundreds, of which both softmaxes make one-hots: as near to float64 as stored float32 logits are.
+
+    These round to 3e-5, and what that shifts from one token to another counts hundreds of nats. The backward's logits
+    are recomputed, and may round otherwise than the forward's.
+    """
+    drawn = draw(call("far", leading=(50,), V=600, spread=100.0, direction=direction))
+
+    def stored(hidden, weight, teacher_hidden, teacher_weight, **_):
+        student = jax.nn.log_softmax(jnp.matmul(hidden, weight.T, precision="highest"))
+        teacher = jax.nn.log_softmax(jnp.matmul(teacher_hidden, teacher_weight.T, precision="highest"))
+        p, q = (student, teacher) if direction == "reverse" else (teacher, student)
+        return jnp.sum(jnp.exp(p) * (p - q), axis=-1)
+
+    want, got, plain = expected(drawn), evaluate(drawn), evaluate(drawn, stored)
+
+    def errors(found):
+        pairs = zip((found[0], *found[1]), (want.kl, *want.gradients), strict=True)
+        return [oracle.relative_norm(a, b) for a, b in pairs]
+
+    assert max(errors(plain)) < 1e-4
+    assert all(a <= 4 * b for a, b in zip(errors(got), errors(plain), strict=True))
+
+
+def test_huge_logits_are_finite() -> None:
+    drawn = draw(call("huge", V=600, spread=1e4))
+    for direction in ("forward", "reverse"):
+        kl, gradients = evaluate(drawn, direction=direction)
+        assert all(np.isfinite(np.asarray(x)).all() for x in (kl, *gradients))
+
+
+@pytest.mark.parametrize("direction", ["forward", "reverse"])
+def test_equal_heads(direction: str) -> None:
+    """Divergence and gradient are rounding, beside probabilities that sum to 1."""
+    drawn = draw(call("equal", V=600, temperature=True, logit_softcap=5.0, spread=3.0, direction=direction))
+    kl, (dhidden, dweight) = evaluate(drawn._replace(teacher=drawn.student))
+    assert float(jnp.max(kl)) < 1e-6
+    assert float(jnp.max(jnp.abs(dhidden))) < 1e-6
+    assert float(jnp.max(jnp.abs(dweight))) < 1e-6
+
+
+def test_a_head_shifted_by_a_constant_is_equal() -> None:
+    """A bias of 3 on every column of the teacher changes no probability."""
+    drawn = draw(call("shifted", spread=3.0))
+    hidden, weight = drawn.student
+    kl = linear_kl(hidden, weight, hidden, weight, teacher_bias=jnp.full(104, 3.0))
+    assert float(jnp.max(kl)) < 1e-6
+
+
+def test_rows_and_tokens_that_do_not_count() -> None:
+    drawn = draw(call("none", leading=(5,), where=True))
+    none = drawn._replace(options={"where": jnp.zeros(5, bool)})
+    empty = draw(call("no tokens", leading=(2, 0)))
+    for one in (none, empty):
+        kl, gradients = evaluate(one)
+        assert kl.shape == one.seed.shape
+        assert all((np.asarray(x) == 0).all() for x in (kl, *gradients))
+
+
+def test_traced_options_and_a_wrong_temperature() -> None:
+    """A temperature of 0 makes its own row NaN, without a gradient, whichever model has it."""
+    drawn = draw(call("traced", leading=(6,), logit_scale=-1.3, teacher_logit_scale=0.7, logit_softcap=4.0))
+    scales = {name: jnp.float32(drawn.options[name]) for name in ("logit_scale", "teacher_logit_scale")}
+    want = expected(drawn._replace(seed=drawn.seed.at[2].set(0).at[4].set(0)))
+
+    @jax.jit
+    def run(temperature: Any, teachers: Any, scales: Any) -> Any:
+        def objective(*student: Any) -> Any:
+            more = {"temperature": temperature, "teacher_temperature": teachers, "logit_softcap": 4.0, **scales}
+            kl = linear_kl(*student, *drawn.teacher, precision="highest", **more)
+            return jnp.sum(jnp.where(jnp.isnan(kl), 0.0, drawn.seed * kl)), kl
+
+        return jax.grad(objective, argnums=(0, 1), has_aux=True)(*drawn.student)
+
+    gradients, kl = run(jnp.ones(6).at[2].set(0.0), jnp.ones(6).at[4].set(-1.0), scales)
+    assert np.flatnonzero(np.isnan(np.asarray(kl))).tolist() == [2, 4]
+    others = np.array([0, 1, 3, 5])
+    assert oracle.value_error(np.asarray(kl)[others], want.kl[others]) < 2e-6
+    assert all(oracle.relative_norm(a, b) < 2e-6 for a, b in zip(gradients, want.gradients, strict=True))
+
+
+def test_under_vmap() -> None:
+    drawn = draw(call("vmap", leading=(3, 5), direction="reverse", where=True))
+    (hidden, weight), teacher, where = drawn.student, drawn.teacher, drawn.options["where"]
+
+    def one(hidden: Any, weight: Any, teacher_hidden: Any, where: Any, seed: Any) -> Any:
+        def objective(hidden: Any, weight: Any) -> Any:
+            kl = linear_kl(hidden, weight, teacher_hidden, teacher[1], where=where, direction="reverse")
+            return jnp.sum(seed * kl)
+
+        return jax.grad(objective, argnums=(0, 1))(hidden, weight)
+
+    mapped = jax.jit(jax.vmap(one, in_axes=(0, None, 0, 0, 0)))
+    dhidden, dweight = mapped(hidden, weight, teacher[0], where, drawn.seed)
+    want = expected(drawn)
+    assert oracle.relative_norm(dhidden, want.gradients[0]) < 2e-6
+    assert oracle.relative_norm(jnp.sum(dweight, axis=0), want.gradients[1]) < 2e-6
+
+
+def test_the_teacher_has_no_gradient_and_a_second_derivative_is_refused() -> None:
+    (hidden, weight), teacher, *_ = draw(call("x", leading=(3,)))
+    gradients = jax.grad(lambda *x: linear_kl(hidden, weight, *x).sum(), argnums=(0, 1))(*teacher)
+    assert all((np.asarray(x) == 0).all() for x in gradients)
+    with pytest.raises(NotImplementedError, match="first derivatives only"):
+        jax.hessian(lambda h: linear_kl(h, weight, *teacher).sum())(hidden)
+
+
+@pytest.mark.parametrize("where", [False, True])
+def test_memory(where: bool) -> None:
+    """No array of T x V; the temporary bytes are tiles, and do not grow with the vocabulary."""
+    T, H, G, struct = 2048, 128, 256, jax.ShapeDtypeStruct
+
+    def step(V: int) -> Any:
+        def objective(hidden, weight, teacher_hidden, teacher_weight, where):
+            return jnp.sum(linear_kl(hidden, weight, teacher_hidden, teacher_weight, where=where))
+
+        shapes = (T, H), (V, H), (T, G), (V, G)
+        arrays = [struct(shape, "bfloat16") for shape in shapes]
+        mask = struct((T,), "bool") if where else None
+        return jax.jit(jax.value_and_grad(objective, argnums=(0, 1))).lower(*arrays, mask).compile()
+
+    small, large = step(16384), step(65536)
+    for V, compiled in ((16384, small), (65536, large)):
+        found = re.findall(r"\b(?:pred|[suf]\d+|bf16)\[([\d,]+)\]", compiled.as_text())
+        assert max(math.prod(map(int, dims.split(","))) for dims in found) <= V * G  # the teacher's weight
+    held, of_more = (compiled.memory_analysis().temp_size_in_bytes for compiled in (small, large))
+    assert held < 2 * (16 << 20) + 8 * T * (H + G)
+    assert of_more <= held + (2 << 20)
+
+
+ARRAYS = dict(hidden=jnp.ones((4, 8)), weight=jnp.ones((32, 8)))
+TEACHER = dict(teacher_hidden=jnp.ones((4, 6)), teacher_weight=jnp.ones((32, 6)))
+MISTAKES = {
+    "direction": (dict(direction="forwards"), ValueError, 'direction must be "forward" or "reverse"'),
+    "other tokens": (dict(teacher_hidden=jnp.ones((5, 6))), ValueError, r"hidden \(5, 6\) .* student's \(4, 8\)"),
+    "sizes of the teacher": (dict(teacher_weight=jnp.ones((32, 7))), ValueError, r"teacher's hidden \(4, 6\) ends in"),
+    "sizes of the student": (dict(weight=jnp.ones((32, 7))), ValueError, r"^hidden \(4, 8\) ends in H = 8"),
+    "columns": (dict(teacher_weight=jnp.ones((40, 6))), ValueError, r"32 .* teacher's 40: give .* vocab_size"),
+    "vocab_size": (dict(teacher_weight=jnp.ones((40, 6)), vocab_size=33), ValueError, r"lie in \[1, 32\]"),
+    "a list": (dict(teacher_hidden=[[1.0]]), TypeError, "the teacher's hidden must be an array, got list"),
+    "integers": (dict(teacher_weight=jnp.ones((32, 6), int)), TypeError, "the teacher's weight must be one of"),
+    "temperature": (dict(temperature=0.0), ValueError, "^temperature must be positive"),
+    "teacher's temperature": (dict(teacher_temperature=-1.0), ValueError, "teacher's temperature must be"),
+    "teacher's cap": (dict(teacher_logit_softcap="some"), TypeError, "teacher's logit_softcap must be a"),
+    "teacher's layout": (dict(teacher_weight_layout="th"), ValueError, "the teacher's weight_layout must be"),
+    "teacher's bias": (dict(teacher_bias=jnp.ones(31)), ValueError, r"the teacher's bias \(31,\) must have"),
+    "where": (dict(where=jnp.ones(4)), TypeError, "where must be bool"),
+    "axis": (dict(axis_name="tensor"), ValueError, "axis_name 'tensor' is not bound here"),
+}
+
+
+@pytest.mark.parametrize(("changed", "error", "message"), MISTAKES.values(), ids=MISTAKES)
+def test_mistakes(changed: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        linear_kl(**{**ARRAYS, **TEACHER, **changed})
+
+
+def test_what_the_message_on_columns_says_is_right() -> None:
+    drawn = draw(call("columns", V=40, teachers_columns=32, vocab_size=30))
+    assert_right(evaluate(drawn), expected(drawn), drawn.student)

@@ -1,0 +1,149 @@
+"""`linear_kl` over meshes: inside ``shard_map``, from outside it, and under plain ``jit``."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from lce_jax import linear_kl, sharded_linear_kl
+from lce_jax._xla_partitioning import warn_once
+from tests import kl_cases, oracle
+from tests.kl_cases import call, draw, evaluate, expected
+
+PLAIN = call("plain", leading=(4, 8), H=16, G=24, V=128)
+PADDED = call(
+    "padded", leading=(4, 8), H=16, G=24, V=128, vocab_size=50, where=True, temperature=True, bias=True,
+    teacher_logit_softcap=4.0, weight_layout="hv", teacher_weight_layout="vh", direction="reverse",
+)  # fmt: skip
+
+
+def mesh_of(shape: tuple[int, int], kind: AxisType = AxisType.Auto) -> jax.sharding.Mesh:
+    devices = jax.devices("cpu")[: shape[0] * shape[1]]
+    return jax.make_mesh(shape, ("data", "tensor"), axis_types=(kind,) * 2, devices=devices)
+
+
+def assert_right(got: Any, want: kl_cases.Expected) -> None:
+    assert oracle.value_error(got[0], want.kl) < 4e-6
+    assert all(oracle.relative_norm(a, b) < 2e-6 for a, b in zip(got[1], want.gradients, strict=True))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["Auto", "Explicit"])
+@pytest.mark.parametrize(
+    ("test", "shape", "axes"),
+    [
+        (PLAIN, (1, 4), {}),
+        (PADDED, (2, 4), {"batch_axes": "data"}),
+        (PADDED, (2, 2), {"batch_axes": "data", "sequence_axis": "tensor"}),
+        (PLAIN, (2, 2), {"vocab_axis": None, "batch_axes": "data", "sequence_axis": "tensor"}),
+    ],
+    ids=str,
+)
+def test_from_outside(test: kl_cases.Call, shape: tuple[int, int], axes: dict[str, Any], kind: AxisType) -> None:
+    drawn = draw(test)
+    with jax.set_mesh(mesh_of(shape, kind)):
+        got = evaluate(drawn, sharded_linear_kl, **axes)
+    assert_right(got, expected(drawn))
+
+
+@pytest.mark.parametrize("shards", [2, 4])
+def test_every_shard_holds_the_same_bits(shards: int) -> None:
+    """Without ``check_vma``, where the cotangent of each shard's copy is its own."""
+    drawn, mesh = draw(PLAIN._replace(leading=(24,))), mesh_of((1, shards))
+
+    def mapped(*operands: Any, **options: Any) -> Any:
+        def body(*operands: Any) -> Any:
+            return linear_kl(*operands, axis_name="tensor", **options)[None]
+
+        specs = (P(), P("tensor")) * 2
+        run = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=P("tensor"), check_vma=False)
+        return run(*operands)
+
+    kl = jax.jit(mapped)(*drawn.student, *drawn.teacher)
+    assert all(np.array_equal(kl[0], kl[i]) for i in range(shards))
+    assert_right(evaluate(drawn, lambda *operands, **options: mapped(*operands, **options)[0]), expected(drawn))
+
+
+def test_inside_shard_map_with_types() -> None:
+    """Each data shard's result has a weight of its own; the teacher's states are typed as varying over the axis."""
+    drawn, mesh = draw(PADDED._replace(where=False, bias=False, temperature=False)), mesh_of((2, 4))
+
+    def mapped(hidden: Any, weight: Any, teacher_hidden: Any, teacher_weight: Any, **options: Any) -> Any:
+        def body(*operands: Any) -> Any:
+            hidden, weight, teacher_hidden, teacher_weight = operands
+            teacher_hidden = lax.all_gather(teacher_hidden, "tensor", axis=1, tiled=True)
+            kl = linear_kl(hidden, weight, teacher_hidden, teacher_weight, axis_name="tensor", **options)
+            return kl * (1.0 + lax.axis_index("data"))
+
+        specs = (P("data"), P(None, "tensor"), P("data", "tensor"), P("tensor"))
+        run = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=P("data"))
+        return run(hidden, weight, teacher_hidden, teacher_weight)
+
+    factor = np.repeat([1.0, 2.0], 2)[:, None]
+    want = expected(drawn._replace(seed=drawn.seed * factor))
+    assert_right(evaluate(drawn, mapped), want._replace(kl=want.kl * factor))
+
+
+@pytest.mark.parametrize("teachers_columns", [128, 136])
+@pytest.mark.parametrize("place", [(P("data"), P("tensor")), (P("data", "tensor"), P("tensor")), (P(), P("data"))])
+def test_explicit_types_say_how(place: tuple[P, P], teachers_columns: int) -> None:
+    """Weights with different padding are gathered."""
+    drawn = draw(PLAIN._replace(teachers_columns=teachers_columns, where=True, options=(("vocab_size", 113),)))
+    want, mesh = expected(drawn), mesh_of((2, 4), AxisType.Explicit)
+    operands = [
+        [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, place, strict=True)]
+        for arrays in (drawn.student, drawn.teacher)
+    ]
+    with jax.set_mesh(mesh):
+        got = evaluate(drawn._replace(student=tuple(operands[0]), teacher=tuple(operands[1])))
+    assert_right(got, want)
+    for gradient, operand in zip(got[1], operands[0], strict=True):
+        assert jax.typeof(gradient).sharding.spec == jax.typeof(operand).sharding.spec
+
+
+def test_auto_axes_are_told_what_to_write(caplog: pytest.LogCaptureFixture) -> None:
+    drawn, mesh = draw(PLAIN), mesh_of((2, 4))
+    warn_once.cache_clear()
+    hidden = jax.device_put(drawn.student[0], NamedSharding(mesh, P("data")))
+    with jax.set_mesh(mesh), caplog.at_level(logging.WARNING, logger="lce_jax"):
+        got = evaluate(drawn._replace(student=(hidden, drawn.student[1])))
+    assert "call sharded_linear_kl(hidden, weight, teacher_hidden, teacher_weight, mesh=mesh" in caplog.text
+    assert_right(got, expected(drawn))
+
+
+def test_weights_with_different_padding_over_a_split_vocabulary() -> None:
+    drawn = draw(PLAIN._replace(teachers_columns=136, options=(("vocab_size", 113),)))
+    with pytest.raises(ValueError, match="pad the smaller weight to 136 columns"):
+        sharded_linear_kl(*drawn.student, *drawn.teacher, mesh=mesh_of((1, 4)), vocab_size=113)
+    hidden, weight = drawn.student
+    padded = drawn._replace(student=(hidden, jnp.pad(weight, ((0, 8), (0, 0)))))
+    assert_right(evaluate(padded, sharded_linear_kl, mesh=mesh_of((1, 4))), expected(padded))
+
+
+def test_temperatures_that_differ_between_the_shards_are_nan() -> None:
+    drawn = draw(PLAIN._replace(leading=(8,)))
+
+    def body(*operands: Any) -> Any:
+        own = jnp.where((jnp.arange(8) == 3) & (lax.axis_index("tensor") == 1), 2.0, 1.0)
+        return linear_kl(*operands, axis_name="tensor", teacher_temperature=own)
+
+    run = jax.shard_map(body, mesh=mesh_of((1, 4)), in_specs=(P(), P("tensor")) * 2, out_specs=P())
+    kl = jax.jit(run)(*drawn.student, *drawn.teacher)
+    assert np.flatnonzero(np.isnan(np.asarray(kl))).tolist() == [3]
+
+
+def test_a_whole_teacher_inside_shard_map_is_refused() -> None:
+    drawn = draw(PLAIN._replace(leading=(8,), teachers_columns=32))
+    specs = (P(), P("tensor"), P(), P())
+    run = jax.shard_map(
+        lambda *x: linear_kl(*x, axis_name="tensor"), mesh=mesh_of((1, 4)), in_specs=specs, out_specs=P()
+    )
+    with pytest.raises(ValueError, match=r"weight \(32, 24\) is the same on every shard of 'tensor'"):
+        run(*drawn.student, *drawn.teacher)
