@@ -24,7 +24,6 @@ demo: $(VENV)/.ready
 
 test: $(VENV)/.ready
 	$(RUN) -m pytest -n $(WORKERS) --dist worksteal -m "not gpu and not multi_gpu and not slow"
-	JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(RUN) -m pytest --nbmake notebooks
 
 test-all: test
 	$(RUN) -m pytest -n $(WORKERS) -m "slow and not gpu and not multi_gpu"

@@ -1,18 +1,28 @@
 """Notebooks as readers meet them: with outputs, run from top to bottom, free of warnings and of anyone's paths.
 
-``pytest --nbmake notebooks`` checks that they still run.
+They are run again here, in small form: a process each, which executes their cells.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
 LOCAL_PATH = re.compile(r"(?<![\w./:-])/(?:home|root|tmp|usr|var|opt|mnt|work|workspace|Users|private)/|[A-Z]:\\")
+
+
+# In place of the cell that is tagged "parameters".
+SMALL = {
+    "03_sft_and_grpo": "VOCABULARY, EVERY, SFT_STEPS, RL_STEPS = 600, 20, 2, 1",
+    "05_pytorch_megatron": "STEPS = 1",
+}
 
 
 def code_cells(path):
@@ -46,3 +56,23 @@ def test_shows_no_path_of_the_machine_it_ran_on(path):
     shown = [output.get("text") or output.get("data", {}).get("text/plain", []) for output in outputs(path)]
     found = [line for text in shown for line in ([text] if isinstance(text, str) else text) if LOCAL_PATH.search(line)]
     assert not found
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_is_small_enough_to_ship(path):
+    assert path.stat().st_size < 400_000
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_runs(path):
+    """Without a kernel: no cell uses more than Python."""
+    tagged = [cell for cell in code_cells(path) if "parameters" in cell["metadata"].get("tags", [])]
+    assert len(tagged) == (path.stem in SMALL)
+    sources = [SMALL[path.stem] if cell in tagged else "".join(cell["source"]) for cell in code_cells(path)]
+    given = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}  # a notebook sets its own
+    environment = given | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", "\n".join(sources)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, cwd=path.parent, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
