@@ -1,0 +1,89 @@
+"""GRPO steps of a Megatron model, tensor parallel, without its logits.
+
+torchrun --nproc-per-node=2 examples/megatron_grpo.py
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from lce_torch_bridge.megatron import output_processor
+
+
+class Rollout(NamedTuple):
+    tokens: torch.Tensor  # [b, s]
+    positions: torch.Tensor  # [b, s]
+    mask: torch.Tensor  # [1, 1, s, s], True: not attended to
+    response: torch.Tensor  # [b, s] bool: the positions whose next token the policy chose
+    advantages: torch.Tensor  # [b, 1]
+
+
+def score(model: torch.nn.Module, rollout: Rollout, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probability and entropy [b, s] of the next tokens, 0 outside the response; the same bits on all TP ranks."""
+    labels = rollout.tokens.roll(-1, dims=1)
+    context = {"labels": labels, "temperature": temperature, "keep": rollout.response}
+    logprobs, entropy, *_ = model(*rollout[:3], output_processor=output_processor, output_processor_context=context)
+    return logprobs, entropy
+
+
+def grpo_step(
+    model: torch.nn.Module, optimizer: Any, rollout: Rollout, old_logprobs: torch.Tensor, temperature: float
+) -> float:
+    """One clipped step with an entropy bonus; returns the loss."""
+    logprobs, entropy = score(model, rollout, temperature)
+    ratio = torch.exp(logprobs - old_logprobs)
+    gain = torch.minimum(ratio * rollout.advantages, ratio.clamp(0.8, 1.2) * rollout.advantages)
+    loss = -(gain + 0.001 * entropy)[rollout.response].sum() / rollout.response.sum()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+def build(tensor_parallel: int) -> GPTModel:
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor_parallel)
+    model_parallel_cuda_manual_seed(0)
+    config = TransformerConfig(
+        num_layers=1, hidden_size=64, num_attention_heads=4, hidden_dropout=0.0, attention_dropout=0.0,
+        tensor_model_parallel_size=tensor_parallel, use_cpu_initialization=True,
+    )  # fmt: skip
+    model = GPTModel(config, get_gpt_layer_local_spec(), vocab_size=512, max_sequence_length=32)
+    return model.to(torch.cuda.current_device())
+
+
+def random_rollout() -> Rollout:
+    """What a sampler and a reward would give."""
+    device, generator = torch.cuda.current_device(), torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, 512, (4, 32), generator=generator).to(device)
+    positions = torch.arange(32, device=device).expand(4, 32)
+    mask = torch.triu(torch.ones(32, 32, dtype=torch.bool, device=device), diagonal=1)[None, None]
+    advantages = torch.tensor([[1.0], [-1.0], [-1.0], [1.0]], device=device)
+    return Rollout(tokens, positions, mask, (positions >= 15) & (positions < 31), advantages)
+
+
+def main(steps: int = 3, temperature: float = 0.7) -> tuple[list[float], GPTModel]:
+    """The losses, and the model after the steps."""
+    torch.manual_seed(0)
+    model = build(torch.distributed.get_world_size())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    rollout = random_rollout()
+    with torch.no_grad():
+        old_logprobs, _ = score(model, rollout, temperature)
+    return [grpo_step(model, optimizer, rollout, old_logprobs, temperature) for _ in range(steps)], model
+
+
+if __name__ == "__main__":
+    if torch.cuda.is_available():  # show each rank only its own GPU, and this is not needed
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    torch.distributed.init_process_group()
+    losses, _ = main()
+    print("loss", *(f"{x:.4f}" for x in losses))
+    torch.distributed.destroy_process_group()

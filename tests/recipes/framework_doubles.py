@@ -1,0 +1,61 @@
+"""Stand-ins for functions of frameworks that the tests do not install: their published signatures, over stored logits.
+
+The names of arguments, their order, shapes and results are those of
+SkyRL 0.3.0, skyrl/backends/skyrl_train/distributed/megatron/model_utils.py, ``_fused_lm_head_logprob_apply``;
+NeMo RL at 7ea279a (2026-08-22), nemo_rl/distributed/model_utils.py, ``from_parallel_hidden_states_to_logprobs``;
+TRL 1.16.0, trl/kernels/chunked_logprob.py, ``ChunkedLogProbFunction.apply``.
+What they compute is written anew, in float64, on the whole vocabulary: ``tests/recipes/test_trl.py`` runs TRL's own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def scores(hidden: Any, weight: Any, labels: Any) -> tuple[Any, Any]:
+    """Log-probabilities of the labels, and all of them."""
+    logp = (hidden.double() @ weight.double().t()).log_softmax(-1)
+    return logp.gather(-1, labels[..., None])[..., 0], logp
+
+
+class SkyRL:
+    arguments = ("backend", "hidden", "weight", "target", "vocab_start_index", "vocab_end_index", "chunk_size",
+                 "tp_group", "inference_only")  # fmt: skip
+
+    @staticmethod
+    def whole(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """[b, s, h] and [b, s] to [b, s]."""
+        return scores(hidden, weight, target)[0]
+
+
+class NeMoRL:
+    arguments = (
+        "tensor_parallel_hidden_states", "output_weight_layer", "runtime_gather_output", "target",
+        "vocab_start_index", "vocab_end_index", "tp_group", "inference_only", "cp_group", "chunk_size",
+    )  # fmt: skip
+
+    @staticmethod
+    def whole(hidden: torch.Tensor, weight: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """[s, b, h] and tokens [b, s] to [b, s - 1], of each next token."""
+        return scores(hidden.transpose(0, 1)[:, :-1], weight, tokens[:, 1:])[0]
+
+
+class TRL:
+    arguments = ("hidden", "weight", "bias", "targets", "temperature", "chunk_size", "final_logit_softcapping",
+                 "logit_scale", "outputs")  # fmt: skip
+
+    @staticmethod
+    def apply(
+        hidden: torch.Tensor, weight: torch.Tensor, bias: Any, targets: torch.Tensor, temperature: float,
+        chunk_size: int, final_logit_softcapping: float | None = None, logit_scale: float = 1.0, outputs: Any = (),
+    ) -> tuple[Any, ...]:  # fmt: skip
+        del chunk_size, outputs
+        z = logit_scale * (hidden.double() @ weight.double().t() + (0 if bias is None else bias.double()))
+        if final_logit_softcapping is not None:
+            z = final_logit_softcapping * torch.tanh(z / final_logit_softcapping)
+        z = z / temperature
+        logp = z.log_softmax(-1)
+        chosen = logp.gather(-1, targets[:, None])[:, 0]
+        return chosen, -(logp.exp() * logp).sum(-1), None, z.mean(-1), z.argmax(-1) == targets

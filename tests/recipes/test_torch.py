@@ -1,0 +1,82 @@
+"""The programs of ``examples/`` for FSDP2, Megatron and RL frameworks, on two ranks, against stored logits."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from examples import rl_frameworks
+from tests.recipes import framework_doubles as doubles
+from tests.torch.processes import ranks
+
+pytestmark = pytest.mark.skipif(not importlib.util.find_spec("megatron.core"), reason="needs torch and megatron-core")
+NEAR = 1e-6  # of float32 sums in another order, after three steps
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    logs = tmp_path_factory.mktemp("ranks") / "logs"
+    said = ranks(2, ["-m", "tests.recipes.torch_worker"], logs, JAX_PLATFORMS="cpu")
+    return [json.loads(text.splitlines()[-1]) for text in said]
+
+
+@pytest.mark.parametrize("name", ["FSDP2", "Megatron"])
+def test_trains_as_with_logits(results: list[dict[str, Any]], name: str) -> None:
+    for rank in results:
+        assert rank[name]["losses"] <= NEAR
+        assert rank[name]["parameters"] <= NEAR
+        assert rank[name]["fell"] > 0.01
+
+
+@pytest.mark.parametrize("name", ["skyrl", "nemo_rl"])
+def test_functions_of_frameworks(results: list[dict[str, Any]], name: str) -> None:
+    for rank in results:
+        assert rank[name]["values"] <= NEAR
+        assert rank[name]["gradients"] <= NEAR
+
+
+@pytest.mark.parametrize(
+    ("ours", "published"),
+    [
+        (rl_frameworks.skyrl_logprobs, doubles.SkyRL),
+        (rl_frameworks.nemo_rl_logprobs, doubles.NeMoRL),
+        (rl_frameworks.TrlLogprobs.apply, doubles.TRL),
+    ],
+)
+def test_arguments_are_the_published_ones(ours: Any, published: Any) -> None:
+    assert tuple(inspect.signature(ours).parameters) == published.arguments
+
+
+def test_a_shard_of_another_size_is_refused() -> None:
+    tensors = torch.ones(1, 2, 4), torch.ones(8, 4), torch.zeros(1, 2, dtype=int)
+    with pytest.raises(ValueError, match=r"vocab_end_index=16 are not of weight \(8, 4\)"):
+        rl_frameworks.skyrl_logprobs("torch", *tensors, 0, 16, 4, None, False)
+
+
+@pytest.mark.parametrize("options", [(0.7, 64), (0.7, 64, 5.0, 0.5)])
+def test_trl(options: tuple[Any, ...]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight, bias = (torch.randn(shape, generator=generator) for shape in ((12, 32), (128, 32), (128,)))
+    weight, targets = weight / 4, torch.randint(0, 128, (12,), generator=generator)
+    targets[:6] = (hidden @ weight.t() + bias).argmax(-1)[:6]
+    leaves = [x.requires_grad_() for x in (hidden, weight, bias)]
+    outputs = (
+        *options,
+        *((None, 1.0)[len(options) - 2 :] if len(options) < 4 else ()),
+        ("entropy", "mean_logits", "is_top1"),
+    )
+    got, want = (function.apply(*leaves, targets, *outputs) for function in (rl_frameworks.TrlLogprobs, doubles.TRL))
+    for x, y in zip(got[:2] + got[3:4], want[:2] + want[3:4], strict=True):
+        torch.testing.assert_close(x.double(), y, rtol=2e-6, atol=2e-6)
+    assert torch.equal(got[4], want[4])
+    assert 6 <= got[4].sum() < 12
+    grads = [torch.autograd.grad(x[0].sum() + 0.1 * x[1].sum(), leaves) for x in (got, want)]
+    for x, y in zip(*grads, strict=True):
+        assert (x - y).norm() <= NEAR * y.norm()
+    with pytest.raises(NotImplementedError, match="keep TRL's own function"):
+        rl_frameworks.TrlLogprobs.apply(*leaves, targets, 1.0, 64, outputs=("log_sum_sq_probs",))

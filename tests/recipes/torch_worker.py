@@ -1,0 +1,113 @@
+"""One of two ranks, on CPU with gloo: the programs of ``examples/`` for PyTorch and Megatron, and their stock twins.
+
+``torchrun --nproc-per-node 2 -m tests.recipes.torch_worker``; each rank prints JSON.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+from unittest import mock
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+
+from examples import fsdp2_sft, megatron_grpo, rl_frameworks
+from tests.recipes import framework_doubles as doubles
+from tests.torch import megatron_models
+
+type Trained = tuple[list[float], torch.nn.Module]
+
+
+def stored_score(model: torch.nn.Module, rollout: megatron_grpo.Rollout, temperature: float) -> tuple[Any, Any]:
+    logits = gather_from_tensor_model_parallel_region(model(*rollout[:3])).float() / temperature
+    logp = logits.log_softmax(-1)
+    logprobs = logp.gather(-1, rollout.tokens.roll(-1, dims=1)[..., None])[..., 0]
+    return logprobs * rollout.response, -(logp.exp() * logp).sum(-1) * rollout.response
+
+
+def stored_forward(self: fsdp2_sft.Model, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    hidden, _ = self.trunk(self.embed(tokens))
+    return torch.nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten(), ignore_index=-100)
+
+
+def difference(got: Trained, want: Trained) -> dict[str, float]:
+    """Of the losses, relative to 1 where they are less; of this rank's parameters, by norm."""
+
+    def norm(x: Any) -> float:
+        local = x.to_local() if hasattr(x, "to_local") else x
+        return local.detach().double().norm().item()
+
+    pairs = list(zip(got[1].parameters(), want[1].parameters(), strict=True))
+    return {
+        "losses": max(abs(a - b) / max(abs(b), 1.0) for a, b in zip(got[0], want[0], strict=True)),
+        "parameters": max(norm(a - b) / max(norm(b), 1e-3) for a, b in pairs),
+        "fell": want[0][0] - want[0][-1],
+    }
+
+
+def sgd(parameters: Any, lr: float) -> torch.optim.Optimizer:
+    """In place of AdamW, whose steps have the same length for a gradient that is rounding alone (a key's bias)."""
+    return torch.optim.SGD(parameters, lr=30 * lr)
+
+
+def skyrl(rank: int) -> dict[str, float]:
+    """Its function on half of the vocabulary; the ranks' parts of dhidden are summed, as its caller does."""
+    hidden, weight, tokens, seeds = head(b=2, s=8)
+    group, part = parallel_state.get_tensor_model_parallel_group(), weight.shape[0] // 2
+    whole = [x.double().requires_grad_() for x in (hidden, weight)]
+    want = doubles.SkyRL.whole(*whole, tokens)
+    mine = [x.requires_grad_() for x in (hidden.clone(), weight[rank * part :][:part].clone())]
+    got = rl_frameworks.skyrl_logprobs("torch", *mine, tokens, rank * part, (rank + 1) * part, 4, group, False)
+    dhidden, dweight = torch.autograd.grad(got, mine, seeds)
+    torch.distributed.all_reduce(dhidden)
+    wanted = torch.autograd.grad(want, whole, seeds.double())
+    return errors((got, dhidden, dweight), (want, wanted[0], wanted[1][rank * part :][:part]))
+
+
+def nemo_rl(rank: int) -> dict[str, float]:
+    """Its function on half of the vocabulary, and of the sequence."""
+    hidden, weight, tokens, seeds = head(b=2, s=8)
+    group, part = parallel_state.get_tensor_model_parallel_group(), weight.shape[0] // 2
+    hidden = hidden.transpose(0, 1).contiguous()
+    whole = [x.double().requires_grad_() for x in (hidden, weight)]
+    want = doubles.NeMoRL.whole(*whole, tokens)
+    mine = [x.requires_grad_() for x in (hidden[rank * 4 :][:4].clone(), weight[rank * part :][:part].clone())]
+    got = rl_frameworks.nemo_rl_logprobs(*mine, False, tokens, rank * part, (rank + 1) * part, group, chunk_size=4)
+    dhidden, dweight = torch.autograd.grad(got, mine, seeds[:, :-1])
+    wanted = torch.autograd.grad(want, whole, seeds[:, :-1].double())
+    return errors((got, dhidden, dweight), (want, wanted[0][rank * 4 :][:4], wanted[1][rank * part :][:part]))
+
+
+def head(b: int, s: int) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(b, s, 32, generator=generator), torch.randn(128, 32, generator=generator) / 4
+    return hidden, weight, torch.randint(0, 128, (b, s), generator=generator), torch.randn(b, s, generator=generator)
+
+
+def errors(got: Any, want: Any) -> dict[str, float]:
+    """Of the values, and of the gradients by norm."""
+    norms = [((x - y).norm() / y.norm()).item() for x, y in zip(got, want, strict=True)]
+    return {"values": norms[0], "gradients": max(norms[1:])}
+
+
+def main() -> None:
+    torch.distributed.init_process_group("gloo")
+    mock.patch.object(torch.optim, "AdamW", sgd).start()
+    results = {}
+    fused = fsdp2_sft.main()
+    with mock.patch.object(fsdp2_sft.Model, "forward", stored_forward):
+        results["FSDP2"] = difference(fused, fsdp2_sft.main())
+    megatron_models.prepare()
+    fused = megatron_grpo.main()
+    parallel_state.destroy_model_parallel()
+    with mock.patch.object(megatron_grpo, "score", stored_score):
+        results["Megatron"] = difference(fused, megatron_grpo.main())
+    results |= {function.__name__: function(torch.distributed.get_rank()) for function in (skyrl, nemo_rl)}
+    print(json.dumps(results), flush=True)
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
