@@ -5,13 +5,11 @@ No GPU is needed: the device is only claimed, and lowering stops before machine 
 
 from __future__ import annotations
 
-import functools
 import itertools
 
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import AxisType, PartitionSpec
 
 import lce_jax
 from lce_jax import local
@@ -110,44 +108,6 @@ def test_64_bit_numbers_outside() -> None:
 
 
 @pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("checked", [True, False], ids=["check_vma", "no check_vma"])
-@pytest.mark.parametrize(
-    ("axis_name", "spec", "hidden_dtype", "rounded"),
-    [
-        ("tensor", PartitionSpec(), "bfloat16", False),  # other shards' parts are added
-        (None, PartitionSpec("tensor"), "bfloat16", True),
-        (None, PartitionSpec("tensor"), "float32", False),
-    ],
-)
-def test_dhidden_is_rounded_in_the_kernel_only_where_nothing_is_added(
-    axis_name: str | None, spec: PartitionSpec, hidden_dtype: str, rounded: bool, checked: bool
-) -> None:
-    mesh = jax.make_mesh((2,), ("tensor",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
-    T, H, V = 16384, 1024, 32000
-    weight = PartitionSpec("tensor") if axis_name else PartitionSpec()
-
-    @functools.partial(
-        jax.shard_map, mesh=mesh, in_specs=(spec, weight, spec), out_specs=(spec, weight), check_vma=checked
-    )
-    def step(hidden, weight, labels):
-        def objective(hidden, weight):
-            out = lce_jax.linear_logprobs(
-                hidden, weight, labels, axis_name=axis_name, cache_bytes=1 << 40, implementation="mosaic_gpu"
-            )
-            return jnp.sum(out.logprobs)
-
-        return jax.grad(objective, argnums=(0, 1))(hidden, weight)
-
-    struct = jax.ShapeDtypeStruct
-    arrays = struct((T, H), hidden_dtype), struct((V, H), "bfloat16"), struct((T,), "int32")
-    text = jax.jit(step).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
-    rows = T if axis_name else T // 2
-    kernels = [line for line in text.splitlines() if "@mosaic_gpu_v2" in line]
-    assert any(f"-> tensor<1x{rows}x{H}xbf16>" in line for line in kernels) == rounded
-    assert any(f"-> tensor<1x{rows}x{H}xf32>" in line for line in kernels) != rounded
-
-
-@pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("layout", ["vh", "hv"])
 def test_narrow(layout: str) -> None:
     lower(600, 64, 4000, weight_layout=layout, cache_bytes=1 << 20)
@@ -200,79 +160,6 @@ def test_every_head(H: int, V: int, split: int) -> None:
 
 
 @pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("sequence_axis", [None, "tensor"])
-def test_sharded(sequence_axis: str | None) -> None:
-    mesh = jax.make_mesh((1, 4), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
-    arguments = [
-        jax.ShapeDtypeStruct(shape, dtype)
-        for shape, dtype in (((2, 512, 1024), jnp.bfloat16), ((32768, 1024), jnp.bfloat16), ((2, 512), jnp.int32))
-    ]
-
-    def objective(hidden, weight, labels):
-        out = lce_jax.sharded_linear_logprobs(
-            hidden, weight, labels, mesh=mesh, batch_axes="data", sequence_axis=sequence_axis,
-            vocab_size=32003, cache_bytes=1 << 22, implementation="mosaic_gpu",
-        )  # fmt: skip
-        return jnp.sum(out.logprobs + out.entropy)
-
-    step = jax.jit(jax.grad(objective, argnums=(0, 1)))
-    text = step.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
-    summed = "all_reduce" if sequence_axis is None else "reduce_scatter"
-    assert 0 < text.find("optimization_barrier") < text.rfind(summed)  # no kernel next to the collective
-
-
-@pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("cache_bytes", [0, 1 << 19, 1 << 40])
-def test_results_and_gradients_vary_where_tokens_do(cache_bytes: int) -> None:
-    """Typed as replicated, results would get cotangents summed over the data axis, and gradients no sum at all."""
-    mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
-    varying = []
-
-    def shard(hidden, weight, labels):
-        def objective(hidden, weight):
-            options = dict(axis_name="tensor", cache_bytes=cache_bytes, implementation="mosaic_gpu", stats=True)
-            out = lce_jax.linear_logprobs(hidden, weight, labels, **options)
-            varying.extend(jax.typeof(field).mat.varying for field in out if field is not None)
-            return jnp.sum(out.logprobs) + jnp.sum(out.entropy)
-
-        gradients = jax.grad(objective, argnums=(0, 1))(hidden, weight)
-        assert [jax.typeof(x).mat.varying for x in gradients] == [{"data"}, {"tensor"}]
-        return gradients
-
-    split, rows = PartitionSpec("tensor"), PartitionSpec("data")
-    step = jax.shard_map(shard, mesh=mesh, in_specs=(rows, split, rows), out_specs=(rows, split))
-    jax.eval_shape(step, jnp.ones((512, 64), "bfloat16"), jnp.ones((1024, 64), "bfloat16"), jnp.zeros(512, "int32"))
-    assert varying == [{"data"}] * 6
-
-
-@pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_inside_shard_map(check_vma: bool) -> None:
-    mesh = jax.make_mesh((2,), ("tensor",), axis_types=(AxisType.Auto,))
-
-    def objective(hidden, weight, labels, where):
-        out = lce_jax.linear_logprobs(
-            hidden, weight, labels, where=where, axis_name="tensor", cache_bytes=1 << 22, implementation="mosaic_gpu"
-        )
-        return jnp.sum(out.logprobs + out.entropy)
-
-    spec = PartitionSpec("tensor")
-    step = jax.shard_map(
-        jax.grad(objective, argnums=(0, 1)),
-        mesh=mesh,
-        in_specs=(PartitionSpec(), spec, PartitionSpec(), PartitionSpec()),
-        out_specs=(PartitionSpec(), spec),
-        check_vma=check_vma,
-    )
-    arguments = [
-        jax.ShapeDtypeStruct(shape, dtype)
-        for shape, dtype in (((512, 1024), jnp.bfloat16), ((32768, 1024), jnp.bfloat16))
-    ]
-    rows = [jax.ShapeDtypeStruct((512,), dtype) for dtype in (jnp.int32, jnp.bool_)]
-    jax.jit(step).trace(*arguments, *rows).lower(lowering_platforms=("cuda",))
-
-
-@pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("cache_bytes", [0, 1 << 22])
 def test_one_shard_with_padded_rows(cache_bytes: int) -> None:
     options = {"vocab_size": 151669, "cache_bytes": cache_bytes, "implementation": "mosaic_gpu"}
@@ -288,14 +175,3 @@ def test_one_shard_with_padded_rows(cache_bytes: int) -> None:
     seeds, scalar = [struct((2048,), "float32")] * 3, struct((), "int32")
     text = jax.jit(step).trace(*arrays, seeds, scalar, scalar).lower(lowering_platforms=("cuda",)).as_text()
     assert not overwrites_cache(text)  # it is the caller's
-
-
-@pytest.mark.usefixtures("hopper")
-def test_vmap() -> None:
-    def objective(hidden, weight, labels):
-        out = lce_jax.linear_logprobs(hidden, weight, labels, cache_bytes=1 << 18, implementation="mosaic_gpu")
-        return jnp.sum(out.logprobs + out.entropy)
-
-    step = jax.vmap(jax.grad(objective, argnums=(0, 1)), in_axes=(0, None, 0))
-    shapes = ((3, 256, 128), "bfloat16"), ((1024, 128), "bfloat16"), ((3, 256), "int32")
-    jax.jit(step).trace(*(jax.ShapeDtypeStruct(*shape) for shape in shapes)).lower(lowering_platforms=("cuda",))
