@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 import jax
 import jax.numpy as jnp
 
-from lce_jax import _bind, _compat, _math, _options, _rows, _shard, _statistics, scalars
+from lce_jax import _bind, _checks, _compat, _math, _options, _rows, _shard, _statistics, scalars
 from lce_jax._rows import Rows
 from lce_jax._shard import Spec
 from lce_jax._types import LogprobOptions, LogprobOutput, Options, Primals, Results, ShardStatistics
@@ -221,6 +221,7 @@ def gradients(
     num_rows: int | Int[Array, ""] | None = None,
     cache: Any = None,
     dtotal: Float[Array, "T"] | None = None,
+    dweight: Float[Array, "V H"] | None = None,
     **options: Unpack[LogprobOptions],
 ) -> (
     tuple[Float[Array, "T H"], Float[Array, "V H"]] | tuple[Float[Array, "T H"], Float[Array, "V H"], Float[Array, "V"]]
@@ -241,13 +242,15 @@ def gradients(
             padding after them may hold anything: its statistics are undefined, its dhidden is zero. None: all.
         cache: what `statistics` returned with its statistics.
         dtotal: the derivative of the objective in ``merged.total``. None stands for zeros.
+        dweight: a sum in the weight's shape and the dtype of ``dhidden``, to which this call's is added before it is
+            returned; donate it to ``jit``. None: this call's alone.
         **options: ``temperature``, ``logit_softcap``, ``logit_scale``, ``entropy``, ``stats``, ``vocab_size``,
             ``weight_layout``, ``cache_bytes``, ``precision``, ``implementation``, ``bias``, ``candidates`` and
             ``gradient_threshold``, as given to `statistics`.
 
     Returns:
-        ``dhidden`` ``[T, H]``, the sum over this shard's columns (float64 for a float64 weight), and ``dweight`` in
-        the weight's shape and dtype. With a bias, also ``dbias`` ``[V]`` in the dtype of ``dhidden``.
+        ``dhidden`` ``[T, H]``, the sum over this shard's columns (float64 for a float64 weight), and dweight in the
+        weight's shape and dtype (or that of the given sum). With a bias, also ``dbias`` ``[V]`` in that of ``dhidden``.
 
     Raises:
         UnsupportedError: an implementation asked for by name cannot serve the call; the message says why.
@@ -267,19 +270,23 @@ def gradients(
     _options.check_names(gradients, options, without=("axis_name",))
     spec, primals, rows = _bind.of_one_shard(hidden, weight, labels, where, num_rows, options, dtotal is not None)
     zero = jnp.zeros((spec.case.num_tokens,), spec.case.stat_dtype)
+    _checks.sum_of_dweight(dweight, primals.weight, zero.dtype)
     if spec.case.num_tokens == 0:
         found = jax.tree.map(lambda x: jnp.zeros(x.shape, zero.dtype), primals)
-        found = found._replace(weight=jnp.zeros_like(primals.weight))
+        found = found._replace(weight=jnp.zeros_like(primals.weight) if dweight is None else dweight)
     else:
         dmean = None if dtotal is None else dtotal * spec.vocab_size  # what eq. 4 divides by again
         given = LogprobOutput(*(zero if field is None else field for field in cotangent[:3]))
         seed = Results(given._replace(candidate_logprobs=cotangent.candidate_logprobs), dmean)
-        found = _shard_gradients(spec, primals, rows, jnp.asarray(vocab_start, jnp.int32), merged, seed, cache)
+        start = jnp.asarray(vocab_start, jnp.int32)
+        found = _shard_gradients(spec, primals, rows, start, merged, seed, cache, dweight)
     return (found.hidden, found.weight) if found.bias is None else (found.hidden, found.weight, found.bias)
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def _shard_gradients(spec: Spec, primals: Primals, *rest: Any) -> Primals:
-    # The cache belongs to the caller, who may use it again: overwriting it would mean copying it first.
-    run = functools.partial(_shard.gradients, spec, may_overwrite_cache=False)
+    def run(*arrays: Any) -> Primals:
+        # The cache belongs to the caller, who may use it again: overwriting it would mean copying it first.
+        return _shard.gradients(spec, *arrays[:-1], may_overwrite_cache=False, dweight=arrays[-1])
+
     return _compat.first_order_only(run)(_shard.as_operand(primals), *rest)

@@ -1,5 +1,6 @@
 """`lce_jax` for PyTorch and Megatron: log-probability and entropy of a language-model head, logits never stored."""
 
+from lce_torch_bridge._linear_loss import linear_loss
 from lce_torch_bridge._release import release
 from lce_torch_bridge._types import LogprobOutput
 from lce_torch_bridge.api import linear_logprobs
@@ -15,6 +16,7 @@ __all__ = [
     "linear_entropy",
     "linear_logits",
     "linear_logprobs",
+    "linear_loss",
     "masked_logprobs",
     "release",
 ]

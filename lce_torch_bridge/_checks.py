@@ -146,6 +146,21 @@ def keep(value: Any, hidden: torch.Tensor, labels: torch.Tensor) -> None:
         raise ValueError(f"keep must hold each row at most once, got {value.numel() - value.unique().numel()} repeats")
 
 
+def per_token(name: str, value: Any, hidden: torch.Tensor, labels: torch.Tensor) -> None:
+    """A tensor whose shape begins with that of labels."""
+    tensor(name, value)
+    if value.shape[: labels.ndim] != labels.shape:
+        raise ValueError(f"{name} {tuple(value.shape)} must begin with the shape of labels {tuple(labels.shape)}")
+    same_device(hidden, **{name: value})
+
+
+def refuse_options(options: dict[str, Any], names: tuple[str, ...], why: str) -> None:
+    """Refuses options of `linear_logprobs` that a function made of it does not have."""
+    for name in names:
+        if name in options:
+            raise TypeError(f"{name}={options[name]!r}: {why}; linear_logprobs has this option")
+
+
 def may_look_at(x: torch.Tensor) -> bool:
     """Whether ``x`` has values, and reading them neither waits for a GPU nor breaks a trace of the call."""
     traced = torch.compiler.is_compiling() or get_proxy_mode() is not None

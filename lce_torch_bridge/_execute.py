@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import torch
 
 from lce_torch_bridge import _programs, _rows, runtime, tensor_parallel
@@ -91,11 +92,12 @@ def gradients(
     cotangents: dict[str, torch.Tensor],
     wanted: tuple[bool, ...],
     call: Call,
+    total: WeightSum | None = None,
 ) -> list[torch.Tensor]:
     """Those of dhidden, dweight and dbias that are wanted, in their operands' dtypes.
 
     With ``reduce_grad_hidden``, dhidden is summed over the group in float32 and rounded once. (With stored logits, each
-    rank rounds before the sum.)
+    rank rounds before the sum.) With ``total``, dweight, which must be wanted then, is added to it and not returned.
     """
     tokens = hidden.shape[0]
     if tokens == 0:
@@ -111,12 +113,35 @@ def gradients(
     per_token = torch.cat([saved, *(seed[None] if seed.ndim == 1 else seed.T for seed in seeds)])
     with runtime.beside(hidden):
         (inputs,) = _import(hidden, weight, bias, [_rows.with_count(per_token.T, piece.rows)], [piece], cache)
-        grads = to_torch_all(run(*inputs))
+        if total is None:
+            grads = to_torch_all(run(*inputs[:4], None, *inputs[4:]))
+        else:
+            grads = total.after(run, inputs, place=int(wanted[0]))
         if wanted[0]:
             grads[0] = grads[0][:tokens]
         if wanted[0] and reduced:
             grads[0] = tensor_parallel.all_reduce(grads[0], call.group).to(hidden.dtype)
         return grads
+
+
+class WeightSum:
+    """A sum of dweight in float32: an array of JAX's, which each call of `gradients` overwrites."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        with runtime.beside(weight):
+            self._array = jnp.zeros(tuple(weight.shape), jnp.float32)
+
+    def after(self, run: Callable[..., list[jax.Array]], inputs: Inputs, place: int) -> list[torch.Tensor]:
+        """What a program returns besides the sum, which stands at ``place`` among its results."""
+        found = run(*inputs[:4], self._array, *inputs[4:])
+        self._array = found.pop(place)
+        return to_torch_all(found)[:-1]  # the last one says that the program is done
+
+    def taken(self) -> torch.Tensor:
+        """The sum. Nothing can be added to it afterwards."""
+        (total,) = to_torch_all([self._array])
+        del self._array
+        return total
 
 
 def those_wanted(

@@ -16,8 +16,14 @@ def accumulate_into_main_grad(weight: torch.Tensor) -> torch.Tensor:
     Follows Megatron's fused layers: ``grad_added_to_main_grad`` is set if it exists, and autograd gets a placeholder
     for the gradient, which is zero with ``zero_out_wgrad`` and arbitrary without.
     """
+    main_grad = main_grad_of(weight)
+    return weight if main_grad is None else _AccumulateIntoMainGrad.apply(weight, main_grad)
+
+
+def main_grad_of(weight: torch.Tensor) -> torch.Tensor | None:
+    """Where the weight's gradient is to be added; None if it has none."""
     if not (torch.is_grad_enabled() and weight.requires_grad):
-        return weight
+        return None
     if hasattr(weight, "__fsdp_param__"):
         raise ValueError('wgrad="main_grad" does not serve Megatron-FSDP, which makes main_grad anew: use "return"')
     main_grad = getattr(weight, "main_grad", None)
@@ -28,7 +34,16 @@ def accumulate_into_main_grad(weight: torch.Tensor) -> torch.Tensor:
         )
     if main_grad.shape != weight.shape:
         raise ValueError(f"main_grad {tuple(main_grad.shape)} must have the shape of weight {tuple(weight.shape)}")
-    return _AccumulateIntoMainGrad.apply(weight, main_grad)
+    return main_grad
+
+
+def placeholder(weight: torch.Tensor, dweight: torch.Tensor) -> torch.Tensor | None:
+    """What autograd gets in place of ``dweight``, which has been added and may be overwritten."""
+    if not hasattr(weight, "grad_added_to_main_grad"):
+        return None
+    weight.grad_added_to_main_grad = True
+    # It must have the gradient's shape. dweight itself costs no further memory.
+    return dweight.zero_() if getattr(weight, "zero_out_wgrad", False) else dweight
 
 
 class _AccumulateIntoMainGrad(torch.autograd.Function):
@@ -44,8 +59,4 @@ class _AccumulateIntoMainGrad(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dweight: torch.Tensor) -> tuple[torch.Tensor | None, None]:
         ctx.main_grad.add_(dweight)
-        if not hasattr(ctx.weight, "grad_added_to_main_grad"):
-            return None, None
-        ctx.weight.grad_added_to_main_grad = True
-        # The placeholder must have the gradient's shape. dweight itself costs no further memory.
-        return (dweight.zero_() if getattr(ctx.weight, "zero_out_wgrad", False) else dweight), None
+        return placeholder(ctx.weight, dweight), None

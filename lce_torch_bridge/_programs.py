@@ -3,7 +3,7 @@
     statistics   hidden, weight, bias, tokens               ->  this shard's statistics, packed [F, P], and its cache
     results      tokens, the shards' statistics [N, F, P]   ->  outputs and what the backward needs, packed [O + S, P]
     forward      both in one, for a vocabulary that is not split
-    gradients    operands and cache                         ->  those of dhidden, dweight and dbias that are wanted
+    gradients    operands, cache and a sum of dweight       ->  those of dhidden, dweight and dbias that are wanted
 
 P is the number of rows of a program. How many of them count is an operand, so that one program serves many counts of
 tokens. Each array that crosses between the libraries costs the host as much time as many kernels. So everything per
@@ -93,13 +93,16 @@ def forward(spec: Spec, keep_cache: bool, fields: tuple[str, ...], megatron: boo
 def gradients(
     spec: Spec, cotangents: tuple[str, ...], wanted: tuple[bool, ...], rounded: bool, cache: Any
 ) -> Callable[..., Any]:
-    """``(hidden, weight, bias, S and the cotangents, *cache leaves) -> [dhidden, dweight, dbias]``, if wanted.
+    """``(hidden, weight, bias, S and the cotangents, sum, *cache leaves) -> [dhidden, dweight, dbias]``, if wanted.
 
     A gradient that is not wanted is no output, and the compiler drops its product. Without a cotangent of the entropy,
     the entropy's part is left out. ``rounded``: dhidden is in hidden's dtype, because no sum over the group follows.
+
+    With a float32 sum, which it overwrites, dweight is added to that. The results end in one number of dweight then:
+    what torch reads to know that the program is done.
     """
 
-    def run(hidden: Any, weight: Any, bias: Any, per_token: Any, *leaves: Any) -> list[Any]:
+    def run(hidden: Any, weight: Any, bias: Any, per_token: Any, total: Any, *leaves: Any) -> list[Any]:
         tokens, merged, seeds = _unpacked_with_cotangents(spec, per_token, hidden.shape[0], cotangents)
         entropy = "entropy" in seeds
         if PER_CANDIDATE not in seeds:  # they add nothing to any gradient
@@ -113,13 +116,15 @@ def gradients(
             LogprobOutput(**seed),
             cache=None if cache is None else jax.tree.unflatten(cache, leaves),
             dtotal=seeds["mean_logit"] / spec.call.vocab_size if "mean_logit" in seeds else None,
+            dweight=total,
             **_options(spec, bias, tokens) | {"entropy": entropy},
         )
         dhidden = dhidden.astype(hidden.dtype) if rounded else dhidden
         grads = [dhidden, *of_head[:1], *(dbias.astype(bias.dtype) for dbias in of_head[1:])]
-        return [grad for grad, want in zip(grads, wanted, strict=False) if want]  # without a bias, no dbias
+        found = [grad for grad, want in zip(grads, wanted, strict=False) if want]  # without a bias, no dbias
+        return found if total is None else [*found, of_head[0][0, :1]]
 
-    return jax.jit(run)
+    return jax.jit(run, donate_argnums=4)
 
 
 @functools.cache

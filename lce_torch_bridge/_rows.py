@@ -52,6 +52,19 @@ def size(tokens: int) -> int:
     return halfway if halfway > HALFWAY_FROM and tokens <= halfway else power
 
 
+def at_most(rows: int) -> int:
+    """The largest `size` of at most ``rows`` rows, or the smallest one.
+
+    Example:
+        >>> from lce_torch_bridge._rows import at_most
+        >>> [at_most(n) for n in (1, 4832, 65535, 65536)]
+        [2048, 4096, 49152, 65536]
+    """
+    power = max(SMALLEST, 1 << max(rows, 1).bit_length() - 1)
+    halfway = power // 2 * 3
+    return halfway if HALFWAY_FROM < halfway <= rows else power
+
+
 def pad(x: torch.Tensor, rows: int) -> torch.Tensor:
     """``x`` with uninitialised rows added up to ``rows``; ``x`` itself if it has that many."""
     if len(x) == rows:

@@ -79,7 +79,8 @@ def linear_cross_entropy_loss(
     """
     scalars.one_of("reduction", reduction, ("mean", "sum", "none"))
     smoothing, z_loss = scalars.fraction("label_smoothing", label_smoothing), scalars.not_negative("z_loss", z_loss)
-    _refuse(options, ("entropy", "stats", "mean_logit", "candidates", "out_of_vocab"), "a loss has no such output")
+    without = ("entropy", "stats", "mean_logit", "candidates", "out_of_vocab")
+    _checks.refuse_options(options, without, "a loss has no such output")
     labels, keep = _dtensor.tokens(labels=labels, keep=keep)
     _checks.integers("labels", labels)
     _checks.keep(keep, labels, labels)
@@ -127,7 +128,7 @@ def linear_entropy(hidden: torch.Tensor, weight: torch.Tensor, **options: Any) -
         (torch.Size([2, 3]), 4.605)
     """
     without = ("entropy", "stats", "mean_logit", "candidates", "ignore_index", "out_of_vocab")
-    _refuse(options, without, "linear_entropy returns entropy and lse")
+    _checks.refuse_options(options, without, "linear_entropy returns entropy and lse")
     _checks.hidden(hidden)
     labels = hidden.new_full(hidden.shape[:-1], -1, dtype=torch.int64)
     out = linear_logprobs(hidden, weight, labels, **options)
@@ -193,13 +194,6 @@ def linear_cross_entropy(
         logprobs = logprobs.mean()
     assert out.entropy is not None
     return logprobs, out.entropy.reshape(-1)
-
-
-def _refuse(options: dict[str, Any], names: tuple[str, ...], why: str) -> None:
-    """Refuses options of `linear_logprobs` that a function made of it does not have."""
-    for name in names:
-        if name in options:
-            raise TypeError(f"{name}={options[name]!r}: {why}; linear_logprobs has this option")
 
 
 def _like(labels: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:

@@ -47,6 +47,7 @@ OTHER_MEANING = {
 }
 # (function, argument) of the bridge, whose texts are apart from those of lce_jax: they speak of torch and of ranks.
 OTHER_MEANING_IN_THE_BRIDGE = {
+    ("linear_loss", "wgrad"): "added in float32",
     ("linear_logits", "bias"): "there are no kernels",
     ("linear_logits", "tp_group"): "there are no labels",
     ("linear_logits", "temperature"): "there are no labels",
@@ -109,11 +110,12 @@ def options_of_the_bridge(function: Callable[..., Any]) -> set[str]:
     if function is lce_torch_bridge.megatron.fused_output_layer:  # without a model; test_megatron sees it refuse these
         return set(options) - {*_output_layer.OF_THE_LAYER, "stats", "mean_logit"}
     hidden, weight, labels = torch.ones(2, 4), torch.ones(8, 4), torch.zeros(2, dtype=torch.int64)
+    first = [lambda logprobs, entropy, lse: logprobs] if "loss_fn" in own else []
     tensors = [hidden, weight] + [labels] * ("labels" in own)
 
     def takes(name: str) -> bool:
         try:
-            function(*tensors, **{name: options[name]})
+            function(*first, *tensors, **{name: options[name]})
         except TypeError as refusal:
             if "linear_logprobs has this option" not in str(refusal):
                 raise

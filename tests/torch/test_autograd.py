@@ -55,7 +55,7 @@ def test_a_frozen_weight_costs_no_product_and_no_buffer(dtype: str, padded: bool
     """What XLA compiled: one product recomputes the logits and one makes dhidden; nothing else is as large as V x H."""
     struct, (T, H, V) = jax.ShapeDtypeStruct, (1024, 64, 16384)
     spec = Spec(p.told(V, implementation="xla"), 0, padded=False, precision=None, masked=padded)
-    shapes = (struct((T, H), dtype), struct((V, H), dtype), None, struct((1 + T * (1 + 4 + 2),), "int32"))
+    shapes = (struct((T, H), dtype), struct((V, H), dtype), None, struct((1 + T * (1 + 4 + 2),), "int32"), None)
 
     def compiled(wanted: tuple[bool, bool, bool]) -> jax.stages.Compiled:
         run = _programs.gradients(spec, ("logprobs", "entropy"), wanted, True, None)
