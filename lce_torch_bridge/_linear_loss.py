@@ -80,7 +80,7 @@ def linear_loss(
         ValueError, TypeError: shapes, dtypes, devices or options that do not fit, with the offending values. Also a
             loss_fn that does not return one floating-point number per token, or that closes over a tensor that requires
             a gradient.
-        NotImplementedError: on a second derivative, inside a transform of ``torch.func``, and for tensors without
+        NotImplementedError: under ``create_graph=True``, inside a transform of ``torch.func``, and for tensors without
             values (meta, fake).
         RuntimeError: in the cases that `linear_logprobs` lists.
 

@@ -121,7 +121,8 @@ class LossAndGradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, plan: Plan, *inputs: Any) -> tuple[torch.Tensor, ...]:
         """The sum, the results, and the gradients for a cotangent of 1."""
-        x, per_token = Operands(*inputs[:5], candidates=None), inputs[5:]
+        (hidden, weight, bias, labels, temperature), per_token = inputs[:5], inputs[5:]
+        x = Operands(hidden, weight, bias, labels, temperature, None)
         losses, fields, grads = _walk(plan, _in_float32(x), per_token, ctx.needs_input_grad[1:])
         # Not through save_for_backward: other micro-batches may change both in place before this backward.
         ctx.main_grad = None if plan.owner is None else (plan.owner, plan.main_grad)
@@ -137,19 +138,10 @@ class LossAndGradients(torch.autograd.Function):
         saved = ctx.saved_tensors
         if cotangent is None:
             return (None,) * (6 + len(saved) - 3)
-        # If gradients are recorded, a second derivative may be asked for.
-        run = _Scaled.apply if torch.is_grad_enabled() else _scaled
-        found = list(run(ctx.main_grad, ctx.dtypes, cotangent, *saved))
+        if torch.is_grad_enabled():  # create_graph=True: the gradients that are kept know nothing of the operands
+            autograd.refuse_second_derivative(ctx)
+        found = _scaled(ctx.main_grad, ctx.dtypes, cotangent, *saved)
         return None, *found[:3], None, None, *found[3:]
-
-
-class _Scaled(autograd.Gradients):
-    """`_scaled`, whose own derivative is refused."""
-
-    @staticmethod
-    def forward(*inputs: Any) -> tuple[torch.Tensor, ...]:
-        """Runs it."""
-        return tuple(_scaled(*inputs))
 
 
 def _scaled(main_grad: Any, dtypes: list[Any], cotangent: torch.Tensor, *grads: Any) -> list[Any]:
@@ -188,11 +180,10 @@ def _walk(
     sums = _Sums(x, per_token, wanted, len(parts))
     losses, fields = [x.hidden.new_empty(0, dtype=torch.float32)], []
     for part in parts:
-        of_tokens = (x.labels, x.temperature, *per_token)
-        labels, temperature, *own = (None if y is None else y[part] for y in of_tokens)
-        chunk = x._replace(hidden=x.hidden[part], labels=labels, temperature=temperature)
+        temperature = None if x.temperature is None else x.temperature[part]
+        chunk = x._replace(hidden=x.hidden[part], labels=x.labels[part], temperature=temperature)
         found, (saved, *cache) = results(plan, chunk, keep_cache=True)
-        given = _differentiated(plan, found, own, wanted[5:])
+        given = _differentiated(plan, found, [y[part] for y in per_token], wanted[5:])
         losses.append(given.losses.float())
         fields.append([found[name].detach() for name in plan.call.fields])
         sums.add(plan, part, chunk, saved, cache, given)

@@ -86,7 +86,7 @@ class Gradients(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
         """Refuses a second derivative."""
-        _refuse(ctx)
+        refuse_second_derivative(ctx)
 
     @staticmethod
     def vmap(*_: Any) -> Any:
@@ -177,7 +177,8 @@ def _(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *re
     return [x.new_empty(x.shape) for x in _execute.those_wanted(hidden, weight, bias, wanted)]
 
 
-def _refuse(ctx: Any, *_: Any) -> None:
+def refuse_second_derivative(ctx: Any, *_: Any) -> None:
+    """Refuses the derivative of a gradient."""
     del ctx
     raise NotImplementedError(
         "lce_torch_bridge computes first derivatives only, and this is a derivative of a gradient (create_graph=True): "
@@ -187,7 +188,7 @@ def _refuse(ctx: Any, *_: Any) -> None:
 
 def refuse_derivatives_of(name: str) -> None:
     """Refuses the derivative of an operator of gradients, and the older vmap, of is_grads_batched=True."""
-    torch.library.register_autograd(f"{NAME}::{name}", _refuse)
+    torch.library.register_autograd(f"{NAME}::{name}", refuse_second_derivative)
     _library.impl(name, refuse_vmap, "Batched")
 
 

@@ -110,7 +110,7 @@ def options_of_the_bridge(function: Callable[..., Any]) -> set[str]:
     if function is lce_torch_bridge.megatron.fused_output_layer:  # without a model; test_megatron sees it refuse these
         return set(options) - {*_output_layer.OF_THE_LAYER, "stats", "mean_logit"}
     hidden, weight, labels = torch.ones(2, 4), torch.ones(8, 4), torch.zeros(2, dtype=torch.int64)
-    first = [lambda logprobs, entropy, lse: logprobs] if "loss_fn" in own else []
+    first = [lambda logprobs, *_: logprobs] if "loss_fn" in own else []
     tensors = [hidden, weight] + [labels] * ("labels" in own)
 
     def takes(name: str) -> bool:

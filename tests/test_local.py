@@ -47,6 +47,11 @@ def test_four_shards(test: cases.TestCase, implementation: str) -> None:
         local.gradients(hidden, shard, labels, merged, cotangent, vocab_start=start, cache=cache, **common)
         for (start, shard), (_, cache) in zip(shards, results, strict=True)
     ]
+    for (start, shard), (_, cache), part in zip(shards[:1], results, parts, strict=False):
+        before = jnp.full(shard.shape, 0.5, jnp.float32)
+        told = dict(vocab_start=start, cache=cache, dweight=before)
+        after = local.gradients(hidden, shard, labels, merged, cotangent, **told, **common)[1]
+        assert oracle.relative_norm(after - before, part[1]) < 1e-6
     dhidden = sum(part[0] for part in parts)
     dweight = jnp.concatenate([part[1] for part in parts], axis=vocab_dim)
     seeds[1] = seeds[1] if entropy is not None else 0 * seeds[1]
@@ -54,6 +59,15 @@ def test_four_shards(test: cases.TestCase, implementation: str) -> None:
     assert dhidden.dtype == jnp.float32
     assert oracle.relative_norm(dhidden, wanted[0]) < 1e-5
     assert oracle.relative_norm(dweight, wanted[1]) < 1e-5
+
+
+@pytest.mark.parametrize(("shape", "dtype"), [((8, 4), jnp.bfloat16), ((4, 8), jnp.float32)])
+def test_a_sum_that_dweight_cannot_be_added_to(shape: tuple[int, ...], dtype: Any) -> None:
+    hidden, weight, labels = jnp.ones((2, 4)), jnp.ones((8, 4)), jnp.zeros(2, jnp.int32)
+    stats, _ = local.statistics(hidden, weight, labels)
+    seed = LogprobOutput(jnp.ones(2), None, None)
+    with pytest.raises(ValueError, match=r"dweight \(.*\) of .* must have the shape of weight \(8, 4\), in float32"):
+        local.gradients(hidden, weight, labels, stats, seed, dweight=jnp.zeros(shape, dtype))
 
 
 @pytest.mark.parametrize("padded", [False, True])

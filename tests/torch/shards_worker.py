@@ -20,6 +20,7 @@ from lce_torch_bridge import (
     linear_entropy,
     linear_logits,
     linear_logprobs,
+    linear_loss,
 )
 from tests.torch import problem as p
 
@@ -260,6 +261,29 @@ def chosen_logits(group: dist.ProcessGroup) -> None:
         assert p.relative_norm(dbias, shard(wanted[2], group)) < GRADIENT
     odd = problem.weight[: 51 + group.rank()]
     assert linear_logits(problem.hidden, odd, ids, tp_group=group).isnan().all()
+
+
+def loss_in_forward(group: dist.ProcessGroup) -> None:
+    """Three chunks: the sum and its gradients against float64, the same bits on all ranks; a sum of parts is no sum."""
+    problem, advantages = draw(T=5000), torch.randn(5000, generator=torch.Generator().manual_seed(2)).to(DEVICE)
+
+    def loss_fn(logprobs: torch.Tensor, entropy: torch.Tensor, lse: torch.Tensor, advantages: Any) -> torch.Tensor:
+        return -torch.exp(logprobs / 10) * advantages - 0.1 * entropy + 0.01 * lse**2
+
+    double = p.Problem(problem.hidden.double(), problem.weight.double(), problem.labels).leaves()
+    true = loss_fn(*p.stored(*double, vocab_size=97)[:3], advantages).sum()
+    wanted = torch.autograd.grad(true / 37, double[:2])
+    leaves = problem._replace(weight=shard(problem.weight, group)).leaves()
+    told: Any = dict(vocab_size=97, tp_group=group, chunk_bytes=0)
+    total, out = linear_loss(loss_fn, *leaves, advantages, reduce_grad_hidden=True, **told)
+    dhidden, dweight = torch.autograd.grad(total / 37, leaves[:2])
+    assert abs((total / true).item() - 1) < 1e-5
+    assert all(same_on_all_ranks(x, group) for x in (total[None], *out[:3], dhidden))
+    assert p.relative_norm(dhidden, wanted[0]) < GRADIENT
+    assert p.relative_norm(dweight, shard(wanted[1], group)) < GRADIENT
+    total, _ = linear_loss(loss_fn, *leaves, advantages, **told)
+    (part,) = torch.autograd.grad(total / 37, leaves.hidden)
+    assert p.relative_norm(part, wanted[0]) > 0.3
 
 
 def main() -> None:
