@@ -92,7 +92,8 @@ def linear_loss(
     Numerics:
         With several chunks dweight is summed over them in float32 and rounded once, after it is multiplied by the sum's
         cotangent (1/n for a mean). dhidden, and dweight of one chunk, are rounded for a cotangent of 1, and once more
-        after that product; in float16, where loss scaling must come first, only then. Two runs are bitwise equal.
+        after that product: scale the losses inside ``loss_fn`` to be spared the second. In float16, where loss scaling
+        must come first, they are rounded after it alone. Two runs are bitwise equal.
 
     Compilation:
         ``torch.compile`` leaves the call out of its graphs. Under activation checkpointing without reentry, the forward

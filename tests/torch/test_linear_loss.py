@@ -101,6 +101,17 @@ def test_bfloat16_is_scaled_without_rounding_the_factor(T: int) -> None:
         assert abs(float((got.double() * want).sum() / (want * want).sum()) - 1) < 3e-4
 
 
+def test_losses_that_are_scaled_inside_are_rounded_once() -> None:
+    problem = p.draw(T=300, dtype=torch.bfloat16)
+    leaves, own = problem.leaves(), arguments(problem)
+    inside, _ = linear_loss(lambda *given: ppo(*given) / 37, *leaves, *own)
+    outside, _ = linear_loss(ppo, *leaves, *own)
+    _, _, wanted = exact(problem)
+    once, twice = (torch.autograd.grad(total, leaves[:2]) for total in (inside, outside / 37))
+    for got, worse, want in zip(once, twice, wanted, strict=False):
+        assert p.relative_norm(got, want) < 1.05 * ROUNDING < p.relative_norm(worse, want)
+
+
 def test_float16_is_rounded_after_the_loss_scale() -> None:
     """Losses of 1e-7 have gradients that float16 does not hold; a loss scale of 2^20 comes with the cotangent."""
     problem = p.draw(T=300, dtype=torch.float16)
