@@ -1,4 +1,4 @@
-"""One of two ranks, each with half of the vocabulary: over gloo on the CPU, or over NCCL with DEVICE=cuda.
+"""One of several ranks, each with its part of the vocabulary: over gloo on the CPU, or over NCCL with DEVICE=cuda.
 
 `test_tensor_parallel` and `test_gpu` start them: ``torchrun --nproc-per-node 2 shards_worker.py <name of a check>...``
 """

@@ -1,4 +1,4 @@
-"""Two processes over gloo, each with half of the vocabulary."""
+"""Two or four processes over gloo, each with its part of the vocabulary."""
 
 from __future__ import annotations
 
@@ -21,6 +21,12 @@ CHECKS = (
 def test_two_ranks(tmp_path: Path) -> None:
     for said in ranks(2, ["-W", "error", WORKER, *CHECKS], tmp_path / "logs"):
         assert [line for line in said.splitlines() if line.startswith("done")] == [f"done {name}" for name in CHECKS]
+
+
+def test_four_ranks(tmp_path: Path) -> None:
+    checks = ("parity", "chosen_logits", "loss_in_forward")
+    for said in ranks(4, ["-W", "error", WORKER, *checks], tmp_path / "logs"):
+        assert said.count("done ") == len(checks)
 
 
 @pytest.mark.parametrize(("visible", "seen"), [("", ["0", "1"]), ("3,5", ["3", "5"])])
