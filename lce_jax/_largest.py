@@ -23,11 +23,11 @@ MAXIMA = 16  # so many maxima written and read cost as much as one number in a s
 
 
 class Largest(NamedTuple):
-    """Each token's k largest values x (eq. 0) over some columns, the largest first, equal ones by column."""
+    """Each token's k largest products over some columns, the largest first, equal ones by column."""
 
-    x: Float[Array, "T k"]  # -inf for padding
+    products: Float[Array, "T k"]  # with the sign of the scale, so that logits increase with them; -inf for padding
     ids: Int[Array, "T k"]  # int32
-    sumexp: Float[Array, "T"]  # Σ exp((x - m) · scale) over all these columns, with m = x[:, 0]; 0 without any
+    sumexp: Float[Array, "T"]  # eq. 1 of all these columns: Σ e^u, with the x of the largest product as m
 
 
 def largest(x: Float[Array, "t n"], k: int) -> tuple[Float[Array, "t k"], Int[Array, "t k"]]:

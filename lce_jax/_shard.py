@@ -138,11 +138,16 @@ LARGEST = {xla.NAME: _xla_topk.largest, reference.NAME: reference.largest}  # th
 
 
 def largest(spec: Spec, primals: Primals, rows: Rows, start: Any) -> Largest:
-    """The k largest x of the shard whose first column is ``start``, in the call's row order. Operands are flat."""
+    """The k largest products of the shard whose first column is ``start``, in the row order of the call. All is flat."""
     operands, order = _operands(spec, primals, rows, start, _scales(spec, rows))
     found = LARGEST[spec.implementation](operands, spec.case)
     found = found._replace(ids=found.ids + start)
     return found if order is None else _rows.expand(order, found)
+
+
+def unscaled(spec: Spec, rows: Rows, products: Float[Array, "*n T k"]) -> Float[Array, "*n T k"]:
+    """The x of eq. 0, in the call's row order, from products of `largest`."""
+    return _xla_topk.unscaled(products, spec.case.options, _scales(spec, rows).raw)
 
 
 def row_scale(spec: Spec, rows: Rows) -> Float[Array, "T"] | float:

@@ -6,34 +6,39 @@ chunk: a few hundred tokens keep the product bound by arithmetic.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from lce_jax import _compat, _largest, _math
 from lce_jax._largest import Largest
 from lce_jax._statistics import MASKED
-from lce_jax._types import Case, Operands
+from lce_jax._types import Case, Operands, Options
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
 
 CHUNK_BYTES, CHUNK_BYTES_ON_CPU = 160 << 20, 32 << 20  # of logits in the statistics' dtype
-GRAIN = 128  # a chunk has a multiple of as many tokens
+# A chunk has a multiple of as many tokens: at (4096, 4096, 151936) on an H200 chunks of 128 tokens take 15.4 ms in
+# place of 10.6, because every chunk reads the weight.
+GRAIN, GRAIN_ON_CPU = 256, 128
 
 
 def chunk_tokens(case: Case) -> int:
     """Tokens whose logits exist at a time."""
-    budget = CHUNK_BYTES_ON_CPU if case.device.platform == "cpu" else CHUNK_BYTES
+    on_cpu = case.device.platform == "cpu"
+    budget, grain = (CHUNK_BYTES_ON_CPU, GRAIN_ON_CPU) if on_cpu else (CHUNK_BYTES, GRAIN)
     most = budget // (case.vocab_size * case.stat_dtype.itemsize)
-    return min(case.num_tokens, max(most // GRAIN * GRAIN, GRAIN))
+    return min(case.num_tokens, max(most // grain * grain, grain))
 
 
 def largest(operands: Operands, case: Case) -> Largest:
-    """The k largest x of each token, of all columns of the shard or of the first k columns if it has fewer."""
+    """The k largest products of each token, of all columns of the shard or of the first k columns if it has fewer."""
     size, num_tokens = chunk_tokens(case), case.num_tokens
     if size == num_tokens:
         return _of_rows(operands, case)
@@ -57,25 +62,53 @@ def _rows(operands: Operands, start: Any, size: int) -> Operands:
 
 
 def _of_rows(operands: Operands, case: Case) -> Largest:
-    dims = (((1,), (case.options.hidden_dim,)), ((), ()))
+    options = case.options
+    operands = increasing(operands, options)
     raw = lax.dot_general(
-        operands.hidden, operands.weight, dims, precision=case.options.precision, preferred_element_type=case.stat_dtype
+        operands.hidden,
+        operands.weight,
+        (((1,), (options.hidden_dim,)), ((), ())),
+        precision=options.precision,
+        preferred_element_type=case.stat_dtype,
     )
     return of_products(raw, operands, case, _largest.largest)
 
 
+def increasing(operands: Operands, options: Options) -> Operands:
+    """The operands with the sign of the scale on hidden, so that logits increase with the products.
+
+    A sign is exact. A scale of 0 makes all products 0, so that all are equal.
+    """
+    if operands.raw_scale is not None:
+        sign = jnp.sign(operands.raw_scale).astype(operands.hidden.dtype)[:, None]
+    elif options.logit_scale <= 0.0:
+        sign = jnp.full((1, 1), np.sign(options.logit_scale), operands.hidden.dtype)
+    else:
+        return operands
+    return operands._replace(hidden=operands.hidden * sign)
+
+
 def of_products(raw: Float[Array, "t V"], operands: Operands, case: Case, select: Callable[..., Any]) -> Largest:
-    """The k largest x of tokens whose raw products are ``raw``; ``select`` is `_largest.largest`, or does the same."""
+    """The k largest products ``raw`` of `increasing` operands; ``select`` is `_largest.largest`, or does the same.
+
+    They are selected before scale and cap, so that XLA need not store these for a whole row.
+    """
     options = case.options
-    raw = raw if operands.bias is None else raw + operands.bias[None, :]
-    x = _math.unscaled_logits(raw, options, operands.raw_scale)
-    if options.logit_scale == 0.0:  # all logits are equal, whatever the products are
-        x = jnp.zeros_like(x)
+    if operands.bias is not None:
+        sign = np.sign(options.logit_scale) if operands.raw_scale is None else jnp.sign(operands.raw_scale)[:, None]
+        raw = raw + operands.bias[None, :] * sign
     live = _math.live_columns(0, case.vocab_size, operands.num_columns)
-    x = x if live is None else jnp.where(live[None, :], x, -jnp.inf)
-    found, columns = select(x, min(options.top_k, case.vocab_size))
-    m = jnp.maximum(found[:, :1], MASKED)
+    raw = raw if live is None else jnp.where(live[None, :], raw, -jnp.inf)
+    found, columns = select(raw, min(options.top_k, case.vocab_size))
+    x, m = (unscaled(products, options, operands.raw_scale) for products in (raw, found[:, :1]))
     scale = _math.row_scale(options, operands.inverse_temperature)
     u = jnp.minimum(x - m, 0.0) * (scale if isinstance(scale, float | int) else scale[:, None])
     e = jnp.exp(u) if live is None else jnp.where(live[None, :], jnp.exp(u), 0.0)
     return Largest(found, columns, jnp.sum(e, axis=1))
+
+
+def unscaled(products: Float[Array, "t n"], options: Options, raw_scale: Float[Array, "t"] | None) -> Array:
+    """The x of eq. 0 from products with the sign of the scale; finite where there is no column."""
+    options = dataclasses.replace(options, logit_scale=abs(options.logit_scale))
+    raw_scale = None if raw_scale is None else jnp.abs(raw_scale)
+    return jnp.maximum(_math.unscaled_logits(products, options, raw_scale), MASKED)

@@ -100,13 +100,14 @@ def gradients(
 
 
 def largest(operands: Operands, case: Case) -> Largest:
-    """The k largest x of each token, from all logits, sorted."""
+    """The k largest products of each token, from all of them, sorted."""
 
     def select(x: Array, k: int) -> tuple[Array, Array]:
         columns = lax.broadcasted_iota(jnp.int32, x.shape, 1)
         falling, columns = lax.sort((-x, columns), dimension=1, num_keys=2)
         return -falling[:, :k], columns[:, :k]
 
+    operands = _xla_topk.increasing(operands, case.options)
     return _xla_topk.of_products(_raw(operands._replace(bias=None), case), operands, case, select)
 
 

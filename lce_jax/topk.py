@@ -60,7 +60,7 @@ def linear_topk(
     """The k most likely tokens and their log-probabilities: the teacher's side of a distillation.
 
     The k largest of ``logprobs[v] = z[v] - ln Σ_u exp(z[u])``, exactly, the largest first, with ``z = cap(logit_scale ·
-    (hidden · weight + bias)) / temperature`` in float32. Of equal logits the smaller id comes first.
+    (hidden · weight + bias)) / temperature`` in float32. Of equal ones the smaller id comes first.
 
     Not differentiable: a derivative that is used raises. Give the ids to ``linear_logprobs(..., candidates=ids)`` for
     log-probabilities with a gradient, also those of a student.
@@ -102,11 +102,13 @@ def linear_topk(
         NotImplementedError: on a derivative that is used.
 
     Memory:
-        The logits of one chunk of tokens, 160 MiB (32 MiB on a CPU) or 128 tokens if these are more, and O(T·k).
+        The logits of one chunk of tokens, 160 MiB or 256 tokens if these are more (on a CPU 32 MiB or 128 tokens),
+        O(T·k), and with ``where`` a copy of ``hidden``.
 
     Numerics:
-        The order is that of the float32 logits before the temperature. ``logprobs <= 0``, and their exponentials sum to
-        at most 1 but for rounding. lse agrees with that of `linear_logprobs` to rounding, not in its bits.
+        The order is that of the float32 products: cap and temperature cannot change it, also where they round two
+        logits to one. With a scale of 0 all are equal. ``logprobs <= 0``, and their exponentials sum to at most 1 but
+        for rounding. lse agrees with that of `linear_logprobs` to rounding, not in its bits.
 
     Sharding:
         As `linear_logprobs`: under ``jit`` on a mesh it is partitioned by the operands' types (Explicit axes) or by XLA
@@ -118,7 +120,7 @@ def linear_topk(
         >>> from lce_jax import linear_logprobs, linear_topk
         >>> hidden, weight = jnp.ones((2, 4)), jnp.array([0.0, 2.0, 1.0, 2.0])[:, None] * jnp.ones(4)
         >>> top = linear_topk(hidden, weight, 3)
-        >>> top.ids.tolist(), round(float(top.logprobs[0, 0]), 3)      # of equal logits the smaller id first
+        >>> top.ids.tolist(), round(float(top.logprobs[0, 0]), 3)      # of equal ones the smaller id first
         ([[1, 3, 2], [1, 3, 2]], -0.702)
         >>> out = linear_logprobs(hidden, weight, jnp.array([0, 0]), candidates=top.ids)
         >>> bool(jnp.allclose(out.candidate_logprobs, top.logprobs))

@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 
-from lce_jax import UnsupportedError, _largest, _xla_topk, linear_logprobs, linear_topk
+from lce_jax import UnsupportedError, _largest, _xla_topk, linear_logprobs, linear_topk, sharded_linear_topk
 from tests import cases, oracle
 from tests.topk_cases import assert_exact, integers
 
@@ -38,7 +39,7 @@ CALLS = {
 @pytest.fixture
 def chunks(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Chunks of 16 tokens, of which the last reaches back; fewer tokens are one chunk."""
-    monkeypatch.setattr(_xla_topk, "GRAIN", 16)
+    monkeypatch.setattr(_xla_topk, "GRAIN_ON_CPU", 16)
     monkeypatch.setattr(_xla_topk, "CHUNK_BYTES_ON_CPU", 0)
     jax.clear_caches()  # the numbers are read while tracing
     yield
@@ -86,6 +87,22 @@ def test_equal_logits_come_by_id(V: int, k: int, dtype: str) -> None:
     out = jax.jit(linear_topk, static_argnums=2)(hidden, weight, k)
     assert_exact(out, hidden, weight, k)
     assert np.array_equal(out.ids, linear_topk(hidden, weight, k, implementation="reference").ids)
+
+
+@pytest.mark.parametrize("softcap", [None, 1.0])
+@pytest.mark.parametrize("scale", [3.0, -3.0, 0.0])
+def test_order_is_that_of_the_products(scale: float, softcap: float | None) -> None:
+    """Also where the cap makes 1.0 of most logits, with a bias, and with a scale and a cap that are traced."""
+    hidden, weight = integers(9, 700, "float32")
+    bias = jnp.asarray(np.random.default_rng(3).integers(-1, 2, 700), jnp.float32)
+    z = np.sign(scale) * (np.asarray(hidden) @ np.asarray(weight).T + np.asarray(bias))
+    ids = np.argsort(-z, axis=-1, kind="stable")[:, :50]
+    options = {"logit_scale": scale, "logit_softcap": softcap}
+    traced = {name: None if x is None else jnp.float32(x) for name, x in options.items()}
+    mesh = jax.make_mesh((4,), ("tensor",), devices=jax.devices("cpu")[:4], axis_types=(AxisType.Auto,))
+    for given in (options, traced):
+        assert np.array_equal(linear_topk(hidden, weight, 50, bias=bias, **given).ids, ids)
+        assert np.array_equal(sharded_linear_topk(hidden, weight, 50, mesh=mesh, bias=bias, **given).ids, ids)
 
 
 def test_padding_never_wins() -> None:
