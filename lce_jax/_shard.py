@@ -138,7 +138,7 @@ LARGEST = {xla.NAME: _xla_topk.largest, reference.NAME: reference.largest}  # th
 
 
 def largest(spec: Spec, primals: Primals, rows: Rows, start: Any) -> Largest:
-    """The k largest products of the shard whose first column is ``start``, in the row order of the call. All is flat."""
+    """The k largest products of the shard whose first column is ``start``, in the call's row order. All is flat."""
     operands, order = _operands(spec, primals, rows, start, _scales(spec, rows))
     found = LARGEST[spec.implementation](operands, spec.case)
     found = found._replace(ids=found.ids + start)

@@ -92,6 +92,8 @@ def test_peers_can_be_left_out():
     assert command.parser().parse_args(["--no-peers"]).no_peers
     measured = run.measure(shapes.Shape(8, Head(16, 64)), jnp.dtype("float32"), None, 1, with_peers=False)
     assert measured.row("ours", shapes.BOTH)
+    assert measured.row("ours", shapes.TOPK).errors["logprobs of the most likely"] < 1e-6
+    assert measured.ratio(measured.row("ours", shapes.TOPK), "materialised", shapes.TOPK)
     assert not measured.left_out
 
 
@@ -212,6 +214,8 @@ def test_the_whole_command(tmp_path):
             ("ours", "forward+backward"),
             ("materialised", "forward"),
             ("materialised", "forward+backward"),
+            ("ours", "top-k"),
+            ("materialised", "top-k"),
         }
         for row in one["rows"]:
             assert set(row) == fields | derived

@@ -84,7 +84,7 @@ def details(run: Run) -> str:
     head = ["", "", "ms", "÷ product", "useful TFLOP/s", "temporary memory"]
     parts = []
     for one in run["measurements"]:
-        rows = [detail(row) for way in ("gemm", "forward", BOTH) for row in one["rows"] if row["direction"] == way]
+        rows = [detail(row) for way in ("gemm", "forward", "top-k", BOTH) for row in one["rows"] if row["direction"] == way]
         parts.append(f"### {shape_of(one)}, {one['dtype']}\n\n{markdown(head, rows, left=2)}")
     return "\n\n".join(parts)
 

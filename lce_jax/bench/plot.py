@@ -17,7 +17,7 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 from lce_jax._models import Head
 from lce_jax._plans import format_bytes
 from lce_jax.bench.run import Measurement, Row
-from lce_jax.bench.shapes import BOTH, FORWARD, GEMM
+from lce_jax.bench.shapes import BOTH, FORWARD, GEMM, TOPK
 
 OURS = {
     "ours": "#08519c",
@@ -100,6 +100,8 @@ def _lines(strip: Any, group: list[Measurement], colours: dict[str, str]) -> Non
         axis.plot(*zip(*points, strict=True), color=colours[key], linestyle=":" if direction == GEMM else "-", **look)
 
     for key, direction in dict.fromkeys((row.key, row.direction) for one in group for row in one.rows):
+        if direction == TOPK:
+            continue
         plot(both if direction == BOTH else forward, key, direction, _microseconds_per_token)
         if direction == BOTH:
             plot(memory, key, direction, lambda _, row: max(row.temp_bytes, 1))

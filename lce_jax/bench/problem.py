@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from lce_jax import LogprobOutput, linear_logprobs
+from lce_jax._models import Head
 from lce_jax.bench.shapes import Shape
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ type Results = Mapping[str, Array]
 
 LOGIT_SPREAD = 3.0  # standard deviation of the logits, at which the softmax carries a third of the gradients
 GRADIENTS = ("dhidden", "dweight")
+TOPK_NAME, MOST_LIKELY = "logprobs of the most likely", 64
 BLOCK_BYTES = 512 << 20  # of the reference's logits at a time
 TF32_EPS = 2.0**-10
 TENSOR_CORE_TERMS = 16  # between two roundings of the float32 sum of a product in half precision
@@ -99,17 +101,19 @@ def reference(problem: Problem, objective: Objective) -> Reference:
     per_token = (problem.hidden, problem.labels, *cotangents(problem, objective))
     most = max(1, BLOCK_BYTES // (4 * head.vocab_size))
     rows = 1 << (most.bit_length() - 1)  # a power of two, as most token counts are: the last block is then whole
-    loss, outputs, dhidden, dweight = jnp.float32(0), [], [], jnp.zeros_like(weight)
+    loss, outputs, tops, dhidden, dweight = jnp.float32(0), [], [], [], jnp.zeros_like(weight)
     for start in range(0, problem.shape.tokens, rows):
         (value, out), (dh, dw) = _block(head.logit_softcap, weight, *(x[start : start + rows] for x in per_token))
         loss, dweight = loss + value, dweight + dw
         outputs.append(out)
+        tops.append(_block_topk(head, weight, problem.hidden[start : start + rows]) - out.lse[:, None])
         dhidden.append(dh)
     whole = jax.tree.map(lambda *parts: jnp.concatenate(parts), *outputs)
     results = {
         "logprobs": whole.logprobs,
         "entropy": whole.entropy,
         "lse": whole.lse,
+        TOPK_NAME: jnp.concatenate(tops),
         "label logit": whole.logprobs + whole.lse,
         "loss": loss,
         "dhidden": jnp.concatenate(dhidden),
@@ -129,6 +133,19 @@ def _block(
         return jnp.sum(a * out.logprobs + b * jnp.asarray(out.entropy)), out
 
     return jax.value_and_grad(loss, (0, 1), has_aux=True)(hidden.astype(jnp.float32), weight)
+
+
+def num_largest(head: Head) -> int:
+    """The k of the rows that select the most likely tokens."""
+    return min(MOST_LIKELY, head.vocab_size)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _block_topk(head: Head, weight: Array, hidden: Array) -> Array:
+    """The largest logits over one block of tokens."""
+    z = jnp.matmul(hidden.astype(jnp.float32), weight.T, precision="highest")
+    z = z if head.logit_softcap is None else head.logit_softcap * jnp.tanh(z / head.logit_softcap)
+    return jax.lax.top_k(z, num_largest(head))[0]
 
 
 def product_eps(problem: Problem) -> float:

@@ -20,7 +20,7 @@ from rich.table import Table
 import lce_jax
 from lce_jax._plans import format_bytes
 from lce_jax.bench.run import Measurement, Row
-from lce_jax.bench.shapes import BOTH, FORWARD, GEMM, bounds
+from lce_jax.bench.shapes import DIRECTIONS, GEMM, bounds
 
 MIN_WIDTH = 120  # columns of a table that is piped or logged, without a terminal
 
@@ -75,7 +75,7 @@ def table(measured: Measurement) -> Table:
     out.add_column("")
     for heading in ("ms", "±", "÷ GEMM", "÷ stored", "TFLOP/s", "temp", "compile s"):
         out.add_column(heading, justify="right", no_wrap=True)
-    for direction in (GEMM, FORWARD, BOTH):
+    for direction in DIRECTIONS:
         rows = [row for row in measured.rows if row.direction == direction]
         if rows and direction != GEMM:
             out.add_row(f"[italic]{direction.replace('+', ' + ')}[/italic]")

@@ -12,7 +12,8 @@ from lce_jax.bench.candidates import Candidate, jax_candidates
 from lce_jax.bench.measure import Run, interleave, median, spread
 from lce_jax.bench.peers import peer_candidates, release
 from lce_jax.bench.problem import Objective, Problem, Reference, random_problem, reference, refusal
-from lce_jax.bench.shapes import BOTH, GEMM, Shape
+from lce_jax.bench.shapes import BOTH, DIRECTIONS, Shape
+from lce_jax.bench.topk import topk_candidates
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +80,7 @@ def measure(
     report(f"{shape}: drawing operands")
     problem = random_problem(shape, dtype)
     peers, left_out = peer_candidates(problem) if with_peers else ([], {})
-    candidates = jax_candidates(problem, implementation, devices) + peers
+    candidates = jax_candidates(problem, implementation, devices) + topk_candidates(problem) + peers
     runs, errors, refused = admit(candidates, problem, report)
     seconds = interleave(
         runs,
@@ -115,7 +116,7 @@ def admit(
     runs: dict[Candidate, Run] = {}
     errors: dict[Candidate, dict[str, float]] = {}
     refused: dict[str, str] = {}
-    for one in sorted(candidates, key=lambda one: (GEMM, "forward", BOTH).index(one.direction)):
+    for one in sorted(candidates, key=lambda one: DIRECTIONS.index(one.direction)):
         report(f"{problem.shape}: compiling and checking {one.label}, {one.direction}")
         if one.objective not in references:
             references[one.objective] = reference(problem, one.objective)

@@ -24,7 +24,8 @@ class Shape:
         return 2 * self.tokens * self.head.hidden_size * self.head.vocab_size
 
 
-GEMM, FORWARD, BOTH = "gemm", "forward", "forward+backward"  # the directions a row can time
+GEMM, FORWARD, TOPK, BOTH = "gemm", "forward", "top-k", "forward+backward"  # the directions a row can time
+DIRECTIONS = (GEMM, FORWARD, TOPK, BOTH)
 # The Hopper kernels, and the direction whose time decides the tiles of each.
 KERNELS = {"forward": FORWARD, "dlogits": BOTH, "dhidden": BOTH, "dweight": BOTH}
 
