@@ -34,6 +34,7 @@ def forward(spec: Spec, primals: Primals, rows: Rows, keep_cache: bool) -> tuple
         with jax.named_scope("lce_merge"):
             stats = _collectives.merge_over_axis(stats, spec.case.options.statistics, spec.axis_name)
     cache, dropped = selected(spec, rows, stats, cache)
+    cache = cache if keep_cache else None
     out = _math.finish(stats, rows.labels >= 0, rows.where, spec.vocab_size, dropped)
     return *jax.tree.map(lambda x: x.reshape(shape + x.shape[1:]), (out, stats)), cache
 

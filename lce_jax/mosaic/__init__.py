@@ -2,6 +2,7 @@
 
 forward    hidden·weightᵀ tile by tile, statistics from the accumulators
 backward   the same tiles again, turned into dlogits one chunk of the vocabulary at a time, and two products
+threshold  with ``gradient_threshold``, the backward visits the tiles alone that carry gradient
 cache      with ``cache_bytes``, the forward keeps the first tiles' exponentials and the backward skips theirs
 
 The modules here are host code, the same for every generation of GPUs. The kernels of a generation are a kernel set, in
@@ -15,7 +16,7 @@ from typing import Any
 
 from lce_jax._plans import ALONE, Plan, Surroundings
 from lce_jax._types import Case, Operands, Primals, RowCoefficients, ShardStatistics, UnsupportedError
-from lce_jax.mosaic import _backward, _forward, _generations, _plan
+from lce_jax.mosaic import _backward, _forward, _generations, _live, _live_backward, _plan
 from lce_jax.mosaic._kernel_set import KernelSet
 
 NAME = "mosaic_gpu"
@@ -38,10 +39,11 @@ def statistics(operands: Operands, case: Case, keep_cache: bool = False) -> tupl
     return _forward.statistics(operands, case, _kernels(case), keep_cache)
 
 
-def selected(case: Case, cache: Any, lse: Any, live: Any) -> tuple[Any, None]:
-    """No tile is left out yet: `supports` refuses a threshold."""
-    del case, lse, live
-    return cache, None
+def selected(case: Case, cache: Any, lse: Any, live: Any) -> tuple[Any, Any]:
+    """The live tiles, and the dropped mass."""
+    if cache is None:
+        return None, None
+    return _live.select(case, cache, _kernels(case).tiling.row_block, lse, live)
 
 
 def gradients(
@@ -58,6 +60,8 @@ def gradients(
 
     dhidden is in the weight's dtype too where it may be rounded and one launch computes all of it.
     """
+    if case.options.gradient_threshold:
+        return Primals(*_live_backward.gradients(operands, case, _kernels(case), rows, cache, dweight))
     allowed = (may_round_dhidden, may_overwrite_cache)
     return Primals(*_backward.gradients(operands, case, _kernels(case), rows, cache, *allowed, dweight))
 

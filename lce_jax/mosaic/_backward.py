@@ -66,7 +66,7 @@ def gradients(
     dhidden = _dhidden.total(sums, case)
     if has_rest:
         rest = call, rows._replace(uniform=None), dhidden, total
-        dhidden, total = _remainder.add_gradients(*rest, adds=dweight is not None)
+        dhidden, total = _remainder.add_gradients(*rest, adds=dweight is not None, step=kernels.depth_step(case))
     if rows.uniform is not None:
         dhidden, total = _mean.add_gradients(operands, case, rows.uniform, dhidden, total)
     return dhidden, total
@@ -112,7 +112,7 @@ def _empty_dweight(call: Call) -> Float[Array, "V H"]:
 def _walk_chunks(call: Call, part: Part, carry: Carry, adds: bool, adds_dweight: bool) -> Carry:
     """Adds a part's gradients (or writes them), a chunk at a time."""
     prepared, case, shape, chunks = call.prepared, call.case, call.shape, part.chunks
-    covered = _remainder.covered_columns(call)
+    covered = _remainder.covered_columns(call, call.kernels.depth_step(case))
     columns = chunks.step * shape.tile
     in_place = shape.whole_atoms  # otherwise the kernels are given copies of each chunk
 

@@ -32,7 +32,9 @@ def empty(case: Case, shape: Geometry, num_tiles: int) -> Cache:
 
 
 def num_cached_tiles(case: Case, shape: Geometry) -> int:
-    """The vocabulary tiles whose exponentials fit ``cache_bytes``."""
+    """The vocabulary tiles whose exponentials fit ``cache_bytes``; none if the backward visits live tiles alone."""
+    if case.options.gradient_threshold:
+        return 0
     return min(shape.num_tiles, case.options.cache_bytes // tile_bytes(case, shape))
 
 

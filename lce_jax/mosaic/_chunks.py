@@ -46,3 +46,14 @@ def launch_tiles(case: Case, shape: Geometry, budget: Budget, num_tiles: int) ->
     tile_bytes = 4 * math.prod(_partial_statistics.array_shape(case, shape, 1))
     launches = -(-num_tiles // max(1, budget.statistics_bytes // tile_bytes))
     return -(-num_tiles // launches)
+
+
+def live_slots(case: Case, shape: Geometry, budget: Budget, group: int) -> int:
+    """Tiles of dlogits that a batch of live tiles may take: within the budget, and whole waves where it has several."""
+    of_tile = -(-shape.row_blocks // group) * group
+    slot_bytes = shape.row_block * shape.tile * case.dtype.itemsize
+    for_dlogits = budget.temporary_bytes - math.prod(_dhidden.sums_shape(case, shape)) * 4
+    least = max(budget.chunk_columns // shape.tile, 1) * of_tile
+    most = max(for_dlogits // slot_bytes, least)
+    cores = case.device.core_count
+    return min(of_tile * shape.num_tiles, max(most // cores * cores, least))

@@ -13,10 +13,11 @@ from jax import lax
 
 from lce_jax import _compat, _math, _statistics
 from lce_jax._types import Case, Operands, ShardStatistics
-from lce_jax.mosaic import _cache, _candidates, _chunks, _mean, _partial_statistics, _remainder
+from lce_jax.mosaic import _cache, _candidates, _chunks, _live, _mean, _partial_statistics, _remainder
 from lce_jax.mosaic._cache import Cache
 from lce_jax.mosaic._call import Call
 from lce_jax.mosaic._kernel_set import KernelSet
+from lce_jax.mosaic._live import TileStatistics
 from lce_jax.mosaic._span import Span
 
 if TYPE_CHECKING:
@@ -25,25 +26,36 @@ if TYPE_CHECKING:
 
 def statistics(
     operands: Operands, case: Case, kernels: KernelSet, keep_cache: bool
-) -> tuple[ShardStatistics, Cache | None]:
-    """Eq. 1 of the whole shard, and as many tiles' exponentials as fit ``cache_bytes``."""
+) -> tuple[ShardStatistics, Cache | TileStatistics | None]:
+    """Eq. 1 of the whole shard, and as many tiles' exponentials as fit ``cache_bytes``.
+
+    With a ``gradient_threshold``, what tells which tiles carry gradient instead.
+    """
     call = Call.prepare(operands, case, kernels)
+    keep_tiles = _keeps_tiles(case, keep_cache)
     scale = _math.row_scale(case.options, operands.inverse_temperature)
     num_tiles = _num_live_tiles(call)
     cached = min(_cache.num_cached_tiles(case, call.shape), num_tiles) if keep_cache else 0
-    parts, cache = [], None
+    parts, cache, tiles = [], None, None
     if cached:
-        part, cache = _visit(call, scale, range(cached), _cache.empty(case, call.shape, cached))
+        part, cache, _ = _visit(call, scale, range(cached), _cache.empty(case, call.shape, cached), False)
         parts.append(part)
     if cached < num_tiles:
-        parts.append(_visit(call, scale, range(cached, num_tiles), None)[0])
+        part, _, tiles = _visit(call, scale, range(cached, num_tiles), None, keep_tiles)
+        parts.append(part)
     if call.shape.tail:
         parts.append(jax.tree.map(lambda x: x[None], _remainder.tail_statistics(call, scale)))
     with jax.named_scope("merge_tiles"):
         stats = _statistics.merge(jax.tree.map(lambda *fields: jnp.concatenate(fields), *parts), scale)
         stats = _statistics.to_logits(stats, scale)
     total = _mean.total(operands, case) if case.options.mean_logit else None
-    return stats._replace(total=total, candidates=_candidates.logits(call)), cache
+    kept = cache if tiles is None else _live.tile_statistics(call, tiles, scale)
+    return stats._replace(total=total, candidates=_candidates.logits(call)), kept
+
+
+def _keeps_tiles(case: Case, keep_cache: bool) -> bool:
+    """Whether what is left out of the gradients must be known: for a backward, or as a result."""
+    return case.options.gradient_threshold > 0 and (keep_cache or case.options.reports_dropped_mass)
 
 
 def _num_live_tiles(call: Call) -> int:
@@ -55,9 +67,12 @@ def _num_live_tiles(call: Call) -> int:
 
 
 def _visit(
-    call: Call, scale: Float[Array, "T"] | float, tiles: range, cache: Cache | None
-) -> tuple[ShardStatistics, Cache | None]:
-    """Eq. 1 of a range of vocabulary tiles, in unmerged parts [n, T], and the cache, if any, that they fill."""
+    call: Call, scale: Float[Array, "T"] | float, tiles: range, cache: Cache | None, keep_tiles: bool
+) -> tuple[ShardStatistics, Cache | None, ShardStatistics | None]:
+    """Eq. 1 of a range of vocabulary tiles, in unmerged parts [n, T], and the cache, if any, that they fill.
+
+    With ``keep_tiles``, also the maximum and Σ e^u of each tile.
+    """
     most = _chunks.launch_tiles(call.case, call.shape, call.kernels.budget, len(tiles))
     starts = tiles[::most]
 
@@ -66,17 +81,21 @@ def _visit(
         part, cache = _launch(call, first, num_tiles, most, cache)
         return cache, _partial_statistics.to_nats(call.case, part, num_tiles)
 
-    def merged(cache: Cache | None, first: Any) -> tuple[Cache | None, ShardStatistics]:
+    def merged(cache: Cache | None, first: Any) -> tuple[Cache | None, Any]:
         cache, parts = launch(cache, first)
         with jax.named_scope("merge_tiles"):
-            return cache, _statistics.merge(parts, scale)
+            return cache, (_statistics.merge(parts, scale), _of_tiles(parts) if keep_tiles else None)
 
     cache = _compat.vary_like(cache, call.prepared)
     if len(starts) == 1:
         cache, parts = launch(cache, jnp.int32(tiles.start))
-    else:
-        cache, parts = lax.scan(merged, cache, jnp.asarray(starts, jnp.int32))
-    return parts, cache
+        return parts, cache, _of_tiles(parts) if keep_tiles else None
+    cache, (parts, kept) = lax.scan(merged, cache, jnp.asarray(starts, jnp.int32))
+    return parts, cache, jax.tree.map(lambda x: x.reshape(-1, x.shape[-1])[: len(tiles)], kept)
+
+
+def _of_tiles(parts: ShardStatistics) -> ShardStatistics:
+    return _statistics.of_fields({"max": parts.max, "sumexp": parts.sumexp})
 
 
 def _launch(

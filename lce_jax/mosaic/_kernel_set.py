@@ -9,6 +9,7 @@ from lce_jax.mosaic._cache import Cache
 from lce_jax.mosaic._chunks import Budget
 from lce_jax.mosaic._geometry import Tiling
 from lce_jax.mosaic._operands import Prepared, RowFactors
+from lce_jax.mosaic._worklist import RowLists, Worklist
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
@@ -107,3 +108,42 @@ class KernelSet(Protocol):
         add: bool = False,
     ) -> Float[Array, "V H"]:
         """``dweight`` with the span's tiles written, or added, at its offset, from its rows."""
+
+    def live_group(self, case: Case) -> int:
+        """The entries of a `Worklist` that `live_dlogits` computes together: those of one vocabulary tile."""
+
+    def live_dlogits(
+        self,
+        prepared: Prepared,
+        weight: Float[Array, "V H"],
+        case: Case,
+        rows: RowFactors,
+        work: Worklist,
+        batch: Int[Array, "fields"],
+        slots: int,
+    ) -> Float[Array, "slots*blocks tile"]:
+        """The gradient in the raw products of a packed `Batch` of live tiles, each in the slot of its entry."""
+
+    def update_live_dhidden(
+        self,
+        sums: Float[Array, "splits Tp Hp"],
+        dlogits: Float[Array, "slots*blocks tile"],
+        weight: Float[Array, "V H"],
+        case: Case,
+        work: Worklist,
+        rows: RowLists,
+        batch: Int[Array, "fields"],
+    ) -> Float[Array, "splits Tp Hp"]:
+        """``sums`` with the batch's products over each row block's live vocabulary tiles added."""
+
+    def write_live_dweight(
+        self,
+        dweight: Float[Array, "V H"],
+        dlogits: Float[Array, "slots*blocks tile"],
+        hidden: Float[Array, "T H"],
+        case: Case,
+        work: Worklist,
+        batch: Int[Array, "fields"],
+        add: bool = False,
+    ) -> Float[Array, "V H"]:
+        """``dweight`` with the batch's vocabulary tiles written, or added, each from its live row blocks."""

@@ -16,6 +16,7 @@ def plan(case: Case, kernels: KernelSet, name: str, around: Surroundings) -> Pla
     """Tiles and bytes of ``case``."""
     shape = geometry(case, kernels.tiling)
     backward = _backward_columns(case, shape, kernels)
+    live = _live_bytes(case, shape)
     copies = _copied_bytes(case, shape, around)
     launch = _chunks.launch_tiles(case, shape, kernels.budget, shape.num_tiles)
     statistics = 4 * math.prod(_partial_statistics.array_shape(case, shape, launch))
@@ -30,13 +31,14 @@ def plan(case: Case, kernels: KernelSet, name: str, around: Surroundings) -> Pla
             **kernels.tile_sizes(case),
             "backward chunk": max(backward.chunk, backward.overwritten),
         },
-        forward_bytes=statistics + copies.forward + case.candidate_bytes,
+        forward_bytes=statistics + copies.forward + case.candidate_bytes + live.forward,
         backward_bytes=shape.tokens * backward.chunk * case.dtype.itemsize
+        + live.backward
         + math.prod(_dhidden.sums_shape(case, shape)) * 4
         + (0 if shape.whole_atoms else 2 * backward.chunk * case.hidden_size * case.dtype.itemsize)
         + copies.backward
         + case.candidate_bytes,
-        kept_bytes=case.statistics_bytes + cached * _cache.tile_bytes(case, shape),
+        kept_bytes=case.statistics_bytes + cached * _cache.tile_bytes(case, shape) + live.kept,
         logits_bytes=case.num_tokens * case.vocab_size * 4,
         notes=_notes(case, shape),
         full_cache_bytes=shape.num_tiles * _cache.tile_bytes(case, shape),
@@ -54,6 +56,22 @@ def _backward_columns(case: Case, shape: Geometry, kernels: KernelSet) -> _Colum
     parts = [part for part in (cached - overwritten, shape.num_tiles - cached) if part]
     chunk = max((_chunks.chunk_tiles(case, shape, kernels.budget, part) for part in parts), default=0)
     return _Columns(chunk * shape.tile, overwritten * shape.tile)
+
+
+class _Live(NamedTuple):
+    """What a ``gradient_threshold`` adds."""
+
+    forward: int = 0  # bytes of what the forward holds of each tile until the live ones are known
+    kept: int = 0  # the mask of the live ones
+    backward: int = 0  # their lists
+
+
+def _live_bytes(case: Case, shape: Geometry) -> _Live:
+    if not case.options.gradient_threshold:
+        return _Live()
+    per_token = 3 + case.options.reports_dropped_mass
+    tiles = shape.num_tiles * shape.row_blocks
+    return _Live(per_token * 4 * shape.num_tiles * shape.padded_tokens, tiles, 10 * 4 * tiles)
 
 
 class _Copies(NamedTuple):
@@ -74,8 +92,8 @@ def _copied_bytes(case: Case, shape: Geometry, around: Surroundings) -> _Copies:
 
 
 def _notes(case: Case, shape: Geometry) -> tuple[str, ...]:
-    notes = []
-    if case.options.cache_bytes:
+    notes = list(_threshold_notes(case, shape))
+    if case.options.cache_bytes and not case.options.gradient_threshold:
         cached = _cache.num_cached_tiles(case, shape)
         notes.append(
             f"the forward keeps {cached} of {shape.num_tiles} vocabulary tiles, "
@@ -90,3 +108,19 @@ def _notes(case: Case, shape: Geometry) -> tuple[str, ...]:
             f"V is no multiple of {shape.atom}: the backward copies the weight and its gradient, one chunk at a time"
         )
     return *notes, *candidate_notes(case)
+
+
+def _threshold_notes(case: Case, shape: Geometry) -> tuple[str, ...]:
+    """What is left out, and how far off it puts the gradient in a logit: p (|g| + |g'| (|ln p| + entropy))."""
+    threshold = case.options.gradient_threshold
+    if not threshold:
+        return ()
+    notes = [
+        f"gradient_threshold={threshold:g}: the gradients leave out tiles of {shape.row_block} tokens by {shape.tile} "
+        "columns without a label and without a probability of at least that",
+        f"what is left out of a logit's gradient is below {threshold:g} (|dlogprob - dlse| + |dentropy| "
+        f"({-math.log(threshold):.3g} + entropy))",
+    ]
+    if case.options.cache_bytes:
+        notes.append(f"cache_bytes={case.options.cache_bytes} is not used: a backward over live tiles recomputes them")
+    return tuple(notes)

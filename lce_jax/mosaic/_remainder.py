@@ -37,9 +37,9 @@ def is_left(call: Call) -> bool:
     return bool(call.shape.tail) or call.operands.num_columns is not None
 
 
-def covered_columns(call: Call) -> Int[Array, ""] | int:
+def covered_columns(call: Call, step: int) -> Int[Array, ""] | int:
     """The columns that the products contract: all, or whole steps without padding."""
-    columns, step = call.shape.columns, call.kernels.depth_step(call.case)
+    columns = call.shape.columns
     if call.operands.num_columns is None:
         return columns
     return jnp.minimum(call.operands.num_columns, columns) // step * step
@@ -47,7 +47,7 @@ def covered_columns(call: Call) -> Int[Array, ""] | int:
 
 @jax.named_scope("remainder")
 def add_gradients(
-    call: Call, rows: RowCoefficients, dhidden: Array, dweight: Array, *, adds: bool
+    call: Call, rows: RowCoefficients, dhidden: Array, dweight: Array, *, adds: bool, step: int
 ) -> tuple[Array, Array]:
     """The gradients with the part of the true columns that the products leave out: fewer than a step and a tail.
 
@@ -55,10 +55,10 @@ def add_gradients(
     they read no weight for it, so no padding.)
     """
     operands, case, shape, options = call.operands, call.case, call.shape, call.case.options
-    covered = covered_columns(call)
+    covered = covered_columns(call, step)
     width = shape.tail
     if operands.num_columns is not None:
-        width += call.kernels.depth_step(case)
+        width += step
     column = covered + jnp.arange(width, dtype=jnp.int32)
     live = column < (case.vocab_size if operands.num_columns is None else operands.num_columns)
     weight = jnp.take(operands.weight, column, axis=options.vocab_dim, mode="clip")

@@ -4,6 +4,7 @@ statistics       _statistics.py       eq. 1 of each tile of logits; the exponent
 dlogits          _dlogits.py          the same tiles again, turned into the gradient in the raw products
 cached dlogits   _cached_dlogits.py   the same from cached exponentials, without a product
 products         _products.py         dhidden and dweight from dlogits
+live products    _live_products.py    the same from the live tiles of dlogits alone, with a ``gradient_threshold``
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from lce_jax.mosaic._chunks import Budget
 from lce_jax.mosaic._geometry import Tiling
 from lce_jax.mosaic._kernel_set import KernelSet
 from lce_jax.mosaic._operands import Prepared, RowFactors
+from lce_jax.mosaic._worklist import RowLists, Worklist
 from lce_jax.mosaic.sm90 import _refusal
 from lce_jax.mosaic.sm90._hardware import DHIDDEN_WAVES, TILING
 from lce_jax.mosaic.sm90._tuning import Tunings
@@ -123,6 +125,58 @@ class Kernels(KernelSet):
         from lce_jax.mosaic.sm90 import _products
 
         return _products.write_dweight(dweight, dlogits, hidden, case, self.tunings.of(case, "dweight"), span, add)
+
+    def live_group(self, case: Case) -> int:
+        """The blocks of a cluster, which share each tile of the weight."""
+        return self.tunings.of(case, "dlogits").cluster
+
+    def live_dlogits(
+        self,
+        prepared: Prepared,
+        weight: Float[Array, "V H"],
+        case: Case,
+        rows: RowFactors,
+        work: Worklist,
+        batch: Int[Array, "fields"],
+        slots: int,
+    ) -> Float[Array, "slots*128 256"]:
+        """The same kernel as `dlogits`, along a list."""
+        from lce_jax.mosaic.sm90 import _dlogits
+
+        tuning = self.tunings.of(case, "dlogits")
+        return _dlogits.live_dlogits(prepared, weight, case, tuning, rows, work, batch, slots)
+
+    def update_live_dhidden(
+        self,
+        sums: Float[Array, "splits Tp Hp"],
+        dlogits: Float[Array, "slots*128 256"],
+        weight: Float[Array, "V H"],
+        case: Case,
+        work: Worklist,
+        rows: RowLists,
+        batch: Int[Array, "fields"],
+    ) -> Float[Array, "splits Tp Hp"]:
+        """The product dlogits · weight over each row block's list."""
+        from lce_jax.mosaic.sm90 import _live_products
+
+        tuning = self.tunings.of(case, "live_dhidden")
+        return _live_products.update_dhidden(sums, dlogits, weight, case, tuning, work, rows, batch)
+
+    def write_live_dweight(
+        self,
+        dweight: Float[Array, "V H"],
+        dlogits: Float[Array, "slots*128 256"],
+        hidden: Float[Array, "T H"],
+        case: Case,
+        work: Worklist,
+        batch: Int[Array, "fields"],
+        add: bool = False,
+    ) -> Float[Array, "V H"]:
+        """The product dlogitsᵀ · hidden over each vocabulary tile's list."""
+        from lce_jax.mosaic.sm90 import _live_products
+
+        tuning = self.tunings.of(case, "live_dweight")
+        return _live_products.write_dweight(dweight, dlogits, hidden, case, tuning, work, batch, add)
 
 
 KERNELS = Kernels()

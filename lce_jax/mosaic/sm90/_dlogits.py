@@ -7,7 +7,7 @@ the whole tile at once would spill registers.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +15,12 @@ from jax import lax
 
 from lce_jax._types import Case
 from lce_jax.mosaic._operands import Prepared, RowFactors
-from lce_jax.mosaic._pallas import plgpu
+from lce_jax.mosaic._pallas import pl, plgpu
 from lce_jax.mosaic._span import Span
+from lce_jax.mosaic._worklist import Batch, Worklist
 from lce_jax.mosaic.sm90 import _epilogue, _logits, _pipeline
 from lce_jax.mosaic.sm90._epilogue import along_rows
-from lce_jax.mosaic.sm90._hardware import STAGING_COLUMNS, TILE_N, WARPGROUP_ROWS
+from lce_jax.mosaic.sm90._hardware import ROW_BLOCK, STAGING_COLUMNS, TILE_N, WARPGROUP_ROWS
 from lce_jax.mosaic.sm90._pipeline import Matmul, Tile
 from lce_jax.mosaic.sm90._tuning import Tuning
 from lce_jax.mosaic.sm90._vocabulary_mask import PADDING, without_padding
@@ -73,30 +74,104 @@ def _kernel(
     scalars: Any,  # a `Span`
     output: Any,  # [T, columns]
 ) -> None:
-    span = Span.unpack(scalars)
-    first_tile, options = _logits.first_tile(span), matmul.case.options
+    span, refs = Span.unpack(scalars), Refs(targets, scale, holds_target, mask, factors, output)
+    first_tile = _logits.first_tile(span)
 
     def consume(tile: Tile, multiply: Any, slots: Any) -> None:
-        row_scale = _epilogue.load_rows(scale, tile.rows)
-        rows = _epilogue.load_factors(factors, tile.rows)
-        column = span.column + tile.column
-        target = _epilogue.load_rows(targets, tile.rows) - column
-        holds = holds_target[tile.row_block, first_tile + tile.vocabulary_tile] > 0
-        z = multiply()
-        cap = options.logit_softcap
-        if cap is not None:
-            z = _epilogue.softcap(z, cap, options)
-        z = without_padding(z, column, span.num_columns, mask, PADDING)
-        for i in range(TILE_N // STAGING_COLUMNS):
-            start = i * STAGING_COLUMNS
-            block = z[:, start : start + STAGING_COLUMNS]
-            d = _block_gradient(block, row_scale, rows, target - start, holds)
-            d = d if cap is None else d * (1.0 - block * block)
-            _epilogue.send(d, i, slots, tile.rows, output, tile.column + start)
+        column, number = span.column + tile.column, first_tile + tile.vocabulary_tile
+        _epilogue_of_tile(matmul, refs, tile, multiply, slots, column, number, span.num_columns, tile.rows, tile.column)
 
     slots = _epilogue.staging(matmul, output.shape[1], output.dtype)
     _logits.walk_logits(matmul, hidden, weight, span, consume, slots)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def live_dlogits(
+    prepared: Prepared,
+    weight: Float[Array, "V H"],
+    case: Case,
+    tuning: Tuning,
+    rows: RowFactors,
+    work: Worklist,
+    batch: Int[Array, "fields"],
+    slots: int,
+) -> Float[Array, "slots*128 256"]:
+    """The same of the batch's live tiles alone, each in the slot of its entry."""
+    matmul = _logits.logits(case, tuning)
+    output = jax.ShapeDtypeStruct((slots * ROW_BLOCK, TILE_N), case.dtype)
+    factors = jnp.stack(jax.tree.leaves(rows))
+    run = _pipeline.kernel(matmul, functools.partial(_live_kernel, matmul), [output], "lce_live_dlogits")
+    per_token = (prepared.targets, prepared.scale, prepared.holds_target, prepared.mask, factors)
+    (result,) = run(prepared.hidden, weight, *per_token, work.row_blocks, work.tiles, batch)
+    return result
+
+
+def _live_kernel(
+    matmul: Matmul,
+    hidden: Any,  # [T, H]
+    weight: Any,  # [V, H] or [H, V]
+    targets: Any,  # [Tp]
+    scale: Any,  # [Tp]
+    holds_target: Any,  # [row blocks, tiles of the shard]
+    mask: Any,  # [512]
+    factors: Any,  # [3 or 4, Tp]
+    row_blocks: Any,  # [entries]
+    tiles: Any,  # [entries]
+    scalars: Any,  # a `Batch`
+    output: Any,  # [slots · 128, 256]
+) -> None:
+    batch, refs = Batch.unpack(scalars), Refs(targets, scale, holds_target, mask, factors, output)
+
+    def consume(tile: Tile, multiply: Any, slots: Any) -> None:
+        row = tile.slot * ROW_BLOCK + lax.axis_index("wg") * WARPGROUP_ROWS
+        rows, number = pl.ds(pl.multiple_of(row, WARPGROUP_ROWS), WARPGROUP_ROWS), tile.vocabulary_tile
+        _epilogue_of_tile(matmul, refs, tile, multiply, slots, tile.column, number, batch.num_columns, rows, 0)
+
+    slots = _epilogue.staging(matmul, TILE_N, output.dtype)
+    _logits.walk_live_logits(matmul, hidden, weight, row_blocks, tiles, batch, consume, slots)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+class Refs(NamedTuple):
+    """What the epilogue reads and writes."""
+
+    targets: Any
+    scale: Any
+    holds_target: Any
+    mask: Any
+    factors: Any
+    output: Any
+
+
+def _epilogue_of_tile(
+    matmul: Matmul,
+    refs: Refs,
+    tile: Tile,
+    multiply: Any,
+    slots: Any,
+    column: Any,  # of the tile, in the shard
+    number: Any,  # of its vocabulary tile
+    num_columns: Any,
+    output_rows: Any,
+    output_column: Any,
+) -> None:
+    """A warpgroup's part of a tile, from its products to the output."""
+    options = matmul.case.options
+    row_scale = _epilogue.load_rows(refs.scale, tile.rows)
+    rows = _epilogue.load_factors(refs.factors, tile.rows)
+    target = _epilogue.load_rows(refs.targets, tile.rows) - column
+    holds = refs.holds_target[tile.row_block, number] > 0
+    z = multiply()
+    cap = options.logit_softcap
+    if cap is not None:
+        z = _epilogue.softcap(z, cap, options)
+    z = without_padding(z, column, num_columns, refs.mask, PADDING)
+    for i in range(TILE_N // STAGING_COLUMNS):
+        start = i * STAGING_COLUMNS
+        block = z[:, start : start + STAGING_COLUMNS]
+        d = _block_gradient(block, row_scale, rows, target - start, holds)
+        d = d if cap is None else d * (1.0 - block * block)
+        _epilogue.send(d, i, slots, output_rows, refs.output, output_column + start)
 
 
 def _block_gradient(z: Array, row_scale: Array, rows: RowFactors, target: Array, holds: Any) -> Array:

@@ -11,7 +11,7 @@ from lce_jax._types import Options
 from lce_jax.mosaic._operands import LOG2E, RowFactors
 from lce_jax.mosaic._pallas import pl, plgpu
 from lce_jax.mosaic.sm90._hardware import COMPUTE_WARPGROUPS, STAGING_BYTES, TILE_N, WARPGROUP_ROWS
-from lce_jax.mosaic.sm90._pipeline import Matmul, swizzled
+from lce_jax.mosaic.sm90._pipeline import Matmul, multiple_of, swizzled
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
@@ -44,7 +44,7 @@ def send(
     plgpu.wait_smem_to_gmem(count - 1, wait_read_only=True)
     slot[...] = values.astype(output.dtype)
     plgpu.commit_smem()
-    columns = pl.ds(pl.multiple_of(column, width), width)
+    columns = pl.ds(multiple_of(column, width), width)
     plgpu.copy_smem_to_gmem(slot, output.at[rows, columns], reduction_op="add" if add else None)
 
 

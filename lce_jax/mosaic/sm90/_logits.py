@@ -10,6 +10,7 @@ from jax import lax
 from lce_jax._types import Case
 from lce_jax.mosaic._pallas import plgpu
 from lce_jax.mosaic._span import Span
+from lce_jax.mosaic._worklist import Batch
 from lce_jax.mosaic.sm90._hardware import ROW_BLOCK, TILE_N
 from lce_jax.mosaic.sm90._pipeline import Matmul, Offset, Tile, Visit, row_groups, snake_index, walk_tiles
 from lce_jax.mosaic.sm90._tuning import Tuning
@@ -40,6 +41,26 @@ def walk_logits(matmul: Matmul, hidden: Any, weight: Any, span: Span, consume: A
         return plgpu.nd_loop((groups * span.num_tiles,), collective_axes="sm", init_carry=jnp.int32(0))(tile)
 
     walk_tiles(matmul, hidden, weight, Offset(column=span.offset), visit_all, consume, scratch)
+
+
+def walk_live_logits(
+    matmul: Matmul, hidden: Any, weight: Any, row_blocks: Any, tiles: Any, batch: Batch, consume: Any, scratch: Any
+) -> None:
+    """`walk_tiles` over the logits of a batch's entries; the blocks of a cluster take those of one group."""
+    tuning = matmul.tuning
+    num_steps = -(-matmul.case.hidden_size // tuning.tile_k)
+
+    def visit_all(visit: Visit) -> Any:
+        def tile(info: Any, carry: Any) -> Any:
+            slot = info.index[0] * tuning.cluster + lax.axis_index("cluster")
+            row_block, number = row_blocks[batch.entry + slot], tiles[batch.entry + slot]
+            at = {"row_block": row_block, "vocabulary_tile": number, "slot": slot}
+            return visit(Tile(row_block * ROW_BLOCK, number * TILE_N, num_steps, **at), carry)
+
+        groups = lax.div(batch.num_entries, jnp.int32(tuning.cluster))
+        return plgpu.nd_loop((groups,), collective_axes="sm", init_carry=jnp.int32(0))(tile)
+
+    walk_tiles(matmul, hidden, weight, Offset(), visit_all, consume, scratch)
 
 
 def first_tile(span: Span) -> Int[Array, ""]:

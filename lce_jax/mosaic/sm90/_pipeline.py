@@ -56,18 +56,30 @@ class Matmul:
     tuning: Tuning
     lhs_k: int
     rhs_k: int
+    shares_lhs: bool = False  # the operand that the blocks of a cluster share: their tiles lie side by side, not below
+
+
+class Place(NamedTuple):
+    """Where a step's operands lie."""
+
+    row: Any  # of lhs
+    lhs_k: Any
+    rhs_k: Any
 
 
 class Tile(NamedTuple):
     """One [128, n] tile of a product, a contraction of ``num_steps`` steps."""
 
     row: Int[Array, ""]  # of lhs, and of the result
-    column: Int[Array, ""]  # of rhs, counted from the walk's offset
+    column: Any  # of rhs, counted from the walk's offset
     num_steps: Any
     first_step: Any = 0
     row_block: Any = None  # of a tile of logits
     vocabulary_tile: Any = None  # of a tile of logits: its number in the launch
     split: Any = None  # of a tile of dhidden: which part of the contraction it is
+    slot: Any = None  # of a live tile of logits: the slot of its dlogits
+    written: Any = None  # of a live tile of dweight: the column of the result, where that is not the one of rhs
+    locate: Callable[[Any], Place] | None = None  # where the operands of a step lie; None: one after the other
 
     @property
     def rows(self) -> Any:
@@ -164,18 +176,36 @@ def _stage(matmul: Matmul, step: Any) -> Any:
 def _fetch(matmul: Matmul, ring: Ring, lhs: Any, rhs: Any, offset: Offset, tile: Tile, step: Any, before: Any) -> None:
     """Starts the copies of one step once its stage is free; TMA fills what lies outside with zeros."""
     tuning, stage = matmul.tuning, _stage(matmul, before + step)
+    found = None if tile.locate is None else tile.locate(_of_turn(tuning, tile, step)[1])  # while the stage is in use
     pl.when(before + step >= tuning.stages)(lambda: plgpu.barrier_wait(ring.consumed.at[stage]))
-    turn = lax.div(step, jnp.int32(tile.num_steps)) if tuning.turns > 1 else 0
+    turn, number = _of_turn(tuning, tile, step)
     produced = ring.produced.at[turn * tuning.stages + stage]
-    k = (tile.first_step + step - turn * tile.num_steps) * tuning.tile_k
-    rows, depth = pl.ds(tile.row + turn * WARPGROUP_ROWS, ROW_BLOCK // tuning.turns), pl.ds(k, tuning.tile_k)
+    place = _next(tuning, offset, tile, number) if found is None else found
+    rows, depth = pl.ds(place.row + turn * WARPGROUP_ROWS, ROW_BLOCK // tuning.turns), pl.ds(place.lhs_k, tuning.tile_k)
     source = lhs.at[rows, depth] if matmul.lhs_k == 1 else lhs.at[depth, rows]
-    plgpu.copy_gmem_to_smem(source, ring.lhs.at[stage], produced)
-    columns = pl.ds(pl.multiple_of(offset.column + tile.column, tuning.tile_n), tuning.tile_n)
-    depth = pl.ds(pl.multiple_of(offset.k + k, tuning.tile_k), tuning.tile_k)
-    source = rhs.at[columns, depth] if matmul.rhs_k == 1 else rhs.at[depth, columns]
     shared = "cluster" if tuning.cluster > 1 else None  # each block of a cluster fetches one part for all of them
-    plgpu.copy_gmem_to_smem(source, ring.rhs.at[stage], produced, collective_axes=shared)
+    plgpu.copy_gmem_to_smem(source, ring.lhs.at[stage], produced, collective_axes=shared if matmul.shares_lhs else None)
+    columns = pl.ds(multiple_of(offset.column + tile.column, tuning.tile_n), tuning.tile_n)
+    depth = pl.ds(pl.multiple_of(place.rhs_k, tuning.tile_k), tuning.tile_k)
+    source = rhs.at[columns, depth] if matmul.rhs_k == 1 else rhs.at[depth, columns]
+    plgpu.copy_gmem_to_smem(source, ring.rhs.at[stage], produced, collective_axes=None if matmul.shares_lhs else shared)
+
+
+def multiple_of(x: Any, factor: int) -> Any:
+    """``pl.multiple_of``, which a number that is known already does not need, and which cannot be lowered for it."""
+    return x if isinstance(x, int) else pl.multiple_of(x, factor)
+
+
+def _of_turn(tuning: Tuning, tile: Tile, step: Any) -> tuple[Any, Any]:
+    """Which warpgroup's turn a step is in, and its number in the contraction."""
+    turn = lax.div(step, jnp.int32(tile.num_steps)) if tuning.turns > 1 else 0
+    return turn, tile.first_step + step - turn * tile.num_steps
+
+
+def _next(tuning: Tuning, offset: Offset, tile: Tile, number: Any) -> Place:
+    """Where the operands of a contraction lie that takes one step after the other."""
+    k = number * tuning.tile_k
+    return Place(tile.row, k, offset.k + k)
 
 
 def _multiply(matmul: Matmul, ring: Ring, tile: Tile, before: Any) -> Float[Array, "64 n"]:

@@ -42,7 +42,7 @@ def update_dhidden(
     """
     matmul = Matmul(case, tuning, 1, case.options.vocab_dim)
     body = functools.partial(_dhidden_kernel, matmul, add)
-    return _update(matmul, body, "lce_dhidden", dlogits, weight, span, sums)
+    return update(matmul, body, "lce_dhidden", (dlogits, weight, span), sums)
 
 
 def _dhidden_kernel(
@@ -60,7 +60,7 @@ def _dhidden_kernel(
 
     def consume(tile: Tile, multiply: Any, slots: Any) -> None:
         # No other tile of this launch adds to the same elements, so two runs are bitwise equal.
-        _send_tile(multiply(), slots, tile.rows, output.at[tile.split], tile.column, add)
+        send_tile(multiply(), slots, tile.rows, output.at[tile.split], tile.column, add)
 
     slots = _epilogue.staging(matmul, output.shape[2], output.dtype)
     groups, num_steps = _pipeline.row_groups(matmul, span.num_rows), ceil_div(span.depth, matmul.tuning.tile_k)
@@ -82,7 +82,7 @@ def write_dweight(
     matmul = Matmul(case, tuning, 0, 0)
     lhs, rhs = (dlogits, hidden) if case.options.vocab_dim == 0 else (hidden, dlogits)
     body = functools.partial(_dweight_kernel, matmul, add)
-    return _update(matmul, body, "lce_dweight", lhs, rhs, span, dweight)
+    return update(matmul, body, "lce_dweight", (lhs, rhs, span), dweight)
 
 
 def _dweight_kernel(
@@ -108,7 +108,7 @@ def _dweight_kernel(
         values = multiply()
         row = first_row + tile.row + lax.axis_index("wg") * WARPGROUP_ROWS
         rows = pl.ds(pl.multiple_of(row, ATOM_ROWS), WARPGROUP_ROWS)
-        _send_tile(values, slots, rows, output, first_column + tile.column, add)
+        send_tile(values, slots, rows, output, first_column + tile.column, add)
 
     slots = _epilogue.staging(matmul, output.shape[1], output.dtype)
     num_steps = ceil_div(span.num_rows, matmul.tuning.tile_k)
@@ -117,7 +117,7 @@ def _dweight_kernel(
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def _send_tile(
+def send_tile(
     values: Float[Array, "64 n"], slots: Any, rows: Any, output: Any, column: Any, add: bool = False
 ) -> None:
     """Copies a warpgroup's part of a tile to ``output[rows, column:]``, or adds it there, block by block.
@@ -130,11 +130,11 @@ def _send_tile(
         _epilogue.send(values[:, start : start + width], i, slots, rows, output, column + start, add)
 
 
-def _update(matmul: Matmul, body: Any, name: str, lhs: Array, rhs: Array, span: Array, result: Array) -> Array:
+def update(matmul: Matmul, body: Any, name: str, operands: tuple[Array, ...], result: Array) -> Array:
     """``result`` as ``body`` leaves it, in its place."""
     outputs = [jax.ShapeDtypeStruct(result.shape, result.dtype)]
-    run = _pipeline.kernel(matmul, body, outputs, name, updated={3: 0})
-    return run(lhs, rhs, span, result)[0]
+    run = _pipeline.kernel(matmul, body, outputs, name, updated={len(operands): 0})
+    return run(*operands, result)[0]
 
 
 def _visit_all(matmul: Matmul, groups: Any, columns: int, splits: int, num_steps: Any, visit: Visit) -> Any:

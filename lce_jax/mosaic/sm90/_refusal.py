@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lce_jax._plans import format_bytes
 from lce_jax._types import Case
-from lce_jax.mosaic.sm90._hardware import COLUMN_GRAIN, SMEM_LIMIT, TILE_N
+from lce_jax.mosaic.sm90._hardware import ATOM_ROWS, COLUMN_GRAIN, SMEM_LIMIT, TILE_N
 from lce_jax.mosaic.sm90._tuning import BY_KERNEL, Tunings, stages_output
 
 
@@ -39,8 +39,10 @@ def _options_refusal(case: Case) -> str | None:
     options = case.options
     if options.logit_scale <= 0:
         return f"logit_scale must be positive for its running maximum, got {options.logit_scale}"
-    if options.gradient_threshold:
-        return f"gradient_threshold={options.gradient_threshold:g}: the kernels compute every tile"
+    if options.gradient_threshold and options.num_candidates:
+        return "gradient_threshold together with candidates, whose terms lie in tiles that may be left out"
+    if options.gradient_threshold and case.vocab_size % ATOM_ROWS:
+        return f"gradient_threshold needs V to be a multiple of {ATOM_ROWS}, got {case.vocab_size}"
     if options.has_bias:
         return "bias: the kernels' epilogues add none to the products"
     if options.traced_scale and options.logit_softcap is not None:

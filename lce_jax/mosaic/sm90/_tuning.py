@@ -63,6 +63,8 @@ BY_KERNEL: Mapping[str, Tuning] = {
     "dlogits": Tuning(tile_k=64, stages=4, cluster=2),
     "dhidden": Tuning(tile_k=64, stages=4, cluster=2, in_flight=1),
     "dweight": Tuning(tile_k=64, stages=4, cluster=2, in_flight=1),
+    "live_dhidden": Tuning(tile_k=64, stages=4, cluster=2),  # of tiles side by side: no two row blocks share a list
+    "live_dweight": Tuning(tile_k=64, stages=4, cluster=2, in_flight=1),  # a cluster is one vocabulary tile
 }
 # For a short contraction, where the epilogue counts. Turns hide the epilogue, but read each tile of rhs twice, in steps
 # of half the time. Where few row blocks share a tile of the weight, such a step is too short for the latency of HBM.
@@ -98,7 +100,10 @@ class Tunings:
                 choice = tuned
         if case.hidden_size % choice.tile_k and kernel in ("forward", "dlogits"):  # or the last step is half empty
             choice = dataclasses.replace(choice, tile_k=choice.tile_k // 2, stages=choice.stages * 2)
-        if kernel != "dweight" and choice.cluster > 1 and row_blocks % choice.cluster and not many:
+        if kernel == "live_dhidden" and -(-case.hidden_size // TILE_N) % choice.cluster:
+            choice = dataclasses.replace(choice, cluster=1)
+        by_row_block = kernel in ("forward", "dlogits", "dhidden")
+        if by_row_block and choice.cluster > 1 and row_blocks % choice.cluster and not many:
             choice = dataclasses.replace(choice, cluster=1)  # a cluster's missing row block would cost too much
         return choice
 

@@ -1,0 +1,81 @@
+"""The gradients with a threshold: a batch of live tiles after the other, each feeding the two products.
+
+    live tiles ─ lists ─▶ as many vocabulary tiles as fit the slots ─ dlogits ─ dhidden, dweight
+                               the next ones …
+
+How many batches there are is known at run time only. Columns that the kernels leave out go through plain XLA, which
+computes all of them: those after the last grain, and the tile where padding begins.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from lce_jax import _compat
+from lce_jax._types import Case, Operands, RowCoefficients
+from lce_jax.mosaic import _chunks, _dhidden, _mean, _operands, _remainder
+from lce_jax.mosaic._call import Call
+from lce_jax.mosaic._kernel_set import KernelSet
+from lce_jax.mosaic._worklist import Batch, RowLists, Worklist
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float
+
+
+def gradients(
+    operands: Operands,
+    case: Case,
+    kernels: KernelSet,
+    rows: RowCoefficients,
+    live: Bool[Array, "tiles blocks"],
+    dweight: Float[Array, "V H"] | None,
+) -> tuple[Float[Array, "T H"], Float[Array, "V H"]]:
+    """Eq. 5 over the live tiles: dhidden in fp32, anything on rows that are not live, and dweight.
+
+    dweight is in the weight's dtype, or added to the fp32 sum ``dweight``.
+    """
+    call = Call.prepare(operands, case, kernels)
+    shape, adds = call.shape, dweight is not None
+    contracted = None
+    if operands.num_columns is not None:
+        num_covered = _remainder.covered_columns(call, shape.tile) // shape.tile
+        contracted = jnp.arange(shape.num_tiles, dtype=jnp.int32) < num_covered
+    with jax.named_scope("worklist"):
+        work = Worklist.of(live, kernels.live_group(case), contracted)
+    sums = _dhidden.empty_sums(case, shape, adds=True, rounds=False)
+    total = lax.empty(operands.weight.shape, case.dtype) if dweight is None else dweight
+    sums, total = _walk(call, rows, work, *_compat.vary_like((sums, total), (operands, rows, live)), adds)
+    dhidden = _dhidden.total(sums, case)
+    if _remainder.is_left(call):
+        rest = call, rows._replace(uniform=None), dhidden, total
+        dhidden, total = _remainder.add_gradients(*rest, adds=adds, step=shape.tile)
+    if rows.uniform is not None:
+        dhidden, total = _mean.add_gradients(operands, case, rows.uniform, dhidden, total)
+    return dhidden, total
+
+
+def _walk(call: Call, rows: RowCoefficients, work: Worklist, sums: Any, dweight: Any, adds: bool) -> tuple[Any, Any]:
+    """Both gradients with all live tiles in them, a batch at a time."""
+    case, shape, kernels, prepared = call.case, call.shape, call.kernels, call.prepared
+    factors = _operands.row_factors(rows, shape.padded_tokens)
+    slots = _chunks.live_slots(case, shape, kernels.budget, kernels.live_group(case))
+
+    @jax.named_scope("batch")
+    def step(carry: Any) -> Any:
+        rank, sums, dweight = carry
+        stop = work.stop(rank, slots)
+        entry = work.first[rank]
+        batch = Batch(rank, stop - rank, entry, work.first[stop] - entry, prepared.num_columns).pack()
+        d = kernels.live_dlogits(prepared, prepared.weight, case, factors, work, batch, slots)
+        lists = RowLists.of(work, rank, stop)
+        sums = kernels.update_live_dhidden(sums, d, prepared.weight, case, work, lists, batch)
+        dweight = kernels.write_live_dweight(dweight, d, prepared.hidden, case, work, batch, adds)
+        return stop, sums, dweight
+
+    start = _compat.vary_like(jnp.int32(0), work)
+    _, sums, dweight = lax.while_loop(lambda carry: carry[0] < shape.num_tiles, step, (start, sums, dweight))
+    return sums, dweight

@@ -1,0 +1,131 @@
+"""The live tiles of a shard as lists, along which the kernels of a sparse backward walk.
+
+A live tile, a row block by a vocabulary tile, is an entry of one list, by vocabulary tile. Those with the most live row
+blocks come first, so that kernel blocks that run side by side have equally much to do. A batch is a range of vocabulary
+tiles in that order: it fills an array of dlogits, a slot of [row block, tile] for each entry.
+
+Every array has a static size, so other live tiles compile nothing anew.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Int
+
+
+class Worklist(NamedTuple):
+    """All live tiles of a shard. A rank is the place of a vocabulary tile in their order."""
+
+    row_blocks: Int[Array, "entries"]  # of each entry
+    tiles: Int[Array, "entries"]
+    order: Int[Array, "ranks"]  # the vocabulary tile at each rank
+    counts: Int[Array, "ranks"]  # its live row blocks
+    first: Int[Array, "ranks+1"]  # its first entry
+    by_row: Int[Array, "entries"]  # the entries once more, by row block and then by rank
+    tile_by_row: Int[Array, "entries"]  # the vocabulary tile of each of these
+    row_first: Int[Array, "blocks"]  # where a row block begins in both
+    before: Int[Array, "ranks+1 blocks"]  # its live tiles of a lower rank
+
+    @classmethod
+    def of(cls, live: Bool[Array, "tiles blocks"], group: int, contracted: Bool[Array, "tiles"] | None) -> Worklist:
+        """The live tiles, those of one vocabulary tile in whole groups, the last one filled up with row block 0.
+
+        A cluster of kernel blocks takes a group, which shares a tile of the weight. The lists by row block have only
+        vocabulary tiles that dhidden contracts; None: all.
+        """
+        num_tiles, blocks = live.shape
+        order = jnp.argsort(jnp.sum(~live, axis=1, dtype=jnp.int32), stable=True).astype(jnp.int32)
+        live = live[order]
+        counts = jnp.sum(live, axis=1, dtype=jnp.int32)
+        first = _sums_before(-(-counts // group) * group)
+        size = num_tiles * (-(-blocks // group) * group)
+        rank, block = (lax.broadcasted_iota(jnp.int32, live.shape, dim) for dim in (0, 1))
+        outside = size + rank * blocks + block
+        entry = first[:-1, None] + _counted(live.T).T[:, :-1]
+        of_rows = live if contracted is None else live & contracted[order][:, None]
+        before = _counted(of_rows)
+        row_first = _sums_before(before[-1])[:-1]
+
+        def scattered(which: Array, places: Array, values: Array) -> Array:
+            places = jnp.where(which, places, outside)
+            return jnp.zeros((size,), jnp.int32).at[places].set(values, mode="drop", unique_indices=True)
+
+        def tiles() -> Array:
+            """Of all entries, also of those that fill up a group."""
+            rank, place = (lax.broadcasted_iota(jnp.int32, (num_tiles, size // num_tiles), dim) for dim in (0, 1))
+            places = jnp.where(place < (first[1:] - first[:-1])[:, None], first[:-1, None] + place, size + rank + place)
+            empty = jnp.zeros((size,), jnp.int32)
+            return empty.at[places].set(jnp.broadcast_to(order[:, None], places.shape), mode="drop")
+
+        by_row = row_first[None, :] + before[:-1]
+        tile = jnp.broadcast_to(order[:, None], live.shape)
+        return cls(
+            row_blocks=scattered(live, entry, block),
+            tiles=tiles(),
+            order=order,
+            counts=counts,
+            first=first,
+            by_row=scattered(of_rows, by_row, entry),
+            tile_by_row=scattered(of_rows, by_row, tile),
+            row_first=row_first,
+            before=before,
+        )
+
+    def stop(self, rank: Any, slots: int) -> Int[Array, ""]:
+        """The rank after the last one that fits ``slots`` together with all from ``rank`` on."""
+        return jnp.sum(self.first <= self.first[rank] + slots, dtype=jnp.int32) - 1
+
+
+class Batch(NamedTuple):
+    """A range of ranks, whose dlogits exist at the same time. All are numbers that are known at run time."""
+
+    rank: Any  # the first
+    num_ranks: Any
+    entry: Any  # the first
+    num_entries: Any
+    num_columns: Any  # live columns of the shard
+
+    def pack(self) -> Int[Array, "fields"]:
+        """As a kernel takes it."""
+        return jnp.stack([jnp.asarray(field, jnp.int32) for field in self])
+
+    @classmethod
+    def unpack(cls, scalars: Any) -> Batch:
+        """In a kernel."""
+        return cls(*(scalars[i] for i in range(len(cls._fields))))
+
+
+class RowLists(NamedTuple):
+    """A batch by row block: which entries each contracts. Those with the most come first."""
+
+    row_blocks: Int[Array, "blocks"]
+    first: Int[Array, "blocks"]  # in `Worklist.by_row`
+    counts: Int[Array, "blocks"]
+
+    @classmethod
+    def of(cls, work: Worklist, rank: Any, stop: Any) -> RowLists:
+        """Of the ranks from ``rank`` to ``stop``."""
+        counts = work.before[stop] - work.before[rank]
+        order = jnp.argsort(-counts, stable=True).astype(jnp.int32)
+        return cls(order, (work.row_first + work.before[rank])[order], counts[order])
+
+
+def _sums_before(x: Int[Array, "n"]) -> Int[Array, "n+1"]:
+    """The sum of all before each, and of all, in one fused kernel on a GPU."""
+    return jnp.sum(jnp.where(_earlier(x.shape[0]), x[None, :], 0), axis=1, dtype=jnp.int32)
+
+
+def _counted(x: Bool[Array, "n m"]) -> Int[Array, "n+1 m"]:
+    """How many are True above each, and in all. The product is exact: float32 holds these counts."""
+    earlier = _earlier(x.shape[0]).astype(jnp.float32)
+    return jnp.matmul(earlier, x.astype(jnp.float32), precision="highest").astype(jnp.int32)
+
+
+def _earlier(n: int) -> Bool[Array, "n+1 n"]:
+    rows, columns = (lax.broadcasted_iota(jnp.int32, (n + 1, n), dim) for dim in (0, 1))
+    return columns < rows

@@ -1,0 +1,171 @@
+"""The two products of a batch of live tiles of dlogits, each contracted over its own list.
+
+    dhidden[row block] += Σ dlogits[slot] · weight[tile]          over the row block's live vocabulary tiles
+    dweight[tile]       = Σ dlogits[slot]ᵀ · hidden[row block]    over the vocabulary tile's live row blocks
+
+The steps of a contraction are counted through the list, and the memory warpgroup looks up where each step's operands
+lie. The slots of one vocabulary tile are side by side.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from lce_jax.mosaic._pallas import pl, plgpu
+from lce_jax.mosaic._worklist import Batch, RowLists, Worklist
+from lce_jax.mosaic.sm90 import _epilogue, _pipeline
+from lce_jax.mosaic.sm90._hardware import ATOM_ROWS, ROW_BLOCK, TILE_N, WARPGROUP_ROWS
+from lce_jax.mosaic.sm90._pipeline import Matmul, Offset, Place, Tile, Visit
+from lce_jax.mosaic.sm90._products import send_tile, update
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int
+
+    from lce_jax._types import Case
+    from lce_jax.mosaic.sm90._tuning import Tuning
+
+
+def update_dhidden(
+    sums: Float[Array, "splits Tp Hp"],
+    dlogits: Float[Array, "slots*128 256"],
+    weight: Float[Array, "V H"],
+    case: Case,
+    tuning: Tuning,
+    work: Worklist,
+    rows: RowLists,
+    batch: Int[Array, "fields"],
+) -> Float[Array, "splits Tp Hp"]:
+    """``sums`` with the batch's part added; each list is cut into as many parts as there are arrays of sums."""
+    matmul = Matmul(case, tuning, 1, case.options.vocab_dim, shares_lhs=True)
+    body = functools.partial(_dhidden_kernel, matmul)
+    lists = (*rows, work.by_row, work.tile_by_row, batch)
+    return update(matmul, body, "lce_live_dhidden", (dlogits, weight, *lists), sums)
+
+
+def _dhidden_kernel(
+    matmul: Matmul,
+    dlogits: Any,  # [slots · 128, 256]
+    weight: Any,  # [V, H] or [H, V]
+    row_blocks: Any,  # [blocks], and the next two: a `RowLists`
+    first: Any,
+    counts: Any,
+    by_row: Any,  # [entries]
+    tile_by_row: Any,  # [entries]
+    scalars: Any,  # a `Batch`
+    sums: Any,  # [splits, Tp, Hp] as they were
+    output: Any,  # as they will be, in the same place
+) -> None:
+    del sums
+    batch, tile_k, cluster = Batch.unpack(scalars), matmul.tuning.tile_k, matmul.tuning.cluster
+    splits, _, hidden_size = output.shape
+    steps_of_tile, columns = TILE_N // tile_k, hidden_size // TILE_N // cluster  # clusters lie side by side
+    groups = row_blocks.shape[0]
+
+    def visit_all(visit: Visit) -> Any:
+        def tile(info: Any, carry: Any) -> Any:
+            split = lax.div(info.index[0], jnp.int32(groups * columns))
+            index = lax.rem(info.index[0], jnp.int32(groups * columns))
+            group, column = _pipeline.snake_index(matmul.tuning, index, groups, columns)
+            column = column * cluster + lax.axis_index("cluster")
+            start, per_split = first[group], lax.div(counts[group] + (splits - 1), jnp.int32(splits))
+            count = jnp.clip(counts[group] - split * per_split, 0, per_split)
+
+            def locate(number: Any) -> Place:
+                place = start + lax.div(number, jnp.int32(steps_of_tile))
+                within = pl.multiple_of(lax.rem(number, jnp.int32(steps_of_tile)) * tile_k, tile_k)
+                slot = by_row[place] - batch.entry
+                return Place(slot * ROW_BLOCK, within, tile_by_row[place] * TILE_N + within)
+
+            row, steps = row_blocks[group] * ROW_BLOCK, count * steps_of_tile
+            before = split * per_split * steps_of_tile
+            return visit(Tile(row, column * TILE_N, steps, before, split=split, locate=locate), carry)
+
+        area = groups * columns * splits
+        return plgpu.nd_loop((jnp.int32(area),), collective_axes="sm", init_carry=jnp.int32(0))(tile)
+
+    def consume(tile: Tile, multiply: Any, slots: Any) -> None:
+        # No other tile of this launch adds to the same elements, so two runs are bitwise equal.
+        send_tile(multiply(), slots, tile.rows, output.at[tile.split], tile.column, True)
+
+    slots = _epilogue.staging(matmul, hidden_size, output.dtype)
+    _pipeline.walk_tiles(matmul, dlogits, weight, Offset(), visit_all, consume, slots)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def write_dweight(
+    dweight: Float[Array, "V H"],
+    dlogits: Float[Array, "slots*128 256"],
+    hidden: Float[Array, "T H"],
+    case: Case,
+    tuning: Tuning,
+    work: Worklist,
+    batch: Int[Array, "fields"],
+    add: bool,
+) -> Float[Array, "V H"]:
+    """``dweight`` with the batch's vocabulary tiles written, or added; zeros where nothing is live."""
+    matmul = Matmul(case, tuning, 0, 0)
+    by_rows = case.options.vocab_dim == 0
+    operands = (dlogits, hidden) if by_rows else (hidden, dlogits)
+    lists = (work.row_blocks, work.order, work.counts, work.first, batch)
+    body = functools.partial(_dweight_kernel, matmul, by_rows, add)
+    return update(matmul, body, "lce_live_dweight", (*operands, *lists), dweight)
+
+
+def _dweight_kernel(
+    matmul: Matmul,
+    by_rows: bool,  # whether dweight is [V, H]
+    add: bool,
+    lhs: Any,  # dlogits [slots · 128, 256], or hidden [T, H]: what runs down the rows of dweight
+    rhs: Any,  # hidden [T, H], or dlogits
+    row_blocks: Any,  # [entries]
+    order: Any,  # [ranks]
+    counts: Any,  # [ranks]
+    firsts: Any,  # [ranks + 1]
+    scalars: Any,  # a `Batch`
+    dweight: Any,  # [V, H] or [H, V]; what no batch has written is in it already
+    output: Any,  # the same place
+) -> None:
+    del dweight
+    batch, tuning = Batch.unpack(scalars), matmul.tuning
+    hidden = rhs if by_rows else lhs
+    blocks_of_tile, steps_of_block = TILE_N // ROW_BLOCK, ROW_BLOCK // tuning.tile_k
+    if by_rows:
+        groups = _pipeline.row_groups(matmul, batch.num_ranks * TILE_N)
+        columns: Any = -(-hidden.shape[1] // TILE_N)
+    else:
+        groups, columns = _pipeline.row_groups(matmul, hidden.shape[1]), batch.num_ranks
+
+    def visit_all(visit: Visit) -> Any:
+        def tile(info: Any, carry: Any) -> Any:
+            group, column = _pipeline.snake_index(tuning, info.index[0], groups, columns)
+            block = group * tuning.cluster + lax.axis_index("cluster")
+            rank = batch.rank + (lax.div(block, jnp.int32(blocks_of_tile)) if by_rows else column)
+            part = lax.rem(block, jnp.int32(blocks_of_tile)) * ROW_BLOCK
+            entry = firsts[rank]
+
+            def locate(number: Any) -> Place:
+                row_block = row_blocks[entry + lax.div(number, jnp.int32(steps_of_block))]
+                token = row_block * ROW_BLOCK + lax.rem(number, jnp.int32(steps_of_block)) * tuning.tile_k
+                in_slots = (entry - batch.entry) * ROW_BLOCK + number * tuning.tile_k
+                return Place(part, in_slots, token) if by_rows else Place(block * ROW_BLOCK, token, in_slots)
+
+            steps, vocabulary_tile = counts[rank] * steps_of_block, order[rank] * TILE_N
+            row, to = (vocabulary_tile + part, column * TILE_N) if by_rows else (block * ROW_BLOCK, vocabulary_tile)
+            read = column * TILE_N if by_rows else 0
+            return visit(Tile(row, read, steps, written=to, locate=locate), carry)
+
+        return plgpu.nd_loop((groups * columns,), collective_axes="sm", init_carry=jnp.int32(0))(tile)
+
+    def consume(tile: Tile, multiply: Any, slots: Any) -> None:
+        values = multiply()
+        row = tile.row + lax.axis_index("wg") * WARPGROUP_ROWS
+        rows = pl.ds(pl.multiple_of(row, ATOM_ROWS), WARPGROUP_ROWS)
+        send_tile(values, slots, rows, output, tile.written, add)
+
+    slots = _epilogue.staging(matmul, output.shape[1], output.dtype)
+    _pipeline.walk_tiles(matmul, lhs, rhs, Offset(), visit_all, consume, slots)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -1,0 +1,266 @@
+"""The kernels with a ``gradient_threshold``, interpreted with the race detector, against an oracle that drops tiles.
+
+The oracle is float64 with stored logits. Which tiles are live it finds from its own probabilities.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import lce_jax
+from lce_jax import _dispatch, _math, mosaic
+from lce_jax._types import Operands, RowCoefficients
+from lce_jax.mosaic import _generations, sm90
+from lce_jax.mosaic._pallas import interpreting, plgpu
+from lce_jax.mosaic._worklist import RowLists, Worklist
+from lce_jax.mosaic.sm90._tuning import BY_KERNEL, SHORT, Tunings
+from tests.mosaic_interpreter import add_stores, races_found
+from tests.test_mosaic_interpret import Call, call, case_of, draw, traced
+from tests.test_mosaic_lowering import H200, lower
+
+ROWS, COLUMNS = 128, 256
+THRESHOLD = 0.03
+
+CALLS = [
+    call("several batches, clusters, nothing live", T=264, V=1032, H=64, cluster=2, chunk=1, num_rows=200, stats=True,
+         temperature=True, mean_logit=True),
+    call("padding, softcap, no entropy", T=264, V=776, num_columns=600, logit_softcap=3.0, entropy=False),
+    call("hv, dweight added, several launches", T=136, V=1024, H=64, weight_layout="hv", adds_dweight=True,
+         statistics_bytes=1 << 13, stats=True),
+    call("dweight added, padding, float16", T=264, V=776, H=64, num_columns=300, adds_dweight=True, dtype="float16"),
+]  # fmt: skip
+
+
+def peaked(test: Call, operands: Operands) -> Operands:
+    """Rows of row blocks that concentrate on few vocabulary tiles each; labels where the rows have them."""
+    rng = np.random.default_rng(3)
+    weight = np.asarray(operands.weight, np.float64)
+    weight = weight if test.options.weight_layout == "vh" else weight.T
+    true = test.V if test.num_columns is None else test.num_columns
+    block = np.arange(test.T) // ROWS
+    favourite = (block * 2 * COLUMNS + rng.integers(0, COLUMNS, test.T)) % true
+    hidden = 4.0 * weight[favourite] + 0.1 * rng.standard_normal((test.T, test.H))
+    hidden[np.arange(test.T) >= (test.T if test.num_rows is None else test.num_rows)] = 0
+    targets = np.where(rng.random(test.T) < 0.9, favourite, -1)
+    targets[:3] = (favourite[:3] + COLUMNS) % true  # of small probability, in tiles that hold nothing else
+    return operands._replace(hidden=jnp.asarray(hidden, test.dtype), targets=jnp.asarray(targets, jnp.int32))
+
+
+class Oracle:
+    """Probabilities, live tiles and gradients in float64."""
+
+    def __init__(self, test: Call, operands: Operands) -> None:
+        self.test, self.operands = test, operands
+        weight = np.asarray(operands.weight, np.float64)
+        self.weight = weight if test.options.weight_layout == "vh" else weight.T
+        self.true = test.V if test.num_columns is None else test.num_columns
+        self.rows = test.T if test.num_rows is None else test.num_rows
+        self.hidden = np.asarray(operands.hidden, np.float64)
+        z = test.options.logit_scale * (self.hidden @ self.weight[: self.true].T)
+        cap = test.options.logit_softcap
+        self.dcap = np.ones_like(z) if cap is None else 1 / np.cosh(z / cap) ** 2
+        z = z if cap is None else cap * np.tanh(z / cap)
+        if operands.inverse_temperature is not None:
+            z = z * np.asarray(operands.inverse_temperature, np.float64)[:, None]
+        self.z = z
+        self.p = np.exp(z - z.max(1, keepdims=True))
+        self.p /= self.p.sum(1, keepdims=True)
+
+    def live(self) -> np.ndarray:
+        """[tiles, blocks], of the columns that the kernels cover."""
+        covered = self.test.V - self.test.V % 16
+        tiles, blocks = -(-covered // COLUMNS), -(-max(self.test.T, ROWS) // ROWS)
+        big = np.zeros((blocks * ROWS, tiles * COLUMNS), bool)
+        columns = min(self.true, covered)
+        big[: self.rows, :columns] = self.p[: self.rows, :columns] >= THRESHOLD
+        targets = np.asarray(self.operands.targets)
+        for row in range(self.rows):
+            if 0 <= targets[row] < covered:
+                big[row, targets[row]] = True
+        live = big.reshape(blocks, ROWS, tiles, COLUMNS).any((1, 3)).T
+        return live | self.computed_anyway()
+
+    def computed_anyway(self) -> np.ndarray:
+        """The tile where padding begins, which goes through plain XLA."""
+        covered = self.test.V - self.test.V % 16
+        live = np.zeros((-(-covered // COLUMNS), -(-max(self.test.T, ROWS) // ROWS)), bool)
+        if self.test.num_columns is not None:
+            live[self.true // COLUMNS : self.true // COLUMNS + 1] = True
+        return live
+
+    def kept(self, live: np.ndarray) -> np.ndarray:
+        """[T, true columns]: what is in the gradients; columns after the last grain always are."""
+        whole = np.repeat(np.repeat(live, COLUMNS, 0), ROWS, 1).T
+        kept = np.ones_like(self.p, bool)
+        columns = min(self.true, self.test.V - self.test.V % 16)
+        kept[:, :columns] = whole[: self.test.T, :columns]
+        return kept
+
+    def gradients(self, rows: RowCoefficients, live: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Eqs. 4 and 5 where they are kept."""
+
+        def of(x: Any) -> Any:
+            return 0.0 if x is None else np.asarray(x, np.float64)[:, None]
+
+        u = self.z - of(rows.shift)
+        d = np.exp(u) * (of(rows.constant) + of(rows.slope) * u)
+        targets = np.asarray(self.operands.targets)
+        owned = np.flatnonzero((targets >= 0) & (np.arange(self.test.T) < self.rows))
+        d[owned, targets[owned]] += of(rows.target)[owned, 0]
+        d = (d * self.kept(live) + of(rows.uniform)) * self.dcap
+        d[self.rows :] = 0
+        dweight = np.zeros_like(self.weight)
+        dweight[: self.true] = d.T @ self.hidden
+        dhidden = d @ self.weight[: self.true]
+        return dhidden, dweight if self.test.options.weight_layout == "vh" else dweight.T
+
+
+def with_threshold(test: Call) -> Call:
+    return dataclasses.replace(test, options=dataclasses.replace(test.options, gradient_threshold=THRESHOLD))
+
+
+def kernels_of(test: Call) -> sm90.Kernels:
+    """Clusters where the call asks for them, and small batches and launches."""
+    budget = sm90.KERNELS.budget
+    if test.chunk is not None:
+        budget = dataclasses.replace(budget, temporary_bytes=0, chunk_columns=test.chunk * COLUMNS)
+    if test.statistics_bytes is not None:
+        budget = dataclasses.replace(budget, statistics_bytes=test.statistics_bytes)
+    dlogits = dataclasses.replace(BY_KERNEL["dlogits"], cluster=test.cluster)
+    tuned = {("NVIDIA H200", "dlogits"): ((64, dlogits if test.cluster > 1 else SHORT),)}
+    return sm90.Kernels(budget=budget, tunings=Tunings(tuned=tuned, many_row_blocks=1))
+
+
+@pytest.fixture(name="test")
+def interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call]:
+    add_stores(monkeypatch)
+    monkeypatch.setattr(jax.lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
+    test = with_threshold(request.param)
+    with _generations.using(kernels_of(test)), interpreting(plgpu.InterpretGPUParams(detect_races=True)):
+        yield test
+
+
+@pytest.mark.parametrize("test", CALLS, ids=str, indirect=True)
+def test_live_tiles_alone(test: Call, capfd: pytest.CaptureFixture[str]) -> None:
+    case = case_of(test)
+    assert mosaic.supports(case) is None
+    operands, cotangent = draw(test)
+    operands = peaked(test, operands)
+    oracle = Oracle(test, operands)
+    live = oracle.live()
+    assert 0 < live.mean() < 1
+    rows_that_count = None if test.num_rows is None else jnp.arange(test.T) < test.num_rows
+
+    def forward(operands: Operands) -> Any:
+        stats, tiles = mosaic.statistics(operands, case, True)
+        return stats, *mosaic.selected(case, tiles, stats.max + jnp.log(stats.sumexp), rows_that_count)
+
+    stats, found, dropped = traced(forward, operands)
+    np.testing.assert_array_equal(found, live)
+    if test.options.stats:
+        want = np.where(oracle.kept(live), 0, oracle.p).sum(1)[: oracle.rows]
+        assert want.max() > 0
+        np.testing.assert_allclose(dropped[: oracle.rows], want, rtol=1e-3, atol=1e-7)
+    rows = _math.row_coefficients(
+        stats, cotangent, rows_that_count, operands.inverse_temperature, test.options, oracle.true
+    )
+    check_gradients(test, case, operands, rows, found, oracle.gradients(rows, live))
+    if "nothing live" in test.name:
+        least = oracle.computed_anyway()
+        check_gradients(test, case, operands, rows, jnp.asarray(least), oracle.gradients(rows, least))
+    assert not races_found()
+    assert "RACE DETECTED" not in capfd.readouterr().out
+
+
+def check_gradients(test: Call, case: Any, operands: Operands, rows: Any, live: Any, want: Any) -> None:
+    before = jnp.full(operands.weight.shape, 0.5, jnp.float32) if test.adds_dweight else None
+
+    def run(operands: Operands, rows: Any, live: Any, before: Any) -> Any:
+        return mosaic.gradients(operands, case, rows, live, dweight=before)[:2]
+
+    dhidden, dweight = traced(run, operands, rows, live, before)
+    dweight = dweight if before is None else dweight - before
+    # As in tests/test_mosaic_interpret.py; a sum is rounded beside 0.5 as well.
+    bound = {"bfloat16": 4e-3, "float16": 5e-4}[test.dtype]
+    for got, exact in ((dhidden[: test.num_rows], want[0][: test.num_rows]), (dweight, want[1])):
+        error = np.linalg.norm(np.asarray(got, np.float64) - exact)
+        assert error <= bound * np.linalg.norm(exact) + (0 if before is None else 1e-7 * np.sqrt(exact.size))
+
+
+def test_lists_hold_every_live_tile_once() -> None:
+    rng = np.random.default_rng(0)
+    for share, contracted in ((0.0, None), (0.1, None), (0.5, jnp.asarray(rng.random(9) < 0.7)), (1.0, None)):
+        live = rng.random((9, 5)) < share
+        work = jax.jit(lambda live: Worklist.of(live, 2, contracted))(jnp.asarray(live))  # noqa: B023
+        first, counts, order = (np.asarray(x) for x in (work.first, work.counts, work.order))
+        assert np.all(np.diff(counts) <= 0)
+        assert np.all(first % 2 == 0)
+        entries = {(order[r], int(work.row_blocks[first[r] + i])) for r in range(9) for i in range(counts[r])}
+        assert entries == {(tile, block) for tile, block in np.argwhere(live)}
+        for rank in range(9):
+            assert np.all(np.asarray(work.tiles)[first[rank] : first[rank + 1]] == order[rank])
+        start, seen = 0, []
+        while start < 9:
+            stop = int(work.stop(start, 6))
+            assert stop > start
+            assert first[stop] - first[start] <= 6
+            lists = RowLists.of(work, start, stop)
+            assert np.all(np.diff(lists.counts) <= 0)
+            for block, begin, count in zip(*map(np.asarray, lists), strict=True):
+                for place in range(begin, begin + count):
+                    entry = int(work.by_row[place])
+                    assert first[start] <= entry < first[stop]
+                    assert int(work.row_blocks[entry]) == block
+                    seen.append((int(work.tile_by_row[place]), int(block)))
+            start = stop
+        keeps = live if contracted is None else live & np.asarray(contracted)[:, None]
+        assert sorted(seen) == [(tile, block) for tile, block in np.argwhere(keeps)]
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_dispatch, "current_device", lambda _=None: H200)
+
+
+EVERYTHING = {"stats": True, "logit_softcap": 30.0, "where": True, "temperature": True, "vocab_size": 31990}
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(
+    ("T", "H", "V", "options"),
+    [(8192, 4096, 151936, {}), (131072, 2880, 201088, {"stats": True}), (1003, 1024, 32000, EVERYTHING),
+     (100, 512, 32000, {"weight_layout": "hv", "cache_bytes": 1 << 30})], ids=str,
+)  # fmt: skip
+def test_lowers_for_cuda(T: int, H: int, V: int, options: dict[str, Any]) -> None:
+    text = lower(T, H, V, gradient_threshold=2.0**-12, **options)
+    assert all(f"lce_live_{name}" in text for name in ("dlogits", "dhidden", "dweight"))
+    assert text.count("@mosaic_gpu_v2") == 4 + ("vocab_size" in options)  # beside padding, plain XLA and one product
+
+
+@pytest.mark.usefixtures("hopper")
+def test_zero_is_the_same_program() -> None:
+    assert lower(4096, 1024, 32000, gradient_threshold=0.0) == lower(4096, 1024, 32000)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_what_the_kernels_refuse_and_say() -> None:
+    struct = jax.ShapeDtypeStruct
+    operands = struct((4096, 1024), "bfloat16"), struct((32000, 1024), "bfloat16"), struct((4096,), "int32")
+    plan = lce_jax.explain(*operands, gradient_threshold=2.0**-12, cache_bytes=1 << 20)
+    assert plan.implementation == "mosaic_gpu"
+    assert any("0.000244141 (|dlogprob - dlse| + |dentropy| (8.32 + entropy))" in note for note in plan.notes)
+    assert any("cache_bytes=1048576 is not used" in note for note in plan.notes)
+    with pytest.raises(lce_jax.UnsupportedError, match="together with candidates"):
+        lce_jax.explain(
+            *operands, gradient_threshold=0.1, candidates=struct((4096, 3), "int32"), implementation="mosaic_gpu"
+        )
+    odd = struct((32003, 1024), "bfloat16")
+    with pytest.raises(lce_jax.UnsupportedError, match="multiple of 8, got 32003"):
+        lce_jax.explain(operands[0], odd, operands[2], gradient_threshold=0.1, implementation="mosaic_gpu")
