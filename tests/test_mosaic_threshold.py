@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import lce_jax
-from lce_jax import _dispatch, _math, mosaic
+from lce_jax import _math, mosaic
 from lce_jax._types import Operands, RowCoefficients
 from lce_jax.mosaic import _generations, sm90
 from lce_jax.mosaic._pallas import interpreting, plgpu
@@ -23,7 +23,7 @@ from lce_jax.mosaic._worklist import RowLists, Worklist
 from lce_jax.mosaic.sm90._tuning import BY_KERNEL, SHORT, Tunings
 from tests.mosaic_interpreter import add_stores, races_found
 from tests.test_mosaic_interpret import Call, call, case_of, draw, traced
-from tests.test_mosaic_lowering import H200, lower
+from tests.test_mosaic_lowering import lower
 
 ROWS, COLUMNS = 128, 256
 THRESHOLD = 0.03
@@ -222,11 +222,6 @@ def test_lists_hold_every_live_tile_once() -> None:
             start = stop
         keeps = live if contracted is None else live & np.asarray(contracted)[:, None]
         assert sorted(seen) == [(tile, block) for tile, block in np.argwhere(keeps)]
-
-
-@pytest.fixture
-def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_dispatch, "current_device", lambda _=None: H200)
 
 
 EVERYTHING = {"stats": True, "logit_softcap": 30.0, "where": True, "temperature": True, "vocab_size": 31990}

@@ -117,9 +117,7 @@ def _dweight_kernel(
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def send_tile(
-    values: Float[Array, "64 n"], slots: Any, rows: Any, output: Any, column: Any, add: bool = False
-) -> None:
+def send_tile(values: Float[Array, "64 n"], slots: Any, rows: Any, output: Any, column: Any, add: bool = False) -> None:
     """Copies a warpgroup's part of a tile to ``output[rows, column:]``, or adds it there, block by block.
 
     Each block is rounded to the output's dtype: dweight's is the weight's, or fp32 if it is added; dhidden's is chosen
