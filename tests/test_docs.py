@@ -10,8 +10,12 @@ import tomllib
 
 import pytest
 
+import lce_jax
+import lce_torch_bridge
+from lce_jax import local, losses
 from lce_jax.bench.__main__ import parser as bench_parser
 from lce_jax.demo.cli import _parser as demo_parser
+from lce_torch_bridge import megatron
 from tests.doc_blocks import PAGES, ROOT, check, parts
 
 LANGUAGES = {"python", "sh", "text", "given"}
@@ -47,6 +51,15 @@ def test_no_block_is_left_out():
         fences = len(re.findall(r"^\s*```", page.read_text(), re.MULTILINE))
         written = sum(1 + (block.printed is not None) for block in parts(page) if block.language != "given")
         assert fences == 2 * written, page
+
+
+@pytest.mark.parametrize("module", [lce_jax, losses, local, lce_torch_bridge, megatron], ids=lambda x: x.__name__)
+def test_every_public_name_is_on_an_api_page(module):
+    pages = [page.read_text() for page in (ROOT / "docs" / "api").glob("*.md")]
+    shown = {name for page in pages for name in re.findall(r"^::: (\S+)$", page, re.MULTILINE)}
+    if module.__name__ not in shown:  # else the page shows all of the module
+        names = {f"{module.__name__}.{name}" for name in module.__all__}
+        assert names - {"lce_jax.local", "lce_jax.losses"} <= shown
 
 
 @pytest.mark.parametrize(("page", "line"), COMMANDS, ids=lambda value: getattr(value, "name", value))
