@@ -38,16 +38,18 @@ def explain(
     normalizer: Any = None,
     gradients_in_forward: bool = False,
     chunk_bytes: int | None = None,
+    k: int | None = None,
     **options: Unpack[LogprobOptions],
 ) -> Plan:
     """How a call would be served: which implementation, which tiles, why not the others, which bytes per device.
 
     The plan is that of `linear_logprobs`. With any of ``ignore_index``, ``reduction``, ``label_smoothing``, ``z_loss``
     and ``normalizer`` it is that of `linear_cross_entropy`; with ``gradients_in_forward``, that of a differentiated
-    `linear_loss`; with a mesh or an axis of it, that of the sharded function for one device's tokens and columns.
-    Arrays that lie split over a mesh are planned as they lie: XLA, or their types, partition the call so (`linear_loss`
-    only if their axes are Explicit). Operands may be tracers or ``jax.ShapeDtypeStruct``: nothing is computed. No axis
-    need be bound: with ``axis_name``, give the shapes of one shard.
+    `linear_loss`; with ``k``, that of `linear_topk`; with a mesh or an axis of it, that of the sharded function for
+    one device's tokens and columns. Arrays that lie split over a mesh are planned as they lie: XLA, or their types,
+    partition the call so (`linear_loss` only if their axes are Explicit). Operands may be tracers or
+    ``jax.ShapeDtypeStruct``: nothing is computed. No axis need be bound: with ``axis_name``, give the shapes of one
+    shard.
 
     Args:
         hidden: ``[..., H]`` hidden states; any leading shape, also an empty one. bfloat16, float16, float32 or
@@ -78,6 +80,7 @@ def explain(
         gradients_in_forward: True for the plan of `linear_loss`, with what all its chunks of tokens share.
         chunk_bytes: bytes that the exponentials of one chunk of tokens may take, in the weight's dtype, per device;
             at least 128 tokens are a chunk. None: 1.4 GiB, and 256 MiB on a CPU.
+        k: that of `linear_topk`, for its plan; of the labels only the shape counts then.
         **options: ``temperature``, ``logit_softcap``, ``logit_scale``, ``entropy``, ``stats``, ``vocab_size``,
             ``weight_layout``, ``axis_name``, ``cache_bytes``, ``precision``, ``implementation``, ``bias``,
             ``candidates`` and ``gradient_threshold``, as in `linear_logprobs`.
@@ -109,7 +112,9 @@ def explain(
     given = (reduction, ignore_index, normalizer)
     if smoothing or is_array(penalty) or penalty or any(x is not None for x in given):
         options = _options.loss_call(options)
-    checked = _options.of_call(options, mean_logit=smoothing > 0)
+    if k is not None:
+        _of_topk_alone(options, *given, smoothing, penalty, gradients_in_forward or None, chunk_bytes)
+    checked = _options.of_call(options, mean_logit=smoothing > 0) if k is None else _options.of_topk(options, k)
     case = _bind.case(hidden, weight, labels, where, checked)
     _checks.temperature(checked.temperature, labels.shape, where)
     if ignore_index is not None:
@@ -132,6 +137,8 @@ def explain(
         around = Surroundings(gathers_hidden=layout.gather_dim is not None, sums_dweight=layout.token_shards > 1)
     elif checked.axis_name is None:
         around = Surroundings(true_columns=_checks.vocabulary(checked.vocab_size, columns))
+    if k is not None:
+        scalars.num_largest(k, _checks.vocabulary(checked.vocab_size, columns))
     spec = _bind.spec(case, checked, columns, layout)
     if gradients_in_forward:
         return _token_chunks.plan(spec.case, spec.requested, _token_chunks.budget(chunk_bytes, options), around)
@@ -140,6 +147,13 @@ def explain(
     if by_xla:
         return _partitioned_by_xla(spec, around)
     return _dispatch.explain(spec.case, spec.requested, around)
+
+
+def _of_topk_alone(options: LogprobOptions, *others: Any) -> None:
+    """Refuses what `linear_topk` does not have."""
+    if any(is_array(x) or x for x in others):
+        raise ValueError("k is that of linear_topk, which is no loss: leave out the arguments of losses")
+    _options.refuse("linear_topk", options, _options.NOT_OF_TOPK)
 
 
 def _partitioned_by_xla(spec: Spec, around: Surroundings) -> Plan:

@@ -84,10 +84,17 @@ NOT_OF_TOPK = ("entropy", "stats", "cache_bytes", "candidates", "gradient_thresh
 NOT_OF_LOGITS = (*NOT_OF_TOPK, "precision", "implementation")
 
 
-def refuse(function: Callable[..., Any], given: Mapping[str, Any], names: Sequence[str]) -> None:
+def of_topk(given: LogprobOptions, k: Any) -> CallOptions:
+    """The options of `linear_topk`."""
+    options, k = of_call(given), scalars.num_largest(k)
+    static = dataclasses.replace(options.static, entropy=False, top_k=k, function="linear_topk")
+    return dataclasses.replace(options, static=static)
+
+
+def refuse(function: str, given: Mapping[str, Any], names: Sequence[str]) -> None:
     """Refuses options of other functions, which ``function`` does not have."""
     if wrong := [name for name in given if name in names]:
-        raise TypeError(f"{function.__name__} has no option {', '.join(wrong)}")
+        raise TypeError(f"{function} has no option {', '.join(wrong)}")
 
 
 def loss_call(given: LogprobOptions) -> LogprobOptions:

@@ -17,6 +17,7 @@ from jax import lax
 
 from lce_jax import _compat, _largest, _math
 from lce_jax._largest import Largest
+from lce_jax._plans import Plan, Surroundings
 from lce_jax._statistics import MASKED
 from lce_jax._types import Case, Operands, Options
 
@@ -27,6 +28,7 @@ CHUNK_BYTES, CHUNK_BYTES_ON_CPU = 160 << 20, 32 << 20  # of logits in the statis
 # A chunk has a multiple of as many tokens: at (4096, 4096, 151936) on an H200 chunks of 128 tokens take 15.4 ms in
 # place of 10.6, because every chunk reads the weight.
 GRAIN, GRAIN_ON_CPU = 256, 128
+WORKSPACE = 32 << 20  # of a product on an NVIDIA GPU
 
 
 def chunk_tokens(case: Case) -> int:
@@ -35,6 +37,32 @@ def chunk_tokens(case: Case) -> int:
     budget, grain = (CHUNK_BYTES_ON_CPU, GRAIN_ON_CPU) if on_cpu else (CHUNK_BYTES, GRAIN)
     most = budget // (case.vocab_size * case.stat_dtype.itemsize)
     return min(case.num_tokens, max(most // grain * grain, grain))
+
+
+def plan(case: Case, name: str, around: Surroundings) -> Plan:
+    """The chunk of tokens, and the bytes that XLA holds: its logits, and what is selected from."""
+    size, stat, k = chunk_tokens(case), case.stat_dtype.itemsize, min(case.options.top_k, case.vocab_size)
+    columns, on_cpu = case.vocab_size, case.device.platform == "cpu"
+    logits, (_, width) = size * columns * stat, _largest.plan(columns, k)
+    selected = size * (columns // width + 2 * k * width) * stat if width > 1 else 0
+    selected += case.num_tokens * k * stat if size < case.num_tokens else 0
+    if around.true_columns not in (None, columns) and on_cpu:
+        selected += logits  # with and without the padding
+    if on_cpu and case.dtype == jnp.float16:
+        selected += columns * case.hidden_size * stat  # there XLA widens float16
+    own = case.partial_rows or around.gathers_hidden or case.hidden_dtype != case.dtype
+    hidden = case.num_tokens * case.hidden_size * case.dtype.itemsize if own else 0
+    return Plan(
+        implementation=name,
+        refused={},
+        case=case,
+        tiles={"tokens": size},
+        forward_bytes=logits + max(selected, 0 if on_cpu else WORKSPACE) + hidden if size else 0,
+        backward_bytes=0,
+        kept_bytes=0,
+        logits_bytes=case.num_tokens * columns * stat,
+        notes=("linear_topk is not differentiable: there is no backward",),
+    )
 
 
 def largest(operands: Operands, case: Case) -> Largest:

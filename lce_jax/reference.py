@@ -40,14 +40,16 @@ def plan(case: Case, around: Surroundings = ALONE) -> Plan:
     backward = logits + widened + vectors + (hidden * stat if own or widened else 0)
     backward += capped if case.options.mean_logit else 0
     in_dweight = logits if case.vocab_size * case.hidden_size * item >= logits else 0  # the forward may use it
+    if case.options.top_k:  # the sort's operands and results, which have columns too; there is no backward
+        forward, backward = own + widened + 3 * logits, 0
     return Plan(
         implementation=NAME,
         refused={},
         case=case,
         tiles={},
         forward_bytes=forward,
-        backward_bytes=max(backward, forward - in_dweight),
-        kept_bytes=case.statistics_bytes,
+        backward_bytes=max(backward, forward - in_dweight) if backward else 0,
+        kept_bytes=case.statistics_bytes if backward else 0,
         logits_bytes=logits,
         notes=(*case.options.unused_notes, *candidate_notes(case)),
     )

@@ -224,7 +224,7 @@ def sharded_linear_logits(
     """
     others = ("axis_name", *_options.NOT_OF_LOGITS)
     _options.check_names(sharded_linear_logits, options, without=others)
-    _options.refuse(sharded_linear_logits, options, _options.NOT_OF_LOGITS)
+    _options.refuse("sharded_linear_logits", options, _options.NOT_OF_LOGITS)
     checked = _options.of_call(options)
     _options.no_axis_name(checked)
     static, primals, rows = logits.operands(hidden, weight, ids, where, checked)

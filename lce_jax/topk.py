@@ -209,7 +209,7 @@ def sharded_linear_topk(
         [999, 998]
     """
     _options.check_names(sharded_linear_topk, options, without=("axis_name", *_options.NOT_OF_TOPK))
-    _options.refuse(sharded_linear_topk, options, _options.NOT_OF_TOPK)
+    _options.refuse("sharded_linear_topk", options, _options.NOT_OF_TOPK)
     checked, labels = _of_call(hidden, k, options)
     _options.no_axis_name(checked)
     case = _bind.case(hidden, weight, labels, where, checked)
@@ -223,10 +223,7 @@ def sharded_linear_topk(
 def _of_call(hidden: Any, k: Any, given: LogprobOptions) -> tuple[CallOptions, Any]:
     """The checked options, and the labels that there are not: those of hidden's leading shape."""
     _checks.array("hidden", hidden)
-    k = scalars.num_largest(k)
-    options = _options.of_call(given)
-    static = dataclasses.replace(options.static, entropy=False, top_k=k, function="linear_topk")
-    return dataclasses.replace(options, static=static), jax.ShapeDtypeStruct(tuple(hidden.shape[:-1]), jnp.int32)
+    return _options.of_topk(given, k), jax.ShapeDtypeStruct(tuple(hidden.shape[:-1]), jnp.int32)
 
 
 def _operands(spec: Spec, hidden: Any, weight: Any, where: Any, options: CallOptions) -> tuple[Primals, Rows]:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax import _compat, _math, _statistics, _xla_plan, _xla_tiles
+from lce_jax import _compat, _math, _statistics, _xla_plan, _xla_tiles, _xla_topk
 from lce_jax._plans import ALONE, Plan, Surroundings
 from lce_jax._statistics import along
 from lce_jax._types import Case, Operands, Options, Primals, RowCoefficients, ShardStatistics
@@ -34,6 +34,8 @@ def supports(case: Case) -> str | None:
 
 def plan(case: Case, around: Surroundings = ALONE) -> Plan:
     """Tiles and bytes."""
+    if case.options.top_k:
+        return _xla_topk.plan(case, NAME, around)
     return _xla_plan.plan(case, NAME, around)
 
 

@@ -1,0 +1,60 @@
+"""What `explain` says of `linear_topk`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from lce_jax import explain, linear_topk
+
+CALLS: list[tuple[tuple[int, int, int], int, dict[str, Any]]] = [
+    ((2048, 256, 32768), 64, {}),
+    ((2048, 256, 32768), 64, {"logit_softcap": 30.0, "where": "bool", "temperature": "float32"}),
+    ((2048, 256, 32768), 512, {"dtype": "bfloat16"}),
+    ((2048, 256, 32768), 1, {"logit_scale": -2.0}),
+    ((64, 512, 32000), 64, {"dtype": "bfloat16"}),
+    ((512, 256, 32768), 64, {"dtype": "float16"}),
+    ((512, 256, 32768), 64, {"hidden_dtype": "bfloat16", "weight_layout": "hv"}),
+    ((512, 256, 50257), 64, {"vocab_size": 50000}),
+    ((256, 256, 8192), 64, {"implementation": "reference"}),
+]
+
+
+@pytest.mark.parametrize(("shape", "k", "given"), CALLS, ids=str)
+def test_explain_foretells_what_is_compiled(shape: tuple[int, int, int], k: int, given: dict[str, Any]) -> None:
+    (T, H, V), options, struct = shape, dict(given), jax.ShapeDtypeStruct
+    dtype = options.pop("dtype", "float32")
+    hidden = struct((T, H), options.pop("hidden_dtype", dtype))
+    weight = struct((H, V) if options.get("weight_layout") == "hv" else (V, H), dtype)
+    rows = {name: struct((T,), options.pop(name)) for name in ("where", "temperature") if name in options}
+    plan = explain(hidden, weight, struct((T,), "int32"), k=k, **options, **rows)
+    run = jax.jit(lambda hidden, weight, rows: linear_topk(hidden, weight, k, **options, **rows))
+    held = run.lower(hidden, weight, rows).compile().memory_analysis().temp_size_in_bytes
+    assert 0.95 * held <= plan.forward_bytes <= 1.25 * held, (plan.forward_bytes, held)
+    assert plan.backward_bytes == plan.kept_bytes == 0
+    assert plan.implementation == options.get("implementation", "xla")
+
+
+def test_of_a_mesh() -> None:
+    call = [jax.ShapeDtypeStruct(shape, "float32") for shape in ((4096, 512), (65536, 512))]
+    mesh = jax.sharding.AbstractMesh((4, 2), ("data", "tensor"))
+    labels = jax.ShapeDtypeStruct((4096,), "int32")
+    plan = explain(*call, labels, k=9, mesh=mesh, vocab_axis="tensor", batch_axes="data")
+    assert (plan.case.num_tokens, plan.case.vocab_size) == (1024, 32768)
+    assert "no kernel" in plan.refused["mosaic_gpu"]
+    assert "linear_topk is not differentiable: there is no backward" in str(plan)
+
+
+@pytest.mark.parametrize(("changed", "error", "message"), [
+    (dict(k=0), ValueError, r"k must lie in \[1, 512\], got 0"),
+    (dict(k=33), ValueError, "k must be at most the vocabulary, 32, got 33"),
+    (dict(stats=True), TypeError, "linear_topk has no option stats"),
+    (dict(z_loss=1e-4), ValueError, "linear_topk, which is no loss"),
+    (dict(gradients_in_forward=True), ValueError, "linear_topk, which is no loss"),
+])  # fmt: skip
+def test_mistakes(changed: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        explain(jnp.ones((4, 8)), jnp.ones((32, 8)), jnp.zeros(4, int), **{"k": 3, **changed})
