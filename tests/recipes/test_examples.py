@@ -8,8 +8,9 @@ import optax
 import pytest
 from flax import nnx
 
-from examples import flax_linen_sft, flax_nnx_sft, lora_head, token_accuracy
+from examples import distillation, flax_linen_sft, flax_nnx_sft, lora_head, token_accuracy
 from lce_jax import linear_logprobs
+from lce_jax.demo import text
 
 NEAR = 1e-6  # relative, of float32 sums in another order, after the steps of a training
 
@@ -99,3 +100,37 @@ def test_token_accuracy_is_that_of_the_largest_logit() -> None:
     assert found["accuracy"] == pytest.approx(float(((best == labels) & counts).sum() / counts.sum()))
     assert found["perplexity"] == pytest.approx(float(jnp.exp(nll)), rel=1e-5)
     assert 0 < token_accuracy.main()["accuracy"] < 1
+
+
+def test_distillation_is_that_of_stored_logits() -> None:
+    student, teacher = distillation.Model(600, 16, seed=1), distillation.Model(600, 24, seed=0)
+    tokens = jax.random.randint(jax.random.key(0), (3, 9), 0, 600)
+    teacher.embed.embedding[...] *= 4  # the untrained one is nearly uniform
+
+    def total(from_topk, from_both_heads):
+        return from_topk + 0.7 * from_both_heads, (from_topk, from_both_heads)
+
+    def fused(*given):
+        return total(distillation.from_topk(*given), distillation.from_both_heads(*given))
+
+    def stored(student, tokens, teacher):
+        log_q, log_p = (jax.nn.log_softmax(x.head(x(tokens[:, :-1]))) for x in (student, teacher))
+        top, ids = jax.lax.top_k(log_p, distillation.K)
+        own = jnp.take_along_axis(log_q, ids, -1)
+        rest_p, rest_q = (1 - jnp.exp(x).sum(-1) for x in (top, own))
+        binned = jnp.sum(jnp.exp(top) * (top - own), -1) + rest_p * (jnp.log(rest_p) - jnp.log(rest_q))
+        return total(binned.mean(), jnp.sum(jnp.exp(log_p) * (log_p - log_q), -1).mean())
+
+    got, want = (nnx.jit(nnx.value_and_grad(f, has_aux=True))(student, tokens, teacher) for f in (fused, stored))
+    assert [float(x) for x in got[0][1]] == pytest.approx([float(x) for x in want[0][1]], rel=2e-6)
+    for x, y in zip(jax.tree.leaves(got[1]), jax.tree.leaves(want[1]), strict=True):
+        assert jnp.linalg.norm(x - y) <= 5e-6 * jnp.linalg.norm(y)
+
+
+def test_distillation_brings_the_student_to_its_teacher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On every sixteenth file of the demo's text, with a tenth of the steps."""
+    every = text.read_standard_library()[::16]
+    monkeypatch.setattr(text, "read_standard_library", lambda: every)
+    kl = {name: kl for name, (_, kl) in distillation.main(vocab_size=400, steps=10).items()}
+    assert kl["student, from_both_heads"] < kl["student, from_labels"] < kl["student, untrained"]
+    assert kl["student, from_topk"] < kl["student, untrained"]

@@ -1,0 +1,89 @@
+"""Distillation of a larger model into a smaller one: from its top k, and by the exact KL of both heads.
+
+python examples/distillation.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from lce_jax import linear_kl
+from lce_jax.demo.text import Corpus, load_corpus, sample_windows
+from lce_jax.flax.nnx import LMHead
+from lce_jax.losses import distillation_loss
+
+K = 256  # the teacher's most likely tokens; the more certain the teacher, the fewer suffice
+
+
+class Model(nnx.Module):
+    def __init__(self, vocab: int, size: int, seed: int) -> None:
+        rngs = nnx.Rngs(seed)
+        self.embed = nnx.Embed(vocab, size, rngs=rngs)
+        self.trunk = nnx.RNN(nnx.GRUCell(size, size, rngs=rngs))
+        self.head = LMHead.tied(self.embed)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        return self.trunk(self.embed(tokens))
+
+
+def from_labels(model: Model, tokens: jax.Array, _: Any) -> jax.Array:
+    """No teacher: the cross entropy of the text."""
+    return model.head.loss(model(tokens[:, :-1]), tokens[:, 1:])
+
+
+def from_topk(student: Model, tokens: jax.Array, teacher: Model) -> jax.Array:
+    """The teacher's top k are all that the student needs of it; the rest of the mass is one more bin."""
+    top = teacher.head.topk(teacher(tokens[:, :-1]), K)
+    out = student.head.logprobs(student(tokens[:, :-1]), tokens[:, 1:], candidates=top.ids, entropy=False)
+    return distillation_loss(out.candidate_logprobs, top.logprobs, top.ids).mean()
+
+
+def from_both_heads(student: Model, tokens: jax.Array, teacher: Model) -> jax.Array:
+    """Both models at hand: the divergence over the whole vocabulary, the logits of neither stored."""
+    hidden, teachers = student(tokens[:, :-1]), teacher(tokens[:, :-1])
+    return linear_kl(hidden, student.head.weight[...], teachers, teacher.head.weight[...]).mean()
+
+
+def train(model: Model, objective: Callable[..., jax.Array], corpus: Corpus, steps: int, teacher: Any) -> None:
+    """The same text in the same order, whatever the objective."""
+    optimizer = nnx.Optimizer(model, optax.adam(optax.cosine_decay_schedule(1e-2, steps)), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model: Model, optimizer: nnx.Optimizer, tokens: jax.Array, teacher: Any) -> None:
+        gradients = nnx.grad(objective)(model, tokens, teacher)
+        optimizer.update(model, gradients)
+
+    rng = np.random.default_rng(0)
+    for _ in range(steps):
+        step(model, optimizer, jnp.asarray(sample_windows(corpus.train, rng, 16, 65)), teacher)
+
+
+def main(vocab_size: int = 4000, steps: int = 100) -> dict[str, tuple[float, float]]:
+    """Of each model on held-out text, in nats per token: the loss, and the exact KL from the teacher to it."""
+    corpus = load_corpus(vocab_size)
+    held_out = jnp.asarray(sample_windows(corpus.held_out, np.random.default_rng(1), 64, 65))
+    teacher = Model(corpus.vocab_size, 192, seed=0)
+    train(teacher, from_labels, corpus, 2 * steps, None)
+
+    @nnx.jit
+    def measure(model: Model, teacher: Model) -> tuple[jax.Array, jax.Array]:
+        return from_labels(model, held_out, None), from_both_heads(model, held_out, teacher)
+
+    found = {"student, untrained": measure(Model(corpus.vocab_size, 48, seed=1), teacher)}
+    for objective in (from_labels, from_topk, from_both_heads):
+        student = Model(corpus.vocab_size, 48, seed=1)
+        train(student, objective, corpus, steps, teacher)
+        found[f"student, {objective.__name__}"] = measure(student, teacher)
+    return {name: (float(loss), float(kl)) for name, (loss, kl) in found.items()}
+
+
+if __name__ == "__main__":
+    for name, (loss, kl) in main().items():
+        print(f"{name:28s} loss {loss:5.3f}   KL from the teacher {kl:5.3f}")
