@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from lce_jax import _bind, _checks, _compat, _math, _options, _rows, _shard, _statistics, scalars
+from lce_jax._dropped_mass import dropped_mass
 from lce_jax._rows import Rows
 from lce_jax._shard import Spec
 from lce_jax._types import LogprobOptions, LogprobOutput, Options, Primals, Results, ShardStatistics
@@ -26,7 +27,7 @@ from lce_jax._types import LogprobOptions, LogprobOutput, Options, Primals, Resu
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
 
-__all__ = ["ShardStatistics", "fields", "finish", "gradients", "merge", "pack", "statistics", "unpack"]
+__all__ = ["ShardStatistics", "dropped_mass", "fields", "finish", "gradients", "merge", "pack", "statistics", "unpack"]
 
 
 def statistics(
@@ -52,7 +53,8 @@ def statistics(
             they hold. None: all.
         num_rows: how many rows count, from the first on; may be traced. Cheaper than ``where``, which moves rows. The
             padding after them may hold anything: its statistics are undefined, its dhidden is zero. None: all.
-        keep_cache: whether a backward will follow, so that the forward may keep ``cache_bytes`` of cache for it.
+        keep_cache: whether a backward will follow, so that the forward may keep ``cache_bytes`` of cache for it, or
+            what a ``gradient_threshold`` needs.
         total: True adds ``total``, Σ z: merged over the shards and divided by the vocabulary's size, the mean logit.
         **options: ``temperature``, ``logit_softcap``, ``logit_scale``, ``entropy``, ``stats``, ``vocab_size``,
             ``weight_layout``, ``cache_bytes``, ``precision``, ``implementation``, ``bias``, ``candidates`` and
@@ -285,8 +287,13 @@ def gradients(
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def _shard_gradients(spec: Spec, primals: Primals, *rest: Any) -> Primals:
-    def run(*arrays: Any) -> Primals:
+    def run(
+        primals: Primals, rows: Rows, start: Any, stats: ShardStatistics, seed: Results, cache: Any, dweight: Any
+    ) -> Primals:
+        if spec.case.options.gradient_threshold:
+            cache, _ = _shard.selected(spec, rows, stats, cache)
         # The cache belongs to the caller, who may use it again: overwriting it would mean copying it first.
-        return _shard.gradients(spec, *arrays[:-1], may_overwrite_cache=False, dweight=arrays[-1])
+        allowed = {"may_overwrite_cache": False}
+        return _shard.gradients(spec, primals, rows, start, stats, seed, cache, dweight=dweight, **allowed)
 
     return _compat.first_order_only(run)(_shard.as_operand(primals), *rest)

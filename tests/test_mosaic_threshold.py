@@ -6,6 +6,7 @@ The oracle is float64 with stored logits. Which tiles are live it finds from its
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,9 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 
 import lce_jax
-from lce_jax import _math, mosaic
+from lce_jax import _math, local, mosaic
 from lce_jax._types import Operands, RowCoefficients
 from lce_jax.mosaic import _generations, sm90
 from lce_jax.mosaic._pallas import interpreting, plgpu
@@ -237,6 +239,40 @@ def test_lowers_for_cuda(T: int, H: int, V: int, options: dict[str, Any]) -> Non
     text = lower(T, H, V, gradient_threshold=2.0**-12, **options)
     assert all(f"lce_live_{name}" in text for name in ("dlogits", "dhidden", "dweight"))
     assert text.count("@mosaic_gpu_v2") == 4 + ("vocab_size" in options)  # beside padding, plain XLA and one product
+
+
+@pytest.mark.usefixtures("hopper")
+def test_lowers_over_a_mesh() -> None:
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    function = functools.partial(lce_jax.sharded_linear_logprobs, mesh=mesh, batch_axes="data", sequence_axis="tensor")
+    text = lower(512, 256, 4096, gradient_threshold=0.1, stats=True, where=True, function=function)
+    assert "lce_live_dweight" in text
+
+
+@pytest.mark.usefixtures("hopper")
+def test_one_shard_needs_what_its_forward_kept() -> None:
+    struct, options = jax.ShapeDtypeStruct, {"gradient_threshold": 0.1, "stats": True, "implementation": "mosaic_gpu"}
+    operands = struct((512, 256), "bfloat16"), struct((4096, 256), "bfloat16"), struct((512,), "int32")
+    ones = struct((512,), "float32")
+    seed = lce_jax.LogprobOutput(ones, ones, ones)
+
+    def step(operands: Any, seed: Any, keep_cache: bool) -> Any:
+        stats, cache = local.statistics(*operands, keep_cache=keep_cache, num_rows=300, **options)
+        dropped = local.dropped_mass(*operands, stats, num_rows=300, cache=cache, **options)
+        return local.gradients(*operands, stats, seed, num_rows=300, cache=cache, **options), dropped
+
+    kept = jax.jit(functools.partial(step, keep_cache=True)).trace(operands, seed)
+    assert "lce_live_dhidden" in kept.lower(lowering_platforms=("cuda",)).as_text()
+    (dhidden, _), dropped = kept.out_info
+    assert dhidden.shape == (512, 256)
+    assert dropped.shape == (512,)
+    with pytest.raises(ValueError, match=r"keep_cache=True\) keeps; give that as cache="):
+        local.gradients(
+            *(jnp.zeros(x.shape, x.dtype) for x in operands),
+            local.statistics(*(jnp.zeros(x.shape, x.dtype) for x in operands), implementation="xla")[0],
+            jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), seed),
+            **options,
+        )
 
 
 @pytest.mark.usefixtures("hopper")

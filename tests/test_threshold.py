@@ -73,6 +73,11 @@ def test_every_entry_takes_it(where: jax.Array | None) -> None:
     seed = lce_jax.LogprobOutput(jnp.ones(T), None, None)
     dhidden, _ = local.gradients(hidden, weight, labels, stats, seed, cache=cache, **options)
     assert np.all(np.isfinite(dhidden))
+    options["stats"] = True
+    np.testing.assert_array_equal(local.dropped_mass(*problem(), stats, cache=cache, **options), jnp.zeros(T))
+    options["stats"] = False
+    with pytest.raises(ValueError, match=r"stats=False, gradient_threshold=0\.000244141: dropped_mass needs"):
+        local.dropped_mass(*problem(), stats, cache=cache, **options)
     empty = lce_jax.linear_logprobs(hidden[:0], weight, labels[:0], stats=True, gradient_threshold=THRESHOLD)
     assert empty.dropped_mass.shape == (0,)
 

@@ -61,6 +61,12 @@ def gradients(
     dhidden is in the weight's dtype too where it may be rounded and one launch computes all of it.
     """
     if case.options.gradient_threshold:
+        if cache is None:
+            threshold = case.options.gradient_threshold
+            raise ValueError(
+                f"gradient_threshold={threshold:g}: the live tiles are known from what local.statistics(..., "
+                "keep_cache=True) keeps; give that as cache=, or leave the threshold out"
+            )
         return Primals(*_live_backward.gradients(operands, case, _kernels(case), rows, cache, dweight))
     allowed = (may_round_dhidden, may_overwrite_cache)
     return Primals(*_backward.gradients(operands, case, _kernels(case), rows, cache, *allowed, dweight))
