@@ -139,7 +139,7 @@ def test_a_traced_temperature_of_zero_stays_in_its_row() -> None:
     assert np.isnan(np.asarray(out.logprobs)[3]).all()
     assert np.isnan(out.lse[3])
     assert np.array_equal(np.asarray(out.ids)[~wrong], np.asarray(want.ids)[~wrong])
-    assert np.array_equal(np.asarray(out.logprobs)[~wrong], np.asarray(want.logprobs)[~wrong])
+    assert oracle.value_error(np.asarray(out.logprobs)[~wrong], np.asarray(want.logprobs)[~wrong]) < 1e-6
 
 
 def test_peaked_rows_and_large_logits() -> None:
