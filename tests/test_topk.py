@@ -215,6 +215,26 @@ def test_derivatives_that_are_used_are_refused() -> None:
     assert all(oracle.relative_norm(a, b) < 1e-5 for a, b in zip(gradients, wanted, strict=True))
 
 
+def test_derivatives_that_are_dropped_are_not_refused() -> None:
+    """Metrics of a scan under ``jit``, a stopped result, and ids."""
+    hidden, weight, *_ = cases.draw(cases.case("plain", leading=(4, 6)))
+
+    def loss(hidden):
+        def step(total, h):
+            top = linear_topk(h, weight, 3)
+            return total + jnp.sum(h**2) * jax.lax.stop_gradient(top.lse[0]) + jnp.sum(
+                weight[top.ids]
+            ), top.logprobs.mean()
+
+        return jax.lax.scan(step, 0.0, hidden)
+
+    gradient, _ = jax.jit(jax.grad(loss, has_aux=True))(hidden)
+    lse = linear_topk(hidden, weight, 3).lse[:, :1, None]
+    assert oracle.relative_norm(gradient, 2 * hidden * lse) < 1e-6
+    with pytest.raises(NotImplementedError, match="linear_topk is not differentiable"):
+        jax.jit(jax.grad(lambda h: jax.lax.map(lambda x: linear_topk(x, weight, 3).lse, h).sum()))(hidden)
+
+
 def test_no_implicit_transfers() -> None:
     hidden, weight = jnp.ones((4, 8)), jnp.ones((32, 8))
     linear_topk(hidden, weight, 3)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import re
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from lce_jax import explain, linear_topk
+from lce_jax import UnsupportedError, explain, linear_topk
 
 CALLS: list[tuple[tuple[int, int, int], int, dict[str, Any]]] = [
     ((2048, 256, 32768), 64, {}),
@@ -36,6 +38,22 @@ def test_explain_foretells_what_is_compiled(shape: tuple[int, int, int], k: int,
     assert 0.95 * held <= plan.forward_bytes <= 1.25 * held, (plan.forward_bytes, held)
     assert plan.backward_bytes == plan.kept_bytes == 0
     assert plan.implementation == options.get("implementation", "xla")
+
+
+@pytest.mark.usefixtures("hopper")
+def test_on_a_hopper_gpu_xla_serves_it() -> None:
+    """Lowered for CUDA at a real shape: chunks of 256 tokens, whose logits are the largest float32 array."""
+    T, H, V = 4096, 4096, 151936
+    call = [jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((T, H), (V, H))]
+    plan = explain(*call, jax.ShapeDtypeStruct((T,), "int32"), k=64)
+    assert (plan.implementation, plan.tiles) == ("xla", {"tokens": 256})
+    assert plan.forward_bytes < 200 << 20
+    text = jax.jit(lambda h, w: linear_topk(h, w, 64)).trace(*call).lower(lowering_platforms=("cuda",)).as_text()
+    sizes = [math.prod(map(int, dims.split("x")[:-1])) for dims in re.findall(r"tensor<((?:\d+x)+f32)>", text)]
+    assert max(sizes) == 256 * V
+    assert "mosaic" not in text
+    with pytest.raises(UnsupportedError, match="linear_topk runs no kernel"):
+        explain(*call, jax.ShapeDtypeStruct((T,), "int32"), k=64, implementation="mosaic_gpu")
 
 
 def test_of_a_mesh() -> None:
