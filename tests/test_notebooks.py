@@ -22,6 +22,7 @@ LOCAL_PATH = re.compile(r"(?<![\w./:-])/(?:home|root|tmp|usr|var|opt|mnt|work|wo
 SMALL = {
     "03_sft_and_grpo": "VOCABULARY, EVERY, SFT_STEPS, RL_STEPS = 600, 20, 2, 1",
     "05_pytorch_megatron": "STEPS = 1",
+    "07_distillation_and_thresholds": "STEPS = 3",
 }
 
 

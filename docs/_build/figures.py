@@ -70,7 +70,7 @@ def speed_and_memory(figure: Figure, theme: Theme) -> None:
     bars(time, [ROWS[key] for key in keys], [rows[key]["ratio_to_gemm"] for key in keys], "{:.2f}", keys, theme)
     gibibytes = [rows[key]["temp_bytes"] / 2**30 for key in keys]
     bars(memory, [ROWS[key] for key in keys], gibibytes, "{:.1f} GiB", keys, theme)
-    time.set_title("time, in products hidden · weightᵀ", loc="left", fontsize=9.5)
+    time.set_title("time, in products", loc="left", fontsize=9.5)
     memory.set_title("temporary memory", loc="left", fontsize=9.5)
     time.axvline(3, color=theme.ink, lw=1, ls=":")
     time.invert_yaxis()
@@ -78,8 +78,9 @@ def speed_and_memory(figure: Figure, theme: Theme) -> None:
     figure.suptitle("Log-probability, entropy and their gradients", x=0.01, ha="left", fontsize=11, weight="bold")
     device = f"{run['device']['device_kind']}, JAX {run['device']['jax']}, {measured['dtype']}"
     figure.supxlabel(
-        f"{t:,} tokens, hidden size {h:,}, vocabulary {v:,}; {device}.\nDotted: the three products of a gradient.",
-        x=0.01, ha="left", fontsize=8.5, color=theme.muted,
+        f"{t:,} tokens, hidden size {h:,}, vocabulary {v:,}; {device}.\n"
+        "A product is hidden · weightᵀ, alone. Dotted: the three that a gradient needs.",
+        x=0.01, ha="left", fontsize=8, color=theme.muted,
     )  # fmt: skip
 
 
@@ -137,7 +138,7 @@ def way(figure: Figure, theme: Theme) -> None:
 
 def main() -> None:
     """Draws all of them."""
-    save("speed-and-memory", (7.2, 2.9), speed_and_memory)
+    save("speed-and-memory", (5.6, 3.2), speed_and_memory)
     save("way", (5.0, 7.2), way)
 
 
