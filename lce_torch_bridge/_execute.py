@@ -15,8 +15,13 @@ from lce_torch_bridge._types import PER_CANDIDATE, Call, Operands
 from lce_torch_bridge.dlpack import to_jax, to_torch_all
 
 
-def forward(x: Operands, call: Call, keep_cache: bool) -> list[torch.Tensor]:
-    """The outputs, what the backward needs per token ``[S, T]``, and the cache."""
+def forward(x: Operands, call: Call, keep_cache: bool, lend_cache: bool = True) -> list[Any]:
+    """The outputs, what the backward needs per token ``[S, T]``, and the cache.
+
+    Autograd keeps the cache as tensors. A caller who goes on to `gradients` at once takes JAX's own arrays, with
+    ``lend_cache`` False: JAX reuses their memory as soon as they are dropped, in stream order, while a tensor that it
+    was lent it holds until the GPU is done. The host may be many programs ahead.
+    """
     tokens = x.labels.shape[0]
     if tokens == 0:
         return forward_structs(x, call, keep_cache)
@@ -28,7 +33,7 @@ def forward(x: Operands, call: Call, keep_cache: bool) -> list[torch.Tensor]:
         inputs = _import(x.hidden, x.weight, x.bias, [_tokens(x, piece, call) for piece in pieces], pieces)
         run = _run_alone if call.group == tensor_parallel.NO_GROUP else _run_shard
         packed, cache = run(inputs, spec, call, keep_cache)
-        return [*_unpacked(packed, call, tokens), *to_torch_all(cache)]
+        return [*_unpacked(packed, call, tokens), *(to_torch_all(cache) if lend_cache else cache)]
 
 
 type Inputs = tuple[Any, ...]  # hidden, weight, bias or None, what is per token, leaves of the cache
@@ -88,7 +93,7 @@ def gradients(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     saved: torch.Tensor,
-    cache: list[torch.Tensor],
+    cache: Sequence[torch.Tensor | jax.Array],
     cotangents: dict[str, torch.Tensor],
     wanted: tuple[bool, ...],
     call: Call,
@@ -172,11 +177,11 @@ def _import(
     bias: torch.Tensor | None,
     per_token: list[torch.Tensor],
     pieces: list[_rows.Piece],
-    cache: Sequence[torch.Tensor] = (),
+    cache: Sequence[torch.Tensor | jax.Array] = (),
 ) -> list[Inputs]:
     """The inputs of each piece's program. Only ``per_token`` waits for torch's stream: every program uses it."""
     shared = [None if x is None else to_jax(x, wait=False) for x in (weight, bias)]
-    leaves = [to_jax(leaf, wait=False) for leaf in cache]
+    leaves = [leaf if isinstance(leaf, jax.Array) else to_jax(leaf, wait=False) for leaf in cache]
 
     def operands(piece: _rows.Piece, rows: torch.Tensor) -> Inputs:
         padded, waiting = to_jax(_rows.pad(hidden[piece.tokens], piece.rows), wait=False), to_jax(rows)

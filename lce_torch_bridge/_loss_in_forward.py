@@ -31,9 +31,9 @@ class Plan(NamedTuple):
     main_grad: torch.Tensor | None = None
 
 
-def results(plan: Plan, x: Operands, keep_cache: bool) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
+def results(plan: Plan, x: Operands, keep_cache: bool) -> tuple[dict[str, torch.Tensor], list[Any]]:
     """The fields of `LogprobOutput` by name, and what `_execute.gradients` needs: saved numbers and the cache."""
-    found = _execute.forward(x, plan.call, keep_cache)
+    found = _execute.forward(x, plan.call, keep_cache, lend_cache=False)
     count = len(plan.call.fields)
     return dict(zip(plan.call.fields, found, strict=False)), found[count:]
 
@@ -206,7 +206,7 @@ class _Sums:
         self.per_token = [torch.zeros_like(y) if want else None for y, want in zip(per_token, wanted[5:], strict=True)]
 
     def add(
-        self, plan: Plan, part: slice, chunk: Operands, saved: torch.Tensor, cache: list[torch.Tensor], given: Found
+        self, plan: Plan, part: slice, chunk: Operands, saved: torch.Tensor, cache: list[Any], given: Found
     ) -> None:
         """The gradients of the tokens in ``part``."""
         for whole, grad in zip(self.per_token, given.per_token, strict=True):
