@@ -2,14 +2,16 @@
 
 from lce_torch_bridge._linear_loss import linear_loss
 from lce_torch_bridge._release import release
-from lce_torch_bridge._types import LogprobOutput
+from lce_torch_bridge._types import LogprobOutput, TopK
 from lce_torch_bridge.api import linear_logprobs
 from lce_torch_bridge.logits import linear_logits, masked_logprobs
 from lce_torch_bridge.loss import linear_cross_entropy, linear_cross_entropy_loss, linear_entropy
 from lce_torch_bridge.runtime import init
+from lce_torch_bridge.topk import linear_topk
 
 __all__ = [
     "LogprobOutput",
+    "TopK",
     "init",
     "linear_cross_entropy",
     "linear_cross_entropy_loss",
@@ -17,6 +19,7 @@ __all__ = [
     "linear_logits",
     "linear_logprobs",
     "linear_loss",
+    "linear_topk",
     "masked_logprobs",
     "release",
 ]

@@ -157,18 +157,22 @@ def those_wanted(
 
 
 def _spec(weight: torch.Tensor, call: Call, masked: bool) -> Spec:
-    """The key of the programs. float32 products are as exact as torch's settings ask."""
+    """The key of the programs."""
     shards, rank = tensor_parallel.size_and_rank(call.group)
-    # This tells what was set by any of torch's functions; torch.get_float32_matmul_precision raises after newer ones.
-    products: Any = torch.backends.cuda.matmul if weight.is_cuda else torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    exact = weight.dtype == torch.float32 and products.fp32_precision in ("none", "ieee")
     return Spec(
         call=call.of_programs,
         vocab_start=rank * int(weight.shape[0]),
         padded=bool(call.vocab_size < shards * weight.shape[0]),
-        precision="highest" if exact else None,
+        precision=precision_of(weight),
         masked=masked,
     )
+
+
+def precision_of(weight: torch.Tensor) -> str | None:
+    """The option of `lce_jax`: float32 products are as exact as torch's settings ask."""
+    # This tells what was set by any of torch's functions; torch.get_float32_matmul_precision raises after newer ones.
+    products: Any = torch.backends.cuda.matmul if weight.is_cuda else torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    return "highest" if weight.dtype == torch.float32 and products.fp32_precision in ("none", "ieee") else None
 
 
 def _import(

@@ -64,7 +64,7 @@ def kept(x: Any, rows: torch.Tensor | None, other: float) -> Any:
 def placed(x: torch.Tensor, rows: torch.Tensor | None, labels: torch.Tensor) -> torch.Tensor:
     """Results in the shape of labels (with K more for candidates), 0 on tokens that were not kept."""
     if rows is not None and rows.dtype == torch.bool:
-        x = x.where(rows.view(-1, *(1,) * (x.ndim - 1)), 0.0)
+        x = x.where(rows.view(-1, *(1,) * (x.ndim - 1)), 0)
     elif rows is not None:
         x = x.new_zeros((labels.numel(), *x.shape[1:])).index_copy(0, rows.long(), x)
     shape = (*labels.shape, *x.shape[1:])

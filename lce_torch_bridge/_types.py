@@ -46,6 +46,20 @@ class LogprobOutput(NamedTuple):
     candidate_logprobs: torch.Tensor | None = None
 
 
+class TopK(NamedTuple):
+    """The k most likely tokens of each token's distribution, the most likely first. No gradient flows through it.
+
+    Attributes:
+        ids: ``[..., k]`` int64 vocabulary ids, global also when the vocabulary is split. -1 for tokens not kept.
+        logprobs: ``[..., k]`` float32, ln p of each of them under the whole vocabulary, nats. 0 for tokens not kept.
+        lse: ``[...]`` float32, ln Σ exp(logits), nats. 0 for tokens not kept.
+    """
+
+    ids: torch.Tensor
+    logprobs: torch.Tensor
+    lse: torch.Tensor
+
+
 class Operands(NamedTuple):
     """The tensors of a call, flattened."""
 

@@ -14,7 +14,7 @@ from tests.torch.processes import ranks
 WORKER = str(Path(__file__).with_name("shards_worker.py"))
 CHECKS = (
     "parity", "negative_controls", "collectives", "kept_rows", "empty_and_compiled", "uneven", "rounding", "verl",
-    "biased", "losses", "chosen_logits", "loss_in_forward",
+    "biased", "losses", "chosen_logits", "loss_in_forward", "most_likely",
 )  # fmt: skip
 
 
@@ -24,7 +24,7 @@ def test_two_ranks(tmp_path: Path) -> None:
 
 
 def test_four_ranks(tmp_path: Path) -> None:
-    checks = ("parity", "chosen_logits", "loss_in_forward")
+    checks = ("parity", "chosen_logits", "loss_in_forward", "most_likely")
     for said in ranks(4, ["-W", "error", WORKER, *checks], tmp_path / "logs"):
         assert said.count("done ") == len(checks)
 

@@ -1,0 +1,77 @@
+"""Checks of `shards_worker`: logits at chosen ids, a loss with its gradients in the forward, the most likely tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lce_torch_bridge import linear_logits, linear_loss, linear_topk
+from tests.torch import problem as p
+from tests.torch.shards import DEVICE, GRADIENT, VALUE, draw, same_on_all_ranks, shard
+
+
+def chosen_logits(group: dist.ProcessGroup) -> None:
+    """Logits at ids of any rank, eager and compiled, the same bits on all; parts of different sizes are NaN."""
+    problem, bias = draw(), torch.linspace(-2, 2, 104, device=DEVICE)
+    problem.hidden[3] = torch.nan  # of a token whose ids are all none
+    ids, told = p.candidates_like(problem.labels), dict(temperature=0.7, logit_softcap=4.0, vocab_size=97)
+    ids[3] = -1
+    seed = p.seeds_like(problem.labels, K=5)[3]
+
+    def measured(call: Any, problem: p.Problem, bias: torch.Tensor, **more: Any) -> Any:
+        leaves, leaf = problem.leaves(), bias.clone().requires_grad_()
+        z = call(leaves.hidden, leaves.weight, ids, bias=leaf, **told, **more)
+        return z, torch.autograd.grad((seed.to(z.dtype) * z).sum(), (*leaves[:2], leaf))
+
+    true = problem.hidden.double().nan_to_num(), problem.weight.double(), problem.labels
+    want, wanted = measured(p.stored_logits, p.Problem(*true), bias.double())
+    local = problem._replace(weight=shard(problem.weight, group)), shard(bias, group)
+    for call in (linear_logits, torch.compile(linear_logits, fullgraph=True, backend="aot_eager")):
+        z, (dhidden, dweight, dbias) = measured(call, *local, tp_group=group, reduce_grad_hidden=True)
+        assert p.value_error(z, want) < VALUE
+        assert same_on_all_ranks(z, group)
+        assert same_on_all_ranks(dhidden, group)
+        assert p.relative_norm(dhidden, wanted[0]) < GRADIENT
+        assert p.relative_norm(dweight, shard(wanted[1], group)) < GRADIENT
+        assert p.relative_norm(dbias, shard(wanted[2], group)) < GRADIENT
+    odd = problem.weight[: 51 + group.rank()]
+    assert linear_logits(problem.hidden, odd, ids, tp_group=group).isnan().all()
+
+
+def loss_in_forward(group: dist.ProcessGroup) -> None:
+    """Three chunks: the sum and its gradients against float64, the same bits on all ranks; a sum of parts is no sum."""
+    problem, advantages = draw(T=5000), torch.randn(5000, generator=torch.Generator().manual_seed(2)).to(DEVICE)
+
+    def loss_fn(logprobs: torch.Tensor, entropy: torch.Tensor, lse: torch.Tensor, advantages: Any) -> torch.Tensor:
+        return -torch.exp(logprobs / 10) * advantages - 0.1 * entropy + 0.01 * lse**2
+
+    double = p.Problem(problem.hidden.double(), problem.weight.double(), problem.labels).leaves()
+    true = loss_fn(*p.stored(*double, vocab_size=97)[:3], advantages).sum()
+    wanted = torch.autograd.grad(true / 37, double[:2])
+    leaves = problem._replace(weight=shard(problem.weight, group)).leaves()
+    told: Any = dict(vocab_size=97, tp_group=group, chunk_bytes=0)
+    total, out = linear_loss(loss_fn, *leaves, advantages, reduce_grad_hidden=True, **told)
+    dhidden, dweight = torch.autograd.grad(total / 37, leaves[:2])
+    assert abs((total / true).item() - 1) < 1e-5
+    assert all(same_on_all_ranks(x, group) for x in (total[None], *out[:3], dhidden))
+    assert p.relative_norm(dhidden, wanted[0]) < GRADIENT
+    assert p.relative_norm(dweight, shard(wanted[1], group)) < GRADIENT
+    total, _ = linear_loss(loss_fn, *leaves, advantages, **told)
+    (part,) = torch.autograd.grad(total / 37, leaves.hidden)
+    assert p.relative_norm(part, wanted[0]) > 0.3
+
+
+def most_likely(group: dist.ProcessGroup) -> None:
+    """Those of one rank that holds all columns, of which some are equal on several ranks: the smaller ids first."""
+    problem = draw()
+    problem.weight[60:90] = problem.weight[:30].clone()
+    for V, k in ((104, 64), (97, 5), (40, 40)):  # with padding, and ranks of padding alone
+        options: Any = dict(vocab_size=V, temperature=0.7, logit_softcap=4.0)
+        want = linear_topk(problem.hidden, problem.weight, k, **options)
+        for call in (linear_topk, torch.compile(linear_topk, fullgraph=True, backend="aot_eager")):
+            got = call(problem.hidden, shard(problem.weight, group), k, tp_group=group, **options)
+            assert all(same_on_all_ranks(x, group) for x in got)
+            assert torch.equal(got.ids, want.ids)
+            assert max(map(p.value_error, got[1:], want[1:])) < VALUE
