@@ -83,10 +83,20 @@ def start() -> None:
     os.environ.setdefault(PREALLOCATE, "false")
     devices = _devices()
     warn_of_preallocation(devices)
-    # A process aborts if it exits while JAX has yet to free buffers that torch has dropped. Exit handlers run last in,
-    # first out: this one runs before JAX's own.
-    atexit.register(gc.collect)
+    atexit.register(_finish)  # exit handlers run last in, first out: this one runs before JAX's own
     _started_in = os.getpid()
+
+
+def _finish() -> None:
+    """At exit. A process aborts if Python ends while JAX has yet to free buffers that torch has dropped.
+
+    Or while a GPU still runs a program: JAX gives up torch's tensors after it, on a thread of its own.
+    """
+    if torch.cuda.is_initialized() and _jax_has_started():
+        for device in jax.local_devices():
+            if device.platform == "gpu":
+                torch.cuda.synchronize(device.local_hardware_id)
+    gc.collect()
 
 
 def _devices() -> list[jax.Device]:

@@ -107,6 +107,23 @@ def test_nothing_is_preallocated_and_the_process_ends_well(last: str) -> None:
     assert done.returncode == 0, f"{done.returncode}\n{done.stdout}\n{done.stderr}"
 
 
+def test_a_process_may_end_while_the_gpu_works() -> None:
+    done = run(
+        """
+        import torch, lce_torch_bridge
+        hidden = torch.randn(16384, 4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        weight = torch.randn(131072, 4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for _ in range(2):
+            labels = torch.arange(16384, device="cuda")
+            total, _ = lce_torch_bridge.linear_loss(lambda logprobs, *_: logprobs, hidden, weight, labels)
+            torch.autograd.grad(total, (hidden, weight))
+        """,
+        timeout=300,
+        JAX_PLATFORMS="cuda,cpu",
+    )
+    assert done.returncode == 0, f"{done.returncode}\n{done.stdout}\n{done.stderr}"
+
+
 @pytest.mark.multi_gpu
 def test_two_ranks_that_see_every_gpu(tmp_path: Path) -> None:
     """NCCL on the caller's group; the same bits on both ranks; torch's current device stays as it was."""
