@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from lce_torch_bridge import LogprobOutput, linear_logprobs
+from lce_torch_bridge import LogprobOutput, linear_logits, linear_logprobs, linear_loss, linear_topk
 from tests.torch import problem as p
 from tests.torch.wrapped_models import (
     FAR,
@@ -150,6 +150,29 @@ def placements() -> None:
         assert not isinstance(out.logprobs, DTensor)
         found = {"hidden": whole(leaves["hidden"].grad), "weight": whole(leaves["weight"].grad)}
         same(f"{places} {refused} {bool(told)}", (out[:3], found), (want[:3], {"hidden": dhidden, "weight": dweight}))
+
+
+def further_functions() -> None:
+    """Candidates, logits at ids, a loss with its gradients in the forward, and the most likely tokens."""
+    mesh, problem, seed = mesh_of(2, 2)["tp"], p.draw(T, H, V), Batch(0).seeds[0]
+    ids = p.candidates_like(problem.labels, V=V)
+    true = p.Problem(problem.hidden.double(), problem.weight.double(), problem.labels).leaves()
+    want = p.stored(*true, candidates=ids)
+    z = p.stored_logits(*true[:2], ids)
+    grads = torch.autograd.grad(want.candidate_logprobs.sum() + z.sum() + (seed * want.logprobs).sum(), true[:2])
+    top = linear_topk(*problem[:2], 5)
+    for told in ({"tp_group": mesh.get_group()}, {}):
+        everywhere = (problem.hidden, problem.labels, seed, ids)
+        hidden, labels, own, chosen = (place(x, mesh, [Replicate()]) for x in everywhere)
+        weight = place(problem.weight, mesh, [Shard(0)])
+        out = linear_logprobs(hidden, weight, labels, candidates=chosen, **told)
+        logits = linear_logits(hidden, weight, chosen, **told)
+        total, _ = linear_loss(lambda logprobs, *given: given[2] * logprobs, hidden, weight, labels, own, **told)
+        (out.candidate_logprobs.sum() + logits.sum() + total).backward()
+        assert p.value_error(out.candidate_logprobs, want.candidate_logprobs) < VALUE
+        assert p.value_error(logits, z) < VALUE
+        assert max(map(p.relative_norm, (whole(hidden.grad), whole(weight.grad)), grads)) < 1e-6, told
+        assert torch.equal(linear_topk(hidden, weight, 5, **told).ids, top.ids)
 
 
 def place(x: torch.Tensor, mesh: DeviceMesh, at: list[Placement]) -> torch.Tensor:
