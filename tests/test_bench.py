@@ -13,12 +13,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import lce_jax
+
 pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 
 from lce_jax._models import MODELS, Head
 from lce_jax.bench import __main__ as command
-from lce_jax.bench import candidates, peers, problem, report, run, shapes
+from lce_jax.bench import candidates, peers, problem, report, run, shapes, text
 
 TINY = shapes.Shape(24, Head(32, 520))
 
@@ -147,6 +149,31 @@ def test_a_peer_without_its_package_says_so(tiny, monkeypatch):
     assert skipped == {"one": "not installed: No module named 'nobody_has_this'", "two": "has no softcap"}
 
 
+def test_text_like_data_has_a_row_with_a_threshold():
+    shape = shapes.Shape(64, Head(32, 2000))
+    measured = run.measure(shape, jnp.dtype("float32"), None, 1, with_peers=False, text=True)
+    row = measured.row("ours threshold", shapes.BOTH)
+    assert (row.skipped, row.dropped_mass) == (0.0, 0.0)  # on a CPU the gradients are exact
+    exact = measured.row("ours", shapes.BOTH)
+    assert exact.skipped is None
+    assert all(row.errors[name] == exact.errors[name] for name in problem.GRADIENTS)
+    shown = [column.header for column in report.table(measured).columns]
+    assert shown[-2:] == ["skipped", "dropped"]
+    drawn = text.text_problem(shape, jnp.float32)
+    out = lce_jax.linear_logprobs(*drawn.arrays[:3])
+    assert 0.2 < float(out.entropy.mean()) < 3.0
+    assert float(jnp.exp(out.logprobs).mean()) > 0.1
+
+
+def test_the_bound_of_a_threshold_falls_with_what_it_skips():
+    rows = [timed("gemm", "gemm", 1.0), dataclasses.replace(timed("ours threshold", shapes.BOTH, 1.8), skipped=0.75)]
+    shape = shapes.Shape(8192, Head(4096, 151936))
+    where = {"platform": "gpu", "device_kind": "NVIDIA H200"}
+    (line,) = report.held_bounds(run.Measurement(shape, "bfloat16", rows, {}, "text"), where)
+    assert "1.80x" in line
+    assert "(bound 1.85x): holds" in line
+
+
 def test_shapes_from_the_command_line():
     assert [one.tokens for one in shapes.select("cpu", [], [], ())] == [2048]
     assert len(shapes.select("gpu", [], [], ())) == len(shapes.GPU_SHAPES)
@@ -207,7 +234,7 @@ def test_the_whole_command(tmp_path):
     fields = {field.name for field in dataclasses.fields(run.Row)}
     derived = {"median_seconds", "useful_flops_per_second", "ratio_to_gemm", "ratio_to_materialised"}
     for one in data["measurements"]:
-        assert set(one) == {"shape", "dtype", "rows", "left_out", "bounds"}
+        assert set(one) == {"shape", "dtype", "data", "rows", "left_out", "bounds"}
         assert {(row["key"], row["direction"]) for row in one["rows"]} >= {
             ("gemm", "gemm"),
             ("ours", "forward"),

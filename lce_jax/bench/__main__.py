@@ -36,6 +36,8 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--implementation", choices=_dispatch.IMPLEMENTATIONS, help="default: the best for this device")
     out.add_argument("--rounds", type=_positive, default=7, help="timings of each row; the median is shown (default 7)")
     out.add_argument("--devices", type=_positive, default=1, help="also time the vocabulary split over this many")
+    data = "random logits, or such as a language model has, and then a gradient threshold too (default: random)"
+    out.add_argument("--data", choices=("random", "text"), default="random", help=data)
     out.add_argument("--no-peers", action="store_true", help="leave out what PyTorch computes")
     sweep = (
         f"time the tiles of the Hopper kernels instead, all or some of {', '.join(shapes.KERNELS)}; needs such a GPU"
@@ -76,7 +78,7 @@ def main(arguments: list[str] | None = None) -> int:
         with out.status(str(shape)) as status:
             measured = measure(
                 shape, dtype, options.implementation, options.rounds, status.update,
-                with_peers=not options.no_peers, devices=options.devices,
+                with_peers=not options.no_peers, devices=options.devices, text=options.data == "text",
             )  # fmt: skip
         measurements.append(measured)
         out.print(report.table(measured))

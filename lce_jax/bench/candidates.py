@@ -37,6 +37,7 @@ class Candidate:
         results: its outputs by name, as JAX arrays, for the check against the reference.
         objective: the scalar that forward+backward differentiates.
         logits_rounded: whether it rounds the logits to the operands' dtype.
+        gradient_slack: how much further from the reference its gradients may lie, relative by norm.
     """
 
     key: str
@@ -46,12 +47,16 @@ class Candidate:
     results: Callable[[Any], Results] = dict
     objective: Objective = "logprob+entropy"
     logits_rounded: bool = False
+    gradient_slack: float = 0.0
 
 
-def jax_candidates(problem: Problem, implementation: str | None, devices: int = 1) -> list[Candidate]:
+def jax_candidates(
+    problem: Problem, implementation: str | None, devices: int = 1, threshold: float = 0.0
+) -> list[Candidate]:
     """The bare product, this package (with a cache where one is kept), the chunked loop, and stored logits.
 
-    With several ``devices``, this package with the vocabulary split over them too.
+    With several ``devices``, this package with the vocabulary split over them too; with a ``threshold``, its gradients
+    without the tiles below it too.
     """
     shape, dtype = problem.shape, problem.hidden.dtype
     softcap = shape.head.logit_softcap
@@ -72,6 +77,8 @@ def jax_candidates(problem: Problem, implementation: str | None, devices: int = 
             rows.append(_both(problem, f"ours {part} cache", f"{name}, {part} cache", ours(cache_bytes)))
     if full:
         rows.append(in_forward(problem, name, wanted))
+    if threshold:
+        rows.append(_over_threshold(problem, name, threshold, logit_softcap=softcap, implementation=wanted))
     if devices > 1:
         rows += _split(problem, wanted, name, devices, cached=full > 0)
     if served_by != "xla":
@@ -108,6 +115,13 @@ def in_forward(problem: Problem, label: str, implementation: str | tuple[str, ..
 
     compiled = functools.partial(compile_jax, forward_backward, *problem.arrays)
     return Candidate("ours in forward", f"{label}, linear_loss", BOTH, compiled)
+
+
+def _over_threshold(problem: Problem, name: str, threshold: float, **options: Any) -> Candidate:
+    """What is left out moves the gradients by half a per cent at 2^-12: they may lie 2^-6 off."""
+    function = _ours(linear_logprobs, gradient_threshold=threshold, **options)
+    row = _both(problem, "ours threshold", f"{name}, gradient_threshold {threshold:.2g}", function)
+    return dataclasses.replace(row, gradient_slack=2.0**-6)
 
 
 def _split(

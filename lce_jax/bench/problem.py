@@ -167,22 +167,24 @@ def error(name: str, result: Array, right: Array) -> float:
     return float(jnp.max(jnp.abs(result.astype(jnp.float32) - right) / jnp.maximum(1.0, jnp.abs(right))))
 
 
-def bound(name: str, result: Array, problem: Problem, logits_rounded: bool, largest_logit: float) -> float:
-    """The largest `error` of a right result; see the module's docstring."""
+def bound(
+    name: str, result: Array, problem: Problem, logits_rounded: bool, largest_logit: float, slack: float = 0.0
+) -> float:
+    """The largest `error` of a right result; see the module's docstring. Gradients may lie ``slack`` further off."""
     sums = 64 * float(jnp.finfo(jnp.float32).eps)
     operand_eps = float(jnp.finfo(problem.hidden.dtype).eps)
     logits = max(product_eps(problem), operand_eps if logits_rounded else 0.0) * largest_logit
-    result_eps = 2 * operand_eps if name in GRADIENTS else float(jnp.finfo(result.dtype).eps)
+    result_eps = slack + 2 * operand_eps if name in GRADIENTS else float(jnp.finfo(result.dtype).eps)
     return sums + result_eps + logits
 
 
 def refusal(
-    results: Results, problem: Problem, right: Reference, logits_rounded: bool = False
+    results: Results, problem: Problem, right: Reference, logits_rounded: bool = False, slack: float = 0.0
 ) -> tuple[str | None, dict[str, float]]:
     """Why ``results`` are wrong (None if they are right), and each one's `error`."""
     errors = {name: error(name, x, right.results[name]) for name, x in results.items()}
     for name, x in results.items():
-        limit = bound(name, x, problem, logits_rounded, right.largest_logit)
+        limit = bound(name, x, problem, logits_rounded, right.largest_logit, slack)
         if not errors[name] <= limit:  # also where it is NaN
             return f"wrong result: {name} is off by {errors[name]:.2g}, the bound is {limit:.2g}", errors
     return None, errors

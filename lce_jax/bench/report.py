@@ -64,7 +64,7 @@ def console() -> Console:
 def table(measured: Measurement) -> Table:
     """The rows of one shape, a section per direction."""
     out = Table(
-        title=f"{measured.shape}, {measured.dtype}",
+        title=f"{measured.shape}, {measured.dtype}" + (", text-like" if measured.data == "text" else ""),
         caption="temp: memory beyond operands and results (the bare GEMM's result is the logits)",
         title_justify="left",
         caption_justify="left",
@@ -73,7 +73,8 @@ def table(measured: Measurement) -> Table:
         pad_edge=False,
     )
     out.add_column("")
-    for heading in ("ms", "±", "÷ GEMM", "÷ stored", "TFLOP/s", "temp", "compile s"):
+    of_threshold = ("skipped", "dropped") if measured.data == "text" else ()
+    for heading in ("ms", "±", "÷ GEMM", "÷ stored", "TFLOP/s", "temp", "compile s", *of_threshold):
         out.add_column(heading, justify="right", no_wrap=True)
     for direction in DIRECTIONS:
         rows = [row for row in measured.rows if row.direction == direction]
@@ -96,7 +97,12 @@ def _cells(measured: Measurement, row: Row) -> tuple[str, ...]:
         f"{tflops:,.1f}" if tflops >= 10 else f"{tflops:.3f}",
         format_bytes(row.temp_bytes),
         f"{row.compile_seconds:.1f}",
+        *(_share(x) for x in (row.skipped, row.dropped_mass) if measured.data == "text"),
     )
+
+
+def _share(x: float | None) -> str:
+    return "–" if x is None else f"{x:.2%}"
 
 
 def _times(ratio: float | None) -> str:
@@ -115,15 +121,17 @@ def left_out(measured: Measurement, before: Sequence[Measurement] = ()) -> list[
 def held_bounds(measured: Measurement, where: dict[str, str]) -> list[str]:
     """In plain words, the project's bounds for this shape on this device: what was measured, and whether it holds."""
     lines = []
-    for one in bounds(measured.shape, measured.dtype, where["platform"], where["device_kind"]):
+    kinds = (where["platform"], where["device_kind"], measured.data)
+    for one in bounds(measured.shape, measured.dtype, *kinds):
         row, other = measured.row(*one.row), measured.row(*one.baseline)
         name = " ".join(one.row)
         if row is None or other is None:
             lines.append(f"{name}: not measured (bound {one.limit:.2f}x {other.label if other else one.baseline[0]})")
             continue
         ratio = row.median / other.median
-        verdict = "holds" if ratio <= one.limit else "DOES NOT HOLD"
-        lines.append(f"{name}: {ratio:.2f}x {other.label} (bound {one.limit:.2f}x): {verdict}")
+        limit = one.limit if row.skipped is None else one.limit - one.per_skipped * row.skipped
+        verdict = "holds" if ratio <= limit else "DOES NOT HOLD"
+        lines.append(f"{name}: {ratio:.2f}x {other.label} (bound {limit:.2f}x): {verdict}")
     return lines
 
 
@@ -136,6 +144,7 @@ def _as_dict(measured: Measurement, where: dict[str, str]) -> dict[str, Any]:
     return {
         "shape": dataclasses.asdict(measured.shape),
         "dtype": measured.dtype,
+        "data": measured.data,
         "rows": [
             dataclasses.asdict(row)
             | {

@@ -13,6 +13,8 @@ from lce_jax.bench.measure import Run, interleave, median, spread
 from lce_jax.bench.peers import peer_candidates, release
 from lce_jax.bench.problem import Objective, Problem, Reference, random_problem, reference, refusal
 from lce_jax.bench.shapes import BOTH, DIRECTIONS, Shape
+from lce_jax.bench.text import THRESHOLD, text_problem
+from lce_jax.bench.text import left_out as left_out_of_gradients
 from lce_jax.bench.topk import topk_candidates
 
 
@@ -28,6 +30,8 @@ class Row:
     temp_bytes: int
     compile_seconds: float
     errors: dict[str, float]  # of each result, as `problem.error` defines it
+    skipped: float | None = None  # share of the tiles that a threshold leaves out of the gradients; None: no threshold
+    dropped_mass: float | None = None  # the probability in them, mean over the tokens
 
     @property
     def median(self) -> float:
@@ -48,6 +52,7 @@ class Measurement:
     dtype: str
     rows: list[Row]
     left_out: dict[str, str]
+    data: str = "random"
 
     def row(self, key: str, direction: str) -> Row | None:
         """The row of a candidate, if it was timed."""
@@ -75,12 +80,14 @@ def measure(
     report: Callable[[str], None] = _silent,
     with_peers: bool = True,
     devices: int = 1,
+    text: bool = False,
 ) -> Measurement:
-    """Everything about one shape."""
+    """Everything about one shape; with ``text``, on data like a language model's, and with a threshold too."""
     report(f"{shape}: drawing operands")
-    problem = random_problem(shape, dtype)
+    problem = text_problem(shape, dtype) if text else random_problem(shape, dtype)
     peers, left_out = peer_candidates(problem) if with_peers else ([], {})
-    candidates = jax_candidates(problem, implementation, devices) + topk_candidates(problem) + peers
+    ours = jax_candidates(problem, implementation, devices, THRESHOLD if text else 0.0)
+    candidates = ours + topk_candidates(problem) + peers
     runs, errors, refused = admit(candidates, problem, report)
     seconds = interleave(
         runs,
@@ -98,11 +105,12 @@ def measure(
             run.temp_bytes,
             run.compile_seconds,
             errors[one],
+            *(left_out_of_gradients(problem, THRESHOLD, implementation) if one.key == "ours threshold" else ()),
         )
         for one, run in runs.items()
     ]
     release()
-    return Measurement(shape, jax.numpy.dtype(dtype).name, rows, left_out | refused)
+    return Measurement(shape, jax.numpy.dtype(dtype).name, rows, left_out | refused, "text" if text else "random")
 
 
 def admit(
@@ -126,7 +134,7 @@ def admit(
         except Exception as failure:  # mostly out of memory; its type differs by framework
             refused[f"{one.label}, {one.direction}"] = _first_line(failure)
             continue
-        reason, found = refusal(results, problem, references[one.objective], one.logits_rounded)
+        reason, found = refusal(results, problem, references[one.objective], one.logits_rounded, one.gradient_slack)
         if reason is None:
             runs[one], errors[one] = run, found
         else:
