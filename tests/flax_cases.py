@@ -58,6 +58,20 @@ def assert_topk_of_logits(top, logits):
     assert_trees_close(top.lse, jax.nn.logsumexp(logits, axis=-1))
 
 
+TEACHER = {"logit_softcap": 5.0, "pad_to_multiple": 4}  # with another hidden size
+
+
+def teacher_batch():
+    """The teacher's hidden states at the tokens of `batch`."""
+    return jax.random.normal(jax.random.key(7), (BATCH, SEQUENCE, 2 * HIDDEN))
+
+
+def kl_of_logits(logits, teachers):
+    """The forward KL."""
+    log_q, log_p = jax.nn.log_softmax(logits), jax.nn.log_softmax(teachers)
+    return jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)
+
+
 def token_batch():
     """Tokens and the label of each, the last of a sequence ignored."""
     _, labels = batch()

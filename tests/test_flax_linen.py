@@ -19,14 +19,17 @@ from tests.flax_cases import (
     PADDED,
     ROWS,
     SEQUENCE,
+    TEACHER,
     VOCAB,
     assert_topk_of_logits,
     assert_trees_close,
     batch,
     candidate_ids,
     from_logits,
+    kl_of_logits,
     loss_from_logits,
     spoiled_padding,
+    teacher_batch,
     token_batch,
 )
 
@@ -95,6 +98,15 @@ def test_topk_is_that_of_its_logits(options):
     hidden, _ = batch()
     head, variables = make_head(**options), initialise(make_head(**options))
     assert_topk_of_logits(head.apply(variables, hidden, 5, method="topk"), head.apply(variables, hidden))
+
+
+def test_kl_is_that_of_the_logits_of_both_heads():
+    head, teacher = make_head(**BIASED), LMHead(2 * HIDDEN, VOCAB, **TEACHER)
+    (hidden, _), teacher_hidden = batch(), teacher_batch()
+    variables = biased(initialise(head))
+    teacher = teacher.bind(teacher.init(jax.random.key(1), teacher_hidden))
+    want = kl_of_logits(head.apply(variables, hidden), teacher(teacher_hidden))
+    assert_trees_close(head.apply(variables, hidden, teacher, teacher_hidden, method="kl"), want)
 
 
 def test_a_bias_is_in_logits_logprobs_and_loss():

@@ -20,6 +20,7 @@ from tests.flax_cases import (
     PADDED,
     ROWS,
     SEQUENCE,
+    TEACHER,
     VOCAB,
     assert_topk_of_logits,
     assert_trees_close,
@@ -27,7 +28,9 @@ from tests.flax_cases import (
     candidate_ids,
     data_by_tensor,
     from_logits,
+    kl_of_logits,
     loss_from_logits,
+    teacher_batch,
     token_batch,
 )
 from tests.nnx_heads import Model, biased_head, fused_loss, make_head, stored_loss
@@ -103,6 +106,23 @@ def test_topk_is_that_of_its_logits(options):
     assert_topk_of_logits(head.topk(hidden, 5, temperature=0.5), head(hidden) / 0.5)
     over_mesh = make_head(mesh=data_by_tensor(), vocab_axis="tensor", batch_axes="data", **{**options, **PADDED})
     assert_topk_of_logits(over_mesh.topk(hidden, 5), over_mesh(hidden))
+
+
+def test_kl_is_that_of_the_logits_of_both_heads():
+    """Each head has its own scale, cap, bias, padding and hidden size."""
+    head, teacher = biased_head(), LMHead(2 * HIDDEN, VOCAB, rngs=nnx.Rngs(1), **TEACHER)
+    (hidden, _), teacher_hidden = batch(), teacher_batch()
+    want = kl_of_logits(head(hidden) / 0.5, teacher(teacher_hidden) / 2.0)
+    got = head.kl(hidden, teacher, teacher_hidden, temperature=0.5, teacher_temperature=2.0)
+    assert_trees_close(got, want)
+    axes = {"mesh": data_by_tensor(), "vocab_axis": "tensor", "batch_axes": "data"}
+    over_mesh = biased_head(**axes)
+    padded = LMHead(2 * HIDDEN, VOCAB, rngs=nnx.Rngs(1), **{**TEACHER, **PADDED}, **axes)
+    padded.weight[...] = jnp.pad(teacher.weight[...], ((0, 4), (0, 0)))
+    got = over_mesh.kl(hidden, padded, teacher_hidden, direction="reverse")
+    assert_trees_close(got, kl_of_logits(teacher(teacher_hidden), head(hidden)))
+    with pytest.raises(ValueError, match="vocab_size=51, but the teacher's is 50: a divergence needs one vocabulary"):
+        head.kl(hidden, LMHead(HIDDEN, VOCAB - 1, rngs=nnx.Rngs(1)), hidden)
 
 
 def test_loss_passes_every_option_on():

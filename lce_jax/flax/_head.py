@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from lce_jax import _checks, _compat, _math, _options, api, scalars, sharding, topk
+from lce_jax import _checks, _compat, _linear_kl, _math, _options, api, scalars, sharding, topk
 from lce_jax._types import Options
 
 if TYPE_CHECKING:
@@ -42,6 +42,16 @@ class SharedOptions(TopKOptions, total=False):
 
     cache_bytes: int
     gradient_threshold: float
+
+
+class KLOptions(TypedDict, total=False):
+    """What a call of ``kl`` may set; the other options of `lce_jax.linear_kl` belong to the two heads."""
+
+    direction: Literal["forward", "reverse"]
+    where: Bool[Array, "*b"] | None
+    temperature: float | Float[Array, "..."]
+    teacher_temperature: float | Float[Array, "..."] | Literal["same"]
+    axis_name: Any
 
 
 class CallOptions(SharedOptions, total=False):
@@ -130,6 +140,32 @@ class Head:
         """`linear_topk`, or `sharded_linear_topk` if the head names a mesh axis."""
         function = topk.sharded_linear_topk if self.on_mesh else topk.linear_topk
         return function(hidden, self._cast(weight), k, bias=bias, **self._own_options(), **options)
+
+    def kl(
+        self,
+        hidden: Float[Array, "*b H"],
+        weight: Float[Array, "V H"],
+        teacher: Head,
+        teacher_hidden: Float[Array, "*b G"],
+        teacher_weight: Float[Array, "W G"],
+        bias: Float[Array, "V"] | None = None,
+        teacher_bias: Float[Array, "W"] | None = None,
+        **options: Unpack[KLOptions],
+    ) -> Float[Array, "*b"]:
+        """`linear_kl`, or `sharded_linear_kl` if the head names a mesh axis; scale and cap are each head's own."""
+        if self.vocab_size != teacher.vocab_size:
+            raise ValueError(
+                f"vocab_size={self.vocab_size}, but the teacher's is {teacher.vocab_size}: a divergence needs one "
+                "vocabulary"
+            )
+        function = _linear_kl.sharded_linear_kl if self.on_mesh else _linear_kl.linear_kl
+        operands = hidden, self._cast(weight), teacher_hidden, teacher._cast(teacher_weight)
+        of_the_teacher = {
+            "teacher_bias": teacher_bias,
+            "teacher_logit_scale": teacher.logit_scale,
+            "teacher_logit_softcap": teacher.logit_softcap,
+        }
+        return function(*operands, bias=bias, **of_the_teacher, **self._own_options(), **options)
 
     def loss(
         self,

@@ -187,6 +187,27 @@ class LMHead(nnx.Module):
         """
         return self.options.topk(hidden, self.weight[...], k, bias=self._bias, **options)
 
+    def kl(
+        self,
+        hidden: Float[Array, "*b H"],
+        teacher: LMHead,
+        teacher_hidden: Float[Array, "*b G"],
+        **options: Unpack[_head.KLOptions],
+    ) -> Float[Array, "*b"]:
+        """Exact KL divergence from a teacher's head per token, without storing the logits of either.
+
+        Each head has its own scale, cap, bias and dtype. The teacher has no gradient.
+
+        Args:
+            hidden: ``[..., H]``.
+            teacher: the teacher's head, over the same ``vocab_size``.
+            teacher_hidden: ``[..., G]``, at the same tokens.
+            **options: ``direction``, ``where``, ``temperature``, ``teacher_temperature`` and (inside ``jax.shard_map``)
+                ``axis_name``, as in `lce_jax.linear_kl`.
+        """
+        teachers, biases = (teacher.options, teacher_hidden, teacher.weight[...]), (self._bias, teacher._bias)
+        return self.options.kl(hidden, self.weight[...], *teachers, *biases, **options)
+
     def loss(
         self, hidden: Float[Array, "*b H"], labels: Int[Array, "*b"], **options: Unpack[_head.LossOptions]
     ) -> Float[Array, "..."]:
