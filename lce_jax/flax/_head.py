@@ -160,7 +160,7 @@ class Head:
             )
         function = _linear_kl.sharded_linear_kl if self.on_mesh else _linear_kl.linear_kl
         operands = hidden, self._cast(weight), teacher_hidden, teacher._cast(teacher_weight)
-        of_the_teacher = {
+        of_the_teacher: dict[str, Any] = {
             "teacher_bias": teacher_bias,
             "teacher_logit_scale": teacher.logit_scale,
             "teacher_logit_softcap": teacher.logit_softcap,
