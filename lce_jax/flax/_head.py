@@ -159,13 +159,13 @@ class Head:
                 "vocabulary"
             )
         function = _linear_kl.sharded_linear_kl if self.on_mesh else _linear_kl.linear_kl
-        operands = hidden, self._cast(weight), teacher_hidden, teacher._cast(teacher_weight)
-        of_the_teacher: dict[str, Any] = {
+        both = self._own_options() | {
+            "bias": bias,
             "teacher_bias": teacher_bias,
             "teacher_logit_scale": teacher.logit_scale,
             "teacher_logit_softcap": teacher.logit_softcap,
         }
-        return function(*operands, bias=bias, **of_the_teacher, **self._own_options(), **options)
+        return function(hidden, self._cast(weight), teacher_hidden, teacher._cast(teacher_weight), **both, **options)
 
     def loss(
         self,
