@@ -158,7 +158,7 @@ class Head:
                 f"vocab_size={self.vocab_size}, but the teacher's is {teacher.vocab_size}: a divergence needs one "
                 "vocabulary"
             )
-        function = _linear_kl.sharded_linear_kl if self.on_mesh else _linear_kl.linear_kl
+        function: Any = _linear_kl.sharded_linear_kl if self.on_mesh else _linear_kl.linear_kl
         both = self._own_options() | {
             "bias": bias,
             "teacher_bias": teacher_bias,
