@@ -162,8 +162,8 @@ def texts_of(functions: list[Callable[..., Any]], without: dict[tuple[str, str],
         for name, text in entries(sections(function).get("Args", "")).items():
             if name.startswith("**") or (function.__name__, name) in without:
                 continue
-            module = function.__module__ if name in DIFFERS_BETWEEN_MODULES else ""
-            key = (name, "local" if module == local.__name__ else "")
+            of_local = name in DIFFERS_BETWEEN_MODULES and getattr(local, function.__name__, None) is function
+            key = (name, "local" if of_local else "")
             texts.setdefault(key, {}).setdefault(text, []).append(function.__name__)
     return texts
 
