@@ -58,7 +58,9 @@ def _parser() -> argparse.ArgumentParser:
     shape = "tokens, the student's hidden size, vocabulary (default 1024,512,32768)"
     out.add_argument("--shape", type=_shape, default=(1024, 512, 32768), metavar="T,H,V", help=shape)
     out.add_argument("--teacher-hidden-size", type=int, metavar="G", help="default: the student's")
-    out.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="default: float32 on CPU, bfloat16 elsewhere")
+    out.add_argument(
+        "--dtype", choices=("bfloat16", "float16", "float32"), help="default: float32 on CPU, else bfloat16"
+    )
     out.add_argument("--rounds", type=int, default=5, help="timings of each row; the median is shown (default 5)")
     return out
 
