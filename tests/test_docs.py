@@ -15,6 +15,7 @@ import lce_torch_bridge
 from lce_jax import local, losses
 from lce_jax.bench.__main__ import parser as bench_parser
 from lce_jax.demo.cli import _parser as demo_parser
+from lce_jax.mosaic._kernel_set import KernelSet
 from lce_torch_bridge import megatron
 from tests.doc_blocks import PAGES, ROOT, check, parts
 
@@ -60,6 +61,12 @@ def test_every_public_name_is_on_an_api_page(module):
     if module.__name__ not in shown:  # else the page shows all of the module
         names = {f"{module.__name__}.{name}" for name in module.__all__}
         assert names - {"lce_jax.local", "lce_jax.losses"} <= shown
+
+
+def test_the_page_on_gpu_generations_names_the_whole_protocol():
+    table = (ROOT / "docs" / "adding-a-gpu-generation.md").read_text().partition("The steps:")[0]
+    named = set(re.findall(r"`(\w+)`", table)) - {"sm90", "KernelSet"}
+    assert named == {name for name in vars(KernelSet) if not name.startswith("_")}
 
 
 @pytest.mark.parametrize(("page", "line"), COMMANDS, ids=lambda value: getattr(value, "name", value))
