@@ -107,12 +107,12 @@ def distillation_loss(
     return _divergence(divergence, rest, *arrays, None if where is None else jnp.asarray(where), weight)
 
 
-def _teachers_weight(beta: Any, divergence: str) -> Any:
-    if beta is None:
-        return 0.5
-    if divergence != "jsd":
+def _teachers_weight(beta: Any, divergence: str) -> Array | None:
+    if divergence == "jsd":
+        return _rows.on_device(_options.number_or_scalar("beta", 0.5 if beta is None else beta, _inside_0_and_1))
+    if beta is not None:
         raise ValueError(f'beta={beta!r} is a weight of divergence="jsd", divergence is "{divergence}"')
-    return _options.number_or_scalar("beta", beta, _inside_0_and_1)
+    return None
 
 
 def _inside_0_and_1(name: str, value: Any) -> float:

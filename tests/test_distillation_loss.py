@@ -168,6 +168,13 @@ def test_types_and_a_traced_beta() -> None:
     assert oracle.value_error(traced(BETA), expected("jsd", "bin", q, p, ids >= 0)[0]) < 2e-6
 
 
+def test_no_implicit_transfers() -> None:
+    arrays = jnp.full((4, 3), -2.0), jnp.full((4, 3), -1.5), jnp.tile(jnp.arange(3), (4, 1))
+    with jax.transfer_guard("disallow"):
+        for divergence in DIVERGENCES:
+            distillation_loss(*arrays, divergence=divergence)
+
+
 def of_verl(divergence: str, log_q: Any, log_p: Any) -> Any:
     """verl's top-k losses: sums over the candidates, of log-probabilities that are at least ln 1e-8."""
     log_q, log_p = (jnp.maximum(x, np.log(1e-8)) for x in (log_q, log_p))

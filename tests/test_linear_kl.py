@@ -124,6 +124,12 @@ def test_traced_options_and_a_wrong_temperature() -> None:
     assert all(oracle.relative_norm(a, b) < 2e-6 for a, b in zip(gradients, want.gradients, strict=True))
 
 
+def test_no_implicit_transfers() -> None:
+    drawn = draw(call("guard", leading=(3,), where=True, vocab_size=100))
+    with jax.transfer_guard("disallow"):
+        linear_kl(*drawn.student, *drawn.teacher, **drawn.options)
+
+
 def test_under_vmap() -> None:
     drawn = draw(call("vmap", leading=(3, 5), direction="reverse", where=True))
     (hidden, weight), teacher, where = drawn.student, drawn.teacher, drawn.options["where"]
