@@ -117,6 +117,8 @@ def test_a_process_may_end_while_the_gpu_works() -> None:
             labels = torch.arange(16384, device="cuda")
             total, _ = lce_torch_bridge.linear_loss(lambda logprobs, *_: logprobs, hidden, weight, labels)
             torch.autograd.grad(total, (hidden, weight))
+        peak = lce_torch_bridge.runtime.jax_device(hidden.device).memory_stats()["peak_bytes_in_use"]
+        assert peak < 4 << 30, peak  # one chunk's exponentials, 1 GiB of four, and dweight in float32, 2 GiB
         """,
         timeout=300,
         JAX_PLATFORMS="cuda,cpu",
