@@ -50,6 +50,7 @@ def of_call(
     reduce_grad_hidden: bool = False,
     wgrad: Wgrad = "return",
     cache_bytes: int = 0,
+    gradient_threshold: float = 0.0,
     implementation: str | tuple[str, ...] | None = None,
 ) -> Arguments:
     """The arguments of `linear_logprobs`, checked."""
@@ -81,6 +82,7 @@ def of_call(
         megatron=out_of_vocab == "megatron",
         reduce_grad_hidden=scalars.flag("reduce_grad_hidden", reduce_grad_hidden),
         cache_bytes=scalars.num_bytes("cache_bytes", cache_bytes),
+        gradient_threshold=scalars.fraction("gradient_threshold", gradient_threshold),
         implementation=_checks.implementation(implementation),
     )
     return Arguments(hidden, weight, bias, labels, temperature, candidates, keep, call)

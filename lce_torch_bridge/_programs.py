@@ -146,7 +146,7 @@ def _statistics(
     unpacked = _unpacked(spec, tokens, hidden.shape[0])
     options = _options(spec, bias, unpacked) | {"total": spec.call.mean_logit}
     stats, cache = local.statistics(hidden, weight, unpacked.labels, keep_cache=keep_cache, **options)
-    return local.pack(stats), jax.tree.leaves(cache)
+    return local.pack(stats), jax.tree.leaves(cache) if keep_cache else []
 
 
 def _results(spec: Spec, fields: tuple[str, ...], megatron: bool, tokens: Any, gathered: Any) -> Any:

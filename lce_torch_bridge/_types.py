@@ -93,7 +93,13 @@ class Call(NamedTuple):
     megatron: bool  # Megatron's value for labels out of vocabulary
     reduce_grad_hidden: bool
     cache_bytes: int
+    gradient_threshold: float
     implementation: str  # names joined by commas; empty for lce_jax's choice
+
+    @property
+    def keeps_tiles(self) -> bool:
+        """Whether the forward may keep something of its tiles for the backward."""
+        return self.cache_bytes > 0 or self.gradient_threshold > 0
 
     @property
     def differentiable(self) -> tuple[str, ...]:

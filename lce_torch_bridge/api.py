@@ -35,6 +35,7 @@ def linear_logprobs(
     reduce_grad_hidden: bool = False,
     wgrad: Wgrad = "return",
     cache_bytes: int = 0,
+    gradient_threshold: float = 0.0,
     implementation: str | tuple[str, ...] | None = None,
 ) -> LogprobOutput:
     """Per-token log-probability and entropy of a language-model head, without storing the logits.
@@ -93,6 +94,10 @@ def linear_logprobs(
             implementation that always recomputes ignores it. A forward that keeps something takes all tokens at once,
             and its results may differ in the last bits from one that does not. Under ``torch.compile`` each count of
             tokens then has a graph of its own, and ``keep`` must be an index.
+        gradient_threshold: tiles (128 tokens by 256 vocabulary columns) whose every probability is below it, and that
+            hold no label, are left out of the gradients: a number in [0, 1). Results never change. 0 is exact.
+            "mosaic_gpu" alone leaves tiles out; its forward then keeps V / 64 bytes per token. `lce_jax` tells how much
+            probability was left out (``dropped_mass``). Under ``torch.compile`` as ``cache_bytes``.
         implementation: "mosaic_gpu" (kernels for Hopper GPUs), "xla" (every device), "reference" (stores the logits),
             or a tuple of names tried in order. None: the best one that can serve the call.
 
@@ -166,6 +171,7 @@ def linear_logprobs(
         reduce_grad_hidden=reduce_grad_hidden,
         wgrad=wgrad,
         cache_bytes=cache_bytes,
+        gradient_threshold=gradient_threshold,
         implementation=implementation,
     )
     return _run(given, _arguments.weight_of(given, wgrad))
@@ -175,7 +181,7 @@ def _run(given: Arguments, weight: torch.Tensor) -> LogprobOutput:
     """The operator, on the tokens that are kept."""
     x, call = _arguments.flat(given), given.call
     wanted = (leaf.requires_grad for leaf in (x.hidden, weight, given.bias) if leaf is not None)
-    keep_cache = torch.is_grad_enabled() and any(wanted) and call.cache_bytes > 0
+    keep_cache = torch.is_grad_enabled() and any(wanted) and call.keeps_tiles
     function = autograd.LinearLogprobs if torch.compiler.is_compiling() else autograd.Uncompiled
     found = function.apply(x.hidden, weight, given.bias, x.labels, x.temperature, x.candidates, keep_cache, *call)
     fields = zip(call.fields, found, strict=False)

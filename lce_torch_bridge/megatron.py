@@ -110,9 +110,9 @@ def fused_output_layer(model: torch.nn.Module, labels: torch.Tensor, **options: 
             or other modules. Methods of it and of its output layer are replaced until the block is left.
         labels: ``[b, s]`` global vocabulary ids, already shifted.
         **options: ``temperature``, ``logit_softcap``, ``vocab_size``, ``entropy``, ``candidates``, ``keep``,
-            ``ignore_index``, ``out_of_vocab``, ``wgrad``, ``cache_bytes`` and ``implementation``, as in the context of
-            `output_processor`. Not ``entropy="none"``, because the model returns two results; "metric" spares the
-            entropy's gradient.
+            ``ignore_index``, ``out_of_vocab``, ``wgrad``, ``cache_bytes``, ``gradient_threshold`` and
+            ``implementation``, as in the context of `output_processor`. Not ``entropy="none"``, because the model
+            returns two results; "metric" spares the entropy's gradient.
 
     Yields:
         None.

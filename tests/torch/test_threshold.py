@@ -1,0 +1,59 @@
+"""``gradient_threshold`` through the bridge, where no kernel runs: exact, and what is kept goes through torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from lce_torch_bridge import linear_cross_entropy_loss, linear_logprobs
+
+T, H, V = 130, 128, 768
+
+
+def gradients(**options: Any) -> tuple[Any, tuple[torch.Tensor, ...], list[tuple[int, ...]]]:
+    """The outputs, dhidden and dweight, and the shapes of what autograd keeps."""
+    torch.manual_seed(0)
+    hidden = torch.randn(T, H, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(V, H, dtype=torch.bfloat16, requires_grad=True)
+    kept: list[tuple[int, ...]] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: (kept.append(tuple(x.shape)), x)[1], lambda x: x):
+        out = linear_logprobs(hidden, weight, torch.arange(T), **options)
+    loss = out.logprobs.sum() - 0.1 * out.entropy.sum()
+    return out, torch.autograd.grad(loss, (hidden, weight)), kept
+
+
+def assert_same(got: Any, want: Any) -> None:
+    for a, b in zip((*got[0], *got[1]), (*want[0], *want[1]), strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or torch.equal(a, b)
+
+
+@pytest.mark.parametrize("stats", [False, True], ids=["", "stats"])
+def test_exact_without_kernels(stats: bool) -> None:
+    exact = gradients(stats=stats)
+    assert_same(gradients(stats=stats, gradient_threshold=2.0**-12), exact)
+    assert_same(gradients(stats=stats, gradient_threshold=0.0), exact)
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("stats", [False, True], ids=["", "stats"])
+def test_what_the_kernels_would_need_is_kept(stats: bool) -> None:
+    """Traced as on an H200 and lowered for this machine, where "xla" replaces the kernels."""
+    exact = gradients(stats=stats)
+    got = gradients(stats=stats, gradient_threshold=2.0**-11)  # no other test may have compiled it for a CPU
+    assert_same(got, exact)
+    tiles = [shape for shape in got[2] if shape not in exact[2]]
+    assert len(tiles) == 1 + stats
+    assert all(shape[0] == V // 256 and shape[1] >= T for shape in tiles)
+    with torch.no_grad():
+        linear_logprobs(torch.randn(3, H), torch.randn(V, H), torch.arange(3), stats=stats, gradient_threshold=2.0**-10)
+
+
+def test_losses_take_it_and_a_wrong_one_is_refused() -> None:
+    operands = torch.randn(8, H), torch.randn(V, H), torch.arange(8)
+    exact = linear_cross_entropy_loss(*operands)
+    assert torch.equal(linear_cross_entropy_loss(*operands, gradient_threshold=0.01), exact)
+    with pytest.raises(ValueError, match=r"gradient_threshold must lie in \[0, 1\), got 1"):
+        linear_logprobs(*operands, gradient_threshold=1.0)
