@@ -18,7 +18,7 @@ from lce_torch_bridge._types import LogprobOutput, Operands, Wgrad
 CHUNK_BYTES = 1400 << 20  # on an H200, chunks of 4096 tokens at V 151936
 OPTIONS = (
     "bias", "tp_group", "temperature", "logit_scale", "logit_softcap", "vocab_size", "entropy", "stats", "out_of_vocab",
-    "reduce_grad_hidden", "implementation",
+    "reduce_grad_hidden", "gradient_threshold", "implementation",
 )  # fmt: skip
 
 
@@ -68,8 +68,8 @@ def linear_loss(
         chunk_bytes: bytes that the exponentials of one chunk of tokens may take, in the weight's dtype; at least 2048
             tokens are a chunk. None: 1.4 GiB.
         **options: ``bias``, ``tp_group``, ``temperature``, ``logit_scale``, ``logit_softcap``, ``vocab_size``,
-            ``entropy``, ``stats``, ``out_of_vocab``, ``reduce_grad_hidden`` and ``implementation``, as in
-            `linear_logprobs`.
+            ``entropy``, ``stats``, ``out_of_vocab``, ``reduce_grad_hidden``, ``gradient_threshold`` and
+            ``implementation``, as in `linear_logprobs`.
 
     Returns:
         The sum over the tokens that are kept, float32, and a `LogprobOutput` for metrics, through which no gradient

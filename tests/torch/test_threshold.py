@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lce_torch_bridge import linear_cross_entropy_loss, linear_logprobs
+from lce_torch_bridge import linear_cross_entropy_loss, linear_logprobs, linear_loss
 
 T, H, V = 130, 128, 768
 
@@ -55,5 +55,12 @@ def test_losses_take_it_and_a_wrong_one_is_refused() -> None:
     operands = torch.randn(8, H), torch.randn(V, H), torch.arange(8)
     exact = linear_cross_entropy_loss(*operands)
     assert torch.equal(linear_cross_entropy_loss(*operands, gradient_threshold=0.01), exact)
+
+    def loss_of_token(logprob: torch.Tensor, *_: Any) -> torch.Tensor:
+        return -logprob
+
+    operands[1].requires_grad_()
+    total, _ = linear_loss(loss_of_token, *operands, gradient_threshold=0.01)
+    torch.testing.assert_close(total / 8, exact)
     with pytest.raises(ValueError, match=r"gradient_threshold must lie in \[0, 1\), got 1"):
         linear_logprobs(*operands, gradient_threshold=1.0)
