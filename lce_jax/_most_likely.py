@@ -39,8 +39,9 @@ def forward(spec: Spec, primals: Primals, rows: Rows) -> TopK:
 def _finish(spec: Spec, rows: Rows, found: Largest) -> TopK:
     """Eq. 3 at the largest; ids are -1 where there is no result."""
     x, scale, log_sumexp = _shard.unscaled(spec, rows, found.products), _scale(spec, rows), jnp.log(found.sumexp)
-    lse = x[:, 0] * scale[:, 0] + log_sumexp
-    out = TopK(found.ids, (x - x[:, :1]) * scale - log_sumexp[:, None], lse)
+    m = jnp.max(x, axis=1, keepdims=True)
+    lse = m[:, 0] * scale[:, 0] + log_sumexp
+    out = TopK(found.ids, (x - m) * scale - log_sumexp[:, None], lse)
     left_out = None if rows.where is None else ~rows.where
     for no_result, value in ((_shard.wrong_temperature(rows), jnp.nan), (left_out, 0.0)):
         if no_result is not None:

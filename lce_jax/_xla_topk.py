@@ -128,7 +128,9 @@ def of_products(raw: Float[Array, "t V"], operands: Operands, case: Case, select
     live = _math.live_columns(0, case.vocab_size, operands.num_columns)
     raw = raw if live is None else jnp.where(live[None, :], raw, -jnp.inf)
     found, columns = select(raw, min(options.top_k, case.vocab_size))
-    x, m = (unscaled(products, options, operands.raw_scale) for products in (raw, found[:, :1]))
+    # Not ``found[:, :1]``: XLA would sort the whole rows, because it does not see a top-k in two slices of a sort.
+    largest_product = jnp.max(found, axis=1, keepdims=True)
+    x, m = (unscaled(products, options, operands.raw_scale) for products in (raw, largest_product))
     scale = _math.row_scale(options, operands.inverse_temperature)
     u = jnp.minimum(x - m, 0.0) * (scale if isinstance(scale, float | int) else scale[:, None])
     e = jnp.exp(u) if live is None else jnp.where(live[None, :], jnp.exp(u), 0.0)
