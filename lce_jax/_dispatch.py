@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
 import logging
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import jax
@@ -108,8 +111,24 @@ def explain(case: Case, implementation: tuple[str, ...] | None, around: Surround
     return dataclasses.replace(chosen.plan(case, around), refused=refused)
 
 
+_described: contextvars.ContextVar[Device | None] = contextvars.ContextVar("described", default=None)
+
+
+@contextlib.contextmanager
+def for_device(device: Device) -> Iterator[None]:
+    """Within it, calls are traced for ``device``, which JAX itself need not know."""
+    token = _described.set(device)
+    try:
+        yield
+    finally:
+        _described.reset(token)
+
+
 def current_device(operand: Any = None) -> Device:
     """The device that a call made now would run on: that of the current mesh, of the operand, or JAX's default."""
+    device = _described.get()
+    if device is not None:
+        return device
     described = jax.sharding.get_abstract_mesh().abstract_device
     if described is not None:
         platform = _compat.platform_of(described)

@@ -1,5 +1,7 @@
 """`lce_jax` for PyTorch and Megatron: log-probability and entropy of a language-model head, logits never stored."""
 
+from lce_torch_bridge._explain import Explanation, explain
+from lce_torch_bridge._launch import launch_with
 from lce_torch_bridge._linear_loss import linear_loss
 from lce_torch_bridge._release import release
 from lce_torch_bridge._types import LogprobOutput, TopK
@@ -10,9 +12,12 @@ from lce_torch_bridge.runtime import init
 from lce_torch_bridge.topk import linear_topk
 
 __all__ = [
+    "Explanation",
     "LogprobOutput",
     "TopK",
+    "explain",
     "init",
+    "launch_with",
     "linear_cross_entropy",
     "linear_cross_entropy_loss",
     "linear_entropy",

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import torch
 
-from lce_torch_bridge import _programs, _rows, runtime, tensor_parallel
+from lce_torch_bridge import _direct, _launch, _programs, _rows, runtime, tensor_parallel
+from lce_torch_bridge._launch import Sum
 from lce_torch_bridge._programs import Spec
 from lce_torch_bridge._types import PER_CANDIDATE, Call, Operands
-from lce_torch_bridge.dlpack import to_jax, to_torch_all
 
 
 def forward(x: Operands, call: Call, keep_cache: bool, lend_cache: bool = True) -> list[Any]:
     """The outputs, what the backward needs per token ``[S, T]``, and the cache.
 
-    Autograd keeps the cache as tensors. A caller who goes on to `gradients` at once takes JAX's own arrays, with
-    ``lend_cache`` False: JAX reuses their memory as soon as they are dropped, in stream order, while a tensor that it
-    was lent it holds until the GPU is done. The host may be many programs ahead.
+    Autograd keeps the cache as tensors. A caller who goes on to `gradients` at once takes JAX's own arrays if JAX runs
+    the call, with ``lend_cache`` False: JAX reuses their memory as soon as they are dropped, in stream order, while a
+    tensor that it was lent it holds until the GPU is done. The host may be many programs ahead.
     """
     tokens = x.labels.shape[0]
     if tokens == 0:
@@ -29,33 +28,35 @@ def forward(x: Operands, call: Call, keep_cache: bool, lend_cache: bool = True) 
     # The backward takes all tokens at once, so one cache must hold all of them.
     pieces = [_rows.whole(tokens)] if keep_cache else _rows.pieces(tokens)
     spec = _spec(x.weight, call, pieces[0].masked)
-    with runtime.beside(x.hidden):
-        inputs = _import(x.hidden, x.weight, x.bias, [_tokens(x, piece, call) for piece in pieces], pieces)
-        run = _run_alone if call.group == tensor_parallel.NO_GROUP else _run_shard
-        packed, cache = run(inputs, spec, call, keep_cache)
-        return [*_unpacked(packed, call, tokens), *(to_torch_all(cache) if lend_cache else cache)]
+
+    def operands(piece: _rows.Piece) -> Inputs:
+        hidden = _rows.pad(x.hidden[piece.tokens], piece.rows)
+        return hidden, x.weight, x.bias, _tokens(x, piece, call)
+
+    inputs = list(map(operands, pieces))
+    run = _run_alone if call.group == tensor_parallel.NO_GROUP else _run_shard
+    packed, cache = run(inputs, spec, call, keep_cache, lend_cache)
+    return [*_unpacked(packed, call, tokens), *cache]
 
 
-type Inputs = tuple[Any, ...]  # hidden, weight, bias or None, what is per token, leaves of the cache
-type Found = tuple[list[torch.Tensor], list[jax.Array]]  # each piece's packed results, and the first one's cache
+type Inputs = tuple[torch.Tensor | None, ...]  # hidden, weight, bias or None, what is per token
+type Found = tuple[list[torch.Tensor], list[Any]]  # each piece's packed results, and the first one's cache
 
 
-def _run_alone(inputs: list[Inputs], spec: Spec, call: Call, keep_cache: bool) -> Found:
+def _run_alone(inputs: list[Inputs], spec: Spec, call: Call, keep_cache: bool, lend: bool) -> Found:
     """The forward over a vocabulary that is not split."""
-    run = _programs.forward(spec, keep_cache, call.fields, call.megatron)
-    found = [run(*each) for each in inputs]
-    return to_torch_all([packed for packed, _ in found]), found[0][1]
+    found = _launch.run(_programs.forward(spec, keep_cache, call.fields, call.megatron), *inputs, lend=lend)
+    return [packed for packed, *_ in found], found[0][1:]
 
 
-def _run_shard(inputs: list[Inputs], spec: Spec, call: Call, keep_cache: bool) -> Found:
+def _run_shard(inputs: list[Inputs], spec: Spec, call: Call, keep_cache: bool, lend: bool) -> Found:
     """The forward over a split vocabulary, with one collective for all pieces."""
-    run = _programs.statistics(spec, keep_cache)
-    parts = [run(*each) for each in inputs]
-    gathered = tensor_parallel.gather(torch.stack(to_torch_all([packed for packed, _ in parts])), call.group)
-    imported = [to_jax(shards) for shards in gathered.unbind(1)]  # kept until the results of their readers are exported
+    parts = _launch.run(_programs.statistics(spec, keep_cache), *inputs, lend=lend)
+    gathered = tensor_parallel.gather(torch.stack([packed for packed, *_ in parts]), call.group)
     merge = _programs.results(spec, call.fields, call.megatron)
-    found = [merge(each[3], shards) for each, shards in zip(inputs, imported, strict=True)]
-    return to_torch_all(found), parts[0][1]
+    shards = zip(inputs, gathered.unbind(1), strict=True)
+    found = _launch.run(merge, *((each[3], of_shards) for each, of_shards in shards), waits=1)
+    return [packed for (packed,) in found], parts[0][1:]
 
 
 def _unpacked(parts: list[torch.Tensor], call: Call, tokens: int) -> list[torch.Tensor]:
@@ -97,7 +98,7 @@ def gradients(
     cotangents: dict[str, torch.Tensor],
     wanted: tuple[bool, ...],
     call: Call,
-    total: WeightSum | None = None,
+    total: Sum | None = None,
 ) -> list[torch.Tensor]:
     """Those of dhidden, dweight and dbias that are wanted, in their operands' dtypes.
 
@@ -116,37 +117,45 @@ def gradients(
     run = _programs.gradients(spec, tuple(cotangents), wanted, not reduced, structure)
     seeds = [seed.view(torch.int32) for seed in cotangents.values()]
     per_token = torch.cat([saved, *(seed[None] if seed.ndim == 1 else seed.T for seed in seeds)])
-    with runtime.beside(hidden):
-        (inputs,) = _import(hidden, weight, bias, [_rows.with_count(per_token.T, piece.rows)], [piece], cache)
-        if total is None:
-            grads = to_torch_all(run(*inputs[:4], None, *inputs[4:]))
-        else:
-            grads = total.after(run, inputs, place=int(wanted[0]))
-        if wanted[0]:
-            grads[0] = grads[0][:tokens]
-        if wanted[0] and reduced:
-            grads[0] = tensor_parallel.all_reduce(grads[0], call.group).to(hidden.dtype)
-        return grads
+    rows = _rows.pad(hidden, piece.rows), weight, bias, _rows.with_count(per_token.T, piece.rows)
+    if total is None:
+        (grads,) = _launch.run(run, (*rows, None, *cache))
+    else:
+        *grads, _ = total.after(run, (*rows, *cache), operand=len(rows), place=int(wanted[0]))
+    if wanted[0]:
+        grads[0] = grads[0][:tokens]
+    if wanted[0] and reduced:
+        grads[0] = tensor_parallel.all_reduce(grads[0], call.group).to(hidden.dtype)
+    return grads
 
 
-class WeightSum:
-    """A sum of dweight in float32: an array of JAX's, which each call of `gradients` overwrites."""
+def programs(x: Operands, call: Call) -> list[tuple[Any, list[Any]]]:
+    """The programs of a forward and of a backward through all results, with the shapes of their inputs."""
+    tokens, keep_cache = x.labels.shape[0], call.cache_bytes > 0
+    first, whole = _rows.pieces(tokens)[0], _rows.whole(tokens)
+    piece = whole if keep_cache else first
+    spec, back = (_spec(x.weight, call, each.masked) for each in (piece, whole))
+    structs = [None if y is None else _direct.struct(y) for y in (x.weight, x.bias)]
 
-    def __init__(self, weight: torch.Tensor) -> None:
-        with runtime.beside(weight):
-            self._array = jnp.zeros(tuple(weight.shape), jnp.float32)
+    def inputs(rows: int, columns: int) -> list[Any]:
+        hidden = jax.ShapeDtypeStruct((rows, x.hidden.shape[1]), _direct.struct(x.hidden).dtype)
+        return [hidden, *structs, jax.ShapeDtypeStruct((1 + rows * columns,), "int32")]
 
-    def after(self, run: Callable[..., list[jax.Array]], inputs: Inputs, place: int) -> list[torch.Tensor]:
-        """What a program returns besides the sum, which stands at ``place`` among its results."""
-        found = run(*inputs[:4], self._array, *inputs[4:])
-        self._array = found.pop(place)
-        return to_torch_all(found)[:-1]  # the last one says that the program is done
-
-    def taken(self) -> torch.Tensor:
-        """The sum. Nothing can be added to it afterwards."""
-        (total,) = to_torch_all([self._array])
-        del self._array
-        return total
+    alone = call.group == tensor_parallel.NO_GROUP
+    of_fields = call.fields, call.megatron
+    forward = _programs.forward(spec, keep_cache, *of_fields) if alone else _programs.statistics(spec, keep_cache)
+    structure = cache = None
+    if keep_cache:
+        cache = _cache_structure(x.hidden, x.weight, x.bias, x.numbers, back)
+        structure = jax.tree.structure(cache)
+    seeds = sum(call.num_candidates if name == PER_CANDIDATE else 1 for name in call.differentiable)
+    wanted = (True, True, x.bias is not None)
+    backward = _programs.gradients(back, call.differentiable, wanted, not call.reduce_grad_hidden, structure)
+    saved = x.numbers + back.num_merged + seeds
+    return [
+        (forward, inputs(piece.rows, 1 + x.numbers)),
+        (backward, [*inputs(whole.rows, saved), None, *jax.tree.leaves(cache)]),
+    ]
 
 
 def those_wanted(
@@ -175,25 +184,6 @@ def precision_of(weight: torch.Tensor) -> str | None:
     return "highest" if weight.dtype == torch.float32 and products.fp32_precision in ("none", "ieee") else None
 
 
-def _import(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    per_token: list[torch.Tensor],
-    pieces: list[_rows.Piece],
-    cache: Sequence[torch.Tensor | jax.Array] = (),
-) -> list[Inputs]:
-    """The inputs of each piece's program. Only ``per_token`` waits for torch's stream: every program uses it."""
-    shared = [None if x is None else to_jax(x, wait=False) for x in (weight, bias)]
-    leaves = [leaf if isinstance(leaf, jax.Array) else to_jax(leaf, wait=False) for leaf in cache]
-
-    def operands(piece: _rows.Piece, rows: torch.Tensor) -> Inputs:
-        padded, waiting = to_jax(_rows.pad(hidden[piece.tokens], piece.rows), wait=False), to_jax(rows)
-        return padded, *shared, waiting, *leaves
-
-    return list(map(operands, pieces, per_token))
-
-
 def _tokens(x: Operands, piece: _rows.Piece, call: Call) -> torch.Tensor:
     """Labels, temperature and candidates as `_programs` describes them."""
     columns = [x.labels[piece.tokens].long().contiguous().view(torch.int32).view(-1, 2)]
@@ -208,15 +198,12 @@ def _cache_structure(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, numbers: int, spec: Spec
 ) -> Any:
     piece, struct = _rows.whole(int(hidden.shape[0])), jax.ShapeDtypeStruct
+    described = _direct.device_of(hidden.device)
     return _programs.cache_structure(
         spec._replace(masked=piece.masked),
-        runtime.jax_device(hidden.device),
-        struct((piece.rows, int(hidden.shape[1])), _dtype_name(hidden)),
-        struct(tuple(map(int, weight.shape)), _dtype_name(weight)),
-        None if bias is None else struct(tuple(map(int, bias.shape)), _dtype_name(bias)),
+        runtime.jax_device(hidden.device) if described is None else described,
+        struct((piece.rows, int(hidden.shape[1])), _direct.struct(hidden).dtype),
+        _direct.struct(weight),
+        None if bias is None else _direct.struct(bias),
         struct((1 + (1 + numbers) * piece.rows,), "int32"),
     )
-
-
-def _dtype_name(x: torch.Tensor) -> str:
-    return str(x.dtype).removeprefix("torch.")

@@ -19,10 +19,9 @@ import torch
 from jax import lax
 
 import lce_jax
-from lce_torch_bridge import _rows, autograd, runtime, tensor_parallel
+from lce_torch_bridge import _launch, _rows, autograd, tensor_parallel
 from lce_torch_bridge._execute import those_wanted
 from lce_torch_bridge.autograd import NAME, operator
-from lce_torch_bridge.dlpack import to_jax, to_torch_all
 
 
 class Transform(NamedTuple):
@@ -113,8 +112,7 @@ def logits(
         return _like(hidden, ids).zero_()
     tensor_parallel.check_equal_parts(weight, transform.group)
     program = _forward(_spec(weight, ids, temperature is not None, transform))
-    with runtime.beside(hidden):
-        (found,) = _run(program, hidden, weight, bias, _packed(ids, temperature, transform))
+    (found,) = _run(program, hidden, weight, bias, _packed(ids, temperature, transform))
     if transform.group == tensor_parallel.NO_GROUP:
         return found[:tokens].clone()  # in torch's memory
     return tensor_parallel.add_parts(found[:tokens], weight.shape[0], transform.group)
@@ -150,13 +148,12 @@ def logits_gradients(
     reduced = transform.reduce_grad_hidden and transform.group != tensor_parallel.NO_GROUP
     program = _backward(_spec(weight, ids, temperature is not None, transform), wanted, not reduced)
     per_token = _packed(ids, temperature, transform, cotangent.view(torch.int32))
-    with runtime.beside(hidden):
-        grads = _run(program, hidden, weight, bias, per_token)
-        if wanted[0]:
-            grads[0] = grads[0][:tokens]
-        if wanted[0] and reduced:
-            grads[0] = tensor_parallel.all_reduce(grads[0].contiguous(), transform.group).to(hidden.dtype)
-        return grads
+    grads = _run(program, hidden, weight, bias, per_token)
+    if wanted[0]:
+        grads[0] = grads[0][:tokens]
+    if wanted[0] and reduced:
+        grads[0] = tensor_parallel.all_reduce(grads[0].contiguous(), transform.group).to(hidden.dtype)
+    return grads
 
 
 @torch.library.register_fake(f"{NAME}::logits_gradients")  # type: ignore[untyped-decorator]
@@ -186,9 +183,8 @@ def _packed(
 def _run(
     program: Callable[..., Any], hidden: torch.Tensor, weight: torch.Tensor, bias: Any, per_token: torch.Tensor
 ) -> list[torch.Tensor]:
-    operands = (_rows.pad(hidden, _rows.size(len(hidden))), weight, bias)
-    shared = [None if x is None else to_jax(x, wait=False) for x in operands]
-    return to_torch_all(program(*shared, to_jax(per_token)))
+    (found,) = _launch.run(program, (_rows.pad(hidden, _rows.size(len(hidden))), weight, bias, per_token))
+    return found
 
 
 @functools.cache

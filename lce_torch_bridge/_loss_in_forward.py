@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lce_torch_bridge import _execute, autograd
-from lce_torch_bridge._execute import WeightSum
+from lce_torch_bridge._launch import Sum
 from lce_torch_bridge._main_grad import placeholder
 from lce_torch_bridge._types import Call, Operands
 
@@ -200,7 +200,7 @@ class _Sums:
         self.wanted = wanted[:3]
         self.hidden = torch.zeros_like(hidden) if wanted[0] else None
         # One chunk's dweight may be rounded at once, but not to float16, as `_in_float32` says.
-        self.total = WeightSum(weight) if wanted[1] and (chunks != 1 or weight.dtype == torch.float16) else None
+        self.total = Sum(weight) if wanted[1] and (chunks != 1 or weight.dtype == torch.float16) else None
         self.weight: torch.Tensor | None = None
         self.bias = torch.zeros_like(bias) if wanted[2] and bias is not None else None
         self.per_token = [torch.zeros_like(y) if want else None for y, want in zip(per_token, wanted[5:], strict=True)]

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax import LogprobOutput, local
+from lce_jax import LogprobOutput, launch, local
 from lce_torch_bridge._types import PER_CANDIDATE, Call
 
 
@@ -128,7 +128,7 @@ def gradients(
 
 
 @functools.cache
-def cache_structure(spec: Spec, device: jax.Device, *inputs: jax.ShapeDtypeStruct | None) -> Any:
+def cache_structure(spec: Spec, device: jax.Device | launch.Device, *inputs: jax.ShapeDtypeStruct | None) -> Any:
     """The cache of `statistics` for ``inputs`` like these: the shapes of its leaves, and its tree."""
 
     def cache(hidden: Any, weight: Any, bias: Any, tokens: Any) -> Any:
@@ -136,7 +136,7 @@ def cache_structure(spec: Spec, device: jax.Device, *inputs: jax.ShapeDtypeStruc
         options = _options(spec, bias, unpacked)
         return local.statistics(hidden, weight, unpacked.labels, keep_cache=True, **options)[1]
 
-    with jax.default_device(device):
+    with launch.for_device(device) if isinstance(device, launch.Device) else jax.default_device(device):
         return jax.eval_shape(cache, *inputs)
 
 

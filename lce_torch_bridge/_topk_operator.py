@@ -18,9 +18,8 @@ import torch
 from jax import lax
 
 import lce_jax
-from lce_torch_bridge import _execute, _rows, runtime, tensor_parallel
+from lce_torch_bridge import _execute, _launch, _rows, tensor_parallel
 from lce_torch_bridge.autograd import NAME, operator
-from lce_torch_bridge.dlpack import to_jax, to_torch_all
 
 SCHEMA = "int k, str group, int vocab_size, float logit_scale, float? logit_softcap, str implementation"
 
@@ -65,10 +64,8 @@ def topk(
         call._replace(group=""), columns, temperature is not None, _execute.precision_of(weight), alone=shards == 1
     )
     numbers = hidden.new_zeros((tokens, 1), dtype=torch.float32) if temperature is None else temperature[:, None]
-    with runtime.beside(hidden):
-        operands = (_rows.pad(hidden, rows), weight, bias)
-        shared = [None if x is None else to_jax(x, wait=False) for x in operands]
-        (packed,) = to_torch_all([_program(spec)(*shared, to_jax(_rows.with_count(numbers.view(torch.int32), rows)))])
+    per_token = _rows.with_count(numbers.view(torch.int32), rows)
+    ((packed,),) = _launch.run(_program(spec), (_rows.pad(hidden, rows), weight, bias, per_token))
     packed = packed[:tokens]
     if spec.alone:
         floats = packed[:, call.k :].view(torch.float32)

@@ -110,7 +110,8 @@ def linear_logprobs(
             the vocabulary of different sizes raise in a ``tp_group``'s first call; in a later one, results are NaN.
         NotImplementedError: on a second derivative, in forward mode, and under ``torch.func.vmap``
             (``torch.func.grad`` and ``vjp`` work).
-        RuntimeError: under CUDA graph capture; in a forked child of a process that has used JAX; if ``weight`` or
+        RuntimeError: under CUDA graph capture, unless the call is launched directly (`explain`) and has run before with
+            tensors of these shapes; in a forked child of a process that has used JAX; if ``weight`` or
             ``hidden`` was changed in place between forward and backward.
 
     Memory:
@@ -118,9 +119,9 @@ def linear_logprobs(
         four to six numbers of four bytes per token, two more per candidate, and the cache; of a DTensor, what was
         gathered. Backward, beyond the gradients, dhidden in float32 and a tile of logits; for counts of tokens other
         than 4096, 8192 and 16384 also copies of hidden and dhidden, padded to the next power of two (from 32,768 on, or
-        to halfway there). JAX keeps its own pool of GPU memory (`init`), in which the gradients lie. Before JAX reuses
-        a gradient that torch has dropped, this function waits for the streams that may still read it; JAX code of your
-        own does not.
+        to halfway there). Launched directly, all of it comes from torch's allocator. Otherwise JAX keeps its own
+        pool of GPU memory (`init`), in which the gradients lie. Before JAX reuses a gradient that torch has dropped,
+        this function waits for the streams that may still read it; JAX code of your own does not.
 
     DTensors:
         ``weight`` is gathered in its own dtype over all dimensions of its mesh but that of ``tp_group``, over which it

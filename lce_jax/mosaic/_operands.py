@@ -38,10 +38,8 @@ def prepare(operands: Operands, case: Case, shape: Geometry) -> Prepared:
     scale = jnp.full((shape.padded_tokens,), LOG2E * (options.logit_softcap or options.logit_scale), jnp.float32)
     if operands.inverse_temperature is not None:
         scale = scale * _pad(operands.inverse_temperature, shape.padded_tokens)
-    rows = jnp.arange(shape.padded_tokens, dtype=jnp.int32)
-    flags = jnp.zeros((shape.padded_tokens // shape.row_block, shape.num_tiles), jnp.int32)
-    tile = jnp.where(targets < 0, shape.num_tiles, targets // shape.tile)
-    flags = flags.at[rows // shape.row_block, tile].set(1, mode="drop")
+    tile = jnp.where(targets < 0, -1, targets // shape.tile).reshape(-1, shape.row_block, 1)
+    flags = jnp.max((tile == jnp.arange(shape.num_tiles, dtype=jnp.int32)).astype(jnp.int32), axis=1)
     columns = jnp.int32(shape.columns)
     if operands.num_columns is not None:
         columns = jnp.minimum(jnp.asarray(operands.num_columns, jnp.int32), columns)

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 import lce_jax
-from lce_torch_bridge import linear_logprobs
+from lce_torch_bridge import launch_with, linear_logprobs
 from tests.torch.gpu_problem import draw
 
 collect_ignore_glob = ["megatron_*.py"]
 
 
-@pytest.fixture(params=["xla", "mosaic_gpu"])
-def implementation(request: pytest.FixtureRequest) -> str:
-    """Each implementation that serves a bfloat16 call on this GPU."""
+@pytest.fixture(params=["xla", "mosaic_gpu", "mosaic_gpu direct"])
+def implementation(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each implementation that serves a bfloat16 call on this GPU; the kernels run by JAX, and launched directly."""
+    name, *direct = request.param.split()
+    launch_with("direct" if direct else "jax")
     try:
-        linear_logprobs(*draw(64, 256, 1024), implementation=request.param)
+        linear_logprobs(*draw(64, 256, 1024), implementation=name)
+        yield name
     except lce_jax.UnsupportedError as error:
         pytest.skip(str(error))
-    return request.param
+    finally:
+        launch_with(None)

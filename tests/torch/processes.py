@@ -14,10 +14,12 @@ SHOWN = 12_000  # characters of a process's output in the message of a failure
 CLEAN = ("XLA_FLAGS", "XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_PYTHON_CLIENT_ALLOCATOR", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 
-def run(code: str, timeout: float = 120, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs ``code`` with warnings as errors."""
+def run(
+    code: str, timeout: float = 120, under: tuple[str, ...] = (), **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs ``code`` with warnings as errors, as an argument of the command ``under``, if there is one."""
     return subprocess.run(
-        [sys.executable, "-W", "error", "-c", textwrap.dedent(code)],
+        [*under, sys.executable, "-W", "error", "-c", textwrap.dedent(code)],
         capture_output=True, text=True, timeout=timeout, check=False, env=_environment(environment),
     )  # fmt: skip
 

@@ -116,7 +116,7 @@ def test_a_write_right_after_the_call(implementation: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # it is empty, because the refusal comes first
 def test_graph_capture_is_refused() -> None:
-    problem = draw(64, 256, 1024)
+    problem = draw(64, 256, 1024, torch.float32)  # JAX runs it
     linear_logprobs(*problem)
     graph = torch.cuda.CUDAGraph()
     with pytest.raises(RuntimeError, match="cannot run under CUDA graph capture"), torch.cuda.graph(graph):

@@ -1,0 +1,106 @@
+"""NVRTC and the CUDA driver, as far as generated code needs them: compile, load, launch."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import importlib.util
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+from lce_jax.launch import _source
+from lce_jax.launch._refusal import UnservedError
+
+DRIVER = "libcuda.so.1"
+COMPILER = "libnvrtc.so"
+VERSIONS = (13, 12)  # of CUDA
+CAPABILITY_MAJOR, CAPABILITY_MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_*
+
+
+@functools.cache
+def _driver() -> Any:
+    library = ctypes.CDLL(DRIVER)
+    unsigned, pointer = ctypes.c_uint, ctypes.c_void_p
+    library.cuLaunchKernel.argtypes = [pointer, *(unsigned,) * 7, pointer, pointer, pointer]
+    return library
+
+
+@functools.cache
+def compiler() -> Any:
+    """NVRTC: the one that the process has opened (PyTorch's, for example), or an installed one.
+
+    Raises:
+        UnservedError: there is none.
+    """
+    names = [f"{COMPILER}.{version}" for version in VERSIONS]
+    for name in [*names, *_installed()]:
+        with contextlib.suppress(OSError):
+            return ctypes.CDLL(name)
+    raise UnservedError(f"none of {', '.join(names)} is found, which compile what lies between the kernels")
+
+
+def _installed() -> list[str]:
+    """NVRTC in NVIDIA's Python packages."""
+    spec = importlib.util.find_spec("nvidia")
+    folders = list(spec.submodule_search_locations or ()) if spec else []
+    return sorted(str(path) for folder in folders for path in pathlib.Path(folder).glob(f"*/lib/{COMPILER}.*"))
+
+
+def compiled(source: str, architecture: str) -> bytes:
+    """The code of ``source`` for a GPU: "sm_90".
+
+    Raises:
+        RuntimeError: it does not compile; the message is the compiler's.
+    """
+    nvrtc, handle = compiler(), ctypes.c_void_p()
+    text = (_source.ON_CUDA + source).encode()
+    _checked(nvrtc.nvrtcCreateProgram(ctypes.byref(handle), text, b"lce_jax_launch.cu", 0, None, None))
+    options = (ctypes.c_char_p * 3)(f"--gpu-architecture={architecture}".encode(), b"--std=c++17", b"-w")
+    status, size = nvrtc.nvrtcCompileProgram(handle, len(options), options), ctypes.c_size_t()
+    if status:
+        _checked(nvrtc.nvrtcGetProgramLogSize(handle, ctypes.byref(size)))
+        log = ctypes.create_string_buffer(size.value)
+        _checked(nvrtc.nvrtcGetProgramLog(handle, log))
+        raise RuntimeError(f"NVRTC: {log.value.decode()}")
+    _checked(nvrtc.nvrtcGetCUBINSize(handle, ctypes.byref(size)))
+    code = ctypes.create_string_buffer(size.value)
+    _checked(nvrtc.nvrtcGetCUBIN(handle, code))
+    _checked(nvrtc.nvrtcDestroyProgram(ctypes.byref(handle)))
+    return code.raw
+
+
+def _checked(status: int) -> None:
+    if status:
+        raise RuntimeError(f"CUDA error {status} in lce_jax.launch")
+
+
+class Module:
+    """Generated code, loaded for a device in its primary context. It is never unloaded."""
+
+    def __init__(self, source: str, device: int) -> None:
+        self._code = compiled(source, _architecture(device))
+        self._module = ctypes.c_void_p()
+        _checked(_driver().cuModuleLoadData(ctypes.byref(self._module), self._code))
+
+    def launch(self, name: str, blocks: int, threads: int) -> Callable[[int, int], None]:
+        """Launches a function, given a stream and the address of its one argument."""
+        function = ctypes.c_void_p()
+        _checked(_driver().cuModuleGetFunction(ctypes.byref(function), self._module, name.encode()))
+        call, argument = _driver().cuLaunchKernel, ctypes.c_void_p * 1
+
+        def run(stream: int, address: int) -> None:
+            status = call(function, blocks, 1, 1, threads, 1, 1, 0, stream, argument(address), None)
+            if status:
+                _checked(status)
+
+        return run
+
+
+def _architecture(device: int) -> str:
+    handle, values = ctypes.c_int(), [ctypes.c_int(), ctypes.c_int()]
+    _checked(_driver().cuDeviceGet(ctypes.byref(handle), device))
+    for attribute, value in zip((CAPABILITY_MAJOR, CAPABILITY_MINOR), values, strict=True):
+        _checked(_driver().cuDeviceGetAttribute(ctypes.byref(value), attribute, handle))
+    return "sm_" + "".join(str(value.value) for value in values)

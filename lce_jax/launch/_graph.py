@@ -1,0 +1,102 @@
+"""A program as a graph of arrays: what the reader of StableHLO builds, and what the generated code is made from.
+
+Equal nodes are made once, what follows from constants alone is computed at once, and operations that change nothing
+are left out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from lce_jax.launch import _numpy
+
+FOLDED = 64  # elements of the largest constant that is computed from others: it is a table in the code
+KERNEL, RESULT, INPUT, CONSTANT, EMPTY, COPY = "kernel", "result", "input", "constant", "empty", "copy"
+PRODUCT = "dot_general"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Node:
+    """One array, or a kernel with several results. Nodes are compared by identity."""
+
+    op: str  # StableHLO's name for it, or one of those above
+    operands: tuple[Node, ...]
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    attributes: Mapping[str, Any]
+    value: Any = None  # of a constant: an array; of a kernel: a `Kernel`
+
+    @property
+    def size(self) -> int:
+        """How many elements it has."""
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """How many bytes it takes; a bool takes one."""
+        return self.size * self.dtype.itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """A Mosaic kernel: its module as JAX lowers it, and which operand each result takes the place of."""
+
+    module: bytes
+    results: tuple[tuple[tuple[int, ...], np.dtype], ...]
+    aliases: Mapping[int, int]  # result -> operand
+
+
+class Builder:
+    """Makes nodes."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, Node] = {}
+        self.kernels: list[Node] = []  # in the program's order
+        self.products = 0  # of matrices, that are no kernels
+
+    def input(self, index: int, shape: tuple[int, ...], dtype: np.dtype) -> Node:
+        """The program's argument with this index."""
+        return Node(INPUT, (), shape, dtype, {"index": index})
+
+    def constant(self, value: Any, dtype: np.dtype) -> Node:
+        """A small array that is known."""
+        array = np.asarray(value, dtype)
+        key = (CONSTANT, array.shape, array.dtype, array.tobytes())
+        return self._once(key, Node(CONSTANT, (), array.shape, array.dtype, {}, array))
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Node:
+        """Memory of which nothing is known; each call makes another piece."""
+        return Node(EMPTY, (), shape, dtype, {})
+
+    def kernel(self, kernel: Kernel, operands: tuple[Node, ...]) -> list[Node]:
+        """The results of a kernel."""
+        node = Node(KERNEL, operands, (), jnp.dtype(bool), {}, kernel)
+        self.kernels.append(node)
+        return [Node(RESULT, (node,), *result, {"index": i}) for i, result in enumerate(kernel.results)]
+
+    def node(
+        self, op: str, operands: tuple[Node, ...], shape: tuple[int, ...], dtype: np.dtype, **attributes: Any
+    ) -> Node:
+        """The result of an operation of StableHLO."""
+        self.products += op == PRODUCT
+        if _changes_nothing(op, operands, shape, dtype):
+            return operands[0]
+        if operands and all(x.op == CONSTANT for x in operands) and math.prod(shape) <= FOLDED:
+            return self.constant(_numpy.evaluate(op, [x.value for x in operands], shape, dtype, attributes), dtype)
+        key = (op, tuple(map(id, operands)), shape, dtype, tuple(sorted(attributes.items())))
+        return self._once(key, Node(op, operands, shape, dtype, attributes))
+
+    def _once(self, key: Hashable, node: Node) -> Node:
+        return self._known.setdefault(key, node)
+
+
+def _changes_nothing(op: str, operands: tuple[Node, ...], shape: tuple[int, ...], dtype: np.dtype) -> bool:
+    """Whether the result is the first operand: conversions, reshapes, slices and broadcasts to what it is."""
+    same = ("convert", "reshape", "bitcast_convert", "slice", "broadcast_in_dim", "dynamic_slice")
+    return op in same and operands[0].shape == shape and operands[0].dtype == dtype

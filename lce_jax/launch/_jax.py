@@ -1,0 +1,135 @@
+"""The private names of JAX that a launch without XLA needs, in one place (JAX 0.11.2 to 0.12.0).
+
+* Lowering for CUDA without a client of JAX's on the GPU: a client for the CPU stands in where JAX asks for a device.
+* Mosaic's compiler, a C function of the library in JAX's CUDA plugin, and how its result is launched.
+
+`why_not` says which of them is missing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import importlib
+import inspect
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+from jax._src.lib import mlir as _mlir
+
+from lce_jax import _dispatch
+from lce_jax._types import Device
+from lce_jax.launch._refusal import UnservedError
+
+ir, passmanager = _mlir.ir, _mlir.passmanager  # type: ignore[attr-defined]  # there are no public names
+hlo: Any = importlib.import_module("jax._src.lib.mlir.dialects").hlo
+PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
+_lock = threading.Lock()
+_lowering = threading.local()
+
+
+def lower(function: Callable[..., Any], operands: Sequence[Any], device: Device) -> tuple[Any, list[Any]]:
+    """The StableHLO module of ``function`` for ``device``, calls inlined, and the shapes of its results.
+
+    Nothing is asked of the GPU: neither a client of JAX's nor a context of CUDA's is made.
+    """
+    with _stand_in(), _dispatch.for_device(device):
+        # A fresh function, not jitted inside: JAX remembers traces by function, also those for another device.
+        plain = inspect.unwrap(function)
+        traced = jax.jit(lambda *x: plain(*x), keep_unused=True).trace(*operands)
+        module = traced.lower(lowering_platforms=("cuda",)).compiler_ir()
+    with module.context:
+        mosaic().dialect.register_inliner_extensions(module.context)
+        passmanager.PassManager.parse("builtin.module(inline{default-pipeline=})").run(module.operation)
+    return module, jax.tree.leaves(traced.out_info)
+
+
+@contextlib.contextmanager
+def _stand_in() -> Iterator[None]:
+    """Inside, this thread's lowering finds a CPU where JAX looks for its first device, and starts no other client."""
+    original = jax.local_devices
+    device = _cpu()
+
+    def local_devices(*args: Any, **kwargs: Any) -> list[Any]:
+        return [device] if getattr(_lowering, "active", False) else original(*args, **kwargs)
+
+    with _lock, jax.default_device(device):
+        jax.local_devices = local_devices
+        _lowering.active = True
+        try:
+            yield
+        finally:
+            _lowering.active = False
+            jax.local_devices = original
+
+
+@functools.cache
+def _cpu() -> Any:
+    from jax._src import xla_bridge
+
+    return xla_bridge.make_cpu_client().local_devices()[0]
+
+
+def mosaic() -> Any:
+    """The package, which takes a while to import."""
+    return importlib.import_module("jax.experimental.mosaic.gpu")
+
+
+def why_not() -> str | None:
+    """Which private name this version of JAX lacks; None if all are there."""
+    try:
+        _cpu()
+        _compiler()
+        _takes_device()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+@functools.cache
+def _compiler() -> Any:
+    """The library of JAX's CUDA plugin, opened without making a client."""
+    for name in PLUGINS:
+        with contextlib.suppress(ImportError):
+            library = ctypes.CDLL(str(importlib.import_module(name)._get_library_path()))
+            library.MosaicGpuCompile.argtypes = [ctypes.c_char_p, ctypes.c_int]
+            library.MosaicGpuCompile.restype = ctypes.POINTER(ctypes.c_void_p)
+            return library
+    raise UnservedError(f"none of {', '.join(PLUGINS)} is installed, which hold the compiler of the kernels")
+
+
+@functools.cache
+def _takes_device() -> bool:
+    """Whether a compiled kernel is launched with itself first and the device last, as from JAX 0.12 on."""
+    from jax.experimental.mosaic.gpu import core
+
+    if not hasattr(core, "_compile_as_torch_gpu_kernel"):
+        raise UnservedError("JAX launches Mosaic kernels in another way than it did")
+    return bool(getattr(core, "_ABI_V2", False))
+
+
+type Launch = Callable[[int, Any], None]  # (stream, the addresses of operands and results)
+
+
+def compile_kernel(module: bytes, device: int) -> Launch:
+    """A Mosaic kernel on the current CUDA device, whose number is ``device``. It is never unloaded.
+
+    Raises:
+        RuntimeError: Mosaic does not compile it; the reason is in the process's standard error.
+    """
+    mosaic()  # sets what the compiler reads from the environment
+    with _lock:
+        compiled = _compiler().MosaicGpuCompile(module, len(module))
+    if not compiled:
+        raise RuntimeError("Mosaic did not compile a kernel; standard error says why")
+    function, address = compiled[0], compiled[1]
+    pointer, number = ctypes.c_void_p, ctypes.c_int
+    if not _takes_device():
+        launch = ctypes.CFUNCTYPE(None, pointer, pointer, pointer)(address)
+        return lambda stream, addresses: launch(function, stream, addresses)
+    kernel = compiled[2]
+    launch_on = ctypes.CFUNCTYPE(None, pointer, pointer, pointer, pointer, number)(address)
+    return lambda stream, addresses: launch_on(kernel, function, stream, addresses, device)

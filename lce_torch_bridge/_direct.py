@@ -1,0 +1,146 @@
+"""Programs launched directly: kernels on torch's current stream, all memory from torch's allocator, no client of JAX's.
+
+What the way through JAX needs does not happen here: no stream waits for another, and no array has two owners. A call
+can be captured in a CUDA graph once it has run outside of one.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import torch
+
+from lce_jax import launch
+
+ALIGNMENT = 16  # bytes, of what TMA reads
+SERVED = "9.0"  # the compute capability that the kernels are written for
+
+_lock = threading.Lock()
+_programs: dict[Any, _Loaded | str] = {}
+
+
+class _Loaded(NamedTuple):
+    """A program on a device."""
+
+    run: Callable[[int, Sequence[int], Sequence[int], int], None]
+    outputs: list[tuple[tuple[int, ...], torch.dtype]]
+    workspace_bytes: int
+
+
+def device_of(device: torch.device) -> launch.Device | None:
+    """``device`` as `lce_jax` describes it; None for what is no CUDA device, or is none of this machine's."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    return _described(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@functools.cache
+def _described(index: int) -> launch.Device:
+    properties = torch.cuda.get_device_properties(index)
+    capability = f"{properties.major}.{properties.minor}"
+    return launch.Device("gpu", properties.name, capability, properties.multi_processor_count)
+
+
+def why_not(device: torch.device) -> str | None:
+    """Why nothing is launched directly on ``device``; None if programs may be."""
+    described = device_of(device)
+    if described is None:
+        return f"{device} is no CUDA device of this machine"
+    if described.compute_capability != SERVED:
+        return f"{described.kind} has compute capability {described.compute_capability}, the kernels need {SERVED}"
+    return launch.why_not()
+
+
+def program(
+    function: Callable[..., Any], inputs: Sequence[torch.Tensor | None], updated: int | None = None
+) -> _Loaded | str:
+    """``function`` compiled for inputs like these, or why it is not launched directly.
+
+    It overwrites the input with the index ``updated``, if there is one.
+
+    Raises:
+        RuntimeError: it is not compiled yet and a CUDA graph is being captured.
+    """
+    first = next(x for x in inputs if x is not None)
+    key = (function, first.get_device(), *(None if x is None else (x.shape, x.dtype) for x in inputs))
+    found = _programs.get(key)
+    if found is None:
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "lce_torch_bridge compiles kernels for this call, which a CUDA graph cannot capture: make the call "
+                "once before the capture, with tensors of the same shapes, and its backward"
+            )
+        with _lock:
+            found = _programs.get(key) or _load(function, inputs, first.device, updated)
+            _programs[key] = found
+    return found
+
+
+def _load(
+    function: Callable[..., Any], inputs: Sequence[torch.Tensor | None], device: torch.device, updated: int | None
+) -> _Loaded | str:
+    reason = why_not(device)
+    if reason is not None:
+        return reason
+    description = device_of(device)
+    assert description is not None
+    try:
+        structs = [None if x is None else struct(x) for x in inputs]
+        donated = () if updated is None else (sum(x is not None for x in inputs[:updated]),)
+        planned = launch.program(function, structs, description, donated)
+        with torch.cuda.device(device):
+            run = planned.load(torch.cuda.current_device())
+    except launch.UnservedError as error:
+        return _told(error)
+    outputs = [(output.shape, getattr(torch, output.dtype.name)) for output in planned.outputs]
+    return _Loaded(run, outputs, planned.workspace_bytes)
+
+
+def refusal(function: Callable[..., Any], structs: Sequence[Any], device: torch.device) -> str | None:
+    """Why ``function`` is not launched directly on a device that could; None if it is. It is not compiled."""
+    description = device_of(device)
+    assert description is not None
+    try:
+        launch.program(function, structs, description)
+    except launch.UnservedError as error:
+        return _told(error)
+    return None
+
+
+def _told(error: launch.UnservedError) -> str:
+    return f"only XLA runs {error}"
+
+
+def struct(x: torch.Tensor) -> jax.ShapeDtypeStruct:
+    """The shape and dtype of a tensor."""
+    return jax.ShapeDtypeStruct(tuple(map(int, x.shape)), str(x.dtype).removeprefix("torch."))
+
+
+def run(
+    loaded: _Loaded, inputs: Sequence[torch.Tensor | None], updated: Mapping[int, torch.Tensor] | None = None
+) -> list[torch.Tensor]:
+    """The program's results, computed on torch's current stream; not those that update a tensor of the inputs."""
+    updated = updated or {}
+    given = [_usable(x) for x in inputs if x is not None]
+    device = given[0].device
+    if device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            return run(loaded, inputs, updated)
+    outputs = [
+        updated[i] if i in updated else torch.empty(shape, dtype=dtype, device=device)
+        for i, (shape, dtype) in enumerate(loaded.outputs)
+    ]
+    workspace = torch.empty(loaded.workspace_bytes, dtype=torch.uint8, device=device)
+    stream = torch.cuda.current_stream(device).cuda_stream
+    loaded.run(stream, [x.data_ptr() for x in given], [x.data_ptr() for x in outputs], workspace.data_ptr())
+    return [output for i, output in enumerate(outputs) if i not in updated] if updated else outputs
+
+
+def _usable(x: torch.Tensor) -> torch.Tensor:
+    """``x`` as the kernels read it: contiguous and aligned."""
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % ALIGNMENT else x

@@ -1,0 +1,157 @@
+"""Two ways to run a program: launched directly, or by JAX with tensors lent through DLPack. The results are the same.
+
+The direct way serves programs with the kernels for Hopper GPUs. Everything else goes through JAX: other dtypes, other
+GPUs, the CPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import torch
+
+import lce_jax
+from lce_jax import scalars
+from lce_torch_bridge import _direct, runtime
+from lce_torch_bridge.dlpack import to_jax, to_torch_all
+
+type Way = Literal["direct", "jax"]
+
+_logger = logging.getLogger("lce_torch_bridge")
+_asked: Way | None = None
+
+
+def launch_with(way: Way | None) -> None:
+    """Says how programs are launched, from now on and in this process.
+
+    Args:
+        way: "direct" launches kernels on torch's current stream with torch's memory, and JAX starts no client on the
+            GPU. A call that cannot be served so raises. "jax" lends the tensors to JAX, which keeps a pool of GPU
+            memory of its own (`init`). None, as in the beginning: "direct" where it can be, else "jax"; the logger
+            ``lce_torch_bridge`` says once why not.
+
+    Raises:
+        ValueError: another value.
+
+    Example:
+        >>> import lce_torch_bridge
+        >>> lce_torch_bridge.launch_with("jax")
+        >>> lce_torch_bridge.launch_with(None)
+    """
+    global _asked
+    if way is not None:
+        scalars.one_of("way", way, ("direct", "jax"))
+    _asked = way
+
+
+def asked() -> Way | None:
+    """What `launch_with` was given."""
+    return _asked
+
+
+type Inputs = Sequence[torch.Tensor | jax.Array | None]  # JAX's arrays only where JAX has made them
+
+
+def run(function: Callable[..., Any], *calls: Inputs, waits: int = 3, lend: bool = True) -> list[list[Any]]:
+    """The flat results of a jitted function for each of the ``calls``, whose inputs have the same shapes.
+
+    ``waits`` is the index of an input that the function is certain to use. Without ``lend``, only the first result is
+    a tensor for certain: the others are JAX's arrays if JAX runs the function.
+
+    Raises:
+        lce_jax.UnsupportedError: `launch_with` asks for a direct launch, which does not serve the function.
+    """
+    program = _program(function, calls[0])
+    if program is not None:
+        return [_direct.run(program, inputs) for inputs in calls]
+    with runtime.beside(_first(calls[0])):
+        imported = _Imported(waits)
+        found = [jax.tree.leaves(function(*imported.of(inputs))) for inputs in calls]
+        return [to_torch_all(results) if lend else [*to_torch_all(results[:1]), *results[1:]] for results in found]
+
+
+def _program(function: Callable[..., Any], inputs: Inputs, updated: int | None = None) -> Any:
+    """The program that is launched directly; None if JAX is to run it."""
+    first = _first(inputs)
+    of_jax = any(isinstance(x, jax.Array) for x in inputs)
+    if _asked == "jax" or of_jax or not (first.is_cuda or _asked == "direct"):
+        return None
+    program = _direct.program(function, inputs, updated) if first.is_cuda else f"{first.device} is no CUDA device"
+    if not isinstance(program, str):
+        return program
+    if _asked == "direct":
+        raise lce_jax.UnsupportedError(
+            f'launch_with("direct"): {program}; lce_torch_bridge.launch_with(None) lets JAX run such calls'
+        )
+    _say(program)
+    return None
+
+
+def _first(inputs: Inputs) -> torch.Tensor:
+    return next(x for x in inputs if isinstance(x, torch.Tensor))
+
+
+@functools.cache
+def _say(reason: str) -> None:
+    _logger.info("JAX runs the programs, because they are not launched directly: %s", reason)
+
+
+class _Imported:
+    """Tensors as JAX's arrays, each imported once. Only one of each call waits for torch's stream."""
+
+    def __init__(self, waits: int) -> None:
+        self._waits = waits
+        self._known: dict[int, jax.Array] = {}
+
+    def of(self, inputs: Inputs) -> list[jax.Array | None]:
+        return [self._taken(i, x) for i, x in enumerate(inputs)]
+
+    def _taken(self, i: int, x: torch.Tensor | jax.Array | None) -> jax.Array | None:
+        if not isinstance(x, torch.Tensor):
+            return x
+        if id(x) not in self._known:
+            self._known[id(x)] = to_jax(x, wait=i == self._waits)
+        return self._known[id(x)]
+
+
+class Sum:
+    """A sum of dweight in float32, which each program overwrites: torch's memory, or JAX's if JAX runs the programs."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self._like = torch.empty(weight.shape, dtype=torch.float32, device="meta")
+        self._device = weight.device
+        self._tensor: torch.Tensor | None = None
+        self._array: jax.Array | None = None
+
+    def after(self, function: Callable[..., Any], inputs: Inputs, operand: int, place: int) -> list[torch.Tensor]:
+        """What a function returns besides the sum, which is its operand of that index and the result at ``place``."""
+        before, behind = inputs[:operand], inputs[operand:]
+        program = None if self._array is not None else _program(function, (*before, self._like, *behind), operand)
+        if program is not None:
+            if self._tensor is None:
+                self._tensor = torch.zeros_like(self._like, device=self._device)
+            return _direct.run(program, (*before, self._tensor, *behind), {place: self._tensor})
+        with runtime.beside(_first(inputs)):
+            if self._array is None:
+                self._array = jnp.zeros(self._like.shape, jnp.float32)
+                if self._tensor is not None:
+                    self._array, self._tensor = self._array + to_jax(self._tensor), None
+            operands = _Imported(waits=3).of(inputs)
+            found = function(*operands[:operand], self._array, *operands[operand:])
+            self._array = found.pop(place)
+            return to_torch_all(found)
+
+    def taken(self) -> torch.Tensor:
+        """The sum. Nothing can be added to it afterwards."""
+        if self._tensor is not None:
+            return self._tensor
+        if self._array is None:
+            return torch.zeros_like(self._like, device=self._device)
+        (total,) = to_torch_all([self._array])
+        self._array = None
+        return total

@@ -1,0 +1,170 @@
+"""Programs of `lce_jax.launch` on the CPU: generated code by the machine's C++ compiler, kernels by NumPy."""
+
+from __future__ import annotations
+
+import ctypes
+import pathlib
+import shutil
+import subprocess
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lce_jax import launch
+from lce_jax.launch import _program, _source
+from lce_jax.launch._schedule import Stage
+
+COMPILER = shutil.which("g++") or shutil.which("clang++")
+ON_CPU = """
+#include <barrier>
+#include <cmath>
+#include <cstring>
+#include <functional>
+#include <thread>
+#include <vector>
+#define DEVICE static inline
+#define PART DEVICE
+#define STAGE(name) \\
+  static void name##_block(const Buffers& b, int block, int thread); \\
+  extern "C" void name(const Buffers& b, int block) { \\
+    std::barrier all(THREADS); \\
+    at_barrier = [&] { all.arrive_and_wait(); }; \\
+    std::vector<std::thread> threads; \\
+    for (int i = 0; i < THREADS; ++i) \\
+      threads.emplace_back([&, i] { name##_block(b, block, i); all.arrive_and_drop(); }); \\
+    for (auto& each : threads) each.join(); \\
+  } \\
+  static void name##_block(const Buffers& b, int block, int thread)
+#define WHERE
+static std::function<void()> at_barrier;
+#define SHARED static
+#define SYNCHRONIZE at_barrier();
+#define UNROLLED
+DEVICE float bits_to_float(unsigned int x) { float y; std::memcpy(&y, &x, 4); return y; }
+DEVICE unsigned int float_to_bits(float x) { unsigned int y; std::memcpy(&y, &x, 4); return y; }
+DEVICE float of_f16(unsigned short x) { _Float16 y; std::memcpy(&y, &x, 2); return (float)y; }
+DEVICE unsigned short to_f16(float x) { _Float16 h = (_Float16)x; unsigned short y; std::memcpy(&y, &h, 2); return y; }
+using std::isfinite;
+"""
+THREADS = 8  # of a block; they run at the same time, as on a GPU
+FILL = 0xFF  # every byte of memory that nothing has written: NaN as a float of any size
+
+
+def run(program: launch.Program, operands: Sequence[Any], folder: pathlib.Path) -> list[np.ndarray]:
+    """The program's results. The blocks of generated code have `THREADS` threads."""
+    library = _compiled(program.source, folder)
+    inputs = [np.asarray(x) for x in jax.tree.leaves(operands)]
+    outputs = [np.full(x.size * x.dtype.itemsize, FILL, np.uint8) for x in program.outputs]
+    workspace = np.full(program.workspace_bytes, FILL, np.uint8)
+    given = {"input": [x.reshape(-1).view(np.uint8) for x in inputs], "output": outputs}
+    numbers = _program._numbered(program.schedule)
+
+    def bytes_of(storage: Any) -> np.ndarray:
+        if storage.kind == "workspace":
+            return workspace[storage.place : storage.place + storage.num_bytes]
+        return given[storage.kind][storage.place]
+
+    addresses = (ctypes.c_void_p * len(numbers))(*(bytes_of(x).ctypes.data for x in numbers))
+    of_sums = [step for step in program.schedule.steps if not isinstance(step, Stage) and _is_dhidden(step)]
+    stage = 0
+    for step in program.schedule.steps:
+        if isinstance(step, Stage):
+            function = library[f"stage_{stage}"]
+            for block in range(sum(segment.num_blocks for segment in step.segments)):
+                function(ctypes.byref(addresses), block)
+            stage += 1
+        else:
+            _emulate(step, bytes_of, adds=len(of_sums) > 1)
+    return [x.view(s.dtype).reshape(s.shape) for x, s in zip(outputs, program.outputs, strict=True)]
+
+
+def _compiled(source: str, folder: pathlib.Path) -> Any:
+    assert COMPILER is not None
+    assert _source.THREADS == THREADS
+    (folder / "stages.cpp").write_text(ON_CPU + source)
+    flags = ["-O1", "-w", "-std=c++20", "-pthread", "-shared", "-fPIC", "-ffp-contract=off"]
+    command = [COMPILER, *flags, "-o", "stages.so", "stages.cpp"]
+    subprocess.run(command, cwd=folder, check=True, timeout=120)
+    return ctypes.CDLL(str(folder / "stages.so"))
+
+
+def _is_dhidden(step: Any) -> bool:
+    (shape, _), *more = step.kernel.results
+    return not more and len(shape) == 3 and bool(step.kernel.aliases)
+
+
+def _emulate(step: Any, bytes_of: Callable[[Any], np.ndarray], adds: bool) -> None:
+    """What a kernel does, told by its operands. No statistics of dead rows are written."""
+    count = len(step.arrays) - len(step.kernel.results)
+    memory = [bytes_of(storage) for storage in step.arrays]
+    (shape, dtype), *_ = step.kernel.results
+    output = memory[count].view(dtype).reshape(shape)
+    {4: _product, 7: _statistics, 8: _dlogits}[count](memory, output, adds)
+
+
+TILE = 256
+HIDDEN_SIZE, PADDED_TOKENS = 128, 304  # of every call here
+
+
+def _matrix(memory: np.ndarray) -> np.ndarray:
+    return memory.view(jnp.bfloat16).reshape(-1, HIDDEN_SIZE).astype(np.float32)
+
+
+def _statistics(memory: list[np.ndarray], output: np.ndarray, adds: bool) -> None:
+    del adds
+    hidden, weight = _matrix(memory[0]), _matrix(memory[1])
+    targets, scale, span = memory[2].view(np.int32), memory[3].view(np.float32), memory[6].view(np.int32)
+    rows, columns, first, tiles = map(int, span[:4])
+    assert _mark_targets(memory[4].view(np.int32), targets)
+    for n in range(tiles):
+        start = first + n * TILE
+        x = hidden[:rows] @ weight[start : min(start + TILE, columns)].T
+        highest = x.max(1)
+        u = (x - highest[:, None]) * scale[:rows, None]
+        e = np.exp2(u)
+        local = targets[:rows] - start
+        owned = (local >= 0) & (local < x.shape[1])
+        at = np.where(owned, np.take_along_axis(u, np.where(owned, local, 0)[:, None], 1)[:, 0], -np.inf)
+        for i, field in enumerate((highest, e.sum(1), (e * u).sum(1), at)):
+            output[n, i, :rows] = field
+
+
+def _mark_targets(flags: np.ndarray, targets: np.ndarray) -> bool:
+    """Whether exactly the tiles that hold a target are marked."""
+    wanted = np.zeros((targets.size // 128, flags.size * 128 // targets.size), np.int32)
+    rows = np.flatnonzero(targets >= 0)
+    wanted[rows // 128, targets[rows] // TILE] = 1
+    return bool((flags == wanted.reshape(-1)).all())
+
+
+def _dlogits(memory: list[np.ndarray], output: np.ndarray, adds: bool) -> None:
+    del adds
+    hidden, weight = _matrix(memory[0]), _matrix(memory[1])
+    targets, scale, span = memory[2].view(np.int32), memory[3].view(np.float32), memory[7].view(np.int32)
+    rows, columns, first, tiles = map(int, span[:4])
+    shift, target, constant, slope = memory[6].view(np.float32).reshape(4, -1)[:, :rows, None]
+    width = min(first + tiles * TILE, columns) - first
+    z = hidden[:rows] @ weight[first : first + width].T
+    u = z * scale[:rows, None] - shift
+    d = np.exp2(u) * (constant + slope * u)
+    d = d + np.where(np.arange(first, first + width) == targets[:rows, None], target, 0)
+    output[:rows, : tiles * TILE] = 0
+    output[:rows, :width] = d
+
+
+def _product(memory: list[np.ndarray], output: np.ndarray, adds: bool) -> None:
+    span = memory[2].view(np.int32)
+    rows, _, _, tiles, depth, offset = map(int, span)
+    if output.ndim == 3:
+        d = memory[0].view(jnp.bfloat16).reshape(PADDED_TOKENS, -1).astype(np.float32)
+        found = np.zeros(output.shape, np.float32)
+        found[0, :rows, :HIDDEN_SIZE] = d[:rows, :depth] @ _matrix(memory[1])[offset : offset + depth]
+        output[...] = output + found if adds else found
+    else:
+        hidden = _matrix(memory[1])
+        d = memory[0].view(jnp.bfloat16).reshape(len(hidden), -1).astype(np.float32)
+        stop = min(offset + tiles * TILE, len(output))
+        output[offset:stop] = d[:rows, : stop - offset].T @ hidden[:rows]

@@ -1,0 +1,200 @@
+"""Programs as lists of launches: generated code against XLA, the plan's memory, and what is asked of JAX."""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from lce_jax import LogprobOutput, launch, local
+from lce_jax.launch import _cuda, _jax, _source
+from lce_jax.mosaic import _generations, sm90
+from lce_jax.mosaic._chunks import Budget
+from tests import launch_emulator
+
+H200 = launch.Device("gpu", "NVIDIA H200", "9.0", 132)
+needs_compiler = pytest.mark.skipif(launch_emulator.COMPILER is None, reason="no C++ compiler")
+
+
+@pytest.fixture
+def few_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of few threads, which a CPU can run."""
+    monkeypatch.setattr(_source, "THREADS", launch_emulator.THREADS)
+
+
+def normal(*shape: int, seed: int = 0) -> Any:
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+def bits(x: Any) -> Any:
+    return lax.bitcast_convert_type(x, jnp.int32)
+
+
+def running_sum(x: Any) -> Any:
+    """A loop with a carry that is updated in place."""
+
+    def step(i: Any, carry: Any) -> Any:
+        total, rows = carry
+        total = total + x[i]
+        return total, lax.dynamic_update_slice(rows, total[None], (i, 0))
+
+    return lax.fori_loop(0, 5, step, (jnp.zeros(7), jnp.full((6, 7), -1.0)))
+
+
+def shifted(x: Any, count: Any) -> Any:
+    """Indices that are known at run time only, out of range too."""
+    moved = lax.dynamic_slice(x, (count[0], count[1]), (2, 3))
+    return moved, lax.dynamic_update_slice(x, moved * 2, (count[1], count[0]))
+
+
+GLUE: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
+    "long reductions": (lambda x: (jnp.max(x, 0), jnp.sum(x * 2, 0), jnp.sum(x, (0, 1)), x.min(1)), (normal(200, 90),)),
+    "short reductions": (lambda x: (x.sum(0), x.max((0, 2)), (x > 0).any(1)), (normal(3, 5, 4),)),
+    "concatenation": (lambda x: jnp.concatenate([x, x[:2] * 2, -x[:, ::-1]]), (normal(4, 5),)),
+    "padding": (lambda x: (jnp.pad(x, ((1, 2), (0, 3))), lax.pad(x, 1.0, ((-1, 2, 0), (2, -2, 0)))), (normal(4, 5),)),
+    "reshapes": (lambda x: (x.T.reshape(2, 10) + 1, x.reshape(-1)[1::3], x[None, :, None].sum(0)), (normal(4, 5),)),
+    "bits": (lambda x: (bits(x), lax.bitcast_convert_type(bits(x) ^ 1, jnp.float32)), (normal(9),)),
+    "integers": (lambda x: (x // 7, x % 7, x >> 2, jnp.sign(x), jnp.clip(x, -3, 5), abs(x)), (jnp.arange(-20, 20),)),
+    "nan and infinity": (
+        lambda x: (jnp.maximum(x, 0), jnp.minimum(x, x[::-1]), jnp.where(jnp.isfinite(x), x, -1), x.max(), x == x),
+        (jnp.array([1.0, jnp.nan, -jnp.inf, jnp.inf, -2.0]),),
+    ),
+    "functions": (lambda x: (jnp.exp(x), jnp.log(jnp.abs(x)), jnp.tanh(x), x / 3), (normal(50),)),
+    "16 bits": (
+        lambda x: (x.astype(jnp.bfloat16), x.astype(jnp.float16) * 3, lax.reduce_precision(x, 8, 7)),
+        (normal(50),),
+    ),
+    "rows": (
+        lambda x, i: (jnp.take(x, i, 0, mode="clip"), jnp.take(x, i, 0, mode="fill")),
+        (normal(4, 5), jnp.array([3, 9, 0])),
+    ),
+    "a loop": (running_sum, (normal(5, 7),)),
+    "indices": (shifted, (normal(4, 5), jnp.array([3, -2]))),
+    "results that are operands": (lambda x: (x, x, x.reshape(5, 4), x[0] * 2), (normal(4, 5),)),
+    "constants": (lambda x: (x + jnp.array([1.0, 2.5, -3.0]), jnp.arange(3), jnp.zeros((2, 2))), (normal(3),)),
+}
+
+
+@needs_compiler
+@pytest.mark.usefixtures("few_threads")
+@pytest.mark.parametrize("name", GLUE)
+def test_generated_code_equals_xla(name: str, tmp_path: pathlib.Path) -> None:
+    function, operands = GLUE[name]
+    program = launch.program(function, operands, H200)
+    assert program.num_kernels == 0
+    wanted = jax.tree.leaves(jax.jit(function)(*operands))
+    for found, want in zip(launch_emulator.run(program, operands, tmp_path), wanted, strict=True):
+        assert found.shape == want.shape
+        assert found.dtype == want.dtype
+        # Sums in another order: their rounding errors beside the largest of what is summed, 18,000 elements at most.
+        error = {"functions": 1e-6, "short reductions": 1e-6, "long reductions": 2e-5}.get(name, 0.0)
+        found, want = np.asarray(found, np.float64), np.asarray(want, np.float64)
+        np.testing.assert_allclose(found, want, rtol=error, atol=error)
+
+
+ONE_LAUNCH = Budget(dhidden_waves=0.0)
+SEVERAL = Budget(dhidden_waves=0.0, temporary_bytes=1, chunk_columns=512, statistics_bytes=20_000)
+T, H, V = 300, launch_emulator.HIDDEN_SIZE, 1008
+
+
+def operands() -> tuple[Any, ...]:
+    hidden, weight = normal(T, H).astype(jnp.bfloat16), normal(V, H, seed=1).astype(jnp.bfloat16) / 4
+    labels = jax.random.randint(jax.random.key(2), (T,), 0, V).at[jnp.array([1, 2])].set(jnp.array([-1, V]))
+    temperature = jax.random.uniform(jax.random.key(3), (T,), minval=0.5, maxval=2.0)
+    return hidden, weight, labels, temperature, jnp.int32(270), normal(T, seed=4), normal(T, seed=5)
+
+
+def whole_call(implementation: str, vocab_size: int, *x: Any) -> Any:
+    """A forward and its backward, as the bridge writes them, in one program."""
+    hidden, weight, labels, temperature, count, *seeds = x
+    options: Any = {"temperature": temperature, "num_rows": count, "implementation": implementation}
+    options["vocab_size"] = None if vocab_size == V else vocab_size
+    where = jnp.arange(T) < count
+    stats, _ = local.statistics(hidden, weight, labels, **options)
+    merged = local.merge(jax.tree.map(lambda field: field[None], stats))
+    out = local.finish(merged, labels, vocab_size=vocab_size, where=where)
+    seed = LogprobOutput(seeds[0], seeds[1], None)  # type: ignore[arg-type]
+    dhidden, dweight = local.gradients(hidden, weight, labels, merged, seed, **options)
+    return out.logprobs, out.entropy, out.lse, dhidden.astype(hidden.dtype), dweight
+
+
+@needs_compiler
+@pytest.mark.usefixtures("few_threads")
+@pytest.mark.parametrize(("budget", "vocab_size"), [(ONE_LAUNCH, V), (SEVERAL, V), (ONE_LAUNCH, 990)])
+def test_a_whole_call(budget: Budget, vocab_size: int, tmp_path: pathlib.Path) -> None:
+    """Kernels, by NumPy, between generated code, in memory that starts as NaN: the results of "xla"."""
+    jax.clear_caches()  # they know the other budget
+    with _generations.using(sm90.Kernels(budget=budget)):
+        program = launch.program(functools.partial(whole_call, "mosaic_gpu", vocab_size), operands(), H200)
+    assert program.num_kernels == (4 if budget is ONE_LAUNCH else 2 + 2 * 3) + (vocab_size < V)
+    found = launch_emulator.run(program, operands(), tmp_path)
+    wanted = jax.jit(functools.partial(whole_call, "xla", vocab_size))(*operands())
+    for name, x, y in zip(("logprobs", "entropy", "lse", "dhidden", "dweight"), found, wanted, strict=True):
+        x, y = np.asarray(x, np.float32), np.asarray(y, np.float32)
+        error = np.linalg.norm(x - y) / np.linalg.norm(y)
+        assert error < (1e-5 if name in ("logprobs", "entropy", "lse") else 5e-3), name  # bf16 rounds by 2⁻⁹
+
+
+def test_memory_is_shared_over_time() -> None:
+    """The workspace holds what lives at the same time: one chunk of dlogits, dhidden's sums, no copy of an operand."""
+    shapes = [((4096, 4096), "bfloat16"), ((151936, 4096), "bfloat16"), ((4096,), "int32"), ((4096,), "float32")]
+    hidden, weight, labels, number = (jax.ShapeDtypeStruct(*shape) for shape in shapes)
+
+    def backward(hidden: Any, weight: Any, labels: Any, m: Any, s: Any, q: Any, t: Any, g: Any) -> Any:
+        merged = local.ShardStatistics(m, s, q, t, None)
+        dhidden, dweight = local.gradients(hidden, weight, labels, merged, LogprobOutput(g, g, None))  # type: ignore[arg-type]
+        return dhidden.astype(hidden.dtype), dweight
+
+    program = launch.program(backward, (hidden, weight, labels, *(number,) * 5), H200)
+    assert program.workspace_bytes < 350 * 10**6
+    assert [x.shape for x in program.outputs] == [(4096, 4096), (151936, 4096)]
+    assert program.num_stages == 3
+
+
+def test_what_is_not_served_is_named() -> None:
+    hidden, weight, labels, *_ = operands()
+    with pytest.raises(launch.UnservedError, match="a gather that is not along the first"):
+        launch.program(lambda *x: local.statistics(*x, implementation="xla")[0].max, (hidden, weight, labels), H200)
+    with pytest.raises(launch.UnservedError, match="steps depends on the operands"):
+        launch.program(lambda n: lax.while_loop(lambda i: i < n, lambda i: i * 2, jnp.int32(1)), (jnp.int32(9),), H200)
+
+
+def test_generated_code_compiles_for_the_gpu() -> None:
+    """NVRTC needs no GPU; PyTorch's packages bring it."""
+    try:
+        _cuda.compiler()
+    except launch.UnservedError as missing:
+        pytest.skip(str(missing))
+    program = launch.program(functools.partial(whole_call, "mosaic_gpu", 990), operands(), H200)
+    assert _cuda.compiled(program.source, "sm_90").startswith(b"\x7fELF")
+    with pytest.raises(RuntimeError, match=r"identifier .nonsense. is undefined"):
+        _cuda.compiled("DEVICE int f() { return nonsense; }", "sm_90")
+
+
+def test_the_launch_convention_is_that_of_this_jax() -> None:
+    """From 0.12 on a kernel is launched with itself first and the device last."""
+    assert _jax._takes_device() == (jax.__version_info__ >= (0, 12))
+
+
+def test_no_client_of_jax_is_made() -> None:
+    code = """
+import jax, jax.numpy as jnp
+from jax._src import xla_bridge
+from lce_jax import launch, local
+S = jax.ShapeDtypeStruct
+shapes = S((256, 128), jnp.bfloat16), S((512, 128), jnp.bfloat16), S((256,), jnp.int32)
+run = lambda *x: local.statistics(*x)[0].max
+program = launch.program(run, shapes, launch.Device("gpu", "NVIDIA H200", "9.0", 132))
+print(program.num_kernels, xla_bridge.backends_are_initialized())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.split() == ["1", "False"], done.stderr

@@ -1,0 +1,124 @@
+"""Two ways to launch: which one serves what, and who says so. The programs are planned for an H200, on any machine."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import lce_jax
+import lce_torch_bridge
+from lce_jax import launch
+from lce_torch_bridge import _direct, _execute, _launch, _programs, explain, launch_with, linear_logprobs
+from tests.torch import problem as p
+
+H200 = launch.Device("gpu", "NVIDIA H200", "9.0", 132)
+DRAWN = (300, 128, 1024)
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPU tensors are described as those of an H200."""
+    monkeypatch.setattr(_direct, "device_of", lambda _: H200)
+    monkeypatch.setattr(_direct, "why_not", lambda _: None)
+
+
+@pytest.fixture(autouse=True)
+def as_before() -> Iterator[None]:
+    yield
+    launch_with(None)
+
+
+def drawn(dtype: torch.dtype = torch.bfloat16) -> Any:
+    return p.draw(*DRAWN, dtype)
+
+
+SERVED: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "all statistics": {"stats": True, "temperature": 0.7, "logit_scale": 0.5, "logit_softcap": 20.0},
+    "no entropy": {"entropy": "none", "out_of_vocab": "megatron"},
+    "a full cache": {"cache_bytes": 1 << 30},
+    "padding": {"vocab_size": 1000},
+    "the mean logit": {"mean_logit": True},
+    "part of a cache": {"cache_bytes": 1 << 20},
+}
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("name", SERVED)
+def test_what_is_launched_directly(name: str) -> None:
+    how = explain(*drawn(), **SERVED[name])
+    assert (how.way, how.why_not_direct) == ("direct", None)
+    assert how.plan.implementation == "mosaic_gpu"
+    assert str(how).startswith("launched directly, in torch's stream and memory\nmosaic_gpu: 300 tokens")
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(
+    ("options", "dtype", "reason"),
+    [
+        ({}, torch.float32, "only XLA runs a loop"),
+        ({"implementation": "reference"}, torch.bfloat16, "only XLA runs products of matrices without a kernel"),
+        ({"implementation": "xla"}, torch.bfloat16, "only XLA runs "),
+    ],
+    ids=["float32", "reference", "xla"],
+)
+def test_what_is_not(options: dict[str, Any], dtype: torch.dtype, reason: str) -> None:
+    how = explain(*drawn(dtype), **options)
+    assert how.way == "jax"
+    assert (how.why_not_direct or "").startswith(reason)
+    assert str(how).startswith(f"run by JAX, not launched directly: {reason}")
+
+
+@pytest.mark.usefixtures("hopper")
+def test_the_programs_of_a_split_vocabulary() -> None:
+    """Statistics and their union are launched directly too; the collective between them is torch's."""
+    operands = _execute.Operands(*drawn()[:2], None, drawn().labels, None, None)
+    call = _execute.Call("", 4096, 1.0, None, "grad", False, False, 0, False, True, 0, "")
+    ((_, structs), _) = _execute.programs(operands, call)
+    spec = _execute._spec(operands.weight, call, masked=True)._replace(vocab_start=1024, padded=False)
+    statistics = launch.program(_programs.statistics(spec, False), structs, H200)
+    packed, rows = statistics.outputs[0], 8192
+    assert packed.shape == (5, rows)
+    of_shards = type(packed)((4, *packed.shape), packed.dtype)
+    results = launch.program(_programs.results(spec, call.fields, False), [structs[3], of_shards], H200)
+    assert results.num_kernels == 0
+    assert results.num_stages == 1
+
+
+def test_a_call_that_must_be_direct_is_refused() -> None:
+    launch_with("direct")
+    advice = r"cpu is no CUDA device; lce_torch_bridge.launch_with\(None\) lets JAX run such calls"
+    with pytest.raises(lce_jax.UnsupportedError, match=advice):
+        linear_logprobs(*drawn(torch.float32))
+    lce_torch_bridge.launch_with(None)
+    linear_logprobs(*drawn(torch.float32))
+
+
+def test_asking_for_jax_is_told() -> None:
+    launch_with("jax")
+    assert explain(*drawn()).why_not_direct == 'launch_with("jax") asks for JAX'
+    linear_logprobs(*drawn(torch.float32))
+
+
+def test_another_way_is_refused() -> None:
+    with pytest.raises(ValueError, match=r'way must be "direct" or "jax", got .xla.'):
+        launch_with("xla")  # type: ignore[arg-type]
+
+
+def test_the_reason_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    _launch._say.cache_clear()
+    with caplog.at_level(logging.INFO, "lce_torch_bridge"):
+        _launch._say("only XLA runs the operation gather")
+        _launch._say("only XLA runs the operation gather")
+    assert len(caplog.records) == 1
+    assert "not launched directly: only XLA runs the operation gather" in caplog.text
+
+
+def test_a_capture_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="make the call once before the capture"):
+        _direct.program(lambda x: x, [torch.zeros(3)])
