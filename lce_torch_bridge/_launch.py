@@ -54,7 +54,7 @@ def asked() -> Way | None:
     return _asked
 
 
-type Inputs = Sequence[torch.Tensor | jax.Array | None]  # JAX's arrays only where JAX has made them
+type Inputs = Sequence[Any]  # tensors, None, and JAX's arrays where JAX has made them
 
 
 def run(function: Callable[..., Any], *calls: Inputs, waits: int = 3, lend: bool = True) -> list[list[Any]]:

@@ -6,7 +6,7 @@ import ctypes
 import pathlib
 import shutil
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -53,11 +53,18 @@ THREADS = 8  # of a block; they run at the same time, as on a GPU
 FILL = 0xFF  # every byte of memory that nothing has written: NaN as a float of any size
 
 
-def run(program: launch.Program, operands: Sequence[Any], folder: pathlib.Path) -> list[np.ndarray]:
-    """The program's results. The blocks of generated code have `THREADS` threads."""
+def run(
+    program: launch.Program, operands: Sequence[Any], folder: pathlib.Path, updated: Mapping[int, int] | None = None
+) -> list[np.ndarray]:
+    """The program's results. The blocks of generated code have `THREADS` threads.
+
+    ``updated`` says which results have the memory of which operand.
+    """
     library = _compiled(program.source, folder)
     inputs = [np.asarray(x) for x in jax.tree.leaves(operands)]
     outputs = [np.full(x.size * x.dtype.itemsize, FILL, np.uint8) for x in program.outputs]
+    for result, operand in (updated or {}).items():
+        outputs[result] = inputs[operand].copy().reshape(-1).view(np.uint8)
     workspace = np.full(program.workspace_bytes, FILL, np.uint8)
     given = {"input": [x.reshape(-1).view(np.uint8) for x in inputs], "output": outputs}
     numbers = _program._numbered(program.schedule)
@@ -167,4 +174,5 @@ def _product(memory: list[np.ndarray], output: np.ndarray, adds: bool) -> None:
         hidden = _matrix(memory[1])
         d = memory[0].view(jnp.bfloat16).reshape(len(hidden), -1).astype(np.float32)
         stop = min(offset + tiles * TILE, len(output))
-        output[offset:stop] = d[:rows, : stop - offset].T @ hidden[:rows]
+        found = d[:rows, : stop - offset].T @ hidden[:rows]
+        output[offset:stop] = output[offset:stop] + found if output.dtype == np.float32 else found

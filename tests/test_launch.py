@@ -144,6 +144,27 @@ def test_a_whole_call(budget: Budget, vocab_size: int, tmp_path: pathlib.Path) -
         assert error < (1e-5 if name in ("logprobs", "entropy", "lse") else 5e-3), name  # bf16 rounds by 2⁻⁹
 
 
+@needs_compiler
+@pytest.mark.usefixtures("few_threads")
+def test_a_sum_is_updated_where_it_lies(tmp_path: pathlib.Path) -> None:
+    """dweight is added to a float32 sum, whose memory is the result's."""
+    hidden, weight, labels, _, _, *seeds = operands()
+
+    def backward(implementation: str, hidden: Any, weight: Any, labels: Any, total: Any, *seeds: Any) -> Any:
+        merged = local.ShardStatistics(seeds[0], jnp.exp(seeds[1]) + 1, -jnp.abs(seeds[1]), seeds[0] - 1, None)
+        seed = LogprobOutput(seeds[0], seeds[1], None)  # type: ignore[arg-type]
+        options: Any = {"implementation": implementation, "dweight": total}
+        return local.gradients(hidden, weight, labels, merged, seed, **options)[1]
+
+    given = (hidden, weight, labels, normal(V, H, seed=6), *seeds)
+    program = launch.program(functools.partial(backward, "mosaic_gpu"), given, H200, donated=(3,))
+    copied = launch.program(functools.partial(backward, "mosaic_gpu"), given, H200)
+    assert len(program.source) < len(copied.source)  # which copies it first
+    wanted = np.asarray(jax.jit(functools.partial(backward, "xla"))(*given))
+    (found,) = launch_emulator.run(program, given, tmp_path, updated={0: 3})
+    assert np.linalg.norm(found - wanted) < 5e-3 * np.linalg.norm(wanted - np.asarray(given[3]))  # bf16 dlogits
+
+
 def test_memory_is_shared_over_time() -> None:
     """The workspace holds what lives at the same time: one chunk of dlogits, dhidden's sums, no copy of an operand."""
     shapes = [((4096, 4096), "bfloat16"), ((151936, 4096), "bfloat16"), ((4096,), "int32"), ((4096,), "float32")]
