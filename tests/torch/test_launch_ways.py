@@ -61,7 +61,7 @@ def test_what_is_launched_directly(name: str) -> None:
     ("options", "dtype", "reason"),
     [
         ({}, torch.float32, "only XLA runs a loop"),
-        ({"implementation": "reference"}, torch.bfloat16, "only XLA runs products of matrices without a kernel"),
+        ({"implementation": "reference"}, torch.bfloat16, "only XLA runs a gather that is not along the first"),
         ({"implementation": "xla"}, torch.bfloat16, "only XLA runs "),
     ],
     ids=["float32", "reference", "xla"],

@@ -92,6 +92,6 @@ def test_the_cache_travels_as_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     _, want = p.gradients(problem, seeds, logit_scale=1.125)
     assert max(map(p.relative_norm, grads, want)) < 1e-5
     told = p.told(cache_bytes=12345, logit_scale=1.125)
-    operands = _execute.Operands(problem.hidden, problem.weight, None, problem.labels, None)
+    operands = _execute.Operands(problem.hidden, problem.weight, None, problem.labels, None, None)
     kept = _execute.forward_structs(operands, told, keep_cache=True)
     assert [tuple(x.shape) for x in kept[4:]] == [(2048, 3), (2048,)]
