@@ -15,6 +15,7 @@ import lce_torch_bridge
 from lce_jax import local, losses
 from lce_jax.bench.__main__ import parser as bench_parser
 from lce_jax.demo.cli import _parser as demo_parser
+from lce_jax.explain.__main__ import parser as explain_parser
 from lce_jax.mosaic._kernel_set import KernelSet
 from lce_torch_bridge import megatron
 from tests.doc_blocks import PAGES, ROOT, check, parts
@@ -82,5 +83,6 @@ def test_commands_exist(page, line):
         assert set(filter(None, (extras or "").split(","))) <= set(known)
     else:
         assert words[:2] == ["python", "-m"], line
-        parser = {"lce_jax.bench": bench_parser, "lce_jax.demo": demo_parser}[words[2]]()
+        parsers = {"lce_jax.bench": bench_parser, "lce_jax.demo": demo_parser, "lce_jax.explain": explain_parser}
+        parser = parsers[words[2]]()
         parser.parse_args(words[3:])

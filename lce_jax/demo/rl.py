@@ -135,14 +135,14 @@ def train(model: Transformer, corpus: Corpus, config: RlConfig, mesh: Mesh, seed
 
     rng = np.random.default_rng((seed, 2))
     for key in jax.random.split(jax.random.fold_in(jax.random.key(seed), 2), config.steps):
-        rollout, rewards = _roll_out(model, old_policy, corpus, config, mesh, rng, key)
+        rollout, rewards = roll_out(model, old_policy, corpus, config, mesh, rng, key)
         parts = np.split(rng.permutation(len(rewards)), config.minibatches)
         minibatches = [jax.tree.map(lambda x, rows=rows: put_on_mesh(mesh, x[rows]), rollout) for rows in parts]
         entropies = [update(model, optimizer, minibatch) for minibatch in minibatches]
         yield RlMetrics(float(rewards.mean()), float(entropies[0]))
 
 
-def _roll_out(
+def roll_out(
     model: Transformer,
     old_policy: Callable[..., LogprobOutput],
     corpus: Corpus,

@@ -52,7 +52,7 @@ def load_corpus(vocab_size: int = VOCAB_SIZE) -> Corpus:
     held_out = documents[_HELD_OUT_EVERY - 1 :: _HELD_OUT_EVERY]
     train = [text for i, text in enumerate(documents, start=1) if i % _HELD_OUT_EVERY]
     tokenizer = train_tokenizer(train, vocab_size)
-    return Corpus(tokenizer, _encode(tokenizer, train), _encode(tokenizer, held_out))
+    return Corpus(tokenizer, encode(tokenizer, train), encode(tokenizer, held_out))
 
 
 def read_standard_library() -> list[str]:
@@ -103,7 +103,8 @@ def sample_prompts(
     return windows[:, :prompt], windows[:, prompt:]
 
 
-def _encode(tokenizer: Tokenizer, documents: list[str]) -> Int[np.ndarray, "n"]:
+def encode(tokenizer: Tokenizer, documents: list[str]) -> Int[np.ndarray, "n"]:
+    """Token ids of all documents, each closed by the end-of-text token."""
     end = tokenizer.token_to_id(END_OF_TEXT)
     ids = ([*encoding.ids, end] for encoding in tokenizer.encode_batch_fast(documents))
     return np.fromiter(itertools.chain.from_iterable(ids), np.int32)
