@@ -42,7 +42,7 @@ def loss(out: tuple[torch.Tensor, ...], _target: torch.Tensor) -> torch.Tensor:
     [
         (lambda out: out[:3], {}),
         (lambda out: (out.logprobs, out.lse), dict(entropy="none")),
-        (tuple, dict(stats=True, mean_logit=True)),
+        (lambda out: out[:6], dict(stats=True, mean_logit=True)),
     ],
 )
 def test_a_last_stage(select: Callable[[LogprobOutput], Any], options: dict[str, Any]) -> None:
