@@ -115,11 +115,12 @@ def _threshold_notes(case: Case, shape: Geometry) -> tuple[str, ...]:
     threshold = case.options.gradient_threshold
     if not threshold:
         return ()
+    of_entropy = -math.log(threshold) if threshold < math.exp(-1) else math.exp(-1) / threshold  # p |ln p| rises to 1/e
     notes = [
         f"gradient_threshold={threshold:g}: the gradients leave out tiles of {shape.row_block} tokens by {shape.tile} "
         "columns without a label and without a probability of at least that",
         f"what is left out of a logit's gradient is below {threshold:g} (|dlogprob - dlse| + |dentropy| "
-        f"({-math.log(threshold):.3g} + entropy))",
+        f"({of_entropy:.3g} + entropy))",
     ]
     if case.options.cache_bytes:
         notes.append(f"cache_bytes={case.options.cache_bytes} is not used: a backward over live tiles recomputes them")

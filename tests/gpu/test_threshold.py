@@ -1,0 +1,46 @@
+"""``gradient_threshold`` on a Hopper GPU: the interpreted cases and a larger one, and how a backward's memory stays."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import lce_jax
+from lce_jax import _dispatch, mosaic
+from lce_jax.mosaic import _generations
+from tests.test_mosaic_interpret import Call, call, case_of
+from tests.test_mosaic_threshold import CALLS, check_live_tiles, kernels_of, with_threshold
+
+pytestmark = pytest.mark.gpu
+
+LARGER = call("many batches", T=3000, V=5000, H=512, chunk=1, num_rows=2900, stats=True, temperature=True)
+
+
+@pytest.mark.parametrize("test", [*CALLS, LARGER], ids=str)
+def test_live_tiles_alone(test: Call) -> None:
+    case = dataclasses.replace(case_of(with_threshold(test)), device=_dispatch.current_device())
+    if (reason := mosaic.supports(case)) is not None:
+        pytest.skip(reason)
+    with _generations.using(kernels_of(with_threshold(test))):  # small batches
+        check_live_tiles(with_threshold(test), case)
+
+
+def test_memory_is_that_of_the_exact_gradients() -> None:
+    shapes = (((8192, 4096), "bfloat16"), ((151936, 4096), "bfloat16"), ((8192,), "int32"))
+    operands = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
+    plan = lce_jax.explain(*operands)
+    if plan.implementation != "mosaic_gpu":
+        pytest.skip(str(plan.refused))
+
+    def temporary(threshold: float) -> int:
+        def loss(hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> jax.Array:
+            out = lce_jax.linear_logprobs(hidden, weight, labels, gradient_threshold=threshold)
+            return jnp.sum(out.logprobs - 0.1 * out.entropy)
+
+        compiled = jax.jit(jax.grad(loss, (0, 1))).lower(*operands).compile()
+        return int(compiled.memory_analysis().temp_size_in_bytes)
+
+    assert temporary(2.0**-12) < 1.02 * temporary(0.0)  # 327 and 324 MiB
