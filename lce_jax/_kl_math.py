@@ -151,7 +151,7 @@ def coefficients(
     return KLCoefficients(*maxima, *(jnp.where(live, x, 0.0) for x in found[2:]))
 
 
-def draws(
+def dlogits(
     x: tuple[Float[Array, "T n"], Float[Array, "T n"]],
     scales: tuple[RowScale, RowScale],
     rows: KLCoefficients,

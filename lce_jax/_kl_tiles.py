@@ -166,7 +166,7 @@ def _tile_gradients(
     """Eqs. 5 and 8 of one tile: recomputed logits, the gradient of the student's, and its products."""
     case, x = plan.cases.student, _x(plan, tokens, heads)
     options = case.options
-    d = _kl_math.draws(x.ordered(plan.reverse), _scales(plan, tokens), rows, plan.reverse)
+    d = _kl_math.dlogits(x.ordered(plan.reverse), _scales(plan, tokens), rows, plan.reverse)
     if options.logit_softcap is not None:
         d = d * (1.0 - x.student * x.student)
     d = (d if live is None else jnp.where(live[None, :], d, 0.0)).astype(case.stat_dtype)
