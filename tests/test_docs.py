@@ -12,7 +12,7 @@ import pytest
 
 import lce_jax
 import lce_torch_bridge
-from lce_jax import local, losses
+from lce_jax import launch, local, losses
 from lce_jax.bench.__main__ import parser as bench_parser
 from lce_jax.demo.cli import _parser as demo_parser
 from lce_jax.explain.__main__ import parser as explain_parser
@@ -55,7 +55,7 @@ def test_no_block_is_left_out():
         assert fences == 2 * written, page
 
 
-@pytest.mark.parametrize("module", [lce_jax, losses, local, lce_torch_bridge, megatron], ids=lambda x: x.__name__)
+@pytest.mark.parametrize("module", [lce_jax, losses, local, launch, lce_torch_bridge, megatron], ids=lambda x: x.__name__)
 def test_every_public_name_is_on_an_api_page(module):
     pages = [page.read_text() for page in (ROOT / "docs" / "api").glob("*.md")]
     shown = {name for page in pages for name in re.findall(r"^::: (\S+)$", page, re.MULTILINE)}
