@@ -55,7 +55,10 @@ def test_no_block_is_left_out():
         assert fences == 2 * written, page
 
 
-@pytest.mark.parametrize("module", [lce_jax, losses, local, launch, lce_torch_bridge, megatron], ids=lambda x: x.__name__)
+MODULES = [lce_jax, losses, local, launch, lce_torch_bridge, megatron]
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
 def test_every_public_name_is_on_an_api_page(module):
     pages = [page.read_text() for page in (ROOT / "docs" / "api").glob("*.md")]
     shown = {name for page in pages for name in re.findall(r"^::: (\S+)$", page, re.MULTILINE)}
