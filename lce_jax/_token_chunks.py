@@ -56,8 +56,8 @@ def budget(chunk_bytes: Any, options: LogprobOptions) -> Budget:
 
 
 def chunk_case(case: Case, size: int, partial_rows: bool) -> Case:
-    """The case of a chunk, which keeps all its exponentials."""
-    options = dataclasses.replace(case.options, cache_bytes=ALL)
+    """The case of a chunk, which keeps all its exponentials, or with a threshold recomputes those of live tiles."""
+    options = dataclasses.replace(case.options, cache_bytes=0 if case.options.gradient_threshold else ALL)
     return dataclasses.replace(case, num_tokens=size, partial_rows=partial_rows, options=options)
 
 
@@ -79,7 +79,7 @@ def plan(case: Case, requested: tuple[str, ...] | None, budget: Budget, around: 
     notes = [f"{chunks} chunks of {size:,} tokens, gradients in the forward; kept are the gradients alone"]
     if total:
         notes.append(f"backward: of it {format_bytes(total)} for the sum of dweight over the chunks")
-    if cache:
+    if cache and not case.options.gradient_threshold:
         notes.append(f"backward: of it {format_bytes(cache)} for a chunk's exponentials, which its dlogits overwrite")
     return dataclasses.replace(
         whole,

@@ -76,6 +76,8 @@ def test_what_the_kernels_refuse_and_say() -> None:
     assert plan.implementation == "mosaic_gpu"
     assert any("0.000244141 (|dlogprob - dlse| + |dentropy| (8.32 + entropy))" in note for note in plan.notes)
     assert any("cache_bytes=1048576 is not used" in note for note in plan.notes)
+    plan = lce_jax.explain(*operands, gradient_threshold=2.0**-12, gradients_in_forward=True)
+    assert not any("exponentials" in note or "cache_bytes" in note for note in plan.notes)
     with pytest.raises(lce_jax.UnsupportedError, match="together with candidates"):
         lce_jax.explain(
             *operands, gradient_threshold=0.1, candidates=struct((4096, 3), "int32"), implementation="mosaic_gpu"
