@@ -72,7 +72,7 @@ def test_under_vmap(bias_batched: bool) -> None:
     def loss(hidden, weight, bias, labels):
         return linear_cross_entropy(hidden, weight, labels, bias=bias, label_smoothing=0.1)
 
-    grad = jax.grad(loss, argnums=(0, 1, 2))
+    grad = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
     axes = (0, None, 0 if bias_batched else None, 0)
     got = jax.jit(jax.vmap(grad, in_axes=axes))(hidden, weight, biases, labels)
     for i in range(4):

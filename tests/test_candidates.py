@@ -43,7 +43,7 @@ def test_a_candidate_is_the_label() -> None:
     def of_labels(hidden, weight):
         return 3 * jnp.sum(linear_logprobs(hidden, weight, labels, precision="highest").logprobs)
 
-    got, want = (jax.value_and_grad(f, argnums=(0, 1))(hidden, weight) for f in (of_candidates, of_labels))
+    got, want = (jax.jit(jax.value_and_grad(f, argnums=(0, 1)))(hidden, weight) for f in (of_candidates, of_labels))
     assert oracle.value_error(got[0], want[0]) < 2e-6
     assert all(oracle.relative_norm(a, b) < 1e-6 for a, b in zip(got[1], want[1], strict=True))
 
@@ -223,7 +223,7 @@ def test_top_k_distillation_of_verl() -> None:
         out = linear_logprobs(hidden, weight, labels, candidates=ids, entropy=False, precision="highest")
         return jnp.mean(jnp.sum(jnp.exp(top) * (top - out.candidate_logprobs), axis=-1))
 
-    got, want = (jax.value_and_grad(f, argnums=(0, 1))(hidden, weight) for f in (ours, stored))
+    got, want = (jax.jit(jax.value_and_grad(f, argnums=(0, 1)))(hidden, weight) for f in (ours, stored))
     assert oracle.value_error(got[0], want[0]) < 2e-6
     assert all(oracle.relative_norm(a, b) < 2e-6 for a, b in zip(got[1], want[1], strict=True))
 

@@ -69,7 +69,7 @@ def test_loss_and_gradients_are_those_of_its_logits(name):
         logprobs, _, lse = from_logits(head.apply(variables, hidden), jnp.maximum(labels, 0))
         return jnp.mean((1e-3 * lse**2 - logprobs)[:, 1:])
 
-    got, expected = (jax.value_and_grad(function, argnums=(0, 1))(variables, hidden) for function in (fused, stored))
+    got, expected = (jax.jit(jax.value_and_grad(f, argnums=(0, 1)))(variables, hidden) for f in (fused, stored))
     assert_trees_close(got, expected)
     assert not np.any(got[1][0]["params"]["weight"][VOCAB:])
 
@@ -119,8 +119,8 @@ def test_a_bias_is_in_logits_logprobs_and_loss():
     assert_trees_close(logits, 3 * jnp.tanh(0.5 * raw / 3))
     out = head.apply(variables, hidden, labels, method="logprobs")
     assert_trees_close(tuple(out[:3]), from_logits(logits, labels))
-    fused = jax.grad(lambda variables: head.apply(variables, hidden, labels, method="loss"))(variables)
-    stored = jax.grad(lambda variables: loss_from_logits(head.apply(variables, hidden), labels))(variables)
+    fused = jax.jit(jax.grad(lambda variables: head.apply(variables, hidden, labels, method="loss")))(variables)
+    stored = jax.jit(jax.grad(lambda variables: loss_from_logits(head.apply(variables, hidden), labels)))(variables)
     assert_trees_close(fused, stored)
     assert np.any(fused["params"]["bias"][:VOCAB])
 
@@ -177,7 +177,7 @@ def test_tied_weight_is_one_parameter_with_the_gradient_of_both_uses():
     variables = model.init(jax.random.key(0), tokens)
     shapes = jax.tree.map(jnp.shape, variables)["params"]
     assert shapes == {"embed": {"embedding": (ROWS, HIDDEN)}, "layer": {"bias": (HIDDEN,), "kernel": (HIDDEN, HIDDEN)}}
-    got, expected = (jax.grad(loss)(variables, tokens, labels) for loss in losses_of(model))
+    got, expected = (jax.jit(jax.grad(loss))(variables, tokens, labels) for loss in losses_of(model))
     assert_trees_close(got, expected)
 
 

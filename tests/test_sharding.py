@@ -17,20 +17,14 @@ from lce_jax import (
     sharded_linear_logprobs,
 )
 from tests import cases, oracle
+from tests.agreement import on_one_device
 from tests.sharding_cases import CALLS, LAYOUTS, mesh_of
 
 
 def single(test: cases.TestCase):
-    """Results and gradients on one device."""
+    """The call, and its results and gradients on one device."""
     hidden, weight, labels, options, seeds = cases.draw(test)
-    options = {"precision": "highest", **options}
-
-    def objective(hidden, weight):
-        out = linear_logprobs(hidden, weight, labels, **options)
-        return cases.objective(out, seeds), out
-
-    (_, out), grads = jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)(hidden, weight)
-    return (hidden, weight, labels, options, seeds), out, grads
+    return (hidden, weight, labels, {"precision": "highest", **options}, seeds), *on_one_device(test)
 
 
 def assert_same(test: cases.TestCase, out, grads, want, wanted) -> None:
