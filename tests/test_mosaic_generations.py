@@ -6,10 +6,12 @@ import dataclasses
 import subprocess
 import sys
 
+import jax
 import jax.numpy as jnp
 import pytest
 
-from lce_jax import mosaic
+from lce_jax import _dispatch, mosaic
+from lce_jax._plans import ALONE
 from lce_jax._types import Case, Device, Options, UnsupportedError
 from lce_jax.mosaic import _generations, sm90
 from tests.devices import H200
@@ -86,3 +88,12 @@ def test_the_kernel_language_is_imported_with_the_first_kernel() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_kernels_refuse_a_jax_that_they_were_not_tested_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On such a JAX the other implementations serve, and the reason is told."""
+    monkeypatch.setattr(_generations, "JAX_OF_THE_KERNELS", (99, 1, 0))
+    assert mosaic.supports(case(H200)) == f"needs JAX 99.1.0 or newer, this is {jax.__version__}"
+    assert _dispatch.explain(case(H200), None, ALONE).implementation == "xla"
+    with pytest.raises(UnsupportedError, match='"mosaic_gpu": needs JAX 99.1.0'):
+        _dispatch.choose(case(H200), ("mosaic_gpu",))

@@ -6,9 +6,12 @@ import contextlib
 import importlib
 from collections.abc import Iterator
 
+import jax
+
 from lce_jax._types import Case, Device
 from lce_jax.mosaic._kernel_set import KernelSet
 
+JAX_OF_THE_KERNELS = (0, 11, 2)  # the oldest whose kernel language has been tested on a GPU
 GENERATIONS = ("sm90",)  # folders, each with a `KernelSet` named KERNELS
 KERNEL_SETS: tuple[KernelSet, ...] = tuple(
     importlib.import_module(f"lce_jax.mosaic.{name}").KERNELS for name in GENERATIONS
@@ -49,6 +52,8 @@ def refusal(case: Case) -> str | None:
     capabilities = " or ".join(f"{one.compute_capability} ({', '.join(one.devices[:3])})" for one in KERNEL_SETS)
     if device.platform not in ("gpu", "cuda"):
         return f"needs an NVIDIA GPU of compute capability {capabilities}, this is {device.platform}"
+    if jax.__version_info__ < JAX_OF_THE_KERNELS:
+        return f"needs JAX {'.'.join(map(str, JAX_OF_THE_KERNELS))} or newer, this is {jax.__version__}"
     kernels = serving(device)
     if kernels is None:
         return f"needs compute capability {capabilities}, {device.kind} has {device.compute_capability or 'another'}"
