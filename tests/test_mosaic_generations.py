@@ -95,5 +95,5 @@ def test_kernels_refuse_a_jax_that_they_were_not_tested_with(monkeypatch: pytest
     monkeypatch.setattr(_generations, "JAX_OF_THE_KERNELS", (99, 1, 0))
     assert mosaic.supports(case(H200)) == f"needs JAX 99.1.0 or newer, this is {jax.__version__}"
     assert _dispatch.explain(case(H200), None, ALONE).implementation == "xla"
-    with pytest.raises(UnsupportedError, match='"mosaic_gpu": needs JAX 99.1.0'):
+    with pytest.raises(UnsupportedError, match=r'"mosaic_gpu": needs JAX 99\.1\.0'):
         _dispatch.choose(case(H200), ("mosaic_gpu",))
