@@ -61,7 +61,9 @@ MODULES = [lce_jax, losses, local, launch, lce_torch_bridge, megatron]
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
 def test_every_public_name_is_on_an_api_page(module):
     pages = [page.read_text() for page in (ROOT / "docs" / "api").glob("*.md")]
-    shown = {name for page in pages for name in re.findall(r"^::: (\S+)$", page, re.MULTILINE)}
+    every = [name for page in pages for name in re.findall(r"^::: (\S+)$", page, re.MULTILINE)]
+    shown = set(every)
+    assert len(shown) == len(every)
     if module.__name__ not in shown:  # else the page shows all of the module
         names = {f"{module.__name__}.{name}" for name in module.__all__}
         assert names - {"lce_jax.local", "lce_jax.losses"} <= shown
