@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from lce_torch_bridge import _launch, linear_logprobs, runtime
+from lce_torch_bridge import linear_logprobs, runtime
 from lce_torch_bridge.dlpack import GPU_ALIGNMENT, to_jax
 from tests.torch import problem as p
 from tests.torch.gpu_problem import draw
@@ -21,8 +21,6 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("vocab_size", [None, 8000])
 def test_parity(implementation: str, vocab_size: int | None) -> None:
-    if vocab_size and _launch.asked() == "direct":
-        pytest.skip("JAX runs backwards of padded vocabularies: test_launch_ways.py")
     problem = draw(700, 512, 8192)
     seeds = p.seeds_like(problem.labels)
     options = dict(temperature=0.8, logit_softcap=5.0, vocab_size=vocab_size)
