@@ -79,12 +79,15 @@ def _program(function: Callable[..., Any], inputs: Inputs, updated: int | None =
     """The program that is launched directly; None if JAX is to run it."""
     first = _first(inputs)
     of_jax = any(isinstance(x, jax.Array) for x in inputs)
-    if _asked == "jax" or of_jax or not (first.is_cuda or _asked == "direct"):
+    asked = _asked == "direct"
+    if _asked == "jax" or of_jax or not (first.is_cuda or asked):
         return None
-    program = _direct.program(function, inputs, updated) if first.is_cuda else f"{first.device} is no CUDA device"
+    program: Any = f"{first.device} is no CUDA device"
+    if first.is_cuda:
+        program = _direct.program(function, inputs, updated, asked)
     if not isinstance(program, str):
         return program
-    if _asked == "direct":
+    if asked:
         raise lce_jax.UnsupportedError(
             f'launch_with("direct"): {program}; lce_torch_bridge.launch_with(None) lets JAX run such calls'
         )

@@ -41,10 +41,9 @@ SERVED: dict[str, dict[str, Any]] = {
     "all statistics": {"stats": True, "temperature": 0.7, "logit_scale": 0.5, "logit_softcap": 20.0},
     "no entropy": {"entropy": "none", "out_of_vocab": "megatron"},
     "a full cache": {"cache_bytes": 1 << 30},
-    "padding": {"vocab_size": 1000},
-    "the mean logit": {"mean_logit": True},
     "part of a cache": {"cache_bytes": 1 << 20},
 }
+ON_REQUEST: dict[str, dict[str, Any]] = {"padding": {"vocab_size": 1000}, "the mean logit": {"mean_logit": True}}
 
 
 @pytest.mark.usefixtures("hopper")
@@ -54,6 +53,17 @@ def test_what_is_launched_directly(name: str) -> None:
     assert (how.way, how.why_not_direct) == ("direct", None)
     assert how.plan.implementation == "mosaic_gpu"
     assert str(how).startswith("launched directly, in torch's stream and memory\nmosaic_gpu: 300 tokens")
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("name", ON_REQUEST)
+def test_what_is_launched_directly_on_request(name: str) -> None:
+    how = explain(*drawn(), **ON_REQUEST[name])
+    assert (how.way, how.why_not_direct) == ("jax", _direct.ON_REQUEST)
+    assert 'lce_torch_bridge.launch_with("direct")' in str(how)
+    launch_with("direct")
+    how = explain(*drawn(), **ON_REQUEST[name])
+    assert (how.way, how.why_not_direct) == ("direct", None)
 
 
 @pytest.mark.usefixtures("hopper")
@@ -77,7 +87,7 @@ def test_what_is_not(options: dict[str, Any], dtype: torch.dtype, reason: str) -
 def test_the_programs_of_a_split_vocabulary() -> None:
     """Statistics and their union are launched directly too; the collective between them is torch's."""
     operands = _execute.Operands(*drawn()[:2], None, drawn().labels, None, None)
-    call = _execute.Call("", 4096, 1.0, None, "grad", False, False, 0, False, True, 0, "")
+    call = _execute.Call("", 4096, 1.0, None, "grad", False, False, 0, False, True, 0, 0.0, "")
     ((_, structs), _) = _execute.programs(operands, call)
     spec = _execute._spec(operands.weight, call, masked=True)._replace(vocab_start=1024, padded=False)
     statistics = launch.program(_programs.statistics(spec, False), structs, H200)
@@ -121,4 +131,4 @@ def test_the_reason_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
 def test_a_capture_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(RuntimeError, match="make the call once before the capture"):
-        _direct.program(lambda x: x, [torch.zeros(3)])
+        _direct.program(lambda x: x, [torch.zeros(3)], None, asked=False)
