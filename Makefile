@@ -9,12 +9,13 @@ WORKERS ?= 2
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 
-.PHONY: demo test test-all test-gpu lint docs bench clean help
+.PHONY: demo test test-all test-gpu test-frameworks lint docs bench clean help
 help:
 	@echo "make demo      train a small transformer on this machine and compare with stored logits"
 	@echo "make test      all tests that need no GPU, doctests and notebooks included"
 	@echo "make test-all  those, and sweeps that take many minutes"
 	@echo "make test-gpu  the tests that need GPUs"
+	@echo "make test-frameworks  the trainers of Tunix and TRL with our loss, in an environment of their own"
 	@echo "make lint      ruff, mypy and the layer contracts"
 	@echo "make docs      the documentation, into site/; a warning is an error"
 	@echo "make bench     speed and memory on this machine"
@@ -30,6 +31,12 @@ test-all: test
 
 test-gpu: $(VENV)/.ready
 	JAX_PLATFORMS=cuda,cpu XLA_FLAGS= XLA_PYTHON_CLIENT_PREALLOCATE=false $(RUN) -m pytest -m "gpu or multi_gpu"
+
+test-frameworks:
+	$(PYTHON) -m venv .venv-frameworks
+	.venv-frameworks/bin/python -m pip install --quiet --upgrade pip
+	.venv-frameworks/bin/python -m pip install --quiet --editable . 'google-tunix==0.1.7' 'trl==1.16.0' 'torch>=2.11' pytest
+	.venv-frameworks/bin/python -m pytest tests/recipes/test_tunix.py tests/recipes/test_trl.py
 
 lint: $(VENV)/.ready
 	$(RUN) -m ruff check .

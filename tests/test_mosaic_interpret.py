@@ -103,6 +103,16 @@ CALLS = [
     call("hv", weight_layout="hv", V=832),
     call("hv with a narrow swizzle and a cache", shared=True, weight_layout="hv", cache_bytes=1 << 30, entropy=False),
 ]  # fmt: skip
+# One thing alone, which other calls have together with more: `make test-all` runs these, ten seconds each.
+ALONE = {
+    "targets in the columns that are no whole atom", "one step over H", "one step over H, shared", "clusters",
+    "several launches", "rows left out", "padding of a traced number of columns", "cache",
+    "chunks of a cache that others read", "chunks, half a cache", "a shorter last chunk",
+    "a shorter last chunk, columns that are no whole atom", "padding up to columns that are no whole atom",
+    "padding up to half an atom", "candidates, columns that are no whole atom", "dweight added", "dweight added, hv",
+    "dweight added, columns that are no whole atom", "hv",
+}  # fmt: skip
+PARAMETERS = [pytest.param(one, marks=[pytest.mark.slow] if one.name in ALONE else []) for one in CALLS]
 
 
 def draw(test: Call) -> tuple[Operands, Results]:
@@ -172,7 +182,7 @@ def interpreted(request: pytest.FixtureRequest) -> Iterator[Call]:
         yield request.param
 
 
-@pytest.mark.parametrize("test", CALLS, ids=str, indirect=True)
+@pytest.mark.parametrize("test", PARAMETERS, ids=str, indirect=True)
 def test_matches_reference(test: Call, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     add_stores(monkeypatch)
     monkeypatch.setattr(jax.lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
