@@ -23,6 +23,7 @@ def test_two_ranks(tmp_path: Path) -> None:
         assert [line for line in said.splitlines() if line.startswith("done")] == [f"done {name}" for name in CHECKS]
 
 
+@pytest.mark.slow
 def test_four_ranks(tmp_path: Path) -> None:
     checks = ("parity", "chosen_logits", "loss_in_forward", "most_likely")
     for said in ranks(4, ["-W", "error", WORKER, *checks], tmp_path / "logs"):
