@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
 
@@ -12,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax import _bind, _checks, _options, _partition, scalars
+from lce_jax import _bind, _checks, _options, _partition, _rows, scalars
 from lce_jax._kl import KLSpec
 from lce_jax._kl_math import Pair
 from lce_jax._layout import Layout
@@ -109,7 +108,7 @@ class KLCall(NamedTuple):
 
     def operands(self, spec: KLSpec) -> tuple[Pair[Primals], Pair[Rows]]:
         """The arrays of both models. The teacher's have no gradient."""
-        labels = _no_labels(tuple(self.arrays.student[0].shape[:-1]))
+        labels = _rows.no_labels(tuple(self.arrays.student[0].shape[:-1]))
         first, second = zip(spec.models, self.arrays, self.options, strict=True)
         student, rows = _bind.operands(first[0], *first[1], labels, self.where, first[2])
         with _of_the_teacher():
@@ -155,9 +154,3 @@ def _options_of_each(given: Mapping[str, Any]) -> tuple[Any, Any]:
     student, teacher = ({**shared, **x} for x in (own, teachers))
     student["bias"], teacher["bias"] = given.get("bias"), given.get("teacher_bias")
     return student, teacher
-
-
-@functools.partial(jax.jit, static_argnums=0, inline=True)
-def _no_labels(shape: tuple[int, ...]) -> Array:
-    """Labels of a call that has none: only their shape is read."""
-    return jnp.zeros(shape, jnp.int32)

@@ -66,6 +66,12 @@ def of_ids(
     return of_call(_first(ids), where, temperature, vocab_size, dtype, scale, softcap, ids)
 
 
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def no_labels(shape: tuple[int, ...]) -> Array:
+    """The labels of a call that has none. Jitted for the reason that `_of_arrays` gives."""
+    return jnp.full(shape, -1, jnp.int32)
+
+
 @functools.partial(jax.jit, inline=True)
 def _first(ids: Array) -> Array:
     return ids[..., 0]

@@ -19,6 +19,7 @@ from lce_jax import (
     _most_likely,
     _options,
     _partition,
+    _rows,
     scalars,
 )
 from lce_jax._layout import Axes, layout_of_names
@@ -227,13 +228,7 @@ def _of_call(hidden: Any, k: Any, given: LogprobOptions) -> tuple[CallOptions, A
 
 
 def _operands(spec: Spec, hidden: Any, weight: Any, where: Any, options: CallOptions) -> tuple[Primals, Rows]:
-    return _bind.operands(spec, hidden, weight, _no_labels(tuple(hidden.shape[:-1])), where, options)
-
-
-@functools.partial(jax.jit, static_argnums=0, inline=True)
-def _no_labels(shape: tuple[int, ...]) -> Array:
-    """Jitted: outside ``jit`` the number is a transfer, which ``jax.transfer_guard`` may forbid."""
-    return jnp.full(shape, -1, jnp.int32)
+    return _bind.operands(spec, hidden, weight, _rows.no_labels(tuple(hidden.shape[:-1])), where, options)
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
