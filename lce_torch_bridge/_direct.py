@@ -101,7 +101,7 @@ def _load(
         structs = [None if x is None else struct(x) for x in inputs]
         donated = () if updated is None else (sum(x is not None for x in inputs[:updated]),)
         planned = launch.program(function, structs, description, donated)
-        if not asked and (planned.num_products or donated):
+        if not asked and planned.num_products:
             return ON_REQUEST
         with torch.cuda.device(device):
             run = planned.load(torch.cuda.current_device())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -126,6 +127,17 @@ def test_the_reason_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
         _launch._say("only XLA runs the operation gather")
     assert len(caplog.records) == 1
     assert "not launched directly: only XLA runs the operation gather" in caplog.text
+
+
+def test_linear_loss_is_launched_directly_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its forward as its sums: JAX would hold the exponentials that it is lent until the GPU is done."""
+    program = object()
+    monkeypatch.setattr(_launch, "_first", lambda _: types.SimpleNamespace(is_cuda=True, device="cuda"))
+    monkeypatch.setattr(_direct, "program", lambda *_: program)
+    assert _launch._program(len, []) is program
+    assert _launch._program(len, [], on_request=True) is None
+    launch_with("direct")
+    assert _launch._program(len, [], on_request=True) is program
 
 
 def test_a_capture_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
