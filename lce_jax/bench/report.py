@@ -22,6 +22,8 @@ from lce_jax._plans import format_bytes
 from lce_jax.bench.run import Measurement, Row
 from lce_jax.bench.shapes import DIRECTIONS, GEMM, bounds
 
+# What else takes part, by its name in the registry: the peers, and what they are built on.
+PACKAGES = ("flax", "torch", "triton", "cut-cross-entropy", "liger-kernel", "quack-kernels")
 MIN_WIDTH = 120  # columns of a table that is piped or logged, without a terminal
 
 
@@ -35,7 +37,7 @@ def device() -> dict[str, str]:
         "lce_jax": lce_jax.__version__,
         "python": platform.python_version(),
         "machine": platform.machine(),
-    } | {name: version for name in ("torch", "flax") if (version := _installed(name))}
+    } | {name: version for name in PACKAGES if (version := _installed(name))}
 
 
 def _installed(name: str) -> str | None:
