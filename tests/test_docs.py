@@ -55,6 +55,16 @@ def test_no_block_is_left_out():
         assert fences == 2 * written, page
 
 
+@pytest.mark.parametrize(
+    ("page", "holds", "count"), [("README.md", "def step(", 10), ("docs/pytorch.md", "init_process_group", 24)]
+)
+def test_a_step_takes_as_many_lines_as_the_page_says(page, holds, count):
+    (block,) = (block for block in BLOCKS[ROOT / page] if holds in block.code)
+    assert sum(bool(line.strip()) for line in block.code.splitlines()) == count
+    said = {10: "Ten lines", 24: "of 24 lines"}[count]
+    assert said in (ROOT / page).read_text()
+
+
 MODULES = [lce_jax, losses, local, launch, lce_torch_bridge, megatron]
 
 

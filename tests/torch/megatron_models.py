@@ -2,7 +2,8 @@
 
 This file alone replaces what megatron-core expects of the machine:
 
-* `stand_in_for_cuda` (CPU only): five functions of ``torch.cuda`` that megatron-core calls whatever the device.
+* `stand_in_for_cuda` (CPU only): five functions of ``torch.cuda`` that megatron-core calls whatever the device, and its
+  causal mask, which it makes on ``cuda``.
 * `stand_in_for_apex`: the one apex kernel that ``gradient_accumulation_fusion`` calls, as two lines of PyTorch.
 * `norm`: megatron-core's own wrapper of PyTorch's norms refuses sequence parallelism, and HybridModel names
   Transformer Engine's. A norm is per token: all it needs is the mark that its gradient is summed over the ranks.
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.fusions import fused_softmax
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -50,6 +52,7 @@ def stand_in_for_cuda() -> None:
     torch.cuda.manual_seed = torch.manual_seed
     torch.cuda.get_rng_state = torch.cuda.random.get_rng_state = lambda *_, **__: torch.get_rng_state()
     parallel_random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+    fused_softmax.get_default_causal_mask = lambda size: torch.ones(size, size, dtype=torch.bool).triu(diagonal=1)
 
 
 def stand_in_for_apex() -> None:
