@@ -44,6 +44,10 @@ def test_a_tiny_run_on_a_mesh_does_everything(tmp_path):
         cells = [float(cell) for cell in table_row(done.stdout, name)]
         assert len(cells) == 3
         assert all(math.isfinite(cell) for cell in cells)
+    assert "Phase 1 again, from the same seed, 2 steps" in done.stdout
+    exact, same = table_row(done.stdout, "loss of the last tenth")
+    assert exact == same  # on a CPU nothing is left out
+    assert table_row(done.stdout, "largest difference")[1] == "0.0e+00"
     memory, time = (table_row(done.stdout, name) for name in ("peak", "time"))
     assert memory[2].endswith("× less")
     assert float(memory[2].split("×")[0]) > 1
@@ -53,6 +57,14 @@ def test_a_tiny_run_on_a_mesh_does_everything(tmp_path):
         fused, stored, _ = table_row(errors, name)
         assert 0 < float(fused) < 1e-5
         assert 0 < float(stored) < 1e-5
+
+
+def test_the_second_run_is_compared_step_by_step():
+    from lce_jax.demo.threshold import SecondRun
+
+    run = SecondRun([5.0, 4.0, 3.5], [5.0, 4.25, 3.0], 0.01, leaves_out=True)
+    assert run.difference == 0.5
+    assert run.last == (3.5, 3.0)
 
 
 def test_a_head_of_real_size_is_timed_both_ways():

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import lce_jax.demo
 from lce_jax import Plan, explain
-from lce_jax.demo import compare, report, rl, sft
+from lce_jax.demo import compare, report, rl, sft, threshold
 from lce_jax.demo.evaluate import Evaluator
 from lce_jax.demo.model import Config, Transformer, make_mesh
 from lce_jax.demo.text import VOCAB_SIZE, load_corpus
@@ -54,7 +54,7 @@ def _run(options: argparse.Namespace, mesh: Mesh, plan: Plan, console: Console) 
     with console.status("training a tokenizer on the sources of Python's standard library"):
         corpus = load_corpus()
     console.print(f"Text: {len(corpus.train):,} tokens to train on, {len(corpus.held_out):,} in files held out.")
-    model = Transformer(_model_config(mesh, corpus.vocab_size), rngs=nnx.Rngs(options.seed))
+    model, twin = (Transformer(_model_config(mesh, corpus.vocab_size), rngs=nnx.Rngs(options.seed)) for _ in range(2))
     console.print(f"Model: {model.num_parameters():,} parameters. Its head on a training batch, per device:")
     console.print(str(plan), highlight=False, soft_wrap=True)
     sft_config = sft.SftConfig(options.steps, implementation=options.implementation).on(mesh)
@@ -66,14 +66,18 @@ def _run(options: argparse.Namespace, mesh: Mesh, plan: Plan, console: Console) 
         training = sft.train(model, corpus, sft_config, mesh, options.seed)
         losses = _tracked(progress, "phase 1", training, options.steps, lambda loss: f"loss {loss:.2f}")
         stages.append(evaluate(model))
+        count = threshold.num_steps(options.steps, plan)
+        repeating = threshold.train(twin, corpus, sft_config, mesh, options.seed, count)
+        repeated = _tracked(progress, "phase 1 again", repeating, count, lambda loss: f"loss {loss:.2f}")
         improving = rl.train(model, corpus, rl_config, mesh, options.seed)
         metrics = _tracked(progress, "phase 2", improving, options.rl_steps, lambda step: f"reward {step.reward:.2f}")
         stages.append(evaluate(model))
+    again = threshold.second_run(twin, losses, repeated, evaluate.windows, mesh, plan)
     comparison = compare.compare(model, evaluate.windows[: 2 * sft_config.batch], mesh, options.implementation)
     report.print_examples(console, stages)
-    report.print_tables(console, stages, evaluate.real_reward, comparison)
+    report.print_tables(console, stages, evaluate.real_reward, again, comparison)
     path = options.out / "curves.png"
-    report.draw(path, losses, metrics, stages, evaluate.real_reward, comparison)
+    report.draw(path, losses, metrics, stages, evaluate.real_reward, again, comparison)
     console.print(f"Curves: {path}. {time.perf_counter() - start:.0f} s in all.", soft_wrap=True)
 
 

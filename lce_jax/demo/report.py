@@ -24,9 +24,10 @@ if TYPE_CHECKING:
     from lce_jax.demo.compare import Comparison
     from lce_jax.demo.evaluate import Evaluation
     from lce_jax.demo.rl import RlMetrics
+    from lce_jax.demo.threshold import SecondRun
 
 _STAGES = ("at the start", "after phase 1", "after phase 2")
-_BLUE, _ORANGE, _GREY = "#2563a8", "#d9730d", "#8a8f98"
+_BLUE, _ORANGE, _GREY, _INK = "#2563a8", "#d9730d", "#8a8f98", "#1f2933"
 _STYLE: Any = {
     "font.size": 10,
     "axes.titlesize": 11,
@@ -46,8 +47,10 @@ def print_examples(console: Console, stages: list[Evaluation]) -> None:
         console.print(Panel(Text(stage.example), title=f"a completion {name}", title_align="left"))
 
 
-def print_tables(console: Console, stages: list[Evaluation], real_reward: float, comparison: Comparison) -> None:
-    """What training changed, and what fusing changed."""
+def print_tables(
+    console: Console, stages: list[Evaluation], real_reward: float, again: SecondRun, comparison: Comparison
+) -> None:
+    """What training changed, what the threshold changed, and what fusing changed."""
     table = Table(title="On held-out files", title_justify="left")
     table.add_column("")
     for name in _STAGES:
@@ -56,7 +59,21 @@ def print_tables(console: Console, stages: list[Evaluation], real_reward: float,
     table.add_row("entropy, nats per token", *(f"{stage.entropy:.3f}" for stage in stages))
     table.add_row(f"reward (real text: {real_reward:.3f})", *(f"{stage.reward:.3f}" for stage in stages))
     console.print(table)
+    console.print(_threshold_table(again))
     console.print(_comparison_table(comparison))
+
+
+def _threshold_table(again: SecondRun) -> Table:
+    steps = f"{len(again.losses)} steps" if len(again.losses) > 1 else "one step"
+    caption = None if again.leaves_out else "This device's implementation leaves nothing out, whatever the threshold."
+    table = Table(title=f"Phase 1 again, from the same seed, {steps}", title_justify="left", caption=caption)
+    table.add_column("")
+    table.add_column("exact", justify="right")
+    table.add_column("gradient_threshold 2⁻¹²", justify="right")
+    table.add_row("loss of the last tenth, nats per token", *(f"{loss:.3f}" for loss in again.last))
+    table.add_row("largest difference of a step's loss", "", f"{again.difference:.1e}")
+    table.add_row("probability in the tiles left out", "0", f"{again.dropped_mass:.2g}")
+    return table
 
 
 def _comparison_table(comparison: Comparison) -> Table:
@@ -96,13 +113,16 @@ def draw(
     metrics: list[RlMetrics],
     stages: list[Evaluation],
     real_reward: float,
+    again: SecondRun,
     comparison: Comparison,
 ) -> None:
-    """Loss of phase 1, reward and entropy of phase 2, memory of the head; as a PNG."""
+    """Loss of phase 1, exact and with the threshold, reward and entropy of phase 2, memory of the head; as a PNG."""
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(10, 6.4), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1), dpi=150)
         loss, reward, entropy, memory = figure.subplots(2, 2).flat
         _curve(loss, losses, "training batches", _BLUE)
+        repeated = _means(again.losses, len(losses) // 40)
+        loss.plot(range(1, len(repeated) + 1), repeated, ":", color=_INK, label="again, gradient_threshold 2⁻¹²")
         loss.plot([0, len(losses)], [stages[0].loss, stages[1].loss], "o", color=_ORANGE, label="held-out files")
         loss.set(title="Phase 1: loss", xlabel="step", ylabel="nats per token")
         _curve(reward, [step.reward for step in metrics], "rollouts", _BLUE)
@@ -121,10 +141,13 @@ def draw(
 def _curve(axes: Axes, values: list[float], label: str, color: str) -> None:
     """Every value, faint, and its mean over a twentieth of the run."""
     steps = np.arange(1, len(values) + 1)
-    reach = len(values) // 40
-    means = [np.mean(values[max(0, i - reach) : i + reach + 1]) for i in range(len(values))]
     axes.plot(steps, values, color=color, alpha=0.3, linewidth=1)
-    axes.plot(steps, means, color=color, linewidth=1.8, label=label)
+    axes.plot(steps, _means(values, len(values) // 40), color=color, linewidth=1.8, label=label)
+
+
+def _means(values: list[float], reach: int) -> list[float]:
+    """Of each value and the ``reach`` values on either side."""
+    return [float(np.mean(values[max(0, i - reach) : i + reach + 1])) for i in range(len(values))]
 
 
 def _memory_bars(axes: Axes, comparison: Comparison) -> None:

@@ -31,6 +31,7 @@ class SftConfig:
     learning_rate: float = 4e-3
     weight_decay: float = 0.1
     z_loss: float = 1e-4  # keeps lse near 0
+    gradient_threshold: float = 0.0  # of the head's gradients; 0 is exact
     implementation: str | None = None
 
     def on(self, mesh: Mesh) -> SftConfig:
@@ -48,8 +49,10 @@ def train(model: Transformer, corpus: Corpus, config: SftConfig, mesh: Mesh, see
     @nnx.jit
     def step(model: Transformer, optimizer: nnx.Optimizer, tokens: Int[Array, "B S"]) -> Float[Array, ""]:
         def loss_function(model: Transformer) -> Float[Array, ""]:
-            hidden = model(tokens[:, :-1])
-            return model.head.loss(hidden, tokens[:, 1:], z_loss=config.z_loss, implementation=config.implementation)
+            return model.head.loss(
+                model(tokens[:, :-1]), tokens[:, 1:], z_loss=config.z_loss,
+                gradient_threshold=config.gradient_threshold, implementation=config.implementation,
+            )  # fmt: skip
 
         loss, gradients = nnx.value_and_grad(loss_function)(model)
         optimizer.update(model, gradients)

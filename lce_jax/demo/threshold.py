@@ -1,0 +1,82 @@
+"""Phase 1 once more from the same seed, its gradients without the tiles whose every probability is small."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import TYPE_CHECKING
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from lce_jax.demo import sft
+from lce_jax.demo.model import Transformer, put_on_mesh
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from jax.sharding import Mesh
+    from jaxtyping import Array, Float, Int
+
+    from lce_jax import Plan
+    from lce_jax.demo.text import Corpus
+
+THRESHOLD = 2.0**-12
+_EXACT_STEPS = 20  # where the implementation leaves nothing out, these show it
+
+
+@dataclasses.dataclass(frozen=True)
+class SecondRun:
+    """The losses of the same steps, exact and with the threshold, and what the threshold leaves out."""
+
+    exact: list[float]  # nats per token
+    losses: list[float]
+    dropped_mass: float  # the probability in the tiles left out, mean over tokens of held-out files
+    leaves_out: bool  # whether the implementation leaves tiles out at all
+
+    @property
+    def difference(self) -> float:
+        """The largest difference of a step's loss, nats per token."""
+        return float(np.max(np.abs(np.subtract(self.exact, self.losses))))
+
+    @property
+    def last(self) -> tuple[float, float]:
+        """Mean loss of the last tenth of the steps, exact and with the threshold."""
+        count = -(-len(self.losses) // 10)
+        return float(np.mean(self.exact[-count:])), float(np.mean(self.losses[-count:]))
+
+
+def leaves_out(plan: Plan) -> bool:
+    """Whether the implementation has tiles that a threshold can leave out; the others' gradients are exact anyway."""
+    return plan.implementation == "mosaic_gpu"
+
+
+def num_steps(steps: int, plan: Plan) -> int:
+    """How many of the steps are repeated: all, or a few where the threshold changes nothing."""
+    return steps if leaves_out(plan) else min(steps, _EXACT_STEPS)
+
+
+def train(
+    model: Transformer, corpus: Corpus, config: sft.SftConfig, mesh: Mesh, seed: int, steps: int
+) -> Iterator[float]:
+    """The first ``steps`` of `sft.train` with the threshold: the same batches and learning rates."""
+    config = dataclasses.replace(config, gradient_threshold=THRESHOLD)
+    return itertools.islice(sft.train(model, corpus, config, mesh, seed), steps)
+
+
+def second_run(
+    model: Transformer, exact: list[float], losses: list[float], tokens: Int[np.ndarray, "B S"], mesh: Mesh, plan: Plan
+) -> SecondRun:
+    """What the tables show of a ``model`` trained with the threshold, its ``losses`` beside the exact ones."""
+    dropped = _dropped_mass(model, put_on_mesh(mesh, tokens), plan.implementation)
+    return SecondRun(exact[: len(losses)], losses, float(dropped), leaves_out(plan))
+
+
+@nnx.jit(static_argnums=2)
+def _dropped_mass(model: Transformer, tokens: Int[Array, "B S"], implementation: str) -> Float[Array, ""]:
+    out = model.head.logprobs(
+        model(tokens[:, :-1]), tokens[:, 1:], stats=True, gradient_threshold=THRESHOLD, implementation=implementation
+    )
+    assert out.dropped_mass is not None  # for the type checker: it was asked for
+    return jnp.mean(out.dropped_mass)
