@@ -56,6 +56,14 @@ def shifted(x: Any, count: Any) -> Any:
     return moved, lax.dynamic_update_slice(x, moved * 2, (count[1], count[0]))
 
 
+def otherwise(x: Any, y: Any, n: Any) -> Any:
+    """Unsigned numbers and indices, far shifts, and what is known when the program is made: NaN as an integer."""
+    unsigned = jnp.maximum(x, x[2]), jnp.clip(x, x[4], x[2]), lax.shift_right_arithmetic(x, jnp.uint32(1))
+    indexed = lax.dynamic_slice(x, (x[3],), (2,)), jnp.take(x[:, None], x, 0, mode="clip")
+    known = y + jnp.array([jnp.nan, jnp.inf, -jnp.inf, 3e9, -2.7]).astype(jnp.int32)
+    return *unsigned, *indexed, lax.shift_left(y, n), lax.shift_right_arithmetic(y, n), known
+
+
 GLUE: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "long reductions": (lambda x: (jnp.max(x, 0), jnp.sum(x * 2, 0), jnp.sum(x, (0, 1)), x.min(1)), (normal(200, 90),)),
     "short reductions": (lambda x: (x.sum(0), x.max((0, 2)), (x > 0).any(1)), (normal(3, 5, 4),)),
@@ -64,6 +72,10 @@ GLUE: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "reshapes": (lambda x: (x.T.reshape(2, 10) + 1, x.reshape(-1)[1::3], x[None, :, None].sum(0)), (normal(4, 5),)),
     "bits": (lambda x: (bits(x), lax.bitcast_convert_type(bits(x) ^ 1, jnp.float32)), (normal(9),)),
     "integers": (lambda x: (x // 7, x % 7, x >> 2, jnp.sign(x), jnp.clip(x, -3, 5), abs(x)), (jnp.arange(-20, 20),)),
+    "what C++ does otherwise": (
+        otherwise,
+        (jnp.array([0, 7, 2**31, 2**32 - 1, 5], jnp.uint32), jnp.arange(-2, 3), jnp.array([0, 31, 32, 33, 100])),
+    ),
     "nan and infinity": (
         lambda x: (jnp.maximum(x, 0), jnp.minimum(x, x[::-1]), jnp.where(jnp.isfinite(x), x, -1), x.max(), x == x),
         (jnp.array([1.0, jnp.nan, -jnp.inf, jnp.inf, -2.0]),),
@@ -188,6 +200,8 @@ def test_what_is_not_served_is_named() -> None:
     hidden, weight, labels, *_ = operands()
     with pytest.raises(launch.UnservedError, match="a gather that is not along the first"):
         launch.program(lambda *x: local.statistics(*x, implementation="xla")[0].max, (hidden, weight, labels), H200)
+    with pytest.raises(launch.UnservedError, match="total order"):
+        launch.program(lax.lt_to_p.bind, (normal(3), normal(3)), H200)
     with pytest.raises(launch.UnservedError, match="steps depends on the operands"):
         launch.program(lambda n: lax.while_loop(lambda i: i < n, lambda i: i * 2, jnp.int32(1)), (jnp.int32(9),), H200)
 

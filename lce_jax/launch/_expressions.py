@@ -18,8 +18,6 @@ OPERATORS = {
     "and": "&",
     "or": "|",
     "xor": "^",
-    "shift_right_arithmetic": ">>",
-    "shift_left": "<<",
 }
 COMPARISONS = {"EQ": "==", "NE": "!=", "LT": "<", "LE": "<=", "GT": ">", "GE": ">="}
 FUNCTIONS = {"exponential": "expf", "log": "logf", "tanh": "tanhf"}
@@ -32,6 +30,14 @@ def _elementwise(body: Body, node: Node, indices: tuple[Index, ...]) -> str:
     if node.op in FUNCTIONS:
         return body.rounded(node, f"{FUNCTIONS[node.op]}({x[0]})")
     return SIMPLE[node.op](*x)
+
+
+def _shift(body: Body, node: Node, indices: tuple[Index, ...]) -> str:
+    """C++ leaves a shift by 32 and more undefined, and shifts an unsigned number to the right without its sign."""
+    value, count = (body.value(operand, indices) for operand in node.operands)
+    if node.op == "shift_left":
+        return f"(u32){count} < 32 ? {value} << {count} : 0"
+    return f"({C_TYPES[node.dtype]})((int){value} >> ((u32){count} < 32 ? (int){count} : 31))"
 
 
 def _select(body: Body, node: Node, indices: tuple[Index, ...]) -> str:
@@ -112,7 +118,7 @@ def _gather(body: Body, node: Node, indices: tuple[Index, ...]) -> str:
     operand, places = node.operands
     if node.attributes["slice_sizes"] != (1, operand.shape[1]) or places.shape != (node.shape[0], 1):
         raise UnservedError("a gather of parts of rows")
-    row = body.simple(f"minimum(maximum({body.value(places, (indices[0], 0))}, 0), {operand.shape[0] - 1})")
+    row = body.simple(_clamped(body.value(places, (indices[0], 0)), places, operand.shape[0] - 1))
     return body.value(operand, (row, indices[1]))
 
 
@@ -129,10 +135,13 @@ def _slice(body: Body, node: Node, indices: tuple[Index, ...]) -> str:
 
 
 def _starts(body: Body, operands: tuple[Node, ...], sizes: tuple[int, ...], shape: tuple[int, ...]) -> list[str]:
-    found = (body.value(operand, ()) for operand in operands)
-    return [
-        f"minimum(maximum({start}, 0), {total - size})" for start, size, total in zip(found, sizes, shape, strict=True)
-    ]
+    found = zip(operands, sizes, shape, strict=True)
+    return [_clamped(body.value(operand, ()), operand, total - size) for operand, size, total in found]
+
+
+def _clamped(index: str, node: Node, last: int) -> str:
+    """An element of ``node`` as an index from 0 to ``last``."""
+    return f"(int)minimum({index}, {last}u)" if node.dtype == UINT32 else f"minimum(maximum({index}, 0), {last})"
 
 
 def _dynamic_slice(body: Body, node: Node, indices: tuple[Index, ...]) -> str:
@@ -229,6 +238,8 @@ SIMPLE: dict[str, Any] = {
 
 OPERATIONS: dict[str, Operation] = {
     **dict.fromkeys((*OPERATORS, *FUNCTIONS, *SIMPLE), _elementwise),
+    "shift_left": _shift,
+    "shift_right_arithmetic": _shift,
     "select": _select,
     "compare": _compare,
     "remainder": _remainder,

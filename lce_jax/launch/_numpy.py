@@ -91,6 +91,15 @@ def narrow(attributes: Attributes) -> np.dtype:
     return types[bits]
 
 
+def _convert(operands: Any, shape: Any, dtype: Any, attributes: Attributes) -> Any:
+    """A float outside an integer type's range becomes its nearest number, NaN 0."""
+    del shape, attributes
+    (x,) = operands
+    if np.issubdtype(dtype, np.integer) and not np.issubdtype(x.dtype, np.integer):
+        x = np.clip(np.nan_to_num(x.astype(np.float64), nan=0.0), *(np.iinfo(dtype).min, np.iinfo(dtype).max))
+    return x
+
+
 def _broadcast(operands: Any, shape: Any, dtype: Any, attributes: Attributes) -> Any:
     del dtype
     x, dimensions = operands[0], attributes["dimensions"]
@@ -153,7 +162,7 @@ def _reduce(operands: Any, shape: Any, dtype: Any, attributes: Attributes) -> An
 STRUCTURAL: dict[str, Callable[..., Any]] = {
     "reshape": lambda operands, shape, *_: operands[0].reshape(shape),
     "transpose": lambda operands, *rest: operands[0].transpose(rest[-1]["permutation"]),
-    "convert": lambda operands, *_: operands[0],
+    "convert": _convert,
     "reduce_precision": lambda operands, *rest: operands[0].astype(narrow(rest[-1])),
     "copy": lambda operands, *_: operands[0],
     "bitcast_convert": lambda operands, shape, dtype, _: operands[0].view(dtype).reshape(shape),

@@ -33,6 +33,8 @@ DEVICE float maximum(float a, float b) { return a > b || a != a ? a : b; }
 DEVICE float minimum(float a, float b) { return a < b || a != a ? a : b; }
 DEVICE int maximum(int a, int b) { return a > b ? a : b; }
 DEVICE int minimum(int a, int b) { return a < b ? a : b; }
+DEVICE u32 maximum(u32 a, u32 b) { return a > b ? a : b; }
+DEVICE u32 minimum(u32 a, u32 b) { return a < b ? a : b; }
 DEVICE int sign(int a) { return (a > 0) - (a < 0); }
 DEVICE float sign(float a) { return a > 0 ? 1.0f : a < 0 ? -1.0f : a; }
 DEVICE int magnitude(int a) { return a < 0 ? -a : a; }

@@ -144,6 +144,12 @@ def _named(attribute: Any) -> str:
     return str(attribute).removesuffix(">").split()[-1]
 
 
+def _comparison(attributes: Any) -> dict[str, Any]:
+    if "compare_type" in attributes and _named(attributes["compare_type"]) == "TOTALORDER":
+        raise UnservedError("a comparison in the total order of floats")
+    return {"direction": _named(attributes["comparison_direction"])}
+
+
 def _padding(attributes: Any) -> dict[str, Any]:
     if any(_ints(attributes["interior_padding"])):
         raise UnservedError("padding between elements")
@@ -174,7 +180,7 @@ ATTRIBUTES: dict[str, Callable[[Any], dict[str, Any]]] = {
     "dynamic_slice": lambda _: {},
     "dynamic_update_slice": lambda _: {},
     "reduce_precision": lambda a: {name: a[name].value for name in ("exponent_bits", "mantissa_bits")},
-    "compare": lambda a: {"direction": _named(a["comparison_direction"])},
+    "compare": _comparison,
     "broadcast_in_dim": lambda a: {"dimensions": _ints(a["broadcast_dimensions"])},
     "transpose": lambda a: {"permutation": _ints(a["permutation"])},
     "dot_general": _contraction,
