@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lce_torch_bridge import linear_logits, linear_loss, linear_topk
+from lce_torch_bridge import linear_logits, linear_logprobs, linear_loss, linear_topk, masked_logprobs
 from tests.torch import problem as p
 from tests.torch.shards import DEVICE, GRADIENT, VALUE, draw, same_on_all_ranks, shard
 
@@ -75,3 +75,32 @@ def most_likely(group: dist.ProcessGroup) -> None:
             assert all(same_on_all_ranks(x, group) for x in got)
             assert torch.equal(got.ids, want.ids)
             assert max(map(p.value_error, got[1:], want[1:])) < VALUE
+
+
+def chosen_on_one_rank(group: dist.ProcessGroup) -> None:
+    """bfloat16: candidates and a softmax over a set as one rank has them that holds all columns, on all the same."""
+    problem = draw(T=256, H=128, V=1024, dtype=torch.bfloat16)
+    ids = p.candidates_like(problem.labels, K=8, V=1024)
+    local = problem._replace(weight=shard(problem.weight, group))
+    seeds = p.seeds_like(problem.labels, K=8)
+
+    def of_set(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, **told: Any) -> torch.Tensor:
+        own = ids.where((ids >= 0) & (ids < 1024), -1)
+        return masked_logprobs(linear_logits(hidden, weight, own, **told), own, labels)
+
+    def of_candidates(*operands: torch.Tensor, **told: Any) -> torch.Tensor:
+        return linear_logprobs(*operands, candidates=ids, **told).candidate_logprobs
+
+    for call, seed in ((of_set, seeds[0]), (of_candidates, seeds[3])):
+        found = []
+        for operands, told in ((problem, {}), (local, dict(tp_group=group, reduce_grad_hidden=True))):
+            leaves = operands.leaves()
+            out = call(*leaves, **told)
+            found.append((out, torch.autograd.grad((seed * out).sum(), leaves[:2])))
+        (want, wanted), (got, grads) = found
+        assert same_on_all_ranks(got, group)
+        assert same_on_all_ranks(grads[0], group)
+        errors = p.relative_norm(grads[0], wanted[0]), p.relative_norm(grads[1], shard(wanted[1], group))
+        print(call.__name__, "value", p.value_error(got, want), "gradients", *errors)
+        assert p.value_error(got, want) < 1e-5  # other tiles are summed
+        assert max(errors) < torch.finfo(torch.bfloat16).eps / 2  # one rounding

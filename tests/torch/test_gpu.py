@@ -130,7 +130,10 @@ def test_a_process_may_end_while_the_gpu_works() -> None:
 @pytest.mark.multi_gpu
 def test_two_ranks_that_see_every_gpu(tmp_path: Path) -> None:
     """NCCL on the caller's group; the same bits on both ranks; torch's current device stays as it was."""
-    checks = ("parity", "negative_controls", "collectives", "kept_rows", "uneven", "rounding", "verl")
+    checks = (
+        "parity", "negative_controls", "collectives", "kept_rows", "uneven", "rounding", "verl",
+        "chosen_logits", "chosen_on_one_rank", "most_likely",
+    )  # fmt: skip
     command = ["-W", "error", str(Path(__file__).with_name("shards_worker.py")), *checks]
     for said in ranks(2, command, tmp_path / "logs", 400, DEVICE="cuda", JAX_PLATFORMS="cuda,cpu"):
         assert said.count("done ") == len(checks)

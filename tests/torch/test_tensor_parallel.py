@@ -14,7 +14,7 @@ from tests.torch.processes import ranks
 WORKER = str(Path(__file__).with_name("shards_worker.py"))
 CHECKS = (
     "parity", "negative_controls", "collectives", "kept_rows", "empty_and_compiled", "uneven", "rounding", "verl",
-    "biased", "losses", "chosen_logits", "loss_in_forward", "most_likely",
+    "biased", "losses", "chosen_logits", "chosen_on_one_rank", "loss_in_forward", "most_likely",
 )  # fmt: skip
 
 
