@@ -38,7 +38,9 @@ def operands_of(name: str) -> tuple[list[Any], dict[str, Any], Any]:
     if name == "linear_kl":
         teacher, teachers_weight, *_ = cases.draw(CASE, seed=1)
         return [hidden, weight, teacher, teachers_weight], options, seeds[0]
-    return [hidden, weight], options | {"labels": labels, "ids": ids}, seeds[3]
+    if name == "candidates":
+        options |= {"labels": labels, "implementation": "mosaic_gpu"}
+    return [hidden, weight], options | {"ids": ids}, seeds[3]
 
 
 def of_name(name: str, sharded: bool) -> Callable[..., Any]:
@@ -47,11 +49,9 @@ def of_name(name: str, sharded: bool) -> Callable[..., Any]:
         return sharded_linear_kl if sharded else linear_kl
     if name == "linear_logits":
         logits = sharded_linear_logits if sharded else linear_logits
-        return lambda *x, ids, labels, **more: logits(*x, ids, **more)
+        return lambda *x, ids, **more: logits(*x, ids, **more)
     logprobs = sharded_linear_logprobs if sharded else linear_logprobs
-    return lambda *x, ids, labels, **more: (
-        logprobs(*x, labels, candidates=ids, implementation="mosaic_gpu", **more).candidate_logprobs
-    )
+    return lambda *x, ids, labels, **more: logprobs(*x, labels, candidates=ids, **more).candidate_logprobs
 
 
 def evaluate(function: Callable[..., Any], operands: list[Any], options: dict[str, Any], seed: Any) -> Any:
