@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
 
 GATHERED_BYTES = 32 << 20  # of the rows of the weight that one chunk gathers
+BLOCK_PAIRS = 128  # whose sums are one product
 # Where XLA fuses the gather, a chunk holds nothing and its size is that of a launch: for 64 candidates at (4096, 4096,
 # 151936) on an H200 a forward takes 1.140 of one without at 32 MiB, 1.073 at 128, 1.055 at 512, 1.053 at once.
 FUSED_BYTES = 512 << 20
@@ -160,27 +161,71 @@ def dweight(
 ) -> Float[Array, "V H"]:
     """Σ terms · h of each column, summed in the dtype of ``terms`` and rounded once; two runs are bitwise equal.
 
-    The sorted pairs go by chunks. Each chunk's products are summed column by column. The sum of a column that the next
-    chunk continues goes on with it, and the others are written, each once.
+    The sorted pairs go by chunks, and a chunk by blocks, each a matrix product. The sum of a column that the next block
+    or chunk continues goes on with it, and the others are written, each once.
     """
     num_columns = weight.shape[options.vocab_dim]
-    size = min(chunk_tokens(1, hidden.shape[1], terms.dtype.itemsize), terms.size)
-    pairs = sorted_pairs(terms, columns, num_columns, size)
+    shape = _blocks(terms.size, hidden.shape[1], terms.dtype.itemsize)
+    pairs = sorted_pairs(terms, columns, num_columns, shape.size)
 
     def body(i: Any, carry: Any) -> Any:
         found, last, column = carry
-        own = Pairs(*(lax.dynamic_slice_in_dim(x, i * size, size) for x in pairs))
-        values = own.terms[:, None] * hidden[own.tokens].astype(terms.dtype)
-        values = values.at[0].add(jnp.where(own.columns[0] == column, last, 0.0))
-        values = _running_sums(own.columns, values)
+        own = Pairs(*(lax.dynamic_slice_in_dim(x, i * shape.size, shape.size) for x in pairs))
+        sums, last = _sums_of_blocks(own, hidden, shape, num_columns, last, column)
         places = _places(own.columns, own.ends, num_columns)
-        rounded = values.astype(weight.dtype)
+        rounded = sums.astype(weight.dtype)
         if options.vocab_dim == 0:
             found = found.at[places].set(rounded, mode="drop", unique_indices=True)
         else:
             found = found.at[:, places].set(rounded.T, mode="drop", unique_indices=True)
-        return found, values[-1], own.columns[-1]
+        return found, last, own.columns[-1]
 
     start = jnp.zeros_like(weight), jnp.zeros((hidden.shape[1],), terms.dtype), jnp.int32(-1)
     start = _compat.vary_like(start, (terms, hidden, columns, weight))
-    return lax.fori_loop(0, pairs.columns.shape[0] // size, body, start)[0]
+    return lax.fori_loop(0, pairs.columns.shape[0] // shape.size, body, start)[0]
+
+
+class Blocks(NamedTuple):
+    """How the pairs of a chunk lie."""
+
+    number: int
+    pairs: int  # of each
+
+    @property
+    def size(self) -> int:
+        """Pairs of a chunk."""
+        return self.number * self.pairs
+
+
+def _blocks(num_pairs: int, hidden_size: int, itemsize: int) -> Blocks:
+    """Blocks whose sums take `GATHERED_BYTES`, or fewer: chunks of the same size, as few as that leaves."""
+    pairs = min(BLOCK_PAIRS, num_pairs)
+    blocks = -(-num_pairs // pairs)
+    chunks = -(-blocks // max(1, chunk_tokens(1, hidden_size, itemsize) // pairs))
+    return Blocks(-(-blocks // chunks), pairs)
+
+
+def _sums_of_blocks(
+    own: Pairs, hidden: Float[Array, "T H"], shape: Blocks, num_columns: int, last: Float[Array, "H"], column: Any
+) -> tuple[Float[Array, "n H"], Float[Array, "H"]]:
+    """Of each pair of a chunk the sum of its column so far, with ``last``, what ``column`` had before; and the last."""
+    rows = jnp.where((own.columns < num_columns)[:, None], hidden[own.tokens], 0)  # NaN of no column cannot spread
+    columns, terms, rows = (x.reshape(shape.number, shape.pairs, *x.shape[1:]) for x in (own.columns, own.terms, rows))
+    sums = _sums_so_far(columns, terms, rows)
+    # The same again over blocks: of what their last columns have so far.
+    ends = jnp.append(column, columns[:, -1])
+    carried = _sums_so_far(ends, jnp.ones_like(ends, own.terms.dtype), jnp.concatenate([last[None], sums[:, -1]]))
+    continues = columns == ends[:-1, None]
+    sums += jnp.where(continues[:, :, None], carried[:-1, None], 0.0)
+    return sums.reshape(shape.size, -1), carried[-1]
+
+
+def _sums_so_far(
+    columns: Int[Array, "*b n"], terms: Float[Array, "*b n"], values: Float[Array, "*b n H"]
+) -> Float[Array, "*b n H"]:
+    """Of each place Σ terms · values over the places up to it that have its column, exact to the terms' dtype."""
+    n = columns.shape[-1]
+    earlier = jnp.arange(n)[:, None] >= jnp.arange(n)
+    same = earlier & (columns[..., :, None] == columns[..., None, :])
+    factors = jnp.where(same, terms[..., None, :], 0.0)
+    return jnp.matmul(factors, values.astype(terms.dtype), precision="highest")
