@@ -27,7 +27,7 @@ def evaluate(hidden: Array, weight: Array, labels: Array, where: Array | None, o
     case = _bind.case(hidden, weight, labels, where, options)
     spec = _bind.spec(case, options, case.vocab_size * _checks.axis_size(options.axis_name))
     primals, rows = _bind.operands(spec, hidden, weight, labels, where, options)
-    mesh = _partition.mesh_of((primals, rows), options.static.keeps_tiles)
+    mesh = _partition.mesh_of((primals, rows), options.static.function, options.static.keeps_tiles)
     if options.axis_name is None:
         spec = dataclasses.replace(spec, mesh=mesh)
     rows, agree = _bind.same_on_all_shards(primals, rows, options.axis_name, case.vocab_size)

@@ -71,12 +71,12 @@ class KLCall(NamedTuple):
         (hidden, weight), (teacher_hidden, teacher_weight) = arrays
         own, teachers = _options_of_each(given)
         own["axis_name"] = teachers["axis_name"] = axis_name
-        student = _options.of_call(own)
+        student = _options.of_call(own).named("linear_kl")
         _checks.array("hidden", hidden)
         tokens = jax.ShapeDtypeStruct(tuple(hidden.shape[:-1]), jnp.int32)
         case = _bind.case(hidden, weight, tokens, where, student)
         with _of_the_teacher():
-            teacher = _options.of_call(teachers)
+            teacher = _options.of_call(teachers).named("linear_kl")
             _checks.array("hidden", teacher_hidden)
             if tuple(teacher_hidden.shape[:-1]) != tokens.shape:
                 raise ValueError(
@@ -128,7 +128,7 @@ class KLCall(NamedTuple):
 
     def layout_of_types(self, spec: KLSpec, primals: Pair[Primals], rows: Pair[Rows]) -> Layout | None:
         """The layout of operands over Explicit axes; None on one device and inside ``shard_map``."""
-        mesh = _partition.mesh_of((primals, rows), keeps_tiles=False)
+        mesh = _partition.mesh_of((primals, rows), "linear_kl")
         if self.options.student.axis_name is not None or mesh is None:
             return None
         layout = _partition.layout_of_types(spec.models.student, primals.student, rows)

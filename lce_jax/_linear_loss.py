@@ -108,7 +108,7 @@ def linear_loss(
         the cross entropy in the forward.
     """
     _options.check_names(linear_loss, options, without=("cache_bytes", "candidates"))
-    checked, most = _options.of_call(options), budget(chunk_bytes, options)
+    checked, most = _options.of_call(options).named("linear_loss"), budget(chunk_bytes, options)
     case = _bind.case(hidden, weight, labels, where, checked)
     spec = _bind.spec(case, checked, case.vocab_size * _checks.axis_size(checked.axis_name))
     inputs, agree, call = _inputs(loss_fn, spec, hidden, weight, labels, per_token, where, checked)
@@ -192,7 +192,7 @@ def sharded_linear_loss(
         6.908
     """
     _options.check_names(sharded_linear_loss, options, without=("axis_name", "cache_bytes", "candidates"))
-    checked, most = _options.of_call(options), budget(chunk_bytes, options)
+    checked, most = _options.of_call(options).named("linear_loss"), budget(chunk_bytes, options)
     _options.no_axis_name(checked)
     case = _bind.case(hidden, weight, labels, where, checked)
     axes = {"vocab_axis": vocab_axis, "batch_axes": batch_axes, "sequence_axis": sequence_axis}
@@ -236,7 +236,7 @@ def _same_arguments(flat: tuple[Any, ...], dims: int, axis_name: Any) -> tuple[t
 
 def _layout_of_types(spec: Spec, inputs: Inputs) -> Layout | None:
     """The layout of operands over Explicit axes."""
-    mesh = _partition.mesh_of(inputs, keeps_tiles=False)
+    mesh = _partition.mesh_of(inputs, "linear_loss")
     if spec.axis_name is not None or mesh is None:
         return None
     layout = _partition.layout_of_types(spec, inputs.primals, (inputs.rows, inputs.per_token))

@@ -31,6 +31,10 @@ class CallOptions:
     axis_name: Any
     implementation: tuple[str, ...] | None
 
+    def named(self, function: str) -> CallOptions:
+        """The same, whose messages name this public function."""
+        return dataclasses.replace(self, static=dataclasses.replace(self.static, function=function))
+
 
 def of_call(given: LogprobOptions, mean_logit: bool = False) -> CallOptions:
     """The options of a call."""
@@ -87,8 +91,8 @@ NOT_OF_LOGITS = (*NOT_OF_TOPK, "precision", "implementation")
 def of_topk(given: LogprobOptions, k: Any) -> CallOptions:
     """The options of `linear_topk`."""
     options, k = of_call(given), scalars.num_largest(k)
-    static = dataclasses.replace(options.static, entropy=False, top_k=k, function="linear_topk")
-    return dataclasses.replace(options, static=static)
+    static = dataclasses.replace(options.static, entropy=False, top_k=k)
+    return dataclasses.replace(options, static=static).named("linear_topk")
 
 
 def refuse(function: str, given: Mapping[str, Any], names: Sequence[str]) -> None:

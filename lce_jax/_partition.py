@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 type Program = Callable[[Spec, Primals, Rows], Any]  # one device's part, with its collectives, or all of a call
 
 
-def mesh_of(operands: Any, keeps_tiles: bool, function: str = "linear_logprobs") -> AbstractMesh | None:
+def mesh_of(operands: Any, function: str, keeps_tiles: bool = False) -> AbstractMesh | None:
     """The mesh over which the operands may be split; None for one device, and inside ``shard_map``.
 
     Types without a mesh do not prove that there is none: ``jit(..., in_shardings=...)`` tells only XLA. So a traced

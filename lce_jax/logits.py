@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -123,8 +122,7 @@ def operands(hidden: Any, weight: Any, ids: Any, where: Any, options: CallOption
     primals = jax.tree.map(lambda x: _compat.without_reduced(jnp.asarray(x)), Primals(hidden, weight, options.bias))
     factors = (options.temperature, size, case.stat_dtype, options.logit_scale, options.logit_softcap)
     rows = _rows.of_ids(ids, where, *factors)
-    static = dataclasses.replace(options.static, function="linear_logits")
-    return Static(static, options.axis_name, case.stat_dtype), primals, rows
+    return Static(options.named("linear_logits").static, options.axis_name, case.stat_dtype), primals, rows
 
 
 def masked_logprobs(
@@ -191,7 +189,7 @@ class Static(NamedTuple):
 
 def _layout_of_types(static: Static, primals: Primals, rows: Rows) -> Layout | None:
     """The layout of operands over Explicit axes."""
-    mesh = _partition.mesh_of((primals, rows), False, static.options.function)
+    mesh = _partition.mesh_of((primals, rows), static.options.function)
     if mesh is None:
         return None
     layout = _partition.explicit_layout(static.options, primals, rows)

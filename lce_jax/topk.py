@@ -145,7 +145,7 @@ def linear_topk(
     spec = _bind.spec(case, options, columns)
     primals, rows = _operands(spec, hidden, weight, where, options)
     if axis_name is None:
-        spec = dataclasses.replace(spec, mesh=_partition.mesh_of((primals, rows), False, case.options.function))
+        spec = dataclasses.replace(spec, mesh=_partition.mesh_of((primals, rows), case.options.function))
     rows, agree = _bind.same_on_all_shards(primals, rows, axis_name, case.vocab_size)
     out = _program(spec, primals, rows)
     if agree is None:

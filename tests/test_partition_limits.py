@@ -15,7 +15,12 @@ import lce_jax.flax.linen
 import lce_jax.flax.nnx
 from lce_jax import (
     _xla_partitioning,
+    linear_kl,
+    linear_logits,
     linear_logprobs,
+    linear_loss,
+    linear_topk,
+    losses,
     sharded_linear_logprobs,
 )
 from tests import oracle
@@ -70,6 +75,32 @@ def test_axes_of_both_kinds(caplog: pytest.LogCaptureFixture) -> None:
         told = jax.jit(functools.partial(sharded_linear_logprobs, batch_axes="data"))(*operands).lse
     for lse in (got, told):
         assert oracle.value_error(lse, linear_logprobs(HIDDEN, WEIGHT, LABELS).lse) < 2e-6
+
+
+FUNCTIONS = {
+    "linear_kl": lambda hidden, weight, labels: linear_kl(hidden, weight, hidden, weight),
+    "linear_logits": lambda hidden, weight, labels: linear_logits(hidden, weight, labels[..., None]),
+    "linear_loss": lambda *operands: linear_loss(losses.cross_entropy, *operands)[0],
+    "linear_topk": lambda hidden, weight, labels: linear_topk(hidden, weight, 3),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_warnings_name_the_function_that_was_called(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    kinds = (AxisType.Explicit, AxisType.Auto)
+    both = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=kinds, devices=jax.devices("cpu"))
+    operands = put(HIDDEN, both, P("data")), put(WEIGHT, both, P()), put(LABELS, both, P("data"))
+    _xla_partitioning.warn_once.cache_clear()
+    with caplog.at_level(logging.WARNING, logger="lce_jax"):
+        with jax.set_mesh(both):
+            jax.eval_shape(FUNCTIONS[name], *operands)
+        with jax.set_mesh(mesh_of(AxisType.Auto)):
+            over = jax.shard_map(FUNCTIONS[name], in_specs=P(), out_specs=P(), axis_names={"data"}, check_vma=False)
+            jax.eval_shape(over, HIDDEN, WEIGHT, LABELS)
+    assert f"{name} takes its operands as whole over 'tensor'" in caplog.text
+    assert f"or call sharded_{name}" in caplog.text
+    assert f"{name} inside shard_map over 'data'" in caplog.text
+    assert "linear_logprobs" not in caplog.text
 
 
 def test_export_says_that_it_loses_the_rule(caplog: pytest.LogCaptureFixture) -> None:
