@@ -165,7 +165,7 @@ def dweight(
     or chunk continues goes on with it, and the others are written, each once.
     """
     num_columns = weight.shape[options.vocab_dim]
-    shape = _blocks(terms.size, hidden.shape[1], terms.dtype.itemsize)
+    shape = blocks(terms.size, hidden.shape[1], terms.dtype.itemsize)
     pairs = sorted_pairs(terms, columns, num_columns, shape.size)
 
     def body(i: Any, carry: Any) -> Any:
@@ -197,7 +197,7 @@ class Blocks(NamedTuple):
         return self.number * self.pairs
 
 
-def _blocks(num_pairs: int, hidden_size: int, itemsize: int) -> Blocks:
+def blocks(num_pairs: int, hidden_size: int, itemsize: int) -> Blocks:
     """Blocks whose sums take `GATHERED_BYTES`, or fewer: chunks of the same size, as few as that leaves."""
     pairs = min(BLOCK_PAIRS, num_pairs)
     blocks = -(-num_pairs // pairs)

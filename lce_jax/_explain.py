@@ -5,18 +5,15 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any, Unpack
 
-from jax.sharding import AxisType
-
-from lce_jax import _bind, _checks, _dispatch, _options, _token_chunks, api, scalars
-from lce_jax._layout import layout_of_arrays, layout_of_names
-from lce_jax._plans import ALONE, Surroundings
+from lce_jax import _bind, _checks, _dispatch, _explain_others, _options, _token_chunks, api, scalars
+from lce_jax._explain_others import Place, check_function, placed
 from lce_jax._types import is_array
 
 if TYPE_CHECKING:
     from jax.sharding import AbstractMesh, Mesh
 
     from lce_jax._layout import Axes
-    from lce_jax._plans import Plan
+    from lce_jax._plans import Plan, Surroundings
     from lce_jax._shard import Spec
     from lce_jax._types import LogprobOptions
 
@@ -39,15 +36,18 @@ def explain(
     gradients_in_forward: bool = False,
     chunk_bytes: int | None = None,
     k: int | None = None,
+    ids: Any = None,
+    teacher: tuple[Any, Any] | None = None,
     **options: Unpack[LogprobOptions],
 ) -> Plan:
     """How a call would be served: which implementation, which tiles, why not the others, which bytes per device.
 
     The plan is that of `linear_logprobs`. With any of ``ignore_index``, ``reduction``, ``label_smoothing``, ``z_loss``
     and ``normalizer`` it is that of `linear_cross_entropy`; with ``gradients_in_forward``, that of a differentiated
-    `linear_loss`; with ``k``, that of `linear_topk`; with a mesh or an axis of it, that of the sharded function for
-    one device's tokens and columns. Arrays that lie split over a mesh are planned as they lie: XLA, or their types,
-    partition the call so (`linear_loss` only if their axes are Explicit). Operands may be tracers or
+    `linear_loss`; with ``k``, that of `linear_topk`; with ``ids``, that of `linear_logits`; with ``teacher``, that of
+    `linear_kl`; with a mesh or an axis of it, that of the sharded function for one device's tokens and columns. Arrays
+    that lie split over a mesh are planned as they lie: XLA, or their types, partition the call so (`linear_loss`,
+    `linear_logits` and `linear_kl` only if their axes are Explicit). Operands may be tracers or
     ``jax.ShapeDtypeStruct``: nothing is computed. No axis need be bound: with ``axis_name``, give the shapes of one
     shard.
 
@@ -81,6 +81,9 @@ def explain(
         chunk_bytes: bytes that the exponentials of one chunk of tokens may take, in the weight's dtype, per device;
             at least 128 tokens are a chunk. None: 1.4 GiB, and 256 MiB on a CPU.
         k: that of `linear_topk`, for its plan; of the labels only the shape counts then.
+        ids: ``[..., K]``, those of `linear_logits`, for its plan; of the labels only the shape counts then.
+        teacher: the teacher's hidden states ``[..., G]`` and its weight, in the layout of ``weight``, for the plan of
+            `linear_kl`; of the labels only the shape counts then.
         **options: ``temperature``, ``logit_softcap``, ``logit_scale``, ``entropy``, ``stats``, ``vocab_size``,
             ``weight_layout``, ``axis_name``, ``cache_bytes``, ``precision``, ``implementation``, ``bias``,
             ``candidates`` and ``gradient_threshold``, as in `linear_logprobs`.
@@ -110,33 +113,24 @@ def explain(
     _options.check_names(explain, options)
     smoothing, penalty, normalizer = _options.of_loss(reduction or "mean", label_smoothing, z_loss, normalizer)
     given = (reduction, ignore_index, normalizer)
+    of_loss = (*given, smoothing, penalty, gradients_in_forward or None, chunk_bytes)
+    check_function({"k": k, "ids": ids, "teacher": teacher}, options, *of_loss)
+    place = Place(mesh, vocab_axis, batch_axes, sequence_axis)
+    if teacher is not None:
+        return _explain_others.of_kl(hidden, weight, labels, teacher, where, place, options)
+    if ids is not None:
+        return _explain_others.of_logits(hidden, weight, labels, ids, where, place, options)
     if smoothing or is_array(penalty) or penalty or any(x is not None for x in given):
         options = _options.loss_call(options)
-    if k is not None:
-        _of_topk_alone(options, *given, smoothing, penalty, gradients_in_forward or None, chunk_bytes)
     checked = _options.of_call(options, mean_logit=smoothing > 0) if k is None else _options.of_topk(options, k)
     case = _bind.case(hidden, weight, labels, where, checked)
     _checks.temperature(checked.temperature, labels.shape, where)
     if ignore_index is not None:
         scalars.integer("ignore_index", ignore_index)
         case = dataclasses.replace(case, partial_rows=True)
-    named = mesh is not None or vocab_axis or batch_axes or sequence_axis
-    layout, around, columns = None, ALONE, case.vocab_size
-    if named:
-        _options.no_axis_name(checked)
-        axes = {"vocab_axis": vocab_axis, "batch_axes": batch_axes, "sequence_axis": sequence_axis}
-        layout = layout_of_names(hidden, weight, case.options.vocab_dim, mesh=mesh, **axes)
-    elif checked.axis_name is None:
-        layout = layout_of_arrays(hidden, weight, [labels, *([] if where is None else [where])], case.options.vocab_dim)
-    else:
-        columns = scalars.INT32_MAX  # the columns of all shards: how many shards there are is not known here
-    by_xla = layout is not None and not named and AxisType.Explicit not in layout.mesh.axis_types
-    if by_xla and scalars.flag("gradients_in_forward", gradients_in_forward):
-        layout = None  # `linear_loss` has no rule for Auto axes
-    if layout is not None:
-        around = Surroundings(gathers_hidden=layout.gather_dim is not None, sums_dweight=layout.token_shards > 1)
-    elif checked.axis_name is None:
-        around = Surroundings(true_columns=_checks.vocabulary(checked.vocab_size, columns))
+    per_token = [labels, *([] if where is None else [where])]
+    has_rule = not scalars.flag("gradients_in_forward", gradients_in_forward)  # `linear_loss` has none for Auto axes
+    layout, around, columns, by_xla = placed(hidden, weight, per_token, case, checked, place, has_rule)
     if k is not None:
         scalars.num_largest(k, _checks.vocabulary(checked.vocab_size, columns))
     spec = _bind.spec(case, checked, columns, layout)
@@ -147,13 +141,6 @@ def explain(
     if by_xla:
         return _partitioned_by_xla(spec, around)
     return _dispatch.explain(spec.case, spec.requested, around)
-
-
-def _of_topk_alone(options: LogprobOptions, *others: Any) -> None:
-    """Refuses what `linear_topk` does not have."""
-    if any(is_array(x) or x for x in others):
-        raise ValueError("k is that of linear_topk, which is no loss: leave out the arguments of losses")
-    _options.refuse("linear_topk", options, _options.NOT_OF_TOPK)
 
 
 def _partitioned_by_xla(spec: Spec, around: Surroundings) -> Plan:

@@ -60,6 +60,7 @@ class Plan:
         notes: remarks on options, in sentences.
         full_cache_bytes: the least ``cache_bytes`` with which the backward recomputes nothing; 0 where the
             implementation keeps no cache.
+        stored: temporary memory of plain JAX code that stores logits; None: that of log-probabilities and entropy.
     """
 
     implementation: str
@@ -72,11 +73,13 @@ class Plan:
     logits_bytes: int
     notes: tuple[str, ...] = ()
     full_cache_bytes: int = 0
+    stored: PassBytes | None = None
 
     @property
     def memory(self) -> HeadMemory:
         """What the head takes on one device: with stored logits, and by this plan."""
-        return HeadMemory(_stored(self.case), PassBytes(self.forward_bytes, self.backward_bytes + self.kept_bytes))
+        stored = _stored(self.case) if self.stored is None else self.stored
+        return HeadMemory(stored, PassBytes(self.forward_bytes, self.backward_bytes + self.kept_bytes))
 
     def __str__(self) -> str:
         case = self.case

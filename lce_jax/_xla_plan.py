@@ -52,12 +52,12 @@ def _forward_bytes(case: Case, around: Surroundings) -> int:
     tile_t, width, stat = *_widest_tile(case, around), case.stat_dtype.itemsize
     logits = tile_t * width * stat
     rows = 0 if tile_t == case.num_tokens else tile_t * case.hidden_size * case.dtype.itemsize
-    if _widens_operands(case):
+    if widens_operands(case):
         rows += tile_t * case.hidden_size * stat
     for_entropy = logits if case.options.entropy else 0
     vectors = 16 * case.num_tokens * stat  # statistics of all rows, of a tile, and what merges them
     return (
-        _own_hidden_bytes(case, around)
+        own_hidden_bytes(case, around)
         + rows
         + logits
         + max(_copied_columns_bytes(case, around), for_entropy)
@@ -76,7 +76,7 @@ def _backward_bytes(case: Case, around: Surroundings) -> int:
     columns, copied, own = (
         width * case.hidden_size * stat,
         _copied_columns_bytes(case, around),
-        _own_hidden_bytes(case, around),
+        own_hidden_bytes(case, around),
     )
     narrow, dweight = case.dtype != case.stat_dtype, case.vocab_size * case.hidden_size
     in_dweight = logits if dweight * case.dtype.itemsize >= logits else 0  # a tile, until dweight is written
@@ -107,7 +107,7 @@ def _widest_tile(case: Case, around: Surroundings) -> tuple[int, int]:
     return tile_t, min(tile_v, around.true_columns or case.vocab_size)
 
 
-def _own_hidden_bytes(case: Case, around: Surroundings) -> int:
+def own_hidden_bytes(case: Case, around: Surroundings) -> int:
     """A copy of hidden, if it is gathered, cast or multiplied by a sign, or if its rows are moved."""
     own = case.partial_rows or around.gathers_hidden or case.hidden_dtype != case.dtype or case.options.signs_hidden
     return case.num_tokens * case.hidden_size * case.dtype.itemsize if own else 0
@@ -116,11 +116,11 @@ def _own_hidden_bytes(case: Case, around: Surroundings) -> int:
 def _copied_columns_bytes(case: Case, around: Surroundings) -> int:
     """A copy of a tile's columns of the weight, unless the tile has all of them and they need no widening."""
     _, width = _widest_tile(case, around)
-    if _widens_operands(case):
+    if widens_operands(case):
         return width * case.hidden_size * case.stat_dtype.itemsize
     return width * case.hidden_size * case.dtype.itemsize if width < case.vocab_size else 0
 
 
-def _widens_operands(case: Case) -> bool:
+def widens_operands(case: Case) -> bool:
     """Whether XLA converts the operands to float32: on CPU it does for float16, and not for bfloat16."""
     return case.device.platform == "cpu" and case.dtype == jnp.float16

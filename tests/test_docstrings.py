@@ -35,6 +35,7 @@ OTHER_MEANING = {
     ("linear_logits", "temperature"): "there are no labels",
     ("linear_logits", "bias"): "there are no kernels",
     ("explain", "k"): "one of its arguments, which may be left out",
+    ("explain", "ids"): "one of its arguments, which may be left out",
     ("linear_topk", "where"): "ids are -1 there",
     ("sharded_linear_topk", "where"): "ids are -1 there",
     ("linear_topk", "temperature"): "there are no labels and no gradients, and the order does not depend on it",

@@ -1,0 +1,130 @@
+"""What `explain` says of `linear_kl`, `linear_logits` and candidates: the bytes of what is compiled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from lce_jax import explain, linear_kl, linear_logits, linear_logprobs
+from lce_jax.bench.kl import stored
+
+struct = jax.ShapeDtypeStruct
+
+KL = [
+    ((512, 256, 512, 32000), "bfloat16", "bfloat16", {"where": True}),
+    ((512, 256, 512, 32000), "bfloat16", "float32", {"logit_softcap": 30.0}),
+    ((8192, 256, 256, 8192), "bfloat16", "bfloat16", {"direction": "reverse"}),
+    ((64, 512, 1024, 32000), "float16", "bfloat16", {"vocab_size": 31000}),
+]
+LOGITS = [
+    ((4096, 512, 32000, 64), "bfloat16", {"vocab_size": 31000}),
+    ((1024, 256, 8192, 512), "float16", {}),
+    ((64, 1024, 32000, 3), "float32", {"weight_layout": "hv"}),
+]
+
+
+def held(function: Any, *operands: Any) -> int:
+    return jax.jit(function).lower(*operands).compile().memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.usefixtures("optimized")
+@pytest.mark.parametrize(("shape", "dtype", "teachers_dtype", "given"), KL, ids=str)
+def test_linear_kl(shape: tuple[int, ...], dtype: str, teachers_dtype: str, given: dict[str, Any]) -> None:
+    (T, H, G, V), options = shape, dict(given)
+    student, teacher = ((struct((T, n), own), struct((V, n), own)) for n, own in ((H, dtype), (G, teachers_dtype)))
+    rows = {"where": struct((T,), bool)} if options.pop("where", False) else {}
+    told = {name: x for name, x in options.items() if name != "direction"}
+    plan = explain(*student, struct((T,), "int32"), teacher=teacher, **rows, **told)
+
+    def both(student: Any, teacher: Any, rows: Any, cotangent: Any) -> Any:
+        return jax.vjp(lambda *x: linear_kl(*x, *teacher, **rows, **options), *student)[1](cotangent)
+
+    def kl(student: Any, teacher: Any, rows: Any) -> Any:
+        return linear_kl(*student, *teacher, **rows, **options)
+
+    forward = held(kl, student, teacher, rows)
+    backward = held(both, student, teacher, rows, struct((T,), "float32"))
+    assert 0.9 * forward <= plan.forward_bytes <= 1.25 * forward, (plan.forward_bytes, forward)
+    assert 0.9 * backward <= plan.backward_bytes <= 1.25 * backward, (plan.backward_bytes, backward)
+    assert plan.kept_bytes == 5 * 4 * T
+    assert f"for the teacher (hidden size {G:,}, {teachers_dtype})" in str(plan)
+
+
+@pytest.mark.usefixtures("optimized")
+@pytest.mark.parametrize(("shape", "dtype", "given"), LOGITS, ids=str)
+def test_linear_logits(shape: tuple[int, ...], dtype: str, given: dict[str, Any]) -> None:
+    T, H, V, K = shape
+    weight = struct((H, V) if given.get("weight_layout") == "hv" else (V, H), dtype)
+    operands, ids = (struct((T, H), dtype), weight), struct((T, K), "int32")
+    plan = explain(*operands, struct((T,), "int32"), ids=ids, **given)
+
+    def both(operands: Any, ids: Any, cotangent: Any) -> Any:
+        return jax.vjp(lambda *x: linear_logits(*x, ids, **given), *operands)[1](cotangent)
+
+    forward = held(lambda operands, ids: linear_logits(*operands, ids, **given), operands, ids)
+    backward = held(both, operands, ids, struct((T, K), "float32"))
+    assert 0.9 * forward <= plan.forward_bytes <= 1.25 * forward, (plan.forward_bytes, forward)
+    assert 0.9 * backward <= plan.backward_bytes <= 1.25 * backward, (plan.backward_bytes, backward)
+    assert f"{K} ids per token, {T * K:,} products" in str(plan)
+
+
+def test_candidates() -> None:
+    """What the note says they add is what the plan adds."""
+    call = struct((512, 256), "float32"), struct((32000, 256), "float32"), struct((512,), "int32")
+    plain, chosen = explain(*call), explain(*call, candidates=struct((512, 64), "int32"))
+    added = chosen.forward_bytes - plain.forward_bytes
+    assert added == chosen.case.candidate_bytes == 3 * 4 * 512 * 64
+    assert chosen.kept_bytes - plain.kept_bytes == added // 3
+    assert "64 candidates per token add 384.0 KiB to each pass and 128.0 KiB to what is kept" in str(chosen)
+    run = held(lambda *x: linear_logprobs(*x[:3], candidates=x[3]), *call, struct((512, 64), "int32"))
+    assert run <= 1.25 * chosen.forward_bytes
+
+
+@pytest.mark.usefixtures("optimized")
+def test_stored_logits_of_two_heads() -> None:
+    T, H, V = 512, 256, 16384
+    operands = [struct((T, H), "float32"), struct((V, H), "float32")] * 2
+    said = explain(*operands[:2], struct((T,), "int32"), teacher=tuple(operands[2:])).memory
+
+    def both(hidden: Any, weight: Any, teacher: Any, teachers_weight: Any, cotangent: Any) -> Any:
+        return jax.vjp(lambda *x: stored(*x, teacher, teachers_weight, "forward"), hidden, weight)[1](cotangent)
+
+    logits = 4 * T * V
+    assert abs(said.stored.forward - held(lambda *x: stored(*x, "forward"), *operands)) <= 0.1 * logits
+    assert abs(said.stored.backward - held(both, *operands, struct((T,), "float32"))) <= 0.1 * logits
+    assert said.fused.backward < said.stored.backward / 3
+
+
+def test_one_device_of_a_mesh() -> None:
+    mesh = jax.sharding.AbstractMesh((4, 2), ("data", "tensor"))
+    call = struct((4096, 512), "float32"), struct((65536, 512), "float32"), struct((4096,), "int32")
+    axes: Any = dict(mesh=mesh, vocab_axis="tensor", batch_axes="data")
+    alone = struct((1024, 512), "float32"), struct((32768, 512), "float32"), struct((1024,), "int32")
+    for more, own in (
+        ({"teacher": call[:2]}, {"teacher": alone[:2]}),
+        ({"ids": struct((4096, 8), "int32")}, {"ids": struct((1024, 8), "int32")}),
+    ):
+        plan, want = explain(*call, **axes, **more), explain(*alone, **own)
+        assert (plan.case.num_tokens, plan.case.vocab_size) == (1024, 32768)
+        assert plan.forward_bytes == want.forward_bytes
+        assert explain(*alone, axis_name="tensor", **own).forward_bytes == want.forward_bytes
+
+
+CALL = jnp.ones((4, 8)), jnp.ones((32, 8)), jnp.zeros(4, int)
+
+
+@pytest.mark.parametrize(("given", "error", "message"), [
+    (dict(teacher=CALL[0]), TypeError, "teacher must be the pair of its hidden states and its weight, got ArrayImpl"),
+    (dict(teacher=(CALL[0], jnp.ones((32, 9)))), ValueError, "the teacher's .* ends in H = 8"),
+    (dict(teacher=CALL[:2], ids=CALL[2][:, None]), ValueError, "ids and teacher belong to different functions"),
+    (dict(teacher=CALL[:2], cache_bytes=1), TypeError, "linear_kl has no option cache_bytes"),
+    (dict(teacher=CALL[:2], z_loss=1e-4), ValueError, "teacher is that of linear_kl, which is no loss"),
+    (dict(ids=CALL[2][:, None], precision="highest"), TypeError, "linear_logits has no option precision"),
+    (dict(ids=CALL[2]), ValueError, r"ids \(4,\) must"),
+])  # fmt: skip
+def test_mistakes(given: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        explain(*CALL, **given)
