@@ -20,7 +20,8 @@ class Budget:
 
     dhidden_waves: float  # waves of tiles that last as long as reading and writing one token's dhidden in fp32
     temporary_bytes: int = 345_000_000  # of the backward: dhidden in fp32 and one chunk of dlogits
-    chunk_columns: int = 8192  # at least so many in a chunk, whatever the bytes: each chunk reads and writes dhidden
+    chunk_columns: int = 8192  # at least so many in a chunk, beyond those bytes: each chunk reads and writes dhidden
+    chunk_bytes: int = 11 << 28  # that may take for dlogits: fewer columns from 180,000 tokens on
     statistics_bytes: int = 160 << 20  # of the forward's partial statistics; more take several launches
 
 
@@ -31,7 +32,7 @@ def chunk_tiles(case: Case, shape: Geometry, budget: Budget, num_tiles: int) -> 
     """
     tile_bytes = shape.tokens * shape.tile * case.dtype.itemsize
     for_dlogits = budget.temporary_bytes - math.prod(_dhidden.sums_shape(case, shape)) * 4
-    most = min(num_tiles, max(for_dlogits, budget.chunk_columns // shape.tile * tile_bytes) // tile_bytes)
+    most = min(num_tiles, max(for_dlogits // tile_bytes, _least_tiles(shape, budget, tile_bytes)))
 
     def cost(chunk: int) -> float:
         whole, rest = divmod(num_tiles, chunk)
@@ -53,7 +54,12 @@ def live_slots(case: Case, shape: Geometry, budget: Budget, group: int) -> int:
     of_tile = -(-shape.row_blocks // group) * group
     slot_bytes = shape.row_block * shape.tile * case.dtype.itemsize
     for_dlogits = budget.temporary_bytes - math.prod(_dhidden.sums_shape(case, shape)) * 4
-    least = max(budget.chunk_columns // shape.tile, 1) * of_tile
+    least = _least_tiles(shape, budget, of_tile * slot_bytes) * of_tile
     most = max(for_dlogits // slot_bytes, least)
     cores = case.device.core_count
     return min(of_tile * shape.num_tiles, max(most // cores * cores, least))
+
+
+def _least_tiles(shape: Geometry, budget: Budget, tile_bytes: int) -> int:
+    """Vocabulary tiles whose dlogits may exist at a time, however many tokens there are."""
+    return max(min(budget.chunk_columns // shape.tile, budget.chunk_bytes // tile_bytes), 1)
