@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Unpack
@@ -18,7 +19,6 @@ from lce_jax._options import CallOptions
 from lce_jax._shard import Spec
 from lce_jax._token_chunks import Budget, budget
 from lce_jax._types import LogprobOptions, LogprobOutput, Results
-from lce_jax._xla_partitioning import warn_once
 
 if TYPE_CHECKING:
     from jax.sharding import AbstractMesh, Mesh
@@ -85,8 +85,8 @@ def linear_loss(
         float16 a sum over many tokens may overflow where the scaled gradient would not.
 
     Sharding:
-        Over Explicit axes the operands' types say how the call is split. Over Auto axes XLA is not told: call
-        `sharded_linear_loss`. Inside ``shard_map``, give ``axis_name``; per-token arguments may be typed as varying
+        Under ``jit`` on a mesh the call is partitioned as a matrix product is, over batch, sequence and vocabulary: by
+        the operands' types (Explicit axes), or by XLA (Auto axes, also ``in_shardings``). Inside ``shard_map``, give ``axis_name``; per-token arguments may be typed as varying
         over it if every shard holds the same, and rows that differ are NaN. ``vmap`` computes its examples one by one.
         Call it under ``jit``: outside, every call is compiled again.
 
@@ -112,7 +112,11 @@ def linear_loss(
     case = _bind.case(hidden, weight, labels, where, checked)
     spec = _bind.spec(case, checked, case.vocab_size * _checks.axis_size(checked.axis_name))
     inputs, agree, call = _inputs(loss_fn, spec, hidden, weight, labels, per_token, where, checked)
-    total, out = _evaluated(spec, _layout_of_types(spec, inputs), call, most, inputs)
+    mesh, layout = _partition.mesh_of(inputs, "linear_loss"), None
+    if checked.axis_name is None and mesh is not None:
+        layout = _partition.layout_of_types(spec, inputs.primals, (inputs.rows, inputs.per_token))
+        spec = dataclasses.replace(spec, mesh=mesh if layout is None else None)
+    total, out = _evaluated(spec, layout, call, most, inputs)
     if agree is not None:
         total = _collectives.nan_where_different(jnp.all(agree), total)
         out = _collectives.nan_where_different(agree, out)
@@ -232,21 +236,6 @@ def _same_arguments(flat: tuple[Any, ...], dims: int, axis_name: Any) -> tuple[t
                 equal = lax.pmean(x, tuple(sorted(_compat.varying_axes(x) - _compat.varying_axes(equal), key=str)))
         same.append(x if ok is None else equal)
     return tuple(same), functools.reduce(jnp.logical_and, agree) if agree else None
-
-
-def _layout_of_types(spec: Spec, inputs: Inputs) -> Layout | None:
-    """The layout of operands over Explicit axes."""
-    mesh = _partition.mesh_of(inputs, "linear_loss")
-    if spec.axis_name is not None or mesh is None:
-        return None
-    layout = _partition.layout_of_types(spec, inputs.primals, (inputs.rows, inputs.per_token))
-    if layout is None and not mesh.empty:
-        warn_once(
-            "linear_loss cannot see how XLA splits its operands over Auto axes, and may repeat all work on every "
-            "device: call sharded_linear_loss(loss_fn, hidden, weight, labels, mesh=mesh, vocab_axis=..., "
-            "batch_axes=...), or make the mesh's axes Explicit"
-        )
-    return layout
 
 
 def _evaluated(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from lce_jax import _batching, _collectives, _compat, _loss_in_forward, _loss_over_mesh
+from lce_jax import _batching, _collectives, _compat, _loss_in_forward, _loss_over_mesh, _loss_partition
 from lce_jax._layout import Layout
 from lce_jax._loss import Gradients, Inputs, TokenLoss
 from lce_jax._shard import Spec
@@ -26,13 +26,16 @@ def linear_loss(
 ) -> tuple[Array, LogprobOutput]:
     """The sum of the losses, differentiable in all inputs, and the results, which carry no gradient.
 
-    Over ``layout``, of global arrays; without one, of this device's.
+    Over ``layout``, of global arrays; without one, over the mesh of ``spec``, as XLA splits them there, or of this
+    device's.
     """
     del budget
-    if layout is None:
-        run = functools.partial(_loss_in_forward.forward, spec, loss)
-    else:
+    if layout is not None:
         run = functools.partial(_loss_over_mesh.forward, spec, layout, loss)
+    elif spec.mesh is not None:
+        run = functools.partial(_loss_partition.forward, spec, loss)
+    else:
+        run = functools.partial(_loss_in_forward.forward, spec, loss)
     return _one_by_one_under_vmap(run, inputs)
 
 
@@ -46,10 +49,12 @@ class _Kind:
 
 
 def _fwd(spec: Spec, layout: Layout | None, loss: TokenLoss, budget: Budget, inputs: Inputs) -> tuple[Any, Any]:
-    if layout is None:
-        run = functools.partial(_loss_in_forward.forward_and_gradients, spec, loss, budget)
-    else:
+    if layout is not None:
         run = functools.partial(_loss_over_mesh.forward_and_gradients, spec, layout, loss, budget)
+    elif spec.mesh is not None:
+        run = functools.partial(_loss_partition.forward_and_gradients, spec, loss, budget)
+    else:
+        run = functools.partial(_loss_in_forward.forward_and_gradients, spec, loss, budget)
     once = _compat.first_order_only(functools.partial(_one_by_one_under_vmap, run))
     total, outputs, gradients = once(inputs)
     given = Gradients(inputs.primals, inputs.per_token, inputs.constants)

@@ -158,7 +158,10 @@ def test_text_like_data_has_a_row_with_a_threshold():
     assert exact.skipped is None
     assert all(row.errors[name] == exact.errors[name] for name in problem.GRADIENTS)
     shown = [column.header for column in report.table(measured).columns]
-    assert shown[-2:] == ["skipped", "dropped"]
+    assert shown[-4:] == ["skipped", "dropped", "off dhidden", "off dweight"]
+    without = measured.row("ours threshold, no entropy", shapes.BOTH)
+    assert without.objective == "logprob"
+    assert set(without.errors) == {"logprobs", *problem.GRADIENTS}
     drawn = text.text_problem(shape, jnp.float32)
     out = lce_jax.linear_logprobs(*drawn.arrays[:3])
     assert 0.2 < float(out.entropy.mean()) < 3.0

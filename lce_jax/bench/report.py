@@ -24,7 +24,7 @@ from lce_jax.bench.shapes import DIRECTIONS, GEMM, bounds
 
 # What else takes part, by its name in the registry: the peers, and what they are built on.
 PACKAGES = ("flax", "torch", "triton", "cut-cross-entropy", "liger-kernel", "quack-kernels")
-MIN_WIDTH = 120  # columns of a table that is piped or logged, without a terminal
+MIN_WIDTH = 160  # columns of a table that is piped or logged, without a terminal
 
 
 def device() -> dict[str, str]:
@@ -67,7 +67,8 @@ def table(measured: Measurement) -> Table:
     """The rows of one shape, a section per direction."""
     out = Table(
         title=f"{measured.shape}, {measured.dtype}" + (", text-like" if measured.data == "text" else ""),
-        caption="temp: memory beyond operands and results (the bare GEMM's result is the logits)",
+        caption="temp: memory beyond operands and results (the bare GEMM's result is the logits)"
+        + ("; off: distance from the gradient in float32, relative" if measured.data == "text" else ""),
         title_justify="left",
         caption_justify="left",
         title_style="bold",
@@ -75,7 +76,7 @@ def table(measured: Measurement) -> Table:
         pad_edge=False,
     )
     out.add_column("")
-    of_threshold = ("skipped", "dropped") if measured.data == "text" else ()
+    of_threshold = ("skipped", "dropped", "off dhidden", "off dweight") if measured.data == "text" else ()
     for heading in ("ms", "±", "÷ GEMM", "÷ stored", "TFLOP/s", "temp", "compile s", *of_threshold):
         out.add_column(heading, justify="right", no_wrap=True)
     for direction in DIRECTIONS:
@@ -99,8 +100,15 @@ def _cells(measured: Measurement, row: Row) -> tuple[str, ...]:
         f"{tflops:,.1f}" if tflops >= 10 else f"{tflops:.3f}",
         format_bytes(row.temp_bytes),
         f"{row.compile_seconds:.1f}",
-        *(_share(x) for x in (row.skipped, row.dropped_mass) if measured.data == "text"),
+        *_of_threshold(measured, row),
     )
+
+
+def _of_threshold(measured: Measurement, row: Row) -> list[str]:
+    """What the row leaves out, and how far its gradients lie from those in float32."""
+    if measured.data != "text":
+        return []
+    return [_share(x) for x in (row.skipped, row.dropped_mass, row.errors.get("dhidden"), row.errors.get("dweight"))]
 
 
 def _share(x: float | None) -> str:

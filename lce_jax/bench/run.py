@@ -105,7 +105,7 @@ def measure(
             run.temp_bytes,
             run.compile_seconds,
             errors[one],
-            *(left_out_of_gradients(problem, THRESHOLD, implementation) if one.key == "ours threshold" else ()),
+            *(left_out_of_gradients(problem, THRESHOLD, implementation) if one.key.startswith("ours threshold") else ()),
         )
         for one, run in runs.items()
     ]
