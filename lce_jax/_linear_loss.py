@@ -86,8 +86,9 @@ def linear_loss(
 
     Sharding:
         Under ``jit`` on a mesh the call is partitioned as a matrix product is, over batch, sequence and vocabulary: by
-        the operands' types (Explicit axes), or by XLA (Auto axes, also ``in_shardings``). Inside ``shard_map``, give ``axis_name``; per-token arguments may be typed as varying
-        over it if every shard holds the same, and rows that differ are NaN. ``vmap`` computes its examples one by one.
+        the operands' types under Explicit axes, by XLA under Auto axes. `sharded_linear_loss` takes the axes by name.
+        Inside ``shard_map``, give ``axis_name``; per-token arguments may be typed as varying over it if every shard
+        holds the same, and rows that differ are NaN. ``vmap`` computes its examples one by one.
         Call it under ``jit``: outside, every call is compiled again.
 
     Example:

@@ -95,6 +95,7 @@ def measure(
         on_gpu=jax.default_backend() == "gpu",
         on_timing=lambda one, done: report(f"{shape}: round {done + 1} of {rounds}, {one.label}, {one.direction}"),
     )
+    thresholds = [one for one in runs if one.key.startswith("ours threshold")]
     rows = [
         Row(
             one.key,
@@ -105,7 +106,7 @@ def measure(
             run.temp_bytes,
             run.compile_seconds,
             errors[one],
-            *(left_out_of_gradients(problem, THRESHOLD, implementation) if one.key.startswith("ours threshold") else ()),
+            *(left_out_of_gradients(problem, THRESHOLD, implementation) if one in thresholds else ()),
         )
         for one, run in runs.items()
     ]
