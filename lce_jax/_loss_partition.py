@@ -72,9 +72,9 @@ def _partitioned(program: Program, with_gradients: bool, spec: Spec, inputs: Inp
     named = [name for names in operands for name in names]
     dims = dict.fromkeys(dim for name in named for dim in name.split())  # in order, as XLA wants them
     unsplit = tuple(dim for dim in dims if dim != "v" and dim not in tokens.split())
-    names = f"{', '.join(named)} -> {', '.join(results)}"
+    dimensions = f"{', '.join(named)} -> {', '.join(results)}"
     rule = functools.partial(_rule, program, with_gradients, spec)
-    return Partitioned(whole, rule, names, unsplit, spec.mesh, spec.case.options)(inputs)
+    return Partitioned(whole, rule, dimensions, unsplit, spec.mesh, spec.case.options)(inputs)
 
 
 def _dimensions(spec: Spec, inputs: Inputs) -> tuple[str, list[str], list[str], list[str], list[str]]:
@@ -99,8 +99,9 @@ def _dimensions(spec: Spec, inputs: Inputs) -> tuple[str, list[str], list[str], 
 def _rule(program: Program, with_gradients: bool, spec: Spec, mesh: Any, shapes: Any, specs: Any) -> Partition:
     (inputs,), (given,) = shapes, specs
     of_rows = jax.tree.leaves((given.rows, given.per_token), is_leaf=lambda x: isinstance(x, P))
-    operands, vocab_dim = inputs.primals[:2], spec.case.options.vocab_dim
-    layout = layout_of_specs(mesh, *operands, *given.primals[:2], of_rows, vocab_dim)
+    hidden, weight, _ = inputs.primals
+    of_hidden, of_weight, _ = given.primals
+    layout = layout_of_specs(mesh, hidden, weight, of_hidden, of_weight, of_rows, spec.case.options.vocab_dim)
     primals = layout.primal_specs
     primals = primals if inputs.primals.bias is not None else primals._replace(bias=None)
     rows, per_token = jax.tree.map(lambda _: layout.row_spec, (inputs.rows, inputs.per_token))
