@@ -173,7 +173,8 @@ def _packed(
     ids: torch.Tensor, temperature: torch.Tensor | None, transform: Transform, *further: torch.Tensor
 ) -> torch.Tensor:
     """Ids, ``further`` and the temperature, if there is one, as `_rows.with_count` packs them."""
-    inside = (ids >= 0) & (ids < transform.vocab_size)  # before the cast: 2³² + 3 is not 3
+    ids = ids.long()
+    inside = (ids >= 0) & (ids < transform.vocab_size)  # before the next cast: 2³² + 3 is not 3
     columns = [ids.where(inside, -1).int(), *further]
     if temperature is not None:
         columns.append(temperature.view(torch.int32)[:, None])

@@ -28,7 +28,8 @@ def without(ignore_index: int | None, keep: torch.Tensor | None, labels: torch.T
     """``keep`` without the tokens that have this label."""
     if ignore_index is None:
         return keep
-    counts = labels != scalars.integer("ignore_index", ignore_index)
+    # torch compares in the type of labels: in uint8, which does not hold -100, it would leave out 156.
+    counts = labels.long() != scalars.integer("ignore_index", ignore_index)
     if keep is None:
         return counts
     if keep.dtype != torch.bool:

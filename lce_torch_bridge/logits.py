@@ -152,6 +152,7 @@ def masked_logprobs(logits: torch.Tensor, ids: torch.Tensor, labels: torch.Tenso
             f"logits {tuple(logits.shape)} of {logits.dtype} must be floating point in the shape of ids "
             f"{tuple(ids.shape)}"
         )
+    ids, labels = ids.long(), labels.long()  # torch compares only some of the unsigned types
     in_set = ids >= 0
     is_label = in_set & (ids == labels.unsqueeze(-1))
     found = is_label.any(-1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lce_torch_bridge import linear_cross_entropy, linear_logprobs
+from lce_torch_bridge import linear_cross_entropy, linear_logits, linear_logprobs, masked_logprobs
 from tests import cases, oracle
 from tests.torch import problem as p
 
@@ -72,12 +72,23 @@ def test_labels_out_of_vocabulary(label: int) -> None:
     assert torch.equal(megatron.logprobs[5:], out.logprobs[5:])
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32])
-def test_every_integer_type_of_labels(dtype: torch.dtype) -> None:
+UNSIGNED = [torch.uint8, torch.uint16, torch.uint32, torch.uint64]
+
+
+@pytest.mark.parametrize("dtype", [*UNSIGNED, torch.int8, torch.int16, torch.int32])
+def test_every_integer_type_of_labels_and_ids(dtype: torch.dtype) -> None:
     hidden, weight, labels = p.draw(V=600)
     labels = labels % 100
-    want = linear_logprobs(hidden, weight, labels)
-    assert torch.equal(linear_logprobs(hidden, weight, labels.to(dtype)).logprobs, want.logprobs)
+    labels[0] = 156 if dtype in UNSIGNED else -100  # in eight bits they are the same
+    ids = torch.stack([labels, labels // 2], 1)
+
+    def calls(labels: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        out = linear_logprobs(hidden, weight, labels, candidates=ids)
+        kept = linear_logprobs(hidden, weight, labels, ignore_index=-100)
+        logits = linear_logits(hidden, weight, ids)
+        return out.logprobs, out.candidate_logprobs, kept.lse, logits, masked_logprobs(logits, ids, labels)
+
+    assert all(map(torch.equal, calls(labels.to(dtype), ids.to(dtype)), calls(labels, ids)))
 
 
 def test_megatron_out_of_vocabulary_as_megatron_has_it() -> None:
