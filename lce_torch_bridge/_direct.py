@@ -18,11 +18,6 @@ from lce_jax import launch
 
 ALIGNMENT = 16  # bytes, of what TMA reads
 SERVED = "9.0"  # the compute capability that the kernels are written for
-# Their generated code has been compared with XLA's on CPUs only, not on a GPU yet.
-ON_REQUEST = (
-    "products beside the kernels (a padded vocabulary, a mean logit) and sums in place (`linear_loss`) are launched "
-    'directly only after lce_torch_bridge.launch_with("direct")'
-)
 
 _lock = threading.Lock()
 _programs: dict[Any, _Loaded | str] = {}
@@ -60,18 +55,16 @@ def why_not(device: torch.device) -> str | None:
     return launch.why_not()
 
 
-def program(
-    function: Callable[..., Any], inputs: Sequence[torch.Tensor | None], updated: int | None, asked: bool
-) -> _Loaded | str:
+def program(function: Callable[..., Any], inputs: Sequence[torch.Tensor | None], updated: int | None) -> _Loaded | str:
     """``function`` compiled for inputs like these, or why it is not launched directly.
 
-    It overwrites the input with the index ``updated``, if there is one. ``asked``: `launch_with` says "direct".
+    It overwrites the input with the index ``updated``, if there is one.
 
     Raises:
         RuntimeError: it is not compiled yet and a CUDA graph is being captured.
     """
     first = next(x for x in inputs if x is not None)
-    key = (function, asked, first.get_device(), *(None if x is None else (x.shape, x.dtype) for x in inputs))
+    key = (function, first.get_device(), *(None if x is None else (x.shape, x.dtype) for x in inputs))
     found = _programs.get(key)
     if found is None:
         if torch.cuda.is_current_stream_capturing():
@@ -80,7 +73,7 @@ def program(
                 "once before the capture, with tensors of the same shapes, and its backward"
             )
         with _lock:
-            found = _programs.get(key) or _load(function, inputs, first.device, updated, asked)
+            found = _programs.get(key) or _load(function, inputs, first.device, updated)
             _programs[key] = found
     return found
 
@@ -90,7 +83,6 @@ def _load(
     inputs: Sequence[torch.Tensor | None],
     device: torch.device,
     updated: int | None,
-    asked: bool,
 ) -> _Loaded | str:
     reason = why_not(device)
     if reason is not None:
@@ -101,8 +93,6 @@ def _load(
         structs = [None if x is None else struct(x) for x in inputs]
         donated = () if updated is None else (sum(x is not None for x in inputs[:updated]),)
         planned = launch.program(function, structs, description, donated)
-        if not asked and planned.num_products:
-            return ON_REQUEST
         with torch.cuda.device(device):
             run = planned.load(torch.cuda.current_device())
     except launch.UnservedError as error:
@@ -111,15 +101,15 @@ def _load(
     return _Loaded(run, outputs, planned.workspace_bytes)
 
 
-def refusal(function: Callable[..., Any], structs: Sequence[Any], device: torch.device, asked: bool) -> str | None:
+def refusal(function: Callable[..., Any], structs: Sequence[Any], device: torch.device) -> str | None:
     """Why ``function`` is not launched directly on a device that could; None if it is. It is not compiled."""
     description = device_of(device)
     assert description is not None
     try:
-        planned = launch.program(function, structs, description)
+        launch.program(function, structs, description)
     except launch.UnservedError as error:
         return _told(error)
-    return ON_REQUEST if planned.num_products and not asked else None
+    return None
 
 
 def _told(error: launch.UnservedError) -> str:

@@ -131,7 +131,7 @@ def gradients(
 
 def programs(x: Operands, call: Call) -> list[tuple[Any, list[Any]]]:
     """The programs of a forward and of a backward through all results, with the shapes of their inputs."""
-    tokens, keep_cache = x.labels.shape[0], call.cache_bytes > 0
+    tokens, keep_cache = x.labels.shape[0], call.keeps_tiles
     first, whole = _rows.pieces(tokens)[0], _rows.whole(tokens)
     piece = whole if keep_cache else first
     spec, back = (_spec(x.weight, call, each.masked) for each in (piece, whole))

@@ -72,8 +72,7 @@ def explain(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, **
     reason = 'launch_with("jax") asks for JAX' if _launch.asked() == "jax" else _direct.why_not(hidden.device)
     if reason is None and len(flat.labels):
         programs = _execute.programs(operands, call)
-        asked = _launch.asked() == "direct"
-        refusals = (_direct.refusal(function, structs, hidden.device, asked) for function, structs in programs)
+        refusals = (_direct.refusal(function, structs, hidden.device) for function, structs in programs)
         reason = next(filter(None, refusals), None)
     described = _direct.device_of(hidden.device)
     with launch.for_device(described or launch.Device()):

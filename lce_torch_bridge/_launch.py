@@ -66,7 +66,7 @@ def run(function: Callable[..., Any], *calls: Inputs, waits: int = 3, lend: bool
     Raises:
         lce_jax.UnsupportedError: `launch_with` asks for a direct launch, which does not serve the function.
     """
-    program = _program(function, calls[0], on_request=not lend)
+    program = _program(function, calls[0])
     if program is not None:
         return [_direct.run(program, inputs) for inputs in calls]
     with runtime.beside(_first(calls[0])):
@@ -75,20 +75,16 @@ def run(function: Callable[..., Any], *calls: Inputs, waits: int = 3, lend: bool
         return [to_torch_all(results) if lend else [*to_torch_all(results[:1]), *results[1:]] for results in found]
 
 
-def _program(
-    function: Callable[..., Any], inputs: Inputs, updated: int | None = None, *, on_request: bool = False
-) -> Any:
-    """The program that is launched directly; None if JAX is to run it. ``on_request``: only if `launch_with` asks."""
+def _program(function: Callable[..., Any], inputs: Inputs, updated: int | None = None) -> Any:
+    """The program that is launched directly; None if JAX is to run it."""
     first = _first(inputs)
     of_jax = any(isinstance(x, jax.Array) for x in inputs)
     asked = _asked == "direct"
     if _asked == "jax" or of_jax or not (first.is_cuda or asked):
         return None
     program: Any = f"{first.device} is no CUDA device"
-    if on_request and not asked:
-        program = _direct.ON_REQUEST
-    elif first.is_cuda:
-        program = _direct.program(function, inputs, updated, asked)
+    if first.is_cuda:
+        program = _direct.program(function, inputs, updated)
     if not isinstance(program, str):
         return program
     if asked:
@@ -139,7 +135,7 @@ class Sum:
         """What a function returns besides the sum, which is its operand of that index and the result at ``place``."""
         before, behind = inputs[:operand], inputs[operand:]
         given = (*before, self._like, *behind)
-        program = None if self._array is not None else _program(function, given, operand, on_request=True)
+        program = None if self._array is not None else _program(function, given, operand)
         if program is not None:
             if self._tensor is None:
                 self._tensor = torch.zeros_like(self._like, device=self._device)

@@ -12,7 +12,6 @@ import jax
 
 from lce_jax._types import Device
 from lce_jax.launch import _cuda, _jax, _schedule, _source, _stablehlo
-from lce_jax.launch._graph import PRODUCT
 from lce_jax.launch._refusal import UnservedError
 from lce_jax.launch._schedule import Schedule, Stage, Storage
 
@@ -28,7 +27,6 @@ class Program:
         workspace_bytes: temporary memory of a run, aligned to 256 bytes. It may hold anything before and after.
         num_kernels: how many launches of Mosaic kernels a run has.
         num_stages: how many launches of generated code.
-        num_products: how many products of matrices are in it.
         source: the generated code.
     """
 
@@ -46,12 +44,6 @@ class Program:
     def num_kernels(self) -> int:
         """How many launches of Mosaic kernels a run has."""
         return len(self.schedule.steps) - self.num_stages
-
-    @property
-    def num_products(self) -> int:
-        """How many products of matrices the generated code has."""
-        stages = (step.segments for step in self.schedule.steps if isinstance(step, Stage))
-        return sum(node.op == PRODUCT for segments in stages for segment in segments for node in segment.nodes)
 
     def load(self, device: int) -> Callable[[int, Sequence[int], Sequence[int], int], None]:
         """The program compiled for the current CUDA device, whose number is ``device``.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import threading
 from collections.abc import Iterator
@@ -17,6 +18,8 @@ from tests.torch.processes import run
 
 pytestmark = pytest.mark.gpu
 
+ROUNDING = 1.7e-3  # of the norm: bfloat16, uniformly
+
 
 @pytest.fixture(autouse=True)
 def direct() -> Iterator[None]:
@@ -30,10 +33,18 @@ def direct() -> Iterator[None]:
 
 def step(problem: p.Problem, seeds: Any, **options: Any) -> list[torch.Tensor]:
     """Results and gradients."""
-    leaves = problem.leaves()
-    out = linear_logprobs(*leaves, **options)
-    grads = torch.autograd.grad(p.objective(out, seeds), leaves[:2])
+    out, grads = differentiated(problem, seeds, **options)
     return [*(x.detach() for x in out[:3]), *grads]
+
+
+def differentiated(problem: p.Problem, seeds: Any, call: Any = linear_logprobs, **options: Any) -> Any:
+    """Results and gradients, the mean logit's among them if there is one."""
+    leaves = problem.leaves()
+    out = call(*leaves, **options)
+    total = p.objective(out, seeds)
+    if out.mean_logit is not None:
+        total = total + (seeds[0].flip(0) * out.mean_logit).sum()
+    return out, torch.autograd.grad(total, leaves[:2])
 
 
 def test_the_process_has_no_client_of_jax() -> None:
@@ -59,7 +70,19 @@ def test_the_process_has_no_client_of_jax() -> None:
     assert done.returncode == 0, f"{done.returncode}\n{done.stdout}\n{done.stderr}"
 
 
-@pytest.mark.parametrize("options", [{}, {"cache_bytes": 1 << 30}, {"cache_bytes": 4 << 20, "temperature": 0.7}])
+PADDED = [{"vocab_size": size} for size in (8191, 8000, 4096, 100)]
+CALLS: list[dict[str, Any]] = [
+    {},
+    {"cache_bytes": 1 << 30},
+    {"cache_bytes": 4 << 20, "temperature": 0.7},
+    *PADDED,
+    {"vocab_size": 8000, "cache_bytes": 1 << 30, "stats": True, "logit_softcap": 5.0},
+    {"mean_logit": True, "temperature": 0.7},
+    {"mean_logit": True, "vocab_size": 8001, "logit_scale": -0.5},
+]
+
+
+@pytest.mark.parametrize("options", CALLS, ids=str)
 def test_the_results_are_those_of_jax(options: dict[str, Any]) -> None:
     """The kernels are the same; what lies between them is rounded in another order, by some units in the last place."""
     problem = draw(700, 512, 8192)
@@ -70,6 +93,41 @@ def test_the_results_are_those_of_jax(options: dict[str, Any]) -> None:
     wanted = step(problem, seeds, **options)
     assert max(map(p.value_error, found[:3], wanted[:3])) < 2e-6
     assert max(map(p.relative_norm, found[3:], wanted[3:])) < 2e-4  # few roundings to bfloat16 differ
+
+
+@pytest.mark.parametrize("vocab_size", [8192, 8001, 4096, 100])
+@pytest.mark.parametrize("cache_bytes", [0, 1 << 30])
+def test_what_is_computed_beside_the_kernels(vocab_size: int, cache_bytes: int) -> None:
+    """The columns before padding, which may hold NaN, and the mean logit: no further from float64 than stored logits.
+
+    The mean logit's part of dweight is added to what is rounded, and the sum is rounded once more.
+    """
+    problem = draw(700, 512, 8192)
+    seeds = p.seeds_like(problem.labels)
+    told: Any = dict(temperature=0.8, logit_scale=1.3)
+    true = problem._replace(weight=problem.weight[:vocab_size], labels=problem.labels)
+    double = true._replace(hidden=true.hidden.double(), weight=true.weight.double())
+    want, wanted = differentiated(double, seeds, p.stored, **told)
+    _, plain = differentiated(true, seeds, p.stored, dtype=torch.bfloat16, **told)
+    problem.weight[vocab_size:] = float("nan")
+    told |= dict(stats=True, mean_logit=True, cache_bytes=cache_bytes, vocab_size=vocab_size)
+    out, (dhidden, dweight) = differentiated(problem, seeds, **told)
+    assert max(map(p.value_error, out[:6], want[:6])) < 1e-5
+    assert not dweight[vocab_size:].any()
+    print(
+        *(
+            p.relative_norm(*x)
+            for x in (
+                (dhidden, wanted[0]),
+                (plain[0], wanted[0]),
+                (dweight[:vocab_size], wanted[1]),
+                (plain[1], wanted[1]),
+            )
+        )
+    )
+    assert p.relative_norm(dhidden, wanted[0]) < 1.02 * p.relative_norm(plain[0], wanted[0])
+    twice_rounded = math.hypot(p.relative_norm(plain[1], wanted[1]), ROUNDING)
+    assert p.relative_norm(dweight[:vocab_size], wanted[1]) < 1.02 * twice_rounded
 
 
 @pytest.mark.parametrize("cache_bytes", [0, 1 << 30])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -43,8 +42,9 @@ SERVED: dict[str, dict[str, Any]] = {
     "no entropy": {"entropy": "none", "out_of_vocab": "megatron"},
     "a full cache": {"cache_bytes": 1 << 30},
     "part of a cache": {"cache_bytes": 1 << 20},
+    "padding": {"vocab_size": 1000},
+    "the mean logit": {"mean_logit": True},
 }
-ON_REQUEST: dict[str, dict[str, Any]] = {"padding": {"vocab_size": 1000}, "the mean logit": {"mean_logit": True}}
 
 
 @pytest.mark.usefixtures("hopper")
@@ -57,25 +57,15 @@ def test_what_is_launched_directly(name: str) -> None:
 
 
 @pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("name", ON_REQUEST)
-def test_what_is_launched_directly_on_request(name: str) -> None:
-    how = explain(*drawn(), **ON_REQUEST[name])
-    assert (how.way, how.why_not_direct) == ("jax", _direct.ON_REQUEST)
-    assert 'lce_torch_bridge.launch_with("direct")' in str(how)
-    launch_with("direct")
-    how = explain(*drawn(), **ON_REQUEST[name])
-    assert (how.way, how.why_not_direct) == ("direct", None)
-
-
-@pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize(
     ("options", "dtype", "reason"),
     [
         ({}, torch.float32, "only XLA runs a loop"),
         ({"implementation": "reference"}, torch.bfloat16, "only XLA runs a gather that is not along the first"),
         ({"implementation": "xla"}, torch.bfloat16, "only XLA runs "),
+        ({"gradient_threshold": 0.001}, torch.bfloat16, "only XLA runs "),
     ],
-    ids=["float32", "reference", "xla"],
+    ids=["float32", "reference", "xla", "a threshold"],
 )
 def test_what_is_not(options: dict[str, Any], dtype: torch.dtype, reason: str) -> None:
     how = explain(*drawn(dtype), **options)
@@ -129,18 +119,7 @@ def test_the_reason_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     assert "not launched directly: only XLA runs the operation gather" in caplog.text
 
 
-def test_linear_loss_is_launched_directly_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its forward as its sums: JAX would hold the exponentials that it is lent until the GPU is done."""
-    program = object()
-    monkeypatch.setattr(_launch, "_first", lambda _: types.SimpleNamespace(is_cuda=True, device="cuda"))
-    monkeypatch.setattr(_direct, "program", lambda *_: program)
-    assert _launch._program(len, []) is program
-    assert _launch._program(len, [], on_request=True) is None
-    launch_with("direct")
-    assert _launch._program(len, [], on_request=True) is program
-
-
 def test_a_capture_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(RuntimeError, match="make the call once before the capture"):
-        _direct.program(lambda x: x, [torch.zeros(3)], None, asked=False)
+        _direct.program(lambda x: x, [torch.zeros(3)], None)
