@@ -43,11 +43,21 @@ static std::function<void()> at_barrier;
 #define SHARED static
 #define SYNCHRONIZE at_barrier();
 #define UNROLLED
+#define EACH
 DEVICE float bits_to_float(unsigned int x) { float y; std::memcpy(&y, &x, 4); return y; }
 DEVICE unsigned int float_to_bits(float x) { unsigned int y; std::memcpy(&y, &x, 4); return y; }
 DEVICE float of_f16(unsigned short x) { _Float16 y; std::memcpy(&y, &x, 2); return (float)y; }
 DEVICE unsigned short to_f16(float x) { _Float16 h = (_Float16)x; unsigned short y; std::memcpy(&y, &h, 2); return y; }
 using std::isfinite;
+static int row_in_tile(int thread, int u) { return (thread + u * 8) / 64; }
+static int column_in_tile(int thread, int u) { return (thread + u * 8) % 64; }
+template <int STRIDE, class Convert>
+void multiply(const unsigned short (*left)[STRIDE], const unsigned short (*right)[STRIDE], float* sums, int thread, Convert of) {
+  for (int u = 0; u < 64 * 64 / 8; ++u) for (int k = 0; k < 64; ++k)
+    sums[u] += of(left[row_in_tile(thread, u)][k]) * of(right[column_in_tile(thread, u)][k]);
+}
+#define multiply_bf16(left, right, sums, thread) multiply(left, right, sums, thread, of_bf16)
+#define multiply_f16(left, right, sums, thread) multiply(left, right, sums, thread, of_f16)
 """
 THREADS = 8  # of a block; they run at the same time, as on a GPU
 FILL = 0xFF  # every byte of memory that nothing has written: NaN as a float of any size

@@ -10,7 +10,7 @@ import collections
 import dataclasses
 from collections.abc import Iterable, Sequence
 
-from lce_jax.launch._graph import CONSTANT, COPY, EMPTY, INPUT, RESULT, Kernel, Node
+from lce_jax.launch._graph import CONSTANT, COPY, EMPTY, INPUT, PRODUCT, RESULT, Kernel, Node
 from lce_jax.launch._source import Segment, is_apart, segments
 
 SMALL = 16 << 20  # bytes of an array that is computed early
@@ -133,6 +133,8 @@ class _Scheduler:
         for node in _reachable(wanted):
             if is_apart(node):
                 found[node] = None
+            if node.op == PRODUCT:
+                found |= dict.fromkeys(x for x in map(_computed, node.operands) if x is not None)
         for node in wanted:
             if node.op not in (INPUT, RESULT, EMPTY):
                 found[node] = None
@@ -161,18 +163,19 @@ class _Scheduler:
         """What one stage can compute. It computes again what it needs of itself, unless that has blocks of its own."""
         ready: dict[Node, None] = {}
 
-        def is_there(x: Node) -> bool:
+        def is_there(x: Node, reader: Node) -> bool:
             if x.op == RESULT:
                 return x.operands[0] in self._done
-            return (
-                x in self._done or x.op in (INPUT, EMPTY) or (x in ready and not is_apart(x) and x.num_bytes <= SMALL)
-            )
+            if x in self._done or x.op in (INPUT, EMPTY):
+                return True
+            return x in ready and not is_apart(x) and x.num_bytes <= SMALL and reader.op != PRODUCT
 
         candidates = [x for x in self._pending if x in required or x.num_bytes <= SMALL]
         before = -1
         while before < len(ready):
             before = len(ready)
-            ready |= {x: None for x in candidates if x not in ready and all(map(is_there, self._below[x]))}
+            found = (x for x in candidates if all(is_there(below, x) for below in self._below[x]))
+            ready |= dict.fromkeys([x for x in found if x not in ready])
         return ready
 
     def _memory(self, node: Node) -> Storage:
@@ -187,6 +190,16 @@ class _Scheduler:
             storage.first = len(self._steps) if storage.first < 0 else storage.first
             storage.last = len(self._steps)
         self._steps.append(step)
+
+
+def _computed(operand: Node) -> Node | None:
+    """What a product reads again for each tile of its result, if it is more than elements of an array."""
+    node = operand
+    while node.op in ("transpose", "reshape", "convert", "slice", "broadcast_in_dim"):
+        node = node.operands[0]
+    if node.op in (INPUT, RESULT, EMPTY, CONSTANT) or is_apart(node):
+        return None
+    return root(operand.operands[0] if operand.op == "transpose" else operand)
 
 
 def _copy(node: Node) -> Node:

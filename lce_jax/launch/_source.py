@@ -40,19 +40,23 @@ DEVICE float sign(float a) { return a > 0 ? 1.0f : a < 0 ? -1.0f : a; }
 DEVICE int magnitude(int a) { return a < 0 ? -a : a; }
 DEVICE float magnitude(float a) { return fabsf(a); }
 """
-ON_CUDA = """
+ON_CUDA = (
+    """
 #define DEVICE static __device__ __forceinline__
 #define PART DEVICE
 #define STAGE(name) extern "C" __global__ void __launch_bounds__(THREADS) name(const __grid_constant__ Buffers b)
 #define WHERE const int block = blockIdx.x, thread = threadIdx.x;
 #define SHARED __shared__
 #define SYNCHRONIZE __syncthreads();
-#define UNROLLED _Pragma("unroll 4")
+#define UNROLLED _Pragma("unroll 16")
+#define EACH _Pragma("unroll")
 DEVICE float bits_to_float(unsigned int x) { return __uint_as_float(x); }
 DEVICE unsigned int float_to_bits(float x) { return __float_as_uint(x); }
 DEVICE float of_f16(unsigned short x) { float y; asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x)); return y; }
 DEVICE unsigned short to_f16(float x) { unsigned short y; asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x)); return y; }
 """
+    + product.ON_CUDA
+)
 
 
 class Segment(NamedTuple):

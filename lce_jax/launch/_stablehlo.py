@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from lce_jax.launch._graph import Builder, Kernel, Node
+from lce_jax.launch._graph import PRODUCT, Builder, Kernel, Node
 from lce_jax.launch._jax import hlo, ir
 from lce_jax.launch._numpy import BINARY, REDUCE, UNARY
 from lce_jax.launch._refusal import UnservedError
@@ -86,6 +86,8 @@ def _operation(builder: Builder, op: Any, name: str, operands: tuple[Node, ...])
         return [builder.node(name, _spread(builder, operands, shape), shape, dtype)]
     if name not in ATTRIBUTES:
         raise UnservedError(f"the operation {name}")
+    if name == PRODUCT and (sums := _of_vector(builder, operands, shape, dtype, **_contraction(attributes))):
+        return [sums]
     return [builder.node(name, operands, shape, dtype, **ATTRIBUTES[name](attributes))]
 
 
@@ -162,6 +164,20 @@ def _contraction(attributes: Any) -> dict[str, Any]:
     if numbers.lhs_batching_dimensions or [len(x) for x in contracted] != [1, 1]:
         raise UnservedError("a product of several matrices")
     return {"lhs": contracted[0][0], "rhs": contracted[1][0]}
+
+
+def _of_vector(
+    builder: Builder, operands: tuple[Node, ...], shape: tuple[int, ...], dtype: np.dtype, lhs: int, rhs: int
+) -> Node | None:
+    """A product of a matrix and a vector as a sum; None if it is another product."""
+    (matrix, dim), (vector, _) = sorted(zip(operands, (lhs, rhs), strict=True), key=lambda x: -len(x[0].shape))
+    if len(vector.shape) != 1 or len(matrix.shape) != 2:
+        return None
+    factors = [builder.node("convert", (x,), x.shape, dtype) for x in (matrix, vector)]
+    factors[1] = builder.node("broadcast_in_dim", (factors[1],), matrix.shape, dtype, dimensions=(dim,))
+    terms = builder.node("multiply", tuple(factors), matrix.shape, dtype)
+    zero = builder.constant(0.0, dtype)
+    return builder.node("reduce", (terms, zero), shape, dtype, combine="add", dimensions=(dim,))
 
 
 def _taken(attributes: Any) -> dict[str, Any]:
