@@ -51,8 +51,8 @@ DEVICE unsigned short to_f16(float x) { _Float16 h = (_Float16)x; unsigned short
 using std::isfinite;
 static int row_in_tile(int thread, int u) { return (thread + u * 8) / 64; }
 static int column_in_tile(int thread, int u) { return (thread + u * 8) % 64; }
-template <int STRIDE, class Convert>
-void multiply(const unsigned short (*left)[STRIDE], const unsigned short (*right)[STRIDE], float* sums, int thread, Convert of) {
+template <class Strip, class Convert>
+void multiply(Strip left, Strip right, float* sums, int thread, Convert of) {
   for (int u = 0; u < 64 * 64 / 8; ++u) for (int k = 0; k < 64; ++k)
     sums[u] += of(left[row_in_tile(thread, u)][k]) * of(right[column_in_tile(thread, u)][k]);
 }

@@ -33,7 +33,8 @@ DEVICE void multiply_{kind}(Strip left, Strip right, float* sums, int thread) {{
   const int k = thread % 4 * 2, i = row_in_tile(thread, 0), j = thread / 32 % 4 * 16 + thread % 32 / 4;
   _Pragma("unroll") for (int d = k; d < {NARROW_DEPTH}; d += 16) _Pragma("unroll") for (int n = 0; n < 2; ++n) {{
     float* c = sums + 4 * n;
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 {{%0,%1,%2,%3}}, {{%4,%5,%6,%7}}, {{%8,%9}}, {{%0,%1,%2,%3}};"
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 "
+        "{{%0, %1, %2, %3}}, {{%4, %5, %6, %7}}, {{%8, %9}}, {{%0, %1, %2, %3}};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(pair(left, i, d)), "r"(pair(left, i + 8, d)), "r"(pair(left, i, d + 8)), "r"(pair(left, i + 8, d + 8)),
           "r"(pair(right, j + 8 * n, d)), "r"(pair(right, j + 8 * n, d + 8)));
