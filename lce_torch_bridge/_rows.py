@@ -3,7 +3,8 @@
 The forward walks the tokens in pieces of `FORWARD_ROWS`, the last one padded: one program for all counts, and a token's
 results have the same bits for any tokens beside it. The backward takes all tokens at once, because dweight is a
 sum over them and is rounded once. Its sizes are powers of two, and from 32,768 on the numbers half-way between them
-too. With the programs for `WHOLE` sizes that makes a dozen programs up to 131,072 tokens.
+too. With the programs for `WHOLE` sizes that makes 6 programs up to 16,384 tokens and 11 up to 131,072. A forward that
+keeps a cache takes all tokens at once as well, with as many programs.
 
 The programs skip padding, block by block. It costs memory: at most twice that of the rows, 1.5 times from 32,768 on.
 """
@@ -17,7 +18,7 @@ import torch
 FORWARD_ROWS = 8192
 SMALLEST = 2048  # size of the backward
 HALFWAY_FROM = 32768
-WHOLE = (4096, 8192, 16384)  # sizes with a program of their own for exactly so many tokens, which masks no rows
+WHOLE = (4096, 8192)  # sizes with a program of their own for exactly so many tokens, which masks no rows
 
 
 class Piece(NamedTuple):

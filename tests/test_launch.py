@@ -92,7 +92,15 @@ GLUE: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "a loop": (running_sum, (normal(5, 7),)),
     "indices": (shifted, (normal(4, 5), jnp.array([3, -2]))),
     "results that are operands": (lambda x: (x, x, x.reshape(5, 4), x[0] * 2), (normal(4, 5),)),
-    "constants": (lambda x: (x + jnp.array([1.0, 2.5, -3.0]), jnp.arange(3), jnp.zeros((2, 2))), (normal(3),)),
+    "constants": (
+        lambda x: (
+            jnp.where(jnp.array([True, False, True]), x, 7) + jnp.array([1.0, 2.5, -3.0]),
+            jnp.arange(3),
+            jnp.zeros((2, 2)),
+        ),
+        (normal(3),),
+    ),
+    "products with a vector": (lambda x, y: (x @ y, y @ x.T, x.T @ (x @ y)), (normal(50, 40), normal(40))),
 }
 
 
@@ -108,7 +116,12 @@ def test_generated_code_equals_xla(name: str, tmp_path: pathlib.Path) -> None:
         assert found.shape == want.shape
         assert found.dtype == want.dtype
         # Sums in another order: their rounding errors beside the largest of what is summed, 18,000 elements at most.
-        error = {"functions": 1e-6, "short reductions": 1e-6, "long reductions": 2e-5}.get(name, 0.0)
+        error = {
+            "functions": 1e-6,
+            "products with a vector": 2e-5,
+            "short reductions": 1e-6,
+            "long reductions": 2e-5,
+        }.get(name, 0.0)
         found, want = np.asarray(found, np.float64), np.asarray(want, np.float64)
         np.testing.assert_allclose(found, want, rtol=error, atol=error)
 

@@ -124,6 +124,8 @@ def _constant(builder: Builder, value: Any, shape: tuple[int, ...], dtype: np.dt
     if dense.is_splat:
         scalar = builder.constant(dense.get_splat_value().value, dtype)
         return builder.node("broadcast_in_dim", (scalar,), shape, dtype, dimensions=())
+    if dtype == jnp.bool_:
+        return builder.constant(np.reshape(list(ir.DenseIntElementsAttr(value)), shape), dtype)
     if dtype not in (jnp.int32, jnp.float32):
         raise UnservedError(f"a constant array of {dtype}")
     return builder.constant(np.array(dense).reshape(shape), dtype)

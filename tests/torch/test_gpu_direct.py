@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import shutil
+import random
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -169,41 +169,15 @@ def test_threads_on_streams_of_their_own() -> None:
     assert wrong == [0] * 4
 
 
-def test_memory_is_flat_and_few_programs_serve_all_counts() -> None:
-    problem = draw(4096, 512, 8192)
+@pytest.mark.parametrize("cache_bytes", [0, 1 << 30])
+def test_few_programs_serve_all_counts_of_tokens_in_flat_memory(cache_bytes: int) -> None:
+    problem = draw(16384, 256, 2048)
     before, programs = 0, len(_direct._programs)
-    for i, count in enumerate([*range(1, 4096, 273), *range(7, 4096, 391)]):
+    counts = [16384, 8192, 4096, *random.Random(0).sample(range(1, 16384), 197)]
+    for i, count in enumerate(counts):
         part = p.Problem(problem.hidden[:count], problem.weight, problem.labels[:count])
-        step(part, p.seeds_like(part.labels))
-        if i == 15:
+        step(part, p.seeds_like(part.labels), cache_bytes=cache_bytes)
+        if i == 60:
             before = torch.cuda.memory_reserved()
     assert torch.cuda.memory_reserved() <= before
     assert len(_direct._programs) - programs <= 12
-
-
-@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck", "initcheck"])
-def test_the_sanitizer_finds_nothing(tool: str) -> None:
-    """Every kernel, and the generated code: ragged shapes, a mask of rows, with a cache and without."""
-    sanitizer = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
-    if sanitizer is None:
-        pytest.skip("no compute-sanitizer")
-    code = """
-import torch, lce_torch_bridge
-lce_torch_bridge.launch_with("direct")
-for cache_bytes in (0, 1 << 20, 1 << 30):
-    hidden = torch.randn(300, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    weight = torch.randn(2080, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    labels = torch.arange(300, device="cuda") % 2080
-    keep = torch.ones(300, dtype=torch.bool, device="cuda")
-    keep[::3] = False
-    out = lce_torch_bridge.linear_logprobs(hidden, weight, labels, keep=keep, cache_bytes=cache_bytes)
-    (out.logprobs.sum() + out.entropy.sum()).backward()
-    torch.cuda.synchronize()
-print("ran")
-"""
-    options = ["--error-exitcode", "9"]
-    if tool == "initcheck":  # generated code loads numbers of padding rows, which no kernel has written, and drops them
-        options += ["--kernel-name-exclude", "kns=stage_"]
-    done = run(code, timeout=300, under=(sanitizer, "--tool", tool, *options))
-    assert done.returncode == 0, f"{done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
-    assert "ran" in done.stdout

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 import pytest
 import torch
 
@@ -42,8 +44,7 @@ SERVED: dict[str, dict[str, Any]] = {
     "no entropy": {"entropy": "none", "out_of_vocab": "megatron"},
     "a full cache": {"cache_bytes": 1 << 30},
     "part of a cache": {"cache_bytes": 1 << 20},
-    "padding": {"vocab_size": 1000},
-    "the mean logit": {"mean_logit": True},
+    "padding and the mean logit": {"vocab_size": 1000, "mean_logit": True},
 }
 
 
@@ -88,6 +89,32 @@ def test_the_programs_of_a_split_vocabulary() -> None:
     results = launch.program(_programs.results(spec, call.fields, False), [structs[3], of_shards], H200)
     assert results.num_kernels == 0
     assert results.num_stages == 1
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("cache_bytes", [0, 1 << 30])
+def test_a_dozen_programs_serve_a_thousand_counts_of_tokens(cache_bytes: int) -> None:
+    """Up to 16,384 tokens, forward and backward. How many rows count is an operand."""
+    rng = random.Random(0)
+    counts = {1, 2048, 4096, 8192, 16384, *rng.sample(range(1, 16384), 1000)}
+    weight, call = torch.empty(1024, 128, dtype=torch.bfloat16, device="meta"), p.told(1024, cache_bytes=cache_bytes)
+    programs = set()
+    for n in counts:
+        hidden, labels = weight.new_empty(n, 128), torch.empty(n, dtype=torch.int64, device="meta")
+        for function, structs in _execute.programs(_execute.Operands(hidden, weight, None, labels, None, None), call):
+            programs.add((function, *structs))
+    assert len(programs) == (12 if cache_bytes else 7)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_the_sums_of_linear_loss_are_launched_directly() -> None:
+    """dweight is added to a float32 sum where it lies."""
+    operands = _execute.Operands(*drawn()[:2], None, drawn().labels, None, None)
+    _, (backward, structs) = _execute.programs(operands, p.told(1024, cache_bytes=1 << 40))
+    place = structs.index(None, 3)
+    total = structs[place] = jax.ShapeDtypeStruct((1024, 128), "float32")
+    program = launch.program(backward, structs, H200, donated=(place - 1,))  # there is no bias
+    assert total in [type(total)(x.shape, x.dtype) for x in program.outputs]
 
 
 def test_a_call_that_must_be_direct_is_refused() -> None:
