@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
+import re
 
 import pytest
 
@@ -44,3 +46,38 @@ def test_every_run_says_what_repeats_it(path):
         assert run["command"].startswith("python ")
         assert run["date"]
         assert {"device_kind", "jax"} <= set(run["device"])
+
+
+FIGURE = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+(?:e-\d+)?|e-\d+|(?= ?(?:[KMG]iB|GB|ms|nats|%|per cent)(?!\w)))(?![\d.])")
+VERSION = re.compile(r"\"[\d.]+\"|(?:Python|JAX|[Mm]egatron-core|Megatron|capability|GPTModel before|tunix|Triton)\W{1,6}\d[\d.]*")
+COMPUTED = {58.0: 205_000 * 76_000 * 4 / 2**30}  # GiB: tokens, vocabulary, bytes of a float32
+
+
+def sections(text):
+    """The prose under each heading: no generated tables, code or versions."""
+    text = re.sub(r"<!-- table: .+? -->\n.*?<!-- /table -->|^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+    for section in re.split(r"^#+ .*$", text, flags=re.MULTILINE):
+        yield section, VERSION.sub("", re.sub(r"`[^`]*`|\]\([^)]*\)", "", section))
+
+
+def numbers_of(sources):
+    """Every number in files of data and of tests; a share is one in per cent too."""
+    found = set()
+    for path in sources:
+        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+            if file.suffix == ".json":
+                found |= {float(x) for x in re.findall(r"(?<![\w.])\d+(?:\.\d+)?(?:e-\d+)?(?![\w.])", file.read_text())}
+            else:
+                every = (node.value for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Constant))
+                found |= {float(x) for x in every if isinstance(x, int | float)}
+    return found | {100 * x for x in found}
+
+
+@pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_every_figure_is_in_a_file_named_beside_it(page):
+    for section, prose in sections(page.read_text()):
+        figures_here = [float(found[0].replace(",", "")) for found in FIGURE.finditer(prose)]
+        named = [ROOT / name for name in re.findall(r"`((?:benchmarks/|tests/)[\w/.]+)`", section)]
+        known = numbers_of(named) | {x for x, exact in COMPUTED.items() if x == round(exact)} if figures_here else set()
+        missing = [x for x in figures_here if not any(abs(x - y) <= 1e-9 * abs(x) for y in known)]
+        assert not missing, f"{page.name}: {missing} in {section.strip()[:300]!r}, which names {named}"

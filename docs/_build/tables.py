@@ -16,7 +16,7 @@ sys.path.insert(0, str(ROOT))
 
 from lce_jax._plans import format_bytes  # noqa: E402
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "recipes").glob("*.md"))]
 PLACE = re.compile(r"(<!-- table: (.+?) -->\n)(.*?)(<!-- /table -->)", re.DOTALL)
 BOTH = "forward+backward"
 NAMES = {
@@ -118,7 +118,7 @@ def recorded(run: Run) -> str:
             return ", ".join(f"{number}" for number in value)
         return "–" if value is None else value if isinstance(value, str) else f"{value:g}"
 
-    return markdown(run["columns"], [[cell(value) for value in row] for row in run["rows"]], left=2)
+    return markdown(run["columns"], [[cell(value) for value in row] for row in run["rows"]], run.get("left", 2))
 
 
 def provenance(run: Run) -> str:
@@ -126,7 +126,8 @@ def provenance(run: Run) -> str:
     device = run["device"]
     known = {"jax": "JAX", "torch": "PyTorch", "triton": "Triton", "cuda": "CUDA"}
     versions = ", ".join(f"{label} {device[name]}" for name, label in known.items() if name in device)
-    return f"{device['device_kind']}, {versions}, {run['date']}, medians of {run['rounds']} rounds: `{run['command']}`"
+    rounds = f", medians of {run['rounds']} rounds" if "rounds" in run else ""
+    return f"{device['device_kind']}, {versions}, {run['date']}{rounds}: `{run['command']}`"
 
 
 def tables() -> dict[str, str]:
