@@ -48,8 +48,10 @@ def test_every_run_says_what_repeats_it(path):
         assert {"device_kind", "jax"} <= set(run["device"])
 
 
-FIGURE = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+(?:e-\d+)?|e-\d+|(?= ?(?:[KMG]iB|GB|ms|nats|%|per cent)(?!\w)))(?![\d.])")
-VERSION = re.compile(r"\"[\d.]+\"|(?:Python|JAX|[Mm]egatron-core|Megatron|capability|GPTModel before|tunix|Triton)\W{1,6}\d[\d.]*")
+UNIT = r" ?(?:[KMG]iB|GB|ms|nats|%|per cent)(?!\w)"
+FIGURE = re.compile(rf"(?<![\w.])\d[\d,]*(?:\.\d+(?:e-\d+)?|e-\d+|(?={UNIT}))(?![\d.])")
+VERSIONED = "Python|JAX|megatron-core|Megatron|capability|GPTModel before|tunix"
+VERSION = re.compile(rf"\"[\d.]+\"|(?:{VERSIONED})\W{{1,6}}\d[\d.]*")
 COMPUTED = {58.0: 205_000 * 76_000 * 4 / 2**30}  # GiB: tokens, vocabulary, bytes of a float32
 
 
