@@ -99,6 +99,15 @@ def test_peers_can_be_left_out():
     assert not measured.left_out
 
 
+def test_rows_can_be_chosen():
+    wanted = command.parser().parse_args(["--rows", "materialised by hand"]).rows
+    measured = run.measure(shapes.Shape(8, Head(16, 64)), jnp.dtype("float32"), None, 1, wanted=wanted)
+    found = [(row.key, row.direction) for row in measured.rows]
+    assert sorted(found) == sorted([("gemm", "gemm"), ("ours", shapes.FORWARD), ("ours", shapes.BOTH),
+                                    ("materialised by hand", shapes.BOTH)])  # fmt: skip
+    assert not measured.left_out
+
+
 @pytest.mark.parametrize("vocab_size", [520, 521])
 def test_the_vocabulary_split_over_devices(vocab_size):
     shape = shapes.Shape(24, Head(32, vocab_size))

@@ -38,6 +38,8 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--devices", type=_positive, default=1, help="also time the vocabulary split over this many")
     data = "random logits, or such as a language model has, and then a gradient threshold too (default: random)"
     out.add_argument("--data", choices=("random", "text"), default="random", help=data)
+    rows = f"only these beside this package's own and the bare product: some of {', '.join(shapes.ROWS)}"
+    out.add_argument("--rows", nargs="+", choices=shapes.ROWS, metavar="ROW", help=f"{rows} (default: all, and peers)")
     out.add_argument("--no-peers", action="store_true", help="leave out what PyTorch computes")
     sweep = (
         f"time the tiles of the Hopper kernels instead, all or some of {', '.join(shapes.KERNELS)}; needs such a GPU"
@@ -78,7 +80,8 @@ def main(arguments: list[str] | None = None) -> int:
         with out.status(str(shape)) as status:
             measured = measure(
                 shape, dtype, options.implementation, options.rounds, status.update,
-                with_peers=not options.no_peers, devices=options.devices, text=options.data == "text",
+                with_peers=not options.no_peers, devices=options.devices,
+                text=options.data == "text", wanted=options.rows,
             )  # fmt: skip
         measurements.append(measured)
         out.print(report.table(measured))

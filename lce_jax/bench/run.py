@@ -12,7 +12,7 @@ from lce_jax.bench.candidates import Candidate, jax_candidates
 from lce_jax.bench.measure import Run, interleave, median, spread
 from lce_jax.bench.peers import peer_candidates, release
 from lce_jax.bench.problem import Objective, Problem, Reference, random_problem, reference, refusal
-from lce_jax.bench.shapes import BOTH, DIRECTIONS, Shape
+from lce_jax.bench.shapes import BOTH, DIRECTIONS, ROWS, TOPK, Shape
 from lce_jax.bench.text import THRESHOLD, text_problem
 from lce_jax.bench.text import left_out as left_out_of_gradients
 from lce_jax.bench.topk import topk_candidates
@@ -81,13 +81,17 @@ def measure(
     with_peers: bool = True,
     devices: int = 1,
     text: bool = False,
+    wanted: Sequence[str] | None = None,
 ) -> Measurement:
-    """Everything about one shape; with ``text``, on data like a language model's, and with a threshold too."""
+    """Everything about one shape; with ``text``, on data like a language model's, and with a threshold too.
+
+    ``wanted`` are the rows, of `shapes.ROWS`, to time beside "ours" and the bare product; None: all.
+    """
     report(f"{shape}: drawing operands")
     problem = text_problem(shape, dtype) if text else random_problem(shape, dtype)
-    peers, left_out = peer_candidates(problem) if with_peers else ([], {})
+    peers, left_out = peer_candidates(problem) if with_peers and wanted is None else ([], {})
     ours = jax_candidates(problem, implementation, devices, THRESHOLD if text else 0.0)
-    candidates = ours + topk_candidates(problem) + peers
+    candidates = [one for one in ours + topk_candidates(problem) + peers if _is_wanted(one, wanted)]
     runs, errors, refused = admit(candidates, problem, report)
     seconds = interleave(
         runs,
@@ -112,6 +116,12 @@ def measure(
     ]
     release()
     return Measurement(shape, jax.numpy.dtype(dtype).name, rows, left_out | refused, "text" if text else "random")
+
+
+def _is_wanted(one: Candidate, wanted: Sequence[str] | None) -> bool:
+    """Rows of the top k are chosen together, others by their key."""
+    name = TOPK if one.direction == TOPK else one.key
+    return wanted is None or name in wanted or name not in ROWS
 
 
 def admit(

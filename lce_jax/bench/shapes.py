@@ -26,6 +26,11 @@ class Shape:
 
 GEMM, FORWARD, TOPK, BOTH = "gemm", "forward", "top-k", "forward+backward"  # the directions a row can time
 DIRECTIONS = (GEMM, FORWARD, TOPK, BOTH)
+# What `--rows` may choose beside "ours" and the bare product: keys of candidates, and the rows of a top k.
+ROWS = (
+    "ours half cache", "ours full cache", "ours in forward", "ours threshold",
+    "chunked", "materialised", "materialised by hand", TOPK,
+)  # fmt: skip
 # The Hopper kernels, and the direction whose time decides the tiles of each.
 KERNELS = {"forward": FORWARD, "dlogits": BOTH, "dhidden": BOTH, "dweight": BOTH}
 
