@@ -237,6 +237,7 @@ def test_the_whole_command(tmp_path):
     assert done.returncode == 0, done.stderr
     for words in ("T 16, H 32, V 520, float32", "bare GEMM", "lce_jax (xla)", "÷ stored", "peers are timed on CUDA"):
         assert words in done.stdout
+    assert "round 2 of 2, lce_jax (xla), forward+backward" in done.stderr  # no terminal: progress goes to a log
     data = json.loads((tmp_path / "bench.json").read_text())
     assert set(data) == {"command", "date", "rounds", "device", "measurements"}
     assert data["command"] == shlex.join(["python", "-m", "lce_jax.bench", *arguments])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -79,7 +80,7 @@ def main(arguments: list[str] | None = None) -> int:
     for shape in chosen:
         with out.status(str(shape)) as status:
             measured = measure(
-                shape, dtype, options.implementation, options.rounds, status.update,
+                shape, dtype, options.implementation, options.rounds, status.update if out.is_terminal else _log,
                 with_peers=not options.no_peers, devices=options.devices,
                 text=options.data == "text", wanted=options.rows,
             )  # fmt: skip
@@ -116,6 +117,11 @@ def _sweep(kernels: Sequence[str], chosen: Sequence[shapes.Shape], dtype: Any, r
             for name, reason in one.left_out.items():
                 out.print(f"left out: {name}: {reason}", highlight=False, soft_wrap=True)
     return 0
+
+
+def _log(message: str) -> None:
+    """Progress for a log, on standard error: a terminal has a line that changes in place."""
+    print(f"{time.strftime('%H:%M:%S')} {message}", file=sys.stderr, flush=True)
 
 
 def _integers(text: str) -> tuple[int, ...]:
