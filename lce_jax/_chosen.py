@@ -114,8 +114,9 @@ class Pairs(NamedTuple):
 def sorted_pairs(terms: Float[Array, "T K"], columns: Int[Array, "T K"], num_columns: int, multiple: int) -> Pairs:
     """The pairs, padded to a multiple of ``multiple``. The sort is stable, so each column has its tokens in order."""
     places = jnp.where(columns < 0, num_columns, columns).reshape(-1)
-    tokens = lax.broadcasted_iota(jnp.int32, columns.shape, 0).reshape(-1)
-    places, tokens, flat = lax.sort((places, tokens, terms.reshape(-1)), num_keys=1, is_stable=True)
+    order = jnp.arange(places.shape[0], dtype=jnp.int32)
+    places, order = lax.sort((places, order), num_keys=1, is_stable=True)
+    tokens, flat = order // columns.shape[1], terms.reshape(-1)[order]
     missing = -places.shape[0] % multiple
     places = jnp.pad(places, (0, missing), constant_values=num_columns)
     tokens, flat = (jnp.pad(x, (0, missing)) for x in (tokens, flat))
@@ -223,9 +224,18 @@ def _sums_of_blocks(
 def _sums_so_far(
     columns: Int[Array, "*b n"], terms: Float[Array, "*b n"], values: Float[Array, "*b n H"]
 ) -> Float[Array, "*b n H"]:
-    """Of each place Σ terms · values over the places up to it that have its column, exact to the terms' dtype."""
+    """Of each place Σ terms · values over the places up to it that have its column, in the terms' dtype.
+
+    Beside values in bfloat16 a float32 term is the sum of two bfloat16 numbers, 16 bits of it. At (4096, 4096, 151936)
+    and 64 ids per token on an H200, dweight takes 1.24 of one `hidden @ weight.T` so, and 2.03 with float32 products.
+    """
     n = columns.shape[-1]
     earlier = jnp.arange(n)[:, None] >= jnp.arange(n)
     same = earlier & (columns[..., :, None] == columns[..., None, :])
+    if values.dtype == jnp.bfloat16 and terms.dtype == jnp.float32:
+        high = lax.reduce_precision(terms, 8, 7)  # not two casts, which XLA may leave out
+        parts = [jnp.where(same, x[..., None, :], 0.0).astype(jnp.bfloat16) for x in (high, terms - high)]
+        factors, values = jnp.concatenate(parts, axis=-1), jnp.concatenate([values, values], axis=-2)
+        return jnp.matmul(factors, values, preferred_element_type=jnp.float32)
     factors = jnp.where(same, terms[..., None, :], 0.0)
     return jnp.matmul(factors, values.astype(terms.dtype), precision="highest")

@@ -102,24 +102,10 @@ def distillation_loss(
         _checks.where_array(where, ids.shape[:-1], "ids before K")
     scalars.one_of("divergence", divergence, DIVERGENCES)
     scalars.one_of("rest", rest, RESTS)
-    weight = _teachers_weight(beta, divergence)
+    beta = _options.teachers_weight(beta, "divergence", divergence, DIVERGENCES[:2])
+    weight = None if beta is None else _rows.on_device(beta)
     arrays = jnp.asarray(candidate_logprobs), jnp.asarray(teacher_logprobs), _rows.int32_labels(ids, "ids")
     return _divergence(divergence, rest, *arrays, None if where is None else jnp.asarray(where), weight)
-
-
-def _teachers_weight(beta: Any, divergence: str) -> Array | None:
-    if divergence == "jsd":
-        return _rows.on_device(_options.number_or_scalar("beta", 0.5 if beta is None else beta, _inside_0_and_1))
-    if beta is not None:
-        raise ValueError(f'beta={beta!r} is a weight of divergence="jsd", divergence is "{divergence}"')
-    return None
-
-
-def _inside_0_and_1(name: str, value: Any) -> float:
-    value = scalars.number(name, value)
-    if not 0 < value < 1:
-        raise ValueError(f'{name} must lie in (0, 1), got {value}: divergence="forward_kl" is 0, "reverse_kl" is 1')
-    return value
 
 
 class _Bins(NamedTuple):

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from lce_jax import _collectives, _compat, _kl_math, _kl_tiles, _math, _rows, _shard, _spmd
-from lce_jax._kl_math import KLStatistics, Pair
+from lce_jax._kl_math import KLStatistics, Mixture, MixtureSums, Pair
 from lce_jax._kl_tiles import KLPlan
 from lce_jax._rows import Rows
 from lce_jax._shard import Scales, Spec
@@ -18,6 +18,9 @@ from lce_jax._types import Primals
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
+
+
+type Kept = tuple[KLStatistics, MixtureSums | None]  # from forward to backward
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,8 +56,8 @@ def _linear_kl(spec: KLSpec, student: Primals, teacher: Primals, rows: Pair[Rows
 
 def _fwd(spec: KLSpec, student: Primals, teacher: Primals, rows: Pair[Rows]) -> tuple[Array, Any]:
     forward = _compat.first_order_only(functools.partial(_forward, spec))
-    out, stats = forward(student, teacher, rows)
-    return out, (student, teacher, rows, stats)
+    out, kept = forward(student, teacher, rows)
+    return out, (student, teacher, rows, kept)
 
 
 def _bwd(spec: KLSpec, residuals: Any, cotangent: Array) -> tuple[Primals, None, None]:
@@ -65,8 +68,8 @@ def _bwd(spec: KLSpec, residuals: Any, cotangent: Array) -> tuple[Primals, None,
 _linear_kl.defvjp(_fwd, _bwd)
 
 
-def _forward(spec: KLSpec, student: Primals, teacher: Primals, rows: Pair[Rows]) -> tuple[Array, KLStatistics]:
-    """The result, and the whole vocabulary's statistics of each row."""
+def _forward(spec: KLSpec, student: Primals, teacher: Primals, rows: Pair[Rows]) -> tuple[Array, Kept]:
+    """The result, and the whole vocabulary's statistics and sums of each row."""
     shape = rows.student.labels.shape
     rows = _rows.flattened(rows, len(shape))
     scales = _scales(spec, rows)
@@ -84,12 +87,33 @@ def _forward(spec: KLSpec, student: Primals, teacher: Primals, rows: Pair[Rows])
             stats = _kl_math.merge(
                 KLStatistics(*(parts[:, i] for i in range(parts.shape[1]))), of_rows.ordered(spec.reverse)
             )
-    out, wrong = _kl_math.finish(stats, rows.student.where), _wrong_temperature(rows)
-    return (out if wrong is None else jnp.where(wrong, jnp.nan, out)).reshape(shape), stats
+    where, beta, wrong = rows.student.where, rows.student.beta, _wrong_temperature(rows)
+    sums = None
+    if beta is None:
+        out = _kl_math.finish(stats, where)
+    else:
+        sums = _mixture_sums(plan, shard, order, _kl_math.mixture(stats, beta, where), axis_name)
+        out = _kl_math.mixture_divergence(sums, beta, where)
+    out = out if wrong is None else jnp.where(wrong, jnp.nan, out)
+    return out.reshape(shape), (stats, sums)
+
+
+def _mixture_sums(
+    plan: KLPlan, shard: _kl_tiles.Shard, order: _rows.Compaction | None, rows: Mixture, axis_name: Any
+) -> MixtureSums:
+    """Eq. 9 over the whole vocabulary."""
+    with jax.named_scope("lce_kl_mixture"):
+        rows = rows if order is None else jax.tree.map(lambda x: x[order.source], rows)
+        sums = _kl_tiles.mixture_sums(plan, shard, rows)
+    sums = sums if order is None else _rows.expand(order, sums)
+    if axis_name is None:
+        return sums
+    with jax.named_scope("lce_merge"):
+        return MixtureSums(*jnp.sum(_collectives.from_all_shards(jnp.stack(sums), axis_name), axis=0))
 
 
 def _backward(
-    spec: KLSpec, student: Primals, teacher: Primals, rows: Pair[Rows], stats: KLStatistics, cotangent: Array
+    spec: KLSpec, student: Primals, teacher: Primals, rows: Pair[Rows], kept: Kept, cotangent: Array
 ) -> Primals:
     """The student's gradients, in the shapes, dtypes and types of its operands."""
     own = spec.models.student
@@ -99,7 +123,13 @@ def _backward(
     scales, live, wrong = _scales(spec, rows), rows.student.where, _wrong_temperature(rows)
     counts = live if wrong is None else ~wrong if live is None else live & ~wrong
     factor = _math.row_factor(own.case.options, scales.student.derivative)
-    coefficients = _kl_math.coefficients(stats, cotangent, factor, counts)
+    (stats, sums), beta = kept, rows.student.beta
+    coefficients: Any
+    if sums is None or beta is None:
+        coefficients = _kl_math.coefficients(stats, cotangent, factor, counts)
+    else:
+        mixture = _kl_math.mixture(stats, beta, counts)
+        coefficients = _kl_math.mixture_coefficients(mixture, sums, cotangent, factor, counts)
     with jax.named_scope("lce_kl_gradients"):
         plan, shard, order = _shard_of(spec, Pair(student, teacher), rows, scales)
         if order is not None:

@@ -25,11 +25,13 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float
 
 type Same = Literal["same"]
+DIRECTIONS = ("forward", "reverse", "jsd")
 
 
 class KLOptions(TypedDict, total=False):
     """The options of `linear_kl` that `sharded_linear_kl` has too."""
 
+    beta: float | Float[Array, ""] | None
     temperature: float | Float[Array, "..."]
     teacher_temperature: float | Float[Array, "..."] | Same
     logit_softcap: float | Float[Array, ""] | None
@@ -60,14 +62,16 @@ class KLCall(NamedTuple):
     where: Any
     options: Pair[CallOptions]
     cases: Pair[Case]
-    reverse: bool
+    direction: str
+    beta: Any  # of a JSD
 
     @classmethod
     def of(
         cls, arrays: Pair[tuple[Any, Any]], where: Any, direction: str, given: Mapping[str, Any], axis_name: Any
     ) -> KLCall:
         """From what the public functions are given."""
-        scalars.one_of("direction", direction, ("forward", "reverse"))
+        scalars.one_of("direction", direction, DIRECTIONS)
+        beta = _options.teachers_weight(given.get("beta"), "direction", direction, DIRECTIONS[:2])
         (hidden, weight), (teacher_hidden, teacher_weight) = arrays
         own, teachers = _options_of_each(given)
         own["axis_name"] = teachers["axis_name"] = axis_name
@@ -84,7 +88,7 @@ class KLCall(NamedTuple):
                     f"{tuple(hidden.shape)}"
                 )
             teacher_case = _bind.case(teacher_hidden, teacher_weight, tokens, where, teacher)
-        call = cls(arrays, where, Pair(student, teacher), Pair(case, teacher_case), direction == "reverse")
+        call = cls(arrays, where, Pair(student, teacher), Pair(case, teacher_case), direction, beta)
         if given.get("vocab_size") is None or axis_name is not None:
             call.check_equal_columns()
         return call
@@ -104,7 +108,8 @@ class KLCall(NamedTuple):
         """The static part, or that of one device's share over ``layout``."""
         shards = 1 if layout is not None else _checks.axis_size(self.options.student.axis_name)
         pairs = zip(self.cases, self.options, strict=True)
-        return KLSpec(Pair(*(_bind.spec(c, own, c.vocab_size * shards, layout) for c, own in pairs)), self.reverse)
+        models = Pair(*(_bind.spec(c, own, c.vocab_size * shards, layout) for c, own in pairs))
+        return KLSpec(models, self.direction == "reverse")
 
     def operands(self, spec: KLSpec) -> tuple[Pair[Primals], Pair[Rows]]:
         """The arrays of both models. The teacher's have no gradient."""
@@ -113,6 +118,8 @@ class KLCall(NamedTuple):
         student, rows = _bind.operands(first[0], *first[1], labels, self.where, first[2])
         with _of_the_teacher():
             teacher, teachers_rows = _bind.operands(second[0], *second[1], labels, self.where, second[2])
+        if self.beta is not None:
+            rows = rows._replace(beta=_rows.per_token(_rows.on_device(self.beta), rows.labels.shape, spec.dtype))
         return Pair(student, jax.tree.map(lax.stop_gradient, teacher)), Pair(rows, teachers_rows)
 
     def same_on_all_shards(self, primals: Pair[Primals], rows: Pair[Rows]) -> Pair[tuple[Rows, Any]]:

@@ -1,4 +1,4 @@
-"""Eqs. 6 to 8: statistics of two heads over one vocabulary, their divergence and its gradient, tile by tile."""
+"""Eqs. 6 to 10: statistics of two heads over one vocabulary, their divergence and its gradient, tile by tile."""
 
 from __future__ import annotations
 
@@ -136,6 +136,10 @@ class KLCoefficients(NamedTuple):
     of_q: Float[Array, "T"]
     mean: Float[Array, "T"]  # c / s_p
 
+    def only(self, keep: Bool[Array, "T"]) -> KLCoefficients:
+        """The same without a gradient in the other rows."""
+        return self._replace(of_p=jnp.where(keep, self.of_p, 0.0), of_q=jnp.where(keep, self.of_q, 0.0))
+
 
 def coefficients(
     stats: KLStatistics, cotangent: Float[Array, "T"], factor: RowScale, live: Bool[Array, "T"] | None
@@ -149,6 +153,97 @@ def coefficients(
     # With the largest maximum, every e^u of these rows is 0.
     maxima = (jnp.where(live, x, -MASKED) for x in found[:2])
     return KLCoefficients(*maxima, *(jnp.where(live, x, 0.0) for x in found[2:]))
+
+
+class Mixture(NamedTuple):
+    """What eq. 9 needs of each token: both models' normalisers, p first, and the weight of p."""
+
+    max_p: Float[Array, "T"]
+    max_q: Float[Array, "T"]
+    log_sum_p: Float[Array, "T"]
+    log_sum_q: Float[Array, "T"]
+    beta: Float[Array, "T"]
+
+
+def mixture(stats: KLStatistics, beta: Float[Array, "T"], live: Bool[Array, "T"] | None) -> Mixture:
+    """From the whole vocabulary's statistics. In rows that are not ``live``, p and q are 0."""
+    sum_p, sum_q = (x if live is None else jnp.where(live, x, 1.0) for x in (stats.sum_p, stats.sum_q))
+    max_p, max_q = (x if live is None else jnp.where(live, x, -MASKED) for x in stats[:2])
+    return Mixture(max_p, max_q, jnp.log(sum_p), jnp.log(sum_q), beta)
+
+
+class MixtureSums(NamedTuple):
+    """The a and b of eq. 9 over some columns."""
+
+    of_p: Float[Array, "T"]
+    of_q: Float[Array, "T"]
+
+
+def mixture_sums(
+    x: tuple[Float[Array, "T n"], Float[Array, "T n"]],
+    scales: tuple[RowScale, RowScale],
+    rows: Mixture,
+    live: Bool[Array, "n"] | None,
+) -> MixtureSums:
+    """Eq. 9 over a tile of both models' x, p first."""
+    log_p, log_q = _logs(x, scales, rows)
+    of_p, of_q = _log_ratios(log_p - log_q, rows.beta)
+    terms = [jnp.exp(log_p) * of_p, jnp.exp(log_q) * of_q]
+    terms = terms if live is None else [jnp.where(live[None, :], x, 0.0) for x in terms]
+    zero = jnp.zeros((), log_p.dtype)
+    # One reduction of both, so that XLA stores nothing that both are made of.
+    return MixtureSums(*lax.reduce(terms, [zero, zero], lambda a, b: (a[0] + b[0], a[1] + b[1]), (1,)))
+
+
+def mixture_divergence(sums: MixtureSums, beta: Float[Array, "T"], where: Bool[Array, "T"] | None) -> Float[Array, "T"]:
+    """Eq. 9, from sums over the whole vocabulary; rounding cannot make it negative, and rows left out are 0."""
+    divergence = jnp.maximum(beta * sums.of_p + (1.0 - beta) * sums.of_q, 0.0)
+    return divergence if where is None else jnp.where(where, divergence, 0.0)
+
+
+class MixtureCoefficients(NamedTuple):
+    """What eq. 10 needs of each token, with the row factor of eq. 5: dr = of_q·q·(t - mean)."""
+
+    mixture: Mixture
+    of_q: Float[Array, "T"]
+    mean: Float[Array, "T"]  # b
+
+    def only(self, keep: Bool[Array, "T"]) -> MixtureCoefficients:
+        """The same without a gradient in the other rows."""
+        return self._replace(of_q=jnp.where(keep, self.of_q, 0.0))
+
+
+def mixture_coefficients(
+    rows: Mixture, sums: MixtureSums, cotangent: Float[Array, "T"], factor: RowScale, live: Bool[Array, "T"] | None
+) -> MixtureCoefficients:
+    """From sums over the whole vocabulary."""
+    of_q, mean = cotangent * factor * (1.0 - rows.beta), sums.of_q
+    if live is not None:
+        of_q, mean = (jnp.where(live, x, 0.0) for x in (of_q, mean))
+    return MixtureCoefficients(rows, of_q, mean)
+
+
+def mixture_dlogits(
+    x: tuple[Float[Array, "T n"], Float[Array, "T n"]], scales: tuple[RowScale, RowScale], rows: MixtureCoefficients
+) -> Float[Array, "T n"]:
+    """Eq. 10 over a tile of both models' x, p first: the gradient in the student's raw products but for its cap."""
+    log_p, log_q = _logs(x, scales, rows.mixture)
+    _, t = _log_ratios(log_p - log_q, rows.mixture.beta)
+    return jnp.exp(log_q) * rows.of_q[:, None] * (t - rows.mean[:, None])
+
+
+def _logs(x: tuple[Array, Array], scales: tuple[RowScale, RowScale], rows: Mixture) -> tuple[Array, Array]:
+    """Both models' log-probabilities, those of p first."""
+    u_p, u_q = shifted(x[0], rows.max_p, scales[0]), shifted(x[1], rows.max_q, scales[1])
+    return u_p - rows.log_sum_p[:, None], u_q - rows.log_sum_q[:, None]
+
+
+def _log_ratios(d: Float[Array, "T n"], beta: Float[Array, "T"]) -> tuple[Float[Array, "T n"], Float[Array, "T n"]]:
+    """The ln(p / m) and ln(q / m) of eq. 9, from an exponential that is at most 1: exact near d = 0 and for large d."""
+    least, beta = jnp.expm1(-jnp.abs(d)), beta[:, None]
+    of_larger = -jnp.log1p(jnp.where(d <= 0.0, beta, 1.0 - beta) * least)
+    of_smaller = of_larger - jnp.abs(d)
+    return jnp.where(d <= 0.0, of_smaller, of_larger), jnp.where(d <= 0.0, of_larger, of_smaller)
 
 
 def dlogits(

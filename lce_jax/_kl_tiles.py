@@ -1,22 +1,23 @@
 """The divergence of two heads on one shard, in plain XLA: one tile of both models' logits at a time.
 
 For each tile of tokens and of the vocabulary: a matrix product per model, the statistics of both (eqs. 1 and 6), a
-union (eqs. 2 and 7). The backward recomputes both products, turns them into the gradient of the student's (eq. 8) and
-feeds the student's two gradient products.
+union (eqs. 2 and 7). A mixture of both distributions needs a second walk (eq. 9). The backward recomputes both
+products, turns them into the gradient of the student's (eqs. 8 and 10) and feeds the student's two gradient products.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax import _compat, _kl_math, _math, _xla_plan, _xla_tiles
-from lce_jax._kl_math import KLCoefficients, KLStatistics, Pair
+from lce_jax import _compat, _kl_math, _math, _statistics, _xla_plan, _xla_tiles
+from lce_jax._kl_math import KLCoefficients, KLStatistics, Mixture, MixtureCoefficients, MixtureSums, Pair
 from lce_jax._types import Case, Primals
 
 if TYPE_CHECKING:
@@ -76,16 +77,34 @@ class KLPlan:
 
 def statistics(plan: KLPlan, shard: Shard) -> KLStatistics:
     """Eqs. 1 and 6 of the whole shard, [T] each."""
+    empty = _kl_math.no_columns(plan.cases.student.num_tokens, plan.dtype)
+    return _by_tokens(plan, shard, functools.partial(_tokens_statistics, plan, shard), shard.tokens, empty)
+
+
+def mixture_sums(plan: KLPlan, shard: Shard, rows: Mixture) -> MixtureSums:
+    """Eq. 9 of the whole shard, [T] each."""
+    # The barrier keeps XLA from holding a tile of the walk before, to share it.
+    shard, rows = lax.optimization_barrier((shard, rows))
+    zeros = jnp.zeros((plan.cases.student.num_tokens,), plan.dtype)
+
+    def of_tokens(tokens: tuple[Pair[Tokens], Mixture]) -> MixtureSums:
+        return _tokens_mixture_sums(plan, shard, *tokens)
+
+    return _by_tokens(plan, shard, of_tokens, (shard.tokens, rows), MixtureSums(zeros, zeros))
+
+
+def _by_tokens[S](plan: KLPlan, shard: Shard, function: Callable[[Any], S], per_token: Any, empty: S) -> S:
+    """``function`` of one tile of tokens after another; ``empty`` has the shapes of the result."""
     num_tokens, (tile_t, _) = plan.cases.student.num_tokens, plan.tiles
     if tile_t == num_tokens:
-        return _tokens_statistics(plan, shard, shard.tokens)
+        return function(per_token)
 
-    def body(i: Array, stats: KLStatistics) -> KLStatistics:
+    def body(i: Array, found: S) -> S:
         start, _ = _xla_tiles.token_start(i, tile_t, num_tokens)
-        tile = _tokens_statistics(plan, shard, _slice(shard.tokens, start, tile_t))
-        return jax.tree.map(lambda all_, part: lax.dynamic_update_slice_in_dim(all_, part, start, 0), stats, tile)
+        tile = function(_slice(per_token, start, tile_t))
+        return jax.tree.map(lambda all_, part: lax.dynamic_update_slice_in_dim(all_, part, start, 0), found, tile)
 
-    empty = _compat.vary_like(_kl_math.no_columns(num_tokens, plan.dtype), shard)
+    empty = _compat.vary_like(empty, (shard, per_token))
     return lax.fori_loop(0, _xla_tiles.num_token_tiles(shard.num_rows, tile_t, num_tokens), body, empty)
 
 
@@ -103,7 +122,23 @@ def _tokens_statistics(plan: KLPlan, shard: Shard, tokens: Pair[Tokens]) -> KLSt
     return _xla_tiles.walk_vocabulary(plan.columns, plan.tiles[1], vocab_tile, running).finish()
 
 
-def gradients(plan: KLPlan, shard: Shard, rows: KLCoefficients) -> Primals:
+def _tokens_mixture_sums(plan: KLPlan, shard: Shard, tokens: Pair[Tokens], rows: Mixture) -> MixtureSums:
+    """Eq. 9 of some tokens, with what rounding has left out of the sums."""
+    scales = _scales(plan, tokens)
+
+    def vocab_tile(start: Any, size: int, running: tuple[MixtureSums, MixtureSums]) -> tuple[MixtureSums, MixtureSums]:
+        x = _x(plan, tokens, _columns(plan, shard, start, size)).ordered(plan.reverse)
+        tile = _kl_math.mixture_sums(x, scales, rows, _math.live_columns(start, size, shard.num_columns))
+        sums, lost = running
+        lost = jax.tree.map(lambda a, b, c: c + _statistics.rounded_away(a, b), sums, tile, lost)
+        return jax.tree.map(jnp.add, sums, tile), lost
+
+    zeros = jnp.zeros(rows.beta.shape, plan.dtype)
+    empty = _compat.vary_like((MixtureSums(zeros, zeros),) * 2, (tokens, shard, rows))
+    return jax.tree.map(jnp.add, *_xla_tiles.walk_vocabulary(plan.columns, plan.tiles[1], vocab_tile, empty))
+
+
+def gradients(plan: KLPlan, shard: Shard, rows: KLCoefficients | MixtureCoefficients) -> Primals:
     """The student's part of dhidden and its dbias, in its statistics' dtype, and its dweight in the weight's."""
     # As in `lce_jax.xla.gradients`: the barrier keeps XLA from sharing work and memory with the forward.
     shard, rows, zero = lax.optimization_barrier((shard, rows, jnp.float32(0)))
@@ -130,7 +165,12 @@ def gradients(plan: KLPlan, shard: Shard, rows: KLCoefficients) -> Primals:
 
 
 def _columns_gradients(
-    plan: KLPlan, shard: Shard, rows: KLCoefficients, start: Any, size: int, dhidden: Float[Array, "T H"]
+    plan: KLPlan,
+    shard: Shard,
+    rows: KLCoefficients | MixtureCoefficients,
+    start: Any,
+    size: int,
+    dhidden: Float[Array, "T H"],
 ) -> Primals:
     """``dhidden`` plus the part of some columns, and the gradients of these columns."""
     case, (tile_t, _) = plan.cases.student, plan.tiles
@@ -143,8 +183,7 @@ def _columns_gradients(
     def body(i: Array, carry: Primals) -> Primals:
         first, new = _xla_tiles.token_start(i, tile_t, case.num_tokens)
         tokens, own = _slice((shard.tokens, rows), first, tile_t)
-        keep = jnp.arange(tile_t, dtype=jnp.int32) >= new  # rows of two tiles count once
-        own = own._replace(of_p=jnp.where(keep, own.of_p, 0.0), of_q=jnp.where(keep, own.of_q, 0.0))
+        own = own.only(jnp.arange(tile_t, dtype=jnp.int32) >= new)  # rows of two tiles count once
         part = _tile_gradients(plan, tokens, heads, own, live, case.stat_dtype)
         dhidden = part.hidden + lax.dynamic_slice_in_dim(carry.hidden, first, tile_t)
         dhidden = lax.dynamic_update_slice_in_dim(carry.hidden, dhidden, first, 0)
@@ -159,14 +198,18 @@ def _tile_gradients(
     plan: KLPlan,
     tokens: Pair[Tokens],
     heads: Pair[Head],
-    rows: KLCoefficients,
+    rows: KLCoefficients | MixtureCoefficients,
     live: Bool[Array, "v"] | None,
     dweight_dtype: jnp.dtype,
 ) -> Primals:
-    """Eqs. 5 and 8 of one tile: recomputed logits, the gradient of the student's, and its products."""
+    """Eqs. 5 and 8 or 10 of one tile: recomputed logits, the gradient of the student's, and its products."""
     case, x = plan.cases.student, _x(plan, tokens, heads)
     options = case.options
-    d = _kl_math.dlogits(x.ordered(plan.reverse), _scales(plan, tokens), rows, plan.reverse)
+    both, scales = x.ordered(plan.reverse), _scales(plan, tokens)
+    if isinstance(rows, MixtureCoefficients):
+        d = _kl_math.mixture_dlogits(both, scales, rows)
+    else:
+        d = _kl_math.dlogits(both, scales, rows, plan.reverse)
     if options.logit_softcap is not None:
         d = d * (1.0 - x.student * x.student)
     d = (d if live is None else jnp.where(live[None, :], d, 0.0)).astype(case.stat_dtype)

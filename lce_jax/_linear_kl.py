@@ -27,7 +27,8 @@ def linear_kl(
     teacher_hidden: Float[Array, "*b G"],
     teacher_weight: Float[Array, "V G"],
     *,
-    direction: Literal["forward", "reverse"] = "forward",
+    direction: Literal["forward", "reverse", "jsd"] = "forward",
+    beta: float | Float[Array, ""] | None = None,
     where: Bool[Array, "*b"] | None = None,
     temperature: float | Float[Array, "..."] = 1.0,
     teacher_temperature: float | Float[Array, "..."] | Same = "same",
@@ -43,12 +44,13 @@ def linear_kl(
     bias: Float[Array, "V"] | None = None,
     teacher_bias: Float[Array, "V"] | None = None,
 ) -> Float[Array, "*b"]:
-    """Exact KL divergence of two heads over one whole vocabulary, per token, without storing the logits of either.
+    """Exact KL or JS divergence of two heads over one whole vocabulary, per token, without storing either's logits.
 
-    With the teacher's probabilities p and the student's q, ``"forward"`` is ``KL(p ‖ q) = Σ p (ln p - ln q)`` and
-    ``"reverse"`` ``KL(q ‖ p) = Σ q (ln q - ln p)``. Differentiable, once, in the student's ``hidden``, ``weight`` and
-    ``bias``; the teacher has no gradient. At a temperature τ, multiply by τ² to keep the size of the gradients. If
-    only a teacher's top k is at hand, see `lce_jax.losses.distillation_loss`.
+    With the teacher's probabilities p and the student's q, ``"forward"`` is ``KL(p ‖ q) = Σ p (ln p - ln q)``,
+    ``"reverse"`` ``KL(q ‖ p) = Σ q (ln q - ln p)``, and ``"jsd"`` ``β KL(p ‖ m) + (1 - β) KL(q ‖ m)`` with
+    ``m = β p + (1 - β) q``, the generalised Jensen-Shannon divergence. Differentiable, once, in the student's
+    ``hidden``, ``weight`` and ``bias``; the teacher has no gradient. At a temperature τ, multiply by τ² to keep the
+    size of the gradients. If only a teacher's top k is at hand, see `lce_jax.losses.distillation_loss`.
 
     Args:
         hidden: ``[..., H]`` hidden states; any leading shape, also an empty one. bfloat16, float16, float32 or
@@ -57,7 +59,10 @@ def linear_kl(
         teacher_hidden: ``[..., G]`` the teacher's hidden states at the same tokens, of any size G and dtype.
         teacher_weight: ``[V, G]`` the teacher's head, over the same vocabulary.
         direction: "forward" spreads the student over all that the teacher does; "reverse" keeps it away from what the
-            teacher does not do.
+            teacher does not do; "jsd" lies between them.
+        beta: the teacher's weight β in (0, 1) in "jsd": a number, or an array of shape (), which may be traced. As β
+            approaches 0, the gradient approaches β times that of the forward KL; as it approaches 1, 1 - β times that
+            of the reverse KL. None: 0.5.
         where: ``[...]`` bool, the rows that count. The others are exactly 0 in outputs and gradients, whatever they
             hold, and cost no work. None: every row counts.
         temperature: divides the float32 logits: a positive number, or an array that broadcasts to ``[...]`` (one value
@@ -94,14 +99,15 @@ def linear_kl(
 
     Memory:
         A tile of both models' logits, together at most 16 MiB on a CPU and 128 MiB elsewhere, and their exponentials.
-        In the backward also ``dhidden`` in float32. Five numbers per token are kept between the passes. On an H200 in
-        bfloat16, at 4096 tokens, hidden sizes of 4096 and a vocabulary of 151,936, forward and backward hold 224 MiB;
-        with stored logits 7.0 GiB.
+        In the backward also ``dhidden`` in float32. Five numbers per token are kept between the passes,
+        seven of "jsd". On an H200 in bfloat16, at 4096 tokens, hidden sizes of 4096 and a vocabulary of 151,936,
+        forward and backward of a KL hold 224 MiB; with stored logits 7.0 GiB.
 
     Numerics:
         Every sum and exponential is float32, and each gradient is rounded once. The backward recomputes the logits, so
-        that forward and backward are four products with the student's head and two with the teacher's. Equal heads
-        have a divergence and a gradient of 0 within rounding.
+        that forward and backward are four products with the student's head and two with the teacher's; "jsd", whose
+        mixture needs both normalisers first, takes five and three. Equal heads have a divergence and a gradient of 0
+        within rounding.
 
     Sharding:
         Over Explicit axes the operands' types say how the call is split. Over Auto axes XLA is not told: call
@@ -121,9 +127,12 @@ def linear_kl(
 
     References:
         Hinton et al., "Distilling the Knowledge in a Neural Network" (2015), for the forward KL; Gu et al., "MiniLLM:
-        Knowledge Distillation of Large Language Models" (2024), for the reverse one.
+        Knowledge Distillation of Large Language Models" (2024), for the reverse one; Agarwal et al., "On-Policy
+        Distillation of Language Models: Learning from Self-Generated Mistakes" (2024), eq. 1, for the generalised JSD,
+        which TRL's ``GKDTrainer`` minimises with its own ``beta``.
     """
     given: KLOptions = {
+        "beta": beta,
         "temperature": temperature,
         "teacher_temperature": teacher_temperature,
         "logit_softcap": logit_softcap,
@@ -160,7 +169,7 @@ def sharded_linear_kl(
     vocab_axis: Axes = "tensor",
     batch_axes: Axes = None,
     sequence_axis: Axes = None,
-    direction: Literal["forward", "reverse"] = "forward",
+    direction: Literal["forward", "reverse", "jsd"] = "forward",
     where: Bool[Array, "*b"] | None = None,
     **options: Unpack[KLOptions],
 ) -> Float[Array, "*b"]:
@@ -184,10 +193,10 @@ def sharded_linear_kl(
             parallelism), hidden states are all-gathered over ``vocab_axis`` forward and their gradient is
             reduce-scattered backward. None: the sequence is not split.
         direction: "forward" spreads the student over all that the teacher does; "reverse" keeps it away from what the
-            teacher does not do.
+            teacher does not do; "jsd" lies between them.
         where: ``[...]`` bool, the rows that count. The others are exactly 0 in outputs and gradients, whatever they
             hold, and cost no work. None: every row counts.
-        **options: ``temperature``, ``teacher_temperature``, ``logit_softcap``, ``teacher_logit_softcap``,
+        **options: ``beta``, ``temperature``, ``teacher_temperature``, ``logit_softcap``, ``teacher_logit_softcap``,
             ``logit_scale``, ``teacher_logit_scale``, ``vocab_size``, ``weight_layout``, ``teacher_weight_layout``,
             ``precision``, ``bias`` and ``teacher_bias``, as in `linear_kl`.
 

@@ -41,8 +41,15 @@ Of two heads over one vocabulary, with probabilities p and q, and m, k, u, s and
     (8)  gradient in the student's logits, if it is q (forward):  dz = g (q - p)
                                            if it is p (reverse):  dz = g p (u_p - u_q - c / s_p)
 
+and of the mixture m = β p + (1 - β) q of a teacher's p and its student's q, with d = ln p - ln q:
+
+    (9)  generalised Jensen-Shannon:      t = ln(q / m) = -ln(1 - β + β e^d),   a = KL(p ‖ m) = Σ p (d + t),
+                                          b = KL(q ‖ m) = Σ q t,   JSD = β a + (1 - β) b
+    (10) gradient in the student's logits:                            dz = g (1 - β) q (t - b)
+
 (6) holds because ln p = u_p - ln s_p, and likewise for q. Neither maximum is in it, so it does not matter how far the
-logits of one model lie from those of the other.
+logits of one model lie from those of the other. (9) needs both normalisers first, so it is a
+second pass over the vocabulary.
 """
 
 from __future__ import annotations

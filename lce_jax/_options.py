@@ -172,6 +172,22 @@ def number_or_scalar(name: str, value: Any, check: Callable[[str, Any], float]) 
     return value
 
 
+def teachers_weight(beta: Any, argument: str, chosen: str, ends: tuple[str, str]) -> Any:
+    """The β of a generalised JSD, by default 0.5; None if ``chosen`` is another divergence. 0 and 1 are ``ends``."""
+    if chosen != "jsd":
+        if beta is not None:
+            raise ValueError(f'beta={beta!r} is a weight of {argument}="jsd", {argument} is "{chosen}"')
+        return None
+
+    def inside(name: str, value: Any) -> float:
+        value = scalars.number(name, value)
+        if not 0 < value < 1:
+            raise ValueError(f'{name} must lie in (0, 1), got {value}: {argument}="{ends[0]}" is 0, "{ends[1]}" is 1')
+        return value
+
+    return number_or_scalar("beta", 0.5 if beta is None else beta, inside)
+
+
 def _axis_name(axis_name: Any) -> Any:
     if axis_name is None or isinstance(axis_name, str):
         return axis_name

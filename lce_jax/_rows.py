@@ -30,6 +30,7 @@ class Rows(NamedTuple):
     logit_scale: Float[Array, "*b"] | None = None  # if it or the softcap is an array; else the options have both
     logit_softcap: Float[Array, "*b"] | None = None
     candidates: Int[Array, "*b K"] | None = None  # int32 global ids, -1 for none and out of vocabulary
+    beta: Float[Array, "*b"] | None = None  # of `lce_jax.linear_kl`: the teacher's weight in a mixture of both models
     num_rows: Int[Array, ""] | None = None  # instead of ``where``: how many rows count, from the first on
 
     @property
@@ -84,11 +85,13 @@ def _of_arrays(
     """Jitted: outside ``jit`` each number in an expression is a transfer, which ``jax.transfer_guard`` may forbid."""
     ids = (labels, candidates)
     labels, candidates = jax.tree.map(lambda x: jnp.where((x >= 0) & (x < vocab_size), x, -1), ids)
-    temperature, scale, softcap = (None if x is None else _per_token(x, labels.shape, dtype) for x in factors)
+    temperature, scale, softcap = (None if x is None else per_token(x, labels.shape, dtype) for x in factors)
     return Rows(labels, where, temperature, scale, softcap, candidates)
 
 
-def _per_token(value: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+@functools.partial(jax.jit, static_argnums=(1, 2), inline=True)
+def per_token(value: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+    """A factor as one number per token, without a gradient."""
     return jnp.broadcast_to(lax.stop_gradient(value).astype(dtype), shape)
 
 

@@ -41,18 +41,24 @@ EVERYTHING = call(
     logit_softcap=4.0, teacher_logit_softcap=None, logit_scale=-1.3, teacher_logit_scale=0.7, teacher_temperature=1.7,
     weight_layout="hv", teacher_weight_layout="vh", spread=2.0, direction="reverse",
 )  # fmt: skip
+AS_JSD = (*EVERYTHING.options[:-1], ("direction", "jsd"), ("beta", 0.3))
+MIXED = EVERYTHING._replace(name="everything, jsd", options=AS_JSD)
 CALLS = [
     call("forward"),
     call("reverse", direction="reverse"),
     call("ragged", leading=(23,), H=31, G=17, V=1097, where=True, temperature=True),
     call("ragged, reverse", leading=(3, 5), H=31, V=1097, spread=4.0, direction="reverse", teacher_temperature=0.5),
     call("one column", leading=(), V=1),
+    call("jsd", direction="jsd"),
+    call("ragged jsd", leading=(23,), H=31, G=17, V=1097, where=True, temperature=True, direction="jsd", beta=0.1),
+    call("bfloat16 jsd", leading=(64,), H=128, V=512, dtypes=("bfloat16",) * 4, direction="jsd", beta=0.9, spread=4.0),
     call("the same cap and scale", logit_softcap=3.0, logit_scale=0.5, vocab_size=97),
     call("bfloat16", leading=(64,), H=128, V=512, dtypes=("bfloat16",) * 4),
     call("mixed", leading=(64,), H=128, V=512, dtypes=("float32", "bfloat16", "bfloat16", "float32"), where=True),
     call("float16, reverse", leading=(64,), H=128, V=512, dtypes=("float16",) * 4, direction="reverse"),
     EVERYTHING,
     EVERYTHING._replace(name="everything, forward", options=(*EVERYTHING.options[:-1], ("direction", "forward"))),
+    MIXED,
 ]  # fmt: skip
 
 
@@ -110,6 +116,12 @@ def expected(drawn: Drawn) -> Expected:
     seed = np.where(live, np.asarray(drawn.seed, np.float64), 0)[..., None]
     if options.get("direction", "forward") == "forward":
         kl, dz = (p * (log_p - log_q)).sum(-1), q - p
+    elif options["direction"] == "jsd":
+        beta = np.float64(options.get("beta", 0.5))
+        log_m = np.logaddexp(log_p + np.log(beta), log_q + np.log(1 - beta))
+        of_q = (q * (log_q - log_m)).sum(-1)
+        kl = beta * (p * (log_p - log_m)).sum(-1) + (1 - beta) * of_q
+        dz = (1 - beta) * q * (log_q - log_m - of_q[..., None])
     else:
         kl = (q * (log_q - log_p)).sum(-1)
         dz = q * (log_q - log_p - kl[..., None])

@@ -23,6 +23,7 @@ PADDED = call(
     "padded", leading=(4, 8), H=16, G=24, V=128, vocab_size=50, where=True, temperature=True, bias=True,
     teacher_logit_softcap=4.0, weight_layout="hv", teacher_weight_layout="vh", direction="reverse",
 )  # fmt: skip
+MIXED = PADDED._replace(name="padded, jsd", options=(*PADDED.options[:-1], ("direction", "jsd"), ("beta", 0.3)))
 
 
 def mesh_of(shape: tuple[int, int], kind: AxisType = AxisType.Auto) -> jax.sharding.Mesh:
@@ -42,6 +43,7 @@ def assert_right(got: Any, want: kl_cases.Expected) -> None:
         (PLAIN, (1, 4), {}),
         (PADDED, (2, 4), {"batch_axes": "data"}),
         (PADDED, (2, 2), {"batch_axes": "data", "sequence_axis": "tensor"}),
+        (MIXED, (2, 4), {"batch_axes": "data", "sequence_axis": "tensor"}),
         (PLAIN, (2, 2), {"vocab_axis": None, "batch_axes": "data", "sequence_axis": "tensor"}),
     ],
     ids=str,
@@ -53,10 +55,11 @@ def test_from_outside(test: kl_cases.Call, shape: tuple[int, int], axes: dict[st
     assert_right(got, expected(drawn))
 
 
-@pytest.mark.parametrize("shards", [2, 4])
-def test_every_shard_holds_the_same_bits(shards: int) -> None:
+@pytest.mark.parametrize(("shards", "direction"), [(2, "forward"), (4, "jsd")])
+def test_every_shard_holds_the_same_bits(shards: int, direction: str) -> None:
     """Without ``check_vma``, where the cotangent of each shard's copy is its own."""
-    drawn, mesh = draw(PLAIN._replace(leading=(24,))), mesh_of((1, shards))
+    test = PLAIN._replace(leading=(24,), options=(("direction", direction),))
+    drawn, mesh = draw(test), mesh_of((1, shards))
 
     def mapped(*operands: Any, **options: Any) -> Any:
         def body(*operands: Any) -> Any:
@@ -66,7 +69,7 @@ def test_every_shard_holds_the_same_bits(shards: int) -> None:
         run = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=P("tensor"), check_vma=False)
         return run(*operands)
 
-    kl = jax.jit(mapped)(*drawn.student, *drawn.teacher)
+    kl = jax.jit(lambda *operands: mapped(*operands, **drawn.options))(*drawn.student, *drawn.teacher)
     assert all(np.array_equal(kl[0], kl[i]) for i in range(shards))
     assert_right(evaluate(drawn, lambda *operands, **options: mapped(*operands, **options)[0]), expected(drawn))
 

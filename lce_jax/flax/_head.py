@@ -47,7 +47,8 @@ class SharedOptions(TopKOptions, total=False):
 class KLOptions(TypedDict, total=False):
     """What a call of ``kl`` may set; the other options of `lce_jax.linear_kl` belong to the two heads."""
 
-    direction: Literal["forward", "reverse"]
+    direction: Literal["forward", "reverse", "jsd"]
+    beta: float | Float[Array, ""] | None
     where: Bool[Array, "*b"] | None
     temperature: float | Float[Array, "..."]
     teacher_temperature: float | Float[Array, "..."] | Literal["same"]
