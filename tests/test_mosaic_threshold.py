@@ -18,7 +18,7 @@ from lce_jax import _math, mosaic
 from lce_jax._types import Operands, RowCoefficients
 from lce_jax.mosaic import _generations, sm90
 from lce_jax.mosaic._pallas import interpreting, plgpu
-from lce_jax.mosaic._worklist import RowLists, Worklist
+from lce_jax.mosaic._worklist import Batch, Batches, Worklist
 from lce_jax.mosaic.sm90._tuning import BY_KERNEL, SHORT, Tunings
 from tests.mosaic_interpreter import add_stores, races_found
 from tests.test_mosaic_interpret import Call, call, case_of, draw, traced
@@ -209,19 +209,23 @@ def test_lists_hold_every_live_tile_once() -> None:
         assert entries == {(tile, block) for tile, block in np.argwhere(live)}
         for rank in range(9):
             assert np.all(np.asarray(work.tiles)[first[rank] : first[rank + 1]] == order[rank])
-        start, seen = 0, []
-        while start < 9:
-            stop = int(work.stop(start, 6))
-            assert stop > start
-            assert first[stop] - first[start] <= 6
-            lists = RowLists.of(work, start, stop)
-            assert np.all(np.diff(lists.counts) <= 0)
-            for block, begin, count in zip(*map(np.asarray, lists), strict=True):
+        seen, stop = [], 0
+        scalars, lists = jax.jit(lambda work: Batches.of(work, 12, 2, 77))(work)  # noqa: B023
+        for fields, *of_rows in zip(np.asarray(scalars), *map(np.asarray, lists), strict=True):
+            batch = Batch.unpack(fields)
+            assert batch.rank == stop
+            stop = batch.rank + batch.num_ranks
+            assert (batch.entry, batch.entry + batch.num_entries) == (first[batch.rank], first[stop])
+            assert batch.num_entries <= 12
+            assert batch.num_columns == 77
+            assert np.all(np.diff(of_rows[2]) <= 0)
+            assert batch.num_row_blocks == np.sum(of_rows[2] > 0)
+            for block, begin, count in zip(*of_rows, strict=True):
                 for place in range(begin, begin + count):
                     entry = int(work.by_row[place])
-                    assert first[start] <= entry < first[stop]
+                    assert batch.entry <= entry < first[stop]
                     assert int(work.row_blocks[entry]) == block
                     seen.append((int(work.tile_by_row[place]), int(block)))
-            start = stop
+        assert stop == 9
         keeps = live if contracted is None else live & np.asarray(contracted)[:, None]
         assert sorted(seen) == [(tile, block) for tile, block in np.argwhere(keeps)]

@@ -54,7 +54,7 @@ def live_slots(case: Case, shape: Geometry, budget: Budget, group: int) -> int:
     of_tile = -(-shape.row_blocks // group) * group
     slot_bytes = shape.row_block * shape.tile * case.dtype.itemsize
     for_dlogits = budget.temporary_bytes - math.prod(_dhidden.sums_shape(case, shape)) * 4
-    least = _least_tiles(shape, budget, of_tile * slot_bytes) * of_tile
+    least = max(_least_tiles(shape, budget, of_tile * slot_bytes), 2) * of_tile
     most = max(for_dlogits // slot_bytes, least)
     cores = case.device.core_count
     return min(of_tile * shape.num_tiles, max(most // cores * cores, least))

@@ -3,8 +3,9 @@
     live tiles ─ lists ─▶ as many vocabulary tiles as fit the slots ─ dlogits ─ dhidden, dweight
                                the next ones …
 
-How many batches there are is known at run time only. Columns that the kernels leave out go through plain XLA, which
-computes all of them: those after the last grain, and the tile where padding begins.
+How many batches hold anything is known at run time only; the kernels of the others end at once. Columns that the
+kernels leave out go through plain XLA, which computes all of them: those after the last grain, and the tile where
+padding begins.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from lce_jax._types import Case, Operands, RowCoefficients
 from lce_jax.mosaic import _chunks, _dhidden, _mean, _operands, _remainder
 from lce_jax.mosaic._call import Call
 from lce_jax.mosaic._kernel_set import KernelSet
-from lce_jax.mosaic._worklist import Batch, RowLists, Worklist
+from lce_jax.mosaic._worklist import Batches, Worklist
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float
@@ -64,18 +65,16 @@ def _walk(call: Call, rows: RowCoefficients, work: Worklist, sums: Any, dweight:
     factors = _operands.row_factors(rows, shape.padded_tokens)
     slots = _chunks.live_slots(case, shape, kernels.budget, kernels.live_group(case))
 
-    @jax.named_scope("batch")
-    def step(carry: Any) -> Any:
-        rank, sums, dweight = carry
-        stop = work.stop(rank, slots)
-        entry = work.first[rank]
-        batch = Batch(rank, stop - rank, entry, work.first[stop] - entry, prepared.num_columns).pack()
-        d = kernels.live_dlogits(prepared, prepared.weight, case, factors, work, batch, slots)
-        lists = RowLists.of(work, rank, stop)
-        sums = kernels.update_live_dhidden(sums, d, prepared.weight, case, work, lists, batch)
-        dweight = kernels.write_live_dweight(dweight, d, prepared.hidden, case, work, batch, adds)
-        return stop, sums, dweight
+    group = kernels.live_group(case)
+    with jax.named_scope("worklist"):
+        batches = Batches.of(work, slots, group, prepared.num_columns)
 
-    start = _compat.vary_like(jnp.int32(0), work)
-    _, sums, dweight = lax.while_loop(lambda carry: carry[0] < shape.num_tiles, step, (start, sums, dweight))
-    return sums, dweight
+    @jax.named_scope("batch")
+    def step(i: Any, carry: Any) -> Any:
+        sums, dweight = carry
+        batch, lists = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False), batches)
+        d = kernels.live_dlogits(prepared, prepared.weight, case, factors, work, batch, slots)
+        sums = kernels.update_live_dhidden(sums, d, prepared.weight, case, work, lists, batch)
+        return sums, kernels.write_live_dweight(dweight, d, prepared.hidden, case, work, batch, adds)
+
+    return lax.fori_loop(0, batches.scalars.shape[0], step, (sums, dweight))

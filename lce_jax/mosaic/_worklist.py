@@ -76,10 +76,6 @@ class Worklist(NamedTuple):
             before=before,
         )
 
-    def stop(self, rank: Any, slots: int) -> Int[Array, ""]:
-        """The rank after the last one that fits ``slots`` together with all from ``rank`` on."""
-        return jnp.sum(self.first <= self.first[rank] + slots, dtype=jnp.int32) - 1
-
 
 class Batch(NamedTuple):
     """A range of ranks, whose dlogits exist at the same time. All are numbers that are known at run time."""
@@ -88,11 +84,8 @@ class Batch(NamedTuple):
     num_ranks: Any
     entry: Any  # the first
     num_entries: Any
+    num_row_blocks: Any  # those with an entry that dhidden contracts
     num_columns: Any  # live columns of the shard
-
-    def pack(self) -> Int[Array, "fields"]:
-        """As a kernel takes it."""
-        return jnp.stack([jnp.asarray(field, jnp.int32) for field in self])
 
     @classmethod
     def unpack(cls, scalars: Any) -> Batch:
@@ -107,12 +100,38 @@ class RowLists(NamedTuple):
     first: Int[Array, "blocks"]  # in `Worklist.by_row`
     counts: Int[Array, "blocks"]
 
+
+class Batches(NamedTuple):
+    """All batches of a shard, in turn.
+
+    As many as any live tiles may need, so that no loop over them waits for the device to say how many there are. Those
+    at the end may be empty.
+    """
+
+    scalars: Int[Array, "batches fields"]  # a `Batch` each
+    rows: RowLists  # [batches, blocks]
+
     @classmethod
-    def of(cls, work: Worklist, rank: Any, stop: Any) -> RowLists:
-        """Of the ranks from ``rank`` to ``stop``."""
-        counts = work.before[stop] - work.before[rank]
-        order = jnp.argsort(-counts, stable=True).astype(jnp.int32)
-        return cls(order, (work.row_first + work.before[rank])[order], counts[order])
+    def of(cls, work: Worklist, slots: int, group: int, num_columns: Any) -> Batches:
+        """Batches of at most ``slots`` entries, at least those of one full vocabulary tile."""
+        num_tiles, size = work.order.shape[0], work.row_blocks.shape[0]
+        # A vocabulary tile belongs to the batch in whose share it begins, and reaches beyond it.
+        share = size if size <= slots else slots - size // num_tiles + group
+        starts = jnp.arange(-(-size // share) + 1, dtype=jnp.int32) * share
+        ranks = jnp.sum(work.first[None, :-1] < starts[:, None], axis=1, dtype=jnp.int32)
+        entries, before = work.first[ranks], work.before[ranks]
+        counts = before[1:] - before[:-1]
+        order = jnp.argsort(-counts, axis=1, stable=True).astype(jnp.int32)
+        first, counts = (jnp.take_along_axis(x, order, axis=1) for x in (work.row_first + before[:-1], counts))
+        fields = Batch(
+            ranks[:-1],
+            ranks[1:] - ranks[:-1],
+            entries[:-1],
+            entries[1:] - entries[:-1],
+            jnp.sum(counts > 0, axis=1, dtype=jnp.int32),
+            jnp.broadcast_to(jnp.asarray(num_columns, jnp.int32), entries[1:].shape),
+        )
+        return cls(jnp.stack(fields, axis=1), RowLists(order, first, counts))
 
 
 def _sums_before(x: Int[Array, "n"]) -> Int[Array, "n+1"]:

@@ -63,12 +63,11 @@ def _dhidden_kernel(
     batch, tile_k, cluster = Batch.unpack(scalars), matmul.tuning.tile_k, matmul.tuning.cluster
     splits, _, hidden_size = output.shape
     steps_of_tile, columns = TILE_N // tile_k, hidden_size // TILE_N // cluster  # clusters lie side by side
-    groups = row_blocks.shape[0]
+    groups = batch.num_row_blocks
 
     def visit_all(visit: Visit) -> Any:
         def tile(info: Any, carry: Any) -> Any:
-            split = lax.div(info.index[0], jnp.int32(groups * columns))
-            index = lax.rem(info.index[0], jnp.int32(groups * columns))
+            split, index = lax.div(info.index[0], groups * columns), lax.rem(info.index[0], groups * columns)
             group, column = _pipeline.snake_index(matmul.tuning, index, groups, columns)
             column = column * cluster + lax.axis_index("cluster")
             start, per_split = first[group], lax.div(counts[group] + (splits - 1), jnp.int32(splits))
@@ -84,8 +83,7 @@ def _dhidden_kernel(
             before = split * per_split * steps_of_tile
             return visit(Tile(row, column * TILE_N, steps, before, split=split, locate=locate), carry)
 
-        area = groups * columns * splits
-        return plgpu.nd_loop((jnp.int32(area),), collective_axes="sm", init_carry=jnp.int32(0))(tile)
+        return plgpu.nd_loop((groups * columns * splits,), collective_axes="sm", init_carry=jnp.int32(0))(tile)
 
     def consume(tile: Tile, multiply: Any, slots: Any) -> None:
         # No other tile of this launch adds to the same elements, so two runs are bitwise equal.
