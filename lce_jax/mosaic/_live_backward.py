@@ -63,9 +63,8 @@ def _walk(call: Call, rows: RowCoefficients, work: Worklist, sums: Any, dweight:
     """Both gradients with all live tiles in them, a batch at a time."""
     case, shape, kernels, prepared = call.case, call.shape, call.kernels, call.prepared
     factors = _operands.row_factors(rows, shape.padded_tokens)
-    slots = _chunks.live_slots(case, shape, kernels.budget, kernels.live_group(case))
-
     group = kernels.live_group(case)
+    slots = _chunks.live_slots(case, shape, kernels.budget, group)
     with jax.named_scope("worklist"):
         batches = Batches.of(work, slots, group, prepared.num_columns)
 
