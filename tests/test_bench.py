@@ -168,7 +168,7 @@ def test_text_like_data_has_a_row_with_a_threshold():
     assert all(row.errors[name] == exact.errors[name] for name in problem.GRADIENTS)
     shown = [column.header for column in report.table(measured).columns]
     assert shown[-4:] == ["skipped", "dropped", "off dhidden", "off dweight"]
-    without = measured.row("ours threshold, no entropy", shapes.BOTH)
+    without = measured.row("ours threshold without entropy", shapes.BOTH)
     assert without.objective == "logprob"
     assert set(without.errors) == {"logprobs", *problem.GRADIENTS}
     drawn = text.text_problem(shape, jnp.float32)

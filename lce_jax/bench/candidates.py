@@ -120,13 +120,14 @@ def in_forward(problem: Problem, label: str, implementation: str | tuple[str, ..
 def _over_threshold(problem: Problem, name: str, threshold: float, **options: Any) -> list[Candidate]:
     """With entropy and, as Cut Cross-Entropy computes it, without.
 
-    What is left out moves the gradients by half a per cent at 2^-12: they may lie 2^-6 off.
+    At 2^-12 what is left out moves dhidden by 0.9 % without entropy. An entropy of the same weight in the objective
+    makes it 6.6 %, because p |ln p| of many small probabilities adds up. (An entropy bonus has a weight of 0.01.)
     """
     function = _ours(linear_logprobs, gradient_threshold=threshold, **options)
     label = f"{name}, gradient_threshold {threshold:.2g}"
-    row = dataclasses.replace(_both(problem, "ours threshold", label, function), gradient_slack=2.0**-6)
+    row = dataclasses.replace(_both(problem, "ours threshold", label, function), gradient_slack=2.0**-3)
     function = _ours(linear_logprobs, gradient_threshold=threshold, entropy=False, **options)
-    without = _both(problem, "ours threshold, no entropy", f"{label}, no entropy", function)
+    without = _both(problem, "ours threshold without entropy", f"{label}, no entropy", function)
     return [row, dataclasses.replace(without, objective="logprob", gradient_slack=2.0**-6)]
 
 
