@@ -30,8 +30,7 @@ def calls(mesh: jax.sharding.Mesh, **options: Any) -> dict[str, tuple[Callable[.
         return total
 
     def in_forward(hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> Any:
-        total, out = linear_loss(lambda logprob, entropy, lse: -logprob - 0.1 * entropy, hidden, weight, labels,
-                                 **options)  # fmt: skip
+        total, out = linear_loss(lambda logp, entropy, _: -logp - 0.1 * entropy, hidden, weight, labels, **options)
         return total, out[:3]
 
     axis = mesh.axis_names[0]

@@ -210,7 +210,7 @@ def test_lists_hold_every_live_tile_once() -> None:
         for rank in range(9):
             assert np.all(np.asarray(work.tiles)[first[rank] : first[rank + 1]] == order[rank])
         seen, stop = [], 0
-        scalars, lists = jax.jit(lambda work: Batches.of(work, 12, 2, 77))(work)  # noqa: B023
+        scalars, lists = jax.jit(lambda work: Batches.of(work, 12, 2, 77))(work)
         for fields, *of_rows in zip(np.asarray(scalars), *map(np.asarray, lists), strict=True):
             batch = Batch.unpack(fields)
             assert batch.rank == stop
