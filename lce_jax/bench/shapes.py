@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 from collections.abc import Iterable, Sequence
 
 from lce_jax._models import Head, model_head
@@ -44,6 +45,11 @@ GPU_SHAPES = (
     (512, 4096, 151936),
 )
 MODEL_TOKENS = {"cpu": 2048, "gpu": 8192}
+
+
+def matches(key: str, patterns: Iterable[str]) -> bool:
+    """Whether a candidate's key matches one of ``patterns``, as file names match."""
+    return any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns)
 
 
 def select(
