@@ -96,16 +96,16 @@ def test_peers_can_be_left_out():
     assert measured.row("ours", shapes.BOTH)
     assert measured.row("ours", shapes.TOPK).errors["logprobs of the most likely"] < 1e-6
     assert measured.ratio(measured.row("ours", shapes.TOPK), "materialised", shapes.TOPK)
-    assert not measured.left_out
+    assert set(measured.left_out) == {"Apple CCE"}  # which needs a GPU
 
 
 def test_rows_can_be_chosen():
-    wanted = command.parser().parse_args(["--rows", "materialised by hand"]).rows
+    wanted = command.parser().parse_args(["--rows", "materialised by hand", "Apple CCE"]).rows
     measured = run.measure(shapes.Shape(8, Head(16, 64)), jnp.dtype("float32"), None, 1, wanted=wanted)
     found = [(row.key, row.direction) for row in measured.rows]
     assert sorted(found) == sorted([("gemm", "gemm"), ("ours", shapes.FORWARD), ("ours", shapes.BOTH),
                                     ("materialised by hand", shapes.BOTH)])  # fmt: skip
-    assert not measured.left_out
+    assert set(measured.left_out) == {"Apple CCE"}  # which needs a GPU
 
 
 @pytest.mark.parametrize("vocab_size", [520, 521])
@@ -117,7 +117,7 @@ def test_the_vocabulary_split_over_devices(vocab_size):
         return
     assert measured.row("ours split", shapes.FORWARD)
     assert measured.row("ours split", shapes.BOTH).errors["dweight"] < 1e-6
-    assert not measured.left_out
+    assert set(measured.left_out) == {"Apple CCE"}  # which needs a GPU
 
 
 def test_a_split_that_cannot_be_timed_is_a_failure(tmp_path):

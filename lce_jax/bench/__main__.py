@@ -39,8 +39,9 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--devices", type=_positive, default=1, help="also time the vocabulary split over this many")
     data = "random logits, or such as a language model has, and then a gradient threshold too (default: random)"
     out.add_argument("--data", choices=("random", "text"), default="random", help=data)
-    rows = f"only these beside this package's own and the bare product: some of {', '.join(shapes.ROWS)}"
-    out.add_argument("--rows", nargs="+", choices=shapes.ROWS, metavar="ROW", help=f"{rows} (default: all, and peers)")
+    known = (*shapes.ROWS, *shapes.PEERS)
+    rows = f"only these beside this package's own and the bare product: some of {', '.join(known)} (default: all)"
+    out.add_argument("--rows", nargs="+", choices=known, metavar="ROW", help=rows)
     out.add_argument("--no-peers", action="store_true", help="leave out what PyTorch computes")
     sweep = (
         f"time the tiles of the Hopper kernels instead, all or some of {', '.join(shapes.KERNELS)}; needs such a GPU"

@@ -10,12 +10,13 @@ one scalar on that sum. They do less work than the other rows, and their labels 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from lce_jax.bench import shapes
 from lce_jax.bench.candidates import Candidate
 from lce_jax.bench.measure import Run
 from lce_jax.bench.problem import Objective, Problem, cotangents
@@ -138,25 +139,21 @@ def quack(shape: Shape) -> Peer | str:
     return Peer("QuACK chunked linear CE, loss only", "sum of logprobs", function)
 
 
-PEERS: dict[str, Callable[[Shape], Peer | str]] = {
-    "torch.compile": torch_compile,
-    "torch F.linear_cross_entropy": torch_linear_cross_entropy,
-    "Liger scaled cross entropy": liger_scaled,
-    "Liger fused linear CE": liger_cross_entropy,
-    "Apple CCE": apple,
-    "Apple CCE exact": apple_exact,
-    "QuACK": quack,
-}
+BUILDERS = (
+    torch_compile, torch_linear_cross_entropy, liger_scaled, liger_cross_entropy, apple, apple_exact, quack,
+)  # fmt: skip
+PEERS: dict[str, Callable[[Shape], Peer | str]] = dict(zip(shapes.PEERS, BUILDERS, strict=True))
 
 
-def peer_candidates(problem: Problem) -> tuple[list[Candidate], dict[str, str]]:
-    """The rows of every peer that can run here, and why the others cannot."""
+def peer_candidates(problem: Problem, wanted: Sequence[str] | None = None) -> tuple[list[Candidate], dict[str, str]]:
+    """The rows of every peer that can run here, and why the others cannot. ``wanted`` are their keys; None: all."""
     reason = _no_torch_gpu()
+    chosen = {key: build for key, build in PEERS.items() if wanted is None or key in wanted}
     if reason is not None:
-        return [], dict.fromkeys(PEERS, reason)
+        return [], dict.fromkeys(chosen, reason)
     rows: list[Candidate] = []
     skipped: dict[str, str] = {}
-    for key, build in PEERS.items():
+    for key, build in chosen.items():
         try:
             peer = build(problem.shape)
         except ImportError as missing:

@@ -85,11 +85,11 @@ def measure(
 ) -> Measurement:
     """Everything about one shape; with ``text``, on data like a language model's, and with a threshold too.
 
-    ``wanted`` are the rows, of `shapes.ROWS`, to time beside "ours" and the bare product; None: all.
+    ``wanted`` are the rows, of `shapes.ROWS` and `shapes.PEERS`, to time beside "ours" and the bare product; None: all.
     """
     report(f"{shape}: drawing operands")
     problem = text_problem(shape, dtype) if text else random_problem(shape, dtype)
-    peers, left_out = peer_candidates(problem) if with_peers and wanted is None else ([], {})
+    peers, left_out = peer_candidates(problem, wanted) if with_peers else ([], {})
     ours = jax_candidates(problem, implementation, devices, THRESHOLD if text else 0.0)
     candidates = [one for one in ours + topk_candidates(problem) + peers if _is_wanted(one, wanted)]
     runs, errors, refused = admit(candidates, problem, report)

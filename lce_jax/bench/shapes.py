@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
 from collections.abc import Iterable, Sequence
 
 from lce_jax._models import Head, model_head
@@ -32,6 +31,10 @@ ROWS = (
     "ours half cache", "ours full cache", "ours in forward", "ours threshold",
     "chunked", "materialised", "materialised by hand", TOPK,
 )  # fmt: skip
+PEERS = (
+    "torch.compile", "torch F.linear_cross_entropy", "Liger scaled cross entropy", "Liger fused linear CE",
+    "Apple CCE", "Apple CCE exact", "QuACK",
+)  # fmt: skip
 # The Hopper kernels, and the direction whose time decides the tiles of each.
 KERNELS = {"forward": FORWARD, "dlogits": BOTH, "dhidden": BOTH, "dweight": BOTH}
 
@@ -45,11 +48,6 @@ GPU_SHAPES = (
     (512, 4096, 151936),
 )
 MODEL_TOKENS = {"cpu": 2048, "gpu": 8192}
-
-
-def matches(key: str, patterns: Iterable[str]) -> bool:
-    """Whether a candidate's key matches one of ``patterns``, as file names match."""
-    return any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns)
 
 
 def select(
