@@ -96,7 +96,7 @@ def test_peers_can_be_left_out():
     assert measured.row("ours", shapes.BOTH)
     assert measured.row("ours", shapes.TOPK).errors["logprobs of the most likely"] < 1e-6
     assert measured.ratio(measured.row("ours", shapes.TOPK), "materialised", shapes.TOPK)
-    assert set(measured.left_out) == {"Apple CCE"}  # which needs a GPU
+    assert not measured.left_out
 
 
 def test_rows_can_be_chosen():
@@ -117,7 +117,7 @@ def test_the_vocabulary_split_over_devices(vocab_size):
         return
     assert measured.row("ours split", shapes.FORWARD)
     assert measured.row("ours split", shapes.BOTH).errors["dweight"] < 1e-6
-    assert set(measured.left_out) == {"Apple CCE"}  # which needs a GPU
+    assert not measured.left_out
 
 
 def test_a_split_that_cannot_be_timed_is_a_failure(tmp_path):
