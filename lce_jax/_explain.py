@@ -46,8 +46,8 @@ def explain(
     and ``normalizer`` it is that of `linear_cross_entropy`; with ``gradients_in_forward``, that of a differentiated
     `linear_loss`; with ``k``, that of `linear_topk`; with ``ids``, that of `linear_logits`; with ``teacher``, that of
     `linear_kl`; with a mesh or an axis of it, that of the sharded function for one device's tokens and columns. Arrays
-    that lie split over a mesh are planned as they lie: XLA, or their types, partition the call so (`linear_loss`,
-    `linear_logits` and `linear_kl` only if their axes are Explicit). Operands may be tracers or
+    that lie split over a mesh are planned as they lie: XLA, or their types, partition the call so
+    (`linear_logits` and `linear_kl` only if their axes are Explicit). Operands may be tracers or
     ``jax.ShapeDtypeStruct``: nothing is computed. No axis need be bound: with ``axis_name``, give the shapes of one
     shard.
 
@@ -129,8 +129,8 @@ def explain(
         scalars.integer("ignore_index", ignore_index)
         case = dataclasses.replace(case, partial_rows=True)
     per_token = [labels, *([] if where is None else [where])]
-    has_rule = not scalars.flag("gradients_in_forward", gradients_in_forward)  # `linear_loss` has none for Auto axes
-    layout, around, columns, by_xla = placed(hidden, weight, per_token, case, checked, place, has_rule)
+    scalars.flag("gradients_in_forward", gradients_in_forward)
+    layout, around, columns, by_xla = placed(hidden, weight, per_token, case, checked, place, has_rule=True)
     if k is not None:
         scalars.num_largest(k, _checks.vocabulary(checked.vocab_size, columns))
     spec = _bind.spec(case, checked, columns, layout)

@@ -1,17 +1,38 @@
-"""``python -m lce_jax.bench.kl`` in a tiny form."""
+"""``python -m lce_jax.bench.kl`` and ``python -m lce_jax.bench.chosen`` in a tiny form."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
-from lce_jax.bench import kl
+pytest.importorskip("rich")
+
+from lce_jax.bench import chosen, kl
 
 
-def test_the_divergence_of_two_heads(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = kl.main(["--shape", "24,16,600", "--teacher-hidden-size", "20", "--rounds", "1"])
-    assert len(rows) == 9
-    assert all(row.apart < 1e-5 for row in rows if "linear_kl" in row.name)
-    assert sum("from stored logits" in line for line in capsys.readouterr().out.splitlines()) == 4
+def test_the_divergence_of_two_heads(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    told = ["--shape", "24,16,600", "--teacher-hidden-size", "20", "--rounds", "1", "--out", str(tmp_path / "kl.json")]
+    rows = kl.main(told).rows
+    assert len(rows) == 13
+    assert all(row.apart < 2e-5 for row in rows if "linear_kl" in row.name)
+    assert sum("from stored logits" in line for line in capsys.readouterr().out.splitlines()) == 6
+    file = json.loads((tmp_path / "kl.json").read_text())
+    assert file["command"].startswith("python -m lce_jax.bench.kl --shape 24,16,600")
+    assert file["shape"] == {"T": 24, "H": 16, "G": 20, "V": 600}
+    assert [row["name"] for row in file["rows"]] == [row.name for row in rows]
     with pytest.raises(SystemExit):
         kl.main(["--shape", "24,16"])
     assert "'24,16' is not three positive numbers T,H,V" in capsys.readouterr().err
+
+
+def test_a_few_ids_per_token(capsys: pytest.CaptureFixture[str]) -> None:
+    table = chosen.main(["--shape", "24,16,600", "--rounds", "1", "--k", "3", "64"])
+    compared = [row for row in table.rows if row.apart is not None]
+    assert len(compared) == 2 * 3 + 2
+    assert all(row.apart < 2e-5 for row in compared)
+    assert all(row.same_ids == (1.0 if "topk" in row.name else None) for row in compared)
+    assert "64 candidates add" in capsys.readouterr().out
+    few = chosen.main(["--shape", "24,16,600", "--rounds", "1", "--no-stored"])
+    assert not any("stored" in row.name for row in few.rows)

@@ -47,10 +47,10 @@ def _installed(name: str) -> str | None:
         return None
 
 
-def provenance(arguments: Sequence[str], rounds: int) -> dict[str, Any]:
+def provenance(arguments: Sequence[str], rounds: int, module: str = "lce_jax.bench") -> dict[str, Any]:
     """What repeats a run, and when it was: ``command``, ``date`` (UTC), ``rounds``, and `device`."""
     return {
-        "command": shlex.join(["python", "-m", "lce_jax.bench", *arguments]),
+        "command": shlex.join(["python", "-m", module, *arguments]),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "rounds": rounds,
         "device": device(),
