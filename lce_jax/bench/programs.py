@@ -132,7 +132,7 @@ def _beside(ours: Run, stored: Run) -> tuple[float, float | None]:
     """How far the numbers lie apart, and the share of equal ids: of two that are nearly equal, rounding decides."""
     found, right = (jax.tree.leaves(run.wait(run.launch())) for run in (ours, stored))
     pairs = list(zip(found, right, strict=True))
-    numbers = [(a.astype(jnp.float32), b.astype(jnp.float32)) for a, b in pairs if jnp.issubdtype(b.dtype, jnp.floating)]
+    numbers = [[x.astype(jnp.float32) for x in pair] for pair in pairs if jnp.issubdtype(pair[1].dtype, jnp.floating)]
     ids = [jnp.mean(a == b) for a, b in pairs if jnp.issubdtype(b.dtype, jnp.integer)]
     apart = max(float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b)) for a, b in numbers)
     return apart, float(ids[0]) if ids else None
