@@ -50,11 +50,11 @@ def main(arguments: list[str] | None = None) -> Table:
     shape = {"T": tokens, "H": hidden_size, "V": vocab_size}
     table = Table(MODULE, arguments, shape, dtype.name, options.rounds, rows)
     table.write(options.out)
-    for end in ("", ", + backward"):
+    for end, passes in (("", "the forward"), (", + backward", "forward + backward")):
         plain = table.row(PLAIN + end).seconds
         for count in COUNTS:
             more = table.row(f"{PLAIN}, {count} candidates{end}").seconds / plain - 1
-            print(f"{count} candidates add {more:.1%} to the forward{end}")
+            print(f"{count} candidates add {more:.1%} to {passes}")
     return table
 
 

@@ -63,7 +63,8 @@ class Table:
         for row in self.rows:
             times = f"{row.seconds * 1e3:9.2f} ms {row.ratio:6.2f} products {row.temp_bytes / 2**20:8.0f} MiB"
             apart = "" if row.apart is None else f"   {row.apart:.1e} from stored logits"
-            print(f"{row.name:44s}{times}{apart}" + ("" if row.same_ids is None else f", {row.same_ids:.2%} of ids equal"))
+            apart += "" if row.same_ids is None else f", {row.same_ids:.2%} of ids equal"
+            print(f"{row.name:50s}{times}{apart}")
         if path is None:
             return
         from lce_jax.bench.report import provenance  # needs what only files of the large benchmark need
