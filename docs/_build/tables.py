@@ -61,15 +61,16 @@ def ratio(row: Run | None) -> str:
     return "–" if row is None else f"{row['ratio_to_gemm']:.2f}"
 
 
-def summary(run: Run) -> str:
-    """A line per shape: ours without a cache, with a full one, in the forward; and stored logits."""
+def summary(run: Run, earlier: Run) -> str:
+    """A line per shape: ours without a cache, with a full one, in the forward; and stored logits. * is an earlier run."""
     head = ["tokens, hidden, vocabulary", "forward", "+ backward", "full cache", "`linear_loss`", "logits stored"]
     ways = [("ours", "forward")] + [(key, BOTH) for key in ("ours", "ours full cache", "ours in forward")]
     lines = []
-    for one in run["measurements"]:
+    marked = [(one, "") for one in run["measurements"]] + [(one, "*") for one in earlier["measurements"]]
+    for one, mark in marked:
         stored = row_of(one, "materialised", BOTH)
         last = ratio(stored) if stored else failure(one)
-        lines.append([shape_of(one), *(ratio(row_of(one, *way)) for way in ways), last])
+        lines.append([shape_of(one) + mark, *(ratio(row_of(one, *way)) for way in ways), last])
     return markdown(head, lines)
 
 
@@ -121,21 +122,32 @@ def recorded(run: Run) -> str:
     return markdown(run["columns"], [[cell(value) for value in row] for row in run["rows"]], run.get("left", 2))
 
 
+def command(run: Run) -> str:
+    """What repeats a run: its command, without the shapes that a time limit cut off."""
+    measured = {re.sub(r",(?! )", "", shape_of(one)).replace(" ", "") for one in run.get("measurements", ())}
+    for option, shape in re.findall(r"( --shape ([\d,]+))", run["command"] if measured else ""):
+        if shape not in measured:
+            run = run | {"command": run["command"].replace(option, "")}
+    return run["command"]
+
+
 def provenance(run: Run) -> str:
     """Device, versions, date and command."""
     device = run["device"]
-    known = {"jax": "JAX", "torch": "PyTorch", "triton": "Triton", "cuda": "CUDA"}
+    known = {"jax": "JAX"} | (
+        {} if "--no-peers" in run["command"] else {"torch": "PyTorch", "triton": "Triton", "cuda": "CUDA"}
+    )
     versions = ", ".join(f"{label} {device[name]}" for name, label in known.items() if name in device)
     rounds = f", medians of {run['rounds']} rounds" if "rounds" in run else ""
-    return f"{device['device_kind']}, {versions}, {run['date']}{rounds}: `{run['command']}`"
+    return f"{device['device_kind']}, {versions}, {run['date']}{rounds}: `{command(run)}`"
 
 
 def tables() -> dict[str, str]:
     """All tables by name."""
-    h200, accuracy = load("h200"), load("accuracy")
+    h200, earlier, accuracy = load("h200"), load("h200-earlier"), load("accuracy")
     made = {
-        "summary": summary(h200),
-        "summary by": provenance(h200),
+        "summary": summary(h200, earlier),
+        "summary by": f"{provenance(h200)}. A star: the printed ratios of earlier runs, `{earlier['command']}`.",
         "details": details(h200),
         "errors": errors(accuracy),
         "errors by": f"CPU, JAX {accuracy['device']['jax']}, {accuracy['date']}: `{accuracy['command']}`",
