@@ -224,6 +224,8 @@ def gradients(
     cache: Any = None,
     dtotal: Float[Array, "T"] | None = None,
     dweight: Float[Array, "V H"] | None = None,
+    overwrite_cache: bool = False,
+    round_dhidden: bool = False,
     **options: Unpack[LogprobOptions],
 ) -> (
     tuple[Float[Array, "T H"], Float[Array, "V H"]] | tuple[Float[Array, "T H"], Float[Array, "V H"], Float[Array, "V"]]
@@ -246,13 +248,19 @@ def gradients(
         dtotal: the derivative of the objective in ``merged.total``. None stands for zeros.
         dweight: a sum in the weight's shape and the dtype of ``dhidden``, to which this call's is added before it is
             returned; donate it to ``jit``. None: this call's alone.
+        overwrite_cache: True says that nothing else reads the cache, so that its memory may hold what is computed from
+            it. A jitted function that takes the cache as an argument copies it first; a program of `lce_jax.launch`
+            does not, if the cache is donated.
+        round_dhidden: True rounds dhidden to the dtype of ``hidden``, for a dhidden that is not summed over shards.
+            Where one launch computes all of it, no float32 sum takes memory.
         **options: ``temperature``, ``logit_softcap``, ``logit_scale``, ``entropy``, ``stats``, ``vocab_size``,
             ``weight_layout``, ``cache_bytes``, ``precision``, ``implementation``, ``bias``, ``candidates`` and
             ``gradient_threshold``, as given to `statistics`.
 
     Returns:
         ``dhidden`` ``[T, H]``, the sum over this shard's columns (float64 for a float64 weight), and dweight in the
-        weight's shape and dtype (or that of the given sum). With a bias, also ``dbias`` ``[V]`` in that of ``dhidden``.
+        weight's shape and dtype (or that of the given sum). With a bias, also ``dbias`` ``[V]`` in that of ``dhidden``
+        without ``round_dhidden``.
 
     Raises:
         UnsupportedError: an implementation asked for by name cannot serve the call; the message says why.
@@ -281,19 +289,25 @@ def gradients(
         given = LogprobOutput(*(zero if field is None else field for field in cotangent[:3]))
         seed = Results(given._replace(candidate_logprobs=cotangent.candidate_logprobs), dmean)
         start = jnp.asarray(vocab_start, jnp.int32)
-        found = _shard_gradients(spec, primals, rows, start, merged, seed, cache, dweight)
+        allowed = scalars.flag("overwrite_cache", overwrite_cache), scalars.flag("round_dhidden", round_dhidden)
+        found = _shard_gradients(spec, *allowed, primals, rows, start, merged, seed, cache, dweight)
+    if round_dhidden:
+        found = found._replace(hidden=found.hidden.astype(hidden.dtype))
     return (found.hidden, found.weight) if found.bias is None else (found.hidden, found.weight, found.bias)
 
 
-@functools.partial(jax.jit, static_argnums=0, inline=True)
-def _shard_gradients(spec: Spec, primals: Primals, *rest: Any) -> Primals:
+@functools.partial(jax.jit, static_argnums=(0, 1, 2), inline=True)
+def _shard_gradients(spec: Spec, overwrite_cache: bool, round_dhidden: bool, primals: Primals, *rest: Any) -> Primals:
+    allowed = {
+        "may_overwrite_cache": overwrite_cache,
+        "may_round_dhidden": round_dhidden and primals.hidden.dtype == spec.case.dtype,
+    }
+
     def run(
         primals: Primals, rows: Rows, start: Any, stats: ShardStatistics, seed: Results, cache: Any, dweight: Any
     ) -> Primals:
         if spec.case.options.gradient_threshold:
             cache, _ = _shard.selected(spec, rows, stats, cache)
-        # The cache belongs to the caller, who may use it again: overwriting it would mean copying it first.
-        allowed = {"may_overwrite_cache": False}
         return _shard.gradients(spec, primals, rows, start, stats, seed, cache, dweight=dweight, **allowed)
 
     return _compat.first_order_only(run)(_shard.as_operand(primals), *rest)

@@ -55,10 +55,12 @@ def why_not(device: torch.device) -> str | None:
     return launch.why_not()
 
 
-def program(function: Callable[..., Any], inputs: Sequence[torch.Tensor | None], updated: int | None) -> _Loaded | str:
+def program(
+    function: Callable[..., Any], inputs: Sequence[torch.Tensor | None], updated: Sequence[int]
+) -> _Loaded | str:
     """``function`` compiled for inputs like these, or why it is not launched directly.
 
-    It overwrites the input with the index ``updated``, if there is one.
+    It may overwrite the inputs with the indices ``updated``, the same ones for each function.
 
     Raises:
         RuntimeError: it is not compiled yet and a CUDA graph is being captured.
@@ -82,7 +84,7 @@ def _load(
     function: Callable[..., Any],
     inputs: Sequence[torch.Tensor | None],
     device: torch.device,
-    updated: int | None,
+    updated: Sequence[int],
 ) -> _Loaded | str:
     reason = why_not(device)
     if reason is not None:
@@ -91,7 +93,7 @@ def _load(
     assert description is not None
     try:
         structs = [None if x is None else struct(x) for x in inputs]
-        donated = () if updated is None else (sum(x is not None for x in inputs[:updated]),)
+        donated = [sum(x is not None for x in inputs[:i]) for i in updated]
         planned = launch.program(function, structs, description, donated)
         with torch.cuda.device(device):
             run = planned.load(torch.cuda.current_device())
@@ -143,5 +145,9 @@ def run(
 
 def _usable(x: torch.Tensor) -> torch.Tensor:
     """``x`` as the kernels read it: contiguous and aligned."""
-    x = x.contiguous()
-    return x.clone() if x.data_ptr() % ALIGNMENT else x
+    return x if is_usable(x) else x.clone(memory_format=torch.contiguous_format)
+
+
+def is_usable(x: torch.Tensor) -> bool:
+    """Whether kernels can read and write ``x`` where it is."""
+    return x.is_contiguous() and x.data_ptr() % ALIGNMENT == 0

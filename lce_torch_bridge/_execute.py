@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import torch
 
 from lce_torch_bridge import _direct, _launch, _programs, _rows, runtime, tensor_parallel
 from lce_torch_bridge._launch import Sum
+from lce_torch_bridge._main_grad import nothing_like
 from lce_torch_bridge._programs import Spec
 from lce_torch_bridge._types import PER_CANDIDATE, Call, Operands
+
+LARGE = 1 << 24  # elements, from which on a kernel's speed counts more than its launch
 
 
 def forward(x: Operands, call: Call, keep_cache: bool, lend_cache: bool = True) -> list[Any]:
@@ -37,6 +41,14 @@ def forward(x: Operands, call: Call, keep_cache: bool, lend_cache: bool = True) 
     run = _run_alone if call.group == tensor_parallel.NO_GROUP else _run_shard
     packed, cache = run(inputs, spec, call, keep_cache, lend_cache)
     return [*_unpacked(packed, call, tokens), *cache]
+
+
+class Sums(NamedTuple):
+    """What a backward may write to besides its results, where its programs are launched directly."""
+
+    total: Sum | None = None  # dweight, which must be wanted then, is added to it and not returned
+    main_grad: torch.Tensor | None = None  # float32: dweight is added to it, and what is returned is empty and sparse
+    owns_cache: bool = False  # whether nothing else reads the cache
 
 
 type Inputs = tuple[torch.Tensor | None, ...]  # hidden, weight, bias or None, what is per token
@@ -98,12 +110,12 @@ def gradients(
     cotangents: dict[str, torch.Tensor],
     wanted: tuple[bool, ...],
     call: Call,
-    total: Sum | None = None,
+    sums: Sums = Sums(),
 ) -> list[torch.Tensor]:
     """Those of dhidden, dweight and dbias that are wanted, in their operands' dtypes.
 
     With ``reduce_grad_hidden``, dhidden is summed over the group in float32 and rounded once. (With stored logits, each
-    rank rounds before the sum.) With ``total``, dweight, which must be wanted then, is added to it and not returned.
+    rank rounds before the sum.)
     """
     tokens = hidden.shape[0]
     if tokens == 0:
@@ -114,19 +126,43 @@ def gradients(
     structure = None
     if cache:
         structure = jax.tree.structure(_cache_structure(hidden, weight, bias, len(saved) - spec.num_merged, spec))
-    run = _programs.gradients(spec, tuple(cotangents), wanted, not reduced, structure)
+    run = functools.partial(_programs.gradients, spec, tuple(cotangents), wanted, not reduced, structure)
     seeds = [seed.view(torch.int32) for seed in cotangents.values()]
     per_token = torch.cat([saved, *(seed[None] if seed.ndim == 1 else seed.T for seed in seeds)])
     rows = _rows.pad(hidden, piece.rows), weight, bias, _rows.with_count(per_token.T, piece.rows)
-    if total is None:
-        (grads,) = _launch.run(run, (*rows, None, *cache))
-    else:
-        *grads, _ = total.after(run, (*rows, *cache), operand=len(rows), place=int(wanted[0]))
+    grads = _run_backward(run, rows, cache, sums, int(wanted[0]))
     if wanted[0]:
         grads[0] = grads[0][:tokens]
     if wanted[0] and reduced:
         grads[0] = tensor_parallel.all_reduce(grads[0], call.group).to(hidden.dtype)
     return grads
+
+
+def _run_backward(run: Callable[..., Any], rows: Inputs, cache: Sequence[Any], sums: Sums, place: int) -> list[Any]:
+    """The results of a program that `_programs.gradients` makes; dweight is the one at ``place``."""
+    overwriting = run(overwrite_cache=sums.owns_cache and bool(cache))
+    if sums.total is not None:
+        *grads, _ = sums.total.after(run(), overwriting, (*rows, *cache), operand=len(rows), place=place)
+        return grads
+    operands = (*rows, sums.main_grad, *cache)
+    found = None
+    if sums.main_grad is not None or (sums.owns_cache and cache):
+        owned = range(len(rows) + (sums.main_grad is None), len(operands) if sums.owns_cache else len(rows) + 1)
+        given = {} if sums.main_grad is None else {place: sums.main_grad}
+        found = _launch.in_place(overwriting, operands, owned, given)
+    if found is None:
+        return _launch.run(run(), (*rows, None, *cache))[0]
+    return found if sums.main_grad is None else [*found[:place], nothing_like(rows[1]), *found[place:-1]]
+
+
+def scaled(x: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``x · factor``, rounded to ``dtype``. torch's own kernel for two dtypes takes three times as long."""
+    if x.numel() >= LARGE and dtype != x.dtype:
+        name = str(dtype).removeprefix("torch.")
+        found = _launch.in_place(_programs.scaled(name), (x, factor), (), {})
+        if found is not None:
+            return found[0]
+    return torch.mul(x, factor, out=x.new_empty(x.shape, dtype=dtype))
 
 
 def programs(x: Operands, call: Call) -> list[tuple[Any, list[Any]]]:

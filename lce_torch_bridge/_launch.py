@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -75,7 +75,25 @@ def run(function: Callable[..., Any], *calls: Inputs, waits: int = 3, lend: bool
         return [to_torch_all(results) if lend else [*to_torch_all(results[:1]), *results[1:]] for results in found]
 
 
-def _program(function: Callable[..., Any], inputs: Inputs, updated: int | None = None) -> Any:
+def in_place(
+    function: Callable[..., Any], inputs: Inputs, updated: Sequence[int], sums: Mapping[int, torch.Tensor]
+) -> list[torch.Tensor] | None:
+    """The results of a function that may overwrite the inputs with the indices ``updated``; None if JAX is to run it.
+
+    ``sums`` are those of them that are results, by the results' numbers. They are not returned.
+    """
+    if not all(map(_direct.is_usable, sums.values())):
+        return None
+    program = _program(function, inputs, updated)
+    if program is None:
+        return None
+    torch.autograd.graph.increment_version([inputs[i] for i in updated])  # as any change in place
+    return _direct.run(program, inputs, sums)
+
+
+def _program(
+    function: Callable[..., Any], inputs: Inputs, updated: Sequence[int] = ()
+) -> Any:
     """The program that is launched directly; None if JAX is to run it."""
     first = _first(inputs)
     of_jax = any(isinstance(x, jax.Array) for x in inputs)
@@ -123,39 +141,62 @@ class _Imported:
 
 
 class Sum:
-    """A sum of dweight in float32, which each program overwrites: torch's memory, or JAX's if JAX runs the programs."""
+    """A sum of dweight in float32, which each program overwrites: torch's memory, or JAX's if JAX runs the programs.
 
-    def __init__(self, weight: torch.Tensor) -> None:
+    With ``into``, what the sum is added to: the same memory, if that is float32 and programs are launched directly.
+    """
+
+    def __init__(self, weight: torch.Tensor, into: torch.Tensor | None = None) -> None:
+        self._into = into
         self._like = torch.empty(weight.shape, dtype=torch.float32, device="meta")
         self._device = weight.device
         self._tensor: torch.Tensor | None = None
         self._array: jax.Array | None = None
 
-    def after(self, function: Callable[..., Any], inputs: Inputs, operand: int, place: int) -> list[torch.Tensor]:
-        """What a function returns besides the sum, which is its operand of that index and the result at ``place``."""
+    def after(
+        self,
+        function: Callable[..., Any],
+        overwriting: Callable[..., Any],
+        inputs: Inputs,
+        operand: int,
+        place: int,
+    ) -> list[torch.Tensor]:
+        """What a function returns besides the sum, which is its operand of that index and the result at ``place``.
+
+        ``overwriting`` is the same function for a direct launch: it may overwrite the operands after the sum.
+        """
         before, behind = inputs[:operand], inputs[operand:]
         given = (*before, self._like, *behind)
-        program = None if self._array is not None else _program(function, given, operand)
+        updated = range(operand, len(given))
+        program = None if self._array is not None else _program(overwriting, given, updated)
         if program is not None:
             if self._tensor is None:
-                self._tensor = torch.zeros_like(self._like, device=self._device)
+                self._tensor = self._own()
             return _direct.run(program, (*before, self._tensor, *behind), {place: self._tensor})
         with runtime.beside(_first(inputs)):
             if self._array is None:
                 self._array = jnp.zeros(self._like.shape, jnp.float32)
-                if self._tensor is not None:
+                if self._tensor is not None and self._tensor is not self._into:
                     self._array, self._tensor = self._array + to_jax(self._tensor), None
             operands = _Imported(waits=3).of(inputs)
             found = function(*operands[:operand], self._array, *operands[operand:])
             self._array = found.pop(place)
             return to_torch_all(found)
 
+    def _own(self) -> torch.Tensor:
+        """Where programs that are launched directly add."""
+        into = self._into
+        if into is not None and into.dtype == torch.float32 and _direct.is_usable(into):
+            torch.autograd.graph.increment_version(into)
+            return into
+        return torch.zeros_like(self._like, device=self._device)
+
     def taken(self) -> torch.Tensor:
-        """The sum. Nothing can be added to it afterwards."""
-        if self._tensor is not None:
-            return self._tensor
-        if self._array is None:
-            return torch.zeros_like(self._like, device=self._device)
-        (total,) = to_torch_all([self._array])
-        self._array = None
-        return total
+        """The sum, or what it is added to. Nothing can be added to it afterwards."""
+        total = self._tensor
+        if self._array is not None:
+            (total,) = to_torch_all([self._array])
+            self._array = None
+        if self._into is None:
+            return torch.zeros_like(self._like, device=self._device) if total is None else total
+        return self._into if total is None or total is self._into else self._into.add_(total)

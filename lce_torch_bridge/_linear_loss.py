@@ -32,6 +32,7 @@ def linear_loss(
     keep: torch.Tensor | None = None,
     ignore_index: int | None = None,
     wgrad: Wgrad = "return",
+    cotangent: float | None = None,
     chunk_bytes: int | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, LogprobOutput]:
@@ -65,6 +66,11 @@ def linear_loss(
         wgrad: "return" gives the weight its gradient. "main_grad" adds it to ``weight.main_grad`` in the backward, in
             float32 if there are several chunks, as Megatron's gradient-accumulation fusion does, and sets
             ``grad_added_to_main_grad``.
+        cotangent: the number that the sum will be multiplied by on its way to what is differentiated, if it is known
+            before: 1.0 for the sum itself, or what Megatron's schedule multiplies by. The gradients are computed for it
+            and rounded once, and with ``wgrad="main_grad"`` the forward adds dweight to ``weight.main_grad``, which
+            spares the sum of its own: call it once for each backward, and zero ``main_grad`` before. The backward
+            waits for the GPU to compare. None: any, as it comes.
         chunk_bytes: bytes that the exponentials of one chunk of tokens may take, in the weight's dtype; at least 2048
             tokens are a chunk. None: 1.4 GiB.
         **options: ``bias``, ``tp_group``, ``temperature``, ``logit_scale``, ``logit_softcap``, ``vocab_size``,
@@ -79,14 +85,15 @@ def linear_loss(
         lce_jax.UnsupportedError: an implementation asked for by name cannot serve the call; the message says why.
         ValueError, TypeError: shapes, dtypes, devices or options that do not fit, with the offending values. Also a
             loss_fn that does not return one floating-point number per token, or that closes over a tensor that requires
-            a gradient.
+            a gradient. And, in the backward, another cotangent than the one given.
         NotImplementedError: under ``create_graph=True``, inside a transform of ``torch.func``, and for tensors without
             values (meta, fake).
         RuntimeError: in the cases that `linear_logprobs` lists.
 
     Memory:
         Differentiated: ``chunk_bytes``, O(T), and with several chunks dweight in float32, V·H·4 bytes, beyond the
-        gradients. The gradients exist from the forward on. "xla" keeps no exponentials: it recomputes, and gains
+        gradients; with ``cotangent`` and ``wgrad="main_grad"`` no dweight at all, if ``main_grad`` is float32 and the
+        kernels are launched directly (`explain`). The gradients exist from the forward on. "xla" keeps no exponentials: it recomputes, and gains
         nothing over `linear_logprobs` in time.
 
     Numerics:
@@ -120,6 +127,8 @@ def linear_loss(
             "linear_loss differentiates loss_fn as it runs, which meta and fake tensors and transforms of torch.func "
             "do not allow: apply loss_fn to the results of linear_logprobs, and sum"
         )
+    if cotangent is not None:
+        cotangent = scalars.number("cotangent", cotangent)
     x, own, rows = _flat(given, per_token)
     plan = Plan(loss_fn, given.call, _rows.at_most(most // (given.weight.shape[0] * given.weight.element_size())))
     wanted = (leaf.requires_grad for leaf in x[:3] if leaf is not None)
@@ -128,11 +137,23 @@ def linear_loss(
     else:
         if wgrad == "main_grad" and (main_grad := main_grad_of(given.weight)) is not None:
             plan = plan._replace(owner=given.weight, main_grad=main_grad)
-        plan = plan._replace(call=plan.call._replace(cache_bytes=_loss_in_forward.ALL))
+        of_chunks = plan.call._replace(cache_bytes=_loss_in_forward.ALL)
+        plan = plan._replace(call=of_chunks, cotangent=cotangent)
+        _refuse_recomputation(plan)
         total, *found = LossAndGradients.apply(plan, *x[:5], *own)
         fields = dict(zip(given.call.fields, found, strict=True))
     placed: Any = {name: _tokens.placed(field, rows, given.labels) for name, field in fields.items()}
     return total, LogprobOutput(**{"entropy": None, **placed})
+
+
+def _refuse_recomputation(plan: Plan) -> None:
+    """Refuses to add to main_grad in a backward: an activation checkpoint runs its forward there a second time."""
+    if plan.into is not None and torch._C._current_graph_task_id() != -1:
+        raise NotImplementedError(
+            f"linear_loss(wgrad='main_grad', cotangent={plan.cotangent!r}) adds to main_grad as it runs, and this is a "
+            "backward pass, where an activation checkpoint may run it a second time: leave the head out of the "
+            "checkpoint, or leave cotangent out"
+        )
 
 
 def _check_options(options: dict[str, Any]) -> None:

@@ -3,7 +3,8 @@
     results of the chunk, its exponentials kept ─ loss_fn ─ its derivatives ─ gradients of the chunk
     the next chunk: its dhidden in its own rows, its dweight added to one float32 sum
 
-Everything is computed for a cotangent of 1, and the backward multiplies by the one that comes.
+Everything is computed for a cotangent of 1, and the backward multiplies by the one that comes; or for the one that the
+caller knows, so that dweight can be added to ``main_grad`` at once.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 
 from lce_torch_bridge import _execute, autograd
 from lce_torch_bridge._launch import Sum
-from lce_torch_bridge._main_grad import placeholder
+from lce_torch_bridge._main_grad import nothing_like, placeholder
 from lce_torch_bridge._types import Call, Operands
 
 ALL = 1 << 62  # cache_bytes that no chunk exceeds
@@ -29,6 +30,12 @@ class Plan(NamedTuple):
     rows: int  # of a chunk
     owner: torch.Tensor | None = None  # the weight whose main_grad gets the gradient; None: autograd gets it
     main_grad: torch.Tensor | None = None
+    cotangent: float | None = None  # of the sum, where the caller knows it
+
+    @property
+    def into(self) -> torch.Tensor | None:
+        """What the forward adds dweight to."""
+        return None if self.cotangent is None else self.main_grad
 
 
 def results(plan: Plan, x: Operands, keep_cache: bool) -> tuple[dict[str, torch.Tensor], list[Any]]:
@@ -83,6 +90,8 @@ def _differentiated(
         return Found(losses, {}, [None] * len(own))
     _refuse_others(losses, inputs)
     grads = list(torch.autograd.grad(losses, inputs, torch.ones_like(losses), allow_unused=True))
+    if plan.cotangent is not None:
+        grads = [None if x is None else x * plan.cotangent for x in grads]
     cotangents = {name: grads.pop(0) for name in leaves}
     given = {name: x for name, x in cotangents.items() if x is not None}
     return Found(losses.detach(), given, [grads.pop(0) if x.requires_grad else None for x in own])
@@ -124,6 +133,7 @@ class LossAndGradients(torch.autograd.Function):
         (hidden, weight, bias, labels, temperature), per_token = inputs[:5], inputs[5:]
         x = Operands(hidden, weight, bias, labels, temperature, None)
         losses, fields, grads = _walk(plan, _in_float32(x), per_token, ctx.needs_input_grad[1:])
+        ctx.cotangent = plan.cotangent
         # Not through save_for_backward: other micro-batches may change both in place before this backward.
         ctx.main_grad = None if plan.owner is None else (plan.owner, plan.main_grad)
         ctx.dtypes = [None if y is None else y.dtype for y in (*x[:3], *per_token)]
@@ -140,7 +150,11 @@ class LossAndGradients(torch.autograd.Function):
             return (None,) * (6 + len(saved) - 3)
         if torch.is_grad_enabled():  # create_graph=True: the gradients that are kept know nothing of the operands
             autograd.refuse_second_derivative(ctx)
-        found = _scaled(ctx.main_grad, ctx.dtypes, cotangent, *saved)
+        if ctx.cotangent is None:
+            found = _scaled(ctx.main_grad, ctx.dtypes, cotangent, *saved)
+        else:
+            _check_cotangent(ctx.cotangent, cotangent)
+            found = _as_computed(ctx.main_grad, ctx.dtypes, *saved)
         return None, *found[:3], None, None, *found[3:]
 
 
@@ -156,7 +170,24 @@ def _scaled(main_grad: Any, dtypes: list[Any], cotangent: torch.Tensor, *grads: 
             total.addcmul_(grad, factor)
             found.append(placeholder(weight, grad.new_empty(grad.shape, dtype=dtype)))
         else:
-            found.append(torch.mul(grad, factor, out=grad.new_empty(grad.shape, dtype=dtype)))
+            found.append(_execute.scaled(grad, factor, dtype))
+    return found
+
+
+def _check_cotangent(known: float, cotangent: torch.Tensor) -> None:
+    """Refuses another one than the gradients were computed for."""
+    if not torch.equal(cotangent, torch.full_like(cotangent, known)):  # the host waits for it
+        raise ValueError(
+            f"linear_loss(cotangent={known!r}) was differentiated with a cotangent of {cotangent.item()!r}, which its "
+            "gradients were not computed for: give the number that the sum is multiplied by, or leave cotangent out"
+        )
+
+
+def _as_computed(main_grad: Any, dtypes: list[Any], *grads: Any) -> list[Any]:
+    """The gradients in each dtype, the weight's as what stands in for it if it has been added to ``main_grad``."""
+    found = [None if grad is None else grad.to(dtype) for grad, dtype in zip(grads, dtypes, strict=True)]
+    if main_grad is not None:
+        found[1] = placeholder(main_grad[0], nothing_like(main_grad[0]).to(dtypes[1]))
     return found
 
 
@@ -177,7 +208,7 @@ def _walk(
     """The losses ``[T]``, the fields ``[T]``, and the gradients in hidden, weight, bias and the per-token arguments."""
     tokens = len(x.labels)
     parts = [slice(first, min(first + plan.rows, tokens)) for first in range(0, tokens, plan.rows)]
-    sums = _Sums(x, per_token, wanted, len(parts))
+    sums = _Sums(x, per_token, wanted, len(parts), plan.into)
     losses, fields = [x.hidden.new_empty(0, dtype=torch.float32)], []
     for part in parts:
         temperature = None if x.temperature is None else x.temperature[part]
@@ -195,12 +226,21 @@ def _walk(
 class _Sums:
     """The gradients of all chunks."""
 
-    def __init__(self, x: Operands, per_token: tuple[torch.Tensor, ...], wanted: tuple[bool, ...], chunks: int) -> None:
+    def __init__(
+        self,
+        x: Operands,
+        per_token: tuple[torch.Tensor, ...],
+        wanted: tuple[bool, ...],
+        chunks: int,
+        into: torch.Tensor | None,
+    ) -> None:
         hidden, weight, bias, *_ = x
         self.wanted = wanted[:3]
         self.hidden = torch.zeros_like(hidden) if wanted[0] else None
         # One chunk's dweight may be rounded at once, but not to float16, as `_in_float32` says.
-        self.total = Sum(weight) if wanted[1] and (chunks != 1 or weight.dtype == torch.float16) else None
+        summed = chunks != 1 or weight.dtype == torch.float16 or into is not None
+        self.total = Sum(weight, into) if wanted[1] and summed else None
+        self._kept = into is None
         self.weight: torch.Tensor | None = None
         self.bias = torch.zeros_like(bias) if wanted[2] and bias is not None else None
         self.per_token = [torch.zeros_like(y) if want else None for y, want in zip(per_token, wanted[5:], strict=True)]
@@ -214,7 +254,8 @@ class _Sums:
                 whole[part] = grad
         if not given.cotangents or not any(self.wanted):
             return
-        grads = _execute.gradients(*chunk[:3], saved, cache, given.cotangents, self.wanted, plan.call, self.total)
+        sums = _execute.Sums(self.total, owns_cache=True)
+        grads = _execute.gradients(*chunk[:3], saved, cache, given.cotangents, self.wanted, plan.call, sums)
         if self.hidden is not None:
             self.hidden[part] = grads.pop(0)
         if self.wanted[1] and self.total is None:
@@ -226,4 +267,4 @@ class _Sums:
         """Those in hidden, weight and bias, and in the per-token arguments."""
         if self.wanted[1] and self.weight is None:
             self.weight = torch.zeros_like(weight) if self.total is None else self.total.taken()
-        return [self.hidden, self.weight, self.bias, *self.per_token]
+        return [self.hidden, self.weight if self._kept else None, self.bias, *self.per_token]

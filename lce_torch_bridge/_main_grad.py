@@ -46,6 +46,25 @@ def placeholder(weight: torch.Tensor, dweight: torch.Tensor) -> torch.Tensor | N
     return dweight.zero_() if getattr(weight, "zero_out_wgrad", False) else dweight
 
 
+def nothing_like(weight: torch.Tensor) -> torch.Tensor:
+    """A gradient of zeros without any memory: sparse, and empty."""
+    places = torch.empty((weight.ndim, 0), dtype=torch.int64, device=weight.device)
+    return torch.sparse_coo_tensor(places, weight.new_empty(0), weight.shape, check_invariants=False)
+
+
+def behind(node: Any, edge: int) -> torch.Tensor | None:
+    """The sum to which a backward may add the weight's gradient itself, as float32 numbers; None if there is none.
+
+    ``edge`` is the weight's place among the tensors of the Function whose ``ctx`` is ``node``. Its gradient goes to
+    `_AccumulateIntoMainGrad` then, to which `nothing_like` is left to add.
+    """
+    after, _ = node.next_functions[edge]
+    if getattr(after, "_forward_cls", None) is not _AccumulateIntoMainGrad or after.main_grad.dtype != torch.float32:
+        return None
+    wanted = torch._C._will_engine_execute_node(after)  # type: ignore[attr-defined]  # not if it is of no input asked for
+    return after.main_grad if wanted else None
+
+
 class _AccumulateIntoMainGrad(torch.autograd.Function):
     """The identity, whose backward adds the gradient to ``main_grad``."""
 
@@ -58,5 +77,6 @@ class _AccumulateIntoMainGrad(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dweight: torch.Tensor) -> tuple[torch.Tensor | None, None]:
-        ctx.main_grad.add_(dweight)
+        if not dweight.is_sparse:  # otherwise it has been added
+            ctx.main_grad.add_(dweight)
         return placeholder(ctx.weight, dweight), None

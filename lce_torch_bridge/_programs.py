@@ -91,7 +91,12 @@ def forward(spec: Spec, keep_cache: bool, fields: tuple[str, ...], megatron: boo
 
 @functools.cache
 def gradients(
-    spec: Spec, cotangents: tuple[str, ...], wanted: tuple[bool, ...], rounded: bool, cache: Any
+    spec: Spec,
+    cotangents: tuple[str, ...],
+    wanted: tuple[bool, ...],
+    rounded: bool,
+    cache: Any,
+    overwrite_cache: bool = False,
 ) -> Callable[..., Any]:
     """``(hidden, weight, bias, S and the cotangents, sum, *cache leaves) -> [dhidden, dweight, dbias]``, if wanted.
 
@@ -117,14 +122,21 @@ def gradients(
             cache=None if cache is None else jax.tree.unflatten(cache, leaves),
             dtotal=seeds["mean_logit"] / spec.call.vocab_size if "mean_logit" in seeds else None,
             dweight=total,
+            overwrite_cache=overwrite_cache,
+            round_dhidden=rounded,
             **_options(spec, bias, tokens) | {"entropy": entropy},
         )
-        dhidden = dhidden.astype(hidden.dtype) if rounded else dhidden
         grads = [dhidden, *of_head[:1], *(dbias.astype(bias.dtype) for dbias in of_head[1:])]
         found = [grad for grad, want in zip(grads, wanted, strict=False) if want]  # without a bias, no dbias
         return found if total is None else [*found, of_head[0][0, :1]]
 
     return jax.jit(run, donate_argnums=4)
+
+
+@functools.cache
+def scaled(dtype: str) -> Callable[..., Any]:
+    """``(x, factor) -> x · factor``, computed in x's dtype and rounded to another one."""
+    return jax.jit(lambda x, factor: (x * factor).astype(dtype))
 
 
 @functools.cache

@@ -1,10 +1,10 @@
 """How many rows a program has, so that many counts of tokens share few programs.
 
-The forward walks the tokens in pieces of `FORWARD_ROWS`, the last one padded: one program for all counts, and a token's
-results have the same bits for any tokens beside it. The backward takes all tokens at once, because dweight is a
-sum over them and is rounded once. Its sizes are powers of two, and from 32,768 on the numbers half-way between them
-too. With the programs for `WHOLE` sizes that makes 6 programs up to 16,384 tokens and 11 up to 131,072. A forward that
-keeps a cache takes all tokens at once as well, with as many programs.
+The forward walks the tokens in pieces of `FORWARD_ROWS`, the last one padded: one program for all counts, and one for
+each of `WHOLE`, which needs no padding. A token's results have the same bits for any tokens beside it. The backward
+takes all tokens at once, because dweight is a sum over them and is rounded once. Its sizes are powers of two, and from
+32,768 on the numbers half-way between them too. With the programs for `WHOLE` sizes that makes 6 programs up to 16,384
+tokens and 11 up to 131,072. A forward that keeps a cache takes all tokens at once as well, with as many programs.
 
 The programs skip padding, block by block. It costs memory: at most twice that of the rows, 1.5 times from 32,768 on.
 """
@@ -31,6 +31,8 @@ class Piece(NamedTuple):
 
 def pieces(tokens: int) -> list[Piece]:
     """The forward's pieces of ``tokens`` tokens."""
+    if tokens in WHOLE:
+        return [whole(tokens)]
     starts = range(0, tokens, FORWARD_ROWS)
     return [Piece(slice(i, min(i + FORWARD_ROWS, tokens)), FORWARD_ROWS, masked=True) for i in starts]
 

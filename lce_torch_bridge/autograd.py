@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from lce_torch_bridge import _execute
+from lce_torch_bridge import _execute, _main_grad
 from lce_torch_bridge._types import CALL_SCHEMA, DIFFERENTIABLE, Call, Operands
 
 NAME = "lce_torch_bridge"
@@ -45,18 +45,44 @@ class LinearLogprobs(torch.autograd.Function):
         hidden, weight, bias, saved, *cache = ctx.saved_tensors
         given = dict(zip(ctx.call.differentiable, grads, strict=False))
         cotangents = [given.get(name) for name in DIFFERENTIABLE]
-        wanted, results = ctx.needs_input_grad[:3], [None] * 3
+        wanted = ctx.needs_input_grad[:3]
         if any(cotangent is not None for cotangent in cotangents):
+            sums = _sums(ctx, hidden, cache)
+            if sums is not None:
+                there = {name: x for name, x in zip(DIFFERENTIABLE, cotangents, strict=True) if x is not None}
+                found = _execute.gradients(hidden, weight, bias, saved, cache, there, wanted, ctx.call, sums)
+                return _placed(found, wanted, ctx.call)
             # If gradients are recorded, as always in torch.func, a second derivative may be asked for.
             run = Gradients.apply if torch.is_grad_enabled() else gradients
             found = list(run(hidden, weight, bias, saved, cache, *cotangents, *wanted, *ctx.call))
-            results = [found.pop(0) if want else None for want in wanted]
-        return *results, *(None,) * (NUM_OPERANDS - 2 + len(ctx.call))
+            return _placed(found, wanted, ctx.call)
+        return _placed([], (False,) * 3, ctx.call)
 
     @staticmethod
     def vmap(*_: Any) -> Any:
         """Refuses ``torch.func.vmap``."""
         refuse_vmap()
+
+
+def _placed(found: list[torch.Tensor], wanted: tuple[bool, ...], call: Call) -> tuple[torch.Tensor | None, ...]:
+    """Gradients of all arguments from those of the operands that are wanted."""
+    left = iter(found)
+    return *(next(left) if want else None for want in wanted), *(None,) * (NUM_OPERANDS - 2 + len(call))
+
+
+def _sums(ctx: Any, hidden: torch.Tensor, cache: list[torch.Tensor]) -> _execute.Sums | None:
+    """What this backward may write to; None if it writes to nothing but its results, as an operator must."""
+    if torch.compiler.is_compiling() or torch.is_grad_enabled() or type(hidden) is not torch.Tensor:
+        return None
+    main_grad = _main_grad.behind(ctx, 1) if ctx.needs_input_grad[1] else None
+    owns_cache = bool(cache) and not _graph_is_kept()
+    return _execute.Sums(main_grad=main_grad, owns_cache=owns_cache) if owns_cache or main_grad is not None else None
+
+
+def _graph_is_kept() -> bool:
+    """Whether this backward may be followed by another one over the same graph (``retain_graph``)."""
+    asked = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    return asked is None or bool(asked())
 
 
 class Uncompiled(LinearLogprobs):
