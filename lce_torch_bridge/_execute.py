@@ -51,6 +51,8 @@ class Sums(NamedTuple):
     owns_cache: bool = False  # whether nothing else reads the cache
 
 
+NO_SUMS = Sums()
+
 type Inputs = tuple[torch.Tensor | None, ...]  # hidden, weight, bias or None, what is per token
 type Found = tuple[list[torch.Tensor], list[Any]]  # each piece's packed results, and the first one's cache
 
@@ -110,7 +112,7 @@ def gradients(
     cotangents: dict[str, torch.Tensor],
     wanted: tuple[bool, ...],
     call: Call,
-    sums: Sums = Sums(),
+    sums: Sums = NO_SUMS,
 ) -> list[torch.Tensor]:
     """Those of dhidden, dweight and dbias that are wanted, in their operands' dtypes.
 

@@ -92,15 +92,15 @@ def linear_loss(
 
     Memory:
         Differentiated: ``chunk_bytes``, O(T), and with several chunks dweight in float32, V·H·4 bytes, beyond the
-        gradients; with ``cotangent`` and ``wgrad="main_grad"`` no dweight at all, if ``main_grad`` is float32 and the
-        kernels are launched directly (`explain`). The gradients exist from the forward on. "xla" keeps no exponentials: it recomputes, and gains
-        nothing over `linear_logprobs` in time.
+        gradients; no dweight at all with ``cotangent`` and ``wgrad="main_grad"``, if ``main_grad`` is float32 and the
+        kernels are launched directly (`explain`). The gradients exist from the forward on. "xla" keeps no exponentials:
+        it recomputes, and gains nothing over `linear_logprobs` in time.
 
     Numerics:
         With several chunks dweight is summed over them in float32 and rounded once, after it is multiplied by the sum's
         cotangent (1/n for a mean). dhidden, and dweight of one chunk, are rounded for a cotangent of 1, and once more
-        after that product: scale the losses inside ``loss_fn`` to be spared the second. In float16, where loss scaling
-        must come first, they are rounded after it alone. Two runs are bitwise equal.
+        after that product: give ``cotangent``, or scale the losses inside ``loss_fn``, to be spared the second. In
+        float16, where loss scaling must come first, they are rounded after it alone. Two runs are bitwise equal.
 
     Compilation:
         ``torch.compile`` leaves the call out of its graphs. Under activation checkpointing without reentry, the forward

@@ -209,6 +209,28 @@ def test_memory_is_shared_over_time() -> None:
     assert program.num_stages == 3
 
 
+def test_a_cache_is_overwritten_where_it_lies() -> None:
+    """One launch of each kernel, and no memory of the size of a matrix; a cache that is not donated is copied first."""
+    shapes = [((4096, 4096), "bfloat16"), ((151936, 4096), "bfloat16"), ((4096,), "int32"), ((4096,), "float32")]
+    hidden, weight, labels, number = (jax.ShapeDtypeStruct(*shape) for shape in shapes)
+    options: Any = {"cache_bytes": 2 << 30}
+    with launch.for_device(H200):
+        kept = functools.partial(local.statistics, keep_cache=True, **options)
+        cache = jax.eval_shape(kept, hidden, weight, labels)[1]
+
+    def backward(hidden: Any, weight: Any, labels: Any, m: Any, s: Any, q: Any, t: Any, g: Any, cache: Any) -> Any:
+        merged, seed = local.ShardStatistics(m, s, q, t, None), LogprobOutput(g, g, None)  # type: ignore[arg-type]
+        allowed = {"overwrite_cache": True, "round_dhidden": True}
+        return local.gradients(hidden, weight, labels, merged, seed, cache=cache, **allowed, **options)
+
+    given = hidden, weight, labels, *(number,) * 5, cache
+    program = launch.program(backward, given, H200, donated=(8, 9))
+    assert program.num_kernels == 3
+    assert program.workspace_bytes < 1 << 20
+    assert [x.dtype for x in program.outputs] == [jnp.bfloat16] * 2
+    assert launch.program(backward, given, H200).workspace_bytes > 4096 * 151936 * 2
+
+
 def test_what_is_not_served_is_named() -> None:
     hidden, weight, labels, *_ = operands()
     with pytest.raises(launch.UnservedError, match="a gather that is not along the first"):

@@ -129,16 +129,27 @@ def _function(name: str, segment: Segment, slots: Mapping[Node, int], here: Set[
 
 
 def _mapping(segment: Segment, slots: Mapping[Node, int], body: Body) -> list[str]:
-    """Each thread computes some elements, far from each other so that neighbours read neighbours."""
+    """Each thread computes some elements, far from each other so that neighbours read neighbours.
+
+    It stores them after it has computed all, so that their loads need not wait for one another.
+    """
     first, *_ = segment.nodes
     per_thread, kind = _per_thread(first.size), index_type(first)
-    body.add(f"for (int k = 0; k < {per_thread}; ++k) {{")
-    body.add(f"const {kind} i = ({kind})block * {THREADS * per_thread} + k * {THREADS} + thread;")
-    body.add(f"if (i >= {first.size}) return;")
+    for n, node in enumerate(segment.nodes):
+        body.add(f"{stored(node)} found{n}[{per_thread}];")
+    body.add(f"const {kind} start = ({kind})block * {THREADS * per_thread} + thread;")
+    body.add(f"UNROLLED for (int k = 0; k < {per_thread}; ++k) {{")
+    body.add(f"const {kind} i = start + k * {THREADS};")
+    body.add(f"if (i < {first.size}) {{")
     indices = body.unravel("i", first.shape)
-    for node in segment.nodes:
+    for n, node in enumerate(segment.nodes):
         value = body.value(node.operands[0], indices) if node.op == COPY else body.computed(node, indices)
-        body.add(f"(({stored(node)}*)b.at[{slots[node]}])[i] = {body.to_storage(node, value)};")
+        body.add(f"found{n}[k] = {body.to_storage(node, value)};")
+    body.add("}}")
+    body.add(f"UNROLLED for (int k = 0; k < {per_thread}; ++k) {{")
+    for n, node in enumerate(segment.nodes):
+        target = f"(({stored(node)}*)b.at[{slots[node]}])[start + k * {THREADS}]"
+        body.add(f"if (start + k * {THREADS} < {first.size}) {target} = found{n}[k];")
     body.add("}")
     return body.lines
 

@@ -1,0 +1,230 @@
+"""``main_grad`` where programs are launched directly: dweight is added to it in float32, and exists nowhere else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from lce_torch_bridge import _main_grad, autograd, linear_logprobs, linear_loss
+from tests.torch import problem as p
+from tests.torch.launched import launch_directly
+from tests.torch.test_main_grad import backward, parameter
+
+
+@pytest.fixture
+def direct(monkeypatch: pytest.MonkeyPatch) -> None:
+    launch_directly(monkeypatch)
+
+
+def micro_batches(dtype: torch.dtype = torch.bfloat16) -> list[p.Problem]:
+    """Three of them, with the same weight."""
+    return [p.draw(dtype=dtype, seed=seed)._replace(weight=p.draw(dtype=dtype).weight) for seed in range(3)]
+
+
+def accumulated(problems: list[p.Problem], **attributes: Any) -> torch.nn.Parameter:
+    weight = parameter(problems[0], **attributes)
+    for problem in problems:
+        backward(problem, weight)
+        weight.grad = None  # as DistributedDataParallel's hook does
+    return weight
+
+
+def exact(problems: list[p.Problem]) -> torch.Tensor:
+    return sum(p.exact(problem, p.seeds_like(problem.labels))[1][1] for problem in problems)  # type: ignore[return-value]
+
+
+def test_three_micro_batches_are_never_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    problems = micro_batches()
+    rounded = p.relative_norm(accumulated(problems).main_grad, exact(problems))
+    launch_directly(monkeypatch)
+    found = p.relative_norm(accumulated(problems).main_grad, exact(problems))
+    assert found < 1e-6
+    assert rounded > 1e-3  # bfloat16
+
+
+@pytest.mark.usefixtures("direct")
+@pytest.mark.parametrize("zero_out", [False, True])
+def test_what_stands_in_for_the_gradient_takes_no_memory(zero_out: bool) -> None:
+    weight = parameter(p.draw(), grad_added_to_main_grad=False, zero_out_wgrad=zero_out)
+    for _ in range(2):  # also where the first one is still there
+        backward(p.draw(), weight)
+        assert weight.grad_added_to_main_grad
+        assert (weight.grad.shape, weight.grad.dtype) == (weight.shape, weight.dtype)
+        assert weight.grad.is_sparse
+        assert weight.grad._nnz() == 0
+    before = weight.main_grad.clone()
+    weight.main_grad.add_(weight.grad.data)  # as Megatron's hook adds the zeros
+    assert torch.equal(weight.main_grad, before)
+
+
+@pytest.mark.usefixtures("direct")
+def test_without_the_flag_there_is_no_gradient() -> None:
+    weight = parameter(p.draw())
+    backward(p.draw(), weight)
+    assert weight.grad is None
+    assert weight.main_grad.abs().sum() > 0
+
+
+@pytest.mark.usefixtures("direct")
+@pytest.mark.parametrize("first", ["head", "embedding"])
+def test_tied_to_an_embedding(first: str) -> None:
+    """The gradient is what the embedding adds alone, whichever comes first."""
+    problem = p.draw(dtype=torch.bfloat16)
+    weight = parameter(problem, grad_added_to_main_grad=False, zero_out_wgrad=True)
+    plain = problem.weight.clone().requires_grad_()
+    for leaf, options in ((weight, {"wgrad": "main_grad"}), (plain, {})):
+        hidden = torch.nn.functional.embedding(problem.labels, leaf)
+        out = linear_logprobs(hidden if first == "head" else problem.hidden, leaf, problem.labels, **options)
+        (out.logprobs.sum() + (0 if first == "head" else hidden.sum())).backward()
+    assert not weight.grad.is_sparse
+    total = weight.grad.float() + weight.main_grad
+    assert p.relative_norm(total, plain.grad.float()) < 4e-3  # two roundings of the plain gradient
+    assert weight.main_grad.norm() > 0
+    assert weight.grad.norm() > 0
+
+
+@pytest.mark.usefixtures("direct")
+def test_only_the_gradients_asked_for_are_added() -> None:
+    problem = p.draw(dtype=torch.bfloat16)
+    weight, hidden = parameter(problem), problem.hidden.clone().requires_grad_()
+    total = linear_logprobs(hidden, weight, problem.labels, wgrad="main_grad").logprobs.sum()
+    torch.autograd.grad(total, hidden, retain_graph=True)
+    assert not weight.main_grad.any()
+    total.backward(inputs=[hidden], retain_graph=True)
+    assert not weight.main_grad.any()
+    total.backward(retain_graph=True)
+    once = weight.main_grad.clone()
+    total.backward()
+    assert once.any()
+    assert torch.equal(weight.main_grad, 2 * once)
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "not aligned", "transposed"])
+def test_what_no_kernel_can_add_to_is_added_to_as_before(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = p.draw(dtype=torch.bfloat16)
+    V, H = problem.weight.shape
+    sums = []
+    for way in ("jax", "direct"):
+        memory = {
+            "bfloat16": torch.zeros(V, H, dtype=torch.bfloat16),
+            "not aligned": torch.zeros(V * H + 1)[1:].view(V, H),
+            "transposed": torch.zeros(H, V).t(),
+        }
+        weight = parameter(problem, main_grad=memory[kind])
+        if way == "direct":
+            launch_directly(monkeypatch)
+        backward(problem, weight)
+        sums.append(weight.main_grad)
+    assert torch.equal(*sums)
+
+
+@pytest.mark.usefixtures("direct")
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_adds_once(reentrant: bool) -> None:
+    problem = p.draw(dtype=torch.bfloat16)
+    weight = parameter(problem, grad_added_to_main_grad=False)
+    hidden = problem.hidden.clone().requires_grad_()
+
+    def head(hidden: torch.Tensor) -> torch.Tensor:
+        return linear_logprobs(hidden, weight, problem.labels, wgrad="main_grad").logprobs.sum()
+
+    torch.utils.checkpoint.checkpoint(head, hidden, use_reentrant=reentrant).backward()
+    plain = problem.weight.float().requires_grad_()
+    p.stored(problem.hidden.float(), plain, problem.labels).logprobs.sum().backward()
+    assert p.relative_norm(weight.main_grad, plain.grad) < 1e-6
+
+
+def test_a_kept_graph_keeps_its_cache() -> None:
+    """The cache is overwritten by a backward that nothing can follow."""
+    seen = []
+
+    def note(grad: torch.Tensor) -> None:
+        del grad
+        found = autograd._sums(_Context(), torch.zeros(1), [torch.zeros(1)])
+        seen.append(found is not None and found.owns_cache)
+
+    x = torch.ones(1, requires_grad=True)
+    y = 2 * x
+    y.register_hook(note)
+    y.backward(retain_graph=True)
+    torch.autograd.grad(y, x, create_graph=True)
+    y.backward()
+    assert seen == [False, False, True]
+
+
+class _Context:
+    needs_input_grad = (True, False, False)
+
+
+def ppo(logprobs: Any, entropy: Any, lse: Any, advantages: Any) -> Any:
+    del lse
+    return -advantages * logprobs.exp() - 0.05 * entropy
+
+
+T, FACTOR = 5000, 0.37  # of three chunks, where one has 2048
+
+
+@pytest.mark.parametrize("way", ["jax", "direct"])
+@pytest.mark.parametrize("tokens", [300, T])
+def test_linear_loss_adds_in_the_forward_to_what_is_given(
+    way: str, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For a cotangent that is known: nothing of dweight is kept, and each gradient is rounded once."""
+    if way == "direct":
+        launch_directly(monkeypatch)
+    problem, advantages = p.draw(T=tokens, dtype=torch.bfloat16), torch.randn(tokens)
+    weight = parameter(problem, grad_added_to_main_grad=False, zero_out_wgrad=True)
+    weight.main_grad.fill_(0.25)
+    hidden, own = problem.hidden.clone().requires_grad_(), advantages.clone().requires_grad_()
+    told = dict(wgrad="main_grad", cotangent=FACTOR, chunk_bytes=0)
+    total, out = linear_loss(ppo, hidden, weight, problem.labels, own, **told)
+    added = weight.main_grad - 0.25
+    (FACTOR * total).backward()
+    assert torch.equal(weight.main_grad - 0.25, added)
+    assert weight.grad_added_to_main_grad
+    assert weight.grad.is_sparse
+
+    leaves = [x.double().requires_grad_() for x in (problem.hidden, problem.weight, advantages)]
+    want = p.stored(*leaves[:2], problem.labels)
+    true = ppo(*want[:3], leaves[2]).sum()
+    wanted = torch.autograd.grad(FACTOR * true, leaves)
+    assert abs((total / true).item() - 1) < 1e-5
+    assert p.value_error(out.logprobs, want.logprobs) < 2e-6
+    assert p.relative_norm(hidden.grad, wanted[0]) < 1.75e-3  # one rounding to bfloat16
+    assert p.relative_norm(added, wanted[1]) < 1e-6
+    assert p.relative_norm(own.grad, wanted[2]) < 1e-6
+
+
+@pytest.mark.parametrize("wgrad", ["return", "main_grad"])
+def test_another_cotangent_is_refused(wgrad: str) -> None:
+    problem = p.draw()
+    weight = parameter(problem)
+    for factor, known in ((1 / 3, 1 / 3), (2.0, 1.0)):
+        total, _ = linear_loss(ppo, *problem._replace(weight=weight), torch.ones(37), wgrad=wgrad, cotangent=known)
+        if factor == known:
+            (total * factor).backward()
+            continue
+        with pytest.raises(ValueError, match=r"linear_loss\(cotangent=1.0\) was differentiated with .* of 2.0"):
+            (total * factor).backward()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_recomputed_forward_may_not_add(reentrant: bool) -> None:
+    problem, hidden = p.draw(), p.draw().hidden.requires_grad_()
+    weight = parameter(problem)
+
+    def head(hidden: torch.Tensor) -> torch.Tensor:
+        told = dict(wgrad="main_grad", cotangent=1.0)
+        return linear_loss(ppo, hidden, weight, problem.labels, torch.ones(37), **told)[0]
+
+    with pytest.raises(NotImplementedError, match="leave the head out of the checkpoint, or leave cotangent out"):
+        torch.utils.checkpoint.checkpoint(head, hidden, use_reentrant=reentrant).backward()
+
+
+def test_nothing_like_a_weight() -> None:
+    weight = torch.ones(5, 3, dtype=torch.bfloat16)
+    nothing = _main_grad.nothing_like(weight)
+    assert (nothing.shape, nothing.dtype, nothing._nnz()) == ((5, 3), torch.bfloat16, 0)
+    assert not nothing.to_dense().any()
