@@ -132,7 +132,7 @@ def gradients(
     seeds = [seed.view(torch.int32) for seed in cotangents.values()]
     per_token = torch.cat([saved, *(seed[None] if seed.ndim == 1 else seed.T for seed in seeds)])
     rows = _rows.pad(hidden, piece.rows), weight, bias, _rows.with_count(per_token.T, piece.rows)
-    grads = _run_backward(run, rows, cache, sums, int(wanted[0]))
+    grads = _run_backward(run, rows, cache, sums, int(wanted[0]), weight.dtype)
     if wanted[0]:
         grads[0] = grads[0][:tokens]
     if wanted[0] and reduced:
@@ -140,8 +140,10 @@ def gradients(
     return grads
 
 
-def _run_backward(run: Callable[..., Any], rows: Inputs, cache: Sequence[Any], sums: Sums, place: int) -> list[Any]:
-    """The results of a program that `_programs.gradients` makes; dweight is the one at ``place``."""
+def _run_backward(
+    run: Callable[..., Any], rows: Inputs, cache: Sequence[Any], sums: Sums, place: int, dtype: torch.dtype
+) -> list[Any]:
+    """The results of a program that `_programs.gradients` makes; dweight is the one at ``place``, of that dtype."""
     overwriting = run(overwrite_cache=sums.owns_cache and bool(cache))
     if sums.total is not None:
         *grads, _ = sums.total.after(run(), overwriting, (*rows, *cache), operand=len(rows), place=place)
@@ -154,7 +156,10 @@ def _run_backward(run: Callable[..., Any], rows: Inputs, cache: Sequence[Any], s
         found = _launch.in_place(overwriting, operands, owned, given)
     if found is None:
         return _launch.run(run(), (*rows, None, *cache))[0]
-    return found if sums.main_grad is None else [*found[:place], nothing_like(rows[1]), *found[place:-1]]
+    if sums.main_grad is None:
+        return found
+    left = nothing_like(sums.main_grad, dtype)
+    return [*found[:place], left, *found[place:-1]]
 
 
 def scaled(x: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

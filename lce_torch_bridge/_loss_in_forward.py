@@ -187,7 +187,7 @@ def _as_computed(main_grad: Any, dtypes: list[Any], *grads: Any) -> list[Any]:
     """The gradients in each dtype, the weight's as what stands in for it if it has been added to ``main_grad``."""
     found = [None if grad is None else grad.to(dtype) for grad, dtype in zip(grads, dtypes, strict=True)]
     if main_grad is not None:
-        found[1] = placeholder(main_grad[0], nothing_like(main_grad[0]).to(dtypes[1]))
+        found[1] = placeholder(main_grad[0], nothing_like(main_grad[0], dtypes[1]))
     return found
 
 

@@ -14,7 +14,8 @@ def accumulate_into_main_grad(weight: torch.Tensor) -> torch.Tensor:
     """``weight``, whose gradient will be added to ``weight.main_grad``, not returned.
 
     Follows Megatron's fused layers: ``grad_added_to_main_grad`` is set if it exists, and autograd gets a placeholder
-    for the gradient, which is zero with ``zero_out_wgrad`` and arbitrary without.
+    for the gradient, which is zero with ``zero_out_wgrad`` and arbitrary without. Where a kernel has added the
+    gradient, the placeholder is sparse and empty: zeros without memory.
     """
     main_grad = main_grad_of(weight)
     return weight if main_grad is None else _AccumulateIntoMainGrad.apply(weight, main_grad)
@@ -46,10 +47,10 @@ def placeholder(weight: torch.Tensor, dweight: torch.Tensor) -> torch.Tensor | N
     return dweight.zero_() if getattr(weight, "zero_out_wgrad", False) else dweight
 
 
-def nothing_like(weight: torch.Tensor) -> torch.Tensor:
+def nothing_like(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A gradient of zeros without any memory: sparse, and empty."""
     places = torch.empty((weight.ndim, 0), dtype=torch.int64, device=weight.device)
-    return torch.sparse_coo_tensor(places, weight.new_empty(0), weight.shape, check_invariants=False)
+    return torch.sparse_coo_tensor(places, weight.new_empty(0, dtype=dtype), weight.shape, check_invariants=False)
 
 
 def behind(node: Any, edge: int) -> torch.Tensor | None:
@@ -61,7 +62,7 @@ def behind(node: Any, edge: int) -> torch.Tensor | None:
     after, _ = node.next_functions[edge]
     if getattr(after, "_forward_cls", None) is not _AccumulateIntoMainGrad or after.main_grad.dtype != torch.float32:
         return None
-    wanted = torch._C._will_engine_execute_node(after)  # type: ignore[attr-defined]  # not if it is of no input asked for
+    wanted = torch._C._will_engine_execute_node(after)  # not if no input that is asked for comes after it
     return after.main_grad if wanted else None
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
-import pytest
 import torch
 
 from lce_torch_bridge import _direct, _launch
@@ -21,10 +22,16 @@ class Program(NamedTuple):
     updated: Sequence[int]
 
 
-def launch_directly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All programs are run as if they were launched directly."""
-    monkeypatch.setattr(_launch, "_program", lambda function, _, updated=(), **__: Program(function, updated))
-    monkeypatch.setattr(_direct, "run", run)
+@contextlib.contextmanager
+def launched_directly() -> Iterator[None]:
+    """Inside, all programs are run as if they were launched directly."""
+
+    def program(function: Callable[..., Any], inputs: Any, updated: Sequence[int] = (), **_: Any) -> Program:
+        del inputs
+        return Program(function, updated)
+
+    with mock.patch.object(_launch, "_program", program), mock.patch.object(_direct, "run", run):
+        yield
 
 
 def run(program: Program, inputs: Sequence[Any], sums: Mapping[int, torch.Tensor] | None = None) -> list[torch.Tensor]:

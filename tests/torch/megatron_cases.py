@@ -109,7 +109,10 @@ TRAINING = [
         ("not fused", {}, dict(fusion=False)),
         ("asked for", {}, dict(fusion=False, wgrad="main_grad")),
         ("gradients reduced meanwhile", dict(tied=True), dict(overlap_grad_reduce=True)),
+        ("launched directly", {}, dict(direct=True, overlap_grad_reduce=True)),
+        ("launched directly, MTP, tied", dict(mtp=1, tied=True), dict(direct=True)),
     )),
+    _case("main_grad", 2, "launched directly, SP, tied", dict(tied=True, sp=True), dict(direct=True)),
     _case("main_grad", 2, "SP, tied", dict(tied=True, sp=True), {}),
     *(_case("main_grad half precision", tp, name, HALF | model, {}) for tp in (1, 2)
       for name, model in (("plain", {}), ("tied", dict(tied=True)))),

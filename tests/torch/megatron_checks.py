@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
 
 from tests.torch import megatron_models
+from tests.torch.launched import launched_directly
 from tests.torch.megatron_calls import (
     Gradients,
     Outputs,
@@ -146,8 +147,10 @@ def against(way: str, grads: Gradients, true: Gradients) -> Result:
 def main_grad(tp: int, model: Options, options: Options) -> Result:
     """``main_grad`` after three micro-batches, against Megatron's own layers with no accumulation fused."""
     overlap = {"overlap_grad_reduce": options.pop("overlap_grad_reduce", False)}
+    direct = options.pop("direct", False) and not torch.cuda.is_available()
     it = in_training(subject(tp, fusion=options.pop("fusion", True), **model), **overlap)
-    got = accumulated(fused, it, **options)
+    with launched_directly() if direct else contextlib.nullcontext():
+        got = accumulated(fused, it, **options)
     want = accumulated(stock, in_training(subject(tp, **model), **overlap))
     error, parameter = worst(got, want)
     inner = it.model.module

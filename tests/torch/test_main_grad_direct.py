@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -9,13 +11,14 @@ import torch
 
 from lce_torch_bridge import _main_grad, autograd, linear_logprobs, linear_loss
 from tests.torch import problem as p
-from tests.torch.launched import launch_directly
+from tests.torch.launched import launched_directly
 from tests.torch.test_main_grad import backward, parameter
 
 
 @pytest.fixture
-def direct(monkeypatch: pytest.MonkeyPatch) -> None:
-    launch_directly(monkeypatch)
+def direct() -> Iterator[None]:
+    with launched_directly():
+        yield
 
 
 def micro_batches(dtype: torch.dtype = torch.bfloat16) -> list[p.Problem]:
@@ -35,11 +38,11 @@ def exact(problems: list[p.Problem]) -> torch.Tensor:
     return sum(p.exact(problem, p.seeds_like(problem.labels))[1][1] for problem in problems)  # type: ignore[return-value]
 
 
-def test_three_micro_batches_are_never_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_three_micro_batches_are_never_rounded() -> None:
     problems = micro_batches()
     rounded = p.relative_norm(accumulated(problems).main_grad, exact(problems))
-    launch_directly(monkeypatch)
-    found = p.relative_norm(accumulated(problems).main_grad, exact(problems))
+    with launched_directly():
+        found = p.relative_norm(accumulated(problems).main_grad, exact(problems))
     assert found < 1e-6
     assert rounded > 1e-3  # bfloat16
 
@@ -102,20 +105,19 @@ def test_only_the_gradients_asked_for_are_added() -> None:
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "not aligned", "transposed"])
-def test_what_no_kernel_can_add_to_is_added_to_as_before(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_no_kernel_can_add_to_is_added_to_as_before(kind: str) -> None:
     problem = p.draw(dtype=torch.bfloat16)
     V, H = problem.weight.shape
     sums = []
-    for way in ("jax", "direct"):
+    for way in (contextlib.nullcontext(), launched_directly()):
         memory = {
             "bfloat16": torch.zeros(V, H, dtype=torch.bfloat16),
             "not aligned": torch.zeros(V * H + 1)[1:].view(V, H),
             "transposed": torch.zeros(H, V).t(),
         }
         weight = parameter(problem, main_grad=memory[kind])
-        if way == "direct":
-            launch_directly(monkeypatch)
-        backward(problem, weight)
+        with way:
+            backward(problem, weight)
         sums.append(weight.main_grad)
     assert torch.equal(*sums)
 
@@ -168,18 +170,15 @@ T, FACTOR = 5000, 0.37  # of three chunks, where one has 2048
 
 @pytest.mark.parametrize("way", ["jax", "direct"])
 @pytest.mark.parametrize("tokens", [300, T])
-def test_linear_loss_adds_in_the_forward_to_what_is_given(
-    way: str, tokens: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_linear_loss_adds_in_the_forward_to_what_is_given(way: str, tokens: int) -> None:
     """For a cotangent that is known: nothing of dweight is kept, and each gradient is rounded once."""
-    if way == "direct":
-        launch_directly(monkeypatch)
     problem, advantages = p.draw(T=tokens, dtype=torch.bfloat16), torch.randn(tokens)
     weight = parameter(problem, grad_added_to_main_grad=False, zero_out_wgrad=True)
     weight.main_grad.fill_(0.25)
     hidden, own = problem.hidden.clone().requires_grad_(), advantages.clone().requires_grad_()
     told = dict(wgrad="main_grad", cotangent=FACTOR, chunk_bytes=0)
-    total, out = linear_loss(ppo, hidden, weight, problem.labels, own, **told)
+    with launched_directly() if way == "direct" else contextlib.nullcontext():
+        total, out = linear_loss(ppo, hidden, weight, problem.labels, own, **told)
     added = weight.main_grad - 0.25
     (FACTOR * total).backward()
     assert torch.equal(weight.main_grad - 0.25, added)
@@ -224,7 +223,6 @@ def test_a_recomputed_forward_may_not_add(reentrant: bool) -> None:
 
 
 def test_nothing_like_a_weight() -> None:
-    weight = torch.ones(5, 3, dtype=torch.bfloat16)
-    nothing = _main_grad.nothing_like(weight)
+    nothing = _main_grad.nothing_like(torch.ones(5, 3), torch.bfloat16)
     assert (nothing.shape, nothing.dtype, nothing._nnz()) == ((5, 3), torch.bfloat16, 0)
     assert not nothing.to_dense().any()
