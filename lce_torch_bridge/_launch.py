@@ -91,9 +91,7 @@ def in_place(
     return _direct.run(program, inputs, sums)
 
 
-def _program(
-    function: Callable[..., Any], inputs: Inputs, updated: Sequence[int] = ()
-) -> Any:
+def _program(function: Callable[..., Any], inputs: Inputs, updated: Sequence[int] = ()) -> Any:
     """The program that is launched directly; None if JAX is to run it."""
     first = _first(inputs)
     of_jax = any(isinstance(x, jax.Array) for x in inputs)
