@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax import _checks, _dispatch, _math, _rows, _statistics, _xla_topk, mosaic, reference, xla
+from lce_jax import _checks, _compat, _dispatch, _math, _rows, _statistics, _xla_topk, mosaic, reference, xla
 from lce_jax._by_platform import by_platform
 from lce_jax._largest import Largest
 from lce_jax._rows import Rows
@@ -132,6 +132,29 @@ def gradients(
     dhidden = found.hidden if order is None else _rows.expand(order, found.hidden)
     dhidden = _signed(dhidden, scales)
     return found._replace(hidden=dhidden if rows.live is None else jnp.where(rows.live[:, None], dhidden, 0.0))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 4), inline=True)
+def compiled_statistics(
+    spec: Spec, primals: Primals, rows: Rows, start: Array, keep_cache: bool
+) -> tuple[ShardStatistics, Any]:
+    """`statistics` of operands as they are given. Not differentiable."""
+    run = functools.partial(statistics, spec, keep_cache=keep_cache)
+    return _compat.first_order_only(run)(as_operand(primals), rows, start)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2), inline=True)
+def compiled_gradients(spec: Spec, overwrite_cache: bool, round_dhidden: bool, primals: Primals, *rest: Any) -> Primals:
+    """`gradients` of operands as they are given, with what `statistics` kept. Not differentiable."""
+    rounds = round_dhidden and primals.hidden.dtype == spec.case.dtype
+    allowed = {"may_overwrite_cache": overwrite_cache, "may_round_dhidden": rounds}
+
+    def run(primals: Primals, rows: Rows, start: Any, stats: Any, seed: Any, cache: Any, dweight: Any) -> Primals:
+        if spec.case.options.gradient_threshold:
+            cache, _ = selected(spec, rows, stats, cache)
+        return gradients(spec, primals, rows, start, stats, seed, cache, dweight=dweight, **allowed)
+
+    return _compat.first_order_only(run)(as_operand(primals), *rest)
 
 
 LARGEST = {xla.NAME: _xla_topk.largest, reference.NAME: reference.largest}  # the kernels refuse `linear_topk`

@@ -11,18 +11,15 @@ arrays: jit them. They are not differentiable themselves.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Unpack
 
 import jax
 import jax.numpy as jnp
 
-from lce_jax import _bind, _checks, _compat, _math, _options, _rows, _shard, _statistics, scalars
+from lce_jax import _bind, _checks, _math, _options, _rows, _shard, _statistics, scalars
 from lce_jax._dropped_mass import dropped_mass
-from lce_jax._rows import Rows
-from lce_jax._shard import Spec
-from lce_jax._types import LogprobOptions, LogprobOutput, Options, Primals, Results, ShardStatistics
+from lce_jax._types import LogprobOptions, LogprobOutput, Options, Results, ShardStatistics
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
@@ -82,15 +79,7 @@ def statistics(
     )
     if spec.case.num_tokens == 0:
         return _statistics.empty(0, spec.case.stat_dtype, spec.case.options), None
-    return _shard_statistics(spec, primals, rows, jnp.asarray(vocab_start, jnp.int32), keep_cache)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 4), inline=True)
-def _shard_statistics(
-    spec: Spec, primals: Primals, rows: Rows, start: Array, keep_cache: bool
-) -> tuple[ShardStatistics, Any]:
-    run = functools.partial(_shard.statistics, spec, keep_cache=keep_cache)
-    return _compat.first_order_only(run)(_shard.as_operand(primals), rows, start)
+    return _shard.compiled_statistics(spec, primals, rows, jnp.asarray(vocab_start, jnp.int32), keep_cache)
 
 
 def merge(parts: ShardStatistics) -> ShardStatistics:
@@ -290,24 +279,7 @@ def gradients(
         seed = Results(given._replace(candidate_logprobs=cotangent.candidate_logprobs), dmean)
         start = jnp.asarray(vocab_start, jnp.int32)
         allowed = scalars.flag("overwrite_cache", overwrite_cache), scalars.flag("round_dhidden", round_dhidden)
-        found = _shard_gradients(spec, *allowed, primals, rows, start, merged, seed, cache, dweight)
+        found = _shard.compiled_gradients(spec, *allowed, primals, rows, start, merged, seed, cache, dweight)
     if round_dhidden:
         found = found._replace(hidden=found.hidden.astype(hidden.dtype))
     return (found.hidden, found.weight) if found.bias is None else (found.hidden, found.weight, found.bias)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2), inline=True)
-def _shard_gradients(spec: Spec, overwrite_cache: bool, round_dhidden: bool, primals: Primals, *rest: Any) -> Primals:
-    allowed = {
-        "may_overwrite_cache": overwrite_cache,
-        "may_round_dhidden": round_dhidden and primals.hidden.dtype == spec.case.dtype,
-    }
-
-    def run(
-        primals: Primals, rows: Rows, start: Any, stats: ShardStatistics, seed: Results, cache: Any, dweight: Any
-    ) -> Primals:
-        if spec.case.options.gradient_threshold:
-            cache, _ = _shard.selected(spec, rows, stats, cache)
-        return _shard.gradients(spec, primals, rows, start, stats, seed, cache, dweight=dweight, **allowed)
-
-    return _compat.first_order_only(run)(_shard.as_operand(primals), *rest)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
 from typing import Any
 
 import torch
@@ -49,8 +51,16 @@ def placeholder(weight: torch.Tensor, dweight: torch.Tensor) -> torch.Tensor | N
 
 def nothing_like(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A gradient of zeros without any memory: sparse, and empty."""
-    places = torch.empty((weight.ndim, 0), dtype=torch.int64, device=weight.device)
-    return torch.sparse_coo_tensor(places, weight.new_empty(0, dtype=dtype), weight.shape, check_invariants=False)
+    _settle_the_warning()
+    return torch.zeros(weight.shape, dtype=dtype, device=weight.device, layout=torch.sparse_coo)
+
+
+@functools.cache
+def _settle_the_warning() -> None:
+    """Some versions of torch warn once that sparse tensors are not checked. An empty one cannot be wrong."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.sparse_coo_tensor(torch.zeros((1, 0), dtype=torch.int64), torch.zeros(0), (1,), check_invariants=False)
 
 
 def behind(node: Any, edge: int) -> torch.Tensor | None:

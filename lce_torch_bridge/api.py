@@ -87,9 +87,11 @@ def linear_logprobs(
             as Megatron's.
         reduce_grad_hidden: True sums dhidden over ``tp_group`` in float32, rounded once: for tensor parallelism without
             sequence parallelism, where no later step sums it. False: each rank's dhidden is its own part of the sum.
-        wgrad: "return" gives the weight its gradient. "main_grad" rounds it to the weight's dtype, adds it to
-            ``weight.main_grad``, as Megatron's gradient-accumulation fusion does, and sets
-            ``grad_added_to_main_grad``. Not under ``torch.compile``.
+        wgrad: "return" gives the weight its gradient. "main_grad" adds it to ``weight.main_grad``, as Megatron's
+            gradient-accumulation fusion does, and sets ``grad_added_to_main_grad``. A call that is launched directly
+            (`explain`) adds to a float32 ``main_grad`` as it computes, without a dweight in between, if ``main_grad``
+            is contiguous, aligned to 16 bytes and autocast does not cast the weight; otherwise dweight is rounded to
+            the weight's dtype first. Not under ``torch.compile``.
         cache_bytes: bytes that the forward may keep, so that the backward recomputes less. 0 keeps nothing. An
             implementation that always recomputes ignores it. A forward that keeps something takes all tokens at once,
             and its results may differ in the last bits from one that does not. Under ``torch.compile`` each count of
@@ -115,11 +117,12 @@ def linear_logprobs(
             ``hidden`` was changed in place between forward and backward.
 
     Memory:
-        Forward, two copies of 8192 tokens' hidden and a tile of logits. Between forward and backward, the operands,
+        Forward, two copies of 8192 tokens' hidden (none for exactly 4096 or 8192 tokens) and a tile of logits. Between forward and backward, the operands,
         four to six numbers of four bytes per token, two more per candidate, and the cache; of a DTensor, what was
         gathered. Backward, beyond the gradients, dhidden in float32 and a tile of logits; for counts of tokens that
         are no power of two also copies of hidden and dhidden, padded to the next one, at least 2048 (from 32,768 on, or
-        to halfway there). Launched directly, all of it comes from torch's allocator. Otherwise JAX keeps its own
+        to halfway there). Launched directly, all of it comes from torch's allocator, and a backward without
+        ``retain_graph`` computes in the memory of the cache, with one launch where it would need several. Otherwise JAX keeps its own
         pool of GPU memory (`init`), in which the gradients lie. Before JAX reuses a gradient that torch has dropped,
         this function waits for the streams that may still read it; JAX code of your own does not.
 
@@ -136,7 +139,7 @@ def linear_logprobs(
         ``torch.set_float32_matmul_precision`` or torch's ``fp32_precision`` says. Two runs are bitwise equal.
 
     Compilation:
-        For each set of options XLA compiles one program for the forward (two with ``tp_group``) and, for each set of
+        For each set of options three programs are compiled for the forward (four with ``tp_group``) and, for each set of
         outputs and gradients that a loss uses, at most a dozen for the backward of up to 131,072 tokens, each when it
         is first needed. With ``cache_bytes`` the forward has up to a dozen, too. A new temperature compiles nothing.
 

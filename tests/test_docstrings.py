@@ -50,6 +50,7 @@ OTHER_MEANING = {
 # (function, argument) of the bridge, whose texts are apart from those of lce_jax: they speak of torch and of ranks.
 OTHER_MEANING_IN_THE_BRIDGE = {
     ("linear_loss", "wgrad"): "added in float32",
+    ("linear_logits", "wgrad"): "there are no kernels",
     **{("linear_topk", name): "there are no labels" for name in ("tp_group", "temperature", "keep")},
     **{("linear_topk", name): "it has no gradient" for name in ("bias", "vocab_size")},
     ("linear_topk", "implementation"): "there are no kernels",
