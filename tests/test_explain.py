@@ -124,6 +124,8 @@ def test_of_arrays_as_they_lie(kind: AxisType, concrete: bool) -> None:
     assert (plan.case.num_tokens, plan.case.vocab_size) == (64, 128)
     named = explain(*call, implementation="xla", mesh=mesh, vocab_axis="tensor", batch_axes="data")
     assert (plan.forward_bytes, plan.backward_bytes) == (named.forward_bytes, named.backward_bytes)
+    in_forward = explain(*call, implementation="xla", gradients_in_forward=True)
+    assert (in_forward.case.num_tokens, in_forward.case.vocab_size) == (64, 128)
     noted = explain(*call, implementation="xla", cache_bytes=1 << 20).notes
     assert any("keeps nothing over Auto axes" in note for note in noted) == (kind == AxisType.Auto)
     assert explain(*CALL).case.num_tokens == CALL[2].size
