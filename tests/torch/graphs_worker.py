@@ -1,0 +1,157 @@
+"""One of two ranks, each with its part of the vocabulary: CUDA graphs with NCCL in them, Megatron's among them.
+
+`test_gpu_graphs` starts them: ``torchrun --nproc-per-node 2 -m tests.torch.graphs_worker <name of a check>...``
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lce_torch_bridge import launch_with, linear_logprobs
+from tests.torch import problem as p
+from tests.torch.gpu_problem import draw
+from tests.torch.shards import same_on_all_ranks, shard
+
+REPLAYS = 100
+
+
+def captured(step: Callable[[], list[torch.Tensor]]) -> tuple[torch.cuda.CUDAGraph, list[torch.Tensor]]:
+    """A graph of ``step``, after two runs outside of it, and where its replays write."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+    return graph, results
+
+
+def replays(group: dist.ProcessGroup) -> None:
+    """Replays with new contents have the bits of eager runs, and results are the same bits on both ranks."""
+    problem = draw(1000, 512, 8192)
+    seeds = p.seeds_like(problem.labels)
+    weight = shard(problem.weight, group).requires_grad_()
+    hidden = problem.hidden.requires_grad_()
+    generator = torch.Generator("cuda").manual_seed(0)  # the same numbers on both ranks
+    for cache_bytes in (0, 1 << 30):
+
+        def step(cache_bytes: int = cache_bytes) -> list[torch.Tensor]:
+            out = linear_logprobs(
+                hidden, weight, problem.labels, tp_group=group, reduce_grad_hidden=True, cache_bytes=cache_bytes
+            )
+            grads = torch.autograd.grad(p.objective(out, seeds), (hidden, weight))
+            return [*(x.detach() for x in out[:3]), *grads]
+
+        graph, results = captured(step)
+        for _ in range(REPLAYS):
+            with torch.no_grad():
+                hidden.normal_(generator=generator)
+                problem.labels.random_(0, 8192, generator=generator)
+            graph.replay()
+            assert all(map(torch.equal, results, step()))
+        assert all(same_on_all_ranks(x, group) for x in results[:4])
+        whole = p.Problem(hidden.detach(), problem.weight, problem.labels)
+        want, wanted = p.exact(whole, seeds)
+        _, plain = p.gradients(whole, seeds, call=p.stored, dtype=torch.bfloat16)
+        assert max(map(p.value_error, results[:3], want[:3])) < 1e-5
+        shards = [wanted[0], shard(wanted[1], group)], [plain[0], shard(plain[1], group)]
+        for got, true, path in zip(results[3:], *shards, strict=True):
+            assert p.relative_norm(got, true) < 1.02 * p.relative_norm(path, true)
+
+
+def megatron(group: dist.ProcessGroup) -> None:
+    """Megatron's graph of a whole iteration with the head inside: the bits of its eager iterations."""
+    from megatron.core import parallel_state
+    from megatron.core.full_cuda_graph import FullCudaGraphWrapper, get_shared_capture_stream
+    from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
+
+    from lce_torch_bridge.megatron import output_processor
+    from tests.torch import megatron_models
+
+    del group
+    torch.cuda.set_stream(get_shared_capture_stream())  # autograd remembers on which stream it began
+    megatron_models.HIDDEN, megatron_models.VOCAB = 128, 1024  # what the kernels serve
+    megatron_models.prepare()
+    config: Any = dict(tp=2, dtype="bfloat16", fusion=True)
+    models = [megatron_models.data_parallel(megatron_models.build(**config)) for _ in range(2)]
+
+    def forward(batches: Iterator[dict[str, torch.Tensor]], model: Any) -> Any:
+        given = next(batches)
+        context = {"labels": given["labels"], "temperature": 0.8}
+        inputs = (given[name] for name in ("tokens", "positions", "mask"))
+        out = model(*inputs, output_processor=output_processor, output_processor_context=context)
+        return out, lambda out: ((out.logprobs + 0.1 * out.entropy).mean(), {"logprobs": out.logprobs.detach()})
+
+    def batches(first: int) -> Iterator[dict[str, torch.Tensor]]:
+        for seed in (first, first + 1):
+            batch = megatron_models.batch(seed, vocab_size=1024)
+            yield {"tokens": batch.tokens, "positions": batch.positions, "mask": batch.mask, "labels": batch.labels}
+
+    in_graph = FullCudaGraphWrapper(forward_backward_no_pipelining, cuda_graph_warmup_steps=2)
+    for iteration in range(12):
+        found = []
+        for run, model in zip((in_graph, forward_backward_no_pipelining), models, strict=True):
+            model.zero_grad_buffer()
+            told: Any = dict(model=[model], num_microbatches=2, seq_length=megatron_models.SEQUENCE)
+            told |= dict(micro_batch_size=megatron_models.BATCH, forward_only=False)
+            results = run(forward_step_func=forward, data_iterator=batches(2 * iteration), **told)
+            found.append([x["logprobs"] for x in results] + [y.main_grad for y in model.parameters()])
+        assert all(map(torch.equal, *found)), iteration
+        assert found[0][-1].any()  # of the output layer
+        tp = parallel_state.get_tensor_model_parallel_group()
+        assert all(same_on_all_ranks(x, tp) for x in found[0][:2])
+    assert FullCudaGraphWrapper.cuda_graph["training"] is not None
+
+
+def time(group: dist.ProcessGroup) -> None:
+    """Forward and backward over half the vocabulary take at most 0.52 of what they take over all of it."""
+    T, H, V = 4096, 4096, 151_936
+    problem = draw(T, H, V)
+    seeds = p.seeds_like(problem.labels)
+    hidden, weight = problem.hidden.requires_grad_(), problem.weight.requires_grad_()
+    part = shard(problem.weight.detach(), group).requires_grad_()
+
+    def measure(weight: torch.Tensor, **options: Any) -> float:
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        dist.barrier(group)
+        torch.cuda.synchronize()
+        start.record()
+        out = linear_logprobs(hidden, weight, problem.labels, **options)
+        torch.autograd.grad(p.objective(out, seeds), (hidden, weight))
+        stop.record()
+        torch.cuda.synchronize()
+        return float(start.elapsed_time(stop))
+
+    for cache_bytes in (0, 1 << 31):
+        split: Any = dict(tp_group=group, reduce_grad_hidden=True, cache_bytes=cache_bytes)
+        rounds = [(measure(part, **split), measure(weight, cache_bytes=cache_bytes)) for _ in range(12)][2:]
+        on_two, on_one = (sorted(times)[len(times) // 2] for times in zip(*rounds, strict=True))
+        print(
+            f"TP 2, cache {cache_bytes >> 20} MiB: {on_two:.2f} of {on_one:.2f} ms, {on_two / on_one:.3f}", flush=True
+        )
+        assert on_two <= 0.52 * on_one
+
+
+def main() -> None:
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl")
+    launch_with("direct")
+    group = dist.new_group(list(range(dist.get_world_size())))
+    for name in sys.argv[1:]:
+        globals()[name](group)
+        print("done", name, flush=True)
+    torch.cuda.synchronize()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
