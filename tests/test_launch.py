@@ -261,6 +261,24 @@ def test_the_launch_convention_is_that_of_this_jax() -> None:
     assert _jax._takes_device() == (jax.__version_info__ >= (0, 12))
 
 
+def test_a_private_name_that_is_gone_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`why_not` names it, and nothing raises: the bridge lets JAX run the programs."""
+    monkeypatch.delattr(_jax.mosaic().dialect, "register_inliner_extensions")
+    assert "register_inliner_extensions" in (_jax.why_not.__wrapped__() or "")
+    code = """
+import sys, jax, torch, lce_jax
+del sys.modules["jax._src.lib"].mlir
+sys.modules["jax._src.lib.mlir"] = None
+import lce_torch_bridge
+from lce_jax import launch
+from lce_torch_bridge import _direct
+_direct.device_of = lambda _: launch.Device("gpu", "NVIDIA H200", "9.0", 132)
+print(_direct.why_not(torch.device("cuda")))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.strip() == "UnservedError: jax._src.lib.mlir, MLIR for Python, is not where it was", done.stderr
+
+
 def test_no_client_of_jax_is_made() -> None:
     code = """
 import jax, jax.numpy as jnp

@@ -18,17 +18,20 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-from jax._src.lib import mlir as _mlir
 
 from lce_jax import _dispatch
 from lce_jax._types import Device
 from lce_jax.launch._refusal import UnservedError
 
-ir, passmanager = _mlir.ir, _mlir.passmanager  # type: ignore[attr-defined]  # there are no public names
-hlo: Any = importlib.import_module("jax._src.lib.mlir.dialects").hlo
 PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
 _lock = threading.Lock()
 _lowering = threading.local()
+ir: Any = None  # MLIR for Python; None where JAX has it no more
+hlo: Any = None
+passmanager: Any = None
+with contextlib.suppress(ImportError, AttributeError):
+    _mlir: Any = importlib.import_module("jax._src.lib").mlir
+    ir, passmanager, hlo = _mlir.ir, _mlir.passmanager, importlib.import_module("jax._src.lib.mlir.dialects").hlo
 
 
 def lower(function: Callable[..., Any], operands: Sequence[Any], device: Device) -> tuple[Any, list[Any]]:
@@ -78,10 +81,13 @@ def mosaic() -> Any:
     return importlib.import_module("jax.experimental.mosaic.gpu")
 
 
+@functools.cache
 def why_not() -> str | None:
     """Which private name this version of JAX lacks; None if all are there."""
     try:
-        _cpu()
+        if hlo is None:
+            raise UnservedError("jax._src.lib.mlir, MLIR for Python, is not where it was")
+        lower(lambda x: x, [jax.ShapeDtypeStruct((1,), "float32")], Device())
         _compiler()
         _takes_device()
     except Exception as error:
