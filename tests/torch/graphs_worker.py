@@ -68,13 +68,24 @@ def replays(group: dist.ProcessGroup) -> None:
             assert p.relative_norm(got, true) < 1.02 * p.relative_norm(path, true)
 
 
+def losses(batches: Iterator[Any], model: Any) -> Any:
+    """Megatron's ``forward_step_func``."""
+    from lce_torch_bridge.megatron import output_processor
+
+    given = next(batches)
+    inputs = (given[name] for name in ("tokens", "positions", "mask"))
+    context = {"labels": given["labels"]}
+    out = model(*inputs, output_processor=output_processor, output_processor_context=context)
+    # Float16Module makes a plain tuple of a named one.
+    return out, lambda out: ((out[0] + 0.1 * out[1]).mean(), {"logprobs": out[0].detach()})
+
+
 def megatron(group: dist.ProcessGroup) -> None:
     """Megatron's graph of a whole iteration with the head inside: the bits of its eager iterations."""
     from megatron.core import parallel_state
     from megatron.core.full_cuda_graph import FullCudaGraphWrapper, get_shared_capture_stream
     from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
 
-    from lce_torch_bridge.megatron import output_processor
     from tests.torch import megatron_models
 
     del group
@@ -84,35 +95,24 @@ def megatron(group: dist.ProcessGroup) -> None:
     config: Any = dict(tp=2, dtype="bfloat16", fusion=True)
     models = [megatron_models.data_parallel(megatron_models.build(**config)) for _ in range(2)]
 
-    def forward(batches: Iterator[dict[str, torch.Tensor]], model: Any) -> Any:
-        given = next(batches)
-        inputs = (given[name] for name in ("tokens", "positions", "mask"))
-        context = {"labels": given["labels"]}
-        out = model(*inputs, output_processor=output_processor, output_processor_context=context)
-        # Float16Module makes a plain tuple of a named one.
-        return out, lambda out: ((out[0] + 0.1 * out[1]).mean(), {"logprobs": out[0].detach()})
-
-    def batches(first: int) -> Iterator[dict[str, torch.Tensor]]:
-        for seed in (first, first + 1):
-            batch = megatron_models.batch(seed, vocab_size=1024)
-            yield {"tokens": batch.tokens, "positions": batch.positions, "mask": batch.mask, "labels": batch.labels}
-
     in_graph = FullCudaGraphWrapper(forward_backward_no_pipelining, cuda_graph_warmup_steps=2)
     for iteration in range(12):
-        found = []
+        found, batches = [], [megatron_models.batch(2 * iteration + i, vocab_size=1024) for i in range(2)]
+        given = [
+            {name: getattr(batch, name) for name in ("tokens", "positions", "mask", "labels")} for batch in batches
+        ]
         for run, model in zip((in_graph, forward_backward_no_pipelining), models, strict=True):
             model.zero_grad_buffer()
             told: Any = dict(model=[model], num_microbatches=2, seq_length=megatron_models.SEQUENCE)
             told |= dict(micro_batch_size=megatron_models.BATCH, forward_only=False)
-            results = run(forward_step_func=forward, data_iterator=batches(2 * iteration), **told)
+            results = run(forward_step_func=losses, data_iterator=iter(given), **told)
             found.append([x["logprobs"] for x in results] + [y.main_grad for y in model.parameters()])
         assert all(map(torch.equal, *found)), iteration
         assert found[0][-1].any()  # of the output layer
         tp = parallel_state.get_tensor_model_parallel_group()
         assert all(same_on_all_ranks(x, tp) for x in found[0][:2])
-        batch = megatron_models.batch(2 * iteration, vocab_size=1024)
         with torch.no_grad():
-            stock = models[0](*batch.inputs, labels=batch.labels)
+            stock = models[0](*batches[0].inputs, labels=batches[0].labels)
         # Its logits, below 8, are rounded to bfloat16: by 2⁻⁶ at most.
         assert (found[0][0] + stock).abs().max() < 2**-6
     assert FullCudaGraphWrapper.cuda_graph["training"] is not None
