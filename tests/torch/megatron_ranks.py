@@ -6,7 +6,7 @@ import json
 import pathlib
 from typing import Any
 
-from tests.torch.processes import torchrun
+from tests.torch.processes import forked, torchrun
 
 WORKER = "tests.torch.megatron_worker"
 
@@ -26,7 +26,10 @@ def run_ranks(
     directory.mkdir(parents=True)
     command = ["-m", WORKER, str(directory), table]
     told = {"JAX_PLATFORMS": "cpu" if gpus is None else "cuda,cpu", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    failure = torchrun(ranks, command, directory / "logs", seconds, own_gpus=gpus == "own", **told)
+    if gpus is None:
+        failure = forked(ranks, command, directory / "logs", seconds, **told)
+    else:
+        failure = torchrun(ranks, command, directory / "logs", seconds, own_gpus=gpus == "own", **told)
     results = directory / "results"
     lines = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
     outcome = {line["case"]: line["result"] for line in lines}

@@ -39,7 +39,8 @@ def merged(values: list[Any]) -> Any:
     return max(values) if isinstance(values[0], float) else values[0]
 
 
-def main(directory: pathlib.Path, table: str) -> None:
+def main() -> None:
+    directory, table = pathlib.Path(sys.argv[1]), sys.argv[2]
     warnings.filterwarnings("error", module=r"lce_(jax|torch_bridge)")
     rank = int(os.environ["LOCAL_RANK"])
     gpu = torch.cuda.is_available()
@@ -61,4 +62,4 @@ def main(directory: pathlib.Path, table: str) -> None:
 
 
 if __name__ == "__main__":
-    main(pathlib.Path(sys.argv[1]), sys.argv[2])
+    main()

@@ -1,4 +1,4 @@
-"""Runs Python in separate processes, one or several under torchrun, with a time limit and the output of failures."""
+"""Runs Python in separate processes, one or several ranks, with a time limit and the output of failures."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +32,11 @@ def succeed(code: str, timeout: float = 120, **environment: str) -> str:
     return done.stdout
 
 
-def ranks(size: int, command: list[str], logs: Path, timeout: float = 240, **told: Any) -> list[str]:
-    """The standard outputs of ``size`` processes of Python under torchrun, which all must end with exit code 0."""
-    failure = torchrun(size, command, logs, timeout, **told)
-    assert failure is None, failure
-    said = [log.read_text() for log in sorted(logs.rglob("stdout.log"))]
-    assert len(said) == size
-    return said
+def forked(size: int, command: list[str], logs: Path, seconds: float, **environment: str) -> str | None:
+    """As `torchrun`, of a module of the tests on the CPU: `tests.torch.forked` says how, and why."""
+    at = command.index("-m") + 1
+    words = [sys.executable, *command[:at], "tests.torch.forked", str(size), str(logs), *command[at:]]
+    return _failure_of(words, logs, seconds, environment)
 
 
 def torchrun(
@@ -54,11 +53,25 @@ def torchrun(
         environment["GPUS"] = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(size)))
         own = 'CUDA_VISIBLE_DEVICES=$(echo "$GPUS" | cut -d , -f $((LOCAL_RANK + 1))) exec "$@"'
         launcher += ["sh", "-c", own, "sh"]
-    launcher += [sys.executable, *command]
+    return _failure_of([*launcher, sys.executable, *command], logs, seconds, environment)
+
+
+def ranks(
+    size: int, command: list[str], logs: Path, timeout: float = 240, launcher: Callable[..., Any] = forked, **told: Any
+) -> list[str]:
+    """The standard outputs of ``size`` processes of Python, which all must end with exit code 0."""
+    failure = launcher(size, command, logs, timeout, **told)
+    assert failure is None, failure
+    said = [log.read_text() for log in sorted(logs.rglob("stdout.log"))]
+    assert len(said) == size
+    return said
+
+
+def _failure_of(command: list[str], logs: Path, seconds: float, environment: dict[str, str]) -> str | None:
     logs.mkdir(parents=True)
-    with (logs / "torchrun").open("wb") as file:
+    with (logs / "launcher").open("wb") as file:
         process = subprocess.Popen(
-            launcher, cwd=ROOT, env=_environment(environment), stdout=file, stderr=subprocess.STDOUT
+            command, cwd=ROOT, env=_environment(environment), stdout=file, stderr=subprocess.STDOUT
         )
     try:
         failure = f"ended with code {process.returncode}" if process.wait(seconds) else None
@@ -73,7 +86,8 @@ def torchrun(
             process.wait()
     if failure is None:
         return None
-    texts = {log.relative_to(logs): log.read_text(errors="replace") for log in sorted(logs.rglob("*")) if log.is_file()}
+    found = sorted(path for name in ("launcher", "*.log") for path in logs.rglob(name))
+    texts = {path.relative_to(logs): path.read_text(errors="replace") for path in found}
     return failure + "".join(f"\n--- {name}\n{text[-SHOWN:]}" for name, text in texts.items() if text)
 
 

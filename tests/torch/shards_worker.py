@@ -1,6 +1,7 @@
 """One of several ranks, each with its part of the vocabulary: over gloo on the CPU, or over NCCL with DEVICE=cuda.
 
-`test_tensor_parallel` and `test_gpu` start them: ``torchrun --nproc-per-node 2 shards_worker.py <name of a check>...``
+`test_tensor_parallel` and `test_gpu` start them:
+``torchrun --nproc-per-node 2 -m tests.torch.shards_worker <name of a check>...``
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from lce_torch_bridge import linear_logprobs, runtime
 from lce_torch_bridge.dlpack import GPU_ALIGNMENT, to_jax
 from tests.torch import problem as p
 from tests.torch.gpu_problem import draw
-from tests.torch.processes import ranks, run
+from tests.torch.processes import ranks, run, torchrun
 
 pytestmark = pytest.mark.gpu
 
@@ -141,8 +141,8 @@ def test_two_ranks_that_see_every_gpu(tmp_path: Path) -> None:
         "parity", "negative_controls", "collectives", "kept_rows", "uneven", "rounding", "verl",
         "chosen_logits", "chosen_on_one_rank", "most_likely",
     )  # fmt: skip
-    command = ["-W", "error", str(Path(__file__).with_name("shards_worker.py")), *checks]
-    for said in ranks(2, command, tmp_path / "logs", 400, DEVICE="cuda", JAX_PLATFORMS="cuda,cpu"):
+    command = ["-W", "error", "-m", "tests.torch.shards_worker", *checks]
+    for said in ranks(2, command, tmp_path / "logs", 400, torchrun, DEVICE="cuda", JAX_PLATFORMS="cuda,cpu"):
         assert said.count("done ") == len(checks)
 
 

@@ -9,9 +9,9 @@ import torch
 
 from lce_torch_bridge import linear_logprobs, tensor_parallel
 from tests.torch import problem as p
-from tests.torch.processes import ranks
+from tests.torch.processes import ranks, torchrun
 
-WORKER = str(Path(__file__).with_name("shards_worker.py"))
+WORKER = ["-W", "error", "-m", "tests.torch.shards_worker"]
 CHECKS = (
     "parity", "negative_controls", "collectives", "kept_rows", "empty_and_compiled", "uneven", "rounding", "verl",
     "biased", "losses", "chosen_logits", "chosen_on_one_rank", "loss_in_forward", "most_likely",
@@ -19,14 +19,14 @@ CHECKS = (
 
 
 def test_two_ranks(tmp_path: Path) -> None:
-    for said in ranks(2, ["-W", "error", WORKER, *CHECKS], tmp_path / "logs"):
+    for said in ranks(2, [*WORKER, *CHECKS], tmp_path / "logs"):
         assert [line for line in said.splitlines() if line.startswith("done")] == [f"done {name}" for name in CHECKS]
 
 
 @pytest.mark.slow
 def test_four_ranks(tmp_path: Path) -> None:
     checks = ("parity", "chosen_logits", "loss_in_forward", "most_likely")
-    for said in ranks(4, ["-W", "error", WORKER, *checks], tmp_path / "logs"):
+    for said in ranks(4, [*WORKER, *checks], tmp_path / "logs"):
         assert said.count("done ") == len(checks)
 
 
@@ -37,7 +37,8 @@ def test_ranks_may_see_one_gpu_each(
     """As in `test_megatron_gpu`."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     show = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"
-    assert [said.strip() for said in ranks(2, ["-c", show], tmp_path / "logs", own_gpus=True)] == seen
+    said = ranks(2, ["-c", show], tmp_path / "logs", launcher=torchrun, own_gpus=True)
+    assert [text.strip() for text in said] == seen
 
 
 def test_a_group_of_one_is_no_group() -> None:
