@@ -6,6 +6,9 @@ Most of the suite's time is XLA's, to compile some four thousand small programs.
   layouts, partitioning, scheduling. Modules that judge the rounding of results ask for the fixture `optimized` instead.
 * A program that another test has compiled is read from a directory of this run, which the workers share: one program
   in seven. Name a directory in ``JAX_COMPILATION_CACHE_DIR`` to keep it from run to run.
+
+The workers fill the cores: libraries start no threads of their own. What a worker has imported and collected is not
+searched for garbage again.
 """
 
 import os
@@ -15,19 +18,39 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 os.environ.setdefault("MPLBACKEND", "agg")
 
 import atexit
+import contextlib
+import fcntl
+import gc
+import pathlib
 import shutil
 import tempfile
 from collections.abc import Iterator
-
-if os.environ["JAX_PLATFORMS"] == "cpu":
-    os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # xdist's workers find it there
-        programs = os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="lce-jax-programs-")
-        atexit.register(shutil.rmtree, programs, ignore_errors=True)
-    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+from typing import IO
 
 import pytest
+
+
+def new_directory() -> tuple[str, IO[str]]:
+    """For the programs of this run, and its lock, held while the run lives. Removes those of runs that were killed."""
+    for lock in pathlib.Path(tempfile.gettempdir()).glob("lce-jax-programs-*/lock"):
+        with contextlib.suppress(OSError), lock.open() as held:  # by a run that lives, or another user's
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(lock.parent)
+    programs = pathlib.Path(tempfile.mkdtemp(prefix="lce-jax-programs-"))
+    atexit.register(shutil.rmtree, programs, ignore_errors=True)
+    lock = (programs / "not yet").open("w")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    (programs / "not yet").rename(programs / "lock")
+    return str(programs), lock
+
+
+if os.environ["JAX_PLATFORMS"] == "cpu":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # xdist's workers find it there
+        os.environ["JAX_COMPILATION_CACHE_DIR"], lock = new_directory()
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -39,6 +62,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for marker, needed in (("gpu", 1), ("multi_gpu", 2)):
             if item.get_closest_marker(marker) and count < needed:
                 item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA GPU(s), JAX sees {count}: make test-gpu"))
+
+
+def pytest_collection_finish() -> None:
+    """What there is now stays."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Else libraries report leaks at the end."""
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")
