@@ -25,12 +25,11 @@ import pathlib
 import shutil
 import tempfile
 from collections.abc import Iterator
-from typing import IO
 
 import pytest
 
 
-def new_directory() -> tuple[str, IO[str]]:
+def new_directory() -> tuple[str, int]:
     """For the programs of this run, and its lock, held while the run lives. Removes those of runs that were killed."""
     for lock in pathlib.Path(tempfile.gettempdir()).glob("lce-jax-programs-*/lock"):
         with contextlib.suppress(OSError), lock.open() as held:  # by a run that lives, or another user's
@@ -38,7 +37,7 @@ def new_directory() -> tuple[str, IO[str]]:
             shutil.rmtree(lock.parent)
     programs = pathlib.Path(tempfile.mkdtemp(prefix="lce-jax-programs-"))
     atexit.register(shutil.rmtree, programs, ignore_errors=True)
-    lock = (programs / "not yet").open("w")
+    lock = os.open(programs / "not yet", os.O_CREAT | os.O_WRONLY)
     fcntl.flock(lock, fcntl.LOCK_EX)
     (programs / "not yet").rename(programs / "lock")
     return str(programs), lock
