@@ -30,7 +30,7 @@ def forward(x: Operands, call: Call, keep_cache: bool, lend_cache: bool = True) 
         return forward_structs(x, call, keep_cache)
     tensor_parallel.check_equal_parts(x.weight, call.group)
     # The backward takes all tokens at once, so one cache must hold all of them.
-    pieces = [_rows.whole(tokens)] if keep_cache else _rows.pieces(tokens)
+    pieces = [_rows.whole(tokens)] if keep_cache else _rows.pieces(tokens, x.weight.shape[0])
     spec = _spec(x.weight, call, pieces[0].masked)
 
     def operands(piece: _rows.Piece) -> Inputs:
@@ -175,7 +175,7 @@ def scaled(x: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.T
 def programs(x: Operands, call: Call) -> list[tuple[Any, list[Any]]]:
     """The programs of a forward and of a backward through all results, with the shapes of their inputs."""
     tokens, keep_cache = x.labels.shape[0], call.keeps_tiles
-    first, whole = _rows.pieces(tokens)[0], _rows.whole(tokens)
+    first, whole = _rows.pieces(tokens, x.weight.shape[0])[0], _rows.whole(tokens)
     piece = whole if keep_cache else first
     spec, back = (_spec(x.weight, call, each.masked) for each in (piece, whole))
     structs = [None if y is None else _direct.struct(y) for y in (x.weight, x.bias)]

@@ -19,6 +19,7 @@ FORWARD_ROWS = 8192
 SMALLEST = 2048  # size of the backward
 HALFWAY_FROM = 32768
 WHOLE = (4096, 8192)  # sizes with a program of their own for exactly so many tokens, which masks no rows
+ONE_LAUNCH = 1 << 18  # columns that one launch of the forward covers, for any number of rows up to `FORWARD_ROWS`
 
 
 class Piece(NamedTuple):
@@ -29,9 +30,13 @@ class Piece(NamedTuple):
     masked: bool  # whether some of them may be padding
 
 
-def pieces(tokens: int) -> list[Piece]:
-    """The forward's pieces of ``tokens`` tokens."""
-    if tokens in WHOLE:
+def pieces(tokens: int, columns: int) -> list[Piece]:
+    """The forward's pieces of ``tokens`` tokens, over a vocabulary of ``columns``.
+
+    Several launches add up a token's statistics in another order, so that programs of different sizes would give it
+    different bits.
+    """
+    if tokens == FORWARD_ROWS or (tokens in WHOLE and columns <= ONE_LAUNCH):
         return [whole(tokens)]
     starts = range(0, tokens, FORWARD_ROWS)
     return [Piece(slice(i, min(i + FORWARD_ROWS, tokens)), FORWARD_ROWS, masked=True) for i in starts]

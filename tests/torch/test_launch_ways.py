@@ -14,7 +14,7 @@ import torch
 import lce_jax
 import lce_torch_bridge
 from lce_jax import launch
-from lce_torch_bridge import _direct, _execute, _launch, _programs, explain, launch_with, linear_logprobs
+from lce_torch_bridge import _direct, _execute, _launch, _programs, _rows, explain, launch_with, linear_logprobs
 from tests.torch import problem as p
 
 H200 = launch.Device("gpu", "NVIDIA H200", "9.0", 132)
@@ -104,6 +104,19 @@ def test_a_dozen_programs_serve_a_thousand_counts_of_tokens(cache_bytes: int) ->
         for function, structs in _execute.programs(_execute.Operands(hidden, weight, None, labels, None, None), call):
             programs.add((function, *structs))
     assert len(programs) == (12 if cache_bytes else 9)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_programs_of_different_sizes_have_as_many_launches() -> None:
+    """So that a token's statistics are added up in the same order, whichever program it is in."""
+    spec = _programs.Spec(p.told(1 << 18, stats=True), 0, False, None, True)
+    weight = jax.ShapeDtypeStruct((_rows.ONE_LAUNCH, 128), "bfloat16")
+    for rows in (4096, _rows.FORWARD_ROWS):
+        tokens = jax.ShapeDtypeStruct((1 + 2 * rows,), "int32")
+        given = [jax.ShapeDtypeStruct((rows, 128), "bfloat16"), weight, None, tokens]
+        assert launch.program(_programs.statistics(spec, False), given, H200).num_kernels == 1
+    sizes = [[piece.rows for piece in _rows.pieces(4096, columns)] for columns in (1 << 18, (1 << 18) + 1)]
+    assert sizes == [[4096], [_rows.FORWARD_ROWS]]
 
 
 @pytest.mark.usefixtures("hopper")
