@@ -38,8 +38,7 @@ def calls(mesh: jax.sharding.Mesh, **options: Any) -> dict[str, tuple[Callable[.
         "vocabulary": (sharded({"vocab_axis": axis}), P(), P(axis)),
         "sequence": (sharded({"vocab_axis": axis, "sequence_axis": axis}), P(axis), P(axis)),
         "data": (sharded({"vocab_axis": None, "batch_axes": axis}), P(axis), P()),
-        "linear_loss, vocabulary, by XLA": (in_forward, P(), P(axis)),
-        "linear_loss, data, by XLA": (in_forward, P(axis), P()),
+        "linear_loss by XLA": (in_forward, P(), P(axis)),
     }
 
 

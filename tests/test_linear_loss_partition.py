@@ -33,7 +33,6 @@ from tests.test_linear_loss_sharding import (
 # How hidden, weight and the per-token arrays are split, and the arguments of `sharded_linear_loss` for it.
 PLACES: dict[str, tuple[P, P, P, dict[str, Any]]] = {
     "batch and vocabulary": (P("data"), P("tensor"), P("data"), {"batch_axes": "data"}),
-    "labels alone": (P(), P(), P("data"), {"batch_axes": "data", "vocab_axis": None}),
     "sequence on the vocabulary's axis": (
         P("data", "tensor"), P("tensor"), P("data"), {"batch_axes": "data", "sequence_axis": "tensor"},
     ),

@@ -40,7 +40,7 @@ def check_two_equal_one(folder: pathlib.Path, alone: dict[str, str], pair: list[
     for process, text in zip(running, said, strict=True):
         assert process.returncode == 0, text[-3000:]
     one, two = (np.load(folder / name) for name in ("one.npz", "two.npz"))
-    assert len(one.files) == 5 * 6
+    assert len(one.files) == 4 * 6
     assert one.files == two.files
     for name in one.files:
         assert np.all(np.isfinite(one[name])), name
