@@ -67,6 +67,7 @@ def _bwd(
 ) -> tuple[Inputs]:
     del loss, budget, layout
     (gradients, kinds), (own, _) = residuals, cotangent
+    own = jnp.asarray(own)  # a number, where the caller of ``jax.vjp`` gives one
     shared = own if spec.axis_name is None else _collectives.total_cotangent(own, spec.axis_name)
 
     def scaled(by: Array, gradient: Array, kind: _Kind) -> Array:

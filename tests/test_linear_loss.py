@@ -182,6 +182,8 @@ def test_another_cotangent() -> None:
     got = run(lambda *args: linear_loss(*args, chunk_bytes=1)[0])(hidden, weight)
     for x, y in zip(got, run(two_passes)(hidden, weight), strict=True):
         assert oracle.relative_norm(x, y) < 4e-6  # the factor, and a value whose rounding it follows
+    _, pull = jax.vjp(lambda hidden: linear_loss(ppo, hidden, weight, labels, *args)[0], hidden)
+    np.testing.assert_array_equal(pull(2.0)[0], pull(jnp.float32(2))[0])  # JAX takes a Python number too
 
 
 def test_vmap_over_tokens_and_over_weights() -> None:
