@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import pathlib
 import shutil
 import subprocess
@@ -70,32 +71,36 @@ def run(
 
     ``updated`` says which results have the memory of which operand.
     """
-    library = _compiled(program.source, folder)
     inputs = [np.asarray(x) for x in jax.tree.leaves(operands)]
     outputs = [np.full(x.size * x.dtype.itemsize, FILL, np.uint8) for x in program.outputs]
     for result, operand in (updated or {}).items():
         outputs[result] = inputs[operand].copy().reshape(-1).view(np.uint8)
     workspace = np.full(program.workspace_bytes, FILL, np.uint8)
-    given = {"input": [x.reshape(-1).view(np.uint8) for x in inputs], "output": outputs}
-    numbers = _program._numbered(program.schedule)
+    addresses = ([x.ctypes.data for x in arrays] for arrays in (inputs, outputs))
+    loaded(program, folder)(0, *addresses, workspace.ctypes.data)
+    return [x.view(s.dtype).reshape(s.shape) for x, s in zip(outputs, program.outputs, strict=True)]
 
-    def bytes_of(storage: Any) -> np.ndarray:
-        if storage.kind == "workspace":
-            return workspace[storage.place : storage.place + storage.num_bytes]
-        return given[storage.kind][storage.place]
 
-    addresses = (ctypes.c_void_p * len(numbers))(*(bytes_of(x).ctypes.data for x in numbers))
+def loaded(program: launch.Program, folder: pathlib.Path) -> Callable[..., None]:
+    """What `launch.Program.load` returns, for memory of the CPU."""
+    library = _compiled(program.source, folder)
+    table = _program._Table(program)
     of_sums = [step for step in program.schedule.steps if not isinstance(step, Stage) and _is_dhidden(step)]
-    stage = 0
+    steps: list[Any] = []
     for step in program.schedule.steps:
         if isinstance(step, Stage):
-            function = library[f"stage_{stage}"]
-            for block in range(sum(segment.num_blocks for segment in step.segments)):
-                function(ctypes.byref(addresses), block)
-            stage += 1
+            stage = library[f"stage_{sum(place == -1 for _, place in steps)}"]
+            steps.append((functools.partial(_run_stage, stage, step), -1))
         else:
-            _emulate(step, bytes_of, adds=len(of_sums) > 1)
-    return [x.view(s.dtype).reshape(s.shape) for x, s in zip(outputs, program.outputs, strict=True)]
+            steps.append((functools.partial(_emulate, step, len(of_sums) > 1), table.add(step.arrays)))
+    return table.runner(steps)
+
+
+def _run_stage(stage: Any, step: Any, stream: int, address: int) -> None:
+    del stream
+    buffers = ctypes.c_void_p.from_address(address)
+    for block in range(sum(segment.num_blocks for segment in step.segments)):
+        stage(buffers, block)
 
 
 def _compiled(source: str, folder: pathlib.Path) -> Any:
@@ -113,10 +118,15 @@ def _is_dhidden(step: Any) -> bool:
     return not more and len(shape) == 3 and bool(step.kernel.aliases)
 
 
-def _emulate(step: Any, bytes_of: Callable[[Any], np.ndarray], adds: bool) -> None:
+def _emulate(step: Any, adds: bool, stream: int, address: int) -> None:
     """What a kernel does, told by its operands. No statistics of dead rows are written."""
+    del stream
     count = len(step.arrays) - len(step.kernel.results)
-    memory = [bytes_of(storage) for storage in step.arrays]
+    addresses = (ctypes.c_uint64 * len(step.arrays)).from_address(address)
+    memory = [
+        np.frombuffer((ctypes.c_ubyte * storage.num_bytes).from_address(at), np.uint8)
+        for storage, at in zip(step.arrays, addresses, strict=True)
+    ]
     (shape, dtype), *_ = step.kernel.results
     output = memory[count].view(dtype).reshape(shape)
     {4: _product, 7: _statistics, 8: _dlogits}[count](memory, output, adds)

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from lce_jax._dispatch import for_device
 from lce_jax._types import Device
+from lce_jax.launch._graph import Rows
 from lce_jax.launch._jax import why_not
 from lce_jax.launch._program import Program, program
 from lce_jax.launch._refusal import UnservedError
 
-__all__ = ["Device", "Program", "UnservedError", "for_device", "program", "why_not"]
+__all__ = ["Device", "Program", "Rows", "UnservedError", "for_device", "program", "why_not"]

@@ -130,7 +130,7 @@ class Body:
         for scope in self._scopes:
             if key in scope:
                 return scope[key]
-        place = self.ravel(node, indices)
+        place = self.ravel(node, indices) if node.strided is None else self.strided(node, indices)
         element = f"((const {stored(node)}*)b.at[{self._slots[node]}])[{place}]"
         name = self.named(
             C_TYPES[node.dtype], f"of_{NARROW[node.dtype]}({element})" if node.dtype in NARROW else element
@@ -151,6 +151,16 @@ class Body:
         if known or not terms:
             terms.append(str(known))
         return " + ".join(terms)
+
+    def strided(self, node: Node, indices: tuple[Index, ...]) -> str:
+        """The place of an element in memory that has only the rows that count; after these, that of the last row's."""
+        assert node.strided is not None
+        number, dim = node.strided
+        row = f"minimum((long long){indices[dim]}, b.n[0] - 1)"
+        terms = [f"{row} * b.n[{2 * number + 2}]"]
+        terms += [f"{index} * b.n[{2 * number + 1}]" for index in indices[:dim]]
+        inner = [f"{index} * {math.prod(node.shape[i + 1 :])}" for i, index in enumerate(indices) if i > dim]
+        return " + ".join(terms + inner)
 
     def rounded(self, node: Node, expression: str) -> str:
         """A new value of an array's type: rounded if that has 16 bits."""

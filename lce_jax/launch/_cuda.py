@@ -85,13 +85,13 @@ class Module:
         _checked(_driver().cuModuleLoadData(ctypes.byref(self._module), self._code))
 
     def launch(self, name: str, blocks: int, threads: int) -> Callable[[int, int], None]:
-        """Launches a function, given a stream and the address of its one argument."""
+        """Launches a function, given a stream and the address of the address of its one argument."""
         function = ctypes.c_void_p()
         _checked(_driver().cuModuleGetFunction(ctypes.byref(function), self._module, name.encode()))
-        call, argument = _driver().cuLaunchKernel, ctypes.c_void_p * 1
+        call = functools.partial(_driver().cuLaunchKernel, function, blocks, 1, 1, threads, 1, 1, 0)
 
         def run(stream: int, address: int) -> None:
-            status = call(function, blocks, 1, 1, threads, 1, 1, 0, stream, argument(address), None)
+            status = call(stream, address, None)
             if status:
                 _checked(status)
 

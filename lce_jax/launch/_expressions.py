@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from lce_jax.launch._body import BOOL, C_TYPES, FLOAT32, INT32, NARROW, UINT32, Body, Index, Operation
-from lce_jax.launch._graph import INPUT, Node
+from lce_jax.launch._graph import COUNT, INPUT, Node
 from lce_jax.launch._numpy import narrow
 from lce_jax.launch._refusal import UnservedError
 
@@ -237,6 +237,7 @@ SIMPLE: dict[str, Any] = {
 }
 
 OPERATIONS: dict[str, Operation] = {
+    COUNT: lambda *_: "(int)b.n[0]",
     **dict.fromkeys((*OPERATORS, *FUNCTIONS, *SIMPLE), _elementwise),
     "shift_left": _shift,
     "shift_right_arithmetic": _shift,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Hashable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +18,27 @@ from lce_jax.launch import _numpy
 
 FOLDED = 64  # elements of the largest constant that is computed from others: it is a table in the code
 KERNEL, RESULT, INPUT, CONSTANT, EMPTY, COPY = "kernel", "result", "input", "constant", "empty", "copy"
+COUNT = "count"  # of rows, a number that comes with each run
 PRODUCT = "dot_general"
+
+
+class Rows(NamedTuple):
+    """Operands and results whose memory has only the rows that count, with strides that are known at each run.
+
+    One program for P rows then serves every count up to P, and reads and writes its callers' own arrays. An array has
+    at most one dimension before that of its rows, and those after it lie side by side.
+    """
+
+    count: int  # the operand, an int32 number, that says how many rows count: at least 1. It has no memory
+    operands: Mapping[int, int]  # the index of an operand -> its dimension of rows; what is read after them is arbitrary
+    results: Mapping[int, int]  # the index of a result -> its dimension of rows; nothing is written after them
+
+
+class Strided(NamedTuple):
+    """An array whose memory has only the rows that count."""
+
+    number: int  # its place among such arrays
+    dimension: int  # of the rows
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -31,6 +51,7 @@ class Node:
     dtype: np.dtype
     attributes: Mapping[str, Any]
     value: Any = None  # of a constant: an array; of a kernel: a `Kernel`
+    strided: Strided | None = None
 
     @property
     def size(self) -> int:
@@ -60,9 +81,14 @@ class Builder:
         self.kernels: list[Node] = []  # in the program's order
         self.products = 0  # of matrices, that are no kernels
 
-    def input(self, index: int, shape: tuple[int, ...], dtype: np.dtype) -> Node:
+    def input(self, index: int, shape: tuple[int, ...], dtype: np.dtype, rows: Rows | None = None) -> Node:
         """The program's argument with this index."""
-        return Node(INPUT, (), shape, dtype, {"index": index})
+        if rows is not None and index == rows.count:
+            return Node(COUNT, (), shape, dtype, {})
+        strided = None
+        if rows is not None and index in rows.operands:
+            strided = Strided(sorted(rows.operands).index(index), rows.operands[index])
+        return Node(INPUT, (), shape, dtype, {"index": index}, strided=strided)
 
     def constant(self, value: Any, dtype: np.dtype) -> Node:
         """A small array that is known."""

@@ -135,7 +135,7 @@ def compile_kernel(module: bytes, device: int) -> Launch:
     pointer, number = ctypes.c_void_p, ctypes.c_int
     if not _takes_device():
         launch = ctypes.CFUNCTYPE(None, pointer, pointer, pointer)(address)
-        return lambda stream, addresses: launch(function, stream, addresses)
+        return functools.partial(launch, function)
     kernel = compiled[2]
     launch_on = ctypes.CFUNCTYPE(None, pointer, pointer, pointer, pointer, number)(address)
     return lambda stream, addresses: launch_on(kernel, function, stream, addresses, device)

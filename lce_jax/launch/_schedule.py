@@ -10,7 +10,7 @@ import collections
 import dataclasses
 from collections.abc import Iterable, Sequence
 
-from lce_jax.launch._graph import CONSTANT, COPY, EMPTY, INPUT, PRODUCT, RESULT, Kernel, Node
+from lce_jax.launch._graph import CONSTANT, COPY, EMPTY, INPUT, PRODUCT, RESULT, Kernel, Node, Rows, Strided
 from lce_jax.launch._source import Segment, is_apart, segments
 
 SMALL = 16 << 20  # bytes of an array that is computed early
@@ -52,12 +52,14 @@ class Schedule:
     workspace_bytes: int
 
 
-def schedule(kernels: Sequence[Node], results: Sequence[Node], donated: Sequence[int] = ()) -> Schedule:
+def schedule(
+    kernels: Sequence[Node], results: Sequence[Node], donated: Sequence[int] = (), rows: Rows | None = None
+) -> Schedule:
     """Orders the steps of a program with these kernels, in their order, and these results.
 
     The arguments with the indices in ``donated`` may be overwritten.
     """
-    return _Scheduler(kernels, results, donated).run()
+    return _Scheduler(kernels, results, donated, rows).run()
 
 
 def root(node: Node) -> Node:
@@ -74,8 +76,10 @@ def _is_bool(node: Node) -> bool:
 
 
 class _Scheduler:
-    def __init__(self, kernels: Sequence[Node], results: Sequence[Node], donated: Sequence[int]) -> None:
-        self._donated = donated
+    def __init__(
+        self, kernels: Sequence[Node], results: Sequence[Node], donated: Sequence[int], rows: Rows | None
+    ) -> None:
+        self._donated, self._rows = donated, rows
         live = _reachable(results)
         self._kernels = [kernel for kernel in kernels if kernel in live]
         self._of_kernel: dict[Node, dict[int, Node]] = collections.defaultdict(dict)
@@ -84,6 +88,7 @@ class _Scheduler:
                 self._of_kernel[node.operands[0]][node.attributes["index"]] = node
         self._readers = collections.Counter(root(x) for node in live if root(node) is node for x in node.operands)
         self._readers.update(map(root, results))
+        self._copies: dict[Node, Node] = {}  # of operands
         self._results = self._with_memory_of_their_own(results)
         self._operands = {kernel: self._owned(kernel) for kernel in self._kernels}
         self._pending = self._to_compute()
@@ -110,11 +115,12 @@ class _Scheduler:
         return Schedule(tuple(self._steps), self._storage, _placed(self._storage.values()))
 
     def _with_memory_of_their_own(self, results: Sequence[Node]) -> list[Node]:
-        """The results' arrays. A result that is an argument, or another result, is copied."""
+        """The results' arrays. A result that is an argument, or another result, or has rows apart, is copied."""
         found: list[Node] = []
-        for result in results:
-            node = root(result)
-            found.append(_copy(result) if node.op in (INPUT, CONSTANT) or node in found else node)
+        for i, result in enumerate(results):
+            node, strided = root(result), _strided(i, self._rows)
+            copied = strided is not None or node.op in (INPUT, CONSTANT) or node in found
+            found.append(_copy(result, strided) if copied else node)
         return found
 
     def _owned(self, kernel: Node) -> list[Node]:
@@ -124,7 +130,11 @@ class _Scheduler:
             kept = operands[i].op == INPUT and operands[i].attributes["index"] not in self._donated
             if kept or operands[i].op == CONSTANT or self._readers[operands[i]] > 1:
                 operands[i] = _copy(operands[i])
-        return operands
+        return [x if x.strided is None else self._whole(x) for x in operands]
+
+    def _whole(self, node: Node) -> Node:
+        """An operand that has only the rows that count, in memory for all rows."""
+        return self._copies.setdefault(node, _copy(node))
 
     def _to_compute(self) -> dict[Node, None]:
         """The arrays that generated code stores."""
@@ -202,8 +212,15 @@ def _computed(operand: Node) -> Node | None:
     return root(operand.operands[0] if operand.op == "transpose" else operand)
 
 
-def _copy(node: Node) -> Node:
-    return Node(COPY, (node,), node.shape, node.dtype, {})
+def _copy(node: Node, strided: Strided | None = None) -> Node:
+    return Node(COPY, (node,), node.shape, node.dtype, {}, strided=strided)
+
+
+def _strided(result: int, rows: Rows | None) -> Strided | None:
+    """Where the rows of a result go; None if its memory is whole."""
+    if rows is None or result not in rows.results:
+        return None
+    return Strided(len(rows.operands) + sorted(rows.results).index(result), rows.results[result])
 
 
 def _reachable(nodes: Iterable[Node]) -> dict[Node, None]:

@@ -6,12 +6,13 @@ become one expression and nothing in between is stored. Sums over many elements 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 from lce_jax.launch import _product as product
-from lce_jax.launch._body import C_TYPES, Body, index_type, stored
+from lce_jax.launch._body import C_TYPES, Body, Index, index_type, stored
 from lce_jax.launch._expressions import OPERATIONS
 from lce_jax.launch._graph import COPY, PRODUCT, Node
 
@@ -23,7 +24,7 @@ LONG = 32  # a reduction of more elements has blocks of its own; the others are 
 
 PRELUDE = """
 typedef unsigned short u16; typedef unsigned int u32;
-struct Buffers { void* at[BUFFERS]; };
+struct Buffers { void* at[BUFFERS]; long long n[NUMBERS]; };  // n: how many rows count, then pairs of strides
 DEVICE float of_bf16(u16 x) { return bits_to_float((u32)x << 16); }
 DEVICE u16 to_bf16(float x) {
   u32 b = float_to_bits(x);
@@ -35,6 +36,7 @@ DEVICE int maximum(int a, int b) { return a > b ? a : b; }
 DEVICE int minimum(int a, int b) { return a < b ? a : b; }
 DEVICE u32 maximum(u32 a, u32 b) { return a > b ? a : b; }
 DEVICE u32 minimum(u32 a, u32 b) { return a < b ? a : b; }
+DEVICE long long minimum(long long a, long long b) { return a < b ? a : b; }
 DEVICE int sign(int a) { return (a > 0) - (a < 0); }
 DEVICE float sign(float a) { return a > 0 ? 1.0f : a < 0 ? -1.0f : a; }
 DEVICE int magnitude(int a) { return a < 0 ? -a : a; }
@@ -99,9 +101,12 @@ def _per_thread(size: int) -> int:
     return PER_THREAD if size >= LARGE else 1
 
 
-def module(stages: Sequence[Sequence[Segment]], slots: Mapping[Node, int], num_slots: int) -> str:
+def module(
+    stages: Sequence[Sequence[Segment]], slots: Mapping[Node, int], num_slots: int, num_numbers: int = 0
+) -> str:
     """The source of all stages. ``slots`` says which buffer holds each stored array."""
-    functions = [f"#define THREADS {THREADS}\n#define BUFFERS {max(num_slots, 1)}{PRELUDE}"]
+    sizes = {"THREADS": THREADS, "BUFFERS": max(num_slots, 1), "NUMBERS": max(num_numbers, 1)}
+    functions = ["\n".join(f"#define {name} {size}" for name, size in sizes.items()) + PRELUDE]
     for i, stage in enumerate(stages):
         here = {node for segment in stage for node in segment.nodes}
         functions += [_function(f"part_{i}_{j}", segment, slots, here) for j, segment in enumerate(stage)]
@@ -133,25 +138,38 @@ def _mapping(segment: Segment, slots: Mapping[Node, int], body: Body) -> list[st
 
     It stores them after it has computed all, so that their loads need not wait for one another.
     """
+
+    def computed(n: int, node: Node, indices: tuple[Index, ...]) -> str:
+        value = body.value(node.operands[0], indices) if node.op == COPY else body.computed(node, indices)
+        return f"found{n}[k] = {body.to_storage(node, value)};"
+
+    def kept(n: int, node: Node, indices: tuple[Index, ...]) -> str:
+        place = "i" if node.strided is None else body.strided(node, indices)
+        return f"(({stored(node)}*)b.at[{slots[node]}])[{place}] = found{n}[k];"
+
     first, *_ = segment.nodes
     per_thread, kind = _per_thread(first.size), index_type(first)
     for n, node in enumerate(segment.nodes):
         body.add(f"{stored(node)} found{n}[{per_thread}];")
-    body.add(f"const {kind} start = ({kind})block * {THREADS * per_thread} + thread;")
-    body.add(f"UNROLLED for (int k = 0; k < {per_thread}; ++k) {{")
-    body.add(f"const {kind} i = start + k * {THREADS};")
-    body.add(f"if (i < {first.size}) {{")
-    indices = body.unravel("i", first.shape)
-    for n, node in enumerate(segment.nodes):
-        value = body.value(node.operands[0], indices) if node.op == COPY else body.computed(node, indices)
-        body.add(f"found{n}[k] = {body.to_storage(node, value)};")
-    body.add("}}")
-    body.add(f"UNROLLED for (int k = 0; k < {per_thread}; ++k) {{")
-    for n, node in enumerate(segment.nodes):
-        target = f"(({stored(node)}*)b.at[{slots[node]}])[start + k * {THREADS}]"
-        body.add(f"if (start + k * {THREADS} < {first.size}) {target} = found{n}[k];")
-    body.add("}")
+    numbered = sorted(enumerate(segment.nodes), key=lambda x: _rows(x[1]))
+    for line in (computed, kept):
+        body.add(f"UNROLLED for (int k = 0; k < {per_thread}; ++k) {{")
+        body.add(f"const {kind} i = ({kind})block * {THREADS * per_thread} + thread + k * {THREADS};")
+        body.add(f"if (i < {first.size}) {{")
+        indices = body.unravel("i", first.shape)
+        for dim, nodes in itertools.groupby(numbered, lambda x: _rows(x[1])):
+            body.add("{" if dim < 0 else f"if ({indices[dim]} < b.n[0]) {{")
+            for n, node in nodes:
+                body.add(line(n, node, indices))
+            body.add("}")
+        body.add("}}")
     return body.lines
+
+
+def _rows(node: Node) -> int:
+    """The dimension of which only the rows that count are stored; -1 if all are."""
+    strided = node.operands[0].strided or node.strided if node.op == COPY else None
+    return -1 if strided is None else strided.dimension
 
 
 def _reducing(segment: Segment, slots: Mapping[Node, int], body: Body) -> list[str]:

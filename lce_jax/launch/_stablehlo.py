@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from lce_jax.launch._graph import PRODUCT, Builder, Kernel, Node
+from lce_jax.launch._graph import PRODUCT, Builder, Kernel, Node, Rows
 from lce_jax.launch._jax import hlo, ir
 from lce_jax.launch._numpy import BINARY, REDUCE, UNARY
 from lce_jax.launch._refusal import UnservedError
@@ -23,7 +23,7 @@ DTYPES = {
 type Values = dict[Any, Node]
 
 
-def read(module: Any) -> tuple[Builder, list[Node]]:
+def read(module: Any, rows: Rows | None = None) -> tuple[Builder, list[Node]]:
     """The graph of the module's function, and its results.
 
     Raises:
@@ -33,7 +33,7 @@ def read(module: Any) -> tuple[Builder, list[Node]]:
     (main,) = (op for op in functions if op.name.value == "main")
     builder = Builder()
     (block,) = main.body.blocks
-    values = {argument: builder.input(i, *_type(argument)) for i, argument in enumerate(block.arguments)}
+    values = {argument: builder.input(i, *_type(argument), rows) for i, argument in enumerate(block.arguments)}
     return builder, _block(builder, block, values)
 
 
