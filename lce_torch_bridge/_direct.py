@@ -20,13 +20,13 @@ ALIGNMENT = 16  # bytes, of what TMA reads
 SERVED = "9.0"  # the compute capability that the kernels are written for
 
 _lock = threading.Lock()
-_programs: dict[Any, _Loaded | str] = {}
+_programs: dict[Any, Loaded | str] = {}
 
 
-class _Loaded(NamedTuple):
+class Loaded(NamedTuple):
     """A program on a device."""
 
-    run: Callable[[int, Sequence[int], Sequence[int], int], None]
+    run: Callable[[int, Sequence[int], Sequence[int], int, Sequence[int]], None]
     outputs: list[tuple[tuple[int, ...], torch.dtype]]
     workspace_bytes: int
 
@@ -57,16 +57,26 @@ def why_not(device: torch.device) -> str | None:
 
 def program(
     function: Callable[..., Any], inputs: Sequence[torch.Tensor | None], updated: Sequence[int]
-) -> _Loaded | str:
+) -> Loaded | str:
     """``function`` compiled for inputs like these, or why it is not launched directly.
 
     It may overwrite the inputs with the indices ``updated``, the same ones for each function.
+    """
+    first = next(x for x in inputs if x is not None)
+    key = (function, first.get_device(), *(None if x is None else (x.shape, x.dtype) for x in inputs))
+    structs = [None if x is None else struct(x) for x in inputs]
+    donated = [sum(x is not None for x in inputs[:i]) for i in updated]
+    return loaded(key, first, lambda device: launch.program(function, structs, device, donated))
+
+
+def loaded(key: Any, x: torch.Tensor, plan: Callable[[launch.Device], launch.Program]) -> Loaded | str:
+    """What was made for this key before; else the program that ``plan`` makes, or why it is not launched directly.
+
+    It runs on the device of ``x``.
 
     Raises:
         RuntimeError: it is not compiled yet and a CUDA graph is being captured.
     """
-    first = next(x for x in inputs if x is not None)
-    key = (function, first.get_device(), *(None if x is None else (x.shape, x.dtype) for x in inputs))
     found = _programs.get(key)
     if found is None:
         if torch.cuda.is_current_stream_capturing():
@@ -75,32 +85,25 @@ def program(
                 "once before the capture, with tensors of the same shapes, and its backward"
             )
         with _lock:
-            found = _programs.get(key) or _load(function, inputs, first.device, updated)
+            found = _programs.get(key) or _load(x, plan)
             _programs[key] = found
     return found
 
 
-def _load(
-    function: Callable[..., Any],
-    inputs: Sequence[torch.Tensor | None],
-    device: torch.device,
-    updated: Sequence[int],
-) -> _Loaded | str:
-    reason = why_not(device)
+def _load(x: torch.Tensor, plan: Callable[[launch.Device], launch.Program]) -> Loaded | str:
+    reason = why_not(x.device)
     if reason is not None:
         return reason
-    description = device_of(device)
+    description = device_of(x.device)
     assert description is not None
     try:
-        structs = [None if x is None else struct(x) for x in inputs]
-        donated = [sum(x is not None for x in inputs[:i]) for i in updated]
-        planned = launch.program(function, structs, description, donated)
-        with torch.cuda.device(device):
+        planned = plan(description)
+        with torch.cuda.device(x.get_device()):
             run = planned.load(torch.cuda.current_device())
     except launch.UnservedError as error:
         return _told(error)
     outputs = [(output.shape, getattr(torch, output.dtype.name)) for output in planned.outputs]
-    return _Loaded(run, outputs, planned.workspace_bytes)
+    return Loaded(run, outputs, planned.workspace_bytes)
 
 
 def refusal(function: Callable[..., Any], structs: Sequence[Any], device: torch.device) -> str | None:
@@ -124,26 +127,43 @@ def struct(x: torch.Tensor) -> jax.ShapeDtypeStruct:
 
 
 def run(
-    loaded: _Loaded, inputs: Sequence[torch.Tensor | None], updated: Mapping[int, torch.Tensor] | None = None
+    loaded: Loaded, inputs: Sequence[torch.Tensor | None], updated: Mapping[int, torch.Tensor] | None = None
 ) -> list[torch.Tensor]:
     """The program's results, computed on torch's current stream; not those that update a tensor of the inputs."""
     updated = updated or {}
-    given = [_usable(x) for x in inputs if x is not None]
+    given = [usable(x) for x in inputs if x is not None]
     device = given[0].device
-    if device.index != torch.cuda.current_device():
-        with torch.cuda.device(device):
-            return run(loaded, inputs, updated)
     outputs = [
         updated[i] if i in updated else torch.empty(shape, dtype=dtype, device=device)
         for i, (shape, dtype) in enumerate(loaded.outputs)
     ]
-    workspace = torch.empty(loaded.workspace_bytes, dtype=torch.uint8, device=device)
-    stream = torch.cuda.current_stream(device).cuda_stream
-    loaded.run(stream, [x.data_ptr() for x in given], [x.data_ptr() for x in outputs], workspace.data_ptr())
+    start(loaded, given[0], [x.data_ptr() for x in given], [x.data_ptr() for x in outputs])
     return [output for i, output in enumerate(outputs) if i not in updated] if updated else outputs
 
 
-def _usable(x: torch.Tensor) -> torch.Tensor:
+def start(
+    loaded: Loaded, x: torch.Tensor, inputs: Sequence[int], outputs: Sequence[int], numbers: Sequence[int] = ()
+) -> None:
+    """A run on the device of ``x``, on torch's current stream there, from addresses."""
+    index = x.get_device()
+    if index != current_device():
+        with torch.cuda.device(index):
+            return start(loaded, x, inputs, outputs, numbers)
+    # Torch reuses this memory in the stream's order, so that it need not outlive the call.
+    workspace = x.new_empty(loaded.workspace_bytes, dtype=torch.uint8)
+    return loaded.run(current_stream(index), inputs, outputs, workspace.data_ptr(), numbers)
+
+
+def on_gpu(x: torch.Tensor) -> bool:
+    """Whether ``x`` is in a GPU's memory."""
+    return x.is_cuda
+
+
+current_device = torch.cuda.current_device
+current_stream = torch._C._cuda_getCurrentRawStream  # its handle; torch.cuda.current_stream makes an object of it
+
+
+def usable(x: torch.Tensor) -> torch.Tensor:
     """``x`` as the kernels read it: contiguous and aligned."""
     return x if is_usable(x) else x.clone(memory_format=torch.contiguous_format)
 

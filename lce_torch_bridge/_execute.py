@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import torch
 
-from lce_torch_bridge import _direct, _launch, _programs, _rows, runtime, tensor_parallel
+from lce_torch_bridge import _direct, _launch, _prepared, _programs, _rows, runtime, tensor_parallel
 from lce_torch_bridge._launch import Sum
 from lce_torch_bridge._main_grad import nothing_like
 from lce_torch_bridge._programs import Spec
@@ -32,6 +32,10 @@ def forward(x: Operands, call: Call, keep_cache: bool, lend_cache: bool = True) 
     # The backward takes all tokens at once, so one cache must hold all of them.
     pieces = [_rows.whole(tokens)] if keep_cache else _rows.pieces(tokens, x.weight.shape[0])
     spec = _spec(x.weight, call, pieces[0].masked)
+    if call.group == tensor_parallel.NO_GROUP and lend_cache:
+        direct = _prepared.forward(x, call, keep_cache, pieces, spec)
+        if direct is not None:
+            return direct
 
     def operands(piece: _rows.Piece) -> Inputs:
         hidden = _rows.pad(x.hidden[piece.tokens], piece.rows)
@@ -125,10 +129,18 @@ def gradients(
     piece = _rows.whole(tokens)
     spec = _spec(weight, call, piece.masked)
     reduced = call.reduce_grad_hidden and call.group != tensor_parallel.NO_GROUP
-    structure = None
-    if cache:
-        structure = jax.tree.structure(_cache_structure(hidden, weight, bias, len(saved) - spec.num_merged, spec))
-    run = functools.partial(_programs.gradients, spec, tuple(cotangents), wanted, not reduced, structure)
+
+    def structure() -> Any:
+        return jax.tree.structure(_cache_structure(hidden, weight, bias, len(saved) - spec.num_merged, spec))
+
+    kept = [y for y in cache if isinstance(y, torch.Tensor)]
+    if not reduced and bias is None and sums.total is None and len(kept) == len(cache):
+        written = sums.main_grad, sums.owns_cache and bool(cache)
+        direct = _prepared.gradients(hidden, weight, saved, kept, cotangents, wanted, piece, spec, structure, *written)
+        if direct is not None:
+            return direct
+    kept_as = structure() if cache else None
+    run = functools.partial(_programs.gradients, spec, tuple(cotangents), wanted, not reduced, kept_as)
     seeds = [seed.view(torch.int32) for seed in cotangents.values()]
     per_token = torch.cat([saved, *(seed[None] if seed.ndim == 1 else seed.T for seed in seeds)])
     rows = _rows.pad(hidden, piece.rows), weight, bias, _rows.with_count(per_token.T, piece.rows)
@@ -211,20 +223,23 @@ def those_wanted(
 def _spec(weight: torch.Tensor, call: Call, masked: bool) -> Spec:
     """The key of the programs."""
     shards, rank = tensor_parallel.size_and_rank(call.group)
-    return Spec(
-        call=call.of_programs,
-        vocab_start=rank * int(weight.shape[0]),
-        padded=bool(call.vocab_size < shards * weight.shape[0]),
-        precision=precision_of(weight),
-        masked=masked,
-    )
+    if type(call.vocab_size) is not int:  # where torch.compile traces
+        call = call.of_programs
+    return _spec_of(call, int(weight.shape[0]), shards, rank, precision_of(weight), masked)
+
+
+@functools.cache
+def _spec_of(call: Call, rows: int, shards: int, rank: int, precision: str | None, masked: bool) -> Spec:
+    return Spec(call.of_programs, rank * rows, call.vocab_size < shards * rows, precision, masked)
 
 
 def precision_of(weight: torch.Tensor) -> str | None:
     """The option of `lce_jax`: float32 products are as exact as torch's settings ask."""
+    if weight.dtype != torch.float32:
+        return None
     # This tells what was set by any of torch's functions; torch.get_float32_matmul_precision raises after newer ones.
     products: Any = torch.backends.cuda.matmul if weight.is_cuda else torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    return "highest" if weight.dtype == torch.float32 and products.fp32_precision in ("none", "ieee") else None
+    return "highest" if products.fp32_precision in ("none", "ieee") else None
 
 
 def _tokens(x: Operands, piece: _rows.Piece, call: Call) -> torch.Tensor:

@@ -93,21 +93,28 @@ def in_place(
 
 def _program(function: Callable[..., Any], inputs: Inputs, updated: Sequence[int] = ()) -> Any:
     """The program that is launched directly; None if JAX is to run it."""
-    first = _first(inputs)
-    of_jax = any(isinstance(x, jax.Array) for x in inputs)
-    asked = _asked == "direct"
-    if _asked == "jax" or of_jax or not (first.is_cuda or asked):
+    if any(isinstance(x, jax.Array) for x in inputs):
         return None
-    program: Any = f"{first.device} is no CUDA device"
-    if first.is_cuda:
-        program = _direct.program(function, inputs, updated)
-    if not isinstance(program, str):
-        return program
+    return direct_or_none(_first(inputs), lambda: _direct.program(function, inputs, updated))
+
+
+def direct_or_none(x: torch.Tensor, program: Callable[[], Any]) -> Any:
+    """``program()`` for the GPU of ``x``; None if JAX is to run it, because that says why it is not launched directly.
+
+    Raises:
+        lce_jax.UnsupportedError: `launch_with` asks for a direct launch.
+    """
+    asked = _asked == "direct"
+    if _asked == "jax" or not (_direct.on_gpu(x) or asked):
+        return None
+    found: Any = program() if _direct.on_gpu(x) else f"{x.device} is no CUDA device"
+    if not isinstance(found, str):
+        return found
     if asked:
         raise lce_jax.UnsupportedError(
-            f'launch_with("direct"): {program}; lce_torch_bridge.launch_with(None) lets JAX run such calls'
+            f'launch_with("direct"): {found}; lce_torch_bridge.launch_with(None) lets JAX run such calls'
         )
-    _say(program)
+    _say(found)
     return None
 
 

@@ -59,7 +59,7 @@ def statistics(spec: Spec, keep_cache: bool) -> Callable[..., Any]:
     """``(hidden, weight, bias, tokens) -> packed, cache leaves``. The last row of ``packed`` is this shard's V."""
 
     def run(hidden: Any, weight: Any, bias: Any, tokens: Any) -> Any:
-        packed, cache = _statistics(spec, keep_cache, hidden, weight, bias, tokens)
+        packed, cache = _statistics(spec, keep_cache, hidden, weight, bias, _unpacked(spec, tokens, hidden.shape[0]))
         columns = jnp.full((1, packed.shape[1]), weight.shape[0], jnp.int32)
         return jnp.concatenate([packed, lax.bitcast_convert_type(columns, packed.dtype)]), cache
 
@@ -73,7 +73,8 @@ def results(spec: Spec, fields: tuple[str, ...], megatron: bool) -> Callable[...
     def run(tokens: Any, gathered: Any) -> Any:
         columns = lax.bitcast_convert_type(gathered[:, -1], jnp.int32)
         equal = (columns == columns[0]).all(0)
-        return _results(spec, fields, megatron, tokens, jnp.where(equal, gathered[:, :-1], jnp.nan))
+        unpacked = _unpacked(spec, tokens, gathered.shape[-1])
+        return _packed(*_results(spec, fields, megatron, unpacked, jnp.where(equal, gathered[:, :-1], jnp.nan)))
 
     return jax.jit(run)
 
@@ -83,10 +84,27 @@ def forward(spec: Spec, keep_cache: bool, fields: tuple[str, ...], megatron: boo
     """``(hidden, weight, bias, tokens) -> packed, cache leaves``, as `statistics` and `results` in one program."""
 
     def run(hidden: Any, weight: Any, bias: Any, tokens: Any) -> Any:
-        packed, cache = _statistics(spec, keep_cache, hidden, weight, bias, tokens)
-        return _results(spec, fields, megatron, tokens, packed[None]), cache
+        unpacked = _unpacked(spec, tokens, hidden.shape[0])
+        packed, cache = _statistics(spec, keep_cache, hidden, weight, bias, unpacked)
+        return _packed(*_results(spec, fields, megatron, unpacked, packed[None])), cache
 
     return jax.jit(run)
+
+
+@functools.cache
+def forward_of_rows(spec: Spec, keep_cache: bool, fields: tuple[str, ...], megatron: bool) -> Callable[..., Any]:
+    """``(hidden, weight, bias, count, labels, temperature, candidates) -> fields, S, cache leaves``: nothing packed.
+
+    For launches of our own, to which one more array costs nothing. Labels are ``[P, 2]``, the halves of each int64.
+    """
+
+    def run(hidden: Any, weight: Any, bias: Any, count: Any, labels: Any, temperature: Any, candidates: Any) -> Any:
+        tokens = _Tokens(count if spec.masked else None, _labels(spec, *labels.T), temperature, candidates)
+        packed, cache = _statistics(spec, keep_cache, hidden, weight, bias, tokens)
+        found, saved = _results(spec, fields, megatron, tokens, packed[None])
+        return list(found.values()), saved, cache
+
+    return run
 
 
 @functools.cache
@@ -108,29 +126,55 @@ def gradients(
     """
 
     def run(hidden: Any, weight: Any, bias: Any, per_token: Any, total: Any, *leaves: Any) -> list[Any]:
-        tokens, merged, seeds = _unpacked_with_cotangents(spec, per_token, hidden.shape[0], cotangents)
-        entropy = "entropy" in seeds
-        if PER_CANDIDATE not in seeds:  # they add nothing to any gradient
-            tokens, merged = tokens._replace(candidates=None), merged._replace(candidates=None)
-        seed: Any = {name: seeds.get(name) for name in LogprobOutput._fields}
-        dhidden, *of_head = local.gradients(
-            hidden,
-            weight,
-            tokens.labels,
-            merged if entropy else merged._replace(weighted=None),
-            LogprobOutput(**seed),
-            cache=None if cache is None else jax.tree.unflatten(cache, leaves),
-            dtotal=seeds["mean_logit"] / spec.call.vocab_size if "mean_logit" in seeds else None,
-            dweight=total,
-            overwrite_cache=overwrite_cache,
-            round_dhidden=rounded,
-            **_options(spec, bias, tokens) | {"entropy": entropy},
-        )
-        grads = [dhidden, *of_head[:1], *(dbias.astype(bias.dtype) for dbias in of_head[1:])]
-        found = [grad for grad, want in zip(grads, wanted, strict=False) if want]  # without a bias, no dbias
-        return found if total is None else [*found, of_head[0][0, :1]]
+        num_rows, saved, seeds = _split(spec, per_token, hidden.shape[0], cotangents)
+        kept = None if cache is None else jax.tree.unflatten(cache, leaves)
+        options = {"dweight": total, "overwrite_cache": overwrite_cache, "round_dhidden": rounded, "cache": kept}
+        found, dweight = _gradients(spec, wanted, (hidden, weight, bias), num_rows, saved, seeds, options)
+        return found if total is None else [*found, dweight[0, :1]]
 
     return jax.jit(run, donate_argnums=4)
+
+
+@functools.cache
+def gradients_of_rows(
+    spec: Spec, cotangents: tuple[str, ...], wanted: tuple[bool, ...], cache: Any, overwrite_cache: bool
+) -> Callable[..., Any]:
+    """``(hidden, weight, count, S, the cotangents, sum, *cache leaves) -> [dhidden, dweight]``, as `gradients`.
+
+    For launches of our own, as `forward_of_rows`.
+    """
+
+    def run(hidden: Any, weight: Any, count: Any, saved: Any, seeds: Any, total: Any, *leaves: Any) -> list[Any]:
+        kept = None if cache is None else jax.tree.unflatten(cache, leaves)
+        num_rows, named = count if spec.masked else None, dict(zip(cotangents, seeds, strict=True))
+        options = {"dweight": total, "overwrite_cache": overwrite_cache, "round_dhidden": True, "cache": kept}
+        return _gradients(spec, wanted, (hidden, weight, None), num_rows, saved, named, options)[0]
+
+    return run
+
+
+def _gradients(
+    spec: Spec, wanted: tuple[bool, ...], operands: Any, num_rows: Any, saved: Any, seeds: dict[str, Any], options: Any
+) -> tuple[list[Any], Any]:
+    """Those that are wanted, and dweight. ``operands``: hidden, weight and bias."""
+    hidden, weight, bias = operands
+    tokens, merged = _of_saved(spec, num_rows, saved)
+    entropy = "entropy" in seeds
+    if PER_CANDIDATE not in seeds:  # they add nothing to any gradient
+        tokens, merged = tokens._replace(candidates=None), merged._replace(candidates=None)
+    seed: Any = {name: seeds.get(name) for name in LogprobOutput._fields}
+    dhidden, *of_head = local.gradients(
+        hidden,
+        weight,
+        tokens.labels,
+        merged if entropy else merged._replace(weighted=None),
+        LogprobOutput(**seed),
+        dtotal=seeds["mean_logit"] / spec.call.vocab_size if "mean_logit" in seeds else None,
+        **_options(spec, bias, tokens) | {"entropy": entropy} | options,
+    )
+    grads = [dhidden, *of_head[:1], *(dbias.astype(bias.dtype) for dbias in of_head[1:])]
+    found = [grad for grad, want in zip(grads, wanted, strict=False) if want]  # without a bias, no dbias
+    return found, of_head[0]
 
 
 @functools.cache
@@ -153,16 +197,18 @@ def cache_structure(spec: Spec, device: jax.Device | launch.Device, *inputs: jax
 
 
 def _statistics(
-    spec: Spec, keep_cache: bool, hidden: Any, weight: Any, bias: Any, tokens: Any
+    spec: Spec, keep_cache: bool, hidden: Any, weight: Any, bias: Any, tokens: _Tokens
 ) -> tuple[Any, list[Any]]:
-    unpacked = _unpacked(spec, tokens, hidden.shape[0])
-    options = _options(spec, bias, unpacked) | {"total": spec.call.mean_logit}
-    stats, cache = local.statistics(hidden, weight, unpacked.labels, keep_cache=keep_cache, **options)
+    options = _options(spec, bias, tokens) | {"total": spec.call.mean_logit}
+    stats, cache = local.statistics(hidden, weight, tokens.labels, keep_cache=keep_cache, **options)
     return local.pack(stats), jax.tree.leaves(cache) if keep_cache else []
 
 
-def _results(spec: Spec, fields: tuple[str, ...], megatron: bool, tokens: Any, gathered: Any) -> Any:
-    num_rows, labels, temperature, candidates = _unpacked(spec, tokens, gathered.shape[-1])
+def _results(
+    spec: Spec, fields: tuple[str, ...], megatron: bool, tokens: _Tokens, gathered: Any
+) -> tuple[dict[str, Any], Any]:
+    """``fields`` by name, and S."""
+    num_rows, labels, temperature, candidates = tokens
     merged = local.merge(local.unpack(gathered, spec.statistics))
     out = local.finish(merged, labels, vocab_size=spec.call.vocab_size, where=_where(num_rows, labels.shape[0]))
     if megatron:
@@ -172,11 +218,19 @@ def _results(spec: Spec, fields: tuple[str, ...], megatron: bool, tokens: Any, g
     found = out._asdict() | {"mean_logit": None if merged.total is None else merged.total / spec.call.vocab_size}
     forward_only: dict[str, Any] = dict.fromkeys(spec.statistics.keys() - spec.merged.keys())
     kept = local.pack(merged._replace(**forward_only))
-    numbers = [found[name] for name in fields if name != PER_CANDIDATE]
-    of_candidates = [] if candidates is None else [found[PER_CANDIDATE]]
-    columns = [*numbers, *of_candidates, labels, temperature, candidates]
-    rows = [x[None] if x.ndim == 1 else x.T for x in columns if x is not None]
-    return jnp.concatenate([lax.bitcast_convert_type(x, jnp.int32) for x in (*rows, kept)])
+    saved = _as_rows(*(x for x in (labels, temperature, candidates) if x is not None), kept.T)
+    return {name: found[name] for name in fields}, saved
+
+
+def _as_rows(*columns: Any) -> Any:
+    """Arrays ``[P]`` and ``[P, K]`` as rows of one int32 array, floats by their bits."""
+    rows = [x[None] if x.ndim == 1 else x.T for x in columns]
+    return jnp.concatenate([lax.bitcast_convert_type(x, jnp.int32) for x in rows])
+
+
+def _packed(found: dict[str, Any], saved: Any) -> Any:
+    """The results ``[O + S, P]``, those of candidates after the others."""
+    return _as_rows(*(found[name] for name in sorted(found, key=PER_CANDIDATE.__eq__)), saved.T)
 
 
 def _counted(spec: Spec, packed: Any, rows: int) -> tuple[Any, Any]:
@@ -196,10 +250,13 @@ class _Tokens(NamedTuple):
 def _unpacked(spec: Spec, tokens: Any, rows: int) -> _Tokens:
     """``tokens`` of a forward."""
     num_rows, columns = _counted(spec, tokens, rows)
-    low, high = columns[:2]
-    far = jnp.where(high < 0, -1, spec.call.vocab_size)  # JAX would take int64 modulo 2³²: 2³² + 3 would become 3
-    labels = jnp.where(high == low >> 31, jnp.clip(low, -1, spec.call.vocab_size), far)
-    return _Tokens(num_rows, labels, *_temperature_and_candidates(spec, columns[2:]))
+    return _Tokens(num_rows, _labels(spec, *columns[:2]), *_temperature_and_candidates(spec, columns[2:]))
+
+
+def _labels(spec: Spec, low: Any, high: Any) -> Any:
+    """Labels from the halves of int64 numbers. JAX would take these modulo 2³²: 2³² + 3 would become 3."""
+    far = jnp.where(high < 0, -1, spec.call.vocab_size)
+    return jnp.where(high == low >> 31, jnp.clip(low, -1, spec.call.vocab_size), far)
 
 
 def _temperature_and_candidates(spec: Spec, bits: Any) -> tuple[Any, Any]:
@@ -208,25 +265,24 @@ def _temperature_and_candidates(spec: Spec, bits: Any) -> tuple[Any, Any]:
     return temperature, bits[len(bits) - count :].T if count else None
 
 
-def _unpacked_with_cotangents(
-    spec: Spec, packed: Any, rows: int, names: tuple[str, ...]
-) -> tuple[_Tokens, local.ShardStatistics, dict[str, Any]]:
-    """S of a backward, its merged statistics, and the cotangents by name."""
+def _split(spec: Spec, packed: Any, rows: int, names: tuple[str, ...]) -> tuple[Any, Any, dict[str, Any]]:
+    """How many rows count, S, and the cotangents by name."""
     num_rows, columns = _counted(spec, packed, rows)
     width = sum(spec.call.num_candidates if name == PER_CANDIDATE else 1 for name in names)
-    last = len(columns) - width
-    first = last - spec.num_merged
-    floats = lax.bitcast_convert_type(columns[first:], jnp.float32)
-    seeds, row = {}, spec.num_merged
+    row = first = len(columns) - width
+    seeds = {}
     for name in names:
-        if name == PER_CANDIDATE:
-            seeds[name] = floats[row : row + spec.call.num_candidates].T
-            row += spec.call.num_candidates
-        else:
-            seeds[name] = floats[row]
-            row += 1
-    tokens = _Tokens(num_rows, columns[0], *_temperature_and_candidates(spec, columns[1:first]))
-    return tokens, local.unpack(floats[: spec.num_merged], spec.merged), seeds
+        last = row + (spec.call.num_candidates if name == PER_CANDIDATE else 1)
+        floats = lax.bitcast_convert_type(columns[row:last], jnp.float32)
+        seeds[name], row = floats.T if name == PER_CANDIDATE else floats[0], last
+    return num_rows, columns[:first], seeds
+
+
+def _of_saved(spec: Spec, num_rows: Any, saved: Any) -> tuple[_Tokens, local.ShardStatistics]:
+    """What S holds: labels, temperature and candidates, and the merged statistics."""
+    first = len(saved) - spec.num_merged
+    tokens = _Tokens(num_rows, saved[0], *_temperature_and_candidates(spec, saved[1:first]))
+    return tokens, local.unpack(lax.bitcast_convert_type(saved[first:], jnp.float32), spec.merged)
 
 
 def _options(spec: Spec, bias: Any, tokens: _Tokens) -> dict[str, Any]:
