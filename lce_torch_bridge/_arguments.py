@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -69,10 +71,41 @@ def of_call(
     scalars.one_of("out_of_vocab", out_of_vocab, ("zero", "megatron"))
     scalars.one_of("wgrad", wgrad, ("return", "main_grad"))
     weight, bias = _rows_of_head(weight, bias, tp_group, wgrad)
-    shards = 1 if tp_group is None else tp_group.size()
-    call = Call(
-        group=tensor_parallel.name_of(tp_group),
-        vocab_size=_checks.vocabulary(vocab_size, weight.shape[0] * shards),
+    columns = weight.shape[0] * (1 if tp_group is None else tp_group.size())
+    call = _found_again(
+        tensor_parallel.name_of(tp_group), columns, vocab_size, logit_scale, logit_softcap, entropy, stats, mean_logit,
+        num_candidates, out_of_vocab, reduce_grad_hidden, cache_bytes, gradient_threshold, implementation,
+    )  # fmt: skip
+    return Arguments(hidden, weight, bias, labels, temperature, candidates, keep, call)
+
+
+def _found_again(*options: Any) -> Call:
+    """`_call`, which each set of options is checked by once."""
+    if not torch.compiler.is_compiling():
+        with contextlib.suppress(TypeError):  # options that have no hash, and those of a wrong type
+            return _known_call(*options)
+    return _call(*options)
+
+
+def _call(
+    group: str,
+    columns: int,
+    vocab_size: Any,
+    logit_scale: Any,
+    logit_softcap: Any,
+    entropy: str,
+    stats: Any,
+    mean_logit: Any,
+    num_candidates: int,
+    out_of_vocab: str,
+    reduce_grad_hidden: Any,
+    cache_bytes: Any,
+    gradient_threshold: Any,
+    implementation: Any,
+) -> Call:
+    return Call(
+        group=group,
+        vocab_size=_checks.vocabulary(vocab_size, columns),
         logit_scale=scalars.number("logit_scale", logit_scale),
         logit_softcap=None if logit_softcap is None else scalars.positive("logit_softcap", logit_softcap),
         entropy=entropy,
@@ -85,7 +118,9 @@ def of_call(
         gradient_threshold=scalars.fraction("gradient_threshold", gradient_threshold),
         implementation=_checks.implementation(implementation),
     )
-    return Arguments(hidden, weight, bias, labels, temperature, candidates, keep, call)
+
+
+_known_call = functools.lru_cache(maxsize=1024, typed=True)(_call)  # typed: 1 is no flag, though it equals True
 
 
 def _rows_of_head(
@@ -97,7 +132,8 @@ def _rows_of_head(
     if _dtensor.is_dtensor(bias):
         bias = _dtensor.rows("bias", bias, tp_group)
     _checks.bias(bias, weight)
-    if not torch.compiler.is_compiling() and _checks.has_values(weight):  # the operator checks again
+    # The operator checks again.
+    if tp_group is not None and not torch.compiler.is_compiling() and _checks.has_values(weight):
         tensor_parallel.check_equal_parts(weight, tensor_parallel.name_of(tp_group))
     return weight, bias
 
@@ -121,10 +157,12 @@ class Flat(NamedTuple):
 def flat(given: Arguments) -> Flat:
     """The per-token arguments of the tokens that are kept."""
     rows = None if given.keep is None else _tokens.rows_of(given.keep)
-    candidates = given.candidates
+    hidden, labels, candidates = given.hidden, given.labels, given.candidates
+    if labels.ndim != 1:  # otherwise both are flat, and a view costs the host time, in the backward too
+        hidden, labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
     return Flat(
-        _tokens.kept(given.hidden.reshape(-1, given.hidden.shape[-1]), rows, 0.0),
-        _tokens.kept(given.labels.reshape(-1), rows, 0),
+        _tokens.kept(hidden, rows, 0.0),
+        _tokens.kept(labels, rows, 0),
         _tokens.kept(_tokens.per_token(given.temperature, given.labels), rows, 1.0),
         None if candidates is None else _tokens.kept(candidates.reshape(-1, candidates.shape[-1]), rows, -1),
         rows,

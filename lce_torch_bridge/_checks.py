@@ -45,7 +45,7 @@ def floats(name: str, x: Any) -> None:
 def integers(name: str, x: Any) -> None:
     """A tensor of vocabulary ids."""
     tensor(name, x)
-    if x.dtype == torch.bool or x.is_floating_point() or x.is_complex():
+    if x.dtype != torch.int64 and (x.dtype == torch.bool or x.is_floating_point() or x.is_complex()):
         raise TypeError(f"{name} must be integers (vocabulary ids), got {x.dtype}")
 
 

@@ -23,6 +23,8 @@ WHY_NOT_COMPILED = "lce_torch_bridge compares the mesh of a DTensor with tp_grou
 
 def is_dtensor(x: Any) -> bool:
     """Whether ``x`` is a DTensor. If their module (half a second) is not imported, there are none."""
+    if type(x) is torch.Tensor:
+        return False
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(x, module.DTensor)
 

@@ -16,7 +16,7 @@ from lce_jax import launch
 from lce_torch_bridge import _direct, _launch, _programs, _rows
 from lce_torch_bridge._direct import Loaded, struct
 from lce_torch_bridge._programs import Spec
-from lce_torch_bridge._types import PER_CANDIDATE, Call, Operands
+from lce_torch_bridge._types import PER_CANDIDATE, Call, Operands, names_of
 
 HALVES = 2  # int32 numbers in an int64 label
 
@@ -32,7 +32,7 @@ def forward(x: Operands, call: Call, keep_cache: bool, pieces: list[_rows.Piece]
     tokens, empty = len(labels), hidden.new_empty
     fields = [
         empty((tokens, call.num_candidates) if name == PER_CANDIDATE else (tokens,), dtype=torch.float32)
-        for name in call.fields
+        for name in names_of(call)[0]
     ]
     ((height, _), _), *of_cache = programs[0].outputs[len(fields) :]
     saved = empty((height, tokens), dtype=torch.int32)

@@ -19,7 +19,8 @@ def per_token(temperature: float | torch.Tensor, labels: torch.Tensor) -> torch.
     """
     if isinstance(temperature, torch.Tensor):
         return temperature.to(torch.float32).expand(labels.shape).reshape(-1)
-    if statically_known_true(temperature == 1.0):
+    known = statically_known_true if torch.compiler.is_compiling() else bool
+    if known(temperature == 1.0):
         return None
     return torch.ones(labels.numel(), dtype=torch.float32, device=labels.device) * temperature
 
@@ -68,5 +69,4 @@ def placed(x: torch.Tensor, rows: torch.Tensor | None, labels: torch.Tensor) -> 
         x = x.where(rows.view(-1, *(1,) * (x.ndim - 1)), 0)
     elif rows is not None:
         x = x.new_zeros((labels.numel(), *x.shape[1:])).index_copy(0, rows.long(), x)
-    shape = (*labels.shape, *x.shape[1:])
-    return x if x.shape == shape else x.view(shape)
+    return x if labels.ndim == 1 else x.view(*labels.shape, *x.shape[1:])

@@ -7,6 +7,7 @@ token: its label, its temperature and its candidates if it has them, and the mer
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Literal, NamedTuple, get_type_hints
 
 import torch
@@ -132,6 +133,12 @@ class Call(NamedTuple):
         given = {name: value for name, value in self._asdict().items() if name not in OF_THE_BRIDGE}
         names = tuple(self.implementation.split(",")) if self.implementation else None
         return given | {"entropy": self.entropy != "none", "implementation": names}
+
+
+@functools.cache
+def names_of(call: Call) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The call's ``fields`` and ``differentiable``, found again. Not for ``torch.compile``, which has SymInts there."""
+    return call.fields, call.differentiable
 
 
 OF_THE_BRIDGE = (

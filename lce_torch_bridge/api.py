@@ -8,7 +8,7 @@ import torch
 
 from lce_torch_bridge import _arguments, _tokens, autograd
 from lce_torch_bridge._arguments import Arguments
-from lce_torch_bridge._types import Entropy, LogprobOutput, OutOfVocab, Wgrad
+from lce_torch_bridge._types import Entropy, LogprobOutput, Operands, OutOfVocab, Wgrad
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -186,8 +186,7 @@ def _run(given: Arguments, weight: torch.Tensor) -> LogprobOutput:
     x, call = _arguments.flat(given), given.call
     wanted = (leaf.requires_grad for leaf in (x.hidden, weight, given.bias) if leaf is not None)
     keep_cache = torch.is_grad_enabled() and any(wanted) and call.keeps_tiles
-    function = autograd.LinearLogprobs if torch.compiler.is_compiling() else autograd.Uncompiled
-    found = function.apply(x.hidden, weight, given.bias, x.labels, x.temperature, x.candidates, keep_cache, *call)
-    fields = zip(call.fields, found, strict=False)
+    operands = Operands(x.hidden, weight, given.bias, x.labels, x.temperature, x.candidates)
+    fields = zip(call.fields, autograd.apply(operands, keep_cache, call), strict=False)
     results: dict[str, Any] = {name: _tokens.placed(result, x.rows, given.labels) for name, result in fields}
     return LogprobOutput(**{"entropy": None, **results})

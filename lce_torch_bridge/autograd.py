@@ -17,10 +17,32 @@ from typing import Any, NoReturn
 import torch
 
 from lce_torch_bridge import _execute, _main_grad
-from lce_torch_bridge._types import CALL_SCHEMA, DIFFERENTIABLE, Call, Operands
+from lce_torch_bridge._types import CALL_SCHEMA, DIFFERENTIABLE, Call, Operands, names_of
 
 NAME = "lce_torch_bridge"
 NUM_OPERANDS = len(Operands._fields)
+
+
+def apply(x: Operands, keep_cache: bool, call: Call) -> tuple[torch.Tensor, ...]:
+    """``Call.fields``, differentiable."""
+    if _nothing_watches() and not any(_is_watched(y) for y in x if y is not None):
+        return Eager.apply(*x, keep_cache, call)
+    function = LinearLogprobs if torch.compiler.is_compiling() else Uncompiled
+    return function.apply(*x, keep_cache, *call)
+
+
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def _nothing_watches() -> bool:
+    """Whether nothing traces, transforms or counts operators, each of which costs the host 50 µs. `Eager` calls none."""
+    return not (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._get_tracing_state()
+        or torch.autograd._profiler_enabled()
+    )
 
 
 class LinearLogprobs(torch.autograd.Function):
@@ -42,21 +64,7 @@ class LinearLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         """Those of dhidden, dweight and dbias that are wanted."""
-        hidden, weight, bias, saved, *cache = ctx.saved_tensors
-        given = dict(zip(ctx.call.differentiable, grads, strict=False))
-        cotangents = [given.get(name) for name in DIFFERENTIABLE]
-        wanted = ctx.needs_input_grad[:3]
-        if any(cotangent is not None for cotangent in cotangents):
-            sums = _sums(ctx, hidden, cache)
-            if sums is not None:
-                there = {name: x for name, x in zip(DIFFERENTIABLE, cotangents, strict=True) if x is not None}
-                found = _execute.gradients(hidden, weight, bias, saved, cache, there, wanted, ctx.call, sums)
-                return _placed(found, wanted, ctx.call)
-            # If gradients are recorded, as always in torch.func, a second derivative may be asked for.
-            run = Gradients.apply if torch.is_grad_enabled() else gradients
-            found = list(run(hidden, weight, bias, saved, cache, *cotangents, *wanted, *ctx.call))
-            return _placed(found, wanted, ctx.call)
-        return _placed([], (False,) * 3, ctx.call)
+        return *_backward(ctx, ctx.call.differentiable, grads), *(None,) * (NUM_OPERANDS - 2 + len(ctx.call))
 
     @staticmethod
     def vmap(*_: Any) -> Any:
@@ -64,19 +72,11 @@ class LinearLogprobs(torch.autograd.Function):
         refuse_vmap()
 
 
-def _placed(found: list[torch.Tensor], wanted: tuple[bool, ...], call: Call) -> tuple[torch.Tensor | None, ...]:
-    """Gradients of all arguments from those of the operands that are wanted."""
-    left = iter(found)
-    return *(next(left) if want else None for want in wanted), *(None,) * (NUM_OPERANDS - 2 + len(call))
-
-
-def _sums(ctx: Any, hidden: torch.Tensor, cache: list[torch.Tensor]) -> _execute.Sums | None:
-    """What this backward may write to; None if it writes to nothing but its results, as an operator must."""
-    if torch.compiler.is_compiling() or torch.is_grad_enabled() or type(hidden) is not torch.Tensor:
-        return None
+def _sums(ctx: Any, cache: list[torch.Tensor]) -> _execute.Sums:
+    """What this backward may write to; `NO_SUMS` if it writes to nothing but its results, as an operator must."""
     main_grad = _main_grad.behind(ctx, 1) if ctx.needs_input_grad[1] else None
     owns_cache = bool(cache) and not _graph_is_kept()
-    return _execute.Sums(main_grad=main_grad, owns_cache=owns_cache) if owns_cache or main_grad is not None else None
+    return _execute.Sums(main_grad=main_grad, owns_cache=owns_cache) if owns_cache or main_grad is not None else _execute.NO_SUMS
 
 
 def _graph_is_kept() -> bool:
@@ -91,10 +91,72 @@ class Uncompiled(LinearLogprobs):
     @staticmethod
     def jvp(*_: Any) -> Any:
         """Refuses forward mode."""
-        raise NotImplementedError(
-            "lce_torch_bridge has no forward-mode derivatives (torch.func.jvp, jacfwd, linearize, forward_ad): use "
-            "reverse mode, torch.func.vjp or torch.autograd.grad"
-        )
+        refuse_forward_mode()
+
+
+class Eager(torch.autograd.Function):
+    """``(*Operands, keep_cache, Call) -> Call.fields``: the same where nothing watches. What it runs is no operator.
+
+    A Function without ``setup_context`` costs the host less, and is not for torch.func.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[torch.Tensor, ...]:
+        """Runs the call, and keeps what the backward needs."""
+        *operands, keep_cache, call = inputs
+        found = _execute.forward(Operands(*operands), call, keep_cache)
+        fields, differentiable = names_of(call)
+        results = tuple(found[: len(fields)])
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        if len(differentiable) < len(fields):
+            ctx.mark_non_differentiable(*results[len(differentiable) :])
+        ctx.save_for_backward(*operands[:3], *found[len(fields) :])
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        """Those of dhidden, dweight and dbias that are wanted."""
+        return *_backward(ctx, names_of(ctx.call)[1], grads), None, None, None, None, None
+
+    @staticmethod
+    def jvp(*_: Any) -> Any:
+        """Refuses forward mode."""
+        refuse_forward_mode()
+
+
+def _backward(ctx: Any, names: tuple[str, ...], grads: tuple[torch.Tensor | None, ...]) -> list[torch.Tensor | None]:
+    """dhidden, dweight and dbias, each None if it is not wanted, from the cotangents of the differentiable fields."""
+    hidden, weight, bias, saved, *cache = ctx.saved_tensors
+    given = {name: grad for name, grad in zip(names, grads, strict=False) if grad is not None}
+    wanted = ctx.needs_input_grad[:3]
+    if not given:
+        return [None] * 3
+    # If gradients are recorded, as always in torch.func, a second derivative may be asked for.
+    recorded = torch.is_grad_enabled()
+    plain = not recorded and not any(map(_is_watched, (hidden, weight, *given.values())))
+    sums = _sums(ctx, cache) if plain and not torch.compiler.is_compiling() else _execute.NO_SUMS
+    if sums is not _execute.NO_SUMS or (plain and _nothing_watches()):
+        found = _execute.gradients(hidden, weight, bias, saved, cache, given, wanted, ctx.call, sums)
+    else:
+        cotangents = [given.get(name) for name in DIFFERENTIABLE]
+        run = Gradients.apply if recorded else gradients
+        found = run(hidden, weight, bias, saved, cache, *cotangents, *wanted, *ctx.call)
+    left = iter(found)
+    return [next(left) if want else None for want in wanted]
+
+
+def _is_watched(x: torch.Tensor) -> bool:
+    """Whether a tensor needs operators: a subclass, one without values, or a batch of is_grads_batched=True."""
+    return type(x) not in PLAIN or x.is_meta or torch._C._functorch.is_legacy_batchedtensor(x)
+
+
+def refuse_forward_mode() -> NoReturn:
+    """Refuses the derivative along tangents."""
+    raise NotImplementedError(
+        "lce_torch_bridge has no forward-mode derivatives (torch.func.jvp, jacfwd, linearize, forward_ad): use reverse "
+        "mode, torch.func.vjp or torch.autograd.grad"
+    )
 
 
 class Gradients(torch.autograd.Function):
