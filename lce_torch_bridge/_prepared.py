@@ -25,11 +25,12 @@ type Row = tuple[int, int, int, int]  # an address, bytes from row to row, and s
 
 def forward(x: Operands, call: Call, keep_cache: bool, pieces: list[_rows.Piece], spec: Spec) -> list[Any] | None:
     """What `_execute.forward` returns; None if JAX is to run the call."""
-    programs = [_forward_program(x, call, keep_cache, piece, spec) for piece in pieces]
-    if programs[0] is None:
+    found = (_forward_program(x, call, keep_cache, piece, spec) for piece in pieces)
+    programs = [program for program in found if program is not None]
+    if not programs:
         return None
     hidden, weight, labels = _direct.usable(x.hidden), _direct.usable(x.weight), x.labels.long()
-    tokens, empty = len(labels), hidden.new_empty
+    tokens, empty = labels.shape[0], hidden.new_empty
     fields = [
         empty((tokens, call.num_candidates) if name == PER_CANDIDATE else (tokens,), dtype=torch.float32)
         for name in names_of(call)[0]
@@ -45,28 +46,15 @@ def forward(x: Operands, call: Call, keep_cache: bool, pieces: list[_rows.Piece]
         operands.append(_row(candidates))
     results = [*map(_row, fields), (saved.data_ptr(), saved.element_size(), tokens, 1)]
     for piece, program in zip(pieces, programs, strict=True):
-        _run_piece(program, piece, hidden, weight, operands, results, [y.data_ptr() for y in cache])
+        start, count = piece.tokens.start, piece.tokens.stop - piece.tokens.start
+        of_hidden = _row(hidden)
+        strided = [*operands, *results] if count == piece.rows else [of_hidden, *operands, *results]
+        numbers = [count, *(stride for row in strided for stride in row[2:])]
+        inputs = [of_hidden[0] + start * of_hidden[1], weight.data_ptr(), 0]
+        inputs += [address + start * step for address, step, *_ in operands]
+        outputs = [address + start * step for address, step, *_ in results]
+        _direct.start(program, hidden, inputs, outputs + [y.data_ptr() for y in cache], numbers)
     return [*fields, saved, *cache]
-
-
-def _run_piece(
-    program: Loaded,
-    piece: _rows.Piece,
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    operands: list[Row],
-    results: list[Row],
-    cache: list[int],
-) -> None:
-    start, count = piece.tokens.start, piece.tokens.stop - piece.tokens.start
-    rows = [*operands, *results]
-    if count != piece.rows:
-        rows.insert(0, _row(hidden))
-    numbers = [count, *(stride for row in rows for stride in row[2:])]
-    inputs = [hidden.data_ptr() + start * _row(hidden)[1], weight.data_ptr(), 0]
-    inputs += [address + start * step for address, step, *_ in operands]
-    outputs = [address + start * step for address, step, *_ in results]
-    _direct.start(program, hidden, inputs, outputs + cache, numbers)
 
 
 def gradients(
@@ -84,7 +72,7 @@ def gradients(
     program = _gradients_program(hidden, weight, saved, cache, tuple(cotangents), wanted, piece, spec, structure)
     if program is None:
         return None
-    hidden, weight, tokens = _direct.usable(hidden), _direct.usable(weight), len(hidden)
+    hidden, weight, tokens = _direct.usable(hidden), _direct.usable(weight), hidden.shape[0]
     seeds = [y if y.ndim == 1 else y.contiguous() for y in cotangents.values()]
     grads = [y.new_empty(y.shape) for y, want in zip((hidden, weight), wanted, strict=False) if want]
     rows = [(saved.data_ptr(), 0, tokens, 1), *map(_row, seeds)]
@@ -134,8 +122,8 @@ def _gradients_program(
     spec: Spec,
     structure: Any,
 ) -> Loaded | None:
-    copied = len(hidden) != piece.rows
-    key = _key(hidden, weight, None, piece.rows, copied, spec, names, wanted, len(saved), len(cache))
+    copied = hidden.shape[0] != piece.rows
+    key = _key(hidden, weight, None, piece.rows, copied, spec, names, wanted, saved.shape[0], len(cache))
 
     def plan(device: launch.Device) -> launch.Program:
         P, array = piece.rows, jax.ShapeDtypeStruct

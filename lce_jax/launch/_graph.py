@@ -29,8 +29,8 @@ class Rows(NamedTuple):
     at most one dimension before that of its rows, and those after it lie side by side.
     """
 
-    count: int  # the operand, an int32 number, that says how many rows count: at least 1. It has no memory
-    operands: Mapping[int, int]  # the index of an operand -> its dimension of rows; what is read after them is arbitrary
+    counted_by: int  # the operand, an int32 number, that says how many rows count: at least 1. It has no memory
+    operands: Mapping[int, int]  # the index of an operand -> its dimension of rows; after them it reads as anything
     results: Mapping[int, int]  # the index of a result -> its dimension of rows; nothing is written after them
 
 
@@ -83,7 +83,7 @@ class Builder:
 
     def input(self, index: int, shape: tuple[int, ...], dtype: np.dtype, rows: Rows | None = None) -> Node:
         """The program's argument with this index."""
-        if rows is not None and index == rows.count:
+        if rows is not None and index == rows.counted_by:
             return Node(COUNT, (), shape, dtype, {})
         strided = None
         if rows is not None and index in rows.operands:

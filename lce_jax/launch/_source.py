@@ -101,9 +101,7 @@ def _per_thread(size: int) -> int:
     return PER_THREAD if size >= LARGE else 1
 
 
-def module(
-    stages: Sequence[Sequence[Segment]], slots: Mapping[Node, int], num_slots: int, num_numbers: int = 0
-) -> str:
+def module(stages: Sequence[Sequence[Segment]], slots: Mapping[Node, int], num_slots: int, num_numbers: int = 0) -> str:
     """The source of all stages. ``slots`` says which buffer holds each stored array."""
     sizes = {"THREADS": THREADS, "BUFFERS": max(num_slots, 1), "NUMBERS": max(num_numbers, 1)}
     functions = ["\n".join(f"#define {name} {size}" for name, size in sizes.items()) + PRELUDE]
