@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import collections
 import pathlib
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lce_jax import launch
 from lce_jax.launch import _source
@@ -16,8 +19,8 @@ from tests import launch_emulator
 from tests.torch import problem as p
 
 H200 = launch.Device("gpu", "NVIDIA H200", "9.0", 132)
-T, H, V = 300, launch_emulator.HIDDEN_SIZE, 1008
-ROWS = 512  # of a program
+T, H, V = 100, launch_emulator.HIDDEN_SIZE, 1008
+ROWS = 128  # of a program
 needs_compiler = pytest.mark.skipif(launch_emulator.COMPILER is None, reason="no C++ compiler")
 
 
@@ -79,8 +82,92 @@ def test_results_and_gradients(programs: list[launch.Program]) -> None:
         assert max(map(p.relative_norm, grads, of_jax)) < 5e-3  # bfloat16 rounds by 2⁻⁹
 
 
+@needs_compiler
+def test_a_walk_over_pieces(programs: list[launch.Program]) -> None:
+    """Whole pieces are read where they lie, the last one is copied: two programs, and each token's own bits."""
+    problem = p.draw(ROWS + T, H, V, torch.bfloat16)
+    with torch.no_grad():
+        whole = linear_logprobs(*problem, implementation="mosaic_gpu")
+        last = linear_logprobs(problem.hidden[ROWS:], problem.weight, problem.labels[ROWS:], implementation="mosaic_gpu")
+    assert len(programs) == 2
+    assert all(torch.equal(x[ROWS:], y) for x, y in zip(whole[:3], last[:3], strict=True) if x is not None)
+    exact = p.stored(problem.hidden.double(), problem.weight.double(), problem.labels)
+    assert max(map(p.value_error, whole[:3], exact[:3])) < 2e-5
+
+
 def _with(seeds: list[torch.Tensor], problem: p.Problem, **options: Any) -> Any:
     leaves = problem.leaves()
     out = linear_logprobs(leaves.hidden, leaves.weight, problem.labels, **options)
     grads = torch.autograd.grad(out[:3], leaves[:2], seeds)
     return [x.detach() for x in out[:3]], grads
+
+
+CALLS = 240, 200  # functions that a forward and a backward call, those of torch's own Python and of C among them
+
+
+def test_how_much_python_a_call_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the host does besides launches, which here do nothing. A tensor's own methods count as calls."""
+    as_gpu(monkeypatch, lambda _: lambda *_: None)
+    leaves, seed = p.draw(T, H, V, torch.bfloat16).leaves(), torch.ones(T)
+
+    def backward(out: Any) -> Any:
+        return torch.autograd.grad([out.logprobs, out.entropy], leaves[:2], [seed, seed])
+
+    backward(linear_logprobs(*leaves, implementation="mosaic_gpu"))
+    forward_calls, out = _calls(lambda: linear_logprobs(*leaves, implementation="mosaic_gpu"))
+    backward_calls, _ = _calls(lambda: backward(out))
+    assert forward_calls <= CALLS[0]
+    assert backward_calls <= CALLS[1]
+
+
+def _calls(function: Callable[[], Any]) -> tuple[int, Any]:
+    """How many functions it calls, and what it returns."""
+    seen: collections.Counter[str] = collections.Counter()
+    sys.setprofile(lambda frame, event, what: seen.update([event]))
+    try:
+        found = function()
+    finally:
+        sys.setprofile(None)
+    return seen["call"] + seen["c_call"], found
+
+
+class Names(TorchDispatchMode):
+    """Notes the bridge's operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        self.seen += [func.name()] * (func.namespace == "lce_torch_bridge")
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_watches_operators_sees_them() -> None:
+    """Otherwise there are none, and the results are the same."""
+    problem = p.draw()
+    seeds = p.seeds_like(problem.labels)
+    found, grads = _with(seeds, problem)
+    with Names() as watch:
+        watched, of_watched = _with(seeds, problem)
+    assert watch.seen == ["lce_torch_bridge::forward", "lce_torch_bridge::gradients"]
+    assert all(map(torch.equal, [*found, *grads], [*watched, *of_watched]))
+    out = linear_logprobs(*problem.leaves())
+    assert out.logprobs.grad_fn is not None
+    assert out.logprobs.grad_fn.name() == "EagerBackward"
+    with torch.autograd.profiler.profile() as profile:
+        linear_logprobs(*problem)
+    assert "lce_torch_bridge::forward" in {event.name for event in profile.function_events}
+
+
+def test_options_that_were_right_once_are_still_checked() -> None:
+    """1 equals True, and is no flag."""
+    problem = p.draw()
+    linear_logprobs(*problem, stats=True, logit_scale=1)
+    with pytest.raises(TypeError, match="stats must be True or False, got 1"):
+        linear_logprobs(*problem, stats=1, logit_scale=1)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="logit_scale must be a Python number, got bool True"):
+        linear_logprobs(*problem, stats=True, logit_scale=True)
+    with pytest.raises(TypeError, match="implementation must be None, a name or a tuple of names"):
+        linear_logprobs(*problem, implementation=["xla"])  # type: ignore[arg-type]
