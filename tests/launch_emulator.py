@@ -38,6 +38,9 @@ ON_CPU = """
       threads.emplace_back([&, i] { name##_block(b, block, i); all.arrive_and_drop(); }); \\
     for (auto& each : threads) each.join(); \\
   } \\
+  extern "C" void name##_apart(const Buffers& b, int first, int last) { \\
+    for (int i = first * THREADS; i < last * THREADS; ++i) name##_block(b, i / THREADS, i % THREADS); \\
+  } \\
   static void name##_block(const Buffers& b, int block, int thread)
 #define WHERE
 static std::function<void()> at_barrier;
@@ -89,18 +92,25 @@ def loaded(program: launch.Program, folder: pathlib.Path) -> Callable[..., None]
     steps: list[Any] = []
     for step in program.schedule.steps:
         if isinstance(step, Stage):
-            stage = library[f"stage_{sum(place == -1 for _, place in steps)}"]
-            steps.append((functools.partial(_run_stage, stage, step), -1))
+            name = f"stage_{sum(place == -1 for _, place in steps)}"
+            steps.append((functools.partial(_run_stage, library[name], library[f"{name}_apart"], step), -1))
         else:
             steps.append((functools.partial(_emulate, step, len(of_sums) > 1), table.add(step.arrays)))
     return table.runner(steps)
 
 
-def _run_stage(stage: Any, step: Any, stream: int, address: int) -> None:
+def _run_stage(together: Any, apart: Any, step: Any, stream: int, address: int) -> None:
+    """Block by block. Threads run at the same time where they wait for each other, otherwise one after the other."""
     del stream
-    buffers = ctypes.c_void_p.from_address(address)
-    for block in range(sum(segment.num_blocks for segment in step.segments)):
-        stage(buffers, block)
+    buffers, first = ctypes.c_void_p.from_address(address), 0
+    for segment in step.segments:
+        last = first + segment.num_blocks
+        if any(map(_source.is_apart, segment.nodes)):
+            for block in range(first, last):
+                together(buffers, block)
+        else:
+            apart(buffers, first, last)
+        first = last
 
 
 def _compiled(source: str, folder: pathlib.Path) -> Any:

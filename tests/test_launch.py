@@ -188,7 +188,7 @@ def whole_call(implementation: str, vocab_size: int, *x: Any) -> Any:
 @pytest.mark.usefixtures("few_threads")
 @pytest.mark.parametrize(
     ("budget", "vocab_size"),
-    [(ONE_LAUNCH, V), pytest.param(SEVERAL, V, marks=pytest.mark.slow), (ONE_LAUNCH, 990)],  # two minutes of threads
+    [(ONE_LAUNCH, V), pytest.param(SEVERAL, V, marks=pytest.mark.slow), (ONE_LAUNCH, 990)],  # 12 s
 )
 def test_a_whole_call(budget: Budget, vocab_size: int, tmp_path: pathlib.Path) -> None:
     """Kernels, by NumPy, between generated code, in memory that starts as NaN: the results of "xla"."""
