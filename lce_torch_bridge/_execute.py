@@ -32,7 +32,7 @@ def forward(x: Operands, call: Call, keep_cache: bool, lend_cache: bool = True) 
     # The backward takes all tokens at once, so one cache must hold all of them.
     pieces = [_rows.whole(tokens)] if keep_cache else _rows.pieces(tokens, x.weight.shape[0])
     spec = _spec(x.weight, call, pieces[0].masked)
-    if call.group == tensor_parallel.NO_GROUP and lend_cache:
+    if call.group == tensor_parallel.NO_GROUP:
         direct = _prepared.forward(x, call, keep_cache, pieces, spec)
         if direct is not None:
             return direct
