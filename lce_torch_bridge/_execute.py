@@ -135,8 +135,10 @@ def gradients(
 
     kept = [y for y in cache if isinstance(y, torch.Tensor)]
     if not reduced and bias is None and sums.total is None and len(kept) == len(cache):
-        written = sums.main_grad, sums.owns_cache and bool(cache)
-        direct = _prepared.gradients(hidden, weight, saved, kept, cotangents, wanted, piece, spec, structure, *written)
+        owns_cache = sums.owns_cache and bool(kept)
+        how = _prepared.Backward(tuple(cotangents), wanted, sums.main_grad is not None, owns_cache, piece.rows, spec)
+        seeds = list(cotangents.values())
+        direct = _prepared.gradients((hidden, weight, saved), kept, seeds, sums.main_grad, how, structure)
         if direct is not None:
             return direct
     kept_as = structure() if cache else None

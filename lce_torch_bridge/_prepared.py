@@ -6,8 +6,8 @@ is packed or padded here: the programs read what is per token where it lies, and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import torch
@@ -15,6 +15,7 @@ import torch
 from lce_jax import launch
 from lce_torch_bridge import _direct, _launch, _programs, _rows
 from lce_torch_bridge._direct import Loaded, struct
+from lce_torch_bridge._main_grad import nothing_like
 from lce_torch_bridge._programs import Spec
 from lce_torch_bridge._types import PER_CANDIDATE, Call, Operands, names_of
 
@@ -57,30 +58,49 @@ def forward(x: Operands, call: Call, keep_cache: bool, pieces: list[_rows.Piece]
     return [*fields, saved, *cache]
 
 
+class Backward(NamedTuple):
+    """What is static about a backward."""
+
+    cotangents: tuple[str, ...]
+    wanted: tuple[bool, ...]
+    adds: bool  # dweight is added to a float32 sum
+    owns_cache: bool  # the cache may be overwritten
+    rows: int  # of the program
+    spec: Spec
+
+
 def gradients(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    saved: torch.Tensor,
+    x: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     cache: Sequence[torch.Tensor],
-    cotangents: dict[str, torch.Tensor],
-    wanted: tuple[bool, ...],
-    piece: _rows.Piece,
-    spec: Spec,
-    structure: Any,
+    cotangents: Sequence[torch.Tensor],
+    main_grad: torch.Tensor | None,
+    how: Backward,
+    structure: Callable[[], Any],
 ) -> list[torch.Tensor] | None:
-    """What `_execute.gradients` returns; None if JAX is to run the call."""
-    program = _gradients_program(hidden, weight, saved, cache, tuple(cotangents), wanted, piece, spec, structure)
+    """What `_execute.gradients` returns of hidden, weight and S; None if JAX is to run the call."""
+    if main_grad is not None and not _direct.is_usable(main_grad):
+        return None
+    hidden, weight, saved = x
+    program = _gradients_program(x, cache, how, structure)
     if program is None:
         return None
     hidden, weight, tokens = _direct.usable(hidden), _direct.usable(weight), hidden.shape[0]
-    seeds = [y if y.ndim == 1 else y.contiguous() for y in cotangents.values()]
-    grads = [y.new_empty(y.shape) for y, want in zip((hidden, weight), wanted, strict=False) if want]
+    sums = [] if main_grad is None else [main_grad]
+    if sums or how.owns_cache:
+        torch.autograd.graph.increment_version([*sums, *cache] if how.owns_cache else sums)  # as any change in place
+    grads = [hidden.new_empty(hidden.shape)] if how.wanted[0] else []
+    if how.wanted[1]:
+        grads.append(weight.new_empty(weight.shape) if main_grad is None else main_grad)
+    seeds = [y if y.ndim == 1 else y.contiguous() for y in cotangents]
     rows = [(saved.data_ptr(), 0, tokens, 1), *map(_row, seeds)]
-    copied = tokens != piece.rows
-    strided = [*[_row(hidden)] * copied, *rows, *[_row(grads[0])] * (copied and wanted[0])]
+    copied = tokens != how.rows
+    strided = [*[_row(hidden)] * copied, *rows, *[_row(grads[0])] * (copied and how.wanted[0])]
     numbers = [tokens, *(stride for row in strided for stride in row[2:])]
-    inputs = [hidden.data_ptr(), weight.data_ptr(), 0, *(row[0] for row in rows), *(y.data_ptr() for y in cache)]
+    inputs = [hidden.data_ptr(), weight.data_ptr(), 0, *(row[0] for row in rows)]
+    inputs += [y.data_ptr() for y in (*sums, *cache)]
     _direct.start(program, hidden, inputs, [y.data_ptr() for y in grads], numbers)
+    if main_grad is not None:
+        grads[-1] = nothing_like(main_grad, weight.dtype)
     return grads
 
 
@@ -112,30 +132,28 @@ def _forward_program(x: Operands, call: Call, keep_cache: bool, piece: _rows.Pie
 
 
 def _gradients_program(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    saved: torch.Tensor,
+    x: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     cache: Sequence[torch.Tensor],
-    names: tuple[str, ...],
-    wanted: tuple[bool, ...],
-    piece: _rows.Piece,
-    spec: Spec,
-    structure: Any,
+    how: Backward,
+    structure: Callable[[], Any],
 ) -> Loaded | None:
-    copied = hidden.shape[0] != piece.rows
-    key = _key(hidden, weight, None, piece.rows, copied, spec, names, wanted, saved.shape[0], len(cache))
+    hidden, weight, saved = x
+    copied, wanted = hidden.shape[0] != how.rows, how.wanted
+    key = _key(hidden, weight, None, copied, *how, saved.shape[0], len(cache))
 
     def plan(device: launch.Device) -> launch.Program:
-        P, array = piece.rows, jax.ShapeDtypeStruct
-        whole = [array((P, hidden.shape[1]), struct(hidden).dtype), struct(weight), None, array((), "int32")]
-        K = spec.call.num_candidates
-        seeds = [array((P, K) if name == PER_CANDIDATE else (P,), "float32") for name in names]
-        function = _programs.gradients_of_rows(spec, names, wanted, True, structure() if cache else None)
-        rows = {0: 0} if copied else {}
-        rows |= {3: 1} | dict.fromkeys(range(4, 4 + len(seeds)), 0)
-        operands = [*whole, array((len(saved), P), "int32"), seeds, *map(struct, cache)]
+        P, K, array = how.rows, how.spec.call.num_candidates, jax.ShapeDtypeStruct
+        whole = [array((P, hidden.shape[1]), struct(hidden).dtype), struct(weight), array((), "int32")]
+        seeds = [array((P, K) if name == PER_CANDIDATE else (P,), "float32") for name in how.cotangents]
+        of_cache = structure() if cache else None
+        function = _programs.gradients_of_rows(how.spec, how.cotangents, wanted, of_cache, how.owns_cache)
+        first = 4 + len(seeds)  # after what is per token
+        rows = dict.fromkeys([0] * copied, 0) | {3: 1} | dict.fromkeys(range(4, first), 0)
+        total = array(weight.shape, "float32") if how.adds else None
+        operands = [*whole, array((saved.shape[0], P), "int32"), seeds, total, *map(struct, cache)]
+        donated = range(first, first + how.adds + len(cache) * how.owns_cache)
         results = {0: 0} if copied and wanted[0] else {}
-        return launch.program(function, operands, device, rows=launch.Rows(2, rows, results))
+        return launch.program(function, operands, device, donated, rows=launch.Rows(2, rows, results))
 
     return _found(key, hidden, plan)
 

@@ -76,7 +76,9 @@ def _sums(ctx: Any, cache: list[torch.Tensor]) -> _execute.Sums:
     """What this backward may write to; `NO_SUMS` if it writes to nothing but its results, as an operator must."""
     main_grad = _main_grad.behind(ctx, 1) if ctx.needs_input_grad[1] else None
     owns_cache = bool(cache) and not _graph_is_kept()
-    return _execute.Sums(main_grad=main_grad, owns_cache=owns_cache) if owns_cache or main_grad is not None else _execute.NO_SUMS
+    if main_grad is None and not owns_cache:
+        return _execute.NO_SUMS
+    return _execute.Sums(main_grad=main_grad, owns_cache=owns_cache)
 
 
 def _graph_is_kept() -> bool:

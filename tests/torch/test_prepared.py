@@ -77,12 +77,25 @@ def test_results_and_gradients(programs: list[launch.Program]) -> None:
         alone = linear_logprobs(last[0], problem.weight, last[1], temperature=last[2], implementation="mosaic_gpu")
     assert len(programs) == 3
     assert all(torch.equal(x[ROWS:], y) for x, y in zip(found, alone[:3], strict=True) if y is not None)
+    before, summed = _into_main_grad(seeds, problem, temperature=temperature, implementation="mosaic_gpu")
+    assert p.relative_norm(summed - before, grads[1]) < 5e-3
     launch_with("jax")
     wanted, of_jax = _with(seeds, problem, temperature=temperature, implementation="xla")
     launch_with(None)
     assert max(map(p.value_error, found, wanted)) < 2e-5
     assert all(x.shape == y.shape for x, y in zip(grads, of_jax, strict=True))
     assert max(map(p.relative_norm, grads, of_jax)) < 5e-3  # bfloat16 rounds by 2⁻⁹
+
+
+def _into_main_grad(seeds: list[torch.Tensor], problem: p.Problem, **options: Any) -> list[torch.Tensor]:
+    """``main_grad`` before and after a backward that adds to it in place."""
+    leaves: Any = problem.leaves()
+    leaves.weight.main_grad = torch.randn(leaves.weight.shape, generator=torch.Generator().manual_seed(8))
+    before, leaves.weight.grad_added_to_main_grad = leaves.weight.main_grad.clone(), False
+    out = linear_logprobs(*leaves, wgrad="main_grad", **options)
+    torch.autograd.backward(out[:3], seeds)
+    assert leaves.weight.grad_added_to_main_grad
+    return [before, leaves.weight.main_grad]
 
 
 def _with(seeds: list[torch.Tensor], problem: p.Problem, **options: Any) -> Any:
