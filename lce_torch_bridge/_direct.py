@@ -64,9 +64,13 @@ def program(
     """
     first = next(x for x in inputs if x is not None)
     key = (function, first.get_device(), *(None if x is None else (x.shape, x.dtype) for x in inputs))
-    structs = [None if x is None else struct(x) for x in inputs]
-    donated = [sum(x is not None for x in inputs[:i]) for i in updated]
-    return loaded(key, first, lambda device: launch.program(function, structs, device, donated))
+
+    def plan(device: launch.Device) -> launch.Program:
+        structs = [None if x is None else struct(x) for x in inputs]
+        donated = [sum(x is not None for x in inputs[:i]) for i in updated]
+        return launch.program(function, structs, device, donated)
+
+    return loaded(key, first, plan)
 
 
 def loaded(key: Any, x: torch.Tensor, plan: Callable[[launch.Device], launch.Program]) -> Loaded | str:

@@ -269,13 +269,12 @@ def _split(spec: Spec, packed: Any, rows: int, names: tuple[str, ...]) -> tuple[
     """How many rows count, S, and the cotangents by name."""
     num_rows, columns = _counted(spec, packed, rows)
     width = sum(spec.call.num_candidates if name == PER_CANDIDATE else 1 for name in names)
-    row = first = len(columns) - width
-    seeds = {}
+    row, seeds = len(columns) - width, {}
     for name in names:
         last = row + (spec.call.num_candidates if name == PER_CANDIDATE else 1)
         floats = lax.bitcast_convert_type(columns[row:last], jnp.float32)
         seeds[name], row = floats.T if name == PER_CANDIDATE else floats[0], last
-    return num_rows, columns[:first], seeds
+    return num_rows, columns[: len(columns) - width], seeds
 
 
 def _of_saved(spec: Spec, num_rows: Any, saved: Any) -> tuple[_Tokens, local.ShardStatistics]:

@@ -162,4 +162,4 @@ def test_the_reason_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
 def test_a_capture_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(RuntimeError, match="make the call once before the capture"):
-        _direct.program(lambda x: x, [torch.zeros(3)], None)
+        _direct.program(lambda x: x, [torch.zeros(3)], ())
