@@ -16,8 +16,8 @@ import lce_torch_bridge
 from lce_jax import launch
 from lce_torch_bridge import _direct, _execute, _launch, _programs, _rows, explain, launch_with, linear_logprobs
 from tests.torch import problem as p
+from tests.torch.as_gpu import H200, as_gpu
 
-H200 = launch.Device("gpu", "NVIDIA H200", "9.0", 132)
 DRAWN = (300, 128, 1024)
 
 
@@ -55,6 +55,13 @@ def test_what_is_launched_directly(name: str) -> None:
     assert (how.way, how.why_not_direct) == ("direct", None)
     assert how.plan.implementation == "mosaic_gpu"
     assert str(how).startswith("launched directly, in torch's stream and memory\nmosaic_gpu: 300 tokens")
+    loaded: list[launch.Program] = []
+    with pytest.MonkeyPatch.context() as patch:
+        as_gpu(patch, lambda program: loaded.append(program) or (lambda *_: None))  # it launches nothing
+        leaves = drawn().leaves()
+        out = linear_logprobs(*leaves, **SERVED[name])
+        torch.autograd.grad(out.logprobs.sum(), leaves[:2])
+    assert len(loaded) == 2
 
 
 @pytest.mark.usefixtures("hopper")

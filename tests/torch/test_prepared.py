@@ -14,27 +14,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lce_jax import launch
 from lce_jax.launch import _source
-from lce_torch_bridge import _direct, _rows, launch_with, linear_logprobs
+from lce_torch_bridge import _rows, launch_with, linear_logprobs
 from tests import launch_emulator
 from tests.torch import problem as p
+from tests.torch.as_gpu import as_gpu
 
-H200 = launch.Device("gpu", "NVIDIA H200", "9.0", 132)
 T, H, V = 100, launch_emulator.HIDDEN_SIZE, 1008
 ROWS = 128  # of a program
 needs_compiler = pytest.mark.skipif(launch_emulator.COMPILER is None, reason="no C++ compiler")
-
-
-def as_gpu(monkeypatch: pytest.MonkeyPatch, load: Callable[[Any], Any]) -> None:
-    """CPU tensors count as those of an H200, on which programs are what ``load`` makes of them."""
-    monkeypatch.setattr(_direct, "_programs", {})
-    monkeypatch.setattr(_direct, "device_of", lambda _: H200)
-    monkeypatch.setattr(_direct, "why_not", lambda _: None)
-    monkeypatch.setattr(_direct, "on_gpu", lambda _: True)
-    monkeypatch.setattr(_direct, "current_device", lambda: -1)
-    monkeypatch.setattr(_direct, "current_stream", lambda _: 0)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(launch.Program, "load", lambda program, _: load(program))
 
 
 @pytest.fixture
