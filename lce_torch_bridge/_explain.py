@@ -10,7 +10,7 @@ import torch
 
 import lce_jax
 from lce_jax import launch
-from lce_torch_bridge import _arguments, _direct, _execute, _launch
+from lce_torch_bridge import _arguments, _direct, _execute, _launch, tensor_parallel
 from lce_torch_bridge._types import Operands
 
 
@@ -82,8 +82,10 @@ def explain(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, **
 
 
 def _options(x: Operands, call: Any) -> dict[str, Any]:
-    """The call as keyword options of `lce_jax.explain`, its tensors as shapes."""
+    """This rank's part of the call as keyword options of `lce_jax.explain`, its tensors as shapes."""
+    (columns, _), (_, rank) = x.weight.shape, tensor_parallel.size_and_rank(call.group)
     return call.options | {
+        "vocab_size": min(max(call.vocab_size - rank * columns, 1), columns),  # there is no plan for padding alone
         "bias": None if x.bias is None else _direct.struct(x.bias),
         "temperature": 1.0 if x.temperature is None else _direct.struct(x.temperature),
         "candidates": None if x.candidates is None else _ids(x.candidates),

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from lce_torch_bridge import (
     _rows,
+    explain,
     linear_cross_entropy,
     linear_cross_entropy_loss,
     linear_entropy,
@@ -46,6 +47,8 @@ def parity(group: dist.ProcessGroup) -> None:
         problem = draw(T=37, V=104)
         problem.labels[:6] = foreign
         options["candidates"] = p.candidates_like(problem.labels)
+        plan = explain(problem.hidden, shard(problem.weight, group), problem.labels, tp_group=group, **options).plan
+        assert plan.case.vocab_size == 104 // group.size()
         out, (dhidden, dweight) = run(problem, group, stats=True, mean_logit=True, **options)
         want, (true_hidden, true_weight) = p.exact(problem, p.seeds_like(problem.labels, K=5), **options)
         errors = [*map(p.value_error, out, want)]
