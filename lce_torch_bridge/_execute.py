@@ -30,12 +30,13 @@ def forward(x: Operands, call: Call, keep_cache: bool, lend_cache: bool = True) 
         return forward_structs(x, call, keep_cache)
     tensor_parallel.check_equal_parts(x.weight, call.group)
     # The backward takes all tokens at once, so one cache must hold all of them.
-    pieces = [_rows.whole(tokens)] if keep_cache else _rows.pieces(tokens, x.weight.shape[0])
-    spec = _spec(x.weight, call, pieces[0].masked)
+    pieces = [_rows.whole(tokens)] if keep_cache else _rows.pieces(tokens)
     if call.group == tensor_parallel.NO_GROUP:
-        direct = _prepared.forward(x, call, keep_cache, pieces, spec)
+        launched = [_rows.whole(tokens)] if _may_be_exact(x, call) else pieces
+        direct = _prepared.forward(x, call, keep_cache, launched, _spec(x.weight, call, launched[0].masked))
         if direct is not None:
             return direct
+    spec = _spec(x.weight, call, pieces[0].masked)
 
     def operands(piece: _rows.Piece) -> Inputs:
         hidden = _rows.pad(x.hidden[piece.tokens], piece.rows)
@@ -57,8 +58,19 @@ class Sums(NamedTuple):
 
 NO_SUMS = Sums()
 
+
 type Inputs = tuple[torch.Tensor | None, ...]  # hidden, weight, bias or None, what is per token
 type Found = tuple[list[torch.Tensor], list[Any]]  # each piece's packed results, and the first one's cache
+
+
+def _may_be_exact(x: Operands, call: Call) -> bool:
+    """Whether a program without padding gives each token the same bits as the one with padding, if it is launched.
+
+    XLA adds up in an order that depends on the shapes. Kernels do not, if one launch covers the vocabulary. The ranks
+    of a group must send results of one size, so that they never choose.
+    """
+    columns = x.weight.shape[0]
+    return x.labels.shape[0] in _rows.WHOLE and columns <= _rows.ONE_LAUNCH and call.group == tensor_parallel.NO_GROUP
 
 
 def _run_alone(inputs: list[Inputs], spec: Spec, call: Call, keep_cache: bool, lend: bool) -> Found:
@@ -189,8 +201,8 @@ def scaled(x: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.T
 def programs(x: Operands, call: Call) -> list[tuple[Any, list[Any]]]:
     """The programs of a forward and of a backward through all results, with the shapes of their inputs."""
     tokens, keep_cache = x.labels.shape[0], call.keeps_tiles
-    first, whole = _rows.pieces(tokens, x.weight.shape[0])[0], _rows.whole(tokens)
-    piece = whole if keep_cache else first
+    whole = _rows.whole(tokens)
+    piece = whole if keep_cache or _may_be_exact(x, call) else _rows.pieces(tokens)[0]
     spec, back = (_spec(x.weight, call, each.masked) for each in (piece, whole))
     structs = [None if y is None else _direct.struct(y) for y in (x.weight, x.bias)]
 

@@ -1,7 +1,8 @@
 """How many rows a program has, so that many counts of tokens share few programs.
 
-The forward walks the tokens in pieces of `FORWARD_ROWS`, the last one padded: one program for all counts, and one for
-each of `WHOLE`, which needs no padding. A token's results have the same bits for any tokens beside it. The backward
+The forward walks the tokens in pieces of `FORWARD_ROWS`, the last one padded: one program for all counts, and a token's
+results have the same bits for any tokens beside it. Where kernels that are launched directly give it these bits in
+programs of any size, each of `WHOLE` has one of its own, which needs no padding (`_execute.forward`). The backward
 takes all tokens at once, because dweight is a sum over them and is rounded once. Its sizes are powers of two, and from
 32,768 on the numbers half-way between them too. With the programs for `WHOLE` sizes that makes 6 programs up to 16,384
 tokens and 11 up to 131,072. A forward that keeps a cache takes all tokens at once as well, with as many programs.
@@ -30,14 +31,8 @@ class Piece(NamedTuple):
     masked: bool  # whether some of them may be padding
 
 
-def pieces(tokens: int, columns: int) -> list[Piece]:
-    """The forward's pieces of ``tokens`` tokens, over a vocabulary of ``columns``.
-
-    Several launches add up a token's statistics in another order, so that programs of different sizes would give it
-    different bits.
-    """
-    if tokens == FORWARD_ROWS or (tokens in WHOLE and columns <= ONE_LAUNCH):
-        return [whole(tokens)]
+def pieces(tokens: int) -> list[Piece]:
+    """The forward's pieces of ``tokens`` tokens."""
     starts = range(0, tokens, FORWARD_ROWS)
     return [Piece(slice(i, min(i + FORWARD_ROWS, tokens)), FORWARD_ROWS, masked=True) for i in starts]
 

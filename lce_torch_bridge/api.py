@@ -117,14 +117,15 @@ def linear_logprobs(
             ``hidden`` was changed in place between forward and backward.
 
     Memory:
-        Forward, two copies of 8192 tokens' hidden (none for exactly 4096 or 8192 tokens) and a tile of logits. Between
-        forward and backward, the operands, four to six numbers of four bytes per token, two more per candidate, and the
-        cache; of a DTensor, what was gathered. Backward, beyond the gradients, dhidden in float32 and a tile of logits;
-        for counts of tokens that are no power of two also copies of hidden and dhidden, padded to the next one, at
-        least 2048 (from 32,768 on, or to halfway there). Launched directly, all of it comes from torch's allocator, and
-        a backward without ``retain_graph`` computes in the memory of the cache. Otherwise JAX keeps its own pool of GPU
-        memory (`init`), in which the gradients lie. Before JAX reuses a gradient that torch has dropped, this function
-        waits for the streams that may still read it; JAX code of your own does not.
+        Forward, two copies of 8192 tokens' hidden (none of exactly 4096 or 8192, if they are launched directly and
+        there is no ``tp_group``) and a tile of logits. Between forward and backward, the operands, four to six numbers
+        of four bytes per token, two more per candidate, and the cache; of a DTensor, what was gathered. Backward,
+        beyond the gradients, dhidden in float32 and a tile of logits; for counts of tokens that are no power of two
+        also copies of hidden and dhidden, padded to the next one, at least 2048 (from 32,768 on, or to halfway there).
+        Launched directly, all of it comes from torch's allocator, and a backward without ``retain_graph`` computes in
+        the memory of the cache. Otherwise JAX keeps its own pool of GPU memory (`init`), in which the gradients lie.
+        Before JAX reuses a gradient that torch has dropped, this function waits for the streams that may still read it;
+        JAX code of your own does not.
 
     DTensors:
         ``weight`` is gathered in its own dtype over all dimensions of its mesh but that of ``tp_group``, over which it
@@ -139,9 +140,10 @@ def linear_logprobs(
         ``torch.set_float32_matmul_precision`` or torch's ``fp32_precision`` says. Two runs are bitwise equal.
 
     Compilation:
-        For each set of options three programs are compiled for the forward (six with ``tp_group``) and, for each set of
-        outputs and gradients that a loss uses, at most a dozen for the backward of up to 131,072 tokens, each when it
-        is first needed. With ``cache_bytes`` the forward has up to a dozen, too. A new temperature compiles nothing.
+        For each set of options one program is compiled for the forward (two with ``tp_group``; up to three if they are
+        launched directly) and, for each set of outputs and gradients that a loss uses, at most a dozen for the backward
+        of up to 131,072 tokens, each when it is first needed. With ``cache_bytes`` the forward has up to a dozen, too.
+        A new temperature compiles nothing.
 
     Example:
         >>> import torch

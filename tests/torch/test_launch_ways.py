@@ -14,7 +14,17 @@ import torch
 import lce_jax
 import lce_torch_bridge
 from lce_jax import launch
-from lce_torch_bridge import _direct, _execute, _launch, _programs, _rows, explain, launch_with, linear_logprobs
+from lce_torch_bridge import (
+    _direct,
+    _execute,
+    _launch,
+    _prepared,
+    _programs,
+    _rows,
+    explain,
+    launch_with,
+    linear_logprobs,
+)
 from tests.torch import problem as p
 from tests.torch.as_gpu import H200, as_gpu
 
@@ -122,8 +132,33 @@ def test_programs_of_different_sizes_have_as_many_launches() -> None:
         tokens = jax.ShapeDtypeStruct((1 + 2 * rows,), "int32")
         given = [jax.ShapeDtypeStruct((rows, 128), "bfloat16"), weight, None, tokens]
         assert launch.program(_programs.statistics(spec, False), given, H200).num_kernels == 1
-    sizes = [[piece.rows for piece in _rows.pieces(4096, columns)] for columns in (1 << 18, (1 << 18) + 1)]
-    assert sizes == [[4096], [_rows.FORWARD_ROWS]]
+
+
+@pytest.mark.parametrize(
+    ("columns", "direct", "rows"), [(104, True, [4096]), (104, False, [4096, 8192]), ((1 << 18) + 8, True, [8192])]
+)
+def test_a_whole_size_is_not_padded(
+    columns: int, direct: bool, rows: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only where a token has the same bits in a program of any size: launched, and with one launch."""
+    seen = []
+
+    def launched(_x: Any, _call: Any, _keep: bool, pieces: list[_rows.Piece], spec: Any) -> Any:
+        seen.append(pieces[0].rows)
+        assert spec.masked == pieces[0].masked
+        return [] if direct else None
+
+    def run(inputs: Any, spec: Any, *_: Any) -> Any:
+        seen.append(inputs[0][0].shape[0])
+        assert spec.masked
+        return [torch.empty(8, seen[-1], dtype=torch.int32)], []
+
+    monkeypatch.setattr(_prepared, "forward", launched)
+    monkeypatch.setattr(_execute, "_run_alone", run)
+    labels = torch.zeros(4096, dtype=torch.int64)
+    operands = _execute.Operands(torch.empty(4096, 8), torch.empty(columns, 8), None, labels, None, None)
+    _execute.forward(operands, p.told(columns), keep_cache=False)
+    assert seen == rows
 
 
 @pytest.mark.usefixtures("hopper")

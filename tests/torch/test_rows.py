@@ -32,7 +32,7 @@ def compilations() -> Iterator[list[str]]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("T", [37, 4096, _rows.FORWARD_ROWS, _rows.FORWARD_ROWS + 700])
+@pytest.mark.parametrize("T", [37, 2500, _rows.FORWARD_ROWS, _rows.FORWARD_ROWS + 700])
 def test_kept_rows_have_the_bits_of_the_full_call(T: int, dtype: torch.dtype) -> None:
     hidden, weight, labels = p.draw(T=T, H=48, V=3000, dtype=dtype)
     told = dict(stats=True, mean_logit=True, temperature=0.9, candidates=p.candidates_like(labels, K=3, V=3000))
@@ -140,7 +140,7 @@ def test_a_thousand_counts_of_tokens_compile_a_dozen_programs(compilations: list
         out.logprobs.sum().backward()
         directions.append((between - before, compilations.count(COMPILED) - between))
     forward, backward = map(sum, zip(*directions, strict=True))
-    assert forward == 3
+    assert forward == 1
     assert backward == 11
 
 
