@@ -234,6 +234,19 @@ def test_a_cache_is_overwritten_where_it_lies() -> None:
     assert launch.program(backward, given, H200).workspace_bytes > 4096 * 151936 * 2
 
 
+def test_a_sum_with_a_kernels_result_takes_its_memory() -> None:
+    """dweight, to which the mean logit's part is added, is never there twice; nor is a copy of the weight."""
+    shapes = [((4096, 4096), "bfloat16"), ((151936, 4096), "bfloat16"), ((4096,), "int32"), ((4096,), "float32")]
+    hidden, weight, labels, number = (jax.ShapeDtypeStruct(*shape) for shape in shapes)
+
+    def backward(hidden: Any, weight: Any, labels: Any, m: Any, s: Any, g: Any) -> Any:
+        merged, seed = local.ShardStatistics(m, s, None, m, None), LogprobOutput(g, None, None)  # type: ignore[arg-type]
+        return local.gradients(hidden, weight, labels, merged, seed, dtotal=g, entropy=False)
+
+    program = launch.program(backward, (hidden, weight, labels, *(number,) * 3), H200)
+    assert program.workspace_bytes < 350 * 10**6
+
+
 def test_what_is_not_served_is_named() -> None:
     hidden, weight, labels, *_ = operands()
     with pytest.raises(launch.UnservedError, match="a gather that is not along the first"):

@@ -11,10 +11,12 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 
 from lce_jax.launch._graph import CONSTANT, COPY, EMPTY, INPUT, PRODUCT, RESULT, Kernel, Node, Rows, Strided
+from lce_jax.launch._numpy import BINARY, UNARY
 from lce_jax.launch._source import Segment, is_apart, segments
 
 SMALL = 16 << 20  # bytes of an array that is computed early
 ALIGNMENT = 256  # bytes, of each array in the workspace
+ELEMENTWISE = {*UNARY, *BINARY, "select", "clamp", "convert"}
 
 
 @dataclasses.dataclass(eq=False)
@@ -110,7 +112,7 @@ class _Scheduler:
             self._done.add(kernel)
         self._compute(self._results)
         for i, node in enumerate(self._results):
-            storage = self._memory(node)
+            self._storage[node] = storage = self._overwritten(node) or self._memory(node)
             storage.kind, storage.place = "output", i
         return Schedule(tuple(self._steps), self._storage, _placed(self._storage.values()))
 
@@ -195,6 +197,15 @@ class _Scheduler:
                 self._storage[node].kind, self._storage[node].place = "input", node.attributes["index"]
         return self._storage[node]
 
+    def _overwritten(self, result: Node) -> Storage | None:
+        """The memory of a kernel's result that only ``result`` reads, each element where it writes it."""
+        for x in self._below.get(result, ()):
+            alone = self._readers[x] == 1 and sum(x in below for below in self._below.values()) == 1
+            fits = x.op == RESULT and x.num_bytes == result.num_bytes and self._storage[x].kind == "workspace"
+            if alone and fits and _in_its_place(result, x):
+                return self._storage[x]
+        return None
+
     def _add(self, step: Launch | Stage, used: Iterable[Storage]) -> None:
         for storage in used:
             storage.first = len(self._steps) if storage.first < 0 else storage.first
@@ -210,6 +221,15 @@ def _computed(operand: Node) -> Node | None:
     if node.op in (INPUT, RESULT, EMPTY, CONSTANT) or is_apart(node):
         return None
     return root(operand.operands[0] if operand.op == "transpose" else operand)
+
+
+def _in_its_place(node: Node, x: Node) -> bool:
+    """Whether an element of ``node`` needs no other element of ``x`` than the one at its own place."""
+    if node is x or x not in _reachable([node]):
+        return True
+    if node.op not in ELEMENTWISE or node.shape != x.shape:
+        return False
+    return all(_in_its_place(operand, x) for operand in node.operands)
 
 
 def _copy(node: Node, strided: Strided | None = None) -> Node:
