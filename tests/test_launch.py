@@ -257,12 +257,38 @@ def test_what_is_not_served_is_named() -> None:
         launch.program(lambda n: lax.while_loop(lambda i: i < n, lambda i: i * 2, jnp.int32(1)), (jnp.int32(9),), H200)
 
 
-def test_generated_code_compiles_for_the_gpu() -> None:
-    """NVRTC needs no GPU; PyTorch's packages bring it."""
+@pytest.fixture
+def nvrtc() -> None:
+    """It needs no GPU; PyTorch's packages bring it."""
     try:
         _cuda.compiler()
     except launch.UnservedError as missing:
         pytest.skip(str(missing))
+
+
+@pytest.mark.usefixtures("nvrtc")
+def test_compiled_code_is_kept_where_jax_keeps_its_own(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, source = jax.config.jax_compilation_cache_dir, 'extern "C" __global__ void f() {}'
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "kept"))
+    try:
+        code = _cuda.compiled(source, "sm_90")
+        (path,) = (tmp_path / "kept").iterdir()
+        assert path.read_bytes() == code
+        with monkeypatch.context() as patch:
+            patch.setattr(_cuda, "_compiled", lambda _, architecture: architecture.encode())
+            assert _cuda.compiled(source, "sm_90") == code
+            assert _cuda.compiled(source, "sm_90a") == b"sm_90a"
+            assert _cuda.compiled(source + " ", "sm_90") == b"sm_90"
+            jax.config.update("jax_compilation_cache_dir", None)
+            assert _cuda.compiled(source, "sm_90") == b"sm_90"
+        jax.config.update("jax_compilation_cache_dir", "gs://bucket")
+        assert _cuda.compiled(source, "sm_90") == code
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+
+
+@pytest.mark.usefixtures("nvrtc")
+def test_generated_code_compiles_for_the_gpu() -> None:
     program = launch.program(functools.partial(whole_call, "mosaic_gpu", 990), operands(), H200)
     assert _cuda.compiled(program.source, "sm_90").startswith(b"\x7fELF")
     with pytest.raises(RuntimeError, match=r"identifier .nonsense. is undefined"):

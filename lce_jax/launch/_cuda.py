@@ -5,10 +5,15 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import hashlib
 import importlib.util
+import os
 import pathlib
+import threading
 from collections.abc import Callable
 from typing import Any
+
+import jax
 
 from lce_jax.launch import _source
 from lce_jax.launch._refusal import UnservedError
@@ -49,13 +54,38 @@ def _installed() -> list[str]:
 
 
 def compiled(source: str, architecture: str) -> bytes:
-    """The code of ``source`` for a GPU: "sm_90".
+    """The code of ``source`` for a GPU: "sm_90". It is kept in JAX's compilation cache directory, if there is one.
 
     Raises:
         RuntimeError: it does not compile; the message is the compiler's.
     """
-    nvrtc, handle = compiler(), ctypes.c_void_p()
     text = (_source.ON_CUDA + source).encode()
+    path = _kept_at(text, architecture)
+    if path is not None and path.is_file():
+        return path.read_bytes()
+    code = _compiled(text, architecture)
+    if path is not None:
+        with contextlib.suppress(OSError):  # a directory that cannot be written, or is full
+            path.parent.mkdir(parents=True, exist_ok=True)
+            part = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
+            part.write_bytes(code)
+            part.replace(path)  # no process reads a part of it
+    return code
+
+
+def _kept_at(text: bytes, architecture: str) -> pathlib.Path | None:
+    """Where the code is kept: in a local directory, by all that it depends on; None without one."""
+    folder = jax.config.jax_compilation_cache_dir if jax.config.jax_enable_compilation_cache else None
+    if not folder or "://" in folder:
+        return None
+    version = ctypes.c_int(), ctypes.c_int()
+    _checked(compiler().nvrtcVersion(*map(ctypes.byref, version)))
+    told = f"{architecture} {version[0].value}.{version[1].value}\n".encode()
+    return pathlib.Path(folder) / f"lce_jax_launch-{hashlib.sha256(told + text).hexdigest()}.cubin"
+
+
+def _compiled(text: bytes, architecture: str) -> bytes:
+    nvrtc, handle = compiler(), ctypes.c_void_p()
     _checked(nvrtc.nvrtcCreateProgram(ctypes.byref(handle), text, b"lce_jax_launch.cu", 0, None, None))
     options = (ctypes.c_char_p * 3)(f"--gpu-architecture={architecture}".encode(), b"--std=c++17", b"-w")
     status, size = nvrtc.nvrtcCompileProgram(handle, len(options), options), ctypes.c_size_t()
