@@ -165,6 +165,7 @@ def ppo(logprobs: Any, entropy: Any, lse: Any, advantages: Any) -> Any:
     return -advantages * logprobs.exp() - 0.05 * entropy
 
 
+ROUNDING = 1.7e-3  # of one rounding to bfloat16: 2⁻⁹ of each element, uniformly
 T, FACTOR = 5000, 0.37  # of three chunks, where one has 2048
 
 
@@ -172,7 +173,8 @@ T, FACTOR = 5000, 0.37  # of three chunks, where one has 2048
 @pytest.mark.parametrize("tokens", [300, T])
 def test_linear_loss_adds_in_the_forward_to_what_is_given(way: str, tokens: int) -> None:
     """For a cotangent that is known: nothing of dweight is kept, and each gradient is rounded once."""
-    problem, advantages = p.draw(T=tokens, dtype=torch.bfloat16), torch.randn(tokens)
+    problem = p.draw(T=tokens, dtype=torch.bfloat16)
+    advantages = torch.randn(tokens, generator=torch.Generator().manual_seed(4))
     weight = parameter(problem, grad_added_to_main_grad=False, zero_out_wgrad=True)
     weight.main_grad.fill_(0.25)
     hidden, own = problem.hidden.clone().requires_grad_(), advantages.clone().requires_grad_()
@@ -191,7 +193,7 @@ def test_linear_loss_adds_in_the_forward_to_what_is_given(way: str, tokens: int)
     wanted = torch.autograd.grad(FACTOR * true, leaves)
     assert abs((total / true).item() - 1) < 1e-5
     assert p.value_error(out.logprobs, want.logprobs) < 2e-6
-    assert p.relative_norm(hidden.grad, wanted[0]) < 1.75e-3  # one rounding to bfloat16
+    assert p.relative_norm(hidden.grad, wanted[0]) < 1.2 * ROUNDING  # not two of them
     assert p.relative_norm(added, wanted[1]) < 1e-6
     assert p.relative_norm(own.grad, wanted[2]) < 1e-6
 
