@@ -57,7 +57,7 @@ def torchrun(
 
 
 def ranks(
-    size: int, command: list[str], logs: Path, timeout: float = 240, launcher: Callable[..., Any] = forked, **told: Any
+    size: int, command: list[str], logs: Path, timeout: float = 400, launcher: Callable[..., Any] = forked, **told: Any
 ) -> list[str]:
     """The standard outputs of ``size`` processes of Python, which all must end with exit code 0."""
     failure = launcher(size, command, logs, timeout, **told)
