@@ -57,7 +57,7 @@ def overwrites_cache(text: str) -> bool:
 
 
 @pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("T", [1, 100, 1003, 8192, 131072])
+@pytest.mark.parametrize("T", [1, 100, 1003])
 def test_tokens(T: int) -> None:
     lower(T, 1024, 32000)
 
@@ -74,30 +74,23 @@ def test_a_traced_scale_is_a_factor_of_the_rows() -> None:
 
 
 @pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize(("V", "whole"), [(151936, True), (50257, False)])
-def test_the_gradient_takes_the_place_of_the_cache(V: int, whole: bool) -> None:
-    """And goes into one product each; else, as without a cache, through a buffer of its own, chunk by chunk.
-
-    Then dhidden is a sum, in fp32; else it is written once, rounded.
-    """
-    text = lower(8192, 1024, V, cache_bytes=1 << 40)
-    assert overwrites_cache(text) == whole
-    assert ("stablehlo.while" in text) != whole
-    assert ("8192x1024xf32" in text) != whole
-    text = lower(8192, 1024, V)
-    assert not overwrites_cache(text)
-    assert "stablehlo.while" in text
-    assert "8192x1024xf32" in text
-
-
-@pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize(("cache_bytes", "kernels"), [(0, 4), (1 << 30, 8), (1 << 40, 4)])
 @pytest.mark.parametrize(("T", "V"), [(8192, 151936), (131072, 151936), (8192, 50257)])
 def test_how_many_kernels_are_compiled(T: int, V: int, cache_bytes: int, kernels: int) -> None:
-    """One of each kind for all chunks and launches, however many they are and whatever is left for the last."""
+    """One of each kind for all chunks and launches, however many they are and whatever is left for the last.
+
+    The gradient takes the place of a whole cache and goes into one product each; else, as without a cache, through a
+    buffer of its own, chunk by chunk. Then dhidden is a sum, in fp32; else it is written once, rounded.
+    """
     if cache_bytes == 1 << 30 and V == 50257:
         kernels = 4  # it is all of it
-    assert lower(T, 1024, V, cache_bytes=cache_bytes).count("@mosaic_gpu_v2") == kernels
+    text = lower(T, 1024, V, cache_bytes=cache_bytes)
+    assert text.count("@mosaic_gpu_v2") == kernels
+    if cache_bytes != 1 << 30 and T == 8192:
+        in_place = cache_bytes > 0 and V == 151936  # 50257 columns are no whole atom
+        assert overwrites_cache(text) == in_place
+        assert ("stablehlo.while" in text) != in_place
+        assert (f"{T}x1024xf32" in text) != in_place
 
 
 @pytest.mark.usefixtures("hopper")

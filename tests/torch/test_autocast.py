@@ -104,22 +104,34 @@ def test_each_autocast_context_sees_the_weight_as_it_is() -> None:
         assert torch.equal(dweight, torch.autograd.grad(want.logprobs.sum(), low)[0].float())
 
 
-@pytest.mark.parametrize("where", ["torch.backends", "torch.backends.mkldnn.matmul"])
-def test_float32_products_are_as_exact_as_torch_is_set(where: str) -> None:
-    """Also by the newer setting, after which the older one's getter raises."""
-    settings = [f"{where}.fp32_precision = {name!r}" for name in ("ieee", "tf32", "ieee")]
-    assert asked_precision(settings) == "highest None highest"
+def test_float32_products_are_as_exact_as_torch_is_set() -> None:
+    """Also by the newer settings, after which the older one's getter raises."""
+    names = ("ieee", "tf32", "ieee")
+    newer = [
+        [f"{where}.fp32_precision = {name!r}" for name in names]
+        for where in ("torch.backends", "torch.backends.mkldnn.matmul")
+    ]
+    older = [f"torch.set_float32_matmul_precision({name!r})" for name in ("highest", "high", "medium")]
+    exact = "highest None highest"
+    assert asked_precision(*newer, ["pass", *older]) == [exact, exact, "highest highest None None"]
 
 
-def test_float32_products_are_as_exact_as_torch_was_once_set() -> None:
-    names = ("highest", "high", "medium")
-    settings = [f"torch.set_float32_matmul_precision({name!r})" for name in names]
-    assert asked_precision(["pass", *settings]) == "highest highest None None"
-
-
-def asked_precision(settings: list[str]) -> str:
-    """The precision of the programs after each of ``settings``, in a separate process, because torch keeps settings."""
-    lines = "".join(f"{setting}; asked.append(_execute._spec(weight, call, True).precision)\n" for setting in settings)
-    code = "import torch; from lce_torch_bridge import _execute; from tests.torch import problem as p\n"
-    code += "weight, asked, call = torch.zeros(3, 2), [], p.told(3)\n"
-    return succeed(code + lines + "print(*asked)").strip()
+def asked_precision(*ways: list[str]) -> list[str]:
+    """The precision of the programs after each setting of a way. A process for each way: torch keeps its settings."""
+    code = """
+        import os, torch
+        from lce_torch_bridge import _execute
+        from tests.torch import problem as p
+        weight, call = torch.zeros(3, 2), p.told(3)
+        for way in WAYS:
+            if os.fork():
+                assert os.wait()[1] == 0
+                continue
+            asked = []
+            for setting in way:
+                exec(setting)
+                asked.append(_execute._spec(weight, call, True).precision)
+            print(*asked, flush=True)
+            break
+    """
+    return succeed(code.replace("WAYS", repr(list(ways)))).splitlines()
