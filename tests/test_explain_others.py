@@ -1,4 +1,4 @@
-"""What `explain` says of `linear_kl`, `linear_logits` and candidates: the bytes of what is compiled."""
+"""What `explain` says of `linear_kl` and `linear_logits`: the bytes of what is compiled."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from lce_jax import explain, linear_kl, linear_logits, linear_logprobs
+from lce_jax import explain, linear_kl, linear_logits
 from lce_jax.bench.kl import stored
 
 struct = jax.ShapeDtypeStruct
@@ -69,18 +69,6 @@ def test_linear_logits(shape: tuple[int, ...], dtype: str, given: dict[str, Any]
     assert 0.9 * forward <= plan.forward_bytes <= 1.25 * forward, (plan.forward_bytes, forward)
     assert 0.9 * backward <= plan.backward_bytes <= 1.25 * backward, (plan.backward_bytes, backward)
     assert f"{K} ids per token, {T * K:,} products" in str(plan)
-
-
-def test_candidates() -> None:
-    """What the note says they add is what the plan adds."""
-    call = struct((512, 256), "float32"), struct((32000, 256), "float32"), struct((512,), "int32")
-    plain, chosen = explain(*call), explain(*call, candidates=struct((512, 64), "int32"))
-    added = chosen.forward_bytes - plain.forward_bytes
-    assert added == chosen.case.candidate_bytes == 3 * 4 * 512 * 64
-    assert chosen.kept_bytes - plain.kept_bytes == added // 3
-    assert "64 candidates per token add 384.0 KiB to each pass and 128.0 KiB to what is kept" in str(chosen)
-    run = held(lambda *x: linear_logprobs(*x[:3], candidates=x[3]), *call, struct((512, 64), "int32"))
-    assert run <= 1.25 * chosen.forward_bytes
 
 
 @pytest.mark.usefixtures("optimized")
