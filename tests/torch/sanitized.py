@@ -48,7 +48,7 @@ def launched(function: Any, *given: Any) -> Any:
         return jax.tree.leaves(found)
 
     on_gpu = [p.to_torch(jnp.asarray(leaf)).cuda() for leaf in leaves]
-    program = _direct.program(flat, on_gpu, None)
+    program = _direct.program(flat, on_gpu, ())
     assert not isinstance(program, str), program
     found = [jnp.asarray(x.float().cpu().numpy()).astype(str(x.dtype)[6:]) for x in _direct.run(program, on_gpu)]
     return jax.tree.unflatten(trees[0], found)

@@ -168,8 +168,8 @@ def test_threads_on_streams_of_their_own() -> None:
     assert wrong == [0] * 4
 
 
-@pytest.mark.parametrize("cache_bytes", [0, 1 << 30])
-def test_few_programs_serve_all_counts_of_tokens_in_flat_memory(cache_bytes: int) -> None:
+@pytest.mark.parametrize(("cache_bytes", "most"), [(0, 12), (1 << 30, 16)])
+def test_few_programs_serve_all_counts_of_tokens_in_flat_memory(cache_bytes: int, most: int) -> None:
     problem = draw(16384, 256, 2048)
     before, programs = 0, len(_direct._programs)
     counts = [16384, 8192, 4096, *random.Random(0).sample(range(1, 16384), 197)]
@@ -179,4 +179,4 @@ def test_few_programs_serve_all_counts_of_tokens_in_flat_memory(cache_bytes: int
         if i == 60:
             before = torch.cuda.memory_reserved()
     assert torch.cuda.memory_reserved() <= before
-    assert len(_direct._programs) - programs <= 12
+    assert len(_direct._programs) - programs <= most

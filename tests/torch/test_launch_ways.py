@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -106,21 +105,6 @@ def test_the_programs_of_a_split_vocabulary() -> None:
     results = launch.program(_programs.results(spec, call.fields, False), [structs[3], of_shards], H200)
     assert results.num_kernels == 0
     assert results.num_stages == 1
-
-
-@pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("cache_bytes", [0, 1 << 30])
-def test_a_dozen_programs_serve_a_thousand_counts_of_tokens(cache_bytes: int) -> None:
-    """Up to 16,384 tokens, forward and backward. How many rows count is an operand."""
-    rng = random.Random(0)
-    counts = {1, 2048, 4096, 8192, 16384, *rng.sample(range(1, 16384), 1000)}
-    weight, call = torch.empty(1024, 128, dtype=torch.bfloat16, device="meta"), p.told(1024, cache_bytes=cache_bytes)
-    programs = set()
-    for n in counts:
-        hidden, labels = weight.new_empty(n, 128), torch.empty(n, dtype=torch.int64, device="meta")
-        for function, structs in _execute.programs(_execute.Operands(hidden, weight, None, labels, None, None), call):
-            programs.add((function, *structs))
-    assert len(programs) == (12 if cache_bytes else 9)
 
 
 @pytest.mark.usefixtures("hopper")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import pathlib
+import random
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lce_jax import launch
 from lce_jax.launch import _source
-from lce_torch_bridge import _rows, launch_with, linear_logprobs
+from lce_torch_bridge import _direct, _rows, launch_with, linear_logprobs
 from tests import launch_emulator
 from tests.torch import problem as p
 from tests.torch.as_gpu import as_gpu
@@ -119,6 +120,22 @@ def _calls(function: Callable[[], Any]) -> tuple[int, Any]:
     finally:
         sys.setprofile(None)
     return seen["call"] + seen["c_call"], found
+
+
+@pytest.mark.parametrize(("cache_bytes", "most"), [(0, 12), (1 << 30, 16)])
+def test_a_dozen_programs_serve_a_thousand_counts_of_tokens(
+    cache_bytes: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to 16,384 tokens, forward and backward, nothing compiled or run. How many rows count is an operand."""
+    as_gpu(monkeypatch, lambda _: lambda *_: None)
+    outputs = [((1,), torch.float32)] * 3 + [((5, 1), torch.int32)]
+    monkeypatch.setattr(_direct, "_load", lambda *_: _direct.Loaded(lambda *_: None, outputs, 0))
+    before = len(_direct._programs)
+    for n in {1, 2048, 4096, 8192, 16384, *random.Random(0).sample(range(1, 16384), 1000)}:
+        leaves, seed = p.draw(n, 16, 32, torch.bfloat16).leaves(), torch.ones(n)
+        out = linear_logprobs(*leaves, implementation="mosaic_gpu", cache_bytes=cache_bytes)
+        torch.autograd.grad(out[:3], leaves[:2], [seed] * 3)
+    assert len(_direct._programs) - before == most
 
 
 class Names(TorchDispatchMode):
