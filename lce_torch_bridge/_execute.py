@@ -31,7 +31,7 @@ def forward(x: Operands, call: Call, keep_cache: bool, lend_cache: bool = True) 
     tensor_parallel.check_equal_parts(x.weight, call.group)
     # The backward takes all tokens at once, so one cache must hold all of them.
     pieces = [_rows.whole(tokens)] if keep_cache else _rows.pieces(tokens)
-    if call.group == tensor_parallel.NO_GROUP:
+    if call.group == tensor_parallel.NO_GROUP and x.bias is None:
         launched = [_rows.whole(tokens)] if _may_be_exact(x, call) else pieces
         direct = _prepared.forward(x, call, keep_cache, launched, _spec(x.weight, call, launched[0].masked))
         if direct is not None:

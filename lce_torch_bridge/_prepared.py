@@ -25,7 +25,7 @@ type Row = tuple[int, int, int, int]  # an address, bytes from row to row, and s
 
 
 def forward(x: Operands, call: Call, keep_cache: bool, pieces: list[_rows.Piece], spec: Spec) -> list[Any] | None:
-    """What `_execute.forward` returns; None if JAX is to run the call."""
+    """What `_execute.forward` returns of a call without a bias; None if JAX is to run it."""
     found = (_forward_program(x, call, keep_cache, piece, spec) for piece in pieces)
     programs = [program for program in found if program is not None]
     if not programs:
@@ -112,21 +112,19 @@ def _row(x: torch.Tensor, inner: int = 1) -> Row:
 
 def _forward_program(x: Operands, call: Call, keep_cache: bool, piece: _rows.Piece, spec: Spec) -> Loaded | None:
     copied = piece.tokens.stop - piece.tokens.start != piece.rows
-    key = _key(x.hidden, x.weight, x.bias, piece.rows, copied, spec, call, keep_cache, x.temperature is None)
+    key = _key(x.hidden, x.weight, piece.rows, copied, spec, call, keep_cache, x.temperature is None)
 
     def plan(device: launch.Device) -> launch.Program:
         P, K, array = piece.rows, call.num_candidates, jax.ShapeDtypeStruct
         of_temperature = None if x.temperature is None else array((P,), "float32")
         of_candidates = None if x.candidates is None else array((P, K), "int32")
         per_token = [array((P, HALVES), "int32"), of_temperature, of_candidates]
-        bias = None if x.bias is None else struct(x.bias)
-        operands = [array((P, x.hidden.shape[1]), struct(x.hidden).dtype), struct(x.weight), bias, array((), "int32")]
+        operands = [array((P, x.hidden.shape[1]), struct(x.hidden).dtype), struct(x.weight), None, array((), "int32")]
         function = _programs.forward_of_rows(spec, keep_cache, call.fields, call.megatron)
-        count = 2 + (bias is not None)
         there = sum(y is not None for y in per_token)
-        rows = dict.fromkeys([*[0] * copied, *range(count + 1, count + 1 + there)], 0)
+        rows = dict.fromkeys([*[0] * copied, *range(3, 3 + there)], 0)
         results = {i: int(i == len(call.fields)) for i in range(len(call.fields) + 1)}
-        return launch.program(function, [*operands, *per_token], device, rows=launch.Rows(count, rows, results))
+        return launch.program(function, [*operands, *per_token], device, rows=launch.Rows(2, rows, results))
 
     return _found(key, x.hidden, plan)
 
@@ -139,7 +137,7 @@ def _gradients_program(
 ) -> Loaded | None:
     hidden, weight, saved = x
     copied, wanted = hidden.shape[0] != how.rows, how.wanted
-    key = _key(hidden, weight, None, copied, *how, saved.shape[0], len(cache))
+    key = _key(hidden, weight, copied, *how, saved.shape[0], len(cache))
 
     def plan(device: launch.Device) -> launch.Program:
         P, K, array = how.rows, how.spec.call.num_candidates, jax.ShapeDtypeStruct
@@ -158,10 +156,9 @@ def _gradients_program(
     return _found(key, hidden, plan)
 
 
-def _key(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *rest: Any) -> tuple[Any, ...]:
+def _key(hidden: torch.Tensor, weight: torch.Tensor, *rest: Any) -> tuple[Any, ...]:
     """What a program depends on."""
-    of_bias = None if bias is None else bias.dtype
-    return hidden.get_device(), hidden.shape[1], hidden.dtype, weight.shape, weight.dtype, of_bias, *rest
+    return hidden.get_device(), hidden.shape[1], hidden.dtype, weight.shape, weight.dtype, *rest
 
 
 def _found(key: Any, hidden: torch.Tensor, plan: Any) -> Loaded | None:

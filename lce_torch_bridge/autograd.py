@@ -136,8 +136,9 @@ def _backward(ctx: Any, names: tuple[str, ...], grads: tuple[torch.Tensor | None
         return [None] * 3
     # If gradients are recorded, as always in torch.func, a second derivative may be asked for.
     recorded = torch.is_grad_enabled()
-    plain = not recorded and not any(map(_is_watched, (hidden, weight, *given.values())))
-    sums = _sums(ctx, cache) if plain and not torch.compiler.is_compiling() else _execute.NO_SUMS
+    # The compiler cannot trace what follows.
+    plain = not (torch.compiler.is_compiling() or recorded or any(map(_is_watched, (hidden, weight, *given.values()))))
+    sums = _sums(ctx, cache) if plain else _execute.NO_SUMS
     if sums is not _execute.NO_SUMS or (plain and _nothing_watches()):
         found = _execute.gradients(hidden, weight, bias, saved, cache, given, wanted, ctx.call, sums)
     else:
