@@ -51,4 +51,6 @@ def _passes(case: Case, around: Surroundings) -> tuple[int, int]:
     forward = own + gathered + (2 * count * stat if several else 0)
     blocks = _chosen.blocks(count, case.hidden_size, stat)
     sums = 2 * blocks.size * case.hidden_size * stat + blocks.size * blocks.pairs * stat
-    return forward, max(forward, own + sums + 4 * count * stat)
+    unrounded = case.dtype != case.stat_dtype and case.device.platform != "cpu"
+    dhidden = case.num_tokens * case.hidden_size * stat if unrounded else 0
+    return forward, max(forward, own + dhidden + sums + 4 * count * stat)
