@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import torch
 
 from lce_jax.mosaic import _generations, _live_backward
-from lce_jax.mosaic._worklist import RowLists, Worklist
+from lce_jax.mosaic._worklist import Batches, Worklist
 from lce_torch_bridge import _direct, _rows, launch_with, linear_logprobs, linear_loss
 from tests import test_mosaic_interpret as exact
 from tests import test_mosaic_threshold as threshold
@@ -29,7 +29,17 @@ WHOLE = (
 )  # fmt: skip
 COUNTED = ("clusters, rows left out, cache", "dhidden written once, rounded", "dweight added")
 LIVE = [
-    exact.call("live tiles, clusters", T=264, V=1040, H=64, cluster=2, num_rows=200, stats=True, temperature=True),
+    exact.call(
+        "live tiles, clusters, batches",
+        chunk=1,
+        T=264,
+        V=1040,
+        H=64,
+        cluster=2,
+        num_rows=200,
+        stats=True,
+        temperature=True,
+    ),
     exact.call("live tiles, hv, dweight added", T=136, V=1024, H=64, weight_layout="hv", adds_dweight=True),
 ]
 
@@ -65,34 +75,40 @@ def check_exact(test: exact.Call) -> None:
 
 
 def check_live(test: exact.Call) -> None:
-    """The live tiles of a call, found on the GPU, and the gradients over them as one batch."""
+    """The live tiles of a call, found on the GPU, and the gradients over them."""
     test = threshold.with_threshold(test)
-    case = exact.case_of(test)
-    group = threshold.kernels_of(test).live_group(case)
     with (
         _generations.using(threshold.kernels_of(test)),
-        mock.patch.object(threshold, "traced", functools.partial(launched_live, group)),
+        mock.patch.object(threshold, "traced", launched_live),
     ):
-        threshold.check_live_tiles(test, case)
+        threshold.check_live_tiles(test, exact.case_of(test))
 
 
-def launched_live(group: int, function: Any, operands: Any, *rest: Any) -> Any:
+def launched_live(function: Any, operands: Any, *rest: Any) -> Any:
     """As `launched`. The lists, which a GPU makes through XLA alone, are made on the CPU and given to the program."""
     if not rest:
         return launched(function, operands)
-    live = rest[1]
-    work = jax.jit(functools.partial(Worklist.of, group=group, contracted=None))(live)
-    lists = RowLists.of(work, 0, len(live))
+    told: list[Any] = []
 
-    def with_lists(operands: Any, work: Any, lists: Any, *rest: Any) -> Any:
+    def noted(work: Worklist, slots: int, group: int, num_columns: Any) -> Batches:
+        told.append((slots, group))
+        return Batches.of(work, slots, group, num_columns)
+
+    with mock.patch.object(_live_backward, "Batches", SimpleNamespace(of=noted)):
+        jax.eval_shape(function, operands, *rest)
+    ((slots, group),) = told
+    work = jax.jit(functools.partial(Worklist.of, group=group, contracted=None))(rest[1])
+    num_columns = jnp.int32(operands.weight.size // operands.hidden.shape[1])
+    batches = jax.jit(lambda work: Batches.of(work, slots, group, num_columns))(work)
+
+    def with_lists(operands: Any, work: Any, batches: Any, *rest: Any) -> Any:
         with (
             mock.patch.object(_live_backward, "Worklist", SimpleNamespace(of=lambda *_: work)),
-            mock.patch.object(_live_backward, "RowLists", SimpleNamespace(of=lambda *_: lists)),
-            mock.patch.object(jax.lax, "while_loop", lambda _, step, carry: step(carry)),
+            mock.patch.object(_live_backward, "Batches", SimpleNamespace(of=lambda *_: batches)),
         ):
             return function(operands, *rest)
 
-    return launched(with_lists, operands, work, lists, *rest)
+    return launched(with_lists, operands, work, batches, *rest)
 
 
 def check_bridge() -> None:
