@@ -20,6 +20,7 @@ from lce_torch_bridge._programs import Spec
 from lce_torch_bridge._types import PER_CANDIDATE, Call, Operands, names_of
 
 HALVES = 2  # int32 numbers in an int64 label
+MASKED = Spec._fields.index("masked")  # the last field. Programs here mask what they copy
 
 type Row = tuple[int, int, int, int]  # an address, bytes from row to row, and strides as `lce_jax.launch` takes them
 
@@ -49,7 +50,7 @@ def forward(x: Operands, call: Call, keep_cache: bool, pieces: list[_rows.Piece]
     for piece, program in zip(pieces, programs, strict=True):
         start, count = piece.tokens.start, piece.tokens.stop - piece.tokens.start
         of_hidden = _row(hidden)
-        strided = [*operands, *results] if count == piece.rows else [of_hidden, *operands, *results]
+        strided = [*[of_hidden] * _copies(count, piece.rows, piece.masked, keep_cache), *operands, *results]
         numbers = [count, *(stride for row in strided for stride in row[2:])]
         inputs = [of_hidden[0] + start * of_hidden[1], weight.data_ptr(), 0]
         inputs += [address + start * step for address, step, *_ in operands]
@@ -93,7 +94,7 @@ def gradients(
         grads.append(weight.new_empty(weight.shape) if main_grad is None else main_grad)
     seeds = [y if y.ndim == 1 else y.contiguous() for y in cotangents]
     rows = [(saved.data_ptr(), 0, tokens, 1), *map(_row, seeds)]
-    copied = tokens != how.rows
+    copied = _copies(tokens, how.rows, how.spec.masked, bool(cache))
     strided = [*[_row(hidden)] * copied, *rows, *[_row(grads[0])] * (copied and how.wanted[0])]
     numbers = [tokens, *(stride for row in strided for stride in row[2:])]
     inputs = [hidden.data_ptr(), weight.data_ptr(), 0, *(row[0] for row in rows)]
@@ -104,6 +105,15 @@ def gradients(
     return grads
 
 
+def _copies(count: int, rows: int, masked: bool, keeps: bool) -> bool:
+    """Whether a program of so many rows takes only those that count, and copies hidden, to tiles of its own.
+
+    Otherwise they must be all there. That spares the copy, and costs one more program: not beside a cache, whose size
+    is many times that of the copy, nor for few rows.
+    """
+    return masked and (count != rows or keeps or rows == _rows.SMALLEST)
+
+
 def _row(x: torch.Tensor, inner: int = 1) -> Row:
     """A tensor's row, of elements that have so many numbers each."""
     stride = x.stride(0)
@@ -111,8 +121,9 @@ def _row(x: torch.Tensor, inner: int = 1) -> Row:
 
 
 def _forward_program(x: Operands, call: Call, keep_cache: bool, piece: _rows.Piece, spec: Spec) -> Loaded | None:
-    copied = piece.tokens.stop - piece.tokens.start != piece.rows
-    key = _key(x.hidden, x.weight, piece.rows, copied, spec, call, keep_cache, x.temperature is None)
+    copied = _copies(piece.tokens.stop - piece.tokens.start, piece.rows, piece.masked, keep_cache)
+    static = piece.rows, copied, *spec[:MASKED]
+    key = _key(x.hidden, x.weight, *static, call, keep_cache, x.temperature is None)
 
     def plan(device: launch.Device) -> launch.Program:
         P, K, array = piece.rows, call.num_candidates, jax.ShapeDtypeStruct
@@ -120,7 +131,7 @@ def _forward_program(x: Operands, call: Call, keep_cache: bool, piece: _rows.Pie
         of_candidates = None if x.candidates is None else array((P, K), "int32")
         per_token = [array((P, HALVES), "int32"), of_temperature, of_candidates]
         operands = [array((P, x.hidden.shape[1]), struct(x.hidden).dtype), struct(x.weight), None, array((), "int32")]
-        function = _programs.forward_of_rows(spec, keep_cache, call.fields, call.megatron)
+        function = _programs.forward_of_rows(spec._replace(masked=copied), keep_cache, call.fields, call.megatron)
         there = sum(y is not None for y in per_token)
         rows = dict.fromkeys([*[0] * copied, *range(3, 3 + there)], 0)
         results = {i: int(i == len(call.fields)) for i in range(len(call.fields) + 1)}
@@ -136,15 +147,16 @@ def _gradients_program(
     structure: Callable[[], Any],
 ) -> Loaded | None:
     hidden, weight, saved = x
-    copied, wanted = hidden.shape[0] != how.rows, how.wanted
-    key = _key(hidden, weight, copied, *how, saved.shape[0], len(cache))
+    copied, wanted = _copies(hidden.shape[0], how.rows, how.spec.masked, bool(cache)), how.wanted
+    *static, spec = how
+    key = _key(hidden, weight, *static, copied, *spec[:MASKED], saved.shape[0], len(cache))
 
     def plan(device: launch.Device) -> launch.Program:
-        P, K, array = how.rows, how.spec.call.num_candidates, jax.ShapeDtypeStruct
+        P, K, array = how.rows, spec.call.num_candidates, jax.ShapeDtypeStruct
         whole = [array((P, hidden.shape[1]), struct(hidden).dtype), struct(weight), array((), "int32")]
         seeds = [array((P, K) if name == PER_CANDIDATE else (P,), "float32") for name in how.cotangents]
-        of_cache = structure() if cache else None
-        function = _programs.gradients_of_rows(how.spec, how.cotangents, wanted, of_cache, how.owns_cache)
+        given = spec._replace(masked=copied), how.cotangents, wanted, structure() if cache else None
+        function = _programs.gradients_of_rows(*given, how.owns_cache)
         first = 4 + len(seeds)  # after what is per token
         rows = dict.fromkeys([0] * copied, 0) | {3: 1} | dict.fromkeys(range(4, first), 0)
         total = array(weight.shape, "float32") if how.adds else None

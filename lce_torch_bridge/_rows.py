@@ -6,8 +6,8 @@ programs of any size, each of `WHOLE` has one of its own, which needs no padding
 takes all tokens at once, because dweight is a sum over them and is rounded once. Its sizes are powers of two, and from
 32,768 on the numbers half-way between them too. With the programs for `WHOLE` sizes that makes 6 programs up to 16,384
 tokens and 11 up to 131,072. A forward that keeps a cache takes all tokens at once as well, with as many programs.
-Launched directly, a count that fills its program has one that copies nothing: 12 in all up to 16,384 tokens, forward
-and backward, and 16 with a cache.
+Launched directly, a count that fills a large program without a cache has one that copies nothing: 10 in all up to
+16,384 tokens, forward and backward, and 12 with a cache.
 
 The programs skip padding, block by block. It costs memory: at most twice that of the rows, 1.5 times from 32,768 on.
 """

@@ -168,7 +168,7 @@ def test_threads_on_streams_of_their_own() -> None:
     assert wrong == [0] * 4
 
 
-@pytest.mark.parametrize(("cache_bytes", "most"), [(0, 12), (1 << 30, 16)])
+@pytest.mark.parametrize(("cache_bytes", "most"), [(0, 10), (1 << 30, 12)])
 def test_few_programs_serve_all_counts_of_tokens_in_flat_memory(cache_bytes: int, most: int) -> None:
     problem = draw(16384, 256, 2048)
     before, programs = 0, len(_direct._programs)

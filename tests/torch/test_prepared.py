@@ -39,7 +39,7 @@ def programs(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> list[la
     monkeypatch.setattr(_source, "THREADS", launch_emulator.THREADS)
     monkeypatch.setattr(launch_emulator, "PADDED_TOKENS", 2 * ROWS)  # of the backward
     monkeypatch.setattr(_rows, "FORWARD_ROWS", ROWS)
-    monkeypatch.setattr(_rows, "SMALLEST", ROWS)
+    monkeypatch.setattr(_rows, "SMALLEST", ROWS // 2)
     as_gpu(monkeypatch, load)
     return loaded
 
@@ -93,7 +93,7 @@ def _with(seeds: list[torch.Tensor], problem: p.Problem, **options: Any) -> Any:
     return [x.detach() for x in out[:3]], grads
 
 
-CALLS = 230, 185  # functions that a forward and a backward call, those of torch's own Python and of C among them
+CALLS = 235, 195  # functions that a forward and a backward call, those of torch's own Python and of C among them
 
 
 def test_how_much_python_a_call_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,13 +122,13 @@ def _calls(function: Callable[[], Any]) -> tuple[int, Any]:
     return seen["call"] + seen["c_call"], found
 
 
-@pytest.mark.parametrize(("cache_bytes", "most"), [(0, 12), (1 << 30, 16)])
+@pytest.mark.parametrize(("cache_bytes", "most"), [(0, 10), (1 << 30, 12)])
 def test_a_dozen_programs_serve_a_thousand_counts_of_tokens(
     cache_bytes: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Up to 16,384 tokens, forward and backward, nothing compiled or run. How many rows count is an operand."""
     as_gpu(monkeypatch, lambda _: lambda *_: None)
-    outputs = [((1,), torch.float32)] * 3 + [((5, 1), torch.int32)]
+    outputs = [((1,), torch.float32)] * 3 + [((5, 1), torch.int32)] + [((1,), torch.bfloat16)] * (cache_bytes > 0)
     monkeypatch.setattr(_direct, "_load", lambda *_: _direct.Loaded(lambda *_: None, outputs, 0))
     before = len(_direct._programs)
     for n in {1, 2048, 4096, 8192, 16384, *random.Random(0).sample(range(1, 16384), 1000)}:
