@@ -69,4 +69,4 @@ def placed(x: torch.Tensor, rows: torch.Tensor | None, labels: torch.Tensor) -> 
         x = x.where(rows.view(-1, *(1,) * (x.ndim - 1)), 0)
     elif rows is not None:
         x = x.new_zeros((labels.numel(), *x.shape[1:])).index_copy(0, rows.long(), x)
-    return x if labels.ndim == 1 else x.view(*labels.shape, *x.shape[1:])
+    return x if labels.ndim == 1 else x.view(labels.shape + x.shape[1:])
