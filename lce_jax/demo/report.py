@@ -121,7 +121,8 @@ def draw(
         figure = Figure(figsize=(10, 6.4), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1), dpi=150)
         loss, reward, entropy, memory = figure.subplots(2, 2).flat
         _curve(loss, losses, "training batches", _BLUE)
-        repeated = _means(again.losses, len(losses) // 40)
+        # At the end of a shorter run, means would have other steps than the first run's: every value instead.
+        repeated = _means(again.losses, len(losses) // 40) if len(again.losses) == len(losses) else again.losses
         loss.plot(range(1, len(repeated) + 1), repeated, ":", color=_INK, label="again, gradient_threshold 2⁻¹²")
         loss.plot([0, len(losses)], [stages[0].loss, stages[1].loss], "o", color=_ORANGE, label="held-out files")
         loss.set(title="Phase 1: loss", xlabel="step", ylabel="nats per token")
