@@ -262,7 +262,7 @@ def _tokens(x: Operands, piece: _rows.Piece, call: Call) -> torch.Tensor:
     if x.temperature is not None:
         columns.append(x.temperature[piece.tokens].view(torch.int32)[:, None])
     if x.candidates is not None:
-        columns.append(x.candidates[piece.tokens].long().clamp(-1, call.vocab_size).int())  # 2³² + 3 stays outside
+        columns.append(_rows.candidate_ids(x.candidates[piece.tokens], call.vocab_size))
     return _rows.with_count(columns[0] if len(columns) == 1 else torch.cat(columns, 1), piece.rows)
 
 

@@ -43,8 +43,8 @@ def forward(x: Operands, call: Call, keep_cache: bool, pieces: list[_rows.Piece]
     operands = [_row(labels, HALVES)]
     if x.temperature is not None:
         operands.append(_row(x.temperature))
-    if x.candidates is not None:  # 2³² + 3 stays outside of the vocabulary
-        candidates = x.candidates.long().clamp(-1, call.vocab_size).int().contiguous()
+    if x.candidates is not None:
+        candidates = _rows.candidate_ids(x.candidates, call.vocab_size).contiguous()
         operands.append(_row(candidates))
     results = [*map(_row, fields), (saved.data_ptr(), saved.element_size(), tokens, 1)]
     for piece, program in zip(pieces, programs, strict=True):

@@ -79,6 +79,18 @@ def pad(x: torch.Tensor, rows: int) -> torch.Tensor:
     return padded
 
 
+def candidate_ids(candidates: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Candidates as int32 numbers. Those outside of the vocabulary stay outside: 2³² + 3 does not become 3.
+
+    Example:
+        >>> import torch
+        >>> from lce_torch_bridge._rows import candidate_ids
+        >>> candidate_ids(torch.tensor([3, 2**32 + 3, -100]), vocab_size=10).tolist()
+        [3, 10, -1]
+    """
+    return candidates.long().clamp(-1, vocab_size).int()
+
+
 def with_count(x: torch.Tensor, rows: int) -> torch.Tensor:
     """n, then ``x [n, K]`` padded to ``rows`` rows, flat: ``[1 + rows K]``.
 

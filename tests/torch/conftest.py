@@ -5,21 +5,27 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-import torch
 
 import lce_jax
-from lce_torch_bridge import _direct, launch_with, linear_logprobs
-from tests.torch.gpu_problem import draw
+from lce_torch_bridge import launch_with, linear_logprobs
+from tests.torch.gpu_problem import draw, skip_unless_direct
 
 collect_ignore_glob = ["megatron_*.py"]
+
+
+@pytest.fixture
+def direct() -> Iterator[None]:
+    """Programs are launched directly, or refused."""
+    skip_unless_direct()
+    launch_with("direct")
+    yield
+    launch_with(None)
 
 
 @pytest.fixture(params=["direct", "jax"])
 def way(request: pytest.FixtureRequest) -> Iterator[str]:
     """Each way to launch the kernels."""
-    reason = _direct.why_not(torch.device("cuda"))
-    if reason is not None:
-        pytest.skip(reason)
+    skip_unless_direct()
     launch_with(request.param)
     yield request.param
     launch_with(None)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import random
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,19 +15,9 @@ from tests.torch import problem as p
 from tests.torch.gpu_problem import draw
 from tests.torch.processes import run
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("direct")]
 
 ROUNDING = 1.7e-3  # of the norm: bfloat16, uniformly
-
-
-@pytest.fixture(autouse=True)
-def direct() -> Iterator[None]:
-    reason = _direct.why_not(torch.device("cuda"))
-    if reason is not None:
-        pytest.skip(reason)
-    launch_with("direct")
-    yield
-    launch_with(None)
 
 
 def step(problem: p.Problem, seeds: Any, **options: Any) -> list[torch.Tensor]:

@@ -6,9 +6,8 @@ import importlib.util
 from pathlib import Path
 
 import pytest
-import torch
 
-from lce_torch_bridge import _direct
+from tests.torch.gpu_problem import skip_unless_direct
 from tests.torch.processes import ranks
 
 pytestmark = pytest.mark.multi_gpu
@@ -16,9 +15,7 @@ pytestmark = pytest.mark.multi_gpu
 
 @pytest.mark.parametrize("check", ["replays", "megatron", "time"])
 def test_on_two_ranks(check: str, tmp_path: Path) -> None:
-    reason = _direct.why_not(torch.device("cuda"))
-    if reason is not None:
-        pytest.skip(reason)
+    skip_unless_direct()
     if check == "megatron" and not importlib.util.find_spec("megatron.core"):
         pytest.skip("needs megatron-core")
     for said in ranks(2, ["-m", "tests.torch.graphs_worker", check], tmp_path / "logs", 240, JAX_PLATFORMS="cpu"):

@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from lce_torch_bridge import _direct, launch_with, linear_logprobs, linear_loss
+from lce_torch_bridge import launch_with, linear_logprobs, linear_loss
 from tests.torch import problem as p
 from tests.torch.gpu_problem import draw
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("direct")]
 T, H, V = 3000, 1024, 32000
 MATRIX = V * H * 2  # bytes of a second dweight
-
-
-@pytest.fixture(autouse=True)
-def direct() -> Iterator[None]:
-    reason = _direct.why_not(torch.device("cuda"))
-    if reason is not None:
-        pytest.skip(reason)
-    launch_with("direct")
-    yield
-    launch_with(None)
 
 
 def parameter(weight: torch.Tensor, **attributes: Any) -> torch.nn.Parameter:

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-import torch
 
-from lce_torch_bridge import _direct
+from tests.torch.gpu_problem import skip_unless_direct
 from tests.torch.processes import ROOT
 
 pytestmark = pytest.mark.gpu
@@ -47,9 +46,7 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tu
     sanitizer = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
     if sanitizer is None:
         pytest.skip("no compute-sanitizer")
-    reason = _direct.why_not(torch.device("cuda"))
-    if reason is not None:
-        pytest.skip(reason)
+    skip_unless_direct()
     # Each tensor is an allocation of its own: what lies beside it belongs to nobody.
     alone = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     started = {}
