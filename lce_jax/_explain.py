@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any, Unpack
 
-from lce_jax import _bind, _checks, _dispatch, _explain_others, _options, _token_chunks, api, scalars
+from lce_jax import _bind, _checks, _dispatch, _explain_others, _options, _token_chunks, scalars
 from lce_jax._explain_others import Place, check_function, placed
+from lce_jax._linear_cross_entropy import Reduction
 from lce_jax._types import is_array
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ def explain(
     batch_axes: Axes = None,
     sequence_axis: Axes = None,
     ignore_index: int | None = None,
-    reduction: api.Reduction | None = None,
+    reduction: Reduction | None = None,
     label_smoothing: float = 0.0,
     z_loss: Any = 0.0,
     normalizer: Any = None,
@@ -120,7 +121,8 @@ def explain(
         return _explain_others.of_kl(hidden, weight, labels, teacher, where, place, options)
     if ids is not None:
         return _explain_others.of_logits(hidden, weight, labels, ids, where, place, options)
-    if smoothing or is_array(penalty) or penalty or any(x is not None for x in given):
+    is_loss = bool(smoothing) or is_array(penalty) or bool(penalty) or any(x is not None for x in given)
+    if is_loss:
         options = _options.loss_call(options)
     checked = _options.of_call(options, mean_logit=smoothing > 0) if k is None else _options.of_topk(options, k)
     case = _bind.case(hidden, weight, labels, where, checked)
@@ -138,6 +140,10 @@ def explain(
         return _token_chunks.plan(spec.case, spec.requested, _token_chunks.budget(chunk_bytes, options), around)
     if chunk_bytes is not None:
         raise ValueError(f"chunk_bytes={chunk_bytes!r} is for linear_loss: give gradients_in_forward=True too")
+    if is_loss and reduction != "none" and not smoothing:
+        chunk = _token_chunks.instead_of_cache(spec.case, spec.requested, around)
+        if chunk is not None:
+            return _token_chunks.plan(spec.case, spec.requested, _token_chunks.Budget(chunk), around)
     if by_xla:
         return _partitioned_by_xla(spec, around)
     return _dispatch.explain(spec.case, spec.requested, around)

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 ON_CPU = 256 << 20  # bytes of a chunk's exponentials by default
 ELSEWHERE = 1400 << 20  # on an H200, chunks of 4832 tokens at V 151936
 ALL = 1 << 62  # cache_bytes that no chunk exceeds
+WORTH_KEEPING = 0.8  # of the exponentials of all tokens: a backward from so many is the faster one
+LEAST_TOKENS = 2048  # of a chunk in place of a cache: the sum of dweight is read and written for each
 GRAIN = 128  # rows that a chunk is a multiple of: a row block of the kernels
 
 
@@ -53,6 +55,23 @@ def budget(chunk_bytes: Any, options: LogprobOptions) -> Budget:
             "linear_logprobs(..., candidates=), or linear_logits for their logits"
         )
     return Budget(None if chunk_bytes is None else scalars.num_bytes("chunk_bytes", chunk_bytes))
+
+
+def instead_of_cache(case: Case, requested: tuple[str, ...] | None, around: Surroundings) -> int | None:
+    """What a chunk may take, where gradients in the forward beat the call's ``cache_bytes`` as a cache; else None.
+
+    With a share f of all exponentials kept, forward and backward take about 4 - 0.9·f matrix products. Gradients in the
+    forward take 3.3 whatever the number of tokens is. They need what they sum dweight in, and a chunk. Not in float16,
+    where a sum over all tokens might overflow before it is scaled.
+    """
+    given, half = case.options, jnp.dtype(jnp.float16)
+    if not given.cache_bytes or given.gradient_threshold or half in (case.dtype, case.hidden_dtype):
+        return None
+    full = _dispatch.explain(case, requested, around).full_cache_bytes
+    if given.cache_bytes >= WORTH_KEEPING * full:
+        return None
+    left = given.cache_bytes - case.vocab_size * case.hidden_size * case.stat_dtype.itemsize
+    return left if left >= LEAST_TOKENS * case.vocab_size * case.dtype.itemsize else None
 
 
 def chunk_case(case: Case, size: int, partial_rows: bool) -> Case:

@@ -1,24 +1,16 @@
-"""The public functions: validate, flatten, dispatch."""
+"""`linear_logprobs`."""
 
 from __future__ import annotations
 
-import functools
-from typing import TYPE_CHECKING, Any, Literal, Unpack
+from typing import TYPE_CHECKING, Any, Literal
 
-import jax
-import jax.numpy as jnp
-
-from lce_jax import _checks, _options, _rows, scalars
+from lce_jax import _options
 from lce_jax._evaluate import evaluate
-from lce_jax._types import LogprobOptions, LogprobOutput, Results
+from lce_jax._types import LogprobOptions, LogprobOutput
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from jax.lax import PrecisionLike
     from jaxtyping import Array, Bool, Float, Int
-
-type Reduction = Literal["mean", "sum", "none"]
 
 
 def linear_logprobs(
@@ -152,140 +144,3 @@ def linear_logprobs(
         "gradient_threshold": gradient_threshold,
     }
     return evaluate(hidden, weight, labels, where, _options.of_call(options)).public
-
-
-def linear_cross_entropy(
-    hidden: Float[Array, "*b H"],
-    weight: Float[Array, "V H"],
-    labels: Int[Array, "*b"],
-    *,
-    where: Bool[Array, "*b"] | None = None,
-    ignore_index: int | None = None,
-    reduction: Reduction = "mean",
-    label_smoothing: float = 0.0,
-    z_loss: float | Float[Array, ""] = 0.0,
-    normalizer: float | Array | None = None,
-    **options: Unpack[LogprobOptions],
-) -> Float[Array, "..."]:
-    """Cross entropy of a language-model head, without storing the logits.
-
-    Per token, with ε the smoothing, ``(1 - ε)·(-logprob) + ε·(lse - mean_v z) + z_loss·lse²``: the cross entropy
-    against ``(1 - ε)·onehot + ε/V``, and the penalty that keeps ``lse`` near 0.
-
-    Args:
-        hidden: ``[..., H]`` hidden states; any leading shape, also an empty one. bfloat16, float16, float32 or
-            float64. Cast to the weight's dtype for the matrix products.
-        weight: ``[V, H]`` head (``[H, V]`` with ``weight_layout="hv"``). Its dtype is that of the matrix products.
-        labels: ``[...]`` integer vocabulary ids, global also when the vocabulary is split. A label outside the
-            vocabulary (negative, -100, ≥ V) has logprob 0, whose gradient is that of ``-lse``; its row still counts.
-        where: ``[...]`` bool, the rows that count. The others are exactly 0 in outputs and gradients, whatever they
-            hold, and cost no work. None: every row counts.
-        ignore_index: rows with this label do not count; -100 is PyTorch's. None: no such label.
-        reduction: "mean" over the rows that count (0 if there are none), "sum", or "none" for ``[...]``.
-        label_smoothing: ε in [0, 1).
-        z_loss: weight of ``lse²``, at least 0 (PaLM: 1e-4); a number, or an array of shape (), which may be traced
-            and is differentiable.
-        normalizer: what "mean" divides the sum by in place of the number of rows that count in this call: the rows of
-            all micro-batches, or of all devices inside ``shard_map``, so that the losses and their gradients add up
-            to the mean over all. A positive number, or an array of shape (), which may be traced; an array's 0 counts
-            as 1. None: the rows that count in this call.
-        **options: ``temperature``, ``logit_softcap``, ``logit_scale``, ``vocab_size``, ``weight_layout``,
-            ``axis_name``, ``cache_bytes``, ``precision``, ``implementation``, ``bias`` and ``gradient_threshold``, as
-            in `linear_logprobs`.
-
-    Returns:
-        The loss in nats, float32 (float64 for a float64 weight): a scalar, or ``[...]`` with ``reduction="none"``.
-        Inside ``shard_map`` it covers the rows of this shard: average it over the data axes yourself, or sum it with
-        ``normalizer=jax.lax.psum(jnp.sum(where), "data")``.
-
-    Raises:
-        UnsupportedError: an implementation asked for by name cannot serve the call; the message says why.
-        ValueError, TypeError: shapes, dtypes or options that do not fit, with the offending values.
-        NotImplementedError: on a second derivative.
-
-    Memory:
-        That of `linear_logprobs`.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from lce_jax import linear_cross_entropy
-        >>> hidden, weight = jnp.ones((4, 8)), jnp.zeros((1000, 8))
-        >>> loss = linear_cross_entropy(hidden, weight, jnp.array([1, 2, 3, -100]), ignore_index=-100)
-        >>> round(float(loss), 3)                           # ln 1000
-        6.908
-    """
-    _options.check_names(linear_cross_entropy, options, without=("entropy", "stats", "candidates"))
-    return cross_entropy(
-        evaluate, hidden, weight, labels, where, ignore_index, reduction, label_smoothing, z_loss, normalizer, options
-    )
-
-
-def cross_entropy(
-    evaluate: Callable[..., Results],
-    hidden: Array,
-    weight: Array,
-    labels: Array,
-    where: Array | None,
-    ignore_index: int | None,
-    reduction: Reduction,
-    label_smoothing: float,
-    z_loss: float | Array,
-    normalizer: float | Array | None,
-    options: LogprobOptions,
-) -> Array:
-    """The loss of a call that ``evaluate`` computes, on one device or over a mesh."""
-    label_smoothing, z_loss, normalizer = _options.of_loss(reduction, label_smoothing, z_loss, normalizer)
-    where = _counting_rows(labels, where, ignore_index)
-    checked = _options.of_call(_options.loss_call(options), mean_logit=label_smoothing > 0)
-    out = evaluate(hidden, weight, labels, where, checked)
-    divisor = None if normalizer is None else _rows.on_device(normalizer)
-    if isinstance(z_loss, float):
-        return _reduced(out, where, None, divisor, reduction, label_smoothing, z_loss)
-    return _reduced(out, where, _rows.on_device(z_loss), divisor, reduction, label_smoothing, 0.0)
-
-
-@functools.partial(jax.jit, static_argnums=(4, 5, 6), inline=True)
-def _reduced(
-    out: Results,
-    where: Array | None,
-    traced_z_loss: Array | None,
-    normalizer: Array | None,
-    reduction: Reduction,
-    label_smoothing: float,
-    z_loss: float,
-) -> Array:
-    """The loss from the results. Jitted: outside ``jit`` each number in an expression is a transfer."""
-    logprobs, lse = out.outputs.logprobs, out.outputs.lse
-    loss = -(1.0 - label_smoothing) * logprobs
-    if out.mean_logit is not None:
-        loss += label_smoothing * (lse - out.mean_logit)
-    if z_loss:
-        loss += z_loss * lse * lse
-    if traced_z_loss is not None:
-        loss += traced_z_loss.astype(loss.dtype) * lse * lse
-    if reduction == "none":
-        return loss
-    total = jnp.sum(loss)
-    if reduction == "sum":
-        return total
-    if normalizer is not None:
-        divisor = normalizer.astype(loss.dtype)
-        return total / jnp.where(divisor == 0, 1, divisor)
-    if where is None:
-        return total / max(loss.size, 1)
-    return total / jnp.maximum(jnp.sum(where, dtype=loss.dtype), 1)
-
-
-def _counting_rows(labels: Array, where: Array | None, ignore_index: int | None) -> Array | None:
-    if ignore_index is None:
-        return where
-    if where is not None:
-        _checks.label_array(labels)
-        _checks.where_array(where, labels.shape)
-    return _kept(_rows.int32_labels(labels), where, scalars.integer("ignore_index", ignore_index))
-
-
-@functools.partial(jax.jit, static_argnums=2, inline=True)
-def _kept(labels: Array, where: Array | None, ignore_index: int) -> Array:
-    kept = labels != ignore_index
-    return kept if where is None else kept & where

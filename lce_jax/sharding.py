@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Unpack
 
-from lce_jax import _options, api, logits
+from lce_jax import _linear_cross_entropy, _options, logits
 from lce_jax._evaluate import evaluate_over
+from lce_jax._explain_others import Place
 from lce_jax._layout import Axes, layout_of_names
+from lce_jax._linear_cross_entropy import Reduction
 from lce_jax._types import LogprobOutput
 
 if TYPE_CHECKING:
@@ -95,7 +97,7 @@ def sharded_linear_cross_entropy(
     sequence_axis: Axes = None,
     where: Bool[Array, "*b"] | None = None,
     ignore_index: int | None = None,
-    reduction: api.Reduction = "mean",
+    reduction: Reduction = "mean",
     label_smoothing: float = 0.0,
     z_loss: float | Float[Array, ""] = 0.0,
     normalizer: float | Array | None = None,
@@ -146,7 +148,7 @@ def sharded_linear_cross_entropy(
         NotImplementedError: on a second derivative.
 
     Memory:
-        That of `sharded_linear_logprobs`.
+        That of `sharded_linear_logprobs`, or of `sharded_linear_loss` where `linear_cross_entropy` would use it.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -162,8 +164,9 @@ def sharded_linear_cross_entropy(
     )
     _options.check_names(sharded_linear_cross_entropy, options, without=("axis_name", "entropy", "stats", "candidates"))
     run = functools.partial(evaluate_over, layout_of)
-    return api.cross_entropy(
-        run, hidden, weight, labels, where, ignore_index, reduction, label_smoothing, z_loss, normalizer, options
+    place = Place(mesh, vocab_axis, batch_axes, sequence_axis)
+    return _linear_cross_entropy.of_call(
+        run, place, hidden, weight, labels, where, ignore_index, reduction, label_smoothing, z_loss, normalizer, options
     )
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from lce_jax import _checks, _compat, _linear_kl, _math, _options, api, scalars, sharding, topk
+from lce_jax import _checks, _compat, _linear_cross_entropy, _linear_kl, _math, _options, api, scalars, sharding, topk
 from lce_jax._types import Options
 
 if TYPE_CHECKING:
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
 
     from lce_jax._layout import Axes
+    from lce_jax._linear_cross_entropy import Reduction
     from lce_jax._types import LogprobOutput, TopK
-    from lce_jax.api import Reduction
 
 # Logits of unit variance for hidden states of unit variance.
 WEIGHT_INIT = jax.nn.initializers.lecun_normal(in_axis=1, out_axis=0)
@@ -177,7 +177,7 @@ class Head:
         **options: Unpack[LossOptions],
     ) -> Float[Array, "..."]:
         """`linear_cross_entropy`, or `sharded_linear_cross_entropy` if the head names a mesh axis."""
-        function = sharding.sharded_linear_cross_entropy if self.on_mesh else api.linear_cross_entropy
+        function = sharding.sharded_linear_cross_entropy if self.on_mesh else _linear_cross_entropy.linear_cross_entropy
         return function(hidden, self._cast(weight), labels, bias=bias, **self._own_options(), **options)
 
     def _own_options(self) -> dict[str, Any]:
