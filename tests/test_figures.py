@@ -52,7 +52,10 @@ UNIT = r" ?(?:[KMG]iB|GB|ms|nats|%|per cent)(?!\w)"
 FIGURE = re.compile(rf"(?<![\w.])\d[\d,]*(?:\.\d+(?:e-\d+)?|e-\d+|(?={UNIT}))(?![\d.])")
 VERSIONED = "Python|JAX|megatron-core|Megatron|capability|GPTModel before|tunix"
 VERSION = re.compile(rf"\"[\d.]+\"|(?:{VERSIONED})\W{{1,6}}\d[\d.]*")
-COMPUTED = {58.0: 205_000 * 76_000 * 4 / 2**30}  # GiB: tokens, vocabulary, bytes of a float32
+COMPUTED = {  # GiB
+    58.0: 205_000 * 76_000 * 4 / 2**30,  # tokens, vocabulary, bytes of a float32
+    3.0: (4096 * 4 + 2048 * 2) * 151_936 / 2**30,  # of dweight in float32, and of 2,048 tokens' exponentials in bfloat16
+}
 
 
 def sections(text):
