@@ -54,7 +54,7 @@ VERSIONED = "Python|JAX|megatron-core|Megatron|capability|GPTModel before|tunix"
 VERSION = re.compile(rf"\"[\d.]+\"|(?:{VERSIONED})\W{{1,6}}\d[\d.]*")
 COMPUTED = {  # GiB
     58.0: 205_000 * 76_000 * 4 / 2**30,  # tokens, vocabulary, bytes of a float32
-    3.0: (4096 * 4 + 2048 * 2) * 151_936 / 2**30,  # of dweight in float32, and of 2,048 tokens' exponentials in bfloat16
+    3.0: (4096 * 4 + 2048 * 2) * 151_936 / 2**30,  # of dweight in float32, and of 2,048 tokens in bfloat16
 }
 
 
