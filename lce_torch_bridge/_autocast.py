@@ -16,7 +16,7 @@ def autocast(weight: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     ``torch.clear_autocast_cache``. Each call's gradient is cast back separately, so that their sum is in float32.
     """
     device = weight.device.type
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+    if weight.is_meta or not torch.is_autocast_enabled(device):
         return weight
     dtype = torch.get_autocast_dtype(device)
     if weight.dtype == dtype or torch.compiler.is_compiling():

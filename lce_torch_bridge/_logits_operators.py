@@ -47,6 +47,16 @@ class Spec(NamedTuple):
     logit_softcap: float | None
 
 
+def apply(*inputs: Any) -> torch.Tensor:
+    """The logits, differentiable."""
+    if not torch.compiler.is_compiling():
+        found: torch.Tensor = Uncompiled.apply(*inputs)
+        return found
+    function = LinearLogits.apply if autograd.is_differentiated(*inputs[:3]) else logits
+    found = function(*inputs)
+    return found
+
+
 class LinearLogits(torch.autograd.Function):
     """``(hidden, weight, bias, ids, temperature, *Transform) -> logits``."""
 

@@ -27,8 +27,15 @@ def apply(x: Operands, keep_cache: bool, call: Call) -> tuple[torch.Tensor, ...]
     """``Call.fields``, differentiable."""
     if _nothing_watches() and not any(_is_watched(y) for y in x if y is not None):
         return Eager.apply(*x, keep_cache, call)
-    function = LinearLogprobs if torch.compiler.is_compiling() else Uncompiled
-    return function.apply(*x, keep_cache, *call)
+    if not torch.compiler.is_compiling():
+        return Uncompiled.apply(*x, keep_cache, *call)
+    function = LinearLogprobs.apply if is_differentiated(*x) else forward
+    return tuple(function(*x, keep_cache, *call))
+
+
+def is_differentiated(*operands: torch.Tensor | None) -> bool:
+    """Whether a call is recorded for a backward. Otherwise torch 2.11 does not trace a Function, but an operator."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in operands)
 
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)

@@ -110,10 +110,8 @@ def linear_logits(
     )
     x, call = _arguments.flat(given), given.call
     transform = Transform(*(getattr(call, name) for name in Transform._fields))
-    compiling = torch.compiler.is_compiling()
-    function = _logits_operators.LinearLogits if compiling else _logits_operators.Uncompiled
-    weight = _arguments.weight_of(given, wgrad)
-    found = function.apply(x.hidden, weight, given.bias, x.candidates, x.temperature, *transform)
+    operands = x.hidden, _arguments.weight_of(given, wgrad), given.bias, x.candidates, x.temperature
+    found = _logits_operators.apply(*operands, *transform)
     return _tokens.placed(found, x.rows, given.labels)
 
 

@@ -153,6 +153,8 @@ def build(
 ) -> torch.nn.Module:  # fmt: skip
     """A model with the same weights each time, on this rank's device. Remakes the process groups for ``tp``.
 
+    On a GPU the random states are those that a CUDA graph can capture.
+
     ``stage``: "first" has no output layer, "last" no embedding, as with pipeline parallelism; None has both.
     ``bias``: True gives the output layer one, "skipped" one that the layer does not add.
     """
@@ -161,7 +163,8 @@ def build(
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
     MTPLossLoggingHelper.tracker.clear()  # of the whole process, with as many places as its first model had
     torch.manual_seed(2)
-    parallel_random.model_parallel_cuda_manual_seed(2, force_reset_rng=True)
+    graphable = torch.cuda.is_available()
+    parallel_random.model_parallel_cuda_manual_seed(2, use_cudagraphable_rng=graphable, force_reset_rng=True)
     make = {"gpt": gpt, "hybrid": hybrid}[kind]
     model = make(
         configuration(tp=tp, **options), share_embeddings_and_output_weights=tied,

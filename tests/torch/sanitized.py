@@ -2,19 +2,25 @@
 
 `test_gpu_sanitizer` runs it: ``compute-sanitizer --tool racecheck python -m tests.torch.sanitized whole counted``. The
 calls and their oracles are those of `test_mosaic_interpret` and `test_mosaic_threshold`. JAX needs only its CPU.
+
+``python -m tests.torch.sanitized filled whole counted`` makes each call twice: all new memory, results and workspace,
+holds 0 before the first and NaN (each byte 0xFF) before the second. What they compute must be equal to the bit.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
+from torch.overrides import TorchFunctionMode
 
 from lce_jax.mosaic import _generations, _live_backward
 from lce_jax.mosaic._worklist import Batches, Worklist
@@ -44,8 +50,28 @@ LIVE = [
 ]
 
 
-def launched(function: Any, *given: Any) -> Any:
-    """``function``'s results by a direct launch. Arguments and results are JAX's arrays on the CPU."""
+class Filled(TorchFunctionMode):
+    """Inside, each byte of memory that nothing has written yet holds this number."""
+
+    def __init__(self, byte: int) -> None:
+        super().__init__()
+        self._byte = byte
+        self.num_filled = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        found = func(*args, **(kwargs or {}))
+        if func.__name__ in ("empty", "empty_like", "new_empty"):
+            found.untyped_storage().fill_(self._byte)
+            self.num_filled += 1
+        return found
+
+
+def launched(seen: list[Any], function: Any, *given: Any) -> Any:
+    """``function``'s results by a direct launch. Arguments and results are JAX's arrays on the CPU.
+
+    Those that are defined go to ``seen``: rows that count; of a forward not the cache, of which some is not written.
+    """
     operands, *rest = given
     static = operands.num_columns if isinstance(operands.num_columns, int) else None
     leaves, tree = jax.tree.flatten((operands if static is None else operands._replace(num_columns=None), *rest))
@@ -60,34 +86,39 @@ def launched(function: Any, *given: Any) -> Any:
     on_gpu = [p.to_torch(jnp.asarray(leaf)).cuda() for leaf in leaves]
     program = _direct.program(flat, on_gpu, ())
     assert not isinstance(program, str), program
-    found = [jnp.asarray(x.float().cpu().numpy()).astype(str(x.dtype)[6:]) for x in _direct.run(program, on_gpu)]
-    return jax.tree.unflatten(trees[0], found)
+    found = [jnp.asarray(x.cpu().float().numpy()).astype(str(x.dtype)[6:]) for x in _direct.run(program, on_gpu)]
+    first, *others = results = jax.tree.unflatten(trees[0], found)
+    seen += [x[: operands.num_rows] for x in jax.tree.leaves(first)] + (others if rest else [])
+    return results
 
 
-def check_exact(test: exact.Call) -> None:
-    """Statistics and gradients of a call, with and without what the forward keeps."""
+def check_exact(test: exact.Call) -> list[Any]:
+    """Statistics and gradients of a call, with and without what the forward keeps. Returns them."""
+    seen: list[Any] = []
     case = exact.case_of(test)
     operands, cotangent = exact.draw(test)
     want, columns, rows, gradients = exact.traced(functools.partial(exact.expected, test, case), operands, cotangent)
-    with _generations.using(exact.kernels_of(test)), mock.patch.object(exact, "traced", launched):
+    with _generations.using(exact.kernels_of(test)), mock.patch.object(exact, "traced", functools.partial(launched, seen)):
         cache = exact.check_statistics(test, case, operands, want)
         exact.check_gradients(test, case, operands._replace(candidates=columns), rows, cache, gradients)
+    return seen
 
 
-def check_live(test: exact.Call) -> None:
-    """The live tiles of a call, found on the GPU, and the gradients over them."""
-    test = threshold.with_threshold(test)
+def check_live(test: exact.Call) -> list[Any]:
+    """The live tiles of a call, found on the GPU, and the gradients over them. Returns statistics and gradients."""
+    test, seen = threshold.with_threshold(test), list[Any]()
     with (
         _generations.using(threshold.kernels_of(test)),
-        mock.patch.object(threshold, "traced", launched_live),
+        mock.patch.object(threshold, "traced", functools.partial(launched_live, seen)),
     ):
         threshold.check_live_tiles(test, exact.case_of(test))
+    return seen
 
 
-def launched_live(function: Any, operands: Any, *rest: Any) -> Any:
+def launched_live(seen: list[Any], function: Any, operands: Any, *rest: Any) -> Any:
     """As `launched`. The lists, which a GPU makes through XLA alone, are made on the CPU and given to the program."""
     if not rest:
-        return launched(function, operands)
+        return launched(seen, function, operands)
     told: list[Any] = []
 
     def noted(work: Worklist, slots: int, group: int, num_columns: Any) -> Batches:
@@ -108,11 +139,12 @@ def launched_live(function: Any, operands: Any, *rest: Any) -> Any:
         ):
             return function(operands, *rest)
 
-    return launched(with_lists, operands, work, batches, *rest)
+    return launched(seen, with_lists, operands, work, batches, *rest)
 
 
-def check_bridge() -> None:
+def check_bridge() -> list[Any]:
     """The bridge's own programs: masks, a padded vocabulary, the mean logit, a cache, a loss in chunks."""
+    seen: list[torch.Tensor] = []
     problem = p.draw(700, 128, 2080, torch.bfloat16)
     keep = torch.arange(700) % 3 > 0
     want = p.stored(problem.hidden.double(), problem.weight[:2003].double(), problem.labels)
@@ -126,28 +158,44 @@ def check_bridge() -> None:
         objective = out.logprobs + out.entropy + out.lse + out.mean_logit
         grads = torch.autograd.grad(objective, leaves[:2], torch.ones_like(objective))
         assert all(bool(x.cpu().isfinite().all()) for x in grads)
+        seen += [x.detach() for x in out if x is not None] + [*grads]
     leaves = problem.leaves()
     total, _ = linear_loss(lambda logprobs, *_: logprobs, *leaves, chunk_bytes=0, vocab_size=2003)
-    torch.autograd.grad(total, leaves[:2])
+    seen += [total.detach(), *torch.autograd.grad(total, leaves[:2])]
     assert abs(total.item() / want.logprobs.sum().item() - 1) < 1e-5
+    return [x.cpu().float().numpy() for x in seen]
+
+
+def checks(parts: list[str]) -> Iterator[tuple[str, Callable[[], list[Any]]]]:
+    """What checks each call of these parts, and returns its results."""
+    known = {test.name: test for test in exact.CALLS}
+    for part in parts:
+        for name in {"whole": WHOLE, "counted": COUNTED}.get(part, ()):
+            yield name, functools.partial(check_exact, known[name])
+        if part == "live":
+            for test in LIVE:
+                yield test.name, functools.partial(check_live, test)
+        if part == "bridge":
+            yield part, check_bridge
+
+
+def filled(check: Callable[[], list[Any]]) -> None:
+    """The results of a check are the same bits, whatever was in the memory before."""
+    found = []
+    for byte in (0x00, 0xFF):
+        with Filled(byte) as mode:
+            found.append([np.asarray(x).tobytes() for x in check()])
+        assert mode.num_filled
+    assert found[0] == found[1]
 
 
 def main() -> None:
     launch_with("direct")
     # Without padding in it, a small call would be as large as any: the sanitizer watches every row.
     _rows.FORWARD_ROWS = _rows.SMALLEST = 512
-    known = {test.name: test for test in exact.CALLS}
-    for part in sys.argv[1:]:
-        for name in {"whole": WHOLE, "counted": COUNTED}.get(part, ()):
-            check_exact(known[name])
-            print("done", name, flush=True)
-        if part == "live":
-            for test in LIVE:
-                check_live(test)
-                print("done", test, flush=True)
-        if part == "bridge":
-            check_bridge()
-            print("done bridge", flush=True)
+    for name, check in checks(sys.argv[1:]):
+        filled(check) if "filled" in sys.argv else check()
+        print("done", name, flush=True)
     print("done everything", flush=True)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import random
 import threading
 from typing import Any
@@ -37,8 +38,10 @@ def differentiated(problem: p.Problem, seeds: Any, call: Any = linear_logprobs, 
 
 
 def test_the_process_has_no_client_of_jax() -> None:
+    """Nor memory besides torch's and the kernels' code, which is judged where no other test uses the card meanwhile."""
+    alone = os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1") == "1"
     done = run(
-        """
+        f"""
         import torch
         free = torch.cuda.mem_get_info()[0]
         import lce_torch_bridge
@@ -51,7 +54,7 @@ def test_the_process_has_no_client_of_jax() -> None:
         torch.cuda.synchronize()
         taken = free - torch.cuda.mem_get_info()[0] - torch.cuda.memory_reserved()
         assert not xla_bridge.backends_are_initialized()
-        assert taken < 200 << 20, taken  # code of the kernels
+        assert not {alone} or taken < 200 << 20, taken  # code of the kernels
         """,
         timeout=300,
         JAX_PLATFORMS="cuda,cpu",

@@ -1,4 +1,8 @@
-"""compute-sanitizer watches every kernel, launched directly. Its tools run side by side, in processes of their own."""
+"""compute-sanitizer watches every kernel, launched directly. Its tools run side by side, in processes of their own.
+
+Its tool initcheck does not see what TMA writes, and finds fault with whatever reads that: dhidden's sums, dlogits, a
+cache. So one more process makes each call twice, in memory that holds zeros and in memory that holds NaN.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,7 @@ SECONDS = 240
 
 
 class Run(NamedTuple):
-    """A tool, what it watches, and its options."""
+    """A tool, none for the kernels alone, what it watches, and its options."""
 
     tool: str
     parts: tuple[str, ...] = ("whole", "live", "counted", "bridge")
@@ -32,27 +36,24 @@ RUNS = {
     "memcheck": Run("memcheck"),
     "racecheck": Run("racecheck"),
     "synccheck": Run("synccheck"),
-    "initcheck": Run("initcheck", ("whole",)),
-    # Where rows are left out, generated code loads numbers that no kernel has written, and drops them.
-    "initcheck of the kernels": Run(
-        "initcheck", ("live", "counted", "bridge"), ("--kernel-name-exclude", "kns=stage_")
-    ),
+    "initcheck of the kernels": Run("initcheck", options=("--kernel-name-exclude", "kns=stage_")),
+    "filled memory": Run("", ("filled", "whole", "live", "counted", "bridge")),
 }
 
 
 @pytest.fixture(scope="module")
 def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[subprocess.Popen[bytes], Path]]]:
     """All runs, started at once, and where each writes."""
-    sanitizer = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
-    if sanitizer is None:
-        pytest.skip("no compute-sanitizer")
     skip_unless_direct()
+    sanitizer = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
     # Each tensor is an allocation of its own: what lies beside it belongs to nobody.
     alone = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     started = {}
     for name, run in RUNS.items():
+        if run.tool and sanitizer is None:
+            continue
         log = tmp_path_factory.mktemp("sanitizer") / "log"
-        command = [sanitizer, "--error-exitcode", "9", "--tool", run.tool, *run.options]
+        command = [str(sanitizer), "--error-exitcode", "9", "--tool", run.tool, *run.options] if run.tool else []
         command += [sys.executable, "-m", "tests.torch.sanitized", *run.parts]
         with log.open("wb") as file:
             started[name] = (
@@ -66,7 +67,9 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tu
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_the_sanitizer_finds_nothing(processes: dict[str, tuple[subprocess.Popen[bytes], Path]], name: str) -> None:
+def test_nothing_is_found(processes: dict[str, tuple[subprocess.Popen[bytes], Path]], name: str) -> None:
+    if name not in processes:
+        pytest.skip("no compute-sanitizer")
     process, log = processes[name]
     try:
         code = process.wait(SECONDS)
@@ -74,5 +77,6 @@ def test_the_sanitizer_finds_nothing(processes: dict[str, tuple[subprocess.Popen
         pytest.fail(f"not done in {SECONDS} s\n{log.read_text()[-6000:]}")
     said = log.read_text()
     assert code == 0, said[-6000:]
-    assert "ERROR SUMMARY: 0 errors" in said or "0 hazards displayed" in said, said[-6000:]
+    tool = RUNS[name].tool
+    assert not tool or "ERROR SUMMARY: 0 errors" in said or "0 hazards displayed" in said, said[-6000:]
     assert "done everything" in said

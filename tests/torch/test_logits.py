@@ -133,6 +133,7 @@ def test_compiled(options: dict[str, Any]) -> None:
     got, grads = evaluate(p.draw(), compiled, **options)
     assert all(map(torch.equal, (got, *grads), (want, *wanted)))
     hidden, weight, _ = p.draw()
+    assert torch.equal(compiled(hidden, weight, IDS, **options), want)
     told = ("", 104, 1.3, 4.0, False)
     tensors = (hidden, weight, options.get("bias"), IDS, options.get("temperature"))
     torch.library.opcheck(_logits_operators.logits, (*tensors, *told))
