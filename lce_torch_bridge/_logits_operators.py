@@ -47,14 +47,12 @@ class Spec(NamedTuple):
     logit_softcap: float | None
 
 
-def apply(*inputs: Any) -> torch.Tensor:
+def apply(*inputs: Any) -> Any:
     """The logits, differentiable."""
     if not torch.compiler.is_compiling():
-        found: torch.Tensor = Uncompiled.apply(*inputs)
-        return found
+        return Uncompiled.apply(*inputs)
     function = LinearLogits.apply if autograd.is_differentiated(*inputs[:3]) else logits
-    found = function(*inputs)
-    return found
+    return function(*inputs)
 
 
 class LinearLogits(torch.autograd.Function):

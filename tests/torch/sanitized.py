@@ -98,7 +98,10 @@ def check_exact(test: exact.Call) -> list[Any]:
     case = exact.case_of(test)
     operands, cotangent = exact.draw(test)
     want, columns, rows, gradients = exact.traced(functools.partial(exact.expected, test, case), operands, cotangent)
-    with _generations.using(exact.kernels_of(test)), mock.patch.object(exact, "traced", functools.partial(launched, seen)):
+    with (
+        _generations.using(exact.kernels_of(test)),
+        mock.patch.object(exact, "traced", functools.partial(launched, seen)),
+    ):
         cache = exact.check_statistics(test, case, operands, want)
         exact.check_gradients(test, case, operands._replace(candidates=columns), rows, cache, gradients)
     return seen
