@@ -15,13 +15,18 @@ def autocast(weight: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     the copy is the one that torch keeps for all matrix products of the context: until the context ends, or until
     ``torch.clear_autocast_cache``. Each call's gradient is cast back separately, so that their sum is in float32.
     """
-    device = weight.device.type
-    if weight.is_meta or not torch.is_autocast_enabled(device):
+    dtype = dtype_of(weight)
+    if dtype is None:
         return weight
-    dtype = torch.get_autocast_dtype(device)
     if weight.dtype == dtype or torch.compiler.is_compiling():
         return weight.to(dtype)
     return _Cast.apply(weight, _copy(parameter, dtype))
+
+
+def dtype_of(weight: torch.Tensor) -> torch.dtype | None:
+    """What ``weight`` is cast to; None outside of a context."""
+    device = weight.device.type
+    return None if weight.is_meta or not torch.is_autocast_enabled(device) else torch.get_autocast_dtype(device)
 
 
 def _copy(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 
 import lce_jax
 from lce_jax import launch
-from lce_torch_bridge import _arguments, _direct, _execute, _launch, tensor_parallel
+from lce_torch_bridge import _arguments, _autocast, _direct, _execute, _launch, tensor_parallel
 from lce_torch_bridge._types import Operands
 
 
@@ -68,7 +68,9 @@ def explain(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, **
     """
     given = _arguments.of_call(hidden, weight, labels, **options)
     flat, call = _arguments.flat(given), given.call
-    operands = Operands(flat.hidden, given.weight, given.bias, flat.labels, flat.temperature, flat.candidates)
+    # Its shape and dtype alone count: nothing is cast.
+    weight = torch.empty_like(given.weight, dtype=_autocast.dtype_of(given.weight), device="meta")
+    operands = Operands(flat.hidden, weight, given.bias, flat.labels, flat.temperature, flat.candidates)
     reason = 'launch_with("jax") asks for JAX' if _launch.asked() == "jax" else _direct.why_not(hidden.device)
     if reason is None and len(flat.labels):
         programs = _execute.programs(operands, call)
@@ -76,7 +78,7 @@ def explain(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, **
         reason = next(filter(None, refusals), None)
     described = _direct.device_of(hidden.device)
     with launch.for_device(described or launch.Device()):
-        structs = _direct.struct(flat.hidden), _direct.struct(given.weight), _ids(flat.labels)
+        structs = _direct.struct(flat.hidden), _direct.struct(weight), _ids(flat.labels)
         plan = lce_jax.explain(*structs, **_options(operands, call))
     return Explanation("jax" if reason else "direct", reason, plan)
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lce_torch_bridge import linear_logprobs
+from lce_torch_bridge import explain, linear_logprobs
 from tests.torch import problem as p
 from tests.torch.processes import succeed
 
@@ -20,6 +20,8 @@ def test_autocast_casts_the_weight(hidden_dtype: torch.dtype) -> None:
     seeds = p.seeds_like(problem.labels)
     with torch.autocast("cpu", torch.bfloat16):
         out, grads = p.gradients(problem, seeds)
+        assert explain(*problem).plan.case.dtype == "bfloat16"
+    assert explain(*problem).plan.case.dtype == "float32"
     low = problem._replace(weight=problem.weight.bfloat16())
     want, wanted = p.gradients(low, seeds)
     assert torch.equal(out.logprobs, want.logprobs)
