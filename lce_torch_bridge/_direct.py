@@ -6,6 +6,7 @@ can be captured in a CUDA graph once it has run outside of one.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +27,7 @@ _programs: dict[Any, Loaded | str] = {}
 class Loaded(NamedTuple):
     """A program on a device."""
 
-    run: Callable[[int, Sequence[int], Sequence[int], int, Sequence[int]], None]
+    run: Callable[[int, int, Sequence[int], Sequence[int]], None]
     outputs: list[tuple[tuple[int, ...], torch.dtype]]
     workspace_bytes: int
 
@@ -141,21 +142,11 @@ def run(
         updated[i] if i in updated else torch.empty(shape, dtype=dtype, device=device)
         for i, (shape, dtype) in enumerate(loaded.outputs)
     ]
-    start(loaded, given[0], [x.data_ptr() for x in given], [x.data_ptr() for x in outputs])
+    with torch.cuda.device(device) if device.index != current_device() else contextlib.nullcontext():
+        workspace = empty((loaded.workspace_bytes,), (1,), torch.uint8)  # torch reuses it in the stream's order
+        addresses = [x.data_ptr() for x in (*outputs, *given)]
+        loaded.run(current_stream(given[0].get_device()), workspace.data_ptr(), (), addresses)
     return [output for i, output in enumerate(outputs) if i not in updated] if updated else outputs
-
-
-def start(
-    loaded: Loaded, x: torch.Tensor, inputs: Sequence[int], outputs: Sequence[int], numbers: Sequence[int] = ()
-) -> None:
-    """A run on the device of ``x``, on torch's current stream there, from addresses."""
-    index = x.get_device()
-    if index != current_device():
-        with torch.cuda.device(index):
-            return start(loaded, x, inputs, outputs, numbers)
-    # Torch reuses this memory in the stream's order, so that it need not outlive the call.
-    workspace = x.new_empty(loaded.workspace_bytes, dtype=torch.uint8)
-    return loaded.run(current_stream(index), inputs, outputs, workspace.data_ptr(), numbers)
 
 
 def on_gpu(x: torch.Tensor) -> bool:
@@ -163,7 +154,10 @@ def on_gpu(x: torch.Tensor) -> bool:
     return x.is_cuda
 
 
+# torch's own functions for these take several times as long. Its compiler's code for GPUs calls the last two.
 current_device = torch.cuda.current_device
+empty: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]  # on the current CUDA device
+empty = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]
 current_stream = torch._C._cuda_getCurrentRawStream  # its handle; torch.cuda.current_stream makes an object of it
 
 

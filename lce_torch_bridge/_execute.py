@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 import jax
 import torch
 
-from lce_torch_bridge import _direct, _launch, _prepared, _programs, _rows, runtime, tensor_parallel
+from lce_torch_bridge import _direct, _launch, _programs, _rows, runtime, tensor_parallel
+from lce_torch_bridge import _prepared_forward as prepared_forward
+from lce_torch_bridge import _prepared_gradients as prepared_gradients
 from lce_torch_bridge._launch import Sum
 from lce_torch_bridge._main_grad import nothing_like
 from lce_torch_bridge._programs import Spec
@@ -29,13 +31,11 @@ def forward(x: Operands, call: Call, keep_cache: bool, lend_cache: bool = True) 
     if tokens == 0:
         return forward_structs(x, call, keep_cache)
     tensor_parallel.check_equal_parts(x.weight, call.group)
-    # The backward takes all tokens at once, so one cache must hold all of them.
-    pieces = [_rows.whole(tokens)] if keep_cache else _rows.pieces(tokens)
-    if call.group == tensor_parallel.NO_GROUP and x.bias is None:
-        launched = [_rows.whole(tokens)] if _may_be_exact(x, call) else pieces
-        direct = _prepared.forward(x, call, keep_cache, launched, _spec(x.weight, call, launched[0].masked))
+    if x.bias is None:
+        direct = prepared_forward.forward(x, call, keep_cache, lambda: _described(x, call, keep_cache))
         if direct is not None:
             return direct
+    pieces = _pieces(tokens, keep_cache)
     spec = _spec(x.weight, call, pieces[0].masked)
 
     def operands(piece: _rows.Piece) -> Inputs:
@@ -46,6 +46,19 @@ def forward(x: Operands, call: Call, keep_cache: bool, lend_cache: bool = True) 
     run = _run_alone if call.group == tensor_parallel.NO_GROUP else _run_shard
     packed, cache = run(inputs, spec, call, keep_cache, lend_cache)
     return [*_unpacked(packed, call, tokens), *cache]
+
+
+def _pieces(tokens: int, keep_cache: bool) -> list[_rows.Piece]:
+    """The backward takes all tokens at once, so one cache must hold all of them."""
+    return [_rows.whole(tokens)] if keep_cache else _rows.pieces(tokens)
+
+
+def _described(x: Operands, call: Call, keep_cache: bool) -> prepared_forward.Described:
+    """What direct launches are planned from. The ranks of a group send as much as where JAX runs the programs."""
+    pieces = _pieces(x.labels.shape[0], keep_cache)
+    launched = [_rows.whole(x.labels.shape[0])] if _may_be_exact(x) else pieces
+    rows_sent = sum(piece.rows for piece in pieces)
+    return prepared_forward.Described(launched, rows_sent, _spec(x.weight, call, launched[0].masked))
 
 
 class Sums(NamedTuple):
@@ -63,14 +76,12 @@ type Inputs = tuple[torch.Tensor | None, ...]  # hidden, weight, bias or None, w
 type Found = tuple[list[torch.Tensor], list[Any]]  # each piece's packed results, and the first one's cache
 
 
-def _may_be_exact(x: Operands, call: Call) -> bool:
+def _may_be_exact(x: Operands) -> bool:
     """Whether a program without padding gives each token the same bits as the one with padding, if it is launched.
 
-    XLA adds up in an order that depends on the shapes. Kernels do not, if one launch covers the vocabulary. The ranks
-    of a group must send results of one size, so that they never choose.
+    XLA adds up in an order that depends on the shapes. Kernels do not, if one launch covers the vocabulary.
     """
-    columns = x.weight.shape[0]
-    return x.labels.shape[0] in _rows.WHOLE and columns <= _rows.ONE_LAUNCH and call.group == tensor_parallel.NO_GROUP
+    return x.labels.shape[0] in _rows.WHOLE and x.weight.shape[0] <= _rows.ONE_LAUNCH
 
 
 def _run_alone(inputs: list[Inputs], spec: Spec, call: Call, keep_cache: bool, lend: bool) -> Found:
@@ -82,9 +93,10 @@ def _run_alone(inputs: list[Inputs], spec: Spec, call: Call, keep_cache: bool, l
 def _run_shard(inputs: list[Inputs], spec: Spec, call: Call, keep_cache: bool, lend: bool) -> Found:
     """The forward over a split vocabulary, with one collective for all pieces."""
     parts = _launch.run(_programs.statistics(spec, keep_cache), *inputs, lend=lend)
-    gathered = tensor_parallel.gather(torch.stack([packed for packed, *_ in parts]), call.group)
+    sent = [packed for packed, *_ in parts]
+    gathered = tensor_parallel.gather(sent[0] if len(sent) == 1 else torch.cat(sent, 1), call.group)
     merge = _programs.results(spec, call.fields, call.megatron)
-    shards = zip(inputs, gathered.unbind(1), strict=True)
+    shards = zip(inputs, gathered.split(sent[0].shape[1], 2), strict=True)
     found = _launch.run(merge, *((each[3], of_shards) for each, of_shards in shards), waits=1)
     return [packed for (packed,) in found], parts[0][1:]
 
@@ -138,21 +150,23 @@ def gradients(
     tokens = hidden.shape[0]
     if tokens == 0:
         return [y.new_zeros(y.shape) for y in those_wanted(hidden, weight, bias, wanted)]
-    piece = _rows.whole(tokens)
-    spec = _spec(weight, call, piece.masked)
     reduced = call.reduce_grad_hidden and call.group != tensor_parallel.NO_GROUP
 
-    def structure() -> Any:
-        return jax.tree.structure(_cache_structure(hidden, weight, bias, len(saved) - spec.num_merged, spec))
+    def described() -> tuple[_rows.Piece, Spec, Callable[[], Any]]:
+        piece = _rows.whole(tokens)
+        spec = _spec(weight, call, piece.masked)
+        operands = hidden, weight, bias, len(saved) - spec.num_merged, spec
+        return piece, spec, lambda: jax.tree.structure(_cache_structure(*operands))
 
     kept = [y for y in cache if isinstance(y, torch.Tensor)]
-    if not reduced and bias is None and sums.total is None and len(kept) == len(cache):
-        owns_cache = sums.owns_cache and bool(kept)
-        how = _prepared.Backward(tuple(cotangents), wanted, sums.main_grad is not None, owns_cache, piece.rows, spec)
-        seeds = list(cotangents.values())
-        direct = _prepared.gradients((hidden, weight, saved), kept, seeds, sums.main_grad, how, structure)
+    if bias is None and sums.total is None and len(kept) == len(cache):
+        owns_cache, adds = sums.owns_cache and bool(kept), sums.main_grad is not None
+        how = prepared_gradients.Backward(call, tuple(cotangents), wanted, adds, owns_cache, reduced)
+        operands = prepared_gradients.Operands(hidden, weight, saved, kept)
+        direct = prepared_gradients.gradients(operands, list(cotangents.values()), sums.main_grad, how, described)
         if direct is not None:
             return direct
+    piece, spec, structure = described()
     kept_as = structure() if cache else None
     run = functools.partial(_programs.gradients, spec, tuple(cotangents), wanted, not reduced, kept_as)
     seeds = [seed.view(torch.int32) for seed in cotangents.values()]
@@ -202,7 +216,7 @@ def programs(x: Operands, call: Call) -> list[tuple[Any, list[Any]]]:
     """The programs of a forward and of a backward through all results, with the shapes of their inputs."""
     tokens, keep_cache = x.labels.shape[0], call.keeps_tiles
     whole = _rows.whole(tokens)
-    piece = whole if keep_cache or _may_be_exact(x, call) else _rows.pieces(tokens)[0]
+    piece = whole if keep_cache or _may_be_exact(x) else _rows.pieces(tokens)[0]
     spec, back = (_spec(x.weight, call, each.masked) for each in (piece, whole))
     structs = [None if y is None else _direct.struct(y) for y in (x.weight, x.bias)]
 

@@ -1,177 +1,96 @@
-"""Calls whose vocabulary is whole, launched directly: a look-up, memory for the results, addresses, launches.
+"""Calls that are launched directly with nothing packed or padded: what their forward and their backward share.
 
-What depends on shapes, dtypes and options alone is decided when a program is made, and found again by one key. Nothing
-is packed or padded here: the programs read what is per token where it lies, and write each result where it belongs.
+What depends on shapes, dtypes and options alone is a plan, made once and found again by one key. A run then allocates
+its results and launches. Programs read what is per token where it lies, and write each result where it belongs.
 """
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import torch
 
-from lce_jax import launch
-from lce_torch_bridge import _direct, _launch, _programs, _rows
-from lce_torch_bridge._direct import Loaded, struct
-from lce_torch_bridge._main_grad import nothing_like
-from lce_torch_bridge._programs import Spec
-from lce_torch_bridge._types import PER_CANDIDATE, Call, Operands, names_of
+from lce_torch_bridge import _direct, _launch, _rows
+from lce_torch_bridge._direct import Loaded
 
-HALVES = 2  # int32 numbers in an int64 label
-MASKED = Spec._fields.index("masked")  # the last field. Programs here mask what they copy
+MOST_PLANS = 4096  # of all shapes together; each takes about two KiB
 
-type Row = tuple[int, int, int, int]  # an address, bytes from row to row, and strides as `lce_jax.launch` takes them
+_plans: dict[Any, Any] = {}
 
 
-def forward(x: Operands, call: Call, keep_cache: bool, pieces: list[_rows.Piece], spec: Spec) -> list[Any] | None:
-    """What `_execute.forward` returns of a call without a bias; None if JAX is to run it."""
-    found = (_forward_program(x, call, keep_cache, piece, spec) for piece in pieces)
-    programs = [program for program in found if program is not None]
-    if not programs:
-        return None
-    hidden, weight, labels = _direct.usable(x.hidden), _direct.usable(x.weight), x.labels.long()
-    tokens, empty = labels.shape[0], hidden.new_empty
-    fields = [
-        empty((tokens, call.num_candidates) if name == PER_CANDIDATE else (tokens,), dtype=torch.float32)
-        for name in names_of(call)[0]
-    ]
-    ((height, _), _), *of_cache = programs[0].outputs[len(fields) :]
-    saved = empty((height, tokens), dtype=torch.int32)
-    cache = [empty(shape, dtype=dtype) for shape, dtype in of_cache]
-    operands = [_row(labels, HALVES)]
-    if x.temperature is not None:
-        operands.append(_row(x.temperature))
-    if x.candidates is not None:
-        candidates = _rows.candidate_ids(x.candidates, call.vocab_size).contiguous()
-        operands.append(_row(candidates))
-    results = [*map(_row, fields), (saved.data_ptr(), saved.element_size(), tokens, 1)]
-    for piece, program in zip(pieces, programs, strict=True):
-        start, count = piece.tokens.start, piece.tokens.stop - piece.tokens.start
-        of_hidden = _row(hidden)
-        strided = [*[of_hidden] * _copies(count, piece.rows, piece.masked, keep_cache), *operands, *results]
-        numbers = [count, *(stride for row in strided for stride in row[2:])]
-        inputs = [of_hidden[0] + start * of_hidden[1], weight.data_ptr(), 0]
-        inputs += [address + start * step for address, step, *_ in operands]
-        outputs = [address + start * step for address, step, *_ in results]
-        _direct.start(program, hidden, inputs, outputs + [y.data_ptr() for y in cache], numbers)
-    return [*fields, saved, *cache]
+class Array(NamedTuple):
+    """How a program sees an operand or a result."""
+
+    row_bytes: int = 0  # from one of its rows to the next; 0: each run is given the whole array
+    strides: tuple[int, int] | None = None  # as `lce_jax.launch` takes them; None: the array has all rows
 
 
-class Backward(NamedTuple):
-    """What is static about a backward."""
+class Piece(NamedTuple):
+    """A program for some of the rows, and what its runs are given besides the addresses of whole arrays."""
 
-    cotangents: tuple[str, ...]
-    wanted: tuple[bool, ...]
-    adds: bool  # dweight is added to a float32 sum
-    owns_cache: bool  # the cache may be overwritten
-    rows: int  # of the program
-    spec: Spec
+    program: Loaded
+    numbers: tuple[int, ...]
+    moved: tuple[int, ...]  # bytes from the beginning of each array to the first of these rows, results before operands
 
 
-def gradients(
-    x: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    cache: Sequence[torch.Tensor],
-    cotangents: Sequence[torch.Tensor],
-    main_grad: torch.Tensor | None,
-    how: Backward,
-    structure: Callable[[], Any],
-) -> list[torch.Tensor] | None:
-    """What `_execute.gradients` returns of hidden, weight and S; None if JAX is to run the call."""
-    if main_grad is not None and not _direct.is_usable(main_grad):
-        return None
-    hidden, weight, saved = x
-    program = _gradients_program(x, cache, how, structure)
-    if program is None:
-        return None
-    hidden, weight, tokens = _direct.usable(hidden), _direct.usable(weight), hidden.shape[0]
-    sums = [] if main_grad is None else [main_grad]
-    if sums or how.owns_cache:
-        torch.autograd.graph.increment_version([*sums, *cache] if how.owns_cache else sums)  # as any change in place
-    grads = [hidden.new_empty(hidden.shape)] if how.wanted[0] else []
-    if how.wanted[1]:
-        grads.append(weight.new_empty(weight.shape) if main_grad is None else main_grad)
-    seeds = [y if y.ndim == 1 else y.contiguous() for y in cotangents]
-    rows = [(saved.data_ptr(), 0, tokens, 1), *map(_row, seeds)]
-    copied = _copies(tokens, how.rows, how.spec.masked, bool(cache))
-    strided = [*[_row(hidden)] * copied, *rows, *[_row(grads[0])] * (copied and how.wanted[0])]
-    numbers = [tokens, *(stride for row in strided for stride in row[2:])]
-    inputs = [hidden.data_ptr(), weight.data_ptr(), 0, *(row[0] for row in rows)]
-    inputs += [y.data_ptr() for y in (*sums, *cache)]
-    _direct.start(program, hidden, inputs, [y.data_ptr() for y in grads], numbers)
-    if main_grad is not None:
-        grads[-1] = nothing_like(main_grad, weight.dtype)
-    return grads
+def piece(program: Loaded, rows: slice, results: Sequence[Array], operands: Sequence[Array]) -> Piece:
+    """The program over these rows of arrays that lie so."""
+    strides = [array.strides for array in (*operands, *results) if array.strides is not None]
+    numbers = rows.stop - rows.start, *(stride for pair in strides for stride in pair)
+    return Piece(program, numbers, tuple(rows.start * array.row_bytes for array in (*results, *operands)))
 
 
-def _copies(count: int, rows: int, masked: bool, keeps: bool) -> bool:
+type Allocated = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+
+
+def allocated(shape: Sequence[int], dtype: torch.dtype) -> Allocated:
+    """What `lce_torch_bridge._direct.empty` is given for a contiguous tensor.
+
+    Example:
+        >>> import torch
+        >>> from lce_torch_bridge._prepared import allocated
+        >>> allocated((5, 3, 2), torch.float32)[:2]
+        ((5, 3, 2), (6, 2, 1))
+    """
+    return tuple(shape), tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape))), dtype
+
+
+def run(pieces: Sequence[Piece], device: int, results: Sequence[torch.Tensor], operands: Sequence[int]) -> None:
+    """Launches the pieces on torch's current stream; ``device`` is the current one.
+
+    Args:
+        pieces: what is launched, one after the other.
+        device: its number.
+        results: whole tensors.
+        operands: the addresses of whole tensors.
+    """
+    stream, addresses = _direct.current_stream(device), (*[y.data_ptr() for y in results], *operands)
+    for program, numbers, moved in pieces:
+        workspace = _direct.empty((program.workspace_bytes,), (1,), torch.uint8)  # reused in the stream's order
+        here = tuple(map(operator.add, addresses, moved)) if any(moved) else addresses
+        program.run(stream, workspace.data_ptr(), numbers, here)
+
+
+def found(key: Any, x: torch.Tensor, plan: Callable[[], Any]) -> Any:
+    """What ``plan()`` is, made once for a key; None if JAX is to run such calls, because it is the reason, a text."""
+    known = _plans.get(key)
+    if known is not None and _launch.asked() != "jax":
+        return known
+    made = _launch.direct_or_none(x, plan)
+    if made is not None:
+        if len(_plans) >= MOST_PLANS:
+            _plans.clear()
+        _plans[key] = made
+    return made
+
+
+def copies(count: int, rows: int, masked: bool, keeps: bool) -> bool:
     """Whether a program of so many rows takes only those that count, and copies hidden, to tiles of its own.
 
     Otherwise they must be all there. That spares the copy, and costs one more program: not beside a cache, whose size
     is many times that of the copy, nor for few rows.
     """
     return masked and (count != rows or keeps or rows == _rows.SMALLEST)
-
-
-def _row(x: torch.Tensor, inner: int = 1) -> Row:
-    """A tensor's row, of elements that have so many numbers each."""
-    stride = x.stride(0)
-    return x.data_ptr(), stride * x.element_size(), 0, stride * inner
-
-
-def _forward_program(x: Operands, call: Call, keep_cache: bool, piece: _rows.Piece, spec: Spec) -> Loaded | None:
-    copied = _copies(piece.tokens.stop - piece.tokens.start, piece.rows, piece.masked, keep_cache)
-    static = piece.rows, copied, *spec[:MASKED]
-    key = _key(x.hidden, x.weight, *static, call, keep_cache, x.temperature is None)
-
-    def plan(device: launch.Device) -> launch.Program:
-        P, K, array = piece.rows, call.num_candidates, jax.ShapeDtypeStruct
-        of_temperature = None if x.temperature is None else array((P,), "float32")
-        of_candidates = None if x.candidates is None else array((P, K), "int32")
-        per_token = [array((P, HALVES), "int32"), of_temperature, of_candidates]
-        operands = [array((P, x.hidden.shape[1]), struct(x.hidden).dtype), struct(x.weight), None, array((), "int32")]
-        function = _programs.forward_of_rows(spec._replace(masked=copied), keep_cache, call.fields, call.megatron)
-        there = sum(y is not None for y in per_token)
-        rows = dict.fromkeys([*[0] * copied, *range(3, 3 + there)], 0)
-        results = {i: int(i == len(call.fields)) for i in range(len(call.fields) + 1)}
-        return launch.program(function, [*operands, *per_token], device, rows=launch.Rows(2, rows, results))
-
-    return _found(key, x.hidden, plan)
-
-
-def _gradients_program(
-    x: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    cache: Sequence[torch.Tensor],
-    how: Backward,
-    structure: Callable[[], Any],
-) -> Loaded | None:
-    hidden, weight, saved = x
-    copied, wanted = _copies(hidden.shape[0], how.rows, how.spec.masked, bool(cache)), how.wanted
-    *static, spec = how
-    key = _key(hidden, weight, *static, copied, *spec[:MASKED], saved.shape[0], len(cache))
-
-    def plan(device: launch.Device) -> launch.Program:
-        P, K, array = how.rows, spec.call.num_candidates, jax.ShapeDtypeStruct
-        whole = [array((P, hidden.shape[1]), struct(hidden).dtype), struct(weight), array((), "int32")]
-        seeds = [array((P, K) if name == PER_CANDIDATE else (P,), "float32") for name in how.cotangents]
-        given = spec._replace(masked=copied), how.cotangents, wanted, structure() if cache else None
-        function = _programs.gradients_of_rows(*given, how.owns_cache)
-        first = 4 + len(seeds)  # after what is per token
-        rows = dict.fromkeys([0] * copied, 0) | {3: 1} | dict.fromkeys(range(4, first), 0)
-        total = array(weight.shape, "float32") if how.adds else None
-        operands = [*whole, array((saved.shape[0], P), "int32"), seeds, total, *map(struct, cache)]
-        donated = range(first, first + how.adds + len(cache) * how.owns_cache)
-        results = {0: 0} if copied and wanted[0] else {}
-        return launch.program(function, operands, device, donated, rows=launch.Rows(2, rows, results))
-
-    return _found(key, hidden, plan)
-
-
-def _key(hidden: torch.Tensor, weight: torch.Tensor, *rest: Any) -> tuple[Any, ...]:
-    """What a program depends on."""
-    return hidden.get_device(), hidden.shape[1], hidden.dtype, weight.shape, weight.dtype, *rest
-
-
-def _found(key: Any, hidden: torch.Tensor, plan: Any) -> Loaded | None:
-    return _launch.direct_or_none(hidden, lambda: _direct.loaded(key, hidden, plan))

@@ -59,9 +59,7 @@ def statistics(spec: Spec, keep_cache: bool) -> Callable[..., Any]:
     """``(hidden, weight, bias, tokens) -> packed, cache leaves``. The last row of ``packed`` is this shard's V."""
 
     def run(hidden: Any, weight: Any, bias: Any, tokens: Any) -> Any:
-        packed, cache = _statistics(spec, keep_cache, hidden, weight, bias, _unpacked(spec, tokens, hidden.shape[0]))
-        columns = jnp.full((1, packed.shape[1]), weight.shape[0], jnp.int32)
-        return jnp.concatenate([packed, lax.bitcast_convert_type(columns, packed.dtype)]), cache
+        return with_columns(spec, keep_cache, hidden, weight, bias, _unpacked(spec, tokens, hidden.shape[0]))
 
     return jax.jit(run)
 
@@ -71,10 +69,8 @@ def results(spec: Spec, fields: tuple[str, ...], megatron: bool) -> Callable[...
     """``(tokens, gathered) -> packed``: ``fields`` of `LogprobOutput`, then S; NaN where parts differ in size."""
 
     def run(tokens: Any, gathered: Any) -> Any:
-        columns = lax.bitcast_convert_type(gathered[:, -1], jnp.int32)
-        equal = (columns == columns[0]).all(0)
         unpacked = _unpacked(spec, tokens, gathered.shape[-1])
-        return _packed(*_results(spec, fields, megatron, unpacked, jnp.where(equal, gathered[:, :-1], jnp.nan)))
+        return _packed(*results_of(spec, fields, megatron, unpacked, of_equal_parts(gathered)))
 
     return jax.jit(run)
 
@@ -85,26 +81,10 @@ def forward(spec: Spec, keep_cache: bool, fields: tuple[str, ...], megatron: boo
 
     def run(hidden: Any, weight: Any, bias: Any, tokens: Any) -> Any:
         unpacked = _unpacked(spec, tokens, hidden.shape[0])
-        packed, cache = _statistics(spec, keep_cache, hidden, weight, bias, unpacked)
-        return _packed(*_results(spec, fields, megatron, unpacked, packed[None])), cache
+        packed, cache = statistics_of(spec, keep_cache, hidden, weight, bias, unpacked)
+        return _packed(*results_of(spec, fields, megatron, unpacked, packed[None])), cache
 
     return jax.jit(run)
-
-
-@functools.cache
-def forward_of_rows(spec: Spec, keep_cache: bool, fields: tuple[str, ...], megatron: bool) -> Callable[..., Any]:
-    """``(hidden, weight, bias, count, labels, temperature, candidates) -> fields, S, cache leaves``: nothing packed.
-
-    For launches of our own, to which one more array costs nothing. Labels are ``[P, 2]``, the halves of each int64.
-    """
-
-    def run(hidden: Any, weight: Any, bias: Any, count: Any, labels: Any, temperature: Any, candidates: Any) -> Any:
-        tokens = _Tokens(count if spec.masked else None, _labels(spec, *labels.T), temperature, candidates)
-        packed, cache = _statistics(spec, keep_cache, hidden, weight, bias, tokens)
-        found, saved = _results(spec, fields, megatron, tokens, packed[None])
-        return list(found.values()), saved, cache
-
-    return run
 
 
 @functools.cache
@@ -129,31 +109,13 @@ def gradients(
         num_rows, saved, seeds = _split(spec, per_token, hidden.shape[0], cotangents)
         kept = None if cache is None else jax.tree.unflatten(cache, leaves)
         options = {"dweight": total, "overwrite_cache": overwrite_cache, "round_dhidden": rounded, "cache": kept}
-        found, dweight = _gradients(spec, wanted, (hidden, weight, bias), num_rows, saved, seeds, options)
+        found, dweight = gradients_of(spec, wanted, (hidden, weight, bias), num_rows, saved, seeds, options)
         return found if total is None else [*found, dweight[0, :1]]
 
     return jax.jit(run, donate_argnums=4)
 
 
-@functools.cache
-def gradients_of_rows(
-    spec: Spec, cotangents: tuple[str, ...], wanted: tuple[bool, ...], cache: Any, overwrite_cache: bool
-) -> Callable[..., Any]:
-    """``(hidden, weight, count, S, the cotangents, sum, *cache leaves) -> [dhidden, dweight]``, as `gradients`.
-
-    For launches of our own, as `forward_of_rows`.
-    """
-
-    def run(hidden: Any, weight: Any, count: Any, saved: Any, seeds: Any, total: Any, *leaves: Any) -> list[Any]:
-        kept = None if cache is None else jax.tree.unflatten(cache, leaves)
-        num_rows, named = count if spec.masked else None, dict(zip(cotangents, seeds, strict=True))
-        options = {"dweight": total, "overwrite_cache": overwrite_cache, "round_dhidden": True, "cache": kept}
-        return _gradients(spec, wanted, (hidden, weight, None), num_rows, saved, named, options)[0]
-
-    return run
-
-
-def _gradients(
+def gradients_of(
     spec: Spec, wanted: tuple[bool, ...], operands: Any, num_rows: Any, saved: Any, seeds: dict[str, Any], options: Any
 ) -> tuple[list[Any], Any]:
     """Those that are wanted, and dweight. ``operands``: hidden, weight and bias."""
@@ -196,16 +158,29 @@ def cache_structure(spec: Spec, device: jax.Device | launch.Device, *inputs: jax
         return jax.eval_shape(cache, *inputs)
 
 
-def _statistics(
-    spec: Spec, keep_cache: bool, hidden: Any, weight: Any, bias: Any, tokens: _Tokens
+def statistics_of(
+    spec: Spec, keep_cache: bool, hidden: Any, weight: Any, bias: Any, tokens: Tokens
 ) -> tuple[Any, list[Any]]:
     options = _options(spec, bias, tokens) | {"total": spec.call.mean_logit}
     stats, cache = local.statistics(hidden, weight, tokens.labels, keep_cache=keep_cache, **options)
     return local.pack(stats), jax.tree.leaves(cache) if keep_cache else []
 
 
-def _results(
-    spec: Spec, fields: tuple[str, ...], megatron: bool, tokens: _Tokens, gathered: Any
+def with_columns(spec: Spec, keep_cache: bool, *operands: Any) -> tuple[Any, list[Any]]:
+    """The statistics of a shard, and as their last row how many columns it has."""
+    packed, cache = statistics_of(spec, keep_cache, *operands)
+    columns = jnp.full((1, packed.shape[1]), operands[1].shape[0], jnp.int32)
+    return jnp.concatenate([packed, lax.bitcast_convert_type(columns, packed.dtype)]), cache
+
+
+def of_equal_parts(gathered: Any) -> Any:
+    """The statistics of all shards; NaN where these differ in size."""
+    columns = lax.bitcast_convert_type(gathered[:, -1], jnp.int32)
+    return jnp.where((columns == columns[0]).all(0), gathered[:, :-1], jnp.nan)
+
+
+def results_of(
+    spec: Spec, fields: tuple[str, ...], megatron: bool, tokens: Tokens, gathered: Any
 ) -> tuple[dict[str, Any], Any]:
     """``fields`` by name, and S."""
     num_rows, labels, temperature, candidates = tokens
@@ -238,7 +213,7 @@ def _counted(spec: Spec, packed: Any, rows: int) -> tuple[Any, Any]:
     return packed[0] if spec.masked else None, packed[1:].reshape(rows, -1).T
 
 
-class _Tokens(NamedTuple):
+class Tokens(NamedTuple):
     """What is per token, unpacked."""
 
     num_rows: Any  # how many rows count; None: all
@@ -247,13 +222,13 @@ class _Tokens(NamedTuple):
     candidates: Any  # [P, K] likewise, or None
 
 
-def _unpacked(spec: Spec, tokens: Any, rows: int) -> _Tokens:
+def _unpacked(spec: Spec, tokens: Any, rows: int) -> Tokens:
     """``tokens`` of a forward."""
     num_rows, columns = _counted(spec, tokens, rows)
-    return _Tokens(num_rows, _labels(spec, *columns[:2]), *_temperature_and_candidates(spec, columns[2:]))
+    return Tokens(num_rows, labels_of(spec, *columns[:2]), *_temperature_and_candidates(spec, columns[2:]))
 
 
-def _labels(spec: Spec, low: Any, high: Any) -> Any:
+def labels_of(spec: Spec, low: Any, high: Any) -> Any:
     """Labels from the halves of int64 numbers. JAX would take these modulo 2³²: 2³² + 3 would become 3."""
     far = jnp.where(high < 0, -1, spec.call.vocab_size)
     return jnp.where(high == low >> 31, jnp.clip(low, -1, spec.call.vocab_size), far)
@@ -277,14 +252,14 @@ def _split(spec: Spec, packed: Any, rows: int, names: tuple[str, ...]) -> tuple[
     return num_rows, columns[: len(columns) - width], seeds
 
 
-def _of_saved(spec: Spec, num_rows: Any, saved: Any) -> tuple[_Tokens, local.ShardStatistics]:
+def _of_saved(spec: Spec, num_rows: Any, saved: Any) -> tuple[Tokens, local.ShardStatistics]:
     """What S holds: labels, temperature and candidates, and the merged statistics."""
     first = len(saved) - spec.num_merged
-    tokens = _Tokens(num_rows, saved[0], *_temperature_and_candidates(spec, saved[1:first]))
+    tokens = Tokens(num_rows, saved[0], *_temperature_and_candidates(spec, saved[1:first]))
     return tokens, local.unpack(lax.bitcast_convert_type(saved[first:], jnp.float32), spec.merged)
 
 
-def _options(spec: Spec, bias: Any, tokens: _Tokens) -> dict[str, Any]:
+def _options(spec: Spec, bias: Any, tokens: Tokens) -> dict[str, Any]:
     return spec.call.options | {
         "vocab_start": spec.vocab_start,
         "vocab_size": spec.call.vocab_size if spec.padded else None,

@@ -79,8 +79,8 @@ def run(
     for result, operand in (updated or {}).items():
         outputs[result] = inputs[operand].copy().reshape(-1).view(np.uint8)
     workspace = np.full(program.workspace_bytes, FILL, np.uint8)
-    addresses = ([x.ctypes.data for x in arrays] for arrays in (inputs, outputs))
-    loaded(program, folder)(0, *addresses, workspace.ctypes.data)
+    addresses = [x.ctypes.data for x in (*outputs, *inputs)]
+    loaded(program, folder)(0, workspace.ctypes.data, (), addresses)
     return [x.view(s.dtype).reshape(s.shape) for x, s in zip(outputs, program.outputs, strict=True)]
 
 
@@ -93,10 +93,15 @@ def loaded(program: launch.Program, folder: pathlib.Path) -> Callable[..., None]
     for step in program.schedule.steps:
         if isinstance(step, Stage):
             name = f"stage_{sum(place == -1 for _, place in steps)}"
-            steps.append((functools.partial(_run_stage, library[name], library[f"{name}_apart"], step), -1))
+            steps.append((_later(_run_stage, library[name], library[f"{name}_apart"], step), -1))
         else:
-            steps.append((functools.partial(_emulate, step, len(of_sums) > 1), table.add(step.arrays)))
+            steps.append((_later(_emulate, step, len(of_sums) > 1), table.add(step.arrays)))
     return table.runner(steps)
+
+
+def _later(function: Callable[..., None], *known: Any) -> Any:
+    """What makes a launch of ``function``, given a stream and an address."""
+    return functools.partial(functools.partial, function, *known)
 
 
 def _run_stage(together: Any, apart: Any, step: Any, stream: int, address: int) -> None:

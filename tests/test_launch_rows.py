@@ -38,7 +38,7 @@ def test_rows_that_count(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
     addresses = [x.ctypes.data for x in (pairs, columns, whole, *results)]
     strides = [0, 6, 7, 1, 0, 2, 9, 1]  # of pairs, columns and the first two results, each before the rows and of them
     run, workspace = launch_emulator.loaded(program, tmp_path), np.empty(program.workspace_bytes, np.uint8)
-    run(0, [0, *addresses[:3]], addresses[3:], workspace.ctypes.data, [count, *strides])
+    run(0, workspace.ctypes.data, [count, *strides], [*addresses[3:], 0, *addresses[:3]])
     np.testing.assert_array_equal(results[0][: 2 * count : 2], pairs[:, 0, 1] + whole[:count])
     assert (np.delete(results[0], np.s_[: 2 * count : 2]) == -1).all()
     np.testing.assert_array_equal(results[1][:, :count], columns[:, :count] * 2)

@@ -2,7 +2,7 @@
 
     program = launch.program(function, operands, device)        # host only: nothing is asked of the GPU
     run = program.load(number)                                  # compiled for the current CUDA device
-    run(stream, inputs, outputs, workspace)                     # addresses; nothing is allocated, nothing waits
+    run(stream, workspace, (), addresses)                       # nothing is allocated, nothing waits
 
 ``function`` is one that ``jax.jit`` takes. Its Mosaic kernels are launched as they are. What lies between them, some
 hundred operations on a few numbers per token, is generated as CUDA C++ from StableHLO, a few launches in all: so the

@@ -26,10 +26,7 @@ CAPABILITY_MAJOR, CAPABILITY_MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPAB
 
 @functools.cache
 def _driver() -> Any:
-    library = ctypes.CDLL(DRIVER)
-    unsigned, pointer = ctypes.c_uint, ctypes.c_void_p
-    library.cuLaunchKernel.argtypes = [pointer, *(unsigned,) * 7, pointer, pointer, pointer]
-    return library
+    return ctypes.CDLL(DRIVER)
 
 
 @functools.cache
@@ -79,29 +76,30 @@ def _kept_at(text: bytes, architecture: str) -> pathlib.Path | None:
     if not folder or "://" in folder:
         return None
     version = ctypes.c_int(), ctypes.c_int()
-    _checked(compiler().nvrtcVersion(*map(ctypes.byref, version)))
+    check(compiler().nvrtcVersion(*map(ctypes.byref, version)))
     told = f"{architecture} {version[0].value}.{version[1].value}\n".encode()
     return pathlib.Path(folder) / f"lce_jax_launch-{hashlib.sha256(told + text).hexdigest()}.cubin"
 
 
 def _compiled(text: bytes, architecture: str) -> bytes:
     nvrtc, handle = compiler(), ctypes.c_void_p()
-    _checked(nvrtc.nvrtcCreateProgram(ctypes.byref(handle), text, b"lce_jax_launch.cu", 0, None, None))
+    check(nvrtc.nvrtcCreateProgram(ctypes.byref(handle), text, b"lce_jax_launch.cu", 0, None, None))
     options = (ctypes.c_char_p * 3)(f"--gpu-architecture={architecture}".encode(), b"--std=c++17", b"-w")
     status, size = nvrtc.nvrtcCompileProgram(handle, len(options), options), ctypes.c_size_t()
     if status:
-        _checked(nvrtc.nvrtcGetProgramLogSize(handle, ctypes.byref(size)))
+        check(nvrtc.nvrtcGetProgramLogSize(handle, ctypes.byref(size)))
         log = ctypes.create_string_buffer(size.value)
-        _checked(nvrtc.nvrtcGetProgramLog(handle, log))
+        check(nvrtc.nvrtcGetProgramLog(handle, log))
         raise RuntimeError(f"NVRTC: {log.value.decode()}")
-    _checked(nvrtc.nvrtcGetCUBINSize(handle, ctypes.byref(size)))
+    check(nvrtc.nvrtcGetCUBINSize(handle, ctypes.byref(size)))
     code = ctypes.create_string_buffer(size.value)
-    _checked(nvrtc.nvrtcGetCUBIN(handle, code))
-    _checked(nvrtc.nvrtcDestroyProgram(ctypes.byref(handle)))
+    check(nvrtc.nvrtcGetCUBIN(handle, code))
+    check(nvrtc.nvrtcDestroyProgram(ctypes.byref(handle)))
     return code.raw
 
 
-def _checked(status: int) -> None:
+def check(status: int) -> None:
+    """Raises if the driver or NVRTC refuses."""
     if status:
         raise RuntimeError(f"CUDA error {status} in lce_jax.launch")
 
@@ -112,25 +110,23 @@ class Module:
     def __init__(self, source: str, device: int) -> None:
         self._code = compiled(source, _architecture(device))
         self._module = ctypes.c_void_p()
-        _checked(_driver().cuModuleLoadData(ctypes.byref(self._module), self._code))
+        check(_driver().cuModuleLoadData(ctypes.byref(self._module), self._code))
 
-    def launch(self, name: str, blocks: int, threads: int) -> Callable[[int, int], None]:
-        """Launches a function, given a stream and the address of the address of its one argument."""
-        function = ctypes.c_void_p()
-        _checked(_driver().cuModuleGetFunction(ctypes.byref(function), self._module, name.encode()))
-        call = functools.partial(_driver().cuLaunchKernel, function, blocks, 1, 1, threads, 1, 1, 0)
+    def launch(self, name: str, blocks: int, threads: int) -> Callable[[int, int], Callable[[], int]]:
+        """What makes a launch of a function, given a stream and the address of the address of its one argument.
 
-        def run(stream: int, address: int) -> None:
-            status = call(stream, address, None)
-            if status:
-                _checked(status)
-
-        return run
+        All arguments are C's already: it costs the host time to convert them.
+        """
+        function, unsigned, pointer = ctypes.c_void_p(), ctypes.c_uint, ctypes.c_void_p
+        check(_driver().cuModuleGetFunction(ctypes.byref(function), self._module, name.encode()))
+        shape = map(unsigned, (blocks, 1, 1, threads, 1, 1, 0))
+        call = functools.partial(_driver().cuLaunchKernel, function, *shape)
+        return lambda stream, address: functools.partial(call, pointer(stream), pointer(address), pointer(None))
 
 
 def _architecture(device: int) -> str:
     handle, values = ctypes.c_int(), [ctypes.c_int(), ctypes.c_int()]
-    _checked(_driver().cuDeviceGet(ctypes.byref(handle), device))
+    check(_driver().cuDeviceGet(ctypes.byref(handle), device))
     for attribute, value in zip((CAPABILITY_MAJOR, CAPABILITY_MINOR), values, strict=True):
-        _checked(_driver().cuDeviceGetAttribute(ctypes.byref(value), attribute, handle))
+        check(_driver().cuDeviceGetAttribute(ctypes.byref(value), attribute, handle))
     return "sm_" + "".join(str(value.value) for value in values)

@@ -117,11 +117,14 @@ def _takes_device() -> bool:
     return bool(getattr(core, "_ABI_V2", False))
 
 
-type Launch = Callable[[int, Any], None]  # (stream, the addresses of operands and results)
+type Step = Callable[[int, int], Callable[[], None]]  # (stream, where the addresses are) -> launch()
 
 
-def compile_kernel(module: bytes, device: int) -> Launch:
-    """A Mosaic kernel on the current CUDA device, whose number is ``device``. It is never unloaded.
+def compile_kernel(module: bytes, device: int) -> Step:
+    """What makes launches of a Mosaic kernel on the current CUDA device, whose number is ``device``.
+
+    It is given the addresses of operands and results. All arguments are C's already: it costs the host time to convert
+    them. The kernel is never unloaded.
 
     Raises:
         RuntimeError: Mosaic does not compile it; the reason is in the process's standard error.
@@ -131,11 +134,9 @@ def compile_kernel(module: bytes, device: int) -> Launch:
         compiled = _compiler().MosaicGpuCompile(module, len(module))
     if not compiled:
         raise RuntimeError("Mosaic did not compile a kernel; standard error says why")
-    function, address = compiled[0], compiled[1]
-    pointer, number = ctypes.c_void_p, ctypes.c_int
-    if not _takes_device():
-        launch = ctypes.CFUNCTYPE(None, pointer, pointer, pointer)(address)
-        return functools.partial(launch, function)
-    kernel = compiled[2]
-    launch_on = ctypes.CFUNCTYPE(None, pointer, pointer, pointer, pointer, number)(address)
-    return lambda stream, addresses: launch_on(kernel, function, stream, addresses, device)
+    pointer, launch = ctypes.c_void_p, ctypes.CFUNCTYPE(None)(compiled[1])
+    function, kernel = pointer(compiled[0]), pointer(compiled[2] if _takes_device() else None)
+    if _takes_device():
+        number = ctypes.c_int(device)
+        return lambda stream, at: functools.partial(launch, kernel, function, pointer(stream), pointer(at), number)
+    return lambda stream, at: functools.partial(launch, function, pointer(stream), pointer(at))

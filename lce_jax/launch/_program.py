@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import functools
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -16,7 +17,9 @@ from lce_jax.launch._graph import Rows
 from lce_jax.launch._refusal import UnservedError
 from lce_jax.launch._schedule import Schedule, Stage, Storage
 
-type Run = Callable[[int, Sequence[int], Sequence[int], int, Sequence[int]], None]
+type Run = Callable[[int, int, Sequence[int], Sequence[int]], None]
+
+KEPT = 64  # runs of a program whose launches are kept, each with a table of a few hundred bytes
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -52,11 +55,12 @@ class Program:
         """The program compiled for the current CUDA device, whose number is ``device``.
 
         Returns:
-            ``run(stream, inputs, outputs, workspace, numbers)``, with the handle of a stream and addresses: of the
-            operands, of the results, each aligned to 16 bytes, and of the workspace. ``numbers`` is empty without
+            ``run(stream, workspace, numbers, addresses)``, with the handle of a stream, the address of the workspace,
+            and those of the results and then of the operands, each aligned to 16 bytes. ``numbers`` is empty without
             `Rows`. With them, it is how many rows count, then for each of their operands and each of their results two
             strides, in elements: of the dimension before the rows (0 if there is none), and of the rows. The operand
-            that says how many rows count has no address. A run returns before the GPU has done anything.
+            that says how many rows count has no address: 0. A run returns before the GPU has done anything. What the
+            last runs were given is kept, because an allocator hands out the same addresses again and again.
 
         Raises:
             RuntimeError: a compiler or the driver refuses; the message is its own.
@@ -114,7 +118,7 @@ def _numbered(schedule: Schedule) -> dict[Storage, int]:
 
 
 def _load(program: Program, device: int) -> Run:
-    kernels: dict[bytes, _jax.Launch] = {}
+    kernels: dict[bytes, _jax.Step] = {}
     code = _cuda.Module(program.source, device) if program.num_stages else None
     table = _Table(program)
     steps: list[tuple[Step, int]] = []
@@ -132,7 +136,7 @@ def _load(program: Program, device: int) -> Run:
     return table.runner(steps)
 
 
-type Step = Callable[[int, int], None]  # (stream, the address of what it is given)
+type Step = Callable[[int, int], Callable[[], Any]]  # (stream, the address of what it is given) -> launch() -> status
 
 
 class _Table:
@@ -166,13 +170,19 @@ class _Table:
         table_type, picked = ctypes.c_uint64 * len(indices), operator.itemgetter(*indices)
         placed = [(step, 8 * (place % len(indices))) for step, place in steps]
 
-        def run(
-            stream: int, inputs: Sequence[int], outputs: Sequence[int], workspace: int, numbers: Sequence[int] = ()
-        ) -> None:
-            values = (workspace, *numbers, *outputs, *inputs)
-            table = table_type(*map(operator.add, picked(values), offsets))
+        # Nothing writes to a table, and the driver copies what it needs of it at the launch: threads may share one.
+        @functools.lru_cache(KEPT)
+        def bound(values: tuple[int, ...]) -> tuple[Any, list[Callable[[], Any]]]:
+            stream, *given = values
+            table = table_type(*map(operator.add, picked(given), offsets))
             address = table[-1] = ctypes.addressof(table)
-            for step, place in placed:
-                step(stream, address + place)
+            return table, [step(stream, address + place) for step, place in placed]
+
+        def run(stream: int, workspace: int, numbers: Sequence[int], addresses: Sequence[int]) -> None:
+            _table, launches = bound((stream, workspace, *numbers, *addresses))  # it lives until all are launched
+            for launch in launches:
+                status = launch()
+                if status:
+                    _cuda.check(status)
 
         return run

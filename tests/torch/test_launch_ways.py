@@ -17,7 +17,7 @@ from lce_torch_bridge import (
     _direct,
     _execute,
     _launch,
-    _prepared,
+    _prepared_forward,
     _programs,
     _rows,
     explain,
@@ -127,7 +127,8 @@ def test_a_whole_size_is_not_padded(
     """Only where a token has the same bits in a program of any size: launched, and with one launch."""
     seen = []
 
-    def launched(_x: Any, _call: Any, _keep: bool, pieces: list[_rows.Piece], spec: Any) -> Any:
+    def launched(_x: Any, _call: Any, _keep: bool, described: Any) -> Any:
+        pieces, _, spec = described()
         seen.append(pieces[0].rows)
         assert spec.masked == pieces[0].masked
         return [] if direct else None
@@ -137,7 +138,7 @@ def test_a_whole_size_is_not_padded(
         assert spec.masked
         return [torch.empty(8, seen[-1], dtype=torch.int32)], []
 
-    monkeypatch.setattr(_prepared, "forward", launched)
+    monkeypatch.setattr(_prepared_forward, "forward", launched)
     monkeypatch.setattr(_execute, "_run_alone", run)
     labels = torch.zeros(4096, dtype=torch.int64)
     operands = _execute.Operands(torch.empty(4096, 8), torch.empty(columns, 8), None, labels, None, None)
