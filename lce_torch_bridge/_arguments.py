@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,7 +11,7 @@ from lce_jax import scalars
 from lce_torch_bridge import _checks, _dtensor, _tokens, tensor_parallel
 from lce_torch_bridge._autocast import autocast
 from lce_torch_bridge._main_grad import accumulate_into_main_grad
-from lce_torch_bridge._types import Call, Entropy, OutOfVocab, Wgrad
+from lce_torch_bridge._types import PLAIN, Call, Entropy, OutOfVocab, Wgrad
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -57,34 +56,70 @@ def of_call(
 ) -> Arguments:
     """The arguments of `linear_logprobs`, checked."""
     _checks.group(tp_group)
-    if _dtensor.spans(hidden, tp_group):
+    known = _fit(hidden, weight, labels)
+    if not known and _dtensor.spans(hidden, tp_group):
         reduce_grad_hidden = True  # its placement says that the gradient is whole
-    hidden, labels, temperature, keep, candidates = _dtensor.tokens(
-        hidden=hidden, labels=labels, temperature=temperature, keep=keep, candidates=candidates
-    )
-    _checks.tensors(hidden, weight, labels)
+    if not (known and keep is candidates is None and type(temperature) is float):
+        hidden, labels, temperature, keep, candidates = _dtensor.tokens(
+            hidden=hidden, labels=labels, temperature=temperature, keep=keep, candidates=candidates
+        )
+    if not known:
+        _checks.tensors(hidden, weight, labels)
     _checks.temperature(temperature, hidden, labels)
     _checks.keep(keep, hidden, labels)
     num_candidates = _checks.candidates(candidates, hidden, labels)
     keep = _tokens.without(ignore_index, keep, labels)
-    scalars.one_of("entropy", entropy, ("grad", "metric", "none"))
-    scalars.one_of("out_of_vocab", out_of_vocab, ("zero", "megatron"))
     scalars.one_of("wgrad", wgrad, ("return", "main_grad"))
-    weight, bias = _rows_of_head(weight, bias, tp_group, wgrad)
+    if not (known and bias is tp_group is None):
+        weight, bias = _rows_of_head(weight, bias, tp_group, wgrad)
     columns = weight.shape[0] * (1 if tp_group is None else tp_group.size())
     call = _found_again(
         tensor_parallel.name_of(tp_group), columns, vocab_size, logit_scale, logit_softcap, entropy, stats, mean_logit,
         num_candidates, out_of_vocab, reduce_grad_hidden, cache_bytes, gradient_threshold, implementation,
     )  # fmt: skip
+    if not known:
+        _remember(hidden, weight, labels)
     return Arguments(hidden, weight, bias, labels, temperature, candidates, keep, call)
+
+
+MOST_KNOWN = 4096
+_known: set[Any] = set()  # types, shapes, dtypes and devices of operands that were checked before
+
+
+def _fit(hidden: Any, weight: Any, labels: Any) -> bool:
+    """Whether the three are plain tensors like those of an earlier call, so that they need no checks."""
+    return not torch.compiler.is_compiling() and _described(hidden, weight, labels) in _known
+
+
+def _remember(hidden: Any, weight: Any, labels: Any) -> None:
+    """Operands that fit each other."""
+    described = None if torch.compiler.is_compiling() else _described(hidden, weight, labels)
+    if described is None:
+        return
+    if len(_known) >= MOST_KNOWN:
+        _known.clear()
+    _known.add(described)
+
+
+def _described(*tensors: Any) -> tuple[Any, ...] | None:
+    """All that their checks look at; None if one is of another kind, or traced with sizes that are no numbers."""
+    x, y, z = tensors
+    if not (type(x) in PLAIN and type(y) in PLAIN and type(z) in PLAIN):
+        return None
+    described = x.shape, x.dtype, x.device, y.shape, y.dtype, y.device, z.shape, z.dtype, z.device
+    try:
+        hash(described)
+    except TypeError:
+        return None
+    return described
 
 
 def _found_again(*options: Any) -> Call:
     """`_call`, which each set of options is checked by once."""
-    if not torch.compiler.is_compiling():
-        with contextlib.suppress(TypeError):  # options that have no hash, and those of a wrong type
-            return _known_call(*options)
-    return _call(*options)
+    try:
+        return (_call if torch.compiler.is_compiling() else _known_call)(*options)
+    except TypeError:  # options that have no hash, and those of a wrong type
+        return _call(*options)
 
 
 def _call(
@@ -103,6 +138,8 @@ def _call(
     gradient_threshold: Any,
     implementation: Any,
 ) -> Call:
+    scalars.one_of("entropy", entropy, ("grad", "metric", "none"))
+    scalars.one_of("out_of_vocab", out_of_vocab, ("zero", "megatron"))
     return Call(
         group=group,
         vocab_size=_checks.vocabulary(vocab_size, columns),

@@ -17,6 +17,7 @@ type OutOfVocab = Literal["zero", "megatron"]
 type Wgrad = Literal["return", "main_grad"]
 type Reduction = Literal["none", "sum", "mean"]
 
+PLAIN = (torch.Tensor, torch.nn.Parameter)  # types of tensors that nothing else interprets
 PER_CANDIDATE = "candidate_logprobs"  # the one result that is [T, K]; the others are [T]
 DIFFERENTIABLE = ("logprobs", "entropy", "lse", "mean_logit", PER_CANDIDATE)  # results that may have a gradient
 

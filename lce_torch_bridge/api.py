@@ -8,7 +8,7 @@ import torch
 
 from lce_torch_bridge import _arguments, _tokens, autograd
 from lce_torch_bridge._arguments import Arguments
-from lce_torch_bridge._types import Entropy, LogprobOutput, Operands, OutOfVocab, Wgrad
+from lce_torch_bridge._types import Entropy, LogprobOutput, Operands, OutOfVocab, Wgrad, names_of
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -186,9 +186,15 @@ def linear_logprobs(
 def _run(given: Arguments, weight: torch.Tensor) -> LogprobOutput:
     """The operator, on the tokens that are kept."""
     x, call = _arguments.flat(given), given.call
-    wanted = (leaf.requires_grad for leaf in (x.hidden, weight, given.bias) if leaf is not None)
-    keep_cache = torch.is_grad_enabled() and any(wanted) and call.keeps_tiles
+    keep_cache = call.keeps_tiles and torch.is_grad_enabled() and _any_gradient(x.hidden, weight, given.bias)
     operands = Operands(x.hidden, weight, given.bias, x.labels, x.temperature, x.candidates)
-    fields = zip(call.fields, autograd.apply(operands, keep_cache, call), strict=False)
-    results: dict[str, Any] = {name: _tokens.placed(result, x.rows, given.labels) for name, result in fields}
+    found = autograd.apply(operands, keep_cache, call)
+    names = call.fields if torch.compiler.is_compiling() else names_of(call)[0]
+    if x.rows is not None or given.labels.ndim != 1:
+        found = tuple(_tokens.placed(result, x.rows, given.labels) for result in found[: len(names)])
+    results: dict[str, Any] = dict(zip(names, found, strict=False))
     return LogprobOutput(**{"entropy": None, **results})
+
+
+def _any_gradient(*leaves: torch.Tensor | None) -> bool:
+    return any(leaf.requires_grad for leaf in leaves if leaf is not None)

@@ -11,13 +11,13 @@ Everything that the backward needs is a tensor: autograd owns it, frees it, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import torch
 
 from lce_torch_bridge import _execute, _main_grad
-from lce_torch_bridge._types import CALL_SCHEMA, DIFFERENTIABLE, Call, Operands, names_of
+from lce_torch_bridge._types import CALL_SCHEMA, DIFFERENTIABLE, PLAIN, Call, Operands, names_of
 
 NAME = "lce_torch_bridge"
 NUM_OPERANDS = len(Operands._fields)
@@ -25,7 +25,7 @@ NUM_OPERANDS = len(Operands._fields)
 
 def apply(x: Operands, keep_cache: bool, call: Call) -> tuple[torch.Tensor, ...]:
     """``Call.fields``, differentiable."""
-    if _nothing_watches() and not any(_is_watched(y) for y in x if y is not None):
+    if _nothing_watches() and not _any_is_watched(x):
         return Eager.apply(*x, keep_cache, call)
     if not torch.compiler.is_compiling():
         return Uncompiled.apply(*x, keep_cache, *call)
@@ -36,9 +36,6 @@ def apply(x: Operands, keep_cache: bool, call: Call) -> tuple[torch.Tensor, ...]
 def is_differentiated(*operands: torch.Tensor | None) -> bool:
     """Whether a call is recorded for a backward. Otherwise torch 2.11 does not trace a Function, but an operator."""
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in operands)
-
-
-PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def _nothing_watches() -> bool:
@@ -144,7 +141,7 @@ def _backward(ctx: Any, names: tuple[str, ...], grads: tuple[torch.Tensor | None
     # If gradients are recorded, as always in torch.func, a second derivative may be asked for.
     recorded = torch.is_grad_enabled()
     # The compiler cannot trace what follows.
-    plain = not (torch.compiler.is_compiling() or recorded or any(map(_is_watched, (hidden, weight, *given.values()))))
+    plain = not (torch.compiler.is_compiling() or recorded or _any_is_watched((hidden, weight, *given.values())))
     sums = _sums(ctx, cache) if plain else _execute.NO_SUMS
     if sums is not _execute.NO_SUMS or (plain and _nothing_watches()):
         found = _execute.gradients(hidden, weight, bias, saved, cache, given, wanted, ctx.call, sums)
@@ -156,9 +153,14 @@ def _backward(ctx: Any, names: tuple[str, ...], grads: tuple[torch.Tensor | None
     return [next(left) if want else None for want in wanted]
 
 
-def _is_watched(x: torch.Tensor) -> bool:
-    """Whether a tensor needs operators: a subclass, one without values, or a batch of is_grads_batched=True."""
-    return type(x) not in PLAIN or x.is_meta or torch._C._functorch.is_legacy_batchedtensor(x)
+def _any_is_watched(tensors: Iterable[torch.Tensor | None]) -> bool:
+    """Whether one needs operators: a subclass, one without values, or a batch of is_grads_batched=True."""
+    for x in tensors:
+        if x is None:
+            continue
+        if type(x) not in PLAIN or x.is_meta or torch._C._functorch.is_legacy_batchedtensor(x):
+            return True
+    return False
 
 
 def refuse_forward_mode() -> NoReturn:

@@ -83,7 +83,7 @@ def test_a_split_vocabulary(loaded: list[launch.Program], monkeypatch: pytest.Mo
     on_both()
     one, two = on_both()
     assert all(map(torch.equal, one[:3], two[:3]))
-    assert torch.equal(two[3], on_both()[0][3])  # dhidden, of which the first rank had an older part in the round before
+    assert torch.equal(two[3], on_both()[0][3])  # dhidden: the first rank had an older part before
     assert one[3].dtype == torch.bfloat16
     assert len(loaded) == 8  # of each rank: a whole piece and the last one, their union, gradients
     sent = ranks.gathered[0]
