@@ -59,7 +59,7 @@ def of_call(
     known = _fit(hidden, weight, labels)
     if not known and _dtensor.spans(hidden, tp_group):
         reduce_grad_hidden = True  # its placement says that the gradient is whole
-    if not (known and keep is candidates is None and type(temperature) is float):
+    if not (known and keep is None and candidates is None and type(temperature) is float):
         hidden, labels, temperature, keep, candidates = _dtensor.tokens(
             hidden=hidden, labels=labels, temperature=temperature, keep=keep, candidates=candidates
         )
@@ -70,7 +70,7 @@ def of_call(
     num_candidates = _checks.candidates(candidates, hidden, labels)
     keep = _tokens.without(ignore_index, keep, labels)
     scalars.one_of("wgrad", wgrad, ("return", "main_grad"))
-    if not (known and bias is tp_group is None):
+    if not (known and bias is None and tp_group is None):
         weight, bias = _rows_of_head(weight, bias, tp_group, wgrad)
     columns = weight.shape[0] * (1 if tp_group is None else tp_group.size())
     call = _found_again(
