@@ -163,7 +163,8 @@ def time(group: dist.ProcessGroup) -> None:
             flush=True,
         )
         assert on_two <= 1.02 * (half + collective)
-        assert on_two <= 0.52 * whole or cache_bytes
+        if not cache_bytes:  # with one, the rest is a larger part of less time
+            assert on_two <= 0.52 * whole
 
 
 def main() -> None:
