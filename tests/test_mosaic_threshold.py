@@ -203,18 +203,20 @@ def test_lists_hold_every_live_tile_once() -> None:
         live = rng.random((9, 5)) < share
         work = jax.jit(lambda live: Worklist.of(live, 2, contracted))(jnp.asarray(live))  # noqa: B023
         first, counts, order = (np.asarray(x) for x in (work.first, work.counts, work.order))
-        assert np.all(np.diff(counts) <= 0)
         assert np.all(first % 2 == 0)
         entries = {(order[r], int(work.row_blocks[first[r] + i])) for r in range(9) for i in range(counts[r])}
         assert entries == {(tile, block) for tile, block in np.argwhere(live)}
         for rank in range(9):
             assert np.all(np.asarray(work.tiles)[first[rank] : first[rank + 1]] == order[rank])
         seen, stop = [], 0
-        scalars, lists = jax.jit(lambda work: Batches.of(work, 12, 2, 77))(work)
+        scalars, lists, ranks = jax.jit(lambda work: Batches.of(work, 12, 2, 77))(work)
         for fields, *of_rows in zip(np.asarray(scalars), *map(np.asarray, lists), strict=True):
             batch = Batch.unpack(fields)
             assert batch.rank == stop
             stop = batch.rank + batch.num_ranks
+            own = np.asarray(ranks)[batch.rank : stop]
+            assert sorted(own) == list(range(batch.rank, stop))
+            assert np.all(np.diff(counts[own]) <= 0)
             assert (batch.entry, batch.entry + batch.num_entries) == (first[batch.rank], first[stop])
             assert batch.num_entries <= 12
             assert batch.num_columns == 77
@@ -229,3 +231,15 @@ def test_lists_hold_every_live_tile_once() -> None:
         assert stop == 9
         keeps = live if contracted is None else live & np.asarray(contracted)[:, None]
         assert sorted(seen) == [(tile, block) for tile, block in np.argwhere(keeps)]
+
+
+def test_each_batch_has_its_share_of_crowded_tiles() -> None:
+    """Those of a language model's frequent ids, live in all row blocks, which a batch of their own would hold alone."""
+    rng, tiles, blocks, crowded = np.random.default_rng(0), 400, 32, 40
+    live = rng.random((tiles, blocks)) < np.where(np.arange(tiles) < crowded, 1.0, 0.1)[:, None]
+    work = jax.jit(lambda live: Worklist.of(live, 2, None))(jnp.asarray(live))
+    scalars, *_ = jax.jit(lambda work: Batches.of(work, 32 * 25, 2, 77))(work)
+    batches = [Batch.unpack(fields) for fields in np.asarray(scalars)]
+    shares = [np.sum(np.asarray(work.order)[b.rank : b.rank + b.num_ranks] < crowded) / b.num_ranks for b in batches if b.num_ranks]
+    assert len(shares) >= 3
+    assert np.allclose(shares, crowded / tiles, atol=0.02), shares

@@ -143,7 +143,11 @@ class KernelSet(Protocol):
         hidden: Float[Array, "T H"],
         case: Case,
         work: Worklist,
+        ranks: Int[Array, "ranks"],
         batch: Int[Array, "fields"],
         add: bool = False,
     ) -> Float[Array, "V H"]:
-        """``dweight`` with the batch's vocabulary tiles written, or added, each from its live row blocks."""
+        """``dweight`` with the batch's vocabulary tiles written, or added, each from its live row blocks.
+
+        ``ranks`` are the vocabulary tiles' ranks by batch, in the order to take them.
+        """

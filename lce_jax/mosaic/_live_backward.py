@@ -71,9 +71,9 @@ def _walk(call: Call, rows: RowCoefficients, work: Worklist, sums: Any, dweight:
     @jax.named_scope("batch")
     def step(i: Any, carry: Any) -> Any:
         sums, dweight = carry
-        batch, lists = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False), batches)
+        batch, lists = batches.at(i)
         d = kernels.live_dlogits(prepared, prepared.weight, case, factors, work, batch, slots)
         sums = kernels.update_live_dhidden(sums, d, prepared.weight, case, work, lists, batch)
-        return sums, kernels.write_live_dweight(dweight, d, prepared.hidden, case, work, batch, adds)
+        return sums, kernels.write_live_dweight(dweight, d, prepared.hidden, case, work, batches.ranks, batch, adds)
 
     return lax.fori_loop(0, batches.scalars.shape[0], step, (sums, dweight))

@@ -1,8 +1,11 @@
 """The live tiles of a shard as lists, along which the kernels of a sparse backward walk.
 
-A live tile, a row block by a vocabulary tile, is an entry of one list, by vocabulary tile. Those with the most live row
-blocks come first, so that kernel blocks that run side by side have equally much to do. A batch is a range of vocabulary
-tiles in that order: it fills an array of dlogits, a slot of [row block, tile] for each entry.
+A live tile, a row block by a vocabulary tile, is an entry of one list, by vocabulary tile. A batch is a range of that
+list: it fills an array of dlogits, a slot of [row block, tile] for each entry.
+
+Vocabulary tiles that are live in many row blocks and those live in few are mixed in that order, so that each batch, and
+each row block's part of it, has the same share of both. dhidden reads the weight's tile once for many row blocks, or
+for each of the few: alone, the latter would wait for memory, while the former would leave it idle.
 
 Every array has a static size, so other live tiles compile nothing anew.
 """
@@ -12,6 +15,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 if TYPE_CHECKING:
@@ -39,7 +43,8 @@ class Worklist(NamedTuple):
         vocabulary tiles that dhidden contracts; None: all.
         """
         num_tiles, blocks = live.shape
-        order = jnp.argsort(jnp.sum(~live, axis=1, dtype=jnp.int32), stable=True).astype(jnp.int32)
+        by_count = jnp.argsort(jnp.sum(live, axis=1, dtype=jnp.int32), stable=True).astype(jnp.int32)
+        order = by_count[_mixed(num_tiles)]
         live = live[order]
         counts = jnp.sum(live, axis=1, dtype=jnp.int32)
         first = _sums_before(-(-counts // group) * group)
@@ -110,6 +115,15 @@ class Batches(NamedTuple):
 
     scalars: Int[Array, "batches fields"]  # a `Batch` each
     rows: RowLists  # [batches, blocks]
+    ranks: Int[Array, "ranks"]  # all, by batch; in each, those with the most live row blocks come first
+
+    def at(self, i: Any) -> tuple[Int[Array, "fields"], RowLists]:
+        """The numbers and the lists of one batch."""
+
+        def of_batch(x: Array) -> Array:
+            return lax.dynamic_index_in_dim(x, i, keepdims=False)
+
+        return of_batch(self.scalars), RowLists(*map(of_batch, self.rows))
 
     @classmethod
     def of(cls, work: Worklist, slots: int, group: int, num_columns: Any) -> Batches:
@@ -120,6 +134,8 @@ class Batches(NamedTuple):
         starts = jnp.arange(-(-size // share) + 1, dtype=jnp.int32) * share
         ranks = jnp.sum(work.first[None, :-1] < starts[:, None], axis=1, dtype=jnp.int32)
         entries, before = work.first[ranks], work.before[ranks]
+        batch = jnp.sum(work.first[:-1, None] >= starts[None, 1:], axis=1, dtype=jnp.int32)
+        by_count = jnp.argsort(batch * (work.row_first.shape[0] + 1) - work.counts, stable=True).astype(jnp.int32)
         counts = before[1:] - before[:-1]
         order = jnp.argsort(-counts, axis=1, stable=True).astype(jnp.int32)
         first, counts = (jnp.take_along_axis(x, order, axis=1) for x in (work.row_first + before[:-1], counts))
@@ -131,7 +147,20 @@ class Batches(NamedTuple):
             jnp.sum(counts > 0, axis=1, dtype=jnp.int32),
             jnp.broadcast_to(jnp.asarray(num_columns, jnp.int32), entries[1:].shape),
         )
-        return cls(jnp.stack(fields, axis=1), RowLists(order, first, counts))
+        return cls(jnp.stack(fields, axis=1), RowLists(order, first, counts), by_count)
+
+
+def _mixed(n: int) -> Int[np.ndarray, "n"]:
+    """An order of n things in which each part of it has about the same share of the first as of the last.
+
+    The fractional parts of multiples of the golden ratio, in fixed point, are spread evenly.
+
+    Example:
+        >>> from lce_jax.mosaic._worklist import _mixed
+        >>> _mixed(8).tolist()
+        [0, 5, 2, 7, 4, 1, 6, 3]
+    """
+    return np.argsort((np.arange(n, dtype=np.uint64) * 0x9E3779B9) & 0xFFFFFFFF, kind="stable")
 
 
 def _sums_before(x: Int[Array, "n"]) -> Int[Array, "n+1"]:

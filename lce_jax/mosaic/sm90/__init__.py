@@ -169,6 +169,7 @@ class Kernels(KernelSet):
         hidden: Float[Array, "T H"],
         case: Case,
         work: Worklist,
+        ranks: Int[Array, "ranks"],
         batch: Int[Array, "fields"],
         add: bool = False,
     ) -> Float[Array, "V H"]:
@@ -176,7 +177,7 @@ class Kernels(KernelSet):
         from lce_jax.mosaic.sm90 import _live_products
 
         tuning = self.tunings.of(case, "live_dweight")
-        return _live_products.write_dweight(dweight, dlogits, hidden, case, tuning, work, batch, add)
+        return _live_products.write_dweight(dweight, dlogits, hidden, case, tuning, work, ranks, batch, add)
 
 
 KERNELS = Kernels()

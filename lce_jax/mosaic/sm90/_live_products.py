@@ -101,6 +101,7 @@ def write_dweight(
     case: Case,
     tuning: Tuning,
     work: Worklist,
+    ranks: Int[Array, "ranks"],
     batch: Int[Array, "fields"],
     add: bool,
 ) -> Float[Array, "V H"]:
@@ -108,7 +109,7 @@ def write_dweight(
     matmul = Matmul(case, tuning, 0, 0)
     by_rows = case.options.vocab_dim == 0
     operands = (dlogits, hidden) if by_rows else (hidden, dlogits)
-    lists = (work.row_blocks, work.order, work.counts, work.first, batch)
+    lists = (ranks, work.row_blocks, work.order, work.counts, work.first, batch)
     body = functools.partial(_dweight_kernel, matmul, by_rows, add)
     return update(matmul, body, "lce_live_dweight", (*operands, *lists), dweight)
 
@@ -119,6 +120,7 @@ def _dweight_kernel(
     add: bool,
     lhs: Any,  # dlogits [slots · 128, 256], or hidden [T, H]: what runs down the rows of dweight
     rhs: Any,  # hidden [T, H], or dlogits
+    ranks: Any,  # [ranks], by batch
     row_blocks: Any,  # [entries]
     order: Any,  # [ranks]
     counts: Any,  # [ranks]
@@ -141,7 +143,7 @@ def _dweight_kernel(
         def tile(info: Any, carry: Any) -> Any:
             group, column = _pipeline.snake_index(tuning, info.index[0], groups, columns)
             block = group * tuning.cluster + lax.axis_index("cluster")
-            rank = batch.rank + (lax.div(block, jnp.int32(blocks_of_tile)) if by_rows else column)
+            rank = ranks[batch.rank + (lax.div(block, jnp.int32(blocks_of_tile)) if by_rows else column)]
             part = lax.rem(block, jnp.int32(blocks_of_tile)) * ROW_BLOCK
             entry = firsts[rank]
 
