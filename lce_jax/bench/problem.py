@@ -94,8 +94,11 @@ def cotangents(problem: Problem, objective: Objective) -> tuple[Array, Array]:
     return problem.logprob_weight, problem.entropy_weight if objective == "logprob+entropy" else 0 * ones
 
 
-def reference(problem: Problem, objective: Objective) -> Reference:
-    """Outputs, the objective and its gradients in float32, from blocks of tokens through the materialised oracle."""
+def reference(problem: Problem, objective: Objective, topk: bool = True) -> Reference:
+    """Outputs, the objective and its gradients in float32, from blocks of tokens through the materialised oracle.
+
+    ``topk`` says whether the most likely tokens are among the outputs, which takes a product more and a selection.
+    """
     head = problem.shape.head
     weight = problem.weight.astype(jnp.float32)
     per_token = (problem.hidden, problem.labels, *cotangents(problem, objective))
@@ -106,19 +109,21 @@ def reference(problem: Problem, objective: Objective) -> Reference:
         (value, out), (dh, dw) = _block(head.logit_softcap, weight, *(x[start : start + rows] for x in per_token))
         loss, dweight = loss + value, dweight + dw
         outputs.append(out)
-        tops.append(_block_topk(head, weight, problem.hidden[start : start + rows]) - out.lse[:, None])
+        if topk:
+            tops.append(_block_topk(head, weight, problem.hidden[start : start + rows]) - out.lse[:, None])
         dhidden.append(dh)
     whole = jax.tree.map(lambda *parts: jnp.concatenate(parts), *outputs)
     results = {
         "logprobs": whole.logprobs,
         "entropy": whole.entropy,
         "lse": whole.lse,
-        TOPK_NAME: jnp.concatenate(tops),
         "label logit": whole.logprobs + whole.lse,
         "loss": loss,
         "dhidden": jnp.concatenate(dhidden),
         "dweight": dweight,
     }
+    if topk:
+        results[TOPK_NAME] = jnp.concatenate(tops)
     return Reference(results, float(jnp.maximum(jnp.max(whole.max_logit), -jnp.min(whole.min_logit))))
 
 

@@ -100,6 +100,7 @@ def measure(
         on_timing=lambda one, done: report(f"{shape}: round {done + 1} of {rounds}, {one.label}, {one.direction}"),
     )
     thresholds = [one for one in runs if one.key.startswith("ours threshold")]
+    left_out_by_it = left_out_of_gradients(problem, THRESHOLD, implementation) if thresholds else ()
     rows = [
         Row(
             one.key,
@@ -110,7 +111,7 @@ def measure(
             run.temp_bytes,
             run.compile_seconds,
             errors[one],
-            *(left_out_of_gradients(problem, THRESHOLD, implementation) if one in thresholds else ()),
+            *(left_out_by_it if one in thresholds else ()),
         )
         for one, run in runs.items()
     ]
@@ -131,6 +132,7 @@ def admit(
 
     A candidate that runs out of memory or fails to compile is left out with that reason, and the rest goes on.
     """
+    of_topk = {one.objective for one in candidates if one.direction == TOPK}
     references: dict[Objective, Reference] = {}
     runs: dict[Candidate, Run] = {}
     errors: dict[Candidate, dict[str, float]] = {}
@@ -138,7 +140,7 @@ def admit(
     for one in sorted(candidates, key=lambda one: DIRECTIONS.index(one.direction)):
         report(f"{problem.shape}: compiling and checking {one.label}, {one.direction}")
         if one.objective not in references:
-            references[one.objective] = reference(problem, one.objective)
+            references[one.objective] = reference(problem, one.objective, topk=one.objective in of_topk)
         try:
             run = one.compile()
             results = one.results(run.wait(run.launch()))
