@@ -30,16 +30,33 @@ class Budget(NamedTuple):
     chunk_bytes: int | None  # of its exponentials in the weight's dtype; None: the default of the device
 
     def chunk_rows(self, case: Case) -> int:
-        """Rows per chunk: as many as fit, or a few less if the chunks are equal then."""
-        default = ON_CPU if case.device.platform == "cpu" else ELSEWHERE
-        given = default if self.chunk_bytes is None else self.chunk_bytes
-        most = max(given // (case.vocab_size * case.dtype.itemsize) // GRAIN, 1) * GRAIN
-        tokens = case.num_tokens
+        """Rows per chunk: as many as fit, or a few less if the chunks are equal then.
+
+        By default all at once where several chunks and their sum of dweight would take as much: adding to that sum
+        costs time.
+        """
+        tokens, row_bytes = case.num_tokens, case.vocab_size * case.dtype.itemsize
+        given = ON_CPU if case.device.platform == "cpu" else ELSEWHERE
+        if self.chunk_bytes is not None:
+            given = self.chunk_bytes
+        elif tokens * row_bytes <= given + _spared_by_one_chunk(case):
+            return tokens
+        most = max(given // row_bytes // GRAIN, 1) * GRAIN
         if tokens <= most:
             return tokens
         least = -(-tokens // most)
         equal = (tokens // n for n in range(least, least + least // 4 + 1) if tokens % (n * GRAIN) == 0)
         return next(equal, -(-tokens // (least * GRAIN)) * GRAIN)
+
+
+def _spared_by_one_chunk(case: Case) -> int:
+    """Bytes of the sum of dweight beyond those of dweight itself, which exists after the sum only.
+
+    Nothing where chunks keep no exponentials that one chunk could take its place with: with a threshold; or on a CPU.
+    """
+    if case.device.platform == "cpu" or case.options.gradient_threshold:
+        return 0
+    return case.vocab_size * case.hidden_size * (case.stat_dtype.itemsize - case.dtype.itemsize)
 
 
 def budget(chunk_bytes: Any, options: LogprobOptions) -> Budget:

@@ -13,9 +13,9 @@ from lce_torch_bridge._arguments import Arguments
 from lce_torch_bridge._autocast import autocast
 from lce_torch_bridge._loss_in_forward import LossAndGradients, Plan
 from lce_torch_bridge._main_grad import main_grad_of
-from lce_torch_bridge._types import LogprobOutput, Operands, Wgrad
+from lce_torch_bridge._types import Call, LogprobOutput, Operands, Wgrad
 
-CHUNK_BYTES = 1400 << 20  # on an H200, chunks of 4096 tokens at V 151936
+CHUNK_BYTES = 1400 << 20  # chunks of 4096 tokens at V 151936
 OPTIONS = (
     "bias", "tp_group", "temperature", "logit_scale", "logit_softcap", "vocab_size", "entropy", "stats", "out_of_vocab",
     "reduce_grad_hidden", "gradient_threshold", "implementation",
@@ -72,7 +72,8 @@ def linear_loss(
             spares the sum of its own: call it once for each backward, and zero ``main_grad`` before. The backward
             waits for the GPU to compare. None: any, as it comes.
         chunk_bytes: bytes that the exponentials of one chunk of tokens may take, in the weight's dtype; at least 2048
-            tokens are a chunk. None: 1.4 GiB.
+            tokens are a chunk. None: 1.4 GiB, or one chunk of all tokens where several and their sum of dweight would
+            take as much.
         **options: ``bias``, ``tp_group``, ``temperature``, ``logit_scale``, ``logit_softcap``, ``vocab_size``,
             ``entropy``, ``stats``, ``out_of_vocab``, ``reduce_grad_hidden``, ``gradient_threshold`` and
             ``implementation``, as in `linear_logprobs`.
@@ -120,7 +121,8 @@ def linear_loss(
     """
     _check_options(options)
     scalars.one_of("wgrad", wgrad, ("return", "main_grad"))
-    most = CHUNK_BYTES if chunk_bytes is None else scalars.num_bytes("chunk_bytes", chunk_bytes)
+    if chunk_bytes is not None:
+        chunk_bytes = scalars.num_bytes("chunk_bytes", chunk_bytes)
     given = _arguments.of_call(hidden, weight, labels, keep=keep, ignore_index=ignore_index, wgrad=wgrad, **options)
     if not all(_checks.has_values(x) for x in (given.hidden, given.weight)):
         raise NotImplementedError(
@@ -130,7 +132,7 @@ def linear_loss(
     if cotangent is not None:
         cotangent = scalars.number("cotangent", cotangent)
     x, own, rows = _flat(given, per_token)
-    plan = Plan(loss_fn, given.call, _rows.at_most(most // (given.weight.shape[0] * given.weight.element_size())))
+    plan = Plan(loss_fn, given.call, _chunk_rows(len(x.labels), x.weight, chunk_bytes, wgrad, given.call))
     wanted = (leaf.requires_grad for leaf in x[:3] if leaf is not None)
     if not (torch.is_grad_enabled() and any(wanted)):
         total, fields = _loss_in_forward.without_gradients(plan, x, own)
@@ -144,6 +146,21 @@ def linear_loss(
         fields = dict(zip(given.call.fields, found, strict=True))
     placed: Any = {name: _tokens.placed(field, rows, given.labels) for name, field in fields.items()}
     return total, LogprobOutput(**{"entropy": None, **placed})
+
+
+def _chunk_rows(tokens: int, weight: torch.Tensor, chunk_bytes: int | None, wgrad: Wgrad, call: Call) -> int:
+    """Rows of a chunk: as many as fit.
+
+    By default all at once where several chunks and their float32 sum of dweight would take as much: adding to that sum
+    costs time. Not where a sum is kept anyway, or where no exponentials are.
+    """
+    row_bytes = weight.shape[0] * weight.element_size()
+    sums = wgrad == "return" and weight.requires_grad and weight.dtype == torch.bfloat16
+    if chunk_bytes is None and sums and not call.gradient_threshold:
+        spared = weight.numel() * (4 - weight.element_size())  # dweight itself exists after the sum only
+        if _rows.size(tokens) * row_bytes <= CHUNK_BYTES + spared:
+            return max(tokens, 1)
+    return _rows.at_most((CHUNK_BYTES if chunk_bytes is None else chunk_bytes) // row_bytes)
 
 
 def _refuse_recomputation(plan: Plan) -> None:

@@ -70,6 +70,32 @@ def test_chunk_rows(tokens: int, columns: int, chunk_bytes: int, rows: int) -> N
     assert Budget(chunk_bytes).chunk_rows(case) == rows
 
 
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(
+    ("tokens", "dtype", "options", "rows"),
+    [
+        (8192, "bfloat16", {}, 8192),  # 2.3 GiB: as much as a chunk's 1.2, and a sum's 1.2 beyond dweight's
+        (8920, "bfloat16", {}, 8920),
+        (9216, "bfloat16", {}, 4608),
+        (8192, "bfloat16", {"gradient_threshold": 2.0**-12}, 4096),  # no exponentials are kept
+        (8192, "float32", {"implementation": "xla"}, 2048),  # dweight is the sum
+    ],
+)
+def test_one_chunk_where_it_takes_no_more(tokens: int, dtype: str, options: dict[str, Any], rows: int) -> None:
+    args = (
+        jax.ShapeDtypeStruct((tokens, 4096), dtype),
+        jax.ShapeDtypeStruct((151936, 4096), dtype),
+        jax.ShapeDtypeStruct((tokens,), "int32"),
+    )
+    plan = lce_jax.explain(*args, gradients_in_forward=True, **options)
+    several = lce_jax.explain(*args, gradients_in_forward=True, chunk_bytes=1400 << 20, **options)
+    assert plan.tiles["chunk of tokens"] == rows
+    assert several.tiles["chunk of tokens"] < tokens
+    if rows == tokens:
+        unused = (1400 << 20) - several.tiles["chunk of tokens"] * 151936 * 2
+        assert plan.backward_bytes <= several.backward_bytes + unused - 151936 * 4096 * 2  # dweight, after the sum
+
+
 def of_the_outputs(hidden, weight, labels, **options):
     return linear_loss(lambda logprob, entropy, lse: logprob + entropy + lse, hidden, weight, labels, **options)[:1]
 
@@ -123,16 +149,16 @@ def test_explain_foretells_what_is_compiled(T: int, H: int, V: int, dtype: str, 
 
 @pytest.mark.usefixtures("hopper")
 def test_the_chunks_of_a_hopper() -> None:
-    """65,536 tokens take no more than 8,192: dweight's sum, a chunk's exponentials, and a few numbers per token."""
+    """65,536 tokens take no more than 16,384: dweight's sum, a chunk's exponentials, and a few numbers per token."""
     struct = jax.ShapeDtypeStruct
 
     def plan(T: int) -> lce_jax.Plan:
         args = struct((T, 4096), "bfloat16"), struct((151936, 4096), "bfloat16"), struct((T,), "int32")
         return lce_jax.explain(*args, gradients_in_forward=True)
 
-    few, many = plan(8192), plan(65536)
+    few, many = plan(16384), plan(65536)
     assert many.tiles["chunk of tokens"] == few.tiles["chunk of tokens"] == 4096
-    assert many.backward_bytes - few.backward_bytes == 6 * 4 * (65536 - 8192)
+    assert many.backward_bytes - few.backward_bytes == 6 * 4 * (65536 - 16384)
     assert many.backward_bytes < 3.7 * 2**30
     with pytest.raises(ValueError, match="chunk_bytes=7 is for linear_loss"):
         lce_jax.explain(*(struct(s, "float32") for s in ((4, 8), (16, 8))), struct((4,), "int32"), chunk_bytes=7)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from lce_torch_bridge import _programs, linear_logprobs, linear_loss
+from lce_torch_bridge import _linear_loss, _programs, linear_logprobs, linear_loss
 from lce_torch_bridge._programs import Spec
 from tests.torch import problem as p
 
@@ -81,6 +81,38 @@ def test_values_and_all_gradients(options: dict[str, Any], chunk_bytes: int | No
     assert max(map(p.value_error, out[:5], want[:5])) < VALUE
     assert not any(field.requires_grad for field in out[:5])
     assert max(map(p.relative_norm, grads, wanted)) < GRADIENT
+
+
+@pytest.mark.parametrize(
+    ("tokens", "options", "dtype", "chunks"),
+    [
+        (8192, {}, torch.bfloat16, [8192]),  # 2.3 GiB: as much as a chunk's 1.2, and a sum's 1.2 beyond dweight's
+        (8193, {}, torch.bfloat16, [4096, 4096, 1]),  # its program would have 16,384 rows
+        (8192, {"wgrad": "main_grad"}, torch.bfloat16, [4096, 4096]),
+        (8192, {"gradient_threshold": 2.0**-12}, torch.bfloat16, [4096, 4096]),
+        (8192, {"chunk_bytes": 1400 << 20}, torch.bfloat16, [4096, 4096]),
+        (8192, {}, torch.float16, [4096, 4096]),  # summed in float32 anyway
+    ],
+)
+def test_one_chunk_where_it_takes_no_more(
+    tokens: int, options: dict[str, Any], dtype: torch.dtype, chunks: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tensors of one number, seen as large: a call is stopped where it has chosen its chunks."""
+
+    class ChosenError(Exception):
+        """Holds the plan of a call."""
+
+    def stop(plan: Any, *_: Any) -> Any:
+        raise ChosenError(plan)
+
+    monkeypatch.setattr(_linear_loss.LossAndGradients, "apply", stop)
+    number, labels = torch.zeros(1, dtype=dtype), torch.zeros(tokens, dtype=torch.int64)
+    weight = number.expand(151936, 4096).requires_grad_()
+    weight.main_grad = torch.zeros(1).expand(weight.shape)  # type: ignore[attr-defined]
+    with pytest.raises(ChosenError) as chosen:
+        linear_loss(lambda logprobs, *_: logprobs, number.expand(tokens, 4096), weight, labels, **options)
+    rows = chosen.value.args[0].rows
+    assert [min(rows, tokens - first) for first in range(0, tokens, rows)] == chunks
 
 
 def test_one_chunk_has_the_bits_of_two_passes() -> None:
