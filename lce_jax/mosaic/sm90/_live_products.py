@@ -19,6 +19,7 @@ from lce_jax.mosaic._pallas import pl, plgpu
 from lce_jax.mosaic._worklist import Batch, RowLists, Worklist
 from lce_jax.mosaic.sm90 import _epilogue, _pipeline
 from lce_jax.mosaic.sm90._hardware import ATOM_ROWS, ROW_BLOCK, TILE_N, WARPGROUP_ROWS
+from lce_jax.mosaic.sm90._order import longest_first_index, turning_snake_index
 from lce_jax.mosaic.sm90._pipeline import Matmul, Offset, Place, Tile, Visit
 from lce_jax.mosaic.sm90._products import send_tile, update
 
@@ -68,7 +69,7 @@ def _dhidden_kernel(
     def visit_all(visit: Visit) -> Any:
         def tile(info: Any, carry: Any) -> Any:
             split, index = lax.div(info.index[0], groups * columns), lax.rem(info.index[0], groups * columns)
-            group, column = _pipeline.snake_index(matmul.tuning, index, groups, columns)
+            group, column = turning_snake_index(matmul.tuning, matmul.clusters, index, groups, columns)
             column = column * cluster + lax.axis_index("cluster")
             start, per_split = first[group], lax.div(counts[group] + (splits - 1), jnp.int32(splits))
             count = jnp.clip(counts[group] - split * per_split, 0, per_split)
@@ -134,14 +135,16 @@ def _dweight_kernel(
     hidden = rhs if by_rows else lhs
     blocks_of_tile, steps_of_block = TILE_N // ROW_BLOCK, ROW_BLOCK // tuning.tile_k
     if by_rows:
-        groups = _pipeline.row_groups(matmul, batch.num_ranks * TILE_N)
-        columns: Any = -(-hidden.shape[1] // TILE_N)
+        groups, columns = _pipeline.row_groups(matmul, batch.num_ranks * TILE_N), -(-hidden.shape[1] // TILE_N)
     else:
         groups, columns = _pipeline.row_groups(matmul, hidden.shape[1]), batch.num_ranks
 
     def visit_all(visit: Visit) -> Any:
         def tile(info: Any, carry: Any) -> Any:
-            group, column = _pipeline.snake_index(tuning, info.index[0], groups, columns)
+            if by_rows:
+                group, column = longest_first_index(matmul.clusters, info.index[0], groups, columns)
+            else:
+                column, group = longest_first_index(matmul.clusters, info.index[0], columns, groups)
             block = group * tuning.cluster + lax.axis_index("cluster")
             rank = ranks[batch.rank + (lax.div(block, jnp.int32(blocks_of_tile)) if by_rows else column)]
             part = lax.rem(block, jnp.int32(blocks_of_tile)) * ROW_BLOCK

@@ -12,7 +12,8 @@ from lce_jax.mosaic._pallas import plgpu
 from lce_jax.mosaic._span import Span
 from lce_jax.mosaic._worklist import Batch
 from lce_jax.mosaic.sm90._hardware import ROW_BLOCK, TILE_N
-from lce_jax.mosaic.sm90._pipeline import Matmul, Offset, Tile, Visit, row_groups, snake_index, walk_tiles
+from lce_jax.mosaic.sm90._order import snake_index
+from lce_jax.mosaic.sm90._pipeline import Matmul, Offset, Tile, Visit, row_groups, walk_tiles
 from lce_jax.mosaic.sm90._tuning import Tuning
 
 if TYPE_CHECKING:

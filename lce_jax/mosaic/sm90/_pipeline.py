@@ -58,6 +58,11 @@ class Matmul:
     rhs_k: int
     shares_lhs: bool = False  # the operand that the blocks of a cluster share: their tiles lie side by side, not below
 
+    @property
+    def clusters(self) -> int:
+        """Those that run at the same time. Each takes a tile for each of its blocks: all together a wave of tiles."""
+        return self.case.device.core_count // self.tuning.cluster
+
 
 class Place(NamedTuple):
     """Where a step's operands lie."""
@@ -242,12 +247,6 @@ def _multiply(matmul: Matmul, ring: Ring, tile: Tile, before: Any) -> Float[Arra
     return product
 
 
-def snake_index(tuning: Tuning, index: Any, row_groups: Any, columns: Any) -> tuple[Any, Any]:
-    """The (row group, tile of columns) of a linear index, in the order that reuses the most of L2."""
-    along = tuning.snake // tuning.cluster if tuning.minor == 0 else tuning.snake
-    return plgpu.planar_snake(index, (row_groups, columns), tuning.minor, along)
-
-
 def ceil_div(x: Any, y: int) -> Int[Array, ""]:
     """The quotient, rounded up; of traced numbers too."""
     return lax.div(jnp.asarray(x, jnp.int32) + (y - 1), jnp.int32(y))
@@ -263,7 +262,7 @@ def kernel(matmul: Matmul, body: Callable, outputs: list[jax.ShapeDtypeStruct], 
     return _pallas.kernel(
         body,
         out_type=outputs,
-        grid=(matmul.case.device.core_count // matmul.tuning.cluster,),
+        grid=(matmul.clusters,),
         grid_names=("sm",),
         cluster=(matmul.tuning.cluster,),
         cluster_names=("cluster",),

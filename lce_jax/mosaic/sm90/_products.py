@@ -20,6 +20,7 @@ from lce_jax.mosaic._pallas import pl, plgpu
 from lce_jax.mosaic._span import Span
 from lce_jax.mosaic.sm90 import _epilogue, _pipeline
 from lce_jax.mosaic.sm90._hardware import ATOM_ROWS, ROW_BLOCK, TILE_N, WARPGROUP_ROWS
+from lce_jax.mosaic.sm90._order import snake_index
 from lce_jax.mosaic.sm90._pipeline import Matmul, Offset, Tile, Visit, ceil_div
 from lce_jax.mosaic.sm90._tuning import Tuning
 
@@ -141,7 +142,7 @@ def _visit_all(matmul: Matmul, groups: Any, columns: int, splits: int, num_steps
 
     def tile(info: Any, carry: Any) -> Any:
         split = lax.div(info.index[0], area)
-        group, column = _pipeline.snake_index(matmul.tuning, lax.rem(info.index[0], area), groups, columns)
+        group, column = snake_index(matmul.tuning, lax.rem(info.index[0], area), groups, columns)
         row_block = group * matmul.tuning.cluster + lax.axis_index("cluster")
         first = split * per_split
         count = jnp.clip(num_steps - first, 0, per_split)

@@ -63,7 +63,8 @@ BY_KERNEL: Mapping[str, Tuning] = {
     "dlogits": Tuning(tile_k=64, stages=4, cluster=2),
     "dhidden": Tuning(tile_k=64, stages=4, cluster=2, in_flight=1),
     "dweight": Tuning(tile_k=64, stages=4, cluster=2, in_flight=1),
-    "live_dhidden": Tuning(tile_k=64, stages=4, cluster=2),  # of tiles side by side: no two row blocks share a list
+    # A cluster is tiles side by side: no two row blocks share a list. Those of a wave read the weight at the same pace.
+    "live_dhidden": Tuning(tile_k=64, stages=4, cluster=2, snake=128),
     "live_dweight": Tuning(tile_k=64, stages=4, cluster=2, in_flight=1),  # a cluster is one vocabulary tile
 }
 # For a short contraction, where the epilogue counts. Turns hide the epilogue, but read each tile of rhs twice, in steps
