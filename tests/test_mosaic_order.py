@@ -44,7 +44,7 @@ def test_each_tile_once(lists: int, tiles: int, clusters: int) -> None:
     ids=["dhidden", "dweight"],
 )
 def test_lists_of_unequal_length_are_dealt_evenly(lists: int, tiles: int, order: Any, most: float) -> None:
-    """On 66 clusters, of lists between 150 and 100 long. 64 · 8 tiles are 7.76 waves, so that 8 take 1.03 of the mean."""
+    """On 66 clusters, of lists between 150 and 100 long. 64 · 8 tiles are 7.76 waves: 8 take 1.03 of the mean."""
     lengths = np.linspace(150, 100, lists)
 
     def slowest(order: Any) -> float:
