@@ -154,11 +154,20 @@ def on_gpu(x: torch.Tensor) -> bool:
     return x.is_cuda
 
 
-# torch's own functions for these take several times as long. Its compiler's code for GPUs calls the last two.
+def _empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_strided(shape, strides, dtype=dtype, device="cuda")
+
+
+def _current_stream(index: int) -> int:
+    handle: int = torch.cuda.current_stream(index).cuda_stream
+    return handle
+
+
+# What torch's compiler calls, where torch has it (not in builds for CPUs): its public functions take several times as
+# long. `empty` allocates on the current CUDA device; `current_stream` is the handle of a device's stream.
 current_device = torch.cuda.current_device
-empty: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]  # on the current CUDA device
-empty = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]
-current_stream = torch._C._cuda_getCurrentRawStream  # its handle; torch.cuda.current_stream makes an object of it
+empty = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", _empty)
+current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", _current_stream)
 
 
 def usable(x: torch.Tensor) -> torch.Tensor:

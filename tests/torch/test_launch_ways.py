@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import runpy
 from collections.abc import Iterator
 from typing import Any
 
@@ -45,6 +46,15 @@ def as_before() -> Iterator[None]:
 
 def drawn(dtype: torch.dtype = torch.bfloat16) -> Any:
     return p.draw(*DRAWN, dtype)
+
+
+def test_builds_of_torch_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wheels for CPUs lack what torch has for GPUs alone. The bridge serves CPUs there."""
+    monkeypatch.delattr(torch._C, "_cuda_getCurrentRawStream", raising=False)
+    monkeypatch.delattr(torch._C._dynamo.guards, "_empty_strided_cuda", raising=False)
+    fresh = runpy.run_path(_direct.__file__)
+    assert (fresh["empty"], fresh["current_stream"]) == (fresh["_empty"], fresh["_current_stream"])
+    assert fresh["why_not"](torch.device("cpu")) == "cpu is no CUDA device of this machine"
 
 
 SERVED: dict[str, dict[str, Any]] = {
