@@ -1,6 +1,6 @@
 """``python -m tests.small_demo``: the demo's command, on every fourth of its files, with an eighth of its vocabulary.
 
-And with one layer in place of three.
+And with one layer in place of three, shorter batches, fewer completions.
 
 The rest is the demo's own. ``.ci/run`` runs the demo whole.
 """
@@ -8,9 +8,10 @@ The rest is the demo's own. ``.ci/run`` runs the demo whole.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
-from lce_jax.demo import cli, model, text
+from lce_jax.demo import cli, model, rl, sft, text
 
 VOCAB_SIZE = 2000
 
@@ -20,7 +21,7 @@ def small_corpus() -> text.Corpus:
 
 
 def small_model(*arguments: Any) -> model.Config:
-    return dataclasses.replace(every_layer(*arguments), num_layers=1)
+    return dataclasses.replace(every_layer(*arguments), num_layers=1, hidden_size=64, mlp_size=128)
 
 
 if __name__ == "__main__":
@@ -28,4 +29,6 @@ if __name__ == "__main__":
     text.read_standard_library = lambda: every()[::4]
     cli.load_corpus, cli.VOCAB_SIZE = small_corpus, VOCAB_SIZE
     cli._model_config = small_model
+    sft.SftConfig = functools.partial(sft.SftConfig, batch=4, length=32)
+    rl.RlConfig = functools.partial(rl.RlConfig, prompts=4, group=4, completion_length=16)
     cli.main()
