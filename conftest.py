@@ -8,7 +8,7 @@ Most of the suite's time is XLA's, to compile some four thousand small programs.
   in seven. Name a directory in ``JAX_COMPILATION_CACHE_DIR`` to keep it from run to run.
 
 The workers fill the cores: libraries start no threads of their own. What a worker has imported and collected is not
-searched for garbage again.
+searched for garbage again, and the rest seldom: tracing makes millions of objects, of which few are garbage.
 """
 
 import os
@@ -67,6 +67,7 @@ def pytest_collection_finish() -> None:
     """What there is now stays."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
 
 
 def pytest_unconfigure() -> None:

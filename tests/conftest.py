@@ -5,9 +5,16 @@ from __future__ import annotations
 import pytest
 
 from lce_jax import _dispatch
+from lce_jax.bench import measure
 from tests.devices import H200
 
 collect_ignore = ["doc_given"]  # code that the blocks of a page take for granted: to import it would change torch
+
+
+@pytest.fixture
+def short_timings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bench calls each program a few times, in place of for a quarter of a second."""
+    monkeypatch.setattr(measure, "SAMPLE_SECONDS", 0.005)
 
 
 @pytest.fixture

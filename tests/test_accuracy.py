@@ -13,6 +13,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from lce_jax import linear_logprobs, local, sharded_linear_logprobs
+from tests.pairs import pairs_of
 
 pytestmark = pytest.mark.usefixtures("optimized")  # rounding as users get it
 
@@ -47,9 +48,7 @@ def from_logits(hidden, weight, labels, where=None, vocab_size=V, logit_scale=1.
     return np.asarray(correct if where is None else correct & where)
 
 
-@pytest.mark.parametrize("with_where", [False, True], ids=["all rows", "some rows"])
-@pytest.mark.parametrize("implementation", ["xla", "reference"])
-@pytest.mark.parametrize("name", OPTIONS)
+@pairs_of(name=[*OPTIONS], implementation=["xla", "reference"], with_where=[False, True])
 def test_equals_stored_logits(name: str, implementation: str, with_where: bool) -> None:
     options = OPTIONS[name]
     hidden, weight, labels, where = draw(**options)

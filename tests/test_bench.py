@@ -22,6 +22,7 @@ from lce_jax._models import MODELS, Head
 from lce_jax.bench import __main__ as command
 from lce_jax.bench import candidates, peers, problem, report, run, shapes, text
 
+pytestmark = pytest.mark.usefixtures("short_timings")
 TINY = shapes.Shape(24, Head(32, 520))
 
 
@@ -225,10 +226,18 @@ def test_bad_arguments_end_with_usage(arguments, capsys):
     assert "usage: python -m lce_jax.bench" in capsys.readouterr().err
 
 
+BRIEFLY = """
+import runpy
+from lce_jax.bench import measure
+measure.SAMPLE_SECONDS = 0.005
+runpy.run_module("lce_jax.bench", run_name="__main__", alter_sys=True)
+"""
+
+
 def test_the_whole_command(tmp_path):
     arguments = ["--shape", "16,32,520", "--tokens", "16,32", "--rounds", "2", "--out", str(tmp_path)]
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-m", "lce_jax.bench", *arguments],
+        [sys.executable, "-W", "error", "-c", BRIEFLY, *arguments],
         capture_output=True,
         text=True,
         timeout=120,

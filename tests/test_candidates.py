@@ -20,6 +20,7 @@ from lce_jax import (
 )
 from tests import cases, oracle
 from tests.agreement import WAYS, assert_same, evaluate, on_one_device, over_a_mesh
+from tests.pairs import pairs_of
 
 CALLS = [
     cases.case("plain", leading=(4, 8), H=16, V=128, K=3),
@@ -48,9 +49,7 @@ def test_a_candidate_is_the_label() -> None:
     assert all(oracle.relative_norm(a, b) < 1e-6 for a, b in zip(got[1], want[1], strict=True))
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("test", CALLS, ids=str)
+@pairs_of(test=CALLS, way=WAYS, axis_type=[AxisType.Auto, AxisType.Explicit])
 def test_over_a_mesh(test: cases.TestCase, way: str, axis_type: AxisType) -> None:
     assert_same(over_a_mesh(test, way, axis_type), on_one_device(test))
 

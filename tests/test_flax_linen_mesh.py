@@ -12,12 +12,13 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests.flax_cases import MESHES, PADDED, assert_trees_close, batch, data_by_tensor, optimizer, token_batch
+from tests.pairs import pairs_of
 from tests.test_flax_linen import BIASED, Model, biased, initialise, losses_of, make_head
 
 
-@pytest.mark.parametrize(("axis_type", "sequence_axis"), MESHES.values(), ids=MESHES)
-@pytest.mark.parametrize("mesh_is_given", [False, True], ids=["set_mesh", "mesh="])
-def test_over_a_mesh_it_equals_one_device(axis_type, sequence_axis, mesh_is_given):
+@pairs_of(1, kind=[*MESHES], mesh_is_given=[False, True])
+def test_over_a_mesh_it_equals_one_device(kind, mesh_is_given):
+    axis_type, sequence_axis = MESHES[kind]
     mesh = data_by_tensor(axis_type)
     single = make_head(**PADDED)
     hidden, labels = batch()
@@ -84,8 +85,7 @@ def train(variables, loss_function, tokens, labels, steps=3):
     return variables, losses
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["own", "tied"])
-@pytest.mark.parametrize("sequence_axis", [None, "tensor"], ids=["whole sequence", "sequence parallel"])
+@pairs_of(1, tied=[False, True], sequence_axis=[None, "tensor"])
 def test_training_over_a_mesh_equals_one_device_with_logits(tied, sequence_axis):
     tokens, labels = token_batch()
     single = Model(tied)

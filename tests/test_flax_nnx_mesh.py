@@ -20,6 +20,7 @@ from tests.flax_cases import (
     token_batch,
 )
 from tests.nnx_heads import Model, biased_head, fused_loss, make_head, stored_loss
+from tests.pairs import pairs_of
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
@@ -35,9 +36,9 @@ def test_a_bias_over_a_mesh(axis_type):
         assert_trees_close(jax.tree.leaves(a), jax.tree.leaves(b))
 
 
-@pytest.mark.parametrize(("axis_type", "sequence_axis"), MESHES.values(), ids=MESHES)
-@pytest.mark.parametrize("mesh_is_given", [False, True], ids=["set_mesh", "mesh="])
-def test_over_a_mesh_it_equals_one_device(axis_type, sequence_axis, mesh_is_given):
+@pairs_of(1, kind=[*MESHES], mesh_is_given=[False, True])
+def test_over_a_mesh_it_equals_one_device(kind, mesh_is_given):
+    axis_type, sequence_axis = MESHES[kind]
     mesh = data_by_tensor(axis_type)
     single = make_head(**PADDED)
     hidden, labels = batch()

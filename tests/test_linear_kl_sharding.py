@@ -17,6 +17,7 @@ from lce_jax import linear_kl, sharded_linear_kl
 from lce_jax._xla_partitioning import warn_once
 from tests import kl_cases, oracle
 from tests.kl_cases import call, draw, evaluate, expected
+from tests.pairs import pairs_of
 
 PLAIN = call("plain", leading=(4, 8), H=16, G=24, V=128)
 PADDED = call(
@@ -36,19 +37,19 @@ def assert_right(got: Any, want: kl_cases.Expected) -> None:
     assert all(oracle.relative_norm(a, b) < 2e-6 for a, b in zip(got[1], want.gradients, strict=True))
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["Auto", "Explicit"])
-@pytest.mark.parametrize(
-    ("test", "shape", "axes"),
-    [
+@pairs_of(
+    1,
+    layout=[
         (PLAIN, (1, 4), {}),
         (PADDED, (2, 4), {"batch_axes": "data"}),
         (PADDED, (2, 2), {"batch_axes": "data", "sequence_axis": "tensor"}),
         (MIXED, (2, 4), {"batch_axes": "data", "sequence_axis": "tensor"}),
         (PLAIN, (2, 2), {"vocab_axis": None, "batch_axes": "data", "sequence_axis": "tensor"}),
     ],
-    ids=str,
+    kind=[AxisType.Auto, AxisType.Explicit],
 )
-def test_from_outside(test: kl_cases.Call, shape: tuple[int, int], axes: dict[str, Any], kind: AxisType) -> None:
+def test_from_outside(layout: tuple[kl_cases.Call, tuple[int, int], dict[str, Any]], kind: AxisType) -> None:
+    test, shape, axes = layout
     drawn = draw(test)
     with jax.set_mesh(mesh_of(shape, kind)):
         got = evaluate(drawn, sharded_linear_kl, **axes)

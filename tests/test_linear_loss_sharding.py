@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from lce_jax import linear_loss, sharded_linear_loss
 from tests import oracle
+from tests.pairs import pairs_of
 from tests.test_linear_loss import arguments, ppo, two_passes
 
 B, S, H, V = 4, 128, 16, 64
@@ -53,19 +54,19 @@ def assert_same(got: Any, want: Any) -> None:
         assert oracle.relative_norm(x, y) < 5e-6
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["Auto", "Explicit"])
-@pytest.mark.parametrize(
-    ("shape", "axes"),
-    [
+@pairs_of(
+    1,
+    layout=[
         ((1, 1), {}),
         ((1, 8), {}),
         ((4, 2), {"batch_axes": "data"}),
         ((2, 4), {"batch_axes": "data", "sequence_axis": "tensor"}),
         ((2, 2), {"vocab_axis": None, "batch_axes": "data", "sequence_axis": "tensor"}),
     ],
-    ids=str,
+    kind=[AxisType.Explicit, AxisType.Auto],
 )
-def test_from_outside(shape: tuple[int, int], axes: dict[str, Any], kind: AxisType) -> None:
+def test_from_outside(layout: tuple[tuple[int, int], dict[str, Any]], kind: AxisType) -> None:
+    shape, axes = layout
     mesh = mesh_of(shape, kind)
 
     def total(hidden: Any, weight: Any, advantage: Any, scale: Any) -> Any:
@@ -100,9 +101,7 @@ def test_explicit_types_say_how(place: tuple[P, P]) -> None:
     assert jax.typeof(got[1][1]).sharding.spec == jax.typeof(weight).sharding.spec
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("use", ["same", "mean", "weighted"])
-@pytest.mark.parametrize("kind", ["whole", "gathered"])
+@pairs_of(check_vma=[True, False], use=["same", "mean", "weighted"], kind=["whole", "gathered"])
 def test_inside_shard_map(check_vma: bool, use: str, kind: str) -> None:
     """Under the types of ``check_vma``, and by the convention of ``psum`` without them.
 

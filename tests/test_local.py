@@ -11,6 +11,7 @@ import pytest
 
 from lce_jax import LogprobOutput, local
 from tests import cases, oracle
+from tests.pairs import pairs_of
 
 NAMES = ("plain", "padded vocabulary", "everything", "where hides NaN", "no entropy", "stats", "no tokens")
 
@@ -98,8 +99,7 @@ def test_the_mean_logit_of_two_shards(implementation: str, padded: bool) -> None
         local.statistics(hidden, weight, labels, total=1)
 
 
-@pytest.mark.parametrize("implementation", ["xla", "reference"])
-@pytest.mark.parametrize("num_rows", [0, 1, 300, 777])
+@pairs_of(1, num_rows=[0, 1, 300, 777], implementation=["xla", "reference"])
 def test_a_number_of_rows_is_where_without_moving_them(num_rows: int, implementation: str) -> None:
     hidden, weight, labels, _, seeds = cases.draw(cases.case("rows", leading=(777,)))
     common = {"implementation": implementation, "temperature": jnp.linspace(0.5, 2.0, 777)}

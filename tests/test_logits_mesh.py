@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from lce_jax import _xla_partitioning, linear_logits, sharded_linear_logits
 from tests import cases, oracle
+from tests.pairs import pairs_of
 from tests.partition_cases import names, put
 from tests.sharding_cases import LAYOUTS, mesh_of
 from tests.test_logits import call, evaluate, expected
@@ -30,9 +31,12 @@ def assert_expected(z: Any, gradients: Any) -> None:
     assert all(oracle.relative_norm(a, b) < 1e-6 for a, b in zip(gradients, wanted, strict=True))
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-@pytest.mark.parametrize("layout", ["tensor 8", "data 2, tensor 4", "tensor 8, sequence over tensor",
-                                    "data, sequence over context and tensor", "data alone"])  # fmt: skip
+@pairs_of(
+    1,
+    layout=["tensor 8", "data 2, tensor 4", "tensor 8, sequence over tensor", "data, sequence over context and tensor",
+            "data alone"],
+    kind=[AxisType.Auto, AxisType.Explicit],
+)  # fmt: skip
 def test_over_named_axes(layout: str, kind: AxisType) -> None:
     mesh = mesh_of(layout, kind)
     run = functools.partial(sharded_linear_logits, mesh=mesh, **LAYOUTS[layout][2])

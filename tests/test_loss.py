@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from lce_jax import linear_cross_entropy, sharded_linear_cross_entropy
 from tests import cases, oracle
+from tests.pairs import pairs_of
 
 TEST = cases.case("loss", leading=(4, 6), H=16, V=96)
 
@@ -25,10 +26,10 @@ def definition(hidden, weight, labels, where, label_smoothing, z_loss, temperatu
     return jnp.where(where, loss, 0)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
-@pytest.mark.parametrize("z_loss", [0.0, 1e-2])
-@pytest.mark.parametrize("masked", ["none", "where", "ignore_index", "both"])
+@pairs_of(
+    reduction=["mean", "sum", "none"], label_smoothing=[0.0, 0.1], z_loss=[0.0, 1e-2],
+    masked=["none", "where", "ignore_index", "both"],
+)  # fmt: skip
 def test_matches_the_definition(reduction: str, label_smoothing: float, z_loss: float, masked: str) -> None:
     hidden, weight, labels, _, _ = cases.draw(TEST)
     live = jnp.asarray(np.random.default_rng(0).random(labels.shape) < 0.6)

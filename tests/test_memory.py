@@ -108,6 +108,16 @@ CALLS = [
     shapes(512, 256, 8192, implementation="reference"),
     shapes(64, 1024, 8192, "bfloat16", implementation="reference", weight_layout="hv", where=True, entropy=False),
 ]  # fmt: skip
+# What other calls have together with more.
+ALONE = {
+    shapes(2048, 512, 32768),
+    shapes(4096, 512, 65536, "bfloat16"),
+    shapes(8192, 512, 32768),
+    shapes(512, 1024, 50257, weight_layout="hv", where=True),
+    shapes(300, 640, 5000, label_smoothing=0.1),
+    shapes(300, 640, 5000, "float16", temperature=True),
+    shapes(2048, 256, 32768, K=64),
+}
 MATRIX = [
     shapes(math.prod(test.leading), test.H, test.V, test.dtype, hidden_dtype=test.hidden_dtype,
            where=test.where is not None, temperature=test.temperature != 1.0, **dict(test.options))
@@ -116,7 +126,12 @@ MATRIX = [
 
 
 @pytest.mark.parametrize(
-    "shape", [*CALLS, *(pytest.param(shape, marks=pytest.mark.slow) for shape in dict.fromkeys(MATRIX))], ids=str
+    "shape",
+    [
+        pytest.param(shape, marks=pytest.mark.slow if shape in ALONE or shape not in CALLS else ())
+        for shape in dict.fromkeys([*CALLS, *MATRIX])
+    ],
+    ids=str,
 )
 def test_explain_foretells_what_is_compiled(shape: Call) -> None:
     """Temporary bytes of the forward, and of both passes in one program, whose outputs the gradients are.

@@ -7,20 +7,24 @@ import re
 import pytest
 
 from lce_jax import _chosen
+from tests.pairs import pairs_of
 from tests.test_mosaic_lowering import EVERYTHING, lower
 
 pytestmark = pytest.mark.usefixtures("hopper")
 
 
-@pytest.mark.parametrize("cache_bytes", [0, 1 << 29, 1 << 40])
-@pytest.mark.parametrize(
-    ("V", "K", "options"),
-    [(151936, 64, {}), (50257, 8, {}), (151936, 512, {**EVERYTHING, "vocab_size": 151669})],
-    ids=["whole", "no whole atom", "everything"],
-)
-def test_candidates(V: int, K: int, options: dict, cache_bytes: int) -> None:
+CALLS = {
+    "whole": (151936, 64, {}),
+    "no whole atom": (50257, 8, {}),
+    "everything": (151936, 512, {**EVERYTHING, "vocab_size": 151669}),
+}
+
+
+@pairs_of(1, name=[*CALLS], cache_bytes=[0, 1 << 40, 1 << 29])
+def test_candidates(name: str, cache_bytes: int) -> None:
     """No kernel more, and XLA is given the tokens' rows of the weight, whose gather it fuses, a chunk at a time."""
     T, H = 4096, 4096
+    V, K, options = CALLS[name]
     text, without = (lower(T, H, V, cache_bytes=cache_bytes, **options, **more) for more in ({"K": K}, {}))
     assert text.count("@mosaic_gpu_v2") == without.count("@mosaic_gpu_v2")
     assert f"x{K}x{H}x" in text

@@ -58,7 +58,7 @@ def call(name: str, **fields: Any) -> Call:
 
 
 CALLS = [
-    call("ragged", T=200, H=256, V=960),
+    call("ragged", T=200),
     call("five tokens, columns that are no whole atom", shared=True, T=5, V=777, entropy=False),
     call("targets in the columns that are no whole atom", T=100, V=265, stats=True),
     call("one step over H", H=64, V=512, T=264),
@@ -67,7 +67,7 @@ CALLS = [
     call("clusters, rows left out, cache", T=500, V=512, num_rows=130, cluster=2, cache_bytes=300_000),
     call("stages that do not divide", H=448, V=512, T=40),
     call("several launches", V=1100, statistics_bytes=11_000, stats=True),
-    call("several launches, cache", H=192, V=1100, statistics_bytes=11_000, cache_bytes=220_000),
+    call("several launches, cache", V=1100, statistics_bytes=11_000, cache_bytes=220_000),
     call("rows left out", T=392, num_rows=100),
     call("no row left", T=264, num_rows=0, V=512),
     call("padding, stats, softcap, temperature", num_columns=600, stats=True, logit_softcap=3.0, temperature=True),
@@ -80,7 +80,7 @@ CALLS = [
     call("chunks, half a cache", chunk=1, cache_bytes=160_000),
     call("chunks, columns that are no whole atom", chunk=1, V=777, cache_bytes=1 << 30, num_rows=100),
     call("a shorter last chunk", chunk=2, V=1200),
-    call("a shorter last chunk, hv", chunk=2, V=1280, weight_layout="hv"),
+    call("a shorter last chunk, hv", chunk=2, T=40, V=1280, weight_layout="hv"),
     call("a shorter last chunk, columns that are no whole atom", chunk=2, V=1283, cache_bytes=150_000),
     call("padding up to columns that are no whole atom", V=517, num_columns=400),
     call("padding up to half an atom", V=520, num_columns=200),
@@ -106,7 +106,8 @@ CALLS = [
 # One thing alone, which other calls have together with more: `make test-all` runs these, ten seconds each.
 ALONE = {
     "targets in the columns that are no whole atom", "one step over H", "one step over H, shared", "clusters",
-    "several launches", "rows left out", "padding of a traced number of columns", "cache",
+    "several launches", "rows left out", "padding, stats, softcap, temperature",
+    "padding of a traced number of columns", "cache",
     "chunks of a cache that others read", "chunks, half a cache", "a shorter last chunk",
     "a shorter last chunk, columns that are no whole atom", "padding up to columns that are no whole atom",
     "padding up to half an atom", "candidates, columns that are no whole atom", "dweight added", "dweight added, hv",

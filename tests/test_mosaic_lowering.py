@@ -13,6 +13,7 @@ import pytest
 
 import lce_jax
 from lce_jax import local
+from tests.pairs import pairs_of
 
 HIDDEN = (1024, 2048, 4096, 5120, 8192)
 VOCABULARIES = (32000, 50257, 128256, 151936, 152064, 248320, 262144)
@@ -113,8 +114,7 @@ def test_vocabularies(H: int, V: int) -> None:
 
 
 @pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("V", [16032, 18992, 19008, 31040, 32768, 64128])
-@pytest.mark.parametrize("layout", ["vh", "hv"])
+@pairs_of(1, V=[16032, 18992, 19008, 31040, 32768, 64128], layout=["vh", "hv"])
 def test_tensor_parallel_shards(V: int, layout: str) -> None:
     lower(4096, 2048, V, weight_layout=layout, cache_bytes=1 << 26)
 

@@ -10,22 +10,24 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 import lce_jax
+from tests.pairs import pairs_of
 
 pytestmark = pytest.mark.usefixtures("hopper")
 
 
-@pytest.mark.parametrize("checked", [True, False], ids=["check_vma", "no check_vma"])
-@pytest.mark.parametrize(
-    ("axis_name", "spec", "hidden_dtype", "rounded"),
-    [
+@pairs_of(
+    1,
+    split=[
         ("tensor", PartitionSpec(), "bfloat16", False),  # other shards' parts are added
         (None, PartitionSpec("tensor"), "bfloat16", True),
         (None, PartitionSpec("tensor"), "float32", False),
     ],
+    checked=[True, False],
 )
 def test_dhidden_is_rounded_in_the_kernel_only_where_nothing_is_added(
-    axis_name: str | None, spec: PartitionSpec, hidden_dtype: str, rounded: bool, checked: bool
+    split: tuple[str | None, PartitionSpec, str, bool], checked: bool
 ) -> None:
+    axis_name, spec, hidden_dtype, rounded = split
     mesh = jax.make_mesh((2,), ("tensor",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     T, H, V = 16384, 1024, 32000
     weight = PartitionSpec("tensor") if axis_name else PartitionSpec()

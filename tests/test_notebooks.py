@@ -20,7 +20,12 @@ LOCAL_PATH = re.compile(r"(?<![\w./:-])/(?:home|root|tmp|usr|var|opt|mnt|work|wo
 
 # What is written in place of what, each once in its notebook.
 SMALL = {
-    "01_quickstart_flax": {"range(13, 19)": "range(13, 15)", "range(31)": "range(3)", "range(0, 31, 10)": "range(3)"},
+    "01_quickstart_flax": {
+        "T, H, V = 1024, 256, 32768": "T, H, V = 64, 64, 4096",
+        "range(13, 19)": "range(13, 15)",
+        "range(31)": "range(3)",
+        "range(0, 31, 10)": "range(3)",
+    },
     "03_sft_and_grpo": {
         "VOCABULARY = 4000": "VOCABULARY = 600",
         "EVERY = 3 ": "EVERY = 20 ",
@@ -28,7 +33,11 @@ SMALL = {
         "RL_STEPS = 14": "RL_STEPS = 1",
         "vocab_multiple=128)": "vocab_multiple=128, num_layers=1)",
         "(0.0, 0.01, 0.05)": "(0.0, 0.05)",
+        "rng, 8, 129)": "rng, 4, 33)",
+        "rng, 32, 129)": "rng, 4, 33)",
+        "rl.RlConfig(RL_STEPS)": "rl.RlConfig(RL_STEPS, prompts=2, group=2)",
     },
+    "04_tensor_parallel": {"B, S, H, V = 8, 64, 128, 8192": "B, S, H, V = 8, 64, 32, 1024"},
     "05_pytorch_megatron": {"STEPS = 30": "STEPS = 1"},
     "07_distillation_and_thresholds": {
         "STEPS = 150": "STEPS = 3",
