@@ -22,13 +22,17 @@ def _fresh_traces():
     jax.clear_caches()
 
 
-@pytest.mark.parametrize("tile", [(1, 1), (8, 16), (7, 104), (24, 13), (23, 50)], ids=str)
-@pytest.mark.parametrize(
-    "test",
-    [t for t in cases.MATRIX if t.name in ("plain", "everything", "where", "where with nothing live", "stats")]
-    + [t for t in cases.BIASED if t.name == "bias and everything"],
-    ids=str,
-)
+NAMES = ("plain", "everything", "where", "where with nothing live", "stats", "bias and everything")
+TILINGS = [
+    # Of the calls with few options some tilings are slow.
+    pytest.param(test, tile, marks=pytest.mark.slow if slow and "everything" not in test.name else ())
+    for test in cases.MATRIX + cases.BIASED
+    if test.name in NAMES
+    for tile, slow in (((1, 1), True), ((8, 16), True), ((7, 104), False), ((24, 13), True), ((23, 50), False))
+]
+
+
+@pytest.mark.parametrize(("test", "tile"), TILINGS, ids=str)
 def test_any_tiling(test: cases.TestCase, tile: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         _xla_plan, "tile_sizes", lambda case: (min(tile[0], case.num_tokens), min(tile[1], case.vocab_size))
