@@ -175,7 +175,15 @@ REFUSALS = {
 
 README = [_case("readme", tp, "GPT", {}, {}) for tp in (1, 2)]
 
-ALL = [*PARITY, *HALF_PRECISION, *CONTROLS, *TRAINING, *BEHAVIOUR, *README]
+# Without tensor parallelism, what other models have together with more, and options that "everything" has: slow.
+_ALONE = {
+    "tied", "RMSNorm, SwiGLU, tied", "MuP", "MuP, tied", "MTP", "MTP, tied, MuP", "Hybrid",
+    "GPT in the context manager", "GPT in the context manager, MuP", "Hybrid, MTP", "attention recomputed",
+    "frozen head", "frozen embedding", "bias", "bias, tied, MuP", "checkpointed whole", "temperature",
+    "temperature per token", "labels out of vocabulary", "padded vocabulary", "some rows", "cache", "candidates",
+}  # fmt: skip
+MORE = [case for case in PARITY if case.tp == 1 and case.name.split(": ")[1] in _ALONE]
+ALL = [case for case in [*PARITY, *HALF_PRECISION, *CONTROLS, *TRAINING, *BEHAVIOUR, *README] if case not in MORE]
 
 # For two GPUs, NCCL.
 _NAMES_ON_GPUS = (

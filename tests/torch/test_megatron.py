@@ -6,9 +6,11 @@ The ranks run once (`megatron_worker`), because starting them is much of the cos
 from __future__ import annotations
 
 import fcntl
+import functools
 import importlib.util
 import json
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -26,39 +28,50 @@ pytestmark = pytest.mark.skipif(
 VALUES, GRADIENTS = 2e-6, 1e-6
 # The decoder's own 16-bit errors have the same bits in both ways, and add to the head's with either sign.
 BLUR = 1.05
+type Results = Callable[[str], dict[str, Any]]
 
 
 @pytest.fixture(scope="session")
-def results(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, Any]:
-    """The results of all cases: the ranks run once in a session, started by the first of xdist's workers."""
+def results(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Results:
+    """The results of a table's cases: the ranks run it once in a session, started by the first of xdist's workers."""
     shared = tmp_path_factory.getbasetemp()
     if hasattr(request.config, "workerinput"):
         shared = shared.parent
-    found = shared / "megatron.json"
-    with open(shared / "megatron.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not found.exists():
-            found.write_text(json.dumps(run_ranks(shared / "megatron", "ALL", ranks=2, seconds=400)))
-    return json.loads(found.read_text())
+
+    @functools.cache
+    def of_table(table: str) -> dict[str, Any]:
+        found = shared / f"megatron-{table}.json"
+        with open(shared / f"megatron-{table}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not found.exists():
+                found.write_text(json.dumps(run_ranks(shared / f"megatron-{table}", table, ranks=2, seconds=400)))
+        return json.loads(found.read_text())
+
+    return of_table
 
 
-def of(results: dict[str, Any], case: Case) -> dict[str, Any]:
-    if case.name not in results:
-        pytest.fail(f"the ranks did not get to {case.name!r}: {results.get('failure', '')[-2000:]}")
-    return results[case.name]
+def of(results: Results, case: Case) -> dict[str, Any]:
+    found = results("MORE" if case in megatron_cases.MORE else "ALL")
+    if case.name not in found:
+        pytest.fail(f"the ranks did not get to {case.name!r}: {found.get('failure', '')[-2000:]}")
+    return found[case.name]
 
 
 def cases(check: str) -> Any:
-    return pytest.mark.parametrize("case", [case for case in megatron_cases.ALL if case.check == check], ids=str)
+    params = [pytest.param(case, marks=pytest.mark.slow if case in megatron_cases.MORE else ())
+              for case in [*megatron_cases.ALL, *megatron_cases.MORE] if case.check == check]  # fmt: skip
+    return pytest.mark.parametrize("case", params, ids=str)
 
 
-def test_the_ranks_end_well(results: dict[str, Any]) -> None:
-    assert "failure" not in results, results["failure"]
-    assert results.keys() == {case.name for case in megatron_cases.ALL}
+@pytest.mark.parametrize("table", ["ALL", pytest.param("MORE", marks=pytest.mark.slow)])
+def test_the_ranks_end_well(results: Results, table: str) -> None:
+    found = results(table)
+    assert "failure" not in found, found["failure"]
+    assert found.keys() == {case.name for case in getattr(megatron_cases, table)}
 
 
 @cases("parity")
-def test_parity(results: dict[str, Any], case: Case) -> None:
+def test_parity(results: Results, case: Case) -> None:
     result = of(results, case)
     assert result["logprobs"] <= VALUES
     assert result.get("entropy", 0.0) <= VALUES
@@ -70,7 +83,7 @@ def test_parity(results: dict[str, Any], case: Case) -> None:
 
 
 @cases("half precision")
-def test_half_precision_is_no_further_from_float64_than_stock(results: dict[str, Any], case: Case) -> None:
+def test_half_precision_is_no_further_from_float64_than_stock(results: Results, case: Case) -> None:
     result = of(results, case)
     for field in ("logprobs", "entropy", "gradient", "weight's gradient"):
         assert result[f"{field} fused"] <= BLUR * result[f"{field} stock"], field
@@ -85,21 +98,21 @@ def test_half_precision_is_no_further_from_float64_than_stock(results: dict[str,
 
 
 @cases("reduction left out")
-def test_a_missing_reduction_is_noticed(results: dict[str, Any], case: Case) -> None:
+def test_a_missing_reduction_is_noticed(results: Results, case: Case) -> None:
     result = of(results, case)
     assert result["logprobs"] <= VALUES  # the forward pass does not show it
     assert result["gradient"] > 0.5
 
 
 @cases("reduction doubled")
-def test_a_second_reduction_is_noticed(results: dict[str, Any], case: Case) -> None:
+def test_a_second_reduction_is_noticed(results: Results, case: Case) -> None:
     result = of(results, case)
     assert result["logprobs"] <= VALUES
     assert result["gradient"] > 0.5
 
 
 @cases("main_grad")
-def test_three_micro_batches_into_main_grad(results: dict[str, Any], case: Case) -> None:
+def test_three_micro_batches_into_main_grad(results: Results, case: Case) -> None:
     result, options = of(results, case), dict(case.options)
     assert result["gradient"] <= GRADIENTS, result["worst"]
     assert result["no grad left"]
@@ -109,35 +122,35 @@ def test_three_micro_batches_into_main_grad(results: dict[str, Any], case: Case)
 
 
 @cases("main_grad half precision")
-def test_main_grad_of_half_precision(results: dict[str, Any], case: Case) -> None:
+def test_main_grad_of_half_precision(results: Results, case: Case) -> None:
     result = of(results, case)
     for field in ("gradient", "weight's gradient"):
         assert result[f"{field} fused"] <= BLUR * result[f"{field} stock"], field
 
 
 @cases("optimizer")
-def test_steps_on_float32_main_parameters(results: dict[str, Any], case: Case) -> None:
+def test_steps_on_float32_main_parameters(results: Results, case: Case) -> None:
     result = of(results, case)
     for field in ("gradient", "weight's gradient"):
         assert result[f"{field} fused"] <= BLUR * result[f"{field} stock"], field
 
 
 @cases("megatron loss")
-def test_megatrons_own_loss(results: dict[str, Any], case: Case) -> None:
+def test_megatrons_own_loss(results: Results, case: Case) -> None:
     result = of(results, case)
     assert result["logprobs"] <= VALUES
     assert result["gradient"] <= GRADIENTS, result["worst"]
 
 
 @cases("parameter gather")
-def test_parameters_gathered_by_hooks(results: dict[str, Any], case: Case) -> None:
+def test_parameters_gathered_by_hooks(results: Results, case: Case) -> None:
     result = of(results, case)
     assert result["same bits"]
     assert result["noticed without the hook"], "the control: without the output layer's hook there must be NaN"
 
 
 @cases("pipeline stages")
-def test_pipeline_stages(results: dict[str, Any], case: Case) -> None:
+def test_pipeline_stages(results: Results, case: Case) -> None:
     result = of(results, case)
     assert result["hidden"] == ("(16, 3, 64)" if case.tp == 2 else "(32, 3, 64)")
     assert result["logprobs"] <= VALUES
@@ -146,7 +159,7 @@ def test_pipeline_stages(results: dict[str, Any], case: Case) -> None:
 
 
 @cases("result")
-def test_result(results: dict[str, Any], case: Case) -> None:
+def test_result(results: Results, case: Case) -> None:
     result = of(results, case)
     assert result["type"] == "LogprobOutput"
     assert result["shapes"] == "{(3, 32)}"
@@ -158,14 +171,14 @@ def test_result(results: dict[str, Any], case: Case) -> None:
 
 
 @cases("float16 module")
-def test_inside_float16_module(results: dict[str, Any], case: Case) -> None:
+def test_inside_float16_module(results: Results, case: Case) -> None:
     result = of(results, case)
     assert result["same bits"]
     assert result["type"] in ("tuple", ""), "Float16Module keeps named tuples now: say so in output_processor"
 
 
 @cases("hidden as it is")
-def test_hidden_is_not_copied(results: dict[str, Any], case: Case) -> None:
+def test_hidden_is_not_copied(results: Results, case: Case) -> None:
     result = of(results, case)
     assert result["same memory"]
     assert result["contiguous"]
@@ -173,14 +186,14 @@ def test_hidden_is_not_copied(results: dict[str, Any], case: Case) -> None:
 
 
 @cases("further arguments")
-def test_further_arguments_pass_through(results: dict[str, Any], case: Case) -> None:
+def test_further_arguments_pass_through(results: Results, case: Case) -> None:
     result = of(results, case)
     assert result["same bits"]
     assert result["passed on"]
 
 
 @cases("readme")
-def test_the_readmes_block(results: dict[str, Any], case: Case) -> None:
+def test_the_readmes_block(results: Results, case: Case) -> None:
     result = of(results, case)
     assert result["loss"] <= VALUES
     assert result["gradient"] <= GRADIENTS, result["worst"]
@@ -191,7 +204,7 @@ def test_the_readmes_block(results: dict[str, Any], case: Case) -> None:
 
 
 @cases("restored")
-def test_the_model_is_restored(results: dict[str, Any], case: Case) -> None:
+def test_the_model_is_restored(results: Results, case: Case) -> None:
     result = of(results, case)
     assert result["shape"] == "(3, 32, 2)"
     assert result["dtype"] == "torch.float32"
@@ -200,7 +213,7 @@ def test_the_model_is_restored(results: dict[str, Any], case: Case) -> None:
 
 
 @cases("wrapped")
-def test_wrapped_models(results: dict[str, Any], case: Case) -> None:
+def test_wrapped_models(results: Results, case: Case) -> None:
     result = of(results, case)
     assert result["logprobs"] <= VALUES
     assert result["logits after"] == 0.0
@@ -208,7 +221,7 @@ def test_wrapped_models(results: dict[str, Any], case: Case) -> None:
 
 
 @pytest.mark.parametrize("name", REFUSALS)
-def test_refusal(results: dict[str, Any], name: str) -> None:
+def test_refusal(results: Results, name: str) -> None:
     (case,) = (case for case in megatron_cases.ALL if case.check == "refusals")
     result = of(results, case)
     assert result.keys() == REFUSALS.keys()

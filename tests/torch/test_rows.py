@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from lce_torch_bridge import _rows, linear_logprobs
+from tests.pairs import pairs_of
 from tests.torch import problem as p
 
 TRACED = "/jax/core/compile/jaxpr_trace_duration"
@@ -31,8 +32,7 @@ def compilations() -> Iterator[list[str]]:
     jax.monitoring.unregister_event_duration_listener(note)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("T", [37, 2500, _rows.FORWARD_ROWS, _rows.FORWARD_ROWS + 700])
+@pairs_of(1, T=[37, 2500, _rows.FORWARD_ROWS, _rows.FORWARD_ROWS + 700], dtype=[torch.float32, torch.bfloat16])
 def test_kept_rows_have_the_bits_of_the_full_call(T: int, dtype: torch.dtype) -> None:
     hidden, weight, labels = p.draw(T=T, H=48, V=3000, dtype=dtype)
     told = dict(stats=True, mean_logit=True, temperature=0.9, candidates=p.candidates_like(labels, K=3, V=3000))
