@@ -38,11 +38,12 @@ MOST_CANDIDATES = 512  # ids per token
 
 def number(name: str, value: Any) -> float:
     """A number that is finite in float32."""
-    if isinstance(value, np.generic) and not isinstance(value, np.bool_):
-        value = value.item()  # ml_dtypes' scalars too
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{name} must be a Python number, got {type(value).__name__} {value!r}")
-    value = float(value)
+    if type(value) is not float:
+        if isinstance(value, np.generic) and not isinstance(value, np.bool_):
+            value = value.item()  # ml_dtypes' scalars too
+        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+            raise TypeError(f"{name} must be a Python number, got {type(value).__name__} {value!r}")
+        value = float(value)
     if not abs(value) <= FLOAT32_MAX:
         raise ValueError(f"{name} must be finite in float32, got {value}")
     return value

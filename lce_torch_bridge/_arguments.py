@@ -193,14 +193,15 @@ class Flat(NamedTuple):
 
 def flat(given: Arguments) -> Flat:
     """The per-token arguments of the tokens that are kept."""
-    rows = None if given.keep is None else _tokens.rows_of(given.keep)
     hidden, labels, candidates = given.hidden, given.labels, given.candidates
+    temperature = _tokens.per_token(given.temperature, labels)
     if labels.ndim != 1:  # otherwise both are flat, and a view costs the host time, in the backward too
         hidden, labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
+    if candidates is not None:
+        candidates = candidates.reshape(-1, candidates.shape[-1])
+    if given.keep is None:
+        return Flat(hidden, labels, temperature, candidates, None)
+    rows, kept = _tokens.rows_of(given.keep), _tokens.kept
     return Flat(
-        _tokens.kept(hidden, rows, 0.0),
-        _tokens.kept(labels, rows, 0),
-        _tokens.kept(_tokens.per_token(given.temperature, given.labels), rows, 1.0),
-        None if candidates is None else _tokens.kept(candidates.reshape(-1, candidates.shape[-1]), rows, -1),
-        rows,
+        kept(hidden, rows, 0.0), kept(labels, rows, 0), kept(temperature, rows, 1.0), kept(candidates, rows, -1), rows
     )

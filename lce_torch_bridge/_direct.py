@@ -16,6 +16,7 @@ import jax
 import torch
 
 from lce_jax import launch
+from lce_torch_bridge import _torch
 
 ALIGNMENT = 16  # bytes, of what TMA reads
 SERVED = "9.0"  # the compute capability that the kernels are written for
@@ -142,32 +143,16 @@ def run(
         updated[i] if i in updated else torch.empty(shape, dtype=dtype, device=device)
         for i, (shape, dtype) in enumerate(loaded.outputs)
     ]
-    with torch.cuda.device(device) if device.index != current_device() else contextlib.nullcontext():
-        workspace = empty((loaded.workspace_bytes,), (1,), torch.uint8)  # torch reuses it in the stream's order
+    with torch.cuda.device(device) if device.index != _torch.current_device() else contextlib.nullcontext():
+        workspace = _torch.empty((loaded.workspace_bytes,), (1,), torch.uint8)  # torch reuses it in the stream's order
         addresses = [x.data_ptr() for x in (*outputs, *given)]
-        loaded.run(current_stream(given[0].get_device()), workspace.data_ptr(), (), addresses)
+        loaded.run(_torch.current_stream(given[0].get_device()), workspace.data_ptr(), (), addresses)
     return [output for i, output in enumerate(outputs) if i not in updated] if updated else outputs
 
 
 def on_gpu(x: torch.Tensor) -> bool:
     """Whether ``x`` is in a GPU's memory."""
     return x.is_cuda
-
-
-def _empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty_strided(shape, strides, dtype=dtype, device="cuda")
-
-
-def _current_stream(index: int) -> int:
-    handle: int = torch.cuda.current_stream(index).cuda_stream
-    return handle
-
-
-# What torch's compiler calls, where torch has it (not in builds for CPUs): its public functions take several times as
-# long. `empty` allocates on the current CUDA device; `current_stream` is the handle of a device's stream.
-current_device = torch.cuda.current_device
-empty = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", _empty)
-current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", _current_stream)
 
 
 def usable(x: torch.Tensor) -> torch.Tensor:

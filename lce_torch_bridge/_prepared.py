@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lce_torch_bridge import _direct, _launch, _rows
+from lce_torch_bridge import _launch, _rows, _torch
 from lce_torch_bridge._direct import Loaded
 
 MOST_PLANS = 4096  # of all shapes together; each takes about two KiB
@@ -33,21 +33,22 @@ class Piece(NamedTuple):
 
     program: Loaded
     numbers: tuple[int, ...]
-    moved: tuple[int, ...]  # bytes from the beginning of each array to the first of these rows, results before operands
+    moved: tuple[int, ...]  # bytes from the beginning of each array, results before operands; empty for the first rows
 
 
 def piece(program: Loaded, rows: slice, results: Sequence[Array], operands: Sequence[Array]) -> Piece:
     """The program over these rows of arrays that lie so."""
     strides = [array.strides for array in (*operands, *results) if array.strides is not None]
     numbers = rows.stop - rows.start, *(stride for pair in strides for stride in pair)
-    return Piece(program, numbers, tuple(rows.start * array.row_bytes for array in (*results, *operands)))
+    moved = tuple(rows.start * array.row_bytes for array in (*results, *operands)) if rows.start else ()
+    return Piece(program, numbers, moved)
 
 
 type Allocated = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
 
 def allocated(shape: Sequence[int], dtype: torch.dtype) -> Allocated:
-    """What `lce_torch_bridge._direct.empty` is given for a contiguous tensor.
+    """What `lce_torch_bridge._torch.empty` is given for a contiguous tensor.
 
     Example:
         >>> import torch
@@ -67,10 +68,10 @@ def run(pieces: Sequence[Piece], device: int, results: Sequence[torch.Tensor], o
         results: whole tensors.
         operands: the addresses of whole tensors.
     """
-    stream, addresses = _direct.current_stream(device), (*[y.data_ptr() for y in results], *operands)
+    stream, addresses = _torch.current_stream(device), (*[y.data_ptr() for y in results], *operands)
     for program, numbers, moved in pieces:
-        workspace = _direct.empty((program.workspace_bytes,), (1,), torch.uint8)  # reused in the stream's order
-        here = tuple(map(operator.add, addresses, moved)) if any(moved) else addresses
+        workspace = _torch.empty((program.workspace_bytes,), (1,), torch.uint8)  # reused in the stream's order
+        here = tuple(map(operator.add, addresses, moved)) if moved else addresses
         program.run(stream, workspace.data_ptr(), numbers, here)
 
 

@@ -9,7 +9,7 @@ import jax
 import torch
 
 from lce_jax import launch
-from lce_torch_bridge import _direct, _prepared, _programs_of_rows, _rows, tensor_parallel
+from lce_torch_bridge import _direct, _prepared, _programs_of_rows, _rows, _torch, tensor_parallel
 from lce_torch_bridge._direct import Loaded, struct
 from lce_torch_bridge._prepared import Allocated, Array, Piece, allocated, copies
 from lce_torch_bridge._programs import Spec
@@ -40,7 +40,7 @@ class Plan(NamedTuple):
 def forward(x: Operands, call: Call, keep_cache: bool, described: Callable[[], Described]) -> list[Any] | None:
     """What `_execute.forward` returns of a call without a bias; None if JAX is to run it."""
     given, device = x.hidden, x.hidden.get_device()
-    if _direct.on_gpu(given) and device != _direct.current_device():
+    if _direct.on_gpu(given) and device != _torch.current_device():
         with torch.cuda.device(device):
             return forward(x, call, keep_cache, described)
     labels = x.labels if x.labels.dtype is torch.int64 else x.labels.long()
@@ -57,12 +57,12 @@ def forward(x: Operands, call: Call, keep_cache: bool, described: Callable[[], D
     if x.candidates is not None:
         per_token.append(_rows.candidate_ids(x.candidates, call.vocab_size).contiguous())
     addresses = [y.data_ptr() for y in per_token]
-    results = [_direct.empty(*each) for each in plan.results]
+    results = [_torch.empty(*each) for each in plan.results]
     _prepared.run(plan.pieces, device, results, [hidden.data_ptr(), weight.data_ptr(), 0, *addresses])
     if not plan.merge:
         return results
     gathered = tensor_parallel.gather(results[0], call.group)
-    merged = [_direct.empty(*each) for each in plan.merged]
+    merged = [_torch.empty(*each) for each in plan.merged]
     _prepared.run(plan.merge, device, merged, [0, *addresses, gathered.data_ptr()])
     return [*merged, *results[1:]]
 

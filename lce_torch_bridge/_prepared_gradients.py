@@ -9,7 +9,7 @@ import jax
 import torch
 
 from lce_jax import launch
-from lce_torch_bridge import _direct, _prepared, _programs_of_rows, _rows, tensor_parallel
+from lce_torch_bridge import _direct, _prepared, _programs_of_rows, _rows, _torch, tensor_parallel
 from lce_torch_bridge._direct import Loaded, struct
 from lce_torch_bridge._main_grad import nothing_like
 from lce_torch_bridge._prepared import Allocated, Array, Piece, allocated, copies
@@ -57,7 +57,7 @@ def gradients(
 ) -> list[torch.Tensor] | None:
     """What `_execute.gradients` returns of a call without a bias; None if JAX is to run it."""
     hidden, device = x.hidden, x.hidden.get_device()
-    if _direct.on_gpu(hidden) and device != _direct.current_device():
+    if _direct.on_gpu(hidden) and device != _torch.current_device():
         with torch.cuda.device(device):
             return gradients(x, cotangents, main_grad, how, described)
     if main_grad is not None and not _direct.is_usable(main_grad):
@@ -73,7 +73,7 @@ def gradients(
     if sums or how.owns_cache:
         torch.autograd.graph.increment_version([*sums, *x.cache] if how.owns_cache else sums)  # as any change in place
     usable, weight = _direct.usable(hidden), _direct.usable(x.weight)
-    grads = [_direct.empty(*each) for each in plan.results]
+    grads = [_torch.empty(*each) for each in plan.results]
     operands = [y.data_ptr() for y in (usable, weight, x.saved, *seeds, *sums, *x.cache)]
     operands.insert(2, 0)  # the number of rows
     _prepared.run(plan.pieces, device, [*grads, *sums], operands)

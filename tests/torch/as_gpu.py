@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lce_jax import launch
-from lce_torch_bridge import _direct, _prepared
+from lce_torch_bridge import _direct, _prepared, _torch
 
 H200 = launch.Device("gpu", "NVIDIA H200", "9.0", 132)
 
@@ -21,9 +21,9 @@ def as_gpu(monkeypatch: pytest.MonkeyPatch, load: Callable[[Any], Any]) -> None:
     monkeypatch.setattr(_direct, "device_of", lambda _: H200)
     monkeypatch.setattr(_direct, "why_not", lambda _: None)
     monkeypatch.setattr(_direct, "on_gpu", lambda _: True)
-    monkeypatch.setattr(_direct, "current_device", lambda: -1)
-    monkeypatch.setattr(_direct, "current_stream", lambda _: 0)
-    monkeypatch.setattr(_direct, "empty", torch._C._dynamo.guards._empty_strided_cpu)  # type: ignore[attr-defined]
+    monkeypatch.setattr(_torch, "current_device", lambda: -1)
+    monkeypatch.setattr(_torch, "current_stream", lambda _: 0)
+    monkeypatch.setattr(_torch, "empty", torch._C._dynamo.guards._empty_strided_cpu)  # type: ignore[attr-defined]
     monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(launch.Program, "load", lambda program, _: load(program))

@@ -6,10 +6,12 @@ import logging
 import runpy
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import jax
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 import lce_jax
 import lce_torch_bridge
@@ -21,6 +23,7 @@ from lce_torch_bridge import (
     _prepared_forward,
     _programs,
     _rows,
+    _torch,
     explain,
     launch_with,
     linear_logprobs,
@@ -46,15 +49,6 @@ def as_before() -> Iterator[None]:
 
 def drawn(dtype: torch.dtype = torch.bfloat16) -> Any:
     return p.draw(*DRAWN, dtype)
-
-
-def test_builds_of_torch_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wheels for CPUs lack what torch has for GPUs alone. The bridge serves CPUs there."""
-    monkeypatch.delattr(torch._C, "_cuda_getCurrentRawStream", raising=False)
-    monkeypatch.delattr(torch._C._dynamo.guards, "_empty_strided_cuda", raising=False)
-    fresh = runpy.run_path(_direct.__file__)
-    assert (fresh["empty"], fresh["current_stream"]) == (fresh["_empty"], fresh["_current_stream"])
-    assert fresh["why_not"](torch.device("cpu")) == "cpu is no CUDA device of this machine"
 
 
 SERVED: dict[str, dict[str, Any]] = {
@@ -194,6 +188,21 @@ def test_the_reason_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
         _launch._say("only XLA runs the operation gather")
     assert len(caplog.records) == 1
     assert "not launched directly: only XLA runs the operation gather" in caplog.text
+
+
+def test_builds_of_torch_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wheels for CPUs lack what torch has for GPUs alone. Public functions stand in for it."""
+    for name in ("_cuda_getDevice", "_cuda_getCurrentRawStream"):
+        monkeypatch.delattr(torch._C, name, raising=False)
+    monkeypatch.delattr(torch._C._dynamo.guards, "_empty_strided_cuda", raising=False)
+    fresh = runpy.run_path(_torch.__file__)
+    assert fresh["current_device"] is torch.cuda.current_device
+    monkeypatch.setattr(torch.cuda, "current_stream", {3: mock.Mock(cuda_stream=7)}.get)
+    assert fresh["current_stream"](3) == 7
+    with FakeTensorMode():
+        x = fresh["empty"]((2, 3), (3, 1), torch.int32)
+    assert (x.shape, x.stride(), x.dtype, x.device.type) == ((2, 3), (3, 1), torch.int32, "cuda")
+    assert _direct.why_not(torch.device("cpu")) == "cpu is no CUDA device of this machine"
 
 
 def test_a_capture_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
