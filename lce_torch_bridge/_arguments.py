@@ -83,7 +83,7 @@ def of_call(
 
 
 MOST_KNOWN = 4096
-_known: set[Any] = set()  # types, shapes, dtypes and devices of operands that were checked before
+_known: set[Any] = set()  # shapes, dtypes and devices of operands that fit each other
 
 
 def _fit(hidden: Any, weight: Any, labels: Any) -> bool:

@@ -78,13 +78,15 @@ def run(pieces: Sequence[Piece], device: int, results: Sequence[torch.Tensor], o
 def found(key: Any, x: torch.Tensor, plan: Callable[[], Any]) -> Any:
     """What ``plan()`` is, made once for a key; None if JAX is to run such calls, because it is the reason, a text."""
     known = _plans.get(key)
-    if known is not None and _launch.asked() != "jax":
-        return known
-    made = _launch.direct_or_none(x, plan)
-    if made is not None:
-        if len(_plans) >= MOST_PLANS:
-            _plans.clear()
-        _plans[key] = made
+    if known is None or isinstance(known, str) or _launch.asked() == "jax":
+        return _launch.direct_or_none(x, lambda: known or _made(key, plan))
+    return known
+
+
+def _made(key: Any, plan: Callable[[], Any]) -> Any:
+    if len(_plans) >= MOST_PLANS:
+        _plans.clear()
+    made = _plans[key] = plan()
     return made
 
 

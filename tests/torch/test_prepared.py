@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lce_jax import launch
 from lce_jax.launch import _source
-from lce_torch_bridge import _direct, _rows, launch_with, linear_logprobs
+from lce_torch_bridge import _direct, _prepared, _rows, launch_with, linear_logprobs
 from tests import launch_emulator
 from tests.torch import problem as p
 from tests.torch.as_gpu import as_gpu
@@ -178,3 +178,20 @@ def test_options_that_were_right_once_are_still_checked() -> None:
         linear_logprobs(*problem, stats=True, logit_scale=True)
     with pytest.raises(TypeError, match="implementation must be None, a name or a tuple of names"):
         linear_logprobs(*problem, implementation=["xla"])  # type: ignore[arg-type]
+
+
+def test_a_reason_is_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """JAX runs calls in float32, and nothing is planned for the second one. Plans of many shapes do not pile up."""
+    as_gpu(monkeypatch, lambda _: lambda *_: None)
+    monkeypatch.setattr(_prepared, "MOST_PLANS", 2)
+    made = []
+    for _ in range(2):
+        assert _prepared.found("loop", torch.zeros(1), lambda: made.append(1) or "only XLA runs a loop") is None
+    assert made == [1]
+    assert _prepared.found("kernels", torch.zeros(1), lambda: (7,)) == (7,)
+    assert _prepared.found("kernels", torch.zeros(1), list) == (7,)
+    launch_with("jax")
+    assert _prepared.found("kernels", torch.zeros(1), list) is None
+    launch_with(None)
+    assert _prepared.found("others", torch.zeros(1), lambda: (8,)) == (8,)
+    assert list(_prepared._plans) == ["others"]
