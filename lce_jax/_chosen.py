@@ -6,6 +6,7 @@ where it does not, a chunk bounds the gathered rows.
 
 from __future__ import annotations
 
+import contextvars
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 
 GATHERED_BYTES = 32 << 20  # of the rows of the weight that one chunk gathers
 BLOCK_PAIRS = 128  # whose sums are one product
+# Whether the operations become code that holds no gathered row, as those of `lce_jax.launch` do: then there is one
+# chunk, whatever the sizes.
+at_once: contextvars.ContextVar[bool] = contextvars.ContextVar("at_once", default=False)
 # Where XLA fuses the gather, a chunk holds nothing and its size is that of a launch: for 64 candidates at (4096, 4096,
 # 151936) on an H200 a forward takes 1.140 of one without at 32 MiB, 1.073 at 128, 1.055 at 512, 1.053 at once.
 FUSED_BYTES = 512 << 20
@@ -43,7 +47,7 @@ def products(
 ) -> Float[Array, "T K"]:
     """H · w of each token's columns, summed in ``dtype``; 0 for the column -1 and, by chunks, after ``num_rows``."""
     size = chunk_tokens(columns.shape[1], hidden.shape[1], weight.dtype.itemsize, gathered_bytes)
-    if size >= hidden.shape[0]:
+    if size >= hidden.shape[0] or at_once.get():
         return _products(hidden, weight, columns, options, dtype)
     rows = hidden.shape[0] if num_rows is None else num_rows
     empty = _compat.vary_like(jnp.zeros(columns.shape, dtype), (hidden, weight, columns, num_rows))

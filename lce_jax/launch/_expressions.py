@@ -115,11 +115,20 @@ def _reshape(body: Body, node: Node, indices: tuple[Index, ...]) -> str:
 
 
 def _gather(body: Body, node: Node, indices: tuple[Index, ...]) -> str:
-    operand, places = node.operands
-    if node.attributes["slice_sizes"] != (1, operand.shape[1]) or places.shape != (node.shape[0], 1):
-        raise UnservedError("a gather of parts of rows")
-    row = body.simple(_clamped(body.value(places, (indices[0], 0)), places, operand.shape[0] - 1))
-    return body.value(operand, (row, indices[1]))
+    """Of each dimension the start that the indices say, moved so that the slice lies inside, and the place in it."""
+    (operand, places), told = node.operands, node.attributes
+    batch = [i for dim, i in enumerate(indices) if dim not in told["offset_dims"]]
+    inside, vector = iter(indices[dim] for dim in told["offset_dims"]), told["index_vector_dim"]
+    found: list[Index] = []
+    for dim, (total, size) in enumerate(zip(operand.shape, told["slice_sizes"], strict=True)):
+        start: Index = 0
+        if dim in told["start_index_map"] and total > size:
+            at = (*batch[:vector], told["start_index_map"].index(dim), *batch[vector:])
+            start = body.simple(_clamped(body.value(places, at), places, total - size))
+        if dim not in told["collapsed"]:
+            start = body.simple(_sum(next(inside), start))
+        found.append(start)
+    return body.value(operand, tuple(found))
 
 
 def _reverse(body: Body, node: Node, indices: tuple[Index, ...]) -> str:

@@ -20,6 +20,7 @@ FOLDED = 64  # elements of the largest constant that is computed from others: it
 KERNEL, RESULT, INPUT, CONSTANT, EMPTY, COPY = "kernel", "result", "input", "constant", "empty", "copy"
 COUNT = "count"  # of rows, a number that comes with each run
 PRODUCT = "dot_general"
+SCATTER = "scatter"  # writes some elements of its first operand, where that lies
 
 
 class Rows(NamedTuple):
@@ -99,6 +100,10 @@ class Builder:
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Node:
         """Memory of which nothing is known; each call makes another piece."""
         return Node(EMPTY, (), shape, dtype, {})
+
+    def copy(self, x: Node) -> Node:
+        """``x`` in memory of its own; each call makes another copy."""
+        return Node(COPY, (x,), x.shape, x.dtype, {})
 
     def kernel(self, kernel: Kernel, operands: tuple[Node, ...]) -> list[Node]:
         """The results of a kernel."""

@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 
-from lce_jax import _dispatch
+from lce_jax import _chosen, _dispatch
 from lce_jax._types import Device
 from lce_jax.launch._refusal import UnservedError
 
@@ -61,11 +61,12 @@ def _stand_in() -> Iterator[None]:
 
     with _lock, jax.default_device(device):
         jax.local_devices = local_devices
-        _lowering.active = True
+        _lowering.active, token = True, _chosen.at_once.set(True)
         try:
             yield
         finally:
             _lowering.active = False
+            _chosen.at_once.reset(token)
             jax.local_devices = original
 
 

@@ -10,13 +10,12 @@ import collections
 import dataclasses
 from collections.abc import Iterable, Sequence
 
-from lce_jax.launch._graph import CONSTANT, COPY, EMPTY, INPUT, PRODUCT, RESULT, Kernel, Node, Rows, Strided
-from lce_jax.launch._numpy import BINARY, UNARY
+from lce_jax.launch._graph import CONSTANT, COPY, EMPTY, INPUT, PRODUCT, RESULT, SCATTER, Kernel, Node, Rows, Strided
+from lce_jax.launch._reads import ELEMENTWISE, check_alone, needed_often, reachable, root, stored_below
 from lce_jax.launch._source import Segment, is_apart, segments
 
 SMALL = 16 << 20  # bytes of an array that is computed early
 ALIGNMENT = 256  # bytes, of each array in the workspace
-ELEMENTWISE = {*UNARY, *BINARY, "select", "clamp", "convert"}
 
 
 @dataclasses.dataclass(eq=False)
@@ -64,25 +63,12 @@ def schedule(
     return _Scheduler(kernels, results, donated, rows).run()
 
 
-def root(node: Node) -> Node:
-    """The array whose memory ``node`` is a view of; itself if it is none."""
-    while node.op in ("reshape", "bitcast_convert") and node.size == node.operands[0].size:
-        if node.dtype.itemsize != node.operands[0].dtype.itemsize or _is_bool(node) != _is_bool(node.operands[0]):
-            break
-        node = node.operands[0]
-    return node
-
-
-def _is_bool(node: Node) -> bool:
-    return node.dtype.kind == "b"
-
-
 class _Scheduler:
     def __init__(
         self, kernels: Sequence[Node], results: Sequence[Node], donated: Sequence[int], rows: Rows | None
     ) -> None:
         self._donated, self._rows = donated, rows
-        live = _reachable(results)
+        live = reachable(results)
         self._kernels = [kernel for kernel in kernels if kernel in live]
         self._of_kernel: dict[Node, dict[int, Node]] = collections.defaultdict(dict)
         for node in live:
@@ -93,8 +79,9 @@ class _Scheduler:
         self._copies: dict[Node, Node] = {}  # of operands
         self._results = self._with_memory_of_their_own(results)
         self._operands = {kernel: self._owned(kernel) for kernel in self._kernels}
+        self._whole_first: list[Node] = []
         self._pending = self._to_compute()
-        self._below = {node: _stored_below(node, self._pending) for node in self._pending}
+        self._below = {node: stored_below(node, self._pending) for node in self._pending}
         self._storage: dict[Node, Storage] = {}
         self._steps: list[Launch | Stage] = []
         self._done: set[Node] = set()
@@ -142,15 +129,19 @@ class _Scheduler:
         """The arrays that generated code stores."""
         found: dict[Node, None] = {}
         wanted = [x for operands in self._operands.values() for x in operands] + self._results
-        for node in _reachable(wanted):
+        for node in reachable(wanted):
             if is_apart(node):
                 found[node] = None
             if node.op == PRODUCT:
                 found |= dict.fromkeys(x for x in map(_computed, node.operands) if x is not None)
+            if node.op == SCATTER:
+                check_alone(node, wanted)
+                found |= dict.fromkeys(x for x in (root(node.operands[0]), node.operands[2]) if x.op != RESULT)
         for node in wanted:
             if node.op not in (INPUT, RESULT, EMPTY):
                 found[node] = None
-        return found
+        self._whole_first = needed_often(wanted, found)
+        return found | dict.fromkeys(self._whole_first)
 
     def _compute(self, targets: Iterable[Node]) -> None:
         """Stages until the targets are there; each computes all that it can of them, and all that is small."""
@@ -180,7 +171,8 @@ class _Scheduler:
                 return x.operands[0] in self._done
             if x in self._done or x.op in (INPUT, EMPTY):
                 return True
-            return x in ready and not is_apart(x) and x.num_bytes <= SMALL and reader.op != PRODUCT
+            again = not is_apart(x) and x not in self._whole_first and x.num_bytes <= SMALL
+            return x in ready and again and reader.op not in (PRODUCT, SCATTER)
 
         candidates = [x for x in self._pending if x in required or x.num_bytes <= SMALL]
         before = -1
@@ -191,6 +183,8 @@ class _Scheduler:
         return ready
 
     def _memory(self, node: Node) -> Storage:
+        if node.op == SCATTER:
+            return self._storage.setdefault(node, self._memory(root(node.operands[0])))
         if node not in self._storage:
             self._storage[node] = Storage(node.num_bytes)
             if node.op == INPUT:
@@ -225,7 +219,7 @@ def _computed(operand: Node) -> Node | None:
 
 def _in_its_place(node: Node, x: Node) -> bool:
     """Whether an element of ``node`` needs no other element of ``x`` than the one at its own place."""
-    if node is x or x not in _reachable([node]):
+    if node is x or x not in reachable([node]):
         return True
     if node.op not in ELEMENTWISE or node.shape != x.shape:
         return False
@@ -241,34 +235,6 @@ def _strided(result: int, rows: Rows | None) -> Strided | None:
     if rows is None or result not in rows.results:
         return None
     return Strided(len(rows.operands) + sorted(rows.results).index(result), rows.results[result])
-
-
-def _reachable(nodes: Iterable[Node]) -> dict[Node, None]:
-    """All that the nodes come from, themselves included; an ordered set."""
-    found: dict[Node, None] = {}
-    todo = list(nodes)
-    while todo:
-        node = todo.pop()
-        if node not in found:
-            found[node] = None
-            todo += node.operands
-    return found
-
-
-def _stored_below(node: Node, computed: Iterable[Node]) -> list[Node]:
-    """The stored arrays that an element of ``node`` is computed from."""
-    found, todo = [], list(node.operands)
-    seen: set[Node] = set()
-    while todo:
-        below = todo.pop()
-        if below in seen:
-            continue
-        seen.add(below)
-        if below.op in (INPUT, RESULT, EMPTY) or below in computed:
-            found.append(below)
-        else:
-            todo += below.operands
-    return found
 
 
 def _placed(storages: Iterable[Storage]) -> int:

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 from lce_jax.launch import _product as product
-from lce_jax.launch._body import C_TYPES, Body, Index, index_type, stored
+from lce_jax.launch._body import C_TYPES, NARROW, Body, Index, index_type, stored
 from lce_jax.launch._expressions import OPERATIONS
-from lce_jax.launch._graph import COPY, PRODUCT, Node
+from lce_jax.launch._graph import COPY, PRODUCT, SCATTER, Node
 
 THREADS = 512
 LANES = 32  # results that lie side by side, of a block that reduces
@@ -69,8 +69,8 @@ class Segment(NamedTuple):
 
 
 def is_apart(node: Node) -> bool:
-    """Whether a node has blocks of its own: a product, or a reduction over many elements."""
-    return node.op == PRODUCT or (node.op == "reduce" and node.operands[0].size > LONG * node.size)
+    """Whether a node has blocks of its own: a product, a scatter, or a reduction over many elements."""
+    return node.op in (PRODUCT, SCATTER) or (node.op == "reduce" and node.operands[0].size > LONG * node.size)
 
 
 def segments(nodes: Iterable[Node]) -> list[Segment]:
@@ -78,7 +78,7 @@ def segments(nodes: Iterable[Node]) -> list[Segment]:
     groups: dict[Any, list[Node]] = {}
     for node in nodes:
         key: Any = (node.shape,)
-        if node.op == PRODUCT:
+        if node.op in (PRODUCT, SCATTER):
             key = node
         elif is_apart(node):
             key = node.operands[0].shape, node.attributes["dimensions"]
@@ -89,6 +89,8 @@ def segments(nodes: Iterable[Node]) -> list[Segment]:
 def _num_blocks(node: Node) -> int:
     if node.op == PRODUCT:
         return product.num_blocks(node)
+    if node.op == SCATTER:
+        return -(-node.operands[2].size // THREADS)
     per_block = _lanes(node.size) if is_apart(node) else THREADS * _per_thread(node.size)
     return -(-node.size // per_block)
 
@@ -126,6 +128,8 @@ def _function(name: str, segment: Segment, slots: Mapping[Node, int], here: Set[
     body = Body(slots, here, OPERATIONS)
     if first.op == PRODUCT:
         lines = product.lines(first, slots[first], body, THREADS)
+    elif first.op == SCATTER:
+        lines = _scattering(first, slots[first], body)
     else:
         lines = (_reducing if is_apart(first) else _mapping)(segment, slots, body)
     return "\n".join([f"PART void {name}(const Buffers& b, int block, int thread) {{", *lines, "}"])
@@ -170,6 +174,32 @@ def _rows(node: Node) -> int:
     return -1 if strided is None else strided.dimension
 
 
+def _scattering(node: Node, slot: int, body: Body) -> list[str]:
+    """Each thread stores one element, if its place is inside."""
+    _, places, updates = node.operands
+    body.add(f"const int i = block * {THREADS} + thread;")
+    body.add(f"if (i < {updates.size}) {{")
+    at = body.unravel("i", updates.shape)
+    found = [body.simple(body.value(places, (*at, dim))) for dim in range(len(node.shape))]
+    inside = " && ".join(f"{x} >= 0 && {x} < {size}" for x, size in zip(found, node.shape, strict=True))
+    value = body.value(updates, at)
+    body.add(f"if ({inside}) {{")
+    element = f"(({stored(node)}*)b.at[{slot}])[{body.ravel(node, tuple(found))}]"
+    if node.attributes["combine"] == "add":
+        before = f"of_{NARROW[node.dtype]}({element})" if node.dtype in NARROW else element
+        value = body.rounded(node, f"{before} + {value}")
+    body.add(f"{element} = {body.to_storage(node, value)};")
+    body.add("}}")
+    return body.lines
+
+
+def reads_rows(node: Node) -> bool:
+    """Whether a factor of ``node`` is rows that a gather picks: their elements lie side by side, the rows do not."""
+    if node.op in ("multiply", "convert"):
+        return any(map(reads_rows, node.operands))
+    return node.op == "gather" and len(node.shape) - 1 in node.attributes["offset_dims"]
+
+
 def _reducing(segment: Segment, slots: Mapping[Node, int], body: Body) -> list[str]:
     """The threads of a block that share a result each take every so-manieth element, then one adds up theirs."""
     first, *_ = segment.nodes
@@ -178,7 +208,13 @@ def _reducing(segment: Segment, slots: Mapping[Node, int], body: Body) -> list[s
     for k, node in enumerate(segment.nodes):
         body.add(f"SHARED {C_TYPES[node.dtype]} parts{k}[{THREADS}];")
         body.add(f"{C_TYPES[node.dtype]} sum{k} = {body.literal(body.identity(node))};")
-    body.add(f"const int lane = thread % {lanes}, row = thread / {lanes};")
+    minor = dimensions == (len(shape) - 1,) and all(reads_rows(node.operands[0]) for node in segment.nodes)
+    across, place = (
+        ("thread / {0}, row = thread % {0}", f"lane * {rows} + r")
+        if minor
+        else ("thread % {1}, row = thread / {1}", f"r * {lanes} + lane")
+    )
+    body.add(f"const int lane = {across.format(rows, lanes)};")
     body.add(f"const {index_type(first)} i = ({index_type(first)})block * {lanes} + lane;")
     body.add(f"if (i < {first.size}) {{")
     kept = body.unravel("i", first.shape)
@@ -196,7 +232,7 @@ def _reducing(segment: Segment, slots: Mapping[Node, int], body: Body) -> list[s
     body.add(f"if (row != 0 || i >= {first.size}) return;")
     for k, node in enumerate(segment.nodes):
         body.add(f"for (int r = 1; r < {rows}; ++r) {{")
-        body.add(f"sum{k} = {body.combined(node, f'sum{k}', f'parts{k}[r * {lanes} + lane]')};")
+        body.add(f"sum{k} = {body.combined(node, f'sum{k}', f'parts{k}[{place}]')};")
         body.add("}")
         body.add(f"(({stored(node)}*)b.at[{slots[node]}])[i] = {body.to_storage(node, f'sum{k}')};")
     return body.lines

@@ -9,9 +9,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from lce_jax.launch._graph import PRODUCT, Builder, Kernel, Node, Rows
+from lce_jax.launch._graph import PRODUCT, RESULT, SCATTER, Builder, Kernel, Node, Rows
 from lce_jax.launch._jax import hlo, ir
 from lce_jax.launch._numpy import BINARY, REDUCE, UNARY
+from lce_jax.launch._reads import root
 from lce_jax.launch._refusal import UnservedError
 
 MOST_STEPS = 4096  # of a loop
@@ -73,6 +74,8 @@ def _operation(builder: Builder, op: Any, name: str, operands: tuple[Node, ...])
         return _custom_call(builder, attributes, operands, types)
     if name == "optimization_barrier":
         return list(operands)
+    if name == "sort":
+        return _sorted(builder, op, operands)
     if len(types) != 1:
         raise UnservedError(f"the operation {op.operation.name} with {len(types)} results")
     shape, dtype = types[0]
@@ -84,6 +87,8 @@ def _operation(builder: Builder, op: Any, name: str, operands: tuple[Node, ...])
         raise UnservedError(f"not of {dtype}")
     if name in UNARY or name in BINARY or name in ("select", "clamp", "is_finite"):
         return [builder.node(name, _spread(builder, operands, shape), shape, dtype)]
+    if name == SCATTER:
+        return [_scattered(builder, op, operands, shape, dtype)]
     if name not in ATTRIBUTES:
         raise UnservedError(f"the operation {name}")
     if name == PRODUCT and (sums := _of_vector(builder, operands, shape, dtype, **_contraction(attributes))):
@@ -182,13 +187,79 @@ def _of_vector(
     return builder.node("reduce", (terms, zero), shape, dtype, combine="add", dimensions=(dim,))
 
 
-def _taken(attributes: Any) -> dict[str, Any]:
-    """``take`` along the first dimension of a matrix."""
+def _gathered(attributes: Any) -> dict[str, Any]:
     numbers: Any = hlo.GatherDimensionNumbers(attributes["dimension_numbers"])
-    lists = numbers.offset_dims, numbers.collapsed_slice_dims, numbers.start_index_map, numbers.operand_batching_dims
-    if [list(x) for x in lists] != [[1], [0], [0], []] or numbers.index_vector_dim != 1:
-        raise UnservedError("a gather that is not along the first dimension of a matrix")
-    return {"slice_sizes": _ints(attributes["slice_sizes"])}
+    if list(numbers.operand_batching_dims):
+        raise UnservedError("a gather with batches")
+    return {
+        "slice_sizes": _ints(attributes["slice_sizes"]),
+        "offset_dims": _ints(numbers.offset_dims),
+        "collapsed": _ints(numbers.collapsed_slice_dims),
+        "start_index_map": _ints(numbers.start_index_map),
+        "index_vector_dim": int(numbers.index_vector_dim),
+    }
+
+
+def _scattered(builder: Builder, op: Any, operands: tuple[Node, ...], shape: Any, dtype: np.dtype) -> Node:
+    """Elements that are set or added to, each at most once, at places in all dimensions."""
+    attributes = op.operation.attributes
+    numbers: Any = hlo.ScatterDimensionNumbers(attributes["scatter_dimension_numbers"])
+    (block,) = op.operation.regions[0].blocks
+    names = [inner.operation.name.removeprefix("stablehlo.") for inner in block.operations]
+    is_set = names == ["return"] and block.operations[0].operation.operands[0] == block.arguments[1]
+    unique = "unique_indices" in attributes and attributes["unique_indices"].value
+    every, vector = list(range(len(shape))), numbers.index_vector_dim
+    lists = numbers.inserted_window_dims, numbers.scattered_dims_to_operand_dims, numbers.update_window_dims
+    elements = [list(x) for x in lists] == [every, every, []] and vector == len(operands[2].shape)
+    if not (is_set or names == ["add", "return"]) or not unique or not elements:
+        raise UnservedError("a scatter that does more than setting or adding to single elements, each once")
+    over, places, updates = operands
+    over = over if root(over).op == RESULT else builder.copy(over)
+    return builder.node(SCATTER, (over, places, updates), shape, dtype, combine="set" if is_set else "add")
+
+
+MOST_SORTED = 512  # numbers that one sort compares, each with each
+
+
+def _sorted(builder: Builder, op: Any, operands: tuple[Node, ...]) -> list[Node]:
+    """A stable sort along the last dimension: the place of each number is how many come before it."""
+    keys, attributes = operands[0], op.operation.attributes
+    (block,) = op.operation.regions[0].blocks
+    compare, *rest = block.operations
+    last, size = len(keys.shape), keys.shape[-1]
+    by_first = list(compare.operation.operands) == list(block.arguments)[:2] and len(rest) == 1
+    ascending = compare.operation.name == "stablehlo.compare" and _comparison(compare.operation.attributes) == {
+        "direction": "LT"
+    }
+    if not by_first or not ascending or keys.dtype != jnp.int32 or attributes["dimension"].value != last - 1:
+        raise UnservedError("a sort that is not by one integer along the last dimension")
+    if size > MOST_SORTED:
+        raise UnservedError(f"a sort of {size} numbers")
+    wide, this, other = (*keys.shape, size), tuple(range(last)), (*range(last - 1), last)
+
+    def node(name: str, *given: Node, shape: Any = wide, dtype: Any = jnp.bool_, **attributes: Any) -> Node:
+        return builder.node(name, given, shape, jnp.dtype(dtype), **attributes)
+
+    def along(x: Node, dimensions: tuple[int, ...]) -> Node:
+        return node("broadcast_in_dim", x, dtype=x.dtype, dimensions=dimensions)
+
+    def added(x: Node) -> Node:
+        none = builder.constant(0, jnp.dtype(jnp.int32))
+        return node("reduce", x, none, shape=keys.shape, dtype=jnp.int32, combine="add", dimensions=(last,))
+
+    places = [node("iota", dtype=jnp.int32, dimension=dim) for dim in (last, last - 1)]
+    pair = along(keys, other), along(keys, this)
+    less, equal = (node("compare", *pair, direction=direction) for direction in ("LT", "EQ"))
+    before = node("or", less, node("and", equal, node("compare", *places, direction="LT")))
+    rank = added(node("convert", before, dtype=jnp.int32))
+    chosen = node("compare", along(rank, other), places[1], direction="EQ")
+    zeros = along(builder.constant(0, jnp.dtype(jnp.int32)), ())
+    found = []
+    for x in operands:
+        bits = node("bitcast_convert", x, shape=x.shape, dtype=jnp.int32)
+        one = added(node("select", chosen, along(bits, other), zeros, dtype=jnp.int32))
+        found.append(node("bitcast_convert", one, shape=x.shape, dtype=x.dtype))
+    return found
 
 
 ATTRIBUTES: dict[str, Callable[[Any], dict[str, Any]]] = {
@@ -202,7 +273,7 @@ ATTRIBUTES: dict[str, Callable[[Any], dict[str, Any]]] = {
     "broadcast_in_dim": lambda a: {"dimensions": _ints(a["broadcast_dimensions"])},
     "transpose": lambda a: {"permutation": _ints(a["permutation"])},
     "dot_general": _contraction,
-    "gather": _taken,
+    "gather": _gathered,
     "reverse": lambda a: {"dimensions": _ints(a["dimensions"])},
     "iota": lambda a: {"dimension": a["iota_dimension"].value},
     "concatenate": lambda a: {"dimension": a["dimension"].value},

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from lce_jax.mosaic import _generations, _live_backward
 from lce_jax.mosaic._worklist import Batches, Worklist
-from lce_torch_bridge import _direct, _rows, launch_with, linear_logprobs, linear_loss
+from lce_torch_bridge import _direct, _rows, _torch, launch_with, linear_logprobs, linear_loss
 from tests import test_mosaic_interpret as exact
 from tests import test_mosaic_threshold as threshold
 from tests.torch import problem as p
@@ -33,6 +33,7 @@ from tests.torch import problem as p
 WHOLE = (
     "ragged", "half a cache, float16", "a shorter last chunk, hv", "padding, stats, softcap, temperature",
 )  # fmt: skip
+FORWARD = "ragged", "padding, stats, softcap, temperature"
 COUNTED = ("clusters, rows left out, cache", "dhidden written once, rounded", "dweight added")
 LIVE = [
     exact.call(
@@ -56,15 +57,28 @@ class Filled(TorchFunctionMode):
     def __init__(self, byte: int) -> None:
         super().__init__()
         self._byte = byte
-        self.num_filled = 0
+        self.seen: set[torch.dtype] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
         found = func(*args, **(kwargs or {}))
-        if func.__name__ in ("empty", "empty_like", "new_empty"):
-            found.untyped_storage().fill_(self._byte)
-            self.num_filled += 1
-        return found
+        return self._filled(found) if func.__name__ in ("empty", "empty_like", "new_empty") else found
+
+    def __enter__(self) -> Filled:
+        empty = _torch.empty  # none of torch's public functions
+        self._patch = mock.patch.object(_torch, "empty", lambda *told: self._filled(empty(*told)))
+        self._patch.start()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *told: Any) -> None:
+        super().__exit__(*told)
+        self._patch.stop()
+
+    def _filled(self, x: torch.Tensor) -> torch.Tensor:
+        x.untyped_storage().fill_(self._byte)
+        self.seen.add(x.dtype)
+        return x
 
 
 def launched(seen: list[Any], function: Any, *given: Any) -> Any:
@@ -92,7 +106,7 @@ def launched(seen: list[Any], function: Any, *given: Any) -> Any:
     return results
 
 
-def check_exact(test: exact.Call) -> list[Any]:
+def check_exact(test: exact.Call, gradients_too: bool = True) -> list[Any]:
     """Statistics and gradients of a call, with and without what the forward keeps. Returns them."""
     seen: list[Any] = []
     case = exact.case_of(test)
@@ -103,7 +117,8 @@ def check_exact(test: exact.Call) -> list[Any]:
         mock.patch.object(exact, "traced", functools.partial(launched, seen)),
     ):
         cache = exact.check_statistics(test, case, operands, want)
-        exact.check_gradients(test, case, operands._replace(candidates=columns), rows, cache, gradients)
+        if gradients_too:
+            exact.check_gradients(test, case, operands._replace(candidates=columns), rows, cache, gradients)
     return seen
 
 
@@ -175,6 +190,8 @@ def checks(parts: list[str]) -> Iterator[tuple[str, Callable[[], list[Any]]]]:
     for part in parts:
         for name in {"whole": WHOLE, "counted": COUNTED}.get(part, ()):
             yield name, functools.partial(check_exact, known[name])
+        for name in FORWARD if part == "forward" else ():
+            yield name, functools.partial(check_exact, known[name], gradients_too=False)
         if part == "live":
             for test in LIVE:
                 yield test.name, functools.partial(check_live, test)
@@ -188,7 +205,7 @@ def filled(check: Callable[[], list[Any]]) -> None:
     for byte in (0x00, 0xFF):
         with Filled(byte) as mode:
             found.append([np.asarray(x).tobytes() for x in check()])
-        assert mode.num_filled
+        assert {torch.uint8, torch.float32} <= mode.seen  # a workspace, and results
     assert found[0] == found[1]
 
 
