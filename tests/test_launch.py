@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from jax import lax
 
-from lce_jax import LogprobOutput, launch, local
-from lce_jax.launch import _source
+from lce_jax import LogprobOutput, _math, launch, local
+from lce_jax.launch import _graph, _reads, _source
 from lce_jax.mosaic import _generations, sm90
 from lce_jax.mosaic._chunks import Budget
 from tests import launch_emulator
@@ -87,6 +87,15 @@ GLUE: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
         lambda x, i: (jnp.take(x, i, 0, mode="clip"), jnp.take(x, i, 0, mode="fill")),
         (normal(4, 5), jnp.array([3, 9, 0])),
     ),
+    "elements": (
+        lambda x, i, j: (
+            x.at[i, j].get(mode="fill", fill_value=7),
+            x.at[i, jnp.arange(4)].set(0.5, mode="drop", unique_indices=True),
+            (2 * x).astype(jnp.bfloat16).at[jnp.arange(4)[:, None], j].add(0.5, mode="drop", unique_indices=True),
+        ),
+        (normal(4, 5), jnp.array([[3], [9], [-1], [0]]), jnp.array([[3, 9], [0, 4], [8, 1], [2, 3]])),
+    ),
+    "sorted rows": (_math.add_repeats, (jax.random.randint(jax.random.key(1), (3, 40), -1, 30), normal(3, 40))),
     "a loop": (running_sum, (normal(5, 7),)),
     "indices": (shifted, (normal(4, 5), jnp.array([3, -2]))),
     "results that are operands": (lambda x: (x, x, x.reshape(5, 4), x[0] * 2), (normal(4, 5),)),
@@ -247,9 +256,29 @@ def test_a_sum_with_a_kernels_result_takes_its_memory() -> None:
 
 def test_what_is_not_served_is_named() -> None:
     hidden, weight, labels, *_ = operands()
-    with pytest.raises(launch.UnservedError, match="a gather that is not along the first"):
+    with pytest.raises(launch.UnservedError, match="a gather with batches"):
         launch.program(lambda *x: local.statistics(*x, implementation="xla")[0].max, (hidden, weight, labels), H200)
     with pytest.raises(launch.UnservedError, match="total order"):
         launch.program(lax.lt_to_p.bind, (normal(3), normal(3)), H200)
     with pytest.raises(launch.UnservedError, match="steps depends on the operands"):
         launch.program(lambda n: lax.while_loop(lambda i: i < n, lambda i: i * 2, jnp.int32(1)), (jnp.int32(9),), H200)
+    with pytest.raises(launch.UnservedError, match="a sort that is not by one integer"):
+        launch.program(lambda x: jnp.sort(x), (normal(3),), H200)
+    with pytest.raises(launch.UnservedError, match="a sort of 513 numbers"):
+        launch.program(lambda x: jnp.sort(x), (jnp.arange(513),), H200)
+    with pytest.raises(launch.UnservedError, match="a scatter that does more"):
+        launch.program(lambda x, i: x.at[i].add(1), (normal(3), jnp.array([0, 0])), H200)
+    with pytest.raises(launch.UnservedError, match="products of matrices without a kernel"):
+        launch.program(lambda x, i: (x * x[i]).sum(1), (normal(3, 4), jnp.array([0, 2, 0])), H200)
+
+
+def test_what_a_scatter_writes_over_is_read_by_nobody_else() -> None:
+    """Nor before it, but for what it writes."""
+    builder, float32, int32 = _graph.Builder(), jnp.dtype(jnp.float32), jnp.dtype(jnp.int32)
+    (over,) = builder.kernel(_graph.Kernel(b"", (((4,), float32),), {}), ())
+    places = builder.input(0, (2, 1), int32)
+    read = builder.node("slice", (over,), (2,), float32, start=(0,), limit=(2,), strides=(1,))
+    written = builder.node(_graph.SCATTER, (over, places, read), (4,), float32, combine="set")
+    _reads.check_alone(written, [written])
+    with pytest.raises(launch.UnservedError, match="an array that is read again"):
+        _reads.check_alone(written, [written, builder.node("negate", (over,), (4,), float32)])

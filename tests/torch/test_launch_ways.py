@@ -82,7 +82,7 @@ def test_what_is_launched_directly(name: str) -> None:
     ("options", "dtype", "reason"),
     [
         ({}, torch.float32, "only XLA runs a loop"),
-        ({"implementation": "reference"}, torch.bfloat16, "only XLA runs a gather that is not along the first"),
+        ({"implementation": "reference"}, torch.bfloat16, "only XLA runs a gather with batches"),
         ({"implementation": "xla"}, torch.bfloat16, "only XLA runs "),
         ({"gradient_threshold": 0.001}, torch.bfloat16, "only XLA runs "),
     ],
