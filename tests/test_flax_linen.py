@@ -32,6 +32,7 @@ from tests.flax_cases import (
     teacher_batch,
     token_batch,
 )
+from tests.pairs import pairs_of
 
 
 def make_head(**options):
@@ -42,10 +43,9 @@ def initialise(head):
     return head.init(jax.random.key(0), jnp.zeros((1, HIDDEN)))
 
 
-@pytest.mark.parametrize("options", HEADS.values(), ids=HEADS)
-@pytest.mark.parametrize("temperature", [1.0, 0.5])
-def test_logprobs_are_those_of_its_logits(options, temperature):
-    head = make_head(**options)
+@pairs_of(1, name=[*HEADS], temperature=[1.0, 0.5])
+def test_logprobs_are_those_of_its_logits(name, temperature):
+    head = make_head(**HEADS[name])
     variables = initialise(head)
     hidden, labels = batch()
     logits = head.apply(variables, hidden)

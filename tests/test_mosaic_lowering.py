@@ -108,7 +108,14 @@ def test_narrow(layout: str) -> None:
 
 
 @pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize(("H", "V"), list(zip(itertools.cycle(HIDDEN), VOCABULARIES, strict=False)))
+@pytest.mark.parametrize(
+    ("H", "V"),
+    [
+        # Of the vocabularies that are whole tiles all but the smallest and the largest are slow.
+        pytest.param(H, V, marks=pytest.mark.slow if V in (128256, 152064, 248320) else ())
+        for H, V in zip(itertools.cycle(HIDDEN), VOCABULARIES, strict=False)
+    ],
+)
 def test_vocabularies(H: int, V: int) -> None:
     lower(4096, H, V, cache_bytes=1 << 30)
 
@@ -125,9 +132,9 @@ def test_tensor_parallel_shards(V: int, layout: str) -> None:
     [
         {"entropy": False},
         {"dtype": "float16", "cache_bytes": 1 << 40},
-        {"vocab_size": 151669},
-        {"where": True},
-        EVERYTHING,
+        pytest.param({"vocab_size": 151669}, marks=pytest.mark.slow),  # the last call has these and more
+        pytest.param({"where": True}, marks=pytest.mark.slow),
+        pytest.param(EVERYTHING, marks=pytest.mark.slow),
         {**EVERYTHING, "cache_bytes": 1 << 29, "vocab_size": 151669},
     ],
     ids=str,
@@ -137,7 +144,7 @@ def test_options(options: dict) -> None:
 
 
 @pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("H", [64, 192, 448, 576, 704, 12288])
+@pytest.mark.parametrize("H", [64, 192, pytest.param(448, marks=pytest.mark.slow), 576, 704, 12288])
 def test_hidden_sizes_nobody_tuned(H: int) -> None:
     lower(512, H, 32000, cache_bytes=1 << 20)
 

@@ -66,8 +66,15 @@ def materialised(hidden, weight, labels, seeds, options):
     return jax.jit(jax.grad(objective, argnums=tuple(range(len(operands)))))(*operands)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("test", CALLS, ids=str)
+# The reference is what most other tests compare with: every second call of it is slow.
+PARITY = [
+    pytest.param(test, implementation, marks=pytest.mark.slow if implementation == "reference" and i % 2 else ())
+    for i, test in enumerate(CALLS)
+    for implementation in IMPLEMENTATIONS
+]
+
+
+@pytest.mark.parametrize(("test", "implementation"), PARITY, ids=str)
 def test_matches_float64(test: cases.TestCase, implementation: str) -> None:
     out, (dhidden, dweight, *dbias), (hidden, weight, labels, seeds, options) = evaluate(test, implementation)
     product_hidden = hidden.astype(weight.dtype)  # what the products see, by contract

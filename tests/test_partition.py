@@ -19,6 +19,7 @@ from lce_jax import (
     sharded_linear_logprobs,
 )
 from tests import oracle
+from tests.pairs import pairs_of
 from tests.partition_cases import (
     HIDDEN,
     KINDS,
@@ -151,8 +152,7 @@ def test_a_weight_whose_gradient_is_not_to_be_summed(outside: bool) -> None:
     assert oracle.relative_norm(got, want) < 1e-5
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=str)
-@pytest.mark.parametrize("shape", ["no tokens", "no leading dimension", "ragged", "hv", "remat in a scan", "cache"])
+@pairs_of(1, shape=["no tokens", "no leading dimension", "ragged", "hv", "remat in a scan", "cache"], kind=KINDS)
 def test_shapes_and_transforms(shape: str, kind: AxisType) -> None:
     mesh = mesh_of(kind)
     hidden, weight, labels = HIDDEN, WEIGHT, LABELS

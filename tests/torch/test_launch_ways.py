@@ -62,7 +62,11 @@ SERVED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize(
+    "name",
+    # What others have together with more is slow.
+    [pytest.param(name, marks=pytest.mark.slow if name in ("plain", "a full cache") else ()) for name in SERVED],
+)
 def test_what_is_launched_directly(name: str) -> None:
     how = explain(*drawn(), **SERVED[name])
     assert (how.way, how.why_not_direct) == ("direct", None)
