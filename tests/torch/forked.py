@@ -8,6 +8,7 @@ to fail ends the others. What they print goes to ``LOGS/<rank>``.
 from __future__ import annotations
 
 import fcntl
+import gc
 import importlib
 import os
 import pathlib
@@ -22,6 +23,8 @@ from torch.distributed import TCPStore
 
 def main() -> None:
     size, logs, module = int(sys.argv[1]), pathlib.Path(sys.argv[2]), importlib.import_module(sys.argv[3])
+    gc.freeze()  # as in conftest.py: a sixth of the ranks' time was a search for garbage
+    gc.set_threshold(50_000, 20, 20)
     pids: list[int] = []
     read, write = os.pipe()
     for rank in range(size):
