@@ -9,6 +9,7 @@ prints. A comment ``<!-- given: NAME -->`` runs ``tests/doc_given/NAME.py``: wha
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import re
 import sys
@@ -78,6 +79,7 @@ def write(page: Path) -> None:
 
 
 if __name__ == "__main__":
+    gc.set_threshold(50_000, 20, 20)  # as in conftest.py
     names = [argument for argument in sys.argv[1:] if argument != "--write"]
     for path in [(ROOT / name).resolve() for name in names]:
         write(path) if "--write" in sys.argv else print(path.name, check(path), "blocks")

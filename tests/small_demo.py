@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 from typing import Any
 
 from lce_jax.demo import cli, model, rl, sft, text
@@ -25,6 +26,7 @@ def small_model(*arguments: Any) -> model.Config:
 
 
 if __name__ == "__main__":
+    gc.set_threshold(50_000, 20, 20)  # as in conftest.py
     every, every_layer = text.read_standard_library, cli._model_config
     text.read_standard_library = lambda: every()[::4]
     cli.load_corpus, cli.VOCAB_SIZE = small_corpus, VOCAB_SIZE

@@ -106,7 +106,7 @@ CALLS = [
 # One thing alone, which other calls have together with more: `make test-all` runs these, ten seconds each.
 ALONE = {
     "targets in the columns that are no whole atom", "one step over H", "one step over H, shared", "clusters",
-    "several launches", "rows left out", "padding, stats, softcap, temperature",
+    "ragged", "candidates, half a cache", "several launches", "rows left out", "padding, stats, softcap, temperature",
     "padding of a traced number of columns", "cache",
     "chunks of a cache that others read", "chunks, half a cache", "a shorter last chunk",
     "a shorter last chunk, columns that are no whole atom", "padding up to columns that are no whole atom",

@@ -144,7 +144,7 @@ def test_options(options: dict) -> None:
 
 
 @pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("H", [64, 192, pytest.param(448, marks=pytest.mark.slow), 576, 704, 12288])
+@pytest.mark.parametrize("H", [64, 192, *(pytest.param(H, marks=pytest.mark.slow) for H in (448, 576)), 704, 12288])
 def test_hidden_sizes_nobody_tuned(H: int) -> None:
     lower(512, H, 32000, cache_bytes=1 << 20)
 

@@ -47,6 +47,9 @@ SMALL = {
 }
 
 
+SELDOM = "import gc; gc.set_threshold(50_000, 20, 20)\n"  # as in conftest.py
+
+
 def code_cells(path):
     return [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
 
@@ -94,7 +97,7 @@ def test_runs(path):
         code = code.replace(written, small)
     given = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}  # a notebook sets its own
     environment = given | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", code]
+    command = [sys.executable, "-c", SELDOM + code]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=300, cwd=path.parent, env=environment, check=False
     )

@@ -175,14 +175,26 @@ REFUSALS = {
 
 README = [_case("readme", tp, "GPT", {}, {}) for tp in (1, 2)]
 
-# Without tensor parallelism, what other models have together with more, and options that "everything" has: slow.
+# Slow is what other models have together with more: without tensor parallelism also options that "everything" has, with
+# it the models that sequence parallelism has too.
 _ALONE = {
     "tied", "RMSNorm, SwiGLU, tied", "MuP", "MuP, tied", "MTP", "MTP, tied, MuP", "Hybrid",
     "GPT in the context manager", "GPT in the context manager, MuP", "Hybrid, MTP", "attention recomputed",
     "frozen head", "frozen embedding", "bias", "bias, tied, MuP", "checkpointed whole", "temperature",
     "temperature per token", "labels out of vocabulary", "padded vocabulary", "some rows", "cache", "candidates",
 }  # fmt: skip
-MORE = [case for case in PARITY if case.tp == 1 and case.name.split(": ")[1] in _ALONE]
+_ALONE_TP = {
+    "tied", "MuP", "MuP, tied", "MTP", "MTP, tied, MuP", "Hybrid", "Hybrid, tied, MuP", "GPT in the context manager",
+    "GPT in the context manager, MuP", "frozen head", "bias", "temperature per token", "padded vocabulary",
+    "some rows",
+}  # fmt: skip
+_ALONE_TRAINING = {"tied", "bias", "MTP", "Hybrid"}
+MORE = [
+    case
+    for cases, tp, alone in ((PARITY, 1, _ALONE), (PARITY, 2, _ALONE_TP), (TRAINING, 1, _ALONE_TRAINING))
+    for case in cases
+    if case.tp == tp and case.check in ("parity", "main_grad") and case.name.split(": ")[1] in alone
+]
 ALL = [case for case in [*PARITY, *HALF_PRECISION, *CONTROLS, *TRAINING, *BEHAVIOUR, *README] if case not in MORE]
 
 # For two GPUs, NCCL.

@@ -17,7 +17,16 @@ GRADIENT = 1e-6
 ROUNDING = {torch.float32: GRADIENT, torch.bfloat16: 2.0e-3, torch.float16: 2.6e-4}
 
 
-@pytest.mark.parametrize("test", SERVED, ids=str)
+# What only JAX's side sees, which tests/test_parity.py has as well, is slow; "everything" has it too.
+SLOW = {
+    "three leading dimensions", "vocabulary of GPT-2's remainder", "foreign labels", "where with everything live",
+    "scale", "negative scale", "padded to one column", "peaked", "bfloat16 peaked", "candidates, scale 0",
+    "candidates, peaked", "candidates, where with nothing live", "candidates, negative scale, padded",
+}  # fmt: skip
+PARITY = [pytest.param(test, marks=pytest.mark.slow if test.name in SLOW else ()) for test in SERVED]
+
+
+@pytest.mark.parametrize("test", PARITY, ids=str)
 def test_case(test: cases.TestCase) -> None:
     problem, options, seeds = p.from_case(test)
     out, (dhidden, dweight) = p.gradients(problem, seeds, **options)
