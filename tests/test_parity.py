@@ -76,6 +76,11 @@ PARITY = [
 
 @pytest.mark.parametrize(("test", "implementation"), PARITY, ids=str)
 def test_matches_float64(test: cases.TestCase, implementation: str) -> None:
+    check(test, implementation)
+
+
+def check(test: cases.TestCase, implementation: str, slack: float = 1.0) -> None:
+    """All results and gradients; those of 16 bits are at most ``slack`` times as far off as the materialised path's."""
     out, (dhidden, dweight, *dbias), (hidden, weight, labels, seeds, options) = evaluate(test, implementation)
     product_hidden = hidden.astype(weight.dtype)  # what the products see, by contract
     want = oracle.logprobs(product_hidden, weight, labels, **options)
@@ -106,7 +111,7 @@ def test_matches_float64(test: cases.TestCase, implementation: str) -> None:
     else:
         plain = materialised(hidden, weight, labels, seeds, options)
         for got, theirs, true in zip((dhidden, dweight, *dbias), plain, wanted, strict=True):
-            assert oracle.relative_norm(got, true) <= oracle.relative_norm(theirs, true)
+            assert oracle.relative_norm(got, true) <= slack * oracle.relative_norm(theirs, true)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

@@ -260,5 +260,5 @@ def test_how_long_compiling_takes(tmp_path: pathlib.Path) -> None:
         assert done.returncode == 0, done.stderr
         print(done.stdout)
         seconds = [float(line.rsplit(",", 1)[1]) for line in done.stdout.splitlines()]
-        assert len(seconds) == 4
+        assert len(seconds) >= 4
         assert max(seconds) < bound
