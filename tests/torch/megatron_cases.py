@@ -132,7 +132,7 @@ BEHAVIOUR = [
     _case("hidden as it is", 1, "GPT", {}, {}),
     _case("further arguments", 1, "GPT", {}, {}),
     _case("restored", 1, "Hybrid", dict(kind="hybrid", mup=True), {}),
-    _case("wrapped", 1, "GPT, MuP", dict(mup=True, layers=1), {}),  # each layer costs torch.compile seconds
+    _case("wrapped", 1, "GPT, MuP", dict(mup=True, layers=1), {}),
     _case("refusals", 1, "all", {}, {}),
 ]  # fmt: skip
 
@@ -189,7 +189,8 @@ _ALONE_TP = {
     "some rows",
 }  # fmt: skip
 _ALONE_TRAINING = {"tied", "bias", "MTP", "Hybrid"}
-MORE = [
+_COMPILED = _case("wrapped", 1, "compiled", dict(mup=True, layers=1), dict(compiles=True))  # 13 s on each rank
+MORE = [_COMPILED] + [
     case
     for cases, tp, alone in ((PARITY, 1, _ALONE), (PARITY, 2, _ALONE_TP), (TRAINING, 1, _ALONE_TRAINING))
     for case in cases

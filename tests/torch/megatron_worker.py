@@ -48,7 +48,8 @@ def main() -> None:
         torch.cuda.set_device(rank % torch.cuda.device_count())  # 0 if each rank sees only its own
     dist.init_process_group("nccl" if gpu else "gloo", timeout=datetime.timedelta(seconds=60))
     megatron_models.prepare()
-    for case in getattr(megatron_cases, table):
+    # Megatron makes a dozen groups for each size, and each group of gloo's has a thread that polls until the end.
+    for case in sorted(getattr(megatron_cases, table), key=lambda case: case.tp):
         try:
             result = run(case)
         except Exception:
