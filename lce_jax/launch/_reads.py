@@ -8,7 +8,7 @@ from lce_jax.launch._graph import CONSTANT, COPY, EMPTY, INPUT, RESULT, Node
 from lce_jax.launch._numpy import BINARY, UNARY
 from lce_jax.launch._refusal import UnservedError
 
-MOST_TIMES = 40  # that an element is computed for one of another array: what more are needed of is stored
+MOST_TIMES = 12  # that an element is computed for one of another array: what more are needed of is stored
 ELEMENTWISE = {*UNARY, *BINARY, "select", "clamp", "convert"}
 
 
