@@ -47,6 +47,9 @@ def products(
 ) -> Float[Array, "T K"]:
     """H · w of each token's columns, summed in ``dtype``; 0 for the column -1 and, by chunks, after ``num_rows``."""
     size = chunk_tokens(columns.shape[1], hidden.shape[1], weight.dtype.itemsize, gathered_bytes)
+    if at_once.get() and num_rows is not None:
+        live = jnp.arange(hidden.shape[0], dtype=jnp.int32) < num_rows
+        return _products(hidden, weight, columns, options, dtype, live)
     if size >= hidden.shape[0] or at_once.get():
         return _products(hidden, weight, columns, options, dtype)
     rows = hidden.shape[0] if num_rows is None else num_rows
@@ -70,12 +73,15 @@ def _by_chunks(function: Callable[..., Array], per_token: Any, size: int, rows: 
     return lax.fori_loop(0, (rows + size - 1) // size, body, empty)
 
 
-def _products(hidden: Array, weight: Array, columns: Array, options: Options, dtype: Any) -> Float[Array, "T K"]:
-    """A product and a sum, not a ``dot_general``, whose operand XLA would have to store."""
+def _products(
+    hidden: Array, weight: Array, columns: Array, options: Options, dtype: Any, live: Any = None
+) -> Float[Array, "T K"]:
+    """A product and a sum, not a ``dot_general``, whose operand XLA would have to store. Only of ``live`` tokens."""
     rows = jnp.take(weight, columns, axis=options.vocab_dim, mode="clip").astype(dtype)
     wide = hidden.astype(dtype)
     if options.vocab_dim == 0:
-        raw = jnp.sum(wide[:, None, :] * rows, axis=2)
+        terms = wide[:, None, :] * rows
+        raw = jnp.sum(terms if live is None else jnp.where(along(live, terms), terms, 0.0), axis=2)
     else:
         raw = jnp.sum(wide.T[:, :, None] * rows, axis=0)
     return jnp.where(columns >= 0, raw, 0.0)

@@ -8,6 +8,7 @@ from typing import Any
 from lce_jax.launch._body import BOOL, C_TYPES, FLOAT32, INT32, NARROW, UINT32, Body, Index, Operation
 from lce_jax.launch._graph import COUNT, INPUT, Node
 from lce_jax.launch._numpy import narrow
+from lce_jax.launch._reads import reads_rows
 from lce_jax.launch._refusal import UnservedError
 
 OPERATORS = {
@@ -41,10 +42,10 @@ def _shift(body: Body, node: Node, indices: tuple[Index, ...]) -> str:
 
 
 def _select(body: Body, node: Node, indices: tuple[Index, ...]) -> str:
-    """An argument in place of a constant is loaded only where it is chosen: elsewhere it may be uninitialised."""
+    """An argument, which elsewhere may be uninitialised, and products with gathered rows are read only where chosen."""
     condition, then, otherwise = node.operands
     chosen = body.value(condition, indices)
-    if then.op == INPUT:
+    if then.op == INPUT or (then.op == "multiply" and reads_rows(then)):
         return body.either(node, chosen, (then, indices), (otherwise, indices))
     return f"{chosen} ? {body.value(then, indices)} : {body.value(otherwise, indices)}"
 

@@ -14,7 +14,7 @@ import jax
 from lce_jax._types import Device
 from lce_jax.launch import _cuda, _jax, _schedule, _source, _stablehlo
 from lce_jax.launch._graph import Rows
-from lce_jax.launch._reads import reachable
+from lce_jax.launch._reads import reachable, reads_rows
 from lce_jax.launch._refusal import UnservedError
 from lce_jax.launch._schedule import Schedule, Stage, Storage
 
@@ -91,7 +91,7 @@ def program(
     """
     module, structs = _jax.lower(function, operands, device)
     builder, results = _stablehlo.read(module, rows)
-    sums = (node for node in reachable(results) if node.op == "reduce" and _source.reads_rows(node.operands[0]))
+    sums = (node for node in reachable(results) if node.op == "reduce" and reads_rows(node.operands[0]))
     if not builder.kernels and (builder.products or any(sums)):
         raise UnservedError("products of matrices without a kernel")
     return scheduled(builder.kernels, results, structs, donated, rows)

@@ -108,3 +108,10 @@ def _in_order(wanted: Iterable[Node]) -> list[Node]:
             todo.append((node, True))
             todo += [(x, False) for x in node.operands if x not in found]
     return list(found)
+
+
+def reads_rows(node: Node) -> bool:
+    """Whether a factor of ``node`` is rows that a gather picks: their elements lie side by side, the rows do not."""
+    if node.op in ("multiply", "convert", "select"):
+        return any(map(reads_rows, node.operands))
+    return node.op == "gather" and len(node.shape) - 1 in node.attributes["offset_dims"]

@@ -15,6 +15,7 @@ from lce_jax.launch import _product as product
 from lce_jax.launch._body import C_TYPES, NARROW, Body, Index, index_type, stored
 from lce_jax.launch._expressions import OPERATIONS
 from lce_jax.launch._graph import COPY, PRODUCT, SCATTER, Node
+from lce_jax.launch._reads import reads_rows
 
 THREADS = 512
 LANES = 32  # results that lie side by side, of a block that reduces
@@ -191,13 +192,6 @@ def _scattering(node: Node, slot: int, body: Body) -> list[str]:
     body.add(f"{element} = {body.to_storage(node, value)};")
     body.add("}}")
     return body.lines
-
-
-def reads_rows(node: Node) -> bool:
-    """Whether a factor of ``node`` is rows that a gather picks: their elements lie side by side, the rows do not."""
-    if node.op in ("multiply", "convert"):
-        return any(map(reads_rows, node.operands))
-    return node.op == "gather" and len(node.shape) - 1 in node.attributes["offset_dims"]
 
 
 def _reducing(segment: Segment, slots: Mapping[Node, int], body: Body) -> list[str]:
