@@ -13,7 +13,7 @@ BENCH_ARGS ?=
 help:
 	@echo "make demo      train a small transformer on this machine and compare with stored logits"
 	@echo "make test      all tests that need no GPU, doctests and notebooks included"
-	@echo "make test-all  those, and sweeps that take many minutes"
+	@echo "make test-all  those, every combination of parameters, and sweeps that take many minutes"
 	@echo "make test-gpu  the tests that need GPUs"
 	@echo "make test-frameworks  the trainers of Tunix and TRL with our loss, in an environment of their own"
 	@echo "make lint      ruff, mypy and the layer contracts"
