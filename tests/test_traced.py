@@ -75,8 +75,16 @@ def assert_same(got: Any, want: Any, dtype: str = "float32") -> None:
         assert oracle.relative_norm(gradient, other) < GRADIENT[dtype]
 
 
-@pytest.mark.parametrize("implementation", ["xla", "reference"])
-@pytest.mark.parametrize("name", CALLS)
+ALONE = {"scale", "scale below 0", "softcap", "scale beside a softcap", "bfloat16"}  # by the reference: slow
+
+
+@pytest.mark.parametrize(
+    ("name", "implementation"),
+    [
+        *((name, "xla") for name in CALLS),
+        *(pytest.param(name, "reference", marks=pytest.mark.slow if name in ALONE else ()) for name in CALLS),
+    ],
+)
 def test_equals_the_number(name: str, implementation: str) -> None:
     call, arrays, numbers = draw(name)
     want = fixed(call, arrays, numbers, implementation=implementation)
