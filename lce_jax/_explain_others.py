@@ -41,6 +41,11 @@ class Place(NamedTuple):
     batch_axes: Axes
     sequence_axis: Axes
 
+    @classmethod
+    def of(cls, mesh: Mesh | AbstractMesh | None, *axes: Axes) -> Place:
+        """With a hash, also where a caller gives lists of axes."""
+        return cls(mesh, *(names if names is None or isinstance(names, str) else tuple(names) for names in axes))
+
     @property
     def is_named(self) -> bool:
         """Whether the caller names any."""

@@ -164,7 +164,7 @@ def sharded_linear_cross_entropy(
     )
     _options.check_names(sharded_linear_cross_entropy, options, without=("axis_name", "entropy", "stats", "candidates"))
     run = functools.partial(evaluate_over, layout_of)
-    place = Place(mesh, vocab_axis, batch_axes, sequence_axis)
+    place = Place.of(mesh, vocab_axis, batch_axes, sequence_axis)
     return _linear_cross_entropy.of_call(
         run, place, hidden, weight, labels, where, ignore_index, reduction, label_smoothing, z_loss, normalizer, options
     )

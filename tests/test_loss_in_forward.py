@@ -124,7 +124,7 @@ def test_on_a_mesh(kind: AxisType, divided: bool, forced: Any) -> None:
     with jax.set_mesh(mesh):
         placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(GIVEN, specs, strict=True)]
         assert_same(jax.jit(step(linear_cross_entropy, divided=divided))(*placed), want)
-        by_name = functools.partial(sharded_linear_cross_entropy, vocab_axis="tensor", batch_axes="data")
+        by_name = functools.partial(sharded_linear_cross_entropy, vocab_axis=["tensor"], batch_axes=["data"])
         assert_same(jax.jit(step(by_name, divided=divided))(*placed), want)
 
 
