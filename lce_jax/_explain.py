@@ -142,7 +142,8 @@ def explain(
     if chunk_bytes is not None:
         raise ValueError(f"chunk_bytes={chunk_bytes!r} is for linear_loss: give gradients_in_forward=True too")
     if is_loss and reduction != "none" and not smoothing:
-        chunk = _token_chunks.instead_of_cache(spec.case, spec.requested, around)
+        decided = _bind.spec(case, checked, columns) if by_xla else spec  # as the call decides
+        chunk = _token_chunks.instead_of_cache(decided.case, decided.requested, around)
         if chunk is not None:
             return _token_chunks.plan(spec.case, spec.requested, _token_chunks.Budget(chunk), around)
     if by_xla:

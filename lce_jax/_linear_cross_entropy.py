@@ -128,7 +128,8 @@ def of_call(
     arrays = {name: x for name, x in options.items() if is_array(x) and not isinstance(x, np.generic)}
     others = {name: x for name, x in options.items() if name not in arrays and name != "cache_bytes"}
     fixed = (*(others | {"entropy": False, "chunk_bytes": chunk_bytes}).items(),)
-    return _in_forward(place, fixed, loss, (hidden, weight, labels), where, traced, divisor, arrays)
+    operands = hidden, weight, _rows.int32_labels(labels)  # before jit, which wraps NumPy's 64-bit labels
+    return _in_forward(place, fixed, loss, operands, where, traced, divisor, arrays)
 
 
 def _chunk_bytes(
@@ -142,7 +143,8 @@ def _chunk_bytes(
     per_token = [labels] if where is None else [labels, where]
     nowhere = Place(None, None, None, None)
     found = _explain_others.placed(hidden, weight, per_token, case, options, place or nowhere, has_rule=True)
-    spec = _bind.spec(case, options, found.columns, found.layout)
+    # Over Auto axes of the whole call: a traced call does not know how XLA will split it.
+    spec = _bind.spec(case, options, found.columns, None if found.by_xla else found.layout)
     return _token_chunks.instead_of_cache(spec.case, spec.requested, found.around)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -47,6 +48,25 @@ def test_when(expected: bool, cache_bytes: int, options: dict[str, Any]) -> None
     jaxpr = str(jax.make_jaxpr(jax.grad(lambda h, w, y: jnp.sum(call(h, w, y)), (0, 1)))(*STRUCTS))
     # Every exponential is kept, and no tile of logits computed twice.
     assert ("lce_cached_dlogits" in jaxpr and "lce_dlogits" not in jaxpr) == expected
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["Auto", "Explicit"])
+@pytest.mark.parametrize("cache_bytes", [1 * GIB, 4 * GIB])
+def test_explain_on_a_mesh(kind: AxisType, cache_bytes: int) -> None:
+    """It knows how the arrays are split; over Auto axes the traced call does not."""
+    mesh, specs = mesh_of((4, 2), kind), (P("data"), P("tensor"), P("data"))
+    with jax.set_mesh(mesh):
+        structs = [
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+            for x, spec in zip(STRUCTS, specs, strict=True)
+        ]
+        plan = explain(*structs, reduction="mean", cache_bytes=cache_bytes)
+        call = functools.partial(linear_cross_entropy, cache_bytes=cache_bytes)
+        jaxpr = str(jax.jit(jax.grad(call, argnums=(0, 1))).trace(*structs).jaxpr)
+    expected = kind == AxisType.Auto and cache_bytes == 4 * GIB  # of 9.3 GiB in all, 1.2 on a device
+    assert ("chunk of tokens" in plan.tiles) == expected
+    assert ("linear_loss" in jaxpr) == expected
 
 
 @pytest.mark.usefixtures("hopper")
@@ -110,6 +130,16 @@ def test_calls_outside_jit_compile_once(forced: Any) -> None:
         again = run(*GIVEN)
     assert compiled == []
     assert all(jax.tree.leaves(jax.tree.map(jnp.array_equal, first, again)))
+
+
+def test_labels_of_64_bits_are_clamped(forced: Any) -> None:
+    """JAX would wrap NumPy's: 2³² + 3 would become 3."""
+    found = []
+    for on in (False, True):
+        forced(on)
+        far = np.asarray(LABELS, np.int64) + 2**32
+        found.append(linear_cross_entropy(HIDDEN, WEIGHT, far, cache_bytes=1, precision="highest"))
+    assert float(found[0]) == pytest.approx(float(found[1]))
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["Auto", "Explicit"])
