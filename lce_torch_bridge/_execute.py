@@ -272,7 +272,10 @@ def precision_of(weight: torch.Tensor) -> str | None:
 
 def _tokens(x: Operands, piece: _rows.Piece, call: Call) -> torch.Tensor:
     """Labels, temperature and candidates as `_programs` describes them."""
-    columns = [x.labels[piece.tokens].long().contiguous().view(torch.int32).view(-1, 2)]
+    labels = x.labels[piece.tokens].long()
+    if labels.stride() != (1,):  # one token counts as contiguous with any stride, and only with 1 has it halves
+        labels = labels.clone(memory_format=torch.contiguous_format)
+    columns = [labels.view(torch.int32).view(-1, 2)]
     if x.temperature is not None:
         columns.append(x.temperature[piece.tokens].view(torch.int32)[:, None])
     if x.candidates is not None:

@@ -37,6 +37,8 @@ def main_grad_of(weight: torch.Tensor) -> torch.Tensor | None:
         )
     if main_grad.shape != weight.shape:
         raise ValueError(f"main_grad {tuple(main_grad.shape)} must have the shape of weight {tuple(weight.shape)}")
+    if main_grad.device != weight.device:
+        raise ValueError(f"main_grad is on {main_grad.device}, weight on {weight.device}")
     return main_grad
 
 

@@ -65,7 +65,9 @@ def gradients(
     seeds = [y if y.ndim == 1 else y.contiguous() for y in cotangents]
     strides, shapes = [y.stride() for y in seeds], (hidden.shape, x.weight.shape, x.saved.shape, len(x.cache))
     ranks = how.call.group and tensor_parallel.size_and_rank(how.call.group)
-    key = ("gradients", device, shapes, hidden.dtype, x.weight.dtype, how, *strides, ranks)
+    if x.cache:
+        x = x._replace(cache=list(map(_direct.usable, x.cache)))  # a hook on saved tensors may lay them elsewhere
+    key = ("gradients", device, shapes, hidden.dtype, x.weight.dtype, how, x.saved.stride(), *strides, ranks)
     plan = _prepared.found(key, hidden, lambda: _planned(x, seeds, how, *described()))
     if plan is None:
         return None
@@ -98,7 +100,7 @@ def _planned(
     lines = Array(0, (0, H)) if copied else Array()
     of_seeds = [Array(0, (0, y.stride()[0])) for y in seeds]
     further = [Array()] * (how.adds + len(x.cache))
-    operands = [lines, Array(), Array(), Array(0, (tokens, 1)), *of_seeds, *further]
+    operands = [lines, Array(), Array(), Array(0, x.saved.stride()), *of_seeds, *further]
     results = [allocated((tokens, H), _dtype_of_dhidden(x, how))] if how.wanted[0] else []
     written = [lines] * len(results) + [Array()] * how.wanted[1]
     if how.wanted[1] and not how.adds:

@@ -138,7 +138,7 @@ class Call(NamedTuple):
 
 @functools.cache
 def names_of(call: Call) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The call's ``fields`` and ``differentiable``, found again. Not for ``torch.compile``, which has SymInts there."""
+    """The call's ``fields`` and ``differentiable``, found again. Not where a trace has SymInts there."""
     return call.fields, call.differentiable
 
 

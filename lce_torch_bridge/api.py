@@ -189,7 +189,8 @@ def _run(given: Arguments, weight: torch.Tensor) -> LogprobOutput:
     keep_cache = call.keeps_tiles and torch.is_grad_enabled() and _any_gradient(x.hidden, weight, given.bias)
     operands = Operands(x.hidden, weight, given.bias, x.labels, x.temperature, x.candidates)
     found = autograd.apply(operands, keep_cache, call)
-    names = call.fields if torch.compiler.is_compiling() else names_of(call)[0]
+    traced = torch.compiler.is_compiling() or not (type(call.vocab_size) is type(call.num_candidates) is int)
+    names = call.fields if traced else names_of(call)[0]
     if x.rows is not None or given.labels.ndim != 1:
         found = tuple(_tokens.placed(result, x.rows, given.labels) for result in found[: len(names)])
     results: dict[str, Any] = dict(zip(names, found, strict=False))

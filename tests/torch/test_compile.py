@@ -149,6 +149,14 @@ def test_tensors_that_hold_nothing(options: dict[str, Any]) -> None:
             assert described(mode.from_tensor) == real
 
 
+def test_traces_with_sizes_that_are_no_numbers() -> None:
+    """Outside of ``torch.compile`` too."""
+    problem = p.draw()
+    traced = make_fx(lambda *x: linear_logprobs(*x).logprobs, tracing_mode="symbolic")(*problem)
+    other = p.draw(T=5, H=16, V=40)
+    assert torch.equal(traced(*other), linear_logprobs(*other).logprobs)
+
+
 def test_a_mask_that_cannot_be_counted_is_kept_in_the_graph() -> None:
     """What was traced with fake tensors computes all rows, and leaves out those of the mask that it is called with."""
     problem = p.draw()

@@ -118,6 +118,7 @@ def test_nothing_keeps_the_parameter_alive() -> None:
     [
         (dict(main_grad=None), "needs weight.main_grad, which Megatron's DistributedDataParallel makes"),
         (dict(main_grad=torch.zeros(3, 3)), r"main_grad \(3, 3\) must have the shape of weight \(104, 32\)"),
+        (dict(main_grad=torch.zeros(104, 32, device="meta")), "main_grad is on meta, weight on cpu"),
         (dict(__fsdp_param__=True), "does not serve Megatron-FSDP"),
     ],
 )

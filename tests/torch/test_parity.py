@@ -188,3 +188,12 @@ def test_linear_cross_entropy_has_the_signature_of_verl(reduction: str | None) -
     assert p.relative_norm(leaves.weight.grad, stored.weight.grad) < GRADIENT
     with pytest.raises(ValueError, match=r"""reduction must be "none", "sum" or "mean", got 'avg'"""):
         linear_cross_entropy(*problem, 1.0, "avg")
+
+
+def test_one_label_of_a_row() -> None:
+    """torch calls one element contiguous, whatever its stride is."""
+    problem = p.draw(T=1)
+    strided = problem.labels.repeat(3)[::3]
+    assert strided.stride() == (3,)
+    found = linear_logprobs(*problem._replace(labels=strided))
+    assert torch.equal(found.logprobs, linear_logprobs(*problem).logprobs)
