@@ -97,10 +97,11 @@ def _planned(
     if isinstance(program, str):
         return program
     (tokens, H), copied = x.hidden.shape, _copied(x, piece)
+    of_number, of_token = x.saved.stride()
     lines = Array(0, (0, H)) if copied else Array()
     of_seeds = [Array(0, (0, y.stride()[0])) for y in seeds]
     further = [Array()] * (how.adds + len(x.cache))
-    operands = [lines, Array(), Array(), Array(0, x.saved.stride()), *of_seeds, *further]
+    operands = [lines, Array(), Array(), Array(0, (of_number, of_token)), *of_seeds, *further]
     results = [allocated((tokens, H), _dtype_of_dhidden(x, how))] if how.wanted[0] else []
     written = [lines] * len(results) + [Array()] * how.wanted[1]
     if how.wanted[1] and not how.adds:
