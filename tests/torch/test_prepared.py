@@ -14,11 +14,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lce_jax import _chosen, launch
-from lce_jax.launch import _source
-from lce_torch_bridge import _direct, _prepared, _rows, launch_with, linear_logprobs
+from lce_torch_bridge import _direct, _prepared, launch_with, linear_logprobs
 from tests import launch_emulator
 from tests.torch import problem as p
-from tests.torch.as_gpu import as_gpu
+from tests.torch.as_gpu import as_gpu, emulated
 
 T, H, V = 100, launch_emulator.HIDDEN_SIZE, 1008
 ROWS = 128  # of a program
@@ -28,20 +27,7 @@ needs_compiler = pytest.mark.skipif(launch_emulator.COMPILER is None, reason="no
 @pytest.fixture
 def programs(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> list[launch.Program]:
     """Programs that run, each loaded once; all that were loaded."""
-    loaded: list[launch.Program] = []
-
-    def load(program: launch.Program) -> Any:
-        loaded.append(program)
-        folder = tmp_path / str(len(loaded))
-        folder.mkdir()
-        return launch_emulator.loaded(program, folder)
-
-    monkeypatch.setattr(_source, "THREADS", launch_emulator.THREADS)
-    monkeypatch.setattr(launch_emulator, "PADDED_TOKENS", 2 * ROWS)  # of the backward
-    monkeypatch.setattr(_rows, "FORWARD_ROWS", ROWS)
-    monkeypatch.setattr(_rows, "SMALLEST", ROWS // 2)
-    as_gpu(monkeypatch, load)
-    return loaded
+    return emulated(monkeypatch, tmp_path, ROWS)
 
 
 def strided_seeds(labels: torch.Tensor) -> list[torch.Tensor]:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import pathlib
-from typing import Any
 
 import pytest
 import torch
 
 from lce_jax import launch
-from lce_jax.launch import _source
-from lce_torch_bridge import _execute, _rows, launch_with, linear_logprobs, tensor_parallel
+from lce_torch_bridge import _execute, launch_with, linear_logprobs, tensor_parallel
 from lce_torch_bridge._types import Call, Operands
 from tests import launch_emulator
 from tests.torch import problem as p
-from tests.torch.as_gpu import as_gpu
+from tests.torch.as_gpu import emulated
 
 ROWS, T, H, V = 128, 228, launch_emulator.HIDDEN_SIZE, 2016
 
@@ -45,20 +43,7 @@ class TwoRanks:
 @pytest.fixture
 def loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> list[launch.Program]:
     """All programs that were loaded."""
-    programs: list[launch.Program] = []
-
-    def load(program: launch.Program) -> Any:
-        programs.append(program)
-        folder = tmp_path / str(len(programs))
-        folder.mkdir()
-        return launch_emulator.loaded(program, folder)
-
-    monkeypatch.setattr(_source, "THREADS", launch_emulator.THREADS)
-    monkeypatch.setattr(launch_emulator, "PADDED_TOKENS", 2 * ROWS)
-    monkeypatch.setattr(_rows, "FORWARD_ROWS", ROWS)
-    monkeypatch.setattr(_rows, "SMALLEST", ROWS // 2)
-    as_gpu(monkeypatch, load)
-    return programs
+    return emulated(monkeypatch, tmp_path, ROWS)
 
 
 @pytest.mark.skipif(launch_emulator.COMPILER is None, reason="no C++ compiler")
