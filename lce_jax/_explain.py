@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from lce_jax import _bind, _checks, _dispatch, _explain_others, _options, _token_chunks, scalars
 from lce_jax._explain_others import Place, check_function, placed
-from lce_jax._linear_cross_entropy import Reduction
+from lce_jax._linear_cross_entropy import Reduction, chunk_in_place
 from lce_jax._types import is_array
 
 if TYPE_CHECKING:
@@ -133,7 +133,8 @@ def explain(
         case = dataclasses.replace(case, partial_rows=True)
     per_token = [labels, *([] if where is None else [where])]
     scalars.flag("gradients_in_forward", gradients_in_forward)
-    layout, around, columns, by_xla = placed(hidden, weight, per_token, case, checked, place, has_rule=True)
+    found = placed(hidden, weight, per_token, case, checked, place, has_rule=True)
+    layout, around, columns, by_xla = found
     if k is not None:
         scalars.num_largest(k, _checks.vocabulary(checked.vocab_size, columns))
     spec = _bind.spec(case, checked, columns, layout)
@@ -141,11 +142,9 @@ def explain(
         return _token_chunks.plan(spec.case, spec.requested, _token_chunks.budget(chunk_bytes, options), around)
     if chunk_bytes is not None:
         raise ValueError(f"chunk_bytes={chunk_bytes!r} is for linear_loss: give gradients_in_forward=True too")
-    if is_loss and reduction != "none" and not smoothing:
-        decided = _bind.spec(case, checked, columns) if by_xla else spec  # as the call decides
-        chunk = _token_chunks.instead_of_cache(decided.case, decided.requested, around)
-        if chunk is not None:
-            return _token_chunks.plan(spec.case, spec.requested, _token_chunks.Budget(chunk), around)
+    chunk = chunk_in_place(reduction, smoothing, case, checked, found) if is_loss else None
+    if chunk is not None:
+        return _token_chunks.plan(spec.case, spec.requested, _token_chunks.Budget(chunk), around)
     if by_xla:
         return _partitioned_by_xla(spec, around)
     return _dispatch.explain(spec.case, spec.requested, around)

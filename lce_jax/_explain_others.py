@@ -36,10 +36,10 @@ FUNCTION_OF = {"k": "linear_topk", "ids": "linear_logits", "teacher": "linear_kl
 class Place(NamedTuple):
     """Where a call runs: the mesh and axes that the caller names, if any."""
 
-    mesh: Mesh | AbstractMesh | None
-    vocab_axis: Axes
-    batch_axes: Axes
-    sequence_axis: Axes
+    mesh: Mesh | AbstractMesh | None = None
+    vocab_axis: Axes = None
+    batch_axes: Axes = None
+    sequence_axis: Axes = None
 
     @classmethod
     def of(cls, mesh: Mesh | AbstractMesh | None, *axes: Axes) -> Place:

@@ -12,10 +12,10 @@ import numpy as np
 
 from lce_jax import _bind, _checks, _explain_others, _options, _rows, _token_chunks, scalars
 from lce_jax._evaluate import evaluate
-from lce_jax._explain_others import Place
+from lce_jax._explain_others import Place, Placed
 from lce_jax._linear_loss import linear_loss, sharded_linear_loss
 from lce_jax._options import CallOptions
-from lce_jax._types import LogprobOptions, Results, is_array
+from lce_jax._types import Case, LogprobOptions, Results, is_array
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
@@ -136,13 +136,21 @@ def _chunk_bytes(
     loss: _Loss, hidden: Any, weight: Any, labels: Any, where: Any, options: CallOptions, place: Place | None
 ) -> int | None:
     """What a chunk's exponentials may take where `linear_loss` is the faster way; None where it is not."""
-    if loss.reduction == "none" or loss.label_smoothing or not options.static.cache_bytes:
+    if not options.static.cache_bytes:
         return None
     case = _bind.case(hidden, weight, labels, where, options)
     _checks.temperature(options.temperature, labels.shape, where)
     per_token = [labels] if where is None else [labels, where]
-    nowhere = Place(None, None, None, None)
-    found = _explain_others.placed(hidden, weight, per_token, case, options, place or nowhere, has_rule=True)
+    found = _explain_others.placed(hidden, weight, per_token, case, options, place or Place(), has_rule=True)
+    return chunk_in_place(loss.reduction, loss.label_smoothing, case, options, found)
+
+
+def chunk_in_place(
+    reduction: Reduction | None, label_smoothing: float, case: Case, options: CallOptions, found: Placed
+) -> int | None:
+    """`_token_chunks.instead_of_cache` of a call that lies so; None too for losses that `linear_loss` does not sum."""
+    if reduction == "none" or label_smoothing:
+        return None
     # Over Auto axes of the whole call: a traced call does not know how XLA will split it.
     spec = _bind.spec(case, options, found.columns, None if found.by_xla else found.layout)
     return _token_chunks.instead_of_cache(spec.case, spec.requested, found.around)
