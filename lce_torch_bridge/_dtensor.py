@@ -18,6 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lce_torch_bridge._readable import readable
+
 WHY_NOT_COMPILED = "lce_torch_bridge compares the mesh of a DTensor with tp_group as it runs"
 
 
@@ -30,12 +32,12 @@ def is_dtensor(x: Any) -> bool:
 
 
 def tokens(**given: Any) -> tuple[Any, ...]:
-    """The per-token arguments as plain tensors. Their gradients are whole on each rank, as the placements say.
+    """The per-token arguments as plain tensors, `readable`. Their gradients are whole, as the placements say.
 
     Raises:
         ValueError: a DTensor that is not replicated.
     """
-    return tuple(_replicated(name, x) if is_dtensor(x) else x for name, x in given.items())
+    return tuple(readable(name, _replicated(name, x) if is_dtensor(x) else x) for name, x in given.items())
 
 
 def spans(x: Any, group: dist.ProcessGroup | None) -> bool:

@@ -15,6 +15,7 @@ from lce_torch_bridge import _prepared_gradients as prepared_gradients
 from lce_torch_bridge._launch import Sum
 from lce_torch_bridge._main_grad import nothing_like
 from lce_torch_bridge._programs import Spec
+from lce_torch_bridge._readable import is_readable, readable
 from lce_torch_bridge._types import PER_CANDIDATE, Call, Operands
 
 LARGE = 1 << 24  # elements, from which on a kernel's speed counts more than its launch
@@ -150,6 +151,10 @@ def gradients(
     tokens = hidden.shape[0]
     if tokens == 0:
         return [y.new_zeros(y.shape) for y in those_wanted(hidden, weight, bias, wanted)]
+    if not all(map(is_readable, (hidden, weight, *cotangents.values()))) or bias is not None:
+        # The operands may have been freed since the forward.
+        hidden, weight, bias = readable("hidden", hidden), readable("weight", weight), readable("bias", bias)
+        cotangents = {name: readable(f"the cotangent of {name}", seed) for name, seed in cotangents.items()}
     reduced = call.reduce_grad_hidden and call.group != tensor_parallel.NO_GROUP
 
     def described() -> tuple[_rows.Piece, Spec, Callable[[], Any]]:

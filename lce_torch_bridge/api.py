@@ -114,7 +114,8 @@ def linear_logprobs(
             (``torch.func.grad`` and ``vjp`` work).
         RuntimeError: under CUDA graph capture, unless the call is launched directly (`explain`) and has run before with
             tensors of these shapes; in a forked child of a process that has used JAX; if ``weight`` or
-            ``hidden`` was changed in place between forward and backward.
+            ``hidden`` was changed in place between forward and backward; if the memory of a tensor was freed, as FSDP
+            and ZeRO free parameters that are not in use.
 
     Memory:
         Forward, two copies of 8192 tokens' hidden (none of exactly 4096 or 8192, if they are launched directly and

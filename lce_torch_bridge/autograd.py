@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import torch
 
 from lce_torch_bridge import _execute, _main_grad
+from lce_torch_bridge._readable import readable
 from lce_torch_bridge._types import CALL_SCHEMA, DIFFERENTIABLE, PLAIN, Call, Operands, names_of
 
 NAME = "lce_torch_bridge"
@@ -204,16 +205,23 @@ def refuse_vmap(*_: Any) -> NoReturn:
 
 
 def operator(name: str, schema: str) -> Callable[[Callable[..., Any]], Any]:
-    """Makes a function of tensors an operator on every device.
+    """Makes a function of tensors an operator on every device, which has no rule for ``torch.func.vmap``.
 
     Like ``torch.library.custom_op`` without its checks of what the function returns, which cost the host 20 µs a call.
     """
 
     def register(function: Callable[..., Any]) -> Any:
         torch.library.define(f"{NAME}::{name}", schema, tags=(torch.Tag.pt2_compliant_tag,))
-        undisturbed = torch.compiler.disable(function)  # the compiler of the caller's frames skips this one
+        found = getattr(getattr(torch.ops, NAME), name).default
+        names = [argument.name for argument in found._schema.arguments]
+
+        def run(*inputs: Any) -> Any:
+            return function(*map(readable, names, inputs))
+
+        undisturbed = torch.compiler.disable(run)  # the compiler of the caller's frames skips this one
         torch.library.impl(f"{NAME}::{name}", "default", undisturbed)
-        return getattr(getattr(torch.ops, NAME), name).default
+        torch.library.register_vmap(f"{NAME}::{name}", refuse_vmap)
+        return found
 
     return register
 

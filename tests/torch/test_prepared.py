@@ -114,7 +114,7 @@ def test_saved_tensors_may_come_back_in_another_layout(programs: list[launch.Pro
     assert len(programs) == 3  # two of the forward
 
 
-CALLS = 106, 145  # functions that a forward and a backward call, those of torch's own Python and of C among them
+CALLS = 115, 162  # functions that a forward and a backward call, those of torch's own Python and of C among them
 
 
 def test_how_much_python_a_call_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -118,3 +118,8 @@ GOOD = p.draw(T=6, H=8, V=10)
 def test_refusals(given: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         linear_topk(**{"hidden": GOOD.hidden, "weight": GOOD.weight, "k": 2, **given})
+
+
+def test_vmap_is_refused() -> None:
+    with pytest.raises(NotImplementedError, match=r"under torch\.func\.vmap, .* give it the whole batch"):
+        torch.func.vmap(lambda x: linear_topk(x, GOOD.weight, 2).ids)(GOOD.hidden.view(2, 3, 8))
