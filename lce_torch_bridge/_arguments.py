@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -11,7 +12,8 @@ from lce_jax import scalars
 from lce_torch_bridge import _checks, _dtensor, _tokens, tensor_parallel
 from lce_torch_bridge._autocast import autocast
 from lce_torch_bridge._main_grad import accumulate_into_main_grad
-from lce_torch_bridge._types import PLAIN, Call, Entropy, OutOfVocab, Wgrad
+from lce_torch_bridge._readable import is_readable, readable
+from lce_torch_bridge._types import Call, Entropy, OutOfVocab, Wgrad
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -82,6 +84,7 @@ def of_call(
     return Arguments(hidden, weight, bias, labels, temperature, candidates, keep, call)
 
 
+OPTIONS = tuple(name for name, each in inspect.signature(of_call).parameters.items() if each.kind == each.KEYWORD_ONLY)
 MOST_KNOWN = 4096
 _known: set[Any] = set()  # shapes, dtypes and devices of operands that fit each other
 
@@ -104,12 +107,12 @@ def _remember(hidden: Any, weight: Any, labels: Any) -> None:
 def _described(*tensors: Any) -> tuple[Any, ...] | None:
     """All that their checks look at; None if one is of another kind, or traced with sizes that are no numbers."""
     x, y, z = tensors
-    if not (type(x) in PLAIN and type(y) in PLAIN and type(z) in PLAIN):
+    if not (is_readable(x) and is_readable(y) and is_readable(z)):
         return None
-    described = x.shape, x.dtype, x.device, y.shape, y.dtype, y.device, z.shape, z.dtype, z.device
     try:
+        described = x.shape, x.dtype, x.device, y.shape, y.dtype, y.device, z.shape, z.dtype, z.device
         hash(described)
-    except TypeError:
+    except (RuntimeError, TypeError):  # a nested tensor has no shape
         return None
     return described
 
@@ -168,6 +171,7 @@ def _rows_of_head(
         weight = _dtensor.rows("weight", weight, tp_group, wgrad)
     if _dtensor.is_dtensor(bias):
         bias = _dtensor.rows("bias", bias, tp_group)
+    weight, bias = readable("weight", weight), readable("bias", bias)
     _checks.bias(bias, weight)
     # The operator checks again.
     if tp_group is not None and not torch.compiler.is_compiling() and _checks.has_values(weight):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from lce_jax import scalars
+from lce_torch_bridge._readable import readable
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -29,9 +32,10 @@ def tensors(hidden: Any, weight: Any, labels: Any) -> None:
 
 
 def tensor(name: str, x: Any) -> None:
-    """A tensor."""
+    """A tensor that can be read."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+    readable(name, x)
 
 
 def floats(name: str, x: Any) -> None:
@@ -133,17 +137,19 @@ def keep(value: Any, hidden: torch.Tensor, labels: torch.Tensor) -> None:
         if value.shape != labels.shape:
             raise ValueError(f"keep {tuple(value.shape)} must have the tokens' shape {tuple(labels.shape)}")
         return
+    hint = "; a mask of zeros and ones must be bool: pass keep.bool()" if value.shape == labels.shape else ""
     if value.dtype not in (torch.int64, torch.int32):
-        raise TypeError(f"keep must be bool, or an int64 or int32 index of rows, got {value.dtype}")
+        raise TypeError(f"keep must be bool, or an int64 or int32 index of rows, got {value.dtype}{hint}")
     if value.ndim != 1:
-        raise ValueError(f"keep as an index of rows must have one dimension, got shape {tuple(value.shape)}")
+        raise ValueError(f"keep as an index of rows must have one dimension, got shape {tuple(value.shape)}{hint}")
     if not may_look_at(value):
         return
     outside = value[(value < 0) | (value >= labels.numel())]
     if outside.numel():
         raise ValueError(f"keep holds row {int(outside[0])}, and there are {labels.numel()} rows")
-    if value.unique().numel() != value.numel():
-        raise ValueError(f"keep must hold each row at most once, got {value.numel() - value.unique().numel()} repeats")
+    repeats = value.numel() - value.unique().numel()
+    if repeats:
+        raise ValueError(f"keep as an index must hold each row at most once, got {repeats} repeats{hint}")
 
 
 def per_token(name: str, value: Any, hidden: torch.Tensor, labels: torch.Tensor) -> None:
@@ -154,11 +160,26 @@ def per_token(name: str, value: Any, hidden: torch.Tensor, labels: torch.Tensor)
     same_device(hidden, **{name: value})
 
 
-def refuse_options(options: dict[str, Any], names: tuple[str, ...], why: str) -> None:
-    """Refuses options of `linear_logprobs` that a function made of it does not have."""
-    for name in names:
-        if name in options:
-            raise TypeError(f"{name}={options[name]!r}: {why}; linear_logprobs has this option")
+def options(
+    function: Callable[..., Any], given: Mapping[str, Any], further: Sequence[str], refused: Mapping[str, str]
+) -> None:
+    """The names in a function's ``**options``, which are the ``further`` ones that are not ``refused``.
+
+    ``refused`` has the reason for each name.
+    """
+    for name, why in refused.items():
+        if name in given:
+            raise TypeError(f"{name}={_shown(given[name])}: {why}; linear_logprobs has this option")
+    unknown = [name for name in given if name not in further]
+    if unknown:
+        own = [each.name for each in inspect.signature(function).parameters.values() if each.kind == each.KEYWORD_ONLY]
+        known = dict.fromkeys([*own, *(name for name in further if name not in refused)])
+        raise TypeError(f"{function.__name__}: unknown option {', '.join(unknown)}; known: {', '.join(known)}")
+
+
+def _shown(value: Any) -> str:
+    """A value in a message, without a tensor's numbers."""
+    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
 
 
 def may_look_at(x: torch.Tensor) -> bool:

@@ -10,7 +10,7 @@ import torch
 
 import lce_jax
 from lce_jax import launch
-from lce_torch_bridge import _arguments, _autocast, _direct, _execute, _launch, tensor_parallel
+from lce_torch_bridge import _arguments, _autocast, _checks, _direct, _execute, _launch, tensor_parallel
 from lce_torch_bridge._types import Operands
 
 
@@ -66,6 +66,7 @@ def explain(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, **
         >>> how.way, how.why_not_direct, how.plan.implementation
         ('jax', 'cpu is no CUDA device of this machine', 'xla')
     """
+    _checks.options(explain, options, _arguments.OPTIONS, {})
     given = _arguments.of_call(hidden, weight, labels, **options)
     flat, call = _arguments.flat(given), given.call
     # Its shape and dtype alone count: nothing is cast.

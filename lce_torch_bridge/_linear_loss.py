@@ -16,10 +16,9 @@ from lce_torch_bridge._main_grad import main_grad_of
 from lce_torch_bridge._types import Call, LogprobOutput, Operands, Wgrad
 
 CHUNK_BYTES = 1400 << 20  # chunks of 4096 tokens at V 151936
-OPTIONS = (
-    "bias", "tp_group", "temperature", "logit_scale", "logit_softcap", "vocab_size", "entropy", "stats", "out_of_vocab",
-    "reduce_grad_hidden", "gradient_threshold", "implementation",
-)  # fmt: skip
+NO_CANDIDATES = "loss_fn gets log-probability, entropy and lse"
+NO_CACHE = "linear_loss keeps nothing for a backward pass, and chunk_bytes says how many bytes one chunk may take"
+REFUSED = {"mean_logit": NO_CANDIDATES, "candidates": NO_CANDIDATES, "cache_bytes": NO_CACHE}
 
 
 @torch.compiler.disable(reason="lce_torch_bridge.linear_loss differentiates loss_fn as it runs")  # type: ignore[untyped-decorator]
@@ -119,7 +118,7 @@ def linear_loss(
         >>> round(total.item(), 3), out.logprobs.shape         # 2·ln 1000 - 4·0.01·ln 1000
         (13.539, torch.Size([4]))
     """
-    _check_options(options)
+    _checks.options(linear_loss, options, _arguments.OPTIONS, REFUSED)
     scalars.one_of("wgrad", wgrad, ("return", "main_grad"))
     if chunk_bytes is not None:
         chunk_bytes = scalars.num_bytes("chunk_bytes", chunk_bytes)
@@ -171,15 +170,6 @@ def _refuse_recomputation(plan: Plan) -> None:
             "backward pass, where an activation checkpoint may run it a second time: leave the head out of the "
             "checkpoint, or leave cotangent out"
         )
-
-
-def _check_options(options: dict[str, Any]) -> None:
-    _checks.refuse_options(options, ("mean_logit", "candidates"), "loss_fn gets log-probability, entropy and lse")
-    why = "linear_loss keeps nothing for a backward pass, and chunk_bytes says how many bytes one chunk may take"
-    _checks.refuse_options(options, ("cache_bytes",), why)
-    unknown = [name for name in options if name not in OPTIONS]
-    if unknown:
-        raise TypeError(f"linear_loss: unknown option {', '.join(unknown)}; known: {', '.join(OPTIONS)}")
 
 
 def _flat(

@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lce_jax import scalars
-from lce_torch_bridge import _checks, _dtensor, _tokens
+from lce_torch_bridge import _arguments, _checks, _dtensor, _tokens
 from lce_torch_bridge._types import Reduction
 from lce_torch_bridge.api import linear_logprobs
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+
+NO_OUTPUTS = ("entropy", "stats", "mean_logit", "candidates", "out_of_vocab")  # options of what a loss does not return
 
 
 def linear_cross_entropy_loss(
@@ -80,8 +82,8 @@ def linear_cross_entropy_loss(
     """
     scalars.one_of("reduction", reduction, ("mean", "sum", "none"))
     smoothing, z_loss = scalars.fraction("label_smoothing", label_smoothing), scalars.not_negative("z_loss", z_loss)
-    without = ("entropy", "stats", "mean_logit", "candidates", "out_of_vocab")
-    _checks.refuse_options(options, without, "a loss has no such output")
+    refused = dict.fromkeys(NO_OUTPUTS, "a loss has no such output")
+    _checks.options(linear_cross_entropy_loss, options, _arguments.OPTIONS, refused)
     labels, keep = _dtensor.tokens(labels=labels, keep=keep)
     _checks.integers("labels", labels)
     _checks.keep(keep, labels, labels)
@@ -128,8 +130,8 @@ def linear_entropy(hidden: torch.Tensor, weight: torch.Tensor, **options: Any) -
         >>> entropy.shape, round(entropy[0, 0].item(), 3)   # ln 100
         (torch.Size([2, 3]), 4.605)
     """
-    without = ("entropy", "stats", "mean_logit", "candidates", "ignore_index", "out_of_vocab")
-    _checks.refuse_options(options, without, "linear_entropy returns entropy and lse")
+    refused = dict.fromkeys((*NO_OUTPUTS, "ignore_index"), "linear_entropy returns entropy and lse")
+    _checks.options(linear_entropy, options, _arguments.OPTIONS, refused)
     _checks.hidden(hidden)
     labels = hidden.new_full(hidden.shape[:-1], -1, dtype=torch.int64)
     out = linear_logprobs(hidden, weight, labels, **options)
@@ -199,8 +201,9 @@ def linear_cross_entropy(
 
 def _like(labels: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
     """``hidden`` with the leading shape of labels, if both certainly hold the same tokens in the same order."""
-    tensors = isinstance(hidden, torch.Tensor) and isinstance(labels, torch.Tensor)
-    if not tensors or not hidden.ndim or hidden.shape[:-1] == labels.shape:
+    _checks.hidden(hidden)
+    _checks.integers("labels", labels)
+    if hidden.shape[:-1] == labels.shape:
         return hidden
     ours, theirs = ([size for size in shape if size != 1] for shape in (hidden.shape[:-1], labels.shape))
     flat = min(len(ours), len(theirs)) < 2 and hidden.shape[:-1].numel() == labels.numel()

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from lce_jax import UnsupportedError
-from lce_torch_bridge import _checks, linear_logprobs
+from lce_torch_bridge import _checks, explain, linear_cross_entropy_loss, linear_entropy, linear_logprobs
 from tests.torch import problem as p
 
 GOOD = p.draw(T=6, H=8, V=10)
+MASK = r"a mask of zeros and ones must be bool: pass keep\.bool\(\)"
 
 
 @pytest.mark.parametrize(
@@ -62,11 +63,13 @@ GOOD = p.draw(T=6, H=8, V=10)
         (dict(cache_bytes=1e9), ValueError, r"cache_bytes must be a whole number of bytes, at least 0, got 1000000000"),
         (dict(keep=[True] * 6), TypeError, r"keep must be a torch.Tensor, got list"),
         (dict(keep=torch.ones(5, dtype=bool)), ValueError, r"keep \(5,\) must have the tokens' shape \(6,\)"),
-        (dict(keep=torch.ones(6)), TypeError, r"keep must be bool, or an int64 or int32 index of rows, got .*float32"),
-        (dict(keep=torch.ones(2, 2, dtype=int)), ValueError, r"must have one dimension, got shape \(2, 2\)"),
+        (dict(keep=torch.ones(6)), TypeError, rf"keep must be bool, or .* index of rows, got torch.float32; {MASK}"),
+        (dict(keep=torch.ones(6).byte()), TypeError, rf"keep must be bool, or .*, got torch.uint8; {MASK}"),
+        (dict(keep=torch.tensor([0, 1] * 3)), ValueError, rf"must hold each row at most once, got 4 repeats; {MASK}"),
+        (dict(keep=torch.ones(2, 2, dtype=int)), ValueError, r"must have one dimension, got shape \(2, 2\)$"),
         (dict(keep=torch.tensor([0, 6])), ValueError, r"keep holds row 6, and there are 6 rows"),
         (dict(keep=torch.tensor([-1])), ValueError, r"keep holds row -1, and there are 6 rows"),
-        (dict(keep=torch.tensor([2, 2, 2])), ValueError, r"keep must hold each row at most once, got 2 repeats"),
+        (dict(keep=torch.tensor([2, 2, 2])), ValueError, r"must hold each row at most once, got 2 repeats$"),
         (dict(candidates=[[1]] * 6), TypeError, r"candidates must be a torch.Tensor, got list"),
         (dict(candidates=torch.ones(6, 2)), TypeError, r"candidates must be integers \(vocabulary ids\), got torch"),
         (dict(candidates=GOOD.labels[:, None][:, :0]), ValueError, r"candidates \(6, 0\) must end in K, from 1 to 512"),
@@ -85,6 +88,34 @@ GOOD = p.draw(T=6, H=8, V=10)
 def test_refusal(given: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         linear_logprobs(**{**GOOD._asdict(), **given})
+
+
+def test_a_mask_of_numbers() -> None:
+    """As a bool it serves, as the message says."""
+    two = p.Problem(GOOD.hidden.view(2, 3, 8), GOOD.weight, GOOD.labels.view(2, 3))
+    keep = torch.tensor([[0, 1, 1], [0, 1, 1]])
+    with pytest.raises(ValueError, match=rf"must have one dimension, got shape \(2, 3\); {MASK}"):
+        linear_logprobs(*two, keep=keep)
+    want = linear_logprobs(*two).logprobs
+    assert torch.equal(linear_logprobs(*two, keep=keep.bool()).logprobs, want * keep)
+
+
+@pytest.mark.parametrize(
+    ("call", "known"),
+    [
+        (explain, r"known: bias, .*stats, mean_logit, candidates, keep, ignore_index, .*implementation$"),
+        (linear_entropy, r"known: bias, .*vocab_size, keep, reduce_grad_hidden, .*implementation$"),
+        (linear_cross_entropy_loss, r"known: reduction, .*label_smoothing, .*vocab_size, reduce_grad_hidden, .*$"),
+    ],
+)
+def test_options_of_other_functions(call: Any, known: str) -> None:
+    """Unknown ones are refused by the function's own name, and no message holds a tensor's numbers."""
+    given = GOOD[:2] if call is linear_entropy else GOOD
+    with pytest.raises(TypeError, match=rf"^{call.__name__}: unknown option temprature; {known}"):
+        call(*given, temprature=1.0)
+    if call is not explain:
+        with pytest.raises(TypeError, match=r"^candidates=torch.int64 \(6, 100\): .*linear_logprobs has this option$"):
+            call(*given, candidates=torch.zeros(6, 100, dtype=torch.int64))
 
 
 def test_a_refused_name_falls_back_only_where_a_tuple_says_so() -> None:
