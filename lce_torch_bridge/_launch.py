@@ -188,6 +188,20 @@ class Sum:
             self._array = found.pop(place)
             return to_torch_all(found)
 
+    @property
+    def is_given(self) -> bool:
+        """Whether programs add to the memory that was given."""
+        return self._tensor is not None and self._tensor is self._into
+
+    def mul_(self, factor: torch.Tensor) -> None:
+        """Multiplies what has been added so far, in its memory; not what was given."""
+        if self._array is not None:
+            with runtime.beside(factor):
+                self._array, used = _multiplied(self._array, to_jax(factor))
+                to_torch_all([used])  # afterwards torch may write to the factor's memory
+        elif self._tensor is not None:
+            self._tensor.mul_(factor)
+
     def _own(self) -> torch.Tensor:
         """Where programs that are launched directly add."""
         into = self._into
@@ -205,3 +219,9 @@ class Sum:
         if self._into is None:
             return torch.zeros_like(self._like, device=self._device) if total is None else total
         return self._into if total is None or total is self._into else self._into.add_(total)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _multiplied(x: jax.Array, factor: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """``x · factor`` in the memory of ``x``, and the factor."""
+    return x * factor, factor

@@ -10,7 +10,6 @@ import torch
 from lce_jax import scalars
 from lce_torch_bridge import _arguments, _checks, _dtensor, _loss_in_forward, _rows, _tokens
 from lce_torch_bridge._arguments import Arguments
-from lce_torch_bridge._autocast import autocast
 from lce_torch_bridge._loss_in_forward import LossAndGradients, Plan
 from lce_torch_bridge._main_grad import main_grad_of
 from lce_torch_bridge._types import Call, LogprobOutput, Operands, Wgrad
@@ -69,7 +68,8 @@ def linear_loss(
             before: 1.0 for the sum itself, or what Megatron's schedule multiplies by. The gradients are computed for it
             and rounded once, and with ``wgrad="main_grad"`` the forward adds dweight to ``weight.main_grad``, which
             spares the sum of its own: call it once for each backward, and zero ``main_grad`` before. The backward
-            waits for the GPU to compare. None: any, as it comes.
+            waits for the GPU to compare. A cotangent that differs by at most 1e-6 of it, as other orders of the same
+            products do, scales what is returned, not what has been added. None: any, as it comes.
         chunk_bytes: bytes that the exponentials of one chunk of tokens may take, in the weight's dtype; at least 2048
             tokens are a chunk. None: 1.4 GiB, or one chunk of all tokens where several and their sum of dweight would
             take as much.
@@ -86,6 +86,8 @@ def linear_loss(
         ValueError, TypeError: shapes, dtypes, devices or options that do not fit, with the offending values. Also a
             loss_fn that does not return one floating-point number per token, or that closes over a tensor that requires
             a gradient. And, in the backward, another cotangent than the one given.
+        Exception: what loss_fn raises. If the forward has added to ``weight.main_grad`` by then, a note of the
+            exception says the gradients of how many tokens.
         NotImplementedError: under ``create_graph=True``, inside a transform of ``torch.func``, and for tensors without
             values (meta, fake).
         RuntimeError: in the cases that `linear_logprobs` lists.
@@ -100,7 +102,9 @@ def linear_loss(
         With several chunks dweight is summed over them in float32 and rounded once, after it is multiplied by the sum's
         cotangent (1/n for a mean). dhidden, and dweight of one chunk, are rounded for a cotangent of 1, and once more
         after that product: give ``cotangent``, or scale the losses inside ``loss_fn``, to be spared the second. In
-        float16, where loss scaling must come first, they are rounded after it alone. Two runs are bitwise equal.
+        float16, where loss scaling must come first, they are rounded after it alone. The derivatives of the logits,
+        which float16 products take before, are scaled by the power of two that keeps all of them below 2^15, so that
+        those 2^39 times smaller than the largest are 0. Two runs are bitwise equal.
 
     Compilation:
         ``torch.compile`` leaves the call out of its graphs. Under activation checkpointing without reentry, the forward
@@ -130,16 +134,15 @@ def linear_loss(
         )
     if cotangent is not None:
         cotangent = scalars.number("cotangent", cotangent)
-    x, own, rows = _flat(given, per_token)
+    x, own, rows = _flat(given, per_token, wgrad)
     plan = Plan(loss_fn, given.call, _chunk_rows(len(x.labels), x.weight, chunk_bytes, wgrad, given.call))
     wanted = (leaf.requires_grad for leaf in x[:3] if leaf is not None)
     if not (torch.is_grad_enabled() and any(wanted)):
         total, fields = _loss_in_forward.without_gradients(plan, x, own)
     else:
-        if wgrad == "main_grad" and (main_grad := main_grad_of(given.weight)) is not None:
-            plan = plan._replace(owner=given.weight, main_grad=main_grad)
         of_chunks = plan.call._replace(cache_bytes=_loss_in_forward.ALL)
-        plan = plan._replace(call=of_chunks, cotangent=cotangent)
+        main_grad = main_grad_of(given.weight) if wgrad == "main_grad" else None
+        plan = plan._replace(call=of_chunks, main_grad=main_grad, cotangent=cotangent)
         _refuse_recomputation(plan)
         total, *found = LossAndGradients.apply(plan, *x[:5], *own)
         fields = dict(zip(given.call.fields, found, strict=True))
@@ -173,7 +176,7 @@ def _refuse_recomputation(plan: Plan) -> None:
 
 
 def _flat(
-    given: Arguments, per_token: tuple[torch.Tensor, ...]
+    given: Arguments, per_token: tuple[torch.Tensor, ...], wgrad: Wgrad
 ) -> tuple[Operands, list[torch.Tensor], torch.Tensor | None]:
     """The operands and the per-token arguments of the tokens that are kept, flat, and which tokens these are."""
     flat, labels = _arguments.flat(given), given.labels
@@ -183,5 +186,5 @@ def _flat(
         (plain,) = _dtensor.tokens(**{name: x})
         _checks.per_token(name, plain, given.hidden, labels)
         own.append(_tokens.kept(plain.reshape(labels.numel(), *plain.shape[labels.ndim :]), flat.rows, 0.0))
-    weight = autocast(given.weight, given.weight)
+    weight = _arguments.weight_of(given, wgrad)
     return Operands(flat.hidden, weight, given.bias, flat.labels, flat.temperature, None), own, flat.rows

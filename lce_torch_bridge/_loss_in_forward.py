@@ -9,17 +9,18 @@ caller knows, so that dweight can be added to ``main_grad`` at once.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 
-from lce_torch_bridge import _execute, autograd
-from lce_torch_bridge._launch import Sum
-from lce_torch_bridge._main_grad import nothing_like, placeholder
+from lce_torch_bridge import _execute, _main_grad, autograd
+from lce_torch_bridge._chunk_sums import ChunkSums
 from lce_torch_bridge._types import Call, Operands
 
 ALL = 1 << 62  # cache_bytes that no chunk exceeds
+CLOSE = 1e-6  # relative: eight of float32's steps, where each product on a cotangent's way rounds by half a step
 
 
 class Plan(NamedTuple):
@@ -28,8 +29,7 @@ class Plan(NamedTuple):
     loss_fn: Callable[..., torch.Tensor]
     call: Call
     rows: int  # of a chunk
-    owner: torch.Tensor | None = None  # the weight whose main_grad gets the gradient; None: autograd gets it
-    main_grad: torch.Tensor | None = None
+    main_grad: torch.Tensor | None = None  # gets the weight's gradient; None: autograd gets it
     cotangent: float | None = None  # of the sum, where the caller knows it
 
     @property
@@ -129,66 +129,65 @@ class LossAndGradients(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, plan: Plan, *inputs: Any) -> tuple[torch.Tensor, ...]:
-        """The sum, the results, and the gradients for a cotangent of 1."""
+        """The sum, the results, and the gradients for the cotangent that is known, or 1."""
         (hidden, weight, bias, labels, temperature), per_token = inputs[:5], inputs[5:]
         x = Operands(hidden, weight, bias, labels, temperature, None)
-        losses, fields, grads = _walk(plan, _in_float32(x), per_token, ctx.needs_input_grad[1:])
+        losses, fields, grads, unit = _walk(plan, _in_float32(x), per_token, ctx.needs_input_grad[1:])
         ctx.cotangent = plan.cotangent
-        # Not through save_for_backward: other micro-batches may change both in place before this backward.
-        ctx.main_grad = None if plan.owner is None else (plan.owner, plan.main_grad)
+        ctx.main_grad = plan.main_grad  # not through save_for_backward: other micro-batches may change it before
         ctx.dtypes = [None if y is None else y.dtype for y in (*x[:3], *per_token)]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*fields)
-        ctx.save_for_backward(*grads)
+        ctx.save_for_backward(unit, *grads)
         return losses.sum(dtype=torch.float32), *fields
 
     @staticmethod
     def backward(ctx: Any, cotangent: torch.Tensor | None, *_: Any) -> tuple[torch.Tensor | None, ...]:
         """The gradients times the cotangent."""
-        saved = ctx.saved_tensors
+        unit, *grads = ctx.saved_tensors
         if cotangent is None:
-            return (None,) * (6 + len(saved) - 3)
+            return (None,) * (6 + len(grads) - 3)
         if torch.is_grad_enabled():  # create_graph=True: the gradients that are kept know nothing of the operands
             autograd.refuse_second_derivative(ctx)
-        if ctx.cotangent is None:
-            found = _scaled(ctx.main_grad, ctx.dtypes, cotangent, *saved)
-        else:
-            _check_cotangent(ctx.cotangent, cotangent)
-            found = _as_computed(ctx.main_grad, ctx.dtypes, *saved)
+        came = cotangent.reshape(1)  # one dimension: otherwise products with bfloat16 would round its float32
+        factor = came if ctx.cotangent is None else _relative(ctx.cotangent, came, ctx.main_grad is not None)
+        of_operands = factor if unit is None else came / unit
+        if ctx.main_grad is not None:
+            if ctx.cotangent is None and _main_grad.is_asked_for(ctx, 1):
+                ctx.main_grad.addcmul_(grads[1], of_operands)
+            grads[1] = None
+        factors = [*[of_operands] * 3, *[factor] * (len(grads) - 3)]
+        found = list(map(_scaled, grads, factors, ctx.dtypes))
+        if ctx.main_grad is not None:
+            found[1] = _main_grad.nothing_like(ctx.main_grad, ctx.dtypes[1])
         return None, *found[:3], None, None, *found[3:]
 
 
-def _scaled(main_grad: Any, dtypes: list[Any], cotangent: torch.Tensor, *grads: Any) -> list[Any]:
-    """``cotangent · grad`` in each dtype; the weight's is added to ``main_grad``, if there is one."""
-    factor = cotangent.reshape(1)  # of one dimension: its float32 would be rounded to bfloat16 without
-    found: list[torch.Tensor | None] = []
-    for place, (grad, dtype) in enumerate(zip(grads, dtypes, strict=True)):
-        if grad is None:
-            found.append(None)
-        elif place == 1 and main_grad is not None:
-            weight, total = main_grad
-            total.addcmul_(grad, factor)
-            found.append(placeholder(weight, grad.new_empty(grad.shape, dtype=dtype)))
-        else:
-            found.append(_execute.scaled(grad, factor, dtype))
-    return found
+def _scaled(grad: torch.Tensor | None, factor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    """``factor · grad``, without a factor ``grad``, in a dtype, and not in memory that a kept graph holds."""
+    if grad is None:
+        return None
+    if factor is None:
+        return grad.to(dtype, copy=autograd.graph_is_kept())
+    return _execute.scaled(grad, factor, dtype)
 
 
-def _check_cotangent(known: float, cotangent: torch.Tensor) -> None:
-    """Refuses another one than the gradients were computed for."""
-    if not torch.equal(cotangent, torch.full_like(cotangent, known)):  # the host waits for it
-        raise ValueError(
-            f"linear_loss(cotangent={known!r}) was differentiated with a cotangent of {cotangent.item()!r}, which its "
-            "gradients were not computed for: give the number that the sum is multiplied by, or leave cotangent out"
-        )
+def _relative(known: float, cotangent: torch.Tensor, added: bool) -> torch.Tensor | None:
+    """The cotangent by the one that the gradients were computed for; None if they are the same.
 
-
-def _as_computed(main_grad: Any, dtypes: list[Any], *grads: Any) -> list[Any]:
-    """The gradients in each dtype, the weight's as what stands in for it if it has been added to ``main_grad``."""
-    found = [None if grad is None else grad.to(dtype) for grad, dtype in zip(grads, dtypes, strict=True)]
-    if main_grad is not None:
-        found[1] = placeholder(main_grad[0], nothing_like(main_grad[0], dtypes[1]))
-    return found
+    Raises:
+        ValueError: they differ by more than what a few products round.
+    """
+    came, told = cotangent.item(), cotangent.new_tensor(known)  # the host waits for it
+    if came == told.item():
+        return None
+    if abs(came - known) <= CLOSE * abs(known):
+        return cotangent / told
+    held = f"weight.main_grad holds the gradient for {known!r} already: zero it, and " if added else ""
+    raise ValueError(
+        f"linear_loss(cotangent={known!r}) was differentiated with a cotangent of {came!r}, which its gradients were "
+        f"not computed for: {held}give the number that the sum is multiplied by, or leave cotangent out"
+    )
 
 
 def _in_float32(x: Operands) -> Operands:
@@ -204,67 +203,42 @@ def _in_float32(x: Operands) -> Operands:
 
 def _walk(
     plan: Plan, x: Operands, per_token: tuple[torch.Tensor, ...], wanted: tuple[bool, ...]
-) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor | None]]:
-    """The losses ``[T]``, the fields ``[T]``, and the gradients in hidden, weight, bias and the per-token arguments."""
+) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor | None], torch.Tensor | None]:
+    """The losses ``[T]``, the fields ``[T]``, and the gradients in hidden, weight, bias and the per-token arguments.
+
+    And what those of hidden, weight and bias are to be divided by, if it is not 1.
+    """
     tokens = len(x.labels)
     parts = [slice(first, min(first + plan.rows, tokens)) for first in range(0, tokens, plan.rows)]
-    sums = _Sums(x, per_token, wanted, len(parts), plan.into)
+    sums = ChunkSums(x, wanted[:3], len(parts), plan.into, may_have_units=plan.cotangent is None)
+    own = [torch.zeros_like(y) if want else None for y, want in zip(per_token, wanted[5:], strict=True)]
     losses, fields = [x.hidden.new_empty(0, dtype=torch.float32)], []
-    for part in parts:
-        temperature = None if x.temperature is None else x.temperature[part]
-        chunk = x._replace(hidden=x.hidden[part], labels=x.labels[part], temperature=temperature)
-        found, (saved, *cache) = results(plan, chunk, keep_cache=True)
-        given = _differentiated(plan, found, [y[part] for y in per_token], wanted[5:])
-        losses.append(given.losses.float())
-        fields.append([found[name].detach() for name in plan.call.fields])
-        sums.add(plan, part, chunk, saved, cache, given)
-        del saved, cache, found  # before the next chunk's exponentials are kept
-    whole = map(torch.cat, zip(*fields, strict=True)) if fields else (losses[0].clone() for _ in plan.call.fields)
-    return torch.cat(losses), list(whole), sums.finish(x.weight)
+    with _saying_what_was_added(sums, tokens):
+        for part in parts:
+            temperature = None if x.temperature is None else x.temperature[part]
+            chunk = x._replace(hidden=x.hidden[part], labels=x.labels[part], temperature=temperature)
+            found, (saved, *cache) = results(plan, chunk, keep_cache=True)
+            given = _differentiated(plan, found, [y[part] for y in per_token], wanted[5:])
+            losses.append(given.losses.float())
+            fields.append([found[name].detach() for name in plan.call.fields])
+            for whole, grad in zip(own, given.per_token, strict=True):
+                if whole is not None and grad is not None:
+                    whole[part] = grad
+            sums.add(part, chunk, saved, cache, given.cotangents, plan.call)
+            del saved, cache, found  # before the next chunk's exponentials are kept
+    joined = map(torch.cat, zip(*fields, strict=True)) if fields else (losses[0].clone() for _ in plan.call.fields)
+    return torch.cat(losses), list(joined), [*sums.finish(x.weight), *own], sums.unit
 
 
-class _Sums:
-    """The gradients of all chunks."""
-
-    def __init__(
-        self,
-        x: Operands,
-        per_token: tuple[torch.Tensor, ...],
-        wanted: tuple[bool, ...],
-        chunks: int,
-        into: torch.Tensor | None,
-    ) -> None:
-        hidden, weight, bias, *_ = x
-        self.wanted = wanted[:3]
-        self.hidden = torch.zeros_like(hidden) if wanted[0] else None
-        # One chunk's dweight may be rounded at once, but not to float16, as `_in_float32` says.
-        summed = chunks != 1 or weight.dtype == torch.float16 or into is not None
-        self.total = Sum(weight, into) if wanted[1] and summed else None
-        self._kept = into is None
-        self.weight: torch.Tensor | None = None
-        self.bias = torch.zeros_like(bias) if wanted[2] and bias is not None else None
-        self.per_token = [torch.zeros_like(y) if want else None for y, want in zip(per_token, wanted[5:], strict=True)]
-
-    def add(
-        self, plan: Plan, part: slice, chunk: Operands, saved: torch.Tensor, cache: list[Any], given: Found
-    ) -> None:
-        """The gradients of the tokens in ``part``."""
-        for whole, grad in zip(self.per_token, given.per_token, strict=True):
-            if whole is not None and grad is not None:
-                whole[part] = grad
-        if not given.cotangents or not any(self.wanted):
-            return
-        sums = _execute.Sums(self.total, owns_cache=True)
-        grads = _execute.gradients(*chunk[:3], saved, cache, given.cotangents, self.wanted, plan.call, sums)
-        if self.hidden is not None:
-            self.hidden[part] = grads.pop(0)
-        if self.wanted[1] and self.total is None:
-            self.weight = grads.pop(0)
-        if self.bias is not None:
-            self.bias += grads.pop(0)
-
-    def finish(self, weight: torch.Tensor) -> list[torch.Tensor | None]:
-        """Those in hidden, weight and bias, and in the per-token arguments."""
-        if self.wanted[1] and self.weight is None:
-            self.weight = torch.zeros_like(weight) if self.total is None else self.total.taken()
-        return [self.hidden, self.weight if self._kept else None, self.bias, *self.per_token]
+@contextlib.contextmanager
+def _saying_what_was_added(sums: ChunkSums, tokens: int) -> Iterator[None]:
+    """Inside, errors say what ``main_grad`` holds of the tokens before."""
+    try:
+        yield
+    except BaseException as error:
+        if sums.are_in_main_grad:
+            error.add_note(
+                f"weight.main_grad holds the gradients of the first {sums.tokens} of {tokens} tokens: zero it, or "
+                "restore what it held"
+            )
+        raise

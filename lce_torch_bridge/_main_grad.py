@@ -74,8 +74,13 @@ def behind(node: Any, edge: int) -> torch.Tensor | None:
     after, _ = node.next_functions[edge]
     if getattr(after, "_forward_cls", None) is not _AccumulateIntoMainGrad or after.main_grad.dtype != torch.float32:
         return None
-    wanted = torch._C._will_engine_execute_node(after)  # not if no input that is asked for comes after it
-    return after.main_grad if wanted else None
+    return after.main_grad if is_asked_for(node, edge) else None
+
+
+def is_asked_for(node: Any, edge: int) -> bool:
+    """Whether this backward goes on to that edge of ``node``: not if no input that is asked for comes after it."""
+    after, _ = node.next_functions[edge]
+    return bool(torch._C._will_engine_execute_node(after))
 
 
 class _AccumulateIntoMainGrad(torch.autograd.Function):

@@ -80,13 +80,13 @@ class LinearLogprobs(torch.autograd.Function):
 def _sums(ctx: Any, cache: list[torch.Tensor]) -> _execute.Sums:
     """What this backward may write to; `NO_SUMS` if it writes to nothing but its results, as an operator must."""
     main_grad = _main_grad.behind(ctx, 1) if ctx.needs_input_grad[1] else None
-    owns_cache = bool(cache) and not _graph_is_kept()
+    owns_cache = bool(cache) and not graph_is_kept()
     if main_grad is None and not owns_cache:
         return _execute.NO_SUMS
     return _execute.Sums(main_grad=main_grad, owns_cache=owns_cache)
 
 
-def _graph_is_kept() -> bool:
+def graph_is_kept() -> bool:
     """Whether this backward may be followed by another one over the same graph (``retain_graph``)."""
     asked = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
     return asked is None or bool(asked())

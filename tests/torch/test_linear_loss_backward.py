@@ -1,0 +1,134 @@
+"""The backward of `linear_loss`: what is asked for, the cotangent that comes, and what is left where a call fails."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+
+from lce_torch_bridge import linear_logprobs, linear_loss
+from tests.torch import problem as p
+from tests.torch.launched import launched_directly
+from tests.torch.test_main_grad import parameter
+
+T = 5000  # of three chunks, where one has 2048
+WAYS = {"jax": contextlib.nullcontext, "direct": launched_directly}
+ways = pytest.mark.parametrize("way", WAYS)
+
+
+def loss(logprobs: Any, entropy: Any, lse: Any, *own: Any) -> Any:
+    return sum(own, -logprobs - 0.1 * entropy + 1e-3 * lse)
+
+
+def wanted(problem: p.Problem) -> tuple[torch.Tensor, ...]:
+    leaves = p.Problem(problem.hidden.double(), problem.weight.double(), problem.labels).leaves()
+    return torch.autograd.grad(loss(*p.stored(*leaves)[:3]).sum(), leaves[:2])
+
+
+@pytest.mark.parametrize("cast", [False, True], ids=["", "autocast"])
+@pytest.mark.parametrize("function", [linear_logprobs, linear_loss])
+@ways
+def test_main_grad_gets_what_is_asked_for(way: str, function: Any, cast: bool) -> None:
+    """Nothing where hidden's gradient alone is, and the same where the weight's alone is as where all are."""
+    problem = p.draw()
+    weight, hidden = parameter(problem, grad_added_to_main_grad=False), problem.hidden.clone().requires_grad_()
+    given = hidden, weight, problem.labels
+    with WAYS[way](), torch.autocast("cpu", torch.bfloat16, enabled=cast):
+        if function is linear_loss:
+            total, _ = linear_loss(loss, *given, wgrad="main_grad")
+        else:
+            total = loss(*linear_logprobs(*given, wgrad="main_grad")[:3]).sum()
+        torch.autograd.grad(total, hidden, retain_graph=True)
+        assert not weight.main_grad.any()
+        assert not weight.grad_added_to_main_grad
+        torch.autograd.grad(total, weight, retain_graph=True)
+        assert weight.grad_added_to_main_grad
+        once = weight.main_grad.clone()
+        total.backward()
+    assert torch.equal(weight.main_grad, 2 * once)
+    assert p.relative_norm(once, wanted(problem)[1]) < (1e-2 if cast else 1e-6)
+
+
+COUNTS = [(3, 25), (5, 7), (59, 51), (4, 8)]  # n, m; 1/n/m is not 1/(n·m) for all but the last
+
+
+@pytest.mark.parametrize("wgrad", ["return", "main_grad"])
+def test_a_cotangent_that_is_rounded_otherwise(wgrad: str) -> None:
+    """Gradients are those of the one that comes."""
+    problem, differ = p.draw(), 0
+    for n, m in COUNTS:
+        weight, hidden = parameter(problem), problem.hidden.clone().requires_grad_()
+        given = hidden, weight, problem.labels
+        total, _ = linear_loss(loss, *given, wgrad=wgrad, cotangent=1 / (n * m))
+        scale = total / n / m
+        came = torch.autograd.grad(scale, total, retain_graph=True)[0].item()
+        differ += came != torch.tensor(1 / (n * m)).item()
+        scale.backward()
+        dweight = weight.grad if wgrad == "return" else weight.main_grad
+        for got, want in zip((hidden.grad, dweight), wanted(problem), strict=True):
+            assert p.relative_norm(got, want * came) < 1e-6
+    assert differ == len(COUNTS) - 1
+
+
+def test_gradients_are_scaled_by_the_cotangent_that_comes() -> None:
+    problem, known = p.draw(), 1.0
+    leaves = problem.leaves()
+    total, _ = linear_loss(loss, *leaves, cotangent=known)
+    came = 1 + 4 * torch.finfo(torch.float32).eps
+    exact, scaled = (torch.autograd.grad(total * x, leaves[:2], retain_graph=True) for x in (known, came))
+    assert all(torch.equal(x * came, y) and not torch.equal(x, y) for x, y in zip(exact, scaled, strict=True))
+    for far in (1 + 2e-6, -1.0, 0.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=r"linear_loss\(cotangent=1.0\) was differentiated with a cotangent of "):
+            torch.autograd.grad(total * far, leaves[:2], retain_graph=True)
+
+
+def test_a_refused_cotangent_says_what_main_grad_holds() -> None:
+    """Zeroed, as the message says, it serves the next call."""
+    problem = p.draw()
+    weight = parameter(problem)
+    given = problem._replace(weight=weight)
+    total, _ = linear_loss(loss, *given, wgrad="main_grad", cotangent=1.0)
+    with pytest.raises(ValueError, match=r"weight.main_grad holds the gradient for 1.0 already: zero it"):
+        (2 * total).backward()
+    weight.main_grad.zero_()
+    total, _ = linear_loss(loss, *given, wgrad="main_grad", cotangent=2.0)
+    (2 * total).backward()
+    assert p.relative_norm(weight.main_grad, 2 * wanted(problem)[1]) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_are_the_callers_to_write(dtype: torch.dtype) -> None:
+    problem = p.draw(dtype=dtype)
+    leaves, own = problem.leaves(), torch.ones(37, requires_grad=True)
+    total, _ = linear_loss(loss, *leaves, own, cotangent=1.0)
+    first = torch.autograd.grad(total, (*leaves[:2], own), retain_graph=True)
+    kept = [grad.clone() for grad in first]
+    for grad in first:
+        grad.mul_(2)
+    assert all(map(torch.equal, torch.autograd.grad(total, (*leaves[:2], own)), kept))
+
+
+@pytest.mark.parametrize("failing", [1, 3])
+@ways
+def test_a_loss_fn_that_raises(way: str, failing: int) -> None:
+    """``main_grad`` is as it was, or the error says what it holds."""
+    problem, chunks = p.draw(T=T), []
+    weight = parameter(problem)
+    weight.main_grad.fill_(0.25)
+
+    def raising(*fields: torch.Tensor) -> torch.Tensor:
+        chunks.append(len(fields[0]))
+        if len(chunks) == failing:
+            raise OverflowError("of the loss")
+        return loss(*fields)
+
+    told: Any = dict(wgrad="main_grad", cotangent=1.0, chunk_bytes=0)
+    with WAYS[way](), pytest.raises(OverflowError, match="of the loss") as error:
+        linear_loss(raising, *problem._replace(weight=weight), **told)
+    notes = getattr(error.value, "__notes__", [])
+    unchanged = bool((weight.main_grad == 0.25).all())
+    assert unchanged == (way == "jax" or failing == 1)
+    said = "weight.main_grad holds the gradients of the first 4096 of 5000 tokens: zero it, or restore what it held"
+    assert notes == ([] if unchanged else [said])
