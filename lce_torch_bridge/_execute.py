@@ -18,8 +18,6 @@ from lce_torch_bridge._programs import Spec
 from lce_torch_bridge._readable import is_readable, readable
 from lce_torch_bridge._types import PER_CANDIDATE, Call, Operands
 
-LARGE = 1 << 24  # elements, from which on a kernel's speed counts more than its launch
-
 
 def forward(x: Operands, call: Call, keep_cache: bool, lend_cache: bool = True) -> list[Any]:
     """The outputs, what the backward needs per token ``[S, T]``, and the cache.
@@ -205,16 +203,6 @@ def _run_backward(
         return found
     left = nothing_like(sums.main_grad, dtype)
     return [*found[:place], left, *found[place:-1]]
-
-
-def scaled(x: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """``x · factor``, rounded to ``dtype``. torch's own kernel for several dtypes takes twice as long."""
-    if x.numel() >= LARGE and not x.dtype == factor.dtype == dtype:
-        name = str(dtype).removeprefix("torch.")
-        found = _launch.in_place(_programs.scaled(name), (x, factor), (), {})
-        if found is not None:
-            return found[0]
-    return torch.mul(x, factor, out=x.new_empty(x.shape, dtype=dtype))
 
 
 def programs(x: Operands, call: Call) -> list[tuple[Any, list[Any]]]:

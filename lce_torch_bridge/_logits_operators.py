@@ -21,7 +21,7 @@ from jax import lax
 import lce_jax
 from lce_torch_bridge import _launch, _rows, autograd, tensor_parallel
 from lce_torch_bridge._execute import those_wanted
-from lce_torch_bridge.autograd import NAME, operator
+from lce_torch_bridge._operator import NAME, operator, refuse_vmap
 
 
 class Transform(NamedTuple):
@@ -81,7 +81,7 @@ class LinearLogits(torch.autograd.Function):
     @staticmethod
     def vmap(*_: Any) -> Any:
         """Refuses ``torch.func.vmap``."""
-        autograd.refuse_vmap()
+        refuse_vmap()
 
 
 class Uncompiled(LinearLogits):

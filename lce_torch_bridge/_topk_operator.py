@@ -19,7 +19,7 @@ from jax import lax
 
 import lce_jax
 from lce_torch_bridge import _execute, _launch, _rows, tensor_parallel
-from lce_torch_bridge.autograd import NAME, operator
+from lce_torch_bridge._operator import NAME, operator
 
 SCHEMA = "int k, str group, int vocab_size, float logit_scale, float? logit_softcap, str implementation"
 

@@ -11,16 +11,15 @@ Everything that the backward needs is a tensor: autograd owns it, frees it, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import torch
 
 from lce_torch_bridge import _execute, _main_grad
-from lce_torch_bridge._readable import readable
+from lce_torch_bridge._operator import NAME, library, operator, refuse_vmap
 from lce_torch_bridge._types import CALL_SCHEMA, DIFFERENTIABLE, PLAIN, Call, Operands, names_of
 
-NAME = "lce_torch_bridge"
 NUM_OPERANDS = len(Operands._fields)
 
 
@@ -195,37 +194,6 @@ class Gradients(torch.autograd.Function):
         refuse_vmap()
 
 
-def refuse_vmap(*_: Any) -> NoReturn:
-    """Refuses ``torch.func.vmap``, and says what to do instead."""
-    raise NotImplementedError(
-        "lce_torch_bridge does not run under torch.func.vmap, nor under what uses it (jacrev, jacobian with "
-        "vectorize=True, grad with is_grads_batched=True): hidden takes any leading shape, so give it the whole batch, "
-        "and loop where each part has a weight or a gradient of its own"
-    )
-
-
-def operator(name: str, schema: str) -> Callable[[Callable[..., Any]], Any]:
-    """Makes a function of tensors an operator on every device, which has no rule for ``torch.func.vmap``.
-
-    Like ``torch.library.custom_op`` without its checks of what the function returns, which cost the host 20 µs a call.
-    """
-
-    def register(function: Callable[..., Any]) -> Any:
-        torch.library.define(f"{NAME}::{name}", schema, tags=(torch.Tag.pt2_compliant_tag,))
-        found = getattr(getattr(torch.ops, NAME), name).default
-        names = [argument.name for argument in found._schema.arguments]
-
-        def run(*inputs: Any) -> Any:
-            return function(*map(readable, names, inputs))
-
-        undisturbed = torch.compiler.disable(run)  # the compiler of the caller's frames skips this one
-        torch.library.impl(f"{NAME}::{name}", "default", undisturbed)
-        torch.library.register_vmap(f"{NAME}::{name}", refuse_vmap)
-        return found
-
-    return register
-
-
 @operator(
     "forward",
     "(Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, Tensor? temperature, Tensor? candidates, "
@@ -297,8 +265,7 @@ def refuse_second_derivative(ctx: Any, *_: Any) -> None:
 def refuse_derivatives_of(name: str) -> None:
     """Refuses the derivative of an operator of gradients, and the older vmap, of is_grads_batched=True."""
     torch.library.register_autograd(f"{NAME}::{name}", refuse_second_derivative)
-    _library.impl(name, refuse_vmap, "Batched")
+    library.impl(name, refuse_vmap, "Batched")
 
 
-_library = torch.library.Library(NAME, "FRAGMENT")  # registrations last as long as this object
 refuse_derivatives_of("gradients")
