@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lce_torch_bridge._output_layer import Head, multiplier
+from lce_torch_bridge._replaced import replaced, replaced_here
 from lce_torch_bridge._types import LogprobOutput
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ def output_processor(
     if labels is None:
         raise ValueError("no labels: pass output_processor_context=dict(labels=...) with token ids [b, s]")
     head = Head(output_layer, labels, multiplier(scale_logits), options, mtp=bool(getattr(config, "mtp_num_layers", 0)))
-    with _in_place(output_layer, forward=head):
+    with replaced_here(output_layer, head):
         out, _bias = output_layer(hidden_states, weight=output_weight, runtime_gather_output=runtime_gather_output)
     batch_first: list[Any] = [None if field is None else field.transpose(0, 1).contiguous() for field in out]
     return LogprobOutput(*batch_first)
@@ -107,7 +108,8 @@ def fused_output_layer(model: torch.nn.Module, labels: torch.Tensor, **options: 
 
     Args:
         model: a model with an ``output_layer``, also inside DistributedDataParallel, Float16Module, ``torch.compile``
-            or other modules. Methods of it and of its output layer are replaced until the block is left.
+            or other modules. Methods of it and of its output layer are replaced until the block is left, for all
+            threads: one at a time may be inside. (`output_processor` serves several at a time.)
         labels: ``[b, s]`` global vocabulary ids, already shifted.
         **options: ``temperature``, ``logit_softcap``, ``vocab_size``, ``entropy``, ``candidates``, ``keep``,
             ``ignore_index``, ``out_of_vocab``, ``wgrad``, ``cache_bytes``, ``gradient_threshold`` and
@@ -156,8 +158,8 @@ def fused_output_layer(model: torch.nn.Module, labels: torch.Tensor, **options: 
 
     # The model's own steps on logits: the op has applied the multiplier, and a loss cannot be computed.
     with (
-        _in_place(inner.output_layer, forward=forward),
-        _in_place(inner, _scale_logits=turn.scale, compute_language_model_loss=turn.loss),
+        replaced(inner.output_layer, forward=forward),
+        replaced(inner, _scale_logits=turn.scale, compute_language_model_loss=turn.loss),
         turn.watching(inner),
     ):
         yield
@@ -253,20 +255,3 @@ def _owners(module: torch.nn.Module, path: str) -> Iterator[tuple[str, torch.nn.
         return
     for name, child in module.named_children():
         yield from _owners(child, f"{path}.{name}" if path else name)
-
-
-@contextlib.contextmanager
-def _in_place(module: torch.nn.Module, **methods: Callable[..., Any]) -> Iterator[None]:
-    """Inside, methods of one module (not of its class) are replaced."""
-    for name in methods:
-        if name in vars(module):
-            raise RuntimeError(
-                f"{type(module).__name__}.{name} has been replaced already, by an enclosing fused_output_layer or by "
-                "other code, which would be bypassed: leave one of the two"
-            )
-    vars(module).update(methods)
-    try:
-        yield
-    finally:
-        for name in methods:
-            del vars(module)[name]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import math
 import pathlib
 import re
+import threading
 from typing import Any
 
 import torch
@@ -156,6 +158,27 @@ def further_arguments(tp: int, model: Options, _options: Options) -> Result:
         "same bits": torch.equal(got.logprobs, want.logprobs) and torch.equal(got.entropy, want.entropy),
         "passed on": seen["loss_mask"] is loss_mask and seen["labels"] is batch.labels,
     }
+
+
+def threads(tp: int, model: Options, _options: Options) -> Result:
+    """Two threads call one model, and are in its output layer at the same time; a third one gets logits there."""
+    it = subject(tp, **model)
+    batches = [draw(seed)[0] for seed in (0, 1)]
+    want = [call(it.model, batch) for batch in batches]
+    hidden = torch.ones(4, 1, it.model.config.hidden_size)
+    logits, _ = it.model.output_layer(hidden)
+    inside = threading.Barrier(3)
+
+    def wait(*_: Any) -> None:
+        inside.wait(60)
+
+    hook = it.model.output_layer.register_forward_pre_hook(wait)
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        plain = pool.submit(it.model.output_layer, hidden)
+        got = list(pool.map(lambda batch: call(it.model, batch), batches))
+    hook.remove()
+    same = [torch.equal(one.logprobs, other.logprobs) for one, other in zip(got, want, strict=True)]
+    return {"same bits": all(same), "logits": torch.equal(plain.result()[0], logits)}
 
 
 def readme(tp: int, model: Options, _options: Options) -> Result:

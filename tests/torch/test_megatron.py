@@ -192,6 +192,13 @@ def test_further_arguments_pass_through(results: Results, case: Case) -> None:
     assert result["passed on"]
 
 
+@cases("threads")
+def test_threads_share_a_model(results: Results, case: Case) -> None:
+    result = of(results, case)
+    assert result["same bits"]
+    assert result["logits"]
+
+
 @cases("readme")
 def test_the_readmes_block(results: Results, case: Case) -> None:
     result = of(results, case)

@@ -1,0 +1,73 @@
+"""Methods of one module, not of its class, replaced for a while: for all threads, or for the one that asks."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+_changing = threading.Lock()
+
+
+@contextlib.contextmanager
+def replaced(module: torch.nn.Module, **methods: Callable[..., Any]) -> Iterator[None]:
+    """Inside, methods of a module are others, in all threads: autograd runs a checkpoint's forward in one of its own.
+
+    Raises:
+        RuntimeError: they have been replaced already.
+    """
+    with _changing:
+        for name in methods:
+            if name in vars(module):
+                raise _already(module, name)
+        vars(module).update(methods)
+    try:
+        yield
+    finally:
+        for name in methods:
+            del vars(module)[name]
+
+
+@contextlib.contextmanager
+def replaced_here(module: torch.nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Inside, a module's ``forward`` is another one in this thread. Other threads may replace it too, or not.
+
+    Raises:
+        RuntimeError: it has been replaced already in this thread, or in all.
+    """
+    thread = threading.get_ident()
+    with _changing:
+        shared = vars(module).get("forward") or _OfThreads(module.forward)
+        if not isinstance(shared, _OfThreads) or thread in shared.others:
+            raise _already(module, "forward")
+        shared.others[thread] = forward
+        vars(module)["forward"] = shared
+    try:
+        yield
+    finally:
+        with _changing:
+            del shared.others[thread]
+            if not shared.others:
+                del vars(module)["forward"]
+
+
+class _OfThreads:
+    """A method that is another one in some threads."""
+
+    def __init__(self, own: Callable[..., Any]) -> None:
+        self.own = own
+        self.others: dict[int, Callable[..., Any]] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.others.get(threading.get_ident(), self.own)(*args, **kwargs)
+
+
+def _already(module: torch.nn.Module, name: str) -> RuntimeError:
+    return RuntimeError(
+        f"{type(module).__name__}.{name} has been replaced already, which would be bypassed. If an enclosing "
+        "fused_output_layer or other code has replaced it, leave one of the two; if another thread is inside of "
+        "fused_output_layer with this model, let threads take turns"
+    )

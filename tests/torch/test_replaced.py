@@ -1,0 +1,59 @@
+"""Methods that are replaced for a while, in one thread and in several."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from lce_torch_bridge._replaced import replaced, replaced_here
+
+ALREADY = r"Identity.forward has been replaced already, .* let threads take turns"
+
+
+def test_each_thread_has_its_own() -> None:
+    module, threads = torch.nn.Identity(), 4
+    inside = threading.Barrier(threads)
+
+    def call(number: int) -> list[int]:
+        with replaced_here(module, lambda x: x + number) if number else contextlib.nullcontext():
+            inside.wait(20)
+            found = [module(10)]
+            inside.wait(20)
+        return [*found, module(10)]
+
+    with concurrent.futures.ThreadPoolExecutor(threads) as pool:
+        assert list(pool.map(call, range(threads))) == [[10 + number, 10] for number in range(threads)]
+    assert "forward" not in vars(module)
+
+
+@pytest.mark.parametrize("inner", [replaced, replaced_here])
+@pytest.mark.parametrize("outer", [replaced, replaced_here])
+def test_once_only(outer: Callable[..., Any], inner: Callable[..., Any]) -> None:
+    module = torch.nn.Identity()
+    with outer(module, forward=lambda x: x + 1):
+        with pytest.raises(RuntimeError, match=ALREADY), inner(module, forward=lambda x: x + 2):
+            pass
+        assert module(10) == 11
+    assert "forward" not in vars(module)
+
+
+def test_threads_take_turns() -> None:
+    """As the message says: while one is inside, the other is refused, and after that it is not."""
+    module = torch.nn.Identity()
+
+    def call() -> int:
+        with replaced(module, forward=lambda x: x + 2):
+            return module(10)
+
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        with replaced(module, forward=lambda x: x + 1):
+            assert pool.submit(module, 10).result(20) == 11  # in all threads
+            with pytest.raises(RuntimeError, match=ALREADY):
+                pool.submit(call).result(20)
+        assert pool.submit(call).result(20) == 12
