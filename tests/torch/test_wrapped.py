@@ -14,7 +14,7 @@ from lce_torch_bridge import linear_logprobs
 from tests.torch import problem as p
 from tests.torch.processes import ranks
 
-CHECKS = ("fsdp", "other_reductions", "tensor_parallel", "placements", "further_functions", "biases", "ddp")
+CHECKS = ("fsdp", "freed", "other_reductions", "tensor_parallel", "placements", "further_functions", "biases", "ddp")
 
 
 def test_four_ranks(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
@@ -35,6 +35,7 @@ from tests.torch.wrapped_models import (
     inside,
     measure,
     mesh_of,
+    op,
     outside,
     same,
     units,
@@ -58,6 +59,23 @@ def fsdp() -> None:
     value, gradient = errors(measure(outside, model, batch, given=lambda w: w.full_tensor()), want)
     assert value < VALUE
     assert gradient > FAR, "the control: a gradient that nobody reduces must be noticed"
+
+
+def freed() -> None:
+    """FSDP1 frees what it has gathered. The head is refused then, and each advice of the message serves."""
+    batch, model = Batch(dist.get_rank()), FullyShardedDataParallel(Model(), device_id=torch.device("cpu"))
+    want = measure(by_logits, model, batch)
+    same("FSDP1 inside", measure(inside, model, batch), want)
+    seen = []
+    model(batch.tokens, lambda inner, hidden: seen.extend([hidden, inner.out.weight]) or hidden).sum().backward()
+    hidden, weight = (x.detach() for x in seen)
+    with pytest.raises(
+        RuntimeError, match=r"weight \(102, 32\) has no memory, .* inside the forward of the FSDP module"
+    ):
+        op(hidden, weight, batch)
+    with torch.no_grad(), FullyShardedDataParallel.summon_full_params(model):
+        summoned = op(hidden, model.module.out.weight, batch)
+    assert max(map(p.value_error, summoned[:2], want[0])) < VALUE
 
 
 def other_reductions() -> None:
