@@ -109,7 +109,7 @@ def fused_output_layer(model: torch.nn.Module, labels: torch.Tensor, **options: 
     Args:
         model: a model with an ``output_layer``, also inside DistributedDataParallel, Float16Module, ``torch.compile``
             or other modules. Methods of it and of its output layer are replaced until the block is left, for all
-            threads: one at a time may be inside. (`output_processor` serves several at a time.)
+            threads: one at a time may be inside, while `output_processor` serves several.
         labels: ``[b, s]`` global vocabulary ids, already shifted.
         **options: ``temperature``, ``logit_softcap``, ``vocab_size``, ``entropy``, ``candidates``, ``keep``,
             ``ignore_index``, ``out_of_vocab``, ``wgrad``, ``cache_bytes``, ``gradient_threshold`` and
