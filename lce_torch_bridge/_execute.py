@@ -149,8 +149,8 @@ def gradients(
     tokens = hidden.shape[0]
     if tokens == 0:
         return [y.new_zeros(y.shape) for y in those_wanted(hidden, weight, bias, wanted)]
-    if not all(map(is_readable, (hidden, weight, *cotangents.values()))) or bias is not None:
-        # The operands may have been freed since the forward.
+    # The operands may have been freed since the forward.
+    if bias is not None or not all(map(is_readable, (hidden, weight, *cotangents.values()))):
         hidden, weight, bias = readable("hidden", hidden), readable("weight", weight), readable("bias", bias)
         cotangents = {name: readable(f"the cotangent of {name}", seed) for name, seed in cotangents.items()}
     reduced = call.reduce_grad_hidden and call.group != tensor_parallel.NO_GROUP

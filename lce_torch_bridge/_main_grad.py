@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from lce_torch_bridge._readable import readable
+
 
 @torch.compiler.disable(  # type: ignore[untyped-decorator]
     reason='lce_torch_bridge with wgrad="main_grad" writes to weight.main_grad as it runs'
@@ -39,6 +41,7 @@ def main_grad_of(weight: torch.Tensor) -> torch.Tensor | None:
         raise ValueError(f"main_grad {tuple(main_grad.shape)} must have the shape of weight {tuple(weight.shape)}")
     if main_grad.device != weight.device:
         raise ValueError(f"main_grad is on {main_grad.device}, weight on {weight.device}")
+    readable("weight.main_grad", main_grad)
     return main_grad
 
 

@@ -13,7 +13,7 @@ import torch
 from lce_torch_bridge._types import PLAIN
 
 GATHER = (
-    "gather a sharded parameter first, and until the backward is over: make the call inside the forward of the FSDP "
+    "If it is a sharded parameter, gather it until the backward is over: make the call inside the forward of the FSDP "
     "module that holds it, or under deepspeed.zero.GatheredParameters; without a backward, "
     "FullyShardedDataParallel.summon_full_params does as well"
 )
@@ -36,7 +36,7 @@ def readable(name: str, x: Any) -> Any:
         return x  # what is inside is looked at where it is computed
     left_by_zero = name == "weight" and x.shape == (0,)  # in place of a parameter that ZeRO-3 has partitioned
     if left_by_zero or (x.numel() and not x.untyped_storage().nbytes()):
-        raise RuntimeError(f"{name} {tuple(x.shape)} has no memory, because it was freed: {GATHER}")
+        raise RuntimeError(f"{name} {tuple(x.shape)} has no memory, because it was freed. {GATHER}")
     return x.resolve_neg().resolve_conj()
 
 

@@ -91,6 +91,16 @@ def test_negated(call: str, name: str, way: str) -> None:
     assert all(map(torch.equal, found, want))
 
 
+@pytest.mark.parametrize("function", [bridge.linear_logprobs, bridge.linear_logits, bridge.linear_loss])
+def test_freed_main_grad(function: Any) -> None:
+    weight = torch.nn.Parameter(GOOD.weight.clone())
+    weight.main_grad = freed(GOOD.weight)  # type: ignore[attr-defined]
+    given = {bridge.linear_loss: (own_loss,)}.get(function, ())
+    last = {bridge.linear_logits: IDS}.get(function, GOOD.labels)
+    with pytest.raises(RuntimeError, match=r"weight.main_grad \(10, 8\) has no memory"):
+        function(*given, GOOD.hidden, weight, last, wgrad="main_grad")
+
+
 BACKWARD: dict[str, Callable[..., torch.Tensor]] = {
     "linear_logprobs": lambda *x, **options: bridge.linear_logprobs(*x, GOOD.labels, **options).logprobs,
     "linear_logits": lambda *x, **options: bridge.linear_logits(*x, IDS.abs() % 10, **options),
