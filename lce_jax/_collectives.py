@@ -50,14 +50,14 @@ def total_cotangent[T](cotangent: T, axis_name: AxisName) -> T:
     return unpack(lax.psum(packed, axis_name))
 
 
-def same_on_all_shards[T](rows: T, leading: int, axis_name: AxisName) -> tuple[T, Bool[Array, "*b"] | None]:
-    """Per-token operands typed as equal on every shard of ``axis_name``, and the rows in which they really are.
+def same_on_all_shards[T](tree: T, leading: int, axis_name: AxisName) -> tuple[T, Bool[Array, "*b"] | None]:
+    """Arrays typed as equal on every shard of ``axis_name``, and the rows in which they really are.
 
     The rows are their first ``leading`` dimensions.
 
     They may be typed as varying although every shard holds the same: ``lax.all_gather`` does so by default. Varying
-    operands would make the results varying, and the shards' parts of the cotangents would not be summed. The rows are
-    None if no type varies, as without ``check_vma``.
+    operands would make the results varying, and gradients would be as many times larger as there are shards. The rows
+    are None if no type varies, as without ``check_vma``. Each shard's own copy has its part of a gradient.
     """
     agree = []
 
@@ -65,13 +65,49 @@ def same_on_all_shards[T](rows: T, leading: int, axis_name: AxisName) -> tuple[T
         axes = tuple(name for name in _compat.as_axes(axis_name) if name in _compat.varying_axes(x))
         if not axes:
             return x
-        whole = x.astype(jnp.int32) if x.dtype == jnp.bool_ else x
-        highest, lowest = lax.pmax(whole, axes), lax.pmin(whole, axes)
-        agree.append(jnp.all(highest == lowest, axis=tuple(range(leading, x.ndim))))
-        return highest.astype(x.dtype)
+        bits = _bits(lax.stop_gradient(x))  # so that a NaN that every shard holds is the same
+        highest, lowest = lax.pmax(bits, axes), lax.pmin(bits, axes)
+        agree.append(jnp.all(highest == lowest, axis=tuple(range(leading, bits.ndim))))
+        equal = _of_bits(highest, x.dtype)
+        return _with_parts_of_gradient(axes, equal, x) if jnp.issubdtype(x.dtype, jnp.inexact) else equal
 
-    rows = jax.tree.map(same, rows)
-    return rows, functools.reduce(jnp.logical_and, agree) if agree else None
+    tree = jax.tree.map(same, tree)
+    return tree, functools.reduce(jnp.logical_and, agree) if agree else None
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _with_parts_of_gradient(axes: tuple[Any, ...], equal: Array, x: Array) -> Array:
+    """``equal``, whose gradient each shard's own copy ``x`` has a part of, as ``lax.pmean(x, axes)`` would."""
+    del axes, x
+    return equal
+
+
+@_with_parts_of_gradient.defjvp
+def _derivative(axes: tuple[Any, ...], primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> Any:
+    return primals[0], lax.pmean(tangents[1], axes)
+
+
+def _bits(x: Array) -> Array:
+    """``x`` as integers of 32 bits or more, which every backend reduces; a complex number as two."""
+    if jnp.iscomplexobj(x):
+        return _bits(jnp.stack([x.real, x.imag], axis=-1))
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        x = lax.bitcast_convert_type(x, f"uint{jnp.finfo(x.dtype).bits}")
+    return x if x.dtype.itemsize >= 4 else x.astype(jnp.int32)
+
+
+def _of_bits(bits: Array, dtype: Any) -> Array:
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        parts = _of_bits(bits, jnp.finfo(dtype).dtype)
+        return lax.complex(parts[..., 0], parts[..., 1])
+    if jnp.issubdtype(dtype, jnp.floating):
+        return lax.bitcast_convert_type(bits.astype(f"uint{jnp.finfo(dtype).bits}"), dtype)
+    return bits.astype(dtype)
+
+
+def both(agree: Array | None, also: Array | None) -> Array | None:
+    """Where two results of `same_on_all_shards` agree."""
+    return also if agree is None else agree if also is None else agree & also
 
 
 def nan_where_different[T](agree: Bool[Array, "*b"] | None, tree: T) -> T:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lce_jax import _bind, _checks, _explain_others, _options, _rows, _token_chunks, scalars
+from lce_jax import _bind, _checks, _collectives, _explain_others, _options, _rows, _token_chunks, scalars
 from lce_jax._evaluate import evaluate
 from lce_jax._explain_others import Place, Placed
 from lce_jax._linear_loss import linear_loss, sharded_linear_loss
@@ -120,16 +120,37 @@ def of_call(
     checked = _options.of_call(_options.loss_call(options), mean_logit=label_smoothing > 0)
     divisor = None if normalizer is None else _rows.on_device(normalizer)
     traced = None if isinstance(z_loss, float) else _rows.on_device(z_loss)
+    (labels, where), (traced, divisor), agree = _agreed(labels, where, (traced, divisor), checked.axis_name)
     loss = _Loss(reduction, label_smoothing, z_loss if isinstance(z_loss, float) else 0.0)
     chunk_bytes = _chunk_bytes(loss, hidden, weight, labels, where, checked, place)
     if chunk_bytes is None:
         out = evaluate(hidden, weight, labels, where, checked)
-        return _reduced(out, where, traced, divisor, *loss)
+        return _nan_where_different(agree, _reduced(out, where, traced, divisor, *loss))
     arrays = {name: x for name, x in options.items() if is_array(x) and not isinstance(x, np.generic)}
     others = {name: x for name, x in options.items() if name not in arrays and name != "cache_bytes"}
     fixed = (*(others | {"entropy": False, "chunk_bytes": chunk_bytes}).items(),)
     operands = hidden, weight, _rows.int32_labels(labels)  # before jit, which wraps NumPy's 64-bit labels
-    return _in_forward(place, fixed, loss, operands, where, traced, divisor, arrays)
+    return _nan_where_different(agree, _in_forward(place, fixed, loss, operands, where, traced, divisor, arrays))
+
+
+def _agreed(labels: Any, where: Any, numbers: Any, axis_name: Any) -> tuple[Any, Any, Array | None]:
+    """Inside ``shard_map``: what the loss is made of, typed as equal on every shard, and the rows in which it is."""
+    if axis_name is None:
+        return (labels, where), numbers, None
+    _checks.axis_size(axis_name)
+    _checks.label_array(labels)
+    if where is not None:
+        _checks.where_array(where, labels.shape)
+    rows, agree = _collectives.same_on_all_shards((labels, where), labels.ndim, axis_name)
+    numbers, also = _collectives.same_on_all_shards(numbers, 0, axis_name)
+    return rows, numbers, _collectives.both(agree, also)
+
+
+def _nan_where_different(agree: Array | None, loss: Array) -> Array:
+    """The loss, or that of each token, with NaN where the shards were given different rows or numbers."""
+    if agree is not None and agree.ndim > loss.ndim:
+        agree = jnp.all(agree)
+    return _collectives.nan_where_different(agree, loss)
 
 
 def _chunk_bytes(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -219,26 +218,13 @@ def _inputs(
     flat, tree = _loss.flat_arguments(per_token, rows.labels)
     rows, agree = _bind.same_on_all_shards(primals, rows, options.axis_name, spec.case.vocab_size)
     if options.axis_name is not None:
-        flat, also = _same_arguments(flat, rows.labels.ndim, options.axis_name)
-        agree = also if agree is None else agree if also is None else agree & also
+        flat, also = _collectives.same_on_all_shards(flat, rows.labels.ndim, options.axis_name)
+        agree = _collectives.both(agree, also)
     inputs = Inputs(primals, rows, flat, ())
     axes = axes_of_tokens(spec, inputs)
     call, constants = _loss.trace(loss_fn, tree, spec.case, inputs, axes)
     _loss.check_closure(constants, axes)
     return inputs._replace(constants=constants), agree, call
-
-
-def _same_arguments(flat: tuple[Any, ...], dims: int, axis_name: Any) -> tuple[tuple[Any, ...], Array | None]:
-    """Per-token arguments typed as equal on every shard, as their values must be, and the rows in which they are."""
-    same, agree = [], []
-    for x in flat:
-        equal, ok = _collectives.same_on_all_shards(lax.stop_gradient(x), dims, axis_name)
-        if ok is not None:
-            agree.append(ok)
-            if _loss.is_float(x):  # each shard's own copy has its part of the gradient
-                equal = lax.pmean(x, tuple(sorted(_compat.varying_axes(x) - _compat.varying_axes(equal), key=str)))
-        same.append(x if ok is None else equal)
-    return tuple(same), functools.reduce(jnp.logical_and, agree) if agree else None
 
 
 def _evaluated(

@@ -1,0 +1,178 @@
+"""Operands that are typed as varying over the vocabulary's axis, but are the same on every shard.
+
+``lax.all_gather`` types its results so. Under ``check_vma=True`` results stay typed as equal, and gradients that are
+taken inside ``shard_map`` are those of one device, not as many times larger as there are shards.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from lce_jax import linear_cross_entropy, linear_kl, linear_logits, linear_logprobs, linear_loss, linear_topk, losses
+from tests import oracle
+
+B, H, V, K = 4, 8, 32, 3
+KEYS = iter(jax.random.split(jax.random.key(0), 20))
+normal = functools.partial(jax.random.normal, dtype=jnp.float32)
+OPERANDS: dict[str, jax.Array] = {
+    "hidden": normal(next(KEYS), (B, H)),
+    "weight": normal(next(KEYS), (V, H)),
+    "bias": normal(next(KEYS), (V,)),
+    "labels": jax.random.randint(next(KEYS), (B,), 0, V).at[1].set(-100),
+    "where": jnp.asarray([True, True, False, True]),
+    "temperature": jnp.asarray([0.5, 1.0, 2.0, 1.5]),
+    "scale": jnp.float32(1.3),
+    "softcap": jnp.float32(4.0),
+    "ids": jax.random.randint(next(KEYS), (B, K), 0, V).at[0, 0].set(-1),
+    "z_loss": jnp.float32(1e-2),
+    "normalizer": jnp.float32(3.0),
+    "own": normal(next(KEYS), (B, 2)),
+    "beta": jnp.float32(0.3),
+    "teacher_hidden": normal(next(KEYS), (B, H)),
+    "teacher_weight": normal(next(KEYS), (V, H)),
+    "teacher_temperature": jnp.asarray([0.7, 1.1, 1.0, 0.5]),
+}
+SPLIT = ("weight", "bias", "teacher_weight")  # over the vocabulary
+PER_TOKEN = ("hidden", "labels", "where", "temperature", "ids", "own", "teacher_hidden", "teacher_temperature")
+DIFFERENTIABLE = ("hidden", "weight", "bias", "z_loss", "own")
+
+
+def options_of(x: dict[str, Any]) -> dict[str, Any]:
+    names = {"where": "where", "temperature": "temperature", "scale": "logit_scale", "softcap": "logit_softcap"}
+    return {"bias": x["bias"], "precision": "highest", **{names[name]: x[name] for name in names}}
+
+
+def logprobs(x: dict[str, Any], axis_name: Any) -> Any:
+    out = linear_logprobs(
+        x["hidden"], x["weight"], x["labels"], candidates=x["ids"], axis_name=axis_name, **options_of(x)
+    )
+    return jnp.sum(out.logprobs + 0.3 * out.entropy + 0.1 * out.lse + out.candidate_logprobs.sum(-1))
+
+
+def cross_entropy(x: dict[str, Any], axis_name: Any, **more: Any) -> Any:
+    more |= {"z_loss": x["z_loss"], "ignore_index": -100, "axis_name": axis_name}
+    return jnp.sum(linear_cross_entropy(x["hidden"], x["weight"], x["labels"], **options_of(x), **more))
+
+
+def with_normalizer(x: dict[str, Any], axis_name: Any) -> Any:
+    return cross_entropy(x, axis_name, normalizer=x["normalizer"])
+
+
+def loss(x: dict[str, Any], axis_name: Any) -> Any:
+    def of_token(logprob: Any, entropy: Any, lse: Any, own: Any) -> Any:
+        return losses.ppo_clip(logprob, entropy, lse, own[0] - 4.0, own[1]) + 0.1 * entropy
+
+    operands = x["hidden"], x["weight"], x["labels"], x["own"]
+    return linear_loss(of_token, *operands, axis_name=axis_name, **options_of(x))[0]
+
+
+def kl(x: dict[str, Any], axis_name: Any, **more: Any) -> Any:
+    operands = (x[name] for name in ("hidden", "weight", "teacher_hidden", "teacher_weight"))
+    more |= {"teacher_temperature": x["teacher_temperature"], "axis_name": axis_name}
+    return jnp.sum(linear_kl(*operands, **options_of(x), **more))
+
+
+def jsd(x: dict[str, Any], axis_name: Any) -> Any:
+    return kl(x, axis_name, direction="jsd", beta=x["beta"])
+
+
+def logits(x: dict[str, Any], axis_name: Any) -> Any:
+    options = options_of(x)
+    del options["precision"]
+    return jnp.sum(jnp.sin(linear_logits(x["hidden"], x["weight"], x["ids"], axis_name=axis_name, **options)))
+
+
+def topk(x: dict[str, Any], axis_name: Any) -> Any:
+    x = lax.stop_gradient(x)
+    return jnp.sum(linear_topk(x["hidden"], x["weight"], K, axis_name=axis_name, **options_of(x)).logprobs)
+
+
+ALL = ("hidden", "where", "temperature", "scale", "softcap")
+FUNCTIONS: dict[Any, tuple[str, ...]] = {  # and the operands that may be typed as varying
+    logprobs: (*ALL, "labels", "ids"),
+    cross_entropy: (*ALL, "labels", "z_loss"),
+    functools.partial(cross_entropy, reduction="sum"): ("where", "labels", "z_loss"),
+    functools.partial(cross_entropy, reduction="none"): ("where", "labels", "z_loss"),
+    functools.partial(cross_entropy, label_smoothing=0.1): ("where", "labels", "z_loss"),
+    with_normalizer: ("normalizer", "where", "z_loss"),
+    loss: (*ALL, "labels", "own"),
+    kl: (*ALL, "teacher_hidden", "teacher_temperature"),
+    jsd: (*ALL, "beta", "teacher_hidden"),
+    logits: (*ALL, "ids"),
+    topk: ALL,
+}
+MESHES: dict[str, tuple[dict[str, int], Any, tuple[str, ...]]] = {  # axes, the vocabulary's, those of the type
+    "tensor": ({"tensor": 4}, "tensor", ("tensor",)),
+    "data and tensor": ({"data": 2, "tensor": 2}, "tensor", ("tensor",)),
+    "one of two": ({"a": 2, "b": 2}, ("a", "b"), ("b",)),
+}
+
+
+def name_of(function: Any) -> str:
+    if isinstance(function, functools.partial):
+        return f"{function.func.__name__} {function.keywords}"
+    return function.__name__
+
+
+def by_shards(function: Any, varying: tuple[str, ...], mesh_name: str) -> Any:
+    sizes, axis_name, typed = MESHES[mesh_name]
+    kinds = (AxisType.Auto,) * len(sizes)
+    mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds, devices=jax.devices("cpu")[:4])
+    data = tuple(axis for axis in sizes if axis == "data")
+    specs = {name: P(axis_name) if name in SPLIT else P(data) if name in PER_TOKEN else P() for name in OPERANDS}
+
+    def body(x: dict[str, Any]) -> Any:
+        x |= {name: lax.pcast(x[name], typed, to="varying") for name in varying}
+
+        def total(floats: dict[str, Any]) -> Any:
+            return function(x | floats, axis_name)
+
+        value, grads = jax.value_and_grad(total)({name: x[name] for name in DIFFERENTIABLE})
+        grads |= {name: lax.psum(grads[name], typed) for name in varying if name in grads}  # of each shard's own copy
+        return lax.pmean(lax.psum(value, data), axis_name), grads
+
+    out_specs = P(), {name: specs[name] for name in DIFFERENTIABLE}
+    return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=(specs,), out_specs=out_specs))(OPERANDS)
+
+
+@functools.cache
+def by_one_device(function: Any, parts: int) -> Any:
+    """The sum over as many parts of the tokens."""
+
+    def total(floats: dict[str, Any]) -> Any:
+        x = OPERANDS | floats
+        size = B // parts
+        each = [{k: v[i * size : (i + 1) * size] if k in PER_TOKEN else v for k, v in x.items()} for i in range(parts)]
+        return sum(function(part, None) for part in each)
+
+    return jax.jit(jax.value_and_grad(total))({name: OPERANDS[name] for name in DIFFERENTIABLE})
+
+
+def calls() -> list[Any]:
+    """Every function with all operands typed so, and with each; what is quick has each function and each mesh."""
+    params = []
+    for function, operands in FUNCTIONS.items():
+        for varying in (operands, *((operand,) for operand in operands)):
+            for mesh in MESHES:
+                quick = len(varying) > 1 and mesh == ("one of two" if function is logprobs else "data and tensor")
+                quick = quick or (function in (cross_entropy, with_normalizer) and mesh == "tensor")
+                name = f"{name_of(function)}: {' '.join(varying)}: {mesh}"
+                params.append(pytest.param(function, varying, mesh, id=name, marks=() if quick else pytest.mark.slow))
+    return params
+
+
+@pytest.mark.parametrize(("function", "varying", "mesh"), calls())
+def test_as_on_one_device(function: Any, varying: tuple[str, ...], mesh: str) -> None:
+    value, grads = by_shards(function, varying, mesh)
+    want, wanted = by_one_device(function, MESHES[mesh][0].get("data", 1))
+    assert oracle.value_error(value, want) < 2e-6
+    for name in DIFFERENTIABLE:
+        assert oracle.relative_norm(grads[name], wanted[name]) < 5e-6, name
