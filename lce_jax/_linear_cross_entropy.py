@@ -65,7 +65,8 @@ def linear_cross_entropy(
     Returns:
         The loss in nats, float32 (float64 for a float64 weight): a scalar, or ``[...]`` with ``reduction="none"``.
         Inside ``shard_map`` it covers the rows of this shard: average it over the data axes yourself, or sum it with
-        ``normalizer=jax.lax.psum(jnp.sum(where), "data")``.
+        ``normalizer=jax.lax.psum(jnp.sum(where), "data")``. Rows, ``z_loss`` and ``normalizer`` may be typed as varying
+        over ``axis_name`` if every shard holds the same; where they differ it is NaN.
 
     Raises:
         UnsupportedError: an implementation asked for by name cannot serve the call; the message says why.

@@ -51,7 +51,7 @@ def linear_loss(
         labels: ``[...]`` integer vocabulary ids, global also when the vocabulary is split. A label outside the
             vocabulary (negative, -100, ≥ V) has logprob 0, whose gradient is that of ``-lse``; its row still counts.
         per_token: arrays, or trees of them, whose shapes begin with that of labels: advantages, old
-            log-probabilities. Those of floating point are differentiable.
+            log-probabilities, random keys. Real and complex numbers are differentiable.
         where: ``[...]`` bool, the rows that count. The others are exactly 0 in outputs and gradients, whatever they
             hold, and cost no work. None: every row counts.
         chunk_bytes: bytes that the exponentials of one chunk of tokens may take, in the weight's dtype, per device;
@@ -68,8 +68,9 @@ def linear_loss(
     Raises:
         UnsupportedError: an implementation asked for by name cannot serve the call; the message says why.
         ValueError, TypeError: shapes, dtypes or options that do not fit, with the offending values. Also a loss_fn
-            that does not return one floating-point scalar, and, inside ``shard_map``, one that closes over a traced
-            number that the devices share while their tokens differ: give it as a per-token argument.
+            that does not return one floating-point scalar; one that closes over an array which lies on a mesh, where
+            JAX cannot use it on one device; and, inside ``shard_map``, one that closes over a traced number that the
+            devices share while their tokens differ. Give these as per-token arguments.
         NotImplementedError: on a second derivative.
 
     Memory:
@@ -153,7 +154,7 @@ def sharded_linear_loss(
         labels: ``[...]`` integer vocabulary ids, global also when the vocabulary is split. A label outside the
             vocabulary (negative, -100, ≥ V) has logprob 0, whose gradient is that of ``-lse``; its row still counts.
         per_token: arrays, or trees of them, whose shapes begin with that of labels: advantages, old
-            log-probabilities. Those of floating point are differentiable.
+            log-probabilities, random keys. Real and complex numbers are differentiable.
         mesh: the mesh. None: that of ``jax.set_mesh``.
         vocab_axis: the mesh axis (or axes) that splits the vocabulary. V must divide by its size: pad the weight and
             give the true ``vocab_size``. None: each device holds the whole vocabulary.
@@ -215,14 +216,14 @@ def _inputs(
 ) -> tuple[Inputs, Array | None, _loss.TokenLoss]:
     """The arrays of a call, the rows in which all shards were given the same, and the traced loss."""
     primals, rows = _bind.operands(spec, hidden, weight, labels, where, options)
-    flat, tree = _loss.flat_arguments(per_token, rows.labels)
+    flat, own = _loss.flat_arguments(per_token, rows.labels)
     rows, agree = _bind.same_on_all_shards(primals, rows, options.axis_name, spec.case.vocab_size)
     if options.axis_name is not None:
         flat, also = _collectives.same_on_all_shards(flat, rows.labels.ndim, options.axis_name)
         agree = _collectives.both(agree, also)
     inputs = Inputs(primals, rows, flat, ())
     axes = axes_of_tokens(spec, inputs)
-    call, constants = _loss.trace(loss_fn, tree, spec.case, inputs, axes)
+    call, constants = _loss.trace(loss_fn, own, spec.case, inputs, axes)
     _loss.check_closure(constants, axes)
     return inputs._replace(constants=constants), agree, call
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -16,6 +16,9 @@ from lce_jax._types import Case, LogprobOutput, Primals
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float
+
+
+GIVE_IT_AS_AN_ARGUMENT = "give it as a per-token argument, jnp.broadcast_to(x, (*labels.shape, *x.shape))"
 
 
 class Inputs(NamedTuple):
@@ -42,14 +45,16 @@ class TokenLoss:
     retrace: Callable[..., ClosedJaxpr] | None  # of examples of a token's results and of its arguments
     jaxpr: ClosedJaxpr  # with None for each array that it closes over
     known: tuple[Any, ...]  # the arrays that it closes over; None in place of the traced ones
+    impls: tuple[Any, ...]  # of those that are typed random keys; None for the others
 
     @classmethod
     def of(cls, retrace: Callable[..., ClosedJaxpr], *examples: Any) -> tuple[TokenLoss, tuple[Any, ...]]:
-        """The loss, and the traced arrays that it closes over."""
+        """The loss, and the traced arrays that it closes over, `untyped`."""
         closed = retrace(*examples)
         known = tuple(None if _is_traced(x) else x for x in closed.consts)
         empty = closed.replace(consts=[None] * len(known))
-        return cls(retrace, empty, known), tuple(filter(_is_traced, closed.consts))
+        impls = tuple(map(_impl, closed.consts))
+        return cls(retrace, empty, known, impls), tuple(untyped(x) for x in closed.consts if _is_traced(x))
 
     def without_retrace(self) -> TokenLoss:
         """The loss for one device, which keeps nothing alive that it closes over."""
@@ -61,12 +66,12 @@ class TokenLoss:
         dtype = jnp.promote_types(inputs.primals.weight.dtype, jnp.float32)
         try:
             return TokenLoss.of(self.retrace, *_examples(dtype, inputs))[0]
-        except NotImplementedError as error:  # JAX: a closure over what is typed over Explicit axes
-            if not inputs.constants:
+        except (NotImplementedError, ValueError) as error:  # JAX: what is typed over the axes of the mesh outside
+            if not self.known:
                 raise
             raise ValueError(
-                "loss_fn closes over a traced array that is typed over Explicit axes: give it as a per-token argument, "
-                "jnp.broadcast_to(x, labels.shape)"
+                "loss_fn closes over an array that lies on a mesh, and JAX cannot use it on one device of the mesh: "
+                f"{GIVE_IT_AS_AN_ARGUMENT}"
             ) from error
 
     def __call__(
@@ -74,7 +79,8 @@ class TokenLoss:
     ) -> Float[Array, "T"]:
         """The losses of flat tokens, 0 where they do not count."""
         given, traced = [x for x in outputs[:3] if x is not None], iter(constants)
-        closed = self.jaxpr.replace(consts=[next(traced) if x is None else x for x in self.known])
+        known = zip(self.known, self.impls, strict=True)
+        closed = self.jaxpr.replace(consts=[_typed(next(traced), impl) if x is None else x for x, impl in known])
 
         def one(scalars: Any, per_token: Any) -> Array:
             (loss,) = jaxpr_as_fun(closed)(*scalars, *per_token)
@@ -84,8 +90,19 @@ class TokenLoss:
         return losses if live is None else jnp.where(live, losses, 0.0)
 
 
-def flat_arguments(per_token: tuple[Any, ...], labels: Any) -> tuple[Any, Any]:
-    """The arrays in the loss's own arguments, checked, and their tree."""
+class Arguments(NamedTuple):
+    """How the loss takes its own arguments."""
+
+    tree: Any
+    impls: tuple[Any, ...]  # of the typed random keys among its leaves; None for the others
+
+    def of(self, flat: Sequence[Any]) -> tuple[Any, ...]:
+        """The arguments that hold the leaves ``flat``."""
+        return jax.tree.unflatten(self.tree, [_typed(*pair) for pair in zip(flat, self.impls, strict=True)])
+
+
+def flat_arguments(per_token: tuple[Any, ...], labels: Any) -> tuple[tuple[Any, ...], Arguments]:
+    """The arrays in the loss's own arguments, checked and `untyped`, and what they make up."""
     flat, tree = jax.tree.flatten(per_token)
     shape = tuple(labels.shape)
     for place, x in enumerate(flat):
@@ -93,22 +110,35 @@ def flat_arguments(per_token: tuple[Any, ...], labels: Any) -> tuple[Any, Any]:
         _checks.array(name, x)
         if tuple(x.shape[: len(shape)]) != shape:
             raise ValueError(f"{name} {tuple(x.shape)} must begin with the shape of labels {shape}")
-    return tuple(map(jnp.asarray, flat)), tree
+    return tuple(untyped(jnp.asarray(x)) for x in flat), Arguments(tree, tuple(map(_impl, flat)))
+
+
+def untyped(x: Any) -> Any:
+    """Typed random keys as the integers that they hold, which can be zero, split and sent like any array."""
+    return x if _impl(x) is None else jax.random.key_data(x)
+
+
+def _typed(x: Any, impl: Any) -> Any:
+    return x if impl is None else jax.random.wrap_key_data(x, impl=impl)
+
+
+def _impl(x: Any) -> Any:
+    return jax.random.key_impl(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else None
 
 
 def trace(
-    loss_fn: Callable[..., Any], tree: Any, case: Case, inputs: Inputs, axes: frozenset[Any]
+    loss_fn: Callable[..., Any], own: Arguments, case: Case, inputs: Inputs, axes: frozenset[Any]
 ) -> tuple[TokenLoss, tuple[Any, ...]]:
     """The loss of one token, and the traced arrays that it closes over; everything per token varies over ``axes``."""
     if not callable(loss_fn):
         raise TypeError(f"loss_fn must be a function of (logprob, entropy, lse, *per_token), got {loss_fn!r}")
     entropy = case.options.entropy
 
-    def of_token(logprob: Any, bits: Any, lse: Any, *own: Any) -> Any:
-        return loss_fn(logprob, bits if entropy else None, lse, *jax.tree.unflatten(tree, own))
+    def of_token(logprob: Any, bits: Any, lse: Any, *flat: Any) -> Any:
+        return loss_fn(logprob, bits if entropy else None, lse, *own.of(flat))
 
-    def retrace(scalar: Any, *own: Any) -> ClosedJaxpr:
-        return jax.make_jaxpr(of_token)(scalar, scalar if entropy else None, scalar, *own)
+    def retrace(scalar: Any, *flat: Any) -> ClosedJaxpr:
+        return jax.make_jaxpr(of_token)(scalar, scalar if entropy else None, scalar, *flat)
 
     loss, constants = TokenLoss.of(retrace, *_compat.vary_over(_examples(case.stat_dtype, inputs), axes))
     shapes = [(tuple(x.shape), x.dtype) for x in loss.jaxpr.out_avals]
@@ -135,17 +165,16 @@ def check_closure(constants: tuple[Any, ...], axes: frozenset[Any]) -> None:
     """
     for x in constants:
         own = _compat.varying_axes(x)
-        if own - axes or (is_float(x) and own != axes):
+        if own - axes or (has_gradient(x) and own != axes):
             raise ValueError(
                 f"loss_fn closes over a traced {jax.typeof(x).str_short()}, which varies over {sorted(own, key=str)}; "
-                f"the tokens vary over {sorted(axes, key=str)}: inside shard_map give it as a per-token argument, "
-                "jnp.broadcast_to(x, labels.shape)"
+                f"the tokens vary over {sorted(axes, key=str)}: inside shard_map {GIVE_IT_AS_AN_ARGUMENT}"
             )
 
 
-def is_float(x: Any) -> bool:
-    """Whether ``x`` has a gradient."""
-    return bool(jnp.issubdtype(x.dtype, jnp.floating))
+def has_gradient(x: Any) -> bool:
+    """Whether ``x``, `untyped`, has a gradient: complex numbers have one too."""
+    return bool(jnp.issubdtype(x.dtype, jnp.inexact))
 
 
 def _is_traced(x: Any) -> bool:

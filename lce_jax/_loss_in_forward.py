@@ -250,7 +250,7 @@ def _chunk_spec(spec: Spec, size: int, partial_rows: bool) -> Spec:
 
 def _floats(arrays: tuple[Any, ...]) -> tuple[Any, ...]:
     """Those with a gradient; None in place of the others."""
-    return tuple(x if _loss.is_float(x) else None for x in arrays)
+    return tuple(x if _loss.has_gradient(x) else None for x in arrays)
 
 
 def _filled(floats: tuple[Any, ...], arrays: tuple[Any, ...]) -> tuple[Any, ...]:

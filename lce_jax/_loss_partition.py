@@ -55,7 +55,7 @@ def forward_and_gradients(
 def _lifted(loss: TokenLoss, inputs: Inputs) -> tuple[TokenLoss, Inputs]:
     """The loss with all that it closes over as arguments: a partitioned function closes over nothing."""
     traced = iter(inputs.constants)
-    constants = tuple(next(traced) if x is None else jnp.asarray(x) for x in loss.known)
+    constants = tuple(next(traced) if x is None else _loss.untyped(jnp.asarray(x)) for x in loss.known)
     return dataclasses.replace(loss, known=(None,) * len(constants)), inputs._replace(constants=constants)
 
 
@@ -68,7 +68,7 @@ def _partitioned(program: Program, with_gradients: bool, spec: Spec, inputs: Inp
         primals, _, *rest = operands
         results += primals
         for names, arrays in zip(rest, inputs[2:], strict=True):
-            results += [name for name, x in zip(names, arrays, strict=True) if _loss.is_float(x)]
+            results += [name for name, x in zip(names, arrays, strict=True) if _loss.has_gradient(x)]
     named = [name for names in operands for name in names]
     dims = dict.fromkeys(dim for name in named for dim in name.split())  # in order, as XLA wants them
     unsplit = tuple(dim for dim in dims if dim != "v" and dim not in tokens.split())

@@ -72,7 +72,8 @@ def _bwd(
 
     def scaled(by: Array, gradient: Array, kind: _Kind) -> Array:
         # Under value_and_grad the cotangent is the literal 1, and XLA drops the product.
-        product = (gradient.astype(by.dtype) * by).astype(gradient.dtype)
+        wide = jnp.promote_types(gradient.dtype, by.dtype)
+        product = (gradient.astype(wide) * by).astype(gradient.dtype)
         return _compat.psum_to_axes(product, kind.varying).astype(kind.dtype)
 
     def each(by: Array, found: Any, kinds: Any) -> Any:

@@ -18,7 +18,8 @@ class Results(NamedTuple):
 
 
 def _double(x: Any) -> np.ndarray:
-    return np.asarray(x).astype(np.float64)
+    x = np.asarray(x)
+    return (np.stack([x.real, x.imag]) if np.iscomplexobj(x) else x).astype(np.float64)
 
 
 def _logits(hidden, weight, bias, temperature, logit_softcap, logit_scale, vocab_size):
