@@ -42,7 +42,8 @@ def evaluate_over(
     case = _bind.case(hidden, weight, labels, where, options)
     layout = layout_of(hidden, weight, options.static.vocab_dim)
     spec = _bind.spec(case, options, case.vocab_size, layout)
-    return mapped(_results, spec, layout, *_bind.operands(spec, hidden, weight, labels, where, options))
+    operands = _bind.operands(spec, hidden, weight, labels, where, options)
+    return layout.differentiated_by_jax(functools.partial(mapped, _results, spec, layout), spec.case.options, *operands)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), inline=True)

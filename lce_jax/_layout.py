@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from lce_jax import _compat
 from lce_jax._compat import as_axes
-from lce_jax._types import Primals
+from lce_jax._types import Options, Primals
 
 if TYPE_CHECKING:
     from jaxtyping import Array
@@ -115,11 +115,35 @@ class Layout:
     ) -> Any:
         """``device`` on every device of the mesh, with the ``rest`` of the arrays, split by ``rest_spec``.
 
-        It writes all collectives itself, so no types are checked.
+        It writes all collectives itself, so no types are checked; inside a ``shard_map`` over other axes, results vary
+        over those as operands do.
         """
         in_specs = (self.primal_specs, self.row_spec, rest_spec)
         mapped = jax.shard_map(device, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-        return mapped(*self.place(primals, per_token), rest)
+        outside = _compat.varying_axes((primals, per_token, rest))
+        return _compat.vary_over(mapped(*self.place(primals, per_token), rest), outside)
+
+    def differentiated_by_jax(self, function: Callable[..., Any], options: Options, *operands: Any) -> Any:
+        """``function(*operands)``, which has a `jax.shard_map` over the mesh that JAX differentiates.
+
+        Inside a ``shard_map`` that is manual over other axes, and types what varies over them, JAX cannot lower that
+        derivative: "axis is already bound". So one that is used says what to write.
+        """
+        outside = sorted(_compat.varying_axes(operands), key=str)
+        if not outside:
+            return function(*operands)
+        axes = dict.fromkeys((*outside, *self.token_axes, *as_axes(self.vocab_axes)))
+        named = "" if self.vocab_axes is None else f", axis_name={self.vocab_axes!r}"
+        message = (
+            f"JAX cannot differentiate {options.sharded_function} inside shard_map over {_listed(outside)} with "
+            f"check_vma=True, because one shard_map is inside another: write one over {_listed(axes)}, and call "
+            f"{options.function}(...{named}) in it"
+        )
+        return _compat.not_differentiable(function, message)(*operands)
+
+
+def _listed(names: Iterable[Any]) -> str:
+    return ", ".join(map(repr, names))
 
 
 def layout_of_names(

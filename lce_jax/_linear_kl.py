@@ -228,7 +228,8 @@ def sharded_linear_kl(
     if layout.vocab_axes is not None:
         call.check_equal_columns()
     spec = call.spec(layout)
-    return _mapped(spec, layout, call.teachers(layout), *call.operands(spec))
+    run = functools.partial(_mapped, spec, layout, call.teachers(layout))
+    return layout.differentiated_by_jax(run, call.cases.student.options, *call.operands(spec))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), inline=True)

@@ -233,4 +233,5 @@ def sharded_linear_logits(
     static, primals, rows = logits.operands(hidden, weight, ids, where, checked)
     axes = {"vocab_axis": vocab_axis, "batch_axes": batch_axes, "sequence_axis": sequence_axis}
     layout = layout_of_names(hidden, weight, static.options.vocab_dim, mesh=mesh, **axes)
-    return logits.over_mesh(static, layout, primals, rows)
+    run = functools.partial(logits.over_mesh, static, layout)
+    return layout.differentiated_by_jax(run, static.options, primals, rows)

@@ -1,0 +1,91 @@
+"""``sharded_*`` inside a ``shard_map`` that is manual over the data alone: what JAX can differentiate is right.
+
+Of the rest a derivative says what to write, and that is right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import lce_jax
+from lce_jax import losses
+from tests import oracle
+from tests.sharding_cases import B, H, S, V
+
+KEYS = jax.random.split(jax.random.key(0), 3)
+OPERANDS = (
+    jax.random.normal(KEYS[0], (B, S, H)),
+    jax.random.normal(KEYS[1], (V, H)),
+    jax.random.randint(KEYS[2], (B, S), -1, V),
+)
+ROWS = P("data")
+
+
+class Function(NamedTuple):
+    """A function's name without and with its mesh, and a number made of its results."""
+
+    name: str
+    total: Callable[..., Any]
+    served: bool = False
+
+    def of(self, sharded: bool, **axes: Any) -> Callable[..., Any]:
+        function = getattr(lce_jax, f"sharded_{self.name}" if sharded else self.name)
+        return lambda *operands: self.total(lambda *args, **more: function(*args, **axes, **more), *operands)
+
+
+FUNCTIONS = [
+    Function("linear_loss", lambda f, *x: f(losses.cross_entropy, *x)[0], served=True),
+    Function("linear_logprobs", lambda f, *x: jnp.sum(f(*x).logprobs)),
+    Function("linear_cross_entropy", lambda f, *x: f(*x, reduction="sum")),
+    Function("linear_logits", lambda f, hidden, weight, labels: jnp.sum(f(hidden, weight, labels[..., None]))),
+    Function("linear_kl", lambda f, hidden, weight, _: jnp.sum(f(hidden, weight, hidden[..., ::-1], weight))),
+]
+
+
+def value_and_gradients(of_device: Callable[..., Any], mesh: Any, weight_spec: P, axes: set[str] | None) -> Any:
+    """Of the sum over the data, and the gradients that are taken inside."""
+
+    def body(*operands: Any) -> Any:
+        value, gradients = jax.value_and_grad(of_device, argnums=(0, 1))(*operands)
+        return lax.psum(value, "data"), gradients
+
+    specs = (ROWS, weight_spec, ROWS)
+    more = {} if axes is None else {"axis_names": axes}
+    mapped = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=(P(), (ROWS, weight_spec)), **more)
+    put = (jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(OPERANDS, specs, strict=True))
+    return jax.jit(mapped)(*put)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.name)
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_gradients_over_both_axes(function: Function, kind: AxisType) -> None:
+    want, wanted = jax.value_and_grad(function.of(False), argnums=(0, 1))(*OPERANDS)
+    mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(kind,) * 2, devices=jax.devices("cpu"))
+    with jax.set_mesh(mesh):
+        if function.served:
+            value, gradients = value_and_gradients(function.of(True), mesh, P(), {"data"})
+        else:
+            message = rf"one over 'data', 'tensor', and call {function.name}\(..., axis_name='tensor'\) in it"
+            with pytest.raises(NotImplementedError, match=message.replace("cross_entropy", "logprobs")):
+                value_and_gradients(function.of(True), mesh, P(), {"data"})
+            value, gradients = value_and_gradients(function.of(False, axis_name="tensor"), mesh, P("tensor"), None)
+    assert oracle.value_error(value, want) < 5e-6
+    for got, true in zip(gradients, wanted, strict=True):
+        assert oracle.relative_norm(got, true) < 1e-5
+
+
+def test_a_sum_inside_varies_as_its_tokens_do() -> None:
+    """So ``shard_map`` refuses to return it as one number."""
+    mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices("cpu"))
+    with jax.set_mesh(mesh):
+        mapped = jax.shard_map(FUNCTIONS[0].of(True), in_specs=(ROWS, P(), ROWS), out_specs=P(), axis_names={"data"})
+        with pytest.raises(ValueError, match="out_specs"):
+            jax.eval_shape(mapped, *OPERANDS)
