@@ -60,10 +60,10 @@ def _as_tokens(
     function: Callable[..., Any], spec: Spec, size: int, in_batched: Any, operands: tuple[Primals, Rows], apart: bool
 ) -> tuple[Any, Any]:
     """``function`` of a batch of calls, as one call with more tokens unless they must stay apart."""
-    if apart or _has_own_columns(in_batched[0]):
+    if apart or has_own_columns(in_batched):
         out = one_by_one(functools.partial(function, spec), in_batched, operands)
     else:
-        primals, rows = _with_batch(size, in_batched, operands)
+        primals, rows = with_batch(size, in_batched, operands)
         case = dataclasses.replace(spec.case, num_tokens=rows.labels.size)
         out = function(dataclasses.replace(spec, case=case), primals, rows)
     return out, jax.tree.map(lambda _: True, out)
@@ -82,8 +82,8 @@ def backward(
     @call.def_vmap
     def batched(size: int, in_batched: Any, *operands: Any) -> Any:
         out = None
-        if spec.mesh is not None and not _has_own_columns(in_batched[0]) and cache is None:
-            primals, rows, stats, _, cotangent = _with_batch(size, in_batched, operands)
+        if spec.mesh is not None and not has_own_columns(in_batched) and cache is None:
+            primals, rows, stats, _, cotangent = with_batch(size, in_batched, operands)
             out = _partition.backward_of_examples(spec, primals, rows, stats, cotangent)
         if out is None:
             out = one_by_one(functools.partial(backward, spec), in_batched, operands)
@@ -92,9 +92,19 @@ def backward(
     return call(primals, rows, stats, cache, cotangent)
 
 
-def _has_own_columns(in_batched: Primals) -> bool:
+def has_own_columns(in_batched: Any) -> bool:
     """Whether each example has a weight or a bias of its own."""
-    return bool(in_batched.weight or in_batched.bias)
+    return any(primals.weight or primals.bias for primals in _primals(in_batched))
+
+
+def _primals(operands: Any) -> list[Primals]:
+    """The heads among the operands of a call, one or several."""
+    leaves = jax.tree.leaves(operands, is_leaf=_is_primals)
+    return [x for x in leaves if _is_primals(x)]
+
+
+def _is_primals(x: Any) -> bool:
+    return isinstance(x, Primals)
 
 
 def one_by_one(function: Callable[..., Any], in_batched: Any, operands: Any) -> Any:
@@ -117,12 +127,16 @@ def one_by_one(function: Callable[..., Any], in_batched: Any, operands: Any) -> 
     return lax.map(one, [x for x, b in zip(flat, batched, strict=True) if b])
 
 
-def _with_batch(size: int, in_batched: Any, operands: Any) -> Any:
-    """Every leaf with the batch as its first dimension, except the weight and the bias."""
+def with_batch(size: int, in_batched: Any, operands: Any) -> Any:
+    """Every leaf with the batch as its first dimension, except weights and biases."""
 
     def lead(batched: bool, x: Array) -> Array:
         return x if batched else jnp.broadcast_to(x, (size, *x.shape))
 
-    primals, *per_token = in_batched
-    in_batched = (primals._replace(weight=True, bias=None if primals.bias is None else True), *per_token)
+    def shared(batched: Any) -> Any:
+        if not _is_primals(batched):
+            return batched
+        return batched._replace(weight=True, bias=None if batched.bias is None else True)
+
+    in_batched = jax.tree.map(shared, tuple(in_batched), is_leaf=_is_primals)
     return jax.tree.map(lead, in_batched, tuple(operands))

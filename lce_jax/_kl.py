@@ -1,15 +1,15 @@
-"""One call of `lce_jax.linear_kl` on one device: its shard, its collectives, its derivative."""
+"""One call of `lce_jax.linear_kl` on one device: its shard, its collectives, its gradients."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh
 
-from lce_jax import _collectives, _compat, _kl_math, _kl_tiles, _math, _rows, _shard, _spmd
+from lce_jax import _collectives, _kl_math, _kl_tiles, _math, _rows, _shard, _spmd
 from lce_jax._kl_math import KLStatistics, Mixture, MixtureSums, Pair
 from lce_jax._kl_tiles import KLPlan
 from lce_jax._rows import Rows
@@ -17,7 +17,7 @@ from lce_jax._shard import Scales, Spec
 from lce_jax._types import Primals
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float, Int
+    from jaxtyping import Array, Bool, Int
 
 
 type Kept = tuple[KLStatistics, MixtureSums | None]  # from forward to backward
@@ -29,6 +29,7 @@ class KLSpec:
 
     models: Pair[Spec]
     reverse: bool
+    mesh: AbstractMesh | None = None  # whose Explicit axes may split the operands; None for one device's arrays
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -40,41 +41,13 @@ class KLSpec:
         return KLPlan(Pair(*(spec.case for spec in self.models)), self.reverse, columns)
 
 
-@functools.partial(jax.jit, static_argnums=0, inline=True)
-def linear_kl(spec: KLSpec, primals: Pair[Primals], rows: Pair[Rows]) -> Float[Array, "*b"]:
-    """The divergence of each token, in the shape of the rows; differentiable in the student's operands."""
-    if not rows.student.labels.size:
-        zeros = jnp.zeros(rows.student.labels.shape, spec.dtype)
-        return _compat.vary_like(zeros, (primals.student.hidden, rows.student.labels))
-    return _linear_kl(spec, primals.student, primals.teacher, rows)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _linear_kl(spec: KLSpec, student: Primals, teacher: Primals, rows: Pair[Rows]) -> Float[Array, "*b"]:
-    return _forward(spec, student, teacher, rows)[0]
-
-
-def _fwd(spec: KLSpec, student: Primals, teacher: Primals, rows: Pair[Rows]) -> tuple[Array, Any]:
-    forward = _compat.first_order_only(functools.partial(_forward, spec))
-    out, kept = forward(student, teacher, rows)
-    return out, (student, teacher, rows, kept)
-
-
-def _bwd(spec: KLSpec, residuals: Any, cotangent: Array) -> tuple[Primals, None, None]:
-    backward = _compat.first_order_only(functools.partial(_backward, spec))
-    return backward(*residuals, cotangent), None, None
-
-
-_linear_kl.defvjp(_fwd, _bwd)
-
-
-def _forward(spec: KLSpec, student: Primals, teacher: Primals, rows: Pair[Rows]) -> tuple[Array, Kept]:
+def forward(spec: KLSpec, primals: Pair[Primals], rows: Pair[Rows]) -> tuple[Array, Kept]:
     """The result, and the whole vocabulary's statistics and sums of each row."""
     shape = rows.student.labels.shape
     rows = _rows.flattened(rows, len(shape))
     scales = _scales(spec, rows)
     with jax.named_scope("lce_kl_statistics"):
-        plan, shard, order = _shard_of(spec, Pair(student, teacher), rows, scales)
+        plan, shard, order = _shard_of(spec, primals, rows, scales)
         stats = _kl_tiles.statistics(plan, shard)
     stats = stats if order is None else _rows.expand(order, stats)
     axis_name = spec.models.student.axis_name
@@ -95,7 +68,7 @@ def _forward(spec: KLSpec, student: Primals, teacher: Primals, rows: Pair[Rows])
         sums = _mixture_sums(plan, shard, order, _kl_math.mixture(stats, beta, where), axis_name)
         out = _kl_math.mixture_divergence(sums, beta, where)
     out = out if wrong is None else jnp.where(wrong, jnp.nan, out)
-    return out.reshape(shape), (stats, sums)
+    return jax.tree.map(lambda x: x.reshape(shape), (out, (stats, sums)))
 
 
 def _mixture_sums(
@@ -112,13 +85,11 @@ def _mixture_sums(
         return MixtureSums(*jnp.sum(_collectives.from_all_shards(jnp.stack(sums), axis_name), axis=0))
 
 
-def _backward(
-    spec: KLSpec, student: Primals, teacher: Primals, rows: Pair[Rows], kept: Kept, cotangent: Array
-) -> Primals:
+def backward(spec: KLSpec, primals: Pair[Primals], rows: Pair[Rows], kept: Kept, cotangent: Array) -> Primals:
     """The student's gradients, in the shapes, dtypes and types of its operands."""
     own = spec.models.student
-    rows, cotangent = _rows.flattened((rows, cotangent), rows.student.labels.ndim)
-    if own.axis_name is not None:
+    rows, kept, cotangent = _rows.flattened((rows, kept, cotangent), rows.student.labels.ndim)
+    if own.axis_name is not None and own.token_axes is None:
         cotangent = _collectives.total_cotangent(cotangent, own.axis_name)
     scales, live, wrong = _scales(spec, rows), rows.student.where, _wrong_temperature(rows)
     counts = live if wrong is None else ~wrong if live is None else live & ~wrong
@@ -131,13 +102,13 @@ def _backward(
         mixture = _kl_math.mixture(stats, beta, counts)
         coefficients = _kl_math.mixture_coefficients(mixture, sums, cotangent, factor, counts)
     with jax.named_scope("lce_kl_gradients"):
-        plan, shard, order = _shard_of(spec, Pair(student, teacher), rows, scales)
+        plan, shard, order = _shard_of(spec, primals, rows, scales)
         if order is not None:
             coefficients = jax.tree.map(lambda x: x[order.source], coefficients)
         found = _kl_tiles.gradients(plan, shard, coefficients)
     dhidden = found.hidden if order is None else _rows.expand(order, found.hidden)
     dhidden = dhidden if live is None else jnp.where(live[:, None], dhidden, 0.0)
-    return _spmd.reduced(own, found._replace(hidden=dhidden), student)
+    return _spmd.reduced(own, found._replace(hidden=dhidden), primals.student)
 
 
 def _scales(spec: KLSpec, rows: Pair[Rows]) -> Pair[Scales]:

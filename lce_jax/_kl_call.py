@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import AbstractMesh, AxisType
 
 from lce_jax import _bind, _checks, _options, _partition, _rows, scalars
 from lce_jax._kl import KLSpec
@@ -133,21 +134,19 @@ class KLCall(NamedTuple):
         """``layout``, of the student, for the teacher's operands."""
         return dataclasses.replace(layout, vocab_dim=self.options.teacher.static.vocab_dim)
 
-    def layout_of_types(self, spec: KLSpec, primals: Pair[Primals], rows: Pair[Rows]) -> Layout | None:
-        """The layout of operands over Explicit axes; None on one device and inside ``shard_map``."""
+    def explicit_mesh(self, primals: Pair[Primals], rows: Pair[Rows]) -> AbstractMesh | None:
+        """The mesh of operands over Explicit axes; None on one device and inside ``shard_map``."""
         mesh = _partition.mesh_of((primals, rows), "linear_kl")
-        if self.options.student.axis_name is not None or mesh is None:
+        if self.options.student.axis_name is not None or mesh is None or mesh.empty:
             return None
-        layout = _partition.layout_of_types(spec.models.student, primals.student, rows)
-        if layout is None and not mesh.empty:
-            warn_once(
-                "linear_kl cannot see how XLA splits its operands over Auto axes, and may repeat all work on every "
-                "device: call sharded_linear_kl(hidden, weight, teacher_hidden, teacher_weight, mesh=mesh, "
-                "vocab_axis=..., batch_axes=...), or make the mesh's axes Explicit"
-            )
-        if layout is not None and self.cases.student.vocab_size != self.cases.teacher.vocab_size:
-            return dataclasses.replace(layout, vocab_axes=None, gather_dim=None)  # both weights are gathered
-        return layout
+        if AxisType.Explicit in mesh.axis_types:
+            return mesh
+        warn_once(
+            "linear_kl cannot see how XLA splits its operands over Auto axes, and may repeat all work on every device: "
+            "call sharded_linear_kl(hidden, weight, teacher_hidden, teacher_weight, mesh=mesh, vocab_axis=..., "
+            "batch_axes=...), or make the mesh's axes Explicit"
+        )
+        return None
 
 
 def _options_of_each(given: Mapping[str, Any]) -> tuple[Any, Any]:

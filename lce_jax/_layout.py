@@ -46,6 +46,12 @@ class Layout:
         return Primals(P(*self.leading, None), P(*vocab), P(self.vocab_axes))
 
     @property
+    def specs_of_examples(self) -> Primals[P]:
+        """Those of the gradients of examples, hidden's first dimension, that share a weight and a bias."""
+        specs, examples = self.primal_specs, self.leading[0]
+        return specs._replace(weight=P(examples, *specs.weight), bias=P(examples, self.vocab_axes))
+
+    @property
     def row_spec(self) -> P:
         """The spec of per-token operands, which the vocabulary's axis does not split."""
         rows = list(self.leading)
@@ -111,7 +117,7 @@ class Layout:
         primals: Primals,
         per_token: Any,
         rest: Any = None,
-        rest_spec: P | None = None,
+        rest_spec: Any = None,
     ) -> Any:
         """``device`` on every device of the mesh, with the ``rest`` of the arrays, split by ``rest_spec``.
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 import jax
 
-from lce_jax import _collectives, _kl, _options
+from lce_jax import _collectives, _kl_vjp, _options
 from lce_jax._kl import KLSpec
 from lce_jax._kl_call import KLCall, KLOptions, Same
 from lce_jax._kl_math import Pair
@@ -149,11 +150,9 @@ def linear_kl(
     call = KLCall.of(Pair((hidden, weight), (teacher_hidden, teacher_weight)), where, direction, given, axis_name)
     spec = call.spec(None)
     primals, rows = call.operands(spec)
-    layout = call.layout_of_types(spec, primals, rows)
-    if layout is not None:
-        return _mapped(call.spec(layout), layout, call.teachers(layout), primals, rows)
+    spec = dataclasses.replace(spec, mesh=call.explicit_mesh(primals, rows))
     same = call.same_on_all_shards(primals, rows)
-    out = _kl.linear_kl(spec, primals, Pair(*(own for own, _ in same)))
+    out = _kl_vjp.linear_kl(spec, primals, Pair(*(own for own, _ in same)))
     for _, agree in same:
         out = _collectives.nan_where_different(agree, out)
     return out
@@ -239,7 +238,7 @@ def _mapped(
     """Jitted, so that calls outside ``jit`` compile once."""
 
     def device(student: Primals, teacher: Primals, rows: Pair[Rows]) -> Array:
-        return layout.own_rows(_kl.linear_kl(spec, Pair(student, teacher), rows))
+        return layout.own_rows(_kl_vjp.linear_kl(spec, Pair(student, teacher), rows))
 
     in_specs = (layout.primal_specs, teachers.primal_specs, layout.row_spec)
     mapped = jax.shard_map(device, mesh=layout.mesh, in_specs=in_specs, out_specs=layout.out_spec)

@@ -19,7 +19,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
-from lce_jax import _dispatch, _meshes, _spmd
+from lce_jax import _compat, _dispatch, _meshes, _spmd
 from lce_jax._layout import Layout, layout_of_specs
 from lce_jax._rows import Rows
 from lce_jax._shard import Spec
@@ -101,9 +101,8 @@ def backward_of_examples(
 
         return lax.map(one, (primals.hidden, per_token))
 
-    examples, specs = layout.leading[0], layout.primal_specs
-    outputs = specs._replace(weight=P(examples, *specs.weight), bias=P(examples, layout.vocab_axes))
-    return layout.over_devices(device, outputs, primals, (rows, stats, cotangent))
+    found = layout.over_devices(device, layout.specs_of_examples, primals, (rows, stats, cotangent))
+    return of_examples_as_types_of(found, primals)
 
 
 def per_token(program: Program, spec: Spec, primals: Primals, rows: Rows) -> Any:
@@ -184,10 +183,19 @@ def explicit_layout(options: Options, primals: Primals, per_token: Any) -> Layou
     return layout_of_specs(mesh, hidden, weight, hidden_spec, weight_spec, rows_specs, options.vocab_dim)
 
 
-def as_type_of(gradient: Array, operand: Any) -> Array:
-    """A gradient split as its operand is."""
+def as_type_of(gradient: Array, operand: Any, *examples: Any) -> Array:
+    """A gradient split as its operand is; if it has examples, its first dimension is split as those are."""
     sharding = jax.typeof(operand).sharding
-    return gradient if sharding.mesh.empty else jax.sharding.reshard(gradient, sharding)
+    if sharding.mesh.empty:
+        return gradient
+    own = _compat.partitions(sharding.spec)[len(examples) + operand.ndim - gradient.ndim :]
+    return jax.sharding.reshard(gradient, sharding.update(spec=P(*examples, *own)))
+
+
+def of_examples_as_types_of(found: Primals, primals: Primals) -> Primals:
+    """The gradients of examples, split as their operands are."""
+    examples = _compat.partitions(jax.typeof(found.hidden).sharding.spec)[0]
+    return jax.tree.map(lambda dx, x: as_type_of(dx, x, examples), found, primals)
 
 
 # Auto axes
