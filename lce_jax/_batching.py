@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 from lce_jax import _compat, _partition, _spmd
 from lce_jax._rows import Rows
@@ -81,12 +82,8 @@ def backward(
 
     @call.def_vmap
     def batched(size: int, in_batched: Any, *operands: Any) -> Any:
-        out = None
-        if spec.mesh is not None and not has_own_columns(in_batched) and cache is None:
-            primals, rows, stats, _, cotangent = with_batch(size, in_batched, operands)
-            out = _partition.backward_of_examples(spec, primals, rows, stats, cotangent)
-        if out is None:
-            out = one_by_one(functools.partial(backward, spec), in_batched, operands)
+        del size
+        out = one_by_one(functools.partial(backward, spec), in_batched, operands)
         return out, jax.tree.map(lambda _: True, out)
 
     return call(primals, rows, stats, cache, cotangent)
@@ -108,23 +105,31 @@ def _is_primals(x: Any) -> bool:
 
 
 def one_by_one(function: Callable[..., Any], in_batched: Any, operands: Any) -> Any:
-    """``function`` of each example in turn: its own operands and those that all share."""
+    """``function`` of each example in turn: its own operands and those that all share.
+
+    Explicit axes that split the examples are Manual for ``function``: each of their devices has examples of its own.
+    """
     tree: Any = jax.tree.structure(operands)
-    flat = jax.tree.leaves(operands)
     batched = jax.tree.leaves(tuple(in_batched))
-    for x in (x for x, b in zip(flat, batched, strict=True) if b):
-        axes = _compat.partitions(jax.typeof(x).sharding.spec)[0]
-        if axes is not None:
-            raise ValueError(
-                f"vmap over a batch that is split over {axes!r}, with cache_bytes or a weight for each example: these "
-                "are computed one by one. Give hidden and labels the batch as a leading dimension in place of vmap"
-            )
+    flat = list(zip(jax.tree.leaves(operands), batched, strict=True))
 
-    def one(own: list[Array]) -> Any:
-        rest = iter(own)
-        return function(*tree.unflatten(next(rest) if b else x for x, b in zip(flat, batched, strict=True)))
+    def all_of(own: list[Array], shared: list[Array]) -> Any:
+        def one(own: list[Array]) -> Any:
+            of_each, of_all = iter(own), iter(shared)
+            return function(*tree.unflatten(next(of_each if b else of_all) for b in batched))
 
-    return lax.map(one, [x for x, b in zip(flat, batched, strict=True) if b])
+        return lax.map(one, own)
+
+    own, shared = [x for x, b in flat if b], [x for x, b in flat if not b]
+    sharding = jax.typeof(own[0]).sharding
+    examples = P(_compat.partitions(sharding.spec)[0])
+    axes = _compat.as_axes(examples[0])
+    if not axes:
+        return all_of(own, shared)
+    of_each_device: Any = jax.shard_map(
+        all_of, mesh=sharding.mesh, in_specs=(examples, P()), out_specs=examples, axis_names=set(axes), check_vma=False
+    )
+    return of_each_device(own, shared)
 
 
 def with_batch(size: int, in_batched: Any, operands: Any) -> Any:

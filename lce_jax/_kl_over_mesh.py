@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
-from jax import lax
 
 from lce_jax import _batching, _kl, _partition
 from lce_jax._kl import Kept, KLSpec
@@ -61,38 +60,21 @@ def backward(spec: KLSpec, primals: Pair[Primals], rows: Pair[Rows], kept: Kept,
         layout = _layout(spec, primals, per_token)
         if layout is None:
             return _kl.backward(spec, primals, *per_token)
-        device = functools.partial(_device_backward, spec, layout)
+
+        def device(student: Primals, per_token: Any, teacher: Primals) -> Primals:
+            both, (rows, *rest) = Pair(student, teacher), per_token
+            return _kl.backward(_device_spec(spec, layout, both, rows), both, rows, *rest)
+
         found = _over_devices(spec, layout, device, layout.primal_specs, primals, per_token)
         return jax.tree.map(_partition.as_type_of, found, primals.student)
 
     @call.def_vmap
     def batched(size: int, in_batched: Any, *operands: Any) -> Any:
-        if spec.mesh is None or _batching.has_own_columns(in_batched):
-            out = _batching.one_by_one(functools.partial(backward, spec), in_batched, operands)
-        else:
-            out = _backward_of_examples(spec, *_batching.with_batch(size, in_batched, operands))
+        del size
+        out = _batching.one_by_one(functools.partial(backward, spec), in_batched, operands)
         return out, jax.tree.map(lambda _: True, out)
 
     return call(primals, rows, kept, cotangent)
-
-
-def _backward_of_examples(spec: KLSpec, primals: Pair[Primals], *per_token: Any) -> Primals:
-    """`backward` of examples that each have a dweight of their own, the first dimension of everything else."""
-    layout = _layout(spec, primals, per_token)
-    assert layout is not None
-    layout = layout.without_gather()
-    example = dataclasses.replace(layout, leading=layout.leading[1:])
-
-    def device(student: Primals, per_token: Any, teacher: Primals) -> Primals:
-        def one(own: Any) -> Primals:
-            hidden, teacher_hidden, per_token = own
-            both = student._replace(hidden=hidden), teacher._replace(hidden=teacher_hidden)
-            return _device_backward(spec, example, both[0], per_token, both[1])
-
-        return lax.map(one, (student.hidden, teacher.hidden, per_token))
-
-    found = _over_devices(spec, layout, device, layout.specs_of_examples, primals, per_token)
-    return _partition.of_examples_as_types_of(found, primals.student)
 
 
 def _layout(spec: KLSpec, primals: Pair[Primals], per_token: Any) -> Layout | None:
@@ -114,12 +96,6 @@ def _over_devices(
     teachers = dataclasses.replace(layout, vocab_dim=spec.models.teacher.case.options.vocab_dim)
     teacher, _ = teachers.place(primals.teacher, ())
     return layout.over_devices(device, out_specs, primals.student, per_token, teacher, teachers.primal_specs)
-
-
-def _device_backward(spec: KLSpec, layout: Layout, student: Primals, per_token: Any, teacher: Primals) -> Primals:
-    """One device's program of the backward."""
-    primals, (rows, kept, cotangent) = Pair(student, teacher), per_token
-    return _kl.backward(_device_spec(spec, layout, primals, rows), primals, rows, kept, cotangent)
 
 
 def _device_spec(spec: KLSpec, layout: Layout, primals: Pair[Primals], rows: Pair[Rows]) -> KLSpec:

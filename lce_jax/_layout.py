@@ -46,12 +46,6 @@ class Layout:
         return Primals(P(*self.leading, None), P(*vocab), P(self.vocab_axes))
 
     @property
-    def specs_of_examples(self) -> Primals[P]:
-        """Those of the gradients of examples, hidden's first dimension, that share a weight and a bias."""
-        specs, examples = self.primal_specs, self.leading[0]
-        return specs._replace(weight=P(examples, *specs.weight), bias=P(examples, self.vocab_axes))
-
-    @property
     def row_spec(self) -> P:
         """The spec of per-token operands, which the vocabulary's axis does not split."""
         rows = list(self.leading)
@@ -124,10 +118,12 @@ class Layout:
         It writes all collectives itself, so no types are checked; inside a ``shard_map`` over other axes, results vary
         over those as operands do.
         """
+        here = jax.sharding.get_abstract_mesh()
+        layout = dataclasses.replace(self, mesh=here) if here.manual_axes else self
         in_specs = (self.primal_specs, self.row_spec, rest_spec)
-        mapped = jax.shard_map(device, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+        mapped = jax.shard_map(device, mesh=layout.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
         outside = _compat.varying_axes((primals, per_token, rest))
-        return _compat.vary_over(mapped(*self.place(primals, per_token), rest), outside)
+        return _compat.vary_over(mapped(*layout.place(primals, per_token), rest), outside)
 
     def differentiated_by_jax(self, function: Callable[..., Any], options: Options, *operands: Any) -> Any:
         """``function(*operands)``, which has a `jax.shard_map` over the mesh that JAX differentiates.

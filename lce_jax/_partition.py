@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
-from lce_jax import _compat, _dispatch, _meshes, _spmd
+from lce_jax import _dispatch, _meshes, _spmd
 from lce_jax._layout import Layout, layout_of_specs
 from lce_jax._rows import Rows
 from lce_jax._shard import Spec
@@ -82,29 +81,6 @@ def backward(
     return jax.tree.map(as_type_of, gradients, primals)
 
 
-def backward_of_examples(
-    spec: Spec, primals: Primals, rows: Rows, stats: ShardStatistics, cotangent: Results
-) -> Primals | None:
-    """`backward` of examples that each have a dweight of their own; None if their types do not say how they are split.
-
-    ``primals.hidden`` and everything per token have the examples as their first dimension, and so has every gradient.
-    """
-    layout = layout_of_types(spec, primals, (rows, stats, cotangent))
-    if layout is None:
-        return None
-    layout = layout.without_gather()
-    example = dataclasses.replace(layout, leading=layout.leading[1:])
-
-    def device(primals: Primals, per_token: Any, cache: None) -> Primals:
-        def one(operands: Any) -> Primals:
-            return _device_backward(spec, example, primals._replace(hidden=operands[0]), operands[1], cache)
-
-        return lax.map(one, (primals.hidden, per_token))
-
-    found = layout.over_devices(device, layout.specs_of_examples, primals, (rows, stats, cotangent))
-    return of_examples_as_types_of(found, primals)
-
-
 def per_token(program: Program, spec: Spec, primals: Primals, rows: Rows) -> Any:
     """``program`` of global arrays, all of whose results are per token."""
     layout = layout_of_types(spec, primals, rows)
@@ -163,7 +139,7 @@ def device_spec(spec: Spec, layout: Layout, primals: Primals, rows: Rows) -> Spe
 
 
 def layout_of_types(spec: Spec, primals: Primals, per_token: Any) -> Layout | None:
-    """The layout that the operands' types name; None if no axis of their mesh is Explicit."""
+    """The layout that the operands' types name; None if all axes of their mesh are Auto."""
     return explicit_layout(spec.case.options, primals, per_token)
 
 
@@ -171,7 +147,7 @@ def explicit_layout(options: Options, primals: Primals, per_token: Any) -> Layou
     """`layout_of_types` of a call with these options."""
     hidden, weight, _ = primals
     mesh = _meshes.mesh_of_types((hidden, weight, per_token))
-    if AxisType.Explicit not in mesh.axis_types:
+    if all(kind == AxisType.Auto for kind in mesh.axis_types):
         return None
     if auto := _meshes.auto_axes(mesh):
         warn_once(
@@ -183,19 +159,10 @@ def explicit_layout(options: Options, primals: Primals, per_token: Any) -> Layou
     return layout_of_specs(mesh, hidden, weight, hidden_spec, weight_spec, rows_specs, options.vocab_dim)
 
 
-def as_type_of(gradient: Array, operand: Any, *examples: Any) -> Array:
-    """A gradient split as its operand is; if it has examples, its first dimension is split as those are."""
+def as_type_of(gradient: Array, operand: Any) -> Array:
+    """A gradient split as its operand is."""
     sharding = jax.typeof(operand).sharding
-    if sharding.mesh.empty:
-        return gradient
-    own = _compat.partitions(sharding.spec)[len(examples) + operand.ndim - gradient.ndim :]
-    return jax.sharding.reshard(gradient, sharding.update(spec=P(*examples, *own)))
-
-
-def of_examples_as_types_of(found: Primals, primals: Primals) -> Primals:
-    """The gradients of examples, split as their operands are."""
-    examples = _compat.partitions(jax.typeof(found.hidden).sharding.spec)[0]
-    return jax.tree.map(lambda dx, x: as_type_of(dx, x, examples), found, primals)
+    return gradient if sharding.mesh.empty else jax.sharding.reshard(gradient, sharding)
 
 
 # Auto axes

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from lce_jax import (
-    linear_logprobs,
-    sharded_linear_logprobs,
-)
+from lce_jax import linear_kl, linear_logprobs, linear_loss, sharded_linear_logprobs
 from tests import oracle
+from tests.pairs import pairs_of
 from tests.partition_cases import HIDDEN, KINDS, LABELS, WEIGHT, mesh_of, put
 
 
@@ -66,12 +66,57 @@ def test_vmap_with_a_mesh_axis(call: str) -> None:
         assert oracle.relative_norm(got, true) < 1e-5
 
 
-def test_what_vmap_cannot_take_one_by_one_is_refused() -> None:
-    mesh = mesh_of(AxisType.Explicit)
-    hidden, labels = put(HIDDEN, mesh, P("data")), put(LABELS, mesh, P("data"))
+def in_one_pass(hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> jax.Array:
+    def loss(logprob: Any, entropy: Any, _: Any, label: Any) -> Any:
+        return jnp.where(label % 2 == 0, -logprob, 0.1 * entropy)
 
-    def example(hidden: jax.Array, labels: jax.Array) -> jax.Array:
-        return jax.grad(lambda w: linear_logprobs(hidden, w, labels, cache_bytes=1 << 20).lse.sum())(WEIGHT)
+    return linear_loss(loss, hidden, weight, labels, labels, chunk_bytes=1)[0]
 
-    with pytest.raises(ValueError, match="Give hidden and labels the batch as a leading dimension"):
-        jax.jit(jax.vmap(example))(hidden, labels)
+
+def with_a_cache(hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> jax.Array:
+    return linear_logprobs(hidden, weight, labels, cache_bytes=1 << 20).logprobs.sum()
+
+
+def divergence(hidden: jax.Array, weight: jax.Array, labels: jax.Array, direction: str = "forward") -> jax.Array:
+    """From a teacher of another head; the labels make up the other options."""
+    bias, head = weight.sum(1), lax.stop_gradient(-weight)
+    own = {"where": labels % 3 > 0, "temperature": 0.5 + labels / 64, "bias": bias, "teacher_bias": 0.5 * bias}
+    return linear_kl(hidden, weight, hidden[:, ::-1], head, direction=direction, precision="highest", **own).sum()
+
+
+EXAMPLES = {
+    "cache": with_a_cache,
+    "linear_loss": in_one_pass,
+    "linear_kl": divergence,
+    "linear_kl, jsd": functools.partial(divergence, direction="jsd"),
+}
+EXPLICIT, AUTO = AxisType.Explicit, AxisType.Auto
+MESHES: dict[str, tuple[dict[str, AxisType], P]] = {
+    "vocabulary": ({"data": EXPLICIT, "tensor": EXPLICIT}, P("tensor")),
+    "hidden": ({"data": EXPLICIT, "tensor": EXPLICIT}, P(None, "tensor")),
+    "with Auto": ({"data": EXPLICIT, "tensor": AUTO}, P()),
+    "alone": ({"data": EXPLICIT}, P()),
+}
+
+
+@pairs_of(1, example=list(EXAMPLES), shared=[True, False], mesh=list(MESHES))
+def test_examples_over_explicit_axes(example: str, shared: bool, mesh: str) -> None:
+    """Each with a dweight of its own, with a weight that they share or of its own."""
+    one, (kinds, spec) = EXAMPLES[example], MESHES[mesh]
+    sizes = (4, 2)[: len(kinds)]
+    devices = jax.devices("cpu")[: math.prod(sizes)]
+    on = jax.make_mesh(sizes, tuple(kinds), axis_types=tuple(kinds.values()), devices=devices)
+    weight = WEIGHT[:64] if shared else jnp.stack([WEIGHT[64 * i : 64 * (i + 1)] for i in range(len(HIDDEN))])
+    operands = HIDDEN[:, :8], weight, LABELS[:, :8] % 64
+    specs = P("data"), spec if shared else P("data", *spec), P("data")
+
+    def both(*operands: Any) -> Any:
+        axes = 0, None if shared else 0, 0
+        each = jax.vmap(jax.value_and_grad(one, argnums=(0, 1)), in_axes=axes)(*operands)
+        summed = jax.grad(lambda *x: jax.vmap(one, in_axes=axes)(*x).sum(), argnums=(0, 1))(*operands)
+        return each, summed
+
+    want = jax.jit(both)(*operands)
+    got = jax.jit(both)(*(put(x, on, spec) for x, spec in zip(operands, specs, strict=True)))
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert oracle.relative_norm(x, y) < 5e-6
