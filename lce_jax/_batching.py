@@ -1,7 +1,7 @@
 """A call under ``vmap``: a batch of tokens is one more leading dimension of the same call.
 
 So ``vmap`` never reaches the implementations: the kernels take all tokens in one launch, and no loop is rewritten.
-Examples that each have a weight or a dweight of their own are computed one by one.
+Examples that each have a weight or a dweight of their own are computed one by one, on each device those that it has.
 """
 
 from __future__ import annotations

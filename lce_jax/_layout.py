@@ -152,7 +152,8 @@ def layout_of_names(
     hidden: Any, weight: Any, vocab_dim: int, *, mesh: Any, vocab_axis: Axes, batch_axes: Axes, sequence_axis: Axes
 ) -> Layout:
     """The layout that a caller names, checked against the mesh and the shapes."""
-    mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
+    here = jax.sharding.get_abstract_mesh()
+    mesh = here if mesh is None or here.manual_axes else mesh  # inside shard_map, where some of its axes are Manual
     if mesh.empty:
         raise ValueError("no mesh: pass mesh=, or call under jax.set_mesh(mesh)")
     if batch_axes is None:
@@ -241,6 +242,12 @@ def _check_axes(mesh: Any, vocab: tuple[str, ...], batch: tuple[str, ...], seque
         for axis in axes:
             if axis not in mesh.axis_names:
                 raise ValueError(f"{name} {axis!r} is no axis of the mesh {dict(mesh.shape)}")
+            if mesh.axis_types[mesh.axis_names.index(axis)] == AxisType.Manual:
+                raise ValueError(
+                    f"{name} {axis!r}: this is inside shard_map over {axis!r}, where each device has operands of its "
+                    f"own. Leave {axis!r} out; if it splits the vocabulary, call the function that has no sharded_ in "
+                    f"its name, with axis_name={axis!r}"
+                )
     shared = len(vocab) if _ends_with(sequence, vocab) else 0
     used = (*vocab, *batch, *sequence[: len(sequence) - shared])
     if len(set(used)) < len(used):

@@ -112,7 +112,8 @@ def linear_kl(
 
     Sharding:
         Over Explicit axes the operands' types say how the call is split. Over Auto axes XLA is not told: call
-        `sharded_linear_kl`. ``vmap`` holds a tile per example: give further dimensions of tokens as leading ones.
+        `sharded_linear_kl`. ``vmap`` adds its batch to the tokens; the gradients of its examples, which each have a
+        dweight, are computed one by one, as is all of examples that have a weight of their own.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -205,7 +206,8 @@ def sharded_linear_kl(
     Raises:
         ValueError, TypeError: shapes, dtypes or options that do not fit, with the offending values. Also an axis
             that the mesh does not have, an axis used twice, or a dimension that does not divide.
-        NotImplementedError: on a second derivative.
+        NotImplementedError: on a second derivative; and inside a ``shard_map`` over other axes, which JAX cannot
+            differentiate with check_vma=True, on a first one: the message says what to write.
 
     Memory:
         Per device, that of `linear_kl` on the device's tokens and columns. One all-gather of five numbers per token

@@ -16,7 +16,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import lce_jax
-from lce_jax import losses
+from lce_jax import linear_logprobs, losses, sharded_linear_logprobs
 from tests import oracle
 from tests.sharding_cases import B, H, S, V
 
@@ -70,12 +70,13 @@ def test_gradients_over_both_axes(function: Function, kind: AxisType) -> None:
     want, wanted = jax.value_and_grad(function.of(False), argnums=(0, 1))(*OPERANDS)
     mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(kind,) * 2, devices=jax.devices("cpu"))
     with jax.set_mesh(mesh):
+        given = {"mesh": mesh} if kind == AxisType.Auto else {}
         if function.served:
-            value, gradients = value_and_gradients(function.of(True), mesh, P(), {"data"})
+            value, gradients = value_and_gradients(function.of(True, **given), mesh, P(), {"data"})
         else:
             message = rf"one over 'data', 'tensor', and call {function.name}\(..., axis_name='tensor'\) in it"
             with pytest.raises(NotImplementedError, match=message.replace("cross_entropy", "logprobs")):
-                value_and_gradients(function.of(True), mesh, P(), {"data"})
+                value_and_gradients(function.of(True, **given), mesh, P(), {"data"})
             value, gradients = value_and_gradients(function.of(False, axis_name="tensor"), mesh, P("tensor"), None)
     assert oracle.value_error(value, want) < 5e-6
     for got, true in zip(gradients, wanted, strict=True):
@@ -89,3 +90,30 @@ def test_a_sum_inside_varies_as_its_tokens_do() -> None:
         mapped = jax.shard_map(FUNCTIONS[0].of(True), in_specs=(ROWS, P(), ROWS), out_specs=P(), axis_names={"data"})
         with pytest.raises(ValueError, match="out_specs"):
             jax.eval_shape(mapped, *OPERANDS)
+
+
+def test_an_axis_that_is_manual_already() -> None:
+    """It is refused, and what the message says is right."""
+    hidden, weight, labels = OPERANDS
+    mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices("cpu"))
+
+    def over_data(function: Callable[..., Any], weight_spec: P, rows: P, **axes: Any) -> Any:
+        def body(*operands: Any) -> Any:
+            return function(*operands, **axes).logprobs
+
+        mapped = jax.shard_map(body, in_specs=(rows, weight_spec, rows), out_specs=rows, axis_names={"data"})
+        return jax.jit(mapped)(hidden, weight, labels)
+
+    want = linear_logprobs(hidden, weight, labels).logprobs
+    with jax.set_mesh(mesh):
+        with pytest.raises(
+            ValueError, match=r"batch_axes 'data': this is inside shard_map over 'data'.* Leave 'data' out"
+        ):
+            over_data(sharded_linear_logprobs, P(), ROWS, batch_axes="data")
+        with pytest.raises(ValueError, match=r"vocab_axis 'data': .* no sharded_ in its name, with axis_name='data'"):
+            over_data(sharded_linear_logprobs, P("data"), P(), vocab_axis="data")
+        for got in (
+            over_data(sharded_linear_logprobs, P(), ROWS),
+            over_data(linear_logprobs, P("data"), P(), axis_name="data"),
+        ):
+            assert oracle.value_error(got, want) < 2e-6

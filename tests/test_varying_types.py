@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import AxisType
@@ -176,3 +177,26 @@ def test_as_on_one_device(function: Any, varying: tuple[str, ...], mesh: str) ->
     assert oracle.value_error(value, want) < 2e-6
     for name in DIFFERENTIABLE:
         assert oracle.relative_norm(grads[name], wanted[name]) < 5e-6, name
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_loss_of_what_differs_is_nan(reduction: str) -> None:
+    """That of the row if the row differs, and of all if a number does."""
+    x, mesh = OPERANDS, jax.make_mesh((4,), ("tensor",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu")[:4])
+
+    def body(hidden: Any, weight: Any, differs: Any) -> Any:
+        shard = lax.axis_index("tensor")
+        labels = x["labels"].at[1].add(jnp.where(differs["labels"], shard, 0))
+        z_loss = x["z_loss"] + jnp.where(differs["z_loss"], shard, 0)
+        return linear_cross_entropy(
+            hidden, weight, labels, where=shard < 4 * x["where"], z_loss=z_loss, reduction=reduction, axis_name="tensor"
+        )
+
+    mapped = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=(P(), P("tensor"), P()), out_specs=P()))
+    want = linear_cross_entropy(
+        x["hidden"], x["weight"], x["labels"], where=x["where"], z_loss=x["z_loss"], reduction=reduction
+    )
+    for differs, wrong in ((None, []), ("labels", [1]), ("z_loss", [0, 1, 2, 3])):
+        got = mapped(x["hidden"], x["weight"], {name: name == differs for name in ("labels", "z_loss")})
+        expected = want.at[jnp.asarray(wrong, int)].set(jnp.nan) if want.ndim else want if not wrong else jnp.nan
+        np.testing.assert_allclose(got, expected, rtol=5e-6)
