@@ -87,13 +87,12 @@ def _products(
     return jnp.where(columns >= 0, raw, 0.0)
 
 
-def candidate_logits(operands: Operands, case: Case) -> Float[Array, "T K"]:
-    """The logits z of the candidates that this shard owns, -inf at the others."""
+def unscaled_candidates(operands: Operands, case: Case) -> Float[Array, "T K"]:
+    """The x (eq. 0) of the candidates that this shard owns, -inf at the others."""
     columns, options = operands.candidates, case.options
     assert columns is not None
     raw = products(operands.hidden, operands.weight, columns, options, case.stat_dtype, operands.num_rows, FUSED_BYTES)
-    z, _ = _math.transform_logits(raw, options, operands.inverse_temperature, operands.raw_scale)
-    return jnp.where(columns >= 0, z, -jnp.inf)
+    return jnp.where(columns >= 0, _math.unscaled_logits(raw, options, operands.raw_scale), -jnp.inf)
 
 
 def dhidden(

@@ -25,12 +25,15 @@ def first_column(axis_name: AxisName | None, columns: int) -> Int[Array, ""] | i
     return 0 if axis_name is None else lax.axis_index(axis_name) * columns
 
 
-def merge_over_axis(stats: ShardStatistics, widths: Mapping[str, int], axis_name: AxisName) -> ShardStatistics:
-    """Eq. 2 over the shards of ``axis_name``, in one all-gather of [N, fields, T].
+def merge_over_axis(
+    stats: ShardStatistics, scale: Float[Array, "T"] | float, widths: Mapping[str, int], axis_name: AxisName
+) -> ShardStatistics:
+    """Eq. 2 over the shards of ``axis_name``, in one all-gather of [N, fields, T]; ``scale`` is the k of eq. 0.
 
     Every shard then adds the same numbers in the same order, so all of them hold bitwise-equal results.
     """
-    return _statistics.merge(_statistics.unpack(from_all_shards(_statistics.pack(stats), axis_name), widths))
+    parts = _statistics.unpack(from_all_shards(_statistics.pack(stats), axis_name), widths)
+    return _statistics.merge(parts, scale)
 
 
 def from_all_shards(x: Array, axis_name: AxisName) -> Array:

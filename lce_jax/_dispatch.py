@@ -14,7 +14,17 @@ import jax
 
 from lce_jax import _compat, mosaic, reference, xla
 from lce_jax._plans import ALONE, Plan, Surroundings
-from lce_jax._types import CPU, Case, Device, Operands, Primals, RowCoefficients, ShardStatistics, UnsupportedError
+from lce_jax._statistics import Normalizer
+from lce_jax._types import (
+    CPU,
+    Case,
+    Device,
+    Operands,
+    Primals,
+    RowCoefficients,
+    ShardStatistics,
+    UnsupportedError,
+)
 
 
 class Implementation(Protocol):
@@ -34,10 +44,10 @@ class Implementation(Protocol):
         With a ``gradient_threshold`` the cache may also hold what `selected` needs.
         """
 
-    def selected(self, case: Case, cache: Any, lse: Any, live: Any) -> tuple[Any, Any]:
+    def selected(self, case: Case, cache: Any, of_rows: Normalizer, live: Any) -> tuple[Any, Any]:
         """With a ``gradient_threshold``: the cache as `gradients` takes it, and the dropped mass [T], or None for 0.
 
-        ``lse`` [T] is that of the whole vocabulary. ``live`` [T] says which rows count, None: all.
+        ``live`` [T] says which rows count, None: all.
         """
 
     def gradients(

@@ -190,10 +190,11 @@ class _Walk:
         primals = _shard.as_operand(self.primals._replace(hidden=hidden))
         start = _spmd.first_column(spec, primals.weight)
         stats, cache = _shard.statistics(spec, primals, rows, start, keep_cache=True)
+        scale = _shard.row_scale(spec, rows)
         if spec.axis_name is not None:
-            stats = _collectives.merge_over_axis(stats, spec.case.options.statistics, spec.axis_name)
+            stats = _collectives.merge_over_axis(stats, scale, spec.case.options.statistics, spec.axis_name)
         cache, dropped = _spmd.selected(spec, rows, stats, cache)
-        outputs = _math.finish(stats, rows.labels >= 0, None, spec.vocab_size, dropped).outputs
+        outputs = _math.finish(stats, scale, rows.labels >= 0, None, spec.vocab_size, dropped).outputs
         live = rows.live
         if live is not None:
             outputs = jax.tree.map(lambda x: jnp.where(live, x, x[0]), outputs)

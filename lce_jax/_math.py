@@ -13,26 +13,40 @@ and, with p = softmax(z):
                                           q = Σ (qᵢ + dᵢ sᵢ) aᵢ,  t = tᵢ + dᵢ of the owner,  Σ x = Σᵢ Σ x,
                                           x_c = max x_cᵢ, with -inf where it is not owned
     (3)  results:                         lse = k M + ln s,  logprob = t - ln s,  entropy = ln s - q / s,
-                                          mean = k Σ x / V,  logprob_c = min(k x_c - k M, 0) - ln s
+                                          mean = k Σ x / V,  logprob_c = min((x_c - M) k, 0) - ln s
     (4)  gradient in the logits:          dz = 1_y g_lp + p (-g_lp + g_lse - g_ent (ln p + entropy))
                                              + g_mean / V + Σ_c g_c (1_c - p)
          and, as p = e^u / s,                = 1_y g_lp + g_mean / V + Σ_c 1_c g_c
                                                + e^u / s · (g_lse - g_lp - Σ_c g_c + g_ent (q / s - u))
-                                             = 1_y target + uniform + e^u (constant + slope u) + Σ_c 1_c g_c
+                                             = uniform + Σ_c 1_c g_c + (target at the label, where u = t,
+                                                                        elsewhere e^u (constant + slope u))
     (5)  gradient in the raw products:    dr = dz · (a / τ) · (1 - tanh²(a r / c));   dh = dr W,  dW = drᵀ h,  db = Σ dr
 
 Why this shape: q is summed in the shifted variable u, so entropy is never the difference of two large numbers, and
 both terms of (3) are non-negative. (2) is associative and serves tiles, chunks and shards alike. An empty set has
 m = -1e30 (finite: 0 · inf would be NaN), s = q = 0, t = -inf, and (2) absorbs it exactly. (4) subtracts m and not lse:
 at logits of 1e4 the rounding of lse alone would put an error of 1e-3 on every probability. The row factor a / τ of (5)
-is folded into target, uniform, constant and slope, so the inner loop never sees it.
+is folded into target, uniform, constant and slope, so the inner loop never sees it, and 1 - tanh² of the label, whose
+tanh is m + t / k, into target.
+
+Why m, min, Σ x and x_c stay in the units of x, from the first tile to (3) and (4): k M is rounded. A k M of 1e4 is off
+by up to 5e-4, and in z - k M that is an error in the exponent of every probability. (x - M) k has the errors of x
+alone. So k multiplies differences, in both passes, over tiles and over shards, and M itself only in lse.
+
+Why the label has a target of its own in (4): where p(y) is near 1, g_lp (1 - p) is the small rest of two large numbers.
+The forward's t and s give it as g_lp (s - e^t) / s, exactly 0 where s is 1. The backward's own u would have to equal t
+to the last bit, and a product that another algorithm computes does not. For the same reason its u is clipped to 0: at
+k = 1e8 the rounding of x puts e^u beyond float32, and a row whose cotangent is 0 would get 0 · inf.
 
 Why (1) subtracts before it multiplies: logprob <= 0 and entropy >= 0 then hold in every rounding. The largest column
 has x - m = 0 exactly, whatever a compiler fuses with the product, hence u = 0 and e^u = 1; every other u is negative.
 So s >= 1 and ln s >= 0, q <= 0, t <= 0. (2) keeps all of that, because one dᵢ is exactly 0 and none is positive. And
 t = 0 exactly if the label is a largest column. If m were the maximum of z = k x, a fused x k - m would not be 0 there,
-because the product is rounded in m and not in the fused term. A candidate keeps k x_c and not its u, because an
+because the product is rounded in m and not in the fused term. A candidate keeps x_c and not its u, because an
 implementation may compute it apart from the tiles. So (3) clips its u to 0.
+
+Where u falls below -1e30, it stays there (`_statistics.distance`). And e^u u is taken before a coefficient multiplies
+it, because slope u alone may overflow where e^u is 0.
 
 Of two heads over one vocabulary, with probabilities p and q, and m, k, u, s and d of (1) and (2) for each:
 
@@ -60,7 +74,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax._statistics import MASKED, along, empty
+from lce_jax import _repeats
+from lce_jax._statistics import MASKED, along, distance, empty
 from lce_jax._types import LogprobOutput, Options, Results, RowCoefficients, ShardStatistics
 
 if TYPE_CHECKING:
@@ -98,7 +113,7 @@ def transform_logits(
 ) -> tuple[Float[Array, "T n"], Float[Array, "T n"] | None]:
     """Eq. 0: logits from raw products, and the derivative of the cap (None without one)."""
     x = unscaled_logits(raw, options, raw_scale)
-    dcap = None if options.logit_softcap is None else 1.0 - x * x
+    dcap = None if options.logit_softcap is None else cap_derivative(x)
     return x * _along_rows(row_scale(options, inverse_temperature)), dcap
 
 
@@ -128,8 +143,7 @@ def tile_statistics(
 ) -> ShardStatistics:
     """Eq. 1 over a tile. ``targets`` are columns of this tile or lie outside [0, n); ``live`` masks padding columns.
 
-    ``candidates`` are such columns too. max, min, total and candidates are those of x until `_statistics.to_logits`
-    multiplies them.
+    ``candidates`` are such columns too.
     """
     n = x.shape[1]
     x = lax.optimization_barrier(x)  # otherwise XLA may compute x twice, for m and for u, and round it differently
@@ -140,7 +154,7 @@ def tile_statistics(
     x, at_target, at_candidates = lax.optimization_barrier((x, at_target, at_candidates))
     live = None if live is None else live[None, :]
     m = jnp.maximum(jnp.max(x if live is None else jnp.where(live, x, MASKED), axis=1), MASKED)
-    u = (x - m[:, None]) * _along_rows(scale)
+    u = distance(x, m[:, None], _along_rows(scale))
     u = u if live is None else jnp.where(live, u, MASKED)
     e = jnp.exp(u)
     lowest = None
@@ -150,7 +164,7 @@ def tile_statistics(
         max=m,
         sumexp=jnp.sum(e, axis=1),
         weighted=jnp.sum(u * e, axis=1) if options.entropy else None,
-        target=jnp.where(owned, (at_target - m) * scale, -jnp.inf),
+        target=jnp.where(owned, distance(at_target, m, scale), -jnp.inf),
         min=lowest,
         total=jnp.sum(x if live is None else jnp.where(live, x, 0.0), axis=1) if options.mean_logit else None,
         candidates=at_candidates,
@@ -165,26 +179,30 @@ def _at_columns(x: Float[Array, "T n"], columns: Int[Array, "T K"]) -> Float[Arr
 
 def finish(
     stats: ShardStatistics,
+    scale: Float[Array, "T"] | float,
     in_vocab: Bool[Array, "T"],
     where: Bool[Array, "T"] | None,
     vocab_size: int,
     dropped_mass: Float[Array, "T"] | None = None,
 ) -> Results:
-    """Eq. 3, from statistics of the whole vocabulary; out-of-vocabulary logprobs and rows left out become 0."""
+    """Eq. 3, from statistics of the whole vocabulary; out-of-vocabulary logprobs and rows left out become 0.
+
+    ``scale`` is the k of eq. 0. The maximum is multiplied by it here and nowhere else.
+    """
     # A row left out may have s = 0. It is replaced by 1, so that 0 / 0 is never computed.
     sumexp = stats.sumexp if where is None else jnp.where(where, stats.sumexp, 1.0)
     log_sumexp = jnp.log(sumexp)
     outputs = LogprobOutput(
         logprobs=jnp.where(in_vocab, stats.target - log_sumexp, 0.0),
         entropy=None if stats.weighted is None else log_sumexp - stats.weighted / sumexp,
-        lse=stats.max + log_sumexp,
-        max_logit=None if stats.min is None else stats.max,
-        min_logit=stats.min,
+        lse=stats.max * scale + log_sumexp,
+        max_logit=None if stats.min is None else stats.max * scale,
+        min_logit=None if stats.min is None else stats.min * scale,
         correct=None if stats.min is None else (in_vocab & (stats.target == 0.0)).astype(sumexp.dtype),
-        candidate_logprobs=_candidate_logprobs(stats, log_sumexp),
+        candidate_logprobs=_candidate_logprobs(stats, scale, log_sumexp),
         dropped_mass=dropped_mass,
     )
-    results = Results(outputs, mean_logit=None if stats.total is None else stats.total / vocab_size)
+    results = Results(outputs, mean_logit=None if stats.total is None else stats.total * scale / vocab_size)
     return results if where is None else jax.tree.map(lambda x: jnp.where(along(where, x), x, 0.0), results)
 
 
@@ -192,100 +210,95 @@ def results_of_none(num_tokens: int, dtype: jnp.dtype, options: Options) -> Resu
     """Eq. 3 of tokens without columns: their shapes and dtypes are those of the call's results."""
     stats = empty(num_tokens, dtype, options)
     dropped = stats.sumexp if options.reports_dropped_mass else None
-    return finish(stats, stats.max > 0, None, 1, dropped)
+    return finish(stats, 1.0, stats.max > 0, None, 1, dropped)
 
 
-def _candidate_logprobs(stats: ShardStatistics, log_sumexp: Float[Array, "T"]) -> Float[Array, "T K"] | None:
+def _candidate_logprobs(
+    stats: ShardStatistics, scale: Float[Array, "T"] | float, log_sumexp: Float[Array, "T"]
+) -> Float[Array, "T K"] | None:
     """Eq. 3 at the candidates; 0 where no shard owns one."""
-    z = stats.candidates
-    if z is None:
+    x = stats.candidates
+    if x is None:
         return None
-    return jnp.where(z == -jnp.inf, 0.0, jnp.minimum(z - stats.max[:, None], 0.0) - log_sumexp[:, None])
+    u = jnp.minimum(distance(x, stats.max[:, None], _along_rows(scale)), 0.0)
+    return jnp.where(x == -jnp.inf, 0.0, u - log_sumexp[:, None])
 
 
 def row_coefficients(
     stats: ShardStatistics,
     cotangent: Results,
+    scale: Float[Array, "T"] | float,
+    factor: Float[Array, "T"] | float,
     where: Bool[Array, "T"] | None,
-    inverse_temperature: Float[Array, "T"] | None,
     options: Options,
     vocab_size: int,
 ) -> RowCoefficients:
-    """Eq. 4 and the row factor of eq. 5, from the whole vocabulary's statistics and the cotangents of the results."""
-    factor = row_factor(options, inverse_temperature)
+    """Eq. 4 and the row factor of eq. 5, from the whole vocabulary's statistics and the cotangents of the results.
+
+    ``scale`` is the k of eq. 0.
+    """
     sumexp = stats.sumexp if where is None else jnp.where(where, stats.sumexp, 1.0)
     of = cotangent.outputs
-    constant, slope, uniform, candidates = of.lse - of.logprobs, None, None, None
+    rest, slope, uniform, candidates = of.lse, None, None, None  # rest: the g of eq. 4's probabilities but for g_lp
+    t = jnp.maximum(stats.target, MASKED)
+    at_label = jnp.exp(t)
     if stats.weighted is not None and of.entropy is not None:
-        constant = constant + of.entropy * (stats.weighted / sumexp)
-        slope = -of.entropy / sumexp * factor
+        rest = rest + of.entropy * (stats.weighted / sumexp)
+        slope = -of.entropy / sumexp
     if cotangent.mean_logit is not None:
         uniform = cotangent.mean_logit / vocab_size * factor
     if stats.candidates is not None and of.candidate_logprobs is not None:
-        candidates = jnp.where(stats.candidates == -jnp.inf, 0.0, of.candidate_logprobs)
-        constant = constant - jnp.sum(candidates, axis=1)
+        owned = stats.candidates > -jnp.inf
+        candidates = jnp.where(owned, of.candidate_logprobs, 0.0)
+        rest = rest - jnp.sum(candidates, axis=1)
         candidates = candidates * _along_rows(factor)
-    rows = RowCoefficients(stats.max, of.logprobs * factor, constant / sumexp * factor, slope, uniform, candidates)
+        if options.logit_softcap is not None:
+            candidates = candidates * cap_derivative(jnp.where(owned, stats.candidates, 0.0))
+    target = of.logprobs * ((sumexp - at_label) / sumexp) + at_label * (rest / sumexp)
+    target = target if slope is None else target + slope * (t * at_label)
+    if options.logit_softcap is not None:
+        target = target * cap_derivative(stats.max + t / scale)
+    constant = (rest - of.logprobs) / sumexp * factor
+    slope = None if slope is None else slope * factor
+    rows = RowCoefficients(stats.max, target * factor, constant, slope, uniform, candidates)
     return rows if where is None else jax.tree.map(lambda x: jnp.where(along(where, x), x, 0.0), rows)
 
 
-def cap_derivative(z: Float[Array, "T K"], scale: Float[Array, "T"] | float) -> Float[Array, "T K"]:
-    """The 1 - tanh² of eq. 5, from capped logits; ``scale`` is their k (eq. 0)."""
-    x = z / _along_rows(scale)
+def cap_derivative(x: Float[Array, "*b"]) -> Float[Array, "*b"]:
+    """The 1 - tanh² of eq. 5, from x, the tanh."""
     return 1.0 - x * x
-
-
-def add_repeats(columns: Int[Array, "T K"], terms: Float[Array, "T K"]) -> tuple[Array, Array]:
-    """Columns that occur once per token, sorted, and the sum of their terms; -1 and 0 in place of the repeats.
-
-    So the terms can be scattered to unique places, which is deterministic: adding to one place twice is not, on a GPU.
-    After the step of 2ⁿ, each of the sorted terms is the sum of the last 2ⁿ⁺¹ of its column.
-    """
-    columns, terms = lax.sort((columns, terms), dimension=1, num_keys=1, is_stable=True)
-    step, most = 1, columns.shape[1]
-    while step < most:
-        same = columns[:, step:] == columns[:, :-step]
-        earlier = jnp.where(same, terms[:, :-step], 0.0)
-        terms = terms + jnp.pad(earlier, ((0, 0), (step, 0)))
-        step *= 2
-    repeated = jnp.pad(columns[:, 1:] == columns[:, :-1], ((0, 0), (0, 1)))  # the last of its column has the sum
-    return jnp.where(repeated, -1, columns), jnp.where(repeated, 0.0, terms)
-
-
-def unique_places(columns: Int[Array, "T K"], first: Any, last: Any, size: int) -> tuple[Array, Array]:
-    """Where to scatter into [T, size], which holds the columns [first, last): those outside lie beyond ``size``.
-
-    No two places are equal if each column occurs once per token.
-    """
-    rows, k = (lax.broadcasted_iota(jnp.int32, columns.shape, dim) for dim in (0, 1))
-    return rows, jnp.where((columns >= first) & (columns < last), columns - first, size + k)
 
 
 def _add_candidates(
     d: Float[Array, "T n"], terms: Float[Array, "T K"], candidates: Int[Array, "T K"]
 ) -> Float[Array, "T n"]:
     """``candidates`` are columns of this tile, once each, or lie outside [0, n)."""
-    places = unique_places(candidates, 0, d.shape[1], d.shape[1])
+    places = _repeats.unique_places(candidates, 0, d.shape[1], d.shape[1])
     return d.at[places].add(terms, mode="drop", unique_indices=True)
 
 
 def dlogits(
-    z: Float[Array, "T n"],
-    dcap: Float[Array, "T n"] | None,
+    x: Float[Array, "T n"],
+    scale: Float[Array, "T"] | float,
     rows: RowCoefficients,
     targets: Int[Array, "T"],
     live: Bool[Array, "n"] | None,
+    options: Options,
     candidates: Int[Array, "T K"] | None = None,
 ) -> Float[Array, "T n"]:
-    """Eqs. 4 and 5 over a tile: the gradient in the raw products. ``candidates`` are as `add_repeats` leaves them."""
-    u = z - rows.shift[:, None]
-    slope = 0.0 if rows.slope is None else rows.slope[:, None] * u
-    d = jnp.exp(u) * (rows.constant[:, None] + slope)
-    columns = lax.broadcasted_iota(jnp.int32, z.shape, 1)
-    d = jnp.where(columns == targets[:, None], d + rows.target[:, None], d)
+    """Eqs. 4 and 5 over a tile of x: the gradient in the raw products.
+
+    ``candidates`` are as `_repeats.add_repeats` leaves them.
+    """
+    u = jnp.minimum(distance(x, rows.max[:, None], _along_rows(scale)), 0.0)
+    e = jnp.exp(u)
+    d = rows.constant[:, None] * e
+    if rows.slope is not None:
+        d = d + rows.slope[:, None] * (u * e)
+    columns = lax.broadcasted_iota(jnp.int32, x.shape, 1)
+    dcap = 1.0 if options.logit_softcap is None else cap_derivative(x)
+    d = jnp.where(columns == targets[:, None], rows.target[:, None], d * dcap)
     if rows.uniform is not None:
-        d = d + rows.uniform[:, None]
-    if dcap is not None:
-        d = d * dcap
+        d = d + rows.uniform[:, None] * dcap
     d = d if live is None else jnp.where(live[None, :], d, 0.0)
     return d if candidates is None or rows.candidates is None else _add_candidates(d, rows.candidates, candidates)

@@ -17,11 +17,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax import _checks, _compat, _dispatch, _math, _rows, _statistics, _xla_topk, mosaic, reference, xla
+from lce_jax import _checks, _compat, _dispatch, _math, _repeats, _rows, _statistics, _xla_topk, mosaic, reference, xla
 from lce_jax._by_platform import by_platform
 from lce_jax._largest import Largest
 from lce_jax._rows import Rows
-from lce_jax._statistics import along
+from lce_jax._statistics import Normalizer, along
 from lce_jax._types import Case, Operands, Primals, Results, RowCoefficients, ShardStatistics
 
 if TYPE_CHECKING:
@@ -81,12 +81,13 @@ def selected(spec: Spec, rows: Rows, stats: ShardStatistics, cache: Any) -> tupl
 
     The part is None if nothing is ever left out. ``stats`` are those of the whole vocabulary, in the call's row order.
     """
-    lse = stats.max + jnp.log(stats.sumexp)
     order = None if rows.where is None else _rows.compaction(rows.where)
     num_rows = rows.num_rows if order is None else order.num_rows
-    lse = lse if order is None else lse[order.source]
-    live = None if num_rows is None else jnp.arange(lse.shape[0], dtype=jnp.int32) < num_rows
-    cache, dropped = _dispatch.IMPLEMENTATIONS[spec.implementation].selected(spec.case, cache, lse, live)
+    of_rows = Normalizer(stats.max, jnp.log(stats.sumexp), row_scale(spec, rows))
+    if order is not None:
+        of_rows = jax.tree.map(lambda x: x[order.source] if jnp.ndim(x) else x, of_rows)
+    live = None if num_rows is None else jnp.arange(stats.max.shape[0], dtype=jnp.int32) < num_rows
+    cache, dropped = _dispatch.IMPLEMENTATIONS[spec.implementation].selected(spec.case, cache, of_rows, live)
     return cache, dropped if order is None or dropped is None else _rows.expand(order, dropped)
 
 
@@ -114,11 +115,8 @@ def gradients(
     if order is not None:
         coefficients = _rows.compact(order, coefficients)
     if operands.candidates is not None and coefficients.candidates is not None:
-        columns, terms = _math.add_repeats(operands.candidates, coefficients.candidates)
+        columns, terms = _repeats.add_repeats(operands.candidates, coefficients.candidates)
         operands, coefficients = operands._replace(candidates=columns), coefficients._replace(candidates=terms)
-    if operands.bias is not None and operands.num_rows is not None:  # e^u of the bias alone may overflow in dead rows
-        live = jnp.arange(coefficients.shift.shape[0], dtype=jnp.int32) < operands.num_rows
-        coefficients = coefficients._replace(shift=jnp.where(live, coefficients.shift, -_statistics.MASKED))
 
     def chosen(operands: Operands, rows: Any, cache: Any, dweight: Any) -> Primals:
         implementation = _dispatch.IMPLEMENTATIONS[spec.implementation]
@@ -157,6 +155,9 @@ def compiled_gradients(spec: Spec, overwrite_cache: bool, round_dhidden: bool, p
     return _compat.first_order_only(run)(as_operand(primals), *rest)
 
 
+# Below it a temperature counts as this one: float32 holds what its inverse multiplies, the kernels' padding included.
+SMALLEST_TEMPERATURE = 1e-20
+
 LARGEST = {xla.NAME: _xla_topk.largest, reference.NAME: reference.largest}  # the kernels refuse `linear_topk`
 
 
@@ -183,16 +184,14 @@ def _coefficients(
 ) -> RowCoefficients:
     """What eqs. 4 and 5 need of each token, in the call's row order."""
     options = spec.case.options
-    found = _math.row_coefficients(stats, cotangent, rows.live, scales.derivative, options, spec.vocab_size)
-    if found.candidates is not None and stats.candidates is not None and options.logit_softcap is not None:
-        derivative = _math.cap_derivative(stats.candidates, _math.row_scale(options, scales.logits))
-        found = found._replace(candidates=jnp.where(found.candidates == 0.0, 0.0, found.candidates * derivative))
+    factors = _math.row_scale(options, scales.logits), _math.row_factor(options, scales.derivative)
+    found = _math.row_coefficients(stats, cotangent, *factors, rows.live, options, spec.vocab_size)
     wrong = wrong_temperature(rows)
     if wrong is None:
         return found
     # e^u and all coefficients become 0 in these rows, so that dweight gets no NaN from them.
     found = jax.tree.map(lambda x: jnp.where(along(wrong, x), 0.0, x), found)
-    return found._replace(shift=jnp.where(wrong, -_statistics.MASKED, found.shift))
+    return found._replace(max=jnp.where(wrong, -_statistics.MASKED, found.max))
 
 
 def _run(spec: Spec, chosen: Callable[..., Any], elsewhere: Callable[..., Any], *operands: Any) -> Any:
@@ -279,4 +278,4 @@ def _inverse_temperature(rows: Rows, dtype: Any) -> Float[Array, "T"] | None:
     if rows.temperature is None:
         return None
     temperature = rows.temperature.astype(dtype)
-    return 1.0 / jnp.where(_checks.is_temperature(temperature), temperature, 1.0)
+    return 1.0 / jnp.where(_checks.is_temperature(temperature), jnp.maximum(temperature, SMALLEST_TEMPERATURE), 1.0)

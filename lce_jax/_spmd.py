@@ -30,12 +30,13 @@ def forward(spec: Spec, primals: Primals, rows: Rows, keep_cache: bool) -> tuple
         stats, cache = _shard.statistics(
             spec, flat_operands(spec, primals), rows, first_column(spec, primals.weight), keep_cache
         )
+    scale = _shard.row_scale(spec, rows)
     if spec.axis_name is not None:
         with jax.named_scope("lce_merge"):
-            stats = _collectives.merge_over_axis(stats, spec.case.options.statistics, spec.axis_name)
+            stats = _collectives.merge_over_axis(stats, scale, spec.case.options.statistics, spec.axis_name)
     cache, dropped = selected(spec, rows, stats, cache)
     cache = cache if keep_cache else None
-    out = _math.finish(stats, rows.labels >= 0, rows.where, spec.vocab_size, dropped)
+    out = _math.finish(stats, scale, rows.labels >= 0, rows.where, spec.vocab_size, dropped)
     return *jax.tree.map(lambda x: x.reshape(shape + x.shape[1:]), (out, stats)), cache
 
 

@@ -1,5 +1,6 @@
 """Statistics of each token over some columns (eq. 1): the empty ones, unions (eq. 2), and packing into one array.
 
+They are in the units of x (eq. 0) everywhere: over a tile, a shard, a mesh, and from the forward to the backward.
 `ShardStatistics` declares the fields; `Options.statistics` says which of them a call has, and how wide they are.
 Everything that holds, sends or counts statistics does so through this module.
 """
@@ -22,6 +23,14 @@ _NO_COLUMNS = {"max": MASKED, "sumexp": 0.0, "weighted": 0.0, "target": -jnp.inf
 NO_COLUMNS: Any = ShardStatistics(**_NO_COLUMNS, candidates=-jnp.inf)  # type: ignore[arg-type]
 
 PER_CANDIDATE = ("candidates",)  # the fields that are [T, K], also for K = 1; the others are [T]
+
+
+class Normalizer(NamedTuple):
+    """What makes probabilities of a token's statistics over some columns: p = s e^((m - max) scale - log_sumexp)."""
+
+    max: Float[Array, "T"]  # of the whole vocabulary, as in `ShardStatistics`
+    log_sumexp: Float[Array, "T"]
+    scale: Float[Array, "T"] | float  # the k of eq. 0
 
 
 def of_fields(fields: Mapping[str, Any]) -> ShardStatistics:
@@ -59,29 +68,13 @@ def unpack(packed: Float[Array, "*n F T"], widths: Mapping[str, int]) -> ShardSt
     return of_fields(fields)
 
 
-def to_logits(stats: ShardStatistics, scale: Float[Array, "T"] | float) -> ShardStatistics:
-    """Statistics of x as those of the logits z = k x (eq. 0); s, q and the target are those of z already."""
-    none = stats.sumexp == 0.0
-    return stats._replace(
-        max=jnp.where(none, MASKED, stats.max * scale),
-        min=None if stats.min is None else jnp.where(none, -MASKED, stats.min * scale),
-        total=None if stats.total is None else stats.total * scale,
-        candidates=None if stats.candidates is None else _scaled_candidates(stats.candidates, scale),
-    )
-
-
-def _scaled_candidates(x: Float[Array, "T K"], scale: Float[Array, "T"] | float) -> Float[Array, "T K"]:
-    z = x * (scale if isinstance(scale, float | int) else scale[:, None])
-    return jnp.where(x == -jnp.inf, -jnp.inf, z)  # a scale of 0 would make it NaN
-
-
-def merge(parts: ShardStatistics, scale: Float[Array, "T"] | float = 1.0) -> ShardStatistics:
+def merge(parts: ShardStatistics, scale: Float[Array, "T"] | float) -> ShardStatistics:
     """Eq. 2 over the leading axis: fields [N, T] (or [N, T, K]) in, [T] out, summed in the order of the axis.
 
-    ``scale`` is k for statistics of x, and 1 for those of logits, after `to_logits`.
+    ``scale`` is the k of eq. 0.
     """
     m = jnp.max(parts.max, axis=0)
-    shift = distance(parts.max, m[None], scale if isinstance(scale, float | int) else scale[None])
+    shift = distance(parts.max, m, scale)
     a = jnp.exp(shift)
     # The owner's maximum is found separately: with a third sum over the shifts, XLA's GPU fusion would keep two more
     # arrays of [N, T].
@@ -97,9 +90,9 @@ def merge(parts: ShardStatistics, scale: Float[Array, "T"] | float = 1.0) -> Sha
     )
 
 
-def distance(part: Array, m: Array, scale: Float[Array, "T"] | float) -> Array:
-    """The dᵢ of eq. 2: exactly 0 if the part holds the maximum, and finite if it has no columns, whatever the scale."""
-    return jnp.maximum((part - m) * scale, MASKED)
+def distance(x: Array, m: Array, scale: Array | float) -> Array:
+    """The u of eq. 1 and the dᵢ of eq. 2, (x - m) k: exactly 0 at the maximum, finite whatever is far below it."""
+    return jnp.maximum((x - m) * scale, MASKED)
 
 
 class Running(NamedTuple):
@@ -122,7 +115,7 @@ class Running(NamedTuple):
         old, new = _relative_to(m, self.stats, scale), _relative_to(m, part, scale)
         lost = _relative_to(m, self.stats._replace(sumexp=self.lost[0], weighted=self.lost[1]), scale)
         pairs = [_sums(x) for x in (old, new, lost)]
-        stats = merge(jax.tree.map(lambda a, b: jnp.stack([a, b]), old, new))  # both relative to m now
+        stats = merge(jax.tree.map(lambda a, b: jnp.stack([a, b]), old, new), 1.0)  # both relative to m now
         sumexp, weighted = jax.tree.map(lambda a, b, _: a + b, *pairs)
         return Running(
             stats._replace(sumexp=sumexp, weighted=weighted),

@@ -197,16 +197,20 @@ class ShardStatistics(NamedTuple):
     """Each token's statistics over some columns of the vocabulary: a tile, a shard, or all.
 
     Each field is ``[T]``, and ``candidates`` ``[T, K]`` (``[N, T]`` and ``[N, T, K]`` of N shards), in float32 (float64
-    for a float64 weight), or None. `lce_jax.local` computes, packs and merges them.
+    for a float64 weight), or None. `lce_jax.local` computes, packs, merges and finishes them.
+
+    They are in the units of x. A logit is z = k·x: x is the product with the bias, of the sign of ``logit_scale``, and
+    k = |logit_scale| / temperature; with a softcap c, x is the tanh and k = c / temperature. Statistics never hold k
+    times a maximum, because its rounding would be an error of every logit.
 
     Attributes:
-        max: m, the largest logit; -1e30 without any column.
-        sumexp: s = Σ exp(z - m).
-        weighted: q = Σ (z - m)·exp(z - m); the entropy is ln s - q/s. None without entropy.
-        target: z - m of the label if these columns hold it, else -inf.
-        min: the smallest logit; +1e30 without any column. None without ``stats=True``.
-        total: Σ z. None unless a loss smooths its labels.
-        candidates: z of each candidate that these columns hold, else -inf. None without ``candidates``.
+        max: m, the largest x; -1e30 without any column.
+        sumexp: s = Σ exp(u), with u = (x - m)·k.
+        weighted: q = Σ u·exp(u); the entropy is ln s - q/s. None without entropy.
+        target: u of the label if these columns hold it, else -inf.
+        min: the smallest x; 1e30 without any column. None without ``stats=True``.
+        total: Σ x. None unless a loss smooths its labels.
+        candidates: x of each candidate that these columns hold, else -inf. None without ``candidates``.
     """
 
     max: Float[Array, "T"]
@@ -227,12 +231,12 @@ class Primals[A](NamedTuple):
 
 
 class RowCoefficients(NamedTuple):
-    """dlogits = onehot·target + uniform + e^u·(constant + slope·u), with u = z - shift (eq. 4), per token.
+    """dlogits = uniform + e^u·(constant + slope·u), with u = (x - max)·k (eq. 4), per token.
 
-    And at each candidate one number more, the cap's derivative included.
+    At the label it is uniform + target. And at each candidate one number more. Both have the cap's derivative in them.
     """
 
-    shift: Float[Array, "T"]  # the largest logit of the whole vocabulary
+    max: Float[Array, "T"]  # the largest x of the whole vocabulary
     target: Float[Array, "T"]
     constant: Float[Array, "T"]
     slope: Float[Array, "T"] | None  # None without entropy

@@ -1,8 +1,8 @@
 """One shard's statistics and gradients, without collectives, for callers who reduce over their own process group.
 
     stats, cache = local.statistics(hidden, weight, labels, vocab_start=start)
-    merged = local.merge(<the fields of all shards, stacked to [N, T]>)
-    out = local.finish(merged, labels, vocab_size=V)
+    merged = local.merge(<the fields of all shards, stacked to [N, T]>, temperature=...)
+    out = local.finish(merged, labels, vocab_size=V, temperature=...)
     dhidden, dweight = local.gradients(hidden, weight, labels, merged, cotangent, vocab_start=start, cache=cache)
 
 ``dhidden`` is this shard's part, to be summed over the shards; ``dweight`` is whole. All are plain functions of
@@ -17,14 +17,26 @@ from typing import TYPE_CHECKING, Any, Unpack
 import jax
 import jax.numpy as jnp
 
-from lce_jax import _bind, _checks, _math, _options, _rows, _shard, _statistics, scalars
+from lce_jax import _bind, _checks, _options, _shard, _statistics, scalars
 from lce_jax._dropped_mass import dropped_mass
+from lce_jax._finish import finish, mean_logit, merge
 from lce_jax._types import LogprobOptions, LogprobOutput, Options, Results, ShardStatistics
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
 
-__all__ = ["ShardStatistics", "dropped_mass", "fields", "finish", "gradients", "merge", "pack", "statistics", "unpack"]
+__all__ = [
+    "ShardStatistics",
+    "dropped_mass",
+    "fields",
+    "finish",
+    "gradients",
+    "mean_logit",
+    "merge",
+    "pack",
+    "statistics",
+    "unpack",
+]
 
 
 def statistics(
@@ -39,7 +51,7 @@ def statistics(
     total: bool = False,
     **options: Unpack[LogprobOptions],
 ) -> tuple[ShardStatistics, Any]:
-    """Each token's maximum, sums and label's logit over the columns of one shard.
+    """Each token's maximum, sums and label's logit over the columns of one shard, before temperature and scale.
 
     Args:
         hidden: ``[T, H]``, the same on every shard.
@@ -52,14 +64,15 @@ def statistics(
             padding after them may hold anything: its statistics are undefined, its dhidden is zero. None: all.
         keep_cache: whether a backward will follow, so that the forward may keep ``cache_bytes`` of cache for it, or
             what a ``gradient_threshold`` needs.
-        total: True adds ``total``, Σ z: merged over the shards and divided by the vocabulary's size, the mean logit.
+        total: True adds ``total``, the sum of which `mean_logit` makes the mean logit.
         **options: ``temperature``, ``logit_softcap``, ``logit_scale``, ``entropy``, ``stats``, ``vocab_size``,
             ``weight_layout``, ``cache_bytes``, ``precision``, ``implementation``, ``bias``, ``candidates`` and
             ``gradient_threshold``, as in `lce_jax.linear_logprobs`; ``vocab_size`` is that of the whole vocabulary.
 
     Returns:
         `ShardStatistics` of ``[T]`` arrays, and the cache for `gradients` (a pytree, None if nothing is kept). Sums and
-        target are relative to the maximum; the target is -inf unless this shard owns the label.
+        target are relative to the maximum, which is that of x = logit / k (see `ShardStatistics`); the target is -inf
+        unless this shard owns the label.
 
     Raises:
         UnsupportedError: an implementation asked for by name cannot serve the call; the message says why.
@@ -82,27 +95,6 @@ def statistics(
     return _shard.compiled_statistics(spec, primals, rows, jnp.asarray(vocab_start, jnp.int32), keep_cache)
 
 
-def merge(parts: ShardStatistics) -> ShardStatistics:
-    """The statistics of all shards together: ``m = max mᵢ``, ``s = Σ sᵢ·exp(mᵢ - m)``, and so on for each field.
-
-    Args:
-        parts: statistics of N shards, fields ``[N, T]``. A shard without a true column counts for nothing.
-
-    Returns:
-        Statistics with fields ``[T]`` (``[T, K]`` for candidates). They are added in the order of N, so all who merge
-        the same parts get the same bits.
-
-    Example:
-        >>> import jax, jax.numpy as jnp
-        >>> from lce_jax import local
-        >>> stats, _ = local.statistics(jnp.ones((2, 4)), jnp.zeros((100, 4)), jnp.array([7, 8]))
-        >>> twice = jax.tree.map(lambda x: jnp.stack([x, x]), stats)
-        >>> float(local.merge(twice).sumexp[0])
-        200.0
-    """
-    return _statistics.merge(parts)
-
-
 def fields(
     *, entropy: bool = True, stats: bool = False, total: bool = False, num_candidates: int = 0
 ) -> dict[str, int]:
@@ -111,7 +103,7 @@ def fields(
     Args:
         entropy: the option of `statistics`, which adds ``weighted``.
         stats: the option of `statistics`, which adds ``min``.
-        total: True adds ``total``, Σ z: merged over the shards and divided by the vocabulary's size, the mean logit.
+        total: True adds ``total``, the sum of which `mean_logit` makes the mean logit.
         num_candidates: K of the option ``candidates``.
 
     Returns:
@@ -171,35 +163,6 @@ def unpack(packed: Float[Array, "*n F T"], fields: Mapping[str, int]) -> ShardSt
     return _statistics.unpack(packed, fields)
 
 
-def finish(
-    stats: ShardStatistics, labels: Int[Array, "T"], *, vocab_size: int, where: Bool[Array, "T"] | None = None
-) -> LogprobOutput:
-    """The results from the statistics of the whole vocabulary: ``lse = m + ln s``, ``entropy = ln s - q/s``.
-
-    Args:
-        stats: merged statistics, fields ``[T]``.
-        labels: ``[T]`` global vocabulary ids, the same on every shard. Outside ``[0, vocab_size)`` the logprob is 0.
-        vocab_size: the true size of the whole vocabulary.
-        where: ``[T]`` bool, the rows that count. The others are 0 in what `finish` and `gradients` return, whatever
-            they hold. None: all.
-
-    Returns:
-        A `LogprobOutput` of ``[T]`` arrays; fields whose statistics are None are None too.
-
-    Raises:
-        ValueError, TypeError: labels or ``where`` of a wrong shape or dtype.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from lce_jax import local
-        >>> stats, _ = local.statistics(jnp.ones((1, 4)), jnp.zeros((100, 4)), jnp.array([7]))
-        >>> round(float(local.finish(stats, jnp.array([7]), vocab_size=100).entropy[0]), 3)
-        4.605
-    """
-    rows = _rows.of_call(labels, where, 1.0, vocab_size, stats.max.dtype)
-    return _math.finish(stats, rows.labels >= 0, rows.where, vocab_size).public
-
-
 def gradients(
     hidden: Float[Array, "T H"],
     weight: Float[Array, "V H"],
@@ -234,7 +197,8 @@ def gradients(
         num_rows: how many rows count, from the first on; may be traced. Cheaper than ``where``, which moves rows. The
             padding after them may hold anything: its statistics are undefined, its dhidden is zero. None: all.
         cache: what `statistics` returned with its statistics.
-        dtotal: the derivative of the objective in ``merged.total``. None stands for zeros.
+        dtotal: the derivative of the objective in the sum of the logits, k times ``merged.total``. None stands for
+            zeros.
         dweight: a sum in the weight's shape and the dtype of ``dhidden``, to which this call's is added before it is
             returned; donate it to ``jit``. None: this call's alone.
         overwrite_cache: True says that nothing else reads the cache, so that its memory may hold what is computed from

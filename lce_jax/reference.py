@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax import _math, _statistics, _xla_topk
+from lce_jax import _math, _xla_topk
 from lce_jax._largest import Largest
 from lce_jax._plans import ALONE, Plan, Surroundings, candidate_notes
+from lce_jax._statistics import Normalizer
 from lce_jax._types import Case, Operands, Primals, RowCoefficients, ShardStatistics
 
 if TYPE_CHECKING:
@@ -60,13 +61,13 @@ def statistics(operands: Operands, case: Case, keep_cache: bool = False) -> tupl
     del keep_cache
     x = _math.unscaled_logits(_raw(operands, case), case.options, operands.raw_scale)
     scale = _math.row_scale(case.options, operands.inverse_temperature)
-    stats = _math.tile_statistics(x, scale, operands.targets, _live(operands, case), case.options, operands.candidates)
-    return _statistics.to_logits(stats, scale), None
+    live = _live(operands, case)
+    return _math.tile_statistics(x, scale, operands.targets, live, case.options, operands.candidates), None
 
 
-def selected(case: Case, cache: None, lse: Array, live: Array | None) -> tuple[None, None]:
+def selected(case: Case, cache: None, of_rows: Normalizer, live: Array | None) -> tuple[None, None]:
     """No tile is left out, whatever the threshold."""
-    del case, lse, live
+    del case, of_rows, live
     return cache, None
 
 
@@ -88,11 +89,12 @@ def gradients(
     # The barrier puts all this after the forward's results, so that XLA keeps nothing that both passes compute.
     hidden, weight, rows = lax.optimization_barrier((operands.hidden, operands.weight, rows))
     operands = operands._replace(hidden=hidden, weight=weight)
-    scales = (operands.inverse_temperature, operands.raw_scale)
-    z, dcap = _math.transform_logits(_raw(operands, case), case.options, *scales)
-    d = _math.dlogits(z, dcap, rows, operands.targets, _live(operands, case), operands.candidates)
+    x = _math.unscaled_logits(_raw(operands, case), case.options, operands.raw_scale)
+    scale = _math.row_scale(case.options, operands.inverse_temperature)
+    live = _live(operands, case)
+    d = _math.dlogits(x, scale, rows, operands.targets, live, case.options, operands.candidates)
     hidden, weight = (x.astype(case.stat_dtype) for x in (operands.hidden, operands.weight))
-    weight = _math.without_padding(weight, _live(operands, case), case.options)
+    weight = _math.without_padding(weight, live, case.options)
     vocab_by_hidden = weight if case.options.vocab_dim == 0 else weight.T
     product = jnp.matmul(d.T, hidden, precision="highest")
     product = product if case.options.vocab_dim == 0 else product.T

@@ -17,7 +17,7 @@ from jax import lax
 
 from lce_jax import _compat, _math, _statistics, _xla_plan, _xla_tiles, _xla_topk
 from lce_jax._plans import ALONE, Plan, Surroundings
-from lce_jax._statistics import along
+from lce_jax._statistics import Normalizer, along
 from lce_jax._types import Case, Operands, Options, Primals, RowCoefficients, ShardStatistics
 
 if TYPE_CHECKING:
@@ -89,12 +89,12 @@ def _token_tile_statistics(operands: Operands, case: Case, tokens: _Tokens) -> S
 
     empty = _statistics.empty(tokens.hidden.shape[0], case.stat_dtype, options)
     running = _compat.vary_like(_statistics.Running.start(empty), (tokens.hidden, operands))
-    return _statistics.to_logits(_walk_vocabulary(case, operands, vocab_tile, running).finish(), scale)
+    return _walk_vocabulary(case, operands, vocab_tile, running).finish()
 
 
-def selected(case: Case, cache: None, lse: Array, live: Array | None) -> tuple[None, None]:
+def selected(case: Case, cache: None, of_rows: Normalizer, live: Array | None) -> tuple[None, None]:
     """No tile is left out, whatever the threshold."""
-    del case, lse, live
+    del case, of_rows, live
     return cache, None
 
 
@@ -172,11 +172,11 @@ def _columns_gradients(
 def _tile_gradients(case: Case, tokens: _Tokens, columns: _Columns, dweight_dtype: jnp.dtype) -> Primals:
     """Eq. 5 of one tile: recomputed logits, their gradient, and its products."""
     options = case.options
-    raw = _raw(tokens, columns, case)
-    z, dcap = _math.transform_logits(raw, options, tokens.inverse_temperature, tokens.raw_scale)
+    x = _math.unscaled_logits(_raw(tokens, columns, case), options, tokens.raw_scale)
+    scale = _math.row_scale(options, tokens.inverse_temperature)
     weight = _math.without_padding(columns.weight, columns.live, options)
     ids = _relative(tokens, columns.start)
-    d = _math.dlogits(z, dcap, tokens.rows, ids.targets, columns.live, ids.candidates)
+    d = _math.dlogits(x, scale, tokens.rows, ids.targets, columns.live, options, ids.candidates)
     dbias = None if columns.bias is None else jnp.sum(d, axis=0)
     d, weight, hidden = (x.astype(_xla_tiles.gradient_dtype(case)) for x in (d, weight, tokens.hidden))
     dhidden = _xla_tiles.dot(d, weight, 1, options.vocab_dim, options.precision, case.stat_dtype)
@@ -221,9 +221,6 @@ def _walk_vocabulary[C](case: Case, operands: Operands, body: Callable[[Any, int
 
 
 def _drop_leading(rows: RowCoefficients, first: Array) -> RowCoefficients:
-    """Zero coefficients before row ``first``, so that rows of two tiles count once.
-
-    The shift stays, because without it the exponentials that they multiply would overflow.
-    """
-    keep = jnp.arange(rows.shift.shape[0], dtype=jnp.int32) >= first
-    return jax.tree.map(lambda x: jnp.where(along(keep, x), x, 0.0), rows)._replace(shift=rows.shift)
+    """Zero coefficients before row ``first``, so that rows of two tiles count once."""
+    keep = jnp.arange(rows.max.shape[0], dtype=jnp.int32) >= first
+    return jax.tree.map(lambda x: jnp.where(along(keep, x), x, 0.0), rows)

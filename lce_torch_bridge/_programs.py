@@ -184,13 +184,15 @@ def results_of(
 ) -> tuple[dict[str, Any], Any]:
     """``fields`` by name, and S."""
     num_rows, labels, temperature, candidates = tokens
-    merged = local.merge(local.unpack(gathered, spec.statistics))
-    out = local.finish(merged, labels, vocab_size=spec.call.vocab_size, where=_where(num_rows, labels.shape[0]))
+    factors, size = _factors(spec, tokens), {"vocab_size": spec.call.vocab_size}
+    merged = local.merge(local.unpack(gathered, spec.statistics), **factors)
+    out = local.finish(merged, labels, where=_where(num_rows, labels.shape[0]), **size, **factors)
     if megatron:
         # Its predicted logit is left at 0 once the maximum has been subtracted: -ln Σ e^(z - max), which is max - lse.
         outside = (labels < 0) | (labels >= spec.call.vocab_size)
         out = out._replace(logprobs=jnp.where(outside, -jnp.log(merged.sumexp), out.logprobs))
-    found = out._asdict() | {"mean_logit": None if merged.total is None else merged.total / spec.call.vocab_size}
+    mean = None if merged.total is None else local.mean_logit(merged, **size, **factors)
+    found = out._asdict() | {"mean_logit": mean}
     forward_only: dict[str, Any] = dict.fromkeys(spec.statistics.keys() - spec.merged.keys())
     kept = local.pack(merged._replace(**forward_only))
     saved = _as_rows(*(x for x in (labels, temperature, candidates) if x is not None), kept.T)
@@ -265,9 +267,19 @@ def _options(spec: Spec, bias: Any, tokens: Tokens) -> dict[str, Any]:
         "vocab_size": spec.call.vocab_size if spec.padded else None,
         "num_rows": tokens.num_rows,
         "bias": bias,
-        "temperature": 1.0 if tokens.temperature is None else tokens.temperature,
         "candidates": tokens.candidates,
         "precision": spec.precision,
+        **_factors(spec, tokens),
+    }
+
+
+def _factors(spec: Spec, tokens: Tokens) -> dict[str, Any]:
+    """What the logits are multiplied by and capped at."""
+    temperature = 1.0 if tokens.temperature is None else tokens.temperature
+    return {
+        "temperature": temperature,
+        "logit_softcap": spec.call.logit_softcap,
+        "logit_scale": spec.call.logit_scale,
     }
 
 

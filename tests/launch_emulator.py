@@ -188,12 +188,11 @@ def _dlogits(memory: list[np.ndarray], output: np.ndarray, adds: bool) -> None:
     hidden, weight = _matrix(memory[0]), _matrix(memory[1])
     targets, scale, span = memory[2].view(np.int32), memory[3].view(np.float32), memory[7].view(np.int32)
     rows, columns, first, tiles = map(int, span[:4])
-    shift, target, constant, slope = memory[6].view(np.float32).reshape(4, -1)[:, :rows, None]
+    highest, target, constant, slope = memory[6].view(np.float32).reshape(4, -1)[:, :rows, None]
     width = min(first + tiles * TILE, columns) - first
-    z = hidden[:rows] @ weight[first : first + width].T
-    u = z * scale[:rows, None] - shift
-    d = np.exp2(u) * (constant + slope * u)
-    d = d + np.where(np.arange(first, first + width) == targets[:rows, None], target, 0)
+    u = (hidden[:rows] @ weight[first : first + width].T - highest) * scale[:rows, None]
+    e = np.exp2(u)
+    d = np.where(np.arange(first, first + width) == targets[:rows, None], target, constant * e + slope * (u * e))
     output[:rows, : tiles * TILE] = 0
     output[:rows, :width] = d
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from lce_jax import LogprobOutput, _math, launch, local
+from lce_jax import LogprobOutput, _repeats, launch, local
 from lce_jax.launch import _graph, _reads, _source
 from lce_jax.mosaic import _generations, sm90
 from lce_jax.mosaic._chunks import Budget
@@ -95,7 +95,7 @@ GLUE: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
         ),
         (normal(4, 5), jnp.array([[3], [9], [-1], [0]]), jnp.array([[3, 9], [0, 4], [8, 1], [2, 3]])),
     ),
-    "sorted rows": (_math.add_repeats, (jax.random.randint(jax.random.key(1), (3, 40), -1, 30), normal(3, 40))),
+    "sorted rows": (_repeats.add_repeats, (jax.random.randint(jax.random.key(1), (3, 40), -1, 30), normal(3, 40))),
     "a loop": (running_sum, (normal(5, 7),)),
     "indices": (shifted, (normal(4, 5), jnp.array([3, -2]))),
     "results that are operands": (lambda x: (x, x, x.reshape(5, 4), x[0] * 2), (normal(4, 5),)),
@@ -152,12 +152,13 @@ def whole_call(implementation: str, vocab_size: int, *x: Any) -> Any:
     options["vocab_size"] = None if vocab_size == V else vocab_size
     where, mean = jnp.arange(T) < count, vocab_size < V  # of the logits, as for label smoothing
     stats, _ = local.statistics(hidden, weight, labels, total=mean, **options)
-    merged = local.merge(jax.tree.map(lambda field: field[None], stats))
-    out = local.finish(merged, labels, vocab_size=vocab_size, where=where)
+    merged = local.merge(jax.tree.map(lambda field: field[None], stats), temperature=temperature)
+    out = local.finish(merged, labels, vocab_size=vocab_size, where=where, temperature=temperature)
     seed = LogprobOutput(seeds[0], seeds[1], None)  # type: ignore[arg-type]
     dtotal = seeds[1] / vocab_size if mean else None
     dhidden, dweight = local.gradients(hidden, weight, labels, merged, seed, dtotal=dtotal, **options)
-    total = jnp.where(where, merged.total, 0) if mean else out.lse
+    known = {"vocab_size": vocab_size, "temperature": temperature}
+    total = jnp.where(where, local.mean_logit(merged, **known), 0) if mean else out.lse
     return out.logprobs, out.entropy, out.lse, total, dhidden.astype(hidden.dtype), dweight
 
 

@@ -28,15 +28,16 @@ def test_four_shards(test: cases.TestCase, implementation: str) -> None:
     width = test.V // 4
     shards = [(i * width, weight.take(jnp.arange(i * width, (i + 1) * width), axis=vocab_dim)) for i in range(4)]
     common = {**options, "implementation": implementation, "precision": "highest"}
+    factors = {name: options[name] for name in ("temperature", "logit_softcap", "logit_scale") if name in options}
 
     @jax.jit
     def statistics(shard, start):
         return local.statistics(hidden, shard, labels, vocab_start=start, keep_cache=True, **common)
 
     results = [statistics(shard, jnp.int32(start)) for start, shard in shards]
-    merged = local.merge(jax.tree.map(lambda *x: jnp.stack(x), *(stats for stats, _ in results)))
+    merged = local.merge(jax.tree.map(lambda *x: jnp.stack(x), *(stats for stats, _ in results)), **factors)
     vocab_size = options.get("vocab_size", test.V)
-    out = local.finish(merged, labels, vocab_size=vocab_size, where=options.get("where"))
+    out = local.finish(merged, labels, vocab_size=vocab_size, where=options.get("where"), **factors)
     want = oracle.logprobs(hidden, weight, labels, **options)
     for name, true in want._asdict().items():
         got = getattr(out, name)
@@ -82,9 +83,10 @@ def test_the_mean_logit_of_two_shards(implementation: str, padded: bool) -> None
     shards = [(0, weight[:52]), (52, weight[52:])]
     parts = [local.statistics(hidden, w, labels, vocab_start=start, total=True, **common)[0] for start, w in shards]
     packed = jnp.stack([local.pack(part) for part in parts])
-    merged = local.merge(local.unpack(packed, local.fields(total=True)))
+    merged = local.merge(local.unpack(packed, local.fields(total=True)), logit_scale=1.3)
     raw = 1.3 * np.asarray(hidden, np.float64) @ np.asarray(weight, np.float64)[:size].T
-    assert oracle.value_error(merged.total / size, raw.mean(1)) < 2e-6
+    mean = local.mean_logit(merged, vocab_size=size, logit_scale=1.3)
+    assert oracle.value_error(mean, raw.mean(1)) < 2e-6
     nothing = LogprobOutput(None, None, None)
     grads = [
         local.gradients(hidden, w, labels, merged, nothing, vocab_start=start, dtotal=seed / size, **common)
@@ -97,18 +99,21 @@ def test_the_mean_logit_of_two_shards(implementation: str, padded: bool) -> None
     assert oracle.relative_norm(jnp.concatenate([grads[0][1], grads[1][1]]), dweight) < 1e-6
     with pytest.raises(TypeError, match="total must be True or False, got 1"):
         local.statistics(hidden, weight, labels, total=1)
+    with pytest.raises(ValueError, match="stats without total: give total=True"):
+        local.mean_logit(merged._replace(total=None), vocab_size=size)
 
 
 @pairs_of(1, num_rows=[0, 1, 300, 777], implementation=["xla", "reference"])
 def test_a_number_of_rows_is_where_without_moving_them(num_rows: int, implementation: str) -> None:
     hidden, weight, labels, _, seeds = cases.draw(cases.case("rows", leading=(777,)))
-    common = {"implementation": implementation, "temperature": jnp.linspace(0.5, 2.0, 777)}
+    temperature = jnp.linspace(0.5, 2.0, 777)
+    common = {"implementation": implementation, "temperature": temperature}
     where = jnp.arange(777) < num_rows
 
     @jax.jit
     def step(hidden, **rows):
         stats, cache = local.statistics(hidden, weight, labels, keep_cache=True, **rows, **common)
-        out = local.finish(stats, labels, vocab_size=104, where=where)
+        out = local.finish(stats, labels, vocab_size=104, where=where, temperature=temperature)
         return out, local.gradients(hidden, weight, labels, stats, LogprobOutput(*seeds), cache=cache, **rows, **common)
 
     loud = jnp.where(where[:, None], hidden, jnp.nan)

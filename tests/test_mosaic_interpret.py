@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lce_jax import _math, mosaic, reference
-from lce_jax._types import Case, LogprobOutput, Operands, Options, Results
+from lce_jax import _math, _repeats, mosaic, reference
+from lce_jax._types import Case, LogprobOutput, Operands, Options, Results, RowCoefficients
 from lce_jax.mosaic import _generations, sm90
 from lce_jax.mosaic._cache import Cache
 from lce_jax.mosaic._pallas import interpreting, plgpu
@@ -202,11 +202,17 @@ def expected(test: Call, case: Case, operands: Operands, cotangent: Results) -> 
     want = whole = reference.statistics(operands, case)[0]
     if test.num_columns == 0:  # this shard owns no column; another one owns them all
         whole = want._replace(max=jnp.zeros_like(want.max), sumexp=jnp.ones_like(want.sumexp))
-    rows = _math.row_coefficients(whole, cotangent, None, operands.inverse_temperature, test.options, test.V)
+    rows = coefficients(test, whole, cotangent, operands)
     if test.options.num_candidates:
-        columns, terms = _math.add_repeats(operands.candidates, rows.candidates)
+        columns, terms = _repeats.add_repeats(operands.candidates, rows.candidates)
         operands, rows = operands._replace(candidates=columns), rows._replace(candidates=terms)
     return want, operands.candidates, rows, reference.gradients(operands, case, rows)[:2]
+
+
+def coefficients(test: Call, stats: Any, cotangent: Results, operands: Operands, where: Any = None) -> RowCoefficients:
+    """What `_shard` makes of the statistics of the whole vocabulary."""
+    scale, factor = (of(test.options, operands.inverse_temperature) for of in (_math.row_scale, _math.row_factor))
+    return _math.row_coefficients(stats, cotangent, scale, factor, where, test.options, test.V)
 
 
 def traced(function: Any, operands: Operands, *rest: Any) -> Any:

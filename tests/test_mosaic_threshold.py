@@ -15,13 +15,14 @@ import numpy as np
 import pytest
 
 from lce_jax import _math, mosaic
+from lce_jax._statistics import Normalizer
 from lce_jax._types import Operands, RowCoefficients
 from lce_jax.mosaic import _generations, sm90
 from lce_jax.mosaic._pallas import interpreting, plgpu
 from lce_jax.mosaic._worklist import Batch, Batches, Worklist
 from lce_jax.mosaic.sm90._tuning import BY_KERNEL, SHORT, Tunings
 from tests.mosaic_interpreter import add_stores, races_found
-from tests.test_mosaic_interpret import Call, call, case_of, draw, traced
+from tests.test_mosaic_interpret import Call, call, case_of, coefficients, draw, traced
 
 ROWS, COLUMNS = 128, 256
 THRESHOLD = 0.03
@@ -107,12 +108,12 @@ class Oracle:
         def of(x: Any) -> Any:
             return 0.0 if x is None else np.asarray(x, np.float64)[:, None]
 
-        u = self.z - of(rows.shift)
-        d = np.exp(u) * (of(rows.constant) + of(rows.slope) * u)
+        u = self.z - self.z.max(1, keepdims=True)
+        d = np.exp(u) * (of(rows.constant) + of(rows.slope) * u) * self.dcap
         targets = np.asarray(self.operands.targets)
         owned = np.flatnonzero((targets >= 0) & (np.arange(self.test.T) < self.rows))
-        d[owned, targets[owned]] += of(rows.target)[owned, 0]
-        d = (d * self.kept(live) + of(rows.uniform)) * self.dcap
+        d[owned, targets[owned]] = of(rows.target)[owned, 0]
+        d = d * self.kept(live) + of(rows.uniform) * self.dcap
         d[self.rows :] = 0
         dweight = np.zeros_like(self.weight)
         dweight[: self.true] = d.T @ self.hidden
@@ -165,7 +166,9 @@ def check_live_tiles(test: Call, case: Any) -> None:
 
     def forward(operands: Operands) -> Any:
         stats, tiles = mosaic.statistics(operands, case, True)
-        return stats, *mosaic.selected(case, tiles, stats.max + jnp.log(stats.sumexp), rows_that_count)
+        scale = _math.row_scale(case.options, operands.inverse_temperature)
+        of_rows = Normalizer(stats.max, jnp.log(stats.sumexp), scale)
+        return stats, *mosaic.selected(case, tiles, of_rows, rows_that_count)
 
     stats, found, dropped = traced(forward, operands)
     np.testing.assert_array_equal(found, live)
@@ -173,9 +176,7 @@ def check_live_tiles(test: Call, case: Any) -> None:
         want = np.where(oracle.kept(live), 0, oracle.p).sum(1)[: oracle.rows]
         assert want.max() > 0
         np.testing.assert_allclose(dropped[: oracle.rows], want, rtol=1e-3, atol=1e-7)
-    rows = _math.row_coefficients(
-        stats, cotangent, rows_that_count, operands.inverse_temperature, test.options, oracle.true
-    )
+    rows = coefficients(test, stats, cotangent, operands, rows_that_count)
     check_gradients(test, case, operands, rows, found, oracle.gradients(rows, live))
     if "nothing live" in test.name:
         least = oracle.computed_anyway()

@@ -15,6 +15,7 @@ from __future__ import annotations
 from typing import Any
 
 from lce_jax._plans import ALONE, Plan, Surroundings
+from lce_jax._statistics import Normalizer
 from lce_jax._types import Case, Operands, Primals, RowCoefficients, ShardStatistics, UnsupportedError
 from lce_jax.mosaic import _backward, _forward, _generations, _live, _live_backward, _plan
 from lce_jax.mosaic._kernel_set import KernelSet
@@ -39,11 +40,11 @@ def statistics(operands: Operands, case: Case, keep_cache: bool = False) -> tupl
     return _forward.statistics(operands, case, _kernels(case), keep_cache)
 
 
-def selected(case: Case, cache: Any, lse: Any, live: Any) -> tuple[Any, Any]:
+def selected(case: Case, cache: Any, of_rows: Normalizer, live: Any) -> tuple[Any, Any]:
     """The live tiles, and the dropped mass."""
     if cache is None:
         return None, None
-    return _live.select(case, cache, _kernels(case).tiling.row_block, lse, live)
+    return _live.select(case, cache, _kernels(case).tiling.row_block, of_rows, live)
 
 
 def gradients(

@@ -19,8 +19,8 @@ FP16_SHIFT = 15.0  # fp16 exponentials are kept times 2^15: in (0, 1] they would
 class Cache(NamedTuple):
     """What the backward needs of the first vocabulary tiles to spare their recomputation."""
 
-    exponentials: Float[Array, "T columns"]  # exp2(z - max), z in base 2, in the weight's dtype; whole tiles
-    max: Float[Array, "tiles Tp"]  # each tile's largest z, in base 2
+    exponentials: Float[Array, "T columns"]  # e^((x - max) k), in the weight's dtype; whole tiles
+    max: Float[Array, "tiles Tp"]  # each tile's largest x
 
 
 def empty(case: Case, shape: Geometry, num_tiles: int) -> Cache:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from lce_jax import _chosen, _math
+from lce_jax import _chosen, _repeats
 from lce_jax._types import RowCoefficients
 from lce_jax.mosaic._call import Call
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 @jax.named_scope("candidates")
-def logits(call: Call) -> Float[Array, "T K"] | None:
-    """The logits of the candidates that this shard owns, -inf at the others."""
-    return None if call.operands.candidates is None else _chosen.candidate_logits(call.operands, call.case)
+def unscaled(call: Call) -> Float[Array, "T K"] | None:
+    """The x of the candidates that this shard owns, -inf at the others."""
+    return None if call.operands.candidates is None else _chosen.unscaled_candidates(call.operands, call.case)
 
 
 @jax.named_scope("candidates")
@@ -38,7 +38,7 @@ def add_terms(
     if candidates is None or rows.candidates is None:
         return dlogits
     stop = jnp.minimum(stop, call.shape.columns)  # those after it go through `_remainder`
-    places = _math.unique_places(candidates, column, stop, dlogits.shape[1])
+    places = _repeats.unique_places(candidates, column, stop, dlogits.shape[1])
     before = dlogits.at[places].get(mode="fill", fill_value=0).astype(jnp.float32)
     after = (before + rows.candidates).astype(dlogits.dtype)
     return dlogits.at[places].set(after, mode="drop", unique_indices=True)

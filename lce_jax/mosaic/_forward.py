@@ -47,10 +47,10 @@ def statistics(
         parts.append(jax.tree.map(lambda x: x[None], _remainder.tail_statistics(call, scale)))
     with jax.named_scope("merge_tiles"):
         stats = _statistics.merge(jax.tree.map(lambda *fields: jnp.concatenate(fields), *parts), scale)
-        stats = _statistics.to_logits(stats, scale)
+        stats = _partial_statistics.without_floor(stats)
     total = _mean.total(operands, case) if case.options.mean_logit else None
-    kept = cache if tiles is None else _live.tile_statistics(call, tiles, scale)
-    return stats._replace(total=total, candidates=_candidates.logits(call)), kept
+    kept = cache if tiles is None else _live.tile_statistics(call, tiles)
+    return stats._replace(total=total, candidates=_candidates.unscaled(call)), kept
 
 
 def _keeps_tiles(case: Case, keep_cache: bool) -> bool:

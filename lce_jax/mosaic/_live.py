@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import jax.numpy as jnp
 
 from lce_jax import _statistics
+from lce_jax._statistics import Normalizer
 from lce_jax._types import Case, ShardStatistics
 from lce_jax.mosaic._call import Call
 
@@ -25,15 +26,15 @@ ALWAYS = -_statistics.MASKED  # stands for the maximum of a tile that is live wh
 class TileStatistics(NamedTuple):
     """What the forward keeps of each vocabulary tile."""
 
-    max: Float[Array, "tiles T"]  # of the logits; `ALWAYS` where the tile holds the token's label
+    max: Float[Array, "tiles T"]  # the largest x; `ALWAYS` where the tile holds the token's label
     sumexp: Float[Array, "tiles T"] | None  # None where no ``dropped_mass`` is asked for
 
 
-def tile_statistics(call: Call, parts: ShardStatistics, scale: Float[Array, "T"] | float) -> TileStatistics:
+def tile_statistics(call: Call, parts: ShardStatistics) -> TileStatistics:
     """Of unmerged statistics of the shard's first vocabulary tiles; the tiles after them are padding."""
     shape, targets = call.shape, call.prepared.targets[: call.case.num_tokens]
     missing = ((0, shape.num_tiles - parts.max.shape[0]), (0, 0))
-    highest = jnp.pad(parts.max * scale, missing, constant_values=_statistics.MASKED)
+    highest = jnp.pad(parts.max, missing, constant_values=_statistics.MASKED)
     tile = jnp.arange(shape.num_tiles, dtype=jnp.int32)[:, None]
     always = (targets >= 0) & (targets // shape.tile == tile)
     if call.operands.num_columns is not None:  # `_remainder` computes the tile where the padding begins
@@ -43,13 +44,14 @@ def tile_statistics(call: Call, parts: ShardStatistics, scale: Float[Array, "T"]
 
 
 def select(
-    case: Case, tiles: TileStatistics, row_block: int, lse: Float[Array, "T"], rows: Bool[Array, "T"] | None
+    case: Case, tiles: TileStatistics, row_block: int, of_rows: Normalizer, rows: Bool[Array, "T"] | None
 ) -> tuple[Bool[Array, "tiles blocks"], Float[Array, "T"] | None]:
     """The live tiles, and the probability of each token in the others. ``rows`` are those that count; None: all.
 
-    A row whose lse is NaN makes its row block live everywhere, so that its gradient is NaN as well.
+    A row whose sum is NaN makes its row block live everywhere, so that its gradient is NaN as well.
     """
-    below = tiles.max - lse < math.log(case.options.gradient_threshold)
+    largest = (tiles.max - of_rows.max) * of_rows.scale - of_rows.log_sumexp  # log-probability of each tile
+    below = largest < math.log(case.options.gradient_threshold)
     if rows is not None:
         below |= ~rows
     padded = jnp.pad(below, ((0, 0), (0, -below.shape[1] % row_block)), constant_values=True)
@@ -57,5 +59,5 @@ def select(
     if tiles.sumexp is None:
         return live, None
     dead = ~jnp.repeat(live, row_block, axis=1)[:, : below.shape[1]]
-    mass = jnp.exp(jnp.minimum(tiles.max - lse, 0.0)) * tiles.sumexp
+    mass = jnp.exp(jnp.minimum(largest, 0.0)) * tiles.sumexp
     return live, jnp.sum(jnp.where(dead, mass, 0.0), axis=0)

@@ -1,6 +1,6 @@
 """The mean logit, which label smoothing asks for. Without a softcap it has rank one, so no kernel computes it.
 
-    Σ_v z = (a / τ) h · W̄,   W̄ = Σ_v w_v;       dh += uniform W̄,   dw_v += Σ_t uniform_t h_t   (eqs. 0, 4, 5)
+    Σ_v x = h · W̄,   W̄ = Σ_v w_v;       dh += uniform W̄,   dw_v += Σ_t uniform_t h_t   (eqs. 0, 4, 5)
 
 It costs one pass over the weight forward, and two backward.
 """
@@ -19,10 +19,8 @@ if TYPE_CHECKING:
 
 
 def total(operands: Operands, case: Case) -> Float[Array, "T"]:
-    """Σ z over the shard's true columns."""
-    raw = jnp.matmul(operands.hidden.astype(jnp.float32), _summed_weight(operands, case), precision="highest")
-    z = raw * case.options.logit_scale
-    return z if operands.inverse_temperature is None else z * operands.inverse_temperature
+    """Σ x over the shard's true columns."""
+    return jnp.matmul(operands.hidden.astype(jnp.float32), _summed_weight(operands, case), precision="highest")
 
 
 def add_gradients(

@@ -22,7 +22,7 @@ class Prepared(NamedTuple):
     hidden: Float[Array, "T H"]  # T in whole atoms, at least one row block
     weight: Float[Array, "V H"]
     targets: Int[Array, "Tp"]  # -1 where the kernels' columns do not hold the label
-    scale: Float[Array, "Tp"]  # from raw products (or tanh, with a cap) to logits in base 2
+    scale: Float[Array, "Tp"]  # the k of eq. 0 in base 2
     holds_target: Int[Array, "blocks tiles"]
     mask: Int[Array, "2*tile"]  # 1 on padding: of the tile with the first padding column, and of the tile after it
     num_columns: Int[Array, ""]  # live columns the kernels cover
@@ -58,9 +58,9 @@ def _pad(x: Array, rows: int, value: Any = 0) -> Array:
 
 
 class RowFactors(NamedTuple):
-    """Eq. 4 in base 2, per row: dz = onehot·target + e·(constant + slope·u), e = 2^u, u = z - shift."""
+    """Eq. 4 in base 2, per row: dz = constant·e + slope·u·e with e = 2^u, u = (x - max)·scale; target at the label."""
 
-    shift: Float[Array, "Tp"]
+    max: Float[Array, "Tp"]
     target: Float[Array, "Tp"]
     constant: Float[Array, "Tp"]
     slope: Float[Array, "Tp"] | None
@@ -69,5 +69,5 @@ class RowFactors(NamedTuple):
 def row_factors(rows: RowCoefficients, length: int) -> RowFactors:
     """The coefficients in base 2, zero from the last token to ``length``."""
     slope = None if rows.slope is None else rows.slope * (1.0 / LOG2E)
-    factors = RowFactors(rows.shift * LOG2E, rows.target, rows.constant, slope)
+    factors = RowFactors(rows.max, rows.target, rows.constant, slope)
     return jax.tree.map(lambda x: jnp.pad(x, (0, length - x.shape[0])), factors)

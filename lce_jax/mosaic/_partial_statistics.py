@@ -31,6 +31,15 @@ def array_shape(case: Case, shape: Geometry, num_tiles: int) -> tuple[int, int, 
     return num_tiles, len(names(case.options)), shape.padded_tokens
 
 
+def without_floor(stats: ShardStatistics) -> ShardStatistics:
+    """The extremes as eq. 1 has them where all columns are padding."""
+    none, lowest = stats.sumexp == 0.0, stats.min
+    return stats._replace(
+        max=jnp.where(none, _statistics.MASKED, stats.max),
+        min=None if lowest is None else jnp.where(none, -_statistics.MASKED, lowest),
+    )
+
+
 def to_nats(case: Case, part: Float[Array, "tiles fields T"], num_tiles: Any) -> ShardStatistics:
     """The statistics of the call's own tokens as eq. 1 has them, [tiles, T] each.
 

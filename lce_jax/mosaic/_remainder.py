@@ -64,9 +64,9 @@ def add_gradients(
     weight = jnp.take(operands.weight, column, axis=options.vocab_dim, mode="clip")
     weight = _math.without_padding(weight, live, options)
     raw = _dot(operands.hidden, weight, options.hidden_dim)
-    z, dcap = _math.transform_logits(raw, options, operands.inverse_temperature)
+    x, scale = _math.unscaled_logits(raw, options), _math.row_scale(options, operands.inverse_temperature)
     candidates = None if operands.candidates is None else operands.candidates - covered
-    d = _math.dlogits(z, dcap, rows, operands.targets - covered, live, candidates).astype(case.dtype)
+    d = _math.dlogits(x, scale, rows, operands.targets - covered, live, options, candidates).astype(case.dtype)
     dhidden = dhidden + _dot(d, weight, options.vocab_dim)
     if adds:
         if not shape.tail:

@@ -1,7 +1,7 @@
 """The backward's other kernel: dlogits (eqs. 4, 5) from cached exponentials, one pass at the speed of memory.
 
-In base 2, u = log2 e + (tile maximum - shift): everything but log2 e is one number per row and tile. So an element
-costs one logarithm and two multiplications: dz = e (a + b log2 e).
+In base 2, u = log2 e + (tile maximum - maximum)·scale: everything but log2 e is one number per row and tile. So an
+element costs one logarithm and two multiplications: dz = e (a + b log2 e).
 """
 
 from __future__ import annotations
@@ -155,37 +155,39 @@ def _block_gradient(
     row_block = lax.div(row, jnp.int32(ROW_BLOCK // WARPGROUP_ROWS))
     rows = _epilogue.load_factors(refs.factors, block_rows)
     label = load(refs.targets) - (span.column + column * COLUMNS)
-    row_scale = load(refs.scale) if case.options.logit_softcap is not None else None
     e = plgpu.load(e_ref, layout=_epilogue.MATRIX, optimized=False).astype(jnp.float32)
     holds = refs.holds_target[row_block, tile] > 0
-    return _gradient(e, rows, load(refs.tile_max.at[tile]), row_scale, label, holds, refs.output.dtype)
+    scale, highest = load(refs.scale), load(refs.tile_max.at[tile])
+    e, log2_e = _of_cache(e, refs.output.dtype)
+    d = _gradient(e, log2_e, rows, (highest - rows.max) * scale)
+    d = d if case.options.logit_softcap is None else d * _cap_derivative(log2_e, highest, scale)
+    return _epilogue.with_target(d, rows, label, holds)
 
 
-def _gradient(
-    e: Array, rows: RowFactors, highest: Array, row_scale: Array | None, label: Array, holds: Any, dtype: Any
-) -> Array:
-    """Eqs. 4 and 5 on a block of exponentials; ``label`` counts from its first column."""
-    along = functools.partial(_epilogue.along_rows, columns=COLUMNS)
+def _of_cache(e: Array, dtype: Any) -> tuple[Array, Array]:
+    """The exponentials and their logarithms, which are finite."""
     if dtype == jnp.float16:
         e = e * 2.0**-FP16_SHIFT
-    log2_e = jnp.log2(jnp.maximum(e, jnp.finfo(jnp.float32).tiny))
-    down = highest - rows.shift
+    return e, jnp.log2(jnp.maximum(e, jnp.finfo(jnp.float32).tiny))
+
+
+def _gradient(e: Array, log2_e: Array, rows: RowFactors, down: Array) -> Array:
+    """Eq. 4 on a block of exponentials, but for the label.
+
+    ``down`` is the dᵢ of eq. 2. Its exponential is taken first, because ``slope`` times ``down`` may overflow.
+    """
+    along = functools.partial(_epilogue.along_rows, columns=COLUMNS)
     factor = jnp.exp2(down)
     if rows.slope is None:
-        d = e * along(rows.constant * factor)
-    else:
-        d = e * (along((rows.constant + rows.slope * down) * factor) + along(rows.slope * factor) * log2_e)
+        return e * along(rows.constant * factor)
+    return e * (along(rows.constant * factor + rows.slope * (down * factor)) + along(rows.slope * factor) * log2_e)
 
-    def add_target() -> Array:
-        columns = plgpu.broadcasted_iota(jnp.int32, BLOCK, 1, layout=_epilogue.MATRIX)
-        return jnp.where(columns == along(label), d + along(rows.target), d)
 
-    d = lax.cond(holds, add_target, lambda: d)
-    if row_scale is not None:
-        inverse = 1.0 / jnp.maximum(row_scale, 1e-30)  # the scale is 0 on rows left out, where e is 1 and all else 0
-        tanh = (log2_e + along(highest)) * along(inverse)
-        d = d * (1.0 - tanh * tanh)
-    return d
+def _cap_derivative(log2_e: Array, highest: Array, scale: Array) -> Array:
+    """The 1 - tanh² of eq. 5. The scale is 0 on rows left out, where e is 1 and all else 0."""
+    along = functools.partial(_epilogue.along_rows, columns=COLUMNS)
+    tanh = along(highest) + log2_e * along(1.0 / jnp.maximum(scale, 1e-30))
+    return 1.0 - tanh * tanh
 
 
 def _send(d: Array, slots: Any, step: Any, destination: Any) -> None:

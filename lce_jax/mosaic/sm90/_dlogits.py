@@ -19,7 +19,6 @@ from lce_jax.mosaic._pallas import pl, plgpu
 from lce_jax.mosaic._span import Span
 from lce_jax.mosaic._worklist import Batch, Worklist
 from lce_jax.mosaic.sm90 import _epilogue, _logits, _pipeline
-from lce_jax.mosaic.sm90._epilogue import along_rows
 from lce_jax.mosaic.sm90._hardware import ROW_BLOCK, STAGING_COLUMNS, TILE_N, WARPGROUP_ROWS
 from lce_jax.mosaic.sm90._pipeline import Matmul, Tile
 from lce_jax.mosaic.sm90._tuning import Tuning
@@ -27,8 +26,6 @@ from lce_jax.mosaic.sm90._vocabulary_mask import PADDING, without_padding
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
-
-BLOCK = (WARPGROUP_ROWS, STAGING_COLUMNS)
 
 
 def dlogits(
@@ -161,30 +158,24 @@ def _epilogue_of_tile(
     rows = _epilogue.load_factors(refs.factors, tile.rows)
     target = _epilogue.load_rows(refs.targets, tile.rows) - column
     holds = refs.holds_target[tile.row_block, number] > 0
-    z = multiply()
+    x = multiply()
     cap = options.logit_softcap
     if cap is not None:
-        z = _epilogue.softcap(z, cap, options)
-    z = without_padding(z, column, num_columns, refs.mask, PADDING)
+        x = _epilogue.softcap(x, cap, options)
+    x = without_padding(x, column, num_columns, refs.mask, PADDING)
     for i in range(TILE_N // STAGING_COLUMNS):
         start = i * STAGING_COLUMNS
-        block = z[:, start : start + STAGING_COLUMNS]
-        d = _block_gradient(block, row_scale, rows, target - start, holds)
+        block = x[:, start : start + STAGING_COLUMNS]
+        d = _block_gradient(block, row_scale, rows)
         d = d if cap is None else d * (1.0 - block * block)
+        d = _epilogue.with_target(d, rows, target - start, holds)
         _epilogue.send(d, i, slots, output_rows, refs.output, output_column + start)
 
 
-def _block_gradient(z: Array, row_scale: Array, rows: RowFactors, target: Array, holds: Any) -> Array:
-    """Eq. 4 on a block of columns; ``target`` counts from its first."""
-    u = z * along_rows(row_scale, STAGING_COLUMNS) - along_rows(rows.shift, STAGING_COLUMNS)
-    factor = along_rows(rows.constant, STAGING_COLUMNS)
-    if rows.slope is not None:
-        factor = factor + along_rows(rows.slope, STAGING_COLUMNS) * u
-    d = jnp.exp2(u) * factor
-
-    def add_target() -> Array:
-        columns = plgpu.broadcasted_iota(jnp.int32, BLOCK, 1, layout=_epilogue.MATRIX)
-        hit = columns == along_rows(target, STAGING_COLUMNS)
-        return jnp.where(hit, d + along_rows(rows.target, STAGING_COLUMNS), d)
-
-    return lax.cond(holds, add_target, lambda: d)
+def _block_gradient(x: Array, row_scale: Array, rows: RowFactors) -> Array:
+    """Eq. 4 on a block of columns, but for the label. u has the bits of the forward's (`_statistics._sums`)."""
+    along = functools.partial(_epilogue.along_rows, columns=STAGING_COLUMNS)
+    u = (x - along(rows.max)) * along(row_scale)
+    e = jnp.exp2(u)
+    d = along(rows.constant) * e
+    return d if rows.slope is None else d + along(rows.slope) * (u * e)

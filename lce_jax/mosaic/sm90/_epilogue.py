@@ -55,13 +55,26 @@ def load_rows(ref: Any, rows: Any) -> Float[Array, "64"]:
 
 def load_factors(factors: Any, rows: Any) -> RowFactors:
     """The same part of the stacked `RowFactors`."""
-    shift, target, constant = (load_rows(factors.at[i], rows) for i in range(3))
-    return RowFactors(shift, target, constant, load_rows(factors.at[3], rows) if factors.shape[0] == 4 else None)
+    highest, target, constant = (load_rows(factors.at[i], rows) for i in range(3))
+    return RowFactors(highest, target, constant, load_rows(factors.at[3], rows) if factors.shape[0] == 4 else None)
 
 
 def along_rows(values: Float[Array, "64"], columns: int = TILE_N) -> Float[Array, "64 n"]:
     """One value per row, broadcast."""
     return lax.broadcast_in_dim(values, (WARPGROUP_ROWS, columns), (0,))
+
+
+def with_target(d: Float[Array, "64 n"], rows: RowFactors, label: Float[Array, "64"], holds: Any) -> Any:
+    """A block of dlogits with eq. 4's target at the label, which counts from the block's first column.
+
+    ``holds`` says whether the tile has any.
+    """
+
+    def replace() -> Array:
+        columns = plgpu.broadcasted_iota(jnp.int32, d.shape, 1, layout=MATRIX)
+        return jnp.where(columns == along_rows(label, d.shape[1]), along_rows(rows.target, d.shape[1]), d)
+
+    return lax.cond(holds, replace, lambda: d)
 
 
 def softcap(z: Any, cap: float, options: Options) -> Any:

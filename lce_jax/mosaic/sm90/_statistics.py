@@ -94,7 +94,7 @@ def _kernel(
             at_target = _target_logit(z, target, holds)
             send = functools.partial(_send_exponentials, slots, tile.rows, cache.exponentials, column)
             sumexp, weighted = _sums(z, row_scale, highest, options, send)
-            cache.max.at[first_tile + number, tile.rows][...] = highest * row_scale
+            cache.max.at[first_tile + number, tile.rows][...] = highest
         else:
             sumexp, weighted = _sums(z, row_scale, highest, options, None)
             at_target = _target_logit(z, target, holds)
