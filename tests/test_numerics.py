@@ -41,16 +41,20 @@ def heads() -> dict[str, tuple[np.ndarray, np.ndarray]]:
     }
 
 
-def plain(hidden, weight, labels, temperature=1.0, logit_scale=1.0, logit_softcap=None, vocab_size=None, **_unused):
+def plain(
+    hidden, weight, labels, temperature=1.0, logit_scale=1.0, logit_softcap=None, vocab_size=None, bias=0.0,
+    candidates=None, **_unused,
+):  # fmt: skip
     """What users write, in float32."""
-    z = logit_scale * jnp.matmul(hidden, weight[:vocab_size].T, precision="highest")
+    z = logit_scale * (jnp.matmul(hidden, weight.T, precision="highest") + bias)[:, :vocab_size]
     z = z if logit_softcap is None else logit_softcap * jnp.tanh(z / logit_softcap)
     z = z / jnp.broadcast_to(temperature, labels.shape)[:, None]
     log_p = jax.nn.log_softmax(z, axis=-1)
     logprobs = jnp.take_along_axis(log_p, labels[:, None], axis=-1)[:, 0]
     entropy = -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)
     correct = jnp.take_along_axis(z, labels[:, None], axis=-1)[:, 0] == z.max(-1)
-    return oracle.Results(logprobs, entropy, jax.nn.logsumexp(z, axis=-1), z.max(-1), z.min(-1), correct)
+    of_candidates = None if candidates is None else jnp.take_along_axis(log_p, candidates, axis=-1)
+    return oracle.Results(logprobs, entropy, jax.nn.logsumexp(z, axis=-1), z.max(-1), z.min(-1), correct, of_candidates)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
