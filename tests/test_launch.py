@@ -189,13 +189,16 @@ def test_a_sum_is_updated_where_it_lies(tmp_path: pathlib.Path) -> None:
     """dweight is added to a float32 sum, whose memory is the result's."""
     hidden, weight, labels, _, _, *seeds = operands()
 
-    def backward(implementation: str, hidden: Any, weight: Any, labels: Any, total: Any, *seeds: Any) -> Any:
-        merged = local.ShardStatistics(seeds[0], jnp.exp(seeds[1]) + 1, -jnp.abs(seeds[1]), seeds[0] - 1, None)
+    merged, _ = local.statistics(hidden, weight, labels, implementation="xla")
+
+    def backward(
+        implementation: str, hidden: Any, weight: Any, labels: Any, total: Any, merged: Any, *seeds: Any
+    ) -> Any:
         seed = LogprobOutput(seeds[0], seeds[1], None)  # type: ignore[arg-type]
         options: Any = {"implementation": implementation, "dweight": total}
         return local.gradients(hidden, weight, labels, merged, seed, **options)[1]
 
-    given = (hidden, weight, labels, normal(V, H, seed=6), *seeds)
+    given = (hidden, weight, labels, normal(V, H, seed=6), merged, *seeds)
     program = launch.program(functools.partial(backward, "mosaic_gpu"), given, H200, donated=(3,))
     copied = launch.program(functools.partial(backward, "mosaic_gpu"), given, H200)
     assert len(program.source) < len(copied.source)  # which copies it first
