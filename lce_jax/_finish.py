@@ -22,9 +22,11 @@ def merge(
 
     Args:
         parts: statistics of N shards, fields ``[N, T]``. A shard without a true column counts for nothing.
-        temperature: that of `statistics`; it and the next two make the k of `ShardStatistics`.
-        logit_softcap: that of `statistics`.
-        logit_scale: that of `statistics`.
+        temperature: as given to `statistics`; with the next two it makes the k of `ShardStatistics`.
+        logit_softcap: ``c`` in ``cap(x) = c·tanh(x / c)``, before the temperature (Gemma 2: 30): a positive number,
+            or an array of shape (), which may be traced. None: no cap. No gradient.
+        logit_scale: multiplies the float32 logits first (Cohere, MuP): a number, or an array of shape (), which may
+            be traced. No gradient.
 
     Returns:
         Statistics with fields ``[T]`` (``[T, K]`` for candidates). They are added in the order of N, so all who merge
@@ -62,9 +64,11 @@ def finish(
         vocab_size: the true size of the whole vocabulary.
         where: ``[T]`` bool, the rows that count. The others are 0 in what `finish` and `gradients` return, whatever
             they hold. None: all.
-        temperature: that of `statistics`; it and the next two make the k of `ShardStatistics`.
-        logit_softcap: that of `statistics`.
-        logit_scale: that of `statistics`.
+        temperature: as given to `statistics`; with the next two it makes the k of `ShardStatistics`.
+        logit_softcap: ``c`` in ``cap(x) = c·tanh(x / c)``, before the temperature (Gemma 2: 30): a positive number,
+            or an array of shape (), which may be traced. None: no cap. No gradient.
+        logit_scale: multiplies the float32 logits first (Cohere, MuP): a number, or an array of shape (), which may
+            be traced. No gradient.
 
     Returns:
         A `LogprobOutput` of ``[T]`` arrays; fields whose statistics are None are None too.
@@ -95,12 +99,16 @@ def mean_logit(
 ) -> Float[Array, "T"]:
     """The mean of the logits over the vocabulary, ``k·total / vocab_size``, which label smoothing needs.
 
+    The statistics must have ``total``.
+
     Args:
-        stats: merged statistics with ``total``, fields ``[T]``.
+        stats: merged statistics, fields ``[T]``.
         vocab_size: the true size of the whole vocabulary.
-        temperature: that of `statistics`; it and the next two make the k of `ShardStatistics`.
-        logit_softcap: that of `statistics`.
-        logit_scale: that of `statistics`.
+        temperature: as given to `statistics`; with the next two it makes the k of `ShardStatistics`.
+        logit_softcap: ``c`` in ``cap(x) = c·tanh(x / c)``, before the temperature (Gemma 2: 30): a positive number,
+            or an array of shape (), which may be traced. None: no cap. No gradient.
+        logit_scale: multiplies the float32 logits first (Cohere, MuP): a number, or an array of shape (), which may
+            be traced. No gradient.
 
     Returns:
         ``[T]``. Its derivative divided by ``vocab_size`` is the ``dtotal`` of `gradients`.

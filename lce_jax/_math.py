@@ -43,10 +43,8 @@ has x - m = 0 exactly, whatever a compiler fuses with the product, hence u = 0 a
 So s >= 1 and ln s >= 0, q <= 0, t <= 0. (2) keeps all of that, because one dᵢ is exactly 0 and none is positive. And
 t = 0 exactly if the label is a largest column. If m were the maximum of z = k x, a fused x k - m would not be 0 there,
 because the product is rounded in m and not in the fused term. A candidate keeps x_c and not its u, because an
-implementation may compute it apart from the tiles. So (3) clips its u to 0.
-
-Where u falls below -1e30, it stays there (`_statistics.distance`). And e^u u is taken before a coefficient multiplies
-it, because slope u alone may overflow where e^u is 0.
+implementation may compute it apart from the tiles. So (3) clips its u to 0. No u is below -1e30, and (4) takes u e^u
+first: slope u alone may overflow where e^u is 0.
 
 Of two heads over one vocabulary, with probabilities p and q, and m, k, u, s and d of (1) and (2) for each:
 
@@ -269,14 +267,6 @@ def cap_derivative(x: Float[Array, "*b"]) -> Float[Array, "*b"]:
     return 1.0 - x * x
 
 
-def _add_candidates(
-    d: Float[Array, "T n"], terms: Float[Array, "T K"], candidates: Int[Array, "T K"]
-) -> Float[Array, "T n"]:
-    """``candidates`` are columns of this tile, once each, or lie outside [0, n)."""
-    places = _repeats.unique_places(candidates, 0, d.shape[1], d.shape[1])
-    return d.at[places].add(terms, mode="drop", unique_indices=True)
-
-
 def dlogits(
     x: Float[Array, "T n"],
     scale: Float[Array, "T"] | float,
@@ -288,7 +278,7 @@ def dlogits(
 ) -> Float[Array, "T n"]:
     """Eqs. 4 and 5 over a tile of x: the gradient in the raw products.
 
-    ``candidates`` are as `_repeats.add_repeats` leaves them.
+    ``candidates`` are columns of this tile, once each (`_repeats.add_repeats`), or lie outside [0, n).
     """
     u = jnp.minimum(distance(x, rows.max[:, None], _along_rows(scale)), 0.0)
     e = jnp.exp(u)
@@ -301,4 +291,7 @@ def dlogits(
     if rows.uniform is not None:
         d = d + rows.uniform[:, None] * dcap
     d = d if live is None else jnp.where(live[None, :], d, 0.0)
-    return d if candidates is None or rows.candidates is None else _add_candidates(d, rows.candidates, candidates)
+    if candidates is None or rows.candidates is None:
+        return d
+    places = _repeats.unique_places(candidates, 0, d.shape[1], d.shape[1])
+    return d.at[places].add(rows.candidates, mode="drop", unique_indices=True)

@@ -29,7 +29,7 @@ DIFFERS_BETWEEN_MODULES = {
 # (function, argument): an argument of another kind under the same name.
 OTHER_MEANING = {
     ("pack", "stats"): "the statistics themselves",
-    ("finish", "stats"): "the statistics themselves",
+    **{(name, "stats"): "the statistics themselves" for name in ("finish", "mean_logit")},
     ("linear_logits", "where"): "it moves no rows, so it saves no work",
     ("sharded_linear_logits", "where"): "it moves no rows, so it saves no work",
     ("linear_logits", "temperature"): "there are no labels",
@@ -42,6 +42,7 @@ OTHER_MEANING = {
     ("linear_topk", "implementation"): "there are no kernels",
     ("linear_topk", "bias"): "there are no kernels and no gradients",
     ("linear_kl", "temperature"): "there are no labels",
+    **{(name, "temperature"): "again, that of the statistics" for name in ("merge", "finish", "mean_logit")},
     ("linear_kl", "axis_name"): "it splits two weights",
     ("linear_kl", "bias"): "there are no kernels",
     ("masked_logprobs", "ids"): "a set",
@@ -65,7 +66,7 @@ OTHER_MEANING_IN_THE_BRIDGE = {
     ("output_processor", "labels"): "the model's own, which the context replaces",
     ("fused_output_layer", "labels"): "[b, s], as Megatron has them",
 }
-WITHOUT_RAISES = {local.merge, local.fields, local.pack}  # they check nothing
+WITHOUT_RAISES = {local.fields, local.pack}  # they check nothing
 
 MODULES = (lce_jax, local)
 FUNCTIONS = [
