@@ -74,7 +74,7 @@ def merge(parts: ShardStatistics, scale: Float[Array, "T"] | float) -> ShardStat
     ``scale`` is the k of eq. 0.
     """
     m = jnp.max(parts.max, axis=0)
-    shift = distance(parts.max, m, scale)
+    shift = distance(parts.max, m[None], scale if isinstance(scale, float | int) else scale[None])
     a = jnp.exp(shift)
     # The owner's maximum is found separately: with a third sum over the shifts, XLA's GPU fusion would keep two more
     # arrays of [N, T].

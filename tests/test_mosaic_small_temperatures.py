@@ -15,7 +15,7 @@ import pytest
 
 from lce_jax import _math, _repeats, mosaic
 from lce_jax._statistics import Normalizer
-from lce_jax._types import LogprobOutput, Operands, Results
+from lce_jax._types import Case, LogprobOutput, Operands, Results
 from lce_jax.mosaic import _generations
 from lce_jax.mosaic._pallas import interpreting, plgpu
 from tests import cases, oracle
@@ -73,8 +73,8 @@ def draw(test: Call) -> tuple[Operands, list[jax.Array], jax.Array]:
     return operands, seeds, jnp.asarray(temperature, float32)
 
 
-def of_kernels(test: Call, operands: Operands, seeds: list[jax.Array]) -> Any:
-    case, cotangent = case_of(test), Results(LogprobOutput(*seeds[:3], candidate_logprobs=(*seeds, None)[3]))
+def of_kernels(test: Call, case: Case, operands: Operands, seeds: list[jax.Array]) -> Any:
+    cotangent = Results(LogprobOutput(*seeds[:3], candidate_logprobs=(*seeds, None)[3]))
 
     def run(operands: Operands) -> Any:
         stats, cache = mosaic.statistics(operands, case, True)
@@ -108,6 +108,10 @@ def of_stored_logits(test: Call, operands: Operands, seeds: list[jax.Array], opt
 
 @pytest.mark.parametrize("test", CALLS, ids=str, indirect=True)
 def test_gradients(test: Call) -> None:
+    check(test, case_of(test))
+
+
+def check(test: Call, case: Case) -> None:
     operands, seeds, temperature = draw(test)
     options = {"temperature": temperature, "logit_softcap": test.options.logit_softcap, "vocab_size": test.num_columns}
     options["candidates"] = operands.candidates
@@ -118,7 +122,7 @@ def test_gradients(test: Call) -> None:
         exact = [*np.split(true[0], len(TEMPERATURES) + 1)[:-1], true[1]]
         return np.array([oracle.relative_norm(*pair) for pair in zip(groups, exact, strict=True)])
 
-    found = of_kernels(test, operands, seeds)
+    found = of_kernels(test, case, operands, seeds)
     assert all(np.isfinite(np.asarray(x, np.float64)).all() for x in found)
     assert not np.asarray(found[0])[-EACH:].any()
     ours, stored = errors(*found), errors(*of_stored_logits(test, operands, seeds, options))

@@ -1,0 +1,33 @@
+"""Small temperatures on a Hopper GPU: the interpreted calls, their kernels compiled, and "xla" by cuBLAS."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import pytest
+
+from lce_jax import _dispatch, linear_logprobs, mosaic
+from lce_jax.mosaic import _generations
+from tests import test_mosaic_small_temperatures as of_kernels
+from tests import test_small_temperatures as of_xla
+from tests.test_mosaic_interpret import Call, case_of, kernels_of
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("test", of_kernels.CALLS, ids=str)
+def test_kernels(test: Call) -> None:
+    case = dataclasses.replace(case_of(test), device=_dispatch.current_device())
+    if (reason := mosaic.supports(case)) is not None:
+        pytest.skip(reason)
+    with _generations.using(kernels_of(test)):
+        of_kernels.check(test, case)
+
+
+@pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "random"])
+@pytest.mark.parametrize("name", of_xla.OPTIONS)
+def test_xla(name: str, greedy: bool) -> None:
+    problem = of_xla.draw(greedy, **of_xla.OPTIONS[name])
+    call = functools.partial(linear_logprobs, implementation="xla", precision="highest")
+    of_xla.assert_as_exact_as_stored(problem, of_xla.gradients(problem, call))
