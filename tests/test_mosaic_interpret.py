@@ -283,7 +283,8 @@ def test_no_probability_is_above_one(temperature: float, options: dict[str, Any]
     @jax.jit
     def results(operands: Operands) -> LogprobOutput:
         stats, _ = mosaic.statistics(operands, case, True)
-        return _math.finish(stats, operands.targets >= 0, None, V).outputs
+        scale = _math.row_scale(case.options, operands.inverse_temperature)
+        return _math.finish(stats, scale, operands.targets >= 0, None, V).outputs
 
     with interpreting(plgpu.InterpretGPUParams()):
         out = results(operands)
