@@ -27,6 +27,9 @@ from lce_jax._types import Case, Operands, Primals, Results, RowCoefficients, Sh
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float
 
+# Below it a temperature counts as this one: float32 holds what its inverse multiplies, the kernels' padding included.
+SMALLEST_TEMPERATURE = 1e-20
+
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
@@ -154,9 +157,6 @@ def compiled_gradients(spec: Spec, overwrite_cache: bool, round_dhidden: bool, p
 
     return _compat.first_order_only(run)(as_operand(primals), *rest)
 
-
-# Below it a temperature counts as this one: float32 holds what its inverse multiplies, the kernels' padding included.
-SMALLEST_TEMPERATURE = 1e-20
 
 LARGEST = {xla.NAME: _xla_topk.largest, reference.NAME: reference.largest}  # the kernels refuse `linear_topk`
 
