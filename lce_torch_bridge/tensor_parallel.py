@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 NO_GROUP = ""  # nothing to reduce over
+ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"  # before 2.14
 _asked: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # groups with equal parts; a name may be used again
 
 
@@ -57,7 +58,7 @@ def gather(x: torch.Tensor, name: str) -> torch.Tensor:
     """``[N, ...]`` of every rank's ``x``, in rank order."""
     group = _resolve(name)
     gathered = x.new_empty((group.size() * x.shape[0], *x.shape[1:]))
-    dist.all_gather_into_tensor(gathered, x, group=group)
+    getattr(dist, ALL_GATHER)(gathered, x, group=group)
     return gathered.view(group.size(), *x.shape)
 
 

@@ -22,6 +22,7 @@ from lce_torch_bridge import (
     linear_entropy,
     linear_logprobs,
 )
+from lce_torch_bridge.tensor_parallel import ALL_GATHER
 from tests.torch import problem as p
 from tests.torch import shards_functions
 from tests.torch.shards import DEVICE, GRADIENT, VALUE, draw, same_on_all_ranks, shard
@@ -78,7 +79,7 @@ def negative_controls(group: dist.ProcessGroup) -> None:
 
 def collectives(group: dist.ProcessGroup) -> None:
     """One all-gather forward, for all pieces of the tokens together; one all-reduce backward, if it is asked for."""
-    counts = {"all_gather_into_tensor": 0, "all_reduce": 0}
+    counts = {ALL_GATHER: 0, "all_reduce": 0}
 
     def counted(name: str) -> Any:
         real = getattr(dist, name)
@@ -96,13 +97,13 @@ def collectives(group: dist.ProcessGroup) -> None:
     run(draw(T=4, H=8, V=16), group)  # the first call compares the sizes of the parts
     counts.update(dict.fromkeys(counts, 0))
     out, grads = run(problem, group)
-    assert counts == {"all_gather_into_tensor": 1, "all_reduce": 1}, counts
+    assert counts == {ALL_GATHER: 1, "all_reduce": 1}, counts
     assert all(same_on_all_ranks(field, group) for field in out[:3])
     want, wanted = p.exact(problem, p.seeds_like(problem.labels))
     assert p.value_error(out.logprobs, want.logprobs) < VALUE
     assert p.relative_norm(grads[0], wanted[0]) < GRADIENT
     run(problem, group, reduce_grad_hidden=False)
-    assert counts == {"all_gather_into_tensor": 2, "all_reduce": 1}, counts
+    assert counts == {ALL_GATHER: 2, "all_reduce": 1}, counts
 
 
 def kept_rows(group: dist.ProcessGroup) -> None:
