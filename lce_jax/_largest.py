@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
+from lce_jax._statistics import MASKED
+
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
 
@@ -27,7 +29,25 @@ class Largest(NamedTuple):
 
     products: Float[Array, "T k"]  # with the sign of the scale, so that logits increase with them; -inf for padding
     ids: Int[Array, "T k"]  # int32
-    sumexp: Float[Array, "T"]  # eq. 1 of all these columns: Σ e^u, with the x of the largest product as m
+    capped: Float[Array, "T k"] | None  # x of eq. 0 with a softcap, -inf for padding; None without one
+    sumexp: Float[Array, "T"]  # eq. 1 of all these columns: Σ e^u, with the largest of these x as m
+
+    @property
+    def x(self) -> Float[Array, "T k"]:
+        """That of eq. 0, finite for padding."""
+        return jnp.maximum(self._x, MASKED)
+
+    @property
+    def max(self) -> Float[Array, "T"]:
+        """The largest x: not the first, because a rounded cap may put another one above it.
+
+        Nor could XLA take a first one apart: in two slices of a sort it does not see a top-k, and sorts whole rows.
+        """
+        return jnp.maximum(jnp.max(self._x, axis=-1), MASKED)
+
+    @property
+    def _x(self) -> Float[Array, "T k"]:
+        return self.products if self.capped is None else self.capped
 
 
 def largest(x: Float[Array, "t n"], k: int) -> tuple[Float[Array, "t k"], Int[Array, "t k"]]:

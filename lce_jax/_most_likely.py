@@ -38,10 +38,9 @@ def forward(spec: Spec, primals: Primals, rows: Rows) -> TopK:
 
 def _finish(spec: Spec, rows: Rows, found: Largest) -> TopK:
     """Eq. 3 at the largest; ids are -1 where there is no result."""
-    x, scale, log_sumexp = _shard.unscaled(spec, rows, found.products), _scale(spec, rows), jnp.log(found.sumexp)
-    m = jnp.max(x, axis=1, keepdims=True)
-    lse = m[:, 0] * scale[:, 0] + log_sumexp
-    out = TopK(found.ids, (x - m) * scale - log_sumexp[:, None], lse)
+    scale, log_sumexp = _scale(spec, rows), jnp.log(found.sumexp)
+    logprobs = (found.x - found.max[:, None]) * scale - log_sumexp[:, None]
+    out = TopK(found.ids, logprobs, found.max * scale[:, 0] + log_sumexp)
     left_out = None if rows.where is None else ~rows.where
     for no_result, value in ((_shard.wrong_temperature(rows), jnp.nan), (left_out, 0.0)):
         if no_result is not None:
@@ -58,13 +57,17 @@ def _scale(spec: Spec, rows: Rows) -> Float[Array, "#T 1"]:
 
 
 def _gathered(found: Largest, axis_name: Any) -> Largest:
-    """Those of all shards of ``axis_name``, ``[N, T, ...]``, in one all-gather of 2k + 1 numbers per token."""
+    """Those of all shards of ``axis_name``, ``[N, T, ...]``, in one all-gather of 2k + 1 numbers per token.
+
+    With a softcap it is 3k + 1.
+    """
     dtype, k = found.products.dtype, found.ids.shape[1]
     as_bits = jnp.uint32 if dtype == jnp.float32 else jnp.uint64
-    floats = lax.bitcast_convert_type(jnp.concatenate([found.products, found.sumexp[:, None]], axis=1), as_bits)
+    parts = [found.products, *([] if found.capped is None else [found.capped]), found.sumexp[:, None]]
+    floats = lax.bitcast_convert_type(jnp.concatenate(parts, axis=1), as_bits)
     every = _collectives.from_all_shards(jnp.concatenate([floats, found.ids.astype(as_bits)], axis=1), axis_name)
-    floats = lax.bitcast_convert_type(every[..., : k + 1], dtype)
-    return Largest(floats[..., :k], every[..., k + 1 :].astype(jnp.int32), floats[..., k])
+    floats, ids = lax.bitcast_convert_type(every[..., :-k], dtype), every[..., -k:].astype(jnp.int32)
+    return Largest(floats[..., :k], ids, None if found.capped is None else floats[..., k:-1], floats[..., -1])
 
 
 def _merge(spec: Spec, rows: Rows, parts: Largest) -> Largest:
@@ -73,8 +76,8 @@ def _merge(spec: Spec, rows: Rows, parts: Largest) -> Largest:
     def side_by_side(x: Array) -> Array:
         return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1)
 
-    k, numbers = spec.case.options.top_k, (-side_by_side(parts.products), side_by_side(parts.ids))
-    falling, ids = lax.sort(numbers, dimension=1, num_keys=2)
-    m = _shard.unscaled(spec, rows, parts.products[..., :1])
-    shift = jnp.maximum((m - jnp.max(m, axis=0)) * _scale(spec, rows), MASKED)[..., 0]
-    return Largest(-falling[:, :k], ids[:, :k], jnp.sum(parts.sumexp * jnp.exp(shift), axis=0))
+    k, per_id = spec.case.options.top_k, jax.tree.map(side_by_side, (-parts.products, parts.ids, parts.capped))
+    falling, ids, *capped = (x[:, :k] for x in lax.sort(jax.tree.leaves(per_id), dimension=1, num_keys=2))
+    merged = Largest(-falling, ids, *(capped or [None]), jnp.zeros_like(parts.sumexp[0]))
+    shift = jnp.clip((parts.max - merged.max) * _scale(spec, rows)[:, 0], MASKED, 0.0)
+    return merged._replace(sumexp=jnp.sum(parts.sumexp * jnp.exp(shift), axis=0))

@@ -169,11 +169,6 @@ def largest(spec: Spec, primals: Primals, rows: Rows, start: Any) -> Largest:
     return found if order is None else _rows.expand(order, found)
 
 
-def unscaled(spec: Spec, rows: Rows, products: Float[Array, "*n T k"]) -> Float[Array, "*n T k"]:
-    """The x of eq. 0, in the call's row order, from products of `largest`."""
-    return _xla_topk.unscaled(products, spec.case.options, _scales(spec, rows).raw)
-
-
 def row_scale(spec: Spec, rows: Rows) -> Float[Array, "T"] | float:
     """The k of eq. 0, in the call's row order."""
     return _math.row_scale(spec.case.options, _scales(spec, rows).logits)

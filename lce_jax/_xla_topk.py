@@ -119,7 +119,7 @@ def increasing(operands: Operands, options: Options) -> Operands:
 def of_products(raw: Float[Array, "t V"], operands: Operands, case: Case, select: Callable[..., Any]) -> Largest:
     """The k largest products ``raw`` of `increasing` operands; ``select`` is `_largest.largest`, or does the same.
 
-    They are selected before scale and cap, so that XLA need not store these for a whole row.
+    They are selected before scale and cap, which cannot change their order, only round two of them to one.
     """
     options = case.options
     if operands.bias is not None:
@@ -127,18 +127,22 @@ def of_products(raw: Float[Array, "t V"], operands: Operands, case: Case, select
         raw = raw + operands.bias[None, :] * sign
     live = _math.live_columns(0, case.vocab_size, operands.num_columns)
     raw = raw if live is None else jnp.where(live[None, :], raw, -jnp.inf)
-    found, columns = select(raw, min(options.top_k, case.vocab_size))
-    # Not ``found[:, :1]``: XLA would sort the whole rows, because it does not see a top-k in two slices of a sort.
-    largest_product = jnp.max(found, axis=1, keepdims=True)
-    x, m = (unscaled(products, options, operands.raw_scale) for products in (raw, largest_product))
+    found, ids = select(raw, min(options.top_k, case.vocab_size))
+    x, capped = jnp.maximum(raw, MASKED), None
+    if options.logit_softcap is not None:
+        # The cap is computed once, after the selection, in the place of the products: XLA might compute it for m and
+        # for u, and round it differently.
+        raw, found, ids = lax.optimization_barrier((raw, found, ids))
+        x = lax.optimization_barrier(_capped(raw, options, operands.raw_scale))
+        capped = jnp.where(found == -jnp.inf, -jnp.inf, jnp.take_along_axis(x, ids, axis=1))
+    some = Largest(found, ids, capped, jnp.zeros(raw.shape[:1], raw.dtype))
     scale = _math.row_scale(options, operands.inverse_temperature)
-    u = jnp.minimum(x - m, 0.0) * (scale if isinstance(scale, float | int) else scale[:, None])
+    u = jnp.minimum(x - some.max[:, None], 0.0) * (scale if isinstance(scale, float | int) else scale[:, None])
     e = jnp.exp(u) if live is None else jnp.where(live[None, :], jnp.exp(u), 0.0)
-    return Largest(found, columns, jnp.sum(e, axis=1))
+    return some._replace(sumexp=jnp.sum(e, axis=1))
 
 
-def unscaled(products: Float[Array, "t n"], options: Options, raw_scale: Float[Array, "t"] | None) -> Array:
-    """The x of eq. 0 from products with the sign of the scale; finite where there is no column."""
+def _capped(products: Float[Array, "t n"], options: Options, raw_scale: Float[Array, "t"] | None) -> Array:
+    """The x of eq. 0 with a softcap, from products with the sign of the scale."""
     options = dataclasses.replace(options, logit_scale=abs(options.logit_scale))
-    raw_scale = None if raw_scale is None else jnp.abs(raw_scale)
-    return jnp.maximum(_math.unscaled_logits(products, options, raw_scale), MASKED)
+    return _math.unscaled_logits(products, options, None if raw_scale is None else jnp.abs(raw_scale))

@@ -168,6 +168,7 @@ def masked_logprobs(
 @functools.partial(jax.jit, inline=True)
 def _masked(logits: Array, ids: Array, labels: Array) -> Array:
     """Jitted: outside ``jit`` each number in an expression is a transfer."""
+    logits = lax.optimization_barrier(logits)  # else a compiler may fuse what makes them with u, which may be above 0
     in_set = ids >= 0
     is_label = in_set & (ids == labels[..., None])
     highest = lax.stop_gradient(jnp.max(jnp.where(in_set, logits, -jnp.inf), axis=-1, keepdims=True))

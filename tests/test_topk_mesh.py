@@ -45,6 +45,20 @@ def test_inside_shard_map(shards: int, check_vma: bool) -> None:
     assert_exact(jax.tree.map(lambda x: x[0], every), hidden, weight[:90], 30)
 
 
+@pytest.mark.parametrize("scale", [1.0, jnp.float32(0.0)])
+def test_a_cap_and_small_temperatures_over_a_mesh(scale: Any) -> None:
+    """The x of the merge are those of the shards: no log-probability is above 0, padding or not."""
+    keys = jax.random.split(jax.random.key(0), 2)
+    hidden, weight = jax.random.normal(keys[0], (64, 16)), jax.random.normal(keys[1], (1024, 16))
+    temperature = 10.0 ** -(jnp.arange(64) % 9)
+    given = {"temperature": temperature, "logit_softcap": 3.0, "logit_scale": scale, "vocab_size": 700}
+    run = functools.partial(sharded_linear_topk, mesh=mesh_of_layout("tensor 8", AxisType.Auto))
+    got, want = run(hidden, weight, 6, **given), linear_topk(hidden, weight, 6, **given)
+    assert np.all(np.asarray(got.logprobs) <= 0)
+    assert np.array_equal(got.ids, want.ids)
+    np.testing.assert_allclose(got.logprobs, want.logprobs, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     "layout",
     [
