@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from lce_jax import _checks, _options, _rows, scalars
+from lce_jax._kl_math import Pair, log_ratios
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
@@ -51,7 +52,8 @@ def distillation_loss(
         divergence: "forward_kl", "reverse_kl" or "jsd".
         beta: the teacher's weight β in (0, 1) in "jsd": a number, or an array of shape (), which may be traced. As β
             approaches 0, the gradient approaches β times that of the forward KL; as it approaches 1, 1 - β times that
-            of the reverse KL. None: 0.5.
+            of the reverse KL. Exact to rounding up to both ends, where a number near 1 brings 1 - β along, of which a
+            float32 array has few digits. No gradient. None: 0.5.
         rest: what is done with the probability outside the candidates. "bin": all of it is one more candidate, for
             both models, so that the result is a divergence of two distributions, at least 0 and at most that over the
             whole vocabulary. "drop": it is left out, and the sums are over the candidates alone. Then a KL may be
@@ -103,9 +105,10 @@ def distillation_loss(
     scalars.one_of("divergence", divergence, DIVERGENCES)
     scalars.one_of("rest", rest, RESTS)
     beta = _options.teachers_weight(beta, "divergence", divergence, DIVERGENCES[:2])
-    weight = None if beta is None else _rows.on_device(beta)
+    dtype = jnp.promote_types(jnp.promote_types(candidate_logprobs.dtype, teacher_logprobs.dtype), jnp.float32)
+    weights = None if beta is None else _rows.weights(beta, (), dtype)
     arrays = jnp.asarray(candidate_logprobs), jnp.asarray(teacher_logprobs), _rows.int32_labels(ids, "ids")
-    return _divergence(divergence, rest, *arrays, None if where is None else jnp.asarray(where), weight)
+    return _divergence(divergence, rest, *arrays, None if where is None else jnp.asarray(where), weights)
 
 
 class _Bins(NamedTuple):
@@ -117,7 +120,7 @@ class _Bins(NamedTuple):
 
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
 def _divergence(
-    divergence: str, rest: str, student: Array, teacher: Array, ids: Array, where: Array | None, beta: Any
+    divergence: str, rest: str, student: Array, teacher: Array, ids: Array, where: Array | None, weights: Any
 ) -> Array:
     """Jitted: outside ``jit`` each number in an expression is a transfer."""
     dtype = jnp.promote_types(jnp.promote_types(student.dtype, teacher.dtype), jnp.float32)
@@ -127,24 +130,35 @@ def _divergence(
         return _kl(p, q.log)
     if divergence == "reverse_kl":
         return _kl(q, p.log)
-    beta = jnp.asarray(beta, dtype)
-    mixture = _log_mixture(p.log, q.log, beta)
-    return beta * _kl(p, mixture) + (1.0 - beta) * _kl(q, mixture)
+    return _jsd(q, p, weights)
 
 
-def _log_mixture(log_p: Float[Array, "*b k"], log_q: Float[Array, "*b k"], beta: Float[Array, ""]) -> Array:
-    """Ln(β p + (1 - β) q), from the larger of the two: exact where they are equal, also where they are 1."""
-    d = log_p - log_q
-    below, above = jnp.where(d <= 0.0, d, 0.0), jnp.where(d <= 0.0, 0.0, -d)
-    from_q, from_p = log_q + jnp.log1p(beta * jnp.expm1(below)), log_p + jnp.log1p((1.0 - beta) * jnp.expm1(above))
-    return jnp.where(d <= 0.0, from_q, from_p)
+@jax.custom_jvp
+def _jsd(q: _Bins, p: _Bins, weights: Pair[Array]) -> Float[Array, "*b"]:
+    """Σ β p ln(p / m) + (1 - β) q ln(q / m)."""
+    of_p, of_q = log_ratios(p.log - q.log, weights)
+    terms = weights.teacher * _expected(p, of_p) + weights.student * _expected(q, of_q)
+    return jnp.sum(terms, axis=-1)
+
+
+@_jsd.defjvp
+def _jsd_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
+    """The derivatives of the logarithms cancel: what is left is exact however near to 0 or 1 the weights are."""
+    q, p, weights = primals
+    _, of_q = log_ratios(p.log - q.log, weights)
+    slope = jnp.where(q.mass > 0.0, weights.student * of_q, 0.0)
+    return _jsd(*primals), jnp.sum(slope * tangents[0].mass, axis=-1)
 
 
 def _kl(p: _Bins, log_q: Float[Array, "*b k"]) -> Float[Array, "*b"]:
-    """Σ p (ln p - ln q), where 0 ln 0 is 0."""
+    """Σ p (ln p - ln q)."""
     some = p.mass > 0.0
-    difference = jnp.where(some, p.log, 0.0) - jnp.where(some, log_q, 0.0)
-    return jnp.sum(p.mass * difference, axis=-1)
+    return jnp.sum(_expected(p, jnp.where(some, p.log, 0.0) - jnp.where(some, log_q, 0.0)), axis=-1)
+
+
+def _expected(p: _Bins, x: Float[Array, "*b k"]) -> Float[Array, "*b k"]:
+    """P x, where 0 ln 0 is 0."""
+    return p.mass * jnp.where(p.mass > 0.0, x, 0.0)
 
 
 def _bins(logprobs: Float[Array, "*b K"], live: Bool[Array, "*b K"], rest: str) -> _Bins:

@@ -60,13 +60,13 @@ def forward(spec: KLSpec, primals: Pair[Primals], rows: Pair[Rows]) -> tuple[Arr
             stats = _kl_math.merge(
                 KLStatistics(*(parts[:, i] for i in range(parts.shape[1]))), of_rows.ordered(spec.reverse)
             )
-    where, beta, wrong = rows.student.where, rows.student.beta, _wrong_temperature(rows)
+    where, weights, wrong = rows.student.where, rows.student.weights, _wrong_temperature(rows)
     sums = None
-    if beta is None:
+    if weights is None:
         out = _kl_math.finish(stats, where)
     else:
-        sums = _mixture_sums(plan, shard, order, _kl_math.mixture(stats, beta, where), axis_name)
-        out = _kl_math.mixture_divergence(sums, beta, where)
+        sums = _mixture_sums(plan, shard, order, _kl_math.mixture(stats, weights, where), axis_name)
+        out = _kl_math.mixture_divergence(sums, weights, where)
     out = out if wrong is None else jnp.where(wrong, jnp.nan, out)
     return jax.tree.map(lambda x: x.reshape(shape), (out, (stats, sums)))
 
@@ -94,12 +94,12 @@ def backward(spec: KLSpec, primals: Pair[Primals], rows: Pair[Rows], kept: Kept,
     scales, live, wrong = _scales(spec, rows), rows.student.where, _wrong_temperature(rows)
     counts = live if wrong is None else ~wrong if live is None else live & ~wrong
     factor = _math.row_factor(own.case.options, scales.student.derivative)
-    (stats, sums), beta = kept, rows.student.beta
+    (stats, sums), weights = kept, rows.student.weights
     coefficients: Any
-    if sums is None or beta is None:
+    if sums is None or weights is None:
         coefficients = _kl_math.coefficients(stats, cotangent, factor, counts)
     else:
-        mixture = _kl_math.mixture(stats, beta, counts)
+        mixture = _kl_math.mixture(stats, weights, counts)
         coefficients = _kl_math.mixture_coefficients(mixture, sums, cotangent, factor, counts)
     with jax.named_scope("lce_kl_gradients"):
         plan, shard, order = _shard_of(spec, primals, rows, scales)

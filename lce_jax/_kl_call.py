@@ -120,7 +120,7 @@ class KLCall(NamedTuple):
         with _of_the_teacher():
             teacher, teachers_rows = _bind.operands(second[0], *second[1], labels, self.where, second[2])
         if self.beta is not None:
-            rows = rows._replace(beta=_rows.per_token(_rows.on_device(self.beta), rows.labels.shape, spec.dtype))
+            rows = rows._replace(weights=_rows.weights(self.beta, rows.labels.shape, spec.dtype))
         return Pair(student, jax.tree.map(lax.stop_gradient, teacher)), Pair(rows, teachers_rows)
 
     def same_on_all_shards(self, primals: Pair[Primals], rows: Pair[Rows]) -> Pair[tuple[Rows, Any]]:

@@ -14,6 +14,8 @@ from lce_jax._statistics import MASKED
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float
 
+MOST_DISTANCE = 80.0  # of two log-probabilities whose exponential is taken: e^80 lies within float32
+
 type RowScale = Float[Array, "T"] | float  # the k of eq. 0
 
 
@@ -69,8 +71,8 @@ def tile_statistics(
 
 
 def shifted(x: Float[Array, "T n"], highest: Float[Array, "T"], scale: RowScale) -> Float[Array, "T n"]:
-    """The u of eq. 1."""
-    return (x - highest[:, None]) * (scale if isinstance(scale, float | int) else scale[:, None])
+    """The u of eq. 1: at most 0, also where x is computed anew and rounded otherwise than for the maximum."""
+    return jnp.minimum(x - highest[:, None], 0.0) * (scale if isinstance(scale, float | int) else scale[:, None])
 
 
 class Running(NamedTuple):
@@ -156,20 +158,20 @@ def coefficients(
 
 
 class Mixture(NamedTuple):
-    """What eq. 9 needs of each token: both models' normalisers, p first, and the weight of p."""
+    """What eq. 9 needs of each token: both models' normalisers, p first, and their weights."""
 
     max_p: Float[Array, "T"]
     max_q: Float[Array, "T"]
     log_sum_p: Float[Array, "T"]
     log_sum_q: Float[Array, "T"]
-    beta: Float[Array, "T"]
+    weights: Pair[Float[Array, "T"]]  # 1 - β and β
 
 
-def mixture(stats: KLStatistics, beta: Float[Array, "T"], live: Bool[Array, "T"] | None) -> Mixture:
+def mixture(stats: KLStatistics, weights: Pair[Float[Array, "T"]], live: Bool[Array, "T"] | None) -> Mixture:
     """From the whole vocabulary's statistics. In rows that are not ``live``, p and q are 0."""
     sum_p, sum_q = (x if live is None else jnp.where(live, x, 1.0) for x in (stats.sum_p, stats.sum_q))
     max_p, max_q = (x if live is None else jnp.where(live, x, -MASKED) for x in stats[:2])
-    return Mixture(max_p, max_q, jnp.log(sum_p), jnp.log(sum_q), beta)
+    return Mixture(max_p, max_q, jnp.log(sum_p), jnp.log(sum_q), weights)
 
 
 class MixtureSums(NamedTuple):
@@ -187,7 +189,7 @@ def mixture_sums(
 ) -> MixtureSums:
     """Eq. 9 over a tile of both models' x, p first."""
     log_p, log_q = _logs(x, scales, rows)
-    of_p, of_q = _log_ratios(log_p - log_q, rows.beta)
+    of_p, of_q = log_ratios(log_p - log_q, _along(rows.weights))
     terms = [jnp.exp(log_p) * of_p, jnp.exp(log_q) * of_q]
     terms = terms if live is None else [jnp.where(live[None, :], x, 0.0) for x in terms]
     zero = jnp.zeros((), log_p.dtype)
@@ -195,9 +197,11 @@ def mixture_sums(
     return MixtureSums(*lax.reduce(terms, [zero, zero], lambda a, b: (a[0] + b[0], a[1] + b[1]), (1,)))
 
 
-def mixture_divergence(sums: MixtureSums, beta: Float[Array, "T"], where: Bool[Array, "T"] | None) -> Float[Array, "T"]:
+def mixture_divergence(
+    sums: MixtureSums, weights: Pair[Float[Array, "T"]], where: Bool[Array, "T"] | None
+) -> Float[Array, "T"]:
     """Eq. 9, from sums over the whole vocabulary; rounding cannot make it negative, and rows left out are 0."""
-    divergence = jnp.maximum(beta * sums.of_p + (1.0 - beta) * sums.of_q, 0.0)
+    divergence = jnp.maximum(weights.teacher * sums.of_p + weights.student * sums.of_q, 0.0)
     return divergence if where is None else jnp.where(where, divergence, 0.0)
 
 
@@ -217,7 +221,7 @@ def mixture_coefficients(
     rows: Mixture, sums: MixtureSums, cotangent: Float[Array, "T"], factor: RowScale, live: Bool[Array, "T"] | None
 ) -> MixtureCoefficients:
     """From sums over the whole vocabulary."""
-    of_q, mean = cotangent * factor * (1.0 - rows.beta), sums.of_q
+    of_q, mean = cotangent * factor * rows.weights.student, sums.of_q
     if live is not None:
         of_q, mean = (jnp.where(live, x, 0.0) for x in (of_q, mean))
     return MixtureCoefficients(rows, of_q, mean)
@@ -228,7 +232,7 @@ def mixture_dlogits(
 ) -> Float[Array, "T n"]:
     """Eq. 10 over a tile of both models' x, p first: the gradient in the student's raw products but for its cap."""
     log_p, log_q = _logs(x, scales, rows.mixture)
-    _, t = _log_ratios(log_p - log_q, rows.mixture.beta)
+    _, t = log_ratios(log_p - log_q, _along(rows.mixture.weights))
     return jnp.exp(log_q) * rows.of_q[:, None] * (t - rows.mean[:, None])
 
 
@@ -238,12 +242,26 @@ def _logs(x: tuple[Array, Array], scales: tuple[RowScale, RowScale], rows: Mixtu
     return u_p - rows.log_sum_p[:, None], u_q - rows.log_sum_q[:, None]
 
 
-def _log_ratios(d: Float[Array, "T n"], beta: Float[Array, "T"]) -> tuple[Float[Array, "T n"], Float[Array, "T n"]]:
-    """The ln(p / m) and ln(q / m) of eq. 9, from an exponential that is at most 1: exact near d = 0 and for large d."""
-    least, beta = jnp.expm1(-jnp.abs(d)), beta[:, None]
-    of_larger = -jnp.log1p(jnp.where(d <= 0.0, beta, 1.0 - beta) * least)
-    of_smaller = of_larger - jnp.abs(d)
-    return jnp.where(d <= 0.0, of_smaller, of_larger), jnp.where(d <= 0.0, of_larger, of_smaller)
+def _along(weights: Pair[Float[Array, "T"]]) -> Pair[Float[Array, "T 1"]]:
+    return Pair(*(x[:, None] for x in weights))
+
+
+def log_ratios(d: Array, weights: Pair[Array]) -> tuple[Array, Array]:
+    """The ln(p / m) and ln(q / m) of eq. 9 from d = ln p - ln q; the weights are 1 - β, of q, and β, of p."""
+    return _log_ratio(-d, weights.student, weights.teacher), _log_ratio(d, weights.teacher, weights.student)
+
+
+def _log_ratio(d: Array, other: Array, own: Array) -> Array:
+    """-ln(own + other e^d), where own + other = 1: exact to rounding, however near to 0 either of them is.
+
+    Near 1 it is the logarithm of 1 + x, x = other (e^d - 1). Far below 1 it is that of a sum without a difference.
+    """
+    within = jnp.clip(d, -MOST_DISTANCE, MOST_DISTANCE)
+    x = other * jnp.expm1(within)
+    inverse = 1.0 / (own + other * jnp.exp(within))
+    small = x < -0.5
+    found = jnp.log1p(jnp.where(small, inverse - 1.0, x))
+    return jnp.where(small, found, -found) - jnp.maximum(d - within, 0.0)
 
 
 def dlogits(

@@ -133,7 +133,7 @@ def _tokens_mixture_sums(plan: KLPlan, shard: Shard, tokens: Pair[Tokens], rows:
         lost = jax.tree.map(lambda a, b, c: c + _statistics.rounded_away(a, b), sums, tile, lost)
         return jax.tree.map(jnp.add, sums, tile), lost
 
-    zeros = jnp.zeros(rows.beta.shape, plan.dtype)
+    zeros = jnp.zeros(rows.max_p.shape, plan.dtype)
     empty = _compat.vary_like((MixtureSums(zeros, zeros),) * 2, (tokens, shard, rows))
     return jax.tree.map(jnp.add, *_xla_tiles.walk_vocabulary(plan.columns, plan.tiles[1], vocab_tile, empty))
 

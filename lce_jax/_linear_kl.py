@@ -63,7 +63,8 @@ def linear_kl(
             teacher does not do; "jsd" lies between them.
         beta: the teacher's weight β in (0, 1) in "jsd": a number, or an array of shape (), which may be traced. As β
             approaches 0, the gradient approaches β times that of the forward KL; as it approaches 1, 1 - β times that
-            of the reverse KL. None: 0.5.
+            of the reverse KL. Exact to rounding up to both ends, where a number near 1 brings 1 - β along, of which a
+            float32 array has few digits. No gradient. None: 0.5.
         where: ``[...]`` bool, the rows that count. The others are exactly 0 in outputs and gradients, whatever they
             hold, and cost no work. None: every row counts.
         temperature: divides the float32 logits: a positive number, or an array that broadcasts to ``[...]`` (one value

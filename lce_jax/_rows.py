@@ -15,6 +15,7 @@ import numpy as np
 from jax import lax
 
 from lce_jax import _checks, scalars
+from lce_jax._kl_math import Pair
 from lce_jax._types import is_array
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ class Rows(NamedTuple):
     logit_scale: Float[Array, "*b"] | None = None  # if it or the softcap is an array; else the options have both
     logit_softcap: Float[Array, "*b"] | None = None
     candidates: Int[Array, "*b K"] | None = None  # int32 global ids, -1 for none and out of vocabulary
-    beta: Float[Array, "*b"] | None = None  # of `lce_jax.linear_kl`: the teacher's weight in a mixture of both models
+    weights: Pair[Float[Array, "*b"]] | None = None  # of both models in the mixture of `lce_jax.linear_kl`
     num_rows: Int[Array, ""] | None = None  # instead of ``where``: how many rows count, from the first on
 
     @property
@@ -93,6 +94,19 @@ def _of_arrays(
 def per_token(value: Array, shape: tuple[int, ...], dtype: Any) -> Array:
     """A factor as one number per token, without a gradient."""
     return jnp.broadcast_to(lax.stop_gradient(value).astype(dtype), shape)
+
+
+def weights(beta: Any, shape: tuple[int, ...], dtype: Any) -> Pair[Array]:
+    """Of student and teacher, 1 - β and β. That of a number is rounded once, because near β = 1 float32 has few."""
+    if is_array(beta):
+        return _of_teachers_weight(on_device(beta), shape, dtype)
+    return Pair(*(per_token(on_device(weight), shape, dtype) for weight in (1.0 - beta, beta)))
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2), inline=True)
+def _of_teachers_weight(beta: Array, shape: tuple[int, ...], dtype: Any) -> Pair[Array]:
+    beta = per_token(beta, shape, dtype)
+    return Pair(1.0 - beta, beta)
 
 
 def on_device(value: Any) -> Array:

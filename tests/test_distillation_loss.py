@@ -18,7 +18,9 @@ RESTS = ["bin", "drop", "renormalize"]
 BETA = 0.3
 
 
-def expected(divergence: str, rest: str, q: np.ndarray, p: np.ndarray, live: np.ndarray) -> tuple[np.ndarray, Any]:
+def expected(
+    divergence: str, rest: str, q: np.ndarray, p: np.ndarray, live: np.ndarray, beta: float = BETA
+) -> tuple[np.ndarray, Any]:
     """The divergence and its derivatives in ln q, from float64 probabilities that lie within (0, 1)."""
     q, p = np.where(live, q, 0.0), np.where(live, p, 0.0)
     if rest == "renormalize":
@@ -26,11 +28,11 @@ def expected(divergence: str, rest: str, q: np.ndarray, p: np.ndarray, live: np.
     bins = [np.concatenate([x, 1 - x.sum(-1, keepdims=True)], -1) if rest == "bin" else x for x in (q, p)]
     (a, b), some = bins, bins[0] > 0
     a, b = (np.where(some, x, 1.0) for x in (a, b))
-    m = BETA * b + (1 - BETA) * a
+    of_b, of_a = -np.log1p((1 - beta) * (a - b) / b), -np.log1p(beta * (b - a) / a)  # ln(b / m), ln(a / m)
     terms, slopes = {
         "forward_kl": (b * np.log(b / a), -b / a),
         "reverse_kl": (a * np.log(a / b), np.log(a / b) + 1),
-        "jsd": (BETA * b * np.log(b / m) + (1 - BETA) * a * np.log(a / m), (1 - BETA) * np.log(a / m)),
+        "jsd": (beta * b * of_b + (1 - beta) * a * of_a, (1 - beta) * of_a),
     }[divergence]
     terms, slopes = np.where(some, terms, 0.0), np.where(some, slopes, 0.0)
     gradient = q * slopes[..., : q.shape[-1]]
@@ -51,7 +53,7 @@ def draw(K: int = 8, rows: int = 50) -> tuple[np.ndarray, np.ndarray, np.ndarray
 
 def evaluate(q: np.ndarray, p: np.ndarray, ids: np.ndarray, **options: Any) -> tuple[jax.Array, jax.Array]:
     if options.get("divergence") == "jsd":
-        options["beta"] = BETA
+        options.setdefault("beta", BETA)
     teacher = jnp.asarray(np.log(p), jnp.float32)
 
     def total(student: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -72,6 +74,33 @@ def test_formulas(divergence: str, rest: str) -> None:
     assert oracle.relative_norm(gradient, wanted) < 2e-6
     assert (np.asarray(gradient)[ids < 0] == 0).all()
     assert (np.asarray(loss) >= -1e-7).all() == (rest != "drop" or divergence == "jsd")
+
+
+@pytest.mark.parametrize("rest", RESTS)
+@pytest.mark.parametrize("beta", [1e-30, 1e-8, 1e-4, 1 - 1e-4, 1 - 1e-8, 1 - 2**-50])
+def test_a_jsd_is_exact_to_its_ends(beta: float, rest: str) -> None:
+    q, p, ids = draw()
+    loss, gradient = evaluate(q, p, ids, divergence="jsd", rest=rest, beta=beta)
+    want, wanted = expected("jsd", rest, q, p, ids >= 0, beta)
+    size = min(beta, 1 - beta)  # float32 holds the results, but not their squares
+    assert rest == "drop" or oracle.relative_norm(np.asarray(loss, float) / size, want / size) < 1e-5
+    assert oracle.relative_norm(np.asarray(gradient, float) / size, wanted / size) < 1e-5
+
+
+def test_a_second_derivative_of_a_jsd() -> None:
+    q, p, ids = draw(rows=4)
+    arrays = jnp.log(p), jnp.asarray(ids)
+
+    def slope(student: jax.Array) -> jax.Array:
+        return jax.grad(lambda x: distillation_loss(x, *arrays, divergence="jsd", beta=BETA).sum())(student)
+
+    step = 1e-6
+    with jax.enable_x64(True):
+        at, arrays = jnp.log(q), (jnp.log(p), jnp.asarray(ids))
+        along = jnp.asarray(np.random.default_rng(0).standard_normal(q.shape))
+        _, found = jax.jvp(slope, (at,), (along,))
+        want = (slope(at + step * along) - slope(at - step * along)) / (2 * step)
+    assert oracle.relative_norm(found, want) < 1e-6
 
 
 @pytest.mark.parametrize("divergence", DIVERGENCES)

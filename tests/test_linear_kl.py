@@ -142,6 +142,23 @@ def test_a_traced_beta_and_its_ends() -> None:
         assert oracle.relative_norm(got, want) < 2e-6
 
 
+@pytest.mark.parametrize("beta", [1e-8, 1e-6, 1e-4, 0.5, 1 - 1e-4, 1 - 1e-6, 1 - 1e-8])
+def test_a_jsd_is_exact_to_its_ends(beta: float) -> None:
+    """Also where one model's probabilities are e^20 times the other's; at 0.5 stored logits are off by 4e-6."""
+    drawn = draw(call("ends", leading=(40,), V=300, spread=5.0, where=True, direction="jsd", beta=beta))
+    want, (kl, gradients) = expected(drawn), evaluate(drawn)
+    assert oracle.relative_norm(kl, want.kl) < 4e-6
+    assert all(oracle.relative_norm(a, b) < 1e-5 for a, b in zip(gradients, want.gradients, strict=True))
+
+
+@pytest.mark.parametrize(("beta", "direction", "factor"), [(1e-30, "forward", 1e-30), (1 - 2**-50, "reverse", 2**-50)])
+def test_the_ends_of_a_jsd_are_divergences(beta: float, direction: str, factor: float) -> None:
+    drawn = draw(call("ends", leading=(40,), V=300))
+    (kl, gradients), (want, wanted) = evaluate(drawn, direction="jsd", beta=beta), evaluate(drawn, direction=direction)
+    for a, b in zip((kl, *gradients), (want, *wanted), strict=True):
+        assert oracle.relative_norm(np.asarray(a, np.float64) / factor, b) < 4e-6
+
+
 def test_no_implicit_transfers() -> None:
     drawn = draw(call("guard", leading=(3,), where=True, vocab_size=100, direction="jsd", beta=0.2))
     with jax.transfer_guard("disallow"):
