@@ -50,20 +50,16 @@ def forward(spec: KLSpec, primals: Pair[Primals], rows: Pair[Rows]) -> tuple[Arr
         plan, shard, order = _shard_of(spec, primals, rows, scales)
         stats = _kl_tiles.statistics(plan, shard)
     stats = stats if order is None else _rows.expand(order, stats)
-    axis_name = spec.models.student.axis_name
+    axis_name, pairs = spec.models.student.axis_name, zip(spec.models, scales, strict=True)
+    of_rows = Pair(*(_math.row_scale(s.case.options, own.logits) for s, own in pairs)).ordered(spec.reverse)
     if axis_name is not None:
         with jax.named_scope("lce_merge"):
             parts = _collectives.from_all_shards(jnp.stack(stats), axis_name)
-            of_rows = Pair(
-                *(_math.row_scale(s.case.options, own.logits) for s, own in zip(spec.models, scales, strict=True))
-            )
-            stats = _kl_math.merge(
-                KLStatistics(*(parts[:, i] for i in range(parts.shape[1]))), of_rows.ordered(spec.reverse)
-            )
+            stats = _kl_math.merge(KLStatistics(*(parts[:, i] for i in range(parts.shape[1]))), of_rows)
     where, weights, wrong = rows.student.where, rows.student.weights, _wrong_temperature(rows)
     sums = None
     if weights is None:
-        out = _kl_math.finish(stats, where)
+        out = _kl_math.finish(stats, of_rows[1], where)
     else:
         sums = _mixture_sums(plan, shard, order, _kl_math.mixture(stats, weights, where), axis_name)
         out = _kl_math.mixture_divergence(sums, weights, where)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax import lax
 
 from lce_jax import _statistics
@@ -35,9 +37,15 @@ class KLStatistics(NamedTuple):
 
     max_p: Float[Array, "T"]  # of x, not of the logits
     max_q: Float[Array, "T"]
+    at_p: Float[Array, "T"]  # the x of q at the largest x of p: the r of eq. 6
     sum_p: Float[Array, "T"]
     sum_q: Float[Array, "T"]
     cross: Float[Array, "T"]  # the c of eq. 6
+
+    @property
+    def references(self) -> tuple[Array, Array, Array]:
+        """The x that the sums are relative to."""
+        return self.max_p, self.max_q, self.at_p
 
     @property
     def sums(self) -> tuple[Array, Array, Array]:
@@ -48,7 +56,7 @@ class KLStatistics(NamedTuple):
 def no_columns(num_tokens: int, dtype: Any) -> KLStatistics:
     """The neutral element of a union."""
     lowest, zero = jnp.full((num_tokens,), MASKED, dtype), jnp.zeros((num_tokens,), dtype)
-    return KLStatistics(lowest, lowest, zero, zero, zero)
+    return KLStatistics(lowest, lowest, lowest, zero, zero, zero)
 
 
 def tile_statistics(
@@ -57,22 +65,31 @@ def tile_statistics(
     live: Bool[Array, "n"] | None,
 ) -> KLStatistics:
     """Eqs. 1 and 6 over a tile of both models' x, p first; ``live`` masks padding columns."""
-    x = lax.optimization_barrier(x)  # otherwise XLA may compute x twice, for m and for u, and round it differently
-    live = None if live is None else live[None, :]
-    max_p, max_q = (
-        jnp.maximum(jnp.max(own if live is None else jnp.where(live, own, MASKED), axis=1), MASKED) for own in x
-    )
-    u_p, u_q = (shifted(*of_one) for of_one in zip(x, (max_p, max_q), scales, strict=True))
-    if live is not None:
-        u_p, u_q = jnp.where(live, u_p, MASKED), jnp.where(live, u_q, MASKED)
-    e_p = jnp.exp(u_p)
-    sums = jnp.sum(e_p, axis=1), jnp.sum(jnp.exp(u_q), axis=1), jnp.sum(e_p * (u_p - u_q), axis=1)
-    return KLStatistics(max_p, max_q, *sums)
+
+    def masked(values: Float[Array, "T n"]) -> Float[Array, "T n"]:
+        return values if live is None else jnp.where(live[None, :], values, MASKED)
+
+    max_p, max_q = (jnp.maximum(jnp.max(masked(own), axis=1), MASKED) for own in x)
+    at_p = jnp.max(masked(jnp.where(x[0] == max_p[:, None], x[1], MASKED)), axis=1)
+    u_p, u_q = (masked(shifted(*of_one)) for of_one in zip(x, (max_p, max_q), scales, strict=True))
+    e_p, v_q = jnp.exp(u_p), masked(relative(x[1], at_p, scales[1]))
+    return KLStatistics(max_p, max_q, at_p, *_row_sums(e_p, jnp.exp(u_q), e_p * (u_p - v_q)))
+
+
+def _row_sums(*terms: Float[Array, "T n"]) -> tuple[Float[Array, "T"], ...]:
+    """In one reduction, so that XLA stores nothing that several of them are made of."""
+    zeros = tuple(jnp.zeros((), x.dtype) for x in terms)
+    return tuple(lax.reduce(terms, zeros, lambda a, b: jax.tree.map(jnp.add, a, b), (1,)))
+
+
+def relative(x: Float[Array, "T n"], reference: Float[Array, "T"], scale: RowScale) -> Float[Array, "T n"]:
+    """The distance of logits from that at ``reference``: a difference of x before it is scaled."""
+    return (x - reference[:, None]) * (scale if isinstance(scale, float | int) else scale[:, None])
 
 
 def shifted(x: Float[Array, "T n"], highest: Float[Array, "T"], scale: RowScale) -> Float[Array, "T n"]:
     """The u of eq. 1: at most 0, also where x is computed anew and rounded otherwise than for the maximum."""
-    return jnp.minimum(x - highest[:, None], 0.0) * (scale if isinstance(scale, float | int) else scale[:, None])
+    return jnp.minimum(relative(x, highest, scale), 0.0)
 
 
 class Running(NamedTuple):
@@ -88,52 +105,59 @@ class Running(NamedTuple):
 
     def add(self, part: KLStatistics, scales: tuple[RowScale, RowScale]) -> Running:
         """Eqs. 2 and 7 of the union and one more part."""
-        maxima = jnp.maximum(self.stats.max_p, part.max_p), jnp.maximum(self.stats.max_q, part.max_q)
-        of_lost = KLStatistics(*self.stats[:2], *self.lost)
-        old, new, lost = (_sums_relative_to(maxima, x, scales) for x in (self.stats, part, of_lost))
+        references = _union(self.stats.references, part.references)
+        of_lost = KLStatistics(*self.stats.references, *self.lost)
+        old, new, lost = (_sums_relative_to(references, x, scales) for x in (self.stats, part, of_lost))
         return Running(
-            KLStatistics(*maxima, *jax.tree.map(jnp.add, old, new)),
+            KLStatistics(*references, *jax.tree.map(jnp.add, old, new)),
             jax.tree.map(lambda a, b, c: c + _statistics.rounded_away(a, b), old, new, lost),
         )
 
     def finish(self) -> KLStatistics:
         """The statistics of the union."""
-        return KLStatistics(*self.stats[:2], *jax.tree.map(jnp.add, self.stats.sums, self.lost))
+        return KLStatistics(*self.stats.references, *jax.tree.map(jnp.add, self.stats.sums, self.lost))
 
 
 def merge(parts: KLStatistics, scales: tuple[RowScale, RowScale]) -> KLStatistics:
     """Eqs. 2 and 7 over the leading axis: fields [N, T] in, [T] out, summed in the order of the axis."""
-    maxima = jnp.max(parts.max_p, axis=0), jnp.max(parts.max_q, axis=0)
-    return KLStatistics(*maxima, *(jnp.sum(x, axis=0) for x in _sums_relative_to(maxima, parts, scales)))
+    references = functools.reduce(_union, zip(*parts.references, strict=True))
+    return KLStatistics(*references, *(jnp.sum(x, axis=0) for x in _sums_relative_to(references, parts, scales)))
+
+
+def _union(one: Any, other: Any) -> tuple[Array, Array, Array]:
+    """The references of a union of two parts: r is that of the part with the largest x of p."""
+    max_p, max_q = jnp.maximum(one[0], other[0]), jnp.maximum(one[1], other[1])
+    at_p = (jnp.where(part[0] == max_p, part[2], MASKED) for part in (one, other))
+    return max_p, max_q, jnp.maximum(*at_p)
 
 
 def _sums_relative_to(
-    maxima: tuple[Array, Array], part: KLStatistics, scales: tuple[RowScale, RowScale]
+    references: tuple[Array, Array, Array], part: KLStatistics, scales: tuple[RowScale, RowScale]
 ) -> tuple[Array, Array, Array]:
-    """The terms of eqs. 2 and 7 relative to the union's maxima; 0 for a part without columns."""
-    d_p = _statistics.distance(part.max_p, maxima[0], scales[0])
-    d_q = _statistics.distance(part.max_q, maxima[1], scales[1])
+    """The terms of eqs. 2 and 7 relative to the union's references; 0 for a part without columns."""
+    d_p, d_q, d_r = map(_statistics.distance, part.references, references, (*scales, scales[1]))
     a_p = jnp.exp(d_p)
-    return part.sum_p * a_p, part.sum_q * jnp.exp(d_q), (part.cross + (d_p - d_q) * part.sum_p) * a_p
+    return part.sum_p * a_p, part.sum_q * jnp.exp(d_q), (part.cross + (d_p - d_r) * part.sum_p) * a_p
 
 
-def finish(stats: KLStatistics, where: Bool[Array, "T"] | None) -> Float[Array, "T"]:
+def finish(stats: KLStatistics, scale_q: RowScale, where: Bool[Array, "T"] | None) -> Float[Array, "T"]:
     """Eq. 6, from statistics of the whole vocabulary; rounding cannot make it negative, and rows left out are 0."""
     if where is not None:  # a row left out may have s = 0
         stats = stats._replace(sum_p=jnp.where(where, stats.sum_p, 1.0), sum_q=jnp.where(where, stats.sum_q, 1.0))
     divergence = stats.cross / stats.sum_p - jnp.log(stats.sum_p) + jnp.log(stats.sum_q)
-    divergence = jnp.maximum(divergence, 0.0)
+    divergence = jnp.maximum(divergence + (stats.max_q - stats.at_p) * scale_q, 0.0)
     return divergence if where is None else jnp.where(where, divergence, 0.0)
 
 
 class KLCoefficients(NamedTuple):
     """What eq. 8 needs of each token, with the row factor of eq. 5: dr = of_q·e^{u_q} - of_p·e^{u_p} (forward).
 
-    Reverse: dr = of_p·e^{u_p}·(u_p - u_q - mean).
+    Reverse: dr = of_p·e^{u_p}·(u_p - v_q - mean).
     """
 
     max_p: Float[Array, "T"]
     max_q: Float[Array, "T"]
+    at_p: Float[Array, "T"]
     of_p: Float[Array, "T"]
     of_q: Float[Array, "T"]
     mean: Float[Array, "T"]  # c / s_p
@@ -149,7 +173,7 @@ def coefficients(
     """From the whole vocabulary's statistics. Rows that are not ``live`` have no gradient, whatever they hold."""
     sum_p, sum_q = (x if live is None else jnp.where(live, x, 1.0) for x in (stats.sum_p, stats.sum_q))
     g = cotangent * factor
-    found = KLCoefficients(stats.max_p, stats.max_q, g / sum_p, g / sum_q, stats.cross / sum_p)
+    found = KLCoefficients(*stats.references, g / sum_p, g / sum_q, stats.cross / sum_p)
     if live is None:
         return found
     # With the largest maximum, every e^u of these rows is 0.
@@ -192,9 +216,7 @@ def mixture_sums(
     of_p, of_q = log_ratios(log_p - log_q, _along(rows.weights))
     terms = [jnp.exp(log_p) * of_p, jnp.exp(log_q) * of_q]
     terms = terms if live is None else [jnp.where(live[None, :], x, 0.0) for x in terms]
-    zero = jnp.zeros((), log_p.dtype)
-    # One reduction of both, so that XLA stores nothing that both are made of.
-    return MixtureSums(*lax.reduce(terms, [zero, zero], lambda a, b: (a[0] + b[0], a[1] + b[1]), (1,)))
+    return MixtureSums(*_row_sums(*terms))
 
 
 def mixture_divergence(
@@ -274,5 +296,5 @@ def dlogits(
     u_p, u_q = shifted(x[0], rows.max_p, scales[0]), shifted(x[1], rows.max_q, scales[1])
     e_p = jnp.exp(u_p) * rows.of_p[:, None]
     if reverse:
-        return e_p * (u_p - u_q - rows.mean[:, None])
+        return e_p * (u_p - relative(x[1], rows.at_p, scales[1]) - rows.mean[:, None])
     return jnp.exp(u_q) * rows.of_q[:, None] - e_p

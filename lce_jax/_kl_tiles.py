@@ -223,13 +223,18 @@ def _tile_gradients(
 
 
 def _x(plan: KLPlan, tokens: Pair[Tokens], heads: Pair[Head]) -> Pair[Float[Array, "t v"]]:
-    """The x of eq. 0 of both models."""
+    """The x of eq. 0 of both models, the same bits in every pass: at small temperatures the last one counts.
+
+    Without the barriers XLA may put a factor into the product, or round the cap of one use otherwise than that of
+    another.
+    """
 
     def of_one(case: Case, tokens: Tokens, head: Head) -> Float[Array, "t v"]:
         options = case.options
         raw = _xla_tiles.dot(tokens.hidden, head.weight, 1, options.hidden_dim, options.precision, case.stat_dtype)
+        raw = lax.optimization_barrier(raw)
         raw = raw if head.bias is None else raw + head.bias[None, :]
-        return _math.unscaled_logits(raw, options, tokens.raw_scale).astype(plan.dtype)
+        return lax.optimization_barrier(_math.unscaled_logits(raw, options, tokens.raw_scale).astype(plan.dtype))
 
     return Pair(*map(of_one, plan.cases, tokens, heads))
 

@@ -48,10 +48,11 @@ first: slope u alone may overflow where e^u is 0.
 
 Of two heads over one vocabulary, with probabilities p and q, and m, k, u, s and d of (1) and (2) for each:
 
-    (6)  divergence:                      c = Σ e^{u_p} (u_p - u_q),   KL(p ‖ q) = c / s_p - ln s_p + ln s_q
-    (7)  union of disjoint sets:          c = Σ (cᵢ + (d_pᵢ - d_qᵢ) s_pᵢ) a_pᵢ
+    (6)  divergence:                      r = x_q where x_p is largest,  v = (x_q - r) k_q,  c = Σ e^{u_p} (u_p - v),
+                                          KL(p ‖ q) = c / s_p - ln s_p + ln s_q + (m_q - r) k_q
+    (7)  union of disjoint sets:          c = Σ (cᵢ + (d_pᵢ - (rᵢ - r) k_q) s_pᵢ) a_pᵢ,  r = that of the largest m_p
     (8)  gradient in the student's logits, if it is q (forward):  dz = g (q - p)
-                                           if it is p (reverse):  dz = g p (u_p - u_q - c / s_p)
+                                           if it is p (reverse):  dz = g p (u_p - v - c / s_p)
 
 and of the mixture m = β p + (1 - β) q of a teacher's p and its student's q, with d = ln p - ln q:
 
@@ -59,9 +60,10 @@ and of the mixture m = β p + (1 - β) q of a teacher's p and its student's q, w
                                           b = KL(q ‖ m) = Σ q t,   JSD = β a + (1 - β) b
     (10) gradient in the student's logits:                            dz = g (1 - β) q (t - b)
 
-(6) holds because ln p = u_p - ln s_p, and likewise for q. Neither maximum is in it, so it does not matter how far the
-logits of one model lie from those of the other. (9) needs both normalisers first, so it is a
-second pass over the vocabulary.
+(6) holds because ln p = u_p - ln s_p, and ln q = v - (m_q - r) k_q - ln s_q. No logit is in it, only differences, so it
+does not matter how far the logits of one model lie from those of the other. Relative to r a p that is nearly one-hot has
+a c of nearly 0, whatever q says of that column: in (8) no large numbers cancel. (9) needs both normalisers first, so it
+is a second pass over the vocabulary.
 """
 
 from __future__ import annotations
