@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax import lax
 
 from lce_jax import _statistics
 from lce_jax._statistics import MASKED

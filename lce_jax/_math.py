@@ -61,9 +61,9 @@ and of the mixture m = β p + (1 - β) q of a teacher's p and its student's q, w
     (10) gradient in the student's logits:                            dz = g (1 - β) q (t - b)
 
 (6) holds because ln p = u_p - ln s_p, and ln q = v - (m_q - r) k_q - ln s_q. No logit is in it, only differences, so it
-does not matter how far the logits of one model lie from those of the other. Relative to r a p that is nearly one-hot has
-a c of nearly 0, whatever q says of that column: in (8) no large numbers cancel. (9) needs both normalisers first, so it
-is a second pass over the vocabulary.
+does not matter how far the logits of one model lie from those of the other. Relative to r, a p that is nearly one-hot
+has a c of nearly 0, whatever q says of that column: in (8) no large numbers cancel. (9) needs both normalisers first,
+so it is a second pass over the vocabulary.
 """
 
 from __future__ import annotations
