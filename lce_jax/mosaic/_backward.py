@@ -58,7 +58,8 @@ def gradients(
     has_rest = _remainder.is_left(call)
     adds = sum(len(part.chunks) for part in parts) > 1  # otherwise each tile of dhidden's sums is written once
     rounds = may_round_dhidden and not (adds or has_rest or rows.uniform is not None)
-    start = _dhidden.empty_sums(case, call.shape, adds, rounds), _empty_dweight(call) if dweight is None else dweight
+    total = _remainder.empty_dweight(call) if dweight is None else dweight
+    start = _dhidden.empty_sums(case, call.shape, adds, rounds), total
     carry: Carry = _compat.vary_like(start, (operands, rows, cache))
     for part in parts:
         carry = _walk_chunks(call, part, carry, adds, dweight is not None)
@@ -97,16 +98,6 @@ def _parts(
     if cached < shape.num_tiles:
         parts.append(Part(chunks(cached, shape.num_tiles), recomputed, rows))
     return parts
-
-
-def _empty_dweight(call: Call) -> Float[Array, "V H"]:
-    """The memory for dweight, zeros where not all of it is written.
-
-    The kernels write whole tiles, `_remainder` what it adds. Padding may leave a tail that neither of them reaches.
-    """
-    shape, weight = call.shape, call.operands.weight
-    complete = call.operands.num_columns is None or not shape.tail or shape.columns % shape.tile
-    return (lax.empty if complete else jnp.zeros)(weight.shape, call.case.dtype)
 
 
 def _walk_chunks(call: Call, part: Part, carry: Carry, adds: bool, adds_dweight: bool) -> Carry:

@@ -48,7 +48,7 @@ def gradients(
     with jax.named_scope("worklist"):
         work = Worklist.of(live, kernels.live_group(case), contracted)
     sums = _dhidden.empty_sums(case, shape, adds=True, rounds=False)
-    total = lax.empty(operands.weight.shape, case.dtype) if dweight is None else dweight
+    total = _remainder.empty_dweight(call) if dweight is None else dweight
     sums, total = _walk(call, rows, work, *_compat.vary_like((sums, total), (operands, rows, live)), adds)
     dhidden = _dhidden.total(sums, case)
     if _remainder.is_left(call):

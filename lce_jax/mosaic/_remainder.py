@@ -45,6 +45,15 @@ def covered_columns(call: Call, step: int) -> Int[Array, ""] | int:
     return jnp.minimum(call.operands.num_columns, columns) // step * step
 
 
+def empty_dweight(call: Call) -> Float[Array, "V H"]:
+    """The memory for dweight: zeros where padding may hold the tail, which nothing then writes.
+
+    The kernels write all columns that they cover, and `add_gradients` the true columns of the tail.
+    """
+    written = call.operands.num_columns is None or not call.shape.tail
+    return (lax.empty if written else jnp.zeros)(call.operands.weight.shape, call.case.dtype)
+
+
 @jax.named_scope("remainder")
 def add_gradients(
     call: Call, rows: RowCoefficients, dhidden: Array, dweight: Array, *, adds: bool, step: int
