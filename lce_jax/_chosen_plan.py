@@ -7,23 +7,25 @@ from lce_jax._plans import PassBytes, Plan, Surroundings, format_bytes
 from lce_jax._types import Case
 
 
-def plan(case: Case, around: Surroundings) -> Plan:
+def plan(case: Case, around: Surroundings, name: str) -> Plan:
     """Chunks and bytes of a call on one device, whose ids are the case's candidates."""
     count, stat = case.num_tokens * case.options.num_candidates, case.stat_dtype.itemsize
-    forward, backward = _passes(case, around) if count else (0, 0)
+    at_once = name != "xla"
+    forward, backward = (_passes_at_once if at_once else _passes)(case, around) if count else (0, 0)
+    rows = count * case.hidden_size * stat if at_once else _gathered_bytes(case)
     logits = case.num_tokens * case.vocab_size
     return Plan(
-        implementation="xla",
+        implementation=name,
         refused={},
         case=case,
-        tiles={"tokens": _tokens(case)},
+        tiles={"tokens": case.num_tokens if at_once else _tokens(case)},
         forward_bytes=forward,
         backward_bytes=backward,
         kept_bytes=count * stat,
         logits_bytes=logits * stat,
         notes=(
             f"linear_logits: {case.options.num_candidates} ids per token, {count:,} products with one row of the "
-            f"weight each, at most {format_bytes(_gathered_bytes(case))} of rows at a time",
+            f"weight each, at most {format_bytes(rows)} of rows at a time",
         ),
         stored=PassBytes(logits * stat, logits * stat),
     )
@@ -54,3 +56,11 @@ def _passes(case: Case, around: Surroundings) -> tuple[int, int]:
     unrounded = case.dtype != case.stat_dtype and case.device.platform != "cpu"
     dhidden = case.num_tokens * case.hidden_size * stat if unrounded else 0
     return forward, max(forward, own + dhidden + sums + 4 * count * stat)
+
+
+def _passes_at_once(case: Case, around: Surroundings) -> tuple[int, int]:
+    """Of a forward and of both passes: all gathered rows; the terms of dweight, and its sum."""
+    stat = case.stat_dtype.itemsize
+    rows = case.num_tokens * case.options.num_candidates * case.hidden_size * stat
+    forward = _xla_plan.own_hidden_bytes(case, around) + rows
+    return forward, forward + case.vocab_size * case.hidden_size * stat

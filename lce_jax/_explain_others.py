@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 NOT_OF = {
     "linear_topk": _options.NOT_OF_TOPK,
-    "linear_logits": _options.NOT_OF_LOGITS,
+    "linear_logits": _options.NOT_OF_TOPK,
     "linear_kl": (*_options.NOT_OF_TOPK, "implementation"),
 }
 FUNCTION_OF = {"k": "linear_topk", "ids": "linear_logits", "teacher": "linear_kl"}
@@ -107,8 +107,8 @@ def of_logits(
     static = dataclasses.replace(case.options, num_candidates=ids.shape[-1])
     case = dataclasses.replace(case, options=static, partial_rows=False)  # it moves no rows
     found = placed(hidden, weight, [ids], case, checked, place, has_rule=False)
-    of_device = _bind.spec(case, checked, found.columns, found.layout).case
-    return _chosen_plan.plan(of_device, found.around)
+    spec = _bind.spec(case, checked, found.columns, found.layout)
+    return _chosen_plan.plan(spec.case, found.around, spec.implementation)
 
 
 def of_kl(

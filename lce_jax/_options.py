@@ -85,7 +85,6 @@ def check_names(
 
 
 NOT_OF_TOPK = ("entropy", "stats", "cache_bytes", "candidates", "gradient_threshold")
-NOT_OF_LOGITS = (*NOT_OF_TOPK, "precision", "implementation")
 
 
 def of_topk(given: LogprobOptions, k: Any) -> CallOptions:

@@ -9,7 +9,22 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax import _bind, _checks, _chosen, _collectives, _compat, _math, _options, _partition, _rows, _shard
+from lce_jax import (
+    _bind,
+    _checks,
+    _chosen,
+    _chosen_reference,
+    _collectives,
+    _compat,
+    _dispatch,
+    _math,
+    _options,
+    _partition,
+    _rows,
+    _shard,
+    reference,
+    xla,
+)
 from lce_jax._layout import Layout
 from lce_jax._options import CallOptions
 from lce_jax._rows import Rows
@@ -17,6 +32,7 @@ from lce_jax._types import LogprobOptions, Options, Primals
 from lce_jax._xla_partitioning import warn_once
 
 if TYPE_CHECKING:
+    from jax.lax import PrecisionLike
     from jaxtyping import Array, Bool, Float, Int
 
 __all__ = ["linear_logits", "masked_logprobs"]
@@ -34,6 +50,8 @@ def linear_logits(
     vocab_size: int | None = None,
     weight_layout: Literal["vh", "hv"] = "vh",
     axis_name: Any = None,
+    precision: PrecisionLike = None,
+    implementation: str | tuple[str, ...] | None = None,
     bias: Float[Array, "V"] | None = None,
 ) -> Float[Array, "*b K"]:
     """Logits at chosen ids, without a pass over the vocabulary.
@@ -64,6 +82,10 @@ def linear_logits(
         axis_name: inside ``shard_map``, the mesh axis (or tuple of axes) that splits the vocabulary. Each shard
             passes its own columns of ``weight`` and the same ``hidden`` and ``labels``; all shards return
             bitwise-equal results. None: ``weight`` is whole.
+        precision: that of the other functions, for a common set of options. It changes nothing here: every product is
+            exact to float32 rounding.
+        implementation: "xla", "reference" (stores all rows of the weight that the ids name), or a tuple of them to try
+            in order. None: "xla". There are no kernels for it.
         bias: ``[V]``, added to the float32 products before the scale, and split as the weight's vocabulary is. Its
             gradient is summed in float32 and rounded once. None: no bias.
 
@@ -72,6 +94,7 @@ def linear_logits(
         vocabulary, and where ``where`` is False.
 
     Raises:
+        UnsupportedError: an implementation asked for by name cannot serve the call; the message says why.
         ValueError, TypeError: shapes, dtypes or options that do not fit, with the offending values.
         NotImplementedError: on a second derivative.
 
@@ -101,6 +124,8 @@ def linear_logits(
         "vocab_size": vocab_size,
         "weight_layout": weight_layout,
         "axis_name": axis_name,
+        "precision": precision,
+        "implementation": implementation,
         "bias": bias,
     }
     static, primals, rows = operands(hidden, weight, ids, where, _options.of_call(given))
@@ -117,12 +142,14 @@ def operands(hidden: Any, weight: Any, ids: Any, where: Any, options: CallOption
     _checks.num_candidates(ids, "ids")
     leading = tuple(hidden.shape[:-1])
     _checks.candidate_shape(ids, leading, "hidden before H", "ids")
+    options = options.named("linear_logits")
     case = _bind.case(hidden, weight, jax.ShapeDtypeStruct(leading, jnp.int32), where, options)
+    implementation, _ = _dispatch.choose(case, options.implementation or (xla.NAME,))
     size = _checks.vocabulary(options.vocab_size, case.vocab_size * _checks.axis_size(options.axis_name))
     primals = jax.tree.map(lambda x: _compat.without_reduced(jnp.asarray(x)), Primals(hidden, weight, options.bias))
     factors = (options.temperature, size, case.stat_dtype, options.logit_scale, options.logit_softcap)
     rows = _rows.of_ids(ids, where, *factors)
-    return Static(options.named("linear_logits").static, options.axis_name, case.stat_dtype), primals, rows
+    return Static(options.static, options.axis_name, case.stat_dtype, implementation.NAME), primals, rows
 
 
 def masked_logprobs(
@@ -186,6 +213,12 @@ class Static(NamedTuple):
     options: Options
     axis_name: Any
     dtype: Any  # of the results and of every sum
+    implementation: str
+
+    @property
+    def chosen(self) -> Any:
+        """The module with the products of chosen columns and their gradients."""
+        return _chosen_reference if self.implementation == reference.NAME else _chosen
 
 
 def _layout_of_types(static: Static, primals: Primals, rows: Rows) -> Layout | None:
@@ -258,7 +291,7 @@ def _forward(static: Static, primals: Primals, rows: Rows) -> tuple[Float[Array,
     """The logits of the ids that this shard owns, and their derivatives in the raw products; 0 at the others."""
     options, columns = static.options, _columns(static, primals, rows)
     hidden = _shard.as_operand(primals).hidden.reshape(-1, primals.hidden.shape[-1])
-    raw = _chosen.products(hidden, primals.weight, columns, options, static.dtype)
+    raw = static.chosen.products(hidden, primals.weight, columns, options, static.dtype)
     if primals.bias is not None:
         raw = raw + jnp.take(primals.bias, columns, mode="clip").astype(static.dtype)
     scales = _shard.scales(rows, static.dtype, signs_hidden=False)
@@ -274,10 +307,10 @@ def _backward(static: Static, primals: Primals, rows: Rows, slope: Array, cotang
     options, columns = static.options, _columns(static, primals, rows)
     terms = jnp.where(slope == 0.0, 0.0, cotangent * slope)
     hidden = _shard.as_operand(primals).hidden.reshape(-1, primals.hidden.shape[-1])
-    of_hidden = _chosen.dhidden(terms, primals.weight, columns, options).reshape(primals.hidden.shape)
+    of_hidden = static.chosen.dhidden(terms, primals.weight, columns, options).reshape(primals.hidden.shape)
     found = Primals(
         of_hidden,
-        _chosen.dweight(terms, hidden, columns, primals.weight, options),
+        static.chosen.dweight(terms, hidden, columns, primals.weight, options),
         None if primals.bias is None else _chosen.dbias(terms, columns, primals.bias.shape[0]),
     )
     return jax.tree.map(lambda x, like: _compat.psum_to_type(x, like).astype(like.dtype), found, primals)

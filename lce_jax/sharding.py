@@ -205,8 +205,8 @@ def sharded_linear_logits(
             reduce-scattered backward. None: the sequence is not split.
         where: ``[...]`` bool, the rows that count. The others are exactly 0 in outputs and gradients, whatever they
             hold. None: every row counts.
-        **options: ``temperature``, ``logit_softcap``, ``logit_scale``, ``vocab_size``, ``weight_layout`` and ``bias``,
-            as in `linear_logits`.
+        **options: ``temperature``, ``logit_softcap``, ``logit_scale``, ``vocab_size``, ``weight_layout``,
+            ``precision``, ``implementation`` and ``bias``, as in `linear_logits`.
 
     Returns:
         ``[..., K]`` as `linear_logits` returns it, split as ``hidden`` is.
@@ -228,9 +228,8 @@ def sharded_linear_logits(
         >>> sharded_linear_logits(hidden, weight, jnp.array([[3, 0], [7, -1]]), mesh=mesh, batch_axes="data").tolist()
         [[12.0, 0.0], [28.0, 0.0]]
     """
-    others = ("axis_name", *_options.NOT_OF_LOGITS)
-    _options.check_names(sharded_linear_logits, options, without=others)
-    _options.refuse("sharded_linear_logits", options, _options.NOT_OF_LOGITS)
+    _options.check_names(sharded_linear_logits, options, without=("axis_name", *_options.NOT_OF_TOPK))
+    _options.refuse("sharded_linear_logits", options, _options.NOT_OF_TOPK)
     checked = _options.of_call(options)
     _options.no_axis_name(checked)
     static, primals, rows = logits.operands(hidden, weight, ids, where, checked)

@@ -119,7 +119,7 @@ CALL = jnp.ones((4, 8)), jnp.ones((32, 8)), jnp.zeros(4, int)
     (dict(teacher=CALL[:2], ids=CALL[2][:, None]), ValueError, "ids and teacher belong to different functions"),
     (dict(teacher=CALL[:2], cache_bytes=1), TypeError, "linear_kl has no option cache_bytes"),
     (dict(teacher=CALL[:2], z_loss=1e-4), ValueError, "teacher is that of linear_kl, which is no loss"),
-    (dict(ids=CALL[2][:, None], precision="highest"), TypeError, "linear_logits has no option precision"),
+    (dict(ids=CALL[2][:, None], stats=True), TypeError, "linear_logits has no option stats"),
     (dict(ids=CALL[2]), ValueError, r"ids \(4,\) must"),
 ])  # fmt: skip
 def test_mistakes(given: dict[str, Any], error: type[Exception], message: str) -> None:

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from lce_jax import _chosen, linear_logits, masked_logprobs
+from lce_jax import UnsupportedError, _chosen, linear_logits, masked_logprobs
 from tests import cases, oracle
 
 CALLS = [
@@ -76,13 +76,14 @@ def evaluate(operands: Any, ids: Any, seed: Any, options: dict[str, Any], functi
     return z, gradients
 
 
-@pytest.mark.parametrize("gathered_bytes", [32 << 20, 3000], ids=["one chunk", "chunks"])
+@pytest.mark.parametrize("way", ["one chunk", "chunks", "reference"])
 @pytest.mark.parametrize("test", CALLS, ids=str)
-def test_matches_float64(test: cases.TestCase, gathered_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_chosen, "GATHERED_BYTES", gathered_bytes)
+def test_matches_float64(test: cases.TestCase, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_chosen, "GATHERED_BYTES", 3000 if way == "chunks" else 32 << 20)
     jax.clear_caches()  # the bytes are read while tracing
     operands, ids, seed, options = call(test)
-    z, gradients = evaluate(operands, ids, seed, options)
+    told = {"implementation": "reference" if way == "reference" else None, "precision": "highest"}
+    z, gradients = evaluate(operands, ids, seed, {**options, **told})
     want, wanted = expected(operands, ids, seed, options)
     assert (z.shape, z.dtype) == (ids.shape, jnp.float32)
     assert oracle.value_error(z, want) <= 2e-6 * max(1.0, test.spread)
@@ -226,6 +227,8 @@ MISTAKES = {
     "hidden sizes differ": (dict(weight=jnp.ones((32, 9))), ValueError, r"\(4, 8\) ends in H = 8"),
     "where of another shape": (dict(where=jnp.ones((4, 1), bool)), ValueError, r"where \(4, 1\) must have .*\(4,\)"),
     "vocab_size": (dict(vocab_size=33), ValueError, r"vocab_size must lie in \[1, 32\], .* got 33"),
+    "kernels by name": (dict(implementation="mosaic_gpu"), UnsupportedError, "linear_logits runs no kernel"),
+    "precision": (dict(precision="exact"), ValueError, "precision 'exact' is not a jax.lax.PrecisionLike"),
     "axis not bound": (dict(axis_name="tensor"), ValueError, "axis_name 'tensor' is not bound here"),
 }
 

@@ -76,7 +76,7 @@ def test_auto_axes_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
 
 @pytest.mark.parametrize(("changed", "message"), [
     (dict(stats=True), "sharded_linear_logits has no option stats"),
-    (dict(precision="highest"), "sharded_linear_logits has no option precision"),
+    (dict(entropy=True), "sharded_linear_logits has no option entropy"),
     (dict(id=3), "unknown option id"),
 ])  # fmt: skip
 def test_mistakes(changed: dict[str, Any], message: str) -> None:

@@ -27,6 +27,8 @@ def supports(case: Case) -> str | None:
     """Why the kernels cannot serve ``case``: the function, the device, the dtype, or a shape they cannot tile."""
     if case.options.top_k:
         return "linear_topk runs no kernel: XLA's product of a few hundred tokens at a time and a selection serve it"
+    if case.options.function == "linear_logits":
+        return "linear_logits runs no kernel: it is a few dot products per token, and never visits the vocabulary"
     return _generations.refusal(case)
 
 
