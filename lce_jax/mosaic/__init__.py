@@ -12,7 +12,11 @@ says what a kernel set must have, and `_pallas` is the one importer of the kerne
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
+
+import jax
 
 from lce_jax._plans import ALONE, Plan, Surroundings
 from lce_jax._statistics import Normalizer
@@ -21,6 +25,17 @@ from lce_jax.mosaic import _backward, _forward, _generations, _live, _live_backw
 from lce_jax.mosaic._kernel_set import KernelSet
 
 NAME = "mosaic_gpu"
+
+
+def _promotes_ranks[**P, R](function: Callable[P, R]) -> Callable[P, R]:
+    """``function``, whose code and kernels rely on ranks being promoted, whatever the caller's configuration says."""
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        with jax.numpy_rank_promotion("allow"):
+            return function(*args, **kwargs)
+
+    return run
 
 
 def supports(case: Case) -> str | None:
@@ -37,11 +52,13 @@ def plan(case: Case, around: Surroundings = ALONE) -> Plan:
     return _plan.plan(case, _kernels(case), NAME, around)
 
 
+@_promotes_ranks
 def statistics(operands: Operands, case: Case, keep_cache: bool = False) -> tuple[ShardStatistics, Any]:
     """Eq. 1 of the whole shard, and the cache."""
     return _forward.statistics(operands, case, _kernels(case), keep_cache)
 
 
+@_promotes_ranks
 def selected(case: Case, cache: Any, of_rows: Normalizer, live: Any) -> tuple[Any, Any]:
     """The live tiles, and the dropped mass."""
     if cache is None:
@@ -49,6 +66,7 @@ def selected(case: Case, cache: Any, of_rows: Normalizer, live: Any) -> tuple[An
     return _live.select(case, cache, _kernels(case).tiling.row_block, of_rows, live)
 
 
+@_promotes_ranks
 def gradients(
     operands: Operands,
     case: Case,
