@@ -175,6 +175,7 @@ def dweight(
     or chunk continues goes on with it, and the others are written, each once.
     """
     num_columns = weight.shape[options.vocab_dim]
+    terms, columns = _compat.vary_like((terms, columns), (terms, hidden, columns, weight))  # as what is carried does
     shape = blocks(terms.size, hidden.shape[1], terms.dtype.itemsize)
     pairs = sorted_pairs(terms, columns, num_columns, shape.size)
 
@@ -191,7 +192,7 @@ def dweight(
         return found, last, own.columns[-1]
 
     start = jnp.zeros_like(weight), jnp.zeros((hidden.shape[1],), terms.dtype), jnp.int32(-1)
-    start = _compat.vary_like(start, (terms, hidden, columns, weight))
+    start = _compat.vary_like(start, terms)
     return lax.fori_loop(0, pairs.columns.shape[0] // shape.size, body, start)[0]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from typing import Any
@@ -92,6 +93,24 @@ def test_matches_float64(test: cases.TestCase, way: str, monkeypatch: pytest.Mon
         rounding = 0.0 if got.dtype == jnp.float32 else float(jnp.finfo(got.dtype).eps) / 2
         assert oracle.relative_norm(got, true) <= 1e-6 + rounding
     jax.clear_caches()
+
+
+@pytest.mark.parametrize("axis_name", [None, "tensor"])
+def test_ids_that_all_data_shards_share(axis_name: str | None) -> None:
+    """Typed as replicated beside hidden states that the mesh splits."""
+    (hidden, weight), ids, seed, _ = call(cases.case("shared ids", leading=(8,), V=104, K=6))
+    ids = jnp.tile(ids[:4], (2, 1))
+    mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+
+    def mapped(hidden: Any, weight: Any, ids: Any) -> Any:
+        run = functools.partial(linear_logits, axis_name=axis_name)
+        specs = (P("data"), P(axis_name), P())
+        return jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=P("data"))(hidden, weight, ids[:4])
+
+    z, gradients = evaluate((hidden, weight), ids, seed, {}, mapped)
+    want, wanted = expected((hidden, weight), ids, seed, {})
+    assert oracle.value_error(z, want) < 2e-6
+    assert all(oracle.relative_norm(a, b) < 1e-6 for a, b in zip(gradients, wanted, strict=True))
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
