@@ -9,6 +9,9 @@ your objective says.
 
 `distillation_loss` is apart from these: it takes whole arrays, what ``linear_logprobs(..., candidates=ids)`` returns
 and what a teacher says of the same ids.
+
+A difference of log-probabilities counts as at most 80, so that ratios are finite in float32, and has no gradient
+beyond that: a token so far off-policy is to be left out by ``where``.
 """
 
 from __future__ import annotations
@@ -27,6 +30,8 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float
 
 __all__ = ["cispo", "cross_entropy", "dapo", "distillation_loss", "grpo", "ppo_clip", "with_entropy_bonus"]
+
+MOST_DIFFERENCE = 80.0
 
 
 def cross_entropy(
@@ -59,7 +64,7 @@ def cross_entropy(
         Chowdhery et al., "PaLM: Scaling Language Modeling with Pathways" (2022), section 5, for the penalty.
     """
     del entropy
-    return -logprob + _not_negative("z_loss", z_loss) * lse**2
+    return -logprob + _not_negative("z_loss", z_loss) * lse * lse
 
 
 def ppo_clip(
@@ -137,7 +142,7 @@ def dapo(
         Yu et al., "DAPO: An Open-Source LLM Reinforcement Learning System at Scale" (2025).
     """
     del entropy, lse
-    ratio = jnp.exp(logprob - old_logprob)
+    ratio = jnp.exp(_bounded(logprob - old_logprob))
     low, high = _not_negative("clip_low", clip_low), _not_negative("clip_high", clip_high)
     return -jnp.minimum(ratio * advantage, jnp.clip(ratio, 1.0 - low, 1.0 + high) * advantage)
 
@@ -182,8 +187,8 @@ def grpo(
         Shao et al., "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models" (2024), eqs.
         3 and 4; Schulman, "Approximating KL Divergence" (2020), for k3.
     """
-    difference = reference_logprob - logprob
-    divergence = jnp.exp(difference) - difference - 1.0
+    difference = _bounded(reference_logprob - logprob)
+    divergence = jnp.expm1(difference) - difference
     return ppo_clip(logprob, entropy, lse, old_logprob, advantage, clip=clip) + _not_negative("kl", kl) * divergence
 
 
@@ -226,7 +231,7 @@ def cispo(
     """
     del entropy, lse
     low, high = _not_negative("clip_low", clip_low), _not_negative("clip_high", clip_high)
-    weight = lax.stop_gradient(jnp.clip(jnp.exp(logprob - old_logprob), 1.0 - low, 1.0 + high))
+    weight = lax.stop_gradient(jnp.clip(jnp.exp(_bounded(logprob - old_logprob)), 1.0 - low, 1.0 + high))
     return -weight * advantage * logprob
 
 
@@ -262,6 +267,11 @@ def with_entropy_bonus(loss_fn: Callable[..., Any], coefficient: float | Float[A
         return loss_fn(logprob, entropy, lse, *per_token, **parameters) - coefficient * entropy
 
     return with_bonus
+
+
+def _bounded(difference: Any) -> Any:
+    """A difference of log-probabilities whose exponential is finite, so that 0 times it is 0; no gradient beyond."""
+    return jnp.minimum(difference, MOST_DIFFERENCE)
 
 
 def _not_negative(name: str, value: Any) -> Any:

@@ -79,6 +79,36 @@ def test_in_linear_loss(loss_fn: Any, num_arguments: int) -> None:
     assert np.isfinite(grad).all()
 
 
+@pytest.mark.parametrize("advantage", [-1.0, 0.0, 1.0])
+@pytest.mark.parametrize("difference", [-1e4, -99.0, 79.0, 99.0, 1e4, np.inf])
+@pytest.mark.parametrize(
+    ("loss_fn", "num_old"),
+    [(losses.ppo_clip, 1), (losses.dapo, 1), (losses.grpo, 2), (functools.partial(losses.grpo, kl=0.0), 2),
+     (functools.partial(losses.cispo, clip_high=0.5), 1)],
+)  # fmt: skip
+def test_far_off_policy(loss_fn: Any, num_old: int, difference: float, advantage: float) -> None:
+    """Values and gradients are finite, and 0 where the advantage is, also where a ratio overflows float32."""
+    old = [jnp.float32(-2.0 - difference), jnp.float32(-2.0 - max(-1e4, min(difference, 1e4)))][:num_old]
+    value, slope = jax.value_and_grad(loss_fn)(jnp.float32(-2.0), None, 0.0, *old, advantage)
+    assert np.isfinite(value)
+    assert np.isfinite(slope)
+    if num_old == 1 and advantage == 0:
+        assert (value, slope) == (0.0, 0.0)
+    if num_old == 1 and advantage > 0 and difference > 0:  # clipped
+        assert value <= 3.0
+
+
+def test_a_divergence_of_nearly_equal_policies_is_exact() -> None:
+    """Down to the square of their difference, not that of float32's rounding of 1."""
+    for difference in (1e-2, 1e-3, 1e-4):
+        own = losses.grpo(0.0, None, 0.0, 0.0, difference, 0.0, kl=1.0)
+        assert own == pytest.approx(np.expm1(difference) - difference, rel=2e-3)
+
+
+def test_a_penalty_of_0_on_any_lse_is_0() -> None:
+    assert losses.cross_entropy(jnp.float32(-1.0), None, jnp.float32(1e30)) == 1.0
+
+
 def test_parameters_may_be_traced() -> None:
     def total(clip: Any) -> Any:
         return losses.ppo_clip(-1.0, None, 0.0, -2.0, 1.0, clip=clip)
