@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
 
-from lce_jax import Plan, explain
+from lce_jax import Plan, explain, scalars
 from lce_jax._compat import abstract_device
 from lce_jax._models import MODELS, Head, model_head
 from lce_jax._plans import PassBytes, format_bytes
@@ -39,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--model", choices=MODELS, metavar="NAME", help=f"a model's head: {', '.join(MODELS)}")
     out.add_argument("--hidden", type=_positive, metavar="H", help="hidden size, in place of a model")
     out.add_argument("--vocab", type=_positive, metavar="V", help="vocabulary, in place of a model")
-    out.add_argument("--softcap", type=float, help="logit softcap, in place of a model")
+    out.add_argument("--softcap", type=_softcap, help="logit softcap, in place of a model")
     out.add_argument("--tokens", type=_positive, required=True, help="of one call: micro-batch times sequence")
     out.add_argument("--tensor-parallel", type=_positive, default=1, metavar="N", help="devices that split V")
     out.add_argument("--sequence-parallel", action="store_true", help="they split the tokens of hidden too")
@@ -189,9 +189,16 @@ def _advice(plain: Plan, in_forward: Plan, cache: int, spare: int) -> Iterator[s
 
 def _positive(text: str) -> int:
     value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} must be at least 1")
+    if not 1 <= value < scalars.INT32_MAX:
+        raise argparse.ArgumentTypeError(f"{value} must be at least 1 and fit 31 bits")
     return value
+
+
+def _softcap(text: str) -> float:
+    try:
+        return scalars.positive("it", float(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{error}; leave --softcap out for no cap") from None
 
 
 def _amount(text: str) -> float:
