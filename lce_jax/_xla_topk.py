@@ -46,10 +46,10 @@ def plan(case: Case, name: str, around: Surroundings) -> Plan:
     logits, (_, width) = size * columns * stat, _largest.plan(columns, k)
     selected = size * (columns // width + 2 * k * width) * stat if width > 1 else 0
     selected += case.num_tokens * k * stat if size < case.num_tokens else 0
-    if around.true_columns not in (None, columns) and on_cpu:
-        selected += logits  # with and without the padding
-    if on_cpu and case.dtype == jnp.float16:
-        selected += columns * case.hidden_size * stat  # there XLA widens float16
+    if on_cpu and (around.true_columns not in (None, columns) or columns % width):
+        selected += logits  # with and without the padding, or what no group has
+    if on_cpu and case.dtype != case.stat_dtype and (case.dtype == jnp.float16 or size == 1):
+        selected += columns * case.hidden_size * stat  # there XLA widens float16, and bfloat16 beside one token
     own = case.partial_rows or around.gathers_hidden or case.hidden_dtype != case.dtype
     hidden = case.num_tokens * case.hidden_size * case.dtype.itemsize if own else 0
     return Plan(

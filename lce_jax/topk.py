@@ -104,7 +104,8 @@ def linear_topk(
 
     Memory:
         The logits of one chunk of tokens, 160 MiB or 256 tokens if these are more (on a CPU 32 MiB or 128 tokens),
-        O(T·k), and with ``where`` a copy of ``hidden``.
+        O(T·k), and with ``where`` a copy of ``hidden``. On a CPU, XLA copies a float16 weight in float32, and a
+        bfloat16 one for a call with one token.
 
     Numerics:
         The order is that of the float32 products: cap and temperature cannot change it, also where they round two

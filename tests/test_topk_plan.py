@@ -21,6 +21,8 @@ CALLS: list[tuple[tuple[int, int, int], int, dict[str, Any]]] = [
     ((512, 256, 32768), 64, {"dtype": "float16"}),
     ((512, 256, 32768), 64, {"hidden_dtype": "bfloat16", "weight_layout": "hv"}),
     ((512, 256, 50257), 64, {"vocab_size": 50000}),
+    ((512, 256, 32001), 64, {}),
+    ((1, 256, 32768), 64, {"dtype": "bfloat16"}),
     ((256, 256, 8192), 64, {"implementation": "reference"}),
 ]
 
