@@ -1,4 +1,4 @@
-"""Logits at chosen ids alone, without a pass over the vocabulary, and the softmax over a set of them."""
+"""Logits at chosen ids alone, without a pass over the vocabulary."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from jax.lax import PrecisionLike
     from jaxtyping import Array, Bool, Float, Int
 
-__all__ = ["linear_logits", "masked_logprobs"]
+__all__ = ["linear_logits"]
 
 
 def linear_logits(
@@ -82,8 +82,8 @@ def linear_logits(
         axis_name: inside ``shard_map``, the mesh axis (or tuple of axes) that splits the vocabulary. Each shard
             passes its own columns of ``weight`` and the same ``hidden`` and ``labels``; all shards return
             bitwise-equal results. None: ``weight`` is whole.
-        precision: that of the other functions, for a common set of options. It changes nothing here: every product is
-            exact to float32 rounding.
+        precision: of the matrix products with float32 operands; "highest" is exact to float32 rounding where the
+            default may be TF32 (GPU) or bfloat16 (TPU).
         implementation: "xla", "reference" (stores all rows of the weight that the ids name), or a tuple of them to try
             in order. None: "xla". There are no kernels for it.
         bias: ``[V]``, added to the float32 products before the scale, and split as the weight's vocabulary is. Its
@@ -102,7 +102,8 @@ def linear_logits(
         O(T·K), and a few chunks of gathered rows of 32 MiB each, beyond the operands and the gradients.
 
     Numerics:
-        Every sum is float32, and each gradient is rounded once, to its operand's dtype. Two runs are bitwise equal:
+        Every sum is float32, and each gradient is rounded once, to its operand's dtype. No product is a matrix's, so
+        all are exact to float32 rounding whatever ``precision`` says. Two runs are bitwise equal:
         the gradients of an id that occurs many times are added in a fixed order.
 
     Sharding:
@@ -150,61 +151,6 @@ def operands(hidden: Any, weight: Any, ids: Any, where: Any, options: CallOption
     factors = (options.temperature, size, case.stat_dtype, options.logit_scale, options.logit_softcap)
     rows = _rows.of_ids(ids, where, *factors)
     return Static(options.static, options.axis_name, case.stat_dtype, implementation.NAME), primals, rows
-
-
-def masked_logprobs(
-    logits: Float[Array, "*b K"], ids: Int[Array, "*b K"], labels: Int[Array, "*b"]
-) -> Float[Array, "*b"]:
-    """Log-probability of the label in a softmax over a set of ids: what top-k, top-p or min-p sampling left.
-
-    ``logprob = z[label] - ln Σ_{k: ids[k] ≥ 0} exp(z[k])``, with the z of `linear_logits`.
-
-    Args:
-        logits: ``[..., K]``, those of `linear_logits` at ``ids``.
-        ids: ``[..., K]`` the set of each token, its ids all different; -1 stands for none. An id out of vocabulary
-            must be -1 too.
-        labels: ``[...]`` integer vocabulary ids, global also when the vocabulary is split.
-
-    Returns:
-        ``[...]`` in the dtype of the logits. -inf, without a gradient, where the label is not in the set: sampling
-        could not have drawn it.
-
-    Raises:
-        ValueError, TypeError: shapes or dtypes that do not fit, with the offending values.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from lce_jax import masked_logprobs
-        >>> ids = jnp.array([[3, 5, -1], [3, 5, 8]])
-        >>> out = masked_logprobs(jnp.zeros((2, 3)), ids, jnp.array([5, 6]))
-        >>> [round(float(x), 3) for x in out]               # -ln 2, and a label outside the set
-        [-0.693, -inf]
-    """
-    _checks.array("logits", logits)
-    _checks.num_candidates(ids, "ids")
-    _checks.label_array(labels)
-    _checks.candidate_shape(ids, labels.shape, "labels", "ids")
-    if tuple(logits.shape) != tuple(ids.shape) or not jnp.issubdtype(logits.dtype, jnp.floating):
-        raise ValueError(
-            f"logits {tuple(logits.shape)} of {logits.dtype} must be floating point in the shape of ids "
-            f"{tuple(ids.shape)}"
-        )
-    return _masked(jnp.asarray(logits), _rows.int32_labels(ids, "ids"), _rows.int32_labels(labels))
-
-
-@functools.partial(jax.jit, inline=True)
-def _masked(logits: Array, ids: Array, labels: Array) -> Array:
-    """Jitted: outside ``jit`` each number in an expression is a transfer."""
-    logits = lax.optimization_barrier(logits)  # else a compiler may fuse what makes them with u, which may be above 0
-    in_set = ids >= 0
-    is_label = in_set & (ids == labels[..., None])
-    highest = lax.stop_gradient(jnp.max(jnp.where(in_set, logits, -jnp.inf), axis=-1, keepdims=True))
-    highest = jnp.where(highest == -jnp.inf, 0.0, highest)
-    u = jnp.where(in_set, logits - highest, 0.0)
-    total = jnp.sum(jnp.where(in_set, jnp.exp(u), 0.0), axis=-1)
-    found = jnp.any(is_label, axis=-1)
-    at_label = jnp.sum(jnp.where(is_label, u, 0.0), axis=-1)
-    return jnp.where(found, at_label - jnp.log(jnp.where(found, total, 1.0)), -jnp.inf)
 
 
 class Static(NamedTuple):

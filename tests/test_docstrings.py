@@ -40,6 +40,7 @@ OTHER_MEANING = {
     ("sharded_linear_topk", "where"): "ids are -1 there",
     ("linear_topk", "temperature"): "there are no labels and no gradients, and the order does not depend on it",
     ("linear_topk", "implementation"): "there are no kernels",
+    ("linear_logits", "implementation"): "there are no kernels, and no logits are stored",
     ("linear_topk", "bias"): "there are no kernels and no gradients",
     ("linear_kl", "temperature"): "there are no labels",
     **{(name, "temperature"): "again, that of the statistics" for name in ("merge", "finish", "mean_logit")},
