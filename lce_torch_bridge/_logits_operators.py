@@ -32,9 +32,12 @@ class Transform(NamedTuple):
     logit_scale: float
     logit_softcap: float | None
     reduce_grad_hidden: bool
+    implementation: str  # names joined by commas; empty for lce_jax's choice
 
 
-TRANSFORM_SCHEMA = "str group, int vocab_size, float logit_scale, float? logit_softcap, bool reduce_grad_hidden"
+TRANSFORM_SCHEMA = (
+    "str group, int vocab_size, float logit_scale, float? logit_softcap, bool reduce_grad_hidden, str implementation"
+)
 
 
 class Spec(NamedTuple):
@@ -45,6 +48,7 @@ class Spec(NamedTuple):
     tempered: bool  # whether each token has a temperature
     logit_scale: float
     logit_softcap: float | None
+    implementation: tuple[str, ...] | None
 
 
 def apply(*inputs: Any) -> Any:
@@ -174,7 +178,8 @@ autograd.refuse_derivatives_of("logits_gradients")
 
 def _spec(weight: torch.Tensor, ids: torch.Tensor, tempered: bool, transform: Transform) -> Spec:
     _, rank = tensor_parallel.size_and_rank(transform.group)
-    return Spec(rank * weight.shape[0], ids.shape[1], tempered, transform.logit_scale, transform.logit_softcap)
+    names = tuple(transform.implementation.split(",")) if transform.implementation else None
+    return Spec(rank * weight.shape[0], ids.shape[1], tempered, transform.logit_scale, transform.logit_softcap, names)
 
 
 def _packed(
@@ -232,5 +237,6 @@ def _unpacked(spec: Spec, per_token: Any, hidden: Any, weight: Any) -> tuple[Any
         "temperature": rest[:, -1] if spec.tempered else 1.0,
         "logit_scale": spec.logit_scale,
         "logit_softcap": spec.logit_softcap,
+        "implementation": spec.implementation,
     }
     return jnp.where(owned, local, -1), rest[:, :K], options

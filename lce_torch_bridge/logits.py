@@ -28,6 +28,7 @@ def linear_logits(
     keep: torch.Tensor | None = None,
     reduce_grad_hidden: bool = False,
     wgrad: Wgrad = "return",
+    implementation: str | tuple[str, ...] | None = None,
 ) -> torch.Tensor:
     """Logits at chosen ids, without a pass over the vocabulary.
 
@@ -64,11 +65,14 @@ def linear_logits(
         wgrad: "return" gives the weight its gradient. "main_grad" rounds it to the weight's dtype, adds it to
             ``weight.main_grad``, as Megatron's gradient-accumulation fusion does, and sets
             ``grad_added_to_main_grad``. Not under ``torch.compile``.
+        implementation: "xla", "reference" (stores all rows of the weight that the ids name), or a tuple of names tried
+            in order. None: "xla". There are no kernels for it.
 
     Returns:
         ``[..., K]`` in float32; 0, without a gradient, where the id is none or out of vocabulary.
 
     Raises:
+        lce_jax.UnsupportedError: an implementation asked for by name cannot serve the call; the message says why.
         ValueError, TypeError: shapes, dtypes, devices or options that do not fit, with the offending values. Parts of
             the vocabulary of different sizes raise in a ``tp_group``'s first call; in a later one, results are NaN.
         NotImplementedError: on a second derivative, in forward mode, and under ``torch.func.vmap``
@@ -107,6 +111,7 @@ def linear_logits(
         keep=keep,
         reduce_grad_hidden=reduce_grad_hidden,
         wgrad=wgrad,
+        implementation=implementation,
     )
     x, call = _arguments.flat(given), given.call
     transform = Transform(*(getattr(call, name) for name in Transform._fields))

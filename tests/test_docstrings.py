@@ -56,6 +56,7 @@ OTHER_MEANING_IN_THE_BRIDGE = {
     **{("linear_topk", name): "there are no labels" for name in ("tp_group", "temperature", "keep")},
     **{("linear_topk", name): "it has no gradient" for name in ("bias", "vocab_size")},
     ("linear_topk", "implementation"): "there are no kernels",
+    ("linear_logits", "implementation"): "there are no kernels, and no logits are stored",
     ("linear_logits", "bias"): "there are no kernels",
     ("linear_logits", "tp_group"): "there are no labels",
     ("linear_logits", "temperature"): "there are no labels",

@@ -10,6 +10,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import lce_jax
+from lce_jax import UnsupportedError
 from lce_torch_bridge import _logits_operators, linear_logits, masked_logprobs
 from tests.torch import problem as p
 
@@ -40,9 +41,10 @@ def exact(problem: p.Problem, **options: Any) -> Any:
     return evaluate(p.Problem(hidden, problem.weight.double(), problem.labels), p.stored_logits, **options)
 
 
+@pytest.mark.parametrize("implementation", [None, "reference"])
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: ", ".join(options))
-def test_values_and_gradients(options: dict[str, Any]) -> None:
-    z, grads = evaluate(p.draw(), **options)
+def test_values_and_gradients(options: dict[str, Any], implementation: str | None) -> None:
+    z, grads = evaluate(p.draw(), implementation=implementation, **options)
     want, wanted = exact(p.draw(), **options)
     assert z.dtype == torch.float32
     assert z.shape == IDS.shape
@@ -134,7 +136,7 @@ def test_compiled(options: dict[str, Any]) -> None:
     assert all(map(torch.equal, (got, *grads), (want, *wanted)))
     hidden, weight, _ = p.draw()
     assert torch.equal(compiled(hidden, weight, IDS, **options), want)
-    told = ("", 104, 1.3, 4.0, False)
+    told = ("", 104, 1.3, 4.0, False, "")
     tensors = (hidden, weight, options.get("bias"), IDS, options.get("temperature"))
     torch.library.opcheck(_logits_operators.logits, (*tensors, *told))
     wanted = (True, True, "bias" in options)
@@ -208,3 +210,8 @@ def test_refusals_of_the_set() -> None:
         masked_logprobs(torch.ones(6, 2), ONES, GOOD.labels[:5])
     with pytest.raises(TypeError, match=r"labels must be integers"):
         masked_logprobs(torch.ones(6, 2), ONES, torch.ones(6))
+
+
+def test_an_implementation_that_cannot_serve_it_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="linear_logits runs no kernel"):
+        linear_logits(*p.draw()[:2], IDS, implementation="mosaic_gpu")
