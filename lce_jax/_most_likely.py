@@ -79,5 +79,5 @@ def _merge(spec: Spec, rows: Rows, parts: Largest) -> Largest:
     k, per_id = spec.case.options.top_k, jax.tree.map(side_by_side, (-parts.products, parts.ids, parts.capped))
     falling, ids, *capped = (x[:, :k] for x in lax.sort(jax.tree.leaves(per_id), dimension=1, num_keys=2))
     merged = Largest(-falling, ids, capped[0] if capped else None, jnp.zeros_like(parts.sumexp[0]))
-    shift = jnp.clip((parts.max - merged.max) * _scale(spec, rows)[:, 0], MASKED, 0.0)
+    shift = jnp.clip((parts.max - merged.max[None]) * _scale(spec, rows).T, MASKED, 0.0)
     return merged._replace(sumexp=jnp.sum(parts.sumexp * jnp.exp(shift), axis=0))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 
 import lce_jax
 from lce_jax import losses
@@ -66,24 +68,45 @@ def of_kl(hidden: Any, weight: Any, labels: Any, *, candidates: Any, bias: Any =
     return sum(jnp.sum(kl(direction=direction)) for direction in ("forward", "reverse", "jsd"))
 
 
-FUNCTIONS = [of_logprobs, of_cross_entropy, of_loss, of_logits, of_topk, of_kl]
+FUNCTIONS = [of_logprobs, of_cross_entropy, of_loss, of_logits, of_topk]
 
 
-@pytest.mark.parametrize("implementation", ["xla", "reference"])
 @pytest.mark.parametrize("test", OPTIONS, ids=str)
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_no_rank_is_promoted(function: Any, test: cases.TestCase, implementation: str) -> None:
+@pytest.mark.parametrize(
+    ("function", "named"),
+    [(of_kl, {}), *itertools.product(FUNCTIONS, [{"implementation": "xla"}, {"implementation": "reference"}])],
+)
+def test_no_rank_is_promoted(function: Any, named: dict[str, str], test: cases.TestCase) -> None:
     hidden, weight, labels, options, _ = cases.draw(test)
-    if function is not of_kl:
-        options["implementation"] = implementation
-    elif implementation == "reference":
-        pytest.skip("linear_kl has one implementation")
+    options |= named
     with jax.numpy_rank_promotion("raise"):
         value, gradients = jax.value_and_grad(lambda *x: function(*x, labels, **options), argnums=(0, 1))(
             hidden, weight
         )
     assert np.isfinite(value)
     assert [x.shape for x in gradients] == [hidden.shape, weight.shape]
+
+
+SHARDED: dict[str, Any] = {
+    "logprobs": lambda h, w, y, **o: lce_jax.sharded_linear_logprobs(h, w, y, **o).entropy,
+    "cross_entropy": lambda h, w, y, **o: lce_jax.sharded_linear_cross_entropy(h, w, y, **o),
+    "loss": lambda h, w, y, **o: lce_jax.sharded_linear_loss(losses.cross_entropy, h, w, y, **o)[0],
+    "logits": lambda h, w, y, **o: lce_jax.sharded_linear_logits(h, w, y[..., None], **o),
+    "kl": lambda h, w, _, **o: lce_jax.sharded_linear_kl(h, w, h + 1.0, w, **o),
+    "topk": lambda h, w, _, **o: lce_jax.sharded_linear_topk(*jax.lax.stop_gradient((h, w)), 3, **o).lse * jnp.sum(h),
+}
+
+
+@pytest.mark.parametrize("function", SHARDED)
+def test_no_rank_is_promoted_over_a_mesh(function: str) -> None:
+    hidden, weight, labels, options, _ = cases.draw(cases.case("mesh", leading=(4, 8), V=128, vocab_size=101))
+    mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    options |= {"mesh": mesh, "vocab_axis": "tensor", "batch_axes": "data", "temperature": jnp.ones((4, 1))}
+    with jax.numpy_rank_promotion("raise"):
+        gradients = jax.grad(lambda *x: jnp.sum(SHARDED[function](*x, labels, **options)), argnums=(0, 1))(
+            hidden, weight
+        )
+    assert all(np.isfinite(x).all() for x in gradients)
 
 
 @pytest.mark.usefixtures("hopper")
