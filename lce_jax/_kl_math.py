@@ -121,8 +121,7 @@ def merge(parts: KLStatistics, scales: tuple[RowScale, RowScale]) -> KLStatistic
     """Eqs. 2 and 7 over the leading axis: fields [N, T] in, [T] out, summed in the order of the axis."""
     references = functools.reduce(_union, zip(*parts.references, strict=True))
     beside = jax.tree.map(lambda x: x if isinstance(x, float | int) else x[None], (references, scales))
-    terms = _sums_relative_to(beside[0], parts, beside[1])
-    return KLStatistics(*references, *(jnp.sum(x, axis=0) for x in terms))
+    return KLStatistics(*references, *(jnp.sum(x, axis=0) for x in _sums_relative_to(beside[0], parts, beside[1])))
 
 
 def _union(one: Any, other: Any) -> tuple[Array, Array, Array]:
