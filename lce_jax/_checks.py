@@ -129,7 +129,7 @@ def _positive(value: Any, shape: tuple[int, ...], where: Any) -> None:
         return
     given, *live = jax.device_get(known)
     given = np.broadcast_to(given.astype(np.float64), shape)
-    wrong = ~is_temperature(given) & (live[0] if live else True)
+    wrong = ~scalars.is_temperature(given) & (live[0] if live else True)
     if wrong.any():
         found = np.unique(given[wrong])
         raise ValueError(
@@ -137,11 +137,6 @@ def _positive(value: Any, shape: tuple[int, ...], where: Any) -> None:
             f"{', …' if len(found) > 3 else ''} in {wrong.sum()} of {wrong.size} rows, the first of them "
             f"{tuple(int(i) for i in np.argwhere(wrong)[0])}: leave such rows out with where="
         )
-
-
-def is_temperature(x: Any) -> Any:
-    """Whether ``x``, in float32 or float64, is positive and finite in float32, where subnormal numbers count as 0."""
-    return (x >= scalars.FLOAT32_TINY) & (x <= scalars.FLOAT32_MAX)
 
 
 def _is_concrete(x: Any) -> bool:

@@ -198,7 +198,7 @@ def finish(
         lse=stats.max * scale + log_sumexp,
         max_logit=None if stats.min is None else stats.max * scale,
         min_logit=None if stats.min is None else stats.min * scale,
-        correct=None if stats.min is None else (in_vocab & (stats.target == 0.0)).astype(sumexp.dtype),
+        correct=None if stats.min is None else jnp.where(in_vocab & (stats.target == 0.0), jnp.ones_like(sumexp), 0.0),
         candidate_logprobs=_candidate_logprobs(stats, scale, log_sumexp),
         dropped_mass=dropped_mass,
     )

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax import _checks, _compat, _dispatch, _math, _repeats, _rows, _statistics, _xla_topk, mosaic, reference, xla
+from lce_jax import _compat, _dispatch, _math, _repeats, _rows, _temperature, _xla_topk, mosaic, reference, scalars, xla
 from lce_jax._by_platform import by_platform
 from lce_jax._largest import Largest
 from lce_jax._rows import Rows
@@ -26,9 +26,6 @@ from lce_jax._types import Case, Operands, Primals, Results, RowCoefficients, Sh
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float
-
-# Below it a temperature counts as this one: float32 holds what its inverse multiplies, the kernels' padding included.
-SMALLEST_TEMPERATURE = 1e-20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,11 +179,7 @@ def _coefficients(
     factors = _math.row_scale(options, scales.logits), _math.row_factor(options, scales.derivative)
     found = _math.row_coefficients(stats, cotangent, *factors, rows.live, options, spec.vocab_size)
     wrong = wrong_temperature(rows)
-    if wrong is None:
-        return found
-    # e^u and all coefficients become 0 in these rows, so that dweight gets no NaN from them.
-    found = jax.tree.map(lambda x: jnp.where(along(wrong, x), 0.0, x), found)
-    return found._replace(max=jnp.where(wrong, -_statistics.MASKED, found.max))
+    return found if wrong is None else _temperature.without_gradient(found, wrong)
 
 
 def _run(spec: Spec, chosen: Callable[..., Any], elsewhere: Callable[..., Any], *operands: Any) -> Any:
@@ -238,7 +231,7 @@ def scales(rows: Rows, dtype: Any, signs_hidden: bool) -> Scales:
     The sign of a traced scale, which may be 0, is apart, because k of eq. 1 must be positive. It multiplies hidden
     where ``signs_hidden`` says so, else the raw products, which no kernel does.
     """
-    inverse = _inverse_temperature(rows, dtype)
+    inverse = None if rows.temperature is None else _temperature.inverse(rows.temperature.astype(dtype))
     if rows.logit_scale is None:
         return Scales(inverse)
     sign = raw = None
@@ -265,12 +258,5 @@ def wrong_temperature(rows: Rows) -> Bool[Array, "T"] | None:
     """Rows that count and whose temperature is not positive and finite: they return NaN and have no gradient."""
     if rows.temperature is None:
         return None
-    wrong = ~_checks.is_temperature(rows.temperature)
+    wrong = ~scalars.is_temperature(rows.temperature)
     return wrong if rows.live is None else wrong & rows.live
-
-
-def _inverse_temperature(rows: Rows, dtype: Any) -> Float[Array, "T"] | None:
-    if rows.temperature is None:
-        return None
-    temperature = rows.temperature.astype(dtype)
-    return 1.0 / jnp.where(_checks.is_temperature(temperature), jnp.maximum(temperature, SMALLEST_TEMPERATURE), 1.0)

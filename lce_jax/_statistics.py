@@ -7,7 +7,8 @@ Everything that holds, sends or counts statistics does so through this module.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -95,6 +96,29 @@ def distance(x: Array, m: Array, scale: Array | float) -> Array:
     return jnp.maximum((x - m) * scale, MASKED)
 
 
+def union(
+    parts: Sequence[ShardStatistics], scale: Float[Array, "T"] | float, exp: Callable[[Array], Array] = jnp.exp
+) -> ShardStatistics:
+    """Eq. 2 of a few parts, [T] each, added in their order, without an axis over them: what a kernel can compute.
+
+    ``exp`` is `jnp.exp2` of statistics in base 2.
+    """
+    m = functools.reduce(jnp.maximum, (part.max for part in parts))
+    return functools.reduce(_added, (_relative_to(m, part, scale, exp) for part in parts))
+
+
+def _added(one: ShardStatistics, other: ShardStatistics) -> ShardStatistics:
+    """Eq. 2 of two parts relative to the same maximum."""
+
+    def of(name: str, operation: Callable[[Array, Array], Array]) -> Array | None:
+        x, y = getattr(one, name), getattr(other, name)
+        return None if x is None else operation(x, y)
+
+    sums = {name: of(name, jnp.add) for name in ("sumexp", "weighted", "total")}
+    extremes = {name: of(name, jnp.maximum) for name in ("max", "target", "candidates")}
+    return of_fields(sums | extremes | {"min": of("min", jnp.minimum)})
+
+
 class Running(NamedTuple):
     """A union that grows part by part, with the rounding errors of its sums.
 
@@ -132,10 +156,12 @@ def _sums(stats: ShardStatistics) -> tuple[Array, Array | None]:
     return stats.sumexp, stats.weighted
 
 
-def _relative_to(m: Array, part: ShardStatistics, scale: Float[Array, "T"] | float) -> ShardStatistics:
+def _relative_to(
+    m: Array, part: ShardStatistics, scale: Float[Array, "T"] | float, exp: Callable[[Array], Array] = jnp.exp
+) -> ShardStatistics:
     """The terms of eq. 2 relative to the union's maximum ``m``; 0 for a part without columns, because its s = q = 0."""
     shift = distance(part.max, m, scale)
-    a = jnp.exp(shift)
+    a = exp(shift)
     return part._replace(
         max=m,
         sumexp=part.sumexp * a,

@@ -22,6 +22,7 @@ __all__ = [
     "fraction",
     "integer",
     "is_integer",
+    "is_temperature",
     "not_negative",
     "num_bytes",
     "num_candidates",
@@ -55,6 +56,11 @@ def positive(name: str, value: Any) -> float:
     if value < FLOAT32_TINY:
         raise ValueError(f"{name} must be positive in float32, got {value}")
     return value
+
+
+def is_temperature(x: Any) -> Any:
+    """Whether ``x``, in float32 or float64, is positive and finite in float32, where subnormal numbers count as 0."""
+    return (x >= FLOAT32_TINY) & (x <= FLOAT32_MAX)
 
 
 def not_negative(name: str, value: Any) -> float:

@@ -88,14 +88,13 @@ def loaded(program: launch.Program, folder: pathlib.Path) -> Callable[..., None]
     """What `launch.Program.load` returns, for memory of the CPU."""
     library = _compiled(program.source, folder)
     table = _program._Table(program)
-    of_sums = [step for step in program.schedule.steps if not isinstance(step, Stage) and _is_dhidden(step)]
     steps: list[Any] = []
     for step in program.schedule.steps:
         if isinstance(step, Stage):
             name = f"stage_{sum(place == -1 for _, place in steps)}"
             steps.append((_later(_run_stage, library[name], library[f"{name}_apart"], step), -1))
         else:
-            steps.append((_later(_emulate, step, len(of_sums) > 1), table.add(step.arrays)))
+            steps.append((_later(_emulate, step), table.add(step.arrays)))
     return table.runner(steps)
 
 
@@ -128,12 +127,7 @@ def _compiled(source: str, folder: pathlib.Path) -> Any:
     return ctypes.CDLL(str(folder / "stages.so"))
 
 
-def _is_dhidden(step: Any) -> bool:
-    (shape, _), *more = step.kernel.results
-    return not more and len(shape) == 3 and bool(step.kernel.aliases)
-
-
-def _emulate(step: Any, adds: bool, stream: int, address: int) -> None:
+def _emulate(step: Any, stream: int, address: int) -> None:
     """What a kernel does, told by its operands. No statistics of dead rows are written."""
     del stream
     count = len(step.arrays) - len(step.kernel.results)
@@ -144,9 +138,18 @@ def _emulate(step: Any, adds: bool, stream: int, address: int) -> None:
     ]
     (shape, dtype), *_ = step.kernel.results
     output = memory[count].view(dtype).reshape(shape)
-    {4: _product, 7: _statistics, 8: _dlogits}[count](memory, output, adds)
+    if count == OPERANDS_OF_COPY:
+        _copy(memory, output)
+    elif count == OPERANDS_OF_TILES:
+        (_statistics if output.ndim == 3 else _dlogits)(memory, output)
+    else:
+        (_join if memory[2].size == 4 * NUMBERS_OF_JOIN else _product)(memory, output)
 
 
+OPERANDS_OF_COPY = 2
+OPERANDS_OF_TILES = 8  # of the kernels that walk over tiles of logits
+NUMBERS_OF_JOIN = 3
+GROUP = 16  # tiles that are joined first
 TILE = 256
 HIDDEN_SIZE = 128  # of every call here
 PADDED_TOKENS = 304  # unless a test says otherwise
@@ -156,11 +159,10 @@ def _matrix(memory: np.ndarray) -> np.ndarray:
     return memory.view(jnp.bfloat16).reshape(-1, HIDDEN_SIZE).astype(np.float32)
 
 
-def _statistics(memory: list[np.ndarray], output: np.ndarray, adds: bool) -> None:
-    del adds
+def _statistics(memory: list[np.ndarray], output: np.ndarray) -> None:
     hidden, weight = _matrix(memory[0]), _matrix(memory[1])
     targets, scale, span = memory[2].view(np.int32), memory[3].view(np.float32), memory[6].view(np.int32)
-    rows, columns, first, tiles = map(int, span[:4])
+    rows, columns, first, tiles, _, _, slot, _ = map(int, span[:8])
     assert _mark_targets(memory[4].view(np.int32), targets)
     for n in range(tiles):
         start = first + n * TILE
@@ -172,7 +174,30 @@ def _statistics(memory: list[np.ndarray], output: np.ndarray, adds: bool) -> Non
         owned = (local >= 0) & (local < x.shape[1])
         at = np.where(owned, np.take_along_axis(u, np.where(owned, local, 0)[:, None], 1)[:, 0], -np.inf)
         for i, field in enumerate((highest, e.sum(1), (e * u).sum(1), at)):
-            output[n, i, :rows] = field
+            output[slot + n, i, :rows] = field
+
+
+def _join(memory: list[np.ndarray], output: np.ndarray) -> None:
+    fields, tokens = output.shape[1:]
+    parts, scale = memory[0].view(np.float32).reshape(-1, fields, tokens), memory[1].view(np.float32)
+    rows, count, first = map(int, memory[2].view(np.int32))
+    groups = max(-(-len(parts) // GROUP), 1)
+    group = GROUP if len(output) >= first + groups and groups > 1 else len(parts)
+    for n in range(-(-len(parts) // group)):
+        of_group = parts[n * group : min((n + 1) * group, count), :, :rows]
+        m, s, q, t = of_group.swapaxes(0, 1)
+        highest = m.max(0)
+        d = (m - highest) * scale[:rows]
+        a = np.exp2(d)
+        for i, field in enumerate((highest, (s * a).sum(0), ((q + d * s) * a).sum(0), (t + d).max(0))):
+            output[first + n, i, :rows] = field
+
+
+def _copy(memory: list[np.ndarray], output: np.ndarray) -> None:
+    weight, (first, rows) = _matrix(memory[0]), map(int, memory[1].view(np.int32)[:2])
+    rows = min(rows, TILE)
+    copied = output.reshape(TILE, HIDDEN_SIZE)
+    copied[:rows], copied[rows:] = weight[8 * first : 8 * first + rows], 0
 
 
 def _mark_targets(flags: np.ndarray, targets: np.ndarray) -> bool:
@@ -183,23 +208,22 @@ def _mark_targets(flags: np.ndarray, targets: np.ndarray) -> bool:
     return bool((flags == wanted.reshape(-1)).all())
 
 
-def _dlogits(memory: list[np.ndarray], output: np.ndarray, adds: bool) -> None:
-    del adds
+def _dlogits(memory: list[np.ndarray], output: np.ndarray) -> None:
     hidden, weight = _matrix(memory[0]), _matrix(memory[1])
     targets, scale, span = memory[2].view(np.int32), memory[3].view(np.float32), memory[7].view(np.int32)
-    rows, columns, first, tiles = map(int, span[:4])
+    rows, columns, first, tiles, _, offset = map(int, span[:6])
     highest, target, constant, slope = memory[6].view(np.float32).reshape(4, -1)[:, :rows, None]
     width = min(first + tiles * TILE, columns) - first
-    u = (hidden[:rows] @ weight[first : first + width].T - highest) * scale[:rows, None]
+    u = (hidden[:rows] @ weight[offset : offset + width].T - highest) * scale[:rows, None]
     e = np.exp2(u)
     d = np.where(np.arange(first, first + width) == targets[:rows, None], target, constant * e + slope * (u * e))
     output[:rows, : tiles * TILE] = 0
     output[:rows, :width] = d
 
 
-def _product(memory: list[np.ndarray], output: np.ndarray, adds: bool) -> None:
+def _product(memory: list[np.ndarray], output: np.ndarray) -> None:
     span = memory[2].view(np.int32)
-    rows, _, _, tiles, depth, offset = map(int, span)
+    rows, _, _, tiles, depth, offset, _, adds = map(int, span[:8])
     if output.ndim == 3:
         d = memory[0].view(jnp.bfloat16).reshape(PADDED_TOKENS, -1).astype(np.float32)
         found = np.zeros(output.shape, np.float32)

@@ -173,7 +173,8 @@ def test_a_whole_call(budget: Budget, vocab_size: int, tmp_path: pathlib.Path) -
     jax.clear_caches()  # they know the other budget
     with _generations.using(sm90.Kernels(budget=budget)):
         program = launch.program(functools.partial(whole_call, "mosaic_gpu", vocab_size), operands(), H200)
-    assert program.num_kernels == (4 if budget is ONE_LAUNCH else 2 + 2 * 3) + (vocab_size < V)
+    of_padding = 3 * (vocab_size < V)  # its tile is copied, and contracted
+    assert program.num_kernels == 3 + (1 if budget is ONE_LAUNCH else 2) * 3 + of_padding
     found = launch_emulator.run(program, operands(), tmp_path)
     wanted = jax.jit(functools.partial(whole_call, "xla", vocab_size))(*operands())
     names = ("logprobs", "entropy", "lse", "total", "dhidden", "dweight")
@@ -220,7 +221,7 @@ def test_memory_is_shared_over_time() -> None:
     program = launch.program(backward, (hidden, weight, labels, *(number,) * 5), H200)
     assert program.workspace_bytes < 350 * 10**6
     assert [x.shape for x in program.outputs] == [(4096, 4096), (151936, 4096)]
-    assert program.num_stages == 3
+    assert program.num_stages == 2
 
 
 def test_a_cache_is_overwritten_where_it_lies() -> None:

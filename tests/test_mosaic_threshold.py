@@ -31,7 +31,7 @@ CALLS = [
     call("several batches, clusters, nothing live", T=264, V=1032, H=64, cluster=2, chunk=1, num_rows=200, stats=True,
          temperature=True, mean_logit=True),
     call("padding, softcap, no entropy", T=264, V=776, H=64, num_columns=600, logit_softcap=3.0, entropy=False),
-    call("padding holds the columns that are no whole grain", T=136, V=1032, H=64, num_columns=700),
+    call("padding holds half an atom at the end", T=136, V=1032, H=64, num_columns=700),
     call("hv, dweight added, several launches", T=136, V=1024, H=64, weight_layout="hv", adds_dweight=True,
          statistics_bytes=1 << 13, stats=True),
     call("dweight added, padding, float16", T=264, V=776, H=64, num_columns=300, adds_dweight=True, dtype="float16"),
@@ -74,34 +74,28 @@ class Oracle:
         self.p /= self.p.sum(1, keepdims=True)
 
     def live(self) -> np.ndarray:
-        """[tiles, blocks], of the columns that the kernels cover."""
-        covered = self.test.V - self.test.V % 16
-        tiles, blocks = -(-covered // COLUMNS), -(-max(self.test.T, ROWS) // ROWS)
+        """[tiles, blocks]."""
+        tiles, blocks = -(-self.test.V // COLUMNS), -(-max(self.test.T, ROWS) // ROWS)
         big = np.zeros((blocks * ROWS, tiles * COLUMNS), bool)
-        columns = min(self.true, covered)
-        big[: self.rows, :columns] = self.p[: self.rows, :columns] >= THRESHOLD
+        big[: self.rows, : self.true] = self.p[: self.rows] >= THRESHOLD
         targets = np.asarray(self.operands.targets)
         for row in range(self.rows):
-            if 0 <= targets[row] < covered:
+            if targets[row] >= 0:
                 big[row, targets[row]] = True
         live = big.reshape(blocks, ROWS, tiles, COLUMNS).any((1, 3)).T
         return live | self.computed_anyway()
 
     def computed_anyway(self) -> np.ndarray:
-        """The tile where padding begins, which goes through plain XLA."""
-        covered = self.test.V - self.test.V % 16
-        live = np.zeros((-(-covered // COLUMNS), -(-max(self.test.T, ROWS) // ROWS)), bool)
+        """The tile where padding begins, which is contracted from a copy."""
+        live = np.zeros((-(-self.test.V // COLUMNS), -(-max(self.test.T, ROWS) // ROWS)), bool)
         if self.test.num_columns is not None:
             live[self.true // COLUMNS : self.true // COLUMNS + 1] = True
         return live
 
     def kept(self, live: np.ndarray) -> np.ndarray:
-        """[T, true columns]: what is in the gradients; columns after the last grain always are."""
+        """[T, true columns]: what is in the gradients."""
         whole = np.repeat(np.repeat(live, COLUMNS, 0), ROWS, 1).T
-        kept = np.ones_like(self.p, bool)
-        columns = min(self.true, self.test.V - self.test.V % 16)
-        kept[:, :columns] = whole[: self.test.T, :columns]
-        return kept
+        return whole[: self.test.T, : self.true]
 
     def gradients(self, rows: RowCoefficients, live: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Eqs. 4 and 5 where they are kept."""

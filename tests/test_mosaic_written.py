@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from lce_jax import _math, mosaic
+from lce_jax._statistics import Normalizer
 from lce_jax.mosaic import _generations
 from lce_jax.mosaic._pallas import interpreting, plgpu
 from tests.mosaic_interpreter import add_stores
@@ -60,7 +61,7 @@ def test_every_element_is_written(
         stats, cache = mosaic.statistics(operands, case, True)
         if gradient_threshold:
             cache, _ = mosaic.selected(case, cache, Normalizer(stats.max, jnp.log(stats.sumexp), 1.0), counts)
-        coefficients = _math.row_coefficients(stats, cotangent, counts, None, test.options, true_columns or V)
+        coefficients = _math.row_coefficients(stats, cotangent, 1.0, 1.0, counts, test.options, true_columns or V)
         return stats, mosaic.gradients(operands, case, coefficients, cache)
 
     with _generations.using(kernels_of(test)), interpreting(plgpu.InterpretGPUParams()):

@@ -2,7 +2,7 @@
 
 The chunks run in `lax.fori_loop`, one of them alive at a time. The first come from the cache, if there is one. Where
 the cache may be overwritten, they are one chunk, which takes the cache's memory. The others come from the recomputing
-kernel. What the kernels leave out, a few columns at the end of the vocabulary, goes through plain XLA.
+kernel. The tile where padding begins is contracted after them (`_edge`).
 """
 
 from __future__ import annotations
@@ -12,16 +12,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from lce_jax import _compat
 from lce_jax._types import Case, Operands, RowCoefficients
-from lce_jax.mosaic import _cache, _candidates, _chunks, _dhidden, _mean, _operands, _remainder
+from lce_jax.mosaic import _cache, _candidates, _chunks, _dhidden, _edge, _mean, _operands
 from lce_jax.mosaic._cache import Cache
 from lce_jax.mosaic._call import Call
+from lce_jax.mosaic._host import greatest, least
 from lce_jax.mosaic._kernel_set import KernelSet
-from lce_jax.mosaic._operands import RowFactors
-from lce_jax.mosaic._span import Span
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
@@ -34,7 +31,6 @@ class Part(NamedTuple):
 
     chunks: range  # the first tile of each; the step is the number of tiles of a chunk
     dlogits: Callable[[Array, int, Array], Array]  # (packed span, columns, the span's weight) -> dlogits
-    rows: RowCoefficients
 
 
 def gradients(
@@ -54,27 +50,39 @@ def gradients(
     """
     call = Call.prepare(operands, case, kernels)
     factors = _operands.row_factors(rows, call.shape.padded_tokens)
-    parts = _parts(call, rows, factors, cache, may_overwrite_cache)
-    has_rest = _remainder.is_left(call)
-    adds = sum(len(part.chunks) for part in parts) > 1  # otherwise each tile of dhidden's sums is written once
-    rounds = may_round_dhidden and not (adds or has_rest or rows.uniform is not None)
-    total = _remainder.empty_dweight(call) if dweight is None else dweight
-    start = _dhidden.empty_sums(case, call.shape, adds, rounds), total
-    carry: Carry = _compat.vary_like(start, (operands, rows, cache))
-    for part in parts:
-        carry = _walk_chunks(call, part, carry, adds, dweight is not None)
-    sums, total = carry
+    may_round = may_round_dhidden and rows.uniform is None
+    sums, total = walk(call, factors, rows.candidates, cache, may_round, may_overwrite_cache, dweight)
     dhidden = _dhidden.total(sums, case)
-    if has_rest:
-        rest = call, rows._replace(uniform=None), dhidden, total
-        dhidden, total = _remainder.add_gradients(*rest, adds=dweight is not None, step=kernels.depth_step(case))
     if rows.uniform is not None:
         dhidden, total = _mean.add_gradients(operands, case, rows.uniform, dhidden, total)
     return dhidden, total
 
 
+def walk(
+    call: Call,
+    factors: Float[Array, "factors Tp"],
+    terms: Float[Array, "T K"] | None,
+    cache: Cache | None,
+    may_round_dhidden: bool,
+    may_overwrite_cache: bool,
+    dweight: Float[Array, "V H"] | None,
+) -> Carry:
+    """The parts of dhidden, and dweight, from the coefficients as the kernels take them; ``terms`` of candidates."""
+    case, host = call.case, call.host
+    parts = _parts(call, factors, cache, may_overwrite_cache)
+    has_edge = _edge.is_left(call)
+    rounds = may_round_dhidden and not has_edge and sum(len(part.chunks) for part in parts) == 1
+    total = host.empty(call.prepared.weight.shape, case.dtype) if dweight is None else dweight
+    start = _dhidden.empty_sums(host, case, call.shape, rounds), total
+    carry: Carry = host.vary_like(start, (call.prepared, factors, terms, cache))
+    for i, part in enumerate(parts):
+        carry = _walk_chunks(call, part, terms, carry, i > 0, dweight is not None)
+    sums, total = carry
+    return (_edge.update_dhidden(call, factors, terms, sums) if has_edge else sums), total
+
+
 def _parts(
-    call: Call, rows: RowCoefficients, factors: RowFactors, cache: Cache | None, may_overwrite_cache: bool
+    call: Call, factors: Float[Array, "factors Tp"], cache: Cache | None, may_overwrite_cache: bool
 ) -> list[Part]:
     """The tiles in the cache, if any, and the tiles to recompute, if any."""
     prepared, case, shape, kernels = call.prepared, call.case, call.shape, call.kernels
@@ -94,42 +102,40 @@ def _parts(
 
     parts = []
     if cached:
-        parts.append(Part(range(0, cached, cached) if overwrites else chunks(0, cached), from_cache, rows))
+        parts.append(Part(range(0, cached, cached) if overwrites else chunks(0, cached), from_cache))
     if cached < shape.num_tiles:
-        parts.append(Part(chunks(cached, shape.num_tiles), recomputed, rows))
+        parts.append(Part(chunks(cached, shape.num_tiles), recomputed))
     return parts
 
 
-def _walk_chunks(call: Call, part: Part, carry: Carry, adds: bool, adds_dweight: bool) -> Carry:
-    """Adds a part's gradients (or writes them), a chunk at a time."""
-    prepared, case, shape, chunks = call.prepared, call.case, call.shape, part.chunks
-    covered = _remainder.covered_columns(call, call.kernels.depth_step(case))
-    columns = chunks.step * shape.tile
-    in_place = shape.whole_atoms  # otherwise the kernels are given copies of each chunk
+def _walk_chunks(call: Call, part: Part, terms: Any, carry: Carry, follows: bool, adds_dweight: bool) -> Carry:
+    """Adds a part's gradients (or writes them), a chunk at a time; ``follows``: the sums hold those of another part."""
+    prepared, case, shape, kernels = call.prepared, call.case, call.shape, call.kernels
+    contracted = _edge.contracted_columns(call)
+    most = part.chunks.step
 
     @jax.named_scope("chunk")
     def step(first: Any, carry: Carry) -> Carry:
         sums, dweight = carry
-        column, num_tiles = first * shape.tile, jnp.minimum(chunks.stop - first, chunks.step)
-        depth = jnp.clip(covered - column, 0, num_tiles * shape.tile)
+        column, num_tiles = first * shape.tile, least(part.chunks.stop - first, most)
+        depth = least(greatest(contracted - column, 0), num_tiles * shape.tile)
+        adds = 1 if follows else _is_after(first, part.chunks.start)
+        in_place = shape.whole_atoms  # otherwise the kernels are given copies of each chunk, without padding
         offset = column if in_place else 0
-        span = Span(prepared.num_rows, prepared.num_columns, column, num_tiles, depth, offset).pack()
-        weight, target = prepared.weight, dweight
-        if not in_place:
-            places = column + jnp.arange(columns, dtype=jnp.int32)
-            weight = jnp.take(weight, places, axis=0, mode="clip")
-            target = _compat.vary_like(lax.empty(weight.shape, dweight.dtype), carry)
-        d = part.dlogits(span, columns, weight)
-        d = _candidates.add_terms(call, part.rows, d, column, column + num_tiles * shape.tile)
-        sums = call.kernels.update_dhidden(sums, d, weight, case, span, adds)
-        written = call.kernels.write_dweight(target, d, prepared.hidden, case, span, adds_dweight and in_place)
+        span = call.span(column=column, num_tiles=num_tiles, depth=depth, offset=offset, adds=adds)
+        weight = prepared.weight if in_place else _edge.columns_from(call, column, most * shape.tile)
+        d = part.dlogits(span, most * shape.tile, weight)
+        d = _candidates.add_terms(call, terms, d, column, column + num_tiles * shape.tile)
+        sums = kernels.update_dhidden(sums, d, weight, case, span)
         if in_place:
-            return sums, written
-        # Columns after the chunk get a place outside dweight, where nothing is written.
-        places = jnp.where(places < column + num_tiles * shape.tile, places, places + case.vocab_size)
-        put = dweight.at[places].add if adds_dweight else dweight.at[places].set
-        return sums, put(written, mode="drop", indices_are_sorted=True, unique_indices=True)
+            return sums, kernels.write_dweight(dweight, d, prepared.hidden, case, span, adds_dweight)
+        copy = call.host.vary_like(call.host.empty(weight.shape, dweight.dtype), carry)
+        copy = kernels.write_dweight(copy, d, prepared.hidden, case, span)
+        return sums, _edge.put_columns(call, dweight, copy, column, num_tiles * shape.tile, adds_dweight)
 
-    if len(chunks) == 1:
-        return step(jnp.int32(chunks.start), carry)
-    return lax.fori_loop(0, len(chunks), lambda i, carry: step(chunks.start + i * chunks.step, carry), carry)
+    return call.host.loop(part.chunks, step, carry)
+
+
+def _is_after(first: Any, start: int) -> Any:
+    """1 where a chunk is not the first one."""
+    return int(first > start) if isinstance(first, int) else (first > start).astype(jnp.int32)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax.numpy as jnp
-from jax import lax
 
 from lce_jax._types import Case
 from lce_jax.mosaic._geometry import Geometry
+from lce_jax.mosaic._host import Host
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
@@ -23,11 +23,11 @@ class Cache(NamedTuple):
     max: Float[Array, "tiles Tp"]  # each tile's largest x
 
 
-def empty(case: Case, shape: Geometry, num_tiles: int) -> Cache:
+def empty(host: Host, case: Case, shape: Geometry, num_tiles: int) -> Cache:
     """Memory for the forward to fill."""
     return Cache(
-        lax.empty((shape.tokens, num_tiles * shape.tile), case.dtype),
-        lax.empty((num_tiles, shape.padded_tokens), jnp.float32),
+        host.empty((shape.tokens, num_tiles * shape.tile), case.dtype),
+        host.empty((num_tiles, shape.padded_tokens), jnp.float32),
     )
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from lce_jax._types import Case, Operands
 from lce_jax.mosaic import _operands
 from lce_jax.mosaic._geometry import Geometry, geometry
+from lce_jax.mosaic._host import TRACED, Host
 from lce_jax.mosaic._kernel_set import KernelSet
 from lce_jax.mosaic._operands import Prepared
+from lce_jax.mosaic._span import Span
 
 
 class Call(NamedTuple):
@@ -19,6 +21,11 @@ class Call(NamedTuple):
     case: Case
     shape: Geometry
     kernels: KernelSet
+    host: Host = TRACED
+
+    def span(self, **fields: Any) -> Any:
+        """A `Span` of the call's live rows and columns, as a kernel takes it."""
+        return self.host.numbers(*Span(self.prepared.num_rows, self.prepared.num_columns, **fields))
 
     @classmethod
     def prepare(cls, operands: Operands, case: Case, kernels: KernelSet) -> Call:

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 
 from lce_jax import _chosen, _repeats
-from lce_jax._types import RowCoefficients
 from lce_jax.mosaic._call import Call
 
 if TYPE_CHECKING:
@@ -27,7 +26,7 @@ def unscaled(call: Call) -> Float[Array, "T K"] | None:
 
 @jax.named_scope("candidates")
 def add_terms(
-    call: Call, rows: RowCoefficients, dlogits: Float[Array, "Tp columns"], column: Any, stop: Any
+    call: Call, terms: Float[Array, "T K"] | None, dlogits: Float[Array, "Tp columns"], column: Any, stop: Any
 ) -> Float[Array, "Tp columns"]:
     """A chunk's ``dlogits``, of columns from ``column`` on, with the terms of the candidates before column ``stop``.
 
@@ -35,10 +34,9 @@ def add_terms(
     order of additions matters.
     """
     candidates = call.operands.candidates
-    if candidates is None or rows.candidates is None:
+    if candidates is None or terms is None:
         return dlogits
-    stop = jnp.minimum(stop, call.shape.columns)  # those after it go through `_remainder`
     places = _repeats.unique_places(candidates, column, stop, dlogits.shape[1])
     before = dlogits.at[places].get(mode="fill", fill_value=0).astype(jnp.float32)
-    after = (before + rows.candidates).astype(dlogits.dtype)
+    after = (before + terms).astype(dlogits.dtype)
     return dlogits.at[places].set(after, mode="drop", unique_indices=True)

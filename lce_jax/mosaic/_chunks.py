@@ -13,6 +13,8 @@ from lce_jax._types import Case
 from lce_jax.mosaic import _dhidden, _partial_statistics
 from lce_jax.mosaic._geometry import Geometry
 
+GROUP = 16  # vocabulary tiles whose statistics are joined first, one thread per token and group; then the groups are
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Budget:
@@ -43,10 +45,17 @@ def chunk_tiles(case: Case, shape: Geometry, budget: Budget, num_tiles: int) -> 
 
 
 def launch_tiles(case: Case, shape: Geometry, budget: Budget, num_tiles: int) -> int:
-    """Vocabulary tiles per launch of the forward: partial statistics within the budget, launches of even size."""
+    """Vocabulary tiles per launch of the forward: partial statistics within the budget, launches of even size.
+
+    Where there are several, each covers whole groups.
+    """
     tile_bytes = 4 * math.prod(_partial_statistics.array_shape(case, shape, 1))
-    launches = -(-num_tiles // max(1, budget.statistics_bytes // tile_bytes))
-    return -(-num_tiles // launches)
+    groups = -(-num_tiles // GROUP)
+    most = max(budget.statistics_bytes // tile_bytes - groups, 1)  # the groups' statistics lie beside them
+    if num_tiles <= most:
+        return num_tiles
+    launches = -(-groups // max(most // GROUP, 1))
+    return min(-(-groups // launches) * GROUP, num_tiles)
 
 
 def live_slots(case: Case, shape: Geometry, budget: Budget, group: int) -> int:

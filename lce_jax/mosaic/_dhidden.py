@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
-from jax import lax
 
 from lce_jax._types import Case
 from lce_jax.mosaic._geometry import Geometry
+from lce_jax.mosaic._host import Host
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
@@ -32,14 +32,13 @@ def sums_shape(case: Case, shape: Geometry) -> tuple[int, int, int]:
     return min(range(1, most + 1), key=waves), rows, columns
 
 
-def empty_sums(case: Case, shape: Geometry, adds: bool, rounds: bool) -> Float[Array, "splits Tp Hp"]:
-    """The memory for the kernels' output: zeros if they add to it, in the weight's dtype if they round.
+def empty_sums(host: Host, case: Case, shape: Geometry, rounds: bool) -> Float[Array, "splits Tp Hp"]:
+    """The memory for the kernels' output, in the weight's dtype if they round.
 
     Splits are added up after the kernels, so they stay fp32.
     """
     splits = sums_shape(case, shape)
-    dtype = case.dtype if rounds and splits[0] == 1 else jnp.float32
-    return (jnp.zeros if adds else lax.empty)(splits, dtype)
+    return host.empty(splits, case.dtype if rounds and splits[0] == 1 else jnp.float32)
 
 
 def total(sums: Float[Array, "splits Tp Hp"], case: Case) -> Float[Array, "T H"]:

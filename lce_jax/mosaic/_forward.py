@@ -1,6 +1,8 @@
 """The forward: statistics (eq. 1) of each vocabulary tile from the kernels, joined by eq. 2.
 
-With many tokens the partial statistics are merged several times on the way, one launch each, so that they stay small.
+The tiles' numbers alone say which tiles are joined first and in what order. So a token's statistics have the same bits
+whatever else is in the call, and however many launches it takes. With many tokens there are several, so that the
+partial statistics stay small.
 """
 
 from __future__ import annotations
@@ -11,14 +13,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax import _compat, _math, _statistics
 from lce_jax._types import Case, Operands, ShardStatistics
-from lce_jax.mosaic import _cache, _candidates, _chunks, _live, _mean, _partial_statistics, _remainder
+from lce_jax.mosaic import _cache, _candidates, _chunks, _edge, _live, _mean, _partial_statistics
 from lce_jax.mosaic._cache import Cache
 from lce_jax.mosaic._call import Call
+from lce_jax.mosaic._chunks import GROUP
+from lce_jax.mosaic._host import greatest, least
 from lce_jax.mosaic._kernel_set import KernelSet
 from lce_jax.mosaic._live import TileStatistics
-from lce_jax.mosaic._span import Span
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
@@ -32,24 +34,13 @@ def statistics(
     With a ``gradient_threshold``, what tells which tiles carry gradient instead.
     """
     call = Call.prepare(operands, case, kernels)
-    keep_tiles = _keeps_tiles(case, keep_cache)
-    scale = _math.row_scale(case.options, operands.inverse_temperature)
-    num_tiles = _num_live_tiles(call)
+    num_tiles = num_live_tiles(call)
     cached = min(_cache.num_cached_tiles(case, call.shape), num_tiles) if keep_cache else 0
-    parts, cache, tiles = [], None, None
-    if cached:
-        part, cache, _ = _visit(call, scale, range(cached), _cache.empty(case, call.shape, cached), False)
-        parts.append(part)
-    if cached < num_tiles:
-        part, _, tiles = _visit(call, scale, range(cached, num_tiles), None, keep_tiles)
-        parts.append(part)
-    if call.shape.tail:
-        parts.append(jax.tree.map(lambda x: x[None], _remainder.tail_statistics(call, scale)))
-    with jax.named_scope("merge_tiles"):
-        stats = _statistics.merge(jax.tree.map(lambda *fields: jnp.concatenate(fields), *parts), scale)
-        stats = _partial_statistics.without_floor(stats)
+    cache = _cache.empty(call.host, case, call.shape, cached) if cached else None
+    groups, cache, tiles = joined(call, num_tiles, cache, _keeps_tiles(case, keep_cache))
+    stats = _partial_statistics.to_nats(_partial_statistics.unstacked(case, join_all(call, groups)[0]))
     total = _mean.total(operands, case) if case.options.mean_logit else None
-    kept = cache if tiles is None else _live.tile_statistics(call, tiles)
+    kept = cache if tiles is None else _live.tile_statistics(call, _partial_statistics.unstacked(case, tiles))
     return stats._replace(total=total, candidates=_candidates.unscaled(call)), kept
 
 
@@ -58,7 +49,7 @@ def _keeps_tiles(case: Case, keep_cache: bool) -> bool:
     return case.options.gradient_threshold > 0 and (keep_cache or case.options.reports_dropped_mass)
 
 
-def _num_live_tiles(call: Call) -> int:
+def num_live_tiles(call: Call) -> int:
     """The tiles to visit: not those of padding alone, if the number of live columns is static."""
     num_columns = call.operands.num_columns
     if isinstance(num_columns, int):
@@ -66,47 +57,75 @@ def _num_live_tiles(call: Call) -> int:
     return call.shape.num_tiles
 
 
-def _visit(
-    call: Call, scale: Float[Array, "T"] | float, tiles: range, cache: Cache | None, keep_tiles: bool
-) -> tuple[ShardStatistics, Cache | None, ShardStatistics | None]:
-    """Eq. 1 of a range of vocabulary tiles, in unmerged parts [n, T], and the cache, if any, that they fill.
+def joined(
+    call: Call, num_tiles: int, cache: Cache | None, keep_tiles: bool = False
+) -> tuple[Float[Array, "groups fields Tp"], Cache | None, Float[Array, "tiles fields Tp"] | None]:
+    """Eq. 1 of each group of the shard's first ``num_tiles`` tiles, in base 2; the cache with the first tiles' part.
 
-    With ``keep_tiles``, also the maximum and Σ e^u of each tile.
+    With ``keep_tiles``, also the statistics of each tile.
     """
-    most = _chunks.launch_tiles(call.case, call.shape, call.kernels.budget, len(tiles))
-    starts = tiles[::most]
+    case, shape, kernels, host = call.case, call.shape, call.kernels, call.host
+    most = _chunks.launch_tiles(case, shape, kernels.budget, num_tiles)
+    firsts = range(0, num_tiles, most)
 
-    def launch(cache: Cache | None, first: Any) -> tuple[Cache | None, ShardStatistics]:
-        num_tiles = jnp.minimum(tiles.stop - first, most) if len(tiles) % most else most
-        part, cache = _launch(call, first, num_tiles, most, cache)
-        return cache, _partial_statistics.to_nats(call.case, part, num_tiles)
+    def memory(count: int) -> Any:
+        return host.empty(_partial_statistics.array_shape(case, shape, count), jnp.float32)
 
-    def merged(cache: Cache | None, first: Any) -> tuple[Cache | None, Any]:
-        cache, parts = launch(cache, first)
-        with jax.named_scope("merge_tiles"):
-            return cache, (_statistics.merge(parts, scale), _of_tiles(parts) if keep_tiles else None)
+    def window(first: Any, carry: Any) -> Any:
+        cache, groups, kept = carry
+        last = least(first + most, num_tiles)
+        parts, cache = _window(call, first, last, memory(most), cache)
+        with jax.named_scope("join_tiles"):
+            numbers = host.numbers(call.prepared.num_rows, last - first, first // GROUP)
+            groups = kernels.join(call.prepared, parts, groups, case, GROUP, numbers)
+        kept = lax.dynamic_update_slice_in_dim(kept, parts, first, 0) if keep_tiles else None
+        return cache, groups, kept
 
-    cache = _compat.vary_like(cache, call.prepared)
-    if len(starts) == 1:
-        cache, parts = launch(cache, jnp.int32(tiles.start))
-        return parts, cache, _of_tiles(parts) if keep_tiles else None
-    cache, (parts, kept) = lax.scan(merged, cache, jnp.asarray(starts, jnp.int32))
-    return parts, cache, jax.tree.map(lambda x: x.reshape(-1, x.shape[-1])[: len(tiles)], kept)
-
-
-def _of_tiles(parts: ShardStatistics) -> ShardStatistics:
-    return _statistics.of_fields({"max": parts.max, "sumexp": parts.sumexp})
+    kept = memory(len(firsts) * most) if keep_tiles else None
+    start = cache, memory(len(firsts) * -(-most // GROUP)), kept
+    cache, groups, kept = host.loop(firsts, window, host.vary_like(start, call.prepared))
+    return groups, cache, None if kept is None else kept[:num_tiles]
 
 
-def _launch(
-    call: Call, first: Any, num_tiles: Any, most: int, cache: Cache | None
-) -> tuple[Float[Array, "tiles fields T"], Cache | None]:
-    """Partial statistics of ``num_tiles`` tiles from ``first`` on, unwritten from there to ``most``; their cache."""
-    prepared, case, shape = call.prepared, call.case, call.shape
-    # Copies into shared memory count whole atoms. If V is a multiple of the atom, nothing is cut; otherwise
-    # XLA passes the kernel a view.
+def join_all(
+    call: Call, groups: Float[Array, "groups fields Tp"], into: Float[Array, "1 fields Tp"] | None = None
+) -> Float[Array, "1 fields Tp"]:
+    """The union of all groups, in memory that is given or new."""
+    numbers = call.host.numbers(call.prepared.num_rows, len(groups), 0)
+    joined = call.host.empty((1, *groups.shape[1:]), groups.dtype) if into is None else into
+    joined = call.host.vary_like(joined, groups)
+    with jax.named_scope("join_tiles"):
+        return call.kernels.join(call.prepared, groups, joined, call.case, -(-len(groups) // GROUP) * GROUP, numbers)
+
+
+def _window(
+    call: Call, first: Any, last: Any, parts: Float[Array, "tiles fields Tp"], cache: Cache | None
+) -> tuple[Float[Array, "tiles fields Tp"], Cache | None]:
+    """Partial statistics of the tiles from ``first`` to ``last``, and the cache with theirs.
+
+    A launch for the tiles that the cache keeps, one for the others, one for the tile that is copied: each may be empty.
+    """
+    case, shape, whole = call.case, call.shape, _edge.whole_tiles(call)
+    # Copies into shared memory count whole atoms.
     in_atoms = case.vocab_size // shape.atom * shape.atom
-    weight = lax.slice_in_dim(prepared.weight, 0, in_atoms, axis=case.options.vocab_dim)
-    column = first * shape.tile
-    span = Span(prepared.num_rows, prepared.num_columns, column, num_tiles, offset=column).pack()
-    return call.kernels.statistics(prepared, weight, case, span, most, cache)
+    weight = call.host.prefix(call.prepared.weight, in_atoms, case.options.vocab_dim)
+    cached = 0 if cache is None else cache.max.shape[0]
+    parts = call.host.vary_like(parts, call.prepared)
+    for start, stop, copied in _pieces(cached, whole, shape.num_tiles):
+        begin, keeps = greatest(first, start), stop <= cached
+        count = greatest(least(last, stop) - begin, 0)
+        if isinstance(count, int) and count == 0:
+            continue
+        column = begin * shape.tile
+        span = call.span(column=column, num_tiles=count, offset=0 if copied else column, slot=begin - first)
+        source = _edge.weight(call, start) if copied else weight
+        parts, kept = call.kernels.statistics(call.prepared, source, case, span, parts, cache if keeps else None)
+        cache = kept if keeps else cache
+    return parts, cache
+
+
+def _pieces(cached: int, whole: int, num_tiles: int) -> list[tuple[int, int, bool]]:
+    """The tiles [start, stop) of each kind of launch, and whether it reads a copy."""
+    middle = min(cached, whole)
+    pieces = [(0, middle, False), (middle, whole, False), (whole, num_tiles, True)]
+    return [piece for piece in pieces if piece[0] < piece[1]]

@@ -14,7 +14,6 @@ class Tiling(NamedTuple):
     row_block: int  # tokens of a tile of logits
     tile: int  # vocabulary columns of a tile of logits
     atom: int  # rows of an array: a copy into shared memory moves whole atoms
-    grain: int  # columns that the fastest dimension of an array must be a multiple of
     most_clustered: int  # row blocks that may share an operand; per-token vectors are padded to whole groups of them
 
 
@@ -28,8 +27,6 @@ class Geometry:
     tokens: int  # T, padded to whole atoms and to one row block
     padded_tokens: int  # the length of per-token vectors: whole groups of row blocks
     row_blocks: int
-    columns: int  # of the vocabulary that the kernels cover
-    tail: int  # columns after those, fewer than a grain
     num_tiles: int  # of the vocabulary; the last one may be ragged
     whole_atoms: bool  # V is a multiple of the atom, so kernels read and write part of the weight where it lies
 
@@ -38,8 +35,6 @@ def geometry(case: Case, tiling: Tiling) -> Geometry:
     """The shapes of ``case``."""
     tokens = max(-(-case.num_tokens // tiling.atom) * tiling.atom, tiling.row_block)
     row_blocks = -(-tokens // tiling.row_block)
-    tail = case.vocab_size % tiling.grain
-    columns = case.vocab_size - tail
     return Geometry(
         row_block=tiling.row_block,
         tile=tiling.tile,
@@ -47,8 +42,6 @@ def geometry(case: Case, tiling: Tiling) -> Geometry:
         tokens=tokens,
         padded_tokens=-(-row_blocks // tiling.most_clustered) * tiling.most_clustered * tiling.row_block,
         row_blocks=row_blocks,
-        columns=columns,
-        tail=tail,
-        num_tiles=-(-columns // tiling.tile),
+        num_tiles=-(-case.vocab_size // tiling.tile),
         whole_atoms=case.vocab_size % tiling.atom == 0,
     )

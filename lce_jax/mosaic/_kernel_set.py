@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from lce_jax._types import Case
 from lce_jax.mosaic._cache import Cache
 from lce_jax.mosaic._chunks import Budget
 from lce_jax.mosaic._geometry import Tiling
-from lce_jax.mosaic._operands import Prepared, RowFactors
+from lce_jax.mosaic._operands import Marked, Prepared
 from lce_jax.mosaic._worklist import RowLists, Worklist
 
 if TYPE_CHECKING:
@@ -43,21 +43,33 @@ class KernelSet(Protocol):
     def tile_sizes(self, case: Case) -> dict[str, int]:
         """What a plan says of the kernels' tiles, by name."""
 
-    def depth_step(self, case: Case) -> int:
-        """The columns that `update_dhidden` contracts at a time: a span's depth in whole steps reads no padding."""
-
     def statistics(
         self,
         prepared: Prepared,
         weight: Float[Array, "V H"],
         case: Case,
         span: Int[Array, "fields"],
-        num_tiles: int,
+        parts: Float[Array, "tiles fields Tp"],
         cache: Cache | None,
     ) -> tuple[Float[Array, "tiles fields Tp"], Cache | None]:
-        """Partial statistics of the span's tiles, in arrays for ``num_tiles``; the cache, if any, filled with theirs.
+        """``parts`` with the partial statistics of the span's tiles, and the cache, if any, with their exponentials.
 
-        ``weight`` is the shard's, cut to whole atoms.
+        ``weight`` holds the span's part at its offset.
+        """
+
+    def join(
+        self,
+        prepared: Prepared,
+        parts: Float[Array, "parts fields Tp"],
+        joined: Float[Array, "groups fields Tp"],
+        case: Case,
+        group: int,
+        numbers: Int[Array, "3"],
+    ) -> Float[Array, "groups fields Tp"]:
+        """``joined`` with the unions (eq. 2) of each ``group`` neighbours among ``parts``, added in their order.
+
+        ``numbers`` are the live rows, the parts that count, and where in ``joined`` the first group goes. Groups after
+        the last part are those of no columns. Row blocks without a live row are left unwritten.
         """
 
     def dlogits(
@@ -65,7 +77,7 @@ class KernelSet(Protocol):
         prepared: Prepared,
         weight: Float[Array, "V H"],
         case: Case,
-        rows: RowFactors,
+        factors: Float[Array, "factors Tp"],
         span: Int[Array, "fields"],
         columns: int,
     ) -> Float[Array, "T columns"]:
@@ -79,7 +91,7 @@ class KernelSet(Protocol):
         self,
         prepared: Prepared,
         case: Case,
-        rows: RowFactors,
+        factors: Float[Array, "factors Tp"],
         cache: Cache,
         span: Int[Array, "fields"],
         columns: int,
@@ -94,9 +106,8 @@ class KernelSet(Protocol):
         weight: Float[Array, "V H"],
         case: Case,
         span: Int[Array, "fields"],
-        add: bool,
     ) -> Float[Array, "splits Tp Hp"]:
-        """The product over the span's first ``depth`` columns, in the span's rows; with ``add``, added to ``sums``."""
+        """The product over the span's first ``depth`` columns, in the span's rows, written to ``sums`` or added."""
 
     def write_dweight(
         self,
@@ -117,7 +128,7 @@ class KernelSet(Protocol):
         prepared: Prepared,
         weight: Float[Array, "V H"],
         case: Case,
-        rows: RowFactors,
+        factors: Float[Array, "factors Tp"],
         work: Worklist,
         batch: Int[Array, "fields"],
         slots: int,
@@ -150,4 +161,83 @@ class KernelSet(Protocol):
         """``dweight`` with the batch's vocabulary tiles written, or added, each from its live row blocks.
 
         ``ranks`` are the vocabulary tiles' ranks by batch, in the order to take them.
+        """
+
+    def prepare(
+        self,
+        case: Case,
+        labels: Int[Array, "R 2"] | Int[Array, "R"],
+        temperatures: Float[Array, "n"] | None,
+        field: int,
+        numbers: Int[Array, "4"],
+        ids: Int[Array, "R"] | None = None,
+    ) -> tuple[Marked, Int[Array, "R"] | None]:
+        """The shard's columns of the labels, the rows' scales, and which tiles hold a label.
+
+        Args:
+            case: R tokens, and the shard.
+            labels: global ids, or the halves of int64 numbers.
+            temperatures: None: 1. They are the field ``field`` of a flat array.
+            field: 0 if there is no other.
+            numbers: how many rows there are, the stride of fields, the global id of the shard's first column, and the
+                size of the whole vocabulary.
+            ids: memory for the labels in int32, if they come in halves: -1 where they are out of vocabulary.
+        """
+
+    def finish(
+        self,
+        case: Case,
+        joined: Float[Array, "1 fields Tp"],
+        ids: Int[Array, "R"],
+        temperatures: Float[Array, "R"] | None,
+        numbers: Int[Array, "2"],
+        kept: Float[Array, "n"],
+        vocab_size: int,
+        megatron: bool,
+        sizes: Float[Array, "shards fields Tp"] | None = None,
+    ) -> tuple[list[Float[Array, "R"]], Float[Array, "n"]]:
+        """The results of the whole vocabulary, and ``kept`` with what the backward needs, from its field 1 on.
+
+        The results are the fields of `LogprobOutput` that there are. Kept are the temperature, if there is one, and the
+        fields of `ShardStatistics` that gradients have, in nats.
+
+        Args:
+            case: R tokens, and the shard.
+            joined: statistics of the whole vocabulary, in base 2.
+            ids: global ids of the labels.
+            temperatures: None: 1.
+            numbers: how many rows there are, and the stride of ``kept``.
+            kept: flat; its field 0 is not touched.
+            vocab_size: of the whole vocabulary.
+            megatron: whether labels out of the vocabulary get -ln Σ e^u in place of 0.
+            sizes: of a vocabulary in parts, their statistics, of which the field after the last is the part's size.
+                Where one differs from this shard's, the results are NaN.
+        """
+
+    def coefficients(
+        self,
+        case: Case,
+        kept: Float[Array, "n"],
+        has_temperature: bool,
+        seeds: dict[str, Float[Array, "R"]],
+        numbers: Int[Array, "2"],
+        vocab_size: int,
+    ) -> Float[Array, "factors Tp"]:
+        """The factors of eq. 4, zero from the last row on, from what `finish` kept.
+
+        ``seeds`` are the cotangents that there are, by the fields of `LogprobOutput`. ``numbers`` are those of
+        `finish`.
+        """
+
+    def total(
+        self, case: Case, sums: Float[Array, "splits Tp Hp"], dtype: Any, numbers: Int[Array, "1"]
+    ) -> Float[Array, "R H"]:
+        """dhidden: the splits added up in their order, rounded once. ``numbers``: how many rows there are."""
+
+    def copy(
+        self, case: Case, weight: Float[Array, "atoms n"], numbers: Int[Array, "2"]
+    ) -> Float[Array, "tile_atoms n"]:
+        """A tile of the weight's rows, of both in whole atoms: [V / 8, 8 H].
+
+        ``numbers``: its first atom, and its true rows. Those after them are zero.
         """

@@ -37,7 +37,7 @@ def tile_statistics(call: Call, parts: ShardStatistics) -> TileStatistics:
     highest = jnp.pad(parts.max, missing, constant_values=_statistics.MASKED)
     tile = jnp.arange(shape.num_tiles, dtype=jnp.int32)[:, None]
     always = (targets >= 0) & (targets // shape.tile == tile)
-    if call.operands.num_columns is not None:  # `_remainder` computes the tile where the padding begins
+    if call.operands.num_columns is not None:  # `_edge` contracts the tile where padding begins
         always |= tile == call.prepared.num_columns // shape.tile
     sumexp = jnp.pad(parts.sumexp, missing) if call.case.options.reports_dropped_mass else None
     return TileStatistics(jnp.where(always, ALWAYS, highest), sumexp)

@@ -3,9 +3,8 @@
     live tiles ─ lists ─▶ as many vocabulary tiles as fit the slots ─ dlogits ─ dhidden, dweight
                                the next ones …
 
-How many batches hold anything is known at run time only; the kernels of the others end at once. Columns that the
-kernels leave out go through plain XLA, which computes all of them: those after the last grain, and the tile where
-padding begins.
+How many batches hold anything is known at run time only; the kernels of the others end at once. The tile where padding
+begins is live everywhere: dhidden takes it from `_edge`.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from jax import lax
 
 from lce_jax import _compat
 from lce_jax._types import Case, Operands, RowCoefficients
-from lce_jax.mosaic import _chunks, _dhidden, _mean, _operands, _remainder
+from lce_jax.mosaic import _chunks, _dhidden, _edge, _mean, _operands
 from lce_jax.mosaic._call import Call
 from lce_jax.mosaic._kernel_set import KernelSet
 from lce_jax.mosaic._worklist import Batches, Worklist
@@ -43,17 +42,16 @@ def gradients(
     shape, adds = call.shape, dweight is not None
     contracted = None
     if operands.num_columns is not None:
-        num_covered = _remainder.covered_columns(call, shape.tile) // shape.tile
-        contracted = jnp.arange(shape.num_tiles, dtype=jnp.int32) < num_covered
+        contracted = jnp.arange(shape.num_tiles, dtype=jnp.int32) < _edge.contracted_tiles(call)
     with jax.named_scope("worklist"):
         work = Worklist.of(live, kernels.live_group(case), contracted)
-    sums = _dhidden.empty_sums(case, shape, adds=True, rounds=False)
-    total = _remainder.empty_dweight(call) if dweight is None else dweight
+    sums = jnp.zeros(_dhidden.sums_shape(case, shape), jnp.float32)
+    total = lax.empty(operands.weight.shape, case.dtype) if dweight is None else dweight
     sums, total = _walk(call, rows, work, *_compat.vary_like((sums, total), (operands, rows, live)), adds)
+    if _edge.is_left(call):
+        factors = _operands.row_factors(rows, shape.padded_tokens)
+        sums = _edge.update_dhidden(call, factors, None, sums)
     dhidden = _dhidden.total(sums, case)
-    if _remainder.is_left(call):
-        rest = call, rows._replace(uniform=None), dhidden, total
-        dhidden, total = _remainder.add_gradients(*rest, adds=adds, step=shape.tile)
     if rows.uniform is not None:
         dhidden, total = _mean.add_gradients(operands, case, rows.uniform, dhidden, total)
     return dhidden, total

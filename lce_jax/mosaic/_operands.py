@@ -21,28 +21,33 @@ class Prepared(NamedTuple):
 
     hidden: Float[Array, "T H"]  # T in whole atoms, at least one row block
     weight: Float[Array, "V H"]
-    targets: Int[Array, "Tp"]  # -1 where the kernels' columns do not hold the label
+    targets: Int[Array, "Tp"]  # -1 where the shard does not hold the label
     scale: Float[Array, "Tp"]  # the k of eq. 0 in base 2
     holds_target: Int[Array, "blocks tiles"]
     mask: Int[Array, "2*tile"]  # 1 on padding: of the tile with the first padding column, and of the tile after it
-    num_columns: Int[Array, ""]  # live columns the kernels cover
+    num_columns: Int[Array, ""]  # live columns
     num_rows: Int[Array, ""]  # live rows
+
+
+class Marked(NamedTuple):
+    """What the other kernels are given of each token."""
+
+    targets: Int[Array, "Tp"]
+    scale: Float[Array, "Tp"]
+    holds_target: Int[Array, "blocks tiles"]  # and columns that are padding
 
 
 def prepare(operands: Operands, case: Case, shape: Geometry) -> Prepared:
     """Pads the per-token operands, marks the tiles that hold a target and the columns that are padding."""
     options = case.options
     hidden = _pad(operands.hidden, shape.tokens)
-    targets = jnp.where(operands.targets < shape.columns, operands.targets, -1)  # `_remainder` has those of the tail
-    targets = _pad(targets, shape.padded_tokens, -1)
+    targets = _pad(operands.targets, shape.padded_tokens, -1)
     scale = jnp.full((shape.padded_tokens,), LOG2E * (options.logit_softcap or options.logit_scale), jnp.float32)
     if operands.inverse_temperature is not None:
         scale = scale * _pad(operands.inverse_temperature, shape.padded_tokens)
     tile = jnp.where(targets < 0, -1, targets // shape.tile).reshape(-1, shape.row_block, 1)
     flags = jnp.max((tile == jnp.arange(shape.num_tiles, dtype=jnp.int32)).astype(jnp.int32), axis=1)
-    columns = jnp.int32(shape.columns)
-    if operands.num_columns is not None:
-        columns = jnp.minimum(jnp.asarray(operands.num_columns, jnp.int32), columns)
+    columns = jnp.asarray(case.vocab_size if operands.num_columns is None else operands.num_columns, jnp.int32)
     ragged = jnp.arange(2 * shape.tile, dtype=jnp.int32) >= columns % shape.tile
     mask = ragged.astype(jnp.int32)
     num_rows = jnp.int32(shape.tokens) if operands.num_rows is None else operands.num_rows
@@ -58,16 +63,24 @@ def _pad(x: Array, rows: int, value: Any = 0) -> Array:
 
 
 class RowFactors(NamedTuple):
-    """Eq. 4 in base 2, per row: dz = constant·e + slope·u·e with e = 2^u, u = (x - max)·scale; target at the label."""
+    """Eq. 4 in base 2, per row: dz = constant·e + slope·u·e with e = 2^u, u = (x - max)·scale; target at the label.
 
-    max: Float[Array, "Tp"]
-    target: Float[Array, "Tp"]
-    constant: Float[Array, "Tp"]
-    slope: Float[Array, "Tp"] | None
+    Kernels are given them as one array, [4, Tp], or [3, Tp] without a slope.
+    """
+
+    max: Float[Array, "T"]
+    target: Float[Array, "T"]
+    constant: Float[Array, "T"]
+    slope: Float[Array, "T"] | None
 
 
-def row_factors(rows: RowCoefficients, length: int) -> RowFactors:
-    """The coefficients in base 2, zero from the last token to ``length``."""
+def in_base_2(rows: RowCoefficients) -> RowFactors:
+    """The coefficients of the kernels."""
     slope = None if rows.slope is None else rows.slope * (1.0 / LOG2E)
-    factors = RowFactors(rows.max, rows.target, rows.constant, slope)
-    return jax.tree.map(lambda x: jnp.pad(x, (0, length - x.shape[0])), factors)
+    return RowFactors(rows.max, rows.target, rows.constant, slope)
+
+
+def row_factors(rows: RowCoefficients, length: int) -> Float[Array, "factors Tp"]:
+    """The coefficients in base 2, zero from the last token to ``length``."""
+    factors = jnp.stack(jax.tree.leaves(in_base_2(rows)))
+    return jnp.pad(factors, ((0, 0), (0, length - factors.shape[1])))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax._src import config
@@ -23,6 +23,15 @@ pl: Any = pallas
 plgpu: Any = mosaic_gpu  # its types leave out names that it exports
 
 _interpret: contextvars.ContextVar[Any] = contextvars.ContextVar("interpret", default=None)
+_notes: contextvars.ContextVar[list[Note] | None] = contextvars.ContextVar("notes", default=None)
+
+
+class Note(NamedTuple):
+    """A kernel that was traced."""
+
+    operands: tuple[Any, ...]
+    results: tuple[Any, ...]
+    updated: Mapping[int, int]  # an operand to the result in its place
 
 
 @contextlib.contextmanager
@@ -38,6 +47,17 @@ def interpreting(parameters: Any) -> Iterator[None]:
         _interpret.reset(token)
 
 
+@contextlib.contextmanager
+def noting() -> Iterator[list[Note]]:
+    """The kernels that are traced within it, as they are."""
+    notes: list[Note] = []
+    token = _notes.set(notes)
+    try:
+        yield notes
+    finally:
+        _notes.reset(token)
+
+
 def kernel(body: Callable[..., None], *, updated: Mapping[int, int] | None = None, **kwargs: Any) -> Callable[..., Any]:
     """``plgpu.kernel``, whose outputs vary over every manual axis that an operand varies over.
 
@@ -50,7 +70,11 @@ def kernel(body: Callable[..., None], *, updated: Mapping[int, int] | None = Non
 
     def typed(*operands: Any) -> Any:
         with jax.enable_x64(False):  # the kernels count in int32, also if the caller has x64 on
-            return _compat.vary_like(run(*operands), operands)
+            results = _compat.vary_like(run(*operands), operands)
+        notes = _notes.get()
+        if notes is not None:
+            notes.append(Note(operands, tuple(results), updated or {}))
+        return results
 
     return typed
 

@@ -31,25 +31,18 @@ def array_shape(case: Case, shape: Geometry, num_tiles: int) -> tuple[int, int, 
     return num_tiles, len(names(case.options)), shape.padded_tokens
 
 
-def without_floor(stats: ShardStatistics) -> ShardStatistics:
-    """The extremes as eq. 1 has them where all columns are padding."""
+def unstacked(case: Case, parts: Float[Array, "*n fields Tp"]) -> ShardStatistics:
+    """The fields of the call's own tokens, in base 2, [..., T] each."""
+    fields = zip(names(case.options), jnp.moveaxis(parts[..., : case.num_tokens], -2, 0), strict=True)
+    return _statistics.of_fields(dict(fields))
+
+
+def to_nats(stats: ShardStatistics) -> ShardStatistics:
+    """Statistics as eq. 1 has them, [T] each."""
     none, lowest = stats.sumexp == 0.0, stats.min
     return stats._replace(
         max=jnp.where(none, _statistics.MASKED, stats.max),
         min=None if lowest is None else jnp.where(none, -_statistics.MASKED, lowest),
+        weighted=None if stats.weighted is None else stats.weighted * (1.0 / LOG2E),
+        target=stats.target * (1.0 / LOG2E),
     )
-
-
-def to_nats(case: Case, part: Float[Array, "tiles fields T"], num_tiles: Any) -> ShardStatistics:
-    """The statistics of the call's own tokens as eq. 1 has them, [tiles, T] each.
-
-    Tiles from ``num_tiles`` on were never written: they get the statistics of 0 columns, which merge to nothing.
-    """
-    fields = names(case.options)
-    if not isinstance(num_tiles, int):
-        written = jnp.arange(part.shape[0], dtype=jnp.int32) < num_tiles
-        unwritten = jnp.asarray([getattr(UNWRITTEN, name) for name in fields], jnp.float32)
-        part = jnp.where(written[:, None, None], part, unwritten[None, :, None])
-    stats = _statistics.of_fields({name: part[:, i, : case.num_tokens] for i, name in enumerate(fields)})
-    weighted = None if stats.weighted is None else stats.weighted * (1.0 / LOG2E)
-    return stats._replace(weighted=weighted, target=stats.target * (1.0 / LOG2E))

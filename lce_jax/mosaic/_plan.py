@@ -19,7 +19,8 @@ def plan(case: Case, kernels: KernelSet, name: str, around: Surroundings) -> Pla
     live = _live_bytes(case, shape)
     copies = _copied_bytes(case, shape, around)
     launch = _chunks.launch_tiles(case, shape, kernels.budget, shape.num_tiles)
-    statistics = 4 * math.prod(_partial_statistics.array_shape(case, shape, launch))
+    groups = -(-shape.num_tiles // _chunks.GROUP)
+    statistics = 4 * math.prod(_partial_statistics.array_shape(case, shape, launch + groups))
     cached = _cache.num_cached_tiles(case, shape)
     return Plan(
         implementation=name,
@@ -101,8 +102,6 @@ def _notes(case: Case, shape: Geometry) -> tuple[str, ...]:
         )
         if cached and _cache.can_be_overwritten(shape):
             notes.append("the backward overwrites what was kept; outside jax.jit, a copy of it")
-    if shape.tail:
-        notes.append(f"the last {shape.tail} columns of the vocabulary go through plain XLA")
     if not shape.whole_atoms:
         notes.append(
             f"V is no multiple of {shape.atom}: the backward copies the weight and its gradient, one chunk at a time"

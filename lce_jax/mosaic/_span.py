@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-import jax.numpy as jnp
-
-if TYPE_CHECKING:
-    from jaxtyping import Array, Int
+from typing import Any, NamedTuple
 
 
 class Span(NamedTuple):
@@ -19,10 +14,8 @@ class Span(NamedTuple):
     num_tiles: Any  # of the vocabulary
     depth: Any = 0  # columns that a product contracts
     offset: Any = 0  # where its first column lies in the weight and in dweight that the kernel is given
-
-    def pack(self) -> Int[Array, "fields"]:
-        """As a kernel takes it."""
-        return jnp.stack([jnp.asarray(field, jnp.int32) for field in self])
+    slot: Any = 0  # of its first tile in the array of partial statistics
+    adds: Any = 0  # 1: the product is added to dhidden's sums, which it otherwise overwrites
 
     @classmethod
     def unpack(cls, scalars: Any) -> Span:

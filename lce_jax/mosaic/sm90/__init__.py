@@ -1,23 +1,26 @@
 """The kernel set for Hopper GPUs (compute capability 9.0): wgmma from tiles that TMA brings into shared memory.
 
 statistics       _statistics.py       eq. 1 of each tile of logits; the exponentials for a cache
+join             _join.py             their union, in an order that the tiles alone decide
 dlogits          _dlogits.py          the same tiles again, turned into the gradient in the raw products
 cached dlogits   _cached_dlogits.py   the same from cached exponentials, without a product
 products         _products.py         dhidden and dweight from dlogits
+tokens           _tokens.py           the steps between them on a few numbers per token, for lists of launches
+hidden rows      _hidden_rows.py      the steps between them on rows of H numbers
 live products    _live_products.py    the same from the live tiles of dlogits alone, with a ``gradient_threshold``
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lce_jax._types import Case
 from lce_jax.mosaic._cache import Cache
 from lce_jax.mosaic._chunks import Budget
 from lce_jax.mosaic._geometry import Tiling
 from lce_jax.mosaic._kernel_set import KernelSet
-from lce_jax.mosaic._operands import Prepared, RowFactors
+from lce_jax.mosaic._operands import Marked, Prepared
 from lce_jax.mosaic._worklist import RowLists, Worklist
 from lce_jax.mosaic.sm90 import _refusal
 from lce_jax.mosaic.sm90._hardware import DHIDDEN_WAVES, TILING
@@ -27,7 +30,7 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Kernels(KernelSet):
     """The launches import the kernel language, which takes half a second, when they are first called."""
 
@@ -51,43 +54,53 @@ class Kernels(KernelSet):
             "stages backward": backward.stages,
         }
 
-    def depth_step(self, case: Case) -> int:
-        """A step of the product's pipeline."""
-        return self.tunings.of(case, "dhidden").tile_k
-
     def statistics(
         self,
         prepared: Prepared,
         weight: Float[Array, "V H"],
         case: Case,
         span: Int[Array, "fields"],
-        num_tiles: int,
+        parts: Float[Array, "tiles fields Tp"],
         cache: Cache | None,
     ) -> tuple[Float[Array, "tiles fields Tp"], Cache | None]:
         """The forward's tiles, straight from the accumulators."""
         from lce_jax.mosaic.sm90 import _statistics
 
-        return _statistics.statistics(prepared, weight, case, self.tunings.of(case, "forward"), span, num_tiles, cache)
+        return _statistics.statistics(prepared, weight, case, self.tunings.of(case, "forward"), span, parts, cache)
+
+    def join(
+        self,
+        prepared: Prepared,
+        parts: Float[Array, "parts fields Tp"],
+        joined: Float[Array, "groups fields Tp"],
+        case: Case,
+        group: int,
+        numbers: Int[Array, "3"],
+    ) -> Float[Array, "groups fields Tp"]:
+        """One thread per token and group."""
+        from lce_jax.mosaic.sm90 import _join
+
+        return _join.join(prepared, parts, joined, case, group, numbers)
 
     def dlogits(
         self,
         prepared: Prepared,
         weight: Float[Array, "V H"],
         case: Case,
-        rows: RowFactors,
+        factors: Float[Array, "factors Tp"],
         span: Int[Array, "fields"],
         columns: int,
     ) -> Float[Array, "T columns"]:
         """A chunk's gradient in the raw products, recomputed."""
         from lce_jax.mosaic.sm90 import _dlogits
 
-        return _dlogits.dlogits(prepared, weight, case, self.tunings.of(case, "dlogits"), rows, span, columns)
+        return _dlogits.dlogits(prepared, weight, case, self.tunings.of(case, "dlogits"), factors, span, columns)
 
     def cached_dlogits(
         self,
         prepared: Prepared,
         case: Case,
-        rows: RowFactors,
+        factors: Float[Array, "factors Tp"],
         cache: Cache,
         span: Int[Array, "fields"],
         columns: int,
@@ -96,7 +109,7 @@ class Kernels(KernelSet):
         """The same from the cache, at the speed of memory."""
         from lce_jax.mosaic.sm90 import _cached_dlogits
 
-        return _cached_dlogits.dlogits(prepared, case, rows, cache, span, columns, overwrites)
+        return _cached_dlogits.dlogits(prepared, case, factors, cache, span, columns, overwrites)
 
     def update_dhidden(
         self,
@@ -105,12 +118,11 @@ class Kernels(KernelSet):
         weight: Float[Array, "V H"],
         case: Case,
         span: Int[Array, "fields"],
-        add: bool,
     ) -> Float[Array, "splits Tp Hp"]:
         """The product dlogits · weight, its contraction cut into as many parts as there are arrays of sums."""
         from lce_jax.mosaic.sm90 import _products
 
-        return _products.update_dhidden(sums, dlogits, weight, case, self.tunings.of(case, "dhidden"), span, add)
+        return _products.update_dhidden(sums, dlogits, weight, case, self.tunings.of(case, "dhidden"), span)
 
     def write_dweight(
         self,
@@ -135,7 +147,7 @@ class Kernels(KernelSet):
         prepared: Prepared,
         weight: Float[Array, "V H"],
         case: Case,
-        rows: RowFactors,
+        factors: Float[Array, "factors Tp"],
         work: Worklist,
         batch: Int[Array, "fields"],
         slots: int,
@@ -144,7 +156,7 @@ class Kernels(KernelSet):
         from lce_jax.mosaic.sm90 import _dlogits
 
         tuning = self.tunings.of(case, "dlogits")
-        return _dlogits.live_dlogits(prepared, weight, case, tuning, rows, work, batch, slots)
+        return _dlogits.live_dlogits(prepared, weight, case, tuning, factors, work, batch, slots)
 
     def update_live_dhidden(
         self,
@@ -178,6 +190,67 @@ class Kernels(KernelSet):
 
         tuning = self.tunings.of(case, "live_dweight")
         return _live_products.write_dweight(dweight, dlogits, hidden, case, tuning, work, ranks, batch, add)
+
+    def prepare(
+        self,
+        case: Case,
+        labels: Int[Array, "R 2"] | Int[Array, "R"],
+        temperatures: Float[Array, "n"] | None,
+        field: int,
+        numbers: Int[Array, "4"],
+        ids: Int[Array, "R"] | None = None,
+    ) -> tuple[Marked, Int[Array, "R"] | None]:
+        """One thread per token."""
+        from lce_jax.mosaic.sm90 import _tokens
+
+        return _tokens.prepare(case, labels, temperatures, field, numbers, ids)
+
+    def finish(
+        self,
+        case: Case,
+        joined: Float[Array, "1 fields Tp"],
+        ids: Int[Array, "R"],
+        temperatures: Float[Array, "R"] | None,
+        numbers: Int[Array, "2"],
+        kept: Float[Array, "n"],
+        vocab_size: int,
+        megatron: bool,
+        sizes: Float[Array, "shards fields Tp"] | None = None,
+    ) -> tuple[list[Float[Array, "R"]], Float[Array, "n"]]:
+        """The same, through `_math`."""
+        from lce_jax.mosaic.sm90 import _tokens
+
+        return _tokens.finish(case, joined, ids, temperatures, numbers, kept, vocab_size, megatron, sizes)
+
+    def coefficients(
+        self,
+        case: Case,
+        kept: Float[Array, "n"],
+        has_temperature: bool,
+        seeds: dict[str, Float[Array, "R"]],
+        numbers: Int[Array, "2"],
+        vocab_size: int,
+    ) -> Float[Array, "factors Tp"]:
+        """The same, through `_math`."""
+        from lce_jax.mosaic.sm90 import _tokens
+
+        return _tokens.coefficients(case, kept, has_temperature, seeds, numbers, vocab_size)
+
+    def total(
+        self, case: Case, sums: Float[Array, "splits Tp Hp"], dtype: Any, numbers: Int[Array, "1"]
+    ) -> Float[Array, "R H"]:
+        """A few rows for each block."""
+        from lce_jax.mosaic.sm90 import _hidden_rows
+
+        return _hidden_rows.total(case, sums, dtype, numbers)
+
+    def copy(
+        self, case: Case, weight: Float[Array, "atoms n"], numbers: Int[Array, "2"]
+    ) -> Float[Array, "tile_atoms n"]:
+        """A piece of an atom for each block."""
+        from lce_jax.mosaic.sm90 import _hidden_rows
+
+        return _hidden_rows.copy(case, weight, numbers)
 
 
 KERNELS = Kernels()

@@ -38,7 +38,7 @@ SLOTS = 2  # of the staging memory
 def dlogits(
     prepared: Prepared,
     case: Case,
-    rows: RowFactors,
+    factors: Float[Array, "factors Tp"],
     cache: Cache,
     span: Int[Array, "fields"],
     columns: int,
@@ -62,7 +62,7 @@ def dlogits(
     )(
         cache.exponentials,
         cache.max,
-        jnp.stack(jax.tree.leaves(rows)),
+        factors,
         prepared.scale,
         prepared.targets,
         prepared.holds_target,

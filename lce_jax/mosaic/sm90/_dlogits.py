@@ -33,7 +33,7 @@ def dlogits(
     weight: Float[Array, "V H"],
     case: Case,
     tuning: Tuning,
-    rows: RowFactors,
+    factors: Float[Array, "factors Tp"],
     span: Int[Array, "fields"],
     columns: int,
 ) -> Float[Array, "T columns"]:
@@ -44,7 +44,6 @@ def dlogits(
     """
     matmul = _logits.logits(case, tuning)
     output = jax.ShapeDtypeStruct((prepared.hidden.shape[0], columns), case.dtype)
-    factors = jnp.stack(jax.tree.leaves(rows))
     run = _pipeline.kernel(matmul, functools.partial(_kernel, matmul), [output], "lce_dlogits")
     (result,) = run(
         prepared.hidden,
@@ -88,7 +87,7 @@ def live_dlogits(
     weight: Float[Array, "V H"],
     case: Case,
     tuning: Tuning,
-    rows: RowFactors,
+    factors: Float[Array, "factors Tp"],
     work: Worklist,
     batch: Int[Array, "fields"],
     slots: int,
@@ -96,7 +95,6 @@ def live_dlogits(
     """The same of the batch's live tiles alone, each in the slot of its entry."""
     matmul = _logits.logits(case, tuning)
     output = jax.ShapeDtypeStruct((slots * ROW_BLOCK, TILE_N), case.dtype)
-    factors = jnp.stack(jax.tree.leaves(rows))
     run = _pipeline.kernel(matmul, functools.partial(_live_kernel, matmul), [output], "lce_live_dlogits")
     per_token = (prepared.targets, prepared.scale, prepared.holds_target, prepared.mask, factors)
     (result,) = run(prepared.hidden, weight, *per_token, work.row_blocks, work.tiles, batch)

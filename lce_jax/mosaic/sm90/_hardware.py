@@ -19,7 +19,7 @@ BARRIER_BYTES = 8
 MEMORY_REGISTERS = 40  # a thread of the memory warpgroup; the compute warpgroups share the others
 COMPUTE_REGISTERS = (512 - MEMORY_REGISTERS) // COMPUTE_WARPGROUPS // 8 * 8
 
-TILING = Tiling(row_block=ROW_BLOCK, tile=TILE_N, atom=ATOM_ROWS, grain=COLUMN_GRAIN, most_clustered=2)
+TILING = Tiling(row_block=ROW_BLOCK, tile=TILE_N, atom=ATOM_ROWS, most_clustered=2)
 
 # Waves of tiles that reading and writing one token's dhidden takes: 8 H bytes at 4.3 TB/s against 2 · 128 · 256 · H
 # operations of one multiprocessor at 5.5 TFLOP/s (H200).

@@ -35,20 +35,18 @@ def update_dhidden(
     case: Case,
     tuning: Tuning,
     span: Int[Array, "fields"],
-    add: bool,
 ) -> Float[Array, "splits Tp Hp"]:
-    """The product over the span's first ``depth`` columns, in the span's rows; with ``add``, added to ``sums``.
+    """The product over the span's first ``depth`` columns, in the span's rows, written to ``sums`` or added there.
 
     The contraction is cut into as many parts as there are arrays of sums.
     """
     matmul = Matmul(case, tuning, 1, case.options.vocab_dim)
-    body = functools.partial(_dhidden_kernel, matmul, add)
+    body = functools.partial(_dhidden_kernel, matmul)
     return update(matmul, body, "lce_dhidden", (dlogits, weight, span), sums)
 
 
 def _dhidden_kernel(
     matmul: Matmul,
-    add: bool,
     dlogits: Any,  # [T, columns]
     weight: Any,  # [V, H] or [H, V]
     scalars: Any,  # a `Span`
@@ -61,7 +59,10 @@ def _dhidden_kernel(
 
     def consume(tile: Tile, multiply: Any, slots: Any) -> None:
         # No other tile of this launch adds to the same elements, so two runs are bitwise equal.
-        send_tile(multiply(), slots, tile.rows, output.at[tile.split], tile.column, add)
+        values = multiply()
+        send = functools.partial(send_tile, values, slots, tile.rows, output.at[tile.split], tile.column)
+        pl.when(span.adds == 0)(functools.partial(send, False))
+        pl.when(span.adds != 0)(functools.partial(send, True))
 
     slots = _epilogue.staging(matmul, output.shape[2], output.dtype)
     groups, num_steps = _pipeline.row_groups(matmul, span.num_rows), ceil_div(span.depth, matmul.tuning.tile_k)

@@ -15,15 +15,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from lce_jax._types import Case, Options, ShardStatistics
-from lce_jax.mosaic import _partial_statistics
 from lce_jax.mosaic._cache import FP16_SHIFT, Cache
-from lce_jax.mosaic._geometry import geometry
 from lce_jax.mosaic._operands import Prepared
 from lce_jax.mosaic._pallas import plgpu
 from lce_jax.mosaic._partial_statistics import FLOOR
 from lce_jax.mosaic._span import Span
 from lce_jax.mosaic.sm90 import _epilogue, _logits, _pipeline
-from lce_jax.mosaic.sm90._hardware import STAGING_COLUMNS, TILE_N, TILING, WARPGROUP_ROWS
+from lce_jax.mosaic.sm90._hardware import STAGING_COLUMNS, TILE_N, WARPGROUP_ROWS
 from lce_jax.mosaic.sm90._pipeline import Matmul, Tile
 from lce_jax.mosaic.sm90._tuning import Tuning
 from lce_jax.mosaic.sm90._vocabulary_mask import PADDING, without_padding
@@ -38,26 +36,24 @@ def statistics(
     case: Case,
     tuning: Tuning,
     span: Int[Array, "fields"],
-    num_tiles: int,
+    parts: Float[Array, "tiles fields Tp"],
     cache: Cache | None,
 ) -> tuple[Float[Array, "tiles fields Tp"], Cache | None]:
-    """Partial statistics of the span's tiles, in arrays for ``num_tiles``; the cache, if any, filled with theirs."""
+    """``parts`` with the partial statistics of the span's tiles, and the cache, if any, with their exponentials."""
     matmul = _logits.logits(case, tuning)
-    shape = _partial_statistics.array_shape(case, geometry(case, TILING), num_tiles)
-    partial = jax.ShapeDtypeStruct(shape, jnp.float32)
-    kept = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in jax.tree.leaves(cache)]
+    updated = [parts, *jax.tree.leaves(cache)]
     operands = [
         prepared.hidden, weight, prepared.targets, prepared.scale, prepared.holds_target, prepared.mask, span,
     ]  # fmt: skip
     run = _pipeline.kernel(
         matmul,
         functools.partial(_kernel, matmul),
-        [partial, *kept],
-        "lce_statistics_cached" if kept else "lce_statistics",
-        updated={len(operands) + i: 1 + i for i in range(len(kept))},
+        [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in updated],
+        "lce_statistics" if cache is None else "lce_statistics_cached",
+        updated={len(operands) + i: i for i in range(len(updated))},
     )
-    part, *kept = run(*operands, *jax.tree.leaves(cache))
-    return part, Cache(*kept) if kept else None
+    parts, *kept = run(*operands, *updated)
+    return parts, Cache(*kept) if kept else None
 
 
 def _kernel(
@@ -69,10 +65,10 @@ def _kernel(
     holds_target: Any,  # [row blocks, tiles of the shard]
     mask: Any,  # [512]
     scalars: Any,  # a `Span`
-    *results: Any,  # [tiles, fields, Tp]; with a cache: the cache as it was, these, and the cache as it will be
+    *results: Any,  # [tiles, fields, Tp] and the cache, if any, as they were; both as they will be, in the same places
 ) -> None:
-    cache: Any = Cache(*results[3:]) if len(results) > 1 else None
-    partial = results[0 if cache is None else 2]
+    partial, *kept = results[len(results) // 2 :]
+    cache: Any = Cache(*kept) if kept else None
     options, span = matmul.case.options, Span.unpack(scalars)
     first_tile = _logits.first_tile(span)
 
@@ -102,7 +98,7 @@ def _kernel(
         at_target = jnp.where(owned, (at_target - highest) * row_scale, -jnp.inf)
         stats = ShardStatistics(highest, sumexp, weighted, at_target, lowest)
         for i, field in enumerate(jax.tree.leaves(stats)):
-            partial.at[number, i, tile.rows][...] = field
+            partial.at[span.slot + number, i, tile.rows][...] = field
 
     slots = None if cache is None else _epilogue.staging(matmul, TILE_N, hidden.dtype)
     _logits.walk_logits(matmul, hidden, weight, span, consume, slots)

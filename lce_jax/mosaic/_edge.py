@@ -1,0 +1,97 @@
+"""The tile in which the true vocabulary ends, copied where the kernels cannot read it as it lies: [tile, H], 2 MiB.
+
+* Where V is no multiple of the atom, a kernel cannot be given the last rows of the weight. The forward reads that tile
+  from the copy; the backward copies every chunk.
+* Where padding begins, dhidden's product would multiply dlogits of 0 by whatever the padding holds, and 0 · NaN is NaN.
+  It ends before that tile, and takes the tile from the copy.
+
+The copy holds zeros after the last true column.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from lce_jax import _math
+from lce_jax.mosaic import _candidates
+from lce_jax.mosaic._call import Call
+from lce_jax.mosaic._host import least
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int
+
+
+def whole_tiles(call: Call) -> int:
+    """The vocabulary tiles that a kernel can read where they lie."""
+    return call.shape.num_tiles if call.shape.whole_atoms else call.case.vocab_size // call.shape.tile
+
+
+def contracted_tiles(call: Call) -> Int[Array, ""] | int:
+    """The vocabulary tiles without padding, which dhidden's product reads where they lie."""
+    if call.operands.num_columns is None:
+        return call.shape.num_tiles
+    return call.operands.num_columns // call.shape.tile
+
+
+def is_left(call: Call) -> bool:
+    """Whether that product leaves out true columns."""
+    columns = call.operands.num_columns
+    return call.shape.whole_atoms and columns is not None and not _is_whole(columns, call.shape.tile)
+
+
+def _is_whole(columns: Any, tile: int) -> bool:
+    return isinstance(columns, int) and columns % tile == 0
+
+
+def contracted_columns(call: Call) -> Int[Array, ""] | int:
+    """Where dhidden's product ends: it reads copies of chunks whole, and the weight up to the tile with padding."""
+    if call.operands.num_columns is None or not call.shape.whole_atoms:
+        return call.case.vocab_size
+    return contracted_tiles(call) * call.shape.tile
+
+
+def weight(call: Call, tile: Any) -> Float[Array, "tile H"]:
+    """The copy of one tile."""
+    column, (case, shape) = tile * call.shape.tile, (call.case, call.shape)
+    if not shape.whole_atoms or case.options.vocab_dim == 1:
+        return columns_from(call, column, shape.tile)
+    rows, width = case.vocab_size // shape.atom, shape.atom * case.hidden_size
+    numbers = call.host.numbers(column // shape.atom, call.prepared.num_columns - column)
+    copied = call.kernels.copy(case, call.host.reshape(call.prepared.weight, (rows, width)), numbers)
+    return call.host.reshape(copied, (shape.tile, case.hidden_size))
+
+
+def columns_from(call: Call, column: Any, size: int) -> Float[Array, "size H"]:
+    """A copy of so many columns of the vocabulary, zero where they are padding or do not exist."""
+    columns = column + jnp.arange(size, dtype=jnp.int32)
+    last = call.case.vocab_size if call.operands.num_columns is None else call.operands.num_columns
+    copied = jnp.take(call.operands.weight, columns, axis=call.case.options.vocab_dim, mode="clip")
+    return _math.without_padding(copied, columns < last, call.case.options)
+
+
+def put_columns(
+    call: Call, dweight: Float[Array, "V H"], part: Float[Array, "size H"], column: Any, count: Any, add: bool
+) -> Float[Array, "V H"]:
+    """``dweight`` with the first ``count`` columns of ``part`` written, or added, from ``column`` on."""
+    places = column + jnp.arange(part.shape[0], dtype=jnp.int32)
+    # The others get a place outside dweight, where nothing is written.
+    places = jnp.where(places < column + count, places, places + call.case.vocab_size)
+    put = dweight.at[places].add if add else dweight.at[places].set
+    return put(part, mode="drop", indices_are_sorted=True, unique_indices=True)
+
+
+@jax.named_scope("edge")
+def update_dhidden(
+    call: Call, factors: Float[Array, "factors Tp"], terms: Any, sums: Float[Array, "splits Tp Hp"]
+) -> Float[Array, "splits Tp Hp"]:
+    """``sums`` with the tile's true columns added, if it has any."""
+    tile = contracted_tiles(call)
+    column, copied = tile * call.shape.tile, weight(call, tile)
+    depth = call.prepared.num_columns - column
+    span = call.span(column=column, num_tiles=least(depth, 1), depth=depth, adds=1)
+    d = call.kernels.dlogits(call.prepared, copied, call.case, factors, span, call.shape.tile)
+    d = _candidates.add_terms(call, terms, d, column, column + depth)
+    return call.kernels.update_dhidden(sums, d, copied, call.case, span)

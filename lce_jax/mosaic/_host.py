@@ -1,0 +1,88 @@
+"""What the host code of a pass needs besides kernels: memory, loops, and numbers for the kernels.
+
+JAX gives it while it traces a program (`TRACED`). A list of launches gives it while it is made (`lce_jax.launch`): the
+same host code then says which kernel runs on which memory, and nothing may stand between the kernels.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import jax.numpy as jnp
+from jax import lax
+
+from lce_jax import _compat
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Int
+
+
+class Host(Protocol):
+    """Where the launches of a pass go."""
+
+    def empty(self, shape: Sequence[int], dtype: Any) -> Any:
+        """Memory that may hold anything."""
+
+    def loop[C](self, firsts: range, body: Callable[[Any, C], C], carry: C) -> C:
+        """``body(first, carry)`` for each of ``firsts``, in turn."""
+
+    def numbers(self, *numbers: Any) -> Any:
+        """int32 numbers in the GPU's memory, as kernels take them."""
+
+    def prefix(self, x: Any, size: int, dim: int) -> Any:
+        """The first ``size`` entries of ``x`` along a dimension, where they lie."""
+
+    def reshape(self, x: Any, shape: Sequence[int]) -> Any:
+        """``x`` in another shape, where it lies."""
+
+    def vary_like[T](self, tree: T, like: Any) -> T:
+        """``tree`` with the type that a loop's carry needs, where it is to hold what is computed from ``like``."""
+
+
+class Traced:
+    """A program that JAX traces."""
+
+    def empty(self, shape: Sequence[int], dtype: Any) -> Array:
+        """Uninitialised."""
+        return lax.empty(tuple(shape), dtype)
+
+    def loop[C](self, firsts: range, body: Callable[[Any, C], C], carry: C) -> C:
+        """A loop of the program, where there are several."""
+        if len(firsts) == 1:
+            return body(firsts.start, carry)
+        return lax.fori_loop(0, len(firsts), lambda i, carry: body(firsts.start + i * firsts.step, carry), carry)
+
+    def numbers(self, *numbers: Any) -> Int[Array, "n"]:
+        """Traced or static."""
+        return jnp.stack([jnp.asarray(number, jnp.int32) for number in numbers])
+
+    def prefix(self, x: Array, size: int, dim: int) -> Array:
+        """``x`` itself, or what XLA passes to a kernel as a view."""
+        return lax.slice_in_dim(x, 0, size, axis=dim)
+
+    def reshape(self, x: Array, shape: Sequence[int]) -> Array:
+        """The same memory."""
+        return x.reshape(tuple(shape))
+
+    def vary_like[T](self, tree: T, like: Any) -> T:
+        """Varying over as many manual axes."""
+        return _compat.vary_like(tree, like)
+
+
+TRACED = Traced()
+
+
+def least(*numbers: Any) -> Any:
+    """The smallest of numbers that may be traced; a plain one if none is."""
+    return min(numbers) if _are_static(numbers) else functools.reduce(jnp.minimum, numbers)
+
+
+def greatest(*numbers: Any) -> Any:
+    """The largest, likewise."""
+    return max(numbers) if _are_static(numbers) else functools.reduce(jnp.maximum, numbers)
+
+
+def _are_static(numbers: Sequence[Any]) -> bool:
+    return all(isinstance(number, int) for number in numbers)

@@ -1,0 +1,67 @@
+"""The steps of a pass that move rows of H numbers, as kernels: dhidden from its sums, a tile of the weight copied."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from lce_jax._types import Case
+from lce_jax.mosaic._pallas import pl, plgpu
+from lce_jax.mosaic.sm90._hardware import TILE_N, TILING
+from lce_jax.mosaic.sm90._threads import THREADS
+from lce_jax.mosaic.sm90._tokens import kernel
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int
+
+COPIED = 512  # numbers that a block copies at a time
+SUMMED_ROWS = 4  # rows of dhidden that a block adds up
+
+
+def total(case: Case, sums: Float[Array, "splits Tp Hp"], dtype: Any, numbers: Int[Array, "1"]) -> Float[Array, "R H"]:
+    """dhidden: the splits added up in their order, rounded once. ``numbers``: how many rows there are."""
+    width = next(width for width in (COPIED, THREADS) if case.hidden_size >= width)
+    output = jax.ShapeDtypeStruct((case.num_tokens, case.hidden_size), dtype)
+    grid = {"rows": case.num_tokens // SUMMED_ROWS, "part": -(-case.hidden_size // width)}
+
+    def body(sums: Any, numbers: Any, dhidden: Any) -> None:
+        # The last part ends with the last column: it adds up some columns of the part before it too.
+        columns = pl.ds(jnp.minimum(lax.axis_index("part") * width, case.hidden_size - width), width)
+        first, last = lax.axis_index("rows") * SUMMED_ROWS, numbers[0] - 1
+
+        def rows() -> None:
+            for i in range(SUMMED_ROWS):
+                row = jnp.minimum(first + i, last)  # after the last one, that one again
+                x = functools.reduce(jnp.add, (sums[split, row, columns] for split in range(sums.shape[0])))
+                dhidden.at[row, columns][...] = x.astype(dtype)
+
+        pl.when(first <= last)(rows)
+
+    return kernel(body, [output], "lce_total", grid)(sums, numbers)[0]
+
+
+def copy(case: Case, weight: Float[Array, "atoms n"], numbers: Int[Array, "2"]) -> Float[Array, "tile_atoms n"]:
+    """A tile of the weight's rows, of both in whole atoms: [V / 8, 8 H]. ``numbers``: its first atom, its true rows.
+
+    The rows after these are zero.
+    """
+    atom_size = TILING.atom * case.hidden_size
+    output = jax.ShapeDtypeStruct((TILE_N // TILING.atom, atom_size), weight.dtype)
+    layout = plgpu.Layout.WG_STRIDED((COPIED,), vec_size=COPIED // THREADS)
+
+    def body(weight: Any, numbers: Any, copied: Any) -> None:
+        atom, first = lax.axis_index("atom"), lax.axis_index("part") * COPIED
+        columns = pl.ds(pl.multiple_of(first, COPIED), COPIED)
+        source = jnp.minimum(numbers[0] + atom, weight.shape[0] - 1)
+        there = (numbers[1] - atom * TILING.atom) * case.hidden_size - first
+        number = plgpu.layout_cast(lax.iota(jnp.int32, COPIED), layout)
+        values = plgpu.load(weight.at[source, columns], layout=layout, optimized=False)
+        copied.at[atom, columns][...] = jnp.where(number < there, values, jnp.zeros((), values.dtype))
+
+    return kernel(body, [output], "lce_copy", {"atom": output.shape[0], "part": atom_size // COPIED})(weight, numbers)[
+        0
+    ]

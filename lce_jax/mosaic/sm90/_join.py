@@ -1,0 +1,90 @@
+"""Joining the statistics of neighbouring tiles (eq. 2), in an order that the tiles' numbers alone decide.
+
+    [parts, fields, Tp] ── each group of neighbours ──▶ [groups, fields, Tp]
+
+A thread takes its token's parts of a group in their order, a few at a time so that their loads overlap. So a token's
+sums are rounded in the same way whatever else is in the call. XLA's own reduction over the tiles goes by the number of
+tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from lce_jax import _statistics
+from lce_jax._types import Case, ShardStatistics
+from lce_jax.mosaic import _pallas, _partial_statistics
+from lce_jax.mosaic._operands import Prepared
+from lce_jax.mosaic._pallas import pl, plgpu
+from lce_jax.mosaic.sm90._threads import THREADS, along, block_rows
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int
+
+AT_A_TIME = 8  # parts whose loads overlap
+
+
+def join(
+    prepared: Prepared,
+    parts: Float[Array, "parts fields Tp"],
+    joined: Float[Array, "groups fields Tp"],
+    case: Case,
+    group: int,
+    numbers: Int[Array, "3"],
+) -> Float[Array, "groups fields Tp"]:
+    """``joined`` with the unions of each ``group`` neighbours among ``parts``, in base 2.
+
+    ``numbers`` are the live rows, the parts that count, and where in ``joined`` the first group goes. Groups after the
+    last part are those of no columns. Row blocks without a live row are left unwritten.
+    """
+    run = _pallas.kernel(
+        functools.partial(_kernel, case, group),
+        out_type=[jax.ShapeDtypeStruct(joined.shape, joined.dtype)],
+        grid=(parts.shape[2] // THREADS, -(-parts.shape[0] // group)),
+        grid_names=("rows", "group"),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        kernel_name="lce_join",
+        updated={3: 0},
+    )
+    return run(parts, prepared.scale, numbers, joined)[0]
+
+
+def _kernel(
+    case: Case,
+    group: int,
+    parts: Any,  # [parts, fields, Tp]
+    scale: Any,  # [Tp]
+    numbers: Any,  # live rows, parts, the first group
+    joined: Any,  # [groups, fields, Tp] as they were
+    output: Any,  # as they will be, in the same place
+) -> None:
+    del joined
+    names, block, number = _partial_statistics.names(case.options), lax.axis_index("rows"), lax.axis_index("group")
+    rows, most, num_parts = block_rows(block), parts.shape[0], numbers[1]
+    none = _statistics.of_fields(
+        {name: along(getattr(_partial_statistics.UNWRITTEN, name), jnp.float32) for name in names}
+    )
+
+    def load(i: Any) -> ShardStatistics:
+        there, at = along(i) < num_parts, jnp.minimum(i, most - 1)
+        found = {name: jnp.where(there, parts[at, f, rows], getattr(none, name)) for f, name in enumerate(names)}
+        return _statistics.of_fields(found)
+
+    def of_live_rows() -> None:
+        row_scale = scale[rows]
+
+        def step(i: Any, union: ShardStatistics) -> ShardStatistics:
+            first = number * group + i * AT_A_TIME
+            of_step = [load(first + j) for j in range(min(group, AT_A_TIME))]
+            return _statistics.union([union, *of_step], row_scale, jnp.exp2)
+
+        union = lax.fori_loop(0, -(-group // AT_A_TIME), step, none)
+        for f, name in enumerate(names):
+            output.at[numbers[2] + number, f, rows][...] = getattr(union, name)
+
+    pl.when(block * THREADS < numbers[0])(of_live_rows)

@@ -1,0 +1,262 @@
+"""The steps of a pass that work on a few numbers per token, as kernels: one thread per token.
+
+prepare        labels, temperatures           ->  what the other kernels need of each token
+finish         statistics                     ->  results (eq. 3), and what the backward needs
+coefficients   what was kept, cotangents      ->  the factors of eq. 4
+
+A list of launches (`lce_jax.passes`) has nothing but kernels. Elsewhere XLA compiles these steps, from the functions
+that these bodies call too: the mathematics is written once.
+
+A program serves every number of tokens up to its own, R. The caller's arrays have T rows, or `THREADS` if that is more.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from lce_jax import _math, _statistics, _temperature, scalars
+from lce_jax._types import Case, LogprobOutput, Results, RowCoefficients
+from lce_jax.mosaic import _operands, _pallas, _partial_statistics
+from lce_jax.mosaic._geometry import geometry
+from lce_jax.mosaic._operands import LOG2E, Marked
+from lce_jax.mosaic._pallas import pl, plgpu
+from lce_jax.mosaic.sm90._hardware import TILE_N, TILING
+from lce_jax.mosaic.sm90._threads import THREADS, Rows, along, block_rows, numbered
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int
+
+STEP = 16  # tokens whose tiles are compared with the threads' at a time
+TILE_BITS = TILE_N.bit_length() - 1
+
+
+def kernel(body: Callable[..., None], outputs: Sequence[Any], name: str, grid: dict[str, int], **more: Any) -> Any:
+    """Without approximations, which would be other functions than those that XLA compiles."""
+    return _pallas.kernel(
+        body,
+        out_type=list(outputs),
+        grid=tuple(grid.values()),
+        grid_names=tuple(grid),
+        compiler_params=plgpu.CompilerParams(approx_math=False),
+        kernel_name=name,
+        **more,
+    )
+
+
+def prepare(
+    case: Case,
+    labels: Int[Array, "R 2"] | Int[Array, "R"],
+    temperatures: Float[Array, "n"] | None,
+    field: int,
+    numbers: Int[Array, "4"],
+    ids: Int[Array, "R"] | None = None,
+) -> tuple[Marked, Int[Array, "R"] | None]:
+    """The shard's columns of the labels, the rows' scales, and which tiles hold a label.
+
+    Args:
+        case: R tokens, and the shard.
+        labels: global ids, or the halves of int64 numbers.
+        temperatures: None: 1. They are the field ``field`` of a flat array.
+        field: 0 if there is no other.
+        numbers: how many rows there are, the stride of fields, the global id of the shard's first column, and the
+                size of the whole vocabulary.
+        ids: memory for the labels in int32, if they come in halves: -1 where they are out of vocabulary.
+    """
+    shape = geometry(case, TILING)
+    blocks, parts = shape.padded_tokens // THREADS, -(-shape.num_tiles // THREADS)
+    shapes = [(shape.padded_tokens,), (shape.padded_tokens,), (blocks, parts * THREADS)]
+    outputs = list(map(jax.ShapeDtypeStruct, shapes, (jnp.int32, jnp.float32, jnp.int32)))
+    given, memory = [x for x in (labels, temperatures) if x is not None], [] if ids is None else [ids]
+    outputs += [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in memory]
+    body = functools.partial(_prepare, case, None if temperatures is None else field, bool(memory))
+    updated = {len(given) + 1: 3} if memory else None
+    run = kernel(body, outputs, "lce_prepare", {"rows": blocks, "part": parts}, updated=updated)
+    found = run(*given, numbers, *memory)
+    return Marked(*found[:3]), found[3] if memory else None
+
+
+def _prepare(case: Case, field: int | None, in_halves: bool, labels: Any, *refs: Any) -> None:
+    temperatures: Any = None if field is None else refs[0]
+    numbers, *written = refs[field is not None :]
+    targets, scale, holds_target, *ids = written[in_halves:]
+    part, block = lax.axis_index("part"), lax.axis_index("rows")
+    count, stride, start, vocab_size = (numbers[i] for i in range(4))
+    rows, padded = Rows.of(block, count), block_rows(block)
+
+    def label() -> Any:
+        if not ids:
+            return labels[rows.here]
+        low, high = labels[rows.here, 0], labels[rows.here, 1]
+        return jnp.where((high == 0) & (low >= 0) & (low < vocab_size), low, along(-1))
+
+    def target() -> Any:
+        column = label() - along(start)
+        return jnp.where((label() >= 0) & (column >= 0) & (column < case.vocab_size), column, along(-1))
+
+    def write() -> None:
+        inverse = None if field is None else _temperature.inverse(temperatures[rows.of_field(field, stride)])
+        k = LOG2E * float(_math.row_scale(case.options, None))
+        targets.at[rows.here][...] = target()
+        scale.at[rows.here][...] = along(k, jnp.float32) if inverse is None else k * inverse
+        for ref in ids:
+            ref.at[rows.here][...] = label()
+
+    def pad() -> None:
+        targets.at[padded][...] = along(-1)
+        scale.at[padded][...] = along(LOG2E, jnp.float32)
+
+    def mark(tile_of_row: Any) -> None:
+        pl.when((part == 0) & jnp.logical_not(rows.whole))(pad)
+        pl.when((part == 0) & rows.live)(write)
+        tile_of_row[...] = lax.shift_right_arithmetic(lax.cond(rows.live, target, lambda: along(-1)), along(TILE_BITS))
+        number = along(part * THREADS) + numbered()
+
+        def step(i: Any, found: Any) -> Any:
+            for j in range(STEP):
+                found = jnp.where(number == tile_of_row[i * STEP + j], 1, found)
+            return found
+
+        holds_target.at[block, block_rows(part)][...] = lax.fori_loop(0, THREADS // STEP, step, along(0))
+
+    pl.run_scoped(mark, plgpu.SMEM((THREADS,), jnp.int32))
+
+
+def finish(
+    case: Case,
+    joined: Float[Array, "1 fields Tp"],
+    ids: Int[Array, "R"],
+    temperatures: Float[Array, "R"] | None,
+    numbers: Int[Array, "2"],
+    kept: Float[Array, "n"],
+    vocab_size: int,
+    megatron: bool,
+    sizes: Float[Array, "shards fields Tp"] | None = None,
+) -> tuple[list[Float[Array, "R"]], Float[Array, "n"]]:
+    """The results of the whole vocabulary, and ``kept`` with what the backward needs, from its field 1 on.
+
+    The results are the fields of `LogprobOutput` that there are. Kept are the temperature, if there is one, and the
+    fields of `ShardStatistics` that gradients have, in nats.
+
+    Args:
+        case: R tokens, and the shard.
+        joined: statistics of the whole vocabulary, in base 2.
+        ids: global ids of the labels.
+        temperatures: None: 1.
+        numbers: how many rows there are, and the stride of ``kept``.
+        kept: flat; its field 0 is not touched.
+        vocab_size: of the whole vocabulary.
+        megatron: whether labels out of the vocabulary get -ln Σ e^u in place of 0.
+        sizes: of a vocabulary in parts, their statistics, of which the field after the last is the part's size. Where
+            one differs from this shard's, the results are NaN.
+    """
+    options = case.options
+    count = 2 + options.entropy + 2 * options.stats
+    outputs = [jax.ShapeDtypeStruct((case.num_tokens,), jnp.float32)] * count
+    outputs.append(jax.ShapeDtypeStruct(kept.shape, kept.dtype))
+    given = [joined, ids, *(x for x in (temperatures, sizes) if x is not None)]
+    body = functools.partial(_finish, case, vocab_size, megatron, temperatures is not None, sizes is not None)
+    grid = {"rows": -(-case.num_tokens // THREADS)}
+    *results, kept = kernel(body, outputs, "lce_finish", grid, updated={len(given) + 1: count})(*given, numbers, kept)
+    return results, kept
+
+
+def _finish(
+    case: Case,
+    vocab_size: int,
+    megatron: bool,
+    has_temperature: bool,
+    is_split: bool,
+    joined: Any,
+    ids: Any,
+    *refs: Any,
+) -> None:
+    temperatures: Any = refs[0] if has_temperature else None
+    sizes: Any = refs[has_temperature] if is_split else None
+    numbers, _, *results, kept = refs[has_temperature + is_split :]
+    rows, stride = Rows.of(lax.axis_index("rows"), numbers[0]), numbers[1]
+    names, nan = _partial_statistics.names(case.options), along(jnp.nan, jnp.float32)
+
+    def write() -> None:
+        temperature = temperatures[rows.here] if has_temperature else None
+        stats = _statistics.of_fields({name: joined[0, f, rows.here] for f, name in enumerate(names)})
+        stats = _partial_statistics.to_nats(stats)
+        if temperature is not None:
+            wrong = _is_wrong(temperature)
+            stats = jax.tree.map(lambda x: jnp.where(wrong, nan, x), stats)
+        for shard in range(sizes.shape[0] if is_split else 0):
+            other = sizes[shard, len(names), rows.here] != float(case.vocab_size)
+            stats = jax.tree.map(lambda x, other=other: jnp.where(other, nan, x), stats)
+        k = _math.row_scale(case.options, None if temperature is None else _temperature.inverse(temperature))
+        known = ids[rows.here] >= 0
+        out = _math.finish(stats, k, known, None, vocab_size).outputs
+        if megatron:
+            out = out._replace(logprobs=jnp.where(known, out.logprobs, -jnp.log(stats.sumexp)))
+        found = [x for x in (out.logprobs, out.entropy, out.lse, out.max_logit, out.min_logit) if x is not None]
+        for ref, x in zip(results, found, strict=True):
+            ref.at[rows.here][...] = x
+        saved = [] if temperature is None else [temperature]
+        saved += [getattr(stats, name) for name in names if name != "min"]
+        for field, x in enumerate(saved, 1):
+            kept.at[rows.of_field(field, stride)][...] = x
+
+    pl.when(rows.live)(write)
+
+
+def coefficients(
+    case: Case,
+    kept: Float[Array, "n"],
+    has_temperature: bool,
+    seeds: dict[str, Float[Array, "R"]],
+    numbers: Int[Array, "2"],
+    vocab_size: int,
+) -> Float[Array, "factors Tp"]:
+    """The factors of eq. 4, zero from the last row on, from what `finish` kept.
+
+    ``seeds`` are the cotangents that there are, by the fields of `LogprobOutput`. ``numbers`` are those of `finish`.
+    """
+    padded = geometry(case, TILING).padded_tokens
+    output = jax.ShapeDtypeStruct((3 + ("entropy" in seeds), padded), jnp.float32)
+    body = functools.partial(_coefficients, case, has_temperature, tuple(seeds), vocab_size)
+    run = kernel(body, [output], "lce_coefficients", {"rows": padded // THREADS})
+    return run(kept, numbers, *seeds.values())[0]
+
+
+def _coefficients(
+    case: Case, has_temperature: bool, names: tuple[str, ...], vocab_size: int, kept: Any, numbers: Any, *refs: Any
+) -> None:
+    *seeds, factors = refs
+    block, stride, options = lax.axis_index("rows"), numbers[1], case.options
+    rows, padded = Rows.of(block, numbers[0]), block_rows(block)
+    fields = [name for name in _partial_statistics.names(options) if name != "min"]
+
+    def pad() -> None:
+        for f in range(factors.shape[0]):
+            factors.at[f, padded][...] = along(0.0, jnp.float32)
+
+    def write() -> None:
+        first, zero = 1 + has_temperature, along(0.0, jnp.float32)
+        stats = _statistics.of_fields({name: kept[rows.of_field(first + f, stride)] for f, name in enumerate(fields)})
+        given = {name: ref[rows.here] for name, ref in zip(names, seeds, strict=True)}
+        seed = LogprobOutput(given.get("logprobs", zero), given.get("entropy"), given.get("lse", zero))
+        temperature = kept[rows.of_field(1, stride)] if has_temperature else None
+        inverse = None if temperature is None else _temperature.inverse(temperature)
+        k, factor = _math.row_scale(options, inverse), _math.row_factor(options, inverse)
+        found: RowCoefficients = _math.row_coefficients(stats, Results(seed), k, factor, None, options, vocab_size)
+        if temperature is not None:
+            found = _temperature.without_gradient(found, _is_wrong(temperature))
+        for f, x in enumerate(jax.tree.leaves(_operands.in_base_2(found))):
+            factors.at[f, rows.here][...] = x
+
+    pl.when(jnp.logical_not(rows.whole))(pad)
+    pl.when(rows.live)(write)
+
+
+def _is_wrong(temperature: Any) -> Any:
+    """Where there is no such temperature. The kernel language cannot negate a mask."""
+    return jnp.where(scalars.is_temperature(temperature), along(0), along(1)) > 0
