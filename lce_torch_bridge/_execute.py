@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import torch
 
-from lce_torch_bridge import _direct, _launch, _programs, _rows, runtime, tensor_parallel
+from lce_torch_bridge import _direct, _kernels, _launch, _programs, _rows, runtime, tensor_parallel
 from lce_torch_bridge import _prepared_forward as prepared_forward
 from lce_torch_bridge import _prepared_gradients as prepared_gradients
 from lce_torch_bridge._launch import Sum
@@ -30,6 +30,10 @@ def forward(x: Operands, call: Call, keep_cache: bool, lend_cache: bool = True) 
     if tokens == 0:
         return forward_structs(x, call, keep_cache)
     tensor_parallel.check_equal_parts(x.weight, call.group)
+    if _launch.asked() == "kernels" and _direct.on_gpu(x.hidden):
+        found = _kernels.forward(x, call, keep_cache)
+        if found is not None:
+            return found
     if x.bias is None:
         direct = prepared_forward.forward(x, call, keep_cache, lambda: _described(x, call, keep_cache))
         if direct is not None:
@@ -162,6 +166,11 @@ def gradients(
         return piece, spec, lambda: jax.tree.structure(_cache_structure(*operands))
 
     kept = [y for y in cache if isinstance(y, torch.Tensor)]
+    if _launch.asked() == "kernels" and bias is None and len(kept) == len(cache):
+        into = sums.main_grad if sums.total is None else sums.total.tensor(), sums.owns_cache and bool(kept)
+        found = _kernels.gradients(hidden, weight, saved, kept, cotangents, wanted, call, *into)
+        if found is not None:
+            return found if sums.main_grad is None else [*found, nothing_like(sums.main_grad, weight.dtype)]
     if bias is None and sums.total is None and len(kept) == len(cache):
         owns_cache, adds = sums.owns_cache and bool(kept), sums.main_grad is not None
         how = prepared_gradients.Backward(call, tuple(cotangents), wanted, adds, owns_cache, reduced)

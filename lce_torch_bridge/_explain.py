@@ -10,7 +10,7 @@ import torch
 
 import lce_jax
 from lce_jax import launch
-from lce_torch_bridge import _arguments, _autocast, _checks, _direct, _execute, _launch, tensor_parallel
+from lce_torch_bridge import _arguments, _autocast, _checks, _direct, _execute, _kernels, _launch, tensor_parallel
 from lce_torch_bridge._types import Operands
 
 
@@ -19,8 +19,8 @@ class Explanation:
     """How a call would be run. ``str()`` of it is for reading.
 
     Attributes:
-        way: "direct" or "jax", as in `launch_with`.
-        why_not_direct: why the call is not launched directly; None if it is.
+        way: "direct", "kernels" or "jax", as in `launch_with`.
+        why_not_direct: why the call is not launched so; None if it is.
         plan: what `lce_jax.explain` says of this rank's part: implementation, tiles, bytes.
     """
 
@@ -30,9 +30,12 @@ class Explanation:
 
     def __str__(self) -> str:
         """A line about the launch, then the plan."""
-        launched = "launched directly, in torch's stream and memory"
-        how = launched if self.way == "direct" else f"run by JAX, not launched directly: {self.why_not_direct}"
-        return f"{how}\n{self.plan}"
+        ways = {
+            "direct": "launched directly, in torch's stream and memory",
+            "kernels": "launched as a list of kernels, in torch's stream and memory",
+            "jax": f"run by JAX, not launched directly: {self.why_not_direct}",
+        }
+        return f"{ways[self.way]}\n{self.plan}"
 
 
 def explain(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, **options: Any) -> Explanation:
@@ -72,8 +75,12 @@ def explain(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, **
     # Its shape and dtype alone count: nothing is cast.
     weight = torch.empty_like(given.weight, dtype=_autocast.dtype_of(given.weight), device="meta")
     operands = Operands(flat.hidden, weight, given.bias, flat.labels, flat.temperature, flat.candidates)
-    reason = 'launch_with("jax") asks for JAX' if _launch.asked() == "jax" else _direct.why_not(hidden.device)
-    if reason is None and len(flat.labels):
+    way, reason = "direct", _direct.why_not(hidden.device)
+    if _launch.asked() == "jax":
+        reason = 'launch_with("jax") asks for JAX'
+    elif _launch.asked() == "kernels" and reason is None and _kernels.why_not(operands, call) is None:
+        way = "kernels"
+    elif reason is None and len(flat.labels):
         programs = _execute.programs(operands, call)
         refusals = (_direct.refusal(function, structs, hidden.device) for function, structs in programs)
         reason = next(filter(None, refusals), None)
@@ -81,7 +88,7 @@ def explain(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, **
     with launch.for_device(described or launch.Device()):
         structs = _direct.struct(flat.hidden), _direct.struct(weight), _ids(flat.labels)
         plan = lce_jax.explain(*structs, **_options(operands, call))
-    return Explanation("jax" if reason else "direct", reason, plan)
+    return Explanation("jax" if reason else way, reason, plan)
 
 
 def _options(x: Operands, call: Any) -> dict[str, Any]:

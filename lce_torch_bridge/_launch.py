@@ -1,5 +1,7 @@
 """Two ways to run a program: launched directly, or by JAX with tensors lent through DLPack. The results are the same.
 
+Calls that are lists of kernels are no programs: `launch_with` asks for them, and `_kernels` launches them.
+
 The direct way serves programs with the kernels for Hopper GPUs. Everything else goes through JAX: other dtypes, other
 GPUs, the CPU.
 """
@@ -20,7 +22,7 @@ from lce_jax import scalars
 from lce_torch_bridge import _direct, runtime
 from lce_torch_bridge.dlpack import to_jax, to_torch_all
 
-type Way = Literal["direct", "jax"]
+type Way = Literal["direct", "jax", "kernels"]
 
 _logger = logging.getLogger("lce_torch_bridge")
 _asked: Way | None = None
@@ -32,8 +34,10 @@ def launch_with(way: Way | None) -> None:
     Args:
         way: "direct" launches kernels on torch's current stream with torch's memory, and JAX starts no client on the
             GPU. A call that cannot be served so raises. "jax" lends the tensors to JAX, which keeps a pool of GPU
-            memory of its own (`init`). None, as in the beginning: "direct" where it can be, else "jax"; the logger
-            ``lce_torch_bridge`` says once why not.
+            memory of its own (`init`). "kernels" launches a call as a list of kernels, without generated code. Each
+            token's results have the same bits in every such call. A bias, candidates, ``mean_logit``,
+            ``gradient_threshold`` and a V that is no multiple of 8 go as with None. None, as in the beginning,
+            is "direct" where it can be, else "jax"; the logger ``lce_torch_bridge`` says once why not.
 
     Raises:
         ValueError: another value.
@@ -45,7 +49,7 @@ def launch_with(way: Way | None) -> None:
     """
     global _asked
     if way is not None:
-        scalars.one_of("way", way, ("direct", "jax"))
+        scalars.one_of("way", way, ("direct", "jax", "kernels"))
     _asked = way
 
 
@@ -201,6 +205,13 @@ class Sum:
                 to_torch_all([used])  # afterwards torch may write to the factor's memory
         elif self._tensor is not None:
             self._tensor.mul_(factor)
+
+    def tensor(self) -> torch.Tensor:
+        """Where kernels add, if JAX has added nothing."""
+        assert self._array is None
+        if self._tensor is None:
+            self._tensor = self._own()
+        return self._tensor
 
     def _own(self) -> torch.Tensor:
         """Where programs that are launched directly add."""

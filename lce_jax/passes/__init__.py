@@ -1,0 +1,32 @@
+"""Lists of Hopper kernels, for callers who bring their own memory and stream.
+
+    program = passes.forward(passes.Head(...), keep_cache=False)   # host only: nothing is asked of the GPU
+    run = program.load(number)                                     # compiled for the current CUDA device
+    run(stream, workspace, numbers, addresses)                     # nothing is allocated, nothing waits
+
+The lists are made by the host code that JAX traces elsewhere. No client of JAX's is made on the GPU, and JAX allocates
+nothing there.
+"""
+
+from __future__ import annotations
+
+from lce_jax._dispatch import for_device
+from lce_jax._types import Device
+from lce_jax.launch._refusal import UnservedError
+from lce_jax.passes._list import Program
+from lce_jax.passes._passes import THREADS, Head, backward, cached_tiles, forward, merge, part, refusal
+
+__all__ = [
+    "THREADS",
+    "Device",
+    "Head",
+    "Program",
+    "UnservedError",
+    "backward",
+    "cached_tiles",
+    "for_device",
+    "forward",
+    "merge",
+    "part",
+    "refusal",
+]

@@ -1,0 +1,61 @@
+"""Programs of `lce_jax.passes` on the CPU: each kernel by Pallas's interpreter, on the memory at its addresses."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lce_jax import passes
+from lce_jax.mosaic._pallas import interpreting, plgpu
+from lce_jax.passes import _list
+
+FILL = 0xFF  # every byte of memory that nothing has written: NaN as a float of any size
+
+
+def loaded(program: passes.Program) -> Callable[..., None]:
+    """What `passes.Program.load` returns, for memory of the CPU."""
+    kernels = dict.fromkeys(each.kernel for each in program.launches)
+    return _list.runner(program, {kernel: functools.partial(_step, kernel) for kernel in kernels})
+
+
+def _step(kernel: Any, stream: int, at: int) -> Callable[[], None]:
+    del stream
+    structs = [kernel.arrays[i] for i in kernel.operands]
+    count = len(structs) + len(kernel.results)
+    addresses = (ctypes.c_uint64 * count).from_address(at)
+
+    def run() -> None:
+        given = [memory(address, x).copy() for address, x in zip(addresses, structs, strict=False)]
+        arrays = [np.zeros(x.shape, x.dtype) for x in kernel.arrays]
+        for place, x in zip(kernel.operands, given, strict=True):
+            arrays[place] = x
+        found = jax.tree.leaves(_jitted(kernel)(*arrays))
+        for number, x in zip(kernel.returned, found, strict=True):
+            memory(addresses[len(structs) + number], kernel.results[number])[...] = np.asarray(x)
+
+    return run
+
+
+@functools.cache
+def _jitted(kernel: Any) -> Callable[..., Any]:
+    """In memory that is not all there, because a program may have fewer rows than its kernels, `memory` reads on."""
+
+    def run(*arrays: Any) -> Any:
+        with interpreting(plgpu.InterpretGPUParams()):
+            return jax.jit(lambda *arrays: kernel.function(*arrays))(*arrays)
+
+    return run
+
+
+def memory(address: int, struct: Any) -> np.ndarray:
+    """An array where it lies."""
+    size = int(np.prod(struct.shape)) * jnp.dtype(struct.dtype).itemsize
+    return (
+        np.frombuffer((ctypes.c_ubyte * size).from_address(address), np.uint8).view(struct.dtype).reshape(struct.shape)
+    )

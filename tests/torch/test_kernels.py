@@ -1,0 +1,157 @@
+"""Calls as lists of kernels (`launch_with("kernels")`) on the CPU: each kernel by Pallas's interpreter."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from lce_jax import passes
+from lce_torch_bridge import _direct, _execute, _kernels, _rows, _torch, launch_with, linear_logprobs, linear_loss
+from lce_torch_bridge._types import Operands
+from tests import emulated_launches
+from tests.mosaic_interpreter import add_stores
+from tests.torch import problem as p
+from tests.torch.as_gpu import as_gpu
+from tests.torch.test_prepared_split import TwoRanks
+
+DEVICE = passes.Device("gpu", "NVIDIA H200", "9.0", 2)
+H = 128
+
+
+@pytest.fixture
+def programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[passes.Program]]:
+    """Tensors count as a GPU's; all programs that were loaded."""
+    loaded: list[passes.Program] = []
+
+    def load(program: passes.Program, _: int) -> Any:
+        loaded.append(program)
+        return emulated_launches.loaded(program)
+
+    as_gpu(monkeypatch, lambda _: pytest.fail("a program of generated code"))
+    add_stores(monkeypatch)
+    monkeypatch.setattr(_direct, "device_of", lambda _: DEVICE)
+    monkeypatch.setattr(_kernels, "_plans", {})
+    monkeypatch.setattr(_rows, "SMALLEST", 128)
+    # A kernel touches the rows that are there. What emulates it copies as many as its program may have.
+    empty, in_rows = _torch.empty, _kernels._in_rows
+    monkeypatch.setattr(_torch, "empty", lambda shape, strides, dtype: with_slack(empty(shape, strides, dtype)))
+    monkeypatch.setattr(_kernels, "_in_rows", lambda x: with_slack(in_rows(x)))
+    monkeypatch.setattr(passes.Program, "load", load)
+    _kernels._loaded.cache_clear()
+    launch_with("kernels")
+    yield loaded
+    launch_with(None)
+    _kernels._loaded.cache_clear()
+
+
+def with_slack(x: torch.Tensor) -> torch.Tensor:
+    """A copy, in memory of many more rows."""
+    slack = torch.full((2 * x.numel() + 1024 * math.prod(x.shape[1:]),), 77).to(x.dtype)
+    slack[: x.numel()] = x.reshape(-1)
+    return slack[: x.numel()].view(x.shape)
+
+
+def both(problem: p.Problem, **options: Any) -> tuple[Any, Any]:
+    """Results and gradients of a call."""
+    leaves = problem.leaves()
+    out = linear_logprobs(leaves.hidden, leaves.weight, problem.labels, **options)
+    fields = [x for x in out[:3] if x is not None]
+    grads = torch.autograd.grad(fields, leaves[:2], p.seeds_like(problem.labels)[: len(fields)])
+    return [x.detach() for x in out if x is not None], grads
+
+
+def check(programs: list[Any], problem: p.Problem, **options: Any) -> None:
+    found, grads = both(problem, **options)
+    assert len(programs) == 2  # a forward and a backward
+    launch_with("jax")
+    wanted, of_jax = both(problem, **{**options, "cache_bytes": 0}, implementation="xla")
+    assert max(map(p.value_error, found, wanted)) < 2e-5
+    assert max(map(p.relative_norm, grads, of_jax)) < 5e-3  # bfloat16 rounds by 2⁻⁹
+
+
+@pytest.mark.parametrize(
+    ("T", "V", "options"),
+    [
+        (300, 784, {"stats": True, "temperature": "each", "logit_softcap": 3.0, "logit_scale": 0.5}),
+        (5, 1032, {"vocab_size": 700, "cache_bytes": 1 << 18}),
+        pytest.param(128, 1024, {"entropy": "none"}, marks=pytest.mark.slow),
+        pytest.param(200, 784, {"cache_bytes": 1 << 40, "out_of_vocab": "megatron"}, marks=pytest.mark.slow),
+    ],
+)
+def test_results_and_gradients(programs: list[Any], T: int, V: int, options: dict[str, Any]) -> None:
+    drawn = p.draw(T, H, V, torch.bfloat16)
+    labels = drawn.labels % options.get("vocab_size", V)
+    labels[::7], labels[3], labels[4] = -100, 2**32 + 3, V
+    if options.get("temperature") == "each":
+        options = {**options, "temperature": torch.rand(T, generator=torch.Generator().manual_seed(5)) + 0.5}
+    check(programs, drawn._replace(labels=labels), **options)
+
+
+def test_rows_have_the_same_bits_in_every_call(programs: list[Any]) -> None:
+    """However many there are, and in whatever place."""
+    problem = p.draw(150, H, 784, torch.bfloat16)
+    with torch.no_grad():
+        every = linear_logprobs(problem.hidden, problem.weight, problem.labels)[:3]
+        rows = torch.randperm(150, generator=torch.Generator().manual_seed(0))[:7]
+        some = linear_logprobs(problem.hidden[rows], problem.weight, problem.labels[rows])[:3]
+    assert {program.inputs[0].shape[0] for program in programs} == {512, 128}
+    assert all(torch.equal(x[rows], y) for x, y in zip(every, some, strict=True) if x is not None)
+
+
+def test_linear_loss_and_main_grad(programs: list[Any]) -> None:
+    """In two chunks, whose dweight is added up in float32."""
+    problem = p.draw(140, H, 784, torch.bfloat16)
+
+    def gradients(**options: Any) -> list[torch.Tensor]:
+        leaves: Any = problem.leaves()
+        leaves.weight.main_grad = torch.ones(leaves.weight.shape)
+        given = leaves.hidden, leaves.weight, problem.labels
+        total, _ = linear_loss(lambda logprob, entropy, _: -logprob - entropy, *given, wgrad="main_grad", **options)
+        total.backward()
+        return [leaves.hidden.grad, leaves.weight.main_grad - 1]
+
+    found = gradients(chunk_bytes=1 << 18)
+    assert programs
+    launch_with("jax")
+    assert max(map(p.relative_norm, found, gradients(implementation="xla"))) < 5e-3
+
+
+def test_a_split_vocabulary(programs: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The results of a whole one, the same bits on both ranks; NaN where a part has another size."""
+    T, V = 140, 1040
+    problem, ranks = p.draw(T, H, V, torch.bfloat16), TwoRanks(monkeypatch)
+    call = p.told(V, group="both", reduce_grad_hidden=True, implementation="mosaic_gpu")
+    operands = [Operands(problem.hidden, part, None, problem.labels, None, None) for part in problem.weight.chunk(2)]
+
+    def on_both() -> list[list[torch.Tensor]]:
+        found = []
+        for ranks.rank in (0, 1, 0, 1):  # what the first two send, the last two receive
+            found.append(_execute.forward(operands[ranks.rank], call, keep_cache=False))
+        return found[2:]
+
+    first, second = on_both()
+    assert len(programs) == 4  # a part and a merge on each rank
+    assert all(torch.equal(x, y) for x, y in zip(first[:3], second[:3], strict=True))
+    launch_with("jax")
+    with torch.no_grad():
+        wanted = linear_logprobs(problem.hidden, problem.weight, problem.labels, implementation="xla")
+    assert max(map(p.value_error, first[:3], wanted[:3])) < 2e-5
+    launch_with("kernels")
+    ranks.gathered[1][-1] = 512  # as a rank with other columns would send
+    assert all(x.isnan().all() for x in _execute.forward(operands[0], call, keep_cache=False)[:3])
+
+
+def test_what_no_list_serves_goes_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_direct, "why_not", lambda _: None)
+    monkeypatch.setattr(_direct, "device_of", lambda _: DEVICE)
+    problem = p.draw(4, H, 784, torch.bfloat16)
+    x = Operands(problem.hidden, problem.weight, None, problem.labels, None, None)
+    assert _kernels.why_not(x, p.told(784)) is None
+    assert "bias" in str(_kernels.why_not(x._replace(bias=torch.zeros(784)), p.told(784)))
+    assert "candidates" in str(_kernels.why_not(x._replace(candidates=problem.labels[:, None]), p.told(784)))
+    assert "gradient_threshold" in str(_kernels.why_not(x, p.told(784, gradient_threshold=1e-3)))
+    assert "implementation='xla'" in str(_kernels.why_not(x, p.told(784, implementation="xla")))
