@@ -24,6 +24,7 @@ ORDER: tuple[str, ...] = ("logprobs", "entropy", "lse", "max_logit", "min_logit"
 ZEROS = 256  # rows after the last token that kernels may read
 
 _plans: dict[Any, Any] = {}
+_captured: dict[int, torch.Tensor] = {}  # numbers that a CUDA graph reads, which outlive their plan
 
 
 class Loaded:
@@ -37,15 +38,22 @@ class Loaded:
     def run(self, device: int, tensors: Sequence[torch.Tensor]) -> None:
         """Launches the program; ``tensors`` are the results that have memory, and the operands."""
         stream = _torch.current_stream(device)
-        numbers = self._numbers.get(stream)
+        numbers = self._of_a_graph() if torch.cuda.is_current_stream_capturing() else self._numbers.get(stream)
         if numbers is None:
             numbers = self._numbers[stream] = self._written(tensors[0])
         workspace = _torch.empty((self.program.workspace_bytes,), (1,), torch.uint8)  # reused in the stream's order
         self._run(stream, workspace.data_ptr(), numbers.data_ptr(), [x.data_ptr() for x in tensors])
 
+    def _of_a_graph(self) -> torch.Tensor:
+        """The numbers, written by an earlier call on any stream: a capture begins when all of it is done."""
+        if not self._numbers:
+            _refuse_capture("has not run over so many tokens")
+        numbers = next(iter(self._numbers.values()))
+        _captured[numbers.data_ptr()] = numbers
+        return numbers
+
     def _written(self, like: torch.Tensor) -> torch.Tensor:
         """The numbers of this many tokens beside ``like``, written on the stream that reads them: nothing waits."""
-        _refuse_capture("has not run over so many tokens on this stream")
         numbers = self.program.numbers(self.tokens, stride(self.tokens))
         given = torch.tensor(numbers, dtype=torch.int32, pin_memory=like.is_cuda)
         return given.to(like.device, non_blocking=True)
