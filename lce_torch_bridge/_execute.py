@@ -167,10 +167,9 @@ def gradients(
 
     kept = [y for y in cache if isinstance(y, torch.Tensor)]
     if _launch.asked() == "kernels" and bias is None and len(kept) == len(cache):
-        into = sums.main_grad if sums.total is None else sums.total.tensor(), sums.owns_cache and bool(kept)
-        found = _kernels.gradients(hidden, weight, saved, kept, cotangents, wanted, call, *into)
+        found = _kernels.gradients(hidden, weight, saved, kept, cotangents, wanted, call, sums)
         if found is not None:
-            return found if sums.main_grad is None else [*found, nothing_like(sums.main_grad, weight.dtype)]
+            return found
     if bias is None and sums.total is None and len(kept) == len(cache):
         owns_cache, adds = sums.owns_cache and bool(kept), sums.main_grad is not None
         how = prepared_gradients.Backward(call, tuple(cotangents), wanted, adds, owns_cache, reduced)

@@ -16,6 +16,8 @@ import torch
 
 from lce_jax import passes
 from lce_torch_bridge import _direct, _rows, _torch, tensor_parallel
+from lce_torch_bridge._loaded import Loaded, stride
+from lce_torch_bridge._main_grad import nothing_like
 from lce_torch_bridge._prepared import MOST_PLANS, Allocated, allocated
 from lce_torch_bridge._types import Call, Operands
 
@@ -24,62 +26,10 @@ ORDER: tuple[str, ...] = ("logprobs", "entropy", "lse", "max_logit", "min_logit"
 ZEROS = 256  # rows after the last token that kernels may read
 
 _plans: dict[Any, Any] = {}
-_captured: dict[int, torch.Tensor] = {}  # numbers that a CUDA graph reads, which outlive their plan
-
-
-class Loaded:
-    """A program on a device, for so many tokens."""
-
-    def __init__(self, program: passes.Program, tokens: int) -> None:
-        self.program, self.tokens = program, tokens
-        self._run = _loaded(program, torch.cuda.current_device())
-        self._numbers: dict[int, torch.Tensor] = {}
-
-    def run(self, device: int, tensors: Sequence[torch.Tensor]) -> None:
-        """Launches the program; ``tensors`` are the results that have memory, and the operands."""
-        stream = _torch.current_stream(device)
-        numbers = self._of_a_graph() if torch.cuda.is_current_stream_capturing() else self._numbers.get(stream)
-        if numbers is None:
-            numbers = self._numbers[stream] = self._written(tensors[0])
-        workspace = _torch.empty((self.program.workspace_bytes,), (1,), torch.uint8)  # reused in the stream's order
-        self._run(stream, workspace.data_ptr(), numbers.data_ptr(), [x.data_ptr() for x in tensors])
-
-    def _of_a_graph(self) -> torch.Tensor:
-        """The numbers, written by an earlier call on any stream: a capture begins when all of it is done."""
-        if not self._numbers:
-            _refuse_capture("has not run over so many tokens")
-        numbers = next(iter(self._numbers.values()))
-        _captured[numbers.data_ptr()] = numbers
-        return numbers
-
-    def _written(self, like: torch.Tensor) -> torch.Tensor:
-        """The numbers of this many tokens beside ``like``, written on the stream that reads them: nothing waits."""
-        numbers = self.program.numbers(self.tokens, stride(self.tokens))
-        given = torch.tensor(numbers, dtype=torch.int32, pin_memory=like.is_cuda)
-        return given.to(like.device, non_blocking=True)
-
-
-@functools.cache
-def _loaded(program: passes.Program, device: int) -> Callable[..., None]:
-    _refuse_capture("compiles kernels for this call")
-    return program.load(device)
 
 
 _forward, _part = functools.cache(passes.forward), functools.cache(passes.part)
 _merge, _backward = functools.cache(passes.merge), functools.cache(passes.backward)
-
-
-def _refuse_capture(why: str) -> None:
-    if torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            f"lce_torch_bridge {why}, which a CUDA graph cannot capture: make the call once before the capture, with "
-            "tensors of the same shapes, and its backward"
-        )
-
-
-def stride(tokens: int) -> int:
-    """The rows that arrays of so many tokens have."""
-    return max(tokens, passes.THREADS)
 
 
 def rows_of(tokens: int, keep_cache: bool) -> int:
@@ -93,7 +43,7 @@ def why_not(x: Operands, call: Call) -> str | None:
     reason = _direct.why_not(x.hidden.device)
     if reason is not None:
         return reason
-    options = {"bias": x.bias is not None, "candidates": x.candidates is not None, "mean_logit": call.mean_logit}
+    options = {"bias": x.bias is not None, "candidates": call.num_candidates > 0, "mean_logit": call.mean_logit}
     options["gradient_threshold"] = call.gradient_threshold > 0
     for name, asked in options.items():
         if asked:
@@ -175,7 +125,9 @@ def forward(x: Operands, call: Call, keep_cache: bool) -> list[torch.Tensor] | N
         plan.merge.run(device, [*fields, gathered, kept, *per_token])
     found = [*(fields[i] for i in plan.order), kept]
     if tokens < passes.THREADS:
-        found = [y[..., :tokens] for y in found]
+        found = [
+            y[..., :tokens].clone(memory_format=torch.contiguous_format) for y in found
+        ]  # views are not written to
     return [*found, *cache]
 
 
@@ -219,32 +171,45 @@ def gradients(
     cotangents: dict[str, torch.Tensor],
     wanted: tuple[bool, ...],
     call: Call,
-    into: torch.Tensor | None,
-    owns_cache: bool,
+    sums: Any,
 ) -> list[torch.Tensor] | None:
-    """What `_execute.gradients` returns of a call without a bias; dweight is added to ``into`` instead, if it is given.
+    """What `_execute.gradients` returns of a call without a bias; None where lists do not serve it.
 
-    None where lists do not serve the call.
+    ``sums`` are `_execute.Sums`.
     """
-    device = hidden.get_device()
+    device, owns_cache, adds = (
+        hidden.get_device(),
+        sums.owns_cache and bool(cache),
+        sums.main_grad if sums.total is None else sums.total,
+    )
+    if not _direct.on_gpu(hidden) or not _can_add(sums):
+        return None
     if device != _torch.current_device():
         with torch.cuda.device(device):
-            return gradients(hidden, weight, saved, cache, cotangents, wanted, call, into, owns_cache)
+            return gradients(hidden, weight, saved, cache, cotangents, wanted, call, sums)
     ranks = call.group and tensor_parallel.size_and_rank(call.group)
     shapes = hidden.shape, hidden.dtype, weight.shape, weight.dtype, len(saved), len(cache), ranks
-    how = call, tuple(cotangents), wanted, into is None, owns_cache
+    how = call, tuple(cotangents), wanted, adds is None, owns_cache
     plan = _found(("gradients", device, *shapes, *how), lambda: _plan_of_backward(hidden, weight, saved, cache, *how))
     if plan is None:
         return None
-    if into is not None or owns_cache:
-        torch.autograd.graph.increment_version([*cache] * owns_cache + [x for x in (into,) if x is not None])
+    into = [] if adds is None else [sums.main_grad if sums.total is None else sums.total.tensor()]
+    if into or owns_cache:
+        torch.autograd.graph.increment_version([*into, *cache] if owns_cache else into)  # as any change in place
     grads = [_torch.empty(*each) for each in plan.results]
     seeds = [_in_rows(x) for x in cotangents.values()]
     given = [_hidden(hidden, weight, plan.rows), _direct.usable(weight), _kept(saved), *seeds]
-    plan.program.run(device, [*grads, *given, *(x for x in (into,) if x is not None), *map(_direct.usable, cache)])
+    plan.program.run(device, [*grads, *given, *into, *map(_direct.usable, cache)])
     if plan.reduced:
         grads[0] = tensor_parallel.all_reduce(grads[0], call.group).to(hidden.dtype)
-    return grads
+    return grads if sums.main_grad is None else [*grads, nothing_like(sums.main_grad, weight.dtype)]
+
+
+def _can_add(sums: Any) -> bool:
+    """Whether kernels can add dweight where it is asked for."""
+    if sums.total is not None:
+        return sums.total.is_torchs
+    return sums.main_grad is None or _direct.is_usable(sums.main_grad)
 
 
 def _plan_of_backward(

@@ -206,9 +206,13 @@ class Sum:
         elif self._tensor is not None:
             self._tensor.mul_(factor)
 
+    @property
+    def is_torchs(self) -> bool:
+        """Whether JAX has added nothing."""
+        return self._array is None
+
     def tensor(self) -> torch.Tensor:
         """Where kernels add, if JAX has added nothing."""
-        assert self._array is None
         if self._tensor is None:
             self._tensor = self._own()
         return self._tensor

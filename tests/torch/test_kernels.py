@@ -10,7 +10,17 @@ import pytest
 import torch
 
 from lce_jax import passes
-from lce_torch_bridge import _direct, _execute, _kernels, _rows, _torch, launch_with, linear_logprobs, linear_loss
+from lce_torch_bridge import (
+    _direct,
+    _execute,
+    _kernels,
+    _loaded,
+    _rows,
+    _torch,
+    launch_with,
+    linear_logprobs,
+    linear_loss,
+)
 from lce_torch_bridge._types import Operands
 from tests import emulated_launches
 from tests.mosaic_interpreter import add_stores
@@ -41,11 +51,11 @@ def programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[passes.Program]]:
     monkeypatch.setattr(_torch, "empty", lambda shape, strides, dtype: with_slack(empty(shape, strides, dtype)))
     monkeypatch.setattr(_kernels, "_in_rows", lambda x: with_slack(in_rows(x)))
     monkeypatch.setattr(passes.Program, "load", load)
-    _kernels._loaded.cache_clear()
+    _loaded._loaded.cache_clear()
     launch_with("kernels")
     yield loaded
     launch_with(None)
-    _kernels._loaded.cache_clear()
+    _loaded._loaded.cache_clear()
 
 
 def with_slack(x: torch.Tensor) -> torch.Tensor:
@@ -89,6 +99,34 @@ def test_results_and_gradients(programs: list[Any], T: int, V: int, options: dic
     if options.get("temperature") == "each":
         options = {**options, "temperature": torch.rand(T, generator=torch.Generator().manual_seed(5)) + 0.5}
     check(programs, drawn._replace(labels=labels), **options)
+
+
+def test_few_tokens(programs: list[Any]) -> None:
+    """Results may be written in place, and what is saved may come back in another layout, beside it NaN."""
+    problem = p.draw(5, H, 784, torch.bfloat16)
+
+    def moved(x: torch.Tensor) -> torch.Tensor:
+        return x.clone(memory_format=torch.contiguous_format)
+
+    with torch.autograd.graph.saved_tensors_hooks(moved, moved):
+        check(programs, problem)
+    launch_with("kernels")
+    with torch.no_grad():
+        out = linear_logprobs(problem.hidden, problem.weight, problem.labels)
+    assert out.logprobs.mul_(2).is_contiguous()
+
+
+def test_a_cpu_is_served_as_ever() -> None:
+    problem = p.draw(4, H, 784, torch.float32)
+    launch_with("kernels")
+    try:
+        found, grads = both(problem)
+        total, _ = linear_loss(lambda logprob, *_: -logprob, *problem.leaves()[:2], problem.labels, chunk_bytes=1)
+        total.backward()
+    finally:
+        launch_with(None)
+    wanted, of_jax = both(problem)
+    assert all(map(torch.equal, (*found, *grads), (*wanted, *of_jax)))
 
 
 def test_rows_have_the_same_bits_in_every_call(programs: list[Any]) -> None:
@@ -145,6 +183,13 @@ def test_a_split_vocabulary(programs: list[Any], monkeypatch: pytest.MonkeyPatch
     assert all(x.isnan().all() for x in _execute.forward(operands[0], call, keep_cache=False)[:3])
 
 
+def test_a_main_grad_that_lies_otherwise_is_not_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_direct, "on_gpu", lambda _: True)
+    problem, sums = p.draw(4, H, 784, torch.bfloat16), _execute.Sums(main_grad=torch.zeros(H, 784).t())
+    given = problem.hidden, problem.weight, problem.labels[None], [], {}, (True, True, False), p.told(784)
+    assert _kernels.gradients(*given, sums) is None
+
+
 def test_what_no_list_serves_goes_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_direct, "why_not", lambda _: None)
     monkeypatch.setattr(_direct, "device_of", lambda _: DEVICE)
@@ -152,6 +197,6 @@ def test_what_no_list_serves_goes_elsewhere(monkeypatch: pytest.MonkeyPatch) -> 
     x = Operands(problem.hidden, problem.weight, None, problem.labels, None, None)
     assert _kernels.why_not(x, p.told(784)) is None
     assert "bias" in str(_kernels.why_not(x._replace(bias=torch.zeros(784)), p.told(784)))
-    assert "candidates" in str(_kernels.why_not(x._replace(candidates=problem.labels[:, None]), p.told(784)))
+    assert "candidates" in str(_kernels.why_not(x, p.told(784, num_candidates=2)))  # as a backward asks
     assert "gradient_threshold" in str(_kernels.why_not(x, p.told(784, gradient_threshold=1e-3)))
     assert "implementation='xla'" in str(_kernels.why_not(x, p.told(784, implementation="xla")))

@@ -97,7 +97,8 @@ def _prepare(case: Case, field: int | None, in_halves: bool, labels: Any, *refs:
 
     def target() -> Any:
         column = label() - along(start)
-        return jnp.where((label() >= 0) & (column >= 0) & (column < case.vocab_size), column, along(-1))
+        known = (label() >= 0) & (label() < vocab_size)
+        return jnp.where(known & (column >= 0) & (column < case.vocab_size), column, along(-1))
 
     def write() -> None:
         inverse = None if field is None else _temperature.inverse(temperatures[rows.of_field(field, stride)])
@@ -250,8 +251,9 @@ def _coefficients(
         found: RowCoefficients = _math.row_coefficients(stats, Results(seed), k, factor, None, options, vocab_size)
         if temperature is not None:
             found = _temperature.without_gradient(found, _is_wrong(temperature))
+        there = along(rows.first) + numbered() < numbers[0]  # with few tokens the rows after them hold anything
         for f, x in enumerate(jax.tree.leaves(_operands.in_base_2(found))):
-            factors.at[f, rows.here][...] = x
+            factors.at[f, rows.here][...] = jnp.where(there, x, zero)
 
     pl.when(jnp.logical_not(rows.whole))(pad)
     pl.when(rows.live)(write)
