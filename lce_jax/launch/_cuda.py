@@ -39,6 +39,9 @@ def compiler() -> Any:
     names = [f"{COMPILER}.{version}" for version in VERSIONS]
     for name in [*names, *_installed()]:
         with contextlib.suppress(OSError):
+            # It opens this one by its name alone, which some builds find only if it is open already.
+            for builtins in pathlib.Path(name).parent.glob("libnvrtc-builtins.so.*"):
+                ctypes.CDLL(str(builtins))
             return ctypes.CDLL(name)
     raise UnservedError(f"none of {', '.join(names)} is found, which compile what lies between the kernels")
 
