@@ -179,9 +179,8 @@ class Sum:
         updated = range(operand, len(given))
         program = None if self._array is not None else _program(overwriting, given, updated)
         if program is not None:
-            if self._tensor is None:
-                self._tensor = self._own()
-            return _direct.run(program, (*before, self._tensor, *behind), {place: self._tensor})
+            tensor = self.tensor()
+            return _direct.run(program, (*before, tensor, *behind), {place: tensor})
         with runtime.beside(_first(inputs)):
             if self._array is None:
                 self._array = jnp.zeros(self._like.shape, jnp.float32)
