@@ -40,7 +40,7 @@ def statistics(
     groups, cache, tiles = joined(call, num_tiles, cache, _keeps_tiles(case, keep_cache))
     stats = _partial_statistics.to_nats(_partial_statistics.unstacked(case, join_all(call, groups)[0]))
     total = _mean.total(operands, case) if case.options.mean_logit else None
-    kept = cache if tiles is None else _live.tile_statistics(call, _partial_statistics.unstacked(case, tiles))
+    kept = cache if tiles is None else _live.tile_statistics(call, tiles)
     return stats._replace(total=total, candidates=_candidates.unscaled(call)), kept
 
 
@@ -59,10 +59,10 @@ def num_live_tiles(call: Call) -> int:
 
 def joined(
     call: Call, num_tiles: int, cache: Cache | None, keep_tiles: bool = False
-) -> tuple[Float[Array, "groups fields Tp"], Cache | None, Float[Array, "tiles fields Tp"] | None]:
+) -> tuple[Float[Array, "groups fields Tp"], Cache | None, TileStatistics | None]:
     """Eq. 1 of each group of the shard's first ``num_tiles`` tiles, in base 2; the cache with the first tiles' part.
 
-    With ``keep_tiles``, also the statistics of each tile.
+    With ``keep_tiles``, also what tells which tiles carry gradient.
     """
     case, shape, kernels, host = call.case, call.shape, call.kernels, call.host
     most = _chunks.launch_tiles(case, shape, kernels.budget, num_tiles)
@@ -78,13 +78,25 @@ def joined(
         with jax.named_scope("join_tiles"):
             numbers = host.numbers(call.prepared.num_rows, last - first, first // GROUP)
             groups = kernels.join(call.prepared, parts, groups, case, GROUP, numbers)
-        kept = lax.dynamic_update_slice_in_dim(kept, parts, first, 0) if keep_tiles else None
+        if keep_tiles:
+            kept = _placed(kept, _live.of_tiles(case, _partial_statistics.unstacked(case, parts)), first)
         return cache, groups, kept
 
-    kept = memory(len(firsts) * most) if keep_tiles else None
+    kept = None
+    if keep_tiles and len(firsts) > 1:
+        size = len(firsts) * most, case.num_tokens
+        sumexp = host.empty(size, jnp.float32) if case.options.reports_dropped_mass else None
+        kept = TileStatistics(host.empty(size, jnp.float32), sumexp)
     start = cache, memory(len(firsts) * -(-most // GROUP)), kept
     cache, groups, kept = host.loop(firsts, window, host.vary_like(start, call.prepared))
-    return groups, cache, None if kept is None else kept[:num_tiles]
+    return groups, cache, jax.tree.map(lambda x: x[:num_tiles], kept)
+
+
+def _placed(into: TileStatistics | None, part: TileStatistics, first: Any) -> TileStatistics:
+    """``part`` at tile ``first``; itself, where one window is all."""
+    if into is None:
+        return part
+    return jax.tree.map(lambda whole, x: lax.dynamic_update_slice_in_dim(whole, x, first, 0), into, part)
 
 
 def join_all(

@@ -30,8 +30,13 @@ class TileStatistics(NamedTuple):
     sumexp: Float[Array, "tiles T"] | None  # None where no ``dropped_mass`` is asked for
 
 
-def tile_statistics(call: Call, parts: ShardStatistics) -> TileStatistics:
-    """Of unmerged statistics of the shard's first vocabulary tiles; the tiles after them are padding."""
+def of_tiles(case: Case, parts: ShardStatistics) -> TileStatistics:
+    """Of unmerged statistics, what `tile_statistics` reads."""
+    return TileStatistics(parts.max, parts.sumexp if case.options.reports_dropped_mass else None)
+
+
+def tile_statistics(call: Call, parts: TileStatistics) -> TileStatistics:
+    """Of the shard's first vocabulary tiles; the tiles after them are padding."""
     shape, targets = call.shape, call.prepared.targets[: call.case.num_tokens]
     missing = ((0, shape.num_tiles - parts.max.shape[0]), (0, 0))
     highest = jnp.pad(parts.max, missing, constant_values=_statistics.MASKED)
@@ -39,7 +44,7 @@ def tile_statistics(call: Call, parts: ShardStatistics) -> TileStatistics:
     always = (targets >= 0) & (targets // shape.tile == tile)
     if call.operands.num_columns is not None:  # `_edge` contracts the tile where padding begins
         always |= tile == call.prepared.num_columns // shape.tile
-    sumexp = jnp.pad(parts.sumexp, missing) if call.case.options.reports_dropped_mass else None
+    sumexp = None if parts.sumexp is None else jnp.pad(parts.sumexp, missing)
     return TileStatistics(jnp.where(always, ALWAYS, highest), sumexp)
 
 
