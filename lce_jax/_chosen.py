@@ -6,7 +6,6 @@ where it does not, a chunk bounds the gathered rows.
 
 from __future__ import annotations
 
-import contextvars
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,9 +21,6 @@ if TYPE_CHECKING:
 
 GATHERED_BYTES = 32 << 20  # of the rows of the weight that one chunk gathers
 BLOCK_PAIRS = 128  # whose sums are one product
-# Whether the operations become code that holds no gathered row, as those of `lce_jax.launch` do: then there is one
-# chunk, whatever the sizes.
-at_once: contextvars.ContextVar[bool] = contextvars.ContextVar("at_once", default=False)
 # Where XLA fuses the gather, a chunk holds nothing and its size is that of a launch: for 64 candidates at (4096, 4096,
 # 151936) on an H200 a forward takes 1.140 of one without at 32 MiB, 1.073 at 128, 1.055 at 512, 1.053 at once.
 FUSED_BYTES = 512 << 20
@@ -47,10 +43,7 @@ def products(
 ) -> Float[Array, "T K"]:
     """H · w of each token's columns, summed in ``dtype``; 0 for the column -1 and, by chunks, after ``num_rows``."""
     size = chunk_tokens(columns.shape[1], hidden.shape[1], weight.dtype.itemsize, gathered_bytes)
-    if at_once.get() and num_rows is not None:
-        live = jnp.arange(hidden.shape[0], dtype=jnp.int32) < num_rows
-        return _products(hidden, weight, columns, options, dtype, live)
-    if size >= hidden.shape[0] or at_once.get():
+    if size >= hidden.shape[0]:
         return _products(hidden, weight, columns, options, dtype)
     rows = hidden.shape[0] if num_rows is None else num_rows
     empty = _compat.vary_like(jnp.zeros(columns.shape, dtype), (hidden, weight, columns, num_rows))
@@ -73,15 +66,12 @@ def _by_chunks(function: Callable[..., Array], per_token: Any, size: int, rows: 
     return lax.fori_loop(0, (rows + size - 1) // size, body, empty)
 
 
-def _products(
-    hidden: Array, weight: Array, columns: Array, options: Options, dtype: Any, live: Any = None
-) -> Float[Array, "T K"]:
-    """A product and a sum, not a ``dot_general``, whose operand XLA would have to store. Only of ``live`` tokens."""
+def _products(hidden: Array, weight: Array, columns: Array, options: Options, dtype: Any) -> Float[Array, "T K"]:
+    """A product and a sum, not a ``dot_general``, whose operand XLA would have to store."""
     rows = jnp.take(weight, columns, axis=options.vocab_dim, mode="clip").astype(dtype)
     wide = hidden.astype(dtype)
     if options.vocab_dim == 0:
-        terms = wide[:, None, :] * rows
-        raw = jnp.sum(terms if live is None else jnp.where(along(live, terms), terms, 0.0), axis=2)
+        raw = jnp.sum(wide[:, None, :] * rows, axis=2)
     else:
         raw = jnp.sum(wide.T[:, :, None] * rows, axis=0)
     return jnp.where(columns >= 0, raw, 0.0)

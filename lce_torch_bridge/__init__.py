@@ -1,10 +1,10 @@
 """`lce_jax` for PyTorch and Megatron: log-probability and entropy of a language-model head, logits never stored."""
 
 from lce_torch_bridge._explain import Explanation, explain
-from lce_torch_bridge._launch import launch_with
 from lce_torch_bridge._linear_loss import linear_loss
 from lce_torch_bridge._release import release
 from lce_torch_bridge._types import LogprobOutput, TopK
+from lce_torch_bridge._way import launch_with
 from lce_torch_bridge.api import linear_logprobs
 from lce_torch_bridge.logits import linear_logits, masked_logprobs
 from lce_torch_bridge.loss import linear_cross_entropy, linear_cross_entropy_loss, linear_entropy

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from lce_torch_bridge import _execute
-from lce_torch_bridge._launch import Sum
+from lce_torch_bridge._sum import Sum
 from lce_torch_bridge._types import Call, Operands
 
 HIGHEST = 15  # dlogits lie below 2^15, and float16 ends at 2^16

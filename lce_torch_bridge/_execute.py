@@ -1,21 +1,18 @@
-"""What the two operators do: tensors in, JAX programs and the collectives between them, tensors out."""
+"""What the two operators do: tensors in, kernels or programs of JAX and the collectives between them, tensors out."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import torch
 
-from lce_torch_bridge import _direct, _kernels, _launch, _programs, _rows, runtime, tensor_parallel
-from lce_torch_bridge import _prepared_forward as prepared_forward
-from lce_torch_bridge import _prepared_gradients as prepared_gradients
-from lce_torch_bridge._launch import Sum
-from lce_torch_bridge._main_grad import nothing_like
+from lce_torch_bridge import _device, _kernels, _programs, _rows, _through_jax, _way, runtime, tensor_parallel
 from lce_torch_bridge._programs import Spec
 from lce_torch_bridge._readable import is_readable, readable
+from lce_torch_bridge._sum import Sum
 from lce_torch_bridge._types import PER_CANDIDATE, Call, Operands
 
 
@@ -29,43 +26,26 @@ def forward(x: Operands, call: Call, keep_cache: bool, lend_cache: bool = True) 
     tokens = x.labels.shape[0]
     if tokens == 0:
         return forward_structs(x, call, keep_cache)
-    tensor_parallel.check_equal_parts(x.weight, call.group)
-    if _launch.asked() == "kernels" and _direct.on_gpu(x.hidden):
-        found = _kernels.forward(x, call, keep_cache)
-        if found is not None:
-            return found
-    if x.bias is None:
-        direct = prepared_forward.forward(x, call, keep_cache, lambda: _described(x, call, keep_cache))
-        if direct is not None:
-            return direct
-    pieces = _pieces(tokens, keep_cache)
-    spec = _spec(x.weight, call, pieces[0].masked)
+    tensor_parallel.check_equal_parts(x.weight, call.group, _way.may_be_direct(x.hidden))
+    direct = _kernels.forward(x, call, keep_cache)
+    if direct is not None:
+        return direct
+    spec = _spec(x.weight, call)
 
     def operands(piece: _rows.Piece) -> Inputs:
         hidden = _rows.pad(x.hidden[piece.tokens], piece.rows)
         return hidden, x.weight, x.bias, _tokens(x, piece, call)
 
+    # The backward takes all tokens at once, so one cache must hold all of them.
+    pieces = [_rows.whole(tokens)] if keep_cache else _rows.pieces(tokens)
     inputs = list(map(operands, pieces))
     run = _run_alone if call.group == tensor_parallel.NO_GROUP else _run_shard
     packed, cache = run(inputs, spec, call, keep_cache, lend_cache)
     return [*_unpacked(packed, call, tokens), *cache]
 
 
-def _pieces(tokens: int, keep_cache: bool) -> list[_rows.Piece]:
-    """The backward takes all tokens at once, so one cache must hold all of them."""
-    return [_rows.whole(tokens)] if keep_cache else _rows.pieces(tokens)
-
-
-def _described(x: Operands, call: Call, keep_cache: bool) -> prepared_forward.Described:
-    """What direct launches are planned from. The ranks of a group send as much as where JAX runs the programs."""
-    pieces = _pieces(x.labels.shape[0], keep_cache)
-    launched = [_rows.whole(x.labels.shape[0])] if _may_be_exact(x) else pieces
-    rows_sent = sum(piece.rows for piece in pieces)
-    return prepared_forward.Described(launched, rows_sent, _spec(x.weight, call, launched[0].masked))
-
-
 class Sums(NamedTuple):
-    """What a backward may write to besides its results, where its programs are launched directly."""
+    """What a backward may write to besides its results, where its kernels are launched directly."""
 
     total: Sum | None = None  # dweight, which must be wanted then, is added to it and not returned
     main_grad: torch.Tensor | None = None  # float32: dweight is added to it, and what is returned is empty and sparse
@@ -79,28 +59,20 @@ type Inputs = tuple[torch.Tensor | None, ...]  # hidden, weight, bias or None, w
 type Found = tuple[list[torch.Tensor], list[Any]]  # each piece's packed results, and the first one's cache
 
 
-def _may_be_exact(x: Operands) -> bool:
-    """Whether a program without padding gives each token the same bits as the one with padding, if it is launched.
-
-    XLA adds up in an order that depends on the shapes. Kernels do not, if one launch covers the vocabulary.
-    """
-    return x.labels.shape[0] in _rows.WHOLE and x.weight.shape[0] <= _rows.ONE_LAUNCH
-
-
 def _run_alone(inputs: list[Inputs], spec: Spec, call: Call, keep_cache: bool, lend: bool) -> Found:
     """The forward over a vocabulary that is not split."""
-    found = _launch.run(_programs.forward(spec, keep_cache, call.fields, call.megatron), *inputs, lend=lend)
+    found = _through_jax.run(_programs.forward(spec, keep_cache, call.fields, call.megatron), *inputs, lend=lend)
     return [packed for packed, *_ in found], found[0][1:]
 
 
 def _run_shard(inputs: list[Inputs], spec: Spec, call: Call, keep_cache: bool, lend: bool) -> Found:
     """The forward over a split vocabulary, with one collective for all pieces."""
-    parts = _launch.run(_programs.statistics(spec, keep_cache), *inputs, lend=lend)
+    parts = _through_jax.run(_programs.statistics(spec, keep_cache), *inputs, lend=lend)
     sent = [packed for packed, *_ in parts]
     gathered = tensor_parallel.gather(sent[0] if len(sent) == 1 else torch.cat(sent, 1), call.group)
     merge = _programs.results(spec, call.fields, call.megatron)
     shards = zip(inputs, gathered.split(sent[0].shape[1], 2), strict=True)
-    found = _launch.run(merge, *((each[3], of_shards) for each, of_shards in shards), waits=1)
+    found = _through_jax.run(merge, *((each[3], of_shards) for each, of_shards in shards), waits=1)
     return [packed for (packed,) in found], parts[0][1:]
 
 
@@ -125,7 +97,7 @@ def forward_structs(x: Operands, call: Call, keep_cache: bool) -> list[torch.Ten
     tokens = x.labels.shape[0]
     shapes = [(tokens, call.num_candidates) if name == PER_CANDIDATE else (tokens,) for name in call.fields]
     outputs = [x.hidden.new_empty(shape, dtype=torch.float32) for shape in shapes]
-    spec = _spec(x.weight, call, masked=True)
+    spec = _spec(x.weight, call)
     saved = x.hidden.new_empty((x.numbers + spec.num_merged, tokens), dtype=torch.int32)
     cache = []
     if keep_cache and tokens:
@@ -159,87 +131,28 @@ def gradients(
         cotangents = {name: readable(f"the cotangent of {name}", seed) for name, seed in cotangents.items()}
     reduced = call.reduce_grad_hidden and call.group != tensor_parallel.NO_GROUP
 
-    def described() -> tuple[_rows.Piece, Spec, Callable[[], Any]]:
-        piece = _rows.whole(tokens)
-        spec = _spec(weight, call, piece.masked)
-        operands = hidden, weight, bias, len(saved) - spec.num_merged, spec
-        return piece, spec, lambda: jax.tree.structure(_cache_structure(*operands))
-
     kept = [y for y in cache if isinstance(y, torch.Tensor)]
-    if _launch.asked() == "kernels" and bias is None and len(kept) == len(cache):
-        found = _kernels.gradients(hidden, weight, saved, kept, cotangents, wanted, call, sums)
-        if found is not None:
-            return found
-    if bias is None and sums.total is None and len(kept) == len(cache):
-        owns_cache, adds = sums.owns_cache and bool(kept), sums.main_grad is not None
-        how = prepared_gradients.Backward(call, tuple(cotangents), wanted, adds, owns_cache, reduced)
-        operands = prepared_gradients.Operands(hidden, weight, saved, kept)
-        direct = prepared_gradients.gradients(operands, list(cotangents.values()), sums.main_grad, how, described)
+    if bias is None and len(kept) == len(cache):
+        direct = _kernels.gradients(hidden, weight, saved, kept, cotangents, wanted, call, sums)
         if direct is not None:
             return direct
-    piece, spec, structure = described()
-    kept_as = structure() if cache else None
-    run = functools.partial(_programs.gradients, spec, tuple(cotangents), wanted, not reduced, kept_as)
+    piece, spec = _rows.whole(tokens), _spec(weight, call)
+    kept_as = None
+    if cache:
+        kept_as = jax.tree.structure(_cache_structure(hidden, weight, bias, len(saved) - spec.num_merged, spec))
+    run = _programs.gradients(spec, tuple(cotangents), wanted, not reduced, kept_as)
     seeds = [seed.view(torch.int32) for seed in cotangents.values()]
     per_token = torch.cat([saved, *(seed[None] if seed.ndim == 1 else seed.T for seed in seeds)])
     rows = _rows.pad(hidden, piece.rows), weight, bias, _rows.with_count(per_token.T, piece.rows)
-    grads = _run_backward(run, rows, cache, sums, int(wanted[0]), weight.dtype)
+    if sums.total is None:
+        (grads,) = _through_jax.run(run, (*rows, None, *cache))
+    else:
+        *grads, _ = sums.total.after(run, (*rows, *cache), operand=len(rows), place=int(wanted[0]))
     if wanted[0]:
         grads[0] = grads[0][:tokens]
     if wanted[0] and reduced:
         grads[0] = tensor_parallel.all_reduce(grads[0], call.group).to(hidden.dtype)
     return grads
-
-
-def _run_backward(
-    run: Callable[..., Any], rows: Inputs, cache: Sequence[Any], sums: Sums, place: int, dtype: torch.dtype
-) -> list[Any]:
-    """The results of a program that `_programs.gradients` makes; dweight is the one at ``place``, of that dtype."""
-    overwriting = run(overwrite_cache=sums.owns_cache and bool(cache))
-    if sums.total is not None:
-        *grads, _ = sums.total.after(run(), overwriting, (*rows, *cache), operand=len(rows), place=place)
-        return grads
-    operands = (*rows, sums.main_grad, *cache)
-    found = None
-    if sums.main_grad is not None or (sums.owns_cache and cache):
-        owned = range(len(rows) + (sums.main_grad is None), len(operands) if sums.owns_cache else len(rows) + 1)
-        given = {} if sums.main_grad is None else {place: sums.main_grad}
-        found = _launch.in_place(overwriting, operands, owned, given)
-    if found is None:
-        return _launch.run(run(), (*rows, None, *cache))[0]
-    if sums.main_grad is None:
-        return found
-    left = nothing_like(sums.main_grad, dtype)
-    return [*found[:place], left, *found[place:-1]]
-
-
-def programs(x: Operands, call: Call) -> list[tuple[Any, list[Any]]]:
-    """The programs of a forward and of a backward through all results, with the shapes of their inputs."""
-    tokens, keep_cache = x.labels.shape[0], call.keeps_tiles
-    whole = _rows.whole(tokens)
-    piece = whole if keep_cache or _may_be_exact(x) else _rows.pieces(tokens)[0]
-    spec, back = (_spec(x.weight, call, each.masked) for each in (piece, whole))
-    structs = [None if y is None else _direct.struct(y) for y in (x.weight, x.bias)]
-
-    def inputs(rows: int, columns: int) -> list[Any]:
-        hidden = jax.ShapeDtypeStruct((rows, x.hidden.shape[1]), _direct.struct(x.hidden).dtype)
-        return [hidden, *structs, jax.ShapeDtypeStruct((1 + rows * columns,), "int32")]
-
-    alone = call.group == tensor_parallel.NO_GROUP
-    of_fields = call.fields, call.megatron
-    forward = _programs.forward(spec, keep_cache, *of_fields) if alone else _programs.statistics(spec, keep_cache)
-    structure = cache = None
-    if keep_cache:
-        cache = _cache_structure(x.hidden, x.weight, x.bias, x.numbers, back)
-        structure = jax.tree.structure(cache)
-    seeds = sum(call.num_candidates if name == PER_CANDIDATE else 1 for name in call.differentiable)
-    wanted = (True, True, x.bias is not None)
-    backward = _programs.gradients(back, call.differentiable, wanted, not call.reduce_grad_hidden, structure)
-    saved = x.numbers + back.num_merged + seeds
-    return [
-        (forward, inputs(piece.rows, 1 + x.numbers)),
-        (backward, [*inputs(whole.rows, saved), None, *jax.tree.leaves(cache)]),
-    ]
 
 
 def those_wanted(
@@ -249,17 +162,17 @@ def those_wanted(
     return [x for x, want in zip((hidden, weight, bias), wanted, strict=True) if want and x is not None]
 
 
-def _spec(weight: torch.Tensor, call: Call, masked: bool) -> Spec:
+def _spec(weight: torch.Tensor, call: Call) -> Spec:
     """The key of the programs."""
     shards, rank = tensor_parallel.size_and_rank(call.group)
     if type(call.vocab_size) is not int:  # where torch.compile traces
         call = call.of_programs
-    return _spec_of(call, int(weight.shape[0]), shards, rank, precision_of(weight), masked)
+    return _spec_of(call, int(weight.shape[0]), shards, rank, precision_of(weight))
 
 
 @functools.cache
-def _spec_of(call: Call, rows: int, shards: int, rank: int, precision: str | None, masked: bool) -> Spec:
-    return Spec(call.of_programs, rank * rows, call.vocab_size < shards * rows, precision, masked)
+def _spec_of(call: Call, rows: int, shards: int, rank: int, precision: str | None) -> Spec:
+    return Spec(call.of_programs, rank * rows, call.vocab_size < shards * rows, precision)
 
 
 def precision_of(weight: torch.Tensor) -> str | None:
@@ -288,12 +201,12 @@ def _cache_structure(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, numbers: int, spec: Spec
 ) -> Any:
     piece, struct = _rows.whole(int(hidden.shape[0])), jax.ShapeDtypeStruct
-    described = _direct.device_of(hidden.device)
+    described = _device.device_of(hidden.device)
     return _programs.cache_structure(
-        spec._replace(masked=piece.masked),
+        spec,
         runtime.jax_device(hidden.device) if described is None else described,
-        struct((piece.rows, int(hidden.shape[1])), _direct.struct(hidden).dtype),
-        _direct.struct(weight),
-        None if bias is None else _direct.struct(bias),
+        struct((piece.rows, int(hidden.shape[1])), _device.struct(hidden).dtype),
+        _device.struct(weight),
+        None if bias is None else _device.struct(bias),
         struct((1 + (1 + numbers) * piece.rows,), "int32"),
     )

@@ -9,8 +9,8 @@ import jax
 import torch
 
 import lce_jax
-from lce_jax import launch
-from lce_torch_bridge import _arguments, _autocast, _checks, _direct, _execute, _kernels, _launch, tensor_parallel
+from lce_jax import passes
+from lce_torch_bridge import _arguments, _autocast, _checks, _device, _kernels, _way, tensor_parallel
 from lce_torch_bridge._types import Operands
 
 
@@ -19,7 +19,7 @@ class Explanation:
     """How a call would be run. ``str()`` of it is for reading.
 
     Attributes:
-        way: "direct", "kernels" or "jax", as in `launch_with`.
+        way: "direct" or "jax", as in `launch_with`.
         why_not_direct: why the call is not launched so; None if it is.
         plan: what `lce_jax.explain` says of this rank's part: implementation, tiles, bytes.
     """
@@ -32,7 +32,6 @@ class Explanation:
         """A line about the launch, then the plan."""
         ways = {
             "direct": "launched directly, in torch's stream and memory",
-            "kernels": "launched as a list of kernels, in torch's stream and memory",
             "jax": f"run by JAX, not launched directly: {self.why_not_direct}",
         }
         return f"{ways[self.way]}\n{self.plan}"
@@ -41,7 +40,7 @@ class Explanation:
 def explain(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, **options: Any) -> Explanation:
     """How `linear_logprobs` would run a call: launched directly or by JAX and why, by which implementation, with what.
 
-    Nothing is computed and nothing compiled. The programs of forward and backward are traced, which takes seconds.
+    Nothing is computed and nothing compiled.
 
     Args:
         hidden: ``[..., H]`` hidden states; any leading shape, also an empty one. bfloat16, float16 or float32, on a GPU
@@ -75,20 +74,14 @@ def explain(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, **
     # Its shape and dtype alone count: nothing is cast.
     weight = torch.empty_like(given.weight, dtype=_autocast.dtype_of(given.weight), device="meta")
     operands = Operands(flat.hidden, weight, given.bias, flat.labels, flat.temperature, flat.candidates)
-    way, reason = "direct", _direct.why_not(hidden.device)
-    if _launch.asked() == "jax":
+    reason = _kernels.why_not(operands, call)
+    if _way.asked() == "jax":
         reason = 'launch_with("jax") asks for JAX'
-    elif _launch.asked() == "kernels" and reason is None and _kernels.why_not(operands, call) is None:
-        way = "kernels"
-    elif reason is None and len(flat.labels):
-        programs = _execute.programs(operands, call)
-        refusals = (_direct.refusal(function, structs, hidden.device) for function, structs in programs)
-        reason = next(filter(None, refusals), None)
-    described = _direct.device_of(hidden.device)
-    with launch.for_device(described or launch.Device()):
-        structs = _direct.struct(flat.hidden), _direct.struct(weight), _ids(flat.labels)
+    described = _device.device_of(hidden.device)
+    with passes.for_device(described or passes.Device()):
+        structs = _device.struct(flat.hidden), _device.struct(weight), _ids(flat.labels)
         plan = lce_jax.explain(*structs, **_options(operands, call))
-    return Explanation("jax" if reason else way, reason, plan)
+    return Explanation("jax" if reason else "direct", reason, plan)
 
 
 def _options(x: Operands, call: Any) -> dict[str, Any]:
@@ -96,8 +89,8 @@ def _options(x: Operands, call: Any) -> dict[str, Any]:
     (columns, _), (_, rank) = x.weight.shape, tensor_parallel.size_and_rank(call.group)
     return call.options | {
         "vocab_size": min(max(call.vocab_size - rank * columns, 1), columns),  # there is no plan for padding alone
-        "bias": None if x.bias is None else _direct.struct(x.bias),
-        "temperature": 1.0 if x.temperature is None else _direct.struct(x.temperature),
+        "bias": None if x.bias is None else _device.struct(x.bias),
+        "temperature": 1.0 if x.temperature is None else _device.struct(x.temperature),
         "candidates": None if x.candidates is None else _ids(x.candidates),
     }
 

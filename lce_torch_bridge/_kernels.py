@@ -15,19 +15,19 @@ from typing import Any, NamedTuple
 import torch
 
 from lce_jax import passes
-from lce_torch_bridge import _direct, _rows, _torch, tensor_parallel
+from lce_torch_bridge import _device, _rows, _torch, _way, tensor_parallel
 from lce_torch_bridge._loaded import Loaded, stride
 from lce_torch_bridge._main_grad import nothing_like
-from lce_torch_bridge._prepared import MOST_PLANS, Allocated, allocated
+from lce_torch_bridge._torch import Allocated, allocated
 from lce_torch_bridge._types import Call, Operands
 
 SMALL = (128, 512)  # rows of programs below `_rows.SMALLEST`
 ORDER: tuple[str, ...] = ("logprobs", "entropy", "lse", "max_logit", "min_logit")  # of a program's results
 ZEROS = 256  # rows after the last token that kernels may read
 
+MOST_PLANS = 4096  # of all shapes together; each takes about two KiB
+
 _plans: dict[Any, Any] = {}
-
-
 _forward, _part = functools.cache(passes.forward), functools.cache(passes.part)
 _merge, _backward = functools.cache(passes.merge), functools.cache(passes.backward)
 
@@ -40,7 +40,7 @@ def rows_of(tokens: int, keep_cache: bool) -> int:
 
 def why_not(x: Operands, call: Call) -> str | None:
     """Why such calls are no lists of kernels; None if they are."""
-    reason = _direct.why_not(x.hidden.device)
+    reason = _device.why_not(x.hidden.device)
     if reason is not None:
         return reason
     options = {"bias": x.bias is not None, "candidates": call.num_candidates > 0, "mean_logit": call.mean_logit}
@@ -48,13 +48,13 @@ def why_not(x: Operands, call: Call) -> str | None:
     for name, asked in options.items():
         if asked:
             return f"{name}: no kernel computes what it needs between the others"
-    if call.implementation and "mosaic_gpu" not in call.implementation.split(","):
+    if call.implementation and call.implementation.split(",")[0] != "mosaic_gpu":
         return f"implementation={call.implementation!r}"
     return passes.refusal(_head(x.hidden, x.weight, call, x.temperature is not None, passes.THREADS))
 
 
 def _head(hidden: torch.Tensor, weight: torch.Tensor, call: Call, has_temperature: bool, rows: int) -> passes.Head:
-    device = _direct.device_of(hidden.device)
+    device = _device.device_of(hidden.device)
     assert device is not None
     _, rank = tensor_parallel.size_and_rank(call.group)
     return passes.Head(
@@ -76,12 +76,19 @@ def _head(hidden: torch.Tensor, weight: torch.Tensor, call: Call, has_temperatur
 
 
 def _found(key: Any, plan: Callable[[], Any]) -> Any:
-    """What ``plan()`` is, made once for a key; None where lists do not serve such calls."""
-    if key not in _plans:
-        if len(_plans) >= MOST_PLANS:
-            _plans.clear()
-        _plans[key] = plan()
-    return _plans[key]
+    """What ``plan()`` is, made once for a key; None if JAX is to run such calls, because it is the reason, a text."""
+    found = _plans.get(key) or _made(key, plan)
+    if isinstance(found, str):
+        _way.refused(found)
+        return None
+    return found
+
+
+def _made(key: Any, plan: Callable[[], Any]) -> Any:
+    if len(_plans) >= MOST_PLANS:
+        _plans.clear()
+    made = _plans[key] = plan()
+    return made
 
 
 class Forward(NamedTuple):
@@ -98,8 +105,10 @@ class Forward(NamedTuple):
 
 
 def forward(x: Operands, call: Call, keep_cache: bool) -> list[torch.Tensor] | None:
-    """What `_execute.forward` returns; None where lists do not serve the call."""
+    """What `_execute.forward` returns; None if JAX is to run the call."""
     hidden, weight, device = x.hidden, x.weight, x.hidden.get_device()
+    if not _way.may_be_direct(hidden):
+        return None
     if device != _torch.current_device():
         with torch.cuda.device(device):
             return forward(x, call, keep_cache)
@@ -112,7 +121,7 @@ def forward(x: Operands, call: Call, keep_cache: bool) -> list[torch.Tensor] | N
     tokens = hidden.shape[0]
     labels = _in_rows(x.labels if x.labels.dtype is torch.int64 else x.labels.long())
     per_token = [] if x.temperature is None else [_in_rows(x.temperature)]
-    given = [_hidden(hidden, weight, plan.head.num_tokens), _direct.usable(weight), labels, *per_token]
+    given = [_hidden(hidden, weight, plan.head.num_tokens), _device.usable(weight), labels, *per_token]
     fields, kept = [_torch.empty(*each) for each in plan.fields], _torch.empty(*plan.kept)
     cache = [_torch.empty(*each) for each in plan.cache]
     if plan.merge is None:
@@ -131,9 +140,11 @@ def forward(x: Operands, call: Call, keep_cache: bool) -> list[torch.Tensor] | N
     return [*found, *cache]
 
 
-def _plan_of_forward(x: Operands, call: Call, keep_cache: bool) -> Forward | None:
-    if why_not(x, call) is not None:
-        return None
+def _plan_of_forward(x: Operands, call: Call, keep_cache: bool) -> Forward | str:
+    """The plan, or why JAX is to run such calls."""
+    reason = why_not(x, call)
+    if reason is not None:
+        return reason
     tokens = x.hidden.shape[0]
     head = _head(x.hidden, x.weight, call, x.temperature is not None, rows_of(tokens, keep_cache))
     ranks, _ = tensor_parallel.size_and_rank(call.group)
@@ -182,7 +193,7 @@ def gradients(
         sums.owns_cache and bool(cache),
         sums.main_grad if sums.total is None else sums.total,
     )
-    if not _direct.on_gpu(hidden) or not _can_add(sums):
+    if not _way.may_be_direct(hidden) or not _can_add(sums):
         return None
     if device != _torch.current_device():
         with torch.cuda.device(device):
@@ -190,7 +201,8 @@ def gradients(
     ranks = call.group and tensor_parallel.size_and_rank(call.group)
     shapes = hidden.shape, hidden.dtype, weight.shape, weight.dtype, len(saved), len(cache), ranks
     how = call, tuple(cotangents), wanted, adds is None, owns_cache
-    plan = _found(("gradients", device, *shapes, *how), lambda: _plan_of_backward(hidden, weight, saved, cache, *how))
+    key = "gradients", device, *shapes, *how
+    plan = _found(key, lambda: _plan_of_backward(hidden, weight, saved, cache, *how))
     if plan is None:
         return None
     into = [] if adds is None else [sums.main_grad if sums.total is None else sums.total.tensor()]
@@ -198,8 +210,8 @@ def gradients(
         torch.autograd.graph.increment_version([*into, *cache] if owns_cache else into)  # as any change in place
     grads = [_torch.empty(*each) for each in plan.results]
     seeds = [_in_rows(x) for x in cotangents.values()]
-    given = [_hidden(hidden, weight, plan.rows), _direct.usable(weight), _kept(saved), *seeds]
-    plan.program.run(device, [*grads, *given, *into, *map(_direct.usable, cache)])
+    given = [_hidden(hidden, weight, plan.rows), _device.usable(weight), _kept(saved), *seeds]
+    plan.program.run(device, [*grads, *given, *into, *map(_device.usable, cache)])
     if plan.reduced:
         grads[0] = tensor_parallel.all_reduce(grads[0], call.group).to(hidden.dtype)
     return grads if sums.main_grad is None else [*grads, nothing_like(sums.main_grad, weight.dtype)]
@@ -209,7 +221,7 @@ def _can_add(sums: Any) -> bool:
     """Whether kernels can add dweight where it is asked for."""
     if sums.total is not None:
         return sums.total.is_torchs
-    return sums.main_grad is None or _direct.is_usable(sums.main_grad)
+    return sums.main_grad is None or _device.is_usable(sums.main_grad)
 
 
 def _plan_of_backward(
@@ -222,10 +234,12 @@ def _plan_of_backward(
     wanted: tuple[bool, ...],
     returns_dweight: bool,
     owns_cache: bool,
-) -> Backward | None:
+) -> Backward | str:
+    """The plan, or why JAX is to run such calls."""
     tokens, has_temperature = hidden.shape[0], len(saved) > 1 + 3 + (call.entropy != "none")
-    if why_not(Operands(hidden, weight, None, saved[0], None, None), call) is not None:
-        return None
+    reason = why_not(Operands(hidden, weight, None, saved[0], None, None), call)
+    if reason is not None:
+        return reason
     rows = cache[0].shape[0] if cache else rows_of(tokens, keep_cache=False)
     reduced = call.reduce_grad_hidden and call.group != tensor_parallel.NO_GROUP
     dtype = torch.float32 if reduced else hidden.dtype
@@ -237,6 +251,31 @@ def _plan_of_backward(
     if wanted[1] and returns_dweight:
         results.append(allocated(weight.shape, weight.dtype))
     return Backward(rows, Loaded(program, tokens), results, reduced and wanted[0])
+
+
+def scaled(x: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+    """``factor [1] · x`` in float32, rounded once; None where no kernel computes that."""
+    if not _way.may_be_direct(x) or not (_device.is_usable(x) and _device.is_usable(factor)):
+        return None
+    with torch.cuda.device(x.device):
+        key = "scaled", x.get_device(), x.numel(), x.dtype, dtype
+        plan = _plans.get(key) or _made(key, lambda: _plan_of_scaled(x, dtype))
+        if isinstance(plan, str):
+            return None
+        result = x.new_empty(x.shape, dtype=dtype)
+        plan.run(x.get_device(), [result, x, factor])
+    return result
+
+
+def _plan_of_scaled(x: torch.Tensor, dtype: torch.dtype) -> Loaded | str:
+    device = _device.device_of(x.device)
+    if device is None:
+        return str(_device.why_not(x.device))
+    reason = _device.why_not(x.device) or passes.refusal_to_scale(x.numel(), device)
+    if reason is not None:
+        return reason
+    before, after = (str(each).removeprefix("torch.") for each in (x.dtype, dtype))
+    return Loaded(passes.scale(x.numel(), before, after, device), 0)
 
 
 def _kept(saved: torch.Tensor) -> torch.Tensor:
@@ -252,7 +291,7 @@ def _kept(saved: torch.Tensor) -> torch.Tensor:
 def _hidden(hidden: torch.Tensor, weight: torch.Tensor, rows: int) -> torch.Tensor:
     """Hidden in the weight's dtype and in the program's rows, zero where kernels look beyond the last token."""
     if hidden.shape[0] == rows:
-        return _direct.usable(hidden if hidden.dtype == weight.dtype else hidden.to(weight.dtype))
+        return _device.usable(hidden if hidden.dtype == weight.dtype else hidden.to(weight.dtype))
     padded = hidden.new_empty((rows, hidden.shape[1]), dtype=weight.dtype)
     padded[: len(hidden)] = hidden
     padded[len(hidden) : len(hidden) + ZEROS] = 0
@@ -262,7 +301,7 @@ def _hidden(hidden: torch.Tensor, weight: torch.Tensor, rows: int) -> torch.Tens
 def _in_rows(x: torch.Tensor) -> torch.Tensor:
     """What is per token, contiguous, in as many rows as kernels read."""
     if x.shape[0] >= passes.THREADS:
-        return _direct.usable(x)
+        return _device.usable(x)
     padded = x.new_zeros((passes.THREADS, *x.shape[1:]))
     padded[: x.shape[0]] = x
     return padded

@@ -19,7 +19,7 @@ import torch
 from jax import lax
 
 import lce_jax
-from lce_torch_bridge import _launch, _rows, autograd, tensor_parallel
+from lce_torch_bridge import _rows, _through_jax, _way, autograd, tensor_parallel
 from lce_torch_bridge._execute import those_wanted
 from lce_torch_bridge._operator import NAME, operator, refuse_vmap
 
@@ -197,7 +197,9 @@ def _packed(
 def _run(
     program: Callable[..., Any], hidden: torch.Tensor, weight: torch.Tensor, bias: Any, per_token: torch.Tensor
 ) -> list[torch.Tensor]:
-    (found,) = _launch.run(program, (_rows.pad(hidden, _rows.size(len(hidden))), weight, bias, per_token))
+    if _way.may_be_direct(hidden):
+        _way.refused("linear_logits runs no kernel")
+    (found,) = _through_jax.run(program, (_rows.pad(hidden, _rows.size(len(hidden))), weight, bias, per_token))
     return found
 
 

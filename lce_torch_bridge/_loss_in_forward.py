@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lce_torch_bridge import _execute, _launch, _main_grad, _programs, autograd
+from lce_torch_bridge import _execute, _kernels, _main_grad, autograd
 from lce_torch_bridge._chunk_sums import ChunkSums
 from lce_torch_bridge._types import Call, Operands
 
@@ -171,10 +171,9 @@ def _scaled(grad: torch.Tensor | None, factor: torch.Tensor | None, dtype: torch
     if factor is None:
         return grad.to(dtype, copy=autograd.graph_is_kept())
     if grad.numel() >= LARGE and not grad.dtype == factor.dtype == dtype:  # torch's own kernel takes twice as long
-        name = str(dtype).removeprefix("torch.")
-        found = _launch.in_place(_programs.scaled(name), (grad, factor), (), {})
+        found = _kernels.scaled(grad, factor, dtype)
         if found is not None:
-            return found[0]
+            return found
     return torch.mul(grad, factor, out=grad.new_empty(grad.shape, dtype=dtype))
 
 

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax import LogprobOutput, launch, local
+from lce_jax import LogprobOutput, local, passes
 from lce_torch_bridge._types import PER_CANDIDATE, Call
 
 
@@ -34,7 +34,6 @@ class Spec(NamedTuple):
     vocab_start: int  # global id of the shard's first column
     padded: bool  # whether the shards have columns beyond the true vocabulary
     precision: str | None
-    masked: bool  # whether only as many rows count as its operand says
 
     @property
     def statistics(self) -> dict[str, int]:
@@ -59,7 +58,10 @@ def statistics(spec: Spec, keep_cache: bool) -> Callable[..., Any]:
     """``(hidden, weight, bias, tokens) -> packed, cache leaves``. The last row of ``packed`` is this shard's V."""
 
     def run(hidden: Any, weight: Any, bias: Any, tokens: Any) -> Any:
-        return with_columns(spec, keep_cache, hidden, weight, bias, _unpacked(spec, tokens, hidden.shape[0]))
+        unpacked = _unpacked(spec, tokens, hidden.shape[0])
+        packed, leaves = statistics_of(spec, keep_cache, hidden, weight, bias, unpacked)
+        columns = jnp.full((1, packed.shape[1]), weight.shape[0], jnp.int32)
+        return jnp.concatenate([packed, lax.bitcast_convert_type(columns, packed.dtype)]), leaves
 
     return jax.jit(run)
 
@@ -89,12 +91,7 @@ def forward(spec: Spec, keep_cache: bool, fields: tuple[str, ...], megatron: boo
 
 @functools.cache
 def gradients(
-    spec: Spec,
-    cotangents: tuple[str, ...],
-    wanted: tuple[bool, ...],
-    rounded: bool,
-    cache: Any,
-    overwrite_cache: bool = False,
+    spec: Spec, cotangents: tuple[str, ...], wanted: tuple[bool, ...], rounded: bool, cache: Any
 ) -> Callable[..., Any]:
     """``(hidden, weight, bias, S and the cotangents, sum, *cache leaves) -> [dhidden, dweight, dbias]``, if wanted.
 
@@ -104,49 +101,35 @@ def gradients(
     With a float32 sum, which it overwrites, dweight is added to that. The results end in one number of dweight then:
     what torch reads to know that the program is done.
     """
+    entropy = "entropy" in cotangents
 
     def run(hidden: Any, weight: Any, bias: Any, per_token: Any, total: Any, *leaves: Any) -> list[Any]:
         num_rows, saved, seeds = _split(spec, per_token, hidden.shape[0], cotangents)
-        kept = None if cache is None else jax.tree.unflatten(cache, leaves)
-        options = {"dweight": total, "overwrite_cache": overwrite_cache, "round_dhidden": rounded, "cache": kept}
-        found, dweight = gradients_of(spec, wanted, (hidden, weight, bias), num_rows, saved, seeds, options)
+        tokens, merged = _of_saved(spec, num_rows, saved)
+        if PER_CANDIDATE not in seeds:  # they add nothing to any gradient
+            tokens, merged = tokens._replace(candidates=None), merged._replace(candidates=None)
+        seed: Any = {name: seeds.get(name) for name in LogprobOutput._fields}
+        dhidden, dweight, *of_bias = local.gradients(
+            hidden,
+            weight,
+            tokens.labels,
+            merged if entropy else merged._replace(weighted=None),
+            LogprobOutput(**seed),
+            dtotal=seeds["mean_logit"] / spec.call.vocab_size if "mean_logit" in seeds else None,
+            cache=None if cache is None else jax.tree.unflatten(cache, leaves),
+            dweight=total,
+            round_dhidden=rounded,
+            **_options(spec, bias, tokens) | {"entropy": entropy},
+        )
+        grads = [dhidden, dweight, *(dbias.astype(bias.dtype) for dbias in of_bias)]
+        found = [grad for grad, want in zip(grads, wanted, strict=False) if want]  # without a bias, no dbias
         return found if total is None else [*found, dweight[0, :1]]
 
     return jax.jit(run, donate_argnums=4)
 
 
-def gradients_of(
-    spec: Spec, wanted: tuple[bool, ...], operands: Any, num_rows: Any, saved: Any, seeds: dict[str, Any], options: Any
-) -> tuple[list[Any], Any]:
-    """Those that are wanted, and dweight. ``operands``: hidden, weight and bias."""
-    hidden, weight, bias = operands
-    tokens, merged = _of_saved(spec, num_rows, saved)
-    entropy = "entropy" in seeds
-    if PER_CANDIDATE not in seeds:  # they add nothing to any gradient
-        tokens, merged = tokens._replace(candidates=None), merged._replace(candidates=None)
-    seed: Any = {name: seeds.get(name) for name in LogprobOutput._fields}
-    dhidden, *of_head = local.gradients(
-        hidden,
-        weight,
-        tokens.labels,
-        merged if entropy else merged._replace(weighted=None),
-        LogprobOutput(**seed),
-        dtotal=seeds["mean_logit"] / spec.call.vocab_size if "mean_logit" in seeds else None,
-        **_options(spec, bias, tokens) | {"entropy": entropy} | options,
-    )
-    grads = [dhidden, *of_head[:1], *(dbias.astype(bias.dtype) for dbias in of_head[1:])]
-    found = [grad for grad, want in zip(grads, wanted, strict=False) if want]  # without a bias, no dbias
-    return found, of_head[0]
-
-
 @functools.cache
-def scaled(dtype: str) -> Callable[..., Any]:
-    """``(x, factor) -> x · factor``, computed in x's dtype and rounded to another one."""
-    return jax.jit(lambda x, factor: (x * factor).astype(dtype))
-
-
-@functools.cache
-def cache_structure(spec: Spec, device: jax.Device | launch.Device, *inputs: jax.ShapeDtypeStruct | None) -> Any:
+def cache_structure(spec: Spec, device: jax.Device | passes.Device, *inputs: jax.ShapeDtypeStruct | None) -> Any:
     """The cache of `statistics` for ``inputs`` like these: the shapes of its leaves, and its tree."""
 
     def cache(hidden: Any, weight: Any, bias: Any, tokens: Any) -> Any:
@@ -154,23 +137,17 @@ def cache_structure(spec: Spec, device: jax.Device | launch.Device, *inputs: jax
         options = _options(spec, bias, unpacked)
         return local.statistics(hidden, weight, unpacked.labels, keep_cache=True, **options)[1]
 
-    with launch.for_device(device) if isinstance(device, launch.Device) else jax.default_device(device):
+    with passes.for_device(device) if isinstance(device, passes.Device) else jax.default_device(device):
         return jax.eval_shape(cache, *inputs)
 
 
 def statistics_of(
     spec: Spec, keep_cache: bool, hidden: Any, weight: Any, bias: Any, tokens: Tokens
 ) -> tuple[Any, list[Any]]:
+    """The statistics of a shard, packed, and the cache's leaves."""
     options = _options(spec, bias, tokens) | {"total": spec.call.mean_logit}
     stats, cache = local.statistics(hidden, weight, tokens.labels, keep_cache=keep_cache, **options)
     return local.pack(stats), jax.tree.leaves(cache) if keep_cache else []
-
-
-def with_columns(spec: Spec, keep_cache: bool, *operands: Any) -> tuple[Any, list[Any]]:
-    """The statistics of a shard, and as their last row how many columns it has."""
-    packed, cache = statistics_of(spec, keep_cache, *operands)
-    columns = jnp.full((1, packed.shape[1]), operands[1].shape[0], jnp.int32)
-    return jnp.concatenate([packed, lax.bitcast_convert_type(columns, packed.dtype)]), cache
 
 
 def of_equal_parts(gathered: Any) -> Any:
@@ -186,7 +163,7 @@ def results_of(
     num_rows, labels, temperature, candidates = tokens
     factors, size = _factors(spec, tokens), {"vocab_size": spec.call.vocab_size}
     merged = local.merge(local.unpack(gathered, spec.statistics), **factors)
-    out = local.finish(merged, labels, where=_where(num_rows, labels.shape[0]), **size, **factors)
+    out = local.finish(merged, labels, where=jnp.arange(labels.shape[0], dtype=jnp.int32) < num_rows, **size, **factors)
     if megatron:
         # Its predicted logit is left at 0 once the maximum has been subtracted: -ln Σ e^(z - max), which is max - lse.
         outside = (labels < 0) | (labels >= spec.call.vocab_size)
@@ -210,15 +187,15 @@ def _packed(found: dict[str, Any], saved: Any) -> Any:
     return _as_rows(*(found[name] for name in sorted(found, key=PER_CANDIDATE.__eq__)), saved.T)
 
 
-def _counted(spec: Spec, packed: Any, rows: int) -> tuple[Any, Any]:
-    """What `_rows.with_count` packed: how many rows count, or None where all do, and ``[K, P]``."""
-    return packed[0] if spec.masked else None, packed[1:].reshape(rows, -1).T
+def _counted(packed: Any, rows: int) -> tuple[Any, Any]:
+    """What `_rows.with_count` packed: how many rows count, and ``[K, P]``."""
+    return packed[0], packed[1:].reshape(rows, -1).T
 
 
 class Tokens(NamedTuple):
     """What is per token, unpacked."""
 
-    num_rows: Any  # how many rows count; None: all
+    num_rows: Any  # how many rows count
     labels: Any  # [P] at most one off the vocabulary
     temperature: Any  # [P], or None
     candidates: Any  # [P, K] likewise, or None
@@ -226,7 +203,7 @@ class Tokens(NamedTuple):
 
 def _unpacked(spec: Spec, tokens: Any, rows: int) -> Tokens:
     """``tokens`` of a forward."""
-    num_rows, columns = _counted(spec, tokens, rows)
+    num_rows, columns = _counted(tokens, rows)
     return Tokens(num_rows, labels_of(spec, *columns[:2]), *_temperature_and_candidates(spec, columns[2:]))
 
 
@@ -244,7 +221,7 @@ def _temperature_and_candidates(spec: Spec, bits: Any) -> tuple[Any, Any]:
 
 def _split(spec: Spec, packed: Any, rows: int, names: tuple[str, ...]) -> tuple[Any, Any, dict[str, Any]]:
     """How many rows count, S, and the cotangents by name."""
-    num_rows, columns = _counted(spec, packed, rows)
+    num_rows, columns = _counted(packed, rows)
     width = sum(spec.call.num_candidates if name == PER_CANDIDATE else 1 for name in names)
     row, seeds = len(columns) - width, {}
     for name in names:
@@ -281,7 +258,3 @@ def _factors(spec: Spec, tokens: Tokens) -> dict[str, Any]:
         "logit_softcap": spec.call.logit_softcap,
         "logit_scale": spec.call.logit_scale,
     }
-
-
-def _where(num_rows: Any, rows: int) -> Any:
-    return None if num_rows is None else jnp.arange(rows, dtype=jnp.int32) < num_rows

@@ -1,13 +1,10 @@
 """How many rows a program has, so that many counts of tokens share few programs.
 
-The forward walks the tokens in pieces of `FORWARD_ROWS`, the last one padded: one program for all counts, and a token's
-results have the same bits for any tokens beside it. Where kernels that are launched directly give it these bits in
-programs of any size, each of `WHOLE` has one of its own, which needs no padding (`_execute.forward`). The backward
-takes all tokens at once, because dweight is a sum over them and is rounded once. Its sizes are powers of two, and from
-32,768 on the numbers half-way between them too. With the programs for `WHOLE` sizes that makes 6 programs up to 16,384
-tokens and 11 up to 131,072. A forward that keeps a cache takes all tokens at once as well, with as many programs.
-Launched directly, a count that fills a large program without a cache has one that copies nothing: 10 in all up to
-16,384 tokens, forward and backward, and 12 with a cache.
+The forward of JAX's way walks the tokens in pieces of `FORWARD_ROWS`, the last one padded: one program for all counts.
+The backward takes all tokens at once, because dweight is a sum over them and is rounded once. Its sizes are powers of
+two, and from 32,768 on the numbers half-way between them too: 5 programs up to 16,384 tokens and 10 up to 131,072. A
+forward that keeps a cache takes all tokens at once as well, with as many programs. So do kernels that are launched
+directly (`_kernels`), which read no padding.
 
 The programs skip padding, block by block. It costs memory: at most twice that of the rows, 1.5 times from 32,768 on.
 """
@@ -21,8 +18,6 @@ import torch
 FORWARD_ROWS = 8192
 SMALLEST = 2048  # size of the backward
 HALFWAY_FROM = 32768
-WHOLE = (4096, 8192)  # sizes with a program of their own for exactly so many tokens, which masks no rows
-ONE_LAUNCH = 1 << 18  # columns that one launch of the forward covers, for any number of rows up to `FORWARD_ROWS`
 
 
 class Piece(NamedTuple):
@@ -30,18 +25,17 @@ class Piece(NamedTuple):
 
     tokens: slice
     rows: int  # of the program
-    masked: bool  # whether some of them may be padding
 
 
 def pieces(tokens: int) -> list[Piece]:
     """The forward's pieces of ``tokens`` tokens."""
     starts = range(0, tokens, FORWARD_ROWS)
-    return [Piece(slice(i, min(i + FORWARD_ROWS, tokens)), FORWARD_ROWS, masked=True) for i in starts]
+    return [Piece(slice(i, min(i + FORWARD_ROWS, tokens)), FORWARD_ROWS) for i in starts]
 
 
 def whole(tokens: int) -> Piece:
     """All of ``tokens`` tokens at once."""
-    return Piece(slice(0, tokens), size(tokens), tokens not in WHOLE)
+    return Piece(slice(0, tokens), size(tokens))
 
 
 def size(tokens: int) -> int:

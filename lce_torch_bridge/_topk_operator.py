@@ -18,7 +18,7 @@ import torch
 from jax import lax
 
 import lce_jax
-from lce_torch_bridge import _execute, _launch, _rows, tensor_parallel
+from lce_torch_bridge import _execute, _rows, _through_jax, _way, tensor_parallel
 from lce_torch_bridge._operator import NAME, operator
 
 SCHEMA = "int k, str group, int vocab_size, float logit_scale, float? logit_softcap, str implementation"
@@ -65,7 +65,9 @@ def topk(
     )
     numbers = hidden.new_zeros((tokens, 1), dtype=torch.float32) if temperature is None else temperature[:, None]
     per_token = _rows.with_count(numbers.view(torch.int32), rows)
-    ((packed,),) = _launch.run(_program(spec), (_rows.pad(hidden, rows), weight, bias, per_token))
+    if _way.may_be_direct(hidden):
+        _way.refused("linear_topk runs no kernel")
+    ((packed,),) = _through_jax.run(_program(spec), (_rows.pad(hidden, rows), weight, bias, per_token))
     packed = packed[:tokens]
     if spec.alone:
         floats = packed[:, call.k :].view(torch.float32)

@@ -5,7 +5,8 @@ Each name is private, and where a version of torch lacks it, as one for CPUs doe
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,3 +25,17 @@ current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.c
 current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _current_stream)  # its handle
 empty: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]  # shape, strides, dtype; on that device
 empty = getattr(_guards, "_empty_strided_cuda", _empty)
+
+type Allocated = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+
+
+def allocated(shape: Sequence[int], dtype: torch.dtype) -> Allocated:
+    """What `empty` is given for a contiguous tensor.
+
+    Example:
+        >>> import torch
+        >>> from lce_torch_bridge._torch import allocated
+        >>> allocated((5, 3, 2), torch.float32)[:2]
+        ((5, 3, 2), (6, 2, 1))
+    """
+    return tuple(shape), tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape))), dtype

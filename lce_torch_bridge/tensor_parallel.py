@@ -31,25 +31,32 @@ def size_and_rank(name: str) -> tuple[int, int]:
     return group.size(), group.rank()
 
 
-def check_equal_parts(weight: torch.Tensor, name: str) -> None:
-    """In a group's first call the ranks compare their numbers of rows, and all raise if these differ.
+def check_equal_parts(weight: torch.Tensor, name: str, direct: bool = False) -> None:
+    """In a group's first call the ranks compare their numbers of rows and their ways, and all raise if these differ.
 
     Only in the first call: every rank knows which call is the first, and so all of them join the collective. Later
     calls send the number with their statistics, and their results are NaN if it differs (`_programs.results`).
 
     Raises:
-        ValueError: the parts of the vocabulary are of different sizes.
+        ValueError: the parts of the vocabulary are of different sizes, or some ranks launch kernels directly and others
+            do not, which send other numbers.
     """
     if name == NO_GROUP or weight.device.type == "meta":
         return
     group = _resolve(name)
     if group in _asked:
         return
-    rows = gather(torch.tensor([int(weight.shape[0])], device=weight.device), name).flatten().tolist()
+    sent = torch.tensor([[int(weight.shape[0]), int(direct)]], device=weight.device)
+    rows, ways = gather(sent, name).view(-1, 2).T.tolist()
     if len(set(rows)) > 1:
         raise ValueError(
             f"weight has {', '.join(map(str, rows))} rows on the ranks of tp_group, and its parts must be of the same "
             "size: pad the vocabulary and give vocab_size"
+        )
+    if len(set(ways)) > 1:
+        raise ValueError(
+            f"ranks {[rank for rank, way in enumerate(ways) if way]} of tp_group launch kernels directly, the others "
+            'do not: give all GPUs of one kind, and the same lce_torch_bridge.launch_with("direct") or "jax"'
         )
     _asked.add(group)
 

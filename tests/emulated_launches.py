@@ -44,17 +44,17 @@ def _step(kernel: Any, stream: int, at: int) -> Callable[[], None]:
 
 @functools.cache
 def _jitted(kernel: Any) -> Callable[..., Any]:
-    """In memory that is not all there, because a program may have fewer rows than its kernels, `memory` reads on."""
+    jitted = jax.jit(lambda *arrays: kernel.function(*arrays))
 
     def run(*arrays: Any) -> Any:
         with interpreting(plgpu.InterpretGPUParams()):
-            return jax.jit(lambda *arrays: kernel.function(*arrays))(*arrays)
+            return jitted(*arrays)
 
     return run
 
 
 def memory(address: int, struct: Any) -> np.ndarray:
-    """An array where it lies."""
+    """An array where it lies, read on where a call has fewer rows than its kernels."""
     size = int(np.prod(struct.shape)) * jnp.dtype(struct.dtype).itemsize
     return (
         np.frombuffer((ctypes.c_ubyte * size).from_address(address), np.uint8).view(struct.dtype).reshape(struct.shape)

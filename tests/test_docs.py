@@ -12,7 +12,7 @@ import pytest
 
 import lce_jax
 import lce_torch_bridge
-from lce_jax import launch, local, losses
+from lce_jax import local, losses, passes
 from lce_jax.bench.__main__ import parser as bench_parser
 from lce_jax.demo.cli import _parser as demo_parser
 from lce_jax.explain.__main__ import parser as explain_parser
@@ -65,7 +65,7 @@ def test_a_step_takes_as_many_lines_as_the_page_says(page, holds, count):
     assert said in (ROOT / page).read_text()
 
 
-MODULES = [lce_jax, losses, local, launch, lce_torch_bridge, megatron]
+MODULES = [lce_jax, losses, local, passes, lce_torch_bridge, megatron]
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)

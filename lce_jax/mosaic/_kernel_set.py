@@ -241,3 +241,10 @@ class KernelSet(Protocol):
 
         ``numbers``: its first atom, and its true rows. Those after them are zero.
         """
+
+    def scale(self, x: Float[Array, "n"], factor: Float[Array, "1"], dtype: Any) -> Float[Array, "n"]:
+        """``factor · x`` in float32, rounded once, for n a multiple of `scaled_numbers`."""
+
+    @property
+    def scaled_numbers(self) -> int:
+        """The numbers that a block of `scale` multiplies."""

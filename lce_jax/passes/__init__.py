@@ -12,9 +12,21 @@ from __future__ import annotations
 
 from lce_jax._dispatch import for_device
 from lce_jax._types import Device
-from lce_jax.launch._refusal import UnservedError
 from lce_jax.passes._list import Program
-from lce_jax.passes._passes import THREADS, Head, backward, cached_tiles, forward, merge, part, refusal
+from lce_jax.passes._mosaic import why_not
+from lce_jax.passes._passes import (
+    THREADS,
+    Head,
+    backward,
+    cached_tiles,
+    forward,
+    merge,
+    part,
+    refusal,
+    refusal_to_scale,
+    scale,
+)
+from lce_jax.passes._refusal import UnservedError
 
 __all__ = [
     "THREADS",
@@ -29,4 +41,7 @@ __all__ = [
     "merge",
     "part",
     "refusal",
+    "refusal_to_scale",
+    "scale",
+    "why_not",
 ]

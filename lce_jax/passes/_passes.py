@@ -280,3 +280,21 @@ def cached_tiles(head: Head, keep_cache: bool) -> int:
     shape = geometry(head.case, _generations.KERNEL_SETS[0].tiling)
     live = head.num_columns if head.live_columns is None else max(head.live_columns, 1)
     return min(_cache.num_cached_tiles(head.case, shape), -(-live // shape.tile))
+
+
+def refusal_to_scale(size: int, device: Device) -> str | None:
+    """Why no kernel multiplies so many numbers on a device; None if one does."""
+    kernels = _generations.serving(device)
+    if kernels is None:
+        return f"no kernels for {device.kind}"
+    if size % kernels.scaled_numbers or size >= 1 << 31:
+        return f"{size} numbers must be a multiple of {kernels.scaled_numbers}, and less than 2^31"
+    return None
+
+
+def scale(size: int, dtype: str, to: str, device: Device) -> Program:
+    """``x [n], factor [1] -> factor · x`` in float32, rounded once."""
+    host = Recorder()
+    given = host.input((size,), dtype), host.input((1,), "float32")
+    kernels: Any = RecordedKernels(_generations.serving(device), host)
+    return _list.program(host, [kernels.scale(*given, jnp.dtype(to))], device)

@@ -1,53 +1,60 @@
-"""Direct launches without a GPU."""
+"""Direct launches without a GPU: CPU tensors count as those of an H200, each kernel runs in Pallas's interpreter."""
 
 from __future__ import annotations
 
-import pathlib
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from lce_jax import launch
-from lce_jax.launch import _source
-from lce_torch_bridge import _direct, _prepared, _rows, _torch
-from tests import launch_emulator
+from lce_jax import passes
+from lce_torch_bridge import _device, _kernels, _loaded, _rows, _torch, launch_with
+from tests import emulated_launches
+from tests.mosaic_interpreter import add_stores
 
-H200 = launch.Device("gpu", "NVIDIA H200", "9.0", 132)
+H200 = passes.Device("gpu", "NVIDIA H200", "9.0", 132)
+SMALL = passes.Device("gpu", "NVIDIA H200", "9.0", 2)  # with few multiprocessors: small calls have several waves
 
 
-def as_gpu(monkeypatch: pytest.MonkeyPatch, load: Callable[[Any], Any]) -> None:
-    """CPU tensors count as those of an H200, on which programs are what ``load`` makes of them."""
-    monkeypatch.setattr(_direct, "_programs", {})
-    monkeypatch.setattr(_prepared, "_plans", {})
-    monkeypatch.setattr(_direct, "device_of", lambda _: H200)
-    monkeypatch.setattr(_direct, "why_not", lambda _: None)
-    monkeypatch.setattr(_direct, "on_gpu", lambda _: True)
+def as_gpu(monkeypatch: pytest.MonkeyPatch, load: Callable[[Any], Any], device: passes.Device = H200) -> None:
+    """CPU tensors count as those of a GPU, on which programs are what ``load`` makes of them."""
+    monkeypatch.setattr(_kernels, "_plans", {})
+    monkeypatch.setattr(_device, "device_of", lambda _: device)
+    monkeypatch.setattr(_device, "why_not", lambda _: None)
+    monkeypatch.setattr(_device, "on_gpu", lambda _: True)
     monkeypatch.setattr(_torch, "current_device", lambda: -1)
     monkeypatch.setattr(_torch, "current_stream", lambda _: 0)
     monkeypatch.setattr(_torch, "empty", torch._C._dynamo.guards._empty_strided_cpu)  # type: ignore[attr-defined]
     monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(launch.Program, "load", lambda program, _: load(program))
+    monkeypatch.setattr(passes.Program, "load", lambda program, _: load(program))
+    monkeypatch.setattr(_loaded, "_loaded", _loaded._loaded.__wrapped__)
 
 
-def emulated(monkeypatch: pytest.MonkeyPatch, folder: pathlib.Path, forward_rows: int) -> list[launch.Program]:
-    """Direct launches run on the CPU, the forward in pieces of so many rows and the backward in twice as many.
+def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[passes.Program]]:
+    """Calls are launched directly, or raise. Yields all programs that are loaded."""
+    loaded: list[passes.Program] = []
 
-    Returns all programs that are loaded.
-    """
-    programs: list[launch.Program] = []
+    def load(program: passes.Program) -> Any:
+        loaded.append(program)
+        return emulated_launches.loaded(program)
 
-    def load(program: launch.Program) -> Any:
-        programs.append(program)
-        own = folder / str(len(programs))
-        own.mkdir()
-        return launch_emulator.loaded(program, own)
+    as_gpu(monkeypatch, load, SMALL)
+    add_stores(monkeypatch)
+    monkeypatch.setattr(_rows, "SMALLEST", 128)
+    # A kernel touches the rows that are there. What emulates it copies as many as its program may have.
+    empty, in_rows = _torch.empty, _kernels._in_rows
+    monkeypatch.setattr(_torch, "empty", lambda shape, strides, dtype: with_slack(empty(shape, strides, dtype)))
+    monkeypatch.setattr(_kernels, "_in_rows", lambda x: with_slack(in_rows(x)))
+    launch_with("direct")
+    yield loaded
+    launch_with(None)
 
-    monkeypatch.setattr(_source, "THREADS", launch_emulator.THREADS)
-    monkeypatch.setattr(launch_emulator, "PADDED_TOKENS", 2 * forward_rows)
-    monkeypatch.setattr(_rows, "FORWARD_ROWS", forward_rows)
-    monkeypatch.setattr(_rows, "SMALLEST", forward_rows // 2)
-    as_gpu(monkeypatch, load)
-    return programs
+
+def with_slack(x: torch.Tensor) -> torch.Tensor:
+    """A copy, in memory of many more rows."""
+    slack = torch.full((2 * x.numel() + 1024 * math.prod(x.shape[1:]),), 77).to(x.dtype)
+    slack[: x.numel()] = x.reshape(-1)
+    return slack[: x.numel()].view(x.shape)

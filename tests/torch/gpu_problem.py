@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lce_torch_bridge import _direct
+from lce_torch_bridge import _device
 from tests.torch import problem as p
 
 
@@ -15,6 +15,6 @@ def draw(T: int, H: int, V: int, dtype: torch.dtype = torch.bfloat16) -> p.Probl
 
 def skip_unless_direct() -> None:
     """Skips a test where nothing is launched directly."""
-    reason = _direct.why_not(torch.device("cuda"))
+    reason = _device.why_not(torch.device("cuda"))
     if reason is not None:
         pytest.skip(reason)

@@ -3,46 +3,61 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any
 from unittest import mock
 
-import jax
-import jax.numpy as jnp
 import torch
 
-from lce_torch_bridge import _direct, _launch
-from lce_torch_bridge.dlpack import to_jax, to_torch_all
-
-
-class Program(NamedTuple):
-    """A function, and which inputs it may overwrite."""
-
-    function: Callable[..., Any]
-    updated: Sequence[int]
+from lce_torch_bridge import _execute, _kernels
+from lce_torch_bridge._main_grad import nothing_like
+from lce_torch_bridge._sum import Sum
+from lce_torch_bridge._types import Call, Operands
 
 
 @contextlib.contextmanager
 def launched_directly() -> Iterator[None]:
-    """Inside, all programs are run as if they were launched directly."""
-
-    def program(function: Callable[..., Any], inputs: Any, updated: Sequence[int] = (), **_: Any) -> Program:
-        del inputs
-        return Program(function, updated)
-
-    with mock.patch.object(_launch, "_program", program), mock.patch.object(_direct, "run", run):
+    """Inside, all calls are run as if their kernels were launched directly."""
+    with mock.patch.object(_kernels, "forward", _forward), mock.patch.object(_kernels, "gradients", _gradients):
         yield
 
 
-def run(program: Program, inputs: Sequence[Any], sums: Mapping[int, torch.Tensor] | None = None) -> list[torch.Tensor]:
-    """The results that are no ``sums``, which are updated in place. What else may be overwritten is NaN afterwards."""
-    sums = sums or {}
-    arrays = [None if x is None else jnp.array(to_jax(x.contiguous()), copy=True) for x in inputs]
-    found = jax.tree.leaves(program.function(*arrays))
-    for place, total in sums.items():
-        (computed,) = to_torch_all([found[place]])
-        total.copy_(computed)
-    for i in program.updated:
-        if not any(inputs[i] is total for total in sums.values()) and inputs[i].is_floating_point():
-            inputs[i].fill_(torch.nan)
-    return to_torch_all([x for i, x in enumerate(found) if i not in sums])
+@contextlib.contextmanager
+def _by_jax() -> Iterator[None]:
+    def nothing(*_: Any) -> None:
+        return None
+
+    with mock.patch.object(_kernels, "forward", nothing), mock.patch.object(_kernels, "gradients", nothing):
+        yield
+
+
+def _forward(x: Operands, call: Call, keep_cache: bool) -> list[Any]:
+    with _by_jax():
+        return _execute.forward(x, call, keep_cache)
+
+
+def _gradients(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    saved: torch.Tensor,
+    cache: Sequence[torch.Tensor],
+    cotangents: dict[str, torch.Tensor],
+    wanted: tuple[bool, ...],
+    call: Call,
+    sums: _execute.Sums,
+) -> list[torch.Tensor] | None:
+    """dweight is added where kernels can add it. A cache that may be overwritten is NaN afterwards."""
+    if not _kernels._can_add(sums):
+        return None
+    into = sums.main_grad if sums.total is None else sums.total.tensor()
+    own = None if into is None else Sum(weight)
+    given = hidden, weight, None, saved, cache, cotangents, wanted, call, _execute.Sums(own)
+    with _by_jax():
+        found = _execute.gradients(*given)
+    if own is not None and into is not None:
+        into.add_(own.taken())
+    if sums.owns_cache:
+        for x in cache:
+            if x.is_floating_point():
+                x.fill_(torch.nan)
+    return found if sums.main_grad is None else [*found, nothing_like(sums.main_grad, weight.dtype)]

@@ -54,7 +54,7 @@ def test_frozen(frozen: str) -> None:
 def test_a_frozen_weight_costs_no_product_and_no_buffer(dtype: str, padded: bool) -> None:
     """What XLA compiled: one product recomputes the logits and one makes dhidden; nothing else is as large as V x H."""
     struct, (T, H, V) = jax.ShapeDtypeStruct, (1024, 64, 16384)
-    spec = Spec(p.told(V, implementation="xla"), 0, padded=False, precision=None, masked=padded)
+    spec = Spec(p.told(V, implementation="xla"), 0, padded=False, precision=None)
     shapes = (struct((T, H), dtype), struct((V, H), dtype), None, struct((1 + T * (1 + 4 + 2),), "int32"), None)
 
     def compiled(wanted: tuple[bool, bool, bool]) -> jax.stages.Compiled:

@@ -1,8 +1,7 @@
-"""Calls as lists of kernels (`launch_with("kernels")`) on the CPU: each kernel by Pallas's interpreter."""
+"""Calls that are launched directly, on the CPU: each kernel by Pallas's interpreter."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,58 +10,25 @@ import torch
 
 from lce_jax import passes
 from lce_torch_bridge import (
-    _direct,
+    _device,
     _execute,
     _kernels,
-    _loaded,
-    _rows,
-    _torch,
     launch_with,
     linear_logprobs,
     linear_loss,
 )
 from lce_torch_bridge._types import Operands
-from tests import emulated_launches
-from tests.mosaic_interpreter import add_stores
 from tests.torch import problem as p
-from tests.torch.as_gpu import as_gpu
-from tests.torch.test_prepared_split import TwoRanks
+from tests.torch.as_gpu import SMALL, emulated
+from tests.torch.two_ranks import TwoRanks
 
-DEVICE = passes.Device("gpu", "NVIDIA H200", "9.0", 2)
 H = 128
 
 
 @pytest.fixture
 def programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[passes.Program]]:
-    """Tensors count as a GPU's; all programs that were loaded."""
-    loaded: list[passes.Program] = []
-
-    def load(program: passes.Program, _: int) -> Any:
-        loaded.append(program)
-        return emulated_launches.loaded(program)
-
-    as_gpu(monkeypatch, lambda _: pytest.fail("a program of generated code"))
-    add_stores(monkeypatch)
-    monkeypatch.setattr(_direct, "device_of", lambda _: DEVICE)
-    monkeypatch.setattr(_kernels, "_plans", {})
-    monkeypatch.setattr(_rows, "SMALLEST", 128)
-    # A kernel touches the rows that are there. What emulates it copies as many as its program may have.
-    empty, in_rows = _torch.empty, _kernels._in_rows
-    monkeypatch.setattr(_torch, "empty", lambda shape, strides, dtype: with_slack(empty(shape, strides, dtype)))
-    monkeypatch.setattr(_kernels, "_in_rows", lambda x: with_slack(in_rows(x)))
-    monkeypatch.setattr(passes.Program, "load", load)
-    _loaded._loaded.cache_clear()
-    launch_with("kernels")
-    yield loaded
-    launch_with(None)
-    _loaded._loaded.cache_clear()
-
-
-def with_slack(x: torch.Tensor) -> torch.Tensor:
-    """A copy, in memory of many more rows."""
-    slack = torch.full((2 * x.numel() + 1024 * math.prod(x.shape[1:]),), 77).to(x.dtype)
-    slack[: x.numel()] = x.reshape(-1)
-    return slack[: x.numel()].view(x.shape)
+    """All programs that were loaded."""
+    yield from emulated(monkeypatch)
 
 
 def both(problem: p.Problem, **options: Any) -> tuple[Any, Any]:
@@ -110,23 +76,10 @@ def test_few_tokens(programs: list[Any]) -> None:
 
     with torch.autograd.graph.saved_tensors_hooks(moved, moved):
         check(programs, problem)
-    launch_with("kernels")
+    launch_with("direct")
     with torch.no_grad():
         out = linear_logprobs(problem.hidden, problem.weight, problem.labels)
     assert out.logprobs.mul_(2).is_contiguous()
-
-
-def test_a_cpu_is_served_as_ever() -> None:
-    problem = p.draw(4, H, 784, torch.float32)
-    launch_with("kernels")
-    try:
-        found, grads = both(problem)
-        total, _ = linear_loss(lambda logprob, *_: -logprob, *problem.leaves()[:2], problem.labels, chunk_bytes=1)
-        total.backward()
-    finally:
-        launch_with(None)
-    wanted, of_jax = both(problem)
-    assert all(map(torch.equal, (*found, *grads), (*wanted, *of_jax)))
 
 
 def test_rows_have_the_same_bits_in_every_call(programs: list[Any]) -> None:
@@ -178,21 +131,21 @@ def test_a_split_vocabulary(programs: list[Any], monkeypatch: pytest.MonkeyPatch
     with torch.no_grad():
         wanted = linear_logprobs(problem.hidden, problem.weight, problem.labels, implementation="xla")
     assert max(map(p.value_error, first[:3], wanted[:3])) < 2e-5
-    launch_with("kernels")
+    launch_with("direct")
     ranks.gathered[1][-1] = 512  # as a rank with other columns would send
     assert all(x.isnan().all() for x in _execute.forward(operands[0], call, keep_cache=False)[:3])
 
 
 def test_a_main_grad_that_lies_otherwise_is_not_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_direct, "on_gpu", lambda _: True)
+    monkeypatch.setattr(_device, "on_gpu", lambda _: True)
     problem, sums = p.draw(4, H, 784, torch.bfloat16), _execute.Sums(main_grad=torch.zeros(H, 784).t())
     given = problem.hidden, problem.weight, problem.labels[None], [], {}, (True, True, False), p.told(784)
     assert _kernels.gradients(*given, sums) is None
 
 
 def test_what_no_list_serves_goes_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_direct, "why_not", lambda _: None)
-    monkeypatch.setattr(_direct, "device_of", lambda _: DEVICE)
+    monkeypatch.setattr(_device, "why_not", lambda _: None)
+    monkeypatch.setattr(_device, "device_of", lambda _: SMALL)
     problem = p.draw(4, H, 784, torch.bfloat16)
     x = Operands(problem.hidden, problem.weight, None, problem.labels, None, None)
     assert _kernels.why_not(x, p.told(784)) is None

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-import pathlib
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
 from lce_torch_bridge import _execute, linear_logprobs, linear_loss
 from lce_torch_bridge._types import Operands
-from tests import launch_emulator
 from tests.pairs import pairs_of
 from tests.torch import problem as p
 from tests.torch.as_gpu import emulated
-from tests.torch.test_prepared_split import TwoRanks
+from tests.torch.two_ranks import TwoRanks
 
 TEMPERATURES = torch.tensor([1.0, 1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6, 1e-8])  # the last has no cotangent
-ROWS, EACH, H, V = 128, 28, launch_emulator.HIDDEN_SIZE, 1008
+EACH, H, V = 28, 128, 1008
+
+
+@pytest.fixture
+def programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    yield from emulated(monkeypatch)
 
 
 @pytest.mark.parametrize("temperature", [1e-2, 1e-3, 1e-4])
@@ -45,11 +50,10 @@ def test_greedy_labels(loss: bool, temperature: float) -> None:
     assert error(ours) <= 2 * error(stored)
 
 
-@pytest.mark.skipif(launch_emulator.COMPILER is None, reason="no C++ compiler")
 @pairs_of(1, ranks=[1, 2], greedy=[True, False])
-def test_direct_launches(ranks: int, greedy: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+def test_direct_launches(ranks: int, greedy: bool, programs: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Over a whole and over a split vocabulary, with a temperature for each token."""
-    emulated(monkeypatch, tmp_path, ROWS)
+    del programs
     temperature = TEMPERATURES.repeat_interleave(EACH)
     problem = p.draw(len(temperature), H, V * ranks, torch.bfloat16)
     exact = p.Problem(problem.hidden.double(), problem.weight.double(), problem.labels)

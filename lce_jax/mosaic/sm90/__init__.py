@@ -23,7 +23,7 @@ from lce_jax.mosaic._kernel_set import KernelSet
 from lce_jax.mosaic._operands import Marked, Prepared
 from lce_jax.mosaic._worklist import RowLists, Worklist
 from lce_jax.mosaic.sm90 import _refusal
-from lce_jax.mosaic.sm90._hardware import DHIDDEN_WAVES, TILING
+from lce_jax.mosaic.sm90._hardware import DHIDDEN_WAVES, SCALED, TILING
 from lce_jax.mosaic.sm90._tuning import Tunings
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ class Kernels(KernelSet):
     devices: tuple[str, ...] = ("H100", "H200", "GH200", "H800", "H20")
     tiling: Tiling = TILING
     budget: Budget = Budget(dhidden_waves=DHIDDEN_WAVES)  # noqa: RUF009 - frozen
+    scaled_numbers: int = SCALED
     tunings: Tunings = Tunings()  # noqa: RUF009 - frozen
 
     def refusal(self, case: Case) -> str | None:
@@ -251,6 +252,12 @@ class Kernels(KernelSet):
         from lce_jax.mosaic.sm90 import _hidden_rows
 
         return _hidden_rows.copy(case, weight, numbers)
+
+    def scale(self, x: Float[Array, "n"], factor: Float[Array, "1"], dtype: Any) -> Float[Array, "n"]:
+        """At the speed of memory."""
+        from lce_jax.mosaic.sm90 import _hidden_rows
+
+        return _hidden_rows.scale(x, factor, dtype)
 
 
 KERNELS = Kernels()

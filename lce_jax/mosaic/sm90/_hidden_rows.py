@@ -1,4 +1,4 @@
-"""The steps of a pass that move rows of H numbers, as kernels: dhidden from its sums, a tile of the weight copied."""
+"""The steps that move rows of H numbers, as kernels: dhidden from its sums, a tile of the weight copied, a multiple."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jax import lax
 
 from lce_jax._types import Case
 from lce_jax.mosaic._pallas import pl, plgpu
-from lce_jax.mosaic.sm90._hardware import TILE_N, TILING
+from lce_jax.mosaic.sm90._hardware import SCALED, TILE_N, TILING
 from lce_jax.mosaic.sm90._threads import THREADS
 from lce_jax.mosaic.sm90._tokens import kernel
 
@@ -65,3 +65,19 @@ def copy(case: Case, weight: Float[Array, "atoms n"], numbers: Int[Array, "2"]) 
     return kernel(body, [output], "lce_copy", {"atom": output.shape[0], "part": atom_size // COPIED})(weight, numbers)[
         0
     ]
+
+
+def scale(x: Float[Array, "n"], factor: Float[Array, "1"], dtype: Any) -> Float[Array, "n"]:
+    """``factor · x`` in float32, rounded once. n is a multiple of `SCALED`."""
+    layout = plgpu.Layout.WG_STRIDED((COPIED,), vec_size=COPIED // THREADS)
+
+    def body(x: Any, factor: Any, scaled: Any) -> None:
+        k = plgpu.layout_cast(jnp.full((COPIED,), factor[0], jnp.float32), layout)
+        for i in range(SCALED // COPIED):
+            first = lax.axis_index("part") * SCALED + i * COPIED
+            numbers = pl.ds(pl.multiple_of(first, COPIED), COPIED)
+            values = plgpu.load(x.at[numbers], layout=layout, optimized=False)
+            scaled.at[numbers][...] = (k * values.astype(jnp.float32)).astype(dtype)
+
+    output = jax.ShapeDtypeStruct(x.shape, dtype)
+    return kernel(body, [output], "lce_scale", {"part": x.shape[0] // SCALED})(x, factor)[0]

@@ -1,0 +1,31 @@
+"""A vocabulary that is split over two ranks, which take turns in one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lce_torch_bridge import tensor_parallel
+
+
+class TwoRanks:
+    """What each rank sent in the last round is what all receive in the next one."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.rank = 0
+        self.gathered: dict[int, torch.Tensor] = {}
+        self.summed: dict[int, torch.Tensor] = {}
+        monkeypatch.setattr(tensor_parallel, "size_and_rank", lambda name: (2, self.rank) if name else (1, 0))
+        monkeypatch.setattr(tensor_parallel, "check_equal_parts", lambda *_: None)
+        monkeypatch.setattr(tensor_parallel, "gather", self._gather)
+        monkeypatch.setattr(tensor_parallel, "all_reduce", self._all_reduce)
+
+    def _gather(self, x: torch.Tensor, _: str) -> torch.Tensor:
+        assert x.dtype == torch.float32
+        self.gathered.setdefault(self.rank, x)
+        return torch.stack([self.gathered.get(rank, x) for rank in range(2)])
+
+    def _all_reduce(self, x: torch.Tensor, _: str) -> torch.Tensor:
+        assert x.dtype == torch.float32
+        self.summed[self.rank] = x.clone()
+        return sum(self.summed.values(), torch.zeros_like(x))
