@@ -26,7 +26,8 @@ def forward(x: Operands, call: Call, keep_cache: bool, lend_cache: bool = True) 
     tokens = x.labels.shape[0]
     if tokens == 0:
         return forward_structs(x, call, keep_cache)
-    tensor_parallel.check_equal_parts(x.weight, call.group, _way.may_be_direct(x.hidden))
+    if call.group != tensor_parallel.NO_GROUP:
+        tensor_parallel.check_equal_parts(x.weight, call.group, _way.may_be_direct(x.hidden))
     direct = _kernels.forward(x, call, keep_cache)
     if direct is not None:
         return direct

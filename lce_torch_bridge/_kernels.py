@@ -23,7 +23,6 @@ from lce_torch_bridge._types import Call, Operands
 
 SMALL = (128, 512)  # rows of programs below `_rows.SMALLEST`
 ORDER: tuple[str, ...] = ("logprobs", "entropy", "lse", "max_logit", "min_logit")  # of a program's results
-ZEROS = 256  # rows after the last token that kernels may read
 
 MOST_PLANS = 4096  # of all shapes together; each takes about two KiB
 
@@ -63,7 +62,7 @@ def _head(hidden: torch.Tensor, weight: torch.Tensor, call: Call, has_temperatur
         num_columns=int(weight.shape[0]),
         vocab_size=call.vocab_size,
         start=rank * int(weight.shape[0]),
-        dtype=str(weight.dtype).removeprefix("torch."),
+        dtype=_name(weight.dtype),
         device=device,
         entropy=call.entropy != "none",
         stats=call.stats,
@@ -71,6 +70,7 @@ def _head(hidden: torch.Tensor, weight: torch.Tensor, call: Call, has_temperatur
         logit_softcap=call.logit_softcap,
         cache_bytes=call.cache_bytes,
         has_temperature=has_temperature,
+        copied_from=None if rows == len(hidden) and hidden.dtype == weight.dtype else _name(hidden.dtype),
         megatron=call.megatron,
     )
 
@@ -82,6 +82,10 @@ def _found(key: Any, plan: Callable[[], Any]) -> Any:
         _way.refused(found)
         return None
     return found
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _made(key: Any, plan: Callable[[], Any]) -> Any:
@@ -121,7 +125,7 @@ def forward(x: Operands, call: Call, keep_cache: bool) -> list[torch.Tensor] | N
     tokens = hidden.shape[0]
     labels = _in_rows(x.labels if x.labels.dtype is torch.int64 else x.labels.long())
     per_token = [] if x.temperature is None else [_in_rows(x.temperature)]
-    given = [_hidden(hidden, weight, plan.head.num_tokens), _device.usable(weight), labels, *per_token]
+    given = [_device.usable(hidden), _device.usable(weight), labels, *per_token]
     fields, kept = [_torch.empty(*each) for each in plan.fields], _torch.empty(*plan.kept)
     cache = [_torch.empty(*each) for each in plan.cache]
     if plan.merge is None:
@@ -168,7 +172,6 @@ def _plan_of_forward(x: Operands, call: Call, keep_cache: bool) -> Forward | str
 class Backward(NamedTuple):
     """The plan of a backward."""
 
-    rows: int
     program: Loaded
     results: list[Allocated]
     reduced: bool  # dhidden is summed over the group, in float32
@@ -210,7 +213,7 @@ def gradients(
         torch.autograd.graph.increment_version([*into, *cache] if owns_cache else into)  # as any change in place
     grads = [_torch.empty(*each) for each in plan.results]
     seeds = [_in_rows(x) for x in cotangents.values()]
-    given = [_hidden(hidden, weight, plan.rows), _device.usable(weight), _kept(saved), *seeds]
+    given = [_device.usable(hidden), _device.usable(weight), _kept(saved), *seeds]
     plan.program.run(device, [*grads, *given, *into, *map(_device.usable, cache)])
     if plan.reduced:
         grads[0] = tensor_parallel.all_reduce(grads[0], call.group).to(hidden.dtype)
@@ -244,13 +247,13 @@ def _plan_of_backward(
     reduced = call.reduce_grad_hidden and call.group != tensor_parallel.NO_GROUP
     dtype = torch.float32 if reduced else hidden.dtype
     program = _backward(
-        _head(hidden, weight, call, has_temperature, rows), seeds, wanted[:2], str(dtype).removeprefix("torch."),
+        _head(hidden, weight, call, has_temperature, rows), seeds, wanted[:2], _name(dtype),
         cached=bool(cache), owns_cache=owns_cache, adds=not returns_dweight, exact=tokens == rows,
     )  # fmt: skip
     results = [allocated(hidden.shape, dtype)] if wanted[0] else []
     if wanted[1] and returns_dweight:
         results.append(allocated(weight.shape, weight.dtype))
-    return Backward(rows, Loaded(program, tokens), results, reduced and wanted[0])
+    return Backward(Loaded(program, tokens), results, reduced and wanted[0])
 
 
 def scaled(x: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
@@ -274,8 +277,7 @@ def _plan_of_scaled(x: torch.Tensor, dtype: torch.dtype) -> Loaded | str:
     reason = _device.why_not(x.device) or passes.refusal_to_scale(x.numel(), device)
     if reason is not None:
         return reason
-    before, after = (str(each).removeprefix("torch.") for each in (x.dtype, dtype))
-    return Loaded(passes.scale(x.numel(), before, after, device), 0)
+    return Loaded(passes.scale(x.numel(), _name(x.dtype), _name(dtype), device), 0)
 
 
 def _kept(saved: torch.Tensor) -> torch.Tensor:
@@ -286,16 +288,6 @@ def _kept(saved: torch.Tensor) -> torch.Tensor:
     whole = saved.new_empty((fields, stride(tokens)))
     whole[:, :tokens] = saved
     return whole
-
-
-def _hidden(hidden: torch.Tensor, weight: torch.Tensor, rows: int) -> torch.Tensor:
-    """Hidden in the weight's dtype and in the program's rows, zero where kernels look beyond the last token."""
-    if hidden.shape[0] == rows:
-        return _device.usable(hidden if hidden.dtype == weight.dtype else hidden.to(weight.dtype))
-    padded = hidden.new_empty((rows, hidden.shape[1]), dtype=weight.dtype)
-    padded[: len(hidden)] = hidden
-    padded[len(hidden) : len(hidden) + ZEROS] = 0
-    return padded
 
 
 def _in_rows(x: torch.Tensor) -> torch.Tensor:

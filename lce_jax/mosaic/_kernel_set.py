@@ -234,6 +234,12 @@ class KernelSet(Protocol):
     ) -> Float[Array, "R H"]:
         """dhidden: the splits added up in their order, rounded once. ``numbers``: how many rows there are."""
 
+    def rows(self, case: Case, hidden: Float[Array, "R H"], numbers: Int[Array, "1"]) -> Float[Array, "R H"]:
+        """The rows that there are, in the weight's dtype, then rows of zeros as far as any kernel looks beyond the last.
+
+        ``numbers``: how many there are. ``hidden`` is not read beyond them.
+        """
+
     def copy(
         self, case: Case, weight: Float[Array, "atoms n"], numbers: Int[Array, "2"]
     ) -> Float[Array, "tile_atoms n"]:

@@ -48,6 +48,8 @@ class Head:
         device: what runs it.
         entropy, stats, logit_scale, logit_softcap, cache_bytes: as in `lce_jax.linear_logprobs`.
         has_temperature: whether each token has one.
+        copied_from: hidden's dtype where its rows are copied first: it has fewer than ``num_tokens``, or another dtype
+            than the weight. None: kernels read it where it lies.
         megatron: whether labels out of the vocabulary get -ln Σ e^u in place of 0.
     """
 
@@ -64,6 +66,7 @@ class Head:
     logit_softcap: float | None = None
     cache_bytes: int = 0
     has_temperature: bool = False
+    copied_from: str | None = None
     megatron: bool = False
 
     @property
@@ -140,8 +143,11 @@ class _Pass:
     def operands(self) -> tuple[Buffer, Buffer]:
         """Hidden and the weight."""
         head = self.head
-        hidden = self.input(head.num_tokens, head.hidden_size, dtype=head.dtype)
-        return hidden, self.input(head.num_columns, head.hidden_size, dtype=head.dtype)
+        hidden = self.input(head.num_tokens, head.hidden_size, dtype=head.copied_from or head.dtype)
+        weight = self.input(head.num_columns, head.hidden_size, dtype=head.dtype)
+        if head.copied_from is not None:
+            hidden = self.kernels.rows(head.case, hidden, self.host.numbers(ROWS))
+        return hidden, weight
 
     def kept(self) -> Buffer:
         """Memory for what is kept."""

@@ -43,9 +43,11 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[passes.Program]]:
 
     as_gpu(monkeypatch, load, SMALL)
     add_stores(monkeypatch)
+    emulated_launches._jitted.cache_clear()  # what was traced calls what another test had patched
     monkeypatch.setattr(_rows, "SMALLEST", 128)
     # A kernel touches the rows that are there. What emulates it copies as many as its program may have.
-    empty, in_rows = _torch.empty, _kernels._in_rows
+    empty, usable, in_rows = _torch.empty, _device.usable, _kernels._in_rows
+    monkeypatch.setattr(_device, "usable", lambda x: with_slack(usable(x)))
     monkeypatch.setattr(_torch, "empty", lambda shape, strides, dtype: with_slack(empty(shape, strides, dtype)))
     monkeypatch.setattr(_kernels, "_in_rows", lambda x: with_slack(in_rows(x)))
     launch_with("direct")

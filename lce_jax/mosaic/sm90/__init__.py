@@ -245,6 +245,12 @@ class Kernels(KernelSet):
 
         return _hidden_rows.total(case, sums, dtype, numbers)
 
+    def rows(self, case: Case, hidden: Float[Array, "R H"], numbers: Int[Array, "1"]) -> Float[Array, "R H"]:
+        """A few rows for each block."""
+        from lce_jax.mosaic.sm90 import _hidden_rows
+
+        return _hidden_rows.rows(case, hidden, numbers)
+
     def copy(
         self, case: Case, weight: Float[Array, "atoms n"], numbers: Int[Array, "2"]
     ) -> Float[Array, "tile_atoms n"]:

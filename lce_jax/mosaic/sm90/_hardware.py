@@ -12,6 +12,7 @@ NARROW_TILE_N = 192  # of the products, where it divides H and TILE_N does not: 
 STAGING_BYTES = 128  # of a row that an epilogue sends out at a time: the widest swizzle
 STAGING_COLUMNS = STAGING_BYTES // 2  # 16-bit numbers in those bytes
 ATOM_ROWS = 8  # rows of the smallest swizzled piece; TMA copies whole ones
+SCALED = 4096  # numbers that a block multiplies, where a kernel multiplies many by one
 COLUMN_GRAIN = 16  # the narrowest swizzle, 32 bytes of 16-bit numbers: a minor dimension must be a multiple of it
 SMEM_LIMIT = 232_448  # bytes a block may use on compute capability 9.0 (CUDA programming guide, table of capabilities)
 SMEM_ALIGNMENT = 1024  # of every allocation in a kernel
@@ -31,5 +32,3 @@ def widest_swizzle(extent: int, itemsize: int) -> tuple[int, int]:
     swizzle = next(s for s in (128, 64, 32) if extent * itemsize % s == 0)
     return swizzle, swizzle // itemsize
 
-
-SCALED = 4096  # numbers that a block multiplies, where a kernel multiplies many by one

@@ -44,6 +44,34 @@ def total(case: Case, sums: Float[Array, "splits Tp Hp"], dtype: Any, numbers: I
     return kernel(body, [output], "lce_total", grid)(sums, numbers)[0]
 
 
+def rows(case: Case, hidden: Float[Array, "R H"], numbers: Int[Array, "1"]) -> Float[Array, "R H"]:
+    """The rows that there are, in the weight's dtype, then rows of zeros as far as any kernel looks beyond the last.
+
+    ``numbers``: how many there are.
+    """
+    width = next(width for width in (COPIED, THREADS) if case.hidden_size >= width)
+    output = jax.ShapeDtypeStruct(hidden.shape, case.dtype)
+    grid = {"rows": case.num_tokens // SUMMED_ROWS, "part": -(-case.hidden_size // width)}
+    seen = TILING.row_block * TILING.most_clustered
+
+    def body(hidden: Any, numbers: Any, copied: Any) -> None:
+        # The last part ends with the last column: it copies some columns of the part before it too.
+        columns = pl.ds(jnp.minimum(lax.axis_index("part") * width, case.hidden_size - width), width)
+        first, count = lax.axis_index("rows") * SUMMED_ROWS, numbers[0]
+
+        def copy(row: Any) -> None:
+            copied.at[row, columns][...] = hidden[row, columns].astype(case.dtype)
+
+        def pad(row: Any) -> None:
+            copied.at[row, columns][...] = jnp.zeros((width,), case.dtype)
+
+        for row in [first + i for i in range(SUMMED_ROWS)]:
+            pl.when(row < count)(functools.partial(copy, row))
+            pl.when((row >= count) & (row < count + seen))(functools.partial(pad, row))
+
+    return kernel(body, [output], "lce_rows", grid)(hidden, numbers)[0]
+
+
 def copy(case: Case, weight: Float[Array, "atoms n"], numbers: Int[Array, "2"]) -> Float[Array, "tile_atoms n"]:
     """A tile of the weight's rows, of both in whole atoms: [V / 8, 8 H]. ``numbers``: its first atom, its true rows.
 
