@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import torch
 
-from lce_torch_bridge import _device, _kernels, _programs, _rows, _through_jax, _way, runtime, tensor_parallel
+from lce_torch_bridge import _device, _kernels, _programs, _rows, _through_jax, runtime, tensor_parallel
 from lce_torch_bridge._programs import Spec
 from lce_torch_bridge._readable import is_readable, readable
 from lce_torch_bridge._sum import Sum
@@ -26,8 +26,7 @@ def forward(x: Operands, call: Call, keep_cache: bool, lend_cache: bool = True) 
     tokens = x.labels.shape[0]
     if tokens == 0:
         return forward_structs(x, call, keep_cache)
-    if call.group != tensor_parallel.NO_GROUP:
-        tensor_parallel.check_equal_parts(x.weight, call.group, _way.may_be_direct(x.hidden))
+    tensor_parallel.check_equal_parts(x.weight, call.group)
     direct = _kernels.forward(x, call, keep_cache)
     if direct is not None:
         return direct

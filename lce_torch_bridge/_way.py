@@ -62,6 +62,11 @@ def may_be_direct(x: torch.Tensor) -> bool:
     return False
 
 
+def launches_kernels(x: torch.Tensor) -> bool:
+    """Whether there are kernels for the device of ``x``, and they may be launched directly."""
+    return may_be_direct(x) and _device.why_not(x.device) is None
+
+
 def refused(reason: str) -> None:
     """JAX is to run a call that might have been launched directly, for that reason.
 

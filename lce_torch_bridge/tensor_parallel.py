@@ -13,6 +13,8 @@ import weakref
 import torch
 import torch.distributed as dist
 
+from lce_torch_bridge import _way
+
 NO_GROUP = ""  # nothing to reduce over
 ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"  # before 2.14
 _asked: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # groups with equal parts; a name may be used again
@@ -31,7 +33,7 @@ def size_and_rank(name: str) -> tuple[int, int]:
     return group.size(), group.rank()
 
 
-def check_equal_parts(weight: torch.Tensor, name: str, direct: bool = False) -> None:
+def check_equal_parts(weight: torch.Tensor, name: str) -> None:
     """In a group's first call the ranks compare their numbers of rows and their ways, and all raise if these differ.
 
     Only in the first call: every rank knows which call is the first, and so all of them join the collective. Later
@@ -46,7 +48,7 @@ def check_equal_parts(weight: torch.Tensor, name: str, direct: bool = False) -> 
     group = _resolve(name)
     if group in _asked:
         return
-    sent = torch.tensor([[int(weight.shape[0]), int(direct)]], device=weight.device)
+    sent = torch.tensor([[int(weight.shape[0]), int(_way.launches_kernels(weight))]], device=weight.device)
     rows, ways = gather(sent, name).view(-1, 2).T.tolist()
     if len(set(rows)) > 1:
         raise ValueError(
