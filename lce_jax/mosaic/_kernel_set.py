@@ -235,7 +235,7 @@ class KernelSet(Protocol):
         """dhidden: the splits added up in their order, rounded once. ``numbers``: how many rows there are."""
 
     def rows(self, case: Case, hidden: Float[Array, "R H"], numbers: Int[Array, "1"]) -> Float[Array, "R H"]:
-        """The rows that there are, in the weight's dtype, then rows of zeros as far as any kernel looks beyond the last.
+        """The rows that there are, in the weight's dtype, then rows of zeros as far as kernels look beyond the last.
 
         ``numbers``: how many there are. ``hidden`` is not read beyond them.
         """

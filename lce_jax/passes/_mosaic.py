@@ -14,7 +14,6 @@ import functools
 import importlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -25,7 +24,6 @@ from lce_jax.passes._recorder import Kernel
 from lce_jax.passes._refusal import UnservedError
 
 PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
-COMPILERS = 8  # threads
 
 type Step = Callable[[int, int], Callable[[], None]]  # (stream, where the addresses are) -> launch()
 
@@ -36,16 +34,11 @@ _lowering = threading.local()
 def compiled(kernels: Sequence[Kernel], device: Device, number: int) -> list[Step]:
     """What makes launches of each kernel on the current CUDA device, whose number is ``number``.
 
-    This thread lowers one kernel after the other, while others compile those before.
-
     Raises:
         RuntimeError: Mosaic does not compile one; the reason is in the process's standard error.
     """
     mosaic()  # sets what the compiler reads from the environment
-    context = _current_context()
-    with ThreadPoolExecutor(COMPILERS, initializer=_set_context, initargs=(context,)) as threads:
-        steps = [threads.submit(_compiled, module(kernel, device), number) for kernel in kernels]
-        return [step.result() for step in steps]
+    return [_compiled(module(kernel, device), number) for kernel in kernels]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -140,7 +133,8 @@ def _compiled(module: bytes, number: int) -> Step:
     It is given the addresses of operands and results. All arguments are C's already: it costs the host time to convert
     them.
     """
-    found = _compiler().MosaicGpuCompile(module, len(module))
+    with _lock:
+        found = _compiler().MosaicGpuCompile(module, len(module))
     if not found:
         raise RuntimeError("Mosaic did not compile a kernel; standard error says why")
     pointer, launch = ctypes.c_void_p, ctypes.CFUNCTYPE(None)(found[1])
@@ -149,19 +143,3 @@ def _compiled(module: bytes, number: int) -> Step:
         device = ctypes.c_int(number)
         return lambda stream, at: functools.partial(launch, kernel, function, pointer(stream), pointer(at), device)
     return lambda stream, at: functools.partial(launch, function, pointer(stream), pointer(at))
-
-
-@functools.cache
-def _driver() -> Any:
-    return ctypes.CDLL("libcuda.so.1")
-
-
-def _current_context() -> int | None:
-    """This thread's CUDA context, into which a compiled kernel is loaded."""
-    context = ctypes.c_void_p()
-    _driver().cuCtxGetCurrent(ctypes.byref(context))
-    return context.value
-
-
-def _set_context(context: int | None) -> None:
-    _driver().cuCtxSetCurrent(ctypes.c_void_p(context))

@@ -46,7 +46,7 @@ def test_lists_of_kernels() -> None:
     import lce_torch_bridge as lb
 
     hidden, weight, labels = (torch.from_dlpack(x).clone() for x in drawn())
-    lb.launch_with("kernels")
+    lb.launch_with("direct")
     try:
         every = lb.linear_logprobs(hidden, weight, labels)[:3]
         for rows in map(torch.as_tensor, subsets()):

@@ -57,9 +57,7 @@ def _calls(function: Callable[[], Any]) -> tuple[int, Any]:
 
 
 @pytest.mark.parametrize(("cache_bytes", "most"), [(0, 72), (1 << 30, 48)])
-def test_few_kernels_serve_all_counts_of_tokens(
-    cache_bytes: int, most: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_few_kernels_serve_all_counts_of_tokens(cache_bytes: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Up to 16,384 tokens, forward and backward, nothing compiled or run. How many rows count is an operand."""
     loaded: list[Any] = []
     as_gpu(monkeypatch, lambda program: loaded.append(program) or (lambda *_: None))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import random
 import threading
@@ -11,14 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from lce_torch_bridge import _direct, launch_with, linear_logprobs
+from lce_torch_bridge import launch_with, linear_logprobs
 from tests.torch import problem as p
 from tests.torch.gpu_problem import draw
 from tests.torch.processes import run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("direct")]
-
-ROUNDING = 1.7e-3  # of the norm: bfloat16, uniformly
 
 
 def step(problem: p.Problem, seeds: Any, **options: Any) -> list[torch.Tensor]:
@@ -28,13 +25,10 @@ def step(problem: p.Problem, seeds: Any, **options: Any) -> list[torch.Tensor]:
 
 
 def differentiated(problem: p.Problem, seeds: Any, call: Any = linear_logprobs, **options: Any) -> Any:
-    """Results and gradients, the mean logit's among them if there is one."""
+    """Results and gradients."""
     leaves = problem.leaves()
     out = call(*leaves, **options)
-    total = p.objective(out, seeds)
-    if out.mean_logit is not None:
-        total = total + (seeds[0].flip(0) * out.mean_logit).sum()
-    return out, torch.autograd.grad(total, leaves[:2])
+    return out, torch.autograd.grad(p.objective(out, seeds), leaves[:2])
 
 
 def test_the_process_has_no_client_of_jax() -> None:
@@ -69,31 +63,27 @@ CALLS: list[dict[str, Any]] = [
     {"cache_bytes": 4 << 20, "temperature": 0.7},
     *PADDED,
     {"vocab_size": 8000, "cache_bytes": 1 << 30, "stats": True, "logit_softcap": 5.0},
-    {"mean_logit": True, "temperature": 0.7},
-    {"mean_logit": True, "vocab_size": 8001, "logit_scale": 0.5},
+    {"vocab_size": 8001, "logit_scale": 0.5},
 ]
 
 
 @pytest.mark.parametrize("options", CALLS, ids=str)
 def test_the_results_are_those_of_jax(options: dict[str, Any]) -> None:
-    """The kernels are the same; what lies between them is rounded in another order, by some units in the last place."""
+    """The kernels are the same. In the gradients, XLA rounds some steps between them in another order."""
     problem = draw(700, 512, 8192)
     seeds = p.seeds_like(problem.labels)
     found = step(problem, seeds, **options)
     assert all(map(torch.equal, found, step(problem, seeds, **options)))
     launch_with("jax")
     wanted = step(problem, seeds, **options)
-    assert max(map(p.value_error, found[:3], wanted[:3])) < 2e-6
+    assert all(map(torch.equal, found[:3], wanted[:3]))
     assert max(map(p.relative_norm, found[3:], wanted[3:])) < 2e-4  # few roundings to bfloat16 differ
 
 
 @pytest.mark.parametrize("vocab_size", [8192, 8001, 4096, 100])
 @pytest.mark.parametrize("cache_bytes", [0, 1 << 30])
-def test_what_is_computed_beside_the_kernels(vocab_size: int, cache_bytes: int) -> None:
-    """The columns before padding, which may hold NaN, and the mean logit: no further from float64 than stored logits.
-
-    The mean logit's part of dweight is added to what is rounded, and the sum is rounded once more.
-    """
+def test_the_tile_with_padding(vocab_size: int, cache_bytes: int) -> None:
+    """The columns before padding, which may hold NaN: no further from float64 than stored logits."""
     problem = draw(700, 512, 8192)
     seeds = p.seeds_like(problem.labels)
     told: Any = dict(temperature=0.8, logit_scale=1.3)
@@ -102,17 +92,16 @@ def test_what_is_computed_beside_the_kernels(vocab_size: int, cache_bytes: int) 
     want, wanted = differentiated(double, seeds, p.stored, **told)
     _, plain = differentiated(true, seeds, p.stored, dtype=torch.bfloat16, **told)
     problem.weight[vocab_size:] = float("nan")
-    told |= dict(stats=True, mean_logit=True, cache_bytes=cache_bytes, vocab_size=vocab_size)
+    told |= dict(stats=True, cache_bytes=cache_bytes, vocab_size=vocab_size)
     out, (dhidden, dweight) = differentiated(problem, seeds, **told)
-    assert max(map(p.value_error, out[:6], want[:6])) < 1e-5
+    assert max(map(p.value_error, out[:5], want[:5])) < 1e-5
     assert not dweight[vocab_size:].any()
     assert p.relative_norm(dhidden, wanted[0]) < 1.02 * p.relative_norm(plain[0], wanted[0])
-    twice_rounded = math.hypot(p.relative_norm(plain[1], wanted[1]), ROUNDING)
-    assert p.relative_norm(dweight[:vocab_size], wanted[1]) < 1.02 * twice_rounded
+    assert p.relative_norm(dweight[:vocab_size], wanted[1]) < 1.02 * p.relative_norm(plain[1], wanted[1])
 
 
 def test_a_whole_size_has_the_bits_of_any_other_count() -> None:
-    """4096 tokens have a program of their own, and 8192 as well; fewer share one."""
+    """Its hidden states are read where they lie, those of fewer tokens are copied."""
     problem = draw(8192, 256, 151936)
     for T in (4096, 8192):
         part = p.Problem(problem.hidden[:T], problem.weight, problem.labels[:T])
@@ -160,10 +149,9 @@ def test_threads_on_streams_of_their_own() -> None:
     assert wrong == [0] * 4
 
 
-@pytest.mark.parametrize(("cache_bytes", "most"), [(0, 10), (1 << 30, 12)])
-def test_few_programs_serve_all_counts_of_tokens_in_flat_memory(cache_bytes: int, most: int) -> None:
-    problem = draw(16384, 256, 2048)
-    before, programs = 0, len(_direct._programs)
+@pytest.mark.parametrize("cache_bytes", [0, 1 << 30])
+def test_all_counts_of_tokens_in_flat_memory(cache_bytes: int) -> None:
+    problem, before = draw(16384, 256, 2048), 0
     counts = [16384, 8192, 4096, *random.Random(0).sample(range(1, 16384), 197)]
     for i, count in enumerate(counts):
         part = p.Problem(problem.hidden[:count], problem.weight, problem.labels[:count])
@@ -171,4 +159,3 @@ def test_few_programs_serve_all_counts_of_tokens_in_flat_memory(cache_bytes: int
         if i == 60:
             before = torch.cuda.memory_reserved()
     assert torch.cuda.memory_reserved() <= before
-    assert len(_direct._programs) - programs <= most

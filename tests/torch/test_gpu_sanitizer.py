@@ -29,7 +29,7 @@ class Run(NamedTuple):
     """A tool, none for the kernels alone, what it watches, and its options."""
 
     tool: str
-    parts: tuple[str, ...] = ("whole", "live", "counted", "bridge")
+    parts: tuple[str, ...] = ("plain", "cached", "loss", "candidates", "live")
     options: tuple[str, ...] = ()
 
 
@@ -38,7 +38,7 @@ RUNS = {
     "racecheck": Run("racecheck"),
     "synccheck": Run("synccheck"),
     "initcheck": Run("initcheck", ("forward",)),
-    "filled memory": Run("", ("filled", "whole", "live", "counted", "bridge")),
+    "filled memory": Run("", ("filled", "plain", "cached", "loss", "candidates", "live")),
 }
 
 

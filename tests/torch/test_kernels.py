@@ -19,6 +19,7 @@ from lce_torch_bridge import (
 )
 from lce_torch_bridge._types import Operands
 from tests.torch import problem as p
+from tests.torch import sanitized
 from tests.torch.as_gpu import SMALL, emulated
 from tests.torch.two_ranks import TwoRanks
 
@@ -153,3 +154,15 @@ def test_what_no_list_serves_goes_elsewhere(monkeypatch: pytest.MonkeyPatch) -> 
     assert "candidates" in str(_kernels.why_not(x, p.told(784, num_candidates=2)))  # as a backward asks
     assert "gradient_threshold" in str(_kernels.why_not(x, p.told(784, gradient_threshold=1e-3)))
     assert "implementation='xla'" in str(_kernels.why_not(x, p.told(784, implementation="xla")))
+
+
+@pytest.mark.usefixtures("programs")
+@pytest.mark.parametrize(
+    "part",
+    [pytest.param(part, marks=pytest.mark.slow if part != "plain" else ()) for part in (*sanitized.PARTS, "loss")],
+)
+def test_memory_may_hold_anything(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What compute-sanitizer watches on a GPU, in the interpreter: the same bits over zeros and over NaN."""
+    monkeypatch.setattr(sanitized, "DEVICE", "cpu")
+    _, checked = next(sanitized.checks([part]))
+    sanitized.filled(checked)

@@ -31,4 +31,3 @@ def widest_swizzle(extent: int, itemsize: int) -> tuple[int, int]:
     """The widest swizzle, in bytes, and its elements that divide ``extent`` columns."""
     swizzle = next(s for s in (128, 64, 32) if extent * itemsize % s == 0)
     return swizzle, swizzle // itemsize
-
