@@ -139,7 +139,7 @@ class Running(NamedTuple):
         old, new = _relative_to(m, self.stats, scale), _relative_to(m, part, scale)
         lost = _relative_to(m, self.stats._replace(sumexp=self.lost[0], weighted=self.lost[1]), scale)
         pairs = [_sums(x) for x in (old, new, lost)]
-        stats = merge(jax.tree.map(lambda a, b: jnp.stack([a, b]), old, new), 1.0)  # both relative to m now
+        stats = _added(old, new)
         sumexp, weighted = jax.tree.map(lambda a, b, _: a + b, *pairs)
         return Running(
             stats._replace(sumexp=sumexp, weighted=weighted),

@@ -23,15 +23,13 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax import _options, scalars
+from lce_jax import _kl_math, _options, scalars
 from lce_jax._distillation import distillation_loss
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
 
 __all__ = ["cispo", "cross_entropy", "dapo", "distillation_loss", "grpo", "ppo_clip", "with_entropy_bonus"]
-
-MOST_DIFFERENCE = 80.0
 
 
 def cross_entropy(
@@ -271,7 +269,7 @@ def with_entropy_bonus(loss_fn: Callable[..., Any], coefficient: float | Float[A
 
 def _bounded(difference: Any) -> Any:
     """A difference of log-probabilities whose exponential is finite, so that 0 times it is 0; no gradient beyond."""
-    return jnp.minimum(difference, MOST_DIFFERENCE)
+    return jnp.minimum(difference, _kl_math.MOST_DISTANCE)
 
 
 def _not_negative(name: str, value: Any) -> Any:
