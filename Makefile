@@ -9,13 +9,14 @@ WORKERS ?= 2
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 
-.PHONY: demo test test-all test-gpu test-frameworks lint docs bench clean help
+.PHONY: demo test test-all test-gpu test-frameworks test-compile lint docs bench clean help
 help:
 	@echo "make demo      train a small transformer on this machine and compare with stored logits"
 	@echo "make test      all tests that need no GPU, doctests and notebooks included"
 	@echo "make test-all  those, every combination of parameters, and sweeps that take many minutes"
 	@echo "make test-gpu  the tests that need GPUs"
 	@echo "make test-frameworks  the trainers of Tunix and TRL with our loss, in an environment of their own"
+	@echo "make test-compile  the kernels down to machine code for GPUs that need not be there, in an environment of its own"
 	@echo "make lint      ruff, mypy and the layer contracts"
 	@echo "make docs      the documentation, into site/; a warning is an error"
 	@echo "make bench     speed and memory on this machine"
@@ -38,6 +39,17 @@ test-frameworks:
 	.venv-frameworks/bin/python -m pip install --quiet --editable . 'google-tunix==0.1.7' 'trl==1.16.0' 'torch>=2.11' pytest
 	.venv-frameworks/bin/python -m pytest tests/recipes/test_tunix.py tests/recipes/test_trl.py
 
+# No driver and no GPU: JAX's plugin and NVIDIA's compiler alone, beside what .venv has.
+CUDA := nvidia-cuda-nvcc nvidia-nvvm nvidia-cuda-crt nvidia-cuda-nvrtc nvidia-nvjitlink
+CUDA_VERSION := 13.5.37
+test-compile: $(VENV)/.ready
+	$(PYTHON) -m venv .venv-compile
+	.venv-compile/bin/python -m pip install --quiet --no-deps $(CUDA:%=%==$(CUDA_VERSION)) \
+		$$($(RUN) -c 'from jax import __version__ as v; print(f"jax-cuda13-plugin=={v} jax-cuda13-pjrt=={v}")')
+	purelib() { $$1/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }; \
+	site=$$(purelib .venv-compile); purelib $(VENV) > $$site/borrowed.pth; \
+	PATH=$$site/nvidia/cu13/bin:$$PATH JAX_PLATFORMS=cpu .venv-compile/bin/python -m pytest tests/compiled
+
 lint: $(VENV)/.ready
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
@@ -54,7 +66,7 @@ bench: $(VENV)/.ready
 	$(RUN) -m lce_jax.bench $(BENCH_ARGS)
 
 clean:
-	rm -rf $(VENV) .venv-jax-* .venv-frameworks .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache demo-out bench-out docs/notebooks site
+	rm -rf $(VENV) .venv-jax-* .venv-frameworks .venv-compile .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache demo-out bench-out docs/notebooks site
 
 $(VENV)/.ready: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 12))' || { \

@@ -1,0 +1,158 @@
+"""The kernels as machine code for a Hopper GPU, on a machine without one: registers, spills and shared memory.
+
+``python -m tests.compiled.machine_code`` prints the table that stands in ``kernels.txt`` beside this file, and
+``... machine_code heads`` that of other heads. It needs the wheels of ``make test-compile``: JAX's CUDA plugin, which
+describes a GPU that is not there, and ptxas.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+from jax.experimental import topologies
+
+from lce_jax import passes
+from lce_jax._models import MODELS
+from lce_jax.passes import _mosaic
+from lce_jax.passes._recorder import Kernel
+from tests.devices import H200
+
+HERE = pathlib.Path(__file__).parent
+TABLE = HERE / "kernels.txt"
+PREFIX = "lce kernel"  # of a line that this file prints before ptxas prints its own
+USED = re.compile(rb"ptxas info *: Used (\d+) registers")
+SPILLED = re.compile(rb"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+
+
+class Entry(NamedTuple):
+    """What ptxas says of a kernel."""
+
+    kernel: str
+    of: str  # the call
+    registers: int  # of a thread
+    stack: int  # bytes
+    spill_stores: int  # bytes
+    spill_loads: int  # bytes
+    shared: int  # bytes of a block that a launch asks for
+
+    def __str__(self) -> str:
+        """A line of the table."""
+        return (
+            f"{self.kernel:20} {self.of:34} {self.registers:>9} {self.stack:>5} {self.spill_stores:>6} "
+            f"{self.spill_loads:>6} {self.shared:>7}"
+        )
+
+
+HEADER = f"{'kernel':20} {'call':34} {'registers':>9} {'stack':>5} {'stores':>6} {'loads':>6} {'shared':>7}"
+
+
+def head(model: str, **changed: Any) -> passes.Head:
+    """A model's head, for 4096 tokens."""
+    of = MODELS[model]
+    columns = -(-of.vocab_size // 8) * 8
+    given: Any = dict(
+        num_tokens=4096, hidden_size=of.hidden_size, num_columns=columns, vocab_size=of.vocab_size, start=0
+    )
+    return passes.Head(**given | {"dtype": "bfloat16", "device": H200, "logit_softcap": of.logit_softcap} | changed)
+
+
+def calls() -> dict[str, passes.Head]:
+    """The calls whose kernels are compiled, by name: models, then options."""
+    everything: Any = dict(stats=True, has_temperature=True, vocab_size=151643, copied_from="float32")
+    return {
+        **{
+            name: head(name)
+            for name in ("qwen3-8b", "llama3-70b", "gpt-oss", "gemma2-9b", "mixtral-8x7b", "qwen2.5-0.5b")
+        },
+        "qwen3-8b, 128 tokens": head("qwen3-8b", num_tokens=128, copied_from="bfloat16"),
+        "qwen3-8b, every option": head("qwen3-8b", **everything),
+        "qwen3-8b, no entropy, float16": head("qwen3-8b", entropy=False, dtype="float16"),
+        "qwen3-8b, a full cache": head("qwen3-8b", cache_bytes=1 << 40),
+    }
+
+
+def programs(of: passes.Head) -> Iterator[passes.Program]:
+    """The passes of a call."""
+    caches = of.cache_bytes > 0
+    yield passes.forward(of, keep_cache=caches)
+    seeds = ("logprobs", "entropy") if of.entropy else ("logprobs",)
+    how: Any = dict(cached=caches, owns_cache=caches, adds=False, exact=of.copied_from is None)
+    yield passes.backward(of, seeds, (True, True), of.copied_from or of.dtype, **how)
+    yield passes.merge(of, ranks=8)
+
+
+def kernels() -> list[tuple[Kernel, str]]:
+    """Every kernel once, with the first call that has it."""
+    found: dict[bytes, tuple[Kernel, str]] = {}  # calls of other shapes may share one
+    for name, of in calls().items():
+        for program in programs(of):
+            for launch in program.launches:
+                found.setdefault(_mosaic.module(launch.kernel, H200), (launch.kernel, name))
+    scale = passes.scale(4096 * 151936, "float32", "bfloat16", H200).launches[0].kernel
+    return [*found.values(), (scale, "qwen3-8b")]
+
+
+def device() -> Any:
+    """An H200 that is described and not there."""
+    spec = (HERE / "h200.txtpb").read_text()
+    return topologies.get_topology_desc("h200", platform="cuda", target_config=spec, topology="1x1x1").devices[0]
+
+
+def shared_bytes(kernel: Kernel) -> int:
+    """The shared memory that a launch asks for: its last operand, a constant."""
+    from jax._src.interpreters import mlir
+    from jax._src.lib.mlir import ir
+
+    context = mlir.make_ir_context()
+    context.allow_unregistered_dialects = True
+    with context:
+        _mosaic.mosaic().dialect.register_dialect(context)
+        text = str(ir.Module.parse(_mosaic.module(kernel, H200)))
+    (operands,) = re.findall(r'"stable_mosaic_gpu.gpu.launch"\(([^)]*)\)', text)
+    name = operands.split(", ")[-1]
+    return int(re.findall(rf"{name} = .*value = (\d+) :", text)[0])
+
+
+def compile_all() -> None:
+    """Compiles every kernel; ptxas prints what it finds after each line of ours."""
+    sharding = jax.sharding.SingleDeviceSharding(device())
+    for kernel, name in kernels():
+        print(f"{PREFIX} {kernel.name}|{name}|{shared_bytes(kernel)}", flush=True)
+        given = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in kernel.arrays]
+        with passes.for_device(H200):
+            lowered = jax.jit(lambda *x, kernel=kernel: kernel.function(*x)).trace(*given)
+            lowered.lower(lowering_platforms=("cuda",)).compile()
+
+
+def entries() -> list[Entry]:
+    """The table, from a process of its own: ptxas writes to its standard error."""
+    told = os.environ | {"MOSAIC_GPU_DUMP_PTXAS": "1", "JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "0"}
+    command = [sys.executable, "-m", "tests.compiled.machine_code", "compile"]
+    done = subprocess.run(command, env=told, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
+    if done.returncode:
+        raise RuntimeError(done.stdout.decode(errors="replace")[-6000:])
+    first, *parts = re.split(rb"^" + PREFIX.encode() + rb" ", done.stdout, flags=re.MULTILINE)
+    del first
+    return [_entry(part) for part in parts]
+
+
+def _entry(said: bytes) -> Entry:
+    name, of, shared = said.split(b"\n", 1)[0].decode().split("|")
+    (registers,), (spilled,) = USED.findall(said), SPILLED.findall(said)
+    return Entry(name, of, int(registers), *map(int, spilled), int(shared))
+
+
+def table(found: list[Entry]) -> str:
+    """The text of the table."""
+    return "\n".join([HEADER, *map(str, found)]) + "\n"
+
+
+if __name__ == "__main__":
+    compile_all() if sys.argv[1:] == ["compile"] else print(table(entries()), end="")

@@ -1,0 +1,60 @@
+"""What the kernels become for a Hopper GPU, compiled here (`make test-compile`), and what whole programs hold there."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from lce_jax import explain, linear_logprobs, passes
+from tests.compiled import machine_code
+from tests.compiled.machine_code import TABLE
+from tests.devices import H200
+
+VERSION, _, COMMITTED = TABLE.read_text().partition("\n")
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("jax_plugins") is None, reason="make test-compile brings the wheels"),
+    pytest.mark.skipif(f"JAX {jax.__version__}," not in VERSION, reason=f"the table is that of {VERSION}"),
+]
+
+
+def test_registers_and_spills_are_those_of_the_table() -> None:
+    """A change of a kernel is a change of ``kernels.txt``: python -m tests.compiled.machine_code prints it anew."""
+    found = machine_code.table(machine_code.entries())
+    changes = difflib.unified_diff(COMMITTED.splitlines(), found.splitlines(), "committed", "compiled", lineterm="", n=0)
+    assert found == COMMITTED, "\n".join(changes)
+
+
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        ((4096, 4096, 151936), {}),
+        ((4096, 4096, 151936), {"cache_bytes": 1 << 40}),
+        ((8192, 2880, 201088), {"temperature": 0.7, "logit_softcap": 30.0, "stats": True}),
+    ],
+    ids=str,
+)
+def test_a_program_holds_no_more_than_its_plan_says(shape: tuple[int, int, int], options: dict[str, Any]) -> None:
+    """Temporary memory as XLA has planned it for an H200, gradients aside. The logits would take several times that."""
+    T, H, V = shape
+    sharding = jax.sharding.SingleDeviceSharding(machine_code.device())
+
+    def struct(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    def objective(hidden: Any, weight: Any, labels: Any) -> Any:
+        out = linear_logprobs(hidden, weight, labels, implementation="mosaic_gpu", **options)
+        return out.logprobs.sum() + out.entropy.sum()
+
+    given = struct((T, H), jnp.bfloat16), struct((V, H), jnp.bfloat16), struct((T,), jnp.int32)
+    with passes.for_device(H200):
+        traced = jax.jit(jax.value_and_grad(objective, argnums=(0, 1))).trace(*given)
+        memory = traced.lower(lowering_platforms=("cuda",)).compile().memory_analysis()
+        plan = explain(*given, **options)
+    planned = plan.kept_bytes + max(plan.forward_bytes, plan.backward_bytes)
+    assert 0.5 * planned < memory.temp_size_in_bytes < 1.05 * planned
+    assert memory.temp_size_in_bytes < 0.6 * T * V * 4
