@@ -83,11 +83,10 @@ def selected(spec: Spec, rows: Rows, stats: ShardStatistics, cache: Any) -> tupl
     """
     order = None if rows.where is None else _rows.compaction(rows.where)
     num_rows = rows.num_rows if order is None else order.num_rows
-    of_rows = Normalizer(stats.max, jnp.log(stats.sumexp), row_scale(spec, rows))
+    of_rows = Normalizer(stats.max, stats.sumexp)
     if order is not None:
-        of_rows = jax.tree.map(lambda x: x[order.source] if jnp.ndim(x) else x, of_rows)
-    live = None if num_rows is None else jnp.arange(stats.max.shape[0], dtype=jnp.int32) < num_rows
-    cache, dropped = _dispatch.IMPLEMENTATIONS[spec.implementation].selected(spec.case, cache, of_rows, live)
+        of_rows = jax.tree.map(lambda x: x[order.source], of_rows)
+    cache, dropped = _dispatch.IMPLEMENTATIONS[spec.implementation].selected(spec.case, cache, of_rows, num_rows)
     return cache, dropped if order is None or dropped is None else _rows.expand(order, dropped)
 
 

@@ -79,8 +79,7 @@ def of_kernels(test: Call, case: Case, operands: Operands, seeds: list[jax.Array
     def run(operands: Operands) -> Any:
         stats, cache = mosaic.statistics(operands, case, True)
         if case.options.gradient_threshold:
-            scale = _math.row_scale(case.options, operands.inverse_temperature)
-            cache, dropped = mosaic.selected(case, cache, Normalizer(stats.max, jnp.log(stats.sumexp), scale), None)
+            cache, dropped = mosaic.selected(case, cache, Normalizer(stats.max, stats.sumexp), None)
             assert (dropped is not None) == test.options.stats
         rows = coefficients(test, stats, cotangent, operands)
         if operands.candidates is not None:
