@@ -84,11 +84,17 @@ def joined(
                 groups, maxima = kernels.join_keeping(call.prepared, parts, groups, case, GROUP, numbers, maxima)
         return cache, groups, maxima
 
-    num_groups = len(firsts) * -(-most // GROUP)
-    kept = num_groups * GROUP, kept_fields, shape.padded_tokens
-    start = cache, memory(num_groups), host.empty(kept, jnp.float32) if kept_fields else None
+    kept = maxima_shape(call, num_tiles, kept_fields)
+    start = cache, memory(kept[0] // GROUP), host.empty(kept, jnp.float32) if kept_fields else None
     cache, groups, maxima = host.loop(firsts, window, host.vary_like(start, call.prepared))
     return groups, cache, maxima
+
+
+def maxima_shape(call: Call, num_tiles: int, kept_fields: int) -> tuple[int, int, int]:
+    """What `joined` keeps of each tile: [tiles, fields, Tp]."""
+    most = _chunks.launch_tiles(call.case, call.shape, call.kernels.budget, num_tiles)
+    launches = -(-num_tiles // most)
+    return launches * -(-most // GROUP) * GROUP, kept_fields, call.shape.padded_tokens
 
 
 def join_all(

@@ -59,6 +59,9 @@ class LiveKernelSet(Protocol):
     def dropped_mass(self, masses: Float[Array, "parts Tp"], numbers: Int[Array, "2"]) -> Float[Array, "Tp"]:
         """The sum of the parts in their order. ``numbers``: how many rows there are, and the stride of fields."""
 
+    def live_shape(self, case: Case) -> tuple[int, int]:
+        """The shape of what `select` says of the tiles."""
+
     def live_counts(self, sizes: Sizes, live: Int[Array, "tiles blocks"]) -> Int[Array, "tiles"]:
         """The live row blocks of each tile."""
 

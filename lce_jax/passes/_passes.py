@@ -20,7 +20,16 @@ import jax
 import jax.numpy as jnp
 
 from lce_jax._types import Case, Device, Operands, Options
-from lce_jax.mosaic import _backward, _cache, _dhidden, _forward, _generations, _partial_statistics
+from lce_jax.mosaic import (
+    _backward,
+    _cache,
+    _dhidden,
+    _forward,
+    _generations,
+    _live,
+    _live_backward,
+    _partial_statistics,
+)
 from lce_jax.mosaic._cache import Cache
 from lce_jax.mosaic._call import Call
 from lce_jax.mosaic._geometry import geometry
@@ -46,7 +55,8 @@ class Head:
         start: the global id of the weight's first row.
         dtype: the weight's.
         device: what runs it.
-        entropy, stats, logit_scale, logit_softcap, cache_bytes: as in `lce_jax.linear_logprobs`.
+        entropy, stats, logit_scale, logit_softcap, cache_bytes, gradient_threshold: as in `lce_jax.linear_logprobs`.
+        dropped_mass: whether what the threshold leaves out is a result, the last one.
         has_temperature: whether each token has one.
         copied_from: hidden's dtype where its rows are copied first: it has fewer than ``num_tokens``, or another dtype
             than the weight. None: kernels read it where it lies.
@@ -65,6 +75,8 @@ class Head:
     logit_scale: float = 1.0
     logit_softcap: float | None = None
     cache_bytes: int = 0
+    gradient_threshold: float = 0.0
+    dropped_mass: bool = False
     has_temperature: bool = False
     copied_from: str | None = None
     megatron: bool = False
@@ -74,7 +86,7 @@ class Head:
         """As the kernels know it."""
         options = Options(
             logit_scale=self.logit_scale, logit_softcap=self.logit_softcap, entropy=self.entropy, stats=self.stats,
-            cache_bytes=self.cache_bytes,
+            cache_bytes=self.cache_bytes, gradient_threshold=self.gradient_threshold,
         )  # fmt: skip
         return Case(
             num_tokens=self.num_tokens, hidden_size=self.hidden_size, vocab_size=self.num_columns,
@@ -176,44 +188,71 @@ class _Pass:
 def forward(head: Head, keep_cache: bool) -> Program:
     """``hidden, weight, labels [R, 2], temperatures -> results, kept, cache`` of a whole vocabulary.
 
-    Labels are the halves of int64 numbers. Temperatures are there if the head has them.
+    Labels are the halves of int64 numbers. Temperatures are there if the head has them. With a threshold, the live
+    tiles take the place of the cache.
     """
     made = _Pass(head)
-    call, temperatures, kept, groups, cache = _statistics(made, keep_cache)
+    call, temperatures, kept, groups, cache, maxima = _statistics(made, keep_cache)
     joined = _forward.join_all(call, groups)
     given = made.of_rows, kept, head.vocab_size, head.megatron
     results, kept = made.kernels.finish(head.case, joined, made.ids(kept), temperatures, *given)
-    return made.program([*results, kept, *jax.tree.leaves(cache)])
+    dropped, live = _selected(made, call, maxima, kept)
+    return made.program([*results, *dropped, kept, *jax.tree.leaves(cache), *live[: int(keep_cache)]])
 
 
 def part(head: Head, keep_cache: bool) -> Program:
-    """``hidden, weight, labels [R, 2], temperatures -> statistics, kept, cache`` of a shard.
+    """``hidden, weight, labels [R, 2], temperatures -> statistics, kept, cache, maxima`` of a shard.
 
     The statistics are the first fields of what is sent, [1, fields + 1, Tp]. The caller fills the last field with the
-    number of the weight's rows.
+    number of the weight's rows. With a threshold, the maxima of the shard's tiles are what `merge` needs of them.
     """
     made = _Pass(head)
-    call, _, kept, groups, cache = _statistics(made, keep_cache)
+    call, _, kept, groups, cache, maxima = _statistics(made, keep_cache)
     sent: Any = made.host.empty((1, head.sent_fields, made.shape.padded_tokens), jnp.float32)
-    return made.program([_forward.join_all(call, groups, sent), kept, *jax.tree.leaves(cache)])
+    return made.program([_forward.join_all(call, groups, sent), kept, *jax.tree.leaves((cache, maxima))])
 
 
-def merge(head: Head, ranks: int) -> Program:
-    """``gathered [N, fields + 1, Tp], kept, temperatures -> results``; kept is written to."""
+def merge(head: Head, ranks: int, keep_cache: bool = False) -> Program:
+    """``gathered [N, fields + 1, Tp], kept, temperatures, maxima -> results, live``; kept is written to.
+
+    With a threshold: this shard's live tiles, if they are kept, and its part of the dropped mass.
+    """
     made = _Pass(head)
     gathered = made.input(ranks, head.sent_fields, made.shape.padded_tokens)
     kept = made.input(head.kept_fields * head.num_tokens)
     temperatures = made.input(head.num_tokens) if head.has_temperature else None
     marked, _ = made.kernels.prepare(head.case, made.ids(kept), temperatures, 0, made.of_labels, None)
     call = made.call(gathered, gathered, marked)  # without a weight
+    fields = _kept_of_tiles(head, keep_cache)
+    maxima = made.input(*_forward.maxima_shape(call, _forward.num_live_tiles(call), fields)) if fields else None
     joined = _forward.join_all(call, gathered)
     given = made.of_rows, kept, head.vocab_size, head.megatron, gathered
     results, kept = made.kernels.finish(head.case, joined, made.ids(kept), temperatures, *given)
-    return made.program([*results, kept])
+    dropped, live = _selected(made, call, maxima, kept)
+    return made.program([*results, *dropped, kept, *live[: int(keep_cache)]])
 
 
-def _statistics(made: _Pass, keep_cache: bool) -> tuple[Call, Buffer | None, Buffer, Buffer, Cache | None]:
-    """The call, the temperatures, what is kept, the statistics of groups, the cache."""
+def _kept_of_tiles(head: Head, keep_cache: bool) -> int:
+    """How many numbers of each token a forward keeps of each tile until it knows which are live."""
+    if not head.gradient_threshold:
+        return 0
+    return 2 if head.dropped_mass else int(keep_cache)
+
+
+def _selected(made: _Pass, call: Call, maxima: Buffer | None, kept: Buffer) -> tuple[list[Buffer], list[Buffer]]:
+    """The dropped mass, if it is a result, and the live tiles, if there is a threshold."""
+    if maxima is None:
+        return [], []
+    case, of_tokens, field = call.case, (call.prepared.targets, call.prepared.scale), 1 + made.head.has_temperature
+    numbers = made.host.numbers(ROWS, STRIDE, _live.always_live(call))
+    live, masses = made.kernels.select(case, maxima, *of_tokens, kept, field, numbers)
+    if masses is None:
+        return [], [live]
+    return [made.kernels.dropped_mass(masses, made.of_rows).view((case.num_tokens,))], [live]
+
+
+def _statistics(made: _Pass, keep_cache: bool) -> tuple[Call, Buffer | None, Buffer, Buffer, Cache | None, Buffer]:
+    """The call, the temperatures, what is kept, the statistics of groups, the cache, what is kept of each tile."""
     head = made.head
     hidden, weight = made.operands()
     labels = made.input(head.num_tokens, 2, dtype=jnp.int32)
@@ -223,8 +262,9 @@ def _statistics(made: _Pass, keep_cache: bool) -> tuple[Call, Buffer | None, Buf
     call = made.call(hidden, weight, marked)
     cached = cached_tiles(head, keep_cache)
     cache = _cache.empty(made.host, head.case, made.shape, cached) if cached else None
-    groups, cache, _ = _forward.joined(call, _forward.num_live_tiles(call), cache)
-    return call, temperatures, kept, groups, cache
+    fields = _kept_of_tiles(head, keep_cache)
+    groups, cache, maxima = _forward.joined(call, _forward.num_live_tiles(call), cache, fields)
+    return call, temperatures, kept, groups, cache, maxima
 
 
 def backward(
@@ -245,7 +285,7 @@ def backward(
         seeds: which cotangents there are: some of "logprobs", "entropy" and "lse".
         wanted: which gradients.
         dhidden_dtype: what dhidden is rounded to.
-        cached: whether there is a cache.
+        cached: whether there is a cache, which is the live tiles with a threshold.
         owns_cache: whether its memory may be overwritten.
         adds: dweight is added to a float32 sum, an operand, and is no result.
         exact: there are as many tokens as the program takes.
@@ -255,13 +295,17 @@ def backward(
     kept = made.input(head.kept_fields * head.num_tokens)
     given = {name: made.input(head.num_tokens) for name in seeds}
     total = made.input(head.num_columns, head.hidden_size) if adds else None
-    cache = _cache_input(made) if cached else None
+    cache = _cache_input(made) if cached and not head.gradient_threshold else None
+    live = made.input(*made.kernels.live_shape(case), dtype=jnp.int32) if head.gradient_threshold else None
     temperatures = kept if head.has_temperature else None
     marked, _ = made.kernels.prepare(case, made.ids(kept), temperatures, 1, made.of_labels, None)
     call = made.call(hidden, weight, marked)
     factors = made.kernels.coefficients(case, kept, head.has_temperature, given, made.of_rows, head.vocab_size)
     whole = exact and dhidden_dtype == head.dtype and _fills(made)
-    sums, dweight = _backward.walk(call, factors, None, cache, whole, owns_cache, total)
+    if live is None:
+        sums, dweight = _backward.walk(call, factors, None, cache, whole, owns_cache, total)
+    else:
+        sums, dweight = _live_backward.walk(call, factors, live, total)
     if sums.dtype == jnp.float32 or not whole:
         sums = made.kernels.total(case, sums, jnp.dtype(dhidden_dtype), made.host.numbers(ROWS))
     return made.program([x for x, want in zip((sums, dweight), wanted, strict=True) if want])

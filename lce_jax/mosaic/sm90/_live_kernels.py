@@ -12,9 +12,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from lce_jax._types import Case
+from lce_jax.mosaic._geometry import geometry
 from lce_jax.mosaic._live_kernel_set import LiveKernelSet
 from lce_jax.mosaic._operands import Prepared
 from lce_jax.mosaic._worklist import Batches, Entries, RowEntries, RowLists, Sizes, Worklist
+from lce_jax.mosaic.sm90._hardware import ROW_BLOCK, TILING
 from lce_jax.mosaic.sm90._tuning import Tunings
 
 if TYPE_CHECKING:
@@ -56,13 +58,18 @@ class LiveKernels(LiveKernelSet):
         """One thread per token and a few tiles."""
         from lce_jax.mosaic.sm90 import _select
 
-        return _select.select(case, maxima, targets, scale, merged, field, numbers)
+        return _select.select(case, self.live_shape(case), maxima, targets, scale, merged, field, numbers)
 
     def dropped_mass(self, masses: Float[Array, "parts Tp"], numbers: Int[Array, "2"]) -> Float[Array, "Tp"]:
         """One thread per token."""
         from lce_jax.mosaic.sm90 import _select
 
         return _select.dropped_mass(masses, numbers)
+
+    def live_shape(self, case: Case) -> tuple[int, int]:
+        """Row blocks are padded to one for each thread."""
+        shape = geometry(case, TILING)
+        return shape.num_tiles, -(-shape.row_blocks // ROW_BLOCK) * ROW_BLOCK
 
     def live_counts(self, sizes: Sizes, live: Int[Array, "tiles blocks"]) -> Int[Array, "tiles"]:
         """A block per vocabulary tile."""

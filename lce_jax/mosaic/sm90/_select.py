@@ -31,6 +31,7 @@ TILES = 16  # of a block, whose loads overlap
 
 def select(
     case: Case,
+    live_shape: tuple[int, int],
     maxima: Float[Array, "tiles kept Tp"],
     targets: Int[Array, "Tp"],
     scale: Float[Array, "Tp"],
@@ -42,6 +43,7 @@ def select(
 
     Args:
         case: of the shard.
+        live_shape: of the first result.
         maxima: each tile's largest x, and its sum if the probabilities are asked for.
         targets: the shard's columns of the labels, -1 where it does not hold them.
         scale: the k of eq. 0 in base 2.
@@ -51,8 +53,7 @@ def select(
         numbers: how many rows there are, the stride of fields, and a tile that is live whatever it holds, or -1.
     """
     shape = geometry(case, TILING)
-    columns, parts = -(-shape.row_blocks // THREADS) * THREADS, -(-shape.num_tiles // TILES)
-    outputs = [jax.ShapeDtypeStruct((shape.num_tiles, columns), jnp.int32)]
+    outputs, parts = [jax.ShapeDtypeStruct(live_shape, jnp.int32)], -(-shape.num_tiles // TILES)
     if maxima.shape[1] > 1:
         outputs.append(jax.ShapeDtypeStruct((parts, shape.padded_tokens), jnp.float32))
     body = functools.partial(_select, math.log2(case.options.gradient_threshold), field)
