@@ -5,6 +5,11 @@
     merge                             join ─ finish                       all shards' statistics
     backward   prepare ─ coefficients ─ (dlogits ─ dhidden ─ dweight) … ─ total
 
+With a ``gradient_threshold``, a forward or a merge ends in the live tiles, and a backward makes lists of them:
+
+    forward    … finish ─ select
+    backward   … coefficients ─ lists ─ (live dlogits ─ dhidden ─ dweight) … ─ total
+
 What is kept of each token is flat, ``stride`` numbers a field: its label (int32), its temperature if it has one, and
 the merged statistics.
 """
@@ -20,21 +25,12 @@ import jax
 import jax.numpy as jnp
 
 from lce_jax._types import Case, Device, Operands, Options
-from lce_jax.mosaic import (
-    _backward,
-    _cache,
-    _dhidden,
-    _forward,
-    _generations,
-    _live,
-    _live_backward,
-    _partial_statistics,
-)
+from lce_jax.mosaic import _backward, _cache, _dhidden, _forward, _generations, _live_backward, _partial_statistics
 from lce_jax.mosaic._cache import Cache
 from lce_jax.mosaic._call import Call
 from lce_jax.mosaic._geometry import geometry
 from lce_jax.mosaic._operands import Prepared
-from lce_jax.passes import _list
+from lce_jax.passes import _kept, _list
 from lce_jax.passes._list import Program
 from lce_jax.passes._recorder import ROWS, STRIDE, RecordedKernels, Recorder
 
@@ -196,7 +192,7 @@ def forward(head: Head, keep_cache: bool) -> Program:
     joined = _forward.join_all(call, groups)
     given = made.of_rows, kept, head.vocab_size, head.megatron
     results, kept = made.kernels.finish(head.case, joined, made.ids(kept), temperatures, *given)
-    dropped, live = _selected(made, call, maxima, kept)
+    dropped, live = _kept.selected(made, call, maxima, kept)
     return made.program([*results, *dropped, kept, *jax.tree.leaves(cache), *live[: int(keep_cache)]])
 
 
@@ -223,32 +219,13 @@ def merge(head: Head, ranks: int, keep_cache: bool = False) -> Program:
     temperatures = made.input(head.num_tokens) if head.has_temperature else None
     marked, _ = made.kernels.prepare(head.case, made.ids(kept), temperatures, 0, made.of_labels, None)
     call = made.call(gathered, gathered, marked)  # without a weight
-    fields = _kept_of_tiles(head, keep_cache)
+    fields = _kept.fields_of_tiles(head, keep_cache)
     maxima = made.input(*_forward.maxima_shape(call, _forward.num_live_tiles(call), fields)) if fields else None
     joined = _forward.join_all(call, gathered)
     given = made.of_rows, kept, head.vocab_size, head.megatron, gathered
     results, kept = made.kernels.finish(head.case, joined, made.ids(kept), temperatures, *given)
-    dropped, live = _selected(made, call, maxima, kept)
+    dropped, live = _kept.selected(made, call, maxima, kept)
     return made.program([*results, *dropped, kept, *live[: int(keep_cache)]])
-
-
-def _kept_of_tiles(head: Head, keep_cache: bool) -> int:
-    """How many numbers of each token a forward keeps of each tile until it knows which are live."""
-    if not head.gradient_threshold:
-        return 0
-    return 2 if head.dropped_mass else int(keep_cache)
-
-
-def _selected(made: _Pass, call: Call, maxima: Buffer | None, kept: Buffer) -> tuple[list[Buffer], list[Buffer]]:
-    """The dropped mass, if it is a result, and the live tiles, if there is a threshold."""
-    if maxima is None:
-        return [], []
-    case, of_tokens, field = call.case, (call.prepared.targets, call.prepared.scale), 1 + made.head.has_temperature
-    numbers = made.host.numbers(ROWS, STRIDE, _live.always_live(call))
-    live, masses = made.kernels.select(case, maxima, *of_tokens, kept, field, numbers)
-    if masses is None:
-        return [], [live]
-    return [made.kernels.dropped_mass(masses, made.of_rows).view((case.num_tokens,))], [live]
 
 
 def _statistics(made: _Pass, keep_cache: bool) -> tuple[Call, Buffer | None, Buffer, Buffer, Cache | None, Buffer]:
@@ -260,9 +237,9 @@ def _statistics(made: _Pass, keep_cache: bool) -> tuple[Call, Buffer | None, Buf
     kept = made.kept()
     marked, _ = made.kernels.prepare(head.case, labels, temperatures, 0, made.of_labels, made.ids(kept))
     call = made.call(hidden, weight, marked)
-    cached = cached_tiles(head, keep_cache)
+    cached = _kept.cached_tiles(head, keep_cache)
     cache = _cache.empty(made.host, head.case, made.shape, cached) if cached else None
-    fields = _kept_of_tiles(head, keep_cache)
+    fields = _kept.fields_of_tiles(head, keep_cache)
     groups, cache, maxima = _forward.joined(call, _forward.num_live_tiles(call), cache, fields)
     return call, temperatures, kept, groups, cache, maxima
 
@@ -295,8 +272,8 @@ def backward(
     kept = made.input(head.kept_fields * head.num_tokens)
     given = {name: made.input(head.num_tokens) for name in seeds}
     total = made.input(head.num_columns, head.hidden_size) if adds else None
-    cache = _cache_input(made) if cached and not head.gradient_threshold else None
-    live = made.input(*made.kernels.live_shape(case), dtype=jnp.int32) if head.gradient_threshold else None
+    cache = _kept.cache_input(made) if cached and not head.gradient_threshold else None
+    live = made.input(*_kept.live_shape(head), dtype=jnp.int32) if head.gradient_threshold else None
     temperatures = kept if head.has_temperature else None
     marked, _ = made.kernels.prepare(case, made.ids(kept), temperatures, 1, made.of_labels, None)
     call = made.call(hidden, weight, marked)
@@ -315,36 +292,3 @@ def _fills(made: _Pass) -> bool:
     """Whether dhidden's sums have no more rows and columns than dhidden."""
     splits, rows, columns = _dhidden.sums_shape(made.head.case, made.shape)
     return (splits, rows, columns) == (1, made.head.num_tokens, made.head.hidden_size)
-
-
-def _cache_input(made: _Pass) -> Cache:
-    structs = _cache.empty(Recorder(), made.head.case, made.shape, cached_tiles(made.head, True))
-    exponentials, highest = (made.input(*x.shape, dtype=x.dtype) for x in structs)
-    return Cache(exponentials, highest)
-
-
-def cached_tiles(head: Head, keep_cache: bool) -> int:
-    """The vocabulary tiles whose exponentials a forward keeps."""
-    if not keep_cache:
-        return 0
-    shape = geometry(head.case, _generations.KERNEL_SETS[0].tiling)
-    live = head.num_columns if head.live_columns is None else max(head.live_columns, 1)
-    return min(_cache.num_cached_tiles(head.case, shape), -(-live // shape.tile))
-
-
-def refusal_to_scale(size: int, device: Device) -> str | None:
-    """Why no kernel multiplies so many numbers on a device; None if one does."""
-    kernels = _generations.serving(device)
-    if kernels is None:
-        return f"no kernels for {device.kind}"
-    if size % kernels.scaled_numbers or size >= 1 << 31:
-        return f"{size} numbers must be a multiple of {kernels.scaled_numbers}, and less than 2^31"
-    return None
-
-
-def scale(size: int, dtype: str, to: str, device: Device) -> Program:
-    """``x [n], factor [1] -> factor · x`` in float32, rounded once."""
-    host = Recorder()
-    given = host.input((size,), dtype), host.input((1,), "float32")
-    kernels: Any = RecordedKernels(_generations.serving(device), host)
-    return _list.program(host, [kernels.scale(*given, jnp.dtype(to))], device)

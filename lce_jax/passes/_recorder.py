@@ -147,10 +147,6 @@ class RecordedKernels:
         """No launch."""
         return self._kernels.live_group(case)
 
-    def live_shape(self, case: Any) -> tuple[int, int]:
-        """No launch."""
-        return self._kernels.live_shape(case)
-
     def __getattr__(self, name: str) -> Callable[..., Any]:
         """A launch, under its name."""
         return functools.partial(self._launch, name)
