@@ -5,7 +5,7 @@ Feed it float64 operands (with ``jax.enable_x64``) and every step runs in float6
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 from jax import lax

@@ -209,8 +209,8 @@ def gradients(
     if not _way.may_be_direct(hidden) or not can_add(sums):
         if not call.gradient_threshold or len(cache) != 1:
             return None
-        given = hidden, weight, saved, cache, cotangents, wanted, call
-        return added_apart(hidden, sums, lambda sums: gradients(*given, sums))
+        again = functools.partial(gradients, hidden, weight, saved, cache, cotangents, wanted, call)
+        return added_apart(hidden, sums, again)
     if device != _torch.current_device():
         with torch.cuda.device(device):
             return gradients(hidden, weight, saved, cache, cotangents, wanted, call, sums)

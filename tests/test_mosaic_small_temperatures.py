@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lce_jax import _math, _repeats, mosaic
+from lce_jax import _repeats, mosaic
 from lce_jax._statistics import Normalizer
 from lce_jax._types import Case, LogprobOutput, Operands, Results
 from lce_jax.mosaic import _generations

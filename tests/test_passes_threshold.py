@@ -22,17 +22,15 @@ from lce_jax.passes import _mosaic
 from tests import emulated_launches
 from tests.devices import H200
 from tests.mosaic_interpreter import add_stores
-from tests.test_mosaic_threshold import kernels_of
 from tests.test_mosaic_threshold import call as call_of
+from tests.test_mosaic_threshold import kernels_of
 
 LISTS = ["live_counts", "live_order", "live_entries", "live_rows", "live_row_lists", "live_ranks"]
 
 
 def head(**changed: Any) -> passes.Head:
     given = {"num_tokens": 8192, "hidden_size": 4096, "num_columns": 151936, "vocab_size": 151936, "start": 0}
-    return passes.Head(
-        **{**given, "dtype": "bfloat16", "device": H200, "gradient_threshold": 2.0**-12, **changed}
-    )
+    return passes.Head(**{**given, "dtype": "bfloat16", "device": H200, "gradient_threshold": 2.0**-12, **changed})
 
 
 def backward(of: passes.Head, **how: Any) -> passes.Program:
@@ -97,7 +95,8 @@ def run(program: passes.Program, rows: int, given: list[Any]) -> list[np.ndarray
     numbers = np.array(program.numbers(rows, max(rows, passes.THREADS)), np.int32)
     addresses = [x.ctypes.data for x in (*outputs, *given)]
     emulated_launches.loaded(program)(0, workspace.ctypes.data, numbers.ctypes.data, addresses)
-    return [emulated_launches.memory(x.ctypes.data, struct) for x, struct in zip(outputs, structs, strict=True)]
+    found = zip(outputs, structs, strict=True)
+    return [emulated_launches.memory(x.ctypes.data, struct).copy() for x, struct in found]
 
 
 def test_the_bits_of_jax(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""What the host code asks of the kernels with a ``gradient_threshold``: live tiles, their lists, and their gradients."""
+"""What the host code asks of the kernels with a ``gradient_threshold``: live tiles, lists of them, their gradients."""
 
 from __future__ import annotations
 

@@ -108,9 +108,7 @@ def test_a_split_vocabulary(programs: list[Any], monkeypatch: pytest.MonkeyPatch
     for ranks.rank in (0, 1, 0, 1):
         kept, live = saved[ranks.rank]
         x = parts[ranks.rank]
-        dhidden, part = _execute.gradients(
-            x.hidden, x.weight, None, kept, [live], seeds, (True, True, False), call
-        )
+        dhidden, part = _execute.gradients(x.hidden, x.weight, None, kept, [live], seeds, (True, True, False), call)
         dweight.append(part)
     want = Oracle(problem, true, None)
     live = torch.cat([saved[rank][1][:, :2] for rank in range(2)])
@@ -129,7 +127,11 @@ def test_main_grad(programs: list[Any]) -> None:
         leaves.weight.main_grad = main_grad
         given = leaves.hidden, leaves.weight, problem.labels
         total, _ = linear_loss(
-            lambda logprob, entropy, _: -logprob - entropy, *given, wgrad="main_grad", gradient_threshold=1e-6, **options
+            lambda logprob, entropy, _: -logprob - entropy,
+            *given,
+            wgrad="main_grad",
+            gradient_threshold=1e-6,
+            **options,
         )
         total.backward()
         return [leaves.hidden.grad, leaves.weight.main_grad - 1]

@@ -119,10 +119,11 @@ def zeros(shape: tuple[int, int, int], numbers: Int[Array, "1"]) -> Float[Array,
     def body(numbers: Any, output: Any) -> None:
         split, row = lax.axis_index("split"), lax.axis_index("row")
 
-        @pl.when(row < numbers[0])
-        def _() -> None:
+        def clear() -> None:
             for column in range(0, shape[2], width):
                 value = plgpu.layout_cast(jnp.zeros((width,), jnp.float32), layout)
                 output.at[split, row, pl.ds(column, width)][...] = value
+
+        pl.when(row < numbers[0])(clear)
 
     return kernel(body, [output], "lce_zeros", {"split": shape[0], "row": shape[1]})(numbers)[0]

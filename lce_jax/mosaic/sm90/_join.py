@@ -65,7 +65,7 @@ def _kernel(
     parts: Any,  # [parts, fields, Tp]
     scale: Any,  # [Tp]
     numbers: Any,  # live rows, parts, the first group
-    *results: Any,  # [groups, fields, Tp], and the maxima, if any, as they were; both as they will be, in the same places
+    *results: Any,  # [groups, fields, Tp] and the maxima, if any, as they were; both as they will be, in their places
 ) -> None:
     output, *maxima = results[len(results) // 2 :]
     names, block, number = _partial_statistics.names(case.options), lax.axis_index("rows"), lax.axis_index("group")

@@ -40,7 +40,10 @@ def update_dhidden(
     batches: Batches,
     batch: Int[Array, "1"],
 ) -> Float[Array, "splits Tp Hp"]:
-    """``sums`` with a batch's part added; ``batch`` is its number. Each list is cut into as many parts as there are arrays of sums."""
+    """``sums`` with a batch's part added; each list is cut into as many parts as there are arrays of sums.
+
+    ``batch`` is its number.
+    """
     matmul = Matmul(case, tuning, 1, case.options.vocab_dim, shares_lhs=True)
     body = functools.partial(_dhidden_kernel, matmul)
     lists = (*batches.rows, work.by_row, work.tile_by_row, batches.scalars, batch)

@@ -79,9 +79,10 @@ def _select(
     tiles = [part * TILES + i for i in range(TILES)]
 
     def put(tile: Any, is_live: Any) -> None:
-        @pl.when(tile < live.shape[0])
-        def _() -> None:
+        def store() -> None:
             live[tile, block] = is_live
+
+        pl.when(tile < live.shape[0])(store)
 
     def none_is_live() -> None:
         for tile in tiles:
@@ -116,9 +117,7 @@ def _load(maxima: Any, tile: Any, rows: Any) -> tuple[Any, Any]:
     """A tile's largest x and its sum, if they are there; tiles that nothing has visited are padding."""
     there, at = along(tile) < maxima.shape[0], jnp.minimum(tile, maxima.shape[0] - 1)
     none = FLOOR, 0.0
-    found = [
-        jnp.where(there, maxima[at, i, rows], along(none[i], jnp.float32)) for i in range(min(maxima.shape[1], 2))
-    ]
+    found = [jnp.where(there, maxima[at, i, rows], along(none[i], jnp.float32)) for i in range(min(maxima.shape[1], 2))]
     return found[0], found[1] if len(found) > 1 else None
 
 
@@ -129,10 +128,11 @@ def dropped_mass(masses: Float[Array, "parts Tp"], numbers: Int[Array, "2"]) -> 
     def body(masses: Any, numbers: Any, dropped: Any) -> None:
         rows = Rows.of(lax.axis_index("rows"), numbers[0])
 
-        @pl.when(rows.live)
-        def _() -> None:
+        def add() -> None:
             parts = (masses[i, rows.here] for i in range(masses.shape[0]))
             dropped.at[rows.here][...] = functools.reduce(jnp.add, parts)
+
+        pl.when(rows.live)(add)
 
     grid = {"rows": masses.shape[1] // THREADS}
     return kernel(body, [output], "lce_dropped_mass", grid)(masses, numbers)[0]

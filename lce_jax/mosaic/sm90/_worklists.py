@@ -109,12 +109,12 @@ def _entries(
         pl.when(is_live > 0)(lambda: put(entry, block))
         return entry + is_live
 
+    def put_end() -> None:
+        firsts[sizes.tiles] = end
+
     last = _walk(sizes.blocks, [lambda rows: live[tile, rows]], visit, start)
     lax.fori_loop(last, end, lambda entry, _: put(entry, jnp.int32(0)), None)
-
-    @pl.when(rank == sizes.tiles - 1)
-    def _() -> None:
-        firsts[sizes.tiles] = end
+    pl.when(rank == sizes.tiles - 1)(put_end)
 
 
 def rows(
@@ -132,12 +132,12 @@ def _rows(
     block = lax.axis_index("block")
     first = block * sizes.tiles
 
-    def visit(n: Any, _: Any, place: Any, tile: Any) -> Any:
-        @pl.when(place >= 0)
-        def _() -> None:
-            by_row[n] = place
-            tile_by_row[n] = tile
+    def put(n: Any, place: Any, tile: Any) -> None:
+        by_row[n] = place
+        tile_by_row[n] = tile
 
+    def visit(n: Any, _: Any, place: Any, tile: Any) -> Any:
+        pl.when(place >= 0)(lambda: put(n, place, tile))
         return n + (place >= 0).astype(jnp.int32)
 
     _walk(sizes.tiles, [lambda rows: places[block, rows], lambda rows: order[rows]], visit, first)
@@ -189,17 +189,18 @@ def _row_lists(
     list_firsts[batch, place] = starts[batch, block]
     list_counts[batch, place] = count
 
-    @pl.when(block == 0)
-    def _() -> None:
-        begin, end = (
-            _sum(sizes.tiles, lambda _, rows, bound=bound: _as_int(firsts[rows] < bound))
-            for bound in (batch * sizes.share, (batch + 1) * sizes.share)
-        )
+    def first_rank(entry: Any) -> Any:
+        return _sum(sizes.tiles, lambda _, rows: _as_int(firsts[rows] < entry))
+
+    def put_numbers() -> None:
+        begin, end = first_rank(batch * sizes.share), first_rank((batch + 1) * sizes.share)
         entry = firsts[begin]
         num_row_blocks = _sum(sizes.blocks, lambda _, rows: _as_int(counts[batch, rows] > 0))
         fields = Batch(begin, end - begin, entry, firsts[end] - entry, num_row_blocks, numbers[0])
         for i, field in enumerate(fields):
             scalars[batch, i] = field
+
+    pl.when(block == 0)(put_numbers)
 
 
 def ranks(sizes: Sizes, first: Int[Array, "ranks+1"], counts: Int[Array, "ranks"]) -> Int[Array, "ranks"]:
