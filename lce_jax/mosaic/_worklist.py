@@ -39,7 +39,7 @@ class Sizes(NamedTuple):
 
     @property
     def share(self) -> int:
-        """Of a batch. A vocabulary tile belongs to the batch in whose share it begins, and reaches beyond it."""
+        """Entries of a batch. A vocabulary tile belongs to the batch in which it begins, and reaches beyond it."""
         return self.entries if self.entries <= self.slots else self.slots - self.entries_of_tile + self.group
 
     @property

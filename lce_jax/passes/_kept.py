@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lce_jax.mosaic import _cache, _generations, _live
 from lce_jax.mosaic._cache import Cache
@@ -10,9 +10,7 @@ from lce_jax.mosaic._call import Call
 from lce_jax.mosaic._geometry import geometry
 from lce_jax.passes._recorder import ROWS, STRIDE, Recorder
 
-if TYPE_CHECKING:
-    from lce_jax.passes._passes import Head
-
+type Head = Any  # a `_passes.Head`
 type Buffer = Any  # a `_recorder.Buffer`, which the host code takes for an array
 
 
