@@ -44,10 +44,10 @@ class Implementation(Protocol):
         With a ``gradient_threshold`` the cache may also hold what `selected` needs.
         """
 
-    def selected(self, case: Case, cache: Any, of_rows: Normalizer, live: Any) -> tuple[Any, Any]:
+    def selected(self, case: Case, cache: Any, of_rows: Normalizer, num_rows: Any) -> tuple[Any, Any]:
         """With a ``gradient_threshold``: the cache as `gradients` takes it, and the dropped mass [T], or None for 0.
 
-        ``live`` [T] says which rows count, None: all.
+        The first ``num_rows`` count, None: all.
         """
 
     def gradients(

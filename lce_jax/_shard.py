@@ -65,8 +65,7 @@ def statistics(spec: Spec, primals: Primals, rows: Rows, start: Any, keep_cache:
 
     def elsewhere(implementation: Any, case: Case, operands: Operands) -> tuple[ShardStatistics, Any]:
         _, cache = jax.eval_shape(chosen, operands)  # of the kernels' shape, but nothing will read it
-        empty = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), cache)
-        return implementation.statistics(operands, case)[0], empty
+        return implementation.statistics(operands, case)[0], _zeros(cache)
 
     stats, cache = _run(spec, chosen, elsewhere, operands)
     stats = stats if order is None else _rows.expand(order, stats)
@@ -83,11 +82,17 @@ def selected(spec: Spec, rows: Rows, stats: ShardStatistics, cache: Any) -> tupl
     """
     order = None if rows.where is None else _rows.compaction(rows.where)
     num_rows = rows.num_rows if order is None else order.num_rows
-    of_rows = Normalizer(stats.max, jnp.log(stats.sumexp), row_scale(spec, rows))
+    of_rows = Normalizer(stats.max, stats.sumexp)
     if order is not None:
-        of_rows = jax.tree.map(lambda x: x[order.source] if jnp.ndim(x) else x, of_rows)
-    live = None if num_rows is None else jnp.arange(stats.max.shape[0], dtype=jnp.int32) < num_rows
-    cache, dropped = _dispatch.IMPLEMENTATIONS[spec.implementation].selected(spec.case, cache, of_rows, live)
+        of_rows = jax.tree.map(lambda x: x[order.source], of_rows)
+
+    def chosen(cache: Any, of_rows: Normalizer, num_rows: Any) -> tuple[Any, Any]:
+        return _dispatch.IMPLEMENTATIONS[spec.implementation].selected(spec.case, cache, of_rows, num_rows)
+
+    def elsewhere(_: Any, __: Any, *given: Any) -> tuple[Any, Any]:
+        return _zeros(jax.eval_shape(chosen, *given))  # nothing is left out, and nothing reads which tiles are live
+
+    cache, dropped = _run(spec, chosen, elsewhere, cache, of_rows, num_rows)
     return cache, dropped if order is None or dropped is None else _rows.expand(order, dropped)
 
 
@@ -188,6 +193,10 @@ def _run(spec: Spec, chosen: Callable[..., Any], elsewhere: Callable[..., Any], 
         return chosen(*operands)
     other = _dispatch.elsewhere(spec.case, spec.implementation, spec.requested)
     return by_platform(chosen, None if other is None else functools.partial(elsewhere, *other), *operands)
+
+
+def _zeros(structs: Any) -> Any:
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), structs)
 
 
 def _operands(

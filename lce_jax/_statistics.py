@@ -27,11 +27,10 @@ PER_CANDIDATE = ("candidates",)  # the fields that are [T, K], also for K = 1; t
 
 
 class Normalizer(NamedTuple):
-    """What makes probabilities of a token's statistics over some columns: p = s e^((m - max) scale - log_sumexp)."""
+    """What makes probabilities of a token's statistics m and s over some columns: p = s e^((m - max) k) / sumexp."""
 
     max: Float[Array, "T"]  # of the whole vocabulary, as in `ShardStatistics`
-    log_sumexp: Float[Array, "T"]
-    scale: Float[Array, "T"] | float  # the k of eq. 0
+    sumexp: Float[Array, "T"]
 
 
 def of_fields(fields: Mapping[str, Any]) -> ShardStatistics:

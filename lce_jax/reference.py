@@ -5,7 +5,7 @@ Feed it float64 operands (with ``jax.enable_x64``) and every step runs in float6
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -65,9 +65,9 @@ def statistics(operands: Operands, case: Case, keep_cache: bool = False) -> tupl
     return _math.tile_statistics(x, scale, operands.targets, live, case.options, operands.candidates), None
 
 
-def selected(case: Case, cache: None, of_rows: Normalizer, live: Array | None) -> tuple[None, None]:
+def selected(case: Case, cache: None, of_rows: Normalizer, num_rows: Any) -> tuple[None, None]:
     """No tile is left out, whatever the threshold."""
-    del case, of_rows, live
+    del case, of_rows, num_rows
     return cache, None
 
 

@@ -92,9 +92,9 @@ def _token_tile_statistics(operands: Operands, case: Case, tokens: _Tokens) -> S
     return _walk_vocabulary(case, operands, vocab_tile, running).finish()
 
 
-def selected(case: Case, cache: None, of_rows: Normalizer, live: Array | None) -> tuple[None, None]:
+def selected(case: Case, cache: None, of_rows: Normalizer, num_rows: Any) -> tuple[None, None]:
     """No tile is left out, whatever the threshold."""
-    del case, of_rows, live
+    del case, of_rows, num_rows
     return cache, None
 
 

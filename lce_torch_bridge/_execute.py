@@ -100,7 +100,10 @@ def forward_structs(x: Operands, call: Call, keep_cache: bool) -> list[torch.Ten
     spec = _spec(x.weight, call)
     saved = x.hidden.new_empty((x.numbers + spec.num_merged, tokens), dtype=torch.int32)
     cache = []
-    if keep_cache and tokens:
+    live = _kernels.live_shape(x, call) if keep_cache and tokens else None
+    if live is not None:
+        cache = [x.hidden.new_empty(live, dtype=torch.int32)]
+    elif keep_cache and tokens:
         structs = jax.tree.leaves(_cache_structure(x.hidden, x.weight, x.bias, x.numbers, spec))
         cache = [x.hidden.new_empty(struct.shape, dtype=getattr(torch, struct.dtype.name)) for struct in structs]
     return [*outputs, saved, *cache]

@@ -16,7 +16,8 @@ import torch
 
 from lce_jax import passes
 from lce_torch_bridge import _device, _rows, _torch, _way, tensor_parallel
-from lce_torch_bridge._loaded import Loaded, stride
+from lce_torch_bridge._added import added_apart, can_add
+from lce_torch_bridge._loaded import Loaded, of_stride, stride
 from lce_torch_bridge._main_grad import nothing_like
 from lce_torch_bridge._torch import Allocated, allocated
 from lce_torch_bridge._types import Call, Operands
@@ -43,7 +44,6 @@ def why_not(x: Operands, call: Call) -> str | None:
     if reason is not None:
         return reason
     options = {"bias": x.bias is not None, "candidates": call.num_candidates > 0, "mean_logit": call.mean_logit}
-    options["gradient_threshold"] = call.gradient_threshold > 0
     for name, asked in options.items():
         if asked:
             return f"{name}: no kernel computes what it needs between the others"
@@ -69,6 +69,7 @@ def _head(hidden: torch.Tensor, weight: torch.Tensor, call: Call, has_temperatur
         logit_scale=call.logit_scale,
         logit_softcap=call.logit_softcap,
         cache_bytes=call.cache_bytes,
+        gradient_threshold=call.gradient_threshold,
         has_temperature=has_temperature,
         copied_from=None if rows == len(hidden) and hidden.dtype == weight.dtype else _name(hidden.dtype),
         megatron=call.megatron,
@@ -104,7 +105,8 @@ class Forward(NamedTuple):
     fields: list[Allocated]
     sent: Allocated
     kept: Allocated
-    cache: list[Allocated]
+    cache: list[Allocated]  # with a threshold: of the whole vocabulary, the live tiles; of a part, what tells them
+    live: list[Allocated]  # the live tiles of a part
     order: list[int]  # of the results, as ``Call.fields`` has them
 
 
@@ -135,7 +137,9 @@ def forward(x: Operands, call: Call, keep_cache: bool) -> list[torch.Tensor] | N
         plan.first.run(device, [sent, kept, *cache, *given])
         sent[-1].fill_(plan.head.num_columns)
         gathered = tensor_parallel.gather(sent, call.group)
-        plan.merge.run(device, [*fields, gathered, kept, *per_token])
+        live = [_torch.empty(*each) for each in plan.live]
+        plan.merge.run(device, [*fields, *live, gathered, kept, *per_token, *cache[: len(live)]])
+        cache = live or cache
     found = [*(fields[i] for i in plan.order), kept]
     if tokens < passes.THREADS:
         found = [
@@ -154,19 +158,28 @@ def _plan_of_forward(x: Operands, call: Call, keep_cache: bool) -> Forward | str
     ranks, _ = tensor_parallel.size_and_rank(call.group)
     make = _forward if ranks == 1 else _part
     first = Loaded(make(head, keep_cache), tokens)
-    outputs = [x for x in first.program.outputs if x is not None]
-    count = (len(call.fields) if ranks == 1 else 1) + 1
     names = [name for name in ORDER if name in call.fields]
+    keeps_tiles = keep_cache and call.gradient_threshold > 0
+    merge = None if ranks == 1 else Loaded(_merge(head, ranks, keeps_tiles), tokens)
     return Forward(
         head=head,
         first=first,
-        merge=None if ranks == 1 else Loaded(_merge(head, ranks), tokens),
+        merge=merge,
         fields=[allocated((stride(tokens),), torch.float32)] * len(names),
         sent=allocated((head.sent_fields, head.padded_tokens), torch.float32),
         kept=allocated((head.kept_fields, stride(tokens)), torch.int32),
-        cache=[allocated(x.shape, getattr(torch, x.dtype.name)) for x in outputs[count:]],
+        cache=first.outputs((len(names) if ranks == 1 else 1) + 1),
+        live=[] if merge is None else merge.outputs(len(names)),
         order=[names.index(name) for name in list[str](call.fields)],
     )
+
+
+def live_shape(x: Operands, call: Call) -> tuple[int, int] | None:
+    """The shape of the live tiles, where a forward keeps these."""
+    if not call.gradient_threshold or not _way.launches_kernels(x.hidden) or why_not(x, call) is not None:
+        return None
+    rows = rows_of(x.hidden.shape[0], keep_cache=True)
+    return passes.live_shape(_head(x.hidden, x.weight, call, x.temperature is not None, rows))
 
 
 class Backward(NamedTuple):
@@ -191,13 +204,13 @@ def gradients(
 
     ``sums`` are `_execute.Sums`.
     """
-    device, owns_cache, adds = (
-        hidden.get_device(),
-        sums.owns_cache and bool(cache),
-        sums.main_grad if sums.total is None else sums.total,
-    )
-    if not _way.may_be_direct(hidden) or not _can_add(sums):
-        return None
+    adds = sums.main_grad if sums.total is None else sums.total
+    device, owns_cache = hidden.get_device(), sums.owns_cache and bool(cache) and not call.gradient_threshold
+    if not _way.may_be_direct(hidden) or not can_add(sums):
+        if not call.gradient_threshold or len(cache) != 1:
+            return None
+        again = functools.partial(gradients, hidden, weight, saved, cache, cotangents, wanted, call)
+        return added_apart(hidden, sums, again)
     if device != _torch.current_device():
         with torch.cuda.device(device):
             return gradients(hidden, weight, saved, cache, cotangents, wanted, call, sums)
@@ -213,18 +226,11 @@ def gradients(
         torch.autograd.graph.increment_version([*into, *cache] if owns_cache else into)  # as any change in place
     grads = [_torch.empty(*each) for each in plan.results]
     seeds = [_in_rows(x) for x in cotangents.values()]
-    given = [_device.usable(hidden), _device.usable(weight), _kept(saved), *seeds]
+    given = [_device.usable(hidden), _device.usable(weight), of_stride(saved), *seeds]
     plan.program.run(device, [*grads, *given, *into, *map(_device.usable, cache)])
     if plan.reduced:
         grads[0] = tensor_parallel.all_reduce(grads[0], call.group).to(hidden.dtype)
     return grads if sums.main_grad is None else [*grads, nothing_like(sums.main_grad, weight.dtype)]
-
-
-def _can_add(sums: Any) -> bool:
-    """Whether kernels can add dweight where it is asked for."""
-    if sums.total is not None:
-        return sums.total.is_torchs
-    return sums.main_grad is None or _device.is_usable(sums.main_grad)
 
 
 def _plan_of_backward(
@@ -243,7 +249,9 @@ def _plan_of_backward(
     reason = why_not(Operands(hidden, weight, None, saved[0], None, None), call)
     if reason is not None:
         return reason
-    rows = cache[0].shape[0] if cache else rows_of(tokens, keep_cache=False)
+    if call.gradient_threshold and len(cache) != 1:
+        return "gradient_threshold: JAX ran the forward, and kept other things than kernels do"
+    rows = rows_of(tokens, keep_cache=bool(cache))
     reduced = call.reduce_grad_hidden and call.group != tensor_parallel.NO_GROUP
     dtype = torch.float32 if reduced else hidden.dtype
     program = _backward(
@@ -278,16 +286,6 @@ def _plan_of_scaled(x: torch.Tensor, dtype: torch.dtype) -> Loaded | str:
     if reason is not None:
         return reason
     return Loaded(passes.scale(x.numel(), _name(x.dtype), _name(dtype), device), 0)
-
-
-def _kept(saved: torch.Tensor) -> torch.Tensor:
-    """What a forward kept, as it wrote it."""
-    fields, tokens = saved.shape
-    if saved.stride() == (stride(tokens), 1):
-        return saved
-    whole = saved.new_empty((fields, stride(tokens)))
-    whole[:, :tokens] = saved
-    return whole
 
 
 def _in_rows(x: torch.Tensor) -> torch.Tensor:

@@ -30,6 +30,11 @@ class Loaded:
         workspace = _torch.empty((self.program.workspace_bytes,), (1,), torch.uint8)  # reused in the stream's order
         self._run(stream, workspace.data_ptr(), numbers.data_ptr(), [x.data_ptr() for x in tensors])
 
+    def outputs(self, first: int) -> list[_torch.Allocated]:
+        """The memory of the results that have any, from that one on."""
+        own = [x for x in self.program.outputs if x is not None]
+        return [_torch.allocated(x.shape, getattr(torch, x.dtype.name)) for x in own[first:]]
+
     def _of_a_graph(self) -> torch.Tensor:
         """The numbers, written by an earlier call on any stream: a capture begins when all of it is done."""
         if not self._numbers:
@@ -62,3 +67,13 @@ def _refuse_capture(why: str) -> None:
 def stride(tokens: int) -> int:
     """The rows that arrays of so many tokens have."""
     return max(tokens, passes.THREADS)
+
+
+def of_stride(saved: torch.Tensor) -> torch.Tensor:
+    """What a forward kept, as it wrote it."""
+    fields, tokens = saved.shape
+    if saved.stride() == (stride(tokens), 1):
+        return saved
+    whole = saved.new_empty((fields, stride(tokens)))
+    whole[:, :tokens] = saved
+    return whole

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lce_jax import _math, _repeats, mosaic
+from lce_jax import _repeats, mosaic
 from lce_jax._statistics import Normalizer
 from lce_jax._types import Case, LogprobOutput, Operands, Results
 from lce_jax.mosaic import _generations
@@ -79,8 +79,7 @@ def of_kernels(test: Call, case: Case, operands: Operands, seeds: list[jax.Array
     def run(operands: Operands) -> Any:
         stats, cache = mosaic.statistics(operands, case, True)
         if case.options.gradient_threshold:
-            scale = _math.row_scale(case.options, operands.inverse_temperature)
-            cache, dropped = mosaic.selected(case, cache, Normalizer(stats.max, jnp.log(stats.sumexp), scale), None)
+            cache, dropped = mosaic.selected(case, cache, Normalizer(stats.max, stats.sumexp), None)
             assert (dropped is not None) == test.options.stats
         rows = coefficients(test, stats, cotangent, operands)
         if operands.candidates is not None:

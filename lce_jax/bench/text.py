@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax import _dispatch, _math, explain, local
+from lce_jax import _dispatch, explain, local
 from lce_jax._statistics import Normalizer
 from lce_jax.bench.problem import Problem
 from lce_jax.bench.shapes import Shape
@@ -90,8 +90,11 @@ def left_out(problem: Problem, threshold: float, implementation: str | None) -> 
     @jax.jit
     def of_tiles(*operands: Array) -> Any:
         stats, cache = local.statistics(*operands, keep_cache=True, **options)
-        of_rows = Normalizer(stats.max, jnp.log(stats.sumexp), _math.row_scale(plan.case.options, None))
+        of_rows = Normalizer(stats.max, stats.sumexp)
         return _dispatch.IMPLEMENTATIONS[plan.implementation].selected(plan.case, cache, of_rows, None)
 
     live, dropped = of_tiles(*operands)
-    return LeftOut(0.0, 0.0) if dropped is None else LeftOut(1.0 - float(live.mean()), float(dropped.mean()))
+    if dropped is None:
+        return LeftOut(0.0, 0.0)
+    blocks = -(-plan.case.num_tokens // plan.tiles["tokens"])
+    return LeftOut(1.0 - float(live[:, :blocks].mean()), float(dropped.mean()))

@@ -59,11 +59,11 @@ def statistics(operands: Operands, case: Case, keep_cache: bool = False) -> tupl
 
 
 @_promotes_ranks
-def selected(case: Case, cache: Any, of_rows: Normalizer, live: Any) -> tuple[Any, Any]:
+def selected(case: Case, cache: Any, of_rows: Normalizer, num_rows: Any) -> tuple[Any, Any]:
     """The live tiles, and the dropped mass."""
     if cache is None:
         return None, None
-    return _live.select(case, cache, _kernels(case).tiling.row_block, of_rows, live)
+    return _live.select(case, cache, _kernels(case), of_rows, num_rows)
 
 
 @_promotes_ranks

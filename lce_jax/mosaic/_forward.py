@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from lce_jax._types import Case, Operands, ShardStatistics
 from lce_jax.mosaic import _cache, _candidates, _chunks, _edge, _live, _mean, _partial_statistics
@@ -37,16 +36,18 @@ def statistics(
     num_tiles = num_live_tiles(call)
     cached = min(_cache.num_cached_tiles(case, call.shape), num_tiles) if keep_cache else 0
     cache = _cache.empty(call.host, case, call.shape, cached) if cached else None
-    groups, cache, tiles = joined(call, num_tiles, cache, _keeps_tiles(case, keep_cache))
+    groups, cache, maxima = joined(call, num_tiles, cache, _kept_fields(case, keep_cache))
     stats = _partial_statistics.to_nats(_partial_statistics.unstacked(case, join_all(call, groups)[0]))
     total = _mean.total(operands, case) if case.options.mean_logit else None
-    kept = cache if tiles is None else _live.tile_statistics(call, tiles)
+    kept = cache if maxima is None else _live.tile_statistics(call, maxima)
     return stats._replace(total=total, candidates=_candidates.unscaled(call)), kept
 
 
-def _keeps_tiles(case: Case, keep_cache: bool) -> bool:
-    """Whether what is left out of the gradients must be known: for a backward, or as a result."""
-    return case.options.gradient_threshold > 0 and (keep_cache or case.options.reports_dropped_mass)
+def _kept_fields(case: Case, keep_cache: bool) -> int:
+    """What is kept of each tile, where what is left out of the gradients must be known: for a backward, as a result."""
+    if not case.options.gradient_threshold:
+        return 0
+    return 2 if case.options.reports_dropped_mass else int(keep_cache)
 
 
 def num_live_tiles(call: Call) -> int:
@@ -58,11 +59,11 @@ def num_live_tiles(call: Call) -> int:
 
 
 def joined(
-    call: Call, num_tiles: int, cache: Cache | None, keep_tiles: bool = False
-) -> tuple[Float[Array, "groups fields Tp"], Cache | None, TileStatistics | None]:
+    call: Call, num_tiles: int, cache: Cache | None, kept_fields: int = 0
+) -> tuple[Float[Array, "groups fields Tp"], Cache | None, Float[Array, "tiles kept Tp"] | None]:
     """Eq. 1 of each group of the shard's first ``num_tiles`` tiles, in base 2; the cache with the first tiles' part.
 
-    With ``keep_tiles``, also what tells which tiles carry gradient.
+    Also the first ``kept_fields`` of each tile, whole groups of tiles.
     """
     case, shape, kernels, host = call.case, call.shape, call.kernels, call.host
     most = _chunks.launch_tiles(case, shape, kernels.budget, num_tiles)
@@ -72,31 +73,28 @@ def joined(
         return host.empty(_partial_statistics.array_shape(case, shape, count), jnp.float32)
 
     def window(first: Any, carry: Any) -> Any:
-        cache, groups, kept = carry
+        cache, groups, maxima = carry
         last = least(first + most, num_tiles)
         parts, cache = _window(call, first, last, memory(most), cache)
         with jax.named_scope("join_tiles"):
             numbers = host.numbers(call.prepared.num_rows, last - first, first // GROUP)
-            groups = kernels.join(call.prepared, parts, groups, case, GROUP, numbers)
-        if keep_tiles:
-            kept = _placed(kept, _live.of_tiles(case, _partial_statistics.unstacked(case, parts)), first)
-        return cache, groups, kept
+            if maxima is None:
+                groups = kernels.join(call.prepared, parts, groups, case, GROUP, numbers)
+            else:
+                groups, maxima = kernels.join_keeping(call.prepared, parts, groups, case, GROUP, numbers, maxima)
+        return cache, groups, maxima
 
-    kept = None
-    if keep_tiles and len(firsts) > 1:
-        size = len(firsts) * most, case.num_tokens
-        sumexp = host.empty(size, jnp.float32) if case.options.reports_dropped_mass else None
-        kept = TileStatistics(host.empty(size, jnp.float32), sumexp)
-    start = cache, memory(len(firsts) * -(-most // GROUP)), kept
-    cache, groups, kept = host.loop(firsts, window, host.vary_like(start, call.prepared))
-    return groups, cache, jax.tree.map(lambda x: x[:num_tiles], kept)
+    kept = maxima_shape(call, num_tiles, kept_fields)
+    start = cache, memory(kept[0] // GROUP), host.empty(kept, jnp.float32) if kept_fields else None
+    cache, groups, maxima = host.loop(firsts, window, host.vary_like(start, call.prepared))
+    return groups, cache, maxima
 
 
-def _placed(into: TileStatistics | None, part: TileStatistics, first: Any) -> TileStatistics:
-    """``part`` at tile ``first``; itself, where one window is all."""
-    if into is None:
-        return part
-    return jax.tree.map(lambda whole, x: lax.dynamic_update_slice_in_dim(whole, x, first, 0), into, part)
+def maxima_shape(call: Call, num_tiles: int, kept_fields: int) -> tuple[int, int, int]:
+    """What `joined` keeps of each tile: [tiles, fields, Tp]."""
+    most = _chunks.launch_tiles(call.case, call.shape, call.kernels.budget, num_tiles)
+    launches = -(-num_tiles // most)
+    return launches * -(-most // GROUP) * GROUP, kept_fields, call.shape.padded_tokens
 
 
 def join_all(

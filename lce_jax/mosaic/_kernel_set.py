@@ -8,14 +8,14 @@ from lce_jax._types import Case
 from lce_jax.mosaic._cache import Cache
 from lce_jax.mosaic._chunks import Budget
 from lce_jax.mosaic._geometry import Tiling
+from lce_jax.mosaic._live_kernel_set import LiveKernelSet
 from lce_jax.mosaic._operands import Marked, Prepared
-from lce_jax.mosaic._worklist import RowLists, Worklist
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
 
 
-class KernelSet(Protocol):
+class KernelSet(LiveKernelSet, Protocol):
     """The kernels of one generation of GPUs: what they are cut for, what they refuse, and their launches.
 
     Each launch gets a packed `Span`: the vocabulary tiles it covers, and the live rows and columns.
@@ -119,49 +119,6 @@ class KernelSet(Protocol):
         add: bool = False,
     ) -> Float[Array, "V H"]:
         """``dweight`` with the span's tiles written, or added, at its offset, from its rows."""
-
-    def live_group(self, case: Case) -> int:
-        """The entries of a `Worklist` that `live_dlogits` computes together: those of one vocabulary tile."""
-
-    def live_dlogits(
-        self,
-        prepared: Prepared,
-        weight: Float[Array, "V H"],
-        case: Case,
-        factors: Float[Array, "factors Tp"],
-        work: Worklist,
-        batch: Int[Array, "fields"],
-        slots: int,
-    ) -> Float[Array, "slots*blocks tile"]:
-        """The gradient in the raw products of a packed `Batch` of live tiles, each in the slot of its entry."""
-
-    def update_live_dhidden(
-        self,
-        sums: Float[Array, "splits Tp Hp"],
-        dlogits: Float[Array, "slots*blocks tile"],
-        weight: Float[Array, "V H"],
-        case: Case,
-        work: Worklist,
-        rows: RowLists,
-        batch: Int[Array, "fields"],
-    ) -> Float[Array, "splits Tp Hp"]:
-        """``sums`` with the batch's products over each row block's live vocabulary tiles added."""
-
-    def write_live_dweight(
-        self,
-        dweight: Float[Array, "V H"],
-        dlogits: Float[Array, "slots*blocks tile"],
-        hidden: Float[Array, "T H"],
-        case: Case,
-        work: Worklist,
-        ranks: Int[Array, "ranks"],
-        batch: Int[Array, "fields"],
-        add: bool = False,
-    ) -> Float[Array, "V H"]:
-        """``dweight`` with the batch's vocabulary tiles written, or added, each from its live row blocks.
-
-        ``ranks`` are the vocabulary tiles' ranks by batch, in the order to take them.
-        """
 
     def prepare(
         self,

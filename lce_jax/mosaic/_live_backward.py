@@ -12,18 +12,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 
-from lce_jax import _compat
 from lce_jax._types import Case, Operands, RowCoefficients
 from lce_jax.mosaic import _chunks, _dhidden, _edge, _mean, _operands
 from lce_jax.mosaic._call import Call
 from lce_jax.mosaic._kernel_set import KernelSet
-from lce_jax.mosaic._worklist import Batches, Worklist
+from lce_jax.mosaic._worklist import Batches, Sizes, Worklist
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float
+    from jaxtyping import Array, Float, Int
 
 
 def gradients(
@@ -31,7 +28,7 @@ def gradients(
     case: Case,
     kernels: KernelSet,
     rows: RowCoefficients,
-    live: Bool[Array, "tiles blocks"],
+    live: Int[Array, "tiles blocks"],
     dweight: Float[Array, "V H"] | None,
 ) -> tuple[Float[Array, "T H"], Float[Array, "V H"]]:
     """Eq. 5 over the live tiles: dhidden in fp32, anything on rows that are not live, and dweight.
@@ -39,39 +36,57 @@ def gradients(
     dweight is in the weight's dtype, or added to the fp32 sum ``dweight``.
     """
     call = Call.prepare(operands, case, kernels)
-    shape, adds = call.shape, dweight is not None
-    contracted = None
-    if operands.num_columns is not None:
-        contracted = jnp.arange(shape.num_tiles, dtype=jnp.int32) < _edge.contracted_tiles(call)
-    with jax.named_scope("worklist"):
-        work = Worklist.of(live, kernels.live_group(case), contracted)
-    sums = jnp.zeros(_dhidden.sums_shape(case, shape), jnp.float32)
-    total = lax.empty(operands.weight.shape, case.dtype) if dweight is None else dweight
-    sums, total = _walk(call, rows, work, *_compat.vary_like((sums, total), (operands, rows, live)), adds)
-    if _edge.is_left(call):
-        factors = _operands.row_factors(rows, shape.padded_tokens)
-        sums = _edge.update_dhidden(call, factors, None, sums)
+    factors = _operands.row_factors(rows, call.shape.padded_tokens)
+    sums, total = walk(call, factors, live, dweight)
     dhidden = _dhidden.total(sums, case)
     if rows.uniform is not None:
         dhidden, total = _mean.add_gradients(operands, case, rows.uniform, dhidden, total)
     return dhidden, total
 
 
-def _walk(call: Call, rows: RowCoefficients, work: Worklist, sums: Any, dweight: Any, adds: bool) -> tuple[Any, Any]:
-    """Both gradients with all live tiles in them, a batch at a time."""
-    case, shape, kernels, prepared = call.case, call.shape, call.kernels, call.prepared
-    factors = _operands.row_factors(rows, shape.padded_tokens)
-    group = kernels.live_group(case)
-    slots = _chunks.live_slots(case, shape, kernels.budget, group)
-    with jax.named_scope("worklist"):
-        batches = Batches.of(work, slots, group, prepared.num_columns)
+def walk(
+    call: Call,
+    factors: Float[Array, "factors Tp"],
+    live: Int[Array, "tiles blocks"],
+    dweight: Float[Array, "V H"] | None,
+) -> tuple[Float[Array, "splits Tp Hp"], Float[Array, "V H"]]:
+    """The parts of dhidden, and dweight, from the coefficients as the kernels take them."""
+    case, kernels, host, prepared, adds = call.case, call.kernels, call.host, call.prepared, dweight is not None
+    sizes = sizes_of(call)
+    work, batches = lists(call, sizes, live)
+    sums = kernels.zeros(_dhidden.sums_shape(case, call.shape), host.numbers(prepared.num_rows))
+    total = host.empty(prepared.weight.shape, case.dtype) if dweight is None else dweight
 
     @jax.named_scope("batch")
     def step(i: Any, carry: Any) -> Any:
         sums, dweight = carry
-        batch, lists = batches.at(i)
-        d = kernels.live_dlogits(prepared, prepared.weight, case, factors, work, batch, slots)
-        sums = kernels.update_live_dhidden(sums, d, prepared.weight, case, work, lists, batch)
-        return sums, kernels.write_live_dweight(dweight, d, prepared.hidden, case, work, batches.ranks, batch, adds)
+        batch = host.numbers(i)
+        d = kernels.live_dlogits(prepared, prepared.weight, case, factors, work, batches, batch, sizes.slots)
+        sums = kernels.update_live_dhidden(sums, d, prepared.weight, case, work, batches, batch)
+        return sums, kernels.write_live_dweight(dweight, d, prepared.hidden, case, work, batches, batch, adds)
 
-    return lax.fori_loop(0, batches.scalars.shape[0], step, (sums, dweight))
+    carry = host.vary_like((sums, total), (prepared, factors, live))
+    sums, total = host.loop(range(sizes.batches), step, carry)
+    return (_edge.update_dhidden(call, factors, None, sums) if _edge.is_left(call) else sums), total
+
+
+def sizes_of(call: Call) -> Sizes:
+    """Those of the call's lists."""
+    case, shape, kernels = call.case, call.shape, call.kernels
+    group = kernels.live_group(case)
+    return Sizes(shape.num_tiles, shape.row_blocks, group, _chunks.live_slots(case, shape, kernels.budget, group))
+
+
+@jax.named_scope("worklist")
+def lists(call: Call, sizes: Sizes, live: Int[Array, "tiles blocks"]) -> tuple[Worklist, Batches]:
+    """The lists of the live tiles. Those by row block have only vocabulary tiles that dhidden contracts in place."""
+    kernels, numbers = call.kernels, call.host.numbers
+    order, counts = kernels.live_order(sizes, kernels.live_counts(sizes, live))
+    entries = kernels.live_entries(sizes, live, order, counts, numbers(_edge.contracted_tiles(call)))
+    rows = kernels.live_rows(sizes, order, entries.first, entries.places)
+    per_batch = entries.first, rows.starts, rows.counts
+    row_lists, scalars = kernels.live_row_lists(sizes, *per_batch, numbers(call.prepared.num_columns))
+    ranks = kernels.live_ranks(sizes, entries.first, counts)
+    lists_of_rows = rows.by_row, rows.tile_by_row
+    work = Worklist(entries.row_blocks, entries.tiles, order, counts, entries.first, *lists_of_rows)
+    return work, Batches(scalars, row_lists, ranks)

@@ -40,11 +40,11 @@ class Marked(NamedTuple):
 def prepare(operands: Operands, case: Case, shape: Geometry) -> Prepared:
     """Pads the per-token operands, marks the tiles that hold a target and the columns that are padding."""
     options = case.options
-    hidden = _pad(operands.hidden, shape.tokens)
-    targets = _pad(operands.targets, shape.padded_tokens, -1)
+    hidden = pad(operands.hidden, shape.tokens)
+    targets = pad(operands.targets, shape.padded_tokens, -1)
     scale = jnp.full((shape.padded_tokens,), LOG2E * (options.logit_softcap or options.logit_scale), jnp.float32)
     if operands.inverse_temperature is not None:
-        scale = scale * _pad(operands.inverse_temperature, shape.padded_tokens)
+        scale = scale * pad(operands.inverse_temperature, shape.padded_tokens)
     tile = jnp.where(targets < 0, -1, targets // shape.tile).reshape(-1, shape.row_block, 1)
     flags = jnp.max((tile == jnp.arange(shape.num_tiles, dtype=jnp.int32)).astype(jnp.int32), axis=1)
     columns = jnp.asarray(case.vocab_size if operands.num_columns is None else operands.num_columns, jnp.int32)
@@ -54,7 +54,7 @@ def prepare(operands: Operands, case: Case, shape: Geometry) -> Prepared:
     return Prepared(hidden, operands.weight, targets, scale, flags, mask, columns, num_rows)
 
 
-def _pad(x: Array, rows: int, value: Any = 0) -> Array:
+def pad(x: Array, rows: int, value: Any = 0) -> Array:
     """``x`` padded to ``rows`` rows; ``x`` itself if it has them."""
     missing = rows - x.shape[0]
     if missing == 0:

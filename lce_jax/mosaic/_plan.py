@@ -16,7 +16,7 @@ def plan(case: Case, kernels: KernelSet, name: str, around: Surroundings) -> Pla
     """Tiles and bytes of ``case``."""
     shape = geometry(case, kernels.tiling)
     backward = _backward_columns(case, shape, kernels)
-    live = _live_bytes(case, shape)
+    live = _live_bytes(case, shape, kernels)
     copies = _copied_bytes(case, shape, around)
     launch = _chunks.launch_tiles(case, shape, kernels.budget, shape.num_tiles)
     groups = -(-shape.num_tiles // _chunks.GROUP)
@@ -67,12 +67,12 @@ class _Live(NamedTuple):
     backward: int = 0  # their lists
 
 
-def _live_bytes(case: Case, shape: Geometry) -> _Live:
+def _live_bytes(case: Case, shape: Geometry, kernels: KernelSet) -> _Live:
     if not case.options.gradient_threshold:
         return _Live()
-    per_token = 3 + case.options.reports_dropped_mass
-    tiles = shape.num_tiles * shape.row_blocks
-    return _Live(per_token * 4 * shape.num_tiles * shape.padded_tokens, tiles, 10 * 4 * tiles)
+    maxima = (1 + case.options.reports_dropped_mass) * 4 * shape.num_tiles * shape.padded_tokens
+    lists = 5 * 4 * shape.num_tiles * shape.row_blocks
+    return _Live(maxima, 4 * math.prod(kernels.live_shape(case)), lists)
 
 
 class _Copies(NamedTuple):

@@ -12,21 +12,20 @@ from __future__ import annotations
 
 from lce_jax._dispatch import for_device
 from lce_jax._types import Device
+from lce_jax.passes._kept import cached_tiles, live_shape
 from lce_jax.passes._list import Program
 from lce_jax.passes._mosaic import why_not
 from lce_jax.passes._passes import (
     THREADS,
     Head,
     backward,
-    cached_tiles,
     forward,
     merge,
     part,
     refusal,
-    refusal_to_scale,
-    scale,
 )
 from lce_jax.passes._refusal import UnservedError
+from lce_jax.passes._scale import refusal_to_scale, scale
 
 __all__ = [
     "THREADS",
@@ -38,6 +37,7 @@ __all__ = [
     "cached_tiles",
     "for_device",
     "forward",
+    "live_shape",
     "merge",
     "part",
     "refusal",

@@ -5,6 +5,11 @@
     merge                             join ─ finish                       all shards' statistics
     backward   prepare ─ coefficients ─ (dlogits ─ dhidden ─ dweight) … ─ total
 
+With a ``gradient_threshold``, a forward or a merge ends in the live tiles, and a backward makes lists of them:
+
+    forward    … finish ─ select
+    backward   … coefficients ─ lists ─ (live dlogits ─ dhidden ─ dweight) … ─ total
+
 What is kept of each token is flat, ``stride`` numbers a field: its label (int32), its temperature if it has one, and
 the merged statistics.
 """
@@ -20,12 +25,12 @@ import jax
 import jax.numpy as jnp
 
 from lce_jax._types import Case, Device, Operands, Options
-from lce_jax.mosaic import _backward, _cache, _dhidden, _forward, _generations, _partial_statistics
+from lce_jax.mosaic import _backward, _cache, _dhidden, _forward, _generations, _live_backward, _partial_statistics
 from lce_jax.mosaic._cache import Cache
 from lce_jax.mosaic._call import Call
 from lce_jax.mosaic._geometry import geometry
 from lce_jax.mosaic._operands import Prepared
-from lce_jax.passes import _list
+from lce_jax.passes import _kept, _list
 from lce_jax.passes._list import Program
 from lce_jax.passes._recorder import ROWS, STRIDE, RecordedKernels, Recorder
 
@@ -46,7 +51,8 @@ class Head:
         start: the global id of the weight's first row.
         dtype: the weight's.
         device: what runs it.
-        entropy, stats, logit_scale, logit_softcap, cache_bytes: as in `lce_jax.linear_logprobs`.
+        entropy, stats, logit_scale, logit_softcap, cache_bytes, gradient_threshold: as in `lce_jax.linear_logprobs`.
+        dropped_mass: whether what the threshold leaves out is a result, the last one.
         has_temperature: whether each token has one.
         copied_from: hidden's dtype where its rows are copied first: it has fewer than ``num_tokens``, or another dtype
             than the weight. None: kernels read it where it lies.
@@ -65,6 +71,8 @@ class Head:
     logit_scale: float = 1.0
     logit_softcap: float | None = None
     cache_bytes: int = 0
+    gradient_threshold: float = 0.0
+    dropped_mass: bool = False
     has_temperature: bool = False
     copied_from: str | None = None
     megatron: bool = False
@@ -74,7 +82,7 @@ class Head:
         """As the kernels know it."""
         options = Options(
             logit_scale=self.logit_scale, logit_softcap=self.logit_softcap, entropy=self.entropy, stats=self.stats,
-            cache_bytes=self.cache_bytes,
+            cache_bytes=self.cache_bytes, gradient_threshold=self.gradient_threshold,
         )  # fmt: skip
         return Case(
             num_tokens=self.num_tokens, hidden_size=self.hidden_size, vocab_size=self.num_columns,
@@ -176,44 +184,52 @@ class _Pass:
 def forward(head: Head, keep_cache: bool) -> Program:
     """``hidden, weight, labels [R, 2], temperatures -> results, kept, cache`` of a whole vocabulary.
 
-    Labels are the halves of int64 numbers. Temperatures are there if the head has them.
+    Labels are the halves of int64 numbers. Temperatures are there if the head has them. With a threshold, the live
+    tiles take the place of the cache.
     """
     made = _Pass(head)
-    call, temperatures, kept, groups, cache = _statistics(made, keep_cache)
+    call, temperatures, kept, groups, cache, maxima = _statistics(made, keep_cache)
     joined = _forward.join_all(call, groups)
     given = made.of_rows, kept, head.vocab_size, head.megatron
     results, kept = made.kernels.finish(head.case, joined, made.ids(kept), temperatures, *given)
-    return made.program([*results, kept, *jax.tree.leaves(cache)])
+    dropped, live = _kept.selected(made, call, maxima, kept)
+    return made.program([*results, *dropped, kept, *jax.tree.leaves(cache), *live[: int(keep_cache)]])
 
 
 def part(head: Head, keep_cache: bool) -> Program:
-    """``hidden, weight, labels [R, 2], temperatures -> statistics, kept, cache`` of a shard.
+    """``hidden, weight, labels [R, 2], temperatures -> statistics, kept, cache, maxima`` of a shard.
 
     The statistics are the first fields of what is sent, [1, fields + 1, Tp]. The caller fills the last field with the
-    number of the weight's rows.
+    number of the weight's rows. With a threshold, the maxima of the shard's tiles are what `merge` needs of them.
     """
     made = _Pass(head)
-    call, _, kept, groups, cache = _statistics(made, keep_cache)
+    call, _, kept, groups, cache, maxima = _statistics(made, keep_cache)
     sent: Any = made.host.empty((1, head.sent_fields, made.shape.padded_tokens), jnp.float32)
-    return made.program([_forward.join_all(call, groups, sent), kept, *jax.tree.leaves(cache)])
+    return made.program([_forward.join_all(call, groups, sent), kept, *jax.tree.leaves((cache, maxima))])
 
 
-def merge(head: Head, ranks: int) -> Program:
-    """``gathered [N, fields + 1, Tp], kept, temperatures -> results``; kept is written to."""
+def merge(head: Head, ranks: int, keep_cache: bool = False) -> Program:
+    """``gathered [N, fields + 1, Tp], kept, temperatures, maxima -> results, live``; kept is written to.
+
+    With a threshold: this shard's live tiles, if they are kept, and its part of the dropped mass.
+    """
     made = _Pass(head)
     gathered = made.input(ranks, head.sent_fields, made.shape.padded_tokens)
     kept = made.input(head.kept_fields * head.num_tokens)
     temperatures = made.input(head.num_tokens) if head.has_temperature else None
     marked, _ = made.kernels.prepare(head.case, made.ids(kept), temperatures, 0, made.of_labels, None)
     call = made.call(gathered, gathered, marked)  # without a weight
+    fields = _kept.fields_of_tiles(head, keep_cache)
+    maxima = made.input(*_forward.maxima_shape(call, _forward.num_live_tiles(call), fields)) if fields else None
     joined = _forward.join_all(call, gathered)
     given = made.of_rows, kept, head.vocab_size, head.megatron, gathered
     results, kept = made.kernels.finish(head.case, joined, made.ids(kept), temperatures, *given)
-    return made.program([*results, kept])
+    dropped, live = _kept.selected(made, call, maxima, kept)
+    return made.program([*results, *dropped, kept, *live[: int(keep_cache)]])
 
 
-def _statistics(made: _Pass, keep_cache: bool) -> tuple[Call, Buffer | None, Buffer, Buffer, Cache | None]:
-    """The call, the temperatures, what is kept, the statistics of groups, the cache."""
+def _statistics(made: _Pass, keep_cache: bool) -> tuple[Call, Buffer | None, Buffer, Buffer, Cache | None, Buffer]:
+    """The call, the temperatures, what is kept, the statistics of groups, the cache, what is kept of each tile."""
     head = made.head
     hidden, weight = made.operands()
     labels = made.input(head.num_tokens, 2, dtype=jnp.int32)
@@ -221,10 +237,11 @@ def _statistics(made: _Pass, keep_cache: bool) -> tuple[Call, Buffer | None, Buf
     kept = made.kept()
     marked, _ = made.kernels.prepare(head.case, labels, temperatures, 0, made.of_labels, made.ids(kept))
     call = made.call(hidden, weight, marked)
-    cached = cached_tiles(head, keep_cache)
+    cached = _kept.cached_tiles(head, keep_cache)
     cache = _cache.empty(made.host, head.case, made.shape, cached) if cached else None
-    groups, cache, _ = _forward.joined(call, _forward.num_live_tiles(call), cache)
-    return call, temperatures, kept, groups, cache
+    fields = _kept.fields_of_tiles(head, keep_cache)
+    groups, cache, maxima = _forward.joined(call, _forward.num_live_tiles(call), cache, fields)
+    return call, temperatures, kept, groups, cache, maxima
 
 
 def backward(
@@ -245,7 +262,7 @@ def backward(
         seeds: which cotangents there are: some of "logprobs", "entropy" and "lse".
         wanted: which gradients.
         dhidden_dtype: what dhidden is rounded to.
-        cached: whether there is a cache.
+        cached: whether there is a cache, which is the live tiles with a threshold.
         owns_cache: whether its memory may be overwritten.
         adds: dweight is added to a float32 sum, an operand, and is no result.
         exact: there are as many tokens as the program takes.
@@ -255,13 +272,17 @@ def backward(
     kept = made.input(head.kept_fields * head.num_tokens)
     given = {name: made.input(head.num_tokens) for name in seeds}
     total = made.input(head.num_columns, head.hidden_size) if adds else None
-    cache = _cache_input(made) if cached else None
+    cache = _kept.cache_input(made) if cached and not head.gradient_threshold else None
+    live = made.input(*_kept.live_shape(head), dtype=jnp.int32) if head.gradient_threshold else None
     temperatures = kept if head.has_temperature else None
     marked, _ = made.kernels.prepare(case, made.ids(kept), temperatures, 1, made.of_labels, None)
     call = made.call(hidden, weight, marked)
     factors = made.kernels.coefficients(case, kept, head.has_temperature, given, made.of_rows, head.vocab_size)
     whole = exact and dhidden_dtype == head.dtype and _fills(made)
-    sums, dweight = _backward.walk(call, factors, None, cache, whole, owns_cache, total)
+    if live is None:
+        sums, dweight = _backward.walk(call, factors, None, cache, whole, owns_cache, total)
+    else:
+        sums, dweight = _live_backward.walk(call, factors, live, total)
     if sums.dtype == jnp.float32 or not whole:
         sums = made.kernels.total(case, sums, jnp.dtype(dhidden_dtype), made.host.numbers(ROWS))
     return made.program([x for x, want in zip((sums, dweight), wanted, strict=True) if want])
@@ -271,36 +292,3 @@ def _fills(made: _Pass) -> bool:
     """Whether dhidden's sums have no more rows and columns than dhidden."""
     splits, rows, columns = _dhidden.sums_shape(made.head.case, made.shape)
     return (splits, rows, columns) == (1, made.head.num_tokens, made.head.hidden_size)
-
-
-def _cache_input(made: _Pass) -> Cache:
-    structs = _cache.empty(Recorder(), made.head.case, made.shape, cached_tiles(made.head, True))
-    exponentials, highest = (made.input(*x.shape, dtype=x.dtype) for x in structs)
-    return Cache(exponentials, highest)
-
-
-def cached_tiles(head: Head, keep_cache: bool) -> int:
-    """The vocabulary tiles whose exponentials a forward keeps."""
-    if not keep_cache:
-        return 0
-    shape = geometry(head.case, _generations.KERNEL_SETS[0].tiling)
-    live = head.num_columns if head.live_columns is None else max(head.live_columns, 1)
-    return min(_cache.num_cached_tiles(head.case, shape), -(-live // shape.tile))
-
-
-def refusal_to_scale(size: int, device: Device) -> str | None:
-    """Why no kernel multiplies so many numbers on a device; None if one does."""
-    kernels = _generations.serving(device)
-    if kernels is None:
-        return f"no kernels for {device.kind}"
-    if size % kernels.scaled_numbers or size >= 1 << 31:
-        return f"{size} numbers must be a multiple of {kernels.scaled_numbers}, and less than 2^31"
-    return None
-
-
-def scale(size: int, dtype: str, to: str, device: Device) -> Program:
-    """``x [n], factor [1] -> factor · x`` in float32, rounded once."""
-    host = Recorder()
-    given = host.input((size,), dtype), host.input((1,), "float32")
-    kernels: Any = RecordedKernels(_generations.serving(device), host)
-    return _list.program(host, [kernels.scale(*given, jnp.dtype(to))], device)

@@ -7,7 +7,7 @@ cached dlogits   _cached_dlogits.py   the same from cached exponentials, without
 products         _products.py         dhidden and dweight from dlogits
 tokens           _tokens.py           the steps between them on a few numbers per token, for lists of launches
 hidden rows      _hidden_rows.py      the steps between them on rows of H numbers
-live products    _live_products.py    the same from the live tiles of dlogits alone, with a ``gradient_threshold``
+with a threshold _live_kernels.py     what a ``gradient_threshold`` adds: live tiles, their lists, and their gradients
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from lce_jax.mosaic._chunks import Budget
 from lce_jax.mosaic._geometry import Tiling
 from lce_jax.mosaic._kernel_set import KernelSet
 from lce_jax.mosaic._operands import Marked, Prepared
-from lce_jax.mosaic._worklist import RowLists, Worklist
 from lce_jax.mosaic.sm90 import _refusal
 from lce_jax.mosaic.sm90._hardware import DHIDDEN_WAVES, SCALED, TILING
+from lce_jax.mosaic.sm90._live_kernels import LiveKernels
 from lce_jax.mosaic.sm90._tuning import Tunings
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Kernels(KernelSet):
+class Kernels(LiveKernels, KernelSet):
     """The launches import the kernel language, which takes half a second, when they are first called."""
 
     compute_capability: str = "9.0"
@@ -81,7 +81,7 @@ class Kernels(KernelSet):
         """One thread per token and group."""
         from lce_jax.mosaic.sm90 import _join
 
-        return _join.join(prepared, parts, joined, case, group, numbers)
+        return _join.join(prepared, parts, joined, case, group, numbers)[0]
 
     def dlogits(
         self,
@@ -138,59 +138,6 @@ class Kernels(KernelSet):
         from lce_jax.mosaic.sm90 import _products
 
         return _products.write_dweight(dweight, dlogits, hidden, case, self.tunings.of(case, "dweight"), span, add)
-
-    def live_group(self, case: Case) -> int:
-        """The blocks of a cluster, which share each tile of the weight."""
-        return self.tunings.of(case, "dlogits").cluster
-
-    def live_dlogits(
-        self,
-        prepared: Prepared,
-        weight: Float[Array, "V H"],
-        case: Case,
-        factors: Float[Array, "factors Tp"],
-        work: Worklist,
-        batch: Int[Array, "fields"],
-        slots: int,
-    ) -> Float[Array, "slots*128 256"]:
-        """The same kernel as `dlogits`, along a list."""
-        from lce_jax.mosaic.sm90 import _dlogits
-
-        tuning = self.tunings.of(case, "dlogits")
-        return _dlogits.live_dlogits(prepared, weight, case, tuning, factors, work, batch, slots)
-
-    def update_live_dhidden(
-        self,
-        sums: Float[Array, "splits Tp Hp"],
-        dlogits: Float[Array, "slots*128 256"],
-        weight: Float[Array, "V H"],
-        case: Case,
-        work: Worklist,
-        rows: RowLists,
-        batch: Int[Array, "fields"],
-    ) -> Float[Array, "splits Tp Hp"]:
-        """The product dlogits · weight over each row block's list."""
-        from lce_jax.mosaic.sm90 import _live_products
-
-        tuning = self.tunings.of(case, "live_dhidden")
-        return _live_products.update_dhidden(sums, dlogits, weight, case, tuning, work, rows, batch)
-
-    def write_live_dweight(
-        self,
-        dweight: Float[Array, "V H"],
-        dlogits: Float[Array, "slots*128 256"],
-        hidden: Float[Array, "T H"],
-        case: Case,
-        work: Worklist,
-        ranks: Int[Array, "ranks"],
-        batch: Int[Array, "fields"],
-        add: bool = False,
-    ) -> Float[Array, "V H"]:
-        """The product dlogitsᵀ · hidden over each vocabulary tile's list."""
-        from lce_jax.mosaic.sm90 import _live_products
-
-        tuning = self.tunings.of(case, "live_dweight")
-        return _live_products.write_dweight(dweight, dlogits, hidden, case, tuning, work, ranks, batch, add)
 
     def prepare(
         self,

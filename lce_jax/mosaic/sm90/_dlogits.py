@@ -17,7 +17,7 @@ from lce_jax._types import Case
 from lce_jax.mosaic._operands import Prepared, RowFactors
 from lce_jax.mosaic._pallas import pl, plgpu
 from lce_jax.mosaic._span import Span
-from lce_jax.mosaic._worklist import Batch, Worklist
+from lce_jax.mosaic._worklist import Batch, Batches, Worklist
 from lce_jax.mosaic.sm90 import _epilogue, _logits, _pipeline
 from lce_jax.mosaic.sm90._hardware import ROW_BLOCK, STAGING_COLUMNS, TILE_N, WARPGROUP_ROWS
 from lce_jax.mosaic.sm90._pipeline import Matmul, Tile
@@ -89,15 +89,16 @@ def live_dlogits(
     tuning: Tuning,
     factors: Float[Array, "factors Tp"],
     work: Worklist,
-    batch: Int[Array, "fields"],
+    batches: Batches,
+    batch: Int[Array, "1"],
     slots: int,
 ) -> Float[Array, "slots*128 256"]:
-    """The same of the batch's live tiles alone, each in the slot of its entry."""
+    """The same of a batch's live tiles alone, each in the slot of its entry; ``batch`` is its number."""
     matmul = _logits.logits(case, tuning)
     output = jax.ShapeDtypeStruct((slots * ROW_BLOCK, TILE_N), case.dtype)
     run = _pipeline.kernel(matmul, functools.partial(_live_kernel, matmul), [output], "lce_live_dlogits")
     per_token = (prepared.targets, prepared.scale, prepared.holds_target, prepared.mask, factors)
-    (result,) = run(prepared.hidden, weight, *per_token, work.row_blocks, work.tiles, batch)
+    (result,) = run(prepared.hidden, weight, *per_token, work.row_blocks, work.tiles, batches.scalars, batch)
     return result
 
 
@@ -112,10 +113,11 @@ def _live_kernel(
     factors: Any,  # [3 or 4, Tp]
     row_blocks: Any,  # [entries]
     tiles: Any,  # [entries]
-    scalars: Any,  # a `Batch`
+    scalars: Any,  # [batches, fields], a `Batch` each
+    number: Any,  # of the batch
     output: Any,  # [slots · 128, 256]
 ) -> None:
-    batch, refs = Batch.unpack(scalars), Refs(targets, scale, holds_target, mask, factors, output)
+    batch, refs = Batch.unpack(scalars, number[0]), Refs(targets, scale, holds_target, mask, factors, output)
 
     def consume(tile: Tile, multiply: Any, slots: Any) -> None:
         row = tile.slot * ROW_BLOCK + lax.axis_index("wg") * WARPGROUP_ROWS

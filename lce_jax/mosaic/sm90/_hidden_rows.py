@@ -109,3 +109,21 @@ def scale(x: Float[Array, "n"], factor: Float[Array, "1"], dtype: Any) -> Float[
 
     output = jax.ShapeDtypeStruct(x.shape, dtype)
     return kernel(body, [output], "lce_scale", {"part": x.shape[0] // SCALED})(x, factor)[0]
+
+
+def zeros(shape: tuple[int, int, int], numbers: Int[Array, "1"]) -> Float[Array, "splits Tp Hp"]:
+    """The first rows of an array, so many as ``numbers`` says, in float32; the others are left unwritten."""
+    output, width = jax.ShapeDtypeStruct(shape, jnp.float32), 2 * THREADS
+    layout = plgpu.Layout.WG_STRIDED((width,), vec_size=width // THREADS)
+
+    def body(numbers: Any, output: Any) -> None:
+        split, row = lax.axis_index("split"), lax.axis_index("row")
+
+        def clear() -> None:
+            for column in range(0, shape[2], width):
+                value = plgpu.layout_cast(jnp.zeros((width,), jnp.float32), layout)
+                output.at[split, row, pl.ds(column, width)][...] = value
+
+        pl.when(row < numbers[0])(clear)
+
+    return kernel(body, [output], "lce_zeros", {"split": shape[0], "row": shape[1]})(numbers)[0]

@@ -10,6 +10,7 @@ tokens.
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -36,22 +37,26 @@ def join(
     case: Case,
     group: int,
     numbers: Int[Array, "3"],
-) -> Float[Array, "groups fields Tp"]:
+    maxima: Float[Array, "tiles kept Tp"] | None = None,
+) -> tuple[Float[Array, "groups fields Tp"], Float[Array, "tiles kept Tp"] | None]:
     """``joined`` with the unions of each ``group`` neighbours among ``parts``, in base 2.
 
     ``numbers`` are the live rows, the parts that count, and where in ``joined`` the first group goes. Groups after the
-    last part are those of no columns. Row blocks without a live row are left unwritten.
+    last part are those of no columns. Row blocks without a live row are left unwritten. ``maxima``, if any, come with
+    the first fields of each part in these groups.
     """
+    updated = [x for x in (joined, maxima) if x is not None]
     run = _pallas.kernel(
         functools.partial(_kernel, case, group),
-        out_type=[jax.ShapeDtypeStruct(joined.shape, joined.dtype)],
+        out_type=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in updated],
         grid=(parts.shape[2] // THREADS, -(-parts.shape[0] // group)),
         grid_names=("rows", "group"),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="lce_join",
-        updated={3: 0},
+        updated={3 + i: i for i in range(len(updated))},
     )
-    return run(parts, prepared.scale, numbers, joined)[0]
+    joined, *kept = run(parts, prepared.scale, numbers, *updated)
+    return joined, kept[0] if kept else None
 
 
 def _kernel(
@@ -60,10 +65,9 @@ def _kernel(
     parts: Any,  # [parts, fields, Tp]
     scale: Any,  # [Tp]
     numbers: Any,  # live rows, parts, the first group
-    joined: Any,  # [groups, fields, Tp] as they were
-    output: Any,  # as they will be, in the same place
+    *results: Any,  # [groups, fields, Tp] and the maxima, if any, as they were; both as they will be, in their places
 ) -> None:
-    del joined
+    output, *maxima = results[len(results) // 2 :]
     names, block, number = _partial_statistics.names(case.options), lax.axis_index("rows"), lax.axis_index("group")
     rows, most, num_parts = block_rows(block), parts.shape[0], numbers[1]
     none = _statistics.of_fields(
@@ -81,6 +85,9 @@ def _kernel(
         def step(i: Any, union: ShardStatistics) -> ShardStatistics:
             first = number * group + i * AT_A_TIME
             of_step = [load(first + j) for j in range(min(group, AT_A_TIME))]
+            for ref in maxima:
+                for (j, part), f in itertools.product(enumerate(of_step), range(ref.shape[1])):
+                    ref.at[numbers[2] * group + first + j, f, rows][...] = getattr(part, names[f])
             return _statistics.union([union, *of_step], row_scale, jnp.exp2)
 
         union = lax.fori_loop(0, -(-group // AT_A_TIME), step, none)

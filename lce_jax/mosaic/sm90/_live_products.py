@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from lce_jax.mosaic._pallas import pl, plgpu
-from lce_jax.mosaic._worklist import Batch, RowLists, Worklist
+from lce_jax.mosaic._worklist import Batch, Batches, Worklist
 from lce_jax.mosaic.sm90 import _epilogue, _pipeline
 from lce_jax.mosaic.sm90._hardware import ATOM_ROWS, ROW_BLOCK, TILE_N, WARPGROUP_ROWS
 from lce_jax.mosaic.sm90._order import longest_first_index, turning_snake_index
@@ -37,13 +37,16 @@ def update_dhidden(
     case: Case,
     tuning: Tuning,
     work: Worklist,
-    rows: RowLists,
-    batch: Int[Array, "fields"],
+    batches: Batches,
+    batch: Int[Array, "1"],
 ) -> Float[Array, "splits Tp Hp"]:
-    """``sums`` with the batch's part added; each list is cut into as many parts as there are arrays of sums."""
+    """``sums`` with a batch's part added; each list is cut into as many parts as there are arrays of sums.
+
+    ``batch`` is its number.
+    """
     matmul = Matmul(case, tuning, 1, case.options.vocab_dim, shares_lhs=True)
     body = functools.partial(_dhidden_kernel, matmul)
-    lists = (*rows, work.by_row, work.tile_by_row, batch)
+    lists = (*batches.rows, work.by_row, work.tile_by_row, batches.scalars, batch)
     return update(matmul, body, "lce_live_dhidden", (dlogits, weight, *lists), sums)
 
 
@@ -51,17 +54,19 @@ def _dhidden_kernel(
     matmul: Matmul,
     dlogits: Any,  # [slots · 128, 256]
     weight: Any,  # [V, H] or [H, V]
-    row_blocks: Any,  # [blocks], and the next two: a `RowLists`
+    row_blocks: Any,  # [batches, blocks], and the next two: a `RowLists`
     first: Any,
     counts: Any,
     by_row: Any,  # [entries]
     tile_by_row: Any,  # [entries]
-    scalars: Any,  # a `Batch`
+    scalars: Any,  # [batches, fields], a `Batch` each
+    number: Any,  # of the batch
     sums: Any,  # [splits, Tp, Hp] as they were
     output: Any,  # as they will be, in the same place
 ) -> None:
     del sums
-    batch, tile_k, cluster = Batch.unpack(scalars), matmul.tuning.tile_k, matmul.tuning.cluster
+    of_batch, tile_k, cluster = number[0], matmul.tuning.tile_k, matmul.tuning.cluster
+    batch = Batch.unpack(scalars, of_batch)
     splits, _, hidden_size = output.shape
     steps_of_tile, columns = TILE_N // tile_k, hidden_size // TILE_N // cluster  # clusters lie side by side
     groups = batch.num_row_blocks
@@ -71,8 +76,9 @@ def _dhidden_kernel(
             split, index = lax.div(info.index[0], groups * columns), lax.rem(info.index[0], groups * columns)
             group, column = turning_snake_index(matmul.tuning, matmul.clusters, index, groups, columns)
             column = column * cluster + lax.axis_index("cluster")
-            start, per_split = first[group], lax.div(counts[group] + (splits - 1), jnp.int32(splits))
-            count = jnp.clip(counts[group] - split * per_split, 0, per_split)
+            start, every = first[of_batch, group], counts[of_batch, group]
+            per_split = lax.div(every + (splits - 1), jnp.int32(splits))
+            count = jnp.clip(every - split * per_split, 0, per_split)
 
             def locate(number: Any) -> Place:
                 place = start + lax.div(number, jnp.int32(steps_of_tile))
@@ -80,7 +86,7 @@ def _dhidden_kernel(
                 slot = by_row[place] - batch.entry
                 return Place(slot * ROW_BLOCK, within, tile_by_row[place] * TILE_N + within)
 
-            row, steps = row_blocks[group] * ROW_BLOCK, count * steps_of_tile
+            row, steps = row_blocks[of_batch, group] * ROW_BLOCK, count * steps_of_tile
             before = split * per_split * steps_of_tile
             return visit(Tile(row, column * TILE_N, steps, before, split=split, locate=locate), carry)
 
@@ -102,15 +108,15 @@ def write_dweight(
     case: Case,
     tuning: Tuning,
     work: Worklist,
-    ranks: Int[Array, "ranks"],
-    batch: Int[Array, "fields"],
+    batches: Batches,
+    batch: Int[Array, "1"],
     add: bool,
 ) -> Float[Array, "V H"]:
-    """``dweight`` with the batch's vocabulary tiles written, or added; zeros where nothing is live."""
+    """``dweight`` with a batch's vocabulary tiles written, or added; zeros where nothing is live."""
     matmul = Matmul(case, tuning, 0, 0)
     by_rows = case.options.vocab_dim == 0
     operands = (dlogits, hidden) if by_rows else (hidden, dlogits)
-    lists = (ranks, work.row_blocks, work.order, work.counts, work.first, batch)
+    lists = (batches.ranks, work.row_blocks, work.order, work.counts, work.first, batches.scalars, batch)
     body = functools.partial(_dweight_kernel, matmul, by_rows, add)
     return update(matmul, body, "lce_live_dweight", (*operands, *lists), dweight)
 
@@ -126,12 +132,13 @@ def _dweight_kernel(
     order: Any,  # [ranks]
     counts: Any,  # [ranks]
     firsts: Any,  # [ranks + 1]
-    scalars: Any,  # a `Batch`
+    scalars: Any,  # [batches, fields], a `Batch` each
+    number: Any,  # of the batch
     dweight: Any,  # [V, H] or [H, V]; what no batch has written is in it already
     output: Any,  # the same place
 ) -> None:
     del dweight
-    batch, tuning = Batch.unpack(scalars), matmul.tuning
+    batch, tuning = Batch.unpack(scalars, number[0]), matmul.tuning
     hidden = rhs if by_rows else lhs
     blocks_of_tile, steps_of_block = TILE_N // ROW_BLOCK, ROW_BLOCK // tuning.tile_k
     if by_rows:

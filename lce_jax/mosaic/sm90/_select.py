@@ -1,0 +1,138 @@
+"""Which tiles carry gradient (`lce_jax.mosaic._live`), as kernels: a thread per token, a few tiles at a time.
+
+select         the tiles' maxima, the merged statistics   ->  the live tiles; the probability in the others, in parts
+dropped mass   these parts                                ->  their sum, in an order that their number alone decides
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from lce_jax._types import Case
+from lce_jax.mosaic._geometry import geometry
+from lce_jax.mosaic._operands import LOG2E
+from lce_jax.mosaic._pallas import pl
+from lce_jax.mosaic._partial_statistics import FLOOR
+from lce_jax.mosaic.sm90._hardware import ROW_BLOCK, TILE_N, TILING
+from lce_jax.mosaic.sm90._threads import THREADS, Rows, along, block_rows, numbered
+from lce_jax.mosaic.sm90._tokens import kernel
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int
+
+TILES = 16  # of a block, whose loads overlap
+
+
+def select(
+    case: Case,
+    live_shape: tuple[int, int],
+    maxima: Float[Array, "tiles kept Tp"],
+    targets: Int[Array, "Tp"],
+    scale: Float[Array, "Tp"],
+    merged: Float[Array, "n"],
+    field: int,
+    numbers: Int[Array, "3"],
+) -> tuple[Int[Array, "tiles blocks"], Float[Array, "parts Tp"] | None]:
+    """1 where a tile is live, and of several parts of the vocabulary the probability in the tiles that are not.
+
+    Args:
+        case: of the shard.
+        live_shape: of the first result.
+        maxima: each tile's largest x, and its sum if the probabilities are asked for.
+        targets: the shard's columns of the labels, -1 where it does not hold them.
+        scale: the k of eq. 0 in base 2.
+        merged: flat; its fields ``field`` and ``field + 1`` are the maximum and the sum of the whole vocabulary.
+            Another field follows, or both are padded to whole row blocks.
+        field: of the maximum.
+        numbers: how many rows there are, the stride of fields, and a tile that is live whatever it holds, or -1.
+    """
+    shape = geometry(case, TILING)
+    outputs, parts = [jax.ShapeDtypeStruct(live_shape, jnp.int32)], -(-shape.num_tiles // TILES)
+    if maxima.shape[1] > 1:
+        outputs.append(jax.ShapeDtypeStruct((parts, shape.padded_tokens), jnp.float32))
+    body = functools.partial(_select, math.log2(case.options.gradient_threshold), field)
+    run = kernel(body, outputs, "lce_select", {"part": parts, "rows": shape.row_blocks})
+    live, *masses = run(maxima, targets, scale, merged, numbers)
+    return live, masses[0] if masses else None
+
+
+def _select(
+    limit: float,  # the logarithm of the threshold in base 2
+    field: int,
+    maxima: Any,
+    targets: Any,
+    scale: Any,
+    merged: Any,
+    numbers: Any,
+    live: Any,
+    *masses: Any,
+) -> None:
+    block, part = lax.axis_index("rows"), lax.axis_index("part")
+    count, stride, always = (numbers[i] for i in range(3))
+    rows, zero = block_rows(block), along(0.0, jnp.float32)
+    tiles = [part * TILES + i for i in range(TILES)]
+
+    def put(tile: Any, is_live: Any) -> None:
+        def store() -> None:
+            live[tile, block] = is_live
+
+        pl.when(tile < live.shape[0])(store)
+
+    def none_is_live() -> None:
+        for tile in tiles:
+            put(tile, jnp.int32(0))
+
+    def some_may_be() -> None:
+        # After the last row come numbers that belong to others, of which nothing is made.
+        there = along(block * ROW_BLOCK) + numbered() < count
+        highest, sumexp = (merged[pl.ds((field + i) * stride + block * ROW_BLOCK, THREADS)] for i in range(2))
+        of_rows, row_scale = jnp.log(sumexp) * LOG2E, scale[rows]
+        target = lax.shift_right_arithmetic(targets[rows], along(TILE_N.bit_length() - 1))
+        mass = zero
+        for tile, largest, of_tile in [(tile, *_load(maxima, tile, rows)) for tile in tiles]:
+            u = (largest - highest) * row_scale - of_rows  # the logarithm of the tile's largest probability
+            # NaN is not below: a row without probabilities makes all tiles live, so that its gradient is NaN as well.
+            is_live = jnp.where(u < limit, along(0), along(1))
+            is_live = jnp.where(target == tile, along(1), is_live)
+            is_live = jnp.where(along(tile) == always, along(1), is_live)
+            is_live = jnp.max(jnp.where(there, is_live, along(0)))
+            put(tile, is_live)
+            if of_tile is not None:
+                mass += jnp.where(along(is_live) > 0, zero, jnp.exp2(jnp.minimum(u, 0.0)) * of_tile)
+        for ref in masses:
+            ref.at[part, rows][...] = jnp.where(there, mass, zero)
+
+    has_rows = block * ROW_BLOCK < count
+    pl.when(has_rows)(some_may_be)
+    pl.when(jnp.logical_not(has_rows))(none_is_live)
+
+
+def _load(maxima: Any, tile: Any, rows: Any) -> tuple[Any, Any]:
+    """A tile's largest x and its sum, if they are there; tiles that nothing has visited are padding."""
+    there, at = along(tile) < maxima.shape[0], jnp.minimum(tile, maxima.shape[0] - 1)
+    none = FLOOR, 0.0
+    found = [jnp.where(there, maxima[at, i, rows], along(none[i], jnp.float32)) for i in range(min(maxima.shape[1], 2))]
+    return found[0], found[1] if len(found) > 1 else None
+
+
+def dropped_mass(masses: Float[Array, "parts Tp"], numbers: Int[Array, "2"]) -> Float[Array, "Tp"]:
+    """The sum of the parts in their order. ``numbers``: how many rows there are, and the stride of fields."""
+    output = jax.ShapeDtypeStruct(masses.shape[1:], jnp.float32)
+
+    def body(masses: Any, numbers: Any, dropped: Any) -> None:
+        rows = Rows.of(lax.axis_index("rows"), numbers[0])
+
+        def add() -> None:
+            parts = (masses[i, rows.here] for i in range(masses.shape[0]))
+            dropped.at[rows.here][...] = functools.reduce(jnp.add, parts)
+
+        pl.when(rows.live)(add)
+
+    grid = {"rows": masses.shape[1] // THREADS}
+    return kernel(body, [output], "lce_dropped_mass", grid)(masses, numbers)[0]
