@@ -243,9 +243,7 @@ def row_coefficients(
         uniform = cotangent.mean_logit / vocab_size * factor
     if stats.candidates is not None and of.candidate_logprobs is not None:
         dcap = None if options.logit_softcap is None else cap_derivative
-        given, candidates = _candidate_math.terms(
-            stats.candidates, of.candidate_logprobs, _along_rows(factor), dcap
-        )
+        given, candidates = _candidate_math.terms(stats.candidates, of.candidate_logprobs, _along_rows(factor), dcap)
         of_candidates = jnp.sum(given, axis=1)
     if of_candidates is not None:
         rest = rest - of_candidates

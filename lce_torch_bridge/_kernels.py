@@ -19,10 +19,11 @@ from lce_torch_bridge import _direct, _rows, _torch, tensor_parallel
 from lce_torch_bridge._loaded import Loaded, stride
 from lce_torch_bridge._main_grad import nothing_like
 from lce_torch_bridge._prepared import MOST_PLANS, Allocated, allocated
-from lce_torch_bridge._types import Call, Operands
+from lce_torch_bridge._types import PER_CANDIDATE, Call, Operands
 
 SMALL = (128, 512)  # rows of programs below `_rows.SMALLEST`
-ORDER: tuple[str, ...] = ("logprobs", "entropy", "lse", "max_logit", "min_logit")  # of a program's results
+# Of a program's results.
+ORDER: tuple[str, ...] = ("logprobs", "entropy", "lse", "max_logit", "min_logit", PER_CANDIDATE)
 ZEROS = 256  # rows after the last token that kernels may read
 
 _plans: dict[Any, Any] = {}
@@ -43,7 +44,7 @@ def why_not(x: Operands, call: Call) -> str | None:
     reason = _direct.why_not(x.hidden.device)
     if reason is not None:
         return reason
-    options = {"bias": x.bias is not None, "candidates": call.num_candidates > 0, "mean_logit": call.mean_logit}
+    options = {"bias": x.bias is not None, "mean_logit": call.mean_logit}
     options["gradient_threshold"] = call.gradient_threshold > 0
     for name, asked in options.items():
         if asked:
@@ -70,6 +71,7 @@ def _head(hidden: torch.Tensor, weight: torch.Tensor, call: Call, has_temperatur
         logit_scale=call.logit_scale,
         logit_softcap=call.logit_softcap,
         cache_bytes=call.cache_bytes,
+        num_candidates=call.num_candidates,
         has_temperature=has_temperature,
         megatron=call.megatron,
     )
@@ -112,7 +114,8 @@ def forward(x: Operands, call: Call, keep_cache: bool) -> list[torch.Tensor] | N
     tokens = hidden.shape[0]
     labels = _in_rows(x.labels if x.labels.dtype is torch.int64 else x.labels.long())
     per_token = [] if x.temperature is None else [_in_rows(x.temperature)]
-    given = [_hidden(hidden, weight, plan.head.num_tokens), _direct.usable(weight), labels, *per_token]
+    ids = [] if x.candidates is None else [_in_rows(_rows.candidate_ids(x.candidates, call.vocab_size))]
+    given = [_hidden(hidden, weight, plan.head.num_tokens), _direct.usable(weight), labels, *per_token, *ids]
     fields, kept = [_torch.empty(*each) for each in plan.fields], _torch.empty(*plan.kept)
     cache = [_torch.empty(*each) for each in plan.cache]
     if plan.merge is None:
@@ -120,15 +123,14 @@ def forward(x: Operands, call: Call, keep_cache: bool) -> list[torch.Tensor] | N
     else:
         sent = _torch.empty(*plan.sent)
         plan.first.run(device, [sent, kept, *cache, *given])
-        sent[-1].fill_(plan.head.num_columns)
+        sent[-1 - plan.head.num_candidates].fill_(plan.head.num_columns)
         gathered = tensor_parallel.gather(sent, call.group)
         plan.merge.run(device, [*fields, gathered, kept, *per_token])
-    found = [*(fields[i] for i in plan.order), kept]
-    if tokens < passes.THREADS:
-        found = [
-            y[..., :tokens].clone(memory_format=torch.contiguous_format) for y in found
-        ]  # views are not written to
-    return [*found, *cache]
+    found = [fields[i] for i in plan.order]
+    if tokens < passes.THREADS:  # copies, because views are not written to
+        found = [y[:tokens].clone() for y in found]
+        kept = kept[:, :tokens].clone(memory_format=torch.contiguous_format)
+    return [*found, kept, *cache]
 
 
 def _plan_of_forward(x: Operands, call: Call, keep_cache: bool) -> Forward | None:
@@ -146,7 +148,9 @@ def _plan_of_forward(x: Operands, call: Call, keep_cache: bool) -> Forward | Non
         head=head,
         first=first,
         merge=None if ranks == 1 else Loaded(_merge(head, ranks), tokens),
-        fields=[allocated((stride(tokens),), torch.float32)] * len(names),
+        fields=[
+            allocated((stride(tokens), *[call.num_candidates] * (x == PER_CANDIDATE)), torch.float32) for x in names
+        ],
         sent=allocated((head.sent_fields, head.padded_tokens), torch.float32),
         kept=allocated((head.kept_fields, stride(tokens)), torch.int32),
         cache=[allocated(x.shape, getattr(torch, x.dtype.name)) for x in outputs[count:]],
@@ -223,7 +227,8 @@ def _plan_of_backward(
     returns_dweight: bool,
     owns_cache: bool,
 ) -> Backward | None:
-    tokens, has_temperature = hidden.shape[0], len(saved) > 1 + 3 + (call.entropy != "none")
+    tokens = hidden.shape[0]
+    has_temperature = len(saved) > 1 + 3 + (call.entropy != "none") + 2 * call.num_candidates
     if why_not(Operands(hidden, weight, None, saved[0], None, None), call) is not None:
         return None
     rows = cache[0].shape[0] if cache else rows_of(tokens, keep_cache=False)

@@ -56,9 +56,7 @@ def unscaled(call: Call) -> Float[Array, "T K"] | None:
     return x.reshape(-1, fields.stride).T[: call.case.num_tokens]
 
 
-def logits(
-    call: Call, ids: Int[Array, "n"], x: Float[Array, "m"], fields: Fields, x_stride: Any
-) -> Float[Array, "m"]:
+def logits(call: Call, ids: Int[Array, "n"], x: Float[Array, "m"], fields: Fields, x_stride: Any) -> Float[Array, "m"]:
     """``x`` with those of the candidates in their fields, which lie ``x_stride`` numbers apart."""
     prepared = call.prepared
     numbers = call.host.numbers(prepared.num_rows, fields.stride, x_stride, fields.start, prepared.num_columns)

@@ -5,8 +5,10 @@
     merge                             join ─ finish                       all shards' statistics
     backward   prepare ─ coefficients ─ (dlogits ─ dhidden ─ dweight) … ─ total
 
-What is kept of each token is flat, ``stride`` numbers a field: its label (int32), its temperature if it has one, and
-the merged statistics.
+Candidates have launches of their own beside these (`_candidates`).
+
+What is kept of each token is flat, ``stride`` numbers a field: its label (int32), its temperature if it has one, its
+candidates' ids (int32), the merged statistics, and the candidates' x.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from lce_jax.mosaic._cache import Cache
 from lce_jax.mosaic._call import Call
 from lce_jax.mosaic._geometry import geometry
 from lce_jax.mosaic._operands import Prepared
-from lce_jax.passes import _list
+from lce_jax.passes import _candidates, _list
 from lce_jax.passes._list import Program
 from lce_jax.passes._recorder import ROWS, STRIDE, RecordedKernels, Recorder
 
@@ -47,6 +49,7 @@ class Head:
         dtype: the weight's.
         device: what runs it.
         entropy, stats, logit_scale, logit_softcap, cache_bytes: as in `lce_jax.linear_logprobs`.
+        num_candidates: K, of each token; 0: none.
         has_temperature: whether each token has one.
         megatron: whether labels out of the vocabulary get -ln Σ e^u in place of 0.
     """
@@ -63,6 +66,7 @@ class Head:
     logit_scale: float = 1.0
     logit_softcap: float | None = None
     cache_bytes: int = 0
+    num_candidates: int = 0
     has_temperature: bool = False
     megatron: bool = False
 
@@ -71,7 +75,7 @@ class Head:
         """As the kernels know it."""
         options = Options(
             logit_scale=self.logit_scale, logit_softcap=self.logit_softcap, entropy=self.entropy, stats=self.stats,
-            cache_bytes=self.cache_bytes,
+            cache_bytes=self.cache_bytes, num_candidates=self.num_candidates,
         )  # fmt: skip
         return Case(
             num_tokens=self.num_tokens, hidden_size=self.hidden_size, vocab_size=self.num_columns,
@@ -87,12 +91,17 @@ class Head:
     @property
     def kept_fields(self) -> int:
         """How many numbers are kept of each token."""
-        return 1 + self.has_temperature + 3 + self.entropy
+        return self.first_statistic + len(_partial_statistics.kept(self.case.options)) + self.num_candidates
+
+    @property
+    def first_statistic(self) -> int:
+        """The field of the first one that is kept."""
+        return 1 + self.has_temperature + self.num_candidates
 
     @property
     def sent_fields(self) -> int:
-        """How many numbers of each token a shard sends: its statistics, and its number of columns."""
-        return len(_partial_statistics.names(self.case.options)) + 1
+        """How many numbers of each token a shard sends: statistics, its number of columns, and the candidates' x."""
+        return len(_partial_statistics.names(self.case.options)) + 1 + self.num_candidates
 
     @property
     def padded_tokens(self) -> int:
@@ -168,32 +177,35 @@ class _Pass:
 
 
 def forward(head: Head, keep_cache: bool) -> Program:
-    """``hidden, weight, labels [R, 2], temperatures -> results, kept, cache`` of a whole vocabulary.
+    """``hidden, weight, labels [R, 2], temperatures, ids [R, K] -> results, kept, cache`` of a whole vocabulary.
 
-    Labels are the halves of int64 numbers. Temperatures are there if the head has them.
+    Labels are the halves of int64 numbers. Temperatures and candidates' ids (int32; out of vocabulary: none) are there
+    if the head has them. The candidates' log-probabilities [R, K] are the last result.
     """
     made = _Pass(head)
     call, temperatures, kept, groups, cache = _statistics(made, keep_cache)
+    _candidates.add_logits(made, call, kept)
     joined = _forward.join_all(call, groups)
     given = made.of_rows, kept, head.vocab_size, head.megatron
     results, kept = made.kernels.finish(head.case, joined, made.ids(kept), temperatures, *given)
-    return made.program([*results, kept, *jax.tree.leaves(cache)])
+    return made.program([*results, *_candidates.logprobs(made, kept), kept, *jax.tree.leaves(cache)])
 
 
 def part(head: Head, keep_cache: bool) -> Program:
-    """``hidden, weight, labels [R, 2], temperatures -> statistics, kept, cache`` of a shard.
+    """``hidden, weight, labels [R, 2], temperatures, ids [R, K] -> sent, kept, cache`` of a shard.
 
-    The statistics are the first fields of what is sent, [1, fields + 1, Tp]. The caller fills the last field with the
-    number of the weight's rows.
+    What is sent is [1, fields, Tp]: the statistics, one field that the caller fills with the number of the weight's
+    rows, and the candidates' x.
     """
     made = _Pass(head)
     call, _, kept, groups, cache = _statistics(made, keep_cache)
     sent: Any = made.host.empty((1, head.sent_fields, made.shape.padded_tokens), jnp.float32)
+    _candidates.send_logits(made, call, kept, sent)
     return made.program([_forward.join_all(call, groups, sent), kept, *jax.tree.leaves(cache)])
 
 
 def merge(head: Head, ranks: int) -> Program:
-    """``gathered [N, fields + 1, Tp], kept, temperatures -> results``; kept is written to."""
+    """``gathered [N, fields, Tp], kept, temperatures -> results``; kept is written to."""
     made = _Pass(head)
     gathered = made.input(ranks, head.sent_fields, made.shape.padded_tokens)
     kept = made.input(head.kept_fields * head.num_tokens)
@@ -203,7 +215,8 @@ def merge(head: Head, ranks: int) -> Program:
     joined = _forward.join_all(call, gathered)
     given = made.of_rows, kept, head.vocab_size, head.megatron, gathered
     results, kept = made.kernels.finish(head.case, joined, made.ids(kept), temperatures, *given)
-    return made.program([*results, kept])
+    _candidates.join(made, gathered, kept)
+    return made.program([*results, *_candidates.logprobs(made, kept), kept])
 
 
 def _statistics(made: _Pass, keep_cache: bool) -> tuple[Call, Buffer | None, Buffer, Buffer, Cache | None]:
@@ -213,6 +226,7 @@ def _statistics(made: _Pass, keep_cache: bool) -> tuple[Call, Buffer | None, Buf
     labels = made.input(head.num_tokens, 2, dtype=jnp.int32)
     temperatures = made.input(head.num_tokens) if head.has_temperature else None
     kept = made.kept()
+    _candidates.keep(made, kept)
     marked, _ = made.kernels.prepare(head.case, labels, temperatures, 0, made.of_labels, made.ids(kept))
     call = made.call(hidden, weight, marked)
     cached = cached_tiles(head, keep_cache)
@@ -236,7 +250,7 @@ def backward(
 
     Args:
         head: that of the forward.
-        seeds: which cotangents there are: some of "logprobs", "entropy" and "lse".
+        seeds: which cotangents there are: "logprobs", "entropy", "lse", "candidate_logprobs" ([R, K]), or some of them.
         wanted: which gradients.
         dhidden_dtype: what dhidden is rounded to.
         cached: whether there is a cache.
@@ -247,15 +261,18 @@ def backward(
     made, case = _Pass(head), head.case
     hidden, weight = made.operands()
     kept = made.input(head.kept_fields * head.num_tokens)
-    given = {name: made.input(head.num_tokens) for name in seeds}
+    given = {name: made.input(*_candidates.seed_shape(made, name)) for name in seeds}
     total = made.input(head.num_columns, head.hidden_size) if adds else None
     cache = _cache_input(made) if cached else None
     temperatures = kept if head.has_temperature else None
     marked, _ = made.kernels.prepare(case, made.ids(kept), temperatures, 1, made.of_labels, None)
     call = made.call(hidden, weight, marked)
-    factors = made.kernels.coefficients(case, kept, head.has_temperature, given, made.of_rows, head.vocab_size)
+    terms = _candidates.terms(made, kept, given.pop(_candidates.SEED, None))
+    how = given, made.of_rows, head.vocab_size, terms
+    factors = made.kernels.coefficients(case, kept, head.has_temperature, *how)
+    candidates = _candidates.placed(made, call, factors, kept, terms)
     whole = exact and dhidden_dtype == head.dtype and _fills(made)
-    sums, dweight = _backward.walk(call, factors, None, cache, whole, owns_cache, total)
+    sums, dweight = _backward.walk(call, factors, candidates, cache, whole, owns_cache, total)
     if sums.dtype == jnp.float32 or not whole:
         sums = made.kernels.total(case, sums, jnp.dtype(dhidden_dtype), made.host.numbers(ROWS))
     return made.program([x for x, want in zip((sums, dweight), wanted, strict=True) if want])

@@ -171,7 +171,8 @@ def _of_group(case: Case, count: Any, write: Callable[[Rows, Any], None]) -> Non
     most, begin = case.options.num_candidates, lax.axis_index("group") * AT_A_TIME
     rows = Rows.of(lax.axis_index("rows"), count)
 
-    @pl.when(rows.live)
-    def _() -> None:
+    def write_all() -> None:
         for j in range(min(AT_A_TIME, most)):
             write(rows, jnp.minimum(begin + j, most - 1))  # after the last, that one again
+
+    pl.when(rows.live)(write_all)

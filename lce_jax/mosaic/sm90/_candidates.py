@@ -83,10 +83,8 @@ def _logits(case: Case, groups: int, first: tuple[int, int], hidden: Any, weight
             owned = (column >= 0) & (column < num_columns)
             output.at[(first[1] + k) * x_stride + token][...] = jnp.where(owned, x, -jnp.inf)
 
-    @pl.when(token < count)
-    def _() -> None:
-        steps = -(-min(OF_BLOCK, most) // LOADED)
-        lax.fori_loop(0, steps, step, None)
+    steps = lax.div(jnp.minimum(most - group * OF_BLOCK, OF_BLOCK) + LOADED - 1, LOADED)
+    pl.when(token < count)(lambda: lax.fori_loop(0, steps, step, None))
 
 
 def _products(case: Case, hidden: Any, weight: Any, token: Any, columns: list[Any]) -> list[Any]:
@@ -180,7 +178,9 @@ def _values(
 
         none = [along(0.0, jnp.float32)] * len(own)
         sums = lax.fori_loop(0, -(-most // AT_A_TIME), add, none)
-        of_rows = RowFactors(*(factors[f, rows.here] for f in range(factors.shape[0])), *[None] * (4 - factors.shape[0]))
+        of_rows = RowFactors(
+            *(factors[f, rows.here] for f in range(factors.shape[0])), *[None] * (4 - factors.shape[0])
+        )
         row_scale, target = scale[rows.here], targets[rows.here]
         for k, one, total in zip(own, own_ids, sums, strict=True):
             d = _gradient(case, x[rows.of_field(first[1] + k, stride)], row_scale, of_rows)
@@ -237,12 +237,13 @@ def _put(case: Case, first: int, dlogits: Any, ids: Any, values: Any, numbers: A
     count, stride, start, begin, end = (numbers[i] for i in range(5))
     which = [jnp.minimum(lax.axis_index("group") * PUT + j, most - 1) for j in range(min(PUT, most))]
 
-    @pl.when(token < count)
-    def _() -> None:
+    def store(column: Any, value: Any) -> None:
+        output.at[token, column - begin][...] = value  # by all threads: the same number
+
+    def write() -> None:
         columns = [ids[(first + k) * stride + token] - start for k in which]
         found = [values[k * stride + token].astype(output.dtype) for k in which]
         for column, value in zip(columns, found, strict=True):
+            pl.when((column >= begin) & (column < end))(functools.partial(store, column, value))
 
-            @pl.when((column >= begin) & (column < end))
-            def _(column: Any = column, value: Any = value) -> None:
-                output.at[token, column - begin][...] = value  # by all threads: the same number
+    pl.when(token < count)(write)
