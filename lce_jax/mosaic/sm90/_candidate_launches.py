@@ -61,7 +61,7 @@ class CandidateLaunches(CandidateKernels):
         numbers: Int[Array, "5"],
         first: int,
     ) -> Float[Array, "T columns"]:
-        """A few candidates of one token for each block."""
+        """One token for each block."""
         from lce_jax.mosaic.sm90 import _candidates
 
         return _candidates.put(case, dlogits, ids, values, numbers, first)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 VECTOR = 8  # 16-bit numbers of the widest load of a thread
 LOADED = 4  # rows of the weight whose loads overlap; their sums take 8 registers of a thread each
 OF_BLOCK = 16  # candidates of a token that a block computes: few enough for few tokens to fill the GPU
-PUT = 16  # candidates of a token whose ids are loaded at a time
+PUT = 16  # candidates of a block's token whose loads overlap
 AT_A_TIME = 8  # candidates of a thread's token whose loads overlap
 
 
@@ -226,8 +226,8 @@ def put(
         first: the field of the first candidate in ``ids``.
     """
     output = jax.ShapeDtypeStruct(dlogits.shape, dlogits.dtype)
-    grid = {"group": -(-case.options.num_candidates // PUT), "token": case.num_tokens}
-    run = kernel(functools.partial(_put, case, first), [output], "lce_put_candidates", grid, updated={0: 0})
+    body = functools.partial(_put, case, first)
+    run = kernel(body, [output], "lce_put_candidates", {"token": case.num_tokens}, updated={0: 0})
     return run(dlogits, ids, values, numbers)[0]
 
 
@@ -235,15 +235,15 @@ def _put(case: Case, first: int, dlogits: Any, ids: Any, values: Any, numbers: A
     del dlogits
     most, token = case.options.num_candidates, lax.axis_index("token")
     count, stride, start, begin, end = (numbers[i] for i in range(5))
-    which = [jnp.minimum(lax.axis_index("group") * PUT + j, most - 1) for j in range(min(PUT, most))]
 
     def store(column: Any, value: Any) -> None:
         output.at[token, column - begin][...] = value  # by all threads: the same number
 
-    def write() -> None:
+    def step(i: Any, _: Any) -> None:
+        which = [jnp.minimum(i * PUT + j, most - 1) for j in range(min(PUT, most))]  # after the last, that one again
         columns = [ids[(first + k) * stride + token] - start for k in which]
         found = [values[k * stride + token].astype(output.dtype) for k in which]
         for column, value in zip(columns, found, strict=True):
             pl.when((column >= begin) & (column < end))(functools.partial(store, column, value))
 
-    pl.when(token < count)(write)
+    pl.when(token < count)(lambda: lax.fori_loop(0, -(-most // PUT), step, None))
