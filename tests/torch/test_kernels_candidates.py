@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 import torch
 
+from lce_jax import _types, mosaic
+from lce_jax.mosaic._pallas import interpreting, plgpu
 from lce_torch_bridge import _checks, _execute, launch_with, linear_logprobs
 from lce_torch_bridge._types import Operands
 from tests.torch import problem as p
@@ -111,3 +116,26 @@ def test_a_split_vocabulary(programs: list[Any], monkeypatch: pytest.MonkeyPatch
     launch_with("kernels")
     ranks.gathered[1][-1 - K] = 512  # as a rank with other columns would send
     assert all(x.isnan().all() for x in _execute.forward(operands[0], call, keep_cache=False)[:4])
+
+
+def test_both_ways_have_the_same_bits(programs: list[Any]) -> None:
+    """The x of the candidates as JAX's programs compute it, and as lists keep it for the backward."""
+    T, V, K = 9, 784, 5
+    problem = p.draw(T, H, V, torch.bfloat16)
+    ids = p.candidates_like(problem.labels, K, V)
+    x = Operands(problem.hidden, problem.weight, None, problem.labels, None, ids)
+    call = p.told(V, num_candidates=K, implementation="mosaic_gpu")
+    *_, saved = _execute.forward(x, call, keep_cache=False)
+    assert len(programs) == 1
+    found = saved[-K:].view(torch.float32).T.numpy()
+    case = _types.Case(
+        num_tokens=T, hidden_size=H, vocab_size=V, dtype=jnp.dtype("bfloat16"), device=lists.DEVICE,
+        options=_types.Options(num_candidates=K),
+    )  # fmt: skip
+    hidden, weight = (jnp.asarray(y.float().numpy(), case.dtype) for y in problem[:2])
+    columns = torch.where((ids >= 0) & (ids < V), ids, -1).int().numpy()
+    labels = jnp.asarray(problem.labels.int().numpy())
+    operands = _types.Operands(hidden, weight, labels, None, None, None, candidates=jnp.asarray(columns))
+    with interpreting(plgpu.InterpretGPUParams()):
+        wanted, _ = jax.jit(lambda operands: mosaic.statistics(operands, case))(operands)
+    assert np.array_equal(found, np.asarray(wanted.candidates))
