@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lce_jax import _chosen, launch
+from lce_jax import launch
 from lce_torch_bridge import _direct, _prepared, launch_with, linear_logprobs
 from tests import launch_emulator
 from tests.torch import problem as p
@@ -77,28 +77,6 @@ def _with(seeds: list[torch.Tensor], problem: p.Problem, **options: Any) -> Any:
     out = linear_logprobs(leaves.hidden, leaves.weight, problem.labels, **options)
     grads = torch.autograd.grad(out[:3], leaves[:2], seeds)
     return [x.detach() for x in out[:3]], grads
-
-
-@needs_compiler
-def test_candidates(programs: list[launch.Program], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gathered, sorted and added into the kernels' dlogits where these lie; more than a chunk of XLA's would hold."""
-    monkeypatch.setattr(_chosen, "FUSED_BYTES", 1)
-    problem = p.draw(ROWS + T, H, V, torch.bfloat16)
-    seeds, ids = p.seeds_like(problem.labels, K=37), p.candidates_like(problem.labels, K=37, V=V)
-    ids[1::3, -1] = ids[1::3, 0]  # one twice
-    told: Any = dict(candidates=ids, vocab_size=1000)
-
-    def call(implementation: str) -> Any:
-        out, grads = p.gradients(problem, seeds, implementation=implementation, **told)
-        return (*out[:3], out.candidate_logprobs), grads
-
-    found, grads = call("mosaic_gpu")
-    assert len(programs) == 3  # two of the forward
-    launch_with("jax")
-    wanted, of_jax = call("xla")
-    launch_with(None)
-    assert max(map(p.value_error, found, wanted)) < 2e-5
-    assert max(map(p.relative_norm, grads, of_jax)) < 5e-3  # bfloat16 rounds by 2⁻⁹
 
 
 @needs_compiler
