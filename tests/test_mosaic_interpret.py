@@ -90,6 +90,7 @@ CALLS = [
         logit_softcap=3.0, temperature=True, cache_bytes=300_000, stats=True,
     ),
     call("candidates, columns that are no whole atom", chunk=1, T=100, V=777, num_candidates=5, cache_bytes=80_000),
+    call("candidates that XLA gathers", chunk=1, T=40, H=64, V=512, num_candidates=3, weight_layout="hv"),
     call("candidates, half a cache", chunk=1, num_candidates=3, cache_bytes=160_000, logit_softcap=3.0),
     call(
         "candidates, cache, padding, rows left out", T=264, V=1000, num_candidates=5, num_rows=100, num_columns=700,
@@ -108,7 +109,7 @@ ALONE = {
     "targets in the columns that are no whole atom", "one step over H", "one step over H, shared", "clusters",
     "ragged", "candidates, half a cache", "several launches", "rows left out", "padding, stats, softcap, temperature",
     "padding of a traced number of columns", "cache",
-    "chunks of a cache that others read", "chunks, half a cache", "a shorter last chunk",
+    "candidates that XLA gathers", "chunks of a cache that others read", "chunks, half a cache", "a shorter last chunk",
     "a shorter last chunk, columns that are no whole atom", "padding up to columns that are no whole atom",
     "padding up to half an atom", "candidates, columns that are no whole atom", "dweight added", "dweight added, hv",
     "dweight added, columns that are no whole atom", "hv",
