@@ -74,7 +74,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax import _repeats
+from lce_jax import _candidate_math, _repeats
 from lce_jax._statistics import MASKED, along, distance, empty
 from lce_jax._types import LogprobOutput, Options, Results, RowCoefficients, ShardStatistics
 
@@ -149,7 +149,7 @@ def tile_statistics(
     x = lax.optimization_barrier(x)  # otherwise XLA may compute x twice, for m and for u, and round it differently
     owned = (targets >= 0) & (targets < n)
     at_target = jnp.take_along_axis(x, jnp.where(owned, targets, 0)[:, None], axis=1)[:, 0]
-    at_candidates = None if candidates is None else _at_columns(x, candidates)
+    at_candidates = None if candidates is None else _candidate_math.at_columns(x, candidates)
     # Without this barrier XLA keeps the tile beyond the exponentials.
     x, at_target, at_candidates = lax.optimization_barrier((x, at_target, at_candidates))
     live = None if live is None else live[None, :]
@@ -169,12 +169,6 @@ def tile_statistics(
         total=jnp.sum(x if live is None else jnp.where(live, x, 0.0), axis=1) if options.mean_logit else None,
         candidates=at_candidates,
     )
-
-
-def _at_columns(x: Float[Array, "T n"], columns: Int[Array, "T K"]) -> Float[Array, "T K"]:
-    """The x at these columns, -inf where they lie outside [0, n)."""
-    owned = (columns >= 0) & (columns < x.shape[1])
-    return jnp.where(owned, jnp.take_along_axis(x, jnp.where(owned, columns, 0), axis=1), -jnp.inf)
 
 
 def finish(
@@ -220,8 +214,7 @@ def _candidate_logprobs(
     x = stats.candidates
     if x is None:
         return None
-    u = jnp.minimum(distance(x, stats.max[:, None], _along_rows(scale)), 0.0)
-    return jnp.where(x == -jnp.inf, 0.0, u - log_sumexp[:, None])
+    return _candidate_math.logprobs(x, stats.max[:, None], _along_rows(scale), log_sumexp[:, None])
 
 
 def row_coefficients(
@@ -232,10 +225,11 @@ def row_coefficients(
     where: Bool[Array, "T"] | None,
     options: Options,
     vocab_size: int,
+    of_candidates: Float[Array, "T"] | None = None,
 ) -> RowCoefficients:
     """Eq. 4 and the row factor of eq. 5, from the whole vocabulary's statistics and the cotangents of the results.
 
-    ``scale`` is the k of eq. 0.
+    ``scale`` is the k of eq. 0. ``of_candidates`` is the Σ g_c of eq. 4, where the statistics are without candidates.
     """
     sumexp = stats.sumexp if where is None else jnp.where(where, stats.sumexp, 1.0)
     of = cotangent.outputs
@@ -248,19 +242,19 @@ def row_coefficients(
     if cotangent.mean_logit is not None:
         uniform = cotangent.mean_logit / vocab_size * factor
     if stats.candidates is not None and of.candidate_logprobs is not None:
-        owned = stats.candidates > -jnp.inf
-        candidates = jnp.where(owned, of.candidate_logprobs, 0.0)
-        rest = rest - jnp.sum(candidates, axis=1)
-        candidates = candidates * _along_rows(factor)
-        if options.logit_softcap is not None:
-            candidates = candidates * cap_derivative(jnp.where(owned, stats.candidates, 0.0))
+        dcap = None if options.logit_softcap is None else cap_derivative
+        given, candidates = _candidate_math.terms(stats.candidates, of.candidate_logprobs, _along_rows(factor), dcap)
+        of_candidates = jnp.sum(given, axis=1)
+    if of_candidates is not None:
+        rest = rest - of_candidates
     target = of.logprobs * ((sumexp - at_label) / sumexp) + at_label * (rest / sumexp)
     target = target if slope is None else target + slope * (t * at_label)
     if options.logit_softcap is not None:
         target = target * cap_derivative(stats.max + t / scale)
     constant = (rest - of.logprobs) / sumexp * factor
     slope = None if slope is None else slope * factor
-    rows = RowCoefficients(stats.max, target * factor, constant, slope, uniform, candidates)
+    at_candidates = None if candidates is None else stats.candidates
+    rows = RowCoefficients(stats.max, target * factor, constant, slope, uniform, candidates, at_candidates)
     return rows if where is None else jax.tree.map(lambda x: jnp.where(along(where, x), x, 0.0), rows)
 
 

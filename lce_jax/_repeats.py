@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 from jax import lax
 
+from lce_jax._types import Operands, RowCoefficients
+
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
 
@@ -26,6 +28,14 @@ def add_repeats(columns: Int[Array, "T K"], terms: Float[Array, "T K"]) -> tuple
         step *= 2
     repeated = jnp.pad(columns[:, 1:] == columns[:, :-1], ((0, 0), (0, 1)))  # the last of its column has the sum
     return jnp.where(repeated, -1, columns), jnp.where(repeated, 0.0, terms)
+
+
+def each_once(operands: Operands, rows: RowCoefficients) -> tuple[Operands, RowCoefficients]:
+    """Both with the candidates of `add_repeats`, if there are any with a gradient."""
+    if operands.candidates is None or rows.candidates is None:
+        return operands, rows
+    columns, terms = add_repeats(operands.candidates, rows.candidates)
+    return operands._replace(candidates=columns), rows._replace(candidates=terms, at_candidates=None)
 
 
 def unique_places(columns: Int[Array, "T K"], first: Any, last: Any, size: int) -> tuple[Array, Array]:

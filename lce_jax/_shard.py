@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax import _compat, _dispatch, _math, _repeats, _rows, _temperature, _xla_topk, mosaic, reference, scalars, xla
+from lce_jax import _compat, _dispatch, _math, _rows, _temperature, _xla_topk, mosaic, reference, scalars, xla
 from lce_jax._by_platform import by_platform
 from lce_jax._largest import Largest
 from lce_jax._rows import Rows
@@ -119,9 +119,6 @@ def gradients(
     coefficients = _coefficients(spec, rows, stats, cotangent, scales)
     if order is not None:
         coefficients = _rows.compact(order, coefficients)
-    if operands.candidates is not None and coefficients.candidates is not None:
-        columns, terms = _repeats.add_repeats(operands.candidates, coefficients.candidates)
-        operands, coefficients = operands._replace(candidates=columns), coefficients._replace(candidates=terms)
 
     def chosen(operands: Operands, rows: Any, cache: Any, dweight: Any) -> Primals:
         implementation = _dispatch.IMPLEMENTATIONS[spec.implementation]

@@ -242,6 +242,7 @@ class RowCoefficients(NamedTuple):
     slope: Float[Array, "T"] | None  # None without entropy
     uniform: Float[Array, "T"] | None = None  # None without mean_logit
     candidates: Float[Array, "T K"] | None = None  # None without candidates
+    at_candidates: Float[Array, "T K"] | None = None  # x of each, -inf where none; the kernels read it
 
 
 class Device(NamedTuple):

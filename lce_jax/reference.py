@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax import _math, _xla_topk
+from lce_jax import _math, _repeats, _xla_topk
 from lce_jax._largest import Largest
 from lce_jax._plans import ALONE, Plan, Surroundings, candidate_notes
 from lce_jax._statistics import Normalizer
@@ -88,7 +88,7 @@ def gradients(
     del cache, may_round_dhidden, may_overwrite_cache
     # The barrier puts all this after the forward's results, so that XLA keeps nothing that both passes compute.
     hidden, weight, rows = lax.optimization_barrier((operands.hidden, operands.weight, rows))
-    operands = operands._replace(hidden=hidden, weight=weight)
+    operands, rows = _repeats.each_once(operands._replace(hidden=hidden, weight=weight), rows)
     x = _math.unscaled_logits(_raw(operands, case), case.options, operands.raw_scale)
     scale = _math.row_scale(case.options, operands.inverse_temperature)
     live = _live(operands, case)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax import _compat, _math, _statistics, _xla_plan, _xla_tiles, _xla_topk
+from lce_jax import _compat, _math, _repeats, _statistics, _xla_plan, _xla_tiles, _xla_topk
 from lce_jax._plans import ALONE, Plan, Surroundings
 from lce_jax._statistics import Normalizer, along
 from lce_jax._types import Case, Operands, Options, Primals, RowCoefficients, ShardStatistics
@@ -116,7 +116,7 @@ def gradients(
     # The barrier puts all this after the forward's results. Otherwise XLA keeps what both passes compute, and allocates
     # the gradients from the start, although the forward's tiles could use their memory.
     hidden, weight, rows, zero = lax.optimization_barrier((operands.hidden, operands.weight, rows, jnp.float32(0)))
-    operands = operands._replace(hidden=hidden, weight=weight)
+    operands, rows = _repeats.each_once(operands._replace(hidden=hidden, weight=weight), rows)
     options = case.options
     tokens = _tokens(operands)._replace(rows=rows)
     dtype = case.dtype if dweight is None else dweight.dtype

@@ -20,11 +20,11 @@ from lce_torch_bridge._added import added_apart, can_add
 from lce_torch_bridge._loaded import Loaded, of_stride, stride
 from lce_torch_bridge._main_grad import nothing_like
 from lce_torch_bridge._torch import Allocated, allocated
-from lce_torch_bridge._types import Call, Operands
+from lce_torch_bridge._types import PER_CANDIDATE, Call, Operands
 
 SMALL = (128, 512)  # rows of programs below `_rows.SMALLEST`
-ORDER: tuple[str, ...] = ("logprobs", "entropy", "lse", "max_logit", "min_logit")  # of a program's results
-
+# Of a program's results.
+ORDER: tuple[str, ...] = ("logprobs", "entropy", "lse", "max_logit", "min_logit", PER_CANDIDATE)
 MOST_PLANS = 4096  # of all shapes together; each takes about two KiB
 
 _plans: dict[Any, Any] = {}
@@ -43,7 +43,7 @@ def why_not(x: Operands, call: Call) -> str | None:
     reason = _device.why_not(x.hidden.device)
     if reason is not None:
         return reason
-    options = {"bias": x.bias is not None, "candidates": call.num_candidates > 0, "mean_logit": call.mean_logit}
+    options = {"bias": x.bias is not None, "mean_logit": call.mean_logit}
     for name, asked in options.items():
         if asked:
             return f"{name}: no kernel computes what it needs between the others"
@@ -70,6 +70,7 @@ def _head(hidden: torch.Tensor, weight: torch.Tensor, call: Call, has_temperatur
         logit_softcap=call.logit_softcap,
         cache_bytes=call.cache_bytes,
         gradient_threshold=call.gradient_threshold,
+        num_candidates=call.num_candidates,
         has_temperature=has_temperature,
         copied_from=None if rows == len(hidden) and hidden.dtype == weight.dtype else _name(hidden.dtype),
         megatron=call.megatron,
@@ -127,7 +128,8 @@ def forward(x: Operands, call: Call, keep_cache: bool) -> list[torch.Tensor] | N
     tokens = hidden.shape[0]
     labels = _in_rows(x.labels if x.labels.dtype is torch.int64 else x.labels.long())
     per_token = [] if x.temperature is None else [_in_rows(x.temperature)]
-    given = [_device.usable(hidden), _device.usable(weight), labels, *per_token]
+    ids = [] if x.candidates is None else [_in_rows(_rows.candidate_ids(x.candidates, call.vocab_size))]
+    given = [_device.usable(hidden), _device.usable(weight), labels, *per_token, *ids]
     fields, kept = [_torch.empty(*each) for each in plan.fields], _torch.empty(*plan.kept)
     cache = [_torch.empty(*each) for each in plan.cache]
     if plan.merge is None:
@@ -135,17 +137,16 @@ def forward(x: Operands, call: Call, keep_cache: bool) -> list[torch.Tensor] | N
     else:
         sent = _torch.empty(*plan.sent)
         plan.first.run(device, [sent, kept, *cache, *given])
-        sent[-1].fill_(plan.head.num_columns)
+        sent[-1 - plan.head.num_candidates].fill_(plan.head.num_columns)
         gathered = tensor_parallel.gather(sent, call.group)
         live = [_torch.empty(*each) for each in plan.live]
         plan.merge.run(device, [*fields, *live, gathered, kept, *per_token, *cache[: len(live)]])
         cache = live or cache
-    found = [*(fields[i] for i in plan.order), kept]
-    if tokens < passes.THREADS:
-        found = [
-            y[..., :tokens].clone(memory_format=torch.contiguous_format) for y in found
-        ]  # views are not written to
-    return [*found, *cache]
+    found = [fields[i] for i in plan.order]
+    if tokens < passes.THREADS:  # copies, because views are not written to
+        found = [y[:tokens].clone() for y in found]
+        kept = kept[:, :tokens].clone(memory_format=torch.contiguous_format)
+    return [*found, kept, *cache]
 
 
 def _plan_of_forward(x: Operands, call: Call, keep_cache: bool) -> Forward | str:
@@ -165,7 +166,9 @@ def _plan_of_forward(x: Operands, call: Call, keep_cache: bool) -> Forward | str
         head=head,
         first=first,
         merge=merge,
-        fields=[allocated((stride(tokens),), torch.float32)] * len(names),
+        fields=[
+            allocated((stride(tokens), *[call.num_candidates] * (x == PER_CANDIDATE)), torch.float32) for x in names
+        ],
         sent=allocated((head.sent_fields, head.padded_tokens), torch.float32),
         kept=allocated((head.kept_fields, stride(tokens)), torch.int32),
         cache=first.outputs((len(names) if ranks == 1 else 1) + 1),
@@ -245,7 +248,8 @@ def _plan_of_backward(
     owns_cache: bool,
 ) -> Backward | str:
     """The plan, or why JAX is to run such calls."""
-    tokens, has_temperature = hidden.shape[0], len(saved) > 1 + 3 + (call.entropy != "none")
+    tokens = hidden.shape[0]
+    has_temperature = len(saved) > 1 + 3 + (call.entropy != "none") + 2 * call.num_candidates
     reason = why_not(Operands(hidden, weight, None, saved[0], None, None), call)
     if reason is not None:
         return reason

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lce_jax import _math, _repeats, mosaic, reference
+from lce_jax import _math, mosaic, reference
 from lce_jax._types import Case, LogprobOutput, Operands, Options, Results, RowCoefficients
 from lce_jax.mosaic import _generations, sm90
 from lce_jax.mosaic._cache import Cache
@@ -90,6 +90,7 @@ CALLS = [
         logit_softcap=3.0, temperature=True, cache_bytes=300_000, stats=True,
     ),
     call("candidates, columns that are no whole atom", chunk=1, T=100, V=777, num_candidates=5, cache_bytes=80_000),
+    call("candidates that XLA gathers", chunk=1, T=40, H=64, V=512, num_candidates=3, weight_layout="hv"),
     call("candidates, half a cache", chunk=1, num_candidates=3, cache_bytes=160_000, logit_softcap=3.0),
     call(
         "candidates, cache, padding, rows left out", T=264, V=1000, num_candidates=5, num_rows=100, num_columns=700,
@@ -108,7 +109,7 @@ ALONE = {
     "targets in the columns that are no whole atom", "one step over H", "one step over H, shared", "clusters",
     "ragged", "candidates, half a cache", "several launches", "rows left out", "padding, stats, softcap, temperature",
     "padding of a traced number of columns", "cache",
-    "chunks of a cache that others read", "chunks, half a cache", "a shorter last chunk",
+    "candidates that XLA gathers", "chunks of a cache that others read", "chunks, half a cache", "a shorter last chunk",
     "a shorter last chunk, columns that are no whole atom", "padding up to columns that are no whole atom",
     "padding up to half an atom", "candidates, columns that are no whole atom", "dweight added", "dweight added, hv",
     "dweight added, columns that are no whole atom", "hv",
@@ -190,24 +191,21 @@ def test_matches_reference(test: Call, monkeypatch: pytest.MonkeyPatch, capfd: p
     case = case_of(test)
     assert mosaic.supports(case) is None
     operands, cotangent = draw(test)
-    want, columns, rows, gradients = traced(functools.partial(expected, test, case), operands, cotangent)
+    want, rows, gradients = traced(functools.partial(expected, test, case), operands, cotangent)
     cache = check_statistics(test, case, operands, want)
-    check_gradients(test, case, operands._replace(candidates=columns), rows, cache, gradients)
+    check_gradients(test, case, operands, rows, cache, gradients)
     assert not races_found()  # in the last kernel
     assert "RACE DETECTED" not in capfd.readouterr().out  # in any
 
 
 def expected(test: Call, case: Case, operands: Operands, cotangent: Results) -> Any:
-    """The oracle's statistics; the candidates and coefficients that the gradients are given; the oracle's gradients."""
+    """The oracle's statistics; the coefficients that the gradients are given; the oracle's gradients."""
     want = whole = reference.statistics(operands, case)[0]
     if test.num_columns == 0:  # this shard owns no column; another one owns them all
         whole = want._replace(max=jnp.zeros_like(want.max), sumexp=jnp.ones_like(want.sumexp))
     live = None if test.num_rows is None else jnp.arange(test.T) < test.num_rows
     rows = coefficients(test, whole, cotangent, operands, live)
-    if test.options.num_candidates:
-        columns, terms = _repeats.add_repeats(operands.candidates, rows.candidates)
-        operands, rows = operands._replace(candidates=columns), rows._replace(candidates=terms)
-    return want, operands.candidates, rows, reference.gradients(operands, case, rows)[:2]
+    return want, rows, reference.gradients(operands, case, rows)[:2]
 
 
 def coefficients(test: Call, stats: Any, cotangent: Results, operands: Operands, where: Any = None) -> RowCoefficients:

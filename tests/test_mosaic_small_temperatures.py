@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lce_jax import _repeats, mosaic
+from lce_jax import mosaic
 from lce_jax._statistics import Normalizer
 from lce_jax._types import Case, LogprobOutput, Operands, Results
 from lce_jax.mosaic import _generations
@@ -82,9 +82,6 @@ def of_kernels(test: Call, case: Case, operands: Operands, seeds: list[jax.Array
             cache, dropped = mosaic.selected(case, cache, Normalizer(stats.max, stats.sumexp), None)
             assert (dropped is not None) == test.options.stats
         rows = coefficients(test, stats, cotangent, operands)
-        if operands.candidates is not None:
-            columns, terms = _repeats.add_repeats(operands.candidates, rows.candidates)
-            operands, rows = operands._replace(candidates=columns), rows._replace(candidates=terms)
         return mosaic.gradients(operands, case, rows, cache)[:2]
 
     return traced(run, operands)

@@ -20,8 +20,9 @@ def head(**changed: Any) -> passes.Head:
 
 
 def backward(of: passes.Head, wanted: tuple[bool, bool] = (True, True), **how: Any) -> passes.Program:
+    seeds = how.pop("seeds", ("logprobs", "entropy"))
     exact = {"cached": False, "owns_cache": False, "adds": False, "exact": True}
-    return passes.backward(of, ("logprobs", "entropy"), wanted, "bfloat16", **{**exact, **how})
+    return passes.backward(of, seeds, wanted, "bfloat16", **{**exact, **how})
 
 
 def names(program: passes.Program) -> list[str]:
@@ -35,6 +36,20 @@ def test_a_forward_is_five_launches() -> None:
 def test_a_part_and_its_merge() -> None:
     assert names(passes.part(head(), keep_cache=False)) == ["prepare", "statistics", "join", "join"]
     assert names(passes.merge(head(), ranks=2)) == ["prepare", "join", "finish"]
+
+
+def test_candidates_have_launches_of_their_own() -> None:
+    of = head(num_candidates=8)
+    logits, statistics = ["keep_candidates", "prepare", "candidate_logits"], ["statistics", "join", "join"]
+    assert sorted(names(passes.forward(of, keep_cache=False))) == sorted(
+        [*logits, *statistics, "finish", "candidate_logprobs"]
+    )
+    assert sorted(names(passes.part(of, keep_cache=False))) == sorted([*logits, *statistics])
+    assert names(passes.merge(of, ranks=2)) == ["prepare", "join", "finish", "join_candidates", "candidate_logprobs"]
+    assert names(backward(of)) == names(backward(head()))  # without their cotangent
+    every = names(backward(of, seeds=("lse", "candidate_logprobs")))
+    assert every[1:4] == ["candidate_terms", "coefficients", "candidate_values"]
+    assert every.count("put_candidates") == every.count("dlogits") == every.count("write_dweight")
 
 
 def test_a_backward_with_all_of_a_cache_is_five_launches() -> None:
@@ -115,12 +130,17 @@ def test_refusals(changed: dict[str, Any], reason: str) -> None:
     "of",
     [
         head(num_tokens=128, hidden_size=2880, num_columns=201088, vocab_size=200019, has_temperature=True),
-        pytest.param(head(stats=True, logit_softcap=30.0, entropy=False, dtype="float16"), marks=pytest.mark.slow),
+        head(num_candidates=64),
+        pytest.param(
+            head(stats=True, num_candidates=8, logit_softcap=30.0, entropy=False, dtype="float16"),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=str,
 )
 def test_every_kernel_lowers_for_cuda(of: passes.Head) -> None:
-    programs = passes.forward(of, keep_cache=False), passes.merge(of, ranks=4), backward(of, exact=False)
+    seeds = "logprobs", "entropy", *["candidate_logprobs"] * (of.num_candidates > 0)
+    programs = passes.forward(of, keep_cache=False), passes.merge(of, ranks=4), backward(of, seeds=seeds, exact=False)
     for launch in itertools.chain(*(program.launches for program in programs)):
         assert _mosaic.module(launch.kernel, H200)
 

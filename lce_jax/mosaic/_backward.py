@@ -17,6 +17,7 @@ from lce_jax._types import Case, Operands, RowCoefficients
 from lce_jax.mosaic import _cache, _candidates, _chunks, _dhidden, _edge, _mean, _operands
 from lce_jax.mosaic._cache import Cache
 from lce_jax.mosaic._call import Call
+from lce_jax.mosaic._candidates import Placed
 from lce_jax.mosaic._host import greatest, least
 from lce_jax.mosaic._kernel_set import KernelSet
 
@@ -51,7 +52,8 @@ def gradients(
     call = Call.prepare(operands, case, kernels)
     factors = _operands.row_factors(rows, call.shape.padded_tokens)
     may_round = may_round_dhidden and rows.uniform is None
-    sums, total = walk(call, factors, rows.candidates, cache, may_round, may_overwrite_cache, dweight)
+    candidates = _candidates.of_rows(call, factors, rows)
+    sums, total = walk(call, factors, candidates, cache, may_round, may_overwrite_cache, dweight)
     dhidden = _dhidden.total(sums, case)
     if rows.uniform is not None:
         dhidden, total = _mean.add_gradients(operands, case, rows.uniform, dhidden, total)
@@ -61,24 +63,25 @@ def gradients(
 def walk(
     call: Call,
     factors: Float[Array, "factors Tp"],
-    terms: Float[Array, "T K"] | None,
+    candidates: Placed | None,
     cache: Cache | None,
     may_round_dhidden: bool,
     may_overwrite_cache: bool,
     dweight: Float[Array, "V H"] | None,
 ) -> Carry:
-    """The parts of dhidden, and dweight, from the coefficients as the kernels take them; ``terms`` of candidates."""
+    """The parts of dhidden, and dweight, from the coefficients as the kernels take them."""
     case, host = call.case, call.host
     parts = _parts(call, factors, cache, may_overwrite_cache)
     has_edge = _edge.is_left(call)
     rounds = may_round_dhidden and not has_edge and sum(len(part.chunks) for part in parts) == 1
     total = host.empty(call.prepared.weight.shape, case.dtype) if dweight is None else dweight
     start = _dhidden.empty_sums(host, case, call.shape, rounds), total
-    carry: Carry = host.vary_like(start, (call.prepared, factors, terms, cache))
+    arrays = None if candidates is None else (candidates.ids, candidates.values)
+    carry: Carry = host.vary_like(start, (call.prepared, factors, arrays, cache))
     for i, part in enumerate(parts):
-        carry = _walk_chunks(call, part, terms, carry, i > 0, dweight is not None)
+        carry = _walk_chunks(call, part, candidates, carry, i > 0, dweight is not None)
     sums, total = carry
-    return (_edge.update_dhidden(call, factors, terms, sums) if has_edge else sums), total
+    return (_edge.update_dhidden(call, factors, candidates, sums) if has_edge else sums), total
 
 
 def _parts(
@@ -108,7 +111,9 @@ def _parts(
     return parts
 
 
-def _walk_chunks(call: Call, part: Part, terms: Any, carry: Carry, follows: bool, adds_dweight: bool) -> Carry:
+def _walk_chunks(
+    call: Call, part: Part, candidates: Placed | None, carry: Carry, follows: bool, adds_dweight: bool
+) -> Carry:
     """Adds a part's gradients (or writes them), a chunk at a time; ``follows``: the sums hold those of another part."""
     prepared, case, shape, kernels = call.prepared, call.case, call.shape, call.kernels
     contracted = _edge.contracted_columns(call)
@@ -125,7 +130,7 @@ def _walk_chunks(call: Call, part: Part, terms: Any, carry: Carry, follows: bool
         span = call.span(column=column, num_tiles=num_tiles, depth=depth, offset=offset, adds=adds)
         weight = prepared.weight if in_place else _edge.columns_from(call, column, most * shape.tile)
         d = part.dlogits(span, most * shape.tile, weight)
-        d = _candidates.add_terms(call, terms, d, column, column + num_tiles * shape.tile)
+        d = _candidates.put(call, candidates, d, column, column + num_tiles * shape.tile)
         sums = kernels.update_dhidden(sums, d, weight, case, span)
         if in_place:
             return sums, kernels.write_dweight(dweight, d, prepared.hidden, case, span, adds_dweight)

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from lce_jax import _math
 from lce_jax.mosaic import _candidates
 from lce_jax.mosaic._call import Call
+from lce_jax.mosaic._candidates import Placed
 from lce_jax.mosaic._host import least
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ def put_columns(
 
 @jax.named_scope("edge")
 def update_dhidden(
-    call: Call, factors: Float[Array, "factors Tp"], terms: Any, sums: Float[Array, "splits Tp Hp"]
+    call: Call, factors: Float[Array, "factors Tp"], candidates: Placed | None, sums: Float[Array, "splits Tp Hp"]
 ) -> Float[Array, "splits Tp Hp"]:
     """``sums`` with the tile's true columns added, if it has any."""
     tile = contracted_tiles(call)
@@ -93,5 +94,5 @@ def update_dhidden(
     depth = call.prepared.num_columns - column
     span = call.span(column=column, num_tiles=least(depth, 1), depth=depth, adds=1)
     d = call.kernels.dlogits(call.prepared, copied, call.case, factors, span, call.shape.tile)
-    d = _candidates.add_terms(call, terms, d, column, column + depth)
+    d = _candidates.put(call, candidates, d, column, column + depth)
     return call.kernels.update_dhidden(sums, d, copied, call.case, span)

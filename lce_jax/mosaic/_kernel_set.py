@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from lce_jax._types import Case
 from lce_jax.mosaic._cache import Cache
+from lce_jax.mosaic._candidate_kernels import CandidateKernels
 from lce_jax.mosaic._chunks import Budget
 from lce_jax.mosaic._geometry import Tiling
 from lce_jax.mosaic._live_kernel_set import LiveKernelSet
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
 
 
-class KernelSet(LiveKernelSet, Protocol):
+class KernelSet(LiveKernelSet, CandidateKernels, Protocol):
     """The kernels of one generation of GPUs: what they are cut for, what they refuse, and their launches.
 
     Each launch gets a packed `Span`: the vocabulary tiles it covers, and the live rows and columns.
@@ -155,8 +156,8 @@ class KernelSet(LiveKernelSet, Protocol):
     ) -> tuple[list[Float[Array, "R"]], Float[Array, "n"]]:
         """The results of the whole vocabulary, and ``kept`` with what the backward needs, from its field 1 on.
 
-        The results are the fields of `LogprobOutput` that there are. Kept are the temperature, if there is one, and the
-        fields of `ShardStatistics` that gradients have, in nats.
+        The results are the fields of `LogprobOutput` that there are. Kept are the temperature, if there is one, and
+        after the fields of candidates the fields of `ShardStatistics` that gradients have, in nats.
 
         Args:
             case: R tokens, and the shard.
@@ -179,11 +180,12 @@ class KernelSet(LiveKernelSet, Protocol):
         seeds: dict[str, Float[Array, "R"]],
         numbers: Int[Array, "2"],
         vocab_size: int,
+        terms: Float[Array, "(K+1)*R"] | None = None,
     ) -> Float[Array, "factors Tp"]:
         """The factors of eq. 4, zero from the last row on, from what `finish` kept.
 
-        ``seeds`` are the cotangents that there are, by the fields of `LogprobOutput`. ``numbers`` are those of
-        `finish`.
+        ``seeds`` are the cotangents that there are, by the fields of `LogprobOutput`, and ``terms`` what has become of
+        those of candidates. ``numbers`` are those of `finish`.
         """
 
     def total(

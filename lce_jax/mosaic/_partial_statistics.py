@@ -26,6 +26,11 @@ def names(options: Options) -> list[str]:
     return [name for name in options.statistics if name not in ("total", "candidates")]
 
 
+def kept(options: Options) -> list[str]:
+    """Those of them that gradients have, which a list of launches keeps of each token."""
+    return [name for name in names(options) if name != "min"]
+
+
 def array_shape(case: Case, shape: Geometry, num_tiles: int) -> tuple[int, int, int]:
     """(tiles, fields, tokens)."""
     return num_tiles, len(names(case.options)), shape.padded_tokens

@@ -46,7 +46,7 @@ def selected(made: Any, call: Call, maxima: Buffer | None, kept: Buffer) -> tupl
     """The dropped mass, if it is a result, and the live tiles, if there is a threshold."""
     if maxima is None:
         return [], []
-    case, of_tokens, field = call.case, (call.prepared.targets, call.prepared.scale), 1 + made.head.has_temperature
+    case, of_tokens, field = call.case, (call.prepared.targets, call.prepared.scale), made.head.first_statistic
     numbers = made.host.numbers(ROWS, STRIDE, _live.always_live(call))
     live, masses = made.kernels.select(case, maxima, *of_tokens, kept, field, numbers)
     if masses is None:

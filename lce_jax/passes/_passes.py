@@ -10,8 +10,10 @@ With a ``gradient_threshold``, a forward or a merge ends in the live tiles, and 
     forward    … finish ─ select
     backward   … coefficients ─ lists ─ (live dlogits ─ dhidden ─ dweight) … ─ total
 
-What is kept of each token is flat, ``stride`` numbers a field: its label (int32), its temperature if it has one, and
-the merged statistics.
+Candidates have launches of their own beside these (`_candidates`).
+
+What is kept of each token is flat, ``stride`` numbers a field: its label (int32), its temperature if it has one, its
+candidates' ids (int32), the merged statistics, and the candidates' x.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from lce_jax.mosaic._cache import Cache
 from lce_jax.mosaic._call import Call
 from lce_jax.mosaic._geometry import geometry
 from lce_jax.mosaic._operands import Prepared
-from lce_jax.passes import _kept, _list
+from lce_jax.passes import _candidates, _kept, _list
 from lce_jax.passes._list import Program
 from lce_jax.passes._recorder import ROWS, STRIDE, RecordedKernels, Recorder
 
@@ -53,6 +55,7 @@ class Head:
         device: what runs it.
         entropy, stats, logit_scale, logit_softcap, cache_bytes, gradient_threshold: as in `lce_jax.linear_logprobs`.
         dropped_mass: whether what the threshold leaves out is a result, the last one.
+        num_candidates: K, of each token; 0: none.
         has_temperature: whether each token has one.
         copied_from: hidden's dtype where its rows are copied first: it has fewer than ``num_tokens``, or another dtype
             than the weight. None: kernels read it where it lies.
@@ -73,6 +76,7 @@ class Head:
     cache_bytes: int = 0
     gradient_threshold: float = 0.0
     dropped_mass: bool = False
+    num_candidates: int = 0
     has_temperature: bool = False
     copied_from: str | None = None
     megatron: bool = False
@@ -83,6 +87,7 @@ class Head:
         options = Options(
             logit_scale=self.logit_scale, logit_softcap=self.logit_softcap, entropy=self.entropy, stats=self.stats,
             cache_bytes=self.cache_bytes, gradient_threshold=self.gradient_threshold,
+            num_candidates=self.num_candidates,
         )  # fmt: skip
         return Case(
             num_tokens=self.num_tokens, hidden_size=self.hidden_size, vocab_size=self.num_columns,
@@ -98,12 +103,17 @@ class Head:
     @property
     def kept_fields(self) -> int:
         """How many numbers are kept of each token."""
-        return 1 + self.has_temperature + 3 + self.entropy
+        return self.first_statistic + len(_partial_statistics.kept(self.case.options)) + self.num_candidates
+
+    @property
+    def first_statistic(self) -> int:
+        """The field of the first one that is kept."""
+        return 1 + self.has_temperature + self.num_candidates
 
     @property
     def sent_fields(self) -> int:
-        """How many numbers of each token a shard sends: its statistics, and its number of columns."""
-        return len(_partial_statistics.names(self.case.options)) + 1
+        """How many numbers of each token a shard sends: statistics, its number of columns, and the candidates' x."""
+        return len(_partial_statistics.names(self.case.options)) + 1 + self.num_candidates
 
     @property
     def padded_tokens(self) -> int:
@@ -182,34 +192,38 @@ class _Pass:
 
 
 def forward(head: Head, keep_cache: bool) -> Program:
-    """``hidden, weight, labels [R, 2], temperatures -> results, kept, cache`` of a whole vocabulary.
+    """``hidden, weight, labels [R, 2], temperatures, ids [R, K] -> results, kept, cache`` of a whole vocabulary.
 
-    Labels are the halves of int64 numbers. Temperatures are there if the head has them. With a threshold, the live
-    tiles take the place of the cache.
+    Labels are the halves of int64 numbers. Temperatures and candidates' ids (int32; out of vocabulary: none) are there
+    if the head has them. The candidates' log-probabilities [R, K] are the last result. With a threshold, the live tiles
+    take the place of the cache.
     """
     made = _Pass(head)
     call, temperatures, kept, groups, cache, maxima = _statistics(made, keep_cache)
+    _candidates.add_logits(made, call, kept)
     joined = _forward.join_all(call, groups)
     given = made.of_rows, kept, head.vocab_size, head.megatron
     results, kept = made.kernels.finish(head.case, joined, made.ids(kept), temperatures, *given)
     dropped, live = _kept.selected(made, call, maxima, kept)
-    return made.program([*results, *dropped, kept, *jax.tree.leaves(cache), *live[: int(keep_cache)]])
+    results = [*results, *_candidates.logprobs(made, kept), *dropped]
+    return made.program([*results, kept, *jax.tree.leaves(cache), *live[: int(keep_cache)]])
 
 
 def part(head: Head, keep_cache: bool) -> Program:
-    """``hidden, weight, labels [R, 2], temperatures -> statistics, kept, cache, maxima`` of a shard.
+    """``hidden, weight, labels [R, 2], temperatures, ids [R, K] -> sent, kept, cache, maxima`` of a shard.
 
-    The statistics are the first fields of what is sent, [1, fields + 1, Tp]. The caller fills the last field with the
-    number of the weight's rows. With a threshold, the maxima of the shard's tiles are what `merge` needs of them.
+    What is sent is [1, fields, Tp]: the statistics, one field that the caller fills with the number of the weight's
+    rows, and the candidates' x. With a threshold, the maxima of the shard's tiles are what `merge` needs of them.
     """
     made = _Pass(head)
     call, _, kept, groups, cache, maxima = _statistics(made, keep_cache)
     sent: Any = made.host.empty((1, head.sent_fields, made.shape.padded_tokens), jnp.float32)
+    _candidates.send_logits(made, call, kept, sent)
     return made.program([_forward.join_all(call, groups, sent), kept, *jax.tree.leaves((cache, maxima))])
 
 
 def merge(head: Head, ranks: int, keep_cache: bool = False) -> Program:
-    """``gathered [N, fields + 1, Tp], kept, temperatures, maxima -> results, live``; kept is written to.
+    """``gathered [N, fields, Tp], kept, temperatures, maxima -> results, live``; kept is written to.
 
     With a threshold: this shard's live tiles, if they are kept, and its part of the dropped mass.
     """
@@ -224,8 +238,9 @@ def merge(head: Head, ranks: int, keep_cache: bool = False) -> Program:
     joined = _forward.join_all(call, gathered)
     given = made.of_rows, kept, head.vocab_size, head.megatron, gathered
     results, kept = made.kernels.finish(head.case, joined, made.ids(kept), temperatures, *given)
+    _candidates.join(made, gathered, kept)
     dropped, live = _kept.selected(made, call, maxima, kept)
-    return made.program([*results, *dropped, kept, *live[: int(keep_cache)]])
+    return made.program([*results, *_candidates.logprobs(made, kept), *dropped, kept, *live[: int(keep_cache)]])
 
 
 def _statistics(made: _Pass, keep_cache: bool) -> tuple[Call, Buffer | None, Buffer, Buffer, Cache | None, Buffer]:
@@ -235,6 +250,7 @@ def _statistics(made: _Pass, keep_cache: bool) -> tuple[Call, Buffer | None, Buf
     labels = made.input(head.num_tokens, 2, dtype=jnp.int32)
     temperatures = made.input(head.num_tokens) if head.has_temperature else None
     kept = made.kept()
+    _candidates.keep(made, kept)
     marked, _ = made.kernels.prepare(head.case, labels, temperatures, 0, made.of_labels, made.ids(kept))
     call = made.call(hidden, weight, marked)
     cached = _kept.cached_tiles(head, keep_cache)
@@ -259,7 +275,7 @@ def backward(
 
     Args:
         head: that of the forward.
-        seeds: which cotangents there are: some of "logprobs", "entropy" and "lse".
+        seeds: which cotangents there are: "logprobs", "entropy", "lse", "candidate_logprobs" ([R, K]), or some of them.
         wanted: which gradients.
         dhidden_dtype: what dhidden is rounded to.
         cached: whether there is a cache, which is the live tiles with a threshold.
@@ -270,17 +286,20 @@ def backward(
     made, case = _Pass(head), head.case
     hidden, weight = made.operands()
     kept = made.input(head.kept_fields * head.num_tokens)
-    given = {name: made.input(head.num_tokens) for name in seeds}
+    given = {name: made.input(*_candidates.seed_shape(made, name)) for name in seeds}
     total = made.input(head.num_columns, head.hidden_size) if adds else None
     cache = _kept.cache_input(made) if cached and not head.gradient_threshold else None
     live = made.input(*_kept.live_shape(head), dtype=jnp.int32) if head.gradient_threshold else None
     temperatures = kept if head.has_temperature else None
     marked, _ = made.kernels.prepare(case, made.ids(kept), temperatures, 1, made.of_labels, None)
     call = made.call(hidden, weight, marked)
-    factors = made.kernels.coefficients(case, kept, head.has_temperature, given, made.of_rows, head.vocab_size)
+    terms = _candidates.terms(made, kept, given.pop(_candidates.SEED, None))
+    how = given, made.of_rows, head.vocab_size, terms
+    factors = made.kernels.coefficients(case, kept, head.has_temperature, *how)
+    candidates = _candidates.placed(made, call, factors, kept, terms)
     whole = exact and dhidden_dtype == head.dtype and _fills(made)
     if live is None:
-        sums, dweight = _backward.walk(call, factors, None, cache, whole, owns_cache, total)
+        sums, dweight = _backward.walk(call, factors, candidates, cache, whole, owns_cache, total)
     else:
         sums, dweight = _live_backward.walk(call, factors, live, total)
     if sums.dtype == jnp.float32 or not whole:

@@ -25,7 +25,9 @@ pytestmark = [
 def test_registers_and_spills_are_those_of_the_table() -> None:
     """A change of a kernel is a change of ``kernels.txt``: python -m tests.compiled.machine_code prints it anew."""
     found = machine_code.table(machine_code.entries())
-    changes = difflib.unified_diff(COMMITTED.splitlines(), found.splitlines(), "committed", "compiled", lineterm="", n=0)
+    changes = difflib.unified_diff(
+        COMMITTED.splitlines(), found.splitlines(), "committed", "compiled", lineterm="", n=0
+    )
     assert found == COMMITTED, "\n".join(changes)
 
 

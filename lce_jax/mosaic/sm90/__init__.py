@@ -7,6 +7,8 @@ cached dlogits   _cached_dlogits.py   the same from cached exponentials, without
 products         _products.py         dhidden and dweight from dlogits
 tokens           _tokens.py           the steps between them on a few numbers per token, for lists of launches
 hidden rows      _hidden_rows.py      the steps between them on rows of H numbers
+candidates       _candidates.py       logits of a few columns per token, and their places in dlogits
+                 _candidate_tokens.py the steps between them, for lists of launches
 with a threshold _live_kernels.py     what a ``gradient_threshold`` adds: live tiles, their lists, and their gradients
 """
 
@@ -22,6 +24,7 @@ from lce_jax.mosaic._geometry import Tiling
 from lce_jax.mosaic._kernel_set import KernelSet
 from lce_jax.mosaic._operands import Marked, Prepared
 from lce_jax.mosaic.sm90 import _refusal
+from lce_jax.mosaic.sm90._candidate_launches import CandidateLaunches
 from lce_jax.mosaic.sm90._hardware import DHIDDEN_WAVES, SCALED, TILING
 from lce_jax.mosaic.sm90._live_kernels import LiveKernels
 from lce_jax.mosaic.sm90._tuning import Tunings
@@ -31,7 +34,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Kernels(LiveKernels, KernelSet):
+class Kernels(LiveKernels, CandidateLaunches, KernelSet):
     """The launches import the kernel language, which takes half a second, when they are first called."""
 
     compute_capability: str = "9.0"
@@ -178,11 +181,12 @@ class Kernels(LiveKernels, KernelSet):
         seeds: dict[str, Float[Array, "R"]],
         numbers: Int[Array, "2"],
         vocab_size: int,
+        terms: Float[Array, "(K+1)*R"] | None = None,
     ) -> Float[Array, "factors Tp"]:
         """The same, through `_math`."""
         from lce_jax.mosaic.sm90 import _tokens
 
-        return _tokens.coefficients(case, kept, has_temperature, seeds, numbers, vocab_size)
+        return _tokens.coefficients(case, kept, has_temperature, seeds, numbers, vocab_size, terms)
 
     def total(
         self, case: Case, sums: Float[Array, "splits Tp Hp"], dtype: Any, numbers: Int[Array, "1"]

@@ -53,6 +53,6 @@ class Rows(NamedTuple):
         """The rows of an array of one field."""
         return pl.ds(self.first, THREADS)
 
-    def of_field(self, field: int, stride: Any) -> Any:
+    def of_field(self, field: Any, stride: Any) -> Any:
         """The rows of a field of a flat array, whose fields lie one after the other, ``stride`` numbers each."""
         return pl.ds(field * stride + self.first, THREADS)

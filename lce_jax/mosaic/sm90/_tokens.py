@@ -141,8 +141,8 @@ def finish(
 ) -> tuple[list[Float[Array, "R"]], Float[Array, "n"]]:
     """The results of the whole vocabulary, and ``kept`` with what the backward needs, from its field 1 on.
 
-    The results are the fields of `LogprobOutput` that there are. Kept are the temperature, if there is one, and the
-    fields of `ShardStatistics` that gradients have, in nats.
+    The results are the fields of `LogprobOutput` that there are. Kept are the temperature, if there is one, and after
+    the fields of candidates the fields of `ShardStatistics` that gradients have, in nats.
 
     Args:
         case: R tokens, and the shard.
@@ -188,7 +188,7 @@ def _finish(
         stats = _statistics.of_fields({name: joined[0, f, rows.here] for f, name in enumerate(names)})
         stats = _partial_statistics.to_nats(stats)
         if temperature is not None:
-            wrong = _is_wrong(temperature)
+            wrong = is_wrong(temperature)
             stats = jax.tree.map(lambda x: jnp.where(wrong, nan, x), stats)
         for shard in range(sizes.shape[0] if is_split else 0):
             other = sizes[shard, len(names), rows.here] != float(case.vocab_size)
@@ -201,10 +201,11 @@ def _finish(
         found = [x for x in (out.logprobs, out.entropy, out.lse, out.max_logit, out.min_logit) if x is not None]
         for ref, x in zip(results, found, strict=True):
             ref.at[rows.here][...] = x
-        saved = [] if temperature is None else [temperature]
-        saved += [getattr(stats, name) for name in names if name != "min"]
-        for field, x in enumerate(saved, 1):
-            kept.at[rows.of_field(field, stride)][...] = x
+        if temperature is not None:
+            kept.at[rows.of_field(1, stride)][...] = temperature
+        first = 1 + has_temperature + case.options.num_candidates
+        for field, name in enumerate(_partial_statistics.kept(case.options), first):
+            kept.at[rows.of_field(field, stride)][...] = getattr(stats, name)
 
     pl.when(rows.live)(write)
 
@@ -216,41 +217,46 @@ def coefficients(
     seeds: dict[str, Float[Array, "R"]],
     numbers: Int[Array, "2"],
     vocab_size: int,
+    terms: Float[Array, "(K+1)*R"] | None = None,
 ) -> Float[Array, "factors Tp"]:
     """The factors of eq. 4, zero from the last row on, from what `finish` kept.
 
-    ``seeds`` are the cotangents that there are, by the fields of `LogprobOutput`. ``numbers`` are those of `finish`.
+    ``seeds`` are the cotangents that there are, by the fields of `LogprobOutput`, and ``terms`` what has become of
+    those of candidates. ``numbers`` are those of `finish`.
     """
     padded = geometry(case, TILING).padded_tokens
     output = jax.ShapeDtypeStruct((3 + ("entropy" in seeds), padded), jnp.float32)
     body = functools.partial(_coefficients, case, has_temperature, tuple(seeds), vocab_size)
     run = kernel(body, [output], "lce_coefficients", {"rows": padded // THREADS})
-    return run(kept, numbers, *seeds.values())[0]
+    return run(kept, numbers, *seeds.values(), *([] if terms is None else [terms]))[0]
 
 
 def _coefficients(
     case: Case, has_temperature: bool, names: tuple[str, ...], vocab_size: int, kept: Any, numbers: Any, *refs: Any
 ) -> None:
-    *seeds, factors = refs
+    seeds, of_terms, factors = refs[: len(names)], refs[len(names) : -1], refs[-1]
     block, stride, options = lax.axis_index("rows"), numbers[1], case.options
     rows, padded = Rows.of(block, numbers[0]), block_rows(block)
-    fields = [name for name in _partial_statistics.names(options) if name != "min"]
+    fields = _partial_statistics.kept(options)
 
     def pad() -> None:
         for f in range(factors.shape[0]):
             factors.at[f, padded][...] = along(0.0, jnp.float32)
 
     def write() -> None:
-        first, zero = 1 + has_temperature, along(0.0, jnp.float32)
+        first, zero = 1 + has_temperature + options.num_candidates, along(0.0, jnp.float32)
         stats = _statistics.of_fields({name: kept[rows.of_field(first + f, stride)] for f, name in enumerate(fields)})
         given = {name: ref[rows.here] for name, ref in zip(names, seeds, strict=True)}
         seed = LogprobOutput(given.get("logprobs", zero), given.get("entropy"), given.get("lse", zero))
         temperature = kept[rows.of_field(1, stride)] if has_temperature else None
         inverse = None if temperature is None else _temperature.inverse(temperature)
         k, factor = _math.row_scale(options, inverse), _math.row_factor(options, inverse)
-        found: RowCoefficients = _math.row_coefficients(stats, Results(seed), k, factor, None, options, vocab_size)
+        given_to = [terms[rows.of_field(options.num_candidates, stride)] for terms in of_terms]
+        found: RowCoefficients = _math.row_coefficients(
+            stats, Results(seed), k, factor, None, options, vocab_size, *given_to
+        )
         if temperature is not None:
-            found = _temperature.without_gradient(found, _is_wrong(temperature))
+            found = _temperature.without_gradient(found, is_wrong(temperature))
         there = along(rows.first) + numbered() < numbers[0]  # with few tokens the rows after them hold anything
         for f, x in enumerate(jax.tree.leaves(_operands.in_base_2(found))):
             factors.at[f, rows.here][...] = jnp.where(there, x, zero)
@@ -259,6 +265,6 @@ def _coefficients(
     pl.when(rows.live)(write)
 
 
-def _is_wrong(temperature: Any) -> Any:
+def is_wrong(temperature: Any) -> Any:
     """Where there is no such temperature. The kernel language cannot negate a mask."""
     return jnp.where(scalars.is_temperature(temperature), along(0), along(1)) > 0

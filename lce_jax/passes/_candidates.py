@@ -1,0 +1,92 @@
+"""Candidates in the passes: launches beside those of a call without them.
+
+forward    keep ─ logits … finish ─ logprobs         ids and x are kept of each token
+part       keep ─ logits                             the x are sent
+merge      join … finish ─ logprobs                  those of all shards are kept
+backward   terms ─ coefficients ─ values … dlogits ─ put …
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from lce_jax.mosaic import _candidates, _partial_statistics
+from lce_jax.mosaic._call import Call
+from lce_jax.mosaic._candidates import Fields, Placed
+from lce_jax.passes._recorder import ROWS, STRIDE
+
+type Buffer = Any  # a `_recorder.Buffer`, which the host code takes for an array
+type Pass = Any  # that of `_passes`, which imports this module
+
+SEED = "candidate_logprobs"
+
+
+def keep(made: Pass, kept: Buffer) -> None:
+    """Takes the ids, an operand [R, K], and keeps them."""
+    head = made.head
+    if head.num_candidates:
+        ids = made.input(head.num_tokens, head.num_candidates, dtype=jnp.int32)
+        made.kernels.keep_candidates(head.case, ids, _ids(kept), made.of_rows, _fields(made).ids)
+
+
+def add_logits(made: Pass, call: Call, kept: Buffer) -> None:
+    """Keeps the x of a whole vocabulary."""
+    if made.head.num_candidates:
+        _candidates.logits(call, _ids(kept), kept, _fields(made), STRIDE)
+
+
+def send_logits(made: Pass, call: Call, kept: Buffer, sent: Buffer) -> None:
+    """Puts the x of a shard beside its statistics."""
+    head = made.head
+    if head.num_candidates:
+        fields = _fields(made)._replace(x=head.sent_fields - head.num_candidates)
+        flat = made.host.reshape(sent, (head.sent_fields * head.padded_tokens,))
+        _candidates.logits(call, _ids(kept), flat, fields, head.padded_tokens)
+
+
+def join(made: Pass, gathered: Buffer, kept: Buffer) -> None:
+    """Keeps the x of all shards."""
+    if made.head.num_candidates:
+        made.kernels.join_candidates(made.head.case, gathered, kept, made.of_rows, _fields(made).x)
+
+
+def logprobs(made: Pass, kept: Buffer) -> list[Buffer]:
+    """The result [R, K], if there are candidates."""
+    head = made.head
+    if not head.num_candidates:
+        return []
+    return [made.kernels.candidate_logprobs(head.case, kept, head.has_temperature, made.of_rows)]
+
+
+def seed_shape(made: Pass, name: str) -> tuple[int, ...]:
+    """That of the cotangent of a result."""
+    head = made.head
+    return (head.num_tokens, head.num_candidates) if name == SEED else (head.num_tokens,)
+
+
+def terms(made: Pass, kept: Buffer, seed: Buffer | None) -> Buffer | None:
+    """What becomes of their cotangent, if there is one."""
+    if seed is None:
+        return None
+    head = made.head
+    return made.kernels.candidate_terms(head.case, kept, head.has_temperature, seed, made.of_rows)
+
+
+def placed(made: Pass, call: Call, factors: Buffer, kept: Buffer, terms: Buffer | None) -> Placed | None:
+    """What stands at the candidates' places in dlogits, if they have a cotangent."""
+    if terms is None:
+        return None
+    return _candidates.placed(call, factors, _ids(kept), kept, terms, _fields(made))
+
+
+def _ids(kept: Buffer) -> Buffer:
+    return kept.view(kept.shape, jnp.int32)
+
+
+def _fields(made: Pass) -> Fields:
+    """How candidates lie in what is kept."""
+    head = made.head
+    x = head.first_statistic + len(_partial_statistics.kept(head.case.options))
+    return Fields(head.first_statistic - head.num_candidates, x, ROWS, STRIDE, head.start)

@@ -1,0 +1,141 @@
+"""Candidates in calls as lists of kernels, on the CPU: each kernel by Pallas's interpreter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from lce_jax import _types, mosaic
+from lce_jax.mosaic._pallas import interpreting, plgpu
+from lce_torch_bridge import _checks, _execute, launch_with, linear_logprobs
+from lce_torch_bridge._types import Operands
+from tests.torch import problem as p
+from tests.torch import test_kernels as lists
+from tests.torch.test_prepared_split import TwoRanks
+
+programs, H = lists.programs, lists.H
+
+
+def check(programs: list[Any], problem: p.Problem, K: int, **options: Any) -> None:
+    """Results and gradients are those of XLA's implementation."""
+    options["candidates"] = p.candidates_like(problem.labels, K, options.get("vocab_size", len(problem.weight)))
+    seeds = p.seeds_like(problem.labels, K=K)
+    out, grads = p.gradients(problem, seeds, **options)
+    assert len(programs) == 2  # a forward and a backward
+    launch_with("jax")
+    wanted, of_xla = p.gradients(problem, seeds, **{**options, "cache_bytes": 0}, implementation="xla")
+    assert max(map(p.value_error, out, wanted)) < 2e-5
+    assert max(map(p.relative_norm, grads, of_xla)) < 5e-3  # bfloat16 rounds by 2⁻⁹
+
+
+@pytest.mark.parametrize(
+    ("T", "V", "K", "options"),
+    [
+        (130, 784, 9, {"stats": True, "temperature": "each", "logit_softcap": 3.0, "logit_scale": 0.5}),
+        (5, 1032, 1, {"vocab_size": 700, "cache_bytes": 1 << 18}),
+        (12, 784, 64, {"keep": "some"}),
+        pytest.param(128, 784, 17, {"entropy": "none", "cache_bytes": 1 << 40}, marks=pytest.mark.slow),
+    ],
+)
+def test_results_and_gradients(programs: list[Any], T: int, V: int, K: int, options: dict[str, Any]) -> None:
+    drawn = p.draw(T, H, V, torch.bfloat16)
+    labels = drawn.labels % options.get("vocab_size", V)
+    generator = torch.Generator().manual_seed(5)
+    if options.get("temperature") == "each":
+        labels[::7], labels[3] = -100, 2**32 + 3
+        options = {**options, "temperature": torch.rand(T, generator=generator) + 0.5}
+    if options.get("keep") == "some":
+        options = {**options, "keep": torch.rand(T, generator=generator) < 0.6}
+    check(programs, drawn._replace(labels=labels), K, **options)
+
+
+def test_no_gradient_through_them(programs: list[Any]) -> None:
+    """The launches of a backward without candidates, and its gradients."""
+    problem = p.draw(9, H, 784, torch.bfloat16)
+    ids, seeds = p.candidates_like(problem.labels, 3, 784), p.seeds_like(problem.labels)
+
+    def gradients(**options: Any) -> Any:
+        leaves = problem.leaves()
+        out = linear_logprobs(*leaves, **options)
+        return torch.autograd.grad(out[:3], leaves[:2], seeds)
+
+    found, wanted = gradients(candidates=ids), gradients()
+    launches = [[launch.kernel.name for launch in program.launches] for program in (programs[1], programs[3])]
+    assert launches[0] == launches[1]
+    assert all(map(torch.equal, found, wanted))
+
+
+def test_a_wrong_temperature(programs: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """NaN in its row, and no gradient from it. On a GPU nobody looks at the values."""
+    monkeypatch.setattr(_checks, "may_look_at", lambda _: False)
+    problem = p.draw(6, H, 784, torch.bfloat16)
+    temperature = torch.tensor([1.0, 0.5, -1.0, 2.0, 1.0, 1.0])
+    ids, seeds = p.candidates_like(problem.labels, 3, 784), p.seeds_like(problem.labels, K=3)
+    out, grads = p.gradients(problem, seeds, temperature=temperature, candidates=ids)
+    assert programs
+    launch_with("jax")
+    options = {"temperature": temperature, "candidates": ids, "implementation": "xla"}
+    wanted, of_xla = p.gradients(problem, seeds, **options)
+    assert out.candidate_logprobs[2].isnan().all()
+    assert torch.equal(out.candidate_logprobs.isnan(), wanted.candidate_logprobs.isnan())
+    assert not grads[0][2].any()
+    assert max(map(p.relative_norm, grads, of_xla)) < 5e-3
+
+
+def test_a_split_vocabulary(programs: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The results and gradients of a whole one, the same bits on both ranks; NaN where a part has another size."""
+    T, V, K = 20, 1040, 5
+    problem, ranks = p.draw(T, H, V, torch.bfloat16), TwoRanks(monkeypatch)
+    ids, seeds = p.candidates_like(problem.labels, K, V - 8), p.seeds_like(problem.labels, K=K)
+    call = p.told(V - 8, group="both", num_candidates=K, reduce_grad_hidden=True, implementation="mosaic_gpu")
+    named = dict(zip(call.differentiable, seeds, strict=True))
+    operands = [Operands(problem.hidden, part, None, problem.labels, None, ids) for part in problem.weight.chunk(2)]
+
+    def on_both() -> list[list[torch.Tensor]]:
+        found = []
+        for ranks.rank in (0, 1, 0, 1):  # what the first two send, the last two receive
+            x = operands[ranks.rank]
+            *out, saved = _execute.forward(x, call, keep_cache=False)
+            found.append([*out, *_execute.gradients(*x[:2], None, saved, [], named, (True, True, False), call)])
+        return found[2:]
+
+    first, second = on_both()
+    assert len(programs) == 6  # a part, a merge and a backward on each rank
+    assert all(map(torch.equal, first[:4], second[:4]))
+    launch_with("jax")
+    options = {"vocab_size": V - 8, "candidates": ids, "implementation": "xla"}
+    wanted, of_xla = p.gradients(problem, seeds, **options)
+    assert max(map(p.value_error, first[:4], (*wanted[:3], wanted.candidate_logprobs))) < 2e-5
+    dweight = torch.cat([first[5], second[5]])
+    assert max(map(p.relative_norm, (second[4], dweight), of_xla)) < 5e-3
+    launch_with("kernels")
+    ranks.gathered[1][-1 - K] = 512  # as a rank with other columns would send
+    assert all(x.isnan().all() for x in _execute.forward(operands[0], call, keep_cache=False)[:4])
+
+
+def test_both_ways_have_the_same_bits(programs: list[Any]) -> None:
+    """The x of the candidates as JAX's programs compute it, and as lists keep it for the backward."""
+    T, V, K = 9, 784, 5
+    problem = p.draw(T, H, V, torch.bfloat16)
+    ids = p.candidates_like(problem.labels, K, V)
+    x = Operands(problem.hidden, problem.weight, None, problem.labels, None, ids)
+    call = p.told(V, num_candidates=K, implementation="mosaic_gpu")
+    *_, saved = _execute.forward(x, call, keep_cache=False)
+    assert len(programs) == 1
+    found = saved[-K:].view(torch.float32).T.numpy()
+    case = _types.Case(
+        num_tokens=T, hidden_size=H, vocab_size=V, dtype=jnp.dtype("bfloat16"), device=lists.DEVICE,
+        options=_types.Options(num_candidates=K),
+    )  # fmt: skip
+    hidden, weight = (jnp.asarray(y.float().numpy(), case.dtype) for y in problem[:2])
+    columns = torch.where((ids >= 0) & (ids < V), ids, -1).int().numpy()
+    labels = jnp.asarray(problem.labels.int().numpy())
+    operands = _types.Operands(hidden, weight, labels, None, None, None, candidates=jnp.asarray(columns))
+    with interpreting(plgpu.InterpretGPUParams()):
+        wanted, _ = jax.jit(lambda operands: mosaic.statistics(operands, case))(operands)
+    assert np.array_equal(found, np.asarray(wanted.candidates))
