@@ -68,6 +68,7 @@ so it is a second pass over the vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -149,7 +150,7 @@ def tile_statistics(
     x = lax.optimization_barrier(x)  # otherwise XLA may compute x twice, for m and for u, and round it differently
     owned = (targets >= 0) & (targets < n)
     at_target = jnp.take_along_axis(x, jnp.where(owned, targets, 0)[:, None], axis=1)[:, 0]
-    at_candidates = None if candidates is None else _at_columns(x, candidates)
+    at_candidates = None if candidates is None else _repeats.at_columns(x, candidates)
     # Without this barrier XLA keeps the tile beyond the exponentials.
     x, at_target, at_candidates = lax.optimization_barrier((x, at_target, at_candidates))
     live = None if live is None else live[None, :]
@@ -171,12 +172,6 @@ def tile_statistics(
     )
 
 
-def _at_columns(x: Float[Array, "T n"], columns: Int[Array, "T K"]) -> Float[Array, "T K"]:
-    """The x at these columns, -inf where they lie outside [0, n)."""
-    owned = (columns >= 0) & (columns < x.shape[1])
-    return jnp.where(owned, jnp.take_along_axis(x, jnp.where(owned, columns, 0), axis=1), -jnp.inf)
-
-
 def finish(
     stats: ShardStatistics,
     scale: Float[Array, "T"] | float,
@@ -184,44 +179,50 @@ def finish(
     where: Bool[Array, "T"] | None,
     vocab_size: int,
     dropped_mass: Float[Array, "T"] | None = None,
+    of_rows: Callable[..., LogprobOutput] | None = None,
 ) -> Results:
     """Eq. 3, from statistics of the whole vocabulary; out-of-vocabulary logprobs and rows left out become 0.
 
-    ``scale`` is the k of eq. 0. The maximum is multiplied by it here and nowhere else.
+    ``scale`` is the k of eq. 0. ``of_rows`` computes `results` in another arithmetic than XLA's.
     """
     # A row left out may have s = 0. It is replaced by 1, so that 0 / 0 is never computed.
     sumexp = stats.sumexp if where is None else jnp.where(where, stats.sumexp, 1.0)
-    log_sumexp = jnp.log(sumexp)
-    outputs = LogprobOutput(
-        logprobs=jnp.where(in_vocab, stats.target - log_sumexp, 0.0),
-        entropy=None if stats.weighted is None else log_sumexp - stats.weighted / sumexp,
-        lse=stats.max * scale + log_sumexp,
+    outputs = (of_rows or results)(stats._replace(sumexp=sumexp), scale, in_vocab)._replace(
         max_logit=None if stats.min is None else stats.max * scale,
         min_logit=None if stats.min is None else stats.min * scale,
         correct=None if stats.min is None else jnp.where(in_vocab & (stats.target == 0.0), jnp.ones_like(sumexp), 0.0),
-        candidate_logprobs=_candidate_logprobs(stats, scale, log_sumexp),
+        candidate_logprobs=_candidate_logprobs(stats, scale, sumexp),
         dropped_mass=dropped_mass,
     )
-    results = Results(outputs, mean_logit=None if stats.total is None else stats.total * scale / vocab_size)
-    return results if where is None else jax.tree.map(lambda x: jnp.where(along(where, x), x, 0.0), results)
+    found = Results(outputs, mean_logit=None if stats.total is None else stats.total * scale / vocab_size)
+    return found if where is None else jax.tree.map(lambda x: jnp.where(along(where, x), x, 0.0), found)
+
+
+def results(stats: ShardStatistics, scale: Float[Array, "T"] | float, in_vocab: Bool[Array, "T"]) -> LogprobOutput:
+    """Those of eq. 3 that every call has. The maximum is multiplied by the k of eq. 0 in eq. 3 and nowhere else."""
+    log_sumexp = jnp.log(stats.sumexp)
+    return LogprobOutput(
+        logprobs=jnp.where(in_vocab, stats.target - log_sumexp, 0.0),
+        entropy=None if stats.weighted is None else log_sumexp - stats.weighted / stats.sumexp,
+        lse=stats.max * scale + log_sumexp,
+    )
 
 
 def results_of_none(num_tokens: int, dtype: jnp.dtype, options: Options) -> Results:
     """Eq. 3 of tokens without columns: their shapes and dtypes are those of the call's results."""
     stats = empty(num_tokens, dtype, options)
-    dropped = stats.sumexp if options.reports_dropped_mass else None
-    return finish(stats, 1.0, stats.max > 0, None, 1, dropped)
+    return finish(stats, 1.0, stats.max > 0, None, 1, stats.sumexp if options.reports_dropped_mass else None)
 
 
 def _candidate_logprobs(
-    stats: ShardStatistics, scale: Float[Array, "T"] | float, log_sumexp: Float[Array, "T"]
+    stats: ShardStatistics, scale: Float[Array, "T"] | float, sumexp: Float[Array, "T"]
 ) -> Float[Array, "T K"] | None:
     """Eq. 3 at the candidates; 0 where no shard owns one."""
     x = stats.candidates
     if x is None:
         return None
     u = jnp.minimum(distance(x, stats.max[:, None], _along_rows(scale)), 0.0)
-    return jnp.where(x == -jnp.inf, 0.0, u - log_sumexp[:, None])
+    return jnp.where(x == -jnp.inf, 0.0, u - jnp.log(sumexp)[:, None])
 
 
 def row_coefficients(

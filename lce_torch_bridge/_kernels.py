@@ -120,7 +120,7 @@ def forward(x: Operands, call: Call, keep_cache: bool) -> list[torch.Tensor] | N
     else:
         sent = _torch.empty(*plan.sent)
         plan.first.run(device, [sent, kept, *cache, *given])
-        sent[-1].fill_(plan.head.num_columns)
+        sent[:, -1].fill_(plan.head.num_columns)
         gathered = tensor_parallel.gather(sent, call.group)
         plan.merge.run(device, [*fields, gathered, kept, *per_token])
     found = [*(fields[i] for i in plan.order), kept]
@@ -147,7 +147,7 @@ def _plan_of_forward(x: Operands, call: Call, keep_cache: bool) -> Forward | Non
         first=first,
         merge=None if ranks == 1 else Loaded(_merge(head, ranks), tokens),
         fields=[allocated((stride(tokens),), torch.float32)] * len(names),
-        sent=allocated((head.sent_fields, head.padded_tokens), torch.float32),
+        sent=allocated(head.sent_shape, torch.float32),
         kept=allocated((head.kept_fields, stride(tokens)), torch.int32),
         cache=[allocated(x.shape, getattr(torch, x.dtype.name)) for x in outputs[count:]],
         order=[names.index(name) for name in list[str](call.fields)],

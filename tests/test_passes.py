@@ -34,7 +34,7 @@ def test_a_forward_is_five_launches() -> None:
 
 
 def test_a_part_and_its_merge() -> None:
-    assert names(passes.part(head(), keep_cache=False)) == ["prepare", "statistics", "join", "join"]
+    assert names(passes.part(head(), keep_cache=False)) == ["prepare", "statistics", "join"]
     assert names(passes.merge(head(), ranks=2)) == ["prepare", "join", "finish"]
 
 

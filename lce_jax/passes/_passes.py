@@ -2,7 +2,7 @@
 
     forward    prepare ─ statistics ─ join ─ finish                       a whole vocabulary
     part       prepare ─ statistics ─ join                                a shard's statistics, to be gathered
-    merge                             join ─ finish                       all shards' statistics
+    merge      prepare                join ─ finish                       all shards' statistics
     backward   prepare ─ coefficients ─ (dlogits ─ dhidden ─ dweight) … ─ total
 
 What is kept of each token is flat, ``stride`` numbers a field: its label (int32), its temperature if it has one, and
@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from lce_jax._types import Case, Device, Operands, Options
-from lce_jax.mosaic import _backward, _cache, _dhidden, _forward, _generations, _partial_statistics
+from lce_jax.mosaic import _backward, _cache, _chunks, _dhidden, _forward, _generations, _partial_statistics
 from lce_jax.mosaic._cache import Cache
 from lce_jax.mosaic._call import Call
 from lce_jax.mosaic._geometry import geometry
@@ -90,14 +90,11 @@ class Head:
         return 1 + self.has_temperature + 3 + self.entropy
 
     @property
-    def sent_fields(self) -> int:
-        """How many numbers of each token a shard sends: its statistics, and its number of columns."""
-        return len(_partial_statistics.names(self.case.options)) + 1
-
-    @property
-    def padded_tokens(self) -> int:
-        """How many tokens the arrays have that a shard sends."""
-        return geometry(self.case, _generations.KERNEL_SETS[0].tiling).padded_tokens
+    def sent_shape(self) -> tuple[int, int, int]:
+        """What a shard sends: of each group of tiles, the fields of statistics and the number of columns."""
+        tiling = _generations.KERNEL_SETS[0].tiling
+        fields = len(_partial_statistics.names(self.case.options)) + 1
+        return _chunks.num_groups(self.case, tiling), fields, geometry(self.case, tiling).padded_tokens
 
 
 def refusal(head: Head) -> str | None:
@@ -162,6 +159,11 @@ class _Pass:
         operands = Operands(hidden, weight, marked.targets, None, rows, head.live_columns)
         return Call(operands, prepared, head.case, self.shape, self.kernels, self.host)
 
+    def join_all(self, call: Call, groups: Buffer) -> Buffer:
+        """The statistics of the whole vocabulary."""
+        scale, rows = call.prepared.scale, call.prepared.num_rows
+        return _forward.join_all(self.host, self.kernels, self.head.case, scale, rows, groups)
+
     def program(self, outputs: Sequence[Buffer]) -> Program:
         """The list."""
         return _list.program(self.host, outputs, self.head.device)
@@ -174,7 +176,7 @@ def forward(head: Head, keep_cache: bool) -> Program:
     """
     made = _Pass(head)
     call, temperatures, kept, groups, cache = _statistics(made, keep_cache)
-    joined = _forward.join_all(call, groups)
+    joined = made.join_all(call, groups)
     given = made.of_rows, kept, head.vocab_size, head.megatron
     results, kept = made.kernels.finish(head.case, joined, made.ids(kept), temperatures, *given)
     return made.program([*results, kept, *jax.tree.leaves(cache)])
@@ -183,30 +185,32 @@ def forward(head: Head, keep_cache: bool) -> Program:
 def part(head: Head, keep_cache: bool) -> Program:
     """``hidden, weight, labels [R, 2], temperatures -> statistics, kept, cache`` of a shard.
 
-    The statistics are the first fields of what is sent, [1, fields + 1, Tp]. The caller fills the last field with the
+    The statistics are the first fields of what is sent (``head.sent_shape``). The caller fills the last field with the
     number of the weight's rows.
     """
     made = _Pass(head)
-    call, _, kept, groups, cache = _statistics(made, keep_cache)
-    sent: Any = made.host.empty((1, head.sent_fields, made.shape.padded_tokens), jnp.float32)
-    return made.program([_forward.join_all(call, groups, sent), kept, *jax.tree.leaves(cache)])
+    _, _, kept, groups, cache = _statistics(made, keep_cache, more_fields=1)
+    return made.program([groups, kept, *jax.tree.leaves(cache)])
 
 
 def merge(head: Head, ranks: int) -> Program:
-    """``gathered [N, fields + 1, Tp], kept, temperatures -> results``; kept is written to."""
+    """``gathered [N * groups, fields + 1, Tp], kept, temperatures -> results``; kept is written to."""
     made = _Pass(head)
-    gathered = made.input(ranks, head.sent_fields, made.shape.padded_tokens)
+    groups, *of_group = head.sent_shape
+    gathered = made.input(ranks * groups, *of_group)
     kept = made.input(head.kept_fields * head.num_tokens)
     temperatures = made.input(head.num_tokens) if head.has_temperature else None
     marked, _ = made.kernels.prepare(head.case, made.ids(kept), temperatures, 0, made.of_labels, None)
     call = made.call(gathered, gathered, marked)  # without a weight
-    joined = _forward.join_all(call, gathered)
+    joined = made.join_all(call, gathered)
     given = made.of_rows, kept, head.vocab_size, head.megatron, gathered
     results, kept = made.kernels.finish(head.case, joined, made.ids(kept), temperatures, *given)
     return made.program([*results, kept])
 
 
-def _statistics(made: _Pass, keep_cache: bool) -> tuple[Call, Buffer | None, Buffer, Buffer, Cache | None]:
+def _statistics(
+    made: _Pass, keep_cache: bool, more_fields: int = 0
+) -> tuple[Call, Buffer | None, Buffer, Buffer, Cache | None]:
     """The call, the temperatures, what is kept, the statistics of groups, the cache."""
     head = made.head
     hidden, weight = made.operands()
@@ -217,7 +221,7 @@ def _statistics(made: _Pass, keep_cache: bool) -> tuple[Call, Buffer | None, Buf
     call = made.call(hidden, weight, marked)
     cached = cached_tiles(head, keep_cache)
     cache = _cache.empty(made.host, head.case, made.shape, cached) if cached else None
-    groups, cache, _ = _forward.joined(call, _forward.num_live_tiles(call), cache)
+    groups, cache, _ = _forward.joined(call, _forward.num_live_tiles(call), cache, more_fields=more_fields)
     return call, temperatures, kept, groups, cache
 
 

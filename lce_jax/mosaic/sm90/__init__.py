@@ -6,6 +6,7 @@ dlogits          _dlogits.py          the same tiles again, turned into the grad
 cached dlogits   _cached_dlogits.py   the same from cached exponentials, without a product
 products         _products.py         dhidden and dweight from dlogits
 tokens           _tokens.py           the steps between them on a few numbers per token, for lists of launches
+per token        _per_token.py        the same for programs that JAX traces: any function of a few numbers per token
 hidden rows      _hidden_rows.py      the steps between them on rows of H numbers
 live products    _live_products.py    the same from the live tiles of dlogits alone, with a ``gradient_threshold``
 """
@@ -13,6 +14,7 @@ live products    _live_products.py    the same from the live tiles of dlogits al
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lce_jax._types import Case
@@ -70,17 +72,24 @@ class Kernels(KernelSet):
 
     def join(
         self,
-        prepared: Prepared,
+        scale: Float[Array, "Tp"],
         parts: Float[Array, "parts fields Tp"],
         joined: Float[Array, "groups fields Tp"],
         case: Case,
         group: int,
         numbers: Int[Array, "3"],
+        in_nats: bool = False,
     ) -> Float[Array, "groups fields Tp"]:
         """One thread per token and group."""
         from lce_jax.mosaic.sm90 import _join
 
-        return _join.join(prepared, parts, joined, case, group, numbers)
+        return _join.join(scale, parts, joined, case, group, numbers, in_nats)
+
+    def per_token(self, function: Callable[..., Any], *operands: Any) -> Any:
+        """One thread per token."""
+        from lce_jax.mosaic.sm90 import _per_token
+
+        return _per_token.per_token(function, *operands)
 
     def dlogits(
         self,
@@ -215,7 +224,7 @@ class Kernels(KernelSet):
         kept: Float[Array, "n"],
         vocab_size: int,
         megatron: bool,
-        sizes: Float[Array, "shards fields Tp"] | None = None,
+        sizes: Float[Array, "groups fields Tp"] | None = None,
     ) -> tuple[list[Float[Array, "R"]], Float[Array, "n"]]:
         """The same, through `_math`."""
         from lce_jax.mosaic.sm90 import _tokens
