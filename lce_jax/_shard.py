@@ -36,7 +36,7 @@ from lce_jax._largest import Largest
 from lce_jax._rows import Rows
 from lce_jax._scales import Scales
 from lce_jax._statistics import Normalizer, Parts, along
-from lce_jax._types import Case, LogprobOutput, Operands, Primals, Results, RowCoefficients, ShardStatistics
+from lce_jax._types import Case, LogprobOutput, Operands, Primals, Results, RowCoefficients, ShardStatistics, is_array
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float
@@ -105,15 +105,11 @@ type Stacked = Callable[[Any], Any]  # a tree of arrays -> those of all shards, 
 
 
 def _merged(spec: Spec, parts: Parts, operands: Operands) -> ShardStatistics:
-    def chosen(*operands: Any) -> ShardStatistics:
-        parts, *of_rows = operands
-        return _dispatch.IMPLEMENTATIONS[spec.implementation].merged(parts, spec.case, *of_rows)
-
-    def elsewhere(implementation: Any, case: Case, *operands: Any) -> ShardStatistics:
-        parts, *of_rows = operands
+    def run(implementation: Any, case: Case, parts: Parts, *of_rows: Any) -> ShardStatistics:
         return implementation.merged(parts, case, *of_rows)
 
-    return _run(spec, chosen, elsewhere, parts, operands.inverse_temperature, operands.num_rows)
+    chosen = functools.partial(run, _dispatch.IMPLEMENTATIONS[spec.implementation], spec.case)
+    return _run(spec, chosen, run, parts, operands.inverse_temperature, operands.num_rows)
 
 
 def finish(
@@ -125,30 +121,29 @@ def finish(
 ) -> Results:
     """Eq. 3 in the implementation's arithmetic, from the whole vocabulary's statistics in the call's row order."""
 
-    def of_rows(stats: ShardStatistics, scale: Any, in_vocab: Any) -> LogprobOutput:
-        is_number = isinstance(scale, float | int)
+    def of_rows(stats: ShardStatistics, scale: Any, _: Any) -> LogprobOutput:
+        def results(stats: ShardStatistics, scale: Any, labels: Any) -> LogprobOutput:
+            return _math.results(stats, scale, labels >= 0)
 
-        def results(stats: ShardStatistics, scales: Any, labels: Any) -> LogprobOutput:
-            return _math.results(stats, scale if is_number else scales, labels >= 0)
-
-        del in_vocab
-        read = stats._replace(min=None, total=None, candidates=None)
-        return per_token(spec, results, read, None if is_number else scale, rows.labels)
+        return _per_token(spec, results, stats._replace(min=None, total=None, candidates=None), scale, rows.labels)
 
     scale, in_vocab = row_scale(spec, rows), rows.labels >= 0
     return _math.finish(stats, scale, in_vocab, where, spec.vocab_size, dropped_mass, of_rows)
 
 
-def per_token(spec: Spec, function: Callable[..., Any], *operands: Any) -> Any:
-    """``function(*operands)`` of trees of [T], in the implementation's arithmetic."""
+def _per_token(spec: Spec, function: Callable[..., Any], *operands: Any) -> Any:
+    """``function(*operands)`` of trees of [T] and of numbers, in the implementation's arithmetic."""
+    leaves, tree = jax.tree.leaves(operands), jax.tree.structure(operands)
 
-    def chosen(*operands: Any) -> Any:
-        return _dispatch.IMPLEMENTATIONS[spec.implementation].per_token(function, spec.case, *operands)
+    def of_arrays(*arrays: Any) -> Any:
+        given = iter(arrays)
+        return function(*jax.tree.unflatten(tree, [next(given) if is_array(x) else x for x in leaves]))
 
-    def elsewhere(implementation: Any, case: Case, *operands: Any) -> Any:
-        return implementation.per_token(function, case, *operands)
+    def run(implementation: Any, case: Case, *arrays: Any) -> Any:
+        return implementation.per_token(of_arrays, case, *arrays)
 
-    return _run(spec, chosen, elsewhere, *operands)
+    chosen = functools.partial(run, _dispatch.IMPLEMENTATIONS[spec.implementation], spec.case)
+    return _run(spec, chosen, run, *filter(is_array, leaves))
 
 
 def selected(spec: Spec, rows: Rows, stats: ShardStatistics, cache: Any) -> tuple[Any, Float[Array, "T"] | None]:
@@ -252,7 +247,15 @@ def _coefficients(
     """What eqs. 4 and 5 need of each token, in the call's row order."""
     options = spec.case.options
     factors = _math.row_scale(options, scales.logits), _math.row_factor(options, scales.derivative)
-    found = _math.row_coefficients(stats, cotangent, *factors, rows.live, options, spec.vocab_size)
+    of_rows = functools.partial(_math.row_coefficients, options=options, vocab_size=spec.vocab_size)
+    if stats.candidates is not None:
+        found = of_rows(stats, cotangent, *factors, rows.live)
+    else:
+        live, of_results = rows.live, cotangent._replace(outputs=LogprobOutput(*cotangent.outputs[:3]))
+        read = stats._replace(min=None, total=None)
+        read = read if live is None else read._replace(sumexp=jnp.where(live, read.sumexp, 1.0))
+        found = _per_token(spec, functools.partial(of_rows, where=None), read, of_results, *factors)
+        found = found if live is None else jax.tree.map(lambda x: jnp.where(live, x, 0.0), found)
     wrong = _scales.wrong_temperature(rows)
     return found if wrong is None else _temperature.without_gradient(found, wrong)
 
@@ -288,7 +291,7 @@ def _operands(
 
 
 def _scales_of(spec: Spec, rows: Rows) -> Scales:
-    invert = functools.partial(per_token, spec, _temperature.inverse)
+    invert = functools.partial(_per_token, spec, _temperature.inverse)
     return _scales.of_rows(rows, spec.case.stat_dtype, spec.case.options.signs_hidden, invert)
 
 
