@@ -58,6 +58,9 @@ def finish(
 ) -> LogprobOutput:
     """The results from the statistics of the whole vocabulary: ``lse = k·m + ln s``, ``entropy = ln s - q/s``.
 
+    XLA computes them, as it does in `merge`, because statistics do not say where they come from. So their last bits may
+    differ from those of `lce_jax.linear_logprobs` with the kernels, which are the same in every call.
+
     Args:
         stats: merged statistics, fields ``[T]``.
         labels: ``[T]`` global vocabulary ids, the same on every shard. Outside ``[0, vocab_size)`` the logprob is 0.

@@ -22,11 +22,11 @@ CALLS = {
 
 @pairs_of(1, name=[*CALLS], cache_bytes=[0, 1 << 40, 1 << 29])
 def test_candidates(name: str, cache_bytes: int) -> None:
-    """No kernel more, and XLA is given the tokens' rows of the weight, whose gather it fuses, a chunk at a time."""
+    """One kernel less, because XLA computes the coefficients, and XLA is given the tokens' rows of the weight, whose gather it fuses, a chunk at a time."""
     T, H = 4096, 4096
     V, K, options = CALLS[name]
     text, without = (lower(T, H, V, cache_bytes=cache_bytes, **options, **more) for more in ({"K": K}, {}))
-    assert text.count("@mosaic_gpu_v2") == without.count("@mosaic_gpu_v2")
+    assert text.count("@mosaic_gpu_v2") == without.count("@mosaic_gpu_v2") - 1
     assert f"x{K}x{H}x" in text
     assert (f"{T}x{K}x{H}x" in text) == (T * K * H * 2 <= _chosen.FUSED_BYTES)
     assert num_scatters(text, unique=True) > num_scatters(without, unique=True)

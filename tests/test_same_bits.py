@@ -130,6 +130,25 @@ def test_a_function_of_a_few_numbers_per_token() -> None:
 
 
 @pytest.mark.usefixtures("hopper")
+def test_plans_say_what_holds() -> None:
+    """And count what is gathered."""
+
+    def plan(V: int, shards: int, **options: Any) -> Any:
+        shapes = ((4096, 1024), "bfloat16"), ((V, 1024), "bfloat16"), ((4096,), "int32")
+        mesh = jax.sharding.AbstractMesh((shards,), ("tensor",), axis_types=(AxisType.Auto,))
+        place = {"mesh": mesh, "vocab_axis": "tensor"} if shards > 1 else {}
+        return lce_jax.explain(*(jax.ShapeDtypeStruct(*x) for x in shapes), **place, **options)
+
+    whole, other = plan(8 * COLUMNS, 4), plan(8 * COLUMNS + 32, 4)
+    assert whole.same_bits == "in every call, over any number of shards of whole groups of 4,096 columns"
+    assert other.same_bits == "in every call over 4 shards: 8,200 columns are no whole groups of 4,096"
+    assert plan(32000, 1).same_bits == "in every call of these columns"
+    assert f"same bits  {whole.same_bits}" in str(whole)
+    assert whole.forward_bytes - plan(2 * COLUMNS, 1).forward_bytes == 8 * 4 * 4096 * 4  # groups, fields, tokens, bytes
+    assert plan(8 * COLUMNS, 1, implementation="xla").same_bits is None
+
+
+@pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("checked", [True, False])
 @pytest.mark.parametrize("options", [{}, {"temperature": True, "stats": True}, {"logit_softcap": 30.0}], ids=str)
 def test_no_logarithm_or_quotient_of_rows_outside_the_kernels(options: dict[str, Any], checked: bool) -> None:
