@@ -22,7 +22,10 @@ CALLS = {
 
 @pairs_of(1, name=[*CALLS], cache_bytes=[0, 1 << 40, 1 << 29])
 def test_candidates(name: str, cache_bytes: int) -> None:
-    """One kernel less, because XLA computes the coefficients, and XLA is given the tokens' rows of the weight, whose gather it fuses, a chunk at a time."""
+    """One kernel less, that of the coefficients.
+
+    XLA is given the tokens' rows of the weight, whose gather it fuses, a chunk at a time.
+    """
     T, H = 4096, 4096
     V, K, options = CALLS[name]
     text, without = (lower(T, H, V, cache_bytes=cache_bytes, **options, **more) for more in ({"K": K}, {}))
