@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -12,7 +11,6 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 
 from lce_jax import _compat, _statistics
-from lce_jax._types import ShardStatistics
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
@@ -25,15 +23,13 @@ def first_column(axis_name: AxisName | None, columns: int) -> Int[Array, ""] | i
     return 0 if axis_name is None else lax.axis_index(axis_name) * columns
 
 
-def merge_over_axis(
-    stats: ShardStatistics, scale: Float[Array, "T"] | float, widths: Mapping[str, int], axis_name: AxisName
-) -> ShardStatistics:
-    """Eq. 2 over the shards of ``axis_name``, in one all-gather of [N, fields, T]; ``scale`` is the k of eq. 0.
+def stacked[T](tree: T, axis_name: AxisName) -> T:
+    """The arrays of all shards of ``axis_name``, [N, ...] each, in one all-gather.
 
     Every shard then adds the same numbers in the same order, so all of them hold bitwise-equal results.
     """
-    parts = _statistics.unpack(from_all_shards(_statistics.pack(stats), axis_name), widths)
-    return _statistics.merge(parts, scale)
+    packed, unpack = ravel_pytree(tree)
+    return jax.vmap(unpack)(from_all_shards(packed, axis_name))
 
 
 def from_all_shards(x: Array, axis_name: AxisName) -> Array:

@@ -7,14 +7,14 @@ import contextvars
 import dataclasses
 import functools
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import jax
 
 from lce_jax import _compat, mosaic, reference, xla
 from lce_jax._plans import ALONE, Plan, Surroundings
-from lce_jax._statistics import Normalizer
+from lce_jax._statistics import Normalizer, Parts
 from lce_jax._types import (
     CPU,
     Case,
@@ -43,6 +43,15 @@ class Implementation(Protocol):
 
         With a ``gradient_threshold`` the cache may also hold what `selected` needs.
         """
+
+    def in_parts(self, operands: Operands, case: Case, keep_cache: bool = False) -> tuple[Parts, Any]:
+        """The same of a shard whose statistics will be `merged` with those of others."""
+
+    def merged(self, parts: Parts, case: Case, inverse_temperature: Any, num_rows: Any) -> ShardStatistics:
+        """Eq. 1 of the whole vocabulary, from the `in_parts` of all shards, stacked. The others are of the operands."""
+
+    def per_token(self, function: Callable[..., Any], case: Case, *operands: Any) -> Any:
+        """``function(*operands)`` of trees of [T], in the implementation's own arithmetic."""
 
     def selected(self, case: Case, cache: Any, of_rows: Normalizer, num_rows: Any) -> tuple[Any, Any]:
         """With a ``gradient_threshold``: the cache as `gradients` takes it, and the dropped mass [T], or None for 0.

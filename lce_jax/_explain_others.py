@@ -77,7 +77,11 @@ def placed(
     if by_xla and not has_rule:
         layout = None
     if layout is not None:
-        around = Surroundings(gathers_hidden=layout.gather_dim is not None, sums_dweight=layout.token_shards > 1)
+        around = Surroundings(
+            gathers_hidden=layout.gather_dim is not None,
+            sums_dweight=layout.token_shards > 1,
+            shards=layout.vocab_shards,
+        )
     elif options.axis_name is None:
         around = Surroundings(true_columns=_checks.vocabulary(options.vocab_size, columns))
     return Placed(layout, around, columns, by_xla and has_rule)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lce_jax import _math, _options, _rows, _shard, _statistics
+from lce_jax import _math, _options, _rows, _scales, _statistics
 from lce_jax._types import LogprobOutput, ShardStatistics
 
 if TYPE_CHECKING:
@@ -57,6 +57,9 @@ def finish(
     logit_scale: float | Float[Array, ""] = 1.0,
 ) -> LogprobOutput:
     """The results from the statistics of the whole vocabulary: ``lse = k·m + ln s``, ``entropy = ln s - q/s``.
+
+    XLA computes them, as it does in `merge`, because statistics do not say where they come from. So their last bits may
+    differ from those of `lce_jax.linear_logprobs` with the kernels, which are the same in every call.
 
     Args:
         stats: merged statistics, fields ``[T]``.
@@ -134,4 +137,4 @@ def _row_scale(stats: ShardStatistics, where: Any, temperature: Any, logit_softc
     options = _options.of_call({"logit_softcap": logit_softcap, "logit_scale": logit_scale})
     labels, dtype = _rows.no_labels(stats.max.shape[-1:]), stats.max.dtype
     rows = _rows.of_call(labels, where, temperature, 0, dtype, options.logit_scale, options.logit_softcap)
-    return _math.row_scale(options.static, _shard.scales(rows, dtype, signs_hidden=False).logits)
+    return _math.row_scale(options.static, _scales.of_rows(rows, dtype, signs_hidden=False).logits)

@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
-from lce_jax import _collectives, _kl_math, _kl_tiles, _math, _rows, _shard, _spmd
+from lce_jax import _collectives, _kl_math, _kl_tiles, _math, _rows, _scales, _spmd
 from lce_jax._kl_math import KLStatistics, Mixture, MixtureSums, Pair
 from lce_jax._kl_tiles import KLPlan
 from lce_jax._rows import Rows
-from lce_jax._shard import Scales, Spec
+from lce_jax._scales import Scales
+from lce_jax._shard import Spec
 from lce_jax._types import Primals
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def forward(spec: KLSpec, primals: Pair[Primals], rows: Pair[Rows]) -> tuple[Arr
     """The result, and the whole vocabulary's statistics and sums of each row."""
     shape = rows.student.labels.shape
     rows = _rows.flattened(rows, len(shape))
-    scales = _scales(spec, rows)
+    scales = _scales_of(spec, rows)
     with jax.named_scope("lce_kl_statistics"):
         plan, shard, order = _shard_of(spec, primals, rows, scales)
         stats = _kl_tiles.statistics(plan, shard)
@@ -87,7 +88,7 @@ def backward(spec: KLSpec, primals: Pair[Primals], rows: Pair[Rows], kept: Kept,
     rows, kept, cotangent = _rows.flattened((rows, kept, cotangent), rows.student.labels.ndim)
     if own.axis_name is not None and own.token_axes is None:
         cotangent = _collectives.total_cotangent(cotangent, own.axis_name)
-    scales, live, wrong = _scales(spec, rows), rows.student.where, _wrong_temperature(rows)
+    scales, live, wrong = _scales_of(spec, rows), rows.student.where, _wrong_temperature(rows)
     counts = live if wrong is None else ~wrong if live is None else live & ~wrong
     factor = _math.row_factor(own.case.options, scales.student.derivative)
     (stats, sums), weights = kept, rows.student.weights
@@ -107,13 +108,13 @@ def backward(spec: KLSpec, primals: Pair[Primals], rows: Pair[Rows], kept: Kept,
     return _spmd.reduced(own, found._replace(hidden=dhidden), primals.student)
 
 
-def _scales(spec: KLSpec, rows: Pair[Rows]) -> Pair[Scales]:
-    return Pair(*(_shard.scales(own, spec.dtype, signs_hidden=False) for own in rows))
+def _scales_of(spec: KLSpec, rows: Pair[Rows]) -> Pair[Scales]:
+    return Pair(*(_scales.of_rows(own, spec.dtype, signs_hidden=False) for own in rows))
 
 
 def _wrong_temperature(rows: Pair[Rows]) -> Bool[Array, "T"] | None:
     """Rows of which one temperature is wrong: they return NaN and have no gradient."""
-    student, teacher = map(_shard.wrong_temperature, rows)
+    student, teacher = map(_scales.wrong_temperature, rows)
     return teacher if student is None else student if teacher is None else student | teacher
 
 

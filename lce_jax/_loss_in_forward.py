@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax import _collectives, _compat, _dispatch, _loss, _math, _rows, _shard, _spmd
+from lce_jax import _compat, _dispatch, _loss, _math, _rows, _shard, _spmd
 from lce_jax._loss import Gradients, Inputs, TokenLoss
 from lce_jax._rows import Rows
 from lce_jax._shard import Spec
@@ -189,12 +189,9 @@ class _Walk:
         rows = rows._replace(num_rows=chunk.num_rows)
         primals = _shard.as_operand(self.primals._replace(hidden=hidden))
         start = _spmd.first_column(spec, primals.weight)
-        stats, cache = _shard.statistics(spec, primals, rows, start, keep_cache=True)
-        scale = _shard.row_scale(spec, rows)
-        if spec.axis_name is not None:
-            stats = _collectives.merge_over_axis(stats, scale, spec.case.options.statistics, spec.axis_name)
+        stats, cache = _spmd.statistics(spec, primals, rows, keep_cache=True)
         cache, dropped = _spmd.selected(spec, rows, stats, cache)
-        outputs = _math.finish(stats, scale, rows.labels >= 0, None, spec.vocab_size, dropped).outputs
+        outputs = _shard.finish(spec, rows, stats, None, dropped).outputs
         live = rows.live
         if live is not None:
             outputs = jax.tree.map(lambda x: jnp.where(live, x, x[0]), outputs)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax import _collectives, _rows, _shard, _spmd
+from lce_jax import _collectives, _rows, _scales, _shard, _spmd
 from lce_jax._largest import Largest
 from lce_jax._rows import Rows
 from lce_jax._shard import Spec
@@ -42,7 +42,7 @@ def _finish(spec: Spec, rows: Rows, found: Largest) -> TopK:
     logprobs = (found.x - found.max[:, None]) * scale - log_sumexp[:, None]
     out = TopK(found.ids, logprobs, found.max * scale[:, 0] + log_sumexp)
     left_out = None if rows.where is None else ~rows.where
-    for no_result, value in ((_shard.wrong_temperature(rows), jnp.nan), (left_out, 0.0)):
+    for no_result, value in ((_scales.wrong_temperature(rows), jnp.nan), (left_out, 0.0)):
         if no_result is not None:
             out = TopK(
                 jnp.where(no_result[:, None], -1, out.ids),

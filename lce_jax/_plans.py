@@ -14,6 +14,7 @@ class Surroundings(NamedTuple):
     true_columns: int | None = None  # how many of the case's columns are not padding, if known
     gathers_hidden: bool = False  # the vocabulary's axis splits the sequence too
     sums_dweight: bool = False  # other devices hold other tokens
+    shards: int = 1  # of the vocabulary
 
 
 ALONE = Surroundings()
@@ -61,6 +62,8 @@ class Plan:
         full_cache_bytes: the least ``cache_bytes`` with which the backward recomputes nothing; 0 where the
             implementation keeps no cache.
         stored: temporary memory of plain JAX code that stores logits; None: that of log-probabilities and entropy.
+        same_bits: in which calls a token's logprob, entropy and lse have the same bits, in words. None: these may
+            depend on whatever else is in the call.
     """
 
     implementation: str
@@ -74,6 +77,7 @@ class Plan:
     notes: tuple[str, ...] = ()
     full_cache_bytes: int = 0
     stored: PassBytes | None = None
+    same_bits: str | None = None
 
     @property
     def memory(self) -> HeadMemory:
@@ -93,6 +97,8 @@ class Plan:
             f"  kept       {format_bytes(self.kept_bytes)} from forward to backward",
             f"  logits     {format_bytes(self.logits_bytes)} if they were stored",
         ]
+        if self.same_bits:
+            lines.append(f"  same bits  {self.same_bits}")
         lines += [f"  not used   {name}: {reason}" for name, reason in self.refused.items()]
         lines += [f"  note       {note}" for note in self.notes]
         return "\n".join(lines)

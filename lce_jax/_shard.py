@@ -11,18 +11,31 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax import _compat, _dispatch, _math, _rows, _temperature, _xla_topk, mosaic, reference, scalars, xla
+from lce_jax import (
+    _compat,
+    _dispatch,
+    _math,
+    _rows,
+    _scales,
+    _statistics,
+    _temperature,
+    _xla_topk,
+    mosaic,
+    reference,
+    xla,
+)
 from lce_jax._by_platform import by_platform
 from lce_jax._largest import Largest
 from lce_jax._rows import Rows
-from lce_jax._statistics import Normalizer, along
-from lce_jax._types import Case, Operands, Primals, Results, RowCoefficients, ShardStatistics
+from lce_jax._scales import Scales
+from lce_jax._statistics import Normalizer, Parts, along
+from lce_jax._types import Case, LogprobOutput, Operands, Primals, Results, RowCoefficients, ShardStatistics, is_array
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float
@@ -53,26 +66,82 @@ def as_operand(primals: Primals) -> Primals:
     return primals._replace(hidden=hidden.astype(primals.weight.dtype))
 
 
-def statistics(spec: Spec, primals: Primals, rows: Rows, start: Any, keep_cache: bool) -> tuple[ShardStatistics, Any]:
+def statistics(
+    spec: Spec, primals: Primals, rows: Rows, start: Any, keep_cache: bool, stacked: Stacked | None = None
+) -> tuple[ShardStatistics, Any]:
     """The statistics of the shard whose first column is ``start``, in the call's row order, and the cache.
 
-    Everything here is flat: hidden ``[T, H]``, as `as_operand` returns it, and rows ``[T]``.
+    Everything here is flat: hidden ``[T, H]``, as `as_operand` returns it, and rows ``[T]``. With ``stacked``, which
+    returns the arrays of all shards, the statistics are those of the whole vocabulary.
     """
-    operands, order = _operands(spec, primals, rows, start, _scales(spec, rows))
+    operands, order = _operands(spec, primals, rows, start, _scales_of(spec, rows))
+    whole = stacked is None
 
-    def chosen(operands: Operands) -> tuple[ShardStatistics, Any]:
-        return _dispatch.IMPLEMENTATIONS[spec.implementation].statistics(operands, spec.case, keep_cache)
+    def chosen(operands: Operands) -> tuple[Any, Any]:
+        implementation = _dispatch.IMPLEMENTATIONS[spec.implementation]
+        run: Any = implementation.statistics if whole else implementation.in_parts
+        return run(operands, spec.case, keep_cache)
 
-    def elsewhere(implementation: Any, case: Case, operands: Operands) -> tuple[ShardStatistics, Any]:
-        _, cache = jax.eval_shape(chosen, operands)  # of the kernels' shape, but nothing will read it
-        return implementation.statistics(operands, case)[0], _zeros(cache)
+    def elsewhere(implementation: Any, case: Case, operands: Operands) -> tuple[Any, Any]:
+        shapes, cache = jax.eval_shape(chosen, operands)  # of the kernels' shape, but nothing will read the cache
+        if whole:
+            return implementation.statistics(operands, case)[0], _zeros(cache)
+        return _statistics.like(implementation.in_parts(operands, case)[0], shapes), _zeros(cache)
 
     stats, cache = _run(spec, chosen, elsewhere, operands)
+    if stacked is not None:
+        with jax.named_scope("lce_merge"):
+            stats = _merged(spec, stacked(stats), operands)
     stats = stats if order is None else _rows.expand(order, stats)
-    wrong = wrong_temperature(rows)
+    wrong = _scales.wrong_temperature(rows)
     if wrong is not None:
         stats = jax.tree.map(lambda x: jnp.where(along(wrong, x), jnp.nan, x), stats)
     return stats, cache
+
+
+type Stacked = Callable[[Any], Any]  # a tree of arrays -> those of all shards, [N, ...] each
+
+
+def _merged(spec: Spec, parts: Parts, operands: Operands) -> ShardStatistics:
+    def run(implementation: Any, case: Case, parts: Parts, *of_rows: Any) -> ShardStatistics:
+        return implementation.merged(parts, case, *of_rows)
+
+    chosen = functools.partial(run, _dispatch.IMPLEMENTATIONS[spec.implementation], spec.case)
+    return _run(spec, chosen, run, parts, operands.inverse_temperature, operands.num_rows)
+
+
+def finish(
+    spec: Spec,
+    rows: Rows,
+    stats: ShardStatistics,
+    where: Bool[Array, "T"] | None,
+    dropped_mass: Float[Array, "T"] | None,
+) -> Results:
+    """Eq. 3 in the implementation's arithmetic, from the whole vocabulary's statistics in the call's row order."""
+
+    def of_rows(stats: ShardStatistics, scale: Any, _: Any) -> LogprobOutput:
+        def results(stats: ShardStatistics, scale: Any, labels: Any) -> LogprobOutput:
+            return _math.results(stats, scale, labels >= 0)
+
+        return _per_token(spec, results, stats._replace(min=None, total=None, candidates=None), scale, rows.labels)
+
+    scale, in_vocab = row_scale(spec, rows), rows.labels >= 0
+    return _math.finish(stats, scale, in_vocab, where, spec.vocab_size, dropped_mass, of_rows)
+
+
+def _per_token(spec: Spec, function: Callable[..., Any], *operands: Any) -> Any:
+    """``function(*operands)`` of trees of [T] and of numbers, in the implementation's arithmetic."""
+    leaves, tree = jax.tree.leaves(operands), jax.tree.structure(operands)
+
+    def of_arrays(*arrays: Any) -> Any:
+        given = iter(arrays)
+        return function(*jax.tree.unflatten(tree, [next(given) if is_array(x) else x for x in leaves]))
+
+    def run(implementation: Any, case: Case, *arrays: Any) -> Any:
+        return implementation.per_token(of_arrays, case, *arrays)
+
+    chosen = functools.partial(run, _dispatch.IMPLEMENTATIONS[spec.implementation], spec.case)
+    return _run(spec, chosen, run, *filter(is_array, leaves))
 
 
 def selected(spec: Spec, rows: Rows, stats: ShardStatistics, cache: Any) -> tuple[Any, Float[Array, "T"] | None]:
@@ -114,7 +183,7 @@ def gradients(
     ``stats`` are those of the whole vocabulary, in the call's row order. With ``may_round_dhidden``, dhidden may come
     in the weight's dtype. With ``dweight``, a sum in the statistics' dtype, the shard's dweight is added to it instead.
     """
-    scales = _scales(spec, rows)
+    scales = _scales_of(spec, rows)
     operands, order = _operands(spec, primals, rows, start, scales)
     coefficients = _coefficients(spec, rows, stats, cotangent, scales)
     if order is not None:
@@ -162,7 +231,7 @@ LARGEST = {xla.NAME: _xla_topk.largest, reference.NAME: reference.largest}  # th
 
 def largest(spec: Spec, primals: Primals, rows: Rows, start: Any) -> Largest:
     """The k largest products of the shard whose first column is ``start``, in the call's row order. All is flat."""
-    operands, order = _operands(spec, primals, rows, start, _scales(spec, rows))
+    operands, order = _operands(spec, primals, rows, start, _scales_of(spec, rows))
     found = LARGEST[spec.implementation](operands, spec.case)
     found = found._replace(ids=found.ids + start)
     return found if order is None else _rows.expand(order, found)
@@ -170,7 +239,7 @@ def largest(spec: Spec, primals: Primals, rows: Rows, start: Any) -> Largest:
 
 def row_scale(spec: Spec, rows: Rows) -> Float[Array, "T"] | float:
     """The k of eq. 0, in the call's row order."""
-    return _math.row_scale(spec.case.options, _scales(spec, rows).logits)
+    return _math.row_scale(spec.case.options, _scales_of(spec, rows).logits)
 
 
 def _coefficients(
@@ -179,8 +248,16 @@ def _coefficients(
     """What eqs. 4 and 5 need of each token, in the call's row order."""
     options = spec.case.options
     factors = _math.row_scale(options, scales.logits), _math.row_factor(options, scales.derivative)
-    found = _math.row_coefficients(stats, cotangent, *factors, rows.live, options, spec.vocab_size)
-    wrong = wrong_temperature(rows)
+    of_rows = functools.partial(_math.row_coefficients, options=options, vocab_size=spec.vocab_size)
+    if stats.candidates is not None:
+        found = of_rows(stats, cotangent, *factors, rows.live)
+    else:
+        live, of_results = rows.live, cotangent._replace(outputs=LogprobOutput(*cotangent.outputs[:3]))
+        read = stats._replace(min=None, total=None)
+        read = read if live is None else read._replace(sumexp=jnp.where(live, read.sumexp, 1.0))
+        found = _per_token(spec, functools.partial(of_rows, where=None), read, of_results, *factors)
+        found = found if live is None else jax.tree.map(lambda x: jnp.where(live, x, 0.0), found)
+    wrong = _scales.wrong_temperature(rows)
     return found if wrong is None else _temperature.without_gradient(found, wrong)
 
 
@@ -218,51 +295,10 @@ def _operands(
     return Operands(hidden, weight, targets, scales.logits, num_rows, num_columns, scales.raw, bias, candidates), order
 
 
-class Scales(NamedTuple):
-    """Per-token factors of eq. 0 from temperature and a traced scale or softcap: z = logits · x(sign · r)."""
-
-    logits: Float[Array, "T"] | None  # None: 1
-    raw: Float[Array, "T"] | None = None  # x = tanh(raw · r), or raw · r
-    sign: Float[Array, "T"] | None = None  # of a traced scale, where it multiplies hidden
-
-    @property
-    def derivative(self) -> Float[Array, "T"] | None:
-        """The row factor of eq. 5, without the scale in the options."""
-        return self.logits if self.raw is None or self.logits is None else self.logits * self.raw
-
-
-def scales(rows: Rows, dtype: Any, signs_hidden: bool) -> Scales:
-    """The factors of a call.
-
-    The sign of a traced scale, which may be 0, is apart, because k of eq. 1 must be positive. It multiplies hidden
-    where ``signs_hidden`` says so, else the raw products, which no kernel does.
-    """
-    inverse = None if rows.temperature is None else _temperature.inverse(rows.temperature.astype(dtype))
-    if rows.logit_scale is None:
-        return Scales(inverse)
-    sign = raw = None
-    if rows.logit_softcap is None:
-        sign, logits = jnp.sign(rows.logit_scale), jnp.abs(rows.logit_scale)
-        logits = jnp.where(sign == 0, 1.0, logits)
-        if not signs_hidden:
-            sign, raw = None, sign
-    else:
-        logits = jnp.abs(rows.logit_softcap)  # c tanh(x / c) is even in c
-        raw = rows.logit_scale / logits
-    return Scales(logits if inverse is None else logits * inverse, raw, sign)
-
-
-def _scales(spec: Spec, rows: Rows) -> Scales:
-    return scales(rows, spec.case.stat_dtype, spec.case.options.signs_hidden)
+def _scales_of(spec: Spec, rows: Rows) -> Scales:
+    invert = functools.partial(_per_token, spec, _temperature.inverse)
+    return _scales.of_rows(rows, spec.case.stat_dtype, spec.case.options.signs_hidden, invert)
 
 
 def _signed(hidden: Float[Array, "T H"], scales: Scales) -> Float[Array, "T H"]:
     return hidden if scales.sign is None else hidden * scales.sign.astype(hidden.dtype)[:, None]
-
-
-def wrong_temperature(rows: Rows) -> Bool[Array, "T"] | None:
-    """Rows that count and whose temperature is not positive and finite: they return NaN and have no gradient."""
-    if rows.temperature is None:
-        return None
-    wrong = ~scalars.is_temperature(rows.temperature)
-    return wrong if rows.live is None else wrong & rows.live

@@ -7,13 +7,14 @@ cotangents ─ total over the axis ─ gradients of the shard ─ reduce over th
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax import _collectives, _compat, _math, _rows, _shard
+from lce_jax import _collectives, _compat, _rows, _shard
 from lce_jax._rows import Rows
 from lce_jax._shard import Spec
 from lce_jax._types import Primals, Results, ShardStatistics
@@ -27,17 +28,17 @@ def forward(spec: Spec, primals: Primals, rows: Rows, keep_cache: bool) -> tuple
     shape = rows.labels.shape
     rows = _rows.flattened(rows, len(shape))
     with jax.named_scope("lce_statistics"):
-        stats, cache = _shard.statistics(
-            spec, flat_operands(spec, primals), rows, first_column(spec, primals.weight), keep_cache
-        )
-    scale = _shard.row_scale(spec, rows)
-    if spec.axis_name is not None:
-        with jax.named_scope("lce_merge"):
-            stats = _collectives.merge_over_axis(stats, scale, spec.case.options.statistics, spec.axis_name)
+        stats, cache = statistics(spec, flat_operands(spec, primals), rows, keep_cache)
     cache, dropped = selected(spec, rows, stats, cache)
     cache = cache if keep_cache else None
-    out = _math.finish(stats, scale, rows.labels >= 0, rows.where, spec.vocab_size, dropped)
+    out = _shard.finish(spec, rows, stats, rows.where, dropped)
     return *jax.tree.map(lambda x: x.reshape(shape + x.shape[1:]), (out, stats)), cache
+
+
+def statistics(spec: Spec, flat: Primals, rows: Rows, keep_cache: bool) -> tuple[ShardStatistics, Any]:
+    """The whole vocabulary's statistics, and the shard's cache, from `flat_operands`."""
+    stacked = None if spec.axis_name is None else functools.partial(_collectives.stacked, axis_name=spec.axis_name)
+    return _shard.statistics(spec, flat, rows, first_column(spec, flat.weight), keep_cache, stacked)
 
 
 def selected(spec: Spec, rows: Rows, stats: ShardStatistics, cache: Any) -> tuple[Any, Float[Array, "T"] | None]:

@@ -23,6 +23,7 @@ MASKED = -1e30  # stands for -inf in a maximum; in float32 it is finite, and so 
 _NO_COLUMNS = {"max": MASKED, "sumexp": 0.0, "weighted": 0.0, "target": -jnp.inf, "min": -MASKED, "total": 0.0}
 NO_COLUMNS: Any = ShardStatistics(**_NO_COLUMNS, candidates=-jnp.inf)  # type: ignore[arg-type]
 
+BESIDE = ("total", "candidates")  # the fields that are no results of (1) column by column: (2) adds or picks them
 PER_CANDIDATE = ("candidates",)  # the fields that are [T, K], also for K = 1; the others are [T]
 
 
@@ -31,6 +32,16 @@ class Normalizer(NamedTuple):
 
     max: Float[Array, "T"]  # of the whole vocabulary, as in `ShardStatistics`
     sumexp: Float[Array, "T"]
+
+
+class Parts(NamedTuple):
+    """A shard's statistics as it sends them to the others, in as many groups of columns as its implementation has.
+
+    Its implementation alone knows their units, and merges those of all shards, stacked in another leading dimension.
+    """
+
+    groups: Float[Array, "*N G fields T"]  # of neighbouring columns; T may be padded
+    beside: ShardStatistics  # the fields `BESIDE`, of the whole shard
 
 
 def of_fields(fields: Mapping[str, Any]) -> ShardStatistics:
@@ -66,6 +77,25 @@ def unpack(packed: Float[Array, "*n F T"], widths: Mapping[str, int]) -> ShardSt
         fields[name] = jnp.swapaxes(rows, -1, -2) if name in PER_CANDIDATE else rows[..., 0, :]
         row += width
     return of_fields(fields)
+
+
+def as_parts(stats: ShardStatistics) -> Parts:
+    """Those of an implementation that sends one group."""
+    beside = of_fields({name: getattr(stats, name) for name in BESIDE})
+    return Parts(pack(stats._replace(total=None, candidates=None))[None], beside)
+
+
+def like(parts: Parts, shapes: Parts) -> Parts:
+    """`as_parts` in arrays of other shapes, of as many groups or more and as many tokens or more."""
+    empty, (_, fields, num_tokens) = jnp.zeros(shapes.groups.shape, parts.groups.dtype), parts.groups.shape
+    return parts._replace(groups=empty.at[:1, :fields, :num_tokens].set(parts.groups))
+
+
+def merge_parts(parts: Parts, options: Options, num_tokens: int, scale: Float[Array, "T"] | float) -> ShardStatistics:
+    """`merge` of all shards' `as_parts`, or of what `like` made of them."""
+    widths = {name: width for name, width in options.statistics.items() if name not in BESIDE}
+    stats = unpack(parts.groups[:, 0, :, :num_tokens], widths)
+    return merge(stats._replace(total=parts.beside.total, candidates=parts.beside.candidates), scale)
 
 
 def merge(parts: ShardStatistics, scale: Float[Array, "T"] | float) -> ShardStatistics:

@@ -21,6 +21,7 @@ from lce_jax import (
     _options,
     _partition,
     _rows,
+    _scales,
     _shard,
     reference,
     xla,
@@ -202,7 +203,7 @@ def _of_call(static: Static, primals: Primals, rows: Rows) -> Float[Array, "*b K
     if not rows.labels.size:
         return _compat.vary_like(jnp.zeros(shape, static.dtype), (primals.hidden, rows.candidates))
     flat = _rows.flattened(rows, rows.labels.ndim)
-    live, wrong = flat.where, _shard.wrong_temperature(flat)
+    live, wrong = flat.where, _scales.wrong_temperature(flat)
     if wrong is not None:
         live = ~wrong if live is None else live & ~wrong
     if live is not None:
@@ -240,7 +241,7 @@ def _forward(static: Static, primals: Primals, rows: Rows) -> tuple[Float[Array,
     raw = static.chosen.products(hidden, primals.weight, columns, options, static.dtype)
     if primals.bias is not None:
         raw = raw + jnp.take(primals.bias, columns, mode="clip").astype(static.dtype)
-    scales = _shard.scales(rows, static.dtype, signs_hidden=False)
+    scales = _scales.of_rows(rows, static.dtype, signs_hidden=False)
     z, slope = _math.transform_logits(raw, options, scales.logits, scales.raw)
     factor = _math.row_factor(options, scales.derivative)
     factor = factor if isinstance(factor, float) else factor[:, None]

@@ -17,7 +17,7 @@ from jax import lax
 
 from lce_jax import _compat, _math, _repeats, _statistics, _xla_plan, _xla_tiles, _xla_topk
 from lce_jax._plans import ALONE, Plan, Surroundings
-from lce_jax._statistics import Normalizer, along
+from lce_jax._statistics import Normalizer, Parts, along
 from lce_jax._types import Case, Operands, Options, Primals, RowCoefficients, ShardStatistics
 
 if TYPE_CHECKING:
@@ -90,6 +90,24 @@ def _token_tile_statistics(operands: Operands, case: Case, tokens: _Tokens) -> S
     empty = _statistics.empty(tokens.hidden.shape[0], case.stat_dtype, options)
     running = _compat.vary_like(_statistics.Running.start(empty), (tokens.hidden, operands))
     return _walk_vocabulary(case, operands, vocab_tile, running).finish()
+
+
+def in_parts(operands: Operands, case: Case, keep_cache: bool = False) -> tuple[Parts, None]:
+    """One part."""
+    return _statistics.as_parts(statistics(operands, case, keep_cache)[0]), None
+
+
+def merged(parts: Parts, case: Case, inverse_temperature: Array | None, num_rows: Any) -> ShardStatistics:
+    """Eq. 2, all rows."""
+    del num_rows
+    scale = _math.row_scale(case.options, inverse_temperature)
+    return _statistics.merge_parts(parts, case.options, case.num_tokens, scale)
+
+
+def per_token(function: Callable[..., Any], case: Case, *operands: Any) -> Any:
+    """As XLA rounds."""
+    del case
+    return function(*operands)
 
 
 def selected(case: Case, cache: None, of_rows: Normalizer, num_rows: Any) -> tuple[None, None]:

@@ -39,7 +39,12 @@ def why_not(device: torch.device) -> str | None:
 
 def struct(x: torch.Tensor) -> jax.ShapeDtypeStruct:
     """The shape and dtype of a tensor."""
-    return jax.ShapeDtypeStruct(tuple(map(int, x.shape)), str(x.dtype).removeprefix("torch."))
+    return jax.ShapeDtypeStruct(tuple(map(int, x.shape)), name_of(x.dtype))
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """As JAX calls it."""
+    return str(dtype).removeprefix("torch.")
 
 
 def on_gpu(x: torch.Tensor) -> bool:

@@ -9,14 +9,15 @@ plan, found again by one key.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from lce_jax import passes
-from lce_torch_bridge import _device, _rows, _torch, _way, tensor_parallel
+from lce_torch_bridge import _device, _plans, _rows, _torch, _way, tensor_parallel
 from lce_torch_bridge._added import added_apart, can_add
+from lce_torch_bridge._device import name_of
 from lce_torch_bridge._loaded import Loaded, of_stride, stride
 from lce_torch_bridge._main_grad import nothing_like
 from lce_torch_bridge._torch import Allocated, allocated
@@ -25,9 +26,7 @@ from lce_torch_bridge._types import PER_CANDIDATE, Call, Operands
 SMALL = (128, 512)  # rows of programs below `_rows.SMALLEST`
 # Of a program's results.
 ORDER: tuple[str, ...] = ("logprobs", "entropy", "lse", "max_logit", "min_logit", PER_CANDIDATE)
-MOST_PLANS = 4096  # of all shapes together; each takes about two KiB
 
-_plans: dict[Any, Any] = {}
 _forward, _part = functools.cache(passes.forward), functools.cache(passes.part)
 _merge, _backward = functools.cache(passes.merge), functools.cache(passes.backward)
 
@@ -62,7 +61,7 @@ def _head(hidden: torch.Tensor, weight: torch.Tensor, call: Call, has_temperatur
         num_columns=int(weight.shape[0]),
         vocab_size=call.vocab_size,
         start=rank * int(weight.shape[0]),
-        dtype=_name(weight.dtype),
+        dtype=name_of(weight.dtype),
         device=device,
         entropy=call.entropy != "none",
         stats=call.stats,
@@ -72,29 +71,9 @@ def _head(hidden: torch.Tensor, weight: torch.Tensor, call: Call, has_temperatur
         gradient_threshold=call.gradient_threshold,
         num_candidates=call.num_candidates,
         has_temperature=has_temperature,
-        copied_from=None if rows == len(hidden) and hidden.dtype == weight.dtype else _name(hidden.dtype),
+        copied_from=None if rows == len(hidden) and hidden.dtype == weight.dtype else name_of(hidden.dtype),
         megatron=call.megatron,
     )
-
-
-def _found(key: Any, plan: Callable[[], Any]) -> Any:
-    """What ``plan()`` is, made once for a key; None if JAX is to run such calls, because it is the reason, a text."""
-    found = _plans.get(key) or _made(key, plan)
-    if isinstance(found, str):
-        _way.refused(found)
-        return None
-    return found
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _made(key: Any, plan: Callable[[], Any]) -> Any:
-    if len(_plans) >= MOST_PLANS:
-        _plans.clear()
-    made = _plans[key] = plan()
-    return made
 
 
 class Forward(NamedTuple):
@@ -105,6 +84,7 @@ class Forward(NamedTuple):
     merge: Loaded | None  # of what the ranks gathered
     fields: list[Allocated]
     sent: Allocated
+    sent_candidates: list[Allocated]  # their x, if there are any
     kept: Allocated
     cache: list[Allocated]  # with a threshold: of the whole vocabulary, the live tiles; of a part, what tells them
     live: list[Allocated]  # the live tiles of a part
@@ -122,7 +102,7 @@ def forward(x: Operands, call: Call, keep_cache: bool) -> list[torch.Tensor] | N
     ranks = call.group and tensor_parallel.size_and_rank(call.group)
     options = call, ranks, keep_cache, x.bias is None, x.temperature is None, x.candidates is None
     key = "forward", device, hidden.shape, hidden.dtype, weight.shape, weight.dtype, *options
-    plan = _found(key, lambda: _plan_of_forward(x, call, keep_cache))
+    plan = _plans.found(key, lambda: _plan_of_forward(x, call, keep_cache))
     if plan is None:
         return None
     tokens = hidden.shape[0]
@@ -135,12 +115,12 @@ def forward(x: Operands, call: Call, keep_cache: bool) -> list[torch.Tensor] | N
     if plan.merge is None:
         plan.first.run(device, [*fields, kept, *cache, *given])
     else:
-        sent = _torch.empty(*plan.sent)
-        plan.first.run(device, [sent, kept, *cache, *given])
-        sent[-1 - plan.head.num_candidates].fill_(plan.head.num_columns)
-        gathered = tensor_parallel.gather(sent, call.group)
+        sent, x_of_part = _torch.empty(*plan.sent), [_torch.empty(*each) for each in plan.sent_candidates]
+        plan.first.run(device, [sent, *x_of_part, kept, *cache, *given])
+        sent[:, -1].fill_(plan.head.num_columns)
+        gathered = [tensor_parallel.gather(each, call.group) for each in (sent, *x_of_part)]
         live = [_torch.empty(*each) for each in plan.live]
-        plan.merge.run(device, [*fields, *live, gathered, kept, *per_token, *cache[: len(live)]])
+        plan.merge.run(device, [*fields, *live, *gathered, kept, *per_token, *cache[: len(live)]])
         cache = live or cache
     found = [fields[i] for i in plan.order]
     if tokens < passes.THREADS:  # copies, because views are not written to
@@ -169,9 +149,10 @@ def _plan_of_forward(x: Operands, call: Call, keep_cache: bool) -> Forward | str
         fields=[
             allocated((stride(tokens), *[call.num_candidates] * (x == PER_CANDIDATE)), torch.float32) for x in names
         ],
-        sent=allocated((head.sent_fields, head.padded_tokens), torch.float32),
+        sent=allocated(head.sent_shape, torch.float32),
+        sent_candidates=first.outputs(1)[:1] if ranks > 1 and call.num_candidates else [],
         kept=allocated((head.kept_fields, stride(tokens)), torch.int32),
-        cache=first.outputs((len(names) if ranks == 1 else 1) + 1),
+        cache=first.outputs((len(names) if ranks == 1 else 1 + (call.num_candidates > 0)) + 1),
         live=[] if merge is None else merge.outputs(len(names)),
         order=[names.index(name) for name in list[str](call.fields)],
     )
@@ -221,7 +202,7 @@ def gradients(
     shapes = hidden.shape, hidden.dtype, weight.shape, weight.dtype, len(saved), len(cache), ranks
     how = call, tuple(cotangents), wanted, adds is None, owns_cache
     key = "gradients", device, *shapes, *how
-    plan = _found(key, lambda: _plan_of_backward(hidden, weight, saved, cache, *how))
+    plan = _plans.found(key, lambda: _plan_of_backward(hidden, weight, saved, cache, *how))
     if plan is None:
         return None
     into = [] if adds is None else [sums.main_grad if sums.total is None else sums.total.tensor()]
@@ -259,37 +240,13 @@ def _plan_of_backward(
     reduced = call.reduce_grad_hidden and call.group != tensor_parallel.NO_GROUP
     dtype = torch.float32 if reduced else hidden.dtype
     program = _backward(
-        _head(hidden, weight, call, has_temperature, rows), seeds, wanted[:2], _name(dtype),
-        cached=bool(cache), owns_cache=owns_cache, adds=not returns_dweight, exact=tokens == rows,
+        _head(hidden, weight, call, has_temperature, rows), seeds, wanted[:2], name_of(dtype),
+        cached=bool(cache), owns_cache=owns_cache, adds=not returns_dweight,
     )  # fmt: skip
     results = [allocated(hidden.shape, dtype)] if wanted[0] else []
     if wanted[1] and returns_dweight:
         results.append(allocated(weight.shape, weight.dtype))
     return Backward(Loaded(program, tokens), results, reduced and wanted[0])
-
-
-def scaled(x: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-    """``factor [1] · x`` in float32, rounded once; None where no kernel computes that."""
-    if not _way.may_be_direct(x) or not (_device.is_usable(x) and _device.is_usable(factor)):
-        return None
-    with torch.cuda.device(x.device):
-        key = "scaled", x.get_device(), x.numel(), x.dtype, dtype
-        plan = _plans.get(key) or _made(key, lambda: _plan_of_scaled(x, dtype))
-        if isinstance(plan, str):
-            return None
-        result = x.new_empty(x.shape, dtype=dtype)
-        plan.run(x.get_device(), [result, x, factor])
-    return result
-
-
-def _plan_of_scaled(x: torch.Tensor, dtype: torch.dtype) -> Loaded | str:
-    device = _device.device_of(x.device)
-    if device is None:
-        return str(_device.why_not(x.device))
-    reason = _device.why_not(x.device) or passes.refusal_to_scale(x.numel(), device)
-    if reason is not None:
-        return reason
-    return Loaded(passes.scale(x.numel(), _name(x.dtype), _name(dtype), device), 0)
 
 
 def _in_rows(x: torch.Tensor) -> torch.Tensor:

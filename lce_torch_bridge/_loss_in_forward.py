@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lce_torch_bridge import _execute, _kernels, _main_grad, autograd
+from lce_torch_bridge import _execute, _main_grad, autograd
 from lce_torch_bridge._chunk_sums import ChunkSums
+from lce_torch_bridge._scaled import scaled
 from lce_torch_bridge._types import Call, Operands
 
 ALL = 1 << 62  # cache_bytes that no chunk exceeds
@@ -171,7 +172,7 @@ def _scaled(grad: torch.Tensor | None, factor: torch.Tensor | None, dtype: torch
     if factor is None:
         return grad.to(dtype, copy=autograd.graph_is_kept())
     if grad.numel() >= LARGE and not grad.dtype == factor.dtype == dtype:  # torch's own kernel takes twice as long
-        found = _kernels.scaled(grad, factor, dtype)
+        found = scaled(grad, factor, dtype)
         if found is not None:
             return found
     return torch.mul(grad, factor, out=grad.new_empty(grad.shape, dtype=dtype))

@@ -116,7 +116,9 @@ def test_kernels(T: int, H: int, V: int, options: dict) -> None:
     assert f"{T}x{V}" not in text
     shape = (H, V) if "weight_layout" in options else (V, H)
     assert "{}x{}xf32".format(*shape) in text
-    assert text.count("@mosaic_gpu_v2") == 6 + (V % 8 > 0)  # statistics, joins, dlogits from the cache, products
+    inverses = 3 * ("temperature" in options)
+    # Statistics, joins, results, coefficients, dlogits from the cache, products.
+    assert text.count("@mosaic_gpu_v2") == 8 + (V % 8 > 0) + inverses
     if options.get("vocab_size") is None:
         assert overwrites_cache(text)
 

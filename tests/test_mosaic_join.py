@@ -13,7 +13,6 @@ import pytest
 from lce_jax import _statistics, mosaic
 from lce_jax._types import Operands
 from lce_jax.mosaic import _generations, _partial_statistics, sm90
-from lce_jax.mosaic._operands import Prepared
 from lce_jax.mosaic._pallas import interpreting, plgpu
 from tests.mosaic_interpreter import races_found
 from tests.test_mosaic_interpret import Call, call, case_of, kernels_of
@@ -32,14 +31,13 @@ def test_a_union(parts: int, count: int, group: int) -> None:
     given = np.stack([m, np.exp(s), -np.abs(m), t], 1).astype(np.float32)
     given[count:] = np.nan
     groups = -(-parts // group)
-    prepared: Any = Prepared(None, None, None, scale, None, None, None, None)  # type: ignore[arg-type]
 
-    def joined(given: Any, prepared: Any) -> Any:
+    def joined(given: Any, scale: Any) -> Any:
         memory = jnp.full((groups + 1, 4, TOKENS), jnp.nan)
-        return sm90.KERNELS.join(prepared, given, memory, case, group, jnp.asarray([130, count, 1], jnp.int32))
+        return sm90.KERNELS.join(scale, given, memory, case, group, jnp.asarray([130, count, 1], jnp.int32))
 
     with interpreting(plgpu.InterpretGPUParams(detect_races=True)):
-        found = np.asarray(jax.jit(joined)(given, prepared))
+        found = np.asarray(jax.jit(joined)(given, scale))
     assert not races_found()
     assert np.isnan(found[0]).all()
     for number in range(groups):

@@ -26,8 +26,8 @@ EVERYTHING = {"stats": True, "logit_softcap": 30.0, "where": True, "temperature"
 def test_lowers_for_cuda(T: int, H: int, V: int, options: dict[str, Any]) -> None:
     text = lower(T, H, V, gradient_threshold=2.0**-12, **options)
     assert all(f"lce_live_{name}" in text for name in ("dlogits", "dhidden", "dweight"))
-    # Two joins, six lists; three for the tile with padding.
-    assert text.count("@mosaic_gpu_v2") == 14 + ("stats" in options) + 3 * ("vocab_size" in options)
+    # Two joins, six lists; three for the tile with padding, and inverses.
+    assert text.count("@mosaic_gpu_v2") == 16 + ("stats" in options) + 7 * ("vocab_size" in options)
 
 
 @pytest.mark.usefixtures("hopper")

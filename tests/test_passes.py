@@ -21,8 +21,8 @@ def head(**changed: Any) -> passes.Head:
 
 def backward(of: passes.Head, wanted: tuple[bool, bool] = (True, True), **how: Any) -> passes.Program:
     seeds = how.pop("seeds", ("logprobs", "entropy"))
-    exact = {"cached": False, "owns_cache": False, "adds": False, "exact": True}
-    return passes.backward(of, seeds, wanted, "bfloat16", **{**exact, **how})
+    plain = {"cached": False, "owns_cache": False, "adds": False}
+    return passes.backward(of, seeds, wanted, "bfloat16", **{**plain, **how})
 
 
 def names(program: passes.Program) -> list[str]:
@@ -34,7 +34,7 @@ def test_a_forward_is_five_launches() -> None:
 
 
 def test_a_part_and_its_merge() -> None:
-    assert names(passes.part(head(), keep_cache=False)) == ["prepare", "statistics", "join", "join"]
+    assert names(passes.part(head(), keep_cache=False)) == ["prepare", "statistics", "join"]
     assert names(passes.merge(head(), ranks=2)) == ["prepare", "join", "finish"]
 
 
@@ -140,7 +140,7 @@ def test_refusals(changed: dict[str, Any], reason: str) -> None:
 )
 def test_every_kernel_lowers_for_cuda(of: passes.Head) -> None:
     seeds = "logprobs", "entropy", *["candidate_logprobs"] * (of.num_candidates > 0)
-    programs = passes.forward(of, keep_cache=False), passes.merge(of, ranks=4), backward(of, seeds=seeds, exact=False)
+    programs = passes.forward(of, keep_cache=False), passes.merge(of, ranks=4), backward(of, seeds=seeds)
     for launch in itertools.chain(*(program.launches for program in programs)):
         assert _mosaic.module(launch.kernel, H200)
 

@@ -34,7 +34,7 @@ def head(**changed: Any) -> passes.Head:
 
 
 def backward(of: passes.Head, **how: Any) -> passes.Program:
-    told = {"cached": True, "owns_cache": False, "adds": False, "exact": True, **how}
+    told = {"cached": True, "owns_cache": False, "adds": False, **how}
     return passes.backward(of, ("logprobs", "entropy"), (True, True), "bfloat16", **told)
 
 
@@ -54,7 +54,7 @@ def test_a_forward_selects_the_live_tiles() -> None:
 
 def test_a_part_and_its_merge() -> None:
     part, merge = passes.part(head(), keep_cache=True), passes.merge(head(), ranks=2, keep_cache=True)
-    assert names(part) == ["prepare", "statistics", "join_keeping", "join"]
+    assert names(part) == ["prepare", "statistics", "join_keeping"]
     assert names(merge) == ["prepare", "join", "finish", "select"]
     assert part.outputs[-1] == merge.inputs[-1]
 
@@ -66,7 +66,7 @@ def test_a_backward_walks_batches(of: passes.Head, batches: int) -> None:
     once = ["prepare", "coefficients", *LISTS, "zeros", "total"]
     assert found == Counter(dict.fromkeys(once, 1) | dict.fromkeys(of_batch, batches))
     without_dweight = passes.backward(
-        of, ("logprobs",), (True, False), "bfloat16", cached=True, owns_cache=False, adds=False, exact=True
+        of, ("logprobs",), (True, False), "bfloat16", cached=True, owns_cache=False, adds=False
     )
     assert not {"write_live_dweight", "live_ranks"} & set(names(without_dweight))
 
@@ -133,7 +133,7 @@ def test_the_bits_of_jax(monkeypatch: pytest.MonkeyPatch) -> None:
         ids = np.pad(np.stack([labels, 0 * labels], 1).astype(np.int32), ((0, 56), (0, 0)))
         padded = [np.asarray(jnp.pad(hidden, ((0, 56), (0, 0)))), np.asarray(weight)]
         *_, dropped, kept, live = run(passes.forward(of, keep_cache=True), T, [*padded, ids])
-        found = backward(of, exact=False)
+        found = backward(dataclasses.replace(of, copied_from="bfloat16"))
         dhidden, dweight = run(found, T, [*padded, kept, *seeds, live])
         assert Counter(names(found))["live_dlogits"] > 1
         with interpreting(plgpu.InterpretGPUParams()):

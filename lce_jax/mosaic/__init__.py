@@ -19,7 +19,7 @@ from typing import Any
 import jax
 
 from lce_jax._plans import ALONE, Plan, Surroundings
-from lce_jax._statistics import Normalizer
+from lce_jax._statistics import Normalizer, Parts
 from lce_jax._types import Case, Operands, Primals, RowCoefficients, ShardStatistics, UnsupportedError
 from lce_jax.mosaic import _backward, _forward, _generations, _live, _live_backward, _plan
 from lce_jax.mosaic._kernel_set import KernelSet
@@ -56,6 +56,24 @@ def plan(case: Case, around: Surroundings = ALONE) -> Plan:
 def statistics(operands: Operands, case: Case, keep_cache: bool = False) -> tuple[ShardStatistics, Any]:
     """Eq. 1 of the whole shard, and the cache."""
     return _forward.statistics(operands, case, _kernels(case), keep_cache)
+
+
+@_promotes_ranks
+def in_parts(operands: Operands, case: Case, keep_cache: bool = False) -> tuple[Parts, Any]:
+    """Eq. 1 of each group of tiles, and the cache."""
+    return _forward.in_parts(operands, case, _kernels(case), keep_cache)
+
+
+@_promotes_ranks
+def merged(parts: Parts, case: Case, inverse_temperature: Any, num_rows: Any) -> ShardStatistics:
+    """All shards' groups joined in their order."""
+    return _forward.merged(parts, case, _kernels(case), inverse_temperature, num_rows)
+
+
+@_promotes_ranks
+def per_token(function: Callable[..., Any], case: Case, *operands: Any) -> Any:
+    """In a kernel."""
+    return _kernels(case).per_token(function, *operands)
 
 
 @_promotes_ranks

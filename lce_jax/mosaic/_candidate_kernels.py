@@ -76,15 +76,15 @@ class CandidateKernels(Protocol):
     def join_candidates(
         self,
         case: Case,
-        gathered: Float[Array, "N fields Tp"],
+        x: Float[Array, "N*K Tp"],
         kept: Float[Array, "n"],
         numbers: Int[Array, "2"],
         first: int,
+        field: int,
     ) -> Float[Array, "n"]:
         """``kept`` with the x of the candidates of all shards, from its field ``first`` on.
 
-        In ``gathered`` they follow the statistics and the shard's size. Where one's size differs from this one's, NaN.
-        ``numbers`` are those of `keep_candidates`.
+        NaN where its field ``field``, a statistic of all shards, is. ``numbers`` are those of `keep_candidates`.
         """
 
     def candidate_logprobs(

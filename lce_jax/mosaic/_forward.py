@@ -12,12 +12,15 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
+from lce_jax import _statistics
+from lce_jax._statistics import Parts
 from lce_jax._types import Case, Operands, ShardStatistics
-from lce_jax.mosaic import _cache, _candidates, _chunks, _edge, _live, _mean, _partial_statistics
+from lce_jax.mosaic import _cache, _candidates, _chunks, _edge, _live, _mean, _operands, _partial_statistics
 from lce_jax.mosaic._cache import Cache
 from lce_jax.mosaic._call import Call
 from lce_jax.mosaic._chunks import GROUP
-from lce_jax.mosaic._host import greatest, least
+from lce_jax.mosaic._geometry import geometry
+from lce_jax.mosaic._host import TRACED, Host, greatest, least
 from lce_jax.mosaic._kernel_set import KernelSet
 from lce_jax.mosaic._live import TileStatistics
 
@@ -32,15 +35,43 @@ def statistics(
 
     With a ``gradient_threshold``, what tells which tiles carry gradient instead.
     """
+    parts, kept = in_parts(operands, case, kernels, keep_cache)
+    return merged(
+        jax.tree.map(lambda x: x[None], parts), case, kernels, operands.inverse_temperature, operands.num_rows
+    ), kept
+
+
+def in_parts(
+    operands: Operands, case: Case, kernels: KernelSet, keep_cache: bool
+) -> tuple[Parts, Cache | TileStatistics | None]:
+    """The same of each group of tiles, in base 2, beside what no kernel computes of each column."""
     call = Call.prepare(operands, case, kernels)
     num_tiles = num_live_tiles(call)
     cached = min(_cache.num_cached_tiles(case, call.shape), num_tiles) if keep_cache else 0
     cache = _cache.empty(call.host, case, call.shape, cached) if cached else None
     groups, cache, maxima = joined(call, num_tiles, cache, _kept_fields(case, keep_cache))
-    stats = _partial_statistics.to_nats(_partial_statistics.unstacked(case, join_all(call, groups)[0]))
     total = _mean.total(operands, case) if case.options.mean_logit else None
-    kept = cache if maxima is None else _live.tile_statistics(call, maxima)
-    return stats._replace(total=total, candidates=_candidates.unscaled(call)), kept
+    beside = _statistics.of_fields({"total": total, "candidates": _candidates.unscaled(call)})
+    return Parts(groups, beside), cache if maxima is None else _live.tile_statistics(call, maxima)
+
+
+def merged(
+    parts: Parts, case: Case, kernels: KernelSet, inverse_temperature: Float[Array, "T"] | None, num_rows: Any
+) -> ShardStatistics:
+    """Eq. 1 of all shards whose `in_parts` are stacked, joined in the order of the groups.
+
+    So where shards are whole groups, it has the same bits over any number of shards.
+    """
+    shape = geometry(case, kernels.tiling)
+    scale = _operands.scale_in_base_2(inverse_temperature, case, shape)
+    num_rows = _operands.num_live_rows(num_rows, shape)
+    groups = parts.groups.reshape(-1, *parts.groups.shape[2:])
+    found = join_all(TRACED, kernels, case, scale, num_rows, groups)[0]
+    total, candidates = parts.beside.total, parts.beside.candidates
+    return _partial_statistics.unstacked(case, found)._replace(
+        total=None if total is None else jnp.sum(total, axis=0),
+        candidates=None if candidates is None else jnp.max(candidates, axis=0),
+    )
 
 
 def _kept_fields(case: Case, keep_cache: bool) -> int:
@@ -59,53 +90,60 @@ def num_live_tiles(call: Call) -> int:
 
 
 def joined(
-    call: Call, num_tiles: int, cache: Cache | None, kept_fields: int = 0
+    call: Call, num_tiles: int, cache: Cache | None, kept_fields: int = 0, more_fields: int = 0
 ) -> tuple[Float[Array, "groups fields Tp"], Cache | None, Float[Array, "tiles kept Tp"] | None]:
-    """Eq. 1 of each group of the shard's first ``num_tiles`` tiles, in base 2; the cache with the first tiles' part.
+    """Eq. 1 of each group of the shard's tiles, in base 2; the cache with the first tiles' part.
 
-    Also the first ``kept_fields`` of each tile, whole groups of tiles.
+    The first ``num_tiles`` tiles are visited; the others are padding. The groups have room for ``more_fields``. Also
+    the first ``kept_fields`` of each tile, whole groups of tiles.
     """
     case, shape, kernels, host = call.case, call.shape, call.kernels, call.host
-    most = _chunks.launch_tiles(case, shape, kernels.budget, num_tiles)
-    firsts = range(0, num_tiles, most)
+    most = _chunks.launch_tiles(case, shape, kernels.budget, shape.num_tiles)
+    firsts = range(0, shape.num_tiles, most)
 
-    def memory(count: int) -> Any:
-        return host.empty(_partial_statistics.array_shape(case, shape, count), jnp.float32)
+    def memory(count: int, more_fields: int = 0) -> Any:
+        return host.empty(_partial_statistics.array_shape(case, shape, count, more_fields), jnp.float32)
 
     def window(first: Any, carry: Any) -> Any:
         cache, groups, maxima = carry
-        last = least(first + most, num_tiles)
+        last = greatest(least(first + most, num_tiles), first)
         parts, cache = _window(call, first, last, memory(most), cache)
         with jax.named_scope("join_tiles"):
+            given = call.prepared.scale, parts, groups, case, GROUP
             numbers = host.numbers(call.prepared.num_rows, last - first, first // GROUP)
             if maxima is None:
-                groups = kernels.join(call.prepared, parts, groups, case, GROUP, numbers)
+                groups = kernels.join(*given, numbers)
             else:
-                groups, maxima = kernels.join_keeping(call.prepared, parts, groups, case, GROUP, numbers, maxima)
+                groups, maxima = kernels.join_keeping(*given, numbers, maxima)
         return cache, groups, maxima
 
-    kept = maxima_shape(call, num_tiles, kept_fields)
-    start = cache, memory(kept[0] // GROUP), host.empty(kept, jnp.float32) if kept_fields else None
+    maxima = host.empty(maxima_shape(call, kept_fields), jnp.float32) if kept_fields else None
+    start = cache, memory(-(-shape.num_tiles // GROUP), more_fields), maxima
     cache, groups, maxima = host.loop(firsts, window, host.vary_like(start, call.prepared))
     return groups, cache, maxima
 
 
-def maxima_shape(call: Call, num_tiles: int, kept_fields: int) -> tuple[int, int, int]:
+def maxima_shape(call: Call, kept_fields: int) -> tuple[int, int, int]:
     """What `joined` keeps of each tile: [tiles, fields, Tp]."""
+    num_tiles = call.shape.num_tiles
     most = _chunks.launch_tiles(call.case, call.shape, call.kernels.budget, num_tiles)
-    launches = -(-num_tiles // most)
-    return launches * -(-most // GROUP) * GROUP, kept_fields, call.shape.padded_tokens
+    return -(-num_tiles // most) * -(-most // GROUP) * GROUP, kept_fields, call.shape.padded_tokens
 
 
 def join_all(
-    call: Call, groups: Float[Array, "groups fields Tp"], into: Float[Array, "1 fields Tp"] | None = None
+    host: Host,
+    kernels: KernelSet,
+    case: Case,
+    scale: Float[Array, "Tp"],
+    num_rows: Any,
+    groups: Float[Array, "groups fields Tp"],
 ) -> Float[Array, "1 fields Tp"]:
-    """The union of all groups, in memory that is given or new."""
-    numbers = call.host.numbers(call.prepared.num_rows, len(groups), 0)
-    joined = call.host.empty((1, *groups.shape[1:]), groups.dtype) if into is None else into
-    joined = call.host.vary_like(joined, groups)
+    """The union of all groups, in nats."""
+    numbers = host.numbers(num_rows, len(groups), 0)
+    joined = host.empty((1, len(_partial_statistics.names(case.options)), groups.shape[2]), groups.dtype)
+    joined = host.vary_like(joined, (groups, scale))
     with jax.named_scope("join_tiles"):
-        return call.kernels.join(call.prepared, groups, joined, call.case, -(-len(groups) // GROUP) * GROUP, numbers)
+        return kernels.join(scale, groups, joined, case, -(-len(groups) // GROUP) * GROUP, numbers, True)
 
 
 def _window(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lce_jax._types import Case
@@ -60,18 +61,24 @@ class KernelSet(LiveKernelSet, CandidateKernels, Protocol):
 
     def join(
         self,
-        prepared: Prepared,
+        scale: Float[Array, "Tp"],
         parts: Float[Array, "parts fields Tp"],
         joined: Float[Array, "groups fields Tp"],
         case: Case,
         group: int,
         numbers: Int[Array, "3"],
+        in_nats: bool = False,
     ) -> Float[Array, "groups fields Tp"]:
         """``joined`` with the unions (eq. 2) of each ``group`` neighbours among ``parts``, added in their order.
 
-        ``numbers`` are the live rows, the parts that count, and where in ``joined`` the first group goes. Groups after
-        the last part are those of no columns. Row blocks without a live row are left unwritten.
+        ``scale`` is the k of eq. 0 in base 2. ``numbers`` are the live rows, the parts that count, and where in
+        ``joined`` the first group goes. Groups after the last part are those of no columns; those after the last of
+        ``joined`` are not written, nor are row blocks without a live row. ``parts`` and ``joined`` may have more fields
+        than statistics do. With ``in_nats`` the unions are as eq. 1 has them, else in base 2 as the parts are.
         """
+
+    def per_token(self, function: Callable[..., Any], *operands: Any) -> Any:
+        """``function(*operands)`` of trees of arrays [T], rounded as the other kernels round."""
 
     def dlogits(
         self,
@@ -152,7 +159,7 @@ class KernelSet(LiveKernelSet, CandidateKernels, Protocol):
         kept: Float[Array, "n"],
         vocab_size: int,
         megatron: bool,
-        sizes: Float[Array, "shards fields Tp"] | None = None,
+        sizes: Float[Array, "groups fields Tp"] | None = None,
     ) -> tuple[list[Float[Array, "R"]], Float[Array, "n"]]:
         """The results of the whole vocabulary, and ``kept`` with what the backward needs, from its field 1 on.
 
@@ -161,15 +168,15 @@ class KernelSet(LiveKernelSet, CandidateKernels, Protocol):
 
         Args:
             case: R tokens, and the shard.
-            joined: statistics of the whole vocabulary, in base 2.
+            joined: statistics of the whole vocabulary, in nats.
             ids: global ids of the labels.
             temperatures: None: 1.
             numbers: how many rows there are, and the stride of ``kept``.
             kept: flat; its field 0 is not touched.
             vocab_size: of the whole vocabulary.
             megatron: whether labels out of the vocabulary get -ln Σ e^u in place of 0.
-            sizes: of a vocabulary in parts, their statistics, of which the field after the last is the part's size.
-                Where one differs from this shard's, the results are NaN.
+            sizes: of a vocabulary in parts, their groups' statistics, of which the field after the last is the part's
+                size. Where one differs from this shard's, the results are NaN.
         """
 
     def coefficients(

@@ -20,7 +20,7 @@ class LiveKernelSet(Protocol):
 
     def join_keeping(
         self,
-        prepared: Prepared,
+        scale: Float[Array, "Tp"],
         parts: Float[Array, "parts fields Tp"],
         joined: Float[Array, "groups fields Tp"],
         case: Case,

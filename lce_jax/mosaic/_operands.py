@@ -39,19 +39,28 @@ class Marked(NamedTuple):
 
 def prepare(operands: Operands, case: Case, shape: Geometry) -> Prepared:
     """Pads the per-token operands, marks the tiles that hold a target and the columns that are padding."""
-    options = case.options
     hidden = pad(operands.hidden, shape.tokens)
     targets = pad(operands.targets, shape.padded_tokens, -1)
-    scale = jnp.full((shape.padded_tokens,), LOG2E * (options.logit_softcap or options.logit_scale), jnp.float32)
-    if operands.inverse_temperature is not None:
-        scale = scale * pad(operands.inverse_temperature, shape.padded_tokens)
+    scale = scale_in_base_2(operands.inverse_temperature, case, shape)
     tile = jnp.where(targets < 0, -1, targets // shape.tile).reshape(-1, shape.row_block, 1)
     flags = jnp.max((tile == jnp.arange(shape.num_tiles, dtype=jnp.int32)).astype(jnp.int32), axis=1)
     columns = jnp.asarray(case.vocab_size if operands.num_columns is None else operands.num_columns, jnp.int32)
     ragged = jnp.arange(2 * shape.tile, dtype=jnp.int32) >= columns % shape.tile
     mask = ragged.astype(jnp.int32)
-    num_rows = jnp.int32(shape.tokens) if operands.num_rows is None else operands.num_rows
+    num_rows = num_live_rows(operands.num_rows, shape)
     return Prepared(hidden, operands.weight, targets, scale, flags, mask, columns, num_rows)
+
+
+def scale_in_base_2(inverse_temperature: Float[Array, "T"] | None, case: Case, shape: Geometry) -> Float[Array, "Tp"]:
+    """The k of eq. 0 times log2 e, so that e^((x - m) k) is a power of 2."""
+    k = case.options.logit_softcap or case.options.logit_scale
+    scale = jnp.full((shape.padded_tokens,), LOG2E * k, jnp.float32)
+    return scale if inverse_temperature is None else scale * pad(inverse_temperature, shape.padded_tokens)
+
+
+def num_live_rows(num_rows: Int[Array, ""] | None, shape: Geometry) -> Int[Array, ""]:
+    """The rows that count."""
+    return jnp.int32(shape.tokens) if num_rows is None else num_rows
 
 
 def pad(x: Array, rows: int, value: Any = 0) -> Array:

@@ -23,7 +23,7 @@ def names(options: Options) -> list[str]:
 
     Σ z (`_mean`) and the logits of candidates (`_candidates`) are computed beside them.
     """
-    return [name for name in options.statistics if name not in ("total", "candidates")]
+    return [name for name in options.statistics if name not in _statistics.BESIDE]
 
 
 def kept(options: Options) -> list[str]:
@@ -31,9 +31,9 @@ def kept(options: Options) -> list[str]:
     return [name for name in names(options) if name != "min"]
 
 
-def array_shape(case: Case, shape: Geometry, num_tiles: int) -> tuple[int, int, int]:
+def array_shape(case: Case, shape: Geometry, num_tiles: int, more_fields: int = 0) -> tuple[int, int, int]:
     """(tiles, fields, tokens)."""
-    return num_tiles, len(names(case.options)), shape.padded_tokens
+    return num_tiles, len(names(case.options)) + more_fields, shape.padded_tokens
 
 
 def unstacked(case: Case, parts: Float[Array, "*n fields Tp"]) -> ShardStatistics:

@@ -19,8 +19,9 @@ def plan(case: Case, kernels: KernelSet, name: str, around: Surroundings) -> Pla
     live = _live_bytes(case, shape, kernels)
     copies = _copied_bytes(case, shape, around)
     launch = _chunks.launch_tiles(case, shape, kernels.budget, shape.num_tiles)
-    groups = -(-shape.num_tiles // _chunks.GROUP)
-    statistics = 4 * math.prod(_partial_statistics.array_shape(case, shape, launch + groups))
+    groups = _chunks.num_groups(case, kernels.tiling)
+    gathered = groups * around.shards if around.shards > 1 else 0
+    statistics = 4 * math.prod(_partial_statistics.array_shape(case, shape, launch + groups + gathered))
     cached = _cache.num_cached_tiles(case, shape)
     return Plan(
         implementation=name,
@@ -43,6 +44,7 @@ def plan(case: Case, kernels: KernelSet, name: str, around: Surroundings) -> Pla
         logits_bytes=case.num_tokens * case.vocab_size * 4,
         notes=_notes(case, shape),
         full_cache_bytes=shape.num_tiles * _cache.tile_bytes(case, shape),
+        same_bits=_same_bits(case, shape, around),
     )
 
 
@@ -90,6 +92,15 @@ def _copied_bytes(case: Case, shape: Geometry, around: Surroundings) -> _Copies:
     summed = case.vocab_size * case.hidden_size * case.dtype.itemsize if around.sums_dweight else 0
     both = padded + gathered + in_float32
     return _Copies(both + compacted, both + 2 * compacted + summed)
+
+
+def _same_bits(case: Case, shape: Geometry, around: Surroundings) -> str:
+    columns, size = case.vocab_size, _chunks.GROUP * shape.tile
+    if columns % size == 0:
+        return f"in every call, over any number of shards of whole groups of {size:,} columns"
+    if around.shards == 1:
+        return "in every call of these columns"
+    return f"in every call over {around.shards} shards: {columns:,} columns are no whole groups of {size:,}"
 
 
 def _notes(case: Case, shape: Geometry) -> tuple[str, ...]:

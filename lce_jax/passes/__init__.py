@@ -12,18 +12,11 @@ from __future__ import annotations
 
 from lce_jax._dispatch import for_device
 from lce_jax._types import Device
+from lce_jax.passes._head import THREADS, Head, refusal
 from lce_jax.passes._kept import cached_tiles, live_shape
 from lce_jax.passes._list import Program
 from lce_jax.passes._mosaic import why_not
-from lce_jax.passes._passes import (
-    THREADS,
-    Head,
-    backward,
-    forward,
-    merge,
-    part,
-    refusal,
-)
+from lce_jax.passes._passes import backward, forward, merge, part
 from lce_jax.passes._refusal import UnservedError
 from lce_jax.passes._scale import refusal_to_scale, scale
 

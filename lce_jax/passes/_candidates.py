@@ -37,19 +37,21 @@ def add_logits(made: Pass, call: Call, kept: Buffer) -> None:
         _candidates.logits(call, _ids(kept), kept, _fields(made), STRIDE)
 
 
-def send_logits(made: Pass, call: Call, kept: Buffer, sent: Buffer) -> None:
-    """Puts the x of a shard beside its statistics."""
-    head = made.head
-    if head.num_candidates:
-        fields = _fields(made)._replace(x=head.sent_fields - head.num_candidates)
-        flat = made.host.reshape(sent, (head.sent_fields * head.padded_tokens,))
-        _candidates.logits(call, _ids(kept), flat, fields, head.padded_tokens)
+def sent_logits(made: Pass, call: Call, kept: Buffer) -> list[Buffer]:
+    """The x of a shard [K, Tp], if there are candidates."""
+    most, tokens = made.head.num_candidates, made.shape.padded_tokens
+    if not most:
+        return []
+    memory = made.host.empty((most * tokens,), jnp.float32)
+    sent = _candidates.logits(call, _ids(kept), memory, _fields(made)._replace(x=0), tokens)
+    return [made.host.reshape(sent, (most, tokens))]
 
 
-def join(made: Pass, gathered: Buffer, kept: Buffer) -> None:
+def join(made: Pass, x: Buffer | None, kept: Buffer) -> None:
     """Keeps the x of all shards."""
-    if made.head.num_candidates:
-        made.kernels.join_candidates(made.head.case, gathered, kept, made.of_rows, _fields(made).x)
+    if x is not None:
+        fields = _fields(made).x, made.head.first_statistic
+        made.kernels.join_candidates(made.head.case, x, kept, made.of_rows, *fields)
 
 
 def logprobs(made: Pass, kept: Buffer) -> list[Buffer]:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from lce_jax.mosaic import _cache, _generations, _live
+from lce_jax.mosaic import _cache, _live
 from lce_jax.mosaic._cache import Cache
 from lce_jax.mosaic._call import Call
-from lce_jax.mosaic._geometry import geometry
+from lce_jax.passes._head import Head
 from lce_jax.passes._recorder import ROWS, STRIDE, Recorder
 
-type Head = Any  # a `_passes.Head`
 type Buffer = Any  # a `_recorder.Buffer`, which the host code takes for an array
 
 
@@ -18,14 +17,14 @@ def cached_tiles(head: Head, keep_cache: bool) -> int:
     """The vocabulary tiles whose exponentials a forward keeps."""
     if not keep_cache:
         return 0
-    shape = geometry(head.case, _generations.KERNEL_SETS[0].tiling)
+    shape = head.shape
     live = head.num_columns if head.live_columns is None else max(head.live_columns, 1)
     return min(_cache.num_cached_tiles(head.case, shape), -(-live // shape.tile))
 
 
 def live_shape(head: Head) -> tuple[int, int]:
     """The shape of the live tiles, in int32, that a forward keeps with a threshold."""
-    return _generations.KERNEL_SETS[0].live_shape(head.case)
+    return head.kernels.live_shape(head.case)
 
 
 def cache_input(made: Any) -> Cache:

@@ -2,7 +2,7 @@
 
     forward    prepare ─ statistics ─ join ─ finish                       a whole vocabulary
     part       prepare ─ statistics ─ join                                a shard's statistics, to be gathered
-    merge                             join ─ finish                       all shards' statistics
+    merge      prepare                join ─ finish                       all shards' statistics
     backward   prepare ─ coefficients ─ (dlogits ─ dhidden ─ dweight) … ─ total
 
 With a ``gradient_threshold``, a forward or a merge ends in the live tiles, and a backward makes lists of them:
@@ -18,7 +18,6 @@ candidates' ids (int32), the merged statistics, and the candidates' x.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -26,112 +25,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from lce_jax._types import Case, Device, Operands, Options
-from lce_jax.mosaic import _backward, _cache, _dhidden, _forward, _generations, _live_backward, _partial_statistics
+from lce_jax._types import Operands
+from lce_jax.mosaic import _backward, _cache, _dhidden, _forward, _live_backward
 from lce_jax.mosaic._cache import Cache
 from lce_jax.mosaic._call import Call
-from lce_jax.mosaic._geometry import geometry
 from lce_jax.mosaic._operands import Prepared
 from lce_jax.passes import _candidates, _kept, _list
+from lce_jax.passes._head import Head
 from lce_jax.passes._list import Program
 from lce_jax.passes._recorder import ROWS, STRIDE, RecordedKernels, Recorder
 
 type Buffer = Any  # a `_recorder.Buffer`, which the host code takes for an array
-
-THREADS = 128  # rows that every per-token array has at least
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Head:
-    """What is static about the calls that a program serves.
-
-    Attributes:
-        num_tokens: the most tokens, a multiple of 128.
-        hidden_size: H, a multiple of 64, 128 at least.
-        num_columns: V of the weight, a multiple of 8.
-        vocab_size: of the whole vocabulary.
-        start: the global id of the weight's first row.
-        dtype: the weight's.
-        device: what runs it.
-        entropy, stats, logit_scale, logit_softcap, cache_bytes, gradient_threshold: as in `lce_jax.linear_logprobs`.
-        dropped_mass: whether what the threshold leaves out is a result, the last one.
-        num_candidates: K, of each token; 0: none.
-        has_temperature: whether each token has one.
-        copied_from: hidden's dtype where its rows are copied first: it has fewer than ``num_tokens``, or another dtype
-            than the weight. None: kernels read it where it lies.
-        megatron: whether labels out of the vocabulary get -ln Σ e^u in place of 0.
-    """
-
-    num_tokens: int
-    hidden_size: int
-    num_columns: int
-    vocab_size: int
-    start: int
-    dtype: str
-    device: Device
-    entropy: bool = True
-    stats: bool = False
-    logit_scale: float = 1.0
-    logit_softcap: float | None = None
-    cache_bytes: int = 0
-    gradient_threshold: float = 0.0
-    dropped_mass: bool = False
-    num_candidates: int = 0
-    has_temperature: bool = False
-    copied_from: str | None = None
-    megatron: bool = False
-
-    @property
-    def case(self) -> Case:
-        """As the kernels know it."""
-        options = Options(
-            logit_scale=self.logit_scale, logit_softcap=self.logit_softcap, entropy=self.entropy, stats=self.stats,
-            cache_bytes=self.cache_bytes, gradient_threshold=self.gradient_threshold,
-            num_candidates=self.num_candidates,
-        )  # fmt: skip
-        return Case(
-            num_tokens=self.num_tokens, hidden_size=self.hidden_size, vocab_size=self.num_columns,
-            dtype=jnp.dtype(self.dtype), options=options, device=self.device,
-        )  # fmt: skip
-
-    @property
-    def live_columns(self) -> int | None:
-        """The true columns among those of the weight; None if all are."""
-        live = min(max(self.vocab_size - self.start, 0), self.num_columns)
-        return None if live == self.num_columns else live
-
-    @property
-    def kept_fields(self) -> int:
-        """How many numbers are kept of each token."""
-        return self.first_statistic + len(_partial_statistics.kept(self.case.options)) + self.num_candidates
-
-    @property
-    def first_statistic(self) -> int:
-        """The field of the first one that is kept."""
-        return 1 + self.has_temperature + self.num_candidates
-
-    @property
-    def sent_fields(self) -> int:
-        """How many numbers of each token a shard sends: statistics, its number of columns, and the candidates' x."""
-        return len(_partial_statistics.names(self.case.options)) + 1 + self.num_candidates
-
-    @property
-    def padded_tokens(self) -> int:
-        """How many tokens the arrays have that a shard sends."""
-        return geometry(self.case, _generations.KERNEL_SETS[0].tiling).padded_tokens
-
-
-def refusal(head: Head) -> str | None:
-    """Why no list serves these calls; None if one does."""
-    reason = _generations.refusal(head.case)
-    if reason is not None:
-        return reason
-    shape = geometry(head.case, _generations.KERNEL_SETS[0].tiling)
-    if not shape.whole_atoms:
-        return f"V must be a multiple of {shape.atom}, got {head.num_columns}"
-    if head.hidden_size < THREADS:
-        return f"H must be at least {THREADS}, got {head.hidden_size}"
-    return None
 
 
 class _Pass:
@@ -139,10 +43,8 @@ class _Pass:
 
     def __init__(self, head: Head) -> None:
         self.head, self.host = head, Recorder()
-        kernels = _generations.serving(head.device)
-        assert kernels is not None
-        self.kernels: Any = RecordedKernels(kernels, self.host)
-        self.shape = geometry(head.case, kernels.tiling)
+        self.kernels: Any = RecordedKernels(head.kernels, self.host)
+        self.shape = head.shape
 
     def input(self, *shape: int, dtype: Any = jnp.float32) -> Any:
         """An operand."""
@@ -186,6 +88,11 @@ class _Pass:
         operands = Operands(hidden, weight, marked.targets, None, rows, head.live_columns)
         return Call(operands, prepared, head.case, self.shape, self.kernels, self.host)
 
+    def join_all(self, call: Call, groups: Buffer) -> Buffer:
+        """The statistics of the whole vocabulary."""
+        scale, rows = call.prepared.scale, call.prepared.num_rows
+        return _forward.join_all(self.host, self.kernels, self.head.case, scale, rows, groups)
+
     def program(self, outputs: Sequence[Buffer]) -> Program:
         """The list."""
         return _list.program(self.host, outputs, self.head.device)
@@ -201,7 +108,7 @@ def forward(head: Head, keep_cache: bool) -> Program:
     made = _Pass(head)
     call, temperatures, kept, groups, cache, maxima = _statistics(made, keep_cache)
     _candidates.add_logits(made, call, kept)
-    joined = _forward.join_all(call, groups)
+    joined = made.join_all(call, groups)
     given = made.of_rows, kept, head.vocab_size, head.megatron
     results, kept = made.kernels.finish(head.case, joined, made.ids(kept), temperatures, *given)
     dropped, live = _kept.selected(made, call, maxima, kept)
@@ -212,38 +119,42 @@ def forward(head: Head, keep_cache: bool) -> Program:
 def part(head: Head, keep_cache: bool) -> Program:
     """``hidden, weight, labels [R, 2], temperatures, ids [R, K] -> sent, kept, cache, maxima`` of a shard.
 
-    What is sent is [1, fields, Tp]: the statistics, one field that the caller fills with the number of the weight's
-    rows, and the candidates' x. With a threshold, the maxima of the shard's tiles are what `merge` needs of them.
+    The statistics are the first fields of what is sent (``head.sent_shape``). The caller fills the last field with the
+    number of the weight's rows. The candidates' x are sent apart, [K, Tp]. With a threshold, the maxima of the shard's
+    tiles are what `merge` needs of them.
     """
     made = _Pass(head)
-    call, _, kept, groups, cache, maxima = _statistics(made, keep_cache)
-    sent: Any = made.host.empty((1, head.sent_fields, made.shape.padded_tokens), jnp.float32)
-    _candidates.send_logits(made, call, kept, sent)
-    return made.program([_forward.join_all(call, groups, sent), kept, *jax.tree.leaves((cache, maxima))])
+    call, _, kept, groups, cache, maxima = _statistics(made, keep_cache, more_fields=1)
+    sent = [groups, *_candidates.sent_logits(made, call, kept)]
+    return made.program([*sent, kept, *jax.tree.leaves((cache, maxima))])
 
 
 def merge(head: Head, ranks: int, keep_cache: bool = False) -> Program:
-    """``gathered [N, fields, Tp], kept, temperatures, maxima -> results, live``; kept is written to.
+    """``gathered [N * groups, fields + 1, Tp], x [N K, Tp], kept, temperatures, maxima -> results, live``.
 
-    With a threshold: this shard's live tiles, if they are kept, and its part of the dropped mass.
+    kept is written to. With a threshold: this shard's live tiles, if they are kept, and its part of the dropped mass.
     """
     made = _Pass(head)
-    gathered = made.input(ranks, head.sent_fields, made.shape.padded_tokens)
+    groups, *of_group = head.sent_shape
+    gathered = made.input(ranks * groups, *of_group)
+    x = made.input(ranks * head.num_candidates, gathered.shape[2]) if head.num_candidates else None
     kept = made.input(head.kept_fields * head.num_tokens)
     temperatures = made.input(head.num_tokens) if head.has_temperature else None
     marked, _ = made.kernels.prepare(head.case, made.ids(kept), temperatures, 0, made.of_labels, None)
     call = made.call(gathered, gathered, marked)  # without a weight
     fields = _kept.fields_of_tiles(head, keep_cache)
-    maxima = made.input(*_forward.maxima_shape(call, _forward.num_live_tiles(call), fields)) if fields else None
-    joined = _forward.join_all(call, gathered)
+    maxima = made.input(*_forward.maxima_shape(call, fields)) if fields else None
+    joined = made.join_all(call, gathered)
     given = made.of_rows, kept, head.vocab_size, head.megatron, gathered
     results, kept = made.kernels.finish(head.case, joined, made.ids(kept), temperatures, *given)
-    _candidates.join(made, gathered, kept)
+    _candidates.join(made, x, kept)
     dropped, live = _kept.selected(made, call, maxima, kept)
     return made.program([*results, *_candidates.logprobs(made, kept), *dropped, kept, *live[: int(keep_cache)]])
 
 
-def _statistics(made: _Pass, keep_cache: bool) -> tuple[Call, Buffer | None, Buffer, Buffer, Cache | None, Buffer]:
+def _statistics(
+    made: _Pass, keep_cache: bool, more_fields: int = 0
+) -> tuple[Call, Buffer | None, Buffer, Buffer, Cache | None, Buffer]:
     """The call, the temperatures, what is kept, the statistics of groups, the cache, what is kept of each tile."""
     head = made.head
     hidden, weight = made.operands()
@@ -255,8 +166,8 @@ def _statistics(made: _Pass, keep_cache: bool) -> tuple[Call, Buffer | None, Buf
     call = made.call(hidden, weight, marked)
     cached = _kept.cached_tiles(head, keep_cache)
     cache = _cache.empty(made.host, head.case, made.shape, cached) if cached else None
-    fields = _kept.fields_of_tiles(head, keep_cache)
-    groups, cache, maxima = _forward.joined(call, _forward.num_live_tiles(call), cache, fields)
+    how = _kept.fields_of_tiles(head, keep_cache), more_fields
+    groups, cache, maxima = _forward.joined(call, _forward.num_live_tiles(call), cache, *how)
     return call, temperatures, kept, groups, cache, maxima
 
 
@@ -269,7 +180,6 @@ def backward(
     cached: bool,
     owns_cache: bool,
     adds: bool,
-    exact: bool,
 ) -> Program:
     """``hidden, weight, kept, cotangents, dweight, cache -> dhidden, dweight``, those that are wanted.
 
@@ -281,7 +191,6 @@ def backward(
         cached: whether there is a cache, which is the live tiles with a threshold.
         owns_cache: whether its memory may be overwritten.
         adds: dweight is added to a float32 sum, an operand, and is no result.
-        exact: there are as many tokens as the program takes.
     """
     made, case = _Pass(head), head.case
     hidden, weight = made.operands()
@@ -297,12 +206,12 @@ def backward(
     how = given, made.of_rows, head.vocab_size, terms
     factors = made.kernels.coefficients(case, kept, head.has_temperature, *how)
     candidates = _candidates.placed(made, call, factors, kept, terms)
-    whole = exact and dhidden_dtype == head.dtype and _fills(made)
+    whole = head.copied_from is None and dhidden_dtype == head.dtype and _fills(made)
     if live is None:
         sums, dweight = _backward.walk(call, factors, candidates, cache, whole, owns_cache, total)
     else:
         sums, dweight = _live_backward.walk(call, factors, live, total)
-    if sums.dtype == jnp.float32 or not whole:
+    if sums.dtype == jnp.float32:
         sums = made.kernels.total(case, sums, jnp.dtype(dhidden_dtype), made.host.numbers(ROWS))
     return made.program([x for x, want in zip((sums, dweight), wanted, strict=True) if want])
 

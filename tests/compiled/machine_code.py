@@ -83,7 +83,7 @@ def programs(of: passes.Head) -> Iterator[passes.Program]:
     caches = of.cache_bytes > 0
     yield passes.forward(of, keep_cache=caches)
     seeds = ("logprobs", "entropy") if of.entropy else ("logprobs",)
-    how: Any = dict(cached=caches, owns_cache=caches, adds=False, exact=of.copied_from is None)
+    how: Any = dict(cached=caches, owns_cache=caches, adds=False)
     yield passes.backward(of, seeds, (True, True), of.copied_from or of.dtype, **how)
     yield passes.merge(of, ranks=8)
 

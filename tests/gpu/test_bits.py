@@ -1,7 +1,8 @@
-"""The bits of a token's results are the same in every call (docs/bits.md), from JAX and from lists of kernels."""
+"""The bits of a token's results are the same in every call (docs/bits.md), from JAX, from lists, over any shards."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -9,10 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lce_jax import linear_logprobs
+from lce_jax import _bind, _dispatch, _shard, linear_logprobs
+from lce_jax.mosaic._chunks import GROUP
+from lce_jax.mosaic.sm90 import KERNELS
 
 pytestmark = pytest.mark.gpu
 H, V, T = 1024, 32000, 5000
+COLUMNS = GROUP * KERNELS.tiling.tile  # of a group
 
 
 def drawn() -> tuple[Any, Any, Any]:
@@ -55,3 +59,76 @@ def test_lists_of_kernels() -> None:
             assert all(torch.equal(x, y[rows]) for x, y in zip(some, every, strict=True)), len(rows)
     finally:
         lb.launch_with(None)
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.7, "stats": True}, {"logit_softcap": 30.0}], ids=str)
+@pytest.mark.parametrize("tokens", [7, 1000, 4096])
+def test_jax_and_lists_of_kernels(tokens: int, options: dict[str, Any]) -> None:
+    """Every field that there is, 100 % of the rows."""
+    torch = pytest.importorskip("torch")
+    import lce_torch_bridge as lb
+
+    given = [x[:tokens] if len(x) == T else x for x in drawn()]
+    told = dict(options)
+    if "temperature" in told:
+        told["temperature"] = jax.random.uniform(jax.random.key(4), (tokens,), minval=0.3, maxval=3.0)
+    of_jax = jax.jit(lambda *x, **more: linear_logprobs(*x, **more, implementation="mosaic_gpu", **fixed(options)))
+    wanted = of_jax(*given, **{name: x for name, x in told.items() if name == "temperature"})
+    lb.launch_with("kernels")
+    try:
+        tensors = [torch.from_dlpack(x).clone() for x in given]
+        told = {name: torch.from_dlpack(x).clone() if isinstance(x, jax.Array) else x for name, x in told.items()}
+        found = lb.linear_logprobs(*tensors, **told)
+    finally:
+        lb.launch_with(None)
+    for name in ("logprobs", "entropy", "lse", "max_logit", "min_logit"):
+        if getattr(wanted, name) is not None:
+            assert np.array_equal(getattr(wanted, name), getattr(found, name).cpu().numpy()), name
+
+
+def fixed(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: x for name, x in options.items() if name != "temperature"}
+
+
+@pytest.mark.parametrize("padding", [0, 5000])
+def test_shards_of_whole_groups(padding: int) -> None:
+    """As over one device, over 2, 4 and 8 shards, each computed on this one."""
+    hidden, weight, labels = drawn()
+    size = 8 * COLUMNS
+    weight = jnp.pad(weight, ((0, size - V), (0, 0)), constant_values=1.0)
+    vocab_size = size - padding
+    where = jax.random.uniform(jax.random.key(3), (T,)) < 0.7
+
+    def of(shards: int) -> Any:
+        options: dict[str, Any] = {"vocab_size": vocab_size, "implementation": "mosaic_gpu"}
+        columns = size // shards
+        spec, primals, rows = _bind.of_one_shard(hidden, weight, labels, where, None, options, False)
+        case = dataclasses.replace(spec.case, vocab_size=columns)
+        assert not _dispatch.choose(case, ("mosaic_gpu",))[1]
+        spec = dataclasses.replace(spec, case=case, vocab_size=vocab_size, padded=padding > 0)
+
+        def shard(start: int, stacked: Any) -> Any:
+            own = primals._replace(weight=primals.weight[start : start + columns])
+            return _shard.statistics(spec, own, rows, jnp.int32(start), False, stacked)[0]
+
+        def run() -> Any:
+            sent: list[Any] = []
+
+            def keep(parts: Any) -> Any:
+                sent.append(parts)
+                return jax.tree.map(lambda x: jnp.stack([x] * shards), parts)
+
+            for start in range(0, size, columns):
+                shard(start, keep)
+            stats = shard(0, lambda _: jax.tree.map(lambda *x: jnp.stack(x), *sent))
+            return _shard.finish(spec, rows, stats, rows.where, None).outputs[:3]
+
+        return jax.jit(run)()
+
+    whole = of(1)
+    for shards in (2, 4, 8):
+        for x, y in zip(whole, of(shards), strict=True):
+            assert np.array_equal(x, y), shards
+    run = jax.jit(lambda *x: linear_logprobs(*x, where=where, vocab_size=vocab_size, implementation="mosaic_gpu"))
+    for x, y in zip(whole, run(hidden, weight, labels)[:3], strict=True):
+        assert np.array_equal(x, y)

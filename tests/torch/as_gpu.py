@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lce_jax import passes
-from lce_torch_bridge import _device, _kernels, _loaded, _rows, _torch, launch_with
+from lce_torch_bridge import _device, _kernels, _loaded, _plans, _rows, _torch, launch_with
 from tests import emulated_launches
 from tests.mosaic_interpreter import add_stores
 
@@ -20,7 +20,7 @@ SMALL = passes.Device("gpu", "NVIDIA H200", "9.0", 2)  # with few multiprocessor
 
 def as_gpu(monkeypatch: pytest.MonkeyPatch, load: Callable[[Any], Any], device: passes.Device = H200) -> None:
     """CPU tensors count as those of a GPU, on which programs are what ``load`` makes of them."""
-    monkeypatch.setattr(_kernels, "_plans", {})
+    monkeypatch.setattr(_plans, "_known", {})
     monkeypatch.setattr(_device, "device_of", lambda _: device)
     monkeypatch.setattr(_device, "why_not", lambda _: None)
     monkeypatch.setattr(_device, "on_gpu", lambda _: True)

@@ -10,6 +10,7 @@ from unittest import mock
 import torch
 
 from lce_torch_bridge import _execute, _kernels
+from lce_torch_bridge._added import can_add
 from lce_torch_bridge._main_grad import nothing_like
 from lce_torch_bridge._sum import Sum
 from lce_torch_bridge._types import Call, Operands
@@ -47,7 +48,7 @@ def _gradients(
     sums: _execute.Sums,
 ) -> list[torch.Tensor] | None:
     """dweight is added where kernels can add it. A cache that may be overwritten is NaN afterwards."""
-    if not _kernels._can_add(sums):
+    if not can_add(sums):
         return None
     into = sums.main_grad if sums.total is None else sums.total.tensor()
     own = None if into is None else Sum(weight)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lce_torch_bridge import _kernels, _loaded, launch_with, linear_logprobs
+from lce_torch_bridge import _loaded, _plans, launch_with, linear_logprobs
 from tests.torch import problem as p
 from tests.torch.as_gpu import as_gpu
 
@@ -115,15 +115,15 @@ def test_options_that_were_right_once_are_still_checked() -> None:
 def test_a_reason_is_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """JAX runs such calls, and nothing is planned for the second one. Plans of many shapes do not pile up."""
     as_gpu(monkeypatch, lambda _: lambda *_: None)
-    monkeypatch.setattr(_kernels, "MOST_PLANS", 2)
+    monkeypatch.setattr(_plans, "MOST", 2)
     made = []
     for _ in range(2):
-        assert _kernels._found("float32", lambda: made.append(1) or "float32 has no kernel") is None
+        assert _plans.found("float32", lambda: made.append(1) or "float32 has no kernel") is None
     assert made == [1]
-    assert _kernels._found("plain", lambda: (7,)) == (7,)
-    assert _kernels._found("plain", list) == (7,)
-    assert _kernels._found("others", lambda: (8,)) == (8,)
-    assert list(_kernels._plans) == ["others"]
+    assert _plans.found("plain", lambda: (7,)) == (7,)
+    assert _plans.found("plain", list) == (7,)
+    assert _plans.found("others", lambda: (8,)) == (8,)
+    assert list(_plans._known) == ["others"]
 
 
 def test_jax_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

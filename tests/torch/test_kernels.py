@@ -133,8 +133,23 @@ def test_a_split_vocabulary(programs: list[Any], monkeypatch: pytest.MonkeyPatch
         wanted = linear_logprobs(problem.hidden, problem.weight, problem.labels, implementation="xla")
     assert max(map(p.value_error, first[:3], wanted[:3])) < 2e-5
     launch_with("direct")
-    ranks.gathered[1][-1] = 512  # as a rank with other columns would send
+    ranks.gathered[1][:, -1] = 512  # as a rank with other columns would send
     assert all(x.isnan().all() for x in _execute.forward(operands[0], call, keep_cache=False)[:3])
+
+
+def test_shards_of_whole_groups_of_tiles(programs: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bits as a whole vocabulary, padding included."""
+    T, V, vocab_size = 9, 2 * 4096, 2 * 4096 - 300
+    problem = p.draw(T, H, V, torch.bfloat16)
+    with torch.no_grad():
+        whole = linear_logprobs(problem.hidden, problem.weight, problem.labels, vocab_size=vocab_size)[:3]
+    ranks = TwoRanks(monkeypatch)
+    call = p.told(V, group="both", implementation="mosaic_gpu")._replace(vocab_size=vocab_size)
+    parts = [Operands(problem.hidden, part, None, problem.labels, None, None) for part in problem.weight.chunk(2)]
+    for ranks.rank in (0, 1, 0):  # what the first two send, the last one receives
+        found = _execute.forward(parts[ranks.rank], call, keep_cache=False)[:3]
+    assert len(programs) == 1 + 4  # the whole; a part and a merge on each rank
+    assert all(map(torch.equal, found, whole))
 
 
 def test_a_main_grad_that_lies_otherwise_is_not_written_to(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ dlogits          _dlogits.py          the same tiles again, turned into the grad
 cached dlogits   _cached_dlogits.py   the same from cached exponentials, without a product
 products         _products.py         dhidden and dweight from dlogits
 tokens           _tokens.py           the steps between them on a few numbers per token, for lists of launches
+per token        _per_token.py        the same for programs that JAX traces: any function of a few numbers per token
 hidden rows      _hidden_rows.py      the steps between them on rows of H numbers
 candidates       _candidates.py       logits of a few columns per token, and their places in dlogits
                  _candidate_tokens.py the steps between them, for lists of launches
@@ -15,6 +16,7 @@ with a threshold _live_kernels.py     what a ``gradient_threshold`` adds: live t
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lce_jax._types import Case
@@ -74,17 +76,24 @@ class Kernels(LiveKernels, CandidateLaunches, KernelSet):
 
     def join(
         self,
-        prepared: Prepared,
+        scale: Float[Array, "Tp"],
         parts: Float[Array, "parts fields Tp"],
         joined: Float[Array, "groups fields Tp"],
         case: Case,
         group: int,
         numbers: Int[Array, "3"],
+        in_nats: bool = False,
     ) -> Float[Array, "groups fields Tp"]:
         """One thread per token and group."""
         from lce_jax.mosaic.sm90 import _join
 
-        return _join.join(prepared, parts, joined, case, group, numbers)[0]
+        return _join.join(scale, parts, joined, case, group, numbers, in_nats)[0]
+
+    def per_token(self, function: Callable[..., Any], *operands: Any) -> Any:
+        """One thread per token."""
+        from lce_jax.mosaic.sm90 import _per_token
+
+        return _per_token.per_token(function, *operands)
 
     def dlogits(
         self,
@@ -166,7 +175,7 @@ class Kernels(LiveKernels, CandidateLaunches, KernelSet):
         kept: Float[Array, "n"],
         vocab_size: int,
         megatron: bool,
-        sizes: Float[Array, "shards fields Tp"] | None = None,
+        sizes: Float[Array, "groups fields Tp"] | None = None,
     ) -> tuple[list[Float[Array, "R"]], Float[Array, "n"]]:
         """The same, through `_math`."""
         from lce_jax.mosaic.sm90 import _tokens

@@ -77,15 +77,16 @@ class CandidateLaunches(CandidateKernels):
     def join_candidates(
         self,
         case: Case,
-        gathered: Float[Array, "N fields Tp"],
+        x: Float[Array, "N*K Tp"],
         kept: Float[Array, "n"],
         numbers: Int[Array, "2"],
         first: int,
+        field: int,
     ) -> Float[Array, "n"]:
         """One thread per token, a few candidates each."""
         from lce_jax.mosaic.sm90 import _candidate_tokens
 
-        return _candidate_tokens.join(case, gathered, kept, numbers, first)
+        return _candidate_tokens.join(case, x, kept, numbers, first, field)
 
     def candidate_logprobs(
         self, case: Case, kept: Float[Array, "n"], has_temperature: bool, numbers: Int[Array, "2"]

@@ -48,28 +48,27 @@ def keep(
 
 
 def join(
-    case: Case, gathered: Float[Array, "N fields Tp"], kept: Float[Array, "n"], numbers: Int[Array, "2"], first: int
+    case: Case, x: Float[Array, "N*K Tp"], kept: Float[Array, "n"], numbers: Int[Array, "2"], first: int, field: int
 ) -> Float[Array, "n"]:
     """``kept`` with the x of the candidates of all shards, from its field ``first`` on.
 
-    In ``gathered`` they follow the statistics and the shard's size. Where one's size differs from this one's, NaN.
-    ``numbers``: how many rows there are, and the stride of ``kept``.
+    NaN where its field ``field``, a statistic of all shards, is. ``numbers``: how many rows there are, and the stride
+    of ``kept``.
     """
-    size = len(_partial_statistics.names(case.options))
+    most = case.options.num_candidates
 
-    def body(gathered: Any, numbers: Any, _: Any, kept: Any) -> None:
+    def body(x: Any, numbers: Any, _: Any, kept: Any) -> None:
         def write(rows: Rows, k: Any) -> None:
-            shards = range(gathered.shape[0])
-            x = functools.reduce(jnp.maximum, (gathered[shard, size + 1 + k, rows.here] for shard in shards))
-            for shard in shards:
-                other = gathered[shard, size, rows.here] != float(case.vocab_size)
-                x = jnp.where(other, along(jnp.nan, jnp.float32), x)
-            kept.at[rows.of_field(first + k, numbers[1])][...] = x
+            shards = range(x.shape[0] // most)
+            found = functools.reduce(jnp.maximum, (x[shard * most + k, rows.here] for shard in shards))
+            statistic = kept[rows.of_field(field, numbers[1])]
+            found = jnp.where(statistic == statistic, found, along(jnp.nan, jnp.float32))
+            kept.at[rows.of_field(first + k, numbers[1])][...] = found
 
         _of_group(case, numbers[0], write)
 
     output = jax.ShapeDtypeStruct(kept.shape, kept.dtype)
-    return kernel(body, [output], "lce_join_candidates", _grid(case), updated={2: 0})(gathered, numbers, kept)[0]
+    return kernel(body, [output], "lce_join_candidates", _grid(case), updated={2: 0})(x, numbers, kept)[0]
 
 
 def logprobs(

@@ -26,7 +26,7 @@ def total(case: Case, sums: Float[Array, "splits Tp Hp"], dtype: Any, numbers: I
     """dhidden: the splits added up in their order, rounded once. ``numbers``: how many rows there are."""
     width = next(width for width in (COPIED, THREADS) if case.hidden_size >= width)
     output = jax.ShapeDtypeStruct((case.num_tokens, case.hidden_size), dtype)
-    grid = {"rows": case.num_tokens // SUMMED_ROWS, "part": -(-case.hidden_size // width)}
+    grid = {"part": -(-case.hidden_size // width), "rows": case.num_tokens // SUMMED_ROWS}  # the others end at 65,535
 
     def body(sums: Any, numbers: Any, dhidden: Any) -> None:
         # The last part ends with the last column: it adds up some columns of the part before it too.
@@ -51,7 +51,7 @@ def rows(case: Case, hidden: Float[Array, "R H"], numbers: Int[Array, "1"]) -> F
     """
     width = next(width for width in (COPIED, THREADS) if case.hidden_size >= width)
     output = jax.ShapeDtypeStruct(hidden.shape, case.dtype)
-    grid = {"rows": case.num_tokens // SUMMED_ROWS, "part": -(-case.hidden_size // width)}
+    grid = {"part": -(-case.hidden_size // width), "rows": case.num_tokens // SUMMED_ROWS}  # the others end at 65,535
     seen = TILING.row_block * TILING.most_clustered
 
     def body(hidden: Any, numbers: Any, copied: Any) -> None:

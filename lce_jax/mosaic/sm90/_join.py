@@ -20,7 +20,6 @@ from jax import lax
 from lce_jax import _statistics
 from lce_jax._types import Case, ShardStatistics
 from lce_jax.mosaic import _pallas, _partial_statistics
-from lce_jax.mosaic._operands import Prepared
 from lce_jax.mosaic._pallas import pl, plgpu
 from lce_jax.mosaic.sm90._threads import THREADS, along, block_rows
 
@@ -31,23 +30,25 @@ AT_A_TIME = 8  # parts whose loads overlap
 
 
 def join(
-    prepared: Prepared,
+    scale: Float[Array, "Tp"],
     parts: Float[Array, "parts fields Tp"],
     joined: Float[Array, "groups fields Tp"],
     case: Case,
     group: int,
     numbers: Int[Array, "3"],
+    in_nats: bool = False,
     maxima: Float[Array, "tiles kept Tp"] | None = None,
 ) -> tuple[Float[Array, "groups fields Tp"], Float[Array, "tiles kept Tp"] | None]:
-    """``joined`` with the unions of each ``group`` neighbours among ``parts``, in base 2.
+    """``joined`` with the unions of each ``group`` neighbours among ``parts``; ``scale`` is the k of eq. 0 in base 2.
 
     ``numbers`` are the live rows, the parts that count, and where in ``joined`` the first group goes. Groups after the
-    last part are those of no columns. Row blocks without a live row are left unwritten. ``maxima``, if any, come with
-    the first fields of each part in these groups.
+    last part are those of no columns; those after the last of ``joined`` are not written, nor are row blocks without a
+    live row. With ``in_nats`` the unions are as eq. 1 has them, else in base 2 as the parts are. ``maxima``, if any,
+    come with the first fields of each part in these groups.
     """
     updated = [x for x in (joined, maxima) if x is not None]
     run = _pallas.kernel(
-        functools.partial(_kernel, case, group),
+        functools.partial(_kernel, case, group, in_nats),
         out_type=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in updated],
         grid=(parts.shape[2] // THREADS, -(-parts.shape[0] // group)),
         grid_names=("rows", "group"),
@@ -55,19 +56,21 @@ def join(
         kernel_name="lce_join",
         updated={3 + i: i for i in range(len(updated))},
     )
-    joined, *kept = run(parts, prepared.scale, numbers, *updated)
+    joined, *kept = run(parts, scale, numbers, *updated)
     return joined, kept[0] if kept else None
 
 
 def _kernel(
     case: Case,
     group: int,
+    in_nats: bool,
     parts: Any,  # [parts, fields, Tp]
     scale: Any,  # [Tp]
     numbers: Any,  # live rows, parts, the first group
     *results: Any,  # [groups, fields, Tp] and the maxima, if any, as they were; both as they will be, in their places
 ) -> None:
     output, *maxima = results[len(results) // 2 :]
+    most_groups = output.shape[0]
     names, block, number = _partial_statistics.names(case.options), lax.axis_index("rows"), lax.axis_index("group")
     rows, most, num_parts = block_rows(block), parts.shape[0], numbers[1]
     none = _statistics.of_fields(
@@ -91,7 +94,8 @@ def _kernel(
             return _statistics.union([union, *of_step], row_scale, jnp.exp2)
 
         union = lax.fori_loop(0, -(-group // AT_A_TIME), step, none)
+        union = _partial_statistics.to_nats(union) if in_nats else union
         for f, name in enumerate(names):
             output.at[numbers[2] + number, f, rows][...] = getattr(union, name)
 
-    pl.when(block * THREADS < numbers[0])(of_live_rows)
+    pl.when((block * THREADS < numbers[0]) & (numbers[2] + number < most_groups))(of_live_rows)

@@ -30,7 +30,7 @@ class LiveKernels(LiveKernelSet):
 
     def join_keeping(
         self,
-        prepared: Prepared,
+        scale: Float[Array, "Tp"],
         parts: Float[Array, "parts fields Tp"],
         joined: Float[Array, "groups fields Tp"],
         case: Case,
@@ -41,7 +41,7 @@ class LiveKernels(LiveKernelSet):
         """The same kernel as `join`, which has these fields at hand."""
         from lce_jax.mosaic.sm90 import _join
 
-        joined, kept = _join.join(prepared, parts, joined, case, group, numbers, maxima)
+        joined, kept = _join.join(scale, parts, joined, case, group, numbers, maxima=maxima)
         assert kept is not None
         return joined, kept
 

@@ -23,6 +23,7 @@ from jax import lax
 from lce_jax import _math, _statistics, _temperature, scalars
 from lce_jax._types import Case, LogprobOutput, Results, RowCoefficients
 from lce_jax.mosaic import _operands, _pallas, _partial_statistics
+from lce_jax.mosaic._chunks import num_groups
 from lce_jax.mosaic._geometry import geometry
 from lce_jax.mosaic._operands import LOG2E, Marked
 from lce_jax.mosaic._pallas import pl, plgpu
@@ -137,7 +138,7 @@ def finish(
     kept: Float[Array, "n"],
     vocab_size: int,
     megatron: bool,
-    sizes: Float[Array, "shards fields Tp"] | None = None,
+    sizes: Float[Array, "groups fields Tp"] | None = None,
 ) -> tuple[list[Float[Array, "R"]], Float[Array, "n"]]:
     """The results of the whole vocabulary, and ``kept`` with what the backward needs, from its field 1 on.
 
@@ -146,15 +147,15 @@ def finish(
 
     Args:
         case: R tokens, and the shard.
-        joined: statistics of the whole vocabulary, in base 2.
+        joined: statistics of the whole vocabulary, in nats.
         ids: global ids of the labels.
         temperatures: None: 1.
         numbers: how many rows there are, and the stride of ``kept``.
         kept: flat; its field 0 is not touched.
         vocab_size: of the whole vocabulary.
         megatron: whether labels out of the vocabulary get -ln Σ e^u in place of 0.
-        sizes: of a vocabulary in parts, their statistics, of which the field after the last is the part's size. Where
-            one differs from this shard's, the results are NaN.
+        sizes: of a vocabulary in parts, their groups' statistics, of which the field after the last is the part's
+            size. Where one differs from this shard's, the results are NaN.
     """
     options = case.options
     count = 2 + options.entropy + 2 * options.stats
@@ -186,12 +187,11 @@ def _finish(
     def write() -> None:
         temperature = temperatures[rows.here] if has_temperature else None
         stats = _statistics.of_fields({name: joined[0, f, rows.here] for f, name in enumerate(names)})
-        stats = _partial_statistics.to_nats(stats)
         if temperature is not None:
             wrong = is_wrong(temperature)
             stats = jax.tree.map(lambda x: jnp.where(wrong, nan, x), stats)
-        for shard in range(sizes.shape[0] if is_split else 0):
-            other = sizes[shard, len(names), rows.here] != float(case.vocab_size)
+        for first in range(0, sizes.shape[0] if is_split else 0, num_groups(case, TILING)):  # of a shard
+            other = sizes[first, len(names), rows.here] != float(case.vocab_size)
             stats = jax.tree.map(lambda x, other=other: jnp.where(other, nan, x), stats)
         k = _math.row_scale(case.options, None if temperature is None else _temperature.inverse(temperature))
         known = ids[rows.here] >= 0

@@ -1,0 +1,184 @@
+"""A token's results have the same bits in JAX and in lists of kernels, and over any number of shards: interpreted."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+
+import lce_jax
+from lce_jax import _bind, _math, _shard, _spmd, _temperature, mosaic, passes
+from lce_jax._dispatch import for_device
+from lce_jax._types import Operands
+from lce_jax.mosaic._chunks import GROUP
+from lce_jax.mosaic._pallas import interpreting, plgpu
+from lce_jax.mosaic.sm90 import KERNELS
+from tests import emulated_launches
+from tests.devices import H200
+from tests.mosaic_interpreter import races_found
+from tests.test_mosaic_interpret import call, case_of
+
+FIELDS = ("logprobs", "entropy", "lse", "max_logit", "min_logit")
+COLUMNS = GROUP * KERNELS.tiling.tile  # of a group
+
+
+def drawn(T: int, H: int, V: int) -> tuple[Any, Any, Any]:
+    rng = np.random.default_rng(T)
+    hidden = jnp.asarray(rng.normal(size=(T, H)), jnp.bfloat16)
+    weight = jnp.asarray(rng.normal(size=(V, H)) * 3 / H**0.5, jnp.bfloat16)
+    return hidden, weight, jnp.asarray(rng.integers(-1, V, T), jnp.int32)
+
+
+@pytest.fixture
+def kernels_of_jax(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU too, by the interpreter, where a program would be lowered for another implementation."""
+    monkeypatch.setattr(_shard, "by_platform", lambda on_gpu, _, *operands: on_gpu(*operands))
+
+
+def by_jax(hidden: Any, weight: Any, labels: Any, where: Any = None, **options: Any) -> dict[str, np.ndarray]:
+    temperature = options.pop("temperature", None)
+
+    def run(*given: Any) -> Any:
+        hidden, weight, labels, where, temperature = given
+        told = options if temperature is None else {**options, "temperature": temperature}
+        spec, primals, rows = _bind.of_one_shard(hidden, weight, labels, where, None, told, False)
+        return _spmd.forward(spec, primals, rows, False)[0].outputs
+
+    with for_device(H200), interpreting(plgpu.InterpretGPUParams()):
+        out = jax.jit(run)(hidden, weight, labels, where, temperature)
+    return {name: np.asarray(getattr(out, name)) for name in FIELDS if getattr(out, name) is not None}
+
+
+def by_list(hidden: Any, weight: Any, labels: Any, temperature: Any = None) -> dict[str, np.ndarray]:
+    rows, (T, H), V = 256, hidden.shape, weight.shape[0]
+    head = passes.Head(
+        num_tokens=rows, hidden_size=H, num_columns=V, vocab_size=V, start=0, dtype="bfloat16", device=H200,
+        stats=True, has_temperature=temperature is not None,
+    )  # fmt: skip
+    program = passes.forward(head, keep_cache=False)
+    outputs = [np.zeros(x.shape, x.dtype) for x in program.outputs if x is not None]
+    padded = np.zeros((rows, H), jnp.bfloat16)
+    padded[:T] = hidden
+    halves = np.asarray(labels, np.int64).view(np.int32).reshape(T, 2)
+    given = [padded, np.asarray(weight), halves, *([] if temperature is None else [np.asarray(temperature)])]
+    numbers, workspace = np.asarray(program.numbers(T, T), np.int32), np.zeros(program.workspace_bytes, np.uint8)
+    arrays = [workspace, numbers, *outputs, *given]
+    emulated_launches.loaded(program)(0, *(x.ctypes.data for x in arrays[:2]), [x.ctypes.data for x in arrays[2:]])
+    return {name: x[:T] for name, x in zip(FIELDS, outputs, strict=False)}
+
+
+@pytest.mark.usefixtures("kernels_of_jax")
+@pytest.mark.parametrize("has_temperature", [False, True])
+def test_jax_and_lists(has_temperature: bool) -> None:
+    T = 140
+    given = drawn(T, 128, 784)
+    temperature = jnp.asarray(np.random.default_rng(1).uniform(0.3, 3.0, T), jnp.float32) if has_temperature else None
+    wanted = by_list(*given, temperature)
+    found = by_jax(*given, stats=True, temperature=temperature)
+    assert all(np.array_equal(found[name], wanted[name]) for name in FIELDS)
+    where = np.random.default_rng(2).random(T) < 0.3
+    some = by_jax(*given, where=jnp.asarray(where), stats=True, temperature=temperature)
+    for name in FIELDS:
+        assert np.array_equal(some[name], np.where(where, wanted[name], 0.0)), name
+
+
+@pytest.mark.parametrize("most", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_shards_of_whole_groups(most: int) -> None:
+    """A vocabulary whose last columns are padding, and its parts, merged."""
+    T, H, V, padding = 12, 64, most * COLUMNS, 300
+    hidden, weight, labels = drawn(T, H, V)
+    labels = jnp.minimum(labels, V - padding - 1)
+    inverse = jnp.asarray(np.random.default_rng(3).uniform(0.5, 2.0, T), jnp.float32)
+
+    def operands(shards: int, shard: int) -> Operands:
+        size = V // shards
+        own = labels - shard * size
+        targets = jnp.where((own >= 0) & (own < size), own, -1)
+        columns = jnp.clip(V - padding - shard * size, 0, size)
+        return Operands(hidden, weight[shard * size :][:size], targets, inverse, None, columns)
+
+    def of(shards: int) -> Any:
+        case = dataclasses.replace(case_of(call("bits", T=T, H=H, V=V // shards, stats=True)), device=H200)
+
+        def run(*given: Operands) -> Any:
+            parts = [mosaic.in_parts(each, case)[0] for each in given]
+            return mosaic.merged(jax.tree.map(lambda *x: jnp.stack(x), *parts), case, inverse, None)
+
+        with interpreting(plgpu.InterpretGPUParams()):
+            return jax.jit(run)(*(operands(shards, shard) for shard in range(shards)))
+
+    whole = of(1)
+    for shards in (2, 4)[: most // 2]:
+        for name, x, y in zip(whole._fields, whole, of(shards), strict=True):
+            assert (x is None and y is None) or np.array_equal(x, y), (shards, name)
+
+
+def test_a_function_of_a_few_numbers_per_token() -> None:
+    """For any number of tokens; without races, but for equal numbers that two blocks write where there are 200."""
+    for count in (3, 256, 200):
+        temperature = jnp.asarray(np.random.default_rng(4).uniform(0.1, 3.0, count), jnp.float32).at[1].set(-1.0)
+        with interpreting(plgpu.InterpretGPUParams(detect_races=count != 200)):
+            found = jax.jit(lambda x: KERNELS.per_token(_temperature.inverse, x))(temperature)
+        assert count == 200 or not races_found()
+        np.testing.assert_allclose(found, _temperature.inverse(temperature), rtol=1e-6)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_plans_say_what_holds() -> None:
+    """And count what is gathered."""
+
+    def plan(V: int, shards: int, **options: Any) -> Any:
+        shapes = ((4096, 1024), "bfloat16"), ((V, 1024), "bfloat16"), ((4096,), "int32")
+        mesh = jax.sharding.AbstractMesh((shards,), ("tensor",), axis_types=(AxisType.Auto,))
+        place = {"mesh": mesh, "vocab_axis": "tensor"} if shards > 1 else {}
+        return lce_jax.explain(*(jax.ShapeDtypeStruct(*x) for x in shapes), **place, **options)
+
+    whole, other = plan(8 * COLUMNS, 4), plan(8 * COLUMNS + 32, 4)
+    assert whole.same_bits == "in every call, over any number of shards of whole groups of 4,096 columns"
+    assert other.same_bits == "in every call over 4 shards: 8,200 columns are no whole groups of 4,096"
+    assert plan(32000, 1).same_bits == "in every call of these columns"
+    assert f"same bits  {whole.same_bits}" in str(whole)
+    assert whole.forward_bytes - plan(2 * COLUMNS, 1).forward_bytes == 8 * 4 * 4096 * 4  # groups, fields, tokens, bytes
+    assert plan(8 * COLUMNS, 1, implementation="xla").same_bits is None
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("checked", [True, False])
+@pytest.mark.parametrize("options", [{}, {"temperature": True, "stats": True}, {"logit_softcap": 30.0}], ids=str)
+def test_no_logarithm_or_quotient_of_rows_outside_the_kernels(options: dict[str, Any], checked: bool) -> None:
+    """Forward and backward, in a program for CUDA, over two shards."""
+    T, H, V = 512, 128, 4 * COLUMNS
+    mesh = jax.make_mesh((2,), ("tensor",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    split, same = PartitionSpec("tensor"), PartitionSpec()
+
+    def objective(hidden: Any, weight: Any, labels: Any, temperature: Any) -> Any:
+        told = {**options, "temperature": temperature} if "temperature" in options else options
+        out = lce_jax.linear_logprobs(
+            hidden, weight, labels, axis_name="tensor", where=labels > 3, implementation="mosaic_gpu", **told
+        )
+        return jnp.sum(out.logprobs + out.entropy + out.lse)
+
+    step = jax.shard_map(
+        jax.grad(objective, argnums=(0, 1)), mesh=mesh, in_specs=(same, split, same, same), out_specs=(same, split),
+        check_vma=checked,
+    )  # fmt: skip
+    struct = jax.ShapeDtypeStruct
+    arrays = struct((T, H), "bfloat16"), struct((V, H), "bfloat16"), struct((T,), "int32"), struct((T,), "float32")
+    text = jax.jit(step).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+    assert "mosaic_gpu" in text
+    inexact = re.compile(r"stablehlo\.(log|divide|exponential|tanh|power|sqrt|rsqrt)\w* .*tensor<[0-9x]*f32>")
+    assert not [line for line in text.splitlines() if inexact.search(line)]
+
+
+def test_the_search_finds_a_logarithm() -> None:
+    """`_math.finish` without kernels has one."""
+    x = jax.ShapeDtypeStruct((512,), "float32")
+    stats = _math.ShardStatistics(x, x, x, x, None)
+    text = jax.jit(lambda stats: _math.results(stats, 1.0, stats.max > 0)).trace(stats).lower().as_text()
+    assert re.search(r"stablehlo\.log .*tensor<[0-9x]*f32>", text)
