@@ -17,24 +17,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax import (
-    _compat,
-    _dispatch,
-    _math,
-    _rows,
-    _scales,
-    _statistics,
-    _temperature,
-    _xla_topk,
-    mosaic,
-    reference,
-    xla,
-)
+from lce_jax import _compat, _dispatch, _math, _rows, _scales, _temperature, _xla_topk, mosaic, reference, xla
 from lce_jax._by_platform import by_platform
 from lce_jax._largest import Largest
 from lce_jax._rows import Rows
 from lce_jax._scales import Scales
-from lce_jax._statistics import Normalizer, Parts, along
+from lce_jax._statistics import Normalizer, Parts, along, like
 from lce_jax._types import Case, LogprobOutput, Operands, Primals, Results, RowCoefficients, ShardStatistics, is_array
 
 if TYPE_CHECKING:
@@ -86,7 +74,7 @@ def statistics(
         shapes, cache = jax.eval_shape(chosen, operands)  # of the kernels' shape, but nothing will read the cache
         if whole:
             return implementation.statistics(operands, case)[0], _zeros(cache)
-        return _statistics.like(implementation.in_parts(operands, case)[0], shapes), _zeros(cache)
+        return like(implementation.in_parts(operands, case)[0], shapes), _zeros(cache)
 
     stats, cache = _run(spec, chosen, elsewhere, operands)
     if stacked is not None:

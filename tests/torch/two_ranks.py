@@ -13,7 +13,7 @@ class TwoRanks:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.rank = 0
-        self.gathered: dict[int, torch.Tensor] = {}
+        self.gathered: dict[tuple[int, int], torch.Tensor] = {}  # by rank and by the number of dimensions
         self.summed: dict[int, torch.Tensor] = {}
         monkeypatch.setattr(tensor_parallel, "size_and_rank", lambda name: (2, self.rank) if name else (1, 0))
         monkeypatch.setattr(tensor_parallel, "check_equal_parts", lambda *_: None)
@@ -22,8 +22,8 @@ class TwoRanks:
 
     def _gather(self, x: torch.Tensor, _: str) -> torch.Tensor:
         assert x.dtype == torch.float32
-        self.gathered.setdefault(self.rank, x)
-        return torch.stack([self.gathered.get(rank, x) for rank in range(2)])
+        self.gathered.setdefault((self.rank, x.ndim), x)
+        return torch.stack([self.gathered.get((rank, x.ndim), x) for rank in range(2)])
 
     def _all_reduce(self, x: torch.Tensor, _: str) -> torch.Tensor:
         assert x.dtype == torch.float32
