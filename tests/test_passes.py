@@ -44,7 +44,7 @@ def test_candidates_have_launches_of_their_own() -> None:
     assert sorted(names(passes.forward(of, keep_cache=False))) == sorted(
         [*logits, *statistics, "finish", "candidate_logprobs"]
     )
-    assert sorted(names(passes.part(of, keep_cache=False))) == sorted([*logits, *statistics])
+    assert sorted(names(passes.part(of, keep_cache=False))) == sorted([*logits, "statistics", "join"])
     assert names(passes.merge(of, ranks=2)) == ["prepare", "join", "finish", "join_candidates", "candidate_logprobs"]
     assert names(backward(of)) == names(backward(head()))  # without their cotangent
     every = names(backward(of, seeds=("lse", "candidate_logprobs")))

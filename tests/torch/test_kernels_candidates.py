@@ -16,6 +16,7 @@ from lce_torch_bridge import _checks, _execute, launch_with, linear_logprobs
 from lce_torch_bridge._types import Operands
 from tests.torch import problem as p
 from tests.torch import test_kernels as lists
+from tests.torch.as_gpu import SMALL
 from tests.torch.two_ranks import TwoRanks
 
 programs, H = lists.programs, lists.H
@@ -129,7 +130,7 @@ def test_both_ways_have_the_same_bits(programs: list[Any]) -> None:
     assert len(programs) == 1
     found = saved[-K:].view(torch.float32).T.numpy()
     case = _types.Case(
-        num_tokens=T, hidden_size=H, vocab_size=V, dtype=jnp.dtype("bfloat16"), device=lists.DEVICE,
+        num_tokens=T, hidden_size=H, vocab_size=V, dtype=jnp.dtype("bfloat16"), device=SMALL,
         options=_types.Options(num_candidates=K),
     )  # fmt: skip
     hidden, weight = (jnp.asarray(y.float().numpy(), case.dtype) for y in problem[:2])
