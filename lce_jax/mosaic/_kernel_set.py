@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from lce_jax._types import Case
 from lce_jax.mosaic._cache import Cache
-from lce_jax.mosaic._candidate_kernels import CandidateKernels
+from lce_jax.mosaic._candidate_kernel_set import CandidateKernelSet
 from lce_jax.mosaic._chunks import Budget
 from lce_jax.mosaic._geometry import Tiling
 from lce_jax.mosaic._live_kernel_set import LiveKernelSet
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
 
 
-class KernelSet(LiveKernelSet, CandidateKernels, Protocol):
+class KernelSet(LiveKernelSet, CandidateKernelSet, Protocol):
     """The kernels of one generation of GPUs: what they are cut for, what they refuse, and their launches.
 
     Each launch gets a packed `Span`: the vocabulary tiles it covers, and the live rows and columns.

@@ -75,17 +75,20 @@ def calls() -> dict[str, passes.Head]:
         "qwen3-8b, every option": head("qwen3-8b", **everything),
         "qwen3-8b, no entropy, float16": head("qwen3-8b", entropy=False, dtype="float16"),
         "qwen3-8b, a full cache": head("qwen3-8b", cache_bytes=1 << 40),
+        "qwen3-8b, 64 candidates": head("qwen3-8b", num_candidates=64),
+        "qwen3-8b, a threshold": head("qwen3-8b", gradient_threshold=2.0**-12, stats=True, dropped_mass=True),
     }
 
 
 def programs(of: passes.Head) -> Iterator[passes.Program]:
     """The passes of a call."""
-    caches = of.cache_bytes > 0
+    caches = of.cache_bytes > 0 or of.gradient_threshold > 0
     yield passes.forward(of, keep_cache=caches)
-    seeds = ("logprobs", "entropy") if of.entropy else ("logprobs",)
+    there = {"entropy": of.entropy, "candidate_logprobs": of.num_candidates > 0}
+    seeds = "logprobs", *(name for name, is_there in there.items() if is_there)
     how: Any = dict(cached=caches, owns_cache=caches, adds=False)
     yield passes.backward(of, seeds, (True, True), of.copied_from or of.dtype, **how)
-    yield passes.merge(of, ranks=8)
+    yield passes.merge(of, ranks=8, keep_cache=caches)
 
 
 def kernels() -> list[tuple[Kernel, str]]:

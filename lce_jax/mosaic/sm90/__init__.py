@@ -26,7 +26,7 @@ from lce_jax.mosaic._geometry import Tiling
 from lce_jax.mosaic._kernel_set import KernelSet
 from lce_jax.mosaic._operands import Marked, Prepared
 from lce_jax.mosaic.sm90 import _refusal
-from lce_jax.mosaic.sm90._candidate_launches import CandidateLaunches
+from lce_jax.mosaic.sm90._candidate_kernels import CandidateKernels
 from lce_jax.mosaic.sm90._hardware import DHIDDEN_WAVES, SCALED, TILING
 from lce_jax.mosaic.sm90._live_kernels import LiveKernels
 from lce_jax.mosaic.sm90._tuning import Tunings
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Kernels(LiveKernels, CandidateLaunches, KernelSet):
+class Kernels(LiveKernels, CandidateKernels, KernelSet):
     """The launches import the kernel language, which takes half a second, when they are first called."""
 
     compute_capability: str = "9.0"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from lce_jax._types import Case
-from lce_jax.mosaic._candidate_kernels import CandidateKernels
+from lce_jax.mosaic._candidate_kernel_set import CandidateKernelSet
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 LEAST_HIDDEN = 128  # a number of each row for every thread
 
 
-class CandidateLaunches(CandidateKernels):
-    """Those of `CandidateKernels` for Hopper GPUs."""
+class CandidateKernels(CandidateKernelSet):
+    """Those of `CandidateKernelSet` for Hopper GPUs."""
 
     def gathers(self, case: Case) -> bool:
         """Where a column of the weight is contiguous."""

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
 
 
-class CandidateKernels(Protocol):
+class CandidateKernelSet(Protocol):
     """The part of a `KernelSet` that serves candidates.
 
     What is per candidate is flat, a field of some stride for each. ``first`` says which is the first candidate's.
