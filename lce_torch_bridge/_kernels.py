@@ -184,14 +184,14 @@ def gradients(
     call: Call,
     sums: Any,
 ) -> list[torch.Tensor] | None:
-    """What `_execute.gradients` returns of a call without a bias; None where lists do not serve it.
+    """What `_execute.gradients` returns of a call without a bias; None if JAX is to run it.
 
     ``sums`` are `_execute.Sums`.
     """
     adds = sums.main_grad if sums.total is None else sums.total
     device, owns_cache = hidden.get_device(), sums.owns_cache and bool(cache) and not call.gradient_threshold
     if not _way.may_be_direct(hidden) or not can_add(sums):
-        if not call.gradient_threshold or len(cache) != 1:
+        if not call.gradient_threshold or _is_of_jax(cache):
             return None
         again = functools.partial(gradients, hidden, weight, saved, cache, cotangents, wanted, call)
         return added_apart(hidden, sums, again)
@@ -201,7 +201,7 @@ def gradients(
     ranks = call.group and tensor_parallel.size_and_rank(call.group)
     shapes = hidden.shape, hidden.dtype, weight.shape, weight.dtype, len(saved), len(cache), ranks
     how = call, tuple(cotangents), wanted, adds is None, owns_cache
-    key = "gradients", device, *shapes, *how
+    key = "gradients", device, *shapes, *how, call.gradient_threshold and _is_of_jax(cache)
     plan = _plans.found(key, lambda: _plan_of_backward(hidden, weight, saved, cache, *how))
     if plan is None:
         return None
@@ -234,7 +234,7 @@ def _plan_of_backward(
     reason = why_not(Operands(hidden, weight, None, saved[0], None, None), call)
     if reason is not None:
         return reason
-    if call.gradient_threshold and len(cache) != 1:
+    if call.gradient_threshold and _is_of_jax(cache):
         return "gradient_threshold: JAX ran the forward, and kept other things than kernels do"
     rows = rows_of(tokens, keep_cache=bool(cache))
     reduced = call.reduce_grad_hidden and call.group != tensor_parallel.NO_GROUP
@@ -247,6 +247,11 @@ def _plan_of_backward(
     if wanted[1] and returns_dweight:
         results.append(allocated(weight.shape, weight.dtype))
     return Backward(Loaded(program, tokens), results, reduced and wanted[0])
+
+
+def _is_of_jax(cache: Sequence[torch.Tensor]) -> bool:
+    """Whether, with a threshold, JAX kept this: the tiles' maxima or nothing, where kernels keep which are live."""
+    return not cache or cache[0].dtype is not torch.int32
 
 
 def _in_rows(x: torch.Tensor) -> torch.Tensor:

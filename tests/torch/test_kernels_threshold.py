@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lce_jax import passes
-from lce_torch_bridge import _execute, _kernels, launch_with, linear_logprobs, linear_loss
+from lce_torch_bridge import _execute, _kernels, _kernels, launch_with, linear_logprobs, linear_loss
 from lce_torch_bridge._types import Operands
 from tests.torch import problem as p
 from tests.torch.as_gpu import emulated
@@ -153,6 +153,21 @@ def test_a_backward_goes_the_way_of_its_forward(programs: list[Any]) -> None:
     launch_with("jax")
     with pytest.raises(RuntimeError, match="the forward was launched directly, so its backward must be too"):
         out.logprobs.sum().backward()
+
+
+def test_a_backward_after_a_forward_of_jax(programs: list[Any]) -> None:
+    """JAX runs it, whatever it kept: no kernel takes the tiles' maxima for which of them are live."""
+    assert _kernels._is_of_jax([torch.zeros(7, 1, 128)])
+    assert not _kernels._is_of_jax([torch.zeros(7, 128, dtype=torch.int32)])
+    problem, dweight = peaked(5, 784, 784), []
+    for way in ("jax", None):
+        leaves = problem.leaves()
+        launch_with("jax")
+        out = linear_logprobs(*leaves, gradient_threshold=THRESHOLD)
+        launch_with(way)
+        dweight += torch.autograd.grad(out.logprobs.sum(), leaves.weight)
+    assert torch.equal(*dweight)
+    assert not programs
 
 
 def test_what_a_forward_keeps_is_foreseen(programs: list[Any]) -> None:
