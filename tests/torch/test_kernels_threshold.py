@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lce_jax import passes
-from lce_torch_bridge import _execute, _kernels, _kernels, launch_with, linear_logprobs, linear_loss
+from lce_torch_bridge import _execute, _kernels, launch_with, linear_logprobs, linear_loss
 from lce_torch_bridge._types import Operands
 from tests.torch import problem as p
 from tests.torch.as_gpu import emulated
