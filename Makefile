@@ -39,16 +39,18 @@ test-frameworks:
 	.venv-frameworks/bin/python -m pip install --quiet --editable . 'google-tunix==0.1.7' 'trl==1.16.0' 'torch>=2.11' pytest
 	.venv-frameworks/bin/python -m pytest tests/recipes/test_tunix.py tests/recipes/test_trl.py
 
-# No driver and no GPU: JAX's plugin and NVIDIA's compiler alone, beside what .venv has.
+# No driver and no GPU: JAX's plugin and NVIDIA's compiler alone, beside what .venv has. JAX=, FLAX=: other versions.
 CUDA := nvidia-cuda-nvcc nvidia-nvvm nvidia-cuda-crt nvidia-cuda-nvrtc nvidia-nvjitlink
 CUDA_VERSION := 13.5.37
+COMPILE := .venv-compile$(JAX)
 test-compile: $(VENV)/.ready
-	$(PYTHON) -m venv .venv-compile
-	.venv-compile/bin/python -m pip install --quiet --no-deps $(CUDA:%=%==$(CUDA_VERSION)) \
-		$$($(RUN) -c 'from jax import __version__ as v; print(f"jax-cuda13-plugin=={v} jax-cuda13-pjrt=={v}")')
+	$(PYTHON) -m venv $(COMPILE)
+	version=$(or $(JAX),$$($(RUN) -c 'import jax; print(jax.__version__)')); \
+	$(COMPILE)/bin/python -m pip install --quiet --no-deps $(CUDA:%=%==$(CUDA_VERSION)) \
+		jax-cuda13-plugin==$$version jax-cuda13-pjrt==$$version $(if $(JAX),jax==$(JAX) jaxlib==$(JAX) flax==$(FLAX))
 	purelib() { $$1/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }; \
-	site=$$(purelib .venv-compile); purelib $(VENV) > $$site/borrowed.pth; \
-	PATH=$$site/nvidia/cu13/bin:$$PATH JAX_PLATFORMS=cpu .venv-compile/bin/python -m pytest tests/compiled
+	site=$$(purelib $(COMPILE)); purelib $(VENV) > $$site/borrowed.pth; \
+	PATH=$$site/nvidia/cu13/bin:$$PATH JAX_PLATFORMS=cpu $(COMPILE)/bin/python -m pytest tests/compiled
 
 lint: $(VENV)/.ready
 	$(RUN) -m ruff check .
@@ -66,7 +68,7 @@ bench: $(VENV)/.ready
 	$(RUN) -m lce_jax.bench $(BENCH_ARGS)
 
 clean:
-	rm -rf $(VENV) .venv-jax-* .venv-frameworks .venv-compile .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache demo-out bench-out docs/notebooks site
+	rm -rf $(VENV) .venv-jax-* .venv-frameworks .venv-compile* .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache demo-out bench-out docs/notebooks site
 
 $(VENV)/.ready: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 12))' || { \

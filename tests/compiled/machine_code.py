@@ -1,8 +1,7 @@
 """The kernels as machine code for a Hopper GPU, on a machine without one: registers, spills and shared memory.
 
-``python -m tests.compiled.machine_code`` prints the table that stands in ``kernels.txt`` beside this file, and
-``... machine_code heads`` that of other heads. It needs the wheels of ``make test-compile``: JAX's CUDA plugin, which
-describes a GPU that is not there, and ptxas.
+``python -m tests.compiled.machine_code`` prints the table that stands beside this file, one for each version of JAX. It
+needs the wheels of ``make test-compile``: JAX's CUDA plugin, which describes a GPU that is not there, and ptxas.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from lce_jax.passes._recorder import Kernel
 from tests.devices import H200
 
 HERE = pathlib.Path(__file__).parent
-TABLE = HERE / "kernels.txt"
+TABLE = HERE / f"kernels-{jax.__version__}.txt"
 PREFIX = "lce kernel"  # of a line that this file prints before ptxas prints its own
 USED = re.compile(rb"ptxas info *: Used (\d+) registers")
 SPILLED = re.compile(rb"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
@@ -154,7 +153,8 @@ def _entry(said: bytes) -> Entry:
 
 def table(found: list[Entry]) -> str:
     """The text of the table."""
-    return "\n".join([HEADER, *map(str, found)]) + "\n"
+    first = f"JAX {jax.__version__}, ptxas 13.5.37, NVIDIA H200 (sm_90a): registers of a thread, the others in bytes"
+    return "\n".join([first, HEADER, *map(str, found)]) + "\n"
 
 
 if __name__ == "__main__":
