@@ -22,7 +22,7 @@ from lce_jax.mosaic.sm90 import _epilogue, _logits, _pipeline
 from lce_jax.mosaic.sm90._hardware import ROW_BLOCK, STAGING_COLUMNS, TILE_N, WARPGROUP_ROWS
 from lce_jax.mosaic.sm90._pipeline import Matmul, Tile
 from lce_jax.mosaic.sm90._tuning import Tuning
-from lce_jax.mosaic.sm90._vocabulary_mask import PADDING, without_padding
+from lce_jax.mosaic.sm90._vocabulary_mask import without_padding
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
@@ -162,7 +162,7 @@ def _epilogue_of_tile(
     cap = options.logit_softcap
     if cap is not None:
         x = _epilogue.softcap(x, cap, options)
-    x = without_padding(x, column, num_columns, refs.mask, PADDING)
+    x = without_padding(x, column, num_columns, refs.mask)
     for i in range(TILE_N // STAGING_COLUMNS):
         start = i * STAGING_COLUMNS
         block = x[:, start : start + STAGING_COLUMNS]

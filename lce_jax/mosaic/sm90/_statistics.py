@@ -20,11 +20,10 @@ from lce_jax.mosaic._operands import Prepared
 from lce_jax.mosaic._pallas import plgpu
 from lce_jax.mosaic._partial_statistics import FLOOR
 from lce_jax.mosaic._span import Span
-from lce_jax.mosaic.sm90 import _epilogue, _logits, _pipeline
+from lce_jax.mosaic.sm90 import _epilogue, _logits, _pipeline, _vocabulary_mask
 from lce_jax.mosaic.sm90._hardware import STAGING_COLUMNS, TILE_N, WARPGROUP_ROWS
 from lce_jax.mosaic.sm90._pipeline import Matmul, Tile
 from lce_jax.mosaic.sm90._tuning import Tuning
-from lce_jax.mosaic.sm90._vocabulary_mask import PADDING, without_padding
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
@@ -80,9 +79,9 @@ def _kernel(
         z = multiply()
         if options.logit_softcap is not None:
             z = _epilogue.softcap(z, options.logit_softcap, options)
-        real = functools.partial(without_padding, z, column, span.num_columns, mask)
-        lowest = jnp.min(real(-PADDING), axis=1) if options.stats else None
-        z = real(PADDING)
+        edge = column, span.num_columns, mask
+        lowest = _vocabulary_mask.lowest(z, *edge) if options.stats else None
+        z = _vocabulary_mask.without_padding(z, *edge)
         highest = jnp.maximum(jnp.max(z, axis=1), FLOOR)
         # With a cache the target comes first, so that z dies block by block; without one the exponentials come first.
         # The other order spills registers, in either case.

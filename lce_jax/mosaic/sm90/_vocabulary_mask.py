@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
@@ -17,19 +18,32 @@ if TYPE_CHECKING:
 PADDING = -1e15  # stands for the raw products of padding columns: exp2 of it is 0, its square is finite
 
 
-def without_padding(z: Float[Array, "64 256"], column: Any, num_columns: Any, mask: Any, value: float) -> Any:
-    """The tile with ``value`` on its padding columns, whatever they held.
+def without_padding(z: Float[Array, "64 256"], column: Any, num_columns: Any, mask: Any) -> Float[Array, "64 256"]:
+    """The tile with `PADDING` on its padding columns, whatever they held.
 
     Only a tile that holds padding reads the mask. The first half of the mask says which columns of the ragged tile are
     padding, the second half says it of a tile of nothing but padding. A comparison with an iota would cost every tile,
     because the compiler hoists it out of the branch.
     """
-
-    def replace() -> Array:
-        ragged = lax.div(num_columns, TILE_N) * TILE_N
-        start = jnp.clip(column - ragged, 0, TILE_N)
-        padding = plgpu.load(mask.at[pl.ds(start, TILE_N)], layout=PER_COLUMN, optimized=False)
-        padding = lax.broadcast_in_dim(padding, (WARPGROUP_ROWS, TILE_N), (1,))
-        return jnp.where(padding > 0, value, z)
-
+    replace = functools.partial(_replaced, z, column, num_columns, mask, PADDING)
     return lax.cond(column + TILE_N > num_columns, replace, lambda: z)
+
+
+def lowest(z: Float[Array, "64 256"], column: Any, num_columns: Any, mask: Any) -> Float[Array, "64"]:
+    """The smallest number of each row that is no padding.
+
+    Inside the branch, so that no second tile is alive beside ``z``, which would spill its registers.
+    """
+
+    def of_real() -> Array:
+        return jnp.min(_replaced(z, column, num_columns, mask, -PADDING), axis=1)
+
+    return lax.cond(column + TILE_N > num_columns, of_real, lambda: jnp.min(z, axis=1))
+
+
+def _replaced(z: Array, column: Any, num_columns: Any, mask: Any, value: float) -> Array:
+    ragged = lax.div(num_columns, TILE_N) * TILE_N
+    start = jnp.clip(column - ragged, 0, TILE_N)
+    padding = plgpu.load(mask.at[pl.ds(start, TILE_N)], layout=PER_COLUMN, optimized=False)
+    padding = lax.broadcast_in_dim(padding, (WARPGROUP_ROWS, TILE_N), (1,))
+    return jnp.where(padding > 0, value, z)
