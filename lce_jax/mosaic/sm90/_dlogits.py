@@ -158,14 +158,14 @@ def _epilogue_of_tile(
     rows = _epilogue.load_factors(refs.factors, tile.rows)
     target = _epilogue.load_rows(refs.targets, tile.rows) - column
     holds = refs.holds_target[tile.row_block, number] > 0
-    x = multiply()
-    cap = options.logit_softcap
-    if cap is not None:
-        x = _epilogue.softcap(x, cap, options)
-    x = without_padding(x, column, num_columns, refs.mask)
+    z, cap = multiply(), options.logit_softcap
+    real = functools.partial(without_padding, column=column, num_columns=num_columns, mask=refs.mask)
+    z = real(z) if cap is None else z
     for i in range(TILE_N // STAGING_COLUMNS):
         start = i * STAGING_COLUMNS
-        block = x[:, start : start + STAGING_COLUMNS]
+        block = z[:, start : start + STAGING_COLUMNS]
+        if cap is not None:  # a block at a time: a second tile beside the first would spill its registers
+            block = real(_epilogue.softcap(block, cap, options), start=start)
         d = _block_gradient(block, row_scale, rows)
         d = d if cap is None else d * (1.0 - block * block)
         d = _epilogue.with_target(d, rows, target - start, holds)

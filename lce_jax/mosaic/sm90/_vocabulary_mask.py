@@ -18,14 +18,16 @@ if TYPE_CHECKING:
 PADDING = -1e15  # stands for the raw products of padding columns: exp2 of it is 0, its square is finite
 
 
-def without_padding(z: Float[Array, "64 256"], column: Any, num_columns: Any, mask: Any) -> Float[Array, "64 256"]:
-    """The tile with `PADDING` on its padding columns, whatever they held.
+def without_padding(
+    z: Float[Array, "64 n"], column: Any, num_columns: Any, mask: Any, start: int = 0
+) -> Float[Array, "64 n"]:
+    """A tile, or its columns from ``start`` on, with `PADDING` on those that are padding, whatever they held.
 
     Only a tile that holds padding reads the mask. The first half of the mask says which columns of the ragged tile are
     padding, the second half says it of a tile of nothing but padding. A comparison with an iota would cost every tile,
     because the compiler hoists it out of the branch.
     """
-    replace = functools.partial(_replaced, z, column, num_columns, mask, PADDING)
+    replace = functools.partial(_replaced, z, column, num_columns, mask, PADDING, start)
     return lax.cond(column + TILE_N > num_columns, replace, lambda: z)
 
 
@@ -41,9 +43,9 @@ def lowest(z: Float[Array, "64 256"], column: Any, num_columns: Any, mask: Any) 
     return lax.cond(column + TILE_N > num_columns, of_real, lambda: jnp.min(z, axis=1))
 
 
-def _replaced(z: Array, column: Any, num_columns: Any, mask: Any, value: float) -> Array:
-    ragged = lax.div(num_columns, TILE_N) * TILE_N
-    start = jnp.clip(column - ragged, 0, TILE_N)
-    padding = plgpu.load(mask.at[pl.ds(start, TILE_N)], layout=PER_COLUMN, optimized=False)
-    padding = lax.broadcast_in_dim(padding, (WARPGROUP_ROWS, TILE_N), (1,))
+def _replaced(z: Array, column: Any, num_columns: Any, mask: Any, value: float, start: int = 0) -> Array:
+    ragged, width = lax.div(num_columns, TILE_N) * TILE_N, z.shape[1]
+    first = jnp.clip(column - ragged, 0, TILE_N) + start
+    padding = plgpu.load(mask.at[pl.ds(first, width)], layout=PER_COLUMN, optimized=False)
+    padding = lax.broadcast_in_dim(padding, (WARPGROUP_ROWS, width), (1,))
     return jnp.where(padding > 0, value, z)
