@@ -41,7 +41,7 @@ def test_a_transposed_weight() -> None:
     """XLA is given the tokens' columns of the weight, whose gather it fuses, a chunk at a time."""
     T, H, V, K = 4096, 4096, 151936, 64
     text, without = (lower(T, H, V, weight_layout="hv", **more) for more in ({"K": K}, {}))
-    assert text.count("@mosaic_gpu_v2") == without.count("@mosaic_gpu_v2") + 2
+    assert text.count("@mosaic_gpu_v2") == without.count("@mosaic_gpu_v2") + 1  # without that of the coefficients
     assert f"{H}x{_chosen.FUSED_BYTES // (K * H * 2)}x{K}x" in text
     assert num_scatters(text) == num_scatters(without)
 

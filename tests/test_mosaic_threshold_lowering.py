@@ -27,7 +27,7 @@ def test_lowers_for_cuda(T: int, H: int, V: int, options: dict[str, Any]) -> Non
     text = lower(T, H, V, gradient_threshold=2.0**-12, **options)
     assert all(f"lce_live_{name}" in text for name in ("dlogits", "dhidden", "dweight"))
     # Two joins, six lists; three for the tile with padding, and inverses.
-    assert text.count("@mosaic_gpu_v2") == 16 + ("stats" in options) + 7 * ("vocab_size" in options)
+    assert text.count("@mosaic_gpu_v2") == 16 + ("stats" in options) + 6 * ("vocab_size" in options)
 
 
 @pytest.mark.usefixtures("hopper")

@@ -132,7 +132,7 @@ def asked_precision(*ways: list[str]) -> list[str]:
             asked = []
             for setting in way:
                 exec(setting)
-                asked.append(_execute._spec(weight, call, True).precision)
+                asked.append(_execute._spec(weight, call).precision)
             print(*asked, flush=True)
             break
     """
