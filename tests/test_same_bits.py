@@ -74,7 +74,7 @@ def by_list(hidden: Any, weight: Any, labels: Any, temperature: Any = None) -> d
 
 
 @pytest.mark.usefixtures("kernels_of_jax")
-@pytest.mark.parametrize("has_temperature", [False, True])
+@pytest.mark.parametrize("has_temperature", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_jax_and_lists(has_temperature: bool) -> None:
     T = 140
     given = drawn(T, 128, 784)

@@ -173,7 +173,7 @@ def test_what_no_list_serves_goes_elsewhere(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.usefixtures("programs")
 @pytest.mark.parametrize(
     "part",
-    [pytest.param(part, marks=pytest.mark.slow if part != "plain" else ()) for part in (*sanitized.PARTS, "loss")],
+    [pytest.param(part, marks=pytest.mark.slow if part != "forward" else ()) for part in (*sanitized.PARTS, "loss")],
 )
 def test_memory_may_hold_anything(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What compute-sanitizer watches on a GPU, in the interpreter: the same bits over zeros and over NaN."""

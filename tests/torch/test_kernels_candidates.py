@@ -39,7 +39,7 @@ def check(programs: list[Any], problem: p.Problem, K: int, **options: Any) -> No
     [
         (130, 784, 9, {"stats": True, "temperature": "each", "logit_softcap": 3.0, "logit_scale": 0.5}),
         (5, 1032, 1, {"vocab_size": 700, "cache_bytes": 1 << 18}),
-        (12, 784, 64, {"keep": "some"}),
+        pytest.param(12, 784, 64, {"keep": "some"}, marks=pytest.mark.slow),
         pytest.param(128, 784, 17, {"entropy": "none", "cache_bytes": 1 << 40}, marks=pytest.mark.slow),
     ],
 )
