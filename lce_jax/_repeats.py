@@ -1,4 +1,4 @@
-"""A token's chosen columns: what they hold, and terms at each column once, so that a scatter may add in any order."""
+"""Terms at a token's chosen columns, each column once: what lets a scatter add them in no order."""
 
 from __future__ import annotations
 
@@ -11,12 +11,6 @@ from lce_jax._types import Operands, RowCoefficients
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
-
-
-def at_columns(x: Float[Array, "T n"], columns: Int[Array, "T K"]) -> Float[Array, "T K"]:
-    """The x at these columns, -inf where they lie outside [0, n)."""
-    owned = (columns >= 0) & (columns < x.shape[1])
-    return jnp.where(owned, jnp.take_along_axis(x, jnp.where(owned, columns, 0), axis=1), -jnp.inf)
 
 
 def add_repeats(columns: Int[Array, "T K"], terms: Float[Array, "T K"]) -> tuple[Array, Array]:

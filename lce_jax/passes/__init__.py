@@ -13,7 +13,7 @@ from __future__ import annotations
 from lce_jax._dispatch import for_device
 from lce_jax._types import Device
 from lce_jax.passes._head import THREADS, Head, refusal
-from lce_jax.passes._kept import cached_tiles, live_shape
+from lce_jax.passes._kept import live_shape
 from lce_jax.passes._list import Program
 from lce_jax.passes._mosaic import why_not
 from lce_jax.passes._passes import backward, forward, merge, part
@@ -27,7 +27,6 @@ __all__ = [
     "Program",
     "UnservedError",
     "backward",
-    "cached_tiles",
     "for_device",
     "forward",
     "live_shape",
