@@ -11,7 +11,7 @@ import math
 
 from lce_jax._types import Case
 from lce_jax.mosaic import _dhidden, _partial_statistics
-from lce_jax.mosaic._geometry import Geometry, Tiling, geometry
+from lce_jax.mosaic._geometry import Geometry
 
 GROUP = 16  # vocabulary tiles whose statistics are joined first, one thread per token and group; then the groups are
 
@@ -58,9 +58,9 @@ def launch_tiles(case: Case, shape: Geometry, budget: Budget, num_tiles: int) ->
     return min(-(-groups // launches) * GROUP, num_tiles)
 
 
-def num_groups(case: Case, tiling: Tiling) -> int:
+def num_groups(shape: Geometry) -> int:
     """The groups of tiles of a shard."""
-    return -(-geometry(case, tiling).num_tiles // GROUP)
+    return -(-shape.num_tiles // GROUP)
 
 
 def live_slots(case: Case, shape: Geometry, budget: Budget, group: int) -> int:

@@ -118,7 +118,7 @@ def joined(
         return cache, groups, maxima
 
     maxima = host.empty(maxima_shape(call, kept_fields), jnp.float32) if kept_fields else None
-    start = cache, memory(-(-shape.num_tiles // GROUP), more_fields), maxima
+    start = cache, memory(_chunks.num_groups(shape), more_fields), maxima
     cache, groups, maxima = host.loop(firsts, window, host.vary_like(start, call.prepared))
     return groups, cache, maxima
 

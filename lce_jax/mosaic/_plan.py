@@ -19,7 +19,7 @@ def plan(case: Case, kernels: KernelSet, name: str, around: Surroundings) -> Pla
     live = _live_bytes(case, shape, kernels)
     copies = _copied_bytes(case, shape, around)
     launch = _chunks.launch_tiles(case, shape, kernels.budget, shape.num_tiles)
-    groups = _chunks.num_groups(case, kernels.tiling)
+    groups = _chunks.num_groups(shape)
     gathered = groups * around.shards if around.shards > 1 else 0
     statistics = 4 * math.prod(_partial_statistics.array_shape(case, shape, launch + groups + gathered))
     cached = _cache.num_cached_tiles(case, shape)

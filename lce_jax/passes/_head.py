@@ -97,7 +97,7 @@ class Head:
     def sent_shape(self) -> tuple[int, int, int]:
         """What a shard sends: of each group of tiles, the fields of statistics and the number of columns."""
         fields = len(_partial_statistics.names(self.case.options)) + 1
-        return _chunks.num_groups(self.case, self.kernels.tiling), fields, self.shape.padded_tokens
+        return _chunks.num_groups(self.shape), fields, self.shape.padded_tokens
 
 
 def refusal(head: Head) -> str | None:

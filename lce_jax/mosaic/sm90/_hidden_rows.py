@@ -19,18 +19,16 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
 
 COPIED = 512  # numbers that a block copies at a time
-SUMMED_ROWS = 4  # rows of dhidden that a block adds up
+SUMMED_ROWS = 4  # rows that a block adds up, or copies
 
 
 def total(case: Case, sums: Float[Array, "splits Tp Hp"], dtype: Any, numbers: Int[Array, "1"]) -> Float[Array, "R H"]:
     """dhidden: the splits added up in their order, rounded once. ``numbers``: how many rows there are."""
-    width = next(width for width in (COPIED, THREADS) if case.hidden_size >= width)
+    width, grid = _pieces(case)
     output = jax.ShapeDtypeStruct((case.num_tokens, case.hidden_size), dtype)
-    grid = {"part": -(-case.hidden_size // width), "rows": case.num_tokens // SUMMED_ROWS}  # the others end at 65,535
 
     def body(sums: Any, numbers: Any, dhidden: Any) -> None:
-        # The last part ends with the last column: it adds up some columns of the part before it too.
-        columns = pl.ds(jnp.minimum(lax.axis_index("part") * width, case.hidden_size - width), width)
+        columns = _columns(case, width)
         first, last = lax.axis_index("rows") * SUMMED_ROWS, numbers[0] - 1
 
         def rows() -> None:
@@ -44,19 +42,28 @@ def total(case: Case, sums: Float[Array, "splits Tp Hp"], dtype: Any, numbers: I
     return kernel(body, [output], "lce_total", grid)(sums, numbers)[0]
 
 
+def _pieces(case: Case) -> tuple[int, dict[str, int]]:
+    """The columns that a block takes at a time, and the grid. Its last axis is the one that may exceed 65,535."""
+    width = next(width for width in (COPIED, THREADS) if case.hidden_size >= width)
+    return width, {"part": -(-case.hidden_size // width), "rows": case.num_tokens // SUMMED_ROWS}
+
+
+def _columns(case: Case, width: int) -> Any:
+    """Those of a block. The last part ends with the last column: it takes some of the part before it too."""
+    return pl.ds(jnp.minimum(lax.axis_index("part") * width, case.hidden_size - width), width)
+
+
 def rows(case: Case, hidden: Float[Array, "R H"], numbers: Int[Array, "1"]) -> Float[Array, "R H"]:
     """The rows that there are, in the weight's dtype, then rows of zeros as far as any kernel looks beyond the last.
 
     ``numbers``: how many there are.
     """
-    width = next(width for width in (COPIED, THREADS) if case.hidden_size >= width)
+    width, grid = _pieces(case)
     output = jax.ShapeDtypeStruct(hidden.shape, case.dtype)
-    grid = {"part": -(-case.hidden_size // width), "rows": case.num_tokens // SUMMED_ROWS}  # the others end at 65,535
     seen = TILING.row_block * TILING.most_clustered
 
     def body(hidden: Any, numbers: Any, copied: Any) -> None:
-        # The last part ends with the last column: it copies some columns of the part before it too.
-        columns = pl.ds(jnp.minimum(lax.axis_index("part") * width, case.hidden_size - width), width)
+        columns = _columns(case, width)
         first, count = lax.axis_index("rows") * SUMMED_ROWS, numbers[0]
 
         def copy(row: Any) -> None:

@@ -190,7 +190,7 @@ def _finish(
         if temperature is not None:
             wrong = is_wrong(temperature)
             stats = jax.tree.map(lambda x: jnp.where(wrong, nan, x), stats)
-        for first in range(0, sizes.shape[0] if is_split else 0, num_groups(case, TILING)):  # of a shard
+        for first in range(0, sizes.shape[0] if is_split else 0, num_groups(geometry(case, TILING))):  # of a shard
             other = sizes[first, len(names), rows.here] != float(case.vocab_size)
             stats = jax.tree.map(lambda x, other=other: jnp.where(other, nan, x), stats)
         k = _math.row_scale(case.options, None if temperature is None else _temperature.inverse(temperature))
