@@ -6,6 +6,7 @@ needs the wheels of ``make test-compile``: JAX's CUDA plugin, which describes a 
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import pathlib
 import re
@@ -153,7 +154,8 @@ def _entry(said: bytes) -> Entry:
 
 def table(found: list[Entry]) -> str:
     """The text of the table."""
-    first = f"JAX {jax.__version__}, ptxas 13.5.37, NVIDIA H200 (sm_90a): registers of a thread, the others in bytes"
+    ptxas = importlib.metadata.version("nvidia-cuda-nvcc")
+    first = f"JAX {jax.__version__}, ptxas {ptxas}, NVIDIA H200 (sm_90a): registers of a thread, the others in bytes"
     return "\n".join([first, HEADER, *map(str, found)]) + "\n"
 
 
