@@ -5,16 +5,18 @@ Feed it float64 operands (with ``jax.enable_x64``) and every step runs in float6
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 from jax import lax
 
 from lce_jax import _math, _repeats, _statistics, _xla_topk
 from lce_jax._largest import Largest
+from lce_jax._one_part import merged as merged
+from lce_jax._one_part import per_token as per_token
+from lce_jax._one_part import selected as selected
 from lce_jax._plans import ALONE, Plan, Surroundings, candidate_notes
-from lce_jax._statistics import Normalizer, Parts
+from lce_jax._statistics import Parts
 from lce_jax._types import Case, Operands, Primals, RowCoefficients, ShardStatistics
 
 if TYPE_CHECKING:
@@ -69,25 +71,6 @@ def statistics(operands: Operands, case: Case, keep_cache: bool = False) -> tupl
 def in_parts(operands: Operands, case: Case, keep_cache: bool = False) -> tuple[Parts, None]:
     """One part."""
     return _statistics.as_parts(statistics(operands, case, keep_cache)[0]), None
-
-
-def merged(parts: Parts, case: Case, inverse_temperature: Array | None, num_rows: Any) -> ShardStatistics:
-    """Eq. 2, all rows."""
-    del num_rows
-    scale = _math.row_scale(case.options, inverse_temperature)
-    return _statistics.merge_parts(parts, case.options, case.num_tokens, scale)
-
-
-def per_token(function: Callable[..., Any], case: Case, *operands: Any) -> Any:
-    """As XLA rounds."""
-    del case
-    return function(*operands)
-
-
-def selected(case: Case, cache: None, of_rows: Normalizer, num_rows: Any) -> tuple[None, None]:
-    """No tile is left out, whatever the threshold."""
-    del case, of_rows, num_rows
-    return cache, None
 
 
 def gradients(

@@ -16,8 +16,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from lce_jax import _compat, _math, _repeats, _statistics, _xla_plan, _xla_tiles, _xla_topk
+from lce_jax._one_part import merged as merged
+from lce_jax._one_part import per_token as per_token
+from lce_jax._one_part import selected as selected
 from lce_jax._plans import ALONE, Plan, Surroundings
-from lce_jax._statistics import Normalizer, Parts, along
+from lce_jax._statistics import Parts, along
 from lce_jax._types import Case, Operands, Options, Primals, RowCoefficients, ShardStatistics
 
 if TYPE_CHECKING:
@@ -95,25 +98,6 @@ def _token_tile_statistics(operands: Operands, case: Case, tokens: _Tokens) -> S
 def in_parts(operands: Operands, case: Case, keep_cache: bool = False) -> tuple[Parts, None]:
     """One part."""
     return _statistics.as_parts(statistics(operands, case, keep_cache)[0]), None
-
-
-def merged(parts: Parts, case: Case, inverse_temperature: Array | None, num_rows: Any) -> ShardStatistics:
-    """Eq. 2, all rows."""
-    del num_rows
-    scale = _math.row_scale(case.options, inverse_temperature)
-    return _statistics.merge_parts(parts, case.options, case.num_tokens, scale)
-
-
-def per_token(function: Callable[..., Any], case: Case, *operands: Any) -> Any:
-    """As XLA rounds."""
-    del case
-    return function(*operands)
-
-
-def selected(case: Case, cache: None, of_rows: Normalizer, num_rows: Any) -> tuple[None, None]:
-    """No tile is left out, whatever the threshold."""
-    del case, of_rows, num_rows
-    return cache, None
 
 
 def gradients(
