@@ -128,18 +128,31 @@ def of_products(raw: Float[Array, "t V"], operands: Operands, case: Case, select
     live = _math.live_columns(0, case.vocab_size, operands.num_columns)
     raw = raw if live is None else jnp.where(live[None, :], raw, -jnp.inf)
     found, ids = select(raw, min(options.top_k, case.vocab_size))
-    x, capped = jnp.maximum(raw, MASKED), None
+    capped = None
     if options.logit_softcap is not None:
-        # The cap is computed once, after the selection, in the place of the products: XLA might compute it for m and
-        # for u, and round it differently.
-        raw, found, ids = lax.optimization_barrier((raw, found, ids))
-        x = lax.optimization_barrier(_capped(raw, options, operands.raw_scale))
-        capped = jnp.where(found == -jnp.inf, -jnp.inf, jnp.take_along_axis(x, ids, axis=1))
+        capped = jnp.where(found == -jnp.inf, -jnp.inf, _capped(found, options, operands.raw_scale))
     some = Largest(found, ids, capped, jnp.zeros(raw.shape[:1], raw.dtype))
+    return some._replace(sumexp=_sumexp(raw, some, operands, options))
+
+
+def _sumexp(raw: Float[Array, "t V"], some: Largest, operands: Operands, options: Options) -> Float[Array, "t"]:
+    """Eq. 1 of the selected ones, whose x are what they are there, and of all others.
+
+    XLA may round the cap of all columns otherwise than that of the selected ones. So no log-probability is above 0.
+    """
     scale = _math.row_scale(options, operands.inverse_temperature)
-    u = jnp.minimum(x - some.max[:, None], 0.0) * (scale if isinstance(scale, float | int) else scale[:, None])
-    e = jnp.exp(u) if live is None else jnp.where(live[None, :], jnp.exp(u), 0.0)
-    return some._replace(sumexp=jnp.sum(e, axis=1))
+    scale = scale if isinstance(scale, float | int) else scale[:, None]
+
+    def exponentials(products: Array, x: Array) -> Array:
+        u = jnp.minimum(x - some.max[:, None], 0.0) * scale
+        return jnp.where(products == -jnp.inf, 0.0, jnp.exp(u))
+
+    x = jnp.maximum(raw, MASKED)
+    x = x if options.logit_softcap is None else _capped(x, options, operands.raw_scale)
+    selected, least = exponentials(some.products, some.x), jnp.min(some.products, axis=1, keepdims=True)
+    of_least = jnp.min(selected, axis=1, keepdims=True)  # others may be equal to it
+    others = jnp.where(raw < least, exponentials(raw, x), jnp.where(raw == least, of_least, 0.0))
+    return jnp.sum(others, axis=1) + jnp.sum(jnp.where(some.products > least, selected, 0.0), axis=1)
 
 
 def _capped(products: Float[Array, "t n"], options: Options, raw_scale: Float[Array, "t"] | None) -> Array:
