@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
-from lce_jax import _math, _options, _rows, _scales, _statistics
+from lce_jax import _math, _options, _per_token, _rows, _scales, _statistics, _temperature
 from lce_jax._types import LogprobOutput, ShardStatistics
 
 if TYPE_CHECKING:
@@ -58,8 +59,8 @@ def finish(
 ) -> LogprobOutput:
     """The results from the statistics of the whole vocabulary: ``lse = k·m + ln s``, ``entropy = ln s - q/s``.
 
-    XLA computes them, as it does in `merge`, because statistics do not say where they come from. So their last bits may
-    differ from those of `lce_jax.linear_logprobs` with the kernels, which are the same in every call.
+    On a device with kernels, a kernel computes them. So the results of one shard alone have the bits of
+    `lce_jax.linear_logprobs`. XLA computes `merge`, so those of several shards may differ in their last bits.
 
     Args:
         stats: merged statistics, fields ``[T]``.
@@ -89,7 +90,7 @@ def finish(
     """
     rows = _rows.of_call(labels, where, 1.0, vocab_size, stats.max.dtype)
     scale = _row_scale(stats, rows.where, temperature, logit_softcap, logit_scale)
-    return _math.finish(stats, scale, rows.labels >= 0, rows.where, vocab_size).public
+    return _math.finish(stats, scale, rows.labels, rows.where, vocab_size, per_token=_per_token.on_device).public
 
 
 def mean_logit(
@@ -137,4 +138,5 @@ def _row_scale(stats: ShardStatistics, where: Any, temperature: Any, logit_softc
     options = _options.of_call({"logit_softcap": logit_softcap, "logit_scale": logit_scale})
     labels, dtype = _rows.no_labels(stats.max.shape[-1:]), stats.max.dtype
     rows = _rows.of_call(labels, where, temperature, 0, dtype, options.logit_scale, options.logit_softcap)
-    return _math.row_scale(options.static, _scales.of_rows(rows, dtype, signs_hidden=False).logits)
+    invert = functools.partial(_per_token.on_device, _temperature.inverse)
+    return _math.row_scale(options.static, _scales.of_rows(rows, dtype, False, invert).logits)

@@ -175,34 +175,35 @@ def tile_statistics(
 def finish(
     stats: ShardStatistics,
     scale: Float[Array, "T"] | float,
-    in_vocab: Bool[Array, "T"],
+    labels: Int[Array, "T"],
     where: Bool[Array, "T"] | None,
     vocab_size: int,
     dropped_mass: Float[Array, "T"] | None = None,
-    of_rows: Callable[..., LogprobOutput] | None = None,
+    per_token: Callable[..., Any] = lambda function, *operands: function(*operands),
 ) -> Results:
-    """Eq. 3, from statistics of the whole vocabulary; out-of-vocabulary logprobs and rows left out become 0.
+    """Eq. 3, from statistics of the whole vocabulary; out-of-vocabulary logprobs (-1) and rows left out become 0.
 
-    ``scale`` is the k of eq. 0. ``of_rows`` computes `results` in another arithmetic than XLA's.
+    ``scale`` is the k of eq. 0. ``per_token`` computes `results` in another arithmetic than XLA's.
     """
     # A row left out may have s = 0. It is replaced by 1, so that 0 / 0 is never computed.
-    sumexp = stats.sumexp if where is None else jnp.where(where, stats.sumexp, 1.0)
-    outputs = (of_rows or results)(stats._replace(sumexp=sumexp), scale, in_vocab)._replace(
+    stats = stats if where is None else stats._replace(sumexp=jnp.where(where, stats.sumexp, 1.0))
+    at_largest, one = (labels >= 0) & (stats.target == 0.0), jnp.ones_like(stats.sumexp)
+    outputs = per_token(results, stats._replace(min=None, total=None, candidates=None), scale, labels)._replace(
         max_logit=None if stats.min is None else stats.max * scale,
         min_logit=None if stats.min is None else stats.min * scale,
-        correct=None if stats.min is None else jnp.where(in_vocab & (stats.target == 0.0), jnp.ones_like(sumexp), 0.0),
-        candidate_logprobs=_candidate_logprobs(stats, scale, sumexp),
+        correct=None if stats.min is None else jnp.where(at_largest, one, 0.0),
+        candidate_logprobs=_candidate_logprobs(stats, scale),
         dropped_mass=dropped_mass,
     )
     found = Results(outputs, mean_logit=None if stats.total is None else stats.total * scale / vocab_size)
     return found if where is None else jax.tree.map(lambda x: jnp.where(along(where, x), x, 0.0), found)
 
 
-def results(stats: ShardStatistics, scale: Float[Array, "T"] | float, in_vocab: Bool[Array, "T"]) -> LogprobOutput:
+def results(stats: ShardStatistics, scale: Float[Array, "T"] | float, labels: Int[Array, "T"]) -> LogprobOutput:
     """Those of eq. 3 that every call has. The maximum is multiplied by the k of eq. 0 in eq. 3 and nowhere else."""
     log_sumexp = jnp.log(stats.sumexp)
     return LogprobOutput(
-        logprobs=jnp.where(in_vocab, stats.target - log_sumexp, 0.0),
+        logprobs=jnp.where(labels >= 0, stats.target - log_sumexp, 0.0),
         entropy=None if stats.weighted is None else log_sumexp - stats.weighted / stats.sumexp,
         lse=stats.max * scale + log_sumexp,
     )
@@ -210,18 +211,16 @@ def results(stats: ShardStatistics, scale: Float[Array, "T"] | float, in_vocab: 
 
 def results_of_none(num_tokens: int, dtype: jnp.dtype, options: Options) -> Results:
     """Eq. 3 of tokens without columns: their shapes and dtypes are those of the call's results."""
-    stats = empty(num_tokens, dtype, options)
-    return finish(stats, 1.0, stats.max > 0, None, 1, stats.sumexp if options.reports_dropped_mass else None)
+    stats, labels = empty(num_tokens, dtype, options), jnp.full((num_tokens,), -1, jnp.int32)
+    return finish(stats, 1.0, labels, None, 1, stats.sumexp if options.reports_dropped_mass else None)
 
 
-def _candidate_logprobs(
-    stats: ShardStatistics, scale: Float[Array, "T"] | float, sumexp: Float[Array, "T"]
-) -> Float[Array, "T K"] | None:
+def _candidate_logprobs(stats: ShardStatistics, scale: Float[Array, "T"] | float) -> Float[Array, "T K"] | None:
     """Eq. 3 at the candidates; 0 where no shard owns one."""
     x = stats.candidates
     if x is None:
         return None
-    return _candidate_math.logprobs(x, stats.max[:, None], _along_rows(scale), jnp.log(sumexp)[:, None])
+    return _candidate_math.logprobs(x, stats.max[:, None], _along_rows(scale), jnp.log(stats.sumexp)[:, None])
 
 
 def row_coefficients(

@@ -17,13 +17,25 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax import _compat, _dispatch, _math, _rows, _scales, _temperature, _xla_topk, mosaic, reference, xla
+from lce_jax import (
+    _compat,
+    _dispatch,
+    _math,
+    _per_token,
+    _rows,
+    _scales,
+    _temperature,
+    _xla_topk,
+    mosaic,
+    reference,
+    xla,
+)
 from lce_jax._by_platform import by_platform
 from lce_jax._largest import Largest
 from lce_jax._rows import Rows
 from lce_jax._scales import Scales
 from lce_jax._statistics import Normalizer, Parts, along, like
-from lce_jax._types import Case, LogprobOutput, Operands, Primals, Results, RowCoefficients, ShardStatistics, is_array
+from lce_jax._types import Case, LogprobOutput, Operands, Primals, Results, RowCoefficients, ShardStatistics
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float
@@ -106,30 +118,19 @@ def finish(
     dropped_mass: Float[Array, "T"] | None,
 ) -> Results:
     """Eq. 3 in the implementation's arithmetic, from the whole vocabulary's statistics in the call's row order."""
-
-    def of_rows(stats: ShardStatistics, scale: Any, _: Any) -> LogprobOutput:
-        def results(stats: ShardStatistics, scale: Any, labels: Any) -> LogprobOutput:
-            return _math.results(stats, scale, labels >= 0)
-
-        return _per_token(spec, results, stats._replace(min=None, total=None, candidates=None), scale, rows.labels)
-
-    scale, in_vocab = row_scale(spec, rows), rows.labels >= 0
-    return _math.finish(stats, scale, in_vocab, where, spec.vocab_size, dropped_mass, of_rows)
+    per_token = functools.partial(_in_arithmetic_of, spec)
+    return _math.finish(stats, row_scale(spec, rows), rows.labels, where, spec.vocab_size, dropped_mass, per_token)
 
 
-def _per_token(spec: Spec, function: Callable[..., Any], *operands: Any) -> Any:
+def _in_arithmetic_of(spec: Spec, function: Callable[..., Any], *operands: Any) -> Any:
     """``function(*operands)`` of trees of [T] and of numbers, in the implementation's arithmetic."""
-    leaves, tree = jax.tree.leaves(operands), jax.tree.structure(operands)
-
-    def of_arrays(*arrays: Any) -> Any:
-        given = iter(arrays)
-        return function(*jax.tree.unflatten(tree, [next(given) if is_array(x) else x for x in leaves]))
+    of_arrays, given = _per_token.of_arrays(function, operands)
 
     def run(implementation: Any, case: Case, *arrays: Any) -> Any:
         return implementation.per_token(of_arrays, case, *arrays)
 
     chosen = functools.partial(run, _dispatch.IMPLEMENTATIONS[spec.implementation], spec.case)
-    return _run(spec, chosen, run, *filter(is_array, leaves))
+    return _run(spec, chosen, run, *given)
 
 
 def selected(spec: Spec, rows: Rows, stats: ShardStatistics, cache: Any) -> tuple[Any, Float[Array, "T"] | None]:
@@ -243,7 +244,7 @@ def _coefficients(
         live, of_results = rows.live, cotangent._replace(outputs=LogprobOutput(*cotangent.outputs[:3]))
         read = stats._replace(min=None, total=None)
         read = read if live is None else read._replace(sumexp=jnp.where(live, read.sumexp, 1.0))
-        found = _per_token(spec, functools.partial(of_rows, where=None), read, of_results, *factors)
+        found = _in_arithmetic_of(spec, functools.partial(of_rows, where=None), read, of_results, *factors)
         found = found if live is None else jax.tree.map(lambda x: jnp.where(live, x, 0.0), found)
     wrong = _scales.wrong_temperature(rows)
     return found if wrong is None else _temperature.without_gradient(found, wrong)
@@ -284,7 +285,7 @@ def _operands(
 
 
 def _scales_of(spec: Spec, rows: Rows) -> Scales:
-    invert = functools.partial(_per_token, spec, _temperature.inverse)
+    invert = functools.partial(_in_arithmetic_of, spec, _temperature.inverse)
     return _scales.of_rows(rows, spec.case.stat_dtype, spec.case.options.signs_hidden, invert)
 
 

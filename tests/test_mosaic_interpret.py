@@ -282,7 +282,7 @@ def test_no_probability_is_above_one(temperature: float, options: dict[str, Any]
     def results(operands: Operands) -> LogprobOutput:
         stats, _ = mosaic.statistics(operands, case, True)
         scale = _math.row_scale(case.options, operands.inverse_temperature)
-        return _math.finish(stats, scale, operands.targets >= 0, None, V).outputs
+        return _math.finish(stats, scale, operands.targets, None, V).outputs
 
     with interpreting(plgpu.InterpretGPUParams()):
         out = results(operands)

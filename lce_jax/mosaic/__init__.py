@@ -20,7 +20,7 @@ import jax
 
 from lce_jax._plans import ALONE, Plan, Surroundings
 from lce_jax._statistics import Normalizer, Parts
-from lce_jax._types import Case, Operands, Primals, RowCoefficients, ShardStatistics, UnsupportedError
+from lce_jax._types import Case, Device, Operands, Primals, RowCoefficients, ShardStatistics, UnsupportedError
 from lce_jax.mosaic import _backward, _forward, _generations, _live, _live_backward, _plan
 from lce_jax.mosaic._kernel_set import KernelSet
 
@@ -74,6 +74,11 @@ def merged(parts: Parts, case: Case, inverse_temperature: Any, num_rows: Any) ->
 def per_token(function: Callable[..., Any], case: Case, *operands: Any) -> Any:
     """In a kernel."""
     return _kernels(case).per_token(function, *operands)
+
+
+def on(device: Device) -> KernelSet | None:
+    """The kernels for a device, where this version of JAX has what they need; else None."""
+    return _generations.serving(device) if jax.__version_info__ >= _generations.JAX_OF_THE_KERNELS else None
 
 
 @_promotes_ranks

@@ -194,10 +194,10 @@ def _finish(
             other = sizes[first, len(names), rows.here] != float(case.vocab_size)
             stats = jax.tree.map(lambda x, other=other: jnp.where(other, nan, x), stats)
         k = _math.row_scale(case.options, None if temperature is None else _temperature.inverse(temperature))
-        known = ids[rows.here] >= 0
-        out = _math.finish(stats, k, known, None, vocab_size).outputs
+        labels = ids[rows.here]
+        out = _math.finish(stats, k, labels, None, vocab_size).outputs
         if megatron:
-            out = out._replace(logprobs=jnp.where(known, out.logprobs, -jnp.log(stats.sumexp)))
+            out = out._replace(logprobs=jnp.where(labels >= 0, out.logprobs, -jnp.log(stats.sumexp)))
         found = [x for x in (out.logprobs, out.entropy, out.lse, out.max_logit, out.min_logit) if x is not None]
         for ref, x in zip(results, found, strict=True):
             ref.at[rows.here][...] = x
