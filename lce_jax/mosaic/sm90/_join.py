@@ -72,13 +72,13 @@ def _kernel(
     output, *maxima = results[len(results) // 2 :]
     most_groups = output.shape[0]
     names, block, number = _partial_statistics.names(case.options), lax.axis_index("rows"), lax.axis_index("group")
-    rows, most, num_parts = block_rows(block), parts.shape[0], numbers[1]
+    rows, num_parts = block_rows(block), numbers[1]
     none = _statistics.of_fields(
         {name: along(getattr(_partial_statistics.UNWRITTEN, name), jnp.float32) for name in names}
     )
 
     def load(i: Any) -> ShardStatistics:
-        there, at = along(i) < num_parts, jnp.minimum(i, most - 1)
+        there, at = along(i) < num_parts, jnp.maximum(jnp.minimum(i, num_parts - 1), 0)
         found = {name: jnp.where(there, parts[at, f, rows], getattr(none, name)) for f, name in enumerate(names)}
         return _statistics.of_fields(found)
 

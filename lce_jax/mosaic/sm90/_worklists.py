@@ -253,7 +253,9 @@ def _walk(size: int, arrays: Sequence[Callable[[Any], Any]], visit: Callable[...
 
         whole, rest = divmod(size, STEP)
         carry = lax.fori_loop(0, whole, lambda i, carry: steps(i * STEP, STEP, carry), start)
-        return steps(jnp.int32(whole * STEP), rest, carry)
+        carry = steps(jnp.int32(whole * STEP), rest, carry)
+        plgpu.commit_smem()  # no thread goes on before all have read: a sum writes to the same memory
+        return carry
 
     return pl.run_scoped(staged, *(plgpu.SMEM((padded(size),), jnp.int32) for _ in arrays))
 
