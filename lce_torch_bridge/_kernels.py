@@ -23,18 +23,11 @@ from lce_torch_bridge._main_grad import nothing_like
 from lce_torch_bridge._torch import Allocated, allocated
 from lce_torch_bridge._types import PER_CANDIDATE, Call, Operands
 
-SMALL = (128, 512)  # rows of programs below `_rows.SMALLEST`
 # Of a program's results.
 ORDER: tuple[str, ...] = ("logprobs", "entropy", "lse", "max_logit", "min_logit", PER_CANDIDATE)
 
 _forward, _part = functools.cache(passes.forward), functools.cache(passes.part)
 _merge, _backward = functools.cache(passes.merge), functools.cache(passes.backward)
-
-
-def rows_of(tokens: int, keep_cache: bool) -> int:
-    """The rows of the program for so many tokens."""
-    small = [rows for rows in SMALL if tokens <= rows]
-    return small[0] if small and not keep_cache else _rows.whole(tokens).rows
 
 
 def why_not(x: Operands, call: Call) -> str | None:
@@ -135,7 +128,7 @@ def _plan_of_forward(x: Operands, call: Call, keep_cache: bool) -> Forward | str
     if reason is not None:
         return reason
     tokens = x.hidden.shape[0]
-    head = _head(x.hidden, x.weight, call, x.temperature is not None, rows_of(tokens, keep_cache))
+    head = _head(x.hidden, x.weight, call, x.temperature is not None, _rows.size(tokens))
     ranks, _ = tensor_parallel.size_and_rank(call.group)
     make = _forward if ranks == 1 else _part
     first = Loaded(make(head, keep_cache), tokens)
@@ -162,7 +155,7 @@ def live_shape(x: Operands, call: Call) -> tuple[int, int] | None:
     """The shape of the live tiles, where a forward keeps these."""
     if not call.gradient_threshold or not _way.launches_kernels(x.hidden) or why_not(x, call) is not None:
         return None
-    rows = rows_of(x.hidden.shape[0], keep_cache=True)
+    rows = _rows.size(x.hidden.shape[0])
     return passes.live_shape(_head(x.hidden, x.weight, call, x.temperature is not None, rows))
 
 
@@ -236,7 +229,7 @@ def _plan_of_backward(
         return reason
     if call.gradient_threshold and _is_of_jax(cache):
         return "gradient_threshold: JAX ran the forward, and kept other things than kernels do"
-    rows = rows_of(tokens, keep_cache=bool(cache))
+    rows = _rows.size(tokens)
     reduced = call.reduce_grad_hidden and call.group != tensor_parallel.NO_GROUP
     dtype = torch.float32 if reduced else hidden.dtype
     program = _backward(

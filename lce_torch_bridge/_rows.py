@@ -1,10 +1,10 @@
 """How many rows a program has, so that many counts of tokens share few programs.
 
 The forward of JAX's way walks the tokens in pieces of `FORWARD_ROWS`, the last one padded: one program for all counts.
-The backward takes all tokens at once, because dweight is a sum over them and is rounded once. Its sizes are powers of
-two, and from 32,768 on the numbers half-way between them too: 5 programs up to 16,384 tokens and 10 up to 131,072. A
-forward that keeps a cache takes all tokens at once as well, with as many programs. So do kernels that are launched
-directly (`_kernels`), which read no padding.
+The backward takes all tokens at once, because dweight is a sum over them and is rounded once. Its sizes are 128, 512,
+powers of two from 2,048 on, and from 32,768 on the numbers half-way between them too: 6 programs up to 16,384 tokens
+and 11 up to 131,072. A forward that keeps a cache takes all tokens at once as well, with as many programs. So do
+kernels that are launched directly (`_kernels`), which read no padding.
 
 The programs skip padding, block by block. It costs memory: at most twice that of the rows, 1.5 times from 32,768 on.
 """
@@ -16,7 +16,8 @@ from typing import NamedTuple
 import torch
 
 FORWARD_ROWS = 8192
-SMALLEST = 2048  # size of the backward
+FEW = (128, 512)  # sizes for few tokens
+SMALLEST = 2048  # of the other sizes
 HALFWAY_FROM = 32768
 
 
@@ -43,9 +44,12 @@ def size(tokens: int) -> int:
 
     Example:
         >>> from lce_torch_bridge._rows import size
-        >>> [size(n) for n in (1, 2048, 2049, 32769, 49153, 131072)]
-        [2048, 2048, 4096, 49152, 65536, 131072]
+        >>> [size(n) for n in (1, 129, 2048, 2049, 32769, 49153, 131072)]
+        [128, 512, 2048, 4096, 49152, 65536, 131072]
     """
+    few = [rows for rows in FEW if tokens <= rows]
+    if few:
+        return few[0]
     power = max(SMALLEST, 1 << (tokens - 1).bit_length())
     halfway = power // 4 * 3
     return halfway if halfway > HALFWAY_FROM and tokens <= halfway else power

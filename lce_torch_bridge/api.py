@@ -122,7 +122,8 @@ def linear_logprobs(
         there is no ``tp_group``) and a tile of logits. Between forward and backward, the operands, four to six numbers
         of four bytes per token, two more per candidate, and the cache; of a DTensor, what was gathered. Backward,
         beyond the gradients, dhidden in float32 and a tile of logits; for counts of tokens that are no power of two
-        also copies of hidden and dhidden, padded to the next one, at least 2048 (from 32,768 on, or to halfway there).
+        also copies of hidden and dhidden, padded to 128, 512 or the next one from 2048 on (from 32,768 on, or to
+        halfway there).
         Launched directly, all of it comes from torch's allocator, and a backward without ``retain_graph`` computes in
         the memory of the cache. Otherwise JAX keeps its own pool of GPU memory (`init`), in which the gradients lie.
         Before JAX reuses a gradient that torch has dropped, this function waits for the streams that may still read it;

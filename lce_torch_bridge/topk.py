@@ -72,7 +72,7 @@ def linear_topk(
 
     Memory:
         The logits of one chunk of tokens, 160 MiB (32 MiB on a CPU) or 128 tokens if these are more, O(T·k), and a copy
-        of hidden, padded to the next power of two of tokens (at least 2048).
+        of hidden, padded to 128, 512 or the next power of two of tokens from 2048 on.
 
     Numerics:
         float32 products are as exact as ``torch.set_float32_matmul_precision`` or torch's ``fp32_precision`` says. With

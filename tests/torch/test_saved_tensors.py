@@ -87,11 +87,11 @@ def test_the_cache_travels_as_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     seeds = p.seeds_like(problem.labels)
     options = dict(cache_bytes=12345, logit_scale=1.125)  # no other test has these: programs are cached by options
     _, grads = p.gradients(problem, seeds, **options)
-    assert seen == [{"columns": (2048, 3), "max": (2048,)}]
+    assert seen == [{"columns": (128, 3), "max": (128,)}]
     monkeypatch.undo()
     _, want = p.gradients(problem, seeds, logit_scale=1.125)
     assert max(map(p.relative_norm, grads, want)) < 1e-5
     told = p.told(cache_bytes=12345, logit_scale=1.125)
     operands = _execute.Operands(problem.hidden, problem.weight, None, problem.labels, None, None)
     kept = _execute.forward_structs(operands, told, keep_cache=True)
-    assert [tuple(x.shape) for x in kept[4:]] == [(2048, 3), (2048,)]
+    assert [tuple(x.shape) for x in kept[4:]] == [(128, 3), (128,)]
