@@ -1,4 +1,4 @@
-"""A call under ``vmap``: a batch of tokens is one more leading dimension of the same call.
+"""Calls under ``vmap``: a batch of tokens is one more leading dimension of the same call.
 
 So ``vmap`` never reaches the implementations: the kernels take all tokens in one launch, and no loop is rewritten.
 Examples that each have a weight or a dweight of their own are computed one by one, on each device those that it has.
@@ -6,8 +6,6 @@ Examples that each have a weight or a dweight of their own are computed one by o
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -16,77 +14,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from lce_jax import _compat, _partition, _spmd
-from lce_jax._rows import Rows
-from lce_jax._shard import Spec
-from lce_jax._types import Primals, Results, ShardStatistics
+from lce_jax import _compat
+from lce_jax._types import Primals
 
 if TYPE_CHECKING:
     from jaxtyping import Array
-
-
-def forward(spec: Spec, primals: Primals, rows: Rows, keep_cache: bool) -> tuple[Results, ShardStatistics, Any]:
-    """`_spmd.forward`, or over the call's mesh `_partition.forward`."""
-
-    @jax.custom_batching.custom_vmap
-    def call(primals: Primals, rows: Rows) -> Any:
-        run: Any = _spmd.forward if spec.mesh is None else _partition.forward
-        return run(spec, primals, rows, keep_cache)
-
-    @call.def_vmap
-    def batched(size: int, in_batched: Any, primals: Primals, rows: Rows) -> Any:
-        again = functools.partial(forward, keep_cache=keep_cache)
-        apart = bool(keep_cache and spec.case.options.keeps_tiles)
-        return _as_tokens(again, spec, size, in_batched, (primals, rows), apart)
-
-    return call(primals, rows)
-
-
-def per_token(program: _partition.Program, spec: Spec, primals: Primals, rows: Rows) -> Any:
-    """``program``, all of whose results are per token, or over the call's mesh `_partition.per_token`."""
-
-    @jax.custom_batching.custom_vmap
-    def call(primals: Primals, rows: Rows) -> Any:
-        run = program if spec.mesh is None else functools.partial(_partition.per_token, program)
-        return run(spec, primals, rows)
-
-    @call.def_vmap
-    def batched(size: int, in_batched: Any, primals: Primals, rows: Rows) -> Any:
-        return _as_tokens(functools.partial(per_token, program), spec, size, in_batched, (primals, rows), apart=False)
-
-    return call(primals, rows)
-
-
-def _as_tokens(
-    function: Callable[..., Any], spec: Spec, size: int, in_batched: Any, operands: tuple[Primals, Rows], apart: bool
-) -> tuple[Any, Any]:
-    """``function`` of a batch of calls, as one call with more tokens unless they must stay apart."""
-    if apart or has_own_columns(in_batched):
-        out = one_by_one(functools.partial(function, spec), in_batched, operands)
-    else:
-        primals, rows = with_batch(size, in_batched, operands)
-        case = dataclasses.replace(spec.case, num_tokens=rows.labels.size)
-        out = function(dataclasses.replace(spec, case=case), primals, rows)
-    return out, jax.tree.map(lambda _: True, out)
-
-
-def backward(
-    spec: Spec, primals: Primals, rows: Rows, stats: ShardStatistics, cache: Any, cotangent: Results
-) -> Primals:
-    """`_spmd.backward`, or over the call's mesh `_partition.backward`."""
-
-    @jax.custom_batching.custom_vmap
-    def call(*operands: Any) -> Any:
-        run = _spmd.backward if spec.mesh is None else _partition.backward
-        return run(spec, *operands)
-
-    @call.def_vmap
-    def batched(size: int, in_batched: Any, *operands: Any) -> Any:
-        del size
-        out = one_by_one(functools.partial(backward, spec), in_batched, operands)
-        return out, jax.tree.map(lambda _: True, out)
-
-    return call(primals, rows, stats, cache, cotangent)
 
 
 def has_own_columns(in_batched: Any) -> bool:

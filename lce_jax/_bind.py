@@ -15,7 +15,7 @@ from lce_jax import _checks, _collectives, _compat, _dispatch, _options, _rows, 
 from lce_jax._layout import Layout
 from lce_jax._options import CallOptions
 from lce_jax._rows import Rows
-from lce_jax._shard import Spec
+from lce_jax._spec import Spec
 from lce_jax._types import Case, LogprobOptions, Primals
 
 if TYPE_CHECKING:

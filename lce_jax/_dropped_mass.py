@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from lce_jax import _bind, _options, _shard
 from lce_jax._rows import Rows
-from lce_jax._shard import Spec
+from lce_jax._spec import Spec
 from lce_jax._types import LogprobOptions, ShardStatistics
 
 if TYPE_CHECKING:

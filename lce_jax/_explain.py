@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from lce_jax._layout import Axes
     from lce_jax._plans import Plan, Surroundings
-    from lce_jax._shard import Spec
+    from lce_jax._spec import Spec
     from lce_jax._types import LogprobOptions
 
 

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractMesh
 
-from lce_jax import _bind, _checks, _options, _partition, _rows, scalars
+from lce_jax import _bind, _checks, _meshes, _options, _rows, scalars
 from lce_jax._kl import KLSpec
 from lce_jax._kl_math import Pair
 from lce_jax._layout import Layout
 from lce_jax._options import CallOptions
 from lce_jax._rows import Rows
 from lce_jax._types import Case, Primals
-from lce_jax._xla_partitioning import warn_once
 
 if TYPE_CHECKING:
     from jax.lax import PrecisionLike
@@ -130,23 +128,10 @@ class KLCall(NamedTuple):
         with _of_the_teacher():
             return Pair(student, _bind.same_on_all_shards(primals.teacher, rows.teacher, axis_name, columns))
 
-    def teachers(self, layout: Layout) -> Layout:
-        """``layout``, of the student, for the teacher's operands."""
-        return dataclasses.replace(layout, vocab_dim=self.options.teacher.static.vocab_dim)
-
-    def explicit_mesh(self, primals: Pair[Primals], rows: Pair[Rows]) -> AbstractMesh | None:
-        """The mesh of operands over Explicit axes; None on one device and inside ``shard_map``."""
-        mesh = _partition.mesh_of((primals, rows), "linear_kl")
-        if self.options.student.axis_name is not None or mesh is None or mesh.empty:
-            return None
-        if AxisType.Explicit in mesh.axis_types:
-            return mesh
-        warn_once(
-            "linear_kl cannot see how XLA splits its operands over Auto axes, and may repeat all work on every device: "
-            "call sharded_linear_kl(hidden, weight, teacher_hidden, teacher_weight, mesh=mesh, vocab_axis=..., "
-            "batch_axes=...), or make the mesh's axes Explicit"
-        )
-        return None
+    def mesh(self, primals: Pair[Primals], rows: Pair[Rows]) -> AbstractMesh | None:
+        """The mesh that may split the operands; None on one device and inside ``shard_map``."""
+        mesh = _meshes.mesh_of((primals, rows), "linear_kl")
+        return mesh if self.options.student.axis_name is None else None
 
 
 def _options_of_each(given: Mapping[str, Any]) -> tuple[Any, Any]:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -15,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from lce_jax import _compat
 from lce_jax._compat import as_axes
-from lce_jax._types import Options, Primals
+from lce_jax._types import Primals
 
 if TYPE_CHECKING:
     from jaxtyping import Array
@@ -77,11 +76,12 @@ class Layout:
         """The spec of each device's own cache: stacked along the first dimension."""
         return P((*self.token_axes, *as_axes(self.vocab_axes)))
 
-    def without_gather(self) -> Layout:
-        """The layout with a sequence that the vocabulary's axis does not split."""
-        if self.gather_dim is None:
-            return self
-        return dataclasses.replace(self, leading=tuple(self.row_spec), gather_dim=None)
+    def with_batch(self, hidden_spec: P) -> Layout:
+        """The layout of a batch of calls, hidden's first dimension, split as ``hidden_spec`` says by other axes."""
+        own = (*self.token_axes, *as_axes(self.vocab_axes))
+        batch = tuple(axis for axis in _entry(hidden_spec, 0) if axis not in own)
+        gather_dim = None if self.gather_dim is None else self.gather_dim + 1
+        return dataclasses.replace(self, leading=(_spec_entry(batch), *self.leading), gather_dim=gather_dim)
 
     def own_rows(self, rows: Array) -> Array:
         """This device's part of a per-token result of the gathered sequence."""
@@ -91,61 +91,14 @@ class Layout:
         start = lax.axis_index(self.vocab_axes) * size
         return lax.dynamic_slice_in_dim(rows, start, size, self.gather_dim)
 
-    def place(self, primals: Primals, per_token: Any) -> tuple[Primals, Any]:
-        """The operands resharded as the specs say over Explicit axes, which require it; Auto axes do not."""
+    def placed(self, x: Array, spec: P) -> Array:
+        """``x`` resharded as ``spec`` says over Explicit axes, which require it; Auto axes do not."""
         types = zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
         implicit = tuple(name for name, kind in types if kind != AxisType.Explicit)
         if len(implicit) == len(self.mesh.axis_names):
-            return primals, per_token
-
-        def placed(tree: Any, spec: Any) -> Any:
-            sharding = NamedSharding(self.mesh, P(*(_without(entry, implicit) for entry in spec)))
-            return jax.tree.map(functools.partial(jax.sharding.reshard, out_shardings=sharding), tree)
-
-        return Primals(*map(placed, primals, self.primal_specs)), placed(per_token, self.row_spec)
-
-    def over_devices(
-        self,
-        device: Callable[..., Any],
-        out_specs: Any,
-        primals: Primals,
-        per_token: Any,
-        rest: Any = None,
-        rest_spec: Any = None,
-    ) -> Any:
-        """``device`` on every device of the mesh, with the ``rest`` of the arrays, split by ``rest_spec``.
-
-        It writes all collectives itself, so no types are checked; inside a ``shard_map`` over other axes, results vary
-        over those as operands do.
-        """
-        here = jax.sharding.get_abstract_mesh()
-        layout = dataclasses.replace(self, mesh=here) if here.manual_axes else self
-        in_specs = (self.primal_specs, self.row_spec, rest_spec)
-        mapped = jax.shard_map(device, mesh=layout.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-        outside = _compat.varying_axes((primals, per_token, rest))
-        return _compat.vary_over(mapped(*layout.place(primals, per_token), rest), outside)
-
-    def differentiated_by_jax(self, function: Callable[..., Any], options: Options, *operands: Any) -> Any:
-        """``function(*operands)``, which has a `jax.shard_map` over the mesh that JAX differentiates.
-
-        Inside a ``shard_map`` that is manual over other axes, and types what varies over them, JAX cannot lower that
-        derivative: "axis is already bound". So one that is used says what to write.
-        """
-        outside = sorted(_compat.varying_axes(operands), key=str)
-        if not outside:
-            return function(*operands)
-        axes = dict.fromkeys((*outside, *self.token_axes, *as_axes(self.vocab_axes)))
-        named = "" if self.vocab_axes is None else f", axis_name={self.vocab_axes!r}"
-        message = (
-            f"JAX cannot differentiate {options.sharded_function} inside shard_map over {_listed(outside)} with "
-            f"check_vma=True, because one shard_map is inside another: write one over {_listed(axes)}, and call "
-            f"{options.function}(...{named}) in it"
-        )
-        return _compat.not_differentiable(function, message)(*operands)
-
-
-def _listed(names: Iterable[Any]) -> str:
-    return ", ".join(map(repr, names))
+            return x
+        entries = P(*(_without(entry, implicit) for entry in _compat.partitions(spec)))
+        return jax.sharding.reshard(x, NamedSharding(self.mesh, entries))
 
 
 def layout_of_names(

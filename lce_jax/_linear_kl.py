@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
-import jax
-
-from lce_jax import _collectives, _kl_vjp, _options
-from lce_jax._kl import KLSpec
+from lce_jax import _collectives, _options, _run
 from lce_jax._kl_call import KLCall, KLOptions, Same
+from lce_jax._kl_capability import KL
 from lce_jax._kl_math import Pair
-from lce_jax._layout import Axes, Layout, layout_of_names
-from lce_jax._rows import Rows
-from lce_jax._types import Primals
+from lce_jax._layout import Axes, layout_of_names
 
 if TYPE_CHECKING:
     from jax.lax import PrecisionLike
@@ -112,9 +107,10 @@ def linear_kl(
         within rounding. At small temperatures too, gradients are as exact as those of stored float32 logits.
 
     Sharding:
-        Over Explicit axes the operands' types say how the call is split. Over Auto axes XLA is not told: call
-        `sharded_linear_kl`. ``vmap`` adds its batch to the tokens; the gradients of its examples, which each have a
-        dweight, are computed one by one, as is all of examples that have a weight of their own.
+        As `linear_logprobs`: under ``jit`` on a mesh it is partitioned by the operands' types (Explicit axes) or by XLA
+        (Auto axes); inside ``shard_map`` give ``axis_name``. ``vmap`` adds its batch to the tokens; the gradients of
+        its examples, which each have a dweight, are computed one by one, as is all of examples that have a weight of
+        their own.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -152,9 +148,9 @@ def linear_kl(
     call = KLCall.of(Pair((hidden, weight), (teacher_hidden, teacher_weight)), where, direction, given, axis_name)
     spec = call.spec(None)
     primals, rows = call.operands(spec)
-    spec = dataclasses.replace(spec, mesh=call.explicit_mesh(primals, rows))
+    spec = dataclasses.replace(spec, mesh=call.mesh(primals, rows))
     same = call.same_on_all_shards(primals, rows)
-    out = _kl_vjp.linear_kl(spec, primals, Pair(*(own for own, _ in same)))
+    out = _run.run(KL, spec, primals.student, (primals.teacher, Pair(*(own for own, _ in same))))
     for _, agree in same:
         out = _collectives.nan_where_different(agree, out)
     return out
@@ -229,21 +225,6 @@ def sharded_linear_kl(
     layout = layout_of_names(hidden, weight, call.options.student.static.vocab_dim, mesh=mesh, **axes)
     if layout.vocab_axes is not None:
         call.check_equal_columns()
-    spec = call.spec(layout)
-    run = functools.partial(_mapped, spec, layout, call.teachers(layout))
-    return layout.differentiated_by_jax(run, call.cases.student.options, *call.operands(spec))
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2), inline=True)
-def _mapped(
-    spec: KLSpec, layout: Layout, teachers: Layout, primals: Pair[Primals], rows: Pair[Rows]
-) -> Float[Array, "*b"]:
-    """Jitted, so that calls outside ``jit`` compile once."""
-
-    def device(student: Primals, teacher: Primals, rows: Pair[Rows]) -> Array:
-        return layout.own_rows(_kl_vjp.linear_kl(spec, Pair(student, teacher), rows))
-
-    in_specs = (layout.primal_specs, teachers.primal_specs, layout.row_spec)
-    mapped = jax.shard_map(device, mesh=layout.mesh, in_specs=in_specs, out_specs=layout.out_spec)
-    student, placed = layout.place(primals.student, rows)
-    return mapped(student, teachers.place(primals.teacher, ())[0], placed)
+    spec = dataclasses.replace(call.spec(layout), mesh=layout)
+    primals, rows = call.operands(spec)
+    return _run.run(KL, spec, primals.student, (primals.teacher, rows))

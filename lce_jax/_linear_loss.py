@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax import _bind, _checks, _collectives, _compat, _evaluate, _loss, _loss_vjp, _options, _partition
-from lce_jax._layout import Axes, Layout, layout_of_names
+from lce_jax import _bind, _checks, _collectives, _compat, _logprobs, _loss, _loss_vjp, _meshes, _options, _spread
+from lce_jax._layout import Axes, layout_of_names
 from lce_jax._loss import Inputs
 from lce_jax._loss_in_forward import axes_of_tokens
 from lce_jax._options import CallOptions
-from lce_jax._shard import Spec
+from lce_jax._spec import Spec
 from lce_jax._token_chunks import Budget, budget
 from lce_jax._types import LogprobOptions, LogprobOutput, Results
 
@@ -115,11 +115,10 @@ def linear_loss(
     case = _bind.case(hidden, weight, labels, where, checked)
     spec = _bind.spec(case, checked, case.vocab_size * _checks.axis_size(checked.axis_name))
     inputs, agree, call = _inputs(loss_fn, spec, hidden, weight, labels, per_token, where, checked)
-    mesh, layout = _partition.mesh_of(inputs, "linear_loss"), None
-    if checked.axis_name is None and mesh is not None:
-        layout = _partition.layout_of_types(spec, inputs.primals, (inputs.rows, inputs.per_token))
-        spec = dataclasses.replace(spec, mesh=mesh if layout is None else None)
-    total, out = _evaluated(spec, layout, call, most, inputs)
+    mesh = _meshes.mesh_of(inputs, "linear_loss")
+    if checked.axis_name is None:
+        spec = dataclasses.replace(spec, mesh=mesh)
+    total, out = _evaluated(spec, call, most, inputs)
     if agree is not None:
         total = _collectives.nan_where_different(jnp.all(agree), total)
         out = _collectives.nan_where_different(agree, out)
@@ -205,10 +204,9 @@ def sharded_linear_loss(
     case = _bind.case(hidden, weight, labels, where, checked)
     axes = {"vocab_axis": vocab_axis, "batch_axes": batch_axes, "sequence_axis": sequence_axis}
     layout = layout_of_names(hidden, weight, case.options.vocab_dim, mesh=mesh, **axes)
-    # `_partition.device_spec` divides the case over the devices; the whole vocabulary is that of the global weight.
-    spec = _bind.spec(case, checked, case.vocab_size)
+    spec = dataclasses.replace(_bind.spec(case, checked, case.vocab_size), mesh=layout)
     inputs, _, call = _inputs(loss_fn, spec, hidden, weight, labels, per_token, where, checked)
-    total, out = _evaluated(spec, layout, call, most, inputs)
+    total, out = _evaluated(spec, call, most, inputs)
     return total, jax.tree.map(lax.stop_gradient, Results(out).public)
 
 
@@ -229,10 +227,9 @@ def _inputs(
     return inputs._replace(constants=constants), agree, call
 
 
-def _evaluated(
-    spec: Spec, layout: Layout | None, call: _loss.TokenLoss, most: Budget, inputs: Inputs
-) -> tuple[Array, LogprobOutput]:
-    if spec.case.num_tokens:
-        return _loss_vjp.linear_loss(spec, layout, call if layout else call.without_retrace(), most, inputs)
-    out = _evaluate.of_no_tokens(spec.case, inputs.rows.labels).outputs
+def _evaluated(spec: Spec, call: _loss.TokenLoss, most: Budget, inputs: Inputs) -> tuple[Array, LogprobOutput]:
+    if spec.num_tokens:
+        traced_there = spec.mesh is not None and not _spread.is_left_to_xla(spec, inputs)
+        return _loss_vjp.linear_loss(spec, call if traced_there else call.without_retrace(), most, inputs)
+    out = _logprobs.results_of_no_tokens(spec.case, inputs.rows.labels).outputs
     return _compat.vary_over((jnp.zeros((), out.lse.dtype), out), axes_of_tokens(spec, inputs))

@@ -60,6 +60,19 @@ class TokenLoss:
         """The loss for one device, which keeps nothing alive that it closes over."""
         return dataclasses.replace(self, retrace=None)
 
+    def with_arguments(self, inputs: Inputs) -> tuple[TokenLoss, Inputs]:
+        """The loss with all that it closes over among the inputs: a function that XLA splits closes over nothing."""
+        traced = iter(inputs.constants)
+        constants = tuple(next(traced) if x is None else untyped(jnp.asarray(x)) for x in self.known)
+        return dataclasses.replace(self, known=(None,) * len(constants)), inputs._replace(constants=constants)
+
+    def without_known(self, gradients: Gradients) -> Gradients:
+        """The gradients of `with_arguments`, or of this loss, without those of arrays that are known."""
+        if len(gradients.constants) != len(self.known):
+            return gradients
+        pairs = zip(gradients.constants, self.known, strict=True)
+        return gradients._replace(constants=tuple(dx for dx, known in pairs if known is None))
+
     def here(self, inputs: Inputs) -> TokenLoss:
         """The same loss traced over the mesh where it is computed, which a traced program knows."""
         assert self.retrace is not None

@@ -21,7 +21,7 @@ from jax import lax
 from lce_jax import _compat, _dispatch, _loss, _math, _rows, _shard, _spmd
 from lce_jax._loss import Gradients, Inputs, TokenLoss
 from lce_jax._rows import Rows
-from lce_jax._shard import Spec
+from lce_jax._spec import Spec
 from lce_jax._token_chunks import Budget, Chunk, chunk_case
 from lce_jax._types import LogprobOutput, Primals, Results
 

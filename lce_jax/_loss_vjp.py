@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
-from lce_jax import _batching, _collectives, _compat, _loss_in_forward, _loss_over_mesh, _loss_partition
-from lce_jax._layout import Layout
+from lce_jax import _collectives, _compat, _loss_in_forward, _spread
 from lce_jax._loss import Gradients, Inputs, TokenLoss
-from lce_jax._shard import Spec
+from lce_jax._spec import Spec
+from lce_jax._spread import Kind, Program, spread
 from lce_jax._token_chunks import Budget
 from lce_jax._types import LogprobOutput, Primals
 
@@ -20,23 +21,26 @@ if TYPE_CHECKING:
     from jaxtyping import Array
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def linear_loss(
-    spec: Spec, layout: Layout | None, loss: TokenLoss, budget: Budget, inputs: Inputs
-) -> tuple[Array, LogprobOutput]:
-    """The sum of the losses, differentiable in all inputs, and the results, which carry no gradient.
-
-    Over ``layout``, of global arrays; without one, over the mesh of ``spec``, as XLA splits them there, or of this
-    device's.
-    """
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def linear_loss(spec: Spec, loss: TokenLoss, budget: Budget, inputs: Inputs) -> tuple[Array, LogprobOutput]:
+    """The sum of the losses, differentiable in all inputs, and the results, which carry no gradient."""
     del budget
-    if layout is not None:
-        run = functools.partial(_loss_over_mesh.forward, spec, layout, loss)
-    elif spec.mesh is not None:
-        run = functools.partial(_loss_partition.forward, spec, loss)
-    else:
-        run = functools.partial(_loss_in_forward.forward, spec, loss)
-    return _one_by_one_under_vmap(run, inputs)
+    return _spread_over(spec, loss, inputs, _loss_in_forward.forward, OF_A_FORWARD)
+
+
+OF_A_FORWARD = (Kind.WHOLE, Kind.TOKENS)  # the sum, and the results
+
+
+def _spread_over(spec: Spec, loss: TokenLoss, inputs: Inputs, run: Callable[..., Any], results: tuple[Any, ...]) -> Any:
+    """``run(spec, loss, inputs)`` on every device that holds the inputs."""
+    left = _spread.is_left_to_xla(spec, inputs)
+    loss, inputs = loss.with_arguments(inputs) if left else (loss, inputs)
+
+    def device(share: Spec, inputs: Inputs) -> Any:
+        return run(share, loss if left or spec.mesh is None else loss.here(inputs), inputs)
+
+    operands: Any = Inputs(_spread.head(spec.options.vocab_dim), Kind.TOKENS, Kind.TOKENS, Kind.WHOLE)  # type: ignore[arg-type]
+    return spread(spec, Program(device, (operands,), results), inputs)
 
 
 @jax.tree_util.register_static
@@ -48,24 +52,25 @@ class _Kind:
     varying: frozenset[Any]
 
 
-def _fwd(spec: Spec, layout: Layout | None, loss: TokenLoss, budget: Budget, inputs: Inputs) -> tuple[Any, Any]:
-    if layout is not None:
-        run = functools.partial(_loss_over_mesh.forward_and_gradients, spec, layout, loss, budget)
-    elif spec.mesh is not None:
-        run = functools.partial(_loss_partition.forward_and_gradients, spec, loss, budget)
-    else:
-        run = functools.partial(_loss_in_forward.forward_and_gradients, spec, loss, budget)
-    once = _compat.first_order_only(functools.partial(_one_by_one_under_vmap, run))
-    total, outputs, gradients = once(inputs)
+def _fwd(spec: Spec, loss: TokenLoss, budget: Budget, inputs: Inputs) -> tuple[Any, Any]:
+    gradients: Any = Gradients(_spread.head(spec.options.vocab_dim), Kind.TOKENS, Kind.WHOLE)  # type: ignore[arg-type]
+
+    def run(share: Spec, loss: TokenLoss, inputs: Inputs) -> Any:
+        return _loss_in_forward.forward_and_gradients(share, loss, budget, inputs)
+
+    def of_inputs(inputs: Inputs) -> Any:
+        return _spread_over(spec, loss, inputs, run, (*OF_A_FORWARD, gradients))
+
+    total, outputs, gradients = _compat.first_order_only(of_inputs)(inputs)
+    gradients = loss.without_known(gradients)
     given = Gradients(inputs.primals, inputs.per_token, inputs.constants)
+    gradients = gradients if spec.mesh is None else _spread.split_as(gradients, given)
     kinds = jax.tree.map(lambda x: _Kind(jnp.dtype(x.dtype), _compat.varying_axes(x)), given)
     return (total, outputs), (gradients, kinds)
 
 
-def _bwd(
-    spec: Spec, layout: Layout | None, loss: TokenLoss, budget: Budget, residuals: Any, cotangent: Any
-) -> tuple[Inputs]:
-    del loss, budget, layout
+def _bwd(spec: Spec, loss: TokenLoss, budget: Budget, residuals: Any, cotangent: Any) -> tuple[Inputs]:
+    del loss, budget
     (gradients, kinds), (own, _) = residuals, cotangent
     own = jnp.asarray(own)  # a number, where the caller of ``jax.vjp`` gives one
     shared = own if spec.axis_name is None else _collectives.total_cotangent(own, spec.axis_name)
@@ -85,16 +90,3 @@ def _bwd(
 
 
 linear_loss.defvjp(_fwd, _bwd)
-
-
-def _one_by_one_under_vmap(run: Any, inputs: Inputs) -> Any:
-    """``run(inputs)``; under ``vmap``, of each example in turn."""
-    call = jax.custom_batching.custom_vmap(run)
-
-    @call.def_vmap
-    def batched(size: int, in_batched: Any, inputs: Inputs) -> Any:
-        del size
-        out = _batching.one_by_one(functools.partial(_one_by_one_under_vmap, run), in_batched, (inputs,))
-        return out, jax.tree.map(lambda _: True, out)
-
-    return call(inputs)

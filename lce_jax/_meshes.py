@@ -13,6 +13,22 @@ from lce_jax._compat import as_axes
 from lce_jax._xla_partitioning import warn_once
 
 
+def mesh_of(operands: Any, function: str, keeps_tiles: bool = False) -> AbstractMesh | None:
+    """The mesh over which the operands may be split; None for one device, and inside ``shard_map``.
+
+    Types without a mesh do not prove that there is none: ``jit(..., in_shardings=...)`` tells only XLA. So a traced
+    call on a machine with several devices gets the rule too. On a single device no rule is needed.
+    """
+    mesh = mesh_of_types(operands)
+    if AxisType.Manual in mesh.axis_types:
+        check_other_axes(mesh, operands, function)
+        return None
+    if not mesh.empty:
+        return mesh if mesh.size > 1 else None
+    traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(operands))
+    return mesh if traced and not keeps_tiles and jax.device_count() > 1 else None
+
+
 def check_other_axes(mesh: AbstractMesh, operands: Any, function: str) -> None:
     """Inside ``shard_map``: refuses operands split over other axes, and warns of Auto ones, whose split is unknown."""
     manual = ", ".join(repr(axis) for axis in mesh.manual_axes)

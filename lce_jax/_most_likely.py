@@ -14,7 +14,7 @@ from jax import lax
 from lce_jax import _collectives, _rows, _scales, _shard, _spmd
 from lce_jax._largest import Largest
 from lce_jax._rows import Rows
-from lce_jax._shard import Spec
+from lce_jax._spec import Spec
 from lce_jax._statistics import MASKED
 from lce_jax._types import Primals, TopK
 

@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -34,28 +33,12 @@ from lce_jax._by_platform import by_platform
 from lce_jax._largest import Largest
 from lce_jax._rows import Rows
 from lce_jax._scales import Scales
+from lce_jax._spec import Spec
 from lce_jax._statistics import Normalizer, Parts, along, like
 from lce_jax._types import Case, LogprobOutput, Operands, Primals, Results, RowCoefficients, ShardStatistics
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float
-
-
-@dataclasses.dataclass(frozen=True)
-class Spec:
-    """A call's static part: what to compute, by which implementation, split over which axis."""
-
-    case: Case
-    implementation: str
-    requested: tuple[str, ...] | None  # the names to choose from again, for a shard's shapes or another platform
-    vocab_size: int  # the true size of the whole vocabulary
-    padded: bool = False  # whether the shards together have more columns
-    axis_name: Any = None
-    gather_dim: int | None = None  # hidden's dimension that is split over ``axis_name`` too
-    # The axes that split the tokens, in a program of `_partition`. No types say there what to sum, so `_spmd` sums over
-    # these axes, and cotangents arrive whole. None: the types of ``shard_map``, or its transpose, say what to sum.
-    token_axes: tuple[str, ...] | None = None
-    mesh: Any = None  # the mesh over which `_partition` splits global operands, empty if it is not known
 
 
 def as_operand(primals: Primals) -> Primals:

@@ -16,7 +16,7 @@ from jax import lax
 
 from lce_jax import _collectives, _compat, _rows, _shard
 from lce_jax._rows import Rows
-from lce_jax._shard import Spec
+from lce_jax._spec import Spec
 from lce_jax._types import Primals, Results, ShardStatistics
 
 if TYPE_CHECKING:

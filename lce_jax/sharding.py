@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Unpack
 
-from lce_jax import _linear_cross_entropy, _options, logits
+from lce_jax import _linear_cross_entropy, _options, _run, logits
 from lce_jax._evaluate import evaluate_over
 from lce_jax._explain_others import Place
 from lce_jax._layout import Axes, layout_of_names
 from lce_jax._linear_cross_entropy import Reduction
+from lce_jax._logits import LOGITS
 from lce_jax._types import LogprobOutput
 
 if TYPE_CHECKING:
@@ -232,8 +233,7 @@ def sharded_linear_logits(
     _options.refuse("sharded_linear_logits", options, _options.NOT_OF_TOPK)
     checked = _options.of_call(options)
     _options.no_axis_name(checked)
-    static, primals, rows = logits.operands(hidden, weight, ids, where, checked)
-    axes = {"vocab_axis": vocab_axis, "batch_axes": batch_axes, "sequence_axis": sequence_axis}
-    layout = layout_of_names(hidden, weight, static.options.vocab_dim, mesh=mesh, **axes)
-    run = functools.partial(logits.over_mesh, static, layout)
-    return layout.differentiated_by_jax(run, static.options, primals, rows)
+    layout_of = functools.partial(
+        layout_of_names, mesh=mesh, vocab_axis=vocab_axis, batch_axes=batch_axes, sequence_axis=sequence_axis
+    )
+    return _run.run(LOGITS, *logits.operands(hidden, weight, ids, where, checked, layout_of))

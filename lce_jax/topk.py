@@ -10,22 +10,22 @@ import jax
 import jax.numpy as jnp
 
 from lce_jax import (
-    _batching,
     _bind,
     _checks,
     _collectives,
     _compat,
-    _evaluate,
+    _meshes,
     _most_likely,
     _options,
-    _partition,
     _rows,
+    _spread,
     scalars,
 )
 from lce_jax._layout import Axes, layout_of_names
 from lce_jax._options import CallOptions
 from lce_jax._rows import Rows
-from lce_jax._shard import Spec
+from lce_jax._spec import Spec
+from lce_jax._spread import Kind, Program, spread
 from lce_jax._statistics import along
 from lce_jax._types import LogprobOptions, Primals, TopK
 
@@ -146,7 +146,7 @@ def linear_topk(
     spec = _bind.spec(case, options, columns)
     primals, rows = _operands(spec, hidden, weight, where, options)
     if axis_name is None:
-        spec = dataclasses.replace(spec, mesh=_partition.mesh_of((primals, rows), case.options.function))
+        spec = dataclasses.replace(spec, mesh=_meshes.mesh_of((primals, rows), case.options.function))
     rows, agree = _bind.same_on_all_shards(primals, rows, axis_name, case.vocab_size)
     out = _program(spec, primals, rows)
     if agree is None:
@@ -218,8 +218,8 @@ def sharded_linear_topk(
     scalars.num_largest(k, _checks.vocabulary(checked.vocab_size, case.vocab_size))
     axes = {"vocab_axis": vocab_axis, "batch_axes": batch_axes, "sequence_axis": sequence_axis}
     layout = layout_of_names(hidden, weight, case.options.vocab_dim, mesh=mesh, **axes)
-    spec = _bind.spec(case, checked, case.vocab_size, layout)
-    return _evaluate.mapped(_program, spec, layout, *_operands(spec, hidden, weight, where, checked))
+    spec = dataclasses.replace(_bind.spec(case, checked, case.vocab_size, layout), mesh=layout)
+    return _program(spec, *_operands(spec, hidden, weight, where, checked))
 
 
 def _of_call(hidden: Any, k: Any, given: LogprobOptions) -> tuple[CallOptions, Any]:
@@ -240,5 +240,6 @@ def _program(spec: Spec, primals: Primals, rows: Rows) -> TopK:
         k, dtype = spec.case.options.top_k, spec.case.stat_dtype
         none = TopK(jnp.zeros((*shape, k), jnp.int32), jnp.zeros((*shape, k), dtype), jnp.zeros(shape, dtype))
         return _compat.vary_like(none, (primals.hidden, rows.labels))
-    run = functools.partial(_batching.per_token, _most_likely.forward, spec)
+    operands = _spread.head(spec.case.options.vocab_dim), Kind.TOKENS
+    run = functools.partial(spread, spec, Program(_most_likely.forward, operands, Kind.TOKENS, joins=True))
     return _compat.not_differentiable(run, _NO_DERIVATIVE)(primals, rows)

@@ -1,0 +1,87 @@
+"""`lce_jax.linear_logprobs` as the runner takes it: its two programs, and what is kept between them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from lce_jax import _math, _spmd, _spread
+from lce_jax._rows import Rows
+from lce_jax._run import Capability
+from lce_jax._spec import Spec
+from lce_jax._spread import Kind, Program, spread
+from lce_jax._types import Case, Primals, Results, ShardStatistics
+from lce_jax._xla_partitioning import warn_once
+
+if TYPE_CHECKING:
+    from jaxtyping import Array
+
+type Kept = tuple[ShardStatistics, Any]  # and the implementation's cache
+
+
+def forward(spec: Spec, primals: Primals, rows: Rows, differentiated: bool) -> tuple[Results, Kept]:
+    """The results, and what a backward needs. Where XLA decides how operands are split, no tile is kept."""
+    options, keeps = spec.case.options, differentiated
+    left = _spread.is_left_to_xla(spec, (primals, rows))
+    if left:
+        spec, keeps = _exact(spec), False
+        if differentiated:
+            _warn_of_what_is_not_kept(spec.case, options.gradient_threshold)
+
+    def run(spec: Spec, primals: Primals, rows: Rows) -> tuple[Results, Kept]:
+        out, *kept = _spmd.forward(spec, primals, rows, keeps)
+        return out, (kept[0], kept[1])
+
+    apart = bool(keeps and options.keeps_tiles)
+    operands = _spread.head(options.vocab_dim), Kind.TOKENS
+    program = Program(run, operands, (Kind.TOKENS, (Kind.TOKENS, Kind.DEVICE)), joins=not apart)
+    out, kept = spread(spec, program, primals, rows)
+    if left and options.reports_dropped_mass:
+        out = out._replace(outputs=out.outputs._replace(dropped_mass=jnp.zeros_like(out.outputs.lse)))
+    return out, kept
+
+
+def backward(spec: Spec, primals: Primals, rows: Rows, kept: Kept, cotangent: Results) -> Primals:
+    """The gradients of the operands."""
+    spec = _exact(spec) if _spread.is_left_to_xla(spec, (primals, rows)) else spec
+
+    def run(spec: Spec, primals: Primals, rows: Rows, kept: Kept, cotangent: Results) -> Primals:
+        return _spmd.backward(spec, primals, rows, *kept, cotangent)
+
+    own = _spread.head(spec.case.options.vocab_dim)
+    program = Program(run, (own, Kind.TOKENS, (Kind.TOKENS, Kind.DEVICE), Kind.TOKENS), own)
+    return spread(spec, program, primals, rows, kept, cotangent)
+
+
+def of_no_tokens(spec: Spec, rows: Rows) -> Results:
+    """The results of a call without tokens, in the shape of its labels."""
+    return results_of_no_tokens(spec.case, rows.labels)
+
+
+def results_of_no_tokens(case: Case, labels: Array) -> Results:
+    """The same, for a case."""
+    shapes = jax.eval_shape(lambda: _math.results_of_none(0, case.stat_dtype, case.options))
+    return jax.tree.map(lambda x: jnp.zeros(labels.shape + x.shape[1:], x.dtype), shapes)
+
+
+LOGPROBS = Capability(forward, backward, of_no_tokens)
+
+
+def _exact(spec: Spec) -> Spec:
+    """The same call without a ``gradient_threshold``."""
+    options = dataclasses.replace(spec.case.options, gradient_threshold=0.0)
+    return dataclasses.replace(spec, case=dataclasses.replace(spec.case, options=options))
+
+
+def _warn_of_what_is_not_kept(case: Case, threshold: float) -> None:
+    instead = "call sharded_linear_logprobs (or _cross_entropy), or make the mesh's axes Explicit"
+    if case.options.cache_bytes:
+        warn_once(f"cache_bytes keeps nothing where XLA partitions linear_logprobs over Auto axes: {instead}")
+    if threshold:
+        warn_once(
+            "gradient_threshold is not used where XLA partitions linear_logprobs over Auto axes, and the gradients are "
+            f"exact: {instead}"
+        )
