@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from lce_jax import _checks, _options, _rows, scalars
-from lce_jax._kl_math import Pair, log_ratios
+from lce_jax._kl_math import Pair
+from lce_jax._log_ratios import log_ratio, log_ratios
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
@@ -136,7 +137,7 @@ def _divergence(
 @jax.custom_jvp
 def _jsd(q: _Bins, p: _Bins, weights: Pair[Array]) -> Float[Array, "*b"]:
     """Σ β p ln(p / m) + (1 - β) q ln(q / m)."""
-    of_p, of_q = log_ratios(p.log - q.log, weights)
+    of_q, of_p = log_ratios(p.log - q.log, weights)
     terms = weights.teacher * _expected(p, of_p) + weights.student * _expected(q, of_q)
     return jnp.sum(terms, axis=-1)
 
@@ -145,7 +146,7 @@ def _jsd(q: _Bins, p: _Bins, weights: Pair[Array]) -> Float[Array, "*b"]:
 def _jsd_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
     """The derivatives of the logarithms cancel: what is left is exact however near to 0 or 1 the weights are."""
     q, p, weights = primals
-    _, of_q = log_ratios(p.log - q.log, weights)
+    of_q = log_ratio(p.log - q.log, weights)
     slope = jnp.where(q.mass > 0.0, weights.student * of_q, 0.0)
     return _jsd(*primals), jnp.sum(slope * tangents[0].mass, axis=-1)
 

@@ -138,4 +138,4 @@ def of_kl(
     columns = min(spec.case.vocab_size for spec in specs)
     if shards == 1 and checked.axis_name is None:
         columns = min(columns, specs.student.vocab_size)
-    return _kl_plan.plan(KLSpec(specs, reverse=False).plan(columns), found.around)
+    return _kl_plan.plan(KLSpec(specs, student_first=False).plan(columns), found.around)

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from lce_jax import _collectives, _kl_math, _kl_tiles, _math, _rows, _scales, _spmd
-from lce_jax._kl_math import KLStatistics, Mixture, MixtureSums, Pair
+from lce_jax import _collectives, _kl_math, _kl_mixture, _kl_tiles, _math, _rows, _scales, _spmd
+from lce_jax._kl_math import KLStatistics, Pair
+from lce_jax._kl_mixture import Mixture, MixtureSums
 from lce_jax._kl_tiles import KLPlan
 from lce_jax._rows import Rows
 from lce_jax._scales import Scales
@@ -31,7 +32,7 @@ class KLSpec:
     """A call's static part."""
 
     models: Pair[Spec]
-    reverse: bool
+    student_first: bool  # as in `KLPlan`
     mesh: Any = None  # as `Spec.mesh`
 
     @property
@@ -61,7 +62,7 @@ class KLSpec:
 
     def plan(self, columns: int) -> KLPlan:
         """That of a shard with ``columns``."""
-        return KLPlan(Pair(*(spec.case for spec in self.models)), self.reverse, columns)
+        return KLPlan(Pair(*(spec.case for spec in self.models)), self.student_first, columns)
 
 
 def forward(spec: KLSpec, primals: Pair[Primals], rows: Pair[Rows]) -> tuple[Array, Kept]:
@@ -73,8 +74,7 @@ def forward(spec: KLSpec, primals: Pair[Primals], rows: Pair[Rows]) -> tuple[Arr
         plan, shard, order = _shard_of(spec, primals, rows, scales)
         stats = _kl_tiles.statistics(plan, shard)
     stats = stats if order is None else _rows.expand(order, stats)
-    axis_name, pairs = spec.models.student.axis_name, zip(spec.models, scales, strict=True)
-    of_rows = Pair(*(_math.row_scale(s.case.options, own.logits) for s, own in pairs)).ordered(spec.reverse)
+    axis_name, of_rows = spec.models.student.axis_name, _row_scales(spec, scales)
     if axis_name is not None:
         with jax.named_scope("lce_merge"):
             parts = _collectives.from_all_shards(jnp.stack(stats), axis_name)
@@ -84,8 +84,9 @@ def forward(spec: KLSpec, primals: Pair[Primals], rows: Pair[Rows]) -> tuple[Arr
     if weights is None:
         out = _kl_math.finish(stats, of_rows[1], where)
     else:
-        sums = _mixture_sums(plan, shard, order, _kl_math.mixture(stats, weights, where), axis_name)
-        out = _kl_math.mixture_divergence(sums, weights, where)
+        mixture = _kl_mixture.mixture(stats, of_rows[1], weights, where)
+        sums = _mixture_sums(plan, shard, order, mixture, axis_name)
+        out = _kl_mixture.divergence(sums, stats, mixture, where)
     out = out if wrong is None else jnp.where(wrong, jnp.nan, out)
     return jax.tree.map(lambda x: x.reshape(shape), (out, (stats, sums)))
 
@@ -118,8 +119,8 @@ def backward(spec: KLSpec, primals: Pair[Primals], rows: Pair[Rows], kept: Kept,
     if sums is None or weights is None:
         coefficients = _kl_math.coefficients(stats, cotangent, factor, counts)
     else:
-        mixture = _kl_math.mixture(stats, weights, counts)
-        coefficients = _kl_math.mixture_coefficients(mixture, sums, cotangent, factor, counts)
+        mixture = _kl_mixture.mixture(stats, _row_scales(spec, scales)[1], weights, counts)
+        coefficients = _kl_mixture.coefficients(sums, stats, mixture, cotangent, factor, counts)
     with jax.named_scope("lce_kl_gradients"):
         plan, shard, order = _shard_of(spec, primals, rows, scales)
         if order is not None:
@@ -132,6 +133,12 @@ def backward(spec: KLSpec, primals: Pair[Primals], rows: Pair[Rows], kept: Kept,
 
 def _scales_of(spec: KLSpec, rows: Pair[Rows]) -> Pair[Scales]:
     return Pair(*(_scales.of_rows(own, spec.dtype, signs_hidden=False) for own in rows))
+
+
+def _row_scales(spec: KLSpec, scales: Pair[Scales]) -> tuple[Any, Any]:
+    """The k of eq. 0, that of p first."""
+    pairs = zip(spec.models, scales, strict=True)
+    return Pair(*(_math.row_scale(model.case.options, own.logits) for model, own in pairs)).ordered(spec.student_first)
 
 
 def _wrong_temperature(rows: Pair[Rows]) -> Bool[Array, "T"] | None:

@@ -1,4 +1,4 @@
-"""Eqs. 6 to 10: statistics of two heads over one vocabulary, their divergence and its gradient, tile by tile."""
+"""Eqs. 6 to 8: statistics of two heads over one vocabulary, their divergence and its gradient, tile by tile."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from lce_jax._statistics import MASKED
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float
-
-MOST_DISTANCE = 80.0  # of two log-probabilities whose exponential is taken: e^80 lies within float32
 
 type RowScale = Float[Array, "T"] | float  # the k of eq. 0
 
@@ -72,10 +70,10 @@ def tile_statistics(
     at_p = jnp.max(masked(jnp.where(x[0] == max_p[:, None], x[1], MASKED)), axis=1)
     u_p, u_q = (masked(shifted(*of_one)) for of_one in zip(x, (max_p, max_q), scales, strict=True))
     e_p, v_q = jnp.exp(u_p), masked(relative(x[1], at_p, scales[1]))
-    return KLStatistics(max_p, max_q, at_p, *_row_sums(e_p, jnp.exp(u_q), e_p * (u_p - v_q)))
+    return KLStatistics(max_p, max_q, at_p, *row_sums(e_p, jnp.exp(u_q), e_p * (u_p - v_q)))
 
 
-def _row_sums(*terms: Float[Array, "T n"]) -> tuple[Float[Array, "T"], ...]:
+def row_sums(*terms: Float[Array, "T n"]) -> tuple[Float[Array, "T"], ...]:
     """In one reduction, so that XLA stores nothing that several of them are made of."""
     zeros = tuple(jnp.zeros((), x.dtype) for x in terms)
     return tuple(lax.reduce(terms, zeros, lambda a, b: jax.tree.map(jnp.add, a, b), (1,)))
@@ -88,7 +86,7 @@ def relative(x: Float[Array, "T n"], reference: Float[Array, "T"], scale: RowSca
 
 def shifted(x: Float[Array, "T n"], highest: Float[Array, "T"], scale: RowScale) -> Float[Array, "T n"]:
     """The u of eq. 1: at most 0, also where x is computed anew and rounded otherwise than for the maximum."""
-    return jnp.minimum(relative(x, highest, scale), 0.0)
+    return jnp.clip(relative(x, highest, scale), MASKED, 0.0)
 
 
 class Running(NamedTuple):
@@ -140,11 +138,18 @@ def _sums_relative_to(
     return part.sum_p * a_p, part.sum_q * jnp.exp(d_q), (part.cross + (d_p - d_r) * part.sum_p) * a_p
 
 
+def counted(stats: KLStatistics, live: Bool[Array, "T"] | None) -> KLStatistics:
+    """The same, with statistics in the other rows for which every e^u is 0, and no number is NaN or infinite."""
+    if live is None:
+        return stats
+    instead = (-MASKED, -MASKED, 0.0, 1.0, 1.0, 0.0)
+    return KLStatistics(*(jnp.where(live, x, other) for x, other in zip(stats, instead, strict=True)))
+
+
 def finish(stats: KLStatistics, scale_q: RowScale, where: Bool[Array, "T"] | None) -> Float[Array, "T"]:
     """Eq. 6, from statistics of the whole vocabulary; rounding cannot make it negative, and rows left out are 0."""
-    if where is not None:  # a row left out may have s = 0
-        stats = stats._replace(sum_p=jnp.where(where, stats.sum_p, 1.0), sum_q=jnp.where(where, stats.sum_q, 1.0))
-    divergence = stats.cross / stats.sum_p - jnp.log(stats.sum_p) + jnp.log(stats.sum_q)
+    stats = counted(stats, where)
+    divergence = stats.cross / stats.sum_p + jnp.log(stats.sum_q / stats.sum_p)
     divergence = jnp.maximum(divergence + (stats.max_q - stats.at_p) * scale_q, 0.0)
     return divergence if where is None else jnp.where(where, divergence, 0.0)
 
@@ -171,119 +176,9 @@ def coefficients(
     stats: KLStatistics, cotangent: Float[Array, "T"], factor: RowScale, live: Bool[Array, "T"] | None
 ) -> KLCoefficients:
     """From the whole vocabulary's statistics. Rows that are not ``live`` have no gradient, whatever they hold."""
-    sum_p, sum_q = (x if live is None else jnp.where(live, x, 1.0) for x in (stats.sum_p, stats.sum_q))
-    g = cotangent * factor
-    found = KLCoefficients(*stats.references, g / sum_p, g / sum_q, stats.cross / sum_p)
-    if live is None:
-        return found
-    # With the largest maximum, every e^u of these rows is 0.
-    maxima = (jnp.where(live, x, -MASKED) for x in found[:2])
-    return KLCoefficients(*maxima, *(jnp.where(live, x, 0.0) for x in found[2:]))
-
-
-class Mixture(NamedTuple):
-    """What eq. 9 needs of each token: both models' normalisers, p first, and their weights."""
-
-    max_p: Float[Array, "T"]
-    max_q: Float[Array, "T"]
-    log_sum_p: Float[Array, "T"]
-    log_sum_q: Float[Array, "T"]
-    weights: Pair[Float[Array, "T"]]  # 1 - β and β
-
-
-def mixture(stats: KLStatistics, weights: Pair[Float[Array, "T"]], live: Bool[Array, "T"] | None) -> Mixture:
-    """From the whole vocabulary's statistics. In rows that are not ``live``, p and q are 0."""
-    sum_p, sum_q = (x if live is None else jnp.where(live, x, 1.0) for x in (stats.sum_p, stats.sum_q))
-    max_p, max_q = (x if live is None else jnp.where(live, x, -MASKED) for x in stats[:2])
-    return Mixture(max_p, max_q, jnp.log(sum_p), jnp.log(sum_q), weights)
-
-
-class MixtureSums(NamedTuple):
-    """The a and b of eq. 9 over some columns."""
-
-    of_p: Float[Array, "T"]
-    of_q: Float[Array, "T"]
-
-
-def mixture_sums(
-    x: tuple[Float[Array, "T n"], Float[Array, "T n"]],
-    scales: tuple[RowScale, RowScale],
-    rows: Mixture,
-    live: Bool[Array, "n"] | None,
-) -> MixtureSums:
-    """Eq. 9 over a tile of both models' x, p first."""
-    log_p, log_q = _logs(x, scales, rows)
-    of_p, of_q = log_ratios(log_p - log_q, _along(rows.weights))
-    terms = [jnp.exp(log_p) * of_p, jnp.exp(log_q) * of_q]
-    terms = terms if live is None else [jnp.where(live[None, :], x, 0.0) for x in terms]
-    return MixtureSums(*_row_sums(*terms))
-
-
-def mixture_divergence(
-    sums: MixtureSums, weights: Pair[Float[Array, "T"]], where: Bool[Array, "T"] | None
-) -> Float[Array, "T"]:
-    """Eq. 9, from sums over the whole vocabulary; rounding cannot make it negative, and rows left out are 0."""
-    divergence = jnp.maximum(weights.teacher * sums.of_p + weights.student * sums.of_q, 0.0)
-    return divergence if where is None else jnp.where(where, divergence, 0.0)
-
-
-class MixtureCoefficients(NamedTuple):
-    """What eq. 10 needs of each token, with the row factor of eq. 5: dr = of_q·q·(t - mean)."""
-
-    mixture: Mixture
-    of_q: Float[Array, "T"]
-    mean: Float[Array, "T"]  # b
-
-    def only(self, keep: Bool[Array, "T"]) -> MixtureCoefficients:
-        """The same without a gradient in the other rows."""
-        return self._replace(of_q=jnp.where(keep, self.of_q, 0.0))
-
-
-def mixture_coefficients(
-    rows: Mixture, sums: MixtureSums, cotangent: Float[Array, "T"], factor: RowScale, live: Bool[Array, "T"] | None
-) -> MixtureCoefficients:
-    """From sums over the whole vocabulary."""
-    of_q, mean = cotangent * factor * rows.weights.student, sums.of_q
-    if live is not None:
-        of_q, mean = (jnp.where(live, x, 0.0) for x in (of_q, mean))
-    return MixtureCoefficients(rows, of_q, mean)
-
-
-def mixture_dlogits(
-    x: tuple[Float[Array, "T n"], Float[Array, "T n"]], scales: tuple[RowScale, RowScale], rows: MixtureCoefficients
-) -> Float[Array, "T n"]:
-    """Eq. 10 over a tile of both models' x, p first: the gradient in the student's raw products but for its cap."""
-    log_p, log_q = _logs(x, scales, rows.mixture)
-    _, t = log_ratios(log_p - log_q, _along(rows.mixture.weights))
-    return jnp.exp(log_q) * rows.of_q[:, None] * (t - rows.mean[:, None])
-
-
-def _logs(x: tuple[Array, Array], scales: tuple[RowScale, RowScale], rows: Mixture) -> tuple[Array, Array]:
-    """Both models' log-probabilities, those of p first."""
-    u_p, u_q = shifted(x[0], rows.max_p, scales[0]), shifted(x[1], rows.max_q, scales[1])
-    return u_p - rows.log_sum_p[:, None], u_q - rows.log_sum_q[:, None]
-
-
-def _along(weights: Pair[Float[Array, "T"]]) -> Pair[Float[Array, "T 1"]]:
-    return Pair(*(x[:, None] for x in weights))
-
-
-def log_ratios(d: Array, weights: Pair[Array]) -> tuple[Array, Array]:
-    """The ln(p / m) and ln(q / m) of eq. 9 from d = ln p - ln q; the weights are 1 - β, of q, and β, of p."""
-    return _log_ratio(-d, weights.student, weights.teacher), _log_ratio(d, weights.teacher, weights.student)
-
-
-def _log_ratio(d: Array, other: Array, own: Array) -> Array:
-    """-ln(own + other e^d), where own + other = 1: exact to rounding, however near to 0 either of them is.
-
-    Near 1 it is the logarithm of 1 + x, x = other (e^d - 1). Far below 1 it is that of a sum without a difference.
-    """
-    within = jnp.clip(d, -MOST_DISTANCE, MOST_DISTANCE)
-    x = other * jnp.expm1(within)
-    inverse = 1.0 / (own + other * jnp.exp(within))
-    small = x < -0.5
-    found = jnp.log1p(jnp.where(small, inverse - 1.0, x))
-    return jnp.where(small, found, -found) - jnp.maximum(d - within, 0.0)
+    stats, g = counted(stats, live), cotangent * factor
+    g = g if live is None else jnp.where(live, g, 0.0)
+    return KLCoefficients(*stats.references, g / stats.sum_p, g / stats.sum_q, stats.cross / stats.sum_p)
 
 
 def dlogits(

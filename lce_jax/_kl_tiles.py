@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax import _compat, _kl_math, _math, _statistics, _xla_plan, _xla_tiles
-from lce_jax._kl_math import KLCoefficients, KLStatistics, Mixture, MixtureCoefficients, MixtureSums, Pair
+from lce_jax import _compat, _kl_math, _kl_mixture, _math, _softcap, _statistics, _xla_plan, _xla_tiles
+from lce_jax._kl_math import KLCoefficients, KLStatistics, Pair
+from lce_jax._kl_mixture import Mixture, MixtureCoefficients, MixtureSums
 from lce_jax._types import Case, Primals
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ class KLPlan:
     """What is known when a call is traced."""
 
     cases: Pair[Case]
-    reverse: bool
+    student_first: bool  # p is the student's in eqs. 6 to 10
     columns: int  # to walk over
 
     @property
@@ -113,7 +114,7 @@ def _tokens_statistics(plan: KLPlan, shard: Shard, tokens: Pair[Tokens]) -> KLSt
     scales = _scales(plan, tokens)
 
     def vocab_tile(start: Any, size: int, running: _kl_math.Running) -> _kl_math.Running:
-        x = _x(plan, tokens, _columns(plan, shard, start, size)).ordered(plan.reverse)
+        x = _x(plan, tokens, _columns(plan, shard, start, size)).ordered(plan.student_first)
         tile = _kl_math.tile_statistics(x, scales, _math.live_columns(start, size, shard.num_columns))
         return running.add(tile, scales)
 
@@ -127,13 +128,13 @@ def _tokens_mixture_sums(plan: KLPlan, shard: Shard, tokens: Pair[Tokens], rows:
     scales = _scales(plan, tokens)
 
     def vocab_tile(start: Any, size: int, running: tuple[MixtureSums, MixtureSums]) -> tuple[MixtureSums, MixtureSums]:
-        x = _x(plan, tokens, _columns(plan, shard, start, size)).ordered(plan.reverse)
-        tile = _kl_math.mixture_sums(x, scales, rows, _math.live_columns(start, size, shard.num_columns))
+        x = _x(plan, tokens, _columns(plan, shard, start, size)).ordered(plan.student_first)
+        tile = _kl_mixture.tile_sums(x, scales, rows, _math.live_columns(start, size, shard.num_columns))
         sums, lost = running
         lost = jax.tree.map(lambda a, b, c: c + _statistics.rounded_away(a, b), sums, tile, lost)
         return jax.tree.map(jnp.add, sums, tile), lost
 
-    zeros = jnp.zeros(rows.max_p.shape, plan.dtype)
+    zeros = jnp.zeros(rows.log_sums.shape, plan.dtype)
     empty = _compat.vary_like((MixtureSums(zeros, zeros),) * 2, (tokens, shard, rows))
     return jax.tree.map(jnp.add, *_xla_tiles.walk_vocabulary(plan.columns, plan.tiles[1], vocab_tile, empty))
 
@@ -205,13 +206,13 @@ def _tile_gradients(
     """Eqs. 5 and 8 or 10 of one tile: recomputed logits, the gradient of the student's, and its products."""
     case, x = plan.cases.student, _x(plan, tokens, heads)
     options = case.options
-    both, scales = x.ordered(plan.reverse), _scales(plan, tokens)
+    both, scales = x.ordered(plan.student_first), _scales(plan, tokens)
     if isinstance(rows, MixtureCoefficients):
-        d = _kl_math.mixture_dlogits(both, scales, rows)
+        d = _kl_mixture.dlogits(both, scales, rows)
     else:
-        d = _kl_math.dlogits(both, scales, rows, plan.reverse)
+        d = _kl_math.dlogits(both, scales, rows, plan.student_first)
     if options.logit_softcap is not None:
-        d = d * (1.0 - x.student * x.student)
+        d = d * _softcap.derivative(x.student)
     d = (d if live is None else jnp.where(live[None, :], d, 0.0)).astype(case.stat_dtype)
     dbias = None if heads.student.bias is None else jnp.sum(d, axis=0)
     weight = _math.without_padding(heads.student.weight, live, options)
@@ -242,7 +243,7 @@ def _x(plan: KLPlan, tokens: Pair[Tokens], heads: Pair[Head]) -> Pair[Float[Arra
 def _scales(plan: KLPlan, tokens: Pair[Tokens]) -> tuple[Any, Any]:
     """The k of eq. 0, that of p first."""
     pairs = zip(plan.cases, tokens, strict=True)
-    return Pair(*(_math.row_scale(case.options, own.scale) for case, own in pairs)).ordered(plan.reverse)
+    return Pair(*(_math.row_scale(case.options, own.scale) for case, own in pairs)).ordered(plan.student_first)
 
 
 def _columns(plan: KLPlan, shard: Shard, start: Any, size: int) -> Pair[Head]:

@@ -49,21 +49,23 @@ first: slope u alone may overflow where e^u is 0.
 Of two heads over one vocabulary, with probabilities p and q, and m, k, u, s and d of (1) and (2) for each:
 
     (6)  divergence:                      r = x_q where x_p is largest,  v = (x_q - r) k_q,  c = Σ e^{u_p} (u_p - v),
-                                          KL(p ‖ q) = c / s_p - ln s_p + ln s_q + (m_q - r) k_q
+                                          KL(p ‖ q) = c / s_p + ln(s_q / s_p) + (m_q - r) k_q
     (7)  union of disjoint sets:          c = Σ (cᵢ + (d_pᵢ - (rᵢ - r) k_q) s_pᵢ) a_pᵢ,  r = that of the largest m_p
     (8)  gradient in the student's logits, if it is q (forward):  dz = g (q - p)
                                            if it is p (reverse):  dz = g p (u_p - v - c / s_p)
 
-and of the mixture m = β p + (1 - β) q of a teacher's p and its student's q, with d = ln p - ln q:
+and of the mixture m = (1 - β) p + β q of a student's p and its teacher's q, with d = ln q - ln p, and d₀ where p is
+largest:
 
-    (9)  generalised Jensen-Shannon:      t = ln(q / m) = -ln(1 - β + β e^d),   a = KL(p ‖ m) = Σ p (d + t),
-                                          b = KL(q ‖ m) = Σ q t,   JSD = β a + (1 - β) b
-    (10) gradient in the student's logits:                            dz = g (1 - β) q (t - b)
+    (9)  generalised Jensen-Shannon:      t = ln(p / m) = -ln(1 - β + β e^d),   d - d₀ = v - u_p,
+                                          t - t₀ = -ln(1 + β (e^d - e^{d₀}) / (1 - β + β e^{d₀})),   b = Σ p (t - t₀),
+                                          a = KL(q ‖ m) = Σ q (d + t),   JSD = (1 - β) (t₀ + b) + β a
+    (10) gradient in the student's logits:                            dz = g (1 - β) p (t - t₀ - b)
 
 (6) holds because ln p = u_p - ln s_p, and ln q = v - (m_q - r) k_q - ln s_q. No logit is in it, only differences, so it
 does not matter how far the logits of one model lie from those of the other. Relative to r, a p that is nearly one-hot
-has a c of nearly 0, whatever q says of that column: in (8) no large numbers cancel. (9) needs both normalisers first,
-so it is a second pass over the vocabulary.
+has a c of nearly 0, whatever q says of that column: in (8) no large numbers cancel. Nor do they in (10), relative to
+t₀. (9) needs both normalisers first, so it is a second pass over the vocabulary.
 """
 
 from __future__ import annotations
@@ -75,7 +77,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax import _candidate_math, _repeats
+from lce_jax import _candidate_math, _repeats, _softcap
 from lce_jax._statistics import MASKED, along, distance, empty
 from lce_jax._types import LogprobOutput, Options, Results, RowCoefficients, ShardStatistics
 
@@ -95,12 +97,15 @@ def row_factor(options: Options, inverse_temperature: Float[Array, "T"] | None) 
 
 
 def unscaled_logits(
-    raw: Float[Array, "T n"], options: Options, raw_scale: Float[Array, "T"] | None = None
+    raw: Float[Array, "T n"],
+    options: Options,
+    raw_scale: Float[Array, "T"] | None = None,
+    tanh: Callable[[Array], Array] = _softcap.tanh,
 ) -> Float[Array, "T n"]:
     """The x of eq. 0, from raw products; ``raw_scale`` is a / c, or the sign of a, if these are traced."""
     if options.logit_softcap is not None:
         scale = options.logit_scale / options.logit_softcap if raw_scale is None else raw_scale
-        return jnp.tanh(raw * _along_rows(scale))
+        return tanh(raw * _along_rows(scale))
     if raw_scale is not None:
         return raw * _along_rows(raw_scale)
     return -raw if options.logit_scale < 0 else raw
@@ -114,7 +119,7 @@ def transform_logits(
 ) -> tuple[Float[Array, "T n"], Float[Array, "T n"] | None]:
     """Eq. 0: logits from raw products, and the derivative of the cap (None without one)."""
     x = unscaled_logits(raw, options, raw_scale)
-    dcap = None if options.logit_softcap is None else cap_derivative(x)
+    dcap = None if options.logit_softcap is None else _softcap.derivative(x)
     return x * _along_rows(row_scale(options, inverse_temperature)), dcap
 
 
@@ -248,7 +253,7 @@ def row_coefficients(
     if cotangent.mean_logit is not None:
         uniform = cotangent.mean_logit / vocab_size * factor
     if stats.candidates is not None and of.candidate_logprobs is not None:
-        dcap = None if options.logit_softcap is None else cap_derivative
+        dcap = None if options.logit_softcap is None else _softcap.derivative
         given, candidates = _candidate_math.terms(stats.candidates, of.candidate_logprobs, _along_rows(factor), dcap)
         of_candidates = jnp.sum(given, axis=1)
     if of_candidates is not None:
@@ -256,17 +261,12 @@ def row_coefficients(
     target = of.logprobs * ((sumexp - at_label) / sumexp) + at_label * (rest / sumexp)
     target = target if slope is None else target + slope * (t * at_label)
     if options.logit_softcap is not None:
-        target = target * cap_derivative(stats.max + t / scale)
+        target = target * _softcap.derivative(stats.max + t / scale)
     constant = (rest - of.logprobs) / sumexp * factor
     slope = None if slope is None else slope * factor
     at_candidates = None if candidates is None else stats.candidates
     rows = RowCoefficients(stats.max, target * factor, constant, slope, uniform, candidates, at_candidates)
     return rows if where is None else jax.tree.map(lambda x: jnp.where(along(where, x), x, 0.0), rows)
-
-
-def cap_derivative(x: Float[Array, "*b"]) -> Float[Array, "*b"]:
-    """The 1 - tanh² of eq. 5, from x, the tanh."""
-    return 1.0 - x * x
 
 
 def dlogits(
@@ -288,7 +288,7 @@ def dlogits(
     if rows.slope is not None:
         d = d + rows.slope[:, None] * (u * e)
     columns = lax.broadcasted_iota(jnp.int32, x.shape, 1)
-    dcap = 1.0 if options.logit_softcap is None else cap_derivative(x)
+    dcap = 1.0 if options.logit_softcap is None else _softcap.derivative(x)
     d = jnp.where(columns == targets[:, None], rows.target[:, None], d * dcap)
     if rows.uniform is not None:
         d = d + rows.uniform[:, None] * dcap

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax import _kl_math, _options, scalars
+from lce_jax import _log_ratios, _options, scalars
 from lce_jax._distillation import distillation_loss
 
 if TYPE_CHECKING:
@@ -269,7 +269,7 @@ def with_entropy_bonus(loss_fn: Callable[..., Any], coefficient: float | Float[A
 
 def _bounded(difference: Any) -> Any:
     """A difference of log-probabilities whose exponential is finite, so that 0 times it is 0; no gradient beyond."""
-    return jnp.minimum(difference, _kl_math.MOST_DISTANCE)
+    return jnp.minimum(difference, _log_ratios.MOST_DISTANCE)
 
 
 def _not_negative(name: str, value: Any) -> Any:

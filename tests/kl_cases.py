@@ -119,18 +119,22 @@ def expected(drawn: Drawn) -> Expected:
     elif options["direction"] == "jsd":
         beta = np.float64(options.get("beta", 0.5))
         log_m = np.logaddexp(log_p + np.log(beta), log_q + np.log(1 - beta))
-        of_q = (q * (log_q - log_m)).sum(-1)
-        kl = beta * (p * (log_p - log_m)).sum(-1) + (1 - beta) * of_q
-        dz = (1 - beta) * q * (log_q - log_m - of_q[..., None])
+        kl = (beta * p * (log_p - log_m) + (1 - beta) * q * (log_q - log_m)).sum(-1)
+        dz = (1 - beta) * _centred(-np.logaddexp(0, log_p - log_q + np.log(beta) - np.log(1 - beta)), q)
     else:
-        kl = (q * (log_q - log_p)).sum(-1)
-        dz = q * (log_q - log_p - kl[..., None])
+        kl, dz = (q * (log_q - log_p)).sum(-1), _centred(log_q - log_p, q)
     draw_ = np.zeros((*live.shape, len(weight)))
     draw_[..., : p.shape[-1]] = seed * dz * slope
     flat = draw_.reshape(-1, len(weight))
     dweight = flat.T @ hidden.reshape(-1, hidden.shape[-1])
     gradients = [draw_ @ weight, dweight if own["weight_layout"] == "vh" else dweight.T, flat.sum(0)]
     return Expected(np.where(live, kl, 0), tuple(gradients[: len(drawn.student)]))
+
+
+def _centred(t, q):
+    """The product q (t - Σ q t), also where q is nearly one-hot: relative to t there, nothing large cancels."""
+    t = t - np.take_along_axis(t, q.argmax(-1)[..., None], -1)
+    return q * (t - (q * t).sum(-1, keepdims=True))
 
 
 def _log_softmax(arrays, live, vocab_size, temperature, logit_softcap, logit_scale, weight_layout):

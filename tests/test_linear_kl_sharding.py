@@ -112,14 +112,25 @@ def test_explicit_types_say_how(place: tuple[P, P], teachers_columns: int) -> No
         assert jax.typeof(gradient).sharding.spec == jax.typeof(operand).sharding.spec
 
 
-def test_auto_axes_are_told_what_to_write(caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_axes(caplog: pytest.LogCaptureFixture) -> None:
+    """XLA splits the call by a rule: what it computes on a device is an eighth of the work."""
     drawn, mesh = draw(PLAIN), mesh_of((2, 4))
     warn_once.cache_clear()
-    hidden = jax.device_put(drawn.student[0], NamedSharding(mesh, P("data")))
+
+    def put(model: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
+        hidden, weight = model
+        return tuple(
+            jax.device_put(x, NamedSharding(mesh, P(axis))) for x, axis in ((hidden, "data"), (weight, "tensor"))
+        )
+
     with jax.set_mesh(mesh), caplog.at_level(logging.WARNING, logger="lce_jax"):
-        got = evaluate(drawn._replace(student=(hidden, drawn.student[1])))
-    assert "call sharded_linear_kl(hidden, weight, teacher_hidden, teacher_weight, mesh=mesh" in caplog.text
+        got = evaluate(drawn._replace(student=put(drawn.student), teacher=put(drawn.teacher)))
+        run = jax.jit(lambda *x: linear_kl(*x).sum())
+        of_device = run.lower(*put(drawn.student), *put(drawn.teacher)).compile().cost_analysis()["flops"]
+    whole = run.lower(*drawn.student, *drawn.teacher).compile().cost_analysis()["flops"]
+    assert not caplog.text
     assert_right(got, expected(drawn))
+    assert of_device < whole / 5
 
 
 def test_weights_with_different_padding_over_a_split_vocabulary() -> None:

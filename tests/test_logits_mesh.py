@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -61,17 +62,25 @@ def test_operands_over_explicit_axes_split_the_work(place: tuple[P, P]) -> None:
     assert z.sharding.shard_shape(z.shape)[0] == 2
 
 
-def test_auto_axes_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_axes(caplog: pytest.LogCaptureFixture) -> None:
+    """XLA splits the call by a rule: no device has the whole weight."""
     mesh = mesh_of("data 2, tensor 4", AxisType.Auto)
     hidden, weight = jnp.ones((4, 8)), jnp.arange(16.0)[:, None] * jnp.ones(8)
     ids = jnp.array([[3, 15]] * 4)
     _xla_partitioning.warn_once.cache_clear()
     with jax.set_mesh(mesh), caplog.at_level(logging.WARNING, "lce_jax"):
         operands = put(hidden, mesh, P("data")), put(weight, mesh, P("tensor"))
-        z = jax.jit(linear_logits)(*operands, ids)
-        assert "call sharded_linear_logits(hidden, weight, ids, mesh=mesh, vocab_axis=" in caplog.text
+        run = jax.jit(jax.value_and_grad(lambda h, w: linear_logits(h, w, ids).sum(), argnums=(0, 1)))
+        compiled = run.lower(*operands).compile()
+        z, gradients = jax.jit(linear_logits)(*operands, ids), compiled(*operands)[1]
         told = sharded_linear_logits(*operands, ids, mesh=mesh, vocab_axis="tensor", batch_axes="data")
+    assert not caplog.text
     assert z.tolist() == told.tolist() == [[24.0, 120.0]] * 4
+    assert "all-gather" not in compiled.as_text()
+    for gradient, operand in zip(gradients, operands, strict=True):
+        assert names(gradient) == names(operand)
+    want = jax.grad(lambda h, w: jnp.take_along_axis(h @ w.T, ids, 1).sum(), argnums=(0, 1))(hidden, weight)
+    assert all(np.array_equal(a, b) for a, b in zip(gradients, want, strict=True))
 
 
 @pytest.mark.parametrize(("changed", "message"), [

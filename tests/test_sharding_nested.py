@@ -1,7 +1,4 @@
-"""``sharded_*`` inside a ``shard_map`` that is manual over the data alone: what JAX can differentiate is right.
-
-Of the rest a derivative says what to write, and that is right.
-"""
+"""``sharded_*`` inside a ``shard_map`` that is manual over the data alone: as without one, its gradients too."""
 
 from __future__ import annotations
 
@@ -34,7 +31,6 @@ class Function(NamedTuple):
 
     name: str
     total: Callable[..., Any]
-    served: bool = False
 
     def of(self, sharded: bool, **axes: Any) -> Callable[..., Any]:
         function = getattr(lce_jax, f"sharded_{self.name}" if sharded else self.name)
@@ -42,7 +38,7 @@ class Function(NamedTuple):
 
 
 FUNCTIONS = [
-    Function("linear_loss", lambda f, *x: f(losses.cross_entropy, *x)[0], served=True),
+    Function("linear_loss", lambda f, *x: f(losses.cross_entropy, *x)[0]),
     Function("linear_logprobs", lambda f, *x: jnp.sum(f(*x).logprobs)),
     Function("linear_cross_entropy", lambda f, *x: f(*x, reduction="sum")),
     Function("linear_logits", lambda f, hidden, weight, labels: jnp.sum(f(hidden, weight, labels[..., None]))),
@@ -71,16 +67,12 @@ def test_gradients_over_both_axes(function: Function, kind: AxisType) -> None:
     mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(kind,) * 2, devices=jax.devices("cpu"))
     with jax.set_mesh(mesh):
         given = {"mesh": mesh} if kind == AxisType.Auto else {}
-        if function.served:
-            value, gradients = value_and_gradients(function.of(True, **given), mesh, P(), {"data"})
-        else:
-            message = rf"one over 'data', 'tensor', and call {function.name}\(..., axis_name='tensor'\) in it"
-            with pytest.raises(NotImplementedError, match=message.replace("cross_entropy", "logprobs")):
-                value_and_gradients(function.of(True, **given), mesh, P(), {"data"})
-            value, gradients = value_and_gradients(function.of(False, axis_name="tensor"), mesh, P("tensor"), None)
-    assert oracle.value_error(value, want) < 5e-6
-    for got, true in zip(gradients, wanted, strict=True):
-        assert oracle.relative_norm(got, true) < 1e-5
+        inside = value_and_gradients(function.of(True, **given), mesh, P(), {"data"})
+        by_hand = value_and_gradients(function.of(False, axis_name="tensor"), mesh, P("tensor"), None)
+    for value, gradients in (inside, by_hand):
+        assert oracle.value_error(value, want) < 5e-6
+        for got, true in zip(gradients, wanted, strict=True):
+            assert oracle.relative_norm(got, true) < 1e-5
 
 
 def test_a_sum_inside_varies_as_its_tokens_do() -> None:

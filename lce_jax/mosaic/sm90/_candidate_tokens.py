@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax import _candidate_math, _math, _temperature
+from lce_jax import _candidate_math, _math, _softcap, _temperature
 from lce_jax._types import Case
 from lce_jax.mosaic import _partial_statistics
 from lce_jax.mosaic._pallas import pl
@@ -114,7 +114,7 @@ def _terms(case: Case, has_temperature: bool, kept: Any, seed: Any, numbers: Any
     def write() -> None:
         temperature, inverse = of.temperature(rows)
         factor = _math.row_factor(case.options, inverse)
-        dcap = None if case.options.logit_softcap is None else _math.cap_derivative
+        dcap = None if case.options.logit_softcap is None else _softcap.derivative
 
         def step(i: Any, total: Any) -> Any:
             numbered = [i * AT_A_TIME + j for j in range(min(AT_A_TIME, most))]
