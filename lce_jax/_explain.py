@@ -133,7 +133,7 @@ def explain(
         case = dataclasses.replace(case, partial_rows=True)
     per_token = [labels, *([] if where is None else [where])]
     scalars.flag("gradients_in_forward", gradients_in_forward)
-    found = placed(hidden, weight, per_token, case, checked, place, has_rule=True)
+    found = placed(hidden, weight, per_token, case, checked, place)
     layout, around, columns, by_xla = found
     if k is not None:
         scalars.num_largest(k, _checks.vocabulary(checked.vocab_size, columns))

@@ -61,10 +61,8 @@ class Placed(NamedTuple):
     by_xla: bool  # whether XLA partitions the call over Auto axes
 
 
-def placed(
-    hidden: Any, weight: Any, per_token: list[Any], case: Case, options: CallOptions, place: Place, has_rule: bool
-) -> Placed:
-    """How the operands lie on the mesh; a function that ``has_rule`` is partitioned over Auto axes too."""
+def placed(hidden: Any, weight: Any, per_token: list[Any], case: Case, options: CallOptions, place: Place) -> Placed:
+    """How the operands lie on the mesh."""
     layout, around, columns, vocab_dim = None, ALONE, case.vocab_size, case.options.vocab_dim
     if place.is_named:
         _options.no_axis_name(options)
@@ -74,8 +72,6 @@ def placed(
     else:
         columns = scalars.INT32_MAX  # the columns of all shards: how many shards there are is not known here
     by_xla = layout is not None and not place.is_named and AxisType.Explicit not in layout.mesh.axis_types
-    if by_xla and not has_rule:
-        layout = None
     if layout is not None:
         around = Surroundings(
             gathers_hidden=layout.gather_dim is not None,
@@ -84,7 +80,7 @@ def placed(
         )
     elif options.axis_name is None:
         around = Surroundings(true_columns=_checks.vocabulary(options.vocab_size, columns))
-    return Placed(layout, around, columns, by_xla and has_rule)
+    return Placed(layout, around, columns, by_xla)
 
 
 def check_function(asked: dict[str, Any], options: LogprobOptions, *others: Any) -> None:
@@ -110,7 +106,7 @@ def of_logits(
     case = _bind.case(hidden, weight, labels, where, checked)
     static = dataclasses.replace(case.options, num_candidates=ids.shape[-1])
     case = dataclasses.replace(case, options=static, partial_rows=False)  # it moves no rows
-    found = placed(hidden, weight, [ids], case, checked, place, has_rule=False)
+    found = placed(hidden, weight, [ids], case, checked, place)
     spec = _bind.spec(case, checked, found.columns, found.layout)
     return _chosen_plan.plan(spec.case, found.around, spec.implementation)
 
@@ -125,7 +121,7 @@ def of_kl(
     checked, case = call.options.student, call.cases.student
     _bind.case(hidden, weight, labels, where, checked)
     tokens = jax.ShapeDtypeStruct(tuple(labels.shape), jnp.int32)
-    found = placed(hidden, weight, [tokens if where is None else where], case, checked, place, has_rule=False)
+    found = placed(hidden, weight, [tokens if where is None else where], case, checked, place)
     if found.layout is not None and found.layout.vocab_axes is not None:
         call.check_equal_columns()
     shards = 1 if found.layout is None else found.layout.vocab_shards

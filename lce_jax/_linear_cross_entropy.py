@@ -163,7 +163,7 @@ def _chunk_bytes(
     case = _bind.case(hidden, weight, labels, where, options)
     _checks.temperature(options.temperature, labels.shape, where)
     per_token = [labels] if where is None else [labels, where]
-    found = _explain_others.placed(hidden, weight, per_token, case, options, place or Place(), has_rule=True)
+    found = _explain_others.placed(hidden, weight, per_token, case, options, place or Place())
     return chunk_in_place(loss.reduction, loss.label_smoothing, case, options, found)
 
 

@@ -204,8 +204,7 @@ def sharded_linear_kl(
     Raises:
         ValueError, TypeError: shapes, dtypes or options that do not fit, with the offending values. Also an axis
             that the mesh does not have, an axis used twice, or a dimension that does not divide.
-        NotImplementedError: on a second derivative; and inside a ``shard_map`` over other axes, which JAX cannot
-            differentiate with check_vma=True, on a first one: the message says what to write.
+        NotImplementedError: on a second derivative.
 
     Memory:
         Per device, that of `linear_kl` on the device's tokens and columns. One all-gather of six numbers per token

@@ -64,8 +64,7 @@ def sharded_linear_logprobs(
         UnsupportedError: an implementation asked for by name cannot serve the call; the message says why.
         ValueError, TypeError: shapes, dtypes or options that do not fit, with the offending values. Also an axis
             that the mesh does not have, an axis used twice, or a dimension that does not divide.
-        NotImplementedError: on a second derivative; and inside a ``shard_map`` over other axes, which JAX cannot
-            differentiate with check_vma=True, on a first one: the message says what to write.
+        NotImplementedError: on a second derivative.
 
     Memory:
         Per device, that of `linear_logprobs` on the device's tokens and columns. One all-gather of at most five
@@ -147,8 +146,7 @@ def sharded_linear_cross_entropy(
         UnsupportedError: an implementation asked for by name cannot serve the call; the message says why.
         ValueError, TypeError: shapes, dtypes or options that do not fit, with the offending values. Also an axis
             that the mesh does not have, an axis used twice, or a dimension that does not divide.
-        NotImplementedError: on a second derivative; and inside a ``shard_map`` over other axes, which JAX cannot
-            differentiate with check_vma=True, on a first one: the message says what to write.
+        NotImplementedError: on a second derivative.
 
     Memory:
         That of `sharded_linear_logprobs`, or of `sharded_linear_loss` where `linear_cross_entropy` would use it.
@@ -215,8 +213,7 @@ def sharded_linear_logits(
     Raises:
         ValueError, TypeError: shapes, dtypes or options that do not fit, with the offending values. Also an axis
             that the mesh does not have, an axis used twice, or a dimension that does not divide.
-        NotImplementedError: on a second derivative; and inside a ``shard_map`` over other axes, which JAX cannot
-            differentiate with check_vma=True, on a first one: the message says what to write.
+        NotImplementedError: on a second derivative.
 
     Memory:
         Per device, that of `linear_logits` on the device's tokens and columns.
