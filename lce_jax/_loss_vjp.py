@@ -53,13 +53,13 @@ class _Kind:
 
 
 def _fwd(spec: Spec, loss: TokenLoss, budget: Budget, inputs: Inputs) -> tuple[Any, Any]:
-    gradients: Any = Gradients(_spread.head(spec.options.vocab_dim), Kind.TOKENS, Kind.WHOLE)  # type: ignore[arg-type]
+    kinds: Any = Gradients(_spread.head(spec.options.vocab_dim), Kind.TOKENS, Kind.WHOLE)  # type: ignore[arg-type]
 
     def run(share: Spec, loss: TokenLoss, inputs: Inputs) -> Any:
         return _loss_in_forward.forward_and_gradients(share, loss, budget, inputs)
 
     def of_inputs(inputs: Inputs) -> Any:
-        return _spread_over(spec, loss, inputs, run, (*OF_A_FORWARD, gradients))
+        return _spread_over(spec, loss, inputs, run, (*OF_A_FORWARD, kinds))
 
     total, outputs, gradients = _compat.first_order_only(of_inputs)(inputs)
     gradients = loss.without_known(gradients)
