@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax import _bind, _checks, _collectives, _compat, _evaluate, _loss, _loss_vjp, _options, _partition
+from lce_jax import _bind, _checks, _collectives, _compat, _dispatch, _evaluate, _loss, _loss_vjp, _options, _partition
 from lce_jax._layout import Axes, Layout, layout_of_names
 from lce_jax._loss import Inputs
 from lce_jax._loss_in_forward import axes_of_tokens
@@ -113,10 +113,12 @@ def linear_loss(
     _options.check_names(linear_loss, options, without=("cache_bytes", "candidates"))
     checked, most = _options.of_call(options).named("linear_loss"), budget(chunk_bytes, options)
     case = _bind.case(hidden, weight, labels, where, checked)
-    spec = _bind.spec(case, checked, case.vocab_size * _checks.axis_size(checked.axis_name))
+    mesh, layout = _partition.mesh_of((hidden, weight, labels, where, per_token), "linear_loss"), None
+    mesh = mesh if checked.axis_name is None else None
+    columns = case.vocab_size * _checks.axis_size(checked.axis_name)
+    spec = _bind.spec(case, checked, columns, at_lowering=mesh is not None and mesh.empty)
     inputs, agree, call = _inputs(loss_fn, spec, hidden, weight, labels, per_token, where, checked)
-    mesh, layout = _partition.mesh_of(inputs, "linear_loss"), None
-    if checked.axis_name is None and mesh is not None:
+    if mesh is not None:
         layout = _partition.layout_of_types(spec, inputs.primals, (inputs.rows, inputs.per_token))
         spec = dataclasses.replace(spec, mesh=mesh if layout is None else None)
     total, out = _evaluated(spec, layout, call, most, inputs)
@@ -206,7 +208,7 @@ def sharded_linear_loss(
     axes = {"vocab_axis": vocab_axis, "batch_axes": batch_axes, "sequence_axis": sequence_axis}
     layout = layout_of_names(hidden, weight, case.options.vocab_dim, mesh=mesh, **axes)
     # `_partition.device_spec` divides the case over the devices; the whole vocabulary is that of the global weight.
-    spec = _bind.spec(case, checked, case.vocab_size)
+    spec = _bind.spec(_dispatch.over(case, layout.mesh), checked, case.vocab_size)
     inputs, _, call = _inputs(loss_fn, spec, hidden, weight, labels, per_token, where, checked)
     total, out = _evaluated(spec, layout, call, most, inputs)
     return total, jax.tree.map(lax.stop_gradient, Results(out).public)

@@ -60,7 +60,7 @@ def _lifted(loss: TokenLoss, inputs: Inputs) -> tuple[TokenLoss, Inputs]:
 
 
 def _partitioned(program: Program, with_gradients: bool, spec: Spec, inputs: Inputs) -> Any:
-    whole = functools.partial(program, spec)
+    whole = functools.partial(program, spec.as_traced)
     _, outputs, *_ = jax.eval_shape(whole, inputs)
     tokens, *operands = _dimensions(spec, inputs)
     results = ["", *(tokens for _ in jax.tree.leaves(outputs))]
@@ -74,7 +74,7 @@ def _partitioned(program: Program, with_gradients: bool, spec: Spec, inputs: Inp
     unsplit = tuple(dim for dim in dims if dim != "v" and dim not in tokens.split())
     dimensions = f"{', '.join(named)} -> {', '.join(results)}"
     rule = functools.partial(_rule, program, with_gradients, spec)
-    return Partitioned(whole, rule, dimensions, unsplit, spec.mesh, spec.case.options)(inputs)
+    return Partitioned(whole, rule, dimensions, unsplit, spec.mesh, spec.case, spec.requested)(inputs)
 
 
 def _dimensions(spec: Spec, inputs: Inputs) -> tuple[str, list[str], list[str], list[str], list[str]]:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
-from lce_jax import _dispatch, _meshes, _spmd
+from lce_jax import _devices, _dispatch, _meshes, _spmd
 from lce_jax._layout import Layout, layout_of_specs
 from lce_jax._rows import Rows
 from lce_jax._shard import Spec
@@ -35,34 +35,30 @@ type Program = Callable[[Spec, Primals, Rows], Any]  # one device's part, with i
 def mesh_of(operands: Any, function: str, keeps_tiles: bool = False) -> AbstractMesh | None:
     """The mesh over which the operands may be split; None for one device, and inside ``shard_map``.
 
-    Types without a mesh do not prove that there is none: ``jit(..., in_shardings=...)`` tells only XLA. So a traced
-    call on a machine with several devices gets the rule too. On a single device no rule is needed.
+    Where neither types nor `jax.set_mesh` name a mesh, there may be one all the same: ``jit(..., in_shardings=...)``
+    tells only XLA. So a traced call gets the rule too, with an empty mesh: on a machine with several devices, and on
+    one without a GPU, where programs are compiled ahead of time for devices that the lowering alone names. A single
+    GPU compiles for itself, without the rule, which would double the time to trace the kernels.
     """
-    mesh = _meshes.mesh_of_types(operands)
+    arrays = [x for x in jax.tree.leaves(operands) if isinstance(x, jax.Array)]
+    mesh = _meshes.mesh_of_types(arrays)
     if AxisType.Manual in mesh.axis_types:
-        _meshes.check_other_axes(mesh, operands, function)
+        _meshes.check_other_axes(mesh, arrays, function)
         return None
+    traced = any(isinstance(x, jax.core.Tracer) for x in arrays)
+    if mesh.empty and traced:
+        mesh = jax.sharding.get_abstract_mesh()
     if not mesh.empty:
-        return mesh if mesh.size > 1 else None
-    traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(operands))
-    return mesh if traced and not keeps_tiles and jax.device_count() > 1 else None
+        return mesh if mesh.size > 1 and not mesh.manual_axes else None
+    has_gpu = _devices.current_device().platform == "gpu"
+    return mesh if traced and (not has_gpu or (not keeps_tiles and jax.device_count() > 1)) else None
 
 
 def forward(spec: Spec, primals: Primals, rows: Rows, keep_cache: bool) -> tuple[Results, ShardStatistics, Any]:
     """`_spmd.forward` of global arrays. Under Auto axes no tile is kept, because their arrays have no global shape."""
     layout = layout_of_types(spec, primals, rows)
     if layout is None:
-        if keep_cache and spec.case.options.cache_bytes:
-            warn_once(
-                "cache_bytes keeps nothing where XLA partitions linear_logprobs over Auto axes: call "
-                "sharded_linear_logprobs (or _cross_entropy), or make the mesh's axes Explicit"
-            )
-        if keep_cache and spec.case.options.gradient_threshold:
-            warn_once(
-                "gradient_threshold is not used where XLA partitions linear_logprobs over Auto axes, and the gradients "
-                "are exact: call sharded_linear_logprobs (or _cross_entropy), or make the mesh's axes Explicit"
-            )
-        return *_auto_forward(spec, primals, rows), None
+        return *_auto_forward(spec, primals, rows, keep_cache), None
     device = functools.partial(_device_forward, spec, layout, keep_cache)
     outputs = (layout.out_spec, layout.out_spec, layout.every_device)
     return layout.over_devices(device, outputs, primals, (rows,))
@@ -123,7 +119,8 @@ def _device_backward(
 def device_spec(spec: Spec, layout: Layout, primals: Primals, rows: Rows) -> Spec:
     """The spec of one device's share, its implementation chosen for the share's shapes."""
     columns = primals.weight.shape[spec.case.options.vocab_dim]
-    case = dataclasses.replace(spec.case, num_tokens=rows.labels.size, vocab_size=columns)
+    case = _dispatch.over(spec.case, layout.mesh)
+    case = dataclasses.replace(case, num_tokens=rows.labels.size, vocab_size=columns)
     chosen, _ = _dispatch.choose(case, spec.requested)
     return dataclasses.replace(
         spec,
@@ -168,11 +165,21 @@ def as_type_of(gradient: Array, operand: Any) -> Array:
 # Auto axes
 
 
-def _auto_forward(spec: Spec, primals: Primals, rows: Rows) -> Any:
-    out, stats = _auto(_forward_without_cache, _exact(spec), primals, rows)
+def _auto_forward(spec: Spec, primals: Primals, rows: Rows, keep_cache: bool) -> Any:
+    unused = _unused(spec.case.options) if keep_cache else ()
+    out, stats = _auto(_forward_without_cache, _exact(spec), primals, rows, unused)
     if spec.case.options.reports_dropped_mass:
         out = out._replace(outputs=out.outputs._replace(dropped_mass=jnp.zeros_like(out.outputs.lse)))
     return out, stats
+
+
+def _unused(options: Options) -> tuple[str, ...]:
+    """What of the options is lost without tiles of the forward."""
+    given = {
+        "cache_bytes keeps nothing": options.cache_bytes,
+        "gradient_threshold is not used, and the gradients are exact,": options.gradient_threshold,
+    }
+    return tuple(message for message, asked in given.items() if asked)
 
 
 def _exact(spec: Spec) -> Spec:
@@ -185,11 +192,12 @@ def _forward_without_cache(spec: Spec, primals: Primals, rows: Rows) -> Any:
     return _spmd.forward(spec, primals, rows, keep_cache=False)[:2]
 
 
-def _auto(program: Program, spec: Spec, primals: Primals, rows: Rows) -> Any:
+def _auto(program: Program, spec: Spec, primals: Primals, rows: Rows, unused: tuple[str, ...] = ()) -> Any:
     whole = functools.partial(program, spec)
     tokens, _ = _dimensions(spec, primals)
     results = _named(tokens, jax.eval_shape(whole, primals, rows))
-    return _partitioned(spec, whole, functools.partial(_program_rule, program), results, primals, rows)
+    rule = functools.partial(_program_rule, program, spec)
+    return _partitioned(spec, whole, rule, results, unused, primals, rows)
 
 
 def _auto_backward(spec: Spec, primals: Primals, *per_token: Any) -> Any:
@@ -199,16 +207,19 @@ def _auto_backward(spec: Spec, primals: Primals, *per_token: Any) -> Any:
         return _spmd.backward(spec, primals, rows, stats, None, cotangent)
 
     _, gradients = _dimensions(spec, primals)
-    return _partitioned(spec, whole, _backward_rule, gradients, primals, *per_token)
+    return _partitioned(spec, whole, functools.partial(_backward_rule, spec), gradients, (), primals, *per_token)
 
 
-def _partitioned(spec: Spec, whole: Any, rule: Any, results: list[str], primals: Primals, *per_token: Any) -> Any:
+def _partitioned(
+    spec: Spec, whole: Any, rule: Any, results: list[str], unused: tuple[str, ...], primals: Primals, *per_token: Any
+) -> Any:
     """``whole`` of global arrays, which XLA partitions by ``rule``; ``results`` names the dimensions of its results."""
     tokens, wide = _dimensions(spec, primals)
     names = f"{', '.join(wide + _named(tokens, per_token))} -> {', '.join(results)}"
     options = spec.case.options
     unsplit = ("h", "k") if options.num_candidates or options.top_k else ("h",)
-    return Partitioned(whole, functools.partial(rule, spec), names, unsplit, spec.mesh, options)(primals, *per_token)
+    function = Partitioned(whole, rule, names, unsplit, spec.mesh, spec.case, spec.requested, unused)
+    return function(primals, *per_token)
 
 
 def _dimensions(spec: Spec, primals: Primals) -> tuple[str, list[str]]:

@@ -45,6 +45,12 @@ class Spec:
     token_axes: tuple[str, ...] | None = None
     mesh: Any = None  # the mesh over which `_partition` splits global operands, empty if it is not known
 
+    @property
+    def as_traced(self) -> Spec:
+        """The same; if its implementation stands in for one that is asked for by name, it alone is asked for."""
+        stands_in = self.requested is not None and self.implementation not in self.requested
+        return dataclasses.replace(self, requested=(self.implementation,)) if stands_in else self
+
 
 def as_operand(primals: Primals) -> Primals:
     """Hidden in the weight's dtype, rounded explicitly because XLA may drop a conversion down and up again."""

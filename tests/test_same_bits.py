@@ -14,7 +14,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 import lce_jax
 from lce_jax import _bind, _math, _shard, _spmd, _temperature, mosaic, passes
-from lce_jax._dispatch import for_device
+from lce_jax._devices import for_device
 from lce_jax._types import Operands
 from lce_jax.mosaic._chunks import GROUP
 from lce_jax.mosaic._pallas import interpreting, plgpu
