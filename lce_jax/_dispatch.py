@@ -97,9 +97,7 @@ def choose(case: Case, implementation: tuple[str, ...] | None) -> tuple[Implemen
     raise UnsupportedError("; ".join(f'implementation "{name}": {reason}' for name, reason in refused.items()))
 
 
-def choose_or_stand_in(
-    case: Case, implementation: tuple[str, ...] | None
-) -> tuple[Implementation, dict[str, str]]:
+def choose_or_stand_in(case: Case, implementation: tuple[str, ...] | None) -> tuple[Implementation, dict[str, str]]:
     """`choose`; or what is traced in place of one asked for by name, until the lowering chooses for its own device."""
     try:
         return choose(case, implementation)

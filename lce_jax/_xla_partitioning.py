@@ -23,7 +23,7 @@ from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from lce_jax import _compat, _devices, _dispatch
+from lce_jax import _compat, _dispatch
 from lce_jax._types import Case, Options
 
 _logger = logging.getLogger("lce_jax")

@@ -38,7 +38,7 @@ def drawn(T: int, H: int, V: int) -> tuple[Any, Any, Any]:
 @pytest.fixture
 def kernels_of_jax(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the CPU too, by the interpreter, where a program would be lowered for another implementation."""
-    monkeypatch.setattr(_shard, "by_platform", lambda on_gpu, _, *operands: on_gpu(*operands))
+    monkeypatch.setattr(_shard, "by_platform", lambda on_gpu, _, *operands, **__: on_gpu(*operands))
 
 
 def by_jax(hidden: Any, weight: Any, labels: Any, where: Any = None, **options: Any) -> dict[str, np.ndarray]:

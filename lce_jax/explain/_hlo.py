@@ -21,13 +21,13 @@ class Collective(NamedTuple):
     devices: int  # of one group
     arrays: str  # the types of the larger side, operands or results
     num_bytes: int  # of these, on one device
-    count: int = 1
+    times: int = 1
 
 
 def collectives(text: str, devices: int) -> list[Collective]:
     """Those in the text of a program for ``devices``, the largest first. One in a loop counts once."""
     found = collections.Counter(_collectives(text, devices))
-    alike = [one._replace(count=count) for one, count in found.items()]
+    alike = [one._replace(times=times) for one, times in found.items()]
     return sorted(alike, key=lambda one: (-one.num_bytes, one))
 
 

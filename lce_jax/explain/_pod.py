@@ -64,7 +64,7 @@ class Program:
     target: Target
     dtype: Any = jnp.bfloat16
     function: str = "linear_logprobs"
-    split: Split = Split()
+    split: Split = SPLITS[0]
     sharded: bool = False  # by the function that takes the mesh's axes by name; else by jit, over Auto axes
 
     @property
@@ -112,7 +112,7 @@ def _logprobs(function: Any, hidden: Any, weight: Any, labels: Any, **options: A
 
 
 def _loss(function: Any, hidden: Any, weight: Any, labels: Any, **options: Any) -> Any:
-    return function(lambda logprob, entropy, lse: -logprob - 0.01 * entropy, hidden, weight, labels, **options)[0]
+    return function(lambda logprob, entropy, _: -logprob - 0.01 * entropy, hidden, weight, labels, **options)[0]
 
 
 def _kl(function: Any, hidden: Any, weight: Any, labels: Any, **options: Any) -> Any:
@@ -167,8 +167,8 @@ def _of_program(program: Program) -> Iterator[str]:
     yield "  arguments {:>10}   temporaries {:>10}   results {:>10}".format(*map(format_bytes, sizes))
     found = _hlo.collectives(text, program.pod.data * program.pod.tensor)
     for one in found[:LISTED]:
-        times = f"{one.count} x " if one.count > 1 else ""
+        times = f"{one.times} x " if one.times > 1 else ""
         yield f"  {one.kind:<14} over {one.devices:>3}  {times + format_bytes(one.num_bytes):>14}  {one.arrays}"
     if left := found[LISTED:]:
-        rest = format_bytes(sum(one.count * one.num_bytes for one in left))
-        yield f"  {sum(one.count for one in left)} smaller ones, {rest} together"
+        rest = format_bytes(sum(one.times * one.num_bytes for one in left))
+        yield f"  {sum(one.times for one in left)} smaller ones, {rest} together"

@@ -8,6 +8,7 @@ alone.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import numpy as np
@@ -68,7 +69,7 @@ device_description_str: "{self.kind}"
                 f"to compile for {self.kind} without one, install JAX's CUDA plugin and NVIDIA's compiler: pip install "
                 f"--no-deps {' '.join([*plugin, *COMPILER])}"
             ) from None
-        devices = np.array(described.devices).reshape(data, tensor)
+        devices: Any = np.array(described.devices).reshape(data, tensor)
         return jax.sharding.Mesh(devices, ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 
 
