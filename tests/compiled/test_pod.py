@@ -95,7 +95,7 @@ def test_memory_does_not_grow_with_the_pod(function: str, sharded: bool) -> None
     one, eight, most = found
     gathered = 2 * HEAD.hidden_size * HEAD.vocab_size // TENSOR  # the weight, which one replica does not split
     assert one <= eight + 1 <= one + gathered * (3 if function in DIFFERENTIABLE else 2)
-    assert most <= 1.01 * eight
+    assert most <= eight + gathered // 8  # the part that one of eight replicas has, and need not gather
 
 
 @pytest.mark.parametrize("split", SPLITS[:2], ids=str)
