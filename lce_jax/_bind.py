@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from lce_jax import _checks, _collectives, _compat, _dispatch, _options, _rows, scalars
+from lce_jax import _checks, _collectives, _compat, _devices, _dispatch, _options, _rows, scalars
 from lce_jax._layout import Layout
 from lce_jax._options import CallOptions
 from lce_jax._rows import Rows
@@ -38,20 +38,27 @@ def case(hidden: Any, weight: Any, labels: Any, where: Any, options: CallOptions
         options=static,
         given_dtype=None if given == dtype else given,
         partial_rows=where is not None,
-        device=_dispatch.current_device(weight),
+        device=_devices.current_device(weight, hidden, labels, where),
     )
 
 
-def spec(case: Case, options: CallOptions, columns: int, layout: Layout | None = None) -> Spec:
-    """The static part of a call whose vocabulary has ``columns``, or of one device's share of it over ``layout``."""
+def spec(
+    case: Case, options: CallOptions, columns: int, layout: Layout | None = None, at_lowering: bool = False
+) -> Spec:
+    """The static part of a call whose vocabulary has ``columns``, or of one device's share of it over ``layout``.
+
+    ``at_lowering``: an implementation that the device refuses is refused when the program is lowered, for whichever
+    device that is.
+    """
     vocab_size = _checks.vocabulary(options.vocab_size, columns)
     if layout is not None:
         case = dataclasses.replace(
-            case,
+            _dispatch.over(case, layout.mesh),
             num_tokens=case.num_tokens // layout.token_shards,
             vocab_size=case.vocab_size // layout.vocab_shards,
         )
-    implementation, _ = _dispatch.choose(case, options.implementation)
+    choose = _dispatch.choose_or_stand_in if at_lowering else _dispatch.choose
+    implementation, _ = choose(case, options.implementation)
     return Spec(
         case,
         implementation.NAME,

@@ -14,15 +14,18 @@ import jax
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
 
-from lce_jax import _compat
-from lce_jax._types import UnsupportedError
+from lce_jax import _compat, _devices
+from lce_jax._types import Device, UnsupportedError
+from lce_jax._xla_partitioning import warn_once
 
 
-def by_platform(on_gpu: Callable[..., Any], elsewhere: Callable[..., Any] | None, *operands: Any) -> Any:
-    """``on_gpu(*operands)`` where the program is lowered for CUDA, else ``elsewhere(*operands)``.
+def by_platform(
+    on_gpu: Callable[..., Any], elsewhere: Callable[..., Any] | None, *operands: Any, device: Device
+) -> Any:
+    """``on_gpu(*operands)`` where the program is lowered for GPUs as ``device`` is, else ``elsewhere(*operands)``.
 
-    ``elsewhere`` returns the same arrays up to their dtypes. If it is None, lowering for another platform raises
-    `UnsupportedError`.
+    ``elsewhere`` returns the same arrays up to their dtypes. If it is None, lowering for another platform, or for GPUs
+    of another compute capability, raises `UnsupportedError`.
     """
     flat, tree = jax.tree.leaves(operands), _structure(operands)
     kernels, shapes = jax.make_jaxpr(lambda *flat: on_gpu(*tree.unflatten(flat)), return_shape=True)(*flat)
@@ -35,7 +38,7 @@ def by_platform(on_gpu: Callable[..., Any], elsewhere: Callable[..., Any] | None
     other = None if elsewhere is None else jax.make_jaxpr(as_on_gpu)(*flat)
 
     bind = jax.custom_batching.sequential_vmap(
-        lambda *flat: _by_platform_p.bind(*flat, on_gpu=kernels, elsewhere=other)
+        lambda *flat: _by_platform_p.bind(*flat, on_gpu=kernels, elsewhere=other, device=device)
     )
 
     return _structure(shapes).unflatten(bind(*flat))
@@ -48,16 +51,28 @@ def _structure(tree: Any) -> Any:
 _by_platform_p = Primitive("lce_by_platform")
 _by_platform_p.multiple_results = True
 _by_platform_p.def_abstract_eval(lambda *_, on_gpu, **__: on_gpu.out_avals)
-_by_platform_p.def_impl(lambda *operands, **jaxprs: jax.jit(lambda *x: _by_platform_p.bind(*x, **jaxprs))(*operands))
+_by_platform_p.def_impl(lambda *operands, **given: jax.jit(lambda *x: _by_platform_p.bind(*x, **given))(*operands))
 
 
-def _lower_kernels(context: Any, *operands: Any, on_gpu: Any, elsewhere: Any) -> Any:
-    del elsewhere
-    return mlir.lower_fun(jaxpr_as_fun(on_gpu), multiple_results=True)(context, *operands)
+def _lower_kernels(context: Any, *operands: Any, on_gpu: Any, elsewhere: Any, device: Device) -> Any:
+    chosen, advice = on_gpu, "call it under jax.set_mesh(mesh), with a mesh of the devices that it is for"
+    backend = context.module_context.backend
+    there = device if backend is None or backend.platform == "cpu" else _devices.of(backend.devices()[0])
+    if device.compute_capability and device.compute_capability != there.compute_capability:
+        message = f"a program that is traced for {device.kind} is lowered for {there.kind}"
+        if elsewhere is None:
+            raise UnsupportedError(f"{message}, and the kernels were asked for by name: {advice}")
+        warn_once(f"{message}, without kernels: {advice}")
+        chosen = elsewhere
+    elif (count := getattr(context.module_context.axis_context, "num_devices", 1)) > 1:
+        warn_once(
+            f"each of {count} devices will run the kernels of the whole call, whose split they do not see: {advice}"
+        )
+    return mlir.lower_fun(jaxpr_as_fun(chosen), multiple_results=True)(context, *operands)
 
 
-def _lower_elsewhere(context: Any, *operands: Any, on_gpu: Any, elsewhere: Any) -> Any:
-    del on_gpu
+def _lower_elsewhere(context: Any, *operands: Any, on_gpu: Any, elsewhere: Any, device: Device) -> Any:
+    del on_gpu, device
     if elsewhere is None:
         platforms = ", ".join(context.module_context.platforms)
         raise UnsupportedError(

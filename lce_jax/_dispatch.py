@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Protocol
 
-import jax
-
-from lce_jax import _compat, mosaic, reference, xla
+from lce_jax import _devices, mosaic, reference, xla
 from lce_jax._plans import ALONE, Plan, Surroundings
 from lce_jax._statistics import Normalizer, Parts
 from lce_jax._types import (
     CPU,
     Case,
-    Device,
     Operands,
     Primals,
     RowCoefficients,
@@ -102,6 +97,16 @@ def choose(case: Case, implementation: tuple[str, ...] | None) -> tuple[Implemen
     raise UnsupportedError("; ".join(f'implementation "{name}": {reason}' for name, reason in refused.items()))
 
 
+def choose_or_stand_in(case: Case, implementation: tuple[str, ...] | None) -> tuple[Implementation, dict[str, str]]:
+    """`choose`; or what is traced in place of one asked for by name, until the lowering chooses for its own device."""
+    try:
+        return choose(case, implementation)
+    except UnsupportedError:
+        if implementation is None or xla.supports(case) is not None:
+            raise
+        return IMPLEMENTATIONS[xla.NAME], {}
+
+
 def elsewhere(case: Case, name: str, requested: tuple[str, ...] | None) -> tuple[Implementation, Case] | None:
     """What replaces the kernels if the program is lowered for another platform; None if nothing does."""
     names = AUTOMATIC if requested is None else requested
@@ -130,49 +135,9 @@ def explain(case: Case, implementation: tuple[str, ...] | None, around: Surround
     return dataclasses.replace(chosen.plan(case, around), refused=refused)
 
 
-_described: contextvars.ContextVar[Device | None] = contextvars.ContextVar("described", default=None)
-
-
-@contextlib.contextmanager
-def for_device(device: Device) -> Iterator[None]:
-    """Within it, calls are traced for ``device``, which JAX itself need not know."""
-    token = _described.set(device)
-    try:
-        yield
-    finally:
-        _described.reset(token)
-
-
-def current_device(operand: Any = None) -> Device:
-    """The device that a call made now would run on: that of the current mesh, of the operand, or JAX's default."""
-    device = _described.get()
-    if device is not None:
-        return device
-    described = jax.sharding.get_abstract_mesh().abstract_device
-    if described is not None:
-        platform = _compat.platform_of(described)
-        known = [device for device in _devices(platform) if device.device_kind == described.device_kind]
-        if not known:  # a mesh for ahead-of-time compilation; this machine has no such device
-            return Device(platform, described.device_kind, "", described.num_cores or 0)
-        device = known[0]
-    elif isinstance(operand, jax.Array) and not isinstance(operand, jax.core.Tracer):
-        device = min(operand.devices(), key=lambda device: device.id)
-    else:
-        device = jax.config.jax_default_device or jax.devices()[0]
-        device = jax.devices(device)[0] if isinstance(device, str) else device
-    return Device(
-        platform=device.platform,
-        kind=device.device_kind,
-        compute_capability=str(getattr(device, "compute_capability", "")),
-        core_count=int(getattr(device, "core_count", 0)),
-    )
-
-
-def _devices(platform: str) -> list[jax.Device]:
-    try:
-        return jax.devices(platform)
-    except RuntimeError:  # no such backend here
-        return []
+def over(case: Case, mesh: Any) -> Case:
+    """``case`` on the devices of ``mesh``, if it names them."""
+    return dataclasses.replace(case, device=_devices.current_device(mesh=mesh)) if _devices.names(mesh) else case
 
 
 @functools.cache

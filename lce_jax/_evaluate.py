@@ -18,11 +18,13 @@ if TYPE_CHECKING:
 def evaluate(hidden: Array, weight: Array, labels: Array, where: Array | None, options: CallOptions) -> Results:
     """`lce_jax.linear_logprobs`: on one device, over the mesh that its operands name, or inside ``shard_map``."""
     case = _bind.case(hidden, weight, labels, where, options)
-    spec = _bind.spec(case, options, case.vocab_size * _checks.axis_size(options.axis_name))
+    operands = (hidden, weight, labels, where, options.bias, options.temperature)
+    mesh = _meshes.mesh_of(operands, options.static.function, options.static.keeps_tiles)
+    mesh = mesh if options.axis_name is None else None
+    columns = case.vocab_size * _checks.axis_size(options.axis_name)
+    spec = _bind.spec(case, options, columns, at_lowering=mesh is not None and mesh.empty)
     primals, rows = _bind.operands(spec, hidden, weight, labels, where, options)
-    mesh = _meshes.mesh_of((primals, rows), options.static.function, options.static.keeps_tiles)
-    if options.axis_name is None:
-        spec = dataclasses.replace(spec, mesh=mesh)
+    spec = dataclasses.replace(spec, mesh=mesh)
     rows, agree = _bind.same_on_all_shards(primals, rows, options.axis_name, case.vocab_size)
     return _collectives.nan_where_different(agree, _run.run(LOGPROBS, spec, primals, rows))
 

@@ -49,8 +49,9 @@ def explain(
     `linear_kl`; with a mesh or an axis of it, that of the sharded function for one device's tokens and columns. Arrays
     that lie split over a mesh are planned as they lie: XLA, or their types, partition the call so
     (`linear_logits` and `linear_kl` only if their axes are Explicit). Operands may be tracers or
-    ``jax.ShapeDtypeStruct``: nothing is computed. No axis need be bound: with ``axis_name``, give the shapes of one
-    shard.
+    ``jax.ShapeDtypeStruct``: nothing is computed. The plan is for the devices that the mesh or the operands' shardings
+    name, which need not be there (`jax.experimental.topologies`), else for this machine's. No axis need be bound: with
+    ``axis_name``, give the shapes of one shard.
 
     Args:
         hidden: ``[..., H]`` hidden states; any leading shape, also an empty one. bfloat16, float16, float32 or

@@ -16,7 +16,7 @@ from lce_jax._kl_tiles import KLPlan
 from lce_jax._rows import Rows
 from lce_jax._scales import Scales
 from lce_jax._spec import Spec
-from lce_jax._types import Options, Primals
+from lce_jax._types import Case, Options, Primals
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Int
@@ -44,6 +44,21 @@ class KLSpec:
     def options(self) -> Options:
         """Those of the student's head."""
         return self.models.student.options
+
+    @property
+    def case(self) -> Case:
+        """The student's."""
+        return self.models.student.case
+
+    @property
+    def requested(self) -> tuple[str, ...] | None:
+        """The implementations to choose from."""
+        return self.models.student.requested
+
+    @property
+    def as_traced(self) -> KLSpec:
+        """The same: no implementation stands in for another."""
+        return self
 
     @property
     def num_tokens(self) -> int:

@@ -134,7 +134,7 @@ def layout_of_specs(
 
     Tokens are split as hidden is, and the vocabulary as the weight is. A dimension of tokens in which hidden is whole
     is split as other per-token operands are. A split H is gathered. An axis that splits both tokens and vocabulary can
-    split only one of them: the smaller of hidden and weight is gathered over it.
+    split only one of them: hidden or weight is gathered over it, whichever is then smaller on each device.
     """
     leading = [_dividing(mesh, n, _entry(hidden_spec, dim)) for dim, n in enumerate(hidden.shape[:-1])]
     vocab = _dividing(mesh, weight.shape[vocab_dim], _entry(weight_spec, vocab_dim))
@@ -145,7 +145,8 @@ def layout_of_specs(
             leading[dim] = leading[dim] or _dividing(mesh, n, own)
     gather_dim = None
     if any(axis in vocab for axes in leading for axis in axes):
-        if math.prod(hidden.shape) * hidden.dtype.itemsize > math.prod(weight.shape) * weight.dtype.itemsize:
+        tokens = [axis for axes in leading for axis in axes]
+        if _gathered_bytes(mesh, hidden, tokens, vocab) > _gathered_bytes(mesh, weight, vocab, tokens):
             vocab = tuple(axis for axis in vocab if not any(axis in axes for axes in leading))
         else:
             dims = [dim for dim, axes in enumerate(leading) if _ends_with(axes, vocab)]
@@ -180,6 +181,12 @@ def _entry(spec: P, dim: int) -> tuple[str, ...]:
 def _dividing(mesh: Any, size: int, axes: tuple[str, ...]) -> tuple[str, ...]:
     """``axes``, or none of them if they do not divide ``size``: XLA can split unevenly, the kernels cannot."""
     return axes if size % math.prod(mesh.shape[axis] for axis in axes) == 0 else ()
+
+
+def _gathered_bytes(mesh: Any, x: Any, split: Sequence[str], over: Sequence[str]) -> int:
+    """Bytes on each device of ``x``, which the axes of ``split`` split, once it is gathered over those of ``over``."""
+    shards = math.prod(mesh.shape[axis] for axis in split if axis not in over)
+    return math.prod(x.shape) * x.dtype.itemsize // shards
 
 
 def _own_batch_axes(mesh: Any, hidden: Any, vocab_axis: Axes, sequence_axis: Axes) -> Axes:

@@ -10,7 +10,19 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax import _bind, _checks, _collectives, _compat, _logprobs, _loss, _loss_vjp, _meshes, _options, _spread
+from lce_jax import (
+    _bind,
+    _checks,
+    _collectives,
+    _compat,
+    _dispatch,
+    _logprobs,
+    _loss,
+    _loss_vjp,
+    _meshes,
+    _options,
+    _spread,
+)
 from lce_jax._layout import Axes, layout_of_names
 from lce_jax._loss import Inputs
 from lce_jax._loss_in_forward import axes_of_tokens
@@ -113,12 +125,12 @@ def linear_loss(
     _options.check_names(linear_loss, options, without=("cache_bytes", "candidates"))
     checked, most = _options.of_call(options).named("linear_loss"), budget(chunk_bytes, options)
     case = _bind.case(hidden, weight, labels, where, checked)
-    spec = _bind.spec(case, checked, case.vocab_size * _checks.axis_size(checked.axis_name))
+    mesh = _meshes.mesh_of((hidden, weight, labels, where, per_token), "linear_loss")
+    mesh = mesh if checked.axis_name is None else None
+    columns = case.vocab_size * _checks.axis_size(checked.axis_name)
+    spec = _bind.spec(case, checked, columns, at_lowering=mesh is not None and mesh.empty)
     inputs, agree, call = _inputs(loss_fn, spec, hidden, weight, labels, per_token, where, checked)
-    mesh = _meshes.mesh_of(inputs, "linear_loss")
-    if checked.axis_name is None:
-        spec = dataclasses.replace(spec, mesh=mesh)
-    total, out = _evaluated(spec, call, most, inputs)
+    total, out = _evaluated(dataclasses.replace(spec, mesh=mesh), call, most, inputs)
     if agree is not None:
         total = _collectives.nan_where_different(jnp.all(agree), total)
         out = _collectives.nan_where_different(agree, out)
@@ -204,7 +216,8 @@ def sharded_linear_loss(
     case = _bind.case(hidden, weight, labels, where, checked)
     axes = {"vocab_axis": vocab_axis, "batch_axes": batch_axes, "sequence_axis": sequence_axis}
     layout = layout_of_names(hidden, weight, case.options.vocab_dim, mesh=mesh, **axes)
-    spec = dataclasses.replace(_bind.spec(case, checked, case.vocab_size), mesh=layout)
+    spec = _bind.spec(_dispatch.over(case, layout.mesh), checked, case.vocab_size)
+    spec = dataclasses.replace(spec, mesh=layout)
     inputs, _, call = _inputs(loss_fn, spec, hidden, weight, labels, per_token, where, checked)
     total, out = _evaluated(spec, call, most, inputs)
     return total, jax.tree.map(lax.stop_gradient, Results(out).public)

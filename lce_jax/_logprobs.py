@@ -13,8 +13,7 @@ from lce_jax._rows import Rows
 from lce_jax._run import Capability
 from lce_jax._spec import Spec
 from lce_jax._spread import Kind, Program, spread
-from lce_jax._types import Case, Primals, Results, ShardStatistics
-from lce_jax._xla_partitioning import warn_once
+from lce_jax._types import Case, Options, Primals, Results, ShardStatistics
 
 if TYPE_CHECKING:
     from jaxtyping import Array
@@ -26,10 +25,9 @@ def forward(spec: Spec, primals: Primals, rows: Rows, differentiated: bool) -> t
     """The results, and what a backward needs. Where XLA decides how operands are split, no tile is kept."""
     options, keeps = spec.case.options, differentiated
     left = _spread.is_left_to_xla(spec, (primals, rows))
+    unused = _unused(options) if left and differentiated else ()
     if left:
         spec, keeps = _exact(spec), False
-        if differentiated:
-            _warn_of_what_is_not_kept(spec.case, options.gradient_threshold)
 
     def run(spec: Spec, primals: Primals, rows: Rows) -> tuple[Results, Kept]:
         out, *kept = _spmd.forward(spec, primals, rows, keeps)
@@ -37,7 +35,8 @@ def forward(spec: Spec, primals: Primals, rows: Rows, differentiated: bool) -> t
 
     apart = bool(keeps and options.keeps_tiles)
     operands = _spread.head(options.vocab_dim), Kind.TOKENS
-    program = Program(run, operands, (Kind.TOKENS, (Kind.TOKENS, Kind.DEVICE)), joins=not apart)
+    results = Kind.TOKENS, (Kind.TOKENS, Kind.DEVICE)
+    program = Program(run, operands, results, joins=not apart, unused=unused)
     out, kept = spread(spec, program, primals, rows)
     if left and options.reports_dropped_mass:
         out = out._replace(outputs=out.outputs._replace(dropped_mass=jnp.zeros_like(out.outputs.lse)))
@@ -76,12 +75,10 @@ def _exact(spec: Spec) -> Spec:
     return dataclasses.replace(spec, case=dataclasses.replace(spec.case, options=options))
 
 
-def _warn_of_what_is_not_kept(case: Case, threshold: float) -> None:
-    instead = "call sharded_linear_logprobs (or _cross_entropy), or make the mesh's axes Explicit"
-    if case.options.cache_bytes:
-        warn_once(f"cache_bytes keeps nothing where XLA partitions linear_logprobs over Auto axes: {instead}")
-    if threshold:
-        warn_once(
-            "gradient_threshold is not used where XLA partitions linear_logprobs over Auto axes, and the gradients are "
-            f"exact: {instead}"
-        )
+def _unused(options: Options) -> tuple[str, ...]:
+    """What of the options is lost without tiles of the forward."""
+    given = {
+        "cache_bytes keeps nothing": options.cache_bytes,
+        "gradient_threshold is not used, and the gradients are exact,": options.gradient_threshold,
+    }
+    return tuple(message for message, asked in given.items() if asked)

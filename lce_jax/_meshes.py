@@ -8,7 +8,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
-from lce_jax import _compat
+from lce_jax import _compat, _devices
 from lce_jax._compat import as_axes
 from lce_jax._xla_partitioning import warn_once
 
@@ -16,17 +16,23 @@ from lce_jax._xla_partitioning import warn_once
 def mesh_of(operands: Any, function: str, keeps_tiles: bool = False) -> AbstractMesh | None:
     """The mesh over which the operands may be split; None for one device, and inside ``shard_map``.
 
-    Types without a mesh do not prove that there is none: ``jit(..., in_shardings=...)`` tells only XLA. So a traced
-    call on a machine with several devices gets the rule too. On a single device no rule is needed.
+    Where neither types nor `jax.set_mesh` name a mesh, there may be one all the same: ``jit(..., in_shardings=...)``
+    tells only XLA. So a traced call gets the rule too, with an empty mesh: on a machine with several devices, and on
+    one without a GPU, where programs are compiled ahead of time for devices that the lowering alone names. A single
+    GPU compiles for itself, without the rule, which would double the time to trace the kernels.
     """
-    mesh = mesh_of_types(operands)
+    arrays = [x for x in jax.tree.leaves(operands) if isinstance(x, jax.Array)]
+    mesh = mesh_of_types(arrays)
     if AxisType.Manual in mesh.axis_types:
-        check_other_axes(mesh, operands, function)
+        check_other_axes(mesh, arrays, function)
         return None
+    traced = any(isinstance(x, jax.core.Tracer) for x in arrays)
+    if mesh.empty and traced:
+        mesh = jax.sharding.get_abstract_mesh()
     if not mesh.empty:
-        return mesh if mesh.size > 1 else None
-    traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(operands))
-    return mesh if traced and not keeps_tiles and jax.device_count() > 1 else None
+        return mesh if mesh.size > 1 and not mesh.manual_axes else None
+    has_gpu = _devices.current_device().platform == "gpu"
+    return mesh if traced and (not has_gpu or (not keeps_tiles and jax.device_count() > 1)) else None
 
 
 def check_other_axes(mesh: AbstractMesh, operands: Any, function: str) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from lce_jax import _dispatch, mosaic
+from lce_jax import _devices, mosaic
 from lce_jax._by_platform import by_platform
 from lce_jax._types import is_array
 
@@ -31,11 +31,12 @@ def of_arrays(function: Callable[..., Any], operands: Any) -> tuple[Callable[...
 def on_device(function: Callable[..., Any], *operands: Any) -> Any:
     """``function(*operands)`` of trees of [T] and of numbers: in a kernel, where there are any for their device."""
     run, arrays = of_arrays(function, operands)
-    kernels = mosaic.on(_dispatch.current_device(arrays[0]))
+    device = _devices.current_device(*arrays)
+    kernels = mosaic.on(device)
     if kernels is None or not all(x.dtype in (jnp.float32, jnp.int32) for x in arrays):
         return run(*arrays)
 
     def in_kernel(*arrays: Any) -> Any:
         return kernels.per_token(run, *arrays)
 
-    return by_platform(in_kernel, run, *arrays)
+    return by_platform(in_kernel, run, *arrays, device=device)

@@ -238,7 +238,8 @@ def _run(spec: Spec, chosen: Callable[..., Any], elsewhere: Callable[..., Any], 
     if spec.implementation != mosaic.NAME:
         return chosen(*operands)
     other = _dispatch.elsewhere(spec.case, spec.implementation, spec.requested)
-    return by_platform(chosen, None if other is None else functools.partial(elsewhere, *other), *operands)
+    replacement = None if other is None else functools.partial(elsewhere, *other)
+    return by_platform(chosen, replacement, *operands, device=spec.case.device)
 
 
 def _zeros(structs: Any) -> Any:

@@ -41,13 +41,19 @@ class Spec:
         """All tokens of the call."""
         return self.case.num_tokens
 
+    @property
+    def as_traced(self) -> Spec:
+        """The same; if its implementation stands in for one that is asked for by name, it alone is asked for."""
+        stands_in = self.requested is not None and self.implementation not in self.requested
+        return dataclasses.replace(self, requested=(self.implementation,)) if stands_in else self
+
     def with_tokens(self, num_tokens: int) -> Spec:
         """The same call with so many tokens."""
         return dataclasses.replace(self, case=dataclasses.replace(self.case, num_tokens=num_tokens))
 
     def share(self, layout: Layout, num_tokens: int, columns: Sequence[int]) -> Spec:
         """The spec of one device's share, its implementation chosen for the share's shapes."""
-        case = dataclasses.replace(self.case, num_tokens=num_tokens, vocab_size=columns[0])
+        case = dataclasses.replace(_dispatch.over(self.case, layout.mesh), num_tokens=num_tokens, vocab_size=columns[0])
         chosen, _ = _dispatch.choose(case, self.requested)
         return dataclasses.replace(
             self,

@@ -71,12 +71,14 @@ class Program:
         operands: a `Kind` in place of each array, or of a tree of them. There is a `Kind.HIDDEN` and a weight.
         results: the same.
         joins: whether a batch of calls is one call with more tokens: all results are by token.
+        unused: what is lost of the call where XLA decides how operands are split, in words.
     """
 
     run: Callable[..., Any]
     operands: tuple[Any, ...]
     results: Any
     joins: bool = False
+    unused: tuple[str, ...] = ()
 
 
 def spread(spec: Any, program: Program, *operands: Any) -> Any:
@@ -226,14 +228,15 @@ def _by_xla(spec: Any, program: Program, *operands: Any) -> Any:
     """The program of global arrays, which XLA partitions."""
 
     def whole(*operands: Any) -> Any:
-        return program.run(spec, *operands)
+        return program.run(spec.as_traced, *operands)
 
     names = _Names(program, operands)
     given = [names.of(kind, x) for kind, x in _pairs(program.operands, operands)]
     found = [names.of(kind, x) for kind, x in _pairs(program.results, jax.eval_shape(whole, *operands))]
     dimensions = f"{', '.join(given)} -> {', '.join(found)}"
     rule = functools.partial(_rule, spec, program)
-    return Partitioned(whole, rule, dimensions, tuple(names.unsplit), spec.mesh, spec.options)(*operands)
+    of_call = spec.mesh, spec.case, spec.requested, program.unused
+    return Partitioned(whole, rule, dimensions, tuple(names.unsplit), *of_call)(*operands)
 
 
 class _Names:

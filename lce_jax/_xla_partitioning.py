@@ -23,7 +23,8 @@ from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from lce_jax._types import Options
+from lce_jax import _compat, _dispatch
+from lce_jax._types import Case, Options
 
 _logger = logging.getLogger("lce_jax")
 
@@ -46,7 +47,9 @@ class Partitioned:
         dimensions: the names of all dimensions, operands and results in order: ``"b h, v h -> b"``.
         unsplit: the names of the dimensions that each device needs whole.
         mesh: the mesh that the operands' types name; empty if they name none.
-        options: those of the call, which name the public function in messages.
+        case: the call.
+        requested: the implementations that the caller names. `whole` may stand in for one that its device refuses.
+        unused: what the rule loses of the call, in words.
     """
 
     whole: Callable[..., Any]
@@ -54,10 +57,19 @@ class Partitioned:
     dimensions: str
     unsplit: tuple[str, ...]
     mesh: AbstractMesh
-    options: Options
+    case: Case
+    requested: tuple[str, ...] | None
+    unused: tuple[str, ...] = ()
+
+    @property
+    def options(self) -> Options:
+        """Those of the call, which name the public function in messages."""
+        return self.case.options
 
     def __call__(self, *operands: Any) -> Any:
         """The function's results."""
+        if self.mesh.size > 1:
+            _say_what_xla_loses(self)
         tree: Any = jax.tree.structure(operands)
         flat = jax.tree.leaves(operands)
         closed, shapes = jax.make_jaxpr(lambda *flat: self.whole(*tree.unflatten(flat)), return_shape=True)(*flat)
@@ -73,7 +85,9 @@ dispatch.prim_requires_devices_during_lowering.add(_partitioned_p)
 
 
 def _lower(context: Any, *operands: Any, whole: Any, function: Partitioned, trees: Any) -> Any:
-    run = jaxpr_as_fun(whole)
+    run, devices = jaxpr_as_fun(whole), _compat.lowering_devices(context)
+    case = function.case if not devices else _dispatch.over(function.case, Mesh(np.array(devices[:1]), ("device",)))
+    _dispatch.choose(case, function.requested)
     if context.module_context.lowering_parameters.for_export:
         if function.mesh.size > 1:
             options = function.options
@@ -81,12 +95,47 @@ def _lower(context: Any, *operands: Any, whole: Any, function: Partitioned, tree
                 f"jax.export cannot carry the rule by which XLA partitions {options.function}: every device of the "
                 f"exported program will compute all of it. Export {options.sharded_function} instead."
             )
+    elif len(devices) == 1:
+        if case.device != function.case.device:
+            run = _on_one_device(devices[0], function, trees, context.avals_in)
     else:
+        _say_what_xla_loses(function)
         run = _with_rule(run, function, trees)
     return mlir.lower_fun(run, multiple_results=True)(context, *operands)
 
 
 mlir.register_lowering(_partitioned_p, _lower)
+
+
+def _on_one_device(device: Any, function: Partitioned, trees: Any, avals: Any) -> Callable[..., Any]:
+    """The program for ``device``, which tracing could not see: that of a mesh of one device."""
+    _say_what_is_lost(
+        function,
+        f"where jit learns of the device, {device.device_kind}, after it has traced {function.options.function}: call "
+        'it under jax.set_mesh(jax.sharding.Mesh([device], ("device",)))',
+    )
+    operand_tree, _ = trees
+    specs = operand_tree.unflatten([P(*(None,) * len(aval.shape)) for aval in avals])
+    answer = function.rule(Mesh(np.array([device]), ("device",)), operand_tree.unflatten(avals), specs)
+
+    def run(*flat: Any) -> Any:
+        return jax.tree.leaves(answer.device(*operand_tree.unflatten(flat)))
+
+    return run
+
+
+def _say_what_xla_loses(function: Partitioned) -> None:
+    options = function.options
+    _say_what_is_lost(
+        function,
+        f"where XLA partitions {options.function} over Auto axes: call {options.sharded_function}, or make the mesh's "
+        "axes Explicit",
+    )
+
+
+def _say_what_is_lost(function: Partitioned, where: str) -> None:
+    for what in function.unused:
+        warn_once(f"{what} {where}")
 
 
 def _with_rule(run: Callable[..., Any], function: Partitioned, trees: Any) -> Callable[..., Any]:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from lce_jax import (
@@ -18,6 +18,7 @@ from lce_jax import (
     sharded_linear_cross_entropy,
     sharded_linear_logprobs,
 )
+from lce_jax._layout import layout_of_specs
 from tests import oracle
 from tests.pairs import pairs_of
 from tests.partition_cases import (
@@ -95,6 +96,18 @@ def test_one_axis_for_tokens_and_vocabulary(place: str, kind: AxisType) -> None:
     for size in (V, 128):  # hidden states are the smaller operand, then the larger one
         weight = put(WEIGHT[:size], mesh, P("data"))
         assert_same(step()(hidden, weight, labels), step()(HIDDEN, WEIGHT[:size], LABELS))
+
+
+@pytest.mark.parametrize(("tokens", "gathers_hidden"), [(4096, True), (1 << 20, False)])
+def test_what_a_device_would_hold_decides_what_is_gathered(tokens: int, gathers_hidden: bool) -> None:
+    """Not the hidden states of all replicas: a pod with more of them must gather the same."""
+    for replicas in (1, 64):
+        mesh = AbstractMesh((replicas, 8), ("data", "tensor"))
+        hidden = jax.ShapeDtypeStruct((replicas, tokens, 64), jnp.bfloat16)
+        weight = jax.ShapeDtypeStruct((1 << 15, 64), jnp.bfloat16)
+        found = layout_of_specs(mesh, hidden, weight, P("data", "tensor"), P("tensor"), [], 0)
+        assert (found.gather_dim == 1, found.vocab_axes == "tensor") == (gathers_hidden, gathers_hidden)
+        assert found.token_shards == replicas * (1 if gathers_hidden else 8)
 
 
 def test_in_shardings_alone_split_the_work() -> None:

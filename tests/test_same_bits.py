@@ -14,7 +14,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 import lce_jax
 from lce_jax import _bind, _math, _shard, _spmd, _temperature, mosaic, passes
-from lce_jax._dispatch import for_device
+from lce_jax._devices import for_device
 from lce_jax._types import Operands
 from lce_jax.mosaic._chunks import GROUP
 from lce_jax.mosaic._pallas import interpreting, plgpu
@@ -38,7 +38,7 @@ def drawn(T: int, H: int, V: int) -> tuple[Any, Any, Any]:
 @pytest.fixture
 def kernels_of_jax(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the CPU too, by the interpreter, where a program would be lowered for another implementation."""
-    monkeypatch.setattr(_shard, "by_platform", lambda on_gpu, _, *operands: on_gpu(*operands))
+    monkeypatch.setattr(_shard, "by_platform", lambda on_gpu, _, *operands, **__: on_gpu(*operands))
 
 
 def by_jax(hidden: Any, weight: Any, labels: Any, where: Any = None, **options: Any) -> dict[str, np.ndarray]:

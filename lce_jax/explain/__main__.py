@@ -1,4 +1,7 @@
-"""``python -m lce_jax.explain``: what a head will hold, per device, before anything is changed. It needs no GPU."""
+"""``python -m lce_jax.explain``: what a head will hold, per device, before anything is changed. It needs no GPU.
+
+With ``--pod`` the program is compiled for a whole pod (`lce_jax.explain._pod`), without it the memory is estimated.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +19,11 @@ from lce_jax import Plan, explain, scalars
 from lce_jax._compat import abstract_device
 from lce_jax._models import MODELS, Head, model_head
 from lce_jax._plans import PassBytes, format_bytes
+from lce_jax.explain import _pod
+from lce_jax.explain._targets import TARGETS
 
 DTYPES = ("bfloat16", "float16", "float32")
-# Names as JAX gives them, and multiprocessors, which decide the kernels' chunks.
-DEVICES = {
-    "h100": ("gpu", "NVIDIA H100 80GB HBM3", 132),
-    "h200": ("gpu", "NVIDIA H200", 132),
-    "a100": ("gpu", "NVIDIA A100-SXM4-80GB", 108),
-    "cpu": ("cpu", "cpu", None),
-}
+DEVICES = {**{name: ("gpu", of.kind, of.core_count) for name, of in TARGETS.items()}, "cpu": ("cpu", "cpu", None)}
 TENSOR = "tensor"
 PRODUCTS = 3  # of a forward and a backward: logits, dhidden, dweight. Recomputed logits are one more
 ALL = 1 << 62  # cache_bytes that nothing exceeds
@@ -47,31 +46,58 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--device", choices=DEVICES, default="h200", help="default: h200")
     spare = "GiB per device that may be kept from forward to backward (default 4)"
     out.add_argument("--spare-gib", type=_amount, default=4.0, metavar="G", help=spare)
+    out.add_argument("--pod", type=_pod_of, metavar="DxN", help="compile for D replicas, with the vocabulary over N")
+    of_pod = f"that --pod compiles: {', '.join(_pod.CALLS)} (default linear_logprobs)"
+    out.add_argument("--function", choices=_pod.CALLS, metavar="NAME", help=of_pod)
     return out
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prints the table and the recommendation."""
-    for line in report(*read(arguments)):
-        print(line)
+    """Prints the table and the recommendation, or what a pod's program holds."""
+    command, options = parser(), parser().parse_args(arguments)
+    lines = report(*read(arguments)) if options.pod is None else _of_pod(command, options)
+    try:
+        for line in lines:
+            print(line, flush=True)
+    except ModuleNotFoundError as error:
+        command.error(str(error))
     return 0
+
+
+def _of_pod(command: argparse.ArgumentParser, options: argparse.Namespace) -> Iterator[str]:
+    """The report of ``--pod``."""
+    if options.tensor_parallel != 1 or options.sequence_parallel:
+        command.error(f"--pod {options.pod} says how many devices split V, and prints the sequence split and whole")
+    if options.device not in TARGETS:
+        command.error(f"--pod compiles for {', '.join(TARGETS)}, not for {options.device}")
+    if options.tokens % options.pod.tensor:
+        command.error(f"--tokens {options.tokens} must divide by the {options.pod.tensor} of --pod {options.pod}")
+    dtype, function = jnp.dtype(options.dtype), options.function or "linear_logprobs"
+    jax.config.update("jax_enable_compilation_cache", False)  # it keeps no program for a device that is not there
+    return _pod.report(_head(command, options), options.tokens, options.pod, options.device, dtype, function)
 
 
 def read(arguments: list[str] | None = None) -> tuple[Call, int]:
     """The call that a command line describes, and the bytes to spare."""
     command = parser()
     options = command.parse_args(arguments)
+    if options.function is not None:
+        command.error(f"--function {options.function} is for --pod")
+    head = _head(command, options)
+    if options.sequence_parallel and options.tokens % options.tensor_parallel:
+        command.error(f"--tokens {options.tokens} must divide by --tensor-parallel {options.tensor_parallel}")
+    split = (options.tensor_parallel, options.sequence_parallel)
+    call = Call(head, options.tokens, *split, jnp.dtype(options.dtype), options.device)
+    return call, int(options.spare_gib * (1 << 30))
+
+
+def _head(command: argparse.ArgumentParser, options: argparse.Namespace) -> Head:
     own = (options.hidden, options.vocab)
     if (options.model is None) == (own == (None, None)) or (options.model is None and None in own):
         command.error("give --model, or --hidden and --vocab")
     if options.model is not None and options.softcap is not None:
         command.error(f"--softcap belongs to --hidden and --vocab; {options.model} brings its own")
-    if options.sequence_parallel and options.tokens % options.tensor_parallel:
-        command.error(f"--tokens {options.tokens} must divide by --tensor-parallel {options.tensor_parallel}")
-    head = Head(*own, logit_softcap=options.softcap) if options.model is None else model_head(options.model)
-    split = (options.tensor_parallel, options.sequence_parallel)
-    call = Call(head, options.tokens, *split, jnp.dtype(options.dtype), options.device)
-    return call, int(options.spare_gib * (1 << 30))
+    return Head(*own, logit_softcap=options.softcap) if options.model is None else model_head(options.model)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,6 +211,13 @@ def _advice(plain: Plan, in_forward: Plan, cache: int, spare: int) -> Iterator[s
         yield f"else: cache_bytes={cache} spares {cache / full:.0%} of the recomputation, with {said}"
     else:
         yield f"else: leave cache_bytes out, one tile of the vocabulary takes more than {said}"
+
+
+def _pod_of(text: str) -> _pod.Pod:
+    try:
+        return _pod.Pod.of(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _positive(text: str) -> int:

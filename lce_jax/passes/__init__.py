@@ -10,7 +10,7 @@ nothing there.
 
 from __future__ import annotations
 
-from lce_jax._dispatch import for_device
+from lce_jax._devices import for_device
 from lce_jax._types import Device
 from lce_jax.passes._head import THREADS, Head, refusal
 from lce_jax.passes._kept import live_shape

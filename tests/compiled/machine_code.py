@@ -16,10 +16,10 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
-from jax.experimental import topologies
 
 from lce_jax import passes
 from lce_jax._models import MODELS
+from lce_jax.explain._targets import TARGETS
 from lce_jax.passes import _mosaic
 from lce_jax.passes._recorder import Kernel
 from tests.devices import H200
@@ -104,8 +104,7 @@ def kernels() -> list[tuple[Kernel, str]]:
 
 def device() -> Any:
     """An H200 that is described and not there."""
-    spec = (HERE / "h200.txtpb").read_text()
-    return topologies.get_topology_desc("h200", platform="cuda", target_config=spec, topology="1x1x1").devices[0]
+    return TARGETS["h200"].mesh(1, 1).devices.flat[0]
 
 
 def shared_bytes(kernel: Kernel) -> int:

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from lce_jax import explain, linear_logprobs, passes
+from lce_jax import explain, linear_logprobs
+from lce_jax.explain._targets import TARGETS
 from tests.compiled import machine_code
 from tests.compiled.machine_code import TABLE
-from tests.devices import H200
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("jax_plugins") is None, reason="make test-compile brings the wheels"),
@@ -40,20 +40,20 @@ def test_registers_and_spills_are_those_of_the_table() -> None:
 def test_a_program_holds_no_more_than_its_plan_says(shape: tuple[int, int, int], options: dict[str, Any]) -> None:
     """Temporary memory as XLA has planned it for an H200, gradients aside. The logits would take several times that."""
     T, H, V = shape
-    sharding = jax.sharding.SingleDeviceSharding(machine_code.device())
+    mesh = TARGETS["h200"].mesh(1, 1)
 
     def struct(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+        return jax.ShapeDtypeStruct(
+            shape, dtype, sharding=jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+        )
 
     def objective(hidden: Any, weight: Any, labels: Any) -> Any:
         out = linear_logprobs(hidden, weight, labels, implementation="mosaic_gpu", **options)
         return out.logprobs.sum() + out.entropy.sum()
 
     given = struct((T, H), jnp.bfloat16), struct((V, H), jnp.bfloat16), struct((T,), jnp.int32)
-    with passes.for_device(H200):
-        traced = jax.jit(jax.value_and_grad(objective, argnums=(0, 1))).trace(*given)
-        memory = traced.lower(lowering_platforms=("cuda",)).compile().memory_analysis()
-        plan = explain(*given, **options)
+    lowered = jax.jit(jax.value_and_grad(objective, argnums=(0, 1))).lower(*given)
+    memory, plan = lowered.compile().memory_analysis(), explain(*given, **options)
     planned = plan.kept_bytes + max(plan.forward_bytes, plan.backward_bytes)
     assert 0.5 * planned < memory.temp_size_in_bytes < 1.05 * planned
     assert memory.temp_size_in_bytes < 0.6 * T * V * 4

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import lce_jax
-from lce_jax import _dispatch, mosaic
+from lce_jax import _devices, mosaic
 from lce_jax.mosaic import _generations
 from tests.test_mosaic_interpret import Call, call, case_of
 from tests.test_mosaic_threshold import CALLS, check_live_tiles, kernels_of, with_threshold
@@ -21,7 +21,7 @@ LARGER = call("many batches", T=3000, V=5000, H=512, chunk=1, num_rows=2900, sta
 
 @pytest.mark.parametrize("test", [*CALLS, LARGER], ids=str)
 def test_live_tiles_alone(test: Call) -> None:
-    case = dataclasses.replace(case_of(with_threshold(test)), device=_dispatch.current_device())
+    case = dataclasses.replace(case_of(with_threshold(test)), device=_devices.current_device())
     if (reason := mosaic.supports(case)) is not None:
         pytest.skip(reason)
     with _generations.using(kernels_of(with_threshold(test))):  # small batches

@@ -1,0 +1,174 @@
+"""``--pod``: a head's forward and backward, compiled for a pod that need not be there. Nothing is run."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import lce_jax
+from lce_jax._models import Head
+from lce_jax._plans import format_bytes
+from lce_jax.explain import _hlo
+from lce_jax.explain._targets import TARGETS, Target
+
+NUM_LARGEST = 64  # the k of linear_topk
+LISTED = 6  # collectives of a program, the largest
+
+
+class Pod(NamedTuple):
+    """A mesh of devices: replicas of the tokens, and shards of the vocabulary."""
+
+    data: int
+    tensor: int
+
+    def __str__(self) -> str:
+        return f"{self.data}x{self.tensor}"
+
+    @classmethod
+    def of(cls, text: str) -> Pod:
+        """From "64x8"."""
+        sizes = text.split("x")
+        if len(sizes) != 2 or not all(size.isascii() and size.isdigit() and int(size) for size in sizes):
+            raise ValueError(f"{text!r} must be DATAxTENSOR, two positive numbers of devices, such as 64x8")
+        return cls(*map(int, sizes))
+
+
+class Split(NamedTuple):
+    """How the operands lie over the pod, besides batch over data and vocabulary over tensor."""
+
+    fsdp: bool = False  # the weight's hidden size is split over data
+    sequence: bool = False  # hidden's sequence is split over tensor
+
+    def __str__(self) -> str:
+        parts = ["batch, vocabulary", "weight over data" * self.fsdp, "sequence over tensor" * self.sequence]
+        return ", ".join(filter(None, parts))
+
+
+SPLITS = (Split(), Split(fsdp=True), Split(fsdp=True, sequence=True))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Program:
+    """A call of a public function on every device of a pod, with its backward if it has one."""
+
+    head: Head
+    tokens: int  # of a replica
+    pod: Pod
+    target: Target
+    dtype: Any = jnp.bfloat16
+    function: str = "linear_logprobs"
+    split: Split = SPLITS[0]
+    sharded: bool = False  # by the function that takes the mesh's axes by name; else by jit, over Auto axes
+
+    @property
+    def columns(self) -> int:
+        """Of the weight on each device: the vocabulary is padded to a multiple."""
+        return -(-self.head.vocab_size // self.pod.tensor)
+
+    def compiled(self) -> Any:
+        """The program, as XLA has compiled it for the target."""
+        mesh = self.target.mesh(*self.pod)
+        operands = self._operands(mesh)
+        step, results = self._step(mesh), None
+        if self.function in DIFFERENTIABLE:
+            step = jax.value_and_grad(step, argnums=(0, 1))
+            results = (None, tuple(x.sharding for x in operands[:2]))
+        return jax.jit(step, out_shardings=results).lower(*operands).compile()
+
+    def _operands(self, mesh: Mesh) -> tuple[Any, Any, Any]:
+        """Hidden states, weight and labels: shapes that say how they lie."""
+
+        def struct(shape: tuple[int, ...], dtype: Any, *axes: str | None) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*axes)))
+
+        tokens, H = (self.pod.data, self.tokens), self.head.hidden_size
+        rows = "tensor" if self.split.sequence else None
+        return (
+            struct((*tokens, H), self.dtype, "data", rows, None),
+            struct((self.columns * self.pod.tensor, H), self.dtype, "tensor", "data" if self.split.fsdp else None),
+            struct(tokens, jnp.int32, "data", None),
+        )
+
+    def _step(self, mesh: Mesh) -> Callable[..., Any]:
+        """The function of these operands: a number, if it has a gradient."""
+        options: dict[str, Any] = {"vocab_size": self.head.vocab_size, "logit_softcap": self.head.logit_softcap}
+        function = getattr(lce_jax, f"sharded_{self.function}" if self.sharded else self.function)
+        if self.sharded:
+            options |= {"mesh": mesh, "batch_axes": "data", "vocab_axis": "tensor"}
+            options["sequence_axis"] = "tensor" if self.split.sequence else None
+        return lambda *operands: CALLS[self.function](function, *operands, **options)
+
+
+def _logprobs(function: Any, hidden: Any, weight: Any, labels: Any, **options: Any) -> Any:
+    out = function(hidden, weight, labels, **options)
+    return jnp.sum(out.logprobs + out.entropy)
+
+
+def _loss(function: Any, hidden: Any, weight: Any, labels: Any, **options: Any) -> Any:
+    return function(lambda logprob, entropy, _: -logprob - 0.01 * entropy, hidden, weight, labels, **options)[0]
+
+
+def _kl(function: Any, hidden: Any, weight: Any, labels: Any, **options: Any) -> Any:
+    del labels
+    return jnp.sum(function(hidden, weight, hidden * 2, weight, **options))  # a head of the student's size teaches
+
+
+def _topk(function: Any, hidden: Any, weight: Any, labels: Any, **options: Any) -> Any:
+    del labels
+    return function(hidden, weight, NUM_LARGEST, **options)
+
+
+def _cross_entropy(function: Any, *operands: Any, **options: Any) -> Any:
+    return function(*operands, **options)
+
+
+CALLS = {
+    "linear_logprobs": _logprobs,
+    "linear_cross_entropy": _cross_entropy,
+    "linear_loss": _loss,
+    "linear_kl": _kl,
+    "linear_topk": _topk,
+}
+DIFFERENTIABLE = frozenset(CALLS) - {"linear_topk"}
+NAMES_ITS_AXES = ("linear_kl",)  # no rule: over Auto axes each device would compute all of it
+
+
+def report(head: Head, tokens: int, pod: Pod, device: str, dtype: Any, function: str) -> Iterator[str]:
+    """The lines to print, as the programs are compiled."""
+    first = Program(head=head, tokens=tokens, pod=pod, target=TARGETS[device], dtype=dtype, function=function)
+    both = " and its backward" if function in DIFFERENTIABLE else ""
+    yield f"{head}; {jnp.dtype(dtype).name} on {pod.data * pod.tensor} of {first.target.kind}, {pod} (data x tensor)"
+    yield f"{function}{both} of {tokens:,} tokens a replica, compiled by JAX {jax.__version__} and not run; per device:"
+    ways = (True,) if function in NAMES_ITS_AXES else (False, True)
+    for sharded in ways:
+        for split in SPLITS:
+            yield ""
+            yield from _of_program(dataclasses.replace(first, split=split, sharded=sharded))
+    if function in NAMES_ITS_AXES:
+        yield ""
+        yield f"not under plain jit: {function} has no rule for Auto axes, and would compute all of it on every device"
+
+
+def _of_program(program: Program) -> Iterator[str]:
+    start = time.monotonic()
+    compiled = program.compiled()
+    memory, text = compiled.memory_analysis(), compiled.as_text()
+    served = "kernels" if "mosaic_gpu" in text else "xla"
+    way = f"sharded_{program.function}" if program.sharded else f"{program.function} under jit"
+    yield f"{way}: {program.split} ({served}, {time.monotonic() - start:.0f} s)"
+    sizes = (memory.argument_size_in_bytes, memory.temp_size_in_bytes, memory.output_size_in_bytes)
+    yield "  arguments {:>10}   temporaries {:>10}   results {:>10}".format(*map(format_bytes, sizes))
+    found = _hlo.collectives(text, program.pod.data * program.pod.tensor)
+    for one in found[:LISTED]:
+        times = f"{one.times} x " if one.times > 1 else ""
+        yield f"  {one.kind:<14} over {one.devices:>3}  {times + format_bytes(one.num_bytes):>14}  {one.arrays}"
+    if left := found[LISTED:]:
+        rest = format_bytes(sum(one.times * one.num_bytes for one in left))
+        yield f"  {sum(one.times for one in left)} smaller ones, {rest} together"

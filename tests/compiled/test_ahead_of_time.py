@@ -1,0 +1,206 @@
+"""Programs for devices that this machine does not have get the kernels, however the devices are named."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+import lce_jax
+from lce_jax import (
+    UnsupportedError,
+    _xla_partitioning,
+    explain,
+    linear_cross_entropy,
+    linear_logprobs,
+    linear_loss,
+    passes,
+)
+from lce_jax.explain._targets import TARGETS
+from tests.devices import H200
+from tests.doc_blocks import ROOT, parts
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("jax_plugins") is None, reason="make test-compile brings the wheels"
+)
+T, H, V = 1024, 256, 4096
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_compilation_cache() -> Iterator[None]:
+    """It keeps no program for a device that is not there."""
+    before = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    yield
+    jax.config.update("jax_enable_compilation_cache", before)
+
+
+def logprobs(*operands: Any, **options: Any) -> Any:
+    out = linear_logprobs(*operands, **options)
+    return out.logprobs.sum() + out.entropy.sum()
+
+
+def token_loss(*operands: Any, **options: Any) -> Any:
+    return linear_loss(lambda logprob, *_: -logprob, *operands, **options)[0]
+
+
+FUNCTIONS = {"logprobs": logprobs, "cross_entropy": linear_cross_entropy, "loss": token_loss}
+SPECS = P("data"), P("tensor"), P("data")
+
+
+def structs(shardings: Any = (None, None, None)) -> list[Any]:
+    shapes = ((T, H), jnp.bfloat16), ((V, H), jnp.bfloat16), ((T,), jnp.int32)
+    return [jax.ShapeDtypeStruct(*x, sharding=how) for x, how in zip(shapes, shardings, strict=True)]
+
+
+def split(mesh: Mesh) -> list[NamedSharding]:
+    return [NamedSharding(mesh, spec) for spec in SPECS]
+
+
+def compiled(function: Callable[..., Any], operands: list[Any], **options: Any) -> str:
+    step = jax.jit(jax.value_and_grad(function, argnums=(0, 1)), **options)
+    return step.lower(*operands).compile().as_text()
+
+
+def explicit(mesh: Mesh) -> Mesh:
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Explicit,) * 2)
+
+
+def one_device(mesh: Mesh) -> list[Any]:
+    return structs([SingleDeviceSharding(mesh.devices.flat[0])] * 3)
+
+
+def in_context(function: Any, mesh: Mesh) -> str:
+    with jax.set_mesh(mesh):
+        return compiled(function, structs(), in_shardings=split(mesh))
+
+
+def in_shard_map(function: Any, mesh: Mesh) -> str:
+    def own(*operands: Any) -> Any:
+        return jax.lax.psum(function(*operands, axis_name="tensor"), "data")
+
+    mapped = jax.shard_map(own, mesh=mesh, in_specs=SPECS, out_specs=P())
+    return compiled(mapped, structs(), in_shardings=split(mesh))
+
+
+WAYS: dict[str, Callable[[Any, Mesh], str]] = {
+    "types of Auto axes": lambda f, mesh: compiled(f, structs(split(mesh))),
+    "types of Explicit axes": lambda f, mesh: compiled(f, structs(split(explicit(mesh)))),
+    "set_mesh": in_context,
+    "in_shardings": lambda f, mesh: compiled(f, structs(), in_shardings=split(mesh)),
+    "SingleDeviceSharding": lambda f, mesh: compiled(f, one_device(mesh)),
+    "shard_map": in_shard_map,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_an_h200_gets_kernels(name: str, way: str) -> None:
+    mesh = TARGETS["h200"].mesh(2, 4)
+    for options in ({}, {"implementation": "mosaic_gpu"}):
+        text = WAYS[way](functools.partial(FUNCTIONS[name], **options), mesh)
+        assert "mosaic_gpu" in text
+
+
+@pytest.mark.parametrize("name", ["linear_logprobs", "linear_cross_entropy", "linear_loss"])
+def test_sharded(name: str) -> None:
+    mesh = TARGETS["h200"].mesh(2, 4)
+    named = {"mesh": mesh, "batch_axes": "data"}
+    step = {
+        "linear_logprobs": lambda *x: lce_jax.sharded_linear_logprobs(*x, **named).lse.sum(),
+        "linear_cross_entropy": lambda *x: lce_jax.sharded_linear_cross_entropy(*x, **named),
+        "linear_loss": lambda *x: lce_jax.sharded_linear_loss(lambda lp, *_: -lp, *x, **named)[0],
+    }[name]
+    assert "mosaic_gpu" in compiled(step, structs(), in_shardings=split(mesh))
+
+
+@pytest.mark.parametrize("target", ["a100", "b200"])
+@pytest.mark.parametrize("way", ["in_shardings", "SingleDeviceSharding", "types of Auto axes"])
+def test_other_devices_get_xla(way: str, target: str) -> None:
+    mesh = TARGETS[target].mesh(2, 4)
+    assert "mosaic_gpu" not in WAYS[way](logprobs, mesh)
+    with pytest.raises(UnsupportedError, match=f"{TARGETS[target].kind} has"):
+        WAYS[way](lambda *x: logprobs(*x, implementation="mosaic_gpu"), mesh)
+    plan = explain(*(one_device(mesh) if way == "SingleDeviceSharding" else structs(split(mesh))))
+    assert plan.implementation == "xla"
+    assert TARGETS[target].kind in plan.refused["mosaic_gpu"]
+
+
+def test_a_machine_with_one_gpu_says_when_a_program_is_for_others(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There the rule that waits for the lowering is spared. The GPU is only claimed here, while it traces."""
+
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+
+    def traced(operands: list[Any], implementation: str | None = None, **options: Any) -> Any:
+        with passes.for_device(H200):
+            step = jax.jit(lambda *x: logprobs(*x, implementation=implementation), **options)
+            return step.trace(*operands)
+
+    _xla_partitioning.warn_once.cache_clear()
+    a100, h200 = TARGETS["a100"].mesh(2, 4), TARGETS["h200"].mesh(2, 4)
+    with caplog.at_level(logging.WARNING, logger="lce_jax"):
+        text = traced(one_device(a100)).lower().as_text()
+        assert (
+            "traced for NVIDIA H200 is lowered for NVIDIA A100-SXM4-80GB, without kernels: call it under" in caplog.text
+        )
+        assert "mosaic_gpu" not in text
+        with pytest.raises(UnsupportedError, match="is lowered for NVIDIA A100-SXM4-80GB, and the kernels were asked"):
+            traced(one_device(a100), "mosaic_gpu").lower()
+        assert "mosaic_gpu" in traced(one_device(h200)).lower().as_text()
+        assert "each of 8 devices" not in caplog.text
+        traced(structs(), in_shardings=split(h200)).lower()
+        assert "each of 8 devices will run the kernels of the whole call" in caplog.text
+        assert "call it under jax.set_mesh(mesh)" in caplog.text
+
+
+def test_a_cache_needs_a_mesh_that_tracing_sees(caplog: pytest.LogCaptureFixture) -> None:
+    mesh = TARGETS["h200"].mesh(1, 1)
+
+    def cached(*operands: Any) -> Any:
+        return logprobs(*operands, cache_bytes=1 << 40)
+
+    def temporaries(context: Any) -> int:
+        step = jax.jit(jax.value_and_grad(cached, argnums=(0, 1)))
+        with context:
+            return step.lower(*one_device(mesh)).compile().memory_analysis().temp_size_in_bytes
+
+    _xla_partitioning.warn_once.cache_clear()
+    with caplog.at_level(logging.WARNING, logger="lce_jax"):
+        without = temporaries(contextlib.nullcontext())
+    assert "cache_bytes keeps nothing where jit learns of the device, NVIDIA H200, after it has traced" in caplog.text
+    assert 'call it under jax.set_mesh(jax.sharding.Mesh([device], ("device",)))' in caplog.text
+    caplog.clear()
+    device = mesh.devices.flat[0]
+    kept = temporaries(jax.set_mesh(jax.sharding.Mesh([device], ("device",))))  # as the message advises
+    assert caplog.text == ""
+    assert kept > without
+
+
+def test_the_page_compiles_for_a_pod(capsys: pytest.CaptureFixture[str]) -> None:
+    page: dict[str, Any] = {}
+    for block in parts(ROOT / "docs" / "ahead-of-time.md"):
+        if block.language == "python":
+            exec(block.code, page)
+    text = page["compile_for_a_pod"](TARGETS["h200"].config).as_text()
+    assert "mosaic_gpu" in text
+    assert "mosaic_gpu: 4,096 tokens, hidden size 4,096, 18,992 vocabulary columns" in capsys.readouterr().out
+
+
+def test_explain_reads_shardings() -> None:
+    mesh = TARGETS["h200"].mesh(2, 4)
+    for operands in (one_device(mesh), structs(split(mesh)), structs(split(explicit(mesh)))):
+        plan = explain(*operands)
+        assert (plan.implementation, plan.case.device.kind) == ("mosaic_gpu", "NVIDIA H200")
+    assert np.prod(plan.case.num_tokens) == T // 2
