@@ -137,7 +137,6 @@ CALLS = {
     "linear_topk": _topk,
 }
 DIFFERENTIABLE = frozenset(CALLS) - {"linear_topk"}
-NAMES_ITS_AXES = ("linear_kl",)  # no rule: over Auto axes each device would compute all of it
 
 
 def report(head: Head, tokens: int, pod: Pod, device: str, dtype: Any, function: str) -> Iterator[str]:
@@ -146,14 +145,10 @@ def report(head: Head, tokens: int, pod: Pod, device: str, dtype: Any, function:
     both = " and its backward" if function in DIFFERENTIABLE else ""
     yield f"{head}; {jnp.dtype(dtype).name} on {pod.data * pod.tensor} of {first.target.kind}, {pod} (data x tensor)"
     yield f"{function}{both} of {tokens:,} tokens a replica, compiled by JAX {jax.__version__} and not run; per device:"
-    ways = (True,) if function in NAMES_ITS_AXES else (False, True)
-    for sharded in ways:
+    for sharded in (False, True):
         for split in SPLITS:
             yield ""
             yield from _of_program(dataclasses.replace(first, split=split, sharded=sharded))
-    if function in NAMES_ITS_AXES:
-        yield ""
-        yield f"not under plain jit: {function} has no rule for Auto axes, and would compute all of it on every device"
 
 
 def _of_program(program: Program) -> Iterator[str]:
