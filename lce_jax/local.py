@@ -202,8 +202,7 @@ def gradients(
         dweight: a sum in the weight's shape and the dtype of ``dhidden``, to which this call's is added before it is
             returned; donate it to ``jit``. None: this call's alone.
         overwrite_cache: True says that nothing else reads the cache, so that its memory may hold what is computed from
-            it. A jitted function that takes the cache as an argument copies it first; a program of `lce_jax.launch`
-            does not, if the cache is donated.
+            it. A jitted function that takes the cache as an argument copies it first.
         round_dhidden: True rounds dhidden to the dtype of ``hidden``, for a dhidden that is not summed over shards.
             Where one launch computes all of it, no float32 sum takes memory.
         **options: ``temperature``, ``logit_softcap``, ``logit_scale``, ``entropy``, ``stats``, ``vocab_size``,
