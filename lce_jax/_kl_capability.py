@@ -29,7 +29,7 @@ def forward(spec: KLSpec, student: Primals, rest: Rest, differentiated: bool) ->
         return _kl.forward(spec, Pair(student, teacher), rows)
 
     own, others = _heads(spec)
-    program = Program(run, (own, (others, Kind.TOKENS)), (Kind.TOKENS, Kind.TOKENS), joins=True)
+    program = Program(run, (own, (others, Kind.TOKENS)), (Kind.RESULTS, Kind.TOKENS), joins=True)
     return spread(spec, program, student, rest)
 
 
@@ -41,7 +41,7 @@ def backward(spec: KLSpec, student: Primals, rest: Rest, kept: Kept, cotangent: 
         return _kl.backward(spec, Pair(student, teacher), rows, kept, cotangent)
 
     own, others = _heads(spec)
-    program = Program(run, (own, (others, Kind.TOKENS), Kind.TOKENS, Kind.TOKENS), own)
+    program = Program(run, (own, (others, Kind.TOKENS), Kind.TOKENS, Kind.RESULTS), own)
     return spread(spec, program, student, rest, kept, cotangent)
 
 

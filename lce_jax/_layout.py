@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -90,6 +91,20 @@ class Layout:
         size = rows.shape[self.gather_dim] // lax.axis_size(self.vocab_axes)
         start = lax.axis_index(self.vocab_axes) * size
         return lax.dynamic_slice_in_dim(rows, start, size, self.gather_dim)
+
+    def gathered(self, rows: list[Array]) -> list[Array]:
+        """The inverse of `own_rows`, in one collective for all arrays of a shape and dtype."""
+        if self.gather_dim is None:
+            return rows
+        kinds = [(x.shape, x.dtype) for x in rows]
+        found: dict[int, Array] = {}
+        for kind in dict.fromkeys(kinds):
+            alike = [i for i, other in enumerate(kinds) if other == kind]
+            whole = lax.all_gather(
+                jnp.stack([rows[i] for i in alike]), self.vocab_axes, axis=self.gather_dim + 1, tiled=True
+            )
+            found |= dict(zip(alike, whole, strict=True))
+        return [found[i] for i in range(len(rows))]
 
     def placed(self, x: Array, spec: P) -> Array:
         """``x`` resharded as ``spec`` says over Explicit axes, which require it; Auto axes do not."""

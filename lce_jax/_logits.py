@@ -27,13 +27,13 @@ def forward(spec: Spec, primals: Primals, rows: Rows, differentiated: bool) -> t
         return z, slope if differentiated else None
 
     operands = _spread.head(spec.options.vocab_dim), Kind.TOKENS
-    return spread(spec, Program(run, operands, (Kind.TOKENS, Kind.TOKENS), joins=True), primals, rows)
+    return spread(spec, Program(run, operands, (Kind.RESULTS, Kind.TOKENS), joins=True), primals, rows)
 
 
 def backward(spec: Spec, primals: Primals, rows: Rows, slope: Array, cotangent: Array) -> Primals:
     """The gradients of the operands."""
     own = _spread.head(spec.options.vocab_dim)
-    program = Program(_backward, (own, Kind.TOKENS, Kind.TOKENS, Kind.TOKENS), own)
+    program = Program(_backward, (own, Kind.TOKENS, Kind.TOKENS, Kind.RESULTS), own)
     return spread(spec, program, primals, rows, slope, cotangent)
 
 

@@ -35,7 +35,7 @@ def forward(spec: Spec, primals: Primals, rows: Rows, differentiated: bool) -> t
 
     apart = bool(keeps and options.keeps_tiles)
     operands = _spread.head(options.vocab_dim), Kind.TOKENS
-    results = Kind.TOKENS, (Kind.TOKENS, Kind.DEVICE)
+    results = Kind.RESULTS, (Kind.TOKENS, Kind.DEVICE)
     program = Program(run, operands, results, joins=not apart, unused=unused)
     out, kept = spread(spec, program, primals, rows)
     if left and options.reports_dropped_mass:
@@ -51,7 +51,7 @@ def backward(spec: Spec, primals: Primals, rows: Rows, kept: Kept, cotangent: Re
         return _spmd.backward(spec, primals, rows, *kept, cotangent)
 
     own = _spread.head(spec.case.options.vocab_dim)
-    program = Program(run, (own, Kind.TOKENS, (Kind.TOKENS, Kind.DEVICE), Kind.TOKENS), own)
+    program = Program(run, (own, Kind.TOKENS, (Kind.TOKENS, Kind.DEVICE), Kind.RESULTS), own)
     return spread(spec, program, primals, rows, kept, cotangent)
 
 

@@ -28,7 +28,7 @@ def linear_loss(spec: Spec, loss: TokenLoss, budget: Budget, inputs: Inputs) -> 
     return _spread_over(spec, loss, inputs, _loss_in_forward.forward, OF_A_FORWARD)
 
 
-OF_A_FORWARD = (Kind.WHOLE, Kind.TOKENS)  # the sum, and the results
+OF_A_FORWARD = (Kind.WHOLE, Kind.RESULTS)  # the sum, and the results
 
 
 def _spread_over(spec: Spec, loss: TokenLoss, inputs: Inputs, run: Callable[..., Any], results: tuple[Any, ...]) -> Any:

@@ -34,7 +34,8 @@ class Kind(enum.Enum):
     """How an array is split; further dimensions than those named here are whole everywhere."""
 
     HIDDEN = "by token, also over the axis of the vocabulary if that splits the sequence"
-    TOKENS = "by token; as a result, as hidden is"
+    RESULTS = "as hidden is, one or K numbers per token: as an operand gathered over the axis of the vocabulary"
+    TOKENS = "by token, the same along the axis of the vocabulary"
     ROWS = "by column of the vocabulary, its first dimension"
     COLUMNS = "by column of the vocabulary, its second dimension"
     WHOLE = "not at all"
@@ -45,9 +46,9 @@ class Kind(enum.Enum):
         """The dimension of the vocabulary."""
         return {Kind.ROWS: 0, Kind.COLUMNS: 1}.get(self)
 
-    def spec(self, layout: Layout, is_result: bool = False) -> P:
+    def spec(self, layout: Layout) -> P:
         """Over a layout."""
-        if self is Kind.HIDDEN or (is_result and self is Kind.TOKENS):
+        if self in (Kind.HIDDEN, Kind.RESULTS):
             return layout.out_spec
         if self is Kind.TOKENS:
             return layout.row_spec
@@ -167,7 +168,8 @@ def _layout(mesh: Any, program: Program, operands: Any, specs: Any) -> Layout:
     split = list(zip(_pairs(program.operands, operands), specs, strict=True))
     (hidden, of_hidden), *others = [(x, spec) for (kind, x), spec in split if kind is Kind.HIDDEN]
     weights = [(kind.vocab_dim, x, spec) for (kind, x), spec in split if kind.vocab_dim is not None and x.ndim == 2]
-    of_rows = [spec for (kind, _), spec in split if kind is Kind.TOKENS] + [spec for _, spec in others]
+    of_rows = [spec for (kind, _), spec in split if kind in (Kind.TOKENS, Kind.RESULTS)]
+    of_rows += [spec for _, spec in others]
     vocab_dim, weight, of_weight = weights[0]
     layout = layout_of_specs(mesh, hidden, weight, of_hidden, of_weight, of_rows, vocab_dim)
     if len({x.shape[dim] for dim, x, _ in weights}) > 1:  # of different sizes: each device has all of each
@@ -210,15 +212,19 @@ def _over_devices(layout: Layout, spec: Any, program: Program, *operands: Any) -
 
 def _of_device(layout: Layout, spec: Any, program: Program, *operands: Any) -> Any:
     """The program of one device's share: of what is by token, its own part."""
-    found = program.run(_share(spec, layout, program, operands), *operands)
-    own = [layout.own_rows(x) if kind is Kind.TOKENS else x for kind, x in _pairs(program.results, found)]
+    share = _share(spec, layout, program, operands)
+    kinds, flat = zip(*_pairs(program.operands, operands), strict=True)
+    gathered = iter(layout.gathered([x for kind, x in zip(kinds, flat, strict=True) if kind is Kind.RESULTS]))
+    whole = [next(gathered) if kind is Kind.RESULTS else x for kind, x in zip(kinds, flat, strict=True)]
+    found = program.run(share, *jax.tree.unflatten(jax.tree.structure(operands), whole))
+    own = [layout.own_rows(x) if kind is Kind.RESULTS else x for kind, x in _pairs(program.results, found)]
     return jax.tree.unflatten(jax.tree.structure(found), own)
 
 
 def _specs(layout: Layout, program: Program) -> tuple[Any, Any]:
     """How operands and results are split, a spec in place of each kind."""
     operands = jax.tree.map(lambda kind: kind.spec(layout), program.operands)
-    return operands, jax.tree.map(lambda kind: kind.spec(layout, is_result=True), program.results)
+    return operands, jax.tree.map(lambda kind: kind.spec(layout), program.results)
 
 
 # By XLA
@@ -249,7 +255,7 @@ class _Names:
 
     def of(self, kind: Kind, x: Any) -> str:
         """Those of an array, one after the other."""
-        tokens = self.tokens if kind in (Kind.HIDDEN, Kind.TOKENS) else []
+        tokens = self.tokens if kind in (Kind.HIDDEN, Kind.RESULTS, Kind.TOKENS) else []
         names = [*tokens, *(f"n{size}" for size in x.shape[len(tokens) :])]
         if kind.vocab_dim is not None:
             names[kind.vocab_dim] = f"v{x.shape[kind.vocab_dim]}"
@@ -259,7 +265,6 @@ class _Names:
 
 def _rule(spec: Any, program: Program, mesh: Any, operands: Any, specs: Any) -> Partition:
     layout = _layout(mesh, program, operands, jax.tree.leaves(specs, is_leaf=_is_spec))
-
     in_specs, out_specs = _specs(layout, program)
     device = functools.partial(_of_device, layout, spec, program)
     return Partition(device, jax.tree.broadcast(in_specs, operands, is_leaf=_is_spec), out_specs)

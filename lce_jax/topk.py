@@ -241,5 +241,5 @@ def _program(spec: Spec, primals: Primals, rows: Rows) -> TopK:
         none = TopK(jnp.zeros((*shape, k), jnp.int32), jnp.zeros((*shape, k), dtype), jnp.zeros(shape, dtype))
         return _compat.vary_like(none, (primals.hidden, rows.labels))
     operands = _spread.head(spec.case.options.vocab_dim), Kind.TOKENS
-    run = functools.partial(spread, spec, Program(_most_likely.forward, operands, Kind.TOKENS, joins=True))
+    run = functools.partial(spread, spec, Program(_most_likely.forward, operands, Kind.RESULTS, joins=True))
     return _compat.not_differentiable(run, _NO_DERIVATIVE)(primals, rows)
