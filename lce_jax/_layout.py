@@ -15,7 +15,6 @@ from jax.sharding import PartitionSpec as P
 
 from lce_jax import _compat
 from lce_jax._compat import as_axes
-from lce_jax._types import Primals
 
 if TYPE_CHECKING:
     from jaxtyping import Array
@@ -29,7 +28,6 @@ class Layout:
 
     mesh: Any
     vocab_axes: Any  # None, one name or a tuple of names, as `axis_name` takes them
-    vocab_dim: int
     leading: tuple[Any, ...]  # the mesh axes of hidden's leading dimensions
     gather_dim: int | None  # the leading dimension that is split over the vocabulary's axis
 
@@ -37,13 +35,6 @@ class Layout:
     def out_spec(self) -> P:
         """The spec of the results: that of hidden's leading dimensions."""
         return P(*self.leading)
-
-    @property
-    def primal_specs(self) -> Primals[P]:
-        """The specs of hidden, weight and bias."""
-        vocab = [None, None]
-        vocab[self.vocab_dim] = self.vocab_axes
-        return Primals(P(*self.leading, None), P(*vocab), P(self.vocab_axes))
 
     @property
     def row_spec(self) -> P:
@@ -139,7 +130,7 @@ def layout_of_names(
     vocab_hint = f": pad weight with rows to a multiple and pass vocab_size={weight.shape[vocab_dim]}"
     _check_divides("weight", weight.shape, vocab_dim, vocab, mesh, vocab_hint)
     gather_dim = hidden.ndim - 2 if _ends_with(sequence, vocab) else None
-    return Layout(mesh, _spec_entry(vocab), vocab_dim, tuple(_spec_entry(axes) for axes in leading), gather_dim)
+    return Layout(mesh, _spec_entry(vocab), tuple(_spec_entry(axes) for axes in leading), gather_dim)
 
 
 def layout_of_specs(
@@ -170,7 +161,7 @@ def layout_of_specs(
                 axes if dim == gather_dim else tuple(axis for axis in axes if axis not in vocab)
                 for dim, axes in enumerate(leading)
             ]
-    return Layout(mesh, _spec_entry(vocab), vocab_dim, tuple(_spec_entry(axes) for axes in leading), gather_dim)
+    return Layout(mesh, _spec_entry(vocab), tuple(_spec_entry(axes) for axes in leading), gather_dim)
 
 
 def layout_of_arrays(hidden: Any, weight: Any, per_token: Sequence[Any], vocab_dim: int) -> Layout | None:

@@ -244,5 +244,5 @@ def _evaluated(spec: Spec, call: _loss.TokenLoss, most: Budget, inputs: Inputs) 
     if spec.num_tokens:
         traced_there = spec.mesh is not None and not _spread.is_left_to_xla(spec, inputs)
         return _loss_vjp.linear_loss(spec, call if traced_there else call.without_retrace(), most, inputs)
-    out = _logprobs.results_of_no_tokens(spec.case, inputs.rows.labels).outputs
+    out = _logprobs.of_no_tokens(spec, inputs.rows).outputs
     return _compat.vary_over((jnp.zeros((), out.lse.dtype), out), axes_of_tokens(spec, inputs))

@@ -13,10 +13,10 @@ from lce_jax._rows import Rows
 from lce_jax._run import Capability
 from lce_jax._spec import Spec
 from lce_jax._spread import Kind, Program, spread
-from lce_jax._types import Case, Options, Primals, Results, ShardStatistics
+from lce_jax._types import Options, Primals, Results, ShardStatistics
 
 if TYPE_CHECKING:
-    from jaxtyping import Array
+    pass
 
 type Kept = tuple[ShardStatistics, Any]  # and the implementation's cache
 
@@ -57,13 +57,8 @@ def backward(spec: Spec, primals: Primals, rows: Rows, kept: Kept, cotangent: Re
 
 def of_no_tokens(spec: Spec, rows: Rows) -> Results:
     """The results of a call without tokens, in the shape of its labels."""
-    return results_of_no_tokens(spec.case, rows.labels)
-
-
-def results_of_no_tokens(case: Case, labels: Array) -> Results:
-    """The same, for a case."""
-    shapes = jax.eval_shape(lambda: _math.results_of_none(0, case.stat_dtype, case.options))
-    return jax.tree.map(lambda x: jnp.zeros(labels.shape + x.shape[1:], x.dtype), shapes)
+    shapes = jax.eval_shape(lambda: _math.results_of_none(0, spec.case.stat_dtype, spec.options))
+    return jax.tree.map(lambda x: jnp.zeros(rows.labels.shape + x.shape[1:], x.dtype), shapes)
 
 
 LOGPROBS = Capability(forward, backward, of_no_tokens)

@@ -107,7 +107,7 @@ def spread(spec: Any, program: Program, *operands: Any) -> Any:
 
 def _of_batch(spec: Any, program: Program, operands: Any) -> Any:
     """The spec of a batch of calls, which is one with a dimension of tokens more."""
-    (_, hidden), *_ = _of_kind(program.operands, operands, Kind.HIDDEN)
+    hidden = _hidden(program, operands)
     spec = spec.with_tokens(math.prod(hidden.shape[:-1]))
     if not isinstance(spec.mesh, Layout):
         return spec
@@ -150,16 +150,17 @@ def _pairs(kinds: Any, tree: Any) -> Iterator[tuple[Kind, Any]]:
     return zip(jax.tree.leaves(jax.tree.broadcast(kinds, tree)), jax.tree.leaves(tree), strict=True)
 
 
-def _of_kind(kinds: Any, tree: Any, *wanted: Kind) -> list[tuple[Kind, Any]]:
-    return [(kind, x) for kind, x in _pairs(kinds, tree) if kind in wanted]
+def _hidden(program: Program, operands: Any) -> Any:
+    """The hidden states whose leading dimensions are those of the call."""
+    return next(x for kind, x in _pairs(program.operands, operands) if kind is Kind.HIDDEN)
 
 
 def _share(spec: Any, layout: Layout, program: Program, operands: Any) -> Any:
     """The spec of one device's ``operands``."""
-    (_, hidden), *_ = _of_kind(program.operands, operands, Kind.HIDDEN)
+    hidden = _hidden(program, operands)
     gathered = 1 if layout.gather_dim is None else layout.vocab_shards
-    weights = _of_kind(program.operands, operands, Kind.ROWS, Kind.COLUMNS)
-    columns = [x.shape[kind.vocab_dim] for kind, x in weights if x.ndim == 2]
+    pairs = _pairs(program.operands, operands)
+    columns = [x.shape[kind.vocab_dim] for kind, x in pairs if kind.vocab_dim is not None and x.ndim == 2]
     return spec.share(layout, math.prod(hidden.shape[:-1]) * gathered, columns)
 
 
@@ -249,8 +250,7 @@ class _Names:
     """Names of the dimensions of arrays, for XLA. A name has one size, so sizes are names, but those of tokens."""
 
     def __init__(self, program: Program, operands: Any) -> None:
-        (_, hidden), *_ = _of_kind(program.operands, operands, Kind.HIDDEN)
-        self.tokens = [f"b{dim}" for dim in range(hidden.ndim - 1)]
+        self.tokens = [f"b{dim}" for dim in range(_hidden(program, operands).ndim - 1)]
         self.unsplit: dict[str, None] = {}  # in the order of appearance, as XLA wants them
 
     def of(self, kind: Kind, x: Any) -> str:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -27,22 +26,12 @@ from lce_jax import (
     passes,
 )
 from lce_jax.explain._targets import TARGETS
+from tests.compiled import needs_wheels
 from tests.devices import H200
 from tests.doc_blocks import ROOT, parts
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("jax_plugins") is None, reason="make test-compile brings the wheels"
-)
+pytestmark = needs_wheels
 T, H, V = 1024, 256, 4096
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_compilation_cache() -> Iterator[None]:
-    """It keeps no program for a device that is not there."""
-    before = jax.config.jax_enable_compilation_cache
-    jax.config.update("jax_enable_compilation_cache", False)
-    yield
-    jax.config.update("jax_enable_compilation_cache", before)
 
 
 def logprobs(*operands: Any, **options: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import importlib.util
 from typing import Any
 
 import jax
@@ -12,11 +11,11 @@ import pytest
 
 from lce_jax import explain, linear_logprobs
 from lce_jax.explain._targets import TARGETS
-from tests.compiled import machine_code
+from tests.compiled import machine_code, needs_wheels
 from tests.compiled.machine_code import TABLE
 
 pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("jax_plugins") is None, reason="make test-compile brings the wheels"),
+    needs_wheels,
     pytest.mark.skipif(not TABLE.exists(), reason=f"there is no {TABLE.name}"),
 ]
 

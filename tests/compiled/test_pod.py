@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import jax
 import pytest
 
 from lce_jax._models import model_head
@@ -15,25 +12,14 @@ from lce_jax.explain import __main__ as command
 from lce_jax.explain import _hlo
 from lce_jax.explain._pod import DIFFERENTIABLE, NUM_LARGEST, SPLITS, Pod, Program, Split
 from lce_jax.explain._targets import TARGETS
+from tests.compiled import needs_wheels
 
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("jax_plugins") is None, reason="make test-compile brings the wheels"),
-    pytest.mark.usefixtures("optimized"),
-]
+pytestmark = [needs_wheels, pytest.mark.usefixtures("optimized")]
 HEAD, TENSOR = model_head("qwen3-8b"), 8
 MANY = 65536  # tokens of a replica, for linear_loss: several chunks, each of which keeps its exponentials
 PODS = [Pod(1, TENSOR), Pod(8, TENSOR), Pod(64, TENSOR)]
 NUMBERS = 32  # of a token that its shards exchange: the statistics of each group of tiles
 WHOLE = Split(fsdp=True, sequence=True)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_compilation_cache() -> Iterator[None]:
-    """It keeps no program for a device that is not there."""
-    before = jax.config.jax_enable_compilation_cache
-    jax.config.update("jax_enable_compilation_cache", False)
-    yield
-    jax.config.update("jax_enable_compilation_cache", before)
 
 
 class Compiled(NamedTuple):
