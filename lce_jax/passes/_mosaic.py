@@ -14,6 +14,7 @@ import functools
 import importlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -24,6 +25,7 @@ from lce_jax.passes._recorder import Kernel
 from lce_jax.passes._refusal import UnservedError
 
 PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
+COMPILERS = 8  # threads
 
 type Step = Callable[[int, int], Callable[[], None]]  # (stream, where the addresses are) -> launch()
 
@@ -34,11 +36,20 @@ _lowering = threading.local()
 def compiled(kernels: Sequence[Kernel], device: Device, number: int) -> list[Step]:
     """What makes launches of each kernel on the current CUDA device, whose number is ``number``.
 
+    Lowering is Python's work, and takes about as long as compiling. So threads compile what is lowered already.
+
     Raises:
         RuntimeError: Mosaic does not compile one; the reason is in the process's standard error.
     """
     mosaic()  # sets what the compiler reads from the environment
-    return [_compiled(module(kernel, device), number) for kernel in kernels]
+    context = _current_context()
+
+    def compile_there(module: bytes) -> Step:
+        _check(_driver().cuCtxSetCurrent(context))
+        return _compiled(module, number)
+
+    with ThreadPoolExecutor(COMPILERS, "lce_compiler") as pool:
+        return [job.result() for job in [pool.submit(compile_there, module(each, device)) for each in kernels]]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -118,6 +129,23 @@ def _compiler() -> Any:
 
 
 @functools.cache
+def _driver() -> Any:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _current_context() -> ctypes.c_void_p:
+    """The CUDA context of this thread, which the others load kernels into."""
+    found = ctypes.c_void_p()
+    _check(_driver().cuCtxGetCurrent(ctypes.byref(found)))
+    return found
+
+
+def _check(status: int) -> None:
+    if status:
+        raise RuntimeError(f"the CUDA driver returned error {status}")
+
+
+@functools.cache
 def _takes_device() -> bool:
     """Whether a compiled kernel is launched with itself first and the device last, as from JAX 0.12 on."""
     core = importlib.import_module("jax.experimental.mosaic.gpu.core")
@@ -133,8 +161,7 @@ def _compiled(module: bytes, number: int) -> Step:
     It is given the addresses of operands and results. All arguments are C's already: it costs the host time to convert
     them.
     """
-    with _lock:
-        found = _compiler().MosaicGpuCompile(module, len(module))
+    found = _compiler().MosaicGpuCompile(module, len(module))
     if not found:
         raise RuntimeError("Mosaic did not compile a kernel; standard error says why")
     pointer, launch = ctypes.c_void_p, ctypes.CFUNCTYPE(None)(found[1])
