@@ -24,11 +24,13 @@ class Loaded:
     def run(self, device: int, tensors: Sequence[torch.Tensor]) -> None:
         """Launches the program; ``tensors`` are the results that have memory, and the operands."""
         stream = _torch.current_stream(device)
-        numbers = self._of_a_graph() if torch.cuda.is_current_stream_capturing() else self._numbers.get(stream)
+        is_captured = torch.cuda.is_current_stream_capturing()
+        numbers = self._of_a_graph() if is_captured else self._numbers.get(stream)
         if numbers is None:
             numbers = self._numbers[stream] = self._written(tensors[0])
         workspace = _torch.empty((self.program.workspace_bytes,), (1,), torch.uint8)  # reused in the stream's order
-        self._run(stream, workspace.data_ptr(), numbers.data_ptr(), [x.data_ptr() for x in tensors])
+        addresses = [x.data_ptr() for x in tensors]
+        self._run(stream, workspace.data_ptr(), numbers.data_ptr(), addresses, is_captured)
 
     def outputs(self, first: int) -> list[_torch.Allocated]:
         """The memory of the results that have any, from that one on."""

@@ -13,12 +13,15 @@ import jax
 
 from lce_jax._types import Device
 from lce_jax.passes import _mosaic
+from lce_jax.passes._driver import Graph, Launches
 from lce_jax.passes._recorder import Buffer, Kernel, Launch, Recorder, Storage, Symbol
 
 ALIGNMENT = 256  # bytes
 KEPT = 64  # runs whose launches are kept, each with a table of a few hundred bytes
 
-type Run = Callable[[int, int, int, Sequence[int]], None]
+REPEATED = 3  # runs over the same memory, after which their launches become a CUDA graph
+
+type Run = Callable[..., None]  # (stream, workspace, numbers, addresses, is_captured=False)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -48,16 +51,17 @@ class Program:
         """The program compiled for the current CUDA device, whose number is ``device``.
 
         Returns:
-            ``run(stream, workspace, numbers, addresses)``, with the handle of a stream, the addresses of the workspace
-            and of the numbers, and those of the results that are not None, then of the operands, each aligned to 16
-            bytes. A run returns before the GPU has done anything.
+            ``run(stream, workspace, numbers, addresses, is_captured=False)``, with the handle of a stream, the
+            addresses of the workspace and of the numbers, and those of the results that are not None, then of the
+            operands, each aligned to 16 bytes. A run returns before the GPU has done anything. Runs that repeat the
+            same addresses become one CUDA graph, except where the caller says that the stream is being captured.
 
         Raises:
             RuntimeError: Mosaic does not compile a kernel; the reason is in the process's standard error.
         """
         kernels = list(dict.fromkeys(launch.kernel for launch in self.launches))
         steps = dict(zip(kernels, _mosaic.compiled(kernels, self.device, device), strict=True))
-        return runner(self, steps)
+        return runner(self, steps, Graph)
 
     @property
     def num_outputs(self) -> int:
@@ -113,10 +117,14 @@ def _aligned(num_bytes: int) -> int:
 
 
 type Step = Callable[[int, int], Callable[[], Any]]  # (stream, where the addresses are) -> launch()
+type Record = Callable[[Callable[[int], Launches], int], Any]  # as `_driver.Graph`
 
 
-def runner(program: Program, steps: dict[Kernel, Step]) -> Run:
-    """What launches the steps, each given the addresses of its operands and results."""
+def runner(program: Program, steps: dict[Kernel, Step], record: Record | None = None) -> Run:
+    """What launches the steps, each given the addresses of its operands and results.
+
+    ``record`` makes one launch of those of a run that is repeated. None: each is launched.
+    """
     entries: list[tuple[int, int]] = []  # an index into what a run is given, and what is added
     placed: list[tuple[Step, int]] = []
     first = {"workspace": 0, "numbers": 1, "output": 2, "input": 2 + program.num_outputs}
@@ -128,16 +136,40 @@ def runner(program: Program, steps: dict[Kernel, Step]) -> Run:
     indices, offsets = zip(*entries, strict=True)
     table_type, picked = ctypes.c_uint64 * len(indices), operator.itemgetter(*indices)
 
-    # Nothing writes to a table: threads may share one.
     @functools.lru_cache(KEPT)
-    def bound(stream: int, *given: int) -> tuple[Any, list[Callable[[], Any]]]:
+    def bound(stream: int, *given: int) -> _Bound:
         table = table_type(*map(operator.add, picked(given), offsets))
-        start = ctypes.addressof(table)
-        return table, [step(stream, start + place) for step, place in placed]
+        return _Bound(placed, table, stream, record if len(placed) > 1 else None)
 
-    def run(stream: int, workspace: int, numbers: int, addresses: Sequence[int]) -> None:
-        _table, launches = bound(stream, workspace, numbers, *addresses)  # it lives until all are launched
-        for launch in launches:
-            launch()
+    def run(stream: int, workspace: int, numbers: int, addresses: Sequence[int], is_captured: bool = False) -> None:
+        bound(stream, workspace, numbers, *addresses).run(is_captured)
 
     return run
+
+
+class _Bound:
+    """The launches of runs over the same memory."""
+
+    def __init__(self, placed: Sequence[tuple[Step, int]], table: Any, stream: int, record: Record | None) -> None:
+        self.placed, self.stream, self.record = placed, stream, record
+        self.table = table  # of addresses: nothing writes to it, so threads may share it
+        self.launches = self.on(stream)
+        self.runs = 0
+        self.graph: Any = None
+
+    def on(self, stream: int) -> list[Callable[[], Any]]:
+        """The launches on a stream."""
+        start = ctypes.addressof(self.table)
+        return [step(stream, start + place) for step, place in self.placed]
+
+    def run(self, is_captured: bool) -> None:
+        """Launches all, as one graph if they were launched `REPEATED` times before."""
+        if self.graph is not None and not is_captured:
+            self.graph.launch()
+            return
+        for launch in self.launches:
+            launch()
+        if self.record is not None and not is_captured:
+            self.runs += 1
+            if self.runs == REPEATED:
+                self.graph = self.record(self.on, self.stream)

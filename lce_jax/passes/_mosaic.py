@@ -21,6 +21,7 @@ import jax
 
 from lce_jax import _devices
 from lce_jax._types import Device
+from lce_jax.passes import _driver
 from lce_jax.passes._recorder import Kernel
 from lce_jax.passes._refusal import UnservedError
 
@@ -42,10 +43,10 @@ def compiled(kernels: Sequence[Kernel], device: Device, number: int) -> list[Ste
         RuntimeError: Mosaic does not compile one; the reason is in the process's standard error.
     """
     mosaic()  # sets what the compiler reads from the environment
-    context = _current_context()
+    context = _driver.current_context()
 
     def compile_there(module: bytes) -> Step:
-        _check(_driver().cuCtxSetCurrent(context))
+        _driver.enter(context)
         return _compiled(module, number)
 
     with ThreadPoolExecutor(COMPILERS, "lce_compiler") as pool:
@@ -126,23 +127,6 @@ def _compiler() -> Any:
             library.MosaicGpuCompile.restype = ctypes.POINTER(ctypes.c_void_p)
             return library
     raise UnservedError(f"none of {', '.join(PLUGINS)} is installed, which hold the compiler of the kernels")
-
-
-@functools.cache
-def _driver() -> Any:
-    return ctypes.CDLL("libcuda.so.1")
-
-
-def _current_context() -> ctypes.c_void_p:
-    """The CUDA context of this thread, which the others load kernels into."""
-    found = ctypes.c_void_p()
-    _check(_driver().cuCtxGetCurrent(ctypes.byref(found)))
-    return found
-
-
-def _check(status: int) -> None:
-    if status:
-        raise RuntimeError(f"the CUDA driver returned error {status}")
 
 
 @functools.cache
