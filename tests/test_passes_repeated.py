@@ -88,19 +88,20 @@ def test_memory_that_changes_makes_no_graph(run: Callable[..., Log]) -> None:
         assert run(MEMORY * (1 + i % (_list.KEPT + 1))) == LAUNCHES
 
 
-def test_it_is_recorded_on_another_stream(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_recorded_on_another_stream(log: Log) -> None:
     seen: list[Log] = []
     program = passes.forward(head(), keep_cache=False)
-    steps = {
-        each.kernel: lambda stream, at, name=each.kernel.name: functools.partial(log.append, (name, stream))
-        for each in program.launches
-    }
+
+    def step(name: str, stream: int, at: int) -> Callable[[], None]:
+        assert at > 0
+        return functools.partial(log.append, (name, stream))
 
     def record(bound: Callable[[int], Any], stream: int) -> Graph:
         graph = Graph(log, bound, stream)
         seen.append(graph.seen)
         return graph
 
+    steps = {each.kernel: functools.partial(step, each.kernel.name) for each in program.launches}
     launch = _list.runner(program, steps, record)
     addresses = [MEMORY + 4096 * i for i in range(program.num_outputs + len(program.inputs))]
     for _ in range(_list.REPEATED):

@@ -37,7 +37,8 @@ _lowering = threading.local()
 def compiled(kernels: Sequence[Kernel], device: Device, number: int) -> list[Step]:
     """What makes launches of each kernel on the current CUDA device, whose number is ``number``.
 
-    Lowering is Python's work, and takes about as long as compiling. So threads compile what is lowered already.
+    Lowering is Python's work, and takes about as long as compiling. So threads compile what is lowered already, those
+    on the largest arrays first: they hold the products, and take longest.
 
     Raises:
         RuntimeError: Mosaic does not compile one; the reason is in the process's standard error.
@@ -50,7 +51,9 @@ def compiled(kernels: Sequence[Kernel], device: Device, number: int) -> list[Ste
         return _compiled(module, number)
 
     with ThreadPoolExecutor(COMPILERS, "lce_compiler") as pool:
-        return [job.result() for job in [pool.submit(compile_there, module(each, device)) for each in kernels]]
+        longest_first = sorted(kernels, key=lambda each: -sum(x.size * x.dtype.itemsize for x in each.arrays))
+        jobs = {each: pool.submit(compile_there, module(each, device)) for each in longest_first}
+        return [jobs[each].result() for each in kernels]
 
 
 @functools.lru_cache(maxsize=4096)

@@ -59,6 +59,7 @@ def test_the_process_has_no_client_of_jax() -> None:
     assert done.returncode == 0, f"{done.returncode}\n{done.stdout}\n{done.stderr}"
 
 
+SEGMENT = 2 << 20  # bytes that torch reserves for small tensors when another one does not fit between them
 PADDED = [{"vocab_size": size} for size in (8191, 8000, 4096, 100)]
 CALLS: list[dict[str, Any]] = [
     {},
@@ -192,4 +193,4 @@ def test_all_counts_of_tokens_in_flat_memory(cache_bytes: int) -> None:
         step(part, p.seeds_like(part.labels), cache_bytes=cache_bytes)
         if i == 60:
             before = torch.cuda.memory_reserved()
-    assert torch.cuda.memory_reserved() <= before
+    assert torch.cuda.memory_reserved() <= before + SEGMENT
