@@ -6,8 +6,9 @@ import dataclasses
 from typing import TYPE_CHECKING, Any, Unpack
 
 from lce_jax import _bind, _checks, _dispatch, _explain_others, _options, _token_chunks, scalars
-from lce_jax._explain_others import Place, check_function, placed
+from lce_jax._explain_others import check_function
 from lce_jax._linear_cross_entropy import Reduction, chunk_in_place
+from lce_jax._place import Place, placed
 from lce_jax._types import is_array
 
 if TYPE_CHECKING:

@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lce_jax import _bind, _checks, _collectives, _explain_others, _options, _rows, _token_chunks, scalars
+from lce_jax import _bind, _checks, _collectives, _options, _rows, _token_chunks, scalars
 from lce_jax._evaluate import evaluate
-from lce_jax._explain_others import Place, Placed
 from lce_jax._linear_loss import linear_loss, sharded_linear_loss
 from lce_jax._options import CallOptions
+from lce_jax._place import Place, Placed, placed
 from lce_jax._types import Case, LogprobOptions, Results, is_array
 
 if TYPE_CHECKING:
@@ -163,7 +163,7 @@ def _chunk_bytes(
     case = _bind.case(hidden, weight, labels, where, options)
     _checks.temperature(options.temperature, labels.shape, where)
     per_token = [labels] if where is None else [labels, where]
-    found = _explain_others.placed(hidden, weight, per_token, case, options, place or Place())
+    found = placed(hidden, weight, per_token, case, options, place or Place())
     return chunk_in_place(loss.reduction, loss.label_smoothing, case, options, found)
 
 

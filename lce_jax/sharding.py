@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Unpack
 
 from lce_jax import _linear_cross_entropy, _options, _run, logits
 from lce_jax._evaluate import evaluate_over
-from lce_jax._explain_others import Place
 from lce_jax._layout import Axes, layout_of_names
 from lce_jax._linear_cross_entropy import Reduction
 from lce_jax._logits import LOGITS
+from lce_jax._place import Place
 from lce_jax._types import LogprobOutput
 
 if TYPE_CHECKING:
