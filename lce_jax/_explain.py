@@ -30,7 +30,7 @@ def explain(
     vocab_axis: Axes = None,
     batch_axes: Axes = None,
     sequence_axis: Axes = None,
-    ignore_index: int | None = None,
+    ignore_index: int | None = -100,
     reduction: Reduction | None = None,
     label_smoothing: float = 0.0,
     z_loss: Any = 0.0,
@@ -59,7 +59,8 @@ def explain(
             float64. Cast to the weight's dtype for the matrix products.
         weight: ``[V, H]`` head (``[H, V]`` with ``weight_layout="hv"``). Its dtype is that of the matrix products.
         labels: ``[...]`` integer vocabulary ids, global also when the vocabulary is split. A label outside the
-            vocabulary (negative, -100, ≥ V) has logprob 0, whose gradient is that of ``-lse``; its row still counts.
+            vocabulary (negative, ≥ V) has logprob 0, whose gradient is that of ``-lse``; its row counts unless a loss
+            ignores it (``ignore_index``).
         where: ``[...]`` bool, the rows that count. The others are exactly 0 in outputs and gradients, whatever they
             hold, and cost no work. None: every row counts.
         mesh: the mesh. None: that of ``jax.set_mesh``.
@@ -71,7 +72,8 @@ def explain(
             ``vocab_axis`` or ends with it (Megatron's sequence parallelism; ``("context", "tensor")`` adds context
             parallelism), hidden states are all-gathered over ``vocab_axis`` forward and their gradient is
             reduce-scattered backward. None: the sequence is not split.
-        ignore_index: rows with this label do not count; -100 is PyTorch's. None: no such label.
+        ignore_index: rows with this label do not count, as in PyTorch. None: every label counts, and one outside the
+            vocabulary has logprob 0.
         reduction: "mean" over the rows that count (0 if there are none), "sum", or "none" for ``[...]``.
         label_smoothing: ε in [0, 1).
         z_loss: weight of ``lse²``, at least 0 (PaLM: 1e-4); a number, or an array of shape (), which may be traced
@@ -116,7 +118,7 @@ def explain(
     """
     _options.check_names(explain, options)
     smoothing, penalty, normalizer = _options.of_loss(reduction or "mean", label_smoothing, z_loss, normalizer)
-    given = (reduction, ignore_index, normalizer)
+    given = (reduction, normalizer, None if ignore_index == -100 else "ignore_index")
     of_loss = (*given, smoothing, penalty, gradients_in_forward or None, chunk_bytes)
     check_function({"k": k, "ids": ids, "teacher": teacher}, options, *of_loss)
     place = Place(mesh, vocab_axis, batch_axes, sequence_axis)
@@ -130,7 +132,7 @@ def explain(
     checked = _options.of_call(options, mean_logit=smoothing > 0) if k is None else _options.of_topk(options, k)
     case = _bind.case(hidden, weight, labels, where, checked)
     _checks.temperature(checked.temperature, labels.shape, where)
-    if ignore_index is not None:
+    if is_loss and ignore_index is not None:
         scalars.integer("ignore_index", ignore_index)
         case = dataclasses.replace(case, partial_rows=True)
     per_token = [labels, *([] if where is None else [where])]

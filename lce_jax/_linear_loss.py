@@ -61,7 +61,8 @@ def linear_loss(
             float64. Cast to the weight's dtype for the matrix products.
         weight: ``[V, H]`` head (``[H, V]`` with ``weight_layout="hv"``). Its dtype is that of the matrix products.
         labels: ``[...]`` integer vocabulary ids, global also when the vocabulary is split. A label outside the
-            vocabulary (negative, -100, ≥ V) has logprob 0, whose gradient is that of ``-lse``; its row still counts.
+            vocabulary (negative, ≥ V) has logprob 0, whose gradient is that of ``-lse``; its row counts unless a loss
+            ignores it (``ignore_index``).
         per_token: arrays, or trees of them, whose shapes begin with that of labels: advantages, old
             log-probabilities, random keys. Real and complex numbers are differentiable.
         where: ``[...]`` bool, the rows that count. The others are exactly 0 in outputs and gradients, whatever they
@@ -164,7 +165,8 @@ def sharded_linear_loss(
             float64. Cast to the weight's dtype for the matrix products.
         weight: ``[V, H]`` head (``[H, V]`` with ``weight_layout="hv"``). Its dtype is that of the matrix products.
         labels: ``[...]`` integer vocabulary ids, global also when the vocabulary is split. A label outside the
-            vocabulary (negative, -100, ≥ V) has logprob 0, whose gradient is that of ``-lse``; its row still counts.
+            vocabulary (negative, ≥ V) has logprob 0, whose gradient is that of ``-lse``; its row counts unless a loss
+            ignores it (``ignore_index``).
         per_token: arrays, or trees of them, whose shapes begin with that of labels: advantages, old
             log-probabilities, random keys. Real and complex numbers are differentiable.
         mesh: the mesh. None: that of ``jax.set_mesh``.

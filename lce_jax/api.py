@@ -41,12 +41,15 @@ def linear_logprobs(
     all in nats; with ``candidates``, also ``candidate_logprobs = z[candidates] - lse``. Differentiable, once, in
     ``hidden``, ``weight`` and ``bias`` through all four.
 
+    No label is ignored here: ``where=labels != -100`` leaves out rows with PyTorch's label for that.
+
     Args:
         hidden: ``[..., H]`` hidden states; any leading shape, also an empty one. bfloat16, float16, float32 or
             float64. Cast to the weight's dtype for the matrix products.
         weight: ``[V, H]`` head (``[H, V]`` with ``weight_layout="hv"``). Its dtype is that of the matrix products.
         labels: ``[...]`` integer vocabulary ids, global also when the vocabulary is split. A label outside the
-            vocabulary (negative, -100, ≥ V) has logprob 0, whose gradient is that of ``-lse``; its row still counts.
+            vocabulary (negative, ≥ V) has logprob 0, whose gradient is that of ``-lse``; its row counts unless a loss
+            ignores it (``ignore_index``).
         where: ``[...]`` bool, the rows that count. The others are exactly 0 in outputs and gradients, whatever they
             hold, and cost no work. None: every row counts.
         temperature: divides the float32 logits: a positive number, or an array that broadcasts to ``labels`` (one

@@ -41,7 +41,8 @@ def sharded_linear_logprobs(
             float64. Cast to the weight's dtype for the matrix products.
         weight: ``[V, H]`` head (``[H, V]`` with ``weight_layout="hv"``). Its dtype is that of the matrix products.
         labels: ``[...]`` integer vocabulary ids, global also when the vocabulary is split. A label outside the
-            vocabulary (negative, -100, ≥ V) has logprob 0, whose gradient is that of ``-lse``; its row still counts.
+            vocabulary (negative, ≥ V) has logprob 0, whose gradient is that of ``-lse``; its row counts unless a loss
+            ignores it (``ignore_index``).
         mesh: the mesh. None: that of ``jax.set_mesh``.
         vocab_axis: the mesh axis (or axes) that splits the vocabulary. V must divide by its size: pad the weight and
             give the true ``vocab_size``. None: each device holds the whole vocabulary.
@@ -97,7 +98,7 @@ def sharded_linear_cross_entropy(
     batch_axes: Axes = None,
     sequence_axis: Axes = None,
     where: Bool[Array, "*b"] | None = None,
-    ignore_index: int | None = None,
+    ignore_index: int | None = -100,
     reduction: Reduction = "mean",
     label_smoothing: float = 0.0,
     z_loss: float | Float[Array, ""] = 0.0,
@@ -114,7 +115,8 @@ def sharded_linear_cross_entropy(
             float64. Cast to the weight's dtype for the matrix products.
         weight: ``[V, H]`` head (``[H, V]`` with ``weight_layout="hv"``). Its dtype is that of the matrix products.
         labels: ``[...]`` integer vocabulary ids, global also when the vocabulary is split. A label outside the
-            vocabulary (negative, -100, ≥ V) has logprob 0, whose gradient is that of ``-lse``; its row still counts.
+            vocabulary (negative, ≥ V) has logprob 0, whose gradient is that of ``-lse``; its row counts unless a loss
+            ignores it (``ignore_index``).
         mesh: the mesh. None: that of ``jax.set_mesh``.
         vocab_axis: the mesh axis (or axes) that splits the vocabulary. V must divide by its size: pad the weight and
             give the true ``vocab_size``. None: each device holds the whole vocabulary.
@@ -126,7 +128,8 @@ def sharded_linear_cross_entropy(
             reduce-scattered backward. None: the sequence is not split.
         where: ``[...]`` bool, the rows that count. The others are exactly 0 in outputs and gradients, whatever they
             hold, and cost no work. None: every row counts.
-        ignore_index: rows with this label do not count; -100 is PyTorch's. None: no such label.
+        ignore_index: rows with this label do not count, as in PyTorch. None: every label counts, and one outside the
+            vocabulary has logprob 0.
         reduction: "mean" over the rows that count (0 if there are none), "sum", or "none" for ``[...]``.
         label_smoothing: ε in [0, 1).
         z_loss: weight of ``lse²``, at least 0 (PaLM: 1e-4); a number, or an array of shape (), which may be traced

@@ -59,7 +59,9 @@ def test_of_a_loss() -> None:
     smoothed = explain(*CALL, label_smoothing=0.1).case
     assert smoothed.options.mean_logit
     assert not smoothed.options.entropy
-    assert explain(*CALL, ignore_index=-100).case.partial_rows
+    assert explain(*CALL, reduction="mean").case.partial_rows  # labels of -100 may not count
+    assert explain(*CALL, ignore_index=7).case.partial_rows
+    assert not explain(*CALL, reduction="mean", ignore_index=None).case.partial_rows
     assert not explain(*CALL, reduction="sum").case.options.entropy
     assert explain(*CALL).case.options.entropy
     for wrong in (dict(label_smoothing=1.0), dict(z_loss=-1.0), dict(reduction="batchmean"), dict(ignore_index=0.5)):

@@ -266,3 +266,14 @@ def test_a_traced_normalizer_of_zero_counts_as_one() -> None:
     value, grad = jax.jit(jax.value_and_grad(loss))(weight, jnp.int32(0))
     assert value == 0
     assert np.all(np.asarray(grad) == 0)
+
+
+def test_labels_of_minus_100_do_not_count() -> None:
+    """As in PyTorch. With ``ignore_index=None`` each has logprob 0 and a gradient."""
+    hidden, weight, labels = jnp.ones((4, 8)), jnp.eye(50, 8), jnp.array([1, -100, 3, -100])
+    loss, (dhidden, _) = jax.value_and_grad(linear_cross_entropy, argnums=(0, 1))(hidden, weight, labels)
+    kept = linear_cross_entropy(hidden[::2], weight, labels[::2])
+    assert loss == kept
+    assert not dhidden[1::2].any()
+    every = linear_cross_entropy(hidden, weight, labels, ignore_index=None)
+    assert abs(every - loss / 2) < 1e-6

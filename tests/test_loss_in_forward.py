@@ -26,8 +26,8 @@ STRUCTS = tuple(map(jax.ShapeDtypeStruct, ((T, H), (V, H), (T,)), ("bfloat16", "
     ("expected", "cache_bytes", "options"),
     [
         (True, 4 * GIB, {}),
-        (True, 4 * GIB, {"reduction": "sum", "z_loss": 1e-4, "ignore_index": -100}),
-        (True, 7 * GIB, {}),
+        (True, 4 * GIB, {"reduction": "sum", "z_loss": 1e-4, "ignore_index": 7}),
+        (True, 7 * GIB, {"ignore_index": None}),  # every row counts, so none is moved
         (False, 8 * GIB, {}),  # so many exponentials that a backward from them is faster
         (False, 2 * GIB, {}),  # less than the sum of dweight
         (False, 0, {}),
