@@ -167,10 +167,6 @@ class KLCoefficients(NamedTuple):
     of_q: Float[Array, "T"]
     mean: Float[Array, "T"]  # c / s_p
 
-    def only(self, keep: Bool[Array, "T"]) -> KLCoefficients:
-        """The same without a gradient in the other rows."""
-        return self._replace(of_p=jnp.where(keep, self.of_p, 0.0), of_q=jnp.where(keep, self.of_q, 0.0))
-
 
 def coefficients(
     stats: KLStatistics, cotangent: Float[Array, "T"], factor: RowScale, live: Bool[Array, "T"] | None

@@ -70,10 +70,6 @@ class MixtureCoefficients(NamedTuple):
     of_p: Float[Array, "T"]
     mean: Float[Array, "T"]  # b
 
-    def only(self, keep: Bool[Array, "T"]) -> MixtureCoefficients:
-        """The same without a gradient in the other rows."""
-        return self._replace(of_p=jnp.where(keep, self.of_p, 0.0))
-
 
 def coefficients(
     sums: MixtureSums,
