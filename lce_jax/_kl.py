@@ -141,10 +141,10 @@ def backward(spec: KLSpec, primals: Pair[Primals], rows: Pair[Rows], kept: Kept,
         plan, shard, order = _shard_of(spec, primals, rows, scales)
         if order is not None:
             coefficients = jax.tree.map(lambda x: x[order.source], coefficients)
-        found = _kl_tiles.gradients(plan, shard, coefficients)
-    dhidden = found.hidden if order is None else _rows.expand(order, found.hidden)
+        gradients = _kl_tiles.gradients(plan, shard, coefficients)
+    dhidden = gradients.hidden if order is None else _rows.expand(order, gradients.hidden)
     dhidden = dhidden if live is None else jnp.where(live[:, None], dhidden, 0.0)
-    return _spmd.reduced(own, found._replace(hidden=dhidden), primals.student)
+    return _spmd.reduced(own, gradients._replace(hidden=dhidden), primals.student)
 
 
 def _scales_of(spec: KLSpec, rows: Pair[Rows]) -> Pair[Scales]:

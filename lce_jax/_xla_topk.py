@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 import numpy as np
 
-from lce_jax import _largest, _math, _walk
+from lce_jax import _largest, _math, _walk, _xla_plan
 from lce_jax._largest import Largest
 from lce_jax._plans import Plan, Surroundings
 from lce_jax._statistics import MASKED
@@ -48,14 +48,14 @@ def plan(case: Case, name: str, around: Surroundings) -> Plan:
         selected += logits  # with and without the padding, or what no group has
     if on_cpu and case.dtype != case.stat_dtype and (case.dtype == jnp.float16 or size == 1):
         selected += columns * case.hidden_size * stat  # there XLA widens float16, and bfloat16 beside one token
-    own = case.partial_rows or around.gathers_hidden or case.hidden_dtype != case.dtype
-    hidden = case.num_tokens * case.hidden_size * case.dtype.itemsize if own else 0
     return Plan(
         implementation=name,
         refused={},
         case=case,
         tiles={"tokens": size},
-        forward_bytes=logits + max(selected, 0 if on_cpu else WORKSPACE) + hidden if size else 0,
+        forward_bytes=logits + max(selected, 0 if on_cpu else WORKSPACE) + _xla_plan.own_hidden_bytes(case, around)
+        if size
+        else 0,
         backward_bytes=0,
         kept_bytes=0,
         logits_bytes=case.num_tokens * columns * stat,
@@ -107,11 +107,11 @@ def of_products(raw: Float[Array, "t V"], operands: Operands, case: Case, select
         raw = raw + operands.bias[None, :] * sign
     live = _math.live_columns(0, case.vocab_size, operands.num_columns)
     raw = raw if live is None else jnp.where(live[None, :], raw, -jnp.inf)
-    found, ids = select(raw, min(options.top_k, case.vocab_size))
+    products, ids = select(raw, min(options.top_k, case.vocab_size))
     capped = None
     if options.logit_softcap is not None:
-        capped = jnp.where(found == -jnp.inf, -jnp.inf, _capped(found, options, operands.raw_scale))
-    some = Largest(found, ids, capped, jnp.zeros(raw.shape[:1], raw.dtype))
+        capped = jnp.where(products == -jnp.inf, -jnp.inf, _capped(products, options, operands.raw_scale))
+    some = Largest(products, ids, capped, jnp.zeros(raw.shape[:1], raw.dtype))
     return some._replace(sumexp=_sumexp(raw, some, operands, options))
 
 

@@ -1,4 +1,4 @@
-"""Logits of a few chosen columns per token, each a dot product with one row of the weight: no pass over the vocabulary.
+"""Logits of given columns per token, each a dot product with one row of the weight: no pass over the vocabulary.
 
 The rows of the weight are gathered for a chunk of tokens at a time. XLA fuses gather, product and sum on a GPU, and
 where it does not, a chunk bounds the gathered rows.
@@ -152,16 +152,16 @@ def dweight(
     pairs = sorted_pairs(terms, columns, num_columns, shape.size)
 
     def body(i: Any, carry: Any) -> Any:
-        found, last, column = carry
+        written, last, column = carry
         own = Pairs(*(lax.dynamic_slice_in_dim(x, i * shape.size, shape.size) for x in pairs))
         sums, last = _sums_of_blocks(own, hidden, shape, num_columns, last, column)
         places = _places(own.columns, own.ends, num_columns)
         rounded = sums.astype(weight.dtype)
         if options.vocab_dim == 0:
-            found = found.at[places].set(rounded, mode="drop", unique_indices=True)
+            written = written.at[places].set(rounded, mode="drop", unique_indices=True)
         else:
-            found = found.at[:, places].set(rounded.T, mode="drop", unique_indices=True)
-        return found, last, own.columns[-1]
+            written = written.at[:, places].set(rounded.T, mode="drop", unique_indices=True)
+        return written, last, own.columns[-1]
 
     start = jnp.zeros_like(weight), jnp.zeros((hidden.shape[1],), terms.dtype), jnp.int32(-1)
     start = _compat.vary_like(start, terms)
