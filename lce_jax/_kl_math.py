@@ -105,10 +105,8 @@ class Running(NamedTuple):
         references = _union(self.stats.references, part.references)
         of_lost = KLStatistics(*self.stats.references, *self.lost)
         old, new, lost = (_sums_relative_to(references, x, scales) for x in (self.stats, part, of_lost))
-        return Running(
-            KLStatistics(*references, *jax.tree.map(jnp.add, old, new)),
-            jax.tree.map(lambda a, b, c: c + _statistics.rounded_away(a, b), old, new, lost),
-        )
+        sums, left_out = _statistics.compensated(old, new, lost)
+        return Running(KLStatistics(*references, *sums), left_out)
 
     def finish(self) -> KLStatistics:
         """The statistics of the union."""

@@ -81,10 +81,8 @@ def mixture_sums(plan: KLPlan, shard: Shard, rows: Mixture) -> MixtureSums:
 
     def add(running: tuple[MixtureSums, MixtureSums], tile: Tile) -> tuple[MixtureSums, MixtureSums]:
         x, scales = _x(plan, tile).ordered(plan.student_first), _scales(plan, tile.tokens)
-        part = _kl_mixture.tile_sums(x, scales, tile.rows, tile.live)
         sums, lost = running
-        lost = jax.tree.map(lambda a, b, c: c + _statistics.rounded_away(a, b), sums, part, lost)
-        return jax.tree.map(jnp.add, sums, part), lost
+        return _statistics.compensated(sums, _kl_mixture.tile_sums(x, scales, tile.rows, tile.live), lost)
 
     return jax.tree.map(jnp.add, *plan.walk.fold(shard, empty, add))
 
