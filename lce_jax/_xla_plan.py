@@ -122,6 +122,8 @@ def _gradient_bytes(case: Case, tile_t: int, width: int, tile: int, around: Surr
     if tile_t < case.num_tokens:  # a chunk of hidden and one of dhidden; columns of weight and dweight, and an addend
         return total + 2 * part + 3 * columns + (copied if narrow else 0)
     if narrow:  # hidden and the columns once more, unless these are copied widened anyway
+        if width == case.vocab_size and tile <= width * case.hidden_size * case.dtype.itemsize:
+            total -= tile  # it lies where dweight will be, which is rounded last
         return total + part + columns + max(0 if widens_operands(case) else copied, part)
     return total + copied + part
 
