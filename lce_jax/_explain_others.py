@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from lce_jax import _bind, _checks, _chosen_plan, _kl_plan, _options
+from lce_jax import _bind, _checks, _gathered_plan, _kl_plan, _options
 from lce_jax._kl import KLSpec
 from lce_jax._kl_call import KLCall
 from lce_jax._kl_math import Pair
@@ -52,7 +52,7 @@ def of_logits(
     case = dataclasses.replace(case, options=static, partial_rows=False)  # it moves no rows
     found = placed(hidden, weight, [ids], case, checked, place)
     spec = _bind.spec(case, checked, found.columns, found.layout)
-    return _chosen_plan.plan(spec.case, found.around, spec.implementation)
+    return _gathered_plan.plan(spec.case, found.around, spec.implementation)
 
 
 def of_kl(

@@ -17,6 +17,7 @@ from lce_jax._rows import Rows
 from lce_jax._scales import Scales
 from lce_jax._spec import Spec
 from lce_jax._types import Case, Options, Primals
+from lce_jax._walk import Head, Shard, Tokens
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Int
@@ -107,7 +108,7 @@ def forward(spec: KLSpec, primals: Pair[Primals], rows: Pair[Rows]) -> tuple[Arr
 
 
 def _mixture_sums(
-    plan: KLPlan, shard: _kl_tiles.Shard, order: _rows.Compaction | None, rows: Mixture, axis_name: Any
+    plan: KLPlan, shard: Shard, order: _rows.Compaction | None, rows: Mixture, axis_name: Any
 ) -> MixtureSums:
     """Eq. 9 over the whole vocabulary."""
     with jax.named_scope("lce_kl_mixture"):
@@ -140,10 +141,10 @@ def backward(spec: KLSpec, primals: Pair[Primals], rows: Pair[Rows], kept: Kept,
         plan, shard, order = _shard_of(spec, primals, rows, scales)
         if order is not None:
             coefficients = jax.tree.map(lambda x: x[order.source], coefficients)
-        found = _kl_tiles.gradients(plan, shard, coefficients)
-    dhidden = found.hidden if order is None else _rows.expand(order, found.hidden)
+        gradients = _kl_tiles.gradients(plan, shard, coefficients)
+    dhidden = gradients.hidden if order is None else _rows.expand(order, gradients.hidden)
     dhidden = dhidden if live is None else jnp.where(live[:, None], dhidden, 0.0)
-    return _spmd.reduced(own, found._replace(hidden=dhidden), primals.student)
+    return _spmd.reduced(own, gradients._replace(hidden=dhidden), primals.student)
 
 
 def _scales_of(spec: KLSpec, rows: Pair[Rows]) -> Pair[Scales]:
@@ -164,21 +165,21 @@ def _wrong_temperature(rows: Pair[Rows]) -> Bool[Array, "T"] | None:
 
 def _shard_of(
     spec: KLSpec, primals: Pair[Primals], rows: Pair[Rows], scales: Pair[Scales]
-) -> tuple[KLPlan, _kl_tiles.Shard, _rows.Compaction | None]:
+) -> tuple[KLPlan, Shard, _rows.Compaction | None]:
     """The arrays of this device, with the rows that count first."""
     operands = Pair(*map(_spmd.flat_operands, spec.models, primals))
-    tokens = Pair(*(_kl_tiles.Tokens(x.hidden, own.logits, own.raw) for x, own in zip(operands, scales, strict=True)))
+    tokens = Pair(*(Tokens(x.hidden, own.logits, own.raw) for x, own in zip(operands, scales, strict=True)))
     order = None if rows.student.where is None else _rows.compaction(rows.student.where)
     num_rows = None if order is None else order.num_rows
     tokens = tokens if order is None else _rows.compact(order, tokens)
     heads = Pair(
         *(
-            _kl_tiles.Head(x.weight, None if x.bias is None else x.bias.astype(model.case.stat_dtype))
+            Head(x.weight, None if x.bias is None else x.bias.astype(model.case.stat_dtype))
             for x, model in zip(operands, spec.models, strict=True)
         )
     )
     columns, num_columns = _true_columns(spec, primals)
-    return spec.plan(columns), _kl_tiles.Shard(tokens, heads, num_rows, num_columns), order
+    return spec.plan(columns), Shard(tokens, heads, None, num_rows, num_columns), order
 
 
 def _true_columns(spec: KLSpec, primals: Pair[Primals]) -> tuple[int, Int[Array, ""] | None]:

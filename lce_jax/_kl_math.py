@@ -105,10 +105,8 @@ class Running(NamedTuple):
         references = _union(self.stats.references, part.references)
         of_lost = KLStatistics(*self.stats.references, *self.lost)
         old, new, lost = (_sums_relative_to(references, x, scales) for x in (self.stats, part, of_lost))
-        return Running(
-            KLStatistics(*references, *jax.tree.map(jnp.add, old, new)),
-            jax.tree.map(lambda a, b, c: c + _statistics.rounded_away(a, b), old, new, lost),
-        )
+        sums, left_out = _statistics.compensated(old, new, lost)
+        return Running(KLStatistics(*references, *sums), left_out)
 
     def finish(self) -> KLStatistics:
         """The statistics of the union."""
@@ -166,10 +164,6 @@ class KLCoefficients(NamedTuple):
     of_p: Float[Array, "T"]
     of_q: Float[Array, "T"]
     mean: Float[Array, "T"]  # c / s_p
-
-    def only(self, keep: Bool[Array, "T"]) -> KLCoefficients:
-        """The same without a gradient in the other rows."""
-        return self._replace(of_p=jnp.where(keep, self.of_p, 0.0), of_q=jnp.where(keep, self.of_q, 0.0))
 
 
 def coefficients(

@@ -59,8 +59,8 @@ def divergence(
     """Eq. 9, from sums over the whole vocabulary; rounding cannot make it negative, and rows left out are 0."""
     stats = counted(stats, where)
     of_p, of_q = rows.log_at_p + sums.of_p / stats.sum_p, sums.of_q / stats.sum_q
-    found = jnp.maximum(rows.weights.student * of_p + rows.weights.teacher * of_q, 0.0)
-    return found if where is None else jnp.where(where, found, 0.0)
+    jsd = jnp.maximum(rows.weights.student * of_p + rows.weights.teacher * of_q, 0.0)
+    return jsd if where is None else jnp.where(where, jsd, 0.0)
 
 
 class MixtureCoefficients(NamedTuple):
@@ -69,10 +69,6 @@ class MixtureCoefficients(NamedTuple):
     mixture: Mixture
     of_p: Float[Array, "T"]
     mean: Float[Array, "T"]  # b
-
-    def only(self, keep: Bool[Array, "T"]) -> MixtureCoefficients:
-        """The same without a gradient in the other rows."""
-        return self._replace(of_p=jnp.where(keep, self.of_p, 0.0))
 
 
 def coefficients(

@@ -53,5 +53,5 @@ def relative_log_ratio(d: Array, distance: Array, weights: Pair[Array], referenc
     growth = jnp.sign(distance) * -jnp.expm1(-jnp.abs(distance)) * jnp.maximum(e, reference.ratio)
     x = other / reference.total * growth
     small = x < -0.5
-    found = jnp.log1p(jnp.where(small, reference.total / (own + other * e) - 1.0, x))
-    return jnp.where(small, found, -found) - jnp.maximum(d - reference.most, 0.0)
+    log = jnp.log1p(jnp.where(small, reference.total / (own + other * e) - 1.0, x))
+    return jnp.where(small, log, -log) - jnp.maximum(d - reference.most, 0.0)

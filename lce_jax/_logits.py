@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax import _chosen, _chosen_reference, _collectives, _math, _rows, _scales, _spmd, _spread, reference
+from lce_jax import _collectives, _gathered, _gathered_reference, _math, _rows, _scales, _spmd, _spread, reference
 from lce_jax._rows import Rows
 from lce_jax._run import Capability
 from lce_jax._spec import Spec
@@ -78,14 +78,14 @@ def _backward(spec: Spec, primals: Primals, rows: Rows, slope: Array, cotangent:
     terms = jnp.where(slope == 0.0, 0.0, cotangent * slope)
     hidden, options = _spmd.flat_operands(spec, primals).hidden, spec.options
     dweight = products.dweight(terms, hidden, columns, primals.weight, options).astype(primals.weight.dtype)
-    dbias = None if primals.bias is None else _chosen.dbias(terms, columns, primals.bias.shape[0])
+    dbias = None if primals.bias is None else _gathered.dbias(terms, columns, primals.bias.shape[0])
     dhidden = products.dhidden(terms, primals.weight, columns, options)
     return _spmd.reduced(spec, Primals(dhidden, dweight, dbias), primals)
 
 
 def _products_of(spec: Spec) -> Any:
-    """The module with the products of chosen columns and their gradients."""
-    return _chosen_reference if spec.implementation == reference.NAME else _chosen
+    """The module with the products of given columns and their gradients."""
+    return _gathered_reference if spec.implementation == reference.NAME else _gathered
 
 
 def _columns(spec: Spec, primals: Primals, rows: Rows) -> Int[Array, "T K"]:

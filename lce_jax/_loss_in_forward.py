@@ -42,15 +42,15 @@ def forward_and_gradients(
     spec: Spec, loss: TokenLoss, budget: Budget, inputs: Inputs
 ) -> tuple[Array, LogprobOutput, Gradients]:
     """The same, and the gradients for a cotangent of 1, `scaled` of which the caller sums and rounds."""
-    walk = _Walk.prepare(spec, loss, budget, inputs)
-    whole = walk.walk()
+    chunks = _Chunks.of(spec, loss, budget, inputs)
+    whole = chunks.run()
     shape = inputs.rows.labels.shape
     losses, outputs = whole.losses, jax.tree.map(lambda x: x.reshape(shape), whole.outputs)
     per_token = tuple(
         None if dx is None else dx.reshape(x.shape) for dx, x in zip(whole.per_token, inputs.per_token, strict=True)
     )
     constants = tuple(None if dx is None else _total(spec, dx) for dx in whole.constants)
-    gradients = Gradients(_summed(spec, whole.gradients, inputs.primals, walk.rounds), per_token, constants)
+    gradients = Gradients(_summed(spec, whole.gradients, inputs.primals, chunks.rounds), per_token, constants)
     return _total(spec, jnp.sum(losses)), outputs, gradients
 
 
@@ -90,7 +90,7 @@ class _Whole(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Walk:
+class _Chunks:
     """The chunks of one call, in turn."""
 
     spec: Spec  # of a chunk
@@ -109,7 +109,7 @@ class _Walk:
     hidden_dtype: jnp.dtype
 
     @classmethod
-    def prepare(cls, spec: Spec, loss: TokenLoss, budget: Budget, inputs: Inputs) -> _Walk:
+    def of(cls, spec: Spec, loss: TokenLoss, budget: Budget, inputs: Inputs) -> _Chunks:
         primals, rows = inputs.primals, inputs.rows
         size, tokens = budget.chunk_rows(spec.case), rows.labels.size
         tracked = spec.axis_name is not None and _compat.tracks_varying(spec.axis_name)
@@ -150,7 +150,7 @@ class _Walk:
         """Whether there are several chunks, whose dweight are added."""
         return self.size < self.tokens
 
-    def walk(self) -> _Whole:
+    def run(self) -> _Whole:
         """All chunks that have a row that counts."""
         empty = self._empty()
         if self.order is None and not self.adds:

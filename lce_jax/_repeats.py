@@ -1,4 +1,4 @@
-"""Terms at a token's chosen columns, each column once: what lets a scatter add them in no order."""
+"""Terms at a token's candidates, each column once: what lets a scatter add them in no order."""
 
 from __future__ import annotations
 

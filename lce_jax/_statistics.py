@@ -168,12 +168,8 @@ class Running(NamedTuple):
         old, new = _relative_to(m, self.stats, scale), _relative_to(m, part, scale)
         lost = _relative_to(m, self.stats._replace(sumexp=self.lost[0], weighted=self.lost[1]), scale)
         pairs = [_sums(x) for x in (old, new, lost)]
-        stats = _added(old, new)
-        sumexp, weighted = jax.tree.map(lambda a, b, _: a + b, *pairs)
-        return Running(
-            stats._replace(sumexp=sumexp, weighted=weighted),
-            jax.tree.map(lambda a, b, c: c + rounded_away(a, b), *pairs),
-        )
+        (sumexp, weighted), left_out = compensated(*pairs)
+        return Running(_added(old, new)._replace(sumexp=sumexp, weighted=weighted), left_out)
 
     def finish(self) -> ShardStatistics:
         """The statistics of the union."""
@@ -199,7 +195,13 @@ def _relative_to(
     )
 
 
-def rounded_away(a: Array, b: Array) -> Array:
+def compensated[S](sums: S, terms: S, lost: S) -> tuple[S, S]:
+    """``sums`` with ``terms`` added, and ``lost`` with what the rounding of that leaves out."""
+    left_out = jax.tree.map(lambda a, b, c: c + _rounded_away(a, b), sums, terms, lost)
+    return jax.tree.map(jnp.add, sums, terms), left_out
+
+
+def _rounded_away(a: Array, b: Array) -> Array:
     """What the rounding of a + b leaves out (Knuth, TAOCP 2, 4.2.2)."""
     total = a + b
     of_b = total - a

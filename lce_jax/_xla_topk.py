@@ -10,12 +10,10 @@ import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
-from lce_jax import _compat, _largest, _math
+from lce_jax import _largest, _math, _walk, _xla_plan
 from lce_jax._largest import Largest
 from lce_jax._plans import Plan, Surroundings
 from lce_jax._statistics import MASKED
@@ -50,14 +48,14 @@ def plan(case: Case, name: str, around: Surroundings) -> Plan:
         selected += logits  # with and without the padding, or what no group has
     if on_cpu and case.dtype != case.stat_dtype and (case.dtype == jnp.float16 or size == 1):
         selected += columns * case.hidden_size * stat  # there XLA widens float16, and bfloat16 beside one token
-    own = case.partial_rows or around.gathers_hidden or case.hidden_dtype != case.dtype
-    hidden = case.num_tokens * case.hidden_size * case.dtype.itemsize if own else 0
     return Plan(
         implementation=name,
         refused={},
         case=case,
         tiles={"tokens": size},
-        forward_bytes=logits + max(selected, 0 if on_cpu else WORKSPACE) + hidden if size else 0,
+        forward_bytes=logits + max(selected, 0 if on_cpu else WORKSPACE) + _xla_plan.own_hidden_bytes(case, around)
+        if size
+        else 0,
         backward_bytes=0,
         kept_bytes=0,
         logits_bytes=case.num_tokens * columns * stat,
@@ -67,38 +65,20 @@ def plan(case: Case, name: str, around: Surroundings) -> Plan:
 
 def largest(operands: Operands, case: Case) -> Largest:
     """The k largest products of each token, of all columns of the shard or of the first k columns if it has fewer."""
-    size, num_tokens = chunk_tokens(case), case.num_tokens
-    if size == num_tokens:
-        return _of_rows(operands, case)
 
-    def body(i: Any, found: Largest) -> Largest:
-        start = jnp.minimum(i * size, num_tokens - size)  # the last chunk reaches back to stay whole
-        part = _of_rows(_rows(operands, start, size), case)
-        return jax.tree.map(lambda whole, x: lax.dynamic_update_slice_in_dim(whole, x, start, 0), found, part)
+    def of_chunk(per_token: Any) -> Largest:
+        hidden, inverse_temperature, raw_scale = per_token
+        own = operands._replace(hidden=hidden, inverse_temperature=inverse_temperature, raw_scale=raw_scale)
+        return _of_rows(own, case)
 
-    shapes = jax.eval_shape(lambda: _of_rows(_rows(operands, 0, size), case))
-    empty = jax.tree.map(lambda x: jnp.zeros((num_tokens, *x.shape[1:]), x.dtype), shapes)
-    rows = num_tokens if operands.num_rows is None else operands.num_rows
-    return lax.fori_loop(0, (rows + size - 1) // size, body, _compat.vary_like(empty, operands))
-
-
-def _rows(operands: Operands, start: Any, size: int) -> Operands:
-    """The operands of some tokens."""
-    per_token = (operands.hidden, operands.inverse_temperature, operands.raw_scale)
-    taken = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, size), per_token)
-    return operands._replace(hidden=taken[0], inverse_temperature=taken[1], raw_scale=taken[2])
+    per_token = operands.hidden, operands.inverse_temperature, operands.raw_scale
+    return _walk.by_chunks(of_chunk, per_token, chunk_tokens(case), operands.num_rows, operands)
 
 
 def _of_rows(operands: Operands, case: Case) -> Largest:
     options = case.options
     operands = increasing(operands, options)
-    raw = lax.dot_general(
-        operands.hidden,
-        operands.weight,
-        (((1,), (options.hidden_dim,)), ((), ())),
-        precision=options.precision,
-        preferred_element_type=case.stat_dtype,
-    )
+    raw = _walk.dot(operands.hidden, operands.weight, 1, options.hidden_dim, options, case.stat_dtype)
     return of_products(raw, operands, case, _largest.largest)
 
 
@@ -127,11 +107,11 @@ def of_products(raw: Float[Array, "t V"], operands: Operands, case: Case, select
         raw = raw + operands.bias[None, :] * sign
     live = _math.live_columns(0, case.vocab_size, operands.num_columns)
     raw = raw if live is None else jnp.where(live[None, :], raw, -jnp.inf)
-    found, ids = select(raw, min(options.top_k, case.vocab_size))
+    products, ids = select(raw, min(options.top_k, case.vocab_size))
     capped = None
     if options.logit_softcap is not None:
-        capped = jnp.where(found == -jnp.inf, -jnp.inf, _capped(found, options, operands.raw_scale))
-    some = Largest(found, ids, capped, jnp.zeros(raw.shape[:1], raw.dtype))
+        capped = jnp.where(products == -jnp.inf, -jnp.inf, _capped(products, options, operands.raw_scale))
+    some = Largest(products, ids, capped, jnp.zeros(raw.shape[:1], raw.dtype))
     return some._replace(sumexp=_sumexp(raw, some, operands, options))
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax import _math, _repeats, _statistics, _xla_topk
+from lce_jax import _math, _repeats, _statistics, _xla_plan, _xla_topk
 from lce_jax._largest import Largest
 from lce_jax._one_part import merged as merged
 from lce_jax._one_part import per_token as per_token
@@ -35,7 +35,7 @@ def plan(case: Case, around: Surroundings = ALONE) -> Plan:
     """Bytes: what XLA holds at once on CPU."""
     stat, item = case.stat_dtype.itemsize, case.dtype.itemsize
     logits, hidden = case.num_tokens * case.vocab_size * stat, case.num_tokens * case.hidden_size
-    own = hidden * item if case.partial_rows or around.gathers_hidden or case.hidden_dtype != case.dtype else 0
+    own = _xla_plan.own_hidden_bytes(case, around)
     widened = (hidden + case.vocab_size * case.hidden_size) * stat if case.dtype != case.stat_dtype else 0
     vectors = 8 * case.num_tokens * stat + case.candidate_bytes
     capped = logits if case.options.logit_softcap is not None else 0  # kept with what is computed from them

@@ -1,4 +1,4 @@
-"""What `explain` says of `linear_kl` and `linear_logits`: the bytes of what is compiled."""
+"""What `explain` says of `linear_kl` and `linear_logits`: an upper bound of the bytes of what is compiled."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ KL = [
     ((512, 256, 512, 32000), "bfloat16", "float32", {"logit_softcap": 30.0}),
     ((8192, 256, 256, 8192), "bfloat16", "bfloat16", {"direction": "reverse"}),
     ((64, 512, 1024, 32000), "float16", "bfloat16", {"vocab_size": 31000}),
+    ((4096, 256, 256, 8192), "float32", "float32", {}),  # a tile of logits is as large as dweight
+    ((512, 1024, 512, 50257), "float32", "float32", {"where": True, "direction": "jsd"}),
 ]
 LOGITS = [
     ((4096, 512, 32000, 64), "bfloat16", {"vocab_size": 31000}),
@@ -47,8 +49,8 @@ def test_linear_kl(shape: tuple[int, ...], dtype: str, teachers_dtype: str, give
 
     forward = held(kl, student, teacher, rows)
     backward = held(both, student, teacher, rows, struct((T,), "float32"))
-    assert 0.9 * forward <= plan.forward_bytes <= 1.25 * forward, (plan.forward_bytes, forward)
-    assert 0.9 * backward <= plan.backward_bytes <= 1.25 * backward, (plan.backward_bytes, backward)
+    assert forward <= plan.forward_bytes <= 1.25 * forward, (plan.forward_bytes, forward)
+    assert backward <= plan.backward_bytes <= 1.25 * backward, (plan.backward_bytes, backward)
     assert plan.kept_bytes == 6 * 4 * T
     assert f"for the teacher (hidden size {G:,}, {teachers_dtype})" in str(plan)
 
@@ -66,8 +68,8 @@ def test_linear_logits(shape: tuple[int, ...], dtype: str, given: dict[str, Any]
 
     forward = held(lambda operands, ids: linear_logits(*operands, ids, **given), operands, ids)
     backward = held(both, operands, ids, struct((T, K), "float32"))
-    assert 0.9 * forward <= plan.forward_bytes <= 1.25 * forward, (plan.forward_bytes, forward)
-    assert 0.9 * backward <= plan.backward_bytes <= 1.25 * backward, (plan.backward_bytes, backward)
+    assert forward <= plan.forward_bytes <= 1.25 * forward, (plan.forward_bytes, forward)
+    assert backward <= plan.backward_bytes <= 1.25 * backward, (plan.backward_bytes, backward)
     assert f"{K} ids per token, {T * K:,} products" in str(plan)
 
 

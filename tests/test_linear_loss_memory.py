@@ -133,7 +133,7 @@ def test_kernels(T: int, H: int, V: int, options: dict) -> None:
     ],
 )
 def test_explain_foretells_what_is_compiled(T: int, H: int, V: int, dtype: str, where: bool, rows: int) -> None:
-    """Within 1.3 of what XLA holds, and never under by more than 5 %."""
+    """An upper bound, of at most 1.3 of what XLA holds."""
     struct = jax.ShapeDtypeStruct
     args = struct((T, H), dtype), struct((V, H), dtype), struct((T,), "int32")
     mask, chunk_bytes = struct((T,), "bool") if where else None, rows * V * jnp.dtype(dtype).itemsize
@@ -146,7 +146,7 @@ def test_explain_foretells_what_is_compiled(T: int, H: int, V: int, dtype: str, 
     compiled = jax.jit(jax.value_and_grad(total, argnums=(0, 1))).lower(*args, mask).compile()
     held = compiled.memory_analysis().temp_size_in_bytes
     assert plan.tiles["chunk of tokens"] == rows
-    assert 0.95 * held <= plan.backward_bytes <= 1.3 * held, (plan.backward_bytes, held)
+    assert held <= plan.backward_bytes <= 1.3 * held, (plan.backward_bytes, held)
 
 
 @pytest.mark.usefixtures("hopper")

@@ -136,7 +136,7 @@ MATRIX = [
 def test_explain_foretells_what_is_compiled(shape: Call) -> None:
     """Temporary bytes of the forward, and of both passes in one program, whose outputs the gradients are.
 
-    Within 1.25 and never under by more than 5 %. Four KiB more are allowed, because arrays of a few bytes take 64 each.
+    An upper bound, of at most 1.25 of what is held, but for four KiB, because arrays of a few bytes take 64 each.
     """
     struct = jax.ShapeDtypeStruct
     options = dict(shape.options)
@@ -160,7 +160,7 @@ def test_explain_foretells_what_is_compiled(shape: Call) -> None:
     assert any("64 candidates per token add" in note for note in plan.notes) == (shape.K == 64)
     for function, said in ((objective, plan.forward_bytes), (both, plan.backward_bytes)):
         held = jax.jit(function).lower(*args, arrays).compile().memory_analysis().temp_size_in_bytes
-        assert 0.95 * held <= said <= 1.25 * held or abs(said - held) < 4096, (said, held, plan.tiles)
+        assert held - 4096 < said < 1.25 * held + 4096, (said, held, plan.tiles)
         if shape.V > 32768 and shape.T > 1:  # of one token, half a MiB of the weight is more than its logits
             assert held < plan.logits_bytes, "few tokens too"
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lce_jax import _xla_plan, linear_logprobs, xla
+from lce_jax import _walk, _xla_plan, linear_logprobs
 from lce_jax._types import Case, Device, Options
 from tests import cases, oracle
 
@@ -65,16 +65,16 @@ def test_rows_left_out_cost_no_work() -> None:
         visited.append(1)
         return np.zeros((), np.float32)
 
-    original = xla._raw
+    original = _walk._raw
 
-    def counting(tokens, *args):
+    def counting(case, tokens, head):
         tick = jax.pure_callback(count, jax.ShapeDtypeStruct((), jnp.float32), tokens.hidden[0, 0])
-        return original(tokens, *args) + tick
+        return original(case, tokens, head) + tick
 
     hidden, weight = jnp.ones((T, H)), jnp.ones((V, H))
     labels = jnp.zeros((T,), jnp.int32)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(xla, "_raw", counting)
+        patch.setattr(_walk, "_raw", counting)
         for live in (0, 1, 1000, T):
             visited.clear()
             where = jnp.arange(T)[::-1] < live

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lce_jax import _xla_tiles
+from lce_jax import _walk
 from lce_torch_bridge import _chunk_sums, linear_loss
 from tests.torch import problem as p
 from tests.torch.launched import launched_directly
@@ -20,7 +20,7 @@ ROUNDING = 2.0**-11  # of float16, relative, at most
 @pytest.fixture
 def rounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products take dlogits in the weight's dtype, as on a GPU."""
-    monkeypatch.setattr(_xla_tiles, "gradient_dtype", lambda case: case.dtype)
+    monkeypatch.setattr(_walk, "gradient_dtype", lambda case: case.dtype)
 
 
 def loss(logprobs: Any, entropy: Any, lse: Any, factors: Any) -> Any:

@@ -1,4 +1,4 @@
-"""`_chosen` without chunks: all rows of the weight that the ids name are stored. For tests and small problems."""
+"""`_gathered` without chunks: all rows of the weight that the ids name are stored. For tests and small problems."""
 
 from __future__ import annotations
 

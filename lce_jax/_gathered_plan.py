@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lce_jax import _chosen, _xla_plan
+from lce_jax import _gathered, _xla_plan
 from lce_jax._plans import PassBytes, Plan, Surroundings, format_bytes
 from lce_jax._types import Case
 
@@ -33,7 +33,7 @@ def plan(case: Case, around: Surroundings, name: str) -> Plan:
 
 def _tokens(case: Case) -> int:
     """Of a chunk."""
-    most = _chosen.chunk_tokens(max(case.options.num_candidates, 1), case.hidden_size, case.dtype.itemsize)
+    most = _gathered.chunk_tokens(max(case.options.num_candidates, 1), case.hidden_size, case.dtype.itemsize)
     return min(max(case.num_tokens, 1), most)
 
 
@@ -51,11 +51,11 @@ def _passes(case: Case, around: Surroundings) -> tuple[int, int]:
     own = _xla_plan.own_hidden_bytes(case, around)
     several = _tokens(case) < case.num_tokens
     forward = own + gathered + (2 * count * stat if several else 0)
-    blocks = _chosen.blocks(count, case.hidden_size, stat)
+    blocks = _gathered.blocks(count, case.hidden_size, stat)
     sums = 2 * blocks.size * case.hidden_size * stat + blocks.size * blocks.pairs * stat
     unrounded = case.dtype != case.stat_dtype and case.device.platform != "cpu"
     dhidden = case.num_tokens * case.hidden_size * stat if unrounded else 0
-    return forward, max(forward, own + dhidden + sums + 4 * count * stat)
+    return forward, max(forward, own + dhidden + sums + 6 * count * stat)
 
 
 def _passes_at_once(case: Case, around: Surroundings) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Logits of a few chosen columns per token, each a dot product with one row of the weight: no pass over the vocabulary.
+"""Logits of given columns per token, each a dot product with one row of the weight: no pass over the vocabulary.
 
 The rows of the weight are gathered for a chunk of tokens at a time. XLA fuses gather, product and sum on a GPU, and
 where it does not, a chunk bounds the gathered rows.
@@ -6,13 +6,12 @@ where it does not, a chunk bounds the gathered rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax import _compat, _math
+from lce_jax import _compat, _math, _walk
 from lce_jax._statistics import along
 from lce_jax._types import Case, Operands, Options
 
@@ -43,27 +42,11 @@ def products(
 ) -> Float[Array, "T K"]:
     """H · w of each token's columns, summed in ``dtype``; 0 for the column -1 and, by chunks, after ``num_rows``."""
     size = chunk_tokens(columns.shape[1], hidden.shape[1], weight.dtype.itemsize, gathered_bytes)
-    if size >= hidden.shape[0]:
-        return _products(hidden, weight, columns, options, dtype)
-    rows = hidden.shape[0] if num_rows is None else num_rows
-    empty = _compat.vary_like(jnp.zeros(columns.shape, dtype), (hidden, weight, columns, num_rows))
 
-    def chunk(hidden: Array, columns: Array) -> Array:
-        return _products(hidden, weight, columns, options, dtype)
+    def chunk(per_token: tuple[Array, Array]) -> Array:
+        return _products(per_token[0], weight, per_token[1], options, dtype)
 
-    return _by_chunks(chunk, (hidden, columns), size, rows, empty)
-
-
-def _by_chunks(function: Callable[..., Array], per_token: Any, size: int, rows: Any, empty: Array) -> Array:
-    """``empty``, filled with ``function`` of one chunk after another of ``size`` tokens, as far as ``rows`` reaches."""
-    last = empty.shape[0] - size  # the last chunk reaches back to stay whole
-
-    def body(i: Any, found: Array) -> Array:
-        start = jnp.minimum(i * size, last)
-        part = function(*(lax.dynamic_slice_in_dim(x, start, size) for x in per_token))
-        return lax.dynamic_update_slice_in_dim(found, part, start, 0)
-
-    return lax.fori_loop(0, (rows + size - 1) // size, body, empty)
+    return _walk.by_chunks(chunk, (hidden, columns), size, num_rows, (weight, num_rows))
 
 
 def _products(hidden: Array, weight: Array, columns: Array, options: Options, dtype: Any) -> Float[Array, "T K"]:
@@ -89,16 +72,15 @@ def dhidden(
     terms: Float[Array, "T K"], weight: Float[Array, "V H"], columns: Int[Array, "T K"], options: Options
 ) -> Float[Array, "T H"]:
     """Σ_k terms · w of each token's columns, summed in the dtype of ``terms``."""
-    num_tokens, hidden_size = terms.shape[0], weight.shape[options.hidden_dim]
-    size = min(chunk_tokens(terms.shape[1], hidden_size, weight.dtype.itemsize), num_tokens)
+    size = chunk_tokens(terms.shape[1], weight.shape[options.hidden_dim], weight.dtype.itemsize)
 
-    def chunk(own: Array, at: Array) -> Array:
+    def chunk(per_token: tuple[Array, Array]) -> Array:
+        own, at = per_token
         rows = jnp.take(weight, at, axis=options.vocab_dim, mode="clip").astype(terms.dtype)
         rows = rows if options.vocab_dim == 0 else jnp.moveaxis(rows, 0, 2)
         return jnp.sum(jnp.where((at >= 0)[:, :, None], own[:, :, None] * rows, 0.0), axis=1)
 
-    empty = _compat.vary_like(jnp.zeros((num_tokens, hidden_size), terms.dtype), (terms, weight, columns))
-    return _by_chunks(chunk, (terms, columns), size, num_tokens, empty)
+    return _walk.by_chunks(chunk, (terms, columns), size, None, weight)
 
 
 class Pairs(NamedTuple):
@@ -170,16 +152,16 @@ def dweight(
     pairs = sorted_pairs(terms, columns, num_columns, shape.size)
 
     def body(i: Any, carry: Any) -> Any:
-        found, last, column = carry
+        written, last, column = carry
         own = Pairs(*(lax.dynamic_slice_in_dim(x, i * shape.size, shape.size) for x in pairs))
         sums, last = _sums_of_blocks(own, hidden, shape, num_columns, last, column)
         places = _places(own.columns, own.ends, num_columns)
         rounded = sums.astype(weight.dtype)
         if options.vocab_dim == 0:
-            found = found.at[places].set(rounded, mode="drop", unique_indices=True)
+            written = written.at[places].set(rounded, mode="drop", unique_indices=True)
         else:
-            found = found.at[:, places].set(rounded.T, mode="drop", unique_indices=True)
-        return found, last, own.columns[-1]
+            written = written.at[:, places].set(rounded.T, mode="drop", unique_indices=True)
+        return written, last, own.columns[-1]
 
     start = jnp.zeros_like(weight), jnp.zeros((hidden.shape[1],), terms.dtype), jnp.int32(-1)
     start = _compat.vary_like(start, terms)
