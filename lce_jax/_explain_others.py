@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from lce_jax import _bind, _checks, _gathered_plan, _kl_plan, _options
-from lce_jax._kl import KLSpec
 from lce_jax._kl_call import KLCall
 from lce_jax._kl_math import Pair
+from lce_jax._kl_spec import KLSpec
 from lce_jax._place import Place, placed
 from lce_jax._types import is_array
 

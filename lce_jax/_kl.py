@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -12,73 +10,18 @@ import jax.numpy as jnp
 from lce_jax import _collectives, _kl_math, _kl_mixture, _kl_tiles, _math, _rows, _scales, _spmd
 from lce_jax._kl_math import KLStatistics, Pair
 from lce_jax._kl_mixture import Mixture, MixtureSums
+from lce_jax._kl_spec import KLSpec
 from lce_jax._kl_tiles import KLPlan
 from lce_jax._rows import Rows
 from lce_jax._scales import Scales
-from lce_jax._spec import Spec
-from lce_jax._types import Case, Options, Primals
+from lce_jax._types import Primals
 from lce_jax._walk import Head, Shard, Tokens
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Int
 
-    from lce_jax._layout import Layout
-
 
 type Kept = tuple[KLStatistics, MixtureSums | None]  # from forward to backward
-
-
-@dataclasses.dataclass(frozen=True)
-class KLSpec:
-    """A call's static part."""
-
-    models: Pair[Spec]
-    student_first: bool  # as in `KLPlan`
-    mesh: Any = None  # as `Spec.mesh`
-
-    @property
-    def dtype(self) -> jnp.dtype:
-        """The dtype of the result."""
-        return self.plan(0).dtype
-
-    @property
-    def options(self) -> Options:
-        """Those of the student's head."""
-        return self.models.student.options
-
-    @property
-    def case(self) -> Case:
-        """The student's."""
-        return self.models.student.case
-
-    @property
-    def requested(self) -> tuple[str, ...] | None:
-        """The implementations to choose from."""
-        return self.models.student.requested
-
-    @property
-    def as_traced(self) -> KLSpec:
-        """The same: no implementation stands in for another."""
-        return self
-
-    @property
-    def num_tokens(self) -> int:
-        """All tokens of the call."""
-        return self.models.student.num_tokens
-
-    def with_tokens(self, num_tokens: int) -> KLSpec:
-        """The same call with so many tokens."""
-        return dataclasses.replace(self, models=Pair(*(model.with_tokens(num_tokens) for model in self.models)))
-
-    def share(self, layout: Layout, num_tokens: int, columns: Sequence[int]) -> KLSpec:
-        """The spec of one device's share."""
-        of_models = zip(self.models, columns, strict=True)
-        models = Pair(*(model.share(layout, num_tokens, [size]) for model, size in of_models))
-        return dataclasses.replace(self, models=models, mesh=None)
-
-    def plan(self, columns: int) -> KLPlan:
-        """That of a shard with ``columns``."""
-        return KLPlan(Pair(*(spec.case for spec in self.models)), self.student_first, columns)
 
 
 def forward(spec: KLSpec, primals: Pair[Primals], rows: Pair[Rows]) -> tuple[Array, Kept]:

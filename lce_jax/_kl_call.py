@@ -12,8 +12,8 @@ from jax import lax
 from jax.sharding import AbstractMesh
 
 from lce_jax import _bind, _checks, _meshes, _options, _rows, scalars
-from lce_jax._kl import KLSpec
 from lce_jax._kl_math import Pair
+from lce_jax._kl_spec import KLSpec
 from lce_jax._layout import Layout
 from lce_jax._options import CallOptions
 from lce_jax._rows import Rows

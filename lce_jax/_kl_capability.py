@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 
 from lce_jax import _kl, _spread
-from lce_jax._kl import Kept, KLSpec
+from lce_jax._kl import Kept
 from lce_jax._kl_math import Pair
+from lce_jax._kl_spec import KLSpec
 from lce_jax._rows import Rows
 from lce_jax._run import Capability
 from lce_jax._spread import Kind, Program, spread
