@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-from lce_jax._plans import Plan, Surroundings, candidate_notes
+from lce_jax._plans import Plan, Surroundings, candidate_notes, unused_notes
 from lce_jax._types import Case
 
 
@@ -43,7 +43,7 @@ def plan(case: Case, name: str, around: Surroundings) -> Plan:
         backward_bytes=_backward_bytes(case, around) if case.num_tokens else 0,
         kept_bytes=case.statistics_bytes,
         logits_bytes=case.num_tokens * case.vocab_size * case.stat_dtype.itemsize,
-        notes=(*case.options.unused_notes, *candidate_notes(case)),
+        notes=(*unused_notes(case.options), *candidate_notes(case)),
     )
 
 

@@ -20,6 +20,7 @@ from jax import lax
 from lce_jax import _statistics
 from lce_jax._types import Case, ShardStatistics
 from lce_jax.mosaic import _pallas, _partial_statistics
+from lce_jax.mosaic._kernel_set import Parted
 from lce_jax.mosaic._pallas import pl, plgpu
 from lce_jax.mosaic.sm90._threads import THREADS, along, block_rows
 
@@ -37,6 +38,7 @@ def join(
     group: int,
     numbers: Int[Array, "3"],
     in_nats: bool = False,
+    parted: Parted | None = None,
     maxima: Float[Array, "tiles kept Tp"] | None = None,
 ) -> tuple[Float[Array, "groups fields Tp"], Float[Array, "tiles kept Tp"] | None]:
     """``joined`` with the unions of each ``group`` neighbours among ``parts``; ``scale`` is the k of eq. 0 in base 2.
@@ -44,13 +46,13 @@ def join(
     ``numbers`` are the live rows, the parts that count, and where in ``joined`` the first group goes. Groups after the
     last part are those of no columns; those after the last of ``joined`` are not written, nor are row blocks without a
     live row. With ``in_nats`` the unions are as eq. 1 has them, else in base 2 as the parts are. ``maxima``, if any,
-    come with the first fields of each part in these groups.
+    come with the first fields of each part in these groups. ``parted``: as `KernelSet.join` says.
     """
     updated = [x for x in (joined, maxima) if x is not None]
     run = _pallas.kernel(
-        functools.partial(_kernel, case, group, in_nats),
+        functools.partial(_kernel, case, group, in_nats, parted),
         out_type=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in updated],
-        grid=(parts.shape[2] // THREADS, -(-parts.shape[0] // group)),
+        grid=(parts.shape[2] // THREADS, -(-parts.shape[0] // group) if parted is None else parted.groups),
         grid_names=("rows", "group"),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="lce_join",
@@ -64,6 +66,7 @@ def _kernel(
     case: Case,
     group: int,
     in_nats: bool,
+    parted: Parted | None,
     parts: Any,  # [parts, fields, Tp]
     scale: Any,  # [Tp]
     numbers: Any,  # live rows, parts, the first group
@@ -73,12 +76,15 @@ def _kernel(
     most_groups = output.shape[0]
     names, block, number = _partial_statistics.names(case.options), lax.axis_index("rows"), lax.axis_index("group")
     rows, num_parts = block_rows(block), numbers[1]
+    begin, stop = number * group, num_parts
+    if parted is not None:
+        begin, stop = _within_part(parted, group, numbers[2], number, num_parts)
     none = _statistics.of_fields(
         {name: along(getattr(_partial_statistics.UNWRITTEN, name), jnp.float32) for name in names}
     )
 
     def load(i: Any) -> ShardStatistics:
-        there, at = along(i) < num_parts, jnp.maximum(jnp.minimum(i, num_parts - 1), 0)
+        there, at = along(i) < stop, jnp.maximum(jnp.minimum(i, stop - 1), 0)
         found = {name: jnp.where(there, parts[at, f, rows], getattr(none, name)) for f, name in enumerate(names)}
         return _statistics.of_fields(found)
 
@@ -86,7 +92,7 @@ def _kernel(
         row_scale = scale[rows]
 
         def step(i: Any, union: ShardStatistics) -> ShardStatistics:
-            first = number * group + i * AT_A_TIME
+            first = begin + i * AT_A_TIME
             of_step = [load(first + j) for j in range(min(group, AT_A_TIME))]
             for ref in maxima:
                 for (j, part), f in itertools.product(enumerate(of_step), range(ref.shape[1])):
@@ -99,3 +105,15 @@ def _kernel(
             output.at[numbers[2] + number, f, rows][...] = getattr(union, name)
 
     pl.when((block * THREADS < numbers[0]) & (numbers[2] + number < most_groups))(of_live_rows)
+
+
+def _within_part(parted: Parted, group: int, first: Any, number: Any, num_tiles: Any) -> tuple[Any, Any]:
+    """Where the tiles of a launch's group begin and stop, if the shard's group ``first`` is the launch's first one."""
+    groups = -(-parted.tiles // group)  # of a part
+
+    def first_tile(of: Any) -> Any:
+        return of * group - lax.div(of, jnp.int32(groups)) * (groups * group - parted.tiles)
+
+    begin = first_tile(first + number) - first_tile(first)
+    left = parted.tiles - lax.rem(first + number, jnp.int32(groups)) * group
+    return begin, jnp.minimum(begin + jnp.minimum(left, group), num_tiles)

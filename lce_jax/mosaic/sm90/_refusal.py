@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lce_jax._plans import format_bytes
 from lce_jax._types import Case
-from lce_jax.mosaic.sm90._hardware import ATOM_ROWS, COLUMN_GRAIN, SMEM_LIMIT, TILE_N
+from lce_jax.mosaic.sm90._hardware import ATOM_ROWS, COLUMN_GRAIN, SMEM_LIMIT, TILE_N, widest_swizzle
 from lce_jax.mosaic.sm90._tuning import BY_KERNEL, Tunings, stages_output
 
 
@@ -22,6 +22,9 @@ def _shape_refusal(case: Case) -> str | None:
         return f"V must be at least {TILE_N}, one tile, got {case.vocab_size}"
     if case.options.weight_layout == "hv" and case.vocab_size % COLUMN_GRAIN:
         return f'weight_layout="hv" needs V to be a multiple of {COLUMN_GRAIN}, got {case.vocab_size}'
+    part, grain = case.options.vocab_part_size, widest_swizzle(case.vocab_size, case.dtype.itemsize)[1]
+    if case.options.weight_layout == "hv" and part is not None and part % grain:
+        return f'weight_layout="hv" with V {case.vocab_size} needs vocab_part_size to be a multiple of {grain}, got {part}'
     return None
 
 

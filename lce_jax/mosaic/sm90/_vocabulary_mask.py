@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 from jax import lax
 
+from lce_jax.mosaic._geometry import Geometry
 from lce_jax.mosaic._pallas import pl, plgpu
 from lce_jax.mosaic.sm90._epilogue import PER_COLUMN
 from lce_jax.mosaic.sm90._hardware import TILE_N, WARPGROUP_ROWS
+from lce_jax.mosaic.sm90._logits import part_of
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
@@ -19,7 +21,7 @@ PADDING = -1e15  # stands for the raw products of padding columns: exp2 of it is
 
 
 def without_padding(
-    z: Float[Array, "64 n"], column: Any, num_columns: Any, mask: Any, start: int = 0
+    z: Float[Array, "64 n"], column: Any, num_columns: Any, mask: Any, start: Any = 0
 ) -> Float[Array, "64 n"]:
     """A tile, or its columns from ``start`` on, with `PADDING` on those that are padding, whatever they held.
 
@@ -31,19 +33,34 @@ def without_padding(
     return lax.cond(column + TILE_N > num_columns, replace, lambda: z)
 
 
-def lowest(z: Float[Array, "64 256"], column: Any, num_columns: Any, mask: Any) -> Float[Array, "64"]:
+def lowest(
+    z: Float[Array, "64 256"], column: Any, num_columns: Any, mask: Any, start: Any = 0
+) -> Float[Array, "64"]:
     """The smallest number of each row that is no padding.
 
     Inside the branch, so that no second tile is alive beside ``z``, which would spill its registers.
     """
 
     def of_real() -> Array:
-        return jnp.min(_replaced(z, column, num_columns, mask, -PADDING), axis=1)
+        return jnp.min(_replaced(z, column, num_columns, mask, -PADDING, start), axis=1)
 
     return lax.cond(column + TILE_N > num_columns, of_real, lambda: jnp.min(z, axis=1))
 
 
-def _replaced(z: Array, column: Any, num_columns: Any, mask: Any, value: float, start: int = 0) -> Array:
+def of_part(shape: Geometry, tile: Any, num_columns: Any, mask: Any) -> tuple[Any, Any, Any, Any]:
+    """What the functions above are given of a whole tile of a shard with parts: all is counted from its part's first.
+
+    The second mask of the two is that of the part in which padding begins. Each tile of a part of nothing but padding
+    is one after the tile with the first padding column.
+    """
+    part = part_of(shape, tile)
+    live = jnp.clip(num_columns - part * shape.part_columns, 0, shape.part_columns)
+    column = (tile - part * shape.part_tiles) * TILE_N
+    second = jnp.where(live < shape.part_columns, 2 * TILE_N, 0)
+    return jnp.where(live > 0, column, TILE_N), live, mask, second
+
+
+def _replaced(z: Array, column: Any, num_columns: Any, mask: Any, value: float, start: Any = 0) -> Array:
     ragged, width = lax.div(num_columns, TILE_N) * TILE_N, z.shape[1]
     first = jnp.clip(column - ragged, 0, TILE_N) + start
     padding = plgpu.load(mask.at[pl.ds(first, width)], layout=PER_COLUMN, optimized=False)
