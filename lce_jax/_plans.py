@@ -137,8 +137,8 @@ def unused_notes(options: Options) -> tuple[str, ...]:
         )
     if options.vocab_part_size is not None:
         notes.append(
-            f"vocab_part_size={options.vocab_part_size} is not used: this implementation's bits depend on the number of "
-            "shards"
+            f"vocab_part_size={options.vocab_part_size} is not used: this implementation's bits depend on the number "
+            "of shards"
         )
     return tuple(notes)
 

@@ -68,8 +68,8 @@ def budget(chunk_bytes: Any, options: LogprobOptions) -> Budget:
         )
     if options.get("vocab_part_size") is not None:
         raise ValueError(
-            f"vocab_part_size={options['vocab_part_size']!r}: linear_loss keeps exponentials of the forward's tiles, which "
-            "the tiles of a vocabulary in parts do not allow. Call linear_logprobs(..., vocab_part_size=)"
+            f"vocab_part_size={options['vocab_part_size']!r}: linear_loss keeps exponentials of the forward's tiles, "
+            "which a backward cannot use of a vocabulary in parts. Call linear_logprobs(..., vocab_part_size=)"
         )
     if options.get("candidates") is not None:
         raise ValueError(

@@ -84,11 +84,11 @@ def linear_logprobs(
         gradient_threshold: tiles (128 tokens by 256 vocabulary columns) whose every probability is below it, and that
             hold no label, are left out of the gradients: a number in [0, 1). Results never change. 0 is exact.
             "mosaic_gpu" alone leaves tiles out; the gradients of the others stay exact.
-        vocab_part_size: columns of a part of the vocabulary, a multiple of 8. The kernels' tiles begin anew at the first
-            column of each part, so results have the same bits however many whole parts each shard has: give the columns
-            of the smallest shard that any mesh or process group has. Shards must have whole parts; a vocabulary of one
-            shard may end inside a part. Not with ``cache_bytes`` or ``gradient_threshold``. "mosaic_gpu" alone makes
-            such a promise; the others ignore it. None: one part in each shard.
+        vocab_part_size: columns of a part of the vocabulary, a multiple of 8. The kernels' tiles begin anew at each
+            part's first column, so results have the same bits over any number of shards: give the columns of the
+            smallest shard that any mesh or process group has. Shards must have whole parts; only a vocabulary that is
+            not split may end inside one. Not with ``cache_bytes`` or ``gradient_threshold``. "mosaic_gpu" alone makes
+            such a promise; the others ignore it. None: each shard is one part.
 
     Returns:
         A `LogprobOutput`, each field of ``labels.shape`` in float32 (float64 for a float64 weight) or bool, or None.

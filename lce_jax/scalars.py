@@ -128,8 +128,8 @@ def whole_parts(part_size: int | None, columns: int, of_shard: int) -> None:
     whole = -(-columns // (shards * part_size)) * shards * part_size
     raise ValueError(
         f"vocab_part_size={part_size}: each of the {shards} shards has {of_shard} of the {columns} columns of weight, "
-        f"which are no whole parts. Give a divisor of {of_shard}, or pad weight with rows to {whole} and pass vocab_size="
-        f"{columns}"
+        f"which are no whole parts. Give a divisor of {of_shard}, or pad the vocabulary of weight to {whole} columns "
+        "and pass the true vocab_size"
     )
 
 

@@ -102,6 +102,13 @@ CALLS = [
     call("dweight added, columns that are no whole atom", adds_dweight=True, chunk=1, V=777, num_columns=775, T=40),
     call("dweight added, hv", adds_dweight=True, V=832, weight_layout="hv", T=40),
     call("hv", weight_layout="hv", V=832),
+    call(
+        "parts, padding, shared, clusters", shared=True, cluster=2, T=264, H=64, V=1056, num_columns=601, stats=True,
+        vocab_part_size=264, traced_columns=True, temperature=True, num_candidates=3, num_rows=200,
+    ),
+    call("parts, several launches", T=40, H=64, V=8500, statistics_bytes=11_000, vocab_part_size=4200),
+    call("parts, columns that are no whole atom", T=40, V=777, num_columns=775, vocab_part_size=256),
+    call("parts, hv", T=40, V=832, weight_layout="hv", vocab_part_size=192),
     call("hv with a narrow swizzle and a cache", shared=True, weight_layout="hv", cache_bytes=1 << 30, entropy=False),
 ]  # fmt: skip
 # One thing alone, which other calls have together with more: `make test-all` runs these, ten seconds each.
@@ -112,7 +119,7 @@ ALONE = {
     "candidates that XLA gathers", "chunks of a cache that others read", "chunks, half a cache", "a shorter last chunk",
     "a shorter last chunk, columns that are no whole atom", "padding up to columns that are no whole atom",
     "padding up to half an atom", "candidates, columns that are no whole atom", "dweight added", "dweight added, hv",
-    "dweight added, columns that are no whole atom", "hv",
+    "dweight added, columns that are no whole atom", "hv", "parts, columns that are no whole atom", "parts, hv", "parts, several launches",
 }  # fmt: skip
 PARAMETERS = [pytest.param(one, marks=[pytest.mark.slow] if one.name in ALONE else []) for one in CALLS]
 

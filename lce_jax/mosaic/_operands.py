@@ -24,8 +24,8 @@ class Prepared(NamedTuple):
     targets: Int[Array, "Tp"]  # the place of the label among the shard's tiles, -1 where the shard does not hold it
     scale: Float[Array, "Tp"]  # the k of eq. 0 in base 2
     holds_target: Int[Array, "blocks tiles"]
-    # 1 on padding: of the tile with the first padding column, and of the tile after it. With parts, of a whole part, then
-    # of the part with the first padding column.
+    # 1 on padding: of the tile with the first padding column, and of the tile after it. With parts first of a whole
+    # part, then of the part with the first padding column.
     mask: Int[Array, "2*tile"]
     num_columns: Int[Array, ""]  # live columns
     num_rows: Int[Array, ""]  # live rows
@@ -55,7 +55,7 @@ def prepare(operands: Operands, case: Case, shape: Geometry) -> Prepared:
 
 
 def first_padding(columns: Any, shape: Geometry) -> list[Any]:
-    """Where a tile's columns end that count: of the last of ``columns``. With parts, of a whole one's last tile before."""
+    """The place in its tile of the first padding column; with parts, that of a whole part before."""
     if not shape.has_parts:
         return [columns % shape.tile]
     return [shape.part_columns % shape.tile, columns % shape.part_columns % shape.tile]

@@ -110,8 +110,8 @@ def _notes(case: Case, shape: Geometry) -> tuple[str, ...]:
     notes = list(_threshold_notes(case, shape))
     if shape.has_parts:
         notes.append(
-            f"vocab_part_size={shape.part_columns}: {shape.part_tiles} tiles a part, {shape.num_tiles} in the forward in "
-            f"place of {-(-case.vocab_size // shape.tile)}"
+            f"vocab_part_size={shape.part_columns}: {shape.part_tiles} tiles a part, {shape.num_tiles} in the forward "
+            f"in place of {-(-case.vocab_size // shape.tile)}"
         )
     if case.options.cache_bytes and not case.options.gradient_threshold:
         cached = _cache.num_cached_tiles(case, shape)

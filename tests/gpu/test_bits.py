@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -10,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lce_jax import _bind, _dispatch, _shard, linear_logprobs
+from lce_jax import linear_logprobs
 from lce_jax.mosaic._chunks import GROUP
 from lce_jax.mosaic.sm90 import KERNELS
+from tests import one_device_shards
 
 pytestmark = pytest.mark.gpu
 H, V, T = 1024, 32000, 5000
@@ -100,30 +100,8 @@ def test_shards_of_whole_groups(padding: int) -> None:
     where = jax.random.uniform(jax.random.key(3), (T,)) < 0.7
 
     def of(shards: int) -> Any:
-        options: dict[str, Any] = {"vocab_size": vocab_size, "implementation": "mosaic_gpu"}
-        columns = size // shards
-        spec, primals, rows = _bind.of_one_shard(hidden, weight, labels, where, None, options, False)
-        case = dataclasses.replace(spec.case, vocab_size=columns)
-        assert not _dispatch.choose(case, ("mosaic_gpu",))[1]
-        spec = dataclasses.replace(spec, case=case, vocab_size=vocab_size, padded=padding > 0)
-
-        def shard(start: int, stacked: Any) -> Any:
-            own = primals._replace(weight=primals.weight[start : start + columns])
-            return _shard.statistics(spec, own, rows, jnp.int32(start), False, stacked)[0]
-
-        def run() -> Any:
-            sent: list[Any] = []
-
-            def keep(parts: Any) -> Any:
-                sent.append(parts)
-                return jax.tree.map(lambda x: jnp.stack([x] * shards), parts)
-
-            for start in range(0, size, columns):
-                shard(start, keep)
-            stats = shard(0, lambda _: jax.tree.map(lambda *x: jnp.stack(x), *sent))
-            return _shard.finish(spec, rows, stats, rows.where, None).outputs[:3]
-
-        return jax.jit(run)()
+        given = {"where": where, "vocab_size": vocab_size}
+        return one_device_shards.linear_logprobs(shards, hidden, weight, labels, **given)[:3]
 
     whole = of(1)
     for shards in (2, 4, 8):
@@ -132,3 +110,57 @@ def test_shards_of_whole_groups(padding: int) -> None:
     run = jax.jit(lambda *x: linear_logprobs(*x, where=where, vocab_size=vocab_size, implementation="mosaic_gpu"))
     for x, y in zip(whole, run(hidden, weight, labels)[:3], strict=True):
         assert np.array_equal(x, y)
+
+
+@pytest.mark.parametrize("vocab_size", [151936, 151643])
+@pytest.mark.parametrize("tokens", [1, 77, 4096])
+def test_shards_of_whole_parts(tokens: int, vocab_size: int) -> None:
+    """151,936 columns in 8 parts, over 1, 2, 4 and 8 shards: JAX and lists of kernels."""
+    torch = pytest.importorskip("torch")
+    import lce_torch_bridge as lb
+    from lce_torch_bridge import _execute
+    from lce_torch_bridge._types import Operands
+    from tests.torch import problem
+    from tests.torch.ranks import Ranks
+
+    columns, part = 151936, 18992
+    keys = jax.random.split(jax.random.key(tokens), 4)
+    hidden = jax.random.normal(keys[0], (tokens, H), jnp.bfloat16)
+    weight = (jax.random.normal(keys[1], (columns, H), jnp.bfloat16) * 3 / H**0.5).astype(jnp.bfloat16)
+    labels = jax.random.randint(keys[2], (tokens,), 0, vocab_size)
+    borders = jnp.asarray([part - 1, part, part + 255, part + 256, vocab_size - 1, 2 * part - 1, 0], jnp.int32)
+    labels = labels.at[: len(borders)].set(borders[:tokens])
+    options: dict[str, Any] = {"stats": True, "vocab_size": vocab_size, "vocab_part_size": part}
+    temperature = jax.random.uniform(keys[3], (tokens,), minval=0.3, maxval=3.0)
+
+    def of(shards: int) -> Any:
+        given = {**options, "temperature": temperature}
+        return one_device_shards.linear_logprobs(shards, hidden, weight, labels, **given)
+
+    def by_lists(shards: int) -> Any:
+        call = problem.told(columns, group="all", **options)._replace(implementation="mosaic_gpu")
+        x, rows = Operands(tensors[0], tensors[1], None, tensors[2], tensors[3], None), columns // shards
+        with pytest.MonkeyPatch.context() as patch:
+            ranks = Ranks(patch, shards)
+            for ranks.rank in (*range(shards), 0):  # what all send, the first one receives
+                own = x._replace(weight=x.weight[ranks.rank * rows :][:rows])
+                found = _execute.forward(own, call, keep_cache=False)
+        return lb.LogprobOutput(**dict(zip(call.fields, found, strict=False)))
+
+    whole = of(1)
+    run = jax.jit(lambda *x, **more: linear_logprobs(*x, **options, **more, implementation="mosaic_gpu"))
+    others = {shards: of(shards) for shards in (2, 4, 8)} | {
+        "jit": run(hidden, weight, labels, temperature=temperature)
+    }
+    tensors = [torch.from_dlpack(x).clone() for x in (hidden, weight, labels, temperature)]
+    lb.launch_with("direct")
+    try:
+        others["torch"] = lb.linear_logprobs(*tensors[:3], temperature=tensors[3], **options)
+        others |= {f"lists, {shards}": by_lists(shards) for shards in (2, 4, 8)}
+    finally:
+        lb.launch_with(None)
+    for how, other in others.items():
+        for name in ("logprobs", "entropy", "lse", "max_logit", "min_logit"):
+            x, y = getattr(whole, name), getattr(other, name)
+            y = np.asarray(y) if isinstance(y, jax.Array) else y.cpu().numpy()
+            assert np.array_equal(x, y), (how, name)

@@ -22,6 +22,7 @@ from lce_jax._types import Case, ShardStatistics
 from lce_jax.mosaic import _pallas, _partial_statistics
 from lce_jax.mosaic._kernel_set import Parted
 from lce_jax.mosaic._pallas import pl, plgpu
+from lce_jax.mosaic.sm90 import _parts
 from lce_jax.mosaic.sm90._threads import THREADS, along, block_rows
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ def _kernel(
     rows, num_parts = block_rows(block), numbers[1]
     begin, stop = number * group, num_parts
     if parted is not None:
-        begin, stop = _within_part(parted, group, numbers[2], number, num_parts)
+        begin, stop = _parts.tiles_of_group(parted, group, numbers[2], number, num_parts)
     none = _statistics.of_fields(
         {name: along(getattr(_partial_statistics.UNWRITTEN, name), jnp.float32) for name in names}
     )
@@ -105,15 +106,3 @@ def _kernel(
             output.at[numbers[2] + number, f, rows][...] = getattr(union, name)
 
     pl.when((block * THREADS < numbers[0]) & (numbers[2] + number < most_groups))(of_live_rows)
-
-
-def _within_part(parted: Parted, group: int, first: Any, number: Any, num_tiles: Any) -> tuple[Any, Any]:
-    """Where the tiles of a launch's group begin and stop, if the shard's group ``first`` is the launch's first one."""
-    groups = -(-parted.tiles // group)  # of a part
-
-    def first_tile(of: Any) -> Any:
-        return of * group - lax.div(of, jnp.int32(groups)) * (groups * group - parted.tiles)
-
-    begin = first_tile(first + number) - first_tile(first)
-    left = parted.tiles - lax.rem(first + number, jnp.int32(groups)) * group
-    return begin, jnp.minimum(begin + jnp.minimum(left, group), num_tiles)

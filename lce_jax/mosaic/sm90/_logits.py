@@ -8,10 +8,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from lce_jax._types import Case
-from lce_jax.mosaic._geometry import Geometry, geometry
+from lce_jax.mosaic._geometry import geometry
 from lce_jax.mosaic._pallas import plgpu
 from lce_jax.mosaic._span import Span
 from lce_jax.mosaic._worklist import Batch
+from lce_jax.mosaic.sm90 import _parts
 from lce_jax.mosaic.sm90._hardware import ROW_BLOCK, TILE_N, TILING
 from lce_jax.mosaic.sm90._order import snake_index
 from lce_jax.mosaic.sm90._pipeline import Matmul, Offset, Tile, Visit, row_groups, walk_tiles
@@ -35,7 +36,7 @@ def walk_logits(matmul: Matmul, hidden: Any, weight: Any, span: Span, consume: A
         if not shape.has_parts:
             return number * TILE_N
         first = first_tile(span)
-        return first_column(shape, first + number) - first_column(shape, first)
+        return _parts.first_column(shape, first + number) - _parts.first_column(shape, first)
 
     def visit_all(visit: Visit) -> Any:
         def tile(info: Any, carry: Any) -> Any:
@@ -74,13 +75,3 @@ def walk_live_logits(
 def first_tile(span: Span) -> Int[Array, ""]:
     """The number of the span's first vocabulary tile, in the shard."""
     return lax.div(span.column, jnp.int32(TILE_N))
-
-
-def first_column(shape: Geometry, tile: Any) -> Int[Array, ""]:
-    """`Geometry.column` of a shard with parts."""
-    return tile * TILE_N - part_of(shape, tile) * shape.overhang
-
-
-def part_of(shape: Geometry, tile: Any) -> Int[Array, ""]:
-    """The part of the shard in which a tile lies."""
-    return lax.div(tile, jnp.int32(shape.part_tiles))

@@ -20,11 +20,18 @@ def _shape_refusal(case: Case) -> str | None:
         return f"H must be a multiple of 64 (one swizzle atom), got {case.hidden_size}"
     if case.vocab_size < TILE_N:
         return f"V must be at least {TILE_N}, one tile, got {case.vocab_size}"
-    if case.options.weight_layout == "hv" and case.vocab_size % COLUMN_GRAIN:
+    if case.options.weight_layout == "hv":
+        return _refusal_of_columns(case)
+    return None
+
+
+def _refusal_of_columns(case: Case) -> str | None:
+    """Why a weight [H, V] cannot be tiled."""
+    if case.vocab_size % COLUMN_GRAIN:
         return f'weight_layout="hv" needs V to be a multiple of {COLUMN_GRAIN}, got {case.vocab_size}'
     part, grain = case.options.vocab_part_size, widest_swizzle(case.vocab_size, case.dtype.itemsize)[1]
-    if case.options.weight_layout == "hv" and part is not None and part % grain:
-        return f'weight_layout="hv" with V {case.vocab_size} needs vocab_part_size to be a multiple of {grain}, got {part}'
+    if part is not None and part % grain:
+        return f'weight_layout="hv", V {case.vocab_size} need vocab_part_size to be a multiple of {grain}, got {part}'
     return None
 
 

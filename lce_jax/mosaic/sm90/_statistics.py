@@ -21,7 +21,7 @@ from lce_jax.mosaic._operands import Prepared
 from lce_jax.mosaic._pallas import plgpu
 from lce_jax.mosaic._partial_statistics import FLOOR
 from lce_jax.mosaic._span import Span
-from lce_jax.mosaic.sm90 import _epilogue, _logits, _pipeline, _vocabulary_mask
+from lce_jax.mosaic.sm90 import _epilogue, _logits, _parts, _pipeline, _vocabulary_mask
 from lce_jax.mosaic.sm90._hardware import STAGING_COLUMNS, TILE_N, TILING, WARPGROUP_ROWS
 from lce_jax.mosaic.sm90._pipeline import Matmul, Tile
 from lce_jax.mosaic.sm90._tuning import Tuning
@@ -83,7 +83,7 @@ def _kernel(
             z = _epilogue.softcap(z, options.logit_softcap, options)
         edge: Any = (column, span.num_columns, mask)
         if shape.has_parts:
-            edge = _vocabulary_mask.of_part(shape, first_tile + number, span.num_columns, mask)
+            edge = _parts.edge(shape, first_tile + number, span.num_columns, mask)
         lowest = _vocabulary_mask.lowest(z, *edge) if options.stats else None
         z = _vocabulary_mask.without_padding(z, *edge)
         highest = jnp.maximum(jnp.max(z, axis=1), FLOOR)

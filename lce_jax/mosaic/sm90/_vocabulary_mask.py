@@ -8,11 +8,9 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax.mosaic._geometry import Geometry
 from lce_jax.mosaic._pallas import pl, plgpu
 from lce_jax.mosaic.sm90._epilogue import PER_COLUMN
 from lce_jax.mosaic.sm90._hardware import TILE_N, WARPGROUP_ROWS
-from lce_jax.mosaic.sm90._logits import part_of
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
@@ -33,9 +31,7 @@ def without_padding(
     return lax.cond(column + TILE_N > num_columns, replace, lambda: z)
 
 
-def lowest(
-    z: Float[Array, "64 256"], column: Any, num_columns: Any, mask: Any, start: Any = 0
-) -> Float[Array, "64"]:
+def lowest(z: Float[Array, "64 256"], column: Any, num_columns: Any, mask: Any, start: Any = 0) -> Float[Array, "64"]:
     """The smallest number of each row that is no padding.
 
     Inside the branch, so that no second tile is alive beside ``z``, which would spill its registers.
@@ -45,19 +41,6 @@ def lowest(
         return jnp.min(_replaced(z, column, num_columns, mask, -PADDING, start), axis=1)
 
     return lax.cond(column + TILE_N > num_columns, of_real, lambda: jnp.min(z, axis=1))
-
-
-def of_part(shape: Geometry, tile: Any, num_columns: Any, mask: Any) -> tuple[Any, Any, Any, Any]:
-    """What the functions above are given of a whole tile of a shard with parts: all is counted from its part's first.
-
-    The second mask of the two is that of the part in which padding begins. Each tile of a part of nothing but padding
-    is one after the tile with the first padding column.
-    """
-    part = part_of(shape, tile)
-    live = jnp.clip(num_columns - part * shape.part_columns, 0, shape.part_columns)
-    column = (tile - part * shape.part_tiles) * TILE_N
-    second = jnp.where(live < shape.part_columns, 2 * TILE_N, 0)
-    return jnp.where(live > 0, column, TILE_N), live, mask, second
 
 
 def _replaced(z: Array, column: Any, num_columns: Any, mask: Any, value: float, start: Any = 0) -> Array:
