@@ -2,6 +2,7 @@
 
 statistics       _statistics.py       eq. 1 of each tile of logits; the exponentials for a cache
 join             _join.py             their union, in an order that the tiles alone decide
+                 _parts.py            where tiles and groups lie in a vocabulary in parts, for both
 dlogits          _dlogits.py          the same tiles again, turned into the gradient in the raw products
 cached dlogits   _cached_dlogits.py   the same from cached exponentials, without a product
 products         _products.py         dhidden and dweight from dlogits
