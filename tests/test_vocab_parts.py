@@ -141,7 +141,7 @@ def test_plans_say_what_holds() -> None:
     assert other.same_bits is None
     assert any("vocab_part_size=18992 is not used" in note for note in other.notes)
     hv = [structs(151936)[0], jax.ShapeDtypeStruct((1024, 151936), "bfloat16"), structs(1)[2]]
-    with pytest.raises(lce_jax.UnsupportedError, match="vocab_part_size to be a multiple of 64, got 18992"):
+    with pytest.raises(lce_jax.UnsupportedError, match="multiple of 64 with V 151936, got 18992"):
         lce_jax.explain(*hv, vocab_part_size=18992, weight_layout="hv", implementation="mosaic_gpu")
 
 

@@ -102,8 +102,8 @@ def _prepare(case: Case, field: int | None, in_halves: bool, labels: Any, *refs:
         owned = known & (column >= 0) & (column < case.vocab_size)
         place = column
         if shape.has_parts:
-            part = lax.div(jnp.maximum(column, along(0)), along(shape.part_columns))
-            place = column + part * along(shape.overhang)
+            before = lax.div(jnp.maximum(column, along(0)), along(shape.part_columns))
+            place = column + before * along(shape.overhang)
         return jnp.where(owned, place, along(-1))
 
     def write() -> None:
