@@ -77,7 +77,7 @@ def _kernel(
     most_groups = output.shape[0]
     names, block, number = _partial_statistics.names(case.options), lax.axis_index("rows"), lax.axis_index("group")
     rows, num_parts = block_rows(block), numbers[1]
-    begin, stop = number * group, num_parts
+    begin, stop = None, num_parts
     if parted is not None:
         begin, stop = _parts.tiles_of_group(parted, group, numbers[2], number, num_parts)
     none = _statistics.of_fields(
@@ -93,7 +93,7 @@ def _kernel(
         row_scale = scale[rows]
 
         def step(i: Any, union: ShardStatistics) -> ShardStatistics:
-            first = begin + i * AT_A_TIME
+            first = (number * group if begin is None else begin) + i * AT_A_TIME
             of_step = [load(first + j) for j in range(min(group, AT_A_TIME))]
             for ref in maxima:
                 for (j, part), f in itertools.product(enumerate(of_step), range(ref.shape[1])):
