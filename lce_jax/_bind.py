@@ -57,6 +57,8 @@ def spec(
             num_tokens=case.num_tokens // layout.token_shards,
             vocab_size=case.vocab_size // layout.vocab_shards,
         )
+    if columns < scalars.INT32_MAX:  # else how many shards there are is not known here
+        scalars.whole_parts(case.options.vocab_part_size, columns, case.vocab_size)
     choose = _dispatch.choose_or_stand_in if at_lowering else _dispatch.choose
     implementation, _ = choose(case, options.implementation)
     return Spec(

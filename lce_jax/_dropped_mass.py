@@ -41,8 +41,8 @@ def dropped_mass(
             padding after them may hold anything: its statistics are undefined, its dhidden is zero. None: all.
         cache: what `statistics` returned with its statistics.
         **options: ``temperature``, ``logit_softcap``, ``logit_scale``, ``entropy``, ``stats``, ``vocab_size``,
-            ``weight_layout``, ``cache_bytes``, ``precision``, ``implementation``, ``bias``, ``candidates`` and
-            ``gradient_threshold``, as given to `statistics`.
+            ``weight_layout``, ``cache_bytes``, ``precision``, ``implementation``, ``bias``, ``candidates``,
+            ``gradient_threshold`` and ``vocab_part_size``, as given to `statistics`.
 
     Returns:
         ``[T]``, to be added up over the shards; 0 where the implementation leaves nothing out.

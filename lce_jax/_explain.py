@@ -92,7 +92,7 @@ def explain(
             `linear_kl`; of the labels only the shape counts then.
         **options: ``temperature``, ``logit_softcap``, ``logit_scale``, ``entropy``, ``stats``, ``vocab_size``,
             ``weight_layout``, ``axis_name``, ``cache_bytes``, ``precision``, ``implementation``, ``bias``,
-            ``candidates`` and ``gradient_threshold``, as in `linear_logprobs`.
+            ``candidates``, ``gradient_threshold`` and ``vocab_part_size``, as in `linear_logprobs`.
 
     Returns:
         A `Plan`; ``print`` it. ``plan.memory`` has what the head takes per device, in bytes, with stored logits beside

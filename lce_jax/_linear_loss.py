@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from jax.sharding import AbstractMesh, Mesh
     from jaxtyping import Array, Bool, Float, Int
 
+NOT_OF_LOSS = ("cache_bytes", "candidates", "vocab_part_size")
+
 
 def linear_loss(
     loss_fn: Callable[..., Array],
@@ -123,7 +125,7 @@ def linear_loss(
         Hsu et al., "Liger Kernel: Efficient Triton Kernels for LLM Training" (2024), which computes the gradients of
         the cross entropy in the forward.
     """
-    _options.check_names(linear_loss, options, without=("cache_bytes", "candidates"))
+    _options.check_names(linear_loss, options, without=NOT_OF_LOSS)
     checked, most = _options.of_call(options).named("linear_loss"), budget(chunk_bytes, options)
     case = _bind.case(hidden, weight, labels, where, checked)
     mesh = _meshes.mesh_of((hidden, weight, labels, where, per_token), "linear_loss")
@@ -212,7 +214,7 @@ def sharded_linear_loss(
         >>> round(float(total / 8), 3)                         # ln 1000
         6.908
     """
-    _options.check_names(sharded_linear_loss, options, without=("axis_name", "cache_bytes", "candidates"))
+    _options.check_names(sharded_linear_loss, options, without=("axis_name", *NOT_OF_LOSS))
     checked, most = _options.of_call(options).named("linear_loss"), budget(chunk_bytes, options)
     _options.no_axis_name(checked)
     case = _bind.case(hidden, weight, labels, where, checked)

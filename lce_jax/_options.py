@@ -84,7 +84,7 @@ def check_names(
     raise TypeError(f"{function.__name__}: unknown option {', '.join(unknown)}{hint}; known: {', '.join(known)}")
 
 
-NOT_OF_TOPK = ("entropy", "stats", "cache_bytes", "candidates", "gradient_threshold")
+NOT_OF_TOPK = ("entropy", "stats", "cache_bytes", "candidates", "gradient_threshold", "vocab_part_size")
 
 
 def of_topk(given: LogprobOptions, k: Any) -> CallOptions:
@@ -141,21 +141,25 @@ def static(
     cache_bytes: Any = 0,
     precision: Any = None,
     gradient_threshold: Any = 0.0,
+    vocab_part_size: Any = None,
 ) -> Options:
     """The static options, validated."""
     if weight_layout not in ("vh", "hv"):
         raise ValueError(f'weight_layout must be "vh" ([V, H]) or "hv" ([H, V]), got {weight_layout!r}')
     if logit_softcap is not None:
         logit_softcap = scalars.positive("logit_softcap", logit_softcap)
+    cache_bytes = scalars.num_bytes("cache_bytes", cache_bytes)
+    gradient_threshold = scalars.fraction("gradient_threshold", gradient_threshold)
     return Options(
         logit_scale=scalars.number("logit_scale", logit_scale),
         logit_softcap=logit_softcap,
         entropy=scalars.flag("entropy", entropy),
         stats=scalars.flag("stats", stats),
         weight_layout=weight_layout,
-        cache_bytes=scalars.num_bytes("cache_bytes", cache_bytes),
+        cache_bytes=cache_bytes,
         precision=_precision(precision),
-        gradient_threshold=scalars.fraction("gradient_threshold", gradient_threshold),
+        gradient_threshold=gradient_threshold,
+        vocab_part_size=scalars.part_size(vocab_part_size, cache_bytes, gradient_threshold),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import NamedTuple
 
-from lce_jax._types import Case
+from lce_jax._types import Case, Options
 
 
 class Surroundings(NamedTuple):
@@ -124,6 +124,23 @@ def _stored(case: Case) -> PassBytes:
     elif dweight >= item * logits:
         backward -= item
     return PassBytes(forward * logits, max(forward, backward) * logits)
+
+
+def unused_notes(options: Options) -> tuple[str, ...]:
+    """The plan's notes on options that an implementation without a cache and without kernels has no use for."""
+    notes = []
+    if options.cache_bytes:
+        notes.append(f"cache_bytes={options.cache_bytes} is not used: this implementation always recomputes")
+    if options.gradient_threshold:
+        notes.append(
+            f"gradient_threshold={options.gradient_threshold:g} is not used: this implementation's gradients are exact"
+        )
+    if options.vocab_part_size is not None:
+        notes.append(
+            f"vocab_part_size={options.vocab_part_size} is not used: this implementation's bits depend on the number "
+            "of shards"
+        )
+    return tuple(notes)
 
 
 def candidate_notes(case: Case) -> tuple[str, ...]:

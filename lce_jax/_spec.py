@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from lce_jax import _dispatch
+from lce_jax import _dispatch, scalars
 from lce_jax._types import Case, Options
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ class Spec:
     def share(self, layout: Layout, num_tokens: int, columns: Sequence[int]) -> Spec:
         """The spec of one device's share, its implementation chosen for the share's shapes."""
         case = dataclasses.replace(_dispatch.over(self.case, layout.mesh), num_tokens=num_tokens, vocab_size=columns[0])
+        scalars.whole_parts(case.options.vocab_part_size, self.case.vocab_size, case.vocab_size)
         chosen, _ = _dispatch.choose(case, self.requested)
         return dataclasses.replace(
             self,

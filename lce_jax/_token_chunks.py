@@ -66,6 +66,11 @@ def budget(chunk_bytes: Any, options: LogprobOptions) -> Budget:
             f"cache_bytes={options['cache_bytes']!r}: linear_loss keeps nothing for a backward pass; chunk_bytes says "
             "how many bytes one chunk of tokens may take"
         )
+    if options.get("vocab_part_size") is not None:
+        raise ValueError(
+            f"vocab_part_size={options['vocab_part_size']!r}: linear_loss keeps exponentials of the forward's tiles, "
+            "which a backward cannot use of a vocabulary in parts. Call linear_logprobs(..., vocab_part_size=)"
+        )
     if options.get("candidates") is not None:
         raise ValueError(
             "candidates: a loss_fn gets the label's log-probability alone. For a loss of several ids call "

@@ -83,6 +83,7 @@ class LogprobOptions(TypedDict, total=False):
     bias: Float[Array, "V"] | None
     candidates: Int[Array, "*b K"] | None
     gradient_threshold: float
+    vocab_part_size: int | None
 
 
 class Results(NamedTuple):
@@ -120,6 +121,7 @@ class Options:
     num_candidates: int = 0  # K; 0: none are asked for
     traced_scale: bool = False  # scale or cap is an array: both are in `Rows`, and the numbers here are 1
     gradient_threshold: float = 0.0  # tiles whose every probability is below it are left out of the gradients
+    vocab_part_size: int | None = None  # columns of a part of the vocabulary, whose tiles begin at its first column
     top_k: int = 0  # k of `linear_topk`; 0: another function
     function: str = "linear_logprobs"  # the public function that messages name
 
@@ -150,18 +152,6 @@ class Options:
     def keeps_tiles(self) -> bool:
         """Whether the backward may need tiles of the forward, whose number depends on how the tokens are split."""
         return self.cache_bytes > 0 or self.gradient_threshold > 0
-
-    @property
-    def unused_notes(self) -> tuple[str, ...]:
-        """The plan's notes on options that an implementation without a cache and without kernels has no use for."""
-        notes = []
-        if self.cache_bytes:
-            notes.append(f"cache_bytes={self.cache_bytes} is not used: this implementation always recomputes")
-        if self.gradient_threshold:
-            notes.append(
-                f"gradient_threshold={self.gradient_threshold:g} is not used: this implementation's gradients are exact"
-            )
-        return tuple(notes)
 
     @property
     def vocab_dim(self) -> int:
@@ -269,6 +259,13 @@ class Case:
     given_dtype: jnp.dtype | None = None  # of hidden as the caller gave it, if not the weight's
     partial_rows: bool = False  # some rows may not count: ``where``, or a number of rows
     device: Device = CPU
+
+    @property
+    def without_parts(self) -> Case:
+        """The same of a vocabulary that is laid out in one part."""
+        if self.options.vocab_part_size is None:
+            return self
+        return dataclasses.replace(self, options=dataclasses.replace(self.options, vocab_part_size=None))
 
     @property
     def hidden_dtype(self) -> jnp.dtype:

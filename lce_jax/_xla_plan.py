@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from lce_jax._plans import PassBytes, Plan, Surroundings, candidate_notes
+from lce_jax._plans import PassBytes, Plan, Surroundings, candidate_notes, unused_notes
 from lce_jax._types import Case
 
 # Numbers per token and model: statistics of all tokens, of a chunk, and what merges them; what a backward reads.
@@ -49,7 +49,7 @@ def plan(case: Case, name: str, around: Surroundings) -> Plan:
         backward_bytes=held.backward,
         kept_bytes=case.statistics_bytes,
         logits_bytes=case.num_tokens * case.vocab_size * case.stat_dtype.itemsize,
-        notes=(*case.options.unused_notes, *candidate_notes(case)),
+        notes=(*unused_notes(case.options), *candidate_notes(case)),
     )
 
 

@@ -33,6 +33,7 @@ def linear_logprobs(
     bias: Float[Array, "V"] | None = None,
     candidates: Int[Array, "*b K"] | None = None,
     gradient_threshold: float = 0.0,
+    vocab_part_size: int | None = None,
 ) -> LogprobOutput:
     """Per-token log-probability and entropy of a language-model head, without storing the logits.
 
@@ -86,6 +87,11 @@ def linear_logprobs(
         gradient_threshold: tiles (128 tokens by 256 vocabulary columns) whose every probability is below it, and that
             hold no label, are left out of the gradients: a number in [0, 1). Results never change. 0 is exact.
             "mosaic_gpu" alone leaves tiles out; the gradients of the others stay exact.
+        vocab_part_size: columns of a part of the vocabulary, a multiple of 8. The kernels' tiles begin anew at each
+            part's first column, so results have the same bits over any number of shards: give the columns of the
+            smallest shard that any mesh or process group has. Shards must have whole parts; only a vocabulary that is
+            not split may end inside one. Not with ``cache_bytes`` or ``gradient_threshold``. "mosaic_gpu" alone makes
+            such a promise; the others ignore it. None: each shard is one part.
 
     Returns:
         A `LogprobOutput`, each field of ``labels.shape`` in float32 (float64 for a float64 weight) or bool, or None.
@@ -146,5 +152,6 @@ def linear_logprobs(
         "bias": bias,
         "candidates": candidates,
         "gradient_threshold": gradient_threshold,
+        "vocab_part_size": vocab_part_size,
     }
     return evaluate(hidden, weight, labels, where, _options.of_call(options)).public

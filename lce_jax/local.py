@@ -66,8 +66,9 @@ def statistics(
             what a ``gradient_threshold`` needs.
         total: True adds ``total``, the sum of which `mean_logit` makes the mean logit.
         **options: ``temperature``, ``logit_softcap``, ``logit_scale``, ``entropy``, ``stats``, ``vocab_size``,
-            ``weight_layout``, ``cache_bytes``, ``precision``, ``implementation``, ``bias``, ``candidates`` and
-            ``gradient_threshold``, as in `lce_jax.linear_logprobs`; ``vocab_size`` is that of the whole vocabulary.
+            ``weight_layout``, ``cache_bytes``, ``precision``, ``implementation``, ``bias``, ``candidates``,
+            ``gradient_threshold`` and ``vocab_part_size``, as in `lce_jax.linear_logprobs`; ``vocab_size`` is that of
+            the whole vocabulary.
 
     Returns:
         `ShardStatistics` of ``[T]`` arrays, and the cache for `gradients` (a pytree, None if nothing is kept). Sums and
@@ -206,8 +207,8 @@ def gradients(
         round_dhidden: True rounds dhidden to the dtype of ``hidden``, for a dhidden that is not summed over shards.
             Where one launch computes all of it, no float32 sum takes memory.
         **options: ``temperature``, ``logit_softcap``, ``logit_scale``, ``entropy``, ``stats``, ``vocab_size``,
-            ``weight_layout``, ``cache_bytes``, ``precision``, ``implementation``, ``bias``, ``candidates`` and
-            ``gradient_threshold``, as given to `statistics`.
+            ``weight_layout``, ``cache_bytes``, ``precision``, ``implementation``, ``bias``, ``candidates``,
+            ``gradient_threshold`` and ``vocab_part_size``, as given to `statistics`.
 
     Returns:
         ``dhidden`` ``[T, H]``, the sum over this shard's columns (float64 for a float64 weight), and dweight in the

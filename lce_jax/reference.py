@@ -15,7 +15,7 @@ from lce_jax._largest import Largest
 from lce_jax._one_part import merged as merged
 from lce_jax._one_part import per_token as per_token
 from lce_jax._one_part import selected as selected
-from lce_jax._plans import ALONE, Plan, Surroundings, candidate_notes
+from lce_jax._plans import ALONE, Plan, Surroundings, candidate_notes, unused_notes
 from lce_jax._statistics import Parts
 from lce_jax._types import Case, Operands, Primals, RowCoefficients, ShardStatistics
 
@@ -55,7 +55,7 @@ def plan(case: Case, around: Surroundings = ALONE) -> Plan:
         backward_bytes=max(backward, forward - in_dweight) if backward else 0,
         kept_bytes=case.statistics_bytes if backward else 0,
         logits_bytes=logits,
-        notes=(*case.options.unused_notes, *candidate_notes(case)),
+        notes=(*unused_notes(case.options), *candidate_notes(case)),
     )
 
 

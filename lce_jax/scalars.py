@@ -29,12 +29,15 @@ __all__ = [
     "num_largest",
     "number",
     "one_of",
+    "part_size",
     "positive",
+    "whole_parts",
 ]
 
 FLOAT32_MAX, FLOAT32_TINY = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
 INT32_MAX = int(np.iinfo(np.int32).max)
 MOST_CANDIDATES = 512  # ids per token
+ATOM = 8  # columns of the vocabulary that kernels move at least
 
 
 def number(name: str, value: Any) -> float:
@@ -98,6 +101,36 @@ def num_bytes(name: str, value: Any) -> int:
     if not is_integer(value) or value < 0:
         raise ValueError(f"{name} must be a whole number of bytes, at least 0, got {value!r}")
     return int(value)
+
+
+def part_size(value: Any, cache_bytes: int, gradient_threshold: float) -> int | None:
+    """A ``vocab_part_size``: columns, a multiple of 8 as kernels read the weight. None: the vocabulary has no parts."""
+    if value is None:
+        return None
+    value = integer("vocab_part_size", value)
+    if value < 1 or value % ATOM:
+        raise ValueError(f"vocab_part_size must be a positive multiple of {ATOM}, got {value}")
+    others = {"cache_bytes": cache_bytes, "gradient_threshold": gradient_threshold}
+    for name, other in others.items():
+        if other:
+            raise ValueError(
+                f"vocab_part_size={value} with {name}={other}: what the forward keeps of its tiles is of no use to a "
+                f"backward, whose tiles know no parts. Write {name}=0, or vocab_part_size=None"
+            )
+    return value
+
+
+def whole_parts(part_size: int | None, columns: int, of_shard: int) -> None:
+    """Shards of ``of_shard`` columns each must have whole parts; a vocabulary of one shard may end inside a part."""
+    if part_size is None or of_shard == columns or of_shard % part_size == 0:
+        return
+    shards = columns // of_shard
+    whole = -(-columns // (shards * part_size)) * shards * part_size
+    raise ValueError(
+        f"vocab_part_size={part_size}: each of the {shards} shards has {of_shard} of the {columns} columns of weight, "
+        f"which are no whole parts. Give a divisor of {of_shard}, or pad the vocabulary of weight to {whole} columns "
+        "and pass the true vocab_size"
+    )
 
 
 def flag(name: str, value: Any) -> bool:

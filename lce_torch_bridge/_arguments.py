@@ -54,6 +54,7 @@ def of_call(
     wgrad: Wgrad = "return",
     cache_bytes: int = 0,
     gradient_threshold: float = 0.0,
+    vocab_part_size: int | None = None,
     implementation: str | tuple[str, ...] | None = None,
 ) -> Arguments:
     """The arguments of `linear_logprobs`, checked."""
@@ -77,7 +78,8 @@ def of_call(
     columns = weight.shape[0] * (1 if tp_group is None else tp_group.size())
     call = _found_again(
         tensor_parallel.name_of(tp_group), columns, vocab_size, logit_scale, logit_softcap, entropy, stats, mean_logit,
-        num_candidates, out_of_vocab, reduce_grad_hidden, cache_bytes, gradient_threshold, implementation,
+        num_candidates, out_of_vocab, reduce_grad_hidden, cache_bytes, gradient_threshold, vocab_part_size,
+        weight.shape[0], implementation,
     )  # fmt: skip
     if not known:
         _remember(hidden, weight, labels)
@@ -139,10 +141,16 @@ def _call(
     reduce_grad_hidden: Any,
     cache_bytes: Any,
     gradient_threshold: Any,
+    vocab_part_size: Any,
+    rows: int,
     implementation: Any,
 ) -> Call:
     scalars.one_of("entropy", entropy, ("grad", "metric", "none"))
     scalars.one_of("out_of_vocab", out_of_vocab, ("zero", "megatron"))
+    cache_bytes = scalars.num_bytes("cache_bytes", cache_bytes)
+    gradient_threshold = scalars.fraction("gradient_threshold", gradient_threshold)
+    vocab_part_size = scalars.part_size(vocab_part_size, cache_bytes, gradient_threshold)
+    scalars.whole_parts(vocab_part_size, columns, rows)
     return Call(
         group=group,
         vocab_size=_checks.vocabulary(vocab_size, columns),
@@ -154,8 +162,9 @@ def _call(
         num_candidates=num_candidates,
         megatron=out_of_vocab == "megatron",
         reduce_grad_hidden=scalars.flag("reduce_grad_hidden", reduce_grad_hidden),
-        cache_bytes=scalars.num_bytes("cache_bytes", cache_bytes),
-        gradient_threshold=scalars.fraction("gradient_threshold", gradient_threshold),
+        cache_bytes=cache_bytes,
+        gradient_threshold=gradient_threshold,
+        vocab_part_size=vocab_part_size,
         implementation=_checks.implementation(implementation),
     )
 

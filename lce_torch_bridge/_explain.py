@@ -51,8 +51,8 @@ def explain(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, **
         labels: ``[...]`` integers of any type: vocabulary ids, global also when the vocabulary is split.
         **options: ``bias``, ``tp_group``, ``temperature``, ``logit_scale``, ``logit_softcap``, ``vocab_size``,
             ``entropy``, ``stats``, ``mean_logit``, ``candidates``, ``keep``, ``ignore_index``, ``out_of_vocab``,
-            ``reduce_grad_hidden``, ``wgrad``, ``cache_bytes``, ``gradient_threshold`` and ``implementation``, as in
-            `linear_logprobs`.
+            ``reduce_grad_hidden``, ``wgrad``, ``cache_bytes``, ``gradient_threshold``, ``vocab_part_size`` and
+            ``implementation``, as in `linear_logprobs`.
 
     Returns:
         An `Explanation`.

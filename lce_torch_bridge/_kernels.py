@@ -62,6 +62,7 @@ def _head(hidden: torch.Tensor, weight: torch.Tensor, call: Call, has_temperatur
         logit_softcap=call.logit_softcap,
         cache_bytes=call.cache_bytes,
         gradient_threshold=call.gradient_threshold,
+        vocab_part_size=call.vocab_part_size,
         num_candidates=call.num_candidates,
         has_temperature=has_temperature,
         copied_from=None if rows == len(hidden) and hidden.dtype == weight.dtype else name_of(hidden.dtype),

@@ -17,7 +17,10 @@ from lce_torch_bridge._types import Call, LogprobOutput, Operands, Wgrad
 CHUNK_BYTES = 1400 << 20  # chunks of 4096 tokens at V 151936
 NO_CANDIDATES = "loss_fn gets log-probability, entropy and lse"
 NO_CACHE = "linear_loss keeps nothing for a backward pass, and chunk_bytes says how many bytes one chunk may take"
-REFUSED = {"mean_logit": NO_CANDIDATES, "candidates": NO_CANDIDATES, "cache_bytes": NO_CACHE}
+NO_PARTS = "linear_loss keeps exponentials of the forward's tiles, which no backward can use of a vocabulary in parts"
+REFUSED = {
+    "mean_logit": NO_CANDIDATES, "candidates": NO_CANDIDATES, "cache_bytes": NO_CACHE, "vocab_part_size": NO_PARTS,
+}  # fmt: skip
 
 
 @torch.compiler.disable(reason="lce_torch_bridge.linear_loss differentiates loss_fn as it runs")  # type: ignore[untyped-decorator]

@@ -96,6 +96,7 @@ class Call(NamedTuple):
     reduce_grad_hidden: bool
     cache_bytes: int
     gradient_threshold: float
+    vocab_part_size: int | None
     implementation: str  # names joined by commas; empty for lce_jax's choice
 
     @property
@@ -153,6 +154,7 @@ KINDS = {
     str: "str",
     int: "int",
     float: "float",
+    int | None: "int?",
     float | None: "float?",
     bool: "bool",
 }  # as an operator's schema spells them

@@ -36,6 +36,7 @@ def linear_logprobs(
     wgrad: Wgrad = "return",
     cache_bytes: int = 0,
     gradient_threshold: float = 0.0,
+    vocab_part_size: int | None = None,
     implementation: str | tuple[str, ...] | None = None,
 ) -> LogprobOutput:
     """Per-token log-probability and entropy of a language-model head, without storing the logits.
@@ -100,6 +101,11 @@ def linear_logprobs(
             hold no label, are left out of the gradients: a number in [0, 1). Results never change. 0 is exact.
             "mosaic_gpu" alone leaves tiles out; its forward then keeps V / 64 bytes per token. `lce_jax` tells how much
             probability was left out (``dropped_mass``). Under ``torch.compile`` as ``cache_bytes``.
+        vocab_part_size: columns of a part of the vocabulary, a multiple of 8. The kernels' tiles begin anew at each
+            part's first column, so calls that are launched directly (`explain`) have the same bits over any number of
+            ranks: give the rows of the smallest shard that any ``tp_group`` has. Ranks must have whole parts; only a
+            vocabulary that is not split may end inside one. Not with ``cache_bytes`` or ``gradient_threshold``. None:
+            each rank's rows are one part.
         implementation: "mosaic_gpu" (kernels for Hopper GPUs), "xla" (every device), "reference" (stores the logits),
             or a tuple of names tried in order. None: the best one that can serve the call.
 
@@ -180,6 +186,7 @@ def linear_logprobs(
         wgrad=wgrad,
         cache_bytes=cache_bytes,
         gradient_threshold=gradient_threshold,
+        vocab_part_size=vocab_part_size,
         implementation=implementation,
     )
     return _run(given, _arguments.weight_of(given, wgrad))

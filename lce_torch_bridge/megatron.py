@@ -112,8 +112,8 @@ def fused_output_layer(model: torch.nn.Module, labels: torch.Tensor, **options: 
             threads: one at a time may be inside, while `output_processor` serves several.
         labels: ``[b, s]`` global vocabulary ids, already shifted.
         **options: ``temperature``, ``logit_softcap``, ``vocab_size``, ``entropy``, ``candidates``, ``keep``,
-            ``ignore_index``, ``out_of_vocab``, ``wgrad``, ``cache_bytes``, ``gradient_threshold`` and
-            ``implementation``, as in the context of `output_processor`. Not ``entropy="none"``, because the model
+            ``ignore_index``, ``out_of_vocab``, ``wgrad``, ``cache_bytes``, ``gradient_threshold``, ``vocab_part_size``
+            and ``implementation``, as in the context of `output_processor`. Not ``entropy="none"``, because the model
             returns two results; "metric" spares the entropy's gradient.
 
     Yields:

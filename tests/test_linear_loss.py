@@ -251,6 +251,7 @@ def test_transformations(how: str) -> None:
     [
         (ppo, (), {"chunk_byte": 3}, r"unknown option chunk_byte \(did you mean chunk_bytes\?\)"),
         (ppo, (), {"cache_bytes": 3}, "cache_bytes=3: linear_loss keeps nothing"),
+        (ppo, (), {"vocab_part_size": 8}, r"vocab_part_size=8: linear_loss .* Call linear_logprobs"),
         (ppo, (), {"candidates": np.zeros((1, 1), int)}, "candidates: a loss_fn gets the label's"),
         (ppo, (), {"chunk_bytes": -1}, "chunk_bytes"),
         (3, (), {}, "loss_fn must be a function"),

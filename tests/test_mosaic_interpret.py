@@ -102,17 +102,24 @@ CALLS = [
     call("dweight added, columns that are no whole atom", adds_dweight=True, chunk=1, V=777, num_columns=775, T=40),
     call("dweight added, hv", adds_dweight=True, V=832, weight_layout="hv", T=40),
     call("hv", weight_layout="hv", V=832),
+    call(
+        "parts, padding, shared, clusters", shared=True, cluster=2, T=264, H=64, V=1056, num_columns=601, stats=True,
+        vocab_part_size=264, traced_columns=True, temperature=True, num_candidates=3, num_rows=200,
+    ),
+    call("parts, several launches", T=40, H=64, V=8500, statistics_bytes=11_000, vocab_part_size=4200),
+    call("parts of an odd V", T=40, V=777, num_columns=775, vocab_part_size=256),
+    call("parts, hv", T=40, V=832, weight_layout="hv", vocab_part_size=192),
     call("hv with a narrow swizzle and a cache", shared=True, weight_layout="hv", cache_bytes=1 << 30, entropy=False),
 ]  # fmt: skip
 # One thing alone, which other calls have together with more: `make test-all` runs these, ten seconds each.
 ALONE = {
-    "targets in the columns that are no whole atom", "one step over H", "one step over H, shared", "clusters",
-    "ragged", "candidates, half a cache", "several launches", "rows left out", "padding, stats, softcap, temperature",
-    "padding of a traced number of columns", "cache",
-    "candidates that XLA gathers", "chunks of a cache that others read", "chunks, half a cache", "a shorter last chunk",
-    "a shorter last chunk, columns that are no whole atom", "padding up to columns that are no whole atom",
-    "padding up to half an atom", "candidates, columns that are no whole atom", "dweight added", "dweight added, hv",
-    "dweight added, columns that are no whole atom", "hv",
+    "a shorter last chunk, columns that are no whole atom", "targets in the columns that are no whole atom", "clusters",
+    "dweight added, columns that are no whole atom", "padding up to columns that are no whole atom", "several launches",
+    "candidates, columns that are no whole atom", "padding of a traced number of columns", "padding up to half an atom",
+    "padding, stats, softcap, temperature", "chunks of a cache that others read", "candidates that XLA gathers", "hv",
+    "candidates, half a cache", "one step over H, shared", "parts, several launches", "chunks, half a cache", "ragged",
+    "a shorter last chunk", "dweight added, hv", "parts of an odd V", "one step over H", "rows left out", "parts, hv",
+    "dweight added", "cache",
 }  # fmt: skip
 PARAMETERS = [pytest.param(one, marks=[pytest.mark.slow] if one.name in ALONE else []) for one in CALLS]
 

@@ -55,11 +55,13 @@ def by_jax(hidden: Any, weight: Any, labels: Any, where: Any = None, **options: 
     return {name: np.asarray(getattr(out, name)) for name in FIELDS if getattr(out, name) is not None}
 
 
-def by_list(hidden: Any, weight: Any, labels: Any, temperature: Any = None) -> dict[str, np.ndarray]:
+def by_list(
+    hidden: Any, weight: Any, labels: Any, temperature: Any = None, vocab_part_size: int | None = None
+) -> dict[str, np.ndarray]:
     rows, (T, H), V = 256, hidden.shape, weight.shape[0]
     head = passes.Head(
         num_tokens=rows, hidden_size=H, num_columns=V, vocab_size=V, start=0, dtype="bfloat16", device=H200,
-        stats=True, has_temperature=temperature is not None,
+        stats=True, has_temperature=temperature is not None, vocab_part_size=vocab_part_size,
     )  # fmt: skip
     program = passes.forward(head, keep_cache=False)
     outputs = [np.zeros(x.shape, x.dtype) for x in program.outputs if x is not None]

@@ -42,6 +42,7 @@ class SharedOptions(TopKOptions, total=False):
 
     cache_bytes: int
     gradient_threshold: float
+    vocab_part_size: int | None
 
 
 class KLOptions(TypedDict, total=False):

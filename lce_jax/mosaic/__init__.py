@@ -102,8 +102,10 @@ def gradients(
 ) -> Primals:
     """Eq. 5: dhidden in float32; dweight in the weight's dtype, or added to ``dweight`` in float32.
 
-    dhidden is in the weight's dtype too where it may be rounded and one launch computes all of it.
+    dhidden is in the weight's dtype too where it may be rounded and one launch computes all of it. The tiles here know
+    no parts of the vocabulary.
     """
+    case = case.without_parts
     if case.options.gradient_threshold:
         if cache is None:
             threshold = case.options.gradient_threshold

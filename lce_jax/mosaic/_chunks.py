@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 from lce_jax._types import Case
 from lce_jax.mosaic import _dhidden, _partial_statistics
@@ -44,23 +45,36 @@ def chunk_tiles(case: Case, shape: Geometry, budget: Budget, num_tiles: int) -> 
     return min(range(most, most // 2, -1), key=cost)
 
 
-def launch_tiles(case: Case, shape: Geometry, budget: Budget, num_tiles: int) -> int:
-    """Vocabulary tiles per launch of the forward: partial statistics within the budget, launches of even size.
-
-    Where there are several, each covers whole groups.
-    """
+def launch_groups(case: Case, shape: Geometry, budget: Budget) -> int:
+    """Groups of vocabulary tiles per launch of the forward: partial statistics within the budget, even launches."""
     tile_bytes = 4 * math.prod(_partial_statistics.array_shape(case, shape, 1))
-    groups = -(-num_tiles // GROUP)
+    groups = num_groups(shape)
     most = max(budget.statistics_bytes // tile_bytes - groups, 1)  # the groups' statistics lie beside them
-    if num_tiles <= most:
-        return num_tiles
-    launches = -(-groups // max(most // GROUP, 1))
-    return min(-(-groups // launches) * GROUP, num_tiles)
+    if shape.num_tiles <= most:
+        return groups
+    return -(-groups // -(-groups // max(most // GROUP, 1)))
+
+
+def launch_tiles(case: Case, shape: Geometry, budget: Budget) -> int:
+    """Vocabulary tiles that a launch of the forward has at most."""
+    return min(launch_groups(case, shape, budget) * GROUP, shape.num_tiles)
+
+
+def part_groups(shape: Geometry) -> int:
+    """The groups of tiles of a part of the vocabulary."""
+    return -(-shape.part_tiles // GROUP)
 
 
 def num_groups(shape: Geometry) -> int:
     """The groups of tiles of a shard."""
-    return -(-shape.num_tiles // GROUP)
+    parts, rest = divmod(shape.num_tiles, shape.part_tiles)
+    return parts * part_groups(shape) + -(-rest // GROUP)
+
+
+def first_tile(shape: Geometry, group: Any) -> Any:
+    """The first tile of a group. A group ends where its part does."""
+    missing = part_groups(shape) * GROUP - shape.part_tiles  # of a part's last group
+    return group * GROUP - (group // part_groups(shape) * missing if shape.has_parts else 0)
 
 
 def live_slots(case: Case, shape: Geometry, budget: Budget, group: int) -> int:

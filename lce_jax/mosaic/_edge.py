@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 def whole_tiles(call: Call) -> int:
     """The vocabulary tiles that a kernel can read where they lie."""
-    return call.shape.num_tiles if call.shape.whole_atoms else call.case.vocab_size // call.shape.tile
+    return call.shape.num_tiles if call.shape.whole_atoms else call.shape.num_tiles - 1
 
 
 def contracted_tiles(call: Call) -> Int[Array, ""] | int:
@@ -56,7 +56,7 @@ def contracted_columns(call: Call) -> Int[Array, ""] | int:
 
 def weight(call: Call, tile: Any) -> Float[Array, "tile H"]:
     """The copy of one tile."""
-    column, (case, shape) = tile * call.shape.tile, (call.case, call.shape)
+    column, (case, shape) = call.shape.column(tile), (call.case, call.shape)
     if not shape.whole_atoms or case.options.vocab_dim == 1:
         return columns_from(call, column, shape.tile)
     rows, width = case.vocab_size // shape.atom, shape.atom * case.hidden_size

@@ -21,7 +21,7 @@ from lce_jax.mosaic._call import Call
 from lce_jax.mosaic._chunks import GROUP
 from lce_jax.mosaic._geometry import geometry
 from lce_jax.mosaic._host import TRACED, Host, greatest, least
-from lce_jax.mosaic._kernel_set import KernelSet
+from lce_jax.mosaic._kernel_set import KernelSet, Parted
 from lce_jax.mosaic._live import TileStatistics
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def num_live_tiles(call: Call) -> int:
     """The tiles to visit: not those of padding alone, if the number of live columns is static."""
     num_columns = call.operands.num_columns
     if isinstance(num_columns, int):
-        return max(1, min(call.shape.num_tiles, -(-num_columns // call.shape.tile)))
+        return max(1, min(call.shape.num_tiles, call.shape.tiles_of(num_columns)))
     return call.shape.num_tiles
 
 
@@ -98,36 +98,38 @@ def joined(
     the first ``kept_fields`` of each tile, whole groups of tiles.
     """
     case, shape, kernels, host = call.case, call.shape, call.kernels, call.host
-    most = _chunks.launch_tiles(case, shape, kernels.budget, shape.num_tiles)
-    firsts = range(0, shape.num_tiles, most)
+    most, per_launch = (of(case, shape, kernels.budget) for of in (_chunks.launch_tiles, _chunks.launch_groups))
+    groups_of_launches = range(0, _chunks.num_groups(shape), per_launch)
+    parted = Parted(per_launch, shape.part_tiles) if shape.has_parts else None
 
     def memory(count: int, more_fields: int = 0) -> Any:
         return host.empty(_partial_statistics.array_shape(case, shape, count, more_fields), jnp.float32)
 
-    def window(first: Any, carry: Any) -> Any:
+    def window(group: Any, carry: Any) -> Any:
         cache, groups, maxima = carry
-        last = greatest(least(first + most, num_tiles), first)
+        first = _chunks.first_tile(shape, group)
+        last = greatest(least(_chunks.first_tile(shape, group + per_launch), num_tiles), first)
         parts, cache = _window(call, first, last, memory(most), cache)
         with jax.named_scope("join_tiles"):
             given = call.prepared.scale, parts, groups, case, GROUP
-            numbers = host.numbers(call.prepared.num_rows, last - first, first // GROUP)
+            numbers = host.numbers(call.prepared.num_rows, last - first, group)
             if maxima is None:
-                groups = kernels.join(*given, numbers)
+                groups = kernels.join(*given, numbers, False, parted)
             else:
                 groups, maxima = kernels.join_keeping(*given, numbers, maxima)
         return cache, groups, maxima
 
     maxima = host.empty(maxima_shape(call, kept_fields), jnp.float32) if kept_fields else None
     start = cache, memory(_chunks.num_groups(shape), more_fields), maxima
-    cache, groups, maxima = host.loop(firsts, window, host.vary_like(start, call.prepared))
+    cache, groups, maxima = host.loop(groups_of_launches, window, host.vary_like(start, call.prepared))
     return groups, cache, maxima
 
 
 def maxima_shape(call: Call, kept_fields: int) -> tuple[int, int, int]:
     """What `joined` keeps of each tile: [tiles, fields, Tp]."""
-    num_tiles = call.shape.num_tiles
-    most = _chunks.launch_tiles(call.case, call.shape, call.kernels.budget, num_tiles)
-    return -(-num_tiles // most) * -(-most // GROUP) * GROUP, kept_fields, call.shape.padded_tokens
+    most = _chunks.launch_groups(call.case, call.shape, call.kernels.budget)
+    launches = -(-_chunks.num_groups(call.shape) // most)
+    return launches * most * GROUP, kept_fields, call.shape.padded_tokens
 
 
 def join_all(
@@ -164,8 +166,8 @@ def _window(
         count = greatest(least(last, stop) - begin, 0)
         if isinstance(count, int) and count == 0:
             continue
-        column = begin * shape.tile
-        span = call.span(column=column, num_tiles=count, offset=0 if copied else column, slot=begin - first)
+        offset = 0 if copied else shape.column(begin)
+        span = call.span(column=begin * shape.tile, num_tiles=count, offset=offset, slot=begin - first)
         source = _edge.weight(call, start) if copied else weight
         parts, kept = call.kernels.statistics(call.prepared, source, case, span, parts, cache if keeps else None)
         cache = kept if keeps else cache

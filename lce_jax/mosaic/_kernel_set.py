@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from lce_jax._types import Case
 from lce_jax.mosaic._cache import Cache
@@ -15,6 +15,13 @@ from lce_jax.mosaic._operands import Marked, Prepared
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
+
+
+class Parted(NamedTuple):
+    """How `KernelSet.join` groups the tiles of a vocabulary in parts: a group ends where its part does."""
+
+    groups: int  # of a launch, at most
+    tiles: int  # of a part
 
 
 class KernelSet(LiveKernelSet, CandidateKernelSet, Protocol):
@@ -68,13 +75,15 @@ class KernelSet(LiveKernelSet, CandidateKernelSet, Protocol):
         group: int,
         numbers: Int[Array, "3"],
         in_nats: bool = False,
+        parted: Parted | None = None,
     ) -> Float[Array, "groups fields Tp"]:
         """``joined`` with the unions (eq. 2) of each ``group`` neighbours among ``parts``, added in their order.
 
         ``scale`` is the k of eq. 0 in base 2. ``numbers`` are the live rows, the parts that count, and where in
         ``joined`` the first group goes. Groups after the last part are those of no columns; those after the last of
         ``joined`` are not written, nor are row blocks without a live row. ``parts`` and ``joined`` may have more fields
-        than statistics do. With ``in_nats`` the unions are as eq. 1 has them, else in base 2 as the parts are.
+        than statistics do. With ``in_nats`` the unions are as eq. 1 has them, else in base 2 as the parts are. With
+        ``parted`` the first of ``parts`` is the first tile of a group of the shard, and groups end where its parts do.
         """
 
     def per_token(self, function: Callable[..., Any], *operands: Any) -> Any:

@@ -21,10 +21,12 @@ class Prepared(NamedTuple):
 
     hidden: Float[Array, "T H"]  # T in whole atoms, at least one row block
     weight: Float[Array, "V H"]
-    targets: Int[Array, "Tp"]  # -1 where the shard does not hold the label
+    targets: Int[Array, "Tp"]  # the place of the label among the shard's tiles, -1 where the shard does not hold it
     scale: Float[Array, "Tp"]  # the k of eq. 0 in base 2
     holds_target: Int[Array, "blocks tiles"]
-    mask: Int[Array, "2*tile"]  # 1 on padding: of the tile with the first padding column, and of the tile after it
+    # 1 on padding: of the tile with the first padding column, and of the tile after it. With parts first of a whole
+    # part, then of the part with the first padding column.
+    mask: Int[Array, "2*tile"]
     num_columns: Int[Array, ""]  # live columns
     num_rows: Int[Array, ""]  # live rows
 
@@ -41,14 +43,22 @@ def prepare(operands: Operands, case: Case, shape: Geometry) -> Prepared:
     """Pads the per-token operands, marks the tiles that hold a target and the columns that are padding."""
     hidden = pad(operands.hidden, shape.tokens)
     targets = pad(operands.targets, shape.padded_tokens, -1)
+    targets = jnp.where(targets < 0, -1, shape.place(targets)) if shape.has_parts else targets
     scale = scale_in_base_2(operands.inverse_temperature, case, shape)
     tile = jnp.where(targets < 0, -1, targets // shape.tile).reshape(-1, shape.row_block, 1)
     flags = jnp.max((tile == jnp.arange(shape.num_tiles, dtype=jnp.int32)).astype(jnp.int32), axis=1)
     columns = jnp.asarray(case.vocab_size if operands.num_columns is None else operands.num_columns, jnp.int32)
-    ragged = jnp.arange(2 * shape.tile, dtype=jnp.int32) >= columns % shape.tile
-    mask = ragged.astype(jnp.int32)
+    places = jnp.arange(2 * shape.tile, dtype=jnp.int32)
+    mask = jnp.concatenate([(places >= first).astype(jnp.int32) for first in first_padding(columns, shape)])
     num_rows = num_live_rows(operands.num_rows, shape)
     return Prepared(hidden, operands.weight, targets, scale, flags, mask, columns, num_rows)
+
+
+def first_padding(columns: Any, shape: Geometry) -> list[Any]:
+    """The place in its tile of the first padding column; with parts, that of a whole part before."""
+    if not shape.has_parts:
+        return [columns % shape.tile]
+    return [shape.part_columns % shape.tile, columns % shape.part_columns % shape.tile]
 
 
 def scale_in_base_2(inverse_temperature: Float[Array, "T"] | None, case: Case, shape: Geometry) -> Float[Array, "Tp"]:

@@ -15,10 +15,11 @@ from lce_jax.mosaic._kernel_set import KernelSet
 def plan(case: Case, kernels: KernelSet, name: str, around: Surroundings) -> Plan:
     """Tiles and bytes of ``case``."""
     shape = geometry(case, kernels.tiling)
-    backward = _backward_columns(case, shape, kernels)
+    of_gradients = geometry(case.without_parts, kernels.tiling)
+    backward = _backward_columns(case, of_gradients, kernels)
     live = _live_bytes(case, shape, kernels)
     copies = _copied_bytes(case, shape, around)
-    launch = _chunks.launch_tiles(case, shape, kernels.budget, shape.num_tiles)
+    launch = _chunks.launch_tiles(case, shape, kernels.budget)
     groups = _chunks.num_groups(shape)
     gathered = groups * around.shards if around.shards > 1 else 0
     statistics = 4 * math.prod(_partial_statistics.array_shape(case, shape, launch + groups + gathered))
@@ -43,7 +44,7 @@ def plan(case: Case, kernels: KernelSet, name: str, around: Surroundings) -> Pla
         kept_bytes=case.statistics_bytes + cached * _cache.tile_bytes(case, shape) + live.kept,
         logits_bytes=case.num_tokens * case.vocab_size * 4,
         notes=_notes(case, shape),
-        full_cache_bytes=shape.num_tiles * _cache.tile_bytes(case, shape),
+        full_cache_bytes=of_gradients.num_tiles * _cache.tile_bytes(case, shape),
         same_bits=_same_bits(case, shape, around),
     )
 
@@ -95,7 +96,9 @@ def _copied_bytes(case: Case, shape: Geometry, around: Surroundings) -> _Copies:
 
 
 def _same_bits(case: Case, shape: Geometry, around: Surroundings) -> str:
-    columns, size = case.vocab_size, _chunks.GROUP * shape.tile
+    columns, size, part = case.vocab_size, _chunks.GROUP * shape.tile, case.options.vocab_part_size
+    if part is not None:
+        return f"in every call, over any number of shards of whole parts of {part:,} columns"
     if columns % size == 0:
         return f"in every call, over any number of shards of whole groups of {size:,} columns"
     if around.shards == 1:
@@ -105,6 +108,11 @@ def _same_bits(case: Case, shape: Geometry, around: Surroundings) -> str:
 
 def _notes(case: Case, shape: Geometry) -> tuple[str, ...]:
     notes = list(_threshold_notes(case, shape))
+    if shape.has_parts:
+        notes.append(
+            f"vocab_part_size={shape.part_columns}: {shape.part_tiles} tiles a part, {shape.num_tiles} in the forward "
+            f"in place of {-(-case.vocab_size // shape.tile)}"
+        )
     if case.options.cache_bytes and not case.options.gradient_threshold:
         cached = _cache.num_cached_tiles(case, shape)
         notes.append(

@@ -10,7 +10,7 @@ class Span(NamedTuple):
 
     num_rows: Any  # live rows
     num_columns: Any  # live columns of the shard
-    column: Any  # the first one, in the shard
+    column: Any  # the first one: the number of its tile in the shard, times the tile's columns
     num_tiles: Any  # of the vocabulary
     depth: Any = 0  # columns that a product contracts
     offset: Any = 0  # where its first column lies in the weight and in dweight that the kernel is given

@@ -28,6 +28,7 @@ class Head:
         device: what runs it.
         entropy, stats, logit_scale, logit_softcap, cache_bytes, gradient_threshold: as in `lce_jax.linear_logprobs`.
         dropped_mass: whether what the threshold leaves out is a result, the last one.
+        vocab_part_size: columns of a part of the vocabulary, of which the weight has whole ones; None: one part.
         num_candidates: K, of each token; 0: none.
         has_temperature: whether each token has one.
         copied_from: hidden's dtype where its rows are copied first: it has fewer than ``num_tokens``, or another dtype
@@ -49,6 +50,7 @@ class Head:
     cache_bytes: int = 0
     gradient_threshold: float = 0.0
     dropped_mass: bool = False
+    vocab_part_size: int | None = None
     num_candidates: int = 0
     has_temperature: bool = False
     copied_from: str | None = None
@@ -60,7 +62,7 @@ class Head:
         options = Options(
             logit_scale=self.logit_scale, logit_softcap=self.logit_softcap, entropy=self.entropy, stats=self.stats,
             cache_bytes=self.cache_bytes, gradient_threshold=self.gradient_threshold,
-            num_candidates=self.num_candidates,
+            num_candidates=self.num_candidates, vocab_part_size=self.vocab_part_size,
         )  # fmt: skip
         return Case(
             num_tokens=self.num_tokens, hidden_size=self.hidden_size, vocab_size=self.num_columns,

@@ -18,6 +18,7 @@ candidates' ids (int32), the merged statistics, and the candidates' x.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -26,7 +27,7 @@ import jax
 import jax.numpy as jnp
 
 from lce_jax._types import Operands
-from lce_jax.mosaic import _backward, _cache, _dhidden, _forward, _live_backward
+from lce_jax.mosaic import _backward, _cache, _dhidden, _forward, _live_backward, _operands
 from lce_jax.mosaic._cache import Cache
 from lce_jax.mosaic._call import Call
 from lce_jax.mosaic._operands import Prepared
@@ -81,7 +82,8 @@ class _Pass:
         """The call, from here on as `lce_jax.mosaic` runs it."""
         head, tile = self.head, self.shape.tile
         columns: Any = head.num_columns if head.live_columns is None else head.live_columns
-        mask: Any = self.host.numbers(*(int(i >= columns % tile) for i in range(2 * tile)))
+        firsts = _operands.first_padding(columns, self.shape)
+        mask: Any = self.host.numbers(*(int(i >= first) for first in firsts for i in range(2 * tile)))
         rows: Any = ROWS
         per_token = marked.targets, marked.scale, marked.holds_target
         prepared = Prepared(hidden, weight, *per_token, mask, columns, rows)
@@ -192,6 +194,7 @@ def backward(
         owns_cache: whether its memory may be overwritten.
         adds: dweight is added to a float32 sum, an operand, and is no result.
     """
+    head = dataclasses.replace(head, vocab_part_size=None)  # the tiles here know no parts
     made, case = _Pass(head), head.case
     hidden, weight = made.operands()
     kept = made.input(head.kept_fields * head.num_tokens)

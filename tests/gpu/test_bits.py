@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -10,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lce_jax import _bind, _dispatch, _shard, linear_logprobs
+from lce_jax import linear_logprobs
 from lce_jax.mosaic._chunks import GROUP
 from lce_jax.mosaic.sm90 import KERNELS
+from tests import one_device_shards
 
 pytestmark = pytest.mark.gpu
 H, V, T = 1024, 32000, 5000
@@ -100,30 +100,8 @@ def test_shards_of_whole_groups(padding: int) -> None:
     where = jax.random.uniform(jax.random.key(3), (T,)) < 0.7
 
     def of(shards: int) -> Any:
-        options: dict[str, Any] = {"vocab_size": vocab_size, "implementation": "mosaic_gpu"}
-        columns = size // shards
-        spec, primals, rows = _bind.of_one_shard(hidden, weight, labels, where, None, options, False)
-        case = dataclasses.replace(spec.case, vocab_size=columns)
-        assert not _dispatch.choose(case, ("mosaic_gpu",))[1]
-        spec = dataclasses.replace(spec, case=case, vocab_size=vocab_size, padded=padding > 0)
-
-        def shard(start: int, stacked: Any) -> Any:
-            own = primals._replace(weight=primals.weight[start : start + columns])
-            return _shard.statistics(spec, own, rows, jnp.int32(start), False, stacked)[0]
-
-        def run() -> Any:
-            sent: list[Any] = []
-
-            def keep(parts: Any) -> Any:
-                sent.append(parts)
-                return jax.tree.map(lambda x: jnp.stack([x] * shards), parts)
-
-            for start in range(0, size, columns):
-                shard(start, keep)
-            stats = shard(0, lambda _: jax.tree.map(lambda *x: jnp.stack(x), *sent))
-            return _shard.finish(spec, rows, stats, rows.where, None).outputs[:3]
-
-        return jax.jit(run)()
+        given = {"where": where, "vocab_size": vocab_size}
+        return one_device_shards.linear_logprobs(shards, hidden, weight, labels, **given)[:3]
 
     whole = of(1)
     for shards in (2, 4, 8):

@@ -41,7 +41,7 @@ def told(V: int = 104, **options: Any) -> Call:
     call = Call(
         group="", vocab_size=V, logit_scale=1.0, logit_softcap=None, entropy="grad", stats=False, mean_logit=False,
         num_candidates=0, megatron=False, reduce_grad_hidden=False, cache_bytes=0, gradient_threshold=0.0,
-        implementation="",
+        vocab_part_size=None, implementation="",
     )  # fmt: skip
     return call._replace(**options)
 

@@ -21,7 +21,7 @@ from lce_torch_bridge._types import Operands
 from tests.torch import problem as p
 from tests.torch import sanitized
 from tests.torch.as_gpu import SMALL, emulated
-from tests.torch.two_ranks import TwoRanks
+from tests.torch.ranks import Ranks
 
 H = 128
 
@@ -55,6 +55,7 @@ def check(programs: list[Any], problem: p.Problem, **options: Any) -> None:
     [
         (300, 784, {"stats": True, "temperature": "each", "logit_softcap": 3.0, "logit_scale": 0.5}),
         (5, 1032, {"vocab_size": 700, "cache_bytes": 1 << 18}),
+        (140, 784, {"vocab_size": 700, "vocab_part_size": 264}),
         pytest.param(128, 1024, {"entropy": "none"}, marks=pytest.mark.slow),
         pytest.param(200, 784, {"cache_bytes": 1 << 40, "out_of_vocab": "megatron"}, marks=pytest.mark.slow),
     ],
@@ -115,7 +116,7 @@ def test_linear_loss_and_main_grad(programs: list[Any]) -> None:
 def test_a_split_vocabulary(programs: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The results of a whole one, the same bits on both ranks; NaN where a part has another size."""
     T, V = 140, 1040
-    problem, ranks = p.draw(T, H, V, torch.bfloat16), TwoRanks(monkeypatch)
+    problem, ranks = p.draw(T, H, V, torch.bfloat16), Ranks(monkeypatch)
     call = p.told(V, group="both", reduce_grad_hidden=True, implementation="mosaic_gpu")
     operands = [Operands(problem.hidden, part, None, problem.labels, None, None) for part in problem.weight.chunk(2)]
 
@@ -143,13 +144,32 @@ def test_shards_of_whole_groups_of_tiles(programs: list[Any], monkeypatch: pytes
     problem = p.draw(T, H, V, torch.bfloat16)
     with torch.no_grad():
         whole = linear_logprobs(problem.hidden, problem.weight, problem.labels, vocab_size=vocab_size)[:3]
-    ranks = TwoRanks(monkeypatch)
+    ranks = Ranks(monkeypatch)
     call = p.told(V, group="both", implementation="mosaic_gpu")._replace(vocab_size=vocab_size)
     parts = [Operands(problem.hidden, part, None, problem.labels, None, None) for part in problem.weight.chunk(2)]
     for ranks.rank in (0, 1, 0):  # what the first two send, the last one receives
         found = _execute.forward(parts[ranks.rank], call, keep_cache=False)[:3]
     assert len(programs) == 1 + 4  # the whole; a part and a merge on each rank
     assert all(map(torch.equal, found, whole))
+
+
+def test_shards_of_whole_parts(programs: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bits as a whole vocabulary, which ends inside a part; one rank has padding."""
+    T, V, vocab_size, part = 9, 4 * 264, 904, 264
+    problem = p.draw(T, H, V, torch.bfloat16)
+    labels = torch.tensor([0, part - 1, part, 256, 3 * part - 1, 3 * part, vocab_size - 1, -100, 255])
+    ids = torch.randint(0, vocab_size, (T, 3), generator=torch.Generator().manual_seed(0))
+    options: Any = {"vocab_part_size": part, "stats": True}
+    with torch.no_grad():
+        whole = linear_logprobs(problem.hidden, problem.weight[:vocab_size], labels, candidates=ids, **options)
+    ranks = Ranks(monkeypatch)
+    call = p.told(V, group="both", implementation="mosaic_gpu", num_candidates=3, **options)
+    call = call._replace(vocab_size=vocab_size)
+    parts = [Operands(problem.hidden, part, None, labels, None, ids) for part in problem.weight.chunk(2)]
+    for ranks.rank in (0, 1, 0):  # what the first two send, the last one receives
+        found = _execute.forward(parts[ranks.rank], call, keep_cache=False)
+    assert len(programs) == 1 + 4  # the whole; a part and a merge on each rank
+    assert all(torch.equal(x, getattr(whole, name)) for name, x in zip(call.fields, found, strict=False))
 
 
 def test_a_main_grad_that_lies_otherwise_is_not_written_to(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from lce_torch_bridge._types import Operands
 from tests.torch import problem as p
 from tests.torch import test_kernels as lists
 from tests.torch.as_gpu import SMALL
-from tests.torch.two_ranks import TwoRanks
+from tests.torch.ranks import Ranks
 
 programs, H = lists.programs, lists.H
 
@@ -91,7 +91,7 @@ def test_a_wrong_temperature(programs: list[Any], monkeypatch: pytest.MonkeyPatc
 def test_a_split_vocabulary(programs: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The results and gradients of a whole one, the same bits on both ranks; NaN where a part has another size."""
     T, V, K = 20, 1040, 5
-    problem, ranks = p.draw(T, H, V, torch.bfloat16), TwoRanks(monkeypatch)
+    problem, ranks = p.draw(T, H, V, torch.bfloat16), Ranks(monkeypatch)
     ids, seeds = p.candidates_like(problem.labels, K, V - 8), p.seeds_like(problem.labels, K=K)
     call = p.told(V - 8, group="both", num_candidates=K, reduce_grad_hidden=True, implementation="mosaic_gpu")
     named = dict(zip(call.differentiable, seeds, strict=True))

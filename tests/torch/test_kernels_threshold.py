@@ -13,7 +13,7 @@ from lce_torch_bridge import _execute, _kernels, launch_with, linear_logprobs, l
 from lce_torch_bridge._types import Operands
 from tests.torch import problem as p
 from tests.torch.as_gpu import emulated
-from tests.torch.two_ranks import TwoRanks
+from tests.torch.ranks import Ranks
 
 H, THRESHOLD = 128, 0.02
 ROWS, COLUMNS = 128, 256  # of a tile
@@ -95,7 +95,7 @@ def test_live_tiles_alone(programs: list[Any], T: int, V: int, options: dict[str
 def test_a_split_vocabulary(programs: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradients of a whole one. A part's tiles begin where it does: here these are those of the whole."""
     T, V, true = 140, 1536, 1500
-    problem, ranks = peaked(T, V, true), TwoRanks(monkeypatch)
+    problem, ranks = peaked(T, V, true), Ranks(monkeypatch)
     call = p.told(true, group="both", reduce_grad_hidden=True, gradient_threshold=THRESHOLD)
     parts = [Operands(problem.hidden, part, None, problem.labels, None, None) for part in problem.weight.chunk(2)]
     saved: dict[int, Any] = {}

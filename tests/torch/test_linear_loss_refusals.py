@@ -28,6 +28,7 @@ def plain(logprobs: torch.Tensor, _entropy: Any, lse: torch.Tensor, *own: torch.
         ({}, (torch.ones(6), [1.0]), TypeError, r"per_token\[1\] must be a torch.Tensor, got list"),
         ({}, (torch.ones(6, device="meta"),), ValueError, r"per_token\[0\] is on meta, hidden on cpu"),
         (dict(cache_bytes=1), (), TypeError, r"cache_bytes=1: .* chunk_bytes says"),
+        (dict(vocab_part_size=8), (), TypeError, r"vocab_part_size=8: .* no backward can use"),
         (dict(mean_logit=True), (), TypeError, r"mean_logit=True: loss_fn gets .*; linear_logprobs has this option"),
         (dict(candidates=GOOD.labels[:, None]), (), TypeError, r"linear_logprobs has this option"),
         (dict(temprature=1.0), (), TypeError, r"^linear_loss: unknown option temprature; known: keep, .*chunk_bytes, "),

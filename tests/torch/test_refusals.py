@@ -59,6 +59,8 @@ MASK = r"a mask of zeros and ones must be bool: pass keep\.bool\(\)"
         (dict(bias=torch.ones(6)), ValueError, r"bias \(6,\) must have one number for each .*\(10, 8\): \(10,\)"),
         (dict(bias=torch.ones(1, 10)), ValueError, r"bias \(1, 10\) must have one number .*: \(10,\)"),
         (dict(bias=torch.ones(10, device="meta")), ValueError, r"bias is on meta, weight on cpu"),
+        (dict(vocab_part_size=12), ValueError, r"vocab_part_size must be a positive multiple of 8, got 12"),
+        (dict(vocab_part_size=8, cache_bytes=5), ValueError, r"vocab_part_size=8 with cache_bytes=5: .* Write"),
         (dict(cache_bytes=-1), ValueError, r"cache_bytes must be a whole number of bytes, .* got -1"),
         (dict(cache_bytes=1e9), ValueError, r"cache_bytes must be a whole number of bytes, at least 0, got 1000000000"),
         (dict(keep=[True] * 6), TypeError, r"keep must be a torch.Tensor, got list"),

@@ -15,7 +15,7 @@ from lce_torch_bridge._types import Operands
 from tests.pairs import pairs_of
 from tests.torch import problem as p
 from tests.torch.as_gpu import emulated
-from tests.torch.two_ranks import TwoRanks
+from tests.torch.ranks import Ranks
 
 TEMPERATURES = torch.tensor([1.0, 1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6, 1e-8])  # the last has no cotangent
 EACH, H, V = 28, 128, 1008
@@ -97,7 +97,7 @@ def _of_ranks(
     if ranks == 1:
         options = {"temperature": temperature, "implementation": "mosaic_gpu"}
         return p.gradients(problem, seeds, **options)[1]
-    both, named = TwoRanks(patch), dict(zip(("logprobs", "entropy", "lse"), seeds, strict=True))
+    both, named = Ranks(patch), dict(zip(("logprobs", "entropy", "lse"), seeds, strict=True))
     call = p.told(2 * V, group="both", reduce_grad_hidden=True, implementation="mosaic_gpu")
     for _ in range(2):  # what a rank gathers is what the other one sent the time before
         found = []

@@ -2,6 +2,7 @@
 
 statistics       _statistics.py       eq. 1 of each tile of logits; the exponentials for a cache
 join             _join.py             their union, in an order that the tiles alone decide
+                 _parts.py            where tiles and groups lie in a vocabulary in parts, for both
 dlogits          _dlogits.py          the same tiles again, turned into the gradient in the raw products
 cached dlogits   _cached_dlogits.py   the same from cached exponentials, without a product
 products         _products.py         dhidden and dweight from dlogits
@@ -23,7 +24,7 @@ from lce_jax._types import Case
 from lce_jax.mosaic._cache import Cache
 from lce_jax.mosaic._chunks import Budget
 from lce_jax.mosaic._geometry import Tiling
-from lce_jax.mosaic._kernel_set import KernelSet
+from lce_jax.mosaic._kernel_set import KernelSet, Parted
 from lce_jax.mosaic._operands import Marked, Prepared
 from lce_jax.mosaic.sm90 import _refusal
 from lce_jax.mosaic.sm90._candidate_kernels import CandidateKernels
@@ -83,11 +84,12 @@ class Kernels(LiveKernels, CandidateKernels, KernelSet):
         group: int,
         numbers: Int[Array, "3"],
         in_nats: bool = False,
+        parted: Parted | None = None,
     ) -> Float[Array, "groups fields Tp"]:
         """One thread per token and group."""
         from lce_jax.mosaic.sm90 import _join
 
-        return _join.join(scale, parts, joined, case, group, numbers, in_nats)[0]
+        return _join.join(scale, parts, joined, case, group, numbers, in_nats, parted)[0]
 
     def per_token(self, function: Callable[..., Any], *operands: Any) -> Any:
         """One thread per token."""

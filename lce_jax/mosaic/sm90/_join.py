@@ -20,7 +20,9 @@ from jax import lax
 from lce_jax import _statistics
 from lce_jax._types import Case, ShardStatistics
 from lce_jax.mosaic import _pallas, _partial_statistics
+from lce_jax.mosaic._kernel_set import Parted
 from lce_jax.mosaic._pallas import pl, plgpu
+from lce_jax.mosaic.sm90 import _parts
 from lce_jax.mosaic.sm90._threads import THREADS, along, block_rows
 
 if TYPE_CHECKING:
@@ -37,6 +39,7 @@ def join(
     group: int,
     numbers: Int[Array, "3"],
     in_nats: bool = False,
+    parted: Parted | None = None,
     maxima: Float[Array, "tiles kept Tp"] | None = None,
 ) -> tuple[Float[Array, "groups fields Tp"], Float[Array, "tiles kept Tp"] | None]:
     """``joined`` with the unions of each ``group`` neighbours among ``parts``; ``scale`` is the k of eq. 0 in base 2.
@@ -44,13 +47,13 @@ def join(
     ``numbers`` are the live rows, the parts that count, and where in ``joined`` the first group goes. Groups after the
     last part are those of no columns; those after the last of ``joined`` are not written, nor are row blocks without a
     live row. With ``in_nats`` the unions are as eq. 1 has them, else in base 2 as the parts are. ``maxima``, if any,
-    come with the first fields of each part in these groups.
+    come with the first fields of each part in these groups. ``parted``: as `KernelSet.join` says.
     """
     updated = [x for x in (joined, maxima) if x is not None]
     run = _pallas.kernel(
-        functools.partial(_kernel, case, group, in_nats),
+        functools.partial(_kernel, case, group, in_nats, parted),
         out_type=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in updated],
-        grid=(parts.shape[2] // THREADS, -(-parts.shape[0] // group)),
+        grid=(parts.shape[2] // THREADS, -(-parts.shape[0] // group) if parted is None else parted.groups),
         grid_names=("rows", "group"),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="lce_join",
@@ -64,6 +67,7 @@ def _kernel(
     case: Case,
     group: int,
     in_nats: bool,
+    parted: Parted | None,
     parts: Any,  # [parts, fields, Tp]
     scale: Any,  # [Tp]
     numbers: Any,  # live rows, parts, the first group
@@ -73,12 +77,15 @@ def _kernel(
     most_groups = output.shape[0]
     names, block, number = _partial_statistics.names(case.options), lax.axis_index("rows"), lax.axis_index("group")
     rows, num_parts = block_rows(block), numbers[1]
+    begin, stop = None, num_parts
+    if parted is not None:
+        begin, stop = _parts.tiles_of_group(parted, group, numbers[2], number, num_parts)
     none = _statistics.of_fields(
         {name: along(getattr(_partial_statistics.UNWRITTEN, name), jnp.float32) for name in names}
     )
 
     def load(i: Any) -> ShardStatistics:
-        there, at = along(i) < num_parts, jnp.maximum(jnp.minimum(i, num_parts - 1), 0)
+        there, at = along(i) < stop, jnp.maximum(jnp.minimum(i, stop - 1), 0)
         found = {name: jnp.where(there, parts[at, f, rows], getattr(none, name)) for f, name in enumerate(names)}
         return _statistics.of_fields(found)
 
@@ -86,7 +93,7 @@ def _kernel(
         row_scale = scale[rows]
 
         def step(i: Any, union: ShardStatistics) -> ShardStatistics:
-            first = number * group + i * AT_A_TIME
+            first = (number * group if begin is None else begin) + i * AT_A_TIME
             of_step = [load(first + j) for j in range(min(group, AT_A_TIME))]
             for ref in maxima:
                 for (j, part), f in itertools.product(enumerate(of_step), range(ref.shape[1])):

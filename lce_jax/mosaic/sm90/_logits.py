@@ -8,10 +8,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from lce_jax._types import Case
+from lce_jax.mosaic._geometry import geometry
 from lce_jax.mosaic._pallas import plgpu
 from lce_jax.mosaic._span import Span
 from lce_jax.mosaic._worklist import Batch
-from lce_jax.mosaic.sm90._hardware import ROW_BLOCK, TILE_N
+from lce_jax.mosaic.sm90 import _parts
+from lce_jax.mosaic.sm90._hardware import ROW_BLOCK, TILE_N, TILING
 from lce_jax.mosaic.sm90._order import snake_index
 from lce_jax.mosaic.sm90._pipeline import Matmul, Offset, Tile, Visit, row_groups, walk_tiles
 from lce_jax.mosaic.sm90._tuning import Tuning
@@ -28,14 +30,20 @@ def logits(case: Case, tuning: Tuning) -> Matmul:
 def walk_logits(matmul: Matmul, hidden: Any, weight: Any, span: Span, consume: Any, scratch: Any) -> None:
     """`walk_tiles` over the logits of the live row groups and the span's vocabulary tiles."""
     tuning, groups = matmul.tuning, row_groups(matmul, span.num_rows)
-    num_steps = -(-matmul.case.hidden_size // tuning.tile_k)
+    num_steps, shape = -(-matmul.case.hidden_size // tuning.tile_k), geometry(matmul.case, TILING)
+
+    def column(number: Any) -> Any:
+        if not shape.has_parts:
+            return number * TILE_N
+        first = first_tile(span)
+        return _parts.first_column(shape, first + number) - _parts.first_column(shape, first)
 
     def visit_all(visit: Visit) -> Any:
         def tile(info: Any, carry: Any) -> Any:
             group, number = snake_index(tuning, info.index[0], groups, span.num_tiles)
             row_block = group * tuning.cluster + lax.axis_index("cluster")
             visited = Tile(
-                row_block * ROW_BLOCK, number * TILE_N, num_steps, row_block=row_block, vocabulary_tile=number
+                row_block * ROW_BLOCK, column(number), num_steps, row_block=row_block, vocabulary_tile=number
             )
             return visit(visited, carry)
 

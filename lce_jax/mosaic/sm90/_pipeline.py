@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -63,6 +64,11 @@ class Matmul:
         """Those that run at the same time. Each takes a tile for each of its blocks: all together a wave of tiles."""
         return self.case.device.core_count // self.tuning.cluster
 
+    @property
+    def column_grain(self) -> int:
+        """What the first column of every tile of rhs is a multiple of."""
+        return math.gcd(self.tuning.tile_n, self.case.options.vocab_part_size or 0)
+
 
 class Place(NamedTuple):
     """Where a step's operands lie."""
@@ -93,7 +99,7 @@ class Tile(NamedTuple):
 
 
 class Offset(NamedTuple):
-    """Where in rhs the columns and the contraction begin: multiples of the tile's columns."""
+    """Where in rhs the columns and the contraction begin: multiples of `Matmul.column_grain`."""
 
     column: Any = 0
     k: Any = 0
@@ -190,7 +196,7 @@ def _fetch(matmul: Matmul, ring: Ring, lhs: Any, rhs: Any, offset: Offset, tile:
     source = lhs.at[rows, depth] if matmul.lhs_k == 1 else lhs.at[depth, rows]
     shared = "cluster" if tuning.cluster > 1 else None  # each block of a cluster fetches one part for all of them
     plgpu.copy_gmem_to_smem(source, ring.lhs.at[stage], produced, collective_axes=shared if matmul.shares_lhs else None)
-    columns = pl.ds(multiple_of(offset.column + tile.column, tuning.tile_n), tuning.tile_n)
+    columns = pl.ds(multiple_of(offset.column + tile.column, matmul.column_grain), tuning.tile_n)
     depth = pl.ds(pl.multiple_of(place.rhs_k, tuning.tile_k), tuning.tile_k)
     source = rhs.at[columns, depth] if matmul.rhs_k == 1 else rhs.at[depth, columns]
     plgpu.copy_gmem_to_smem(source, ring.rhs.at[stage], produced, collective_axes=None if matmul.shares_lhs else shared)

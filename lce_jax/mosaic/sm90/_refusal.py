@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lce_jax._plans import format_bytes
 from lce_jax._types import Case
-from lce_jax.mosaic.sm90._hardware import ATOM_ROWS, COLUMN_GRAIN, SMEM_LIMIT, TILE_N
+from lce_jax.mosaic.sm90._hardware import ATOM_ROWS, COLUMN_GRAIN, SMEM_LIMIT, TILE_N, widest_swizzle
 from lce_jax.mosaic.sm90._tuning import BY_KERNEL, Tunings, stages_output
 
 
@@ -20,8 +20,20 @@ def _shape_refusal(case: Case) -> str | None:
         return f"H must be a multiple of 64 (one swizzle atom), got {case.hidden_size}"
     if case.vocab_size < TILE_N:
         return f"V must be at least {TILE_N}, one tile, got {case.vocab_size}"
-    if case.options.weight_layout == "hv" and case.vocab_size % COLUMN_GRAIN:
+    if case.options.weight_layout == "hv":
+        return _refusal_of_columns(case)
+    return None
+
+
+def _refusal_of_columns(case: Case) -> str | None:
+    """Why a weight [H, V] cannot be tiled."""
+    if case.vocab_size % COLUMN_GRAIN:
         return f'weight_layout="hv" needs V to be a multiple of {COLUMN_GRAIN}, got {case.vocab_size}'
+    part, grain = case.options.vocab_part_size, widest_swizzle(case.vocab_size, case.dtype.itemsize)[1]
+    if part is not None and part % grain:
+        return (
+            f'vocab_part_size must be a multiple of {grain} with weight_layout="hv" and V {case.vocab_size}, got {part}'
+        )
     return None
 
 

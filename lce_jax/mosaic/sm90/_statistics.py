@@ -16,12 +16,13 @@ from jax import lax
 
 from lce_jax._types import Case, Options, ShardStatistics
 from lce_jax.mosaic._cache import FP16_SHIFT, Cache
+from lce_jax.mosaic._geometry import geometry
 from lce_jax.mosaic._operands import Prepared
 from lce_jax.mosaic._pallas import plgpu
 from lce_jax.mosaic._partial_statistics import FLOOR
 from lce_jax.mosaic._span import Span
-from lce_jax.mosaic.sm90 import _epilogue, _logits, _pipeline, _vocabulary_mask
-from lce_jax.mosaic.sm90._hardware import STAGING_COLUMNS, TILE_N, WARPGROUP_ROWS
+from lce_jax.mosaic.sm90 import _epilogue, _logits, _parts, _pipeline, _vocabulary_mask
+from lce_jax.mosaic.sm90._hardware import STAGING_COLUMNS, TILE_N, TILING, WARPGROUP_ROWS
 from lce_jax.mosaic.sm90._pipeline import Matmul, Tile
 from lce_jax.mosaic.sm90._tuning import Tuning
 
@@ -62,24 +63,27 @@ def _kernel(
     targets: Any,  # [Tp]
     scale: Any,  # [Tp]
     holds_target: Any,  # [row blocks, tiles of the shard]
-    mask: Any,  # [512]
+    mask: Any,  # [512], or [1024] with parts
     scalars: Any,  # a `Span`
     *results: Any,  # [tiles, fields, Tp] and the cache, if any, as they were; both as they will be, in the same places
 ) -> None:
     partial, *kept = results[len(results) // 2 :]
     cache: Any = Cache(*kept) if kept else None
     options, span = matmul.case.options, Span.unpack(scalars)
-    first_tile = _logits.first_tile(span)
+    first_tile, shape = _logits.first_tile(span), geometry(matmul.case, TILING)
 
     def consume(tile: Tile, multiply: Any, slots: Any) -> None:
         row_scale = _epilogue.load_rows(scale, tile.rows)
-        column, number = span.column + tile.column, tile.vocabulary_tile
+        number = tile.vocabulary_tile
+        column = span.column + (number * TILE_N if shape.has_parts else tile.column)
         target = _epilogue.load_rows(targets, tile.rows) - column
         holds = holds_target[tile.row_block, first_tile + number] > 0
         z = multiply()
         if options.logit_softcap is not None:
             z = _epilogue.softcap(z, options.logit_softcap, options)
-        edge = column, span.num_columns, mask
+        edge: Any = (column, span.num_columns, mask)
+        if shape.has_parts:
+            edge = _parts.edge(shape, first_tile + number, span.num_columns, mask)
         lowest = _vocabulary_mask.lowest(z, *edge) if options.stats else None
         z = _vocabulary_mask.without_padding(z, *edge)
         highest = jnp.maximum(jnp.max(z, axis=1), FLOOR)

@@ -86,7 +86,7 @@ def _prepare(case: Case, field: int | None, in_halves: bool, labels: Any, *refs:
     temperatures: Any = None if field is None else refs[0]
     numbers, *written = refs[field is not None :]
     targets, scale, holds_target, *ids = written[in_halves:]
-    part, block = lax.axis_index("part"), lax.axis_index("rows")
+    part, block, shape = lax.axis_index("part"), lax.axis_index("rows"), geometry(case, TILING)
     count, stride, start, vocab_size = (numbers[i] for i in range(4))
     rows, padded = Rows.of(block, count), block_rows(block)
 
@@ -99,7 +99,12 @@ def _prepare(case: Case, field: int | None, in_halves: bool, labels: Any, *refs:
     def target() -> Any:
         column = label() - along(start)
         known = (label() >= 0) & (label() < vocab_size)
-        return jnp.where(known & (column >= 0) & (column < case.vocab_size), column, along(-1))
+        owned = known & (column >= 0) & (column < case.vocab_size)
+        place = column
+        if shape.has_parts:
+            before = lax.div(jnp.maximum(column, along(0)), along(shape.part_columns))
+            place = column + before * along(shape.overhang)
+        return jnp.where(owned, place, along(-1))
 
     def write() -> None:
         inverse = None if field is None else _temperature.inverse(temperatures[rows.of_field(field, stride)])

@@ -19,7 +19,7 @@ PADDING = -1e15  # stands for the raw products of padding columns: exp2 of it is
 
 
 def without_padding(
-    z: Float[Array, "64 n"], column: Any, num_columns: Any, mask: Any, start: int = 0
+    z: Float[Array, "64 n"], column: Any, num_columns: Any, mask: Any, start: Any = 0
 ) -> Float[Array, "64 n"]:
     """A tile, or its columns from ``start`` on, with `PADDING` on those that are padding, whatever they held.
 
@@ -31,19 +31,19 @@ def without_padding(
     return lax.cond(column + TILE_N > num_columns, replace, lambda: z)
 
 
-def lowest(z: Float[Array, "64 256"], column: Any, num_columns: Any, mask: Any) -> Float[Array, "64"]:
+def lowest(z: Float[Array, "64 256"], column: Any, num_columns: Any, mask: Any, start: Any = 0) -> Float[Array, "64"]:
     """The smallest number of each row that is no padding.
 
     Inside the branch, so that no second tile is alive beside ``z``, which would spill its registers.
     """
 
     def of_real() -> Array:
-        return jnp.min(_replaced(z, column, num_columns, mask, -PADDING), axis=1)
+        return jnp.min(_replaced(z, column, num_columns, mask, -PADDING, start), axis=1)
 
     return lax.cond(column + TILE_N > num_columns, of_real, lambda: jnp.min(z, axis=1))
 
 
-def _replaced(z: Array, column: Any, num_columns: Any, mask: Any, value: float, start: int = 0) -> Array:
+def _replaced(z: Array, column: Any, num_columns: Any, mask: Any, value: float, start: Any = 0) -> Array:
     ragged, width = lax.div(num_columns, TILE_N) * TILE_N, z.shape[1]
     first = jnp.clip(column - ragged, 0, TILE_N) + start
     padding = plgpu.load(mask.at[pl.ds(first, width)], layout=PER_COLUMN, optimized=False)

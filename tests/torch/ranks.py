@@ -1,4 +1,4 @@
-"""A vocabulary that is split over two ranks, which take turns in one process."""
+"""A vocabulary that is split over ranks, which take turns in one process."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import torch
 from lce_torch_bridge import tensor_parallel
 
 
-class TwoRanks:
+class Ranks:
     """What each rank sent in the last round is what all receive in the next one."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.rank = 0
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, size: int = 2) -> None:
+        self.rank, self.size = 0, size
         self.gathered: dict[tuple[int, int], torch.Tensor] = {}  # by rank and by the number of dimensions
         self.summed: dict[int, torch.Tensor] = {}
-        monkeypatch.setattr(tensor_parallel, "size_and_rank", lambda name: (2, self.rank) if name else (1, 0))
+        monkeypatch.setattr(tensor_parallel, "size_and_rank", lambda name: (size, self.rank) if name else (1, 0))
         monkeypatch.setattr(tensor_parallel, "check_equal_parts", lambda *_: None)
         monkeypatch.setattr(tensor_parallel, "gather", self._gather)
         monkeypatch.setattr(tensor_parallel, "all_reduce", self._all_reduce)
@@ -23,7 +23,7 @@ class TwoRanks:
     def _gather(self, x: torch.Tensor, _: str) -> torch.Tensor:
         assert x.dtype == torch.float32
         self.gathered.setdefault((self.rank, x.ndim), x)
-        return torch.stack([self.gathered.get((rank, x.ndim), x) for rank in range(2)])
+        return torch.stack([self.gathered.get((rank, x.ndim), x) for rank in range(self.size)])
 
     def _all_reduce(self, x: torch.Tensor, _: str) -> torch.Tensor:
         assert x.dtype == torch.float32

@@ -1,0 +1,46 @@
+"""A vocabulary over any number of shards, each computed on this one device, without collectives."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from lce_jax import LogprobOutput, _bind, _shard
+
+
+def linear_logprobs(
+    shards: int, hidden: Any, weight: Any, labels: Any, *, where: Any = None, vocab_size: int, **options: Any
+) -> LogprobOutput:
+    """`lce_jax.linear_logprobs` by the kernels, as each of the shards returns it."""
+    given = {**options, "vocab_size": vocab_size, "implementation": "mosaic_gpu"}
+    columns = weight.shape[0] // shards
+    spec, primals, rows = _bind.of_one_shard(hidden, weight[:columns], labels, where, None, given, False)
+    spec = dataclasses.replace(spec, padded=vocab_size < weight.shape[0])
+
+    def statistics(primals: Any, rows: Any, start: Any, stacked: Any) -> Any:
+        return _shard.statistics(spec, _shard.as_operand(primals), rows, start, False, stacked)[0]
+
+    @jax.jit
+    def part(primals: Any, rows: Any, start: Any) -> Any:
+        sent = []
+
+        def keep(parts: Any) -> Any:
+            sent.append(parts)
+            return jax.tree.map(lambda x: jnp.stack([x] * shards), parts)
+
+        statistics(primals, rows, start, keep)
+        return sent[0]
+
+    @jax.jit
+    def finished(primals: Any, rows: Any, stacked: Any) -> LogprobOutput:
+        stats = statistics(primals, rows, jnp.int32(0), lambda _: stacked)
+        return _shard.finish(spec, rows, stats, rows.where, None).outputs
+
+    def own(i: int) -> Any:
+        return primals._replace(weight=weight[i * columns :][:columns])
+
+    sent = [part(own(i), rows, jnp.int32(i * columns)) for i in range(shards)]
+    return finished(primals, rows, jax.tree.map(lambda *x: jnp.stack(x), *sent))
