@@ -21,7 +21,7 @@ from lce_jax import _statistics
 from lce_jax._types import Case, ShardStatistics
 from lce_jax.mosaic import _pallas, _partial_statistics
 from lce_jax.mosaic._pallas import pl, plgpu
-from lce_jax.mosaic.sm90._threads import THREADS, along, block_rows
+from lce_jax.mosaic.common._threads import THREADS, along, block_rows
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
