@@ -1,4 +1,4 @@
-"""What the kernels become for a Hopper GPU, compiled here (`make test-compile`), and what whole programs hold there."""
+"""What the kernels become for GPUs, compiled here (`make test-compile`), and what whole programs hold there."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ import pytest
 from lce_jax import explain, linear_logprobs
 from lce_jax.explain._targets import TARGETS
 from tests.compiled import machine_code, needs_wheels
-from tests.compiled.machine_code import TABLE
+from tests.compiled.machine_code import DEVICES, table_of
 
 pytestmark = [
     needs_wheels,
-    pytest.mark.skipif(not TABLE.exists(), reason=f"there is no {TABLE.name}"),
+    pytest.mark.skipif(not table_of("h200").exists(), reason=f"there is no {table_of('h200').name}"),
 ]
 
 
-def test_registers_and_spills_are_those_of_the_table() -> None:
+@pytest.mark.parametrize("target", DEVICES)
+def test_registers_and_spills_are_those_of_the_table(target: str) -> None:
     """A change of a kernel is a change of the table: python -m tests.compiled.machine_code prints it anew."""
-    committed, found = TABLE.read_text(), machine_code.table(machine_code.entries())
+    committed, found = table_of(target).read_text(), machine_code.table(target, machine_code.entries(target))
     changes = difflib.unified_diff(committed.splitlines(), found.splitlines(), "committed", "now", lineterm="", n=0)
     assert found == committed, "\n".join(changes)
 
@@ -56,3 +57,11 @@ def test_a_program_holds_no_more_than_its_plan_says(shape: tuple[int, int, int],
     planned = plan.kept_bytes + max(plan.forward_bytes, plan.backward_bytes)
     assert 0.5 * planned < memory.temp_size_in_bytes < 1.05 * planned
     assert memory.temp_size_in_bytes < 0.6 * T * V * 4
+
+
+@pytest.mark.parametrize("target", ["b200", "b300"])
+def test_no_kernel_for_blackwell_spills(target: str) -> None:
+    """Neither in a call of `machine_code.calls`, which have every model's head and every option."""
+    rows = [line[56:].split() for line in table_of(target).read_text().splitlines()[2:]]
+    assert len(rows) > 60
+    assert {tuple(row[1:4]) for row in rows} == {("0", "0", "0")}

@@ -47,6 +47,11 @@ class Tuning:
         return sum(-(-size // SMEM_ALIGNMENT) * SMEM_ALIGNMENT for size in sizes) + barriers
 
 
+ALONE = Tuning()
+# A block reads half as much of rhs from L2 and from shared memory. Nobody has timed it, and a pair's two halves are
+# tested by a reading of JAX's guide, so it is not the default.
+PAIRS = Tuning(stages=6, cluster=2)
+
 KERNELS = ("forward", "dlogits", "dhidden", "dweight", "live_dhidden", "live_dweight")
 
 
@@ -55,14 +60,18 @@ class Tunings:
     """Which tuning a kernel gets, by kernel."""
 
     by_kernel: Mapping[str, Tuning] = dataclasses.field(default_factory=dict)
-    otherwise: Tuning = Tuning()
+    otherwise: Tuning = ALONE
 
     def of(self, case: Case, kernel: str) -> Tuning:
-        """The tuning of a kernel."""
-        del case
-        return self.by_kernel.get(kernel, self.otherwise)
+        """The tuning of a kernel. Entries of a list of live tiles have no neighbours: there blocks multiply alone."""
+        choice = self.by_kernel.get(kernel, self.otherwise)
+        return dataclasses.replace(choice, cluster=1, stages=ALONE.stages) if _is_live(case, kernel) else choice
 
     def smem_bytes(self, case: Case) -> dict[str, int]:
         """What a block of each kernel needs of shared memory. The forward stores tiles for a cache only."""
         staged = {kernel: kernel != "forward" or case.options.cache_bytes > 0 for kernel in KERNELS}
         return {kernel: self.of(case, kernel).smem_bytes(case.dtype.itemsize, staged[kernel]) for kernel in KERNELS}
+
+
+def _is_live(case: Case, kernel: str) -> bool:
+    return kernel.startswith("live_") or (kernel == "dlogits" and case.options.gradient_threshold > 0)
