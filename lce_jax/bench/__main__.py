@@ -65,6 +65,11 @@ def main(arguments: list[str] | None = None) -> int:
         from lce_jax.bench import doctor
 
         return doctor.main(list(doctor.CHECKS), options.out / "doctor.json", options.rounds)
+    return _measure(options, sys.argv[1:] if arguments is None else arguments)
+
+
+def _measure(options: argparse.Namespace, arguments: list[str]) -> int:
+    """All shapes, timed."""
     try:
         from lce_jax.bench import plot, report
     except ImportError as missing:
@@ -72,7 +77,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     from lce_jax.bench.run import measure
 
-    run = report.provenance(sys.argv[1:] if arguments is None else arguments, options.rounds)
+    run = report.provenance(arguments, options.rounds)
     where, platform, out = run["device"], jax.default_backend(), report.console()
     dtype = jnp.dtype(options.dtype or ("float32" if platform == "cpu" else "bfloat16"))
     out.print(", ".join(f"{name} {value}" for name, value in where.items()))
