@@ -7,7 +7,6 @@ around the kernels.)
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -69,7 +68,7 @@ def _lower_kernels(context: Any, *operands: Any, on_gpu: Any, elsewhere: Any, de
         warn_once(
             f"each of {count} devices will run the kernels of the whole call, whose split they do not see: {advice}"
         )
-    with mosaic.lowering_for(device) if there is device else contextlib.nullcontext():
+    with mosaic.lowering_for(there):
         return mlir.lower_fun(jaxpr_as_fun(chosen), multiple_results=True)(context, *operands)
 
 
