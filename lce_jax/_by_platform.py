@@ -14,7 +14,7 @@ import jax
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
 
-from lce_jax import _compat, _devices
+from lce_jax import _compat, _devices, mosaic
 from lce_jax._types import Device, UnsupportedError
 from lce_jax._xla_partitioning import warn_once
 
@@ -68,7 +68,8 @@ def _lower_kernels(context: Any, *operands: Any, on_gpu: Any, elsewhere: Any, de
         warn_once(
             f"each of {count} devices will run the kernels of the whole call, whose split they do not see: {advice}"
         )
-    return mlir.lower_fun(jaxpr_as_fun(chosen), multiple_results=True)(context, *operands)
+    with mosaic.lowering_for(there):
+        return mlir.lower_fun(jaxpr_as_fun(chosen), multiple_results=True)(context, *operands)
 
 
 def _lower_elsewhere(context: Any, *operands: Any, on_gpu: Any, elsewhere: Any, device: Device) -> Any:

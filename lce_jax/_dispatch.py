@@ -30,6 +30,9 @@ class Implementation(Protocol):
     def supports(self, case: Case) -> str | None:
         """Why it cannot serve ``case``, in words for the user; None if it can."""
 
+    def unproven(self, case: Case) -> str | None:
+        """Why it serves ``case`` only if it is asked for by name; None if it serves it in any case."""
+
     def plan(self, case: Case, around: Surroundings = ALONE) -> Plan:
         """Its tiles and its bytes for ``case``, without running anything."""
 
@@ -89,11 +92,14 @@ def choose(case: Case, implementation: tuple[str, ...] | None) -> tuple[Implemen
     refused: dict[str, str] = {}
     for name in names:
         reason = _symbolic(name, case) or IMPLEMENTATIONS[name].supports(case)
-        if reason is None:
+        unproven = IMPLEMENTATIONS[name].unproven(case) if reason is None else None
+        if reason is None and (unproven is None or implementation is not None):
             if implementation is None:
                 _log_choice(name, case.device.platform, tuple(refused.items()))
+            elif unproven is not None:
+                _log_unproven(name, case.device.kind, unproven)
             return IMPLEMENTATIONS[name], refused
-        refused[name] = reason
+        refused[name] = reason or str(unproven)
     raise UnsupportedError("; ".join(f'implementation "{name}": {reason}' for name, reason in refused.items()))
 
 
@@ -138,6 +144,11 @@ def explain(case: Case, implementation: tuple[str, ...] | None, around: Surround
 def over(case: Case, mesh: Any) -> Case:
     """``case`` on the devices of ``mesh``, if it names them."""
     return dataclasses.replace(case, device=_devices.current_device(mesh=mesh)) if _devices.names(mesh) else case
+
+
+@functools.cache
+def _log_unproven(name: str, kind: str, reason: str) -> None:
+    _logger.warning("%s on %s: %s", name, kind, reason)
 
 
 @functools.cache

@@ -6,7 +6,7 @@ import pytest
 
 from lce_jax import _devices
 from lce_jax.bench import measure
-from tests.devices import H200
+from tests.devices import B200, H200
 
 collect_ignore = ["doc_given"]  # code that the blocks of a page take for granted: to import it would change torch
 
@@ -21,3 +21,9 @@ def short_timings(monkeypatch: pytest.MonkeyPatch) -> None:
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls are traced and planned as on an H200."""
     monkeypatch.setattr(_devices, "current_device", lambda *_, **__: H200)
+
+
+@pytest.fixture
+def blackwell(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same as on a B200."""
+    monkeypatch.setattr(_devices, "current_device", lambda *_, **__: B200)

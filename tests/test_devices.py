@@ -101,10 +101,10 @@ def test_shard_map_over_it() -> None:
 def test_explain_answers_for_it() -> None:
     plan = explain(*structs(mesh_of(H200)))
     assert (plan.implementation, plan.case.device.kind, plan.case.device.core_count) == ("mosaic_gpu", *H200)
-    for kind in (A100, B200):
+    for kind, reason in ((A100, f"{A100[0]} has another"), (B200, "have never run on a GPU")):
         plan = explain(*structs(mesh_of(kind)))
         assert plan.implementation == "xla"
-        assert f"{kind[0]} has another" in plan.refused["mosaic_gpu"]
+        assert reason in plan.refused["mosaic_gpu"]
     assert explain(*structs(), mesh=mesh_of(H200), vocab_axis="tensor").implementation == "mosaic_gpu"
     assert explain(*structs()).implementation == "xla"  # of the CPU of this machine
 

@@ -48,7 +48,7 @@ def test_a_pod_that_is_none(text: str, capsys: pytest.CaptureFixture[str]) -> No
     ("given", "message"),
     [
         (["--pod", "64x8", "--tokens", "4095"], "--tokens 4095 must divide by the 8 of --pod 64x8"),
-        (["--pod", "64x8", "--device", "cpu"], "--pod compiles for h100, h200, a100, b200, not for cpu"),
+        (["--pod", "64x8", "--device", "cpu"], "--pod compiles for h100, h200, a100, b200, b300, not for cpu"),
         (["--pod", "64x8", "--device", "h300"], "invalid choice: 'h300'"),
         (["--pod", "64x8", "--tensor-parallel", "8"], "--pod 64x8 says how many devices split V"),
         (["--pod", "64x8", "--function", "linear_logit"], "invalid choice: 'linear_logit'"),

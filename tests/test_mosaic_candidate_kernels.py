@@ -14,8 +14,9 @@ from lce_jax import _math, mosaic, reference
 from lce_jax._types import Case, LogprobOutput, Operands, Results
 from lce_jax.mosaic import _generations, sm90
 from lce_jax.mosaic._pallas import interpreting, plgpu
+from tests.mosaic_calls import call, case_of
 from tests.mosaic_interpreter import races_found
-from tests.test_mosaic_interpret import call, case_of, kernels_of
+from tests.test_mosaic_interpret import kernels_of
 
 KERNELS = sm90.KERNELS
 

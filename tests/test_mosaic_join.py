@@ -14,8 +14,9 @@ from lce_jax import _statistics, mosaic
 from lce_jax._types import Operands
 from lce_jax.mosaic import _generations, _partial_statistics, sm90
 from lce_jax.mosaic._pallas import interpreting, plgpu
+from tests.mosaic_calls import Call, call, case_of
 from tests.mosaic_interpreter import races_found
-from tests.test_mosaic_interpret import Call, call, case_of, kernels_of
+from tests.test_mosaic_interpret import kernels_of
 
 TOKENS = 256
 

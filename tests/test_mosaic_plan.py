@@ -13,7 +13,7 @@ from lce_jax import mosaic
 from lce_jax._types import Case, Device, Options
 from lce_jax.mosaic import _dhidden, sm90
 from lce_jax.mosaic._geometry import geometry
-from lce_jax.mosaic.sm90._hardware import SMEM_LIMIT
+from lce_jax.mosaic.common._tiles import SMEM_LIMIT
 from lce_jax.mosaic.sm90._tuning import BY_KERNEL, NARROW, SHORT
 from tests.devices import H200
 

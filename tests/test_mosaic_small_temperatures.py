@@ -19,8 +19,9 @@ from lce_jax._types import Case, LogprobOutput, Operands, Results
 from lce_jax.mosaic import _generations
 from lce_jax.mosaic._pallas import interpreting, plgpu
 from tests import cases, oracle
+from tests.mosaic_calls import Call, call, case_of, coefficients, traced
 from tests.mosaic_interpreter import add_stores
-from tests.test_mosaic_interpret import Call, call, case_of, coefficients, kernels_of, traced
+from tests.test_mosaic_interpret import kernels_of
 from tests.test_numerics import plain
 from tests.test_small_temperatures import PADDING, TEMPERATURES
 

@@ -16,12 +16,14 @@ import pytest
 
 from lce_jax import mosaic
 from lce_jax._statistics import Normalizer
-from lce_jax._types import Operands, RowCoefficients
-from lce_jax.mosaic import _generations, sm90
+from lce_jax._types import Device, Operands, RowCoefficients
+from lce_jax.mosaic import _generations, sm90, sm100
+from lce_jax.mosaic._kernel_set import KernelSet
 from lce_jax.mosaic._pallas import interpreting, plgpu
 from lce_jax.mosaic.sm90._tuning import BY_KERNEL, SHORT, Tunings
+from tests.devices import B200, H200
+from tests.mosaic_calls import Call, budget_of, call, case_of, coefficients, draw, traced
 from tests.mosaic_interpreter import add_stores, races_found
-from tests.test_mosaic_interpret import Call, call, case_of, coefficients, draw, traced
 
 ROWS, COLUMNS = 128, 256
 THRESHOLD = 0.03
@@ -119,30 +121,35 @@ def with_threshold(test: Call) -> Call:
     return dataclasses.replace(test, options=dataclasses.replace(test.options, gradient_threshold=THRESHOLD))
 
 
-def kernels_of(test: Call) -> sm90.Kernels:
-    """Clusters where the call asks for them, and small batches and launches."""
-    budget = sm90.KERNELS.budget
-    if test.chunk is not None:
-        budget = dataclasses.replace(budget, temporary_bytes=0, chunk_columns=test.chunk * COLUMNS)
-    if test.statistics_bytes is not None:
-        budget = dataclasses.replace(budget, statistics_bytes=test.statistics_bytes)
+def kernels_of(test: Call, device: Device = H200) -> KernelSet:
+    """Clusters where the call asks for them and the generation has them, and small batches and launches."""
+    if device == B200:
+        return sm100.Kernels(budget=budget_of(test, sm100.KERNELS.budget, sm100.KERNELS.tiling))
+    budget = budget_of(test, sm90.KERNELS.budget, sm90.KERNELS.tiling)
     dlogits = dataclasses.replace(BY_KERNEL["dlogits"], cluster=test.cluster)
     tuned = {("NVIDIA H200", "dlogits"): ((64, dlogits if test.cluster > 1 else SHORT),)}
     return sm90.Kernels(budget=budget, tunings=Tunings(tuned=tuned, many_row_blocks=1))
 
 
 @pytest.fixture(name="test")
-def interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call]:
+def interpreted(request: pytest.FixtureRequest, device: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call]:
     add_stores(monkeypatch)
     monkeypatch.setattr(jax.lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
     test = with_threshold(request.param)
-    with _generations.using(kernels_of(test)), interpreting(plgpu.InterpretGPUParams(detect_races=True)):
+    with _generations.using(kernels_of(test, device)), interpreting(plgpu.InterpretGPUParams(detect_races=True)):
         yield test
 
 
+GENERATIONS = [
+    pytest.param(H200, id="hopper"),
+    pytest.param(B200, id="blackwell", marks=pytest.mark.slow),
+]
+
+
 @pytest.mark.parametrize("test", CALLS, ids=str, indirect=True)
-def test_live_tiles_alone(test: Call, capfd: pytest.CaptureFixture[str]) -> None:
-    case = case_of(test)
+@pytest.mark.parametrize("device", GENERATIONS)
+def test_live_tiles_alone(test: Call, device: Device, capfd: pytest.CaptureFixture[str]) -> None:
+    case = case_of(test, device)
     assert mosaic.supports(case) is None
     check_live_tiles(test, case)
     assert not races_found()

@@ -16,9 +16,10 @@ from lce_jax import _math, mosaic
 from lce_jax._statistics import Normalizer
 from lce_jax.mosaic import _generations
 from lce_jax.mosaic._pallas import interpreting, plgpu
+from tests.mosaic_calls import call, case_of, draw, traced
 from tests.mosaic_interpreter import add_stores
 from tests.pairs import pairs_of
-from tests.test_mosaic_interpret import call, case_of, draw, kernels_of, traced
+from tests.test_mosaic_interpret import kernels_of
 
 COLUMNS = {
     "vh": (512, 520, 517),

@@ -21,8 +21,8 @@ from lce_jax.mosaic._pallas import interpreting, plgpu
 from lce_jax.mosaic.sm90 import KERNELS
 from tests import emulated_launches
 from tests.devices import H200
+from tests.mosaic_calls import call, case_of
 from tests.mosaic_interpreter import races_found
-from tests.test_mosaic_interpret import call, case_of
 
 FIELDS = ("logprobs", "entropy", "lse", "max_logit", "min_logit")
 COLUMNS = GROUP * KERNELS.tiling.tile  # of a group

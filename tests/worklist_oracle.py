@@ -1,4 +1,4 @@
-"""The lists of live tiles by JAX's own operations: what `lce_jax.mosaic.sm90._worklists` is compared with."""
+"""The lists of live tiles by JAX's own operations: what `lce_jax.mosaic.common._worklists` is compared with."""
 
 from __future__ import annotations
 

@@ -47,6 +47,8 @@ def parser() -> argparse.ArgumentParser:
         f"time the tiles of the Hopper kernels instead, all or some of {', '.join(shapes.KERNELS)}; needs such a GPU"
     )
     out.add_argument("--sweep", nargs="*", choices=shapes.KERNELS, metavar="KERNEL", help=sweep)
+    doctor = "check the kernels on this machine instead: parity, bits, times, memory; one file, doctor.json"
+    out.add_argument("--doctor", action="store_true", help=doctor)
     out.add_argument("--out", type=Path, default=Path("bench-out"), help="folder of bench.json and bench.png")
     return out
 
@@ -59,6 +61,15 @@ def main(arguments: list[str] | None = None) -> int:
         command.error("--sweep times one device: leave out --devices")
     # JAX would take three quarters of a GPU's memory at its first use and leave too little for the peers.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    if options.doctor:
+        from lce_jax.bench import doctor
+
+        return doctor.main(list(doctor.CHECKS), options.out / "doctor.json", options.rounds)
+    return _measure(options, sys.argv[1:] if arguments is None else arguments)
+
+
+def _measure(options: argparse.Namespace, arguments: list[str]) -> int:
+    """All shapes, timed."""
     try:
         from lce_jax.bench import plot, report
     except ImportError as missing:
@@ -66,7 +77,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     from lce_jax.bench.run import measure
 
-    run = report.provenance(sys.argv[1:] if arguments is None else arguments, options.rounds)
+    run = report.provenance(arguments, options.rounds)
     where, platform, out = run["device"], jax.default_backend(), report.console()
     dtype = jnp.dtype(options.dtype or ("float32" if platform == "cpu" else "bfloat16"))
     out.print(", ".join(f"{name} {value}" for name, value in where.items()))

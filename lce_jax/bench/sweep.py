@@ -23,7 +23,7 @@ from lce_jax.bench.problem import Problem, random_problem
 from lce_jax.bench.run import admit
 from lce_jax.bench.shapes import KERNELS, Shape
 from lce_jax.mosaic import NAME, _generations, sm90
-from lce_jax.mosaic.sm90._hardware import SMEM_LIMIT
+from lce_jax.mosaic.common._tiles import SMEM_LIMIT
 from lce_jax.mosaic.sm90._tuning import Tuning, stages_output
 
 STEPS: tuple[dict[str, Sequence[int]], ...] = (

@@ -6,12 +6,14 @@ threshold  with ``gradient_threshold``, the backward visits the tiles alone that
 cache      with ``cache_bytes``, the forward keeps the first tiles' exponentials and the backward skips theirs
 
 The modules here are host code, the same for every generation of GPUs. The kernels of a generation are a kernel set, in
-a folder of their own: `sm90` for Hopper (compute capability 9.0). `_generations` picks one by device. `_kernel_set`
+a folder of their own: `sm90` for Hopper (compute capability 9.0), `sm100` for Blackwell (10.0, 10.3; not yet run on a
+GPU). `common` is what these share. `_generations` picks one by device. `_kernel_set`
 says what a kernel set must have, and `_pallas` is the one importer of the kernel language.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -47,6 +49,11 @@ def supports(case: Case) -> str | None:
     return _generations.refusal(case)
 
 
+def unproven(case: Case) -> str | None:
+    """Why a call gets the kernels for its device only if it asks for them by name."""
+    return _kernels(case).unproven
+
+
 def plan(case: Case, around: Surroundings = ALONE) -> Plan:
     """Tiles and bytes; what ``cache_bytes`` will keep."""
     return _plan.plan(case, _kernels(case), NAME, around)
@@ -77,8 +84,21 @@ def per_token(function: Callable[..., Any], case: Case, *operands: Any) -> Any:
 
 
 def on(device: Device) -> KernelSet | None:
-    """The kernels for a device, where this version of JAX has what they need; else None."""
-    return _generations.serving(device) if jax.__version_info__ >= _generations.JAX_OF_THE_KERNELS else None
+    """The kernels that any call on a device gets, where this version of JAX has what they need; else None."""
+    if jax.__version_info__ < _generations.JAX_OF_THE_KERNELS:
+        return None
+    kernels = _generations.serving(device)
+    return None if kernels is None or kernels.unproven else kernels
+
+
+def lowering_for(device: Device) -> contextlib.AbstractContextManager[None]:
+    """Within it, kernels are lowered for a device that need not be there."""
+    kernels = _generations.serving(device)
+    if kernels is None:
+        return contextlib.nullcontext()
+    from lce_jax.mosaic import _pallas
+
+    return _pallas.lowering_for(device.compute_capability or kernels.compute_capabilities[0])
 
 
 @_promotes_ranks

@@ -12,7 +12,7 @@ from lce_jax._types import Case, Device
 from lce_jax.mosaic._kernel_set import KernelSet
 
 JAX_OF_THE_KERNELS = (0, 11, 2)  # the oldest whose kernel language has been tested on a GPU
-GENERATIONS = ("sm90",)  # folders, each with a `KernelSet` named KERNELS
+GENERATIONS = ("sm90", "sm100")  # folders, each with a `KernelSet` named KERNELS
 KERNEL_SETS: tuple[KernelSet, ...] = tuple(
     importlib.import_module(f"lce_jax.mosaic.{name}").KERNELS for name in GENERATIONS
 )
@@ -25,20 +25,20 @@ def serving(device: Device) -> KernelSet | None:
     """
     for kernels in KERNEL_SETS:
         described = not device.compute_capability and any(name in device.kind for name in kernels.devices)
-        if device.compute_capability == kernels.compute_capability or described:
+        if device.compute_capability in kernels.compute_capabilities or described:
             return kernels
     return None
 
 
 @contextlib.contextmanager
 def using(kernels: KernelSet) -> Iterator[None]:
-    """Within it, ``kernels`` serves in place of the kernel set for the same compute capability: for sweeps and tests.
+    """Within it, ``kernels`` serves in place of the kernel set for the same compute capabilities: for sweeps and tests.
 
     It is read while tracing, so trace afresh inside.
     """
     global KERNEL_SETS
     before = KERNEL_SETS
-    same = [one.compute_capability == kernels.compute_capability for one in before]
+    same = [one.compute_capabilities == kernels.compute_capabilities for one in before]
     KERNEL_SETS = tuple(kernels if is_same else one for one, is_same in zip(before, same, strict=True))
     try:
         yield
@@ -49,7 +49,8 @@ def using(kernels: KernelSet) -> Iterator[None]:
 def refusal(case: Case) -> str | None:
     """Why no kernel set can serve ``case``; None where one can."""
     device = case.device
-    capabilities = " or ".join(f"{one.compute_capability} ({', '.join(one.devices[:3])})" for one in KERNEL_SETS)
+    each = (f"{', '.join(one.compute_capabilities)} ({', '.join(one.devices[:3])})" for one in KERNEL_SETS)
+    capabilities = " or ".join(each)
     if device.platform not in ("gpu", "cuda"):
         return f"needs an NVIDIA GPU of compute capability {capabilities}, this is {device.platform}"
     if jax.__version_info__ < JAX_OF_THE_KERNELS:

@@ -1,4 +1,4 @@
-"""What the host code asks of the kernels for one compute capability."""
+"""What the host code asks of the kernels of one generation of GPUs."""
 
 from __future__ import annotations
 
@@ -31,12 +31,16 @@ class KernelSet(LiveKernelSet, CandidateKernelSet, Protocol):
     """
 
     @property
-    def compute_capability(self) -> str:
-        """The compute capability that the kernels run on: "9.0"."""
+    def compute_capabilities(self) -> tuple[str, ...]:
+        """The compute capabilities that the kernels run on, the best known first: "9.0"."""
 
     @property
     def devices(self) -> tuple[str, ...]:
         """Parts of the names of devices with that capability, the best known first."""
+
+    @property
+    def unproven(self) -> str | None:
+        """Why only calls that ask for the kernels by name get them; None: all calls do."""
 
     @property
     def tiling(self) -> Tiling:

@@ -15,6 +15,7 @@ import jax
 from jax._src import config
 from jax._src.pallas import mpmd
 from jax.experimental import pallas
+from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu
 
 from lce_jax import _compat
@@ -45,6 +46,21 @@ def interpreting(parameters: Any) -> Iterator[None]:
         yield
     finally:
         _interpret.reset(token)
+
+
+@contextlib.contextmanager
+def lowering_for(compute_capability: str) -> Iterator[None]:
+    """Within it, kernels are lowered for GPUs of this compute capability, which need not be there.
+
+    JAX asks its default device, and takes 9.0 where that is no GPU. All threads are affected.
+    """
+    found = utils._infer_arch
+    major, minor = map(int, compute_capability.split("."))
+    utils._infer_arch = lambda: (major, minor)
+    try:
+        yield
+    finally:
+        utils._infer_arch = found
 
 
 @contextlib.contextmanager

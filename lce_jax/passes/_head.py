@@ -104,7 +104,7 @@ class Head:
 
 def refusal(head: Head) -> str | None:
     """Why no list serves these calls; None if one does."""
-    reason = _generations.refusal(head.case)
+    reason = _generations.refusal(head.case) or head.kernels.unproven
     if reason is not None:
         return reason
     if not head.shape.whole_atoms:

@@ -1,11 +1,14 @@
-"""The kernels as machine code for a Hopper GPU, on a machine without one: registers, spills and shared memory.
+"""The kernels as machine code for GPUs that are not there: registers, spills and shared memory.
 
-``python -m tests.compiled.machine_code`` prints the table that stands beside this file, one for each version of JAX. It
-needs the wheels of ``make test-compile``: JAX's CUDA plugin, which describes a GPU that is not there, and ptxas.
+``python -m tests.compiled.machine_code [h200 | b200 | b300]`` prints a table that stands beside this file, one for each
+GPU and version of JAX. It needs the wheels of ``make test-compile``: JAX's CUDA plugin, which describes a GPU that is
+not there, and ptxas.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import importlib.metadata
 import os
 import pathlib
@@ -19,13 +22,17 @@ import jax
 
 from lce_jax import passes
 from lce_jax._models import MODELS
+from lce_jax._types import Device
 from lce_jax.explain._targets import TARGETS
+from lce_jax.mosaic import _generations, sm100
+from lce_jax.mosaic._pallas import lowering_for
+from lce_jax.mosaic.sm100._tuning import PAIRS, Tunings
 from lce_jax.passes import _mosaic
 from lce_jax.passes._recorder import Kernel
-from tests.devices import H200
+from tests.devices import B200, B300, H200
 
 HERE = pathlib.Path(__file__).parent
-TABLE = HERE / f"kernels-{jax.__version__}.txt"
+DEVICES = {"h200": H200, "b200": B200, "b300": B300}
 PREFIX = "lce kernel"  # of a line that this file prints before ptxas prints its own
 USED = re.compile(rb"ptxas info *: Used (\d+) registers")
 SPILLED = re.compile(rb"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
@@ -50,21 +57,27 @@ class Entry(NamedTuple):
         )
 
 
+def table_of(target: str) -> pathlib.Path:
+    """Where a table stands."""
+    return HERE / f"kernels-{jax.__version__}{'' if target == 'h200' else '-' + target}.txt"
+
+
 HEADER = f"{'kernel':20} {'call':34} {'registers':>9} {'stack':>5} {'stores':>6} {'loads':>6} {'shared':>7}"
 
 
-def head(model: str, **changed: Any) -> passes.Head:
+def _head(model: str, device: Device, **changed: Any) -> passes.Head:
     """A model's head, for 4096 tokens."""
     of = MODELS[model]
     columns = -(-of.vocab_size // 8) * 8
     given: Any = dict(
         num_tokens=4096, hidden_size=of.hidden_size, num_columns=columns, vocab_size=of.vocab_size, start=0
     )
-    return passes.Head(**given | {"dtype": "bfloat16", "device": H200, "logit_softcap": of.logit_softcap} | changed)
+    return passes.Head(**given | {"dtype": "bfloat16", "device": device, "logit_softcap": of.logit_softcap} | changed)
 
 
-def calls() -> dict[str, passes.Head]:
+def calls(device: Device) -> dict[str, passes.Head]:
     """The calls whose kernels are compiled, by name: models, then options."""
+    head = functools.partial(_head, device=device)
     everything: Any = dict(stats=True, has_temperature=True, vocab_size=151643, copied_from="float32")
     return {
         **{
@@ -92,23 +105,28 @@ def programs(of: passes.Head) -> Iterator[passes.Program]:
     yield passes.merge(of, ranks=8, keep_cache=caches)
 
 
-def kernels() -> list[tuple[Kernel, str]]:
+def kernels(device: Device) -> list[tuple[Kernel, str]]:
     """Every kernel once, with the first call that has it."""
     found: dict[bytes, tuple[Kernel, str]] = {}  # calls of other shapes may share one
-    for name, of in calls().items():
+    for name, of in calls(device).items():
         for program in programs(of):
             for launch in program.launches:
-                found.setdefault(_mosaic.module(launch.kernel, H200), (launch.kernel, name))
-    scale = passes.scale(4096 * 151936, "float32", "bfloat16", H200).launches[0].kernel
-    return [*found.values(), (scale, "qwen3-8b")]
+                found.setdefault(_mosaic.module(launch.kernel, device), (launch.kernel, name))
+    scale = passes.scale(4096 * 151936, "float32", "bfloat16", device).launches[0].kernel
+    return [*found.values(), (scale, "qwen3-8b"), *(pairs(device) if device.compute_capability[:3] == "10." else ())]
 
 
-def device() -> Any:
-    """An H200 that is described and not there."""
-    return TARGETS["h200"].mesh(1, 1).devices.flat[0]
+def pairs(device: Device) -> list[tuple[Kernel, str]]:
+    """The kernels with tensor cores in which two blocks multiply together, which no call gets yet."""
+    kernels = dataclasses.replace(sm100.KERNELS, tunings=Tunings(otherwise=PAIRS))
+    name = "qwen3-8b, a full cache"
+    with _generations.using(kernels):
+        both = [*programs(calls(device)["qwen3-8b"]), *programs(calls(device)[name])]
+        each = {launch.kernel.name: launch.kernel for program in both for launch in program.launches}
+    return [(each[one], "qwen3-8b, pairs") for one in ("statistics", "dlogits", "update_dhidden", "write_dweight")]
 
 
-def shared_bytes(kernel: Kernel) -> int:
+def shared_bytes(kernel: Kernel, device: Device) -> int:
     """The shared memory that a launch asks for: its last operand, a constant."""
     from jax._src.interpreters import mlir
     from jax._src.lib.mlir import ir
@@ -117,27 +135,28 @@ def shared_bytes(kernel: Kernel) -> int:
     context.allow_unregistered_dialects = True
     with context:
         _mosaic.mosaic().dialect.register_dialect(context)
-        text = str(ir.Module.parse(_mosaic.module(kernel, H200)))
+        text = str(ir.Module.parse(_mosaic.module(kernel, device)))
     (operands,) = re.findall(r'"stable_mosaic_gpu.gpu.launch"\(([^)]*)\)', text)
     name = operands.split(", ")[-1]
     return int(re.findall(rf"{name} = .*value = (\d+) :", text)[0])
 
 
-def compile_all() -> None:
+def compile_all(target: str) -> None:
     """Compiles every kernel; ptxas prints what it finds after each line of ours."""
-    sharding = jax.sharding.SingleDeviceSharding(device())
-    for kernel, name in kernels():
-        print(f"{PREFIX} {kernel.name}|{name}|{shared_bytes(kernel)}", flush=True)
+    device, described = DEVICES[target], TARGETS[target].mesh(1, 1).devices.flat[0]
+    sharding = jax.sharding.SingleDeviceSharding(described)
+    for kernel, name in kernels(device):
+        print(f"{PREFIX} {kernel.name}|{name}|{shared_bytes(kernel, device)}", flush=True)
         given = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in kernel.arrays]
-        with passes.for_device(H200):
+        with passes.for_device(device), lowering_for(device.compute_capability):
             lowered = jax.jit(lambda *x, kernel=kernel: kernel.function(*x)).trace(*given)
             lowered.lower(lowering_platforms=("cuda",)).compile()
 
 
-def entries() -> list[Entry]:
+def entries(target: str) -> list[Entry]:
     """The table, from a process of its own: ptxas writes to its standard error."""
     told = os.environ | {"MOSAIC_GPU_DUMP_PTXAS": "1", "JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "0"}
-    command = [sys.executable, "-m", "tests.compiled.machine_code", "compile"]
+    command = [sys.executable, "-m", "tests.compiled.machine_code", target, "compile"]
     done = subprocess.run(command, env=told, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
     if done.returncode:
         raise RuntimeError(done.stdout.decode(errors="replace")[-6000:])
@@ -152,12 +171,15 @@ def _entry(said: bytes) -> Entry:
     return Entry(name, of, int(registers), *map(int, spilled), int(shared))
 
 
-def table(found: list[Entry]) -> str:
+def table(target: str, found: list[Entry]) -> str:
     """The text of the table."""
-    ptxas = importlib.metadata.version("nvidia-cuda-nvcc")
-    first = f"JAX {jax.__version__}, ptxas {ptxas}, NVIDIA H200 (sm_90a): registers of a thread, the others in bytes"
+    ptxas, device = importlib.metadata.version("nvidia-cuda-nvcc"), DEVICES[target]
+    architecture = f"sm_{device.compute_capability.replace('.', '')}a"
+    versions = f"JAX {jax.__version__}, ptxas {ptxas}, {device.kind} ({architecture})"
+    first = f"{versions}: registers of a thread, the others in bytes"
     return "\n".join([first, HEADER, *map(str, found)]) + "\n"
 
 
 if __name__ == "__main__":
-    compile_all() if sys.argv[1:] == ["compile"] else print(table(entries()), end="")
+    target = sys.argv[1] if sys.argv[1:] else "h200"
+    compile_all(target) if sys.argv[2:] == ["compile"] else print(table(target, entries(target)), end="")

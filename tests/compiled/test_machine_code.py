@@ -1,4 +1,4 @@
-"""What the kernels become for a Hopper GPU, compiled here (`make test-compile`), and what whole programs hold there."""
+"""What the kernels become for GPUs, compiled here (`make test-compile`), and what whole programs hold there."""
 
 from __future__ import annotations
 
@@ -12,21 +12,23 @@ import pytest
 from lce_jax import explain, linear_logprobs
 from lce_jax.explain._targets import TARGETS
 from tests.compiled import machine_code, needs_wheels
-from tests.compiled.machine_code import TABLE
+from tests.compiled.machine_code import DEVICES, table_of
 
 pytestmark = [
     needs_wheels,
-    pytest.mark.skipif(not TABLE.exists(), reason=f"there is no {TABLE.name}"),
+    pytest.mark.skipif(not table_of("h200").exists(), reason=f"there is no {table_of('h200').name}"),
 ]
 
 
-def test_registers_and_spills_are_those_of_the_table() -> None:
+@pytest.mark.parametrize("target", DEVICES)
+def test_registers_and_spills_are_those_of_the_table(target: str) -> None:
     """A change of a kernel is a change of the table: python -m tests.compiled.machine_code prints it anew."""
-    committed, found = TABLE.read_text(), machine_code.table(machine_code.entries())
+    committed, found = table_of(target).read_text(), machine_code.table(target, machine_code.entries(target))
     changes = difflib.unified_diff(committed.splitlines(), found.splitlines(), "committed", "now", lineterm="", n=0)
     assert found == committed, "\n".join(changes)
 
 
+@pytest.mark.parametrize("target", ["h200", "b200"])
 @pytest.mark.parametrize(
     ("shape", "options"),
     [
@@ -36,10 +38,13 @@ def test_registers_and_spills_are_those_of_the_table() -> None:
     ],
     ids=str,
 )
-def test_a_program_holds_no_more_than_its_plan_says(shape: tuple[int, int, int], options: dict[str, Any]) -> None:
-    """Temporary memory as XLA has planned it for an H200, gradients aside. The logits would take several times that."""
+def test_a_program_holds_no_more_than_its_plan_says(
+    shape: tuple[int, int, int], options: dict[str, Any], target: str
+) -> None:
+    """Temporary memory as XLA has planned it for the GPU, gradients aside. The logits would take several times that."""
     T, H, V = shape
-    mesh = TARGETS["h200"].mesh(1, 1)
+    options = {"implementation": "mosaic_gpu", **options}
+    mesh = TARGETS[target].mesh(1, 1)
 
     def struct(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(
@@ -47,7 +52,7 @@ def test_a_program_holds_no_more_than_its_plan_says(shape: tuple[int, int, int],
         )
 
     def objective(hidden: Any, weight: Any, labels: Any) -> Any:
-        out = linear_logprobs(hidden, weight, labels, implementation="mosaic_gpu", **options)
+        out = linear_logprobs(hidden, weight, labels, **options)
         return out.logprobs.sum() + out.entropy.sum()
 
     given = struct((T, H), jnp.bfloat16), struct((V, H), jnp.bfloat16), struct((T,), jnp.int32)

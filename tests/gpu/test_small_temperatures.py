@@ -11,7 +11,8 @@ from lce_jax import _devices, linear_logprobs, mosaic
 from lce_jax.mosaic import _generations
 from tests import test_mosaic_small_temperatures as of_kernels
 from tests import test_small_temperatures as of_xla
-from tests.test_mosaic_interpret import Call, case_of, kernels_of
+from tests.mosaic_calls import Call, case_of
+from tests.test_mosaic_interpret import kernels_of
 
 pytestmark = pytest.mark.gpu
 

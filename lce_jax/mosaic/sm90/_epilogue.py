@@ -1,24 +1,28 @@
-"""What the kernels' epilogues share: per-token vectors beside a tile, the cap, the way out through shared memory."""
+"""What the kernels' epilogues share: the rows of a warpgroup, and the way out through shared memory."""
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax._types import Options
-from lce_jax.mosaic._operands import LOG2E, RowFactors
 from lce_jax.mosaic._pallas import pl, plgpu
-from lce_jax.mosaic.sm90._hardware import COMPUTE_WARPGROUPS, STAGING_BYTES, TILE_N, WARPGROUP_ROWS
-from lce_jax.mosaic.sm90._pipeline import Matmul, multiple_of, swizzled
+from lce_jax.mosaic.common._held import Held
+from lce_jax.mosaic.common._machine import Matmul, multiple_of, swizzled
+from lce_jax.mosaic.common._tiles import ATOM_ROWS, STAGING_BYTES
+from lce_jax.mosaic.sm90._hardware import COMPUTE_WARPGROUPS, WARPGROUP_ROWS
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
 
-MATRIX = plgpu.Layout.WGMMA
-PER_ROW = MATRIX.reduce(1)
-PER_COLUMN = MATRIX.reduce(0)
+HELD = Held(plgpu.Layout.WGMMA, WARPGROUP_ROWS)
+
+
+def rows_of(row: Any) -> Any:
+    """The 64 rows of this warpgroup, of a tile that begins at ``row``."""
+    return pl.ds(row + lax.axis_index("wg") * WARPGROUP_ROWS, WARPGROUP_ROWS)
 
 
 def staging(matmul: Matmul, columns: int, dtype: Any) -> Any:
@@ -48,35 +52,23 @@ def send(
     plgpu.copy_smem_to_gmem(slot, output.at[rows, columns], reduction_op="add" if add else None)
 
 
-def load_rows(ref: Any, rows: Any) -> Float[Array, "64"]:
-    """The part of a per-token vector for a slice of 64 tokens, from GMEM."""
-    return plgpu.load(ref.at[rows], layout=PER_ROW, optimized=False)
+def send_product(multiply: Any, slots: Any, row: Any, output: Any, column: Any, add: bool | Array) -> None:
+    """Copies a warpgroup's part of a tile to ``output[row:, column:]``, or adds it there, block by block.
 
-
-def load_factors(factors: Any, rows: Any) -> RowFactors:
-    """The same part of the stacked `RowFactors`."""
-    highest, target, constant = (load_rows(factors.at[i], rows) for i in range(3))
-    return RowFactors(highest, target, constant, load_rows(factors.at[3], rows) if factors.shape[0] == 4 else None)
-
-
-def along_rows(values: Float[Array, "64"], columns: int = TILE_N) -> Float[Array, "64 n"]:
-    """One value per row, broadcast."""
-    return lax.broadcast_in_dim(values, (WARPGROUP_ROWS, columns), (0,))
-
-
-def with_target(d: Float[Array, "64 n"], rows: RowFactors, label: Float[Array, "64"], holds: Any) -> Any:
-    """A block of dlogits with eq. 4's target at the label, which counts from the block's first column.
-
-    ``holds`` says whether the tile has any.
+    Each block is rounded to the output's dtype: dweight's is the weight's, or fp32 if it is added; dhidden's is chosen
+    in `_dhidden`.
     """
+    values, rows = multiply(), rows_of(row)
+    rows = pl.ds(pl.multiple_of(rows.start, ATOM_ROWS), rows.size)
+    send = functools.partial(_send_tile, values, slots, rows, output, column)
+    if isinstance(add, bool):
+        send(add)
+    else:
+        pl.when(add == 0)(functools.partial(send, False))
+        pl.when(add != 0)(functools.partial(send, True))
 
-    def replace() -> Array:
-        columns = plgpu.broadcasted_iota(jnp.int32, d.shape, 1, layout=MATRIX)
-        return jnp.where(columns == along_rows(label, d.shape[1]), along_rows(rows.target, d.shape[1]), d)
 
-    return lax.cond(holds, replace, lambda: d)
-
-
-def softcap(z: Any, cap: float, options: Options) -> Any:
-    """The tanh of eq. 0, to the last digits of fp32: the hardware's own tanh has eleven bits."""
-    return 1.0 - 2.0 / (jnp.exp2(z * (2.0 * LOG2E * options.logit_scale / cap)) + 1.0)
+def _send_tile(values: Float[Array, "64 n"], slots: Any, rows: Any, output: Any, column: Any, add: bool) -> None:
+    width = slots.shape[-1]
+    for i, start in enumerate(range(0, values.shape[1], width)):
+        send(values[:, start : start + width], i, slots, rows, output, column + start, add)

@@ -21,9 +21,7 @@ Nothing but the ring orders the turns: the second warpgroup's operands come afte
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -31,81 +29,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax._types import Case
 from lce_jax.mosaic import _pallas
 from lce_jax.mosaic._pallas import pl, plgpu
-from lce_jax.mosaic.sm90._hardware import (
-    ATOM_ROWS,
-    COMPUTE_REGISTERS,
-    COMPUTE_WARPGROUPS,
-    MEMORY_REGISTERS,
-    ROW_BLOCK,
-    WARPGROUP_ROWS,
-    widest_swizzle,
-)
+from lce_jax.mosaic.common._machine import Matmul, Offset, Tile, VisitAll, multiple_of, next_place, swizzled
+from lce_jax.mosaic.common._tiles import ROW_BLOCK, widest_swizzle
+from lce_jax.mosaic.sm90._hardware import COMPUTE_REGISTERS, COMPUTE_WARPGROUPS, MEMORY_REGISTERS, WARPGROUP_ROWS
 from lce_jax.mosaic.sm90._tuning import Tuning
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int
-
-
-@dataclasses.dataclass(frozen=True)
-class Matmul:
-    """The static part of a kernel: its tuning, and which dimension of lhs and of rhs is contracted."""
-
-    case: Case
-    tuning: Tuning
-    lhs_k: int
-    rhs_k: int
-    shares_lhs: bool = False  # the operand that the blocks of a cluster share: their tiles lie side by side, not below
-
-    @property
-    def clusters(self) -> int:
-        """Those that run at the same time. Each takes a tile for each of its blocks: all together a wave of tiles."""
-        return self.case.device.core_count // self.tuning.cluster
-
-    @property
-    def column_grain(self) -> int:
-        """What the first column of every tile of rhs is a multiple of."""
-        return math.gcd(self.tuning.tile_n, self.case.options.vocab_part_size or 0)
-
-
-class Place(NamedTuple):
-    """Where a step's operands lie."""
-
-    row: Any  # of lhs
-    lhs_k: Any
-    rhs_k: Any
-
-
-class Tile(NamedTuple):
-    """One [128, n] tile of a product, a contraction of ``num_steps`` steps."""
-
-    row: Int[Array, ""]  # of lhs, and of the result
-    column: Any  # of rhs, counted from the walk's offset
-    num_steps: Any
-    first_step: Any = 0
-    row_block: Any = None  # of a tile of logits
-    vocabulary_tile: Any = None  # of a tile of logits: its number in the launch
-    split: Any = None  # of a tile of dhidden: which part of the contraction it is
-    slot: Any = None  # of a live tile of logits: the slot of its dlogits
-    written: Any = None  # of a live tile of dweight: the column of the result, where that is not the one of rhs
-    locate: Callable[[Any], Place] | None = None  # where the operands of a step lie; None: one after the other
-
-    @property
-    def rows(self) -> Any:
-        """The 64 rows of this warpgroup."""
-        return pl.ds(self.row + lax.axis_index("wg") * WARPGROUP_ROWS, WARPGROUP_ROWS)
-
-
-class Offset(NamedTuple):
-    """Where in rhs the columns and the contraction begin: multiples of `Matmul.column_grain`."""
-
-    column: Any = 0
-    k: Any = 0
-
-
-type Visit = Callable[[Tile, Any], Any]  # takes a tile and the steps before it, returns the steps up to the next
+    from jaxtyping import Array, Float
 
 
 def walk_tiles(
@@ -113,15 +45,14 @@ def walk_tiles(
     lhs: Any,
     rhs: Any,
     offset: Offset,
-    visit_all: Callable[[Visit], Any],
+    visit_all: VisitAll,
     consume: Callable[[Tile, Callable[[], Float[Array, "64 n"]], Any], None],
     scratch: Any = None,
 ) -> None:
     """Calls ``consume(tile, multiply, scratch)`` in both compute warpgroups for every tile that ``visit_all`` visits.
 
     ``consume`` loads what its epilogue needs, calls ``multiply()`` for its 64 rows of the product, and uses them.
-    ``visit_all(visit)`` calls ``visit`` for the block's tiles in order, the first with 0 steps before it, and returns
-    what the last call returned.
+    What ``visit_all`` carries from tile to tile are the steps before it.
     """
 
     @functools.partial(pl.run_scoped, ring=_ring(matmul, lhs, rhs), scratch=scratch, collective_axes="wg")
@@ -138,7 +69,7 @@ def walk_tiles(
                 return before + steps
 
             # A block must not exit before its neighbour's copies into it have landed.
-            total = visit_all(visit)
+            total = visit_all(visit, jnp.int32(0))
             first = jnp.maximum(total - matmul.tuning.stages, 0)
             lax.fori_loop(first, total, lambda i, _: plgpu.barrier_wait(ring.consumed.at[_stage(matmul, i)]), None)
 
@@ -149,7 +80,7 @@ def walk_tiles(
                 consume(tile, lambda: _multiply(matmul, ring, tile, before), scratch)
                 return before + matmul.tuning.turns * tile.num_steps
 
-            visit_all(visit)
+            visit_all(visit, jnp.int32(0))
 
         lax.cond(lax.axis_index("wg") == COMPUTE_WARPGROUPS, fetch, compute)
 
@@ -191,7 +122,7 @@ def _fetch(matmul: Matmul, ring: Ring, lhs: Any, rhs: Any, offset: Offset, tile:
     pl.when(before + step >= tuning.stages)(lambda: plgpu.barrier_wait(ring.consumed.at[stage]))
     turn, number = _of_turn(tuning, tile, step)
     produced = ring.produced.at[turn * tuning.stages + stage]
-    place = _next(tuning, offset, tile, number) if found is None else found
+    place = next_place(matmul, offset, tile, number) if found is None else found
     rows, depth = pl.ds(place.row + turn * WARPGROUP_ROWS, ROW_BLOCK // tuning.turns), pl.ds(place.lhs_k, tuning.tile_k)
     source = lhs.at[rows, depth] if matmul.lhs_k == 1 else lhs.at[depth, rows]
     shared = "cluster" if tuning.cluster > 1 else None  # each block of a cluster fetches one part for all of them
@@ -202,21 +133,10 @@ def _fetch(matmul: Matmul, ring: Ring, lhs: Any, rhs: Any, offset: Offset, tile:
     plgpu.copy_gmem_to_smem(source, ring.rhs.at[stage], produced, collective_axes=None if matmul.shares_lhs else shared)
 
 
-def multiple_of(x: Any, factor: int) -> Any:
-    """``pl.multiple_of``, which a number that is known already does not need, and which cannot be lowered for it."""
-    return x if isinstance(x, int) else pl.multiple_of(x, factor)
-
-
 def _of_turn(tuning: Tuning, tile: Tile, step: Any) -> tuple[Any, Any]:
     """Which warpgroup's turn a step is in, and its number in the contraction."""
     turn = lax.div(step, jnp.int32(tile.num_steps)) if tuning.turns > 1 else 0
     return turn, tile.first_step + step - turn * tile.num_steps
-
-
-def _next(tuning: Tuning, offset: Offset, tile: Tile, number: Any) -> Place:
-    """Where the operands of a contraction lie that takes one step after the other."""
-    k = number * tuning.tile_k
-    return Place(tile.row, k, offset.k + k)
 
 
 def _multiply(matmul: Matmul, ring: Ring, tile: Tile, before: Any) -> Float[Array, "64 n"]:
@@ -253,16 +173,6 @@ def _multiply(matmul: Matmul, ring: Ring, tile: Tile, before: Any) -> Float[Arra
     return product
 
 
-def ceil_div(x: Any, y: int) -> Int[Array, ""]:
-    """The quotient, rounded up; of traced numbers too."""
-    return lax.div(jnp.asarray(x, jnp.int32) + (y - 1), jnp.int32(y))
-
-
-def row_groups(matmul: Matmul, num_rows: Any) -> Int[Array, ""]:
-    """The clusters of row blocks that hold the first ``num_rows`` rows of lhs."""
-    return ceil_div(num_rows, matmul.tuning.cluster * ROW_BLOCK)
-
-
 def kernel(matmul: Matmul, body: Callable, outputs: list[jax.ShapeDtypeStruct], name: str, **more: Any) -> Callable:
     """``body`` on every multiprocessor. Axes: "sm" is the cluster, "cluster" the block in it, "wg" the warpgroup."""
     return _pallas.kernel(
@@ -283,9 +193,3 @@ def kernel(matmul: Matmul, body: Callable, outputs: list[jax.ShapeDtypeStruct], 
         kernel_name=name,
         **more,
     )
-
-
-def swizzled(extent: int, itemsize: int) -> tuple[Any, ...]:
-    """The transforms of a shared-memory tile whose minor dimension runs over ``extent`` columns of GMEM."""
-    swizzle, minor = widest_swizzle(extent, itemsize)
-    return plgpu.TilingTransform((ATOM_ROWS, minor)), plgpu.SwizzleTransform(swizzle)

@@ -7,18 +7,16 @@ from collections.abc import Mapping
 
 from lce_jax._types import Case
 from lce_jax.mosaic._geometry import geometry
-from lce_jax.mosaic.sm90._hardware import (
+from lce_jax.mosaic.common._tiles import (
     BARRIER_BYTES,
-    COMPUTE_WARPGROUPS,
-    NARROW_TILE_N,
     ROW_BLOCK,
     SMEM_ALIGNMENT,
     STAGING_BYTES,
     STAGING_COLUMNS,
     TILE_N,
     TILING,
-    WARPGROUP_ROWS,
 )
+from lce_jax.mosaic.sm90._hardware import COMPUTE_WARPGROUPS, NARROW_TILE_N, WARPGROUP_ROWS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,6 +105,11 @@ class Tunings:
         if by_row_block and choice.cluster > 1 and row_blocks % choice.cluster and not many:
             choice = dataclasses.replace(choice, cluster=1)  # a cluster's missing row block would cost too much
         return choice
+
+    def smem_bytes(self, case: Case) -> dict[str, int]:
+        """What a block of each kernel needs of shared memory."""
+        itemsize = case.dtype.itemsize
+        return {kernel: self.of(case, kernel).smem_bytes(itemsize, stages_output(case, kernel)) for kernel in BY_KERNEL}
 
     def _is_short(self, case: Case, kernel: str, many: bool) -> bool:
         if kernel == "dweight":

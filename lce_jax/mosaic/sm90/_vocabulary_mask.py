@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from lce_jax.mosaic._pallas import pl, plgpu
-from lce_jax.mosaic.sm90._epilogue import PER_COLUMN
-from lce_jax.mosaic.sm90._hardware import TILE_N, WARPGROUP_ROWS
+from lce_jax.mosaic.common._tiles import TILE_N
+from lce_jax.mosaic.sm90._epilogue import HELD
+from lce_jax.mosaic.sm90._hardware import WARPGROUP_ROWS
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
@@ -46,6 +47,6 @@ def lowest(z: Float[Array, "64 256"], column: Any, num_columns: Any, mask: Any, 
 def _replaced(z: Array, column: Any, num_columns: Any, mask: Any, value: float, start: Any = 0) -> Array:
     ragged, width = lax.div(num_columns, TILE_N) * TILE_N, z.shape[1]
     first = jnp.clip(column - ragged, 0, TILE_N) + start
-    padding = plgpu.load(mask.at[pl.ds(first, width)], layout=PER_COLUMN, optimized=False)
+    padding = plgpu.load(mask.at[pl.ds(first, width)], layout=HELD.per_column, optimized=False)
     padding = lax.broadcast_in_dim(padding, (WARPGROUP_ROWS, width), (1,))
     return jnp.where(padding > 0, value, z)

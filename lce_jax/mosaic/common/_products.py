@@ -16,24 +16,23 @@ import jax.numpy as jnp
 from jax import lax
 
 from lce_jax._types import Case
-from lce_jax.mosaic._pallas import pl, plgpu
+from lce_jax.mosaic._pallas import plgpu
 from lce_jax.mosaic._span import Span
-from lce_jax.mosaic.sm90 import _epilogue, _pipeline
-from lce_jax.mosaic.sm90._hardware import ATOM_ROWS, ROW_BLOCK, TILE_N, WARPGROUP_ROWS
-from lce_jax.mosaic.sm90._order import snake_index
-from lce_jax.mosaic.sm90._pipeline import Matmul, Offset, Tile, Visit, ceil_div
-from lce_jax.mosaic.sm90._tuning import Tuning
+from lce_jax.mosaic.common._machine import Machine, Matmul, Offset, Tile, Visit, ceil_div, row_groups
+from lce_jax.mosaic.common._order import snake_index
+from lce_jax.mosaic.common._tiles import ROW_BLOCK, TILE_N
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
 
 
 def update_dhidden(
+    machine: Machine,
     sums: Float[Array, "splits Tp Hp"],
     dlogits: Float[Array, "T columns"],
     weight: Float[Array, "V H"],
     case: Case,
-    tuning: Tuning,
+    tuning: Any,
     span: Int[Array, "fields"],
 ) -> Float[Array, "splits Tp Hp"]:
     """The product over the span's first ``depth`` columns, in the span's rows, written to ``sums`` or added there.
@@ -41,11 +40,12 @@ def update_dhidden(
     The contraction is cut into as many parts as there are arrays of sums.
     """
     matmul = Matmul(case, tuning, 1, case.options.vocab_dim)
-    body = functools.partial(_dhidden_kernel, matmul)
-    return update(matmul, body, "lce_dhidden", (dlogits, weight, span), sums)
+    body = functools.partial(_dhidden_kernel, machine, matmul)
+    return update(machine, matmul, body, "lce_dhidden", (dlogits, weight, span), sums)
 
 
 def _dhidden_kernel(
+    machine: Machine,
     matmul: Matmul,
     dlogits: Any,  # [T, columns]
     weight: Any,  # [V, H] or [H, V]
@@ -59,35 +59,34 @@ def _dhidden_kernel(
 
     def consume(tile: Tile, multiply: Any, slots: Any) -> None:
         # No other tile of this launch adds to the same elements, so two runs are bitwise equal.
-        values = multiply()
-        send = functools.partial(send_tile, values, slots, tile.rows, output.at[tile.split], tile.column)
-        pl.when(span.adds == 0)(functools.partial(send, False))
-        pl.when(span.adds != 0)(functools.partial(send, True))
+        machine.send_product(multiply, slots, tile.row, output.at[tile.split], tile.column, span.adds)
 
-    slots = _epilogue.staging(matmul, output.shape[2], output.dtype)
-    groups, num_steps = _pipeline.row_groups(matmul, span.num_rows), ceil_div(span.depth, matmul.tuning.tile_k)
+    slots = machine.staging(matmul, output.shape[2], output.dtype)
+    groups, num_steps = row_groups(matmul, span.num_rows), ceil_div(span.depth, matmul.tuning.tile_k)
     visit_all = functools.partial(_visit_all, matmul, groups, columns, splits, num_steps)
-    _pipeline.walk_tiles(matmul, dlogits, weight, Offset(k=span.offset), visit_all, consume, slots)
+    machine.walk_tiles(matmul, dlogits, weight, Offset(k=span.offset), visit_all, consume, slots)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def write_dweight(
+    machine: Machine,
     dweight: Float[Array, "V H"],
     dlogits: Float[Array, "T columns"],
     hidden: Float[Array, "T H"],
     case: Case,
-    tuning: Tuning,
+    tuning: Any,
     span: Int[Array, "fields"],
     add: bool = False,
 ) -> Float[Array, "V H"]:
     """``dweight`` with the span's tiles written, or added, at its offset, from its rows."""
     matmul = Matmul(case, tuning, 0, 0)
     lhs, rhs = (dlogits, hidden) if case.options.vocab_dim == 0 else (hidden, dlogits)
-    body = functools.partial(_dweight_kernel, matmul, add)
-    return update(matmul, body, "lce_dweight", (lhs, rhs, span), dweight)
+    body = functools.partial(_dweight_kernel, machine, matmul, add)
+    return update(machine, matmul, body, "lce_dweight", (lhs, rhs, span), dweight)
 
 
 def _dweight_kernel(
+    machine: Machine,
     matmul: Matmul,
     add: bool,
     lhs: Any,  # dlogits [T, columns], or hidden [T, H]: what runs down the rows of dweight
@@ -100,46 +99,33 @@ def _dweight_kernel(
     span = Span.unpack(scalars)
     if matmul.case.options.vocab_dim == 0:
         first_row, first_column = span.offset, 0
-        groups = _pipeline.row_groups(matmul, span.num_tiles * TILE_N)
+        groups = row_groups(matmul, span.num_tiles * TILE_N)
         columns = -(-rhs.shape[1] // matmul.tuning.tile_n)
     else:
         first_row, first_column = 0, span.offset
-        groups, columns = _pipeline.row_groups(matmul, lhs.shape[1]), span.num_tiles
+        groups, columns = row_groups(matmul, lhs.shape[1]), span.num_tiles
 
     def consume(tile: Tile, multiply: Any, slots: Any) -> None:
-        values = multiply()
-        row = first_row + tile.row + lax.axis_index("wg") * WARPGROUP_ROWS
-        rows = pl.ds(pl.multiple_of(row, ATOM_ROWS), WARPGROUP_ROWS)
-        send_tile(values, slots, rows, output, first_column + tile.column, add)
+        row, column = first_row + tile.row, first_column + tile.column
+        machine.send_product(multiply, slots, row, output, column, add)
 
-    slots = _epilogue.staging(matmul, output.shape[1], output.dtype)
+    slots = machine.staging(matmul, output.shape[1], output.dtype)
     num_steps = ceil_div(span.num_rows, matmul.tuning.tile_k)
     visit_all = functools.partial(_visit_all, matmul, groups, columns, 1, num_steps)
-    _pipeline.walk_tiles(matmul, lhs, rhs, Offset(), visit_all, consume, slots)
+    machine.walk_tiles(matmul, lhs, rhs, Offset(), visit_all, consume, slots)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def send_tile(values: Float[Array, "64 n"], slots: Any, rows: Any, output: Any, column: Any, add: bool = False) -> None:
-    """Copies a warpgroup's part of a tile to ``output[rows, column:]``, or adds it there, block by block.
-
-    Each block is rounded to the output's dtype: dweight's is the weight's, or fp32 if it is added; dhidden's is chosen
-    in `_dhidden`.
-    """
-    width = slots.shape[-1]
-    for i, start in enumerate(range(0, values.shape[1], width)):
-        _epilogue.send(values[:, start : start + width], i, slots, rows, output, column + start, add)
-
-
-def update(matmul: Matmul, body: Any, name: str, operands: tuple[Array, ...], result: Array) -> Array:
+def update(machine: Machine, matmul: Matmul, body: Any, name: str, operands: tuple[Array, ...], result: Array) -> Array:
     """``result`` as ``body`` leaves it, in its place."""
     outputs = [jax.ShapeDtypeStruct(result.shape, result.dtype)]
-    run = _pipeline.kernel(matmul, body, outputs, name, updated={len(operands): 0})
+    run = machine.kernel(matmul, body, outputs, name, updated={len(operands): 0})
     return run(*operands, result)[0]
 
 
-def _visit_all(matmul: Matmul, groups: Any, columns: int, splits: int, num_steps: Any, visit: Visit) -> Any:
+def _visit_all(matmul: Matmul, groups: Any, columns: int, splits: int, num_steps: Any, visit: Visit, carry: Any) -> Any:
     """Visits the tiles of the result, each ``splits`` times with its part of the contraction."""
-    area, per_split = groups * columns, -(-num_steps // splits)
+    area, per_split = groups * columns, ceil_div(num_steps, splits)
 
     def tile(info: Any, carry: Any) -> Any:
         split = lax.div(info.index[0], area)
@@ -149,4 +135,4 @@ def _visit_all(matmul: Matmul, groups: Any, columns: int, splits: int, num_steps
         count = jnp.clip(num_steps - first, 0, per_split)
         return visit(Tile(row_block * ROW_BLOCK, column * matmul.tuning.tile_n, count, first, split=split), carry)
 
-    return plgpu.nd_loop((area * splits,), collective_axes="sm", init_carry=jnp.int32(0))(tile)
+    return plgpu.nd_loop((area * splits,), collective_axes="sm", init_carry=carry)(tile)

@@ -25,8 +25,8 @@ from jax import lax
 
 from lce_jax.mosaic._pallas import pl, plgpu
 from lce_jax.mosaic._worklist import Batch, Entries, RowEntries, RowLists, Sizes
-from lce_jax.mosaic.sm90._threads import THREADS, along, numbered
-from lce_jax.mosaic.sm90._tokens import kernel
+from lce_jax.mosaic.common._threads import THREADS, along, numbered
+from lce_jax.mosaic.common._tokens import kernel
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Int

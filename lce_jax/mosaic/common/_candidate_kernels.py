@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from lce_jax._types import Case
 from lce_jax.mosaic._candidate_kernel_set import CandidateKernelSet
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 LEAST_HIDDEN = 128  # a number of each row for every thread
 
 
-class CandidateKernels(CandidateKernelSet):
-    """Those of `CandidateKernelSet` for Hopper GPUs."""
+class CandidateKernels(CandidateKernelSet, Protocol):
+    """Those of `CandidateKernelSet`."""
 
     def gathers(self, case: Case) -> bool:
         """Where a column of the weight is contiguous."""
@@ -31,7 +31,7 @@ class CandidateKernels(CandidateKernelSet):
         first: tuple[int, int],
     ) -> Float[Array, "m"]:
         """A few candidates of one token for each block."""
-        from lce_jax.mosaic.sm90 import _candidates
+        from lce_jax.mosaic.common import _candidates
 
         return _candidates.logits(case, hidden, weight, ids, x, numbers, first)
 
@@ -48,7 +48,7 @@ class CandidateKernels(CandidateKernelSet):
         first: tuple[int, int],
     ) -> Float[Array, "K*stride"]:
         """One thread per token, a few candidates each."""
-        from lce_jax.mosaic.sm90 import _candidates
+        from lce_jax.mosaic.common import _candidates
 
         return _candidates.values(case, ids, x, terms, targets, scale, factors, numbers, first)
 
@@ -62,7 +62,7 @@ class CandidateKernels(CandidateKernelSet):
         first: int,
     ) -> Float[Array, "T columns"]:
         """One token for each block."""
-        from lce_jax.mosaic.sm90 import _candidates
+        from lce_jax.mosaic.common import _candidates
 
         return _candidates.put(case, dlogits, ids, values, numbers, first)
 
@@ -70,7 +70,7 @@ class CandidateKernels(CandidateKernelSet):
         self, case: Case, ids: Int[Array, "R K"], kept: Int[Array, "n"], numbers: Int[Array, "2"], first: int
     ) -> Int[Array, "n"]:
         """One thread per token, a few candidates each."""
-        from lce_jax.mosaic.sm90 import _candidate_tokens
+        from lce_jax.mosaic.common import _candidate_tokens
 
         return _candidate_tokens.keep(case, ids, kept, numbers, first)
 
@@ -84,7 +84,7 @@ class CandidateKernels(CandidateKernelSet):
         field: int,
     ) -> Float[Array, "n"]:
         """One thread per token, a few candidates each."""
-        from lce_jax.mosaic.sm90 import _candidate_tokens
+        from lce_jax.mosaic.common import _candidate_tokens
 
         return _candidate_tokens.join(case, x, kept, numbers, first, field)
 
@@ -92,7 +92,7 @@ class CandidateKernels(CandidateKernelSet):
         self, case: Case, kept: Float[Array, "n"], has_temperature: bool, numbers: Int[Array, "2"]
     ) -> Float[Array, "R K"]:
         """One thread per token, a few candidates each."""
-        from lce_jax.mosaic.sm90 import _candidate_tokens
+        from lce_jax.mosaic.common import _candidate_tokens
 
         return _candidate_tokens.logprobs(case, kept, has_temperature, numbers)
 
@@ -101,6 +101,6 @@ class CandidateKernels(CandidateKernelSet):
         numbers: Int[Array, "2"],
     ) -> Float[Array, "(K+1)*R"]:  # fmt: skip
         """One thread per token, all candidates."""
-        from lce_jax.mosaic.sm90 import _candidate_tokens
+        from lce_jax.mosaic.common import _candidate_tokens
 
         return _candidate_tokens.terms(case, kept, has_temperature, seed, numbers)

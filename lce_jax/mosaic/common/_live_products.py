@@ -15,27 +15,26 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax.mosaic._pallas import pl, plgpu
+from lce_jax.mosaic._pallas import plgpu
 from lce_jax.mosaic._worklist import Batch, Batches, Worklist
-from lce_jax.mosaic.sm90 import _epilogue, _pipeline
-from lce_jax.mosaic.sm90._hardware import ATOM_ROWS, ROW_BLOCK, TILE_N, WARPGROUP_ROWS
-from lce_jax.mosaic.sm90._order import longest_first_index, turning_snake_index
-from lce_jax.mosaic.sm90._pipeline import Matmul, Offset, Place, Tile, Visit
-from lce_jax.mosaic.sm90._products import send_tile, update
+from lce_jax.mosaic.common._machine import Machine, Matmul, Offset, Place, Tile, Visit, row_groups
+from lce_jax.mosaic.common._order import longest_first_index, turning_snake_index
+from lce_jax.mosaic.common._products import update
+from lce_jax.mosaic.common._tiles import ROW_BLOCK, TILE_N
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
 
     from lce_jax._types import Case
-    from lce_jax.mosaic.sm90._tuning import Tuning
 
 
 def update_dhidden(
+    machine: Machine,
     sums: Float[Array, "splits Tp Hp"],
     dlogits: Float[Array, "slots*128 256"],
     weight: Float[Array, "V H"],
     case: Case,
-    tuning: Tuning,
+    tuning: Any,
     work: Worklist,
     batches: Batches,
     batch: Int[Array, "1"],
@@ -45,12 +44,13 @@ def update_dhidden(
     ``batch`` is its number.
     """
     matmul = Matmul(case, tuning, 1, case.options.vocab_dim, shares_lhs=True)
-    body = functools.partial(_dhidden_kernel, matmul)
+    body = functools.partial(_dhidden_kernel, machine, matmul)
     lists = (*batches.rows, work.by_row, work.tile_by_row, batches.scalars, batch)
-    return update(matmul, body, "lce_live_dhidden", (dlogits, weight, *lists), sums)
+    return update(machine, matmul, body, "lce_live_dhidden", (dlogits, weight, *lists), sums)
 
 
 def _dhidden_kernel(
+    machine: Machine,
     matmul: Matmul,
     dlogits: Any,  # [slots · 128, 256]
     weight: Any,  # [V, H] or [H, V]
@@ -71,7 +71,7 @@ def _dhidden_kernel(
     steps_of_tile, columns = TILE_N // tile_k, hidden_size // TILE_N // cluster  # clusters lie side by side
     groups = batch.num_row_blocks
 
-    def visit_all(visit: Visit) -> Any:
+    def visit_all(visit: Visit, carry: Any) -> Any:
         def tile(info: Any, carry: Any) -> Any:
             split, index = lax.div(info.index[0], groups * columns), lax.rem(info.index[0], groups * columns)
             group, column = turning_snake_index(matmul.tuning, matmul.clusters, index, groups, columns)
@@ -82,7 +82,7 @@ def _dhidden_kernel(
 
             def locate(number: Any) -> Place:
                 place = start + lax.div(number, jnp.int32(steps_of_tile))
-                within = pl.multiple_of(lax.rem(number, jnp.int32(steps_of_tile)) * tile_k, tile_k)
+                within = lax.rem(number, jnp.int32(steps_of_tile)) * tile_k
                 slot = by_row[place] - batch.entry
                 return Place(slot * ROW_BLOCK, within, tile_by_row[place] * TILE_N + within)
 
@@ -90,23 +90,24 @@ def _dhidden_kernel(
             before = split * per_split * steps_of_tile
             return visit(Tile(row, column * TILE_N, steps, before, split=split, locate=locate), carry)
 
-        return plgpu.nd_loop((groups * columns * splits,), collective_axes="sm", init_carry=jnp.int32(0))(tile)
+        return plgpu.nd_loop((groups * columns * splits,), collective_axes="sm", init_carry=carry)(tile)
 
     def consume(tile: Tile, multiply: Any, slots: Any) -> None:
         # No other tile of this launch adds to the same elements, so two runs are bitwise equal.
-        send_tile(multiply(), slots, tile.rows, output.at[tile.split], tile.column, True)
+        machine.send_product(multiply, slots, tile.row, output.at[tile.split], tile.column, True)
 
-    slots = _epilogue.staging(matmul, hidden_size, output.dtype)
-    _pipeline.walk_tiles(matmul, dlogits, weight, Offset(), visit_all, consume, slots)
+    slots = machine.staging(matmul, hidden_size, output.dtype)
+    machine.walk_tiles(matmul, dlogits, weight, Offset(), visit_all, consume, slots)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def write_dweight(
+    machine: Machine,
     dweight: Float[Array, "V H"],
     dlogits: Float[Array, "slots*128 256"],
     hidden: Float[Array, "T H"],
     case: Case,
-    tuning: Tuning,
+    tuning: Any,
     work: Worklist,
     batches: Batches,
     batch: Int[Array, "1"],
@@ -117,11 +118,12 @@ def write_dweight(
     by_rows = case.options.vocab_dim == 0
     operands = (dlogits, hidden) if by_rows else (hidden, dlogits)
     lists = (batches.ranks, work.row_blocks, work.order, work.counts, work.first, batches.scalars, batch)
-    body = functools.partial(_dweight_kernel, matmul, by_rows, add)
-    return update(matmul, body, "lce_live_dweight", (*operands, *lists), dweight)
+    body = functools.partial(_dweight_kernel, machine, matmul, by_rows, add)
+    return update(machine, matmul, body, "lce_live_dweight", (*operands, *lists), dweight)
 
 
 def _dweight_kernel(
+    machine: Machine,
     matmul: Matmul,
     by_rows: bool,  # whether dweight is [V, H]
     add: bool,
@@ -142,11 +144,11 @@ def _dweight_kernel(
     hidden = rhs if by_rows else lhs
     blocks_of_tile, steps_of_block = TILE_N // ROW_BLOCK, ROW_BLOCK // tuning.tile_k
     if by_rows:
-        groups, columns = _pipeline.row_groups(matmul, batch.num_ranks * TILE_N), -(-hidden.shape[1] // TILE_N)
+        groups, columns = row_groups(matmul, batch.num_ranks * TILE_N), -(-hidden.shape[1] // TILE_N)
     else:
-        groups, columns = _pipeline.row_groups(matmul, hidden.shape[1]), batch.num_ranks
+        groups, columns = row_groups(matmul, hidden.shape[1]), batch.num_ranks
 
-    def visit_all(visit: Visit) -> Any:
+    def visit_all(visit: Visit, carry: Any) -> Any:
         def tile(info: Any, carry: Any) -> Any:
             if by_rows:
                 group, column = longest_first_index(matmul.clusters, info.index[0], groups, columns)
@@ -168,14 +170,11 @@ def _dweight_kernel(
             read = column * TILE_N if by_rows else 0
             return visit(Tile(row, read, steps, written=to, locate=locate), carry)
 
-        return plgpu.nd_loop((groups * columns,), collective_axes="sm", init_carry=jnp.int32(0))(tile)
+        return plgpu.nd_loop((groups * columns,), collective_axes="sm", init_carry=carry)(tile)
 
     def consume(tile: Tile, multiply: Any, slots: Any) -> None:
-        values = multiply()
-        row = tile.row + lax.axis_index("wg") * WARPGROUP_ROWS
-        rows = pl.ds(pl.multiple_of(row, ATOM_ROWS), WARPGROUP_ROWS)
-        send_tile(values, slots, rows, output, tile.written, add)
+        machine.send_product(multiply, slots, tile.row, output, tile.written, add)
 
-    slots = _epilogue.staging(matmul, output.shape[1], output.dtype)
-    _pipeline.walk_tiles(matmul, lhs, rhs, Offset(), visit_all, consume, slots)
+    slots = machine.staging(matmul, output.shape[1], output.dtype)
+    machine.walk_tiles(matmul, lhs, rhs, Offset(), visit_all, consume, slots)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -9,24 +9,36 @@ live products    _live_products.py    dhidden and dweight from live tiles of dlo
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from lce_jax._types import Case
 from lce_jax.mosaic._geometry import geometry
 from lce_jax.mosaic._live_kernel_set import LiveKernelSet
 from lce_jax.mosaic._operands import Prepared
 from lce_jax.mosaic._worklist import Batches, Entries, RowEntries, RowLists, Sizes, Worklist
-from lce_jax.mosaic.sm90._hardware import ROW_BLOCK, TILING
-from lce_jax.mosaic.sm90._tuning import Tunings
+from lce_jax.mosaic.common._tiles import ROW_BLOCK, TILING
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
 
+    from lce_jax.mosaic.common._machine import Machine
 
-class LiveKernels(LiveKernelSet):
-    """The launches import the kernel language when they are first called, as those of `lce_jax.mosaic.sm90.Kernels`."""
+
+class Tunings(Protocol):
+    """A generation's free choices."""
+
+    def of(self, case: Case, kernel: str) -> Any:
+        """Those of a kernel."""
+
+
+class LiveKernels(LiveKernelSet, Protocol):
+    """The launches import the kernel language when they are first called, as those of `Kernels` do."""
 
     tunings: Tunings
+
+    @property
+    def machine(self) -> Machine:
+        """How the generation multiplies tiles."""
 
     def join_keeping(
         self,
@@ -39,7 +51,7 @@ class LiveKernels(LiveKernelSet):
         maxima: Float[Array, "tiles kept Tp"],
     ) -> tuple[Float[Array, "groups fields Tp"], Float[Array, "tiles kept Tp"]]:
         """The same kernel as `join`, which has these fields at hand."""
-        from lce_jax.mosaic.sm90 import _join
+        from lce_jax.mosaic.common import _join
 
         joined, kept = _join.join(scale, parts, joined, case, group, numbers, maxima=maxima)
         assert kept is not None
@@ -56,13 +68,13 @@ class LiveKernels(LiveKernelSet):
         numbers: Int[Array, "3"],
     ) -> tuple[Int[Array, "tiles blocks"], Float[Array, "parts Tp"] | None]:
         """One thread per token and a few tiles."""
-        from lce_jax.mosaic.sm90 import _select
+        from lce_jax.mosaic.common import _select
 
         return _select.select(case, self.live_shape(case), maxima, targets, scale, merged, field, numbers)
 
     def dropped_mass(self, masses: Float[Array, "parts Tp"], numbers: Int[Array, "2"]) -> Float[Array, "Tp"]:
         """One thread per token."""
-        from lce_jax.mosaic.sm90 import _select
+        from lce_jax.mosaic.common import _select
 
         return _select.dropped_mass(masses, numbers)
 
@@ -73,13 +85,13 @@ class LiveKernels(LiveKernelSet):
 
     def live_counts(self, sizes: Sizes, live: Int[Array, "tiles blocks"]) -> Int[Array, "tiles"]:
         """A block per vocabulary tile."""
-        from lce_jax.mosaic.sm90 import _worklists
+        from lce_jax.mosaic.common import _worklists
 
         return _worklists.counts(sizes, live)
 
     def live_order(self, sizes: Sizes, counts: Int[Array, "tiles"]) -> tuple[Int[Array, "ranks"], Int[Array, "ranks"]]:
         """A block per vocabulary tile."""
-        from lce_jax.mosaic.sm90 import _worklists
+        from lce_jax.mosaic.common import _worklists
 
         return _worklists.order(sizes, counts)
 
@@ -92,7 +104,7 @@ class LiveKernels(LiveKernelSet):
         numbers: Int[Array, "1"],
     ) -> Entries:
         """A block per rank."""
-        from lce_jax.mosaic.sm90 import _worklists
+        from lce_jax.mosaic.common import _worklists
 
         return _worklists.entries(sizes, live, order, counts, numbers)
 
@@ -100,7 +112,7 @@ class LiveKernels(LiveKernelSet):
         self, sizes: Sizes, order: Int[Array, "ranks"], first: Int[Array, "ranks+1"], places: Int[Array, "blocks ranks"]
     ) -> RowEntries:
         """A block per row block."""
-        from lce_jax.mosaic.sm90 import _worklists
+        from lce_jax.mosaic.common import _worklists
 
         return _worklists.rows(sizes, order, first, places)
 
@@ -113,7 +125,7 @@ class LiveKernels(LiveKernelSet):
         numbers: Int[Array, "1"],
     ) -> tuple[RowLists, Int[Array, "batches fields"]]:
         """A block per row block and batch."""
-        from lce_jax.mosaic.sm90 import _worklists
+        from lce_jax.mosaic.common import _worklists
 
         return _worklists.row_lists(sizes, first, starts, counts, numbers)
 
@@ -121,13 +133,13 @@ class LiveKernels(LiveKernelSet):
         self, sizes: Sizes, first: Int[Array, "ranks+1"], counts: Int[Array, "ranks"]
     ) -> Int[Array, "ranks"]:
         """A block per rank."""
-        from lce_jax.mosaic.sm90 import _worklists
+        from lce_jax.mosaic.common import _worklists
 
         return _worklists.ranks(sizes, first, counts)
 
     def zeros(self, shape: tuple[int, int, int], numbers: Int[Array, "1"]) -> Float[Array, "splits Tp Hp"]:
         """A few rows for each block."""
-        from lce_jax.mosaic.sm90 import _hidden_rows
+        from lce_jax.mosaic.common import _hidden_rows
 
         return _hidden_rows.zeros(shape, numbers)
 
@@ -147,10 +159,10 @@ class LiveKernels(LiveKernelSet):
         slots: int,
     ) -> Float[Array, "slots*128 256"]:
         """The same kernel as `dlogits`, along a list."""
-        from lce_jax.mosaic.sm90 import _dlogits
+        from lce_jax.mosaic.common import _dlogits
 
         tuning = self.tunings.of(case, "dlogits")
-        return _dlogits.live_dlogits(prepared, weight, case, tuning, factors, work, batches, batch, slots)
+        return _dlogits.live_dlogits(self.machine, prepared, weight, case, tuning, factors, work, batches, batch, slots)
 
     def update_live_dhidden(
         self,
@@ -163,10 +175,10 @@ class LiveKernels(LiveKernelSet):
         batch: Int[Array, "1"],
     ) -> Float[Array, "splits Tp Hp"]:
         """The product dlogits · weight over each row block's list."""
-        from lce_jax.mosaic.sm90 import _live_products
+        from lce_jax.mosaic.common import _live_products
 
         tuning = self.tunings.of(case, "live_dhidden")
-        return _live_products.update_dhidden(sums, dlogits, weight, case, tuning, work, batches, batch)
+        return _live_products.update_dhidden(self.machine, sums, dlogits, weight, case, tuning, work, batches, batch)
 
     def write_live_dweight(
         self,
@@ -180,7 +192,9 @@ class LiveKernels(LiveKernelSet):
         add: bool = False,
     ) -> Float[Array, "V H"]:
         """The product dlogitsᵀ · hidden over each vocabulary tile's list."""
-        from lce_jax.mosaic.sm90 import _live_products
+        from lce_jax.mosaic.common import _live_products
 
         tuning = self.tunings.of(case, "live_dweight")
-        return _live_products.write_dweight(dweight, dlogits, hidden, case, tuning, work, batches, batch, add)
+        return _live_products.write_dweight(
+            self.machine, dweight, dlogits, hidden, case, tuning, work, batches, batch, add
+        )

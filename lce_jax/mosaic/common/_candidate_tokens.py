@@ -23,8 +23,8 @@ from lce_jax import _candidate_math, _math, _softcap, _temperature
 from lce_jax._types import Case
 from lce_jax.mosaic import _partial_statistics
 from lce_jax.mosaic._pallas import pl
-from lce_jax.mosaic.sm90._threads import THREADS, Rows, along
-from lce_jax.mosaic.sm90._tokens import is_wrong, kernel
+from lce_jax.mosaic.common._threads import THREADS, Rows, along
+from lce_jax.mosaic.common._tokens import is_wrong, kernel
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int

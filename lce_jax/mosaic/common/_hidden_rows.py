@@ -11,9 +11,9 @@ from jax import lax
 
 from lce_jax._types import Case
 from lce_jax.mosaic._pallas import pl, plgpu
-from lce_jax.mosaic.sm90._hardware import SCALED, TILE_N, TILING
-from lce_jax.mosaic.sm90._threads import THREADS
-from lce_jax.mosaic.sm90._tokens import kernel
+from lce_jax.mosaic.common._threads import THREADS
+from lce_jax.mosaic.common._tiles import SCALED, TILE_N, TILING
+from lce_jax.mosaic.common._tokens import kernel
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int

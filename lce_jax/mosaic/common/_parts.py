@@ -16,7 +16,7 @@ from jax import lax
 
 from lce_jax.mosaic._geometry import Geometry
 from lce_jax.mosaic._kernel_set import Parted
-from lce_jax.mosaic.sm90._hardware import TILE_N
+from lce_jax.mosaic.common._tiles import TILE_N
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Int

@@ -19,9 +19,9 @@ from lce_jax.mosaic._geometry import geometry
 from lce_jax.mosaic._operands import LOG2E
 from lce_jax.mosaic._pallas import pl
 from lce_jax.mosaic._partial_statistics import FLOOR
-from lce_jax.mosaic.sm90._hardware import ROW_BLOCK, TILE_N, TILING
-from lce_jax.mosaic.sm90._threads import THREADS, Rows, along, block_rows, numbered
-from lce_jax.mosaic.sm90._tokens import kernel
+from lce_jax.mosaic.common._threads import THREADS, Rows, along, block_rows, numbered
+from lce_jax.mosaic.common._tiles import ROW_BLOCK, TILE_N, TILING
+from lce_jax.mosaic.common._tokens import kernel
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int

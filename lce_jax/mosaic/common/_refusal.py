@@ -1,16 +1,17 @@
-"""What the Hopper kernels refuse, and why: decided before anything is lowered."""
+"""What the kernels refuse, and why: decided before anything is lowered."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from lce_jax._plans import format_bytes
 from lce_jax._types import Case
-from lce_jax.mosaic.sm90._hardware import ATOM_ROWS, COLUMN_GRAIN, SMEM_LIMIT, TILE_N, widest_swizzle
-from lce_jax.mosaic.sm90._tuning import BY_KERNEL, Tunings, stages_output
+from lce_jax.mosaic.common._tiles import ATOM_ROWS, COLUMN_GRAIN, SMEM_LIMIT, TILE_N, widest_swizzle
 
 
-def refusal(case: Case, tunings: Tunings) -> str | None:
-    """Why the kernels cannot serve ``case`` on a Hopper GPU; None where they can."""
-    return _shape_refusal(case) or _smem_refusal(case, tunings) or _options_refusal(case)
+def refusal(case: Case, smem_bytes: Mapping[str, int]) -> str | None:
+    """Why the kernels cannot serve ``case``; None where they can. ``smem_bytes``: what a block of each kernel needs."""
+    return _shape_refusal(case) or _smem_refusal(smem_bytes) or _options_refusal(case)
 
 
 def _shape_refusal(case: Case) -> str | None:
@@ -37,9 +38,8 @@ def _refusal_of_columns(case: Case) -> str | None:
     return None
 
 
-def _smem_refusal(case: Case, tunings: Tunings) -> str | None:
-    for kernel in BY_KERNEL:
-        needed = tunings.of(case, kernel).smem_bytes(case.dtype.itemsize, stages_output(case, kernel))
+def _smem_refusal(smem_bytes: Mapping[str, int]) -> str | None:
+    for kernel, needed in smem_bytes.items():
         if needed > SMEM_LIMIT:
             return (
                 f"the {kernel} kernel needs {format_bytes(needed)} of shared memory, {format_bytes(SMEM_LIMIT)} exist"

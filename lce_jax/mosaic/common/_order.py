@@ -13,16 +13,16 @@ from jax import lax
 from lce_jax.mosaic._pallas import plgpu
 
 if TYPE_CHECKING:
-    from lce_jax.mosaic.sm90._tuning import Tuning
+    from lce_jax.mosaic.common._machine import Tiles
 
 
-def snake_index(tuning: Tuning, index: Any, row_groups: Any, columns: Any) -> tuple[Any, Any]:
+def snake_index(tuning: Tiles, index: Any, row_groups: Any, columns: Any) -> tuple[Any, Any]:
     """The (row group, tile of columns) of a linear index, in the order that reuses the most of L2."""
     along = tuning.snake // tuning.cluster if tuning.minor == 0 else tuning.snake
     return plgpu.planar_snake(index, (row_groups, columns), tuning.minor, along)
 
 
-def turning_snake_index(tuning: Tuning, clusters: int, index: Any, lists: Any, tiles: Any) -> tuple[Any, Any]:
+def turning_snake_index(tuning: Tiles, clusters: int, index: Any, lists: Any, tiles: Any) -> tuple[Any, Any]:
     """The (list, tile of columns) of a linear index, where lists are contracted for all tiles, the longest first.
 
     As `snake_index`, a band of lists for one tile of columns, then for the next. But every other wave takes them

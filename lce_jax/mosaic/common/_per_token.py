@@ -15,7 +15,7 @@ from jax import lax
 
 from lce_jax.mosaic import _pallas
 from lce_jax.mosaic._pallas import pl, plgpu
-from lce_jax.mosaic.sm90._threads import THREADS, Rows
+from lce_jax.mosaic.common._threads import THREADS, Rows
 
 
 def per_token(function: Callable[..., Any], *operands: Any) -> Any:

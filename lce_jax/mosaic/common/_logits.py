@@ -12,23 +12,24 @@ from lce_jax.mosaic._geometry import geometry
 from lce_jax.mosaic._pallas import plgpu
 from lce_jax.mosaic._span import Span
 from lce_jax.mosaic._worklist import Batch
-from lce_jax.mosaic.sm90 import _parts
-from lce_jax.mosaic.sm90._hardware import ROW_BLOCK, TILE_N, TILING
-from lce_jax.mosaic.sm90._order import snake_index
-from lce_jax.mosaic.sm90._pipeline import Matmul, Offset, Tile, Visit, row_groups, walk_tiles
-from lce_jax.mosaic.sm90._tuning import Tuning
+from lce_jax.mosaic.common import _parts
+from lce_jax.mosaic.common._machine import Machine, Matmul, Offset, Tile, Visit, row_groups
+from lce_jax.mosaic.common._order import snake_index
+from lce_jax.mosaic.common._tiles import ROW_BLOCK, TILE_N, TILING
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Int
 
 
-def logits(case: Case, tuning: Tuning) -> Matmul:
+def logits(case: Case, tuning: Any) -> Matmul:
     """The static part of a kernel that walks over logits: the product hidden · weightᵀ."""
     return Matmul(case, tuning, 1, case.options.hidden_dim)
 
 
-def walk_logits(matmul: Matmul, hidden: Any, weight: Any, span: Span, consume: Any, scratch: Any) -> None:
-    """`walk_tiles` over the logits of the live row groups and the span's vocabulary tiles."""
+def walk_logits(
+    machine: Machine, matmul: Matmul, hidden: Any, weight: Any, span: Span, consume: Any, scratch: Any
+) -> None:
+    """`Machine.walk_tiles` over the logits of the live row groups and the span's vocabulary tiles."""
     tuning, groups = matmul.tuning, row_groups(matmul, span.num_rows)
     num_steps, shape = -(-matmul.case.hidden_size // tuning.tile_k), geometry(matmul.case, TILING)
 
@@ -38,7 +39,7 @@ def walk_logits(matmul: Matmul, hidden: Any, weight: Any, span: Span, consume: A
         first = first_tile(span)
         return _parts.first_column(shape, first + number) - _parts.first_column(shape, first)
 
-    def visit_all(visit: Visit) -> Any:
+    def visit_all(visit: Visit, carry: Any) -> Any:
         def tile(info: Any, carry: Any) -> Any:
             group, number = snake_index(tuning, info.index[0], groups, span.num_tiles)
             row_block = group * tuning.cluster + lax.axis_index("cluster")
@@ -47,19 +48,27 @@ def walk_logits(matmul: Matmul, hidden: Any, weight: Any, span: Span, consume: A
             )
             return visit(visited, carry)
 
-        return plgpu.nd_loop((groups * span.num_tiles,), collective_axes="sm", init_carry=jnp.int32(0))(tile)
+        return plgpu.nd_loop((groups * span.num_tiles,), collective_axes="sm", init_carry=carry)(tile)
 
-    walk_tiles(matmul, hidden, weight, Offset(column=span.offset), visit_all, consume, scratch)
+    machine.walk_tiles(matmul, hidden, weight, Offset(column=span.offset), visit_all, consume, scratch)
 
 
 def walk_live_logits(
-    matmul: Matmul, hidden: Any, weight: Any, row_blocks: Any, tiles: Any, batch: Batch, consume: Any, scratch: Any
+    machine: Machine,
+    matmul: Matmul,
+    hidden: Any,
+    weight: Any,
+    row_blocks: Any,
+    tiles: Any,
+    batch: Batch,
+    consume: Any,
+    scratch: Any,
 ) -> None:
-    """`walk_tiles` over the logits of a batch's entries; the blocks of a cluster take those of one group."""
+    """`Machine.walk_tiles` over the logits of a batch's entries; the blocks of a cluster take those of one group."""
     tuning = matmul.tuning
     num_steps = -(-matmul.case.hidden_size // tuning.tile_k)
 
-    def visit_all(visit: Visit) -> Any:
+    def visit_all(visit: Visit, carry: Any) -> Any:
         def tile(info: Any, carry: Any) -> Any:
             slot = info.index[0] * tuning.cluster + lax.axis_index("cluster")
             row_block, number = row_blocks[batch.entry + slot], tiles[batch.entry + slot]
@@ -67,9 +76,9 @@ def walk_live_logits(
             return visit(Tile(row_block * ROW_BLOCK, number * TILE_N, num_steps, **at), carry)
 
         groups = lax.div(batch.num_entries, jnp.int32(tuning.cluster))
-        return plgpu.nd_loop((groups,), collective_axes="sm", init_carry=jnp.int32(0))(tile)
+        return plgpu.nd_loop((groups,), collective_axes="sm", init_carry=carry)(tile)
 
-    walk_tiles(matmul, hidden, weight, Offset(), visit_all, consume, scratch)
+    machine.walk_tiles(matmul, hidden, weight, Offset(), visit_all, consume, scratch)
 
 
 def first_tile(span: Span) -> Int[Array, ""]:

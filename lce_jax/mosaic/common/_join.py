@@ -22,8 +22,8 @@ from lce_jax._types import Case, ShardStatistics
 from lce_jax.mosaic import _pallas, _partial_statistics
 from lce_jax.mosaic._kernel_set import Parted
 from lce_jax.mosaic._pallas import pl, plgpu
-from lce_jax.mosaic.sm90 import _parts
-from lce_jax.mosaic.sm90._threads import THREADS, along, block_rows
+from lce_jax.mosaic.common import _parts
+from lce_jax.mosaic.common._threads import THREADS, along, block_rows
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int

@@ -20,15 +20,18 @@ from lce_jax.mosaic._cache import FP16_SHIFT, Cache
 from lce_jax.mosaic._operands import Prepared, RowFactors
 from lce_jax.mosaic._pallas import pl, plgpu
 from lce_jax.mosaic._span import Span
-from lce_jax.mosaic.sm90 import _epilogue, _logits
-from lce_jax.mosaic.sm90._hardware import ROW_BLOCK, TILE_N, WARPGROUP_ROWS
-from lce_jax.mosaic.sm90._pipeline import ceil_div, swizzled
+from lce_jax.mosaic.common import _logits
+from lce_jax.mosaic.common._held import Held
+from lce_jax.mosaic.common._machine import ceil_div, swizzled
+from lce_jax.mosaic.common._tiles import ROW_BLOCK, TILE_N
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
 
+ROWS = 64  # of a block
 COLUMNS = 128  # of a block: two blocks in and two out are 64 KiB, so that three kernel blocks share a multiprocessor
-BLOCK = (WARPGROUP_ROWS, COLUMNS)
+BLOCK = (ROWS, COLUMNS)
+HELD = Held(plgpu.Layout.WGMMA, ROWS)  # registers alone: every generation has it
 PER_TILE = TILE_N // COLUMNS
 BLOCKS_PER_CORE = 3
 STAGES = 2
@@ -97,7 +100,7 @@ class Walk:
         """The walk of this kernel block."""
         first_tile = _logits.first_tile(span)
         per_row = span.num_tiles * PER_TILE
-        blocks = ceil_div(span.num_rows, ROW_BLOCK) * (ROW_BLOCK // WARPGROUP_ROWS) * per_row
+        blocks = ceil_div(span.num_rows, ROW_BLOCK) * (ROW_BLOCK // ROWS) * per_row
         first, stride = lax.axis_index("block"), lax.axis_size("block")
         return cls(first_tile, lax.div(jnp.maximum(blocks - 1 - first + stride, 0), stride), first, stride, per_row)
 
@@ -133,7 +136,7 @@ def _kernel(
     def run(slots: Any) -> None:
         def body(index: Any, e_ref: Any) -> None:
             row, column = walk.block(index[0])
-            rows = pl.ds(row * WARPGROUP_ROWS, WARPGROUP_ROWS)
+            rows = pl.ds(row * ROWS, ROWS)
             d = _block_gradient(case, refs, span, walk, row, rows, column, e_ref)
             _send(d, slots, index[0], output.at[rows, pl.ds(column * COLUMNS, COLUMNS)])
 
@@ -150,18 +153,18 @@ def _block_gradient(
     case: Case, refs: Refs, span: Span, walk: Walk, row: Any, block_rows: Any, column: Any, e_ref: Any
 ) -> Array:
     """The gradient of one block: loads what its rows need, then eqs. 4 and 5."""
-    load = functools.partial(_epilogue.load_rows, rows=block_rows)
+    load = functools.partial(HELD.load_rows, rows=block_rows)
     tile = walk.first_tile + lax.div(column, jnp.int32(PER_TILE))
-    row_block = lax.div(row, jnp.int32(ROW_BLOCK // WARPGROUP_ROWS))
-    rows = _epilogue.load_factors(refs.factors, block_rows)
+    row_block = lax.div(row, jnp.int32(ROW_BLOCK // ROWS))
+    rows = HELD.load_factors(refs.factors, block_rows)
     label = load(refs.targets) - (span.column + column * COLUMNS)
-    e = plgpu.load(e_ref, layout=_epilogue.MATRIX, optimized=False).astype(jnp.float32)
+    e = plgpu.load(e_ref, layout=HELD.layout, optimized=False).astype(jnp.float32)
     holds = refs.holds_target[row_block, tile] > 0
     scale, highest = load(refs.scale), load(refs.tile_max.at[tile])
     e, log2_e = _of_cache(e, refs.output.dtype)
     d = _gradient(e, log2_e, rows, (highest - rows.max) * scale)
     d = d if case.options.logit_softcap is None else d * _cap_derivative(log2_e, highest, scale)
-    return _epilogue.with_target(d, rows, label, holds)
+    return HELD.with_target(d, rows, label, holds)
 
 
 def _of_cache(e: Array, dtype: Any) -> tuple[Array, Array]:
@@ -176,7 +179,7 @@ def _gradient(e: Array, log2_e: Array, rows: RowFactors, down: Array) -> Array:
 
     ``down`` is the dᵢ of eq. 2. Its exponential is taken first, because ``slope`` times ``down`` may overflow.
     """
-    along = functools.partial(_epilogue.along_rows, columns=COLUMNS)
+    along = functools.partial(HELD.along_rows, columns=COLUMNS)
     factor = jnp.exp2(down)
     if rows.slope is None:
         return e * along(rows.constant * factor)
@@ -185,7 +188,7 @@ def _gradient(e: Array, log2_e: Array, rows: RowFactors, down: Array) -> Array:
 
 def _cap_derivative(log2_e: Array, highest: Array, scale: Array) -> Array:
     """The 1 - tanh² of eq. 5. The scale is 0 on rows left out, where e is 1 and all else 0."""
-    along = functools.partial(_epilogue.along_rows, columns=COLUMNS)
+    along = functools.partial(HELD.along_rows, columns=COLUMNS)
     tanh = along(highest) + log2_e * along(1.0 / jnp.maximum(scale, 1e-30))
     return 1.0 - tanh * tanh
 

@@ -27,8 +27,8 @@ from lce_jax.mosaic._chunks import num_groups
 from lce_jax.mosaic._geometry import geometry
 from lce_jax.mosaic._operands import LOG2E, Marked
 from lce_jax.mosaic._pallas import pl, plgpu
-from lce_jax.mosaic.sm90._hardware import TILE_N, TILING
-from lce_jax.mosaic.sm90._threads import THREADS, Rows, along, block_rows, numbered
+from lce_jax.mosaic.common._threads import THREADS, Rows, along, block_rows, numbered
+from lce_jax.mosaic.common._tiles import TILE_N, TILING
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int

@@ -24,9 +24,9 @@ from lce_jax._types import Case
 from lce_jax.mosaic._geometry import geometry
 from lce_jax.mosaic._operands import RowFactors
 from lce_jax.mosaic._pallas import pl, plgpu
-from lce_jax.mosaic.sm90._hardware import TILING
-from lce_jax.mosaic.sm90._threads import THREADS, Rows, along
-from lce_jax.mosaic.sm90._tokens import kernel
+from lce_jax.mosaic.common._threads import THREADS, Rows, along
+from lce_jax.mosaic.common._tiles import TILING
+from lce_jax.mosaic.common._tokens import kernel
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int

@@ -1,0 +1,150 @@
+"""The backward kernel: the gradient in the raw products (eqs. 4, 5) of one chunk of the vocabulary, recomputed.
+
+An epilogue works in 64-column blocks, each rounded once to the weight's dtype and sent out through shared memory:
+the whole tile at once would spill registers.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+
+from lce_jax._types import Case
+from lce_jax.mosaic._operands import Prepared
+from lce_jax.mosaic._pallas import plgpu
+from lce_jax.mosaic._span import Span
+from lce_jax.mosaic._worklist import Batch, Batches, Worklist
+from lce_jax.mosaic.common import _logits
+from lce_jax.mosaic.common._machine import Machine, Matmul, Tile
+from lce_jax.mosaic.common._tiles import ROW_BLOCK, TILE_N
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int
+
+
+def dlogits(
+    machine: Machine,
+    prepared: Prepared,
+    weight: Float[Array, "V H"],
+    case: Case,
+    tuning: Any,
+    factors: Float[Array, "factors Tp"],
+    span: Int[Array, "fields"],
+    columns: int,
+) -> Float[Array, "T columns"]:
+    """The gradient in the span's raw products, in the weight's dtype, at the beginning of ``columns``.
+
+    ``weight`` holds the span's part at its offset. Zero on columns that are padding or do not exist; tiles after
+    the span and row blocks without a live row are left unwritten.
+    """
+    matmul = _logits.logits(case, tuning)
+    output = jax.ShapeDtypeStruct((prepared.hidden.shape[0], columns), case.dtype)
+    run = machine.kernel(matmul, functools.partial(_kernel, machine, matmul), [output], "lce_dlogits")
+    (result,) = run(
+        prepared.hidden,
+        weight,
+        prepared.targets,
+        prepared.scale,
+        prepared.holds_target,
+        prepared.mask,
+        factors,
+        span,
+    )
+    return result
+
+
+def _kernel(
+    machine: Machine,
+    matmul: Matmul,
+    hidden: Any,  # [T, H]
+    weight: Any,  # [V, H] or [H, V]; the chunk's own part where V is no multiple of 8
+    targets: Any,  # [Tp]
+    scale: Any,  # [Tp]
+    holds_target: Any,  # [row blocks, tiles of the shard]
+    mask: Any,  # [512]
+    factors: Any,  # [3 or 4, Tp]
+    scalars: Any,  # a `Span`
+    output: Any,  # [T, columns]
+) -> None:
+    span, refs = Span.unpack(scalars), Refs(targets, scale, holds_target, mask, factors, output)
+    first_tile = _logits.first_tile(span)
+
+    def consume(tile: Tile, multiply: Any, slots: Any) -> None:
+        column, number = span.column + tile.column, first_tile + tile.vocabulary_tile
+        where = Where(column, number, span.num_columns, tile.row, tile.column)
+        machine.dlogits(matmul.case.options, refs, tile, where, multiply, slots)
+
+    slots = machine.staging(matmul, output.shape[1], output.dtype)
+    _logits.walk_logits(machine, matmul, hidden, weight, span, consume, slots)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def live_dlogits(
+    machine: Machine,
+    prepared: Prepared,
+    weight: Float[Array, "V H"],
+    case: Case,
+    tuning: Any,
+    factors: Float[Array, "factors Tp"],
+    work: Worklist,
+    batches: Batches,
+    batch: Int[Array, "1"],
+    slots: int,
+) -> Float[Array, "slots*128 256"]:
+    """The same of a batch's live tiles alone, each in the slot of its entry; ``batch`` is its number."""
+    matmul = _logits.logits(case, tuning)
+    output = jax.ShapeDtypeStruct((slots * ROW_BLOCK, TILE_N), case.dtype)
+    run = machine.kernel(matmul, functools.partial(_live_kernel, machine, matmul), [output], "lce_live_dlogits")
+    per_token = (prepared.targets, prepared.scale, prepared.holds_target, prepared.mask, factors)
+    (result,) = run(prepared.hidden, weight, *per_token, work.row_blocks, work.tiles, batches.scalars, batch)
+    return result
+
+
+def _live_kernel(
+    machine: Machine,
+    matmul: Matmul,
+    hidden: Any,  # [T, H]
+    weight: Any,  # [V, H] or [H, V]
+    targets: Any,  # [Tp]
+    scale: Any,  # [Tp]
+    holds_target: Any,  # [row blocks, tiles of the shard]
+    mask: Any,  # [512]
+    factors: Any,  # [3 or 4, Tp]
+    row_blocks: Any,  # [entries]
+    tiles: Any,  # [entries]
+    scalars: Any,  # [batches, fields], a `Batch` each
+    number: Any,  # of the batch
+    output: Any,  # [slots · 128, 256]
+) -> None:
+    batch, refs = Batch.unpack(scalars, number[0]), Refs(targets, scale, holds_target, mask, factors, output)
+
+    def consume(tile: Tile, multiply: Any, slots: Any) -> None:
+        where = Where(tile.column, tile.vocabulary_tile, batch.num_columns, tile.slot * ROW_BLOCK, 0)
+        machine.dlogits(matmul.case.options, refs, tile, where, multiply, slots)
+
+    slots = machine.staging(matmul, TILE_N, output.dtype)
+    _logits.walk_live_logits(machine, matmul, hidden, weight, row_blocks, tiles, batch, consume, slots)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+class Refs(NamedTuple):
+    """What the epilogue reads and writes."""
+
+    targets: Any
+    scale: Any
+    holds_target: Any
+    mask: Any
+    factors: Any
+    output: Any
+
+
+class Where(NamedTuple):
+    """Where a tile lies, and where its gradient goes."""
+
+    column: Any  # its first one, in the shard
+    number: Any  # in the shard
+    num_columns: Any  # live ones of the shard
+    output_row: Any
+    output_column: Any

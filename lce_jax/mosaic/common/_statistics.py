@@ -1,0 +1,118 @@
+"""The forward kernel: statistics (eq. 1) of each tile of logits straight from the accumulator.
+
+Inside, everything is in base 2: exp2 is one instruction, and log2(e) folds into the row's scale. Each tile writes its
+own statistics per token, which are merged outside (eq. 2). With a cache, a tile's exponentials leave through shared
+memory, rounded, relative to the tile's own maximum, which is kept beside them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from lce_jax._types import Case, ShardStatistics
+from lce_jax.mosaic._cache import FP16_SHIFT, Cache
+from lce_jax.mosaic._geometry import geometry
+from lce_jax.mosaic._operands import Prepared
+from lce_jax.mosaic._pallas import plgpu
+from lce_jax.mosaic._span import Span
+from lce_jax.mosaic.common import _logits, _parts
+from lce_jax.mosaic.common._machine import Machine, Matmul, Tile
+from lce_jax.mosaic.common._tiles import TILE_N, TILING
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int
+
+
+def statistics(
+    machine: Machine,
+    prepared: Prepared,
+    weight: Float[Array, "V H"],
+    case: Case,
+    tuning: Any,
+    span: Int[Array, "fields"],
+    parts: Float[Array, "tiles fields Tp"],
+    cache: Cache | None,
+) -> tuple[Float[Array, "tiles fields Tp"], Cache | None]:
+    """``parts`` with the partial statistics of the span's tiles, and the cache, if any, with their exponentials."""
+    matmul = _logits.logits(case, tuning)
+    updated = [parts, *jax.tree.leaves(cache)]
+    operands = [
+        prepared.hidden, weight, prepared.targets, prepared.scale, prepared.holds_target, prepared.mask, span,
+    ]  # fmt: skip
+    run = machine.kernel(
+        matmul,
+        functools.partial(_kernel, machine, matmul),
+        [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in updated],
+        "lce_statistics" if cache is None else "lce_statistics_cached",
+        updated={len(operands) + i: i for i in range(len(updated))},
+    )
+    parts, *kept = run(*operands, *updated)
+    return parts, Cache(*kept) if kept else None
+
+
+class Refs(NamedTuple):
+    """What the epilogue reads and writes."""
+
+    targets: Any  # [Tp]
+    scale: Any  # [Tp]
+    holds_target: Any  # [row blocks, tiles of the shard]
+    mask: Any  # [512], or [1024] with parts
+    partial: Any  # [tiles, fields, Tp]
+    cache: Any  # a `Cache` of refs, or None
+
+
+class Where(NamedTuple):
+    """Where a tile of logits lies."""
+
+    column: Any  # its first one, in the shard
+    number: Any  # in the launch
+    first_tile: Any  # the number in the shard of the launch's first tile
+    first_slot: Any  # the same in the array of partial statistics
+    edge: Any  # what tells the columns that are padding: the tile's first column, the live ones, and their masks
+
+
+def _kernel(
+    machine: Machine,
+    matmul: Matmul,
+    hidden: Any,  # [T, H]
+    weight: Any,  # [V, H] or [H, V]
+    targets: Any,
+    scale: Any,
+    holds_target: Any,
+    mask: Any,
+    scalars: Any,  # a `Span`
+    *results: Any,  # [tiles, fields, Tp] and the cache, if any, as they were; both as they will be, in the same places
+) -> None:
+    partial, *kept = results[len(results) // 2 :]
+    cache: Any = Cache(*kept) if kept else None
+    refs, span = Refs(targets, scale, holds_target, mask, partial, cache), Span.unpack(scalars)
+    first_tile, shape = _logits.first_tile(span), geometry(matmul.case, TILING)
+
+    def consume(tile: Tile, multiply: Any, slots: Any) -> None:
+        number = tile.vocabulary_tile
+        column = span.column + (number * TILE_N if shape.has_parts else tile.column)
+        edge: Any = (column, span.num_columns, mask)
+        if shape.has_parts:
+            edge = _parts.edge(shape, first_tile + number, span.num_columns, mask)
+        where = Where(column, number, first_tile, span.slot, edge)
+        machine.statistics(matmul.case.options, refs, tile, where, multiply, slots)
+
+    slots = None if cache is None else machine.staging(matmul, TILE_N, hidden.dtype)
+    _logits.walk_logits(machine, matmul, hidden, weight, span, consume, slots)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def store(refs: Refs, where: Where, rows: Callable[[], Any], stats: ShardStatistics) -> None:
+    """Writes a tile's statistics of these rows, whose places are computed when they are needed."""
+    for i, field in enumerate(jax.tree.leaves(stats)):
+        refs.partial.at[where.first_slot + where.number, i, rows()][...] = field
+
+
+def as_cached(e: Array, dtype: Any) -> Array:
+    """A tile's exponentials as the cache keeps them, before they are rounded."""
+    return e * 2.0**FP16_SHIFT if dtype == jnp.float16 else e

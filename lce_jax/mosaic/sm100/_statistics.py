@@ -1,0 +1,105 @@
+"""The epilogue of the forward's tiles: statistics (eq. 1) of [128, 256] logits in tensor memory.
+
+It reads a tile twice, once for the maximum and once for the sums: a row of 256 does not fit in a thread's registers.
+The cap is monotonic, so the maximum of the capped logits is the cap of their maximum.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from lce_jax._types import Options, ShardStatistics
+from lce_jax.mosaic._pallas import plgpu
+from lce_jax.mosaic._partial_statistics import FLOOR
+from lce_jax.mosaic.common._held import softcap
+from lce_jax.mosaic.common._machine import Tile
+from lce_jax.mosaic.common._statistics import Refs, Where, as_cached, store
+from lce_jax.mosaic.common._tiles import ROW_BLOCK, STAGING_COLUMNS, TILE_N
+from lce_jax.mosaic.sm100 import _epilogue
+from lce_jax.mosaic.sm100._epilogue import BLOCKS, HELD, PADDING, without_padding
+from lce_jax.mosaic.sm100._pipeline import Product
+
+if TYPE_CHECKING:
+    from jaxtyping import Array
+
+
+def statistics(options: Options, refs: Refs, tile: Tile, where: Where, multiply: Any, slots: Any) -> None:
+    """A tile, from its products to the partial statistics and the cache."""
+    rows = _epilogue.rows_of(tile.row)
+    row_scale = HELD.load_rows(refs.scale, rows)
+    target = HELD.load_rows(refs.targets, rows) - where.column
+    holds = refs.holds_target[tile.row_block, where.first_tile + where.number] > 0
+    z = multiply()
+    highest, lowest = _extremes(z, options, where)
+    if refs.cache is not None:
+        refs.cache.max.at[where.first_tile + where.number, rows][...] = highest
+
+    def add(i: Any, sums: list[Array]) -> list[Array]:
+        u = _distances(z, i, highest, row_scale, options, where)
+        e = jnp.exp2(u)
+        if refs.cache is not None:
+            exponentials = refs.cache.exponentials
+            column = where.column + i * STAGING_COLUMNS
+            _epilogue.send(as_cached(e, exponentials.dtype), i, slots, rows, exponentials, column)
+        parts = [_at_target(u, target - i * STAGING_COLUMNS, holds), jnp.sum(e, axis=1)]
+        parts += [jnp.sum(e * u, axis=1)] if options.entropy else []
+        return [a + b for a, b in zip(sums, parts, strict=True)]
+
+    at_target, sumexp, *weighted = lax.fori_loop(0, BLOCKS, add, [_along(0.0)] * (2 + options.entropy))
+    z.release()
+    owned = (target >= 0) & (target < TILE_N)
+    at_target = jnp.where(owned, at_target, -jnp.inf)
+    of_tile = ShardStatistics(highest, sumexp, weighted[0] if weighted else None, at_target, lowest)
+    store(refs, where, lambda: rows, of_tile)
+
+
+def _along(value: float) -> Array:
+    return plgpu.layout_cast(jnp.full((ROW_BLOCK,), value, jnp.float32), HELD.per_row)
+
+
+def _extremes(z: Product, options: Options, where: Where) -> tuple[Array, Array | None]:
+    """The largest logit of each row, and the smallest if it is asked for: unscaled, capped."""
+
+    def step(i: Any, found: list[Array]) -> list[Array]:
+        block = _epilogue.block_of(z, i)
+        real = without_padding(block, i, where.column, where.edge[1])
+        highest = jnp.maximum(found[0], jnp.max(real, axis=1))
+        if not options.stats:
+            return [highest]
+        real = without_padding(block, i, where.column, where.edge[1], -PADDING)
+        return [highest, jnp.minimum(found[1], jnp.min(real, axis=1))]
+
+    start = [_along(PADDING), _along(-PADDING)][: 1 + options.stats]
+    highest, *lowest = lax.fori_loop(0, BLOCKS, step, start)
+    cap = options.logit_softcap
+    if cap is not None:
+        highest = jnp.where(highest > FLOOR, softcap(highest, cap, options), FLOOR)
+        lowest = [softcap(x, cap, options) for x in lowest]
+    return jnp.maximum(highest, FLOOR), lowest[0] if lowest else None
+
+
+def _distances(z: Product, i: Any, highest: Array, row_scale: Array, options: Options, where: Where) -> Array:
+    """The u of eq. 1 of a block of columns, at most 0.
+
+    It takes one instruction more than a fused multiply-add, which would not be 0 at the largest column (`_math`).
+    """
+    x, cap = _epilogue.block_of(z, i), options.logit_softcap
+    x = x if cap is None else softcap(x, cap, options)
+    x = without_padding(x, i, where.column, where.edge[1])
+    below = x - HELD.along_rows(highest, STAGING_COLUMNS)
+    if cap is not None:  # the hardware's exp2 may not be monotonic in its last digit
+        below = jnp.minimum(below, 0.0)
+    return below * HELD.along_rows(row_scale, STAGING_COLUMNS)
+
+
+def _at_target(u: Array, target: Array, holds: Any) -> Array:
+    """The u at each row's target, 0 where the block has none; only tiles that hold some target look."""
+
+    def look() -> Array:
+        columns = plgpu.broadcasted_iota(jnp.int32, u.shape, 1, layout=HELD.layout)
+        return jnp.sum(jnp.where(columns == HELD.along_rows(target, STAGING_COLUMNS), u, 0.0), axis=1)
+
+    return lax.cond(holds, look, lambda: _along(0.0))

@@ -1,0 +1,239 @@
+"""Calls that the interpreter runs kernels for, whatever their generation, and how they are compared with the oracle."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lce_jax import _math, mosaic, reference
+from lce_jax._types import Case, Device, LogprobOutput, Operands, Options, Results, RowCoefficients
+from lce_jax.mosaic._cache import Cache
+from lce_jax.mosaic._chunks import Budget
+from lce_jax.mosaic._geometry import Tiling
+from tests.devices import H200
+from tests.mosaic_interpreter import add_stores, races_found
+
+MULTIPROCESSORS = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    name: str
+    T: int = 136
+    H: int = 128
+    V: int = 784
+    dtype: str = "bfloat16"
+    num_rows: int | None = None
+    num_columns: int | None = None
+    traced_columns: bool = False
+    temperature: bool = False
+    statistics_bytes: int | None = None  # small: several launches of the forward
+    shared: bool = False  # both warpgroups share every step instead of taking turns
+    cluster: int = 1  # 2: two blocks share the steps of few stages
+    owns_cache: bool = True
+    rounds_dhidden: bool = False
+    adds_dweight: bool = False  # to a sum in float32
+    chunk: int | None = None  # tiles of a chunk of dlogits
+    options: Options = Options()  # noqa: RUF009 - frozen
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def call(name: str, **fields: Any) -> Call:
+    own = {field.name for field in dataclasses.fields(Call)}
+    options = Options(**{key: value for key, value in fields.items() if key not in own})
+    return Call(name, options=options, **{key: value for key, value in fields.items() if key in own})
+
+
+CALLS = [
+    call("ragged", T=200),
+    call("five tokens, columns that are no whole atom", shared=True, T=5, V=777, entropy=False),
+    call("targets in the columns that are no whole atom", T=100, V=265, stats=True),
+    call("one step over H", H=64, V=512, T=264),
+    call("one step over H, shared", shared=True, H=64, V=256),
+    call("clusters", T=392, H=192, V=704, cluster=2),
+    call("clusters, rows left out, cache", T=500, V=512, num_rows=130, cluster=2, cache_bytes=300_000),
+    call("stages that do not divide", H=448, V=512, T=40),
+    call("several launches", T=40, H=64, V=4300, statistics_bytes=11_000, stats=True),
+    call("several launches, cache", T=40, H=64, V=4300, statistics_bytes=11_000, cache_bytes=1_200_000),
+    call("rows left out", T=392, num_rows=100),
+    call("no row left", T=264, num_rows=0, V=512),
+    call("padding, stats, softcap, temperature", num_columns=600, stats=True, logit_softcap=3.0, temperature=True),
+    call("padding of a traced number of columns", num_columns=200, traced_columns=True, logit_scale=0.5),
+    call("nothing but padding", num_columns=0, traced_columns=True, V=512),
+    call("cache", cache_bytes=1 << 30),
+    call("dhidden written once, rounded", rounds_dhidden=True, num_rows=100, cache_bytes=1 << 30),
+    call("a cache that others read", owns_cache=False, cache_bytes=1 << 30),
+    call("chunks of a cache that others read", chunk=1, owns_cache=False, cache_bytes=1 << 30),
+    call("chunks, half a cache", chunk=1, cache_bytes=160_000),
+    call("chunks, columns that are no whole atom", chunk=1, V=777, cache_bytes=1 << 30, num_rows=100),
+    call("a shorter last chunk", chunk=2, V=1200),
+    call("a shorter last chunk, hv", chunk=2, T=40, V=1280, weight_layout="hv"),
+    call("a shorter last chunk, columns that are no whole atom", chunk=2, V=1283, cache_bytes=150_000),
+    call("padding up to columns that are no whole atom", V=517, num_columns=400),
+    call("padding up to half an atom", V=520, num_columns=200),
+    call("half a cache, float16", shared=True, dtype="float16", T=130, cache_bytes=150_000),
+    call(
+        "cache with everything, narrow tiles", shared=True, T=264, H=192, V=1000, num_rows=100, num_columns=700,
+        logit_softcap=3.0, temperature=True, cache_bytes=300_000, stats=True,
+    ),
+    call("candidates, columns that are no whole atom", chunk=1, T=100, V=777, num_candidates=5, cache_bytes=80_000),
+    call("candidates that XLA gathers", chunk=1, T=40, H=64, V=512, num_candidates=3, weight_layout="hv"),
+    call("candidates, half a cache", chunk=1, num_candidates=3, cache_bytes=160_000, logit_softcap=3.0),
+    call(
+        "candidates, cache, padding, rows left out", T=264, V=1000, num_candidates=5, num_rows=100, num_columns=700,
+        temperature=True, cache_bytes=1 << 30,
+    ),
+    call("mean logit", mean_logit=True, V=777, num_columns=770, temperature=True),
+    call("dweight added", adds_dweight=True, num_rows=100, cache_bytes=1 << 30),
+    call("dweight added, padding", adds_dweight=True, T=100, num_columns=600),
+    call("dweight added, columns that are no whole atom", adds_dweight=True, chunk=1, V=777, num_columns=775, T=40),
+    call("dweight added, hv", adds_dweight=True, V=832, weight_layout="hv", T=40),
+    call("hv", weight_layout="hv", V=832),
+    call(
+        "parts, padding, shared, clusters", shared=True, cluster=2, T=264, H=64, V=1056, num_columns=601, stats=True,
+        vocab_part_size=264, traced_columns=True, temperature=True, num_candidates=3, num_rows=200,
+    ),
+    call("parts, several launches", T=40, H=64, V=8500, statistics_bytes=11_000, vocab_part_size=4200),
+    call("parts of an odd V", T=40, V=777, num_columns=775, vocab_part_size=256),
+    call("parts, hv", T=40, V=832, weight_layout="hv", vocab_part_size=192),
+    call("hv with a narrow swizzle and a cache", shared=True, weight_layout="hv", cache_bytes=1 << 30, entropy=False),
+]  # fmt: skip
+
+
+def draw(test: Call) -> tuple[Operands, Results]:
+    rng = np.random.default_rng(0)
+    live = np.arange(test.T) < (test.T if test.num_rows is None else test.num_rows)
+    hidden = np.where(live[:, None], rng.standard_normal((test.T, test.H)), 0)  # as compaction leaves them
+    weight = rng.standard_normal((test.V, test.H)) * 2 / np.sqrt(test.H)
+    columns = test.V if test.num_columns is None else test.num_columns
+    weight[columns:] = np.nan  # padding may hold anything
+    if test.options.weight_layout == "hv":
+        weight = weight.T
+    inverse_temperature = np.where(live, rng.uniform(0.5, 2.0, test.T), 0) if test.temperature else None
+    operands = Operands(
+        hidden=jnp.asarray(hidden, test.dtype),
+        weight=jnp.asarray(weight, test.dtype),
+        targets=jnp.asarray(rng.integers(-1, max(columns, 1), test.T) if columns else -np.ones(test.T), jnp.int32),
+        inverse_temperature=None if inverse_temperature is None else jnp.asarray(inverse_temperature, jnp.float32),
+        num_rows=None if test.num_rows is None else jnp.int32(test.num_rows),
+        num_columns=jnp.int32(columns) if test.traced_columns else test.num_columns,
+        candidates=draw_candidates(test, columns) if test.options.num_candidates else None,
+    )
+    seeds = [jnp.asarray(np.where(live, rng.standard_normal(test.T), 0), jnp.float32) for _ in range(4)]
+    outputs = LogprobOutput(*seeds[:3])
+    if test.options.num_candidates:
+        of_candidates = np.where(live[:, None], rng.standard_normal((test.T, test.options.num_candidates)), 0)
+        outputs = outputs._replace(candidate_logprobs=jnp.asarray(of_candidates, jnp.float32))
+    return operands, Results(outputs, mean_logit=seeds[3] if test.options.mean_logit else None)
+
+
+def draw_candidates(test: Call, columns: int) -> jax.Array:
+    """Some of them on no shard or another one, in the last columns, or twice in a token."""
+    rng, shape = np.random.default_rng(1), (test.T, test.options.num_candidates)
+    ids = np.where(rng.random(shape) < 0.2, -1, rng.integers(0, columns, shape))
+    ids[::3, 0] = columns - 1 - np.arange(len(ids[::3])) % 20
+    ids[1::3, -1] = ids[1::3, 0]
+    return jnp.asarray(ids, jnp.int32)
+
+
+def case_of(test: Call, device: Device = H200) -> Case:
+    return Case(
+        num_tokens=test.T, hidden_size=test.H, vocab_size=test.V, dtype=jnp.dtype(test.dtype), options=test.options,
+        partial_rows=test.num_rows is not None,
+        device=device._replace(core_count=MULTIPROCESSORS),
+    )  # fmt: skip
+
+
+def budget_of(test: Call, budget: Budget, tiling: Tiling) -> Budget:
+    """One that gives several chunks, or several launches of the forward."""
+    if test.chunk is not None:
+        columns = test.chunk * tiling.tile
+        budget = dataclasses.replace(budget, temporary_bytes=0, chunk_columns=columns)
+    if test.statistics_bytes is not None:
+        budget = dataclasses.replace(budget, statistics_bytes=test.statistics_bytes)
+    return budget
+
+
+def check(test: Call, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compares statistics, cache and gradients, and looks for a race in the last kernel; others print theirs."""
+    add_stores(monkeypatch)
+    monkeypatch.setattr(jax.lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
+    case = case_of(test, device)
+    assert mosaic.supports(case) is None
+    operands, cotangent = draw(test)
+    want, rows, gradients = traced(functools.partial(expected, test, case), operands, cotangent)
+    cache = check_statistics(test, case, operands, want)
+    check_gradients(test, case, operands, rows, cache, gradients)
+    assert not races_found()  # in the last kernel
+
+
+def expected(test: Call, case: Case, operands: Operands, cotangent: Results) -> Any:
+    """The oracle's statistics; the coefficients that the gradients are given; the oracle's gradients."""
+    want = whole = reference.statistics(operands, case)[0]
+    if test.num_columns == 0:  # this shard owns no column; another one owns them all
+        whole = want._replace(max=jnp.zeros_like(want.max), sumexp=jnp.ones_like(want.sumexp))
+    live = None if test.num_rows is None else jnp.arange(test.T) < test.num_rows
+    rows = coefficients(test, whole, cotangent, operands, live)
+    return want, rows, reference.gradients(operands, case, rows)[:2]
+
+
+def coefficients(test: Call, stats: Any, cotangent: Results, operands: Operands, where: Any = None) -> RowCoefficients:
+    """What `_shard` makes of the statistics of the whole vocabulary."""
+    scale, factor = (of(test.options, operands.inverse_temperature) for of in (_math.row_scale, _math.row_factor))
+    return _math.row_coefficients(stats, cotangent, scale, factor, where, test.options, test.V)
+
+
+def traced(function: Any, operands: Operands, *rest: Any) -> Any:
+    """The jitted ``function``'s results; a number of columns that is static stays so."""
+    static = operands.num_columns
+
+    def call(operands: Operands, *rest: Any) -> Any:
+        return function(operands._replace(num_columns=static) if isinstance(static, int) else operands, *rest)
+
+    return jax.jit(call)(operands, *rest)
+
+
+def check_statistics(test: Call, case: Case, operands: Operands, want: Any) -> Cache | None:
+    """Returns the cache."""
+    stats, cache = traced(lambda operands: mosaic.statistics(operands, case, True), operands)
+    for name, got in stats._asdict().items():
+        expected = getattr(want, name)
+        assert (got is None) == (expected is None), name
+        if got is not None:
+            live = slice(test.num_rows)
+            np.testing.assert_allclose(got[live], expected[live], rtol=2e-6, atol=1e-4, err_msg=name)
+    kept = 0 if cache is None else cache.exponentials.nbytes + cache.max.nbytes
+    assert kept <= test.options.cache_bytes
+    assert (kept > 0) == (test.options.cache_bytes > 0)
+    return cache
+
+
+def check_gradients(
+    test: Call, case: Case, operands: Operands, rows: Any, cache: Cache | None, want: tuple[jax.Array, jax.Array]
+) -> None:
+    allowed = {"may_round_dhidden": test.rounds_dhidden, "may_overwrite_cache": test.owns_cache}
+    before = jnp.full(operands.weight.shape, 0.5, jnp.float32) if test.adds_dweight else None
+
+    def run(operands: Operands, rows: Any, cache: Any, before: Any) -> Any:
+        return mosaic.gradients(operands, case, rows, cache, dweight=before, **allowed)[:2]
+
+    dhidden, dweight = traced(run, operands, rows, cache, before)
+    if before is not None:
+        assert dweight.dtype == before.dtype
+        dweight = dweight - before
+    assert dhidden.dtype == (test.dtype if test.rounds_dhidden else jnp.float32)
+    expected_dhidden, expected_dweight = want
+    # One rounding of dlogits to eight or eleven bits: 2^-9 / sqrt(3) or less, and as much again in the weight's dtype.
+    bound = {"bfloat16": 4e-3, "float16": 5e-4}[test.dtype]
+    live = slice(test.num_rows)
+    for got, expected in ((dhidden[live], expected_dhidden[live]), (dweight, expected_dweight)):
+        error = np.linalg.norm(np.asarray(got, np.float64) - np.asarray(expected, np.float64))
+        assert error <= bound * np.linalg.norm(np.asarray(expected, np.float64))

@@ -1,0 +1,67 @@
+"""The doctor of `lce_jax.bench`, on the CPU: what it says of programs that are right, wrong, unsteady or never done."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lce_jax
+from lce_jax.bench import __main__ as bench
+from lce_jax.bench import doctor
+
+
+def test_one_command_writes_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "CHECKS", {name: doctor.CHECKS[name] for name in ("[H, V]", "pairs")})
+    assert bench.main(["--doctor", "--rounds", "1", "--out", str(tmp_path)]) == 0
+    found = json.loads((tmp_path / "doctor.json").read_text())
+    assert found["healthy"]
+    right, pairs = found["checks"]
+    assert pairs["skipped"] == "no blocks multiply together on such a device"
+    assert (right["implementation"], right["device"]["platform"]) == ("xla", "cpu")
+    assert "this is cpu" in right["refused"]["mosaic_gpu"]
+    assert set(right["seconds"]) == set(right["bytes"]) == {"forward", "both"}
+    assert set(right["errors"]) == {"logprobs", "entropy", "lse", "dhidden", "dweight"}
+    assert "same bits; forward" in doctor.line(right)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in doctor.CHECKS if not doctor.CHECKS[name].in_pairs])
+def test_plain_jax_passes_every_check(name: str) -> None:
+    assert "failed" not in doctor.examine(name, 1)
+
+
+def test_a_wrong_result_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = lce_jax.linear_logprobs
+
+    def wrong(*operands: Any, implementation: str, **options: Any) -> Any:
+        out = right(*operands, implementation=implementation, **options)
+        return out if implementation == "reference" else out._replace(lse=out.lse + 1e-3)
+
+    monkeypatch.setattr(lce_jax, "linear_logprobs", wrong)
+    assert doctor.examine("plain", 1)["failed"].startswith("wrong: lse by 0.0001")
+
+
+def test_other_bits_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = itertools.count()
+    compile_jax = doctor.compile_jax
+
+    def unsteady(function: Any, *operands: Any) -> Any:
+        run = compile_jax(function, *operands)
+        return run._replace(wait=lambda out: {name: x + 1e-7 * (next(runs) > 5) for name, x in run.wait(out).items()})
+
+    monkeypatch.setattr(doctor, "compile_jax", unsteady)
+    assert doctor.examine("plain", 1)["failed"] == "other bits in another run: forward, both"
+
+
+def test_what_never_answers_or_ends_badly_fails_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor.main(["plain"], tmp_path / "late.json", 1, seconds=0.01) == 1
+    assert doctor.main(["no such check"], tmp_path / "none.json", 1) == 1
+    late, none = (json.loads((tmp_path / name).read_text()) for name in ("late.json", "none.json"))
+    assert not late["healthy"]
+    assert late["checks"] == [{"check": "plain", "failed": "no answer within 0.01 s"}]
+    assert "KeyError: 'no such check'" in none["checks"][0]["failed"]
+    assert "plain: FAILED: no answer within 0.01 s" in capsys.readouterr().out

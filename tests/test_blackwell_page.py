@@ -1,0 +1,31 @@
+"""What docs/blackwell.md says, beside the files that it is said of."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+
+import pytest
+
+from tests.test_mosaic_blackwell import FAULTS
+
+ROOT = pathlib.Path(__file__).parent.parent
+PAGE = (ROOT / "docs" / "blackwell.md").read_text()
+TABLES = sorted((ROOT / "tests" / "compiled").glob("kernels-*-b[23]00.txt"))
+
+
+@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)
+def test_no_kernel_spills(table: pathlib.Path) -> None:
+    rows = [line[56:].split() for line in table.read_text().splitlines()[2:]]
+    assert len(rows) > 100
+    assert {tuple(row[1:4]) for row in rows} == {("0", "0", "0")}  # stack, stores, loads
+    (most,) = re.findall(r"no spills; (\d+) registers at most", PAGE)
+    assert max(int(row[0]) for row in rows) <= int(most)
+
+
+def test_both_architectures_have_a_table() -> None:
+    assert {"kernels-0.12.0.1-b200.txt", "kernels-0.12.0.1-b300.txt"} <= {table.name for table in TABLES}
+
+
+def test_the_page_says_how_many_faults_are_planted() -> None:
+    assert {10: "ten"}[len(FAULTS)] in re.findall(r"planted faults \| (\w+),", PAGE)
