@@ -32,9 +32,8 @@ def _refusal_of_columns(case: Case) -> str | None:
         return f'weight_layout="hv" needs V to be a multiple of {COLUMN_GRAIN}, got {case.vocab_size}'
     part, grain = case.options.vocab_part_size, widest_swizzle(case.vocab_size, case.dtype.itemsize)[1]
     if part is not None and part % grain:
-        return (
-            f'vocab_part_size must be a multiple of {grain} with weight_layout="hv" and V {case.vocab_size}, got {part}'
-        )
+        needs = f"needs vocab_part_size to be a multiple of {grain} with V {case.vocab_size}"
+        return f'weight_layout="hv" {needs}, got {part}'
     return None
 
 
