@@ -22,6 +22,7 @@ from lce_jax.mosaic.sm90 import KERNELS
 from tests import emulated_launches
 from tests.devices import H200
 from tests.mosaic_interpreter import races_found
+from tests.pairs import pairs_of
 from tests.test_mosaic_interpret import call, case_of
 
 FIELDS = ("logprobs", "entropy", "lse", "max_logit", "min_logit")
@@ -149,8 +150,11 @@ def test_plans_say_what_holds() -> None:
 
 
 @pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("checked", [True, False])
-@pytest.mark.parametrize("options", [{}, {"temperature": True, "stats": True}, {"logit_softcap": 30.0}], ids=str)
+@pairs_of(
+    1,
+    options=[{"cache_bytes": 1 << 19}, {"temperature": True, "stats": True}, {"logit_softcap": 30.0}],
+    checked=[True, False],
+)
 def test_no_logarithm_or_quotient_of_rows_outside_the_kernels(options: dict[str, Any], checked: bool) -> None:
     """Forward and backward, in a program for CUDA, over two shards."""
     T, H, V = 512, 128, 4 * COLUMNS
