@@ -9,11 +9,12 @@ WORKERS ?= 2
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 
-.PHONY: demo test test-all test-gpu test-frameworks test-compile lint docs bench clean help
+.PHONY: demo test test-site test-all test-gpu test-frameworks test-compile lint docs bench clean help
 help:
 	@echo "make demo      train a small transformer on this machine and compare with stored logits"
-	@echo "make test      all tests that need no GPU, doctests and notebooks included"
-	@echo "make test-all  those, every combination of parameters, and sweeps that take many minutes"
+	@echo "make test      the packages' tests that need no GPU, doctests included"
+	@echo "make test-site the documentation's blocks, notebooks, examples, the wheel, the demo and the bench"
+	@echo "make test-all  both, every combination of parameters, and sweeps that take many minutes"
 	@echo "make test-gpu  the tests that need GPUs"
 	@echo "make test-frameworks  the trainers of Tunix and TRL with our loss, in an environment of their own"
 	@echo "make test-compile  the kernels down to machine code for GPUs that need not be there, in an environment of its own"
@@ -25,9 +26,12 @@ demo: $(VENV)/.ready
 	$(RUN) -m lce_jax.demo $(DEMO_ARGS)
 
 test: $(VENV)/.ready
-	$(RUN) -m pytest -n $(WORKERS) --dist worksteal -m "not gpu and not multi_gpu and not slow"
+	$(RUN) -m pytest -n $(WORKERS) --dist worksteal -m "not site and not gpu and not multi_gpu and not slow"
 
-test-all: test
+test-site: $(VENV)/.ready
+	$(RUN) -m pytest -n $(WORKERS) --dist worksteal -m "site and not gpu and not multi_gpu and not slow"
+
+test-all: test test-site
 	$(RUN) -m pytest -n $(WORKERS) -m "slow and not gpu and not multi_gpu"
 
 test-gpu: $(VENV)/.ready

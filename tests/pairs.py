@@ -23,7 +23,15 @@ def pairs_of(strength: int = 2, **values: Sequence[Any]) -> pytest.MarkDecorator
     for places in everything:
         row = [some[place] for some, place in zip(values.values(), places, strict=True)]
         params.append(pytest.param(*row, marks=() if places in chosen else pytest.mark.slow))
-    return pytest.mark.parametrize(tuple(values), params, ids=str)
+    return pytest.mark.parametrize(tuple(values), params, ids=name)
+
+
+def name(value: Any) -> str:
+    """In a test's name. Arrays are called by their options."""
+    if callable(value) and not isinstance(value, type):
+        return str(getattr(value, "__name__", value))
+    holds_arrays = isinstance(value, dict) and any(hasattr(x, "shape") for x in value.values())
+    return ", ".join(value) if holds_arrays else str(value)
 
 
 def covering(everything: Sequence[tuple[int, ...]], strength: int) -> set[tuple[int, ...]]:

@@ -22,7 +22,7 @@ from lce_jax._models import MODELS, Head
 from lce_jax.bench import __main__ as command
 from lce_jax.bench import candidates, peers, problem, report, run, shapes, text
 
-pytestmark = pytest.mark.usefixtures("short_timings")
+pytestmark = [pytest.mark.site, pytest.mark.usefixtures("short_timings")]
 TINY = shapes.Shape(24, Head(32, 520))
 
 

@@ -11,7 +11,7 @@ pytest.importorskip("rich")
 
 from lce_jax.bench import chosen, kl
 
-pytestmark = pytest.mark.usefixtures("short_timings")
+pytestmark = [pytest.mark.site, pytest.mark.usefixtures("short_timings")]
 
 
 def test_the_divergence_of_two_heads(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -11,6 +11,8 @@ pytest.importorskip("matplotlib")
 
 from lce_jax.bench import measure
 
+pytestmark = pytest.mark.site
+
 
 def fake_run(log, name, seconds=0.0):
     def launch():

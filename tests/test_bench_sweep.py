@@ -20,6 +20,7 @@ from lce_jax.mosaic import _generations
 from lce_jax.mosaic.sm90._tuning import Tuning
 from tests import devices
 
+pytestmark = pytest.mark.site
 TINY = shapes.Shape(24, Head(32, 520))
 H200 = Case(
     num_tokens=512,

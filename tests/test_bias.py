@@ -31,7 +31,7 @@ CALLS = [
 EVERYTHING = CALLS[1]
 
 
-@pairs_of(test=CALLS, way=WAYS, axis_type=[AxisType.Auto, AxisType.Explicit])
+@pairs_of(1, test=CALLS, way=WAYS, axis_type=[AxisType.Auto, AxisType.Explicit])
 def test_over_a_mesh(test: cases.TestCase, way: str, axis_type: AxisType) -> None:
     assert_same(over_a_mesh(test, way, axis_type), on_one_device(test))
 

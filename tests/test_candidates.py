@@ -49,12 +49,12 @@ def test_a_candidate_is_the_label() -> None:
     assert all(oracle.relative_norm(a, b) < 1e-6 for a, b in zip(got[1], want[1], strict=True))
 
 
-@pairs_of(test=CALLS, way=WAYS, axis_type=[AxisType.Auto, AxisType.Explicit])
+@pairs_of(1, test=CALLS, way=WAYS, axis_type=[AxisType.Auto, AxisType.Explicit])
 def test_over_a_mesh(test: cases.TestCase, way: str, axis_type: AxisType) -> None:
     assert_same(over_a_mesh(test, way, axis_type), on_one_device(test))
 
 
-@pytest.mark.parametrize("shards", [1, 2, 8])
+@pytest.mark.parametrize("shards", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)), 8])
 def test_every_shard_holds_the_same_bits(shards: int) -> None:
     test = cases.case("shards", leading=(24,), V=1096, K=6)
     mesh = jax.make_mesh((shards,), ("tensor",), axis_types=(AxisType.Auto,), devices=jax.devices()[:shards])
@@ -121,8 +121,9 @@ def test_under_vmap(test: cases.TestCase) -> None:
     assert_same((out, (dhidden, jnp.sum(dweight, axis=0))), on_one_device(test))
 
 
-@pytest.mark.parametrize("implementation", ["xla", "reference"])
-@pytest.mark.parametrize("options", [{"logit_scale": -1.3}, {"logit_scale": 1.3, "logit_softcap": 4.0}], ids=str)
+@pairs_of(
+    1, options=[{"logit_scale": -1.3}, {"logit_scale": 1.3, "logit_softcap": 4.0}], implementation=["reference", "xla"]
+)
 def test_traced_scale_and_softcap(options: dict[str, float], implementation: str) -> None:
     traced = {name: jnp.float32(value) for name, value in options.items()}
     more = {"implementation": implementation}

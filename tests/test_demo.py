@@ -17,6 +17,8 @@ pytest.importorskip("tokenizers")
 from lce_jax.demo import reward, rl, text
 from lce_jax.demo.model import Config
 
+pytestmark = pytest.mark.site
+
 
 def run_demo(*arguments: str, devices: int = 1) -> subprocess.CompletedProcess[str]:
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"

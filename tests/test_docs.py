@@ -20,6 +20,7 @@ from lce_jax.mosaic._kernel_set import KernelSet
 from lce_torch_bridge import megatron
 from tests.doc_blocks import PAGES, ROOT, check, parts
 
+pytestmark = pytest.mark.site
 LANGUAGES = {"python", "sh", "text", "given"}
 # In a process of their own: Megatron's state is global, and stands in for CUDA's there.
 WITH_MEGATRON = [

@@ -11,6 +11,8 @@ import pytest
 
 from tests.doc_blocks import ROOT
 
+pytestmark = pytest.mark.site
+
 
 def script(name):
     spec = importlib.util.spec_from_file_location(f"docs_{name}", ROOT / "docs" / "_build" / f"{name}.py")

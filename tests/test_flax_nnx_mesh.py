@@ -106,8 +106,7 @@ def train(model, loss_function, tokens, labels, steps=3):
     return [float(step(model, state, tokens, labels)) for _ in range(steps)]
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["own", "tied"])
-@pytest.mark.parametrize("sequence_axis", [None, "tensor"], ids=["whole sequence", "sequence parallel"])
+@pairs_of(1, tied=[False, True], sequence_axis=[None, "tensor"])
 def test_training_over_a_mesh_equals_one_device_with_logits(tied, sequence_axis):
     tokens, labels = token_batch()
     single = Model(tied, nnx.Rngs(0))

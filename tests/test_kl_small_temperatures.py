@@ -20,6 +20,7 @@ import pytest
 
 from lce_jax import linear_kl, sharded_linear_kl
 from tests.kl_cases import Drawn, expected
+from tests.pairs import pairs_of
 
 pytestmark = pytest.mark.usefixtures("optimized")  # rounding as users get it
 
@@ -121,16 +122,14 @@ def assert_as_exact_as_stored(drawn: Drawn, shards: int) -> None:
     assert (ours <= np.maximum(2 * theirs, floor)).all(), ours / np.maximum(theirs, floor)
 
 
-@pytest.mark.parametrize("models", MODELS)
-@pytest.mark.parametrize("softcap", [None, 3.0])
-@pytest.mark.parametrize("direction", ["forward", "reverse", "jsd"])
+@pairs_of(direction=["forward", "reverse", "jsd"], softcap=[None, 3.0], models=[*MODELS])
 def test_gradients(direction: str, softcap: float | None, models: str) -> None:
     assert_as_exact_as_stored(draw(models, direction, softcap), 1)
 
 
-@pytest.mark.parametrize("models", ["random", "near, peaked"])
-@pytest.mark.parametrize(("direction", "shards"), [("forward", 2), ("reverse", 4), ("jsd", 2)])
-def test_a_split_vocabulary(direction: str, shards: int, models: str) -> None:
+@pairs_of(1, split=[("forward", 2), ("reverse", 4), ("jsd", 2)], models=["random", "near, peaked"])
+def test_a_split_vocabulary(split: tuple[str, int], models: str) -> None:
+    direction, shards = split
     assert_as_exact_as_stored(draw(models, direction, 3.0 if shards == 2 else None), shards)
 
 

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from lce_jax import linear_loss, sharded_linear_loss
 from tests import oracle
+from tests.pairs import pairs_of
 from tests.test_linear_loss import two_passes
 from tests.test_linear_loss_sharding import HIDDEN, LABELS, WEIGHT, assert_same, mesh_of
 
@@ -57,9 +58,7 @@ def expected(kind: str, how: str) -> Any:
 OPTIONS: dict[str, Any] = {"chunk_bytes": 1, "precision": "highest"}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("how", ["argument", "closure"])
-@pytest.mark.parametrize("place", ["one device", "Auto"])
+@pairs_of(kind=[*KINDS], how=["argument", "closure"], place=["one device", "Auto"])
 def test_under_jit(kind: str, how: str, place: str) -> None:
     x = KINDS[kind] if how == "argument" else KINDS[kind][0, 0]
 

@@ -104,7 +104,7 @@ def of_the_outputs(hidden, weight, labels, **options):
 @pytest.mark.parametrize(
     ("T", "H", "V", "options"),
     [
-        (8192, 4096, 151936, {}),
+        pytest.param(8192, 4096, 151936, {}, marks=pytest.mark.slow),
         (65536, 4096, 151936, {"where": True, "temperature": True}),
         (9001, 2048, 50257, {"where": True, "vocab_size": 50000, "logit_softcap": 30.0}),
         (9000, 1024, 128256, {"weight_layout": "hv"}),

@@ -101,7 +101,7 @@ def test_explicit_types_say_how(place: tuple[P, P]) -> None:
     assert jax.typeof(got[1][1]).sharding.spec == jax.typeof(weight).sharding.spec
 
 
-@pairs_of(check_vma=[True, False], use=["same", "mean", "weighted"], kind=["whole", "gathered"])
+@pairs_of(1, check_vma=[True, False], use=["same", "mean", "weighted"], kind=["whole", "gathered"])
 def test_inside_shard_map(check_vma: bool, use: str, kind: str) -> None:
     """Under the types of ``check_vma``, and by the convention of ``psum`` without them.
 

@@ -16,8 +16,7 @@ from tests.pairs import pairs_of
 NAMES = ("plain", "padded vocabulary", "everything", "where hides NaN", "no entropy", "stats", "no tokens")
 
 
-@pytest.mark.parametrize("implementation", ["xla", "reference"])
-@pytest.mark.parametrize("test", [t for t in cases.MATRIX if t.name in NAMES], ids=str)
+@pairs_of(1, test=[t for t in cases.MATRIX if t.name in NAMES], implementation=["xla", "reference"])
 def test_four_shards(test: cases.TestCase, implementation: str) -> None:
     hidden, weight, labels, options, seeds = cases.draw(test)
     vocab_dim = options.get("weight_layout", "vh").index("v")

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from lce_jax import explain, linear_cross_entropy, linear_logprobs, sharded_linear_logprobs
 from tests import cases
+from tests.pairs import pairs_of
 
 T, H, V = 4096, 512, 65536
 SHAPE = re.compile(r"\b(?:pred|[suf]\d+|bf16)\[([\d,]+)\]")
@@ -38,8 +39,7 @@ def structs(T: int = T, dtype: str = "float32"):
 PASSES = {"forward": call, "value_and_grad": jax.value_and_grad(call, argnums=(0, 1))}
 
 
-@pytest.mark.parametrize("name", PASSES)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pairs_of(1, name=["value_and_grad", "forward"], dtype=["float32", "bfloat16"])
 def test_temporary_memory_under_an_eighth_of_the_logits(name: str, dtype: str) -> None:
     args = structs(dtype=dtype)
     compiled = jax.jit(PASSES[name]).lower(*args).compile()

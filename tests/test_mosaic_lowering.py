@@ -13,7 +13,6 @@ import pytest
 
 import lce_jax
 from lce_jax import local
-from tests.pairs import pairs_of
 
 HIDDEN = (1024, 2048, 4096, 5120, 8192)
 VOCABULARIES = (32000, 50257, 128256, 151936, 152064, 248320, 262144)
@@ -57,26 +56,47 @@ def overwrites_cache(text: str) -> bool:
     return "output_operand_alias<output_tuple_indices = [], operand_index = 0," in text
 
 
-@pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("T", [1, 100, 1003])
-def test_tokens(T: int) -> None:
-    lower(T, 1024, 32000)
+# Every kind of size, layout, cache and option once: `test_every_head` has the combinations.
+CALLS = [
+    (1, 8192, 16032, {"cache_bytes": 1 << 14}),
+    (100, 12288, 18992, {"weight_layout": "hv", "dtype": "float16", "cache_bytes": 1 << 40}),
+    (1003, 704, 19008, {"logit_scale": True, "where": True, "vocab_size": 18100}),
+    (512, 192, 31040, {"weight_layout": "hv", "entropy": False, "cache_bytes": 1 << 20}),
+    (600, 64, 4000, {"cache_bytes": 1 << 20}),
+    (2048, 4096, 151936, {**EVERYTHING, "cache_bytes": 1 << 29, "vocab_size": 151669}),
+    (8192, 2880, 201088, {"cache_bytes": 1 << 40}),
+    (4096, 5120, 262144, {}),
+    (4096, 2048, 64128, {"weight_layout": "hv"}),
+    (1, 1024, 32768, {"logit_scale": True, "cache_bytes": 1 << 40}),
+]
 
 
 @pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("cache_bytes", [0, 1 << 40])
-def test_narrow_tiles(cache_bytes: int) -> None:
-    lower(8192, 2880, 201088, cache_bytes=cache_bytes)
+@pytest.mark.parametrize(("T", "H", "V", "options"), CALLS, ids=str)
+def test_lowers(T: int, H: int, V: int, options: dict) -> None:
+    lower(T, H, V, **options)
 
 
 @pytest.mark.usefixtures("hopper")
-def test_a_traced_scale_is_a_factor_of_the_rows() -> None:
-    lower(1003, 1024, 32003, logit_scale=True, where=True, vocab_size=31000)
-
-
-@pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize(("cache_bytes", "kernels"), [(0, 8), (1 << 30, 12), (1 << 40, 8)])
-@pytest.mark.parametrize(("T", "V"), [(8192, 151936), (131072, 151936), (8192, 50257)])
+@pytest.mark.parametrize(
+    ("T", "V", "cache_bytes", "kernels"),
+    [
+        (8192, 151936, 0, 8),
+        (8192, 151936, 1 << 30, 12),
+        (8192, 151936, 1 << 40, 8),
+        (8192, 50257, 1 << 40, 9),  # its last tile is copied for the forward
+        *(
+            pytest.param(*call, marks=pytest.mark.slow)
+            for call in [
+                (8192, 50257, 0, 9),
+                (8192, 50257, 1 << 30, 9),  # 1 GiB is all of its cache
+                (131072, 151936, 0, 8),
+                (131072, 151936, 1 << 30, 12),
+                (131072, 151936, 1 << 40, 8),
+            ]
+        ),
+    ],
+)
 def test_how_many_kernels_are_compiled(T: int, V: int, cache_bytes: int, kernels: int) -> None:
     """One of each kind for all chunks and launches, however many they are and whatever is left for the last.
 
@@ -85,8 +105,6 @@ def test_how_many_kernels_are_compiled(T: int, V: int, cache_bytes: int, kernels
     The gradient takes the place of a whole cache and goes into one product each; else, as without a cache, through a
     buffer of its own, chunk by chunk. Then dhidden is a sum, in fp32; else it is written once, rounded.
     """
-    if V == 50257:
-        kernels = 9  # its last tile is copied for the forward; 1 GiB is all of its cache
     text = lower(T, 1024, V, cache_bytes=cache_bytes)
     assert text.count("@mosaic_gpu_v2") == kernels
     if cache_bytes != 1 << 30 and T == 8192:
@@ -100,60 +118,12 @@ def test_how_many_kernels_are_compiled(T: int, V: int, cache_bytes: int, kernels
 def test_64_bit_numbers_outside() -> None:
     with jax.enable_x64(True):
         lower(4096, 1024, 32003, cache_bytes=1 << 26, where=True, temperature=True, logit_softcap=3.0, vocab_size=31000)
-        lower(100, 512, 32000, weight_layout="hv", cache_bytes=1 << 20)
-
-
-@pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("layout", ["vh", "hv"])
-def test_narrow(layout: str) -> None:
-    lower(600, 64, 4000, weight_layout=layout, cache_bytes=1 << 20)
-
-
-@pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize(
-    ("H", "V"),
-    [
-        # Of the vocabularies that are whole tiles all but the smallest and the largest are slow.
-        pytest.param(H, V, marks=pytest.mark.slow if V in (128256, 152064, 248320) else ())
-        for H, V in zip(itertools.cycle(HIDDEN), VOCABULARIES, strict=False)
-    ],
-)
-def test_vocabularies(H: int, V: int) -> None:
-    lower(4096, H, V, cache_bytes=1 << 30)
-
-
-@pytest.mark.usefixtures("hopper")
-@pairs_of(1, V=[16032, 18992, 19008, 31040, 32768, 64128], layout=["vh", "hv"])
-def test_tensor_parallel_shards(V: int, layout: str) -> None:
-    lower(4096, 2048, V, weight_layout=layout, cache_bytes=1 << 26)
-
-
-@pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"entropy": False},
-        {"dtype": "float16", "cache_bytes": 1 << 40},
-        pytest.param({"vocab_size": 151669}, marks=pytest.mark.slow),  # the last call has these and more
-        pytest.param({"where": True}, marks=pytest.mark.slow),
-        pytest.param(EVERYTHING, marks=pytest.mark.slow),
-        {**EVERYTHING, "cache_bytes": 1 << 29, "vocab_size": 151669},
-    ],
-    ids=str,
-)
-def test_options(options: dict) -> None:
-    lower(2048, 4096, 151936, **options)
-
-
-@pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("H", [64, 192, *(pytest.param(H, marks=pytest.mark.slow) for H in (448, 576)), 704, 12288])
-def test_hidden_sizes_nobody_tuned(H: int) -> None:
-    lower(512, H, 32000, cache_bytes=1 << 20)
+        lower(100, 512, 32000, weight_layout="hv", cache_bytes=1 << 40)
 
 
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.slow
-@pytest.mark.parametrize("H", HIDDEN)
+@pytest.mark.parametrize("H", [*HIDDEN, 448, 576])
 @pytest.mark.parametrize("V", VOCABULARIES)
 @pytest.mark.parametrize("split", TENSOR_PARALLEL)
 def test_every_head(H: int, V: int, split: int) -> None:
@@ -162,9 +132,8 @@ def test_every_head(H: int, V: int, split: int) -> None:
 
 
 @pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("cache_bytes", [0, 1 << 22])
-def test_one_shard_with_padded_rows(cache_bytes: int) -> None:
-    options = {"vocab_size": 151669, "cache_bytes": cache_bytes, "implementation": "mosaic_gpu"}
+def test_one_shard_with_padded_rows() -> None:
+    options = {"vocab_size": 151669, "cache_bytes": 1 << 22, "implementation": "mosaic_gpu"}
 
     def step(hidden, weight, labels, seeds, start, num_rows):
         rows = {"vocab_start": start, "num_rows": num_rows}

@@ -31,11 +31,11 @@ THRESHOLD = 0.03
 CALLS = [
     call("several batches, clusters, nothing live", T=264, V=1032, H=64, cluster=2, chunk=1, num_rows=200, stats=True,
          temperature=True, mean_logit=True),
-    call("padding, softcap, no entropy", T=264, V=776, H=64, num_columns=600, logit_softcap=3.0, entropy=False),
+    call("padding, softcap, no entropy, dweight added, float16", T=136, V=776, H=64, num_columns=600,
+         logit_softcap=3.0, entropy=False, adds_dweight=True, dtype="float16"),
     call("padding holds half an atom at the end", T=136, V=1032, H=64, num_columns=700),
     call("hv, dweight added, several launches", T=136, V=4352, H=64, weight_layout="hv", adds_dweight=True,
          statistics_bytes=1 << 13, stats=True),
-    call("dweight added, padding, float16", T=264, V=776, H=64, num_columns=300, adds_dweight=True, dtype="float16"),
 ]  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.site
 NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
 LOCAL_PATH = re.compile(r"(?<![\w./:-])/(?:home|root|tmp|usr|var|opt|mnt|work|workspace|Users|private)/|[A-Z]:\\")
 

@@ -9,6 +9,7 @@ import pytest
 
 from lce_jax import linear_cross_entropy, linear_logprobs, sharded_linear_cross_entropy, sharded_linear_logprobs
 from tests import oracle
+from tests.pairs import pairs_of
 
 pytestmark = pytest.mark.usefixtures("optimized")  # rounding as users get it
 
@@ -198,8 +199,7 @@ def assert_probabilities(out) -> None:
     assert not np.any(np.isnan(jnp.log1p(-jnp.exp(out.logprobs))))
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("name", SURE)
+@pairs_of(1, name=[*SURE], implementation=IMPLEMENTATIONS)
 def test_no_probability_is_above_one(name: str, implementation: str) -> None:
     hidden, weight, labels, temperature, options = draw_sure_rows(**SURE[name])
     out = linear_logprobs(

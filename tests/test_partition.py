@@ -62,8 +62,7 @@ def told_flops(place: str) -> float:
     return flops(step(function), HIDDEN, WEIGHT, LABELS, WHERE, TEMPERATURE)
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=str)
-@pytest.mark.parametrize("place", PLACES)
+@pairs_of(1, place=[*PLACES], kind=KINDS)
 def test_split_operands_split_the_work(place: str, kind: AxisType) -> None:
     mesh = mesh_of(kind)
     specs = (*PLACES[place][:2], *(PLACES[place][2],) * 3)
@@ -77,8 +76,7 @@ def test_split_operands_split_the_work(place: str, kind: AxisType) -> None:
             assert names(gradient) == names(operand)
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=str)
-@pytest.mark.parametrize("place", ["set_mesh", "batch of both"])
+@pairs_of(1, place=["set_mesh", "batch of both"], kind=KINDS)
 def test_one_axis_for_tokens_and_vocabulary(place: str, kind: AxisType) -> None:
     """An axis cannot split both at once: the smaller operand is gathered, or the mesh comes from the context."""
     mesh = mesh_of(kind)

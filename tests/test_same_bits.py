@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from typing import Any
 
@@ -21,11 +20,13 @@ from lce_jax.mosaic._pallas import interpreting, plgpu
 from lce_jax.mosaic.sm90 import KERNELS
 from tests import emulated_launches
 from tests.devices import H200
-from tests.mosaic_calls import call, case_of
+from tests.mosaic_calls import MULTIPROCESSORS, call, case_of
 from tests.mosaic_interpreter import races_found
+from tests.pairs import pairs_of
 
 FIELDS = ("logprobs", "entropy", "lse", "max_logit", "min_logit")
 COLUMNS = GROUP * KERNELS.tiling.tile  # of a group
+SMALL = H200._replace(core_count=MULTIPROCESSORS)  # each is a block that the interpreter runs
 
 
 def drawn(T: int, H: int, V: int) -> tuple[Any, Any, Any]:
@@ -50,7 +51,7 @@ def by_jax(hidden: Any, weight: Any, labels: Any, where: Any = None, **options: 
         spec, primals, rows = _bind.of_one_shard(hidden, weight, labels, where, None, told, False)
         return _spmd.forward(spec, primals, rows, False)[0].outputs
 
-    with for_device(H200), interpreting(plgpu.InterpretGPUParams()):
+    with for_device(SMALL), interpreting(plgpu.InterpretGPUParams()):
         out = jax.jit(run)(hidden, weight, labels, where, temperature)
     return {name: np.asarray(getattr(out, name)) for name in FIELDS if getattr(out, name) is not None}
 
@@ -60,7 +61,7 @@ def by_list(
 ) -> dict[str, np.ndarray]:
     rows, (T, H), V = 256, hidden.shape, weight.shape[0]
     head = passes.Head(
-        num_tokens=rows, hidden_size=H, num_columns=V, vocab_size=V, start=0, dtype="bfloat16", device=H200,
+        num_tokens=rows, hidden_size=H, num_columns=V, vocab_size=V, start=0, dtype="bfloat16", device=SMALL,
         stats=True, has_temperature=temperature is not None, vocab_part_size=vocab_part_size,
     )  # fmt: skip
     program = passes.forward(head, keep_cache=False)
@@ -106,7 +107,7 @@ def test_shards_of_whole_groups(most: int) -> None:
         return Operands(hidden, weight[shard * size :][:size], targets, inverse, None, columns)
 
     def of(shards: int) -> Any:
-        case = dataclasses.replace(case_of(call("bits", T=T, H=H, V=V // shards, stats=True)), device=H200)
+        case = case_of(call("bits", T=T, H=H, V=V // shards, stats=True))
 
         def run(*given: Operands) -> Any:
             parts = [mosaic.in_parts(each, case)[0] for each in given]
@@ -151,8 +152,11 @@ def test_plans_say_what_holds() -> None:
 
 
 @pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("checked", [True, False])
-@pytest.mark.parametrize("options", [{}, {"temperature": True, "stats": True}, {"logit_softcap": 30.0}], ids=str)
+@pairs_of(
+    1,
+    options=[{"cache_bytes": 1 << 19}, {"temperature": True, "stats": True}, {"logit_softcap": 30.0}],
+    checked=[True, False],
+)
 def test_no_logarithm_or_quotient_of_rows_outside_the_kernels(options: dict[str, Any], checked: bool) -> None:
     """Forward and backward, in a program for CUDA, over two shards."""
     T, H, V = 512, 128, 4 * COLUMNS

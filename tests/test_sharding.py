@@ -18,6 +18,7 @@ from lce_jax import (
 )
 from tests import cases, oracle
 from tests.agreement import on_one_device
+from tests.pairs import pairs_of
 from tests.sharding_cases import CALLS, LAYOUTS, mesh_of
 
 
@@ -83,8 +84,7 @@ def test_explicit_axes_tell_the_batch_and_keep_their_types() -> None:
     assert oracle.value_error(out.logprobs, want.logprobs) < 2e-6
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("test", CALLS, ids=str)
+@pairs_of(1, test=CALLS, check_vma=[True, False])
 def test_inside_shard_map(test: cases.TestCase, check_vma: bool) -> None:
     """The gradient is taken outside: shard_map's transpose sums what was replicated."""
     (hidden, weight, labels, options, seeds), want, wanted = single(test)
@@ -155,8 +155,7 @@ def test_gradient_inside_shard_map_follows_jax(check_vma: bool, gathered: bool) 
         assert oracle.relative_norm(got, true) < 1e-5
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("test", CALLS[:3], ids=str)
+@pairs_of(1, test=CALLS[:3], check_vma=[True, False])
 def test_shards_agree_bitwise(test: cases.TestCase, check_vma: bool) -> None:
     (hidden, weight, labels, options, _), _, _ = single(test)
     where = options.pop("where", None)

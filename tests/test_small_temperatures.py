@@ -16,6 +16,7 @@ import pytest
 
 from lce_jax import linear_cross_entropy, linear_logprobs, linear_loss, sharded_linear_logprobs, sharded_linear_loss
 from tests import cases, oracle
+from tests.pairs import pairs_of
 from tests.test_numerics import plain
 
 pytestmark = pytest.mark.usefixtures("optimized")  # rounding as users get it
@@ -94,9 +95,7 @@ def assert_as_exact_as_stored(problem: Problem, found: Any) -> None:
     assert np.all(ours <= np.maximum(2 * stored, FLOOR)), (ours, stored)
 
 
-@pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "random"])
-@pytest.mark.parametrize("implementation", ["xla", "reference"])
-@pytest.mark.parametrize("name", OPTIONS)
+@pairs_of(name=[*OPTIONS], implementation=["xla", "reference"], greedy=[True, False])
 def test_gradients(name: str, implementation: str, greedy: bool) -> None:
     problem = draw(greedy, **OPTIONS[name])
     call = functools.partial(linear_logprobs, implementation=implementation, precision="highest")
@@ -173,8 +172,7 @@ def test_candidates_have_the_logprob_of_a_label(implementation: str) -> None:
     assert ours <= max(2 * theirs, FLOOR)
 
 
-@pytest.mark.parametrize("name", ["plain", "softcap", "bias", "candidates"])
-@pytest.mark.parametrize("implementation", ["xla", "reference"])
+@pairs_of(1, name=["plain", "softcap", "bias", "candidates"], implementation=["xla", "reference"])
 def test_the_smallest_temperatures(name: str, implementation: str) -> None:
     """Below 1e-20 they count as 1e-20. What float32 cannot hold is in no gradient."""
     problem = draw(greedy=True, **OPTIONS[name])

@@ -14,6 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from lce_jax import _xla_partitioning, linear_topk, sharded_linear_topk
+from tests.pairs import pairs_of
 from tests.partition_cases import KINDS, flops, mesh_of, put
 from tests.sharding_cases import LAYOUTS
 from tests.sharding_cases import mesh_of as mesh_of_layout
@@ -22,8 +23,7 @@ from tests.topk_cases import assert_exact, integers
 HIDDEN, WEIGHT = integers((8, 16), 4096, "float32", H=64)
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("shards", [1, 2, 8])
+@pairs_of(1, shards=[1, 2, 8], check_vma=[True, False])
 def test_inside_shard_map(shards: int, check_vma: bool) -> None:
     """Shards of 13 columns, fewer than k, of which the last has padding alone; every shard returns the same bits."""
     hidden, weight = integers((8, 3), 104, "bfloat16")
@@ -92,8 +92,7 @@ PLACES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=str)
-@pytest.mark.parametrize("place", PLACES)
+@pairs_of(1, place=[*PLACES], kind=KINDS)
 def test_split_operands_split_the_work(place: str, kind: AxisType, caplog: pytest.LogCaptureFixture) -> None:
     of_hidden, of_weight, options = PLACES[place]
     mesh, run = mesh_of(kind), jax.jit(linear_topk, static_argnums=2)

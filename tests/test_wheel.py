@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.site
 ROOT = Path(__file__).parents[1]
 NEEDED = ("jax", "jaxlib", "numpy", "ml_dtypes", "opt_einsum")  # what an import of JAX needs
 QUICK_START = """

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.site
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs" / "recipes").glob("*.md"))
 PROGRAMS = {path.relative_to(ROOT).as_posix(): path.read_text() for path in sorted((ROOT / "examples").glob("*.py"))}

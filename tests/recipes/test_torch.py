@@ -14,7 +14,10 @@ from examples import rl_frameworks
 from tests.recipes import framework_doubles as doubles
 from tests.torch.processes import ranks
 
-pytestmark = pytest.mark.skipif(not importlib.util.find_spec("megatron.core"), reason="needs torch and megatron-core")
+pytestmark = [
+    pytest.mark.site,
+    pytest.mark.skipif(not importlib.util.find_spec("megatron.core"), reason="needs torch and megatron-core"),
+]
 NEAR = 1e-6  # of float32 sums in another order, after three steps
 
 

@@ -9,6 +9,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from lce_torch_bridge import linear_logprobs
+from tests.pairs import pairs_of
 from tests.torch import problem as p
 
 VALUE, GRADIENT = 2e-6, 1e-6  # as in test_parity
@@ -49,8 +50,7 @@ def seeds_like(labels: torch.Tensor) -> list[torch.Tensor]:
     return [*p.seeds_like(labels), p.seeds_like(labels, seed=2)[0]]
 
 
-@pytest.mark.parametrize("implementation", ["xla", "reference"])
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: ", ".join(options))
+@pairs_of(1, options=OPTIONS, implementation=["xla", "reference"])
 def test_every_output_and_gradient(options: dict[str, Any], implementation: str) -> None:
     problem, bias = p.draw(), draw_bias()
     problem.labels[:4] = torch.tensor([-100, 2**32 + 3, 104, -1])

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lce_torch_bridge import _linear_loss, _programs, linear_logprobs, linear_loss
 from lce_torch_bridge._programs import Spec
+from tests.pairs import pairs_of
 from tests.torch import problem as p
 
 VALUE, GRADIENT = 2e-6, 1e-6  # as in test_parity
@@ -70,8 +71,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("chunk_bytes", [0, None], ids=["three chunks", "one chunk"])
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: ", ".join(options))
+@pairs_of(1, options=OPTIONS, chunk_bytes=[0, None])
 def test_values_and_all_gradients(options: dict[str, Any], chunk_bytes: int | None) -> None:
     problem = p.draw(T=MANY)
     problem.labels[:3] = torch.tensor([-100, 2**32 + 3, 104])

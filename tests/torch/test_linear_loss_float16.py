@@ -10,6 +10,7 @@ import torch
 
 from lce_jax import _walk
 from lce_torch_bridge import _chunk_sums, linear_loss
+from tests.pairs import pairs_of
 from tests.torch import problem as p
 from tests.torch.launched import launched_directly
 
@@ -33,9 +34,11 @@ def gradients(call: Any, problem: p.Problem, loss_scale: float, **options: Any) 
 
 
 @pytest.mark.usefixtures("rounded")
-@pytest.mark.parametrize("way", [contextlib.nullcontext, launched_directly], ids=["jax", "direct"])
-@pytest.mark.parametrize("chunk_bytes", [0, None], ids=["three chunks", "one chunk"])
-@pytest.mark.parametrize("magnitudes", [(1e-6, 1e-6, 1e-6), (1e-12, 1e-6, 1e-9), (0.0, 1e-9, 1e3)], ids=str)
+@pairs_of(
+    magnitudes=[(1e-6, 1e-6, 1e-6), (1e-12, 1e-6, 1e-9), (0.0, 1e-9, 1e3)],
+    chunk_bytes=[0, None],
+    way=[contextlib.nullcontext, launched_directly],
+)
 def test_losses_of_any_magnitude(magnitudes: tuple[float, ...], chunk_bytes: int | None, way: Any) -> None:
     """Each chunk's gradients are as exact as float16's rounding of the largest ones lets them be."""
     drawn = p.draw(T=T)

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import lce_jax
 from lce_jax import UnsupportedError
 from lce_torch_bridge import _logits_operators, linear_logits, masked_logprobs
+from tests.pairs import pairs_of
 from tests.torch import problem as p
 
 VALUE, GRADIENT = 2e-6, 1e-6  # as in test_parity
@@ -41,8 +42,7 @@ def exact(problem: p.Problem, **options: Any) -> Any:
     return evaluate(p.Problem(hidden, problem.weight.double(), problem.labels), p.stored_logits, **options)
 
 
-@pytest.mark.parametrize("implementation", [None, "reference"])
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: ", ".join(options))
+@pairs_of(1, options=OPTIONS, implementation=[None, "reference"])
 def test_values_and_gradients(options: dict[str, Any], implementation: str | None) -> None:
     z, grads = evaluate(p.draw(), implementation=implementation, **options)
     want, wanted = exact(p.draw(), **options)

@@ -10,6 +10,7 @@ from torch.nn import functional
 
 import lce_jax
 from lce_torch_bridge import linear_cross_entropy_loss, linear_entropy, linear_logprobs
+from tests.pairs import pairs_of
 from tests.torch import problem as p
 from tests.torch.test_bias import draw_bias
 from tests.torch.test_parity import single_rank_group
@@ -65,8 +66,7 @@ def measured(call: Any, problem: p.Problem, bias: torch.Tensor, seed: torch.Tens
     return loss, torch.autograd.grad((loss * (seed if loss.ndim else 1.0)).sum(), (*leaves[:2], bias))
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: ", ".join(options))
+@pairs_of(1, options=OPTIONS, reduction=["mean", "sum", "none"])
 def test_as_torchs_cross_entropy(options: dict[str, Any], reduction: str) -> None:
     problem, bias, seed = draw(), draw_bias(), p.seeds_like(draw().labels)[0]
     loss, grads = measured(linear_cross_entropy_loss, problem, bias, seed, reduction=reduction, **options)

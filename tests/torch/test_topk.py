@@ -9,6 +9,7 @@ import torch
 
 from lce_jax import UnsupportedError
 from lce_torch_bridge import TopK, _topk_operator, linear_logprobs, linear_topk
+from tests.pairs import pairs_of
 from tests.torch import problem as p
 
 VALUE = 2e-6  # as in test_parity
@@ -37,9 +38,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("implementation", ["xla", "reference"])
-@pytest.mark.parametrize("k", [1, 3, 97])
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: ", ".join(options))
+@pairs_of(options=OPTIONS, k=[1, 3, 97], implementation=["xla", "reference"])
 def test_ids_in_order_and_their_logprobs(options: dict[str, Any], k: int, implementation: str) -> None:
     problem = integers(p.draw())
     got = linear_topk(problem.hidden, problem.weight, k, implementation=implementation, **options)
