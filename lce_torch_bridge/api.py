@@ -100,8 +100,9 @@ def linear_logprobs(
             hold no label, are left out of the gradients: a number in [0, 1). Results never change. 0 is exact.
             "mosaic_gpu" alone leaves tiles out; its forward then keeps V / 64 bytes per token. `lce_jax` tells how much
             probability was left out (``dropped_mass``). Under ``torch.compile`` as ``cache_bytes``.
-        implementation: "mosaic_gpu" (kernels for Hopper GPUs), "xla" (every device), "reference" (stores the logits),
-            or a tuple of names tried in order. None: the best one that can serve the call.
+        implementation: "mosaic_gpu" (kernels for Hopper GPUs; those for Blackwell have never run, and only this name
+            gets them), "xla" (every device), "reference" (stores the logits), or a tuple of names tried in order. None:
+            the best one that can serve the call.
 
     Returns:
         A `LogprobOutput`, each field float32 of ``labels.shape`` (``[..., K]`` for candidates) or None.
