@@ -106,8 +106,9 @@ def linear_logprobs(
             ranks: give the rows of the smallest shard that any ``tp_group`` has. Ranks must have whole parts; only a
             vocabulary that is not split may end inside one. Not with ``cache_bytes`` or ``gradient_threshold``. None:
             each rank's rows are one part.
-        implementation: "mosaic_gpu" (kernels for Hopper GPUs), "xla" (every device), "reference" (stores the logits),
-            or a tuple of names tried in order. None: the best one that can serve the call.
+        implementation: "mosaic_gpu" (kernels for Hopper GPUs; those for Blackwell have never run, and only this name
+            gets them), "xla" (every device), "reference" (stores the logits), or a tuple of names tried in order. None:
+            the best one that can serve the call.
 
     Returns:
         A `LogprobOutput`, each field float32 of ``labels.shape`` (``[..., K]`` for candidates) or None.

@@ -98,8 +98,10 @@ def supported(hidden: Any, weight: Any, options: dict[str, Any]) -> None:
 
 def use_statistics_bytes(statistics_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Few make the forward take several launches."""
-    budget = dataclasses.replace(sm90.KERNELS.budget, statistics_bytes=statistics_bytes)
-    monkeypatch.setattr(_generations, "KERNEL_SETS", (dataclasses.replace(sm90.KERNELS, budget=budget),))
+    sets: list[Any] = list(_generations.KERNEL_SETS)
+    budgets = [dataclasses.replace(one.budget, statistics_bytes=statistics_bytes) for one in sets]
+    replaced = tuple(dataclasses.replace(one, budget=budget) for one, budget in zip(sets, budgets, strict=True))
+    monkeypatch.setattr(_generations, "KERNEL_SETS", replaced)
 
 
 def poison() -> None:

@@ -14,7 +14,7 @@ from lce_jax.mosaic.common._tiles import (
     STAGING_COLUMNS,
     TILE_N,
 )
-from lce_jax.mosaic.sm100._hardware import ACCUMULATORS
+from lce_jax.mosaic.sm100._hardware import ACCUMULATORS, TMEM_ADDRESS_BYTES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +44,8 @@ class Tuning:
         if staged:
             sizes.append(self.slots * ROW_BLOCK * STAGING_BYTES)
         barriers = 2 * (self.stages + ACCUMULATORS) * BARRIER_BYTES  # full, empty; done, drained
-        return sum(-(-size // SMEM_ALIGNMENT) * SMEM_ALIGNMENT for size in sizes) + barriers
+        in_tiles = sum(-(-size // SMEM_ALIGNMENT) * SMEM_ALIGNMENT for size in sizes)
+        return in_tiles + barriers + TMEM_ADDRESS_BYTES
 
 
 ALONE = Tuning()
