@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from lce_jax import _compat
+from lce_jax import _jax
 from lce_jax._types import Device
 
 _described: contextvars.ContextVar[Device | None] = contextvars.ContextVar("described", default=None)
@@ -81,7 +81,7 @@ def _of_mesh(mesh: Mesh | AbstractMesh | None) -> Device | None:
     described = mesh.abstract_device
     if described is None:
         return None
-    platform = _compat.platform_of(described)
+    platform = _jax.platform_of(described)
     here = [device for device in _devices(platform) if device.device_kind == described.device_kind]
     return of(here[0]) if here else Device(platform, described.device_kind, "", described.num_cores or 0)
 

@@ -8,9 +8,8 @@ import logging
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from lce_jax import _devices, mosaic, reference, xla
+from lce_jax import _devices, mosaic
 from lce_jax._plans import ALONE, Plan, Surroundings
-from lce_jax._statistics import Normalizer, Parts
 from lce_jax._types import (
     CPU,
     Case,
@@ -20,6 +19,9 @@ from lce_jax._types import (
     ShardStatistics,
     UnsupportedError,
 )
+from lce_jax.mathematics._statistics import Normalizer, Parts
+from lce_jax.reference import _logprobs as reference
+from lce_jax.xla import _logprobs as xla
 
 
 class Implementation(Protocol):

@@ -10,7 +10,7 @@ import torch
 
 import lce_jax
 from lce_jax import scalars
-from lce_torch_bridge import _device
+from lce_torch_bridge.tensors import _device
 
 type Way = Literal["direct", "jax"]
 

@@ -37,8 +37,8 @@ def check_equal_parts(weight: torch.Tensor, name: str) -> None:
     """In a group's first call the ranks compare their numbers of rows and their ways, and all raise if these differ.
 
     Only in the first call: every rank knows which call is the first, and so all of them join the collective. Later
-    calls send the number with their statistics, and their results are NaN if it differs (`_programs.results`). Where
-    kernels are launched directly, that needs parts with as many groups of tiles, 4096 columns each: otherwise the ranks
+    calls send the number with their statistics, and their results are NaN if it differs (`through_jax._programs.results`).
+    Where kernels are launched directly, that needs parts with as many groups of tiles, 4096 columns each: otherwise the ranks
     send arrays of different sizes, which NCCL does not notice.
 
     Raises:
@@ -83,7 +83,7 @@ def add_parts(x: torch.Tensor, rows: int, name: str) -> torch.Tensor:
     """The sum of ``x`` over the group, of which one rank holds each element and the others 0, so that it is exact.
 
     ``rows`` is this rank's part of the vocabulary. It goes along in the one collective, and if it differs between the
-    ranks, results are NaN, as in `_programs.results`.
+    ranks, results are NaN, as in `through_jax._programs.results`.
     """
     group = _resolve(name)
     parts = x.new_zeros((group.size(), 2))

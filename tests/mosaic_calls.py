@@ -11,11 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lce_jax import _math, mosaic, reference
+from lce_jax import mosaic
 from lce_jax._types import Case, Device, LogprobOutput, Operands, Options, Results, RowCoefficients
+from lce_jax.mathematics import _logprobs
 from lce_jax.mosaic._cache import Cache
 from lce_jax.mosaic._chunks import Budget
 from lce_jax.mosaic._geometry import Tiling
+from lce_jax.reference import _logprobs as reference
 from tests.devices import H200
 from tests.mosaic_interpreter import add_stores, races_found
 
@@ -187,8 +189,10 @@ def expected(test: Call, case: Case, operands: Operands, cotangent: Results) -> 
 
 def coefficients(test: Call, stats: Any, cotangent: Results, operands: Operands, where: Any = None) -> RowCoefficients:
     """What `_shard` makes of the statistics of the whole vocabulary."""
-    scale, factor = (of(test.options, operands.inverse_temperature) for of in (_math.row_scale, _math.row_factor))
-    return _math.row_coefficients(stats, cotangent, scale, factor, where, test.options, test.V)
+    scale, factor = (
+        of(test.options, operands.inverse_temperature) for of in (_logprobs.row_scale, _logprobs.row_factor)
+    )
+    return _logprobs.row_coefficients(stats, cotangent, scale, factor, where, test.options, test.V)
 
 
 def traced(function: Any, operands: Operands, *rest: Any) -> Any:

@@ -18,9 +18,9 @@ import lce_jax
 pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 
-from lce_jax._models import MODELS, Head
 from lce_jax.bench import __main__ as command
 from lce_jax.bench import candidates, peers, problem, report, run, shapes, text
+from lce_jax.explain._models import MODELS, Head
 
 pytestmark = [pytest.mark.site, pytest.mark.usefixtures("short_timings")]
 TINY = shapes.Shape(24, Head(32, 520))

@@ -12,10 +12,10 @@ import pytest
 pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 
-from lce_jax._models import Head
 from lce_jax._types import Case, Options
 from lce_jax.bench import __main__ as command
 from lce_jax.bench import problem, shapes, sweep
+from lce_jax.explain._models import Head
 from lce_jax.mosaic import _generations
 from lce_jax.mosaic.sm90._tuning import Tuning
 from tests import devices

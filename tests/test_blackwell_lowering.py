@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from jax.experimental.mosaic.gpu import utils
 
-from lce_jax._models import MODELS
+from lce_jax.explain._models import MODELS
 from tests.test_mosaic_lowering import EVERYTHING, lower
 
 CALLS: list[Any] = [

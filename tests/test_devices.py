@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import lce_jax
 from lce_jax import UnsupportedError, explain, linear_cross_entropy, linear_logprobs, linear_loss
-from lce_jax._compat import abstract_device
+from lce_jax._jax import abstract_device
 
 T, H, V = 256, 64, 1024
 H200, A100, B200 = ("NVIDIA H200", 132), ("NVIDIA A100-SXM4-80GB", 108), ("NVIDIA B200", 148)

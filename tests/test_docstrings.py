@@ -12,9 +12,9 @@ import torch
 
 import lce_jax
 import lce_torch_bridge
-import lce_torch_bridge.megatron
+import lce_torch_bridge.megatron._models
 from lce_jax import local
-from lce_torch_bridge import _output_layer
+from lce_torch_bridge.megatron import _output_layer
 
 # Names whose text differs, and why. Within each of the two modules of lce_jax the text is still the same.
 DIFFERS_BETWEEN_MODULES = {

@@ -13,8 +13,8 @@ import pytest
 
 import lce_jax
 from lce_jax import explain
-from lce_jax._models import MODELS
 from lce_jax.explain import __main__ as command
+from lce_jax.explain._models import MODELS
 
 FAR = 0.1  # of the logits: what the copies are counted in; hidden states and columns come to less
 

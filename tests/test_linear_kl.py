@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lce_jax import _kl_tiles, linear_kl
+from lce_jax import linear_kl
+from lce_jax.xla import _kl
 from tests import kl_cases, oracle
 from tests.kl_cases import call, draw, evaluate, expected
 from tests.pairs import pairs_of
@@ -37,7 +38,7 @@ def test_matches_float64(test: kl_cases.Call) -> None:
 @pytest.mark.parametrize("tile", [(1, 1), (7, 50), (23, 113), (24, 16)], ids=str)
 def test_any_tiling(tile: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of tokens that overlap, and that hold no row that counts; a remainder of the vocabulary, or none."""
-    monkeypatch.setattr(_kl_tiles.KLPlan, "tiles", tile)
+    monkeypatch.setattr(_kl.KLPlan, "tiles", tile)
     drawn = draw(kl_cases.MIXED if tile[0] == 7 else kl_cases.EVERYTHING, seed=1)
     jax.clear_caches()
     assert_right(evaluate(drawn), expected(drawn), drawn.student)

@@ -10,7 +10,7 @@ import pytest
 
 import lce_jax
 from lce_jax import linear_loss
-from lce_jax._token_chunks import Budget
+from lce_jax.programs._token_chunks import Budget
 from tests.test_mosaic_lowering import lower, overwrites_cache
 
 

@@ -14,7 +14,8 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from lce_jax import UnsupportedError, _gathered, linear_logits, masked_logprobs
+from lce_jax import UnsupportedError, linear_logits, masked_logprobs
+from lce_jax.xla import _logits
 from tests import cases, oracle
 
 CALLS = [
@@ -80,7 +81,7 @@ def evaluate(operands: Any, ids: Any, seed: Any, options: dict[str, Any], functi
 @pytest.mark.parametrize("way", ["one chunk", "chunks", "reference"])
 @pytest.mark.parametrize("test", CALLS, ids=str)
 def test_matches_float64(test: cases.TestCase, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_gathered, "GATHERED_BYTES", 3000 if way == "chunks" else 32 << 20)
+    monkeypatch.setattr(_logits, "GATHERED_BYTES", 3000 if way == "chunks" else 32 << 20)
     jax.clear_caches()  # the bytes are read while tracing
     operands, ids, seed, options = call(test)
     told = {"implementation": "reference" if way == "reference" else None, "precision": "highest"}
@@ -204,8 +205,8 @@ def test_memory_and_determinism() -> None:
     shapes = re.findall(r"\b(?:pred|[suf]\d+|bf16)\[([\d,]+)\]", compiled.as_text())
     largest = max(math.prod(map(int, dims.split(","))) for dims in shapes)
     assert largest <= V * H  # dweight
-    assert compiled.memory_analysis().temp_size_in_bytes < 4 * _gathered.GATHERED_BYTES
-    assert T * K * H * 2 > 3 * _gathered.GATHERED_BYTES
+    assert compiled.memory_analysis().temp_size_in_bytes < 4 * _logits.GATHERED_BYTES
+    assert T * K * H * 2 > 3 * _logits.GATHERED_BYTES
     assert not any(dims.startswith(f"{T},{K},") for dims in shapes)
 
 

@@ -13,7 +13,8 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from lce_jax import _xla_partitioning, linear_logits, sharded_linear_logits
+from lce_jax import linear_logits, sharded_linear_logits
+from lce_jax.mesh import _partitioner
 from tests import cases, oracle
 from tests.pairs import pairs_of
 from tests.partition_cases import names, put
@@ -67,7 +68,7 @@ def test_auto_axes(caplog: pytest.LogCaptureFixture) -> None:
     mesh = mesh_of("data 2, tensor 4", AxisType.Auto)
     hidden, weight = jnp.ones((4, 8)), jnp.arange(16.0)[:, None] * jnp.ones(8)
     ids = jnp.array([[3, 15]] * 4)
-    _xla_partitioning.warn_once.cache_clear()
+    _partitioner.warn_once.cache_clear()
     with jax.set_mesh(mesh), caplog.at_level(logging.WARNING, "lce_jax"):
         operands = put(hidden, mesh, P("data")), put(weight, mesh, P("tensor"))
         run = jax.jit(jax.value_and_grad(lambda h, w: linear_logits(h, w, ids).sum(), argnums=(0, 1)))

@@ -13,7 +13,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from lce_jax import _token_chunks, explain, linear_cross_entropy, sharded_linear_cross_entropy
+from lce_jax import explain, linear_cross_entropy, sharded_linear_cross_entropy
+from lce_jax.programs import _token_chunks
 from tests.test_linear_loss_sharding import BIAS, HIDDEN, LABELS, WEIGHT, WHERE, assert_same, mesh_of
 
 GIB = 1 << 30

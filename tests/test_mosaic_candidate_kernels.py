@@ -10,10 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lce_jax import _math, mosaic, reference
+from lce_jax import mosaic
 from lce_jax._types import Case, LogprobOutput, Operands, Results
+from lce_jax.mathematics import _logprobs
 from lce_jax.mosaic import _generations, sm90
 from lce_jax.mosaic._pallas import interpreting, plgpu
+from lce_jax.reference import _logprobs as reference
 from tests.mosaic_calls import call, case_of
 from tests.mosaic_interpreter import races_found
 from tests.test_mosaic_interpret import kernels_of
@@ -123,7 +125,7 @@ def test_a_candidate_that_is_nearly_certain() -> None:
     seed = jnp.asarray(np.stack([rng.normal(size=T), np.zeros(T)], 1), jnp.float32)
     zero = jnp.zeros((T,))
     cotangent = Results(LogprobOutput(zero, zero, zero, candidate_logprobs=seed))
-    rows = _math.row_coefficients(stats, cotangent, 1.0, 1.0, None, case.options, V)
+    rows = _logprobs.row_coefficients(stats, cotangent, 1.0, 1.0, None, case.options, V)
     want = reference.gradients(operands, case, rows).hidden
     with _generations.using(kernels_of(test)), interpreting(plgpu.InterpretGPUParams()):
         found = jax.jit(lambda operands, rows: mosaic.gradients(operands, case, rows).hidden)(operands, rows)

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from lce_jax import _gathered
+from lce_jax.xla import _logits
 from tests.pairs import pairs_of
 from tests.test_mosaic_lowering import EVERYTHING, lower
 
@@ -42,7 +42,7 @@ def test_a_transposed_weight() -> None:
     T, H, V, K = 4096, 4096, 151936, 64
     text, without = (lower(T, H, V, weight_layout="hv", **more) for more in ({"K": K}, {}))
     assert text.count("@mosaic_gpu_v2") == without.count("@mosaic_gpu_v2") + 1  # without that of the coefficients
-    assert f"{H}x{_gathered.FUSED_BYTES // (K * H * 2)}x{K}x" in text
+    assert f"{H}x{_logits.FUSED_BYTES // (K * H * 2)}x{K}x" in text
     assert num_scatters(text) == num_scatters(without)
 
 

@@ -14,11 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lce_jax import _math, mosaic, reference
+from lce_jax import mosaic
 from lce_jax._types import Case, LogprobOutput, Operands, Options
+from lce_jax.mathematics import _logprobs
 from lce_jax.mosaic import _generations, sm90
 from lce_jax.mosaic._pallas import interpreting, plgpu
 from lce_jax.mosaic.sm90._tuning import Tuning, Tunings
+from lce_jax.reference import _logprobs as reference
 from tests.devices import H200
 from tests.mosaic_calls import CALLS, MULTIPROCESSORS, Call, budget_of, check
 
@@ -78,8 +80,8 @@ def test_no_probability_is_above_one(temperature: float, options: dict[str, Any]
     @jax.jit
     def results(operands: Operands) -> LogprobOutput:
         stats, _ = mosaic.statistics(operands, case, True)
-        scale = _math.row_scale(case.options, operands.inverse_temperature)
-        return _math.finish(stats, scale, operands.targets, None, V).outputs
+        scale = _logprobs.row_scale(case.options, operands.inverse_temperature)
+        return _logprobs.finish(stats, scale, operands.targets, None, V).outputs
 
     with interpreting(plgpu.InterpretGPUParams()):
         out = results(operands)

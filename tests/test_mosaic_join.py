@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lce_jax import _statistics, mosaic
+from lce_jax import mosaic
 from lce_jax._types import Operands
+from lce_jax.mathematics import _statistics
 from lce_jax.mosaic import _generations, _partial_statistics, sm90
 from lce_jax.mosaic._pallas import interpreting, plgpu
 from tests.mosaic_calls import Call, call, case_of

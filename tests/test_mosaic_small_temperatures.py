@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from lce_jax import mosaic
-from lce_jax._statistics import Normalizer
 from lce_jax._types import Case, LogprobOutput, Operands, Results
+from lce_jax.mathematics._statistics import Normalizer
 from lce_jax.mosaic import _generations
 from lce_jax.mosaic._pallas import interpreting, plgpu
 from tests import cases, oracle

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from lce_jax import mosaic
-from lce_jax._statistics import Normalizer
 from lce_jax._types import Device, Operands, RowCoefficients
+from lce_jax.mathematics._statistics import Normalizer
 from lce_jax.mosaic import _generations, sm90, sm100
 from lce_jax.mosaic._kernel_set import KernelSet
 from lce_jax.mosaic._pallas import interpreting, plgpu

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lce_jax import _math, mosaic
-from lce_jax._statistics import Normalizer
+from lce_jax import mosaic
+from lce_jax.mathematics import _logprobs
+from lce_jax.mathematics._statistics import Normalizer
 from lce_jax.mosaic import _generations
 from lce_jax.mosaic._pallas import interpreting, plgpu
 from tests.mosaic_calls import call, case_of, draw, traced
@@ -62,7 +63,7 @@ def test_every_element_is_written(
         stats, cache = mosaic.statistics(operands, case, True)
         if gradient_threshold:
             cache, _ = mosaic.selected(case, cache, Normalizer(stats.max, stats.sumexp), rows)
-        coefficients = _math.row_coefficients(stats, cotangent, 1.0, 1.0, counts, test.options, true_columns or V)
+        coefficients = _logprobs.row_coefficients(stats, cotangent, 1.0, 1.0, counts, test.options, true_columns or V)
         return stats, mosaic.gradients(operands, case, coefficients, cache)
 
     with _generations.using(kernels_of(test)), interpreting(plgpu.InterpretGPUParams()):

@@ -18,7 +18,7 @@ from lce_jax import (
     sharded_linear_cross_entropy,
     sharded_linear_logprobs,
 )
-from lce_jax._layout import layout_of_specs
+from lce_jax.mesh._layout import layout_of_specs
 from tests import oracle
 from tests.pairs import pairs_of
 from tests.partition_cases import (

@@ -13,16 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 import lce_jax.flax.linen
 import lce_jax.flax.nnx
-from lce_jax import (
-    _xla_partitioning,
-    linear_kl,
-    linear_logits,
-    linear_logprobs,
-    linear_loss,
-    linear_topk,
-    losses,
-    sharded_linear_logprobs,
-)
+from lce_jax import linear_kl, linear_logits, linear_logprobs, linear_loss, linear_topk, losses, sharded_linear_logprobs
+from lce_jax.mesh import _partitioner
 from tests import oracle
 from tests.partition_cases import HIDDEN, KINDS, LABELS, WEIGHT, H, V, mesh_of, put
 
@@ -30,7 +22,7 @@ from tests.partition_cases import HIDDEN, KINDS, LABELS, WEIGHT, H, V, mesh_of, 
 def test_a_cache_under_auto_axes_says_that_it_keeps_nothing(caplog: pytest.LogCaptureFixture) -> None:
     mesh = mesh_of(AxisType.Auto)
     hidden, labels = put(HIDDEN, mesh, P("data")), put(LABELS, mesh, P("data"))
-    _xla_partitioning.warn_once.cache_clear()
+    _partitioner.warn_once.cache_clear()
     with caplog.at_level(logging.WARNING, logger="lce_jax"):
         jax.jit(jax.grad(lambda w: linear_logprobs(hidden, w, labels, cache_bytes=1 << 20).lse.sum())).lower(WEIGHT)
     assert "call sharded_linear_logprobs" in caplog.text
@@ -49,7 +41,7 @@ def test_shard_map_over_some_axes(kind: AxisType, caplog: pytest.LogCaptureFixtu
 
     rows = P("data")
     operands = put(HIDDEN, mesh, rows), put(WEIGHT, mesh, P("tensor")), put(LABELS, mesh, rows)
-    _xla_partitioning.warn_once.cache_clear()
+    _partitioner.warn_once.cache_clear()
     with jax.set_mesh(mesh), caplog.at_level(logging.WARNING, logger="lce_jax"):
         over_data = jax.shard_map(some, in_specs=(rows, P(), rows), out_specs=rows, axis_names={"data"})
         if kind == AxisType.Explicit:
@@ -68,7 +60,7 @@ def test_axes_of_both_kinds(caplog: pytest.LogCaptureFixture) -> None:
     kinds = (AxisType.Explicit, AxisType.Auto)
     mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=kinds, devices=jax.devices("cpu"))
     operands = put(HIDDEN, mesh, P("data")), put(WEIGHT, mesh, P("tensor")), put(LABELS, mesh, P("data"))
-    _xla_partitioning.warn_once.cache_clear()
+    _partitioner.warn_once.cache_clear()
     with jax.set_mesh(mesh), caplog.at_level(logging.WARNING, logger="lce_jax"):
         got = jax.jit(linear_logprobs)(*operands).lse
         assert "takes its operands as whole over 'tensor'" in caplog.text
@@ -90,7 +82,7 @@ def test_warnings_name_the_function_that_was_called(name: str, caplog: pytest.Lo
     kinds = (AxisType.Explicit, AxisType.Auto)
     both = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=kinds, devices=jax.devices("cpu"))
     operands = put(HIDDEN, both, P("data")), put(WEIGHT, both, P()), put(LABELS, both, P("data"))
-    _xla_partitioning.warn_once.cache_clear()
+    _partitioner.warn_once.cache_clear()
     with caplog.at_level(logging.WARNING, logger="lce_jax"):
         with jax.set_mesh(both):
             jax.eval_shape(FUNCTIONS[name], *operands)
@@ -106,7 +98,7 @@ def test_warnings_name_the_function_that_was_called(name: str, caplog: pytest.Lo
 def test_export_says_that_it_loses_the_rule(caplog: pytest.LogCaptureFixture) -> None:
     mesh = mesh_of(AxisType.Auto)
     operands = put(HIDDEN, mesh, P("data")), put(WEIGHT, mesh, P("tensor")), put(LABELS, mesh, P("data"))
-    _xla_partitioning.warn_once.cache_clear()
+    _partitioner.warn_once.cache_clear()
     with caplog.at_level(logging.WARNING, logger="lce_jax"):
         exported = jax.export.export(jax.jit(lambda *x: linear_logprobs(*x).lse))(*operands)
     assert "Export sharded_linear_logprobs" in caplog.text

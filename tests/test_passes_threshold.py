@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from lce_jax import mosaic, passes
-from lce_jax._statistics import Normalizer
 from lce_jax._types import Operands
+from lce_jax.mathematics._statistics import Normalizer
 from lce_jax.mosaic import _generations, _live_backward
 from lce_jax.mosaic._call import Call
 from lce_jax.mosaic._pallas import interpreting, plgpu

@@ -12,12 +12,15 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 import lce_jax
-from lce_jax import _bind, _math, _shard, _spmd, _temperature, mosaic, passes
+from lce_jax import mosaic, passes
 from lce_jax._devices import for_device
 from lce_jax._types import Operands
+from lce_jax.call import _arguments
+from lce_jax.mathematics import _logprobs, _temperature
 from lce_jax.mosaic._chunks import GROUP
 from lce_jax.mosaic._pallas import interpreting, plgpu
 from lce_jax.mosaic.sm90 import KERNELS
+from lce_jax.programs import _one_device, _shard
 from tests import emulated_launches
 from tests.devices import H200
 from tests.mosaic_calls import MULTIPROCESSORS, call, case_of
@@ -48,8 +51,8 @@ def by_jax(hidden: Any, weight: Any, labels: Any, where: Any = None, **options: 
     def run(*given: Any) -> Any:
         hidden, weight, labels, where, temperature = given
         told = options if temperature is None else {**options, "temperature": temperature}
-        spec, primals, rows = _bind.of_one_shard(hidden, weight, labels, where, None, told, False)
-        return _spmd.forward(spec, primals, rows, False)[0].outputs
+        spec, primals, rows = _arguments.of_one_shard(hidden, weight, labels, where, None, told, False)
+        return _one_device.forward(spec, primals, rows, False)[0].outputs
 
     with for_device(SMALL), interpreting(plgpu.InterpretGPUParams()):
         out = jax.jit(run)(hidden, weight, labels, where, temperature)
@@ -185,6 +188,8 @@ def test_no_logarithm_or_quotient_of_rows_outside_the_kernels(options: dict[str,
 def test_the_search_finds_a_logarithm() -> None:
     """`_math.finish` without kernels has one."""
     x = jax.ShapeDtypeStruct((512,), "float32")
-    stats = _math.ShardStatistics(x, x, x, x, None)
-    text = jax.jit(lambda stats: _math.results(stats, 1.0, jnp.zeros(512, jnp.int32))).trace(stats).lower().as_text()
+    stats = _logprobs.ShardStatistics(x, x, x, x, None)
+    text = (
+        jax.jit(lambda stats: _logprobs.results(stats, 1.0, jnp.zeros(512, jnp.int32))).trace(stats).lower().as_text()
+    )
     assert re.search(r"stablehlo\.log .*tensor<[0-9x]*f32>", text)

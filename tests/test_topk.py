@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from lce_jax import UnsupportedError, _largest, _xla_topk, linear_logprobs, linear_topk, sharded_linear_topk
+from lce_jax import UnsupportedError, linear_logprobs, linear_topk, sharded_linear_topk
+from lce_jax.mathematics import _largest
+from lce_jax.xla import _topk
 from tests import cases, oracle
 from tests.topk_cases import assert_exact, integers
 
@@ -39,8 +41,8 @@ CALLS = {
 @pytest.fixture
 def chunks(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Chunks of 16 tokens, of which the last reaches back; fewer tokens are one chunk."""
-    monkeypatch.setattr(_xla_topk, "GRAIN_ON_CPU", 16)
-    monkeypatch.setattr(_xla_topk, "CHUNK_BYTES_ON_CPU", 0)
+    monkeypatch.setattr(_topk, "GRAIN_ON_CPU", 16)
+    monkeypatch.setattr(_topk, "CHUNK_BYTES_ON_CPU", 0)
     jax.clear_caches()  # the numbers are read while tracing
     yield
     jax.clear_caches()
@@ -184,7 +186,7 @@ def test_memory(where: bool) -> None:
     compiled = jax.jit(lambda h, w, where: linear_topk(h, w, 64, where=where)).lower(*args).compile()
     shapes = re.findall(r"\b(?:pred|[suf]\d+|bf16)\[([\d,]+)\]", compiled.as_text())
     largest = max(math.prod(map(int, dims.split(","))) for dims in shapes)
-    chunk = _xla_topk.CHUNK_BYTES_ON_CPU
+    chunk = _topk.CHUNK_BYTES_ON_CPU
     assert largest <= max(chunk // 4, V * H)
     assert compiled.memory_analysis().temp_size_in_bytes < 3 * chunk + V * H * 4  # the CPU widens the weight
 

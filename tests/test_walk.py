@@ -1,4 +1,4 @@
-"""The two loops of `lce_jax._walk`: what they visit, and what they write."""
+"""The two loops of `lce_jax.xla._walk`: what they visit, and what they write."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lce_jax import _walk
+from lce_jax.xla import _walk
 
 
 @pytest.mark.parametrize("size", [1, 3, 4, 10, 11])

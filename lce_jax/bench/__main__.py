@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from lce_jax import UnsupportedError, _dispatch
-from lce_jax._models import MODELS
 from lce_jax.bench import shapes
+from lce_jax.explain._models import MODELS
 
 DTYPES = ("bfloat16", "float16", "float32")
 

@@ -22,10 +22,10 @@ import jax.numpy as jnp
 
 import lce_jax
 from lce_jax import UnsupportedError, _devices
-from lce_jax._models import Head
 from lce_jax.bench.measure import Run, compile_jax, interleave, median
 from lce_jax.bench.problem import BLOCK_BYTES, Problem, bound, error, random_problem
 from lce_jax.bench.shapes import Shape
+from lce_jax.explain._models import Head
 from lce_jax.mosaic import _generations, sm100
 from lce_jax.mosaic.sm100._tuning import PAIRS, Tunings
 

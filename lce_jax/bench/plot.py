@@ -14,10 +14,10 @@ import matplotlib.pyplot as plt
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, NullLocator
 
-from lce_jax._models import Head
 from lce_jax._plans import format_bytes
 from lce_jax.bench.run import Measurement, Row
 from lce_jax.bench.shapes import BOTH, FORWARD, GEMM, TOPK
+from lce_jax.explain._models import Head
 
 OURS = {
     "ours": "#08519c",

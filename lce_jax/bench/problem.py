@@ -26,8 +26,8 @@ import jax
 import jax.numpy as jnp
 
 from lce_jax import LogprobOutput, linear_logprobs
-from lce_jax._models import Head
 from lce_jax.bench.shapes import Shape
+from lce_jax.explain._models import Head
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int

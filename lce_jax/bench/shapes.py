@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 
-from lce_jax._models import Head, model_head
+from lce_jax.explain._models import Head, model_head
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,9 +21,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from lce_jax import _dispatch, explain, local
-from lce_jax._statistics import Normalizer
 from lce_jax.bench.problem import Problem
 from lce_jax.bench.shapes import Shape
+from lce_jax.mathematics._statistics import Normalizer
 
 if TYPE_CHECKING:
     from jaxtyping import Array

@@ -16,10 +16,10 @@ import jax.numpy as jnp
 from jax.sharding import AxisType
 
 from lce_jax import Plan, explain, scalars
-from lce_jax._compat import abstract_device
-from lce_jax._models import MODELS, Head, model_head
+from lce_jax._jax import abstract_device
 from lce_jax._plans import PassBytes, format_bytes
 from lce_jax.explain import _pod
+from lce_jax.explain._models import MODELS, Head, model_head
 from lce_jax.explain._targets import TARGETS
 
 DTYPES = ("bfloat16", "float16", "float32")

@@ -13,9 +13,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import lce_jax
-from lce_jax._models import Head
 from lce_jax._plans import format_bytes
 from lce_jax.explain import _hlo
+from lce_jax.explain._models import Head
 from lce_jax.explain._targets import TARGETS, Target
 
 NUM_LARGEST = 64  # the k of linear_topk

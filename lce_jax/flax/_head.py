@@ -12,17 +12,23 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from lce_jax import _checks, _compat, _linear_cross_entropy, _linear_kl, _math, _options, api, scalars, sharding, topk
+from lce_jax import _jax, scalars
 from lce_jax._types import Options
+from lce_jax.call import _checks, _options
+from lce_jax.mathematics import _logprobs
+from lce_jax.ops import _cross_entropy, _kl
+from lce_jax.ops import _logprobs as api
+from lce_jax.ops import _sharded as sharding
+from lce_jax.ops import _topk as topk
 
 if TYPE_CHECKING:
     from jax.lax import PrecisionLike
     from jax.sharding import Mesh
     from jaxtyping import Array, Bool, Float, Int
 
-    from lce_jax._layout import Axes
-    from lce_jax._linear_cross_entropy import Reduction
     from lce_jax._types import LogprobOutput, TopK
+    from lce_jax.mesh._layout import Axes
+    from lce_jax.ops._cross_entropy import Reduction
 
 # Logits of unit variance for hidden states of unit variance.
 WEIGHT_INIT = jax.nn.initializers.lecun_normal(in_axis=1, out_axis=0)
@@ -116,7 +122,7 @@ class Head:
                 bias = jax.sharding.reshard(bias, NamedSharding(sharding.mesh, P(None)))
             raw = raw + bias.astype(raw.dtype)
         options = Options(logit_scale=self.logit_scale, logit_softcap=self.logit_softcap)
-        logits, _ = _math.transform_logits(raw, options, None)
+        logits, _ = _logprobs.transform_logits(raw, options, None)
         return logits[..., : self.vocab_size]
 
     def logprobs(
@@ -160,7 +166,7 @@ class Head:
                 f"vocab_size={self.vocab_size}, but the teacher's is {teacher.vocab_size}: a divergence needs one "
                 "vocabulary"
             )
-        function: Any = _linear_kl.sharded_linear_kl if self.on_mesh else _linear_kl.linear_kl
+        function: Any = _kl.sharded_linear_kl if self.on_mesh else _kl.linear_kl
         both = self._own_options() | {
             "bias": bias,
             "teacher_bias": teacher_bias,
@@ -178,7 +184,7 @@ class Head:
         **options: Unpack[LossOptions],
     ) -> Float[Array, "..."]:
         """`linear_cross_entropy`, or `sharded_linear_cross_entropy` if the head names a mesh axis."""
-        function = sharding.sharded_linear_cross_entropy if self.on_mesh else _linear_cross_entropy.linear_cross_entropy
+        function = sharding.sharded_linear_cross_entropy if self.on_mesh else _cross_entropy.linear_cross_entropy
         return function(hidden, self._cast(weight), labels, bias=bias, **self._own_options(), **options)
 
     def _own_options(self) -> dict[str, Any]:
@@ -210,9 +216,9 @@ def _logits_sharding(hidden: Float[Array, "*b H"], weight: Float[Array, "V H"]) 
     own = jax.typeof(hidden).sharding
     if AxisType.Explicit not in own.mesh.axis_types:
         return None
-    vocab_axes = _compat.as_axes(_compat.partitions(jax.typeof(weight).sharding.spec)[0])
-    leading = _compat.partitions(own.spec)[:-1]
-    rows = (tuple(axis for axis in _compat.as_axes(entry) if axis not in vocab_axes) for entry in leading)
+    vocab_axes = _jax.as_axes(_jax.partitions(jax.typeof(weight).sharding.spec)[0])
+    leading = _jax.partitions(own.spec)[:-1]
+    rows = (tuple(axis for axis in _jax.as_axes(entry) if axis not in vocab_axes) for entry in leading)
     return NamedSharding(own.mesh, P(*rows, None))
 
 
@@ -238,7 +244,7 @@ def own_rows(vocab_size: int, pad_to_multiple: int, vocab_axis: Axes, mesh: Any)
     """The rows of a head's own weight, checked to divide by the shards of ``vocab_axis`` if the mesh is known."""
     rows = padded_vocabulary(vocab_size, pad_to_multiple)
     mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
-    shards = math.prod(mesh.shape.get(axis, 1) for axis in _compat.as_axes(vocab_axis))
+    shards = math.prod(mesh.shape.get(axis, 1) for axis in _jax.as_axes(vocab_axis))
     if rows % shards:
         raise ValueError(
             f"the weight's {rows} rows (vocab_size={vocab_size}, pad_to_multiple={pad_to_multiple}) must divide by the "
@@ -249,9 +255,9 @@ def own_rows(vocab_size: int, pad_to_multiple: int, vocab_axis: Axes, mesh: Any)
 
 def check_same_axes(names: Sequence[Any], vocab_axis: Axes) -> None:
     """Checks that an initializer with an annotation splits the weight's rows as the head does."""
-    rows = _compat.as_axes(names[0]) if names else ()
-    if vocab_axis is not None and rows != _compat.as_axes(vocab_axis):
+    rows = _jax.as_axes(names[0]) if names else ()
+    if vocab_axis is not None and rows != _jax.as_axes(vocab_axis):
         raise ValueError(
-            f"weight_init splits the vocabulary over {rows or None}, vocab_axis over {_compat.as_axes(vocab_axis)}: "
+            f"weight_init splits the vocabulary over {rows or None}, vocab_axis over {_jax.as_axes(vocab_axis)}: "
             "name the same axes, or leave the annotation to vocab_axis"
         )

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
     from jaxtyping import Array, Float, Int
 
-    from lce_jax._layout import Axes
     from lce_jax._types import LogprobOutput, TopK
+    from lce_jax.mesh._layout import Axes
 
 
 class LMHead(nnx.Module):

@@ -21,8 +21,8 @@ from typing import Any
 import jax
 
 from lce_jax._plans import ALONE, Plan, Surroundings
-from lce_jax._statistics import Normalizer, Parts
 from lce_jax._types import Case, Device, Operands, Primals, RowCoefficients, ShardStatistics, UnsupportedError
+from lce_jax.mathematics._statistics import Normalizer, Parts
 from lce_jax.mosaic import _backward, _forward, _generations, _live, _live_backward, _plan
 from lce_jax.mosaic._kernel_set import KernelSet
 

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from lce_jax import _gathered
 from lce_jax._types import RowCoefficients
 from lce_jax.mosaic._call import Call
 from lce_jax.mosaic._host import least
+from lce_jax.xla import _logits
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
@@ -50,7 +50,7 @@ def unscaled(call: Call) -> Float[Array, "T K"] | None:
     if candidates is None:
         return None
     if not call.kernels.gathers(call.case):
-        return _gathered.unscaled_candidates(call.operands, call.case)
+        return _logits.unscaled_candidates(call.operands, call.case)
     memory = call.host.empty((candidates.shape[1] * fields.stride,), jnp.float32)
     x = logits(call, _flat(call, candidates), memory, fields, fields.stride)
     return x.reshape(-1, fields.stride).T[: call.case.num_tokens]

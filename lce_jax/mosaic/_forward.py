@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from lce_jax import _statistics
-from lce_jax._statistics import Parts
 from lce_jax._types import Case, Operands, ShardStatistics
+from lce_jax.mathematics import _statistics
+from lce_jax.mathematics._statistics import Parts
 from lce_jax.mosaic import _cache, _candidates, _chunks, _edge, _live, _mean, _operands, _partial_statistics
 from lce_jax.mosaic._cache import Cache
 from lce_jax.mosaic._call import Call

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax import _compat
+from lce_jax import _jax
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Int
@@ -68,7 +68,7 @@ class Traced:
 
     def vary_like[T](self, tree: T, like: Any) -> T:
         """Varying over as many manual axes."""
-        return _compat.vary_like(tree, like)
+        return _jax.vary_like(tree, like)
 
 
 TRACED = Traced()

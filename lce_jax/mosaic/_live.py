@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax.numpy as jnp
 
-from lce_jax._statistics import Normalizer
 from lce_jax._types import Case
+from lce_jax.mathematics._statistics import Normalizer
 from lce_jax.mosaic import _edge, _operands
 from lce_jax.mosaic._call import Call
 from lce_jax.mosaic._host import TRACED

@@ -18,7 +18,7 @@ from jax.experimental import pallas
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu
 
-from lce_jax import _compat
+from lce_jax import _jax
 
 pl: Any = pallas
 plgpu: Any = mosaic_gpu  # its types leave out names that it exports
@@ -86,7 +86,7 @@ def kernel(body: Callable[..., None], *, updated: Mapping[int, int] | None = Non
 
     def typed(*operands: Any) -> Any:
         with jax.enable_x64(False):  # the kernels count in int32, also if the caller has x64 on
-            results = _compat.vary_like(run(*operands), operands)
+            results = _jax.vary_like(run(*operands), operands)
         notes = _notes.get()
         if notes is not None:
             notes.append(Note(operands, tuple(results), updated or {}))

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
-from lce_jax import _statistics
 from lce_jax._types import Case, Options, ShardStatistics
+from lce_jax.mathematics import _statistics
 from lce_jax.mosaic._geometry import Geometry
 from lce_jax.mosaic._operands import LOG2E
 

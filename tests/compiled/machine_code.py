@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import jax
 
 from lce_jax import passes
-from lce_jax._models import MODELS
 from lce_jax._types import Device
+from lce_jax.explain._models import MODELS
 from lce_jax.explain._targets import TARGETS
 from lce_jax.mosaic import _generations, sm100
 from lce_jax.mosaic._pallas import lowering_for

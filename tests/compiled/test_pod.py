@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from lce_jax._models import model_head
 from lce_jax.explain import __main__ as command
 from lce_jax.explain import _hlo
+from lce_jax.explain._models import model_head
 from lce_jax.explain._pod import DIFFERENTIABLE, NUM_LARGEST, SPLITS, Pod, Program, Split
 from lce_jax.explain._targets import TARGETS
 from tests.compiled import needs_wheels

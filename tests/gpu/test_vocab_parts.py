@@ -42,8 +42,8 @@ def by_lists(given: Drawn, shards: int, **options: Any) -> Any:
     """From PyTorch, launched directly: a whole vocabulary, or ranks that take turns."""
     torch = pytest.importorskip("torch")
     import lce_torch_bridge as lb
-    from lce_torch_bridge import _execute
     from lce_torch_bridge._types import Operands
+    from lce_torch_bridge.operators import _execute
     from tests.torch import problem
     from tests.torch.ranks import Ranks
 

@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from lce_jax import passes
-from lce_torch_bridge import _device, _kernels, _loaded, _plans, _rows, _torch, launch_with
+from lce_torch_bridge import launch_with
+from lce_torch_bridge.kernels import _loaded, _passes, _plans, _rows
+from lce_torch_bridge.tensors import _device, _torch
 from tests import emulated_launches
 from tests.mosaic_interpreter import add_stores
 
@@ -46,10 +48,10 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[passes.Program]]:
     emulated_launches._jitted.cache_clear()  # what was traced calls what another test had patched
     monkeypatch.setattr(_rows, "SMALLEST", 128)
     # A kernel touches the rows that are there. What emulates it copies as many as its program may have.
-    empty, usable, in_rows = _torch.empty, _device.usable, _kernels._in_rows
+    empty, usable, in_rows = _torch.empty, _device.usable, _passes._in_rows
     monkeypatch.setattr(_device, "usable", lambda x: with_slack(usable(x)))
     monkeypatch.setattr(_torch, "empty", lambda shape, strides, dtype: with_slack(empty(shape, strides, dtype)))
-    monkeypatch.setattr(_kernels, "_in_rows", lambda x: with_slack(in_rows(x)))
+    monkeypatch.setattr(_passes, "_in_rows", lambda x: with_slack(in_rows(x)))
     launch_with("direct")
     yield loaded
     launch_with(None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lce_torch_bridge import _device
+from lce_torch_bridge.tensors import _device
 from tests.torch import problem as p
 
 

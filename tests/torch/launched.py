@@ -9,17 +9,18 @@ from unittest import mock
 
 import torch
 
-from lce_torch_bridge import _execute, _kernels
-from lce_torch_bridge._added import can_add
-from lce_torch_bridge._main_grad import nothing_like
-from lce_torch_bridge._sum import Sum
 from lce_torch_bridge._types import Call, Operands
+from lce_torch_bridge.kernels import _passes
+from lce_torch_bridge.kernels._added import can_add
+from lce_torch_bridge.operators import _execute
+from lce_torch_bridge.tensors._main_grad import nothing_like
+from lce_torch_bridge.through_jax._sum import Sum
 
 
 @contextlib.contextmanager
 def launched_directly() -> Iterator[None]:
     """Inside, all calls are run as if their kernels were launched directly."""
-    with mock.patch.object(_kernels, "forward", _forward), mock.patch.object(_kernels, "gradients", _gradients):
+    with mock.patch.object(_passes, "forward", _forward), mock.patch.object(_passes, "gradients", _gradients):
         yield
 
 
@@ -28,7 +29,7 @@ def _by_jax() -> Iterator[None]:
     def nothing(*_: Any) -> None:
         return None
 
-    with mock.patch.object(_kernels, "forward", nothing), mock.patch.object(_kernels, "gradients", nothing):
+    with mock.patch.object(_passes, "forward", nothing), mock.patch.object(_passes, "gradients", nothing):
         yield
 
 

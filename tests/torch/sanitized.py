@@ -18,7 +18,9 @@ from unittest import mock
 import torch
 from torch.overrides import TorchFunctionMode
 
-from lce_torch_bridge import _rows, _torch, launch_with, linear_logprobs, linear_loss
+from lce_torch_bridge import launch_with, linear_logprobs, linear_loss
+from lce_torch_bridge.kernels import _rows
+from lce_torch_bridge.tensors import _torch
 from tests.torch import problem as p
 
 DEVICE = "cuda"

@@ -14,14 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lce_torch_bridge import (
-    _rows,
-    explain,
-    linear_cross_entropy,
-    linear_cross_entropy_loss,
-    linear_entropy,
-    linear_logprobs,
-)
+from lce_torch_bridge import explain, linear_cross_entropy, linear_cross_entropy_loss, linear_entropy, linear_logprobs
+from lce_torch_bridge.kernels import _rows
 from lce_torch_bridge.tensor_parallel import ALL_GATHER
 from tests.torch import problem as p
 from tests.torch import shards_functions

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from lce_torch_bridge import _programs, linear_logprobs
-from lce_torch_bridge._programs import Spec
+from lce_torch_bridge import linear_logprobs
+from lce_torch_bridge.through_jax import _programs
+from lce_torch_bridge.through_jax._programs import Spec
 from tests.torch import problem as p
 
 GRADIENT = 1e-6  # as in test_parity

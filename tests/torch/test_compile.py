@@ -11,8 +11,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from lce_torch_bridge import LogprobOutput, autograd, linear_logprobs
+from lce_torch_bridge import LogprobOutput, linear_logprobs
 from lce_torch_bridge._types import Call
+from lce_torch_bridge.operators import _logprobs as autograd
 from tests.torch import problem as p
 
 OPTIONS: list[dict[str, Any]] = [

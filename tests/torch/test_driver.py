@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lce_torch_bridge import _loaded, _plans, launch_with, linear_logprobs
+from lce_torch_bridge import launch_with, linear_logprobs
+from lce_torch_bridge.kernels import _loaded, _plans
 from tests.torch import problem as p
 from tests.torch.as_gpu import as_gpu
 
@@ -130,7 +131,7 @@ def test_jax_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also after the same call has been launched directly."""
     launched: list[Any] = []
     as_gpu(monkeypatch, lambda _: lambda *given: launched.append(given))
-    monkeypatch.setattr("lce_torch_bridge._through_jax.run", lambda *_, **__: pytest.fail("JAX runs it"))
+    monkeypatch.setattr("lce_torch_bridge.through_jax._run.run", lambda *_, **__: pytest.fail("JAX runs it"))
     leaves = p.draw(T, H, V, torch.bfloat16)
     linear_logprobs(*leaves)
     assert len(launched) == 1

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from lce_torch_bridge import linear_logprobs, runtime
-from lce_torch_bridge.dlpack import GPU_ALIGNMENT, to_jax
+from lce_torch_bridge import linear_logprobs
+from lce_torch_bridge.through_jax import _runtime as runtime
+from lce_torch_bridge.through_jax._dlpack import GPU_ALIGNMENT, to_jax
 from tests.torch import problem as p
 from tests.torch.gpu_problem import draw
 from tests.torch.processes import ranks, run, torchrun
@@ -97,7 +98,7 @@ def test_nothing_is_preallocated_and_the_process_ends_well(way: str, last: str) 
             out = lce_torch_bridge.linear_logprobs(hidden, weight, torch.arange(1000, device="cuda"))
             (out.logprobs.sum() + out.entropy.sum()).backward()
         assert torch.cuda.current_device() == torch.cuda.device_count() - 1
-        stats = lce_torch_bridge.runtime.jax_device(hidden.device).memory_stats()
+        stats = lce_torch_bridge.through_jax._runtime.jax_device(hidden.device).memory_stats()
         assert stats.get("pool_bytes", 0) < 4 << 30, stats
         lce_torch_bridge.launch_with(None)
         cpu = lce_torch_bridge.linear_logprobs(hidden.detach().cpu(), weight.detach().cpu(), torch.arange(1000))
@@ -124,7 +125,7 @@ def test_a_process_may_end_while_the_gpu_works(way: str) -> None:
             torch.autograd.grad(total, (hidden, weight))
         peak = torch.cuda.max_memory_allocated() - held
         if "{way}" == "jax":
-            peak = lce_torch_bridge.runtime.jax_device(hidden.device).memory_stats()["peak_bytes_in_use"]
+            peak = lce_torch_bridge.through_jax._runtime.jax_device(hidden.device).memory_stats()["peak_bytes_in_use"]
         print("peak", peak >> 20)
         assert peak < 4 << 30, peak  # one chunk's exponentials, 1 GiB of four, and dweight in float32, 2 GiB
         """,

@@ -9,15 +9,11 @@ import pytest
 import torch
 
 from lce_jax import passes
-from lce_torch_bridge import (
-    _device,
-    _execute,
-    _kernels,
-    launch_with,
-    linear_logprobs,
-    linear_loss,
-)
+from lce_torch_bridge import launch_with, linear_logprobs, linear_loss
 from lce_torch_bridge._types import Operands
+from lce_torch_bridge.kernels import _passes
+from lce_torch_bridge.operators import _execute
+from lce_torch_bridge.tensors import _device
 from tests.torch import problem as p
 from tests.torch import sanitized
 from tests.torch.as_gpu import SMALL, emulated
@@ -176,7 +172,7 @@ def test_a_main_grad_that_lies_otherwise_is_not_written_to(monkeypatch: pytest.M
     monkeypatch.setattr(_device, "on_gpu", lambda _: True)
     problem, sums = p.draw(4, H, 784, torch.bfloat16), _execute.Sums(main_grad=torch.zeros(H, 784).t())
     given = problem.hidden, problem.weight, problem.labels[None], [], {}, (True, True, False), p.told(784)
-    assert _kernels.gradients(*given, sums) is None
+    assert _passes.gradients(*given, sums) is None
 
 
 def test_what_no_list_serves_goes_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,10 +180,10 @@ def test_what_no_list_serves_goes_elsewhere(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(_device, "device_of", lambda _: SMALL)
     problem = p.draw(4, H, 784, torch.bfloat16)
     x = Operands(problem.hidden, problem.weight, None, problem.labels, None, None)
-    assert _kernels.why_not(x, p.told(784)) is None
-    assert "bias" in str(_kernels.why_not(x._replace(bias=torch.zeros(784)), p.told(784)))
-    assert _kernels.why_not(x, p.told(784, num_candidates=2)) is None  # as a backward asks
-    assert "implementation='xla'" in str(_kernels.why_not(x, p.told(784, implementation="xla")))
+    assert _passes.why_not(x, p.told(784)) is None
+    assert "bias" in str(_passes.why_not(x._replace(bias=torch.zeros(784)), p.told(784)))
+    assert _passes.why_not(x, p.told(784, num_candidates=2)) is None  # as a backward asks
+    assert "implementation='xla'" in str(_passes.why_not(x, p.told(784, implementation="xla")))
 
 
 @pytest.mark.usefixtures("programs")

@@ -12,8 +12,10 @@ import torch
 
 from lce_jax import _types, mosaic
 from lce_jax.mosaic._pallas import interpreting, plgpu
-from lce_torch_bridge import _checks, _execute, launch_with, linear_logprobs
+from lce_torch_bridge import launch_with, linear_logprobs
 from lce_torch_bridge._types import Operands
+from lce_torch_bridge.call import _checks
+from lce_torch_bridge.operators import _execute
 from tests.torch import problem as p
 from tests.torch import test_kernels as lists
 from tests.torch.as_gpu import SMALL

@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from lce_jax import passes
-from lce_torch_bridge import _execute, _kernels, launch_with, linear_logprobs, linear_loss
+from lce_torch_bridge import launch_with, linear_logprobs, linear_loss
 from lce_torch_bridge._types import Operands
+from lce_torch_bridge.kernels import _passes
+from lce_torch_bridge.operators import _execute
 from tests.torch import problem as p
 from tests.torch.as_gpu import emulated
 from tests.torch.ranks import Ranks
@@ -157,8 +159,8 @@ def test_a_backward_goes_the_way_of_its_forward(programs: list[Any]) -> None:
 
 def test_a_backward_after_a_forward_of_jax(programs: list[Any]) -> None:
     """JAX runs it, whatever it kept: no kernel takes the tiles' maxima for which of them are live."""
-    assert _kernels._is_of_jax([torch.zeros(7, 1, 128)])
-    assert not _kernels._is_of_jax([torch.zeros(7, 128, dtype=torch.int32)])
+    assert _passes._is_of_jax([torch.zeros(7, 1, 128)])
+    assert not _passes._is_of_jax([torch.zeros(7, 128, dtype=torch.int32)])
     problem, dweight = peaked(5, 784, 784), []
     for way in ("jax", None):
         leaves = problem.leaves()
@@ -177,4 +179,4 @@ def test_what_a_forward_keeps_is_foreseen(programs: list[Any]) -> None:
     found, told = _execute.forward(x, call, True), _execute.forward_structs(x, call, True)
     assert programs
     assert [(x.shape, x.dtype) for x in found] == [(x.shape, x.dtype) for x in told]
-    assert _kernels.live_shape(x, p.told(784)) is None
+    assert _passes.live_shape(x, p.told(784)) is None

@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from lce_torch_bridge import _linear_loss, _programs, linear_logprobs, linear_loss
-from lce_torch_bridge._programs import Spec
+from lce_torch_bridge import linear_logprobs, linear_loss
+from lce_torch_bridge.ops import _loss
+from lce_torch_bridge.through_jax import _programs
+from lce_torch_bridge.through_jax._programs import Spec
 from tests.pairs import pairs_of
 from tests.torch import problem as p
 
@@ -105,7 +107,7 @@ def test_one_chunk_where_it_takes_no_more(
     def stop(plan: Any, *_: Any) -> Any:
         raise ChosenError(plan)
 
-    monkeypatch.setattr(_linear_loss.LossAndGradients, "apply", stop)
+    monkeypatch.setattr(_loss.LossAndGradients, "apply", stop)
     number, labels = torch.zeros(1, dtype=dtype), torch.zeros(tokens, dtype=torch.int64)
     weight = number.expand(151936, 4096).requires_grad_()
     weight.main_grad = torch.zeros(1).expand(weight.shape)  # type: ignore[attr-defined]

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from lce_jax import _walk
-from lce_torch_bridge import _chunk_sums, linear_loss
+from lce_jax.xla import _walk
+from lce_torch_bridge import linear_loss
+from lce_torch_bridge.operators import _chunk_sums
 from tests.pairs import pairs_of
 from tests.torch import problem as p
 from tests.torch.launched import launched_directly

@@ -11,7 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 import lce_jax
 from lce_jax import UnsupportedError
-from lce_torch_bridge import _logits_operators, linear_logits, masked_logprobs
+from lce_torch_bridge import linear_logits, masked_logprobs
+from lce_torch_bridge.operators import _logits
 from tests.pairs import pairs_of
 from tests.torch import problem as p
 
@@ -138,9 +139,9 @@ def test_compiled(options: dict[str, Any]) -> None:
     assert torch.equal(compiled(hidden, weight, IDS, **options), want)
     told = ("", 104, 1.3, 4.0, False, "")
     tensors = (hidden, weight, options.get("bias"), IDS, options.get("temperature"))
-    torch.library.opcheck(_logits_operators.logits, (*tensors, *told))
+    torch.library.opcheck(_logits.logits, (*tensors, *told))
     wanted = (True, True, "bias" in options)
-    torch.library.opcheck(_logits_operators.logits_gradients, (*tensors, torch.randn(IDS.shape), *wanted, *told))
+    torch.library.opcheck(_logits.logits_gradients, (*tensors, torch.randn(IDS.shape), *wanted, *told))
 
 
 def sets(labels: torch.Tensor) -> torch.Tensor:

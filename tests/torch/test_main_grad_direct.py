@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from lce_torch_bridge import _main_grad, autograd, linear_logprobs, linear_loss
+from lce_torch_bridge import linear_logprobs, linear_loss
+from lce_torch_bridge.operators import _logprobs as autograd
+from lce_torch_bridge.tensors import _main_grad
 from tests.torch import problem as p
 from tests.torch.launched import launched_directly
 from tests.torch.test_main_grad import backward, parameter

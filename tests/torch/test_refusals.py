@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from lce_jax import UnsupportedError
-from lce_torch_bridge import _checks, explain, linear_cross_entropy_loss, linear_entropy, linear_logprobs
+from lce_torch_bridge import explain, linear_cross_entropy_loss, linear_entropy, linear_logprobs
+from lce_torch_bridge.call import _checks
 from tests.torch import problem as p
 
 GOOD = p.draw(T=6, H=8, V=10)

@@ -9,7 +9,8 @@ import jax
 import pytest
 import torch
 
-from lce_torch_bridge import _rows, linear_logprobs
+from lce_torch_bridge import linear_logprobs
+from lce_torch_bridge.kernels import _rows
 from tests.pairs import pairs_of
 from tests.torch import problem as p
 

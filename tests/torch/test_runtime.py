@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import lce_torch_bridge
-from lce_torch_bridge import runtime
+from lce_torch_bridge.through_jax import _runtime as runtime
 from tests.torch import problem as p
 from tests.torch.processes import run, succeed
 

@@ -9,7 +9,9 @@ import jax
 import pytest
 import torch
 
-from lce_torch_bridge import _execute, _programs, linear_logprobs
+from lce_torch_bridge import linear_logprobs
+from lce_torch_bridge.operators import _execute
+from lce_torch_bridge.through_jax import _programs
 from tests.torch import problem as p
 
 

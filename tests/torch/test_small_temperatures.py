@@ -10,8 +10,9 @@ import torch
 
 from lce_jax.mosaic import _generations, sm90
 from lce_jax.mosaic.sm90._tuning import Tuning, Tunings
-from lce_torch_bridge import _execute, linear_logprobs, linear_loss
+from lce_torch_bridge import linear_logprobs, linear_loss
 from lce_torch_bridge._types import Operands
+from lce_torch_bridge.operators import _execute
 from tests.pairs import pairs_of
 from tests.torch import problem as p
 from tests.torch.as_gpu import emulated

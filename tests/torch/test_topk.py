@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from lce_jax import UnsupportedError
-from lce_torch_bridge import TopK, _topk_operator, linear_logprobs, linear_topk
+from lce_torch_bridge import TopK, linear_logprobs, linear_topk
+from lce_torch_bridge.operators import _topk
 from tests.pairs import pairs_of
 from tests.torch import problem as p
 
@@ -89,7 +90,7 @@ def test_compiled_and_without_values() -> None:
     want = linear_topk(hidden, weight, 4, **options)
     assert all(map(torch.equal, compiled(hidden, weight, 4, **options), want))
     told = (4, "", 104, 1.0, 3.0, "")
-    torch.library.opcheck(_topk_operator.topk, (hidden, weight, BIAS, options["temperature"], *told))
+    torch.library.opcheck(_topk.topk, (hidden, weight, BIAS, options["temperature"], *told))
     mask = torch.zeros(37, dtype=torch.bool, device="meta")
     for keep in (None, mask):
         meta = linear_topk(hidden.to("meta"), weight.to("meta"), 4, keep=keep)

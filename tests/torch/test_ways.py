@@ -15,7 +15,9 @@ from torch._subclasses import FakeTensorMode
 import lce_jax
 import lce_torch_bridge
 from lce_jax import passes
-from lce_torch_bridge import _device, _loaded, _torch, _way, explain, launch_with, linear_logprobs
+from lce_torch_bridge import _way, explain, launch_with, linear_logprobs
+from lce_torch_bridge.kernels import _loaded
+from lce_torch_bridge.tensors import _device, _torch
 from tests.torch import problem as p
 from tests.torch.as_gpu import H200, as_gpu
 

@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax import _candidate_math, _math, _softcap, _temperature
 from lce_jax._types import Case
+from lce_jax.mathematics import _candidates, _logprobs, _softcap, _temperature
 from lce_jax.mosaic import _partial_statistics
 from lce_jax.mosaic._pallas import pl
 from lce_jax.mosaic.common._threads import THREADS, Rows, along
@@ -81,9 +81,9 @@ def logprobs(
 
         def write(rows: Rows, k: Any) -> None:
             temperature, inverse = of.temperature(rows)
-            x, scale = of.x(rows, k), _math.row_scale(case.options, inverse)
+            x, scale = of.x(rows, k), _logprobs.row_scale(case.options, inverse)
             log_sumexp = jnp.log(of.statistic(rows, "sumexp"))
-            found = _candidate_math.logprobs(x, of.statistic(rows, "max"), scale, log_sumexp)
+            found = _candidates.logprobs(x, of.statistic(rows, "max"), scale, log_sumexp)
             if temperature is not None:
                 found = jnp.where(is_wrong(temperature), along(jnp.nan, jnp.float32), found)
             output.at[rows.here, k][...] = found
@@ -113,7 +113,7 @@ def _terms(case: Case, has_temperature: bool, kept: Any, seed: Any, numbers: Any
 
     def write() -> None:
         temperature, inverse = of.temperature(rows)
-        factor = _math.row_factor(case.options, inverse)
+        factor = _logprobs.row_factor(case.options, inverse)
         dcap = None if case.options.logit_softcap is None else _softcap.derivative
 
         def step(i: Any, total: Any) -> Any:
@@ -121,7 +121,7 @@ def _terms(case: Case, has_temperature: bool, kept: Any, seed: Any, numbers: Any
             which = [jnp.minimum(k, most - 1) for k in numbered]  # after the last, that one again
             given = [(of.x(rows, k), seed[rows.here, k]) for k in which]
             for number, k, (x, g) in zip(numbered, which, given, strict=True):
-                g, term = _candidate_math.terms(x, g, factor, dcap)
+                g, term = _candidates.terms(x, g, factor, dcap)
                 term = term if temperature is None else jnp.where(is_wrong(temperature), zero, term)
                 output.at[rows.of_field(k, stride)][...] = term
                 total = total + jnp.where(along(number) < most, g, zero)

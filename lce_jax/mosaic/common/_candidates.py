@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax import _math, _softcap, _statistics
 from lce_jax._types import Case
+from lce_jax.mathematics import _logprobs, _softcap, _statistics
 from lce_jax.mosaic._geometry import geometry
 from lce_jax.mosaic._operands import RowFactors
 from lce_jax.mosaic._pallas import pl, plgpu
@@ -79,7 +79,7 @@ def _logits(case: Case, groups: int, first: tuple[int, int], hidden: Any, weight
         columns = [ids[(first[0] + k) * id_stride + token] - start for k in which]
         products = _products(case, hidden, weight, token, [jnp.clip(c, 0, case.vocab_size - 1) for c in columns])
         for k, column, product in zip(which, columns, products, strict=True):
-            x = _math.unscaled_logits(product, case.options, tanh=jnp.tanh)
+            x = _logprobs.unscaled_logits(product, case.options, tanh=jnp.tanh)
             owned = (column >= 0) & (column < num_columns)
             output.at[(first[1] + k) * x_stride + token][...] = jnp.where(owned, x, -jnp.inf)
 

@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax import _statistics
 from lce_jax._types import Case, ShardStatistics
+from lce_jax.mathematics import _statistics
 from lce_jax.mosaic import _pallas, _partial_statistics
 from lce_jax.mosaic._kernel_set import Parted
 from lce_jax.mosaic._pallas import pl, plgpu

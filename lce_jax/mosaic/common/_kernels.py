@@ -144,7 +144,7 @@ class Kernels(LiveKernels, CandidateKernels, KernelSet, Protocol):
         megatron: bool,
         sizes: Float[Array, "groups fields Tp"] | None = None,
     ) -> tuple[list[Float[Array, "R"]], Float[Array, "n"]]:
-        """The same, through `_math`."""
+        """The same, through `mathematics._logprobs`."""
         from lce_jax.mosaic.common import _tokens
 
         return _tokens.finish(case, joined, ids, temperatures, numbers, kept, vocab_size, megatron, sizes)
@@ -159,7 +159,7 @@ class Kernels(LiveKernels, CandidateKernels, KernelSet, Protocol):
         vocab_size: int,
         terms: Float[Array, "(K+1)*R"] | None = None,
     ) -> Float[Array, "factors Tp"]:
-        """The same, through `_math`."""
+        """The same, through `mathematics._logprobs`."""
         from lce_jax.mosaic.common import _tokens
 
         return _tokens.coefficients(case, kept, has_temperature, seeds, numbers, vocab_size, terms)

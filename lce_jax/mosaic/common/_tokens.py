@@ -20,8 +20,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax import _math, _statistics, _temperature, scalars
+from lce_jax import scalars
 from lce_jax._types import Case, LogprobOutput, Results, RowCoefficients
+from lce_jax.mathematics import _logprobs, _statistics, _temperature
 from lce_jax.mosaic import _operands, _pallas, _partial_statistics
 from lce_jax.mosaic._chunks import num_groups
 from lce_jax.mosaic._geometry import geometry
@@ -108,7 +109,7 @@ def _prepare(case: Case, field: int | None, in_halves: bool, labels: Any, *refs:
 
     def write() -> None:
         inverse = None if field is None else _temperature.inverse(temperatures[rows.of_field(field, stride)])
-        k = LOG2E * float(_math.row_scale(case.options, None))
+        k = LOG2E * float(_logprobs.row_scale(case.options, None))
         targets.at[rows.here][...] = target()
         scale.at[rows.here][...] = along(k, jnp.float32) if inverse is None else k * inverse
         for ref in ids:
@@ -198,9 +199,9 @@ def _finish(
         for first in range(0, sizes.shape[0] if is_split else 0, num_groups(geometry(case, TILING))):  # of a shard
             other = sizes[first, len(names), rows.here] != float(case.vocab_size)
             stats = jax.tree.map(lambda x, other=other: jnp.where(other, nan, x), stats)
-        k = _math.row_scale(case.options, None if temperature is None else _temperature.inverse(temperature))
+        k = _logprobs.row_scale(case.options, None if temperature is None else _temperature.inverse(temperature))
         labels = ids[rows.here]
-        out = _math.finish(stats, k, labels, None, vocab_size).outputs
+        out = _logprobs.finish(stats, k, labels, None, vocab_size).outputs
         if megatron:
             out = out._replace(logprobs=jnp.where(labels >= 0, out.logprobs, -jnp.log(stats.sumexp)))
         found = [x for x in (out.logprobs, out.entropy, out.lse, out.max_logit, out.min_logit) if x is not None]
@@ -255,9 +256,9 @@ def _coefficients(
         seed = LogprobOutput(given.get("logprobs", zero), given.get("entropy"), given.get("lse", zero))
         temperature = kept[rows.of_field(1, stride)] if has_temperature else None
         inverse = None if temperature is None else _temperature.inverse(temperature)
-        k, factor = _math.row_scale(options, inverse), _math.row_factor(options, inverse)
+        k, factor = _logprobs.row_scale(options, inverse), _logprobs.row_factor(options, inverse)
         given_to = [terms[rows.of_field(options.num_candidates, stride)] for terms in of_terms]
-        found: RowCoefficients = _math.row_coefficients(
+        found: RowCoefficients = _logprobs.row_coefficients(
             stats, Results(seed), k, factor, None, options, vocab_size, *given_to
         )
         if temperature is not None:

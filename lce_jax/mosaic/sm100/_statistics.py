@@ -84,7 +84,7 @@ def _extremes(z: Product, options: Options, where: Where) -> tuple[Array, Array 
 def _distances(z: Product, i: Any, highest: Array, row_scale: Array, options: Options, where: Where) -> Array:
     """The u of eq. 1 of a block of columns, at most 0.
 
-    It takes one instruction more than a fused multiply-add, which would not be 0 at the largest column (`_math`).
+    It takes one instruction more than a fused multiply-add, which would not be 0 at the largest column.
     """
     x, cap = _epilogue.block_of(z, i), options.logit_softcap
     x = x if cap is None else softcap(x, cap, options)

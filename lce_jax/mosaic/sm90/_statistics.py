@@ -53,7 +53,7 @@ def statistics(options: Options, refs: Refs, tile: Tile, where: Where, multiply:
 def _sums(z: Array, row_scale: Array, highest: Array, options: Options, send: Any) -> tuple[Array, Array | None]:
     """Σ e and Σ u·e of the tile, a block of columns at a time, each block's e handed to ``send``.
 
-    u takes one instruction more than a fused multiply-add, which would not be 0 at the largest column (`_math`).
+    u takes one instruction more than a fused multiply-add, which would not be 0 at the largest column.
     """
     sums: list[Array] = []
     for i, start in enumerate(range(0, TILE_N, STAGING_COLUMNS)):

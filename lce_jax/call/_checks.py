@@ -1,0 +1,197 @@
+"""Checks of the arrays that a caller passes, before anything is computed: errors show the offending values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from lce_jax import _jax, scalars
+from lce_jax._types import Options, is_array
+
+FLOATS = ("bfloat16", "float16", "float32", "float64")
+
+
+def operands(hidden: Any, weight: Any, labels: Any, where: Any, bias: Any, options: Options) -> None:
+    """Checks the arrays of a call against each other. They may be tracers or ShapeDtypeStructs."""
+    _floats(hidden, weight)
+    label_array(labels)
+    _shapes(hidden, weight, labels, options)
+    if where is not None:
+        where_array(where, labels.shape)
+    if bias is not None:
+        _bias(bias, weight, options)
+
+
+def vocabulary(vocab_size: Any, columns: int) -> int:
+    """``vocab_size``, checked against the columns of all shards; None means all of them."""
+    if vocab_size is None:
+        return columns
+    vocab_size = scalars.integer("vocab_size", vocab_size)
+    if not 1 <= vocab_size <= columns:
+        raise ValueError(f"vocab_size must lie in [1, {columns}], the columns of weight, got {vocab_size}")
+    return vocab_size
+
+
+def split(weight: Any, axis_name: Any, columns: int) -> None:
+    """Inside ``shard_map``, the weight's type must say that each shard of ``axis_name`` has columns of its own."""
+    if not _jax.tracks_varying(axis_name):
+        return
+    names = _jax.as_axes(axis_name)
+    whole = [name for name in names if name not in _jax.varying_axes(weight) and lax.axis_size(name) > 1]
+    if whole:
+        raise ValueError(
+            f"axis_name={axis_name!r}, but weight {tuple(weight.shape)} is the same on every shard of "
+            f"{', '.join(map(repr, whole))}: each of them would count all {columns} columns. Pass each shard "
+            f"its own columns (in_specs=P({names[0]!r}, None) for [V, H]), or leave axis_name out for a whole weight"
+        )
+
+
+def array(name: str, x: Any, what: str = "an array") -> None:
+    """``x`` must be an array of JAX or NumPy, or the shape of one."""
+    if any(kind.__module__.partition(".")[0] == "torch" for kind in type(x).__mro__):
+        raise TypeError(
+            f"{name} must be {what} of JAX, got torch's {type(x).__name__}: lce_torch_bridge has the same functions "
+            "for torch tensors"
+        )
+    if not is_array(x):
+        raise TypeError(f"{name} must be {what}, got {type(x).__name__}")
+
+
+def label_array(x: Any, name: str = "labels") -> None:
+    """Labels (or other ids) must be an array of integers."""
+    array(name, x)
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        raise TypeError(f"{name} must be integers (vocabulary ids), got {x.dtype}")
+
+
+def num_candidates(x: Any, name: str = "candidates") -> int:
+    """The K of ids ``[..., K]``; 0 without any."""
+    if x is None:
+        return 0
+    label_array(x, name)
+    return scalars.num_candidates(name, x.shape)
+
+
+def candidate_shape(x: Any, leading: tuple[int, ...], of: str, name: str = "candidates") -> None:
+    """Ids must be ``[*leading, K]``."""
+    if x is not None:
+        scalars.candidate_shape(name, x.shape, leading, of)
+
+
+def sum_of_dweight(x: Any, weight: Any, dtype: Any) -> None:
+    """A sum to add a dweight to must have the weight's shape and the dtype of sums, or be None."""
+    if x is None:
+        return
+    array("dweight", x)
+    if tuple(x.shape) != tuple(weight.shape) or x.dtype != dtype:
+        raise ValueError(
+            f"dweight {tuple(x.shape)} of {x.dtype} must have the shape of weight {tuple(weight.shape)}, in {dtype}"
+        )
+
+
+def where_array(x: Any, shape: tuple[int, ...], of: str = "labels") -> None:
+    """``where`` must be a bool array of the shape of the labels, or of what else a call has per token."""
+    array("where", x, "a bool array")
+    if x.dtype != jnp.bool_:
+        raise TypeError(f"where must be bool, got {x.dtype}: write `where != 0` if that is what it means")
+    if tuple(x.shape) != tuple(shape):
+        raise ValueError(f"where {tuple(x.shape)} must have the shape of {of} {tuple(shape)}")
+
+
+def temperature(value: Any, shape: tuple[int, ...], where: Any = None) -> Any:
+    """A positive number or an array that broadcasts, as given; None if it is the number 1.
+
+    Values are checked if they are known. In a traced array a wrong one affects its own row alone.
+    """
+    if not is_array(value) or isinstance(value, np.generic):
+        value = scalars.positive("temperature", value)
+        return None if value == 1.0 else value
+    array("temperature", value)
+    if not jnp.issubdtype(value.dtype, jnp.floating):
+        raise TypeError(f"temperature must be floating point, got {value.dtype}")
+    try:
+        fits = np.broadcast_shapes(value.shape, shape) == tuple(shape)
+    except ValueError:
+        fits = False
+    if not fits:
+        raise ValueError(f"temperature {tuple(value.shape)} must broadcast to labels {tuple(shape)}")
+    _positive(value, shape, where)
+    return value
+
+
+def _positive(value: Any, shape: tuple[int, ...], where: Any) -> None:
+    known = [x for x in (value, where) if x is not None]
+    if not all(_is_concrete(x) for x in known):
+        return
+    given, *live = jax.device_get(known)
+    given = np.broadcast_to(given.astype(np.float64), shape)
+    wrong = ~scalars.is_temperature(given) & (live[0] if live else True)
+    if wrong.any():
+        found = np.unique(given[wrong])
+        raise ValueError(
+            f"temperature must be positive and finite in float32, but is {', '.join(map(str, found[:3]))}"
+            f"{', …' if len(found) > 3 else ''} in {wrong.sum()} of {wrong.size} rows, the first of them "
+            f"{tuple(int(i) for i in np.argwhere(wrong)[0])}: leave such rows out with where="
+        )
+
+
+def _is_concrete(x: Any) -> bool:
+    if isinstance(x, jax.core.Tracer | jax.ShapeDtypeStruct):
+        return False
+    return not isinstance(x, jax.Array) or x.is_fully_addressable
+
+
+def axis_size(axis_name: Any) -> int:
+    """The number of shards over ``axis_name``, which must be bound by an enclosing ``shard_map``."""
+    if axis_name is None:
+        return 1
+    try:
+        return lax.axis_size(axis_name)
+    except NameError:
+        bound = tuple(jax.sharding.get_abstract_mesh().manual_axes)
+        raise ValueError(
+            f"axis_name {axis_name!r} is not bound here (bound: {bound or 'none'}): call inside jax.shard_map over a "
+            "mesh with that axis, or use sharded_linear_logprobs outside it"
+        ) from None
+
+
+def _floats(hidden: Any, weight: Any) -> None:
+    for name, x in (("hidden", hidden), ("weight", weight)):
+        array(name, x)
+        if jnp.dtype(x.dtype).name not in FLOATS:
+            raise TypeError(f"{name} must be one of {', '.join(FLOATS)}, got {x.dtype}")
+
+
+def _shapes(hidden: Any, weight: Any, labels: Any, options: Options) -> None:
+    if hidden.ndim < 1:
+        raise ValueError("hidden must have at least the hidden dimension, got a scalar")
+    if weight.ndim != 2:
+        raise ValueError(f"weight must have two dimensions ([V, H] or [H, V]), got shape {tuple(weight.shape)}")
+    vocab, size = weight.shape[options.vocab_dim], weight.shape[options.hidden_dim]
+    if hidden.shape[-1] != size:
+        other = "hv" if options.weight_layout == "vh" else "vh"
+        hint = f' (it fits weight_layout="{other}")' if hidden.shape[-1] == vocab else ""
+        raise ValueError(
+            f"hidden {tuple(hidden.shape)} ends in H = {hidden.shape[-1]}, but weight {tuple(weight.shape)} with "
+            f'weight_layout="{options.weight_layout}" has H = {size}{hint}'
+        )
+    if tuple(labels.shape) != tuple(hidden.shape[:-1]):
+        raise ValueError(f"labels {tuple(labels.shape)} must have hidden's leading shape {tuple(hidden.shape[:-1])}")
+    if vocab == 0 or size == 0:
+        raise ValueError(f"weight {tuple(weight.shape)} must have at least one vocabulary entry and one hidden unit")
+
+
+def _bias(bias: Any, weight: Any, options: Options) -> None:
+    if not is_array(bias):
+        raise TypeError(f"bias must be an array, got {type(bias).__name__}")
+    if jnp.dtype(bias.dtype).name not in FLOATS:
+        raise TypeError(f"bias must be one of {', '.join(FLOATS)}, got {bias.dtype}")
+    if tuple(bias.shape) != (weight.shape[options.vocab_dim],):
+        raise ValueError(
+            f"bias {tuple(bias.shape)} must have one number per vocabulary column of weight {tuple(weight.shape)}: "
+            f"({weight.shape[options.vocab_dim]},), also where a mesh axis splits them"
+        )

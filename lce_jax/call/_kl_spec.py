@@ -1,0 +1,70 @@
+"""The static part of a call of `lce_jax.linear_kl`: that of each of the two models."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from lce_jax._types import Case, Options
+from lce_jax.call._spec import Spec
+from lce_jax.mathematics._kl import Pair
+from lce_jax.xla._kl import KLPlan
+
+if TYPE_CHECKING:
+    import jax.numpy as jnp
+
+    from lce_jax.mesh._layout import Layout
+
+
+@dataclasses.dataclass(frozen=True)
+class KLSpec:
+    """A call's static part."""
+
+    models: Pair[Spec]
+    student_first: bool  # as in `KLPlan`
+    mesh: Any = None  # as `Spec.mesh`
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The dtype of the result."""
+        return self.plan(0).dtype
+
+    @property
+    def options(self) -> Options:
+        """Those of the student's head."""
+        return self.models.student.options
+
+    @property
+    def case(self) -> Case:
+        """The student's."""
+        return self.models.student.case
+
+    @property
+    def requested(self) -> tuple[str, ...] | None:
+        """The implementations to choose from."""
+        return self.models.student.requested
+
+    @property
+    def as_traced(self) -> KLSpec:
+        """The same: no implementation stands in for another."""
+        return self
+
+    @property
+    def num_tokens(self) -> int:
+        """All tokens of the call."""
+        return self.models.student.num_tokens
+
+    def with_tokens(self, num_tokens: int) -> KLSpec:
+        """The same call with so many tokens."""
+        return dataclasses.replace(self, models=Pair(*(model.with_tokens(num_tokens) for model in self.models)))
+
+    def share(self, layout: Layout, num_tokens: int, columns: Sequence[int]) -> KLSpec:
+        """The spec of one device's share."""
+        of_models = zip(self.models, columns, strict=True)
+        models = Pair(*(model.share(layout, num_tokens, [size]) for model, size in of_models))
+        return dataclasses.replace(self, models=models, mesh=None)
+
+    def plan(self, columns: int) -> KLPlan:
+        """That of a shard with ``columns``."""
+        return KLPlan(Pair(*(spec.case for spec in self.models)), self.student_first, columns)

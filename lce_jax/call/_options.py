@@ -1,0 +1,225 @@
+"""The options of a call and of a loss, validated as far as possible without shapes."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from lce_jax import _dispatch, scalars
+from lce_jax._types import LogprobOptions, Options, is_array
+from lce_jax.call import _checks
+
+
+@dataclasses.dataclass(frozen=True)
+class CallOptions:
+    """`LogprobOptions`, validated: the static ones, for every implementation, and those that the call itself uses."""
+
+    static: Options
+    temperature: Any
+    logit_scale: Any  # this and the next: None unless one of them is an array; else `static` has both
+    logit_softcap: Any
+    bias: Any
+    candidates: Any
+    vocab_size: int | None
+    axis_name: Any
+    implementation: tuple[str, ...] | None
+
+    def named(self, function: str) -> CallOptions:
+        """The same, whose messages name this public function."""
+        return dataclasses.replace(self, static=dataclasses.replace(self.static, function=function))
+
+
+def of_call(given: LogprobOptions, mean_logit: bool = False) -> CallOptions:
+    """The options of a call."""
+    names = {field.name for field in dataclasses.fields(Options)}
+    fixed: dict[str, Any] = {name: value for name, value in given.items() if name in names}
+    scale, softcap = (fixed.get(name, default) for name, default in (("logit_scale", 1.0), ("logit_softcap", None)))
+    scale = number_or_scalar("logit_scale", scale, scalars.number)
+    softcap = None if softcap is None else number_or_scalar("logit_softcap", softcap, scalars.positive)
+    traced = is_array(scale) or is_array(softcap)
+    if traced:
+        fixed |= {"logit_scale": 1.0, "logit_softcap": None if softcap is None else 1.0}
+    checked = static(**fixed)
+    bias, candidates = given.get("bias"), given.get("candidates")
+    return CallOptions(
+        static=dataclasses.replace(
+            checked,
+            mean_logit=mean_logit,
+            traced_scale=traced,
+            has_bias=bias is not None,
+            num_candidates=_checks.num_candidates(candidates),
+        ),
+        temperature=given.get("temperature", 1.0),
+        logit_scale=scale if traced else None,
+        logit_softcap=softcap if traced else None,
+        bias=bias,
+        candidates=candidates,
+        vocab_size=given.get("vocab_size"),
+        axis_name=_axis_name(given.get("axis_name")),
+        implementation=_implementation_names(given.get("implementation")),
+    )
+
+
+def check_names(
+    function: Callable[..., Any],
+    given: Mapping[str, Any],
+    without: Sequence[str] = (),
+    known_names: Iterable[str] = tuple(LogprobOptions.__annotations__),
+) -> None:
+    """Refuses names in ``**options`` that ``function`` does not know; the message lists those that it does."""
+    unknown = [name for name in given if name not in known_names]
+    if not unknown:
+        return
+    own = [name for name, kind in inspect.signature(function).parameters.items() if kind.kind is kind.KEYWORD_ONLY]
+    known = [*own, *(name for name in known_names if name not in without)]
+    close = difflib.get_close_matches(unknown[0], known, 1)
+    hint = f" (did you mean {close[0]}?)" if close else ""
+    raise TypeError(f"{function.__name__}: unknown option {', '.join(unknown)}{hint}; known: {', '.join(known)}")
+
+
+NOT_OF_TOPK = ("entropy", "stats", "cache_bytes", "candidates", "gradient_threshold", "vocab_part_size")
+
+
+def of_topk(given: LogprobOptions, k: Any) -> CallOptions:
+    """The options of `linear_topk`."""
+    options, k = of_call(given), scalars.num_largest(k)
+    static = dataclasses.replace(options.static, entropy=False, top_k=k)
+    return dataclasses.replace(options, static=static).named("linear_topk")
+
+
+def refuse(function: str, given: Mapping[str, Any], names: Sequence[str]) -> None:
+    """Refuses options of other functions, which ``function`` does not have."""
+    if wrong := [name for name in given if name in names]:
+        raise TypeError(f"{function} has no option {', '.join(wrong)}")
+
+
+def loss_call(given: LogprobOptions) -> LogprobOptions:
+    """The options of a loss, which returns neither entropy nor extremes nor candidates."""
+    wanted = [f"{name}=True" for name in ("entropy", "stats") if scalars.flag(name, given.get(name, False))]
+    wanted += ["candidates"] if given.get("candidates") is not None else []
+    if wanted:
+        raise ValueError(
+            f"{wanted[0]}, but a loss has no such output: linear_logprobs (or sharded_linear_logprobs) returns it with "
+            "the log-probabilities"
+        )
+    return {**given, "entropy": False}
+
+
+def of_loss(reduction: Any, label_smoothing: Any, z_loss: Any, normalizer: Any = None) -> tuple[float, Any, Any]:
+    """What a loss adds to the options, validated: the smoothing, the weight of lse² and the mean's divisor."""
+    scalars.one_of("reduction", reduction, ("mean", "sum", "none"))
+    if normalizer is not None:
+        if reduction != "mean":
+            raise ValueError(
+                f'normalizer={normalizer!r} is the divisor of reduction="mean", reduction is {reduction!r}'
+            )
+        normalizer = number_or_scalar("normalizer", normalizer, scalars.positive)
+    z_loss = number_or_scalar("z_loss", z_loss, scalars.not_negative)
+    return scalars.fraction("label_smoothing", label_smoothing), z_loss, normalizer
+
+
+def no_axis_name(given: CallOptions) -> None:
+    """Refuses ``axis_name`` outside ``shard_map``, where ``vocab_axis`` names the axis."""
+    if given.axis_name is not None:
+        raise ValueError(f"axis_name={given.axis_name!r} is for callers inside shard_map; here the axis is vocab_axis")
+
+
+def static(
+    *,
+    logit_scale: Any = 1.0,
+    logit_softcap: Any = None,
+    entropy: Any = True,
+    stats: Any = False,
+    weight_layout: Any = "vh",
+    cache_bytes: Any = 0,
+    precision: Any = None,
+    gradient_threshold: Any = 0.0,
+    vocab_part_size: Any = None,
+) -> Options:
+    """The static options, validated."""
+    if weight_layout not in ("vh", "hv"):
+        raise ValueError(f'weight_layout must be "vh" ([V, H]) or "hv" ([H, V]), got {weight_layout!r}')
+    if logit_softcap is not None:
+        logit_softcap = scalars.positive("logit_softcap", logit_softcap)
+    cache_bytes = scalars.num_bytes("cache_bytes", cache_bytes)
+    gradient_threshold = scalars.fraction("gradient_threshold", gradient_threshold)
+    return Options(
+        logit_scale=scalars.number("logit_scale", logit_scale),
+        logit_softcap=logit_softcap,
+        entropy=scalars.flag("entropy", entropy),
+        stats=scalars.flag("stats", stats),
+        weight_layout=weight_layout,
+        cache_bytes=cache_bytes,
+        precision=_precision(precision),
+        gradient_threshold=gradient_threshold,
+        vocab_part_size=scalars.part_size(vocab_part_size, cache_bytes, gradient_threshold),
+    )
+
+
+def number_or_scalar(name: str, value: Any, check: Callable[[str, Any], float]) -> Any:
+    """A number that passes ``check``, or a real array of shape (), traced or not, whose value is not checked."""
+    if not is_array(value) or isinstance(value, np.generic):
+        return check(name, value)
+    _checks.array(name, value)
+    if not (jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer)):
+        raise TypeError(f"{name} must be a real number, got an array of {value.dtype}")
+    if value.shape != ():
+        raise ValueError(f"{name} must be a number or an array of shape (), got shape {tuple(value.shape)}")
+    return value
+
+
+def teachers_weight(beta: Any, argument: str, chosen: str, ends: tuple[str, str]) -> Any:
+    """The β of a generalised JSD, by default 0.5; None if ``chosen`` is another divergence. 0 and 1 are ``ends``."""
+    if chosen != "jsd":
+        if beta is not None:
+            raise ValueError(f'beta={beta!r} is a weight of {argument}="jsd", {argument} is "{chosen}"')
+        return None
+
+    def inside(name: str, value: Any) -> float:
+        value = scalars.number(name, value)
+        if not 0 < value < 1:
+            raise ValueError(f'{name} must lie in (0, 1), got {value}: {argument}="{ends[0]}" is 0, "{ends[1]}" is 1')
+        return value
+
+    return number_or_scalar("beta", 0.5 if beta is None else beta, inside)
+
+
+def _axis_name(axis_name: Any) -> Any:
+    if axis_name is None or isinstance(axis_name, str):
+        return axis_name
+    if isinstance(axis_name, tuple) and axis_name and all(isinstance(name, str) for name in axis_name):
+        return axis_name
+    raise TypeError(f"axis_name must be None, a mesh axis's name or a tuple of them, got {axis_name!r}")
+
+
+def _implementation_names(implementation: Any) -> tuple[str, ...] | None:
+    if implementation is None:
+        return None
+    names = (implementation,) if isinstance(implementation, str) else implementation
+    known = ", ".join(f'"{name}"' for name in _dispatch.IMPLEMENTATIONS)
+    if not isinstance(names, tuple) or not names:
+        raise TypeError(f"implementation must be None, a name or a tuple of names ({known}), got {implementation!r}")
+    for name in names:
+        if name not in _dispatch.IMPLEMENTATIONS:
+            raise ValueError(f"unknown implementation {name!r}; known: {known}")
+    return names
+
+
+def _precision(precision: Any) -> Any:
+    if precision is None:
+        return None
+    one = jax.ShapeDtypeStruct((1, 1), jnp.float32)
+    try:
+        jax.eval_shape(lambda a, b: lax.dot(a, b, precision=precision), one, one)
+        hash(precision)
+    except Exception as error:
+        raise ValueError(f"precision {precision!r} is not a jax.lax.PrecisionLike: {error}") from error
+    return precision

@@ -1,0 +1,197 @@
+"""A call's per-token operands, and the rows that ``where`` leaves out.
+
+Rows that are left out move to the end, after the live ones: tiles that hold only dead rows are never computed.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from lce_jax import scalars
+from lce_jax._types import is_array
+from lce_jax.call import _checks
+from lce_jax.mathematics._kl import Pair
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float, Int
+
+
+class Rows(NamedTuple):
+    """A call's per-token operands, in the shape of labels (candidates with K more). None of them has a gradient."""
+
+    labels: Int[Array, "*b"]  # int32 global id, -1 where out of vocabulary
+    where: Bool[Array, "*b"] | None
+    temperature: Float[Array, "*b"] | None
+    logit_scale: Float[Array, "*b"] | None = None  # if it or the softcap is an array; else the options have both
+    logit_softcap: Float[Array, "*b"] | None = None
+    candidates: Int[Array, "*b K"] | None = None  # int32 global ids, -1 for none and out of vocabulary
+    weights: Pair[Float[Array, "*b"]] | None = None  # of both models in the mixture of `lce_jax.linear_kl`
+    num_rows: Int[Array, ""] | None = None  # instead of ``where``: how many rows count, from the first on
+
+    @property
+    def live(self) -> Bool[Array, "T"] | None:
+        """Which rows count; None if all do."""
+        if self.num_rows is None:
+            return self.where
+        return jnp.arange(self.labels.shape[0], dtype=jnp.int32) < self.num_rows
+
+
+def of_call(
+    labels: Any,
+    where: Any,
+    temperature: Any,
+    vocab_size: int,
+    dtype: Any,
+    scale: Any = None,
+    softcap: Any = None,
+    candidates: Any = None,
+) -> Rows:
+    """The per-token operands of a call, its temperature checked; ids outside [0, vocab_size) become -1."""
+    factors = (_checks.temperature(temperature, labels.shape, where), scale, softcap)
+    arrays = tuple(None if factor is None else on_device(factor) for factor in factors)
+    where = None if where is None else jnp.asarray(where)
+    candidates = None if candidates is None else int32_labels(candidates, "candidates")
+    return _of_arrays(int32_labels(labels), where, arrays, candidates, vocab_size, dtype)
+
+
+def of_ids(
+    ids: Any, where: Any, temperature: Any, vocab_size: int, dtype: Any, scale: Any = None, softcap: Any = None
+) -> Rows:
+    """The per-token operands of a call that has ids ``[..., K]`` in place of labels."""
+    ids = int32_labels(ids, "ids")
+    return of_call(_first(ids), where, temperature, vocab_size, dtype, scale, softcap, ids)
+
+
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def no_labels(shape: tuple[int, ...]) -> Array:
+    """The labels of a call that has none. Jitted for the reason that `_of_arrays` gives."""
+    return jnp.full(shape, -1, jnp.int32)
+
+
+@functools.partial(jax.jit, inline=True)
+def _first(ids: Array) -> Array:
+    return ids[..., 0]
+
+
+@functools.partial(jax.jit, static_argnums=(4, 5), inline=True)
+def _of_arrays(
+    labels: Array, where: Array | None, factors: Any, candidates: Array | None, vocab_size: int, dtype: Any
+) -> Rows:
+    """Jitted: outside ``jit`` each number in an expression is a transfer, which ``jax.transfer_guard`` may forbid."""
+    ids = (labels, candidates)
+    labels, candidates = jax.tree.map(lambda x: jnp.where((x >= 0) & (x < vocab_size), x, -1), ids)
+    temperature, scale, softcap = (None if x is None else per_token(x, labels.shape, dtype) for x in factors)
+    return Rows(labels, where, temperature, scale, softcap, candidates)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2), inline=True)
+def per_token(value: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+    """A factor as one number per token, without a gradient."""
+    return jnp.broadcast_to(lax.stop_gradient(value).astype(dtype), shape)
+
+
+def weights(beta: Any, shape: tuple[int, ...], dtype: Any) -> Pair[Array]:
+    """Of student and teacher, 1 - β and β. That of a number is rounded once, because near β = 1 float32 has few."""
+    if is_array(beta):
+        return _of_teachers_weight(on_device(beta), shape, dtype)
+    return Pair(*(per_token(on_device(weight), shape, dtype) for weight in (1.0 - beta, beta)))
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2), inline=True)
+def _of_teachers_weight(beta: Array, shape: tuple[int, ...], dtype: Any) -> Pair[Array]:
+    beta = per_token(beta, shape, dtype)
+    return Pair(1.0 - beta, beta)
+
+
+def on_device(value: Any) -> Array:
+    """A number as an array, by an explicit transfer; arrays as they are."""
+    return value if isinstance(value, jax.Array) else jax.device_put(np.asarray(value))
+
+
+def count(value: Any, num_tokens: int) -> Int[Array, ""]:
+    """A number of rows in [0, num_tokens]; a traced one is clipped to it."""
+    if scalars.is_integer(value):
+        if not 0 <= value <= num_tokens:
+            raise ValueError(f"num_rows must lie in [0, {num_tokens}], the rows of labels, got {value}")
+    elif not is_array(value) or value.shape != () or not jnp.issubdtype(value.dtype, jnp.integer):
+        raise TypeError(f"num_rows must be an integer or an integer array of shape (), got {value!r}")
+    return jnp.clip(jnp.asarray(value, jnp.int32), 0, num_tokens)
+
+
+def int32_labels(labels: Any, name: str = "labels") -> Array:
+    """Labels of any integer type as int32; what does not fit is clamped, and stays out of every vocabulary.
+
+    NumPy's 64-bit labels are clamped first, because JAX would wrap them: 2³² + 3 would become 3.
+    """
+    _checks.label_array(labels, name)
+    if isinstance(labels, np.ndarray | np.generic):
+        return jnp.asarray(_clamped(labels, np))
+    return _int32(jnp.asarray(labels))
+
+
+@functools.partial(jax.jit, inline=True)
+def _int32(labels: Array) -> Array:
+    return _clamped(labels, jnp)
+
+
+def _clamped(labels: Any, numpy: Any) -> Any:
+    info, int32 = jnp.iinfo(labels.dtype), np.iinfo(np.int32)
+    if info.min < int32.min or info.max > int32.max:
+        labels = numpy.clip(labels, max(info.min, int32.min), int32.max)
+    return labels.astype(np.int32)
+
+
+def owned(ids: Any, start: Any, columns: int) -> Any:
+    """Global ids as columns of the shard that has ``columns`` from ``start`` on; -1 where it does not own them."""
+
+    def column(x: Array) -> Array:
+        local = x - start
+        return jnp.where((x >= 0) & (local >= 0) & (local < columns), local, -1)
+
+    return jax.tree.map(column, ids)
+
+
+def flattened[T](tree: T, leading: int) -> T:
+    """Every leaf with its first ``leading`` dimensions, those of labels, as one."""
+    return jax.tree.map(lambda x: x.reshape(math.prod(x.shape[:leading]), *x.shape[leading:]), tree)
+
+
+class Compaction(NamedTuple):
+    """The order with the live rows first, in their own order."""
+
+    source: Int[Array, "T"]  # row of the call at each compacted position
+    position: Int[Array, "T"]  # compacted position of each row of the call
+    num_rows: Int[Array, ""]  # how many are live
+
+
+def compaction(where: Bool[Array, "T"]) -> Compaction:
+    """The compaction of ``where``: two prefix sums and a scatter, no sort."""
+    live = jnp.cumsum(where, dtype=jnp.int32)
+    dead = jnp.cumsum(~where, dtype=jnp.int32)
+    num_rows = jnp.sum(where, dtype=jnp.int32)
+    position = jnp.where(where, live - 1, num_rows + dead - 1)
+    rows = jnp.arange(where.shape[0], dtype=jnp.int32)
+    source = jnp.zeros_like(rows).at[position].set(rows, unique_indices=True)
+    return Compaction(source, position, num_rows)
+
+
+def compact(order: Compaction, tree: Any) -> Any:
+    """Every [T, ...] leaf in compacted order, with dead rows zero: NaN or inf in them cannot spread."""
+    live = jnp.arange(order.source.shape[0], dtype=jnp.int32) < order.num_rows
+
+    def gather(x: Array) -> Array:
+        return jnp.where(live.reshape((-1,) + (1,) * (x.ndim - 1)), x[order.source], jnp.zeros((), x.dtype))
+
+    return jax.tree.map(gather, tree)
+
+
+def expand(order: Compaction, tree: Any) -> Any:
+    """The inverse of `compact` on the live rows. Dead rows hold anything, and the caller overwrites them."""
+    return jax.tree.map(lambda x: x[order.position], tree)

@@ -1,0 +1,59 @@
+"""The factors of a call's rows (eq. 0), from temperatures and a traced scale or softcap."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax.numpy as jnp
+
+from lce_jax import scalars
+from lce_jax.call._rows import Rows
+from lce_jax.mathematics import _temperature
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float
+
+
+class Scales(NamedTuple):
+    """Per-token factors of eq. 0 from temperature and a traced scale or softcap: z = logits · x(sign · r)."""
+
+    logits: Float[Array, "T"] | None  # None: 1
+    raw: Float[Array, "T"] | None = None  # x = tanh(raw · r), or raw · r
+    sign: Float[Array, "T"] | None = None  # of a traced scale, where it multiplies hidden
+
+    @property
+    def derivative(self) -> Float[Array, "T"] | None:
+        """The row factor of eq. 5, without the scale in the options."""
+        return self.logits if self.raw is None or self.logits is None else self.logits * self.raw
+
+
+def of_rows(
+    rows: Rows, dtype: Any, signs_hidden: bool, invert: Callable[[Array], Array] = _temperature.inverse
+) -> Scales:
+    """The factors of a call, whose temperatures ``invert`` inverts.
+
+    The sign of a traced scale, which may be 0, is apart, because k of eq. 1 must be positive. It multiplies hidden
+    where ``signs_hidden`` says so, else the raw products, which no kernel does.
+    """
+    inverse = None if rows.temperature is None else invert(rows.temperature.astype(dtype))
+    if rows.logit_scale is None:
+        return Scales(inverse)
+    sign = raw = None
+    if rows.logit_softcap is None:
+        sign, logits = jnp.sign(rows.logit_scale), jnp.abs(rows.logit_scale)
+        logits = jnp.where(sign == 0, 1.0, logits)
+        if not signs_hidden:
+            sign, raw = None, sign
+    else:
+        logits = jnp.abs(rows.logit_softcap)  # c tanh(x / c) is even in c
+        raw = rows.logit_scale / logits
+    return Scales(logits if inverse is None else logits * inverse, raw, sign)
+
+
+def wrong_temperature(rows: Rows) -> Bool[Array, "T"] | None:
+    """Rows that count and whose temperature is not positive and finite: they return NaN and have no gradient."""
+    if rows.temperature is None:
+        return None
+    wrong = ~scalars.is_temperature(rows.temperature)
+    return wrong if rows.live is None else wrong & rows.live

@@ -1,0 +1,170 @@
+"""`explain`: what the public functions would do with a call, without computing anything."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, Unpack
+
+from lce_jax import _dispatch, scalars
+from lce_jax._types import is_array
+from lce_jax.call import _arguments, _checks, _options
+from lce_jax.call._place import Place, placed
+from lce_jax.explain import _others
+from lce_jax.explain._others import check_function
+from lce_jax.ops._cross_entropy import Reduction, chunk_in_place
+from lce_jax.programs import _token_chunks
+
+if TYPE_CHECKING:
+    from jax.sharding import AbstractMesh, Mesh
+
+    from lce_jax._plans import Plan, Surroundings
+    from lce_jax._types import LogprobOptions
+    from lce_jax.call._spec import Spec
+    from lce_jax.mesh._layout import Axes
+
+
+def explain(
+    hidden: Any,
+    weight: Any,
+    labels: Any,
+    *,
+    where: Any = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    vocab_axis: Axes = None,
+    batch_axes: Axes = None,
+    sequence_axis: Axes = None,
+    ignore_index: int | None = -100,
+    reduction: Reduction | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: Any = 0.0,
+    normalizer: Any = None,
+    gradients_in_forward: bool = False,
+    chunk_bytes: int | None = None,
+    k: int | None = None,
+    ids: Any = None,
+    teacher: tuple[Any, Any] | None = None,
+    **options: Unpack[LogprobOptions],
+) -> Plan:
+    """How a call would be served: which implementation, which tiles, why not the others, which bytes per device.
+
+    The plan is that of `linear_logprobs`. With any of ``ignore_index``, ``reduction``, ``label_smoothing``, ``z_loss``
+    and ``normalizer`` it is that of `linear_cross_entropy`; with ``gradients_in_forward``, that of a differentiated
+    `linear_loss`; with ``k``, that of `linear_topk`; with ``ids``, that of `linear_logits`; with ``teacher``, that of
+    `linear_kl`; with a mesh or an axis of it, that of the sharded function for one device's tokens and columns. Arrays
+    that lie split over a mesh are planned as they lie: XLA, or their types, partition the call so
+    (`linear_logits` and `linear_kl` only if their axes are Explicit). Operands may be tracers or
+    ``jax.ShapeDtypeStruct``: nothing is computed. The plan is for the devices that the mesh or the operands' shardings
+    name, which need not be there (`jax.experimental.topologies`), else for this machine's. No axis need be bound: with
+    ``axis_name``, give the shapes of one shard.
+
+    Args:
+        hidden: ``[..., H]`` hidden states; any leading shape, also an empty one. bfloat16, float16, float32 or
+            float64. Cast to the weight's dtype for the matrix products.
+        weight: ``[V, H]`` head (``[H, V]`` with ``weight_layout="hv"``). Its dtype is that of the matrix products.
+        labels: ``[...]`` integer vocabulary ids, global also when the vocabulary is split. A label outside the
+            vocabulary (negative, ≥ V) has logprob 0, whose gradient is that of ``-lse``; its row counts unless a loss
+            ignores it (``ignore_index``).
+        where: ``[...]`` bool, the rows that count. The others are exactly 0 in outputs and gradients, whatever they
+            hold, and cost no work. None: every row counts.
+        mesh: the mesh. None: that of ``jax.set_mesh``.
+        vocab_axis: the mesh axis (or axes) that splits the vocabulary. V must divide by its size: pad the weight and
+            give the true ``vocab_size``. None: each device holds the whole vocabulary.
+        batch_axes: the mesh axis (or axes) that splits the batch, hidden's first dimension. None: under Explicit axes
+            those of hidden's own type, else the batch is not split.
+        sequence_axis: the mesh axis (or axes) that splits the sequence, hidden's last dimension but one. If it is
+            ``vocab_axis`` or ends with it (Megatron's sequence parallelism; ``("context", "tensor")`` adds context
+            parallelism), hidden states are all-gathered over ``vocab_axis`` forward and their gradient is
+            reduce-scattered backward. None: the sequence is not split.
+        ignore_index: rows with this label do not count, as in PyTorch. None: every label counts, and one outside the
+            vocabulary has logprob 0.
+        reduction: "mean" over the rows that count (0 if there are none), "sum", or "none" for ``[...]``.
+        label_smoothing: ε in [0, 1).
+        z_loss: weight of ``lse²``, at least 0 (PaLM: 1e-4); a number, or an array of shape (), which may be traced
+            and is differentiable.
+        normalizer: what "mean" divides the sum by in place of the number of rows that count in this call: the rows of
+            all micro-batches, or of all devices inside ``shard_map``, so that the losses and their gradients add up
+            to the mean over all. A positive number, or an array of shape (), which may be traced; an array's 0 counts
+            as 1. None: the rows that count in this call.
+        gradients_in_forward: True for the plan of `linear_loss`, with what all its chunks of tokens share.
+        chunk_bytes: bytes that the exponentials of one chunk of tokens may take, in the weight's dtype, per device;
+            at least 128 tokens are a chunk. None: 1.4 GiB, or one chunk of all tokens where several and their sum of
+            dweight would take as much; 256 MiB on a CPU.
+        k: that of `linear_topk`, for its plan; of the labels only the shape counts then.
+        ids: ``[..., K]``, those of `linear_logits`, for its plan; of the labels only the shape counts then.
+        teacher: the teacher's hidden states ``[..., G]`` and its weight, in the layout of ``weight``, for the plan of
+            `linear_kl`; of the labels only the shape counts then.
+        **options: ``temperature``, ``logit_softcap``, ``logit_scale``, ``entropy``, ``stats``, ``vocab_size``,
+            ``weight_layout``, ``axis_name``, ``cache_bytes``, ``precision``, ``implementation``, ``bias``,
+            ``candidates``, ``gradient_threshold`` and ``vocab_part_size``, as in `linear_logprobs`.
+
+    Returns:
+        A `Plan`; ``print`` it. ``plan.memory`` has what the head takes per device, in bytes, with stored logits beside
+        it; ``python -m lce_jax.explain`` prints both for a named model, on a machine without a GPU too.
+
+    Raises:
+        UnsupportedError: an implementation asked for by name cannot serve the call; the message says why.
+        ValueError, TypeError: what the function itself would refuse, as far as shapes and options show it.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from lce_jax import explain
+        >>> struct = jax.ShapeDtypeStruct
+        >>> call = struct((4096, 512), jnp.float32), struct((65536, 512), jnp.float32), struct((4096,), jnp.int32)
+        >>> print(str(explain(*call, implementation="xla")).splitlines()[5].strip())
+        logits     1.0 GiB if they were stored
+        >>> mesh = jax.sharding.AbstractMesh((4, 2), ("data", "tensor"))
+        >>> plan = explain(*call, implementation="xla", mesh=mesh, vocab_axis="tensor", batch_axes="data")
+        >>> plan.case.num_tokens, plan.case.vocab_size
+        (1024, 32768)
+        >>> explain(*call, implementation="xla").memory.stored.backward / 2**30  # GiB, in float32 on a CPU
+        4.0
+    """
+    _options.check_names(explain, options)
+    smoothing, penalty, normalizer = _options.of_loss(reduction or "mean", label_smoothing, z_loss, normalizer)
+    given = (reduction, normalizer, None if ignore_index == -100 else "ignore_index")
+    of_loss = (*given, smoothing, penalty, gradients_in_forward or None, chunk_bytes)
+    check_function({"k": k, "ids": ids, "teacher": teacher}, options, *of_loss)
+    place = Place(mesh, vocab_axis, batch_axes, sequence_axis)
+    if teacher is not None:
+        return _others.of_kl(hidden, weight, labels, teacher, where, place, options)
+    if ids is not None:
+        return _others.of_logits(hidden, weight, labels, ids, where, place, options)
+    is_loss = bool(smoothing) or is_array(penalty) or bool(penalty) or any(x is not None for x in given)
+    if is_loss:
+        options = _options.loss_call(options)
+    checked = _options.of_call(options, mean_logit=smoothing > 0) if k is None else _options.of_topk(options, k)
+    case = _arguments.case(hidden, weight, labels, where, checked)
+    _checks.temperature(checked.temperature, labels.shape, where)
+    if is_loss and ignore_index is not None:
+        scalars.integer("ignore_index", ignore_index)
+        case = dataclasses.replace(case, partial_rows=True)
+    per_token = [labels, *([] if where is None else [where])]
+    scalars.flag("gradients_in_forward", gradients_in_forward)
+    found = placed(hidden, weight, per_token, case, checked, place)
+    layout, around, columns, by_xla = found
+    if k is not None:
+        scalars.num_largest(k, _checks.vocabulary(checked.vocab_size, columns))
+    spec = _arguments.spec(case, checked, columns, layout)
+    if gradients_in_forward:
+        return _token_chunks.plan(spec.case, spec.requested, _token_chunks.budget(chunk_bytes, options), around)
+    if chunk_bytes is not None:
+        raise ValueError(f"chunk_bytes={chunk_bytes!r} is for linear_loss: give gradients_in_forward=True too")
+    chunk = chunk_in_place(reduction, smoothing, case, checked, found) if is_loss else None
+    if chunk is not None:
+        return _token_chunks.plan(spec.case, spec.requested, _token_chunks.Budget(chunk), around)
+    if by_xla:
+        return _partitioned_by_xla(spec, around)
+    return _dispatch.explain(spec.case, spec.requested, around)
+
+
+def _partitioned_by_xla(spec: Spec, around: Surroundings) -> Plan:
+    """The plan over Auto axes, where tiles of the forward have no global shape: nothing is kept."""
+    given, advice = spec.case.options, "call sharded_linear_logprobs, or make them Explicit"
+    options = dataclasses.replace(given, cache_bytes=0, gradient_threshold=0.0)
+    plan = _dispatch.explain(dataclasses.replace(spec.case, options=options), spec.requested, around)
+    notes = []
+    if given.cache_bytes:
+        notes.append(f"cache_bytes={given.cache_bytes} keeps nothing over Auto axes: {advice}")
+    if given.gradient_threshold:
+        notes.append(f"gradient_threshold={given.gradient_threshold:g} is not used over Auto axes: {advice}")
+    return dataclasses.replace(plan, notes=(*plan.notes, *notes))

@@ -1,0 +1,82 @@
+"""What `explain` says of functions that are no pass over one vocabulary."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from lce_jax._types import is_array
+from lce_jax.call import _arguments, _checks, _options
+from lce_jax.call._kl import KLCall
+from lce_jax.call._kl_spec import KLSpec
+from lce_jax.call._place import Place, placed
+from lce_jax.mathematics._kl import Pair
+from lce_jax.xla import _kl_plan, _logits_plan
+
+if TYPE_CHECKING:
+    from lce_jax._plans import Plan
+    from lce_jax._types import LogprobOptions
+
+NOT_OF = {
+    "linear_topk": _options.NOT_OF_TOPK,
+    "linear_logits": _options.NOT_OF_TOPK,
+    "linear_kl": (*_options.NOT_OF_TOPK, "implementation"),
+}
+FUNCTION_OF = {"k": "linear_topk", "ids": "linear_logits", "teacher": "linear_kl"}
+
+
+def check_function(asked: dict[str, Any], options: LogprobOptions, *others: Any) -> None:
+    """Refuses what the function that ``asked`` is about does not have: options, and the arguments of losses."""
+    names = [name for name, x in asked.items() if x is not None]
+    if not names:
+        return
+    if len(names) > 1:
+        raise ValueError(f"{' and '.join(names)} belong to different functions: give one of them")
+    function = FUNCTION_OF[names[0]]
+    if any(is_array(x) or x for x in others):
+        raise ValueError(f"{names[0]} is that of {function}, which is no loss: leave out the arguments of losses")
+    _options.refuse(function, options, NOT_OF[function])
+
+
+def of_logits(
+    hidden: Any, weight: Any, labels: Any, ids: Any, where: Any, place: Place, options: LogprobOptions
+) -> Plan:
+    """That of `lce_jax.linear_logits` at ``ids``."""
+    _checks.num_candidates(ids, "ids")
+    _checks.candidate_shape(ids, tuple(hidden.shape[:-1]), "hidden before H", "ids")
+    checked = _options.of_call(options).named("linear_logits")
+    case = _arguments.case(hidden, weight, labels, where, checked)
+    static = dataclasses.replace(case.options, num_candidates=ids.shape[-1])
+    case = dataclasses.replace(case, options=static, partial_rows=False)  # it moves no rows
+    found = placed(hidden, weight, [ids], case, checked, place)
+    spec = _arguments.spec(case, checked, found.columns, found.layout)
+    return _logits_plan.plan(spec.case, found.around, spec.implementation)
+
+
+def of_kl(
+    hidden: Any, weight: Any, labels: Any, teacher: Any, where: Any, place: Place, options: LogprobOptions
+) -> Plan:
+    """That of `lce_jax.linear_kl` with the teacher's hidden states and weight."""
+    if not isinstance(teacher, tuple | list) or len(teacher) != 2:
+        raise TypeError(f"teacher must be the pair of its hidden states and its weight, got {type(teacher).__name__}")
+    call = KLCall.of(Pair((hidden, weight), tuple(teacher)), where, "forward", options, options.get("axis_name"))
+    checked, case = call.options.student, call.cases.student
+    _arguments.case(hidden, weight, labels, where, checked)
+    tokens = jax.ShapeDtypeStruct(tuple(labels.shape), jnp.int32)
+    found = placed(hidden, weight, [tokens if where is None else where], case, checked, place)
+    if found.layout is not None and found.layout.vocab_axes is not None:
+        call.check_equal_columns()
+    shards = 1 if found.layout is None else found.layout.vocab_shards
+    specs = Pair(
+        *(
+            _arguments.spec(own, chosen, max(own.vocab_size, found.columns), found.layout)
+            for own, chosen in zip(call.cases, call.options, strict=True)
+        )
+    )
+    columns = min(spec.case.vocab_size for spec in specs)
+    if shards == 1 and checked.axis_name is None:
+        columns = min(columns, specs.student.vocab_size)
+    return _kl_plan.plan(KLSpec(specs, student_first=False).plan(columns), found.around)

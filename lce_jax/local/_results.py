@@ -1,0 +1,144 @@
+"""`merge`, `finish` and `mean_logit` of `lce_jax.local`: from shards' statistics to results."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+from lce_jax._types import LogprobOutput, ShardStatistics
+from lce_jax.call import _options, _rows, _scales
+from lce_jax.mathematics import _logprobs, _statistics, _temperature
+from lce_jax.programs import _per_token
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float, Int
+
+
+def merge(
+    parts: ShardStatistics,
+    *,
+    temperature: float | Float[Array, "T"] = 1.0,
+    logit_softcap: float | Float[Array, ""] | None = None,
+    logit_scale: float | Float[Array, ""] = 1.0,
+) -> ShardStatistics:
+    """The statistics of all shards together: ``m = max mᵢ``, ``s = Σ sᵢ·exp((mᵢ - m)·k)``, and so on for each field.
+
+    Args:
+        parts: statistics of N shards, fields ``[N, T]``. A shard without a true column counts for nothing.
+        temperature: as given to `statistics`; with the next two it makes the k of `ShardStatistics`.
+        logit_softcap: ``c`` in ``cap(x) = c·tanh(x / c)``, before the temperature (Gemma 2: 30): a positive number,
+            or an array of shape (), which may be traced. None: no cap. No gradient.
+        logit_scale: multiplies the float32 logits first (Cohere, MuP): a number, or an array of shape (), which may
+            be traced. No gradient.
+
+    Returns:
+        Statistics with fields ``[T]`` (``[T, K]`` for candidates). They are added in the order of N, so all who merge
+        the same parts get the same bits.
+
+    Raises:
+        ValueError, TypeError: a temperature, softcap or scale that `statistics` refuses.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from lce_jax import local
+        >>> stats, _ = local.statistics(jnp.ones((2, 4)), jnp.zeros((100, 4)), jnp.array([7, 8]))
+        >>> twice = jax.tree.map(lambda x: jnp.stack([x, x]), stats)
+        >>> float(local.merge(twice).sumexp[0])
+        200.0
+    """
+    return _statistics.merge(parts, _row_scale(parts, None, temperature, logit_softcap, logit_scale))
+
+
+def finish(
+    stats: ShardStatistics,
+    labels: Int[Array, "T"],
+    *,
+    vocab_size: int,
+    where: Bool[Array, "T"] | None = None,
+    temperature: float | Float[Array, "T"] = 1.0,
+    logit_softcap: float | Float[Array, ""] | None = None,
+    logit_scale: float | Float[Array, ""] = 1.0,
+) -> LogprobOutput:
+    """The results from the statistics of the whole vocabulary: ``lse = k·m + ln s``, ``entropy = ln s - q/s``.
+
+    On a device with kernels, a kernel computes them. So the results of one shard alone have the bits of
+    `lce_jax.linear_logprobs`. XLA computes `merge`, so those of several shards may differ in their last bits.
+
+    Args:
+        stats: merged statistics, fields ``[T]``.
+        labels: ``[T]`` global vocabulary ids, the same on every shard. Outside ``[0, vocab_size)`` the logprob is 0.
+        vocab_size: the true size of the whole vocabulary.
+        where: ``[T]`` bool, the rows that count. The others are 0 in what `finish` and `gradients` return, whatever
+            they hold. None: all.
+        temperature: as given to `statistics`; with the next two it makes the k of `ShardStatistics`.
+        logit_softcap: ``c`` in ``cap(x) = c·tanh(x / c)``, before the temperature (Gemma 2: 30): a positive number,
+            or an array of shape (), which may be traced. None: no cap. No gradient.
+        logit_scale: multiplies the float32 logits first (Cohere, MuP): a number, or an array of shape (), which may
+            be traced. No gradient.
+
+    Returns:
+        A `LogprobOutput` of ``[T]`` arrays; fields whose statistics are None are None too.
+
+    Raises:
+        ValueError, TypeError: labels or ``where`` of a wrong shape or dtype; a temperature, softcap or scale that
+            `statistics` refuses.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from lce_jax import local
+        >>> stats, _ = local.statistics(jnp.ones((1, 4)), jnp.zeros((100, 4)), jnp.array([7]))
+        >>> round(float(local.finish(stats, jnp.array([7]), vocab_size=100).entropy[0]), 3)
+        4.605
+    """
+    rows = _rows.of_call(labels, where, 1.0, vocab_size, stats.max.dtype)
+    scale = _row_scale(stats, rows.where, temperature, logit_softcap, logit_scale)
+    return _logprobs.finish(stats, scale, rows.labels, rows.where, vocab_size, per_token=_per_token.on_device).public
+
+
+def mean_logit(
+    stats: ShardStatistics,
+    *,
+    vocab_size: int,
+    temperature: float | Float[Array, "T"] = 1.0,
+    logit_softcap: float | Float[Array, ""] | None = None,
+    logit_scale: float | Float[Array, ""] = 1.0,
+) -> Float[Array, "T"]:
+    """The mean of the logits over the vocabulary, ``k·total / vocab_size``, which label smoothing needs.
+
+    The statistics must have ``total``.
+
+    Args:
+        stats: merged statistics, fields ``[T]``.
+        vocab_size: the true size of the whole vocabulary.
+        temperature: as given to `statistics`; with the next two it makes the k of `ShardStatistics`.
+        logit_softcap: ``c`` in ``cap(x) = c·tanh(x / c)``, before the temperature (Gemma 2: 30): a positive number,
+            or an array of shape (), which may be traced. None: no cap. No gradient.
+        logit_scale: multiplies the float32 logits first (Cohere, MuP): a number, or an array of shape (), which may
+            be traced. No gradient.
+
+    Returns:
+        ``[T]``. Its derivative divided by ``vocab_size`` is the ``dtotal`` of `gradients`.
+
+    Raises:
+        ValueError, TypeError: statistics without ``total``; a temperature, softcap or scale that `statistics` refuses.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from lce_jax import local
+        >>> call = (jnp.ones((1, 4)), jnp.ones((100, 4)), jnp.array([7]))
+        >>> stats, _ = local.statistics(*call, total=True, temperature=0.5)
+        >>> float(local.mean_logit(stats, vocab_size=100, temperature=0.5)[0])
+        8.0
+    """
+    if stats.total is None:
+        raise ValueError("stats without total: give total=True to local.statistics, and to local.fields if unpacked")
+    return stats.total * _row_scale(stats, None, temperature, logit_softcap, logit_scale) / vocab_size
+
+
+def _row_scale(stats: ShardStatistics, where: Any, temperature: Any, logit_softcap: Any, logit_scale: Any) -> Any:
+    """The k of eq. 0; the last dimension of the statistics runs over the tokens."""
+    options = _options.of_call({"logit_softcap": logit_softcap, "logit_scale": logit_scale})
+    labels, dtype = _rows.no_labels(stats.max.shape[-1:]), stats.max.dtype
+    rows = _rows.of_call(labels, where, temperature, 0, dtype, options.logit_scale, options.logit_softcap)
+    invert = functools.partial(_per_token.on_device, _temperature.inverse)
+    return _logprobs.row_scale(options.static, _scales.of_rows(rows, dtype, False, invert).logits)

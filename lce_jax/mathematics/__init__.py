@@ -1,0 +1,1 @@
+"""The equations. Nothing here knows a tile, a device or a mesh."""

@@ -1,0 +1,299 @@
+r"""The mathematics, once. Other modules cite the equations by number.
+
+Logits of a token, from its raw products $r_v = h \cdot w_v + b_v$ (without a bias, $b = 0$; temperature $\tau$, scale
+$a$, softcap $c$), are one factor k per row times a value x per column:
+
+    (0)  z = k x,   x = r (-r for a < 0), k = |a| / τ;   with a softcap   x = tanh(a r / c), k = c / τ
+
+and, with p = softmax(z):
+
+    (1)  statistics of a set of columns:  m = max x,  u = (x - m) k,  s = Σ e^u,  q = Σ u e^u,  t = u[label] if owned,
+                                          and if a loss smooths its labels, Σ x; of each candidate c owned, x_c
+    (2)  union of disjoint sets:          M = max mᵢ,  dᵢ = (mᵢ - M) k,  aᵢ = e^dᵢ,  s = Σ sᵢ aᵢ,
+                                          q = Σ (qᵢ + dᵢ sᵢ) aᵢ,  t = tᵢ + dᵢ of the owner,  Σ x = Σᵢ Σ x,
+                                          x_c = max x_cᵢ, with -inf where it is not owned
+    (3)  results:                         lse = k M + ln s,  logprob = t - ln s,  entropy = ln s - q / s,
+                                          mean = k Σ x / V,  logprob_c = min((x_c - M) k, 0) - ln s
+    (4)  gradient in the logits:          dz = 1_y g_lp + p (-g_lp + g_lse - g_ent (ln p + entropy))
+                                             + g_mean / V + Σ_c g_c (1_c - p)
+         and, as p = e^u / s,                = 1_y g_lp + g_mean / V + Σ_c 1_c g_c
+                                               + e^u / s · (g_lse - g_lp - Σ_c g_c + g_ent (q / s - u))
+                                             = uniform + Σ_c 1_c g_c + (target at the label, where u = t,
+                                                                        elsewhere e^u (constant + slope u))
+    (5)  gradient in the raw products:    dr = dz · (a / τ) · (1 - tanh²(a r / c));   dh = dr W,  dW = drᵀ h,  db = Σ dr
+
+Why this shape: q is summed in the shifted variable u, so entropy is never the difference of two large numbers, and
+both terms of (3) are non-negative. (2) is associative and serves tiles, chunks and shards alike. An empty set has
+m = -1e30 (finite: 0 · inf would be NaN), s = q = 0, t = -inf, and (2) absorbs it exactly. (4) subtracts m and not lse:
+at logits of 1e4 the rounding of lse alone would put an error of 1e-3 on every probability. The row factor a / τ of (5)
+is folded into target, uniform, constant and slope, so the inner loop never sees it, and 1 - tanh² of the label, whose
+tanh is m + t / k, into target.
+
+Why m, min, Σ x and x_c stay in the units of x, from the first tile to (3) and (4): k M is rounded. A k M of 1e4 is off
+by up to 5e-4, and in z - k M that is an error in the exponent of every probability. (x - M) k has the errors of x
+alone. So k multiplies differences, in both passes, over tiles and over shards, and M itself only in lse.
+
+Why the label has a target of its own in (4): where p(y) is near 1, g_lp (1 - p) is the small rest of two large numbers.
+The forward's t and s give it as g_lp (s - e^t) / s, exactly 0 where s is 1. The backward's own u would have to equal t
+to the last bit, and a product that another algorithm computes does not. For the same reason its u is clipped to 0: at
+k = 1e8 the rounding of x puts e^u beyond float32, and a row whose cotangent is 0 would get 0 · inf.
+
+Why (1) subtracts before it multiplies: logprob <= 0 and entropy >= 0 then hold in every rounding. The largest column
+has x - m = 0 exactly, whatever a compiler fuses with the product, hence u = 0 and e^u = 1; every other u is negative.
+So s >= 1 and ln s >= 0, q <= 0, t <= 0. (2) keeps all of that, because one dᵢ is exactly 0 and none is positive. And
+t = 0 exactly if the label is a largest column. If m were the maximum of z = k x, a fused x k - m would not be 0 there,
+because the product is rounded in m and not in the fused term. A candidate keeps x_c and not its u, because an
+implementation may compute it apart from the tiles. So (3) clips its u to 0. No u is below -1e30, and (4) takes u e^u
+first: slope u alone may overflow where e^u is 0.
+
+Of two heads over one vocabulary, with probabilities p and q, and m, k, u, s and d of (1) and (2) for each:
+
+    (6)  divergence:                      r = x_q where x_p is largest,  v = (x_q - r) k_q,  c = Σ e^{u_p} (u_p - v),
+                                          KL(p ‖ q) = c / s_p + ln(s_q / s_p) + (m_q - r) k_q
+    (7)  union of disjoint sets:          c = Σ (cᵢ + (d_pᵢ - (rᵢ - r) k_q) s_pᵢ) a_pᵢ,  r = that of the largest m_p
+    (8)  gradient in the student's logits, if it is q (forward):  dz = g (q - p)
+                                           if it is p (reverse):  dz = g p (u_p - v - c / s_p)
+
+and of the mixture m = (1 - β) p + β q of a student's p and its teacher's q, with d = ln q - ln p, and d₀ where p is
+largest:
+
+    (9)  generalised Jensen-Shannon:      t = ln(p / m) = -ln(1 - β + β e^d),   d - d₀ = v - u_p,
+                                          t - t₀ = -ln(1 + β (e^d - e^{d₀}) / (1 - β + β e^{d₀})),   b = Σ p (t - t₀),
+                                          a = KL(q ‖ m) = Σ q (d + t),   JSD = (1 - β) (t₀ + b) + β a
+    (10) gradient in the student's logits:                            dz = g (1 - β) p (t - t₀ - b)
+
+(6) holds because ln p = u_p - ln s_p, and ln q = v - (m_q - r) k_q - ln s_q. No logit is in it, only differences, so it
+does not matter how far the logits of one model lie from those of the other. Relative to r, a p that is nearly one-hot
+has a c of nearly 0, whatever q says of that column: in (8) no large numbers cancel. Nor do they in (10), relative to
+t₀. (9) needs both normalisers first, so it is a second pass over the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from lce_jax._types import LogprobOutput, Options, Results, RowCoefficients, ShardStatistics
+from lce_jax.mathematics import _candidates, _repeats, _softcap
+from lce_jax.mathematics._statistics import MASKED, along, distance, empty
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float, Int
+
+
+def row_scale(options: Options, inverse_temperature: Float[Array, "T"] | None) -> Float[Array, "T"] | float:
+    """The k of eq. 0."""
+    scale = abs(options.logit_scale) if options.logit_softcap is None else options.logit_softcap
+    return scale if inverse_temperature is None else scale * inverse_temperature
+
+
+def row_factor(options: Options, inverse_temperature: Float[Array, "T"] | None) -> Float[Array, "T"] | float:
+    """The row factor a / τ of eq. 5; with a traced scale ``inverse_temperature`` holds both."""
+    return options.logit_scale if inverse_temperature is None else options.logit_scale * inverse_temperature
+
+
+def unscaled_logits(
+    raw: Float[Array, "T n"],
+    options: Options,
+    raw_scale: Float[Array, "T"] | None = None,
+    tanh: Callable[[Array], Array] = _softcap.tanh,
+) -> Float[Array, "T n"]:
+    """The x of eq. 0, from raw products; ``raw_scale`` is a / c, or the sign of a, if these are traced."""
+    if options.logit_softcap is not None:
+        scale = options.logit_scale / options.logit_softcap if raw_scale is None else raw_scale
+        return tanh(raw * _along_rows(scale))
+    if raw_scale is not None:
+        return raw * _along_rows(raw_scale)
+    return -raw if options.logit_scale < 0 else raw
+
+
+def transform_logits(
+    raw: Float[Array, "T n"],
+    options: Options,
+    inverse_temperature: Float[Array, "T"] | None,
+    raw_scale: Float[Array, "T"] | None = None,
+) -> tuple[Float[Array, "T n"], Float[Array, "T n"] | None]:
+    """Eq. 0: logits from raw products, and the derivative of the cap (None without one)."""
+    x = unscaled_logits(raw, options, raw_scale)
+    dcap = None if options.logit_softcap is None else _softcap.derivative(x)
+    return x * _along_rows(row_scale(options, inverse_temperature)), dcap
+
+
+def _along_rows(scale: Float[Array, "T"] | float) -> Float[Array, "T 1"] | float:
+    return scale if isinstance(scale, float | int) else scale[:, None]
+
+
+def live_columns(start: Any, size: int, num_columns: Int[Array, ""] | int | None) -> Bool[Array, "n"] | None:
+    """Which of the columns [start, start + size) are true vocabulary; None if all are."""
+    return None if num_columns is None else start + jnp.arange(size, dtype=jnp.int32) < num_columns
+
+
+def without_padding(weight: Float[Array, "V H"], live: Bool[Array, "V"] | None, options: Options) -> Array:
+    """The weight with its padding set to zero, because 0 times NaN or inf is NaN."""
+    if live is None:
+        return weight
+    return jnp.where(jnp.expand_dims(live, options.hidden_dim), weight, jnp.zeros((), weight.dtype))
+
+
+def tile_statistics(
+    x: Float[Array, "T n"],
+    scale: Float[Array, "T"] | float,
+    targets: Int[Array, "T"],
+    live: Bool[Array, "n"] | None,
+    options: Options,
+    candidates: Int[Array, "T K"] | None = None,
+) -> ShardStatistics:
+    """Eq. 1 over a tile. ``targets`` are columns of this tile or lie outside [0, n); ``live`` masks padding columns.
+
+    ``candidates`` are such columns too.
+    """
+    n = x.shape[1]
+    x = lax.optimization_barrier(x)  # otherwise XLA may compute x twice, for m and for u, and round it differently
+    owned = (targets >= 0) & (targets < n)
+    at_target = jnp.take_along_axis(x, jnp.where(owned, targets, 0)[:, None], axis=1)[:, 0]
+    at_candidates = None if candidates is None else _candidates.at_columns(x, candidates)
+    # Without this barrier XLA keeps the tile beyond the exponentials.
+    x, at_target, at_candidates = lax.optimization_barrier((x, at_target, at_candidates))
+    live = None if live is None else live[None, :]
+    m = jnp.maximum(jnp.max(x if live is None else jnp.where(live, x, MASKED), axis=1), MASKED)
+    u = distance(x, m[:, None], _along_rows(scale))
+    u = u if live is None else jnp.where(live, u, MASKED)
+    e = jnp.exp(u)
+    lowest = None
+    if options.stats:
+        lowest = jnp.min(x if live is None else jnp.where(live, x, -MASKED), axis=1)
+    return ShardStatistics(
+        max=m,
+        sumexp=jnp.sum(e, axis=1),
+        weighted=jnp.sum(u * e, axis=1) if options.entropy else None,
+        target=jnp.where(owned, distance(at_target, m, scale), -jnp.inf),
+        min=lowest,
+        total=jnp.sum(x if live is None else jnp.where(live, x, 0.0), axis=1) if options.mean_logit else None,
+        candidates=at_candidates,
+    )
+
+
+def finish(
+    stats: ShardStatistics,
+    scale: Float[Array, "T"] | float,
+    labels: Int[Array, "T"],
+    where: Bool[Array, "T"] | None,
+    vocab_size: int,
+    dropped_mass: Float[Array, "T"] | None = None,
+    per_token: Callable[..., Any] = lambda function, *operands: function(*operands),
+) -> Results:
+    """Eq. 3, from statistics of the whole vocabulary; out-of-vocabulary logprobs (-1) and rows left out become 0.
+
+    ``scale`` is the k of eq. 0. ``per_token`` computes `results` in another arithmetic than XLA's.
+    """
+    # A row left out may have s = 0. It is replaced by 1, so that 0 / 0 is never computed.
+    stats = stats if where is None else stats._replace(sumexp=jnp.where(where, stats.sumexp, 1.0))
+    at_largest, one = (labels >= 0) & (stats.target == 0.0), jnp.ones_like(stats.sumexp)
+    outputs = per_token(results, stats._replace(min=None, total=None, candidates=None), scale, labels)._replace(
+        max_logit=None if stats.min is None else stats.max * scale,
+        min_logit=None if stats.min is None else stats.min * scale,
+        correct=None if stats.min is None else jnp.where(at_largest, one, 0.0),
+        candidate_logprobs=_candidate_logprobs(stats, scale),
+        dropped_mass=dropped_mass,
+    )
+    found = Results(outputs, mean_logit=None if stats.total is None else stats.total * scale / vocab_size)
+    return found if where is None else jax.tree.map(lambda x: jnp.where(along(where, x), x, 0.0), found)
+
+
+def results(stats: ShardStatistics, scale: Float[Array, "T"] | float, labels: Int[Array, "T"]) -> LogprobOutput:
+    """Those of eq. 3 that every call has. The maximum is multiplied by the k of eq. 0 in eq. 3 and nowhere else."""
+    log_sumexp = jnp.log(stats.sumexp)
+    return LogprobOutput(
+        logprobs=jnp.where(labels >= 0, stats.target - log_sumexp, 0.0),
+        entropy=None if stats.weighted is None else log_sumexp - stats.weighted / stats.sumexp,
+        lse=stats.max * scale + log_sumexp,
+    )
+
+
+def results_of_none(num_tokens: int, dtype: jnp.dtype, options: Options) -> Results:
+    """Eq. 3 of tokens without columns: their shapes and dtypes are those of the call's results."""
+    stats, labels = empty(num_tokens, dtype, options), jnp.full((num_tokens,), -1, jnp.int32)
+    return finish(stats, 1.0, labels, None, 1, stats.sumexp if options.reports_dropped_mass else None)
+
+
+def _candidate_logprobs(stats: ShardStatistics, scale: Float[Array, "T"] | float) -> Float[Array, "T K"] | None:
+    """Eq. 3 at the candidates; 0 where no shard owns one."""
+    x = stats.candidates
+    if x is None:
+        return None
+    return _candidates.logprobs(x, stats.max[:, None], _along_rows(scale), jnp.log(stats.sumexp)[:, None])
+
+
+def row_coefficients(
+    stats: ShardStatistics,
+    cotangent: Results,
+    scale: Float[Array, "T"] | float,
+    factor: Float[Array, "T"] | float,
+    where: Bool[Array, "T"] | None,
+    options: Options,
+    vocab_size: int,
+    of_candidates: Float[Array, "T"] | None = None,
+) -> RowCoefficients:
+    """Eq. 4 and the row factor of eq. 5, from the whole vocabulary's statistics and the cotangents of the results.
+
+    ``scale`` is the k of eq. 0. ``of_candidates`` is the Σ g_c of eq. 4, where the statistics are without candidates.
+    """
+    sumexp = stats.sumexp if where is None else jnp.where(where, stats.sumexp, 1.0)
+    of = cotangent.outputs
+    rest, slope, uniform, candidates = of.lse, None, None, None  # rest: the g of eq. 4's probabilities but for g_lp
+    t = jnp.maximum(stats.target, MASKED)
+    at_label = jnp.exp(t)
+    if stats.weighted is not None and of.entropy is not None:
+        rest = rest + of.entropy * (stats.weighted / sumexp)
+        slope = -of.entropy / sumexp
+    if cotangent.mean_logit is not None:
+        uniform = cotangent.mean_logit / vocab_size * factor
+    if stats.candidates is not None and of.candidate_logprobs is not None:
+        dcap = None if options.logit_softcap is None else _softcap.derivative
+        given, candidates = _candidates.terms(stats.candidates, of.candidate_logprobs, _along_rows(factor), dcap)
+        of_candidates = jnp.sum(given, axis=1)
+    if of_candidates is not None:
+        rest = rest - of_candidates
+    target = of.logprobs * ((sumexp - at_label) / sumexp) + at_label * (rest / sumexp)
+    target = target if slope is None else target + slope * (t * at_label)
+    if options.logit_softcap is not None:
+        target = target * _softcap.derivative(stats.max + t / scale)
+    constant = (rest - of.logprobs) / sumexp * factor
+    slope = None if slope is None else slope * factor
+    at_candidates = None if candidates is None else stats.candidates
+    rows = RowCoefficients(stats.max, target * factor, constant, slope, uniform, candidates, at_candidates)
+    return rows if where is None else jax.tree.map(lambda x: jnp.where(along(where, x), x, 0.0), rows)
+
+
+def dlogits(
+    x: Float[Array, "T n"],
+    scale: Float[Array, "T"] | float,
+    rows: RowCoefficients,
+    targets: Int[Array, "T"],
+    live: Bool[Array, "n"] | None,
+    options: Options,
+    candidates: Int[Array, "T K"] | None = None,
+) -> Float[Array, "T n"]:
+    """Eqs. 4 and 5 over a tile of x: the gradient in the raw products.
+
+    ``candidates`` are columns of this tile, once each (`mathematics._repeats.add_repeats`), or lie outside [0, n).
+    """
+    u = jnp.minimum(distance(x, rows.max[:, None], _along_rows(scale)), 0.0)
+    e = jnp.exp(u)
+    d = rows.constant[:, None] * e
+    if rows.slope is not None:
+        d = d + rows.slope[:, None] * (u * e)
+    columns = lax.broadcasted_iota(jnp.int32, x.shape, 1)
+    dcap = 1.0 if options.logit_softcap is None else _softcap.derivative(x)
+    d = jnp.where(columns == targets[:, None], rows.target[:, None], d * dcap)
+    if rows.uniform is not None:
+        d = d + rows.uniform[:, None] * dcap
+    d = d if live is None else jnp.where(live[None, :], d, 0.0)
+    if candidates is None or rows.candidates is None:
+        return d
+    places = _repeats.unique_places(candidates, 0, d.shape[1], d.shape[1])
+    return d.at[places].add(rows.candidates, mode="drop", unique_indices=True)

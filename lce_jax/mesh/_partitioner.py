@@ -1,0 +1,190 @@
+"""A function with its own rule for XLA's partitioner: `custom_partitioning`, and what it lacks.
+
+It cannot be exported, and if no mesh is known when the program is lowered, the shardings that it gives the rule have no
+axis names. So a primitive of our own decides at lowering: an exported program gets the plain function, any other the
+rule, and `_named` finds the names.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax._src import config, dispatch
+from jax._src.sharding_impls import parse_flatten_op_sharding
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.interpreters import mlir
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from lce_jax import _dispatch, _jax
+from lce_jax._types import Case, Options
+
+_logger = logging.getLogger("lce_jax")
+
+
+class Partition(NamedTuple):
+    """What a rule returns: one device's program, and how its operands and results are split."""
+
+    device: Callable[..., Any]
+    operand_specs: Any
+    result_specs: Any  # a spec in place of a subtree stands for each of its leaves
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Partitioned:
+    """A function and the rule by which XLA partitions it.
+
+    Attributes:
+        whole: the function of global arrays.
+        rule: ``rule(mesh, shapes, specs)`` of the operands as XLA has split them; returns a `Partition`.
+        dimensions: the names of all dimensions, operands and results in order: ``"b h, v h -> b"``.
+        unsplit: the names of the dimensions that each device needs whole.
+        mesh: the mesh that the operands' types name; empty if they name none.
+        case: the call.
+        requested: the implementations that the caller names. `whole` may stand in for one that its device refuses.
+        unused: what the rule loses of the call, in words.
+    """
+
+    whole: Callable[..., Any]
+    rule: Callable[[Mesh, Any, Any], Partition]
+    dimensions: str
+    unsplit: tuple[str, ...]
+    mesh: AbstractMesh
+    case: Case
+    requested: tuple[str, ...] | None
+    unused: tuple[str, ...] = ()
+
+    @property
+    def options(self) -> Options:
+        """Those of the call, which name the public function in messages."""
+        return self.case.options
+
+    def __call__(self, *operands: Any) -> Any:
+        """The function's results."""
+        if self.mesh.size > 1:
+            _say_what_xla_loses(self)
+        tree: Any = jax.tree.structure(operands)
+        flat = jax.tree.leaves(operands)
+        closed, shapes = jax.make_jaxpr(lambda *flat: self.whole(*tree.unflatten(flat)), return_shape=True)(*flat)
+        results: Any = jax.tree.structure(shapes)
+        return results.unflatten(_partitioned_p.bind(*flat, whole=closed, function=self, trees=(tree, results)))
+
+
+_partitioned_p = Primitive("lce_partitioned")
+_partitioned_p.multiple_results = True
+_partitioned_p.def_abstract_eval(lambda *_, whole, **__: whole.out_avals)
+_partitioned_p.def_impl(lambda *operands, whole, **_: jaxpr_as_fun(whole)(*operands))
+dispatch.prim_requires_devices_during_lowering.add(_partitioned_p)
+
+
+def _lower(context: Any, *operands: Any, whole: Any, function: Partitioned, trees: Any) -> Any:
+    run, devices = jaxpr_as_fun(whole), _jax.lowering_devices(context)
+    case = function.case if not devices else _dispatch.over(function.case, Mesh(np.array(devices[:1]), ("device",)))
+    _dispatch.choose(case, function.requested)
+    if context.module_context.lowering_parameters.for_export:
+        if function.mesh.size > 1:
+            options = function.options
+            warn_once(
+                f"jax.export cannot carry the rule by which XLA partitions {options.function}: every device of the "
+                f"exported program will compute all of it. Export {options.sharded_function} instead."
+            )
+    elif len(devices) == 1:
+        if case.device != function.case.device:
+            run = _on_one_device(devices[0], function, trees, context.avals_in)
+    else:
+        _say_what_xla_loses(function)
+        run = _with_rule(run, function, trees)
+    return mlir.lower_fun(run, multiple_results=True)(context, *operands)
+
+
+mlir.register_lowering(_partitioned_p, _lower)
+
+
+def _on_one_device(device: Any, function: Partitioned, trees: Any, avals: Any) -> Callable[..., Any]:
+    """The program for ``device``, which tracing could not see: that of a mesh of one device."""
+    _say_what_is_lost(
+        function,
+        f"where jit learns of the device, {device.device_kind}, after it has traced {function.options.function}: call "
+        'it under jax.set_mesh(jax.sharding.Mesh([device], ("device",)))',
+    )
+    operand_tree, _ = trees
+    specs = operand_tree.unflatten([P(*(None,) * len(aval.shape)) for aval in avals])
+    answer = function.rule(Mesh(np.array([device]), ("device",)), operand_tree.unflatten(avals), specs)
+
+    def run(*flat: Any) -> Any:
+        return jax.tree.leaves(answer.device(*operand_tree.unflatten(flat)))
+
+    return run
+
+
+def _say_what_xla_loses(function: Partitioned) -> None:
+    options = function.options
+    _say_what_is_lost(
+        function,
+        f"where XLA partitions {options.function} over Auto axes: call {options.sharded_function}, or make the mesh's "
+        "axes Explicit",
+    )
+
+
+def _say_what_is_lost(function: Partitioned, where: str) -> None:
+    for what in function.unused:
+        warn_once(f"{what} {where}")
+
+
+def _with_rule(run: Callable[..., Any], function: Partitioned, trees: Any) -> Callable[..., Any]:
+    def partition(mesh: Mesh, operands: Any, results: Any) -> Any:
+        mesh, specs = _named(mesh, function, operands)
+        operand_tree, result_tree = trees
+        answer = function.rule(mesh, operand_tree.unflatten(operands), operand_tree.unflatten(specs))
+        result_specs = jax.tree.broadcast(answer.result_specs, result_tree.unflatten(results), is_leaf=_is_spec)
+
+        def device(*flat: Any) -> Any:
+            with config._check_vma(False):  # no varying types here; JAX 0.11 would give `axis_index` one
+                return jax.tree.leaves(answer.device(*operand_tree.unflatten(flat)))
+
+        return mesh, device, _shardings(mesh, result_specs), tuple(_shardings(mesh, answer.operand_specs))
+
+    def flat(*operands: Any) -> Any:  # `custom_partitioning` needs a signature, and `run` shows none
+        return run(*operands)
+
+    partitioned = custom_partitioning(flat)
+    partitioned.def_partition(partition, sharding_rule=function.dimensions, need_replication_factors=function.unsplit)
+    return partitioned
+
+
+def _named(mesh: Mesh, function: Partitioned, operands: Any) -> tuple[Mesh, list[P]]:
+    """The mesh and the operands' specs over it, decoded here if JAX has not done it."""
+    if not mesh.empty:
+        return mesh, [x.sharding.spec for x in operands]
+    devices = np.array(operands[0].sharding._device_assignment)
+    known, options = function.mesh, function.options
+    if known.empty:
+        warn_once(
+            f"{options.function} is called on several devices, and the mesh is not known where it is partitioned: "
+            "every device will compute all of it. Call it under jax.set_mesh(mesh), or call "
+            f"{options.sharded_function}."
+        )
+        return Mesh(devices, ("devices",)), [P(*(None,) * len(x.shape)) for x in operands]
+    mesh = Mesh(devices.reshape(known.axis_sizes), known.axis_names)
+    return mesh, [P(*parse_flatten_op_sharding(x.sharding._hlo_sharding, mesh)[0]) for x in operands]
+
+
+def _is_spec(x: Any) -> bool:
+    return isinstance(x, P)
+
+
+def _shardings(mesh: Mesh, specs: Any) -> list[NamedSharding]:
+    return [NamedSharding(mesh, spec) for spec in jax.tree.leaves(specs, is_leaf=_is_spec)]
+
+
+@functools.cache
+def warn_once(message: str) -> None:
+    """Logs a warning, once per message."""
+    _logger.warning(message)

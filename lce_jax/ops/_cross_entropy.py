@@ -1,0 +1,270 @@
+"""`linear_cross_entropy`: the loss of a language-model head, from the results of its tokens or by `linear_loss`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Unpack
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lce_jax import scalars
+from lce_jax._types import Case, LogprobOptions, Results, is_array
+from lce_jax.call import _arguments, _checks, _options, _rows
+from lce_jax.call._options import CallOptions
+from lce_jax.call._place import Place, Placed, placed
+from lce_jax.mesh import _collectives
+from lce_jax.ops._evaluate import evaluate
+from lce_jax.ops._loss import linear_loss, sharded_linear_loss
+from lce_jax.programs import _token_chunks
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float, Int
+
+type Reduction = Literal["mean", "sum", "none"]
+
+
+def linear_cross_entropy(
+    hidden: Float[Array, "*b H"],
+    weight: Float[Array, "V H"],
+    labels: Int[Array, "*b"],
+    *,
+    where: Bool[Array, "*b"] | None = None,
+    ignore_index: int | None = -100,
+    reduction: Reduction = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float | Float[Array, ""] = 0.0,
+    normalizer: float | Array | None = None,
+    **options: Unpack[LogprobOptions],
+) -> Float[Array, "..."]:
+    """Cross entropy of a language-model head, without storing the logits.
+
+    Per token, with ε the smoothing, ``(1 - ε)·(-logprob) + ε·(lse - mean_v z) + z_loss·lse²``: the cross entropy
+    against ``(1 - ε)·onehot + ε/V``, and the penalty that keeps ``lse`` near 0.
+
+    Args:
+        hidden: ``[..., H]`` hidden states; any leading shape, also an empty one. bfloat16, float16, float32 or
+            float64. Cast to the weight's dtype for the matrix products.
+        weight: ``[V, H]`` head (``[H, V]`` with ``weight_layout="hv"``). Its dtype is that of the matrix products.
+        labels: ``[...]`` integer vocabulary ids, global also when the vocabulary is split. A label outside the
+            vocabulary (negative, ≥ V) has logprob 0, whose gradient is that of ``-lse``; its row counts unless a loss
+            ignores it (``ignore_index``).
+        where: ``[...]`` bool, the rows that count. The others are exactly 0 in outputs and gradients, whatever they
+            hold, and cost no work. None: every row counts.
+        ignore_index: rows with this label do not count, as in PyTorch. None: every label counts, and one outside the
+            vocabulary has logprob 0.
+        reduction: "mean" over the rows that count (0 if there are none), "sum", or "none" for ``[...]``.
+        label_smoothing: ε in [0, 1).
+        z_loss: weight of ``lse²``, at least 0 (PaLM: 1e-4); a number, or an array of shape (), which may be traced
+            and is differentiable.
+        normalizer: what "mean" divides the sum by in place of the number of rows that count in this call: the rows of
+            all micro-batches, or of all devices inside ``shard_map``, so that the losses and their gradients add up
+            to the mean over all. A positive number, or an array of shape (), which may be traced; an array's 0 counts
+            as 1. None: the rows that count in this call.
+        **options: ``temperature``, ``logit_softcap``, ``logit_scale``, ``vocab_size``, ``weight_layout``,
+            ``axis_name``, ``cache_bytes``, ``precision``, ``implementation``, ``bias``, ``gradient_threshold`` and
+            ``vocab_part_size``, as in `linear_logprobs`.
+
+    Returns:
+        The loss in nats, float32 (float64 for a float64 weight): a scalar, or ``[...]`` with ``reduction="none"``.
+        Inside ``shard_map`` it covers the rows of this shard: average it over the data axes yourself, or sum it with
+        ``normalizer=jax.lax.psum(jnp.sum(where), "data")``. Rows, ``z_loss`` and ``normalizer`` may be typed as varying
+        over ``axis_name`` if every shard holds the same; where they differ it is NaN.
+
+    Raises:
+        UnsupportedError: an implementation asked for by name cannot serve the call; the message says why.
+        ValueError, TypeError: shapes, dtypes or options that do not fit, with the offending values.
+        NotImplementedError: on a second derivative.
+
+    Memory:
+        That of `linear_logprobs`. With the kernels, ``cache_bytes`` may hold less than four fifths of all exponentials
+        but dweight in float32, V·H·4 bytes, and those of 2,048 tokens. Then a sum or a mean without smoothing computes
+        its gradients in the forward, within ``cache_bytes``, which is faster: see `linear_loss`. `explain` tells.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from lce_jax import linear_cross_entropy
+        >>> hidden, weight = jnp.ones((4, 8)), jnp.zeros((1000, 8))
+        >>> loss = linear_cross_entropy(hidden, weight, jnp.array([1, 2, 3, -100]), ignore_index=-100)
+        >>> round(float(loss), 3)                           # ln 1000
+        6.908
+    """
+    _options.check_names(linear_cross_entropy, options, without=("entropy", "stats", "candidates"))
+    return of_call(
+        evaluate, None, hidden, weight, labels, where, ignore_index, reduction, label_smoothing, z_loss, normalizer,
+        options,
+    )  # fmt: skip
+
+
+class _Loss(NamedTuple):
+    """What the losses are made of, besides the results."""
+
+    reduction: Reduction
+    label_smoothing: float
+    z_loss: float  # 0 where it is traced
+
+
+def of_call(
+    evaluate: Callable[..., Results],
+    place: Place | None,
+    hidden: Array,
+    weight: Array,
+    labels: Array,
+    where: Array | None,
+    ignore_index: int | None,
+    reduction: Reduction,
+    label_smoothing: float,
+    z_loss: float | Array,
+    normalizer: float | Array | None,
+    options: LogprobOptions,
+) -> Array:
+    """The loss of a call whose results ``evaluate`` computes: over the mesh at ``place``, or not sharded by name."""
+    label_smoothing, z_loss, normalizer = _options.of_loss(reduction, label_smoothing, z_loss, normalizer)
+    where = _counting_rows(labels, where, ignore_index)
+    checked = _options.of_call(_options.loss_call(options), mean_logit=label_smoothing > 0)
+    divisor = None if normalizer is None else _rows.on_device(normalizer)
+    traced = None if isinstance(z_loss, float) else _rows.on_device(z_loss)
+    (labels, where), (traced, divisor), agree = _agreed(labels, where, (traced, divisor), checked.axis_name)
+    loss = _Loss(reduction, label_smoothing, z_loss if isinstance(z_loss, float) else 0.0)
+    chunk_bytes = _chunk_bytes(loss, hidden, weight, labels, where, checked, place)
+    if chunk_bytes is None:
+        out = evaluate(hidden, weight, labels, where, checked)
+        return _nan_where_different(agree, _reduced(out, where, traced, divisor, *loss))
+    arrays = {name: x for name, x in options.items() if is_array(x) and not isinstance(x, np.generic)}
+    others = {name: x for name, x in options.items() if name not in arrays and name != "cache_bytes"}
+    fixed = (*(others | {"entropy": False, "chunk_bytes": chunk_bytes}).items(),)
+    operands = hidden, weight, _rows.int32_labels(labels)  # before jit, which wraps NumPy's 64-bit labels
+    return _nan_where_different(agree, _in_forward(place, fixed, loss, operands, where, traced, divisor, arrays))
+
+
+def _agreed(labels: Any, where: Any, numbers: Any, axis_name: Any) -> tuple[Any, Any, Array | None]:
+    """Inside ``shard_map``: what the loss is made of, typed as equal on every shard, and the rows in which it is."""
+    if axis_name is None:
+        return (labels, where), numbers, None
+    _checks.axis_size(axis_name)
+    _checks.label_array(labels)
+    if where is not None:
+        _checks.where_array(where, labels.shape)
+    rows, agree = _collectives.same_on_all_shards((labels, where), labels.ndim, axis_name)
+    numbers, also = _collectives.same_on_all_shards(numbers, 0, axis_name)
+    return rows, numbers, _collectives.both(agree, also)
+
+
+def _nan_where_different(agree: Array | None, loss: Array) -> Array:
+    """The loss, or that of each token, with NaN where the shards were given different rows or numbers."""
+    if agree is not None and agree.ndim > loss.ndim:
+        agree = jnp.all(agree)
+    return _collectives.nan_where_different(agree, loss)
+
+
+def _chunk_bytes(
+    loss: _Loss, hidden: Any, weight: Any, labels: Any, where: Any, options: CallOptions, place: Place | None
+) -> int | None:
+    """What a chunk's exponentials may take where `linear_loss` is the faster way; None where it is not."""
+    if not options.static.cache_bytes:
+        return None
+    case = _arguments.case(hidden, weight, labels, where, options)
+    _checks.temperature(options.temperature, labels.shape, where)
+    per_token = [labels] if where is None else [labels, where]
+    found = placed(hidden, weight, per_token, case, options, place or Place())
+    return chunk_in_place(loss.reduction, loss.label_smoothing, case, options, found)
+
+
+def chunk_in_place(
+    reduction: Reduction | None, label_smoothing: float, case: Case, options: CallOptions, found: Placed
+) -> int | None:
+    """`instead_of_cache` of a call that lies so; None too for losses that `linear_loss` does not sum."""
+    if reduction == "none" or label_smoothing:
+        return None
+    # Over Auto axes of the whole call: a traced call does not know how XLA will split it.
+    spec = _arguments.spec(case, options, found.columns, None if found.by_xla else found.layout)
+    return _token_chunks.instead_of_cache(spec.case, spec.requested, found.around)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2), inline=True)
+def _in_forward(
+    place: Place | None,
+    fixed: tuple[tuple[str, Hashable], ...],
+    loss: _Loss,
+    operands: tuple[Array, Array, Array],
+    where: Array | None,
+    traced_z_loss: Array | None,
+    normalizer: Array | None,
+    arrays: dict[str, Array],
+) -> Array:
+    """The loss by `linear_loss`. The divisor is in each token's loss, so that each gradient is rounded once.
+
+    Jitted: outside ``jit`` each call would compile its loop.
+    """
+    labels, dtype = operands[2], jnp.promote_types(operands[1].dtype, jnp.float32)
+
+    def per_token(x: Any) -> Array | None:
+        return None if x is None else jnp.broadcast_to(jnp.asarray(x, dtype), labels.shape)
+
+    def loss_fn(logprob: Array, entropy: None, lse: Array, share: Array | None, penalty: Array | None) -> Array:
+        del entropy
+        found = _penalised(-logprob, lse, loss.z_loss, penalty)
+        return found if share is None else found * share
+
+    run: Any = linear_loss if place is None else functools.partial(sharded_linear_loss, **place._asdict())
+    share = None if loss.reduction == "sum" else 1 / _divisor(where, normalizer, labels.size, dtype)
+    given: Any = dict(fixed) | arrays
+    return run(loss_fn, *operands, per_token(share), per_token(traced_z_loss), where=where, **given)[0]
+
+
+@functools.partial(jax.jit, static_argnums=(4, 5, 6), inline=True)
+def _reduced(
+    out: Results,
+    where: Array | None,
+    traced_z_loss: Array | None,
+    normalizer: Array | None,
+    reduction: Reduction,
+    label_smoothing: float,
+    z_loss: float,
+) -> Array:
+    """The loss from the results. Jitted: outside ``jit`` each number in an expression is a transfer."""
+    logprobs, lse = out.outputs.logprobs, out.outputs.lse
+    loss = -(1.0 - label_smoothing) * logprobs
+    if out.mean_logit is not None:
+        loss += label_smoothing * (lse - out.mean_logit)
+    loss = _penalised(loss, lse, z_loss, traced_z_loss)
+    if reduction == "none":
+        return loss
+    total = jnp.sum(loss)
+    return total if reduction == "sum" else total / _divisor(where, normalizer, loss.size, loss.dtype)
+
+
+def _penalised(loss: Array, lse: Array, z_loss: float, traced_z_loss: Array | None) -> Array:
+    """With the weight of lse², a number that is known or an array."""
+    if z_loss:
+        loss += z_loss * lse * lse
+    if traced_z_loss is not None:
+        loss += traced_z_loss.astype(loss.dtype) * lse * lse
+    return loss
+
+
+def _divisor(where: Array | None, normalizer: Array | None, num_tokens: int, dtype: Any) -> Any:
+    """What a mean divides by."""
+    if normalizer is not None:
+        divisor = normalizer.astype(dtype)
+        return jnp.where(divisor == 0, 1, divisor)
+    if where is None:
+        return max(num_tokens, 1)
+    return jnp.maximum(jnp.sum(where, dtype=dtype), 1)
+
+
+def _counting_rows(labels: Array, where: Array | None, ignore_index: int | None) -> Array | None:
+    if ignore_index is None:
+        return where
+    if where is not None:
+        _checks.label_array(labels)
+        _checks.where_array(where, labels.shape)
+    return _kept(_rows.int32_labels(labels), where, scalars.integer("ignore_index", ignore_index))
+
+
+@functools.partial(jax.jit, static_argnums=2, inline=True)
+def _kept(labels: Array, where: Array | None, ignore_index: int) -> Array:
+    kept = labels != ignore_index
+    return kept if where is None else kept & where

@@ -1,0 +1,232 @@
+"""`linear_kl`: the exact divergence of a student's distribution from its teacher's, from both models' hidden states."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, Literal, Unpack
+
+from lce_jax.call import _options
+from lce_jax.call._kl import KLCall, KLOptions, Same
+from lce_jax.mathematics._kl import Pair
+from lce_jax.mesh import _collectives
+from lce_jax.mesh._layout import Axes, layout_of_names
+from lce_jax.programs._kl_capability import KL
+from lce_jax.runner import _run
+
+if TYPE_CHECKING:
+    from jax.lax import PrecisionLike
+    from jax.sharding import AbstractMesh, Mesh
+    from jaxtyping import Array, Bool, Float
+
+
+def linear_kl(
+    hidden: Float[Array, "*b H"],
+    weight: Float[Array, "V H"],
+    teacher_hidden: Float[Array, "*b G"],
+    teacher_weight: Float[Array, "V G"],
+    *,
+    direction: Literal["forward", "reverse", "jsd"] = "forward",
+    beta: float | Float[Array, ""] | None = None,
+    where: Bool[Array, "*b"] | None = None,
+    temperature: float | Float[Array, "..."] = 1.0,
+    teacher_temperature: float | Float[Array, "..."] | Same = "same",
+    logit_softcap: float | Float[Array, ""] | None = None,
+    teacher_logit_softcap: float | Float[Array, ""] | Same | None = "same",
+    logit_scale: float | Float[Array, ""] = 1.0,
+    teacher_logit_scale: float | Float[Array, ""] | Same = "same",
+    vocab_size: int | None = None,
+    weight_layout: Literal["vh", "hv"] = "vh",
+    teacher_weight_layout: Literal["vh", "hv"] | Same = "same",
+    axis_name: Any = None,
+    precision: PrecisionLike = None,
+    bias: Float[Array, "V"] | None = None,
+    teacher_bias: Float[Array, "V"] | None = None,
+) -> Float[Array, "*b"]:
+    """Exact KL or JS divergence of two heads over one whole vocabulary, per token, without storing either's logits.
+
+    With the teacher's probabilities p and the student's q, ``"forward"`` is ``KL(p ‖ q) = Σ p (ln p - ln q)``,
+    ``"reverse"`` ``KL(q ‖ p) = Σ q (ln q - ln p)``, and ``"jsd"`` ``β KL(p ‖ m) + (1 - β) KL(q ‖ m)`` with
+    ``m = β p + (1 - β) q``, the generalised Jensen-Shannon divergence. Differentiable, once, in the student's
+    ``hidden``, ``weight`` and ``bias``; the teacher has no gradient. At a temperature τ, multiply by τ² to keep the
+    size of the gradients. If only a teacher's top k is at hand, see `lce_jax.losses.distillation_loss`.
+
+    Args:
+        hidden: ``[..., H]`` hidden states; any leading shape, also an empty one. bfloat16, float16, float32 or
+            float64. Cast to the weight's dtype for the matrix products.
+        weight: ``[V, H]`` head (``[H, V]`` with ``weight_layout="hv"``). Its dtype is that of the matrix products.
+        teacher_hidden: ``[..., G]`` the teacher's hidden states at the same tokens, of any size G and dtype.
+        teacher_weight: ``[V, G]`` the teacher's head, over the same vocabulary.
+        direction: "forward" spreads the student over all that the teacher does; "reverse" keeps it away from what the
+            teacher does not do; "jsd" lies between them.
+        beta: the teacher's weight β in (0, 1) in "jsd": a number, or an array of shape (), which may be traced. As β
+            approaches 0, the gradient approaches β times that of the forward KL; as it approaches 1, 1 - β times that
+            of the reverse KL. Exact to rounding up to both ends, where a number near 1 brings 1 - β along, of which a
+            float32 array has few digits. No gradient. None: 0.5.
+        where: ``[...]`` bool, the rows that count. The others are exactly 0 in outputs and gradients, whatever they
+            hold, and cost no work. None: every row counts.
+        temperature: divides the float32 logits: a positive number, or an array that broadcasts to ``[...]`` (one value
+            per token, or per sequence as ``[b, 1]``). No gradient. A value that is not positive and finite is refused
+            where it is known; in a traced array its row returns NaN and has no gradient, and the other rows are not
+            affected.
+        teacher_temperature: that of the teacher's logits. "same": the student's.
+        logit_softcap: ``c`` in ``cap(x) = c·tanh(x / c)``, before the temperature (Gemma 2: 30): a positive number,
+            or an array of shape (), which may be traced. None: no cap. No gradient.
+        teacher_logit_softcap: that of the teacher's logits. None: no cap. "same": the student's.
+        logit_scale: multiplies the float32 logits first (Cohere, MuP): a number, or an array of shape (), which may
+            be traced. No gradient.
+        teacher_logit_scale: that of the teacher's logits. "same": the student's.
+        vocab_size: the true size of the vocabulary. Columns from it on are padding: in no sum, with zero gradient,
+            whatever they hold. None: every column counts.
+        weight_layout: "vh" for ``[V, H]`` (nnx.Embed, PyTorch, Megatron), "hv" for ``[H, V]`` (nnx.Linear kernel).
+        teacher_weight_layout: that of the teacher's weight. "same": the student's.
+        axis_name: inside ``shard_map``, the mesh axis (or tuple of axes) that splits the vocabulary. Each shard
+            passes its own columns of both weights, as many of one as of the other, and the same hidden states of both
+            models; all shards return bitwise-equal results. None: both weights are whole.
+        precision: of the matrix products with float32 operands; "highest" is exact to float32 rounding where the
+            default may be TF32 (GPU) or bfloat16 (TPU).
+        bias: ``[V]``, added to the float32 products before the scale, and split as the weight's vocabulary is. Its
+            gradient is summed in float32 and rounded once. None: no bias.
+        teacher_bias: ``[V]``, the same for the teacher, without a gradient.
+
+    Returns:
+        ``[...]`` in nats, at least 0, float32 (float64 if one of the weights is).
+
+    Raises:
+        ValueError, TypeError: shapes, dtypes or options that do not fit, with the offending values. Also weights with
+            different numbers of columns, unless ``vocab_size`` is given; over a split vocabulary they must be equal.
+        NotImplementedError: on a second derivative.
+
+    Memory:
+        A tile of both models' logits, together at most 16 MiB on a CPU and 128 MiB elsewhere, and their exponentials.
+        In the backward also ``dhidden`` in float32. Six numbers per token are kept between the passes,
+        eight of "jsd". On an H200 in bfloat16, at 4096 tokens, hidden sizes of 4096 and a vocabulary of 151,936,
+        forward and backward of a KL hold 224 MiB; with stored logits 7.0 GiB.
+
+    Numerics:
+        Every sum and exponential is float32, and each gradient is rounded once. The backward recomputes the logits, so
+        that forward and backward are four products with the student's head and two with the teacher's; "jsd", whose
+        mixture needs both normalisers first, takes five and three. Equal heads have a divergence and a gradient of 0
+        within rounding. At small temperatures too, value and gradients are as exact as those of stored float32 logits,
+        and more exact in "reverse" and "jsd" where the student is nearly one-hot.
+
+    Sharding:
+        As `linear_logprobs`: under ``jit`` on a mesh it is partitioned by the operands' types (Explicit axes) or by XLA
+        (Auto axes); inside ``shard_map`` give ``axis_name``. ``vmap`` adds its batch to the tokens; the gradients of
+        its examples, which each have a dweight, are computed one by one, as is all of examples that have a weight of
+        their own.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from lce_jax import linear_kl
+        >>> keys = jax.random.split(jax.random.key(0), 2)
+        >>> teacher_hidden, teacher_weight = jnp.ones((3, 16)), jax.random.normal(keys[0], (1000, 16))
+        >>> hidden, weight = jnp.ones((3, 8)), jax.random.normal(keys[1], (1000, 8))
+        >>> def loss(hidden, weight):
+        ...     return linear_kl(hidden, weight, teacher_hidden, teacher_weight).mean()
+        >>> value, (dhidden, dweight) = jax.value_and_grad(loss, argnums=(0, 1))(hidden, weight)
+        >>> bool(value > 0), dhidden.shape, dweight.shape
+        (True, (3, 8), (1000, 8))
+
+    References:
+        Hinton et al., "Distilling the Knowledge in a Neural Network" (2015), for the forward KL; Gu et al., "MiniLLM:
+        Knowledge Distillation of Large Language Models" (2024), for the reverse one; Agarwal et al., "On-Policy
+        Distillation of Language Models: Learning from Self-Generated Mistakes" (2024), eq. 1, for the generalised JSD,
+        which TRL's ``GKDTrainer`` minimises with its own ``beta``.
+    """
+    given: KLOptions = {
+        "beta": beta,
+        "temperature": temperature,
+        "teacher_temperature": teacher_temperature,
+        "logit_softcap": logit_softcap,
+        "teacher_logit_softcap": teacher_logit_softcap,
+        "logit_scale": logit_scale,
+        "teacher_logit_scale": teacher_logit_scale,
+        "vocab_size": vocab_size,
+        "weight_layout": weight_layout,
+        "teacher_weight_layout": teacher_weight_layout,
+        "precision": precision,
+        "bias": bias,
+        "teacher_bias": teacher_bias,
+    }
+    call = KLCall.of(Pair((hidden, weight), (teacher_hidden, teacher_weight)), where, direction, given, axis_name)
+    spec = call.spec(None)
+    primals, rows = call.operands(spec)
+    spec = dataclasses.replace(spec, mesh=call.mesh(primals, rows))
+    same = call.same_on_all_shards(primals, rows)
+    out = _run.run(KL, spec, primals.student, (primals.teacher, Pair(*(own for own, _ in same))))
+    for _, agree in same:
+        out = _collectives.nan_where_different(agree, out)
+    return out
+
+
+def sharded_linear_kl(
+    hidden: Float[Array, "*b H"],
+    weight: Float[Array, "V H"],
+    teacher_hidden: Float[Array, "*b G"],
+    teacher_weight: Float[Array, "V G"],
+    *,
+    mesh: Mesh | AbstractMesh | None = None,
+    vocab_axis: Axes = "tensor",
+    batch_axes: Axes = None,
+    sequence_axis: Axes = None,
+    direction: Literal["forward", "reverse", "jsd"] = "forward",
+    where: Bool[Array, "*b"] | None = None,
+    **options: Unpack[KLOptions],
+) -> Float[Array, "*b"]:
+    """`linear_kl` over a mesh: the vocabulary split over one axis, the tokens over others, of both models alike.
+
+    Operands and results are global arrays. In ``[T, H]`` the one dimension of tokens is batch and sequence at once.
+
+    Args:
+        hidden: ``[..., H]`` hidden states; any leading shape, also an empty one. bfloat16, float16, float32 or
+            float64. Cast to the weight's dtype for the matrix products.
+        weight: ``[V, H]`` head (``[H, V]`` with ``weight_layout="hv"``). Its dtype is that of the matrix products.
+        teacher_hidden: ``[..., G]`` the teacher's hidden states at the same tokens, of any size G and dtype.
+        teacher_weight: ``[V, G]`` the teacher's head, over the same vocabulary.
+        mesh: the mesh. None: that of ``jax.set_mesh``.
+        vocab_axis: the mesh axis (or axes) that splits the vocabulary. V must divide by its size: pad the weight and
+            give the true ``vocab_size``. None: each device holds the whole vocabulary.
+        batch_axes: the mesh axis (or axes) that splits the batch, hidden's first dimension. None: under Explicit axes
+            those of hidden's own type, else the batch is not split.
+        sequence_axis: the mesh axis (or axes) that splits the sequence, hidden's last dimension but one. If it is
+            ``vocab_axis`` or ends with it (Megatron's sequence parallelism; ``("context", "tensor")`` adds context
+            parallelism), hidden states are all-gathered over ``vocab_axis`` forward and their gradient is
+            reduce-scattered backward. None: the sequence is not split.
+        direction: "forward" spreads the student over all that the teacher does; "reverse" keeps it away from what the
+            teacher does not do; "jsd" lies between them.
+        where: ``[...]`` bool, the rows that count. The others are exactly 0 in outputs and gradients, whatever they
+            hold, and cost no work. None: every row counts.
+        **options: ``beta``, ``temperature``, ``teacher_temperature``, ``logit_softcap``, ``teacher_logit_softcap``,
+            ``logit_scale``, ``teacher_logit_scale``, ``vocab_size``, ``weight_layout``, ``teacher_weight_layout``,
+            ``precision``, ``bias`` and ``teacher_bias``, as in `linear_kl`.
+
+    Returns:
+        ``[...]`` in nats, at least 0, split as ``hidden`` is.
+
+    Raises:
+        ValueError, TypeError: shapes, dtypes or options that do not fit, with the offending values. Also an axis
+            that the mesh does not have, an axis used twice, or a dimension that does not divide.
+        NotImplementedError: on a second derivative.
+
+    Memory:
+        Per device, that of `linear_kl` on the device's tokens and columns. One all-gather of six numbers per token
+        merges the shards.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from lce_jax import sharded_linear_kl
+        >>> mesh = jax.make_mesh((1, 1), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+        >>> hidden, weight = jnp.ones((2, 4, 8)), jnp.zeros((1000, 8))
+        >>> kl = sharded_linear_kl(hidden, weight, hidden, weight, mesh=mesh, batch_axes="data")
+        >>> kl.shape, float(kl.max())
+        ((2, 4), 0.0)
+    """
+    _options.check_names(sharded_linear_kl, options, known_names=KLOptions.__annotations__)
+    call = KLCall.of(Pair((hidden, weight), (teacher_hidden, teacher_weight)), where, direction, options, None)
+    axes = {"vocab_axis": vocab_axis, "batch_axes": batch_axes, "sequence_axis": sequence_axis}
+    layout = layout_of_names(hidden, weight, call.options.student.static.vocab_dim, mesh=mesh, **axes)
+    if layout.vocab_axes is not None:
+        call.check_equal_columns()
+    spec = dataclasses.replace(call.spec(layout), mesh=layout)
+    primals, rows = call.operands(spec)
+    return _run.run(KL, spec, primals.student, (primals.teacher, rows))

@@ -1,0 +1,143 @@
+"""Logits at chosen ids alone, without a pass over the vocabulary."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from lce_jax import _jax
+from lce_jax._types import LogprobOptions, Primals
+from lce_jax.call import _arguments, _checks, _options, _rows
+from lce_jax.call._arguments import LayoutOf
+from lce_jax.call._options import CallOptions
+from lce_jax.call._rows import Rows
+from lce_jax.call._spec import Spec
+from lce_jax.mesh import _collectives, _meshes
+from lce_jax.programs._logits import LOGITS
+from lce_jax.runner import _run
+from lce_jax.xla import _logprobs as xla
+
+if TYPE_CHECKING:
+    from jax.lax import PrecisionLike
+    from jaxtyping import Array, Bool, Float, Int
+
+__all__ = ["linear_logits"]
+
+
+def linear_logits(
+    hidden: Float[Array, "*b H"],
+    weight: Float[Array, "V H"],
+    ids: Int[Array, "*b K"],
+    *,
+    where: Bool[Array, "*b"] | None = None,
+    temperature: float | Float[Array, "..."] = 1.0,
+    logit_softcap: float | Float[Array, ""] | None = None,
+    logit_scale: float | Float[Array, ""] = 1.0,
+    vocab_size: int | None = None,
+    weight_layout: Literal["vh", "hv"] = "vh",
+    axis_name: Any = None,
+    precision: PrecisionLike = None,
+    implementation: str | tuple[str, ...] | None = None,
+    bias: Float[Array, "V"] | None = None,
+) -> Float[Array, "*b K"]:
+    """Logits at chosen ids, without a pass over the vocabulary.
+
+    ``z[k] = cap(logit_scale · (hidden · weight[ids[k]] + bias[ids[k]])) / temperature`` in float32, T·K dot products.
+    Differentiable, once, in ``hidden``, ``weight`` and ``bias``. `masked_logprobs` makes a softmax over them; for
+    log-probabilities under the whole vocabulary use ``linear_logprobs(..., candidates=ids)``.
+
+    Args:
+        hidden: ``[..., H]`` hidden states; any leading shape, also an empty one. bfloat16, float16, float32 or
+            float64. Cast to the weight's dtype for the matrix products.
+        weight: ``[V, H]`` head (``[H, V]`` with ``weight_layout="hv"``). Its dtype is that of the matrix products.
+        ids: ``[..., K]`` integer vocabulary ids per token, global also when the vocabulary is split; K from 1 to 512.
+            -1 stands for none.
+        where: ``[...]`` bool, the rows that count. The others are exactly 0 in outputs and gradients, whatever they
+            hold. None: every row counts.
+        temperature: divides the float32 logits: a positive number, or an array that broadcasts to ``[...]`` (one value
+            per token, or per sequence as ``[b, 1]``). No gradient. A value that is not positive and finite is refused
+            where it is known; in a traced array its row returns NaN and has no gradient, and the other rows are not
+            affected.
+        logit_softcap: ``c`` in ``cap(x) = c·tanh(x / c)``, before the temperature (Gemma 2: 30): a positive number,
+            or an array of shape (), which may be traced. None: no cap. No gradient.
+        logit_scale: multiplies the float32 logits first (Cohere, MuP): a number, or an array of shape (), which may
+            be traced. No gradient.
+        vocab_size: the true size of the vocabulary. Columns from it on are padding: in no sum, with zero gradient,
+            whatever they hold. None: every column counts.
+        weight_layout: "vh" for ``[V, H]`` (nnx.Embed, PyTorch, Megatron), "hv" for ``[H, V]`` (nnx.Linear kernel).
+        axis_name: inside ``shard_map``, the mesh axis (or tuple of axes) that splits the vocabulary. Each shard
+            passes its own columns of ``weight`` and the same ``hidden`` and ``labels``; all shards return
+            bitwise-equal results. None: ``weight`` is whole.
+        precision: of the matrix products with float32 operands; "highest" is exact to float32 rounding where the
+            default may be TF32 (GPU) or bfloat16 (TPU).
+        implementation: "xla", "reference" (stores all rows of the weight that the ids name), or a tuple of them to try
+            in order. None: "xla". There are no kernels for it.
+        bias: ``[V]``, added to the float32 products before the scale, and split as the weight's vocabulary is. Its
+            gradient is summed in float32 and rounded once. None: no bias.
+
+    Returns:
+        ``[..., K]`` in float32 (float64 for a float64 weight); 0, without a gradient, where the id is none or out of
+        vocabulary, and where ``where`` is False.
+
+    Raises:
+        UnsupportedError: an implementation asked for by name cannot serve the call; the message says why.
+        ValueError, TypeError: shapes, dtypes or options that do not fit, with the offending values.
+        NotImplementedError: on a second derivative.
+
+    Memory:
+        O(T·K), and a few chunks of gathered rows of 32 MiB each, beyond the operands and the gradients.
+
+    Numerics:
+        Every sum is float32, and each gradient is rounded once, to its operand's dtype. No product is a matrix's, so
+        all are exact to float32 rounding whatever ``precision`` says. Two runs are bitwise equal:
+        the gradients of an id that occurs many times are added in a fixed order.
+
+    Sharding:
+        As `linear_logprobs`: under ``jit`` on a mesh it is partitioned by the operands' types (Explicit axes) or by XLA
+        (Auto axes); inside ``shard_map`` give ``axis_name``. A sum of one logit per id over the shards is the only
+        collective of the forward, of two numbers per id if it is differentiated.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from lce_jax import linear_logits
+        >>> hidden, weight = jnp.ones((2, 4)), jnp.arange(10.0)[:, None] * jnp.ones(4)
+        >>> linear_logits(hidden, weight, jnp.array([[3, 0], [7, -1]])).tolist()
+        [[12.0, 0.0], [28.0, 0.0]]
+    """
+    given: LogprobOptions = {
+        "temperature": temperature,
+        "logit_softcap": logit_softcap,
+        "logit_scale": logit_scale,
+        "vocab_size": vocab_size,
+        "weight_layout": weight_layout,
+        "axis_name": axis_name,
+        "precision": precision,
+        "implementation": implementation,
+        "bias": bias,
+    }
+    spec, primals, rows = operands(hidden, weight, ids, where, _options.of_call(given))
+    if axis_name is None:
+        spec = dataclasses.replace(spec, mesh=_meshes.mesh_of((primals, rows), spec.options.function))
+    rows, agree = _arguments.same_on_all_shards(primals, rows, axis_name, weight.shape[spec.options.vocab_dim])
+    return _collectives.nan_where_different(agree, _run.run(LOGITS, spec, primals, rows))
+
+
+def operands(
+    hidden: Any, weight: Any, ids: Any, where: Any, options: CallOptions, layout_of: LayoutOf | None = None
+) -> tuple[Spec, Primals, Rows]:
+    """The arrays of a call, checked, and its static part, over the layout that ``layout_of`` finds."""
+    _checks.array("hidden", hidden)
+    _checks.num_candidates(ids, "ids")
+    leading = tuple(hidden.shape[:-1])
+    _checks.candidate_shape(ids, leading, "hidden before H", "ids")
+    options = dataclasses.replace(options.named("linear_logits"), implementation=options.implementation or (xla.NAME,))
+    case = _arguments.case(hidden, weight, jax.ShapeDtypeStruct(leading, jnp.int32), where, options)
+    layout = None if layout_of is None else layout_of(hidden, weight, case.options.vocab_dim)
+    columns = case.vocab_size * _checks.axis_size(options.axis_name)
+    spec = dataclasses.replace(_arguments.spec(case, options, columns, layout), mesh=layout)
+    primals = jax.tree.map(lambda x: _jax.without_reduced(jnp.asarray(x)), Primals(hidden, weight, options.bias))
+    factors = (options.temperature, spec.vocab_size, case.stat_dtype, options.logit_scale, options.logit_softcap)
+    return spec, primals, _rows.of_ids(ids, where, *factors)

@@ -1,0 +1,158 @@
+"""`linear_logprobs`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from lce_jax._types import LogprobOptions, LogprobOutput
+from lce_jax.call import _options
+from lce_jax.ops._evaluate import evaluate
+
+if TYPE_CHECKING:
+    from jax.lax import PrecisionLike
+    from jaxtyping import Array, Bool, Float, Int
+
+
+def linear_logprobs(
+    hidden: Float[Array, "*b H"],
+    weight: Float[Array, "V H"],
+    labels: Int[Array, "*b"],
+    *,
+    where: Bool[Array, "*b"] | None = None,
+    temperature: float | Float[Array, "..."] = 1.0,
+    logit_softcap: float | Float[Array, ""] | None = None,
+    logit_scale: float | Float[Array, ""] = 1.0,
+    entropy: bool = True,
+    stats: bool = False,
+    vocab_size: int | None = None,
+    weight_layout: Literal["vh", "hv"] = "vh",
+    axis_name: Any = None,
+    cache_bytes: int = 0,
+    precision: PrecisionLike = None,
+    implementation: str | tuple[str, ...] | None = None,
+    bias: Float[Array, "V"] | None = None,
+    candidates: Int[Array, "*b K"] | None = None,
+    gradient_threshold: float = 0.0,
+    vocab_part_size: int | None = None,
+) -> LogprobOutput:
+    """Per-token log-probability and entropy of a language-model head, without storing the logits.
+
+    With ``z = cap(logit_scale · (hidden · weightᵀ + bias)) / temperature`` in float32 and ``p = softmax(z)`` over the
+    vocabulary, returns ``logprobs = z[label] - lse``, ``entropy = -Σ p ln p`` and ``lse = ln Σ exp(z)`` per token,
+    all in nats; with ``candidates``, also ``candidate_logprobs = z[candidates] - lse``. Differentiable, once, in
+    ``hidden``, ``weight`` and ``bias`` through all four.
+
+    No label is ignored here: ``where=labels != -100`` leaves out rows with PyTorch's label for that.
+
+    Args:
+        hidden: ``[..., H]`` hidden states; any leading shape, also an empty one. bfloat16, float16, float32 or
+            float64. Cast to the weight's dtype for the matrix products.
+        weight: ``[V, H]`` head (``[H, V]`` with ``weight_layout="hv"``). Its dtype is that of the matrix products.
+        labels: ``[...]`` integer vocabulary ids, global also when the vocabulary is split. A label outside the
+            vocabulary (negative, ≥ V) has logprob 0, whose gradient is that of ``-lse``; its row counts unless a loss
+            ignores it (``ignore_index``).
+        where: ``[...]`` bool, the rows that count. The others are exactly 0 in outputs and gradients, whatever they
+            hold, and cost no work. None: every row counts.
+        temperature: divides the float32 logits: a positive number, or an array that broadcasts to ``labels`` (one
+            value per token, or per sequence as ``[b, 1]``). No gradient. A value that is not positive and finite is
+            refused where it is known; in a traced array its row returns NaN and has no gradient, and the other rows
+            are not affected.
+        logit_softcap: ``c`` in ``cap(x) = c·tanh(x / c)``, before the temperature (Gemma 2: 30): a positive number,
+            or an array of shape (), which may be traced. None: no cap. No gradient.
+        logit_scale: multiplies the float32 logits first (Cohere, MuP): a number, or an array of shape (), which may
+            be traced. No gradient.
+        entropy: False: ``.entropy`` is None and costs nothing.
+        stats: True fills ``.max_logit`` and ``.min_logit``, extremes of ``z``, and ``.correct``, whether the label's
+            logit is the largest (token accuracy: ``out.correct.mean()``), and with a ``gradient_threshold``
+            ``.dropped_mass``. They have no gradient.
+        vocab_size: the true size of the vocabulary. Columns from it on are padding: in no sum, with zero gradient,
+            whatever they hold. None: every column counts.
+        weight_layout: "vh" for ``[V, H]`` (nnx.Embed, PyTorch, Megatron), "hv" for ``[H, V]`` (nnx.Linear kernel).
+        axis_name: inside ``shard_map``, the mesh axis (or tuple of axes) that splits the vocabulary. Each shard
+            passes its own columns of ``weight`` and the same ``hidden`` and ``labels``; all shards return
+            bitwise-equal results. None: ``weight`` is whole.
+        cache_bytes: bytes per device that the forward may keep, so that the backward recomputes less. 0 keeps
+            nothing. If V is a multiple of 8, the backward overwrites the cache inside ``jit`` and a copy of it
+            outside. An implementation that always recomputes ignores it, and `explain` says so.
+        precision: of the matrix products with float32 operands; "highest" is exact to float32 rounding where the
+            default may be TF32 (GPU) or bfloat16 (TPU).
+        implementation: "mosaic_gpu" (kernels for Hopper GPUs; those for Blackwell have never run, and only this name
+            gets them), "xla" (every device), "reference" (stores the logits), or a tuple of names tried in order. None:
+            the best one that can serve the call; its name is logged once (logger ``lce_jax``). `explain` gives the
+            choice and the reasons.
+        bias: ``[V]``, added to the float32 products before the scale, and split as the weight's vocabulary is. Its
+            gradient is summed in float32 and rounded once. "mosaic_gpu" does not serve it. None: no bias.
+        candidates: ``[..., K]`` integer vocabulary ids per token, global as labels are, K from 1 to 512: fills
+            ``.candidate_logprobs``. -1 stands for none; such an id, and any out of vocabulary, returns 0 and has no
+            gradient. An id may occur twice in a token. None: no candidates.
+        gradient_threshold: tiles (128 tokens by 256 vocabulary columns) whose every probability is below it, and that
+            hold no label, are left out of the gradients: a number in [0, 1). Results never change. 0 is exact.
+            "mosaic_gpu" alone leaves tiles out; the gradients of the others stay exact.
+        vocab_part_size: columns of a part of the vocabulary, a multiple of 8. The kernels' tiles begin anew at each
+            part's first column, so results have the same bits over any number of shards: give the columns of the
+            smallest shard that any mesh or process group has. Shards must have whole parts; only a vocabulary that is
+            not split may end inside one. Not with ``cache_bytes`` or ``gradient_threshold``. "mosaic_gpu" alone makes
+            such a promise; the others ignore it. None: each shard is one part.
+
+    Returns:
+        A `LogprobOutput`, each field of ``labels.shape`` in float32 (float64 for a float64 weight) or bool, or None.
+
+    Raises:
+        UnsupportedError: an implementation asked for by name cannot serve the call; the message says why.
+        ValueError, TypeError: shapes, dtypes or options that do not fit, with the offending values.
+        NotImplementedError: on a second derivative.
+
+    Memory:
+        Forward O(T + tile) beyond the operands, backward O(T·H + tile) beyond the gradients; never T·V. From forward
+        to backward it keeps a few numbers per token, and the cache. `explain` gives the bytes. Candidates add O(T·K).
+
+    Numerics:
+        Every sum and softmax is float32. dlogits are rounded at most once, to the weight's dtype, before the gradient
+        products, and each gradient once, to its operand's dtype. (Data parallel shards round dweight before their sum,
+        as JAX's own transposes do.) Two runs are bitwise equal. Logits must be finite and within ±1e30.
+
+    Sharding:
+        Under ``jit`` on a mesh the call is partitioned as a matrix product is, over batch, sequence and vocabulary: by
+        the operands' types under Explicit axes, by XLA under Auto axes (where ``cache_bytes`` keeps nothing). An axis
+        that splits both tokens and vocabulary gathers hidden or weight, whichever a device holds less of; a split H is
+        gathered.
+        `sharded_linear_logprobs` takes the axes by name. Inside ``shard_map``, give ``axis_name``: labels, ``where``
+        and temperature may be typed as varying over it if every shard holds the same; rows that differ are NaN.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from lce_jax import linear_logprobs
+        >>> hidden = jax.random.normal(jax.random.key(0), (2, 3, 16))
+        >>> weight = jnp.zeros((50257, 16))                 # a uniform distribution
+        >>> out = linear_logprobs(hidden, weight, jnp.array([[1, 2, 3], [4, 5, -100]]))
+        >>> [round(float(x), 3) for x in out.logprobs[1]]   # -ln 50257, and 0 for a label out of vocabulary
+        [-10.825, -10.825, 0.0]
+        >>> round(float(out.entropy[0, 0]), 3)              # ln 50257
+        10.825
+        >>> top = jnp.array([[[7, 8, -1]] * 3] * 2)         # the same two ids at every token
+        >>> out = linear_logprobs(hidden, weight, jnp.zeros((2, 3), int), candidates=top)
+        >>> [round(float(x), 3) for x in out.candidate_logprobs[0, 0]]
+        [-10.825, -10.825, 0.0]
+
+    References:
+        Milakov & Gimelshein, "Online normalizer calculation for softmax" (2018), for the running maximum; the
+        entropy's shifted sum and the gradients are derived in ``lce_jax/mathematics/_logprobs.py``.
+    """
+    options: LogprobOptions = {
+        "temperature": temperature,
+        "logit_softcap": logit_softcap,
+        "logit_scale": logit_scale,
+        "entropy": entropy,
+        "stats": stats,
+        "vocab_size": vocab_size,
+        "weight_layout": weight_layout,
+        "axis_name": axis_name,
+        "cache_bytes": cache_bytes,
+        "precision": precision,
+        "implementation": implementation,
+        "bias": bias,
+        "candidates": candidates,
+        "gradient_threshold": gradient_threshold,
+        "vocab_part_size": vocab_part_size,
+    }
+    return evaluate(hidden, weight, labels, where, _options.of_call(options)).public

@@ -1,0 +1,245 @@
+"""`linear_loss`: the sum of any per-token loss, its gradients computed in the forward."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Unpack
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from lce_jax import _dispatch, _jax
+from lce_jax._types import LogprobOptions, LogprobOutput, Results
+from lce_jax.call import _arguments, _checks, _loss, _options
+from lce_jax.call._loss import Inputs
+from lce_jax.call._options import CallOptions
+from lce_jax.call._spec import Spec
+from lce_jax.mesh import _collectives, _meshes
+from lce_jax.mesh._layout import Axes, layout_of_names
+from lce_jax.programs import _logprobs
+from lce_jax.programs import _loss as _loss_vjp
+from lce_jax.programs._loss_in_forward import axes_of_tokens
+from lce_jax.programs._token_chunks import Budget, budget
+from lce_jax.runner import _spread
+
+if TYPE_CHECKING:
+    from jax.sharding import AbstractMesh, Mesh
+    from jaxtyping import Array, Bool, Float, Int
+
+NOT_OF_LOSS = ("cache_bytes", "candidates", "vocab_part_size")
+
+
+def linear_loss(
+    loss_fn: Callable[..., Array],
+    hidden: Float[Array, "*b H"],
+    weight: Float[Array, "V H"],
+    labels: Int[Array, "*b"],
+    *per_token: Any,
+    where: Bool[Array, "*b"] | None = None,
+    chunk_bytes: int | None = None,
+    **options: Unpack[LogprobOptions],
+) -> tuple[Float[Array, ""], LogprobOutput]:
+    """Σ loss_fn(logprob, entropy, lse, …) over the tokens, its gradients computed in the forward.
+
+    A loss of per-token scalars has its derivative for a token as soon as that token's results are known. So a
+    differentiated call computes results, losses and gradients of one chunk of tokens after the other: the matrix
+    products of a forward and a backward without a recomputation, and one chunk's exponentials at any number of tokens.
+    A call that is not differentiated is a plain forward. Divide the sum by what you like.
+
+    Args:
+        loss_fn: ``loss_fn(logprob, entropy, lse, *per_token)`` of one token: scalars, ``entropy`` None with
+            ``entropy=False``, and the token's slice of each further argument. Any JAX function that returns one
+            floating-point scalar. It may close over arrays; traced ones have gradients too.
+        hidden: ``[..., H]`` hidden states; any leading shape, also an empty one. bfloat16, float16, float32 or
+            float64. Cast to the weight's dtype for the matrix products.
+        weight: ``[V, H]`` head (``[H, V]`` with ``weight_layout="hv"``). Its dtype is that of the matrix products.
+        labels: ``[...]`` integer vocabulary ids, global also when the vocabulary is split. A label outside the
+            vocabulary (negative, ≥ V) has logprob 0, whose gradient is that of ``-lse``; its row counts unless a loss
+            ignores it (``ignore_index``).
+        per_token: arrays, or trees of them, whose shapes begin with that of labels: advantages, old
+            log-probabilities, random keys. Real and complex numbers are differentiable.
+        where: ``[...]`` bool, the rows that count. The others are exactly 0 in outputs and gradients, whatever they
+            hold, and cost no work. None: every row counts.
+        chunk_bytes: bytes that the exponentials of one chunk of tokens may take, in the weight's dtype, per device;
+            at least 128 tokens are a chunk. None: 1.4 GiB, or one chunk of all tokens where several and their sum of
+            dweight would take as much; 256 MiB on a CPU.
+        **options: ``temperature``, ``logit_softcap``, ``logit_scale``, ``entropy``, ``stats``, ``vocab_size``,
+            ``weight_layout``, ``axis_name``, ``precision``, ``implementation``, ``bias`` and ``gradient_threshold``,
+            as in `linear_logprobs`.
+
+    Returns:
+        The sum over the rows that count, float32 (float64 for a float64 weight), and a `LogprobOutput` for metrics,
+        through which no gradient flows. Inside ``shard_map`` both cover the rows of this shard.
+
+    Raises:
+        UnsupportedError: an implementation asked for by name cannot serve the call; the message says why.
+        ValueError, TypeError: shapes, dtypes or options that do not fit, with the offending values. Also a loss_fn
+            that does not return one floating-point scalar; one that closes over an array which lies on a mesh, where
+            JAX cannot use it on one device; and, inside ``shard_map``, one that closes over a traced number that the
+            devices share while their tokens differ. Give these as per-token arguments.
+        NotImplementedError: on a second derivative.
+
+    Memory:
+        Differentiated: O(chunk + T) beyond the gradients, and with several chunks dweight in float32, V·H·4 bytes.
+        The gradients exist from the forward on. Where hidden's gradient is summed over devices after the loop (the
+        sequence is gathered, or other axes share hidden), dhidden is float32 until then. "xla" keeps no exponentials:
+        it recomputes, and gains nothing over `linear_logprobs` in time.
+
+    Numerics:
+        dweight and dbias are summed over the chunks in float32, and each gradient is rounded once, for a cotangent of
+        1. Another cotangent, such as a mean's, multiplies the rounded gradient and rounds it again; scale the losses
+        inside ``loss_fn`` to avoid both. (Under ``value_and_grad`` of the sum itself XLA drops the product.) In
+        float16 a sum over many tokens may overflow where the scaled gradient would not.
+
+    Sharding:
+        Under ``jit`` on a mesh the call is partitioned as a matrix product is, over batch, sequence and vocabulary: by
+        the operands' types under Explicit axes, by XLA under Auto axes. `sharded_linear_loss` takes the axes by name.
+        Inside ``shard_map``, give ``axis_name``; per-token arguments may be typed as varying over it if every shard
+        holds the same, and rows that differ are NaN. ``vmap`` computes its examples one by one; where an Explicit
+        axis splits them, each device those that it has.
+        Call it under ``jit``: outside, every call is compiled again.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from lce_jax import linear_loss
+        >>> def policy_gradient(logprob, entropy, lse, advantage):
+        ...     return -advantage * logprob - 0.01 * entropy
+        >>> hidden, weight, labels = jnp.ones((4, 8)), jnp.zeros((1000, 8)), jnp.arange(4)
+        >>> advantages = jnp.array([1.0, -1.0, 2.0, 0.0])
+        >>> def objective(weight):
+        ...     return linear_loss(policy_gradient, hidden, weight, labels, advantages)
+        >>> (total, out), dweight = jax.jit(jax.value_and_grad(objective, has_aux=True))(weight)
+        >>> round(float(total), 3), out.logprobs.shape         # 2·ln 1000 - 4·0.01·ln 1000
+        (13.539, (4,))
+
+    References:
+        Hsu et al., "Liger Kernel: Efficient Triton Kernels for LLM Training" (2024), which computes the gradients of
+        the cross entropy in the forward.
+    """
+    _options.check_names(linear_loss, options, without=NOT_OF_LOSS)
+    checked, most = _options.of_call(options).named("linear_loss"), budget(chunk_bytes, options)
+    case = _arguments.case(hidden, weight, labels, where, checked)
+    mesh = _meshes.mesh_of((hidden, weight, labels, where, per_token), "linear_loss")
+    mesh = mesh if checked.axis_name is None else None
+    columns = case.vocab_size * _checks.axis_size(checked.axis_name)
+    spec = _arguments.spec(case, checked, columns, at_lowering=mesh is not None and mesh.empty)
+    inputs, agree, call = _inputs(loss_fn, spec, hidden, weight, labels, per_token, where, checked)
+    total, out = _evaluated(dataclasses.replace(spec, mesh=mesh), call, most, inputs)
+    if agree is not None:
+        total = _collectives.nan_where_different(jnp.all(agree), total)
+        out = _collectives.nan_where_different(agree, out)
+    return total, jax.tree.map(lax.stop_gradient, Results(out).public)
+
+
+def sharded_linear_loss(
+    loss_fn: Callable[..., Array],
+    hidden: Float[Array, "*b H"],
+    weight: Float[Array, "V H"],
+    labels: Int[Array, "*b"],
+    *per_token: Any,
+    mesh: Mesh | AbstractMesh | None = None,
+    vocab_axis: Axes = "tensor",
+    batch_axes: Axes = None,
+    sequence_axis: Axes = None,
+    where: Bool[Array, "*b"] | None = None,
+    chunk_bytes: int | None = None,
+    **options: Unpack[LogprobOptions],
+) -> tuple[Float[Array, ""], LogprobOutput]:
+    """`linear_loss` over a mesh: the vocabulary split over one axis, the tokens over others.
+
+    Operands and results are global arrays, and the sum is over the tokens of all devices. In ``[T, H]`` the one
+    dimension of tokens is batch and sequence at once.
+
+    Args:
+        loss_fn: ``loss_fn(logprob, entropy, lse, *per_token)`` of one token: scalars, ``entropy`` None with
+            ``entropy=False``, and the token's slice of each further argument. Any JAX function that returns one
+            floating-point scalar. It may close over arrays; traced ones have gradients too.
+        hidden: ``[..., H]`` hidden states; any leading shape, also an empty one. bfloat16, float16, float32 or
+            float64. Cast to the weight's dtype for the matrix products.
+        weight: ``[V, H]`` head (``[H, V]`` with ``weight_layout="hv"``). Its dtype is that of the matrix products.
+        labels: ``[...]`` integer vocabulary ids, global also when the vocabulary is split. A label outside the
+            vocabulary (negative, ≥ V) has logprob 0, whose gradient is that of ``-lse``; its row counts unless a loss
+            ignores it (``ignore_index``).
+        per_token: arrays, or trees of them, whose shapes begin with that of labels: advantages, old
+            log-probabilities, random keys. Real and complex numbers are differentiable.
+        mesh: the mesh. None: that of ``jax.set_mesh``.
+        vocab_axis: the mesh axis (or axes) that splits the vocabulary. V must divide by its size: pad the weight and
+            give the true ``vocab_size``. None: each device holds the whole vocabulary.
+        batch_axes: the mesh axis (or axes) that splits the batch, hidden's first dimension. None: under Explicit axes
+            those of hidden's own type, else the batch is not split.
+        sequence_axis: the mesh axis (or axes) that splits the sequence, hidden's last dimension but one. If it is
+            ``vocab_axis`` or ends with it (Megatron's sequence parallelism; ``("context", "tensor")`` adds context
+            parallelism), hidden states are all-gathered over ``vocab_axis`` forward and their gradient is
+            reduce-scattered backward. None: the sequence is not split.
+        where: ``[...]`` bool, the rows that count. The others are exactly 0 in outputs and gradients, whatever they
+            hold, and cost no work. None: every row counts.
+        chunk_bytes: bytes that the exponentials of one chunk of tokens may take, in the weight's dtype, per device;
+            at least 128 tokens are a chunk. None: 1.4 GiB, or one chunk of all tokens where several and their sum of
+            dweight would take as much; 256 MiB on a CPU.
+        **options: ``temperature``, ``logit_softcap``, ``logit_scale``, ``entropy``, ``stats``, ``vocab_size``,
+            ``weight_layout``, ``precision``, ``implementation``, ``bias`` and ``gradient_threshold``, as in
+            `linear_logprobs`.
+
+    Returns:
+        The sum over the rows that count, and a `LogprobOutput` for metrics, through which no gradient flows, each field
+        of ``labels.shape`` and split as ``hidden`` is.
+
+    Raises:
+        UnsupportedError: an implementation asked for by name cannot serve the call; the message says why.
+        ValueError, TypeError: shapes, dtypes or options that do not fit, with the offending values. Also an axis
+            that the mesh does not have, an axis used twice, or a dimension that does not divide.
+        NotImplementedError: on a second derivative.
+
+    Memory:
+        Per device, that of `linear_loss` on the device's tokens and columns. Each chunk merges the shards with one
+        all-gather of at most five numbers per token.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from lce_jax import sharded_linear_loss
+        >>> mesh = jax.make_mesh((1, 1), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+        >>> hidden, weight, labels = jnp.ones((2, 4, 8)), jnp.zeros((1000, 8)), jnp.zeros((2, 4), jnp.int32)
+        >>> total, out = sharded_linear_loss(
+        ...     lambda logprob, entropy, lse: -logprob, hidden, weight, labels, mesh=mesh, batch_axes="data"
+        ... )
+        >>> round(float(total / 8), 3)                         # ln 1000
+        6.908
+    """
+    _options.check_names(sharded_linear_loss, options, without=("axis_name", *NOT_OF_LOSS))
+    checked, most = _options.of_call(options).named("linear_loss"), budget(chunk_bytes, options)
+    _options.no_axis_name(checked)
+    case = _arguments.case(hidden, weight, labels, where, checked)
+    axes = {"vocab_axis": vocab_axis, "batch_axes": batch_axes, "sequence_axis": sequence_axis}
+    layout = layout_of_names(hidden, weight, case.options.vocab_dim, mesh=mesh, **axes)
+    spec = _arguments.spec(_dispatch.over(case, layout.mesh), checked, case.vocab_size)
+    spec = dataclasses.replace(spec, mesh=layout)
+    inputs, _, call = _inputs(loss_fn, spec, hidden, weight, labels, per_token, where, checked)
+    total, out = _evaluated(spec, call, most, inputs)
+    return total, jax.tree.map(lax.stop_gradient, Results(out).public)
+
+
+def _inputs(
+    loss_fn: Any, spec: Spec, hidden: Any, weight: Any, labels: Any, per_token: Any, where: Any, options: CallOptions
+) -> tuple[Inputs, Array | None, _loss.TokenLoss]:
+    """The arrays of a call, the rows in which all shards were given the same, and the traced loss."""
+    primals, rows = _arguments.operands(spec, hidden, weight, labels, where, options)
+    flat, own = _loss.flat_arguments(per_token, rows.labels)
+    rows, agree = _arguments.same_on_all_shards(primals, rows, options.axis_name, spec.case.vocab_size)
+    if options.axis_name is not None:
+        flat, also = _collectives.same_on_all_shards(flat, rows.labels.ndim, options.axis_name)
+        agree = _collectives.both(agree, also)
+    inputs = Inputs(primals, rows, flat, ())
+    axes = axes_of_tokens(spec, inputs)
+    call, constants = _loss.trace(loss_fn, own, spec.case, inputs, axes)
+    _loss.check_closure(constants, axes)
+    return inputs._replace(constants=constants), agree, call
+
+
+def _evaluated(spec: Spec, call: _loss.TokenLoss, most: Budget, inputs: Inputs) -> tuple[Array, LogprobOutput]:
+    if spec.num_tokens:
+        traced_there = spec.mesh is not None and not _spread.is_left_to_xla(spec, inputs)
+        return _loss_vjp.linear_loss(spec, call if traced_there else call.without_retrace(), most, inputs)
+    out = _logprobs.of_no_tokens(spec, inputs.rows).outputs
+    return _jax.vary_over((jnp.zeros((), out.lse.dtype), out), axes_of_tokens(spec, inputs))

@@ -1,0 +1,141 @@
+"""One call of `lce_jax.linear_kl` on one device: its shard, its collectives, its gradients."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from lce_jax._types import Primals
+from lce_jax.call import _rows, _scales
+from lce_jax.call._kl_spec import KLSpec
+from lce_jax.call._rows import Rows
+from lce_jax.call._scales import Scales
+from lce_jax.mathematics import _kl, _kl_mixture, _logprobs
+from lce_jax.mathematics._kl import KLStatistics, Pair
+from lce_jax.mathematics._kl_mixture import Mixture, MixtureSums
+from lce_jax.mesh import _collectives
+from lce_jax.programs import _one_device
+from lce_jax.xla import _kl as _kl_tiles
+from lce_jax.xla._kl import KLPlan
+from lce_jax.xla._walk import Head, Shard, Tokens
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Int
+
+
+type Kept = tuple[KLStatistics, MixtureSums | None]  # from forward to backward
+
+
+def forward(spec: KLSpec, primals: Pair[Primals], rows: Pair[Rows]) -> tuple[Array, Kept]:
+    """The result, and the whole vocabulary's statistics and sums of each row."""
+    shape = rows.student.labels.shape
+    rows = _rows.flattened(rows, len(shape))
+    scales = _scales_of(spec, rows)
+    with jax.named_scope("lce_kl_statistics"):
+        plan, shard, order = _shard_of(spec, primals, rows, scales)
+        stats = _kl_tiles.statistics(plan, shard)
+    stats = stats if order is None else _rows.expand(order, stats)
+    axis_name, of_rows = spec.models.student.axis_name, _row_scales(spec, scales)
+    if axis_name is not None:
+        with jax.named_scope("lce_merge"):
+            parts = _collectives.from_all_shards(jnp.stack(stats), axis_name)
+            stats = _kl.merge(KLStatistics(*(parts[:, i] for i in range(parts.shape[1]))), of_rows)
+    where, weights, wrong = rows.student.where, rows.student.weights, _wrong_temperature(rows)
+    sums = None
+    if weights is None:
+        out = _kl.finish(stats, of_rows[1], where)
+    else:
+        mixture = _kl_mixture.mixture(stats, of_rows[1], weights, where)
+        sums = _mixture_sums(plan, shard, order, mixture, axis_name)
+        out = _kl_mixture.divergence(sums, stats, mixture, where)
+    out = out if wrong is None else jnp.where(wrong, jnp.nan, out)
+    return jax.tree.map(lambda x: x.reshape(shape), (out, (stats, sums)))
+
+
+def _mixture_sums(
+    plan: KLPlan, shard: Shard, order: _rows.Compaction | None, rows: Mixture, axis_name: Any
+) -> MixtureSums:
+    """Eq. 9 over the whole vocabulary."""
+    with jax.named_scope("lce_kl_mixture"):
+        rows = rows if order is None else jax.tree.map(lambda x: x[order.source], rows)
+        sums = _kl_tiles.mixture_sums(plan, shard, rows)
+    sums = sums if order is None else _rows.expand(order, sums)
+    if axis_name is None:
+        return sums
+    with jax.named_scope("lce_merge"):
+        return MixtureSums(*jnp.sum(_collectives.from_all_shards(jnp.stack(sums), axis_name), axis=0))
+
+
+def backward(spec: KLSpec, primals: Pair[Primals], rows: Pair[Rows], kept: Kept, cotangent: Array) -> Primals:
+    """The student's gradients, in the shapes, dtypes and types of its operands."""
+    own = spec.models.student
+    rows, kept, cotangent = _rows.flattened((rows, kept, cotangent), rows.student.labels.ndim)
+    if own.axis_name is not None and own.token_axes is None:
+        cotangent = _collectives.total_cotangent(cotangent, own.axis_name)
+    scales, live, wrong = _scales_of(spec, rows), rows.student.where, _wrong_temperature(rows)
+    counts = live if wrong is None else ~wrong if live is None else live & ~wrong
+    factor = _logprobs.row_factor(own.case.options, scales.student.derivative)
+    (stats, sums), weights = kept, rows.student.weights
+    coefficients: Any
+    if sums is None or weights is None:
+        coefficients = _kl.coefficients(stats, cotangent, factor, counts)
+    else:
+        mixture = _kl_mixture.mixture(stats, _row_scales(spec, scales)[1], weights, counts)
+        coefficients = _kl_mixture.coefficients(sums, stats, mixture, cotangent, factor, counts)
+    with jax.named_scope("lce_kl_gradients"):
+        plan, shard, order = _shard_of(spec, primals, rows, scales)
+        if order is not None:
+            coefficients = jax.tree.map(lambda x: x[order.source], coefficients)
+        gradients = _kl_tiles.gradients(plan, shard, coefficients)
+    dhidden = gradients.hidden if order is None else _rows.expand(order, gradients.hidden)
+    dhidden = dhidden if live is None else jnp.where(live[:, None], dhidden, 0.0)
+    return _one_device.reduced(own, gradients._replace(hidden=dhidden), primals.student)
+
+
+def _scales_of(spec: KLSpec, rows: Pair[Rows]) -> Pair[Scales]:
+    return Pair(*(_scales.of_rows(own, spec.dtype, signs_hidden=False) for own in rows))
+
+
+def _row_scales(spec: KLSpec, scales: Pair[Scales]) -> tuple[Any, Any]:
+    """The k of eq. 0, that of p first."""
+    pairs = zip(spec.models, scales, strict=True)
+    return Pair(*(_logprobs.row_scale(model.case.options, own.logits) for model, own in pairs)).ordered(
+        spec.student_first
+    )
+
+
+def _wrong_temperature(rows: Pair[Rows]) -> Bool[Array, "T"] | None:
+    """Rows of which one temperature is wrong: they return NaN and have no gradient."""
+    student, teacher = map(_scales.wrong_temperature, rows)
+    return teacher if student is None else student if teacher is None else student | teacher
+
+
+def _shard_of(
+    spec: KLSpec, primals: Pair[Primals], rows: Pair[Rows], scales: Pair[Scales]
+) -> tuple[KLPlan, Shard, _rows.Compaction | None]:
+    """The arrays of this device, with the rows that count first."""
+    operands = Pair(*map(_one_device.flat_operands, spec.models, primals))
+    tokens = Pair(*(Tokens(x.hidden, own.logits, own.raw) for x, own in zip(operands, scales, strict=True)))
+    order = None if rows.student.where is None else _rows.compaction(rows.student.where)
+    num_rows = None if order is None else order.num_rows
+    tokens = tokens if order is None else _rows.compact(order, tokens)
+    heads = Pair(
+        *(
+            Head(x.weight, None if x.bias is None else x.bias.astype(model.case.stat_dtype))
+            for x, model in zip(operands, spec.models, strict=True)
+        )
+    )
+    columns, num_columns = _true_columns(spec, primals)
+    return spec.plan(columns), Shard(tokens, heads, None, num_rows, num_columns), order
+
+
+def _true_columns(spec: KLSpec, primals: Pair[Primals]) -> tuple[int, Int[Array, ""] | None]:
+    """The columns to walk over, and how many of these are no padding if that is known only to the shard."""
+    sizes = (x.weight.shape[model.case.options.vocab_dim] for x, model in zip(primals, spec.models, strict=True))
+    columns, student = min(sizes), spec.models.student
+    left = student.vocab_size - _one_device.first_column(student, primals.student.weight)
+    if isinstance(left, int):
+        return min(left, columns), None
+    return columns, jnp.clip(left, 0, columns) if any(model.padded for model in spec.models) else None

@@ -1,0 +1,109 @@
+"""`lce_jax.linear_logits` as the runner takes it: a few dot products per token, of the ids that a shard owns."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from lce_jax._types import Primals
+from lce_jax.call import _rows, _scales
+from lce_jax.call._rows import Rows
+from lce_jax.call._spec import Spec
+from lce_jax.mathematics import _logprobs
+from lce_jax.mesh import _collectives
+from lce_jax.programs import _one_device
+from lce_jax.reference import _logits as _gathered_reference
+from lce_jax.reference import _logprobs as reference
+from lce_jax.runner import _spread
+from lce_jax.runner._run import Capability
+from lce_jax.runner._spread import Kind, Program, spread
+from lce_jax.xla import _logits
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float, Int
+
+
+def forward(spec: Spec, primals: Primals, rows: Rows, differentiated: bool) -> tuple[Array, Array | None]:
+    """The logits [..., K], and what the backward needs: their derivatives in the raw products."""
+
+    def run(spec: Spec, primals: Primals, rows: Rows) -> tuple[Array, Array | None]:
+        z, slope = _forward(spec, primals, rows)
+        return z, slope if differentiated else None
+
+    operands = _spread.head(spec.options.vocab_dim), Kind.TOKENS
+    return spread(spec, Program(run, operands, (Kind.RESULTS, Kind.TOKENS), joins=True), primals, rows)
+
+
+def backward(spec: Spec, primals: Primals, rows: Rows, slope: Array, cotangent: Array) -> Primals:
+    """The gradients of the operands."""
+    own = _spread.head(spec.options.vocab_dim)
+    program = Program(_backward, (own, Kind.TOKENS, Kind.TOKENS, Kind.RESULTS), own)
+    return spread(spec, program, primals, rows, slope, cotangent)
+
+
+def _of_no_tokens(spec: Spec, rows: Rows) -> Array:
+    assert rows.candidates is not None
+    return jnp.zeros(rows.candidates.shape, spec.case.stat_dtype)
+
+
+LOGITS = Capability(forward, backward, _of_no_tokens)
+
+
+def _forward(spec: Spec, primals: Primals, rows: Rows) -> tuple[Float[Array, "*b K"], Float[Array, "*b K"]]:
+    """The logits and their slopes; 0 where an id is none, out of vocabulary, or in a row that does not count."""
+    assert rows.candidates is not None
+    shape, options, dtype = rows.candidates.shape, spec.options, spec.case.stat_dtype
+    rows = _rows.flattened(rows, rows.labels.ndim)
+    columns, wrong = _columns(spec, primals, rows), _scales.wrong_temperature(rows)
+    raw = _products_of(spec).products(
+        _one_device.flat_operands(spec, primals).hidden, primals.weight, columns, options, dtype
+    )
+    if primals.bias is not None:
+        raw = raw + jnp.take(primals.bias, columns, mode="clip").astype(dtype)
+    scales = _scales.of_rows(rows, dtype, signs_hidden=False)
+    z, slope = _logprobs.transform_logits(raw, options, scales.logits, scales.raw)
+    factor = _logprobs.row_factor(options, scales.derivative)
+    factor = factor if isinstance(factor, float) else factor[:, None]
+    slope = jnp.full_like(raw, factor) if slope is None else slope * factor
+    found = jax.tree.map(lambda x: jnp.where(columns >= 0, x, 0.0), (z, slope))
+    if spec.axis_name is not None:
+        found = lax.psum(found, spec.axis_name)  # one shard has the logit, the others 0, so the sum is exact
+    z, slope = found
+    z = z if wrong is None else jnp.where(wrong[:, None], jnp.nan, z)
+    return z.reshape(shape), slope.reshape(shape)
+
+
+def _backward(spec: Spec, primals: Primals, rows: Rows, slope: Array, cotangent: Array) -> Primals:
+    """One device's gradients, in the shapes, dtypes and types of their operands."""
+    rows, slope, cotangent = _rows.flattened((rows, slope, cotangent), rows.labels.ndim)
+    if spec.axis_name is not None and spec.token_axes is None:
+        cotangent = _collectives.total_cotangent(cotangent, spec.axis_name)
+    columns, products = _columns(spec, primals, rows), _products_of(spec)
+    terms = jnp.where(slope == 0.0, 0.0, cotangent * slope)
+    hidden, options = _one_device.flat_operands(spec, primals).hidden, spec.options
+    dweight = products.dweight(terms, hidden, columns, primals.weight, options).astype(primals.weight.dtype)
+    dbias = None if primals.bias is None else _logits.dbias(terms, columns, primals.bias.shape[0])
+    dhidden = products.dhidden(terms, primals.weight, columns, options)
+    return _one_device.reduced(spec, Primals(dhidden, dweight, dbias), primals)
+
+
+def _products_of(spec: Spec) -> Any:
+    """The module with the products of given columns and their gradients."""
+    return _gathered_reference if spec.implementation == reference.NAME else _logits
+
+
+def _columns(spec: Spec, primals: Primals, rows: Rows) -> Int[Array, "T K"]:
+    """The ids as columns of this shard; -1 where it does not own them, and in rows that do not count."""
+    assert rows.candidates is not None
+    size = primals.weight.shape[spec.options.vocab_dim]
+    columns = _rows.owned(rows.candidates, _collectives.first_column(spec.axis_name, size), size)
+    live = _live(rows)
+    return columns if live is None else jnp.where(live[:, None], columns, -1)
+
+
+def _live(rows: Rows) -> Bool[Array, "T"] | None:
+    wrong = _scales.wrong_temperature(rows)
+    return rows.where if wrong is None else ~wrong if rows.where is None else rows.where & ~wrong

@@ -1,0 +1,81 @@
+"""`lce_jax.linear_logprobs` as the runner takes it: its two programs, and what is kept between them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from lce_jax._types import Options, Primals, Results, ShardStatistics
+from lce_jax.call._rows import Rows
+from lce_jax.call._spec import Spec
+from lce_jax.mathematics import _logprobs
+from lce_jax.programs import _one_device
+from lce_jax.runner import _spread
+from lce_jax.runner._run import Capability
+from lce_jax.runner._spread import Kind, Program, spread
+
+if TYPE_CHECKING:
+    pass
+
+type Kept = tuple[ShardStatistics, Any]  # and the implementation's cache
+
+
+def forward(spec: Spec, primals: Primals, rows: Rows, differentiated: bool) -> tuple[Results, Kept]:
+    """The results, and what a backward needs. Where XLA decides how operands are split, no tile is kept."""
+    options, keeps = spec.case.options, differentiated
+    left = _spread.is_left_to_xla(spec, (primals, rows))
+    unused = _unused(options) if left and differentiated else ()
+    if left:
+        spec, keeps = _exact(spec), False
+
+    def run(spec: Spec, primals: Primals, rows: Rows) -> tuple[Results, Kept]:
+        out, *kept = _one_device.forward(spec, primals, rows, keeps)
+        return out, (kept[0], kept[1])
+
+    apart = bool(keeps and options.keeps_tiles)
+    operands = _spread.head(options.vocab_dim), Kind.TOKENS
+    results = Kind.RESULTS, (Kind.TOKENS, Kind.DEVICE)
+    program = Program(run, operands, results, joins=not apart, unused=unused)
+    out, kept = spread(spec, program, primals, rows)
+    if left and options.reports_dropped_mass:
+        out = out._replace(outputs=out.outputs._replace(dropped_mass=jnp.zeros_like(out.outputs.lse)))
+    return out, kept
+
+
+def backward(spec: Spec, primals: Primals, rows: Rows, kept: Kept, cotangent: Results) -> Primals:
+    """The gradients of the operands."""
+    spec = _exact(spec) if _spread.is_left_to_xla(spec, (primals, rows)) else spec
+
+    def run(spec: Spec, primals: Primals, rows: Rows, kept: Kept, cotangent: Results) -> Primals:
+        return _one_device.backward(spec, primals, rows, *kept, cotangent)
+
+    own = _spread.head(spec.case.options.vocab_dim)
+    program = Program(run, (own, Kind.TOKENS, (Kind.TOKENS, Kind.DEVICE), Kind.RESULTS), own)
+    return spread(spec, program, primals, rows, kept, cotangent)
+
+
+def of_no_tokens(spec: Spec, rows: Rows) -> Results:
+    """The results of a call without tokens, in the shape of its labels."""
+    shapes = jax.eval_shape(lambda: _logprobs.results_of_none(0, spec.case.stat_dtype, spec.options))
+    return jax.tree.map(lambda x: jnp.zeros(rows.labels.shape + x.shape[1:], x.dtype), shapes)
+
+
+LOGPROBS = Capability(forward, backward, of_no_tokens)
+
+
+def _exact(spec: Spec) -> Spec:
+    """The same call without a ``gradient_threshold``."""
+    options = dataclasses.replace(spec.case.options, gradient_threshold=0.0)
+    return dataclasses.replace(spec, case=dataclasses.replace(spec.case, options=options))
+
+
+def _unused(options: Options) -> tuple[str, ...]:
+    """What of the options is lost without tiles of the forward."""
+    given = {
+        "cache_bytes keeps nothing": options.cache_bytes,
+        "gradient_threshold is not used, and the gradients are exact,": options.gradient_threshold,
+    }
+    return tuple(message for message, asked in given.items() if asked)

@@ -1,0 +1,95 @@
+"""The ``custom_vjp`` of `lce_jax.linear_loss`: its residuals are the gradients themselves, for a cotangent of 1."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from lce_jax import _jax
+from lce_jax._types import LogprobOutput, Primals
+from lce_jax.call._loss import Gradients, Inputs, TokenLoss
+from lce_jax.call._spec import Spec
+from lce_jax.mesh import _collectives
+from lce_jax.programs import _loss_in_forward
+from lce_jax.programs._token_chunks import Budget
+from lce_jax.runner import _spread
+from lce_jax.runner._spread import Kind, Program, spread
+
+if TYPE_CHECKING:
+    from jaxtyping import Array
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def linear_loss(spec: Spec, loss: TokenLoss, budget: Budget, inputs: Inputs) -> tuple[Array, LogprobOutput]:
+    """The sum of the losses, differentiable in all inputs, and the results, which carry no gradient."""
+    del budget
+    return _spread_over(spec, loss, inputs, _loss_in_forward.forward, OF_A_FORWARD)
+
+
+OF_A_FORWARD = (Kind.WHOLE, Kind.RESULTS)  # the sum, and the results
+
+
+def _spread_over(spec: Spec, loss: TokenLoss, inputs: Inputs, run: Callable[..., Any], results: tuple[Any, ...]) -> Any:
+    """``run(spec, loss, inputs)`` on every device that holds the inputs."""
+    left = _spread.is_left_to_xla(spec, inputs)
+    loss, inputs = loss.with_arguments(inputs) if left else (loss, inputs)
+
+    def device(share: Spec, inputs: Inputs) -> Any:
+        return run(share, loss if left or spec.mesh is None else loss.here(inputs), inputs)
+
+    operands: Any = Inputs(_spread.head(spec.options.vocab_dim), Kind.TOKENS, Kind.TOKENS, Kind.WHOLE)  # type: ignore[arg-type]
+    return spread(spec, Program(device, (operands,), results), inputs)
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Kind:
+    """What a gradient must look like: the dtype and the manual axes of its operand."""
+
+    dtype: jnp.dtype
+    varying: frozenset[Any]
+
+
+def _fwd(spec: Spec, loss: TokenLoss, budget: Budget, inputs: Inputs) -> tuple[Any, Any]:
+    kinds: Any = Gradients(_spread.head(spec.options.vocab_dim), Kind.TOKENS, Kind.WHOLE)  # type: ignore[arg-type]
+
+    def run(share: Spec, loss: TokenLoss, inputs: Inputs) -> Any:
+        return _loss_in_forward.forward_and_gradients(share, loss, budget, inputs)
+
+    def of_inputs(inputs: Inputs) -> Any:
+        return _spread_over(spec, loss, inputs, run, (*OF_A_FORWARD, kinds))
+
+    total, outputs, gradients = _jax.first_order_only(of_inputs)(inputs)
+    gradients = loss.without_known(gradients)
+    given = Gradients(inputs.primals, inputs.per_token, inputs.constants)
+    gradients = gradients if spec.mesh is None else _spread.split_as(gradients, given)
+    kinds = jax.tree.map(lambda x: _Kind(jnp.dtype(x.dtype), _jax.varying_axes(x)), given)
+    return (total, outputs), (gradients, kinds)
+
+
+def _bwd(spec: Spec, loss: TokenLoss, budget: Budget, residuals: Any, cotangent: Any) -> tuple[Inputs]:
+    del loss, budget
+    (gradients, kinds), (own, _) = residuals, cotangent
+    own = jnp.asarray(own)  # a number, where the caller of ``jax.vjp`` gives one
+    shared = own if spec.axis_name is None else _collectives.total_cotangent(own, spec.axis_name)
+
+    def scaled(by: Array, gradient: Array, kind: _Kind) -> Array:
+        # Under value_and_grad the cotangent is the literal 1, and XLA drops the product.
+        wide = jnp.promote_types(gradient.dtype, by.dtype)
+        product = (gradient.astype(wide) * by).astype(gradient.dtype)
+        return _jax.psum_to_axes(product, kind.varying).astype(kind.dtype)
+
+    def each(by: Array, found: Any, kinds: Any) -> Any:
+        return tuple(None if x is None else scaled(by, x, kind) for x, kind in zip(found, kinds, strict=True))
+
+    primals = Primals(*each(shared, gradients.primals, kinds.primals))
+    per_token, constants = (each(own, *pair) for pair in zip(gradients[1:], kinds[1:], strict=True))
+    return (Inputs(primals, None, per_token, constants),)  # type: ignore[arg-type]
+
+
+linear_loss.defvjp(_fwd, _bwd)

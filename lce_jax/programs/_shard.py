@@ -1,0 +1,271 @@
+"""One device's part of a call, without collectives: its operands, its statistics, its gradients.
+
+    hidden ─ cast ─ compact ─ statistics                                  (eq. 1 of the device's own columns)
+    row coefficients ─ gradients ─ expand ─▶ dhidden, dweight             (eqs. 4, 5, from the whole vocabulary's)
+
+`programs._one_device` adds the collectives; `lce_jax.local` runs it as it is.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from lce_jax import _dispatch, _jax, mosaic
+from lce_jax._types import Case, LogprobOutput, Operands, Primals, Results, RowCoefficients, ShardStatistics
+from lce_jax.call import _rows, _scales
+from lce_jax.call._rows import Rows
+from lce_jax.call._scales import Scales
+from lce_jax.call._spec import Spec
+from lce_jax.mathematics import _logprobs, _temperature
+from lce_jax.mathematics._largest import Largest
+from lce_jax.mathematics._statistics import Normalizer, Parts, along, like
+from lce_jax.mesh._by_platform import by_platform
+from lce_jax.programs import _per_token
+from lce_jax.reference import _logprobs as reference
+from lce_jax.xla import _logprobs as xla
+from lce_jax.xla import _topk
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float
+
+
+def as_operand(primals: Primals) -> Primals:
+    """Hidden in the weight's dtype, rounded explicitly because XLA may drop a conversion down and up again."""
+    hidden, to = primals.hidden, jnp.finfo(primals.weight.dtype)
+    if to.bits < jnp.finfo(hidden.dtype).bits:
+        hidden = lax.reduce_precision(hidden, to.nexp, to.nmant)
+    return primals._replace(hidden=hidden.astype(primals.weight.dtype))
+
+
+def statistics(
+    spec: Spec, primals: Primals, rows: Rows, start: Any, keep_cache: bool, stacked: Stacked | None = None
+) -> tuple[ShardStatistics, Any]:
+    """The statistics of the shard whose first column is ``start``, in the call's row order, and the cache.
+
+    Everything here is flat: hidden ``[T, H]``, as `as_operand` returns it, and rows ``[T]``. With ``stacked``, which
+    returns the arrays of all shards, the statistics are those of the whole vocabulary.
+    """
+    operands, order = _operands(spec, primals, rows, start, _scales_of(spec, rows))
+    whole = stacked is None
+
+    def chosen(operands: Operands) -> tuple[Any, Any]:
+        implementation = _dispatch.IMPLEMENTATIONS[spec.implementation]
+        run: Any = implementation.statistics if whole else implementation.in_parts
+        return run(operands, spec.case, keep_cache)
+
+    def elsewhere(implementation: Any, case: Case, operands: Operands) -> tuple[Any, Any]:
+        shapes, cache = jax.eval_shape(chosen, operands)  # of the kernels' shape, but nothing will read the cache
+        if whole:
+            return implementation.statistics(operands, case)[0], _zeros(cache)
+        return like(implementation.in_parts(operands, case)[0], shapes), _zeros(cache)
+
+    stats, cache = _run(spec, chosen, elsewhere, operands)
+    if stacked is not None:
+        with jax.named_scope("lce_merge"):
+            stats = _merged(spec, stacked(stats), operands)
+    stats = stats if order is None else _rows.expand(order, stats)
+    wrong = _scales.wrong_temperature(rows)
+    if wrong is not None:
+        stats = jax.tree.map(lambda x: jnp.where(along(wrong, x), jnp.nan, x), stats)
+    return stats, cache
+
+
+type Stacked = Callable[[Any], Any]  # a tree of arrays -> those of all shards, [N, ...] each
+
+
+def _merged(spec: Spec, parts: Parts, operands: Operands) -> ShardStatistics:
+    def run(implementation: Any, case: Case, parts: Parts, *of_rows: Any) -> ShardStatistics:
+        return implementation.merged(parts, case, *of_rows)
+
+    chosen = functools.partial(run, _dispatch.IMPLEMENTATIONS[spec.implementation], spec.case)
+    return _run(spec, chosen, run, parts, operands.inverse_temperature, operands.num_rows)
+
+
+def finish(
+    spec: Spec,
+    rows: Rows,
+    stats: ShardStatistics,
+    where: Bool[Array, "T"] | None,
+    dropped_mass: Float[Array, "T"] | None,
+) -> Results:
+    """Eq. 3 in the implementation's arithmetic, from the whole vocabulary's statistics in the call's row order."""
+    per_token = functools.partial(_in_arithmetic_of, spec)
+    return _logprobs.finish(stats, row_scale(spec, rows), rows.labels, where, spec.vocab_size, dropped_mass, per_token)
+
+
+def _in_arithmetic_of(spec: Spec, function: Callable[..., Any], *operands: Any) -> Any:
+    """``function(*operands)`` of trees of [T] and of numbers, in the implementation's arithmetic."""
+    of_arrays, given = _per_token.of_arrays(function, operands)
+
+    def run(implementation: Any, case: Case, *arrays: Any) -> Any:
+        return implementation.per_token(of_arrays, case, *arrays)
+
+    chosen = functools.partial(run, _dispatch.IMPLEMENTATIONS[spec.implementation], spec.case)
+    return _run(spec, chosen, run, *given)
+
+
+def selected(spec: Spec, rows: Rows, stats: ShardStatistics, cache: Any) -> tuple[Any, Float[Array, "T"] | None]:
+    """What `gradients` needs of the cache, known after the merge, and the shard's part of ``dropped_mass``.
+
+    The part is None if nothing is ever left out. ``stats`` are those of the whole vocabulary, in the call's row order.
+    """
+    order = None if rows.where is None else _rows.compaction(rows.where)
+    num_rows = rows.num_rows if order is None else order.num_rows
+    of_rows = Normalizer(stats.max, stats.sumexp)
+    if order is not None:
+        of_rows = jax.tree.map(lambda x: x[order.source], of_rows)
+
+    def chosen(cache: Any, of_rows: Normalizer, num_rows: Any) -> tuple[Any, Any]:
+        return _dispatch.IMPLEMENTATIONS[spec.implementation].selected(spec.case, cache, of_rows, num_rows)
+
+    def elsewhere(_: Any, __: Any, *given: Any) -> tuple[Any, Any]:
+        return _zeros(jax.eval_shape(chosen, *given))  # nothing is left out, and nothing reads which tiles are live
+
+    cache, dropped = _run(spec, chosen, elsewhere, cache, of_rows, num_rows)
+    return cache, dropped if order is None or dropped is None else _rows.expand(order, dropped)
+
+
+def gradients(
+    spec: Spec,
+    primals: Primals,
+    rows: Rows,
+    start: Any,
+    stats: ShardStatistics,
+    cotangent: Results,
+    cache: Any,
+    *,
+    may_round_dhidden: bool = False,
+    may_overwrite_cache: bool = True,
+    dweight: Array | None = None,
+) -> Primals:
+    """The shard's part of dhidden and its dbias, in the statistics' dtype, and its dweight, in the weight's.
+
+    ``stats`` are those of the whole vocabulary, in the call's row order. With ``may_round_dhidden``, dhidden may come
+    in the weight's dtype. With ``dweight``, a sum in the statistics' dtype, the shard's dweight is added to it instead.
+    """
+    scales = _scales_of(spec, rows)
+    operands, order = _operands(spec, primals, rows, start, scales)
+    coefficients = _coefficients(spec, rows, stats, cotangent, scales)
+    if order is not None:
+        coefficients = _rows.compact(order, coefficients)
+
+    def chosen(operands: Operands, rows: Any, cache: Any, dweight: Any) -> Primals:
+        implementation = _dispatch.IMPLEMENTATIONS[spec.implementation]
+        allowed = {"may_round_dhidden": may_round_dhidden, "may_overwrite_cache": may_overwrite_cache}
+        return implementation.gradients(operands, spec.case, rows, cache, dweight=dweight, **allowed)
+
+    def elsewhere(implementation: Any, case: Case, operands: Operands, rows: Any, _: Any, dweight: Any) -> Primals:
+        return implementation.gradients(operands, case, rows, dweight=dweight)
+
+    found: Primals = _run(spec, chosen, elsewhere, operands, coefficients, cache, dweight)
+    dhidden = found.hidden if order is None else _rows.expand(order, found.hidden)
+    dhidden = _signed(dhidden, scales)
+    return found._replace(hidden=dhidden if rows.live is None else jnp.where(rows.live[:, None], dhidden, 0.0))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 4), inline=True)
+def compiled_statistics(
+    spec: Spec, primals: Primals, rows: Rows, start: Array, keep_cache: bool
+) -> tuple[ShardStatistics, Any]:
+    """`statistics` of operands as they are given. Not differentiable."""
+    run = functools.partial(statistics, spec, keep_cache=keep_cache)
+    return _jax.first_order_only(run)(as_operand(primals), rows, start)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2), inline=True)
+def compiled_gradients(spec: Spec, overwrite_cache: bool, round_dhidden: bool, primals: Primals, *rest: Any) -> Primals:
+    """`gradients` of operands as they are given, with what `statistics` kept. Not differentiable."""
+    rounds = round_dhidden and primals.hidden.dtype == spec.case.dtype
+    allowed = {"may_overwrite_cache": overwrite_cache, "may_round_dhidden": rounds}
+
+    def run(primals: Primals, rows: Rows, start: Any, stats: Any, seed: Any, cache: Any, dweight: Any) -> Primals:
+        if spec.case.options.gradient_threshold:
+            cache, _ = selected(spec, rows, stats, cache)
+        return gradients(spec, primals, rows, start, stats, seed, cache, dweight=dweight, **allowed)
+
+    return _jax.first_order_only(run)(as_operand(primals), *rest)
+
+
+LARGEST = {xla.NAME: _topk.largest, reference.NAME: reference.largest}  # the kernels refuse `linear_topk`
+
+
+def largest(spec: Spec, primals: Primals, rows: Rows, start: Any) -> Largest:
+    """The k largest products of the shard whose first column is ``start``, in the call's row order. All is flat."""
+    operands, order = _operands(spec, primals, rows, start, _scales_of(spec, rows))
+    found = LARGEST[spec.implementation](operands, spec.case)
+    found = found._replace(ids=found.ids + start)
+    return found if order is None else _rows.expand(order, found)
+
+
+def row_scale(spec: Spec, rows: Rows) -> Float[Array, "T"] | float:
+    """The k of eq. 0, in the call's row order."""
+    return _logprobs.row_scale(spec.case.options, _scales_of(spec, rows).logits)
+
+
+def _coefficients(
+    spec: Spec, rows: Rows, stats: ShardStatistics, cotangent: Results, scales: Scales
+) -> RowCoefficients:
+    """What eqs. 4 and 5 need of each token, in the call's row order."""
+    options = spec.case.options
+    factors = _logprobs.row_scale(options, scales.logits), _logprobs.row_factor(options, scales.derivative)
+    of_rows = functools.partial(_logprobs.row_coefficients, options=options, vocab_size=spec.vocab_size)
+    if stats.candidates is not None:
+        found = of_rows(stats, cotangent, *factors, rows.live)
+    else:
+        live, of_results = rows.live, cotangent._replace(outputs=LogprobOutput(*cotangent.outputs[:3]))
+        read = stats._replace(min=None, total=None)
+        read = read if live is None else read._replace(sumexp=jnp.where(live, read.sumexp, 1.0))
+        found = _in_arithmetic_of(spec, functools.partial(of_rows, where=None), read, of_results, *factors)
+        found = found if live is None else jax.tree.map(lambda x: jnp.where(live, x, 0.0), found)
+    wrong = _scales.wrong_temperature(rows)
+    return found if wrong is None else _temperature.without_gradient(found, wrong)
+
+
+def _run(spec: Spec, chosen: Callable[..., Any], elsewhere: Callable[..., Any], *operands: Any) -> Any:
+    """``chosen``; or, if it runs kernels and the program is lowered for another platform, what replaces them there."""
+    if spec.implementation != mosaic.NAME:
+        return chosen(*operands)
+    other = _dispatch.elsewhere(spec.case, spec.implementation, spec.requested)
+    replacement = None if other is None else functools.partial(elsewhere, *other)
+    return by_platform(chosen, replacement, *operands, device=spec.case.device)
+
+
+def _zeros(structs: Any) -> Any:
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), structs)
+
+
+def _operands(
+    spec: Spec, primals: Primals, rows: Rows, start: Any, scales: Scales
+) -> tuple[Operands, _rows.Compaction | None]:
+    hidden, weight, bias = primals
+    columns = weight.shape[spec.case.options.vocab_dim]
+    num_columns = None
+    if spec.padded:
+        left = spec.vocab_size - start
+        num_columns = min(max(left, 0), columns) if isinstance(left, int) else jnp.clip(left, 0, columns)
+
+    targets, candidates = _rows.owned((rows.labels, rows.candidates), start, columns)
+    hidden, order, num_rows = _signed(hidden, scales), None, rows.num_rows
+    if rows.where is not None:
+        order = _rows.compaction(rows.where)
+        hidden, targets, candidates, scales = _rows.compact(order, (hidden, targets, candidates, scales))
+        num_rows = order.num_rows
+    elif rows.live is not None:  # NaN or inf in the other rows cannot spread
+        hidden = jnp.where(rows.live[:, None], hidden, jnp.zeros((), hidden.dtype))
+    bias = None if bias is None else bias.astype(spec.case.stat_dtype)
+    return Operands(hidden, weight, targets, scales.logits, num_rows, num_columns, scales.raw, bias, candidates), order
+
+
+def _scales_of(spec: Spec, rows: Rows) -> Scales:
+    invert = functools.partial(_in_arithmetic_of, spec, _temperature.inverse)
+    return _scales.of_rows(rows, spec.case.stat_dtype, spec.case.options.signs_hidden, invert)
+
+
+def _signed(hidden: Float[Array, "T H"], scales: Scales) -> Float[Array, "T H"]:
+    return hidden if scales.sign is None else hidden * scales.sign.astype(hidden.dtype)[:, None]

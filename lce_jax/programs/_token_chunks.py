@@ -1,0 +1,163 @@
+"""The chunks of tokens of `lce_jax.linear_loss`: how many rows, by memory, which of them, and what they hold."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from lce_jax import _dispatch, scalars
+from lce_jax._plans import Plan, Surroundings, format_bytes
+from lce_jax._types import Case, LogprobOptions
+from lce_jax.call._rows import Compaction
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Int
+
+ON_CPU = 256 << 20  # bytes of a chunk's exponentials by default
+ELSEWHERE = 1400 << 20  # on an H200, chunks of 4832 tokens at V 151936
+ALL = 1 << 62  # cache_bytes that no chunk exceeds
+WORTH_KEEPING = 0.8  # of the exponentials of all tokens: a backward from so many is the faster one
+LEAST_TOKENS = 2048  # of a chunk in place of a cache: the sum of dweight is read and written for each
+GRAIN = 128  # rows that a chunk is a multiple of: a row block of the kernels
+
+
+class Budget(NamedTuple):
+    """How many rows a chunk may have."""
+
+    chunk_bytes: int | None  # of its exponentials in the weight's dtype; None: the default of the device
+
+    def chunk_rows(self, case: Case) -> int:
+        """Rows per chunk: as many as fit, or a few less if the chunks are equal then.
+
+        By default all at once where several chunks and their sum of dweight would take as much: adding to that sum
+        costs time.
+        """
+        tokens, row_bytes = case.num_tokens, case.vocab_size * case.dtype.itemsize
+        given = ON_CPU if case.device.platform == "cpu" else ELSEWHERE
+        if self.chunk_bytes is not None:
+            given = self.chunk_bytes
+        elif tokens * row_bytes <= given + _spared_by_one_chunk(case):
+            return tokens
+        most = max(given // row_bytes // GRAIN, 1) * GRAIN
+        if tokens <= most:
+            return tokens
+        least = -(-tokens // most)
+        equal = (tokens // n for n in range(least, least + least // 4 + 1) if tokens % (n * GRAIN) == 0)
+        return next(equal, -(-tokens // (least * GRAIN)) * GRAIN)
+
+
+def _spared_by_one_chunk(case: Case) -> int:
+    """Bytes of the sum of dweight beyond those of dweight itself, which exists after the sum only.
+
+    Nothing where chunks keep no exponentials that one chunk could take its place with: with a threshold; or on a CPU.
+    """
+    if case.device.platform == "cpu" or case.options.gradient_threshold:
+        return 0
+    return case.vocab_size * case.hidden_size * (case.stat_dtype.itemsize - case.dtype.itemsize)
+
+
+def budget(chunk_bytes: Any, options: LogprobOptions) -> Budget:
+    """The budget of a call, checked."""
+    if "cache_bytes" in options:
+        raise ValueError(
+            f"cache_bytes={options['cache_bytes']!r}: linear_loss keeps nothing for a backward pass; chunk_bytes says "
+            "how many bytes one chunk of tokens may take"
+        )
+    if options.get("vocab_part_size") is not None:
+        raise ValueError(
+            f"vocab_part_size={options['vocab_part_size']!r}: linear_loss keeps exponentials of the forward's tiles, "
+            "which a backward cannot use of a vocabulary in parts. Call linear_logprobs(..., vocab_part_size=)"
+        )
+    if options.get("candidates") is not None:
+        raise ValueError(
+            "candidates: a loss_fn gets the label's log-probability alone. For a loss of several ids call "
+            "linear_logprobs(..., candidates=), or linear_logits for their logits"
+        )
+    return Budget(None if chunk_bytes is None else scalars.num_bytes("chunk_bytes", chunk_bytes))
+
+
+def instead_of_cache(case: Case, requested: tuple[str, ...] | None, around: Surroundings) -> int | None:
+    """What a chunk may take, where gradients in the forward beat the call's ``cache_bytes`` as a cache; else None.
+
+    With a share f of all exponentials kept, forward and backward take about 4 - 0.9·f matrix products. Gradients in the
+    forward take 3.3 whatever the number of tokens is. They need what they sum dweight in, and a chunk. Not in float16,
+    where a sum over all tokens might overflow before it is scaled.
+    """
+    given, half = case.options, jnp.dtype(jnp.float16)
+    if not given.cache_bytes or given.gradient_threshold or half in (case.dtype, case.hidden_dtype):
+        return None
+    full = _dispatch.explain(case, requested, around).full_cache_bytes
+    if given.cache_bytes >= WORTH_KEEPING * full:
+        return None
+    left = given.cache_bytes - case.vocab_size * case.hidden_size * case.stat_dtype.itemsize
+    return left if left >= LEAST_TOKENS * case.vocab_size * case.dtype.itemsize else None
+
+
+def chunk_case(case: Case, size: int, partial_rows: bool) -> Case:
+    """The case of a chunk, which keeps all its exponentials, or with a threshold recomputes those of live tiles."""
+    options = dataclasses.replace(case.options, cache_bytes=0 if case.options.gradient_threshold else ALL)
+    return dataclasses.replace(case, num_tokens=size, partial_rows=partial_rows, options=options)
+
+
+def plan(case: Case, requested: tuple[str, ...] | None, budget: Budget, around: Surroundings) -> Plan:
+    """What `explain` says of a call: the plan of one chunk, and what all chunks share."""
+    size = budget.chunk_rows(case)
+    chunks = -(-case.num_tokens // max(size, 1))
+    chunk = chunk_case(case, size, case.partial_rows or case.num_tokens % max(size, 1) != 0)
+    found = _dispatch.explain(chunk, requested, around)
+    whole = _dispatch.explain(case, requested, around)
+    item, columns = case.stat_dtype.itemsize, case.vocab_size * case.hidden_size
+    total = columns * item if chunks > 1 and case.dtype != case.stat_dtype else 0  # else the gradient is the sum
+    # A chunk's hidden and dhidden; on a CPU XLA holds both twice where all rows count.
+    twice = case.device.platform == "cpu" and not chunk.partial_rows
+    taken = size * case.hidden_size * (case.hidden_dtype.itemsize + item) * (2 if twice else 1)
+    taken = taken if chunks > 1 else 0
+    cache = max(found.kept_bytes - chunk.statistics_bytes, 0)
+    per_token = (2 + len(case.options.statistics)) * case.num_tokens * item
+    notes = [f"{chunks} chunks of {size:,} tokens, gradients in the forward; kept are the gradients alone"]
+    if total:
+        notes.append(f"backward: of it {format_bytes(total)} for the sum of dweight over the chunks")
+    if cache and not case.options.gradient_threshold:
+        notes.append(f"backward: of it {format_bytes(cache)} for a chunk's exponentials, which its dlogits overwrite")
+    return dataclasses.replace(
+        whole,
+        tiles={"chunk of tokens": size, **found.tiles},
+        backward_bytes=found.backward_bytes + total + taken + cache + per_token,
+        kept_bytes=0,
+        notes=(*whole.notes, *notes),
+    )
+
+
+class Chunk(NamedTuple):
+    """Which rows a chunk has."""
+
+    first: Any  # in the order of the walk
+    source: Int[Array, "t"] | None  # their rows of the call; None: those from ``first`` on
+    place: Int[Array, "t"] | None  # where to write them, outside the call for those that do not count
+    num_rows: Int[Array, ""] | None  # how many count, from the first on; None: all
+
+    @classmethod
+    def starting_at(cls, first: Any, size: int, tokens: int, order: Compaction | None) -> Chunk:
+        """The ``size`` rows from ``first`` on, of ``tokens`` or of those that count in ``order``."""
+        if order is None and tokens % size == 0:
+            return cls(first, None, None, None)
+        total = jnp.int32(tokens) if order is None else order.num_rows
+        num_rows = jnp.clip(total - first, 0, size)
+        offset = jnp.arange(size, dtype=jnp.int32)
+        # Rows that do not count are copies of the first, which does, so that the loss meets nothing unexpected there.
+        place = first + jnp.where(offset < num_rows, offset, 0)
+        source = place if order is None else order.source[place]
+        return cls(first, source, jnp.where(offset < num_rows, source, tokens + offset), num_rows)
+
+    def take(self, x: Array, size: int) -> Array:
+        """The chunk's rows."""
+        return lax.dynamic_slice_in_dim(x, self.first, size) if self.source is None else x[self.source]
+
+    def put(self, whole: Array, part: Array) -> Array:
+        """``whole`` with the chunk's rows written."""
+        if self.place is None:
+            return lax.dynamic_update_slice_in_dim(whole, part, self.first, 0)
+        return whole.at[self.place].set(part, mode="drop", unique_indices=True)

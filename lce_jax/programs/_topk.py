@@ -1,0 +1,85 @@
+"""One device's part of `lce_jax.linear_topk` with its collective, as `_one_device` is of `linear_logprobs`.
+
+hidden ─ gather over the sequence ─ the shard's k largest ─ one all-gather of them ─ the k largest of all ─▶ TopK
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from lce_jax._types import Primals, TopK
+from lce_jax.call import _rows, _scales
+from lce_jax.call._rows import Rows
+from lce_jax.call._spec import Spec
+from lce_jax.mathematics._largest import Largest
+from lce_jax.mathematics._statistics import MASKED
+from lce_jax.mesh import _collectives
+from lce_jax.programs import _one_device, _shard
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float
+
+
+def forward(spec: Spec, primals: Primals, rows: Rows) -> TopK:
+    """The results, in the shape of labels with k more, the same on every shard of the vocabulary."""
+    shape = rows.labels.shape
+    rows = _rows.flattened(rows, len(shape))
+    with jax.named_scope("lce_topk"):
+        flat, start = _one_device.flat_operands(spec, primals), _one_device.first_column(spec, primals.weight)
+        found = _shard.largest(spec, flat, rows, start)
+    if spec.axis_name is not None:
+        with jax.named_scope("lce_merge"):
+            found = _merge(spec, rows, _gathered(found, spec.axis_name))
+    out = _finish(spec, rows, found)
+    return jax.tree.map(lambda x: x.reshape(shape + x.shape[1:]), out)
+
+
+def _finish(spec: Spec, rows: Rows, found: Largest) -> TopK:
+    """Eq. 3 at the largest; ids are -1 where there is no result."""
+    scale, log_sumexp = _scale(spec, rows), jnp.log(found.sumexp)
+    logprobs = (found.x - found.max[:, None]) * scale - log_sumexp[:, None]
+    out = TopK(found.ids, logprobs, found.max * scale[:, 0] + log_sumexp)
+    left_out = None if rows.where is None else ~rows.where
+    for no_result, value in ((_scales.wrong_temperature(rows), jnp.nan), (left_out, 0.0)):
+        if no_result is not None:
+            out = TopK(
+                jnp.where(no_result[:, None], -1, out.ids),
+                jnp.where(no_result[:, None], value, out.logprobs),
+                jnp.where(no_result, value, out.lse),
+            )
+    return out
+
+
+def _scale(spec: Spec, rows: Rows) -> Float[Array, "#T 1"]:
+    return jnp.asarray(_shard.row_scale(spec, rows), spec.case.stat_dtype).reshape(-1, 1)
+
+
+def _gathered(found: Largest, axis_name: Any) -> Largest:
+    """Those of all shards of ``axis_name``, ``[N, T, ...]``, in one all-gather of 2k + 1 numbers per token.
+
+    With a softcap it is 3k + 1.
+    """
+    dtype, k = found.products.dtype, found.ids.shape[1]
+    as_bits = jnp.uint32 if dtype == jnp.float32 else jnp.uint64
+    parts = [found.products, *([] if found.capped is None else [found.capped]), found.sumexp[:, None]]
+    floats = lax.bitcast_convert_type(jnp.concatenate(parts, axis=1), as_bits)
+    every = _collectives.from_all_shards(jnp.concatenate([floats, found.ids.astype(as_bits)], axis=1), axis_name)
+    floats, ids = lax.bitcast_convert_type(every[..., :-k], dtype), every[..., -k:].astype(jnp.int32)
+    return Largest(floats[..., :k], ids, None if found.capped is None else floats[..., k:-1], floats[..., -1])
+
+
+def _merge(spec: Spec, rows: Rows, parts: Largest) -> Largest:
+    """The k largest of all shards, and eq. 2 of their sums, in the same order on every shard."""
+
+    def side_by_side(x: Array) -> Array:
+        return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1)
+
+    k, per_id = spec.case.options.top_k, jax.tree.map(side_by_side, (-parts.products, parts.ids, parts.capped))
+    falling, ids, *capped = (x[:, :k] for x in lax.sort(jax.tree.leaves(per_id), dimension=1, num_keys=2))
+    merged = Largest(-falling, ids, capped[0] if capped else None, jnp.zeros_like(parts.sumexp[0]))
+    shift = jnp.clip((parts.max - merged.max[None]) * _scale(spec, rows).T, MASKED, 0.0)
+    return merged._replace(sumexp=jnp.sum(parts.sumexp * jnp.exp(shift), axis=0))

@@ -1,0 +1,1 @@
+"""The oracle: stores the logits. For tests, debugging and small problems."""

@@ -1,0 +1,276 @@
+"""One device's program on all devices that hold its operands, and under ``vmap``.
+
+A call's spec says where the operands lie: `Spec.mesh` is None for one device, and inside ``shard_map``; a `Layout` of
+the axes that a caller names; or the mesh of the operands' types. Under Explicit axes the types say how each operand is
+split. Under Auto axes it is unknown until XLA partitions the whole program: a rule names the dimensions of all arrays,
+XLA splits them, and a callback writes one device's program. Either way it is the same program, which writes all
+collectives itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import math
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from lce_jax import _jax
+from lce_jax._types import Primals
+from lce_jax.mesh import _meshes
+from lce_jax.mesh._layout import Layout, layout_of_specs
+from lce_jax.mesh._partitioner import Partition, Partitioned, warn_once
+from lce_jax.runner import _batching
+
+if TYPE_CHECKING:
+    from jaxtyping import Array
+
+
+class Kind(enum.Enum):
+    """How an array is split; further dimensions than those named here are whole everywhere."""
+
+    HIDDEN = "by token, also over the axis of the vocabulary if that splits the sequence"
+    RESULTS = "as hidden is, one or K numbers per token: as an operand gathered over the axis of the vocabulary"
+    TOKENS = "by token, the same along the axis of the vocabulary"
+    ROWS = "by column of the vocabulary, its first dimension"
+    COLUMNS = "by column of the vocabulary, its second dimension"
+    WHOLE = "not at all"
+    DEVICE = "each device has its own, which no other reads"
+
+    @property
+    def vocab_dim(self) -> int | None:
+        """The dimension of the vocabulary."""
+        return {Kind.ROWS: 0, Kind.COLUMNS: 1}.get(self)
+
+    def spec(self, layout: Layout) -> P:
+        """Over a layout."""
+        if self in (Kind.HIDDEN, Kind.RESULTS):
+            return layout.out_spec
+        if self is Kind.TOKENS:
+            return layout.row_spec
+        if self is Kind.DEVICE:
+            return layout.every_device
+        return P() if self is Kind.WHOLE else P(*[None] * (self.vocab_dim or 0), layout.vocab_axes)
+
+
+def head(vocab_dim: int) -> Primals[Kind]:
+    """The kinds of a head's operands and gradients."""
+    return Primals(Kind.HIDDEN, Kind.COLUMNS if vocab_dim else Kind.ROWS, Kind.ROWS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """What one device computes of its share, with its collectives.
+
+    Attributes:
+        run: ``run(spec, *operands)``, with the spec of the share, whose ``axis_name``, ``gather_dim`` and
+            ``token_axes`` say which collectives it needs.
+        operands: a `Kind` in place of each array, or of a tree of them. There is a `Kind.HIDDEN` and a weight.
+        results: the same.
+        joins: whether a batch of calls is one call with more tokens: all results are by token.
+        unused: what is lost of the call where XLA decides how operands are split, in words.
+    """
+
+    run: Callable[..., Any]
+    operands: tuple[Any, ...]
+    results: Any
+    joins: bool = False
+    unused: tuple[str, ...] = ()
+
+
+def spread(spec: Any, program: Program, *operands: Any) -> Any:
+    """``program`` of global arrays, or of this device's."""
+
+    @jax.custom_batching.custom_vmap
+    def call(*operands: Any) -> Any:
+        if spec.mesh is None:
+            return program.run(spec, *operands)
+        layout = spec.mesh if isinstance(spec.mesh, Layout) else _layout_of_types(spec, program, operands)
+        run = _by_xla if layout is None else functools.partial(_over_devices, layout)
+        return run(spec, program, *operands)
+
+    @call.def_vmap
+    def batched(size: int, in_batched: Any, *operands: Any) -> Any:
+        if program.joins and not _batching.has_own_columns(in_batched):
+            operands = _batching.with_batch(size, in_batched, operands)
+            out = spread(_of_batch(spec, program, operands), program, *operands)
+        else:
+            out = _batching.one_by_one(functools.partial(spread, spec, program), in_batched, operands)
+        return out, jax.tree.map(lambda _: True, out)
+
+    return call(*operands)
+
+
+def _of_batch(spec: Any, program: Program, operands: Any) -> Any:
+    """The spec of a batch of calls, which is one with a dimension of tokens more."""
+    hidden = _hidden(program, operands)
+    spec = spec.with_tokens(math.prod(hidden.shape[:-1]))
+    if not isinstance(spec.mesh, Layout):
+        return spec
+    return dataclasses.replace(spec, mesh=spec.mesh.with_batch(jax.typeof(hidden).sharding.spec))
+
+
+def is_left_to_xla(spec: Any, operands: Any) -> bool:
+    """Whether XLA decides how operands are split: nothing can be kept there that is no global array."""
+    if spec.mesh is None or isinstance(spec.mesh, Layout):
+        return False
+    return all(kind == AxisType.Auto for kind in _meshes.mesh_of_types(operands).axis_types)
+
+
+def typed_as[T](gradients: T, operands: T) -> T:
+    """Gradients split and typed as their operands are: summed over axes of a ``shard_map`` that share an operand."""
+
+    def total(gradient: Array, operand: Any) -> Array:
+        if not _jax.varying_axes(gradient) - _jax.varying_axes(operand):
+            return gradient
+        wide = gradient.astype(jnp.promote_types(gradient.dtype, jnp.float32))
+        return _jax.psum_to_type(wide, operand).astype(gradient.dtype)
+
+    return split_as(jax.tree.map(total, gradients, operands), operands)
+
+
+def split_as[T](gradients: T, operands: T) -> T:
+    """Gradients split as their operands are by types. Some may be None."""
+
+    def each(gradient: Array | None, operand: Any) -> Array | None:
+        if gradient is None:
+            return None
+        sharding = jax.typeof(operand).sharding
+        return gradient if sharding.mesh.empty else jax.sharding.reshard(gradient, sharding)
+
+    return jax.tree.map(each, gradients, operands, is_leaf=lambda x: x is None)
+
+
+def _pairs(kinds: Any, tree: Any) -> Iterator[tuple[Kind, Any]]:
+    """Each array with its kind."""
+    return zip(jax.tree.leaves(jax.tree.broadcast(kinds, tree)), jax.tree.leaves(tree), strict=True)
+
+
+def _hidden(program: Program, operands: Any) -> Any:
+    """The hidden states whose leading dimensions are those of the call."""
+    return next(x for kind, x in _pairs(program.operands, operands) if kind is Kind.HIDDEN)
+
+
+def _share(spec: Any, layout: Layout, program: Program, operands: Any) -> Any:
+    """The spec of one device's ``operands``."""
+    hidden = _hidden(program, operands)
+    gathered = 1 if layout.gather_dim is None else layout.vocab_shards
+    pairs = _pairs(program.operands, operands)
+    columns = [x.shape[kind.vocab_dim] for kind, x in pairs if kind.vocab_dim is not None and x.ndim == 2]
+    return spec.share(layout, math.prod(hidden.shape[:-1]) * gathered, columns)
+
+
+def _layout(mesh: Any, program: Program, operands: Any, specs: Any) -> Layout:
+    """The layout of operands that are split by ``specs``."""
+    split = list(zip(_pairs(program.operands, operands), specs, strict=True))
+    (hidden, of_hidden), *others = [(x, spec) for (kind, x), spec in split if kind is Kind.HIDDEN]
+    weights = [(kind.vocab_dim, x, spec) for (kind, x), spec in split if kind.vocab_dim is not None and x.ndim == 2]
+    of_rows = [spec for (kind, _), spec in split if kind in (Kind.TOKENS, Kind.RESULTS)]
+    of_rows += [spec for _, spec in others]
+    vocab_dim, weight, of_weight = weights[0]
+    layout = layout_of_specs(mesh, hidden, weight, of_hidden, of_weight, of_rows, vocab_dim)
+    if len({x.shape[dim] for dim, x, _ in weights}) > 1:  # of different sizes: each device has all of each
+        return dataclasses.replace(layout, vocab_axes=None, gather_dim=None)
+    return layout
+
+
+# By names, and by types
+
+
+def _layout_of_types(spec: Any, program: Program, operands: Any) -> Layout | None:
+    """The layout that the operands' types name; None if all axes of their mesh are Auto."""
+    mesh = _meshes.mesh_of_types(operands)
+    if all(kind == AxisType.Auto for kind in mesh.axis_types):
+        return None
+    if auto := _meshes.auto_axes(mesh):
+        warn_once(
+            f"{spec.options.function} takes its operands as whole over {', '.join(map(repr, auto))}, Auto axes of a "
+            f"mesh that also has Explicit ones: make them Explicit, or call {spec.options.sharded_function}"
+        )
+    return _layout(mesh, program, operands, [jax.typeof(x).sharding.spec for x in jax.tree.leaves(operands)])
+
+
+def _over_devices(layout: Layout, spec: Any, program: Program, *operands: Any) -> Any:
+    """The program on every device of a layout.
+
+    It writes all collectives itself, so no types are checked; inside a ``shard_map`` over other axes, results vary over
+    those as operands do.
+    """
+    here = jax.sharding.get_abstract_mesh()
+    layout = dataclasses.replace(layout, mesh=here) if here.manual_axes else layout
+    pairs = _pairs(program.operands, operands)
+    placed = [x if kind is Kind.DEVICE else layout.placed(x, kind.spec(layout)) for kind, x in pairs]
+    in_specs, out_specs = _specs(layout, program)
+    device = functools.partial(_of_device, layout, spec, program)
+    mapped = jax.shard_map(device, mesh=layout.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    found = mapped(*jax.tree.unflatten(jax.tree.structure(operands), placed))
+    return _jax.vary_over(found, _jax.varying_axes(operands))
+
+
+def _of_device(layout: Layout, spec: Any, program: Program, *operands: Any) -> Any:
+    """The program of one device's share: of what is by token, its own part."""
+    share = _share(spec, layout, program, operands)
+    kinds, flat = zip(*_pairs(program.operands, operands), strict=True)
+    gathered = iter(layout.gathered([x for kind, x in zip(kinds, flat, strict=True) if kind is Kind.RESULTS]))
+    whole = [next(gathered) if kind is Kind.RESULTS else x for kind, x in zip(kinds, flat, strict=True)]
+    found = program.run(share, *jax.tree.unflatten(jax.tree.structure(operands), whole))
+    own = [layout.own_rows(x) if kind is Kind.RESULTS else x for kind, x in _pairs(program.results, found)]
+    return jax.tree.unflatten(jax.tree.structure(found), own)
+
+
+def _specs(layout: Layout, program: Program) -> tuple[Any, Any]:
+    """How operands and results are split, a spec in place of each kind."""
+    operands = jax.tree.map(lambda kind: kind.spec(layout), program.operands)
+    return operands, jax.tree.map(lambda kind: kind.spec(layout), program.results)
+
+
+# By XLA
+
+
+def _by_xla(spec: Any, program: Program, *operands: Any) -> Any:
+    """The program of global arrays, which XLA partitions."""
+
+    def whole(*operands: Any) -> Any:
+        return program.run(spec.as_traced, *operands)
+
+    names = _Names(program, operands)
+    given = [names.of(kind, x) for kind, x in _pairs(program.operands, operands)]
+    found = [names.of(kind, x) for kind, x in _pairs(program.results, jax.eval_shape(whole, *operands))]
+    dimensions = f"{', '.join(given)} -> {', '.join(found)}"
+    rule = functools.partial(_rule, spec, program)
+    of_call = spec.mesh, spec.case, spec.requested, program.unused
+    return Partitioned(whole, rule, dimensions, tuple(names.unsplit), *of_call)(*operands)
+
+
+class _Names:
+    """Names of the dimensions of arrays, for XLA. A name has one size, so sizes are names, but those of tokens."""
+
+    def __init__(self, program: Program, operands: Any) -> None:
+        self.tokens = [f"b{dim}" for dim in range(_hidden(program, operands).ndim - 1)]
+        self.unsplit: dict[str, None] = {}  # in the order of appearance, as XLA wants them
+
+    def of(self, kind: Kind, x: Any) -> str:
+        """Those of an array, one after the other."""
+        tokens = self.tokens if kind in (Kind.HIDDEN, Kind.RESULTS, Kind.TOKENS) else []
+        names = [*tokens, *(f"n{size}" for size in x.shape[len(tokens) :])]
+        if kind.vocab_dim is not None:
+            names[kind.vocab_dim] = f"v{x.shape[kind.vocab_dim]}"
+        self.unsplit |= dict.fromkeys(name for name in names if name.startswith("n"))
+        return " ".join(names)
+
+
+def _rule(spec: Any, program: Program, mesh: Any, operands: Any, specs: Any) -> Partition:
+    layout = _layout(mesh, program, operands, jax.tree.leaves(specs, is_leaf=_is_spec))
+    in_specs, out_specs = _specs(layout, program)
+    device = functools.partial(_of_device, layout, spec, program)
+    return Partition(device, jax.tree.broadcast(in_specs, operands, is_leaf=_is_spec), out_specs)
+
+
+def _is_spec(x: Any) -> bool:
+    return isinstance(x, P)

@@ -1,0 +1,142 @@
+"""The most likely tokens by plain XLA: the logits of one chunk of tokens at a time, and a selection from them.
+
+A chunk has all columns of the shard, so its sums and its selection are those of whole rows. The weight is read once per
+chunk: a few hundred tokens keep the product bound by arithmetic.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from lce_jax._plans import Plan, Surroundings
+from lce_jax._types import Case, Operands, Options
+from lce_jax.mathematics import _largest, _logprobs
+from lce_jax.mathematics._largest import Largest
+from lce_jax.mathematics._statistics import MASKED
+from lce_jax.xla import _plan, _walk
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float
+
+CHUNK_BYTES, CHUNK_BYTES_ON_CPU = 160 << 20, 32 << 20  # of logits in the statistics' dtype
+# A chunk has a multiple of as many tokens: at (4096, 4096, 151936) on an H200 chunks of 128 tokens take 15.4 ms in
+# place of 10.6, because every chunk reads the weight.
+GRAIN, GRAIN_ON_CPU = 256, 128
+WORKSPACE = 32 << 20  # of a product on an NVIDIA GPU
+
+
+def chunk_tokens(case: Case) -> int:
+    """Tokens whose logits exist at a time."""
+    on_cpu = case.device.platform == "cpu"
+    budget, grain = (CHUNK_BYTES_ON_CPU, GRAIN_ON_CPU) if on_cpu else (CHUNK_BYTES, GRAIN)
+    most = budget // (case.vocab_size * case.stat_dtype.itemsize)
+    return min(case.num_tokens, max(most // grain * grain, grain))
+
+
+def plan(case: Case, name: str, around: Surroundings) -> Plan:
+    """The chunk of tokens, and the bytes that XLA holds: its logits, and what is selected from."""
+    size, stat, k = chunk_tokens(case), case.stat_dtype.itemsize, min(case.options.top_k, case.vocab_size)
+    columns, on_cpu = case.vocab_size, case.device.platform == "cpu"
+    logits, (_, width) = size * columns * stat, _largest.plan(columns, k)
+    selected = size * (columns // width + 2 * k * width) * stat if width > 1 else 0
+    selected += case.num_tokens * k * stat if size < case.num_tokens else 0
+    if on_cpu and (around.true_columns not in (None, columns) or columns % width):
+        selected += logits  # with and without the padding, or what no group has
+    if on_cpu and case.dtype != case.stat_dtype and (case.dtype == jnp.float16 or size == 1):
+        selected += columns * case.hidden_size * stat  # there XLA widens float16, and bfloat16 beside one token
+    return Plan(
+        implementation=name,
+        refused={},
+        case=case,
+        tiles={"tokens": size},
+        forward_bytes=logits + max(selected, 0 if on_cpu else WORKSPACE) + _plan.own_hidden_bytes(case, around)
+        if size
+        else 0,
+        backward_bytes=0,
+        kept_bytes=0,
+        logits_bytes=case.num_tokens * columns * stat,
+        notes=("linear_topk is not differentiable: there is no backward",),
+    )
+
+
+def largest(operands: Operands, case: Case) -> Largest:
+    """The k largest products of each token, of all columns of the shard or of the first k columns if it has fewer."""
+
+    def of_chunk(per_token: Any) -> Largest:
+        hidden, inverse_temperature, raw_scale = per_token
+        own = operands._replace(hidden=hidden, inverse_temperature=inverse_temperature, raw_scale=raw_scale)
+        return _of_rows(own, case)
+
+    per_token = operands.hidden, operands.inverse_temperature, operands.raw_scale
+    return _walk.by_chunks(of_chunk, per_token, chunk_tokens(case), operands.num_rows, operands)
+
+
+def _of_rows(operands: Operands, case: Case) -> Largest:
+    options = case.options
+    operands = increasing(operands, options)
+    raw = _walk.dot(operands.hidden, operands.weight, 1, options.hidden_dim, options, case.stat_dtype)
+    return of_products(raw, operands, case, _largest.largest)
+
+
+def increasing(operands: Operands, options: Options) -> Operands:
+    """The operands with the sign of the scale on hidden, so that logits increase with the products.
+
+    A sign is exact. A scale of 0 makes all products 0, so that all are equal.
+    """
+    if operands.raw_scale is not None:
+        sign = jnp.sign(operands.raw_scale).astype(operands.hidden.dtype)[:, None]
+    elif options.logit_scale <= 0.0:
+        sign = jnp.full((1, 1), np.sign(options.logit_scale), operands.hidden.dtype)
+    else:
+        return operands
+    return operands._replace(hidden=operands.hidden * sign)
+
+
+def of_products(raw: Float[Array, "t V"], operands: Operands, case: Case, select: Callable[..., Any]) -> Largest:
+    """The k largest products ``raw`` of `increasing` operands; ``select`` is `_largest.largest`, or does the same.
+
+    They are selected before scale and cap, which cannot change their order, only round two of them to one.
+    """
+    options = case.options
+    if operands.bias is not None:
+        sign = np.sign(options.logit_scale) if operands.raw_scale is None else jnp.sign(operands.raw_scale)[:, None]
+        raw = raw + operands.bias[None, :] * sign
+    live = _logprobs.live_columns(0, case.vocab_size, operands.num_columns)
+    raw = raw if live is None else jnp.where(live[None, :], raw, -jnp.inf)
+    products, ids = select(raw, min(options.top_k, case.vocab_size))
+    capped = None
+    if options.logit_softcap is not None:
+        capped = jnp.where(products == -jnp.inf, -jnp.inf, _capped(products, options, operands.raw_scale))
+    some = Largest(products, ids, capped, jnp.zeros(raw.shape[:1], raw.dtype))
+    return some._replace(sumexp=_sumexp(raw, some, operands, options))
+
+
+def _sumexp(raw: Float[Array, "t V"], some: Largest, operands: Operands, options: Options) -> Float[Array, "t"]:
+    """Eq. 1 of the selected ones, whose x are what they are there, and of all others.
+
+    XLA may round the cap of all columns otherwise than that of the selected ones. So no log-probability is above 0.
+    """
+    scale = _logprobs.row_scale(options, operands.inverse_temperature)
+    scale = scale if isinstance(scale, float | int) else scale[:, None]
+
+    def exponentials(products: Array, x: Array) -> Array:
+        u = jnp.minimum(x - some.max[:, None], 0.0) * scale
+        return jnp.where(products == -jnp.inf, 0.0, jnp.exp(u))
+
+    x = jnp.maximum(raw, MASKED)
+    x = x if options.logit_softcap is None else _capped(x, options, operands.raw_scale)
+    selected, least = exponentials(some.products, some.x), jnp.min(some.products, axis=1, keepdims=True)
+    of_least = jnp.min(selected, axis=1, keepdims=True)  # others may be equal to it
+    others = jnp.where(raw < least, exponentials(raw, x), jnp.where(raw == least, of_least, 0.0))
+    return jnp.sum(others, axis=1) + jnp.sum(jnp.where(some.products > least, selected, 0.0), axis=1)
+
+
+def _capped(products: Float[Array, "t n"], options: Options, raw_scale: Float[Array, "t"] | None) -> Array:
+    """The x of eq. 0 with a softcap, from products with the sign of the scale."""
+    options = dataclasses.replace(options, logit_scale=abs(options.logit_scale))
+    return _logprobs.unscaled_logits(products, options, None if raw_scale is None else jnp.abs(raw_scale))

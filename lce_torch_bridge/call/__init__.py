@@ -1,0 +1,1 @@
+"""A call: its arguments checked once, as plain tensors of this rank."""

@@ -1,0 +1,221 @@
+"""A call's arguments, checked once, as plain tensors and one `Call`."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from lce_jax import scalars
+from lce_torch_bridge import tensor_parallel
+from lce_torch_bridge._types import Call, Entropy, OutOfVocab, Wgrad
+from lce_torch_bridge.call import _checks, _dtensor, _tokens
+from lce_torch_bridge.call._autocast import autocast
+from lce_torch_bridge.tensors._main_grad import accumulate_into_main_grad
+from lce_torch_bridge.tensors._readable import is_readable, readable
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+
+class Arguments(NamedTuple):
+    """What the public functions make of what they are given."""
+
+    hidden: torch.Tensor  # [..., H]
+    weight: torch.Tensor  # [V, H] this rank's rows
+    bias: torch.Tensor | None  # [V]
+    labels: torch.Tensor  # [...]
+    temperature: float | torch.Tensor  # broadcasts to labels
+    candidates: torch.Tensor | None  # [..., K]
+    keep: torch.Tensor | None  # a mask or an index, without ignored labels
+    call: Call
+
+
+def of_call(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    tp_group: dist.ProcessGroup | None = None,
+    temperature: float | torch.Tensor = 1.0,
+    logit_scale: float = 1.0,
+    logit_softcap: float | None = None,
+    vocab_size: int | None = None,
+    entropy: Entropy = "grad",
+    stats: bool = False,
+    mean_logit: bool = False,
+    candidates: torch.Tensor | None = None,
+    keep: torch.Tensor | None = None,
+    ignore_index: int | None = None,
+    out_of_vocab: OutOfVocab = "zero",
+    reduce_grad_hidden: bool = False,
+    wgrad: Wgrad = "return",
+    cache_bytes: int = 0,
+    gradient_threshold: float = 0.0,
+    vocab_part_size: int | None = None,
+    implementation: str | tuple[str, ...] | None = None,
+) -> Arguments:
+    """The arguments of `linear_logprobs`, checked."""
+    _checks.group(tp_group)
+    known = _fit(hidden, weight, labels)
+    if not known and _dtensor.spans(hidden, tp_group):
+        reduce_grad_hidden = True  # its placement says that the gradient is whole
+    if not (known and keep is None and candidates is None and type(temperature) is float):
+        hidden, labels, temperature, keep, candidates = _dtensor.tokens(
+            hidden=hidden, labels=labels, temperature=temperature, keep=keep, candidates=candidates
+        )
+    if not known:
+        _checks.tensors(hidden, weight, labels)
+    _checks.temperature(temperature, hidden, labels)
+    _checks.keep(keep, hidden, labels)
+    num_candidates = _checks.candidates(candidates, hidden, labels)
+    keep = _tokens.without(ignore_index, keep, labels)
+    scalars.one_of("wgrad", wgrad, ("return", "main_grad"))
+    if not (known and bias is None and tp_group is None):
+        weight, bias = _rows_of_head(weight, bias, tp_group, wgrad)
+    columns = weight.shape[0] * (1 if tp_group is None else tp_group.size())
+    call = _found_again(
+        tensor_parallel.name_of(tp_group), columns, vocab_size, logit_scale, logit_softcap, entropy, stats, mean_logit,
+        num_candidates, out_of_vocab, reduce_grad_hidden, cache_bytes, gradient_threshold, vocab_part_size,
+        weight.shape[0], implementation,
+    )  # fmt: skip
+    if not known:
+        _remember(hidden, weight, labels)
+    return Arguments(hidden, weight, bias, labels, temperature, candidates, keep, call)
+
+
+OPTIONS = tuple(name for name, each in inspect.signature(of_call).parameters.items() if each.kind == each.KEYWORD_ONLY)
+MOST_KNOWN = 4096
+_known: set[Any] = set()  # shapes, dtypes and devices of operands that fit each other
+
+
+def _fit(hidden: Any, weight: Any, labels: Any) -> bool:
+    """Whether the three are plain tensors like those of an earlier call, so that they need no checks."""
+    return not torch.compiler.is_compiling() and _described(hidden, weight, labels) in _known
+
+
+def _remember(hidden: Any, weight: Any, labels: Any) -> None:
+    """Operands that fit each other."""
+    described = None if torch.compiler.is_compiling() else _described(hidden, weight, labels)
+    if described is None:
+        return
+    if len(_known) >= MOST_KNOWN:
+        _known.clear()
+    _known.add(described)
+
+
+def _described(*tensors: Any) -> tuple[Any, ...] | None:
+    """All that their checks look at; None if one is of another kind, or traced with sizes that are no numbers."""
+    x, y, z = tensors
+    if not (is_readable(x) and is_readable(y) and is_readable(z)):
+        return None
+    try:
+        described = x.shape, x.dtype, x.device, y.shape, y.dtype, y.device, z.shape, z.dtype, z.device
+        hash(described)
+    except (RuntimeError, TypeError):  # a nested tensor has no shape
+        return None
+    return described
+
+
+def _found_again(*options: Any) -> Call:
+    """`_call`, which each set of options is checked by once."""
+    try:
+        return (_call if torch.compiler.is_compiling() else _known_call)(*options)
+    except TypeError:  # options that have no hash, and those of a wrong type
+        return _call(*options)
+
+
+def _call(
+    group: str,
+    columns: int,
+    vocab_size: Any,
+    logit_scale: Any,
+    logit_softcap: Any,
+    entropy: str,
+    stats: Any,
+    mean_logit: Any,
+    num_candidates: int,
+    out_of_vocab: str,
+    reduce_grad_hidden: Any,
+    cache_bytes: Any,
+    gradient_threshold: Any,
+    vocab_part_size: Any,
+    rows: int,
+    implementation: Any,
+) -> Call:
+    scalars.one_of("entropy", entropy, ("grad", "metric", "none"))
+    scalars.one_of("out_of_vocab", out_of_vocab, ("zero", "megatron"))
+    cache_bytes = scalars.num_bytes("cache_bytes", cache_bytes)
+    gradient_threshold = scalars.fraction("gradient_threshold", gradient_threshold)
+    vocab_part_size = scalars.part_size(vocab_part_size, cache_bytes, gradient_threshold)
+    scalars.whole_parts(vocab_part_size, columns, rows)
+    return Call(
+        group=group,
+        vocab_size=_checks.vocabulary(vocab_size, columns),
+        logit_scale=scalars.number("logit_scale", logit_scale),
+        logit_softcap=None if logit_softcap is None else scalars.positive("logit_softcap", logit_softcap),
+        entropy=entropy,
+        stats=scalars.flag("stats", stats),
+        mean_logit=scalars.flag("mean_logit", mean_logit),
+        num_candidates=num_candidates,
+        megatron=out_of_vocab == "megatron",
+        reduce_grad_hidden=scalars.flag("reduce_grad_hidden", reduce_grad_hidden),
+        cache_bytes=cache_bytes,
+        gradient_threshold=gradient_threshold,
+        vocab_part_size=vocab_part_size,
+        implementation=_checks.implementation(implementation),
+    )
+
+
+_known_call = functools.lru_cache(maxsize=1024, typed=True)(_call)  # typed: 1 is no flag, though it equals True
+
+
+def _rows_of_head(
+    weight: Any, bias: Any, tp_group: dist.ProcessGroup | None, wgrad: str
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """This rank's weight and bias, plain tensors that fit each other and the parts of the other ranks."""
+    if _dtensor.is_dtensor(weight):
+        weight = _dtensor.rows("weight", weight, tp_group, wgrad)
+    if _dtensor.is_dtensor(bias):
+        bias = _dtensor.rows("bias", bias, tp_group)
+    weight, bias = readable("weight", weight), readable("bias", bias)
+    _checks.bias(bias, weight)
+    # The operator checks again.
+    if tp_group is not None and not torch.compiler.is_compiling() and _checks.has_values(weight):
+        tensor_parallel.check_equal_parts(weight, tensor_parallel.name_of(tp_group))
+    return weight, bias
+
+
+def weight_of(given: Arguments, wgrad: Wgrad) -> torch.Tensor:
+    """The weight of the products: in autocast's dtype, its gradient on its way to where ``wgrad`` says."""
+    weight = accumulate_into_main_grad(given.weight) if wgrad == "main_grad" else given.weight
+    return autocast(weight, given.weight)
+
+
+class Flat(NamedTuple):
+    """The tokens that are kept, flat."""
+
+    hidden: torch.Tensor  # [T, H]
+    labels: torch.Tensor  # [T]
+    temperature: torch.Tensor | None  # [T] float32; None: 1
+    candidates: torch.Tensor | None  # [T, K]
+    rows: torch.Tensor | None  # where they were: an index, or a mask that cannot be counted; None: all are kept
+
+
+def flat(given: Arguments) -> Flat:
+    """The per-token arguments of the tokens that are kept."""
+    hidden, labels, candidates = given.hidden, given.labels, given.candidates
+    temperature = _tokens.per_token(given.temperature, labels)
+    if labels.ndim != 1:  # otherwise both are flat, and a view costs the host time, in the backward too
+        hidden, labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
+    if candidates is not None:
+        candidates = candidates.reshape(-1, candidates.shape[-1])
+    if given.keep is None:
+        return Flat(hidden, labels, temperature, candidates, None)
+    rows, kept = _tokens.rows_of(given.keep), _tokens.kept
+    return Flat(
+        kept(hidden, rows, 0.0), kept(labels, rows, 0), kept(temperature, rows, 1.0), kept(candidates, rows, -1), rows
+    )

@@ -1,0 +1,218 @@
+"""Validation in the public functions, once, before anything is computed. The errors carry the values."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+from lce_jax import scalars
+from lce_torch_bridge.tensors._readable import readable
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def tensors(hidden: Any, weight: Any, labels: Any) -> None:
+    """The three tensors of a call against each other."""
+    floats("hidden", hidden)
+    floats("weight", weight)
+    integers("labels", labels)
+    if weight.ndim != 2 or 0 in weight.shape:
+        raise ValueError(f"weight must be [V, H], neither of them 0, got shape {tuple(weight.shape)}")
+    if hidden.ndim < 1 or hidden.shape[-1] != weight.shape[1]:
+        raise ValueError(f"hidden {tuple(hidden.shape)} must end in the H of weight [V, H] = {tuple(weight.shape)}")
+    if labels.shape != hidden.shape[:-1]:
+        raise ValueError(f"labels {tuple(labels.shape)} must have hidden's leading shape {tuple(hidden.shape[:-1])}")
+    same_device(hidden, weight=weight, labels=labels)
+    if hidden.device.type not in ("cpu", "cuda", "meta"):
+        raise ValueError(f"hidden must be on a CUDA GPU or the CPU, got {hidden.device}")
+
+
+def tensor(name: str, x: Any) -> None:
+    """A tensor that can be read."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+    readable(name, x)
+
+
+def floats(name: str, x: Any) -> None:
+    """A tensor of floats that JAX takes without conversion."""
+    tensor(name, x)
+    if x.dtype not in FLOATS:
+        reason = ", which JAX would round to float32" if x.dtype == torch.float64 else ""
+        raise TypeError(f"{name} must be bfloat16, float16 or float32, got {x.dtype}{reason}")
+
+
+def integers(name: str, x: Any) -> None:
+    """A tensor of vocabulary ids."""
+    tensor(name, x)
+    if x.dtype != torch.int64 and (x.dtype == torch.bool or x.is_floating_point() or x.is_complex()):
+        raise TypeError(f"{name} must be integers (vocabulary ids), got {x.dtype}")
+
+
+def candidates(value: Any, hidden: torch.Tensor, labels: torch.Tensor) -> int:
+    """The K of ids ``[..., K]`` with the shape of labels before it; 0 for None."""
+    return 0 if value is None else ids("candidates", value, hidden, labels.shape, "labels")
+
+
+def ids(name: str, value: Any, hidden: torch.Tensor, leading: torch.Size, of: str) -> int:
+    """The K of ids ``[*leading, K]``, where ``leading`` is the shape of ``of``."""
+    integers(name, value)
+    count = scalars.num_candidates(name, value.shape)
+    scalars.candidate_shape(name, value.shape, leading, of)
+    same_device(hidden, **{name: value})
+    return count
+
+
+def hidden(x: Any) -> None:
+    """Hidden states alone: floats that end in some H."""
+    floats("hidden", x)
+    if x.ndim < 1:
+        raise ValueError("hidden must be [..., H], got a tensor without dimensions")
+
+
+def bias(x: Any, weight: torch.Tensor) -> None:
+    """One number for each of this rank's rows of the weight, or None."""
+    if x is None:
+        return
+    floats("bias", x)
+    if x.shape != weight.shape[:1]:
+        raise ValueError(
+            f"bias {tuple(x.shape)} must have one number for each of this rank's rows of weight {tuple(weight.shape)}: "
+            f"({weight.shape[0]},)"
+        )
+    if x.device != weight.device:
+        raise ValueError(f"bias is on {x.device}, weight on {weight.device}")
+
+
+def same_device(hidden: torch.Tensor, **others: torch.Tensor) -> None:
+    """All tensors on hidden's device."""
+    for name, x in others.items():
+        if x.device != hidden.device:
+            raise ValueError(f"{name} is on {x.device}, hidden on {hidden.device}")
+
+
+def group(tp_group: Any) -> None:
+    """A process group with this rank in it, or None."""
+    if tp_group is None:
+        return
+    if not isinstance(tp_group, torch.distributed.ProcessGroup):
+        raise TypeError(
+            f"tp_group must be a torch.distributed.ProcessGroup with this rank in it, or None, got {tp_group!r}"
+        )
+
+
+def temperature(value: Any, hidden: torch.Tensor, labels: torch.Tensor) -> None:
+    """A positive number, or a float tensor that broadcasts to labels."""
+    if not isinstance(value, torch.Tensor):
+        scalars.positive("temperature", value)
+        return
+    if not value.is_floating_point():
+        raise TypeError(f"temperature must be floating point, got {value.dtype}")
+    if value.requires_grad:
+        raise ValueError("temperature requires a gradient, and none is computed: pass temperature.detach()")
+    same_device(hidden, temperature=value)
+    if may_look_at(value):
+        wrong = value[~((value >= scalars.FLOAT32_TINY) & (value <= scalars.FLOAT32_MAX))]
+        if wrong.numel():
+            raise ValueError(f"temperature must be positive and finite in float32, got {float(wrong[0])} in its values")
+    try:
+        fits = torch.broadcast_shapes(value.shape, labels.shape) == labels.shape
+    except RuntimeError:
+        fits = False
+    if not fits:
+        raise ValueError(f"temperature {tuple(value.shape)} must broadcast to the tokens' shape {tuple(labels.shape)}")
+
+
+def keep(value: Any, hidden: torch.Tensor, labels: torch.Tensor) -> None:
+    """A bool tensor of labels' shape, or a one-dimensional index of its entries."""
+    if value is None:
+        return
+    tensor("keep", value)
+    same_device(hidden, keep=value)
+    if value.dtype == torch.bool:
+        if value.shape != labels.shape:
+            raise ValueError(f"keep {tuple(value.shape)} must have the tokens' shape {tuple(labels.shape)}")
+        return
+    hint = "; a mask of zeros and ones must be bool: pass keep.bool()" if value.shape == labels.shape else ""
+    if value.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"keep must be bool, or an int64 or int32 index of rows, got {value.dtype}{hint}")
+    if value.ndim != 1:
+        raise ValueError(f"keep as an index of rows must have one dimension, got shape {tuple(value.shape)}{hint}")
+    if not may_look_at(value):
+        return
+    outside = value[(value < 0) | (value >= labels.numel())]
+    if outside.numel():
+        raise ValueError(f"keep holds row {int(outside[0])}, and there are {labels.numel()} rows")
+    repeats = value.numel() - value.unique().numel()
+    if repeats:
+        raise ValueError(f"keep as an index must hold each row at most once, got {repeats} repeats{hint}")
+
+
+def per_token(name: str, value: Any, hidden: torch.Tensor, labels: torch.Tensor) -> None:
+    """A tensor whose shape begins with that of labels."""
+    tensor(name, value)
+    if value.shape[: labels.ndim] != labels.shape:
+        raise ValueError(f"{name} {tuple(value.shape)} must begin with the shape of labels {tuple(labels.shape)}")
+    same_device(hidden, **{name: value})
+
+
+def options(
+    function: Callable[..., Any], given: Mapping[str, Any], further: Sequence[str], refused: Mapping[str, str]
+) -> None:
+    """The names in a function's ``**options``, which are the ``further`` ones that are not ``refused``.
+
+    ``refused`` has the reason for each name.
+    """
+    for name, why in refused.items():
+        if name in given:
+            raise TypeError(f"{name}={_shown(given[name])}: {why}; linear_logprobs has this option")
+    unknown = [name for name in given if name not in further]
+    if unknown:
+        own = [each.name for each in inspect.signature(function).parameters.values() if each.kind == each.KEYWORD_ONLY]
+        known = dict.fromkeys([*own, *(name for name in further if name not in refused)])
+        raise TypeError(f"{function.__name__}: unknown option {', '.join(unknown)}; known: {', '.join(known)}")
+
+
+def _shown(value: Any) -> str:
+    """A value in a message, without a tensor's numbers."""
+    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+
+
+def may_look_at(x: torch.Tensor) -> bool:
+    """Whether ``x`` has values, and reading them neither waits for a GPU nor breaks a trace of the call."""
+    traced = torch.compiler.is_compiling() or get_proxy_mode() is not None
+    return x.device.type == "cpu" and not traced and has_values(x)
+
+
+def has_values(x: torch.Tensor) -> bool:
+    """Whether ``x`` has values of its own: not a meta or fake tensor, nor one inside a transform of torch.func."""
+    try:
+        return x.untyped_storage().device.type != "meta"
+    except NotImplementedError:  # inside a transform of torch.func
+        return False
+
+
+def vocabulary(value: Any, columns: int) -> int:
+    """The true vocabulary against the columns of all shards."""
+    if columns > scalars.INT32_MAX:
+        raise ValueError(f"{columns} vocabulary columns are more than an int32 counts")
+    if value is None:
+        return columns
+    value = scalars.integer("vocab_size", value)
+    if not 1 <= value <= columns:
+        raise ValueError(f"vocab_size must lie in [1, {columns}], the columns of weight over all ranks, got {value}")
+    return value
+
+
+def implementation(value: Any) -> str:
+    """The names, joined by commas; lce_jax checks them."""
+    names = (value,) if isinstance(value, str) else value
+    if names is None:
+        return ""
+    if not isinstance(names, tuple) or not names or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"implementation must be None, a name or a tuple of names, got {value!r}")
+    return ",".join(names)

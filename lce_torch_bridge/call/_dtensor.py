@@ -1,0 +1,143 @@
+"""DTensors as arguments: this rank's plain tensors if the placements determine them, otherwise a refusal.
+
+A weight or bias is gathered over all dimensions of its mesh but that of ``tp_group``, over which it stays split. Its
+gradient is the mean over the ranks that gathered it. That is right in three cases:
+
+* Ranks of FSDP2, HSDP and ``replicate`` hold different tokens. By default these take the mean of the ranks' gradients.
+* Ranks that hold the same tokens have equal gradients, and the mean of equal numbers is that number.
+* If a wrapper takes the mean once more, the mean of equal means is that mean.
+
+With a sum over different tokens it would be wrong. FSDP2 has one, ``set_gradient_divide_factor``, which is refused.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lce_torch_bridge.tensors._readable import readable
+
+WHY_NOT_COMPILED = "lce_torch_bridge compares the mesh of a DTensor with tp_group as it runs"
+
+
+def is_dtensor(x: Any) -> bool:
+    """Whether ``x`` is a DTensor. If their module (half a second) is not imported, there are none."""
+    if type(x) is torch.Tensor:
+        return False
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(x, module.DTensor)
+
+
+def tokens(**given: Any) -> tuple[Any, ...]:
+    """The per-token arguments as plain tensors, `readable`. Their gradients are whole, as the placements say.
+
+    Raises:
+        ValueError: a DTensor that is not replicated.
+    """
+    return tuple(readable(name, _replicated(name, x) if is_dtensor(x) else x) for name, x in given.items())
+
+
+def spans(x: Any, group: dist.ProcessGroup | None) -> bool:
+    """Whether ``x`` is a DTensor whose mesh has ``group`` as a dimension."""
+    return is_dtensor(x) and _dimension_of(group, x.device_mesh, "hidden") is not None
+
+
+@torch.compiler.disable(reason=WHY_NOT_COMPILED)  # type: ignore[untyped-decorator]
+def rows(name: str, x: Any, group: dist.ProcessGroup | None, wgrad: str = "return") -> torch.Tensor:
+    """This rank's part of the vocabulary, ``[V, H]`` or ``[V]``, of a DTensor. To gather it is a collective.
+
+    Raises:
+        ValueError: placements that cannot be served, or a gradient that goes elsewhere than to autograd.
+    """
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    if wgrad != "return":
+        raise ValueError(f'wgrad={wgrad!r}: {name} is a DTensor, whose gradient autograd returns: use wgrad="return"')
+    mesh = x.device_mesh
+    split = _dimension_of(group, mesh, name)
+    served = [Shard(0) if dim == split else Replicate() for dim in range(mesh.ndim)]
+    _refuse_placements(name, x, split, served)
+    if mesh.ndim > (split is not None):
+        _refuse_other_reductions(name, x)
+    grads = [Shard(0) if dim == split else Partial("avg") for dim in range(mesh.ndim)]
+    return x.redistribute(placements=served).to_local(grad_placements=grads)
+
+
+def _refuse_placements(name: str, x: Any, split: int | None, served: list[Any]) -> None:
+    mesh = x.device_mesh
+    for dim, placement in enumerate(x.placements):
+        if placement.is_partial() or (dim == split and getattr(placement, "dim", None) != 0):
+            dimension = dim if mesh.mesh_dim_names is None else repr(mesh.mesh_dim_names[dim])
+            wanted = "Shard(dim=0), as tp_group splits the vocabulary" if dim == split else "sharded or replicated"
+            raise ValueError(
+                f"{name} {tuple(x.shape)} is a DTensor with {placement!r} over mesh dimension {dimension}, but must be "
+                f"{wanted}: pass {name}.redistribute(placements={served})"
+            )
+    if split is not None and x.shape[0] % mesh.size(split):
+        raise ValueError(
+            f"{name} has {x.shape[0]} rows, which do not divide into {mesh.size(split)} equal parts over "
+            "tp_group: pad the vocabulary and give vocab_size"
+        )
+
+
+def _refuse_other_reductions(name: str, x: Any) -> None:
+    """Refuses a parameter of FSDP2 whose gradients are not reduced to their mean."""
+    from torch.distributed._composable_state import _module_state_mapping  # no public way from parameter to module
+
+    parameter = _parameter_of(x)
+    for reference in list(_module_state_mapping.values()):
+        state: Any = reference()
+        groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+        for group in filter(None, groups):
+            factor = group.gradient_divide_factor
+            if factor is not None and any(param.sharded_param is parameter for param in group.fsdp_params):
+                raise ValueError(
+                    f"{name} is sharded by FSDP2 with set_gradient_divide_factor({factor:g}), but gathered here its "
+                    "gradient would be the mean: make the call inside the forward of the FSDP module that holds it"
+                )
+
+
+def _parameter_of(x: torch.Tensor) -> torch.Tensor:
+    """The leaf from which ``x`` was made, by a cast for example; ``x`` itself if it is a leaf."""
+    node: Any = x.grad_fn
+    while node is not None and not hasattr(node, "variable"):
+        node = next((before for before, _ in node.next_functions if before is not None), None)
+    return x if node is None else node.variable
+
+
+def _replicated(name: str, x: Any) -> torch.Tensor:
+    from torch.distributed.tensor import Replicate
+
+    if not all(placement.is_replicate() for placement in x.placements):
+        raise ValueError(
+            f"{name} {tuple(x.shape)} is a DTensor with placements {list(x.placements)}, but must be replicated: "
+            f"pass {name}.redistribute(placements={[Replicate()] * x.device_mesh.ndim})"
+        )
+    return x.to_local()
+
+
+@torch.compiler.disable(reason=WHY_NOT_COMPILED)  # type: ignore[untyped-decorator]
+def _dimension_of(group: dist.ProcessGroup | None, mesh: Any, name: str) -> int | None:
+    """The dimension of ``mesh`` whose ranks are those of ``group``; None where the two share this rank alone.
+
+    Raises:
+        ValueError: they share several, which are no dimension of the mesh.
+    """
+    if group is None or group.size() == 1:
+        return None
+    coordinate, ranks = mesh.get_coordinate(), dist.get_process_group_ranks(group)
+    if coordinate is None:
+        raise ValueError(f"rank {dist.get_rank()} is not in the mesh of {name}, {mesh.mesh.tolist()}")
+    for dim in range(mesh.ndim):
+        line = mesh.mesh[tuple(slice(None) if i == dim else at for i, at in enumerate(coordinate))]
+        if line.tolist() == ranks:
+            return dim
+    if set(ranks) & set(mesh.mesh.flatten().tolist()) != {dist.get_rank()}:
+        raise ValueError(
+            f"tp_group has ranks {ranks}, which are no dimension of {name}'s mesh {mesh.mesh.tolist()}: pass the group "
+            f"of the dimension that splits the vocabulary, {name}.device_mesh.get_group(dim)"
+        )
+    return None

@@ -1,0 +1,72 @@
+"""Per token: which tokens are computed, their temperature, and results in the shape of labels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from lce_jax import scalars
+from lce_torch_bridge.call import _checks
+
+
+def per_token(temperature: float | torch.Tensor, labels: torch.Tensor) -> torch.Tensor | None:
+    """One temperature per token, because a number would be compiled in; None for 1.
+
+    Under ``torch.compile`` a varying number is symbolic. ``torch.full`` of it, or a comparison with 1, would make it
+    a constant of the graph.
+    """
+    if isinstance(temperature, torch.Tensor):
+        return temperature.to(torch.float32).expand(labels.shape).reshape(-1)
+    known = statically_known_true if torch.compiler.is_compiling() else bool
+    if known(temperature == 1.0):
+        return None
+    return torch.ones(labels.numel(), dtype=torch.float32, device=labels.device) * temperature
+
+
+def without(ignore_index: int | None, keep: torch.Tensor | None, labels: torch.Tensor) -> torch.Tensor | None:
+    """``keep`` without the tokens that have this label."""
+    if ignore_index is None:
+        return keep
+    # torch compares in the type of labels: in uint8, which does not hold -100, it would leave out 156.
+    counts = labels.long() != scalars.integer("ignore_index", ignore_index)
+    if keep is None:
+        return counts
+    if keep.dtype != torch.bool:
+        none = torch.zeros(labels.numel(), dtype=torch.bool, device=labels.device)
+        keep = none.index_fill(0, keep.long(), True).view(labels.shape)
+    return keep & counts
+
+
+def count(keep: torch.Tensor | None, labels: torch.Tensor) -> int | torch.Tensor:
+    """How many tokens are kept, at least 1; for a mask, a tensor on its device."""
+    if keep is None or keep.dtype != torch.bool:
+        return max((labels if keep is None else keep).numel(), 1)
+    return keep.sum().clamp(min=1)
+
+
+def rows_of(keep: torch.Tensor) -> torch.Tensor:
+    """The index of the kept rows. A mask that cannot be counted is returned as it is: all rows are computed."""
+    if keep.dtype != torch.bool:
+        return keep
+    keep = keep.reshape(-1)
+    return keep.nonzero().squeeze(1) if torch.compiler.is_compiling() or _checks.has_values(keep) else keep
+
+
+def kept(x: Any, rows: torch.Tensor | None, other: float) -> Any:
+    """The kept rows of ``x``, or all with ``other`` in those that a mask leaves out."""
+    if x is None or rows is None:
+        return x
+    if rows.dtype == torch.bool:
+        return x.where(rows.view(-1, *(1,) * (x.ndim - 1)), other)
+    return x.index_select(0, rows)
+
+
+def placed(x: torch.Tensor, rows: torch.Tensor | None, labels: torch.Tensor) -> torch.Tensor:
+    """Results in the shape of labels (with K more for candidates), 0 on tokens that were not kept."""
+    if rows is not None and rows.dtype == torch.bool:
+        x = x.where(rows.view(-1, *(1,) * (x.ndim - 1)), 0)
+    elif rows is not None:
+        x = x.new_zeros((labels.numel(), *x.shape[1:])).index_copy(0, rows.long(), x)
+    return x if labels.ndim == 1 else x.view(labels.shape + x.shape[1:])

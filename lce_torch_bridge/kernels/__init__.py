@@ -1,0 +1,1 @@
+"""Lists of kernels, launched on torch's current stream."""

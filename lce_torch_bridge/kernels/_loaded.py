@@ -1,0 +1,81 @@
+"""A list of kernels on a device, for so many tokens: what `kernels._passes` launches."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+
+from lce_jax import passes
+from lce_torch_bridge.tensors import _torch
+
+_captured: dict[int, torch.Tensor] = {}  # numbers that a CUDA graph reads, which outlive their program
+
+
+class Loaded:
+    """A program on a device, for so many tokens."""
+
+    def __init__(self, program: passes.Program, tokens: int) -> None:
+        self.program, self.tokens = program, tokens
+        self._run = _loaded(program, torch.cuda.current_device())
+        self._numbers: dict[int, torch.Tensor] = {}
+
+    def run(self, device: int, tensors: Sequence[torch.Tensor]) -> None:
+        """Launches the program; ``tensors`` are the results that have memory, and the operands."""
+        stream = _torch.current_stream(device)
+        is_captured = torch.cuda.is_current_stream_capturing()
+        numbers = self._of_a_graph() if is_captured else self._numbers.get(stream)
+        if numbers is None:
+            numbers = self._numbers[stream] = self._written(tensors[0])
+        workspace = _torch.empty((self.program.workspace_bytes,), (1,), torch.uint8)  # reused in the stream's order
+        addresses = [x.data_ptr() for x in tensors]
+        self._run(stream, workspace.data_ptr(), numbers.data_ptr(), addresses, is_captured)
+
+    def outputs(self, first: int) -> list[_torch.Allocated]:
+        """The memory of the results that have any, from that one on."""
+        own = [x for x in self.program.outputs if x is not None]
+        return [_torch.allocated(x.shape, getattr(torch, x.dtype.name)) for x in own[first:]]
+
+    def _of_a_graph(self) -> torch.Tensor:
+        """The numbers, written by an earlier call on any stream: a capture begins when all of it is done."""
+        if not self._numbers:
+            _refuse_capture("has not run over so many tokens")
+        numbers = next(iter(self._numbers.values()))
+        _captured[numbers.data_ptr()] = numbers
+        return numbers
+
+    def _written(self, like: torch.Tensor) -> torch.Tensor:
+        """The numbers of this many tokens beside ``like``, written on the stream that reads them: nothing waits."""
+        numbers = self.program.numbers(self.tokens, stride(self.tokens))
+        given = torch.tensor(numbers, dtype=torch.int32, pin_memory=like.is_cuda)
+        return given.to(like.device, non_blocking=True)
+
+
+@functools.cache
+def _loaded(program: passes.Program, device: int) -> Callable[..., None]:
+    _refuse_capture("compiles kernels for this call")
+    return program.load(device)
+
+
+def _refuse_capture(why: str) -> None:
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"lce_torch_bridge {why}, which a CUDA graph cannot capture: make the call once before the capture, with "
+            "tensors of the same shapes, and its backward"
+        )
+
+
+def stride(tokens: int) -> int:
+    """The rows that arrays of so many tokens have."""
+    return max(tokens, passes.THREADS)
+
+
+def of_stride(saved: torch.Tensor) -> torch.Tensor:
+    """What a forward kept, as it wrote it."""
+    fields, tokens = saved.shape
+    if saved.stride() == (stride(tokens), 1):
+        return saved
+    whole = saved.new_empty((fields, stride(tokens)))
+    whole[:, :tokens] = saved
+    return whole

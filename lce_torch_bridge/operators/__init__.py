@@ -1,0 +1,1 @@
+"""Operators of torch and their derivatives, over kernels or programs of JAX."""

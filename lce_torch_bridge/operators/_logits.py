@@ -1,0 +1,247 @@
+"""The logits of chosen ids and their gradients, as operators over programs of `lce_jax.linear_logits`.
+
+    logits            hidden [T, H], weight [V, H], bias [V], ids [T, K], temperature [T]  ->  [T, K]
+    logits_gradients  the same and the cotangent [T, K]                        ->  dhidden, dweight, dbias, as wanted
+
+Each rank of a group has the logits of the ids that it owns, and 0 at the others. As in `through_jax._programs`,
+everything per token crosses as one int32 array, padded to few numbers of rows.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import torch
+from jax import lax
+
+import lce_jax
+from lce_torch_bridge import _way, tensor_parallel
+from lce_torch_bridge.kernels import _rows
+from lce_torch_bridge.operators import _logprobs as autograd
+from lce_torch_bridge.operators._execute import those_wanted
+from lce_torch_bridge.operators._registered import NAME, operator, refuse_vmap
+from lce_torch_bridge.through_jax import _run as _through_jax
+
+
+class Transform(NamedTuple):
+    """What makes logits of the products, and whose: the trailing arguments of both operators."""
+
+    group: str  # `tensor_parallel.name_of`
+    vocab_size: int  # the true size of the whole vocabulary
+    logit_scale: float
+    logit_softcap: float | None
+    reduce_grad_hidden: bool
+    implementation: str  # names joined by commas; empty for lce_jax's choice
+
+
+TRANSFORM_SCHEMA = (
+    "str group, int vocab_size, float logit_scale, float? logit_softcap, bool reduce_grad_hidden, str implementation"
+)
+
+
+class Spec(NamedTuple):
+    """The static part of a program."""
+
+    vocab_start: int  # global id of the shard's first column
+    num_ids: int  # K
+    tempered: bool  # whether each token has a temperature
+    logit_scale: float
+    logit_softcap: float | None
+    implementation: tuple[str, ...] | None
+
+
+def apply(*inputs: Any) -> Any:
+    """The logits, differentiable."""
+    if not torch.compiler.is_compiling():
+        return Uncompiled.apply(*inputs)
+    function = LinearLogits.apply if autograd.is_differentiated(*inputs[:3]) else logits
+    return function(*inputs)
+
+
+class LinearLogits(torch.autograd.Function):
+    """``(hidden, weight, bias, ids, temperature, *Transform) -> logits``."""
+
+    @staticmethod
+    def forward(*inputs: Any) -> torch.Tensor:
+        """Runs the operator."""
+        return logits(*inputs)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        """Keeps the inputs."""
+        del output
+        ctx.save_for_backward(*inputs[:5])
+        ctx.rest = inputs[5:]
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Those of dhidden, dweight and dbias that are wanted."""
+        wanted = ctx.needs_input_grad[:3]
+        run = Gradients.apply if torch.is_grad_enabled() else logits_gradients
+        found = list(run(*ctx.saved_tensors, cotangent, *wanted, *ctx.rest))
+        return *(found.pop(0) if want else None for want in wanted), *(None,) * (2 + len(ctx.rest))
+
+    @staticmethod
+    def vmap(*_: Any) -> Any:
+        """Refuses ``torch.func.vmap``."""
+        refuse_vmap()
+
+
+class Uncompiled(LinearLogits):
+    """The same outside of ``torch.compile``, which takes no Function that has a ``jvp``."""
+
+    @staticmethod
+    def jvp(*_: Any) -> Any:
+        """Refuses forward mode."""
+        return autograd.Uncompiled.jvp()
+
+
+class Gradients(autograd.Gradients):
+    """The operator `logits_gradients`, whose own derivative is refused."""
+
+    @staticmethod
+    def forward(*inputs: Any) -> tuple[torch.Tensor, ...]:
+        """Runs the operator."""
+        return tuple(logits_gradients(*inputs))
+
+
+@operator(
+    "logits",
+    f"(Tensor hidden, Tensor weight, Tensor? bias, Tensor ids, Tensor? temperature, {TRANSFORM_SCHEMA}) -> Tensor",
+)
+def logits(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    ids: torch.Tensor,
+    temperature: torch.Tensor | None,
+    *rest: Any,
+) -> torch.Tensor:
+    """The logits ``[T, K]``, float32; 0 where the id is none or out of vocabulary."""
+    transform, tokens = Transform(*rest), ids.shape[0]
+    if tokens == 0:
+        return _like(hidden, ids).zero_()
+    tensor_parallel.check_equal_parts(weight, transform.group)
+    program = _forward(_spec(weight, ids, temperature is not None, transform))
+    (found,) = _run(program, hidden, weight, bias, _packed(ids, temperature, transform))
+    if transform.group == tensor_parallel.NO_GROUP:
+        return found[:tokens].clone()  # in torch's memory
+    return tensor_parallel.add_parts(found[:tokens], weight.shape[0], transform.group)
+
+
+@torch.library.register_fake(f"{NAME}::logits")  # type: ignore[untyped-decorator]
+def _(hidden: torch.Tensor, _weight: Any, _bias: Any, ids: torch.Tensor, *_: Any) -> torch.Tensor:
+    return _like(hidden, ids)
+
+
+def _like(hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return hidden.new_empty(ids.shape, dtype=torch.float32)
+
+
+@operator(
+    "logits_gradients",
+    "(Tensor hidden, Tensor weight, Tensor? bias, Tensor ids, Tensor? temperature, Tensor cotangent, "
+    f"bool want_hidden, bool want_weight, bool want_bias, {TRANSFORM_SCHEMA}) -> Tensor[]",
+)
+def logits_gradients(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    ids: torch.Tensor,
+    temperature: torch.Tensor | None,
+    cotangent: torch.Tensor,
+    *rest: Any,
+) -> list[torch.Tensor]:
+    """Those of dhidden, dweight and dbias that are wanted."""
+    wanted, transform, tokens = rest[:3], Transform(*rest[3:]), ids.shape[0]
+    if tokens == 0:
+        return [x.new_zeros(x.shape) for x in those_wanted(hidden, weight, bias, wanted)]
+    reduced = transform.reduce_grad_hidden and transform.group != tensor_parallel.NO_GROUP
+    program = _backward(_spec(weight, ids, temperature is not None, transform), wanted, not reduced)
+    per_token = _packed(ids, temperature, transform, cotangent.view(torch.int32))
+    grads = _run(program, hidden, weight, bias, per_token)
+    if wanted[0]:
+        grads[0] = grads[0][:tokens]
+    if wanted[0] and reduced:
+        grads[0] = tensor_parallel.all_reduce(grads[0].contiguous(), transform.group).to(hidden.dtype)
+    return grads
+
+
+@torch.library.register_fake(f"{NAME}::logits_gradients")  # type: ignore[untyped-decorator]
+def _(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *rest: Any) -> list[torch.Tensor]:
+    return [x.new_empty(x.shape) for x in those_wanted(hidden, weight, bias, rest[3:6])]
+
+
+autograd.refuse_derivatives_of("logits_gradients")
+
+
+def _spec(weight: torch.Tensor, ids: torch.Tensor, tempered: bool, transform: Transform) -> Spec:
+    _, rank = tensor_parallel.size_and_rank(transform.group)
+    names = tuple(transform.implementation.split(",")) if transform.implementation else None
+    return Spec(rank * weight.shape[0], ids.shape[1], tempered, transform.logit_scale, transform.logit_softcap, names)
+
+
+def _packed(
+    ids: torch.Tensor, temperature: torch.Tensor | None, transform: Transform, *further: torch.Tensor
+) -> torch.Tensor:
+    """Ids, ``further`` and the temperature, if there is one, as `kernels._rows.with_count` packs them."""
+    ids = ids.long()
+    inside = (ids >= 0) & (ids < transform.vocab_size)  # before the next cast: 2³² + 3 is not 3
+    columns = [ids.where(inside, -1).int(), *further]
+    if temperature is not None:
+        columns.append(temperature.view(torch.int32)[:, None])
+    return _rows.with_count(torch.cat(columns, 1), _rows.size(len(ids)))
+
+
+def _run(
+    program: Callable[..., Any], hidden: torch.Tensor, weight: torch.Tensor, bias: Any, per_token: torch.Tensor
+) -> list[torch.Tensor]:
+    if _way.may_be_direct(hidden):
+        _way.refused("linear_logits runs no kernel")
+    (found,) = _through_jax.run(program, (_rows.pad(hidden, _rows.size(len(hidden))), weight, bias, per_token))
+    return found
+
+
+@functools.cache
+def _forward(spec: Spec) -> Callable[..., Any]:
+    def run(hidden: Any, weight: Any, bias: Any, per_token: Any) -> list[Any]:
+        columns, _, options = _unpacked(spec, per_token, hidden, weight)
+        return [lce_jax.linear_logits(hidden, weight, columns, bias=bias, **options)]
+
+    return jax.jit(run)
+
+
+@functools.cache
+def _backward(spec: Spec, wanted: tuple[bool, ...], rounded: bool) -> Callable[..., Any]:
+    """``rounded``: dhidden is in hidden's dtype, because no sum over the group follows."""
+
+    def run(hidden: Any, weight: Any, bias: Any, per_token: Any) -> list[Any]:
+        columns, cotangent, options = _unpacked(spec, per_token, hidden, weight)
+
+        def call(hidden: Any, weight: Any, bias: Any) -> Any:
+            return lce_jax.linear_logits(hidden, weight, columns, bias=bias, **options)
+
+        _, pull_back = jax.vjp(call, hidden if rounded else hidden.astype(jnp.float32), weight, bias)
+        return [grad for grad, want in zip(pull_back(cotangent), wanted, strict=True) if want]
+
+    return jax.jit(run)
+
+
+def _unpacked(spec: Spec, per_token: Any, hidden: Any, weight: Any) -> tuple[Any, Any, dict[str, Any]]:
+    """This shard's column of each id, -1 for others and in the padding; the cotangents, if any; and the options."""
+    rows, K = hidden.shape[0], spec.num_ids
+    columns = per_token[1:].reshape(rows, -1)
+    ids, rest = columns[:, :K], lax.bitcast_convert_type(columns[:, K:], jnp.float32)
+    local = jnp.where(jnp.arange(rows, dtype=jnp.int32)[:, None] < per_token[0], ids - spec.vocab_start, -1)
+    owned = (ids >= 0) & (local >= 0) & (local < weight.shape[0])
+    options = {
+        "temperature": rest[:, -1] if spec.tempered else 1.0,
+        "logit_scale": spec.logit_scale,
+        "logit_softcap": spec.logit_softcap,
+        "implementation": spec.implementation,
+    }
+    return jnp.where(owned, local, -1), rest[:, :K], options

@@ -1,0 +1,252 @@
+"""A per-token loss and its gradients in one pass: chunk of tokens by chunk of tokens, in the forward.
+
+    results of the chunk, its exponentials kept ─ loss_fn ─ its derivatives ─ gradients of the chunk
+    the next chunk: its dhidden in its own rows, its dweight added to one float32 sum
+
+Everything is computed for a cotangent of 1, and the backward multiplies by the one that comes; or for the one that the
+caller knows, so that dweight can be added to ``main_grad`` at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from lce_torch_bridge._types import Call, Operands
+from lce_torch_bridge.kernels._scaled import scaled
+from lce_torch_bridge.operators import _execute
+from lce_torch_bridge.operators import _logprobs as autograd
+from lce_torch_bridge.operators._chunk_sums import ChunkSums
+from lce_torch_bridge.tensors import _main_grad
+
+ALL = 1 << 62  # cache_bytes that no chunk exceeds
+LARGE = 1 << 24  # elements, from which on a kernel's speed counts more than its launch
+CLOSE = 1e-6  # relative: eight of float32's steps, where each product on a cotangent's way rounds by half a step
+
+
+class Plan(NamedTuple):
+    """What is static about a call."""
+
+    loss_fn: Callable[..., torch.Tensor]
+    call: Call
+    rows: int  # of a chunk
+    main_grad: torch.Tensor | None = None  # gets the weight's gradient; None: autograd gets it
+    cotangent: float | None = None  # of the sum, where the caller knows it
+
+    @property
+    def into(self) -> torch.Tensor | None:
+        """What the forward adds dweight to."""
+        return None if self.cotangent is None else self.main_grad
+
+
+def results(plan: Plan, x: Operands, keep_cache: bool) -> tuple[dict[str, torch.Tensor], list[Any]]:
+    """The fields of `LogprobOutput` by name, and what `_execute.gradients` needs: saved numbers and the cache."""
+    found = _execute.forward(x, plan.call, keep_cache, lend_cache=False)
+    count = len(plan.call.fields)
+    return dict(zip(plan.call.fields, found, strict=False)), found[count:]
+
+
+def losses_of(plan: Plan, fields: dict[str, torch.Tensor], per_token: list[torch.Tensor]) -> torch.Tensor:
+    """``loss_fn`` of these tokens, one number each."""
+    losses = plan.loss_fn(fields["logprobs"], fields.get("entropy"), fields["lse"], *per_token)
+    shape = fields["lse"].shape
+    if not isinstance(losses, torch.Tensor):
+        raise TypeError(f"loss_fn must return a tensor with one number per token, got {type(losses).__name__}")
+    if losses.shape != shape or not losses.is_floating_point():
+        raise ValueError(
+            f"loss_fn must return one floating-point number per token, {tuple(shape)} for this chunk of tokens, got "
+            f"{tuple(losses.shape)} of {losses.dtype}: sum over all other dimensions, and not over the tokens"
+        )
+    return losses
+
+
+def without_gradients(
+    plan: Plan, x: Operands, per_token: list[torch.Tensor]
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The sum, which autograd differentiates in what the loss uses besides results, and the fields."""
+    with torch.no_grad():
+        fields, _ = results(plan, x, keep_cache=False)
+    if not len(x.labels):
+        return x.hidden.new_zeros((), dtype=torch.float32), fields
+    return losses_of(plan, dict(fields), per_token).sum(dtype=torch.float32), fields
+
+
+class Found(NamedTuple):
+    """The derivatives of a chunk's losses."""
+
+    losses: torch.Tensor  # [t]
+    cotangents: dict[str, torch.Tensor]  # by the name of a result, of those that matter
+    per_token: list[torch.Tensor | None]
+
+
+def _differentiated(
+    plan: Plan, fields: dict[str, torch.Tensor], per_token: list[torch.Tensor], wanted: tuple[bool, ...]
+) -> Found:
+    with torch.enable_grad():
+        leaves = {name: fields[name].detach().requires_grad_() for name in plan.call.differentiable}
+        own = [x.detach().requires_grad_(want) for x, want in zip(per_token, wanted, strict=True)]
+        losses = losses_of(plan, fields | leaves, own)
+    inputs = [*leaves.values(), *(x for x in own if x.requires_grad)]
+    if not losses.requires_grad:
+        return Found(losses, {}, [None] * len(own))
+    _refuse_others(losses, inputs)
+    grads = list(torch.autograd.grad(losses, inputs, torch.ones_like(losses), allow_unused=True))
+    if plan.cotangent is not None:
+        grads = [None if x is None else x * plan.cotangent for x in grads]
+    cotangents = {name: grads.pop(0) for name in leaves}
+    given = {name: x for name, x in cotangents.items() if x is not None}
+    return Found(losses.detach(), given, [grads.pop(0) if x.requires_grad else None for x in own])
+
+
+def _refuse_others(losses: torch.Tensor, inputs: list[torch.Tensor]) -> None:
+    """Refuses a loss_fn that closes over a tensor whose gradient would be lost."""
+    known = {id(x) for x in inputs}
+    for leaf in _leaves(losses):
+        if id(leaf) not in known:
+            raise ValueError(
+                f"loss_fn uses a tensor {tuple(leaf.shape)} that requires a gradient and is none of its arguments: "
+                "give it as a per-token argument, or use its .detach(); for a parameter of the loss, apply loss_fn to "
+                "the results of linear_logprobs, and sum"
+            )
+
+
+def _leaves(x: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The leaves from which ``x`` was made."""
+    if x.grad_fn is None:
+        yield x
+    seen, ahead = set(), [x.grad_fn]
+    while ahead:
+        node: Any = ahead.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            yield node.variable
+        ahead.extend(before for before, _ in node.next_functions)
+
+
+class LossAndGradients(torch.autograd.Function):
+    """``(plan, hidden, weight, bias, labels, temperature, *per_token) -> sum, *Call.fields``."""
+
+    @staticmethod
+    def forward(ctx: Any, plan: Plan, *inputs: Any) -> tuple[torch.Tensor, ...]:
+        """The sum, the results, and the gradients for the cotangent that is known, or 1."""
+        (hidden, weight, bias, labels, temperature), per_token = inputs[:5], inputs[5:]
+        x = Operands(hidden, weight, bias, labels, temperature, None)
+        losses, fields, grads, unit = _walk(plan, _in_float32(x), per_token, ctx.needs_input_grad[1:])
+        ctx.cotangent = plan.cotangent
+        ctx.main_grad = plan.main_grad  # not through save_for_backward: other micro-batches may change it before
+        ctx.dtypes = [None if y is None else y.dtype for y in (*x[:3], *per_token)]
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*fields)
+        ctx.save_for_backward(unit, *grads)
+        return losses.sum(dtype=torch.float32), *fields
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: torch.Tensor | None, *_: Any) -> tuple[torch.Tensor | None, ...]:
+        """The gradients times the cotangent."""
+        unit, *grads = ctx.saved_tensors
+        if cotangent is None:
+            return (None,) * (6 + len(grads) - 3)
+        if torch.is_grad_enabled():  # create_graph=True: the gradients that are kept know nothing of the operands
+            autograd.refuse_second_derivative(ctx)
+        came = cotangent.reshape(1)  # one dimension: otherwise products with bfloat16 would round its float32
+        factor = came if ctx.cotangent is None else _relative(ctx.cotangent, came, ctx.main_grad is not None)
+        of_operands = factor if unit is None else came / unit
+        if ctx.main_grad is not None:
+            if ctx.cotangent is None and _main_grad.is_asked_for(ctx, 1):
+                ctx.main_grad.addcmul_(grads[1], of_operands)
+            grads[1] = None
+        factors = [*[of_operands] * 3, *[factor] * (len(grads) - 3)]
+        found = list(map(_scaled, grads, factors, ctx.dtypes))
+        if ctx.main_grad is not None:
+            found[1] = _main_grad.nothing_like(ctx.main_grad, ctx.dtypes[1])
+        return None, *found[:3], None, None, *found[3:]
+
+
+def _scaled(grad: torch.Tensor | None, factor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    """``factor · grad``, without a factor ``grad``, rounded to a dtype, and not in memory that a kept graph holds."""
+    if grad is None:
+        return None
+    if factor is None:
+        return grad.to(dtype, copy=autograd.graph_is_kept())
+    if grad.numel() >= LARGE and not grad.dtype == factor.dtype == dtype:  # torch's own kernel takes twice as long
+        found = scaled(grad, factor, dtype)
+        if found is not None:
+            return found
+    return torch.mul(grad, factor, out=grad.new_empty(grad.shape, dtype=dtype))
+
+
+def _relative(known: float, cotangent: torch.Tensor, added: bool) -> torch.Tensor | None:
+    """The cotangent by the one that the gradients were computed for; None if they are the same.
+
+    Raises:
+        ValueError: they differ by more than what a few products round.
+    """
+    came, told = cotangent.item(), cotangent.new_tensor(known)  # the host waits for it
+    if came == told.item():
+        return None
+    if abs(came - known) <= CLOSE * abs(known):
+        return cotangent / told
+    held = f"weight.main_grad holds the gradient for {known!r} already: zero it, and " if added else ""
+    raise ValueError(
+        f"linear_loss(cotangent={known!r}) was differentiated with a cotangent of {came!r}, which its gradients were "
+        f"not computed for: {held}give the number that the sum is multiplied by, or leave cotangent out"
+    )
+
+
+def _in_float32(x: Operands) -> Operands:
+    """The operands whose gradients must not be rounded before the cotangent is known, in float32.
+
+    float16 has few small numbers, from which loss scaling, a part of the cotangent, keeps away. And dbias is a sum over
+    the chunks.
+    """
+    hidden = x.hidden.float() if x.hidden.dtype == torch.float16 else x.hidden
+    bias = None if x.bias is None else x.bias.float()
+    return x._replace(hidden=hidden.contiguous(), weight=x.weight.contiguous(), bias=bias)
+
+
+def _walk(
+    plan: Plan, x: Operands, per_token: tuple[torch.Tensor, ...], wanted: tuple[bool, ...]
+) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor | None], torch.Tensor | None]:
+    """The losses ``[T]``, the fields ``[T]``, and the gradients in hidden, weight, bias and the per-token arguments.
+
+    And what those of hidden, weight and bias are to be divided by, if it is not 1.
+    """
+    tokens = len(x.labels)
+    parts = [slice(first, min(first + plan.rows, tokens)) for first in range(0, tokens, plan.rows)]
+    sums = ChunkSums(x, wanted[:3], len(parts), plan.into, may_have_units=plan.cotangent is None)
+    own = [torch.zeros_like(y) if want else None for y, want in zip(per_token, wanted[5:], strict=True)]
+    losses, fields = [x.hidden.new_empty(0, dtype=torch.float32)], []
+    with _saying_what_was_added(sums, tokens):
+        for part in parts:
+            temperature = None if x.temperature is None else x.temperature[part]
+            chunk = x._replace(hidden=x.hidden[part], labels=x.labels[part], temperature=temperature)
+            found, (saved, *cache) = results(plan, chunk, keep_cache=True)
+            given = _differentiated(plan, found, [y[part] for y in per_token], wanted[5:])
+            losses.append(given.losses.float())
+            fields.append([found[name].detach() for name in plan.call.fields])
+            for whole, grad in zip(own, given.per_token, strict=True):
+                if whole is not None and grad is not None:
+                    whole[part] = grad
+            sums.add(part, chunk, saved, cache, given.cotangents, plan.call)
+            del saved, cache, found  # before the next chunk's exponentials are kept
+    joined = map(torch.cat, zip(*fields, strict=True)) if fields else (losses[0].clone() for _ in plan.call.fields)
+    return torch.cat(losses), list(joined), [*sums.finish(x.weight), *own], sums.unit
+
+
+@contextlib.contextmanager
+def _saying_what_was_added(sums: ChunkSums, tokens: int) -> Iterator[None]:
+    """Inside, errors say what ``main_grad`` holds of the tokens before."""
+    try:
+        yield
+    except BaseException as error:
+        if sums.are_in_main_grad:
+            error.add_note(
+                f"weight.main_grad holds the gradients of the first {sums.tokens} of {tokens} tokens: zero it, or "
+                "restore what it held"
+            )
+        raise

@@ -1,0 +1,1 @@
+"""The public functions: tensors in, tensors out."""

@@ -1,0 +1,102 @@
+"""`explain`: how a call would be run, without running it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import torch
+
+import lce_jax
+from lce_jax import passes
+from lce_torch_bridge import _way, tensor_parallel
+from lce_torch_bridge._types import Operands
+from lce_torch_bridge.call import _arguments, _autocast, _checks
+from lce_torch_bridge.kernels import _passes
+from lce_torch_bridge.tensors import _device
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """How a call would be run. ``str()`` of it is for reading.
+
+    Attributes:
+        way: "direct" or "jax", as in `launch_with`.
+        why_not_direct: why the call is not launched so; None if it is.
+        plan: what `lce_jax.explain` says of this rank's part: implementation, tiles, bytes.
+    """
+
+    way: str
+    why_not_direct: str | None
+    plan: Any
+
+    def __str__(self) -> str:
+        """A line about the launch, then the plan."""
+        ways = {
+            "direct": "launched directly, in torch's stream and memory",
+            "jax": f"run by JAX, not launched directly: {self.why_not_direct}",
+        }
+        return f"{ways[self.way]}\n{self.plan}"
+
+
+def explain(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, **options: Any) -> Explanation:
+    """How `linear_logprobs` would run a call: launched directly or by JAX and why, by which implementation, with what.
+
+    Nothing is computed and nothing compiled.
+
+    Args:
+        hidden: ``[..., H]`` hidden states; any leading shape, also an empty one. bfloat16, float16 or float32, on a GPU
+            or the CPU.
+        weight: ``[V, H]``, this rank's rows of the head; copied for each call if it is not contiguous. Its dtype is
+            that of the matrix products. Under ``torch.autocast`` it is cast to autocast's dtype first, and all calls
+            of the context share the copy, as with ``torch.nn.functional.linear``.
+        labels: ``[...]`` integers of any type: vocabulary ids, global also when the vocabulary is split.
+        **options: ``bias``, ``tp_group``, ``temperature``, ``logit_scale``, ``logit_softcap``, ``vocab_size``,
+            ``entropy``, ``stats``, ``mean_logit``, ``candidates``, ``keep``, ``ignore_index``, ``out_of_vocab``,
+            ``reduce_grad_hidden``, ``wgrad``, ``cache_bytes``, ``gradient_threshold``, ``vocab_part_size`` and
+            ``implementation``, as in `linear_logprobs`.
+
+    Returns:
+        An `Explanation`.
+
+    Raises:
+        lce_jax.UnsupportedError: an implementation asked for by name cannot serve the call; the message says why.
+        ValueError, TypeError: shapes, dtypes, devices or options that do not fit, with the offending values.
+
+    Example:
+        >>> import torch
+        >>> from lce_torch_bridge import explain
+        >>> how = explain(torch.ones(4, 64), torch.zeros(1000, 64), torch.zeros(4, dtype=torch.int64))
+        >>> how.way, how.why_not_direct, how.plan.implementation
+        ('jax', 'cpu is no CUDA device of this machine', 'xla')
+    """
+    _checks.options(explain, options, _arguments.OPTIONS, {})
+    given = _arguments.of_call(hidden, weight, labels, **options)
+    flat, call = _arguments.flat(given), given.call
+    # Its shape and dtype alone count: nothing is cast.
+    weight = torch.empty_like(given.weight, dtype=_autocast.dtype_of(given.weight), device="meta")
+    operands = Operands(flat.hidden, weight, given.bias, flat.labels, flat.temperature, flat.candidates)
+    reason = _passes.why_not(operands, call)
+    if _way.asked() == "jax":
+        reason = 'launch_with("jax") asks for JAX'
+    described = _device.device_of(hidden.device)
+    with passes.for_device(described or passes.Device()):
+        structs = _device.struct(flat.hidden), _device.struct(weight), _ids(flat.labels)
+        plan = lce_jax.explain(*structs, **_options(operands, call))
+    return Explanation("jax" if reason else "direct", reason, plan)
+
+
+def _options(x: Operands, call: Any) -> dict[str, Any]:
+    """This rank's part of the call as keyword options of `lce_jax.explain`, its tensors as shapes."""
+    (columns, _), (_, rank) = x.weight.shape, tensor_parallel.size_and_rank(call.group)
+    return call.options | {
+        "vocab_size": min(max(call.vocab_size - rank * columns, 1), columns),  # there is no plan for padding alone
+        "bias": None if x.bias is None else _device.struct(x.bias),
+        "temperature": 1.0 if x.temperature is None else _device.struct(x.temperature),
+        "candidates": None if x.candidates is None else _ids(x.candidates),
+    }
+
+
+def _ids(x: torch.Tensor) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(tuple(x.shape), "int32")

@@ -1,0 +1,212 @@
+"""`linear_logprobs`: validate, flatten, call the operator."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lce_torch_bridge._types import Entropy, LogprobOutput, Operands, OutOfVocab, Wgrad, names_of
+from lce_torch_bridge.call import _arguments, _tokens
+from lce_torch_bridge.call._arguments import Arguments
+from lce_torch_bridge.operators import _logprobs as autograd
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+
+def linear_logprobs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    tp_group: dist.ProcessGroup | None = None,
+    temperature: float | torch.Tensor = 1.0,
+    logit_scale: float = 1.0,
+    logit_softcap: float | None = None,
+    vocab_size: int | None = None,
+    entropy: Entropy = "grad",
+    stats: bool = False,
+    mean_logit: bool = False,
+    candidates: torch.Tensor | None = None,
+    keep: torch.Tensor | None = None,
+    ignore_index: int | None = None,
+    out_of_vocab: OutOfVocab = "zero",
+    reduce_grad_hidden: bool = False,
+    wgrad: Wgrad = "return",
+    cache_bytes: int = 0,
+    gradient_threshold: float = 0.0,
+    vocab_part_size: int | None = None,
+    implementation: str | tuple[str, ...] | None = None,
+) -> LogprobOutput:
+    """Per-token log-probability and entropy of a language-model head, without storing the logits.
+
+    With ``z = cap(logit_scale · (hidden · weightᵀ + bias)) / temperature`` in float32 and ``p = softmax(z)`` over the
+    vocabulary: ``logprobs = z[label] - lse``, ``entropy = -Σ p ln p`` and ``lse = ln Σ exp(z)`` per token, all in nats.
+    With ``candidates``, ``candidate_logprobs[k] = z[candidates[k]] - lse``. Differentiable, once, in ``hidden``,
+    ``weight`` and ``bias`` through all of them.
+
+    Args:
+        hidden: ``[..., H]`` hidden states; any leading shape, also an empty one. bfloat16, float16 or float32, on a GPU
+            or the CPU.
+        weight: ``[V, H]``, this rank's rows of the head; copied for each call if it is not contiguous. Its dtype is
+            that of the matrix products. Under ``torch.autocast`` it is cast to autocast's dtype first, and all calls
+            of the context share the copy, as with ``torch.nn.functional.linear``.
+        labels: ``[...]`` integers of any type: vocabulary ids, global also when the vocabulary is split.
+        bias: ``[V]``, this rank's part; bfloat16, float16 or float32. Added to the raw products in float32, also under
+            autocast, which leaves it as it is. Its gradient goes to autograd, whatever ``wgrad`` says. The kernels for
+            Hopper GPUs do not serve it: ``implementation=None`` then takes "xla" there. None: no bias.
+        tp_group: the process group over which the vocabulary is split into parts of the same size; rank r holds the
+            r-th. All ranks pass the same ``hidden`` and ``labels`` and get bitwise-equal results. None: ``weight`` is
+            whole.
+        temperature: divides the float32 logits: a positive number, or a float tensor that broadcasts to ``labels`` (one
+            value per token, or per sequence as ``[b, 1]``). No gradient. A tensor's values are looked at only on the
+            CPU and outside ``torch.compile``: there, one that is not positive and finite is refused. Elsewhere its
+            token's results are NaN without a gradient, and the other tokens are not affected.
+        logit_scale: multiplies the float32 logits first (MuP, Cohere).
+        logit_softcap: ``c`` in ``cap(x) = c·tanh(x / c)``, before the temperature (Gemma 2: 30). None: no cap.
+        vocab_size: the true size of the vocabulary of all ranks together. Columns from it on are padding: in no sum,
+            with zero gradient, whatever they hold. None: every column counts, as in Megatron's own cross entropy.
+        entropy: "grad"; "metric" computes it without a gradient, which makes the backward cheaper; "none" leaves it
+            out.
+        stats: True fills ``.max_logit`` and ``.min_logit``, extremes of ``z``. They have no gradient.
+        mean_logit: True fills ``.mean_logit``, the mean of ``z`` over the true vocabulary, with a gradient. Label
+            smoothing needs it (`linear_cross_entropy_loss`). The kernels for Hopper GPUs do not serve it together with
+            a cap.
+        candidates: ``[..., K]`` integers of any type: vocabulary ids per token, global also when the vocabulary is
+            split, whose log-probabilities under the whole vocabulary are wanted too, such as a teacher's most likely
+            tokens; K from 1 to 512. -1 stands for none. None: ``.candidate_logprobs`` is None and costs nothing.
+        keep: which tokens to compute: bool of ``labels``' shape, or the rows of the flattened tokens, each at most once
+            (int64 or int32). The others are 0 and have no gradient. Time and memory are those of the kept tokens,
+            whose results have the same bits as without ``keep``. The host waits for the GPU to count a bool tensor. It
+            does not wait for an index, nor check one there: a row that it holds twice counts twice in the gradients. A
+            bool tensor without values (meta, fake) cannot be counted, and costs as much as all tokens. None: all.
+        ignore_index: tokens with this label (-100 is PyTorch's) are left out, as by a bool ``keep``, which the host
+            waits to count. None: no label leaves its token out, not even one outside the vocabulary.
+        out_of_vocab: the logprob of a label outside the vocabulary (negative, -100, ≥ vocab_size): 0 with "zero",
+            ``max_logit - lse`` with "megatron", as in its cross entropy. The gradient is that of ``-lse`` either way,
+            as Megatron's.
+        reduce_grad_hidden: True sums dhidden over ``tp_group`` in float32, rounded once: for tensor parallelism without
+            sequence parallelism, where no later step sums it. False: each rank's dhidden is its own part of the sum.
+        wgrad: "return" gives the weight its gradient. "main_grad" adds it to ``weight.main_grad``, as Megatron's
+            gradient-accumulation fusion does, and sets ``grad_added_to_main_grad``. A call that is launched directly
+            (`explain`) adds to a float32 ``main_grad`` as it computes, without a dweight in between, if ``main_grad``
+            is contiguous, aligned to 16 bytes and autocast does not cast the weight; otherwise dweight is rounded to
+            the weight's dtype first. Not under ``torch.compile``.
+        cache_bytes: bytes that the forward may keep, so that the backward recomputes less. 0 keeps nothing. An
+            implementation that always recomputes ignores it. A forward that keeps something takes all tokens at once,
+            and its results may differ in the last bits from one that does not. Under ``torch.compile`` each count of
+            tokens then has a graph of its own, and ``keep`` must be an index.
+        gradient_threshold: tiles (128 tokens by 256 vocabulary columns) whose every probability is below it, and that
+            hold no label, are left out of the gradients: a number in [0, 1). Results never change. 0 is exact.
+            "mosaic_gpu" alone leaves tiles out; its forward then keeps V / 64 bytes per token. `lce_jax` tells how much
+            probability was left out (``dropped_mass``). Under ``torch.compile`` as ``cache_bytes``.
+        vocab_part_size: columns of a part of the vocabulary, a multiple of 8. The kernels' tiles begin anew at each
+            part's first column, so calls that are launched directly (`explain`) have the same bits over any number of
+            ranks: give the rows of the smallest shard that any ``tp_group`` has. Ranks must have whole parts; only a
+            vocabulary that is not split may end inside one. Not with ``cache_bytes`` or ``gradient_threshold``. None:
+            each rank's rows are one part.
+        implementation: "mosaic_gpu" (kernels for Hopper GPUs; those for Blackwell have never run, and only this name
+            gets them), "xla" (every device), "reference" (stores the logits), or a tuple of names tried in order. None:
+            the best one that can serve the call.
+
+    Returns:
+        A `LogprobOutput`, each field float32 of ``labels.shape`` (``[..., K]`` for candidates) or None.
+
+    Raises:
+        lce_jax.UnsupportedError: an implementation asked for by name cannot serve the call; the message says why.
+        ValueError, TypeError: shapes, dtypes, devices or options that do not fit, with the offending values. Parts of
+            the vocabulary of different sizes raise in a ``tp_group``'s first call; in a later one, results are NaN.
+        NotImplementedError: on a second derivative, in forward mode, and under ``torch.func.vmap``
+            (``torch.func.grad`` and ``vjp`` work).
+        RuntimeError: under CUDA graph capture, unless the call is launched directly (`explain`) and has run before with
+            tensors of these shapes; in a forked child of a process that has used JAX; if ``weight`` or
+            ``hidden`` was changed in place between forward and backward; if the memory of a tensor was freed, as FSDP
+            and ZeRO free parameters that are not in use.
+
+    Memory:
+        Forward, two copies of 8192 tokens' hidden (none of exactly 4096 or 8192, if they are launched directly and
+        there is no ``tp_group``) and a tile of logits. Between forward and backward, the operands, four to six numbers
+        of four bytes per token, two more per candidate, and the cache; of a DTensor, what was gathered. Backward,
+        beyond the gradients, dhidden in float32 and a tile of logits; for counts of tokens that are no power of two
+        also copies of hidden and dhidden, padded to 128, 512 or the next one from 2048 on (from 32,768 on, or to
+        halfway there).
+        Launched directly, all of it comes from torch's allocator, and a backward without ``retain_graph`` computes in
+        the memory of the cache. Otherwise JAX keeps its own pool of GPU memory (`init`), in which the gradients lie.
+        Before JAX reuses a gradient that torch has dropped, this function waits for the streams that may still read it;
+        JAX code of your own does not.
+
+    DTensors:
+        ``weight`` is gathered in its own dtype over all dimensions of its mesh but that of ``tp_group``, over which it
+        must be ``Shard(0)``; ``bias`` likewise. Their gradients are the mean over the ranks that gathered them: what
+        FSDP2 and HSDP give their parameters, and the gradient itself if all ranks have the same tokens. Each rank of
+        the mesh must make the call, and the backward. ``hidden`` and the per-token arguments must be replicated; the
+        gradient of ``hidden`` is then whole on every rank, whatever ``reduce_grad_hidden`` says. Results are plain
+        tensors. A DTensor breaks the graph of ``torch.compile``.
+
+    Numerics:
+        Every sum and softmax is float32, each gradient is rounded once. float32 products are as exact as
+        ``torch.set_float32_matmul_precision`` or torch's ``fp32_precision`` says. Two runs are bitwise equal.
+
+    Compilation:
+        For each set of options one program is compiled for the forward (two with ``tp_group``; up to three if they are
+        launched directly) and, for each set of outputs and gradients that a loss uses, at most a dozen for the backward
+        of up to 131,072 tokens, each when it is first needed. With ``cache_bytes`` the forward has up to a dozen, too.
+        A new temperature compiles nothing.
+
+    Example:
+        >>> import torch
+        >>> from lce_torch_bridge import linear_logprobs
+        >>> hidden = torch.randn(2, 3, 16, requires_grad=True)
+        >>> weight = torch.zeros(50257, 16, requires_grad=True)   # a uniform distribution
+        >>> out = linear_logprobs(hidden, weight, torch.tensor([[1, 2, 3], [4, 5, -100]]))
+        >>> [round(x, 3) for x in out.logprobs[1].tolist()]       # -ln 50257, and 0 for a label out of vocabulary
+        [-10.825, -10.825, 0.0]
+        >>> (out.logprobs - 0.01 * out.entropy).sum().backward()
+        >>> weight.grad.shape
+        torch.Size([50257, 16])
+    """
+    given = _arguments.of_call(
+        hidden,
+        weight,
+        labels,
+        bias=bias,
+        tp_group=tp_group,
+        temperature=temperature,
+        logit_scale=logit_scale,
+        logit_softcap=logit_softcap,
+        vocab_size=vocab_size,
+        entropy=entropy,
+        stats=stats,
+        mean_logit=mean_logit,
+        candidates=candidates,
+        keep=keep,
+        ignore_index=ignore_index,
+        out_of_vocab=out_of_vocab,
+        reduce_grad_hidden=reduce_grad_hidden,
+        wgrad=wgrad,
+        cache_bytes=cache_bytes,
+        gradient_threshold=gradient_threshold,
+        vocab_part_size=vocab_part_size,
+        implementation=implementation,
+    )
+    return _run(given, _arguments.weight_of(given, wgrad))
+
+
+def _run(given: Arguments, weight: torch.Tensor) -> LogprobOutput:
+    """The operator, on the tokens that are kept."""
+    x, call = _arguments.flat(given), given.call
+    keep_cache = call.keeps_tiles and torch.is_grad_enabled() and _any_gradient(x.hidden, weight, given.bias)
+    operands = Operands(x.hidden, weight, given.bias, x.labels, x.temperature, x.candidates)
+    found = autograd.apply(operands, keep_cache, call)
+    traced = torch.compiler.is_compiling() or not (type(call.vocab_size) is type(call.num_candidates) is int)
+    names = call.fields if traced else names_of(call)[0]
+    if x.rows is not None or given.labels.ndim != 1:
+        found = tuple(_tokens.placed(result, x.rows, given.labels) for result in found[: len(names)])
+    results: dict[str, Any] = dict(zip(names, found, strict=False))
+    return LogprobOutput(**{"entropy": None, **results})
+
+
+def _any_gradient(*leaves: torch.Tensor | None) -> bool:
+    return any(leaf.requires_grad for leaf in leaves if leaf is not None)

@@ -1,0 +1,195 @@
+"""`linear_loss`: any per-token loss of a head's results, its gradients computed in the forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lce_jax import scalars
+from lce_torch_bridge._types import Call, LogprobOutput, Operands, Wgrad
+from lce_torch_bridge.call import _arguments, _checks, _dtensor, _tokens
+from lce_torch_bridge.call._arguments import Arguments
+from lce_torch_bridge.kernels import _rows
+from lce_torch_bridge.operators import _loss_in_forward
+from lce_torch_bridge.operators._loss_in_forward import LossAndGradients, Plan
+from lce_torch_bridge.tensors._main_grad import main_grad_of
+
+CHUNK_BYTES = 1400 << 20  # chunks of 4096 tokens at V 151936
+NO_CANDIDATES = "loss_fn gets log-probability, entropy and lse"
+NO_CACHE = "linear_loss keeps nothing for a backward pass, and chunk_bytes says how many bytes one chunk may take"
+NO_PARTS = "linear_loss keeps exponentials of the forward's tiles, which no backward can use of a vocabulary in parts"
+REFUSED = {
+    "mean_logit": NO_CANDIDATES, "candidates": NO_CANDIDATES, "cache_bytes": NO_CACHE, "vocab_part_size": NO_PARTS,
+}  # fmt: skip
+
+
+@torch.compiler.disable(reason="lce_torch_bridge.linear_loss differentiates loss_fn as it runs")  # type: ignore[untyped-decorator]
+def linear_loss(
+    loss_fn: Callable[..., torch.Tensor],
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    *per_token: torch.Tensor,
+    keep: torch.Tensor | None = None,
+    ignore_index: int | None = None,
+    wgrad: Wgrad = "return",
+    cotangent: float | None = None,
+    chunk_bytes: int | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, LogprobOutput]:
+    """Σ loss_fn(logprob, entropy, lse, …) over the tokens, its gradients computed in the forward.
+
+    A per-token loss has its derivative as soon as the token's results are known. So a call that is differentiated
+    computes results, losses and gradients of one chunk of tokens after the other: the matrix products of a forward and
+    a backward without a recomputation, and one chunk's exponentials at any number of tokens. A call that is not
+    differentiated is a plain forward. Divide the sum by what you like.
+
+    Args:
+        loss_fn: ``loss_fn(logprobs, entropy, lse, *per_token)`` of a chunk's tokens, ``[t]`` each, ``entropy`` None
+            with ``entropy="none"``. Any differentiable PyTorch code that returns ``[t]`` losses, each made of its own
+            token's numbers alone, because chunks end anywhere. It may close over numbers and tensors without a
+            gradient.
+        hidden: ``[..., H]`` hidden states; any leading shape, also an empty one. bfloat16, float16 or float32, on a GPU
+            or the CPU.
+        weight: ``[V, H]``, this rank's rows of the head; copied for each call if it is not contiguous. Its dtype is
+            that of the matrix products. Under ``torch.autocast`` it is cast to autocast's dtype first, and all calls
+            of the context share the copy, as with ``torch.nn.functional.linear``.
+        labels: ``[...]`` integers of any type: vocabulary ids, global also when the vocabulary is split.
+        per_token: tensors whose shapes begin with that of labels: advantages, old log-probabilities. Those that
+            require a gradient get one.
+        keep: which tokens to compute: bool of ``labels``' shape, or the rows of the flattened tokens, each at most once
+            (int64 or int32). The others are 0 and have no gradient. Time and memory are those of the kept tokens,
+            whose results have the same bits as without ``keep``. The host waits for the GPU to count a bool tensor. It
+            does not wait for an index, nor check one there: a row that it holds twice counts twice in the gradients. A
+            bool tensor without values (meta, fake) cannot be counted, and costs as much as all tokens. None: all.
+        ignore_index: tokens with this label (-100 is PyTorch's) are left out, as by a bool ``keep``, which the host
+            waits to count. None: no label leaves its token out, not even one outside the vocabulary.
+        wgrad: "return" gives the weight its gradient. "main_grad" adds it to ``weight.main_grad`` in the backward, in
+            float32 if there are several chunks, as Megatron's gradient-accumulation fusion does, and sets
+            ``grad_added_to_main_grad``.
+        cotangent: the number that the sum will be multiplied by on its way to what is differentiated, if it is known
+            before: 1.0 for the sum itself, or what Megatron's schedule multiplies by. The gradients are computed for it
+            and rounded once, and with ``wgrad="main_grad"`` the forward adds dweight to ``weight.main_grad``, which
+            spares the sum of its own: call it once for each backward, and zero ``main_grad`` before. The backward
+            waits for the GPU to compare. A cotangent that differs by at most 1e-6 of it, as other orders of the same
+            products do, scales what is returned, not what has been added. None: any, as it comes.
+        chunk_bytes: bytes that the exponentials of one chunk of tokens may take, in the weight's dtype; at least 2048
+            tokens are a chunk. None: 1.4 GiB, or one chunk of all tokens where several and their sum of dweight would
+            take as much.
+        **options: ``bias``, ``tp_group``, ``temperature``, ``logit_scale``, ``logit_softcap``, ``vocab_size``,
+            ``entropy``, ``stats``, ``out_of_vocab``, ``reduce_grad_hidden``, ``gradient_threshold`` and
+            ``implementation``, as in `linear_logprobs`.
+
+    Returns:
+        The sum over the tokens that are kept, float32, and a `LogprobOutput` for metrics, through which no gradient
+        flows.
+
+    Raises:
+        lce_jax.UnsupportedError: an implementation asked for by name cannot serve the call; the message says why.
+        ValueError, TypeError: shapes, dtypes, devices or options that do not fit, with the offending values. Also a
+            loss_fn that does not return one floating-point number per token, or that closes over a tensor that requires
+            a gradient. And, in the backward, another cotangent than the one given.
+        Exception: what loss_fn raises. If the forward has added to ``weight.main_grad`` by then, a note of the
+            exception says the gradients of how many tokens.
+        NotImplementedError: under ``create_graph=True``, inside a transform of ``torch.func``, and for tensors without
+            values (meta, fake).
+        RuntimeError: in the cases that `linear_logprobs` lists.
+
+    Memory:
+        Differentiated: ``chunk_bytes``, O(T), and with several chunks dweight in float32, V·H·4 bytes, beyond the
+        gradients; no dweight at all with ``cotangent`` and ``wgrad="main_grad"``, if ``main_grad`` is float32 and the
+        kernels are launched directly (`explain`). The gradients exist from the forward on. "xla" keeps no exponentials:
+        it recomputes, and gains nothing over `linear_logprobs` in time.
+
+    Numerics:
+        With several chunks dweight is summed over them in float32 and rounded once, after it is multiplied by the sum's
+        cotangent (1/n for a mean). dhidden, and dweight of one chunk, are rounded for a cotangent of 1, and once more
+        after that product: give ``cotangent``, or scale the losses inside ``loss_fn``, to be spared the second. In
+        float16, where loss scaling must come first, they are rounded after it alone. The derivatives of the logits,
+        which float16 products take before, are scaled by the power of two that keeps all of them below 2^15, so that
+        those 2^39 times smaller than the largest are 0. Two runs are bitwise equal.
+
+    Compilation:
+        ``torch.compile`` leaves the call out of its graphs. Under activation checkpointing without reentry, the forward
+        and its gradients are computed twice: leave the head out of the checkpoint.
+
+    Example:
+        >>> import torch
+        >>> from lce_torch_bridge import linear_loss
+        >>> def policy_gradient(logprobs, entropy, lse, advantages):
+        ...     return -advantages * logprobs - 0.01 * entropy
+        >>> hidden, weight = torch.ones(4, 8), torch.zeros(1000, 8, requires_grad=True)
+        >>> advantages = torch.tensor([1.0, -1.0, 2.0, 0.0])
+        >>> total, out = linear_loss(policy_gradient, hidden, weight, torch.arange(4), advantages)
+        >>> total.backward()
+        >>> round(total.item(), 3), out.logprobs.shape         # 2·ln 1000 - 4·0.01·ln 1000
+        (13.539, torch.Size([4]))
+    """
+    _checks.options(linear_loss, options, _arguments.OPTIONS, REFUSED)
+    scalars.one_of("wgrad", wgrad, ("return", "main_grad"))
+    if chunk_bytes is not None:
+        chunk_bytes = scalars.num_bytes("chunk_bytes", chunk_bytes)
+    given = _arguments.of_call(hidden, weight, labels, keep=keep, ignore_index=ignore_index, wgrad=wgrad, **options)
+    if not all(_checks.has_values(x) for x in (given.hidden, given.weight)):
+        raise NotImplementedError(
+            "linear_loss differentiates loss_fn as it runs, which meta and fake tensors and transforms of torch.func "
+            "do not allow: apply loss_fn to the results of linear_logprobs, and sum"
+        )
+    if cotangent is not None:
+        cotangent = scalars.number("cotangent", cotangent)
+    x, own, rows = _flat(given, per_token, wgrad)
+    plan = Plan(loss_fn, given.call, _chunk_rows(len(x.labels), x.weight, chunk_bytes, wgrad, given.call))
+    wanted = (leaf.requires_grad for leaf in x[:3] if leaf is not None)
+    if not (torch.is_grad_enabled() and any(wanted)):
+        total, fields = _loss_in_forward.without_gradients(plan, x, own)
+    else:
+        of_chunks = plan.call._replace(cache_bytes=_loss_in_forward.ALL)
+        main_grad = main_grad_of(given.weight) if wgrad == "main_grad" else None
+        plan = plan._replace(call=of_chunks, main_grad=main_grad, cotangent=cotangent)
+        _refuse_recomputation(plan)
+        total, *found = LossAndGradients.apply(plan, *x[:5], *own)
+        fields = dict(zip(given.call.fields, found, strict=True))
+    placed: Any = {name: _tokens.placed(field, rows, given.labels) for name, field in fields.items()}
+    return total, LogprobOutput(**{"entropy": None, **placed})
+
+
+def _chunk_rows(tokens: int, weight: torch.Tensor, chunk_bytes: int | None, wgrad: Wgrad, call: Call) -> int:
+    """Rows of a chunk: as many as fit.
+
+    By default all at once where several chunks and their float32 sum of dweight would take as much: adding to that sum
+    costs time. Not where a sum is kept anyway, or where no exponentials are.
+    """
+    row_bytes = weight.shape[0] * weight.element_size()
+    sums = wgrad == "return" and weight.requires_grad and weight.dtype == torch.bfloat16
+    if chunk_bytes is None and sums and not call.gradient_threshold:
+        spared = weight.numel() * (4 - weight.element_size())  # dweight itself exists after the sum only
+        if _rows.size(tokens) * row_bytes <= CHUNK_BYTES + spared:
+            return max(tokens, 1)
+    return _rows.at_most((CHUNK_BYTES if chunk_bytes is None else chunk_bytes) // row_bytes)
+
+
+def _refuse_recomputation(plan: Plan) -> None:
+    """Refuses to add to main_grad in a backward: an activation checkpoint runs its forward there a second time."""
+    if plan.into is not None and torch._C._current_graph_task_id() != -1:
+        raise NotImplementedError(
+            f"linear_loss(wgrad='main_grad', cotangent={plan.cotangent!r}) adds to main_grad as it runs, and this is a "
+            "backward pass, where an activation checkpoint may run it a second time: leave the head out of the "
+            "checkpoint, or leave cotangent out"
+        )
+
+
+def _flat(
+    given: Arguments, per_token: tuple[torch.Tensor, ...], wgrad: Wgrad
+) -> tuple[Operands, list[torch.Tensor], torch.Tensor | None]:
+    """The operands and the per-token arguments of the tokens that are kept, flat, and which tokens these are."""
+    flat, labels = _arguments.flat(given), given.labels
+    names = {f"per_token[{i}]": x for i, x in enumerate(per_token)}
+    own = []
+    for name, x in names.items():
+        (plain,) = _dtensor.tokens(**{name: x})
+        _checks.per_token(name, plain, given.hidden, labels)
+        own.append(_tokens.kept(plain.reshape(labels.numel(), *plain.shape[labels.ndim :]), flat.rows, 0.0))
+    weight = _arguments.weight_of(given, wgrad)
+    return Operands(flat.hidden, weight, given.bias, flat.labels, flat.temperature, None), own, flat.rows

@@ -1,0 +1,1 @@
+"""Tensors and devices as kernels see them."""

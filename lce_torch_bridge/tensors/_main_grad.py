@@ -1,0 +1,103 @@
+"""Megatron's gradient-accumulation fusion: dweight is added to ``weight.main_grad`` as soon as it is computed."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import Any
+
+import torch
+
+from lce_torch_bridge.tensors._readable import readable
+
+
+@torch.compiler.disable(  # type: ignore[untyped-decorator]
+    reason='lce_torch_bridge with wgrad="main_grad" writes to weight.main_grad as it runs'
+)
+def accumulate_into_main_grad(weight: torch.Tensor) -> torch.Tensor:
+    """``weight``, whose gradient will be added to ``weight.main_grad``, not returned.
+
+    Follows Megatron's fused layers: ``grad_added_to_main_grad`` is set if it exists, and autograd gets a placeholder
+    for the gradient, which is zero with ``zero_out_wgrad`` and arbitrary without. Where a kernel has added the
+    gradient, the placeholder is sparse and empty: zeros without memory.
+    """
+    main_grad = main_grad_of(weight)
+    return weight if main_grad is None else _AccumulateIntoMainGrad.apply(weight, main_grad)
+
+
+def main_grad_of(weight: torch.Tensor) -> torch.Tensor | None:
+    """Where the weight's gradient is to be added; None if it has none."""
+    if not (torch.is_grad_enabled() and weight.requires_grad):
+        return None
+    if hasattr(weight, "__fsdp_param__"):
+        raise ValueError('wgrad="main_grad" does not serve Megatron-FSDP, which makes main_grad anew: use "return"')
+    main_grad = getattr(weight, "main_grad", None)
+    if main_grad is None:
+        raise ValueError(
+            'wgrad="main_grad" needs weight.main_grad, which Megatron\'s DistributedDataParallel makes; without it use '
+            'wgrad="return"'
+        )
+    if main_grad.shape != weight.shape:
+        raise ValueError(f"main_grad {tuple(main_grad.shape)} must have the shape of weight {tuple(weight.shape)}")
+    if main_grad.device != weight.device:
+        raise ValueError(f"main_grad is on {main_grad.device}, weight on {weight.device}")
+    readable("weight.main_grad", main_grad)
+    return main_grad
+
+
+def placeholder(weight: torch.Tensor, dweight: torch.Tensor) -> torch.Tensor | None:
+    """What autograd gets in place of ``dweight``, which has been added and may be overwritten."""
+    if not hasattr(weight, "grad_added_to_main_grad"):
+        return None
+    weight.grad_added_to_main_grad = True
+    # It must have the gradient's shape. dweight itself costs no further memory.
+    return dweight.zero_() if getattr(weight, "zero_out_wgrad", False) else dweight
+
+
+def nothing_like(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A gradient of zeros without any memory: sparse, and empty."""
+    _settle_the_warning()
+    return torch.zeros(weight.shape, dtype=dtype, device=weight.device, layout=torch.sparse_coo)
+
+
+@functools.cache
+def _settle_the_warning() -> None:
+    """Some versions of torch warn once that sparse tensors are not checked. An empty one cannot be wrong."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.sparse_coo_tensor(torch.zeros((1, 0), dtype=torch.int64), torch.zeros(0), (1,), check_invariants=False)
+
+
+def behind(node: Any, edge: int) -> torch.Tensor | None:
+    """The sum to which a backward may add the weight's gradient itself, as float32 numbers; None if there is none.
+
+    ``edge`` is the weight's place among the tensors of the Function whose ``ctx`` is ``node``. Its gradient goes to
+    `_AccumulateIntoMainGrad` then, to which `nothing_like` is left to add.
+    """
+    after, _ = node.next_functions[edge]
+    if getattr(after, "_forward_cls", None) is not _AccumulateIntoMainGrad or after.main_grad.dtype != torch.float32:
+        return None
+    return after.main_grad if is_asked_for(node, edge) else None
+
+
+def is_asked_for(node: Any, edge: int) -> bool:
+    """Whether this backward goes on to that edge of ``node``: not if no input that is asked for comes after it."""
+    after, _ = node.next_functions[edge]
+    return bool(torch._C._will_engine_execute_node(after))
+
+
+class _AccumulateIntoMainGrad(torch.autograd.Function):
+    """The identity, whose backward adds the gradient to ``main_grad``."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, main_grad: torch.Tensor) -> torch.Tensor:
+        # Not through save_for_backward: other micro-batches may change both in place before this backward.
+        ctx.weight, ctx.main_grad = weight, main_grad
+        return weight.detach()  # the same memory; autograd still counts changes in place
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dweight: torch.Tensor) -> tuple[torch.Tensor | None, None]:
+        if not dweight.is_sparse:  # otherwise it has been added
+            ctx.main_grad.add_(dweight)
+        return placeholder(ctx.weight, dweight), None

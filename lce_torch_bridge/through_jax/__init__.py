@@ -1,0 +1,1 @@
+"""Programs of JAX on torch's tensors, lent through DLPack."""
