@@ -37,9 +37,9 @@ def check_equal_parts(weight: torch.Tensor, name: str) -> None:
     """In a group's first call the ranks compare their numbers of rows and their ways, and all raise if these differ.
 
     Only in the first call: every rank knows which call is the first, and so all of them join the collective. Later
-    calls send the number with their statistics, and their results are NaN if it differs (`through_jax._programs.results`).
-    Where kernels are launched directly, that needs parts with as many groups of tiles, 4096 columns each: otherwise the ranks
-    send arrays of different sizes, which NCCL does not notice.
+    calls send the number with their statistics, and their results are NaN if it differs. Where kernels
+    are launched directly, that needs parts with as many groups of tiles, 4096 columns each: otherwise the ranks send
+    arrays of different sizes, which NCCL does not notice.
 
     Raises:
         ValueError: the parts of the vocabulary are of different sizes, or some ranks launch kernels directly and others

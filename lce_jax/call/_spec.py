@@ -27,8 +27,8 @@ class Spec:
     # The axes that split the tokens, in a program of `runner._spread`. No types say there what to sum, so the program
     # sums over these axes, and cotangents arrive whole. None: the types of ``shard_map`` say what to sum.
     token_axes: tuple[str, ...] | None = None
-    # Where `runner._spread` finds global operands: a `Layout`, or the mesh of their types, empty if they name none. None:
-    # on this device.
+    # Where `runner._spread` finds global operands: a `Layout`, or the mesh of their types, empty if they name none.
+    # None: on this device.
     mesh: Any = None
 
     @property

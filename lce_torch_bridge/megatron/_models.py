@@ -1,4 +1,4 @@
-"""A model whose output layer is replaced: GPTModel's own way in newer versions, and a context manager for the others."""
+"""A model whose output layer is replaced: GPTModel's own way in newer versions, a context manager for the others."""
 
 from __future__ import annotations
 

@@ -8,9 +8,9 @@
 P is the number of rows of a program. How many of them count is an operand, so that one program serves many counts of
 tokens. Each array that crosses between the libraries costs the host as much time as many kernels. So everything per
 token crosses as one int32 array, floats by their bits, as `kernels._rows.with_count` packs it. ``tokens`` has two
-columns for the halves of each int64 label, one for the temperature, if there is one, and K for candidates, if there are any. S is
-the label, temperature and candidates as they are there, and the merged statistics; `gradients` takes columns of S and
-the cotangents. What is [P, K] here is K rows of what is packed.
+columns for the halves of each int64 label, one for the temperature, if there is one, and K for candidates, if there are
+any. S is the label, temperature and candidates as they are there, and the merged statistics; `gradients` takes columns
+of S and the cotangents. What is [P, K] here is K rows of what is packed.
 """
 
 from __future__ import annotations
