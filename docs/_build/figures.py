@@ -104,12 +104,12 @@ def bars(axes: Axes, names: list[str], values: list[float], text: str, keys: lis
 
 # (height of the box's middle, title, second line, whether the logits of a tile exist there)
 STEPS = (
-    (10.4, "linear_logprobs(hidden, weight, labels)", "api.py: checks, flat [T, H] rows", False),
+    (10.4, "linear_logprobs(hidden, weight, labels)", "ops/: checks, flat [T, H] rows", False),
     (9.2, "which implementation?", "_dispatch.py: mosaic_gpu, xla or reference, each with a reason", False),
-    (8.0, "rows that count come first", "_rows.py: where=False costs no work", False),
+    (8.0, "rows that count come first", "call/: where=False costs no work", False),
     (6.5, "a tile: x = hidden · weight[tile]ᵀ", "on the chip: m = max x, s = Σ eᵘ, q = Σ u eᵘ, t  (eq. 1)", True),
-    (5.0, "merge tiles, chunks and shards", "_statistics.py: a few numbers per token  (eq. 2)", False),
-    (3.8, "logprob, entropy, lse", "_math.py: finish  (eq. 3)", False),
+    (5.0, "merge tiles, chunks and shards", "mathematics/: a few numbers per token  (eq. 2)", False),
+    (3.8, "logprob, entropy, lse", "mathematics/: finish  (eq. 3)", False),
     (2.3, "a tile again: x, or the cached eᵘ", "dz from three numbers per token  (eq. 4)", True),
     (0.8, "dhidden += dz · weight[tile],  dweight[tile] = dzᵀ · hidden", "summed in float32, rounded once  (eq. 5)", False),
 )

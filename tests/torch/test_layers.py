@@ -23,7 +23,7 @@ def imported(path: Path) -> set[tuple[str, str]]:
 
 
 def test_only_public_names_of_lce_jax() -> None:
-    names = {pair for path in FOLDER.glob("*.py") for pair in imported(path) if pair[0].startswith("lce_jax")}
+    names = {pair for path in FOLDER.rglob("*.py") for pair in imported(path) if pair[0].startswith("lce_jax")}
     public = {("lce_jax", name) for name in lce_jax.__all__} | {("lce_jax", "")}
     public |= {("lce_jax", "scalars"), ("lce_jax", "passes")}
     public |= {("lce_jax.local", name) for name in lce_jax.local.__all__}
@@ -35,18 +35,18 @@ def test_private_names_of_jax_and_torch_are_few_and_known() -> None:
     """For these four things the libraries have no public way, or a slow one; torch documents its dispatch modes."""
     private = {
         (path.name, module)
-        for path in FOLDER.glob("*.py")
+        for path in FOLDER.rglob("*.py")
         for module, _ in imported(path)
         if module.split(".")[0] in ("jax", "torch") and any(part.startswith("_") for part in module.split("."))
     }
     documented = ("_autocast.py", "torch.utils._python_dispatch")
     assert private == {
-        ("runtime.py", "jax._src"),
-        ("dlpack.py", "jax._src.lib"),
+        ("_runtime.py", "jax._src"),
+        ("_dlpack.py", "jax._src.lib"),
         ("_dtensor.py", "torch.distributed._composable_state"),
         documented,
     }
-    uses = [path.name for path in FOLDER.glob("*.py") if "_resolve_process_group" in path.read_text()]
+    uses = [path.name for path in FOLDER.rglob("*.py") if "_resolve_process_group" in path.read_text()]
     assert uses == ["tensor_parallel.py"]
 
 
