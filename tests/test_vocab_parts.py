@@ -19,7 +19,7 @@ from lce_jax.mosaic._pallas import interpreting, plgpu
 from lce_jax.mosaic.sm90 import KERNELS
 from tests import one_device_shards, oracle
 from tests.devices import H200
-from tests.test_mosaic_interpret import call, case_of
+from tests.mosaic_calls import call, case_of
 from tests.test_mosaic_lowering import lower
 from tests.test_same_bits import FIELDS, by_jax, by_list, drawn
 from tests.test_same_bits import kernels_of_jax as kernels_of_jax  # a fixture

@@ -12,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 from lce_torch_bridge import linear_logprobs, linear_loss
 from lce_torch_bridge.ops import _loss
 from lce_torch_bridge.through_jax import _programs
-from lce_torch_bridge.through_jax._programs import Spec
 from tests.pairs import pairs_of
 from tests.torch import problem as p
 
@@ -30,8 +29,7 @@ def ppo(logprobs: Any, entropy: Any, lse: Any, old: Any, advantages: Any) -> Any
 
 def arguments(problem: p.Problem) -> list[torch.Tensor]:
     """Old log-probabilities near the new ones, and advantages."""
-    generator = torch.Generator().manual_seed(4)
-    shape = problem.labels.shape
+    generator, shape = torch.Generator().manual_seed(4), problem.labels.shape
     old = p.stored(problem.hidden, problem.weight, problem.labels).logprobs.float()
     return [old + 0.2 * torch.randn(shape, generator=generator), torch.randn(*shape, 2, generator=generator)]
 
@@ -293,7 +291,7 @@ def test_only_gradients_are_kept() -> None:
 def test_the_sum_of_dweight_is_overwritten() -> None:
     """What XLA compiled: the sum that comes in is the sum that goes out, and no second one is made."""
     struct, (T, H, V) = jax.ShapeDtypeStruct, (2048, 64, 16384)
-    spec = Spec(p.told(V, implementation="xla"), 0, padded=False, precision=None)
+    spec = _programs.Spec(p.told(V, implementation="xla"), 0, padded=False, precision=None)
     per_token = struct((1 + T * (1 + 4 + 2),), "int32")
     shapes = (struct((T, H), "bfloat16"), struct((V, H), "bfloat16"), None, per_token, struct((V, H), "float32"))
     run = _programs.gradients(spec, ("logprobs", "entropy"), (True, True, False), True, None)

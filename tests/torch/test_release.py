@@ -9,7 +9,7 @@ from tests.torch.processes import succeed
 PROGRAM = """
     import os, warnings, weakref
     import jax, lce_torch_bridge, torch
-    from lce_torch_bridge import runtime
+    from lce_torch_bridge.through_jax import _runtime as runtime
     from tests.torch import problem as p
 
     def attempt():

@@ -129,7 +129,7 @@ def test_platforms_that_jax_does_not_start_with() -> None:
     """Each case finds JAX as in a new process; what the message says to write then works in it."""
     said = succeed("""
         import jax, os, torch, lce_torch_bridge
-        from lce_torch_bridge import runtime
+        from lce_torch_bridge.through_jax import _runtime as runtime
         def call():
             return lce_torch_bridge.linear_logprobs(torch.ones(2, 3), torch.ones(4, 3), torch.zeros(2, dtype=int))
         for value in ("cuda", "tpu", "gpu", "CPU", "rocm,cpu"):

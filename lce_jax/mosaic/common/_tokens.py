@@ -25,7 +25,7 @@ from lce_jax._types import Case, LogprobOutput, Results, RowCoefficients
 from lce_jax.mathematics import _logprobs, _statistics, _temperature
 from lce_jax.mosaic import _operands, _pallas, _partial_statistics
 from lce_jax.mosaic._chunks import num_groups
-from lce_jax.mosaic._geometry import geometry
+from lce_jax.mosaic._geometry import Geometry, geometry
 from lce_jax.mosaic._operands import LOG2E, Marked
 from lce_jax.mosaic._pallas import pl, plgpu
 from lce_jax.mosaic.common._threads import THREADS, Rows, along, block_rows, numbered
@@ -101,11 +101,7 @@ def _prepare(case: Case, field: int | None, in_halves: bool, labels: Any, *refs:
         column = label() - along(start)
         known = (label() >= 0) & (label() < vocab_size)
         owned = known & (column >= 0) & (column < case.vocab_size)
-        place = column
-        if shape.has_parts:
-            before = lax.div(jnp.maximum(column, along(0)), along(shape.part_columns))
-            place = column + before * along(shape.overhang)
-        return jnp.where(owned, place, along(-1))
+        return jnp.where(owned, _place(shape, column), along(-1))
 
     def write() -> None:
         inverse = None if field is None else _temperature.inverse(temperatures[rows.of_field(field, stride)])
@@ -133,6 +129,14 @@ def _prepare(case: Case, field: int | None, in_halves: bool, labels: Any, *refs:
         holds_target.at[block, block_rows(part)][...] = lax.fori_loop(0, THREADS // STEP, step, along(0))
 
     pl.run_scoped(mark, plgpu.SMEM((THREADS,), jnp.int32))
+
+
+def _place(shape: Geometry, column: Any) -> Any:
+    """`Geometry.place`, in a kernel."""
+    if not shape.has_parts:
+        return column
+    before = lax.div(jnp.maximum(column, along(0)), along(shape.part_columns))
+    return column + before * along(shape.overhang)
 
 
 def finish(
