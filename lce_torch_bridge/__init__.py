@@ -1,15 +1,22 @@
-"""`lce_jax` for PyTorch and Megatron: log-probability and entropy of a language-model head, logits never stored."""
+"""`lce_jax` for PyTorch and Megatron: log-probability and entropy of a language-model head, logits never stored.
 
-from lce_torch_bridge._types import LogprobOutput, TopK
-from lce_torch_bridge._way import launch_with
-from lce_torch_bridge.ops._cross_entropy import linear_cross_entropy, linear_cross_entropy_loss, linear_entropy
-from lce_torch_bridge.ops._explain import Explanation, explain
-from lce_torch_bridge.ops._logits import linear_logits, masked_logprobs
-from lce_torch_bridge.ops._logprobs import linear_logprobs
-from lce_torch_bridge.ops._loss import linear_loss
-from lce_torch_bridge.ops._topk import linear_topk
-from lce_torch_bridge.through_jax._release import release
-from lce_torch_bridge.through_jax._runtime import init
+JAX and torch's compiler, 3 to 5 seconds, are imported with the first name that is used.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lce_torch_bridge._types import LogprobOutput, TopK
+    from lce_torch_bridge._way import launch_with
+    from lce_torch_bridge.ops._cross_entropy import linear_cross_entropy, linear_cross_entropy_loss, linear_entropy
+    from lce_torch_bridge.ops._explain import Explanation, explain
+    from lce_torch_bridge.ops._logits import linear_logits, masked_logprobs
+    from lce_torch_bridge.ops._logprobs import linear_logprobs
+    from lce_torch_bridge.ops._loss import linear_loss
+    from lce_torch_bridge.ops._topk import linear_topk
+    from lce_torch_bridge.through_jax._release import release
+    from lce_torch_bridge.through_jax._runtime import init
 
 __all__ = [
     "Explanation",
@@ -28,3 +35,29 @@ __all__ = [
     "masked_logprobs",
     "release",
 ]
+
+_MODULES = {
+    "_types": ("LogprobOutput", "TopK"),
+    "_way": ("launch_with",),
+    "ops._cross_entropy": ("linear_cross_entropy", "linear_cross_entropy_loss", "linear_entropy"),
+    "ops._explain": ("Explanation", "explain"),
+    "ops._logits": ("linear_logits", "masked_logprobs"),
+    "ops._logprobs": ("linear_logprobs",),
+    "ops._loss": ("linear_loss",),
+    "ops._topk": ("linear_topk",),
+    "through_jax._release": ("release",),
+    "through_jax._runtime": ("init",),
+}
+_module_of = {name: module for module, names in _MODULES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _module_of:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_module_of[name]}"), name)
+    globals()[name] = value  # the next use finds it without this function
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
