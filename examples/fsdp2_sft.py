@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from lce_torch_bridge import linear_cross_entropy_loss
+from lce_torch_bridge import linear_cross_entropy
 
 
 class Model(nn.Module):
@@ -22,7 +22,7 @@ class Model(nn.Module):
 
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         hidden, _ = self.trunk(self.embed(tokens))
-        return linear_cross_entropy_loss(hidden, self.head.weight, labels, ignore_index=-100)
+        return linear_cross_entropy(hidden, self.head.weight, labels, ignore_index=-100)
 
 
 def shard(model: Model) -> Model:

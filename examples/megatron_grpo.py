@@ -29,7 +29,7 @@ class Rollout(NamedTuple):
 def score(model: torch.nn.Module, rollout: Rollout, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probability and entropy [b, s] of the next tokens, 0 outside the response; the same bits on all TP ranks."""
     labels = rollout.tokens.roll(-1, dims=1)
-    context = {"labels": labels, "temperature": temperature, "keep": rollout.response}
+    context = {"labels": labels, "temperature": temperature, "where": rollout.response}
     logprobs, entropy, *_ = model(*rollout[:3], output_processor=output_processor, output_processor_context=context)
     return logprobs, entropy
 

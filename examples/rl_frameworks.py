@@ -12,7 +12,7 @@ Put ours in their place before the trainer is built, on every rank:
     trl_utils._ChunkedLogProbFunction = rl_frameworks.TrlLogprobs
 
     import verl.models.mcore.model_forward_fused as verl_forward
-    verl_forward.linear_cross_entropy = lce_torch_bridge.linear_cross_entropy
+    verl_forward.linear_cross_entropy = lce_torch_bridge.verl.linear_cross_entropy
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def skyrl_logprobs(
     del backend, chunk_size
     _check_shard(weight, vocab_start_index, vocab_end_index)
     with torch.no_grad() if inference_only else contextlib.nullcontext():
-        return linear_logprobs(hidden, weight, target, tp_group=tp_group, entropy="none").logprobs
+        return linear_logprobs(hidden, weight, target, tp_group=tp_group, entropy=False).logprobs
 
 
 def nemo_rl_logprobs(
@@ -52,7 +52,7 @@ def nemo_rl_logprobs(
     with torch.no_grad() if inference_only else contextlib.nullcontext():
         hidden = gather_from_sequence_parallel_region(tensor_parallel_hidden_states, True, tp_group)  # and its reverse
         labels = target.roll(-1, dims=-1).t()  # [s, b], as the hidden states lie
-        out = linear_logprobs(hidden, output_weight_layer, labels, tp_group=tp_group, entropy="none")
+        out = linear_logprobs(hidden, output_weight_layer, labels, tp_group=tp_group, entropy=False)
     return out.logprobs.t()[:, :-1]
 
 
@@ -72,7 +72,7 @@ class TrlLogprobs:
         out = linear_logprobs(
             hidden, weight.to(hidden.dtype), targets, bias=bias, temperature=temperature,
             logit_softcap=final_logit_softcapping, logit_scale=logit_scale,
-            entropy="grad" if "entropy" in outputs else "none",
+            entropy="entropy" in outputs,
             stats="is_top1" in outputs, mean_logit="mean_logits" in outputs,
         )  # fmt: skip
         mean = None if out.mean_logit is None else out.mean_logit.detach()

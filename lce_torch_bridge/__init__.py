@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lce_torch_bridge._types import LogprobOutput, TopK
     from lce_torch_bridge._way import launch_with
-    from lce_torch_bridge.ops._cross_entropy import linear_cross_entropy, linear_cross_entropy_loss, linear_entropy
+    from lce_torch_bridge.ops._cross_entropy import linear_cross_entropy, linear_entropy
     from lce_torch_bridge.ops._explain import Explanation, explain
     from lce_torch_bridge.ops._logits import linear_logits, masked_logprobs
     from lce_torch_bridge.ops._logprobs import linear_logprobs
@@ -26,7 +26,6 @@ __all__ = [
     "init",
     "launch_with",
     "linear_cross_entropy",
-    "linear_cross_entropy_loss",
     "linear_entropy",
     "linear_logits",
     "linear_logprobs",
@@ -39,7 +38,7 @@ __all__ = [
 _MODULES = {
     "_types": ("LogprobOutput", "TopK"),
     "_way": ("launch_with",),
-    "ops._cross_entropy": ("linear_cross_entropy", "linear_cross_entropy_loss", "linear_entropy"),
+    "ops._cross_entropy": ("linear_cross_entropy", "linear_entropy"),
     "ops._explain": ("Explanation", "explain"),
     "ops._logits": ("linear_logits", "masked_logprobs"),
     "ops._logprobs": ("linear_logprobs",),

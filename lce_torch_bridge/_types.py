@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, get_type_hints
 
 import torch
 
-type Entropy = Literal["grad", "metric", "none"]
+type Entropy = bool | Literal["metric"]
 type OutOfVocab = Literal["zero", "megatron"]
 type Wgrad = Literal["return", "main_grad"]
 type Reduction = Literal["none", "sum", "mean"]
@@ -30,7 +30,7 @@ class LogprobOutput(NamedTuple):
 
     Attributes:
         logprobs: ln p(label), nats. ``out_of_vocab`` says what a label outside the vocabulary has.
-        entropy: entropy of the token's distribution, nats. None with ``entropy="none"``.
+        entropy: entropy of the token's distribution, nats. None with ``entropy=False``.
         lse: ln Σ exp(logits), nats.
         max_logit: largest logit over the true vocabulary. None without ``stats=True``.
         min_logit: smallest logit over the true vocabulary. None without ``stats=True``.
@@ -88,7 +88,7 @@ class Call(NamedTuple):
     vocab_size: int  # the true size of the whole vocabulary
     logit_scale: float
     logit_softcap: float | None
-    entropy: str  # an `Entropy`
+    entropy: str  # "grad", "metric" (no gradient) or "none"
     stats: bool
     mean_logit: bool
     num_candidates: int  # 0: none are asked for

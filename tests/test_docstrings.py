@@ -13,6 +13,7 @@ import torch
 import lce_jax
 import lce_torch_bridge
 import lce_torch_bridge.megatron._models
+import lce_torch_bridge.verl
 from lce_jax import local
 from lce_torch_bridge.megatron import _output_layer
 
@@ -53,18 +54,18 @@ OTHER_MEANING = {
 OTHER_MEANING_IN_THE_BRIDGE = {
     ("linear_loss", "wgrad"): "added in float32",
     ("linear_logits", "wgrad"): "there are no kernels",
-    **{("linear_topk", name): "there are no labels" for name in ("tp_group", "temperature", "keep")},
+    **{("linear_topk", name): "there are no labels" for name in ("tp_group", "temperature", "where")},
     **{("linear_topk", name): "it has no gradient" for name in ("bias", "vocab_size")},
     ("linear_topk", "implementation"): "there are no kernels",
     ("linear_logits", "implementation"): "there are no kernels, and no logits are stored",
     ("linear_logits", "bias"): "there are no kernels",
     ("linear_logits", "tp_group"): "there are no labels",
     ("linear_logits", "temperature"): "there are no labels",
-    ("linear_logits", "keep"): "a bool tensor without values costs what all do, and -1 leaves tokens out, too",
+    ("linear_logits", "where"): "a bool tensor without values costs what all do, and -1 leaves tokens out, too",
     ("masked_logprobs", "ids"): "a set",
-    ("linear_cross_entropy", "labels"): "verl's callers pass further shapes",
-    ("linear_cross_entropy", "temperature"): "verl's callers pass a number or None",
-    ("linear_cross_entropy", "reduction"): "of log-probabilities, without those that do not count",
+    ("verl.linear_cross_entropy", "labels"): "verl's callers pass further shapes",
+    ("verl.linear_cross_entropy", "temperature"): "verl's callers pass a number or None",
+    ("verl.linear_cross_entropy", "reduction"): "of log-probabilities, without those that do not count",
     ("output_processor", "labels"): "the model's own, which the context replaces",
     ("fused_output_layer", "labels"): "[b, s], as Megatron has them",
 }
@@ -76,7 +77,7 @@ FUNCTIONS = [
 ]
 BRIDGE = [
     getattr(module, name)
-    for module in (lce_torch_bridge, lce_torch_bridge.megatron)
+    for module in (lce_torch_bridge, lce_torch_bridge.megatron, lce_torch_bridge.verl)
     for name in module.__all__
     if inspect.isfunction(getattr(module, name))
 ]
@@ -160,12 +161,16 @@ def test_every_argument_is_described_in_order(function: Callable[..., Any]) -> N
         assert not re.fullmatch(r"as (\w+ )*`[\w.]+`\W*", text, re.IGNORECASE), f"{name} only points elsewhere: {text}"
 
 
+def name_of(function: Callable[..., Any]) -> str:
+    return ("verl." if function is lce_torch_bridge.verl.linear_cross_entropy else "") + function.__name__
+
+
 def texts_of(functions: list[Callable[..., Any]], without: dict[tuple[str, str], str]) -> dict[Any, dict[str, Any]]:
     """By (argument, module) the texts, and by text the functions that have it."""
     texts: dict[tuple[str, str], dict[str, list[str]]] = {}
     for function in functions:
         for name, text in entries(sections(function).get("Args", "")).items():
-            if name.startswith("**") or (function.__name__, name) in without:
+            if name.startswith("**") or (name_of(function), name) in without:
                 continue
             of_local = name in DIFFERS_BETWEEN_MODULES and getattr(local, function.__name__, None) is function
             key = (name, "local" if of_local else "")
@@ -182,8 +187,8 @@ def test_the_same_argument_has_the_same_text() -> None:
 def test_the_same_argument_of_the_bridge_has_the_same_text() -> None:
     texts = texts_of(BRIDGE, OTHER_MEANING_IN_THE_BRIDGE)
     assert {key: found for key, found in texts.items() if len(found) > 1} == {}
-    assert all(len(texts[name, ""]) == 1 for name in ("hidden", "weight", "labels", "keep", "ignore_index"))
-    described = {(function.__name__, name) for function in BRIDGE for name in inspect.signature(function).parameters}
+    assert all(len(texts[name, ""]) == 1 for name in ("hidden", "weight", "labels", "where", "ignore_index"))
+    described = {(name_of(function), name) for function in BRIDGE for name in inspect.signature(function).parameters}
     assert described >= OTHER_MEANING_IN_THE_BRIDGE.keys()
 
 

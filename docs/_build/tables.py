@@ -5,6 +5,7 @@ A table stands between ``<!-- table: NAME -->`` and ``<!-- /table -->``. A test 
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import sys
@@ -14,6 +15,8 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
+import lce_jax  # noqa: E402
+import lce_torch_bridge  # noqa: E402
 from lce_jax._plans import format_bytes  # noqa: E402
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "recipes").glob("*.md"))]
@@ -142,6 +145,30 @@ def provenance(run: Run) -> str:
     return f"{device['device_kind']}, {versions}, {run['date']}{rounds}: `{command(run)}`"
 
 
+def functions() -> str:
+    """Every public function, and the packages that have it."""
+    by_name = {name: [name in module.__all__ for module in (lce_jax, lce_torch_bridge)] for name in public_functions()}
+    rows = [[f"`{name}`", *("yes" if there else "–" for there in found)] for name, found in sorted(by_name.items())]
+    return markdown(["function", "`lce_jax`", "`lce_torch_bridge`"], rows, left=3)
+
+
+def public_functions() -> set[str]:
+    """Their names, in both packages."""
+    modules = (lce_jax, lce_torch_bridge)
+    return {name for each in modules for name in each.__all__ if inspect.isfunction(getattr(each, name))}
+
+
+def options() -> str:
+    """The keyword arguments of `linear_logprobs`, with their defaults."""
+    found = [inspect.signature(module.linear_logprobs).parameters for module in (lce_jax, lce_torch_bridge)]
+    names = [name for each in found for name, x in each.items() if x.kind is x.KEYWORD_ONLY]
+    rows = [
+        [f"`{name}`", *(f"`{each[name].default!r}`" if name in each else "–" for each in found)]
+        for name in dict.fromkeys(names)
+    ]
+    return markdown(["option", "`lce_jax`", "`lce_torch_bridge`"], rows, left=3)
+
+
 def tables() -> dict[str, str]:
     """All tables by name."""
     h200, earlier, accuracy = load("h200"), load("h200-earlier"), load("accuracy")
@@ -149,6 +176,8 @@ def tables() -> dict[str, str]:
         "summary": summary(h200, earlier),
         "summary by": f"{provenance(h200)}. A star: the printed ratios of earlier runs, `{earlier['command']}`.",
         "details": details(h200),
+        "functions": functions(),
+        "options": options(),
         "errors": errors(accuracy),
         "errors by": f"CPU, JAX {accuracy['device']['jax']}, {accuracy['date']}: `{accuracy['command']}`",
     }

@@ -29,7 +29,7 @@ class Arguments(NamedTuple):
     labels: torch.Tensor  # [...]
     temperature: float | torch.Tensor  # broadcasts to labels
     candidates: torch.Tensor | None  # [..., K]
-    keep: torch.Tensor | None  # a mask or an index, without ignored labels
+    where: torch.Tensor | None  # a mask or an index, without ignored labels
     call: Call
 
 
@@ -44,11 +44,11 @@ def of_call(
     logit_scale: float = 1.0,
     logit_softcap: float | None = None,
     vocab_size: int | None = None,
-    entropy: Entropy = "grad",
+    entropy: Entropy = True,
     stats: bool = False,
     mean_logit: bool = False,
     candidates: torch.Tensor | None = None,
-    keep: torch.Tensor | None = None,
+    where: torch.Tensor | None = None,
     ignore_index: int | None = None,
     out_of_vocab: OutOfVocab = "zero",
     reduce_grad_hidden: bool = False,
@@ -63,16 +63,16 @@ def of_call(
     known = _fit(hidden, weight, labels)
     if not known and _dtensor.spans(hidden, tp_group):
         reduce_grad_hidden = True  # its placement says that the gradient is whole
-    if not (known and keep is None and candidates is None and type(temperature) is float):
-        hidden, labels, temperature, keep, candidates = _dtensor.tokens(
-            hidden=hidden, labels=labels, temperature=temperature, keep=keep, candidates=candidates
+    if not (known and where is None and candidates is None and type(temperature) is float):
+        hidden, labels, temperature, where, candidates = _dtensor.tokens(
+            hidden=hidden, labels=labels, temperature=temperature, where=where, candidates=candidates
         )
     if not known:
         _checks.tensors(hidden, weight, labels)
     _checks.temperature(temperature, hidden, labels)
-    _checks.keep(keep, hidden, labels)
+    _checks.where(where, hidden, labels)
     num_candidates = _checks.candidates(candidates, hidden, labels)
-    keep = _tokens.without(ignore_index, keep, labels)
+    where = _tokens.without(ignore_index, where, labels)
     scalars.one_of("wgrad", wgrad, ("return", "main_grad"))
     if not (known and bias is None and tp_group is None):
         weight, bias = _rows_of_head(weight, bias, tp_group, wgrad)
@@ -84,7 +84,7 @@ def of_call(
     )  # fmt: skip
     if not known:
         _remember(hidden, weight, labels)
-    return Arguments(hidden, weight, bias, labels, temperature, candidates, keep, call)
+    return Arguments(hidden, weight, bias, labels, temperature, candidates, where, call)
 
 
 OPTIONS = tuple(name for name, each in inspect.signature(of_call).parameters.items() if each.kind == each.KEYWORD_ONLY)
@@ -134,7 +134,7 @@ def _call(
     vocab_size: Any,
     logit_scale: Any,
     logit_softcap: Any,
-    entropy: str,
+    entropy: Any,
     stats: Any,
     mean_logit: Any,
     num_candidates: int,
@@ -146,7 +146,6 @@ def _call(
     rows: int,
     implementation: Any,
 ) -> Call:
-    scalars.one_of("entropy", entropy, ("grad", "metric", "none"))
     scalars.one_of("out_of_vocab", out_of_vocab, ("zero", "megatron"))
     cache_bytes = scalars.num_bytes("cache_bytes", cache_bytes)
     gradient_threshold = scalars.fraction("gradient_threshold", gradient_threshold)
@@ -157,7 +156,7 @@ def _call(
         vocab_size=_checks.vocabulary(vocab_size, columns),
         logit_scale=scalars.number("logit_scale", logit_scale),
         logit_softcap=None if logit_softcap is None else scalars.positive("logit_softcap", logit_softcap),
-        entropy=entropy,
+        entropy=_checks.entropy(entropy),
         stats=scalars.flag("stats", stats),
         mean_logit=scalars.flag("mean_logit", mean_logit),
         num_candidates=num_candidates,
@@ -213,9 +212,9 @@ def flat(given: Arguments) -> Flat:
         hidden, labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
     if candidates is not None:
         candidates = candidates.reshape(-1, candidates.shape[-1])
-    if given.keep is None:
+    if given.where is None:
         return Flat(hidden, labels, temperature, candidates, None)
-    rows, kept = _tokens.rows_of(given.keep), _tokens.kept
+    rows, kept = _tokens.rows_of(given.where), _tokens.kept
     return Flat(
         kept(hidden, rows, 0.0), kept(labels, rows, 0), kept(temperature, rows, 1.0), kept(candidates, rows, -1), rows
     )

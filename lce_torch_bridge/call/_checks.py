@@ -127,29 +127,38 @@ def temperature(value: Any, hidden: torch.Tensor, labels: torch.Tensor) -> None:
         raise ValueError(f"temperature {tuple(value.shape)} must broadcast to the tokens' shape {tuple(labels.shape)}")
 
 
-def keep(value: Any, hidden: torch.Tensor, labels: torch.Tensor) -> None:
+def entropy(value: Any) -> str:
+    """What becomes of the entropy, as `Call` spells it."""
+    if isinstance(value, bool):
+        return "grad" if value else "none"
+    if isinstance(value, str) and value == "metric":
+        return value
+    raise TypeError(f'entropy must be True, False or "metric", got {value!r}')
+
+
+def where(value: Any, hidden: torch.Tensor, labels: torch.Tensor) -> None:
     """A bool tensor of labels' shape, or a one-dimensional index of its entries."""
     if value is None:
         return
-    tensor("keep", value)
-    same_device(hidden, keep=value)
+    tensor("where", value)
+    same_device(hidden, where=value)
     if value.dtype == torch.bool:
         if value.shape != labels.shape:
-            raise ValueError(f"keep {tuple(value.shape)} must have the tokens' shape {tuple(labels.shape)}")
+            raise ValueError(f"where {tuple(value.shape)} must have the tokens' shape {tuple(labels.shape)}")
         return
-    hint = "; a mask of zeros and ones must be bool: pass keep.bool()" if value.shape == labels.shape else ""
+    hint = "; a mask of zeros and ones must be bool: pass where.bool()" if value.shape == labels.shape else ""
     if value.dtype not in (torch.int64, torch.int32):
-        raise TypeError(f"keep must be bool, or an int64 or int32 index of rows, got {value.dtype}{hint}")
+        raise TypeError(f"where must be bool, or an int64 or int32 index of rows, got {value.dtype}{hint}")
     if value.ndim != 1:
-        raise ValueError(f"keep as an index of rows must have one dimension, got shape {tuple(value.shape)}{hint}")
+        raise ValueError(f"where as an index of rows must have one dimension, got shape {tuple(value.shape)}{hint}")
     if not may_look_at(value):
         return
     outside = value[(value < 0) | (value >= labels.numel())]
     if outside.numel():
-        raise ValueError(f"keep holds row {int(outside[0])}, and there are {labels.numel()} rows")
+        raise ValueError(f"where holds row {int(outside[0])}, and there are {labels.numel()} rows")
     repeats = value.numel() - value.unique().numel()
     if repeats:
-        raise ValueError(f"keep as an index must hold each row at most once, got {repeats} repeats{hint}")
+        raise ValueError(f"where as an index must hold each row at most once, got {repeats} repeats{hint}")
 
 
 def per_token(name: str, value: Any, hidden: torch.Tensor, labels: torch.Tensor) -> None:

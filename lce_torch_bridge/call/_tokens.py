@@ -25,33 +25,33 @@ def per_token(temperature: float | torch.Tensor, labels: torch.Tensor) -> torch.
     return torch.ones(labels.numel(), dtype=torch.float32, device=labels.device) * temperature
 
 
-def without(ignore_index: int | None, keep: torch.Tensor | None, labels: torch.Tensor) -> torch.Tensor | None:
-    """``keep`` without the tokens that have this label."""
+def without(ignore_index: int | None, where: torch.Tensor | None, labels: torch.Tensor) -> torch.Tensor | None:
+    """``where`` without the tokens that have this label."""
     if ignore_index is None:
-        return keep
+        return where
     # torch compares in the type of labels: in uint8, which does not hold -100, it would leave out 156.
     counts = labels.long() != scalars.integer("ignore_index", ignore_index)
-    if keep is None:
+    if where is None:
         return counts
-    if keep.dtype != torch.bool:
+    if where.dtype != torch.bool:
         none = torch.zeros(labels.numel(), dtype=torch.bool, device=labels.device)
-        keep = none.index_fill(0, keep.long(), True).view(labels.shape)
-    return keep & counts
+        where = none.index_fill(0, where.long(), True).view(labels.shape)
+    return where & counts
 
 
-def count(keep: torch.Tensor | None, labels: torch.Tensor) -> int | torch.Tensor:
+def count(where: torch.Tensor | None, labels: torch.Tensor) -> int | torch.Tensor:
     """How many tokens are kept, at least 1; for a mask, a tensor on its device."""
-    if keep is None or keep.dtype != torch.bool:
-        return max((labels if keep is None else keep).numel(), 1)
-    return keep.sum().clamp(min=1)
+    if where is None or where.dtype != torch.bool:
+        return max((labels if where is None else where).numel(), 1)
+    return where.sum().clamp(min=1)
 
 
-def rows_of(keep: torch.Tensor) -> torch.Tensor:
+def rows_of(where: torch.Tensor) -> torch.Tensor:
     """The index of the kept rows. A mask that cannot be counted is returned as it is: all rows are computed."""
-    if keep.dtype != torch.bool:
-        return keep
-    keep = keep.reshape(-1)
-    return keep.nonzero().squeeze(1) if torch.compiler.is_compiling() or _checks.has_values(keep) else keep
+    if where.dtype != torch.bool:
+        return where
+    where = where.reshape(-1)
+    return where.nonzero().squeeze(1) if torch.compiler.is_compiling() or _checks.has_values(where) else where
 
 
 def kept(x: Any, rows: torch.Tensor | None, other: float) -> Any:

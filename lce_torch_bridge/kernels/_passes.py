@@ -246,7 +246,7 @@ def _plan_of_backward(
 
 
 def _is_of_jax(cache: Sequence[torch.Tensor]) -> bool:
-    """Whether, with a threshold, JAX kept this: the tiles' maxima or nothing, where kernels keep which are live."""
+    """Whether, with a threshold, JAX kept this: the tiles' maxima or nothing, where kernels where which are live."""
     return not cache or cache[0].dtype is not torch.int32
 
 

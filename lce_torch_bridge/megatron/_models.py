@@ -42,7 +42,7 @@ def output_processor(
         labels: ``[b, s]``, those the model was called with (for multi-token prediction), used if ``context`` has none.
         context: ``labels`` ``[b, s]``, global vocabulary ids, already shifted, and any option of
             `lce_torch_bridge.linear_logprobs` but ``tp_group``, ``bias``, ``logit_scale`` and ``reduce_grad_hidden``,
-            which the model sets. ``keep`` is ``[b, s]`` bool, or the rows of the flattened ``[b, s]``; a tensor
+            which the model sets. ``where`` is ``[b, s]`` bool, or the rows of the flattened ``[b, s]``; a tensor
             ``temperature`` broadcasts to ``[b, s]``; ``candidates`` are ``[b, s, K]``. ``wgrad`` is by default what the
             layer does: "main_grad" with ``gradient_accumulation_fusion``.
         scale_logits: the model's multiplier of logits (MuP), which is applied in float32 here.
@@ -99,9 +99,9 @@ def fused_output_layer(model: torch.nn.Module, labels: torch.Tensor, **options: 
             or other modules. Methods of it and of its output layer are replaced until the block is left, for all
             threads: one at a time may be inside, while `output_processor` serves several.
         labels: ``[b, s]`` global vocabulary ids, already shifted.
-        **options: ``temperature``, ``logit_softcap``, ``vocab_size``, ``entropy``, ``candidates``, ``keep``,
+        **options: ``temperature``, ``logit_softcap``, ``vocab_size``, ``entropy``, ``candidates``, ``where``,
             ``ignore_index``, ``out_of_vocab``, ``wgrad``, ``cache_bytes``, ``gradient_threshold``, ``vocab_part_size``
-            and ``implementation``, as in the context of `output_processor`. Not ``entropy="none"``, because the model
+            and ``implementation``, as in the context of `output_processor`. Not ``entropy=False``, because the model
             returns two results; "metric" spares the entropy's gradient.
 
     Yields:
@@ -122,10 +122,10 @@ def fused_output_layer(model: torch.nn.Module, labels: torch.Tensor, **options: 
     """
     inner = _unwrapped(model)
     further = {name: options.get(name, False) for name in ("stats", "mean_logit")}
-    if options.get("entropy") == "none" or any(further.values()):
+    if options.get("entropy") is False or any(further.values()):
         told = ", ".join(f"{name}={value!r}" for name, value in further.items())
         raise ValueError(
-            f"entropy={options.get('entropy', 'grad')!r}, {told}: the model returns exactly logprob and entropy "
+            f"entropy={options.get('entropy', True)!r}, {told}: the model returns exactly logprob and entropy "
             '(and candidates) here; entropy="metric" has no gradient and costs little'
         )
     scale_logits = getattr(inner, "_scale_logits", _unscaled)  # since megatron-core 0.17

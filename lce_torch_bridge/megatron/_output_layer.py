@@ -120,8 +120,8 @@ def sequence_first(labels: torch.Tensor, options: Mapping[str, Any]) -> dict[str
     _checks.tensor("labels", labels)
     if labels.ndim != 2:
         raise ValueError(f"labels {tuple(labels.shape)} must be [b, s]")
-    keep, temperature = options.get("keep"), options.get("temperature", 1.0)
-    _checks.keep(keep, labels, labels)
+    where, temperature = options.get("where"), options.get("temperature", 1.0)
+    _checks.where(where, labels, labels)
     _checks.temperature(temperature, labels, labels)
     candidates = options.get("candidates")
     _checks.candidates(candidates, labels, labels)
@@ -130,11 +130,11 @@ def sequence_first(labels: torch.Tensor, options: Mapping[str, Any]) -> dict[str
         turned["candidates"] = candidates.transpose(0, 1)
     if isinstance(temperature, torch.Tensor):
         turned["temperature"] = temperature.expand(labels.shape).t()
-    if keep is not None and keep.dtype == torch.bool:
-        turned["keep"] = keep.t()
-    elif keep is not None:
+    if where is not None and where.dtype == torch.bool:
+        turned["where"] = where.t()
+    elif where is not None:
         place = torch.arange(labels.numel(), device=labels.device).view(labels.shape[::-1]).t().reshape(-1)
-        turned["keep"] = place[keep]
+        turned["where"] = place[where]
     return turned
 
 

@@ -1,8 +1,8 @@
-"""Functions made of `linear_logprobs`: the loss, the entropy alone, and verl's signature."""
+"""Functions made of `linear_logprobs`: the loss, and the entropy alone."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -11,13 +11,10 @@ from lce_torch_bridge._types import Reduction
 from lce_torch_bridge.call import _arguments, _checks, _dtensor, _tokens
 from lce_torch_bridge.ops._logprobs import linear_logprobs
 
-if TYPE_CHECKING:
-    import torch.distributed as dist
-
 NO_OUTPUTS = ("entropy", "stats", "mean_logit", "candidates", "out_of_vocab")  # options of what a loss does not return
 
 
-def linear_cross_entropy_loss(
+def linear_cross_entropy(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     labels: torch.Tensor,
@@ -26,7 +23,7 @@ def linear_cross_entropy_loss(
     ignore_index: int | None = -100,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
-    keep: torch.Tensor | None = None,
+    where: torch.Tensor | None = None,
     **options: Any,
 ) -> torch.Tensor:
     """Cross entropy of a language-model head, without storing the logits.
@@ -44,15 +41,15 @@ def linear_cross_entropy_loss(
         labels: ``[...]`` integers of any type: vocabulary ids, global also when the vocabulary is split.
         reduction: "mean" over the tokens that count (0 if there are none; torch has NaN), "sum", or "none" for
             ``[...]``, 0 on the others.
-        ignore_index: tokens with this label (-100 is PyTorch's) are left out, as by a bool ``keep``, which the host
+        ignore_index: tokens with this label (-100 is PyTorch's) are left out, as by a bool ``where``, which the host
             waits to count. None: no label leaves its token out, not even one outside the vocabulary.
         label_smoothing: ε in [0, 1): the target is ``(1 - ε)·onehot + ε/V`` over the true vocabulary, as in torch.
             Megatron's ``vocab_parallel_cross_entropy`` spreads ε over the other tokens alone: its ε is
             ``ε·V / (V - 1)`` here, on one rank. On several, it takes V and the mean from each rank's own part.
         z_loss: weight of ``lse²``, at least 0 (PaLM: 1e-4).
-        keep: which tokens to compute: bool of ``labels``' shape, or the rows of the flattened tokens, each at most once
-            (int64 or int32). The others are 0 and have no gradient. Time and memory are those of the kept tokens,
-            whose results have the same bits as without ``keep``. The host waits for the GPU to count a bool tensor. It
+        where: the tokens that count: bool of ``labels``' shape, or the rows of the flattened tokens, each at most once
+            (int64 or int32). The others are 0 and have no gradient. Time and memory are those of the tokens that count,
+            whose results have the same bits as without ``where``. The host waits for the GPU to count a bool tensor. It
             does not wait for an index, nor check one there: a row that it holds twice counts twice in the gradients. A
             bool tensor without values (meta, fake) cannot be counted, and costs as much as all tokens. None: all.
         **options: ``bias``, ``tp_group``, ``temperature``, ``logit_scale``, ``logit_softcap``, ``vocab_size``,
@@ -73,9 +70,9 @@ def linear_cross_entropy_loss(
 
     Example:
         >>> import torch
-        >>> from lce_torch_bridge import linear_cross_entropy_loss
+        >>> from lce_torch_bridge import linear_cross_entropy
         >>> hidden, weight = torch.randn(4, 8, requires_grad=True), torch.zeros(1000, 8, requires_grad=True)
-        >>> loss = linear_cross_entropy_loss(hidden, weight, torch.tensor([1, 2, 3, -100]), label_smoothing=0.1)
+        >>> loss = linear_cross_entropy(hidden, weight, torch.tensor([1, 2, 3, -100]), label_smoothing=0.1)
         >>> round(loss.item(), 3)                           # ln 1000
         6.908
         >>> loss.backward()
@@ -83,12 +80,12 @@ def linear_cross_entropy_loss(
     scalars.one_of("reduction", reduction, ("mean", "sum", "none"))
     smoothing, z_loss = scalars.fraction("label_smoothing", label_smoothing), scalars.not_negative("z_loss", z_loss)
     refused = dict.fromkeys(NO_OUTPUTS, "a loss has no such output")
-    _checks.options(linear_cross_entropy_loss, options, _arguments.OPTIONS, refused)
-    labels, keep = _dtensor.tokens(labels=labels, keep=keep)
+    _checks.options(linear_cross_entropy, options, _arguments.OPTIONS, refused)
+    labels, where = _dtensor.tokens(labels=labels, where=where)
     _checks.integers("labels", labels)
-    _checks.keep(keep, labels, labels)
-    keep = _tokens.without(ignore_index, keep, labels)
-    out = linear_logprobs(hidden, weight, labels, entropy="none", mean_logit=smoothing > 0, keep=keep, **options)
+    _checks.where(where, labels, labels)
+    where = _tokens.without(ignore_index, where, labels)
+    out = linear_logprobs(hidden, weight, labels, entropy=False, mean_logit=smoothing > 0, where=where, **options)
     loss = (smoothing - 1.0) * out.logprobs
     if out.mean_logit is not None:
         loss = loss + smoothing * (out.lse - out.mean_logit)
@@ -96,7 +93,7 @@ def linear_cross_entropy_loss(
         loss = loss + z_loss * out.lse * out.lse
     if reduction == "none":
         return loss
-    return loss.sum() if reduction == "sum" else loss.sum() / _tokens.count(keep, labels)
+    return loss.sum() if reduction == "sum" else loss.sum() / _tokens.count(where, labels)
 
 
 def linear_entropy(hidden: torch.Tensor, weight: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -109,7 +106,7 @@ def linear_entropy(hidden: torch.Tensor, weight: torch.Tensor, **options: Any) -
             that of the matrix products. Under ``torch.autocast`` it is cast to autocast's dtype first, and all calls
             of the context share the copy, as with ``torch.nn.functional.linear``.
         **options: ``bias``, ``tp_group``, ``temperature``, ``logit_scale``, ``logit_softcap``, ``vocab_size``,
-            ``keep``, ``reduce_grad_hidden``, ``wgrad``, ``cache_bytes``, ``gradient_threshold``, ``vocab_part_size``
+            ``where``, ``reduce_grad_hidden``, ``wgrad``, ``cache_bytes``, ``gradient_threshold``, ``vocab_part_size``
             and ``implementation``, as in `linear_logprobs`, with hidden's leading shape in place of the shape of
             labels.
 
@@ -138,81 +135,3 @@ def linear_entropy(hidden: torch.Tensor, weight: torch.Tensor, **options: Any) -
     out = linear_logprobs(hidden, weight, labels, **options)
     assert out.entropy is not None
     return out.entropy, out.lse
-
-
-def linear_cross_entropy(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    labels: torch.Tensor,
-    temperature: float | None = 1.0,
-    reduction: Reduction | None = "none",
-    dist_process_group: dist.ProcessGroup | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(logprobs, entropy)`` under the positional signature of verl's ``linear_cross_entropy``.
-
-    As with verl, the first result is a log-probability, ``z[label] - lse ≤ 0``: the loss is its negative.
-
-    Args:
-        hidden: ``[..., H]`` hidden states; any leading shape, also an empty one. bfloat16, float16 or float32, on a GPU
-            or the CPU.
-        weight: ``[V, H]``, this rank's rows of the head; copied for each call if it is not contiguous. Its dtype is
-            that of the matrix products. Under ``torch.autocast`` it is cast to autocast's dtype first, and all calls
-            of the context share the copy, as with ``torch.nn.functional.linear``.
-        labels: hidden's leading shape, also with other dimensions of 1 (``[1, T]`` for ``[T, 1, H]``), or flat.
-            ``[b, s]`` for ``[s, b, H]`` is refused. A label outside the vocabulary has logprob 0 (verl's kernel:
-            ``-lse`` on a process group, and undefined without one).
-        temperature: divides the float32 logits: a positive number. None: 1.
-        reduction: of the log-probabilities: "none" for one per token, "sum", or "mean" over all tokens, also those
-            out of vocabulary; in upper or lower case. The entropy is never reduced. None: "none".
-        dist_process_group: the group over which the vocabulary is split. Each rank's dhidden is its own part, which
-            the caller sums, as with verl's kernel.
-
-    Returns:
-        Log-probabilities, ``[tokens]`` flat or a scalar, and entropies, ``[tokens]`` flat; float32, both
-        differentiable.
-
-    Raises:
-        lce_jax.UnsupportedError: an implementation asked for by name cannot serve the call; the message says why.
-        ValueError, TypeError: shapes, dtypes, devices or options that do not fit, with the offending values.
-        NotImplementedError, RuntimeError: in the cases that `linear_logprobs` lists.
-
-    Memory:
-        That of `linear_logprobs`.
-
-    Example:
-        >>> import torch
-        >>> from lce_torch_bridge import linear_cross_entropy
-        >>> logprobs, entropy = linear_cross_entropy(torch.ones(2, 3, 8), torch.zeros(100, 8), torch.ones(2, 3).long())
-        >>> logprobs.shape, round(logprobs[0].item(), 3), round(entropy[0].item(), 3)
-        (torch.Size([6]), -4.605, 4.605)
-    """
-    reduction = "none" if reduction is None else reduction
-    reduction = reduction.lower() if isinstance(reduction, str) else reduction  # type: ignore[assignment]
-    scalars.one_of("reduction", reduction, ("none", "sum", "mean"))
-    temperature = 1.0 if temperature is None else temperature
-    out = linear_logprobs(_like(labels, hidden), weight, labels, tp_group=dist_process_group, temperature=temperature)
-    logprobs = out.logprobs.reshape(-1)
-    if reduction == "sum":
-        logprobs = logprobs.sum()
-    elif reduction == "mean":
-        logprobs = logprobs.mean()
-    assert out.entropy is not None
-    return logprobs, out.entropy.reshape(-1)
-
-
-def _like(labels: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-    """``hidden`` with the leading shape of labels, if both certainly hold the same tokens in the same order."""
-    _checks.hidden(hidden)
-    _checks.integers("labels", labels)
-    if hidden.shape[:-1] == labels.shape:
-        return hidden
-    ours, theirs = ([size for size in shape if size != 1] for shape in (hidden.shape[:-1], labels.shape))
-    flat = min(len(ours), len(theirs)) < 2 and hidden.shape[:-1].numel() == labels.numel()
-    if ours == theirs or flat:
-        return hidden.reshape(*labels.shape, hidden.shape[-1])
-    if ours == theirs[::-1]:
-        raise ValueError(
-            f"hidden {tuple(hidden.shape)} and labels {tuple(labels.shape)} hold their tokens in another order: pass "
-            "hidden.transpose(0, 1)"
-        )
-    return hidden

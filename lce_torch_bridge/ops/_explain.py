@@ -53,7 +53,7 @@ def explain(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, **
             of the context share the copy, as with ``torch.nn.functional.linear``.
         labels: ``[...]`` integers of any type: vocabulary ids, global also when the vocabulary is split.
         **options: ``bias``, ``tp_group``, ``temperature``, ``logit_scale``, ``logit_softcap``, ``vocab_size``,
-            ``entropy``, ``stats``, ``mean_logit``, ``candidates``, ``keep``, ``ignore_index``, ``out_of_vocab``,
+            ``entropy``, ``stats``, ``mean_logit``, ``candidates``, ``where``, ``ignore_index``, ``out_of_vocab``,
             ``reduce_grad_hidden``, ``wgrad``, ``cache_bytes``, ``gradient_threshold``, ``vocab_part_size`` and
             ``implementation``, as in `linear_logprobs`.
 

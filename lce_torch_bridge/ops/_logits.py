@@ -26,7 +26,7 @@ def linear_logits(
     logit_scale: float = 1.0,
     logit_softcap: float | None = None,
     vocab_size: int | None = None,
-    keep: torch.Tensor | None = None,
+    where: torch.Tensor | None = None,
     reduce_grad_hidden: bool = False,
     wgrad: Wgrad = "return",
     implementation: str | tuple[str, ...] | None = None,
@@ -58,7 +58,7 @@ def linear_logits(
         logit_softcap: ``c`` in ``cap(x) = c·tanh(x / c)``, before the temperature (Gemma 2: 30). None: no cap.
         vocab_size: the true size of the vocabulary of all ranks together. Columns from it on are padding: in no sum,
             with zero gradient, whatever they hold. None: every column counts, as in Megatron's own cross entropy.
-        keep: which tokens to compute: bool of the shape ``[...]``, or the rows of the flattened tokens, each at most
+        where: the tokens that count: bool of the shape ``[...]``, or the rows of the flattened tokens, each at most
             once (int64 or int32). The others are 0 and have no gradient, as if all their ids were -1, and cost nothing.
             The host waits for the GPU to count a bool tensor, but not for an index. None: all.
         reduce_grad_hidden: True sums dhidden over ``tp_group`` in float32, rounded once: for tensor parallelism without
@@ -109,7 +109,7 @@ def linear_logits(
         logit_softcap=logit_softcap,
         vocab_size=vocab_size,
         candidates=ids,
-        keep=keep,
+        where=where,
         reduce_grad_hidden=reduce_grad_hidden,
         wgrad=wgrad,
         implementation=implementation,

@@ -26,11 +26,11 @@ def linear_logprobs(
     logit_scale: float = 1.0,
     logit_softcap: float | None = None,
     vocab_size: int | None = None,
-    entropy: Entropy = "grad",
+    entropy: Entropy = True,
     stats: bool = False,
     mean_logit: bool = False,
     candidates: torch.Tensor | None = None,
-    keep: torch.Tensor | None = None,
+    where: torch.Tensor | None = None,
     ignore_index: int | None = None,
     out_of_vocab: OutOfVocab = "zero",
     reduce_grad_hidden: bool = False,
@@ -68,21 +68,21 @@ def linear_logprobs(
         logit_softcap: ``c`` in ``cap(x) = c·tanh(x / c)``, before the temperature (Gemma 2: 30). None: no cap.
         vocab_size: the true size of the vocabulary of all ranks together. Columns from it on are padding: in no sum,
             with zero gradient, whatever they hold. None: every column counts, as in Megatron's own cross entropy.
-        entropy: "grad"; "metric" computes it without a gradient, which makes the backward cheaper; "none" leaves it
-            out.
+        entropy: True; "metric" computes it without a gradient, which makes the backward cheaper; False: ``.entropy`` is
+            None and costs nothing.
         stats: True fills ``.max_logit`` and ``.min_logit``, extremes of ``z``. They have no gradient.
         mean_logit: True fills ``.mean_logit``, the mean of ``z`` over the true vocabulary, with a gradient. Label
-            smoothing needs it (`linear_cross_entropy_loss`). The kernels for Hopper GPUs do not serve it together with
+            smoothing needs it (`linear_cross_entropy`). The kernels for Hopper GPUs do not serve it together with
             a cap.
         candidates: ``[..., K]`` integers of any type: vocabulary ids per token, global also when the vocabulary is
             split, whose log-probabilities under the whole vocabulary are wanted too, such as a teacher's most likely
             tokens; K from 1 to 512. -1 stands for none. None: ``.candidate_logprobs`` is None and costs nothing.
-        keep: which tokens to compute: bool of ``labels``' shape, or the rows of the flattened tokens, each at most once
-            (int64 or int32). The others are 0 and have no gradient. Time and memory are those of the kept tokens,
-            whose results have the same bits as without ``keep``. The host waits for the GPU to count a bool tensor. It
+        where: the tokens that count: bool of ``labels``' shape, or the rows of the flattened tokens, each at most once
+            (int64 or int32). The others are 0 and have no gradient. Time and memory are those of the tokens that count,
+            whose results have the same bits as without ``where``. The host waits for the GPU to count a bool tensor. It
             does not wait for an index, nor check one there: a row that it holds twice counts twice in the gradients. A
             bool tensor without values (meta, fake) cannot be counted, and costs as much as all tokens. None: all.
-        ignore_index: tokens with this label (-100 is PyTorch's) are left out, as by a bool ``keep``, which the host
+        ignore_index: tokens with this label (-100 is PyTorch's) are left out, as by a bool ``where``, which the host
             waits to count. None: no label leaves its token out, not even one outside the vocabulary.
         out_of_vocab: the logprob of a label outside the vocabulary (negative, -100, ≥ vocab_size): 0 with "zero",
             ``max_logit - lse`` with "megatron", as in its cross entropy. The gradient is that of ``-lse`` either way,
@@ -97,7 +97,7 @@ def linear_logprobs(
         cache_bytes: bytes that the forward may keep, so that the backward recomputes less. 0 keeps nothing. An
             implementation that always recomputes ignores it. A forward that keeps something takes all tokens at once,
             and its results may differ in the last bits from one that does not. Under ``torch.compile`` each count of
-            tokens then has a graph of its own, and ``keep`` must be an index.
+            tokens then has a graph of its own, and ``where`` must be an index.
         gradient_threshold: tiles (128 tokens by 256 vocabulary columns) whose every probability is below it, and that
             hold no label, are left out of the gradients: a number in [0, 1). Results never change. 0 is exact.
             "mosaic_gpu" alone leaves tiles out; its forward then keeps V / 64 bytes per token. `lce_jax` tells how much
@@ -181,7 +181,7 @@ def linear_logprobs(
         stats=stats,
         mean_logit=mean_logit,
         candidates=candidates,
-        keep=keep,
+        where=where,
         ignore_index=ignore_index,
         out_of_vocab=out_of_vocab,
         reduce_grad_hidden=reduce_grad_hidden,

@@ -32,7 +32,7 @@ def linear_loss(
     weight: torch.Tensor,
     labels: torch.Tensor,
     *per_token: torch.Tensor,
-    keep: torch.Tensor | None = None,
+    where: torch.Tensor | None = None,
     ignore_index: int | None = None,
     wgrad: Wgrad = "return",
     cotangent: float | None = None,
@@ -48,7 +48,7 @@ def linear_loss(
 
     Args:
         loss_fn: ``loss_fn(logprobs, entropy, lse, *per_token)`` of a chunk's tokens, ``[t]`` each, ``entropy`` None
-            with ``entropy="none"``. Any differentiable PyTorch code that returns ``[t]`` losses, each made of its own
+            with ``entropy=False``. Any differentiable PyTorch code that returns ``[t]`` losses, each made of its own
             token's numbers alone, because chunks end anywhere. It may close over numbers and tensors without a
             gradient.
         hidden: ``[..., H]`` hidden states; any leading shape, also an empty one. bfloat16, float16 or float32, on a GPU
@@ -59,12 +59,12 @@ def linear_loss(
         labels: ``[...]`` integers of any type: vocabulary ids, global also when the vocabulary is split.
         per_token: tensors whose shapes begin with that of labels: advantages, old log-probabilities. Those that
             require a gradient get one.
-        keep: which tokens to compute: bool of ``labels``' shape, or the rows of the flattened tokens, each at most once
-            (int64 or int32). The others are 0 and have no gradient. Time and memory are those of the kept tokens,
-            whose results have the same bits as without ``keep``. The host waits for the GPU to count a bool tensor. It
+        where: the tokens that count: bool of ``labels``' shape, or the rows of the flattened tokens, each at most once
+            (int64 or int32). The others are 0 and have no gradient. Time and memory are those of the tokens that count,
+            whose results have the same bits as without ``where``. The host waits for the GPU to count a bool tensor. It
             does not wait for an index, nor check one there: a row that it holds twice counts twice in the gradients. A
             bool tensor without values (meta, fake) cannot be counted, and costs as much as all tokens. None: all.
-        ignore_index: tokens with this label (-100 is PyTorch's) are left out, as by a bool ``keep``, which the host
+        ignore_index: tokens with this label (-100 is PyTorch's) are left out, as by a bool ``where``, which the host
             waits to count. None: no label leaves its token out, not even one outside the vocabulary.
         wgrad: "return" gives the weight its gradient. "main_grad" adds it to ``weight.main_grad`` in the backward, in
             float32 if there are several chunks, as Megatron's gradient-accumulation fusion does, and sets
@@ -131,7 +131,7 @@ def linear_loss(
     scalars.one_of("wgrad", wgrad, ("return", "main_grad"))
     if chunk_bytes is not None:
         chunk_bytes = scalars.num_bytes("chunk_bytes", chunk_bytes)
-    given = _arguments.of_call(hidden, weight, labels, keep=keep, ignore_index=ignore_index, wgrad=wgrad, **options)
+    given = _arguments.of_call(hidden, weight, labels, where=where, ignore_index=ignore_index, wgrad=wgrad, **options)
     if not all(_checks.has_values(x) for x in (given.hidden, given.weight)):
         raise NotImplementedError(
             "linear_loss differentiates loss_fn as it runs, which meta and fake tensors and transforms of torch.func "

@@ -27,7 +27,7 @@ def linear_topk(
     logit_scale: float = 1.0,
     logit_softcap: float | None = None,
     vocab_size: int | None = None,
-    keep: torch.Tensor | None = None,
+    where: torch.Tensor | None = None,
     implementation: str | tuple[str, ...] | None = None,
 ) -> TopK:
     """The k most likely tokens and their log-probabilities: the teacher's side of a distillation.
@@ -55,7 +55,7 @@ def linear_topk(
         logit_softcap: ``c`` in ``cap(x) = c·tanh(x / c)``, before the temperature (Gemma 2: 30). None: no cap.
         vocab_size: the true size of the vocabulary of all ranks together. Columns from it on are padding, which is
             never among the results. None: every column counts.
-        keep: which tokens to compute: bool of the shape ``[...]``, or the rows of the flattened tokens, each at most
+        where: the tokens that count: bool of the shape ``[...]``, or the rows of the flattened tokens, each at most
             once (int64 or int32). The others have ids -1 and zeros, and cost no work. The host waits for the GPU to
             count a bool tensor, but not for an index. None: all.
         implementation: "xla", "reference" (stores the logits), or a tuple of names tried in order. None: "xla". The
@@ -103,7 +103,7 @@ def linear_topk(
         logit_scale=logit_scale,
         logit_softcap=logit_softcap,
         vocab_size=vocab_size,
-        keep=keep,
+        where=where,
         implementation=implementation,
     )
     scalars.num_largest(k, given.call.vocab_size)

@@ -34,7 +34,7 @@ def megatron_loss(tp: int, model: Options, _options: Options) -> Result:
         return {name: p.grad.clone() for name, p in it.model.named_parameters()}
 
     want = it.model(*batch.inputs, labels=batch.labels)
-    got = -call(it.model, batch, out_of_vocab="megatron", entropy="none").logprobs
+    got = -call(it.model, batch, out_of_vocab="megatron", entropy=False).logprobs
     error, parameter = worst(gradients(got), gradients(want))
     return {"logprobs": value_error(got, want), "gradient": error, "worst": parameter}
 
@@ -92,7 +92,7 @@ def result(tp: int, model: Options, _options: Options) -> Result:
     out = call(it.model, batch, stats=True, mean_logit=True, temperature=0.7)
     z = it.model(*batch.inputs) / 0.7
     want = {"lse": z.logsumexp(-1), "max_logit": z.amax(-1), "min_logit": z.amin(-1), "mean_logit": z.mean(-1)}
-    without = call(it.model, batch, entropy="none")
+    without = call(it.model, batch, entropy=False)
     accumulating = call(subject(tp, fusion=True, **model).model, batch)  # not in DDP: there is no main_grad
     return {
         "without DDP": torch.equal(accumulating.logprobs, without.logprobs),
@@ -188,14 +188,14 @@ def readme(tp: int, model: Options, _options: Options) -> Result:
     update, and ``get_batch_on_this_cp_rank`` cuts labels and masks as it cuts the tokens.
     """
     it = subject(tp, **model)
-    batch, drawn = draw(keep="some")
+    batch, drawn = draw(where="some")
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     (block,) = (code for code in blocks if "output_processor_context" in code)
     advantages = batch.seeds[0]
 
     def run(mask: torch.Tensor) -> tuple[Options, dict[str, torch.Tensor]]:
         with torch.no_grad():
-            old, *_ = call(it.model, batch, temperature=0.7, keep=mask)
+            old, *_ = call(it.model, batch, temperature=0.7, where=mask)
         tokens, positions, attention = batch.inputs
         names: Options = dict(
             torch=torch, model=it.model, tokens=tokens, positions=positions, mask=attention, labels=batch.labels,
@@ -206,7 +206,7 @@ def readme(tp: int, model: Options, _options: Options) -> Result:
         names["loss"].backward()
         return names, {name: p.grad.clone() for name, p in it.model.named_parameters()}
 
-    mask = drawn["keep"]
+    mask = drawn["where"]
     names, grads = run(mask)
     it.model.zero_grad()
     with stock(it, batch, temperature=0.7) as (logprobs, entropy):

@@ -61,9 +61,9 @@ def draw(seed: int = 0, *, foreign: bool = False, **options: Any) -> tuple[Batch
     batch = megatron_models.batch(seed, foreign=foreign, vocab_size=options.get("vocab_size", VOCAB))
     generator = torch.Generator().manual_seed(seed + 1)
     shape, device = batch.labels.shape, batch.labels.device
-    if "keep" in options:
+    if "where" in options:
         mask = (torch.rand(shape, generator=generator) < 0.4).to(device)
-        options["keep"] = mask if options["keep"] == "some" else mask.flatten().nonzero()[:, 0]
+        options["where"] = mask if options["where"] == "some" else mask.flatten().nonzero()[:, 0]
     if "candidates" in options:  # some of them none, out of vocabulary, or the label
         several = (*shape, options["candidates"])
         ids = torch.randint(-3, VOCAB + 3, several, generator=generator).to(device)
@@ -98,12 +98,12 @@ def stock(it: Subject, batch: Batch, **options: Any) -> Iterator[Outputs]:
     if ids is not None:
         there = (ids >= 0) & (ids < logp.shape[-1])
         of_ids = logp.gather(-1, ids.where(there, 0)).where(there, 0)
-    if "keep" in options:
+    if "where" in options:
         kept = torch.zeros_like(owned)
-        kept.view(-1)[options["keep"].view(-1)] = True
+        kept.view(-1)[options["where"].view(-1)] = True
         logprobs, entropy = logprobs.where(kept, 0), entropy.where(kept, 0)
         of_ids = None if of_ids is None else of_ids.where(kept[..., None], 0)
-    entropy = {"metric": entropy.detach(), "none": None}.get(options.get("entropy", "grad"), entropy)
+    entropy = {"metric": entropy.detach(), False: None}.get(options.get("entropy", True), entropy)
     yield (logprobs, entropy) if of_ids is None else (logprobs, entropy, of_ids)
 
 

@@ -61,14 +61,14 @@ OPTIONS = {
     "softcap": dict(logit_softcap=2.0),
     "labels out of vocabulary": dict(foreign=True),
     "padded vocabulary": dict(vocab_size=101, foreign=True),
-    "some rows": dict(keep="some", foreign=True),
-    "rows by index": dict(keep="index", foreign=True),
+    "some rows": dict(where="some", foreign=True),
+    "rows by index": dict(where="index", foreign=True),
     "entropy as a metric": dict(entropy="metric"),
-    "no entropy": dict(entropy="none"),
+    "no entropy": dict(entropy=False),
     "cache": dict(cache_bytes=1 << 20),
     "candidates": dict(candidates=5),
     "everything": dict(
-        temperature="token", vocab_size=101, foreign=True, keep="some", cache_bytes=1 << 20, candidates=5
+        temperature="token", vocab_size=101, foreign=True, where="some", cache_bytes=1 << 20, candidates=5
     ),
 }
 
@@ -153,8 +153,8 @@ REFUSALS = {
     "no labels": r"ValueError: no labels: pass output_processor_context=dict\(labels=...\)",
     "labels of another shape": r"ValueError: labels \(32, 3\) must be \[b, s\] .*\(32, 3, 64\)",
     "flat labels": r"ValueError: labels \(96,\) must be \[b, s\]",
-    "keep of another shape": r"ValueError: keep \(3,\) must have the tokens' shape \(3, 32\)",
-    "keep beyond the rows": r"ValueError: keep holds row 96, and there are 96 rows",
+    "where of another shape": r"ValueError: where \(3,\) must have the tokens' shape \(3, 32\)",
+    "where beyond the rows": r"ValueError: where holds row 96, and there are 96 rows",
     "temperature of another shape": r"ValueError: temperature \(5,\) must broadcast to the tokens' shape \(3, 32\)",
     "an option of the model": r"ValueError: bias, logit_scale, reduce_grad_hidden: the model's to say",
     "an unknown option": r"TypeError: .*'temprature'",
@@ -164,7 +164,7 @@ REFUSALS = {
     "MTP without a loss of its own": r"NotImplementedError: .* output layer 1 times, .*\(3, 32, 128\).* input_ids",
     "labels to the model, MTP": r"ValueError: the model was called with labels \(3, 32\) inside fused_output_layer",
     "labels to the model": r"ValueError: the model was called with labels \(3, 32\) inside fused_output_layer",
-    "no entropy, context manager": r"ValueError: entropy='none', .*entropy=\"metric\"",
+    "no entropy, context manager": r"ValueError: entropy=False, .*entropy=\"metric\"",
     "stats, context manager": r"ValueError: .*stats=True",
     "mean logit, context manager": r"ValueError: .*mean_logit=True",
     "nested": r"RuntimeError: .*replaced already, .*an enclosing fused_output_layer",

@@ -99,8 +99,8 @@ def of_arguments(gpt: Any, batch: Any) -> Result:
         "no labels": message(lambda: gpt(*batch.inputs, output_processor=output_processor)),
         "labels of another shape": processor(gpt, batch, labels=batch.labels.t()),
         "flat labels": processor(gpt, batch, labels=batch.labels.flatten()),
-        "keep of another shape": processor(gpt, batch, keep=torch.ones(3, dtype=torch.bool)),
-        "keep beyond the rows": processor(gpt, batch, keep=torch.tensor([1, 96])),
+        "where of another shape": processor(gpt, batch, where=torch.ones(3, dtype=torch.bool)),
+        "where beyond the rows": processor(gpt, batch, where=torch.tensor([1, 96])),
         "candidates of another shape": processor(gpt, batch, candidates=torch.ones(32, 3, 2, dtype=torch.int64)),
         "temperature of another shape": processor(gpt, batch, temperature=torch.ones(5)),
         "an option of the model": processor(gpt, batch, reduce_grad_hidden=True, logit_scale=2.0, bias=None),
@@ -133,7 +133,7 @@ def of_the_context_manager(tp: int, gpt: Any, hybrid: Any, batch: Any) -> Result
     stage = subject(tp, kind="hybrid", stage="first").model
     stage.output_layer = gpt.output_layer  # as in a stage with multi-token prediction
     return {
-        "no entropy, context manager": wrapper(hybrid, batch, entropy="none"),
+        "no entropy, context manager": wrapper(hybrid, batch, entropy=False),
         "stats, context manager": wrapper(hybrid, batch, stats=True),
         "mean logit, context manager": wrapper(hybrid, batch, mean_logit=True),
         "nested": message(nested),

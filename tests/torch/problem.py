@@ -47,13 +47,9 @@ def told(V: int = 104, **options: Any) -> Call:
 
 
 def from_case(test: cases.TestCase) -> tuple[Problem, dict[str, Any], list[torch.Tensor]]:
-    """A case of the matrix as the bridge takes it: ``where`` is ``keep``."""
+    """A case of the matrix as the bridge takes it."""
     hidden, weight, labels, options, seeds = cases.draw(test)
     options = {name: to_torch(value) if isinstance(value, jax.Array) else value for name, value in options.items()}
-    if "where" in options:
-        options["keep"] = options.pop("where")
-    if "entropy" in options:
-        options["entropy"] = "grad" if options["entropy"] else "none"
     return Problem(*map(to_torch, (hidden, weight, labels))), options, [to_torch(seed) for seed in seeds]
 
 

@@ -106,7 +106,7 @@ def check(call: Call) -> list[torch.Tensor]:
     problem.weight[size:] = float("nan")
     here = p.Problem(*(x.to(DEVICE) for x in problem)).leaves()
     on_device = {name: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for name, x in told.items()}
-    out = linear_logprobs(*here, keep=keep.to(DEVICE) if call.kept else None, **options | on_device)
+    out = linear_logprobs(*here, where=keep.to(DEVICE) if call.kept else None, **options | on_device)
     fields = [x.detach().cpu() for x in out if x is not None]
     names = ("logprobs", "entropy", "lse", "candidate_logprobs")
     for name in names:

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lce_torch_bridge import explain, linear_cross_entropy, linear_cross_entropy_loss, linear_entropy, linear_logprobs
+from lce_torch_bridge import explain, linear_cross_entropy, linear_entropy, linear_logprobs, verl
 from lce_torch_bridge.kernels import _rows
 from lce_torch_bridge.tensor_parallel import ALL_GATHER
 from tests.torch import problem as p
@@ -105,7 +105,7 @@ def kept_rows(group: dist.ProcessGroup) -> None:
     rows = torch.randperm(300, generator=torch.Generator().manual_seed(0))[:77].to(DEVICE)
     told = dict(stats=True, mean_logit=True, candidates=p.candidates_like(problem.labels))
     full, _ = run(problem, group, **told)
-    out, (dhidden, _) = run(problem, group, keep=rows, **told)
+    out, (dhidden, _) = run(problem, group, where=rows, **told)
     assert all(torch.equal(got[rows], want[rows]) for got, want in zip(out, full, strict=True))
     assert dhidden.abs().sum(1).count_nonzero() == 77
 
@@ -154,11 +154,11 @@ def rounding(group: dist.ProcessGroup) -> None:
     assert p.relative_norm(once, whole) < factor * p.relative_norm(part, whole)
 
 
-def verl(group: dist.ProcessGroup) -> None:
+def verls(group: dist.ProcessGroup) -> None:
     """dhidden stays each rank's own part, as with its kernel."""
     problem = draw()
     leaves = problem._replace(weight=shard(problem.weight, group)).leaves()
-    logprobs, entropy = linear_cross_entropy(*leaves, 1.0, "none", group)
+    logprobs, entropy = verl.linear_cross_entropy(*leaves, 1.0, "none", group)
     seeds = p.seeds_like(problem.labels)
     ((logprobs * seeds[0]).sum() + (entropy * seeds[1]).sum()).backward()
     _, (part, dweight) = p.gradients(
@@ -202,8 +202,8 @@ def losses(group: dist.ProcessGroup) -> None:
     want = torch.nn.functional.cross_entropy(stored.hidden @ stored.weight.T, stored.labels, label_smoothing=0.1)
     want.backward()
     told: Any = dict(tp_group=group, reduce_grad_hidden=True)
-    compiled = torch.compile(linear_cross_entropy_loss, fullgraph=True, backend="aot_eager")
-    for loss_of in (linear_cross_entropy_loss, compiled):
+    compiled = torch.compile(linear_cross_entropy, fullgraph=True, backend="aot_eager")
+    for loss_of in (linear_cross_entropy, compiled):
         leaves = problem._replace(weight=shard(problem.weight, group)).leaves()
         loss = loss_of(*leaves, label_smoothing=0.1, **told)
         loss.backward()

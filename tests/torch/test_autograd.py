@@ -109,7 +109,7 @@ def test_a_second_derivative_raises() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, dict(keep=torch.arange(0, 37, 3), temperature=torch.full((37,), 0.7))], ids=str
+    "options", [{}, dict(where=torch.arange(0, 37, 3), temperature=torch.full((37,), 0.7))], ids=str
 )
 def test_first_derivatives_of_torch_func(options: dict[str, Any]) -> None:
     """`grad` and `vjp` have the bits of ``torch.autograd.grad``."""
@@ -188,7 +188,7 @@ def test_checkpointing(reentrant: bool, cache_bytes: int) -> None:
     assert torch.equal(leaves.weight.grad, want[1])
 
 
-@pytest.mark.parametrize("options", [{}, {"keep": torch.tensor([3, 5, 8])}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"where": torch.tensor([3, 5, 8])}], ids=str)
 def test_results_can_be_written_in_place(options: dict[str, Any]) -> None:
     problem = p.draw()
     mask = torch.arange(problem.labels.numel()) % 2 == 0

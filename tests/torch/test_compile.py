@@ -20,12 +20,12 @@ OPTIONS: list[dict[str, Any]] = [
     {},
     dict(temperature=0.7, logit_scale=1.5, logit_softcap=3.0, vocab_size=100, stats=True, out_of_vocab="megatron"),
     dict(entropy="metric"),
-    dict(entropy="none", cache_bytes=1 << 20),
-    dict(keep=torch.arange(0, 37, 3)),
-    dict(keep=torch.arange(37) % 3 == 0),
-    dict(mean_logit=True, entropy="none", stats=True),
-    dict(ignore_index=7, keep=torch.arange(0, 37, 3)),
-    dict(candidates=p.candidates_like(p.draw().labels), keep=torch.arange(37) % 3 == 0, entropy="metric", stats=True),
+    dict(entropy=False, cache_bytes=1 << 20),
+    dict(where=torch.arange(0, 37, 3)),
+    dict(where=torch.arange(37) % 3 == 0),
+    dict(mean_logit=True, entropy=False, stats=True),
+    dict(ignore_index=7, where=torch.arange(0, 37, 3)),
+    dict(candidates=p.candidates_like(p.draw().labels), where=torch.arange(37) % 3 == 0, entropy="metric", stats=True),
 ]
 
 
@@ -126,8 +126,8 @@ HOLDING_NOTHING: list[dict[str, Any]] = [
     {},
     dict(cache_bytes=1 << 20),
     dict(temperature=torch.linspace(0.5, 2, 37)),
-    dict(keep=torch.arange(0, 37, 3)),
-    dict(keep=torch.arange(37) % 3 == 0, temperature=torch.linspace(0.5, 2, 37)),
+    dict(where=torch.arange(0, 37, 3)),
+    dict(where=torch.arange(37) % 3 == 0, temperature=torch.linspace(0.5, 2, 37)),
 ]
 
 
@@ -168,7 +168,7 @@ def test_a_mask_that_cannot_be_counted_is_kept_in_the_graph() -> None:
         hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, keep: torch.Tensor, temperature: torch.Tensor
     ) -> list[torch.Tensor]:
         leaves = p.Problem(hidden, weight, labels)
-        out, grads = p.gradients(leaves, [torch.ones_like(temperature)] * 3, keep=keep, temperature=temperature)
+        out, grads = p.gradients(leaves, [torch.ones_like(temperature)] * 3, where=keep, temperature=temperature)
         return [*out[:3], *grads]
 
     want = call(*problem, mask, temperature)

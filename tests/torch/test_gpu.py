@@ -52,7 +52,7 @@ def test_kept_rows_have_the_bits_of_the_full_call(implementation: str) -> None:
     full = linear_logprobs(*problem, **told)
     for count in (1, 100, 4096, 8999):
         rows = torch.randperm(9000, device="cuda")[:count]
-        out = linear_logprobs(*problem, keep=rows, **told)
+        out = linear_logprobs(*problem, where=rows, **told)
         assert all(torch.equal(got[rows], want[rows]) for got, want in zip(out[:5], full[:5], strict=True))
 
 
@@ -139,7 +139,7 @@ def test_a_process_may_end_while_the_gpu_works(way: str) -> None:
 def test_two_ranks_that_see_every_gpu(tmp_path: Path) -> None:
     """NCCL on the caller's group; the same bits on both ranks; torch's current device stays as it was."""
     checks = (
-        "parity", "negative_controls", "collectives", "kept_rows", "uneven", "rounding", "verl",
+        "parity", "negative_controls", "collectives", "kept_rows", "uneven", "rounding", "verls",
         "chosen_logits", "chosen_on_one_rank", "most_likely",
     )  # fmt: skip
     command = ["-W", "error", "-m", "tests.torch.shards_worker", *checks]

@@ -39,7 +39,7 @@ def test_case(test: cases.TestCase) -> None:
     options = {name: x.cuda() if isinstance(x, torch.Tensor) else x for name, x in options.items()}
     out, (dhidden, dweight) = p.gradients(problem, seeds, **options)
 
-    keep = options.get("keep", torch.ones_like(problem.labels, dtype=torch.bool))
+    keep = options.get("where", torch.ones_like(problem.labels, dtype=torch.bool))
     temperature = options.get("temperature", 1.0)
     if isinstance(temperature, torch.Tensor):
         temperature = temperature.expand(problem.labels.shape)[keep]

@@ -110,7 +110,7 @@ def test_a_whole_size_has_the_bits_of_any_other_count() -> None:
     for T in (4096, 8192):
         part = p.Problem(problem.hidden[:T], problem.weight, problem.labels[:T])
         rows = torch.arange(0, T, 3, device="cuda")
-        full, kept = (linear_logprobs(*part, stats=True, keep=keep) for keep in (None, rows))
+        full, kept = (linear_logprobs(*part, stats=True, where=keep) for keep in (None, rows))
         assert all(torch.equal(x[rows], y[rows]) for x, y in zip(full[:5], kept[:5], strict=True))
 
 

@@ -111,7 +111,7 @@ def test_time_and_memory_fall_with_the_kept_share(implementation: str) -> None:
         rows = torch.randperm(16384, device="cuda")[: int(16384 * share)].sort().values
 
         def call(rows: torch.Tensor = rows) -> Any:
-            return p.gradients(problem, seeds, implementation=implementation, keep=rows)
+            return p.gradients(problem, seeds, implementation=implementation, where=rows)
 
         call()
         torch.cuda.synchronize()

@@ -41,8 +41,8 @@ def check(programs: list[Any], problem: p.Problem, K: int, **options: Any) -> No
     [
         (130, 784, 9, {"stats": True, "temperature": "each", "logit_softcap": 3.0, "logit_scale": 0.5}),
         (5, 1032, 1, {"vocab_size": 700, "cache_bytes": 1 << 18}),
-        pytest.param(12, 784, 64, {"keep": "some"}, marks=pytest.mark.slow),
-        pytest.param(128, 784, 17, {"entropy": "none", "cache_bytes": 1 << 40}, marks=pytest.mark.slow),
+        pytest.param(12, 784, 64, {"where": "some"}, marks=pytest.mark.slow),
+        pytest.param(128, 784, 17, {"entropy": False, "cache_bytes": 1 << 40}, marks=pytest.mark.slow),
     ],
 )
 def test_results_and_gradients(programs: list[Any], T: int, V: int, K: int, options: dict[str, Any]) -> None:
@@ -52,8 +52,8 @@ def test_results_and_gradients(programs: list[Any], T: int, V: int, K: int, opti
     if options.get("temperature") == "each":
         labels[::7], labels[3] = -100, 2**32 + 3
         options = {**options, "temperature": torch.rand(T, generator=generator) + 0.5}
-    if options.get("keep") == "some":
-        options = {**options, "keep": torch.rand(T, generator=generator) < 0.6}
+    if options.get("where") == "some":
+        options = {**options, "where": torch.rand(T, generator=generator) < 0.6}
     check(programs, drawn._replace(labels=labels), K, **options)
 
 

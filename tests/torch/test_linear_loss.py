@@ -179,7 +179,7 @@ def test_tokens_that_are_left_out(kind: str) -> None:
         problem.labels[~mask] = -100
     keep = {"mask": mask, "index": mask.flatten().nonzero()[:, 0].int(), "ignored": None}[kind]
     leaves, own = problem.leaves(), [x.requires_grad_() for x in own]
-    total, out = linear_loss(ppo, *leaves, *own, keep=keep, ignore_index=-100 if kind == "ignored" else None)
+    total, out = linear_loss(ppo, *leaves, *own, where=keep, ignore_index=-100 if kind == "ignored" else None)
     grads = torch.autograd.grad(total, (*leaves[:2], *own))
     assert torch.equal(total, want)
     assert torch.equal(out.logprobs, full.logprobs.where(mask, 0.0))
@@ -189,8 +189,8 @@ def test_tokens_that_are_left_out(kind: str) -> None:
         assert not got[~mask].any()
 
 
-@pytest.mark.parametrize("entropy", ["metric", "none"])
-def test_entropy_without_a_gradient(entropy: str) -> None:
+@pytest.mark.parametrize("entropy", ["metric", False])
+def test_entropy_without_a_gradient(entropy: Any) -> None:
     problem = p.draw()
     total, out, grads = evaluate(problem, entropy=entropy)
     again, want, wanted = evaluate(problem, two_passes, entropy=entropy)

@@ -31,10 +31,10 @@ def plain(logprobs: torch.Tensor, _entropy: Any, lse: torch.Tensor, *own: torch.
         (dict(vocab_part_size=8), (), TypeError, r"vocab_part_size=8: .* no backward can use"),
         (dict(mean_logit=True), (), TypeError, r"mean_logit=True: loss_fn gets .*; linear_logprobs has this option"),
         (dict(candidates=GOOD.labels[:, None]), (), TypeError, r"linear_logprobs has this option"),
-        (dict(temprature=1.0), (), TypeError, r"^linear_loss: unknown option temprature; known: keep, .*chunk_bytes, "),
+        (dict(temprature=1.0), (), TypeError, r"^linear_loss: unknown option temprature; known: where, .*chunk_bytes"),
         (dict(chunk_bytes=-1), (), ValueError, r"chunk_bytes must be a whole number of bytes, at least 0, got -1"),
         (dict(wgrad="add"), (), ValueError, r"""wgrad must be "return" or "main_grad", got 'add'"""),
-        (dict(entropy=True), (), ValueError, r'entropy must be "grad", "metric" or "none", got True'),
+        (dict(entropy="none"), (), TypeError, r'entropy must be True, False or "metric", got .none.'),
         (dict(implementation="cutlass"), (), ValueError, r"unknown implementation 'cutlass'"),
     ],
 )  # fmt: skip

@@ -78,7 +78,7 @@ def test_kept_tokens(kind: str) -> None:
     problem.hidden[~mask] = torch.nan
     torch.use_deterministic_algorithms(True)  # fills what is not initialised with NaN
     try:
-        z, grads = evaluate(problem, ids=ids, keep=keep, temperature=torch.linspace(0.5, 1.5, 3)[:, None])
+        z, grads = evaluate(problem, ids=ids, where=keep, temperature=torch.linspace(0.5, 1.5, 3)[:, None])
     finally:
         torch.use_deterministic_algorithms(False)
     assert torch.equal(z, full.where(mask[..., None], 0.0))
@@ -196,7 +196,7 @@ ONES = torch.ones(6, 2, dtype=torch.int64)
         (dict(weight=torch.ones(10, 7)), ValueError, r"hidden \(6, 8\) must end in the H of weight"),
         (dict(temperature=torch.ones(5)), ValueError, r"temperature \(5,\) must broadcast to the tokens' shape \(6,\)"),
         (dict(vocab_size=11), ValueError, r"vocab_size must lie in \[1, 10\].* got 11"),
-        (dict(keep=torch.ones(5, dtype=bool)), ValueError, r"keep \(5,\) must have the tokens' shape \(6,\)"),
+        (dict(where=torch.ones(5, dtype=bool)), ValueError, r"where \(5,\) must have the tokens' shape \(6,\)"),
     ],
 )
 def test_refusals(given: dict[str, Any], error: type[Exception], message: str) -> None:

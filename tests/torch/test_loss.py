@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 import lce_jax
-from lce_torch_bridge import linear_cross_entropy_loss, linear_entropy, linear_logprobs
+from lce_torch_bridge import linear_cross_entropy, linear_entropy, linear_logprobs
 from tests.pairs import pairs_of
 from tests.torch import problem as p
 from tests.torch.test_bias import draw_bias
@@ -69,7 +69,7 @@ def measured(call: Any, problem: p.Problem, bias: torch.Tensor, seed: torch.Tens
 @pairs_of(1, options=OPTIONS, reduction=["mean", "sum", "none"])
 def test_as_torchs_cross_entropy(options: dict[str, Any], reduction: str) -> None:
     problem, bias, seed = draw(), draw_bias(), p.seeds_like(draw().labels)[0]
-    loss, grads = measured(linear_cross_entropy_loss, problem, bias, seed, reduction=reduction, **options)
+    loss, grads = measured(linear_cross_entropy, problem, bias, seed, reduction=reduction, **options)
     double = p.Problem(problem.hidden.double(), problem.weight.double(), problem.labels)
     want, wanted = measured(stored, double, bias.double(), seed.double(), reduction=reduction, **options)
     assert loss.dtype == torch.float32
@@ -79,7 +79,7 @@ def test_as_torchs_cross_entropy(options: dict[str, Any], reduction: str) -> Non
 
 @pytest.mark.parametrize("ignore_index", [-100, 7, None])
 def test_tokens_that_count(ignore_index: int | None) -> None:
-    """Of a batch ``[b, s]``, without those of ``keep`` and of ``ignore_index``; where that is not -100, -100 counts."""
+    """Of a batch ``[b, s]``, without those of ``where`` and ``ignore_index``; if that is not -100, -100 counts."""
     problem = p.draw(T=40)
     problem.labels[::6] = 7
     problem.labels[1] = -100
@@ -90,17 +90,17 @@ def test_tokens_that_count(ignore_index: int | None) -> None:
     out = p.stored(*problem)
     each = torch.where(counts, -0.9 * out.logprobs + 0.1 * (out.lse - out.mean_logit), 0.0)
     for given in (keep.view(4, 10), keep.nonzero().squeeze(1)):
-        loss = linear_cross_entropy_loss(hidden, problem.weight, labels, keep=given, reduction="none", **told)
+        loss = linear_cross_entropy(hidden, problem.weight, labels, where=given, reduction="none", **told)
         assert loss.shape == (4, 10)
         assert p.value_error(loss.flatten(), each) < VALUE
-        mean = linear_cross_entropy_loss(hidden, problem.weight, labels, keep=given, **told)
+        mean = linear_cross_entropy(hidden, problem.weight, labels, where=given, **told)
         assert p.value_error(mean, each.sum() / counts.sum()) < VALUE
 
 
 @pytest.mark.parametrize("labels", [torch.full((6,), -100), torch.zeros(0, dtype=torch.int64)], ids=["none", "empty"])
 def test_where_no_token_counts_the_loss_is_0(labels: torch.Tensor) -> None:
     hidden, weight = torch.randn(len(labels), 8, requires_grad=True), torch.randn(16, 8, requires_grad=True)
-    loss = linear_cross_entropy_loss(hidden, weight, labels, label_smoothing=0.1, z_loss=0.1)
+    loss = linear_cross_entropy(hidden, weight, labels, label_smoothing=0.1, z_loss=0.1)
     assert loss == 0
     loss.backward()
     assert not hidden.grad.any()
@@ -111,7 +111,7 @@ def test_as_the_loss_of_lce_jax() -> None:
     problem = draw()
     told: Any = dict(ignore_index=-100, label_smoothing=0.1, z_loss=1e-2)
     want = lce_jax.linear_cross_entropy(*(x.numpy() for x in problem), **told)
-    assert linear_cross_entropy_loss(*problem, **told).item() == pytest.approx(float(want), rel=1e-6)
+    assert linear_cross_entropy(*problem, **told).item() == pytest.approx(float(want), rel=1e-6)
 
 
 def test_megatrons_smoothing_by_another_number() -> None:
@@ -126,7 +126,7 @@ def test_megatrons_smoothing_by_another_number() -> None:
         )[:, 0]
         wanted = torch.autograd.grad((stock * seed).sum(), leaves[:2])
     leaves = problem.leaves()
-    loss = linear_cross_entropy_loss(*leaves, label_smoothing=0.1 * 104 / 103, reduction="none")
+    loss = linear_cross_entropy(*leaves, label_smoothing=0.1 * 104 / 103, reduction="none")
     grads = torch.autograd.grad((loss * seed).sum(), leaves[:2])
     assert p.value_error(loss, stock) < VALUE
     assert max(map(p.relative_norm, grads, wanted)) < GRADIENT
@@ -135,9 +135,9 @@ def test_megatrons_smoothing_by_another_number() -> None:
 def test_compiled_smoothings() -> None:
     torch._dynamo.reset()
     problem, bias, seed = draw(), draw_bias(), p.seeds_like(draw().labels)[0]
-    compiled = torch.compile(linear_cross_entropy_loss, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(linear_cross_entropy, fullgraph=True, backend="aot_eager")
     for smoothing in (0.1, 0.2, 0.3):
-        eager = measured(linear_cross_entropy_loss, problem, bias, seed, label_smoothing=smoothing, z_loss=1e-3)
+        eager = measured(linear_cross_entropy, problem, bias, seed, label_smoothing=smoothing, z_loss=1e-3)
         got = measured(compiled, problem, bias, seed, label_smoothing=smoothing, z_loss=1e-3)
         assert p.value_error(got[0], eager[0]) < VALUE
         assert max(map(p.relative_norm, got[1], eager[1])) < GRADIENT
@@ -155,14 +155,14 @@ def test_compiled_smoothings() -> None:
         (dict(stats=True), TypeError, r"stats=True: a loss has no such output"),
         (dict(labels=[1, 2]), TypeError, r"labels must be a torch.Tensor, got list"),
         (dict(labels=torch.ones(6)), TypeError, r"labels must be integers .* got torch.float32"),
-        (dict(keep=torch.ones(5, dtype=bool)), ValueError, r"keep \(5,\) must have the tokens' shape \(6,\)"),
+        (dict(where=torch.ones(5, dtype=bool)), ValueError, r"where \(5,\) must have the tokens' shape \(6,\)"),
         (dict(smoothing=0.1), TypeError, r"unknown option smoothing; known: reduction, .*label_smoothing"),
     ],
 )  # fmt: skip
 def test_refusals_of_the_loss(given: dict[str, Any], error: type[Exception], message: str) -> None:
     good = p.draw(T=6, H=8, V=10)._asdict()
     with pytest.raises(error, match=message):
-        linear_cross_entropy_loss(**{**good, **given})
+        linear_cross_entropy(**{**good, **given})
 
 
 @pytest.mark.parametrize(
@@ -186,9 +186,9 @@ def test_entropy_without_labels(options: dict[str, Any]) -> None:
 
 def test_entropy_has_the_bits_of_a_call_with_labels() -> None:
     problem = p.draw()
-    out = linear_logprobs(*problem, keep=torch.arange(0, 37, 3))
+    out = linear_logprobs(*problem, where=torch.arange(0, 37, 3))
     for call in (linear_entropy, torch.compile(linear_entropy, fullgraph=True, backend="aot_eager")):
-        entropy, lse = call(*problem[:2], keep=torch.arange(0, 37, 3))
+        entropy, lse = call(*problem[:2], where=torch.arange(0, 37, 3))
         assert torch.equal(entropy, out.entropy)
         assert torch.equal(lse, out.lse)
     entropy, _ = linear_entropy(torch.zeros(2, 0, 8), torch.ones(16, 8))
@@ -198,9 +198,9 @@ def test_entropy_has_the_bits_of_a_call_with_labels() -> None:
 @pytest.mark.parametrize(
     ("hidden", "given", "error", "message"),
     [
-        (torch.ones(6, 8), dict(entropy="none"), TypeError, r"entropy='none': linear_entropy returns entropy and lse"),
+        (torch.ones(6, 8), dict(entropy=False), TypeError, r"entropy=False: linear_entropy returns entropy and lse"),
         (torch.ones(6, 8), dict(ignore_index=-100), TypeError, r"ignore_index=-100: linear_entropy returns"),
-        (torch.ones(6, 8), dict(keep=torch.ones(5, dtype=bool)), ValueError, r"the tokens' shape \(6,\)"),
+        (torch.ones(6, 8), dict(where=torch.ones(5, dtype=bool)), ValueError, r"the tokens' shape \(6,\)"),
         (torch.ones(6, 7), {}, ValueError, r"hidden \(6, 7\) must end in the H of weight .* \(10, 8\)"),
         ([1.0], {}, TypeError, r"hidden must be a torch.Tensor, got list"),
         (torch.tensor(1.0), {}, ValueError, r"hidden must be \[\.\.\., H\]"),

@@ -30,7 +30,7 @@ class Head(torch.nn.Module):
         self.select, self.options = select, options
 
     def forward(self, hidden: torch.Tensor, labels: torch.Tensor) -> Any:
-        return self.select(linear_logprobs(hidden, self.weight, labels, keep=labels % 2 == 0, **self.options))
+        return self.select(linear_logprobs(hidden, self.weight, labels, where=labels % 2 == 0, **self.options))
 
 
 def loss(out: tuple[torch.Tensor, ...], _target: torch.Tensor) -> torch.Tensor:
@@ -41,7 +41,7 @@ def loss(out: tuple[torch.Tensor, ...], _target: torch.Tensor) -> torch.Tensor:
     ("select", "options"),
     [
         (lambda out: out[:3], {}),
-        (lambda out: (out.logprobs, out.lse), dict(entropy="none")),
+        (lambda out: (out.logprobs, out.lse), dict(entropy=False)),
         (lambda out: out[:6], dict(stats=True, mean_logit=True)),
     ],
 )

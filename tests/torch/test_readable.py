@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import lce_torch_bridge as bridge
+from lce_torch_bridge import verl
 from tests.torch import problem as p
 from tests.torch.launched import launched_directly
 
@@ -17,7 +18,7 @@ GOOD = p.draw(T=6, H=8, V=10)
 IDS, KEEP, BIAS = p.candidates_like(GOOD.labels, K=2, V=10), torch.tensor([True, False] * 3), torch.linspace(0, 1, 10)
 WAYS: dict[str, Callable[[], Any]] = {"jax": contextlib.nullcontext, "direct": launched_directly}
 SHARED: dict[str, torch.Tensor] = dict(
-    hidden=GOOD.hidden, weight=GOOD.weight, bias=BIAS, temperature=torch.linspace(0.5, 2, 6), keep=KEEP
+    hidden=GOOD.hidden, weight=GOOD.weight, bias=BIAS, temperature=torch.linspace(0.5, 2, 6), where=KEEP
 )
 LABELS = {"labels": GOOD.labels}
 
@@ -37,10 +38,10 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, torch.Tensor]]] = {
         lambda own, hidden, weight, labels, **x: bridge.linear_loss(own_loss, hidden, weight, labels, own, **x)[0],
         SHARED | LABELS | {"own": torch.linspace(1, 2, 6)},
     ),
-    "linear_cross_entropy_loss": (lambda **x: bridge.linear_cross_entropy_loss(**x), SHARED | LABELS),
+    "linear_cross_entropy": (lambda **x: bridge.linear_cross_entropy(**x), SHARED | LABELS),
     "linear_entropy": (lambda **x: sum_of(*bridge.linear_entropy(**x)), SHARED),
-    "linear_cross_entropy": (
-        lambda **x: sum_of(*bridge.linear_cross_entropy(**x)),
+    "verl.linear_cross_entropy": (
+        lambda **x: sum_of(*verl.linear_cross_entropy(**x)),
         {name: SHARED[name] for name in ("hidden", "weight")} | LABELS,
     ),
     "linear_logits": (lambda **x: sum_of(bridge.linear_logits(**x)), SHARED | {"ids": IDS}),
@@ -51,7 +52,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, torch.Tensor]]] = {
     ),
 }
 EACH = [(call, name) for call, (_, given) in CALLS.items() for name in given]
-NUMBERS = [(call, name) for call, name in EACH if name != "keep"]
+NUMBERS = [(call, name) for call, name in EACH if name != "where"]
 
 
 def freed(x: torch.Tensor) -> torch.Tensor:

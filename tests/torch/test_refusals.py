@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from lce_jax import UnsupportedError
-from lce_torch_bridge import explain, linear_cross_entropy_loss, linear_entropy, linear_logprobs
+from lce_torch_bridge import explain, linear_cross_entropy, linear_entropy, linear_logprobs
 from lce_torch_bridge.call import _checks
 from tests.torch import problem as p
 
 GOOD = p.draw(T=6, H=8, V=10)
-MASK = r"a mask of zeros and ones must be bool: pass keep\.bool\(\)"
+MASK = r"a mask of zeros and ones must be bool: pass where\.bool\(\)"
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ MASK = r"a mask of zeros and ones must be bool: pass keep\.bool\(\)"
         (dict(vocab_size=11), ValueError, r"vocab_size must lie in \[1, 10\].* got 11"),
         (dict(vocab_size=0), ValueError, r"vocab_size must lie in \[1, 10\].* got 0"),
         (dict(vocab_size=9.0), TypeError, r"vocab_size must be a Python integer, got 9.0"),
-        (dict(entropy=True), ValueError, r'entropy must be "grad", "metric" or "none", got True'),
+        (dict(entropy="grad"), TypeError, r'entropy must be True, False or "metric", got .grad.'),
         (dict(out_of_vocab="nan"), ValueError, r"""out_of_vocab must be "zero" or "megatron", got 'nan'"""),
         (dict(wgrad="add"), ValueError, r"""wgrad must be "return" or "main_grad", got 'add'"""),
         (dict(stats=1), TypeError, r"stats must be True or False, got 1"),
@@ -64,15 +64,15 @@ MASK = r"a mask of zeros and ones must be bool: pass keep\.bool\(\)"
         (dict(vocab_part_size=8, cache_bytes=5), ValueError, r"vocab_part_size=8 with cache_bytes=5: .* Write"),
         (dict(cache_bytes=-1), ValueError, r"cache_bytes must be a whole number of bytes, .* got -1"),
         (dict(cache_bytes=1e9), ValueError, r"cache_bytes must be a whole number of bytes, at least 0, got 1000000000"),
-        (dict(keep=[True] * 6), TypeError, r"keep must be a torch.Tensor, got list"),
-        (dict(keep=torch.ones(5, dtype=bool)), ValueError, r"keep \(5,\) must have the tokens' shape \(6,\)"),
-        (dict(keep=torch.ones(6)), TypeError, rf"keep must be bool, or .* index of rows, got torch.float32; {MASK}"),
-        (dict(keep=torch.ones(6).byte()), TypeError, rf"keep must be bool, or .*, got torch.uint8; {MASK}"),
-        (dict(keep=torch.tensor([0, 1] * 3)), ValueError, rf"must hold each row at most once, got 4 repeats; {MASK}"),
-        (dict(keep=torch.ones(2, 2, dtype=int)), ValueError, r"must have one dimension, got shape \(2, 2\)$"),
-        (dict(keep=torch.tensor([0, 6])), ValueError, r"keep holds row 6, and there are 6 rows"),
-        (dict(keep=torch.tensor([-1])), ValueError, r"keep holds row -1, and there are 6 rows"),
-        (dict(keep=torch.tensor([2, 2, 2])), ValueError, r"must hold each row at most once, got 2 repeats$"),
+        (dict(where=[True] * 6), TypeError, r"where must be a torch.Tensor, got list"),
+        (dict(where=torch.ones(5, dtype=bool)), ValueError, r"where \(5,\) must have the tokens' shape \(6,\)"),
+        (dict(where=torch.ones(6)), TypeError, rf"where must be bool, or .* index of rows, got torch.float32; {MASK}"),
+        (dict(where=torch.ones(6).byte()), TypeError, rf"where must be bool, or .*, got torch.uint8; {MASK}"),
+        (dict(where=torch.tensor([0, 1] * 3)), ValueError, rf"must hold each row at most once, got 4 repeats; {MASK}"),
+        (dict(where=torch.ones(2, 2, dtype=int)), ValueError, r"must have one dimension, got shape \(2, 2\)$"),
+        (dict(where=torch.tensor([0, 6])), ValueError, r"where holds row 6, and there are 6 rows"),
+        (dict(where=torch.tensor([-1])), ValueError, r"where holds row -1, and there are 6 rows"),
+        (dict(where=torch.tensor([2, 2, 2])), ValueError, r"must hold each row at most once, got 2 repeats$"),
         (dict(candidates=[[1]] * 6), TypeError, r"candidates must be a torch.Tensor, got list"),
         (dict(candidates=torch.ones(6, 2)), TypeError, r"candidates must be integers \(vocabulary ids\), got torch"),
         (dict(candidates=GOOD.labels[:, None][:, :0]), ValueError, r"candidates \(6, 0\) must end in K, from 1 to 512"),
@@ -98,17 +98,17 @@ def test_a_mask_of_numbers() -> None:
     two = p.Problem(GOOD.hidden.view(2, 3, 8), GOOD.weight, GOOD.labels.view(2, 3))
     keep = torch.tensor([[0, 1, 1], [0, 1, 1]])
     with pytest.raises(ValueError, match=rf"must have one dimension, got shape \(2, 3\); {MASK}"):
-        linear_logprobs(*two, keep=keep)
+        linear_logprobs(*two, where=keep)
     want = linear_logprobs(*two).logprobs
-    assert torch.equal(linear_logprobs(*two, keep=keep.bool()).logprobs, want * keep)
+    assert torch.equal(linear_logprobs(*two, where=keep.bool()).logprobs, want * keep)
 
 
 @pytest.mark.parametrize(
     ("call", "known"),
     [
-        (explain, r"known: bias, .*stats, mean_logit, candidates, keep, ignore_index, .*implementation$"),
-        (linear_entropy, r"known: bias, .*vocab_size, keep, reduce_grad_hidden, .*implementation$"),
-        (linear_cross_entropy_loss, r"known: reduction, .*label_smoothing, .*vocab_size, reduce_grad_hidden, .*$"),
+        (explain, r"known: bias, .*stats, mean_logit, candidates, where, ignore_index, .*implementation$"),
+        (linear_entropy, r"known: bias, .*vocab_size, where, reduce_grad_hidden, .*implementation$"),
+        (linear_cross_entropy, r"known: reduction, .*label_smoothing, .*vocab_size, reduce_grad_hidden, .*$"),
     ],
 )
 def test_options_of_other_functions(call: Any, known: str) -> None:

@@ -43,7 +43,7 @@ def test_kept_rows_have_the_bits_of_the_full_call(T: int, dtype: torch.dtype) ->
         rows = torch.randperm(T, generator=generator)[:count]
         mask = torch.zeros(T, dtype=torch.bool).index_fill(0, rows, True)
         for keep in (rows, rows.int(), mask):
-            for got, want in zip(linear_logprobs(hidden, weight, labels, keep=keep, **told), full, strict=True):
+            for got, want in zip(linear_logprobs(hidden, weight, labels, where=keep, **told), full, strict=True):
                 assert torch.equal(got[mask], want[mask])
                 assert (got[~mask] == 0).all()
 
@@ -55,7 +55,7 @@ def test_gradients_with_rows_left_out() -> None:
     keep = torch.rand(3, 20, generator=torch.Generator().manual_seed(0)) < 0.4
     problem.hidden[~keep] = torch.nan  # whatever they hold
     seeds, ids = p.seeds_like(problem.labels, K=5), p.candidates_like(problem.labels)
-    out, (dhidden, dweight) = p.gradients(problem, seeds, keep=keep, temperature=temperature, candidates=ids)
+    out, (dhidden, dweight) = p.gradients(problem, seeds, where=keep, temperature=temperature, candidates=ids)
     assert all((field[~keep] == 0).all() for field in (*out[:3], out.candidate_logprobs))
     assert (dhidden[~keep] == 0).all()
     part = p.Problem(problem.hidden[keep], problem.weight, problem.labels[keep])
@@ -68,7 +68,7 @@ def test_gradients_with_rows_left_out() -> None:
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8])
 @pytest.mark.parametrize("ignored", [-100, 7])
 def test_an_ignored_label_leaves_its_token_out(ignored: int, dtype: torch.dtype) -> None:
-    """The bits of ``keep`` without those tokens, alone and with a ``keep`` of either kind."""
+    """The bits of ``where`` without those tokens, alone and with a ``where`` of either kind."""
     problem = p.draw(T=60)
     problem = problem._replace(hidden=problem.hidden.view(3, 20, -1), labels=problem.labels.view(3, 20).to(dtype))
     some = torch.rand(3, 20, generator=torch.Generator().manual_seed(0)) < 0.4
@@ -79,15 +79,15 @@ def test_an_ignored_label_leaves_its_token_out(ignored: int, dtype: torch.dtype)
     mask = torch.arange(60).view(3, 20) % 2 == 0
     seeds = p.seeds_like(problem.labels)
     for keep, kept in ((None, counts), (mask, mask & counts), (torch.arange(0, 60, 2), mask & counts)):
-        out, grads = p.gradients(problem, seeds, ignore_index=ignored, keep=keep)
-        want, wanted = p.gradients(problem, seeds, keep=kept)
+        out, grads = p.gradients(problem, seeds, ignore_index=ignored, where=keep)
+        want, wanted = p.gradients(problem, seeds, where=kept)
         assert all(map(torch.equal, (*out[:3], *grads), (*want[:3], *wanted)))
         assert (out.entropy[~kept] == 0).all()
     turned = linear_logprobs(  # as Megatron's are, [s, b]
-        problem.hidden.transpose(0, 1), problem.weight, problem.labels.t(), ignore_index=ignored, keep=torch.arange(60)
+        problem.hidden.transpose(0, 1), problem.weight, problem.labels.t(), ignore_index=ignored, where=torch.arange(60)
     )
-    assert torch.equal(turned.logprobs.t(), linear_logprobs(*problem, keep=counts).logprobs)
-    nothing, (dhidden, dweight) = p.gradients(problem, seeds, ignore_index=ignored, keep=~counts)
+    assert torch.equal(turned.logprobs.t(), linear_logprobs(*problem, where=counts).logprobs)
+    nothing, (dhidden, dweight) = p.gradients(problem, seeds, ignore_index=ignored, where=~counts)
     assert not any(x.any() for x in (*nothing[:3], dhidden, dweight))
 
 
@@ -96,7 +96,7 @@ def test_memory_falls_with_the_kept_share() -> None:
     hidden, weight, labels = p.draw(T=1000, H=64).leaves()
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.shape) or x, lambda x: x):
-        linear_logprobs(hidden, weight, labels, keep=torch.arange(0, 1000, 10))
+        linear_logprobs(hidden, weight, labels, where=torch.arange(0, 1000, 10))
     assert torch.Size([100, 64]) in saved
     assert torch.Size([1000, 64]) not in saved
 

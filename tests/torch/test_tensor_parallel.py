@@ -13,7 +13,7 @@ from tests.torch.processes import ranks, torchrun
 
 WORKER = ["-W", "error", "-m", "tests.torch.shards_worker"]
 CHECKS = (
-    "parity", "negative_controls", "collectives", "kept_rows", "empty_and_compiled", "uneven", "rounding", "verl",
+    "parity", "negative_controls", "collectives", "kept_rows", "empty_and_compiled", "uneven", "rounding", "verls",
     "biased", "losses", "chosen_logits", "chosen_on_one_rank", "loss_in_forward", "most_likely",
 )  # fmt: skip
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lce_torch_bridge import linear_cross_entropy_loss, linear_logprobs, linear_loss
+from lce_torch_bridge import linear_cross_entropy, linear_logprobs, linear_loss
 
 T, H, V = 130, 128, 768
 
@@ -53,8 +53,8 @@ def test_what_the_kernels_would_need_is_kept(stats: bool) -> None:
 
 def test_losses_take_it_and_a_wrong_one_is_refused() -> None:
     operands = torch.randn(8, H), torch.randn(V, H), torch.arange(8)
-    exact = linear_cross_entropy_loss(*operands)
-    assert torch.equal(linear_cross_entropy_loss(*operands, gradient_threshold=0.01), exact)
+    exact = linear_cross_entropy(*operands)
+    assert torch.equal(linear_cross_entropy(*operands, gradient_threshold=0.01), exact)
 
     def loss_of_token(logprob: torch.Tensor, *_: Any) -> torch.Tensor:
         return -logprob

@@ -59,7 +59,7 @@ def test_kept_tokens(kind: str) -> None:
     full = linear_topk(hidden, problem.weight, 5, temperature=torch.linspace(0.5, 1.5, 3)[:, None])
     hidden[~mask] = torch.nan
     keep = mask if kind == "mask" else mask.flatten().nonzero()[:, 0]
-    out = linear_topk(hidden, problem.weight, 5, keep=keep, temperature=torch.linspace(0.5, 1.5, 3)[:, None])
+    out = linear_topk(hidden, problem.weight, 5, where=keep, temperature=torch.linspace(0.5, 1.5, 3)[:, None])
     assert all(torch.equal(got[mask], want[mask]) for got, want in zip(out, full, strict=True))
     assert (out.ids[~mask] == -1).all()
     assert not out.logprobs[~mask].any()
@@ -85,7 +85,7 @@ def test_a_teacher_for_candidates() -> None:
 def test_compiled_and_without_values() -> None:
     torch._dynamo.reset()
     hidden, weight, _ = p.draw()
-    options: Any = dict(temperature=torch.linspace(0.5, 2, 37), keep=torch.arange(0, 37, 3))
+    options: Any = dict(temperature=torch.linspace(0.5, 2, 37), where=torch.arange(0, 37, 3))
     compiled = torch.compile(linear_topk, fullgraph=True, backend="aot_eager")
     want = linear_topk(hidden, weight, 4, **options)
     assert all(map(torch.equal, compiled(hidden, weight, 4, **options), want))
@@ -93,7 +93,7 @@ def test_compiled_and_without_values() -> None:
     torch.library.opcheck(_topk.topk, (hidden, weight, BIAS, options["temperature"], *told))
     mask = torch.zeros(37, dtype=torch.bool, device="meta")
     for keep in (None, mask):
-        meta = linear_topk(hidden.to("meta"), weight.to("meta"), 4, keep=keep)
+        meta = linear_topk(hidden.to("meta"), weight.to("meta"), 4, where=keep)
         assert [x.shape for x in meta] == [(37, 4), (37, 4), (37,)]
         assert [x.dtype for x in meta] == [torch.int64, torch.float32, torch.float32]
 
@@ -111,7 +111,7 @@ GOOD = p.draw(T=6, H=8, V=10)
         (dict(k=2.0), TypeError, r"k must be a Python integer, got 2.0"),
         (dict(hidden=torch.ones(6, 8).double()), TypeError, r"hidden must be .* got torch.float64"),
         (dict(weight=torch.ones(10, 7)), ValueError, r"hidden \(6, 8\) must end in the H of weight"),
-        (dict(keep=torch.ones(5, dtype=bool)), ValueError, r"keep \(5,\) must have the tokens' shape \(6,\)"),
+        (dict(where=torch.ones(5, dtype=bool)), ValueError, r"where \(5,\) must have the tokens' shape \(6,\)"),
         (dict(implementation="mosaic_gpu"), UnsupportedError, r"mosaic_gpu"),
     ],
 )

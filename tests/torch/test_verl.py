@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lce_torch_bridge import linear_cross_entropy
+from lce_torch_bridge.verl import linear_cross_entropy
 from tests.torch import problem as p
 
 VALUE, GRADIENT = 2e-6, 1e-6  # as in test_parity

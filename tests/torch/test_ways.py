@@ -44,7 +44,7 @@ def drawn(dtype: torch.dtype = torch.bfloat16) -> Any:
 SERVED: dict[str, dict[str, Any]] = {
     "plain": {},
     "all statistics": {"stats": True, "temperature": 0.7, "logit_scale": 0.5, "logit_softcap": 20.0},
-    "no entropy": {"entropy": "none", "out_of_vocab": "megatron"},
+    "no entropy": {"entropy": False, "out_of_vocab": "megatron"},
     "a full cache": {"cache_bytes": 1 << 30},
     "part of a cache": {"cache_bytes": 1 << 20},
     "padding": {"vocab_size": 1000},
