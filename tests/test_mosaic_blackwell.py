@@ -22,10 +22,7 @@ from tests.devices import B200
 from tests.mosaic_calls import CALLS, Call, budget_of, check
 
 # `make test` runs these, which have most things together, and `make test-all` the others.
-TOGETHER = {
-    "five tokens, columns that are no whole atom, mean logit", "cache with everything, narrow tiles", "no row left",
-    "half a cache, float16", "hv with a narrow swizzle and a cache", "dweight added, padding",
-}  # fmt: skip
+TOGETHER = {"cache with everything, narrow tiles", "hv with a narrow swizzle and a cache", "dweight added, padding"}
 OF_HOPPER = {"one step over H, shared", "clusters", "clusters, rows left out, cache"}  # its own ways to share a step
 PARAMETERS = [
     pytest.param(one, marks=[] if one.name in TOGETHER else [pytest.mark.slow])

@@ -7,7 +7,6 @@ import re
 import pytest
 
 from lce_jax.xla import _logits
-from tests.pairs import pairs_of
 from tests.test_mosaic_lowering import EVERYTHING, lower
 
 pytestmark = pytest.mark.usefixtures("hopper")
@@ -19,9 +18,11 @@ CALLS = {
     "everything": (4096, 151936, 512, {**EVERYTHING, "vocab_size": 151669}),
     "no whole piece of H": (2880, 201088, 1, {"vocab_size": 200019}),
 }
+SOME = {"no whole atom", "everything"}
 
 
-@pairs_of(1, name=[*CALLS], cache_bytes=[0, 1 << 28])
+@pytest.mark.parametrize("cache_bytes", [0, pytest.param(1 << 28, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", [pytest.param(x, marks=() if x in SOME else pytest.mark.slow) for x in CALLS])
 def test_candidates(name: str, cache_bytes: int) -> None:
     """Kernels alone: XLA gathers no row of the weight, sorts nothing and scatters nothing.
 

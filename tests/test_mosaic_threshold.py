@@ -37,6 +37,7 @@ CALLS = [
     call("hv, dweight added, several launches", T=136, V=4352, H=64, weight_layout="hv", adds_dweight=True,
          statistics_bytes=1 << 13, stats=True),
 ]  # fmt: skip
+PARAMETERS = [pytest.param(one, marks=pytest.mark.slow if "launches" in one.name else ()) for one in CALLS]
 
 
 def peaked(test: Call, operands: Operands) -> Operands:
@@ -146,7 +147,7 @@ GENERATIONS = [
 ]
 
 
-@pytest.mark.parametrize("test", CALLS, ids=str, indirect=True)
+@pytest.mark.parametrize("test", PARAMETERS, ids=str, indirect=True)
 @pytest.mark.parametrize("device", GENERATIONS)
 def test_live_tiles_alone(test: Call, device: Device, capfd: pytest.CaptureFixture[str]) -> None:
     case = case_of(test, device)

@@ -48,15 +48,24 @@ def of_kernels(live: np.ndarray, sizes: Sizes, contracted: int) -> Any:
         pytest.param(LIVE.reshape(-1, 1)[:20] < 0.4, Sizes(20, 1, 1, 7), 20, id="one row block"),
         pytest.param(LIVE[:3, :3] < 0.5, Sizes(3, 3, 1, 100), 0, id="one batch, nothing contracted"),
         pytest.param(LIVE < 0.3, Sizes(17, 18, 2, 60), 16, id="walks of several steps"),
-        pytest.param(LIVE[:2].repeat(8, 1)[:, :130] < 0.5, Sizes(2, 130, 2, 1000), 2, id="more than 128 row blocks"),
-        pytest.param(LIVE.reshape(-1, 2)[:130] < 0.3, Sizes(130, 2, 1, 40), 130, id="more than 128 tiles"),
+        pytest.param(
+            LIVE[:2].repeat(8, 1)[:, :130] < 0.5,
+            Sizes(2, 130, 2, 1000),
+            2,
+            id="more than 128 row blocks",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            LIVE.reshape(-1, 2)[:130] < 0.3, Sizes(130, 2, 1, 40), 130, id="more than 128 tiles", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_the_numbers_of_the_oracle(live: np.ndarray, sizes: Sizes, contracted: int) -> None:
     found = of_kernels(live, sizes, contracted)
     assert not races_found()
     work, batches = jax.tree.map(np.asarray, found)
-    want, want_batches = jax.tree.map(np.asarray, worklist_oracle.lists(jnp.asarray(live), sizes, contracted, COLUMNS))
+    oracle = jax.jit(lambda live: worklist_oracle.lists(live, sizes, contracted, COLUMNS))
+    want, want_batches = jax.tree.map(np.asarray, oracle(jnp.asarray(live)))
     count = {"row_blocks": want.first[-1], "tiles": want.first[-1]}
     for name in ("order", "counts", "first", *count):
         expected = getattr(want, name)[: count.get(name)]

@@ -123,12 +123,12 @@ def test_around_a_whole_size(T: int) -> None:
     assert max(map(p.relative_norm, grads, wanted)) < 1e-6
 
 
-def test_a_thousand_counts_of_tokens_compile_a_dozen_programs(compilations: list[str]) -> None:
+def test_hundreds_of_counts_of_tokens_compile_a_dozen_programs(compilations: list[str]) -> None:
     """In each direction; a new temperature compiles nothing. The vocabulary is tiny: only shapes matter here."""
     H, V = 2, 3
     rng = random.Random(0)
     counts = {_rows.size(n) - i for n in range(1, 131_073, 512) for i in (0, 1)}  # every size is met
-    while len(counts) < 1000:
+    while len(counts) < 250:
         counts.add(int(2 ** rng.triangular(3, 17, 3)))
 
     leaf = torch.randn(V, H, requires_grad=True)

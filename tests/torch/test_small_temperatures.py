@@ -13,7 +13,6 @@ from lce_jax.mosaic.sm90._tuning import Tuning, Tunings
 from lce_torch_bridge import linear_logprobs, linear_loss
 from lce_torch_bridge._types import Operands
 from lce_torch_bridge.operators import _execute
-from tests.pairs import pairs_of
 from tests.torch import problem as p
 from tests.torch.as_gpu import emulated
 from tests.torch.ranks import Ranks
@@ -59,7 +58,8 @@ def test_greedy_labels(loss: bool, temperature: float) -> None:
     assert error(ours) <= 2 * error(stored)
 
 
-@pairs_of(1, ranks=[1, 2], greedy=[True, False])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("greedy", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_direct_launches(ranks: int, greedy: bool, programs: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Over a whole and over a split vocabulary, with a temperature for each token."""
     del programs

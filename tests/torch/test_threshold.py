@@ -30,7 +30,7 @@ def assert_same(got: Any, want: Any) -> None:
         assert a is None or torch.equal(a, b)
 
 
-@pytest.mark.parametrize("stats", [False, True], ids=["", "stats"])
+@pytest.mark.parametrize("stats", [pytest.param(False, id="", marks=pytest.mark.slow), pytest.param(True, id="stats")])
 def test_exact_without_kernels(stats: bool) -> None:
     exact = gradients(stats=stats)
     assert_same(gradients(stats=stats, gradient_threshold=2.0**-12), exact)
@@ -38,7 +38,7 @@ def test_exact_without_kernels(stats: bool) -> None:
 
 
 @pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("stats", [False, True], ids=["", "stats"])
+@pytest.mark.parametrize("stats", [pytest.param(False, id="", marks=pytest.mark.slow), pytest.param(True, id="stats")])
 def test_what_the_kernels_would_need_is_kept(stats: bool) -> None:
     """Traced as on an H200 and lowered for this machine, where "xla" replaces the kernels."""
     exact = gradients(stats=stats)
