@@ -22,6 +22,7 @@ from tests.mosaic_interpreter import races_found
 
 COLUMNS = 77
 LIVE = np.random.default_rng(0).random((17, 18))
+SLOW = pytest.mark.slow
 SIZES = Sizes(tiles=9, blocks=5, group=2, slots=12)
 
 
