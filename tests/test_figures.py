@@ -50,6 +50,19 @@ def test_every_run_says_what_repeats_it(path):
         assert {"device_kind", "jax"} <= set(run["device"])
 
 
+def test_the_first_lines_of_the_readme():
+    run = tables.load("h200")["measurements"][0]
+    stored, ours, cached = (
+        tables.row_of(run, key, tables.BOTH) for key in ("materialised", "ours", "ours full cache")
+    )
+    assert round(stored["temp_bytes"] / ours["temp_bytes"]) == 32
+    assert round(100 * (ours["median_seconds"] / stored["median_seconds"] - 1)) == 16  # %
+    assert round(stored["temp_bytes"] / cached["temp_bytes"]) == 5
+    assert round(100 * (1 - cached["median_seconds"] / stored["median_seconds"])) == 9  # %
+    exact, threshold, *_ = (float(row[1]) for row in tables.load("recorded")["runs"]["threshold"]["rows"])
+    assert threshold < exact / 2
+
+
 UNIT = r" ?(?:[KMG]iB|GB|ms|nats|%|per cent)(?!\w)"
 FIGURE = re.compile(rf"(?<![\w.])\d[\d,]*(?:\.\d+(?:e-\d+)?|e-\d+|(?={UNIT}))(?![\d.])")
 VERSIONED = "Python|PyTorch|Llama|JAX|megatron-core|Megatron|capability|GPTModel before|tunix"

@@ -77,6 +77,21 @@ def summary(run: Run, earlier: Run) -> str:
     return markdown(head, lines)
 
 
+def first(run: Run) -> str:
+    """The first shape's forward and backward: time and memory, without logits and with."""
+    keys = {
+        "materialised": "logits stored (JAX)",
+        "ours": "lce_jax",
+        "ours full cache": "lce_jax, with a cache",
+    }
+    found = {key: row_of(run["measurements"][0], key, BOTH) for key in keys}
+    rows = [
+        [label, f"{found[key]['median_seconds'] * 1e3:.1f} ms", format_bytes(found[key]["temp_bytes"])]
+        for key, label in keys.items()
+    ]
+    return markdown(["forward and backward", "time", "temporary memory"], rows)
+
+
 def failure(measured: Run) -> str:
     """Why stored logits were not timed."""
     reasons = [reason for name, reason in measured["left_out"].items() if name.startswith("XLA, stored")]
@@ -173,6 +188,7 @@ def tables() -> dict[str, str]:
     """All tables by name."""
     h200, earlier, accuracy = load("h200"), load("h200-earlier"), load("accuracy")
     made = {
+        "first": first(h200),
         "summary": summary(h200, earlier),
         "summary by": f"{provenance(h200)}. A star: the printed ratios of earlier runs, `{earlier['command']}`.",
         "details": details(h200),
