@@ -116,11 +116,11 @@ def check_rules_are_read(platform: str | None, mesh: Any, options: Options) -> N
     https://github.com/jax-ml/jax/issues/38196. Without the rule XLA would gather the whole weight on every device.
     """
     if platform == "tpu":
-        axes = f" {dict(mesh.shape)}" if mesh.size > 1 else ""
+        axes = f"the axes of {dict(mesh.shape)}" if mesh.size > 1 else "the mesh's axes"
         raise UnsupportedError(
             f"{options.function} over Auto axes of several TPUs: XLA reads no partitioning rule there, and would gather "
-            f"the whole weight. Name the mesh's axes{axes} in {options.sharded_function}(..., vocab_axis=..., "
-            "batch_axes=...), or make them Explicit"
+            f"the whole weight. Give {options.sharded_function} {axes} as vocab_axis= and batch_axes=, or make them "
+            "Explicit"
         )
 
 
