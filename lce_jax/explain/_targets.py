@@ -1,8 +1,8 @@
 """GPUs and TPUs that need not be there: as `explain` plans for them, and as XLA compiles for them.
 
-A TPU's name is all that its compiler, libtpu, asks for. A GPU is described in XLA's own words. The numbers are those of XLA's descriptions of the cards,
-https://github.com/openxla/xla/tree/main/xla/backends/gpu/target_config/specs, without what the programs here leave
-alone.
+A TPU's name is all that its compiler, libtpu, asks for. A GPU is described in XLA's own words; the numbers are those of
+XLA's descriptions of the cards, https://github.com/openxla/xla/tree/main/xla/backends/gpu/target_config/specs, without
+what the programs here leave alone.
 """
 
 from __future__ import annotations
@@ -109,10 +109,8 @@ class TPU:
         except RuntimeError as error:
             if "not installed" not in str(error):
                 raise
-            wanted = next(one for one in metadata.requires("jax") or () if one.startswith("libtpu"))
             raise ModuleNotFoundError(
-                f"to compile for {self.kind} without one, install its compiler: pip install --no-deps "
-                f"'{wanted.partition(';')[0].strip()}'"
+                f"to compile for {self.kind} without one, install its compiler: pip install --no-deps '{libtpu()}'"
             ) from None
         return _mesh(described.devices[: data * tensor], data, tensor, axis_type)
 
@@ -128,6 +126,12 @@ class TPU:
         twos = max(devices // self.devices_per_chip, 1).bit_length() - 1
         sides = [1 << (twos + self.dimensions - 1 - i) // self.dimensions for i in range(self.dimensions)]
         return "x".join(map(str, sides))
+
+
+def libtpu() -> str:
+    """The versions of the TPUs' compiler that this JAX asks for, as pip takes them."""
+    wanted = next(one for one in metadata.requires("jax") or () if one.startswith("libtpu"))
+    return wanted.partition(";")[0].strip()
 
 
 def _mesh(devices: Any, data: int, tensor: int, axis_type: AxisType) -> Mesh:

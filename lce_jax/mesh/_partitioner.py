@@ -118,9 +118,9 @@ def check_rules_are_read(platform: str | None, mesh: Any, options: Options) -> N
     if platform == "tpu":
         axes = f"the axes of {dict(mesh.shape)}" if mesh.size > 1 else "the mesh's axes"
         raise UnsupportedError(
-            f"{options.function} over Auto axes of several TPUs: XLA reads no partitioning rule there, and would gather "
-            f"the whole weight. Give {options.sharded_function} {axes} as vocab_axis= and batch_axes=, or make them "
-            "Explicit"
+            f"{options.function} over Auto axes of several TPUs: XLA reads no partitioning rule there, and would "
+            f"gather the whole weight. Give {options.sharded_function} {axes} as vocab_axis= and batch_axes=, or make "
+            "them Explicit"
         )
 
 
