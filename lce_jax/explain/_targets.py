@@ -59,8 +59,8 @@ device_description_str: "{self.kind}"
     platform: ClassVar[str] = "gpu"
     jit_axes: ClassVar[AxisType] = AxisType.Auto  # under plain jit
 
-    def refuses(self, devices: int) -> str | None:
-        """Why there is no pod of so many: any number will do."""
+    def refuses(self, devices: int) -> None:
+        """Why there is no pod of so many devices: there is one of any number."""
         del devices
 
     def mesh(self, data: int, tensor: int, axis_type: AxisType = AxisType.Auto) -> Mesh:
@@ -115,7 +115,7 @@ class TPU:
         return _mesh(described.devices[: data * tensor], data, tensor, axis_type)
 
     def refuses(self, devices: int) -> str | None:
-        """Why there is no pod of so many; None if there is one."""
+        """Why there is no pod of so many devices; None if there is one."""
         most = self.most_chips * self.devices_per_chip
         if not devices & (devices - 1) and devices <= most:
             return None
