@@ -79,14 +79,14 @@ def main() -> None:
     """Writes the file."""
     jax.config.update("jax_enable_compilation_cache", False)
     rows = []
-    for target in TPUS.values():
+    for name, target in TPUS.items():
         device = target.mesh(1, 1).devices.item()
-        rows.append([target.kind, *(temporaries(way, device) for way in WAYS.values())])
+        rows.append([f"{name} ({target.kind})", *(temporaries(way, device) for way in WAYS.values())])
         print(*rows[-1], sep="  ", flush=True)
     run = {
         "about": "Temporaries of forward and backward on one device, bfloat16. Compiled; nothing has run on a TPU.",
         "command": "python benchmarks/tpu.py",
-        "date": datetime.date.today().isoformat(),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "device": {
             "device_kind": "TPUs, of which none was there",
             "jax": jax.__version__,
