@@ -65,7 +65,7 @@ test-tpu: $(VENV)/.ready
 		"$$($(RUN) -c 'from lce_jax.explain._targets import libtpu; print(libtpu())')"
 	$(RUN) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
 		$$($(TPU)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/borrowed.pth
-	JAX_PLATFORMS=cpu $(TPU)/bin/python -m pytest tests/compiled/test_tpu.py
+	ALLOW_MULTIPLE_LIBTPU_LOAD=1 JAX_PLATFORMS=cpu $(TPU)/bin/python -m pytest tests/compiled/test_tpu.py
 
 lint: $(VENV)/.ready
 	$(RUN) -m ruff check .

@@ -17,6 +17,7 @@ from lce_jax import UnsupportedError, explain
 from lce_jax.explain import __main__ as command
 from lce_jax.explain import _hlo
 from lce_jax.explain._targets import TPUS
+from lce_jax.mesh import _partitioner
 from tests.compiled import needs_libtpu
 
 pytestmark = [needs_libtpu, pytest.mark.usefixtures("optimized")]
@@ -188,11 +189,23 @@ def test_auto_axes_are_refused_with_the_line_to_write(name: str) -> None:
 
 def test_the_rule_is_still_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """If this fails, libtpu has learnt to: let Auto axes be served."""
-    monkeypatch.setattr("lce_jax.mesh._partitioner.check_rules_are_read", lambda *_: None)
+    monkeypatch.setattr(_partitioner, "check_rules_are_read", lambda *_: None)
     mesh = TPUS["v5e"].mesh(2, 2)
     lowered = jax.jit(as_it_is("linear_topk", mesh)).lower(*structs(mesh))
     with pytest.raises(jax.errors.JaxRuntimeError, match="Custom emitter for CustomSPMDPartitioning not found"):
         lowered.compile()
+
+
+def test_without_the_rule_xla_gathers_the_whole_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Why Auto axes are refused in place of being left to XLA, which would partition our loops itself."""
+    monkeypatch.setattr(_partitioner, "check_rules_are_read", lambda *_: None)
+    monkeypatch.setattr(_partitioner, "_with_rule", lambda run, *_: run)
+    mesh = TPUS["v5p"].mesh(2, 2)
+    step = with_gradients("linear_logprobs", as_it_is("linear_logprobs", mesh))
+    text = jax.jit(step).lower(*structs(mesh)).compile().as_text()
+    gathered = [one for one in _hlo.collectives(text, 4) if one.arrays == f"bf16[{V},{H}]"]
+    assert [one.kind for one in gathered] == ["all-gather"]
+    assert gathered[0].times >= 2  # forward and backward
 
 
 def test_explain_and_the_command(capsys: pytest.CaptureFixture[str]) -> None:
