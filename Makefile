@@ -9,7 +9,7 @@ WORKERS ?= 2
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 
-.PHONY: demo test test-site test-all test-gpu test-frameworks test-compile lint docs bench clean help
+.PHONY: demo test test-site test-all test-gpu test-frameworks test-compile test-tpu lint docs bench clean help
 help:
 	@echo "make demo      train a small transformer on this machine and compare with stored logits"
 	@echo "make test      the packages' tests that need no GPU, doctests included"
@@ -18,6 +18,7 @@ help:
 	@echo "make test-gpu  the tests that need GPUs"
 	@echo "make test-frameworks  the trainers of Tunix and TRL with our loss, in an environment of their own"
 	@echo "make test-compile  the kernels down to machine code for GPUs that need not be there, in an environment of its own"
+	@echo "make test-tpu  every public function compiled for TPUs that need not be there, in an environment of its own"
 	@echo "make lint      ruff, mypy and the layer contracts"
 	@echo "make docs      the documentation, into site/; a warning is an error"
 	@echo "make bench     speed and memory on this machine"
@@ -56,6 +57,16 @@ test-compile: $(VENV)/.ready
 	site=$$(purelib $(COMPILE)); purelib $(VENV) > $$site/borrowed.pth; \
 	PATH=$$site/nvidia/cu13/bin:$$PATH JAX_PLATFORMS=cpu $(COMPILE)/bin/python -m pytest tests/compiled
 
+# Google's compiler alone (484 MB), in the versions that JAX itself asks for, beside what .venv has.
+TPU := .venv-tpu
+test-tpu: $(VENV)/.ready
+	$(PYTHON) -m venv $(TPU)
+	$(TPU)/bin/python -m pip install --quiet --no-deps \
+		"$$($(RUN) -c 'from lce_jax.explain._targets import libtpu; print(libtpu())')"
+	$(RUN) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
+		$$($(TPU)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/borrowed.pth
+	ALLOW_MULTIPLE_LIBTPU_LOAD=1 JAX_PLATFORMS=cpu $(TPU)/bin/python -m pytest tests/compiled/test_tpu.py
+
 lint: $(VENV)/.ready
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
@@ -72,7 +83,7 @@ bench: $(VENV)/.ready
 	$(RUN) -m lce_jax.bench $(BENCH_ARGS)
 
 clean:
-	rm -rf $(VENV) .venv-jax-* .venv-frameworks .venv-compile* .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache demo-out bench-out docs/notebooks site
+	rm -rf $(VENV) .venv-jax-* .venv-frameworks .venv-compile* .venv-tpu .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache demo-out bench-out docs/notebooks site
 
 $(VENV)/.ready: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 12))' || { \

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 
 import jax
 import pytest
@@ -10,8 +11,9 @@ import pytest
 from lce_jax.explain import __main__ as command
 from lce_jax.explain import _hlo
 from lce_jax.explain._pod import Pod
-from lce_jax.explain._targets import TARGETS
+from lce_jax.explain._targets import TARGETS, TPUS
 from tests.devices import H200
+from tests.doc_blocks import ROOT
 
 PROGRAM = """
   %ag = ((f32[1,4096]{1,0}, bf16[256,256]{1,0}), (f32[4,4096]{1,0}, bf16[1024,256]{1,0})) all-gather-start(%a, %b), \
@@ -48,7 +50,15 @@ def test_a_pod_that_is_none(text: str, capsys: pytest.CaptureFixture[str]) -> No
     ("given", "message"),
     [
         (["--pod", "64x8", "--tokens", "4095"], "--tokens 4095 must divide by the 8 of --pod 64x8"),
-        (["--pod", "64x8", "--device", "cpu"], "--pod compiles for h100, h200, a100, b200, b300, not for cpu"),
+        (
+            ["--pod", "64x8", "--device", "cpu"],
+            "--pod compiles for h100, h200, a100, b200, b300, v5e, v5p, v6e, tpu7x, not for cpu",
+        ),
+        (["--pod", "2x3", "--device", "v5p"], "--pod 2x3: a slice of TPU v5 has a power of 2 of devices, 4096 at most"),
+        (
+            ["--pod", "64x8", "--device", "v5e"],
+            "a power of 2 of devices, 256 at most, not 512",
+        ),
         (["--pod", "64x8", "--device", "h300"], "invalid choice: 'h300'"),
         (["--pod", "64x8", "--tensor-parallel", "8"], "--pod 64x8 says how many devices split V"),
         (["--pod", "64x8", "--function", "linear_logit"], "invalid choice: 'linear_logit'"),
@@ -68,6 +78,31 @@ def test_without_the_wheels_it_says_what_to_install(capsys: pytest.CaptureFixtur
         command.main(["--model", "qwen3-32b", "--tokens", "4096", "--pod", "1x8"])
     last = capsys.readouterr().err.splitlines()[-1]
     assert f"pip install --no-deps jax-cuda13-plugin=={jax.__version__} jax-cuda13-pjrt=={jax.__version__} nvi" in last
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is not None, reason="the wheel is here")
+def test_without_libtpu_it_says_what_to_install(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command.main(["--model", "qwen3-32b", "--tokens", "4096", "--pod", "1x8", "--device", "v5p"])
+    assert "pip install --no-deps 'libtpu==0.0." in capsys.readouterr().err
+
+
+def test_a_slice_is_as_cubic_as_it_can_be() -> None:
+    of = {name: [one._torus(n) for n in (1, 2, 8, 64)] for name, one in TPUS.items()}
+    assert of["v5e"] == of["v6e"] == ["1x1", "2x1", "4x2", "8x8"]
+    assert of["v5p"] == ["1x1x1", "2x1x1", "2x2x2", "4x4x4"]
+    assert of["tpu7x"] == ["1x1x1", "1x1x1", "2x2x1", "4x4x2"]  # two devices a chip
+
+
+def test_what_explain_expects_is_a_bound_but_for_one_tpu() -> None:
+    """Of what libtpu says that forward and backward hold: `benchmarks/tpu.py`."""
+    rows = json.loads((ROOT / "benchmarks" / "tpu.json").read_text())["rows"]
+    held = {row[0].split()[0]: row[2] for row in rows}  # of linear_logprobs
+    for name, size in held.items():
+        number, unit = size.split()
+        call, _ = command.read(["--model", "qwen3-8b", "--tokens", "8192", "--device", name])
+        bound = call.plan().memory.fused.backward
+        assert (float(number) * {"MiB": 1 << 20, "GiB": 1 << 30}[unit] <= bound) == (name != "tpu7x")
 
 
 def test_targets_are_the_devices_that_kernels_are_planned_for() -> None:

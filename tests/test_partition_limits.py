@@ -8,12 +8,24 @@ import logging
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import lce_jax.flax.linen
 import lce_jax.flax.nnx
-from lce_jax import linear_kl, linear_logits, linear_logprobs, linear_loss, linear_topk, losses, sharded_linear_logprobs
+from lce_jax import (
+    UnsupportedError,
+    explain,
+    linear_cross_entropy,
+    linear_kl,
+    linear_logits,
+    linear_logprobs,
+    linear_loss,
+    linear_topk,
+    losses,
+    sharded_linear_logprobs,
+)
+from lce_jax._jax import abstract_device
 from lce_jax.mesh import _partitioner
 from tests import oracle
 from tests.partition_cases import HIDDEN, KINDS, LABELS, WEIGHT, H, V, mesh_of, put
@@ -122,3 +134,29 @@ def test_symbolic_shapes() -> None:
     assert (
         oracle.value_error(exported.call(HIDDEN[0], WEIGHT, LABELS[0]), stored(HIDDEN[0], WEIGHT, LABELS[0]).lse) < 2e-6
     )
+
+
+def test_auto_axes_of_tpus_are_refused() -> None:
+    """Their compiler reads no rule. What the message advises is compiled for TPUs by `make test-tpu`."""
+    kinds, v5p = (AxisType.Auto,) * 2, abstract_device("tpu", "TPU v5", 2)
+    mesh = AbstractMesh((2, 4), ("data", "tensor"), axis_types=kinds, abstract_device=v5p)
+
+    def struct(x: jax.Array, *axes: str) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P(*axes)))
+
+    operands = struct(HIDDEN, "data"), struct(WEIGHT, "tensor"), struct(LABELS, "data")
+    advice = "Give sharded_linear_logprobs .*the axes of {'data': 2, 'tensor': 4} as vocab_axis= and batch_axes="
+    for call in (jax.jit(linear_logprobs).trace, explain):
+        with pytest.raises(UnsupportedError, match=advice):
+            call(*operands)
+    given = {"mesh": mesh, "vocab_axis": "tensor", "batch_axes": "data"}
+    jax.jit(lambda *x: sharded_linear_logprobs(*x, **given)).trace(*operands)  # as the message advises
+    assert explain(*operands, **given).case.num_tokens == LABELS.size // 2
+
+    def own(hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> jax.Array:  # keeps Auto out of shard_map
+        plan = explain(hidden, weight, labels)
+        assert (plan.case.num_tokens, plan.case.device.kind) == (LABELS.size // 2, "TPU v5")
+        return linear_cross_entropy(hidden, weight, labels, cache_bytes=1 << 20, reduction="none")
+
+    specs = (P("data"), P(), P("data"))
+    jax.jit(jax.shard_map(own, mesh=mesh, in_specs=specs, out_specs=P("data"))).trace(*operands)

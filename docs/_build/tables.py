@@ -1,5 +1,7 @@
 """``python docs/_build/tables.py``: writes the tables of README.md and of the pages from ``benchmarks/*.json``.
 
+What has run where is in ``support.json`` beside this file.
+
 A table stands between ``<!-- table: NAME -->`` and ``<!-- /table -->``. A test checks that they are up to date.
 """
 
@@ -197,6 +199,9 @@ def tables() -> dict[str, str]:
         "errors": errors(accuracy),
         "errors by": f"CPU, JAX {accuracy['device']['jax']}, {accuracy['date']}: `{accuracy['command']}`",
     }
+    tpu, support = load("tpu"), json.loads((ROOT / "docs" / "_build" / "support.json").read_text())
+    made |= {"tpu": recorded(tpu), "tpu by": f"libtpu {tpu['device']['libtpu']}; {provenance(tpu)}"}
+    made |= {"support": recorded(support)}
     for name, run in load("recorded")["runs"].items():
         made |= {name: recorded(run), f"{name} by": provenance(run)}
     return made

@@ -11,6 +11,7 @@ from lce_jax._plans import ALONE, Surroundings
 from lce_jax.call import _checks, _options
 from lce_jax.call._options import CallOptions
 from lce_jax.mesh._layout import layout_of_arrays, layout_of_names
+from lce_jax.mesh._partitioner import check_rules_are_read
 
 if TYPE_CHECKING:
     from jax.sharding import AbstractMesh, Mesh
@@ -59,6 +60,8 @@ def placed(hidden: Any, weight: Any, per_token: list[Any], case: Case, options: 
         columns = scalars.INT32_MAX  # the columns of all shards: how many shards there are is not known here
     by_xla = layout is not None and not place.is_named and AxisType.Explicit not in layout.mesh.axis_types
     if layout is not None:
+        if by_xla:
+            check_rules_are_read(case.device.platform, layout.mesh, case.options)
         around = Surroundings(
             gathers_hidden=layout.gather_dim is not None,
             sums_dweight=layout.token_shards > 1,

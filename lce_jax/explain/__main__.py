@@ -23,7 +23,8 @@ from lce_jax.explain._models import MODELS, Head, model_head
 from lce_jax.explain._targets import TARGETS
 
 DTYPES = ("bfloat16", "float16", "float32")
-DEVICES = {**{name: ("gpu", of.kind, of.core_count) for name, of in TARGETS.items()}, "cpu": ("cpu", "cpu", None)}
+CPU = {"cpu": ("cpu", "cpu", None)}
+DEVICES = {name: (of.platform, of.kind, of.core_count) for name, of in TARGETS.items()} | CPU
 TENSOR = "tensor"
 PRODUCTS = 3  # of a forward and a backward: logits, dhidden, dweight. Recomputed logits are one more
 ALL = 1 << 62  # cache_bytes that nothing exceeds
@@ -70,6 +71,8 @@ def _of_pod(command: argparse.ArgumentParser, options: argparse.Namespace) -> It
         command.error(f"--pod {options.pod} says how many devices split V, and prints the sequence split and whole")
     if options.device not in TARGETS:
         command.error(f"--pod compiles for {', '.join(TARGETS)}, not for {options.device}")
+    if reason := TARGETS[options.device].refuses(options.pod.data * options.pod.tensor):
+        command.error(f"--pod {options.pod}: {reason}")
     if options.tokens % options.pod.tensor:
         command.error(f"--tokens {options.tokens} must divide by the {options.pod.tensor} of --pod {options.pod}")
     dtype, function = jnp.dtype(options.dtype), options.function or "linear_logprobs"

@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import lce_jax
 from lce_jax._plans import format_bytes
 from lce_jax.explain import _hlo
 from lce_jax.explain._models import Head
-from lce_jax.explain._targets import TARGETS, Target
+from lce_jax.explain._targets import TARGETS, TPU, Target
 
 NUM_LARGEST = 64  # the k of linear_topk
 LISTED = 6  # collectives of a program, the largest
@@ -61,11 +61,11 @@ class Program:
     head: Head
     tokens: int  # of a replica
     pod: Pod
-    target: Target
+    target: Target | TPU
     dtype: Any = jnp.bfloat16
     function: str = "linear_logprobs"
     split: Split = SPLITS[0]
-    sharded: bool = False  # by the function that takes the mesh's axes by name; else by jit, over Auto axes
+    sharded: bool = False  # by the function that takes the mesh's axes by name; else by jit
 
     @property
     def columns(self) -> int:
@@ -74,7 +74,7 @@ class Program:
 
     def compiled(self) -> Any:
         """The program, as XLA has compiled it for the target."""
-        mesh = self.target.mesh(*self.pod)
+        mesh = self.target.mesh(*self.pod, AxisType.Auto if self.sharded else self.target.jit_axes)
         operands = self._operands(mesh)
         step, results = self._step(mesh), None
         if self.function in DIFFERENTIABLE:
@@ -156,7 +156,8 @@ def _of_program(program: Program) -> Iterator[str]:
     compiled = program.compiled()
     memory, text = compiled.memory_analysis(), compiled.as_text()
     served = "kernels" if "mosaic_gpu" in text else "xla"
-    way = f"sharded_{program.function}" if program.sharded else f"{program.function} under jit"
+    axes = "" if program.target.jit_axes is AxisType.Auto else ", Explicit axes"
+    way = f"sharded_{program.function}" if program.sharded else f"{program.function} under jit{axes}"
     yield f"{way}: {program.split} ({served}, {time.monotonic() - start:.0f} s)"
     sizes = (memory.argument_size_in_bytes, memory.temp_size_in_bytes, memory.output_size_in_bytes)
     yield "  arguments {:>10}   temporaries {:>10}   results {:>10}".format(*map(format_bytes, sizes))

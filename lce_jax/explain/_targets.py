@@ -1,18 +1,20 @@
-"""GPUs that need not be there: as `explain` plans for them, and as XLA compiles for them, in its own words.
+"""GPUs and TPUs that need not be there: as `explain` plans for them, and as XLA compiles for them.
 
-The numbers are those of XLA's descriptions of the cards,
-https://github.com/openxla/xla/tree/main/xla/backends/gpu/target_config/specs, without what the programs here leave
-alone.
+A TPU's name is all that its compiler, libtpu, asks for. A GPU is described in XLA's own words; the numbers are those of
+XLA's descriptions of the cards, https://github.com/openxla/xla/tree/main/xla/backends/gpu/target_config/specs, without
+what the programs here leave alone.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from importlib import metadata
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
 from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh
 
 COMPILER = ("nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-cuda-crt", "nvidia-cuda-nvrtc", "nvidia-nvjitlink")
 
@@ -54,8 +56,15 @@ dnn_version_info {{ major: 9 minor: 10 }}
 device_description_str: "{self.kind}"
 """
 
-    def mesh(self, data: int, tensor: int) -> jax.sharding.Mesh:
-        """``data`` x ``tensor`` such devices, which are only described, as Auto axes of these names.
+    platform: ClassVar[str] = "gpu"
+    jit_axes: ClassVar[AxisType] = AxisType.Auto  # under plain jit
+
+    def refuses(self, devices: int) -> None:
+        """Why there is no pod of so many devices: there is one of any number."""
+        del devices
+
+    def mesh(self, data: int, tensor: int, axis_type: AxisType = AxisType.Auto) -> Mesh:
+        """``data`` x ``tensor`` such devices, which are only described, as axes of these names.
 
         Raises:
             ModuleNotFoundError: the wheels with JAX's CUDA plugin are missing; the message says which to install.
@@ -69,14 +78,77 @@ device_description_str: "{self.kind}"
                 f"to compile for {self.kind} without one, install JAX's CUDA plugin and NVIDIA's compiler: pip install "
                 f"--no-deps {' '.join([*plugin, *COMPILER])}"
             ) from None
-        devices: Any = np.array(described.devices).reshape(data, tensor)
-        return jax.sharding.Mesh(devices, ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+        return _mesh(described.devices, data, tensor, axis_type)
 
 
-TARGETS = {
+@dataclasses.dataclass(frozen=True)
+class TPU:
+    """A kind of TPU. Its compiler reads no partitioning rule, so plain ``jit`` takes Explicit axes."""
+
+    kind: str  # as JAX names it
+    name: str  # as libtpu names it
+    most_chips: int  # of a slice
+    dimensions: int  # of its torus
+    core_count: int  # of a device
+    devices_per_chip: int = 1
+
+    platform: ClassVar[str] = "tpu"
+    jit_axes: ClassVar[AxisType] = AxisType.Explicit
+
+    def mesh(self, data: int, tensor: int, axis_type: AxisType = AxisType.Auto) -> Mesh:
+        """``data`` x ``tensor`` such devices of one slice, which are only described, as axes of these names.
+
+        Raises:
+            ValueError: no slice has so many.
+            ModuleNotFoundError: the wheel with the compiler is missing; the message says which to install.
+        """
+        if reason := self.refuses(data * tensor):
+            raise ValueError(reason)
+        try:
+            described = topologies.get_topology_desc(f"{self.name}:{self._torus(data * tensor)}", platform="tpu")
+        except RuntimeError as error:
+            if "not installed" not in str(error):
+                raise
+            raise ModuleNotFoundError(
+                f"to compile for {self.kind} without one, install its compiler: pip install --no-deps '{libtpu()}'"
+            ) from None
+        return _mesh(described.devices[: data * tensor], data, tensor, axis_type)
+
+    def refuses(self, devices: int) -> str | None:
+        """Why there is no pod of so many devices; None if there is one."""
+        most = self.most_chips * self.devices_per_chip
+        if not devices & (devices - 1) and devices <= most:
+            return None
+        return f"a slice of {self.kind} has a power of 2 of devices, {most} at most, not {devices}"
+
+    def _torus(self, devices: int) -> str:
+        """A slice's chips along each dimension, as equal as they can be: "4x2"."""
+        twos = max(devices // self.devices_per_chip, 1).bit_length() - 1
+        sides = [1 << (twos + self.dimensions - 1 - i) // self.dimensions for i in range(self.dimensions)]
+        return "x".join(map(str, sides))
+
+
+def libtpu() -> str:
+    """The versions of the TPUs' compiler that this JAX asks for, as pip takes them."""
+    wanted = next(one for one in metadata.requires("jax") or () if one.startswith("libtpu"))
+    return wanted.partition(";")[0].strip()
+
+
+def _mesh(devices: Any, data: int, tensor: int, axis_type: AxisType) -> Mesh:
+    return Mesh(np.array(devices).reshape(data, tensor), ("data", "tensor"), axis_types=(axis_type,) * 2)
+
+
+GPUS = {
     "h100": Target("NVIDIA H100 80GB HBM3", (9, 0), 132, 84942979072, 3352320000000, 1.98, 50 << 20, 228 << 10),
     "h200": Target("NVIDIA H200", (9, 0), 132, 151397597184, 4800000000000, 1.965, 50 << 20, 228 << 10),
     "a100": Target("NVIDIA A100-SXM4-80GB", (8, 0), 108, 85100068864, 2039040000000, 1.41, 40 << 20, 164 << 10),
     "b200": Target("NVIDIA B200", (10, 0), 148, 191514411008, 7672320000000, 1.965, 132644864, 228 << 10),
     "b300": Target("NVIDIA B300", (10, 3), 158, 297021865984, 7936000000000, 1.965, 135528448, 228 << 10),
 }
+TPUS = {
+    "v5e": TPU("TPU v5 lite", "v5e", 256, 2, 1),
+    "v5p": TPU("TPU v5", "v5p", 4096, 3, 2),
+    "v6e": TPU("TPU v6 lite", "v6e", 256, 2, 1),
+    "tpu7x": TPU("TPU7x", "tpu7x", 4096, 3, 1, devices_per_chip=2),
+}
+TARGETS: dict[str, Target | TPU] = {**GPUS, **TPUS}

@@ -165,10 +165,13 @@ def layout_of_specs(
 
 
 def layout_of_arrays(hidden: Any, weight: Any, per_token: Sequence[Any], vocab_dim: int) -> Layout | None:
-    """The layout of arrays, or of their shapes, where they lie on a mesh of several devices; None where none does."""
+    """The layout of arrays, or of their shapes, where they lie on a mesh of several devices.
+
+    None where none does, and inside ``shard_map``, where each device has its own.
+    """
     shardings = [_sharding(x) for x in (hidden, weight, *per_token)]
     meshes = [sharding.mesh for sharding in shardings if sharding is not None and sharding.mesh.size > 1]
-    if not meshes:
+    if not meshes or AxisType.Manual in meshes[0].axis_types:
         return None
     of_hidden, of_weight, *of_rows = (P() if sharding is None else sharding.spec for sharding in shardings)
     return layout_of_specs(meshes[0], hidden, weight, of_hidden, of_weight, of_rows, vocab_dim)

@@ -24,7 +24,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from lce_jax import _dispatch, _jax
-from lce_jax._types import Case, Options
+from lce_jax._types import Case, Options, UnsupportedError
 
 _logger = logging.getLogger("lce_jax")
 
@@ -69,6 +69,7 @@ class Partitioned:
     def __call__(self, *operands: Any) -> Any:
         """The function's results."""
         if self.mesh.size > 1:
+            check_rules_are_read(self.case.device.platform, self.mesh, self.options)
             _say_what_xla_loses(self)
         tree: Any = jax.tree.structure(operands)
         flat = jax.tree.leaves(operands)
@@ -99,12 +100,28 @@ def _lower(context: Any, *operands: Any, whole: Any, function: Partitioned, tree
         if case.device != function.case.device:
             run = _on_one_device(devices[0], function, trees, context.avals_in)
     else:
+        check_rules_are_read(devices[0].platform if devices else None, function.mesh, function.options)
         _say_what_xla_loses(function)
         run = _with_rule(run, function, trees)
     return mlir.lower_fun(run, multiple_results=True)(context, *operands)
 
 
 mlir.register_lowering(_partitioned_p, _lower)
+
+
+def check_rules_are_read(platform: str | None, mesh: Any, options: Options) -> None:
+    """Refuses Auto axes of TPUs, whose compiler reads no partitioning rule; ``mesh`` may be empty.
+
+    libtpu's table of functions has no place to register one, with a TPU as without:
+    https://github.com/jax-ml/jax/issues/38196. Without the rule XLA would gather the whole weight on every device.
+    """
+    if platform == "tpu":
+        axes = f"the axes of {dict(mesh.shape)}" if mesh.size > 1 else "the mesh's axes"
+        raise UnsupportedError(
+            f"{options.function} over Auto axes of several TPUs: XLA reads no partitioning rule there, and would "
+            f"gather the whole weight. Give {options.sharded_function} {axes} as vocab_axis= and batch_axes=, or make "
+            "them Explicit"
+        )
 
 
 def _on_one_device(device: Any, function: Partitioned, trees: Any, avals: Any) -> Callable[..., Any]:

@@ -111,9 +111,9 @@ def linear_kl(
 
     Sharding:
         As `linear_logprobs`: under ``jit`` on a mesh it is partitioned by the operands' types (Explicit axes) or by XLA
-        (Auto axes); inside ``shard_map`` give ``axis_name``. ``vmap`` adds its batch to the tokens; the gradients of
-        its examples, which each have a dweight, are computed one by one, as is all of examples that have a weight of
-        their own.
+        (Auto axes, not of TPUs); inside ``shard_map`` give ``axis_name``. ``vmap`` adds its batch to the tokens; the
+        gradients of its examples, which each have a dweight, are computed one by one, as is all of examples that have a
+        weight of their own.
 
     Example:
         >>> import jax, jax.numpy as jnp

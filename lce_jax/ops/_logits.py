@@ -97,8 +97,8 @@ def linear_logits(
 
     Sharding:
         As `linear_logprobs`: under ``jit`` on a mesh it is partitioned by the operands' types (Explicit axes) or by XLA
-        (Auto axes); inside ``shard_map`` give ``axis_name``. A sum of one logit per id over the shards is the only
-        collective of the forward, of two numbers per id if it is differentiated.
+        (Auto axes, not of TPUs); inside ``shard_map`` give ``axis_name``. A sum of one logit per id over the shards is
+        the only collective of the forward, of two numbers per id if it is differentiated.
 
     Example:
         >>> import jax.numpy as jnp

@@ -113,11 +113,11 @@ def linear_logprobs(
 
     Sharding:
         Under ``jit`` on a mesh the call is partitioned as a matrix product is, over batch, sequence and vocabulary: by
-        the operands' types under Explicit axes, by XLA under Auto axes (where ``cache_bytes`` keeps nothing). An axis
-        that splits both tokens and vocabulary gathers hidden or weight, whichever a device holds less of; a split H is
-        gathered.
-        `sharded_linear_logprobs` takes the axes by name. Inside ``shard_map``, give ``axis_name``: labels, ``where``
-        and temperature may be typed as varying over it if every shard holds the same; rows that differ are NaN.
+        the operands' types under Explicit axes, by XLA under Auto axes (where ``cache_bytes`` keeps nothing; TPUs
+        refuse them). An axis that splits both tokens and vocabulary gathers hidden or weight, whichever a device holds
+        less of; a split H is gathered. `sharded_linear_logprobs` takes the axes by name. Inside ``shard_map``, give
+        ``axis_name``: labels, ``where`` and temperature may be typed as varying over it if every shard holds the same;
+        rows that differ are NaN.
 
     Example:
         >>> import jax, jax.numpy as jnp

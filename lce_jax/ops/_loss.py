@@ -95,11 +95,11 @@ def linear_loss(
 
     Sharding:
         Under ``jit`` on a mesh the call is partitioned as a matrix product is, over batch, sequence and vocabulary: by
-        the operands' types under Explicit axes, by XLA under Auto axes. `sharded_linear_loss` takes the axes by name.
-        Inside ``shard_map``, give ``axis_name``; per-token arguments may be typed as varying over it if every shard
-        holds the same, and rows that differ are NaN. ``vmap`` computes its examples one by one; where an Explicit
-        axis splits them, each device those that it has.
-        Call it under ``jit``: outside, every call is compiled again.
+        the operands' types under Explicit axes, by XLA under Auto axes (TPUs refuse them). `sharded_linear_loss` takes
+        the axes by name. Inside ``shard_map``, give ``axis_name``; per-token arguments may be typed as varying over it
+        if every shard holds the same, and rows that differ are NaN. ``vmap`` computes its examples one by one; where an
+        Explicit axis splits them, each device those that it has. Call it under ``jit``: outside, every call is compiled
+        again.
 
     Example:
         >>> import jax, jax.numpy as jnp

@@ -107,8 +107,8 @@ def linear_topk(
 
     Sharding:
         As `linear_logprobs`: under ``jit`` on a mesh it is partitioned by the operands' types (Explicit axes) or by XLA
-        (Auto axes); inside ``shard_map`` give ``axis_name``. One all-gather of 2k + 1 numbers per token, with a softcap
-        3k + 1, merges the shards' own k largest.
+        (Auto axes, not of TPUs); inside ``shard_map`` give ``axis_name``. One all-gather of 2k + 1 numbers per token,
+        with a softcap 3k + 1, merges the shards' own k largest.
 
     Example:
         >>> import jax.numpy as jnp
