@@ -40,9 +40,7 @@ def test_blocks_run(page):
 
 
 ALONE = [
-    pytest.param(block, id=f"line {block.line}")
-    for block in BLOCKS[ROOT / "README.md"]
-    if "megatron" not in block.code
+    pytest.param(block, id=f"line {block.line}") for block in BLOCKS[ROOT / "README.md"] if "megatron" not in block.code
 ]
 
 

@@ -52,9 +52,7 @@ def test_every_run_says_what_repeats_it(path):
 
 def test_the_first_lines_of_the_readme():
     run = tables.load("h200")["measurements"][0]
-    stored, ours, cached = (
-        tables.row_of(run, key, tables.BOTH) for key in ("materialised", "ours", "ours full cache")
-    )
+    stored, ours, cached = (tables.row_of(run, key, tables.BOTH) for key in ("materialised", "ours", "ours full cache"))
     assert round(stored["temp_bytes"] / ours["temp_bytes"]) == 32
     assert round(100 * (ours["median_seconds"] / stored["median_seconds"] - 1)) == 16  # %
     assert round(stored["temp_bytes"] / cached["temp_bytes"]) == 5

@@ -111,7 +111,12 @@ STEPS = (
     (5.0, "merge tiles, chunks and shards", "mathematics/: a few numbers per token  (eq. 2)", False),
     (3.8, "logprob, entropy, lse", "mathematics/: finish  (eq. 3)", False),
     (2.3, "a tile again: x, or the cached eᵘ", "dz from three numbers per token  (eq. 4)", True),
-    (0.8, "dhidden += dz · weight[tile],  dweight[tile] = dzᵀ · hidden", "summed in float32, rounded once  (eq. 5)", False),
+    (
+        0.8,
+        "dhidden += dz · weight[tile],  dweight[tile] = dzᵀ · hidden",
+        "summed in float32, rounded once  (eq. 5)",
+        False,
+    ),
 )
 
 

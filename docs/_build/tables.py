@@ -105,7 +105,9 @@ def details(run: Run) -> str:
     head = ["", "", "ms", "÷ product", "useful TFLOP/s", "temporary memory"]
     parts = []
     for one in run["measurements"]:
-        rows = [detail(row) for way in ("gemm", "forward", "top-k", BOTH) for row in one["rows"] if row["direction"] == way]
+        rows = [
+            detail(row) for way in ("gemm", "forward", "top-k", BOTH) for row in one["rows"] if row["direction"] == way
+        ]
         shown = [i for i in range(len(head)) if i < 2 or any(row[i] != "–" for row in rows)]
         cells = [[row[i] for i in shown] for row in (head, *rows)]
         parts.append(f"### {shape_of(one)}, {one['dtype']}\n\n{markdown(cells[0], cells[1:], left=2)}")
