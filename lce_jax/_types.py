@@ -15,7 +15,8 @@ import jax.numpy as jnp
 
 if TYPE_CHECKING:
     from jax.lax import PrecisionLike
-    from jaxtyping import Array, Bool, Float, Int
+
+    from lce_jax._shapes import Array, Bool, Float, Int
 
 
 class UnsupportedError(ValueError):

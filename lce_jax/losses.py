@@ -29,7 +29,7 @@ from lce_jax.mathematics import _log_ratios
 from lce_jax.ops._distillation import distillation_loss
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float
+    from lce_jax._shapes import Array, Float
 
 __all__ = ["cispo", "cross_entropy", "dapo", "distillation_loss", "grpo", "ppo_clip", "with_entropy_bonus"]
 

@@ -20,7 +20,7 @@ from lce_jax.bench import programs
 from lce_jax.bench.programs import PRODUCT, Program, Table
 
 if TYPE_CHECKING:
-    from jaxtyping import Array
+    from lce_jax._shapes import Array
 
 MODULE = "lce_jax.bench.chosen"
 LOGIT_SPREAD = 3.0

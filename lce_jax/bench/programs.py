@@ -16,7 +16,7 @@ from jax import lax
 from lce_jax.bench.measure import Run, compile_jax, interleave, median
 
 if TYPE_CHECKING:
-    from jaxtyping import Array
+    from lce_jax._shapes import Array
 
 PRODUCT = "one product"
 

@@ -24,8 +24,8 @@ from lce_jax.ops import _topk as topk
 if TYPE_CHECKING:
     from jax.lax import PrecisionLike
     from jax.sharding import Mesh
-    from jaxtyping import Array, Bool, Float, Int
 
+    from lce_jax._shapes import Array, Bool, Float, Int
     from lce_jax._types import LogprobOutput, TopK
     from lce_jax.mesh._layout import Axes
     from lce_jax.ops._cross_entropy import Reduction

@@ -13,8 +13,7 @@ from jax.sharding import PartitionSpec as P
 from lce_jax.flax import _head
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int
-
+    from lce_jax._shapes import Array, Float, Int
     from lce_jax._types import LogprobOutput, TopK
 
 

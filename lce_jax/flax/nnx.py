@@ -12,8 +12,8 @@ from lce_jax.flax import _head
 if TYPE_CHECKING:
     from jax.lax import PrecisionLike
     from jax.sharding import Mesh
-    from jaxtyping import Array, Float, Int
 
+    from lce_jax._shapes import Array, Float, Int
     from lce_jax._types import LogprobOutput, TopK
     from lce_jax.mesh._layout import Axes
 

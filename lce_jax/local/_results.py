@@ -11,7 +11,7 @@ from lce_jax.mathematics import _logprobs, _statistics, _temperature
 from lce_jax.programs import _per_token
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float, Int
+    from lce_jax._shapes import Array, Bool, Float, Int
 
 
 def merge(

@@ -15,7 +15,7 @@ from lce_jax.mathematics import _statistics
 from lce_jax.programs import _shard
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float, Int
+    from lce_jax._shapes import Array, Bool, Float, Int
 
 
 def statistics(

@@ -16,7 +16,8 @@ from lce_jax.runner import _run
 if TYPE_CHECKING:
     from jax.lax import PrecisionLike
     from jax.sharding import AbstractMesh, Mesh
-    from jaxtyping import Array, Bool, Float
+
+    from lce_jax._shapes import Array, Bool, Float
 
 
 def linear_kl(

@@ -22,7 +22,8 @@ from lce_jax.xla import _logprobs as xla
 
 if TYPE_CHECKING:
     from jax.lax import PrecisionLike
-    from jaxtyping import Array, Bool, Float, Int
+
+    from lce_jax._shapes import Array, Bool, Float, Int
 
 __all__ = ["linear_logits"]
 

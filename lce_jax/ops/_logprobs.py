@@ -10,7 +10,8 @@ from lce_jax.ops._evaluate import evaluate
 
 if TYPE_CHECKING:
     from jax.lax import PrecisionLike
-    from jaxtyping import Array, Bool, Float, Int
+
+    from lce_jax._shapes import Array, Bool, Float, Int
 
 
 def linear_logprobs(

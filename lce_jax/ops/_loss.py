@@ -26,7 +26,8 @@ from lce_jax.runner import _spread
 
 if TYPE_CHECKING:
     from jax.sharding import AbstractMesh, Mesh
-    from jaxtyping import Array, Bool, Float, Int
+
+    from lce_jax._shapes import Array, Bool, Float, Int
 
 NOT_OF_LOSS = ("cache_bytes", "candidates", "vocab_part_size")
 

@@ -18,8 +18,8 @@ from lce_jax.runner import _run
 
 if TYPE_CHECKING:
     from jax.sharding import AbstractMesh, Mesh
-    from jaxtyping import Array, Bool, Float, Int
 
+    from lce_jax._shapes import Array, Bool, Float, Int
     from lce_jax._types import LogprobOptions
 
 

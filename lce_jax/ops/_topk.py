@@ -25,7 +25,8 @@ from lce_jax.runner._spread import Kind, Program, spread
 if TYPE_CHECKING:
     from jax.lax import PrecisionLike
     from jax.sharding import AbstractMesh, Mesh
-    from jaxtyping import Array, Bool, Float
+
+    from lce_jax._shapes import Array, Bool, Float
 
 __all__ = ["linear_topk", "sharded_linear_topk"]
 
