@@ -7,6 +7,8 @@ from typing import Annotated as Bool
 from typing import Annotated as Float
 from typing import Annotated as Int
 
-from jax import Array
+from jax import Array, ShapeDtypeStruct
 
-__all__ = ["Array", "Bool", "Float", "Int"]
+__all__ = ["Array", "Bool", "Float", "Int", "Shaped"]
+
+type Shaped = Array | ShapeDtypeStruct  # of what only shape and dtype are read

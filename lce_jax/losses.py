@@ -235,7 +235,7 @@ def cispo(
     return -weight * advantage * logprob
 
 
-def with_entropy_bonus(loss_fn: Callable[..., Any], coefficient: float | Float[Array, ""]) -> Callable[..., Any]:
+def with_entropy_bonus(loss_fn: Callable[..., Array], coefficient: float | Float[Array, ""]) -> Callable[..., Array]:
     """``loss_fn`` minus ``coefficient·entropy``: a policy that stays undecided is rewarded.
 
     Args:

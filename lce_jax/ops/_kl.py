@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, Literal, Unpack
+from typing import TYPE_CHECKING, Literal, Unpack
 
 from lce_jax.call import _options
 from lce_jax.call._kl import KLCall, KLOptions, Same
@@ -38,7 +38,7 @@ def linear_kl(
     vocab_size: int | None = None,
     weight_layout: Literal["vh", "hv"] = "vh",
     teacher_weight_layout: Literal["vh", "hv"] | Same = "same",
-    axis_name: Any = None,
+    axis_name: Axes = None,
     precision: PrecisionLike = None,
     bias: Float[Array, "V"] | None = None,
     teacher_bias: Float[Array, "V"] | None = None,

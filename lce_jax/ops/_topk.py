@@ -47,7 +47,7 @@ def linear_topk(
     logit_scale: float | Float[Array, ""] = 1.0,
     vocab_size: int | None = None,
     weight_layout: Literal["vh", "hv"] = "vh",
-    axis_name: Any = None,
+    axis_name: Axes = None,
     precision: PrecisionLike = None,
     implementation: str | tuple[str, ...] | None = None,
     bias: Float[Array, "V"] | None = None,
