@@ -1,31 +1,33 @@
 """The types that all layers share: outputs, static options, operands, and one shard's statistics.
 
-Dimension letters used throughout the package: T tokens, H hidden size, V vocabulary (that of one shard when a mesh
-axis splits it), N shards.
+Dimension letters of the package: T tokens, H hidden size, V vocabulary (of one shard if an axis splits it), N shards.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypedDict, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 if TYPE_CHECKING:
     from jax.lax import PrecisionLike
-    from jaxtyping import Array, Bool, Float, Int
+
+    from lce_jax._shapes import Array, Bool, Float, Int
+
+Entropy_co = TypeVar("Entropy_co", covariant=True)  # an array, None, or either
 
 
 class UnsupportedError(ValueError):
     """An implementation that was asked for by name cannot serve the call; the message says why."""
 
 
-class LogprobOutput(NamedTuple):
+class LogprobOutput(NamedTuple, Generic[Entropy_co]):  # noqa: UP046 mypy takes a parameter in brackets for invariant
     """Per-token results, each of ``labels.shape`` and float32 (float64 when the weight is float64) or bool, or None.
 
-    A pytree. What ``stats=True`` adds is not differentiable; all else is.
+    A pytree. What ``stats=True`` adds is not differentiable; all else is. ``LogprobOutput[None]`` has no entropy.
 
     Attributes:
         logprobs: ln p(label), nats. 0 where the label is out of vocabulary or ``where`` is False.
@@ -42,7 +44,7 @@ class LogprobOutput(NamedTuple):
     """
 
     logprobs: Float[Array, ...]
-    entropy: Float[Array, ...] | None
+    entropy: Entropy_co
     lse: Float[Array, ...]
     max_logit: Float[Array, ...] | None = None
     min_logit: Float[Array, ...] | None = None
@@ -66,17 +68,16 @@ class TopK(NamedTuple):
     lse: Float[Array, ...]
 
 
-class LogprobOptions(TypedDict, total=False):
-    """The keyword options that every public function shares; `linear_logprobs` says what each means."""
+class CommonOptions(TypedDict, total=False):
+    """The keyword options of `LogprobOptions` that decide no type."""
 
     temperature: float | Float[Array, "..."]
     logit_softcap: float | Float[Array, ""] | None
     logit_scale: float | Float[Array, ""]
-    entropy: bool
     stats: bool
     vocab_size: int | None
     weight_layout: Literal["vh", "hv"]
-    axis_name: Any
+    axis_name: str | tuple[str, ...] | None
     cache_bytes: int
     precision: PrecisionLike
     implementation: str | tuple[str, ...] | None
@@ -84,6 +85,12 @@ class LogprobOptions(TypedDict, total=False):
     candidates: Int[Array, "*b K"] | None
     gradient_threshold: float
     vocab_part_size: int | None
+
+
+class LogprobOptions(CommonOptions, total=False):
+    """The keyword options that every public function shares; `linear_logprobs` says what each means."""
+
+    entropy: bool
 
 
 class Results(NamedTuple):

@@ -29,7 +29,7 @@ from lce_jax.mathematics import _log_ratios
 from lce_jax.ops._distillation import distillation_loss
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float
+    from lce_jax._shapes import Array, Float
 
 __all__ = ["cispo", "cross_entropy", "dapo", "distillation_loss", "grpo", "ppo_clip", "with_entropy_bonus"]
 
@@ -235,7 +235,7 @@ def cispo(
     return -weight * advantage * logprob
 
 
-def with_entropy_bonus(loss_fn: Callable[..., Any], coefficient: float | Float[Array, ""]) -> Callable[..., Any]:
+def with_entropy_bonus(loss_fn: Callable[..., Array], coefficient: float | Float[Array, ""]) -> Callable[..., Array]:
     """``loss_fn`` minus ``coefficient·entropy``: a policy that stays undecided is rewarded.
 
     Args:

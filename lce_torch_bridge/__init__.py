@@ -4,6 +4,7 @@ JAX and torch's compiler, 3 to 5 seconds, are imported with the first name that 
 """
 
 import importlib
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -17,6 +18,11 @@ if TYPE_CHECKING:
     from lce_torch_bridge.ops._topk import linear_topk
     from lce_torch_bridge.through_jax._release import release
     from lce_torch_bridge.through_jax._runtime import init
+
+if importlib.util.find_spec("torch") is None:
+    raise ModuleNotFoundError(
+        "lce_torch_bridge needs PyTorch 2.11 or newer: pip install 'lce-jax[torch]'", name="torch"
+    )
 
 __all__ = [
     "Explanation",

@@ -8,25 +8,27 @@ token: its label, its temperature and its candidates if it has them, and the mer
 from __future__ import annotations
 
 import functools
-from typing import Any, Literal, NamedTuple, get_type_hints
+from typing import Any, Generic, Literal, NamedTuple, TypeVar, get_type_hints
 
 import torch
 
 type Entropy = bool | Literal["metric"]
+type WithEntropy = Literal[True, "metric"]
 type OutOfVocab = Literal["zero", "megatron"]
 type Wgrad = Literal["return", "main_grad"]
 type Reduction = Literal["none", "sum", "mean"]
+Entropy_co = TypeVar("Entropy_co", covariant=True)  # a tensor, None, or either
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)  # types of tensors that nothing else interprets
 PER_CANDIDATE = "candidate_logprobs"  # the one result that is [T, K]; the others are [T]
 DIFFERENTIABLE = ("logprobs", "entropy", "lse", "mean_logit", PER_CANDIDATE)  # results that may have a gradient
 
 
-class LogprobOutput(NamedTuple):
+class LogprobOutput(NamedTuple, Generic[Entropy_co]):  # noqa: UP046 mypy takes a parameter in brackets for invariant
     """Per-token results: float32 tensors of ``labels.shape``, or None. Tokens that are not kept are 0.
 
-    All are differentiable but the extremes. Where only tensors may be returned, as from a stage of
-    ``torch.distributed.pipelining``, return ``out[:3]``, or your fields.
+    All are differentiable but the extremes. ``LogprobOutput[None]`` has no entropy. Where only tensors may be returned,
+    as from a stage of ``torch.distributed.pipelining``, return ``out[:3]``, or your fields.
 
     Attributes:
         logprobs: ln p(label), nats. ``out_of_vocab`` says what a label outside the vocabulary has.
@@ -40,7 +42,7 @@ class LogprobOutput(NamedTuple):
     """
 
     logprobs: torch.Tensor
-    entropy: torch.Tensor | None
+    entropy: Entropy_co
     lse: torch.Tensor
     max_logit: torch.Tensor | None = None
     min_logit: torch.Tensor | None = None

@@ -26,7 +26,7 @@ def test_the_divergence_of_two_heads(capsys: pytest.CaptureFixture[str], tmp_pat
     assert [row["name"] for row in file["rows"]] == [row.name for row in rows]
     with pytest.raises(SystemExit):
         kl.main(["--shape", "24,16"])
-    assert "'24,16' is not three positive numbers T,H,V" in capsys.readouterr().err
+    assert "'24,16' must be three numbers: tokens, hidden size, vocabulary" in capsys.readouterr().err
 
 
 def test_a_few_ids_per_token(capsys: pytest.CaptureFixture[str]) -> None:

@@ -44,6 +44,9 @@ def test_a_tiny_run_on_a_mesh_does_everything(tmp_path):
         cells = [float(cell) for cell in table_row(done.stdout, name)]
         assert len(cells) == 3
         assert all(math.isfinite(cell) for cell in cells)
+    for line in ("phase 1: 1 of 2, loss 7.", "phase 1 again: 2 of 2, loss 7.", "phase 2: 1 of 1, reward "):
+        assert f"\n{line}" in done.stdout
+    assert not re.search(r"[\x00-\x09\x0b-\x1f]", done.stdout)  # no terminal: lines, and nothing that moves
     assert "Phase 1 again, from the same seed, 2 steps" in done.stdout
     exact, same = table_row(done.stdout, "loss of the last tenth")
     assert exact == same  # on a CPU nothing is left out
@@ -62,9 +65,27 @@ def test_a_tiny_run_on_a_mesh_does_everything(tmp_path):
 def test_the_second_run_is_compared_step_by_step():
     from lce_jax.demo.threshold import SecondRun
 
-    run = SecondRun([5.0, 4.0, 3.5], [5.0, 4.25, 3.0], 0.01, leaves_out=True)
+    run = SecondRun([5.0, 4.0, 3.5], [5.0, 4.25, 3.0], 0.01)
     assert run.difference == 0.5
     assert run.last == (3.5, 3.0)
+
+
+def test_there_is_a_second_run_only_where_tiles_are_left_out(tmp_path):
+    from rich.console import Console
+
+    from lce_jax.demo import cli, model, report, threshold
+    from lce_jax.demo.compare import Comparison, Program
+    from lce_jax.demo.evaluate import Evaluation
+
+    assert not threshold.leaves_out(cli._plan_head(model.make_mesh(), "xla"))
+    stages, program = [Evaluation(5.0, 4.0, 0.5, "x = 1")] * 3, Program(1 << 20, 0.1, 1e-7, 1e-7, 1e-7)
+    comparison = Comparison(4, 8, 16, "float32", program, program, None)
+    console = Console(record=True, width=120)
+    report.print_tables(console, stages, 0.9, None, comparison)
+    report.draw(tmp_path / "curves.png", [5.0], [rl.RlMetrics(0.5, 4.0)], stages, 0.9, None, comparison)
+    said = console.export_text()
+    assert "Phase 1 again" not in said
+    assert "largest error against float64" in said
 
 
 def test_a_head_of_real_size_is_timed_both_ways():
@@ -81,7 +102,7 @@ def test_a_head_of_real_size_is_timed_both_ways():
     ("arguments", "message"),
     [
         (["--steps", "0"], "argument --steps: 0 is not between 1 and"),
-        (["--rl-steps", "few"], "argument --rl-steps: 'few' is not an integer"),
+        (["--rl-steps", "few"], "argument --rl-steps: 'few' is no whole number"),
         (["--seed", "-1"], "argument --seed: -1 is not between 0 and"),
         (["--implementation", "magic"], "argument --implementation: unknown implementation 'magic'"),
         (["--out", __file__], "argument --out:"),

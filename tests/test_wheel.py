@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import email
 import importlib.metadata
 import importlib.util
+import re
 import subprocess
 import sys
 import venv
@@ -64,4 +66,19 @@ def test_it_runs_the_quick_start(wheel: Path, tmp_path: Path) -> None:
     loss, *_, where = run(python, "-I", "-W", "error", "-c", QUICK_START).split()
     assert loss == "6.908"  # ln 1000
     assert Path(where).is_relative_to(tmp_path)
-    assert "qwen3-8b" in run(python, "-I", "-m", "lce_jax.explain", "--model", "qwen3-8b", "--tokens", "8192")
+    assert "qwen3-8b" in run(python.parent / "lce-jax", "explain", "--model", "qwen3-8b", "--tokens", "8192")
+    for module, extra in (("lce_torch_bridge", "torch"), ("lce_jax.flax.nnx", "flax")):  # neither is there
+        refused = f"try: import {module}\nexcept ModuleNotFoundError as error: print(error.name, error)"
+        assert run(python, "-I", "-c", refused).startswith(f"{extra} {module.removesuffix('.nnx')} needs ")
+        assert f": pip install 'lce-jax[{extra}]'" in run(python, "-I", "-c", refused)
+
+
+def test_it_says_what_it_is(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as file:
+        (name,) = [name for name in file.namelist() if name.endswith(".dist-info/METADATA")]
+        said = email.message_from_bytes(file.read(name))
+    assert (said["Name"], said["Author"]) == ("lce-jax", "the lce-jax authors")
+    assert said["Description-Content-Type"] == "text/markdown"
+    needed = {re.match(r"[\w-]+", line)[0] for line in said.get_all("Requires-Dist") if "extra ==" not in line}
+    assert needed == {"jax", "numpy"}
+    assert "torch>=2.11; extra == 'torch'" in said.get_all("Requires-Dist")

@@ -1,4 +1,4 @@
-"""``python -m lce_jax.bench``: this package against stored logits and against its peers, on this machine's device."""
+"""``lce-jax bench``: this package against stored logits and against its peers, on this machine's device."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from lce_jax import UnsupportedError, _dispatch
+from lce_jax import UnsupportedError, _dispatch, explain
 from lce_jax.bench import shapes
+from lce_jax.explain import _arguments
 from lce_jax.explain._models import MODELS
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -23,20 +24,30 @@ DTYPES = ("bfloat16", "float16", "float32")
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     out = argparse.ArgumentParser(
-        prog="python -m lce_jax.bench",
+        prog="lce-jax bench",
         description="Log-probability and entropy of a head: this package against stored logits and against its peers.",
     )
     repeatable: dict[str, Any] = {"action": "append", "default": []}
     models = f"a model's head: {', '.join(MODELS)}; repeatable"
     out.add_argument("--model", choices=MODELS, metavar="NAME", help=models, **repeatable)
     out.add_argument(
-        "--shape", type=_shape, metavar="T,H,V", help="tokens, hidden size, vocabulary; repeatable", **repeatable
+        "--shape",
+        type=_arguments.shape,
+        metavar="T,H,V",
+        help="tokens, hidden size, vocabulary; repeatable",
+        **repeatable,
     )
-    out.add_argument("--tokens", type=_integers, default=(), metavar="T,T,...", help="time every head at each of these")
+    out.add_argument(
+        "--tokens", type=_arguments.positives, default=(), metavar="T,T,...", help="time every head at each of these"
+    )
     out.add_argument("--dtype", choices=DTYPES, help="default: float32 on CPU, bfloat16 elsewhere")
     out.add_argument("--implementation", choices=_dispatch.IMPLEMENTATIONS, help="default: the best for this device")
-    out.add_argument("--rounds", type=_positive, default=7, help="timings of each row; the median is shown (default 7)")
-    out.add_argument("--devices", type=_positive, default=1, help="also time the vocabulary split over this many")
+    out.add_argument(
+        "--rounds", type=_arguments.positive, default=7, help="timings of each row; the median is shown (default 7)"
+    )
+    out.add_argument(
+        "--devices", type=_arguments.positive, default=1, help="also time the vocabulary split over this many"
+    )
     data = "random logits, or such as a language model has, and then a gradient threshold too (default: random)"
     out.add_argument("--data", choices=("random", "text"), default="random", help=data)
     known = (*shapes.ROWS, *shapes.PEERS)
@@ -65,10 +76,10 @@ def main(arguments: list[str] | None = None) -> int:
         from lce_jax.bench import doctor
 
         return doctor.main(list(doctor.CHECKS), options.out / "doctor.json", options.rounds)
-    return _measure(options, sys.argv[1:] if arguments is None else arguments)
+    return _measure(command, options, sys.argv[1:] if arguments is None else arguments)
 
 
-def _measure(options: argparse.Namespace, arguments: list[str]) -> int:
+def _measure(command: argparse.ArgumentParser, options: argparse.Namespace, arguments: list[str]) -> int:
     """All shapes, timed."""
     try:
         from lce_jax.bench import plot, report
@@ -80,11 +91,12 @@ def _measure(options: argparse.Namespace, arguments: list[str]) -> int:
     run = report.provenance(arguments, options.rounds)
     where, platform, out = run["device"], jax.default_backend(), report.console()
     dtype = jnp.dtype(options.dtype or ("float32" if platform == "cpu" else "bfloat16"))
-    out.print(", ".join(f"{name} {value}" for name, value in where.items()))
     chosen = shapes.select(platform, options.model, options.shape, options.tokens)
     if options.devices > jax.device_count():
-        out.print(f"--devices {options.devices}: there are {jax.device_count()} here", highlight=False)
-        return 2
+        command.error(f"argument --devices: {options.devices}, and this machine has {jax.device_count()}")
+    if options.implementation is not None:
+        _refuse(command, options.implementation, chosen, dtype)
+    out.print(", ".join(f"{name} {value}" for name, value in where.items()))
     if options.sweep is not None:
         return _sweep(options.sweep or list(shapes.KERNELS), chosen, dtype, options.rounds, out)
     options.out.mkdir(parents=True, exist_ok=True)
@@ -111,6 +123,18 @@ def _measure(options: argparse.Namespace, arguments: list[str]) -> int:
     return 0 if all(rows) else 1
 
 
+def _refuse(command: argparse.ArgumentParser, name: str, chosen: Sequence[shapes.Shape], dtype: Any) -> None:
+    """Ends the command if an implementation cannot serve all shapes."""
+    for shape in chosen:
+        head, struct = shape.head, jax.ShapeDtypeStruct
+        sizes = struct((shape.tokens, head.hidden_size), dtype), struct((head.vocab_size, head.hidden_size), dtype)
+        labels = struct((shape.tokens,), jnp.int32)
+        try:
+            explain(*sizes, labels, logit_softcap=head.logit_softcap, implementation=name)
+        except UnsupportedError as refusal:
+            command.error(f"argument --implementation: {shape}: {refusal}")
+
+
 def _sweep(kernels: Sequence[str], chosen: Sequence[shapes.Shape], dtype: Any, rounds: int, out: Any) -> int:
     """Prints the tiles of each kernel by time, and the tuning entry of the fastest."""
     from lce_jax.bench import sweep
@@ -119,7 +143,7 @@ def _sweep(kernels: Sequence[str], chosen: Sequence[shapes.Shape], dtype: Any, r
         out.print(f"{shape}, {dtype.name}", style="bold")
         try:
             with out.status("") as status:
-                found = sweep.sweep(kernels, shape, dtype, rounds, status.update)
+                found = sweep.sweep(kernels, shape, dtype, rounds, status.update if out.is_terminal else _log)
         except UnsupportedError as refusal:
             out.print(f"cannot sweep: {refusal}", highlight=False, soft_wrap=True)
             return 1
@@ -134,24 +158,6 @@ def _sweep(kernels: Sequence[str], chosen: Sequence[shapes.Shape], dtype: Any, r
 def _log(message: str) -> None:
     """Progress for a log, on standard error: a terminal has a line that changes in place."""
     print(f"{time.strftime('%H:%M:%S')} {message}", file=sys.stderr, flush=True)
-
-
-def _integers(text: str) -> tuple[int, ...]:
-    return tuple(_positive(part) for part in text.split(","))
-
-
-def _shape(text: str) -> tuple[int, int, int]:
-    sizes = _integers(text)
-    if len(sizes) != 3:
-        raise argparse.ArgumentTypeError(f"{text!r} must be three numbers: tokens, hidden size, vocabulary")
-    return sizes[0], sizes[1], sizes[2]
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} must be at least 1")
-    return value
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from lce_jax.bench.problem import Objective, Problem, Results
 from lce_jax.bench.shapes import BOTH, FORWARD, GEMM
 
 if TYPE_CHECKING:
-    from jaxtyping import Array
+    from lce_jax._shapes import Array
 
 UNLIMITED = 1 << 62  # bytes of cache
 

@@ -18,9 +18,10 @@ from jax import lax
 from lce_jax import linear_logits, linear_logprobs, linear_topk
 from lce_jax.bench import programs
 from lce_jax.bench.programs import PRODUCT, Program, Table
+from lce_jax.explain import _arguments
 
 if TYPE_CHECKING:
-    from jaxtyping import Array
+    from lce_jax._shapes import Array
 
 MODULE = "lce_jax.bench.chosen"
 LOGIT_SPREAD = 3.0
@@ -32,7 +33,9 @@ def main(arguments: list[str] | None = None) -> Table:
     """Measures, prints and, if asked to, writes."""
     command = programs.parser(MODULE, __doc__)
     command.add_argument("--no-stored", action="store_true", help="leave out what stores logits")
-    command.add_argument("--k", type=int, nargs="+", default=[64], help="of the most likely ids (default 64)")
+    command.add_argument(
+        "--k", type=_arguments.positive, nargs="+", default=[64], help="of the most likely ids (default 64)"
+    )
     arguments = sys.argv[1:] if arguments is None else arguments
     options = command.parse_args(arguments)
     tokens, hidden_size, vocab_size = options.shape

@@ -30,7 +30,7 @@ from lce_jax.mosaic import _generations, sm100
 from lce_jax.mosaic.sm100._tuning import PAIRS, Tunings
 
 if TYPE_CHECKING:
-    from jaxtyping import Array
+    from lce_jax._shapes import Array
 
 SECONDS = 600  # that a check may take
 REPEATS = 20  # runs whose bits are compared

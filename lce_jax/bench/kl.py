@@ -17,9 +17,10 @@ from jax import lax
 from lce_jax import linear_kl
 from lce_jax.bench import programs
 from lce_jax.bench.programs import PRODUCT, Program, Table
+from lce_jax.explain import _arguments
 
 if TYPE_CHECKING:
-    from jaxtyping import Array
+    from lce_jax._shapes import Array
 
 MODULE = "lce_jax.bench.kl"
 LOGIT_SPREAD = 2.0
@@ -29,7 +30,7 @@ DIRECTIONS = ("forward", "reverse", "jsd")
 def main(arguments: list[str] | None = None) -> Table:
     """Measures, prints and, if asked to, writes."""
     command = programs.parser(MODULE, __doc__)
-    command.add_argument("--teacher-hidden-size", type=int, metavar="G", help="default: the student's")
+    command.add_argument("--teacher-hidden-size", type=_arguments.positive, metavar="G", help="default: the student's")
     arguments = sys.argv[1:] if arguments is None else arguments
     options = command.parse_args(arguments)
     tokens, hidden_size, vocab_size = options.shape

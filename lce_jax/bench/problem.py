@@ -30,7 +30,7 @@ from lce_jax.bench.shapes import Shape
 from lce_jax.explain._models import Head
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int
+    from lce_jax._shapes import Array, Float, Int
 
 type Objective = Literal["logprob+entropy", "logprob", "sum of logprobs"]
 type Results = Mapping[str, Array]

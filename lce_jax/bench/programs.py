@@ -14,9 +14,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from lce_jax.bench.measure import Run, compile_jax, interleave, median
+from lce_jax.explain import _arguments
 
 if TYPE_CHECKING:
-    from jaxtyping import Array
+    from lce_jax._shapes import Array
 
 PRODUCT = "one product"
 
@@ -79,11 +80,13 @@ def parser(module: str, description: str | None) -> argparse.ArgumentParser:
     """The arguments that all have."""
     out = argparse.ArgumentParser(prog=f"python -m {module}", description=description)
     shape = "tokens, hidden size, vocabulary (default 1024,512,32768)"
-    out.add_argument("--shape", type=_shape, default=(1024, 512, 32768), metavar="T,H,V", help=shape)
+    out.add_argument("--shape", type=_arguments.shape, default=(1024, 512, 32768), metavar="T,H,V", help=shape)
     out.add_argument(
         "--dtype", choices=("bfloat16", "float16", "float32"), help="default: float32 on CPU, else bfloat16"
     )
-    out.add_argument("--rounds", type=int, default=5, help="timings of each row; the median is shown (default 5)")
+    out.add_argument(
+        "--rounds", type=_arguments.positive, default=5, help="timings of each row; the median is shown (default 5)"
+    )
     out.add_argument("--out", type=Path, metavar="FILE", help="a file of JSON with the rows")
     return out
 
@@ -137,10 +140,3 @@ def _beside(ours: Run, stored: Run) -> tuple[float, float | None]:
     ids = [jnp.mean(a == b) for a, b in pairs if jnp.issubdtype(b.dtype, jnp.integer)]
     apart = max(float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b)) for a, b in numbers)
     return apart, float(ids[0]) if ids else None
-
-
-def _shape(text: str) -> tuple[int, ...]:
-    numbers = tuple(int(part) for part in text.split(","))
-    if len(numbers) != 3 or min(numbers) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not three positive numbers T,H,V")
-    return numbers

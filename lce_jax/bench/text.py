@@ -26,7 +26,7 @@ from lce_jax.bench.shapes import Shape
 from lce_jax.mathematics._statistics import Normalizer
 
 if TYPE_CHECKING:
-    from jaxtyping import Array
+    from lce_jax._shapes import Array
 
 CANDIDATES = 32  # plausible ids of a token
 GAIN = 15.0  # of the likeliest one's logit above the prior

@@ -17,7 +17,7 @@ from lce_jax.bench.problem import TOPK_NAME, Problem, num_largest
 from lce_jax.bench.shapes import TOPK
 
 if TYPE_CHECKING:
-    from jaxtyping import Array
+    from lce_jax._shapes import Array
 
 
 def topk_candidates(problem: Problem) -> list[Candidate]:

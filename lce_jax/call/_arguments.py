@@ -21,7 +21,7 @@ from lce_jax.mesh import _collectives
 from lce_jax.mesh._layout import Layout
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool
+    from lce_jax._shapes import Array, Bool
 
 type LayoutOf = Callable[[Any, Any, int], Layout]  # of checked hidden and weight, and the weight's vocabulary dimension
 

@@ -23,7 +23,8 @@ from lce_jax.mesh._layout import Layout
 
 if TYPE_CHECKING:
     from jax.lax import PrecisionLike
-    from jaxtyping import Array, Float
+
+    from lce_jax._shapes import Array, Float
 
 type Same = Literal["same"]
 DIRECTIONS = ("forward", "reverse", "jsd")

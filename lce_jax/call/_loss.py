@@ -16,7 +16,7 @@ from lce_jax.call import _checks
 from lce_jax.call._rows import Rows
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float
+    from lce_jax._shapes import Array, Bool, Float
 
 
 GIVE_IT_AS_AN_ARGUMENT = "give it as a per-token argument, jnp.broadcast_to(x, (*labels.shape, *x.shape))"

@@ -20,7 +20,7 @@ from lce_jax.call import _checks
 from lce_jax.mathematics._kl import Pair
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float, Int
+    from lce_jax._shapes import Array, Bool, Float, Int
 
 
 class Rows(NamedTuple):

@@ -12,7 +12,7 @@ from lce_jax.call._rows import Rows
 from lce_jax.mathematics import _temperature
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float
+    from lce_jax._shapes import Array, Bool, Float
 
 
 class Scales(NamedTuple):

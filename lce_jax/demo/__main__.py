@@ -1,4 +1,4 @@
-"""``python -m lce_jax.demo``."""
+"""``lce-jax demo``."""
 
 from __future__ import annotations
 
@@ -12,4 +12,4 @@ except ModuleNotFoundError as error:
     sys.exit(f"the demo needs {error.name}, which is not installed: pip install 'lce-jax[demo]'")
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

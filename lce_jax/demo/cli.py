@@ -19,6 +19,7 @@ from lce_jax.demo import compare, report, rl, sft, threshold
 from lce_jax.demo.evaluate import Evaluator
 from lce_jax.demo.model import Config, Transformer, make_mesh
 from lce_jax.demo.text import VOCAB_SIZE, load_corpus
+from lce_jax.explain._arguments import not_negative, positive
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 _SFT_STEPS, _RL_STEPS = 400, 30
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: list[str] | None = None) -> int:
     """Runs the demo; exits with a message if an option makes no sense."""
     parser = _parser()
     options = parser.parse_args(arguments)
@@ -45,6 +46,7 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error(f"argument --out: {error}")
     with jax.set_mesh(mesh):
         _run(options, mesh, plan, Console())
+    return 0
 
 
 def _run(options: argparse.Namespace, mesh: Mesh, plan: Plan, console: Console) -> None:
@@ -66,13 +68,14 @@ def _run(options: argparse.Namespace, mesh: Mesh, plan: Plan, console: Console) 
         training = sft.train(model, corpus, sft_config, mesh, options.seed)
         losses = _tracked(progress, "phase 1", training, options.steps, lambda loss: f"loss {loss:.2f}")
         stages.append(evaluate(model))
-        count = threshold.num_steps(options.steps, plan)
-        repeating = threshold.train(twin, corpus, sft_config, mesh, options.seed, count)
-        repeated = _tracked(progress, "phase 1 again", repeating, count, lambda loss: f"loss {loss:.2f}")
+        again = None
+        if threshold.leaves_out(plan):
+            repeating = threshold.train(twin, corpus, sft_config, mesh, options.seed)
+            repeated = _tracked(progress, "phase 1 again", repeating, options.steps, lambda loss: f"loss {loss:.2f}")
+            again = threshold.second_run(twin, losses, repeated, evaluate.windows, mesh, plan.implementation)
         improving = rl.train(model, corpus, rl_config, mesh, options.seed)
         metrics = _tracked(progress, "phase 2", improving, options.rl_steps, lambda step: f"reward {step.reward:.2f}")
         stages.append(evaluate(model))
-    again = threshold.second_run(twin, losses, repeated, evaluate.windows, mesh, plan)
     comparison = compare.compare(model, evaluate.windows[: 2 * sft_config.batch], mesh, options.implementation)
     report.print_examples(console, stages)
     report.print_tables(console, stages, evaluate.real_reward, again, comparison)
@@ -82,31 +85,13 @@ def _run(options: argparse.Namespace, mesh: Mesh, plan: Plan, console: Console) 
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m lce_jax.demo", description=lce_jax.demo.__doc__)
-    parser.add_argument("--steps", type=_positive, default=_SFT_STEPS, help=f"of phase 1 (default {_SFT_STEPS})")
-    parser.add_argument("--rl-steps", type=_positive, help=f"of phase 2 (default {_RL_STEPS}, or --steps if fewer)")
+    parser = argparse.ArgumentParser(prog="lce-jax demo", description=lce_jax.demo.__doc__)
+    parser.add_argument("--steps", type=positive, default=_SFT_STEPS, help=f"of phase 1 (default {_SFT_STEPS})")
+    parser.add_argument("--rl-steps", type=positive, help=f"of phase 2 (default {_RL_STEPS}, or --steps if fewer)")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("demo-out"), help="folder of the figure")
-    parser.add_argument("--seed", type=_not_negative, default=0, help="of everything random (default 0)")
+    parser.add_argument("--seed", type=not_negative, default=0, help="of everything random (default 0)")
     parser.add_argument("--implementation", help="of the head, by name (default: what the package picks)")
     return parser
-
-
-def _positive(text: str) -> int:
-    return _integer(text, 1)
-
-
-def _not_negative(text: str) -> int:
-    return _integer(text, 0)
-
-
-def _integer(text: str, least: int) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not an integer") from None
-    if not least <= value < 2**31:
-        raise argparse.ArgumentTypeError(f"{value} is not between {least} and {2**31 - 1}")
-    return value
 
 
 def _model_config(mesh: Mesh, vocab_size: int) -> Config:
@@ -129,14 +114,17 @@ def _plan_head(mesh: Mesh, implementation: str | None) -> Plan:
 
 def _progress(console: Console) -> Progress:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, TextColumn("{task.fields[latest]}"), console=console)
+    latest = TextColumn("{task.fields[latest]}")
+    return Progress(*columns, latest, console=console, disable=not console.is_terminal)
 
 
 def _tracked[T](progress: Progress, name: str, items: Iterable[T], total: int, describe: Callable[[T], str]) -> list[T]:
-    """The items as a list; the progress bar advances with each."""
+    """The items as a list; the progress bar advances with each. Without a terminal, a line after each tenth of them."""
     task = progress.add_task(name, total=total, latest="")
     done = []
     for item in items:
         done.append(item)
         progress.update(task, advance=1, latest=describe(item))
+        if progress.disable and 10 * len(done) // total > 10 * (len(done) - 1) // total:
+            progress.console.print(f"{name}: {len(done)} of {total}, {describe(item)}", highlight=False)
     return done

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from jax.sharding import Mesh
-    from jaxtyping import Array, Float, Int
+
+    from lce_jax._shapes import Array, Float, Int
 
 _ROUNDS = 5
 _ENTROPY_WEIGHT = 0.01  # so that the gradient runs through both outputs

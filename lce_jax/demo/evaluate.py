@@ -16,8 +16,8 @@ from lce_jax.demo.text import sample_prompts, sample_windows
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
-    from jaxtyping import Array, Float, Int
 
+    from lce_jax._shapes import Array, Float, Int
     from lce_jax.demo.rl import RlConfig
     from lce_jax.demo.text import Corpus
 

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from jax.sharding import Mesh
-    from jaxtyping import Array, Bool, Float, Int
 
     from lce_jax import LogprobOutput
+    from lce_jax._shapes import Array, Bool, Float, Int
     from lce_jax.demo.text import Corpus
 
 

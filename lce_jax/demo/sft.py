@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from jax.sharding import Mesh
-    from jaxtyping import Array, Float, Int
 
+    from lce_jax._shapes import Array, Float, Int
     from lce_jax.demo.text import Corpus
 
 

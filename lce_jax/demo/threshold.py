@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
@@ -17,13 +16,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from jax.sharding import Mesh
-    from jaxtyping import Array, Float, Int
 
     from lce_jax import Plan
+    from lce_jax._shapes import Array, Float, Int
     from lce_jax.demo.text import Corpus
 
 THRESHOLD = 2.0**-12
-_EXACT_STEPS = 20  # where the implementation leaves nothing out, these show it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +31,6 @@ class SecondRun:
     exact: list[float]  # nats per token
     losses: list[float]
     dropped_mass: float  # the probability in the tiles left out, mean over tokens of held-out files
-    leaves_out: bool  # whether the implementation leaves tiles out at all
 
     @property
     def difference(self) -> float:
@@ -52,25 +49,21 @@ def leaves_out(plan: Plan) -> bool:
     return plan.implementation == "mosaic_gpu"
 
 
-def num_steps(steps: int, plan: Plan) -> int:
-    """How many of the steps are repeated: all, or a few where the threshold changes nothing."""
-    return steps if leaves_out(plan) else min(steps, _EXACT_STEPS)
-
-
-def train(
-    model: Transformer, corpus: Corpus, config: sft.SftConfig, mesh: Mesh, seed: int, steps: int
-) -> Iterator[float]:
-    """The first ``steps`` of `sft.train` with the threshold: the same batches and learning rates."""
-    config = dataclasses.replace(config, gradient_threshold=THRESHOLD)
-    return itertools.islice(sft.train(model, corpus, config, mesh, seed), steps)
+def train(model: Transformer, corpus: Corpus, config: sft.SftConfig, mesh: Mesh, seed: int) -> Iterator[float]:
+    """`sft.train` with the threshold: the same batches and learning rates."""
+    return sft.train(model, corpus, dataclasses.replace(config, gradient_threshold=THRESHOLD), mesh, seed)
 
 
 def second_run(
-    model: Transformer, exact: list[float], losses: list[float], tokens: Int[np.ndarray, "B S"], mesh: Mesh, plan: Plan
+    model: Transformer,
+    exact: list[float],
+    losses: list[float],
+    tokens: Int[np.ndarray, "B S"],
+    mesh: Mesh,
+    implementation: str,
 ) -> SecondRun:
     """What the tables show of a ``model`` trained with the threshold, its ``losses`` beside the exact ones."""
-    dropped = _dropped_mass(model, put_on_mesh(mesh, tokens), plan.implementation)
-    return SecondRun(exact[: len(losses)], losses, float(dropped), leaves_out(plan))
+    return SecondRun(exact, losses, float(_dropped_mass(model, put_on_mesh(mesh, tokens), implementation)))
 
 
 @nnx.jit(static_argnums=2)

@@ -1,4 +1,4 @@
-"""``python -m lce_jax.explain``: what a head will hold, per device, before anything is changed. It needs no GPU.
+"""``lce-jax explain``: what a head will hold, per device, before anything is changed. It needs no GPU.
 
 With ``--pod`` the program is compiled for a whole pod (`lce_jax.explain._pod`), without it the memory is estimated.
 """
@@ -19,6 +19,7 @@ from lce_jax import Plan, explain, scalars
 from lce_jax._jax import abstract_device
 from lce_jax._plans import PassBytes, format_bytes
 from lce_jax.explain import _pod
+from lce_jax.explain._arguments import gibibytes, positive
 from lce_jax.explain._models import MODELS, Head, model_head
 from lce_jax.explain._targets import TARGETS
 
@@ -33,20 +34,20 @@ ALL = 1 << 62  # cache_bytes that nothing exceeds
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     out = argparse.ArgumentParser(
-        prog="python -m lce_jax.explain",
+        prog="lce-jax explain",
         description="The memory of a language-model head per device: with stored logits, and with this package.",
     )
     out.add_argument("--model", choices=MODELS, metavar="NAME", help=f"a model's head: {', '.join(MODELS)}")
-    out.add_argument("--hidden", type=_positive, metavar="H", help="hidden size, in place of a model")
-    out.add_argument("--vocab", type=_positive, metavar="V", help="vocabulary, in place of a model")
+    out.add_argument("--hidden", type=positive, metavar="H", help="hidden size, in place of a model")
+    out.add_argument("--vocab", type=positive, metavar="V", help="vocabulary, in place of a model")
     out.add_argument("--softcap", type=_softcap, help="logit softcap, in place of a model")
-    out.add_argument("--tokens", type=_positive, required=True, help="of one call: micro-batch times sequence")
-    out.add_argument("--tensor-parallel", type=_positive, default=1, metavar="N", help="devices that split V")
+    out.add_argument("--tokens", type=positive, required=True, help="of one call: micro-batch times sequence")
+    out.add_argument("--tensor-parallel", type=positive, default=1, metavar="N", help="devices that split V")
     out.add_argument("--sequence-parallel", action="store_true", help="they split the tokens of hidden too")
     out.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="default: bfloat16")
     out.add_argument("--device", choices=DEVICES, default="h200", help="default: h200")
     spare = "GiB per device that may be kept from forward to backward (default 4)"
-    out.add_argument("--spare-gib", type=_amount, default=4.0, metavar="G", help=spare)
+    out.add_argument("--spare-gib", type=gibibytes, default=4.0, metavar="G", help=spare)
     out.add_argument("--pod", type=_pod_of, metavar="DxN", help="compile for D replicas, with the vocabulary over N")
     of_pod = f"that --pod compiles: {', '.join(_pod.CALLS)} (default linear_logprobs)"
     out.add_argument("--function", choices=_pod.CALLS, metavar="NAME", help=of_pod)
@@ -223,25 +224,11 @@ def _pod_of(text: str) -> _pod.Pod:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if not 1 <= value < scalars.INT32_MAX:
-        raise argparse.ArgumentTypeError(f"{value} must be at least 1 and fit 31 bits")
-    return value
-
-
 def _softcap(text: str) -> float:
     try:
         return scalars.positive("it", float(text))
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{error}; leave --softcap out for no cap") from None
-
-
-def _amount(text: str) -> float:
-    value = float(text)
-    if not 0 <= value < 1 << 20:
-        raise argparse.ArgumentTypeError(f"{text} must be a number of GiB, at least 0")
-    return value
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Unpack
 
 from lce_jax import _dispatch, scalars
 from lce_jax._types import is_array
@@ -18,17 +18,18 @@ if TYPE_CHECKING:
     from jax.sharding import AbstractMesh, Mesh
 
     from lce_jax._plans import Plan, Surroundings
+    from lce_jax._shapes import Bool, Float, Int, Shaped
     from lce_jax._types import LogprobOptions
     from lce_jax.call._spec import Spec
     from lce_jax.mesh._layout import Axes
 
 
 def explain(
-    hidden: Any,
-    weight: Any,
-    labels: Any,
+    hidden: Float[Shaped, "*b H"],
+    weight: Float[Shaped, "V H"],
+    labels: Int[Shaped, "*b"],
     *,
-    where: Any = None,
+    where: Bool[Shaped, "*b"] | None = None,
     mesh: Mesh | AbstractMesh | None = None,
     vocab_axis: Axes = None,
     batch_axes: Axes = None,
@@ -36,13 +37,13 @@ def explain(
     ignore_index: int | None = -100,
     reduction: Reduction | None = None,
     label_smoothing: float = 0.0,
-    z_loss: Any = 0.0,
-    normalizer: Any = None,
+    z_loss: float | Float[Shaped, ""] = 0.0,
+    normalizer: float | Float[Shaped, ""] | None = None,
     gradients_in_forward: bool = False,
     chunk_bytes: int | None = None,
     k: int | None = None,
-    ids: Any = None,
-    teacher: tuple[Any, Any] | None = None,
+    ids: Int[Shaped, "*b K"] | None = None,
+    teacher: tuple[Float[Shaped, "*b G"], Float[Shaped, "V G"]] | None = None,
     **options: Unpack[LogprobOptions],
 ) -> Plan:
     """How a call would be served: which implementation, which tiles, why not the others, which bytes per device.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +24,9 @@ from lce_jax.ops import _topk as topk
 if TYPE_CHECKING:
     from jax.lax import PrecisionLike
     from jax.sharding import Mesh
-    from jaxtyping import Array, Bool, Float, Int
+    from jax.typing import DTypeLike
 
+    from lce_jax._shapes import Array, Bool, Float, Int
     from lce_jax._types import LogprobOutput, TopK
     from lce_jax.mesh._layout import Axes
     from lce_jax.ops._cross_entropy import Reduction
@@ -39,7 +40,7 @@ class TopKOptions(TypedDict, total=False):
 
     where: Bool[Array, "*b"] | None
     temperature: float | Float[Array, "..."]
-    axis_name: Any
+    axis_name: Axes
     implementation: str | tuple[str, ...] | None
 
 
@@ -59,15 +60,20 @@ class KLOptions(TypedDict, total=False):
     where: Bool[Array, "*b"] | None
     temperature: float | Float[Array, "..."]
     teacher_temperature: float | Float[Array, "..."] | Literal["same"]
-    axis_name: Any
+    axis_name: Axes
 
 
-class CallOptions(SharedOptions, total=False):
+class LogprobOptions(SharedOptions, total=False):
+    """What a call of ``logprobs`` may set apart from ``entropy``, which decides its type."""
+
+    stats: bool
+    candidates: Int[Array, "*b K"] | None
+
+
+class CallOptions(LogprobOptions, total=False):
     """What a call of ``logprobs`` may set."""
 
     entropy: bool
-    stats: bool
-    candidates: Int[Array, "*b K"] | None
 
 
 class LossOptions(SharedOptions, total=False):
@@ -78,6 +84,29 @@ class LossOptions(SharedOptions, total=False):
     label_smoothing: float
     z_loss: float | Float[Array, ""]
     normalizer: float | Array | None
+
+
+class TiedOptions(TypedDict, total=False):
+    """What a head may set whose weight is an embedding's."""
+
+    use_bias: bool
+    logit_scale: float
+    logit_softcap: float | None
+    dtype: DTypeLike | None
+    param_dtype: DTypeLike
+    precision: PrecisionLike
+    mesh: Mesh | None
+    vocab_axis: Axes
+    batch_axes: Axes
+    sequence_axis: Axes
+
+
+class Embedding(Protocol):
+    """What has a parameter ``embedding [rows, H]``, which a head may share: ``nnx.Embed``, or a module like it."""
+
+    @property
+    def embedding(self) -> Any:
+        """The parameter."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +161,7 @@ class Head:
         labels: Int[Array, "*b"],
         bias: Float[Array, "V"] | None = None,
         **options: Unpack[CallOptions],
-    ) -> LogprobOutput:
+    ) -> LogprobOutput[Array | None]:
         """`linear_logprobs`, or `sharded_linear_logprobs` if the head names a mesh axis."""
         function = sharding.sharded_linear_logprobs if self.on_mesh else api.linear_logprobs
         return function(hidden, self._cast(weight), labels, bias=bias, **self._own_options(), **options)

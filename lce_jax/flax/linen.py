@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Self, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
 
 import flax.linen as nn
 import jax
@@ -13,9 +13,19 @@ from jax.sharding import PartitionSpec as P
 from lce_jax.flax import _head
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int
+    from jax.lax import PrecisionLike
+    from jax.sharding import Mesh
+    from jax.typing import DTypeLike
 
+    from lce_jax._shapes import Array, Float, Int
     from lce_jax._types import LogprobOutput, TopK
+    from lce_jax.mesh._layout import Axes
+
+
+class TiedOptions(_head.TiedOptions, total=False):
+    """The same, and what any module of Linen may set."""
+
+    name: str | None
 
 
 class LMHead(nn.Module):
@@ -68,22 +78,22 @@ class LMHead(nn.Module):
 
     hidden_size: int
     vocab_size: int
-    embed: Any = None
+    embed: nn.Embed | None = None
     pad_to_multiple: int = 1
     use_bias: bool = False
     logit_scale: float = 1.0
     logit_softcap: float | None = None
-    dtype: Any = None
-    param_dtype: Any = jnp.float32
+    dtype: DTypeLike | None = None
+    param_dtype: DTypeLike = jnp.float32
     weight_init: nn.initializers.Initializer = _head.WEIGHT_INIT
-    precision: Any = None
-    mesh: Any = None
-    vocab_axis: Any = None
-    batch_axes: Any = None
-    sequence_axis: Any = None
+    precision: PrecisionLike = None
+    mesh: Mesh | None = None
+    vocab_axis: Axes = None
+    batch_axes: Axes = None
+    sequence_axis: Axes = None
 
     @classmethod
-    def tied(cls, embed: Any, *, vocab_size: int | None = None, **options: Any) -> Self:
+    def tied(cls, embed: nn.Embed, *, vocab_size: int | None = None, **options: Unpack[TiedOptions]) -> Self:
         """A head whose weight is an embedding's.
 
         Args:
@@ -107,7 +117,8 @@ class LMHead(nn.Module):
             {'params': {'embed': {'embedding': (1000, 16)}}}
         """
         vocab_size = embed.num_embeddings if vocab_size is None else vocab_size
-        return cls(embed.features, vocab_size, embed=embed, **{"dtype": embed.dtype, **options})
+        options.setdefault("dtype", embed.dtype)
+        return cls(embed.features, vocab_size, embed=embed, **options)
 
     def setup(self) -> None:
         """The weight, the head's own or the embedding's, and the options that every call shares."""
@@ -145,9 +156,21 @@ class LMHead(nn.Module):
         """
         return self.options.logits(hidden, self.weight, self.bias)
 
+    @overload
+    def logprobs(
+        self, hidden: Array, labels: Array, *, entropy: Literal[True] = True, **options: Unpack[_head.LogprobOptions]
+    ) -> LogprobOutput[Array]: ...
+    @overload
+    def logprobs(
+        self, hidden: Array, labels: Array, *, entropy: Literal[False], **options: Unpack[_head.LogprobOptions]
+    ) -> LogprobOutput[None]: ...
+    @overload
+    def logprobs(
+        self, hidden: Array, labels: Array, *, entropy: bool, **options: Unpack[_head.LogprobOptions]
+    ) -> LogprobOutput[Array | None]: ...
     def logprobs(
         self, hidden: Float[Array, "*b H"], labels: Int[Array, "*b"], **options: Unpack[_head.CallOptions]
-    ) -> LogprobOutput:
+    ) -> LogprobOutput[Array | None]:
         """Per-token log-probability and entropy, without storing the logits.
 
         Args:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Self, Unpack
+from typing import TYPE_CHECKING, Literal, Self, Unpack, overload
 
 import jax.numpy as jnp
 from flax import nnx
@@ -12,8 +12,9 @@ from lce_jax.flax import _head
 if TYPE_CHECKING:
     from jax.lax import PrecisionLike
     from jax.sharding import Mesh
-    from jaxtyping import Array, Float, Int
+    from jax.typing import DTypeLike
 
+    from lce_jax._shapes import Array, Float, Int
     from lce_jax._types import LogprobOutput, TopK
     from lce_jax.mesh._layout import Axes
 
@@ -73,13 +74,13 @@ class LMHead(nnx.Module):
         hidden_size: int,
         vocab_size: int,
         *,
-        embed: Any = None,
+        embed: _head.Embedding | None = None,
         pad_to_multiple: int = 1,
         use_bias: bool = False,
         logit_scale: float = 1.0,
         logit_softcap: float | None = None,
-        dtype: Any = None,
-        param_dtype: Any = jnp.float32,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
         weight_init: nnx.Initializer = _head.WEIGHT_INIT,
         precision: PrecisionLike = None,
         mesh: Mesh | None = None,
@@ -122,7 +123,7 @@ class LMHead(nnx.Module):
         )
 
     @classmethod
-    def tied(cls, embed: Any, *, vocab_size: int | None = None, **options: Any) -> Self:
+    def tied(cls, embed: nnx.Embed, *, vocab_size: int | None = None, **options: Unpack[_head.TiedOptions]) -> Self:
         """A head whose weight is an embedding's.
 
         Args:
@@ -145,7 +146,8 @@ class LMHead(nnx.Module):
             1
         """
         vocab_size = embed.num_embeddings if vocab_size is None else vocab_size
-        return cls(embed.features, vocab_size, embed=embed, **{"dtype": embed.dtype, **options})
+        options.setdefault("dtype", embed.dtype)
+        return cls(embed.features, vocab_size, embed=embed, **options)
 
     @property
     def _bias(self) -> Float[Array, "V"] | None:
@@ -162,9 +164,21 @@ class LMHead(nnx.Module):
         """
         return self.options.logits(hidden, self.weight[...], self._bias)
 
+    @overload
+    def logprobs(
+        self, hidden: Array, labels: Array, *, entropy: Literal[True] = True, **options: Unpack[_head.LogprobOptions]
+    ) -> LogprobOutput[Array]: ...
+    @overload
+    def logprobs(
+        self, hidden: Array, labels: Array, *, entropy: Literal[False], **options: Unpack[_head.LogprobOptions]
+    ) -> LogprobOutput[None]: ...
+    @overload
+    def logprobs(
+        self, hidden: Array, labels: Array, *, entropy: bool, **options: Unpack[_head.LogprobOptions]
+    ) -> LogprobOutput[Array | None]: ...
     def logprobs(
         self, hidden: Float[Array, "*b H"], labels: Int[Array, "*b"], **options: Unpack[_head.CallOptions]
-    ) -> LogprobOutput:
+    ) -> LogprobOutput[Array | None]:
         """Per-token log-probability and entropy, without storing the logits.
 
         Args:

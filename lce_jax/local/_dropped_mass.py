@@ -15,7 +15,7 @@ from lce_jax.call._spec import Spec
 from lce_jax.programs import _shard
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float, Int
+    from lce_jax._shapes import Array, Bool, Float, Int
 
 
 def dropped_mass(
@@ -26,7 +26,7 @@ def dropped_mass(
     *,
     where: Bool[Array, "T"] | None = None,
     num_rows: int | Int[Array, ""] | None = None,
-    cache: Any = None,
+    cache: object = None,
     **options: Unpack[LogprobOptions],
 ) -> Float[Array, "T"]:
     """The probability in the tiles of this shard that ``gradient_threshold`` leaves out of the gradients.

@@ -11,7 +11,7 @@ from lce_jax.mathematics import _logprobs, _statistics, _temperature
 from lce_jax.programs import _per_token
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float, Int
+    from lce_jax._shapes import Array, Bool, Float, Int
 
 
 def merge(
@@ -58,7 +58,7 @@ def finish(
     temperature: float | Float[Array, "T"] = 1.0,
     logit_softcap: float | Float[Array, ""] | None = None,
     logit_scale: float | Float[Array, ""] = 1.0,
-) -> LogprobOutput:
+) -> LogprobOutput[Array | None]:
     """The results from the statistics of the whole vocabulary: ``lse = k·m + ln s``, ``entropy = ln s - q/s``.
 
     On a device with kernels, a kernel computes them. So the results of one shard alone have the bits of

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from lce_jax.mathematics import _statistics
 from lce_jax.programs import _shard
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float, Int
+    from lce_jax._shapes import Array, Bool, Float, Int
 
 
 def statistics(
@@ -29,7 +29,7 @@ def statistics(
     keep_cache: bool = False,
     total: bool = False,
     **options: Unpack[LogprobOptions],
-) -> tuple[ShardStatistics, Any]:
+) -> tuple[ShardStatistics, object]:
     """Each token's maximum, sums and label's logit over the columns of one shard, before temperature and scale.
 
     Args:
@@ -148,12 +148,12 @@ def gradients(
     weight: Float[Array, "V H"],
     labels: Int[Array, "T"],
     merged: ShardStatistics,
-    cotangent: LogprobOutput,
+    cotangent: LogprobOutput[Array | None],
     *,
     vocab_start: int | Int[Array, ""] = 0,
     where: Bool[Array, "T"] | None = None,
     num_rows: int | Int[Array, ""] | None = None,
-    cache: Any = None,
+    cache: object = None,
     dtotal: Float[Array, "T"] | None = None,
     dweight: Float[Array, "V H"] | None = None,
     overwrite_cache: bool = False,

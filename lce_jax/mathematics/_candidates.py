@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from lce_jax.mathematics._statistics import distance
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int
+    from lce_jax._shapes import Array, Float, Int
 
 
 def at_columns(x: Float[Array, "T n"], columns: Int[Array, "T K"]) -> Float[Array, "T K"]:

@@ -13,7 +13,7 @@ from lce_jax.mathematics import _statistics
 from lce_jax.mathematics._statistics import MASKED
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float
+    from lce_jax._shapes import Array, Bool, Float
 
 type RowScale = Float[Array, "T"] | float  # the k of eq. 0
 

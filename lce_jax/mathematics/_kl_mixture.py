@@ -11,7 +11,7 @@ from lce_jax.mathematics._kl import KLStatistics, Pair, RowScale, counted, relat
 from lce_jax.mathematics._log_ratios import Reference, log_ratio, relative_log_ratio
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float
+    from lce_jax._shapes import Array, Bool, Float
 
 type Scales = tuple[RowScale, RowScale]
 type Tile = tuple[Float[Array, "T n"], Float[Array, "T n"]]

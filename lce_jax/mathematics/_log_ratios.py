@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from lce_jax.mathematics._kl import Pair
 
 if TYPE_CHECKING:
-    from jaxtyping import Array
+    from lce_jax._shapes import Array
 
 MOST_DISTANCE = 80.0  # of two log-probabilities whose exponential is taken: e^80 lies within float32
 

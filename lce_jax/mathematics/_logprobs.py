@@ -82,7 +82,7 @@ from lce_jax.mathematics import _candidates, _repeats, _softcap
 from lce_jax.mathematics._statistics import MASKED, along, distance, empty
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float, Int
+    from lce_jax._shapes import Array, Bool, Float, Int
 
 
 def row_scale(options: Options, inverse_temperature: Float[Array, "T"] | None) -> Float[Array, "T"] | float:

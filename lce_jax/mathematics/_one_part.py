@@ -10,7 +10,7 @@ from lce_jax.mathematics import _logprobs, _statistics
 from lce_jax.mathematics._statistics import Normalizer, Parts
 
 if TYPE_CHECKING:
-    from jaxtyping import Array
+    from lce_jax._shapes import Array
 
 
 def merged(parts: Parts, case: Case, inverse_temperature: Array | None, num_rows: Any) -> ShardStatistics:

@@ -10,7 +10,7 @@ from jax import lax
 from lce_jax._types import Operands, RowCoefficients
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int
+    from lce_jax._shapes import Array, Float, Int
 
 
 def add_repeats(columns: Int[Array, "T K"], terms: Float[Array, "T K"]) -> tuple[Array, Array]:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from lce_jax._types import Options, ShardStatistics
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float
+    from lce_jax._shapes import Array, Float
 
 MASKED = -1e30  # stands for -inf in a maximum; in float32 it is finite, and so is its difference to any logit
 _NO_COLUMNS = {"max": MASKED, "sumexp": 0.0, "weighted": 0.0, "target": -jnp.inf, "min": -MASKED, "total": 0.0}

@@ -12,7 +12,7 @@ from lce_jax._types import RowCoefficients
 from lce_jax.mathematics._statistics import MASKED, along
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float
+    from lce_jax._shapes import Array, Bool, Float
 
 # Below it a temperature counts as this one: float32 holds what its inverse multiplies, the kernels' padding included.
 SMALLEST = 1e-20

@@ -14,7 +14,7 @@ from lce_jax import _jax
 from lce_jax.mathematics import _statistics
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float, Int
+    from lce_jax._shapes import Array, Bool, Float, Int
 
 type AxisName = Any  # a hashable axis name, or a tuple of them
 

@@ -17,7 +17,7 @@ from lce_jax import _jax
 from lce_jax._jax import as_axes
 
 if TYPE_CHECKING:
-    from jaxtyping import Array
+    from lce_jax._shapes import Array
 
 type Axes = str | tuple[str, ...] | None
 

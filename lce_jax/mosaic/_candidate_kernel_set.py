@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 from lce_jax._types import Case
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int
+    from lce_jax._shapes import Array, Float, Int
 
 
 class CandidateKernelSet(Protocol):

@@ -17,7 +17,7 @@ from lce_jax.mosaic._host import least
 from lce_jax.xla import _logits
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int
+    from lce_jax._shapes import Array, Float, Int
 
 
 class Fields(NamedTuple):

@@ -15,7 +15,7 @@ from lce_jax.mosaic._geometry import Geometry
 from lce_jax.mosaic._host import Host
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float
+    from lce_jax._shapes import Array, Float
 
 MAX_SPLITS = 4  # of the contraction over the vocabulary
 

@@ -22,7 +22,7 @@ from lce_jax.mosaic._candidates import Placed
 from lce_jax.mosaic._host import least
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int
+    from lce_jax._shapes import Array, Float, Int
 
 
 def whole_tiles(call: Call) -> int:

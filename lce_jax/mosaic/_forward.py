@@ -25,7 +25,7 @@ from lce_jax.mosaic._kernel_set import KernelSet, Parted
 from lce_jax.mosaic._live import TileStatistics
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float
+    from lce_jax._shapes import Array, Float
 
 
 def statistics(

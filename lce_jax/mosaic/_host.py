@@ -16,7 +16,7 @@ from jax import lax
 from lce_jax import _jax
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Int
+    from lce_jax._shapes import Array, Int
 
 
 class Host(Protocol):

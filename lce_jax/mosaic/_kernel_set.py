@@ -14,7 +14,7 @@ from lce_jax.mosaic._live_kernel_set import LiveKernelSet
 from lce_jax.mosaic._operands import Marked, Prepared
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int
+    from lce_jax._shapes import Array, Float, Int
 
 
 class Parted(NamedTuple):

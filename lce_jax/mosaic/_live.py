@@ -19,7 +19,7 @@ from lce_jax.mosaic._host import TRACED
 from lce_jax.mosaic._kernel_set import KernelSet
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int
+    from lce_jax._shapes import Array, Float, Int
 
 
 class TileStatistics(NamedTuple):

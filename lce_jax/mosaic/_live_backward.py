@@ -20,7 +20,7 @@ from lce_jax.mosaic._kernel_set import KernelSet
 from lce_jax.mosaic._worklist import Batches, Sizes, Worklist
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int
+    from lce_jax._shapes import Array, Float, Int
 
 
 def gradients(

@@ -9,7 +9,7 @@ from lce_jax.mosaic._operands import Prepared
 from lce_jax.mosaic._worklist import Batches, Entries, RowEntries, RowLists, Sizes, Worklist
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int
+    from lce_jax._shapes import Array, Float, Int
 
 
 class LiveKernelSet(Protocol):

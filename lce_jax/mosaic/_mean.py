@@ -15,7 +15,7 @@ from lce_jax._types import Case, Operands
 from lce_jax.mathematics import _logprobs
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float
+    from lce_jax._shapes import Array, Bool, Float
 
 
 def total(operands: Operands, case: Case) -> Float[Array, "T"]:

@@ -11,7 +11,7 @@ from lce_jax._types import Case, Operands, RowCoefficients
 from lce_jax.mosaic._geometry import Geometry
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int
+    from lce_jax._shapes import Array, Float, Int
 
 LOG2E = 1.4426950408889634  # from nats to base 2
 

@@ -12,7 +12,7 @@ from lce_jax.mosaic._geometry import Geometry
 from lce_jax.mosaic._operands import LOG2E
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float
+    from lce_jax._shapes import Array, Float
 
 FLOOR = -1e10  # a tile's maximum where all its columns are padding: below every raw product, and finite
 UNWRITTEN: Any = _statistics.NO_COLUMNS._replace(max=FLOOR, min=-FLOOR)

@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Int
+    from lce_jax._shapes import Array, Int
 
 
 class Sizes(NamedTuple):

@@ -21,7 +21,7 @@ from lce_jax.ops._loss import linear_loss, sharded_linear_loss
 from lce_jax.programs import _token_chunks
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float, Int
+    from lce_jax._shapes import Array, Bool, Float, Int
 
 type Reduction = Literal["mean", "sum", "none"]
 

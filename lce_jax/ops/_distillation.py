@@ -15,7 +15,7 @@ from lce_jax.mathematics._kl import Pair
 from lce_jax.mathematics._log_ratios import log_ratio, log_ratios
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float, Int
+    from lce_jax._shapes import Array, Bool, Float, Int
 
 DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")
 RESTS = ("bin", "drop", "renormalize")

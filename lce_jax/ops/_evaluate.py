@@ -14,7 +14,7 @@ from lce_jax.programs._logprobs import LOGPROBS
 from lce_jax.runner import _run
 
 if TYPE_CHECKING:
-    from jaxtyping import Array
+    from lce_jax._shapes import Array
 
 
 def evaluate(hidden: Array, weight: Array, labels: Array, where: Array | None, options: CallOptions) -> Results:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, Literal, Unpack
+from typing import TYPE_CHECKING, Literal, Unpack
 
 from lce_jax.call import _options
 from lce_jax.call._kl import KLCall, KLOptions, Same
@@ -16,7 +16,8 @@ from lce_jax.runner import _run
 if TYPE_CHECKING:
     from jax.lax import PrecisionLike
     from jax.sharding import AbstractMesh, Mesh
-    from jaxtyping import Array, Bool, Float
+
+    from lce_jax._shapes import Array, Bool, Float
 
 
 def linear_kl(
@@ -37,7 +38,7 @@ def linear_kl(
     vocab_size: int | None = None,
     weight_layout: Literal["vh", "hv"] = "vh",
     teacher_weight_layout: Literal["vh", "hv"] | Same = "same",
-    axis_name: Any = None,
+    axis_name: Axes = None,
     precision: PrecisionLike = None,
     bias: Float[Array, "V"] | None = None,
     teacher_bias: Float[Array, "V"] | None = None,

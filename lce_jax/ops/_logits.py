@@ -22,7 +22,9 @@ from lce_jax.xla import _logprobs as xla
 
 if TYPE_CHECKING:
     from jax.lax import PrecisionLike
-    from jaxtyping import Array, Bool, Float, Int
+
+    from lce_jax._shapes import Array, Bool, Float, Int
+    from lce_jax.mesh._layout import Axes
 
 __all__ = ["linear_logits"]
 
@@ -38,7 +40,7 @@ def linear_logits(
     logit_scale: float | Float[Array, ""] = 1.0,
     vocab_size: int | None = None,
     weight_layout: Literal["vh", "hv"] = "vh",
-    axis_name: Any = None,
+    axis_name: Axes = None,
     precision: PrecisionLike = None,
     implementation: str | tuple[str, ...] | None = None,
     bias: Float[Array, "V"] | None = None,

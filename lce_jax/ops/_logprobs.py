@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal, Unpack, overload
 
 from lce_jax._types import LogprobOptions, LogprobOutput
 from lce_jax.call import _options
@@ -10,9 +10,24 @@ from lce_jax.ops._evaluate import evaluate
 
 if TYPE_CHECKING:
     from jax.lax import PrecisionLike
-    from jaxtyping import Array, Bool, Float, Int
+
+    from lce_jax._shapes import Array, Bool, Float, Int
+    from lce_jax.call._keywords import LogprobKeywords
+    from lce_jax.mesh._layout import Axes
 
 
+@overload
+def linear_logprobs(
+    hidden: Array, weight: Array, labels: Array, *, entropy: Literal[True] = True, **options: Unpack[LogprobKeywords]
+) -> LogprobOutput[Array]: ...
+@overload
+def linear_logprobs(
+    hidden: Array, weight: Array, labels: Array, *, entropy: Literal[False], **options: Unpack[LogprobKeywords]
+) -> LogprobOutput[None]: ...
+@overload
+def linear_logprobs(
+    hidden: Array, weight: Array, labels: Array, *, entropy: bool, **options: Unpack[LogprobKeywords]
+) -> LogprobOutput[Array | None]: ...
 def linear_logprobs(
     hidden: Float[Array, "*b H"],
     weight: Float[Array, "V H"],
@@ -26,7 +41,7 @@ def linear_logprobs(
     stats: bool = False,
     vocab_size: int | None = None,
     weight_layout: Literal["vh", "hv"] = "vh",
-    axis_name: Any = None,
+    axis_name: Axes = None,
     cache_bytes: int = 0,
     precision: PrecisionLike = None,
     implementation: str | tuple[str, ...] | None = None,
@@ -34,7 +49,7 @@ def linear_logprobs(
     candidates: Int[Array, "*b K"] | None = None,
     gradient_threshold: float = 0.0,
     vocab_part_size: int | None = None,
-) -> LogprobOutput:
+) -> LogprobOutput[Array | None]:
     """Per-token log-probability and entropy of a language-model head, without storing the logits.
 
     With ``z = cap(logit_scale · (hidden · weightᵀ + bias)) / temperature`` in float32 and ``p = softmax(z)`` over the

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -26,21 +26,43 @@ from lce_jax.runner import _spread
 
 if TYPE_CHECKING:
     from jax.sharding import AbstractMesh, Mesh
-    from jaxtyping import Array, Bool, Float, Int
+
+    from lce_jax._shapes import Array, Bool, Float, Int
+    from lce_jax.call._keywords import LossKeywords, ShardedLossKeywords
 
 NOT_OF_LOSS = ("cache_bytes", "candidates", "vocab_part_size")
 
 
+@overload
+def linear_loss(
+    loss_fn: Callable[..., Array],
+    hidden: Array,
+    weight: Array,
+    labels: Array,
+    *per_token: object,
+    entropy: Literal[True] = True,
+    **options: Unpack[LossKeywords],
+) -> tuple[Array, LogprobOutput[Array]]: ...
+@overload
+def linear_loss(
+    loss_fn: Callable[..., Array],
+    hidden: Array,
+    weight: Array,
+    labels: Array,
+    *per_token: object,
+    entropy: bool,
+    **options: Unpack[LossKeywords],
+) -> tuple[Array, LogprobOutput[Array | None]]: ...
 def linear_loss(
     loss_fn: Callable[..., Array],
     hidden: Float[Array, "*b H"],
     weight: Float[Array, "V H"],
     labels: Int[Array, "*b"],
-    *per_token: Any,
+    *per_token: object,
     where: Bool[Array, "*b"] | None = None,
     chunk_bytes: int | None = None,
     **options: Unpack[LogprobOptions],
-) -> tuple[Float[Array, ""], LogprobOutput]:
+) -> tuple[Float[Array, ""], LogprobOutput[Array | None]]:
     """Σ loss_fn(logprob, entropy, lse, …) over the tokens, its gradients computed in the forward.
 
     A loss of per-token scalars has its derivative for a token as soon as that token's results are known. So a
@@ -133,12 +155,32 @@ def linear_loss(
     return total, jax.tree.map(lax.stop_gradient, Results(out).public)
 
 
+@overload
+def sharded_linear_loss(
+    loss_fn: Callable[..., Array],
+    hidden: Array,
+    weight: Array,
+    labels: Array,
+    *per_token: object,
+    entropy: Literal[True] = True,
+    **options: Unpack[ShardedLossKeywords],
+) -> tuple[Array, LogprobOutput[Array]]: ...
+@overload
+def sharded_linear_loss(
+    loss_fn: Callable[..., Array],
+    hidden: Array,
+    weight: Array,
+    labels: Array,
+    *per_token: object,
+    entropy: bool,
+    **options: Unpack[ShardedLossKeywords],
+) -> tuple[Array, LogprobOutput[Array | None]]: ...
 def sharded_linear_loss(
     loss_fn: Callable[..., Array],
     hidden: Float[Array, "*b H"],
     weight: Float[Array, "V H"],
     labels: Int[Array, "*b"],
-    *per_token: Any,
+    *per_token: object,
     mesh: Mesh | AbstractMesh | None = None,
     vocab_axis: Axes = "tensor",
     batch_axes: Axes = None,
@@ -146,7 +188,7 @@ def sharded_linear_loss(
     where: Bool[Array, "*b"] | None = None,
     chunk_bytes: int | None = None,
     **options: Unpack[LogprobOptions],
-) -> tuple[Float[Array, ""], LogprobOutput]:
+) -> tuple[Float[Array, ""], LogprobOutput[Array | None]]:
     """`linear_loss` over a mesh: the vocabulary split over one axis, the tokens over others.
 
     Operands and results are global arrays, and the sum is over the tokens of all devices. In ``[T, H]`` the one

@@ -12,7 +12,7 @@ from jax import lax
 from lce_jax.call import _checks, _rows
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int
+    from lce_jax._shapes import Array, Float, Int
 
 
 def masked_logprobs(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING, Literal, Unpack, overload
 
 from lce_jax._types import LogprobOutput
 from lce_jax.call import _options
@@ -18,11 +18,29 @@ from lce_jax.runner import _run
 
 if TYPE_CHECKING:
     from jax.sharding import AbstractMesh, Mesh
-    from jaxtyping import Array, Bool, Float, Int
 
+    from lce_jax._shapes import Array, Bool, Float, Int
     from lce_jax._types import LogprobOptions
+    from lce_jax.call._keywords import ShardedKeywords
 
 
+@overload
+def sharded_linear_logprobs(
+    hidden: Array,
+    weight: Array,
+    labels: Array,
+    *,
+    entropy: Literal[True] = True,
+    **options: Unpack[ShardedKeywords],
+) -> LogprobOutput[Array]: ...
+@overload
+def sharded_linear_logprobs(
+    hidden: Array, weight: Array, labels: Array, *, entropy: Literal[False], **options: Unpack[ShardedKeywords]
+) -> LogprobOutput[None]: ...
+@overload
+def sharded_linear_logprobs(
+    hidden: Array, weight: Array, labels: Array, *, entropy: bool, **options: Unpack[ShardedKeywords]
+) -> LogprobOutput[Array | None]: ...
 def sharded_linear_logprobs(
     hidden: Float[Array, "*b H"],
     weight: Float[Array, "V H"],
@@ -34,7 +52,7 @@ def sharded_linear_logprobs(
     sequence_axis: Axes = None,
     where: Bool[Array, "*b"] | None = None,
     **options: Unpack[LogprobOptions],
-) -> LogprobOutput:
+) -> LogprobOutput[Array | None]:
     """`linear_logprobs` over a mesh: the vocabulary split over one axis, the tokens over others.
 
     Operands and results are global arrays. In ``[T, H]`` the one dimension of tokens is batch and sequence at once.

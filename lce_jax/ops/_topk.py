@@ -25,7 +25,8 @@ from lce_jax.runner._spread import Kind, Program, spread
 if TYPE_CHECKING:
     from jax.lax import PrecisionLike
     from jax.sharding import AbstractMesh, Mesh
-    from jaxtyping import Array, Bool, Float
+
+    from lce_jax._shapes import Array, Bool, Float
 
 __all__ = ["linear_topk", "sharded_linear_topk"]
 
@@ -46,7 +47,7 @@ def linear_topk(
     logit_scale: float | Float[Array, ""] = 1.0,
     vocab_size: int | None = None,
     weight_layout: Literal["vh", "hv"] = "vh",
-    axis_name: Any = None,
+    axis_name: Axes = None,
     precision: PrecisionLike = None,
     implementation: str | tuple[str, ...] | None = None,
     bias: Float[Array, "V"] | None = None,

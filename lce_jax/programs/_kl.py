@@ -22,7 +22,7 @@ from lce_jax.xla._kl import KLPlan
 from lce_jax.xla._walk import Head, Shard, Tokens
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Int
+    from lce_jax._shapes import Array, Bool, Int
 
 
 type Kept = tuple[KLStatistics, MixtureSums | None]  # from forward to backward

@@ -17,7 +17,7 @@ from lce_jax.runner._run import Capability
 from lce_jax.runner._spread import Kind, Program, spread
 
 if TYPE_CHECKING:
-    from jaxtyping import Array
+    from lce_jax._shapes import Array
 
 type Rest = tuple[Primals, Pair[Rows]]  # the teacher, and the rows of both
 

@@ -23,7 +23,7 @@ from lce_jax.runner._spread import Kind, Program, spread
 from lce_jax.xla import _logits
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float, Int
+    from lce_jax._shapes import Array, Bool, Float, Int
 
 
 def forward(spec: Spec, primals: Primals, rows: Rows, differentiated: bool) -> tuple[Array, Array | None]:

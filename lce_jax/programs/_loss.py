@@ -21,7 +21,7 @@ from lce_jax.runner import _spread
 from lce_jax.runner._spread import Kind, Program, spread
 
 if TYPE_CHECKING:
-    from jaxtyping import Array
+    from lce_jax._shapes import Array
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))

@@ -29,7 +29,7 @@ from lce_jax.programs import _one_device, _shard
 from lce_jax.programs._token_chunks import Budget, Chunk, chunk_case
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float
+    from lce_jax._shapes import Array, Bool, Float
 
 
 def forward(spec: Spec, loss: TokenLoss, inputs: Inputs) -> tuple[Array, LogprobOutput]:

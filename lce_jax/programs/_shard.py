@@ -32,7 +32,7 @@ from lce_jax.xla import _logprobs as xla
 from lce_jax.xla import _topk
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float
+    from lce_jax._shapes import Array, Bool, Float
 
 
 def as_operand(primals: Primals) -> Primals:

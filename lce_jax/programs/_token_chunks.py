@@ -14,7 +14,7 @@ from lce_jax._types import Case, LogprobOptions
 from lce_jax.call._rows import Compaction
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Int
+    from lce_jax._shapes import Array, Int
 
 ON_CPU = 256 << 20  # bytes of a chunk's exponentials by default
 ELSEWHERE = 1400 << 20  # on an H200, chunks of 4832 tokens at V 151936

@@ -21,7 +21,7 @@ from lce_jax.mesh import _collectives
 from lce_jax.programs import _one_device, _shard
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float
+    from lce_jax._shapes import Array, Float
 
 
 def forward(spec: Spec, primals: Primals, rows: Rows) -> TopK:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from lce_jax._types import Options
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int
+    from lce_jax._shapes import Array, Float, Int
 
 
 def products(

@@ -21,7 +21,7 @@ from lce_jax.mathematics._statistics import Parts
 from lce_jax.xla import _plan, _topk
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float
+    from lce_jax._shapes import Array, Float
 
 NAME = "reference"
 

@@ -18,7 +18,7 @@ from lce_jax import _jax
 from lce_jax._types import Primals
 
 if TYPE_CHECKING:
-    from jaxtyping import Array
+    from lce_jax._shapes import Array
 
 
 def has_own_columns(in_batched: Any) -> bool:

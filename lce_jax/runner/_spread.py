@@ -29,7 +29,7 @@ from lce_jax.mesh._partitioner import Partition, Partitioned, warn_once
 from lce_jax.runner import _batching
 
 if TYPE_CHECKING:
-    from jaxtyping import Array
+    from lce_jax._shapes import Array
 
 
 class Kind(enum.Enum):

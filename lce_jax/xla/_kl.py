@@ -23,7 +23,7 @@ from lce_jax.xla import _plan
 from lce_jax.xla._walk import Shard, Tile, Tokens, Walk
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float
+    from lce_jax._shapes import Array, Float
 
 
 @dataclasses.dataclass(frozen=True)

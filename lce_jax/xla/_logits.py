@@ -18,7 +18,7 @@ from lce_jax.mathematics._statistics import along
 from lce_jax.xla import _walk
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float, Int
+    from lce_jax._shapes import Array, Bool, Float, Int
 
 GATHERED_BYTES = 32 << 20  # of the rows of the weight that one chunk gathers
 BLOCK_PAIRS = 128  # whose sums are one product

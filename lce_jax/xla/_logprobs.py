@@ -20,7 +20,7 @@ from lce_jax.xla import _plan, _topk
 from lce_jax.xla._walk import Head, Shard, Tile, Tokens, Walk
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int
+    from lce_jax._shapes import Array, Float, Int
 
 NAME = "xla"
 

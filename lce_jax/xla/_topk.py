@@ -21,7 +21,7 @@ from lce_jax.mathematics._statistics import MASKED
 from lce_jax.xla import _plan, _walk
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float
+    from lce_jax._shapes import Array, Float
 
 CHUNK_BYTES, CHUNK_BYTES_ON_CPU = 160 << 20, 32 << 20  # of logits in the statistics' dtype
 # A chunk has a multiple of as many tokens: at (4096, 4096, 151936) on an H200 chunks of 128 tokens take 15.4 ms in

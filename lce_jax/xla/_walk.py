@@ -21,7 +21,7 @@ from lce_jax._types import Case, Options, Primals
 from lce_jax.mathematics import _logprobs
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float, Int
+    from lce_jax._shapes import Array, Bool, Float, Int
 
 
 class Tokens(NamedTuple):

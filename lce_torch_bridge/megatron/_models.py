@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 
@@ -13,6 +13,10 @@ from lce_torch_bridge.megatron._replaced import replaced, replaced_here
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
+
+    from megatron.core.transformer import TransformerConfig
+
+    from lce_torch_bridge._keywords import ModelOptions
 
 __all__ = ["fused_output_layer", "output_processor"]
 
@@ -25,11 +29,11 @@ def output_processor(
     labels: torch.Tensor | None,
     context: Mapping[str, Any] | None,
     scale_logits: Callable[[torch.Tensor], torch.Tensor],
-    config: Any,
+    config: TransformerConfig,
     runtime_gather_output: bool | None = None,
-    inference_context: Any = None,
-    **_: Any,
-) -> LogprobOutput:
+    inference_context: object = None,
+    **_: object,
+) -> LogprobOutput[torch.Tensor | None]:
     """Log-probability and entropy in place of logits: ``GPTModel`` calls it instead of its output layer.
 
     It runs after multi-token prediction, whose own loss is left as it is.
@@ -86,7 +90,7 @@ def output_processor(
 
 
 @contextlib.contextmanager
-def fused_output_layer(model: torch.nn.Module, labels: torch.Tensor, **options: Any) -> Iterator[None]:
+def fused_output_layer(model: torch.nn.Module, labels: torch.Tensor, **options: Unpack[ModelOptions]) -> Iterator[None]:
     """Inside, ``model(tokens, positions, mask)`` returns ``[b, s, 2]``, log-probability and entropy, not logits.
 
     With ``candidates`` ``[b, s, K]`` it returns ``[b, s, 2 + K]``: their log-probabilities come after these two. For
@@ -121,17 +125,18 @@ def fused_output_layer(model: torch.nn.Module, labels: torch.Tensor, **options: 
         ...     logprobs, entropy = model(tokens, positions, mask).unbind(-1)
     """
     inner = _unwrapped(model)
-    further = {name: options.get(name, False) for name in ("stats", "mean_logit")}
-    if options.get("entropy") is False or any(further.values()):
+    given: dict[str, Any] = {**options}
+    further = {name: given.get(name, False) for name in ("stats", "mean_logit")}
+    if given.get("entropy") is False or any(further.values()):
         told = ", ".join(f"{name}={value!r}" for name, value in further.items())
         raise ValueError(
-            f"entropy={options.get('entropy', True)!r}, {told}: the model returns exactly logprob and entropy "
+            f"entropy={given.get('entropy', True)!r}, {told}: the model returns exactly logprob and entropy "
             '(and candidates) here; entropy="metric" has no gradient and costs little'
         )
     scale_logits = getattr(inner, "_scale_logits", _unscaled)  # since megatron-core 0.17
     predictions = inner.config.mtp_num_layers if getattr(inner.config, "mtp_num_layers", None) else 0
-    head = Head(inner.output_layer, labels, multiplier(scale_logits), options, mtp=predictions > 0)
-    returned = (*labels.shape, 2 + (options["candidates"].shape[-1] if options.get("candidates") is not None else 0))
+    head = Head(inner.output_layer, labels, multiplier(scale_logits), given, mtp=predictions > 0)
+    returned = (*labels.shape, 2 + (given["candidates"].shape[-1] if given.get("candidates") is not None else 0))
     turn = _Turn(predictions, type(inner).__name__, returned, scale_logits, inner.compute_language_model_loss)
     stock = inner.output_layer.forward
 

@@ -46,7 +46,7 @@ class Head:
 
     def __call__(
         self, input_: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: bool | None = None
-    ) -> tuple[LogprobOutput, torch.Tensor | None]:
+    ) -> tuple[LogprobOutput[torch.Tensor | None], torch.Tensor | None]:
         """Like `ColumnParallelLinear.forward`: the output, and the bias if the caller is to add it."""
         layer = self.layer
         if layer.gather_output if runtime_gather_output is None else runtime_gather_output:
@@ -63,7 +63,7 @@ class Head:
             "reduce_grad_hidden": layer.allreduce_dgrad,
             "wgrad": self._wgrad(weight),
         }
-        out = linear_logprobs(self._hidden(input_), weight, **dict(self.options) | self.per_token | told)
+        out: Any = linear_logprobs(self._hidden(input_), weight, **dict(self.options) | self.per_token | told)
         return out, layer.bias if layer.skip_bias_add else None
 
     def _hidden(self, input_: torch.Tensor) -> torch.Tensor:

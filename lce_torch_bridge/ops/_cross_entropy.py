@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Unpack
 
 import torch
 
@@ -10,6 +10,9 @@ from lce_jax import scalars
 from lce_torch_bridge._types import Reduction
 from lce_torch_bridge.call import _arguments, _checks, _dtensor, _tokens
 from lce_torch_bridge.ops._logprobs import linear_logprobs
+
+if TYPE_CHECKING:
+    from lce_torch_bridge._keywords import CrossEntropyOptions, EntropyOptions
 
 NO_OUTPUTS = ("entropy", "stats", "mean_logit", "candidates", "out_of_vocab")  # options of what a loss does not return
 
@@ -24,7 +27,7 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     where: torch.Tensor | None = None,
-    **options: Any,
+    **options: Unpack[CrossEntropyOptions],
 ) -> torch.Tensor:
     """Cross entropy of a language-model head, without storing the logits.
 
@@ -96,7 +99,9 @@ def linear_cross_entropy(
     return loss.sum() if reduction == "sum" else loss.sum() / _tokens.count(where, labels)
 
 
-def linear_entropy(hidden: torch.Tensor, weight: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def linear_entropy(
+    hidden: torch.Tensor, weight: torch.Tensor, **options: Unpack[EntropyOptions]
+) -> tuple[torch.Tensor, torch.Tensor]:
     """``(entropy, lse)`` of a language-model head for tokens that have no labels, without storing the logits.
 
     Args:
@@ -133,5 +138,4 @@ def linear_entropy(hidden: torch.Tensor, weight: torch.Tensor, **options: Any) -
     _checks.hidden(hidden)
     labels = hidden.new_full(hidden.shape[:-1], -1, dtype=torch.int64)
     out = linear_logprobs(hidden, weight, labels, **options)
-    assert out.entropy is not None
     return out.entropy, out.lse

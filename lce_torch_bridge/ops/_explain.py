@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import jax
 import torch
@@ -15,6 +15,10 @@ from lce_torch_bridge._types import Operands
 from lce_torch_bridge.call import _arguments, _autocast, _checks
 from lce_torch_bridge.kernels import _passes
 from lce_torch_bridge.tensors import _device
+
+if TYPE_CHECKING:
+    from lce_jax import Plan
+    from lce_torch_bridge._keywords import LogprobOptions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +33,7 @@ class Explanation:
 
     way: str
     why_not_direct: str | None
-    plan: Any
+    plan: Plan
 
     def __str__(self) -> str:
         """A line about the launch, then the plan."""
@@ -40,7 +44,9 @@ class Explanation:
         return f"{ways[self.way]}\n{self.plan}"
 
 
-def explain(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, **options: Any) -> Explanation:
+def explain(
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, **options: Unpack[LogprobOptions]
+) -> Explanation:
     """How `linear_logprobs` would run a call: launched directly or by JAX and why, by which implementation, with what.
 
     Nothing is computed and nothing compiled.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 import torch
 
@@ -13,8 +13,29 @@ from lce_torch_bridge.operators import _logprobs as autograd
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+    from torch import Tensor
+
+    from lce_torch_bridge._keywords import LogprobKeywords
+    from lce_torch_bridge._types import WithEntropy
 
 
+@overload
+def linear_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    entropy: WithEntropy = True,
+    **options: Unpack[LogprobKeywords],
+) -> LogprobOutput[Tensor]: ...
+@overload
+def linear_logprobs(
+    hidden: Tensor, weight: Tensor, labels: Tensor, *, entropy: Literal[False], **options: Unpack[LogprobKeywords]
+) -> LogprobOutput[None]: ...
+@overload
+def linear_logprobs(
+    hidden: Tensor, weight: Tensor, labels: Tensor, *, entropy: Entropy, **options: Unpack[LogprobKeywords]
+) -> LogprobOutput[Tensor | None]: ...
 def linear_logprobs(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -39,7 +60,7 @@ def linear_logprobs(
     gradient_threshold: float = 0.0,
     vocab_part_size: int | None = None,
     implementation: str | tuple[str, ...] | None = None,
-) -> LogprobOutput:
+) -> LogprobOutput[torch.Tensor | None]:
     """Per-token log-probability and entropy of a language-model head, without storing the logits.
 
     With ``z = cap(logit_scale · (hidden · weightᵀ + bias)) / temperature`` in float32 and ``p = softmax(z)`` over the
@@ -194,7 +215,7 @@ def linear_logprobs(
     return _run(given, _arguments.weight_of(given, wgrad))
 
 
-def _run(given: Arguments, weight: torch.Tensor) -> LogprobOutput:
+def _run(given: Arguments, weight: torch.Tensor) -> LogprobOutput[torch.Tensor | None]:
     """The operator, on the tokens that are kept."""
     x, call = _arguments.flat(given), given.call
     keep_cache = call.keeps_tiles and torch.is_grad_enabled() and _any_gradient(x.hidden, weight, given.bias)

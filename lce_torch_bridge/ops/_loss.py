@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, Unpack, overload
 
 import torch
 
@@ -16,6 +16,12 @@ from lce_torch_bridge.operators import _loss_in_forward
 from lce_torch_bridge.operators._loss_in_forward import LossAndGradients, Plan
 from lce_torch_bridge.tensors._main_grad import main_grad_of
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lce_torch_bridge._keywords import LossKeywords, LossOptions
+    from lce_torch_bridge._types import Entropy, WithEntropy
+
 CHUNK_BYTES = 1400 << 20  # chunks of 4096 tokens at V 151936
 NO_CANDIDATES = "loss_fn gets log-probability, entropy and lse"
 NO_CACHE = "linear_loss keeps nothing for a backward pass, and chunk_bytes says how many bytes one chunk may take"
@@ -25,6 +31,26 @@ REFUSED = {
 }  # fmt: skip
 
 
+@overload
+def linear_loss(
+    loss_fn: Callable[..., Tensor],
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *per_token: Tensor,
+    entropy: WithEntropy = True,
+    **options: Unpack[LossKeywords],
+) -> tuple[Tensor, LogprobOutput[Tensor]]: ...
+@overload
+def linear_loss(
+    loss_fn: Callable[..., Tensor],
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *per_token: Tensor,
+    entropy: Entropy,
+    **options: Unpack[LossKeywords],
+) -> tuple[Tensor, LogprobOutput[Tensor | None]]: ...
 @torch.compiler.disable(reason="lce_torch_bridge.linear_loss differentiates loss_fn as it runs")  # type: ignore[untyped-decorator]
 def linear_loss(
     loss_fn: Callable[..., torch.Tensor],
@@ -37,8 +63,8 @@ def linear_loss(
     wgrad: Wgrad = "return",
     cotangent: float | None = None,
     chunk_bytes: int | None = None,
-    **options: Any,
-) -> tuple[torch.Tensor, LogprobOutput]:
+    **options: Unpack[LossOptions],
+) -> tuple[torch.Tensor, LogprobOutput[torch.Tensor | None]]:
     """Σ loss_fn(logprob, entropy, lse, …) over the tokens, its gradients computed in the forward.
 
     A per-token loss has its derivative as soon as the token's results are known. So a call that is differentiated

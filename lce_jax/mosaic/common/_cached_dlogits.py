@@ -26,7 +26,7 @@ from lce_jax.mosaic.common._machine import ceil_div, swizzled
 from lce_jax.mosaic.common._tiles import ROW_BLOCK, TILE_N
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int
+    from lce_jax._shapes import Array, Float, Int
 
 ROWS = 64  # of a block
 COLUMNS = 128  # of a block: two blocks in and two out are 64 KiB, so that three kernel blocks share a multiprocessor

@@ -8,7 +8,7 @@ from lce_jax._types import Case
 from lce_jax.mosaic._candidate_kernel_set import CandidateKernelSet
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int
+    from lce_jax._shapes import Array, Float, Int
 
 LEAST_HIDDEN = 128  # a number of each row for every thread
 

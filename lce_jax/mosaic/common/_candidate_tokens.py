@@ -27,7 +27,7 @@ from lce_jax.mosaic.common._threads import THREADS, Rows, along
 from lce_jax.mosaic.common._tokens import is_wrong, kernel
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int
+    from lce_jax._shapes import Array, Float, Int
 
 AT_A_TIME = 8  # candidates of a thread's token whose loads overlap
 

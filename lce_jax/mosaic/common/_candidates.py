@@ -29,7 +29,7 @@ from lce_jax.mosaic.common._tiles import TILING
 from lce_jax.mosaic.common._tokens import kernel
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int
+    from lce_jax._shapes import Array, Float, Int
 
 VECTOR = 8  # 16-bit numbers of the widest load of a thread
 LOADED = 4  # rows of the weight whose loads overlap; their sums take 8 registers of a thread each

@@ -13,7 +13,7 @@ from lce_jax.mosaic._pallas import plgpu
 from lce_jax.mosaic.common._tiles import TILE_N
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float
+    from lce_jax._shapes import Array, Float
 
 
 class Held(NamedTuple):

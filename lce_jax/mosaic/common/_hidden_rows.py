@@ -16,7 +16,7 @@ from lce_jax.mosaic.common._tiles import SCALED, TILE_N, TILING
 from lce_jax.mosaic.common._tokens import kernel
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int
+    from lce_jax._shapes import Array, Float, Int
 
 COPIED = 512  # numbers that a block copies at a time
 SUMMED_ROWS = 4  # rows that a block adds up, or copies

@@ -26,7 +26,7 @@ from lce_jax.mosaic.common import _parts
 from lce_jax.mosaic.common._threads import THREADS, along, block_rows
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int
+    from lce_jax._shapes import Array, Float, Int
 
 AT_A_TIME = 8  # parts whose loads overlap
 

@@ -16,7 +16,7 @@ from lce_jax.mosaic.common._candidate_kernels import CandidateKernels
 from lce_jax.mosaic.common._live_kernels import LiveKernels
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int
+    from lce_jax._shapes import Array, Float, Int
 
 
 class Kernels(LiveKernels, CandidateKernels, KernelSet, Protocol):

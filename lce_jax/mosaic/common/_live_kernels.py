@@ -19,8 +19,7 @@ from lce_jax.mosaic._worklist import Batches, Entries, RowEntries, RowLists, Siz
 from lce_jax.mosaic.common._tiles import ROW_BLOCK, TILING
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int
-
+    from lce_jax._shapes import Array, Float, Int
     from lce_jax.mosaic.common._machine import Machine
 
 

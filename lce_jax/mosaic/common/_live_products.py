@@ -23,8 +23,7 @@ from lce_jax.mosaic.common._products import update
 from lce_jax.mosaic.common._tiles import ROW_BLOCK, TILE_N
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int
-
+    from lce_jax._shapes import Array, Float, Int
     from lce_jax._types import Case
 
 

@@ -18,7 +18,7 @@ from lce_jax.mosaic.common._order import snake_index
 from lce_jax.mosaic.common._tiles import ROW_BLOCK, TILE_N, TILING
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Int
+    from lce_jax._shapes import Array, Int
 
 
 def logits(case: Case, tuning: Any) -> Matmul:

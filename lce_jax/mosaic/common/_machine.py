@@ -15,7 +15,7 @@ from lce_jax.mosaic._pallas import pl, plgpu
 from lce_jax.mosaic.common._tiles import ATOM_ROWS, ROW_BLOCK, widest_swizzle
 
 if TYPE_CHECKING:
-    from jaxtyping import Int
+    from lce_jax._shapes import Int
 
 
 class Tiles(Protocol):

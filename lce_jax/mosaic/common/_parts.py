@@ -19,7 +19,7 @@ from lce_jax.mosaic._kernel_set import Parted
 from lce_jax.mosaic.common._tiles import TILE_N
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Int
+    from lce_jax._shapes import Array, Int
 
 
 def first_column(shape: Geometry, tile: Any) -> Int[Array, ""]:

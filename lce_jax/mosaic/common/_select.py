@@ -24,7 +24,7 @@ from lce_jax.mosaic.common._tiles import ROW_BLOCK, TILE_N, TILING
 from lce_jax.mosaic.common._tokens import kernel
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int
+    from lce_jax._shapes import Array, Float, Int
 
 TILES = 16  # of a block, whose loads overlap
 

@@ -25,7 +25,7 @@ from lce_jax.mosaic.common._machine import Machine, Matmul, Tile
 from lce_jax.mosaic.common._tiles import TILE_N, TILING
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int
+    from lce_jax._shapes import Array, Float, Int
 
 
 def statistics(

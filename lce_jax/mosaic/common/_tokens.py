@@ -32,7 +32,7 @@ from lce_jax.mosaic.common._threads import THREADS, Rows, along, block_rows, num
 from lce_jax.mosaic.common._tiles import TILE_N, TILING
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int
+    from lce_jax._shapes import Array, Float, Int
 
 STEP = 16  # tokens whose tiles are compared with the threads' at a time
 TILE_BITS = TILE_N.bit_length() - 1

@@ -29,7 +29,7 @@ from lce_jax.mosaic.common._threads import THREADS, along, numbered
 from lce_jax.mosaic.common._tokens import kernel
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Int
+    from lce_jax._shapes import Array, Int
 
 STEP = 16  # candidates that a walk loads at a time
 GOLDEN = 0x9E3779B9 - (1 << 32)  # 2³² over the golden ratio, as int32 has it

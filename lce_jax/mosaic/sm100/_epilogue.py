@@ -20,7 +20,7 @@ from lce_jax.mosaic.common._tiles import ATOM_ROWS, ROW_BLOCK, STAGING_BYTES, ST
 from lce_jax.mosaic.sm100._pipeline import Product
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float
+    from lce_jax._shapes import Array, Float
 
 PADDING = -1e15  # stands for the raw products of padding columns: exp2 of it is 0, its square is finite
 VECTOR_BYTES = 16  # that a thread stores to shared memory at once

@@ -32,7 +32,7 @@ from lce_jax.mosaic.common._tiles import ROW_BLOCK
 from lce_jax.mosaic.sm100._hardware import ACCUMULATORS, WARPGROUPS
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float
+    from lce_jax._shapes import Array, Float
 
 
 class Before(NamedTuple):

@@ -23,7 +23,7 @@ from lce_jax.mosaic.sm100._epilogue import BLOCKS, HELD, PADDING, without_paddin
 from lce_jax.mosaic.sm100._pipeline import Product
 
 if TYPE_CHECKING:
-    from jaxtyping import Array
+    from lce_jax._shapes import Array
 
 
 def statistics(options: Options, refs: Refs, tile: Tile, where: Where, multiply: Any, slots: Any) -> None:

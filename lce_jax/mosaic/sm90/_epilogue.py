@@ -15,7 +15,7 @@ from lce_jax.mosaic.common._tiles import ATOM_ROWS, STAGING_BYTES
 from lce_jax.mosaic.sm90._hardware import COMPUTE_WARPGROUPS, WARPGROUP_ROWS
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float
+    from lce_jax._shapes import Array, Float
 
 HELD = Held(plgpu.Layout.WGMMA, WARPGROUP_ROWS)
 

@@ -37,7 +37,7 @@ from lce_jax.mosaic.sm90._hardware import COMPUTE_REGISTERS, COMPUTE_WARPGROUPS,
 from lce_jax.mosaic.sm90._tuning import Tuning
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float
+    from lce_jax._shapes import Array, Float
 
 
 def walk_tiles(

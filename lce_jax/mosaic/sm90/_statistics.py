@@ -20,7 +20,7 @@ from lce_jax.mosaic.sm90._epilogue import HELD
 from lce_jax.mosaic.sm90._hardware import WARPGROUP_ROWS
 
 if TYPE_CHECKING:
-    from jaxtyping import Array
+    from lce_jax._shapes import Array
 
 
 def statistics(options: Options, refs: Refs, tile: Tile, where: Where, multiply: Any, slots: Any) -> None:

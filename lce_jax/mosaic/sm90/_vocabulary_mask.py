@@ -14,7 +14,7 @@ from lce_jax.mosaic.sm90._epilogue import HELD
 from lce_jax.mosaic.sm90._hardware import WARPGROUP_ROWS
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float
+    from lce_jax._shapes import Array, Float
 
 PADDING = -1e15  # stands for the raw products of padding columns: exp2 of it is 0, its square is finite
 

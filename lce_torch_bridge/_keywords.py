@@ -1,0 +1,96 @@
+"""What public functions take by keyword beside the arguments that their signatures name.
+
+Overloads of `linear_logprobs` and `linear_loss` name ``entropy`` apart, because it decides a result's type.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypedDict
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
+    from lce_torch_bridge._types import Entropy, OutOfVocab, Wgrad, WithEntropy
+
+
+class CommonOptions(TypedDict, total=False):
+    """Of every function; `linear_logprobs` says what each means."""
+
+    temperature: float | torch.Tensor
+    logit_softcap: float | None
+    vocab_size: int | None
+    gradient_threshold: float
+    implementation: str | tuple[str, ...] | None
+
+
+class HeadOptions(CommonOptions, total=False):
+    """Of functions that no model has told about its head."""
+
+    bias: torch.Tensor | None
+    tp_group: dist.ProcessGroup | None
+    logit_scale: float
+    reduce_grad_hidden: bool
+
+
+class CrossEntropyOptions(HeadOptions, total=False):
+    """Of `linear_cross_entropy`."""
+
+    wgrad: Wgrad
+    cache_bytes: int
+    vocab_part_size: int | None
+
+
+class EntropyOptions(CrossEntropyOptions, total=False):
+    """Of `linear_entropy`."""
+
+    where: torch.Tensor | None
+
+
+class LogprobKeywords(EntropyOptions, total=False):
+    """Of `linear_logprobs` without ``entropy``."""
+
+    stats: bool
+    mean_logit: bool
+    candidates: torch.Tensor | None
+    ignore_index: int | None
+    out_of_vocab: OutOfVocab
+
+
+class LogprobOptions(LogprobKeywords, total=False):
+    """Of `explain`."""
+
+    entropy: Entropy
+
+
+class LossKeywords(HeadOptions, total=False):
+    """Of `linear_loss` without ``entropy``."""
+
+    where: torch.Tensor | None
+    ignore_index: int | None
+    wgrad: Wgrad
+    cotangent: float | None
+    chunk_bytes: int | None
+    stats: bool
+    out_of_vocab: OutOfVocab
+
+
+class LossOptions(HeadOptions, total=False):
+    """Of `linear_loss`, beside what its signature names."""
+
+    entropy: Entropy
+    stats: bool
+    out_of_vocab: OutOfVocab
+
+
+class ModelOptions(CommonOptions, total=False):
+    """Of `lce_torch_bridge.megatron.fused_output_layer`."""
+
+    entropy: WithEntropy
+    candidates: torch.Tensor | None
+    where: torch.Tensor | None
+    ignore_index: int | None
+    out_of_vocab: OutOfVocab
+    wgrad: Wgrad
+    cache_bytes: int
+    vocab_part_size: int | None
