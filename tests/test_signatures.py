@@ -12,7 +12,7 @@ import pytest
 
 import lce_jax
 import lce_torch_bridge
-import lce_torch_bridge._keywords
+import lce_torch_bridge.call._keywords
 import lce_torch_bridge.megatron
 import lce_torch_bridge.verl
 from lce_jax import _types, local, losses
@@ -49,7 +49,7 @@ def keywords(function: Callable[..., Any]) -> set[str]:
             continue
         (name,) = re.findall(r"Unpack\[(?:_head\.)?(\w+)\]", x.annotation)
         home = _head if "flax" in function.__module__ else _keywords
-        home = lce_torch_bridge._keywords if "torch" in function.__module__ else home
+        home = lce_torch_bridge.call._keywords if "torch" in function.__module__ else home
         found |= set((getattr(home, name, None) or getattr(_types, name)).__annotations__)
     return found
 

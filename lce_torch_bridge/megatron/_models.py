@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from megatron.core.transformer import TransformerConfig
 
-    from lce_torch_bridge._keywords import ModelOptions
+    from lce_torch_bridge.call._keywords import ModelOptions
 
 __all__ = ["fused_output_layer", "output_processor"]
 

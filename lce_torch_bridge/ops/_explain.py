@@ -18,7 +18,7 @@ from lce_torch_bridge.tensors import _device
 
 if TYPE_CHECKING:
     from lce_jax import Plan
-    from lce_torch_bridge._keywords import LogprobOptions
+    from lce_torch_bridge.call._keywords import LogprobOptions
 
 
 @dataclasses.dataclass(frozen=True)

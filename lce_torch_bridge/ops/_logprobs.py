@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch import Tensor
 
-    from lce_torch_bridge._keywords import LogprobKeywords
     from lce_torch_bridge._types import WithEntropy
+    from lce_torch_bridge.call._keywords import LogprobKeywords
 
 
 @overload

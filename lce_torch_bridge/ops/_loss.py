@@ -19,8 +19,8 @@ from lce_torch_bridge.tensors._main_grad import main_grad_of
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lce_torch_bridge._keywords import LossKeywords, LossOptions
     from lce_torch_bridge._types import Entropy, WithEntropy
+    from lce_torch_bridge.call._keywords import LossKeywords, LossOptions
 
 CHUNK_BYTES = 1400 << 20  # chunks of 4096 tokens at V 151936
 NO_CANDIDATES = "loss_fn gets log-probability, entropy and lse"
