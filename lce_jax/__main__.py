@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 
 import lce_jax
@@ -28,7 +29,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"lce-jax {lce_jax.__version__}")
     parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help=f"one of {', '.join(COMMANDS)}")
     command = parser.parse_args(given[:1]).command
-    status: int = importlib.import_module(f"lce_jax.{command}.__main__").main(given[1:])
+    try:
+        status: int = importlib.import_module(f"lce_jax.{command}.__main__").main(given[1:])
+    except BrokenPipeError:  # the reader of a pipe has enough, as `head` has
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes what is left there at its end
+        return 1
     return status
 
 

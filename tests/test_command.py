@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import subprocess
 import sys
 
 import pytest
@@ -32,6 +33,19 @@ def test_what_it_says(arguments: list[str], status: int, message: str, capsys: p
         command.main(arguments)
     assert stop.value.code == status
     assert message in "".join(capsys.readouterr())
+
+
+def test_a_pipe_that_closes_is_no_error() -> None:
+    told = ["explain", "--hidden", "64", "--vocab", "1000", "--tokens", "32", "--device", "cpu"]
+    command = subprocess.Popen(
+        [sys.executable, "-m", "lce_jax", *told], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert command.stdout is not None
+    command.stdout.close()
+    assert command.wait(120) == 1
+    assert command.stderr is not None
+    with command.stderr as said:
+        assert "Error" not in said.read()
 
 
 TINY = {"bench": ("--shape", "16,32,520", "--rounds", "1"), "demo": ("--steps", "1")}
