@@ -1,5 +1,6 @@
 """`lce_jax` for PyTorch and Megatron: log-probability and entropy of a language-model head, logits never stored."""
 
+from lce_torch_bridge import rows
 from lce_torch_bridge._types import LogprobOutput, TopK
 from lce_torch_bridge._way import launch_with
 from lce_torch_bridge.ops._cross_entropy import linear_cross_entropy, linear_cross_entropy_loss, linear_entropy
@@ -27,4 +28,5 @@ __all__ = [
     "linear_topk",
     "masked_logprobs",
     "release",
+    "rows",
 ]
