@@ -35,7 +35,7 @@ def of(x: Any, segment_ids: Any, cu_seqlens: Any, cu_seqlens_padded: Any, paddin
     if segment_ids is not None:
         _checks.label_array(segment_ids, "segment_ids")
         if tuple(segment_ids.shape) != tuple(x.shape):
-            raise ValueError(f"segment_ids {tuple(segment_ids.shape)} must have the shape of the tokens {x.shape}")
+            raise ValueError(f"segment_ids {tuple(segment_ids.shape)} must have the tokens' shape {tuple(x.shape)}")
         return Packing(jnp.asarray(segment_ids), padding_segment)
     length = x.shape[-1]
     ends = offsets("cu_seqlens", cu_seqlens, length)
@@ -81,8 +81,8 @@ def _whole(x: Any, axis: int) -> None:
     split = dict(enumerate(spec)).get(axis % x.ndim)
     if split is not None:
         raise ValueError(
-            f"the rows of {tuple(x.shape)}, in dimension {axis % x.ndim}, are split over {split!r}, an Explicit axis of "
-            "the mesh: shift and order them before they are split, or give jax.reshard(x, jax.P()), which is whole"
+            f"the rows of {tuple(x.shape)}, in dimension {axis % x.ndim}, are split over {split!r}, an Explicit axis "
+            "of the mesh: shift and order them before they are split, or pass jax.reshard(x, jax.P())"
         )
 
 

@@ -28,9 +28,7 @@ def of(x: Any, segment_ids: Any, cu_seqlens: Any, cu_seqlens_padded: Any, paddin
     if segment_ids is not None:
         _checks.integers("segment_ids", segment_ids)
         if segment_ids.shape != x.shape:
-            raise ValueError(
-                f"segment_ids {tuple(segment_ids.shape)} must have the shape of the tokens {tuple(x.shape)}"
-            )
+            raise ValueError(f"segment_ids {tuple(segment_ids.shape)} must have the tokens' shape {tuple(x.shape)}")
         _checks.same_device(x, segment_ids=segment_ids)
         return Packing(segment_ids, padding_segment)
     length = x.shape[-1]

@@ -36,7 +36,7 @@ def test_trains_as_with_logits(results: list[dict[str, Any]], name: str) -> None
         assert rank[name]["fell"] > 0.01
 
 
-@pytest.mark.parametrize("name", ["skyrl", "nemo_rl"])
+@pytest.mark.parametrize("name", ["skyrl", "nemo_rl", "nemo_rl_context_parallel", "nemo_rl_packed"])
 def test_functions_of_frameworks(results: list[dict[str, Any]], name: str) -> None:
     for rank in results:
         assert rank[name]["values"] <= NEAR
@@ -53,6 +53,11 @@ def test_functions_of_frameworks(results: list[dict[str, Any]], name: str) -> No
 )
 def test_arguments_are_the_published_ones(ours: Any, published: Any) -> None:
     assert tuple(inspect.signature(ours).parameters) == published.arguments
+
+
+def test_arguments_of_packed_sequences_are_the_published_ones_after_the_hidden_states() -> None:
+    ours = tuple(inspect.signature(rl_frameworks.nemo_rl_packed_logprobs).parameters)
+    assert ours[2:] == doubles.NeMoRL.packed_arguments
 
 
 def test_a_shard_of_another_size_is_refused() -> None:
