@@ -105,16 +105,15 @@ class TrlLogprobs:
     ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
         """[N] each: log-probabilities, entropy, log Σ p², mean logit, whether the target's logit is the largest."""
         del chunk_size
-        if "log_sum_sq_probs" in outputs:
-            raise NotImplementedError("lce_jax does not compute log Σ p²: keep TRL's own function for this trainer")
         out = linear_logprobs(
             hidden, weight.to(hidden.dtype), targets, bias=bias, temperature=temperature,
             logit_softcap=final_logit_softcapping, logit_scale=logit_scale,
             entropy="grad" if "entropy" in outputs else "none",
-            stats="is_top1" in outputs, mean_logit="mean_logits" in outputs,
+            stats=bool({"is_top1", "log_sum_sq_probs"} & set(outputs)), mean_logit="mean_logits" in outputs,
         )  # fmt: skip
         mean = None if out.mean_logit is None else out.mean_logit.detach()
-        return out.logprobs, out.entropy, None, mean, _is_largest(out) if "is_top1" in outputs else None
+        squares = out.sum_p_squared.log() if "log_sum_sq_probs" in outputs else None
+        return out.logprobs, out.entropy, squares, mean, _is_largest(out) if "is_top1" in outputs else None
 
 
 def _is_largest(out: Any) -> torch.Tensor:

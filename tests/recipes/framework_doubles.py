@@ -76,4 +76,5 @@ class TRL:
         z = z / temperature
         logp = z.log_softmax(-1)
         chosen = logp.gather(-1, targets[:, None])[:, 0]
-        return chosen, -(logp.exp() * logp).sum(-1), None, z.mean(-1), z.argmax(-1) == targets
+        squares = (2 * z).logsumexp(-1) - 2 * z.logsumexp(-1)
+        return chosen, -(logp.exp() * logp).sum(-1), squares, z.mean(-1), z.argmax(-1) == targets

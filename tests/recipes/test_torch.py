@@ -76,15 +76,15 @@ def test_trl(options: tuple[Any, ...]) -> None:
     outputs = (
         *options,
         *((None, 1.0)[len(options) - 2 :] if len(options) < 4 else ()),
-        ("entropy", "mean_logits", "is_top1"),
+        ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1"),
     )
     got, want = (function.apply(*leaves, targets, *outputs) for function in (rl_frameworks.TrlLogprobs, doubles.TRL))
-    for x, y in zip(got[:2] + got[3:4], want[:2] + want[3:4], strict=True):
+    for x, y in zip(got[:4], want[:4], strict=True):
         torch.testing.assert_close(x.double(), y, rtol=2e-6, atol=2e-6)
     assert torch.equal(got[4], want[4])
     assert 6 <= got[4].sum() < 12
     grads = [torch.autograd.grad(x[0].sum() + 0.1 * x[1].sum(), leaves) for x in (got, want)]
     for x, y in zip(*grads, strict=True):
         assert (x - y).norm() <= NEAR * y.norm()
-    with pytest.raises(NotImplementedError, match="keep TRL's own function"):
-        rl_frameworks.TrlLogprobs.apply(*leaves, targets, 1.0, 64, outputs=("log_sum_sq_probs",))
+    only_squares = rl_frameworks.TrlLogprobs.apply(*leaves, targets, 1.0, 64, outputs=("log_sum_sq_probs",))
+    assert [x is None for x in only_squares] == [False, True, False, True, True]
