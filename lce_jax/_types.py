@@ -39,8 +39,7 @@ class LogprobOutput(NamedTuple):
             vocabulary, or ``where`` is False. None without ``candidates``.
         dropped_mass: the probability in the tiles that ``gradient_threshold`` leaves out of the gradients, in [0, 1].
             0 where nothing is left out. None without ``stats=True`` or with a threshold of 0.
-        sum_p_squared: Σ p² over the true vocabulary, the chance that two draws are the same token, in (0, 1]. None
-            without ``stats=True``.
+        sum_p_squared: Σ p² over the true vocabulary, in (0, 1]. None without ``stats=True``.
     """
 
     logprobs: Float[Array, ...]
@@ -54,8 +53,7 @@ class LogprobOutput(NamedTuple):
     sum_p_squared: Float[Array, ...] | None = None
 
 
-# The results that are one float per token, and come from the statistics alone. The last three are those of `stats`.
-RESULTS = ("logprobs", "entropy", "lse", "max_logit", "min_logit", "sum_p_squared")
+RESULTS = ("logprobs", "entropy", "lse", "max_logit", "min_logit", "sum_p_squared")  # of kernels; three of `stats`
 
 
 class TopK(NamedTuple):
@@ -144,12 +142,6 @@ class Options:
         widths = {name: int(asked.get(name, True)) for name in ShardStatistics._fields}
         widths["candidates"] = self.num_candidates
         return {name: width for name, width in widths.items() if width}
-
-    @property
-    def results(self) -> tuple[str, ...]:
-        """Those of `RESULTS` that the call has."""
-        asked = {"entropy": self.entropy, **dict.fromkeys(("max_logit", "min_logit", "sum_p_squared"), self.stats)}
-        return tuple(name for name in RESULTS if asked.get(name, True))
 
     @property
     def signs_hidden(self) -> bool:

@@ -8,15 +8,12 @@ $a$, softcap $c$), are one factor k per row times a value x per column:
 and, with p = softmax(z):
 
     (1)  statistics of a set of columns:  m = max x,  u = (x - m) k,  s = Σ e^u,  q = Σ u e^u,  t = u[label] if owned,
-                                          and if asked for Σ e^2u; if a loss smooths its labels, Σ x; of each
-                                          candidate c owned, x_c
+                                          and if asked for Σ e^2u and Σ x, and of each candidate c owned, x_c
     (2)  union of disjoint sets:          M = max mᵢ,  dᵢ = (mᵢ - M) k,  aᵢ = e^dᵢ,  s = Σ sᵢ aᵢ,
                                           q = Σ (qᵢ + dᵢ sᵢ) aᵢ,  t = tᵢ + dᵢ of the owner,  Σ x = Σᵢ Σ x,
-                                          Σ e^2u = Σᵢ aᵢ² Σ e^2u,
-                                          x_c = max x_cᵢ, with -inf where it is not owned
+                                          x_c = max x_cᵢ, with -inf where it is not owned,  Σ e^2u = Σᵢ aᵢ² Σ e^2u
     (3)  results:                         lse = k M + ln s,  logprob = t - ln s,  entropy = ln s - q / s,
-                                          mean = k Σ x / V,  logprob_c = min((x_c - M) k, 0) - ln s,
-                                          Σ p² = Σ e^2u / s²
+                                          mean = k Σ x / V,  logprob_c = min((x_c - M) k, 0) - ln s,  Σ p² = Σ e^2u / s²
     (4)  gradient in the logits:          dz = 1_y g_lp + p (-g_lp + g_lse - g_ent (ln p + entropy))
                                              + g_mean / V + Σ_c g_c (1_c - p)
          and, as p = e^u / s,                = 1_y g_lp + g_mean / V + Σ_c 1_c g_c
@@ -166,9 +163,7 @@ def tile_statistics(
     u = distance(x, m[:, None], _along_rows(scale))
     u = u if live is None else jnp.where(live, u, MASKED)
     e = jnp.exp(u)
-    lowest = None
-    if options.stats:
-        lowest = jnp.min(x if live is None else jnp.where(live, x, -MASKED), axis=1)
+    lowest = jnp.min(x if live is None else jnp.where(live, x, -MASKED), axis=1) if options.stats else None
     return ShardStatistics(
         max=m,
         sumexp=jnp.sum(e, axis=1),
