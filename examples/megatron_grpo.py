@@ -15,6 +15,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from lce_torch_bridge import rows
 from lce_torch_bridge.megatron import output_processor
 
 
@@ -28,7 +29,7 @@ class Rollout(NamedTuple):
 
 def score(model: torch.nn.Module, rollout: Rollout, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probability and entropy [b, s] of the next tokens, 0 outside the response; the same bits on all TP ranks."""
-    labels = rollout.tokens.roll(-1, dims=1)
+    labels = rows.next_tokens(rollout.tokens)
     context = {"labels": labels, "temperature": temperature, "where": rollout.response}
     logprobs, entropy, *_ = model(*rollout[:3], output_processor=output_processor, output_processor_context=context)
     return logprobs, entropy

@@ -18,12 +18,14 @@ Put ours in their place before the trainer is built, on every rank:
 from __future__ import annotations
 
 import contextlib
+import itertools
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional
 
-from lce_torch_bridge import linear_logprobs
+from lce_torch_bridge import linear_logprobs, rows
 
 
 def skyrl_logprobs(
@@ -42,18 +44,54 @@ def nemo_rl_logprobs(
     target: torch.Tensor, vocab_start_index: int, vocab_end_index: int, tp_group: dist.ProcessGroup,
     inference_only: bool = False, cp_group: dist.ProcessGroup | None = None, chunk_size: int | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """NeMo RL: ``from_parallel_hidden_states_to_logprobs``. Hidden states [s / TP, b, h], tokens [b, s]; [b, s - 1]."""
-    from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+    """NeMo RL: ``from_parallel_hidden_states_to_logprobs``. Hidden states [s / CP / TP, b, h], all tokens [b, s].
 
+    Returns [b, s - 1], as its function without context parallelism, and ``from_parallel_logits_to_logprobs`` with it.
+    """
     del runtime_gather_output, chunk_size
-    if cp_group is not None and dist.get_world_size(cp_group) > 1:
-        raise NotImplementedError("context parallelism: split labels and hidden states alike, and call linear_logprobs")
     _check_shard(output_weight_layer, vocab_start_index, vocab_end_index)
     with torch.no_grad() if inference_only else contextlib.nullcontext():
-        hidden = gather_from_sequence_parallel_region(tensor_parallel_hidden_states, True, tp_group)  # and its reverse
-        labels = target.roll(-1, dims=-1).t()  # [s, b], as the hidden states lie
-        out = linear_logprobs(hidden, output_weight_layer, labels, tp_group=tp_group, entropy=False)
-    return out.logprobs.t()[:, :-1]
+        labels = rows.next_tokens(target)
+        logprobs = _over_ranks(tensor_parallel_hidden_states, output_weight_layer, labels, tp_group, cp_group, None)
+    return logprobs[:, :-1]
+
+
+def nemo_rl_packed_logprobs(
+    tensor_parallel_hidden_states: torch.Tensor, output_weight_layer: torch.Tensor, target: torch.Tensor,
+    cu_seqlens_padded: torch.Tensor, unpacked_seqlen: int, vocab_start_index: int, vocab_end_index: int,
+    group: dist.ProcessGroup, inference_only: bool = False, cp_group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """``from_parallel_logits_to_logprobs_packed_sequences`` from hidden states [T / CP / TP, 1, h]; tokens [1, T].
+
+    Returns [n, unpacked_seqlen - 1]: each sequence in a row of its own.
+    """
+    _check_shard(output_weight_layer, vocab_start_index, vocab_end_index)
+    with torch.no_grad() if inference_only else contextlib.nullcontext():
+        labels = rows.next_tokens(target, cu_seqlens=cu_seqlens_padded)
+        states = tensor_parallel_hidden_states, output_weight_layer
+        (logprobs,) = _over_ranks(*states, labels, group, cp_group, cu_seqlens_padded)
+    length = unpacked_seqlen - 1
+    ends = itertools.pairwise(cu_seqlens_padded.tolist())
+    found = [logprobs[begin : max(end - 1, begin)][:length] for begin, end in ends]  # the last token has no next one
+    return torch.stack([torch.nn.functional.pad(row, (0, length - len(row))) for row in found])
+
+
+def _over_ranks(
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, tp_group: dist.ProcessGroup,
+    cp_group: dist.ProcessGroup | None, cu_seqlens: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    """[b, s], from the labels [b, s] of all rows. As in NeMo RL, cotangents of context-parallel ranks are summed."""
+    from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+
+    cp_size = 1 if cp_group is None else cp_group.size()
+    cp_rank = 0 if cp_group is None else cp_group.rank()
+    mine = rows.of_rank(labels, cp_rank, cp_size, cu_seqlens=cu_seqlens)
+    hidden = gather_from_sequence_parallel_region(hidden, True, tp_group)  # and its reverse
+    out = linear_logprobs(hidden, weight, mine.t(), tp_group=tp_group, entropy=False, ignore_index=-100)
+    logprobs = out.logprobs.t().contiguous()  # as the hidden states lie, [s / CP, b], and back
+    if cp_size > 1:
+        logprobs = torch.cat(torch.distributed.nn.functional.all_gather(logprobs, cp_group), -1)
+    return rows.in_sequence_order(logprobs, cp_size, cu_seqlens=cu_seqlens)
 
 
 class TrlLogprobs:
@@ -67,16 +105,15 @@ class TrlLogprobs:
     ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
         """[N] each: log-probabilities, entropy, log Σ p², mean logit, whether the target's logit is the largest."""
         del chunk_size
-        if "log_sum_sq_probs" in outputs:
-            raise NotImplementedError("lce_jax does not compute log Σ p²: keep TRL's own function for this trainer")
         out = linear_logprobs(
             hidden, weight.to(hidden.dtype), targets, bias=bias, temperature=temperature,
             logit_softcap=final_logit_softcapping, logit_scale=logit_scale,
             entropy="entropy" in outputs,
-            stats="is_top1" in outputs, mean_logit="mean_logits" in outputs,
+            stats=bool({"is_top1", "log_sum_sq_probs"} & set(outputs)), mean_logit="mean_logits" in outputs,
         )  # fmt: skip
         mean = None if out.mean_logit is None else out.mean_logit.detach()
-        return out.logprobs, out.entropy, None, mean, _is_largest(out) if "is_top1" in outputs else None
+        squares = out.sum_p_squared.log() if "log_sum_sq_probs" in outputs else None
+        return out.logprobs, out.entropy, squares, mean, _is_largest(out) if "is_top1" in outputs else None
 
 
 def _is_largest(out: Any) -> torch.Tensor:

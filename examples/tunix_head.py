@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -21,7 +22,7 @@ import jax.numpy as jnp
 from flax import nnx
 from tunix.rl import algo_core, common
 
-from lce_jax import linear_cross_entropy, linear_logprobs
+from lce_jax import linear_cross_entropy, linear_logprobs, rows
 
 
 def hidden_states(model: nnx.Module, *inputs: Any, **more: Any) -> jax.Array:
@@ -51,24 +52,35 @@ def loss(
 @functools.partial(jax.jit, static_argnames=("pad_id", "eos_id", "stop_gradient", "return_logits", "temperature"))
 def per_token_logps(
     graphdef: Any, state: Any, prompt_tokens: jax.Array, completion_tokens: jax.Array, pad_id: int, eos_id: int,
-    images: None = None, stop_gradient: bool = True, return_logits: bool = False, segment_ids: None = None,
-    segment_positions: None = None, temperature: float = 1.0,
+    images: None = None, stop_gradient: bool = True, return_logits: bool = False, segment_ids: jax.Array | None = None,
+    segment_positions: jax.Array | None = None, temperature: float = 1.0,
 ) -> Any:  # fmt: skip
-    """`tunix.rl.common.compute_per_token_logps`, which returns the entropy [B, L] in place of the logits."""
-    if images is not None or segment_ids is not None or segment_positions is not None:
-        raise NotImplementedError("this recipe takes no images and no packed sequences: use Tunix's own function")
+    """`tunix.rl.common.compute_per_token_logps`, which returns the entropy [B, L] in place of the logits.
+
+    Packed sequences come with ``segment_ids`` and without prompts. The first token of each has a log-probability of 0.
+    """
+    if images is not None:
+        raise NotImplementedError("this recipe takes no images: use Tunix's own function")
     model = nnx.merge(graphdef, state)
-    tokens, positions, mask, _ = common.process_ids(prompt_tokens, completion_tokens, pad_id, eos_id)
-    hidden = hidden_states(model, tokens, positions, None, mask)
+    packing = segment_ids, segment_positions
+    tokens, positions, mask, seen = common.process_ids(prompt_tokens, completion_tokens, pad_id, eos_id, *packing)
+    takes_segments = "segment_ids" in inspect.signature(model.__call__).parameters  # for its attention
+    told = {"segment_ids": seen if segment_ids is None else segment_ids} if takes_segments else {}
+    hidden = hidden_states(model, tokens, positions, None, mask, **told)
     weight, options = head(model)
-    length = completion_tokens.shape[1]
+    first = max(prompt_tokens.shape[1] - 1, 0)  # the row that predicts the first token of the completion
+    labels = rows.next_tokens(tokens, segment_ids=segment_ids)[:, first:]
     out = linear_logprobs(
-        hidden[:, -length - 1 : -1], weight, tokens[:, -length:],
+        hidden[:, first:], weight, labels, where=labels != -100,
         temperature=temperature or 1.0, entropy=return_logits, **options,
     )  # fmt: skip
     if stop_gradient:
         out = jax.lax.stop_gradient(out)
-    return (out.logprobs, out.entropy) if return_logits else out.logprobs
+
+    def at_tokens(x: jax.Array) -> jax.Array:
+        return rows.at_tokens(x, segment_ids=segment_ids)[:, -completion_tokens.shape[1] :]
+
+    return (at_tokens(out.logprobs), at_tokens(out.entropy)) if return_logits else at_tokens(out.logprobs)
 
 
 @contextlib.contextmanager

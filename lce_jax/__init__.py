@@ -1,6 +1,6 @@
 """Log-probability and entropy of a language-model head, straight from hidden states, without storing the logits."""
 
-from lce_jax import local, losses
+from lce_jax import local, losses, rows
 from lce_jax._plans import Plan
 from lce_jax._types import LogprobOutput, TopK, UnsupportedError
 from lce_jax.explain import explain  # a function in place of the module, which is a command
@@ -28,6 +28,7 @@ __all__ = [
     "local",
     "losses",
     "masked_logprobs",
+    "rows",
     "sharded_linear_cross_entropy",
     "sharded_linear_kl",
     "sharded_linear_logits",

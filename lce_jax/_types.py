@@ -41,6 +41,7 @@ class LogprobOutput(NamedTuple, Generic[Entropy_co]):  # noqa: UP046 mypy takes 
             vocabulary, or ``where`` is False. None without ``candidates``.
         dropped_mass: the probability in the tiles that ``gradient_threshold`` leaves out of the gradients, in [0, 1].
             0 where nothing is left out. None without ``stats=True`` or with a threshold of 0.
+        sum_p_squared: Σ p² over the true vocabulary, in (0, 1]. None without ``stats=True``.
     """
 
     logprobs: Float[Array, ...]
@@ -51,6 +52,10 @@ class LogprobOutput(NamedTuple, Generic[Entropy_co]):  # noqa: UP046 mypy takes 
     correct: Bool[Array, ...] | None = None
     candidate_logprobs: Float[Array, "*b K"] | None = None
     dropped_mass: Float[Array, ...] | None = None
+    sum_p_squared: Float[Array, ...] | None = None
+
+
+RESULTS = ("logprobs", "entropy", "lse", "max_logit", "min_logit", "sum_p_squared")  # of kernels; three of `stats`
 
 
 class TopK(NamedTuple):
@@ -140,7 +145,7 @@ class Options:
     @property
     def statistics(self) -> dict[str, int]:
         """The fields of `ShardStatistics` that the call has, in order, and how many numbers per token each has."""
-        asked = {"weighted": self.entropy, "min": self.stats, "total": self.mean_logit}
+        asked = {"weighted": self.entropy, "min": self.stats, "squares": self.stats, "total": self.mean_logit}
         widths = {name: int(asked.get(name, True)) for name in ShardStatistics._fields}
         widths["candidates"] = self.num_candidates
         return {name: width for name, width in widths.items() if width}
@@ -206,6 +211,7 @@ class ShardStatistics(NamedTuple):
         weighted: q = Σ u·exp(u); the entropy is ln s - q/s. None without entropy.
         target: u of the label if these columns hold it, else -inf.
         min: the smallest x; 1e30 without any column. None without ``stats=True``.
+        squares: Σ exp(2u); the sum of p² is squares / s². None without ``stats=True``.
         total: Σ x. None unless a loss smooths its labels.
         candidates: x of each candidate that these columns hold, else -inf. None without ``candidates``.
     """
@@ -215,6 +221,7 @@ class ShardStatistics(NamedTuple):
     weighted: Float[Array, "T"] | None
     target: Float[Array, "T"]
     min: Float[Array, "T"] | None
+    squares: Float[Array, "T"] | None = None
     total: Float[Array, "T"] | None = None
     candidates: Float[Array, "T K"] | None = None
 

@@ -8,6 +8,7 @@ import importlib.util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lce_torch_bridge import rows
     from lce_torch_bridge._types import LogprobOutput, TopK
     from lce_torch_bridge._way import launch_with
     from lce_torch_bridge.ops._cross_entropy import linear_cross_entropy, linear_entropy
@@ -39,6 +40,7 @@ __all__ = [
     "linear_topk",
     "masked_logprobs",
     "release",
+    "rows",
 ]
 
 _MODULES = {
@@ -50,6 +52,7 @@ _MODULES = {
     "ops._logprobs": ("linear_logprobs",),
     "ops._loss": ("linear_loss",),
     "ops._topk": ("linear_topk",),
+    "rows": ("rows",),
     "through_jax._release": ("release",),
     "through_jax._runtime": ("init",),
 }
@@ -59,7 +62,8 @@ _module_of = {name: module for module, names in _MODULES.items() for name in nam
 def __getattr__(name: str) -> Any:
     if name not in _module_of:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_module_of[name]}"), name)
+    module = importlib.import_module(f"{__name__}.{_module_of[name]}")
+    value = module if name == _module_of[name] else getattr(module, name)
     globals()[name] = value  # the next use finds it without this function
     return value
 

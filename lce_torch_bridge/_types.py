@@ -22,13 +22,14 @@ Entropy_co = TypeVar("Entropy_co", covariant=True)  # a tensor, None, or either
 PLAIN = (torch.Tensor, torch.nn.Parameter)  # types of tensors that nothing else interprets
 PER_CANDIDATE = "candidate_logprobs"  # the one result that is [T, K]; the others are [T]
 DIFFERENTIABLE = ("logprobs", "entropy", "lse", "mean_logit", PER_CANDIDATE)  # results that may have a gradient
+OF_STATS = ("max_logit", "min_logit", "sum_p_squared")  # what ``stats=True`` adds, without a gradient
 
 
 class LogprobOutput(NamedTuple, Generic[Entropy_co]):  # noqa: UP046 mypy takes a parameter in brackets for invariant
     """Per-token results: float32 tensors of ``labels.shape``, or None. Tokens that are not kept are 0.
 
-    All are differentiable but the extremes. ``LogprobOutput[None]`` has no entropy. Where only tensors may be returned,
-    as from a stage of ``torch.distributed.pipelining``, return ``out[:3]``, or your fields.
+    All are differentiable but what ``stats=True`` adds. ``LogprobOutput[None]`` has no entropy. Where only tensors may
+    be returned, as from a stage of ``torch.distributed.pipelining``, return ``out[:3]``, or your fields.
 
     Attributes:
         logprobs: ln p(label), nats. ``out_of_vocab`` says what a label outside the vocabulary has.
@@ -39,6 +40,8 @@ class LogprobOutput(NamedTuple, Generic[Entropy_co]):  # noqa: UP046 mypy takes 
         mean_logit: mean logit over the true vocabulary. None without ``mean_logit=True``.
         candidate_logprobs: ``[..., K]``, ln p of each id in ``candidates``, nats; 0 where the id is none or out of
             vocabulary. None without ``candidates``.
+        sum_p_squared: Σ p² over the true vocabulary, the chance that two draws are the same token, in (0, 1]. None
+            without ``stats=True``.
     """
 
     logprobs: torch.Tensor
@@ -48,6 +51,7 @@ class LogprobOutput(NamedTuple, Generic[Entropy_co]):  # noqa: UP046 mypy takes 
     min_logit: torch.Tensor | None = None
     mean_logit: torch.Tensor | None = None
     candidate_logprobs: torch.Tensor | None = None
+    sum_p_squared: torch.Tensor | None = None
 
 
 class TopK(NamedTuple):
@@ -120,8 +124,7 @@ class Call(NamedTuple):
     def fields(self) -> tuple[str, ...]:
         """The fields that are there, the differentiable ones first."""
         metric = ("entropy",) if self.entropy == "metric" else ()
-        extremes = ("max_logit", "min_logit") if self.stats else ()
-        return (*self.differentiable, *metric, *extremes)
+        return (*self.differentiable, *metric, *(OF_STATS if self.stats else ()))
 
     @property
     def of_programs(self) -> Call:

@@ -15,6 +15,7 @@ class Results(NamedTuple):
     min_logit: np.ndarray
     correct: np.ndarray  # in float64, which knows no ties where float32 rounds two logits to one: see `margin`
     candidate_logprobs: np.ndarray | None = None
+    sum_p_squared: np.ndarray | None = None
 
 
 def _double(x: Any) -> np.ndarray:
@@ -74,7 +75,8 @@ def logprobs(hidden, weight, labels, *, where=None, candidates=None, **options) 
         ids = np.asarray(candidates)
         column = np.where((ids >= 0) & (ids < vocab_size), ids, 0)
         of_candidates = np.take_along_axis(z - lse, column, -1) * (column == ids) * live[..., None]
-    return Results(*(np.where(live, field, 0) for field in fields), of_candidates)
+    squares = np.where(live, (p * p).sum(-1), 0)
+    return Results(*(np.where(live, field, 0) for field in fields), of_candidates, squares)
 
 
 def margin(hidden, weight, labels, **options) -> np.ndarray:

@@ -27,7 +27,7 @@ from tests.mosaic_calls import MULTIPROCESSORS, call, case_of
 from tests.mosaic_interpreter import races_found
 from tests.pairs import pairs_of
 
-FIELDS = ("logprobs", "entropy", "lse", "max_logit", "min_logit")
+FIELDS = ("logprobs", "entropy", "lse", "max_logit", "min_logit", "sum_p_squared")
 COLUMNS = GROUP * KERNELS.tiling.tile  # of a group
 SMALL = H200._replace(core_count=MULTIPROCESSORS)  # each is a block that the interpreter runs
 

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 
 import lce_jax
 from lce_jax import UnsupportedError, _devices
+from lce_jax._types import RESULTS
 from lce_jax.bench.measure import Run, compile_jax, interleave, median
 from lce_jax.bench.problem import BLOCK_BYTES, Problem, bound, error, random_problem
 from lce_jax.bench.shapes import Shape
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 SECONDS = 600  # that a check may take
 REPEATS = 20  # runs whose bits are compared
-NAMES = ("logprobs", "entropy", "lse", "max_logit", "min_logit", "candidate_logprobs")
+NAMES = (*RESULTS, "candidate_logprobs")
 PART = {"gpu": (1003, 1024, 32768), "cpu": (40, 64, 520)}  # tokens, hidden size, vocabulary
 HEAD = {"gpu": (4096, 4096, 151936), "cpu": (64, 64, 1024)}
 

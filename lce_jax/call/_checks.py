@@ -125,7 +125,7 @@ def temperature(value: Any, shape: tuple[int, ...], where: Any = None) -> Any:
 
 def _positive(value: Any, shape: tuple[int, ...], where: Any) -> None:
     known = [x for x in (value, where) if x is not None]
-    if not all(_is_concrete(x) for x in known):
+    if not all(is_concrete(x) for x in known):
         return
     given, *live = jax.device_get(known)
     given = np.broadcast_to(given.astype(np.float64), shape)
@@ -139,7 +139,8 @@ def _positive(value: Any, shape: tuple[int, ...], where: Any) -> None:
         )
 
 
-def _is_concrete(x: Any) -> bool:
+def is_concrete(x: Any) -> bool:
+    """Whether ``x`` has numbers that this process can read."""
     if isinstance(x, jax.core.Tracer | jax.ShapeDtypeStruct):
         return False
     return not isinstance(x, jax.Array) or x.is_fully_addressable

@@ -82,7 +82,7 @@ def fields(
 
     Args:
         entropy: the option of `statistics`, which adds ``weighted``.
-        stats: the option of `statistics`, which adds ``min``.
+        stats: the option of `statistics`, which adds ``min`` and ``squares``.
         total: True adds ``total``, the sum of which `mean_logit` makes the mean logit.
         num_candidates: K of the option ``candidates``.
 

@@ -8,12 +8,12 @@ $a$, softcap $c$), are one factor k per row times a value x per column:
 and, with p = softmax(z):
 
     (1)  statistics of a set of columns:  m = max x,  u = (x - m) k,  s = Σ e^u,  q = Σ u e^u,  t = u[label] if owned,
-                                          and if a loss smooths its labels, Σ x; of each candidate c owned, x_c
+                                          and if asked for Σ e^2u and Σ x, and of each candidate c owned, x_c
     (2)  union of disjoint sets:          M = max mᵢ,  dᵢ = (mᵢ - M) k,  aᵢ = e^dᵢ,  s = Σ sᵢ aᵢ,
                                           q = Σ (qᵢ + dᵢ sᵢ) aᵢ,  t = tᵢ + dᵢ of the owner,  Σ x = Σᵢ Σ x,
-                                          x_c = max x_cᵢ, with -inf where it is not owned
+                                          x_c = max x_cᵢ, with -inf where it is not owned,  Σ e^2u = Σᵢ aᵢ² Σ e^2u
     (3)  results:                         lse = k M + ln s,  logprob = t - ln s,  entropy = ln s - q / s,
-                                          mean = k Σ x / V,  logprob_c = min((x_c - M) k, 0) - ln s
+                                          mean = k Σ x / V,  logprob_c = min((x_c - M) k, 0) - ln s,  Σ p² = Σ e^2u / s²
     (4)  gradient in the logits:          dz = 1_y g_lp + p (-g_lp + g_lse - g_ent (ln p + entropy))
                                              + g_mean / V + Σ_c g_c (1_c - p)
          and, as p = e^u / s,                = 1_y g_lp + g_mean / V + Σ_c 1_c g_c
@@ -163,15 +163,14 @@ def tile_statistics(
     u = distance(x, m[:, None], _along_rows(scale))
     u = u if live is None else jnp.where(live, u, MASKED)
     e = jnp.exp(u)
-    lowest = None
-    if options.stats:
-        lowest = jnp.min(x if live is None else jnp.where(live, x, -MASKED), axis=1)
+    lowest = jnp.min(x if live is None else jnp.where(live, x, -MASKED), axis=1) if options.stats else None
     return ShardStatistics(
         max=m,
         sumexp=jnp.sum(e, axis=1),
         weighted=jnp.sum(u * e, axis=1) if options.entropy else None,
         target=jnp.where(owned, distance(at_target, m, scale), -jnp.inf),
         min=lowest,
+        squares=jnp.sum(e * e, axis=1) if options.stats else None,
         total=jnp.sum(x if live is None else jnp.where(live, x, 0.0), axis=1) if options.mean_logit else None,
         candidates=at_candidates,
     )
@@ -205,12 +204,13 @@ def finish(
 
 
 def results(stats: ShardStatistics, scale: Float[Array, "T"] | float, labels: Int[Array, "T"]) -> LogprobOutput:
-    """Those of eq. 3 that every call has. The maximum is multiplied by the k of eq. 0 in eq. 3 and nowhere else."""
+    """Those of eq. 3 that are more than a product. The maximum is multiplied by the k of eq. 0 nowhere else."""
     log_sumexp = jnp.log(stats.sumexp)
     return LogprobOutput(
         logprobs=jnp.where(labels >= 0, stats.target - log_sumexp, 0.0),
         entropy=None if stats.weighted is None else log_sumexp - stats.weighted / stats.sumexp,
         lse=stats.max * scale + log_sumexp,
+        sum_p_squared=None if stats.squares is None else stats.squares / stats.sumexp / stats.sumexp,
     )
 
 

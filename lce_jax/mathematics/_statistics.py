@@ -20,10 +20,12 @@ if TYPE_CHECKING:
     from lce_jax._shapes import Array, Float
 
 MASKED = -1e30  # stands for -inf in a maximum; in float32 it is finite, and so is its difference to any logit
-_NO_COLUMNS = {"max": MASKED, "sumexp": 0.0, "weighted": 0.0, "target": -jnp.inf, "min": -MASKED, "total": 0.0}
-NO_COLUMNS: Any = ShardStatistics(**_NO_COLUMNS, candidates=-jnp.inf)  # type: ignore[arg-type]
+_SUMS = dict.fromkeys(("sumexp", "weighted", "squares", "total"), 0.0)
+_EXTREMES = {"max": MASKED, "target": -jnp.inf, "min": -MASKED, "candidates": -jnp.inf}
+NO_COLUMNS: Any = ShardStatistics(**_SUMS, **_EXTREMES)  # type: ignore[arg-type]
 
 BESIDE = ("total", "candidates")  # the fields that are no results of (1) column by column: (2) adds or picks them
+WITHOUT_GRADIENT = ("min", "squares")  # the fields that no gradient is computed from
 PER_CANDIDATE = ("candidates",)  # the fields that are [T, K], also for K = 1; the others are [T]
 
 
@@ -47,6 +49,11 @@ class Parts(NamedTuple):
 def of_fields(fields: Mapping[str, Any]) -> ShardStatistics:
     """The statistics with these fields; the others are None."""
     return ShardStatistics(**{**dict.fromkeys(ShardStatistics._fields), **fields})
+
+
+def with_gradient(stats: ShardStatistics) -> ShardStatistics:
+    """Without the fields `WITHOUT_GRADIENT`."""
+    return of_fields({name: x for name, x in stats._asdict().items() if name not in WITHOUT_GRADIENT})
 
 
 def empty(num_tokens: int, dtype: jnp.dtype, options: Options) -> ShardStatistics:
@@ -115,6 +122,7 @@ def merge(parts: ShardStatistics, scale: Float[Array, "T"] | float) -> ShardStat
         weighted=None if parts.weighted is None else jnp.sum((parts.weighted + shift * parts.sumexp) * a, axis=0),
         target=jnp.max(parts.target, axis=0) + distance(of_owner, m, scale),
         min=None if parts.min is None else jnp.min(parts.min, axis=0),
+        squares=None if parts.squares is None else jnp.sum(parts.squares * a * a, axis=0),
         total=None if parts.total is None else jnp.sum(parts.total, axis=0),
         candidates=None if parts.candidates is None else jnp.max(parts.candidates, axis=0),
     )
@@ -143,7 +151,7 @@ def _added(one: ShardStatistics, other: ShardStatistics) -> ShardStatistics:
         x, y = getattr(one, name), getattr(other, name)
         return None if x is None else operation(x, y)
 
-    sums = {name: of(name, jnp.add) for name in ("sumexp", "weighted", "total")}
+    sums = {name: of(name, jnp.add) for name in ("sumexp", "weighted", "squares", "total")}
     extremes = {name: of(name, jnp.maximum) for name in ("max", "target", "candidates")}
     return of_fields(sums | extremes | {"min": of("min", jnp.minimum)})
 
@@ -192,6 +200,7 @@ def _relative_to(
         sumexp=part.sumexp * a,
         weighted=None if part.weighted is None else (part.weighted + shift * part.sumexp) * a,
         target=part.target + shift,
+        squares=None if part.squares is None else part.squares * a * a,
     )
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
-from lce_jax._types import Case, Options, ShardStatistics
+from lce_jax._types import RESULTS, Case, Options, ShardStatistics
 from lce_jax.mathematics import _statistics
 from lce_jax.mosaic._geometry import Geometry
 from lce_jax.mosaic._operands import LOG2E
@@ -28,7 +28,14 @@ def names(options: Options) -> list[str]:
 
 def kept(options: Options) -> list[str]:
     """Those of them that gradients have, which a list of launches keeps of each token."""
-    return [name for name in names(options) if name != "min"]
+    return [name for name in names(options) if name not in _statistics.WITHOUT_GRADIENT]
+
+
+def results(options: Options) -> list[str]:
+    """Those of `RESULTS` that the call has."""
+    return [
+        name for i, name in enumerate(RESULTS) if (options.entropy or name != "entropy") and (options.stats or i < 3)
+    ]
 
 
 def array_shape(case: Case, shape: Geometry, num_tiles: int, more_fields: int = 0) -> tuple[int, int, int]:

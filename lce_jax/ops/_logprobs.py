@@ -77,9 +77,9 @@ def linear_logprobs(
         logit_scale: multiplies the float32 logits first (Cohere, MuP): a number, or an array of shape (), which may
             be traced. No gradient.
         entropy: False: ``.entropy`` is None and costs nothing.
-        stats: True fills ``.max_logit`` and ``.min_logit``, extremes of ``z``, and ``.correct``, whether the label's
-            logit is the largest (token accuracy: ``out.correct.mean()``), and with a ``gradient_threshold``
-            ``.dropped_mass``. They have no gradient.
+        stats: True fills ``.max_logit`` and ``.min_logit``, extremes of ``z``, ``.correct``, whether the label's
+            logit is the largest (token accuracy: ``out.correct.mean()``), ``.sum_p_squared``, Σ p² over the vocabulary,
+            and with a ``gradient_threshold`` ``.dropped_mass``. They have no gradient.
         vocab_size: the true size of the vocabulary. Columns from it on are padding: in no sum, with zero gradient,
             whatever they hold. None: every column counts.
         weight_layout: "vh" for ``[V, H]`` (nnx.Embed, PyTorch, Megatron), "hv" for ``[H, V]`` (nnx.Linear kernel).

@@ -11,7 +11,7 @@ nothing there.
 from __future__ import annotations
 
 from lce_jax._devices import for_device
-from lce_jax._types import Device
+from lce_jax._types import RESULTS, Device
 from lce_jax.passes._head import THREADS, Head, refusal
 from lce_jax.passes._kept import live_shape
 from lce_jax.passes._list import Program
@@ -21,6 +21,7 @@ from lce_jax.passes._refusal import UnservedError
 from lce_jax.passes._scale import refusal_to_scale, scale
 
 __all__ = [
+    "RESULTS",
     "THREADS",
     "Device",
     "Head",

@@ -24,7 +24,7 @@ from lce_jax.call._scales import Scales
 from lce_jax.call._spec import Spec
 from lce_jax.mathematics import _logprobs, _temperature
 from lce_jax.mathematics._largest import Largest
-from lce_jax.mathematics._statistics import Normalizer, Parts, along, like
+from lce_jax.mathematics._statistics import Normalizer, Parts, along, like, with_gradient
 from lce_jax.mesh._by_platform import by_platform
 from lce_jax.programs import _per_token
 from lce_jax.reference import _logprobs as reference
@@ -219,7 +219,7 @@ def _coefficients(
         found = of_rows(stats, cotangent, *factors, rows.live)
     else:
         live, of_results = rows.live, cotangent._replace(outputs=LogprobOutput(*cotangent.outputs[:3]))
-        read = stats._replace(min=None, total=None)
+        read = with_gradient(stats)._replace(total=None)
         read = read if live is None else read._replace(sumexp=jnp.where(live, read.sumexp, 1.0))
         found = _in_arithmetic_of(spec, functools.partial(of_rows, where=None), read, of_results, *factors)
         found = found if live is None else jax.tree.map(lambda x: jnp.where(live, x, 0.0), found)

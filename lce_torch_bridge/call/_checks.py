@@ -10,7 +10,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from lce_jax import scalars
-from lce_torch_bridge.tensors._readable import readable
+from lce_torch_bridge.tensors._readable import GATHER, readable
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -21,7 +21,8 @@ def tensors(hidden: Any, weight: Any, labels: Any) -> None:
     floats("weight", weight)
     integers("labels", labels)
     if weight.ndim != 2 or 0 in weight.shape:
-        raise ValueError(f"weight must be [V, H], neither of them 0, got shape {tuple(weight.shape)}")
+        part = f". {GATHER}" if weight.ndim == 1 or 0 in weight.shape else ""  # what FSDP leaves a rank has such shapes
+        raise ValueError(f"weight must be [V, H], neither of them 0, got shape {tuple(weight.shape)}{part}")
     if hidden.ndim < 1 or hidden.shape[-1] != weight.shape[1]:
         raise ValueError(f"hidden {tuple(hidden.shape)} must end in the H of weight [V, H] = {tuple(weight.shape)}")
     if labels.shape != hidden.shape[:-1]:

@@ -26,7 +26,7 @@ from lce_torch_bridge.tensors._main_grad import nothing_like
 from lce_torch_bridge.tensors._torch import Allocated, allocated
 
 # Of a program's results.
-ORDER: tuple[str, ...] = ("logprobs", "entropy", "lse", "max_logit", "min_logit", PER_CANDIDATE)
+ORDER: tuple[str, ...] = (*passes.RESULTS, PER_CANDIDATE)
 
 _forward, _part = functools.cache(passes.forward), functools.cache(passes.part)
 _merge, _backward = functools.cache(passes.merge), functools.cache(passes.backward)

@@ -91,7 +91,8 @@ def linear_logprobs(
             with zero gradient, whatever they hold. None: every column counts, as in Megatron's own cross entropy.
         entropy: True; "metric" computes it without a gradient, which makes the backward cheaper; False: ``.entropy`` is
             None and costs nothing.
-        stats: True fills ``.max_logit`` and ``.min_logit``, extremes of ``z``. They have no gradient.
+        stats: True fills ``.max_logit`` and ``.min_logit``, extremes of ``z``, and ``.sum_p_squared``, Σ p² over the
+            vocabulary (verl's ``sum_pi_squared``). They have no gradient.
         mean_logit: True fills ``.mean_logit``, the mean of ``z`` over the true vocabulary, with a gradient. Label
             smoothing needs it (`linear_cross_entropy`). The kernels for Hopper GPUs do not serve it together with
             a cap.

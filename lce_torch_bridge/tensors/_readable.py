@@ -14,8 +14,9 @@ from lce_torch_bridge._types import PLAIN
 
 GATHER = (
     "If it is a sharded parameter, gather it until the backward is over: make the call inside the forward of the FSDP "
-    "module that holds it, or under deepspeed.zero.GatheredParameters; without a backward, "
-    "FullyShardedDataParallel.summon_full_params does as well"
+    "module that holds it, or write `with deepspeed.zero.GatheredParameters([weight]):` around call and backward; "
+    "without a backward, FullyShardedDataParallel.summon_full_params does as well. FSDP2's DTensor is gathered here: "
+    "pass it itself, not its to_local()"
 )
 
 
@@ -36,8 +37,16 @@ def readable(name: str, x: Any) -> Any:
         return x  # what is inside is looked at where it is computed
     left_by_zero = name == "weight" and x.shape == (0,)  # in place of a parameter that ZeRO-3 has partitioned
     if left_by_zero or (x.numel() and not x.untyped_storage().nbytes()):
-        raise RuntimeError(f"{name} {tuple(x.shape)} has no memory, because it was freed. {GATHER}")
+        raise RuntimeError(f"{name} {tuple(x.shape)} has no memory, because it was {_freed_by(x)}. {GATHER}")
     return x.resolve_neg().resolve_conj()
+
+
+def _freed_by(x: torch.Tensor) -> str:
+    """What has become of a tensor without memory. ZeRO-3 writes what it has partitioned onto the parameter."""
+    whole = getattr(x, "ds_shape", None)
+    if whole is None:
+        return "freed"
+    return f"partitioned by ZeRO-3 (ds_shape {tuple(whole)}, ds_status {getattr(x, 'ds_status', None)})"
 
 
 def is_readable(x: Any) -> bool:

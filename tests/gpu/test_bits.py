@@ -81,7 +81,7 @@ def test_jax_and_lists_of_kernels(tokens: int, options: dict[str, Any]) -> None:
         found = lb.linear_logprobs(*tensors, **told)
     finally:
         lb.launch_with(None)
-    for name in ("logprobs", "entropy", "lse", "max_logit", "min_logit"):
+    for name in ("logprobs", "entropy", "lse", "max_logit", "min_logit", "sum_p_squared"):
         if getattr(wanted, name) is not None:
             assert np.array_equal(getattr(wanted, name), getattr(found, name).cpu().numpy()), name
 

@@ -2,13 +2,15 @@
 
 The names of arguments, their order, shapes and results are those of
 SkyRL 0.3.0, skyrl/backends/skyrl_train/distributed/megatron/model_utils.py, ``_fused_lm_head_logprob_apply``;
-NeMo RL at 7ea279a (2026-08-22), nemo_rl/distributed/model_utils.py, ``from_parallel_hidden_states_to_logprobs``;
+NeMo RL at 7ea279a (2026-08-22), nemo_rl/distributed/model_utils.py, ``from_parallel_hidden_states_to_logprobs``,
+``from_parallel_logits_to_logprobs`` and ``from_parallel_logits_to_logprobs_packed_sequences``;
 TRL 1.16.0, trl/kernels/chunked_logprob.py, ``ChunkedLogProbFunction.apply``.
 What they compute is written anew, in float64, on the whole vocabulary: ``tests/recipes/test_trl.py`` runs TRL's own.
 """
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -41,6 +43,22 @@ class NeMoRL:
         """[s, b, h] and tokens [b, s] to [b, s - 1], of each next token."""
         return scores(hidden.transpose(0, 1)[:, :-1], weight, tokens[:, 1:])[0]
 
+    packed_arguments = (
+        "target", "cu_seqlens_padded", "unpacked_seqlen", "vocab_start_index", "vocab_end_index", "group",
+        "inference_only", "cp_group",
+    )  # fmt: skip
+
+    @staticmethod
+    def whole_packed(
+        hidden: torch.Tensor, weight: torch.Tensor, tokens: torch.Tensor, offsets: list[int], length: int
+    ) -> torch.Tensor:
+        """[T, 1, h] and tokens [1, T] to [n, length - 1], sequence by sequence."""
+        found = []
+        for begin, end in itertools.pairwise(offsets):
+            logprobs = scores(hidden[begin : end - 1, 0], weight, tokens[0, begin + 1 : end])[0]
+            found.append(torch.nn.functional.pad(logprobs, (0, length - 1 - len(logprobs))))
+        return torch.stack(found)
+
 
 class TRL:
     arguments = ("hidden", "weight", "bias", "targets", "temperature", "chunk_size", "final_logit_softcapping",
@@ -58,4 +76,5 @@ class TRL:
         z = z / temperature
         logp = z.log_softmax(-1)
         chosen = logp.gather(-1, targets[:, None])[:, 0]
-        return chosen, -(logp.exp() * logp).sum(-1), None, z.mean(-1), z.argmax(-1) == targets
+        squares = (2 * z).logsumexp(-1) - 2 * z.logsumexp(-1)
+        return chosen, -(logp.exp() * logp).sum(-1), squares, z.mean(-1), z.argmax(-1) == targets

@@ -36,7 +36,7 @@ def test_trains_as_with_logits(results: list[dict[str, Any]], name: str) -> None
         assert rank[name]["fell"] > 0.01
 
 
-@pytest.mark.parametrize("name", ["skyrl", "nemo_rl"])
+@pytest.mark.parametrize("name", ["skyrl", "nemo_rl", "nemo_rl_context_parallel", "nemo_rl_packed"])
 def test_functions_of_frameworks(results: list[dict[str, Any]], name: str) -> None:
     for rank in results:
         assert rank[name]["values"] <= NEAR
@@ -55,6 +55,11 @@ def test_arguments_are_the_published_ones(ours: Any, published: Any) -> None:
     assert tuple(inspect.signature(ours).parameters) == published.arguments
 
 
+def test_arguments_of_packed_sequences_are_the_published_ones_after_the_hidden_states() -> None:
+    ours = tuple(inspect.signature(rl_frameworks.nemo_rl_packed_logprobs).parameters)
+    assert ours[2:] == doubles.NeMoRL.packed_arguments
+
+
 def test_a_shard_of_another_size_is_refused() -> None:
     tensors = torch.ones(1, 2, 4), torch.ones(8, 4), torch.zeros(1, 2, dtype=int)
     with pytest.raises(ValueError, match=r"vocab_end_index=16 are not of weight \(8, 4\)"):
@@ -71,15 +76,15 @@ def test_trl(options: tuple[Any, ...]) -> None:
     outputs = (
         *options,
         *((None, 1.0)[len(options) - 2 :] if len(options) < 4 else ()),
-        ("entropy", "mean_logits", "is_top1"),
+        ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1"),
     )
     got, want = (function.apply(*leaves, targets, *outputs) for function in (rl_frameworks.TrlLogprobs, doubles.TRL))
-    for x, y in zip(got[:2] + got[3:4], want[:2] + want[3:4], strict=True):
+    for x, y in zip(got[:4], want[:4], strict=True):
         torch.testing.assert_close(x.double(), y, rtol=2e-6, atol=2e-6)
     assert torch.equal(got[4], want[4])
     assert 6 <= got[4].sum() < 12
     grads = [torch.autograd.grad(x[0].sum() + 0.1 * x[1].sum(), leaves) for x in (got, want)]
     for x, y in zip(*grads, strict=True):
         assert (x - y).norm() <= NEAR * y.norm()
-    with pytest.raises(NotImplementedError, match="keep TRL's own function"):
-        rl_frameworks.TrlLogprobs.apply(*leaves, targets, 1.0, 64, outputs=("log_sum_sq_probs",))
+    only_squares = rl_frameworks.TrlLogprobs.apply(*leaves, targets, 1.0, 64, outputs=("log_sum_sq_probs",))
+    assert [x is None for x in only_squares] == [False, True, False, True, True]

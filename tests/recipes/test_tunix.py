@@ -37,6 +37,13 @@ def test_the_curves_are_those_of_stored_logits(results: dict[str, Any], name: st
     assert found["moved"] >= MOVED
 
 
+def test_packed_sequences(results: dict[str, Any]) -> None:
+    found = results["packed"]
+    assert found["values"] <= 5e-6  # nats, of float32 sums in another order
+    assert found["gradients"] <= NEAR
+    assert found["firsts"] == 0  # no sequence's first token is predicted by another sequence
+
+
 def test_grpo_ran_without_logits(results: dict[str, Any]) -> None:
     assert results["GRPO"]["traced"] >= 2  # the policy's gradient, and the old policy with the reference
     assert results["GRPO"]["last"] > 0  # a KL divergence

@@ -14,6 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
 from examples import fsdp2_sft, megatron_grpo, rl_frameworks
+from lce_torch_bridge import rows
 from tests.recipes import framework_doubles as doubles
 from tests.torch import megatron_models
 
@@ -80,6 +81,50 @@ def nemo_rl(rank: int) -> dict[str, float]:
     return errors((got, dhidden, dweight), (want, wanted[0][rank * 4 :][:4], wanted[1][rank * part :][:part]))
 
 
+def nemo_rl_context_parallel(rank: int) -> dict[str, float]:
+    """Its function on two context-parallel ranks, of which each gives half of the cotangents."""
+    hidden, weight, tokens, seeds = head(b=2, s=8)
+    hidden = hidden.transpose(0, 1).contiguous()
+    whole = [x.double().requires_grad_() for x in (hidden, weight)]
+    want = doubles.NeMoRL.whole(*whole, tokens)
+    mine = [x.requires_grad_() for x in (rows.of_rank(hidden, rank, 2, axis=0), weight.clone())]
+    got = rl_frameworks.nemo_rl_logprobs(*mine, False, tokens, 0, len(weight), alone(rank), False, cp_group())
+    return errors_of_ranks(rank, got, mine, want, whole, seeds[:, :-1], None)
+
+
+def nemo_rl_packed(rank: int) -> dict[str, float]:
+    """Two sequences packed in one row, each of them split over two context-parallel ranks."""
+    hidden, weight, tokens, seeds = head(b=1, s=12)
+    hidden, offsets = hidden.transpose(0, 1).contiguous(), torch.tensor([0, 4, 12])
+    whole = [x.double().requires_grad_() for x in (hidden, weight)]
+    want = doubles.NeMoRL.whole_packed(*whole, tokens, offsets.tolist(), 9)
+    mine = [x.requires_grad_() for x in (rows.of_rank(hidden, rank, 2, axis=0, cu_seqlens=offsets), weight.clone())]
+    vocabulary = 0, len(weight)
+    got = rl_frameworks.nemo_rl_packed_logprobs(*mine, tokens, offsets, 9, *vocabulary, alone(rank), False, cp_group())
+    return errors_of_ranks(rank, got, mine, want, whole, seeds[0, :8].expand(2, 8), offsets)
+
+
+def cp_group() -> torch.distributed.ProcessGroup:
+    """Both ranks."""
+    return torch.distributed.group.WORLD
+
+
+def alone(rank: int) -> torch.distributed.ProcessGroup:
+    """A tensor-parallel group of this rank."""
+    return [torch.distributed.new_group([each]) for each in (0, 1)][rank]
+
+
+def errors_of_ranks(
+    rank: int, got: Any, mine: Any, want: Any, whole: Any, seeds: torch.Tensor, offsets: torch.Tensor | None
+) -> dict[str, float]:
+    """`errors`, of gradients to which each of the two ranks adds half."""
+    dhidden, dweight = torch.autograd.grad(got, mine, seeds / 2)
+    torch.distributed.all_reduce(dweight)
+    wanted = torch.autograd.grad(want, whole, seeds.double())
+    part = rows.of_rank(wanted[0], rank, 2, axis=0, cu_seqlens=offsets)
+    return errors((got, dhidden, dweight), (want, part, wanted[1]))
+
+
 def head(b: int, s: int) -> tuple[torch.Tensor, ...]:
     generator = torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(b, s, 32, generator=generator), torch.randn(128, 32, generator=generator) / 4
@@ -90,6 +135,9 @@ def errors(got: Any, want: Any) -> dict[str, float]:
     """Of the values, and of the gradients by norm."""
     norms = [((x - y).norm() / y.norm()).item() for x, y in zip(got, want, strict=True)]
     return {"values": norms[0], "gradients": max(norms[1:])}
+
+
+FUNCTIONS = (skyrl, nemo_rl, nemo_rl_context_parallel, nemo_rl_packed)
 
 
 def main() -> None:
@@ -104,7 +152,7 @@ def main() -> None:
     parallel_state.destroy_model_parallel()
     with mock.patch.object(megatron_grpo, "score", stored_score):
         results["Megatron"] = difference(fused, megatron_grpo.main())
-    results |= {function.__name__: function(torch.distributed.get_rank()) for function in (skyrl, nemo_rl)}
+    results |= {function.__name__: function(torch.distributed.get_rank()) for function in FUNCTIONS}
     print(json.dumps(results), flush=True)
     torch.distributed.destroy_process_group()
 

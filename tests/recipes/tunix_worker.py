@@ -24,7 +24,7 @@ import numpy as np
 import optax
 from flax import nnx
 from tunix.models.qwen3 import model as qwen3
-from tunix.rl import reshard, rl_cluster
+from tunix.rl import common, reshard, rl_cluster
 from tunix.rl.grpo import grpo_learner
 from tunix.rl.rollout import base_rollout
 from tunix.sft import peft_trainer, utils
@@ -133,8 +133,32 @@ def largest_array(loss: Callable[..., Any]) -> int:
     return max(math.prod(map(int, dims.split(","))) for dims in re.findall(r"\b(?:f32|pred)\[([\d,]+)\]", program))
 
 
+def packed() -> dict[str, float]:
+    """Log-probabilities and gradients of two packed rows, against Tunix's own, at tokens that an answer may have."""
+    graph, state = nnx.split(qwen3.Qwen3(config(True, 64), rngs=nnx.Rngs(0)))
+    tokens = jax.random.randint(jax.random.key(1), (2, 12), 1, 64)
+    ids = jnp.array([[1] * 5 + [2] * 4 + [0] * 3, [1] * 2 + [2] * 10])
+    places = jnp.array([[*range(5), *range(4), *range(3)], [*range(2), *range(10)]])
+    counts = (ids > 0) & (places > 0)
+    told: dict[str, Any] = {"segment_ids": ids, "segment_positions": places, "temperature": 0.7, "stop_gradient": False}
+
+    def total(state: Any, function: Callable[..., Any]) -> Any:
+        logps = function(graph, state, tokens[:, :0], tokens, 0, 1, **told)
+        return jnp.sum(jnp.where(counts, logps, 0.0) * jnp.arange(1.0, 13.0)), logps
+
+    functions = tunix_head.per_token_logps, common.compute_per_token_logps
+    ((_, got), grads), ((_, want), wanted) = (jax.value_and_grad(total, has_aux=True)(state, f) for f in functions)
+    norms = [jnp.linalg.norm(x) for x in jax.tree.leaves(wanted)]
+    off = [jnp.linalg.norm(x) for x in jax.tree.leaves(jax.tree.map(jnp.subtract, grads, wanted))]
+    return {
+        "values": float(jnp.max(jnp.abs(jnp.where(counts, got - want, 0.0)))),
+        "gradients": float(max(off) / max(norms)),
+        "firsts": float(jnp.max(jnp.abs(jnp.where(places == 0, got, 0.0)))),
+    }
+
+
 def main() -> None:
-    results = {}
+    results: dict[str, Any] = {"packed": packed()}
     mesh = jax.sharding.Mesh(np.asarray(jax.devices()).reshape(2, 2), ("fsdp", "tp"))
     for tied in (False, True):
         start = nnx.state(qwen3.Qwen3(config(tied, 256), rngs=nnx.Rngs(0)), nnx.Param)

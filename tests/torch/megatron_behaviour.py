@@ -92,6 +92,7 @@ def result(tp: int, model: Options, _options: Options) -> Result:
     out = call(it.model, batch, stats=True, mean_logit=True, temperature=0.7)
     z = it.model(*batch.inputs) / 0.7
     want = {"lse": z.logsumexp(-1), "max_logit": z.amax(-1), "min_logit": z.amin(-1), "mean_logit": z.mean(-1)}
+    want["sum_p_squared"] = z.softmax(-1).square().sum(-1)
     without = call(it.model, batch, entropy=False)
     accumulating = call(subject(tp, fusion=True, **model).model, batch)  # not in DDP: there is no main_grad
     return {

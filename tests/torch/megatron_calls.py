@@ -12,6 +12,7 @@ import torch
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 from torch.utils.checkpoint import checkpoint
 
+from lce_torch_bridge import LogprobOutput
 from lce_torch_bridge.megatron import fused_output_layer, output_processor
 from tests.torch import megatron_models
 from tests.torch.megatron_models import VOCAB, Batch
@@ -123,7 +124,11 @@ def fused(it: Subject, batch: Batch, **options: Any) -> Iterator[Outputs]:
         call = checkpointed(call, reentrant=it.checkpoint == "reentrant")
     with inside:
         out = call(*batch.inputs)
-        found = (*out[..., :2].unbind(-1), out[..., 2:]) if it.wrapper else (*out[:2], out[-1])
+        found = (
+            (*out[..., :2].unbind(-1), out[..., 2:])
+            if it.wrapper
+            else (*out[:2], LogprobOutput(*out).candidate_logprobs)
+        )
         yield found if "candidates" in options else found[:2]
 
 

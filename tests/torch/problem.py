@@ -111,7 +111,9 @@ def stored(
     # Out of vocabulary: the value is 0 and the gradient that of -lse.
     logprobs = torch.where(inside, at_label, lse.detach() - lse)
     entropy = -(logp.exp() * logp).sum(-1)
-    return LogprobOutput(logprobs, entropy, lse, z.amax(-1), z.amin(-1), z.mean(-1), of_candidates)
+    return LogprobOutput(
+        logprobs, entropy, lse, z.amax(-1), z.amin(-1), z.mean(-1), of_candidates, logp.exp().square().sum(-1)
+    )
 
 
 def stored_logits(

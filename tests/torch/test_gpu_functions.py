@@ -94,3 +94,18 @@ def test_the_most_likely_tokens() -> None:
     assert p.value_error(z.gather(1, top.ids), want.values) < VALUE
     assert p.value_error(top.logprobs, want.values - z.logsumexp(1, keepdim=True)) < VALUE
     assert (top.ids == want.indices).double().mean() > 0.999
+
+
+def test_logits_are_float32_and_never_rounded(implementation: str) -> None:
+    problem = draw(1000, 1024, 16000)
+    z = torch.mm(problem.hidden, problem.weight.t(), out_dtype=torch.float32)
+    out = linear_logprobs(*problem, implementation=implementation)
+
+    def scores(z: torch.Tensor) -> list[torch.Tensor]:
+        logp = z.log_softmax(-1)
+        return [logp.gather(-1, problem.labels[:, None])[:, 0], -(logp.exp() * logp).sum(-1)]
+
+    for got, want, rounded in zip(out[:2], scores(z), scores(z.bfloat16().float()), strict=True):
+        assert got is not None
+        assert p.value_error(got, want) < VALUE
+        assert p.value_error(rounded, want) > 100 * VALUE

@@ -166,7 +166,9 @@ def test_result(results: Results, case: Case) -> None:
     assert result["dtypes"] == "{torch.float32}"
     assert result["contiguous"]
     assert result["without DDP"]
-    assert result["absent"] == "['entropy', 'max_logit', 'min_logit', 'mean_logit', 'candidate_logprobs']"
+    assert (
+        result["absent"] == "['entropy', 'max_logit', 'min_logit', 'mean_logit', 'candidate_logprobs', 'sum_p_squared']"
+    )
     assert result["error"] <= VALUES
 
 

@@ -31,8 +31,8 @@ PARITY = [pytest.param(test, marks=pytest.mark.slow if test.name in SLOW else ()
 def test_case(test: cases.TestCase) -> None:
     problem, options, seeds = p.from_case(test)
     out, (dhidden, dweight) = p.gradients(problem, seeds, **options)
-    shapes = [problem.labels.shape] * (len(out) - 1) + [(*problem.labels.shape, test.K)]
-    for field, shape in zip(out, shapes, strict=True):
+    for name, field in out._asdict().items():
+        shape = problem.labels.shape + ((test.K,) if name == "candidate_logprobs" else ())
         assert field is None or (field.shape == shape and field.dtype == torch.float32)
     assert (out.candidate_logprobs is None) == (test.K == 0)
     assert dhidden.dtype == problem.hidden.dtype

@@ -143,6 +143,31 @@ def test_what_zero_leaves_in_place_of_a_weight() -> None:
             call()
 
 
+def test_what_zero_says_of_a_partitioned_weight() -> None:
+    """deepspeed.zero.Init and the engine put these attributes on each parameter."""
+    weight = torch.nn.Parameter(torch.empty(0))
+    weight.ds_shape, weight.ds_status = torch.Size((10, 8)), "ZeroParamStatus.NOT_AVAILABLE"  # type: ignore[attr-defined]
+    said = (
+        r"weight \(0,\) has no memory, because it was partitioned by ZeRO-3 \(ds_shape \(10, 8\), "
+        r"ds_status ZeroParamStatus.NOT_AVAILABLE\)\. .* `with deepspeed.zero.GatheredParameters\(\[weight\]\):` around"
+    )
+    for function, given in CALLS.values():
+        if "weight" in given:
+            with pytest.raises(RuntimeError, match=said):
+                function(**given | {"weight": weight})
+    weight.data = GOOD.weight  # gathered, as the message says
+    assert torch.equal(bridge.linear_logprobs(GOOD.hidden, weight, GOOD.labels).lse, bridge.linear_logprobs(*GOOD).lse)
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (24,)])  # what FSDP2 and FSDP1 may leave a rank
+def test_a_ranks_part_of_a_weight(shape: tuple[int, ...]) -> None:
+    for function in (bridge.linear_logprobs, bridge.linear_cross_entropy):
+        with pytest.raises(
+            ValueError, match=r"got shape \(.*,.*\)\. .* the FSDP module that holds it, .* not its to_local"
+        ):
+            function(GOOD.hidden, torch.ones(shape), GOOD.labels)
+
+
 @pytest.mark.parametrize("call", list(BACKWARD)[:2])
 def test_negated_cotangents(call: str) -> None:
     leaves = GOOD.leaves()

@@ -8,13 +8,14 @@ memory, rounded, relative to the tile's own maximum, which is kept beside them.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from lce_jax._types import Case, ShardStatistics
+from lce_jax._types import Case, Options, ShardStatistics
+from lce_jax.mathematics._statistics import of_fields
 from lce_jax.mosaic._cache import FP16_SHIFT, Cache
 from lce_jax.mosaic._geometry import geometry
 from lce_jax.mosaic._operands import Prepared
@@ -105,6 +106,20 @@ def _kernel(
     slots = None if cache is None else machine.staging(matmul, TILE_N, hidden.dtype)
     _logits.walk_logits(machine, matmul, hidden, weight, span, consume, slots)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def sums(options: Options, u: Array, e: Array) -> list[Array]:
+    """Σ e of a block of columns, and Σ u·e and Σ e² if the call has them."""
+    found = [jnp.sum(e, axis=1)]
+    found += [jnp.sum(e * u, axis=1)] if options.entropy else []
+    found += [jnp.sum(e * e, axis=1)] if options.stats else []
+    return found
+
+
+def of_sums(options: Options, found: Sequence[Array], **extremes: Array | None) -> ShardStatistics:
+    """A tile's statistics from its `sums`, and what are none."""
+    names = ["sumexp", *["weighted"] * options.entropy, *["squares"] * options.stats]
+    return of_fields(extremes | dict(zip(names, found, strict=True)))
 
 
 def store(refs: Refs, where: Where, rows: Callable[[], Any], stats: ShardStatistics) -> None:

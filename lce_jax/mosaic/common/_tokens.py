@@ -168,7 +168,7 @@ def finish(
             size. Where one differs from this shard's, the results are NaN.
     """
     options = case.options
-    count = 2 + options.entropy + 2 * options.stats
+    count = len(_partial_statistics.results(options))
     outputs = [jax.ShapeDtypeStruct((case.num_tokens,), jnp.float32)] * count
     outputs.append(jax.ShapeDtypeStruct(kept.shape, kept.dtype))
     given = [joined, ids, *(x for x in (temperatures, sizes) if x is not None)]
@@ -208,9 +208,8 @@ def _finish(
         out = _logprobs.finish(stats, k, labels, None, vocab_size).outputs
         if megatron:
             out = out._replace(logprobs=jnp.where(labels >= 0, out.logprobs, -jnp.log(stats.sumexp)))
-        found = [x for x in (out.logprobs, out.entropy, out.lse, out.max_logit, out.min_logit) if x is not None]
-        for ref, x in zip(results, found, strict=True):
-            ref.at[rows.here][...] = x
+        for ref, name in zip(results, _partial_statistics.results(case.options), strict=True):
+            ref.at[rows.here][...] = getattr(out, name)
         if temperature is not None:
             kept.at[rows.of_field(1, stride)][...] = temperature
         first = 1 + has_temperature + case.options.num_candidates

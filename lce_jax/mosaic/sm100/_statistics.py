@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax._types import Options, ShardStatistics
+from lce_jax._types import Options
 from lce_jax.mosaic._pallas import plgpu
 from lce_jax.mosaic._partial_statistics import FLOOR
 from lce_jax.mosaic.common._held import softcap
 from lce_jax.mosaic.common._machine import Tile
-from lce_jax.mosaic.common._statistics import Refs, Where, as_cached, store
+from lce_jax.mosaic.common._statistics import Refs, Where, as_cached, of_sums, store, sums
 from lce_jax.mosaic.common._tiles import ROW_BLOCK, STAGING_COLUMNS, TILE_N
 from lce_jax.mosaic.sm100 import _epilogue
 from lce_jax.mosaic.sm100._epilogue import BLOCKS, HELD, PADDING, without_padding
@@ -37,23 +37,22 @@ def statistics(options: Options, refs: Refs, tile: Tile, where: Where, multiply:
     if refs.cache is not None:
         refs.cache.max.at[where.first_tile + where.number, rows][...] = highest
 
-    def add(i: Any, sums: list[Array]) -> list[Array]:
+    def add(i: Any, found: list[Array]) -> list[Array]:
         u = _distances(z, i, highest, row_scale, options, where)
         e = jnp.exp2(u)
         if refs.cache is not None:
             exponentials = refs.cache.exponentials
             column = where.column + i * STAGING_COLUMNS
             _epilogue.send(as_cached(e, exponentials.dtype), i, slots, rows, exponentials, column)
-        parts = [_at_target(u, target - i * STAGING_COLUMNS, holds), jnp.sum(e, axis=1)]
-        parts += [jnp.sum(e * u, axis=1)] if options.entropy else []
-        return [a + b for a, b in zip(sums, parts, strict=True)]
+        parts = [_at_target(u, target - i * STAGING_COLUMNS, holds), *sums(options, u, e)]
+        return [a + b for a, b in zip(found, parts, strict=True)]
 
-    at_target, sumexp, *weighted = lax.fori_loop(0, BLOCKS, add, [_along(0.0)] * (2 + options.entropy))
+    none = [_along(0.0)] * (2 + options.entropy + options.stats)
+    at_target, *found = lax.fori_loop(0, BLOCKS, add, none)
     z.release()
     owned = (target >= 0) & (target < TILE_N)
     at_target = jnp.where(owned, at_target, -jnp.inf)
-    of_tile = ShardStatistics(highest, sumexp, weighted[0] if weighted else None, at_target, lowest)
-    store(refs, where, lambda: rows, of_tile)
+    store(refs, where, lambda: rows, of_sums(options, found, max=highest, target=at_target, min=lowest))
 
 
 def _along(value: float) -> Array:

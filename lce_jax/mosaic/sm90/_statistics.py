@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax._types import Options, ShardStatistics
+from lce_jax._types import Options
 from lce_jax.mosaic._pallas import plgpu
 from lce_jax.mosaic._partial_statistics import FLOOR
 from lce_jax.mosaic.common._held import softcap
 from lce_jax.mosaic.common._machine import Tile
-from lce_jax.mosaic.common._statistics import Refs, Where, as_cached, store
+from lce_jax.mosaic.common._statistics import Refs, Where, as_cached, of_sums, store, sums
 from lce_jax.mosaic.common._tiles import STAGING_COLUMNS, TILE_N
 from lce_jax.mosaic.sm90 import _epilogue, _vocabulary_mask
 from lce_jax.mosaic.sm90._epilogue import HELD
@@ -40,31 +40,31 @@ def statistics(options: Options, refs: Refs, tile: Tile, where: Where, multiply:
     if refs.cache is not None:
         at_target = _target_logit(z, target, holds)
         send = functools.partial(_send_exponentials, slots, rows(), refs.cache.exponentials, where.column)
-        sumexp, weighted = _sums(z, row_scale, highest, options, send)
+        found = _sums(z, row_scale, highest, options, send)
         refs.cache.max.at[where.first_tile + where.number, rows()][...] = highest
     else:
-        sumexp, weighted = _sums(z, row_scale, highest, options, None)
+        found = _sums(z, row_scale, highest, options, None)
         at_target = _target_logit(z, target, holds)
     owned = (target >= 0) & (target < TILE_N)
     at_target = jnp.where(owned, (at_target - highest) * row_scale, -jnp.inf)
-    store(refs, where, rows, ShardStatistics(highest, sumexp, weighted, at_target, lowest))
+    store(refs, where, rows, of_sums(options, found, max=highest, target=at_target, min=lowest))
 
 
-def _sums(z: Array, row_scale: Array, highest: Array, options: Options, send: Any) -> tuple[Array, Array | None]:
-    """Σ e and Σ u·e of the tile, a block of columns at a time, each block's e handed to ``send``.
+def _sums(z: Array, row_scale: Array, highest: Array, options: Options, send: Any) -> list[Array]:
+    """The `sums` of the tile, a block of columns at a time, each block's e handed to ``send``.
 
     u takes one instruction more than a fused multiply-add, which would not be 0 at the largest column.
     """
-    sums: list[Array] = []
+    found: list[Array] = []
     for i, start in enumerate(range(0, TILE_N, STAGING_COLUMNS)):
         u = z[:, start : start + STAGING_COLUMNS] - HELD.along_rows(highest, STAGING_COLUMNS)
         u = u * HELD.along_rows(row_scale, STAGING_COLUMNS)
         e = jnp.exp2(u)
-        parts = [jnp.sum(e, axis=1)] + ([jnp.sum(e * u, axis=1)] if options.entropy else [])
-        sums = [a + b for a, b in zip(sums, parts, strict=True)] if sums else parts
+        parts = sums(options, u, e)
+        found = [a + b for a, b in zip(found, parts, strict=True)] if found else parts
         if send is not None:
             send(i, e)
-    return sums[0], sums[1] if options.entropy else None
+    return found
 
 
 def _send_exponentials(slots: Any, rows: Any, output: Any, column: Any, i: int, e: Array) -> None:

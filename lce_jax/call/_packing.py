@@ -1,0 +1,140 @@
+"""Where sequences lie in rows of tokens: which token follows which, and which rows a context-parallel rank has."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lce_jax import _jax, scalars
+from lce_jax.call import _checks
+
+if TYPE_CHECKING:
+    from lce_jax._shapes import Array, Bool, Int
+
+
+class Packing(NamedTuple):
+    """Where the sequences of ``[..., L]`` tokens begin and end; of one sequence a row if there is nothing."""
+
+    segment_ids: Array | None = None  # [..., L]
+    padding_segment: int | None = None
+    ends: Array | None = None  # [n + 1], by the sequences' own lengths
+    begins: Array | None = None  # [n + 1], where they lie
+
+
+def of(x: Any, segment_ids: Any, cu_seqlens: Any, cu_seqlens_padded: Any, padding_segment: Any) -> Packing:
+    """What the arguments say of an array ``[..., L]``, checked."""
+    _checks.array("x", x)
+    if x.ndim < 1:
+        raise ValueError("rows of tokens must be [..., L], got an array without dimensions")
+    _whole(x, -1)
+    scalars.packing(segment_ids, cu_seqlens, cu_seqlens_padded, padding_segment)
+    if segment_ids is not None:
+        _checks.label_array(segment_ids, "segment_ids")
+        if tuple(segment_ids.shape) != tuple(x.shape):
+            raise ValueError(f"segment_ids {tuple(segment_ids.shape)} must have the tokens' shape {tuple(x.shape)}")
+        return Packing(jnp.asarray(segment_ids), padding_segment)
+    length = x.shape[-1]
+    ends = offsets("cu_seqlens", cu_seqlens, length)
+    begins = ends if cu_seqlens_padded is None else offsets("cu_seqlens_padded", cu_seqlens_padded, length)
+    if ends is not None and begins is not None:
+        if ends.shape != begins.shape:
+            raise ValueError(f"cu_seqlens_padded {begins.shape} must have the shape of cu_seqlens {ends.shape}")
+        if cu_seqlens_padded is not None and _checks.is_concrete(ends) and _checks.is_concrete(begins):
+            scalars.lengths(np.asarray(ends).tolist(), np.asarray(begins).tolist())
+    return Packing(ends=ends, begins=begins)
+
+
+def offsets(name: str, x: Any, length: int, whole: bool = False, multiple: int = 1) -> Int[Array, "n+1"] | None:
+    """Offsets of sequences in ``length`` tokens, whose numbers are looked at where they are known."""
+    if x is None:
+        return None
+    _checks.label_array(x, name)
+    if x.ndim != 1 or x.size < 2:
+        raise ValueError(f"{name} must be [n + 1] offsets of n sequences, 1 or more, got shape {tuple(x.shape)}")
+    if _checks.is_concrete(x):
+        scalars.offsets(name, np.asarray(x).tolist(), length, whole, multiple)
+    return jnp.asarray(x, jnp.int32)
+
+
+def fill_of(value: Any, x: Any) -> bool | int | float:
+    """``value`` as a number of the kind of ``x``."""
+    return scalars.fill(value, bools=x.dtype == jnp.bool_, integers=jnp.issubdtype(x.dtype, jnp.integer))
+
+
+def length(x: Any, axis: int) -> int:
+    """How many rows an array has along ``axis``."""
+    _checks.array("x", x)
+    axis = scalars.integer("axis", axis)
+    if not -x.ndim <= axis < x.ndim:
+        raise ValueError(f"axis={axis} is no dimension of x {tuple(x.shape)}")
+    _whole(x, axis)
+    return int(x.shape[axis])
+
+
+def _whole(x: Any, axis: int) -> None:
+    """The rows must not be split over an Explicit axis of a mesh, because a neighbour may be on another device."""
+    spec = _jax.partitions(jax.typeof(x).sharding.spec) if isinstance(x, jax.Array) else ()
+    split = dict(enumerate(spec)).get(axis % x.ndim)
+    if split is not None:
+        raise ValueError(
+            f"the rows of {tuple(x.shape)}, in dimension {axis % x.ndim}, are split over {split!r}, an Explicit axis "
+            "of the mesh: shift and order them before they are split, or pass jax.reshard(x, jax.P())"
+        )
+
+
+@functools.partial(jax.jit, static_argnames=("fill", "by"), inline=True)
+def shifted(x: Array, fill: bool | int | float, by: int, packing: Packing) -> Array:
+    """``x`` moved ``by`` places, -1 or 1, within each sequence; ``fill`` where nothing is moved to."""
+    follows = _has_next(x.shape, packing)  # the token at i + 1 is of the same sequence as that at i
+    if by == 1:
+        follows = jnp.roll(follows, 1, axis=-1)
+    return jnp.where(follows, jnp.roll(x, by, axis=-1), jnp.asarray(fill, x.dtype))
+
+
+def _has_next(shape: tuple[int, ...], packing: Packing) -> Bool[Array, "*b L"]:
+    place = jnp.arange(shape[-1], dtype=jnp.int32)
+    inside = place < shape[-1] - 1
+    if packing.segment_ids is not None:
+        ids = packing.segment_ids
+        same = inside & (ids == jnp.roll(ids, -1, axis=-1))
+        return same if packing.padding_segment is None else same & (ids != packing.padding_segment)
+    if packing.ends is None or packing.begins is None:
+        return inside
+    sequence = sequence_of(place, packing.begins)
+    return place - packing.begins[sequence] + 1 < (packing.ends[1:] - packing.ends[:-1])[sequence]
+
+
+def sequence_of(place: Int[Array, "L"], begins: Int[Array, "n+1"]) -> Int[Array, "L"]:
+    """The sequence in which each place lies; the last one after all of them. Sequences may be empty."""
+    found = jnp.searchsorted(begins[1:], place, side="right")
+    return jnp.minimum(found, begins.size - 2).astype(jnp.int32)
+
+
+@functools.partial(jax.jit, static_argnames=("length", "cp_size", "chunks"), inline=True)
+def positions(
+    begins: Int[Array, "n+1"] | None, cp_rank: Int[Array, "*r"] | int, length: int, cp_size: int, chunks: int
+) -> Int[Array, "*r L/cp_size"]:
+    """Where the rows of ranks stand; ``length``, which is nowhere, if the offsets ``begins`` do not fit."""
+    begins = jnp.array([0, length], jnp.int32) if begins is None else begins
+    steps = begins[1:] - begins[:-1]
+    fits = (begins[0] == 0) & (begins[-1] == length) & jnp.all((steps >= 0) & (steps % chunks == 0))
+    rank = jnp.asarray(cp_rank, jnp.int32)[..., None]
+    row = jnp.arange(length // cp_size, dtype=jnp.int32)
+    sequence = sequence_of(row, begins // cp_size)
+    begin = begins[sequence]
+    chunk = jnp.maximum((begins[sequence + 1] - begin) // chunks, 1)
+    inside = row - begin // cp_size
+    # Of the zigzag's two chunks, the second one is as far from the end as the first one from the beginning.
+    number = rank if chunks == cp_size else jnp.where(inside < chunk, rank, chunks - 1 - rank)
+    return jnp.where(fits, begin + number * chunk + inside % chunk, length)
+
+
+def order_of(length: int, cp_size: Any, layout: Any, cu_seqlens: Any) -> Int[Array, "L"]:
+    """The `positions` of all ranks, one after another, from arguments that are checked here."""
+    cp_size, chunks = scalars.chunks_of_ranks(length, cp_size, layout, cu_seqlens is not None)
+    begins = offsets("cu_seqlens", cu_seqlens, length, whole=True, multiple=chunks)
+    return positions(begins, np.arange(cp_size, dtype=np.int32), length, cp_size, chunks).reshape(-1)

@@ -1,0 +1,106 @@
+"""`lce_torch_bridge.rows`: the same cases as `lce_jax.rows`, and Megatron's own split."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+import lce_jax.rows
+from lce_torch_bridge import linear_cross_entropy, rows
+from tests.packed_cases import PACKED, REFUSED, WITHOUT_SEGMENTS, Packed, part_of_rank
+from tests.test_docstrings import entries, sections
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_next_tokens(name: str) -> None:
+    packed, to = PACKED[name], torch.from_numpy
+    ways: list[dict[str, Any]] = [{"cu_seqlens": to(packed.cu_seqlens).int()}]
+    if name in WITHOUT_SEGMENTS:
+        ways[0]["cu_seqlens_padded"] = to(packed.cu_seqlens_padded).int()
+    else:
+        ways.append({"segment_ids": to(packed.segment_ids), "padding_segment": 0})
+    for said in ways:
+        assert np.array_equal(rows.next_tokens(to(packed.tokens), **said), packed.labels)
+        predicted = rows.at_tokens(to(packed.labels) + 0.5, fill=-1, **said)
+        firsts = packed.row([np.append([-1], x[1:] + 0.5)[: len(x)] for x in packed.sequences], -1.0)
+        assert np.array_equal(predicted, firsts)
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("lengths", [[12], [12, 0, 24]])
+def test_ranks(lengths: list[int], layout: Any) -> None:
+    packed, offsets = Packed(lengths), Packed(lengths).cu_seqlens
+    said = {"layout": layout, "cu_seqlens": None if len(lengths) == 1 else torch.from_numpy(offsets)}
+    labels = torch.stack([torch.from_numpy(packed.labels), -torch.from_numpy(packed.labels)])
+    for cp_size in (1, 3):
+        found = [rows.of_rank(labels, rank, cp_size, **said) for rank in range(cp_size)]
+        for rank, part in enumerate(found):
+            assert np.array_equal(part, part_of_rank(labels.numpy(), offsets, rank, cp_size, layout))
+            assert torch.equal(part.t(), rows.of_rank(labels.t(), rank, cp_size, axis=0, **said))
+        in_ranks = rows.in_rank_order(labels, cp_size, **said)
+        assert torch.equal(in_ranks, torch.cat(found, -1))
+        assert torch.equal(rows.in_sequence_order(in_ranks, cp_size, **said), labels)
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("megatron.core"), reason="needs megatron-core")
+def test_the_zigzag_is_megatrons() -> None:
+    from megatron.core.utils import get_batch_on_this_cp_rank
+
+    tokens = torch.arange(48).view(2, 24)
+    for rank in range(3):
+        with (
+            mock.patch("torch.distributed.get_world_size", return_value=3),
+            mock.patch("torch.distributed.get_rank", return_value=rank),
+        ):
+            theirs = get_batch_on_this_cp_rank({"tokens": tokens, "cu_seqlens": None}, False, object())
+        assert torch.equal(rows.of_rank(tokens, rank, 3), theirs["tokens"])
+
+
+def test_the_loss_of_a_packed_row_is_that_of_its_sequences() -> None:
+    packed, V = Packed([7, 4], multiple=4), 32
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 8, generator=generator).requires_grad_() for n in (len(packed.tokens), V))
+    tokens = torch.from_numpy(packed.tokens % V)
+    ends, begins = map(torch.from_numpy, (packed.cu_seqlens, packed.cu_seqlens_padded))
+    labels = rows.next_tokens(tokens, cu_seqlens=ends, cu_seqlens_padded=begins)
+    parts = [
+        linear_cross_entropy(
+            rows.of_rank(hidden, rank, 2, axis=0, cu_seqlens=begins), weight,
+            rows.of_rank(labels, rank, 2, cu_seqlens=begins), reduction="sum",
+        )
+        for rank in (0, 1)
+    ]  # fmt: skip
+    want = torch.zeros(())
+    for begin, length in zip(begins.tolist(), packed.lengths, strict=False):
+        one = slice(begin, begin + length - 1)
+        following = tokens[begin + 1 :][: length - 1]
+        want = want + torch.nn.functional.cross_entropy(hidden[one] @ weight.t(), following, reduction="sum")
+    torch.testing.assert_close(sum(parts), want)
+    grads = [torch.autograd.grad(x, [hidden, weight]) for x in (sum(parts), want)]
+    for got, true in zip(*grads, strict=True):
+        torch.testing.assert_close(got, true)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str) -> None:
+    function, given, message = REFUSED[name]
+    tensors = {key: torch.tensor(x) if isinstance(x, list) else x for key, x in given.items()}
+    with pytest.raises((ValueError, TypeError), match=message):
+        getattr(rows, function)(**tensors)
+
+
+@pytest.mark.parametrize("name", rows.__all__)
+def test_the_words_are_those_of_lce_jax(name: str) -> None:
+    assert rows.__all__ == lce_jax.rows.__all__
+    ours, theirs = (entries(sections(getattr(module, name))["Args"]) for module in (rows, lce_jax.rows))
+    ours.pop("device", None)  # arrays have none to choose
+    same = {
+        key: text.replace("an array of L", "a tensor of L").partition("; it may be traced")[0].rstrip(".")
+        for key, text in theirs.items()
+    }
+    assert {key: text.rstrip(".") for key, text in ours.items()} == same
