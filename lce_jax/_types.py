@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 if TYPE_CHECKING:
-    from jax.lax import PrecisionLike
-
     from lce_jax._shapes import Array, Bool, Float, Int
 
 Entropy_co = TypeVar("Entropy_co", covariant=True)  # an array, None, or either
@@ -71,31 +69,6 @@ class TopK(NamedTuple):
     ids: Int[Array, "*b k"]
     logprobs: Float[Array, "*b k"]
     lse: Float[Array, ...]
-
-
-class CommonOptions(TypedDict, total=False):
-    """The keyword options of `LogprobOptions` that decide no type."""
-
-    temperature: float | Float[Array, "..."]
-    logit_softcap: float | Float[Array, ""] | None
-    logit_scale: float | Float[Array, ""]
-    stats: bool
-    vocab_size: int | None
-    weight_layout: Literal["vh", "hv"]
-    axis_name: str | tuple[str, ...] | None
-    cache_bytes: int
-    precision: PrecisionLike
-    implementation: str | tuple[str, ...] | None
-    bias: Float[Array, "V"] | None
-    candidates: Int[Array, "*b K"] | None
-    gradient_threshold: float
-    vocab_part_size: int | None
-
-
-class LogprobOptions(CommonOptions, total=False):
-    """The keyword options that every public function shares; `linear_logprobs` says what each means."""
-
-    entropy: bool
 
 
 class Results(NamedTuple):

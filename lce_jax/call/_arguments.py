@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from lce_jax import _devices, _dispatch, _jax, scalars
-from lce_jax._types import Case, LogprobOptions, Primals
+from lce_jax._types import Case, Primals
 from lce_jax.call import _checks, _options, _rows
+from lce_jax.call._keywords import LogprobOptions
 from lce_jax.call._options import CallOptions
 from lce_jax.call._rows import Rows
 from lce_jax.call._spec import Spec

@@ -1,16 +1,40 @@
-"""What overloads of public functions take by keyword. ``entropy``, which decides a result's type, they name apart."""
+"""What public functions take by keyword. Overloads name ``entropy`` apart, because it decides a result's type."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypedDict
-
-from lce_jax._types import CommonOptions
+from typing import TYPE_CHECKING, Literal, TypedDict
 
 if TYPE_CHECKING:
+    from jax.lax import PrecisionLike
     from jax.sharding import AbstractMesh, Mesh
 
-    from lce_jax._shapes import Array, Bool
+    from lce_jax._shapes import Array, Bool, Float, Int
     from lce_jax.mesh._layout import Axes
+
+
+class CommonOptions(TypedDict, total=False):
+    """The keyword options of `LogprobOptions` that decide no type."""
+
+    temperature: float | Float[Array, "..."]
+    logit_softcap: float | Float[Array, ""] | None
+    logit_scale: float | Float[Array, ""]
+    stats: bool
+    vocab_size: int | None
+    weight_layout: Literal["vh", "hv"]
+    axis_name: str | tuple[str, ...] | None
+    cache_bytes: int
+    precision: PrecisionLike
+    implementation: str | tuple[str, ...] | None
+    bias: Float[Array, "V"] | None
+    candidates: Int[Array, "*b K"] | None
+    gradient_threshold: float
+    vocab_part_size: int | None
+
+
+class LogprobOptions(CommonOptions, total=False):
+    """The keyword options that every public function shares; `linear_logprobs` says what each means."""
+
+    entropy: bool
 
 
 class MeshKeywords(TypedDict, total=False):

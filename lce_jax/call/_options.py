@@ -14,8 +14,9 @@ import numpy as np
 from jax import lax
 
 from lce_jax import _dispatch, scalars
-from lce_jax._types import LogprobOptions, Options, is_array
+from lce_jax._types import Options, is_array
 from lce_jax.call import _checks
+from lce_jax.call._keywords import LogprobOptions
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from lce_jax._plans import Plan, Surroundings
     from lce_jax._shapes import Bool, Float, Int, Shaped
-    from lce_jax._types import LogprobOptions
+    from lce_jax.call._keywords import LogprobOptions
     from lce_jax.call._spec import Spec
     from lce_jax.mesh._layout import Axes
 

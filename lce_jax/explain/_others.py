@@ -18,7 +18,7 @@ from lce_jax.xla import _kl_plan, _logits_plan
 
 if TYPE_CHECKING:
     from lce_jax._plans import Plan
-    from lce_jax._types import LogprobOptions
+    from lce_jax.call._keywords import LogprobOptions
 
 NOT_OF = {
     "linear_topk": _options.NOT_OF_TOPK,

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, Unpack
 import jax
 import jax.numpy as jnp
 
-from lce_jax._types import LogprobOptions, ShardStatistics
+from lce_jax._types import ShardStatistics
 from lce_jax.call import _arguments, _options
+from lce_jax.call._keywords import LogprobOptions
 from lce_jax.call._rows import Rows
 from lce_jax.call._spec import Spec
 from lce_jax.programs import _shard

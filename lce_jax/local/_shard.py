@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from lce_jax import scalars
-from lce_jax._types import LogprobOptions, LogprobOutput, Options, Results, ShardStatistics
+from lce_jax._types import LogprobOutput, Options, Results, ShardStatistics
 from lce_jax.call import _arguments, _checks, _options
+from lce_jax.call._keywords import LogprobOptions
 from lce_jax.mathematics import _statistics
 from lce_jax.programs import _shard
 

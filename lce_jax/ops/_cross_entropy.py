@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from lce_jax import scalars
-from lce_jax._types import Case, LogprobOptions, Results, is_array
+from lce_jax._types import Case, Results, is_array
 from lce_jax.call import _arguments, _checks, _options, _rows
+from lce_jax.call._keywords import LogprobOptions
 from lce_jax.call._options import CallOptions
 from lce_jax.call._place import Place, Placed, placed
 from lce_jax.mesh import _collectives

@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from lce_jax import _jax
-from lce_jax._types import LogprobOptions, Primals
+from lce_jax._types import Primals
 from lce_jax.call import _arguments, _checks, _options, _rows
 from lce_jax.call._arguments import LayoutOf
+from lce_jax.call._keywords import LogprobOptions
 from lce_jax.call._options import CallOptions
 from lce_jax.call._rows import Rows
 from lce_jax.call._spec import Spec

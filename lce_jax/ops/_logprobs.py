@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, Unpack, overload
 
-from lce_jax._types import LogprobOptions, LogprobOutput
+from lce_jax._types import LogprobOutput
 from lce_jax.call import _options
+from lce_jax.call._keywords import LogprobOptions
 from lce_jax.ops._evaluate import evaluate
 
 if TYPE_CHECKING:

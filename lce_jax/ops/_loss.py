@@ -11,8 +11,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from lce_jax import _dispatch, _jax
-from lce_jax._types import LogprobOptions, LogprobOutput, Results
+from lce_jax._types import LogprobOutput, Results
 from lce_jax.call import _arguments, _checks, _loss, _options
+from lce_jax.call._keywords import LogprobOptions
 from lce_jax.call._loss import Inputs
 from lce_jax.call._options import CallOptions
 from lce_jax.call._spec import Spec

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from jax.sharding import AbstractMesh, Mesh
 
     from lce_jax._shapes import Array, Bool, Float, Int
-    from lce_jax._types import LogprobOptions
-    from lce_jax.call._keywords import ShardedKeywords
+    from lce_jax.call._keywords import LogprobOptions, ShardedKeywords
 
 
 @overload
