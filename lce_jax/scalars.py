@@ -17,12 +17,14 @@ __all__ = [
     "FLOAT32_TINY",
     "INT32_MAX",
     "MOST_CANDIDATES",
+    "bound",
     "candidate_shape",
     "flag",
     "fraction",
     "integer",
     "is_integer",
     "is_temperature",
+    "no_floor_with_threshold",
     "not_negative",
     "num_bytes",
     "num_candidates",
@@ -51,6 +53,13 @@ def number(name: str, value: Any) -> float:
     if not abs(value) <= FLOAT32_MAX:
         raise ValueError(f"{name} must be finite in float32, got {value}")
     return value
+
+
+def bound(name: str, value: Any) -> float:
+    """A number that may be infinite: what lies beyond float32 is."""
+    if isinstance(value, float | np.floating) and np.isinf(float(value)):
+        return float(value)
+    return number(name, value)
 
 
 def positive(name: str, value: Any) -> float:
@@ -118,6 +127,15 @@ def part_size(value: Any, cache_bytes: int, gradient_threshold: float) -> int | 
                 f"backward, whose tiles know no parts. Write {name}=0, or vocab_part_size=None"
             )
     return value
+
+
+def no_floor_with_threshold(gradient_threshold: float) -> None:
+    """A ``logit_floor`` excludes a ``gradient_threshold``."""
+    if gradient_threshold:
+        raise ValueError(
+            f"logit_floor with gradient_threshold={gradient_threshold:g}: what is below the floor has no gradient, and "
+            "no kernel leaves out tiles besides. Write gradient_threshold=0, or logit_floor=None"
+        )
 
 
 def whole_parts(part_size: int | None, columns: int, of_shard: int) -> None:

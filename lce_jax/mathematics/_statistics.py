@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 MASKED = -1e30  # stands for -inf in a maximum; in float32 it is finite, and so is its difference to any logit
 _NO_COLUMNS = {"max": MASKED, "sumexp": 0.0, "weighted": 0.0, "target": -jnp.inf, "min": -MASKED, "total": 0.0}
-NO_COLUMNS: Any = ShardStatistics(**_NO_COLUMNS, candidates=-jnp.inf)  # type: ignore[arg-type]
+NO_COLUMNS: Any = ShardStatistics(**_NO_COLUMNS, candidates=-jnp.inf, support=0.0)  # type: ignore[arg-type]
 
 BESIDE = ("total", "candidates")  # the fields that are no results of (1) column by column: (2) adds or picks them
 PER_CANDIDATE = ("candidates",)  # the fields that are [T, K], also for K = 1; the others are [T]
@@ -79,6 +79,11 @@ def unpack(packed: Float[Array, "*n F T"], widths: Mapping[str, int]) -> ShardSt
     return of_fields(fields)
 
 
+def of_results(stats: ShardStatistics) -> ShardStatistics:
+    """Those that the results of every call are made from, and their gradients."""
+    return stats._replace(min=None, total=None, candidates=None, support=None)
+
+
 def as_parts(stats: ShardStatistics) -> Parts:
     """Those of an implementation that sends one group."""
     beside = of_fields({name: getattr(stats, name) for name in BESIDE})
@@ -117,6 +122,7 @@ def merge(parts: ShardStatistics, scale: Float[Array, "T"] | float) -> ShardStat
         min=None if parts.min is None else jnp.min(parts.min, axis=0),
         total=None if parts.total is None else jnp.sum(parts.total, axis=0),
         candidates=None if parts.candidates is None else jnp.max(parts.candidates, axis=0),
+        support=None if parts.support is None else jnp.sum(parts.support, axis=0),
     )
 
 
@@ -143,7 +149,7 @@ def _added(one: ShardStatistics, other: ShardStatistics) -> ShardStatistics:
         x, y = getattr(one, name), getattr(other, name)
         return None if x is None else operation(x, y)
 
-    sums = {name: of(name, jnp.add) for name in ("sumexp", "weighted", "total")}
+    sums = {name: of(name, jnp.add) for name in ("sumexp", "weighted", "total", "support")}
     extremes = {name: of(name, jnp.maximum) for name in ("max", "target", "candidates")}
     return of_fields(sums | extremes | {"min": of("min", jnp.minimum)})
 
