@@ -17,6 +17,7 @@ from lce_jax.mosaic._pallas import plgpu
 from lce_jax.mosaic._span import Span
 from lce_jax.mosaic._worklist import Batch, Batches, Worklist
 from lce_jax.mosaic.common import _logits
+from lce_jax.mosaic.common._held import Held
 from lce_jax.mosaic.common._machine import Machine, Matmul, Tile
 from lce_jax.mosaic.common._tiles import ROW_BLOCK, TILE_N
 
@@ -51,6 +52,7 @@ def dlogits(
         prepared.mask,
         factors,
         span,
+        *([] if prepared.floor is None else [prepared.floor]),
     )
     return result
 
@@ -66,9 +68,10 @@ def _kernel(
     mask: Any,  # [512]
     factors: Any,  # [3 or 4, Tp]
     scalars: Any,  # a `Span`
-    output: Any,  # [T, columns]
+    *floor_and_output: Any,  # [Tp] if there is a floor, and [T, columns]
 ) -> None:
-    span, refs = Span.unpack(scalars), Refs(targets, scale, holds_target, mask, factors, output)
+    *floor, output = floor_and_output
+    span, refs = Span.unpack(scalars), Refs(targets, scale, holds_target, mask, factors, output, *floor)
     first_tile = _logits.first_tile(span)
 
     def consume(tile: Tile, multiply: Any, slots: Any) -> None:
@@ -138,6 +141,11 @@ class Refs(NamedTuple):
     mask: Any
     factors: Any
     output: Any
+    floor: Any = None
+
+    def floor_of(self, held: Held, rows: Any) -> Float[Array, "rows"] | None:
+        """That of these rows."""
+        return None if self.floor is None else held.load_rows(self.floor, rows)
 
 
 class Where(NamedTuple):

@@ -54,8 +54,6 @@ def _options_refusal(case: Case) -> str | None:
         return "gradient_threshold together with candidates, whose terms lie in tiles that may be left out"
     if options.gradient_threshold and case.vocab_size % ATOM_ROWS:
         return f"gradient_threshold needs V to be a multiple of {ATOM_ROWS}, got {case.vocab_size}"
-    if options.has_floor:
-        return "logit_floor: the kernels' epilogues compare no logit with a floor"
     if options.has_bias:
         return "bias: the kernels' epilogues add none to the products"
     if options.traced_scale and options.logit_softcap is not None:
