@@ -33,6 +33,8 @@ def lower(T: int, H: int, V: int, dtype: str = "bfloat16", **options) -> str:
     if options.pop("temperature", False):
         arrays["temperature"] = jax.ShapeDtypeStruct((T,), jnp.float32)
 
+    if options.pop("floor", False):
+        arrays["logit_floor"] = jax.ShapeDtypeStruct((T,), jnp.float32)
     if options.get("K"):
         arrays["candidates"] = jax.ShapeDtypeStruct((T, options.pop("K")), jnp.int32)
     if options.get("logit_scale") is True:
@@ -66,6 +68,7 @@ CALLS = [
     (2048, 4096, 151936, {**EVERYTHING, "cache_bytes": 1 << 29, "vocab_size": 151669}),
     (8192, 2880, 201088, {"cache_bytes": 1 << 40}),
     (4096, 5120, 262144, {}),
+    (1003, 4096, 32768, {**EVERYTHING, "floor": True, "cache_bytes": 1 << 25, "vocab_size": 32001}),
     (4096, 2048, 64128, {"weight_layout": "hv"}),
     (1, 1024, 32768, {"logit_scale": True, "cache_bytes": 1 << 40}),
 ]
