@@ -17,6 +17,7 @@ __all__ = [
     "FLOAT32_TINY",
     "INT32_MAX",
     "MOST_CANDIDATES",
+    "alone_with_floor",
     "bound",
     "candidate_shape",
     "flag",
@@ -24,7 +25,6 @@ __all__ = [
     "integer",
     "is_integer",
     "is_temperature",
-    "no_floor_with_threshold",
     "not_negative",
     "num_bytes",
     "num_candidates",
@@ -129,8 +129,18 @@ def part_size(value: Any, cache_bytes: int, gradient_threshold: float) -> int | 
     return value
 
 
-def no_floor_with_threshold(gradient_threshold: float) -> None:
-    """A ``logit_floor`` excludes a ``gradient_threshold``."""
+def alone_with_floor(num_candidates: int, mean_logit: bool, gradient_threshold: float) -> None:
+    """A ``logit_floor`` excludes what has no meaning, or no kernel, where each row has a set of tokens of its own."""
+    if num_candidates:
+        raise ValueError(
+            f"logit_floor with candidates, {num_candidates} per token: those below the floor have no log-probability. "
+            "Write candidates=None, or call linear_logits for their logits"
+        )
+    if mean_logit:
+        raise ValueError(
+            "logit_floor with label_smoothing (or mean_logit), a mean over the whole vocabulary. Write "
+            "label_smoothing=0, or logit_floor=None"
+        )
     if gradient_threshold:
         raise ValueError(
             f"logit_floor with gradient_threshold={gradient_threshold:g}: what is below the floor has no gradient, and "

@@ -2,7 +2,7 @@
 
 Dimension letters: T tokens, H hidden size, V vocabulary entries of this rank's shard, P rows of a program (tokens and
 their padding), N ranks of the tensor-parallel group, F statistics, O outputs, S numbers that the backward needs of each
-token: its label, its temperature and its candidates if it has them, and the merged statistics. K candidates.
+token: its label, its temperature, its floor and its candidates if it has them, and the merged statistics. K candidates.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DIFFERENTIABLE = ("logprobs", "entropy", "lse", "mean_logit", PER_CANDIDATE)  # 
 class LogprobOutput(NamedTuple):
     """Per-token results: float32 tensors of ``labels.shape``, or None. Tokens that are not kept are 0.
 
-    All are differentiable but the extremes. Where only tensors may be returned, as from a stage of
+    All are differentiable but the extremes and ``support``. Where only tensors may be returned, as from a stage of
     ``torch.distributed.pipelining``, return ``out[:3]``, or your fields.
 
     Attributes:
@@ -37,6 +37,7 @@ class LogprobOutput(NamedTuple):
         mean_logit: mean logit over the true vocabulary. None without ``mean_logit=True``.
         candidate_logprobs: ``[..., K]``, ln p of each id in ``candidates``, nats; 0 where the id is none or out of
             vocabulary. None without ``candidates``.
+        support: how many tokens a ``logit_floor`` leaves. None without it or ``stats=True``.
     """
 
     logprobs: torch.Tensor
@@ -46,6 +47,7 @@ class LogprobOutput(NamedTuple):
     min_logit: torch.Tensor | None = None
     mean_logit: torch.Tensor | None = None
     candidate_logprobs: torch.Tensor | None = None
+    support: torch.Tensor | None = None
 
 
 class TopK(NamedTuple):
@@ -71,11 +73,13 @@ class Operands(NamedTuple):
     labels: torch.Tensor  # [T] global id; outside [0, vocab_size): out of vocabulary
     temperature: torch.Tensor | None  # [T] float32; None: 1
     candidates: torch.Tensor | None  # [T, K] global ids; outside [0, vocab_size): none
+    floor: torch.Tensor | None = None  # [T] float32, in logits; None: there is none
 
     @property
     def numbers(self) -> int:
         """How many numbers each token comes with."""
-        return 1 + (self.temperature is not None) + (0 if self.candidates is None else self.candidates.shape[1])
+        once = 1 + (self.temperature is not None) + (self.floor is not None)
+        return once + (0 if self.candidates is None else self.candidates.shape[1])
 
 
 class Call(NamedTuple):
@@ -92,6 +96,7 @@ class Call(NamedTuple):
     stats: bool
     mean_logit: bool
     num_candidates: int  # 0: none are asked for
+    has_floor: bool
     megatron: bool  # Megatron's value for labels out of vocabulary
     reduce_grad_hidden: bool
     cache_bytes: int
@@ -119,7 +124,8 @@ class Call(NamedTuple):
         """The fields that are there, the differentiable ones first."""
         metric = ("entropy",) if self.entropy == "metric" else ()
         extremes = ("max_logit", "min_logit") if self.stats else ()
-        return (*self.differentiable, *metric, *extremes)
+        support = ("support",) if self.stats and self.has_floor else ()
+        return (*self.differentiable, *metric, *extremes, *support)
 
     @property
     def of_programs(self) -> Call:
@@ -147,6 +153,7 @@ OF_THE_BRIDGE = (
     "group",
     "mean_logit",
     "num_candidates",
+    "has_floor",
     "megatron",
     "reduce_grad_hidden",
 )  # fields of `Call` that are no options of `lce_jax.local`

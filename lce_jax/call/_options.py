@@ -59,7 +59,7 @@ def of_call(given: LogprobOptions, mean_logit: bool = False) -> CallOptions:
         has_floor=floor is not None,
     )
     if floor is not None:
-        _alone_with_floor(checked)
+        scalars.alone_with_floor(checked.num_candidates, mean_logit, checked.gradient_threshold)
     return CallOptions(
         static=checked,
         temperature=given.get("temperature", 1.0),
@@ -72,21 +72,6 @@ def of_call(given: LogprobOptions, mean_logit: bool = False) -> CallOptions:
         axis_name=_axis_name(given.get("axis_name")),
         implementation=_implementation_names(given.get("implementation")),
     )
-
-
-def _alone_with_floor(options: Options) -> None:
-    """Refuses what has no meaning, or no kernel, over a part of the vocabulary that each token has of its own."""
-    if options.num_candidates:
-        raise ValueError(
-            f"logit_floor with candidates, {options.num_candidates} per token: those below the floor have no "
-            "log-probability. Write candidates=None, or call linear_logits for their logits"
-        )
-    if options.mean_logit:
-        raise ValueError(
-            "logit_floor with label_smoothing, which is a mean over the whole vocabulary. Write label_smoothing=0, or "
-            "logit_floor=None"
-        )
-    scalars.no_floor_with_threshold(options.gradient_threshold)
 
 
 def check_names(

@@ -37,7 +37,7 @@ def why_not(x: Operands, call: Call) -> str | None:
     reason = _device.why_not(x.hidden.device)
     if reason is not None:
         return reason
-    options = {"bias": x.bias is not None, "mean_logit": call.mean_logit}
+    options = {"bias": x.bias is not None, "mean_logit": call.mean_logit, "logit_floor": call.has_floor}
     for name, asked in options.items():
         if asked:
             return f"{name}: no kernel computes what it needs between the others"
