@@ -12,7 +12,7 @@ import pytest
 
 import lce_jax
 import lce_torch_bridge
-from lce_jax import local, losses, passes
+from lce_jax import floors, local, losses, passes
 from lce_jax.bench.__main__ import parser as bench_parser
 from lce_jax.demo.cli import _parser as demo_parser
 from lce_jax.explain.__main__ import parser as explain_parser
@@ -66,7 +66,7 @@ def test_a_step_takes_as_many_lines_as_the_page_says(page, holds, count):
     assert said in (ROOT / page).read_text()
 
 
-MODULES = [lce_jax, losses, local, passes, lce_torch_bridge, megatron]
+MODULES = [lce_jax, losses, floors, local, passes, lce_torch_bridge, megatron]
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
@@ -77,7 +77,7 @@ def test_every_public_name_is_on_an_api_page(module):
     assert len(shown) == len(every)
     if module.__name__ not in shown:  # else the page shows all of the module
         names = {f"{module.__name__}.{name}" for name in module.__all__}
-        assert names - {"lce_jax.local", "lce_jax.losses"} <= shown
+        assert names - {"lce_jax.local", "lce_jax.losses", "lce_jax.floors"} <= shown
 
 
 def test_the_page_on_gpu_generations_names_the_whole_protocol():
