@@ -17,7 +17,6 @@ from lce_jax.mosaic._pallas import plgpu
 from lce_jax.mosaic._span import Span
 from lce_jax.mosaic._worklist import Batch, Batches, Worklist
 from lce_jax.mosaic.common import _logits
-from lce_jax.mosaic.common._held import Held
 from lce_jax.mosaic.common._machine import Machine, Matmul, Tile
 from lce_jax.mosaic.common._tiles import ROW_BLOCK, TILE_N
 
@@ -142,10 +141,6 @@ class Refs(NamedTuple):
     factors: Any
     output: Any
     floor: Any = None
-
-    def floor_of(self, held: Held, rows: Any) -> Float[Array, "rows"] | None:
-        """That of these rows."""
-        return None if self.floor is None else held.load_rows(self.floor, rows)
 
 
 class Where(NamedTuple):

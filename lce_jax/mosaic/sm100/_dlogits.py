@@ -23,7 +23,7 @@ def dlogits(options: Options, refs: Refs, tile: Tile, where: Where, multiply: An
     target = HELD.load_rows(refs.targets, tile_rows) - where.column
     holds = refs.holds_target[tile.row_block, where.number] > 0
     output_rows = _epilogue.rows_of(where.output_row)
-    floor = refs.floor_of(HELD, tile_rows)
+    floor = None if refs.floor is None else HELD.load_rows(refs.floor, tile_rows)
     z = multiply()
 
     def block(i: Any, _: None) -> None:

@@ -22,7 +22,7 @@ def dlogits(options: Options, refs: Refs, tile: Tile, where: Where, multiply: An
     rows = HELD.load_factors(refs.factors, _epilogue.rows_of(tile.row))
     target = HELD.load_rows(refs.targets, _epilogue.rows_of(tile.row)) - where.column
     holds = refs.holds_target[tile.row_block, where.number] > 0
-    floor = refs.floor_of(HELD, _epilogue.rows_of(tile.row))
+    floor = None if refs.floor is None else HELD.load_rows(refs.floor, _epilogue.rows_of(tile.row))
     z = multiply()
     real = functools.partial(without_padding, column=where.column, num_columns=where.num_columns, mask=refs.mask)
     z = real(z) if cap is None else z
