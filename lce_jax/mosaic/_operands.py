@@ -38,6 +38,7 @@ class Marked(NamedTuple):
     targets: Int[Array, "Tp"]
     scale: Float[Array, "Tp"]
     holds_target: Int[Array, "blocks tiles"]  # and columns that are padding
+    floor: Float[Array, "Tp"] | None = None  # as in `Prepared`
 
 
 def prepare(operands: Operands, case: Case, shape: Geometry) -> Prepared:

@@ -28,7 +28,7 @@ def names(options: Options) -> list[str]:
 
 def kept(options: Options) -> list[str]:
     """Those of them that gradients have, which a list of launches keeps of each token."""
-    return [name for name in names(options) if name != "min"]
+    return [name for name in names(options) if name not in ("min", "support")]
 
 
 def array_shape(case: Case, shape: Geometry, num_tiles: int, more_fields: int = 0) -> tuple[int, int, int]:

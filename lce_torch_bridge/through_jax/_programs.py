@@ -170,7 +170,7 @@ def results_of(
         sumexp = jnp.where(merged.sumexp == 0, 1.0, merged.sumexp)  # no token reaches the floor: 0, as elsewhere
         out = out._replace(logprobs=jnp.where(outside, -jnp.log(sumexp), out.logprobs))
     mean = None if merged.total is None else local.mean_logit(merged, **size, **factors)
-    support = None if out.support is None else out.support.astype(jnp.float32)
+    support = None if out.support is None else jnp.where(out.support < 0, jnp.nan, out.support.astype(jnp.float32))
     found = out._asdict() | {"mean_logit": mean, "support": support}
     forward_only: dict[str, Any] = dict.fromkeys(spec.statistics.keys() - spec.merged.keys())
     kept = local.pack(merged._replace(**forward_only))
