@@ -8,9 +8,12 @@ import pytest
 import torch
 
 from lce_torch_bridge import explain, linear_entropy, linear_logprobs, linear_loss
+from lce_torch_bridge._types import Operands
+from lce_torch_bridge.operators import _execute
 from tests import cases
 from tests.torch import problem as p
 from tests.torch.as_gpu import emulated
+from tests.torch.ranks import Ranks
 
 TEST = cases.case("floor", leading=(4, 6), floor=5, stats=True, labels="foreign", temperature="token")
 
@@ -105,3 +108,28 @@ def test_as_a_list_of_launches(monkeypatch: pytest.MonkeyPatch) -> None:
         assert true[0].isnan()
         assert p.value_error(got[1:], true[1:]) < 2e-5
     assert max(map(p.relative_norm, grads, of_jax)) < 5e-3  # bfloat16 rounds by 2⁻⁹
+
+
+@pytest.mark.slow
+def test_lists_of_a_split_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The results of a whole one, the same bits on both ranks. Some rows have no token of their set on a rank."""
+    problem = p.draw(40, 128, 1040, torch.bfloat16)
+    z = p.stored_logits(problem.hidden.double(), problem.weight.double(), torch.arange(1040).expand(40, -1)).sort(-1)[0]
+    floor = ((z[:, -2] + z[:, -3]) / 2).float()
+    with torch.no_grad():
+        want = linear_logprobs(*problem, logit_floor=floor, stats=True)
+    loaded = emulated(monkeypatch)
+    programs = next(loaded)
+    ranks = Ranks(monkeypatch)
+    call = p.told(1040, group="both", implementation="mosaic_gpu", has_floor=True, stats=True)
+    parts = [
+        Operands(problem.hidden, each, None, problem.labels, None, None, floor) for each in problem.weight.chunk(2)
+    ]
+    found = []
+    for ranks.rank in (0, 1, 0, 1):  # what the first two send, the last two receive
+        found.append(_execute.forward(parts[ranks.rank], call, keep_cache=False)[:6])
+    next(loaded, None)
+    assert len(programs) == 4  # a part and a merge on each rank
+    assert all(map(torch.equal, found[2], found[3]))
+    fields = dict(zip(call.fields, found[3], strict=True))
+    assert max(p.value_error(x, getattr(want, name)) for name, x in fields.items()) < 2e-5
