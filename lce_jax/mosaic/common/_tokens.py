@@ -93,8 +93,7 @@ def _prepare(case: Case, fields: tuple[int | None, int | None], in_halves: bool,
     (field, floor_field), given = fields, list(refs)
     temperatures: Any = None if field is None else given.pop(0)
     floors: Any = None if floor_field is None else given.pop(0)
-    numbers, *written = given
-    targets, scale, holds_target, *ids = written[in_halves:]
+    numbers, targets, scale, holds_target, *ids = given[:1] + given[1 + in_halves :]
     floor: Any = None if floor_field is None else ids.pop(0)
     part, block, shape = lax.axis_index("part"), lax.axis_index("rows"), geometry(case, TILING)
     count, stride, start, vocab_size = (numbers[i] for i in range(4))
@@ -133,16 +132,20 @@ def _prepare(case: Case, fields: tuple[int | None, int | None], in_halves: bool,
         pl.when((part == 0) & jnp.logical_not(rows.whole))(pad)
         pl.when((part == 0) & rows.live)(write)
         tile_of_row[...] = lax.shift_right_arithmetic(lax.cond(rows.live, target, lambda: along(-1)), along(TILE_BITS))
-        number = along(part * THREADS) + numbered()
-
-        def step(i: Any, found: Any) -> Any:
-            for j in range(STEP):
-                found = jnp.where(number == tile_of_row[i * STEP + j], 1, found)
-            return found
-
-        holds_target.at[block, block_rows(part)][...] = lax.fori_loop(0, THREADS // STEP, step, along(0))
+        holds_target.at[block, block_rows(part)][...] = _held(along(part * THREADS) + numbered(), tile_of_row)
 
     pl.run_scoped(mark, plgpu.SMEM((THREADS,), jnp.int32))
+
+
+def _held(number: Any, tile_of_row: Any) -> Any:
+    """1 for each tile, by ``number``, that some row has."""
+
+    def step(i: Any, found: Any) -> Any:
+        for j in range(STEP):
+            found = jnp.where(number == tile_of_row[i * STEP + j], 1, found)
+        return found
+
+    return lax.fori_loop(0, THREADS // STEP, step, along(0))
 
 
 def _place(shape: Geometry, column: Any) -> Any:
