@@ -162,7 +162,8 @@ class KernelSet(LiveKernelSet, CandidateKernelSet, Protocol):
             numbers: how many rows there are, the stride of fields, the global id of the shard's first column, and the
                 size of the whole vocabulary.
             ids: memory for the labels in int32, if they come in halves: -1 where they are out of vocabulary.
-            floors: in logits, the field ``floor_field`` of a flat array. None: every column counts.
+            floors: in logits, a flat array. None: every column counts.
+            floor_field: the field of that array that they are.
         """
 
     def finish(
