@@ -32,7 +32,7 @@ ALONE = {
     "padding, stats, softcap, temperature", "chunks of a cache that others read", "candidates that XLA gathers", "hv",
     "candidates, half a cache", "one step over H, shared", "parts, several launches", "chunks, half a cache", "ragged",
     "a shorter last chunk", "dweight added, hv", "parts of an odd V", "one step over H", "rows left out", "parts, hv",
-    "dweight added", "cache", "floor, columns that are no whole atom", "floor, parts",
+    "dweight added", "cache", "floor, columns that are no whole atom", "floor, parts", "floor with everything",
 }  # fmt: skip
 PARAMETERS = [pytest.param(one, marks=[pytest.mark.slow] if one.name in ALONE else []) for one in CALLS]
 

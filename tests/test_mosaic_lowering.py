@@ -62,13 +62,12 @@ def overwrites_cache(text: str) -> bool:
 CALLS = [
     (1, 8192, 16032, {"cache_bytes": 1 << 14}),
     (100, 12288, 18992, {"weight_layout": "hv", "dtype": "float16", "cache_bytes": 1 << 40}),
-    (1003, 704, 19008, {"logit_scale": True, "where": True, "vocab_size": 18100}),
+    (1003, 704, 19008, {"logit_scale": True, "where": True, "vocab_size": 18100, "floor": True, "stats": True}),
     (512, 192, 31040, {"weight_layout": "hv", "entropy": False, "cache_bytes": 1 << 20}),
     (600, 64, 4000, {"cache_bytes": 1 << 20}),
     (2048, 4096, 151936, {**EVERYTHING, "cache_bytes": 1 << 29, "vocab_size": 151669}),
     (8192, 2880, 201088, {"cache_bytes": 1 << 40}),
     (4096, 5120, 262144, {}),
-    (1003, 4096, 32768, {**EVERYTHING, "floor": True, "cache_bytes": 1 << 25, "vocab_size": 32001}),
     (4096, 2048, 64128, {"weight_layout": "hv"}),
     (1, 1024, 32768, {"logit_scale": True, "cache_bytes": 1 << 40}),
 ]

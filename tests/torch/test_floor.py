@@ -87,22 +87,22 @@ def of_kernels(problem: p.Problem, **options: Any) -> Any:
 
 def test_as_a_list_of_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens with a NaN, without a token in the set, with all and with one, beside others."""
-    problem, generator = p.draw(40, 128, 784, torch.bfloat16), torch.Generator().manual_seed(5)
-    problem.labels[:8], problem.labels[0], problem.labels[9] = torch.arange(8) - 4, 7, 784
+    problem, generator = p.draw(40, 128, 520, torch.bfloat16), torch.Generator().manual_seed(5)
+    problem.labels[:8], problem.labels[0], problem.labels[9] = torch.arange(8) - 4, 7, 520
     temperature = torch.rand(40, generator=generator) + 0.5
-    z = p.stored_logits(problem.hidden.double(), problem.weight.double(), torch.arange(784).expand(40, -1)).sort(-1)[0]
+    z = p.stored_logits(problem.hidden.double(), problem.weight.double(), torch.arange(520).expand(40, -1)).sort(-1)[0]
     floor = ((z[:, -30] + z[:, -31]) / 2 / temperature).float()
     floor[:4] = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0])
     floor[5] = float("inf")
     monkeypatch.setattr("lce_torch_bridge.call._checks.may_look_at", lambda _: False)
-    options: Any = dict(logit_floor=floor, temperature=temperature, stats=True, vocab_size=770)
+    options: Any = dict(logit_floor=floor, temperature=temperature, stats=True, vocab_size=510)
     want, of_jax = of_kernels(problem, implementation="xla", **options)
     loaded = emulated(monkeypatch)
     programs = next(loaded)
-    found, grads = of_kernels(problem, cache_bytes=1 << 16, **options)
+    found, grads = of_kernels(problem, **options)
     assert len(programs) == 2
     next(loaded, None)
-    assert found[-1][[1, 2, 5]].tolist() == [0, 770, 1]
+    assert found[-1][[1, 2, 5]].tolist() == [0, 510, 1]
     for got, true in zip(found, want, strict=True):
         assert got[0].isnan()
         assert true[0].isnan()
