@@ -166,7 +166,7 @@ def test_result(results: Results, case: Case) -> None:
     assert result["dtypes"] == "{torch.float32}"
     assert result["contiguous"]
     assert result["without DDP"]
-    assert result["absent"] == "['entropy', 'max_logit', 'min_logit', 'mean_logit', 'candidate_logprobs']"
+    assert result["absent"] == "['entropy', 'max_logit', 'min_logit', 'mean_logit', 'candidate_logprobs', 'support']"
     assert result["error"] <= VALUES
 
 
