@@ -1,6 +1,6 @@
 """Log-probability and entropy of a language-model head, straight from hidden states, without storing the logits."""
 
-from lce_jax import local, losses, rows
+from lce_jax import floors, local, losses, rows
 from lce_jax._plans import Plan
 from lce_jax._types import LogprobOutput, TopK, UnsupportedError
 from lce_jax.explain import explain  # a function in place of the module, which is a command
@@ -19,6 +19,7 @@ __all__ = [
     "TopK",
     "UnsupportedError",
     "explain",
+    "floors",
     "linear_cross_entropy",
     "linear_kl",
     "linear_logits",

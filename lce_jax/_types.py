@@ -33,13 +33,14 @@ class LogprobOutput(NamedTuple, Generic[Entropy_co]):  # noqa: UP046 mypy takes 
         lse: ln Σ exp(logits), nats.
         max_logit: largest logit over the true vocabulary. None without ``stats=True``.
         min_logit: smallest logit over the true vocabulary. None without ``stats=True``.
-        correct: bool, whether the label's logit is the largest, alone or with others. False where the label is out of
-            vocabulary or ``where`` is False. None without ``stats=True``.
+        correct: bool, whether no logit is larger than the label's. False where the label is out of vocabulary or
+            ``where`` is False. None without ``stats=True``.
         candidate_logprobs: ``[..., K]``, ln p of each id in ``candidates``, nats. 0 where the id is none or out of
             vocabulary, or ``where`` is False. None without ``candidates``.
         dropped_mass: the probability in the tiles that ``gradient_threshold`` leaves out of the gradients, in [0, 1].
             0 where nothing is left out. None without ``stats=True`` or with a threshold of 0.
         sum_p_squared: Σ p² over the true vocabulary, in (0, 1]. None without ``stats=True``.
+        support: int32, how many tokens a ``logit_floor`` leaves; -1 where results are NaN. None without both.
     """
 
     logprobs: Float[Array, ...]
@@ -51,9 +52,10 @@ class LogprobOutput(NamedTuple, Generic[Entropy_co]):  # noqa: UP046 mypy takes 
     candidate_logprobs: Float[Array, "*b K"] | None = None
     dropped_mass: Float[Array, ...] | None = None
     sum_p_squared: Float[Array, ...] | None = None
+    support: Int[Array, ...] | None = None
 
 
-RESULTS = ("logprobs", "entropy", "lse", "max_logit", "min_logit", "sum_p_squared")  # of kernels; three of `stats`
+RESULTS = ("logprobs", "entropy", "lse", "max_logit", "min_logit", "sum_p_squared", "support")  # three, then of `stats`
 
 
 class TopK(NamedTuple):
@@ -74,20 +76,21 @@ class TopK(NamedTuple):
 class Results(NamedTuple):
     """The outputs and, if a loss smooths its labels, the mean logit, also differentiable. Or the cotangents of both."""
 
-    outputs: LogprobOutput  # `correct` is 1.0 or 0.0 here, because the cotangents of a bool are float0
+    outputs: LogprobOutput  # all are float: `correct` is 1.0 or 0.0. The cotangents of other types would be float0
     mean_logit: Float[Array, ...] | None = None
 
     @property
     def public(self) -> LogprobOutput:
         """What the public functions return."""
-        correct = self.outputs.correct
-        return self.outputs if correct is None else self.outputs._replace(correct=_is_positive(correct))
+        out = self.outputs
+        return out if out.correct is None else out._replace(**_with_types(out.correct, out.support))
 
 
 @functools.partial(jax.jit, inline=True)
-def _is_positive(x: Array) -> Array:
-    """Jitted: outside ``jit`` the 0 is a transfer, which ``jax.transfer_guard`` may forbid."""
-    return x > 0
+def _with_types(correct: Array, support: Array | None) -> dict[str, Array | None]:
+    """Jitted: outside ``jit`` a number is a transfer, which ``jax.transfer_guard`` may forbid."""
+    whole = jax.tree.map(lambda x: jnp.nan_to_num(x, nan=-1.0).astype(jnp.int32), support)
+    return {"correct": correct > 0, "support": whole}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,6 +110,7 @@ class Options:
     traced_scale: bool = False  # scale or cap is an array: both are in `Rows`, and the numbers here are 1
     gradient_threshold: float = 0.0  # tiles whose every probability is below it are left out of the gradients
     vocab_part_size: int | None = None  # columns of a part of the vocabulary, whose tiles begin at its first column
+    has_floor: bool = False
     top_k: int = 0  # k of `linear_topk`; 0: another function
     function: str = "linear_logprobs"  # the public function that messages name
 
@@ -118,9 +122,10 @@ class Options:
     @property
     def statistics(self) -> dict[str, int]:
         """The fields of `ShardStatistics` that the call has, in order, and how many numbers per token each has."""
-        asked = {"weighted": self.entropy, "min": self.stats, "squares": self.stats, "total": self.mean_logit}
+        asked: dict[str, int] = {"weighted": self.entropy, "min": self.stats, "squares": self.stats}
+        asked |= {"total": self.mean_logit, "candidates": self.num_candidates}
+        asked |= {"support": self.stats and self.has_floor}
         widths = {name: int(asked.get(name, True)) for name in ShardStatistics._fields}
-        widths["candidates"] = self.num_candidates
         return {name: width for name, width in widths.items() if width}
 
     @property
@@ -152,8 +157,7 @@ class Options:
 class Operands(NamedTuple):
     """The arrays of one shard, as an implementation receives them.
 
-    ``num_rows`` and ``num_columns`` bound the work: rows from ``num_rows`` on are never read back and columns from
-    ``num_columns`` on are padding of the vocabulary. Both may be traced.
+    Rows from ``num_rows`` on are never read back, columns from ``num_columns`` on are padding. Both may be traced.
     """
 
     hidden: Float[Array, "T H"]  # in the weight's dtype
@@ -166,6 +170,7 @@ class Operands(NamedTuple):
     raw_scale: Float[Array, "T"] | None = None
     bias: Float[Array, "V"] | None = None  # in the statistics' dtype; added to the raw products
     candidates: Int[Array, "T K"] | None = None  # int32 columns of this shard, -1 where it does not own the id
+    floor: Float[Array, "T"] | None = None  # columns whose x is below it do not count, but for the target; None: all do
 
 
 class ShardStatistics(NamedTuple):
@@ -187,6 +192,7 @@ class ShardStatistics(NamedTuple):
         squares: Σ exp(2u); the sum of p² is squares / s². None without ``stats=True``.
         total: Σ x. None unless a loss smooths its labels.
         candidates: x of each candidate that these columns hold, else -inf. None without ``candidates``.
+        support: how many of these columns count. None without ``stats=True`` and a ``logit_floor``.
     """
 
     max: Float[Array, "T"]
@@ -197,6 +203,7 @@ class ShardStatistics(NamedTuple):
     squares: Float[Array, "T"] | None = None
     total: Float[Array, "T"] | None = None
     candidates: Float[Array, "T K"] | None = None
+    support: Float[Array, "T"] | None = None
 
 
 class Primals[A](NamedTuple):

@@ -19,6 +19,8 @@ __all__ = [
     "IGNORED",
     "INT32_MAX",
     "MOST_CANDIDATES",
+    "alone_with_floor",
+    "bound",
     "candidate_shape",
     "chunks_of_ranks",
     "fill",
@@ -59,6 +61,13 @@ def number(name: str, value: Any) -> float:
     if not abs(value) <= FLOAT32_MAX:
         raise ValueError(f"{name} must be finite in float32, got {value}")
     return value
+
+
+def bound(name: str, value: Any) -> float:
+    """A number that may be infinite: what lies beyond float32 is."""
+    if isinstance(value, float | np.floating) and np.isinf(float(value)):
+        return float(value)
+    return number(name, value)
 
 
 def positive(name: str, value: Any) -> float:
@@ -126,6 +135,25 @@ def part_size(value: Any, cache_bytes: int, gradient_threshold: float) -> int | 
                 f"backward, whose tiles know no parts. Write {name}=0, or vocab_part_size=None"
             )
     return value
+
+
+def alone_with_floor(num_candidates: int, mean_logit: bool, gradient_threshold: float) -> None:
+    """A ``logit_floor`` excludes what has no meaning, or no kernel, where each row has a set of tokens of its own."""
+    if num_candidates:
+        raise ValueError(
+            f"logit_floor with candidates, {num_candidates} per token: those below the floor have no log-probability. "
+            "Write candidates=None, or call linear_logits for their logits"
+        )
+    if mean_logit:
+        raise ValueError(
+            "logit_floor with label_smoothing (or mean_logit), a mean over the whole vocabulary. Write "
+            "label_smoothing=0, or logit_floor=None"
+        )
+    if gradient_threshold:
+        raise ValueError(
+            f"logit_floor with gradient_threshold={gradient_threshold:g}: what is below the floor has no gradient, and "
+            "no kernel leaves out tiles besides. Write gradient_threshold=0, or logit_floor=None"
+        )
 
 
 def whole_parts(part_size: int | None, columns: int, of_shard: int) -> None:

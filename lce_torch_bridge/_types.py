@@ -2,7 +2,7 @@
 
 Dimension letters: T tokens, H hidden size, V vocabulary entries of this rank's shard, P rows of a program (tokens and
 their padding), N ranks of the tensor-parallel group, F statistics, O outputs, S numbers that the backward needs of each
-token: its label, its temperature and its candidates if it has them, and the merged statistics. K candidates.
+token: its label, its temperature, its floor and its candidates if it has them, and the merged statistics. K candidates.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ class LogprobOutput(NamedTuple, Generic[Entropy_co]):  # noqa: UP046 mypy takes 
             vocabulary. None without ``candidates``.
         sum_p_squared: Σ p² over the true vocabulary, the chance that two draws are the same token, in (0, 1]. None
             without ``stats=True``.
+        support: how many tokens a ``logit_floor`` leaves. None without it or ``stats=True``.
     """
 
     logprobs: torch.Tensor
@@ -52,6 +53,7 @@ class LogprobOutput(NamedTuple, Generic[Entropy_co]):  # noqa: UP046 mypy takes 
     mean_logit: torch.Tensor | None = None
     candidate_logprobs: torch.Tensor | None = None
     sum_p_squared: torch.Tensor | None = None
+    support: torch.Tensor | None = None
 
 
 class TopK(NamedTuple):
@@ -77,11 +79,13 @@ class Operands(NamedTuple):
     labels: torch.Tensor  # [T] global id; outside [0, vocab_size): out of vocabulary
     temperature: torch.Tensor | None  # [T] float32; None: 1
     candidates: torch.Tensor | None  # [T, K] global ids; outside [0, vocab_size): none
+    floor: torch.Tensor | None = None  # [T] float32, in logits; None: there is none
 
     @property
     def numbers(self) -> int:
         """How many numbers each token comes with."""
-        return 1 + (self.temperature is not None) + (0 if self.candidates is None else self.candidates.shape[1])
+        once = 1 + (self.temperature is not None) + (self.floor is not None)
+        return once + (0 if self.candidates is None else self.candidates.shape[1])
 
 
 class Call(NamedTuple):
@@ -98,6 +102,7 @@ class Call(NamedTuple):
     stats: bool
     mean_logit: bool
     num_candidates: int  # 0: none are asked for
+    has_floor: bool
     megatron: bool  # Megatron's value for labels out of vocabulary
     reduce_grad_hidden: bool
     cache_bytes: int
@@ -124,7 +129,8 @@ class Call(NamedTuple):
     def fields(self) -> tuple[str, ...]:
         """The fields that are there, the differentiable ones first."""
         metric = ("entropy",) if self.entropy == "metric" else ()
-        return (*self.differentiable, *metric, *(OF_STATS if self.stats else ()))
+        support = ("support",) if self.stats and self.has_floor else ()
+        return (*self.differentiable, *metric, *(OF_STATS if self.stats else ()), *support)
 
     @property
     def of_programs(self) -> Call:
@@ -152,6 +158,7 @@ OF_THE_BRIDGE = (
     "group",
     "mean_logit",
     "num_candidates",
+    "has_floor",
     "megatron",
     "reduce_grad_hidden",
 )  # fields of `Call` that are no options of `lce_jax.local`

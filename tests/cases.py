@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tests import oracle
+
 
 @dataclasses.dataclass(frozen=True)
 class TestCase:
@@ -28,6 +30,7 @@ class TestCase:
     bias: str | None = None  # the bias's dtype
     labels: str = "valid"  # "valid" | "foreign": a third are out of vocabulary
     K: int = 0  # candidates per token
+    floor: int = 0  # tokens that reach the floor; 0: there is none
     options: tuple[tuple[str, Any], ...] = ()
 
     def __str__(self) -> str:
@@ -120,6 +123,23 @@ CANDIDATES = [
 ]  # fmt: skip
 
 
+FLOORS = [
+    case("floor", floor=5, stats=True, labels="foreign"),
+    case("floor and everything", floor=30, leading=(4, 6), H=31, V=5128, vocab_size=5113, temperature="token",
+         where="nan", labels="foreign", logit_softcap=4.0, logit_scale=-1.3, stats=True, weight_layout="hv", spread=3.0,
+         bias="float32"),
+    case("floor of one token, bfloat16", floor=1, dtype="bfloat16", leading=(64,), H=128, V=512, entropy=False,
+         cache_bytes=1 << 20),
+]  # fmt: skip
+
+
+def draw_floor(test: TestCase, operands: Any, options: dict[str, Any]) -> jax.Array:
+    """Floors that so many logits reach, in the middle between two: no rounding moves a token over them."""
+    hidden, weight, labels = operands
+    z = np.sort(oracle.logits(hidden.astype(weight.dtype), weight, labels, **options), axis=-1)
+    return jnp.asarray((z[..., -test.floor] + z[..., -test.floor - 1]) / 2, jnp.float32)
+
+
 def draw_candidates(test: TestCase, labels: np.ndarray, seed: int) -> np.ndarray:
     """Ids of which some are none, out of vocabulary, in the last column, equal to the label, or occur twice."""
     rng = np.random.default_rng(seed + 2)
@@ -167,6 +187,8 @@ def draw(test: TestCase, seed: int = 0) -> tuple[jax.Array, jax.Array, jax.Array
         of_candidates = np.random.default_rng(seed + 3).standard_normal((*test.leading, test.K))
         seeds.append(jnp.asarray(of_candidates, jnp.float32))
     arrays = (jnp.asarray(hidden, hidden_dtype), jnp.asarray(weight, dtype), jnp.asarray(labels, jnp.int32))
+    if test.floor:
+        options["logit_floor"] = draw_floor(test, arrays, options)
     return *arrays, options, seeds
 
 

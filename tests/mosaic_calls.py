@@ -106,6 +106,13 @@ CALLS = [
     call("parts, several launches", T=40, H=64, V=8500, statistics_bytes=11_000, vocab_part_size=4200),
     call("parts of an odd V", T=40, V=777, num_columns=775, vocab_part_size=256),
     call("parts, hv", T=40, V=832, weight_layout="hv", vocab_part_size=192),
+    call("floor, columns that are no whole atom", has_floor=True, T=100, V=777, num_columns=775, entropy=False,
+         chunk=1),
+    call(
+        "floor with everything", shared=True, has_floor=True, T=264, H=64, V=1000, num_rows=100, num_columns=700,
+        logit_softcap=3.0, temperature=True, cache_bytes=300_000, stats=True,
+    ),
+    call("floor, parts", has_floor=True, T=40, H=64, V=777, num_columns=775, vocab_part_size=256, stats=True),
     call("hv with a narrow swizzle and a cache", shared=True, weight_layout="hv", cache_bytes=1 << 30, entropy=False),
 ]  # fmt: skip
 
@@ -129,12 +136,27 @@ def draw(test: Call) -> tuple[Operands, Results]:
         num_columns=jnp.int32(columns) if test.traced_columns else test.num_columns,
         candidates=draw_candidates(test, columns) if test.options.num_candidates else None,
     )
+    if test.options.has_floor:
+        operands = operands._replace(floor=draw_floor(test, operands, columns))
     seeds = [jnp.asarray(np.where(live, rng.standard_normal(test.T), 0), jnp.float32) for _ in range(4)]
     outputs = LogprobOutput(*seeds[:3])
     if test.options.num_candidates:
         of_candidates = np.where(live[:, None], rng.standard_normal((test.T, test.options.num_candidates)), 0)
         outputs = outputs._replace(candidate_logprobs=jnp.asarray(of_candidates, jnp.float32))
     return operands, Results(outputs, mean_logit=seeds[3] if test.options.mean_logit else None)
+
+
+def draw_floor(test: Call, operands: Operands, columns: int) -> jax.Array:
+    """In the middle between two logits, so that no rounding moves one over it; all or none reach some of them."""
+    rng, matrix = np.random.default_rng(2), np.asarray(operands.weight, np.float64)
+    matrix = matrix if test.options.weight_layout == "vh" else matrix.T
+    x = np.sort(np.asarray(operands.hidden, np.float64) @ matrix[:columns].T, axis=1)
+    place = rng.integers(0, columns - 1, (test.T, 1))
+    floor = (np.take_along_axis(x, place, 1) + np.take_along_axis(x, place + 1, 1))[:, 0] / 2
+    if test.options.logit_softcap is not None:
+        floor = np.tanh(floor / test.options.logit_softcap)
+    floor[:2], floor[2:4] = -np.inf, np.where(operands.targets[2:4] < 0, 0, np.inf)
+    return jnp.asarray(floor, jnp.float32)
 
 
 def draw_candidates(test: Call, columns: int) -> jax.Array:

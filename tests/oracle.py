@@ -16,6 +16,7 @@ class Results(NamedTuple):
     correct: np.ndarray  # in float64, which knows no ties where float32 rounds two logits to one: see `margin`
     candidate_logprobs: np.ndarray | None = None
     sum_p_squared: np.ndarray | None = None
+    support: np.ndarray | None = None
 
 
 def _double(x: Any) -> np.ndarray:
@@ -34,10 +35,19 @@ def _logits(hidden, weight, bias, temperature, logit_softcap, logit_scale, vocab
     return (z / temperature)[..., :vocab_size], (slope / temperature)[..., :vocab_size]
 
 
-def _softmax(z):
-    m = z.max(-1, keepdims=True)
-    lse = m + np.log(np.exp(z - m).sum(-1, keepdims=True))
-    return lse, np.exp(z - lse)
+def _softmax(z, inside):
+    """Over the columns ``inside``; 0 at the others."""
+    m = z.max(-1, keepdims=True, where=inside, initial=-np.inf)
+    e = np.where(inside, np.exp(np.minimum(z - m, 0)), 0)
+    return m + np.log(e.sum(-1, keepdims=True)), e / e.sum(-1, keepdims=True)
+
+
+def _inside(z, labels, logit_floor):
+    """The columns that reach the floor, and the label's."""
+    if logit_floor is None:
+        return np.ones(z.shape, bool)
+    floor = np.broadcast_to(_double(logit_floor), labels.shape)[..., None]
+    return (z >= floor) | (labels[..., None] == np.arange(z.shape[-1]))
 
 
 def _vocabulary_by_hidden(weight, weight_layout):
@@ -57,39 +67,44 @@ def logits(
     return _logits(hidden, weight, bias, temperature, logit_softcap, logit_scale, vocab_size)[0]
 
 
-def logprobs(hidden, weight, labels, *, where=None, candidates=None, **options) -> Results:
+def logprobs(hidden, weight, labels, *, where=None, candidates=None, logit_floor=None, **options) -> Results:
     """Forward results; rows with ``where`` False are 0."""
     labels = np.asarray(labels).astype(object) if np.asarray(labels).dtype == np.uint64 else np.asarray(labels)
     live = np.ones(labels.shape, bool) if where is None else np.asarray(where)
     z = logits(hidden, weight, labels, where=where, **options)
     vocab_size = z.shape[-1]
-    lse, p = _softmax(z)
+    inside = _inside(z, labels, logit_floor)
+    lse, p = _softmax(z, inside)
     owned = (labels >= 0) & (labels < vocab_size)
     column = np.where(owned, labels, 0).astype(np.int64)
     logprob = np.where(owned, np.take_along_axis(z - lse, column[..., None], -1)[..., 0], 0)
     entropy = -(p * (z - lse)).sum(-1)
     at_label = np.take_along_axis(z, column[..., None], -1)[..., 0]
-    fields = (logprob, entropy, lse[..., 0], z.max(-1), z.min(-1), owned & (at_label == z.max(-1)))
+    highest = z.max(-1, where=inside, initial=-np.inf)
+    lowest = z.min(-1, where=inside, initial=np.inf)
+    fields = (logprob, entropy, lse[..., 0], highest, lowest, owned & (at_label == highest))
     of_candidates = None
     if candidates is not None:
         ids = np.asarray(candidates)
         column = np.where((ids >= 0) & (ids < vocab_size), ids, 0)
         of_candidates = np.take_along_axis(z - lse, column, -1) * (column == ids) * live[..., None]
     squares = np.where(live, (p * p).sum(-1), 0)
-    return Results(*(np.where(live, field, 0) for field in fields), of_candidates, squares)
+    support = None if logit_floor is None else inside.sum(-1) * live
+    return Results(*(np.where(live, field, 0) for field in fields), of_candidates, squares, support)
 
 
-def margin(hidden, weight, labels, **options) -> np.ndarray:
+def margin(hidden, weight, labels, logit_floor=None, **options) -> np.ndarray:
     """The distance of the label's logit to the largest other one: within float32's rounding `correct` is open."""
     z, labels = logits(hidden, weight, labels, **options), np.asarray(labels)
-    others = np.where(np.arange(z.shape[-1]) == labels[..., None], -np.inf, z).max(-1, initial=-np.inf)
+    outside = ~_inside(z, labels, logit_floor) | (np.arange(z.shape[-1]) == labels[..., None])
+    others = np.where(outside, -np.inf, z).max(-1, initial=-np.inf)
     column = np.clip(labels, 0, z.shape[-1] - 1).astype(np.int64)
     return np.abs(np.take_along_axis(z, column[..., None], -1)[..., 0] - others)
 
 
 def gradients(
     hidden, weight, labels, seeds, *, where=None, temperature=1.0, logit_softcap=None, logit_scale=1.0,
-    vocab_size=None, weight_layout="vh", bias=None, candidates=None, **_unused,
+    vocab_size=None, weight_layout="vh", bias=None, candidates=None, logit_floor=None, **_unused,
 ) -> tuple[np.ndarray, ...]:  # fmt: skip
     """Of Σ seeds[0]·logprobs + seeds[1]·entropy + seeds[2]·lse, with the contract's rule for foreign labels.
 
@@ -105,7 +120,7 @@ def gradients(
     true_vocab = vocab_size or matrix.shape[0]
     temperature = np.where(live, np.broadcast_to(_double(temperature), labels.shape), 1)
     z, slope = _logits(hidden, matrix, bias, temperature, logit_softcap, logit_scale, true_vocab)
-    lse, p = _softmax(z)
+    lse, p = _softmax(z, _inside(z, labels, logit_floor))
     entropy = -(p * (z - lse)).sum(-1, keepdims=True)
     onehot = labels[..., None] == np.arange(true_vocab)
     dz = g_logprob * (onehot - p) - g_entropy * p * (z - lse + entropy) + g_lse * p

@@ -14,7 +14,7 @@ import pytest
 
 import lce_jax
 import lce_torch_bridge
-from lce_jax import local, losses, passes, rows
+from lce_jax import floors, local, losses, passes, rows
 from lce_jax.bench.__main__ import parser as bench_parser
 from lce_jax.demo.cli import _parser as demo_parser
 from lce_jax.explain.__main__ import parser as explain_parser
@@ -81,7 +81,7 @@ def test_a_step_takes_as_many_lines_as_the_page_says(page, holds, count):
     assert said in (ROOT / page).read_text()
 
 
-MODULES = [lce_jax, losses, local, passes, rows, lce_torch_bridge, lce_torch_bridge.rows, megatron]
+MODULES = [lce_jax, losses, floors, local, passes, rows, lce_torch_bridge, lce_torch_bridge.rows, megatron]
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
@@ -92,7 +92,7 @@ def test_every_public_name_is_on_an_api_page(module):
     assert len(shown) == len(every)
     if module.__name__ not in shown:  # else the page shows all of the module
         names = {f"{module.__name__}.{name}" for name in module.__all__}
-        assert names <= shown | {"lce_jax.local", "lce_jax.losses"}
+        assert names <= shown | {"lce_jax.local", "lce_jax.losses", "lce_jax.floors"}
 
 
 def test_the_page_on_gpu_generations_names_the_whole_protocol():

@@ -33,7 +33,7 @@ ALONE = {
     "candidates, half a cache", "one step over H, shared", "parts, several launches", "chunks, half a cache", "ragged",
     "a shorter last chunk", "dweight added, hv", "parts of an odd V", "one step over H", "rows left out", "parts, hv",
     "dweight added", "cache", "several launches, cache", "half a cache, float16", "parts, padding, shared, clusters",
-    "a shorter last chunk, hv",
+    "a shorter last chunk, hv", "floor, columns that are no whole atom", "floor, parts", "floor with everything",
 }  # fmt: skip
 PARAMETERS = [pytest.param(one, marks=[pytest.mark.slow] if one.name in ALONE else []) for one in CALLS]
 

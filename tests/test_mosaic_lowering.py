@@ -33,6 +33,8 @@ def lower(T: int, H: int, V: int, dtype: str = "bfloat16", **options) -> str:
     if options.pop("temperature", False):
         arrays["temperature"] = jax.ShapeDtypeStruct((T,), jnp.float32)
 
+    if options.pop("floor", False):
+        arrays["logit_floor"] = jax.ShapeDtypeStruct((T,), jnp.float32)
     if options.get("K"):
         arrays["candidates"] = jax.ShapeDtypeStruct((T, options.pop("K")), jnp.int32)
     if options.get("logit_scale") is True:
@@ -60,7 +62,7 @@ def overwrites_cache(text: str) -> bool:
 CALLS = [
     (1, 8192, 16032, {"cache_bytes": 1 << 14}),
     (100, 12288, 18992, {"weight_layout": "hv", "dtype": "float16", "cache_bytes": 1 << 40}),
-    (1003, 704, 19008, {"logit_scale": True, "where": True, "vocab_size": 18100}),
+    (1003, 704, 19008, {"logit_scale": True, "where": True, "vocab_size": 18100, "floor": True, "stats": True}),
     (512, 192, 31040, {"weight_layout": "hv", "entropy": False, "cache_bytes": 1 << 20}),
     (600, 64, 4000, {"cache_bytes": 1 << 20}),
     (2048, 4096, 151936, {**EVERYTHING, "cache_bytes": 1 << 29, "vocab_size": 151669}),

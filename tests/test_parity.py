@@ -15,7 +15,7 @@ from tests import cases, oracle
 pytestmark = pytest.mark.usefixtures("optimized")  # rounding as users get it
 
 IMPLEMENTATIONS = ["xla", "reference"]
-CALLS = cases.MATRIX + cases.BIASED + cases.CANDIDATES
+CALLS = cases.MATRIX + cases.BIASED + cases.CANDIDATES + cases.FLOORS
 # float32: the issue's bounds, a few roundings. 16 bit: the products are exact in float32, so values stay near float64's
 # for the same inputs; gradients carry one rounding of dlogits and are held to the materialised path's own error below.
 VALUE_BOUND = {"float32": 2e-6, "bfloat16": 1e-4, "float16": 1e-4}
@@ -51,6 +51,9 @@ def materialised(hidden, weight, labels, seeds, options):
         z = (hidden.astype(weight.dtype) @ matrix.T).astype(jnp.float32) + sum(bias)
         if options.get("logit_softcap"):
             z = options["logit_softcap"] * jnp.tanh(z / options["logit_softcap"])
+        if "logit_floor" in options:
+            inside = (z >= options["logit_floor"][..., None]) | (jnp.arange(z.shape[-1]) == labels[..., None])
+            z = jnp.where(inside, z, -1e30)
         lse = jax.nn.logsumexp(z, axis=-1)
         log_p = z - lse[..., None]
         entropy = -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)
@@ -88,11 +91,12 @@ def check(test: cases.TestCase, implementation: str, slack: float = 1.0) -> None
         expected = {"entropy": options.get("entropy", True), "max_logit": options.get("stats", False)}
         expected |= dict.fromkeys(("min_logit", "correct", "sum_p_squared"), expected["max_logit"])
         expected["candidate_logprobs"], expected["dropped_mass"] = test.K > 0, False  # there is no threshold
+        expected["support"] = options.get("stats", False) and test.floor > 0
         if not expected.get(name, True):
             assert got is None, name
             continue
         assert got.shape == ((*labels.shape, test.K) if name == "candidate_logprobs" else labels.shape), name
-        assert got.dtype == (jnp.bool_ if name == "correct" else jnp.float32), name
+        assert got.dtype == {"correct": jnp.bool_, "support": jnp.int32}.get(name, jnp.float32), name
         # Logits beyond ±30 carry more rounding than results near 0 can hide.
         bound = VALUE_BOUND[test.dtype] * max(1.0, test.spread / 10)
         assert oracle.value_error(got, getattr(want, name)) <= bound, name

@@ -81,7 +81,7 @@ def operands(
     """The arrays of a call: those with gradients, and the per-token ones."""
     given = Primals(hidden, weight, options.bias)
     primals = jax.tree.map(lambda x: _jax.without_reduced(jnp.asarray(x)), given)
-    rest = (options.logit_scale, options.logit_softcap, options.candidates)
+    rest = (options.logit_scale, options.logit_softcap, options.candidates, options.logit_floor)
     of_call = functools.partial(_rows.of_call, labels, where, options.temperature)
     return primals, of_call(spec.vocab_size, spec.case.stat_dtype, *rest)
 

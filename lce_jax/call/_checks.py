@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -110,30 +111,50 @@ def temperature(value: Any, shape: tuple[int, ...], where: Any = None) -> Any:
     if not is_array(value) or isinstance(value, np.generic):
         value = scalars.positive("temperature", value)
         return None if value == 1.0 else value
-    array("temperature", value)
+    _per_token("temperature", value, shape)
+    _known_values("temperature must be positive and finite in float32", value, scalars.is_temperature, shape, where)
+    return value
+
+
+def logit_floor(value: Any, shape: tuple[int, ...], where: Any = None) -> Any:
+    """A number that may be infinite, or an array that broadcasts, as given; None stays None.
+
+    A NaN is refused where it is known. In a traced array it affects its own row alone.
+    """
+    if value is None:
+        return None
+    if not is_array(value) or isinstance(value, np.generic):
+        return scalars.bound("logit_floor", value)
+    _per_token("logit_floor", value, shape)
+    _known_values("logit_floor must be a number or infinite", value, lambda x: ~np.isnan(x), shape, where)
+    return value
+
+
+def _per_token(name: str, value: Any, shape: tuple[int, ...]) -> None:
+    """An array of floats that broadcasts to one number per token."""
+    array(name, value)
     if not jnp.issubdtype(value.dtype, jnp.floating):
-        raise TypeError(f"temperature must be floating point, got {value.dtype}")
+        raise TypeError(f"{name} must be floating point, got {value.dtype}")
     try:
         fits = np.broadcast_shapes(value.shape, shape) == tuple(shape)
     except ValueError:
         fits = False
     if not fits:
-        raise ValueError(f"temperature {tuple(value.shape)} must broadcast to labels {tuple(shape)}")
-    _positive(value, shape, where)
-    return value
+        raise ValueError(f"{name} {tuple(value.shape)} must broadcast to labels {tuple(shape)}")
 
 
-def _positive(value: Any, shape: tuple[int, ...], where: Any) -> None:
+def _known_values(must: str, value: Any, is_right: Callable[[Any], Any], shape: tuple[int, ...], where: Any) -> None:
+    """Refuses values that are known and wrong, in rows that count."""
     known = [x for x in (value, where) if x is not None]
     if not all(is_concrete(x) for x in known):
         return
     given, *live = jax.device_get(known)
     given = np.broadcast_to(given.astype(np.float64), shape)
-    wrong = ~scalars.is_temperature(given) & (live[0] if live else True)
+    wrong = ~is_right(given) & (live[0] if live else True)
     if wrong.any():
         found = np.unique(given[wrong])
         raise ValueError(
-            f"temperature must be positive and finite in float32, but is {', '.join(map(str, found[:3]))}"
+            f"{must}, but is {', '.join(map(str, found[:3]))}"
             f"{', …' if len(found) > 3 else ''} in {wrong.sum()} of {wrong.size} rows, the first of them "
             f"{tuple(int(i) for i in np.argwhere(wrong)[0])}: leave such rows out with where="
         )

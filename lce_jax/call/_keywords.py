@@ -29,6 +29,7 @@ class CommonOptions(TypedDict, total=False):
     candidates: Int[Array, "*b K"] | None
     gradient_threshold: float
     vocab_part_size: int | None
+    logit_floor: float | Float[Array, "..."] | None
 
 
 class LogprobOptions(CommonOptions, total=False):

@@ -29,6 +29,7 @@ class CallOptions:
     logit_softcap: Any
     bias: Any
     candidates: Any
+    logit_floor: Any
     vocab_size: int | None
     axis_name: Any
     implementation: tuple[str, ...] | None
@@ -49,20 +50,25 @@ def of_call(given: LogprobOptions, mean_logit: bool = False) -> CallOptions:
     if traced:
         fixed |= {"logit_scale": 1.0, "logit_softcap": None if softcap is None else 1.0}
     checked = static(**fixed)
-    bias, candidates = given.get("bias"), given.get("candidates")
+    bias, candidates, floor = given.get("bias"), given.get("candidates"), given.get("logit_floor")
+    checked = dataclasses.replace(
+        checked,
+        mean_logit=mean_logit,
+        traced_scale=traced,
+        has_bias=bias is not None,
+        num_candidates=_checks.num_candidates(candidates),
+        has_floor=floor is not None,
+    )
+    if floor is not None:
+        scalars.alone_with_floor(checked.num_candidates, mean_logit, checked.gradient_threshold)
     return CallOptions(
-        static=dataclasses.replace(
-            checked,
-            mean_logit=mean_logit,
-            traced_scale=traced,
-            has_bias=bias is not None,
-            num_candidates=_checks.num_candidates(candidates),
-        ),
+        static=checked,
         temperature=given.get("temperature", 1.0),
         logit_scale=scale if traced else None,
         logit_softcap=softcap if traced else None,
         bias=bias,
         candidates=candidates,
+        logit_floor=floor,
         vocab_size=given.get("vocab_size"),
         axis_name=_axis_name(given.get("axis_name")),
         implementation=_implementation_names(given.get("implementation")),
@@ -86,7 +92,7 @@ def check_names(
     raise TypeError(f"{function.__name__}: unknown option {', '.join(unknown)}{hint}; known: {', '.join(known)}")
 
 
-NOT_OF_TOPK = ("entropy", "stats", "cache_bytes", "candidates", "gradient_threshold", "vocab_part_size")
+NOT_OF_TOPK = ("entropy", "stats", "cache_bytes", "candidates", "gradient_threshold", "vocab_part_size", "logit_floor")
 
 
 def of_topk(given: LogprobOptions, k: Any) -> CallOptions:

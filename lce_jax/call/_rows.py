@@ -33,6 +33,7 @@ class Rows(NamedTuple):
     logit_softcap: Float[Array, "*b"] | None = None
     candidates: Int[Array, "*b K"] | None = None  # int32 global ids, -1 for none and out of vocabulary
     weights: Pair[Float[Array, "*b"]] | None = None  # of both models in the mixture of `lce_jax.linear_kl`
+    floor: Float[Array, "*b"] | None = None  # logits below it do not count, but for the label's; None: all do
     num_rows: Int[Array, ""] | None = None  # instead of ``where``: how many rows count, from the first on
 
     @property
@@ -52,9 +53,11 @@ def of_call(
     scale: Any = None,
     softcap: Any = None,
     candidates: Any = None,
+    floor: Any = None,
 ) -> Rows:
-    """The per-token operands of a call, its temperature checked; ids outside [0, vocab_size) become -1."""
-    factors = (_checks.temperature(temperature, labels.shape, where), scale, softcap)
+    """The per-token operands of a call, temperature and floor checked; ids outside [0, vocab_size) become -1."""
+    floor = _checks.logit_floor(floor, labels.shape, where)
+    factors = (_checks.temperature(temperature, labels.shape, where), scale, softcap, floor)
     arrays = tuple(None if factor is None else on_device(factor) for factor in factors)
     where = None if where is None else jnp.asarray(where)
     candidates = None if candidates is None else int32_labels(candidates, "candidates")
@@ -87,8 +90,8 @@ def _of_arrays(
     """Jitted: outside ``jit`` each number in an expression is a transfer, which ``jax.transfer_guard`` may forbid."""
     ids = (labels, candidates)
     labels, candidates = jax.tree.map(lambda x: jnp.where((x >= 0) & (x < vocab_size), x, -1), ids)
-    temperature, scale, softcap = (None if x is None else per_token(x, labels.shape, dtype) for x in factors)
-    return Rows(labels, where, temperature, scale, softcap, candidates)
+    temperature, scale, softcap, floor = (None if x is None else per_token(x, labels.shape, dtype) for x in factors)
+    return Rows(labels, where, temperature, scale, softcap, candidates, floor=floor)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2), inline=True)

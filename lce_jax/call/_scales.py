@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -51,9 +52,14 @@ def of_rows(
     return Scales(logits if inverse is None else logits * inverse, raw, sign)
 
 
-def wrong_temperature(rows: Rows) -> Bool[Array, "T"] | None:
-    """Rows that count and whose temperature is not positive and finite: they return NaN and have no gradient."""
-    if rows.temperature is None:
+def wrong_rows(rows: Rows) -> Bool[Array, "T"] | None:
+    """Rows that count and whose temperature is not positive and finite, or whose floor is NaN.
+
+    They return NaN and have no gradient.
+    """
+    found = [] if rows.temperature is None else [~scalars.is_temperature(rows.temperature)]
+    found += [] if rows.floor is None else [jnp.isnan(rows.floor)]
+    if not found:
         return None
-    wrong = ~scalars.is_temperature(rows.temperature)
+    wrong = functools.reduce(jnp.logical_or, found)
     return wrong if rows.live is None else wrong & rows.live

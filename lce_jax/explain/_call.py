@@ -96,7 +96,7 @@ def explain(
             `linear_kl`; of the labels only the shape counts then.
         **options: ``temperature``, ``logit_softcap``, ``logit_scale``, ``entropy``, ``stats``, ``vocab_size``,
             ``weight_layout``, ``axis_name``, ``cache_bytes``, ``precision``, ``implementation``, ``bias``,
-            ``candidates``, ``gradient_threshold`` and ``vocab_part_size``, as in `linear_logprobs`.
+            ``candidates``, ``gradient_threshold``, ``vocab_part_size`` and ``logit_floor``, as in `linear_logprobs`.
 
     Returns:
         A `Plan`; ``print`` it. ``plan.memory`` has what the head takes per device, in bytes, with stored logits beside
@@ -136,6 +136,7 @@ def explain(
     checked = _options.of_call(options, mean_logit=smoothing > 0) if k is None else _options.of_topk(options, k)
     case = _arguments.case(hidden, weight, labels, where, checked)
     _checks.temperature(checked.temperature, labels.shape, where)
+    _checks.logit_floor(checked.logit_floor, labels.shape, where)
     if is_loss and ignore_index is not None:
         scalars.integer("ignore_index", ignore_index)
         case = dataclasses.replace(case, partial_rows=True)

@@ -50,6 +50,7 @@ class SharedOptions(TopKOptions, total=False):
     cache_bytes: int
     gradient_threshold: float
     vocab_part_size: int | None
+    logit_floor: float | Float[Array, "..."] | None
 
 
 class KLOptions(TypedDict, total=False):

@@ -185,8 +185,8 @@ class LMHead(nnx.Module):
             hidden: ``[..., H]``.
             labels: ``[...]`` vocabulary ids.
             **options: ``where``, ``temperature``, ``entropy``, ``stats``, ``candidates``, ``cache_bytes``,
-                ``gradient_threshold``, ``vocab_part_size``, ``implementation`` and (inside ``jax.shard_map``)
-                ``axis_name``, as in `lce_jax.linear_logprobs`.
+                ``gradient_threshold``, ``vocab_part_size``, ``logit_floor``, ``implementation`` and (inside
+                ``jax.shard_map``) ``axis_name``, as in `lce_jax.linear_logprobs`.
         """
         return self.options.logprobs(hidden, self.weight[...], labels, bias=self._bias, **options)
 

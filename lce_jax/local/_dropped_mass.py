@@ -44,7 +44,7 @@ def dropped_mass(
         cache: what `statistics` returned with its statistics.
         **options: ``temperature``, ``logit_softcap``, ``logit_scale``, ``entropy``, ``stats``, ``vocab_size``,
             ``weight_layout``, ``cache_bytes``, ``precision``, ``implementation``, ``bias``, ``candidates``,
-            ``gradient_threshold`` and ``vocab_part_size``, as given to `statistics`.
+            ``gradient_threshold``, ``vocab_part_size`` and ``logit_floor``, as given to `statistics`.
 
     Returns:
         ``[T]``, to be added up over the shards; 0 where the implementation leaves nothing out.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from lce_jax._types import LogprobOutput, ShardStatistics
 from lce_jax.call import _options, _rows, _scales
-from lce_jax.mathematics import _logprobs, _statistics, _temperature
+from lce_jax.mathematics import _columns, _logprobs, _statistics, _temperature
 from lce_jax.programs import _per_token
 
 if TYPE_CHECKING:
@@ -92,7 +92,8 @@ def finish(
     """
     rows = _rows.of_call(labels, where, 1.0, vocab_size, stats.max.dtype)
     scale = _row_scale(stats, rows.where, temperature, logit_softcap, logit_scale)
-    return _logprobs.finish(stats, scale, rows.labels, rows.where, vocab_size, per_token=_per_token.on_device).public
+    where = _columns.without_empty(rows.where, stats.sumexp)  # whether there is a floor is not known here
+    return _logprobs.finish(stats, scale, rows.labels, where, vocab_size, per_token=_per_token.on_device).public
 
 
 def mean_logit(

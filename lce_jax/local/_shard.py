@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Unpack
 
@@ -47,8 +48,8 @@ def statistics(
         total: True adds ``total``, the sum of which `mean_logit` makes the mean logit.
         **options: ``temperature``, ``logit_softcap``, ``logit_scale``, ``entropy``, ``stats``, ``vocab_size``,
             ``weight_layout``, ``cache_bytes``, ``precision``, ``implementation``, ``bias``, ``candidates``,
-            ``gradient_threshold`` and ``vocab_part_size``, as in `lce_jax.linear_logprobs`; ``vocab_size`` is that of
-            the whole vocabulary.
+            ``gradient_threshold``, ``vocab_part_size`` and ``logit_floor``, as in `lce_jax.linear_logprobs`;
+            ``vocab_size`` is that of the whole vocabulary.
 
     Returns:
         `ShardStatistics` of ``[T]`` arrays, and the cache for `gradients` (a pytree, None if nothing is kept). Sums and
@@ -77,7 +78,7 @@ def statistics(
 
 
 def fields(
-    *, entropy: bool = True, stats: bool = False, total: bool = False, num_candidates: int = 0
+    *, entropy: bool = True, stats: bool = False, total: bool = False, num_candidates: int = 0, has_floor: bool = False
 ) -> dict[str, int]:
     """The fields of `ShardStatistics` that a call with these options has.
 
@@ -86,6 +87,7 @@ def fields(
         stats: the option of `statistics`, which adds ``min`` and ``squares``.
         total: True adds ``total``, the sum of which `mean_logit` makes the mean logit.
         num_candidates: K of the option ``candidates``.
+        has_floor: whether there is a ``logit_floor``, which with ``stats`` adds ``support``.
 
     Returns:
         How many numbers per token each field holds, in the order in which `pack` lays them out.
@@ -96,7 +98,7 @@ def fields(
         {'max': 1, 'sumexp': 1, 'target': 1}
     """
     options = Options(entropy=entropy, stats=stats, mean_logit=total, num_candidates=num_candidates)
-    return options.statistics
+    return dataclasses.replace(options, has_floor=has_floor).statistics
 
 
 def pack(stats: ShardStatistics) -> Float[Array, "F T"]:
@@ -188,7 +190,7 @@ def gradients(
             Where one launch computes all of it, no float32 sum takes memory.
         **options: ``temperature``, ``logit_softcap``, ``logit_scale``, ``entropy``, ``stats``, ``vocab_size``,
             ``weight_layout``, ``cache_bytes``, ``precision``, ``implementation``, ``bias``, ``candidates``,
-            ``gradient_threshold`` and ``vocab_part_size``, as given to `statistics`.
+            ``gradient_threshold``, ``vocab_part_size`` and ``logit_floor``, as given to `statistics`.
 
     Returns:
         ``dhidden`` ``[T, H]``, the sum over this shard's columns (float64 for a float64 weight), and dweight in the

@@ -78,7 +78,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from lce_jax._types import LogprobOutput, Options, Results, RowCoefficients, ShardStatistics
-from lce_jax.mathematics import _candidates, _repeats, _softcap
+from lce_jax.mathematics import _candidates, _columns, _repeats, _softcap, _statistics
 from lce_jax.mathematics._statistics import MASKED, along, distance, empty
 
 if TYPE_CHECKING:
@@ -127,18 +127,6 @@ def _along_rows(scale: Float[Array, "T"] | float) -> Float[Array, "T 1"] | float
     return scale if isinstance(scale, float | int) else scale[:, None]
 
 
-def live_columns(start: Any, size: int, num_columns: Int[Array, ""] | int | None) -> Bool[Array, "n"] | None:
-    """Which of the columns [start, start + size) are true vocabulary; None if all are."""
-    return None if num_columns is None else start + jnp.arange(size, dtype=jnp.int32) < num_columns
-
-
-def without_padding(weight: Float[Array, "V H"], live: Bool[Array, "V"] | None, options: Options) -> Array:
-    """The weight with its padding set to zero, because 0 times NaN or inf is NaN."""
-    if live is None:
-        return weight
-    return jnp.where(jnp.expand_dims(live, options.hidden_dim), weight, jnp.zeros((), weight.dtype))
-
-
 def tile_statistics(
     x: Float[Array, "T n"],
     scale: Float[Array, "T"] | float,
@@ -146,10 +134,11 @@ def tile_statistics(
     live: Bool[Array, "n"] | None,
     options: Options,
     candidates: Int[Array, "T K"] | None = None,
+    floor: Float[Array, "T"] | None = None,
 ) -> ShardStatistics:
     """Eq. 1 over a tile. ``targets`` are columns of this tile or lie outside [0, n); ``live`` masks padding columns.
 
-    ``candidates`` are such columns too.
+    ``candidates`` are such columns too. ``floor`` is in the units of x.
     """
     n = x.shape[1]
     x = lax.optimization_barrier(x)  # otherwise XLA may compute x twice, for m and for u, and round it differently
@@ -158,12 +147,16 @@ def tile_statistics(
     at_candidates = None if candidates is None else _candidates.at_columns(x, candidates)
     # Without this barrier XLA keeps the tile beyond the exponentials.
     x, at_target, at_candidates = lax.optimization_barrier((x, at_target, at_candidates))
-    live = None if live is None else live[None, :]
-    m = jnp.maximum(jnp.max(x if live is None else jnp.where(live, x, MASKED), axis=1), MASKED)
+    counts = _columns.counting(x, targets, live, floor)
+    m = jnp.maximum(jnp.max(x if counts is None else jnp.where(counts, x, MASKED), axis=1), MASKED)
     u = distance(x, m[:, None], _along_rows(scale))
-    u = u if live is None else jnp.where(live, u, MASKED)
+    u = u if counts is None else jnp.where(counts, u, MASKED)
     e = jnp.exp(u)
-    lowest = jnp.min(x if live is None else jnp.where(live, x, -MASKED), axis=1) if options.stats else None
+    lowest = support = None
+    if options.stats:
+        lowest = jnp.min(x if counts is None else jnp.where(counts, x, -MASKED), axis=1)
+    if options.stats and counts is not None and floor is not None:
+        support = jnp.sum(jnp.where(counts, jnp.ones((), x.dtype), 0.0), axis=1)
     return ShardStatistics(
         max=m,
         sumexp=jnp.sum(e, axis=1),
@@ -171,8 +164,9 @@ def tile_statistics(
         target=jnp.where(owned, distance(at_target, m, scale), -jnp.inf),
         min=lowest,
         squares=jnp.sum(e * e, axis=1) if options.stats else None,
-        total=jnp.sum(x if live is None else jnp.where(live, x, 0.0), axis=1) if options.mean_logit else None,
+        total=jnp.sum(x if counts is None else jnp.where(counts, x, 0.0), axis=1) if options.mean_logit else None,
         candidates=at_candidates,
+        support=support,
     )
 
 
@@ -192,12 +186,13 @@ def finish(
     # A row left out may have s = 0. It is replaced by 1, so that 0 / 0 is never computed.
     stats = stats if where is None else stats._replace(sumexp=jnp.where(where, stats.sumexp, 1.0))
     at_largest, one = (labels >= 0) & (stats.target == 0.0), jnp.ones_like(stats.sumexp)
-    outputs = per_token(results, stats._replace(min=None, total=None, candidates=None), scale, labels)._replace(
+    outputs = per_token(results, _statistics.of_results(stats), scale, labels)._replace(
         max_logit=None if stats.min is None else stats.max * scale,
         min_logit=None if stats.min is None else stats.min * scale,
         correct=None if stats.min is None else jnp.where(at_largest, one, 0.0),
         candidate_logprobs=_candidate_logprobs(stats, scale),
         dropped_mass=dropped_mass,
+        support=stats.support,
     )
     found = Results(outputs, mean_logit=None if stats.total is None else stats.total * scale / vocab_size)
     return found if where is None else jax.tree.map(lambda x: jnp.where(along(where, x), x, 0.0), found)
@@ -277,8 +272,9 @@ def dlogits(
     live: Bool[Array, "n"] | None,
     options: Options,
     candidates: Int[Array, "T K"] | None = None,
+    floor: Float[Array, "T"] | None = None,
 ) -> Float[Array, "T n"]:
-    """Eqs. 4 and 5 over a tile of x: the gradient in the raw products.
+    """Eqs. 4 and 5 over a tile of x: the gradient in the raw products. ``floor`` is that of `tile_statistics`.
 
     ``candidates`` are columns of this tile, once each (`mathematics._repeats.add_repeats`), or lie outside [0, n).
     """
@@ -289,7 +285,9 @@ def dlogits(
         d = d + rows.slope[:, None] * (u * e)
     columns = lax.broadcasted_iota(jnp.int32, x.shape, 1)
     dcap = 1.0 if options.logit_softcap is None else _softcap.derivative(x)
-    d = jnp.where(columns == targets[:, None], rows.target[:, None], d * dcap)
+    d, below = d * dcap, _columns.below(x, floor)
+    d = d if below is None else jnp.where(below, 0.0, d)
+    d = jnp.where(columns == targets[:, None], rows.target[:, None], d)
     if rows.uniform is not None:
         d = d + rows.uniform[:, None] * dcap
     d = d if live is None else jnp.where(live[None, :], d, 0.0)

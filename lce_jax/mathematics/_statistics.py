@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from lce_jax._shapes import Array, Float
 
 MASKED = -1e30  # stands for -inf in a maximum; in float32 it is finite, and so is its difference to any logit
-_SUMS = dict.fromkeys(("sumexp", "weighted", "squares", "total"), 0.0)
+_SUMS = dict.fromkeys(("sumexp", "weighted", "squares", "total", "support"), 0.0)
 _EXTREMES = {"max": MASKED, "target": -jnp.inf, "min": -MASKED, "candidates": -jnp.inf}
 NO_COLUMNS: Any = ShardStatistics(**_SUMS, **_EXTREMES)  # type: ignore[arg-type]
 
 BESIDE = ("total", "candidates")  # the fields that are no results of (1) column by column: (2) adds or picks them
-WITHOUT_GRADIENT = ("min", "squares")  # the fields that no gradient is computed from
+WITHOUT_GRADIENT = ("min", "squares", "support")  # the fields that no gradient is computed from
 PER_CANDIDATE = ("candidates",)  # the fields that are [T, K], also for K = 1; the others are [T]
 
 
@@ -86,6 +86,11 @@ def unpack(packed: Float[Array, "*n F T"], widths: Mapping[str, int]) -> ShardSt
     return of_fields(fields)
 
 
+def of_results(stats: ShardStatistics) -> ShardStatistics:
+    """Those that the results are made from, beside the ones that are results themselves."""
+    return stats._replace(min=None, total=None, candidates=None, support=None)
+
+
 def as_parts(stats: ShardStatistics) -> Parts:
     """Those of an implementation that sends one group."""
     beside = of_fields({name: getattr(stats, name) for name in BESIDE})
@@ -125,6 +130,7 @@ def merge(parts: ShardStatistics, scale: Float[Array, "T"] | float) -> ShardStat
         squares=None if parts.squares is None else jnp.sum(parts.squares * a * a, axis=0),
         total=None if parts.total is None else jnp.sum(parts.total, axis=0),
         candidates=None if parts.candidates is None else jnp.max(parts.candidates, axis=0),
+        support=None if parts.support is None else jnp.sum(parts.support, axis=0),
     )
 
 
@@ -151,7 +157,7 @@ def _added(one: ShardStatistics, other: ShardStatistics) -> ShardStatistics:
         x, y = getattr(one, name), getattr(other, name)
         return None if x is None else operation(x, y)
 
-    sums = {name: of(name, jnp.add) for name in ("sumexp", "weighted", "squares", "total")}
+    sums = {name: of(name, jnp.add) for name in ("sumexp", "weighted", "squares", "total", "support")}
     extremes = {name: of(name, jnp.maximum) for name in ("max", "target", "candidates")}
     return of_fields(sums | extremes | {"min": of("min", jnp.minimum)})
 

@@ -149,8 +149,10 @@ class KernelSet(LiveKernelSet, CandidateKernelSet, Protocol):
         field: int,
         numbers: Int[Array, "4"],
         ids: Int[Array, "R"] | None = None,
+        floors: Float[Array, "n"] | None = None,
+        floor_field: int = 0,
     ) -> tuple[Marked, Int[Array, "R"] | None]:
-        """The shard's columns of the labels, the rows' scales, and which tiles hold a label.
+        """The shard's columns of the labels, the rows' scales and floors, and which tiles hold a label.
 
         Args:
             case: R tokens, and the shard.
@@ -160,6 +162,8 @@ class KernelSet(LiveKernelSet, CandidateKernelSet, Protocol):
             numbers: how many rows there are, the stride of fields, the global id of the shard's first column, and the
                 size of the whole vocabulary.
             ids: memory for the labels in int32, if they come in halves: -1 where they are out of vocabulary.
+            floors: in logits, a flat array. None: every column counts.
+            floor_field: the field of that array that they are.
         """
 
     def finish(
@@ -173,11 +177,12 @@ class KernelSet(LiveKernelSet, CandidateKernelSet, Protocol):
         vocab_size: int,
         megatron: bool,
         sizes: Float[Array, "groups fields Tp"] | None = None,
+        floors: Float[Array, "R"] | None = None,
     ) -> tuple[list[Float[Array, "R"]], Float[Array, "n"]]:
         """The results of the whole vocabulary, and ``kept`` with what the backward needs, from its field 1 on.
 
-        The results are the fields of `LogprobOutput` that there are. Kept are the temperature, if there is one, and
-        after the fields of candidates the fields of `ShardStatistics` that gradients have, in nats.
+        The results are the fields of `LogprobOutput` that there are. Kept are the temperature and the floor, if there
+        is one, and after the fields of candidates the fields of `ShardStatistics` that gradients have, in nats.
 
         Args:
             case: R tokens, and the shard.
@@ -190,6 +195,7 @@ class KernelSet(LiveKernelSet, CandidateKernelSet, Protocol):
             megatron: whether labels out of the vocabulary get -ln Σ e^u in place of 0.
             sizes: of a vocabulary in parts, their groups' statistics, of which the field after the last is the part's
                 size. Where one differs from this shard's, the results are NaN.
+            floors: in logits. None: every column counts.
         """
 
     def coefficients(

@@ -29,6 +29,7 @@ class Prepared(NamedTuple):
     mask: Int[Array, "2*tile"]
     num_columns: Int[Array, ""]  # live columns
     num_rows: Int[Array, ""]  # live rows
+    floor: Float[Array, "Tp"] | None = None  # in the units of x; None: every column counts
 
 
 class Marked(NamedTuple):
@@ -37,6 +38,7 @@ class Marked(NamedTuple):
     targets: Int[Array, "Tp"]
     scale: Float[Array, "Tp"]
     holds_target: Int[Array, "blocks tiles"]  # and columns that are padding
+    floor: Float[Array, "Tp"] | None = None  # as in `Prepared`
 
 
 def prepare(operands: Operands, case: Case, shape: Geometry) -> Prepared:
@@ -51,7 +53,8 @@ def prepare(operands: Operands, case: Case, shape: Geometry) -> Prepared:
     places = jnp.arange(2 * shape.tile, dtype=jnp.int32)
     mask = jnp.concatenate([(places >= first).astype(jnp.int32) for first in first_padding(columns, shape)])
     num_rows = num_live_rows(operands.num_rows, shape)
-    return Prepared(hidden, operands.weight, targets, scale, flags, mask, columns, num_rows)
+    floor = None if operands.floor is None else pad(operands.floor, shape.padded_tokens)
+    return Prepared(hidden, operands.weight, targets, scale, flags, mask, columns, num_rows, floor)
 
 
 def first_padding(columns: Any, shape: Geometry) -> list[Any]:

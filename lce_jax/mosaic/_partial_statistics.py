@@ -33,9 +33,8 @@ def kept(options: Options) -> list[str]:
 
 def results(options: Options) -> list[str]:
     """Those of `RESULTS` that the call has."""
-    return [
-        name for i, name in enumerate(RESULTS) if (options.entropy or name != "entropy") and (options.stats or i < 3)
-    ]
+    there = {"entropy": options.entropy, "support": options.stats and options.has_floor}
+    return [name for i, name in enumerate(RESULTS) if there.get(name, i < 3 or options.stats)]
 
 
 def array_shape(case: Case, shape: Geometry, num_tiles: int, more_fields: int = 0) -> tuple[int, int, int]:

@@ -65,8 +65,8 @@ def linear_cross_entropy(
             to the mean over all. A positive number, or an array of shape (), which may be traced; an array's 0 counts
             as 1. None: the rows that count in this call.
         **options: ``temperature``, ``logit_softcap``, ``logit_scale``, ``vocab_size``, ``weight_layout``,
-            ``axis_name``, ``cache_bytes``, ``precision``, ``implementation``, ``bias``, ``gradient_threshold`` and
-            ``vocab_part_size``, as in `linear_logprobs`.
+            ``axis_name``, ``cache_bytes``, ``precision``, ``implementation``, ``bias``, ``gradient_threshold``,
+            ``vocab_part_size`` and ``logit_floor``, as in `linear_logprobs`.
 
     Returns:
         The loss in nats, float32 (float64 for a float64 weight): a scalar, or ``[...]`` with ``reduction="none"``.

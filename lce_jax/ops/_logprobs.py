@@ -50,6 +50,7 @@ def linear_logprobs(
     candidates: Int[Array, "*b K"] | None = None,
     gradient_threshold: float = 0.0,
     vocab_part_size: int | None = None,
+    logit_floor: float | Float[Array, "..."] | None = None,
 ) -> LogprobOutput[Array | None]:
     """Per-token log-probability and entropy of a language-model head, without storing the logits.
 
@@ -109,6 +110,14 @@ def linear_logprobs(
             smallest shard that any mesh or process group has. Shards must have whole parts; only a vocabulary that is
             not split may end inside one. Not with ``cache_bytes`` or ``gradient_threshold``. "mosaic_gpu" alone makes
             such a promise; the others ignore it. None: each shard is one part.
+        logit_floor: f: the distribution is that over the tokens v with ``z[v] >= f`` and the label, as top-k, top-p or
+            min-p leave it: a number, or an array that broadcasts to ``labels``, in logits. ``lse`` and a probability
+            are sums over V that another program rounds otherwise; a logit is one product. `lce_jax.floors` makes
+            floors and says what happens at the boundary. -inf leaves all. ``logprobs``, ``entropy``, ``lse`` and the
+            extremes are those of the set, gradients are 0 outside, and ``stats=True`` fills ``.support``, the tokens
+            in it. A row with none, of a label out of vocabulary, is 0 in outputs and gradients. A NaN is refused where
+            it is known; in a traced array its row returns NaN and has no gradient. Not with ``candidates`` or
+            ``gradient_threshold``. No gradient. None: every token.
 
     Returns:
         A `LogprobOutput`, each field of ``labels.shape`` in float32 (float64 for a float64 weight) or bool, or None.
@@ -170,5 +179,6 @@ def linear_logprobs(
         "candidates": candidates,
         "gradient_threshold": gradient_threshold,
         "vocab_part_size": vocab_part_size,
+        "logit_floor": logit_floor,
     }
     return evaluate(hidden, weight, labels, where, _options.of_call(options)).public

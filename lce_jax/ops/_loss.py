@@ -89,8 +89,8 @@ def linear_loss(
             at least 128 tokens are a chunk. None: 1.4 GiB, or one chunk of all tokens where several and their sum of
             dweight would take as much; 256 MiB on a CPU.
         **options: ``temperature``, ``logit_softcap``, ``logit_scale``, ``entropy``, ``stats``, ``vocab_size``,
-            ``weight_layout``, ``axis_name``, ``precision``, ``implementation``, ``bias`` and ``gradient_threshold``,
-            as in `linear_logprobs`.
+            ``weight_layout``, ``axis_name``, ``precision``, ``implementation``, ``bias``, ``gradient_threshold`` and
+            ``logit_floor``, as in `linear_logprobs`.
 
     Returns:
         The sum over the rows that count, float32 (float64 for a float64 weight), and a `LogprobOutput` for metrics,
@@ -222,8 +222,8 @@ def sharded_linear_loss(
             at least 128 tokens are a chunk. None: 1.4 GiB, or one chunk of all tokens where several and their sum of
             dweight would take as much; 256 MiB on a CPU.
         **options: ``temperature``, ``logit_softcap``, ``logit_scale``, ``entropy``, ``stats``, ``vocab_size``,
-            ``weight_layout``, ``precision``, ``implementation``, ``bias`` and ``gradient_threshold``, as in
-            `linear_logprobs`.
+            ``weight_layout``, ``precision``, ``implementation``, ``bias``, ``gradient_threshold`` and ``logit_floor``,
+            as in `linear_logprobs`.
 
     Returns:
         The sum over the rows that count, and a `LogprobOutput` for metrics, through which no gradient flows, each field

@@ -76,7 +76,7 @@ def sharded_linear_logprobs(
             hold, and cost no work. None: every row counts.
         **options: ``temperature``, ``logit_softcap``, ``logit_scale``, ``entropy``, ``stats``, ``vocab_size``,
             ``weight_layout``, ``cache_bytes``, ``precision``, ``implementation``, ``bias``, ``candidates``,
-            ``gradient_threshold`` and ``vocab_part_size``, as in `linear_logprobs`.
+            ``gradient_threshold``, ``vocab_part_size`` and ``logit_floor``, as in `linear_logprobs`.
 
     Returns:
         A `LogprobOutput`, each field of ``labels.shape`` (candidates with K more) and split as ``hidden`` is, or None.
@@ -159,8 +159,8 @@ def sharded_linear_cross_entropy(
             to the mean over all. A positive number, or an array of shape (), which may be traced; an array's 0 counts
             as 1. None: the rows that count in this call.
         **options: ``temperature``, ``logit_softcap``, ``logit_scale``, ``vocab_size``, ``weight_layout``,
-            ``cache_bytes``, ``precision``, ``implementation``, ``bias``, ``gradient_threshold`` and
-            ``vocab_part_size``, as in `linear_logprobs`.
+            ``cache_bytes``, ``precision``, ``implementation``, ``bias``, ``gradient_threshold``,
+            ``vocab_part_size`` and ``logit_floor``, as in `linear_logprobs`.
 
     Returns:
         The loss in nats: a scalar, or ``[...]`` split as ``hidden`` is with ``reduction="none"``.

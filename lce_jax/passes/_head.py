@@ -31,6 +31,7 @@ class Head:
         vocab_part_size: columns of a part of the vocabulary, of which the weight has whole ones; None: one part.
         num_candidates: K, of each token; 0: none.
         has_temperature: whether each token has one.
+        has_floor: likewise.
         copied_from: hidden's dtype where its rows are copied first: it has fewer than ``num_tokens``, or another dtype
             than the weight. None: kernels read it where it lies.
         megatron: whether labels out of the vocabulary get -ln Σ e^u in place of 0.
@@ -53,6 +54,7 @@ class Head:
     vocab_part_size: int | None = None
     num_candidates: int = 0
     has_temperature: bool = False
+    has_floor: bool = False
     copied_from: str | None = None
     megatron: bool = False
 
@@ -62,7 +64,7 @@ class Head:
         options = Options(
             logit_scale=self.logit_scale, logit_softcap=self.logit_softcap, entropy=self.entropy, stats=self.stats,
             cache_bytes=self.cache_bytes, gradient_threshold=self.gradient_threshold,
-            num_candidates=self.num_candidates, vocab_part_size=self.vocab_part_size,
+            num_candidates=self.num_candidates, vocab_part_size=self.vocab_part_size, has_floor=self.has_floor,
         )  # fmt: skip
         return Case(
             num_tokens=self.num_tokens, hidden_size=self.hidden_size, vocab_size=self.num_columns,
@@ -93,7 +95,7 @@ class Head:
     @property
     def first_statistic(self) -> int:
         """The field of the first one that is kept."""
-        return 1 + self.has_temperature + self.num_candidates
+        return 1 + self.has_temperature + self.has_floor + self.num_candidates
 
     @property
     def sent_shape(self) -> tuple[int, int, int]:

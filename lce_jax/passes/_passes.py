@@ -12,8 +12,8 @@ With a ``gradient_threshold``, a forward or a merge ends in the live tiles, and 
 
 Candidates have launches of their own beside these (`_candidates`).
 
-What is kept of each token is flat, ``stride`` numbers a field: its label (int32), its temperature if it has one, its
-candidates' ids (int32), the merged statistics, and the candidates' x.
+What is kept of each token is flat, ``stride`` numbers a field: its label (int32), its temperature and its floor if it
+has one, its candidates' ids (int32), the merged statistics, and the candidates' x.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from lce_jax.passes._list import Program
 from lce_jax.passes._recorder import ROWS, STRIDE, RecordedKernels, Recorder
 
 type Buffer = Any  # a `_recorder.Buffer`, which the host code takes for an array
+type Numbers = tuple[Buffer | None, Buffer | None]  # temperatures and floors
 
 
 class _Pass:
@@ -50,6 +51,12 @@ class _Pass:
     def input(self, *shape: int, dtype: Any = jnp.float32) -> Any:
         """An operand."""
         return self.host.input(shape, dtype)
+
+    def numbers_of_tokens(self) -> Numbers:
+        """The temperatures and the floors, operands, those that there are."""
+        there = self.head.has_temperature, self.head.has_floor
+        temperatures, floors = (self.input(self.head.num_tokens) if one else None for one in there)
+        return temperatures, floors
 
     @functools.cached_property
     def of_rows(self) -> Buffer:
@@ -86,7 +93,7 @@ class _Pass:
         mask: Any = self.host.numbers(*(int(i >= first) for first in firsts for i in range(2 * tile)))
         rows: Any = ROWS
         per_token = marked.targets, marked.scale, marked.holds_target
-        prepared = Prepared(hidden, weight, *per_token, mask, columns, rows)
+        prepared = Prepared(hidden, weight, *per_token, mask, columns, rows, marked.floor)
         operands = Operands(hidden, weight, marked.targets, None, rows, head.live_columns)
         return Call(operands, prepared, head.case, self.shape, self.kernels, self.host)
 
@@ -101,25 +108,25 @@ class _Pass:
 
 
 def forward(head: Head, keep_cache: bool) -> Program:
-    """``hidden, weight, labels [R, 2], temperatures, ids [R, K] -> results, kept, cache`` of a whole vocabulary.
+    """``hidden, weight, labels [R, 2], temperatures, floors, ids [R, K] -> results, kept, cache``, of all columns.
 
-    Labels are the halves of int64 numbers. Temperatures and candidates' ids (int32; out of vocabulary: none) are there
-    if the head has them. The candidates' log-probabilities [R, K] are the last result. With a threshold, the live tiles
-    take the place of the cache.
+    Labels are the halves of int64 numbers. Temperatures, floors (in logits) and candidates' ids (int32; out of
+    vocabulary: none) are there if the head has them. The candidates' log-probabilities [R, K] are the last result. With
+    a threshold, the live tiles take the place of the cache.
     """
     made = _Pass(head)
-    call, temperatures, kept, groups, cache, maxima = _statistics(made, keep_cache)
+    call, numbers, kept, groups, cache, maxima = _statistics(made, keep_cache)
     _candidates.add_logits(made, call, kept)
     joined = made.join_all(call, groups)
     given = made.of_rows, kept, head.vocab_size, head.megatron
-    results, kept = made.kernels.finish(head.case, joined, made.ids(kept), temperatures, *given)
+    results, kept = made.kernels.finish(head.case, joined, made.ids(kept), numbers[0], *given, None, numbers[1])
     dropped, live = _kept.selected(made, call, maxima, kept)
     results = [*results, *_candidates.logprobs(made, kept), *dropped]
     return made.program([*results, kept, *jax.tree.leaves(cache), *live[: int(keep_cache)]])
 
 
 def part(head: Head, keep_cache: bool) -> Program:
-    """``hidden, weight, labels [R, 2], temperatures, ids [R, K] -> sent, kept, cache, maxima`` of a shard.
+    """``hidden, weight, labels [R, 2], temperatures, floors, ids [R, K] -> sent, kept, cache, maxima`` of a shard.
 
     The statistics are the first fields of what is sent (``head.sent_shape``). The caller fills the last field with the
     number of the weight's rows. The candidates' x are sent apart, [K, Tp]. With a threshold, the maxima of the shard's
@@ -132,7 +139,7 @@ def part(head: Head, keep_cache: bool) -> Program:
 
 
 def merge(head: Head, ranks: int, keep_cache: bool = False) -> Program:
-    """``gathered [N * groups, fields + 1, Tp], x [N K, Tp], kept, temperatures, maxima -> results, live``.
+    """``gathered [N * groups, fields + 1, Tp], x [N K, Tp], kept, temperatures, floors, maxima -> results, live``.
 
     kept is written to. With a threshold: this shard's live tiles, if they are kept, and its part of the dropped mass.
     """
@@ -141,13 +148,13 @@ def merge(head: Head, ranks: int, keep_cache: bool = False) -> Program:
     gathered = made.input(ranks * groups, *of_group)
     x = made.input(ranks * head.num_candidates, gathered.shape[2]) if head.num_candidates else None
     kept = made.input(head.kept_fields * head.num_tokens)
-    temperatures = made.input(head.num_tokens) if head.has_temperature else None
-    marked, _ = made.kernels.prepare(head.case, made.ids(kept), temperatures, 0, made.of_labels, None)
+    temperatures, floors = made.numbers_of_tokens()
+    marked, _ = made.kernels.prepare(head.case, made.ids(kept), temperatures, 0, made.of_labels, None, floors)
     call = made.call(gathered, gathered, marked)  # without a weight
     fields = _kept.fields_of_tiles(head, keep_cache)
     maxima = made.input(*_forward.maxima_shape(call, fields)) if fields else None
     joined = made.join_all(call, gathered)
-    given = made.of_rows, kept, head.vocab_size, head.megatron, gathered
+    given = made.of_rows, kept, head.vocab_size, head.megatron, gathered, floors
     results, kept = made.kernels.finish(head.case, joined, made.ids(kept), temperatures, *given)
     _candidates.join(made, x, kept)
     dropped, live = _kept.selected(made, call, maxima, kept)
@@ -156,21 +163,22 @@ def merge(head: Head, ranks: int, keep_cache: bool = False) -> Program:
 
 def _statistics(
     made: _Pass, keep_cache: bool, more_fields: int = 0
-) -> tuple[Call, Buffer | None, Buffer, Buffer, Cache | None, Buffer]:
-    """The call, the temperatures, what is kept, the statistics of groups, the cache, what is kept of each tile."""
+) -> tuple[Call, Numbers, Buffer, Buffer, Cache | None, Buffer]:
+    """The call, what tokens come with, what is kept, the statistics of groups, the cache, what is kept of each tile."""
     head = made.head
     hidden, weight = made.operands()
     labels = made.input(head.num_tokens, 2, dtype=jnp.int32)
-    temperatures = made.input(head.num_tokens) if head.has_temperature else None
+    temperatures, floors = made.numbers_of_tokens()
     kept = made.kept()
     _candidates.keep(made, kept)
-    marked, _ = made.kernels.prepare(head.case, labels, temperatures, 0, made.of_labels, made.ids(kept))
+    given = temperatures, 0, made.of_labels, made.ids(kept), floors
+    marked, _ = made.kernels.prepare(head.case, labels, *given)
     call = made.call(hidden, weight, marked)
     cached = _kept.cached_tiles(head, keep_cache)
     cache = _cache.empty(made.host, head.case, made.shape, cached) if cached else None
     how = _kept.fields_of_tiles(head, keep_cache), more_fields
     groups, cache, maxima = _forward.joined(call, _forward.num_live_tiles(call), cache, *how)
-    return call, temperatures, kept, groups, cache, maxima
+    return call, (temperatures, floors), kept, groups, cache, maxima
 
 
 def backward(
@@ -202,8 +210,9 @@ def backward(
     total = made.input(head.num_columns, head.hidden_size) if adds else None
     cache = _kept.cache_input(made) if cached and not head.gradient_threshold else None
     live = made.input(*_kept.live_shape(head), dtype=jnp.int32) if head.gradient_threshold else None
-    temperatures = kept if head.has_temperature else None
-    marked, _ = made.kernels.prepare(case, made.ids(kept), temperatures, 1, made.of_labels, None)
+    temperatures, floors = (kept if there else None for there in (head.has_temperature, head.has_floor))
+    of_floors = floors, 1 + head.has_temperature
+    marked, _ = made.kernels.prepare(case, made.ids(kept), temperatures, 1, made.of_labels, None, *of_floors)
     call = made.call(hidden, weight, marked)
     terms = _candidates.terms(made, kept, given.pop(_candidates.SEED, None))
     how = given, made.of_rows, head.vocab_size, terms

@@ -108,7 +108,7 @@ def _row_scales(spec: KLSpec, scales: Pair[Scales]) -> tuple[Any, Any]:
 
 def _wrong_temperature(rows: Pair[Rows]) -> Bool[Array, "T"] | None:
     """Rows of which one temperature is wrong: they return NaN and have no gradient."""
-    student, teacher = map(_scales.wrong_temperature, rows)
+    student, teacher = map(_scales.wrong_rows, rows)
     return teacher if student is None else student if teacher is None else student | teacher
 
 

@@ -57,7 +57,7 @@ def _forward(spec: Spec, primals: Primals, rows: Rows) -> tuple[Float[Array, "*b
     assert rows.candidates is not None
     shape, options, dtype = rows.candidates.shape, spec.options, spec.case.stat_dtype
     rows = _rows.flattened(rows, rows.labels.ndim)
-    columns, wrong = _columns(spec, primals, rows), _scales.wrong_temperature(rows)
+    columns, wrong = _columns(spec, primals, rows), _scales.wrong_rows(rows)
     raw = _products_of(spec).products(
         _one_device.flat_operands(spec, primals).hidden, primals.weight, columns, options, dtype
     )
@@ -105,5 +105,5 @@ def _columns(spec: Spec, primals: Primals, rows: Rows) -> Int[Array, "T K"]:
 
 
 def _live(rows: Rows) -> Bool[Array, "T"] | None:
-    wrong = _scales.wrong_temperature(rows)
+    wrong = _scales.wrong_rows(rows)
     return rows.where if wrong is None else ~wrong if rows.where is None else rows.where & ~wrong

@@ -22,7 +22,7 @@ from lce_jax.call import _rows, _scales
 from lce_jax.call._rows import Rows
 from lce_jax.call._scales import Scales
 from lce_jax.call._spec import Spec
-from lce_jax.mathematics import _logprobs, _temperature
+from lce_jax.mathematics import _columns, _logprobs, _temperature
 from lce_jax.mathematics._largest import Largest
 from lce_jax.mathematics._statistics import Normalizer, Parts, along, like, with_gradient
 from lce_jax.mesh._by_platform import by_platform
@@ -70,7 +70,7 @@ def statistics(
         with jax.named_scope("lce_merge"):
             stats = _merged(spec, stacked(stats), operands)
     stats = stats if order is None else _rows.expand(order, stats)
-    wrong = _scales.wrong_temperature(rows)
+    wrong = _scales.wrong_rows(rows)
     if wrong is not None:
         stats = jax.tree.map(lambda x: jnp.where(along(wrong, x), jnp.nan, x), stats)
     return stats, cache
@@ -96,6 +96,7 @@ def finish(
 ) -> Results:
     """Eq. 3 in the implementation's arithmetic, from the whole vocabulary's statistics in the call's row order."""
     per_token = functools.partial(_in_arithmetic_of, spec)
+    where = _columns.without_empty(where, stats.sumexp) if spec.case.options.has_floor else where
     return _logprobs.finish(stats, row_scale(spec, rows), rows.labels, where, spec.vocab_size, dropped_mass, per_token)
 
 
@@ -215,15 +216,16 @@ def _coefficients(
     options = spec.case.options
     factors = _logprobs.row_scale(options, scales.logits), _logprobs.row_factor(options, scales.derivative)
     of_rows = functools.partial(_logprobs.row_coefficients, options=options, vocab_size=spec.vocab_size)
+    live = _columns.without_empty(rows.live, stats.sumexp) if options.has_floor else rows.live
     if stats.candidates is not None:
-        found = of_rows(stats, cotangent, *factors, rows.live)
+        found = of_rows(stats, cotangent, *factors, live)
     else:
-        live, of_results = rows.live, cotangent._replace(outputs=LogprobOutput(*cotangent.outputs[:3]))
+        of_results = cotangent._replace(outputs=LogprobOutput(*cotangent.outputs[:3]))
         read = with_gradient(stats)._replace(total=None)
         read = read if live is None else read._replace(sumexp=jnp.where(live, read.sumexp, 1.0))
         found = _in_arithmetic_of(spec, functools.partial(of_rows, where=None), read, of_results, *factors)
         found = found if live is None else jax.tree.map(lambda x: jnp.where(live, x, 0.0), found)
-    wrong = _scales.wrong_temperature(rows)
+    wrong = _scales.wrong_rows(rows)
     return found if wrong is None else _temperature.without_gradient(found, wrong)
 
 
@@ -251,15 +253,24 @@ def _operands(
         num_columns = min(max(left, 0), columns) if isinstance(left, int) else jnp.clip(left, 0, columns)
 
     targets, candidates = _rows.owned((rows.labels, rows.candidates), start, columns)
-    hidden, order, num_rows = _signed(hidden, scales), None, rows.num_rows
+    hidden, order, num_rows, floor = _signed(hidden, scales), None, rows.num_rows, _unscaled_floor(spec, rows, scales)
     if rows.where is not None:
         order = _rows.compaction(rows.where)
-        hidden, targets, candidates, scales = _rows.compact(order, (hidden, targets, candidates, scales))
+        hidden, targets, candidates, scales, floor = _rows.compact(order, (hidden, targets, candidates, scales, floor))
         num_rows = order.num_rows
     elif rows.live is not None:  # NaN or inf in the other rows cannot spread
         hidden = jnp.where(rows.live[:, None], hidden, jnp.zeros((), hidden.dtype))
     bias = None if bias is None else bias.astype(spec.case.stat_dtype)
-    return Operands(hidden, weight, targets, scales.logits, num_rows, num_columns, scales.raw, bias, candidates), order
+    of_shard = Operands(hidden, weight, targets, scales.logits, num_rows, num_columns, scales.raw, bias, candidates)
+    return of_shard._replace(floor=floor), order
+
+
+def _unscaled_floor(spec: Spec, rows: Rows, scales: Scales) -> Float[Array, "T"] | None:
+    """The floor in the units of x, in the call's row order."""
+    if rows.floor is None:
+        return None
+    scale = _logprobs.row_scale(spec.case.options, scales.logits)
+    return _in_arithmetic_of(spec, _columns.unscaled_floor, rows.floor, scale)
 
 
 def _scales_of(spec: Spec, rows: Rows) -> Scales:

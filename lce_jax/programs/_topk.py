@@ -44,7 +44,7 @@ def _finish(spec: Spec, rows: Rows, found: Largest) -> TopK:
     logprobs = (found.x - found.max[:, None]) * scale - log_sumexp[:, None]
     out = TopK(found.ids, logprobs, found.max * scale[:, 0] + log_sumexp)
     left_out = None if rows.where is None else ~rows.where
-    for no_result, value in ((_scales.wrong_temperature(rows), jnp.nan), (left_out, 0.0)):
+    for no_result, value in ((_scales.wrong_rows(rows), jnp.nan), (left_out, 0.0)):
         if no_result is not None:
             out = TopK(
                 jnp.where(no_result[:, None], -1, out.ids),

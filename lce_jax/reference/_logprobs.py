@@ -12,7 +12,7 @@ from jax import lax
 
 from lce_jax._plans import ALONE, Plan, Surroundings, candidate_notes, unused_notes
 from lce_jax._types import Case, Operands, Primals, RowCoefficients, ShardStatistics
-from lce_jax.mathematics import _logprobs, _repeats, _statistics
+from lce_jax.mathematics import _columns, _logprobs, _repeats, _statistics
 from lce_jax.mathematics._largest import Largest
 from lce_jax.mathematics._one_part import merged as merged
 from lce_jax.mathematics._one_part import per_token as per_token
@@ -72,7 +72,8 @@ def statistics(operands: Operands, case: Case, keep_cache: bool = False) -> tupl
     x = _logprobs.unscaled_logits(_raw(operands, case), case.options, operands.raw_scale)
     scale = _logprobs.row_scale(case.options, operands.inverse_temperature)
     live = _live(operands, case)
-    return _logprobs.tile_statistics(x, scale, operands.targets, live, case.options, operands.candidates), None
+    more = operands.candidates, operands.floor
+    return _logprobs.tile_statistics(x, scale, operands.targets, live, case.options, *more), None
 
 
 def in_parts(operands: Operands, case: Case, keep_cache: bool = False) -> tuple[Parts, None]:
@@ -101,9 +102,10 @@ def gradients(
     x = _logprobs.unscaled_logits(_raw(operands, case), case.options, operands.raw_scale)
     scale = _logprobs.row_scale(case.options, operands.inverse_temperature)
     live = _live(operands, case)
-    d = _logprobs.dlogits(x, scale, rows, operands.targets, live, case.options, operands.candidates)
+    more = operands.candidates, operands.floor
+    d = _logprobs.dlogits(x, scale, rows, operands.targets, live, case.options, *more)
     hidden, weight = (x.astype(case.stat_dtype) for x in (operands.hidden, operands.weight))
-    weight = _logprobs.without_padding(weight, live, case.options)
+    weight = _columns.without_padding(weight, live, case.options)
     vocab_by_hidden = weight if case.options.vocab_dim == 0 else weight.T
     product = jnp.matmul(d.T, hidden, precision="highest")
     product = product if case.options.vocab_dim == 0 else product.T
@@ -131,4 +133,4 @@ def _raw(operands: Operands, case: Case) -> Float[Array, "T V"]:
 
 
 def _live(operands: Operands, case: Case) -> Array | None:
-    return _logprobs.live_columns(0, case.vocab_size, operands.num_columns)
+    return _columns.live_columns(0, case.vocab_size, operands.num_columns)

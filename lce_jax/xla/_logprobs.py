@@ -49,11 +49,12 @@ class _Rows(NamedTuple):
 
     targets: Int[Array, "t"]
     candidates: Int[Array, "t K"] | None
+    floor: Float[Array, "t"] | None
     coefficients: RowCoefficients | None = None  # in the backward
 
-    def relative_to(self, start: Int[Array, ""] | int) -> tuple[Int[Array, "t"], Int[Array, "t K"] | None]:
-        """The ids from column ``start`` on: those of its tile lie in [0, size), the others outside."""
-        return self.targets - start, None if self.candidates is None else self.candidates - start
+    def relative_to(self, start: Int[Array, ""] | int) -> tuple[Array, Array | None, Array | None]:
+        """The ids from column ``start`` on: those of its tile lie in [0, size), the others outside. And the floor."""
+        return self.targets - start, None if self.candidates is None else self.candidates - start, self.floor
 
 
 def statistics(operands: Operands, case: Case, keep_cache: bool = False) -> tuple[ShardStatistics, None]:
@@ -65,8 +66,8 @@ def statistics(operands: Operands, case: Case, keep_cache: bool = False) -> tupl
         return Running.start(_statistics.empty(num_tokens, case.stat_dtype, options))
 
     def add(running: Running, tile: Tile) -> Running:
-        (x, scale), (targets, candidates) = _logits(case, tile), tile.rows.relative_to(tile.start)
-        return running.add(_logprobs.tile_statistics(x, scale, targets, tile.live, options, candidates), scale)
+        (x, scale), (targets, *more) = _logits(case, tile), tile.rows.relative_to(tile.start)
+        return running.add(_logprobs.tile_statistics(x, scale, targets, tile.live, options, *more), scale)
 
     running = _walk_of(operands, case).fold(_shard(operands, None), empty, add)
     return running.finish(), None
@@ -94,8 +95,8 @@ def gradients(
     del cache, may_round_dhidden, may_overwrite_cache
 
     def dlogits(tile: Tile) -> Float[Array, "t v"]:
-        (x, scale), (targets, candidates) = _logits(case, tile), tile.rows.relative_to(tile.start)
-        return _logprobs.dlogits(x, scale, tile.rows.coefficients, targets, tile.live, case.options, candidates)
+        (x, scale), (targets, *more) = _logits(case, tile), tile.rows.relative_to(tile.start)
+        return _logprobs.dlogits(x, scale, tile.rows.coefficients, targets, tile.live, case.options, *more)
 
     shard = _shard(*_repeats.each_once(operands, rows))
     return _walk_of(operands, case).gradients(shard, dlogits, dweight)
@@ -119,7 +120,7 @@ def _shard(operands: Operands, coefficients: RowCoefficients | None) -> Shard:
     return Shard(
         tokens=(Tokens(x.hidden, x.inverse_temperature, x.raw_scale),),
         heads=(Head(x.weight, x.bias),),
-        rows=_Rows(x.targets, x.candidates, coefficients),
+        rows=_Rows(x.targets, x.candidates, x.floor, coefficients),
         num_rows=x.num_rows,
         num_columns=None if isinstance(x.num_columns, int) else x.num_columns,
     )

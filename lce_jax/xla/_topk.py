@@ -15,7 +15,7 @@ import numpy as np
 
 from lce_jax._plans import Plan, Surroundings
 from lce_jax._types import Case, Operands, Options
-from lce_jax.mathematics import _largest, _logprobs
+from lce_jax.mathematics import _columns, _largest, _logprobs
 from lce_jax.mathematics._largest import Largest
 from lce_jax.mathematics._statistics import MASKED
 from lce_jax.xla import _plan, _walk
@@ -106,7 +106,7 @@ def of_products(raw: Float[Array, "t V"], operands: Operands, case: Case, select
     if operands.bias is not None:
         sign = np.sign(options.logit_scale) if operands.raw_scale is None else jnp.sign(operands.raw_scale)[:, None]
         raw = raw + operands.bias[None, :] * sign
-    live = _logprobs.live_columns(0, case.vocab_size, operands.num_columns)
+    live = _columns.live_columns(0, case.vocab_size, operands.num_columns)
     raw = raw if live is None else jnp.where(live[None, :], raw, -jnp.inf)
     products, ids = select(raw, min(options.top_k, case.vocab_size))
     capped = None

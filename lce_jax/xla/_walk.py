@@ -18,7 +18,7 @@ from jax import lax
 
 from lce_jax import _jax
 from lce_jax._types import Case, Options, Primals
-from lce_jax.mathematics import _logprobs
+from lce_jax.mathematics import _columns
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Bool, Float, Int
@@ -147,7 +147,7 @@ class Walk:
         options, d = case.options, dlogits(tile)
         d = d if new is None else jnp.where(new[:, None], d, 0.0)
         dbias = None if head.bias is None else jnp.sum(d, axis=0)
-        weight = _logprobs.without_padding(head.weight, tile.live, options)
+        weight = _columns.without_padding(head.weight, tile.live, options)
         d, weight, hidden = (x.astype(gradient_dtype(case)) for x in (d, weight, hidden))
         dhidden = dot(d, weight, 1, options.vocab_dim, options, case.stat_dtype)
         left, right = (d, hidden) if options.vocab_dim == 0 else (hidden, d)
@@ -158,7 +158,7 @@ class Walk:
             weight = lax.dynamic_slice_in_dim(head.weight, start, size, axis=case.options.vocab_dim)
             return Head(weight, None if head.bias is None else lax.dynamic_slice_in_dim(head.bias, start, size))
 
-        live = _logprobs.live_columns(start, size, shard.num_columns)
+        live = _columns.live_columns(start, size, shard.num_columns)
         return Columns(tuple(map(of_model, self.cases, shard.heads)), start, live)
 
     def _tile(self, per_token: tuple[tuple[Tokens, ...], Any], columns: Columns) -> Tile:

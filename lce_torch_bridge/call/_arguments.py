@@ -29,6 +29,7 @@ class Arguments(NamedTuple):
     labels: torch.Tensor  # [...]
     temperature: float | torch.Tensor  # broadcasts to labels
     candidates: torch.Tensor | None  # [..., K]
+    floor: float | torch.Tensor | None  # broadcasts to labels
     where: torch.Tensor | None  # a mask or an index, without ignored labels
     call: Call
 
@@ -56,6 +57,7 @@ def of_call(
     cache_bytes: int = 0,
     gradient_threshold: float = 0.0,
     vocab_part_size: int | None = None,
+    logit_floor: float | torch.Tensor | None = None,
     implementation: str | tuple[str, ...] | None = None,
 ) -> Arguments:
     """The arguments of `linear_logprobs`, checked."""
@@ -63,15 +65,17 @@ def of_call(
     known = _fit(hidden, weight, labels)
     if not known and _dtensor.spans(hidden, tp_group):
         reduce_grad_hidden = True  # its placement says that the gradient is whole
-    if not (known and where is None and candidates is None and type(temperature) is float):
-        hidden, labels, temperature, where, candidates = _dtensor.tokens(
-            hidden=hidden, labels=labels, temperature=temperature, where=where, candidates=candidates
-        )
+    if not (known and where is None and candidates is logit_floor is None and type(temperature) is float):
+        hidden, labels, temperature, where, candidates, logit_floor = _dtensor.tokens(
+            hidden=hidden, labels=labels, temperature=temperature, where=where, candidates=candidates,
+            logit_floor=logit_floor,
+        )  # fmt: skip
     if not known:
         _checks.tensors(hidden, weight, labels)
     _checks.temperature(temperature, hidden, labels)
     _checks.where(where, hidden, labels)
     num_candidates = _checks.candidates(candidates, hidden, labels)
+    has_floor = _checks.logit_floor(logit_floor, hidden, labels)
     where = _tokens.without(ignore_index, where, labels)
     scalars.one_of("wgrad", wgrad, ("return", "main_grad"))
     if not (known and bias is None and tp_group is None):
@@ -79,12 +83,12 @@ def of_call(
     columns = weight.shape[0] * (1 if tp_group is None else tp_group.size())
     call = _found_again(
         tensor_parallel.name_of(tp_group), columns, vocab_size, logit_scale, logit_softcap, entropy, stats, mean_logit,
-        num_candidates, out_of_vocab, reduce_grad_hidden, cache_bytes, gradient_threshold, vocab_part_size,
+        num_candidates, has_floor, out_of_vocab, reduce_grad_hidden, cache_bytes, gradient_threshold, vocab_part_size,
         weight.shape[0], implementation,
     )  # fmt: skip
     if not known:
         _remember(hidden, weight, labels)
-    return Arguments(hidden, weight, bias, labels, temperature, candidates, where, call)
+    return Arguments(hidden, weight, bias, labels, temperature, candidates, logit_floor, where, call)
 
 
 OPTIONS = tuple(name for name, each in inspect.signature(of_call).parameters.items() if each.kind == each.KEYWORD_ONLY)
@@ -138,6 +142,7 @@ def _call(
     stats: Any,
     mean_logit: Any,
     num_candidates: int,
+    has_floor: bool,
     out_of_vocab: str,
     reduce_grad_hidden: Any,
     cache_bytes: Any,
@@ -151,6 +156,8 @@ def _call(
     gradient_threshold = scalars.fraction("gradient_threshold", gradient_threshold)
     vocab_part_size = scalars.part_size(vocab_part_size, cache_bytes, gradient_threshold)
     scalars.whole_parts(vocab_part_size, columns, rows)
+    if has_floor:
+        scalars.alone_with_floor(num_candidates, scalars.flag("mean_logit", mean_logit), gradient_threshold)
     return Call(
         group=group,
         vocab_size=_checks.vocabulary(vocab_size, columns),
@@ -160,6 +167,7 @@ def _call(
         stats=scalars.flag("stats", stats),
         mean_logit=scalars.flag("mean_logit", mean_logit),
         num_candidates=num_candidates,
+        has_floor=has_floor,
         megatron=out_of_vocab == "megatron",
         reduce_grad_hidden=scalars.flag("reduce_grad_hidden", reduce_grad_hidden),
         cache_bytes=cache_bytes,
@@ -201,20 +209,20 @@ class Flat(NamedTuple):
     labels: torch.Tensor  # [T]
     temperature: torch.Tensor | None  # [T] float32; None: 1
     candidates: torch.Tensor | None  # [T, K]
+    floor: torch.Tensor | None  # [T] float32; None: there is none
     rows: torch.Tensor | None  # where they were: an index, or a mask that cannot be counted; None: all are kept
 
 
 def flat(given: Arguments) -> Flat:
     """The per-token arguments of the tokens that are kept."""
     hidden, labels, candidates = given.hidden, given.labels, given.candidates
-    temperature = _tokens.per_token(given.temperature, labels)
+    temperature, floor = _tokens.per_token(given.temperature, labels), _tokens.floor_per_token(given.floor, labels)
     if labels.ndim != 1:  # otherwise both are flat, and a view costs the host time, in the backward too
         hidden, labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
     if candidates is not None:
         candidates = candidates.reshape(-1, candidates.shape[-1])
     if given.where is None:
-        return Flat(hidden, labels, temperature, candidates, None)
+        return Flat(hidden, labels, temperature, candidates, floor, None)
     rows, kept = _tokens.rows_of(given.where), _tokens.kept
-    return Flat(
-        kept(hidden, rows, 0.0), kept(labels, rows, 0), kept(temperature, rows, 1.0), kept(candidates, rows, -1), rows
-    )
+    numbers = kept(temperature, rows, 1.0), kept(candidates, rows, -1), kept(floor, rows, 0.0)
+    return Flat(kept(hidden, rows, 0.0), kept(labels, rows, 0), *numbers, rows)

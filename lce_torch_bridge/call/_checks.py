@@ -111,21 +111,43 @@ def temperature(value: Any, hidden: torch.Tensor, labels: torch.Tensor) -> None:
     if not isinstance(value, torch.Tensor):
         scalars.positive("temperature", value)
         return
-    if not value.is_floating_point():
-        raise TypeError(f"temperature must be floating point, got {value.dtype}")
-    if value.requires_grad:
-        raise ValueError("temperature requires a gradient, and none is computed: pass temperature.detach()")
-    same_device(hidden, temperature=value)
+    _per_token_number("temperature", value, hidden)
     if may_look_at(value):
         wrong = value[~((value >= scalars.FLOAT32_TINY) & (value <= scalars.FLOAT32_MAX))]
         if wrong.numel():
             raise ValueError(f"temperature must be positive and finite in float32, got {float(wrong[0])} in its values")
+    _broadcasts("temperature", value, labels)
+
+
+def logit_floor(value: Any, hidden: torch.Tensor, labels: torch.Tensor) -> bool:
+    """None, a number that may be infinite, or a float tensor that broadcasts to labels. Whether there is a floor."""
+    if value is None:
+        return False
+    if not isinstance(value, torch.Tensor):
+        scalars.bound("logit_floor", value)
+        return True
+    _per_token_number("logit_floor", value, hidden)
+    if may_look_at(value) and bool(value.isnan().any()):
+        raise ValueError(f"logit_floor must be a number or infinite, but is nan in {int(value.isnan().sum())} places")
+    _broadcasts("logit_floor", value, labels)
+    return True
+
+
+def _per_token_number(name: str, value: torch.Tensor, hidden: torch.Tensor) -> None:
+    if not value.is_floating_point():
+        raise TypeError(f"{name} must be floating point, got {value.dtype}")
+    if value.requires_grad:
+        raise ValueError(f"{name} requires a gradient, and none is computed: pass {name}.detach()")
+    same_device(hidden, **{name: value})
+
+
+def _broadcasts(name: str, value: torch.Tensor, labels: torch.Tensor) -> None:
     try:
         fits = torch.broadcast_shapes(value.shape, labels.shape) == labels.shape
     except RuntimeError:
         fits = False
     if not fits:
-        raise ValueError(f"temperature {tuple(value.shape)} must broadcast to the tokens' shape {tuple(labels.shape)}")
+        raise ValueError(f"{name} {tuple(value.shape)} must broadcast to the tokens' shape {tuple(labels.shape)}")
 
 
 def entropy(value: Any) -> str:

@@ -25,6 +25,15 @@ def per_token(temperature: float | torch.Tensor, labels: torch.Tensor) -> torch.
     return torch.ones(labels.numel(), dtype=torch.float32, device=labels.device) * temperature
 
 
+def floor_per_token(floor: float | torch.Tensor | None, labels: torch.Tensor) -> torch.Tensor | None:
+    """One floor per token, for the same reason; None for none."""
+    if floor is None:
+        return None
+    if isinstance(floor, torch.Tensor):
+        return floor.to(torch.float32).expand(labels.shape).reshape(-1)
+    return torch.ones(labels.numel(), dtype=torch.float32, device=labels.device) * floor
+
+
 def without(ignore_index: int | None, where: torch.Tensor | None, labels: torch.Tensor) -> torch.Tensor | None:
     """``where`` without the tokens that have this label."""
     if ignore_index is None:

@@ -67,6 +67,7 @@ def _head(hidden: torch.Tensor, weight: torch.Tensor, call: Call, has_temperatur
         vocab_part_size=call.vocab_part_size,
         num_candidates=call.num_candidates,
         has_temperature=has_temperature,
+        has_floor=call.has_floor,
         copied_from=None if rows == len(hidden) and hidden.dtype == weight.dtype else name_of(hidden.dtype),
         megatron=call.megatron,
     )
@@ -103,7 +104,7 @@ def forward(x: Operands, call: Call, keep_cache: bool) -> list[torch.Tensor] | N
         return None
     tokens = hidden.shape[0]
     labels = _in_rows(x.labels if x.labels.dtype is torch.int64 else x.labels.long())
-    per_token = [] if x.temperature is None else [_in_rows(x.temperature)]
+    per_token = [_in_rows(y) for y in (x.temperature, x.floor) if y is not None]
     ids = [] if x.candidates is None else [_in_rows(_rows.candidate_ids(x.candidates, call.vocab_size))]
     given = [_device.usable(hidden), _device.usable(weight), labels, *per_token, *ids]
     fields, kept = [_torch.empty(*each) for each in plan.fields], _torch.empty(*plan.kept)
@@ -226,7 +227,7 @@ def _plan_of_backward(
 ) -> Backward | str:
     """The plan, or why JAX is to run such calls."""
     tokens = hidden.shape[0]
-    has_temperature = len(saved) > 1 + 3 + (call.entropy != "none") + 2 * call.num_candidates
+    has_temperature = len(saved) > 1 + 3 + (call.entropy != "none") + call.has_floor + 2 * call.num_candidates
     reason = why_not(Operands(hidden, weight, None, saved[0], None, None), call)
     if reason is not None:
         return reason

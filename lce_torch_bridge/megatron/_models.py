@@ -47,8 +47,8 @@ def output_processor(
         context: ``labels`` ``[b, s]``, global vocabulary ids, already shifted, and any option of
             `lce_torch_bridge.linear_logprobs` but ``tp_group``, ``bias``, ``logit_scale`` and ``reduce_grad_hidden``,
             which the model sets. ``where`` is ``[b, s]`` bool, or the rows of the flattened ``[b, s]``; a tensor
-            ``temperature`` broadcasts to ``[b, s]``; ``candidates`` are ``[b, s, K]``. ``wgrad`` is by default what the
-            layer does: "main_grad" with ``gradient_accumulation_fusion``.
+            ``temperature`` or ``logit_floor`` broadcasts to ``[b, s]``; ``candidates`` are ``[b, s, K]``. ``wgrad`` is
+            by default what the layer does: "main_grad" with ``gradient_accumulation_fusion``.
         scale_logits: the model's multiplier of logits (MuP), which is applied in float32 here.
         config: the model's configuration.
         runtime_gather_output: None or False. Results are whole on every rank anyway.
@@ -104,9 +104,9 @@ def fused_output_layer(model: torch.nn.Module, labels: torch.Tensor, **options: 
             threads: one at a time may be inside, while `output_processor` serves several.
         labels: ``[b, s]`` global vocabulary ids, already shifted.
         **options: ``temperature``, ``logit_softcap``, ``vocab_size``, ``entropy``, ``candidates``, ``where``,
-            ``ignore_index``, ``out_of_vocab``, ``wgrad``, ``cache_bytes``, ``gradient_threshold``, ``vocab_part_size``
-            and ``implementation``, as in the context of `output_processor`. Not ``entropy=False``, because the model
-            returns two results; "metric" spares the entropy's gradient.
+            ``ignore_index``, ``out_of_vocab``, ``wgrad``, ``cache_bytes``, ``gradient_threshold``, ``vocab_part_size``,
+            ``logit_floor`` and ``implementation``, as in the context of `output_processor`. Not ``entropy=False``,
+            because the model returns two results; "metric" spares the entropy's gradient.
 
     Yields:
         None.

@@ -125,11 +125,15 @@ def sequence_first(labels: torch.Tensor, options: Mapping[str, Any]) -> dict[str
     _checks.temperature(temperature, labels, labels)
     candidates = options.get("candidates")
     _checks.candidates(candidates, labels, labels)
+    floor = options.get("logit_floor")
+    _checks.logit_floor(floor, labels, labels)
     turned = {"labels": labels.t()}
     if candidates is not None:
         turned["candidates"] = candidates.transpose(0, 1)
     if isinstance(temperature, torch.Tensor):
         turned["temperature"] = temperature.expand(labels.shape).t()
+    if isinstance(floor, torch.Tensor):
+        turned["logit_floor"] = floor.expand(labels.shape).t()
     if where is not None and where.dtype == torch.bool:
         turned["where"] = where.t()
     elif where is not None:

@@ -192,13 +192,15 @@ def precision_of(weight: torch.Tensor) -> str | None:
 
 
 def _tokens(x: Operands, piece: _rows.Piece, call: Call) -> torch.Tensor:
-    """Labels, temperature and candidates as `through_jax._programs` describes them."""
+    """Labels, temperature, floor and candidates as `through_jax._programs` describes them."""
     labels = x.labels[piece.tokens].long()
     if labels.stride() != (1,):  # one token counts as contiguous with any stride, and only with 1 has it halves
         labels = labels.clone(memory_format=torch.contiguous_format)
     columns = [labels.view(torch.int32).view(-1, 2)]
     if x.temperature is not None:
         columns.append(x.temperature[piece.tokens].view(torch.int32)[:, None])
+    if x.floor is not None:
+        columns.append(x.floor[piece.tokens].view(torch.int32)[:, None])
     if x.candidates is not None:
         columns.append(_rows.candidate_ids(x.candidates[piece.tokens], call.vocab_size))
     return _rows.with_count(columns[0] if len(columns) == 1 else torch.cat(columns, 1), piece.rows)

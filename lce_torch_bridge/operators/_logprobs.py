@@ -124,7 +124,7 @@ class Eager(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         """Those of dhidden, dweight and dbias that are wanted."""
-        return *_backward(ctx, names_of(ctx.call)[1], grads), None, None, None, None, None
+        return *_backward(ctx, names_of(ctx.call)[1], grads), *(None,) * (NUM_OPERANDS - 1)
 
     @staticmethod
     def jvp(*_: Any) -> Any:
@@ -198,7 +198,7 @@ class Gradients(torch.autograd.Function):
 @operator(
     "forward",
     "(Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, Tensor? temperature, Tensor? candidates, "
-    f"bool keep_cache, {CALL_SCHEMA}) -> Tensor[]",
+    f"Tensor? floor, bool keep_cache, {CALL_SCHEMA}) -> Tensor[]",
 )
 def forward(
     hidden: torch.Tensor,
@@ -207,11 +207,13 @@ def forward(
     labels: torch.Tensor,
     temperature: torch.Tensor | None,
     candidates: torch.Tensor | None,
+    floor: torch.Tensor | None,
     keep_cache: bool,
     *call: Any,
 ) -> list[torch.Tensor]:
     """``Call.fields``, what the backward needs per token, and the leaves of the cache."""
-    return _execute.forward(Operands(hidden, weight, bias, labels, temperature, candidates), Call(*call), keep_cache)
+    operands = Operands(hidden, weight, bias, labels, temperature, candidates, floor)
+    return _execute.forward(operands, Call(*call), keep_cache)
 
 
 @torch.library.register_fake(f"{NAME}::forward")  # type: ignore[untyped-decorator]

@@ -129,13 +129,13 @@ def _leaves(x: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 class LossAndGradients(torch.autograd.Function):
-    """``(plan, hidden, weight, bias, labels, temperature, *per_token) -> sum, *Call.fields``."""
+    """``(plan, hidden, weight, bias, labels, temperature, floor, *per_token) -> sum, *Call.fields``."""
 
     @staticmethod
     def forward(ctx: Any, plan: Plan, *inputs: Any) -> tuple[torch.Tensor, ...]:
         """The sum, the results, and the gradients for the cotangent that is known, or 1."""
-        (hidden, weight, bias, labels, temperature), per_token = inputs[:5], inputs[5:]
-        x = Operands(hidden, weight, bias, labels, temperature, None)
+        (hidden, weight, bias, labels, temperature, floor), per_token = inputs[:6], inputs[6:]
+        x = Operands(hidden, weight, bias, labels, temperature, None, floor)
         losses, fields, grads, unit = _walk(plan, _in_float32(x), per_token, ctx.needs_input_grad[1:])
         ctx.cotangent = plan.cotangent
         ctx.main_grad = plan.main_grad  # not through save_for_backward: other micro-batches may change it before
@@ -150,7 +150,7 @@ class LossAndGradients(torch.autograd.Function):
         """The gradients times the cotangent."""
         unit, *grads = ctx.saved_tensors
         if cotangent is None:
-            return (None,) * (6 + len(grads) - 3)
+            return (None,) * (7 + len(grads) - 3)
         if torch.is_grad_enabled():  # create_graph=True: the gradients that are kept know nothing of the operands
             autograd.refuse_second_derivative(ctx)
         came = cotangent.reshape(1)  # one dimension: otherwise products with bfloat16 would round its float32
@@ -164,7 +164,7 @@ class LossAndGradients(torch.autograd.Function):
         found = list(map(_scaled, grads, factors, ctx.dtypes))
         if ctx.main_grad is not None:
             found[1] = _main_grad.nothing_like(ctx.main_grad, ctx.dtypes[1])
-        return None, *found[:3], None, None, *found[3:]
+        return None, *found[:3], None, None, None, *found[3:]
 
 
 def _scaled(grad: torch.Tensor | None, factor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
@@ -219,14 +219,14 @@ def _walk(
     tokens = len(x.labels)
     parts = [slice(first, min(first + plan.rows, tokens)) for first in range(0, tokens, plan.rows)]
     sums = ChunkSums(x, wanted[:3], len(parts), plan.into, may_have_units=plan.cotangent is None)
-    own = [torch.zeros_like(y) if want else None for y, want in zip(per_token, wanted[5:], strict=True)]
+    own = [torch.zeros_like(y) if want else None for y, want in zip(per_token, wanted[6:], strict=True)]
     losses, fields = [x.hidden.new_empty(0, dtype=torch.float32)], []
     with _saying_what_was_added(sums, tokens):
         for part in parts:
-            temperature = None if x.temperature is None else x.temperature[part]
-            chunk = x._replace(hidden=x.hidden[part], labels=x.labels[part], temperature=temperature)
+            temperature, floor = (None if y is None else y[part] for y in (x.temperature, x.floor))
+            chunk = x._replace(hidden=x.hidden[part], labels=x.labels[part], temperature=temperature, floor=floor)
             found, (saved, *cache) = results(plan, chunk, keep_cache=True)
-            given = _differentiated(plan, found, [y[part] for y in per_token], wanted[5:])
+            given = _differentiated(plan, found, [y[part] for y in per_token], wanted[6:])
             losses.append(given.losses.float())
             fields.append([found[name].detach() for name in plan.call.fields])
             for whole, grad in zip(own, given.per_token, strict=True):

@@ -56,8 +56,8 @@ def linear_cross_entropy(
             does not wait for an index, nor check one there: a row that it holds twice counts twice in the gradients. A
             bool tensor without values (meta, fake) cannot be counted, and costs as much as all tokens. None: all.
         **options: ``bias``, ``tp_group``, ``temperature``, ``logit_scale``, ``logit_softcap``, ``vocab_size``,
-            ``reduce_grad_hidden``, ``wgrad``, ``cache_bytes``, ``gradient_threshold``, ``vocab_part_size`` and
-            ``implementation``, as in `linear_logprobs`.
+            ``reduce_grad_hidden``, ``wgrad``, ``cache_bytes``, ``gradient_threshold``, ``vocab_part_size``,
+            ``logit_floor`` and ``implementation``, as in `linear_logprobs`.
 
     Returns:
         The loss in nats, float32: a scalar, or ``[...]`` with ``reduction="none"``. It covers this rank's tokens,
@@ -111,9 +111,9 @@ def linear_entropy(
             that of the matrix products. Under ``torch.autocast`` it is cast to autocast's dtype first, and all calls
             of the context share the copy, as with ``torch.nn.functional.linear``.
         **options: ``bias``, ``tp_group``, ``temperature``, ``logit_scale``, ``logit_softcap``, ``vocab_size``,
-            ``where``, ``reduce_grad_hidden``, ``wgrad``, ``cache_bytes``, ``gradient_threshold``, ``vocab_part_size``
-            and ``implementation``, as in `linear_logprobs`, with hidden's leading shape in place of the shape of
-            labels.
+            ``where``, ``reduce_grad_hidden``, ``wgrad``, ``cache_bytes``, ``gradient_threshold``, ``vocab_part_size``,
+            ``logit_floor`` and ``implementation``, as in `linear_logprobs`, with hidden's leading shape in place
+            of the shape of labels.
 
     Returns:
         Entropies and lse, in nats, float32 of hidden's leading shape, both differentiable.

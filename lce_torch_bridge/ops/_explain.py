@@ -60,8 +60,8 @@ def explain(
         labels: ``[...]`` integers of any type: vocabulary ids, global also when the vocabulary is split.
         **options: ``bias``, ``tp_group``, ``temperature``, ``logit_scale``, ``logit_softcap``, ``vocab_size``,
             ``entropy``, ``stats``, ``mean_logit``, ``candidates``, ``where``, ``ignore_index``, ``out_of_vocab``,
-            ``reduce_grad_hidden``, ``wgrad``, ``cache_bytes``, ``gradient_threshold``, ``vocab_part_size`` and
-            ``implementation``, as in `linear_logprobs`.
+            ``reduce_grad_hidden``, ``wgrad``, ``cache_bytes``, ``gradient_threshold``, ``vocab_part_size``,
+            ``logit_floor`` and ``implementation``, as in `linear_logprobs`.
 
     Returns:
         An `Explanation`.
@@ -82,7 +82,7 @@ def explain(
     flat, call = _arguments.flat(given), given.call
     # Its shape and dtype alone count: nothing is cast.
     weight = torch.empty_like(given.weight, dtype=_autocast.dtype_of(given.weight), device="meta")
-    operands = Operands(flat.hidden, weight, given.bias, flat.labels, flat.temperature, flat.candidates)
+    operands = Operands(flat.hidden, weight, given.bias, flat.labels, flat.temperature, flat.candidates, flat.floor)
     reason = _passes.why_not(operands, call)
     if _way.asked() == "jax":
         reason = 'launch_with("jax") asks for JAX'
@@ -101,6 +101,7 @@ def _options(x: Operands, call: Any) -> dict[str, Any]:
         "bias": None if x.bias is None else _device.struct(x.bias),
         "temperature": 1.0 if x.temperature is None else _device.struct(x.temperature),
         "candidates": None if x.candidates is None else _ids(x.candidates),
+        "logit_floor": None if x.floor is None else _device.struct(x.floor),
     }
 
 

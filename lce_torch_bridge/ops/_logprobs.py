@@ -59,6 +59,7 @@ def linear_logprobs(
     cache_bytes: int = 0,
     gradient_threshold: float = 0.0,
     vocab_part_size: int | None = None,
+    logit_floor: float | torch.Tensor | None = None,
     implementation: str | tuple[str, ...] | None = None,
 ) -> LogprobOutput[torch.Tensor | None]:
     """Per-token log-probability and entropy of a language-model head, without storing the logits.
@@ -129,6 +130,12 @@ def linear_logprobs(
             ranks: give the rows of the smallest shard that any ``tp_group`` has. Ranks must have whole parts; only a
             vocabulary that is not split may end inside one. Not with ``cache_bytes`` or ``gradient_threshold``. None:
             each rank's rows are one part.
+        logit_floor: f: the distribution is that over the tokens v with ``z[v] >= f`` and the label, as top-k, top-p or
+            min-p leave it: a number, or a float tensor that broadcasts to ``labels``, in logits. -inf leaves all.
+            Results are those of the set, gradients are 0 outside, and ``stats=True`` fills ``support``, the tokens in
+            it. A row with none, of a label out of vocabulary, is 0 in outputs and gradients. A NaN is refused where it
+            is known, else its row returns NaN. Not with ``candidates``, ``mean_logit`` or ``gradient_threshold``. No
+            gradient. `lce_jax.floors` says where floors come from. None: every token.
         implementation: "mosaic_gpu" (kernels for Hopper GPUs; those for Blackwell have never run, and only this name
             gets them), "xla" (every device), "reference" (stores the logits), or a tuple of names tried in order. None:
             the best one that can serve the call.
@@ -211,6 +218,7 @@ def linear_logprobs(
         cache_bytes=cache_bytes,
         gradient_threshold=gradient_threshold,
         vocab_part_size=vocab_part_size,
+        logit_floor=logit_floor,
         implementation=implementation,
     )
     return _run(given, _arguments.weight_of(given, wgrad))
@@ -220,7 +228,7 @@ def _run(given: Arguments, weight: torch.Tensor) -> LogprobOutput[torch.Tensor |
     """The operator, on the tokens that are kept."""
     x, call = _arguments.flat(given), given.call
     keep_cache = call.keeps_tiles and torch.is_grad_enabled() and _any_gradient(x.hidden, weight, given.bias)
-    operands = Operands(x.hidden, weight, given.bias, x.labels, x.temperature, x.candidates)
+    operands = Operands(x.hidden, weight, given.bias, x.labels, x.temperature, x.candidates, x.floor)
     found = autograd.apply(operands, keep_cache, call)
     traced = torch.compiler.is_compiling() or not (type(call.vocab_size) is type(call.num_candidates) is int)
     names = call.fields if traced else names_of(call)[0]

@@ -105,8 +105,8 @@ def linear_loss(
             tokens are a chunk. None: 1.4 GiB, or one chunk of all tokens where several and their sum of dweight would
             take as much.
         **options: ``bias``, ``tp_group``, ``temperature``, ``logit_scale``, ``logit_softcap``, ``vocab_size``,
-            ``entropy``, ``stats``, ``out_of_vocab``, ``reduce_grad_hidden``, ``gradient_threshold`` and
-            ``implementation``, as in `linear_logprobs`.
+            ``entropy``, ``stats``, ``out_of_vocab``, ``reduce_grad_hidden``, ``gradient_threshold``,
+            ``logit_floor`` and ``implementation``, as in `linear_logprobs`.
 
     Returns:
         The sum over the tokens that are kept, float32, and a `LogprobOutput` for metrics, through which no gradient
@@ -175,7 +175,7 @@ def linear_loss(
         main_grad = main_grad_of(given.weight) if wgrad == "main_grad" else None
         plan = plan._replace(call=of_chunks, main_grad=main_grad, cotangent=cotangent)
         _refuse_recomputation(plan)
-        total, *found = LossAndGradients.apply(plan, *x[:5], *own)
+        total, *found = LossAndGradients.apply(plan, *x[:5], x.floor, *own)
         fields = dict(zip(given.call.fields, found, strict=True))
     placed: Any = {name: _tokens.placed(field, rows, given.labels) for name, field in fields.items()}
     return total, LogprobOutput(**{"entropy": None, **placed})
@@ -218,4 +218,5 @@ def _flat(
         _checks.per_token(name, plain, given.hidden, labels)
         own.append(_tokens.kept(plain.reshape(labels.numel(), *plain.shape[labels.ndim :]), flat.rows, 0.0))
     weight = _arguments.weight_of(given, wgrad)
-    return Operands(flat.hidden, weight, given.bias, flat.labels, flat.temperature, None), own, flat.rows
+    operands = Operands(flat.hidden, weight, given.bias, flat.labels, flat.temperature, None, flat.floor)
+    return operands, own, flat.rows

@@ -8,9 +8,9 @@
 P is the number of rows of a program. How many of them count is an operand, so that one program serves many counts of
 tokens. Each array that crosses between the libraries costs the host as much time as many kernels. So everything per
 token crosses as one int32 array, floats by their bits, as `kernels._rows.with_count` packs it. ``tokens`` has two
-columns for the halves of each int64 label, one for the temperature, if there is one, and K for candidates, if there are
-any. S is the label, temperature and candidates as they are there, and the merged statistics; `gradients` takes columns
-of S and the cotangents. What is [P, K] here is K rows of what is packed.
+columns for the halves of each int64 label, one for the temperature and one for the floor, if there is one, and K for
+candidates, if there are any. S is the label and the others as they are there, and the merged statistics; `gradients`
+takes columns of S and the cotangents. What is [P, K] here is K rows of what is packed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Spec(NamedTuple):
     def statistics(self) -> dict[str, int]:
         """The statistics that are computed, and how many numbers per token each is."""
         call = self.call
-        further: dict[str, Any] = {"stats": call.stats, "total": call.mean_logit}
+        further: dict[str, Any] = {"stats": call.stats, "total": call.mean_logit, "has_floor": call.has_floor}
         return local.fields(entropy=call.entropy != "none", num_candidates=call.num_candidates, **further)
 
     @property
@@ -160,19 +160,21 @@ def results_of(
     spec: Spec, fields: tuple[str, ...], megatron: bool, tokens: Tokens, gathered: Any
 ) -> tuple[dict[str, Any], Any]:
     """``fields`` by name, and S."""
-    num_rows, labels, temperature, candidates = tokens
+    num_rows, labels, temperature, floor, candidates = tokens
     factors, size = _factors(spec, tokens), {"vocab_size": spec.call.vocab_size}
     merged = local.merge(local.unpack(gathered, spec.statistics), **factors)
     out = local.finish(merged, labels, where=jnp.arange(labels.shape[0], dtype=jnp.int32) < num_rows, **size, **factors)
     if megatron:
         # Its predicted logit is left at 0 once the maximum has been subtracted: -ln Σ e^(z - max), which is max - lse.
         outside = (labels < 0) | (labels >= spec.call.vocab_size)
-        out = out._replace(logprobs=jnp.where(outside, -jnp.log(merged.sumexp), out.logprobs))
+        sumexp = jnp.where(merged.sumexp == 0, 1.0, merged.sumexp)  # no token reaches the floor: 0, as elsewhere
+        out = out._replace(logprobs=jnp.where(outside, -jnp.log(sumexp), out.logprobs))
     mean = None if merged.total is None else local.mean_logit(merged, **size, **factors)
-    found = out._asdict() | {"mean_logit": mean}
+    support = None if out.support is None else jnp.where(out.support < 0, jnp.nan, out.support.astype(jnp.float32))
+    found = out._asdict() | {"mean_logit": mean, "support": support}
     forward_only: dict[str, Any] = dict.fromkeys(spec.statistics.keys() - spec.merged.keys())
     kept = local.pack(merged._replace(**forward_only))
-    saved = _as_rows(*(x for x in (labels, temperature, candidates) if x is not None), kept.T)
+    saved = _as_rows(*(x for x in (labels, temperature, floor, candidates) if x is not None), kept.T)
     return {name: found[name] for name in fields}, saved
 
 
@@ -198,13 +200,14 @@ class Tokens(NamedTuple):
     num_rows: Any  # how many rows count
     labels: Any  # [P] at most one off the vocabulary
     temperature: Any  # [P], or None
+    floor: Any  # [P], or None
     candidates: Any  # [P, K] likewise, or None
 
 
 def _unpacked(spec: Spec, tokens: Any, rows: int) -> Tokens:
     """``tokens`` of a forward."""
     num_rows, columns = _counted(tokens, rows)
-    return Tokens(num_rows, labels_of(spec, *columns[:2]), *_temperature_and_candidates(spec, columns[2:]))
+    return Tokens(num_rows, labels_of(spec, *columns[:2]), *_beside_labels(spec, columns[2:]))
 
 
 def labels_of(spec: Spec, low: Any, high: Any) -> Any:
@@ -213,10 +216,12 @@ def labels_of(spec: Spec, low: Any, high: Any) -> Any:
     return jnp.where(high == low >> 31, jnp.clip(low, -1, spec.call.vocab_size), far)
 
 
-def _temperature_and_candidates(spec: Spec, bits: Any) -> tuple[Any, Any]:
-    count = spec.call.num_candidates
-    temperature = lax.bitcast_convert_type(bits[0], jnp.float32) if len(bits) > count else None
-    return temperature, bits[len(bits) - count :].T if count else None
+def _beside_labels(spec: Spec, bits: Any) -> tuple[Any, Any, Any]:
+    """The temperature, the floor and the candidates."""
+    count, has_floor = spec.call.num_candidates, spec.call.has_floor
+    floats = lax.bitcast_convert_type(bits[: len(bits) - count], jnp.float32)
+    temperature = floats[0] if len(floats) > has_floor else None
+    return temperature, floats[-1] if has_floor else None, bits[len(bits) - count :].T if count else None
 
 
 def _split(spec: Spec, packed: Any, rows: int, names: tuple[str, ...]) -> tuple[Any, Any, dict[str, Any]]:
@@ -234,7 +239,7 @@ def _split(spec: Spec, packed: Any, rows: int, names: tuple[str, ...]) -> tuple[
 def _of_saved(spec: Spec, num_rows: Any, saved: Any) -> tuple[Tokens, local.ShardStatistics]:
     """What S holds: labels, temperature and candidates, and the merged statistics."""
     first = len(saved) - spec.num_merged
-    tokens = Tokens(num_rows, saved[0], *_temperature_and_candidates(spec, saved[1:first]))
+    tokens = Tokens(num_rows, saved[0], *_beside_labels(spec, saved[1:first]))
     return tokens, local.unpack(lax.bitcast_convert_type(saved[first:], jnp.float32), spec.merged)
 
 
@@ -245,6 +250,7 @@ def _options(spec: Spec, bias: Any, tokens: Tokens) -> dict[str, Any]:
         "num_rows": tokens.num_rows,
         "bias": bias,
         "candidates": tokens.candidates,
+        "logit_floor": tokens.floor,
         "precision": spec.precision,
         **_factors(spec, tokens),
     }

@@ -40,8 +40,8 @@ def told(V: int = 104, **options: Any) -> Call:
     """The `Call` that the operators get on one rank; by default the one from `linear_logprobs` with its defaults."""
     call = Call(
         group="", vocab_size=V, logit_scale=1.0, logit_softcap=None, entropy="grad", stats=False, mean_logit=False,
-        num_candidates=0, megatron=False, reduce_grad_hidden=False, cache_bytes=0, gradient_threshold=0.0,
-        vocab_part_size=None, implementation="",
+        num_candidates=0, has_floor=False, megatron=False, reduce_grad_hidden=False, cache_bytes=0,
+        gradient_threshold=0.0, vocab_part_size=None, implementation="",
     )  # fmt: skip
     return call._replace(**options)
 
@@ -92,6 +92,7 @@ def stored(
     logit_softcap: float | None = None,
     vocab_size: int | None = None,
     candidates: torch.Tensor | None = None,
+    logit_floor: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> LogprobOutput:
     """The same with the logits stored: products in ``dtype``, the rest in float64."""
@@ -100,6 +101,9 @@ def stored(
     if logit_softcap is not None:
         z = logit_softcap * torch.tanh(z / logit_softcap)
     z = z[..., :vocab_size] / (temperature[..., None] if isinstance(temperature, torch.Tensor) else temperature)
+    if logit_floor is not None:
+        label = labels[..., None] == torch.arange(z.shape[-1], device=z.device)
+        z = z.where((z >= logit_floor[..., None]) | label, -1e30)
     logp = z.log_softmax(-1)
     inside = (labels >= 0) & (labels < z.shape[-1])
     at_label = logp.gather(-1, torch.where(inside, labels, 0).long().unsqueeze(-1)).squeeze(-1)

@@ -63,6 +63,24 @@ def loss_in_forward(group: dist.ProcessGroup) -> None:
     assert p.relative_norm(part, wanted[0]) > 0.3
 
 
+def floors(group: dist.ProcessGroup) -> None:
+    """A floor that some ranks have no token above: values and gradients against float64, the same bits on all ranks."""
+    problem = draw(T=37, V=104)
+    problem.labels[:2] = torch.tensor([-100, 104], device=DEVICE)
+    z = p.stored_logits(problem.hidden.double(), problem.weight.double(), torch.arange(104).expand(37, -1)).sort(-1)[0]
+    options: Any = dict(logit_floor=((z[:, -3] + z[:, -4]) / 2).float())
+    seeds, leaves = p.seeds_like(problem.labels), problem._replace(weight=shard(problem.weight, group)).leaves()
+    out = linear_logprobs(*leaves, tp_group=group, reduce_grad_hidden=True, stats=True, **options)
+    dhidden, dweight = torch.autograd.grad(p.objective(out, seeds), leaves[:2])
+    want, (true_hidden, true_weight) = p.exact(problem, seeds, **options)
+    assert max(map(p.value_error, out[:3], want[:3])) < VALUE
+    assert p.relative_norm(dhidden, true_hidden) < GRADIENT
+    assert p.relative_norm(dweight, shard(true_weight, group)) < GRADIENT
+    assert out.support is not None
+    assert set(out.support.tolist()) == {3, 4}
+    assert all(same_on_all_ranks(x, group) for x in (*out[:5], out.support, dhidden))
+
+
 def most_likely(group: dist.ProcessGroup) -> None:
     """Those of one rank that holds all columns, of which some are equal on several ranks: the smaller ids first."""
     problem = draw()

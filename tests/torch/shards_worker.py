@@ -50,7 +50,7 @@ def parity(group: dist.ProcessGroup) -> None:
         assert max(errors) < VALUE, (options, errors)
         assert p.relative_norm(dhidden, true_hidden) < GRADIENT, options
         assert p.relative_norm(dweight, shard(true_weight, group)) < GRADIENT, options
-        assert all(same_on_all_ranks(field, group) for field in out), options
+        assert all(same_on_all_ranks(field, group) for field in out[:7]), options
         assert same_on_all_ranks(dhidden, group), options
         print(options, "value", max(errors), "dhidden", p.relative_norm(dhidden, true_hidden))
 
@@ -106,7 +106,7 @@ def kept_rows(group: dist.ProcessGroup) -> None:
     told = dict(stats=True, mean_logit=True, candidates=p.candidates_like(problem.labels))
     full, _ = run(problem, group, **told)
     out, (dhidden, _) = run(problem, group, where=rows, **told)
-    assert all(torch.equal(got[rows], want[rows]) for got, want in zip(out, full, strict=True))
+    assert all(torch.equal(got[rows], want[rows]) for got, want in zip(out[:8], full[:8], strict=True))
     assert dhidden.abs().sum(1).count_nonzero() == 77
 
 
@@ -122,9 +122,8 @@ def empty_and_compiled(group: dist.ProcessGroup) -> None:
     local = problem._replace(weight=shard(problem.weight, group))
     told |= dict(tp_group=group, reduce_grad_hidden=True)
     out, grads = p.gradients(local, p.seeds_like(problem.labels, K=5), call=compiled, **told)
-    assert all(
-        map(torch.equal, (*out[:3], out.candidate_logprobs, *grads), (*eager[:3], eager.candidate_logprobs, *want))
-    )
+    for one, other in zip((*out, *grads), (*eager, *want), strict=True):
+        assert one is other is None or torch.equal(one, other)
 
 
 def uneven(group: dist.ProcessGroup) -> None:

@@ -166,9 +166,8 @@ def test_result(results: Results, case: Case) -> None:
     assert result["dtypes"] == "{torch.float32}"
     assert result["contiguous"]
     assert result["without DDP"]
-    assert (
-        result["absent"] == "['entropy', 'max_logit', 'min_logit', 'mean_logit', 'candidate_logprobs', 'sum_p_squared']"
-    )
+    absent = ["entropy", "max_logit", "min_logit", "mean_logit", "candidate_logprobs", "sum_p_squared", "support"]
+    assert result["absent"] == str(absent)
     assert result["error"] <= VALUES
 
 

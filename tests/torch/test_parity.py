@@ -11,7 +11,8 @@ from tests import cases, oracle
 from tests.torch import problem as p
 
 NOT_SERVED = {"weight_layout", "precision"}
-SERVED = [x for x in (*cases.MATRIX, *cases.CANDIDATES) if not NOT_SERVED & {name for name, _ in x.options}]
+CALLS = (*cases.MATRIX, *cases.CANDIDATES, *cases.FLOORS)
+SERVED = [x for x in CALLS if not NOT_SERVED & {name for name, _ in x.options}]
 VALUE = 2e-6  # float32 sums of some hundred terms; the logits themselves are rounded to 6e-8 of theirs
 GRADIENT = 1e-6
 # bfloat16 gradients are rounded once to 2^-9 of each element (uniformly: 1.7e-3 of the norm); float16 to 2^-12.
@@ -34,6 +35,7 @@ def test_case(test: cases.TestCase) -> None:
     for name, field in out._asdict().items():
         shape = problem.labels.shape + ((test.K,) if name == "candidate_logprobs" else ())
         assert field is None or (field.shape == shape and field.dtype == torch.float32)
+    assert (out.support is None) == (test.floor == 0 or not options.get("stats", False))
     assert (out.candidate_logprobs is None) == (test.K == 0)
     assert dhidden.dtype == problem.hidden.dtype
     assert dweight.dtype == problem.weight.dtype

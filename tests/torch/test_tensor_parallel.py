@@ -15,6 +15,7 @@ WORKER = ["-W", "error", "-m", "tests.torch.shards_worker"]
 CHECKS = (
     "parity", "negative_controls", "collectives", "kept_rows", "empty_and_compiled", "uneven", "rounding", "verls",
     "biased", "losses", "chosen_logits", "chosen_on_one_rank", "loss_in_forward", "most_likely",
+    "floors",
 )  # fmt: skip
 
 

@@ -51,6 +51,7 @@ def dlogits(
         prepared.mask,
         factors,
         span,
+        *([] if prepared.floor is None else [prepared.floor]),
     )
     return result
 
@@ -66,9 +67,10 @@ def _kernel(
     mask: Any,  # [512]
     factors: Any,  # [3 or 4, Tp]
     scalars: Any,  # a `Span`
-    output: Any,  # [T, columns]
+    *floor_and_output: Any,  # [Tp] if there is a floor, and [T, columns]
 ) -> None:
-    span, refs = Span.unpack(scalars), Refs(targets, scale, holds_target, mask, factors, output)
+    *floor, output = floor_and_output
+    span, refs = Span.unpack(scalars), Refs(targets, scale, holds_target, mask, factors, output, *floor)
     first_tile = _logits.first_tile(span)
 
     def consume(tile: Tile, multiply: Any, slots: Any) -> None:
@@ -138,6 +140,7 @@ class Refs(NamedTuple):
     mask: Any
     factors: Any
     output: Any
+    floor: Any = None
 
 
 class Where(NamedTuple):

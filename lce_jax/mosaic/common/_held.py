@@ -15,6 +15,8 @@ from lce_jax.mosaic.common._tiles import TILE_N
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Float
 
+PADDING = -1e15  # stands for the raw products of columns that do not count: exp2 of it is 0, its square is finite
+
 
 class Held(NamedTuple):
     """Rows of a tile in registers of a layout."""
@@ -58,6 +60,10 @@ class Held(NamedTuple):
             return jnp.where(columns == self.along_rows(label, d.shape[1]), self.along_rows(rows.target, d.shape[1]), d)
 
         return lax.cond(holds, replace, lambda: d)
+
+    def reaching(self, x: Float[Array, "rows n"], floor: Float[Array, "rows"] | None) -> Float[Array, "rows n"]:
+        """A block with `PADDING` on what is below the rows' floor. The label's own logit counts all the same."""
+        return x if floor is None else jnp.where(x < self.along_rows(floor, x.shape[1]), PADDING, x)
 
     def gradient(self, x: Float[Array, "rows n"], row_scale: Array, rows: RowFactors) -> Float[Array, "rows n"]:
         """Eq. 4 on a block of columns, but for the label. u has the bits of the forward's."""

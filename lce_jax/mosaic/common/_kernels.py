@@ -126,11 +126,13 @@ class Kernels(LiveKernels, CandidateKernels, KernelSet, Protocol):
         field: int,
         numbers: Int[Array, "4"],
         ids: Int[Array, "R"] | None = None,
+        floors: Float[Array, "n"] | None = None,
+        floor_field: int = 0,
     ) -> tuple[Marked, Int[Array, "R"] | None]:
         """One thread per token."""
         from lce_jax.mosaic.common import _tokens
 
-        return _tokens.prepare(case, labels, temperatures, field, numbers, ids)
+        return _tokens.prepare(case, labels, temperatures, field, numbers, ids, floors, floor_field)
 
     def finish(
         self,
@@ -143,11 +145,13 @@ class Kernels(LiveKernels, CandidateKernels, KernelSet, Protocol):
         vocab_size: int,
         megatron: bool,
         sizes: Float[Array, "groups fields Tp"] | None = None,
+        floors: Float[Array, "R"] | None = None,
     ) -> tuple[list[Float[Array, "R"]], Float[Array, "n"]]:
         """The same, through `mathematics._logprobs`."""
         from lce_jax.mosaic.common import _tokens
 
-        return _tokens.finish(case, joined, ids, temperatures, numbers, kept, vocab_size, megatron, sizes)
+        given = numbers, kept, vocab_size, megatron, sizes, floors
+        return _tokens.finish(case, joined, ids, temperatures, *given)
 
     def coefficients(
         self,

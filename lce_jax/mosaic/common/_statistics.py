@@ -45,6 +45,7 @@ def statistics(
     operands = [
         prepared.hidden, weight, prepared.targets, prepared.scale, prepared.holds_target, prepared.mask, span,
     ]  # fmt: skip
+    operands += [] if prepared.floor is None else [prepared.floor]
     run = machine.kernel(
         matmul,
         functools.partial(_kernel, machine, matmul),
@@ -65,6 +66,7 @@ class Refs(NamedTuple):
     mask: Any  # [512], or [1024] with parts
     partial: Any  # [tiles, fields, Tp]
     cache: Any  # a `Cache` of refs, or None
+    floor: Any  # [Tp], or None
 
 
 class Where(NamedTuple):
@@ -87,11 +89,14 @@ def _kernel(
     holds_target: Any,
     mask: Any,
     scalars: Any,  # a `Span`
-    *results: Any,  # [tiles, fields, Tp] and the cache, if any, as they were; both as they will be, in the same places
+    *refs_of_case: Any,  # the floor, if any, and `results`
 ) -> None:
+    has_floor = matmul.case.options.has_floor
+    floor, results = refs_of_case[0] if has_floor else None, refs_of_case[has_floor:]
+    # [tiles, fields, Tp] and the cache, if any, as they were; both as they will be, in the same places
     partial, *kept = results[len(results) // 2 :]
     cache: Any = Cache(*kept) if kept else None
-    refs, span = Refs(targets, scale, holds_target, mask, partial, cache), Span.unpack(scalars)
+    refs, span = Refs(targets, scale, holds_target, mask, partial, cache, floor), Span.unpack(scalars)
     first_tile, shape = _logits.first_tile(span), geometry(matmul.case, TILING)
 
     def consume(tile: Tile, multiply: Any, slots: Any) -> None:

@@ -22,7 +22,7 @@ from jax import lax
 
 from lce_jax import scalars
 from lce_jax._types import Case, LogprobOutput, Results, RowCoefficients
-from lce_jax.mathematics import _logprobs, _statistics, _temperature
+from lce_jax.mathematics import _columns, _logprobs, _statistics, _temperature
 from lce_jax.mosaic import _operands, _pallas, _partial_statistics
 from lce_jax.mosaic._chunks import num_groups
 from lce_jax.mosaic._geometry import Geometry, geometry
@@ -58,8 +58,10 @@ def prepare(
     field: int,
     numbers: Int[Array, "4"],
     ids: Int[Array, "R"] | None = None,
+    floors: Float[Array, "n"] | None = None,
+    floor_field: int = 0,
 ) -> tuple[Marked, Int[Array, "R"] | None]:
-    """The shard's columns of the labels, the rows' scales, and which tiles hold a label.
+    """The shard's columns of the labels, the rows' scales and floors, and which tiles hold a label.
 
     Args:
         case: R tokens, and the shard.
@@ -69,24 +71,31 @@ def prepare(
         numbers: how many rows there are, the stride of fields, the global id of the shard's first column, and the
                 size of the whole vocabulary.
         ids: memory for the labels in int32, if they come in halves: -1 where they are out of vocabulary.
+        floors: in logits, a flat array. None: every column counts.
+        floor_field: the field of that array that they are.
     """
     shape = geometry(case, TILING)
     blocks, parts = shape.padded_tokens // THREADS, -(-shape.num_tiles // THREADS)
     shapes = [(shape.padded_tokens,), (shape.padded_tokens,), (blocks, parts * THREADS)]
     outputs = list(map(jax.ShapeDtypeStruct, shapes, (jnp.int32, jnp.float32, jnp.int32)))
-    given, memory = [x for x in (labels, temperatures) if x is not None], [] if ids is None else [ids]
+    outputs += [] if floors is None else [outputs[1]]
+    given, memory = [x for x in (labels, temperatures, floors) if x is not None], [] if ids is None else [ids]
+    first = len(outputs)
     outputs += [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in memory]
-    body = functools.partial(_prepare, case, None if temperatures is None else field, bool(memory))
-    updated = {len(given) + 1: 3} if memory else None
+    fields = None if temperatures is None else field, None if floors is None else floor_field
+    body = functools.partial(_prepare, case, fields, bool(memory))
+    updated = {len(given) + 1: first} if memory else None
     run = kernel(body, outputs, "lce_prepare", {"rows": blocks, "part": parts}, updated=updated)
     found = run(*given, numbers, *memory)
-    return Marked(*found[:3]), found[3] if memory else None
+    return Marked(*found[:first]), found[first] if memory else None
 
 
-def _prepare(case: Case, field: int | None, in_halves: bool, labels: Any, *refs: Any) -> None:
-    temperatures: Any = None if field is None else refs[0]
-    numbers, *written = refs[field is not None :]
-    targets, scale, holds_target, *ids = written[in_halves:]
+def _prepare(case: Case, fields: tuple[int | None, int | None], in_halves: bool, labels: Any, *refs: Any) -> None:
+    (field, floor_field), given = fields, list(refs)
+    temperatures: Any = None if field is None else given.pop(0)
+    floors: Any = None if floor_field is None else given.pop(0)
+    numbers, targets, scale, holds_target, *ids = given[:1] + given[1 + in_halves :]
+    floor: Any = None if floor_field is None else ids.pop(0)
     part, block, shape = lax.axis_index("part"), lax.axis_index("rows"), geometry(case, TILING)
     count, stride, start, vocab_size = (numbers[i] for i in range(4))
     rows, padded = Rows.of(block, count), block_rows(block)
@@ -108,27 +117,36 @@ def _prepare(case: Case, field: int | None, in_halves: bool, labels: Any, *refs:
         k = LOG2E * float(_logprobs.row_scale(case.options, None))
         targets.at[rows.here][...] = target()
         scale.at[rows.here][...] = along(k, jnp.float32) if inverse is None else k * inverse
+        if floor is not None:
+            in_logits = floors[rows.of_field(floor_field, stride)]
+            floor.at[rows.here][...] = _columns.unscaled_floor(in_logits, _logprobs.row_scale(case.options, inverse))
         for ref in ids:
             ref.at[rows.here][...] = label()
 
     def pad() -> None:
         targets.at[padded][...] = along(-1)
         scale.at[padded][...] = along(LOG2E, jnp.float32)
+        if floor is not None:
+            floor.at[padded][...] = along(0.0, jnp.float32)
 
     def mark(tile_of_row: Any) -> None:
         pl.when((part == 0) & jnp.logical_not(rows.whole))(pad)
         pl.when((part == 0) & rows.live)(write)
         tile_of_row[...] = lax.shift_right_arithmetic(lax.cond(rows.live, target, lambda: along(-1)), along(TILE_BITS))
-        number = along(part * THREADS) + numbered()
-
-        def step(i: Any, found: Any) -> Any:
-            for j in range(STEP):
-                found = jnp.where(number == tile_of_row[i * STEP + j], 1, found)
-            return found
-
-        holds_target.at[block, block_rows(part)][...] = lax.fori_loop(0, THREADS // STEP, step, along(0))
+        holds_target.at[block, block_rows(part)][...] = _held(along(part * THREADS) + numbered(), tile_of_row)
 
     pl.run_scoped(mark, plgpu.SMEM((THREADS,), jnp.int32))
+
+
+def _held(number: Any, tile_of_row: Any) -> Any:
+    """1 for each tile, by ``number``, that some row has."""
+
+    def step(i: Any, found: Any) -> Any:
+        for j in range(STEP):
+            found = jnp.where(number == tile_of_row[i * STEP + j], 1, found)
+        return found
+
+    return lax.fori_loop(0, THREADS // STEP, step, along(0))
 
 
 def _place(shape: Geometry, column: Any) -> Any:
@@ -149,29 +167,14 @@ def finish(
     vocab_size: int,
     megatron: bool,
     sizes: Float[Array, "groups fields Tp"] | None = None,
+    floors: Float[Array, "R"] | None = None,
 ) -> tuple[list[Float[Array, "R"]], Float[Array, "n"]]:
-    """The results of the whole vocabulary, and ``kept`` with what the backward needs, from its field 1 on.
-
-    The results are the fields of `LogprobOutput` that there are. Kept are the temperature, if there is one, and after
-    the fields of candidates the fields of `ShardStatistics` that gradients have, in nats.
-
-    Args:
-        case: R tokens, and the shard.
-        joined: statistics of the whole vocabulary, in nats.
-        ids: global ids of the labels.
-        temperatures: None: 1.
-        numbers: how many rows there are, and the stride of ``kept``.
-        kept: flat; its field 0 is not touched.
-        vocab_size: of the whole vocabulary.
-        megatron: whether labels out of the vocabulary get -ln Σ e^u in place of 0.
-        sizes: of a vocabulary in parts, their groups' statistics, of which the field after the last is the part's
-            size. Where one differs from this shard's, the results are NaN.
-    """
+    """The results of the whole vocabulary, and ``kept`` with what the backward needs: `KernelSet.finish`."""
     options = case.options
     count = len(_partial_statistics.results(options))
     outputs = [jax.ShapeDtypeStruct((case.num_tokens,), jnp.float32)] * count
     outputs.append(jax.ShapeDtypeStruct(kept.shape, kept.dtype))
-    given = [joined, ids, *(x for x in (temperatures, sizes) if x is not None)]
+    given = [joined, ids, *(x for x in (temperatures, sizes, floors) if x is not None)]
     body = functools.partial(_finish, case, vocab_size, megatron, temperatures is not None, sizes is not None)
     grid = {"rows": -(-case.num_tokens // THREADS)}
     *results, kept = kernel(body, outputs, "lce_finish", grid, updated={len(given) + 1: count})(*given, numbers, kept)
@@ -190,29 +193,34 @@ def _finish(
 ) -> None:
     temperatures: Any = refs[0] if has_temperature else None
     sizes: Any = refs[has_temperature] if is_split else None
-    numbers, _, *results, kept = refs[has_temperature + is_split :]
+    floors: Any = refs[has_temperature + is_split] if case.options.has_floor else None
+    numbers, _, *results, kept = refs[has_temperature + is_split + case.options.has_floor :]
     rows, stride = Rows.of(lax.axis_index("rows"), numbers[0]), numbers[1]
     names, nan = _partial_statistics.names(case.options), along(jnp.nan, jnp.float32)
 
     def write() -> None:
         temperature = temperatures[rows.here] if has_temperature else None
         stats = _statistics.of_fields({name: joined[0, f, rows.here] for f, name in enumerate(names)})
-        if temperature is not None:
-            wrong = is_wrong(temperature)
-            stats = jax.tree.map(lambda x: jnp.where(wrong, nan, x), stats)
+        floor = floors[rows.here] if floors is not None else None
+        for wrong in wrong_rows(temperature, floor):
+            stats = jax.tree.map(lambda x, wrong=wrong: jnp.where(wrong, nan, x), stats)
         for first in range(0, sizes.shape[0] if is_split else 0, num_groups(geometry(case, TILING))):  # of a shard
             other = sizes[first, len(names), rows.here] != float(case.vocab_size)
             stats = jax.tree.map(lambda x, other=other: jnp.where(other, nan, x), stats)
         k = _logprobs.row_scale(case.options, None if temperature is None else _temperature.inverse(temperature))
         labels = ids[rows.here]
-        out = _logprobs.finish(stats, k, labels, None, vocab_size).outputs
+        counts = None if floor is None else _columns.without_empty(None, stats.sumexp)
+        out = _logprobs.finish(stats, k, labels, counts, vocab_size).outputs
         if megatron:
-            out = out._replace(logprobs=jnp.where(labels >= 0, out.logprobs, -jnp.log(stats.sumexp)))
+            sumexp = stats.sumexp if counts is None else jnp.where(counts, stats.sumexp, 1.0)
+            out = out._replace(logprobs=jnp.where(labels >= 0, out.logprobs, -jnp.log(sumexp)))
         for ref, name in zip(results, _partial_statistics.results(case.options), strict=True):
             ref.at[rows.here][...] = getattr(out, name)
         if temperature is not None:
             kept.at[rows.of_field(1, stride)][...] = temperature
-        first = 1 + has_temperature + case.options.num_candidates
+        if floor is not None:
+            kept.at[rows.of_field(1 + has_temperature, stride)][...] = floor
+        first = 1 + has_temperature + case.options.has_floor + case.options.num_candidates
         for field, name in enumerate(_partial_statistics.kept(case.options), first):
             kept.at[rows.of_field(field, stride)][...] = getattr(stats, name)
 
@@ -253,7 +261,7 @@ def _coefficients(
             factors.at[f, padded][...] = along(0.0, jnp.float32)
 
     def write() -> None:
-        first, zero = 1 + has_temperature + options.num_candidates, along(0.0, jnp.float32)
+        first, zero = 1 + has_temperature + options.has_floor + options.num_candidates, along(0.0, jnp.float32)
         stats = _statistics.of_fields({name: kept[rows.of_field(first + f, stride)] for f, name in enumerate(fields)})
         given = {name: ref[rows.here] for name, ref in zip(names, seeds, strict=True)}
         seed = LogprobOutput(given.get("logprobs", zero), given.get("entropy"), given.get("lse", zero))
@@ -261,17 +269,25 @@ def _coefficients(
         inverse = None if temperature is None else _temperature.inverse(temperature)
         k, factor = _logprobs.row_scale(options, inverse), _logprobs.row_factor(options, inverse)
         given_to = [terms[rows.of_field(options.num_candidates, stride)] for terms in of_terms]
+        floor = kept[rows.of_field(1 + has_temperature, stride)] if options.has_floor else None
+        counts = None if floor is None else _columns.without_empty(None, stats.sumexp)
         found: RowCoefficients = _logprobs.row_coefficients(
-            stats, Results(seed), k, factor, None, options, vocab_size, *given_to
+            stats, Results(seed), k, factor, counts, options, vocab_size, *given_to
         )
-        if temperature is not None:
-            found = _temperature.without_gradient(found, is_wrong(temperature))
+        for wrong in wrong_rows(temperature, floor):
+            found = _temperature.without_gradient(found, wrong)
         there = along(rows.first) + numbered() < numbers[0]  # with few tokens the rows after them hold anything
         for f, x in enumerate(jax.tree.leaves(_operands.in_base_2(found))):
             factors.at[f, rows.here][...] = jnp.where(there, x, zero)
 
     pl.when(jnp.logical_not(rows.whole))(pad)
     pl.when(rows.live)(write)
+
+
+def wrong_rows(temperature: Any, floor: Any) -> list[Any]:
+    """Masks of the rows that are NaN: those without such a temperature, and those whose floor is NaN."""
+    found = [] if temperature is None else [is_wrong(temperature)]
+    return found if floor is None else [*found, floor != floor]
 
 
 def is_wrong(temperature: Any) -> Any:

@@ -23,12 +23,14 @@ def dlogits(options: Options, refs: Refs, tile: Tile, where: Where, multiply: An
     target = HELD.load_rows(refs.targets, tile_rows) - where.column
     holds = refs.holds_target[tile.row_block, where.number] > 0
     output_rows = _epilogue.rows_of(where.output_row)
+    floor = None if refs.floor is None else HELD.load_rows(refs.floor, tile_rows)
     z = multiply()
 
     def block(i: Any, _: None) -> None:
         x = _epilogue.block_of(z, i)
         x = x if cap is None else softcap(x, cap, options)
         x = _epilogue.without_padding(x, i, where.column, where.num_columns)
+        x = HELD.reaching(x, floor)
         d = HELD.gradient(x, row_scale, rows)
         d = d if cap is None else d * (1.0 - x * x)
         d = HELD.with_target(d, rows, target - i * STAGING_COLUMNS, holds)

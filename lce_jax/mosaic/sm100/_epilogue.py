@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from lce_jax.mosaic._pallas import pl, plgpu
-from lce_jax.mosaic.common._held import Held
+from lce_jax.mosaic.common._held import PADDING, Held
 from lce_jax.mosaic.common._machine import Matmul, multiple_of, swizzled
 from lce_jax.mosaic.common._tiles import ATOM_ROWS, ROW_BLOCK, STAGING_BYTES, STAGING_COLUMNS, TILE_N
 from lce_jax.mosaic.sm100._pipeline import Product
@@ -22,7 +22,6 @@ from lce_jax.mosaic.sm100._pipeline import Product
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Float
 
-PADDING = -1e15  # stands for the raw products of padding columns: exp2 of it is 0, its square is finite
 VECTOR_BYTES = 16  # that a thread stores to shared memory at once
 BLOCKS = TILE_N // STAGING_COLUMNS  # of logits
 

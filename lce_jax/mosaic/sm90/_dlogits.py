@@ -22,6 +22,7 @@ def dlogits(options: Options, refs: Refs, tile: Tile, where: Where, multiply: An
     rows = HELD.load_factors(refs.factors, _epilogue.rows_of(tile.row))
     target = HELD.load_rows(refs.targets, _epilogue.rows_of(tile.row)) - where.column
     holds = refs.holds_target[tile.row_block, where.number] > 0
+    floor = None if refs.floor is None else HELD.load_rows(refs.floor, _epilogue.rows_of(tile.row))
     z = multiply()
     real = functools.partial(without_padding, column=where.column, num_columns=where.num_columns, mask=refs.mask)
     z = real(z) if cap is None else z
@@ -30,6 +31,7 @@ def dlogits(options: Options, refs: Refs, tile: Tile, where: Where, multiply: An
         block = z[:, start : start + STAGING_COLUMNS]
         if cap is not None:  # a block at a time: a second tile beside the first would spill its registers
             block = real(softcap(block, cap, options), start=start)
+        block = HELD.reaching(block, floor)
         d = HELD.gradient(block, row_scale, rows)
         d = d if cap is None else d * (1.0 - block * block)
         d = HELD.with_target(d, rows, target - start, holds)

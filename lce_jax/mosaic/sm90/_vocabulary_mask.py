@@ -9,14 +9,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from lce_jax.mosaic._pallas import pl, plgpu
+from lce_jax.mosaic.common._held import PADDING
 from lce_jax.mosaic.common._tiles import TILE_N
 from lce_jax.mosaic.sm90._epilogue import HELD
 from lce_jax.mosaic.sm90._hardware import WARPGROUP_ROWS
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Float
-
-PADDING = -1e15  # stands for the raw products of padding columns: exp2 of it is 0, its square is finite
 
 
 def without_padding(

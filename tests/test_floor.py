@@ -1,0 +1,156 @@
+"""A floor of the logits: every way of calling, its boundary, empty sets, refusals. `test_parity` has its values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from lce_jax import LogprobOutput, explain, linear_cross_entropy, linear_logprobs, linear_loss, linear_topk, local
+from tests import cases, oracle
+from tests.agreement import WAYS, assert_same, evaluate, on_one_device, over_a_mesh
+from tests.pairs import pairs_of
+from tests.small_call import HIDDEN, LABELS, WEIGHT
+
+TEST = cases.case(
+    "everything", leading=(4, 8), H=16, V=128, vocab_size=113, labels="foreign", where="nan", temperature="token",
+    logit_softcap=4.0, logit_scale=1.3, stats=True, weight_layout="hv", spread=3.0, floor=5,
+)  # fmt: skip
+PLAIN = cases.case("plain", leading=(24,), V=104, floor=7, stats=True, labels="foreign")
+
+
+@pairs_of(1, test=[TEST], way=WAYS, axis_type=[AxisType.Auto, AxisType.Explicit])
+def test_over_a_mesh(test: cases.TestCase, way: str, axis_type: AxisType) -> None:
+    assert_same(over_a_mesh(test, way, axis_type), on_one_device(test))
+
+
+@pytest.mark.parametrize("shards", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 4)), 8])
+def test_inside_shard_map(shards: int) -> None:
+    mesh = jax.make_mesh((shards,), ("tensor",), axis_types=(AxisType.Auto,), devices=jax.devices()[:shards])
+
+    def mapped(hidden, weight, labels, *, logit_floor, **options):
+        def body(hidden, weight, labels, floor):
+            return linear_logprobs(hidden, weight, labels, logit_floor=floor, axis_name="tensor", **options)
+
+        specs = (P(), P("tensor"), P(), P())
+        return jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=P())(hidden, weight, labels, logit_floor)
+
+    assert_same(evaluate(PLAIN, mapped), on_one_device(PLAIN))
+
+
+def test_of_shards_that_the_caller_merges() -> None:
+    hidden, weight, labels, options, seeds = cases.draw(PLAIN)
+    floor, starts = options["logit_floor"], range(0, 104, 52)
+    shards = [dict(weight=weight[i : i + 52], vocab_start=i, logit_floor=floor, stats=True) for i in starts]
+    parts = [local.pack(local.statistics(hidden, labels=labels, **shard)[0]) for shard in shards]
+    merged = local.merge(local.unpack(jnp.stack(parts), local.fields(stats=True, has_floor=True)))
+    seed = LogprobOutput(*seeds)
+    grads = [local.gradients(hidden, labels=labels, merged=merged, cotangent=seed, **shard) for shard in shards]
+    got = sum(g[0] for g in grads), jnp.concatenate([g[1] for g in grads])
+    assert_same((local.finish(merged, labels, vocab_size=104), got), on_one_device(PLAIN))
+
+
+def test_a_loss_in_the_forward_and_vmap() -> None:
+    hidden, weight, labels, options, _ = cases.draw(PLAIN)
+    floor = options["logit_floor"]
+
+    def loss(logprob, entropy, lse, advantage):
+        return -advantage * logprob - 0.1 * entropy + 0.01 * lse
+
+    def in_forward(hidden, weight, labels, floor):
+        more = {"logit_floor": floor, "chunk_bytes": 1, "precision": "highest"}
+        return linear_loss(loss, hidden, weight, labels, jnp.cos(labels), **more)[0]
+
+    def by_results(hidden, weight, labels, floor):
+        out = linear_logprobs(hidden, weight, labels, logit_floor=floor, precision="highest")
+        return jnp.sum(jax.vmap(loss)(*out[:3], jnp.cos(labels)))
+
+    want = jax.jit(jax.value_and_grad(by_results, argnums=(0, 1)))(hidden, weight, labels, floor)
+    got = jax.jit(jax.value_and_grad(in_forward, argnums=(0, 1)))(hidden, weight, labels, floor)
+    assert oracle.value_error(got[0], want[0]) < 2e-5  # a sum of 24 tokens
+    assert all(oracle.relative_norm(a, b) < 1e-5 for a, b in zip(got[1], want[1], strict=True))
+    halves = (hidden.reshape(2, 12, -1), labels.reshape(2, 12), floor.reshape(2, 12))
+    sums = jax.jit(jax.vmap(lambda h, y, f: by_results(h, weight, y, f)))(*halves)
+    assert oracle.value_error(jnp.sum(sums), want[0]) < 2e-5
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_a_floor_that_all_reach_changes_no_bit(implementation: str) -> None:
+    test = cases.case("none", leading=(24,), V=104, stats=True)
+    want = evaluate(test, implementation=implementation)
+    got = evaluate(test, implementation=implementation, logit_floor=-jnp.inf)
+    for a, b in zip(jax.tree.leaves((got[0]._replace(support=None), got[1])), jax.tree.leaves(want), strict=True):
+        assert np.array_equal(a, b)
+    assert np.all(got[0].support == 104)
+
+
+def test_the_boundary_is_inside_and_the_label_is_in_any_set() -> None:
+    weight, hidden = jnp.array([[1.0], [2.0], [4.0], [8.0]]), jnp.ones((3, 1))
+    out = linear_logprobs(hidden, weight, jnp.array([3, 3, 0]), stats=True, logit_floor=jnp.array([4.0, 4.000001, 4.0]))
+    assert out.support.tolist() == [2, 1, 3]
+    assert np.allclose(out.lse, np.log(np.exp([4, -np.inf, 4.0]) + np.exp(8) + np.exp([-np.inf, -np.inf, 1])))
+    assert out.min_logit.tolist() == [4.0, 8.0, 1.0]
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_a_row_without_a_token_is_zero_and_one_with_nan_is_nan(implementation: str) -> None:
+    labels, floor = jnp.array([3, -100, 5, 7]), jnp.array([0.0, jnp.inf, jnp.nan, jnp.inf])
+
+    def run(hidden, weight, floor):
+        out = linear_logprobs(
+            hidden, weight, labels, logit_floor=floor, stats=True, logit_softcap=4.0, implementation=implementation
+        )
+        return jnp.nansum(out.lse + out.entropy + out.logprobs), out
+
+    hidden = jax.random.normal(jax.random.key(0), HIDDEN.shape)
+    (_, out), grads = jax.jit(jax.value_and_grad(run, argnums=(0, 1), has_aux=True))(hidden, WEIGHT, floor)
+    values = np.stack(out[:5])
+    assert np.all(values[:, 1] == 0)
+    assert np.all(np.isnan(values[:, 2]))
+    assert np.all(np.isfinite(values[:, [0, 3]]))
+    assert out.support[1:].tolist() == [0, -1, 1]
+    assert out.logprobs[3] == out.entropy[3] == 0
+    assert np.all(np.isfinite(grads[1]))
+    assert np.all(np.asarray(grads[0])[1:3] == 0)
+
+
+MISTAKES = {
+    "NaN": (dict(logit_floor=float("nan")), ValueError, "logit_floor must be finite in float32, got nan"),
+    "a NaN among others": (
+        dict(logit_floor=jnp.array([0, jnp.nan, 1, jnp.nan])),
+        ValueError,
+        r"logit_floor must be a number or infinite, but is nan.* in 2 of 4 rows, the first of them \(1,\)",
+    ),
+    "a shape": (dict(logit_floor=jnp.ones((3,))), ValueError, r"logit_floor \(3,\) must broadcast to labels \(4,\)"),
+    "integers": (dict(logit_floor=jnp.ones((4,), int)), TypeError, "logit_floor must be floating point, got int32"),
+    "a string": (dict(logit_floor="low"), TypeError, "logit_floor must be a Python number, got str 'low'"),
+    "candidates": (
+        dict(logit_floor=0.0, candidates=jnp.zeros((4, 2), int)),
+        ValueError,
+        "logit_floor with candidates, 2 per token: .* Write candidates=None",
+    ),
+    "a threshold": (
+        dict(logit_floor=0.0, gradient_threshold=1e-5),
+        ValueError,
+        "logit_floor with gradient_threshold=1e-05.* Write gradient_threshold=0",
+    ),
+}
+
+
+@pytest.mark.parametrize(("options", "kind", "message"), MISTAKES.values(), ids=MISTAKES)
+@pytest.mark.parametrize("function", [linear_logprobs, explain], ids=lambda f: f.__name__)
+def test_mistakes(function: Any, options: dict[str, Any], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        function(HIDDEN, WEIGHT, LABELS, **options)
+
+
+def test_mistakes_of_other_functions() -> None:
+    with pytest.raises(ValueError, match=r"logit_floor with label_smoothing.* Write label_smoothing=0"):
+        linear_cross_entropy(HIDDEN, WEIGHT, LABELS, logit_floor=0.0, label_smoothing=0.1)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'logit_floor'"):
+        linear_topk(HIDDEN, WEIGHT, 3, logit_floor=0.0)
