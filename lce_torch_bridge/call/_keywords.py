@@ -39,6 +39,7 @@ class CrossEntropyOptions(HeadOptions, total=False):
     wgrad: Wgrad
     cache_bytes: int
     vocab_part_size: int | None
+    logit_floor: float | torch.Tensor | None
 
 
 class EntropyOptions(CrossEntropyOptions, total=False):
@@ -94,3 +95,4 @@ class ModelOptions(CommonOptions, total=False):
     wgrad: Wgrad
     cache_bytes: int
     vocab_part_size: int | None
+    logit_floor: float | torch.Tensor | None
