@@ -91,6 +91,9 @@ def calls(device: Device) -> dict[str, passes.Head]:
         "qwen3-8b, 64 candidates": head("qwen3-8b", num_candidates=64),
         "qwen3-8b, parts": head("qwen3-8b", vocab_part_size=18992, stats=True, has_temperature=True, vocab_size=151643),
         "qwen3-8b, a threshold": head("qwen3-8b", gradient_threshold=2.0**-12, stats=True, dropped_mass=True),
+        "qwen3-8b, a floor": head("qwen3-8b", has_floor=True),
+        "gemma2-9b, a floor": head("gemma2-9b", has_floor=True),
+        "qwen3-8b, a floor, full cache": head("qwen3-8b", has_floor=True, stats=True, cache_bytes=1 << 40),
     }
 
 
