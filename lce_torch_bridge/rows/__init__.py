@@ -5,7 +5,7 @@ ask one thing alone, that each row has the label of its own sequence's next toke
 
     labels = rows.next_tokens(tokens, cu_seqlens=cu_seqlens)             # -100 at the last token of each sequence
     labels = rows.of_rank(labels, cp_rank, cp_size)                      # after the shift, never before it
-    loss = linear_cross_entropy_loss(hidden, weight, labels)             # hidden: the rank's own
+    loss = linear_cross_entropy(hidden, weight, labels)             # hidden: the rank's own
 
 Plain PyTorch, which waits for no GPU. `lce_jax.rows` has the same functions for arrays. L is the length of a row of
 tokens, which may hold several sequences one after another.

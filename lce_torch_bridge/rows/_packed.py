@@ -20,7 +20,7 @@ def next_tokens(
 ) -> torch.Tensor:
     """The label of each row: the next token of its sequence, -100 where there is none.
 
-    `lce_torch_bridge.linear_cross_entropy_loss` leaves labels of -100 out; elsewhere give ``ignore_index=-100``.
+    `lce_torch_bridge.linear_cross_entropy` leaves labels of -100 out; elsewhere give ``ignore_index=-100``.
 
     Args:
         tokens: ``[..., L]`` integers.
