@@ -29,7 +29,7 @@ def next_tokens(
 
     Args:
         tokens: ``[..., L]`` integers.
-        segment_ids: ``[..., L]`` integers: neighbours with the same id are of one sequence. None: ``cu_seqlens`` says
+        segment_ids: ``[..., L]`` integers: neighbours with the same id are of one sequence. None: see ``cu_seqlens``.
         cu_seqlens: ``[n + 1]`` integers that rise from 0: sequence i has ``cu_seqlens[i + 1] - cu_seqlens[i]`` tokens,
             and what comes after the last one is padding. None, without ``segment_ids`` too: each row is one sequence.
         cu_seqlens_padded: ``[n + 1]``, where each sequence begins if it is padded to a multiple. None: ``cu_seqlens``.
@@ -68,7 +68,7 @@ def next_values(
     Args:
         values: ``[..., L]``, a number or bool per token.
         fill: what rows without a next token have.
-        segment_ids: ``[..., L]`` integers: neighbours with the same id are of one sequence. None: ``cu_seqlens`` says
+        segment_ids: ``[..., L]`` integers: neighbours with the same id are of one sequence. None: see ``cu_seqlens``.
         cu_seqlens: ``[n + 1]`` integers that rise from 0: sequence i has ``cu_seqlens[i + 1] - cu_seqlens[i]`` tokens,
             and what comes after the last one is padding. None, without ``segment_ids`` too: each row is one sequence.
         cu_seqlens_padded: ``[n + 1]``, where each sequence begins if it is padded to a multiple. None: ``cu_seqlens``.
@@ -105,7 +105,7 @@ def at_tokens(
     Args:
         results: ``[..., L]``, a number or bool per row.
         fill: what the first token of each sequence has, and padding.
-        segment_ids: ``[..., L]`` integers: neighbours with the same id are of one sequence. None: ``cu_seqlens`` says
+        segment_ids: ``[..., L]`` integers: neighbours with the same id are of one sequence. None: see ``cu_seqlens``.
         cu_seqlens: ``[n + 1]`` integers that rise from 0: sequence i has ``cu_seqlens[i + 1] - cu_seqlens[i]`` tokens,
             and what comes after the last one is padding. None, without ``segment_ids`` too: each row is one sequence.
         cu_seqlens_padded: ``[n + 1]``, where each sequence begins if it is padded to a multiple. None: ``cu_seqlens``.
