@@ -10,7 +10,7 @@ from lce_jax._plans import PassBytes, Plan, Surroundings, candidate_notes, unuse
 from lce_jax._types import Case
 
 # Numbers per token and model: statistics of all tokens, of a chunk, and what merges them; what a backward reads.
-VECTORS, VECTORS_IN_BACKWARD = 16, 8
+VECTORS, VECTORS_OF_STATS, VECTORS_IN_BACKWARD = 16, 4, 8
 
 
 def tile_sizes(case: Case) -> tuple[int, int]:
@@ -70,7 +70,7 @@ def passes(cases: tuple[Case, ...], tile_t: int, tile_v: int, around: Surroundin
     copies = [_Copies.of(case, tile_t, width, around) for case in cases]
     columns, exponentials = sum(copy.columns for copy in copies), tile if first.options.entropy or others else 0
     forward = sum(copy.hidden for copy in copies) + len(cases) * tile + max(columns, exponentials)
-    forward += VECTORS * vector + first.candidate_bytes
+    forward += (VECTORS + VECTORS_OF_STATS * first.options.stats) * vector + first.candidate_bytes
     backward = _gradient_bytes(first, tile_t, width, tile, around)
     if others:  # dlogits, beside the tiles that they are made of
         backward = max(backward, 2 * tile + copies[0].columns)

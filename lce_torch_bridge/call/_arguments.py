@@ -75,7 +75,8 @@ def of_call(
     _checks.temperature(temperature, hidden, labels)
     _checks.where(where, hidden, labels)
     num_candidates = _checks.candidates(candidates, hidden, labels)
-    has_floor = _checks.logit_floor(logit_floor, hidden, labels)
+    if has_floor := logit_floor is not None:
+        _checks.logit_floor(logit_floor, hidden, labels)
     where = _tokens.without(ignore_index, where, labels)
     scalars.one_of("wgrad", wgrad, ("return", "main_grad"))
     if not (known and bias is None and tp_group is None):
@@ -216,7 +217,8 @@ class Flat(NamedTuple):
 def flat(given: Arguments) -> Flat:
     """The per-token arguments of the tokens that are kept."""
     hidden, labels, candidates = given.hidden, given.labels, given.candidates
-    temperature, floor = _tokens.per_token(given.temperature, labels), _tokens.floor_per_token(given.floor, labels)
+    temperature = _tokens.per_token(given.temperature, labels)
+    floor = None if given.floor is None else _tokens.floor_per_token(given.floor, labels)
     if labels.ndim != 1:  # otherwise both are flat, and a view costs the host time, in the backward too
         hidden, labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
     if candidates is not None:

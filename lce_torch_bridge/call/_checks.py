@@ -119,18 +119,15 @@ def temperature(value: Any, hidden: torch.Tensor, labels: torch.Tensor) -> None:
     _broadcasts("temperature", value, labels)
 
 
-def logit_floor(value: Any, hidden: torch.Tensor, labels: torch.Tensor) -> bool:
-    """None, a number that may be infinite, or a float tensor that broadcasts to labels. Whether there is a floor."""
-    if value is None:
-        return False
+def logit_floor(value: Any, hidden: torch.Tensor, labels: torch.Tensor) -> None:
+    """A number that may be infinite, or a float tensor that broadcasts to labels."""
     if not isinstance(value, torch.Tensor):
         scalars.bound("logit_floor", value)
-        return True
+        return
     _per_token_number("logit_floor", value, hidden)
     if may_look_at(value) and bool(value.isnan().any()):
         raise ValueError(f"logit_floor must be a number or infinite, but is nan in {int(value.isnan().sum())} places")
     _broadcasts("logit_floor", value, labels)
-    return True
 
 
 def _per_token_number(name: str, value: torch.Tensor, hidden: torch.Tensor) -> None:

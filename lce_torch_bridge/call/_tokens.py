@@ -25,10 +25,8 @@ def per_token(temperature: float | torch.Tensor, labels: torch.Tensor) -> torch.
     return torch.ones(labels.numel(), dtype=torch.float32, device=labels.device) * temperature
 
 
-def floor_per_token(floor: float | torch.Tensor | None, labels: torch.Tensor) -> torch.Tensor | None:
-    """One floor per token, for the same reason; None for none."""
-    if floor is None:
-        return None
+def floor_per_token(floor: float | torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """One floor per token, for the same reason."""
     if isinstance(floor, torch.Tensor):
         return floor.to(torch.float32).expand(labels.shape).reshape(-1)
     return torch.ones(labels.numel(), dtype=torch.float32, device=labels.device) * floor

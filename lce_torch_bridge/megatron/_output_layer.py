@@ -126,7 +126,8 @@ def sequence_first(labels: torch.Tensor, options: Mapping[str, Any]) -> dict[str
     candidates = options.get("candidates")
     _checks.candidates(candidates, labels, labels)
     floor = options.get("logit_floor")
-    _checks.logit_floor(floor, labels, labels)
+    if floor is not None:
+        _checks.logit_floor(floor, labels, labels)
     turned = {"labels": labels.t()}
     if candidates is not None:
         turned["candidates"] = candidates.transpose(0, 1)

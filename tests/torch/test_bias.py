@@ -97,7 +97,7 @@ def test_a_bias_may_be_all_that_is_trained() -> None:
         assert not linear_logprobs(hidden, weight, labels, bias=leaf).lse.requires_grad
 
 
-@pytest.mark.parametrize("where", [torch.arange(0, 37, 3), torch.arange(37) % 3 == 0], ids=["index", "mask"])
+@pytest.mark.parametrize("keep", [torch.arange(0, 37, 3), torch.arange(37) % 3 == 0], ids=["index", "mask"])
 def test_some_tokens(keep: torch.Tensor) -> None:
     problem, bias = p.draw(), draw_bias()
     problem.labels[9] = -100
