@@ -1,0 +1,241 @@
+"""``python -m lce_jax.bench.step``: a whole training step of a transformer, with stored logits and without.
+
+What a head gains is a part of a step. So this trains a decoder-only transformer with random weights, of the sizes of a
+published model, for a few steps: AdamW, parameters and moments in float32, products in bfloat16, every block computed
+again in the backward. For each batch it says tokens per second, the memory of the compiled step, and whether it fits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from lce_jax import linear_cross_entropy, linear_loss, losses
+from lce_jax._plans import format_bytes
+from lce_jax.explain import _arguments
+
+if TYPE_CHECKING:
+    from lce_jax._shapes import Array, Float, Int
+
+MODULE = "lce_jax.bench.step"
+STEPS = 3  # timed together, in each round
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Of a transformer with grouped queries and a SwiGLU, whose embedding is also its head."""
+
+    layers: int
+    hidden_size: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    mlp_size: int
+    vocab_size: int
+
+
+MODELS = {
+    "tiny": Sizes(2, 64, 4, 2, 16, 128, 512),
+    "qwen3-0.6b": Sizes(28, 1024, 16, 8, 128, 3072, 151936),
+    "qwen3-1.7b": Sizes(28, 2048, 16, 8, 128, 6144, 151936),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """What one step took."""
+
+    objective: str
+    head: str
+    batch: int  # sequences
+    tokens: int
+    seconds: float | None  # per step, the median of the rounds; None: it did not fit
+    memory_bytes: int | None  # arguments, results and temporaries of the compiled step; None: it did not compile
+    loss: float | None = None  # of the last step
+
+    def __str__(self) -> str:
+        memory = "" if self.memory_bytes is None else format_bytes(self.memory_bytes)
+        took = "  out of memory" if self.seconds is None else f"{self.tokens / self.seconds:9,.0f} tokens/s"
+        return (
+            f"{self.objective:14s} {self.head:15s} {self.batch:4d} sequences {self.tokens:8,d} tokens {took} {memory}"
+        )
+
+
+def draw(sizes: Sizes, key: Array) -> dict[str, Array]:
+    """Random parameters, those of all blocks in one array each."""
+    h, n, k, d, m = sizes.hidden_size, sizes.heads, sizes.kv_heads, sizes.head_size, sizes.mlp_size
+    shapes = {"query": (h, n * d), "key": (h, k * d), "value": (h, k * d), "out": (n * d, h)}
+    shapes |= {"gate": (h, m), "up": (h, m), "down": (m, h)}
+    names = ["embed", *shapes]
+    keys = dict(zip(names, jax.random.split(key, len(names)), strict=True))
+    drawn = {
+        name: jax.random.normal(keys[name], (sizes.layers, *shape)) * shape[0] ** -0.5 for name, shape in shapes.items()
+    }
+    return drawn | {"embed": jax.random.normal(keys["embed"], (sizes.vocab_size, h)) * h**-0.5}
+
+
+def _normed(x: Array) -> Array:
+    wide = x.astype(jnp.float32)
+    return (wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + 1e-6)).astype(x.dtype)
+
+
+def _rotated(x: Float[Array, "B S N D"]) -> Float[Array, "B S N D"]:
+    half = x.shape[-1] // 2
+    angles = jnp.arange(x.shape[1])[:, None] * 1e6 ** (-jnp.arange(half) / half)
+    cos, sin = (f(angles)[None, :, None, :].astype(x.dtype) for f in (jnp.cos, jnp.sin))
+    a, b = x[..., :half], x[..., half:]
+    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
+
+
+def hidden_states(
+    sizes: Sizes, parameters: dict[str, Array], tokens: Int[Array, "B S"], dtype: Any
+) -> Float[Array, "B S H"]:
+    """What goes into the head."""
+    attention: Literal["cudnn", "xla"] = "cudnn" if jax.default_backend() == "gpu" and dtype == jnp.bfloat16 else "xla"
+
+    @jax.checkpoint
+    def block(x: Array, own: dict[str, Array]) -> tuple[Array, None]:
+        own = jax.tree.map(lambda w: w.astype(dtype), own)
+        y = _normed(x)
+        q, k, v = ((y @ own[name]).reshape(*x.shape[:2], -1, sizes.head_size) for name in ("query", "key", "value"))
+        q, k = _rotated(q), _rotated(k)
+        x = (
+            x
+            + jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=attention).reshape(*x.shape[:2], -1)
+            @ own["out"]
+        )
+        y = _normed(x)
+        return x + (jax.nn.silu(y @ own["gate"]) * (y @ own["up"])) @ own["down"], None
+
+    blocks = {name: x for name, x in parameters.items() if name != "embed"}
+    x = parameters["embed"][tokens].astype(dtype) * sizes.hidden_size**0.5
+    return _normed(lax.scan(block, x, blocks)[0])
+
+
+def _cross_entropy_stored(hidden: Array, weight: Array, labels: Array, _: Any) -> Array:
+    log_p = jax.nn.log_softmax((hidden @ weight.T).astype(jnp.float32))
+    return -jnp.mean(jnp.take_along_axis(log_p, labels[..., None], axis=-1))
+
+
+def _cross_entropy_ours(hidden: Array, weight: Array, labels: Array, _: Any) -> Array:
+    return linear_cross_entropy(hidden, weight, labels)
+
+
+_policy = losses.with_entropy_bonus(losses.ppo_clip, 0.01)
+
+
+def _policy_stored(hidden: Array, weight: Array, labels: Array, more: tuple[Array, Array]) -> Array:
+    log_p = jax.nn.log_softmax((hidden @ weight.T).astype(jnp.float32))
+    logprobs = jnp.take_along_axis(log_p, labels[..., None], axis=-1)[..., 0]
+    entropy = -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)
+    return jnp.mean(_policy(logprobs, entropy, logprobs, *more))  # the loss has no use for lse
+
+
+def _policy_ours(hidden: Array, weight: Array, labels: Array, more: tuple[Array, Array]) -> Array:
+    return linear_loss(_policy, hidden, weight, labels, *more)[0] / labels.size
+
+
+OBJECTIVES: dict[str, dict[str, Callable[..., Array]]] = {
+    "cross entropy": {"logits stored": _cross_entropy_stored, "lce_jax": _cross_entropy_ours},
+    "PPO + entropy": {"logits stored": _policy_stored, "lce_jax": _policy_ours},
+}
+
+
+def train_step(sizes: Sizes, head: Callable[..., Array], optimizer: Any, dtype: Any) -> Any:
+    """``(state, tokens, more) -> (state, loss)``; the state is donated."""
+
+    def loss(parameters: dict[str, Array], tokens: Array, more: Any) -> Array:
+        hidden = hidden_states(sizes, parameters, tokens[:, :-1], dtype)
+        return head(hidden, parameters["embed"].astype(dtype), tokens[:, 1:], more)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(state: Any, tokens: Array, more: Any) -> tuple[Any, Array]:
+        parameters, moments = state
+        value, gradients = jax.value_and_grad(loss)(parameters, tokens, more)
+        updates, moments = optimizer.update(gradients, moments, parameters)
+        return (jax.tree.map(jnp.add, parameters, updates), moments), value
+
+    return step
+
+
+def measure(sizes: Sizes, objective: str, head: str, batch: int, length: int, rounds: int, dtype: Any) -> Row:
+    """One row; a step that does not fit has no time."""
+    import optax
+
+    optimizer = optax.adamw(1e-5)
+    step = train_step(sizes, OBJECTIVES[objective][head], optimizer, dtype)
+    tokens = jax.random.randint(jax.random.key(1), (batch, length + 1), 0, sizes.vocab_size)
+    more = -jnp.full((batch, length), 11.0), jax.random.normal(jax.random.key(2), (batch, length))
+    row = Row(objective, head, batch, batch * length, None, None)
+    try:
+        parameters = jax.jit(functools.partial(draw, sizes))(jax.random.key(0))
+        state = parameters, jax.jit(optimizer.init)(parameters)
+        compiled = step.lower(state, tokens, more).compile()
+        held: Any = compiled.memory_analysis()
+        results = held.output_size_in_bytes - held.alias_size_in_bytes
+        row = dataclasses.replace(row, memory_bytes=held.argument_size_in_bytes + results + held.temp_size_in_bytes)
+        state, value = jax.block_until_ready(compiled(state, tokens, more))
+        samples = []
+        for _ in range(rounds):
+            start = time.perf_counter()
+            for _ in range(STEPS):
+                state, value = compiled(state, tokens, more)
+            jax.block_until_ready(value)
+            samples.append((time.perf_counter() - start) / STEPS)
+    except jax.errors.JaxRuntimeError as failure:
+        if "RESOURCE_EXHAUSTED" not in str(failure):
+            raise
+        return row
+    if not jnp.isfinite(value):
+        raise FloatingPointError(f"{objective}, {head}: a loss of {value} after {1 + rounds * STEPS} steps")
+    return dataclasses.replace(row, seconds=statistics.median(samples), loss=float(value))
+
+
+def main(arguments: Sequence[str] | None = None) -> list[Row]:
+    """Measures, prints and, if asked to, writes."""
+    on_gpu = jax.default_backend() == "gpu"
+    arguments = sys.argv[1:] if arguments is None else arguments
+    command = argparse.ArgumentParser(prog=f"python -m {MODULE}", description=__doc__)
+    known = f"of {', '.join(MODELS)} (default: {'qwen3-1.7b' if on_gpu else 'tiny'})"
+    command.add_argument("--model", choices=MODELS, default="qwen3-1.7b" if on_gpu else "tiny", help=known)
+    command.add_argument("--batch", type=_arguments.positives, default=(2, 4), metavar="B,B,...", help="sequences")
+    command.add_argument("--length", type=_arguments.positive, default=4096 if on_gpu else 128, help="tokens of each")
+    command.add_argument("--objective", choices=OBJECTIVES, action="append", help="default: all; repeatable")
+    command.add_argument("--rounds", type=_arguments.positive, default=3, help="timings; the median is shown")
+    command.add_argument("--out", type=Path, metavar="FILE", help="a file of JSON with the rows")
+    options = command.parse_args(arguments)
+    dtype, rows = jnp.dtype("bfloat16" if on_gpu else "float32"), []
+    for objective in options.objective or OBJECTIVES:
+        for batch in options.batch:
+            for head in OBJECTIVES[objective]:
+                sizes = MODELS[options.model]
+                rows.append(measure(sizes, objective, head, batch, options.length, options.rounds, dtype))
+                print(rows[-1], flush=True)
+                if options.out is not None:
+                    _write(options, arguments, dtype, rows)
+    return rows
+
+
+def _write(options: argparse.Namespace, arguments: Sequence[str], dtype: Any, rows: Sequence[Row]) -> None:
+    from lce_jax.bench.report import provenance
+
+    sizes = dataclasses.asdict(MODELS[options.model])
+    found = {"model": options.model, "sizes": sizes, "length": options.length, "dtype": dtype.name}
+    run = provenance(list(arguments), options.rounds, MODULE) | found | {"rows": [dataclasses.asdict(x) for x in rows]}
+    options.out.write_text(json.dumps(run, indent=1, ensure_ascii=False) + "\n")
+
+
+if __name__ == "__main__":
+    main()
