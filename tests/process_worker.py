@@ -1,4 +1,4 @@
-"""One process of `tests.test_processes`: the calls over a mesh of all processes' devices, and their results in a file.
+"""One process of `tests.mesh.test_processes`: calls over a mesh of all processes' devices, their results in a file.
 
 ``python -m tests.process_worker FILE PROCESS PROCESSES PORT``, on a GPU each process has a card of its own.
 """

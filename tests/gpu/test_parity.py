@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests import cases, test_parity
+from tests import cases
+from tests.ops import test_parity
 
 pytestmark = pytest.mark.gpu
 

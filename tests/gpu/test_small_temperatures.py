@@ -9,10 +9,10 @@ import pytest
 
 from lce_jax import _devices, linear_logprobs, mosaic
 from lce_jax.mosaic import _generations
-from tests import test_mosaic_small_temperatures as of_kernels
-from tests import test_small_temperatures as of_xla
+from tests.mathematics import test_small_temperatures as of_xla
+from tests.mosaic import test_small_temperatures as of_kernels
+from tests.mosaic.test_interpret import kernels_of
 from tests.mosaic_calls import Call, case_of
-from tests.test_mosaic_interpret import kernels_of
 
 pytestmark = pytest.mark.gpu
 

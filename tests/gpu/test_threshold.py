@@ -11,8 +11,8 @@ import pytest
 import lce_jax
 from lce_jax import _devices, mosaic
 from lce_jax.mosaic import _generations
+from tests.mosaic.test_threshold import CALLS, check_live_tiles, kernels_of, with_threshold
 from tests.mosaic_calls import Call, call, case_of
-from tests.test_mosaic_threshold import CALLS, check_live_tiles, kernels_of, with_threshold
 
 pytestmark = pytest.mark.gpu
 

@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from lce_jax import _devices
-from tests.test_processes import check_two_equal_one
+from tests.mesh.test_processes import check_two_equal_one
 
 pytestmark = pytest.mark.multi_gpu
 

@@ -19,7 +19,7 @@ GRADIENT = 1e-6
 ROUNDING = {torch.float32: GRADIENT, torch.bfloat16: 2.0e-3, torch.float16: 2.6e-4}
 
 
-# What only JAX's side sees, which tests/test_parity.py has as well, is slow; "everything" has it too.
+# What only JAX's side sees, which tests/ops/test_parity.py has as well, is slow; "everything" has it too.
 SLOW = {
     "three leading dimensions", "vocabulary of GPT-2's remainder", "foreign labels", "where with everything live",
     "scale", "negative scale", "padded to one column", "peaked", "bfloat16 peaked", "candidates, scale 0",

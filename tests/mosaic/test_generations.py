@@ -1,0 +1,107 @@
+"""How the implementation with GPU kernels finds the kernel set for a device."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from lce_jax import _dispatch, mosaic
+from lce_jax._plans import ALONE
+from lce_jax._types import Case, Device, Options, UnsupportedError
+from lce_jax.mosaic import _generations, sm90, sm100
+from lce_jax.mosaic._kernel_set import KernelSet
+from tests.devices import B200, B300, H200
+
+A100 = Device("gpu", "NVIDIA A100", "8.0", 108)
+
+
+def case(device: Device) -> Case:
+    return Case(
+        num_tokens=512, hidden_size=1024, vocab_size=32000, dtype=jnp.dtype("bfloat16"), options=Options(),
+        device=device,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("device", "kernels"),
+    [
+        (H200, sm90.KERNELS),
+        (B200, sm100.KERNELS),
+        (B300, sm100.KERNELS),
+        (H200._replace(compute_capability=""), sm90.KERNELS),  # described, to compile ahead of time
+        (B200._replace(compute_capability=""), sm100.KERNELS),
+        (A100, None),
+        (A100._replace(compute_capability=""), None),
+    ],
+)
+def test_the_device_picks_the_kernel_set(device: Device, kernels: KernelSet | None) -> None:
+    assert _generations.serving(device) is kernels
+    assert (mosaic.supports(case(device)) is None) == (kernels is not None)
+
+
+@pytest.mark.parametrize(
+    ("device", "reason"),
+    [
+        (Device("cpu"), "9.0 (H100, H200, GH200) or 10.0, 10.3 (B200, GB200, B300), this is cpu"),
+        (A100, "or 10.0, 10.3 (B200, GB200, B300), NVIDIA A100 has 8.0"),
+        (Device("gpu", "NVIDIA A100"), r"NVIDIA A100 has another"),
+        (H200._replace(core_count=0), r"number of multiprocessors of NVIDIA H200"),
+    ],
+)
+def test_a_refusal_names_every_generation(device: Device, reason: str) -> None:
+    assert reason in (mosaic.supports(case(device)) or "")
+
+
+def test_what_no_kernel_set_serves_has_no_plan() -> None:
+    with pytest.raises(UnsupportedError, match=r'"mosaic_gpu": .* NVIDIA A100 has 8\.0'):
+        mosaic.plan(case(A100))
+
+
+def test_kernels_that_have_never_run_are_for_those_who_ask_for_them(caplog: pytest.LogCaptureFixture) -> None:
+    plan = _dispatch.explain(case(B200), None, ALONE)
+    assert plan.implementation == "xla"
+    assert "never run on a GPU" in plan.refused["mosaic_gpu"]
+    assert mosaic.on(B200) is None
+    _dispatch._log_unproven.cache_clear()
+    for _ in range(2):
+        assert _dispatch.choose(case(B200), ("mosaic_gpu", "xla")) == (mosaic, {})
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("mosaic_gpu on NVIDIA B200: the kernels for Blackwell have never run on a GPU")
+    assert "never run on a GPU" in str(_dispatch.explain(case(B200), ("mosaic_gpu",), ALONE))
+    assert mosaic.unproven(case(H200)) is None
+
+
+def test_another_kernel_set_serves_for_a_while() -> None:
+    other = dataclasses.replace(sm90.KERNELS, devices=("H200",))
+    with _generations.using(other):
+        assert _generations.serving(H200) is other
+    assert _generations.serving(H200) is sm90.KERNELS
+    with pytest.raises(KeyError), _generations.using(other):
+        raise KeyError
+    assert _generations.serving(H200) is sm90.KERNELS
+
+
+def test_the_kernel_language_is_imported_with_the_first_kernel() -> None:
+    """The import takes half a second. Neither a program without kernels nor a plan pays it."""
+    code = (
+        "import sys, jax.numpy as jnp, lce_jax; from lce_jax import mosaic; from tests.mosaic import test_generations;"
+        "mosaic.plan(test_generations.case(test_generations.H200));"
+        "lce_jax.explain(jnp.ones((8, 64)), jnp.ones((256, 64)), jnp.zeros((8,), int));"
+        "print([name for name in ('jax.experimental.pallas', 'lce_jax.mosaic._pallas') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_kernels_refuse_a_jax_that_they_were_not_tested_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On such a JAX the other implementations serve, and the reason is told."""
+    monkeypatch.setattr(_generations, "JAX_OF_THE_KERNELS", (99, 1, 0))
+    assert mosaic.supports(case(H200)) == f"needs JAX 99.1.0 or newer, this is {jax.__version__}"
+    assert _dispatch.explain(case(H200), None, ALONE).implementation == "xla"
+    with pytest.raises(UnsupportedError, match=r'"mosaic_gpu": needs JAX 99\.1\.0'):
+        _dispatch.choose(case(H200), ("mosaic_gpu",))

@@ -1,0 +1,132 @@
+"""The kernels' gradients at small temperatures, interpreted: as exact as a rounded one of stored float32 logits.
+
+Rows have temperatures from 1 to 1e-6, as in tests/mathematics/test_small_temperatures.py; the last ones 1e-8 and no
+cotangent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lce_jax import mosaic
+from lce_jax._types import Case, LogprobOutput, Operands, Results
+from lce_jax.mathematics._statistics import Normalizer
+from lce_jax.mosaic import _generations
+from lce_jax.mosaic._pallas import interpreting, plgpu
+from tests import cases, oracle
+from tests.mathematics.test_numerics import plain
+from tests.mathematics.test_small_temperatures import PADDING, TEMPERATURES
+from tests.mosaic.test_interpret import kernels_of
+from tests.mosaic_calls import Call, call, case_of, coefficients, traced
+from tests.mosaic_interpreter import add_stores
+
+EACH = 17
+SHAPE = {"T": EACH * (len(TEMPERATURES) + 1), "H": 64, "V": 520}
+CALLS = [
+    call("recomputed, greedy", **SHAPE, entropy=False),
+    call("half a cache, greedy", **SHAPE, cache_bytes=100_000),
+    call("half a cache, softcap, random", **SHAPE, cache_bytes=100_000, logit_softcap=5.0),
+    call("threshold, stats, greedy", **SHAPE, gradient_threshold=1e-3, stats=True),
+    call("threshold, softcap, random", **SHAPE, gradient_threshold=1e-3, logit_softcap=5.0),
+    call("columns that no kernel covers, greedy", **SHAPE | {"V": 517}, num_columns=400),
+    call("columns that no kernel covers, random", **SHAPE | {"V": 517}, num_columns=400),
+    call("candidates, cache, random", **SHAPE, cache_bytes=1 << 30, num_candidates=3, num_columns=500),
+]
+SELDOM = {  # other calls have it too, with more
+    "recomputed, greedy", "half a cache, greedy", "threshold, softcap, random",
+    "columns that no kernel covers, random", "half a cache, softcap, random",
+}  # fmt: skip
+PARAMETERS = [pytest.param(one, marks=[pytest.mark.slow] if one.name in SELDOM else []) for one in CALLS]
+
+
+@pytest.fixture(name="test")
+def interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call]:
+    add_stores(monkeypatch)
+    monkeypatch.setattr(jax.lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
+    with _generations.using(kernels_of(request.param)), interpreting(plgpu.InterpretGPUParams(detect_races=True)):
+        yield request.param
+
+
+def draw(test: Call) -> tuple[Operands, list[jax.Array], jax.Array]:
+    """Operands, cotangents in proportion to the temperature, and the temperature."""
+    rng = np.random.default_rng(0)
+    columns = test.V if test.num_columns is None else test.num_columns
+    hidden, weight = rng.standard_normal((test.T, test.H)), rng.standard_normal((test.V, test.H)) / 4
+    hidden, weight = (np.asarray(jnp.asarray(x, test.dtype), np.float64) for x in (hidden, weight))
+    best = (hidden @ weight[:columns].T).argmax(1)
+    targets = best if "greedy" in test.name else rng.integers(-1, columns, test.T)
+    temperature = np.repeat([*TEMPERATURES, PADDING], EACH)
+    g = np.where(temperature == PADDING, 0.0, temperature)
+    K, float32 = test.options.num_candidates, jnp.float32
+    operands = Operands(
+        hidden=jnp.asarray(hidden, test.dtype),
+        weight=jnp.asarray(weight, test.dtype),
+        targets=jnp.asarray(targets, jnp.int32),
+        inverse_temperature=jnp.asarray(1 / temperature, float32),
+        num_rows=None,
+        num_columns=test.num_columns,
+        candidates=jnp.asarray(rng.integers(0, columns, (test.T, K)), jnp.int32) if K else None,
+    )
+    seeds = [jnp.asarray(g * rng.standard_normal(test.T), float32) for _ in range(3)]
+    seeds[1] *= test.options.entropy
+    if K:
+        seeds.append(jnp.asarray(g[:, None] * rng.standard_normal((test.T, K)), float32))
+    return operands, seeds, jnp.asarray(temperature, float32)
+
+
+def of_kernels(test: Call, case: Case, operands: Operands, seeds: list[jax.Array]) -> Any:
+    cotangent = Results(LogprobOutput(*seeds[:3], candidate_logprobs=(*seeds, None)[3]))
+
+    def run(operands: Operands) -> Any:
+        stats, cache = mosaic.statistics(operands, case, True)
+        if case.options.gradient_threshold:
+            cache, dropped = mosaic.selected(case, cache, Normalizer(stats.max, stats.sumexp), None)
+            assert (dropped is not None) == test.options.stats
+        rows = coefficients(test, stats, cotangent, operands)
+        return mosaic.gradients(operands, case, rows, cache)[:2]
+
+    return traced(run, operands)
+
+
+def of_stored_logits(test: Call, operands: Operands, seeds: list[jax.Array], options: Any) -> Any:
+    """Their gradient in float32, rounded once to the weight's dtype, as the kernels' is."""
+    hidden, weight = (x.astype(jnp.float32) for x in operands[:2])
+    raw = jnp.matmul(hidden, weight.T, precision="highest")
+
+    def total(raw: Any) -> Any:
+        out = plain(raw, jnp.eye(test.V), jnp.maximum(operands.targets, 0), **options)
+        foreign = jnp.where(operands.targets < 0, -out.lse, out.logprobs)  # the rule's gradient, not its value
+        return cases.objective(out._replace(logprobs=foreign), seeds)
+
+    d = np.asarray(jax.grad(total)(raw).astype(test.dtype), np.float64)
+    dweight = d.T @ np.asarray(hidden, np.float64)
+    return d @ np.asarray(weight, np.float64), np.asarray(jnp.asarray(dweight, test.dtype), np.float64)
+
+
+@pytest.mark.parametrize("test", PARAMETERS, ids=str, indirect=True)
+def test_gradients(test: Call) -> None:
+    check(test, case_of(test))
+
+
+def check(test: Call, case: Case) -> None:
+    operands, seeds, temperature = draw(test)
+    options = {"temperature": temperature, "logit_softcap": test.options.logit_softcap, "vocab_size": test.num_columns}
+    options["candidates"] = operands.candidates
+    true = oracle.gradients(*operands[:3], seeds, **options)
+
+    def errors(dhidden: Any, dweight: Any) -> np.ndarray:
+        groups = [*np.split(np.asarray(dhidden), len(TEMPERATURES) + 1)[:-1], dweight]
+        exact = [*np.split(true[0], len(TEMPERATURES) + 1)[:-1], true[1]]
+        return np.array([oracle.relative_norm(*pair) for pair in zip(groups, exact, strict=True)])
+
+    found = of_kernels(test, case, operands, seeds)
+    assert all(np.isfinite(np.asarray(x, np.float64)).all() for x in found)
+    assert not np.asarray(found[0])[-EACH:].any()
+    ours, stored = errors(*found), errors(*of_stored_logits(test, operands, seeds, options))
+    assert np.all(ours <= 2 * stored), (ours, stored)

@@ -1,0 +1,199 @@
+"""The kernels with a ``gradient_threshold``, interpreted with the race detector, against an oracle that drops tiles.
+
+The oracle is float64 with stored logits. Which tiles are live it finds from its own probabilities.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lce_jax import mosaic
+from lce_jax._types import Device, Operands, RowCoefficients
+from lce_jax.mathematics._statistics import Normalizer
+from lce_jax.mosaic import _generations, sm90, sm100
+from lce_jax.mosaic._kernel_set import KernelSet
+from lce_jax.mosaic._pallas import interpreting, plgpu
+from lce_jax.mosaic.sm90._tuning import BY_KERNEL, SHORT, Tunings
+from tests.devices import B200, H200
+from tests.mosaic_calls import Call, budget_of, call, case_of, coefficients, draw, traced
+from tests.mosaic_interpreter import add_stores, races_found
+
+ROWS, COLUMNS = 128, 256
+THRESHOLD = 0.03
+
+CALLS = [
+    call("several batches, clusters, nothing live", T=264, V=1032, H=64, cluster=2, chunk=1, num_rows=200, stats=True,
+         temperature=True, mean_logit=True),
+    call("padding, softcap, no entropy, dweight added, float16", T=136, V=776, H=64, num_columns=600,
+         logit_softcap=3.0, entropy=False, adds_dweight=True, dtype="float16"),
+    call("padding holds half an atom at the end", T=136, V=1032, H=64, num_columns=700),
+    call("hv, dweight added, several launches", T=136, V=4352, H=64, weight_layout="hv", adds_dweight=True,
+         statistics_bytes=1 << 13, stats=True),
+]  # fmt: skip
+PARAMETERS = [pytest.param(one, marks=pytest.mark.slow if "launches" in one.name else ()) for one in CALLS]
+
+
+def peaked(test: Call, operands: Operands) -> Operands:
+    """Rows of row blocks that concentrate on few vocabulary tiles each; labels where the rows have them."""
+    rng = np.random.default_rng(3)
+    weight = np.asarray(operands.weight, np.float64)
+    weight = weight if test.options.weight_layout == "vh" else weight.T
+    true = test.V if test.num_columns is None else test.num_columns
+    block = np.arange(test.T) // ROWS
+    favourite = (block * 2 * COLUMNS + rng.integers(0, COLUMNS, test.T)) % true
+    hidden = 4.0 * weight[favourite] + 0.1 * rng.standard_normal((test.T, test.H))
+    hidden[np.arange(test.T) >= (test.T if test.num_rows is None else test.num_rows)] = 0
+    targets = np.where(rng.random(test.T) < 0.9, favourite, -1)
+    targets[:3] = (favourite[:3] + COLUMNS) % true  # of small probability, in tiles that hold nothing else
+    return operands._replace(hidden=jnp.asarray(hidden, test.dtype), targets=jnp.asarray(targets, jnp.int32))
+
+
+class Oracle:
+    """Probabilities, live tiles and gradients in float64."""
+
+    def __init__(self, test: Call, operands: Operands) -> None:
+        self.test, self.operands = test, operands
+        weight = np.asarray(operands.weight, np.float64)
+        self.weight = weight if test.options.weight_layout == "vh" else weight.T
+        self.true = test.V if test.num_columns is None else test.num_columns
+        self.rows = test.T if test.num_rows is None else test.num_rows
+        self.hidden = np.asarray(operands.hidden, np.float64)
+        z = test.options.logit_scale * (self.hidden @ self.weight[: self.true].T)
+        cap = test.options.logit_softcap
+        self.dcap = np.ones_like(z) if cap is None else 1 / np.cosh(z / cap) ** 2
+        z = z if cap is None else cap * np.tanh(z / cap)
+        if operands.inverse_temperature is not None:
+            z = z * np.asarray(operands.inverse_temperature, np.float64)[:, None]
+        self.z = z
+        self.p = np.exp(z - z.max(1, keepdims=True))
+        self.p /= self.p.sum(1, keepdims=True)
+
+    def live(self) -> np.ndarray:
+        """[tiles, blocks]."""
+        tiles, blocks = -(-self.test.V // COLUMNS), -(-max(self.test.T, ROWS) // ROWS)
+        big = np.zeros((blocks * ROWS, tiles * COLUMNS), bool)
+        big[: self.rows, : self.true] = self.p[: self.rows] >= THRESHOLD
+        targets = np.asarray(self.operands.targets)
+        for row in range(self.rows):
+            if targets[row] >= 0:
+                big[row, targets[row]] = True
+        live = big.reshape(blocks, ROWS, tiles, COLUMNS).any((1, 3)).T
+        return live | self.computed_anyway()
+
+    def computed_anyway(self) -> np.ndarray:
+        """The tile where padding begins, which is contracted from a copy."""
+        live = np.zeros((-(-self.test.V // COLUMNS), -(-max(self.test.T, ROWS) // ROWS)), bool)
+        if self.test.num_columns is not None:
+            live[self.true // COLUMNS : self.true // COLUMNS + 1] = True
+        return live
+
+    def kept(self, live: np.ndarray) -> np.ndarray:
+        """[T, true columns]: what is in the gradients."""
+        whole = np.repeat(np.repeat(live, COLUMNS, 0), ROWS, 1).T
+        return whole[: self.test.T, : self.true]
+
+    def gradients(self, rows: RowCoefficients, live: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Eqs. 4 and 5 where they are kept."""
+
+        def of(x: Any) -> Any:
+            return 0.0 if x is None else np.asarray(x, np.float64)[:, None]
+
+        u = self.z - self.z.max(1, keepdims=True)
+        d = np.exp(u) * (of(rows.constant) + of(rows.slope) * u) * self.dcap
+        targets = np.asarray(self.operands.targets)
+        owned = np.flatnonzero((targets >= 0) & (np.arange(self.test.T) < self.rows))
+        d[owned, targets[owned]] = of(rows.target)[owned, 0]
+        d = d * self.kept(live) + of(rows.uniform) * self.dcap
+        d[self.rows :] = 0
+        dweight = np.zeros_like(self.weight)
+        dweight[: self.true] = d.T @ self.hidden
+        dhidden = d @ self.weight[: self.true]
+        return dhidden, dweight if self.test.options.weight_layout == "vh" else dweight.T
+
+
+def with_threshold(test: Call) -> Call:
+    return dataclasses.replace(test, options=dataclasses.replace(test.options, gradient_threshold=THRESHOLD))
+
+
+def kernels_of(test: Call, device: Device = H200) -> KernelSet:
+    """Clusters where the call asks for them and the generation has them, and small batches and launches."""
+    if device == B200:
+        return sm100.Kernels(budget=budget_of(test, sm100.KERNELS.budget, sm100.KERNELS.tiling))
+    budget = budget_of(test, sm90.KERNELS.budget, sm90.KERNELS.tiling)
+    dlogits = dataclasses.replace(BY_KERNEL["dlogits"], cluster=test.cluster)
+    tuned = {("NVIDIA H200", "dlogits"): ((64, dlogits if test.cluster > 1 else SHORT),)}
+    return sm90.Kernels(budget=budget, tunings=Tunings(tuned=tuned, many_row_blocks=1))
+
+
+@pytest.fixture(name="test")
+def interpreted(request: pytest.FixtureRequest, device: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call]:
+    add_stores(monkeypatch)
+    monkeypatch.setattr(jax.lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
+    test = with_threshold(request.param)
+    with _generations.using(kernels_of(test, device)), interpreting(plgpu.InterpretGPUParams(detect_races=True)):
+        yield test
+
+
+GENERATIONS = [
+    pytest.param(H200, id="hopper"),
+    pytest.param(B200, id="blackwell", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("test", PARAMETERS, ids=str, indirect=True)
+@pytest.mark.parametrize("device", GENERATIONS)
+def test_live_tiles_alone(test: Call, device: Device, capfd: pytest.CaptureFixture[str]) -> None:
+    case = case_of(test, device)
+    assert mosaic.supports(case) is None
+    check_live_tiles(test, case)
+    assert not races_found()
+    assert "RACE DETECTED" not in capfd.readouterr().out
+
+
+def check_live_tiles(test: Call, case: Any) -> None:
+    """Which tiles are live, the mass in the others, and the gradients."""
+    operands, cotangent = draw(test)
+    operands = peaked(test, operands)
+    oracle = Oracle(test, operands)
+    live = oracle.live()
+    assert 0 < live.mean() < 1
+    rows_that_count = None if test.num_rows is None else jnp.arange(test.T) < test.num_rows
+
+    def forward(operands: Operands) -> Any:
+        stats, tiles = mosaic.statistics(operands, case, True)
+        return stats, *mosaic.selected(case, tiles, Normalizer(stats.max, stats.sumexp), test.num_rows)
+
+    stats, found, dropped = traced(forward, operands)
+    np.testing.assert_array_equal(found[:, : live.shape[1]], live)
+    if test.options.stats:
+        want = np.where(oracle.kept(live), 0, oracle.p).sum(1)[: oracle.rows]
+        assert want.max() > 0
+        np.testing.assert_allclose(dropped[: oracle.rows], want, rtol=1e-3, atol=1e-7)
+    rows = coefficients(test, stats, cotangent, operands, rows_that_count)
+    check_gradients(test, case, operands, rows, found, oracle.gradients(rows, live))
+    if "nothing live" in test.name:
+        least = oracle.computed_anyway()
+        found = jnp.asarray(np.pad(least, ((0, 0), (0, found.shape[1] - least.shape[1]))), jnp.int32)
+        check_gradients(test, case, operands, rows, found, oracle.gradients(rows, least))
+
+
+def check_gradients(test: Call, case: Any, operands: Operands, rows: Any, live: Any, want: Any) -> None:
+    before = jnp.full(operands.weight.shape, 0.5, jnp.float32) if test.adds_dweight else None
+
+    def run(operands: Operands, rows: Any, live: Any, before: Any) -> Any:
+        return mosaic.gradients(operands, case, rows, live, dweight=before)[:2]
+
+    dhidden, dweight = traced(run, operands, rows, live, before)
+    dweight = dweight if before is None else dweight - before
+    # As in tests/mosaic/test_interpret.py; a sum is rounded beside 0.5 as well.
+    bound = {"bfloat16": 4e-3, "float16": 5e-4}[test.dtype]
+    for got, exact in ((dhidden[: test.num_rows], want[0][: test.num_rows]), (dweight, want[1])):
+        error = np.linalg.norm(np.asarray(got, np.float64) - exact)
+        assert error <= bound * np.linalg.norm(exact) + (0 if before is None else 1e-7 * np.sqrt(exact.size))

@@ -1,0 +1,88 @@
+"""The kernels with a ``gradient_threshold``, lowered for CUDA; what they refuse, and what a plan says of them."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType
+
+import lce_jax
+from lce_jax import local
+from tests.mosaic.test_lowering import lower
+
+EVERYTHING = {"stats": True, "logit_softcap": 30.0, "where": True, "temperature": True, "vocab_size": 31990}
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(
+    ("T", "H", "V", "options"),
+    [(131072, 2880, 201088, {"stats": True}), (1003, 1024, 32000, EVERYTHING),
+     (100, 512, 32000, {"weight_layout": "hv", "cache_bytes": 1 << 30})], ids=str,
+)  # fmt: skip
+def test_lowers_for_cuda(T: int, H: int, V: int, options: dict[str, Any]) -> None:
+    text = lower(T, H, V, gradient_threshold=2.0**-12, **options)
+    assert all(f"lce_live_{name}" in text for name in ("dlogits", "dhidden", "dweight"))
+    # Two joins, six lists; three for the tile with padding, and inverses.
+    assert text.count("@mosaic_gpu_v2") == 16 + ("stats" in options) + 6 * ("vocab_size" in options)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_lowers_over_a_mesh() -> None:
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    function = functools.partial(lce_jax.sharded_linear_logprobs, mesh=mesh, batch_axes="data", sequence_axis="tensor")
+    text = lower(512, 256, 4096, gradient_threshold=0.1, stats=True, where=True, function=function)
+    assert "lce_live_dweight" in text
+
+
+@pytest.mark.usefixtures("hopper")
+def test_one_shard_needs_what_its_forward_kept() -> None:
+    struct, options = jax.ShapeDtypeStruct, {"gradient_threshold": 0.1, "stats": True, "implementation": "mosaic_gpu"}
+    operands = struct((512, 256), "bfloat16"), struct((4096, 256), "bfloat16"), struct((512,), "int32")
+    ones = struct((512,), "float32")
+    seed = lce_jax.LogprobOutput(ones, ones, ones)
+
+    def step(operands: Any, seed: Any, keep_cache: bool) -> Any:
+        stats, cache = local.statistics(*operands, keep_cache=keep_cache, num_rows=300, **options)
+        dropped = local.dropped_mass(*operands, stats, num_rows=300, cache=cache, **options)
+        return local.gradients(*operands, stats, seed, num_rows=300, cache=cache, **options), dropped
+
+    kept = jax.jit(functools.partial(step, keep_cache=True)).trace(operands, seed)
+    assert "lce_live_dhidden" in kept.lower(lowering_platforms=("cuda",)).as_text()
+    (dhidden, _), dropped = kept.out_info
+    assert dhidden.shape == (512, 256)
+    assert dropped.shape == (512,)
+    with pytest.raises(ValueError, match=r"keep_cache=True\) keeps; give that as cache="):
+        local.gradients(
+            *(jnp.zeros(x.shape, x.dtype) for x in operands),
+            local.statistics(*(jnp.zeros(x.shape, x.dtype) for x in operands), implementation="xla")[0],
+            jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), seed),
+            **options,
+        )
+
+
+@pytest.mark.usefixtures("hopper")
+def test_zero_is_the_same_program() -> None:
+    assert lower(4096, 1024, 32000, gradient_threshold=0.0) == lower(4096, 1024, 32000)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_what_the_kernels_refuse_and_say() -> None:
+    struct = jax.ShapeDtypeStruct
+    operands = struct((4096, 1024), "bfloat16"), struct((32000, 1024), "bfloat16"), struct((4096,), "int32")
+    plan = lce_jax.explain(*operands, gradient_threshold=2.0**-12, cache_bytes=1 << 20)
+    assert plan.implementation == "mosaic_gpu"
+    assert any("0.000244141 (|dlogprob - dlse| + |dentropy| (8.32 + entropy))" in note for note in plan.notes)
+    assert any("cache_bytes=1048576 is not used" in note for note in plan.notes)
+    plan = lce_jax.explain(*operands, gradient_threshold=2.0**-12, gradients_in_forward=True)
+    assert not any("exponentials" in note or "cache_bytes" in note for note in plan.notes)
+    with pytest.raises(lce_jax.UnsupportedError, match="together with candidates"):
+        lce_jax.explain(
+            *operands, gradient_threshold=0.1, candidates=struct((4096, 3), "int32"), implementation="mosaic_gpu"
+        )
+    odd = struct((32003, 1024), "bfloat16")
+    with pytest.raises(lce_jax.UnsupportedError, match="multiple of 8, got 32003"):
+        lce_jax.explain(operands[0], odd, operands[2], gradient_threshold=0.1, implementation="mosaic_gpu")

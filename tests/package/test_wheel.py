@@ -1,0 +1,84 @@
+"""A wheel of this tree, in an empty environment that has JAX and NumPy beside it and nothing else."""
+
+from __future__ import annotations
+
+import email
+import importlib.metadata
+import importlib.util
+import re
+import subprocess
+import sys
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.site
+ROOT = Path(__file__).parents[2]
+NEEDED = ("jax", "jaxlib", "numpy", "ml_dtypes", "opt_einsum")  # what an import of JAX needs
+QUICK_START = """
+import jax, jax.numpy as jnp, lce_jax, sys
+from lce_jax import explain, linear_cross_entropy, linear_logprobs
+hidden, weight, labels = jnp.ones((4, 8)), jnp.zeros((1000, 8)), jnp.array([1, 2, 3, -100])
+loss, gradients = jax.value_and_grad(linear_cross_entropy, argnums=(0, 1))(hidden, weight, labels, ignore_index=-100)
+out = linear_logprobs(hidden, weight, labels, temperature=0.8)
+assert explain(hidden, weight, labels).implementation == "xla"
+print(round(float(loss), 3), out.entropy.shape, lce_jax.__file__)
+"""
+
+
+def run(*command: str | Path) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd="/")
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    apart = ["--no-build-isolation"] if importlib.util.find_spec("hatchling") else []  # else pip fetches it
+    run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", *apart, "--wheel-dir", folder, ROOT)
+    (found,) = folder.glob("lce_jax-*.whl")
+    return found
+
+
+def test_it_has_the_two_packages_and_their_types(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {"lce_jax/py.typed", "lce_torch_bridge/py.typed", "lce_jax/explain/__main__.py"} <= set(names)
+    assert {name.partition("/")[0].partition("-")[0] for name in names} == {"lce_jax", "lce_torch_bridge"}
+    tracked = {path.relative_to(ROOT).as_posix() for name in ("lce_jax", "lce_torch_bridge")
+               for path in (ROOT / name).rglob("*.py")}  # fmt: skip
+    assert tracked <= set(names)
+
+
+def test_it_runs_the_quick_start(wheel: Path, tmp_path: Path) -> None:
+    """JAX and NumPy are those of this environment, by links, so that nothing is downloaded."""
+    venv.create(tmp_path / "venv")
+    python = tmp_path / "venv" / "bin" / "python"
+    (packages,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
+    run(sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-index", wheel)
+    for name in NEEDED:
+        for file in importlib.metadata.files(name) or []:
+            top = packages / file.parts[0]
+            if file.parts[0] not in ("..", "__pycache__") and not top.exists():
+                top.symlink_to(Path(importlib.metadata.distribution(name).locate_file(file.parts[0])))
+    loss, *_, where = run(python, "-I", "-W", "error", "-c", QUICK_START).split()
+    assert loss == "6.908"  # ln 1000
+    assert Path(where).is_relative_to(tmp_path)
+    assert "qwen3-8b" in run(python.parent / "lce-jax", "explain", "--model", "qwen3-8b", "--tokens", "8192")
+    for module, extra in (("lce_torch_bridge", "torch"), ("lce_jax.flax.nnx", "flax")):  # neither is there
+        refused = f"try: import {module}\nexcept ModuleNotFoundError as error: print(error.name, error)"
+        assert run(python, "-I", "-c", refused).startswith(f"{extra} {module.removesuffix('.nnx')} needs ")
+        assert f": pip install 'lce-jax[{extra}]'" in run(python, "-I", "-c", refused)
+
+
+def test_it_says_what_it_is(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as file:
+        (name,) = [name for name in file.namelist() if name.endswith(".dist-info/METADATA")]
+        said = email.message_from_bytes(file.read(name))
+    assert (said["Name"], said["Author"]) == ("lce-jax", "the lce-jax authors")
+    assert said["Description-Content-Type"] == "text/markdown"
+    needed = {re.match(r"[\w-]+", line)[0] for line in said.get_all("Requires-Dist") if "extra ==" not in line}
+    assert needed == {"jax", "numpy"}
+    assert "torch>=2.11; extra == 'torch'" in said.get_all("Requires-Dist")

@@ -1,0 +1,166 @@
+"""What `linear_loss` holds and compiles: chunks, whatever the tokens; kernels that add; what `explain` says of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import lce_jax
+from lce_jax import linear_loss
+from lce_jax.programs._token_chunks import Budget
+from tests.mosaic.test_lowering import lower, overwrites_cache
+
+
+def compiled_step(tokens: int, chunk_bytes: int, where: bool = False, factor: float = 1.0) -> tuple[int, str]:
+    """The temporary bytes of value and gradients, and the program."""
+    H, width, struct = 64, 8192, jax.ShapeDtypeStruct
+    hidden, weight, labels = struct((tokens, H), "float32"), struct((width, H), "float32"), struct((tokens,), "int32")
+
+    def total(hidden: Any, weight: Any, labels: Any, where: Any) -> Any:
+        return factor * linear_loss(
+            lambda logprob, entropy, _: -logprob - 0.1 * entropy, hidden, weight, labels,
+            where=where, chunk_bytes=chunk_bytes,
+        )[0]  # fmt: skip
+
+    mask = struct((tokens,), "bool") if where else None
+    compiled = jax.jit(jax.value_and_grad(total, argnums=(0, 1))).lower(hidden, weight, labels, mask).compile()
+    return compiled.memory_analysis().temp_size_in_bytes, compiled.as_text()
+
+
+@pytest.mark.parametrize("where", [False, True])
+def test_memory_follows_the_chunk_not_the_tokens(where: bool) -> None:
+    chunk_bytes = 512 * 8192 * 4
+    small, _ = compiled_step(2048, chunk_bytes, where)
+    large, _ = compiled_step(16384, chunk_bytes, where)
+    per_token = (16384 - 2048) * 16 * 4  # a dozen numbers per token: results, losses, labels
+    assert large <= small + per_token
+    assert large < 16384 * 8192 * 4 / 8
+
+
+def test_a_cotangent_of_one_costs_nothing() -> None:
+    """Outside the loop, dweight is multiplied with another cotangent, and not with 1."""
+
+    def products(factor: float) -> int:
+        _, text = compiled_step(1024, 512 * 8192 * 4, factor=factor)
+        lines = [line for line in text.splitlines() if "f32[8192,64]" in line.partition("=")[2].partition("(")[0]]
+        return sum(" multiply(" in line for line in lines)
+
+    assert products(3.0) == products(1.0) + 1
+
+
+@pytest.mark.parametrize(
+    ("tokens", "columns", "chunk_bytes", "rows"),
+    [
+        (8192, 151936, 1400 << 20, 4096),  # two equal chunks
+        (65536, 151936, 1400 << 20, 4096),  # sixteen equal ones, where fourteen would do
+        (100, 151936, 1400 << 20, 100),
+        (1000, 1000, 1, 128),  # never fewer than a row block
+        (1000, 1000, 512 * 1000 * 2, 512),
+    ],
+)
+def test_chunk_rows(tokens: int, columns: int, chunk_bytes: int, rows: int) -> None:
+    case = lce_jax.explain(
+        jax.ShapeDtypeStruct((tokens, 64), "bfloat16"),
+        jax.ShapeDtypeStruct((columns, 64), "bfloat16"),
+        jax.ShapeDtypeStruct((tokens,), "int32"),
+    ).case
+    assert Budget(chunk_bytes).chunk_rows(case) == rows
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(
+    ("tokens", "dtype", "options", "rows"),
+    [
+        (8192, "bfloat16", {}, 8192),  # 2.3 GiB: as much as a chunk's 1.2, and a sum's 1.2 beyond dweight's
+        (8920, "bfloat16", {}, 8920),
+        (9216, "bfloat16", {}, 4608),
+        (8192, "bfloat16", {"gradient_threshold": 2.0**-12}, 4096),  # no exponentials are kept
+        (8192, "float32", {"implementation": "xla"}, 2048),  # dweight is the sum
+    ],
+)
+def test_one_chunk_where_it_takes_no_more(tokens: int, dtype: str, options: dict[str, Any], rows: int) -> None:
+    args = (
+        jax.ShapeDtypeStruct((tokens, 4096), dtype),
+        jax.ShapeDtypeStruct((151936, 4096), dtype),
+        jax.ShapeDtypeStruct((tokens,), "int32"),
+    )
+    plan = lce_jax.explain(*args, gradients_in_forward=True, **options)
+    several = lce_jax.explain(*args, gradients_in_forward=True, chunk_bytes=1400 << 20, **options)
+    assert plan.tiles["chunk of tokens"] == rows
+    assert several.tiles["chunk of tokens"] < tokens
+    if rows == tokens:
+        unused = (1400 << 20) - several.tiles["chunk of tokens"] * 151936 * 2
+        assert plan.backward_bytes <= several.backward_bytes + unused - 151936 * 4096 * 2  # dweight, after the sum
+
+
+def of_the_outputs(hidden, weight, labels, **options):
+    return linear_loss(lambda logprob, entropy, lse: logprob + entropy + lse, hidden, weight, labels, **options)[:1]
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(
+    ("T", "H", "V", "options"),
+    [
+        pytest.param(8192, 4096, 151936, {}, marks=pytest.mark.slow),
+        (65536, 4096, 151936, {"where": True, "temperature": True}),
+        (9001, 2048, 50257, {"where": True, "vocab_size": 50000, "logit_softcap": 30.0}),
+        (9000, 1024, 128256, {"weight_layout": "hv"}),
+    ],
+)
+def test_kernels(T: int, H: int, V: int, options: dict) -> None:
+    """Two loops of kernels at most: chunks of tokens, and nothing of V x T. dweight is a sum in fp32."""
+    text = lower(T, H, V, function=of_the_outputs, **options)
+    assert f"{T}x{V}" not in text
+    shape = (H, V) if "weight_layout" in options else (V, H)
+    assert "{}x{}xf32".format(*shape) in text
+    inverses = 3 * ("temperature" in options)
+    # Statistics, joins, results, coefficients, dlogits from the cache, products.
+    assert text.count("@mosaic_gpu_v2") == 8 + (V % 8 > 0) + inverses
+    if options.get("vocab_size") is None:
+        assert overwrites_cache(text)
+
+
+@pytest.mark.parametrize(
+    ("T", "H", "V", "dtype", "where", "rows"),
+    [
+        (2048, 256, 32768, "float32", False, 512),
+        (2048, 256, 32768, "bfloat16", False, 512),
+        (2000, 256, 8192, "float32", True, 512),
+        (1024, 512, 65536, "float32", False, 1024),
+    ],
+)
+def test_explain_foretells_what_is_compiled(T: int, H: int, V: int, dtype: str, where: bool, rows: int) -> None:
+    """An upper bound, of at most 1.3 of what XLA holds."""
+    struct = jax.ShapeDtypeStruct
+    args = struct((T, H), dtype), struct((V, H), dtype), struct((T,), "int32")
+    mask, chunk_bytes = struct((T,), "bool") if where else None, rows * V * jnp.dtype(dtype).itemsize
+    plan = lce_jax.explain(*args, where=mask, gradients_in_forward=True, chunk_bytes=chunk_bytes)
+
+    def total(hidden, weight, labels, where):
+        loss = lambda logprob, entropy, _: -logprob - entropy  # noqa: E731
+        return lce_jax.linear_loss(loss, hidden, weight, labels, where=where, chunk_bytes=chunk_bytes)[0]
+
+    compiled = jax.jit(jax.value_and_grad(total, argnums=(0, 1))).lower(*args, mask).compile()
+    held = compiled.memory_analysis().temp_size_in_bytes
+    assert plan.tiles["chunk of tokens"] == rows
+    assert held <= plan.backward_bytes <= 1.3 * held, (plan.backward_bytes, held)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_the_chunks_of_a_hopper() -> None:
+    """65,536 tokens take no more than 16,384: dweight's sum, a chunk's exponentials, and a few numbers per token."""
+    struct = jax.ShapeDtypeStruct
+
+    def plan(T: int) -> lce_jax.Plan:
+        args = struct((T, 4096), "bfloat16"), struct((151936, 4096), "bfloat16"), struct((T,), "int32")
+        return lce_jax.explain(*args, gradients_in_forward=True)
+
+    few, many = plan(16384), plan(65536)
+    assert many.tiles["chunk of tokens"] == few.tiles["chunk of tokens"] == 4096
+    assert many.backward_bytes - few.backward_bytes == 6 * 4 * (65536 - 16384)
+    assert many.backward_bytes < 3.7 * 2**30
+    with pytest.raises(ValueError, match="chunk_bytes=7 is for linear_loss"):
+        lce_jax.explain(*(struct(s, "float32") for s in ((4, 8), (16, 8))), struct((4,), "int32"), chunk_bytes=7)
