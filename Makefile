@@ -8,6 +8,8 @@ EXTRAS := test,lint$(if $(HAS_GPU),$(comma)cuda13)
 WORKERS ?= 2
 DEMO_ARGS ?=
 BENCH_ARGS ?=
+# The link of the documentation to its sources: the address that this clone came from.
+REPOSITORY ?= $(shell git remote get-url origin 2>/dev/null | sed -E 's,^git@([^:]+):,https://\1/,; s,\.git$$,,; /^https/!d')
 
 .PHONY: demo test test-site test-all test-gpu test-frameworks test-compile test-tpu lint docs bench clean help
 help:
@@ -80,13 +82,14 @@ docs: $(VENV)/.ready-docs
 	$(RUN) docs/_build/programs.py
 	$(RUN) docs/_build/figures.py
 	$(RUN) docs/_build/notebooks.py
-	$(VENV)/bin/zensical build --strict --clean
+	$(RUN) docs/_build/api.py
+	REPOSITORY='$(REPOSITORY)' $(VENV)/bin/zensical build --strict --clean
 
 bench: $(VENV)/.ready
 	$(RUN) -m lce_jax.bench $(BENCH_ARGS)
 
 clean:
-	rm -rf $(VENV) .venv-jax-* .venv-frameworks .venv-compile* .venv-tpu .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache demo-out bench-out docs/notebooks site
+	rm -rf $(VENV) .venv-jax-* .venv-frameworks .venv-compile* .venv-tpu .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache demo-out bench-out docs/api docs/notebooks site
 
 $(VENV)/.ready: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 12))' || { \
