@@ -75,7 +75,7 @@ def index(section: Section) -> str:
     for heading, module in section.modules.items():
         parts += [f"## {heading}\n"] * bool(heading)
         if inspect.getdoc(importlib.import_module(module)) and module not in ("lce_jax", "lce_torch_bridge"):
-            parts.append(f"::: {module}\n    options: {{members: false, show_root_heading: false, heading_level: 3}}\n")
+            parts.append(f"::: {module}\n    options: {{members: false, show_root_heading: false, show_root_toc_entry: false}}\n")
         cells = [f"| [`{name}`]({module}.{name}.md) | {summary(x)} |" for name, x in names_of(module).items()]
         parts.append("\n".join(["| name | |", "|---|---|", *cells]) + "\n")
     return "\n".join(parts)
@@ -86,7 +86,7 @@ def pages() -> dict[str, str]:
     made, nav, public = {}, [], []
     for name, section in SECTIONS.items():
         made[f"{name}.md"] = index(section)
-        nav.append(f"- [{section.title}]({name}.md)")
+        nav += [f"- {section.title}", f"    - [Overview]({name}.md)"]
         for module in section.modules.values():
             for each, value in names_of(module).items():
                 path = f"{module}.{each}"
