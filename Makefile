@@ -8,6 +8,8 @@ EXTRAS := test,lint$(if $(HAS_GPU),$(comma)cuda13)
 WORKERS ?= 2
 DEMO_ARGS ?=
 BENCH_ARGS ?=
+# The link of the documentation to its sources: the address that this clone came from.
+REPOSITORY ?= $(shell git remote get-url origin 2>/dev/null | sed -E 's,^git@([^:]+):,https://\1/,; s,\.git$$,,; /^https/!d')
 
 .PHONY: demo test test-site test-all test-gpu test-frameworks test-compile test-tpu lint docs bench clean help
 help:
@@ -16,7 +18,7 @@ help:
 	@echo "make test-site the documentation's blocks, notebooks, examples, the wheel, the demo and the bench"
 	@echo "make test-all  both, every combination of parameters, and sweeps that take many minutes"
 	@echo "make test-gpu  the tests that need GPUs"
-	@echo "make test-frameworks  the trainers of Tunix and TRL with our loss, in an environment of their own"
+	@echo "make test-frameworks  Tunix, Transformers, TRL, verl and SkyRL with our head, in an environment of their own"
 	@echo "make test-compile  the kernels down to machine code for GPUs that need not be there, in an environment of its own"
 	@echo "make test-tpu  every public function compiled for TPUs that need not be there, in an environment of its own"
 	@echo "make lint      ruff, mypy and the layer contracts"
@@ -41,8 +43,11 @@ test-gpu: $(VENV)/.ready
 test-frameworks:
 	$(PYTHON) -m venv .venv-frameworks
 	.venv-frameworks/bin/python -m pip install --quiet --upgrade pip
-	.venv-frameworks/bin/python -m pip install --quiet --editable . 'google-tunix==0.1.7' 'trl==1.16.0' 'torch>=2.11' pytest
-	.venv-frameworks/bin/python -m pytest tests/recipes/test_tunix.py tests/recipes/test_trl.py
+	.venv-frameworks/bin/python -m pip install --quiet --editable '.[torch]' 'megatron-core>=0.19.2' pytest \
+		'google-tunix==0.1.7' 'trl==1.16.0' 'verl==0.9.1'
+	.venv-frameworks/bin/python -m pip install --quiet --no-deps 'skyrl==0.3.0'
+	.venv-frameworks/bin/python -m pytest \
+		tests/recipes/test_tunix.py tests/recipes/test_trl.py tests/recipes/test_hugging_face.py tests/recipes/test_frameworks.py
 
 # No driver and no GPU: JAX's plugin and NVIDIA's compiler alone, beside what .venv has. JAX=, FLAX=: other versions.
 CUDA := nvidia-cuda-nvcc nvidia-nvvm nvidia-cuda-crt nvidia-cuda-nvrtc nvidia-nvjitlink
@@ -75,15 +80,17 @@ lint: $(VENV)/.ready
 
 docs: $(VENV)/.ready-docs
 	$(RUN) docs/_build/tables.py
+	$(RUN) docs/_build/programs.py
 	$(RUN) docs/_build/figures.py
 	$(RUN) docs/_build/notebooks.py
-	$(VENV)/bin/zensical build --strict --clean
+	$(RUN) docs/_build/api.py
+	REPOSITORY='$(REPOSITORY)' $(VENV)/bin/zensical build --strict --clean
 
 bench: $(VENV)/.ready
 	$(RUN) -m lce_jax.bench $(BENCH_ARGS)
 
 clean:
-	rm -rf $(VENV) .venv-jax-* .venv-frameworks .venv-compile* .venv-tpu .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache demo-out bench-out docs/notebooks site
+	rm -rf $(VENV) .venv-jax-* .venv-frameworks .venv-compile* .venv-tpu .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache demo-out bench-out docs/api docs/notebooks site
 
 $(VENV)/.ready: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 12))' || { \

@@ -82,8 +82,9 @@ def main(steps: int = 3, temperature: float = 0.7) -> tuple[list[float], GPTMode
 
 
 if __name__ == "__main__":
-    if torch.cuda.is_available():  # show each rank only its own GPU, and this is not needed
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    if not torch.cuda.is_available():
+        raise SystemExit("megatron_grpo.py needs an NVIDIA GPU for each rank: megatron-core allocates there")
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     torch.distributed.init_process_group()
     losses, _ = main()
     print("loss", *(f"{x:.4f}" for x in losses))

@@ -86,11 +86,19 @@ def per_token_logps(
 @contextlib.contextmanager
 def without_logits() -> Iterator[None]:
     """Within it, GRPO's policy, old policy and reference take their log-probabilities from `per_token_logps`."""
+    calls = 0
+
+    def counted(*arguments: Any, **named: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return per_token_logps(*arguments, **named)
+
     with (
-        mock.patch.object(common, "compute_per_token_logps", per_token_logps),
+        mock.patch.object(common, "compute_per_token_logps", counted),
         mock.patch.object(algo_core, "compute_entropy_from_logits", lambda entropy: entropy),
     ):
         yield
+    assert calls, "Tunix has not called compute_per_token_logps within without_logits()"
 
 
 def main(steps: int = 3) -> list[float]:

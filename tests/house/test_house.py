@@ -8,7 +8,7 @@ import pathlib
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
-FOLDERS = ("lce_jax", "lce_torch_bridge", "tests")
+FOLDERS = ("lce_jax", "lce_torch_bridge", "tests", "examples", "notebooks")
 FILES = [*sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")), ROOT / "conftest.py"]
 FILE_LINES = 300
 FUNCTION_LINES = 45  # of code: signature and docstring are not counted

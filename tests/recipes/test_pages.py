@@ -1,4 +1,4 @@
-"""What the pages of docs/recipes print is what the programs of ``examples/`` run."""
+"""The pages of docs/recipes show the programs of ``examples/`` whole, and each program runs in a test."""
 
 from __future__ import annotations
 
@@ -7,32 +7,35 @@ from pathlib import Path
 
 import pytest
 
+from tests.test_figures import script
+
 pytestmark = pytest.mark.site
 ROOT = Path(__file__).parents[2]
-PAGES = sorted((ROOT / "docs" / "recipes").glob("*.md"))
-PROGRAMS = {path.relative_to(ROOT).as_posix(): path.read_text() for path in sorted((ROOT / "examples").glob("*.py"))}
+PROGRAMS = [path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "examples").glob("*.py"))]
+programs = script("programs")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_every_block_is_part_of_a_program_that_is_tested(page: Path) -> None:
+@pytest.mark.parametrize("page", programs.PAGES, ids=lambda page: page.stem)
+def test_a_page_shows_its_programs_whole(page: Path) -> None:
     text = page.read_text()
-    for code in re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
-        assert any(code in program for program in PROGRAMS.values()), code
-    for code in re.findall(r"^```text\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
-        lines = code.splitlines()
-        assert any(all(line in program for line in lines) for program in PROGRAMS.values()), code
+    assert text == programs.written(page), "run: python docs/_build/programs.py"
+    assert text.count("```python") == len(programs.PLACE.findall(text))
     for name in re.findall(r"`((?:examples|tests)/[\w/.]+)`", text):
         assert (ROOT / name).exists(), name
+    tests = "".join(path.read_text() for path in sorted((ROOT / "tests").rglob("*.py")))
+    for code in re.findall(r"^```text\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        shown = [name for _, name, *_ in programs.PLACE.findall(text)]
+        assert any(code.strip() in (ROOT / name).read_text() for name in shown) or code.strip() in tests, code
 
 
-def test_every_program_is_named_and_tested() -> None:
-    pages = "".join(page.read_text() for page in PAGES)
+def test_every_program_is_on_one_page_and_in_a_test() -> None:
+    shown = [name for page in programs.PAGES for _, name, *_ in programs.PLACE.findall(page.read_text())]
+    assert sorted(shown) == PROGRAMS
     tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
     for name in PROGRAMS:
-        assert name in pages, name
         assert re.search(rf"\bimport (?:\(?[\w, ]*\b)?{Path(name).stem}\b|{re.escape(name)}", tests), name
 
 
 def test_every_page_is_in_the_table() -> None:
     index = (ROOT / "docs" / "recipes" / "index.md").read_text()
-    assert set(re.findall(r"\]\(([\w-]+\.md)\)", index)) == {page.name for page in PAGES} - {"index.md"}
+    assert set(re.findall(r"\]\(([\w-]+\.md)\)", index)) == {page.name for page in programs.PAGES} - {"index.md"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import re
 import shlex
 import subprocess
@@ -18,9 +19,11 @@ from lce_jax import floors, local, losses, passes, rows
 from lce_jax.bench.__main__ import parser as bench_parser
 from lce_jax.demo.cli import _parser as demo_parser
 from lce_jax.explain.__main__ import parser as explain_parser
+from lce_jax.flax import linen, nnx
 from lce_jax.mosaic._kernel_set import KernelSet
-from lce_torch_bridge import megatron
+from lce_torch_bridge import megatron, verl
 from tests.doc_blocks import PAGES, ROOT, check, parts
+from tests.test_figures import script
 
 pytestmark = pytest.mark.site
 LANGUAGES = {"python", "sh", "text", "given"}
@@ -81,18 +84,46 @@ def test_a_step_takes_as_many_lines_as_the_page_says(page, holds, count):
     assert said in (ROOT / page).read_text()
 
 
-MODULES = [lce_jax, losses, floors, local, passes, rows, lce_torch_bridge, lce_torch_bridge.rows, megatron]
+MODULES = [
+    lce_jax,
+    losses,
+    floors,
+    local,
+    passes,
+    rows,
+    lce_torch_bridge,
+    lce_torch_bridge.rows,
+    megatron,
+    verl,
+    nnx,
+    linen,
+]
+api = script("api")
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
-def test_every_public_name_is_on_an_api_page(module):
-    pages = [page.read_text() for page in (ROOT / "docs" / "api").glob("*.md")]
-    every = [name for page in pages for name in re.findall(r"^::: (\S+)$", page, re.MULTILINE)]
-    shown = set(every)
-    assert len(shown) == len(every)
-    if module.__name__ not in shown:  # else the page shows all of the module
-        names = {f"{module.__name__}.{name}" for name in module.__all__}
-        assert names <= shown | {"lce_jax.local", "lce_jax.losses", "lce_jax.floors"}
+def test_every_public_name_has_an_api_page_and_a_link_to_it(module):
+    made = api.pages()
+    names = [f"{module.__name__}.{name}" for name in api.names_of(module.__name__)]
+    assert names
+    for path in names:
+        assert made[f"{path}.md"].count(":::") == 1
+        assert f"]({path}.md)" in made["SUMMARY.md"]
+        assert sum(f"]({path}.md)" in text for name, text in made.items() if name != "SUMMARY.md") == 1
+
+
+def test_api_pages_are_of_the_modules_that_are_tested():
+    listed = {module for section in api.SECTIONS.values() for module in section.modules.values()}
+    assert listed == {module.__name__ for module in MODULES}
+
+
+def test_names_in_docstrings_are_links():
+    pytest.importorskip("griffe", reason="needs the extra docs")
+    with_links, public = script("docstrings").with_links, json.loads(api.pages()["names.json"])
+    text = "As `linear_logprobs`, with `explain`, ``linear_loss`` and `temperature`."
+    jax = "As [`linear_logprobs`][lce_jax.linear_logprobs], with [`explain`][lce_jax.explain.explain], "
+    assert with_links(text, "lce_jax.losses", public) == jax + "``linear_loss`` and `temperature`."
+    assert with_links(text, "lce_torch_bridge", public).count("][lce_torch_bridge.") == 2
 
 
 def test_the_page_on_gpu_generations_names_the_whole_protocol():

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.test_figures import script
+
 pytestmark = pytest.mark.site
 NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
 LOCAL_PATH = re.compile(r"(?<![\w./:-])/(?:home|root|tmp|usr|var|opt|mnt|work|workspace|Users|private)/|[A-Z]:\\")
@@ -82,6 +84,15 @@ def test_shows_no_path_of_the_machine_it_ran_on(path):
     shown = [output.get("text") or output.get("data", {}).get("text/plain", []) for output in outputs(path)]
     found = [line for text in shown for line in ([text] if isinstance(text, str) else text) if LOCAL_PATH.search(line)]
     assert not found
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_its_page_says_what_each_picture_shows(path):
+    text, pictures = script("notebooks").page(path)
+    described = re.findall(r"!\[([^\]]*)\]\((\S+)\)", text)
+    assert {name for _, name in described} == set(pictures)
+    assert all(len(words.split()) >= 8 for words, _ in described)
+    assert f"[download]({path.name})" in text
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

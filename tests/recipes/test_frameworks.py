@@ -1,0 +1,65 @@
+"""verl's, SkyRL's and NeMo RL's own functions with our head in place of theirs, and what Ray's workers have."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+NEAR = 1e-6  # of float32 sums in another order
+FRAMEWORKS = ("verl", "skyrl", "nemo_rl")
+LINE = "log-probabilities of the head come from lce_torch_bridge"
+SWITCHES = {
+    "skyrl": "set trainer.fused_lm_head_logprob=true",
+    "nemo_rl": "set policy.megatron_cfg.use_fused_linear_logprobs=true",
+}
+
+
+def run(*module: str, **environment: str) -> str:
+    path = os.pathsep.join([str(ROOT), str(ROOT / "examples"), *sys.path])
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path} | environment
+    command = [sys.executable, "-m", *module]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=ROOT, env=environment)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module", params=FRAMEWORKS)
+def framework(request: pytest.FixtureRequest) -> str:
+    if not importlib.util.find_spec(request.param):
+        pytest.skip(f"needs {request.param}: make test-frameworks")
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def results(framework: str) -> dict[str, Any]:
+    said = run(f"tests.recipes.{framework}_worker")
+    assert said.count(f"{framework}_head: {LINE}\n") == {"verl": 2}.get(framework, 1)  # verl's calls are counted anew
+    return json.loads(said.splitlines()[-1])
+
+
+def test_values_and_gradients_are_those_of_its_own_head(results: dict[str, Any]) -> None:
+    assert results["calls"] > 0
+    assert results["values"] <= NEAR
+    assert results["gradients"] <= NEAR
+
+
+def test_nothing_else_computes_the_head(framework: str, results: dict[str, Any]) -> None:
+    """verl: all that import the function have ours. The others: what takes logits is an error that names the switch."""
+    if framework == "verl":
+        assert results["replaced"] == [True, True, True]
+        assert results["losses"][-1] < results["losses"][0]
+    else:
+        assert SWITCHES[framework] in results["refusal"]
+
+
+def test_workers_that_ray_starts_have_ours(framework: str) -> None:
+    said = run("tests.recipes.ray_asks", framework, VERL_USE_EXTERNAL_MODULES="verl_head")
+    assert said.splitlines()[-1] == f"{framework}_head"

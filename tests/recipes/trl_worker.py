@@ -1,0 +1,133 @@
+"""TRL's trainers with its own function and with ``examples/trl_head.py``, in a process of their own; prints JSON.
+
+``python -m tests.recipes.trl_worker``, in an environment with trl.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.update(JAX_PLATFORMS="cpu", HF_HUB_OFFLINE="1")
+
+import json
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import datasets
+import torch
+import trl
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from trl.trainer import utils
+
+from examples import trl_head
+
+STEPS = 3
+STOCK = utils._ChunkedLogProbFunction
+
+
+def model() -> Any:
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, head_dim=8)
+    heads = dict(num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False, eos_token_id=1)
+    return Qwen3ForCausalLM(Qwen3Config(**sizes, **heads))
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    words = ["<pad>", "<eos>", *(f"w{i}" for i in range(62))]
+    vocabulary = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
+    vocabulary.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=vocabulary, pad_token="<pad>", eos_token="<eos>")
+
+
+def gap(x: torch.Tensor, y: torch.Tensor) -> float:
+    return ((x - y).abs() / y.abs().clamp(min=1)).max().item()
+
+
+def fused_head() -> dict[str, Any]:
+    """All fields and gradients of `add_fused_lm_head`."""
+    head = model()
+    utils.add_fused_lm_head(head, temperature=0.8, outputs=("log_probs", "entropy", "mean_logits", "is_top1"))
+    tokens = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(1))
+    labels = tokens.masked_fill(torch.arange(16) < 4, -100)
+    found = []
+    for function in (trl_head.Logprobs, STOCK):
+        utils._ChunkedLogProbFunction = function
+        head.zero_grad()
+        out = head(tokens, labels=labels, fused_lm_head=True)
+        (out.loss - 0.1 * out.entropy.sum()).backward()
+        found.append((out, [x.grad.clone() for x in head.parameters()]))
+    (got, grads), (want, wanted) = found
+    return {
+        "fields": max(gap(getattr(got, name), getattr(want, name)) for name in ("log_probs", "entropy", "mean_logits")),
+        "top1": torch.equal(got.is_top1, want.is_top1),
+        "gradients": max(((x - y).norm() / y.norm()).item() for x, y in zip(grads, wanted, strict=True)),
+    }
+
+
+PAIRS = {"prompt": [f"w{i} w{i + 1}" for i in range(12)], "chosen": [f"w{i + 2} w{i}" for i in range(12)]}
+DATA: dict[str, dict[str, list[Any]]] = {
+    "GRPO": {"prompt": PAIRS["prompt"]},
+    "RLOO": {"prompt": PAIRS["prompt"]},
+    "SFT": {"text": [f"w{i} w{i + 1} w{i + 2} w{i + 3}" for i in range(12)]},
+    "KTO": {"prompt": PAIRS["prompt"], "completion": PAIRS["chosen"], "label": [i % 2 == 0 for i in range(12)]},
+    "DPO": PAIRS | {"rejected": [f"w{i + 5} w{i + 7} w{i}" for i in range(12)]},
+}
+SAMPLED = {"GRPO", "RLOO"}
+
+
+def train(name: str, reference: str) -> tuple[list[float], torch.Tensor]:
+    """The losses, and the head's weight after the steps."""
+    own: dict[str, Any] = dict(num_generations=4, max_completion_length=6, temperature=0.9) if name in SAMPLED else {}
+    if name != "SFT":
+        own |= dict(beta=0.1)
+    told = getattr(trl, f"{name}Config")(
+        output_dir=f"{reference}/out", per_device_train_batch_size=4, max_steps=STEPS, logging_steps=1,
+        learning_rate=1e-2, report_to=[], save_strategy="no", disable_tqdm=True, bf16=False, seed=0, **own,
+    )  # fmt: skip
+    given: dict[str, Any] = dict(args=told, processing_class=tokenizer(), train_dataset=data(name))
+    if name in SAMPLED:
+        given |= dict(reward_funcs=trl_head.odd_words)
+    torch.manual_seed(0)
+    trainer = getattr(trl, f"{name}Trainer")(Qwen3ForCausalLM.from_pretrained(reference), **given)
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return [float(x) for x in losses], trainer.model.lm_head.weight.detach().clone()
+
+
+def data(name: str) -> datasets.Dataset:
+    return datasets.Dataset.from_dict(DATA[name])
+
+
+def compare(name: str, reference: str, start: torch.Tensor) -> dict[str, Any]:
+    """The losses of three steps: a wrong gradient of the first would show in the next."""
+    utils._ChunkedLogProbFunction = STOCK
+    want, weight = train(name, reference)
+    before = trl_head.calls
+    trl_head.install()
+    got, _ = train(name, reference)
+    return {
+        "losses": max(abs(x - y) / max(abs(y), 1.0) for x, y in zip(got, want, strict=True)),
+        "moved": ((weight - start).norm() / start.norm()).item(),
+        "steps": len(got),
+        "calls": trl_head.calls - before,
+    }
+
+
+def main() -> None:
+    results: dict[str, Any] = {"fused head": fused_head()}
+    with tempfile.TemporaryDirectory() as folder:
+        first: Callable[[], Any] = model
+        first().save_pretrained(folder)
+        tokenizer().save_pretrained(folder)
+        start = first().lm_head.weight.detach().clone()
+        results |= {name: compare(name, folder, start) for name in DATA}
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)  # where the program writes trl-out
+        results["program"] = trl_head.main()
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()
