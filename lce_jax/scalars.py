@@ -19,6 +19,7 @@ __all__ = [
     "IGNORED",
     "INT32_MAX",
     "MOST_CANDIDATES",
+    "ahead",
     "alone_with_floor",
     "bound",
     "candidate_shape",
@@ -110,6 +111,13 @@ def integer(name: str, value: Any) -> int:
         raise TypeError(f"{name} must be a Python integer, got {value!r}")
     if abs(value) >= INT32_MAX:
         raise ValueError(f"{name} must lie within ±{INT32_MAX - 1}, got {value}")
+    return int(value)
+
+
+def ahead(value: Any) -> int:
+    """How many tokens ahead a label stands."""
+    if integer("ahead", value) < 1:
+        raise ValueError(f"ahead must be at least 1, the next token, got {value}")
     return int(value)
 
 
