@@ -234,11 +234,11 @@ ALL = [case for case in _EVERY if case not in MORE]
 _NAMES_ON_GPUS = (
     "plain", "tied", "RMSNorm, SwiGLU, tied", "Hybrid, tied, MuP", "GPT in the context manager, MuP", "everything",
     "plain, SP", "tied, SP", "MTP, tied, MuP, SP", "Hybrid, SP", "everything, SP", "SP, tied", "MTP",
-    "gradients reduced meanwhile", "float32 main parameters",
+    "gradients reduced meanwhile", "float32 main parameters", "two depths, SP, tied, MuP, bias",
 )  # fmt: skip
 ON_GPUS = [
     case
-    for case in [*PARITY, *HALF_PRECISION, *CONTROLS, *TRAINING]
+    for case in [*PARITY, *HALF_PRECISION, *CONTROLS, *TRAINING, *LOSSES]
     if case.tp == 2 and (case.name.split(": ")[1] in _NAMES_ON_GPUS or case in CONTROLS)
 ]
 # With each rank seeing all GPUs, as under torchrun.
