@@ -93,7 +93,7 @@ def distillation_loss(
                 f"{name} {tuple(x.shape)} of {x.dtype} must be floating point in the shape of ids {tuple(ids.shape)}"
             )
         _checks.same_device(ids, **{name: x})
-    live = ids >= 0
+    live = ids.long() >= 0  # torch compares only some of the unsigned types
     if where is not None:
         live = live & _rows_that_count(where, ids)[..., None]
     scalars.one_of("divergence", divergence, scalars.DIVERGENCES)
