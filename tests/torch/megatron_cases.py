@@ -185,6 +185,7 @@ _MORE_LOSSES = [
     _case("losses", 2, "heads detached", dict(mtp=1), dict(mtp_detach_heads=True)),
     _case("losses", 2, "heads detached, tied", dict(mtp=1, tied=True), dict(mtp_detach_heads=True)),
     _case("losses", 2, "Hybrid, SP", dict(kind="hybrid", mtp=2, sp=True, tied=True), {}),
+    _case("losses", 1, "context parallel, Hybrid", dict(kind="hybrid", cp=2, mtp=2, tied=True, bias=True), {}),
     _case("losses", 2, "activations recomputed", dict(mtp=1, recompute="full"), {}),
     *(
         _case("main_grad half precision", tp, "MTP, tied", HALF | dict(mtp=1, tied=True, entry="losses"), {})

@@ -8,9 +8,11 @@ from typing import Any
 from unittest import mock
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.models.gpt import gpt_model
 from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, MTPLossLoggingHelper
 
+from lce_torch_bridge import rows
 from lce_torch_bridge.megatron import fused_losses, fused_output_layer
 from tests.torch.megatron_calls import Gradients, Subject, call, draw, fused, stock, subject, value_error, worst
 from tests.torch.megatron_checks import Options, Result, whole
@@ -47,7 +49,7 @@ def losses(tp: int, model: Options, options: Options) -> Result:
     it = subject(tp, **model)
     for name, value in options.items():
         setattr(it.model.config, name, value)
-    batch = likely(it, draw(foreign=True)[0])
+    batch = of_rank(likely(it, draw(foreign=True)[0]))
     want = trained(it, batch, contextlib.nullcontext())
     with mock.patch.object(it.model.output_layer, "_forward_impl", None):  # there is nothing to compute logits with
         got = trained(it, batch, fused_losses(it.model))
@@ -66,6 +68,13 @@ def losses(tp: int, model: Options, options: Options) -> Result:
         "some accepted": bool(((accepted > 0.1) & (accepted < 0.9)).all()),
         "depths move the gradient": moved(it, batch, want[1]),
     }
+
+
+def of_rank(batch: Batch) -> Batch:
+    """The part of this rank of a context-parallel group."""
+    rank, size = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
+    parts = {name: rows.of_rank(getattr(batch, name), rank, size) for name in ("tokens", "positions", "labels")}
+    return batch._replace(**parts)
 
 
 def likely(it: Subject, batch: Batch) -> Batch:

@@ -56,7 +56,7 @@ def main() -> None:
     dist.init_process_group("nccl" if gpu else "gloo", timeout=datetime.timedelta(seconds=60))
     megatron_models.prepare()
     # Megatron makes a dozen groups for each size, and each group of gloo's has a thread that polls until the end.
-    for case in sorted(getattr(megatron_cases, table), key=lambda case: case.tp):
+    for case in sorted(getattr(megatron_cases, table), key=lambda case: (case.tp, dict(case.model).get("cp", 1))):
         try:
             result = run(case)
         except Exception:
