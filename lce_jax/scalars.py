@@ -14,11 +14,15 @@ from typing import Any
 import numpy as np
 
 __all__ = [
+    "DIVERGENCES",
     "FLOAT32_MAX",
     "FLOAT32_TINY",
     "IGNORED",
     "INT32_MAX",
     "MOST_CANDIDATES",
+    "MOST_MASS",
+    "RESTS",
+    "ahead",
     "alone_with_floor",
     "bound",
     "candidate_shape",
@@ -40,12 +44,16 @@ __all__ = [
     "packing",
     "part_size",
     "positive",
+    "weight_of_jsd",
     "whole_parts",
 ]
 
 FLOAT32_MAX, FLOAT32_TINY = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
 INT32_MAX = int(np.iinfo(np.int32).max)
 MOST_CANDIDATES = 512  # ids per token
+DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")  # of a distillation over candidates
+RESTS = ("bin", "drop", "renormalize")  # what becomes of the probability outside them
+MOST_MASS = 1.01  # rounding, also that of bfloat16 log-probabilities, keeps the sum of probabilities below it
 IGNORED = -100  # the label that losses leave out by default
 ATOM = 8  # columns of the vocabulary that kernels move at least
 
@@ -111,6 +119,25 @@ def integer(name: str, value: Any) -> int:
     if abs(value) >= INT32_MAX:
         raise ValueError(f"{name} must lie within ±{INT32_MAX - 1}, got {value}")
     return int(value)
+
+
+def ahead(value: Any) -> int:
+    """How many tokens ahead a label stands."""
+    if integer("ahead", value) < 1:
+        raise ValueError(f"ahead must be at least 1, the next token, got {value}")
+    return int(value)
+
+
+def weight_of_jsd(beta: Any, argument: str, chosen: str, ends: tuple[str, ...]) -> float | None:
+    """The β of a generalised JSD, by default 0.5; None if ``chosen`` is another divergence. 0 and 1 are ``ends``."""
+    if chosen != "jsd":
+        if beta is not None:
+            raise ValueError(f'beta={beta!r} is a weight of {argument}="jsd", {argument} is "{chosen}"')
+        return None
+    beta = number("beta", 0.5 if beta is None else beta)
+    if not 0 < beta < 1:
+        raise ValueError(f'beta must lie in (0, 1), got {beta}: {argument}="{ends[0]}" is 0, "{ends[1]}" is 1')
+    return beta
 
 
 def num_bytes(name: str, value: Any) -> int:

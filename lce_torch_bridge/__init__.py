@@ -8,7 +8,7 @@ import importlib.util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lce_torch_bridge import rows
+    from lce_torch_bridge import losses, rows
     from lce_torch_bridge._types import LogprobOutput, TopK
     from lce_torch_bridge._way import launch_with
     from lce_torch_bridge.ops._cross_entropy import linear_cross_entropy, linear_entropy
@@ -38,6 +38,7 @@ __all__ = [
     "linear_logprobs",
     "linear_loss",
     "linear_topk",
+    "losses",
     "masked_logprobs",
     "release",
     "rows",
@@ -46,6 +47,7 @@ __all__ = [
 _MODULES = {
     "_types": ("LogprobOutput", "TopK"),
     "_way": ("launch_with",),
+    "losses": ("losses",),
     "ops._cross_entropy": ("linear_cross_entropy", "linear_entropy"),
     "ops._explain": ("Explanation", "explain"),
     "ops._logits": ("linear_logits", "masked_logprobs"),

@@ -48,7 +48,10 @@ class Packed(NamedTuple):
 
     @property
     def labels(self) -> np.ndarray:
-        return self.row([np.append(x[1:], -100)[: len(x)] for x in self.sequences], -100)
+        return self.labels_ahead(1)
+
+    def labels_ahead(self, steps: int) -> np.ndarray:
+        return self.row([np.append(x[steps:], np.full(steps, -100))[: len(x)] for x in self.sequences], -100)
 
 
 PACKED = {
@@ -110,5 +113,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {  # function, arguments w
         "positions", {"length": 4, "cp_rank": 0, "cp_size": 1, "layout": "striped"}, 'layout must be "zigzag" or "conti'
     ),
     "a dimension": ("of_rank", {"x": [1, 2], "cp_rank": 0, "cp_size": 1, "axis": 1}, r"axis=1 is no dimension of x"),
+    "the token itself": ("next_tokens", {"tokens": [1, 2], "ahead": 0}, "ahead must be at least 1, .* got 0"),
     "a fraction": ("next_values", {"values": [1, 2], "fill": 0.5}, "fill must be a Python integer, got 0.5"),
 }  # fmt: skip

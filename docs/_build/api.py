@@ -29,7 +29,7 @@ class Section(NamedTuple):
 
 SECTIONS = {
     "functions": Section("Functions", {"": "lce_jax"}),
-    "losses": Section("Losses", {"": "lce_jax.losses"}),
+    "losses": Section("Losses", {"JAX": "lce_jax.losses", "PyTorch": "lce_torch_bridge.losses"}),
     "rows": Section("Rows", {"JAX": "lce_jax.rows", "PyTorch": "lce_torch_bridge.rows"}),
     "floors": Section("Floors", {"": "lce_jax.floors"}),
     "flax": Section("Flax", {"NNX": "lce_jax.flax.nnx", "Linen": "lce_jax.flax.linen"}),

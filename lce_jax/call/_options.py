@@ -171,7 +171,7 @@ def static(
     )
 
 
-def number_or_scalar(name: str, value: Any, check: Callable[[str, Any], float]) -> Any:
+def number_or_scalar(name: str, value: Any, check: Callable[[str, Any], Any]) -> Any:
     """A number that passes ``check``, or a real array of shape (), traced or not, whose value is not checked."""
     if not is_array(value) or isinstance(value, np.generic):
         return check(name, value)
@@ -184,19 +184,10 @@ def number_or_scalar(name: str, value: Any, check: Callable[[str, Any], float]) 
 
 
 def teachers_weight(beta: Any, argument: str, chosen: str, ends: tuple[str, str]) -> Any:
-    """The β of a generalised JSD, by default 0.5; None if ``chosen`` is another divergence. 0 and 1 are ``ends``."""
-    if chosen != "jsd":
-        if beta is not None:
-            raise ValueError(f'beta={beta!r} is a weight of {argument}="jsd", {argument} is "{chosen}"')
-        return None
-
-    def inside(name: str, value: Any) -> float:
-        value = scalars.number(name, value)
-        if not 0 < value < 1:
-            raise ValueError(f'{name} must lie in (0, 1), got {value}: {argument}="{ends[0]}" is 0, "{ends[1]}" is 1')
-        return value
-
-    return number_or_scalar("beta", 0.5 if beta is None else beta, inside)
+    """As `scalars.weight_of_jsd`, of an array too."""
+    if chosen != "jsd" or beta is None:
+        return scalars.weight_of_jsd(beta, argument, chosen, ends)
+    return number_or_scalar("beta", beta, lambda _, value: scalars.weight_of_jsd(value, argument, chosen, ends))
 
 
 def _axis_name(axis_name: Any) -> Any:

@@ -88,11 +88,21 @@ def _whole(x: Any, axis: int) -> None:
 
 @functools.partial(jax.jit, static_argnames=("fill", "by"), inline=True)
 def shifted(x: Array, fill: bool | int | float, by: int, packing: Packing) -> Array:
-    """``x`` moved ``by`` places, -1 or 1, within each sequence; ``fill`` where nothing is moved to."""
+    """``x`` moved ``by`` places, not 0, within each sequence; ``fill`` where nothing is moved to."""
     follows = _has_next(x.shape, packing)  # the token at i + 1 is of the same sequence as that at i
-    if by == 1:
-        follows = jnp.roll(follows, 1, axis=-1)
-    return jnp.where(follows, jnp.roll(x, by, axis=-1), jnp.asarray(fill, x.dtype))
+    reached = _reaching(follows, abs(by))
+    if by > 0:
+        reached = jnp.roll(reached, by, axis=-1)
+    return jnp.where(reached, jnp.roll(x, by, axis=-1), jnp.asarray(fill, x.dtype))
+
+
+def _reaching(follows: Bool[Array, "*b L"], steps: int) -> Bool[Array, "*b L"]:
+    """The token at i + steps is of the same sequence as that at i. No step leads from the end to the beginning."""
+    if steps == 1:
+        return follows
+    half = _reaching(follows, steps // 2)
+    both = half & jnp.roll(half, -(steps // 2), axis=-1)
+    return both & jnp.roll(follows, 1 - steps, axis=-1) if steps % 2 else both
 
 
 def _has_next(shape: tuple[int, ...], packing: Packing) -> Bool[Array, "*b L"]:

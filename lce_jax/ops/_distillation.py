@@ -17,10 +17,6 @@ from lce_jax.mathematics._log_ratios import log_ratio, log_ratios
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Bool, Float, Int
 
-DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")
-RESTS = ("bin", "drop", "renormalize")
-MOST_MASS = 1.01  # rounding, also that of bfloat16 log-probabilities, keeps the sum of probabilities below it
-
 
 def distillation_loss(
     candidate_logprobs: Float[Array, "*b K"],
@@ -104,9 +100,9 @@ def distillation_loss(
             )
     if where is not None:
         _checks.where_array(where, ids.shape[:-1], "ids before K")
-    scalars.one_of("divergence", divergence, DIVERGENCES)
-    scalars.one_of("rest", rest, RESTS)
-    beta = _options.teachers_weight(beta, "divergence", divergence, DIVERGENCES[:2])
+    scalars.one_of("divergence", divergence, scalars.DIVERGENCES)
+    scalars.one_of("rest", rest, scalars.RESTS)
+    beta = _options.teachers_weight(beta, "divergence", divergence, scalars.DIVERGENCES[:2])
     dtype = jnp.promote_types(jnp.promote_types(candidate_logprobs.dtype, teacher_logprobs.dtype), jnp.float32)
     weights = None if beta is None else _rows.weights(beta, (), dtype)
     arrays = jnp.asarray(candidate_logprobs), jnp.asarray(teacher_logprobs), _rows.int32_labels(ids, "ids")
@@ -170,7 +166,7 @@ def _bins(logprobs: Float[Array, "*b K"], live: Bool[Array, "*b K"], rest: str) 
         return _Bins(jnp.where(live, jnp.exp(log), 0.0), log)
     mass = jnp.where(live, jnp.exp(log), 0.0)
     outside = _rest(log, mass, live)
-    log = jnp.where(outside < 1.0 - MOST_MASS, jnp.nan, log)
+    log = jnp.where(outside < 1.0 - scalars.MOST_MASS, jnp.nan, log)
     if rest == "drop":
         return _Bins(mass, log)
     floor = 8 * jnp.finfo(log.dtype).eps

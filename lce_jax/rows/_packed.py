@@ -18,17 +18,20 @@ __all__ = ["at_tokens", "next_tokens", "next_values"]
 def next_tokens(
     tokens: Int[Array, "*b L"],
     *,
+    ahead: int = 1,
     segment_ids: Int[Array, "*b L"] | None = None,
     cu_seqlens: Int[Array, "n+1"] | None = None,
     cu_seqlens_padded: Int[Array, "n+1"] | None = None,
     padding_segment: int | None = None,
 ) -> Int[Array, "*b L"]:
-    """The label of each row: the next token of its sequence, -100 where there is none.
+    """The label of each row: the next token of its sequence, or one further ahead; -100 where there is none.
 
     `lce_jax.linear_cross_entropy` leaves labels of -100 out; elsewhere give ``where=labels != -100``.
 
     Args:
         tokens: ``[..., L]`` integers.
+        ahead: which token of the sequence is meant: 1 is the next one, 2 the one after it. Multi-token prediction has
+            k + 1 at depth k.
         segment_ids: ``[..., L]`` integers: neighbours with the same id are of one sequence. None: see ``cu_seqlens``.
         cu_seqlens: ``[n + 1]`` integers that rise from 0: sequence i has ``cu_seqlens[i + 1] - cu_seqlens[i]`` tokens,
             and what comes after the last one is padding. None, without ``segment_ids`` too: each row is one sequence.
@@ -46,18 +49,21 @@ def next_tokens(
         >>> from lce_jax import rows
         >>> rows.next_tokens(jnp.array([5, 6, 7, 8, 9]), cu_seqlens=jnp.array([0, 3, 5])).tolist()
         [6, 7, -100, 9, -100]
+        >>> rows.next_tokens(jnp.array([5, 6, 7, 8, 9]), ahead=2, cu_seqlens=jnp.array([0, 3, 5])).tolist()
+        [7, -100, -100, -100, -100]
     """
     _checks.label_array(tokens, "tokens")
     if not jnp.issubdtype(tokens.dtype, jnp.signedinteger):
         raise TypeError(f"tokens must be signed, to hold labels of {scalars.IGNORED}, got {tokens.dtype}")
     packing = _packing.of(tokens, segment_ids, cu_seqlens, cu_seqlens_padded, padding_segment)
-    return _packing.shifted(jnp.asarray(tokens), scalars.IGNORED, -1, packing)
+    return _packing.shifted(jnp.asarray(tokens), scalars.IGNORED, -scalars.ahead(ahead), packing)
 
 
 def next_values(
     values: Array,
     *,
     fill: float,
+    ahead: int = 1,
     segment_ids: Int[Array, "*b L"] | None = None,
     cu_seqlens: Int[Array, "n+1"] | None = None,
     cu_seqlens_padded: Int[Array, "n+1"] | None = None,
@@ -67,7 +73,9 @@ def next_values(
 
     Args:
         values: ``[..., L]``, a number or bool per token.
-        fill: what rows without a next token have.
+        fill: what rows without such a token have.
+        ahead: which token of the sequence is meant: 1 is the next one, 2 the one after it. Multi-token prediction has
+            k + 1 at depth k.
         segment_ids: ``[..., L]`` integers: neighbours with the same id are of one sequence. None: see ``cu_seqlens``.
         cu_seqlens: ``[n + 1]`` integers that rise from 0: sequence i has ``cu_seqlens[i + 1] - cu_seqlens[i]`` tokens,
             and what comes after the last one is padding. None, without ``segment_ids`` too: each row is one sequence.
@@ -88,13 +96,14 @@ def next_values(
         [True, True, False, True, False]
     """
     packing = _packing.of(values, segment_ids, cu_seqlens, cu_seqlens_padded, padding_segment)
-    return _packing.shifted(jnp.asarray(values), _packing.fill_of(fill, values), -1, packing)
+    return _packing.shifted(jnp.asarray(values), _packing.fill_of(fill, values), -scalars.ahead(ahead), packing)
 
 
 def at_tokens(
     results: Array,
     *,
     fill: float = 0.0,
+    ahead: int = 1,
     segment_ids: Int[Array, "*b L"] | None = None,
     cu_seqlens: Int[Array, "n+1"] | None = None,
     cu_seqlens_padded: Int[Array, "n+1"] | None = None,
@@ -104,7 +113,9 @@ def at_tokens(
 
     Args:
         results: ``[..., L]``, a number or bool per row.
-        fill: what the first token of each sequence has, and padding.
+        fill: what the first tokens of each sequence have, ``ahead`` of them, and padding.
+        ahead: which token of the sequence is meant: 1 is the next one, 2 the one after it. Multi-token prediction has
+            k + 1 at depth k.
         segment_ids: ``[..., L]`` integers: neighbours with the same id are of one sequence. None: see ``cu_seqlens``.
         cu_seqlens: ``[n + 1]`` integers that rise from 0: sequence i has ``cu_seqlens[i + 1] - cu_seqlens[i]`` tokens,
             and what comes after the last one is padding. None, without ``segment_ids`` too: each row is one sequence.
@@ -125,4 +136,4 @@ def at_tokens(
         [0.0, -1.0, -2.0, 0.0, -4.0]
     """
     packing = _packing.of(results, segment_ids, cu_seqlens, cu_seqlens_padded, padding_segment)
-    return _packing.shifted(jnp.asarray(results), _packing.fill_of(fill, results), 1, packing)
+    return _packing.shifted(jnp.asarray(results), _packing.fill_of(fill, results), scalars.ahead(ahead), packing)

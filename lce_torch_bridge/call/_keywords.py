@@ -96,3 +96,12 @@ class ModelOptions(CommonOptions, total=False):
     cache_bytes: int
     vocab_part_size: int | None
     logit_floor: float | torch.Tensor | None
+
+
+class LossesOptions(TypedDict, total=False):
+    """Of `lce_torch_bridge.megatron.fused_losses`."""
+
+    cache_bytes: int
+    gradient_threshold: float
+    vocab_part_size: int | None
+    implementation: str | tuple[str, ...] | None

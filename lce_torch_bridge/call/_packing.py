@@ -75,11 +75,21 @@ def length(x: Any, axis: int) -> int:
 
 
 def shifted(x: torch.Tensor, fill: bool | int | float, by: int, packing: Packing) -> torch.Tensor:
-    """``x`` moved ``by`` places, -1 or 1, within each sequence; ``fill`` where nothing is moved to."""
+    """``x`` moved ``by`` places, not 0, within each sequence; ``fill`` where nothing is moved to."""
     follows = _has_next(x, packing)  # the token at i + 1 is of the same sequence as that at i
-    if by == 1:
-        follows = follows.roll(1, dims=-1)
-    return x.roll(by, dims=-1).masked_fill(~follows, fill)
+    reached = _reaching(follows, abs(by))
+    if by > 0:
+        reached = reached.roll(by, dims=-1)
+    return x.roll(by, dims=-1).masked_fill(~reached, fill)
+
+
+def _reaching(follows: torch.Tensor, steps: int) -> torch.Tensor:
+    """The token at i + steps is of the same sequence as that at i. No step leads from the end to the beginning."""
+    if steps == 1:
+        return follows
+    half = _reaching(follows, steps // 2)
+    both = half & half.roll(-(steps // 2), dims=-1)
+    return both & follows.roll(1 - steps, dims=-1) if steps % 2 else both
 
 
 def _has_next(x: torch.Tensor, packing: Packing) -> torch.Tensor:

@@ -8,17 +8,20 @@ from typing import TYPE_CHECKING, Any, Unpack
 import torch
 
 from lce_torch_bridge._types import LogprobOutput
-from lce_torch_bridge.megatron._output_layer import Head, multiplier
-from lce_torch_bridge.megatron._replaced import replaced, replaced_here
+from lce_torch_bridge.megatron._output_layer import Head, multiplier, refusal
+from lce_torch_bridge.megatron._pending import PendingLogits, pending_logits, unscaled
+from lce_torch_bridge.megatron._replaced import replaced_here
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from megatron.core.transformer import TransformerConfig
 
-    from lce_torch_bridge.call._keywords import ModelOptions
+    from lce_torch_bridge.call._keywords import LossesOptions, ModelOptions
 
-__all__ = ["fused_output_layer", "output_processor"]
+__all__ = ["fused_losses", "fused_output_layer", "output_processor"]
+
+OF_LOSSES = ("cache_bytes", "gradient_threshold", "vocab_part_size", "implementation")  # how, not what
 
 
 def output_processor(
@@ -36,7 +39,7 @@ def output_processor(
 ) -> LogprobOutput[torch.Tensor | None]:
     """Log-probability and entropy in place of logits: ``GPTModel`` calls it instead of its output layer.
 
-    It runs after multi-token prediction, whose own loss is left as it is.
+    It runs after multi-token prediction, whose own loss stores logits outside of `fused_losses`.
 
     Args:
         hidden_states: ``[s, b, h]``, or ``[s / TP, b, h]`` under sequence parallelism. The model passes
@@ -96,7 +99,7 @@ def fused_output_layer(model: torch.nn.Module, labels: torch.Tensor, **options: 
     With ``candidates`` ``[b, s, K]`` it returns ``[b, s, 2 + K]``: their log-probabilities come after these two. For
     models without an output processor. Call the model without ``labels``. The backward pass may run outside, unless
     the whole model is under an activation checkpoint, which calls it again. Multi-token prediction keeps its own loss,
-    and stores that loss's logits.
+    without logits, as in `fused_losses`.
 
     Args:
         model: a model with an ``output_layer``, also inside DistributedDataParallel, Float16Module, ``torch.compile``
@@ -133,87 +136,101 @@ def fused_output_layer(model: torch.nn.Module, labels: torch.Tensor, **options: 
             f"entropy={given.get('entropy', True)!r}, {told}: the model returns exactly logprob and entropy "
             '(and candidates) here; entropy="metric" has no gradient and costs little'
         )
-    scale_logits = getattr(inner, "_scale_logits", _unscaled)  # since megatron-core 0.17
-    predictions = inner.config.mtp_num_layers if getattr(inner.config, "mtp_num_layers", None) else 0
-    head = Head(inner.output_layer, labels, multiplier(scale_logits), given, mtp=predictions > 0)
+    predictions = bool(getattr(inner.config, "mtp_num_layers", None))
+    head = Head(
+        inner.output_layer, labels, multiplier(getattr(inner, "_scale_logits", unscaled)), given, mtp=predictions
+    )
     returned = (*labels.shape, 2 + (given["candidates"].shape[-1] if given.get("candidates") is not None else 0))
-    turn = _Turn(predictions, type(inner).__name__, returned, scale_logits, inner.compute_language_model_loss)
-    stock = inner.output_layer.forward
-
-    def forward(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if not turn.of_the_model():
-            return stock(*args, **kwargs)
-        out, bias = head(*args, **kwargs)
-        fields: Any = out[:2]
-        stacked = torch.stack(fields, dim=-1)
-        of_candidates = out.candidate_logprobs
-        return stacked if of_candidates is None else torch.cat([stacked, of_candidates], -1), bias
-
-    # The model's own steps on logits: the op has applied the multiplier, and a loss cannot be computed.
-    with (
-        replaced(inner.output_layer, forward=forward),
-        replaced(inner, _scale_logits=turn.scale, compute_language_model_loss=turn.loss),
-        turn.watching(inner),
-    ):
+    of_losses = {name: given[name] for name in OF_LOSSES if name in given}
+    with pending_logits(inner, _stacked(head), of_losses, processors=False), _returning(inner, returned):
         yield
 
 
-class _Turn:
-    """Counts the calls of the output layer in a forward: multi-token prediction makes the first ones, for logits."""
+@contextlib.contextmanager
+def fused_losses(model: torch.nn.Module, **options: Unpack[LossesOptions]) -> Iterator[None]:
+    """Inside, the model's own losses store no logits: multi-token prediction's, and that of ``labels=``.
 
-    def __init__(
-        self,
-        predictions: int,
-        name: str,
-        returned: tuple[int, ...],
-        scale: Callable[..., Any],
-        loss: Callable[..., Any],
-    ) -> None:
-        self.predictions, self.name, self.returned = predictions, name, returned
-        self._scale, self._loss = scale, loss
-        self.calls = 0  # of the output layer, in this forward
+    Megatron still rolls labels and masks, weights each depth's loss, logs it with its acceptance rate, and starts its
+    backward pass. An `output_processor` may be used inside; `fused_output_layer` does the same by itself. The block may
+    be one step, or the whole training. Calls that return logits belong outside.
 
-    def of_the_model(self) -> bool:
-        """Counts a call of the output layer; True for the model's own."""
-        self.calls += 1
-        return self.calls > self.predictions
+    Args:
+        model: a model with an ``output_layer``, also inside DistributedDataParallel, Float16Module, ``torch.compile``
+            or other modules. Methods of it and of its output layer are replaced until the block is left, for all
+            threads: one at a time may be inside, while `output_processor` serves several.
+        **options: ``cache_bytes``, ``gradient_threshold``, ``vocab_part_size`` and ``implementation`` of each loss, as
+            in `lce_torch_bridge.linear_logprobs`.
 
-    def scale(self, logits: torch.Tensor) -> torch.Tensor:
-        return logits if self.calls > self.predictions else self._scale(logits)
+    Yields:
+        None.
 
-    def loss(self, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        if self.calls <= self.predictions:
-            return self._loss(labels, logits)
-        raise ValueError(
-            f"the model was called with labels {tuple(labels.shape)} inside fused_output_layer, where there are no "
-            "logits to take its loss of: give the labels to fused_output_layer alone; the loss is -logprob"
+    Raises:
+        NotImplementedError: the model cannot be served, or is called without labels and without a processor; the
+            message says why and what to do.
+        RuntimeError: methods have been replaced already, as inside of `fused_output_layer`.
+        ValueError, TypeError: options that do not fit, with the offending values.
+        lce_jax.UnsupportedError, RuntimeError: in the cases that `linear_logprobs` lists.
+
+    Memory:
+        That of `linear_logprobs`, once for each loss.
+
+    Numerics:
+        Each loss is Megatron's cross entropy, of float32 logits that are never rounded. A prediction counts as accepted
+        if its logit equals the largest within float32's rounding.
+
+    Example:
+        >>> from lce_torch_bridge.megatron import fused_losses
+        >>> with fused_losses(model):  # doctest: +SKIP
+        ...     losses = model(tokens, positions, mask, labels=labels, loss_mask=loss_mask)  # [b, s]
+    """
+    unknown = sorted(options.keys() - set(OF_LOSSES))
+    if unknown:
+        raise TypeError(
+            f"fused_losses takes {', '.join(OF_LOSSES)}, got {', '.join(unknown)}: the losses are Megatron's"
         )
-
-    @contextlib.contextmanager
-    def watching(self, model: torch.nn.Module) -> Iterator[None]:
-        """Counts anew in each forward, if the model has predictions to make."""
-
-        def begin(_model: torch.nn.Module, _inputs: Any) -> None:
-            self.calls = 0
-
-        def end(_model: torch.nn.Module, _inputs: Any, out: torch.Tensor) -> None:
-            if self.calls != self.predictions + 1 or out.shape != self.returned:
-                raise NotImplementedError(
-                    f"{self.name} has mtp_num_layers={self.predictions}, and called its output layer {self.calls} "
-                    f"times, to return {tuple(out.shape)}: call it with input_ids, which give the further predictions "
-                    "their labels (megatron-core 0.19 or newer), or build it without them"
-                )
-
-        hooks = [model.register_forward_pre_hook(begin), model.register_forward_hook(end)] if self.predictions else []
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
+    inner = _unwrapped(model)
+    reason = refusal(inner.output_layer)
+    if reason is not None:
+        raise NotImplementedError(reason)
+    with pending_logits(inner, _without_labels, dict(options), processors=True):
+        yield
 
 
-def _unscaled(logits: torch.Tensor) -> torch.Tensor:
-    return logits
+def _without_labels(_pending: PendingLogits) -> torch.Tensor:
+    raise NotImplementedError(
+        "the model was called without labels inside fused_losses, where there are no logits to return: pass labels, "
+        "or an output_processor, or call it outside"
+    )
+
+
+def _stacked(head: Head) -> Callable[[PendingLogits], torch.Tensor]:
+    """What a model returns inside `fused_output_layer`, sequence first: logprob, entropy, and candidates."""
+
+    def returned(pending: PendingLogits) -> torch.Tensor:
+        out, _bias = head(*pending.inputs)
+        fields: Any = out[:2]
+        stacked = torch.stack(fields, dim=-1)
+        return stacked if out.candidate_logprobs is None else torch.cat([stacked, out.candidate_logprobs], -1)
+
+    return returned
+
+
+@contextlib.contextmanager
+def _returning(model: torch.nn.Module, returned: tuple[int, ...]) -> Iterator[None]:
+    """Inside, the model returns this shape, or raises. With labels it would return its own loss, ``[b, s]``."""
+
+    def check(_model: torch.nn.Module, _inputs: Any, out: torch.Tensor) -> None:
+        if out.shape != returned:
+            raise ValueError(
+                f"the model was called with labels {tuple(out.shape)} inside fused_output_layer, and returned its loss "
+                "of them: give the labels to fused_output_layer alone; the loss is -logprob"
+            )
+
+    hook = model.register_forward_hook(check)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def _unwrapped(model: Any) -> Any:

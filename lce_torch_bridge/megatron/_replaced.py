@@ -40,8 +40,8 @@ def replaced_here(module: torch.nn.Module, forward: Callable[..., Any]) -> Itera
     """
     thread = threading.get_ident()
     with _changing:
-        shared = vars(module).get("forward") or _OfThreads(module.forward)
-        if not isinstance(shared, _OfThreads) or thread in shared.others:
+        shared = vars(module).get("forward") or OfThreads(module.forward)
+        if not isinstance(shared, OfThreads) or thread in shared.others:
             raise _already(module, "forward")
         shared.others[thread] = forward
         vars(module)["forward"] = shared
@@ -50,15 +50,15 @@ def replaced_here(module: torch.nn.Module, forward: Callable[..., Any]) -> Itera
     finally:
         with _changing:
             del shared.others[thread]
-            if not shared.others:
+            if not shared.others and not shared.stays:
                 del vars(module)["forward"]
 
 
-class _OfThreads:
-    """A method that is another one in some threads."""
+class OfThreads:
+    """A method that is another one in some threads. It ``stays`` on the module where a `replaced` put it there."""
 
-    def __init__(self, own: Callable[..., Any]) -> None:
-        self.own = own
+    def __init__(self, own: Callable[..., Any], *, stays: bool = False) -> None:
+        self.own, self.stays = own, stays
         self.others: dict[int, Callable[..., Any]] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -68,6 +68,6 @@ class _OfThreads:
 def _already(module: torch.nn.Module, name: str) -> RuntimeError:
     return RuntimeError(
         f"{type(module).__name__}.{name} has been replaced already, which would be bypassed. If an enclosing "
-        "fused_output_layer or other code has replaced it, leave one of the two; if another thread is inside of "
-        "fused_output_layer with this model, let threads take turns"
+        "fused_output_layer, fused_losses or other code has replaced it, leave one of the two; if another thread is "
+        "inside of fused_output_layer with this model, let threads take turns"
     )

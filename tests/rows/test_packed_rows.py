@@ -36,6 +36,20 @@ def test_next_tokens(name: str) -> None:
         assert np.array_equal(predicted, firsts)
 
 
+@pytest.mark.parametrize("steps", [2, 7])
+def test_tokens_further_ahead(steps: int) -> None:
+    """Those of multi-token prediction, masks with them, and results back at the tokens."""
+    for name in ("several", "padded, and after"):
+        packed = PACKED[name]
+        for said in ways(name):
+            ahead = packed.labels_ahead(steps)
+            assert np.array_equal(rows.next_tokens(packed.tokens, ahead=steps, **said), ahead)
+            assert np.array_equal(rows.next_values(packed.tokens, fill=-100, ahead=steps, **said), ahead)
+            at_tokens = rows.at_tokens(ahead + 0.5, fill=-1, ahead=steps, **said)
+            first = [np.append(np.full(steps, -1), x[steps:] + 0.5)[: len(x)] for x in packed.sequences]
+            assert np.array_equal(at_tokens, packed.row(first, -1.0))
+
+
 def test_offsets_may_be_traced() -> None:
     packed = PACKED["padded, and after"]
     (said,) = ways("padded, and after")
@@ -70,7 +84,8 @@ def test_ranks(lengths: list[int], layout: Any) -> None:
         assert np.array_equal(rows.in_sequence_order(in_ranks, cp_size, **said), labels)
 
 
-def test_the_loss_of_a_packed_row_over_ranks_is_that_of_its_sequences() -> None:
+@pytest.mark.parametrize("ahead", [1, 3])
+def test_the_loss_of_a_packed_row_over_ranks_is_that_of_its_sequences(ahead: int) -> None:
     """Values and gradients, of two sequences of which one is padded, over two ranks with chunks of each."""
     packed, V, H = Packed([7, 4], multiple=4), 32, 8
     L = len(packed.tokens)
@@ -81,13 +96,13 @@ def test_the_loss_of_a_packed_row_over_ranks_is_that_of_its_sequences() -> None:
     def by_sequence(hidden: jax.Array, weight: jax.Array) -> jax.Array:
         total = 0.0
         for begin, length in zip(packed.cu_seqlens_padded[:-1], packed.lengths, strict=True):
-            logp = jax.nn.log_softmax(hidden[begin:][: length - 1] @ weight.T)
-            total -= jnp.take_along_axis(logp, tokens[begin + 1 :][: length - 1, None], 1).sum()
+            logp = jax.nn.log_softmax(hidden[begin:][: length - ahead] @ weight.T)
+            total -= jnp.take_along_axis(logp, tokens[begin + ahead :][: length - ahead, None], 1).sum()
         return total
 
     def over_ranks(hidden: jax.Array, weight: jax.Array) -> jax.Array:
         offsets = {"cu_seqlens": packed.cu_seqlens, "cu_seqlens_padded": packed.cu_seqlens_padded}
-        labels = rows.next_tokens(tokens, **offsets)
+        labels = rows.next_tokens(tokens, ahead=ahead, **offsets)
 
         def of_one(hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> jax.Array:
             rank, mine = lax.axis_index("cp"), {"cu_seqlens": packed.cu_seqlens_padded}

@@ -29,7 +29,9 @@ pytestmark = pytest.mark.site
 LANGUAGES = {"python", "sh", "text", "given"}
 # In a process of their own: Megatron's state is global, and stands in for CUDA's there.
 WITH_MEGATRON = [
-    page for page in PAGES if {"torchrun", "megatron"} & set(re.findall(r"<!-- given: (\w+)", page.read_text()))
+    page
+    for page in PAGES
+    if {"torchrun", "megatron", "megatron_mtp"} & set(re.findall(r"<!-- given: (\w+)", page.read_text()))
 ]
 BLOCKS = {page: [block for block in parts(page) if block.language == "python"] for page in PAGES}
 IN_THIS_PROCESS = [page for page in PAGES if BLOCKS[page] and page not in WITH_MEGATRON]
@@ -92,6 +94,7 @@ MODULES = [
     passes,
     rows,
     lce_torch_bridge,
+    lce_torch_bridge.losses,
     lce_torch_bridge.rows,
     megatron,
     verl,

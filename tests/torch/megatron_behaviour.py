@@ -1,4 +1,4 @@
-"""The checks of behaviour: what is returned, restored and passed on; Megatron's own loss and its hooks."""
+"""The checks of behaviour: what is returned, restored and passed on, and Megatron's hooks."""
 
 from __future__ import annotations
 
@@ -20,23 +20,6 @@ from tests.torch.megatron_checks import Options, Result, compared, in_training
 from tests.torch.megatron_refusals import labels_to_the_model, message
 
 README = pathlib.Path(__file__).parents[2] / "README.md"
-
-
-def megatron_loss(tp: int, model: Options, _options: Options) -> Result:
-    """Against ``model(..., labels=labels)``: megatron-core's own vocab_parallel_cross_entropy, its junk labels too."""
-    it = subject(tp, **model)
-    batch, _ = draw(foreign=True)
-    seed = batch.seeds[0]
-
-    def gradients(loss: torch.Tensor) -> dict[str, torch.Tensor]:
-        it.model.zero_grad()
-        (seed * loss).sum().backward()
-        return {name: p.grad.clone() for name, p in it.model.named_parameters()}
-
-    want = it.model(*batch.inputs, labels=batch.labels)
-    got = -call(it.model, batch, out_of_vocab="megatron", entropy=False).logprobs
-    error, parameter = worst(gradients(got), gradients(want))
-    return {"logprobs": value_error(got, want), "gradient": error, "worst": parameter}
 
 
 def parameter_gather(tp: int, model: Options, _options: Options) -> Result:

@@ -12,7 +12,7 @@ import torch
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 from torch.utils.checkpoint import checkpoint
 
-from lce_torch_bridge.megatron import fused_output_layer, output_processor
+from lce_torch_bridge.megatron import fused_losses, fused_output_layer, output_processor
 from tests.torch import megatron_models
 from tests.torch.megatron_models import VOCAB, Batch
 
@@ -28,6 +28,7 @@ class Subject:
     model: Any  # perhaps inside DDP
     wrapper: bool  # fused_output_layer instead of output_processor
     checkpoint: str | None  # of the whole model: "reentrant", "nonreentrant"
+    losses: bool = False  # output_processor inside of fused_losses
 
 
 def subject(
@@ -36,7 +37,7 @@ def subject(
     model = megatron_models.build(tp=tp, **options)
     for name in frozen.split():
         getattr(model, name).requires_grad_(False)
-    return Subject(model, entry == "wrapper" or options.get("kind") == "hybrid", checkpoint)
+    return Subject(model, entry == "wrapper" or options.get("kind") == "hybrid", checkpoint, entry == "losses")
 
 
 def oracle(it: Subject, tp: int, **options: Any) -> Subject:
@@ -114,6 +115,7 @@ def fused(it: Subject, batch: Batch, **options: Any) -> Iterator[Outputs]:
     if it.wrapper:
         inside = fused_output_layer(it.model, batch.labels, **options)
     else:
+        inside = fused_losses(it.model) if it.losses else inside
 
         def call(*inputs: torch.Tensor) -> Any:
             context = {"labels": batch.labels, **options}

@@ -31,7 +31,7 @@ MODELS = {
     "MuP": dict(mup=True),
     "MuP, tied": dict(mup=True, tied=True),
     "MTP": dict(mtp=1),
-    "MTP, tied, MuP": dict(mtp=1, tied=True, mup=True),
+    "MTP, tied, MuP": dict(mtp=1, tied=True, mup=True, entry="losses"),
     "Hybrid": dict(kind="hybrid"),
     "Hybrid, tied, MuP": dict(kind="hybrid", tied=True, mup=True, modern=True),
     "GPT in the context manager": dict(entry="wrapper"),
@@ -102,7 +102,7 @@ TRAINING = [
         ("tied", dict(tied=True), {}),
         ("bias", dict(bias=True), {}),
         ("MTP", dict(mtp=1), {}),
-        ("MTP, tied", dict(mtp=1, tied=True), {}),
+        ("MTP, tied", dict(mtp=1, tied=True, entry="losses"), {}),
         ("Hybrid", dict(kind="hybrid"), {}),
         ("Hybrid, MTP", dict(kind="hybrid", mtp=1), {}),
         ("frozen head", dict(frozen="output_layer"), {}),
@@ -110,7 +110,7 @@ TRAINING = [
         ("asked for", {}, dict(fusion=False, wgrad="main_grad")),
         ("gradients reduced meanwhile", dict(tied=True), dict(overlap_grad_reduce=True)),
         ("launched directly", {}, dict(direct=True, overlap_grad_reduce=True)),
-        ("launched directly, MTP, tied", dict(mtp=1, tied=True), dict(direct=True)),
+        ("launched directly, MTP, tied", dict(mtp=1, tied=True, entry="losses"), dict(direct=True)),
     )),
     _case("main_grad", 2, "launched directly, SP, tied", dict(tied=True, sp=True), dict(direct=True)),
     _case("main_grad", 2, "SP, tied", dict(tied=True, sp=True), {}),
@@ -161,7 +161,6 @@ REFUSALS = {
     "candidates of another shape": r"ValueError: candidates \(32, 3, 2\) must be .*labels \(3, 32\) before K",
     "wgrad and MTP": r"ValueError: wgrad='main_grad': multi-token prediction .*leave wgrad out",
     "wgrad and MTP, context manager": r"ValueError: wgrad='main_grad': multi-token prediction .*leave wgrad out",
-    "MTP without a loss of its own": r"NotImplementedError: .* output layer 1 times, .*\(3, 32, 128\).* input_ids",
     "labels to the model, MTP": r"ValueError: the model was called with labels \(3, 32\) inside fused_output_layer",
     "labels to the model": r"ValueError: the model was called with labels \(3, 32\) inside fused_output_layer",
     "no entropy, context manager": r"ValueError: entropy=False, .*entropy=\"metric\"",
@@ -172,6 +171,38 @@ REFUSALS = {
     "two output layers": r"NotImplementedError: ModuleDict has several .*output_layer, actor, critic: pass the one",
     "a pipeline stage": r"NotImplementedError: GPTModel has no output_layer: .*last pipeline stage",
     "a pipeline stage with an output layer": r"NotImplementedError: this HybridModel is a pipeline stage .*nullcontext",
+}
+
+# The losses that a model computes itself, by fused_losses.
+LOSSES = [
+    _case("losses", 1, "Hybrid, bias", dict(kind="hybrid", mtp=1, bias=True), dict(calculate_per_token_loss=True)),
+    _case("losses", 2, "two depths, SP, tied, MuP, bias", dict(mtp=2, sp=True, tied=True, mup=True, bias=True), {}),
+    _case("predictions dropped", 1, "GPT in the context manager", dict(entry="wrapper", mtp=1, layers=1), {}),
+    _case("losses refused", 1, "all", {}, {}),
+]
+_MORE_LOSSES = [
+    *(_case("losses", tp, "untied, bias", dict(mtp=1, bias=True), {}) for tp in (1, 2)),
+    _case("losses", 2, "heads detached", dict(mtp=1), dict(mtp_detach_heads=True)),
+    _case("losses", 2, "heads detached, tied", dict(mtp=1, tied=True), dict(mtp_detach_heads=True)),
+    _case("losses", 2, "Hybrid, SP", dict(kind="hybrid", mtp=2, sp=True, tied=True), {}),
+    _case("losses", 1, "context parallel, Hybrid", dict(kind="hybrid", cp=2, mtp=2, tied=True, bias=True), {}),
+    _case("losses", 2, "activations recomputed", dict(mtp=1, recompute="full"), {}),
+    *(
+        _case("main_grad half precision", tp, "MTP, tied", HALF | dict(mtp=1, tied=True, entry="losses"), {})
+        for tp in (1, 2)
+    ),
+]
+REFUSED_LOSSES = {
+    "no labels": r"NotImplementedError: the model was called without labels inside fused_losses.*output_processor",
+    "labels of another shape": r"ValueError: labels \(32, 3\) must be \[b, s\] .*\(32, 3, 64\)",
+    "an option of another kind": r"TypeError: fused_losses takes cache_bytes, .*, got temperature",
+    "a negative cache": r"ValueError: cache_bytes .*-1",
+    "gathered output": r"NotImplementedError: .*runtime_gather_output=False",
+    "another use": r"AttributeError: \.float of logits that are not stored.*outside of fused_losses",
+    "another function": r"AttributeError: softmax of logits that are not stored",
+    "a largest logit before the loss": r"AttributeError: argmax, before a loss, of logits that are not stored",
+    "nested": r"RuntimeError: .*replaced already.*fused_losses",
+    "another forward": r"NotImplementedError: .*class is Adapter.*turn off",
 }
 
 README = [_case("readme", tp, "GPT", {}, {}) for tp in (1, 2)]
@@ -191,23 +222,24 @@ _ALONE_TP = {
 }  # fmt: skip
 _ALONE_TRAINING = {"tied", "bias", "MTP", "Hybrid"}
 _COMPILED = _case("wrapped", 1, "compiled", dict(mup=True, layers=1), dict(compiles=True))  # 13 s on each rank
-MORE = [_COMPILED] + [
+MORE = [_COMPILED, *_MORE_LOSSES] + [
     case
     for cases, tp, alone in ((PARITY, 1, _ALONE), (PARITY, 2, _ALONE_TP), (TRAINING, 1, _ALONE_TRAINING))
     for case in cases
     if case.tp == tp and case.check in ("parity", "main_grad") and case.name.split(": ")[1] in alone
 ]
-ALL = [case for case in [*PARITY, *HALF_PRECISION, *CONTROLS, *TRAINING, *BEHAVIOUR, *README] if case not in MORE]
+_EVERY = [*PARITY, *HALF_PRECISION, *CONTROLS, *TRAINING, *BEHAVIOUR, *LOSSES, *README]
+ALL = [case for case in _EVERY if case not in MORE]
 
 # For two GPUs, NCCL.
 _NAMES_ON_GPUS = (
     "plain", "tied", "RMSNorm, SwiGLU, tied", "Hybrid, tied, MuP", "GPT in the context manager, MuP", "everything",
     "plain, SP", "tied, SP", "MTP, tied, MuP, SP", "Hybrid, SP", "everything, SP", "SP, tied", "MTP",
-    "gradients reduced meanwhile", "float32 main parameters",
+    "gradients reduced meanwhile", "float32 main parameters", "two depths, SP, tied, MuP, bias",
 )  # fmt: skip
 ON_GPUS = [
     case
-    for case in [*PARITY, *HALF_PRECISION, *CONTROLS, *TRAINING]
+    for case in [*PARITY, *HALF_PRECISION, *CONTROLS, *TRAINING, *LOSSES]
     if case.tp == 2 and (case.name.split(": ")[1] in _NAMES_ON_GPUS or case in CONTROLS)
 ]
 # With each rank seeing all GPUs, as under torchrun.

@@ -75,7 +75,7 @@ def norm(config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: An
 
 def configuration(
     *, tp: int, sp: bool = False, dtype: str = "float32", modern: bool = False, mup: bool = False, mtp: int = 0,
-    recompute: str | None = None, fusion: bool = False, layers: int = 2,
+    recompute: str | None = None, fusion: bool = False, layers: int = 2, cp: int = 1,
 ) -> TransformerConfig:  # fmt: skip
     """``modern``: RMSNorm, SwiGLU and no biases. ``mup``: twice its base width, so that logits are halved."""
     options: dict[str, Any] = {}
@@ -94,7 +94,8 @@ def configuration(
     config = TransformerConfig(
         num_layers=layers, hidden_size=HIDDEN, num_attention_heads=HEADS, hidden_dropout=0.0, attention_dropout=0.0,
         init_method_std=0.1, embedding_init_method_std=0.2,  # logits of standard deviation 0.8 and more
-        tensor_model_parallel_size=tp, sequence_parallel=sp, params_dtype=torch_dtype, pipeline_dtype=torch_dtype,
+        tensor_model_parallel_size=tp, context_parallel_size=cp, sequence_parallel=sp,
+        params_dtype=torch_dtype, pipeline_dtype=torch_dtype,
         bf16=torch_dtype == torch.bfloat16, fp16=torch_dtype == torch.float16,
         use_cpu_initialization=not torch.cuda.is_available(),
         bias_activation_fusion=False, bias_dropout_fusion=False, masked_softmax_fusion=False,
@@ -124,7 +125,10 @@ def gpt(config: TransformerConfig, **options: Any) -> GPTModel:
 
 
 def hybrid(config: TransformerConfig, **options: Any) -> HybridModel:
-    """Attention and MLP layers: Mamba's need CUDA kernels, and the head does not depend on the layers below it."""
+    """Attention and MLP layers: Mamba's need CUDA kernels, and the head does not depend on the layers below it.
+
+    With context parallelism MLP layers alone: attention then needs Transformer Engine.
+    """
     parts = layer_spec(config).submodules
     attention = TransformerLayerSubmodules(
         input_layernorm=norm, self_attention=parts.self_attention, self_attn_bda=get_bias_dropout_add
@@ -140,39 +144,46 @@ def hybrid(config: TransformerConfig, **options: Any) -> HybridModel:
         mlp_layer=ModuleSpec(MLPLayer, submodules=mlp),
         mtp_block_spec=ModuleSpec(MultiTokenPredictionBlock, submodules=predictions),
     )
-    pattern = "/".join(["*-"] * (1 + (config.mtp_num_layers or 0)))  # the model's layers, and each prediction's
+    whole = config.context_parallel_size == 1
+    layers = "*-" if whole else "--"
+    pattern = "/".join([layers] * (1 + (config.mtp_num_layers or 0)))  # the model's layers, and each prediction's
     return HybridModel(
         config, ModuleSpec(hybrid_block.HybridStack, submodules=stack), vocab_size=VOCAB, max_sequence_length=SEQUENCE,
-        hybrid_layer_pattern=pattern, position_embedding_type="rope", **options,
+        hybrid_layer_pattern=pattern, position_embedding_type="rope" if whole else "none", **options,
     )  # fmt: skip
 
 
 def build(
-    *, tp: int, kind: str = "gpt", tied: bool = False, bias: bool | str = False, stage: str | None = None,
+    *, tp: int, cp: int = 1, kind: str = "gpt", tied: bool = False, bias: bool | str = False, stage: str | None = None,
     **options: Any,
 ) -> torch.nn.Module:  # fmt: skip
-    """A model with the same weights each time, on this rank's device. Remakes the process groups for ``tp``.
+    """A model with the same weights each time, on this rank's device. Remakes the process groups for ``tp`` and ``cp``.
 
     On a GPU the random states are those that a CUDA graph can capture.
 
     ``stage``: "first" has no output layer, "last" no embedding, as with pipeline parallelism; None has both.
     ``bias``: True gives the output layer one, "skipped" one that the layer does not add.
     """
-    if not parallel_state.is_initialized() or parallel_state.get_tensor_model_parallel_world_size() != tp:
+    if not parallel_state.is_initialized() or sizes() != (tp, cp):
         parallel_state.destroy_model_parallel()
-        parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp, context_parallel_size=cp)
     MTPLossLoggingHelper.tracker.clear()  # of the whole process, with as many places as its first model had
     torch.manual_seed(2)
     graphable = torch.cuda.is_available()
     parallel_random.model_parallel_cuda_manual_seed(2, use_cudagraphable_rng=graphable, force_reset_rng=True)
     make = {"gpt": gpt, "hybrid": hybrid}[kind]
     model = make(
-        configuration(tp=tp, **options), share_embeddings_and_output_weights=tied,
+        configuration(tp=tp, cp=cp, **options), share_embeddings_and_output_weights=tied,
         pre_process=stage != "last", post_process=stage != "first",
     )  # fmt: skip
     if bias:
         add_bias(model.output_layer, skipped=bias == "skipped")
     return model.to(torch.cuda.current_device())
+
+
+def sizes() -> tuple[int, int]:
+    """Of tensor and context parallelism."""
+    return parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_context_parallel_world_size()
 
 
 def add_bias(layer: Any, skipped: bool) -> None:

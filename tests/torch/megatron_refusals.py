@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from megatron.core.models.gpt import gpt_model
 from megatron.core.tensor_parallel import ColumnParallelLinear
 
 from lce_torch_bridge.megatron import fused_output_layer, output_processor
@@ -115,7 +114,6 @@ def of_predictions(tp: int, hybrid: Any, batch: Any) -> Result:
     return {
         "wgrad and MTP": processor(mtp, batch, wgrad="main_grad"),
         "wgrad and MTP, context manager": wrapper(mtp, batch, wgrad="main_grad"),
-        "MTP without a loss of its own": without_predictions(lambda: wrapper(mtp, batch)),
         "labels to the model": message(lambda: labels_to_the_model(hybrid, batch)),
         "labels to the model, MTP": message(lambda: labels_to_the_model(mtp, batch)),
     }
@@ -142,16 +140,6 @@ def of_the_context_manager(tp: int, gpt: Any, hybrid: Any, batch: Any) -> Result
         "a pipeline stage": wrapper(subject(tp, stage="first").model, batch),
         "a pipeline stage with an output layer": wrapper(stage, batch),
     }
-
-
-def without_predictions(function: Callable[[], str]) -> str:
-    """Under a megatron-core that drops the predictions if it has no labels for them."""
-    whole = gpt_model.process_mtp_loss
-    gpt_model.process_mtp_loss = lambda hidden_states, **_: hidden_states.chunk(2)[0]
-    try:
-        return function()
-    finally:
-        gpt_model.process_mtp_loss = whole
 
 
 def labels_to_the_model(model: Any, batch: Any) -> None:

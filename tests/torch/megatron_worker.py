@@ -19,13 +19,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.torch import megatron_behaviour, megatron_cases, megatron_checks, megatron_models, megatron_refusals
+from tests.torch import (
+    megatron_behaviour,
+    megatron_cases,
+    megatron_checks,
+    megatron_losses,
+    megatron_models,
+    megatron_refusals,
+)
 from tests.torch.megatron_checks import Result
 
 
 def run(case: megatron_cases.Case) -> Result:
     name = case.check.replace(" ", "_")
-    modules = (megatron_checks, megatron_behaviour, megatron_refusals)
+    modules = (megatron_checks, megatron_losses, megatron_behaviour, megatron_refusals)
     check = next(getattr(module, name) for module in modules if hasattr(module, name))
     mine = check(case.tp, dict(case.model), dict(case.options))
     results: list[Result] = [{}] * dist.get_world_size()
@@ -49,7 +56,7 @@ def main() -> None:
     dist.init_process_group("nccl" if gpu else "gloo", timeout=datetime.timedelta(seconds=60))
     megatron_models.prepare()
     # Megatron makes a dozen groups for each size, and each group of gloo's has a thread that polls until the end.
-    for case in sorted(getattr(megatron_cases, table), key=lambda case: case.tp):
+    for case in sorted(getattr(megatron_cases, table), key=lambda case: (case.tp, dict(case.model).get("cp", 1))):
         try:
             result = run(case)
         except Exception:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.torch import megatron_cases
-from tests.torch.megatron_cases import REFUSALS, Case
+from tests.torch.megatron_cases import REFUSALS, REFUSED_LOSSES, Case
 from tests.torch.megatron_ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(
@@ -140,6 +140,30 @@ def test_megatrons_own_loss(results: Results, case: Case) -> None:
     result = of(results, case)
     assert result["logprobs"] <= VALUES
     assert result["gradient"] <= GRADIENTS, result["worst"]
+
+
+@cases("losses")
+def test_losses_of_a_models_own(results: Results, case: Case) -> None:
+    result = of(results, case)
+    assert result["loss"] <= VALUES
+    assert result["logged loss"] <= VALUES
+    assert result["logged counts"]
+    assert result["some accepted"] or "bias" not in dict(case.model)
+    assert result["gradient"] <= GRADIENTS, result["worst"]
+    assert result["depths move the gradient"]
+
+
+@cases("predictions dropped")
+def test_a_megatron_without_labels_for_predictions(results: Results, case: Case) -> None:
+    assert of(results, case)["logprobs"] <= VALUES
+
+
+@pytest.mark.parametrize("name", REFUSED_LOSSES)
+def test_losses_refused(results: Results, name: str) -> None:
+    (case,) = (case for case in megatron_cases.LOSSES if case.check == "losses refused")
+    result = of(results, case)
+    assert result.keys() == REFUSED_LOSSES.keys()
+    assert re.search(REFUSED_LOSSES[name], result[name]), result[name]
 
 
 @cases("parameter gather")

@@ -84,3 +84,12 @@ def test_three_micro_batches_into_main_grad(results: dict[str, Any], case: Case)
     assert result["gradient"] <= GRADIENTS, result["worst"]
     assert result["added to main_grad"]
     assert result["no grad left"]
+
+
+@cases("losses")
+def test_losses_of_a_models_own(results: dict[str, Any], case: Case) -> None:
+    result = of(results, case)
+    assert result["loss"] <= VALUES
+    assert result["logged loss"] <= VALUES
+    assert result["logged counts"]
+    assert result["gradient"] <= GRADIENTS, result["worst"]

@@ -15,20 +15,39 @@ from lce_torch_bridge import linear_cross_entropy, rows
 from tests.house.test_docstrings import entries, sections
 from tests.packed_cases import PACKED, REFUSED, WITHOUT_SEGMENTS, Packed, part_of_rank
 
+to = torch.from_numpy
+
+
+def ways(name: str) -> list[dict[str, Any]]:
+    """The arguments that say where the sequences of a case end."""
+    packed = PACKED[name]
+    offsets: dict[str, Any] = {"cu_seqlens": to(packed.cu_seqlens).int()}
+    if name in WITHOUT_SEGMENTS:
+        return [offsets | {"cu_seqlens_padded": to(packed.cu_seqlens_padded).int()}]
+    return [offsets, {"segment_ids": to(packed.segment_ids), "padding_segment": 0}]
+
 
 @pytest.mark.parametrize("name", PACKED)
 def test_next_tokens(name: str) -> None:
-    packed, to = PACKED[name], torch.from_numpy
-    ways: list[dict[str, Any]] = [{"cu_seqlens": to(packed.cu_seqlens).int()}]
-    if name in WITHOUT_SEGMENTS:
-        ways[0]["cu_seqlens_padded"] = to(packed.cu_seqlens_padded).int()
-    else:
-        ways.append({"segment_ids": to(packed.segment_ids), "padding_segment": 0})
-    for said in ways:
+    packed = PACKED[name]
+    for said in ways(name):
         assert np.array_equal(rows.next_tokens(to(packed.tokens), **said), packed.labels)
         predicted = rows.at_tokens(to(packed.labels) + 0.5, fill=-1, **said)
         firsts = packed.row([np.append([-1], x[1:] + 0.5)[: len(x)] for x in packed.sequences], -1.0)
         assert np.array_equal(predicted, firsts)
+
+
+@pytest.mark.parametrize("steps", [2, 3, 7, 99])
+def test_tokens_further_ahead(steps: int) -> None:
+    """Those of multi-token prediction, masks with them, and results back at the tokens."""
+    for name, packed in PACKED.items():
+        for said in ways(name):
+            ahead = packed.labels_ahead(steps)
+            assert np.array_equal(rows.next_tokens(to(packed.tokens), ahead=steps, **said), ahead)
+            assert np.array_equal(rows.next_values(to(packed.tokens), fill=-100, ahead=steps, **said), ahead)
+            at_tokens = rows.at_tokens(to(ahead) + 0.5, fill=-1, ahead=steps, **said)
+            first = [np.append(np.full(steps, -1), x[steps:] + 0.5)[: len(x)] for x in packed.sequences]
+            assert np.array_equal(at_tokens, packed.row(first, -1.0))
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
@@ -61,13 +80,14 @@ def test_the_zigzag_is_megatrons() -> None:
         assert torch.equal(rows.of_rank(tokens, rank, 3), theirs["tokens"])
 
 
-def test_the_loss_of_a_packed_row_is_that_of_its_sequences() -> None:
+@pytest.mark.parametrize("ahead", [1, 3])
+def test_the_loss_of_a_packed_row_is_that_of_its_sequences(ahead: int) -> None:
     packed, V = Packed([7, 4], multiple=4), 32
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(n, 8, generator=generator).requires_grad_() for n in (len(packed.tokens), V))
     tokens = torch.from_numpy(packed.tokens % V)
     ends, begins = map(torch.from_numpy, (packed.cu_seqlens, packed.cu_seqlens_padded))
-    labels = rows.next_tokens(tokens, cu_seqlens=ends, cu_seqlens_padded=begins)
+    labels = rows.next_tokens(tokens, ahead=ahead, cu_seqlens=ends, cu_seqlens_padded=begins)
     parts = [
         linear_cross_entropy(
             rows.of_rank(hidden, rank, 2, axis=0, cu_seqlens=begins), weight,
@@ -77,8 +97,8 @@ def test_the_loss_of_a_packed_row_is_that_of_its_sequences() -> None:
     ]  # fmt: skip
     want = torch.zeros(())
     for begin, length in zip(begins.tolist(), packed.lengths, strict=False):
-        one = slice(begin, begin + length - 1)
-        following = tokens[begin + 1 :][: length - 1]
+        one = slice(begin, begin + length - ahead)
+        following = tokens[begin + ahead :][: length - ahead]
         want = want + torch.nn.functional.cross_entropy(hidden[one] @ weight.t(), following, reduction="sum")
     torch.testing.assert_close(sum(parts), want)
     grads = [torch.autograd.grad(x, [hidden, weight]) for x in (sum(parts), want)]

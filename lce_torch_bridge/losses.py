@@ -1,0 +1,195 @@
+"""Losses of what the functions of `lce_torch_bridge` return, in plain PyTorch.
+
+    top = linear_topk(teacher_hidden, teacher_weight, 64)
+    out = linear_logprobs(hidden, weight, labels, candidates=top.ids)
+    loss = losses.distillation_loss(out.candidate_logprobs, top.logprobs, top.ids).mean()
+
+`lce_jax.losses` has the same function for arrays.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from lce_jax import scalars
+from lce_torch_bridge.call import _checks
+
+__all__ = ["distillation_loss"]
+
+MOST_DISTANCE = 80.0  # of two log-probabilities whose exponential is taken: e^80 lies within float32
+
+
+def distillation_loss(
+    candidate_logprobs: torch.Tensor,
+    teacher_logprobs: torch.Tensor,
+    ids: torch.Tensor,
+    *,
+    divergence: Literal["forward_kl", "reverse_kl", "jsd"] = "forward_kl",
+    beta: float | None = None,
+    rest: Literal["bin", "drop", "renormalize"] = "bin",
+    where: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Divergence of the student from its teacher at each token, over the teacher's candidates.
+
+    With the teacher's probabilities p and the student's q, over the candidates and what ``rest`` adds to them:
+
+    - ``"forward_kl"``: ``KL(p ‖ q) = Σ p (ln p - ln q)``, which spreads the student over all that the teacher does;
+    - ``"reverse_kl"``: ``KL(q ‖ p) = Σ q (ln q - ln p)``, which keeps it away from what the teacher does not do;
+    - ``"jsd"``: ``β KL(p ‖ m) + (1 - β) KL(q ‖ m)`` with ``m = β p + (1 - β) q``, the generalised Jensen-Shannon
+      divergence.
+
+    Both models' log-probabilities are those under their whole vocabularies, at one temperature τ. Multiply by τ² to
+    keep the size of the gradients (Hinton et al.).
+
+    Args:
+        candidate_logprobs: ``[..., K]`` ln q of the candidates, nats: the field of that name that
+            ``linear_logprobs(..., candidates=ids)`` returns.
+        teacher_logprobs: ``[..., K]`` ln p of the same ids, nats. No gradient. -inf stands for p = 0, with which a
+            reverse KL is infinite.
+        ids: ``[..., K]`` the candidates, those of each token all different; -1 stands for none, and what the
+            log-probabilities hold there is not read. An id out of vocabulary must be -1 too.
+        divergence: "forward_kl", "reverse_kl" or "jsd".
+        beta: the teacher's weight β in (0, 1) in "jsd". As β approaches 0, the gradient approaches β times that of the
+            forward KL; as it approaches 1, 1 - β times that of the reverse KL. Exact to rounding up to both ends. None:
+            0.5.
+        rest: what is done with the probability outside the candidates. "bin": all of it is one more candidate, for
+            both models, so that the result is a divergence of two distributions, at least 0 and at most that over the
+            whole vocabulary. "drop": it is left out, and the sums are over the candidates alone. Then a KL may be
+            negative, and nothing holds the student's mass on the candidates to the teacher's. "renormalize": p and
+            q are divided by their sums over the candidates.
+        where: ``[...]`` bool, the rows that count. The others are exactly 0 in outputs and gradients, whatever they
+            hold. None: every row counts.
+
+    Returns:
+        ``[...]`` in nats, float32 (float64 if one of the two is). 0 in a row without candidates. NaN in a row in which
+        the candidates of student or teacher have more than 1.01 of probability together: its ids repeat, or what it
+        holds are no log-probabilities. "renormalize" takes any logits and has no such row.
+
+    Raises:
+        ValueError, TypeError: shapes, dtypes or options that do not fit, with the offending values.
+
+    Numerics:
+        Everything is float32. The rest ``1 - Σ q`` is computed without cancellation when one candidate has nearly all
+        mass: ``-expm1`` of its log-probability less the others. Log-probabilities in float32 fix the rest to 1e-7, so
+        in a logarithm it counts as 2⁻²⁰ if it is smaller, and has no gradient then.
+
+    Example:
+        >>> import torch
+        >>> from lce_torch_bridge import losses
+        >>> ids, teacher = torch.tensor([[3, 5, -1]]), torch.tensor([[0.6, 0.3, 1.0]]).log()
+        >>> student = torch.tensor([[0.5, 0.25, 1.0]]).log()
+        >>> loss = losses.distillation_loss(student, teacher, ids)        # 0.9 ln 1.2 + 0.1 ln(0.1 / 0.25)
+        >>> round(loss.item(), 4)
+        0.0725
+    """
+    _checks.integers("ids", ids)
+    scalars.num_candidates("ids", ids.shape)
+    for name, x in (("candidate_logprobs", candidate_logprobs), ("teacher_logprobs", teacher_logprobs)):
+        _checks.tensor(name, x)
+        if x.shape != ids.shape or not x.is_floating_point():
+            raise ValueError(
+                f"{name} {tuple(x.shape)} of {x.dtype} must be floating point in the shape of ids {tuple(ids.shape)}"
+            )
+        _checks.same_device(ids, **{name: x})
+    live = ids.long() >= 0  # torch compares only some of the unsigned types
+    if where is not None:
+        live = live & _rows_that_count(where, ids)[..., None]
+    scalars.one_of("divergence", divergence, scalars.DIVERGENCES)
+    scalars.one_of("rest", rest, scalars.RESTS)
+    beta = scalars.weight_of_jsd(beta, "divergence", divergence, scalars.DIVERGENCES[:2])
+    dtype = torch.promote_types(torch.promote_types(candidate_logprobs.dtype, teacher_logprobs.dtype), torch.float32)
+    q, p = (_bins(x.to(dtype), live, rest) for x in (candidate_logprobs, teacher_logprobs.detach()))
+    if beta is not None:
+        return _JSD.apply(*q, *p, beta)
+    return _kl(p, q.log) if divergence == "forward_kl" else _kl(q, p.log)
+
+
+def _rows_that_count(where: Any, ids: torch.Tensor) -> torch.Tensor:
+    _checks.tensor("where", where)
+    if where.dtype != torch.bool:
+        raise TypeError(f"where must be bool, got {where.dtype}")
+    if where.shape != ids.shape[:-1]:
+        raise ValueError(f"where {tuple(where.shape)} must have the shape of ids before K {tuple(ids.shape[:-1])}")
+    _checks.same_device(ids, where=where)
+    return where
+
+
+class _Bins(NamedTuple):
+    """A distribution over the candidates, and over the rest if it is a bin."""
+
+    mass: torch.Tensor  # [..., k], 0 where there is no candidate
+    log: torch.Tensor  # [..., k], of the mass; 0 where there is no candidate
+
+
+def _bins(logprobs: torch.Tensor, live: torch.Tensor, rest: str) -> _Bins:
+    log = logprobs.where(live, 0.0)
+    if rest == "renormalize":
+        total = log.masked_fill(~live, -torch.inf).where(live.any(-1, keepdim=True), 0.0).logsumexp(-1, keepdim=True)
+        log = (log - total.masked_fill(total == -torch.inf, 0.0)).where(live, 0.0)
+        return _Bins(log.exp().where(live, 0.0), log)
+    mass = log.exp().where(live, 0.0)
+    outside = _rest(log, mass, live)
+    log = log.masked_fill(outside < 1.0 - scalars.MOST_MASS, torch.nan)
+    if rest == "drop":
+        return _Bins(mass, log)
+    floor = 8 * torch.finfo(log.dtype).eps
+    bins = outside.clamp(min=0.0), outside.clamp(min=floor).log()
+    return _Bins(torch.cat([mass, bins[0]], -1), torch.cat([log, bins[1]], -1))
+
+
+def _rest(log: torch.Tensor, mass: torch.Tensor, live: torch.Tensor) -> torch.Tensor:
+    """1 - Σ mass: the largest mass is taken off 1 by ``expm1``, which is exact where 1 - exp(x) would round to 0."""
+    largest = torch.zeros_like(live).scatter(-1, mass.argmax(-1, keepdim=True), value=True)
+    terms = log.expm1().where(live & largest, mass)
+    return (-terms.sum(-1, keepdim=True)).where(live.any(-1, keepdim=True), 1.0)
+
+
+def _kl(p: _Bins, log_q: torch.Tensor) -> torch.Tensor:
+    """Σ p (ln p - ln q)."""
+    some = p.mass > 0.0
+    return _expected(p.mass, p.log.where(some, 0.0) - log_q.where(some, 0.0)).sum(-1)
+
+
+def _expected(mass: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """P x, where 0 ln 0 is 0."""
+    return mass * x.where(mass > 0.0, 0.0)
+
+
+class _JSD(torch.autograd.Function):
+    """Σ β p ln(p / m) + (1 - β) q ln(q / m).
+
+    In the gradient the derivatives of the logarithms cancel: what is left is exact however near to 0 or 1 β is.
+    """
+
+    @staticmethod
+    def forward(
+        q_mass: torch.Tensor, q_log: torch.Tensor, p_mass: torch.Tensor, p_log: torch.Tensor, beta: float
+    ) -> torch.Tensor:
+        d = p_log - q_log
+        of_q, of_p = _log_ratio(d, 1.0 - beta, beta), _log_ratio(-d, beta, 1.0 - beta)
+        return (beta * _expected(p_mass, of_p) + (1.0 - beta) * _expected(q_mass, of_q)).sum(-1)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004 torch names it
+        *tensors, ctx.beta = inputs
+        ctx.save_for_backward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q_mass, q_log, _, p_log = ctx.saved_tensors
+        slope = (1.0 - ctx.beta) * _log_ratio(p_log - q_log, 1.0 - ctx.beta, ctx.beta)
+        return cotangents[0][..., None] * slope.where(q_mass > 0.0, 0.0), None, None, None, None
+
+
+def _log_ratio(d: torch.Tensor, own: float, other: float) -> torch.Tensor:
+    """-ln(own + other e^d), where own and other are 1 together.
+
+    Near d = 0 it is the logarithm of 1 + x, x = other (e^d - 1). Where 1 + x is far below 1 it is that of the sum.
+    """
+    e = d.clamp(max=MOST_DISTANCE).exp()
+    x = other * d.sign() * -(-d.abs()).expm1() * e.clamp(min=1.0)
+    small = x < -0.5
+    log = (1.0 / (own + other * e) - 1.0).where(small, x).log1p()
+    return log.where(small, -log) - (d - MOST_DISTANCE).clamp(min=0.0)

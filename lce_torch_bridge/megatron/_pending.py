@@ -1,0 +1,132 @@
+"""What an output layer returns in place of logits, until the model says what it wants of them.
+
+Megatron computes a prediction's logits first, then rolls labels and mask, then takes the loss. So labels are not known
+when the output layer is called, and its inputs are all that is kept until they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lce_torch_bridge.megatron._output_layer import Head, multiplier
+from lce_torch_bridge.megatron._replaced import OfThreads, replaced
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+ROUNDINGS = 4  # of float32, in ``logprob``, ``lse`` and their sum: a label's logit is the largest within them
+
+
+@dataclasses.dataclass
+class PendingLogits:
+    """The inputs of an output layer. It answers what Megatron asks of logits, and raises for anything else."""
+
+    layer: Any
+    inputs: tuple[Any, ...]  # of ColumnParallelLinear.forward
+    returned: Callable[[PendingLogits], torch.Tensor]  # what a model without labels returns, sequence first
+    scale: float = 1.0
+    predicted: torch.Tensor | None = None  # [s, b], the label where its logit is the largest, else another id
+
+    def loss(self, labels: torch.Tensor, options: Mapping[str, Any]) -> torch.Tensor:
+        """``[b, s]``, as the model's ``compute_language_model_loss`` of the logits."""
+        own: dict[str, Any] = {"entropy": False, "out_of_vocab": "megatron"}
+        out, _bias = Head(self.layer, labels, self.scale, own | dict(options))(*self.inputs)
+        if out.max_logit is not None:
+            self.predicted = self._predicted(labels.t(), out.logprobs, out.lse, out.max_logit)
+        return -out.logprobs.transpose(0, 1).contiguous()
+
+    def _predicted(
+        self, labels: torch.Tensor, logprobs: torch.Tensor, lse: torch.Tensor, largest: torch.Tensor
+    ) -> torch.Tensor:
+        """Megatron counts where the largest logit is the label's, and asks for its place: another's is not needed."""
+        rounding = ROUNDINGS * torch.finfo(torch.float32).eps * torch.maximum(lse.abs(), largest.abs())
+        hit = (logprobs + lse - largest).abs() <= rounding
+        columns = self.size(-1) * self.layer.tp_group.size()
+        return labels.where(hit & (labels >= 0) & (labels < columns), ~labels)
+
+    def transpose(self, _first: int, _second: int) -> torch.Tensor:
+        """The model's last step, if it has no labels: ``[b, s, ...]`` of what is returned in place of logits."""
+        return self.returned(self).transpose(0, 1)
+
+    def size(self, _dimension: int) -> int:
+        """How many columns a rank has, of which Megatron makes global ids."""
+        weight = self.layer.weight if self.inputs[1] is None else self.inputs[1]
+        return int(weight.shape[0])
+
+    def max(self, dim: int) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: ARG002 Megatron names it
+        """The ranks' largest logits and their columns: those of rank 0 are taken, with a global id for a column."""
+        found = self._asked("max")
+        return torch.full_like(found, -self.layer.tp_group.rank(), dtype=torch.float32), found
+
+    @classmethod
+    def __torch_function__(cls, function: Any, _types: Any, given: Any = (), _options: Any = None) -> torch.Tensor:
+        """``torch.argmax`` alone, after the loss was taken with statistics."""
+        if function is not torch.argmax:
+            raise _unknown(f"{function.__name__} of")
+        return given[0]._asked("argmax")
+
+    def _asked(self, name: str) -> torch.Tensor:
+        if self.predicted is None:
+            raise _unknown(f"{name}, before a loss, of")
+        return self.predicted
+
+    def __getattr__(self, name: str) -> Any:
+        """What there is none of."""
+        raise _unknown(f".{name} of")
+
+
+def _unknown(asked: str) -> AttributeError:
+    return AttributeError(
+        f"{asked} logits that are not stored: this megatron-core does more with them than the op can answer; call the "
+        "model outside of fused_losses and fused_output_layer"
+    )
+
+
+@contextlib.contextmanager
+def pending_logits(
+    model: Any, returned: Callable[[PendingLogits], torch.Tensor], options: Mapping[str, Any], *, processors: bool
+) -> Iterator[None]:
+    """Inside, a model's output layer returns `PendingLogits`, and its losses are the op's.
+
+    Args:
+        model: the owner of the output layer.
+        returned: what a call without labels returns, from its pending logits.
+        options: of `linear_logprobs`, for the losses.
+        processors: whether an output processor may replace the layer's forward inside.
+    """
+    layer, scale, loss = (
+        model.output_layer,
+        getattr(model, "_scale_logits", unscaled),
+        model.compute_language_model_loss,
+    )
+    by = multiplier(scale)
+
+    def forward(
+        input_: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[PendingLogits, torch.Tensor | None]:
+        bias = layer.bias if layer.skip_bias_add else None
+        return PendingLogits(layer, (input_, weight, runtime_gather_output), returned), bias
+
+    def scaled(logits: Any) -> Any:
+        return dataclasses.replace(logits, scale=by) if isinstance(logits, PendingLogits) else scale(logits)
+
+    def loss_of(labels: torch.Tensor, logits: Any) -> torch.Tensor:
+        if not isinstance(logits, PendingLogits):
+            return loss(labels, logits)
+        counted = model.training and bool(getattr(model.config, "mtp_num_layers", None))
+        return logits.loss(labels, {**options, "stats": counted})
+
+    with (
+        replaced(layer, forward=OfThreads(forward, stays=True) if processors else forward),
+        replaced(model, _scale_logits=scaled, compute_language_model_loss=loss_of),
+    ):
+        yield
+
+
+def unscaled(logits: torch.Tensor) -> torch.Tensor:
+    """``_scale_logits`` of models before megatron-core 0.17."""
+    return logits
