@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_figures import script
+from tests.site.test_figures import script
 
 pytestmark = pytest.mark.site
 ROOT = Path(__file__).parents[2]

@@ -23,7 +23,7 @@ from lce_jax.flax import linen, nnx
 from lce_jax.mosaic._kernel_set import KernelSet
 from lce_torch_bridge import megatron, verl
 from tests.doc_blocks import PAGES, ROOT, check, parts
-from tests.test_figures import script
+from tests.site.test_figures import script
 
 pytestmark = pytest.mark.site
 LANGUAGES = {"python", "sh", "text", "given"}

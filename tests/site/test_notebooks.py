@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_figures import script
+from tests.site.test_figures import script
 
 pytestmark = pytest.mark.site
 NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
