@@ -1,4 +1,4 @@
-"""``python docs/_build/figures.py``: draws ``docs/assets/*.svg``, light and dark, from ``benchmarks/h200.json``."""
+"""``python docs/_build/figures.py``: draws ``docs/assets/*.svg``, light and dark, from ``benchmarks/*.json``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
 ROOT = Path(__file__).parents[2]
-DATA = ROOT / "benchmarks" / "h200.json"
+DATA, PEERS, STEP = (ROOT / "benchmarks" / f"{name}.json" for name in ("h200", "h200-peers", "step"))
 ASSETS = ROOT / "docs" / "assets"
 SHAPE = (8192, 4096, 131072)  # tokens, hidden size and vocabulary of the README's figure
 ROWS = {
@@ -45,7 +45,7 @@ THEMES = {
 
 def drawn_from() -> str:
     """What a picture says it was drawn from: the data and this file."""
-    return hashlib.sha256(DATA.read_bytes() + Path(__file__).read_bytes()).hexdigest()[:16]
+    return hashlib.sha256(b"".join(x.read_bytes() for x in (DATA, PEERS, STEP, Path(__file__)))).hexdigest()[:16]
 
 
 def save(name: str, size: tuple[float, float], draw: Callable[[Figure, Theme], None]) -> None:
@@ -82,6 +82,77 @@ def speed_and_memory(figure: Figure, theme: Theme) -> None:
         "A product is hidden · weightᵀ, alone. Dotted: the three that a gradient needs.",
         x=0.01, ha="left", fontsize=8, color=theme.muted,
     )  # fmt: skip
+
+
+NAMED = {  # rows of the picture of all packages, where the bench's own name is too long
+    "ours": "lce_jax",
+    "ours half cache": "half a cache",
+    "ours full cache": "full cache",
+    "ours in forward": "linear_loss",
+    "materialised": "XLA, logits stored",
+    "materialised by hand": "XLA, stored, gradient by hand",
+    "chunked": "lce_jax, xla",
+}
+
+
+def packages(figure: Figure, theme: Theme) -> None:
+    """Time against memory, a point for each way to compute."""
+    run = json.loads(PEERS.read_text())
+    (measured,) = run["measurements"]
+    axes = figure.subplots()
+    for row in (row for row in measured["rows"] if row["direction"] == "forward+backward"):
+        ours = row["key"].startswith("ours")
+        x, y = max(row["temp_bytes"], 1 << 20) / 2**30, row["median_seconds"] * 1e3
+        axes.plot(x, y, "o", ms=7 if ours else 5, color=theme.ours if ours else theme.other)
+        text = NAMED.get(row["key"], row["label"])
+        at = {"xytext": (6, 3), "textcoords": "offset points", "fontsize": 8}
+        axes.annotate(text, (x, y), color=theme.ours if ours else theme.muted, **at)
+    product = next(row for row in measured["rows"] if row["direction"] == "gemm")["median_seconds"] * 3e3
+    axes.axhline(product, color=theme.ink, lw=1, ls=":")
+    axes.annotate("three products", (0.0012, product), xytext=(0, 3), textcoords="offset points", fontsize=8)
+    axes.set(xscale="log", yscale="log", xlim=(0.001, 60), xlabel="temporary memory, GiB", ylabel="ms")
+    axes.yaxis.set_major_formatter("{x:.0f}")
+    axes.yaxis.set_minor_formatter("{x:.0f}")
+    axes.set_facecolor(theme.background)
+    axes.spines[["top", "right"]].set_visible(False)
+    t, h, v = sizes(measured)
+    figure.suptitle("Forward and backward, every package", x=0.01, ha="left", fontsize=11, weight="bold")
+    device = f"{run['device']['device_kind']}, JAX {run['device']['jax']}, {measured['dtype']}"
+    note = f"{t:,} tokens, hidden size {h:,}, vocabulary {v:,}; {device}. Lower and further left is better."
+    figure.supxlabel(note, x=0.01, ha="left", fontsize=8, color=theme.muted)
+
+
+def step(figure: Figure, theme: Theme) -> None:
+    """A whole training step: tokens per second and memory by the size of the batch, with stored logits and without."""
+    run = json.loads(STEP.read_text())
+    rows = [row for row in run["rows"] if row["objective"] == run["rows"][0]["objective"]]
+    batches = sorted({row["tokens"] for row in rows})
+    speed, memory = figure.subplots(1, 2)
+    for axes, unit in ((speed, "thousand tokens per second"), (memory, "GiB")):
+        for shift, head, color in ((-0.2, "logits stored", theme.other), (0.2, "lce_jax", theme.ours)):
+            for row in (row for row in rows if row["head"] == head):
+                at, fits = batches.index(row["tokens"]) + shift, row["seconds"] is not None
+                rate = row["tokens"] / row["seconds"] / 1e3 if fits else 0.0
+                value = rate if axes is speed else (row["memory_bytes"] or 0) / 2**30
+                axes.bar(at, value, 0.38, color=color, alpha=1.0 if fits else 0.4, label=head if at < 0.5 else None)
+                text = (f"{value:.1f}" if value else "") + ("" if fits else "\nout of\nmemory")
+                above = {"xytext": (0, 2), "textcoords": "offset points", "ha": "center", "fontsize": 7}
+                axes.annotate(text.strip(), (at, value), **above)
+        axes.set_title(unit, loc="left", fontsize=9.5)
+        axes.set_xticks(range(len(batches)), [f"{tokens:,}" for tokens in batches], fontsize=8)
+        axes.set_xlabel("tokens of a step", fontsize=8)
+        axes.set_facecolor(theme.background)
+        axes.spines[["top", "right", "left"]].set_visible(False)
+        axes.yaxis.set_visible(False)
+    figure.legend(*speed.get_legend_handles_labels(), fontsize=8, frameon=False, loc="upper right", ncols=2)
+    figure.suptitle("A training step", x=0.01, ha="left", fontsize=11, weight="bold")
+    of = run["sizes"]
+    device = f"{run['device']['device_kind']}, JAX {run['device']['jax']}"
+    note = (
+        f"{run['model']}'s sizes: {of['layers']} layers, hidden size {of['hidden_size']:,}, vocabulary "
+        f"{of['vocab_size']:,}; sequences of {run['length']:,} tokens; {device}."
+    )
+    figure.supxlabel(note, x=0.01, ha="left", fontsize=8, color=theme.muted)
 
 
 def sizes(measured: dict[str, Any]) -> tuple[int, int, int]:
@@ -144,6 +215,8 @@ def way(figure: Figure, theme: Theme) -> None:
 def main() -> None:
     """Draws all of them."""
     save("speed-and-memory", (5.6, 3.2), speed_and_memory)
+    save("packages", (7.2, 4.2), packages)
+    save("step", (7.2, 3.4), step)
     save("way", (5.0, 7.2), way)
 
 
