@@ -63,3 +63,13 @@ def test_nothing_else_computes_the_head(framework: str, results: dict[str, Any])
 def test_workers_that_ray_starts_have_ours(framework: str) -> None:
     said = run("tests.recipes.ray_asks", framework, VERL_USE_EXTERNAL_MODULES="verl_head")
     assert said.splitlines()[-1] == f"{framework}_head"
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("verl"), reason="needs verl: make test-frameworks")
+def test_the_update_of_verls_actor() -> None:
+    ours, logits = (
+        json.loads(run("tests.recipes.verl_engine_worker", way).splitlines()[-1]) for way in ("ours", "logits")
+    )
+    assert ours["losses"] == pytest.approx(logits["losses"], rel=1e-6)  # of three steps
+    assert ours["losses"][-1] < ours["losses"][0]
+    assert (ours["calls"], logits["calls"]) == (3, 0)

@@ -1,0 +1,105 @@
+"""Three steps of verl's FSDP2 engine, as its actor's update calls it, with our head or with logits; prints JSON.
+
+``python -m tests.recipes.verl_engine_worker WAY``, "ours" or "logits". The engine asks a platform for its device; verl
+has none for CPUs, so here is one.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+
+with socket.socket() as free:
+    free.bind(("localhost", 0))
+    port = str(free.getsockname()[1])
+os.environ.update(JAX_PLATFORMS="cpu", VERL_PLATFORM="cpu", RANK="0", WORLD_SIZE="1", LOCAL_RANK="0",
+                  MASTER_ADDR="localhost", MASTER_PORT=port)  # fmt: skip
+
+import importlib
+import json
+import sys
+import tempfile
+from typing import Any
+
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+from verl.plugin.platform.platform_cuda import PlatformCUDA
+from verl.plugin.platform.platform_manager import PlatformRegistry
+
+LENGTHS, PROMPT = (10, 14), 4
+
+
+@PlatformRegistry.register(platform="cpu")
+class CPU(PlatformCUDA):
+    device_name = vendor_name = "cpu"
+    device_module = torch.cpu
+
+    def is_available(self) -> bool:
+        return True
+
+    def current_device(self) -> Any:
+        return torch.device("cpu")
+
+    def empty_cache(self) -> None:
+        pass
+
+
+def engine(way: str) -> Any:
+    from verl.models.transformers import monkey_patch
+    from verl.trainer.config import CheckpointConfig
+    from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+
+    monkey_patch.is_trl_available = lambda: False  # verl 0.9.1 imports from TRL what TRL 1.16 no longer has
+    torch.manual_seed(0)
+    folder = tempfile.mkdtemp()
+    sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, head_dim=8)
+    Qwen3ForCausalLM(Qwen3Config(**sizes, num_attention_heads=4, num_key_value_heads=2)).save_pretrained(folder)
+    model = HFModelConfig(
+        path=folder, load_tokenizer=False, enable_gradient_checkpointing=False,
+        override_config={"attn_implementation": "eager"},
+        use_fused_kernels=way == "ours", fused_kernel_options={"impl_backend": "triton"},
+    )  # fmt: skip
+    told = FSDPEngineConfig(
+        strategy="fsdp2", use_torch_compile=False, mixed_precision={"param_dtype": "fp32", "reduce_dtype": "fp32"}
+    )
+    made = FSDPEngineWithLMHead(model, told, FSDPOptimizerConfig(lr=1e-2, total_training_steps=3), CheckpointConfig())
+    made.initialize()
+    return made
+
+
+def loss_of(model_output: Any, data: Any, dp_group: Any = None) -> tuple[torch.Tensor, dict[str, Any]]:
+    """The mean over the responses, with an entropy bonus."""
+    del data, dp_group
+    keep = torch.cat([(torch.arange(n) >= PROMPT) & (torch.arange(n) < n - 1) for n in LENGTHS])
+    gain = model_output["log_probs"].values() + 0.01 * model_output["entropy"].values()
+    return -gain[keep].mean(), {}
+
+
+def main(way: str) -> None:
+    from verl.utils import tensordict_utils
+
+    torch.distributed.init_process_group("gloo")
+    head = importlib.import_module("examples.verl_head") if way == "ours" else None
+    made, generator = engine(way), torch.Generator().manual_seed(1)
+    tokens = [torch.randint(0, 64, (n,), generator=generator) for n in LENGTHS]
+    rows = {
+        "input_ids": tokens,
+        "position_ids": [torch.arange(n) for n in LENGTHS],
+        "loss_mask": [(torch.arange(n) >= PROMPT).float() for n in LENGTHS],
+    }
+    options = dict(
+        use_remove_padding=True, use_fused_kernels=way == "ours", temperature=0.7, calculate_entropy=True,
+        use_dynamic_bsz=False, micro_batch_size_per_gpu=2, max_response_length=10,
+    )  # fmt: skip
+    losses = []
+    for _ in range(3):
+        nested = {name: torch.nested.as_nested_tensor(x, layout=torch.jagged) for name, x in rows.items()}
+        data = tensordict_utils.get_tensordict(nested, non_tensor_dict=options)
+        with made.train_mode():
+            losses += made.train_batch(data, loss_of)["loss"]
+    print(json.dumps({"losses": losses, "calls": head.calls if head else 0}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
