@@ -98,6 +98,28 @@ type Visit = Callable[[Tile, Any], Any]
 type VisitAll = Callable[[Visit, Any], Any]
 
 
+class KLMachine(NamedTuple):
+    """How a generation multiplies tiles of two heads, and what it makes of them: `lce_jax.mosaic.common._kl`.
+
+    Attributes:
+        kernel: as that of `Machine`.
+        walk: ``(products, steps, offset, visit_all, consume, scratch)`` calls ``consume(tile, multiply, scratch)`` as
+            `Machine.walk_tiles` does. A product is ``(matmul, lhs, rhs)``, of as many steps. ``multiply`` has a
+            function for each, to be called in turn.
+        held: ``(matmul)``: the scratch in which a tile of p waits.
+        staging: as that of `Machine`.
+        statistics: the epilogue of the forward's tiles.
+        dlogits: the epilogue of the backward's.
+    """
+
+    kernel: Callable[..., Callable[..., Any]]
+    walk: Callable[..., None]
+    held: Callable[..., Any]
+    staging: Callable[..., Any]
+    statistics: Callable[..., None]
+    dlogits: Callable[..., None]
+
+
 class Machine(NamedTuple):
     """How a generation multiplies tiles, and what it makes of them.
 
@@ -112,6 +134,7 @@ class Machine(NamedTuple):
             each number rounded to the output's dtype. ``add`` may be traced: whether it adds to what is there.
         statistics: the epilogue of the forward's tiles: `lce_jax.mosaic.common._statistics`.
         dlogits: the epilogue of the backward's: `lce_jax.mosaic.common._dlogits`.
+        kl: the same for tiles of two heads. None: not written.
     """
 
     kernel: Callable[..., Callable[..., Any]]
@@ -120,6 +143,7 @@ class Machine(NamedTuple):
     send_product: Callable[..., None]
     statistics: Callable[..., None]
     dlogits: Callable[..., None]
+    kl: KLMachine | None = None
 
 
 def multiple_of(x: Any, factor: int) -> Any:

@@ -22,7 +22,7 @@ Nothing but the ring orders the turns: the second warpgroup's operands come afte
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -40,6 +40,23 @@ if TYPE_CHECKING:
     from lce_jax._shapes import Array, Float
 
 
+class Product(NamedTuple):
+    """One of the products of a tile, whose operands go through the same stages."""
+
+    matmul: Matmul
+    lhs: Any
+    rhs: Any
+    num_steps: int | None = None  # None: those of the tile
+
+    def part(self, tile: Tile) -> Tile:
+        """The tile as this product takes it."""
+        return tile if self.num_steps is None else tile._replace(num_steps=self.num_steps)
+
+    def steps(self, tile: Tile) -> Any:
+        """Those of a block."""
+        return self.matmul.tuning.turns * self.part(tile).num_steps
+
+
 def walk_tiles(
     matmul: Matmul,
     lhs: Any,
@@ -52,21 +69,35 @@ def walk_tiles(
     """Calls ``consume(tile, multiply, scratch)`` in both compute warpgroups for every tile that ``visit_all`` visits.
 
     ``consume`` loads what its epilogue needs, calls ``multiply()`` for its 64 rows of the product, and uses them.
-    What ``visit_all`` carries from tile to tile are the steps before it.
     """
+    one = [Product(matmul, lhs, rhs)]
+    walk_products(one, offset, visit_all, lambda tile, multiply, own: consume(tile, multiply[0], own), scratch)
 
-    @functools.partial(pl.run_scoped, ring=_ring(matmul, lhs, rhs), scratch=scratch, collective_axes="wg")
+
+def walk_products(
+    products: Sequence[Product],
+    offset: Offset,
+    visit_all: VisitAll,
+    consume: Callable[[Tile, Sequence[Callable[[], Float[Array, "64 n"]]], Any], None],
+    scratch: Any = None,
+) -> None:
+    """`walk_tiles` with several products of each tile, which ``consume`` must ask for in turn.
+
+    What ``visit_all`` carries from tile to tile are the steps before it. The products have one tuning.
+    """
+    matmul = products[0].matmul
+
+    @functools.partial(pl.run_scoped, ring=_ring(*products[0][:3]), scratch=scratch, collective_axes="wg")
     def run(ring: Any, scratch: Any) -> None:
         def fetch() -> None:
             plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
 
             def visit(tile: Tile, before: Any) -> Any:
-                def step(i: Any, _: None) -> None:
-                    _fetch(matmul, ring, lhs, rhs, offset, tile, i, before)
-
-                steps = matmul.tuning.turns * tile.num_steps
-                lax.fori_loop(0, steps, step, None)
-                return before + steps
+                for product in products:
+                    step = functools.partial(_fetch_step, product, ring, offset, tile, before)
+                    lax.fori_loop(0, product.steps(tile), step, None)
+                    before = before + product.steps(tile)
+                return before
 
             # A block must not exit before its neighbour's copies into it have landed.
             total = visit_all(visit, jnp.int32(0))
@@ -77,12 +108,20 @@ def walk_tiles(
             plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
 
             def visit(tile: Tile, before: Any) -> Any:
-                consume(tile, lambda: _multiply(matmul, ring, tile, before), scratch)
-                return before + matmul.tuning.turns * tile.num_steps
+                multiply = []
+                for product in products:
+                    multiply.append(functools.partial(_multiply, product.matmul, ring, product.part(tile), before))
+                    before = before + product.steps(tile)
+                consume(tile, multiply, scratch)
+                return before
 
             visit_all(visit, jnp.int32(0))
 
         lax.cond(lax.axis_index("wg") == COMPUTE_WARPGROUPS, fetch, compute)
+
+
+def _fetch_step(product: Product, ring: Ring, offset: Offset, tile: Tile, before: Any, i: Any, _: None) -> None:
+    _fetch(product.matmul, ring, product.lhs, product.rhs, offset, product.part(tile), i, before)
 
 
 class Ring(NamedTuple):
@@ -96,7 +135,10 @@ class Ring(NamedTuple):
 
 def _ring(matmul: Matmul, lhs: Any, rhs: Any) -> Ring:
     tuning, itemsize = matmul.tuning, matmul.case.dtype.itemsize
-    swizzle = min(widest_swizzle(operand.shape[1], itemsize)[0] for operand in (lhs, rhs))  # wgmma takes one
+    swizzles = [widest_swizzle(operand.shape[1], itemsize)[0] for operand in (lhs, rhs)]
+    if matmul.lhs_k == 1 or matmul.rhs_k == 1:
+        swizzles.append(tuning.tile_k * itemsize)
+    swizzle = min(swizzles)  # wgmma takes one
     transforms = swizzled(swizzle // itemsize, itemsize)
     rows = ROW_BLOCK // tuning.turns
     lhs_tile = (rows, tuning.tile_k) if matmul.lhs_k == 1 else (tuning.tile_k, rows)

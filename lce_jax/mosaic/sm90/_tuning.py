@@ -42,11 +42,15 @@ class Tuning:
         if self.slots < 1 or self.tile_n // STAGING_COLUMNS % self.slots or self.snake % self.cluster:
             raise ValueError(f"slots must divide a tile's blocks of columns, and snake by cluster, got {self}")
 
-    def smem_bytes(self, itemsize: int, staged: bool) -> int:
-        """Shared memory of a block: operand stages, their barriers and, where tiles are stored, the staging slots."""
+    def smem_bytes(self, itemsize: int, staged: bool, held: int = 0) -> int:
+        """Shared memory of a block: operand stages, their barriers and, where tiles are stored, the staging slots.
+
+        ``held``: the bytes of a tile that waits.
+        """
         sizes = [
             self.stages * ROW_BLOCK // self.turns * self.tile_k * itemsize,
             self.stages * self.tile_n * self.tile_k * itemsize,
+            held,
         ]
         if staged:
             sizes.append(COMPUTE_WARPGROUPS * self.slots * WARPGROUP_ROWS * STAGING_BYTES)
@@ -64,7 +68,13 @@ BY_KERNEL: Mapping[str, Tuning] = {
     # A cluster is tiles side by side: no two row blocks share a list. Those of a wave read the weight at the same pace.
     "live_dhidden": Tuning(tile_k=64, stages=4, cluster=2, snake=128),
     "live_dweight": Tuning(tile_k=64, stages=4, cluster=2, in_flight=1),  # a cluster is one vocabulary tile
+    # The stages have 96 KiB, because a tile of the other head waits in as many. Four of 32 are waited for less than two
+    # of 64. Not timed.
+    "kl": Tuning(tile_k=32, stages=4, cluster=2),
 }
+KL_BLOCKS_IN_REGISTERS = 1  # of the waiting tile's four blocks of columns; the others wait in shared memory
+KL_HELD_BYTES = (TILE_N - KL_BLOCKS_IN_REGISTERS * STAGING_COLUMNS) * ROW_BLOCK * 4
+
 # For a short contraction, where the epilogue counts. Turns hide the epilogue, but read each tile of rhs twice, in steps
 # of half the time. Where few row blocks share a tile of the weight, such a step is too short for the latency of HBM.
 SHORT = Tuning(tile_k=64, stages=5, cluster=2, in_flight=1, turns=2, slots=1)
@@ -101,7 +111,7 @@ class Tunings:
             choice = dataclasses.replace(choice, tile_k=choice.tile_k // 2, stages=choice.stages * 2)
         if kernel == "live_dhidden" and -(-case.hidden_size // TILE_N) % choice.cluster:
             choice = dataclasses.replace(choice, cluster=1)
-        by_row_block = kernel in ("forward", "dlogits", "dhidden")
+        by_row_block = kernel in ("forward", "dlogits", "dhidden", "kl")
         if by_row_block and choice.cluster > 1 and row_blocks % choice.cluster and not many:
             choice = dataclasses.replace(choice, cluster=1)  # a cluster's missing row block would cost too much
         return choice
@@ -109,7 +119,12 @@ class Tunings:
     def smem_bytes(self, case: Case) -> dict[str, int]:
         """What a block of each kernel needs of shared memory."""
         itemsize = case.dtype.itemsize
-        return {kernel: self.of(case, kernel).smem_bytes(itemsize, stages_output(case, kernel)) for kernel in BY_KERNEL}
+        return {
+            kernel: self.of(case, kernel).smem_bytes(
+                itemsize, stages_output(case, kernel), KL_HELD_BYTES if kernel == "kl" else 0
+            )
+            for kernel in BY_KERNEL
+        }
 
     def _is_short(self, case: Case, kernel: str, many: bool) -> bool:
         if kernel == "dweight":

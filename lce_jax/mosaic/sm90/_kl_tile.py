@@ -1,0 +1,87 @@
+"""Two heads' [64, 256] tiles in one warpgroup: the first waits, a block in registers and the others in shared memory.
+
+Two accumulators of 64 x 256 would take all 256 registers of a thread, and narrower tiles read the operands more often.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from lce_jax._types import Options
+from lce_jax.mosaic._pallas import plgpu
+from lce_jax.mosaic.common._held import softcap
+from lce_jax.mosaic.common._kl import Where
+from lce_jax.mosaic.common._machine import Matmul, Offset, VisitAll, swizzled
+from lce_jax.mosaic.common._tiles import STAGING_COLUMNS, TILE_N
+from lce_jax.mosaic.sm90 import _pipeline
+from lce_jax.mosaic.sm90._epilogue import HELD
+from lce_jax.mosaic.sm90._hardware import COMPUTE_WARPGROUPS, WARPGROUP_ROWS
+from lce_jax.mosaic.sm90._pipeline import Product
+from lce_jax.mosaic.sm90._tuning import KL_BLOCKS_IN_REGISTERS
+from lce_jax.mosaic.sm90._vocabulary_mask import without_padding
+
+if TYPE_CHECKING:
+    from lce_jax._shapes import Array, Float
+
+BLOCKS = TILE_N // STAGING_COLUMNS
+
+
+def walk(
+    products: Sequence[tuple[Matmul, Any, Any]],
+    steps: Sequence[int],
+    offset: Offset,
+    visit_all: VisitAll,
+    consume: Any,
+    scratch: Any,
+) -> None:
+    """`_pipeline.walk_products`."""
+    pairs = zip(products, steps, strict=True)
+    _pipeline.walk_products([Product(*own, count) for own, count in pairs], offset, visit_all, consume, scratch)
+
+
+def held(matmul: Matmul) -> Any:
+    """Shared memory for the blocks of a tile that do not stay in registers, of each compute warpgroup."""
+    del matmul
+    shape = (COMPUTE_WARPGROUPS, BLOCKS - KL_BLOCKS_IN_REGISTERS, WARPGROUP_ROWS, STAGING_COLUMNS)
+    return plgpu.SMEM(shape, jnp.float32, transforms=swizzled(STAGING_COLUMNS, 4))
+
+
+class HeldTile(NamedTuple):
+    """A tile of x that waits for another one."""
+
+    in_registers: tuple[Array, ...]  # its first blocks
+    others: Any  # [blocks, 64, 64], of this warpgroup
+
+    @classmethod
+    def of(cls, x: Float[Array, "64 256"], scratch: Any) -> HeldTile:
+        """``x``, its last blocks written to ``scratch``."""
+        blocks, others = [block_of(x, i) for i in range(BLOCKS)], scratch.at[lax.axis_index("wg")]
+        for i, block in enumerate(blocks[KL_BLOCKS_IN_REGISTERS:]):
+            others.at[i][...] = block
+        plgpu.commit_smem()
+        return cls(tuple(blocks[:KL_BLOCKS_IN_REGISTERS]), others)
+
+    def block(self, i: int) -> Float[Array, "64 64"]:
+        """Columns 64 i to 64 i + 63."""
+        if i < len(self.in_registers):
+            return self.in_registers[i]
+        return plgpu.load(self.others.at[i - len(self.in_registers)], layout=HELD.layout)
+
+
+def block_of(x: Float[Array, "64 256"], i: int) -> Float[Array, "64 64"]:
+    """The same of a tile in registers."""
+    return x[:, i * STAGING_COLUMNS : (i + 1) * STAGING_COLUMNS]
+
+
+def x_of(options: Options, z: Float[Array, "64 256"], mask: Any, where: Where) -> Float[Array, "64 256"]:
+    """The x of eq. 0 from raw products but for the scale, padding marked."""
+    x = z if options.logit_softcap is None else softcap(z, options.logit_softcap, options)
+    return without_padding(x, where.column, where.num_columns, mask)
+
+
+along = functools.partial(HELD.along_rows, columns=STAGING_COLUMNS)
