@@ -83,7 +83,7 @@ def _statistics_kernel(machine: KLMachine, matmuls: tuple[Matmul, Matmul], *refs
         where = Where(span.column + tile.column, span.slot + tile.vocabulary_tile, span.num_columns)
         machine.statistics(of_kernel, tile, where, multiply, scratch)
 
-    _walk(machine, matmuls, arrays, span, consume, machine.held(matmuls[0]))
+    _walk(machine, matmuls, arrays, span, consume, machine.held())
 
 
 def dlogits(
@@ -112,7 +112,7 @@ def _dlogits_kernel(machine: KLMachine, matmuls: tuple[Matmul, Matmul], student_
         where = Where(span.column + tile.column, None, span.num_columns)
         machine.dlogits(of_kernel, student_first, tile, where, multiply, scratch)
 
-    scratch = machine.held(matmuls[0]), machine.staging(matmuls[0], output.shape[1], output.dtype)
+    scratch = machine.held(), machine.staging(matmuls[0], output.shape[1], output.dtype)
     _walk(machine, matmuls, arrays, span, consume, scratch)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 

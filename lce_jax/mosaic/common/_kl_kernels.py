@@ -34,7 +34,8 @@ class KLKernels(KLKernelSet, Protocol):
         """Both heads' tiles, straight from the accumulators."""
         from lce_jax.mosaic.common import _kl
 
-        return _kl.statistics(self._of_two_heads, cases, self.tunings.of(cases[0], "kl"), operands, span, parts)
+        tuning = self.tunings.of(cases[0], "kl_statistics")
+        return _kl.statistics(self._of_two_heads, cases, tuning, operands, span, parts)
 
     def kl_dlogits(
         self,
@@ -48,7 +49,7 @@ class KLKernels(KLKernelSet, Protocol):
         """The same tiles again, turned into the gradient in the student's raw products."""
         from lce_jax.mosaic.common import _kl
 
-        tuning = self.tunings.of(cases[0], "kl")
+        tuning = self.tunings.of(cases[0], "kl_dlogits")
         return _kl.dlogits(self._of_two_heads, cases, tuning, operands, factors, span, columns, student_first)
 
     @property

@@ -106,7 +106,7 @@ class KLMachine(NamedTuple):
         walk: ``(products, steps, offset, visit_all, consume, scratch)`` calls ``consume(tile, multiply, scratch)`` as
             `Machine.walk_tiles` does. A product is ``(matmul, lhs, rhs)``, of as many steps. ``multiply`` has a
             function for each, to be called in turn.
-        held: ``(matmul)``: the scratch in which a tile of p waits.
+        held: ``()``: the scratch in which a tile of p waits.
         staging: as that of `Machine`.
         statistics: the epilogue of the forward's tiles.
         dlogits: the epilogue of the backward's.

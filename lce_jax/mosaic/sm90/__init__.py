@@ -64,8 +64,12 @@ class Kernels(_kernels.Kernels):
 
     def kl_tile_sizes(self, cases: Pair[Case]) -> dict[str, int]:
         """Of both kernels that see two heads."""
-        tuning = self.tunings.of(cases.student, "kl")
-        return {"hidden": tuning.tile_k, "stages": tuning.stages}
+        forward, backward = (self.tunings.of(cases.student, f"kl_{kernel}") for kernel in ("statistics", "dlogits"))
+        return {
+            "hidden": forward.tile_k,
+            "stages forward": forward.stages,
+            "stages backward": backward.stages,
+        }
 
 
 KERNELS = Kernels()

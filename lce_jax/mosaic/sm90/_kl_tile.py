@@ -1,4 +1,4 @@
-"""Two heads' [64, 256] tiles in one warpgroup: the first waits, a block in registers and the others in shared memory.
+"""Two heads' [64, 256] tiles in one warpgroup: the first waits in shared memory for the second.
 
 Two accumulators of 64 x 256 would take all 256 registers of a thread, and narrower tiles read the operands more often.
 """
@@ -22,7 +22,6 @@ from lce_jax.mosaic.sm90 import _pipeline
 from lce_jax.mosaic.sm90._epilogue import HELD
 from lce_jax.mosaic.sm90._hardware import COMPUTE_WARPGROUPS, WARPGROUP_ROWS
 from lce_jax.mosaic.sm90._pipeline import Product
-from lce_jax.mosaic.sm90._tuning import KL_BLOCKS_IN_REGISTERS
 from lce_jax.mosaic.sm90._vocabulary_mask import without_padding
 
 if TYPE_CHECKING:
@@ -44,33 +43,30 @@ def walk(
     _pipeline.walk_products([Product(*own, count) for own, count in pairs], offset, visit_all, consume, scratch)
 
 
-def held(matmul: Matmul) -> Any:
-    """Shared memory for the blocks of a tile that do not stay in registers, of each compute warpgroup."""
-    del matmul
-    shape = (COMPUTE_WARPGROUPS, BLOCKS - KL_BLOCKS_IN_REGISTERS, WARPGROUP_ROWS, STAGING_COLUMNS)
+def held() -> Any:
+    """Shared memory for a tile of each compute warpgroup."""
+    shape = (COMPUTE_WARPGROUPS, BLOCKS, WARPGROUP_ROWS, STAGING_COLUMNS)
     return plgpu.SMEM(shape, jnp.float32, transforms=swizzled(STAGING_COLUMNS, 4))
 
 
 class HeldTile(NamedTuple):
-    """A tile of x that waits for another one."""
+    """A tile of x that waits for that of the other head."""
 
-    in_registers: tuple[Array, ...]  # its first blocks
-    others: Any  # [blocks, 64, 64], of this warpgroup
+    blocks: Any  # [blocks, 64, 64], of this warpgroup
 
     @classmethod
     def of(cls, x: Float[Array, "64 256"], scratch: Any) -> HeldTile:
-        """``x``, its last blocks written to ``scratch``."""
-        blocks, others = [block_of(x, i) for i in range(BLOCKS)], scratch.at[lax.axis_index("wg")]
-        for i, block in enumerate(blocks[KL_BLOCKS_IN_REGISTERS:]):
-            others.at[i][...] = block
-        plgpu.commit_smem()
-        return cls(tuple(blocks[:KL_BLOCKS_IN_REGISTERS]), others)
+        """``x``, written to ``scratch``."""
+        blocks = scratch.at[lax.axis_index("wg")]
+        for i in range(BLOCKS):
+            blocks.at[i][...] = block_of(x, i)
+        return cls(blocks)
 
     def block(self, i: int) -> Float[Array, "64 64"]:
         """Columns 64 i to 64 i + 63."""
-        if i < len(self.in_registers):
-            return self.in_registers[i]
-        return plgpu.load(self.others.at[i - len(self.in_registers)], layout=HELD.layout)
+        # A barrier, beyond which the compiler moves no load: the whole tile at once would spill registers.
+        plgpu.commit_smem()
+        return plgpu.load(self.blocks.at[i], layout=HELD.layout)
 
 
 def block_of(x: Float[Array, "64 256"], i: int) -> Float[Array, "64 64"]:

@@ -68,13 +68,11 @@ BY_KERNEL: Mapping[str, Tuning] = {
     # A cluster is tiles side by side: no two row blocks share a list. Those of a wave read the weight at the same pace.
     "live_dhidden": Tuning(tile_k=64, stages=4, cluster=2, snake=128),
     "live_dweight": Tuning(tile_k=64, stages=4, cluster=2, in_flight=1),  # a cluster is one vocabulary tile
-    # The stages have 96 KiB, because a tile of the other head waits in as many. Four of 32 are waited for less than two
-    # of 64. Not timed.
-    "kl": Tuning(tile_k=32, stages=4, cluster=2),
+    # A tile of the other head waits in 128 KiB, so the stages have 96. Four of 32 are waited for less than two of 64.
+    "kl_statistics": Tuning(tile_k=32, stages=4, cluster=2),
+    "kl_dlogits": Tuning(tile_k=32, stages=3, cluster=2, slots=1),
 }
-KL_BLOCKS_IN_REGISTERS = 1  # of the waiting tile's four blocks of columns; the others wait in shared memory
-KL_HELD_BYTES = (TILE_N - KL_BLOCKS_IN_REGISTERS * STAGING_COLUMNS) * ROW_BLOCK * 4
-
+KL_HELD_BYTES = ROW_BLOCK * TILE_N * 4
 # For a short contraction, where the epilogue counts. Turns hide the epilogue, but read each tile of rhs twice, in steps
 # of half the time. Where few row blocks share a tile of the weight, such a step is too short for the latency of HBM.
 SHORT = Tuning(tile_k=64, stages=5, cluster=2, in_flight=1, turns=2, slots=1)
@@ -111,7 +109,7 @@ class Tunings:
             choice = dataclasses.replace(choice, tile_k=choice.tile_k // 2, stages=choice.stages * 2)
         if kernel == "live_dhidden" and -(-case.hidden_size // TILE_N) % choice.cluster:
             choice = dataclasses.replace(choice, cluster=1)
-        by_row_block = kernel in ("forward", "dlogits", "dhidden", "kl")
+        by_row_block = kernel in ("forward", "dlogits", "dhidden", "kl_statistics", "kl_dlogits")
         if by_row_block and choice.cluster > 1 and row_blocks % choice.cluster and not many:
             choice = dataclasses.replace(choice, cluster=1)  # a cluster's missing row block would cost too much
         return choice
@@ -119,12 +117,12 @@ class Tunings:
     def smem_bytes(self, case: Case) -> dict[str, int]:
         """What a block of each kernel needs of shared memory."""
         itemsize = case.dtype.itemsize
-        return {
-            kernel: self.of(case, kernel).smem_bytes(
-                itemsize, stages_output(case, kernel), KL_HELD_BYTES if kernel == "kl" else 0
-            )
-            for kernel in BY_KERNEL
-        }
+
+        def needed(kernel: str) -> int:
+            held = KL_HELD_BYTES if kernel.startswith("kl") else 0
+            return self.of(case, kernel).smem_bytes(itemsize, stages_output(case, kernel), held)
+
+        return {kernel: needed(kernel) for kernel in BY_KERNEL}
 
     def _is_short(self, case: Case, kernel: str, many: bool) -> bool:
         if kernel == "dweight":
@@ -139,5 +137,5 @@ def _fills_narrow_tiles(case: Case, kernel: str) -> bool:
 
 
 def stages_output(case: Case, kernel: str) -> bool:
-    """Whether a kernel stores tiles of its result: the forward does so for a cache only."""
-    return kernel != "forward" or case.options.cache_bytes > 0
+    """Whether a kernel stores tiles of its result: the forward does so for a cache only, and that of a KL never."""
+    return kernel not in ("forward", "kl_statistics") or (kernel == "forward" and case.options.cache_bytes > 0)
