@@ -19,6 +19,7 @@ from lce_jax._types import (
     ShardStatistics,
     UnsupportedError,
 )
+from lce_jax.mathematics._kl import Pair
 from lce_jax.mathematics._statistics import Normalizer, Parts
 from lce_jax.reference import _logprobs as reference
 from lce_jax.xla import _logprobs as xla
@@ -135,6 +136,15 @@ def _symbolic(name: str, case: Case) -> str | None:
         f"its tiles follow from the shapes, and these are symbolic: {', '.join(symbols)}. Export one program for each "
         'of a few sizes and pad with where=False, or export implementation="reference", which stores the logits'
     )
+
+
+def choose_kl(cases: Pair[Case], mixture: bool) -> tuple[str, dict[str, str]]:
+    """Which implementation serves `lce_jax.linear_kl` of two heads: the kernels, or `xla` and why not they."""
+    symbols = (_symbolic(mosaic.NAME, case) for case in cases)
+    reason = next(filter(None, symbols), None) or mosaic.kl_supports(cases)
+    if reason is None and mixture:
+        reason = 'direction="jsd": no kernel adds up the mixture of both heads'
+    return (mosaic.NAME, {}) if reason is None else (xla.NAME, {mosaic.NAME: reason})
 
 
 def explain(case: Case, implementation: tuple[str, ...] | None, around: Surroundings) -> Plan:

@@ -24,7 +24,7 @@ from lce_jax._plans import ALONE, Plan, Surroundings
 from lce_jax._types import Case, Device, Operands, Primals, RowCoefficients, ShardStatistics, UnsupportedError
 from lce_jax.mathematics._kl import KLCoefficients, KLStatistics, Pair
 from lce_jax.mathematics._statistics import Normalizer, Parts
-from lce_jax.mosaic import _backward, _forward, _generations, _kl, _live, _live_backward, _plan
+from lce_jax.mosaic import _backward, _forward, _generations, _kl, _kl_plan, _live, _live_backward, _plan
 from lce_jax.mosaic._kernel_set import KernelSet
 from lce_jax.xla._kl import KLPlan
 from lce_jax.xla._walk import Shard
@@ -149,6 +149,11 @@ def kl_supports(cases: Pair[Case]) -> str | None:
             return whose + reason
     kernels = _kernels(cases.student)
     return kernels.unproven or kernels.kl_refusal(cases)
+
+
+def kl_plan(plan: KLPlan, around: Surroundings = ALONE) -> Plan:
+    """What `explain` says of it."""
+    return _kl_plan.plan(plan, _kernels(plan.cases.student), NAME, around)
 
 
 @_promotes_ranks

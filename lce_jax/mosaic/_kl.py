@@ -1,8 +1,8 @@
 """`lce_jax.linear_kl` on one shard with kernels: neither head's logits leave the registers and the shared memory.
 
 forward    both heads' products tile by tile, statistics (eq. 6) from the accumulators, merged by eq. 7
-backward   the same tiles again, turned into the gradient of the student's (eq. 8) one chunk of the vocabulary at a time,
-           and the two products of `_backward`
+backward   the same tiles again, turned into the gradient in the student's raw products (eq. 8), one chunk of the
+           vocabulary at a time, and the two products of `_backward`
 
 The functions are those of `lce_jax.xla._kl`, with the same arguments and results. A mixture has no kernels.
 """
@@ -45,14 +45,13 @@ class Calls(NamedTuple):
     @classmethod
     def prepare(cls, plan: KLPlan, shard: Shard, kernels: KernelSet) -> Calls:
         """The call of each head, padded and marked. Both have the columns that both have."""
+        columns: Any = shard.num_columns
+        if columns is None and plan.columns < max(head.weight.shape[0] for head in shard.heads):
+            columns = plan.columns
 
         def call(case: Case, i: int) -> Call:
             tokens, weight = shard.tokens[i], shard.heads[i].weight
-            sizes = {"num_tokens": tokens.hidden.shape[0], "vocab_size": weight.shape[case.options.vocab_dim]}
-            case = dataclasses.replace(case, **sizes)
-            columns = shard.num_columns
-            if columns is None and plan.columns < max(head.weight.shape[0] for head in shard.heads):
-                columns = plan.columns
+            case = dataclasses.replace(case, num_tokens=tokens.hidden.shape[0], vocab_size=weight.shape[0])
             targets = jnp.full((case.num_tokens,), -1, jnp.int32)
             given = Operands(tokens.hidden, weight, targets, tokens.inverse_temperature, shard.num_rows, columns)
             return Call.prepare(given, case, kernels)
@@ -94,7 +93,7 @@ def statistics(plan: KLPlan, shard: Shard, kernels: KernelSet) -> KLStatistics:
     """Eqs. 1 and 6 of the whole shard, [T] each."""
     calls = Calls.prepare(plan, shard, kernels)
     call, operands = calls.student, calls.operands(calls.weights)
-    num_tiles, most = call.shape.tiles_of(plan.columns), launch_tiles(call.case, call.shape, kernels, plan.columns)
+    num_tiles, most = call.shape.tiles_of(plan.columns), launch_tiles(call.shape, kernels, plan.columns)
     start = call.host.vary_like(_kl.no_columns(call.case.num_tokens, jnp.float32), call.prepared)
 
     def window(first: Any, running: KLStatistics) -> KLStatistics:
@@ -112,7 +111,7 @@ def statistics(plan: KLPlan, shard: Shard, kernels: KernelSet) -> KLStatistics:
     return call.host.loop(range(0, num_tiles, most), window, start)
 
 
-def launch_tiles(case: Case, shape: Geometry, kernels: KernelSet, columns: int) -> int:
+def launch_tiles(shape: Geometry, kernels: KernelSet, columns: int) -> int:
     """Vocabulary tiles whose partial statistics exist at a time: within the budget, even launches."""
     num_tiles = shape.tiles_of(columns)
     most = max(kernels.budget.statistics_bytes // (4 * FIELDS * shape.padded_tokens), 1)

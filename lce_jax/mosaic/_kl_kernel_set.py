@@ -55,7 +55,6 @@ class KLKernelSet(Protocol):
     ) -> Float[Array, "T columns"]:
         """Eq. 8 in the student's raw products, in its weight's dtype, at the beginning of ``columns``.
 
-        ``factors`` are the `KLCoefficients` in base 2: exp2 gives the exponentials, and u_p - v_q is in base 2 too. Zero
-        on columns that are padding or do not exist; tiles after the span and row blocks without a live row are left
-        unwritten.
+        ``factors`` are the `KLCoefficients` in base 2, where u_p - v_q is log2 e times that of eq. 8. Zero on columns
+        that are padding or do not exist; tiles after the span and row blocks without a live row are left unwritten.
         """

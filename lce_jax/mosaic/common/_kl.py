@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from lce_jax._types import Case, Options
 from lce_jax.mathematics._kl import KLCoefficients, KLStatistics

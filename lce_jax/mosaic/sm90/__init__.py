@@ -3,7 +3,7 @@
 pipeline         _pipeline.py         tiles of a product: copies, wgmma, the registers of two warpgroups
 statistics       _statistics.py       the forward's epilogue: eq. 1 of a tile of logits; the exponentials for a cache
 dlogits          _dlogits.py          the backward's: the same tile again, turned into the gradient in the raw products
-two heads        _kl.py, _kl_tile.py  both epilogues of `lce_jax.linear_kl`, and the tile that waits for the other head's
+two heads        _kl.py, _kl_tile.py  both epilogues of `lce_jax.linear_kl`; the tile that waits for the other head's
 """
 
 from __future__ import annotations
