@@ -33,7 +33,7 @@ def plan(kl: KLPlan, kernels: KernelSet, name: str, around: Surroundings) -> Pla
             "backward chunk": chunk,
         },
         forward_bytes=vectors * (launch + 1) + sum(of.forward for of in copies),
-        backward_bytes=shape.tokens * chunk * student.dtype.itemsize
+        backward_bytes=shape.padded_tokens * chunk * student.dtype.itemsize
         + sums
         + vectors
         + copies[0].backward
