@@ -18,7 +18,7 @@ from lce_jax.mosaic._kl_kernel_set import KLOperands
 from lce_jax.mosaic._pallas import plgpu
 from lce_jax.mosaic._span import Span
 from lce_jax.mosaic.common import _logits
-from lce_jax.mosaic.common._machine import KLMachine, Matmul, Offset, Tile
+from lce_jax.mosaic.common._machine import KLMachine, Matmul, Offset, Product, Tile
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Float, Int
@@ -152,6 +152,6 @@ def _walk(
 ) -> None:
     """Over the logits of the live row groups and the span's vocabulary tiles."""
     visit_all = _logits.visit_all(matmuls[0], span)
-    pairs = [(matmuls[0], *arrays[:2]), (matmuls[1], *arrays[2:])]
-    steps = [_logits.num_steps(matmul) for matmul in matmuls]
-    machine.walk(pairs, steps, Offset(column=span.offset), visit_all, consume, scratch)
+    of_heads = zip(matmuls, arrays[::2], arrays[1::2], strict=True)
+    products = [Product(matmul, hidden, weight, _logits.num_steps(matmul)) for matmul, hidden, weight in of_heads]
+    machine.walk(products, Offset(column=span.offset), visit_all, consume, scratch)

@@ -86,6 +86,19 @@ class Tile(NamedTuple):
     locate: Callable[[Any], Place] | None = None  # where the operands of a step lie; None: one after the other
 
 
+class Product(NamedTuple):
+    """One of the products of a tile, whose operands go through the same stages."""
+
+    matmul: Matmul
+    lhs: Any
+    rhs: Any
+    num_steps: int | None = None  # None: those of the tile
+
+    def part(self, tile: Tile) -> Tile:
+        """The tile as this product takes it."""
+        return tile if self.num_steps is None else tile._replace(num_steps=self.num_steps)
+
+
 class Offset(NamedTuple):
     """Where in rhs the columns and the contraction begin: multiples of `Matmul.column_grain`."""
 
@@ -103,9 +116,8 @@ class KLMachine(NamedTuple):
 
     Attributes:
         kernel: as that of `Machine`.
-        walk: ``(products, steps, offset, visit_all, consume, scratch)`` calls ``consume(tile, multiply, scratch)`` as
-            `Machine.walk_tiles` does. A product is ``(matmul, lhs, rhs)``, of as many steps. ``multiply`` has a
-            function for each, to be called in turn.
+        walk: ``(products, offset, visit_all, consume, scratch)`` calls ``consume(tile, multiply, scratch)`` as
+            `Machine.walk_tiles` does. ``multiply`` has a function for each `Product`, to be called in turn.
         held: ``()``: the scratch in which a tile of p waits.
         staging: as that of `Machine`.
         statistics: the epilogue of the forward's tiles.

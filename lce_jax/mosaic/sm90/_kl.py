@@ -99,7 +99,7 @@ def staging(matmul: Matmul, columns: int, dtype: Any) -> Any:
 
 MACHINE = KLMachine(
     kernel=_pipeline.kernel,
-    walk=_kl_tile.walk,
+    walk=_pipeline.walk_products,
     held=_kl_tile.held,
     staging=staging,
     statistics=statistics,

@@ -6,7 +6,6 @@ Two accumulators of 64 x 256 would take all 256 registers of a thread, and narro
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax.numpy as jnp
@@ -16,31 +15,16 @@ from lce_jax._types import Options
 from lce_jax.mosaic._pallas import plgpu
 from lce_jax.mosaic.common._held import softcap
 from lce_jax.mosaic.common._kl import Where
-from lce_jax.mosaic.common._machine import Matmul, Offset, VisitAll, swizzled
+from lce_jax.mosaic.common._machine import swizzled
 from lce_jax.mosaic.common._tiles import STAGING_COLUMNS, TILE_N
-from lce_jax.mosaic.sm90 import _pipeline
 from lce_jax.mosaic.sm90._epilogue import HELD
 from lce_jax.mosaic.sm90._hardware import COMPUTE_WARPGROUPS, WARPGROUP_ROWS
-from lce_jax.mosaic.sm90._pipeline import Product
 from lce_jax.mosaic.sm90._vocabulary_mask import without_padding
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Float
 
 BLOCKS = TILE_N // STAGING_COLUMNS
-
-
-def walk(
-    products: Sequence[tuple[Matmul, Any, Any]],
-    steps: Sequence[int],
-    offset: Offset,
-    visit_all: VisitAll,
-    consume: Any,
-    scratch: Any,
-) -> None:
-    """`_pipeline.walk_products`."""
-    pairs = zip(products, steps, strict=True)
-    _pipeline.walk_products([Product(*own, count) for own, count in pairs], offset, visit_all, consume, scratch)
 
 
 def held() -> Any:

@@ -31,30 +31,22 @@ from jax import lax
 
 from lce_jax.mosaic import _pallas
 from lce_jax.mosaic._pallas import pl, plgpu
-from lce_jax.mosaic.common._machine import Matmul, Offset, Tile, VisitAll, multiple_of, next_place, swizzled
+from lce_jax.mosaic.common._machine import (
+    Matmul,
+    Offset,
+    Product,
+    Tile,
+    VisitAll,
+    multiple_of,
+    next_place,
+    swizzled,
+)
 from lce_jax.mosaic.common._tiles import ROW_BLOCK, widest_swizzle
 from lce_jax.mosaic.sm90._hardware import COMPUTE_REGISTERS, COMPUTE_WARPGROUPS, MEMORY_REGISTERS, WARPGROUP_ROWS
 from lce_jax.mosaic.sm90._tuning import Tuning
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Float
-
-
-class Product(NamedTuple):
-    """One of the products of a tile, whose operands go through the same stages."""
-
-    matmul: Matmul
-    lhs: Any
-    rhs: Any
-    num_steps: int | None = None  # None: those of the tile
-
-    def part(self, tile: Tile) -> Tile:
-        """The tile as this product takes it."""
-        return tile if self.num_steps is None else tile._replace(num_steps=self.num_steps)
-
-    def steps(self, tile: Tile) -> Any:
-        """Those of a block."""
-        return self.matmul.tuning.turns * self.part(tile).num_steps
 
 
 def walk_tiles(
@@ -94,9 +86,9 @@ def walk_products(
 
             def visit(tile: Tile, before: Any) -> Any:
                 for product in products:
-                    step = functools.partial(_fetch_step, product, ring, offset, tile, before)
-                    lax.fori_loop(0, product.steps(tile), step, None)
-                    before = before + product.steps(tile)
+                    step = functools.partial(_fetch, product, ring, offset, product.part(tile), before)
+                    lax.fori_loop(0, _steps(product, tile), step, None)
+                    before = before + _steps(product, tile)
                 return before
 
             # A block must not exit before its neighbour's copies into it have landed.
@@ -108,20 +100,30 @@ def walk_products(
             plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
 
             def visit(tile: Tile, before: Any) -> Any:
-                multiply = []
-                for product in products:
-                    multiply.append(functools.partial(_multiply, product.matmul, ring, product.part(tile), before))
-                    before = before + product.steps(tile)
+                multiply = [
+                    functools.partial(_multiply_one, products, i, ring, tile, before) for i in range(len(products))
+                ]
                 consume(tile, multiply, scratch)
-                return before
+                return _steps_before(products, len(products), tile, before)
 
             visit_all(visit, jnp.int32(0))
 
         lax.cond(lax.axis_index("wg") == COMPUTE_WARPGROUPS, fetch, compute)
 
 
-def _fetch_step(product: Product, ring: Ring, offset: Offset, tile: Tile, before: Any, i: Any, _: None) -> None:
-    _fetch(product.matmul, ring, product.lhs, product.rhs, offset, product.part(tile), i, before)
+def _steps(product: Product, tile: Tile) -> Any:
+    """Those of a block in a product of a tile."""
+    return product.matmul.tuning.turns * product.part(tile).num_steps
+
+
+def _steps_before(products: Sequence[Product], number: int, tile: Tile, before: Any) -> Any:
+    """Those before a product of a tile, ``before`` being those before the tile."""
+    return functools.reduce(lambda total, product: total + _steps(product, tile), products[:number], before)
+
+
+def _multiply_one(products: Sequence[Product], number: int, ring: Ring, tile: Tile, before: Any) -> Array:
+    product = products[number]
+    return _multiply(product.matmul, ring, product.part(tile), _steps_before(products, number, tile, before))
 
 
 class Ring(NamedTuple):
@@ -157,8 +159,9 @@ def _stage(matmul: Matmul, step: Any) -> Any:
     return lax.rem(step, jnp.int32(matmul.tuning.stages))
 
 
-def _fetch(matmul: Matmul, ring: Ring, lhs: Any, rhs: Any, offset: Offset, tile: Tile, step: Any, before: Any) -> None:
+def _fetch(product: Product, ring: Ring, offset: Offset, tile: Tile, before: Any, step: Any, _: None) -> None:
     """Starts the copies of one step once its stage is free; TMA fills what lies outside with zeros."""
+    matmul, lhs, rhs = product[:3]
     tuning, stage = matmul.tuning, _stage(matmul, before + step)
     found = None if tile.locate is None else tile.locate(_of_turn(tuning, tile, step)[1])  # while the stage is in use
     pl.when(before + step >= tuning.stages)(lambda: plgpu.barrier_wait(ring.consumed.at[stage]))
