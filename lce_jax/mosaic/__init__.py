@@ -147,8 +147,7 @@ def kl_supports(cases: Pair[Case]) -> str | None:
         reason = _generations.refusal(case)
         if reason is not None:
             return whose + reason
-    kernels = _kernels(cases.student)
-    return kernels.unproven or kernels.kl_refusal(cases)
+    return _kernels(cases.student).kl_refusal(cases)
 
 
 def kl_plan(plan: KLPlan, around: Surroundings = ALONE) -> Plan:

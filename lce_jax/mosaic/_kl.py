@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from lce_jax._shapes import Array, Float
 
 FIELDS = len(KLStatistics._fields)
+MERGED = FIELDS + 3  # numbers of each token and tile: XLA stores three more as it merges them
 
 
 class Calls(NamedTuple):
@@ -103,30 +104,33 @@ def statistics(plan: KLPlan, shard: Shard, kernels: KernelSet) -> KLStatistics:
         parts = call.host.empty((most, FIELDS, call.shape.padded_tokens), jnp.float32)
         parts = kernels.kl_statistics(calls.cases, operands, span, call.host.vary_like(parts, call.prepared))
         with jax.named_scope("join_tiles"):
-            found = _kl.merge(_in_nats(parts[..., : call.case.num_tokens], count), calls.scales)
+            own = _of_tiles(parts[..., : call.case.num_tokens], None if num_tiles <= most else count)
+            found = _kl.merge(own, calls.scales)
             if num_tiles <= most:
                 return found
             return _kl.merge(jax.tree.map(lambda *x: jnp.stack(x), running, found), calls.scales)
 
-    return call.host.loop(range(0, num_tiles, most), window, start)
+    found = call.host.loop(range(0, num_tiles, most), window, start)
+    max_p, max_q, at_p = (jnp.where(found.sum_p == 0.0, MASKED, x) for x in found.references)
+    return found._replace(max_p=max_p, max_q=max_q, at_p=at_p)
 
 
 def launch_tiles(shape: Geometry, kernels: KernelSet, columns: int) -> int:
     """Vocabulary tiles whose partial statistics exist at a time: within the budget, even launches."""
     num_tiles = shape.tiles_of(columns)
-    most = max(kernels.budget.statistics_bytes // (4 * FIELDS * shape.padded_tokens), 1)
+    most = max(kernels.budget.statistics_bytes // (4 * MERGED * shape.padded_tokens), 1)
     return -(-num_tiles // -(-num_tiles // most))
 
 
-def _in_nats(parts: Float[Array, "tiles 6 T"], count: Any) -> KLStatistics:
-    """The statistics of each tile as eq. 6 has them; those after the first ``count`` have no columns."""
-    there = jnp.arange(parts.shape[0], dtype=jnp.int32)[:, None] < count
-    stats = KLStatistics(*jnp.moveaxis(parts, 1, 0))
+def _of_tiles(parts: Float[Array, "tiles 6 T"], count: Any) -> KLStatistics:
+    """The statistics of each tile, with ``cross`` in nats. Those after the first ``count`` have no columns."""
+    stats = KLStatistics(*(parts[:, i] for i in range(FIELDS)))
     stats = stats._replace(cross=stats.cross * (1.0 / LOG2E))
-    some = there & (stats.sum_p != 0.0)  # also where it is NaN
-    return KLStatistics(
-        *(jnp.where(some, x, MASKED) for x in stats.references), *(jnp.where(some, x, 0.0) for x in stats.sums)
-    )
+    if count is None:
+        return stats
+    there = jnp.arange(parts.shape[0], dtype=jnp.int32)[:, None] < count
+    none = _kl.no_columns(1, parts.dtype)
+    return jax.tree.map(lambda x, other: jnp.where(there, x, other), stats, none)
 
 
 def gradients(plan: KLPlan, shard: Shard, rows: KLCoefficients, kernels: KernelSet) -> Primals:

@@ -19,7 +19,8 @@ def plan(kl: KLPlan, kernels: KernelSet, name: str, around: Surroundings) -> Pla
     copies = [_plan.copied_bytes(case, geometry(case, kernels.tiling), around) for case in kl.cases]
     launch = _kl.launch_tiles(shape, kernels, kl.columns)
     chunk = _chunks.chunk_tiles(student, shape, kernels.budget, shape.num_tiles) * shape.tile
-    vectors = 4 * _kl.FIELDS * shape.padded_tokens
+    vector = 4 * shape.padded_tokens
+    merged = vector * (_kl.MERGED - _kl.FIELDS) * launch
     sums = 4 * math.prod(_dhidden.sums_shape(student, shape))
     columns = min(student.vocab_size, teacher.vocab_size)
     return Plan(
@@ -32,10 +33,11 @@ def plan(kl: KLPlan, kernels: KernelSet, name: str, around: Surroundings) -> Pla
             **kernels.kl_tile_sizes(kl.cases),
             "backward chunk": chunk,
         },
-        forward_bytes=vectors * (launch + 1) + sum(of.forward for of in copies),
+        # The copies are gone when the tiles' statistics are merged.
+        forward_bytes=vector * (_kl.FIELDS * (launch + 2)) + max(sum(of.forward for of in copies), merged),
         backward_bytes=shape.padded_tokens * chunk * student.dtype.itemsize
         + sums
-        + vectors
+        + vector * _kl.FIELDS
         + copies[0].backward
         + copies[1].forward,
         kept_bytes=_kl.FIELDS * 4 * student.num_tokens,
