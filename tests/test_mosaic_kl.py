@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lce_jax import _devices, explain, linear_kl
+from lce_jax import _devices, explain, linear_kl, sharded_linear_kl
 from lce_jax.call._kl import KLCall
 from lce_jax.mathematics._kl import Pair
 from lce_jax.mosaic import _generations, sm90
@@ -122,6 +122,24 @@ def test_is_planned() -> None:
     assert plan.kept_bytes == 6 * 4 * 4096
     assert max(plan.forward_bytes, plan.backward_bytes) < 0.4 * 2**30
     assert "teacher (hidden size 2,048, bfloat16)" in str(plan)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_a_program_with_kernels_runs_elsewhere_without_them() -> None:
+    """Traced for a GPU and lowered for the CPU, in a shard."""
+    test = call("elsewhere", leading=(4, 6), H=64, G=64, V=256, dtypes=BFLOAT16, where=True)
+    drawn = draw(test)
+    mesh = jax.make_mesh((1, 1), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+    def loss(hidden: Any, weight: Any) -> Any:
+        kl = sharded_linear_kl(hidden, weight, *drawn.teacher, mesh=mesh, batch_axes="data", **drawn.options)
+        return jnp.sum(drawn.seed * kl), kl
+
+    gradients, kl = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))(*drawn.student)
+    want = expected(drawn)
+    assert oracle.value_error(kl, want.kl) < 4e-6
+    for got, true in zip(gradients, want.gradients, strict=True):
+        assert oracle.relative_norm(got, true) < 4e-3
 
 
 REFUSED = {

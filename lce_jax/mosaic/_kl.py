@@ -95,14 +95,14 @@ def statistics(plan: KLPlan, shard: Shard, kernels: KernelSet) -> KLStatistics:
     calls = Calls.prepare(plan, shard, kernels)
     call, operands = calls.student, calls.operands(calls.weights)
     num_tiles, most = call.shape.tiles_of(plan.columns), launch_tiles(call.shape, kernels, plan.columns)
-    start = call.host.vary_like(_kl.no_columns(call.case.num_tokens, jnp.float32), call.prepared)
+    start = _jax.vary_like(_kl.no_columns(call.case.num_tokens, jnp.float32), shard)
 
     def window(first: Any, running: KLStatistics) -> KLStatistics:
         count = least(num_tiles - first, most)
         column = first * call.shape.tile
         span = call.span(column=column, num_tiles=count, offset=column, slot=0)
         parts = call.host.empty((most, FIELDS, call.shape.padded_tokens), jnp.float32)
-        parts = kernels.kl_statistics(calls.cases, operands, span, call.host.vary_like(parts, call.prepared))
+        parts = kernels.kl_statistics(calls.cases, operands, span, _jax.vary_like(parts, shard))
         with jax.named_scope("join_tiles"):
             own = _of_tiles(parts[..., : call.case.num_tokens], None if num_tiles <= most else count)
             found = _kl.merge(own, calls.scales)

@@ -42,6 +42,7 @@ class HeldTile(NamedTuple):
     def of(cls, x: Float[Array, "64 256"], scratch: Any) -> HeldTile:
         """``x``, written to ``scratch``."""
         blocks = scratch.at[lax.axis_index("wg")]
+        plgpu.commit_smem()  # all threads have read the tile before
         for i in range(BLOCKS):
             blocks.at[i][...] = block_of(x, i)
         return cls(blocks)
