@@ -144,7 +144,9 @@ def choose_kl(cases: Pair[Case], mixture: bool) -> tuple[str, dict[str, str]]:
     reason = next(filter(None, symbols), None) or mosaic.kl_supports(cases)
     if reason is None and mixture:
         reason = 'direction="jsd": no kernel adds up the mixture of both heads'
-    return (mosaic.NAME, {}) if reason is None else (xla.NAME, {mosaic.NAME: reason})
+    name, refused = (mosaic.NAME, {}) if reason is None else (xla.NAME, {mosaic.NAME: reason})
+    _log_choice(name, cases.student.device.platform, tuple(refused.items()), "divergences of two heads")
+    return name, refused
 
 
 def explain(case: Case, implementation: tuple[str, ...] | None, around: Surroundings) -> Plan:
@@ -164,6 +166,8 @@ def _log_unproven(name: str, kind: str, reason: str) -> None:
 
 
 @functools.cache
-def _log_choice(name: str, platform: str, refused: tuple[tuple[str, str], ...]) -> None:
+def _log_choice(
+    name: str, platform: str, refused: tuple[tuple[str, str], ...], what: str = "linear log-probabilities"
+) -> None:
     reasons = "".join(f"; not {other}: {reason}" for other, reason in refused)
-    _logger.info("linear log-probabilities on %s: %s%s", platform, name, reasons)
+    _logger.info("%s on %s: %s%s", what, platform, name, reasons)
