@@ -19,6 +19,7 @@ from lce_jax._types import (
     ShardStatistics,
     UnsupportedError,
 )
+from lce_jax.mathematics._kl import Pair
 from lce_jax.mathematics._statistics import Normalizer, Parts
 from lce_jax.reference import _logprobs as reference
 from lce_jax.xla import _logprobs as xla
@@ -137,6 +138,17 @@ def _symbolic(name: str, case: Case) -> str | None:
     )
 
 
+def choose_kl(cases: Pair[Case], mixture: bool) -> tuple[str, dict[str, str]]:
+    """Which implementation serves `lce_jax.linear_kl` of two heads: the kernels, or `xla` and why not they."""
+    symbols = (_symbolic(mosaic.NAME, case) for case in cases)
+    reason = next(filter(None, symbols), None) or mosaic.kl_supports(cases)
+    if reason is None and mixture:
+        reason = 'direction="jsd": no kernel adds up the mixture of both heads'
+    name, refused = (mosaic.NAME, {}) if reason is None else (xla.NAME, {mosaic.NAME: reason})
+    _log_choice(name, cases.student.device.platform, tuple(refused.items()), "divergences of two heads")
+    return name, refused
+
+
 def explain(case: Case, implementation: tuple[str, ...] | None, around: Surroundings) -> Plan:
     """The plan of the implementation that `choose` picks, with the reasons of those before it."""
     chosen, refused = choose(case, implementation)
@@ -154,6 +166,8 @@ def _log_unproven(name: str, kind: str, reason: str) -> None:
 
 
 @functools.cache
-def _log_choice(name: str, platform: str, refused: tuple[tuple[str, str], ...]) -> None:
+def _log_choice(
+    name: str, platform: str, refused: tuple[tuple[str, str], ...], what: str = "linear log-probabilities"
+) -> None:
     reasons = "".join(f"; not {other}: {reason}" for other, reason in refused)
-    _logger.info("linear log-probabilities on %s: %s%s", platform, name, reasons)
+    _logger.info("%s on %s: %s%s", what, platform, name, reasons)

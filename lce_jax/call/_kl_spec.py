@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from lce_jax import _dispatch
 from lce_jax._types import Case, Options
 from lce_jax.call._spec import Spec
 from lce_jax.mathematics._kl import Pair
@@ -23,6 +24,7 @@ class KLSpec:
 
     models: Pair[Spec]
     student_first: bool  # as in `KLPlan`
+    mixture: bool = False  # a JSD, which has a pass more
     mesh: Any = None  # as `Spec.mesh`
 
     @property
@@ -46,6 +48,11 @@ class KLSpec:
         return self.models.student.requested
 
     @property
+    def implementation(self) -> str:
+        """The one that serves it, with kernels or without."""
+        return _dispatch.choose_kl(self._cases, self.mixture)[0]
+
+    @property
     def as_traced(self) -> KLSpec:
         """The same: no implementation stands in for another."""
         return self
@@ -67,4 +74,8 @@ class KLSpec:
 
     def plan(self, columns: int) -> KLPlan:
         """That of a shard with ``columns``."""
-        return KLPlan(Pair(*(spec.case for spec in self.models)), self.student_first, columns)
+        return KLPlan(self._cases, self.student_first, columns)
+
+    @property
+    def _cases(self) -> Pair[Case]:
+        return Pair(*(spec.case for spec in self.models))

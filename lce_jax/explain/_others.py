@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
+from lce_jax import _dispatch, mosaic
 from lce_jax._types import is_array
 from lce_jax.call import _arguments, _checks, _options
 from lce_jax.call._kl import KLCall
@@ -79,4 +80,7 @@ def of_kl(
     columns = min(spec.case.vocab_size for spec in specs)
     if shards == 1 and checked.axis_name is None:
         columns = min(columns, specs.student.vocab_size)
-    return _kl_plan.plan(KLSpec(specs, student_first=False).plan(columns), found.around)
+    planned = KLSpec(specs, student_first=False).plan(columns)
+    name, refused = _dispatch.choose_kl(planned.cases, mixture=False)
+    plan = mosaic.kl_plan if name == mosaic.NAME else _kl_plan.plan
+    return dataclasses.replace(plan(planned, found.around), refused=refused)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -115,7 +114,8 @@ class Running(NamedTuple):
 
 def merge(parts: KLStatistics, scales: tuple[RowScale, RowScale]) -> KLStatistics:
     """Eqs. 2 and 7 over the leading axis: fields [N, T] in, [T] out, summed in the order of the axis."""
-    references = functools.reduce(_union, zip(*parts.references, strict=True))
+    max_p, max_q = jnp.max(parts.max_p, axis=0), jnp.max(parts.max_q, axis=0)
+    references = max_p, max_q, jnp.max(jnp.where(parts.max_p == max_p[None], parts.at_p, MASKED), axis=0)
     beside = jax.tree.map(lambda x: x if isinstance(x, float | int) else x[None], (references, scales))
     return KLStatistics(*references, *(jnp.sum(x, axis=0) for x in _sums_relative_to(beside[0], parts, beside[1])))
 

@@ -22,9 +22,12 @@ import jax
 
 from lce_jax._plans import ALONE, Plan, Surroundings
 from lce_jax._types import Case, Device, Operands, Primals, RowCoefficients, ShardStatistics, UnsupportedError
+from lce_jax.mathematics._kl import KLCoefficients, KLStatistics, Pair
 from lce_jax.mathematics._statistics import Normalizer, Parts
-from lce_jax.mosaic import _backward, _forward, _generations, _live, _live_backward, _plan
+from lce_jax.mosaic import _backward, _forward, _generations, _kl, _kl_plan, _live, _live_backward, _plan
 from lce_jax.mosaic._kernel_set import KernelSet
+from lce_jax.xla._kl import KLPlan
+from lce_jax.xla._walk import Shard
 
 NAME = "mosaic_gpu"
 
@@ -136,6 +139,32 @@ def gradients(
         return Primals(*_live_backward.gradients(operands, case, _kernels(case), rows, cache, dweight))
     allowed = (may_round_dhidden, may_overwrite_cache)
     return Primals(*_backward.gradients(operands, case, _kernels(case), rows, cache, *allowed, dweight))
+
+
+def kl_supports(cases: Pair[Case]) -> str | None:
+    """Why the kernels cannot serve `lce_jax.linear_kl` of two heads."""
+    for whose, case in zip(("", "the teacher: "), cases, strict=True):
+        reason = _generations.refusal(case)
+        if reason is not None:
+            return whose + reason
+    return _kernels(cases.student).kl_refusal(cases)
+
+
+def kl_plan(plan: KLPlan, around: Surroundings = ALONE) -> Plan:
+    """What `explain` says of it."""
+    return _kl_plan.plan(plan, _kernels(plan.cases.student), NAME, around)
+
+
+@_promotes_ranks
+def kl_statistics(plan: KLPlan, shard: Shard) -> KLStatistics:
+    """`lce_jax.xla._kl.statistics`, with kernels."""
+    return _kl.statistics(plan, shard, _kernels(plan.cases.student))
+
+
+@_promotes_ranks
+def kl_gradients(plan: KLPlan, shard: Shard, rows: KLCoefficients) -> Primals:
+    """`lce_jax.xla._kl.gradients`, with kernels."""
+    return _kl.gradients(plan, shard, rows, _kernels(plan.cases.student))
 
 
 def _kernels(case: Case) -> KernelSet:

@@ -10,6 +10,7 @@ from lce_jax.mosaic._cache import Cache
 from lce_jax.mosaic._candidate_kernel_set import CandidateKernelSet
 from lce_jax.mosaic._chunks import Budget
 from lce_jax.mosaic._geometry import Tiling
+from lce_jax.mosaic._kl_kernel_set import KLKernelSet
 from lce_jax.mosaic._live_kernel_set import LiveKernelSet
 from lce_jax.mosaic._operands import Marked, Prepared
 
@@ -24,7 +25,7 @@ class Parted(NamedTuple):
     tiles: int  # of a part
 
 
-class KernelSet(LiveKernelSet, CandidateKernelSet, Protocol):
+class KernelSet(LiveKernelSet, CandidateKernelSet, KLKernelSet, Protocol):
     """The kernels of one generation of GPUs: what they are cut for, what they refuse, and their launches.
 
     Each launch gets a packed `Span`: the vocabulary tiles it covers, and the live rows and columns.

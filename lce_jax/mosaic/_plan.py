@@ -18,7 +18,7 @@ def plan(case: Case, kernels: KernelSet, name: str, around: Surroundings) -> Pla
     of_gradients = geometry(case.without_parts, kernels.tiling)
     backward = _backward_columns(case, of_gradients, kernels)
     live = _live_bytes(case, shape, kernels)
-    copies = _copied_bytes(case, shape, around)
+    copies = copied_bytes(case, shape, around)
     launch = _chunks.launch_tiles(case, shape, kernels.budget)
     groups = _chunks.num_groups(shape)
     gathered = groups * around.shards if around.shards > 1 else 0
@@ -78,12 +78,12 @@ def _live_bytes(case: Case, shape: Geometry, kernels: KernelSet) -> _Live:
     return _Live(maxima, 4 * math.prod(kernels.live_shape(case)), lists)
 
 
-class _Copies(NamedTuple):
+class Copies(NamedTuple):
     forward: int  # bytes
     backward: int
 
 
-def _copied_bytes(case: Case, shape: Geometry, around: Surroundings) -> _Copies:
+def copied_bytes(case: Case, shape: Geometry, around: Surroundings) -> Copies:
     """Copies of operands and of gradients that a pass makes beside the kernels."""
     hidden = case.num_tokens * case.hidden_size * case.dtype.itemsize
     compacted = hidden if case.partial_rows else 0
@@ -92,7 +92,7 @@ def _copied_bytes(case: Case, shape: Geometry, around: Surroundings) -> _Copies:
     in_float32 = case.num_tokens * case.hidden_size * 4 if case.options.mean_logit else 0  # hidden, for its mean logit
     summed = case.vocab_size * case.hidden_size * case.dtype.itemsize if around.sums_dweight else 0
     both = padded + gathered + in_float32
-    return _Copies(both + compacted, both + 2 * compacted + summed)
+    return Copies(both + compacted, both + 2 * compacted + summed)
 
 
 def _same_bits(case: Case, shape: Geometry, around: Surroundings) -> str:

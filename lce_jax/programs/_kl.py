@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
-from lce_jax._types import Primals
+from lce_jax import mosaic
+from lce_jax._types import CPU, Primals
 from lce_jax.call import _rows, _scales
 from lce_jax.call._kl_spec import KLSpec
 from lce_jax.call._rows import Rows
@@ -16,6 +20,7 @@ from lce_jax.mathematics import _kl, _kl_mixture, _logprobs
 from lce_jax.mathematics._kl import KLStatistics, Pair
 from lce_jax.mathematics._kl_mixture import Mixture, MixtureSums
 from lce_jax.mesh import _collectives
+from lce_jax.mesh._by_platform import by_platform
 from lce_jax.programs import _one_device
 from lce_jax.xla import _kl as _kl_tiles
 from lce_jax.xla._kl import KLPlan
@@ -35,7 +40,7 @@ def forward(spec: KLSpec, primals: Pair[Primals], rows: Pair[Rows]) -> tuple[Arr
     scales = _scales_of(spec, rows)
     with jax.named_scope("lce_kl_statistics"):
         plan, shard, order = _shard_of(spec, primals, rows, scales)
-        stats = _kl_tiles.statistics(plan, shard)
+        stats = _run(spec, plan, mosaic.kl_statistics, _kl_tiles.statistics, shard)
     stats = stats if order is None else _rows.expand(order, stats)
     axis_name, of_rows = spec.models.student.axis_name, _row_scales(spec, scales)
     if axis_name is not None:
@@ -88,10 +93,24 @@ def backward(spec: KLSpec, primals: Pair[Primals], rows: Pair[Rows], kept: Kept,
         plan, shard, order = _shard_of(spec, primals, rows, scales)
         if order is not None:
             coefficients = jax.tree.map(lambda x: x[order.source], coefficients)
-        gradients = _kl_tiles.gradients(plan, shard, coefficients)
+        gradients = _run(spec, plan, mosaic.kl_gradients, _kl_tiles.gradients, shard, coefficients)
     dhidden = gradients.hidden if order is None else _rows.expand(order, gradients.hidden)
     dhidden = dhidden if live is None else jnp.where(live[:, None], dhidden, 0.0)
     return _one_device.reduced(own, gradients._replace(hidden=dhidden), primals.student)
+
+
+def _run(
+    spec: KLSpec, plan: KLPlan, kernels: Callable[..., Any], tiles: Callable[..., Any], shard: Shard, *rows: Any
+) -> Any:
+    """With kernels, if they serve the call and the program is lowered for their platform, else in tiles of plain XLA.
+
+    The backward's logits have the forward's bits, because both passes are chosen alike.
+    """
+    if spec.implementation != mosaic.NAME:
+        return tiles(plan, shard, *rows)
+    cases = Pair(*(dataclasses.replace(case, device=CPU) for case in plan.cases))
+    elsewhere = functools.partial(tiles, dataclasses.replace(plan, cases=cases))
+    return by_platform(functools.partial(kernels, plan), elsewhere, shard, *rows, device=spec.case.device)
 
 
 def _scales_of(spec: KLSpec, rows: Pair[Rows]) -> Pair[Scales]:

@@ -28,11 +28,11 @@ def plan(kl: KLPlan, around: Surroundings) -> Plan:
             f"linear_kl: of the forward {format_bytes(held.forward - alone.forward)} for the teacher (hidden size "
             f"{teacher.hidden_size:,}, {teacher.dtype.name}): a tile of its logits, the tile's columns, its tokens",
         ),
-        stored=_stored(kl, columns),
+        stored=stored(kl, columns),
     )
 
 
-def _stored(kl: KLPlan, columns: int) -> PassBytes:
+def stored(kl: KLPlan, columns: int) -> PassBytes:
     """Of plain JAX code, two products and two log-softmaxes: their results, and a gradient where it fits nowhere."""
     case, logits = kl.cases.student, kl.cases.student.num_tokens * columns
     item, stat = case.dtype.itemsize, kl.dtype.itemsize

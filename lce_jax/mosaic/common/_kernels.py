@@ -13,13 +13,14 @@ from lce_jax.mosaic._cache import Cache
 from lce_jax.mosaic._kernel_set import KernelSet, Parted
 from lce_jax.mosaic._operands import Marked, Prepared
 from lce_jax.mosaic.common._candidate_kernels import CandidateKernels
+from lce_jax.mosaic.common._kl_kernels import KLKernels
 from lce_jax.mosaic.common._live_kernels import LiveKernels
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Float, Int
 
 
-class Kernels(LiveKernels, CandidateKernels, KernelSet, Protocol):
+class Kernels(LiveKernels, CandidateKernels, KLKernels, KernelSet, Protocol):
     """The part of a `KernelSet` that every generation has in common."""
 
     def statistics(

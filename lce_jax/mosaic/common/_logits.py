@@ -13,7 +13,7 @@ from lce_jax.mosaic._pallas import plgpu
 from lce_jax.mosaic._span import Span
 from lce_jax.mosaic._worklist import Batch
 from lce_jax.mosaic.common import _parts
-from lce_jax.mosaic.common._machine import Machine, Matmul, Offset, Tile, Visit, row_groups
+from lce_jax.mosaic.common._machine import Machine, Matmul, Offset, Tile, Visit, VisitAll, row_groups
 from lce_jax.mosaic.common._order import snake_index
 from lce_jax.mosaic.common._tiles import ROW_BLOCK, TILE_N, TILING
 
@@ -30,8 +30,13 @@ def walk_logits(
     machine: Machine, matmul: Matmul, hidden: Any, weight: Any, span: Span, consume: Any, scratch: Any
 ) -> None:
     """`Machine.walk_tiles` over the logits of the live row groups and the span's vocabulary tiles."""
+    machine.walk_tiles(matmul, hidden, weight, Offset(column=span.offset), visit_all(matmul, span), consume, scratch)
+
+
+def visit_all(matmul: Matmul, span: Span) -> VisitAll:
+    """What visits the logits of the live row groups and the span's vocabulary tiles."""
     tuning, groups = matmul.tuning, row_groups(matmul, span.num_rows)
-    num_steps, shape = -(-matmul.case.hidden_size // tuning.tile_k), geometry(matmul.case, TILING)
+    shape = geometry(matmul.case, TILING)
 
     def column(number: Any) -> Any:
         if not shape.has_parts:
@@ -39,18 +44,27 @@ def walk_logits(
         first = first_tile(span)
         return _parts.first_column(shape, first + number) - _parts.first_column(shape, first)
 
-    def visit_all(visit: Visit, carry: Any) -> Any:
+    def visit_them(visit: Visit, carry: Any) -> Any:
         def tile(info: Any, carry: Any) -> Any:
             group, number = snake_index(tuning, info.index[0], groups, span.num_tiles)
             row_block = group * tuning.cluster + lax.axis_index("cluster")
             visited = Tile(
-                row_block * ROW_BLOCK, column(number), num_steps, row_block=row_block, vocabulary_tile=number
+                row_block * ROW_BLOCK,
+                column(number),
+                num_steps(matmul),
+                row_block=row_block,
+                vocabulary_tile=number,
             )
             return visit(visited, carry)
 
         return plgpu.nd_loop((groups * span.num_tiles,), collective_axes="sm", init_carry=carry)(tile)
 
-    machine.walk_tiles(matmul, hidden, weight, Offset(column=span.offset), visit_all, consume, scratch)
+    return visit_them
+
+
+def num_steps(matmul: Matmul) -> int:
+    """Those of a contraction over H."""
+    return -(-matmul.case.hidden_size // matmul.tuning.tile_k)
 
 
 def walk_live_logits(
@@ -66,19 +80,18 @@ def walk_live_logits(
 ) -> None:
     """`Machine.walk_tiles` over the logits of a batch's entries; the blocks of a cluster take those of one group."""
     tuning = matmul.tuning
-    num_steps = -(-matmul.case.hidden_size // tuning.tile_k)
 
-    def visit_all(visit: Visit, carry: Any) -> Any:
+    def visit_live(visit: Visit, carry: Any) -> Any:
         def tile(info: Any, carry: Any) -> Any:
             slot = info.index[0] * tuning.cluster + lax.axis_index("cluster")
             row_block, number = row_blocks[batch.entry + slot], tiles[batch.entry + slot]
             at = {"row_block": row_block, "vocabulary_tile": number, "slot": slot}
-            return visit(Tile(row_block * ROW_BLOCK, number * TILE_N, num_steps, **at), carry)
+            return visit(Tile(row_block * ROW_BLOCK, number * TILE_N, num_steps(matmul), **at), carry)
 
         groups = lax.div(batch.num_entries, jnp.int32(tuning.cluster))
         return plgpu.nd_loop((groups,), collective_axes="sm", init_carry=carry)(tile)
 
-    machine.walk_tiles(matmul, hidden, weight, Offset(), visit_all, consume, scratch)
+    machine.walk_tiles(matmul, hidden, weight, Offset(), visit_live, consume, scratch)
 
 
 def first_tile(span: Span) -> Int[Array, ""]:

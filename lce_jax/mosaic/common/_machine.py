@@ -86,6 +86,19 @@ class Tile(NamedTuple):
     locate: Callable[[Any], Place] | None = None  # where the operands of a step lie; None: one after the other
 
 
+class Product(NamedTuple):
+    """One of the products of a tile, whose operands go through the same stages."""
+
+    matmul: Matmul
+    lhs: Any
+    rhs: Any
+    num_steps: int | None = None  # None: those of the tile
+
+    def part(self, tile: Tile) -> Tile:
+        """The tile as this product takes it."""
+        return tile if self.num_steps is None else tile._replace(num_steps=self.num_steps)
+
+
 class Offset(NamedTuple):
     """Where in rhs the columns and the contraction begin: multiples of `Matmul.column_grain`."""
 
@@ -96,6 +109,27 @@ class Offset(NamedTuple):
 # Calls ``visit(tile, carry) -> carry`` for the block's tiles in order, the first with the carry that is given.
 type Visit = Callable[[Tile, Any], Any]
 type VisitAll = Callable[[Visit, Any], Any]
+
+
+class KLMachine(NamedTuple):
+    """How a generation multiplies tiles of two heads, and what it makes of them: `lce_jax.mosaic.common._kl`.
+
+    Attributes:
+        kernel: as that of `Machine`.
+        walk: ``(products, offset, visit_all, consume, scratch)`` calls ``consume(tile, multiply, scratch)`` as
+            `Machine.walk_tiles` does. ``multiply`` has a function for each `Product`, to be called in turn.
+        held: ``()``: the scratch in which a tile of p waits.
+        staging: as that of `Machine`.
+        statistics: the epilogue of the forward's tiles.
+        dlogits: the epilogue of the backward's.
+    """
+
+    kernel: Callable[..., Callable[..., Any]]
+    walk: Callable[..., None]
+    held: Callable[..., Any]
+    staging: Callable[..., Any]
+    statistics: Callable[..., None]
+    dlogits: Callable[..., None]
 
 
 class Machine(NamedTuple):
@@ -112,6 +146,7 @@ class Machine(NamedTuple):
             each number rounded to the output's dtype. ``add`` may be traced: whether it adds to what is there.
         statistics: the epilogue of the forward's tiles: `lce_jax.mosaic.common._statistics`.
         dlogits: the epilogue of the backward's: `lce_jax.mosaic.common._dlogits`.
+        kl: the same for tiles of two heads. None: not written.
     """
 
     kernel: Callable[..., Callable[..., Any]]
@@ -120,6 +155,7 @@ class Machine(NamedTuple):
     send_product: Callable[..., None]
     statistics: Callable[..., None]
     dlogits: Callable[..., None]
+    kl: KLMachine | None = None
 
 
 def multiple_of(x: Any, factor: int) -> Any:

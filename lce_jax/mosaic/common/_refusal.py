@@ -6,12 +6,28 @@ from collections.abc import Mapping
 
 from lce_jax._plans import format_bytes
 from lce_jax._types import Case
+from lce_jax.mathematics._kl import Pair
 from lce_jax.mosaic.common._tiles import ATOM_ROWS, COLUMN_GRAIN, SMEM_LIMIT, TILE_N, widest_swizzle
 
 
 def refusal(case: Case, smem_bytes: Mapping[str, int]) -> str | None:
     """Why the kernels cannot serve ``case``; None where they can. ``smem_bytes``: what a block of each kernel needs."""
     return _shape_refusal(case) or _smem_refusal(smem_bytes) or _options_refusal(case)
+
+
+def kl_refusal(cases: Pair[Case]) -> str | None:
+    """Why the kernels that see two heads cannot serve ``cases``, each of which other kernels serve."""
+    student, teacher = cases
+    if student.dtype != teacher.dtype:
+        return f"both weights must have one dtype, got {student.dtype.name} and the teacher's {teacher.dtype.name}"
+    for whose, case in (("", student), ("the teacher's ", teacher)):
+        if case.options.weight_layout != "vh":
+            return f'{whose}weight_layout must be "vh", got "{case.options.weight_layout}"'
+        if case.vocab_size % ATOM_ROWS:
+            return f"{whose}V must be a multiple of {ATOM_ROWS}, got {case.vocab_size}"
+        if case.options.traced_scale:
+            return f"{whose}logit_scale and logit_softcap must be numbers, not arrays"
+    return None
 
 
 def _shape_refusal(case: Case) -> str | None:

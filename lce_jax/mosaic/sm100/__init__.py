@@ -14,6 +14,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from lce_jax._types import Case
+from lce_jax.mathematics._kl import Pair
 from lce_jax.mosaic._chunks import Budget
 from lce_jax.mosaic._geometry import Tiling
 from lce_jax.mosaic.common import _kernels
@@ -49,6 +50,11 @@ class Kernels(_kernels.Kernels):
             return "vocab_part_size is known to Hopper's kernels alone"
         return refusal(case, self.tunings.smem_bytes(case))
 
+    def kl_refusal(self, cases: Pair[Case]) -> str | None:
+        """Always: the epilogues are not written."""
+        del cases
+        return "linear_kl has kernels for Hopper alone"
+
     @property
     def machine(self) -> Machine:
         """tcgen05.mma."""
@@ -60,6 +66,11 @@ class Kernels(_kernels.Kernels):
         """Of the kernels that contract H."""
         tuning = self.tunings.of(case, "forward")
         return {"hidden": tuning.tile_k, "stages": tuning.stages, "blocks that multiply together": tuning.cluster}
+
+    def kl_tile_sizes(self, cases: Pair[Case]) -> dict[str, int]:
+        """There are none."""
+        del cases
+        return {}
 
 
 KERNELS = Kernels()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lce_jax.mosaic.common._machine import Machine
-from lce_jax.mosaic.sm90 import _dlogits, _epilogue, _pipeline, _statistics
+from lce_jax.mosaic.sm90 import _dlogits, _epilogue, _kl, _pipeline, _statistics
 
 MACHINE = Machine(
     kernel=_pipeline.kernel,
@@ -12,4 +12,5 @@ MACHINE = Machine(
     send_product=_epilogue.send_product,
     statistics=_statistics.statistics,
     dlogits=_dlogits.dlogits,
+    kl=_kl.MACHINE,
 )

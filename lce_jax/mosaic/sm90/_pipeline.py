@@ -22,7 +22,7 @@ Nothing but the ring orders the turns: the second warpgroup's operands come afte
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -31,7 +31,16 @@ from jax import lax
 
 from lce_jax.mosaic import _pallas
 from lce_jax.mosaic._pallas import pl, plgpu
-from lce_jax.mosaic.common._machine import Matmul, Offset, Tile, VisitAll, multiple_of, next_place, swizzled
+from lce_jax.mosaic.common._machine import (
+    Matmul,
+    Offset,
+    Product,
+    Tile,
+    VisitAll,
+    multiple_of,
+    next_place,
+    swizzled,
+)
 from lce_jax.mosaic.common._tiles import ROW_BLOCK, widest_swizzle
 from lce_jax.mosaic.sm90._hardware import COMPUTE_REGISTERS, COMPUTE_WARPGROUPS, MEMORY_REGISTERS, WARPGROUP_ROWS
 from lce_jax.mosaic.sm90._tuning import Tuning
@@ -52,21 +61,35 @@ def walk_tiles(
     """Calls ``consume(tile, multiply, scratch)`` in both compute warpgroups for every tile that ``visit_all`` visits.
 
     ``consume`` loads what its epilogue needs, calls ``multiply()`` for its 64 rows of the product, and uses them.
-    What ``visit_all`` carries from tile to tile are the steps before it.
     """
+    one = [Product(matmul, lhs, rhs)]
+    walk_products(one, offset, visit_all, lambda tile, multiply, own: consume(tile, multiply[0], own), scratch)
 
-    @functools.partial(pl.run_scoped, ring=_ring(matmul, lhs, rhs), scratch=scratch, collective_axes="wg")
+
+def walk_products(
+    products: Sequence[Product],
+    offset: Offset,
+    visit_all: VisitAll,
+    consume: Callable[[Tile, Sequence[Callable[[], Float[Array, "64 n"]]], Any], None],
+    scratch: Any = None,
+) -> None:
+    """`walk_tiles` with several products of each tile, which ``consume`` must ask for in turn.
+
+    What ``visit_all`` carries from tile to tile are the steps before it. The products have one tuning.
+    """
+    matmul = products[0].matmul
+
+    @functools.partial(pl.run_scoped, ring=_ring(*products[0][:3]), scratch=scratch, collective_axes="wg")
     def run(ring: Any, scratch: Any) -> None:
         def fetch() -> None:
             plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
 
             def visit(tile: Tile, before: Any) -> Any:
-                def step(i: Any, _: None) -> None:
-                    _fetch(matmul, ring, lhs, rhs, offset, tile, i, before)
-
-                steps = matmul.tuning.turns * tile.num_steps
-                lax.fori_loop(0, steps, step, None)
-                return before + steps
+                for product in products:
+                    step = functools.partial(_fetch, product, ring, offset, product.part(tile), before)
+                    lax.fori_loop(0, _steps(product, tile), step, None)
+                    before = before + _steps(product, tile)
+                return before
 
             # A block must not exit before its neighbour's copies into it have landed.
             total = visit_all(visit, jnp.int32(0))
@@ -77,12 +100,30 @@ def walk_tiles(
             plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
 
             def visit(tile: Tile, before: Any) -> Any:
-                consume(tile, lambda: _multiply(matmul, ring, tile, before), scratch)
-                return before + matmul.tuning.turns * tile.num_steps
+                multiply = [
+                    functools.partial(_multiply_one, products, i, ring, tile, before) for i in range(len(products))
+                ]
+                consume(tile, multiply, scratch)
+                return _steps_before(products, len(products), tile, before)
 
             visit_all(visit, jnp.int32(0))
 
         lax.cond(lax.axis_index("wg") == COMPUTE_WARPGROUPS, fetch, compute)
+
+
+def _steps(product: Product, tile: Tile) -> Any:
+    """Those of a block in a product of a tile."""
+    return product.matmul.tuning.turns * product.part(tile).num_steps
+
+
+def _steps_before(products: Sequence[Product], number: int, tile: Tile, before: Any) -> Any:
+    """Those before a product of a tile, ``before`` being those before the tile."""
+    return functools.reduce(lambda total, product: total + _steps(product, tile), products[:number], before)
+
+
+def _multiply_one(products: Sequence[Product], number: int, ring: Ring, tile: Tile, before: Any) -> Array:
+    product = products[number]
+    return _multiply(product.matmul, ring, product.part(tile), _steps_before(products, number, tile, before))
 
 
 class Ring(NamedTuple):
@@ -96,7 +137,10 @@ class Ring(NamedTuple):
 
 def _ring(matmul: Matmul, lhs: Any, rhs: Any) -> Ring:
     tuning, itemsize = matmul.tuning, matmul.case.dtype.itemsize
-    swizzle = min(widest_swizzle(operand.shape[1], itemsize)[0] for operand in (lhs, rhs))  # wgmma takes one
+    swizzles = [widest_swizzle(operand.shape[1], itemsize)[0] for operand in (lhs, rhs)]
+    if matmul.lhs_k == 1 or matmul.rhs_k == 1:
+        swizzles.append(tuning.tile_k * itemsize)
+    swizzle = min(swizzles)  # wgmma takes one
     transforms = swizzled(swizzle // itemsize, itemsize)
     rows = ROW_BLOCK // tuning.turns
     lhs_tile = (rows, tuning.tile_k) if matmul.lhs_k == 1 else (tuning.tile_k, rows)
@@ -115,8 +159,9 @@ def _stage(matmul: Matmul, step: Any) -> Any:
     return lax.rem(step, jnp.int32(matmul.tuning.stages))
 
 
-def _fetch(matmul: Matmul, ring: Ring, lhs: Any, rhs: Any, offset: Offset, tile: Tile, step: Any, before: Any) -> None:
+def _fetch(product: Product, ring: Ring, offset: Offset, tile: Tile, before: Any, step: Any, _: None) -> None:
     """Starts the copies of one step once its stage is free; TMA fills what lies outside with zeros."""
+    matmul, lhs, rhs = product[:3]
     tuning, stage = matmul.tuning, _stage(matmul, before + step)
     found = None if tile.locate is None else tile.locate(_of_turn(tuning, tile, step)[1])  # while the stage is in use
     pl.when(before + step >= tuning.stages)(lambda: plgpu.barrier_wait(ring.consumed.at[stage]))

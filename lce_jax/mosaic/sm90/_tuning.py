@@ -30,7 +30,7 @@ class Tuning:
     minor: int = 0  # 0: row blocks, 1: vocabulary tiles
     in_flight: int = 0  # steps, 0 or 1, that are still multiplied while a warpgroup waits for the next operands
     turns: int = 1  # 2: the warpgroups multiply one after the other, each during the other's epilogue
-    slots: int = 2  # staging slots of each warpgroup, where tiles are stored
+    slots: int = 2  # staging slots of each warpgroup, where tiles are stored; 0, in "kl_dlogits": from registers
     tile_n: int = TILE_N  # columns of a tile; the kernels of logits know TILE_N only
 
     def __post_init__(self) -> None:
@@ -39,14 +39,18 @@ class Tuning:
             raise ValueError(f"cluster and turns must be 1 or 2, in_flight 0 or 1, got {self}")
         if self.stages <= self.in_flight:
             raise ValueError(f"more stages are needed than steps in flight, got {self}")
-        if self.slots < 1 or self.tile_n // STAGING_COLUMNS % self.slots or self.snake % self.cluster:
+        if self.slots < 0 or self.tile_n // STAGING_COLUMNS % (self.slots or 1) or self.snake % self.cluster:
             raise ValueError(f"slots must divide a tile's blocks of columns, and snake by cluster, got {self}")
 
-    def smem_bytes(self, itemsize: int, staged: bool) -> int:
-        """Shared memory of a block: operand stages, their barriers and, where tiles are stored, the staging slots."""
+    def smem_bytes(self, itemsize: int, staged: bool, held: int = 0) -> int:
+        """Shared memory of a block: operand stages, their barriers and, where tiles are stored, the staging slots.
+
+        ``held``: the bytes of a tile that waits.
+        """
         sizes = [
             self.stages * ROW_BLOCK // self.turns * self.tile_k * itemsize,
             self.stages * self.tile_n * self.tile_k * itemsize,
+            held,
         ]
         if staged:
             sizes.append(COMPUTE_WARPGROUPS * self.slots * WARPGROUP_ROWS * STAGING_BYTES)
@@ -64,7 +68,13 @@ BY_KERNEL: Mapping[str, Tuning] = {
     # A cluster is tiles side by side: no two row blocks share a list. Those of a wave read the weight at the same pace.
     "live_dhidden": Tuning(tile_k=64, stages=4, cluster=2, snake=128),
     "live_dweight": Tuning(tile_k=64, stages=4, cluster=2, in_flight=1),  # a cluster is one vocabulary tile
+    # A tile of the other head waits in 128 KiB, so the stages have 96, or 72 beside a slot of dlogits. Steps of 32 are
+    # waited for less than half as many of 64. Neither is timed yet.
+    "kl_statistics": Tuning(tile_k=32, stages=4, cluster=2),
+    "kl_dlogits": Tuning(tile_k=32, stages=3, cluster=2, slots=1),
 }
+KL_HELD_BYTES = ROW_BLOCK * TILE_N * 4
+
 # For a short contraction, where the epilogue counts. Turns hide the epilogue, but read each tile of rhs twice, in steps
 # of half the time. Where few row blocks share a tile of the weight, such a step is too short for the latency of HBM.
 SHORT = Tuning(tile_k=64, stages=5, cluster=2, in_flight=1, turns=2, slots=1)
@@ -101,7 +111,7 @@ class Tunings:
             choice = dataclasses.replace(choice, tile_k=choice.tile_k // 2, stages=choice.stages * 2)
         if kernel == "live_dhidden" and -(-case.hidden_size // TILE_N) % choice.cluster:
             choice = dataclasses.replace(choice, cluster=1)
-        by_row_block = kernel in ("forward", "dlogits", "dhidden")
+        by_row_block = kernel in ("forward", "dlogits", "dhidden", "kl_statistics", "kl_dlogits")
         if by_row_block and choice.cluster > 1 and row_blocks % choice.cluster and not many:
             choice = dataclasses.replace(choice, cluster=1)  # a cluster's missing row block would cost too much
         return choice
@@ -109,7 +119,12 @@ class Tunings:
     def smem_bytes(self, case: Case) -> dict[str, int]:
         """What a block of each kernel needs of shared memory."""
         itemsize = case.dtype.itemsize
-        return {kernel: self.of(case, kernel).smem_bytes(itemsize, stages_output(case, kernel)) for kernel in BY_KERNEL}
+
+        def needed(kernel: str) -> int:
+            held = KL_HELD_BYTES if kernel.startswith("kl") else 0
+            return self.of(case, kernel).smem_bytes(itemsize, stages_output(case, kernel), held)
+
+        return {kernel: needed(kernel) for kernel in BY_KERNEL}
 
     def _is_short(self, case: Case, kernel: str, many: bool) -> bool:
         if kernel == "dweight":
@@ -124,5 +139,5 @@ def _fills_narrow_tiles(case: Case, kernel: str) -> bool:
 
 
 def stages_output(case: Case, kernel: str) -> bool:
-    """Whether a kernel stores tiles of its result: the forward does so for a cache only."""
-    return kernel != "forward" or case.options.cache_bytes > 0
+    """Whether a kernel stores tiles of its result: the forward does so for a cache only, and that of a KL never."""
+    return kernel not in ("forward", "kl_statistics") or (kernel == "forward" and case.options.cache_bytes > 0)

@@ -1,0 +1,60 @@
+"""What the host code asks of the kernels of `lce_jax.linear_kl`, which see a tile of both heads' logits."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from lce_jax._types import Case
+from lce_jax.mathematics._kl import Pair
+
+if TYPE_CHECKING:
+    from lce_jax._shapes import Array, Float, Int
+
+
+class KLHead(NamedTuple):
+    """One head's operands, as the kernels take them."""
+
+    hidden: Float[Array, "T H"]  # as in `Prepared`
+    weight: Float[Array, "V H"]  # holds a span's part at its offset; zeros are read after its last row
+    scale: Float[Array, "Tp"]  # the k of eq. 0 in base 2
+
+
+class KLOperands(NamedTuple):
+    """Both heads, that of p first, and the columns that are padding."""
+
+    heads: tuple[KLHead, KLHead]
+    mask: Int[Array, "2*tile"]  # as in `Prepared`
+
+
+class KLKernelSet(Protocol):
+    """The part of a `KernelSet` that two heads need. Cases come as the heads do, that of p first."""
+
+    def kl_refusal(self, cases: Pair[Case]) -> str | None:
+        """Why the kernels cannot serve two heads; None if they can. Each head alone is `KernelSet.refusal`'s."""
+
+    def kl_tile_sizes(self, cases: Pair[Case]) -> dict[str, int]:
+        """What a plan says of the kernels' tiles, by name."""
+
+    def kl_statistics(
+        self, cases: tuple[Case, Case], operands: KLOperands, span: Int[Array, "fields"], parts: Float[Array, "n 6 Tp"]
+    ) -> Float[Array, "n 6 Tp"]:
+        """``parts`` with the `KLStatistics` of the span's tiles: the fields in order, ``cross`` in base 2.
+
+        A tile of padding alone has a maximum of `_partial_statistics.FLOOR` and sums of 0. Tiles after the span and row
+        blocks without a live row are left unwritten.
+        """
+
+    def kl_dlogits(
+        self,
+        cases: tuple[Case, Case],
+        operands: KLOperands,
+        factors: Float[Array, "6 Tp"],
+        span: Int[Array, "fields"],
+        columns: int,
+        student_first: bool,
+    ) -> Float[Array, "Tp columns"]:
+        """Eq. 8 in the student's raw products, in its weight's dtype, at the beginning of ``columns``.
+
+        ``factors`` are the `KLCoefficients` in base 2, where u_p - v_q is log2 e times that of eq. 8. Zero on columns
+        that are padding or do not exist; tiles after the span and row blocks without a live row are left unwritten.
+        """

@@ -1,0 +1,157 @@
+"""The kernels of `lce_jax.linear_kl`: a tile of both heads' logits, and eqs. 6 and 8 from the two accumulators.
+
+The tile of p is computed first and waits until that of q is there. Both products go through the same stages of shared
+memory, so the operands of the second arrive while the first is multiplied. Inside, everything is in base 2.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+
+from lce_jax._types import Case, Options
+from lce_jax.mathematics._kl import KLCoefficients, KLStatistics
+from lce_jax.mosaic._kl_kernel_set import KLOperands
+from lce_jax.mosaic._pallas import plgpu
+from lce_jax.mosaic._span import Span
+from lce_jax.mosaic.common import _logits
+from lce_jax.mosaic.common._machine import KLMachine, Matmul, Offset, Product, Tile
+
+if TYPE_CHECKING:
+    from lce_jax._shapes import Array, Float, Int
+
+
+class Head(NamedTuple):
+    """What an epilogue knows of one head."""
+
+    options: Options
+    scale: Any  # [Tp]
+
+
+class Refs(NamedTuple):
+    """What an epilogue reads and writes."""
+
+    heads: tuple[Head, Head]  # that of p first
+    mask: Any  # [512]
+    output: Any  # [tiles, 6, Tp], or [T, columns]
+    factors: Any = None  # [6, Tp]
+
+
+class Where(NamedTuple):
+    """Where a tile lies, and where its results go."""
+
+    column: Any  # its first one, in the shard
+    number: Any  # in the array of partial statistics
+    num_columns: Any  # live ones of the shard
+
+
+type Multiply = Sequence[Callable[[], Any]]  # the products of p and of q, to be asked for in turn
+
+
+def statistics(
+    machine: KLMachine,
+    cases: tuple[Case, Case],
+    tuning: Any,
+    operands: KLOperands,
+    span: Int[Array, "fields"],
+    parts: Float[Array, "n 6 Tp"],
+) -> Float[Array, "n 6 Tp"]:
+    """``parts`` with those of the span's tiles."""
+    matmuls = _matmuls(cases, tuning)
+    given = _arrays(operands, span)
+    run = machine.kernel(
+        matmuls[0],
+        functools.partial(_statistics_kernel, machine, matmuls),
+        [jax.ShapeDtypeStruct(parts.shape, parts.dtype)],
+        "lce_kl_statistics",
+        updated={len(given): 0},
+    )
+    return run(*given, parts)[0]
+
+
+def _statistics_kernel(machine: KLMachine, matmuls: tuple[Matmul, Matmul], *refs: Any) -> None:
+    *arrays, scales, mask, scalars, parts, output = _unpacked(refs)
+    del parts  # as they were, in the same place
+    span = Span.unpack(scalars)
+    of_kernel = Refs(_heads(matmuls, scales), mask, output)
+
+    def consume(tile: Tile, multiply: Multiply, scratch: Any) -> None:
+        where = Where(span.column + tile.column, span.slot + tile.vocabulary_tile, span.num_columns)
+        machine.statistics(of_kernel, tile, where, multiply, scratch)
+
+    _walk(machine, matmuls, arrays, span, consume, machine.held())
+
+
+def dlogits(
+    machine: KLMachine,
+    cases: tuple[Case, Case],
+    tuning: Any,
+    operands: KLOperands,
+    factors: Float[Array, "6 Tp"],
+    span: Int[Array, "fields"],
+    columns: int,
+    student_first: bool,
+) -> Float[Array, "Tp columns"]:
+    """Eq. 8 of the span's tiles, at the beginning of ``columns``."""
+    matmuls = _matmuls(cases, tuning)
+    output = jax.ShapeDtypeStruct((factors.shape[1], columns), cases[0].dtype)  # whole tiles
+    body = functools.partial(_dlogits_kernel, machine, matmuls, student_first)
+    return machine.kernel(matmuls[0], body, [output], "lce_kl_dlogits")(*_arrays(operands, span), factors)[0]
+
+
+def _dlogits_kernel(machine: KLMachine, matmuls: tuple[Matmul, Matmul], student_first: bool, *refs: Any) -> None:
+    *arrays, scales, mask, scalars, factors, output = _unpacked(refs)
+    span = Span.unpack(scalars)
+    of_kernel = Refs(_heads(matmuls, scales), mask, output, factors)
+
+    def consume(tile: Tile, multiply: Multiply, scratch: Any) -> None:
+        where = Where(span.column + tile.column, None, span.num_columns)
+        machine.dlogits(of_kernel, student_first, tile, where, multiply, scratch)
+
+    scratch = machine.held(), machine.staging(matmuls[0], output.shape[1], output.dtype)
+    _walk(machine, matmuls, arrays, span, consume, scratch)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def of_rows(factors: Any, load: Callable[[Any], Array]) -> KLCoefficients:
+    """In a kernel: the coefficients of some rows, which ``load`` reads from a vector."""
+    return KLCoefficients(*(load(factors.at[i]) for i in range(len(KLCoefficients._fields))))
+
+
+def store(refs: Refs, where: Where, rows: Callable[[], Any], stats: KLStatistics) -> None:
+    """Writes a tile's statistics of these rows, whose places are computed when they are needed."""
+    for i, field in enumerate(stats):
+        refs.output.at[where.number, i, rows()][...] = field
+
+
+def _matmuls(cases: tuple[Case, Case], tuning: Any) -> tuple[Matmul, Matmul]:
+    first, second = (_logits.logits(case, tuning) for case in cases)
+    return first, second
+
+
+def _arrays(operands: KLOperands, span: Int[Array, "fields"]) -> list[Any]:
+    (p, q), mask = operands
+    return [p.hidden, p.weight, q.hidden, q.weight, p.scale, q.scale, mask, span]
+
+
+def _unpacked(refs: Sequence[Any]) -> list[Any]:
+    """The arrays with H in them, both heads' scales, and the rest."""
+    return [*refs[:4], refs[4:6], *refs[6:]]
+
+
+def _heads(matmuls: tuple[Matmul, Matmul], scales: Sequence[Any]) -> tuple[Head, Head]:
+    first, second = (Head(own.case.options, scale) for own, scale in zip(matmuls, scales, strict=True))
+    return first, second
+
+
+def _walk(
+    machine: KLMachine, matmuls: tuple[Matmul, Matmul], arrays: Sequence[Any], span: Span, consume: Any, scratch: Any
+) -> None:
+    """Over the logits of the live row groups and the span's vocabulary tiles."""
+    visit_all = _logits.visit_all(matmuls[0], span)
+    of_heads = zip(matmuls, arrays[::2], arrays[1::2], strict=True)
+    products = [Product(matmul, hidden, weight, _logits.num_steps(matmul)) for matmul, hidden, weight in of_heads]
+    machine.walk(products, Offset(column=span.offset), visit_all, consume, scratch)

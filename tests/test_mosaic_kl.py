@@ -1,0 +1,165 @@
+"""`linear_kl` with Hopper's kernels: run on the CPU by the interpreter, lowered for CUDA, planned, refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lce_jax import _devices, explain, linear_kl, sharded_linear_kl
+from lce_jax.call._kl import KLCall
+from lce_jax.mathematics._kl import Pair
+from lce_jax.mosaic import _generations, sm90
+from lce_jax.mosaic._pallas import interpreting, plgpu
+from lce_jax.mosaic.sm90._tuning import Tuning, Tunings
+from lce_jax.programs import _kl
+from tests import oracle
+from tests.devices import B200, H200
+from tests.kl_cases import Call, Drawn, call, draw, expected
+from tests.mosaic_interpreter import add_stores, races_found
+
+BFLOAT16, FLOAT16 = ("bfloat16",) * 4, ("float16",) * 4
+# Several launches of the forward, and several chunks of the backward: each has one tile.
+SMALL = dataclasses.replace(
+    sm90.KERNELS.budget, statistics_bytes=1, temporary_bytes=0, chunk_columns=sm90.KERNELS.tiling.tile
+)
+FROM_REGISTERS = Tunings(
+    tuned={("NVIDIA H200", "kl_dlogits"): ((64, Tuning(tile_k=32, stages=4, cluster=2, slots=0)),)}
+)
+PADDED = call(
+    "padding, rows left out, a wider teacher", leading=(20,), H=64, G=128, V=264, teachers_columns=272, vocab_size=260,
+    where=True, temperature=True, dtypes=BFLOAT16,
+)  # fmt: skip
+CAPPED = call(
+    "reverse, caps, clusters", leading=(136,), H=64, G=64, V=520, logit_softcap=3.0, teacher_logit_softcap=None,
+    teacher_temperature=0.7, logit_scale=1.3, dtypes=BFLOAT16, direction="reverse",
+)  # fmt: skip
+REGISTERS = call("from registers", leading=(136,), H=192, G=64, V=264, dtypes=FLOAT16, spread=4.0)
+CALLS = [
+    pytest.param(PADDED, sm90.KERNELS, id=PADDED.name),
+    pytest.param(CAPPED, sm90.Kernels(budget=SMALL), id=CAPPED.name, marks=pytest.mark.slow),
+    pytest.param(REGISTERS, sm90.Kernels(tunings=FROM_REGISTERS), id=REGISTERS.name, marks=pytest.mark.slow),
+]
+
+
+def _on_gpu(on_gpu: Callable[..., Any], elsewhere: Any, *operands: Any, device: Any) -> Any:
+    del elsewhere, device
+    return on_gpu(*operands)
+
+
+def evaluate(drawn: Drawn) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """The divergence and the gradients of one device's program. The runner around it cannot be interpreted."""
+    options = dict(drawn.options)
+    direction, where = options.pop("direction", "forward"), options.pop("where", None)
+    made = KLCall.of(Pair(drawn.student, drawn.teacher), where, direction, options, None)
+    spec = made.spec(None)
+    assert spec.implementation == "mosaic_gpu"
+    primals, rows = made.operands(spec)
+    kl, kept = jax.jit(lambda *given: _kl.forward(spec, *given))(primals, rows)
+    gradients = jax.jit(lambda *given: _kl.backward(spec, *given))(primals, rows, kept, drawn.seed)
+    return kl, gradients[:2]
+
+
+@pytest.mark.parametrize(("test", "kernels"), CALLS)
+def test_matches_float64(
+    test: Call, kernels: sm90.Kernels, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    add_stores(monkeypatch)
+    monkeypatch.setattr(jax.lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
+    monkeypatch.setattr(_devices, "current_device", lambda *_, **__: H200._replace(core_count=2))
+    monkeypatch.setattr(_kl, "by_platform", _on_gpu)
+    drawn = draw(test)
+    with _generations.using(kernels), interpreting(plgpu.InterpretGPUParams(detect_races=True)):
+        kl, gradients = evaluate(drawn)
+    assert not races_found()  # in the last kernel
+    assert "RACE DETECTED" not in capfd.readouterr().out
+    want = expected(drawn)
+    assert oracle.value_error(kl, want.kl) < 4e-6
+    # One rounding of dlogits, and one of the result.
+    bound = {"bfloat16": 4e-3, "float16": 5e-4}[test.dtypes[0]]
+    for got, true, operand in zip(gradients, want.gradients, drawn.student, strict=True):
+        assert (got.shape, got.dtype) == (operand.shape, operand.dtype)
+        assert oracle.relative_norm(got, true) < bound
+    if test.where:
+        left_out = ~np.asarray(drawn.options["where"])
+        assert (np.asarray(kl)[left_out] == 0).all()
+        assert (np.asarray(gradients[0], np.float64)[left_out] == 0).all()
+
+
+def structs(T: int, H: int, G: int, V: int, dtype: str = "bfloat16", teachers: str | None = None) -> list[Any]:
+    shapes = ((T, H), dtype), ((V, H), dtype), ((T, G), teachers or dtype), ((V, G), teachers or dtype)
+    return [jax.ShapeDtypeStruct(*given) for given in shapes]
+
+
+def lowered(operands: list[Any], **options: Any) -> str:
+    def both(hidden: Any, weight: Any, *teacher: Any) -> Any:
+        return jnp.sum(linear_kl(hidden, weight, *teacher, **options))
+
+    step = jax.jit(jax.grad(both, argnums=(0, 1)))
+    return step.trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.usefixtures("hopper")
+def test_lowers() -> None:
+    """Real heads of different hidden sizes: layouts, alignment, shared memory."""
+    text = lowered(structs(1000, 2880, 4096, 201088), logit_softcap=30.0, direction="reverse")
+    assert "lce_kl_statistics" in text
+    assert "lce_kl_dlogits" in text
+
+
+@pytest.mark.usefixtures("hopper")
+def test_is_planned() -> None:
+    hidden, weight, *teacher = structs(4096, 4096, 2048, 151936)
+    labels = jax.ShapeDtypeStruct((4096,), "int32")
+    plan = explain(hidden, weight, labels, teacher=tuple(teacher))
+    assert plan.implementation == "mosaic_gpu"
+    assert plan.tiles["stages forward"] == 4
+    assert plan.kept_bytes == 6 * 4 * 4096
+    assert max(plan.forward_bytes, plan.backward_bytes) < 0.4 * 2**30
+    assert "teacher (hidden size 2,048, bfloat16)" in str(plan)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_a_program_with_kernels_runs_elsewhere_without_them() -> None:
+    """Traced for a GPU and lowered for the CPU, in a shard."""
+    test = call("elsewhere", leading=(4, 6), H=64, G=64, V=256, dtypes=BFLOAT16, where=True)
+    drawn = draw(test)
+    mesh = jax.make_mesh((1, 1), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+    def loss(hidden: Any, weight: Any) -> Any:
+        kl = sharded_linear_kl(hidden, weight, *drawn.teacher, mesh=mesh, batch_axes="data", **drawn.options)
+        return jnp.sum(drawn.seed * kl), kl
+
+    gradients, kl = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))(*drawn.student)
+    want = expected(drawn)
+    assert oracle.value_error(kl, want.kl) < 4e-6
+    for got, true in zip(gradients, want.gradients, strict=True):
+        assert oracle.relative_norm(got, true) < 4e-3
+
+
+REFUSED = {
+    "jsd": (structs(64, 64, 64, 512), {"direction": "jsd"}, H200, None),
+    "dtypes": (structs(64, 64, 64, 512, "bfloat16", "float16"), {}, H200, "both weights must have one dtype"),
+    "columns": (structs(64, 64, 64, 513), {}, H200, "V must be a multiple of 8, got 513"),
+    "the teacher's hidden size": (structs(64, 64, 96, 512), {}, H200, "the teacher: H must be a multiple of 64"),
+    "float32": (structs(64, 64, 64, 512, "float32"), {}, H200, "needs a bfloat16 or float16 weight"),
+    "Blackwell": (structs(64, 64, 64, 512), {}, B200, "linear_kl has kernels for Hopper alone"),
+}
+
+
+@pytest.mark.parametrize(("operands", "options", "device", "reason"), REFUSED.values(), ids=REFUSED)
+def test_what_kernels_refuse_runs_xla(
+    operands: list[Any], options: dict[str, Any], device: Any, reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_devices, "current_device", lambda *_, **__: device)
+    assert "lce_kl" not in lowered(operands, **options)
+    if reason is not None:
+        hidden, weight, *teacher = operands
+        plan = explain(hidden, weight, jax.ShapeDtypeStruct(hidden.shape[:1], "int32"), teacher=tuple(teacher))
+        assert plan.implementation == "xla"
+        assert reason in plan.refused["mosaic_gpu"]
