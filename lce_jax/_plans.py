@@ -127,10 +127,8 @@ def _stored(case: Case) -> PassBytes:
 
 
 def unused_notes(options: Options) -> tuple[str, ...]:
-    """The plan's notes on options that an implementation without a cache and without kernels has no use for."""
+    """The plan's notes on options that an implementation without kernels has no use for."""
     notes = []
-    if options.cache_bytes:
-        notes.append(f"cache_bytes={options.cache_bytes} is not used: this implementation always recomputes")
     if options.gradient_threshold:
         notes.append(
             f"gradient_threshold={options.gradient_threshold:g} is not used: this implementation's gradients are exact"

@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from lce_jax._plans import PassBytes, Plan, Surroundings, candidate_notes, unused_notes
+from lce_jax._plans import PassBytes, Plan, Surroundings, candidate_notes, format_bytes, unused_notes
 from lce_jax._types import Case
+from lce_jax.mathematics import _dlogits
 
 # Numbers per token and model: statistics of all tokens, of a chunk, and what merges them; what a backward reads.
 VECTORS, VECTORS_OF_STATS, VECTORS_IN_BACKWARD = 16, 4, 8
@@ -40,6 +41,8 @@ def plan(case: Case, name: str, around: Surroundings) -> Plan:
     """Tiles and bytes."""
     tile_t, tile_v = tile_sizes(case)
     held = passes((case,), tile_t, tile_v, around)
+    columns = around.true_columns or case.vocab_size
+    kept = kept_columns(case, columns, tile_v)
     return Plan(
         implementation=name,
         refused={},
@@ -47,10 +50,41 @@ def plan(case: Case, name: str, around: Surroundings) -> Plan:
         tiles={"tokens": tile_t, "vocabulary": tile_v},
         forward_bytes=held.forward,
         backward_bytes=held.backward,
-        kept_bytes=case.statistics_bytes,
+        kept_bytes=case.statistics_bytes + kept_bytes(case, kept, tile_v),
         logits_bytes=case.num_tokens * case.vocab_size * case.stat_dtype.itemsize,
-        notes=(*unused_notes(case.options), *candidate_notes(case)),
+        notes=(*_cache_notes(case, kept, columns, tile_v), *unused_notes(case.options), *candidate_notes(case)),
+        full_cache_bytes=kept_bytes(case, columns, tile_v) if _dlogits.keeps(case.options) else 0,
     )
+
+
+def _cache_notes(case: Case, kept: int, columns: int, tile_v: int) -> tuple[str, ...]:
+    """What of ``cache_bytes`` is used."""
+    given, each = case.options.cache_bytes, format_bytes(_tile_bytes(case, min(tile_v, columns)))
+    if not given:
+        return ()
+    if not _dlogits.keeps(case.options):
+        return (f"cache_bytes={given} is not used: label smoothing needs capped logits that no exponential shows",)
+    return (f"the forward keeps {-(-kept // tile_v)} of {-(-columns // tile_v)} vocabulary tiles, {each} each",)
+
+
+def kept_columns(case: Case, columns: int, tile_v: int) -> int:
+    """The columns of the first tiles whose exponentials fit ``cache_bytes``, of a walk over ``columns``."""
+    whole, rest = divmod(columns, tile_v)
+    left = case.options.cache_bytes - kept_bytes(case, rest, tile_v)
+    if not case.options.cache_bytes or left < 0 or not _dlogits.keeps(case.options):
+        return 0
+    return rest + min(whole, left // max(_tile_bytes(case, tile_v), 1)) * tile_v
+
+
+def kept_bytes(case: Case, columns: int, tile_v: int) -> int:
+    """Of the first tiles, which have so many columns."""
+    whole, rest = divmod(columns, tile_v)
+    return whole * _tile_bytes(case, tile_v) + (_tile_bytes(case, rest) if rest else 0)
+
+
+def _tile_bytes(case: Case, columns: int) -> int:
+    """Of one tile's exponentials, and of its maximum per token."""
+    return case.num_tokens * (columns * case.dtype.itemsize + case.stat_dtype.itemsize)
 
 
 def passes(cases: tuple[Case, ...], tile_t: int, tile_v: int, around: Surroundings) -> PassBytes:
