@@ -15,6 +15,7 @@ class Surroundings(NamedTuple):
     gathers_hidden: bool = False  # the vocabulary's axis splits the sequence too
     sums_dweight: bool = False  # other devices hold other tokens
     shards: int = 1  # of the vocabulary
+    adds_dweight: bool = False  # to a sum over chunks of tokens
 
 
 ALONE = Surroundings()

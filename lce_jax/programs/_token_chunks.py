@@ -108,7 +108,7 @@ def plan(case: Case, requested: tuple[str, ...] | None, budget: Budget, around: 
     size = budget.chunk_rows(case)
     chunks = -(-case.num_tokens // max(size, 1))
     chunk = chunk_case(case, size, case.partial_rows or case.num_tokens % max(size, 1) != 0)
-    found = _dispatch.explain(chunk, requested, around)
+    found = _dispatch.explain(chunk, requested, around._replace(adds_dweight=chunks > 1))
     whole = _dispatch.explain(case, requested, around)
     item, columns = case.stat_dtype.itemsize, case.vocab_size * case.hidden_size
     total = columns * item if chunks > 1 and case.dtype != case.stat_dtype else 0  # else the gradient is the sum

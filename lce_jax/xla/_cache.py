@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax._types import Primals
+from lce_jax._types import Case, Primals
+from lce_jax.mathematics import _dlogits
 from lce_jax.xla import _walk
 from lce_jax.xla._walk import Shard, Tile, Walk
 
@@ -46,6 +47,39 @@ def _place(*first: Any) -> tuple[Any, ...]:
     return tuple(jnp.asarray(i, jnp.int32) for i in first)
 
 
+def kept_columns(case: Case, columns: int, tile_v: int) -> int:
+    """The columns of the first tiles whose exponentials fit ``cache_bytes``, of a walk over ``columns``."""
+    whole, rest = divmod(columns, tile_v)
+    left = case.options.cache_bytes - num_bytes(case, rest, tile_v)
+    if not case.options.cache_bytes or left < 0 or not _dlogits.keeps(case.options):
+        return 0
+    return rest + min(whole, left // max(tile_bytes(case, tile_v), 1)) * tile_v
+
+
+def num_bytes(case: Case, columns: int, tile_v: int) -> int:
+    """Of the first tiles, which have so many columns."""
+    whole, rest = divmod(columns, tile_v)
+    return whole * tile_bytes(case, tile_v) + (tile_bytes(case, rest) if rest else 0)
+
+
+def tile_bytes(case: Case, columns: int) -> int:
+    """Of one tile's exponentials, and of its maximum per token."""
+    return case.num_tokens * (columns * case.dtype.itemsize + case.stat_dtype.itemsize)
+
+
+def is_one_piece(case: Case, kept: int, tile_t: int, has_padding: bool, adds_dweight: bool) -> bool:
+    """Whether dlogits of all tokens and columns can take the place of the exponentials.
+
+    They are rounded there, so not where a CPU's products have float32 operands. Nor where padding has to be left out of
+    the weight, which would be a copy. Nor on a CPU with a sum of dweight; a GPU adds to it in the product itself. And a
+    chunk of tokens that reaches back into the one before would meet dlogits there.
+    """
+    rounds, on_cpu = _walk.gradient_dtype(case) != case.dtype, case.device.platform == "cpu"
+    every_column = kept == case.vocab_size and not has_padding
+    every_row = not case.partial_rows and case.num_tokens % tile_t == 0
+    return every_column and every_row and not rounds and not (on_cpu and adds_dweight)
+
+
 def empty(walk: Walk) -> Cache | None:
     """Memory for the forward to fill, if anything is kept."""
     case, columns = walk.cases[0], walk.kept_columns
@@ -55,18 +89,6 @@ def empty(walk: Walk) -> Cache | None:
     return Cache(
         lax.empty((walk.num_tokens, columns), case.dtype), lax.empty((tiles, walk.num_tokens), case.stat_dtype)
     )
-
-
-def is_one_piece(walk: Walk, has_padding: bool, leaves_rows_out: bool) -> bool:
-    """Whether dlogits of all tokens and columns can take the place of the exponentials.
-
-    They are rounded there, so not on a CPU where the products have float32 operands. Padding would need a copy of the
-    weight without it. A chunk of tokens that reaches back into the one before would meet dlogits there.
-    """
-    case = walk.cases[0]
-    whole = walk.kept_columns == case.vocab_size and not has_padding
-    every_row = not leaves_rows_out and walk.num_tokens % walk.tile_t == 0
-    return whole and every_row and _walk.gradient_dtype(case) == case.dtype
 
 
 def gradients(

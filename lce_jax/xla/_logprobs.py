@@ -65,7 +65,7 @@ def statistics(operands: Operands, case: Case, keep_cache: bool = False) -> tupl
     """Eq. 1 of the whole shard, [T] each, and the exponentials of the first tiles, as many as ``cache_bytes`` hold."""
     options, walk = case.options, _walk_of(operands, case)
     if keep_cache:
-        walk = dataclasses.replace(walk, kept_columns=_plan.kept_columns(case, walk.columns, walk.tile_v))
+        walk = dataclasses.replace(walk, kept_columns=_cache.kept_columns(case, walk.columns, walk.tile_v))
 
     def empty(num_tokens: int) -> Running:
         return Running.start(_statistics.empty(num_tokens, case.stat_dtype, options))
@@ -115,8 +115,8 @@ def gradients(
     if cache is None:
         return walk.gradients(shard, functools.partial(dlogits, cache=None), dweight)
     walk = dataclasses.replace(walk, kept_columns=cache.exponentials.shape[1])
-    has_padding, leaves_rows_out = operands.num_columns is not None, operands.num_rows is not None
-    if may_overwrite_cache and _cache.is_one_piece(walk, has_padding, leaves_rows_out):
+    adds, has_padding = dweight is not None, operands.num_columns is not None
+    if may_overwrite_cache and _cache.is_one_piece(case, walk.kept_columns, walk.tile_t, has_padding, adds):
         dhidden_dtype = case.dtype if may_round_dhidden else case.stat_dtype
         return _cache.gradients(walk, shard, cache, dlogits, dhidden_dtype, dweight)
     return walk.gradients(shard, functools.partial(dlogits, cache=cache), dweight)
