@@ -166,7 +166,7 @@ def _without_gpu(plan: Plan) -> Plan:
     """With what is lost of a call whose device jit learns after it has traced it."""
     if plan.kept_bytes == plan.case.statistics_bytes:
         return plan
-    note = "on a machine without a GPU nothing is kept where no mesh is named: call it under jax.set_mesh(mesh)"
+    note = "without a GPU and a mesh that is named nothing is kept: call it under jax.set_mesh(mesh)"
     return dataclasses.replace(plan, notes=(*plan.notes, note))
 
 
