@@ -15,6 +15,7 @@ class Surroundings(NamedTuple):
     gathers_hidden: bool = False  # the vocabulary's axis splits the sequence too
     sums_dweight: bool = False  # other devices hold other tokens
     shards: int = 1  # of the vocabulary
+    adds_dweight: bool = False  # to a sum over chunks of tokens
 
 
 ALONE = Surroundings()
@@ -127,10 +128,8 @@ def _stored(case: Case) -> PassBytes:
 
 
 def unused_notes(options: Options) -> tuple[str, ...]:
-    """The plan's notes on options that an implementation without a cache and without kernels has no use for."""
+    """The plan's notes on options that an implementation without kernels has no use for."""
     notes = []
-    if options.cache_bytes:
-        notes.append(f"cache_bytes={options.cache_bytes} is not used: this implementation always recomputes")
     if options.gradient_threshold:
         notes.append(
             f"gradient_threshold={options.gradient_threshold:g} is not used: this implementation's gradients are exact"

@@ -186,9 +186,8 @@ def _rows(call: Call, plain: Plan, in_forward: Plan, cache: int) -> Iterator[Row
     yield row("linear_logprobs", fused, 1)
     if 0 < cache < full:
         yield row(f"linear_logprobs, cache_bytes={cache}", call.plan(cache_bytes=cache).memory.fused, 1 - cache / full)
-    if full:
-        yield row(f"linear_logprobs, cache_bytes={full}", call.plan(cache_bytes=full).memory.fused, 0)
-    yield row("linear_loss", in_forward.memory.fused, 0 if full else 1)
+    yield row(f"linear_logprobs, cache_bytes={full}", call.plan(cache_bytes=full).memory.fused, 0)
+    yield row("linear_loss", in_forward.memory.fused, 0)
 
 
 def _cache_bytes(call: Call, full: int, spare: int) -> int:
@@ -200,12 +199,9 @@ def _cache_bytes(call: Call, full: int, spare: int) -> int:
 
 
 def _advice(plain: Plan, in_forward: Plan, cache: int, spare: int) -> Iterator[str]:
-    name, full = plain.implementation, plain.full_cache_bytes
+    full = plain.full_cache_bytes
     for other, reason in plain.refused.items():
         yield f"not {other}: {reason}"
-    if not full:
-        yield f"cache_bytes: leave it out, {name} always recomputes"
-        return
     least = in_forward.memory.fused.backward
     yield f"a loss that is a sum over tokens: linear_loss recomputes nothing, in {format_bytes(least)}"
     said = f"{format_bytes(spare)} to spare (--spare-gib)"

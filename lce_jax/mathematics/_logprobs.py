@@ -78,7 +78,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from lce_jax._types import LogprobOutput, Options, Results, RowCoefficients, ShardStatistics
-from lce_jax.mathematics import _candidates, _columns, _repeats, _softcap, _statistics
+from lce_jax.mathematics import _candidates, _columns, _softcap, _statistics
 from lce_jax.mathematics._statistics import MASKED, along, distance, empty
 
 if TYPE_CHECKING:
@@ -105,9 +105,9 @@ def unscaled_logits(
     """The x of eq. 0, from raw products; ``raw_scale`` is a / c, or the sign of a, if these are traced."""
     if options.logit_softcap is not None:
         scale = options.logit_scale / options.logit_softcap if raw_scale is None else raw_scale
-        return tanh(raw * _along_rows(scale))
+        return tanh(raw * along_rows(scale))
     if raw_scale is not None:
-        return raw * _along_rows(raw_scale)
+        return raw * along_rows(raw_scale)
     return -raw if options.logit_scale < 0 else raw
 
 
@@ -120,10 +120,11 @@ def transform_logits(
     """Eq. 0: logits from raw products, and the derivative of the cap (None without one)."""
     x = unscaled_logits(raw, options, raw_scale)
     dcap = None if options.logit_softcap is None else _softcap.derivative(x)
-    return x * _along_rows(row_scale(options, inverse_temperature)), dcap
+    return x * along_rows(row_scale(options, inverse_temperature)), dcap
 
 
-def _along_rows(scale: Float[Array, "T"] | float) -> Float[Array, "T 1"] | float:
+def along_rows(scale: Float[Array, "T"] | float) -> Float[Array, "T 1"] | float:
+    """Beside [T, n]."""
     return scale if isinstance(scale, float | int) else scale[:, None]
 
 
@@ -135,10 +136,11 @@ def tile_statistics(
     options: Options,
     candidates: Int[Array, "T K"] | None = None,
     floor: Float[Array, "T"] | None = None,
-) -> ShardStatistics:
-    """Eq. 1 over a tile. ``targets`` are columns of this tile or lie outside [0, n); ``live`` masks padding columns.
+) -> tuple[ShardStatistics, Float[Array, "T n"]]:
+    """Eq. 1 over a tile, and its e^u, which is 0 at columns that do not count.
 
-    ``candidates`` are such columns too. ``floor`` is in the units of x.
+    ``targets`` are columns of this tile or lie outside [0, n); ``live`` masks padding columns. ``candidates`` are such
+    columns too. ``floor`` is in the units of x.
     """
     n = x.shape[1]
     x = lax.optimization_barrier(x)  # otherwise XLA may compute x twice, for m and for u, and round it differently
@@ -149,7 +151,7 @@ def tile_statistics(
     x, at_target, at_candidates = lax.optimization_barrier((x, at_target, at_candidates))
     counts = _columns.counting(x, targets, live, floor)
     m = jnp.maximum(jnp.max(x if counts is None else jnp.where(counts, x, MASKED), axis=1), MASKED)
-    u = distance(x, m[:, None], _along_rows(scale))
+    u = distance(x, m[:, None], along_rows(scale))
     u = u if counts is None else jnp.where(counts, u, MASKED)
     e = jnp.exp(u)
     lowest = support = None
@@ -157,7 +159,7 @@ def tile_statistics(
         lowest = jnp.min(x if counts is None else jnp.where(counts, x, -MASKED), axis=1)
     if options.stats and counts is not None and floor is not None:
         support = jnp.sum(jnp.where(counts, jnp.ones((), x.dtype), 0.0), axis=1)
-    return ShardStatistics(
+    stats = ShardStatistics(
         max=m,
         sumexp=jnp.sum(e, axis=1),
         weighted=jnp.sum(u * e, axis=1) if options.entropy else None,
@@ -168,6 +170,7 @@ def tile_statistics(
         candidates=at_candidates,
         support=support,
     )
+    return stats, e
 
 
 def finish(
@@ -220,7 +223,7 @@ def _candidate_logprobs(stats: ShardStatistics, scale: Float[Array, "T"] | float
     x = stats.candidates
     if x is None:
         return None
-    return _candidates.logprobs(x, stats.max[:, None], _along_rows(scale), jnp.log(stats.sumexp)[:, None])
+    return _candidates.logprobs(x, stats.max[:, None], along_rows(scale), jnp.log(stats.sumexp)[:, None])
 
 
 def row_coefficients(
@@ -249,7 +252,7 @@ def row_coefficients(
         uniform = cotangent.mean_logit / vocab_size * factor
     if stats.candidates is not None and of.candidate_logprobs is not None:
         dcap = None if options.logit_softcap is None else _softcap.derivative
-        given, candidates = _candidates.terms(stats.candidates, of.candidate_logprobs, _along_rows(factor), dcap)
+        given, candidates = _candidates.terms(stats.candidates, of.candidate_logprobs, along_rows(factor), dcap)
         of_candidates = jnp.sum(given, axis=1)
     if of_candidates is not None:
         rest = rest - of_candidates
@@ -262,36 +265,3 @@ def row_coefficients(
     at_candidates = None if candidates is None else stats.candidates
     rows = RowCoefficients(stats.max, target * factor, constant, slope, uniform, candidates, at_candidates)
     return rows if where is None else jax.tree.map(lambda x: jnp.where(along(where, x), x, 0.0), rows)
-
-
-def dlogits(
-    x: Float[Array, "T n"],
-    scale: Float[Array, "T"] | float,
-    rows: RowCoefficients,
-    targets: Int[Array, "T"],
-    live: Bool[Array, "n"] | None,
-    options: Options,
-    candidates: Int[Array, "T K"] | None = None,
-    floor: Float[Array, "T"] | None = None,
-) -> Float[Array, "T n"]:
-    """Eqs. 4 and 5 over a tile of x: the gradient in the raw products. ``floor`` is that of `tile_statistics`.
-
-    ``candidates`` are columns of this tile, once each (`mathematics._repeats.add_repeats`), or lie outside [0, n).
-    """
-    u = jnp.minimum(distance(x, rows.max[:, None], _along_rows(scale)), 0.0)
-    e = jnp.exp(u)
-    d = rows.constant[:, None] * e
-    if rows.slope is not None:
-        d = d + rows.slope[:, None] * (u * e)
-    columns = lax.broadcasted_iota(jnp.int32, x.shape, 1)
-    dcap = 1.0 if options.logit_softcap is None else _softcap.derivative(x)
-    d, below = d * dcap, _columns.below(x, floor)
-    d = d if below is None else jnp.where(below, 0.0, d)
-    d = jnp.where(columns == targets[:, None], rows.target[:, None], d)
-    if rows.uniform is not None:
-        d = d + rows.uniform[:, None] * dcap
-    d = d if live is None else jnp.where(live[None, :], d, 0.0)
-    if candidates is None or rows.candidates is None:
-        return d
-    places = _repeats.unique_places(candidates, 0, d.shape[1], d.shape[1])
-    return d.at[places].add(rows.candidates, mode="drop", unique_indices=True)

@@ -26,7 +26,7 @@ def per_token(function: Callable[..., Any], case: Case, *operands: Any) -> Any:
     return function(*operands)
 
 
-def selected(case: Case, cache: None, of_rows: Normalizer, num_rows: Any) -> tuple[None, None]:
+def selected(case: Case, cache: Any, of_rows: Normalizer, num_rows: Any) -> tuple[Any, None]:
     """No tile is left out, whatever the threshold."""
     del case, of_rows, num_rows
     return cache, None

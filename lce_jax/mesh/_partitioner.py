@@ -99,6 +99,12 @@ def _lower(context: Any, *operands: Any, whole: Any, function: Partitioned, tree
     elif len(devices) == 1:
         if case.device != function.case.device:
             run = _on_one_device(devices[0], function, trees, context.avals_in)
+        else:
+            _say_what_is_lost(
+                function,
+                f"where jit traces {function.options.function} on a machine without a GPU: call it under "
+                'jax.set_mesh(jax.sharding.Mesh([device], ("device",)))',
+            )
     else:
         check_rules_are_read(devices[0].platform if devices else None, function.mesh, function.options)
         _say_what_xla_loses(function)

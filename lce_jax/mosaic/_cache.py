@@ -13,8 +13,6 @@ from lce_jax.mosaic._host import Host
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Float
 
-FP16_SHIFT = 15.0  # fp16 exponentials are kept times 2^15: in (0, 1] they would waste half of fp16's exponents
-
 
 class Cache(NamedTuple):
     """What the backward needs of the first vocabulary tiles to spare their recomputation."""

@@ -88,9 +88,10 @@ def linear_logprobs(
         axis_name: inside ``shard_map``, the mesh axis (or tuple of axes) that splits the vocabulary. Each shard
             passes its own columns of ``weight`` and the same ``hidden`` and ``labels``; all shards return
             bitwise-equal results. None: ``weight`` is whole.
-        cache_bytes: bytes per device that the forward may keep, so that the backward recomputes less. 0 keeps
-            nothing. If V is a multiple of 8, the backward overwrites the cache inside ``jit`` and a copy of it
-            outside. An implementation that always recomputes ignores it, and `explain` says so.
+        cache_bytes: bytes per device that the forward may keep, so that the backward recomputes less: exponentials of
+            the first tiles of the vocabulary, in the weight's dtype. 0 keeps nothing. The kernels, if V is a multiple
+            of 8, and "xla", if it keeps all tiles and no row or column is left out, overwrite the cache inside ``jit``
+            and a copy of it outside. "reference" always recomputes and ignores it, and `explain` says so.
         precision: of the matrix products with float32 operands; "highest" is exact to float32 rounding where the
             default may be TF32 (GPU) or bfloat16 (TPU).
         implementation: "mosaic_gpu" (kernels for Hopper GPUs; those for Blackwell have never run, and only this name

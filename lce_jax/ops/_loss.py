@@ -107,8 +107,7 @@ def linear_loss(
     Memory:
         Differentiated: O(chunk + T) beyond the gradients, and with several chunks dweight in float32, V·H·4 bytes.
         The gradients exist from the forward on. Where hidden's gradient is summed over devices after the loop (the
-        sequence is gathered, or other axes share hidden), dhidden is float32 until then. "xla" keeps no exponentials:
-        it recomputes, and gains nothing over `linear_logprobs` in time.
+        sequence is gathered, or other axes share hidden), dhidden is float32 until then.
 
     Numerics:
         dweight and dbias are summed over the chunks in float32, and each gradient is rounded once, for a cotangent of

@@ -108,8 +108,9 @@ def plan(case: Case, requested: tuple[str, ...] | None, budget: Budget, around: 
     size = budget.chunk_rows(case)
     chunks = -(-case.num_tokens // max(size, 1))
     chunk = chunk_case(case, size, case.partial_rows or case.num_tokens % max(size, 1) != 0)
-    found = _dispatch.explain(chunk, requested, around)
-    whole = _dispatch.explain(case, requested, around)
+    found = _dispatch.explain(chunk, requested, around._replace(adds_dweight=chunks > 1))
+    without = dataclasses.replace(case, options=dataclasses.replace(case.options, cache_bytes=0))
+    whole = _dispatch.explain(without, requested, around)
     item, columns = case.stat_dtype.itemsize, case.vocab_size * case.hidden_size
     total = columns * item if chunks > 1 and case.dtype != case.stat_dtype else 0  # else the gradient is the sum
     # A chunk's hidden and dhidden; on a CPU XLA holds both twice where all rows count.
@@ -125,6 +126,7 @@ def plan(case: Case, requested: tuple[str, ...] | None, budget: Budget, around: 
         notes.append(f"backward: of it {format_bytes(cache)} for a chunk's exponentials, which its dlogits overwrite")
     return dataclasses.replace(
         whole,
+        case=case,
         tiles={"chunk of tokens": size, **found.tiles},
         backward_bytes=found.backward_bytes + total + taken + cache + per_token,
         kept_bytes=0,

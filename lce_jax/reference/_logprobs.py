@@ -12,7 +12,7 @@ from jax import lax
 
 from lce_jax._plans import ALONE, Plan, Surroundings, candidate_notes, unused_notes
 from lce_jax._types import Case, Operands, Primals, RowCoefficients, ShardStatistics
-from lce_jax.mathematics import _columns, _logprobs, _repeats, _statistics
+from lce_jax.mathematics import _columns, _dlogits, _logprobs, _repeats, _statistics
 from lce_jax.mathematics._largest import Largest
 from lce_jax.mathematics._one_part import merged as merged
 from lce_jax.mathematics._one_part import per_token as per_token
@@ -62,8 +62,13 @@ def plan(case: Case, around: Surroundings = ALONE) -> Plan:
         backward_bytes=max(backward, forward - in_dweight) if backward else 0,
         kept_bytes=case.statistics_bytes if backward else 0,
         logits_bytes=logits,
-        notes=(*unused_notes(case.options), *candidate_notes(case)),
+        notes=(*_cache_notes(case), *unused_notes(case.options), *candidate_notes(case)),
     )
+
+
+def _cache_notes(case: Case) -> tuple[str, ...]:
+    given = case.options.cache_bytes
+    return (f"cache_bytes={given} is not used: this implementation always recomputes",) if given else ()
 
 
 def statistics(operands: Operands, case: Case, keep_cache: bool = False) -> tuple[ShardStatistics, None]:
@@ -73,7 +78,7 @@ def statistics(operands: Operands, case: Case, keep_cache: bool = False) -> tupl
     scale = _logprobs.row_scale(case.options, operands.inverse_temperature)
     live = _live(operands, case)
     more = operands.candidates, operands.floor
-    return _logprobs.tile_statistics(x, scale, operands.targets, live, case.options, *more), None
+    return _logprobs.tile_statistics(x, scale, operands.targets, live, case.options, *more)[0], None
 
 
 def in_parts(operands: Operands, case: Case, keep_cache: bool = False) -> tuple[Parts, None]:
@@ -103,7 +108,7 @@ def gradients(
     scale = _logprobs.row_scale(case.options, operands.inverse_temperature)
     live = _live(operands, case)
     more = operands.candidates, operands.floor
-    d = _logprobs.dlogits(x, scale, rows, operands.targets, live, case.options, *more)
+    d = _dlogits.from_logits(x, scale, rows, operands.targets, live, case.options, *more)
     hidden, weight = (x.astype(case.stat_dtype) for x in (operands.hidden, operands.weight))
     weight = _columns.without_padding(weight, live, case.options)
     vocab_by_hidden = weight if case.options.vocab_dim == 0 else weight.T

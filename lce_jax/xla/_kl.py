@@ -118,7 +118,7 @@ def _x(plan: KLPlan, tile: Tile) -> Pair[Float[Array, "t v"]]:
         x = _logprobs.unscaled_logits(lax.optimization_barrier(raw), case.options, tokens.raw_scale)
         return lax.optimization_barrier(x.astype(plan.dtype))
 
-    return Pair(*map(of_one, plan.cases, tile.tokens, tile.raw))
+    return Pair(*map(of_one, plan.cases, tile.tokens, tile.products()))
 
 
 def _scales(plan: KLPlan, tokens: tuple[Tokens, ...]) -> tuple[Any, Any]:

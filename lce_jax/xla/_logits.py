@@ -15,7 +15,7 @@ from lce_jax import _jax
 from lce_jax._types import Case, Operands, Options
 from lce_jax.mathematics import _logprobs
 from lce_jax.mathematics._statistics import along
-from lce_jax.xla import _walk
+from lce_jax.xla import _loops
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Bool, Float, Int
@@ -48,7 +48,7 @@ def products(
     def chunk(per_token: tuple[Array, Array]) -> Array:
         return _products(per_token[0], weight, per_token[1], options, dtype)
 
-    return _walk.by_chunks(chunk, (hidden, columns), size, num_rows, (weight, num_rows))
+    return _loops.by_chunks(chunk, (hidden, columns), size, num_rows, (weight, num_rows))
 
 
 def _products(hidden: Array, weight: Array, columns: Array, options: Options, dtype: Any) -> Float[Array, "T K"]:
@@ -82,7 +82,7 @@ def dhidden(
         rows = rows if options.vocab_dim == 0 else jnp.moveaxis(rows, 0, 2)
         return jnp.sum(jnp.where((at >= 0)[:, :, None], own[:, :, None] * rows, 0.0), axis=1)
 
-    return _walk.by_chunks(chunk, (terms, columns), size, None, weight)
+    return _loops.by_chunks(chunk, (terms, columns), size, None, weight)
 
 
 class Pairs(NamedTuple):

@@ -1,22 +1,26 @@
 """The implementation for every device: plain XLA, one tile of logits at a time.
 
 For each chunk of tokens and tile of the vocabulary: one matrix product, its statistics (eq. 1), a merge (eq. 2). The
-backward recomputes the product, turns it into dlogits (eqs. 4, 5) and feeds the two gradient products. `_walk` has the
-loops, so exactly one tile of logits exists at a time, whatever the vocabulary.
+backward recomputes the product, turns it into dlogits (eqs. 4, 5) and feeds the two gradient products. `_walk` goes
+over the tiles, so exactly one tile of logits exists at a time, whatever the vocabulary. With ``cache_bytes`` the
+forward keeps the exponentials of the first tiles, of which the backward makes dlogits without a product (`_cache`).
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from typing import TYPE_CHECKING, NamedTuple
 
 from lce_jax._plans import ALONE, Plan, Surroundings
 from lce_jax._types import Case, Operands, Primals, RowCoefficients, ShardStatistics
-from lce_jax.mathematics import _logprobs, _repeats, _statistics
+from lce_jax.mathematics import _dlogits, _logprobs, _repeats, _statistics
 from lce_jax.mathematics._one_part import merged as merged
 from lce_jax.mathematics._one_part import per_token as per_token
 from lce_jax.mathematics._one_part import selected as selected
 from lce_jax.mathematics._statistics import Parts, Running
-from lce_jax.xla import _plan, _topk
+from lce_jax.xla import _cache, _plan, _topk
+from lce_jax.xla._cache import Cache
 from lce_jax.xla._walk import Head, Shard, Tile, Tokens, Walk
 
 if TYPE_CHECKING:
@@ -57,32 +61,37 @@ class _Rows(NamedTuple):
         return self.targets - start, None if self.candidates is None else self.candidates - start, self.floor
 
 
-def statistics(operands: Operands, case: Case, keep_cache: bool = False) -> tuple[ShardStatistics, None]:
-    """Eq. 1 of the whole shard, [T] each; nothing is cached."""
-    del keep_cache
-    options = case.options
+def statistics(operands: Operands, case: Case, keep_cache: bool = False) -> tuple[ShardStatistics, Cache | None]:
+    """Eq. 1 of the whole shard, [T] each, and the exponentials of the first tiles, as many as ``cache_bytes`` hold."""
+    options, walk = case.options, _walk_of(operands, case)
+    if keep_cache:
+        walk = dataclasses.replace(walk, kept_columns=_cache.kept_columns(case, walk.columns, walk.tile_v))
 
     def empty(num_tokens: int) -> Running:
         return Running.start(_statistics.empty(num_tokens, case.stat_dtype, options))
 
-    def add(running: Running, tile: Tile) -> Running:
+    def add(running: Running, tile: Tile, cache: Cache | None) -> tuple[Running, Cache | None]:
         (x, scale), (targets, *more) = _logits(case, tile), tile.rows.relative_to(tile.start)
-        return running.add(_logprobs.tile_statistics(x, scale, targets, tile.live, options, *more), scale)
+        stats, e = _logprobs.tile_statistics(x, scale, targets, tile.live, options, *more)
+        if cache is not None and tile.index is not None:
+            cache = cache.with_part(tile, _dlogits.to_keep(e, case.dtype), stats.max)
+        return running.add(stats, scale), cache
 
-    running = _walk_of(operands, case).fold(_shard(operands, None), empty, add)
-    return running.finish(), None
+    running, cache = walk.fold_keeping(_shard(operands, None), empty, add, _cache.empty(walk))
+    return running.finish(), cache
 
 
-def in_parts(operands: Operands, case: Case, keep_cache: bool = False) -> tuple[Parts, None]:
+def in_parts(operands: Operands, case: Case, keep_cache: bool = False) -> tuple[Parts, Cache | None]:
     """One part."""
-    return _statistics.as_parts(statistics(operands, case, keep_cache)[0]), None
+    stats, cache = statistics(operands, case, keep_cache)
+    return _statistics.as_parts(stats), cache
 
 
 def gradients(
     operands: Operands,
     case: Case,
     rows: RowCoefficients,
-    cache: None = None,
+    cache: Cache | None = None,
     *,
     may_round_dhidden: bool = False,
     may_overwrite_cache: bool = True,
@@ -90,23 +99,37 @@ def gradients(
 ) -> Primals:
     """Eq. 5: dhidden and dbias in the statistics' dtype, which the caller sums and rounds once.
 
-    dweight is rounded, or added to the sum ``dweight``.
+    dweight is rounded, or added to the sum ``dweight``. Where all of a cache is overwritten, dhidden may be rounded.
     """
-    del cache, may_round_dhidden, may_overwrite_cache
 
-    def dlogits(tile: Tile) -> Float[Array, "t v"]:
-        (x, scale), (targets, *more) = _logits(case, tile), tile.rows.relative_to(tile.start)
-        return _logprobs.dlogits(x, scale, tile.rows.coefficients, targets, tile.live, case.options, *more)
+    def dlogits(tile: Tile, cache: Cache | None) -> Float[Array, "t v"]:
+        rows, options = tile.rows.coefficients, case.options
+        if cache is None or tile.index is None:
+            (x, scale), (targets, *more) = _logits(case, tile), tile.rows.relative_to(tile.start)
+            return _dlogits.from_logits(x, scale, rows, targets, tile.live, options, *more)
+        (kept, highest), (targets, candidates, _) = cache.part(tile), tile.rows.relative_to(tile.start)
+        scale = _scale(case, tile)
+        return _dlogits.from_exponentials(kept, highest, scale, rows, targets, tile.live, options, candidates)
 
-    shard = _shard(*_repeats.each_once(operands, rows))
-    return _walk_of(operands, case).gradients(shard, dlogits, dweight)
+    shard, walk = _shard(*_repeats.each_once(operands, rows)), _walk_of(operands, case)
+    if cache is None:
+        return walk.gradients(shard, functools.partial(dlogits, cache=None), dweight)
+    walk = dataclasses.replace(walk, kept_columns=cache.exponentials.shape[1])
+    adds, has_padding = dweight is not None, operands.num_columns is not None
+    if may_overwrite_cache and _cache.is_one_piece(case, walk.kept_columns, walk.tile_t, has_padding, adds):
+        dhidden_dtype = case.dtype if may_round_dhidden else case.stat_dtype
+        return _cache.gradients(walk, shard, cache, dlogits, dhidden_dtype, dweight)
+    return walk.gradients(shard, functools.partial(dlogits, cache=cache), dweight)
 
 
 def _logits(case: Case, tile: Tile) -> tuple[Float[Array, "t v"], Float[Array, "t"] | float]:
     """The x and the k of eq. 0."""
-    (raw,), (tokens,) = tile.raw, tile.tokens
-    x = _logprobs.unscaled_logits(raw, case.options, tokens.raw_scale)
-    return x, _logprobs.row_scale(case.options, tokens.inverse_temperature)
+    (raw,), (tokens,) = tile.products(), tile.tokens
+    return _logprobs.unscaled_logits(raw, case.options, tokens.raw_scale), _scale(case, tile)
+
+
+def _scale(case: Case, tile: Tile) -> Float[Array, "t"] | float:
+    return _logprobs.row_scale(case.options, tile.tokens[0].inverse_temperature)
 
 
 def _walk_of(operands: Operands, case: Case) -> Walk:

@@ -6,8 +6,10 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from lce_jax._plans import PassBytes, Plan, Surroundings, candidate_notes, unused_notes
+from lce_jax._plans import PassBytes, Plan, Surroundings, candidate_notes, format_bytes, unused_notes
 from lce_jax._types import Case
+from lce_jax.mathematics import _dlogits
+from lce_jax.xla import _cache
 
 # Numbers per token and model: statistics of all tokens, of a chunk, and what merges them; what a backward reads.
 VECTORS, VECTORS_OF_STATS, VECTORS_IN_BACKWARD = 16, 4, 8
@@ -39,7 +41,11 @@ def tile_sizes(case: Case) -> tuple[int, int]:
 def plan(case: Case, name: str, around: Surroundings) -> Plan:
     """Tiles and bytes."""
     tile_t, tile_v = tile_sizes(case)
-    held = passes((case,), tile_t, tile_v, around)
+    columns = around.true_columns or case.vocab_size
+    kept = _cache.kept_columns(case, columns, tile_v)
+    has_padding = around.true_columns != case.vocab_size  # or may have
+    in_place = _cache.is_one_piece(case, kept, tile_t, has_padding, around.adds_dweight)
+    held = passes((case,), tile_t, tile_v, around, kept > 0, in_place)
     return Plan(
         implementation=name,
         refused={},
@@ -47,18 +53,42 @@ def plan(case: Case, name: str, around: Surroundings) -> Plan:
         tiles={"tokens": tile_t, "vocabulary": tile_v},
         forward_bytes=held.forward,
         backward_bytes=held.backward,
-        kept_bytes=case.statistics_bytes,
+        kept_bytes=case.statistics_bytes + _cache.num_bytes(case, kept, tile_v),
         logits_bytes=case.num_tokens * case.vocab_size * case.stat_dtype.itemsize,
-        notes=(*unused_notes(case.options), *candidate_notes(case)),
+        notes=(
+            *_cache_notes(case, kept, columns, tile_v),
+            *(["the backward overwrites what was kept; outside jax.jit, a copy of it"] if in_place else []),
+            *unused_notes(case.options),
+            *candidate_notes(case),
+        ),
+        full_cache_bytes=_cache.num_bytes(case, columns, tile_v) if _dlogits.keeps(case.options) else 0,
     )
 
 
-def passes(cases: tuple[Case, ...], tile_t: int, tile_v: int, around: Surroundings) -> PassBytes:
+def _cache_notes(case: Case, kept: int, columns: int, tile_v: int) -> tuple[str, ...]:
+    """What of ``cache_bytes`` is used."""
+    given = case.options.cache_bytes
+    if not given:
+        return ()
+    if not _dlogits.keeps(case.options):
+        return (f"cache_bytes={given} is not used: label smoothing needs capped logits that no exponential shows",)
+    each = format_bytes(_cache.tile_bytes(case, min(tile_v, columns)))
+    return (f"the forward keeps {-(-kept // tile_v)} of {-(-columns // tile_v)} vocabulary tiles, {each} each",)
+
+
+def passes(
+    cases: tuple[Case, ...],
+    tile_t: int,
+    tile_v: int,
+    around: Surroundings,
+    keeps: bool = False,
+    in_place: bool = False,
+) -> PassBytes:
     """An upper bound of what XLA holds of a `lce_jax.xla._walk.Walk`: what its tiles and chunks are, and gradients.
 
     The forward holds a tile of each model's logits, and beside them either the columns that they are made of or the
     exponentials of one. The backward is that of a program with both passes: until dweight is written, the forward may
-    use its memory.
+    use its memory. With what it ``keeps`` the backward copies a tile of it, unless its gradient is made ``in_place``.
     """
     (first, *others), num_tokens = cases, cases[0].num_tokens
     if not num_tokens:
@@ -72,6 +102,11 @@ def passes(cases: tuple[Case, ...], tile_t: int, tile_v: int, around: Surroundin
     forward = sum(copy.hidden for copy in copies) + len(cases) * tile + max(columns, exponentials)
     forward += (VECTORS + VECTORS_OF_STATS * first.options.stats) * vector + first.candidate_bytes
     backward = _gradient_bytes(first, tile_t, width, tile, around)
+    if keeps:
+        backward += tile_t * width * first.dtype.itemsize
+    if in_place:
+        hidden = num_tokens * first.hidden_size * stat  # dhidden, before it is rounded
+        backward = hidden + copies[0].hidden + (2 * tile if first.options.num_candidates else 0)
     if others:  # dlogits, beside the tiles that they are made of
         backward = max(backward, 2 * tile + copies[0].columns)
     backward += sum(copy.hidden + copy.columns + tile for copy in copies[1:])

@@ -18,7 +18,7 @@ from lce_jax._types import Case, Operands, Options
 from lce_jax.mathematics import _columns, _largest, _logprobs
 from lce_jax.mathematics._largest import Largest
 from lce_jax.mathematics._statistics import MASKED
-from lce_jax.xla import _plan, _walk
+from lce_jax.xla import _loops, _plan, _walk
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Float
@@ -73,7 +73,7 @@ def largest(operands: Operands, case: Case) -> Largest:
         return _of_rows(own, case)
 
     per_token = operands.hidden, operands.inverse_temperature, operands.raw_scale
-    return _walk.by_chunks(of_chunk, per_token, chunk_tokens(case), operands.num_rows, operands)
+    return _loops.by_chunks(of_chunk, per_token, chunk_tokens(case), operands.num_rows, operands)
 
 
 def _of_rows(operands: Operands, case: Case) -> Largest:

@@ -1,8 +1,9 @@
 """How programs of plain XLA walk over chunks of tokens and tiles of the vocabulary, with one head or several.
 
-Both loops are here, once. A pass forward is a `fold` over the tiles of a chunk's logits, chunk by chunk. A pass
-backward takes the tiles of columns in turn, and for each of them all chunks: so a tile's columns of dweight are written
-once. What a tile's logits are made into is the client's: log-probabilities (`lce_jax.xla`) or a divergence.
+A pass forward is a `fold` over the tiles of a chunk's logits, chunk by chunk. A pass backward takes the tiles of
+columns in turn, and for each of them all chunks: so a tile's columns of dweight are written once. What a tile's logits
+are made into is the client's: log-probabilities (`lce_jax.xla`) or a divergence. A client that keeps something of the
+first tiles from one pass to the other need not ask for their products again.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from jax import lax
 from lce_jax import _jax
 from lce_jax._types import Case, Options, Primals
 from lce_jax.mathematics import _columns
+from lce_jax.xla._loops import Chunk, keeping_by_chunks, over_chunks, over_columns
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Bool, Float, Int
@@ -50,14 +52,25 @@ class Shard(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """The raw products of some tokens with some columns, and what belongs to these."""
+    """Some tokens and some columns, and what belongs to them."""
 
+    cases: tuple[Case, ...]
     tokens: tuple[Tokens, ...]
     rows: Any
     heads: tuple[Head, ...]
-    raw: tuple[Float[Array, "t v"], ...]  # with the bias
+    first: Any  # the first token
     start: Any  # the first column
     live: Bool[Array, "v"] | None  # which columns are no padding; None: all
+    index: Any  # its number among the tiles of `Walk.kept_columns`; None: it is none of them
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Tokens and columns."""
+        return self.tokens[0].hidden.shape[0], self.heads[0].weight.shape[self.cases[0].options.vocab_dim]
+
+    def products(self) -> tuple[Float[Array, "t v"], ...]:
+        """The raw products of each model, with the bias."""
+        return tuple(map(_raw, self.cases, self.tokens, self.heads))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +81,7 @@ class Walk:
     columns: int  # to walk over
     tile_t: int  # tokens of a chunk
     tile_v: int  # columns of a tile
+    kept_columns: int = 0  # those of the first tiles, of which the client keeps something
 
     @property
     def num_tokens(self) -> int:
@@ -76,15 +90,23 @@ class Walk:
 
     def fold[C](self, shard: Shard, empty: Callable[[int], C], add: Callable[[C, Tile], C]) -> C:
         """``add`` of all tiles of a chunk to ``empty(t)``, [t, ...] each, for all chunks: [T, ...] each."""
+        return self.fold_keeping(shard, empty, lambda carry, tile, kept: (add(carry, tile), kept), None)[0]
 
-        def of_chunk(per_token: Any) -> C:
-            def tile(start: Any, size: int, carry: C) -> C:
-                return add(carry, self._tile(per_token, self._columns(shard, start, size)))
+    def fold_keeping[C, K](
+        self, shard: Shard, empty: Callable[[int], C], add: Callable[[C, Tile, K], tuple[C, K]], kept: K
+    ) -> tuple[C, K]:
+        """`fold`, where ``add`` also returns ``kept``, arrays of all tiles, with what it writes of one."""
+        kept = _jax.vary_like(kept, shard)
+
+        def of_chunk(per_token: Any, first: Any, kept: K) -> tuple[C, K]:
+            def tile(start: Any, size: int, is_kept: bool, carry: tuple[C, K]) -> tuple[C, K]:
+                running, kept = carry
+                return add(running, self._tile(per_token, first, self._columns(shard, start, size, is_kept)), kept)
 
             carry = _jax.vary_like(empty(per_token[0][0].hidden.shape[0]), shard)
-            return over_columns(self.columns, self.tile_v, tile, carry)
+            return self._over_columns(tile, (carry, kept))
 
-        return by_chunks(of_chunk, (shard.tokens, shard.rows), self.tile_t, shard.num_rows, shard)
+        return keeping_by_chunks(of_chunk, (shard.tokens, shard.rows), self.tile_t, shard.num_rows, shard, kept)
 
     def gradients(
         self, shard: Shard, dlogits: Callable[[Tile], Float[Array, "t v"]], dweight: Float[Array, "V H"] | None = None
@@ -99,8 +121,8 @@ class Walk:
         (case, *_), head, vocab_dim = self.cases, shard.heads[0], self.cases[0].options.vocab_dim
         dtype = case.dtype if dweight is None else dweight.dtype
 
-        def tile(start: Any, size: int, carry: Primals) -> Primals:
-            part = self._of_columns(shard, self._columns(shard, start, size), dlogits, carry.hidden, dtype)
+        def tile(start: Any, size: int, is_kept: bool, carry: Primals) -> Primals:
+            part = self._of_columns(shard, self._columns(shard, start, size, is_kept), dlogits, carry.hidden, dtype)
             dcolumns = part.weight.astype(dtype)
             if dweight is not None:
                 dcolumns += lax.dynamic_slice_in_dim(carry.weight, start, size, vocab_dim)
@@ -116,7 +138,7 @@ class Walk:
             jnp.full(head.weight.shape, zero.astype(case.dtype)) if dweight is None else dweight,
             jax.tree.map(jnp.zeros_like, head.bias),
         )
-        return over_columns(self.columns, self.tile_v, tile, _jax.vary_like(init, shard))
+        return self._over_columns(tile, _jax.vary_like(init, shard))
 
     def _of_columns(
         self, shard: Shard, columns: Columns, dlogits: Callable[[Tile], Array], dhidden: Float[Array, "T H"], dtype: Any
@@ -127,11 +149,12 @@ class Walk:
         """
         case, per_token = self.cases[0], (shard.tokens, shard.rows)
         if self.tile_t == self.num_tokens:
-            part = self._of_tile(self._tile(per_token, columns), dlogits, None, dtype)
+            part = self._of_tile(self._tile(per_token, 0, columns), dlogits, None, dtype)
             return part._replace(hidden=dhidden + part.hidden)
 
         def chunk(own: Chunk, carry: Primals) -> Primals:
-            part = self._of_tile(self._tile(own.take(per_token), columns), dlogits, own.new, case.stat_dtype)
+            tile = self._tile(own.take(per_token), own.start, columns)
+            part = self._of_tile(tile, dlogits, own.new, case.stat_dtype)
             dhidden = own.put(carry.hidden, part.hidden + own.take(carry.hidden))
             return Primals(dhidden, carry.weight + part.weight, jax.tree.map(jnp.add, carry.bias, part.bias))
 
@@ -142,28 +165,37 @@ class Walk:
     def _of_tile(
         self, tile: Tile, dlogits: Callable[[Tile], Array], new: Bool[Array, "t"] | None, dweight_dtype: Any
     ) -> Primals:
-        """Eq. 5 of one tile: recomputed products, their gradient, and its products."""
-        case, head, hidden = self.cases[0], tile.heads[0], tile.tokens[0].hidden
-        options, d = case.options, dlogits(tile)
+        """Eq. 5 of one tile: the gradient of its products, and the products of that."""
+        case, head = self.cases[0], tile.heads[0]
+        d = dlogits(tile)
         d = d if new is None else jnp.where(new[:, None], d, 0.0)
         dbias = None if head.bias is None else jnp.sum(d, axis=0)
-        weight = _columns.without_padding(head.weight, tile.live, options)
-        d, weight, hidden = (x.astype(gradient_dtype(case)) for x in (d, weight, hidden))
-        dhidden = dot(d, weight, 1, options.vocab_dim, options, case.stat_dtype)
-        left, right = (d, hidden) if options.vocab_dim == 0 else (hidden, d)
-        return Primals(dhidden, dot(left, right, 0, 0, options, dweight_dtype), dbias)
+        weight = _columns.without_padding(head.weight, tile.live, case.options)
+        d, weight, hidden = (x.astype(gradient_dtype(case)) for x in (d, weight, tile.tokens[0].hidden))
+        return Primals(*gradient_products(case, d, weight, hidden, case.stat_dtype, dweight_dtype), dbias)
 
-    def _columns(self, shard: Shard, start: Any, size: int) -> Columns:
+    def _over_columns[C](self, body: Callable[[Any, int, bool, C], C], carry: C) -> C:
+        """``carry = body(start, size, whether it is kept, carry)``, first over the tiles that are."""
+        for is_kept, first, last in ((True, 0, self.kept_columns), (False, self.kept_columns, self.columns)):
+            if first < last:
+
+                def tile(start: Any, size: int, carry: C, is_kept: bool = is_kept) -> C:
+                    return body(start, size, is_kept, carry)
+
+                carry = over_columns(self.columns, self.tile_v, tile, carry, first, last)
+        return carry
+
+    def _columns(self, shard: Shard, start: Any, size: int, is_kept: bool) -> Columns:
         def of_model(case: Case, head: Head) -> Head:
             weight = lax.dynamic_slice_in_dim(head.weight, start, size, axis=case.options.vocab_dim)
             return Head(weight, None if head.bias is None else lax.dynamic_slice_in_dim(head.bias, start, size))
 
         live = _columns.live_columns(start, size, shard.num_columns)
-        return Columns(tuple(map(of_model, self.cases, shard.heads)), start, live)
+        index = (start + (self.tile_v - 1)) // self.tile_v if is_kept else None
+        return Columns(tuple(map(of_model, self.cases, shard.heads)), start, live, index)
 
-    def _tile(self, per_token: tuple[tuple[Tokens, ...], Any], columns: Columns) -> Tile:
-        (tokens, rows), (heads, start, live) = per_token, columns
-        return Tile(tokens, rows, heads, tuple(map(_raw, self.cases, tokens, heads)), start, live)
+    def _tile(self, per_token: tuple[tuple[Tokens, ...], Any], first: Any, columns: Columns) -> Tile:
+        return Tile(self.cases, *per_token, columns.heads, first, columns.start, columns.live, columns.index)
 
 
 class Columns(NamedTuple):
@@ -172,70 +204,22 @@ class Columns(NamedTuple):
     heads: tuple[Head, ...]
     start: Any
     live: Bool[Array, "v"] | None
-
-
-class Chunk(NamedTuple):
-    """Some of the tokens."""
-
-    start: Any
-    size: int
-    new: Bool[Array, "t"]  # which of them no earlier chunk had
-
-    def take[A](self, tree: A) -> A:
-        """Their part of [T, ...] arrays."""
-        return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, self.start, self.size), tree)
-
-    def put[A](self, whole: A, part: A) -> A:
-        """``whole`` with their part written."""
-        return jax.tree.map(lambda x, y: lax.dynamic_update_slice_in_dim(x, y, self.start, 0), whole, part)
-
-
-def over_chunks[C](num_tokens: int, size: int, num_rows: Any, body: Callable[[Chunk, C], C], carry: C) -> C:
-    """``carry = body(chunk, carry)`` over chunks of ``size`` tokens, as far as ``num_rows`` reaches; None: over all.
-
-    The last chunk reaches back into the one before, to stay whole: one body serves all, and none has so few tokens that
-    XLA would compute its products otherwise.
-    """
-    rows = num_tokens if num_rows is None else num_rows
-
-    def step(i: Array, carry: C) -> C:
-        start = jnp.minimum(i * size, num_tokens - size)
-        return body(Chunk(start, size, start + jnp.arange(size, dtype=jnp.int32) >= i * size), carry)
-
-    return lax.fori_loop(0, (rows + size - 1) // size, step, carry)
-
-
-def by_chunks[R](function: Callable[[Any], R], per_token: Any, size: int, num_rows: Any, like: Any) -> R:
-    """``function(per_token)`` of [T, ...] arrays, computed by `over_chunks`; 0 where no chunk has been.
-
-    ``like`` varies over the axes that the results do.
-    """
-    num_tokens = jax.tree.leaves(per_token)[0].shape[0]
-    if size >= num_tokens:
-        return function(per_token)
-
-    def chunk(own: Chunk, results: R) -> R:
-        return own.put(results, function(own.take(per_token)))
-
-    shapes = jax.eval_shape(lambda: function(jax.tree.map(lambda x: x[:size], per_token)))
-    empty = jax.tree.map(lambda x: jnp.zeros((num_tokens, *x.shape[1:]), x.dtype), shapes)
-    return over_chunks(num_tokens, size, num_rows, chunk, _jax.vary_like(empty, (per_token, like)))
-
-
-def over_columns[C](columns: int, tile_v: int, body: Callable[[Any, int, C], C], carry: C) -> C:
-    """``carry = body(start, size, carry)`` over the vocabulary: first the remainder, then whole tiles in a loop.
-
-    The loop depends on the remainder. The other way round, XLA could start the remainder early and hold its tile.
-    """
-    whole, rest = divmod(columns, tile_v)
-    if rest:
-        carry = body(jnp.int32(0), rest, carry)
-    return lax.fori_loop(0, whole, lambda i, c: body(rest + i * tile_v, tile_v, c), carry) if whole else carry
+    index: Any
 
 
 def gradient_dtype(case: Case) -> jnp.dtype:
     """The dtype of the gradient products' operands: float32 on a CPU, where dlogits are never rounded to 16 bits."""
     return case.stat_dtype if case.device.platform == "cpu" else case.dtype
+
+
+def gradient_products(
+    case: Case, d: Float[Array, "t v"], weight: Array, hidden: Float[Array, "t H"], *dtypes: Any
+) -> tuple[Float[Array, "t H"], Array]:
+    """Eq. 5 from the gradient in the raw products of some tokens with some columns; ``dtypes`` are of the results."""
+    options, (of_dhidden, of_dweight) = case.options, dtypes
+    dhidden = dot(d, weight, 1, options.vocab_dim, options, of_dhidden)
+    left, right = (d, hidden) if options.vocab_dim == 0 else (hidden, d)
+    return dhidden, dot(left, right, 0, 0, options, of_dweight)
 
 
 def _raw(case: Case, tokens: Tokens, head: Head) -> Float[Array, "t v"]:

@@ -117,8 +117,8 @@ def linear_logprobs(
             (`explain`) adds to a float32 ``main_grad`` as it computes, without a dweight in between, if ``main_grad``
             is contiguous, aligned to 16 bytes and autocast does not cast the weight; otherwise dweight is rounded to
             the weight's dtype first. Not under ``torch.compile``.
-        cache_bytes: bytes that the forward may keep, so that the backward recomputes less. 0 keeps nothing. An
-            implementation that always recomputes ignores it. A forward that keeps something takes all tokens at once,
+        cache_bytes: bytes that the forward may keep, so that the backward recomputes less. 0 keeps nothing.
+            "reference" always recomputes and ignores it. A forward that keeps something takes all tokens at once,
             and its results may differ in the last bits from one that does not. Under ``torch.compile`` each count of
             tokens then has a graph of its own, and ``where`` must be an index.
         gradient_threshold: tiles (128 tokens by 256 vocabulary columns) whose every probability is below it, and that

@@ -126,8 +126,7 @@ def linear_loss(
     Memory:
         Differentiated: ``chunk_bytes``, O(T), and with several chunks dweight in float32, V·H·4 bytes, beyond the
         gradients; no dweight at all with ``cotangent`` and ``wgrad="main_grad"``, if ``main_grad`` is float32 and the
-        kernels are launched directly (`explain`). The gradients exist from the forward on. "xla" keeps no exponentials:
-        it recomputes, and gains nothing over `linear_logprobs` in time.
+        kernels are launched directly (`explain`). The gradients exist from the forward on.
 
     Numerics:
         With several chunks dweight is summed over them in float32 and rounded once, after it is multiplied by the sum's

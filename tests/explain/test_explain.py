@@ -42,11 +42,14 @@ def test_reads_well() -> None:
         "xla: 4,096 tokens, hidden size 512, 65,536 vocabulary columns, float32, on cpu",
         "  tiles      tokens 4,096, vocabulary 1,024",
         "  forward    32.2 MiB temporary",
-        "  backward   26.1 MiB temporary, gradients not counted",
-        "  kept       64.0 KiB from forward to backward",
+        "  backward   42.1 MiB temporary, gradients not counted",
+        "  kept       1,009.0 MiB from forward to backward",
         "  logits     1.0 GiB if they were stored",
-        "  note       cache_bytes=1073741824 is not used: this implementation always recomputes",
+        "  note       the forward keeps 63 of 64 vocabulary tiles, 16.0 MiB each",
+        "  note       without a GPU and a mesh that is named nothing is kept: call it under jax.set_mesh(mesh)",
     ]
+    text = str(explain(*args, implementation="reference", cache_bytes=1 << 30))
+    assert text.endswith("note       cache_bytes=1073741824 is not used: this implementation always recomputes")
 
 
 def test_with_an_axis_that_is_not_bound() -> None:

@@ -35,7 +35,8 @@ STRUCTS = tuple(map(jax.ShapeDtypeStruct, ((T, H), (V, H), (T,)), ("bfloat16", "
         (False, 4 * GIB, {"reduction": "none"}),
         (False, 4 * GIB, {"label_smoothing": 0.1}),
         (False, 4 * GIB, {"gradient_threshold": 2**-12}),
-        (False, 4 * GIB, {"implementation": "xla"}),  # keeps nothing, so it always recomputes
+        (True, 4 * GIB, {"implementation": "xla"}),
+        (False, 4 * GIB, {"implementation": "reference"}),  # keeps nothing, so it always recomputes
     ],
 )
 def test_when(expected: bool, cache_bytes: int, options: dict[str, Any]) -> None:
@@ -44,11 +45,15 @@ def test_when(expected: bool, cache_bytes: int, options: dict[str, Any]) -> None
     plan = explain(*STRUCTS, **options)
     assert ("chunk of tokens" in plan.tiles) == expected
     if expected:
-        assert plan.memory.fused.backward < 1.1 * cache_bytes
+        # A tile of xla has a quarter of the chunk's tokens and takes 0.5 GiB, which the plan counts more than once.
+        assert plan.memory.fused.backward < (1.35 if "implementation" in options else 1.1) * cache_bytes
     call = functools.partial(linear_cross_entropy, **options)
     jaxpr = str(jax.make_jaxpr(jax.grad(lambda h, w, y: jnp.sum(call(h, w, y)), (0, 1)))(*STRUCTS))
     # Every exponential is kept, and no tile of logits computed twice.
-    assert ("lce_cached_dlogits" in jaxpr and "lce_dlogits" not in jaxpr) == expected
+    if "implementation" in options:
+        assert (jaxpr.count("dot_general") == 2 * 3) == expected  # of a tile of the remainder, and of all others
+    else:
+        assert ("lce_cached_dlogits" in jaxpr and "lce_dlogits" not in jaxpr) == expected
 
 
 @pytest.mark.usefixtures("hopper")

@@ -25,12 +25,15 @@ def divergence(direction: Any) -> Any:
     return lambda *operands: linear_kl(*operands[:2], *operands[:2], direction=direction)
 
 
-def largest(function: Any) -> int:
-    """Elements of the largest tensor of the program."""
+def lowered(function: Any) -> str:
     struct = jax.ShapeDtypeStruct
     operands = struct((T, H), "bfloat16"), struct((V, H), "bfloat16"), struct((T, K), "int32")
-    text = jax.jit(function).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
-    shapes = re.findall(r"tensor<((?:\d+x)+)(?:bf|f|i|ui)\d+>", text)
+    return jax.jit(function).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def largest(function: Any, dtype: str = r"(?:bf|f|i|ui)\d+") -> int:
+    """Elements of the largest tensor of the program."""
+    shapes = re.findall(rf"tensor<((?:\d+x)+){dtype}>", lowered(function))
     return max(math.prod(map(int, dims[:-1].split("x"))) for dims in shapes)
 
 
@@ -52,3 +55,18 @@ def test_forward_and_backward(name: str) -> None:
 def test_the_most_likely_and_what_would_be_seen() -> None:
     assert largest(lambda hidden, weight, _: linear_topk(hidden, weight, K)) == V * H
     assert largest(lambda hidden, weight, _: hidden @ weight.T) == T * V
+
+
+def test_a_cache_is_in_the_dtype_of_the_weight() -> None:
+    """The one array of all logits is the exponentials that ``cache_bytes`` asks for, and dlogits in their place."""
+
+    def step(cache_bytes: int) -> Any:
+        def loss(hidden: Any, weight: Any, ids: Any) -> Any:
+            out = linear_logprobs(hidden, weight, ids[:, 0], implementation="xla", cache_bytes=cache_bytes)
+            return jnp.sum(out.logprobs + out.entropy)
+
+        return jax.grad(loss, argnums=(0, 1))
+
+    assert largest(step(0)) == V * H < T * V
+    assert largest(step(1 << 40), "bf16") == T * V
+    assert largest(step(1 << 40), "f32") < V * H

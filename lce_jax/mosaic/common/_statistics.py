@@ -15,8 +15,9 @@ import jax
 import jax.numpy as jnp
 
 from lce_jax._types import Case, Options, ShardStatistics
+from lce_jax.mathematics._dlogits import FP16_SHIFT
 from lce_jax.mathematics._statistics import of_fields
-from lce_jax.mosaic._cache import FP16_SHIFT, Cache
+from lce_jax.mosaic._cache import Cache
 from lce_jax.mosaic._geometry import geometry
 from lce_jax.mosaic._operands import Prepared
 from lce_jax.mosaic._pallas import plgpu

@@ -1,0 +1,198 @@
+"""`cache_bytes` of the XLA implementation: exponentials that the forward keeps, and what the backward makes of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lce_jax import LogprobOutput, explain, linear_logprobs, linear_loss, local, sharded_linear_logprobs
+from lce_jax.xla import _cache, _plan
+from tests import cases, oracle
+from tests.test_parity import GRADIENT_BOUND
+
+pytestmark = pytest.mark.usefixtures("small_tiles")
+
+ALL = 1 << 40
+TILE = 100
+STRUCT = jax.ShapeDtypeStruct
+
+
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Several tiles of columns, and a remainder; a device that jit knows when it traces, so that something is kept."""
+
+    def tile_sizes(case: Any) -> tuple[int, int]:
+        return max(case.num_tokens // 2 if case.partial_rows else case.num_tokens, 1), min(TILE, case.vocab_size)
+
+    monkeypatch.setattr(_plan, "tile_sizes", tile_sizes)
+    jax.clear_caches()
+    with jax.set_mesh(jax.sharding.Mesh(np.array(jax.devices()[:1]), ("device",))):
+        yield
+    jax.clear_caches()
+
+
+def products(function: Any, *operands: Any) -> int:
+    """Matrix products in the program; a loop over tiles has those of one."""
+    return str(jax.make_jaxpr(function)(*operands)).count("dot_general")
+
+
+def relative_errors(test: cases.TestCase, share: float) -> tuple[list[float], int]:
+    """Those of the gradients against float64, and the bytes of what is kept, a share of all exponentials."""
+    hidden, weight, labels, options, seeds = cases.draw(test)
+    options = {"precision": "highest"} | options | {"implementation": "xla"}
+    full = explain(hidden, weight, labels, **options).full_cache_bytes
+    options["cache_bytes"] = int(share * full)
+    plan = explain(hidden, weight, labels, **options)
+
+    def objective(hidden: Any, weight: Any, bias: Any) -> jax.Array:
+        given = options if bias is None else options | {"bias": bias}
+        return cases.objective(linear_logprobs(hidden, weight, labels, **given), seeds)
+
+    bias = options.get("bias")
+    grads = jax.jit(jax.grad(objective, argnums=(0, 1) if bias is None else (0, 1, 2)))(hidden, weight, bias)
+    del options["cache_bytes"], options["implementation"]
+    want = oracle.gradients(hidden.astype(weight.dtype), weight, labels, seeds, **options)
+    kept = plan.kept_bytes - plan.case.statistics_bytes
+    return [oracle.relative_norm(got, true) for got, true in zip(grads, want, strict=True)], kept
+
+
+EVERYTHING = next(test for test in cases.CANDIDATES if test.name == "candidates and everything")
+FLOOR = next(test for test in cases.FLOORS if test.name == "floor and everything")
+ACCURATE = [
+    (cases.case("ragged", leading=(23,), H=31, V=497), 1.0, ()),  # overwritten, in one piece
+    (cases.case("softcap, hv", V=400, spread=5.0, logit_softcap=3.0, weight_layout="hv", bias="float32"), 1.0, ()),
+    (cases.case("half of it", V=497, K=5, temperature="token", labels="foreign", stats=True), 0.5, ()),
+    (cases.case("padded, rows left out", V=497, vocab_size=431, where="nan", logit_scale=-1.5), 1.0, pytest.mark.slow),
+    (EVERYTHING, 0.6, ()),
+    (FLOOR, 1.0, pytest.mark.slow),
+    (cases.case("bfloat16", dtype="bfloat16", leading=(64,), H=128, V=512), 1.0, ()),
+    (cases.case("float16 peaked", dtype="float16", leading=(64,), H=128, V=512, spread=8.0), 0.5, pytest.mark.slow),
+]
+
+
+@pytest.mark.usefixtures("optimized")  # rounding as users get it
+@pytest.mark.parametrize(
+    ("test", "share"), [pytest.param(test, share, marks=marks) for test, share, marks in ACCURATE], ids=str
+)
+def test_gradients_match_float64(test: cases.TestCase, share: float) -> None:
+    """In 16 bits an exponential is rounded once, as dlogits are where products have 16-bit operands."""
+    errors, kept = relative_errors(test, share)
+    assert kept > 0
+    if test.dtype == "float32":
+        assert max(errors) <= GRADIENT_BOUND
+        return
+    without, nothing = relative_errors(test, 0.0)
+    assert nothing == 0
+    assert all(got <= 1.1 * exact for got, exact in zip(errors, without, strict=True))
+
+
+def gradient(hidden: Any, weight: Any, labels: Any, **options: Any) -> Any:
+    def loss(hidden: Any, weight: Any) -> Any:
+        out = linear_logprobs(hidden, weight, labels, implementation="xla", **options)
+        return jnp.sum(out.logprobs + 0.3 * out.entropy)
+
+    return jax.grad(loss, argnums=(0, 1))(hidden, weight)
+
+
+def assert_near(got: Any, want: Any) -> None:
+    for one, other in zip(got, want, strict=True):
+        assert oracle.relative_norm(one, np.asarray(other, np.float64)) < GRADIENT_BOUND
+
+
+CALL = cases.draw(cases.case("plain", leading=(24,), V=500))[:3]
+
+
+def test_products_of_cached_tiles_are_spared() -> None:
+    """Five tiles are one loop: a product forward, three backward. A full cache spares the loop, half of one none."""
+    half, full = (functools.partial(gradient, cache_bytes=n) for n in (24 * 4 * 250, ALL))
+    assert products(gradient, *CALL) == 4
+    assert products(full, *CALL) == 3
+    assert products(half, *CALL) == 1 + 1 + 2 + 3  # tiles that are kept and tiles that are not, in both passes
+    assert products(functools.partial(gradient, cache_bytes=24 * 4 * 100), *CALL) == 4  # less than a tile
+
+
+def test_linear_loss_spares_them_too() -> None:
+    def loss(hidden: Any, weight: Any, labels: Any, **options: Any) -> Any:
+        total, _ = linear_loss(lambda logprob, entropy, _: logprob + 0.3 * entropy, hidden, weight, labels, **options)
+        return total
+
+    for options in ({}, {"chunk_bytes": 1}):  # one chunk, whose dlogits are one piece; several, whose dweight are added
+        hidden, weight, labels = cases.draw(cases.case("chunks", leading=(256,), V=500))[:3]
+        step = jax.grad(functools.partial(loss, implementation="xla", **options), argnums=(0, 1))
+        assert products(step, hidden, weight, labels) == 3
+    assert_near(jax.jit(step)(hidden, weight, labels), jax.jit(gradient)(hidden, weight, labels))
+
+
+def test_shards_keep_their_own() -> None:
+    mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+    def loss(hidden: Any, weight: Any, labels: Any, cache_bytes: int) -> Any:
+        out = sharded_linear_logprobs(
+            hidden, weight, labels, mesh=mesh, vocab_axis="tensor", batch_axes="data", vocab_size=450,
+            implementation="xla", cache_bytes=cache_bytes,
+        )  # fmt: skip
+        return jnp.sum(out.logprobs + 0.3 * out.entropy)
+
+    with jax.set_mesh(mesh):
+        steps = [jax.jit(jax.grad(functools.partial(loss, cache_bytes=n), argnums=(0, 1))) for n in (ALL, 0)]
+        assert_near(steps[0](*CALL), steps[1](*CALL))
+
+
+def test_a_cache_may_be_read_again() -> None:
+    options = {"implementation": "xla", "cache_bytes": ALL}
+    stats, cache = local.statistics(*CALL, keep_cache=True, **options)
+    assert [x.shape for x in jax.tree.leaves(cache)] == [(24, 500), (5, 24)]
+    seed = LogprobOutput(logprobs=jnp.ones(24), entropy=jnp.full(24, 0.3), lse=None)
+    want = jax.jit(gradient)(*CALL)
+    for overwrite in (False, True):
+        found = local.gradients(*CALL, stats, seed, cache=cache, overwrite_cache=overwrite, **options)
+        assert_near(found, want)
+
+
+def test_what_keeps_nothing() -> None:
+    smoothed = explain(*CALL, implementation="xla", logit_softcap=3.0, label_smoothing=0.1, cache_bytes=ALL)
+    assert smoothed.kept_bytes == smoothed.case.statistics_bytes
+    assert smoothed.full_cache_bytes == 0
+    assert any("label smoothing needs capped logits" in note for note in smoothed.notes)
+
+
+@pytest.mark.usefixtures("optimized")
+@pytest.mark.parametrize(
+    ("share", "dtype", "where"),
+    [
+        (1.0, "float32", False),
+        pytest.param(0.5, "bfloat16", False, marks=pytest.mark.slow),
+        (1.0, "bfloat16", True),
+    ],
+)
+def test_explain_foretells_what_is_compiled(
+    share: float, dtype: str, where: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An upper bound, of at most 1.25 of what XLA holds, and no array of all logits in float32 for 16-bit operands."""
+    T, H, V = 512, 64, 4096
+    monkeypatch.setattr(_plan, "tile_sizes", lambda _: (256 if where else T, 512))
+    operands = STRUCT((T, H), dtype), STRUCT((V, H), dtype), STRUCT((T,), "int32")
+    mask = {"where": STRUCT((T,), "bool")} if where else {}
+    full = explain(*operands, implementation="xla", **mask).full_cache_bytes
+    plan = explain(*operands, implementation="xla", cache_bytes=int(share * full), **mask)
+    step = functools.partial(gradient, cache_bytes=int(share * full))
+    compiled = jax.jit(lambda *given: step(*given[:3], **given[3])).lower(*operands, mask).compile()
+    held = compiled.memory_analysis().temp_size_in_bytes
+    assert 0 < plan.kept_bytes - plan.case.statistics_bytes <= share * full
+    assert held <= plan.memory.fused.backward <= 1.25 * held, (plan.memory.fused.backward, held)
+    assert dtype == "float32" or f"f32[{T},{V}]" not in compiled.as_text()
+
+
+def test_as_many_tiles_as_fit() -> None:
+    case = dataclasses.replace(explain(*CALL).case, vocab_size=497)
+    for given, columns in ((ALL, 497), (10**4, 97), (24 * 4 * (97 + 1 + 2 * 101), 297), (24 * 4 * 97, 0), (0, 0)):
+        case = dataclasses.replace(case, options=dataclasses.replace(case.options, cache_bytes=given))
+        assert _cache.kept_columns(case, 497, TILE) == columns
+        assert _cache.num_bytes(case, columns, TILE) <= given
