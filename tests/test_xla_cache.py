@@ -15,7 +15,7 @@ import pytest
 from lce_jax import LogprobOutput, explain, linear_logprobs, linear_loss, local, sharded_linear_logprobs
 from lce_jax.xla import _cache, _plan
 from tests import cases, oracle
-from tests.test_parity import GRADIENT_BOUND
+from tests.ops.test_parity import GRADIENT_BOUND
 
 pytestmark = pytest.mark.usefixtures("small_tiles")
 

@@ -127,6 +127,53 @@ def detail(row: Run) -> list[str]:
     ]
 
 
+def peers(run: Run) -> str:
+    """A line per package and way: both directions of one shape."""
+    (measured,) = run["measurements"]
+    head = ["", "forward, ms", "forward + backward, ms", "÷ product", "temporary memory"]
+    lines = []
+    for row in (row for row in measured["rows"] if row["direction"] == BOTH):
+        alone = row_of(measured, row["key"], "forward")
+        label = row["label"] if "lce_jax" in row["label"] else NAMES.get(row["key"]) or row["label"]
+        forward = "–" if alone is None else f"{alone['median_seconds'] * 1e3:.2f}"
+        both = f"{row['median_seconds'] * 1e3:.2f}"
+        lines.append([label, forward, both, ratio(row), format_bytes(row["temp_bytes"])])
+    return markdown(head, lines)
+
+
+def of_two_heads(run: Run) -> str:
+    """A line per divergence and way to compute it."""
+    rows = {row["name"]: row for row in run["rows"]}
+    lines = []
+    for name, row in rows.items():
+        both = rows.get(f"{name}, + backward")
+        if both is not None:
+            cells = [f"{x['seconds'] * 1e3:.2f}" for x in (row, both)] + [f"{x['ratio']:.2f}" for x in (row, both)]
+            lines.append([name, *cells, format_bytes(both["temp_bytes"])])
+    head = ["", "forward, ms", "forward + backward, ms", "forward ÷ product", "both ÷ product", "temporary memory"]
+    return markdown(head, lines)
+
+
+def steps(run: Run) -> str:
+    """A line per objective and batch: tokens per second, and memory."""
+    by_batch: dict[tuple[str, int], dict[str, Run]] = {}
+    for row in run["rows"]:
+        by_batch.setdefault((row["objective"], row["tokens"]), {})[row["head"]] = row
+
+    def cells(row: Run | None) -> list[str]:
+        if row is None:
+            return ["–", "–"]
+        speed = f"{row['tokens'] / row['seconds']:,.0f}" if row["seconds"] else "out of memory"
+        return [speed, format_bytes(row["memory_bytes"]) if row["memory_bytes"] else "–"]
+
+    head = ["objective", "tokens a step", "stored: tokens/s", "memory", "lce_jax: tokens/s", "memory"]
+    lines = [
+        [objective, f"{tokens:,}", *cells(found.get("logits stored")), *cells(found.get("lce_jax"))]
+        for (objective, tokens), found in by_batch.items()
+    ]
+    return markdown(head, lines)
+
+
 def errors(run: Run) -> str:
     """A line per way to compute: the errors of results and gradients, by dtype."""
     rows = [[name, *(f"{error:.1e}" for error in found)] for name, *found in run["rows"]]
@@ -201,6 +248,10 @@ def tables() -> dict[str, str]:
         "errors": errors(accuracy),
         "errors by": f"CPU, JAX {accuracy['device']['jax']}, {accuracy['date']}: `{accuracy['command']}`",
     }
+    others, two_heads, step = load("h200-peers"), load("kl"), load("step")
+    made |= {"peers": peers(others), "peers by": provenance(others)}
+    made |= {"linear_kl": of_two_heads(two_heads), "linear_kl by": provenance(two_heads)}
+    made |= {"step": steps(step), "step by": provenance(step)}
     tpu, support = load("tpu"), json.loads((ROOT / "docs" / "_build" / "support.json").read_text())
     made |= {"tpu": recorded(tpu), "tpu by": f"libtpu {tpu['device']['libtpu']}; {provenance(tpu)}"}
     made |= {"support": recorded(support)}
