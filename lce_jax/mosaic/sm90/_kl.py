@@ -94,7 +94,7 @@ def _gradient(
 
 def staging(matmul: Matmul, columns: int, dtype: Any) -> Any:
     """`_epilogue.staging`, or None where the output is written from registers."""
-    return _epilogue.staging(matmul, columns, dtype) if matmul.tuning.slots else None
+    return None if matmul.tuning.direct else _epilogue.staging(matmul, columns, dtype)
 
 
 MACHINE = KLMachine(

@@ -30,7 +30,8 @@ class Tuning:
     minor: int = 0  # 0: row blocks, 1: vocabulary tiles
     in_flight: int = 0  # steps, 0 or 1, that are still multiplied while a warpgroup waits for the next operands
     turns: int = 1  # 2: the warpgroups multiply one after the other, each during the other's epilogue
-    slots: int = 2  # staging slots of each warpgroup, where tiles are stored; 0, in "kl_dlogits": from registers
+    slots: int = 2  # staging slots of each warpgroup, where tiles are stored
+    direct: bool = False  # "kl_dlogits" alone: registers are written to global memory, without slots
     tile_n: int = TILE_N  # columns of a tile; the kernels of logits know TILE_N only
 
     def __post_init__(self) -> None:
@@ -39,7 +40,7 @@ class Tuning:
             raise ValueError(f"cluster and turns must be 1 or 2, in_flight 0 or 1, got {self}")
         if self.stages <= self.in_flight:
             raise ValueError(f"more stages are needed than steps in flight, got {self}")
-        if self.slots < 0 or self.tile_n // STAGING_COLUMNS % (self.slots or 1) or self.snake % self.cluster:
+        if self.slots < 1 or self.tile_n // STAGING_COLUMNS % self.slots or self.snake % self.cluster:
             raise ValueError(f"slots must divide a tile's blocks of columns, and snake by cluster, got {self}")
 
     def smem_bytes(self, itemsize: int, staged: bool, held: int = 0) -> int:
@@ -52,7 +53,7 @@ class Tuning:
             self.stages * self.tile_n * self.tile_k * itemsize,
             held,
         ]
-        if staged:
+        if staged and not self.direct:
             sizes.append(COMPUTE_WARPGROUPS * self.slots * WARPGROUP_ROWS * STAGING_BYTES)
         barriers = (1 + self.turns) * self.stages * BARRIER_BYTES  # consumed and produced
         return sum(-(-size // SMEM_ALIGNMENT) * SMEM_ALIGNMENT for size in sizes) + barriers
