@@ -29,7 +29,7 @@ SMALL = dataclasses.replace(
     sm90.KERNELS.budget, statistics_bytes=1, temporary_bytes=0, chunk_columns=sm90.KERNELS.tiling.tile
 )
 FROM_REGISTERS = Tunings(
-    tuned={("NVIDIA H200", "kl_dlogits"): ((64, Tuning(tile_k=32, stages=4, cluster=2, direct=True)),)}
+    tuned={("NVIDIA H200", "kl_dlogits"): ((64, Tuning(tile_k=32, stages=4, cluster=2, direct=1)),)}
 )
 PADDED = call(
     "padding, rows left out, a wider teacher", leading=(20,), H=64, G=128, V=264, teachers_columns=272, vocab_size=260,

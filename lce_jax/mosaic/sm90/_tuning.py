@@ -31,7 +31,7 @@ class Tuning:
     in_flight: int = 0  # steps, 0 or 1, that are still multiplied while a warpgroup waits for the next operands
     turns: int = 1  # 2: the warpgroups multiply one after the other, each during the other's epilogue
     slots: int = 2  # staging slots of each warpgroup, where tiles are stored
-    direct: bool = False  # "kl_dlogits" alone: registers are written to global memory, without slots
+    direct: int = 0  # 1, in "kl_dlogits" alone: registers are written to global memory, without slots
     tile_n: int = TILE_N  # columns of a tile; the kernels of logits know TILE_N only
 
     def __post_init__(self) -> None:
