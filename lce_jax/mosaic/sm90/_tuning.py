@@ -70,9 +70,9 @@ BY_KERNEL: Mapping[str, Tuning] = {
     "live_dhidden": Tuning(tile_k=64, stages=4, cluster=2, snake=128),
     "live_dweight": Tuning(tile_k=64, stages=4, cluster=2, in_flight=1),  # a cluster is one vocabulary tile
     # A tile of the other head waits in 128 KiB, so the stages have 96, or 72 beside a slot of dlogits. Steps of 32 are
-    # waited for less than half as many of 64. Neither is timed yet.
+    # waited for less than half as many of 64. Not timed yet.
     "kl_statistics": Tuning(tile_k=32, stages=4, cluster=2),
-    "kl_dlogits": Tuning(tile_k=32, stages=3, cluster=2, slots=1),
+    "kl_dlogits": Tuning(tile_k=32, stages=4, cluster=2, direct=1),
 }
 KL_HELD_BYTES = ROW_BLOCK * TILE_N * 4
 
