@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from lce_jax.mathematics._kl import KLCoefficients, KLStatistics
 from lce_jax.mathematics._statistics import MASKED
+from lce_jax.mosaic import _pallas
 from lce_jax.mosaic._pallas import pl
 from lce_jax.mosaic._partial_statistics import FLOOR
 from lce_jax.mosaic.common._kl import Multiply, Refs, Where, of_rows, store
@@ -76,7 +77,7 @@ def dlogits(refs: Refs, student_first: bool, tile: Tile, where: Where, multiply:
             _epilogue.send(d, i, slots, rows(), refs.output, column)
         else:
             columns = pl.ds(multiple_of(column, STAGING_COLUMNS), STAGING_COLUMNS)
-            refs.output.at[rows(), columns][...] = d.astype(refs.output.dtype)
+            _pallas.store(refs.output.at[rows(), columns], d.astype(refs.output.dtype))
 
 
 def _gradient(
@@ -94,7 +95,7 @@ def _gradient(
 
 def staging(matmul: Matmul, columns: int, dtype: Any) -> Any:
     """`_epilogue.staging`, or None where the output is written from registers."""
-    return _epilogue.staging(matmul, columns, dtype) if matmul.tuning.slots else None
+    return None if matmul.tuning.direct else _epilogue.staging(matmul, columns, dtype)
 
 
 MACHINE = KLMachine(
