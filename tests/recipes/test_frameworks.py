@@ -61,7 +61,7 @@ def test_nothing_else_computes_the_head(framework: str, results: dict[str, Any])
 
 
 def test_workers_that_ray_starts_have_ours(framework: str) -> None:
-    said = run("tests.recipes.ray_asks", framework, VERL_USE_EXTERNAL_MODULES="verl_head")
+    said = run("tests.recipes.ray_worker", framework, VERL_USE_EXTERNAL_MODULES="verl_head")
     assert said.splitlines()[-1] == f"{framework}_head"
 
 

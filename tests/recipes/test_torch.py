@@ -36,6 +36,11 @@ def test_trains_as_with_logits(results: list[dict[str, Any]], name: str) -> None
         assert rank[name]["fell"] > 0.01
 
 
+def test_what_needs_a_gpu_says_so(results: list[dict[str, Any]]) -> None:
+    for rank in results:
+        assert rank["without a GPU"].startswith("megatron_grpo.py needs an NVIDIA GPU for each rank: ")
+
+
 @pytest.mark.parametrize("name", ["skyrl", "nemo_rl", "nemo_rl_context_parallel", "nemo_rl_packed"])
 def test_functions_of_frameworks(results: list[dict[str, Any]], name: str) -> None:
     for rank in results:

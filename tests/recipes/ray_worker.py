@@ -1,4 +1,4 @@
-"""``python -m tests.recipes.ray_asks FRAMEWORK``: prints whose head a worker process has that Ray starts."""
+"""``python -m tests.recipes.ray_worker FRAMEWORK``: prints whose head a worker process has that Ray starts."""
 
 from __future__ import annotations
 
