@@ -1,7 +1,8 @@
 """The gradient in the raw products (eqs. 4 and 5) over a tile: from its logits, or from exponentials that were kept.
 
-A forward may keep e^u of a tile, relative to the tile's own maximum, in the dtype of the weight. Its relative error is
-then that of one rounding, as that of the gradient itself. What does not count has exactly 0, and so has its gradient.
+A forward may keep e^u of a tile, relative to the tile's own maximum, in the dtype in which gradients are multiplied.
+Its relative error is that of one rounding, as that of the gradient. What does not count has exactly 0, and so has its
+gradient.
 """
 
 from __future__ import annotations

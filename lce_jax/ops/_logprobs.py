@@ -89,9 +89,9 @@ def linear_logprobs(
             passes its own columns of ``weight`` and the same ``hidden`` and ``labels``; all shards return
             bitwise-equal results. None: ``weight`` is whole.
         cache_bytes: bytes per device that the forward may keep, so that the backward recomputes less: exponentials of
-            the first tiles of the vocabulary, in the weight's dtype. 0 keeps nothing. The kernels, if V is a multiple
-            of 8, and "xla", if it keeps all tiles and no row or column is left out, overwrite the cache inside ``jit``
-            and a copy of it outside. "reference" always recomputes and ignores it, and `explain` says so.
+            the first tiles of the vocabulary, in the weight's dtype (float32 on a CPU). 0 keeps nothing. The kernels,
+            if V is a multiple of 8, and "xla", if it keeps all tiles and no row or column is left out, overwrite the
+            cache inside ``jit`` and a copy of it outside. "reference" ignores it, and `explain` says so.
         precision: of the matrix products with float32 operands; "highest" is exact to float32 rounding where the
             default may be TF32 (GPU) or bfloat16 (TPU).
         implementation: "mosaic_gpu" (kernels for Hopper GPUs; those for Blackwell have never run, and only this name

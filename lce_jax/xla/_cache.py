@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class Cache(NamedTuple):
     """What is kept of the first tiles of a walk."""
 
-    exponentials: Float[Array, "T columns"]  # `_dlogits.to_keep`, in the weight's dtype
+    exponentials: Float[Array, "T columns"]  # `_dlogits.to_keep`, in `_walk.gradient_dtype`
     max: Float[Array, "tiles T"]  # each tile's largest x
 
     def part(self, tile: Tile) -> tuple[Float[Array, "t v"], Float[Array, "t"]]:
@@ -64,20 +64,20 @@ def num_bytes(case: Case, columns: int, tile_v: int) -> int:
 
 def tile_bytes(case: Case, columns: int) -> int:
     """Of one tile's exponentials, and of its maximum per token."""
-    return case.num_tokens * (columns * case.dtype.itemsize + case.stat_dtype.itemsize)
+    return case.num_tokens * (columns * _walk.gradient_dtype(case).itemsize + case.stat_dtype.itemsize)
 
 
 def is_one_piece(case: Case, kept: int, tile_t: int, has_padding: bool, adds_dweight: bool) -> bool:
     """Whether dlogits of all tokens and columns can take the place of the exponentials.
 
-    They are rounded there, so not where a CPU's products have float32 operands. Nor where padding has to be left out of
-    the weight, which would be a copy. Nor on a CPU with a sum of dweight; a GPU adds to it in the product itself. And a
-    chunk of tokens that reaches back into the one before would meet dlogits there.
+    Not where the product with all of the weight would copy it: to leave padding out, or for a CPU's float32 operands.
+    Nor on a CPU with a sum of dweight; a GPU adds to it in the product itself. And a chunk of tokens that reaches back
+    into the one before would meet dlogits there.
     """
-    rounds, on_cpu = _walk.gradient_dtype(case) != case.dtype, case.device.platform == "cpu"
+    widens, on_cpu = _walk.gradient_dtype(case) != case.dtype, case.device.platform == "cpu"
     every_column = kept == case.vocab_size and not has_padding
     every_row = not case.partial_rows and case.num_tokens % tile_t == 0
-    return every_column and every_row and not rounds and not (on_cpu and adds_dweight)
+    return every_column and every_row and not widens and not (on_cpu and adds_dweight)
 
 
 def empty(walk: Walk) -> Cache | None:
@@ -86,9 +86,8 @@ def empty(walk: Walk) -> Cache | None:
     if not columns:
         return None
     tiles = -(-columns // walk.tile_v)
-    return Cache(
-        lax.empty((walk.num_tokens, columns), case.dtype), lax.empty((tiles, walk.num_tokens), case.stat_dtype)
-    )
+    exponentials = lax.empty((walk.num_tokens, columns), _walk.gradient_dtype(case))
+    return Cache(exponentials, lax.empty((tiles, walk.num_tokens), case.stat_dtype))
 
 
 def gradients(

@@ -19,7 +19,7 @@ from lce_jax.mathematics._one_part import merged as merged
 from lce_jax.mathematics._one_part import per_token as per_token
 from lce_jax.mathematics._one_part import selected as selected
 from lce_jax.mathematics._statistics import Parts, Running
-from lce_jax.xla import _cache, _plan, _topk
+from lce_jax.xla import _cache, _plan, _topk, _walk
 from lce_jax.xla._cache import Cache
 from lce_jax.xla._walk import Head, Shard, Tile, Tokens, Walk
 
@@ -74,7 +74,7 @@ def statistics(operands: Operands, case: Case, keep_cache: bool = False) -> tupl
         (x, scale), (targets, *more) = _logits(case, tile), tile.rows.relative_to(tile.start)
         stats, e = _logprobs.tile_statistics(x, scale, targets, tile.live, options, *more)
         if cache is not None and tile.index is not None:
-            cache = cache.with_part(tile, _dlogits.to_keep(e, case.dtype), stats.max)
+            cache = cache.with_part(tile, _dlogits.to_keep(e, _walk.gradient_dtype(case)), stats.max)
         return running.add(stats, scale), cache
 
     running, cache = walk.fold_keeping(_shard(operands, None), empty, add, _cache.empty(walk))

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from lce_jax._plans import PassBytes, Plan, Surroundings, candidate_notes, format_bytes, unused_notes
 from lce_jax._types import Case
 from lce_jax.mathematics import _dlogits
-from lce_jax.xla import _cache
+from lce_jax.xla import _cache, _walk
 
 # Numbers per token and model: statistics of all tokens, of a chunk, and what merges them; what a backward reads.
 VECTORS, VECTORS_OF_STATS, VECTORS_IN_BACKWARD = 16, 4, 8
@@ -103,7 +103,7 @@ def passes(
     forward += (VECTORS + VECTORS_OF_STATS * first.options.stats) * vector + first.candidate_bytes
     backward = _gradient_bytes(first, tile_t, width, tile, around)
     if keeps:
-        backward += tile_t * width * first.dtype.itemsize
+        backward += tile_t * width * _walk.gradient_dtype(first).itemsize
     if in_place:
         hidden = num_tokens * first.hidden_size * stat  # dhidden, before it is rounded
         backward = hidden + copies[0].hidden + (2 * tile if first.options.num_candidates else 0)

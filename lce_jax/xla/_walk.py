@@ -208,7 +208,7 @@ class Columns(NamedTuple):
 
 
 def gradient_dtype(case: Case) -> jnp.dtype:
-    """The dtype of the gradient products' operands: float32 on a CPU, where dlogits are never rounded to 16 bits."""
+    """Of the gradient products' operands, and of what is kept: float32 on a CPU, which rounds neither to 16 bits."""
     return case.stat_dtype if case.device.platform == "cpu" else case.dtype
 
 
