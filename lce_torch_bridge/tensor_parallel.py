@@ -13,7 +13,7 @@ import weakref
 import torch
 import torch.distributed as dist
 
-from lce_torch_bridge import _way
+from lce_torch_bridge import _launch_with
 
 NO_GROUP = ""  # nothing to reduce over
 ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"  # before 2.14
@@ -50,7 +50,7 @@ def check_equal_parts(weight: torch.Tensor, name: str) -> None:
     group = _resolve(name)
     if group in _asked:
         return
-    sent = torch.tensor([[int(weight.shape[0]), int(_way.launches_kernels(weight))]], device=weight.device)
+    sent = torch.tensor([[int(weight.shape[0]), int(_launch_with.launches_kernels(weight))]], device=weight.device)
     rows, ways = gather(sent, name).view(-1, 2).T.tolist()
     if len(set(rows)) > 1:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Programs of `lce_jax.passes` on the CPU: each kernel by Pallas's interpreter, on the memory at its addresses."""
+"""Programs of `lce_jax.launch_lists` on the CPU: each kernel interpreted by Pallas, on the memory at its addresses."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lce_jax import passes
+from lce_jax import launch_lists
+from lce_jax.launch_lists import _list
 from lce_jax.mosaic._pallas import interpreting, plgpu
-from lce_jax.passes import _list
 
 FILL = 0xFF  # every byte of memory that nothing has written: NaN as a float of any size
 
 
-def loaded(program: passes.Program) -> Callable[..., None]:
-    """What `passes.Program.load` returns, for memory of the CPU."""
+def loaded(program: launch_lists.Program) -> Callable[..., None]:
+    """What `launch_lists.Program.load` returns, for memory of the CPU."""
     kernels = dict.fromkeys(each.kernel for each in program.launches)
     return _list.runner(program, {kernel: functools.partial(_step, kernel) for kernel in kernels})
 

@@ -10,8 +10,8 @@ from lce_jax import scalars
 from lce_jax._plans import ALONE, Surroundings
 from lce_jax.call import _checks, _options
 from lce_jax.call._options import CallOptions
+from lce_jax.mesh._custom_partitioning import check_rules_are_read
 from lce_jax.mesh._layout import layout_of_arrays, layout_of_names
-from lce_jax.mesh._partitioner import check_rules_are_read
 
 if TYPE_CHECKING:
     from jax.sharding import AbstractMesh, Mesh

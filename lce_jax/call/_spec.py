@@ -24,11 +24,11 @@ class Spec:
     padded: bool = False  # whether the shards together have more columns
     axis_name: Any = None
     gather_dim: int | None = None  # hidden's dimension that is split over ``axis_name`` too
-    # The axes that split the tokens, in a program of `runner._spread`. No types say there what to sum, so the program
-    # sums over these axes, and cotangents arrive whole. None: the types of ``shard_map`` say what to sum.
+    # The axes that split the tokens, in a program of `runner._over_devices`. No types say there what to sum, so the
+    # program sums over these axes, and cotangents arrive whole. None: the types of ``shard_map`` say what to sum.
     token_axes: tuple[str, ...] | None = None
-    # Where `runner._spread` finds global operands: a `Layout`, or the mesh of their types, empty if they name none.
-    # None: on this device.
+    # Where `runner._over_devices` finds global operands: a `Layout`, or the mesh of their types, empty if they name
+    # none. None: on this device.
     mesh: Any = None
 
     @property

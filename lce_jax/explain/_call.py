@@ -9,8 +9,8 @@ from lce_jax import _dispatch, scalars
 from lce_jax._types import is_array
 from lce_jax.call import _arguments, _checks, _options
 from lce_jax.call._place import Place, placed
-from lce_jax.explain import _others
-from lce_jax.explain._others import check_function
+from lce_jax.explain import _other_functions
+from lce_jax.explain._other_functions import check_function
 from lce_jax.ops._cross_entropy import Reduction, chunk_in_place
 from lce_jax.programs import _token_chunks
 
@@ -127,9 +127,9 @@ def explain(
     check_function({"k": k, "ids": ids, "teacher": teacher}, options, *of_loss)
     place = Place(mesh, vocab_axis, batch_axes, sequence_axis)
     if teacher is not None:
-        return _others.of_kl(hidden, weight, labels, teacher, where, place, options)
+        return _other_functions.of_kl(hidden, weight, labels, teacher, where, place, options)
     if ids is not None:
-        return _others.of_logits(hidden, weight, labels, ids, where, place, options)
+        return _other_functions.of_logits(hidden, weight, labels, ids, where, place, options)
     is_loss = bool(smoothing) or is_array(penalty) or bool(penalty) or any(x is not None for x in given)
     if is_loss:
         options = _options.loss_call(options)

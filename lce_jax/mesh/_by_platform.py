@@ -16,7 +16,7 @@ from jax.interpreters import mlir
 
 from lce_jax import _devices, _jax, mosaic
 from lce_jax._types import Device, UnsupportedError
-from lce_jax.mesh._partitioner import warn_once
+from lce_jax.mesh._custom_partitioning import warn_once
 
 
 def by_platform(

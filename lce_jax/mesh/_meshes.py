@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from lce_jax import _devices, _jax
 from lce_jax._jax import as_axes
-from lce_jax.mesh._partitioner import warn_once
+from lce_jax.mesh._custom_partitioning import warn_once
 
 
 def mesh_of(operands: Any, function: str, keeps_tiles: bool = False) -> AbstractMesh | None:

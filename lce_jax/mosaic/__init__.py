@@ -24,7 +24,7 @@ from lce_jax._plans import ALONE, Plan, Surroundings
 from lce_jax._types import Case, Device, Operands, Primals, RowCoefficients, ShardStatistics, UnsupportedError
 from lce_jax.mathematics._kl import KLCoefficients, KLStatistics, Pair
 from lce_jax.mathematics._statistics import Normalizer, Parts
-from lce_jax.mosaic import _backward, _forward, _generations, _kl, _kl_plan, _live, _live_backward, _plan
+from lce_jax.mosaic import _backward, _forward, _generations, _kl, _kl_plan, _plan, _threshold, _threshold_backward
 from lce_jax.mosaic._kernel_set import KernelSet
 from lce_jax.xla._kl import KLPlan
 from lce_jax.xla._walk import Shard
@@ -109,7 +109,7 @@ def selected(case: Case, cache: Any, of_rows: Normalizer, num_rows: Any) -> tupl
     """The live tiles, and the dropped mass."""
     if cache is None:
         return None, None
-    return _live.select(case, cache, _kernels(case), of_rows, num_rows)
+    return _threshold.select(case, cache, _kernels(case), of_rows, num_rows)
 
 
 @_promotes_ranks
@@ -136,7 +136,7 @@ def gradients(
                 f"gradient_threshold={threshold:g}: the live tiles are known from what local.statistics(..., "
                 "keep_cache=True) keeps; give that as cache=, or leave the threshold out"
             )
-        return Primals(*_live_backward.gradients(operands, case, _kernels(case), rows, cache, dweight))
+        return Primals(*_threshold_backward.gradients(operands, case, _kernels(case), rows, cache, dweight))
     allowed = (may_round_dhidden, may_overwrite_cache)
     return Primals(*_backward.gradients(operands, case, _kernels(case), rows, cache, *allowed, dweight))
 

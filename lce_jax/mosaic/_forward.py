@@ -15,14 +15,14 @@ import jax.numpy as jnp
 from lce_jax._types import Case, Operands, ShardStatistics
 from lce_jax.mathematics import _statistics
 from lce_jax.mathematics._statistics import Parts
-from lce_jax.mosaic import _cache, _candidates, _chunks, _edge, _live, _mean, _operands, _partial_statistics
+from lce_jax.mosaic import _cache, _candidates, _chunks, _edge, _mean, _operands, _partial_statistics, _threshold
 from lce_jax.mosaic._cache import Cache
 from lce_jax.mosaic._call import Call
 from lce_jax.mosaic._chunks import GROUP
 from lce_jax.mosaic._geometry import geometry
 from lce_jax.mosaic._host import TRACED, Host, greatest, least
 from lce_jax.mosaic._kernel_set import KernelSet, Parted
-from lce_jax.mosaic._live import TileStatistics
+from lce_jax.mosaic._threshold import TileStatistics
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Float
@@ -52,7 +52,7 @@ def in_parts(
     groups, cache, maxima = joined(call, num_tiles, cache, _kept_fields(case, keep_cache))
     total = _mean.total(operands, case) if case.options.mean_logit else None
     beside = _statistics.of_fields({"total": total, "candidates": _candidates.unscaled(call)})
-    return Parts(groups, beside), cache if maxima is None else _live.tile_statistics(call, maxima)
+    return Parts(groups, beside), cache if maxima is None else _threshold.tile_statistics(call, maxima)
 
 
 def merged(

@@ -11,8 +11,8 @@ from lce_jax.mosaic._candidate_kernel_set import CandidateKernelSet
 from lce_jax.mosaic._chunks import Budget
 from lce_jax.mosaic._geometry import Tiling
 from lce_jax.mosaic._kl_kernel_set import KLKernelSet
-from lce_jax.mosaic._live_kernel_set import LiveKernelSet
 from lce_jax.mosaic._operands import Marked, Prepared
+from lce_jax.mosaic._threshold_kernel_set import LiveKernelSet
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Float, Int

@@ -11,7 +11,7 @@ from lce_jax.call._arguments import LayoutOf
 from lce_jax.call._options import CallOptions
 from lce_jax.mesh import _collectives, _meshes
 from lce_jax.programs._logprobs import LOGPROBS
-from lce_jax.runner import _run
+from lce_jax.runner import _derivative
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array
@@ -28,7 +28,7 @@ def evaluate(hidden: Array, weight: Array, labels: Array, where: Array | None, o
     primals, rows = _arguments.operands(spec, hidden, weight, labels, where, options)
     spec = dataclasses.replace(spec, mesh=mesh)
     rows, agree = _arguments.same_on_all_shards(primals, rows, options.axis_name, case.vocab_size)
-    return _collectives.nan_where_different(agree, _run.run(LOGPROBS, spec, primals, rows))
+    return _collectives.nan_where_different(agree, _derivative.run(LOGPROBS, spec, primals, rows))
 
 
 def evaluate_over(
@@ -39,4 +39,4 @@ def evaluate_over(
     case = _arguments.case(hidden, weight, labels, where, options)
     layout = layout_of(hidden, weight, options.static.vocab_dim)
     spec = dataclasses.replace(_arguments.spec(case, options, case.vocab_size, layout), mesh=layout)
-    return _run.run(LOGPROBS, spec, *_arguments.operands(spec, hidden, weight, labels, where, options))
+    return _derivative.run(LOGPROBS, spec, *_arguments.operands(spec, hidden, weight, labels, where, options))

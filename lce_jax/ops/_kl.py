@@ -11,7 +11,7 @@ from lce_jax.mathematics._kl import Pair
 from lce_jax.mesh import _collectives
 from lce_jax.mesh._layout import Axes, layout_of_names
 from lce_jax.programs._kl_capability import KL
-from lce_jax.runner import _run
+from lce_jax.runner import _derivative
 
 if TYPE_CHECKING:
     from jax.lax import PrecisionLike
@@ -156,7 +156,7 @@ def linear_kl(
     primals, rows = call.operands(spec)
     spec = dataclasses.replace(spec, mesh=call.mesh(primals, rows))
     same = call.same_on_all_shards(primals, rows)
-    out = _run.run(KL, spec, primals.student, (primals.teacher, Pair(*(own for own, _ in same))))
+    out = _derivative.run(KL, spec, primals.student, (primals.teacher, Pair(*(own for own, _ in same))))
     for _, agree in same:
         out = _collectives.nan_where_different(agree, out)
     return out
@@ -232,4 +232,4 @@ def sharded_linear_kl(
         call.check_equal_columns()
     spec = dataclasses.replace(call.spec(layout), mesh=layout)
     primals, rows = call.operands(spec)
-    return _run.run(KL, spec, primals.student, (primals.teacher, rows))
+    return _derivative.run(KL, spec, primals.student, (primals.teacher, rows))

@@ -18,7 +18,7 @@ from lce_jax.call._rows import Rows
 from lce_jax.call._spec import Spec
 from lce_jax.mesh import _collectives, _meshes
 from lce_jax.programs._logits import LOGITS
-from lce_jax.runner import _run
+from lce_jax.runner import _derivative
 from lce_jax.xla import _logprobs as xla
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ def linear_logits(
     if axis_name is None:
         spec = dataclasses.replace(spec, mesh=_meshes.mesh_of((primals, rows), spec.options.function))
     rows, agree = _arguments.same_on_all_shards(primals, rows, axis_name, weight.shape[spec.options.vocab_dim])
-    return _collectives.nan_where_different(agree, _run.run(LOGITS, spec, primals, rows))
+    return _collectives.nan_where_different(agree, _derivative.run(LOGITS, spec, primals, rows))
 
 
 def operands(

@@ -23,7 +23,7 @@ from lce_jax.programs import _logprobs
 from lce_jax.programs import _loss as _loss_vjp
 from lce_jax.programs._loss_in_forward import axes_of_tokens
 from lce_jax.programs._token_chunks import Budget, budget
-from lce_jax.runner import _spread
+from lce_jax.runner import _over_devices
 
 if TYPE_CHECKING:
     from jax.sharding import AbstractMesh, Mesh
@@ -281,7 +281,7 @@ def _inputs(
 
 def _evaluated(spec: Spec, call: _loss.TokenLoss, most: Budget, inputs: Inputs) -> tuple[Array, LogprobOutput]:
     if spec.num_tokens:
-        traced_there = spec.mesh is not None and not _spread.is_left_to_xla(spec, inputs)
+        traced_there = spec.mesh is not None and not _over_devices.is_left_to_xla(spec, inputs)
         return _loss_vjp.linear_loss(spec, call if traced_there else call.without_retrace(), most, inputs)
     out = _logprobs.of_no_tokens(spec, inputs.rows).outputs
     return _jax.vary_over((jnp.zeros((), out.lse.dtype), out), axes_of_tokens(spec, inputs))

@@ -14,7 +14,7 @@ from lce_jax.ops import _logits as logits
 from lce_jax.ops._cross_entropy import Reduction
 from lce_jax.ops._evaluate import evaluate_over
 from lce_jax.programs._logits import LOGITS
-from lce_jax.runner import _run
+from lce_jax.runner import _derivative
 
 if TYPE_CHECKING:
     from jax.sharding import AbstractMesh, Mesh
@@ -256,4 +256,4 @@ def sharded_linear_logits(
     layout_of = functools.partial(
         layout_of_names, mesh=mesh, vocab_axis=vocab_axis, batch_axes=batch_axes, sequence_axis=sequence_axis
     )
-    return _run.run(LOGITS, *logits.operands(hidden, weight, ids, where, checked, layout_of))
+    return _derivative.run(LOGITS, *logits.operands(hidden, weight, ids, where, checked, layout_of))

@@ -20,8 +20,8 @@ from lce_jax.mathematics._statistics import along
 from lce_jax.mesh import _collectives, _meshes
 from lce_jax.mesh._layout import Axes, layout_of_names
 from lce_jax.programs import _topk
-from lce_jax.runner import _spread
-from lce_jax.runner._spread import Kind, Program, spread
+from lce_jax.runner import _over_devices
+from lce_jax.runner._over_devices import Kind, Program, spread
 
 if TYPE_CHECKING:
     from jax.lax import PrecisionLike
@@ -235,6 +235,6 @@ def _program(spec: Spec, primals: Primals, rows: Rows) -> TopK:
         k, dtype = spec.case.options.top_k, spec.case.stat_dtype
         none = TopK(jnp.zeros((*shape, k), jnp.int32), jnp.zeros((*shape, k), dtype), jnp.zeros(shape, dtype))
         return _jax.vary_like(none, (primals.hidden, rows.labels))
-    operands = _spread.head(spec.case.options.vocab_dim), Kind.TOKENS
+    operands = _over_devices.head(spec.case.options.vocab_dim), Kind.TOKENS
     run = functools.partial(spread, spec, Program(_topk.forward, operands, Kind.RESULTS, joins=True))
     return _jax.not_differentiable(run, _NO_DERIVATIVE)(primals, rows)

@@ -12,9 +12,9 @@ from lce_jax.call._rows import Rows
 from lce_jax.mathematics._kl import Pair
 from lce_jax.programs import _kl
 from lce_jax.programs._kl import Kept
-from lce_jax.runner import _spread
-from lce_jax.runner._run import Capability
-from lce_jax.runner._spread import Kind, Program, spread
+from lce_jax.runner import _over_devices
+from lce_jax.runner._derivative import Capability
+from lce_jax.runner._over_devices import Kind, Program, spread
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array
@@ -55,5 +55,5 @@ KL = Capability(forward, backward, _of_no_tokens)
 
 
 def _heads(spec: KLSpec) -> tuple[Any, Any]:
-    own, others = (_spread.head(model.options.vocab_dim) for model in spec.models)
+    own, others = (_over_devices.head(model.options.vocab_dim) for model in spec.models)
     return own, others

@@ -17,9 +17,9 @@ from lce_jax.mesh import _collectives
 from lce_jax.programs import _one_device
 from lce_jax.reference import _logits as _gathered_reference
 from lce_jax.reference import _logprobs as reference
-from lce_jax.runner import _spread
-from lce_jax.runner._run import Capability
-from lce_jax.runner._spread import Kind, Program, spread
+from lce_jax.runner import _over_devices
+from lce_jax.runner._derivative import Capability
+from lce_jax.runner._over_devices import Kind, Program, spread
 from lce_jax.xla import _logits
 
 if TYPE_CHECKING:
@@ -33,13 +33,13 @@ def forward(spec: Spec, primals: Primals, rows: Rows, differentiated: bool) -> t
         z, slope = _forward(spec, primals, rows)
         return z, slope if differentiated else None
 
-    operands = _spread.head(spec.options.vocab_dim), Kind.TOKENS
+    operands = _over_devices.head(spec.options.vocab_dim), Kind.TOKENS
     return spread(spec, Program(run, operands, (Kind.RESULTS, Kind.TOKENS), joins=True), primals, rows)
 
 
 def backward(spec: Spec, primals: Primals, rows: Rows, slope: Array, cotangent: Array) -> Primals:
     """The gradients of the operands."""
-    own = _spread.head(spec.options.vocab_dim)
+    own = _over_devices.head(spec.options.vocab_dim)
     program = Program(_backward, (own, Kind.TOKENS, Kind.TOKENS, Kind.RESULTS), own)
     return spread(spec, program, primals, rows, slope, cotangent)
 

@@ -13,9 +13,9 @@ from lce_jax.call._rows import Rows
 from lce_jax.call._spec import Spec
 from lce_jax.mathematics import _logprobs
 from lce_jax.programs import _one_device
-from lce_jax.runner import _spread
-from lce_jax.runner._run import Capability
-from lce_jax.runner._spread import Kind, Program, spread
+from lce_jax.runner import _over_devices
+from lce_jax.runner._derivative import Capability
+from lce_jax.runner._over_devices import Kind, Program, spread
 
 if TYPE_CHECKING:
     pass
@@ -26,7 +26,7 @@ type Kept = tuple[ShardStatistics, Any]  # and the implementation's cache
 def forward(spec: Spec, primals: Primals, rows: Rows, differentiated: bool) -> tuple[Results, Kept]:
     """The results, and what a backward needs. Where XLA decides how operands are split, no tile is kept."""
     options, keeps = spec.case.options, differentiated
-    left = _spread.is_left_to_xla(spec, (primals, rows))
+    left = _over_devices.is_left_to_xla(spec, (primals, rows))
     unused = _unused(options) if left and differentiated else ()
     if left:
         spec, keeps = _exact(spec), False
@@ -36,7 +36,7 @@ def forward(spec: Spec, primals: Primals, rows: Rows, differentiated: bool) -> t
         return out, (kept[0], kept[1])
 
     apart = bool(keeps and options.keeps_tiles)
-    operands = _spread.head(options.vocab_dim), Kind.TOKENS
+    operands = _over_devices.head(options.vocab_dim), Kind.TOKENS
     results = Kind.RESULTS, (Kind.TOKENS, Kind.DEVICE)
     program = Program(run, operands, results, joins=not apart, unused=unused)
     out, kept = spread(spec, program, primals, rows)
@@ -47,12 +47,12 @@ def forward(spec: Spec, primals: Primals, rows: Rows, differentiated: bool) -> t
 
 def backward(spec: Spec, primals: Primals, rows: Rows, kept: Kept, cotangent: Results) -> Primals:
     """The gradients of the operands."""
-    spec = _exact(spec) if _spread.is_left_to_xla(spec, (primals, rows)) else spec
+    spec = _exact(spec) if _over_devices.is_left_to_xla(spec, (primals, rows)) else spec
 
     def run(spec: Spec, primals: Primals, rows: Rows, kept: Kept, cotangent: Results) -> Primals:
         return _one_device.backward(spec, primals, rows, *kept, cotangent)
 
-    own = _spread.head(spec.case.options.vocab_dim)
+    own = _over_devices.head(spec.case.options.vocab_dim)
     program = Program(run, (own, Kind.TOKENS, (Kind.TOKENS, Kind.DEVICE), Kind.RESULTS), own)
     return spread(spec, program, primals, rows, kept, cotangent)
 

@@ -17,8 +17,8 @@ from lce_jax.call._spec import Spec
 from lce_jax.mesh import _collectives
 from lce_jax.programs import _loss_in_forward
 from lce_jax.programs._token_chunks import Budget
-from lce_jax.runner import _spread
-from lce_jax.runner._spread import Kind, Program, spread
+from lce_jax.runner import _over_devices
+from lce_jax.runner._over_devices import Kind, Program, spread
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array
@@ -36,13 +36,13 @@ OF_A_FORWARD = (Kind.WHOLE, Kind.RESULTS)  # the sum, and the results
 
 def _spread_over(spec: Spec, loss: TokenLoss, inputs: Inputs, run: Callable[..., Any], results: tuple[Any, ...]) -> Any:
     """``run(spec, loss, inputs)`` on every device that holds the inputs."""
-    left = _spread.is_left_to_xla(spec, inputs)
+    left = _over_devices.is_left_to_xla(spec, inputs)
     loss, inputs = loss.with_arguments(inputs) if left else (loss, inputs)
 
     def device(share: Spec, inputs: Inputs) -> Any:
         return run(share, loss if left or spec.mesh is None else loss.here(inputs), inputs)
 
-    operands: Any = Inputs(_spread.head(spec.options.vocab_dim), Kind.TOKENS, Kind.TOKENS, Kind.WHOLE)  # type: ignore[arg-type]
+    operands: Any = Inputs(_over_devices.head(spec.options.vocab_dim), Kind.TOKENS, Kind.TOKENS, Kind.WHOLE)  # type: ignore[arg-type]
     return spread(spec, Program(device, (operands,), results), inputs)
 
 
@@ -56,7 +56,7 @@ class _Kind:
 
 
 def _fwd(spec: Spec, loss: TokenLoss, budget: Budget, inputs: Inputs) -> tuple[Any, Any]:
-    kinds: Any = Gradients(_spread.head(spec.options.vocab_dim), Kind.TOKENS, Kind.WHOLE)  # type: ignore[arg-type]
+    kinds: Any = Gradients(_over_devices.head(spec.options.vocab_dim), Kind.TOKENS, Kind.WHOLE)  # type: ignore[arg-type]
 
     def run(share: Spec, loss: TokenLoss, inputs: Inputs) -> Any:
         return _loss_in_forward.forward_and_gradients(share, loss, budget, inputs)
@@ -67,7 +67,7 @@ def _fwd(spec: Spec, loss: TokenLoss, budget: Budget, inputs: Inputs) -> tuple[A
     total, outputs, gradients = _jax.first_order_only(of_inputs)(inputs)
     gradients = loss.without_known(gradients)
     given = Gradients(inputs.primals, inputs.per_token, inputs.constants)
-    gradients = gradients if spec.mesh is None else _spread.split_as(gradients, given)
+    gradients = gradients if spec.mesh is None else _over_devices.split_as(gradients, given)
     kinds = jax.tree.map(lambda x: _Kind(jnp.dtype(x.dtype), _jax.varying_axes(x)), given)
     return (total, outputs), (gradients, kinds)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lce_torch_bridge import _way
+from lce_torch_bridge import _launch_with
 from lce_torch_bridge.tensors import _device
 
 
@@ -17,7 +17,7 @@ def added_apart(hidden: torch.Tensor, sums: Any, run: Callable[[Any], Any]) -> A
     Raises:
         RuntimeError: JAX is to run the backward.
     """
-    if sums.main_grad is None or not _way.may_be_direct(hidden):
+    if sums.main_grad is None or not _launch_with.may_be_direct(hidden):
         raise RuntimeError(
             "gradient_threshold: the forward was launched directly, so its backward must be too: "
             "call lce_torch_bridge.launch_with before a forward, not between it and its backward"

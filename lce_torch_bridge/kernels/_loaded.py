@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from lce_jax import passes
+from lce_jax import launch_lists
 from lce_torch_bridge.tensors import _torch
 
 _captured: dict[int, torch.Tensor] = {}  # numbers that a CUDA graph reads, which outlive their program
@@ -16,7 +16,7 @@ _captured: dict[int, torch.Tensor] = {}  # numbers that a CUDA graph reads, whic
 class Loaded:
     """A program on a device, for so many tokens."""
 
-    def __init__(self, program: passes.Program, tokens: int) -> None:
+    def __init__(self, program: launch_lists.Program, tokens: int) -> None:
         self.program, self.tokens = program, tokens
         self._run = _loaded(program, torch.cuda.current_device())
         self._numbers: dict[int, torch.Tensor] = {}
@@ -53,7 +53,7 @@ class Loaded:
 
 
 @functools.cache
-def _loaded(program: passes.Program, device: int) -> Callable[..., None]:
+def _loaded(program: launch_lists.Program, device: int) -> Callable[..., None]:
     _refuse_capture("compiles kernels for this call")
     return program.load(device)
 
@@ -68,7 +68,7 @@ def _refuse_capture(why: str) -> None:
 
 def stride(tokens: int) -> int:
     """The rows that arrays of so many tokens have."""
-    return max(tokens, passes.THREADS)
+    return max(tokens, launch_lists.THREADS)
 
 
 def of_stride(saved: torch.Tensor) -> torch.Tensor:

@@ -1,9 +1,9 @@
 """Calls as lists of kernels: allocate, launch on torch's current stream, nothing else.
 
-Which kernels a pass launches on what, `lce_jax.passes` says: a program for each kind of call, made once. A program has
-rows for up to so many tokens, and a run says how many there are. Here is what surrounds it: torch's memory, the
-collectives of a vocabulary that is split, and which calls are served. What depends on shapes and options alone is a
-plan, found again by one key.
+Which kernels a pass launches on what, `lce_jax.launch_lists` says: a program for each kind of call, made once. A
+program has rows for up to so many tokens, and a run says how many there are. Here is what surrounds it: torch's
+memory, the collectives of a vocabulary that is split, and which calls are served. What depends on shapes and options
+alone is a plan, found again by one key.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lce_jax import passes
-from lce_torch_bridge import _way, tensor_parallel
+from lce_jax import launch_lists
+from lce_torch_bridge import _launch_with, tensor_parallel
 from lce_torch_bridge._types import PER_CANDIDATE, Call, Operands
 from lce_torch_bridge.kernels import _plans, _rows
 from lce_torch_bridge.kernels._added import added_apart, can_add
@@ -26,10 +26,10 @@ from lce_torch_bridge.tensors._main_grad import nothing_like
 from lce_torch_bridge.tensors._torch import Allocated, allocated
 
 # Of a program's results.
-ORDER: tuple[str, ...] = (*passes.RESULTS, PER_CANDIDATE)
+ORDER: tuple[str, ...] = (*launch_lists.RESULTS, PER_CANDIDATE)
 
-_forward, _part = functools.cache(passes.forward), functools.cache(passes.part)
-_merge, _backward = functools.cache(passes.merge), functools.cache(passes.backward)
+_forward, _part = functools.cache(launch_lists.forward), functools.cache(launch_lists.part)
+_merge, _backward = functools.cache(launch_lists.merge), functools.cache(launch_lists.backward)
 
 
 def why_not(x: Operands, call: Call) -> str | None:
@@ -43,14 +43,16 @@ def why_not(x: Operands, call: Call) -> str | None:
             return f"{name}: no kernel computes what it needs between the others"
     if call.implementation and call.implementation.split(",")[0] != "mosaic_gpu":
         return f"implementation={call.implementation!r}"
-    return passes.refusal(_head(x.hidden, x.weight, call, x.temperature is not None, passes.THREADS))
+    return launch_lists.refusal(_head(x.hidden, x.weight, call, x.temperature is not None, launch_lists.THREADS))
 
 
-def _head(hidden: torch.Tensor, weight: torch.Tensor, call: Call, has_temperature: bool, rows: int) -> passes.Head:
+def _head(
+    hidden: torch.Tensor, weight: torch.Tensor, call: Call, has_temperature: bool, rows: int
+) -> launch_lists.Head:
     device = _device.device_of(hidden.device)
     assert device is not None
     _, rank = tensor_parallel.size_and_rank(call.group)
-    return passes.Head(
+    return launch_lists.Head(
         num_tokens=rows,
         hidden_size=int(hidden.shape[1]),
         num_columns=int(weight.shape[0]),
@@ -76,7 +78,7 @@ def _head(hidden: torch.Tensor, weight: torch.Tensor, call: Call, has_temperatur
 class Forward(NamedTuple):
     """The plan of a forward."""
 
-    head: passes.Head
+    head: launch_lists.Head
     first: Loaded  # of the whole vocabulary, or of this rank's part
     merge: Loaded | None  # of what the ranks gathered
     fields: list[Allocated]
@@ -91,7 +93,7 @@ class Forward(NamedTuple):
 def forward(x: Operands, call: Call, keep_cache: bool) -> list[torch.Tensor] | None:
     """What `operators._execute.forward` returns; None if JAX is to run the call."""
     hidden, weight, device = x.hidden, x.weight, x.hidden.get_device()
-    if not _way.may_be_direct(hidden):
+    if not _launch_with.may_be_direct(hidden):
         return None
     if device != _torch.current_device():
         with torch.cuda.device(device):
@@ -120,7 +122,7 @@ def forward(x: Operands, call: Call, keep_cache: bool) -> list[torch.Tensor] | N
         plan.merge.run(device, [*fields, *live, *gathered, kept, *per_token, *cache[: len(live)]])
         cache = live or cache
     found = [fields[i] for i in plan.order]
-    if tokens < passes.THREADS:  # copies, because views are not written to
+    if tokens < launch_lists.THREADS:  # copies, because views are not written to
         found = [y[:tokens].clone() for y in found]
         kept = kept[:, :tokens].clone(memory_format=torch.contiguous_format)
     return [*found, kept, *cache]
@@ -157,10 +159,10 @@ def _plan_of_forward(x: Operands, call: Call, keep_cache: bool) -> Forward | str
 
 def live_shape(x: Operands, call: Call) -> tuple[int, int] | None:
     """The shape of the live tiles, where a forward keeps these."""
-    if not call.gradient_threshold or not _way.launches_kernels(x.hidden) or why_not(x, call) is not None:
+    if not call.gradient_threshold or not _launch_with.launches_kernels(x.hidden) or why_not(x, call) is not None:
         return None
     rows = _rows.size(x.hidden.shape[0])
-    return passes.live_shape(_head(x.hidden, x.weight, call, x.temperature is not None, rows))
+    return launch_lists.live_shape(_head(x.hidden, x.weight, call, x.temperature is not None, rows))
 
 
 class Backward(NamedTuple):
@@ -187,7 +189,7 @@ def gradients(
     """
     adds = sums.main_grad if sums.total is None else sums.total
     device, owns_cache = hidden.get_device(), sums.owns_cache and bool(cache) and not call.gradient_threshold
-    if not _way.may_be_direct(hidden) or not can_add(sums):
+    if not _launch_with.may_be_direct(hidden) or not can_add(sums):
         if not call.gradient_threshold or _is_of_jax(cache):
             return None
         again = functools.partial(gradients, hidden, weight, saved, cache, cotangents, wanted, call)
@@ -253,8 +255,8 @@ def _is_of_jax(cache: Sequence[torch.Tensor]) -> bool:
 
 def _in_rows(x: torch.Tensor) -> torch.Tensor:
     """What is per token, contiguous, in as many rows as kernels read."""
-    if x.shape[0] >= passes.THREADS:
+    if x.shape[0] >= launch_lists.THREADS:
         return _device.usable(x)
-    padded = x.new_zeros((passes.THREADS, *x.shape[1:]))
+    padded = x.new_zeros((launch_lists.THREADS, *x.shape[1:]))
     padded[: x.shape[0]] = x
     return padded

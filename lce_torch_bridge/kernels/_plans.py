@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from lce_torch_bridge import _way
+from lce_torch_bridge import _launch_with
 
 MOST = 4096  # of all shapes together; each takes about two KiB
 
@@ -16,7 +16,7 @@ def found(key: Any, plan: Callable[[], Any]) -> Any:
     """What ``plan()`` is; None if JAX is to run such calls, because it is the reason, a text."""
     planned = known(key, plan)
     if isinstance(planned, str):
-        _way.refused(planned)
+        _launch_with.refused(planned)
         return None
     return planned
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from lce_jax import passes
-from lce_torch_bridge import _way
+from lce_jax import launch_lists
+from lce_torch_bridge import _launch_with
 from lce_torch_bridge.kernels import _plans
 from lce_torch_bridge.kernels._loaded import Loaded
 from lce_torch_bridge.tensors import _device
@@ -14,7 +14,7 @@ from lce_torch_bridge.tensors._device import name_of
 
 def scaled(x: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
     """``factor [1] · x`` in float32, rounded once; None where no kernel computes that."""
-    if not _way.may_be_direct(x) or not (_device.is_usable(x) and _device.is_usable(factor)):
+    if not _launch_with.may_be_direct(x) or not (_device.is_usable(x) and _device.is_usable(factor)):
         return None
     with torch.cuda.device(x.device):
         key = "scaled", x.get_device(), x.numel(), x.dtype, dtype
@@ -30,7 +30,7 @@ def _planned(x: torch.Tensor, dtype: torch.dtype) -> Loaded | str:
     device = _device.device_of(x.device)
     if device is None:
         return str(_device.why_not(x.device))
-    reason = _device.why_not(x.device) or passes.refusal_to_scale(x.numel(), device)
+    reason = _device.why_not(x.device) or launch_lists.refusal_to_scale(x.numel(), device)
     if reason is not None:
         return reason
-    return Loaded(passes.scale(x.numel(), name_of(x.dtype), name_of(dtype), device), 0)
+    return Loaded(launch_lists.scale(x.numel(), name_of(x.dtype), name_of(dtype), device), 0)

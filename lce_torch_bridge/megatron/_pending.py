@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lce_torch_bridge.megatron._method_swap import OfThreads, replaced
 from lce_torch_bridge.megatron._output_layer import Head, multiplier
-from lce_torch_bridge.megatron._replaced import OfThreads, replaced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

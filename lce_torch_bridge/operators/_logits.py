@@ -19,7 +19,7 @@ import torch
 from jax import lax
 
 import lce_jax
-from lce_torch_bridge import _way, tensor_parallel
+from lce_torch_bridge import _launch_with, tensor_parallel
 from lce_torch_bridge.kernels import _rows
 from lce_torch_bridge.operators import _logprobs as autograd
 from lce_torch_bridge.operators._execute import those_wanted
@@ -200,8 +200,8 @@ def _packed(
 def _run(
     program: Callable[..., Any], hidden: torch.Tensor, weight: torch.Tensor, bias: Any, per_token: torch.Tensor
 ) -> list[torch.Tensor]:
-    if _way.may_be_direct(hidden):
-        _way.refused("linear_logits runs no kernel")
+    if _launch_with.may_be_direct(hidden):
+        _launch_with.refused("linear_logits runs no kernel")
     (found,) = _through_jax.run(program, (_rows.pad(hidden, _rows.size(len(hidden))), weight, bias, per_token))
     return found
 

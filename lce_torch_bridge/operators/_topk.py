@@ -18,7 +18,7 @@ import torch
 from jax import lax
 
 import lce_jax
-from lce_torch_bridge import _way, tensor_parallel
+from lce_torch_bridge import _launch_with, tensor_parallel
 from lce_torch_bridge.kernels import _rows
 from lce_torch_bridge.operators import _execute
 from lce_torch_bridge.operators._registered import NAME, operator
@@ -68,8 +68,8 @@ def topk(
     )
     numbers = hidden.new_zeros((tokens, 1), dtype=torch.float32) if temperature is None else temperature[:, None]
     per_token = _rows.with_count(numbers.view(torch.int32), rows)
-    if _way.may_be_direct(hidden):
-        _way.refused("linear_topk runs no kernel")
+    if _launch_with.may_be_direct(hidden):
+        _launch_with.refused("linear_topk runs no kernel")
     ((packed,),) = _run.run(_program(spec), (_rows.pad(hidden, rows), weight, bias, per_token))
     packed = packed[:tokens]
     if spec.alone:

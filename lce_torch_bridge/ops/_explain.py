@@ -9,8 +9,8 @@ import jax
 import torch
 
 import lce_jax
-from lce_jax import passes
-from lce_torch_bridge import _way, tensor_parallel
+from lce_jax import launch_lists
+from lce_torch_bridge import _launch_with, tensor_parallel
 from lce_torch_bridge._types import Operands
 from lce_torch_bridge.call import _arguments, _autocast, _checks
 from lce_torch_bridge.kernels import _passes
@@ -84,10 +84,10 @@ def explain(
     weight = torch.empty_like(given.weight, dtype=_autocast.dtype_of(given.weight), device="meta")
     operands = Operands(flat.hidden, weight, given.bias, flat.labels, flat.temperature, flat.candidates, flat.floor)
     reason = _passes.why_not(operands, call)
-    if _way.asked() == "jax":
+    if _launch_with.asked() == "jax":
         reason = 'launch_with("jax") asks for JAX'
     described = _device.device_of(hidden.device)
-    with passes.for_device(described or passes.Device()):
+    with launch_lists.for_device(described or launch_lists.Device()):
         structs = _device.struct(flat.hidden), _device.struct(weight), _ids(flat.labels)
         plan = lce_jax.explain(*structs, **_options(operands, call))
     return Explanation("jax" if reason else "direct", reason, plan)

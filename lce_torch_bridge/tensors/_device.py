@@ -7,13 +7,13 @@ import functools
 import jax
 import torch
 
-from lce_jax import passes
+from lce_jax import launch_lists
 
 ALIGNMENT = 16  # bytes, of what TMA reads
 SERVED = "9.0"  # the compute capability that the kernels are written for
 
 
-def device_of(device: torch.device) -> passes.Device | None:
+def device_of(device: torch.device) -> launch_lists.Device | None:
     """``device`` as `lce_jax` describes it; None for what is no CUDA device, or is none of this machine's."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return None
@@ -21,10 +21,10 @@ def device_of(device: torch.device) -> passes.Device | None:
 
 
 @functools.cache
-def _described(index: int) -> passes.Device:
+def _described(index: int) -> launch_lists.Device:
     properties = torch.cuda.get_device_properties(index)
     capability = f"{properties.major}.{properties.minor}"
-    return passes.Device("gpu", properties.name, capability, properties.multi_processor_count)
+    return launch_lists.Device("gpu", properties.name, capability, properties.multi_processor_count)
 
 
 def why_not(device: torch.device) -> str | None:
@@ -34,7 +34,7 @@ def why_not(device: torch.device) -> str | None:
         return f"{device} is no CUDA device of this machine"
     if described.compute_capability != SERVED:
         return f"{described.kind} has compute capability {described.compute_capability}, the kernels need {SERVED}"
-    return passes.why_not()
+    return launch_lists.why_not()
 
 
 def struct(x: torch.Tensor) -> jax.ShapeDtypeStruct:

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax import LogprobOutput, local, passes
+from lce_jax import LogprobOutput, launch_lists, local
 from lce_torch_bridge._types import PER_CANDIDATE, Call
 
 
@@ -129,7 +129,7 @@ def gradients(
 
 
 @functools.cache
-def cache_structure(spec: Spec, device: jax.Device | passes.Device, *inputs: jax.ShapeDtypeStruct | None) -> Any:
+def cache_structure(spec: Spec, device: jax.Device | launch_lists.Device, *inputs: jax.ShapeDtypeStruct | None) -> Any:
     """The cache of `statistics` for ``inputs`` like these: the shapes of its leaves, and its tree."""
 
     def cache(hidden: Any, weight: Any, bias: Any, tokens: Any) -> Any:
@@ -137,7 +137,7 @@ def cache_structure(spec: Spec, device: jax.Device | passes.Device, *inputs: jax
         options = _options(spec, bias, unpacked)
         return local.statistics(hidden, weight, unpacked.labels, keep_cache=True, **options)[1]
 
-    with passes.for_device(device) if isinstance(device, passes.Device) else jax.default_device(device):
+    with launch_lists.for_device(device) if isinstance(device, launch_lists.Device) else jax.default_device(device):
         return jax.eval_shape(cache, *inputs)
 
 

@@ -20,15 +20,15 @@ from typing import Any, NamedTuple
 
 import jax
 
-from lce_jax import passes
+from lce_jax import launch_lists
 from lce_jax._types import Device
 from lce_jax.explain._models import MODELS
 from lce_jax.explain._targets import TARGETS
+from lce_jax.launch_lists import _mosaic
+from lce_jax.launch_lists._recorder import Kernel
 from lce_jax.mosaic import _generations, sm100
 from lce_jax.mosaic._pallas import lowering_for
 from lce_jax.mosaic.sm100._tuning import PAIRS, Tunings
-from lce_jax.passes import _mosaic
-from lce_jax.passes._recorder import Kernel
 from tests.devices import B200, B300, H200
 
 HERE = pathlib.Path(__file__).parent
@@ -65,17 +65,19 @@ def table_of(target: str) -> pathlib.Path:
 HEADER = f"{'kernel':20} {'call':34} {'registers':>9} {'stack':>5} {'stores':>6} {'loads':>6} {'shared':>7}"
 
 
-def _head(model: str, device: Device, **changed: Any) -> passes.Head:
+def _head(model: str, device: Device, **changed: Any) -> launch_lists.Head:
     """A model's head, for 4096 tokens."""
     of = MODELS[model]
     columns = -(-of.vocab_size // 8) * 8
     given: Any = dict(
         num_tokens=4096, hidden_size=of.hidden_size, num_columns=columns, vocab_size=of.vocab_size, start=0
     )
-    return passes.Head(**given | {"dtype": "bfloat16", "device": device, "logit_softcap": of.logit_softcap} | changed)
+    return launch_lists.Head(
+        **given | {"dtype": "bfloat16", "device": device, "logit_softcap": of.logit_softcap} | changed
+    )
 
 
-def calls(device: Device) -> dict[str, passes.Head]:
+def calls(device: Device) -> dict[str, launch_lists.Head]:
     """The calls whose kernels are compiled, by name: models, then options."""
     head = functools.partial(_head, device=device)
     everything: Any = dict(stats=True, has_temperature=True, vocab_size=151643, copied_from="float32")
@@ -97,15 +99,15 @@ def calls(device: Device) -> dict[str, passes.Head]:
     }
 
 
-def programs(of: passes.Head) -> Iterator[passes.Program]:
+def programs(of: launch_lists.Head) -> Iterator[launch_lists.Program]:
     """The passes of a call."""
     caches = of.cache_bytes > 0 or of.gradient_threshold > 0
-    yield passes.forward(of, keep_cache=caches)
+    yield launch_lists.forward(of, keep_cache=caches)
     there = {"entropy": of.entropy, "candidate_logprobs": of.num_candidates > 0}
     seeds = "logprobs", *(name for name, is_there in there.items() if is_there)
     how: Any = dict(cached=caches, owns_cache=caches, adds=False)
-    yield passes.backward(of, seeds, (True, True), of.copied_from or of.dtype, **how)
-    yield passes.merge(of, ranks=8, keep_cache=caches)
+    yield launch_lists.backward(of, seeds, (True, True), of.copied_from or of.dtype, **how)
+    yield launch_lists.merge(of, ranks=8, keep_cache=caches)
 
 
 def kernels(device: Device) -> list[tuple[Kernel, str]]:
@@ -115,7 +117,7 @@ def kernels(device: Device) -> list[tuple[Kernel, str]]:
         for program in programs(of):
             for launch in program.launches:
                 found.setdefault(_mosaic.module(launch.kernel, device), (launch.kernel, name))
-    scale = passes.scale(4096 * 151936, "float32", "bfloat16", device).launches[0].kernel
+    scale = launch_lists.scale(4096 * 151936, "float32", "bfloat16", device).launches[0].kernel
     return [*found.values(), (scale, "qwen3-8b"), *(pairs(device) if device.compute_capability[:3] == "10." else ())]
 
 
@@ -151,7 +153,7 @@ def compile_all(target: str) -> None:
     for kernel, name in kernels(device):
         print(f"{PREFIX} {kernel.name}|{name}|{shared_bytes(kernel, device)}", flush=True)
         given = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in kernel.arrays]
-        with passes.for_device(device), lowering_for(device.compute_capability):
+        with launch_lists.for_device(device), lowering_for(device.compute_capability):
             lowered = jax.jit(lambda *x, kernel=kernel: kernel.function(*x)).trace(*given)
             lowered.lower(lowering_platforms=("cuda",)).compile()
 

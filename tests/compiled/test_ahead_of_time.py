@@ -16,9 +16,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import lce_jax
-from lce_jax import UnsupportedError, explain, linear_cross_entropy, linear_logprobs, linear_loss, passes
+from lce_jax import UnsupportedError, explain, launch_lists, linear_cross_entropy, linear_logprobs, linear_loss
 from lce_jax.explain._targets import TARGETS
-from lce_jax.mesh import _partitioner
+from lce_jax.mesh import _custom_partitioning
 from tests.compiled import needs_wheels
 from tests.devices import H200
 from tests.doc_blocks import ROOT, parts
@@ -126,11 +126,11 @@ def test_a_machine_with_one_gpu_says_when_a_program_is_for_others(
     monkeypatch.setattr(jax, "device_count", lambda: 1)
 
     def traced(operands: list[Any], implementation: str | None = None, **options: Any) -> Any:
-        with passes.for_device(H200):
+        with launch_lists.for_device(H200):
             step = jax.jit(lambda *x: logprobs(*x, implementation=implementation), **options)
             return step.trace(*operands)
 
-    _partitioner.warn_once.cache_clear()
+    _custom_partitioning.warn_once.cache_clear()
     a100, h200 = TARGETS["a100"].mesh(2, 4), TARGETS["h200"].mesh(2, 4)
     with caplog.at_level(logging.WARNING, logger="lce_jax"):
         text = traced(one_device(a100)).lower().as_text()
@@ -158,7 +158,7 @@ def test_a_cache_needs_a_mesh_that_tracing_sees(caplog: pytest.LogCaptureFixture
         with context:
             return step.lower(*one_device(mesh)).compile().memory_analysis().temp_size_in_bytes
 
-    _partitioner.warn_once.cache_clear()
+    _custom_partitioning.warn_once.cache_clear()
     with caplog.at_level(logging.WARNING, logger="lce_jax"):
         without = temporaries(contextlib.nullcontext())
     assert "cache_bytes keeps nothing where jit learns of the device, NVIDIA H200, after it has traced" in caplog.text

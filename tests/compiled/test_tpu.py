@@ -17,7 +17,7 @@ from lce_jax import UnsupportedError, explain
 from lce_jax.explain import __main__ as command
 from lce_jax.explain import _hlo
 from lce_jax.explain._targets import TPUS
-from lce_jax.mesh import _partitioner
+from lce_jax.mesh import _custom_partitioning
 from tests.compiled import needs_libtpu
 
 pytestmark = [needs_libtpu, pytest.mark.usefixtures("optimized")]
@@ -189,7 +189,7 @@ def test_auto_axes_are_refused_with_the_line_to_write(name: str) -> None:
 
 def test_the_rule_is_still_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """If this fails, libtpu has learnt to: let Auto axes be served."""
-    monkeypatch.setattr(_partitioner, "check_rules_are_read", lambda *_: None)
+    monkeypatch.setattr(_custom_partitioning, "check_rules_are_read", lambda *_: None)
     mesh = TPUS["v5e"].mesh(2, 2)
     lowered = jax.jit(as_it_is("linear_topk", mesh)).lower(*structs(mesh))
     with pytest.raises(jax.errors.JaxRuntimeError, match="Custom emitter for CustomSPMDPartitioning not found"):
@@ -198,8 +198,8 @@ def test_the_rule_is_still_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_the_rule_xla_gathers_the_whole_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     """Why Auto axes are refused in place of being left to XLA, which would partition our loops itself."""
-    monkeypatch.setattr(_partitioner, "check_rules_are_read", lambda *_: None)
-    monkeypatch.setattr(_partitioner, "_with_rule", lambda run, *_: run)
+    monkeypatch.setattr(_custom_partitioning, "check_rules_are_read", lambda *_: None)
+    monkeypatch.setattr(_custom_partitioning, "_with_rule", lambda run, *_: run)
     mesh = TPUS["v5p"].mesh(2, 2)
     step = with_gradients("linear_logprobs", as_it_is("linear_logprobs", mesh))
     text = jax.jit(step).lower(*structs(mesh)).compile().as_text()

@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from lce_jax import linear_kl, sharded_linear_kl
-from lce_jax.mesh._partitioner import warn_once
+from lce_jax.mesh._custom_partitioning import warn_once
 from tests import kl_cases, oracle
 from tests.kl_cases import call, draw, evaluate, expected
 from tests.pairs import pairs_of

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from lce_jax import linear_logprobs, linear_loss, sharded_linear_loss
-from lce_jax.mesh._partitioner import warn_once
+from lce_jax.mesh._custom_partitioning import warn_once
 from tests import oracle
 from tests.mesh.test_linear_loss import (
     ADVANTAGE,

@@ -14,7 +14,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from lce_jax import linear_logits, sharded_linear_logits
-from lce_jax.mesh import _partitioner
+from lce_jax.mesh import _custom_partitioning
 from tests import cases, oracle
 from tests.ops.test_logits import call, evaluate, expected
 from tests.pairs import pairs_of
@@ -68,7 +68,7 @@ def test_auto_axes(caplog: pytest.LogCaptureFixture) -> None:
     mesh = mesh_of("data 2, tensor 4", AxisType.Auto)
     hidden, weight = jnp.ones((4, 8)), jnp.arange(16.0)[:, None] * jnp.ones(8)
     ids = jnp.array([[3, 15]] * 4)
-    _partitioner.warn_once.cache_clear()
+    _custom_partitioning.warn_once.cache_clear()
     with jax.set_mesh(mesh), caplog.at_level(logging.WARNING, "lce_jax"):
         operands = put(hidden, mesh, P("data")), put(weight, mesh, P("tensor"))
         run = jax.jit(jax.value_and_grad(lambda h, w: linear_logits(h, w, ids).sum(), argnums=(0, 1)))

@@ -26,7 +26,7 @@ from lce_jax import (
     sharded_linear_logprobs,
 )
 from lce_jax._jax import abstract_device
-from lce_jax.mesh import _partitioner
+from lce_jax.mesh import _custom_partitioning
 from tests import oracle
 from tests.partition_cases import HIDDEN, KINDS, LABELS, WEIGHT, H, V, mesh_of, put
 
@@ -34,7 +34,7 @@ from tests.partition_cases import HIDDEN, KINDS, LABELS, WEIGHT, H, V, mesh_of, 
 def test_a_cache_under_auto_axes_says_that_it_keeps_nothing(caplog: pytest.LogCaptureFixture) -> None:
     mesh = mesh_of(AxisType.Auto)
     hidden, labels = put(HIDDEN, mesh, P("data")), put(LABELS, mesh, P("data"))
-    _partitioner.warn_once.cache_clear()
+    _custom_partitioning.warn_once.cache_clear()
     with caplog.at_level(logging.WARNING, logger="lce_jax"):
         jax.jit(jax.grad(lambda w: linear_logprobs(hidden, w, labels, cache_bytes=1 << 20).lse.sum())).lower(WEIGHT)
     assert "call sharded_linear_logprobs" in caplog.text
@@ -53,7 +53,7 @@ def test_shard_map_over_some_axes(kind: AxisType, caplog: pytest.LogCaptureFixtu
 
     rows = P("data")
     operands = put(HIDDEN, mesh, rows), put(WEIGHT, mesh, P("tensor")), put(LABELS, mesh, rows)
-    _partitioner.warn_once.cache_clear()
+    _custom_partitioning.warn_once.cache_clear()
     with jax.set_mesh(mesh), caplog.at_level(logging.WARNING, logger="lce_jax"):
         over_data = jax.shard_map(some, in_specs=(rows, P(), rows), out_specs=rows, axis_names={"data"})
         if kind == AxisType.Explicit:
@@ -72,7 +72,7 @@ def test_axes_of_both_kinds(caplog: pytest.LogCaptureFixture) -> None:
     kinds = (AxisType.Explicit, AxisType.Auto)
     mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=kinds, devices=jax.devices("cpu"))
     operands = put(HIDDEN, mesh, P("data")), put(WEIGHT, mesh, P("tensor")), put(LABELS, mesh, P("data"))
-    _partitioner.warn_once.cache_clear()
+    _custom_partitioning.warn_once.cache_clear()
     with jax.set_mesh(mesh), caplog.at_level(logging.WARNING, logger="lce_jax"):
         got = jax.jit(linear_logprobs)(*operands).lse
         assert "takes its operands as whole over 'tensor'" in caplog.text
@@ -94,7 +94,7 @@ def test_warnings_name_the_function_that_was_called(name: str, caplog: pytest.Lo
     kinds = (AxisType.Explicit, AxisType.Auto)
     both = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=kinds, devices=jax.devices("cpu"))
     operands = put(HIDDEN, both, P("data")), put(WEIGHT, both, P()), put(LABELS, both, P("data"))
-    _partitioner.warn_once.cache_clear()
+    _custom_partitioning.warn_once.cache_clear()
     with caplog.at_level(logging.WARNING, logger="lce_jax"):
         with jax.set_mesh(both):
             jax.eval_shape(FUNCTIONS[name], *operands)
@@ -110,7 +110,7 @@ def test_warnings_name_the_function_that_was_called(name: str, caplog: pytest.Lo
 def test_export_says_that_it_loses_the_rule(caplog: pytest.LogCaptureFixture) -> None:
     mesh = mesh_of(AxisType.Auto)
     operands = put(HIDDEN, mesh, P("data")), put(WEIGHT, mesh, P("tensor")), put(LABELS, mesh, P("data"))
-    _partitioner.warn_once.cache_clear()
+    _custom_partitioning.warn_once.cache_clear()
     with caplog.at_level(logging.WARNING, logger="lce_jax"):
         exported = jax.export.export(jax.jit(lambda *x: linear_logprobs(*x).lse))(*operands)
     assert "Export sharded_linear_logprobs" in caplog.text

@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from lce_jax import linear_topk, sharded_linear_topk
-from lce_jax.mesh import _partitioner
+from lce_jax.mesh import _custom_partitioning
 from tests.pairs import pairs_of
 from tests.partition_cases import KINDS, flops, mesh_of, put
 from tests.sharding_cases import LAYOUTS
@@ -121,7 +121,7 @@ def test_in_shardings_alone_split_the_work() -> None:
 def test_export_says_what_to_export(caplog: pytest.LogCaptureFixture) -> None:
     mesh = mesh_of(AxisType.Auto)
     operands = put(HIDDEN, mesh, P("data")), put(WEIGHT, mesh, P("tensor"))
-    _partitioner.warn_once.cache_clear()
+    _custom_partitioning.warn_once.cache_clear()
     with caplog.at_level(logging.WARNING, "lce_jax"), jax.set_mesh(mesh):
         jax.export.export(jax.jit(lambda h, w: linear_topk(h, w, 5)))(*operands)
     assert "Export sharded_linear_topk" in caplog.text

@@ -17,7 +17,7 @@ import pytest
 
 from lce_jax.mosaic import _generations, sm100
 from lce_jax.mosaic._pallas import interpreting, plgpu
-from lce_jax.mosaic.sm100 import _epilogue, _machine, _pipeline, _statistics
+from lce_jax.mosaic.sm100 import _epilogue, _machine, _pipeline, _statistics_epilogue
 from tests.devices import B200
 from tests.mosaic_calls import CALLS, Call, budget_of, check
 
@@ -79,7 +79,9 @@ FAULTS = {
     "a slot is sent before it is visible": (_epilogue, "send", "plgpu.commit_smem()", "None"),
     "a padding column counts": (_epilogue, "without_padding", "number < left", "number <= left"),
     "nothing to contract": (_epilogue, "send_product", "jnp.int32(z.num_steps) > 0", "True"),
-    "a maximum of half a tile": (_statistics, "_extremes", "lax.fori_loop(0, BLOCKS,", "lax.fori_loop(0, BLOCKS // 2,"),
+    "a maximum of half a tile": (
+        _statistics_epilogue, "_extremes", "lax.fori_loop(0, BLOCKS,", "lax.fori_loop(0, BLOCKS // 2,",
+    ),
 }  # fmt: skip
 
 
@@ -106,7 +108,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, there: str, w
     assert source.count(there) == 1
     scope = dict(vars(module))
     exec(compile("from __future__ import annotations\n" + source.replace(there, wrong), module.__file__, "exec"), scope)
-    for each in (_pipeline, _epilogue, _statistics, _machine):
+    for each in (_pipeline, _epilogue, _statistics_epilogue, _machine):
         if getattr(each, name, None) is right:
             monkeypatch.setattr(each, name, scope[name])
     fields = {field: scope[name] for field, value in _machine.MACHINE._asdict().items() if value is right}

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 import lce_jax
-from lce_jax import mosaic, passes
+from lce_jax import launch_lists, mosaic
 from lce_jax._devices import for_device
 from lce_jax._types import Operands
 from lce_jax.call import _arguments
@@ -63,11 +63,11 @@ def by_list(
     hidden: Any, weight: Any, labels: Any, temperature: Any = None, vocab_part_size: int | None = None
 ) -> dict[str, np.ndarray]:
     rows, (T, H), V = 256, hidden.shape, weight.shape[0]
-    head = passes.Head(
+    head = launch_lists.Head(
         num_tokens=rows, hidden_size=H, num_columns=V, vocab_size=V, start=0, dtype="bfloat16", device=SMALL,
         stats=True, has_temperature=temperature is not None, vocab_part_size=vocab_part_size,
     )  # fmt: skip
-    program = passes.forward(head, keep_cache=False)
+    program = launch_lists.forward(head, keep_cache=False)
     outputs = [np.zeros(x.shape, x.dtype) for x in program.outputs if x is not None]
     padded = np.zeros((rows, H), jnp.bfloat16)
     padded[:T] = hidden

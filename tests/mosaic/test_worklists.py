@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lce_jax.mosaic import _live_backward, sm90
+from lce_jax.mosaic import _threshold_backward, sm90
 from lce_jax.mosaic._call import Call
 from lce_jax.mosaic._pallas import interpreting, plgpu
 from lce_jax.mosaic._worklist import Batch, Sizes
@@ -34,10 +34,10 @@ def of_kernels(live: np.ndarray, sizes: Sizes, contracted: int) -> Any:
     call.host.numbers = lambda *numbers: jnp.asarray(numbers, jnp.int32)
     call.prepared.num_columns = COLUMNS
     with (
-        mock.patch.object(_live_backward._edge, "contracted_tiles", return_value=contracted),
+        mock.patch.object(_threshold_backward._edge, "contracted_tiles", return_value=contracted),
         interpreting(plgpu.InterpretGPUParams(detect_races=True)),
     ):
-        return jax.jit(lambda live: _live_backward.lists(call, sizes, live))(beside)
+        return jax.jit(lambda live: _threshold_backward.lists(call, sizes, live))(beside)
 
 
 @pytest.mark.parametrize(

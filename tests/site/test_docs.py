@@ -15,7 +15,7 @@ import pytest
 
 import lce_jax
 import lce_torch_bridge
-from lce_jax import floors, local, losses, passes, rows
+from lce_jax import floors, launch_lists, local, losses, rows
 from lce_jax.bench.__main__ import parser as bench_parser
 from lce_jax.demo.cli import _parser as demo_parser
 from lce_jax.explain.__main__ import parser as explain_parser
@@ -91,7 +91,7 @@ MODULES = [
     losses,
     floors,
     local,
-    passes,
+    launch_lists,
     rows,
     lce_torch_bridge,
     lce_torch_bridge.losses,

@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 import torch
 
-from lce_jax import passes
+from lce_jax import launch_lists
 from lce_torch_bridge import launch_with
 from lce_torch_bridge.kernels import _loaded, _passes, _plans, _rows
 from lce_torch_bridge.tensors import _device, _torch
 from tests import emulated_launches
 from tests.mosaic_interpreter import add_stores
 
-H200 = passes.Device("gpu", "NVIDIA H200", "9.0", 132)
-SMALL = passes.Device("gpu", "NVIDIA H200", "9.0", 2)  # with few multiprocessors: small calls have several waves
+H200 = launch_lists.Device("gpu", "NVIDIA H200", "9.0", 132)
+SMALL = launch_lists.Device("gpu", "NVIDIA H200", "9.0", 2)  # with few multiprocessors: small calls have several waves
 
 
-def as_gpu(monkeypatch: pytest.MonkeyPatch, load: Callable[[Any], Any], device: passes.Device = H200) -> None:
+def as_gpu(monkeypatch: pytest.MonkeyPatch, load: Callable[[Any], Any], device: launch_lists.Device = H200) -> None:
     """CPU tensors count as those of a GPU, on which programs are what ``load`` makes of them."""
     monkeypatch.setattr(_plans, "_known", {})
     monkeypatch.setattr(_device, "device_of", lambda _: device)
@@ -31,15 +31,15 @@ def as_gpu(monkeypatch: pytest.MonkeyPatch, load: Callable[[Any], Any], device: 
     monkeypatch.setattr(_torch, "empty", torch._C._dynamo.guards._empty_strided_cpu)  # type: ignore[attr-defined]
     monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(passes.Program, "load", lambda program, _: load(program))
+    monkeypatch.setattr(launch_lists.Program, "load", lambda program, _: load(program))
     monkeypatch.setattr(_loaded, "_loaded", _loaded._loaded.__wrapped__)
 
 
-def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[passes.Program]]:
+def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[launch_lists.Program]]:
     """Calls are launched directly, or raise. Yields all programs that are loaded."""
-    loaded: list[passes.Program] = []
+    loaded: list[launch_lists.Program] = []
 
-    def load(program: passes.Program) -> Any:
+    def load(program: launch_lists.Program) -> Any:
         loaded.append(program)
         return emulated_launches.loaded(program)
 

@@ -11,9 +11,9 @@ import torch
 import lce_jax.losses
 from lce_torch_bridge import linear_logprobs, linear_topk
 from lce_torch_bridge.losses import distillation_loss
-from tests.house.test_docstrings import entries, sections
 from tests.ops.test_distillation_loss import BETA, DIVERGENCES, RESTS, draw, expected
 from tests.oracle import relative_norm, value_error
+from tests.style.test_docstrings import entries, sections
 
 to = torch.from_numpy
 

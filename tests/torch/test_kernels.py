@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lce_jax import passes
+from lce_jax import launch_lists
 from lce_torch_bridge import launch_with, linear_logprobs, linear_loss
 from lce_torch_bridge._types import Operands
 from lce_torch_bridge.kernels import _passes
@@ -23,7 +23,7 @@ H = 128
 
 
 @pytest.fixture
-def programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[passes.Program]]:
+def programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[launch_lists.Program]]:
     """All programs that were loaded."""
     yield from emulated(monkeypatch)
 

@@ -12,8 +12,8 @@ import torch
 
 import lce_jax.rows
 from lce_torch_bridge import linear_cross_entropy, rows
-from tests.house.test_docstrings import entries, sections
 from tests.packed_cases import PACKED, REFUSED, WITHOUT_SEGMENTS, Packed, part_of_rank
+from tests.style.test_docstrings import entries, sections
 
 to = torch.from_numpy
 

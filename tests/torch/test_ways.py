@@ -14,8 +14,8 @@ from torch._subclasses import FakeTensorMode
 
 import lce_jax
 import lce_torch_bridge
-from lce_jax import passes
-from lce_torch_bridge import _way, explain, launch_with, linear_logprobs
+from lce_jax import launch_lists
+from lce_torch_bridge import _launch_with, explain, launch_with, linear_logprobs
 from lce_torch_bridge.kernels import _loaded
 from lce_torch_bridge.tensors import _device, _torch
 from tests.torch import problem as p
@@ -62,7 +62,7 @@ def test_what_is_launched_directly(name: str) -> None:
     assert (how.way, how.why_not_direct) == ("direct", None)
     assert how.plan.implementation == "mosaic_gpu"
     assert str(how).startswith("launched directly, in torch's stream and memory\nmosaic_gpu: 300 tokens")
-    loaded: list[passes.Program] = []
+    loaded: list[launch_lists.Program] = []
     with pytest.MonkeyPatch.context() as patch:
         as_gpu(patch, lambda program: loaded.append(program) or (lambda *_: None))  # it launches nothing
         leaves = drawn().leaves()
@@ -111,10 +111,10 @@ def test_another_way_is_refused() -> None:
 
 
 def test_the_reason_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    _way._say.cache_clear()
+    _launch_with._say.cache_clear()
     with caplog.at_level(logging.INFO, "lce_torch_bridge"):
-        _way._say("bias: no kernel adds it")
-        _way._say("bias: no kernel adds it")
+        _launch_with._say("bias: no kernel adds it")
+        _launch_with._say("bias: no kernel adds it")
     assert len(caplog.records) == 1
     assert "not launched directly: bias: no kernel adds it" in caplog.text
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from lce_jax._types import Case
 from lce_jax.mosaic._geometry import geometry
-from lce_jax.mosaic._live_kernel_set import LiveKernelSet
 from lce_jax.mosaic._operands import Prepared
+from lce_jax.mosaic._threshold_kernel_set import LiveKernelSet
 from lce_jax.mosaic._worklist import Batches, Entries, RowEntries, RowLists, Sizes, Worklist
 from lce_jax.mosaic.common._tiles import ROW_BLOCK, TILING
 

@@ -1,4 +1,4 @@
-"""Which tiles carry gradient (`lce_jax.mosaic._live`), as kernels: a thread per token, a few tiles at a time.
+"""Which tiles carry gradient (`lce_jax.mosaic._threshold`), as kernels: a thread per token, a few tiles at a time.
 
 select         the tiles' maxima, the merged statistics   ->  the live tiles; the probability in the others, in parts
 dropped mass   these parts                                ->  their sum, in an order that their number alone decides

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from lce_jax.mosaic.common._machine import Machine
-from lce_jax.mosaic.sm90 import _dlogits, _epilogue, _kl, _pipeline, _statistics
+from lce_jax.mosaic.sm90 import _dlogits_epilogue, _epilogue, _kl, _pipeline, _statistics_epilogue
 
 MACHINE = Machine(
     kernel=_pipeline.kernel,
     walk_tiles=_pipeline.walk_tiles,
     staging=_epilogue.staging,
     send_product=_epilogue.send_product,
-    statistics=_statistics.statistics,
-    dlogits=_dlogits.dlogits,
+    statistics=_statistics_epilogue.statistics,
+    dlogits=_dlogits_epilogue.dlogits,
     kl=_kl.MACHINE,
 )

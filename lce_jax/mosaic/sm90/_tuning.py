@@ -70,7 +70,8 @@ BY_KERNEL: Mapping[str, Tuning] = {
     "live_dhidden": Tuning(tile_k=64, stages=4, cluster=2, snake=128),
     "live_dweight": Tuning(tile_k=64, stages=4, cluster=2, in_flight=1),  # a cluster is one vocabulary tile
     # A tile of the other head waits in 128 KiB, so the stages have 96, or 72 beside a slot of dlogits. Four steps of 32
-    # are waited for less than two of 64 (16.1 ms against 17.2) and than three beside a slot (both passes 47.4 against 48.7).
+    # are waited for less than two of 64 (16.1 ms against 17.2) and than three beside a slot (47.4 against 48.7, both
+    # passes).
     "kl_statistics": Tuning(tile_k=32, stages=4, cluster=2),
     "kl_dlogits": Tuning(tile_k=32, stages=4, cluster=2, direct=1),
 }

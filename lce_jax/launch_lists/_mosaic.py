@@ -22,9 +22,9 @@ import jax
 from lce_jax import _devices
 from lce_jax import mosaic as implementation
 from lce_jax._types import Device
-from lce_jax.passes import _driver
-from lce_jax.passes._recorder import Kernel
-from lce_jax.passes._refusal import UnservedError
+from lce_jax.launch_lists import _driver
+from lce_jax.launch_lists._recorder import Kernel
+from lce_jax.launch_lists._refusal import UnservedError
 
 PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
 COMPILERS = 8  # threads

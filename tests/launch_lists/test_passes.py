@@ -8,44 +8,50 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
-from lce_jax import passes
-from lce_jax.passes import _mosaic
-from lce_jax.passes._recorder import ROWS, RecordedKernels, Recorder
+from lce_jax import launch_lists
+from lce_jax.launch_lists import _mosaic
+from lce_jax.launch_lists._recorder import ROWS, RecordedKernels, Recorder
 from tests.devices import H200
 
 
-def head(**changed: Any) -> passes.Head:
+def head(**changed: Any) -> launch_lists.Head:
     given = {"num_tokens": 4096, "hidden_size": 4096, "num_columns": 151936, "vocab_size": 151936, "start": 0}
-    return passes.Head(**{**given, "dtype": "bfloat16", "device": H200, **changed})
+    return launch_lists.Head(**{**given, "dtype": "bfloat16", "device": H200, **changed})
 
 
-def backward(of: passes.Head, wanted: tuple[bool, bool] = (True, True), **how: Any) -> passes.Program:
+def backward(of: launch_lists.Head, wanted: tuple[bool, bool] = (True, True), **how: Any) -> launch_lists.Program:
     seeds = how.pop("seeds", ("logprobs", "entropy"))
     plain = {"cached": False, "owns_cache": False, "adds": False}
-    return passes.backward(of, seeds, wanted, "bfloat16", **{**plain, **how})
+    return launch_lists.backward(of, seeds, wanted, "bfloat16", **{**plain, **how})
 
 
-def names(program: passes.Program) -> list[str]:
+def names(program: launch_lists.Program) -> list[str]:
     return [launch.kernel.name for launch in program.launches]
 
 
 def test_a_forward_is_five_launches() -> None:
-    assert names(passes.forward(head(), keep_cache=False)) == ["prepare", "statistics", "join", "join", "finish"]
+    assert names(launch_lists.forward(head(), keep_cache=False)) == ["prepare", "statistics", "join", "join", "finish"]
 
 
 def test_a_part_and_its_merge() -> None:
-    assert names(passes.part(head(), keep_cache=False)) == ["prepare", "statistics", "join"]
-    assert names(passes.merge(head(), ranks=2)) == ["prepare", "join", "finish"]
+    assert names(launch_lists.part(head(), keep_cache=False)) == ["prepare", "statistics", "join"]
+    assert names(launch_lists.merge(head(), ranks=2)) == ["prepare", "join", "finish"]
 
 
 def test_candidates_have_launches_of_their_own() -> None:
     of = head(num_candidates=8)
     logits, statistics = ["keep_candidates", "prepare", "candidate_logits"], ["statistics", "join", "join"]
-    assert sorted(names(passes.forward(of, keep_cache=False))) == sorted(
+    assert sorted(names(launch_lists.forward(of, keep_cache=False))) == sorted(
         [*logits, *statistics, "finish", "candidate_logprobs"]
     )
-    assert sorted(names(passes.part(of, keep_cache=False))) == sorted([*logits, "statistics", "join"])
-    assert names(passes.merge(of, ranks=2)) == ["prepare", "join", "finish", "join_candidates", "candidate_logprobs"]
+    assert sorted(names(launch_lists.part(of, keep_cache=False))) == sorted([*logits, "statistics", "join"])
+    assert names(launch_lists.merge(of, ranks=2)) == [
+        "prepare",
+        "join",
+        "finish",
+        "join_candidates",
+        "candidate_logprobs",
+    ]
     assert names(backward(of)) == names(backward(head()))  # without their cotangent
     every = names(backward(of, seeds=("lse", "candidate_logprobs")))
     assert every[1:4] == ["candidate_terms", "coefficients", "candidate_values"]
@@ -71,8 +77,8 @@ def test_padding_ends_in_a_tile_that_is_copied() -> None:
 
 
 @pytest.mark.parametrize("of", [head(), head(vocab_size=151643, num_tokens=8192), head(num_tokens=128)], ids=str)
-def test_what_lives_at_the_same_time_has_memory_of_its_own(of: passes.Head) -> None:
-    for program in (passes.forward(of, keep_cache=False), backward(of)):
+def test_what_lives_at_the_same_time_has_memory_of_its_own(of: launch_lists.Head) -> None:
+    for program in (launch_lists.forward(of, keep_cache=False), backward(of)):
         life: dict[Any, list[int]] = {}
         for number, launch in enumerate(program.launches):
             for x in (*launch.operands, *launch.results):
@@ -87,7 +93,7 @@ def test_what_lives_at_the_same_time_has_memory_of_its_own(of: passes.Head) -> N
 
 
 def test_numbers_say_how_many_tokens_there_are() -> None:
-    program = passes.forward(head(num_tokens=512), keep_cache=False)
+    program = launch_lists.forward(head(num_tokens=512), keep_cache=False)
     one, other = (program.numbers(tokens, stride=512) for tokens in (300, 301))
     assert {300, 301} == {x for pair in zip(one, other, strict=True) if pair[0] != pair[1] for x in pair}
 
@@ -109,7 +115,7 @@ def test_what_is_no_kernel_is_refused() -> None:
             return x * 2
 
     recorder = Recorder()
-    with pytest.raises(passes.UnservedError, match="0 kernels in twice"):
+    with pytest.raises(launch_lists.UnservedError, match="0 kernels in twice"):
         RecordedKernels(Kernels(), recorder).twice(recorder.input((4,), jnp.float32))
 
 
@@ -119,12 +125,12 @@ def test_what_is_no_kernel_is_refused() -> None:
         ({"num_columns": 50257, "vocab_size": 50257}, "V must be a multiple of 8, got 50257"),
         ({"hidden_size": 64}, "H must be at least 128, got 64"),
         ({"dtype": "float32"}, "bfloat16 or float16"),
-        ({"device": passes.Device("gpu", "NVIDIA B200", "10.0", 148)}, "never run on a GPU"),
-        ({"device": passes.Device("gpu", "NVIDIA A100", "8.0", 108)}, "compute capability"),
+        ({"device": launch_lists.Device("gpu", "NVIDIA B200", "10.0", 148)}, "never run on a GPU"),
+        ({"device": launch_lists.Device("gpu", "NVIDIA A100", "8.0", 108)}, "compute capability"),
     ],
 )
 def test_refusals(changed: dict[str, Any], reason: str) -> None:
-    assert reason in str(passes.refusal(head(**changed)))
+    assert reason in str(launch_lists.refusal(head(**changed)))
 
 
 @pytest.mark.parametrize(
@@ -139,13 +145,13 @@ def test_refusals(changed: dict[str, Any], reason: str) -> None:
     ],
     ids=str,
 )
-def test_every_kernel_lowers_for_cuda(of: passes.Head) -> None:
+def test_every_kernel_lowers_for_cuda(of: launch_lists.Head) -> None:
     seeds = "logprobs", "entropy", *["candidate_logprobs"] * (of.num_candidates > 0)
-    programs = passes.forward(of, keep_cache=False), passes.merge(of, ranks=4), backward(of, seeds=seeds)
+    programs = launch_lists.forward(of, keep_cache=False), launch_lists.merge(of, ranks=4), backward(of, seeds=seeds)
     for launch in itertools.chain(*(program.launches for program in programs)):
         assert _mosaic.module(launch.kernel, H200)
 
 
 def test_the_number_of_rows_is_a_symbol() -> None:
-    program = passes.forward(head(), keep_cache=False)
+    program = launch_lists.forward(head(), keep_cache=False)
     assert sum(ROWS in numbers for numbers in program.given) == 5  # of tokens, of fields, and of three kernels

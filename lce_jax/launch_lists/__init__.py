@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from lce_jax._devices import for_device
 from lce_jax._types import RESULTS, Device
-from lce_jax.passes._head import THREADS, Head, refusal
-from lce_jax.passes._kept import live_shape
-from lce_jax.passes._list import Program
-from lce_jax.passes._mosaic import why_not
-from lce_jax.passes._passes import backward, forward, merge, part
-from lce_jax.passes._refusal import UnservedError
-from lce_jax.passes._scale import refusal_to_scale, scale
+from lce_jax.launch_lists._head import THREADS, Head, refusal
+from lce_jax.launch_lists._kept import live_shape
+from lce_jax.launch_lists._list import Program
+from lce_jax.launch_lists._mosaic import why_not
+from lce_jax.launch_lists._passes import backward, forward, merge, part
+from lce_jax.launch_lists._refusal import UnservedError
+from lce_jax.launch_lists._scale import refusal_to_scale, scale
 
 __all__ = [
     "RESULTS",

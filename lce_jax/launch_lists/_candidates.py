@@ -12,10 +12,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from lce_jax.launch_lists._recorder import ROWS, STRIDE
 from lce_jax.mosaic import _candidates, _partial_statistics
 from lce_jax.mosaic._call import Call
 from lce_jax.mosaic._candidates import Fields, Placed
-from lce_jax.passes._recorder import ROWS, STRIDE
 
 type Buffer = Any  # a `_recorder.Buffer`, which the host code takes for an array
 type Pass = Any  # that of `_passes`, which imports this module

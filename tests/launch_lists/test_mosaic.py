@@ -8,7 +8,7 @@ import sys
 import jax
 import pytest
 
-from lce_jax.passes import _mosaic
+from lce_jax.launch_lists import _mosaic
 
 
 def test_the_launch_convention_is_that_of_this_jax() -> None:
@@ -40,11 +40,11 @@ def test_a_plugin_that_is_not_installed_is_told(monkeypatch: pytest.MonkeyPatch)
 def test_no_client_of_jax_is_made() -> None:
     code = """
 from jax._src import xla_bridge
-from lce_jax import passes
-from lce_jax.passes import _mosaic
-device = passes.Device("gpu", "NVIDIA H200", "9.0", 132)
+from lce_jax import launch_lists
+from lce_jax.launch_lists import _mosaic
+device = launch_lists.Device("gpu", "NVIDIA H200", "9.0", 132)
 sizes = dict(num_tokens=128, hidden_size=128, num_columns=512, vocab_size=512, start=0)
-program = passes.forward(passes.Head(**sizes, dtype="bfloat16", device=device), keep_cache=False)
+program = launch_lists.forward(launch_lists.Head(**sizes, dtype="bfloat16", device=device), keep_cache=False)
 modules = [_mosaic.module(launch.kernel, device) for launch in program.launches]
 print(len(modules), all(modules), xla_bridge.backends_are_initialized())
 """

@@ -1,6 +1,6 @@
 """The runner: how a function that has a derivative becomes one call of JAX.
 
-A `Capability` says what is computed, `_spread` where. Here is what they have in common: one ``custom_vjp``, whose
+A `Capability` says what is computed, `_over_devices` where. Here is what they have in common: one ``custom_vjp``, whose
 residuals are the call's own operands and what the forward keeps; one derivative alone; and calls without tokens.
 """
 
@@ -14,7 +14,7 @@ import jax
 
 from lce_jax import _jax
 from lce_jax._types import Primals
-from lce_jax.runner import _spread
+from lce_jax.runner import _over_devices
 
 
 class Capability(NamedTuple):
@@ -51,7 +51,7 @@ def _fwd(capability: Capability, spec: Any, primals: Primals, rest: Any) -> tupl
 
 def _bwd(capability: Capability, spec: Any, residuals: Any, cotangent: Any) -> tuple[Primals, None]:
     gradients = _jax.first_order_only(functools.partial(capability.backward, spec))(*residuals, cotangent)
-    return (gradients if spec.mesh is None else _spread.typed_as(gradients, residuals[0])), None
+    return (gradients if spec.mesh is None else _over_devices.typed_as(gradients, residuals[0])), None
 
 
 _run.defvjp(_fwd, _bwd)

@@ -7,10 +7,10 @@ from typing import Any
 import jax.numpy as jnp
 
 from lce_jax._types import Device
+from lce_jax.launch_lists import _list
+from lce_jax.launch_lists._list import Program
+from lce_jax.launch_lists._recorder import RecordedKernels, Recorder
 from lce_jax.mosaic import _generations
-from lce_jax.passes import _list
-from lce_jax.passes._list import Program
-from lce_jax.passes._recorder import RecordedKernels, Recorder
 
 
 def refusal_to_scale(size: int, device: Device) -> str | None:

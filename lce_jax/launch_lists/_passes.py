@@ -27,14 +27,14 @@ import jax
 import jax.numpy as jnp
 
 from lce_jax._types import Operands
-from lce_jax.mosaic import _backward, _cache, _dhidden, _forward, _live_backward, _operands
+from lce_jax.launch_lists import _candidates, _kept, _list
+from lce_jax.launch_lists._head import Head
+from lce_jax.launch_lists._list import Program
+from lce_jax.launch_lists._recorder import ROWS, STRIDE, RecordedKernels, Recorder
+from lce_jax.mosaic import _backward, _cache, _dhidden, _forward, _operands, _threshold_backward
 from lce_jax.mosaic._cache import Cache
 from lce_jax.mosaic._call import Call
 from lce_jax.mosaic._operands import Prepared
-from lce_jax.passes import _candidates, _kept, _list
-from lce_jax.passes._head import Head
-from lce_jax.passes._list import Program
-from lce_jax.passes._recorder import ROWS, STRIDE, RecordedKernels, Recorder
 
 type Buffer = Any  # a `_recorder.Buffer`, which the host code takes for an array
 type Numbers = tuple[Buffer | None, Buffer | None]  # temperatures and floors
@@ -222,7 +222,7 @@ def backward(
     if live is None:
         sums, dweight = _backward.walk(call, factors, candidates, cache, whole, owns_cache, total)
     else:
-        sums, dweight = _live_backward.walk(call, factors, live, total)
+        sums, dweight = _threshold_backward.walk(call, factors, live, total)
     if sums.dtype == jnp.float32:
         sums = made.kernels.total(case, sums, jnp.dtype(dhidden_dtype), made.host.numbers(ROWS))
     return made.program([x for x, want in zip((sums, dweight), wanted, strict=True) if want])

@@ -24,8 +24,8 @@ from jax.sharding import PartitionSpec as P
 from lce_jax import _jax
 from lce_jax._types import Primals
 from lce_jax.mesh import _meshes
+from lce_jax.mesh._custom_partitioning import Partition, Partitioned, warn_once
 from lce_jax.mesh._layout import Layout, layout_of_specs
-from lce_jax.mesh._partitioner import Partition, Partitioned, warn_once
 from lce_jax.runner import _batching
 
 if TYPE_CHECKING:

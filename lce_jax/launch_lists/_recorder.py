@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from lce_jax.passes._refusal import UnservedError
+from lce_jax.launch_lists._refusal import UnservedError
 
 
 class Symbol(NamedTuple):

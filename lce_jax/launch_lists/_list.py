@@ -12,9 +12,9 @@ from typing import Any
 import jax
 
 from lce_jax._types import Device
-from lce_jax.passes import _mosaic
-from lce_jax.passes._driver import Graph, Launches
-from lce_jax.passes._recorder import Buffer, Kernel, Launch, Recorder, Storage, Symbol
+from lce_jax.launch_lists import _mosaic
+from lce_jax.launch_lists._driver import Graph, Launches
+from lce_jax.launch_lists._recorder import Buffer, Kernel, Launch, Recorder, Storage, Symbol
 
 ALIGNMENT = 256  # bytes
 KEPT = 64  # runs whose launches are kept, each with a table of a few hundred bytes

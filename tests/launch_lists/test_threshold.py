@@ -12,13 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lce_jax import mosaic, passes
+from lce_jax import launch_lists, mosaic
 from lce_jax._types import Operands
+from lce_jax.launch_lists import _mosaic
 from lce_jax.mathematics._statistics import Normalizer
-from lce_jax.mosaic import _generations, _live_backward
+from lce_jax.mosaic import _generations, _threshold_backward
 from lce_jax.mosaic._call import Call
 from lce_jax.mosaic._pallas import interpreting, plgpu
-from lce_jax.passes import _mosaic
 from tests import emulated_launches
 from tests.devices import H200
 from tests.mosaic.test_threshold import call as call_of
@@ -28,44 +28,46 @@ from tests.mosaic_interpreter import add_stores
 LISTS = ["live_counts", "live_order", "live_entries", "live_rows", "live_row_lists", "live_ranks"]
 
 
-def head(**changed: Any) -> passes.Head:
+def head(**changed: Any) -> launch_lists.Head:
     given = {"num_tokens": 8192, "hidden_size": 4096, "num_columns": 151936, "vocab_size": 151936, "start": 0}
-    return passes.Head(**{**given, "dtype": "bfloat16", "device": H200, "gradient_threshold": 2.0**-12, **changed})
+    return launch_lists.Head(
+        **{**given, "dtype": "bfloat16", "device": H200, "gradient_threshold": 2.0**-12, **changed}
+    )
 
 
-def backward(of: passes.Head, **how: Any) -> passes.Program:
+def backward(of: launch_lists.Head, **how: Any) -> launch_lists.Program:
     told = {"cached": True, "owns_cache": False, "adds": False, **how}
-    return passes.backward(of, ("logprobs", "entropy"), (True, True), "bfloat16", **told)
+    return launch_lists.backward(of, ("logprobs", "entropy"), (True, True), "bfloat16", **told)
 
 
-def names(program: passes.Program) -> list[str]:
+def names(program: launch_lists.Program) -> list[str]:
     return [launch.kernel.name for launch in program.launches]
 
 
 def test_a_forward_selects_the_live_tiles() -> None:
     first = ["prepare", "statistics"]
-    assert names(passes.forward(head(), keep_cache=False)) == [*first, "join", "join", "finish"]
-    kept = passes.forward(head(), keep_cache=True)
+    assert names(launch_lists.forward(head(), keep_cache=False)) == [*first, "join", "join", "finish"]
+    kept = launch_lists.forward(head(), keep_cache=True)
     assert names(kept) == [*first, "join_keeping", "join", "finish", "select"]
-    assert kept.outputs[-1] == jax.ShapeDtypeStruct(passes.live_shape(head()), jnp.int32)
-    told = passes.forward(head(stats=True, dropped_mass=True), keep_cache=True)
+    assert kept.outputs[-1] == jax.ShapeDtypeStruct(launch_lists.live_shape(head()), jnp.int32)
+    told = launch_lists.forward(head(stats=True, dropped_mass=True), keep_cache=True)
     assert names(told) == [*names(kept), "dropped_mass"]
 
 
 def test_a_part_and_its_merge() -> None:
-    part, merge = passes.part(head(), keep_cache=True), passes.merge(head(), ranks=2, keep_cache=True)
+    part, merge = launch_lists.part(head(), keep_cache=True), launch_lists.merge(head(), ranks=2, keep_cache=True)
     assert names(part) == ["prepare", "statistics", "join_keeping"]
     assert names(merge) == ["prepare", "join", "finish", "select"]
     assert part.outputs[-1] == merge.inputs[-1]
 
 
 @pytest.mark.parametrize(("of", "batches"), [(head(), 13), (head(num_tokens=512), 1), (head(num_tokens=32768), 20)])
-def test_a_backward_walks_batches(of: passes.Head, batches: int) -> None:
+def test_a_backward_walks_batches(of: launch_lists.Head, batches: int) -> None:
     found = Counter(names(backward(of)))
     of_batch = ("live_dlogits", "update_live_dhidden", "write_live_dweight")
     once = ["prepare", "coefficients", *LISTS, "zeros", "total"]
     assert found == Counter(dict.fromkeys(once, 1) | dict.fromkeys(of_batch, batches))
-    without_dweight = passes.backward(
+    without_dweight = launch_lists.backward(
         of, ("logprobs",), (True, False), "bfloat16", cached=True, owns_cache=False, adds=False
     )
     assert not {"write_live_dweight", "live_ranks"} & set(names(without_dweight))
@@ -80,19 +82,19 @@ def test_a_backward_walks_batches(of: passes.Head, batches: int) -> None:
     ],
     ids=str,
 )
-def test_every_kernel_lowers_for_cuda(of: passes.Head) -> None:
-    programs = passes.forward(of, keep_cache=True), passes.merge(of, ranks=4, keep_cache=True), backward(of)
+def test_every_kernel_lowers_for_cuda(of: launch_lists.Head) -> None:
+    programs = launch_lists.forward(of, keep_cache=True), launch_lists.merge(of, ranks=4, keep_cache=True), backward(of)
     for launch in itertools.chain(*(program.launches for program in programs)):
         assert _mosaic.module(launch.kernel, H200)
 
 
-def run(program: passes.Program, rows: int, given: list[Any]) -> list[np.ndarray]:
+def run(program: launch_lists.Program, rows: int, given: list[Any]) -> list[np.ndarray]:
     """The results of a program that have memory, as long as the program may need."""
     structs = [x for x in program.outputs if x is not None]
     sizes = [2 * int(np.prod(x.shape)) * x.dtype.itemsize for x in structs]
     outputs = [np.full(size, emulated_launches.FILL, np.uint8) for size in sizes]
     workspace = np.full(program.workspace_bytes, emulated_launches.FILL, np.uint8)
-    numbers = np.array(program.numbers(rows, max(rows, passes.THREADS)), np.int32)
+    numbers = np.array(program.numbers(rows, max(rows, launch_lists.THREADS)), np.int32)
     addresses = [x.ctypes.data for x in (*outputs, *given)]
     emulated_launches.loaded(program)(0, workspace.ctypes.data, numbers.ctypes.data, addresses)
     found = zip(outputs, structs, strict=True)
@@ -127,12 +129,12 @@ def test_the_bits_of_jax(monkeypatch: pytest.MonkeyPatch) -> None:
         call = Call.prepare(operands, case, _generations.serving(case.device))
         of_seeds = dict(zip(("logprobs", "entropy"), map(jnp.asarray, seeds), strict=True))
         factors = call.kernels.coefficients(of.case, kept, False, of_seeds, jnp.asarray([T, T], jnp.int32), true)
-        return _live_backward.walk(call, factors[:, : call.shape.padded_tokens], live, None)
+        return _threshold_backward.walk(call, factors[:, : call.shape.padded_tokens], live, None)
 
     with _generations.using(kernels_of(call_of("batches", chunk=1))):
         ids = np.pad(np.stack([labels, 0 * labels], 1).astype(np.int32), ((0, 56), (0, 0)))
         padded = [np.asarray(jnp.pad(hidden, ((0, 56), (0, 0)))), np.asarray(weight)]
-        *_, dropped, kept, live = run(passes.forward(of, keep_cache=True), T, [*padded, ids])
+        *_, dropped, kept, live = run(launch_lists.forward(of, keep_cache=True), T, [*padded, ids])
         found = backward(dataclasses.replace(of, copied_from="bfloat16"))
         dhidden, dweight = run(found, T, [*padded, kept, *seeds, live])
         assert Counter(names(found))["live_dlogits"] > 1

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from lce_jax import passes
-from lce_jax.passes import _list
-from tests.passes.test_passes import head
+from lce_jax import launch_lists
+from lce_jax.launch_lists import _list
+from tests.launch_lists.test_passes import head
 
 type Log = list[tuple[str, int]]
 MEMORY, ELSEWHERE = 1 << 20, 1 << 30
 
 
 class Graph:
-    """As `lce_jax.passes._driver.Graph`, with launches that are written down."""
+    """As `lce_jax.launch_lists._driver.Graph`, with launches that are written down."""
 
     def __init__(self, log: Log, bound: Callable[[int], Any], stream: int) -> None:
         before = len(log)
@@ -38,7 +38,7 @@ def log() -> Log:
 @pytest.fixture
 def run(log: Log) -> Callable[..., Log]:
     """What a run over memory that begins at an address launches, by names and streams."""
-    program = passes.forward(head(), keep_cache=False)
+    program = launch_lists.forward(head(), keep_cache=False)
 
     def step(name: str, stream: int, at: int) -> Callable[[], None]:
         del at
@@ -90,7 +90,7 @@ def test_memory_that_changes_makes_no_graph(run: Callable[..., Log]) -> None:
 
 def test_it_is_recorded_on_another_stream(log: Log) -> None:
     seen: list[Log] = []
-    program = passes.forward(head(), keep_cache=False)
+    program = launch_lists.forward(head(), keep_cache=False)
 
     def step(name: str, stream: int, at: int) -> Callable[[], None]:
         assert at > 0

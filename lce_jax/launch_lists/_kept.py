@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from lce_jax.mosaic import _cache, _live
+from lce_jax.launch_lists._head import Head
+from lce_jax.launch_lists._recorder import ROWS, STRIDE, Recorder
+from lce_jax.mosaic import _cache, _threshold
 from lce_jax.mosaic._cache import Cache
 from lce_jax.mosaic._call import Call
-from lce_jax.passes._head import Head
-from lce_jax.passes._recorder import ROWS, STRIDE, Recorder
 
 type Buffer = Any  # a `_recorder.Buffer`, which the host code takes for an array
 
@@ -46,7 +46,7 @@ def selected(made: Any, call: Call, maxima: Buffer | None, kept: Buffer) -> tupl
     if maxima is None:
         return [], []
     case, of_tokens, field = call.case, (call.prepared.targets, call.prepared.scale), made.head.first_statistic
-    numbers = made.host.numbers(ROWS, STRIDE, _live.always_live(call))
+    numbers = made.host.numbers(ROWS, STRIDE, _threshold.always_live(call))
     live, masses = made.kernels.select(case, maxima, *of_tokens, kept, field, numbers)
     if masses is None:
         return [], [live]
