@@ -172,7 +172,7 @@ def _factors(rows: KLCoefficients, length: int, reverse: bool) -> Float[Array, "
 
 def _dlogits(
     calls: Calls, kernels: KernelSet, operands: KLOperands, factors: Array, span: Array, columns: int
-) -> Float[Array, "T columns"]:
+) -> Float[Array, "Tp columns"]:
     return kernels.kl_dlogits(calls.cases, operands, factors, span, columns, calls.plan.student_first)
 
 

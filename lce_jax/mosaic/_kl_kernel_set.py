@@ -52,7 +52,7 @@ class KLKernelSet(Protocol):
         span: Int[Array, "fields"],
         columns: int,
         student_first: bool,
-    ) -> Float[Array, "T columns"]:
+    ) -> Float[Array, "Tp columns"]:
         """Eq. 8 in the student's raw products, in its weight's dtype, at the beginning of ``columns``.
 
         ``factors`` are the `KLCoefficients` in base 2, where u_p - v_q is log2 e times that of eq. 8. Zero on columns

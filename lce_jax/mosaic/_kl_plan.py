@@ -35,7 +35,7 @@ def plan(kl: KLPlan, kernels: KernelSet, name: str, around: Surroundings) -> Pla
         },
         # The copies are gone when the tiles' statistics are merged.
         forward_bytes=vector * (_kl.FIELDS * (launch + 2)) + max(sum(of.forward for of in copies), merged),
-        backward_bytes=shape.tokens * chunk * student.dtype.itemsize
+        backward_bytes=shape.padded_tokens * chunk * student.dtype.itemsize
         + sums
         + vector * _kl.FIELDS
         + copies[0].backward

@@ -95,6 +95,17 @@ def kernel(body: Callable[..., None], *, updated: Mapping[int, int] | None = Non
     return typed
 
 
+def store(ref: Any, value: Any) -> None:
+    """``ref[...] = value`` in global memory, also where lanes write parts of sectors.
+
+    JAX 0.12 refuses that unless it is told, 0.11.2 cannot be told.
+    """
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref, value, optimized=False)
+    else:
+        ref[...] = value
+
+
 def _updating_kernel(
     body: Callable[..., None],
     updated: Mapping[int, int],

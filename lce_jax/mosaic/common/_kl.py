@@ -94,10 +94,10 @@ def dlogits(
     span: Int[Array, "fields"],
     columns: int,
     student_first: bool,
-) -> Float[Array, "T columns"]:
+) -> Float[Array, "Tp columns"]:
     """Eq. 8 of the span's tiles, at the beginning of ``columns``."""
     matmuls = _matmuls(cases, tuning)
-    output = jax.ShapeDtypeStruct((operands.heads[0].hidden.shape[0], columns), cases[0].dtype)
+    output = jax.ShapeDtypeStruct((factors.shape[1], columns), cases[0].dtype)  # whole tiles
     body = functools.partial(_dlogits_kernel, machine, matmuls, student_first)
     return machine.kernel(matmuls[0], body, [output], "lce_kl_dlogits")(*_arrays(operands, span), factors)[0]
 

@@ -45,7 +45,7 @@ class KLKernels(KLKernelSet, Protocol):
         span: Int[Array, "fields"],
         columns: int,
         student_first: bool,
-    ) -> Float[Array, "T columns"]:
+    ) -> Float[Array, "Tp columns"]:
         """The same tiles again, turned into the gradient in the student's raw products."""
         from lce_jax.mosaic.common import _kl
 

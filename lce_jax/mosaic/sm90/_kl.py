@@ -9,9 +9,11 @@ import jax.numpy as jnp
 
 from lce_jax.mathematics._kl import KLCoefficients, KLStatistics
 from lce_jax.mathematics._statistics import MASKED
+from lce_jax.mosaic import _pallas
+from lce_jax.mosaic._pallas import pl
 from lce_jax.mosaic._partial_statistics import FLOOR
 from lce_jax.mosaic.common._kl import Multiply, Refs, Where, of_rows, store
-from lce_jax.mosaic.common._machine import KLMachine, Tile
+from lce_jax.mosaic.common._machine import KLMachine, Matmul, Tile, multiple_of
 from lce_jax.mosaic.common._tiles import STAGING_COLUMNS
 from lce_jax.mosaic.sm90 import _epilogue, _kl_tile, _pipeline
 from lce_jax.mosaic.sm90._epilogue import HELD
@@ -70,7 +72,12 @@ def dlogits(refs: Refs, student_first: bool, tile: Tile, where: Where, multiply:
         d = _gradient(both, scales, factors, student_first)
         own = both[0] if student_first else both[1]
         d = d * (1.0 - own * own) if capped else d
-        _epilogue.send(d, i, slots, rows(), refs.output, tile.column + i * STAGING_COLUMNS)
+        column = tile.column + i * STAGING_COLUMNS
+        if slots is not None:
+            _epilogue.send(d, i, slots, rows(), refs.output, column)
+        else:
+            columns = pl.ds(multiple_of(column, STAGING_COLUMNS), STAGING_COLUMNS)
+            _pallas.store(refs.output.at[rows(), columns], d.astype(refs.output.dtype))
 
 
 def _gradient(
@@ -86,11 +93,16 @@ def _gradient(
     return jnp.exp2(u_q) * along(rows.of_q) - e_p * along(rows.of_p)
 
 
+def staging(matmul: Matmul, columns: int, dtype: Any) -> Any:
+    """`_epilogue.staging`, or None where the output is written from registers."""
+    return None if matmul.tuning.direct else _epilogue.staging(matmul, columns, dtype)
+
+
 MACHINE = KLMachine(
     kernel=_pipeline.kernel,
     walk=_pipeline.walk_products,
     held=_kl_tile.held,
-    staging=_epilogue.staging,
+    staging=staging,
     statistics=statistics,
     dlogits=dlogits,
 )

@@ -31,6 +31,7 @@ class Tuning:
     in_flight: int = 0  # steps, 0 or 1, that are still multiplied while a warpgroup waits for the next operands
     turns: int = 1  # 2: the warpgroups multiply one after the other, each during the other's epilogue
     slots: int = 2  # staging slots of each warpgroup, where tiles are stored
+    direct: int = 0  # 1, in "kl_dlogits" alone: registers are written to global memory, without slots
     tile_n: int = TILE_N  # columns of a tile; the kernels of logits know TILE_N only
 
     def __post_init__(self) -> None:
@@ -52,7 +53,7 @@ class Tuning:
             self.stages * self.tile_n * self.tile_k * itemsize,
             held,
         ]
-        if staged:
+        if staged and not self.direct:
             sizes.append(COMPUTE_WARPGROUPS * self.slots * WARPGROUP_ROWS * STAGING_BYTES)
         barriers = (1 + self.turns) * self.stages * BARRIER_BYTES  # consumed and produced
         return sum(-(-size // SMEM_ALIGNMENT) * SMEM_ALIGNMENT for size in sizes) + barriers
@@ -69,9 +70,9 @@ BY_KERNEL: Mapping[str, Tuning] = {
     "live_dhidden": Tuning(tile_k=64, stages=4, cluster=2, snake=128),
     "live_dweight": Tuning(tile_k=64, stages=4, cluster=2, in_flight=1),  # a cluster is one vocabulary tile
     # A tile of the other head waits in 128 KiB, so the stages have 96, or 72 beside a slot of dlogits. Steps of 32 are
-    # waited for less than half as many of 64. Neither is timed yet.
+    # waited for less than half as many of 64. Not timed yet.
     "kl_statistics": Tuning(tile_k=32, stages=4, cluster=2),
-    "kl_dlogits": Tuning(tile_k=32, stages=3, cluster=2, slots=1),
+    "kl_dlogits": Tuning(tile_k=32, stages=4, cluster=2, direct=1),
 }
 KL_HELD_BYTES = ROW_BLOCK * TILE_N * 4
 
