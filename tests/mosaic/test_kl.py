@@ -16,7 +16,6 @@ from lce_jax.call._kl import KLCall
 from lce_jax.mathematics._kl import Pair
 from lce_jax.mosaic import _generations, sm90
 from lce_jax.mosaic._pallas import interpreting, plgpu
-from lce_jax.mosaic.sm90._tuning import Tuning, Tunings
 from lce_jax.programs import _kl
 from tests import oracle
 from tests.devices import B200, H200
@@ -28,7 +27,6 @@ BFLOAT16, FLOAT16 = ("bfloat16",) * 4, ("float16",) * 4
 SMALL = dataclasses.replace(
     sm90.KERNELS.budget, statistics_bytes=1, temporary_bytes=0, chunk_columns=sm90.KERNELS.tiling.tile
 )
-STAGED = Tunings(tuned={("NVIDIA H200", "kl_dlogits"): ((64, Tuning(tile_k=32, stages=3, cluster=2, slots=1)),)})
 PADDED = call(
     "padding, rows left out, a wider teacher", leading=(20,), H=64, G=128, V=264, teachers_columns=272, vocab_size=260,
     where=True, temperature=True, dtypes=BFLOAT16,
@@ -37,11 +35,11 @@ CAPPED = call(
     "reverse, caps, clusters", leading=(136,), H=64, G=64, V=520, logit_softcap=3.0, teacher_logit_softcap=None,
     teacher_temperature=0.7, logit_scale=1.3, dtypes=BFLOAT16, direction="reverse",
 )  # fmt: skip
-STAGED_CALL = call("staged", leading=(136,), H=192, G=64, V=264, dtypes=FLOAT16, spread=4.0)
+SHARP = call("float16, sharp", leading=(136,), H=192, G=64, V=264, dtypes=FLOAT16, spread=4.0)
 CALLS = [
     pytest.param(PADDED, sm90.KERNELS, id=PADDED.name),
     pytest.param(CAPPED, sm90.Kernels(budget=SMALL), id=CAPPED.name, marks=pytest.mark.slow),
-    pytest.param(STAGED_CALL, sm90.Kernels(tunings=STAGED), id=STAGED_CALL.name, marks=pytest.mark.slow),
+    pytest.param(SHARP, sm90.KERNELS, id=SHARP.name, marks=pytest.mark.slow),
 ]
 
 

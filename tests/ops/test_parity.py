@@ -1,5 +1,6 @@
-"""Every implementation on the case matrix, values and gradients, against float64. The kernels: `tests.mosaic.test_interpret`, and
-`tests.gpu.test_mosaic_gpu` on a GPU.
+"""Every implementation on the case matrix, values and gradients, against float64.
+
+Those of the kernels: `tests.mosaic.test_interpret`, and `tests.gpu.test_mosaic_gpu` on a GPU.
 """
 
 from __future__ import annotations

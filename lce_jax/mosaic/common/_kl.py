@@ -15,7 +15,6 @@ import jax
 from lce_jax._types import Case, Options
 from lce_jax.mathematics._kl import KLCoefficients, KLStatistics
 from lce_jax.mosaic._kl_kernel_set import KLOperands
-from lce_jax.mosaic._pallas import plgpu
 from lce_jax.mosaic._span import Span
 from lce_jax.mosaic.common import _logits
 from lce_jax.mosaic.common._machine import KLMachine, Matmul, Offset, Product, Tile
@@ -111,9 +110,7 @@ def _dlogits_kernel(machine: KLMachine, matmuls: tuple[Matmul, Matmul], student_
         where = Where(span.column + tile.column, None, span.num_columns)
         machine.dlogits(of_kernel, student_first, tile, where, multiply, scratch)
 
-    scratch = machine.held(), machine.staging(matmuls[0], output.shape[1], output.dtype)
-    _walk(machine, matmuls, arrays, span, consume, scratch)
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    _walk(machine, matmuls, arrays, span, consume, machine.held())
 
 
 def of_rows(factors: Any, load: Callable[[Any], Array]) -> KLCoefficients:

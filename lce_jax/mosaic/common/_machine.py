@@ -119,7 +119,6 @@ class KLMachine(NamedTuple):
         walk: ``(products, offset, visit_all, consume, scratch)`` calls ``consume(tile, multiply, scratch)`` as
             `Machine.walk_tiles` does. ``multiply`` has a function for each `Product`, to be called in turn.
         held: ``()``: the scratch in which a tile of p waits.
-        staging: as that of `Machine`.
         statistics: the epilogue of the forward's tiles.
         dlogits: the epilogue of the backward's.
     """
@@ -127,7 +126,6 @@ class KLMachine(NamedTuple):
     kernel: Callable[..., Callable[..., Any]]
     walk: Callable[..., None]
     held: Callable[..., Any]
-    staging: Callable[..., Any]
     statistics: Callable[..., None]
     dlogits: Callable[..., None]
 

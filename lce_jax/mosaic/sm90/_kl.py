@@ -13,7 +13,7 @@ from lce_jax.mosaic import _pallas
 from lce_jax.mosaic._pallas import pl
 from lce_jax.mosaic._partial_statistics import FLOOR
 from lce_jax.mosaic.common._kl import Multiply, Refs, Where, of_rows, store
-from lce_jax.mosaic.common._machine import KLMachine, Matmul, Tile, multiple_of
+from lce_jax.mosaic.common._machine import KLMachine, Tile, multiple_of
 from lce_jax.mosaic.common._tiles import STAGING_COLUMNS
 from lce_jax.mosaic.sm90 import _epilogue, _kl_tile, _pipeline
 from lce_jax.mosaic.sm90._epilogue import HELD
@@ -61,8 +61,7 @@ def dlogits(refs: Refs, student_first: bool, tile: Tile, where: Where, multiply:
     """A warpgroup's part of a tile, from its products to the output."""
     rows = functools.partial(_epilogue.rows_of, tile.row)
     p, q = refs.heads
-    held_scratch, slots = scratch
-    held = HeldTile.of(x_of(p.options, multiply[0](), refs.mask, where), held_scratch)
+    held = HeldTile.of(x_of(p.options, multiply[0](), refs.mask, where), scratch)
     x = x_of(q.options, multiply[1](), refs.mask, where)
     factors = of_rows(refs.factors, lambda ref: HELD.load_rows(ref, rows()))
     scales = HELD.load_rows(p.scale, rows()), HELD.load_rows(q.scale, rows())
@@ -73,11 +72,9 @@ def dlogits(refs: Refs, student_first: bool, tile: Tile, where: Where, multiply:
         own = both[0] if student_first else both[1]
         d = d * (1.0 - own * own) if capped else d
         column = tile.column + i * STAGING_COLUMNS
-        if slots is not None:
-            _epilogue.send(d, i, slots, rows(), refs.output, column)
-        else:
-            columns = pl.ds(multiple_of(column, STAGING_COLUMNS), STAGING_COLUMNS)
-            _pallas.store(refs.output.at[rows(), columns], d.astype(refs.output.dtype))
+        # Without a slot of shared memory, where a stage of the products does more (`_tuning`).
+        columns = pl.ds(multiple_of(column, STAGING_COLUMNS), STAGING_COLUMNS)
+        _pallas.store(refs.output.at[rows(), columns], d.astype(refs.output.dtype))
 
 
 def _gradient(
@@ -93,16 +90,10 @@ def _gradient(
     return jnp.exp2(u_q) * along(rows.of_q) - e_p * along(rows.of_p)
 
 
-def staging(matmul: Matmul, columns: int, dtype: Any) -> Any:
-    """`_epilogue.staging`, or None where the output is written from registers."""
-    return None if matmul.tuning.direct else _epilogue.staging(matmul, columns, dtype)
-
-
 MACHINE = KLMachine(
     kernel=_pipeline.kernel,
     walk=_pipeline.walk_products,
     held=_kl_tile.held,
-    staging=staging,
     statistics=statistics,
     dlogits=dlogits,
 )

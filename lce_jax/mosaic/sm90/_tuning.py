@@ -31,7 +31,6 @@ class Tuning:
     in_flight: int = 0  # steps, 0 or 1, that are still multiplied while a warpgroup waits for the next operands
     turns: int = 1  # 2: the warpgroups multiply one after the other, each during the other's epilogue
     slots: int = 2  # staging slots of each warpgroup, where tiles are stored
-    direct: int = 0  # 1, in "kl_dlogits" alone: registers are written to global memory, without slots
     tile_n: int = TILE_N  # columns of a tile; the kernels of logits know TILE_N only
 
     def __post_init__(self) -> None:
@@ -53,7 +52,7 @@ class Tuning:
             self.stages * self.tile_n * self.tile_k * itemsize,
             held,
         ]
-        if staged and not self.direct:
+        if staged:
             sizes.append(COMPUTE_WARPGROUPS * self.slots * WARPGROUP_ROWS * STAGING_BYTES)
         barriers = (1 + self.turns) * self.stages * BARRIER_BYTES  # consumed and produced
         return sum(-(-size // SMEM_ALIGNMENT) * SMEM_ALIGNMENT for size in sizes) + barriers
@@ -69,11 +68,10 @@ BY_KERNEL: Mapping[str, Tuning] = {
     # A cluster is tiles side by side: no two row blocks share a list. Those of a wave read the weight at the same pace.
     "live_dhidden": Tuning(tile_k=64, stages=4, cluster=2, snake=128),
     "live_dweight": Tuning(tile_k=64, stages=4, cluster=2, in_flight=1),  # a cluster is one vocabulary tile
-    # A tile of the other head waits in 128 KiB, so the stages have 96, or 72 beside a slot of dlogits. Four steps of 32
-    # are waited for less than two of 64 (16.1 ms against 17.2) and than three beside a slot (47.4 against 48.7, both
-    # passes).
+    # A tile of the other head waits in 128 KiB, so the stages have 96. Four steps of 32 are waited for less than two of
+    # 64 (16.1 ms against 17.2), and than three beside a slot for dlogits (both passes 47.4 ms against 48.7).
     "kl_statistics": Tuning(tile_k=32, stages=4, cluster=2),
-    "kl_dlogits": Tuning(tile_k=32, stages=4, cluster=2, direct=1),
+    "kl_dlogits": Tuning(tile_k=32, stages=4, cluster=2),
 }
 KL_HELD_BYTES = ROW_BLOCK * TILE_N * 4
 
@@ -141,5 +139,5 @@ def _fills_narrow_tiles(case: Case, kernel: str) -> bool:
 
 
 def stages_output(case: Case, kernel: str) -> bool:
-    """Whether a kernel stores tiles of its result: the forward does so for a cache only, and that of a KL never."""
-    return kernel not in ("forward", "kl_statistics") or (kernel == "forward" and case.options.cache_bytes > 0)
+    """Whether a kernel stores tiles of its result through slots: the forward for a cache only, those of a KL never."""
+    return not kernel.startswith("kl") and (kernel != "forward" or case.options.cache_bytes > 0)
