@@ -1,7 +1,7 @@
 """``python -m lce_jax.bench.chosen``: what a few ids per token cost, and the most likely ones.
 
-Candidates beside the log-probabilities and entropies of labels, `linear_logits` alone, and `linear_topk` against
-``jax.lax.top_k``, each beside stored logits. Logits have a standard deviation of 3.
+Candidates beside the log-probabilities and entropies of labels, a floor of the logits, `linear_logits` alone, and
+`linear_topk` against ``jax.lax.top_k``, each beside stored logits. Logits have a standard deviation of 3.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 MODULE = "lce_jax.bench.chosen"
 LOGIT_SPREAD = 3.0
 COUNTS = (8, 64)  # of candidates
+FLOOR = 0.0  # half of the logits reach it
 PLAIN = "linear_logprobs"
 
 
@@ -58,6 +59,8 @@ def main(arguments: list[str] | None = None) -> Table:
         for count in COUNTS:
             more = table.row(f"{PLAIN}, {count} candidates{end}").seconds / plain - 1
             print(f"{count} candidates add {more:.1%} to {passes}")
+        more = table.row(f"{PLAIN}, a floor{end}").seconds / plain - 1
+        print(f"a floor adds {more:.1%} to {passes}")
     return table
 
 
@@ -73,6 +76,24 @@ def of_stored(count: int, hidden: Array, weight: Array, labels: Array, ids: Arra
     logp = z - jax.nn.logsumexp(z, axis=-1, keepdims=True)
     found = [jnp.take_along_axis(logp, labels[:, None], axis=-1)[:, 0], -jnp.sum(jnp.exp(logp) * logp, axis=-1)]
     return (*found, jnp.take_along_axis(logp, ids[:, :count], axis=-1)) if count else tuple(found)
+
+
+def of_floor(count: int, hidden: Array, weight: Array, labels: Array, ids: Array) -> tuple[Any, ...]:
+    """Log-probability and entropy over the logits that reach a floor, of each token."""
+    del count, ids
+    out = linear_logprobs(hidden, weight, labels, logit_floor=jnp.full(labels.shape, FLOOR))
+    return out.logprobs, out.entropy
+
+
+def of_stored_floor(count: int, hidden: Array, weight: Array, labels: Array, ids: Array) -> tuple[Any, ...]:
+    """The same from stored logits, which are rounded: those near the floor may be on its other side."""
+    del count, ids
+    z = programs.product(hidden, weight).astype(jnp.float32)
+    own = jnp.take_along_axis(z, labels[:, None], axis=-1)[:, 0]
+    is_label = jnp.arange(z.shape[1])[None, :] == labels[:, None]
+    logp = jax.nn.log_softmax(jnp.where((z >= FLOOR) | is_label, z, -1e30))
+    entropy = -jnp.sum(jnp.exp(logp) * jnp.where(logp > -1e20, logp, 0.0), axis=-1)
+    return own - jax.nn.logsumexp(jnp.where((z >= FLOOR) | is_label, z, -1e30), axis=-1), entropy
 
 
 def of_logits(count: int, hidden: Array, weight: Array, labels: Array, ids: Array) -> tuple[Any, ...]:
@@ -106,6 +127,7 @@ def _programs() -> dict[str, Program]:
     found = {PRODUCT: Program(programs.product)}
     rows = [(PLAIN, of_logprobs, of_stored, 0)]
     rows += [(f"{PLAIN}, {count} candidates", of_logprobs, of_stored, count) for count in COUNTS]
+    rows += [(f"{PLAIN}, a floor", of_floor, of_stored_floor, 0)]
     rows += [(f"linear_logits, {count} ids", of_logits, of_stored_logits, count) for count in COUNTS]
     for name, ours, stored, count in rows:
         for way, end in ((forward, ""), (both, ", + backward")):

@@ -32,9 +32,11 @@ def test_the_divergence_of_two_heads(capsys: pytest.CaptureFixture[str], tmp_pat
 def test_a_few_ids_per_token(capsys: pytest.CaptureFixture[str]) -> None:
     table = chosen.main(["--shape", "24,16,600", "--rounds", "1", "--k", "3", "64"])
     compared = [row for row in table.rows if row.apart is not None]
-    assert len(compared) == 2 * 3 + 2
+    assert len(compared) == 2 * 4 + 2
     assert all(row.apart < 2e-5 for row in compared)
     assert all(row.same_ids == (1.0 if "topk" in row.name else None) for row in compared)
-    assert "64 candidates add" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "64 candidates add" in printed
+    assert "a floor adds" in printed
     few = chosen.main(["--shape", "24,16,600", "--rounds", "1", "--k", "3", "--no-stored"])
     assert not any("stored" in row.name for row in few.rows)
