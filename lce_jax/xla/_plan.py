@@ -142,8 +142,9 @@ def _gradient_bytes(case: Case, tile_t: int, width: int, tile: int, around: Surr
     """Of a model that has gradients: its tile, and what `lce_jax.xla._walk.Walk.gradients` adds up and multiplies.
 
     On a CPU the products have operands in the statistics' dtype, and an array that fits into dhidden's memory uses it.
-    At (4096, 4096, 151936) in bfloat16 on an H200 this is what was held, 704 MiB. `lce_jax.linear_kl` held 224 MiB of
-    the 320 that `passes` says, because the teacher's tile and columns were gone when the gradients were computed.
+    At (4096, 4096, 151936) and (8192, 4096, 131072) in bfloat16 on an H200 this is what was held, 704 MiB.
+    `lce_jax.linear_kl` held 224 MiB of the 320 that `passes` says, because the teacher's tile and columns were gone
+    when the gradients were computed.
     """
     stat, narrow = case.stat_dtype.itemsize, case.dtype != case.stat_dtype
     part, columns = tile_t * case.hidden_size * stat, width * case.hidden_size * stat
@@ -158,8 +159,9 @@ def _gradient_bytes(case: Case, tile_t: int, width: int, tile: int, around: Surr
         total += hidden * stat  # dhidden, before it is rounded or its rows are put back
     if tile_t < case.num_tokens:  # a chunk of hidden and one of dhidden; columns of weight and dweight, and an addend
         return total + 2 * part + 3 * columns + (copied if narrow else 0)
-    if narrow and case.device.platform != "cpu":  # dlogits rounded, and the columns of dweight
-        return total + (tile_t + case.hidden_size) * width * case.dtype.itemsize + copied
+    if narrow and case.device.platform != "cpu":  # dlogits rounded, and the columns of dweight or a part of dhidden
+        rounded = tile_t * width * case.dtype.itemsize
+        return total + rounded + max(part, width * case.hidden_size * case.dtype.itemsize) + copied
     if narrow:  # hidden and the columns once more, unless these are copied widened anyway
         if width == case.vocab_size and tile <= width * case.hidden_size * case.dtype.itemsize:
             total -= tile  # it lies where dweight will be, which is rounded last
