@@ -50,7 +50,7 @@ class KLSpec:
     @property
     def implementation(self) -> str:
         """The one that serves it, with kernels or without."""
-        return _dispatch.choose_kl(self._cases, self.mixture)[0]
+        return _dispatch.choose_kl(self._cases)[0]
 
     @property
     def as_traced(self) -> KLSpec:

@@ -121,6 +121,7 @@ class KLMachine(NamedTuple):
         held: ``()``: the scratch in which a tile of p waits.
         staging: as that of `Machine`.
         statistics: the epilogue of the forward's tiles.
+        mixture_sums: that of the second pass, for a mixture.
         dlogits: the epilogue of the backward's.
     """
 
@@ -129,6 +130,7 @@ class KLMachine(NamedTuple):
     held: Callable[..., Any]
     staging: Callable[..., Any]
     statistics: Callable[..., None]
+    mixture_sums: Callable[..., None]
     dlogits: Callable[..., None]
 
 
