@@ -24,7 +24,6 @@ class KLSpec:
 
     models: Pair[Spec]
     student_first: bool  # as in `KLPlan`
-    mixture: bool = False  # a JSD, which has a pass more
     mesh: Any = None  # as `Spec.mesh`
 
     @property

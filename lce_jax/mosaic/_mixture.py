@@ -47,7 +47,7 @@ def factors(rows: Mixture | MixtureCoefficients, length: int) -> Float[Array, "1
         own=student / rows.at_p.total,
         other=other,
         start=other * rows.at_p.ratio,
-        most=rows.at_p.most * LOG2E,
+        most=jnp.asarray(rows.at_p.most * LOG2E),
         student=student,
         teacher=teacher,
         of_p=of_p * (1.0 / LOG2E),

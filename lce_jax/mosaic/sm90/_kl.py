@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
+from jax import lax
 
+from lce_jax._types import Options
 from lce_jax.mathematics._kl import KLCoefficients, KLStatistics
 from lce_jax.mathematics._log_ratios import MOST_DISTANCE
 from lce_jax.mathematics._statistics import MASKED
@@ -18,13 +21,16 @@ from lce_jax.mosaic._partial_statistics import FLOOR
 from lce_jax.mosaic.common._kl import Multiply, Refs, Where, of_rows, store
 from lce_jax.mosaic.common._log_ratios import Reference, relative_log_ratio
 from lce_jax.mosaic.common._machine import KLMachine, Matmul, Tile, multiple_of
-from lce_jax.mosaic.common._tiles import STAGING_COLUMNS
+from lce_jax.mosaic.common._tiles import STAGING_COLUMNS, TILE_N
 from lce_jax.mosaic.sm90 import _epilogue, _kl_tile, _pipeline
 from lce_jax.mosaic.sm90._epilogue import HELD
-from lce_jax.mosaic.sm90._kl_tile import BLOCKS, HeldTile, along, block_of, x_of
+from lce_jax.mosaic.sm90._kl_tile import BLOCKS, STRIP, HeldTile, along, block_of, strip_of, x_of
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Float
+
+PART = 8  # columns of a strip that are computed at a time: their intermediate numbers lie in registers too
+MOST = MOST_DISTANCE * LOG2E  # as `MixtureFactors.most`, of a logarithm that is relative to that of 1
 
 
 def statistics(refs: Refs, tile: Tile, where: Where, multiply: Multiply, scratch: Any) -> None:
@@ -67,28 +73,58 @@ def mixture_sums(refs: Refs, tile: Tile, where: Where, multiply: Multiply, scrat
     p, q = refs.heads
     held = HeldTile.of(x_of(p.options, multiply[0](), refs.mask, where), scratch)
     x = x_of(q.options, multiply[1](), refs.mask, where)
-    factors = of_rows(MixtureFactors, refs.factors, lambda ref: HELD.load_rows(ref, rows()))
-    scales = HELD.load_rows(p.scale, rows()), HELD.load_rows(q.scale, rows())
-    student, teacher = along(factors.student), along(factors.teacher)
-    of_q = Reference(teacher, student, student, MOST_DISTANCE * LOG2E)
-    sums: list[Array] = []
-    for i in range(BLOCKS):
-        u_p, u_q, d, log = _ratios((held.block(i), block_of(x, i)), scales, factors)
-        terms = _times_exp2(u_p, log), _times_exp2(u_q, relative_log_ratio(-d, -d, of_q))
-        parts = [jnp.sum(term, axis=1) for term in terms]
-        sums = [a + b for a, b in zip(sums, parts, strict=True)] if sums else parts
+
+    def add(column: int, sums: list[Array]) -> list[Array]:
+        both = held.strip(column), strip_of(x, column)
+        factors, scales = _mixture_factors(refs, rows)
+        of_q = Reference(factors.teacher, factors.student, factors.student, MOST)
+        terms: list[Array] = []
+        for part in _parts(both):
+            u_p, u_q, d, log = _ratios(part, scales, factors)
+            found = [_times_exp2(u_p, log), _times_exp2(u_q, relative_log_ratio(-d, -d, of_q))]
+            terms = list(map(jnp.add, terms, found)) if terms else found
+        return [total + jnp.sum(term, axis=1) for total, term in zip(sums, terms, strict=True)]
+
+    zeros = jnp.zeros_like(HELD.load_rows(p.scale, rows()))
+    sums = [zeros, zeros]
+    for column in range(0, TILE_N, STRIP):
+        sums = _unless_padding(where, column, functools.partial(add, column), lambda sums: sums, sums)
     store(refs, where, rows, sums)
+
+
+def _unless_padding[S](
+    where: Where, column: int, compute: Callable[[S], S], otherwise: Callable[[S], S], given: S
+) -> S:
+    """``compute(given)`` for a strip with a column that counts.
+
+    The branch also keeps the compiler from mixing strips, which would spill more registers.
+    """
+    return lax.cond(where.column + column < where.num_columns, compute, otherwise, given)
+
+
+def _parts(strips: tuple[Array, Array]) -> list[tuple[Array, Array]]:
+    """Of a strip of each head."""
+    p, q = ([x[:, i : i + PART] for i in range(0, STRIP, PART)] for x in strips)
+    return list(zip(p, q, strict=True))
+
+
+def _mixture_factors(refs: Refs, rows: Callable[[], Any]) -> tuple[MixtureFactors, tuple[Array, Array]]:
+    """Those of these rows, and both scales: read anew for each strip, which is cheaper than to hold them."""
+    p, q = refs.heads
+    factors = of_rows(MixtureFactors, refs.factors, lambda ref: HELD.load_rows(ref, rows()))
+    factors = MixtureFactors(*(along(of_row, columns=PART) for of_row in factors))
+    return factors, (HELD.load_rows(p.scale, rows()), HELD.load_rows(q.scale, rows()))
 
 
 def _ratios(
     x: tuple[Array, Array], scales: tuple[Array, Array], rows: MixtureFactors
 ) -> tuple[Array, Array, Array, Array]:
-    """`lce_jax.mathematics._kl_mixture`'s, of a block in base 2: both u, ln q - ln p, and the t - t₀ of eq. 9."""
-    u_p = jnp.minimum(_relative(x[0], rows.max_p, scales[0]), 0.0)
-    u_q = jnp.minimum(_relative(x[1], rows.max_q, scales[1]), 0.0)
-    d, distance = (u_q - u_p) + along(rows.log_sums), _relative(x[1], rows.at_p, scales[1]) - u_p
-    reference = Reference(*map(along, (rows.own, rows.other, rows.start, rows.most)))
-    return u_p, u_q, d, relative_log_ratio(d, distance, reference)
+    """`lce_jax.mathematics._kl_mixture`'s, of a strip in base 2: both u, ln q - ln p, and the t - t₀ of eq. 9."""
+    k_p, k_q = (along(scale, columns=PART) for scale in scales)
+    u_p = jnp.minimum((x[0] - rows.max_p) * k_p, 0.0)
+    u_q = jnp.minimum((x[1] - rows.max_q) * k_q, 0.0)
+    d, distance = (u_q - u_p) + rows.log_sums, (x[1] - rows.at_p) * k_q - u_p
+    return u_p, u_q, d, relative_log_ratio(d, distance, Reference(rows.own, rows.other, rows.start, rows.most))
 
 
 def _times_exp2(u: Float[Array, "64 n"], x: Float[Array, "64 n"]) -> Float[Array, "64 n"]:
@@ -104,16 +140,9 @@ def dlogits(refs: Refs, direction: Direction, tile: Tile, where: Where, multiply
     held_scratch, slots = scratch
     held = HeldTile.of(x_of(p.options, multiply[0](), refs.mask, where), held_scratch)
     x = x_of(q.options, multiply[1](), refs.mask, where)
-    kind = MixtureFactors if direction == "mixture" else KLCoefficients
-    factors = of_rows(kind, refs.factors, lambda ref: HELD.load_rows(ref, rows()))
-    scales = HELD.load_rows(p.scale, rows()), HELD.load_rows(q.scale, rows())
-    student_first = direction != "forward"
-    capped = (p if student_first else q).options.logit_softcap is not None
+    gradient = _of_mixture(refs, rows, where) if direction == "mixture" else _of_kl(refs, rows, direction == "reverse")
     for i in range(BLOCKS):
-        both = held.block(i), block_of(x, i)
-        d = _gradient(both, scales, factors, direction)
-        own = both[0] if student_first else both[1]
-        d = d * (1.0 - own * own) if capped else d
+        d = gradient(held, x, i)
         column = tile.column + i * STAGING_COLUMNS
         if slots is not None:
             _epilogue.send(d, i, slots, rows(), refs.output, column)
@@ -122,16 +151,61 @@ def dlogits(refs: Refs, direction: Direction, tile: Tile, where: Where, multiply
             refs.output.at[rows(), columns][...] = d.astype(refs.output.dtype)
 
 
+type Gradient = Callable[[HeldTile, Array, int], Array]  # [64, 64], of a block by its number
+
+
+def _of_kl(refs: Refs, rows: Callable[[], Any], reverse: bool) -> Gradient:
+    """`lce_jax.mathematics._kl.dlogits` in base 2, and the cap's derivative."""
+    p, q = refs.heads
+    factors = of_rows(KLCoefficients, refs.factors, lambda ref: HELD.load_rows(ref, rows()))
+    scales = HELD.load_rows(p.scale, rows()), HELD.load_rows(q.scale, rows())
+
+    def of_block(held: HeldTile, x: Array, i: int) -> Array:
+        both = held.block(i), block_of(x, i)
+        d = _gradient(both, scales, factors, reverse)
+        return _through_cap((p if reverse else q).options, d, both[0] if reverse else both[1])
+
+    return of_block
+
+
+def _of_mixture(refs: Refs, rows: Callable[[], Any], where: Where) -> Gradient:
+    """`lce_jax.mathematics._kl_mixture.dlogits` in base 2, and the cap's derivative."""
+
+    def of_strip(held: HeldTile, column: int, x: Array) -> Array:
+        both = held.strip(column), x
+        factors, scales = _mixture_factors(refs, rows)
+        found = []
+        for part in _parts(both):
+            u_p, _, _, log = _ratios(part, scales, factors)
+            d = _times_exp2(u_p, factors.of_p * (log - factors.mean))
+            found.append(_through_cap(refs.heads[0].options, d, part[0]))
+        return jnp.concatenate(found, axis=1)
+
+    def of_block(held: HeldTile, x: Array, i: int) -> Array:
+        first = i * STAGING_COLUMNS
+        strips = [
+            _unless_padding(
+                where, column, functools.partial(of_strip, held, column), jnp.zeros_like, strip_of(x, column)
+            )
+            for column in range(first, first + STAGING_COLUMNS, STRIP)
+        ]
+        return jnp.concatenate(strips, axis=1)
+
+    return of_block
+
+
+def _through_cap(options: Options, d: Float[Array, "64 n"], x: Float[Array, "64 n"]) -> Float[Array, "64 n"]:
+    """In the raw products."""
+    return d if options.logit_softcap is None else d * (1.0 - x * x)
+
+
 def _gradient(
-    x: tuple[Array, Array], scales: tuple[Array, Array], rows: KLCoefficients | MixtureFactors, direction: Direction
+    x: tuple[Array, Array], scales: tuple[Array, Array], rows: KLCoefficients, reverse: bool
 ) -> Float[Array, "64 n"]:
-    """`lce_jax.mathematics._kl.dlogits` of a block, or that of `_kl_mixture`, in base 2."""
-    if isinstance(rows, MixtureFactors):
-        u_p, _, _, log = _ratios(x, scales, rows)
-        return _times_exp2(u_p, along(rows.of_p) * (log - along(rows.mean)))
+    """`lce_jax.mathematics._kl.dlogits` of a block, in base 2."""
     u_p = jnp.minimum(_relative(x[0], rows.max_p, scales[0]), 0.0)
     e_p = jnp.exp2(u_p)
-    if direction == "reverse":
+    if reverse:
         distance = u_p - _relative(x[1], rows.at_p, scales[1]) - along(rows.mean)
         return jnp.where(e_p > 0.0, e_p * along(rows.of_p) * distance, 0.0)
     u_q = jnp.minimum(_relative(x[1], rows.max_q, scales[1]), 0.0)
