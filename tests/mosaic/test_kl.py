@@ -115,7 +115,7 @@ def lowered(operands: list[Any], **options: Any) -> str:
 
 
 @pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("direction", ["reverse", "jsd"])
+@pytest.mark.parametrize("direction", ["reverse", pytest.param("jsd", marks=pytest.mark.slow)])
 def test_lowers(direction: str) -> None:
     """Real heads of different hidden sizes: layouts, alignment, shared memory."""
     text = lowered(structs(1000, 2880, 4096, 201088), logit_softcap=30.0, direction=direction)

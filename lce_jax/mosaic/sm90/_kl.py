@@ -29,7 +29,6 @@ from lce_jax.mosaic.sm90._kl_tile import BLOCKS, STRIP, HeldTile, along, block_o
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Float
 
-PART = 8  # columns of a strip that are computed at a time: their intermediate numbers lie in registers too
 MOST = MOST_DISTANCE * LOG2E  # as `MixtureFactors.most`, of a logarithm that is relative to that of 1
 
 
@@ -78,11 +77,8 @@ def mixture_sums(refs: Refs, tile: Tile, where: Where, multiply: Multiply, scrat
         both = held.strip(column), strip_of(x, column)
         factors, scales = _mixture_factors(refs, rows)
         of_q = Reference(factors.teacher, factors.student, factors.student, MOST)
-        terms: list[Array] = []
-        for part in _parts(both):
-            u_p, u_q, d, log = _ratios(part, scales, factors)
-            found = [_times_exp2(u_p, log), _times_exp2(u_q, relative_log_ratio(-d, -d, of_q))]
-            terms = list(map(jnp.add, terms, found)) if terms else found
+        u_p, u_q, d, log = _ratios(both, scales, factors)
+        terms = _times_exp2(u_p, log), _times_exp2(u_q, relative_log_ratio(-d, -d, of_q))
         return [total + jnp.sum(term, axis=1) for total, term in zip(sums, terms, strict=True)]
 
     zeros = jnp.zeros_like(HELD.load_rows(p.scale, rows()))
@@ -102,17 +98,11 @@ def _unless_padding[S](
     return lax.cond(where.column + column < where.num_columns, compute, otherwise, given)
 
 
-def _parts(strips: tuple[Array, Array]) -> list[tuple[Array, Array]]:
-    """Of a strip of each head."""
-    p, q = ([x[:, i : i + PART] for i in range(0, STRIP, PART)] for x in strips)
-    return list(zip(p, q, strict=True))
-
-
 def _mixture_factors(refs: Refs, rows: Callable[[], Any]) -> tuple[MixtureFactors, tuple[Array, Array]]:
     """Those of these rows, and both scales: read anew for each strip, which is cheaper than to hold them."""
     p, q = refs.heads
     factors = of_rows(MixtureFactors, refs.factors, lambda ref: HELD.load_rows(ref, rows()))
-    factors = MixtureFactors(*(along(of_row, columns=PART) for of_row in factors))
+    factors = MixtureFactors(*(along(of_row, columns=STRIP) for of_row in factors))
     return factors, (HELD.load_rows(p.scale, rows()), HELD.load_rows(q.scale, rows()))
 
 
@@ -120,7 +110,7 @@ def _ratios(
     x: tuple[Array, Array], scales: tuple[Array, Array], rows: MixtureFactors
 ) -> tuple[Array, Array, Array, Array]:
     """`lce_jax.mathematics._kl_mixture`'s, of a strip in base 2: both u, ln q - ln p, and the t - t₀ of eq. 9."""
-    k_p, k_q = (along(scale, columns=PART) for scale in scales)
+    k_p, k_q = (along(scale, columns=STRIP) for scale in scales)
     u_p = jnp.minimum((x[0] - rows.max_p) * k_p, 0.0)
     u_q = jnp.minimum((x[1] - rows.max_q) * k_q, 0.0)
     d, distance = (u_q - u_p) + rows.log_sums, (x[1] - rows.at_p) * k_q - u_p
@@ -172,14 +162,10 @@ def _of_mixture(refs: Refs, rows: Callable[[], Any], where: Where) -> Gradient:
     """`lce_jax.mathematics._kl_mixture.dlogits` in base 2, and the cap's derivative."""
 
     def of_strip(held: HeldTile, column: int, x: Array) -> Array:
-        both = held.strip(column), x
+        x_p = held.strip(column)
         factors, scales = _mixture_factors(refs, rows)
-        found = []
-        for part in _parts(both):
-            u_p, _, _, log = _ratios(part, scales, factors)
-            d = _times_exp2(u_p, factors.of_p * (log - factors.mean))
-            found.append(_through_cap(refs.heads[0].options, d, part[0]))
-        return jnp.concatenate(found, axis=1)
+        u_p, _, _, log = _ratios((x_p, x), scales, factors)
+        return _through_cap(refs.heads[0].options, _times_exp2(u_p, factors.of_p * (log - factors.mean)), x_p)
 
     def of_block(held: HeldTile, x: Array, i: int) -> Array:
         first = i * STAGING_COLUMNS
