@@ -138,12 +138,10 @@ def _symbolic(name: str, case: Case) -> str | None:
     )
 
 
-def choose_kl(cases: Pair[Case], mixture: bool) -> tuple[str, dict[str, str]]:
+def choose_kl(cases: Pair[Case]) -> tuple[str, dict[str, str]]:
     """Which implementation serves `lce_jax.linear_kl` of two heads: the kernels, or `xla` and why not they."""
     symbols = (_symbolic(mosaic.NAME, case) for case in cases)
     reason = next(filter(None, symbols), None) or mosaic.kl_supports(cases)
-    if reason is None and mixture:
-        reason = 'direction="jsd": no kernel adds up the mixture of both heads'
     name, refused = (mosaic.NAME, {}) if reason is None else (xla.NAME, {mosaic.NAME: reason})
     _log_choice(name, cases.student.device.platform, tuple(refused.items()), "divergences of two heads")
     return name, refused

@@ -24,7 +24,6 @@ class KLSpec:
 
     models: Pair[Spec]
     student_first: bool  # as in `KLPlan`
-    mixture: bool = False  # a JSD, which has a pass more
     mesh: Any = None  # as `Spec.mesh`
 
     @property
@@ -50,7 +49,7 @@ class KLSpec:
     @property
     def implementation(self) -> str:
         """The one that serves it, with kernels or without."""
-        return _dispatch.choose_kl(self._cases, self.mixture)[0]
+        return _dispatch.choose_kl(self._cases)[0]
 
     @property
     def as_traced(self) -> KLSpec:

@@ -23,6 +23,7 @@ import jax
 from lce_jax._plans import ALONE, Plan, Surroundings
 from lce_jax._types import Case, Device, Operands, Primals, RowCoefficients, ShardStatistics, UnsupportedError
 from lce_jax.mathematics._kl import KLCoefficients, KLStatistics, Pair
+from lce_jax.mathematics._kl_mixture import Mixture, MixtureCoefficients, MixtureSums
 from lce_jax.mathematics._statistics import Normalizer, Parts
 from lce_jax.mosaic import _backward, _forward, _generations, _kl, _kl_plan, _plan, _threshold, _threshold_backward
 from lce_jax.mosaic._kernel_set import KernelSet
@@ -162,7 +163,13 @@ def kl_statistics(plan: KLPlan, shard: Shard) -> KLStatistics:
 
 
 @_promotes_ranks
-def kl_gradients(plan: KLPlan, shard: Shard, rows: KLCoefficients) -> Primals:
+def kl_mixture_sums(plan: KLPlan, shard: Shard, rows: Mixture) -> MixtureSums:
+    """`lce_jax.xla._kl.mixture_sums`, with kernels."""
+    return _kl.mixture_sums(plan, shard, rows, _kernels(plan.cases.student))
+
+
+@_promotes_ranks
+def kl_gradients(plan: KLPlan, shard: Shard, rows: KLCoefficients | MixtureCoefficients) -> Primals:
     """`lce_jax.xla._kl.gradients`, with kernels."""
     return _kl.gradients(plan, shard, rows, _kernels(plan.cases.student))
 

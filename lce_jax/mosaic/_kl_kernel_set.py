@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from lce_jax._types import Case
 from lce_jax.mathematics._kl import Pair
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Float, Int
+
+type Direction = Literal["forward", "reverse", "mixture"]
 
 
 class KLHead(NamedTuple):
@@ -44,17 +46,31 @@ class KLKernelSet(Protocol):
         blocks without a live row are left unwritten.
         """
 
+    def kl_mixture_sums(
+        self,
+        cases: tuple[Case, Case],
+        operands: KLOperands,
+        factors: Float[Array, "12 Tp"],
+        span: Int[Array, "fields"],
+        parts: Float[Array, "n 2 Tp"],
+    ) -> Float[Array, "n 2 Tp"]:
+        """``parts`` with the `MixtureSums` of the span's tiles (eq. 9), in base 2; ``factors``: `MixtureFactors`.
+
+        A tile of padding alone has sums of 0. What is left unwritten is as with `kl_statistics`.
+        """
+
     def kl_dlogits(
         self,
         cases: tuple[Case, Case],
         operands: KLOperands,
-        factors: Float[Array, "6 Tp"],
+        factors: Float[Array, "fields Tp"],
         span: Int[Array, "fields"],
         columns: int,
-        student_first: bool,
+        direction: Direction,
     ) -> Float[Array, "Tp columns"]:
-        """Eq. 8 in the student's raw products, in its weight's dtype, at the beginning of ``columns``.
+        """Eq. 8 or 10 in the student's raw products, in its weight's dtype, at the beginning of ``columns``.
 
-        ``factors`` are the `KLCoefficients` in base 2, where u_p - v_q is log2 e times that of eq. 8. Zero on columns
-        that are padding or do not exist; tiles after the span and row blocks without a live row are left unwritten.
+        ``factors`` are the `KLCoefficients` in base 2, where u_p - v_q is log2 e times that of eq. 8, or
+        `MixtureFactors`. Zero on columns that are padding or do not exist; tiles after the span and row blocks without
+        a live row are left unwritten.
         """

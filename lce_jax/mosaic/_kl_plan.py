@@ -45,7 +45,6 @@ def plan(kl: KLPlan, kernels: KernelSet, name: str, around: Surroundings) -> Pla
         notes=(
             f"linear_kl: the teacher (hidden size {teacher.hidden_size:,}, {teacher.dtype.name}) adds a product to "
             f"each pass, and {format_bytes(copies[1].forward)} for copies of its hidden states",
-            'direction="jsd" runs xla: no kernel adds up the mixture of both heads',
         ),
         stored=_kl_plan.stored(kl, columns),
     )

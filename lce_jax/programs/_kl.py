@@ -53,20 +53,21 @@ def forward(spec: KLSpec, primals: Pair[Primals], rows: Pair[Rows]) -> tuple[Arr
         out = _kl.finish(stats, of_rows[1], where)
     else:
         mixture = _kl_mixture.mixture(stats, of_rows[1], weights, where)
-        sums = _mixture_sums(plan, shard, order, mixture, axis_name)
+        sums = _mixture_sums(spec, plan, shard, order, mixture)
         out = _kl_mixture.divergence(sums, stats, mixture, where)
     out = out if wrong is None else jnp.where(wrong, jnp.nan, out)
     return jax.tree.map(lambda x: x.reshape(shape), (out, (stats, sums)))
 
 
 def _mixture_sums(
-    plan: KLPlan, shard: Shard, order: _rows.Compaction | None, rows: Mixture, axis_name: Any
+    spec: KLSpec, plan: KLPlan, shard: Shard, order: _rows.Compaction | None, rows: Mixture
 ) -> MixtureSums:
     """Eq. 9 over the whole vocabulary."""
     with jax.named_scope("lce_kl_mixture"):
         rows = rows if order is None else jax.tree.map(lambda x: x[order.source], rows)
-        sums = _kl_tiles.mixture_sums(plan, shard, rows)
+        sums = _run(spec, plan, mosaic.kl_mixture_sums, _kl_tiles.mixture_sums, shard, rows)
     sums = sums if order is None else _rows.expand(order, sums)
+    axis_name = spec.models.student.axis_name
     if axis_name is None:
         return sums
     with jax.named_scope("lce_merge"):

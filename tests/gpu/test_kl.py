@@ -21,6 +21,9 @@ CALLS = [
     call("reverse", leading=(300,), H=512, G=256, V=4000, dtypes=FLOAT16, direction="reverse", logit_softcap=5.0),
     call("padding", leading=(7, 100), H=256, G=512, V=4000, teachers_columns=4096, vocab_size=3100, dtypes=BFLOAT16,
          where=True),
+    call("jsd", leading=(300,), H=512, G=256, V=4000, dtypes=BFLOAT16, temperature=True, direction="jsd", beta=0.3),
+    call("jsd, padding", leading=(7, 100), H=256, G=512, V=4000, teachers_columns=4096, vocab_size=3100, where=True,
+         dtypes=BFLOAT16, direction="jsd", logit_softcap=5.0),
     call("clusters", leading=(2200,), H=192, V=2048, G=64, dtypes=BFLOAT16, where=True, direction="reverse"),
 ]  # fmt: skip
 
@@ -38,7 +41,7 @@ def test_matches_float64(test: Call) -> None:
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.parametrize("direction", ["forward", "reverse"])
+@pytest.mark.parametrize("direction", ["forward", "reverse", "jsd"])
 def test_a_real_head(direction: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As plain XLA, within 0.4 GiB."""
     T, H, V = 4096, 4096, 151936

@@ -36,10 +36,20 @@ CAPPED = call(
     teacher_temperature=0.7, logit_scale=1.3, dtypes=BFLOAT16, direction="reverse",
 )  # fmt: skip
 SHARP = call("float16, sharp", leading=(136,), H=192, G=64, V=264, dtypes=FLOAT16, spread=4.0)
+MIXTURE = call(
+    "a mixture, padding, rows left out", leading=(20,), H=64, G=128, V=264, teachers_columns=272, vocab_size=260,
+    where=True, temperature=True, dtypes=BFLOAT16, direction="jsd", beta=0.3,
+)  # fmt: skip
+CAPPED_MIXTURE = call(
+    "a mixture, caps, clusters", leading=(136,), H=64, G=64, V=520, logit_softcap=3.0, teacher_logit_softcap=None,
+    teacher_temperature=0.7, logit_scale=1.3, dtypes=BFLOAT16, direction="jsd", beta=0.8,
+)  # fmt: skip
 CALLS = [
     pytest.param(PADDED, sm90.KERNELS, id=PADDED.name),
     pytest.param(CAPPED, sm90.Kernels(budget=SMALL), id=CAPPED.name, marks=pytest.mark.slow),
     pytest.param(SHARP, sm90.KERNELS, id=SHARP.name, marks=pytest.mark.slow),
+    pytest.param(MIXTURE, sm90.KERNELS, id=MIXTURE.name),
+    pytest.param(CAPPED_MIXTURE, sm90.Kernels(budget=SMALL), id=CAPPED_MIXTURE.name, marks=pytest.mark.slow),
 ]
 
 
@@ -101,10 +111,12 @@ def lowered(operands: list[Any], **options: Any) -> str:
 
 
 @pytest.mark.usefixtures("hopper")
-def test_lowers() -> None:
+@pytest.mark.parametrize("direction", ["reverse", pytest.param("jsd", marks=pytest.mark.slow)])
+def test_lowers(direction: str) -> None:
     """Real heads of different hidden sizes: layouts, alignment, shared memory."""
-    text = lowered(structs(1000, 2880, 4096, 201088), logit_softcap=30.0, direction="reverse")
+    text = lowered(structs(1000, 2880, 4096, 201088), logit_softcap=30.0, direction=direction)
     assert "lce_kl_statistics" in text
+    assert ("lce_kl_mixture_sums" in text) == (direction == "jsd")
     assert "lce_kl_dlogits" in text
 
 
@@ -139,23 +151,21 @@ def test_a_program_with_kernels_runs_elsewhere_without_them() -> None:
 
 
 REFUSED = {
-    "jsd": (structs(64, 64, 64, 512), {"direction": "jsd"}, H200, None),
-    "dtypes": (structs(64, 64, 64, 512, "bfloat16", "float16"), {}, H200, "both weights must have one dtype"),
-    "columns": (structs(64, 64, 64, 513), {}, H200, "V must be a multiple of 8, got 513"),
-    "the teacher's hidden size": (structs(64, 64, 96, 512), {}, H200, "the teacher: H must be a multiple of 64"),
-    "float32": (structs(64, 64, 64, 512, "float32"), {}, H200, "needs a bfloat16 or float16 weight"),
-    "Blackwell": (structs(64, 64, 64, 512), {}, B200, "linear_kl has kernels for Hopper alone"),
+    "dtypes": (structs(64, 64, 64, 512, "bfloat16", "float16"), H200, "both weights must have one dtype"),
+    "columns": (structs(64, 64, 64, 513), H200, "V must be a multiple of 8, got 513"),
+    "the teacher's hidden size": (structs(64, 64, 96, 512), H200, "the teacher: H must be a multiple of 64"),
+    "float32": (structs(64, 64, 64, 512, "float32"), H200, "needs a bfloat16 or float16 weight"),
+    "Blackwell": (structs(64, 64, 64, 512), B200, "linear_kl has kernels for Hopper alone"),
 }
 
 
-@pytest.mark.parametrize(("operands", "options", "device", "reason"), REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize(("operands", "device", "reason"), REFUSED.values(), ids=REFUSED)
 def test_what_kernels_refuse_runs_xla(
-    operands: list[Any], options: dict[str, Any], device: Any, reason: str | None, monkeypatch: pytest.MonkeyPatch
+    operands: list[Any], device: Any, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_devices, "current_device", lambda *_, **__: device)
-    assert "lce_kl" not in lowered(operands, **options)
-    if reason is not None:
-        hidden, weight, *teacher = operands
-        plan = explain(hidden, weight, jax.ShapeDtypeStruct(hidden.shape[:1], "int32"), teacher=tuple(teacher))
-        assert plan.implementation == "xla"
-        assert reason in plan.refused["mosaic_gpu"]
+    assert "lce_kl" not in lowered(operands)
+    hidden, weight, *teacher = operands
+    plan = explain(hidden, weight, jax.ShapeDtypeStruct(hidden.shape[:1], "int32"), teacher=tuple(teacher))
+    assert plan.implementation == "xla"
+    assert reason in plan.refused["mosaic_gpu"]

@@ -1,4 +1,4 @@
-"""The kernels of `lce_jax.linear_kl`: a tile of both heads' logits, and eqs. 6 and 8 from the two accumulators.
+"""The kernels of `lce_jax.linear_kl`: a tile of both heads' logits, and eqs. 6 and 8 to 10 from the two accumulators.
 
 The tile of p is computed first and waits until that of q is there. Both products go through the same stages of shared
 memory, so the operands of the second arrive while the first is multiplied. Inside, everything is in base 2.
@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 
 from lce_jax._types import Case, Options
-from lce_jax.mathematics._kl import KLCoefficients, KLStatistics
-from lce_jax.mosaic._kl_kernel_set import KLOperands
+from lce_jax.mathematics._kl import KLCoefficients
+from lce_jax.mosaic._kl_kernel_set import Direction, KLOperands
+from lce_jax.mosaic._mixture import MixtureFactors
 from lce_jax.mosaic._span import Span
 from lce_jax.mosaic.common import _logits
 from lce_jax.mosaic.common._machine import KLMachine, Matmul, Offset, Product, Tile
@@ -35,8 +36,8 @@ class Refs(NamedTuple):
 
     heads: tuple[Head, Head]  # that of p first
     mask: Any  # [512]
-    output: Any  # [tiles, 6, Tp], or [T, columns]
-    factors: Any = None  # [6, Tp]
+    output: Any  # [tiles, fields, Tp], or [T, columns]
+    factors: Any = None  # [fields, Tp]
 
 
 class Where(NamedTuple):
@@ -84,43 +85,78 @@ def _statistics_kernel(machine: KLMachine, matmuls: tuple[Matmul, Matmul], *refs
     _walk(machine, matmuls, arrays, span, consume, machine.held())
 
 
+def mixture_sums(
+    machine: KLMachine,
+    cases: tuple[Case, Case],
+    tuning: Any,
+    operands: KLOperands,
+    factors: Float[Array, "12 Tp"],
+    span: Int[Array, "fields"],
+    parts: Float[Array, "n 2 Tp"],
+) -> Float[Array, "n 2 Tp"]:
+    """``parts`` with those of the span's tiles."""
+    matmuls = _matmuls(cases, tuning)
+    given = [*_arrays(operands, span), factors]
+    run = machine.kernel(
+        matmuls[0],
+        functools.partial(_mixture_sums_kernel, machine, matmuls),
+        [jax.ShapeDtypeStruct(parts.shape, parts.dtype)],
+        "lce_kl_mixture_sums",
+        updated={len(given): 0},
+    )
+    return run(*given, parts)[0]
+
+
+def _mixture_sums_kernel(machine: KLMachine, matmuls: tuple[Matmul, Matmul], *refs: Any) -> None:
+    *arrays, scales, mask, scalars, factors, parts, output = _unpacked(refs)
+    del parts  # as they were, in the same place
+    span = Span.unpack(scalars)
+    of_kernel = Refs(_heads(matmuls, scales), mask, output, factors)
+
+    def consume(tile: Tile, multiply: Multiply, scratch: Any) -> None:
+        where = Where(span.column + tile.column, span.slot + tile.vocabulary_tile, span.num_columns)
+        machine.mixture_sums(of_kernel, tile, where, multiply, scratch)
+
+    _walk(machine, matmuls, arrays, span, consume, machine.held())
+
+
 def dlogits(
     machine: KLMachine,
     cases: tuple[Case, Case],
     tuning: Any,
     operands: KLOperands,
-    factors: Float[Array, "6 Tp"],
+    factors: Float[Array, "fields Tp"],
     span: Int[Array, "fields"],
     columns: int,
-    student_first: bool,
+    direction: Direction,
 ) -> Float[Array, "Tp columns"]:
-    """Eq. 8 of the span's tiles, at the beginning of ``columns``."""
+    """Eq. 8 or 10 of the span's tiles, at the beginning of ``columns``."""
     matmuls = _matmuls(cases, tuning)
     output = jax.ShapeDtypeStruct((factors.shape[1], columns), cases[0].dtype)  # whole tiles
-    body = functools.partial(_dlogits_kernel, machine, matmuls, student_first)
+    body = functools.partial(_dlogits_kernel, machine, matmuls, direction)
     return machine.kernel(matmuls[0], body, [output], "lce_kl_dlogits")(*_arrays(operands, span), factors)[0]
 
 
-def _dlogits_kernel(machine: KLMachine, matmuls: tuple[Matmul, Matmul], student_first: bool, *refs: Any) -> None:
+def _dlogits_kernel(machine: KLMachine, matmuls: tuple[Matmul, Matmul], direction: Direction, *refs: Any) -> None:
     *arrays, scales, mask, scalars, factors, output = _unpacked(refs)
     span = Span.unpack(scalars)
     of_kernel = Refs(_heads(matmuls, scales), mask, output, factors)
 
     def consume(tile: Tile, multiply: Multiply, scratch: Any) -> None:
         where = Where(span.column + tile.column, None, span.num_columns)
-        machine.dlogits(of_kernel, student_first, tile, where, multiply, scratch)
+        machine.dlogits(of_kernel, direction, tile, where, multiply, scratch)
 
     _walk(machine, matmuls, arrays, span, consume, machine.held())
 
 
-def of_rows(factors: Any, load: Callable[[Any], Array]) -> KLCoefficients:
-    """In a kernel: the coefficients of some rows, which ``load`` reads from a vector."""
-    return KLCoefficients(*(load(factors.at[i]) for i in range(len(KLCoefficients._fields))))
+def of_rows[F: (KLCoefficients, MixtureFactors)](kind: type[F], factors: Any, load: Callable[[Any], Array]) -> F:
+    """In a kernel: the factors of some rows, which ``load`` reads from a vector."""
+    return kind(*(load(factors.at[i]) for i in range(len(kind._fields))))
 
 
-def store(refs: Refs, where: Where, rows: Callable[[], Any], stats: KLStatistics) -> None:
-    """Writes a tile's statistics of these rows, whose places are computed when they are needed."""
-    for i, field in enumerate(stats):
+def store(refs: Refs, where: Where, rows: Callable[[], Any], fields: Sequence[Array]) -> None:
+    """Writes a tile's numbers of these rows, whose places are computed when they are needed."""
+    for i, field in enumerate(fields):
         refs.output.at[where.number, i, rows()][...] = field
 
 

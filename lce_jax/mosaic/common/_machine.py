@@ -120,6 +120,7 @@ class KLMachine(NamedTuple):
             `Machine.walk_tiles` does. ``multiply`` has a function for each `Product`, to be called in turn.
         held: ``()``: the scratch in which a tile of p waits.
         statistics: the epilogue of the forward's tiles.
+        mixture_sums: that of the second pass, for a mixture.
         dlogits: the epilogue of the backward's.
     """
 
@@ -127,6 +128,7 @@ class KLMachine(NamedTuple):
     walk: Callable[..., None]
     held: Callable[..., Any]
     statistics: Callable[..., None]
+    mixture_sums: Callable[..., None]
     dlogits: Callable[..., None]
 
 

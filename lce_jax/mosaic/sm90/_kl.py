@@ -1,26 +1,36 @@
-"""The epilogues of two heads' tiles: statistics (eq. 6), and the gradient in the student's raw products (eq. 8)."""
+"""The epilogues of two heads' tiles: statistics (eq. 6), sums (eq. 9), the gradient in raw products (eqs. 8, 10)."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
+from jax import lax
 
+from lce_jax._types import Options
 from lce_jax.mathematics._kl import KLCoefficients, KLStatistics
+from lce_jax.mathematics._log_ratios import MOST_DISTANCE
 from lce_jax.mathematics._statistics import MASKED
 from lce_jax.mosaic import _pallas
+from lce_jax.mosaic._kl_kernel_set import Direction
+from lce_jax.mosaic._mixture import MixtureFactors
+from lce_jax.mosaic._operands import LOG2E
 from lce_jax.mosaic._pallas import pl
 from lce_jax.mosaic._partial_statistics import FLOOR
 from lce_jax.mosaic.common._kl import Multiply, Refs, Where, of_rows, store
+from lce_jax.mosaic.common._log_ratios import Reference, relative_log_ratio
 from lce_jax.mosaic.common._machine import KLMachine, Tile, multiple_of
-from lce_jax.mosaic.common._tiles import STAGING_COLUMNS
+from lce_jax.mosaic.common._tiles import STAGING_COLUMNS, TILE_N
 from lce_jax.mosaic.sm90 import _epilogue, _kl_tile, _pipeline
 from lce_jax.mosaic.sm90._epilogue import HELD
-from lce_jax.mosaic.sm90._kl_tile import BLOCKS, HeldTile, along, block_of, x_of
+from lce_jax.mosaic.sm90._kl_tile import BLOCKS, STRIP, HeldTile, along, block_of, strip_of, x_of
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Float
+
+MOST = MOST_DISTANCE * LOG2E  # as `MixtureFactors.most`, of a logarithm that is relative to that of 1
 
 
 def statistics(refs: Refs, tile: Tile, where: Where, multiply: Multiply, scratch: Any) -> None:
@@ -57,24 +67,120 @@ def _relative(x: Float[Array, "64 n"], reference: Float[Array, "64"], scale: Flo
     return (x - along(reference)) * along(scale)
 
 
-def dlogits(refs: Refs, student_first: bool, tile: Tile, where: Where, multiply: Multiply, scratch: Any) -> None:
+def mixture_sums(refs: Refs, tile: Tile, where: Where, multiply: Multiply, scratch: Any) -> None:
+    """A warpgroup's part of a tile, from its products to the partial sums of a mixture."""
+    rows = functools.partial(_epilogue.rows_of, tile.row)
+    p, q = refs.heads
+    held = HeldTile.of(x_of(p.options, multiply[0](), refs.mask, where), scratch)
+    x = x_of(q.options, multiply[1](), refs.mask, where)
+
+    def add(column: int, sums: list[Array]) -> list[Array]:
+        both = held.strip(column), strip_of(x, column)
+        factors, scales = _mixture_factors(refs, rows)
+        of_q = Reference(factors.teacher, factors.student, factors.student, MOST)
+        u_p, u_q, d, log = _ratios(both, scales, factors)
+        terms = _times_exp2(u_p, log), _times_exp2(u_q, relative_log_ratio(-d, -d, of_q))
+        return [total + jnp.sum(term, axis=1) for total, term in zip(sums, terms, strict=True)]
+
+    zeros = jnp.zeros_like(HELD.load_rows(p.scale, rows()))
+    sums = [zeros, zeros]
+    for column in range(0, TILE_N, STRIP):
+        sums = _unless_padding(where, column, functools.partial(add, column), lambda sums: sums, sums)
+    store(refs, where, rows, sums)
+
+
+def _unless_padding[S](
+    where: Where, column: int, compute: Callable[[S], S], otherwise: Callable[[S], S], given: S
+) -> S:
+    """``compute(given)`` for a strip with a column that counts.
+
+    The branch also keeps the compiler from mixing strips, which would spill more registers.
+    """
+    return lax.cond(where.column + column < where.num_columns, compute, otherwise, given)
+
+
+def _mixture_factors(refs: Refs, rows: Callable[[], Any]) -> tuple[MixtureFactors, tuple[Array, Array]]:
+    """Those of these rows, and both scales: read anew for each strip, which is cheaper than to hold them."""
+    p, q = refs.heads
+    factors = of_rows(MixtureFactors, refs.factors, lambda ref: HELD.load_rows(ref, rows()))
+    factors = MixtureFactors(*(along(of_row, columns=STRIP) for of_row in factors))
+    return factors, (HELD.load_rows(p.scale, rows()), HELD.load_rows(q.scale, rows()))
+
+
+def _ratios(
+    x: tuple[Array, Array], scales: tuple[Array, Array], rows: MixtureFactors
+) -> tuple[Array, Array, Array, Array]:
+    """`lce_jax.mathematics._kl_mixture`'s, of a strip in base 2: both u, ln q - ln p, and the t - t₀ of eq. 9."""
+    k_p, k_q = (along(scale, columns=STRIP) for scale in scales)
+    u_p = jnp.minimum((x[0] - rows.max_p) * k_p, 0.0)
+    u_q = jnp.minimum((x[1] - rows.max_q) * k_q, 0.0)
+    d, distance = (u_q - u_p) + rows.log_sums, (x[1] - rows.at_p) * k_q - u_p
+    return u_p, u_q, d, relative_log_ratio(d, distance, Reference(rows.own, rows.other, rows.start, rows.most))
+
+
+def _times_exp2(u: Float[Array, "64 n"], x: Float[Array, "64 n"]) -> Float[Array, "64 n"]:
+    """Zero where e is, also times what is infinite."""
+    e = jnp.exp2(u)
+    return jnp.where(e > 0.0, e * x, 0.0)
+
+
+def dlogits(refs: Refs, direction: Direction, tile: Tile, where: Where, multiply: Multiply, scratch: Any) -> None:
     """A warpgroup's part of a tile, from its products to the output."""
     rows = functools.partial(_epilogue.rows_of, tile.row)
     p, q = refs.heads
     held = HeldTile.of(x_of(p.options, multiply[0](), refs.mask, where), scratch)
     x = x_of(q.options, multiply[1](), refs.mask, where)
-    factors = of_rows(refs.factors, lambda ref: HELD.load_rows(ref, rows()))
-    scales = HELD.load_rows(p.scale, rows()), HELD.load_rows(q.scale, rows())
-    capped = (p if student_first else q).options.logit_softcap is not None
+    gradient = _of_mixture(refs, rows, where) if direction == "mixture" else _of_kl(refs, rows, direction == "reverse")
     for i in range(BLOCKS):
-        both = held.block(i), block_of(x, i)
-        d = _gradient(both, scales, factors, student_first)
-        own = both[0] if student_first else both[1]
-        d = d * (1.0 - own * own) if capped else d
+        d = gradient(held, x, i)
         column = tile.column + i * STAGING_COLUMNS
         # Without a slot of shared memory, where a stage of the products does more (`_tuning`).
         columns = pl.ds(multiple_of(column, STAGING_COLUMNS), STAGING_COLUMNS)
         _pallas.store(refs.output.at[rows(), columns], d.astype(refs.output.dtype))
+
+
+type Gradient = Callable[[HeldTile, Array, int], Array]  # [64, 64], of a block by its number
+
+
+def _of_kl(refs: Refs, rows: Callable[[], Any], reverse: bool) -> Gradient:
+    """`lce_jax.mathematics._kl.dlogits` in base 2, and the cap's derivative."""
+    p, q = refs.heads
+    factors = of_rows(KLCoefficients, refs.factors, lambda ref: HELD.load_rows(ref, rows()))
+    scales = HELD.load_rows(p.scale, rows()), HELD.load_rows(q.scale, rows())
+
+    def of_block(held: HeldTile, x: Array, i: int) -> Array:
+        both = held.block(i), block_of(x, i)
+        d = _gradient(both, scales, factors, reverse)
+        return _through_cap((p if reverse else q).options, d, both[0] if reverse else both[1])
+
+    return of_block
+
+
+def _of_mixture(refs: Refs, rows: Callable[[], Any], where: Where) -> Gradient:
+    """`lce_jax.mathematics._kl_mixture.dlogits` in base 2, and the cap's derivative."""
+
+    def of_strip(held: HeldTile, column: int, x: Array) -> Array:
+        x_p = held.strip(column)
+        factors, scales = _mixture_factors(refs, rows)
+        u_p, _, _, log = _ratios((x_p, x), scales, factors)
+        return _through_cap(refs.heads[0].options, _times_exp2(u_p, factors.of_p * (log - factors.mean)), x_p)
+
+    def of_block(held: HeldTile, x: Array, i: int) -> Array:
+        first = i * STAGING_COLUMNS
+        strips = [
+            _unless_padding(
+                where, column, functools.partial(of_strip, held, column), jnp.zeros_like, strip_of(x, column)
+            )
+            for column in range(first, first + STAGING_COLUMNS, STRIP)
+        ]
+        return jnp.concatenate(strips, axis=1)
+
+    return of_block
+
+
+def _through_cap(options: Options, d: Float[Array, "64 n"], x: Float[Array, "64 n"]) -> Float[Array, "64 n"]:
+    """In the raw products."""
+    return d if options.logit_softcap is None else d * (1.0 - x * x)
 
 
 def _gradient(
@@ -95,5 +201,6 @@ MACHINE = KLMachine(
     walk=_pipeline.walk_products,
     held=_kl_tile.held,
     statistics=statistics,
+    mixture_sums=mixture_sums,
     dlogits=dlogits,
 )

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from lce_jax._types import Options
-from lce_jax.mosaic._pallas import plgpu
+from lce_jax.mosaic._pallas import pl, plgpu
 from lce_jax.mosaic.common._held import softcap
 from lce_jax.mosaic.common._kl import Where
 from lce_jax.mosaic.common._machine import swizzled
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from lce_jax._shapes import Array, Float
 
 BLOCKS = TILE_N // STAGING_COLUMNS
+STRIP = 32  # columns
 
 
 def held() -> Any:
@@ -53,10 +54,21 @@ class HeldTile(NamedTuple):
         plgpu.commit_smem()
         return plgpu.load(self.blocks.at[i], layout=HELD.layout)
 
+    def strip(self, column: int) -> Float[Array, "64 32"]:
+        """Half of a block, for what takes many registers for each column."""
+        plgpu.commit_smem()
+        block, first = divmod(column, STAGING_COLUMNS)
+        return plgpu.load(self.blocks.at[block, :, pl.ds(first, STRIP)], layout=HELD.layout)
+
 
 def block_of(x: Float[Array, "64 256"], i: int) -> Float[Array, "64 64"]:
     """The same of a tile in registers."""
     return x[:, i * STAGING_COLUMNS : (i + 1) * STAGING_COLUMNS]
+
+
+def strip_of(x: Float[Array, "64 256"], column: int) -> Float[Array, "64 32"]:
+    """The same of a tile in registers."""
+    return x[:, column : column + STRIP]
 
 
 def x_of(options: Options, z: Float[Array, "64 256"], mask: Any, where: Where) -> Float[Array, "64 256"]:

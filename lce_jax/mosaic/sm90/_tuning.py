@@ -71,6 +71,7 @@ BY_KERNEL: Mapping[str, Tuning] = {
     # A tile of the other head waits in 128 KiB, so the stages have 96. Four steps of 32 are waited for less than two of
     # 64 (16.1 ms against 17.2), and than three beside a slot for dlogits (both passes 47.4 ms against 48.7).
     "kl_statistics": Tuning(tile_k=32, stages=4, cluster=2),
+    "kl_mixture_sums": Tuning(tile_k=32, stages=4, cluster=2),
     "kl_dlogits": Tuning(tile_k=32, stages=4, cluster=2),
 }
 KL_HELD_BYTES = ROW_BLOCK * TILE_N * 4
@@ -111,7 +112,7 @@ class Tunings:
             choice = dataclasses.replace(choice, tile_k=choice.tile_k // 2, stages=choice.stages * 2)
         if kernel == "live_dhidden" and -(-case.hidden_size // TILE_N) % choice.cluster:
             choice = dataclasses.replace(choice, cluster=1)
-        by_row_block = kernel in ("forward", "dlogits", "dhidden", "kl_statistics", "kl_dlogits")
+        by_row_block = kernel in ("forward", "dlogits", "dhidden", "kl_statistics", "kl_mixture_sums", "kl_dlogits")
         if by_row_block and choice.cluster > 1 and row_blocks % choice.cluster and not many:
             choice = dataclasses.replace(choice, cluster=1)  # a cluster's missing row block would cost too much
         return choice
