@@ -133,9 +133,10 @@ def test_is_planned() -> None:
 
 
 @pytest.mark.usefixtures("hopper")
-def test_a_program_with_kernels_runs_elsewhere_without_them() -> None:
+@pytest.mark.parametrize("direction", ["forward", "jsd"])
+def test_a_program_with_kernels_runs_elsewhere_without_them(direction: str) -> None:
     """Traced for a GPU and lowered for the CPU, in a shard."""
-    test = call("elsewhere", leading=(4, 6), H=64, G=64, V=256, dtypes=BFLOAT16, where=True)
+    test = call("elsewhere", leading=(4, 6), H=64, G=64, V=256, dtypes=BFLOAT16, where=True, direction=direction)
     drawn = draw(test)
     mesh = jax.make_mesh((1, 1), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 

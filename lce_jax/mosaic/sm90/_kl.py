@@ -100,7 +100,7 @@ def _unless_padding[S](
 
 
 def _mixture_factors(refs: Refs, rows: Callable[[], Any]) -> tuple[MixtureFactors, tuple[Array, Array]]:
-    """Those of these rows, and both scales: read anew for each strip, which is cheaper than to hold them."""
+    """Those of these rows, and both scales: read anew for each strip, so that no register holds them between two."""
     p, q = refs.heads
     factors = of_rows(MixtureFactors, refs.factors, lambda ref: HELD.load_rows(ref, rows()))
     factors = MixtureFactors(*(along(of_row, columns=STRIP) for of_row in factors))
