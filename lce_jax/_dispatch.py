@@ -138,13 +138,31 @@ def _symbolic(name: str, case: Case) -> str | None:
     )
 
 
-def choose_kl(cases: Pair[Case]) -> tuple[str, dict[str, str]]:
-    """Which implementation serves `lce_jax.linear_kl` of two heads: the kernels, or `xla` and why not they."""
-    symbols = (_symbolic(mosaic.NAME, case) for case in cases)
-    reason = next(filter(None, symbols), None) or mosaic.kl_supports(cases)
-    name, refused = (mosaic.NAME, {}) if reason is None else (xla.NAME, {mosaic.NAME: reason})
-    _log_choice(name, cases.student.device.platform, tuple(refused.items()), "divergences of two heads")
-    return name, refused
+def choose_kl(
+    cases: Pair[Case], mixture: bool = False, implementation: tuple[str, ...] | None = None
+) -> tuple[str, dict[str, str]]:
+    """Which implementation serves `lce_jax.linear_kl` of two heads, and the reasons of those before it.
+
+    Raises:
+        UnsupportedError: none of those asked for can.
+    """
+    refused: dict[str, str] = {}
+    for name in AUTOMATIC if implementation is None else implementation:
+        reason = next(filter(None, (_symbolic(name, case) for case in cases)), None)
+        unproven = None
+        if reason is None and name == mosaic.NAME:
+            reason, unproven = mosaic.kl_supports(cases), mosaic.kl_unproven(mixture)
+        if name == reference.NAME:
+            reason = 'it has no divergence of two heads; "xla" has'
+        if reason is None and (unproven is None or implementation is not None):
+            if implementation is None:
+                platform = cases.student.device.platform
+                _log_choice(name, platform, tuple(refused.items()), "divergences of two heads")
+            elif unproven is not None:
+                _log_unproven(name, cases.student.device.kind, unproven)
+            return name, refused
+        refused[name] = reason or str(unproven)
+    raise UnsupportedError("; ".join(f'implementation "{name}": {reason}' for name, reason in refused.items()))
 
 
 def explain(case: Case, implementation: tuple[str, ...] | None, around: Surroundings) -> Plan:

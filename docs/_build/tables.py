@@ -141,19 +141,6 @@ def peers(run: Run) -> str:
     return markdown(head, lines)
 
 
-def of_two_heads(run: Run) -> str:
-    """A line per divergence and way to compute it."""
-    rows = {row["name"]: row for row in run["rows"]}
-    lines = []
-    for name, row in rows.items():
-        both = rows.get(f"{name}, + backward")
-        if both is not None:
-            cells = [f"{x['seconds'] * 1e3:.2f}" for x in (row, both)] + [f"{x['ratio']:.2f}" for x in (row, both)]
-            lines.append([name, *cells, format_bytes(both["temp_bytes"])])
-    head = ["", "forward, ms", "forward + backward, ms", "forward ÷ product", "both ÷ product", "temporary memory"]
-    return markdown(head, lines)
-
-
 def steps(run: Run) -> str:
     """A line per objective and batch: tokens per second, and memory."""
     by_batch: dict[tuple[str, int], dict[str, Run]] = {}
@@ -248,9 +235,8 @@ def tables() -> dict[str, str]:
         "errors": errors(accuracy),
         "errors by": f"CPU, JAX {accuracy['device']['jax']}, {accuracy['date']}: `{accuracy['command']}`",
     }
-    others, two_heads, step = load("h200-peers"), load("kl"), load("step")
+    others, step = load("h200-peers"), load("step")
     made |= {"peers": peers(others), "peers by": provenance(others)}
-    made |= {"linear_kl": of_two_heads(two_heads), "linear_kl by": provenance(two_heads)}
     made |= {"step": steps(step), "step by": provenance(step)}
     tpu, support = load("tpu"), json.loads((ROOT / "docs" / "_build" / "support.json").read_text())
     made |= {"tpu": recorded(tpu), "tpu by": f"libtpu {tpu['device']['libtpu']}; {provenance(tpu)}"}

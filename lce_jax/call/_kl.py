@@ -44,6 +44,7 @@ class KLOptions(TypedDict, total=False):
     weight_layout: Literal["vh", "hv"]
     teacher_weight_layout: Literal["vh", "hv"] | Same
     precision: PrecisionLike
+    implementation: str | tuple[str, ...] | None
     bias: Float[Array, "V"] | None
     teacher_bias: Float[Array, "V"] | None
 
@@ -66,6 +67,7 @@ class KLCall(NamedTuple):
     cases: Pair[Case]
     direction: str
     beta: Any  # of a JSD
+    implementation: tuple[str, ...] | None  # asked for by name
 
     @classmethod
     def of(
@@ -90,7 +92,8 @@ class KLCall(NamedTuple):
                     f"{tuple(hidden.shape)}"
                 )
             teacher_case = _arguments.case(teacher_hidden, teacher_weight, tokens, where, teacher)
-        call = cls(arrays, where, Pair(student, teacher), Pair(case, teacher_case), direction, beta)
+        named = _options.implementation_names(given.get("implementation"))
+        call = cls(arrays, where, Pair(student, teacher), Pair(case, teacher_case), direction, beta, named)
         if given.get("vocab_size") is None or axis_name is not None:
             call.check_equal_columns()
         return call
@@ -111,7 +114,7 @@ class KLCall(NamedTuple):
         shards = 1 if layout is not None else _checks.axis_size(self.options.student.axis_name)
         pairs = zip(self.cases, self.options, strict=True)
         models = Pair(*(_arguments.spec(c, own, c.vocab_size * shards, layout) for c, own in pairs))
-        return KLSpec(models, self.direction != "forward")
+        return KLSpec(models, self.direction != "forward", self.direction == "jsd", self.implementation)
 
     def operands(self, spec: KLSpec) -> tuple[Pair[Primals], Pair[Rows]]:
         """The arrays of both models. The teacher's have no gradient."""

@@ -24,6 +24,8 @@ class KLSpec:
 
     models: Pair[Spec]
     student_first: bool  # as in `KLPlan`
+    mixture: bool = False  # a JSD
+    named: tuple[str, ...] | None = None  # the implementations that were asked for
     mesh: Any = None  # as `Spec.mesh`
 
     @property
@@ -49,7 +51,7 @@ class KLSpec:
     @property
     def implementation(self) -> str:
         """The one that serves it, with kernels or without."""
-        return _dispatch.choose_kl(self._cases)[0]
+        return _dispatch.choose_kl(self._cases, self.mixture, self.named)[0]
 
     @property
     def as_traced(self) -> KLSpec:

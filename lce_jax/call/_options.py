@@ -71,7 +71,7 @@ def of_call(given: LogprobOptions, mean_logit: bool = False) -> CallOptions:
         logit_floor=floor,
         vocab_size=given.get("vocab_size"),
         axis_name=_axis_name(given.get("axis_name")),
-        implementation=_implementation_names(given.get("implementation")),
+        implementation=implementation_names(given.get("implementation")),
     )
 
 
@@ -198,7 +198,7 @@ def _axis_name(axis_name: Any) -> Any:
     raise TypeError(f"axis_name must be None, a mesh axis's name or a tuple of them, got {axis_name!r}")
 
 
-def _implementation_names(implementation: Any) -> tuple[str, ...] | None:
+def implementation_names(implementation: Any) -> tuple[str, ...] | None:
     if implementation is None:
         return None
     names = (implementation,) if isinstance(implementation, str) else implementation

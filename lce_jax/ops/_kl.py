@@ -40,6 +40,7 @@ def linear_kl(
     teacher_weight_layout: Literal["vh", "hv"] | Same = "same",
     axis_name: Axes = None,
     precision: PrecisionLike = None,
+    implementation: str | tuple[str, ...] | None = None,
     bias: Float[Array, "V"] | None = None,
     teacher_bias: Float[Array, "V"] | None = None,
 ) -> Float[Array, "*b"]:
@@ -85,6 +86,8 @@ def linear_kl(
             models; all shards return bitwise-equal results. None: both weights are whole.
         precision: of the matrix products with float32 operands; "highest" is exact to float32 rounding where the
             default may be TF32 (GPU) or bfloat16 (TPU).
+        implementation: "mosaic_gpu", "xla", or a tuple of them to try in order. None: the kernels where they serve the
+            call, but those of "jsd", which have never run on a GPU, only by name; else "xla".
         bias: ``[V]``, added to the float32 products before the scale, and split as the weight's vocabulary is. Its
             gradient is summed in float32 and rounded once. None: no bias.
         teacher_bias: ``[V]``, the same for the teacher, without a gradient.
@@ -96,6 +99,7 @@ def linear_kl(
         ValueError, TypeError: shapes, dtypes or options that do not fit, with the offending values. Also weights with
             different numbers of columns, unless ``vocab_size`` is given; over a split vocabulary they must be equal.
         NotImplementedError: on a second derivative.
+        UnsupportedError: an implementation asked for by name cannot serve the call; the message says why.
 
     Memory:
         With kernels (16-bit heads on a Hopper GPU) nine numbers per token and 256 columns in the forward, at
@@ -148,6 +152,7 @@ def linear_kl(
         "weight_layout": weight_layout,
         "teacher_weight_layout": teacher_weight_layout,
         "precision": precision,
+        "implementation": implementation,
         "bias": bias,
         "teacher_bias": teacher_bias,
     }
@@ -201,7 +206,7 @@ def sharded_linear_kl(
             hold, and cost no work. None: every row counts.
         **options: ``beta``, ``temperature``, ``teacher_temperature``, ``logit_softcap``, ``teacher_logit_softcap``,
             ``logit_scale``, ``teacher_logit_scale``, ``vocab_size``, ``weight_layout``, ``teacher_weight_layout``,
-            ``precision``, ``bias`` and ``teacher_bias``, as in `linear_kl`.
+            ``precision``, ``implementation``, ``bias`` and ``teacher_bias``, as in `linear_kl`.
 
     Returns:
         ``[...]`` in nats, at least 0, split as ``hidden`` is.
@@ -210,6 +215,7 @@ def sharded_linear_kl(
         ValueError, TypeError: shapes, dtypes or options that do not fit, with the offending values. Also an axis
             that the mesh does not have, an axis used twice, or a dimension that does not divide.
         NotImplementedError: on a second derivative.
+        UnsupportedError: an implementation asked for by name cannot serve the call; the message says why.
 
     Memory:
         Per device, that of `linear_kl` on the device's tokens and columns. One all-gather of six numbers per token

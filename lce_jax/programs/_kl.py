@@ -23,6 +23,7 @@ from lce_jax.mesh import _collectives
 from lce_jax.mesh._by_platform import by_platform
 from lce_jax.programs import _one_device
 from lce_jax.xla import _kl as _kl_tiles
+from lce_jax.xla import _logprobs as xla
 from lce_jax.xla._kl import KLPlan
 from lce_jax.xla._walk import Head, Shard, Tokens
 
@@ -109,6 +110,8 @@ def _run(
     """
     if spec.implementation != mosaic.NAME:
         return tiles(plan, shard, *rows)
+    if spec.named is not None and xla.NAME not in spec.named:
+        return kernels(plan, shard, *rows)
     cases = Pair(*(dataclasses.replace(case, device=CPU) for case in plan.cases))
     elsewhere = functools.partial(tiles, dataclasses.replace(plan, cases=cases))
     return by_platform(functools.partial(kernels, plan), elsewhere, shard, *rows, device=spec.case.device)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lce_jax import _devices, explain, linear_kl, sharded_linear_kl
+from lce_jax import UnsupportedError, _devices, _dispatch, explain, linear_kl, sharded_linear_kl
 from lce_jax.call._kl import KLCall
 from lce_jax.mathematics._kl import Pair
 from lce_jax.mosaic import _generations, sm90
@@ -27,6 +27,7 @@ BFLOAT16, FLOAT16 = ("bfloat16",) * 4, ("float16",) * 4
 SMALL = dataclasses.replace(
     sm90.KERNELS.budget, statistics_bytes=1, temporary_bytes=0, chunk_columns=sm90.KERNELS.tiling.tile
 )
+BY_NAME = ("mosaic_gpu", "xla")  # those of a mixture are not used otherwise
 PADDED = call(
     "padding, rows left out, a wider teacher", leading=(20,), H=64, G=128, V=264, teachers_columns=272, vocab_size=260,
     where=True, temperature=True, dtypes=BFLOAT16,
@@ -62,6 +63,7 @@ def evaluate(drawn: Drawn) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """The divergence and the gradients of one device's program. The runner around it cannot be interpreted."""
     options = dict(drawn.options)
     direction, where = options.pop("direction", "forward"), options.pop("where", None)
+    options["implementation"] = BY_NAME
     made = KLCall.of(Pair(drawn.student, drawn.teacher), where, direction, options, None)
     spec = made.spec(None)
     assert spec.implementation == "mosaic_gpu"
@@ -114,7 +116,7 @@ def lowered(operands: list[Any], **options: Any) -> str:
 @pytest.mark.parametrize("direction", ["reverse", pytest.param("jsd", marks=pytest.mark.slow)])
 def test_lowers(direction: str) -> None:
     """Real heads of different hidden sizes: layouts, alignment, shared memory."""
-    text = lowered(structs(1000, 2880, 4096, 201088), logit_softcap=30.0, direction=direction)
+    text = lowered(structs(1000, 2880, 4096, 201088), logit_softcap=30.0, direction=direction, implementation=BY_NAME)
     assert "lce_kl_statistics" in text
     assert ("lce_kl_mixture_sums" in text) == (direction == "jsd")
     assert "lce_kl_dlogits" in text
@@ -141,7 +143,8 @@ def test_a_program_with_kernels_runs_elsewhere_without_them(direction: str) -> N
     mesh = jax.make_mesh((1, 1), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 
     def loss(hidden: Any, weight: Any) -> Any:
-        kl = sharded_linear_kl(hidden, weight, *drawn.teacher, mesh=mesh, batch_axes="data", **drawn.options)
+        how: Any = {"mesh": mesh, "batch_axes": "data", "implementation": BY_NAME}
+        kl = sharded_linear_kl(hidden, weight, *drawn.teacher, **how, **drawn.options)
         return jnp.sum(drawn.seed * kl), kl
 
     gradients, kl = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))(*drawn.student)
@@ -149,6 +152,34 @@ def test_a_program_with_kernels_runs_elsewhere_without_them(direction: str) -> N
     assert oracle.value_error(kl, want.kl) < 4e-6
     for got, true in zip(gradients, want.gradients, strict=True):
         assert oracle.relative_norm(got, true) < 4e-3
+
+
+@pytest.mark.usefixtures("hopper")
+def test_kernels_that_have_not_run_are_used_by_name_alone(caplog: pytest.LogCaptureFixture) -> None:
+    _dispatch._log_unproven.cache_clear()
+    operands = structs(64, 64, 64, 512)
+
+    def chosen(direction: str, name: str | None) -> str:
+        made = KLCall.of(
+            Pair(tuple(operands[:2]), tuple(operands[2:])), None, direction, {"implementation": name}, None
+        )
+        return made.spec(None).implementation
+
+    assert chosen("jsd", None) == chosen("forward", "xla") == "xla"
+    assert chosen("forward", None) == chosen("reverse", None) == "mosaic_gpu"
+    assert not caplog.text
+    assert chosen("jsd", "mosaic_gpu") == "mosaic_gpu"
+    assert 'the kernels of direction="jsd" have run in the interpreter alone' in caplog.text
+    assert "lce_kl" not in lowered(operands, direction="jsd")
+
+
+def test_an_implementation_that_cannot_serve() -> None:
+    ones = jnp.ones((2, 64), jnp.bfloat16)
+    for name, reason in (("mosaic_gpu", "cpu"), ("reference", 'it has no divergence of two heads; "xla" has')):
+        with pytest.raises(UnsupportedError, match=reason):
+            linear_kl(ones, ones, ones, ones, implementation=name)
+    with pytest.raises(ValueError, match="unknown implementation 'cuda'"):
+        linear_kl(ones, ones, ones, ones, implementation="cuda")
 
 
 REFUSED = {

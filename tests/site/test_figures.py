@@ -61,6 +61,14 @@ def test_the_first_lines_of_the_readme():
     assert threshold < exact / 2
 
 
+def test_what_a_training_step_gains():
+    rows = tables.load("step")["rows"][-2:]
+    stored, ours = rows
+    assert (stored["head"], ours["head"], ours["tokens"]) == ("logits stored", "lce_jax", 65_536)
+    assert round(stored["memory_bytes"] / ours["memory_bytes"], 1) == 2.7
+    assert round(100 * (ours["seconds"] / stored["seconds"] - 1)) == 2  # %
+
+
 UNIT = r" ?(?:[KMG]iB|GB|ms|nats|%|per cent)(?!\w)"
 FIGURE = re.compile(rf"(?<![\w.])\d[\d,]*(?:\.\d+(?:e-\d+)?|e-\d+|(?={UNIT}))(?![\d.])")
 VERSIONED = "Python|PyTorch|Llama|JAX|megatron-core|Megatron|capability|GPTModel before|tunix|TRL"

@@ -42,6 +42,7 @@ OTHER_MEANING = {
     ("linear_topk", "temperature"): "there are no labels and no gradients, and the order does not depend on it",
     ("linear_topk", "implementation"): "there are no kernels",
     ("linear_logits", "implementation"): "there are no kernels, and no logits are stored",
+    ("linear_kl", "implementation"): "one direction has kernels that only a name gets",
     ("linear_topk", "bias"): "there are no kernels and no gradients",
     ("linear_kl", "temperature"): "there are no labels",
     **{(name, "temperature"): "again, that of the statistics" for name in ("merge", "finish", "mean_logit")},
