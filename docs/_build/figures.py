@@ -90,7 +90,7 @@ NAMED = {  # rows of the picture of all packages, where the bench's own name is 
     "ours full cache": "full cache",
     "ours in forward": "linear_loss",
     "materialised": "XLA, logits stored",
-    "materialised by hand": "the same by hand",
+    "materialised by hand": "XLA, by hand",
     "chunked": "lce_jax, xla",
 }
 
