@@ -84,13 +84,14 @@ docs: $(VENV)/.ready-docs
 	$(RUN) docs/_build/figures.py
 	$(RUN) docs/_build/notebooks.py
 	$(RUN) docs/_build/api.py
+	$(RUN) docs/_build/memory.py
 	REPOSITORY='$(REPOSITORY)' $(VENV)/bin/zensical build --strict --clean
 
 bench: $(VENV)/.ready
 	$(RUN) -m lce_jax.bench $(BENCH_ARGS)
 
 clean:
-	rm -rf $(VENV) .venv-jax-* .venv-frameworks .venv-compile* .venv-tpu .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache demo-out bench-out docs/api docs/notebooks site
+	rm -rf $(VENV) .venv-jax-* .venv-frameworks .venv-compile* .venv-tpu .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache demo-out bench-out docs/api docs/notebooks docs/assets/memory-numbers.js site
 
 $(VENV)/.ready: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 12))' || { \

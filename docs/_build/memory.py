@@ -1,0 +1,53 @@
+"""``python docs/_build/memory.py``: the numbers behind the calculator of ``docs/memory.md``, from `lce_jax.explain`.
+
+They stand in ``docs/assets/memory-numbers.js``, which is not in git: a page that is opened from a folder may load a
+script, but no data.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax.numpy as jnp
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+from lce_jax.explain.__main__ import Call  # noqa: E402
+from lce_jax.explain._models import MODELS  # noqa: E402
+
+NUMBERS = ROOT / "docs" / "assets" / "memory-numbers.js"
+TOKENS = tuple(1 << n for n in range(10, 18))
+SHARDS = (1, 2, 4, 8)
+# Of each call, in bytes: forward and both passes, with stored logits, without a cache, with a full one, and `linear_loss`.
+WAYS = ("logits stored", "linear_logprobs", "linear_logprobs, full cache", "linear_loss")
+
+
+def of_call(model: str, tokens: int, shards: int) -> list[int]:
+    """The bytes of `WAYS`, forward and both passes in turn."""
+    call = Call(MODELS[model], tokens, shards, False, jnp.dtype("bfloat16"), "h200")
+    plain = call.plan()
+    cached = call.plan(cache_bytes=plain.full_cache_bytes).memory.fused
+    ways = (*plain.memory, cached, call.plan(gradients_in_forward=True).memory.fused)
+    return [size for way in ways for size in (way.forward, way.backward)]
+
+
+def numbers() -> Iterator[tuple[str, list[int]]]:
+    """Every call by its name."""
+    for model in MODELS:
+        for tokens in TOKENS:
+            for shards in SHARDS:
+                yield f"{model}/{tokens}/{shards}", of_call(model, tokens, shards)
+
+
+def main() -> None:
+    """Writes them, with what the page can choose from."""
+    choices = {"model": list(MODELS), "tokens": TOKENS, "shards": SHARDS, "ways": WAYS, "bytes": dict(numbers())}
+    NUMBERS.write_text(f"const MEMORY = {json.dumps(choices, separators=(',', ':'))};\n")
+
+
+if __name__ == "__main__":
+    main()
