@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 
@@ -75,6 +76,11 @@ def vary_over[T](tree: T, axes: frozenset[Any]) -> T:
         return lax.pcast(x, tuple(missing), to="varying") if missing else x
 
     return jax.tree.map(cast, tree)
+
+
+def has_explicit_axes(x: Any) -> bool:
+    """Whether the type of ``x`` has a mesh with axes that types split arrays over, also where none splits ``x``."""
+    return AxisType.Explicit in (jax.typeof(x).sharding.mesh.axis_types or ())
 
 
 def without_reduced(x: jax.Array) -> jax.Array:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
+from lce_jax import _jax
 from lce_jax._types import Case, Primals
 from lce_jax.mathematics import _dlogits
 from lce_jax.xla import _walk
@@ -80,14 +81,15 @@ def is_one_piece(case: Case, kept: int, tile_t: int, has_padding: bool, adds_dwe
     return every_column and every_row and not widens and not (on_cpu and adds_dweight)
 
 
-def empty(walk: Walk) -> Cache | None:
+def empty(walk: Walk, shard: Shard) -> Cache | None:
     """Memory for the forward to fill, if anything is kept."""
     case, columns = walk.cases[0], walk.kept_columns
     if not columns:
         return None
     tiles = -(-columns // walk.tile_v)
-    exponentials = lax.empty((walk.num_tokens, columns), _walk.gradient_dtype(case))
-    return Cache(exponentials, lax.empty((tiles, walk.num_tokens), case.stat_dtype))
+    memory = jnp.zeros if _jax.has_explicit_axes(shard.tokens[0].hidden) else lax.empty  # which has no mesh in its type
+    exponentials = memory((walk.num_tokens, columns), _walk.gradient_dtype(case))
+    return Cache(exponentials, memory((tiles, walk.num_tokens), case.stat_dtype))
 
 
 def gradients(

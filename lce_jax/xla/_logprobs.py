@@ -77,7 +77,8 @@ def statistics(operands: Operands, case: Case, keep_cache: bool = False) -> tupl
             cache = cache.with_part(tile, _dlogits.to_keep(e, _walk.gradient_dtype(case)), stats.max)
         return running.add(stats, scale), cache
 
-    running, cache = walk.fold_keeping(_shard(operands, None), empty, add, _cache.empty(walk))
+    shard = _shard(operands, None)
+    running, cache = walk.fold_keeping(shard, empty, add, _cache.empty(walk, shard))
     return running.finish(), cache
 
 
