@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import time
 import weakref
+from typing import Any
 
 import jax
 import jax.extend
@@ -13,6 +15,7 @@ from lce_torch_bridge.through_jax import _programs
 from lce_torch_bridge.through_jax import _runtime as runtime
 
 SHOWN = 3  # arrays that a message names
+PATIENCE = 1.0  # seconds for JAX's threads: they drop what a finished program read only after its results are ready
 
 
 def release() -> None:
@@ -23,7 +26,8 @@ def release() -> None:
     choose again. The CUDA driver keeps about 530 MiB for the process. If JAX has not started, nothing happens.
 
     Nothing may be left in JAX's memory: no gradients, which lie in it until they are summed or copied, and no JAX
-    arrays of your own. Devices and meshes of JAX that you hold cannot be used afterwards.
+    arrays of your own. It waits up to a second for what JAX's own threads still hold. Devices and meshes of JAX
+    that you hold cannot be used afterwards.
 
     Raises:
         RuntimeError: something is left, and nothing is released; something holds a client of JAX, and its pool stays;
@@ -37,9 +41,8 @@ def release() -> None:
     if not runtime._jax_has_started():
         return
     runtime.start()  # raises in a fork
-    gc.collect()
     clients = jax.extend.backend.backends()
-    left = [array for client in clients.values() for array in client.live_arrays()]
+    left = _what_stays(clients)
     if left:
         some = ", ".join(f"{array.dtype}{list(array.shape)}" for array in left[:SHOWN])
         raise RuntimeError(
@@ -59,3 +62,19 @@ def release() -> None:
             f"JAX's memory is not given back, because something holds its {', '.join(alive)} client: drop devices, "
             "meshes, shardings and compiled functions of JAX before release()"
         )
+
+
+def _what_stays(clients: dict[str, Any]) -> list[jax.Array]:
+    """The arrays in JAX's memory after its work is done and its threads have dropped what that work read.
+
+    They leave it to the next collection of garbage.
+    """
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        gc.collect()
+        left = [array for client in clients.values() for array in client.live_arrays()]
+        if not left or time.monotonic() > deadline:
+            return left
+        jax.block_until_ready(left)
+        del left
+        time.sleep(0.01)

@@ -7,7 +7,7 @@ import re
 from tests.torch.processes import succeed
 
 PROGRAM = """
-    import os, warnings, weakref
+    import os, threading, warnings, weakref
     import jax, lce_torch_bridge, torch
     from lce_torch_bridge.through_jax import _runtime as runtime
     from tests.torch import problem as p
@@ -48,6 +48,11 @@ PROGRAM = """
     print(attempt())
     del device
     assert all(map(torch.equal, step(), first))
+    optimizer.zero_grad(set_to_none=True)
+    held_by_a_thread = [jax.numpy.ones(3)]
+    threading.Timer(0.2, held_by_a_thread.clear).start()
+    print(attempt())
+    assert all(map(torch.equal, step(), first))
     warnings.simplefilter("ignore")  # JAX warns of fork by itself
     if os.fork() == 0:
         print(attempt(), flush=True)
@@ -64,4 +69,5 @@ def test_release_and_the_next_call() -> None:
     assert said[3] == "released"
     assert said[4].startswith("JAX's memory still holds arrays, 1 in number, of them float32[3]: drop them first")
     assert said[5].startswith("JAX's memory is not given back, because something holds its cpu client: drop devices")
-    assert "after JAX had started there" in said[6]
+    assert said[6] == "released"
+    assert "after JAX had started there" in said[7]
