@@ -13,6 +13,7 @@ from lce_jax._plans import ALONE, Plan, Surroundings
 from lce_jax._types import (
     CPU,
     Case,
+    Device,
     Operands,
     Primals,
     RowCoefficients,
@@ -91,18 +92,58 @@ def choose(case: Case, implementation: tuple[str, ...] | None) -> tuple[Implemen
     Raises:
         UnsupportedError: none of those asked for can.
     """
-    names = AUTOMATIC if implementation is None else implementation
+
+    def refusal(name: str) -> str | None:
+        return _symbolic(name, case) or IMPLEMENTATIONS[name].supports(case)
+
+    def unproven(name: str) -> str | None:
+        return IMPLEMENTATIONS[name].unproven(case)
+
+    name, refused = _first(implementation, refusal, unproven, "linear log-probabilities", case.device)
+    return IMPLEMENTATIONS[name], refused
+
+
+def choose_kl(
+    cases: Pair[Case], mixture: bool = False, implementation: tuple[str, ...] | None = None
+) -> tuple[str, dict[str, str]]:
+    """Which implementation serves `lce_jax.linear_kl` of two heads, and the reasons of those before it.
+
+    Raises:
+        UnsupportedError: none of those asked for can.
+    """
+
+    def refusal(name: str) -> str | None:
+        if name == reference.NAME:
+            return 'it has no divergence of two heads; "xla" has'
+        symbolic = next(filter(None, (_symbolic(name, case) for case in cases)), None)
+        return mosaic.kl_supports(cases) if symbolic is None and name == mosaic.NAME else symbolic
+
+    def unproven(name: str) -> str | None:
+        return mosaic.kl_unproven(mixture) if name == mosaic.NAME else None
+
+    return _first(implementation, refusal, unproven, "divergences of two heads", cases.student.device)
+
+
+def _first(
+    implementation: tuple[str, ...] | None,
+    refusal: Callable[[str], str | None],
+    unproven: Callable[[str], str | None],
+    what: str,
+    device: Device,
+) -> tuple[str, dict[str, str]]:
+    """The first name that serves ``what``, and the reasons of those before it. The log tells, once."""
     refused: dict[str, str] = {}
-    for name in names:
-        reason = _symbolic(name, case) or IMPLEMENTATIONS[name].supports(case)
-        unproven = IMPLEMENTATIONS[name].unproven(case) if reason is None else None
-        if reason is None and (unproven is None or implementation is not None):
-            if implementation is None:
-                _log_choice(name, case.device.platform, tuple(refused.items()))
-            elif unproven is not None:
-                _log_unproven(name, case.device.kind, unproven)
-            return IMPLEMENTATIONS[name], refused
-        refused[name] = reason or str(unproven)
+    for name in AUTOMATIC if implementation is None else implementation:
+        reason = refusal(name)
+        by_name_alone = unproven(name) if reason is None else None
+        if reason is None and implementation is None and by_name_alone is None:
+            _log_choice(what, device.platform, name, tuple(refused.items()))
+            return name, refused
+        if reason is None and implementation is not None:
+            if by_name_alone is not None:
+                _log_unproven(name, device.kind, by_name_alone)
+            return name, refused
+        refused[name] = reason or str(by_name_alone)
     raise UnsupportedError("; ".join(f'implementation "{name}": {reason}' for name, reason in refused.items()))
 
 
@@ -138,33 +179,6 @@ def _symbolic(name: str, case: Case) -> str | None:
     )
 
 
-def choose_kl(
-    cases: Pair[Case], mixture: bool = False, implementation: tuple[str, ...] | None = None
-) -> tuple[str, dict[str, str]]:
-    """Which implementation serves `lce_jax.linear_kl` of two heads, and the reasons of those before it.
-
-    Raises:
-        UnsupportedError: none of those asked for can.
-    """
-    refused: dict[str, str] = {}
-    for name in AUTOMATIC if implementation is None else implementation:
-        reason = next(filter(None, (_symbolic(name, case) for case in cases)), None)
-        unproven = None
-        if reason is None and name == mosaic.NAME:
-            reason, unproven = mosaic.kl_supports(cases), mosaic.kl_unproven(mixture)
-        if name == reference.NAME:
-            reason = 'it has no divergence of two heads; "xla" has'
-        if reason is None and (unproven is None or implementation is not None):
-            if implementation is None:
-                platform = cases.student.device.platform
-                _log_choice(name, platform, tuple(refused.items()), "divergences of two heads")
-            elif unproven is not None:
-                _log_unproven(name, cases.student.device.kind, unproven)
-            return name, refused
-        refused[name] = reason or str(unproven)
-    raise UnsupportedError("; ".join(f'implementation "{name}": {reason}' for name, reason in refused.items()))
-
-
 def explain(case: Case, implementation: tuple[str, ...] | None, around: Surroundings) -> Plan:
     """The plan of the implementation that `choose` picks, with the reasons of those before it."""
     chosen, refused = choose(case, implementation)
@@ -182,8 +196,6 @@ def _log_unproven(name: str, kind: str, reason: str) -> None:
 
 
 @functools.cache
-def _log_choice(
-    name: str, platform: str, refused: tuple[tuple[str, str], ...], what: str = "linear log-probabilities"
-) -> None:
+def _log_choice(what: str, platform: str, name: str, refused: tuple[tuple[str, str], ...]) -> None:
     reasons = "".join(f"; not {other}: {reason}" for other, reason in refused)
     _logger.info("%s on %s: %s%s", what, platform, name, reasons)

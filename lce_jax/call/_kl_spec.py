@@ -25,7 +25,7 @@ class KLSpec:
     models: Pair[Spec]
     student_first: bool  # as in `KLPlan`
     mixture: bool = False  # a JSD
-    named: tuple[str, ...] | None = None  # the implementations that were asked for
+    requested: tuple[str, ...] | None = None  # as `Spec.requested`
     mesh: Any = None  # as `Spec.mesh`
 
     @property
@@ -44,14 +44,9 @@ class KLSpec:
         return self.models.student.case
 
     @property
-    def requested(self) -> tuple[str, ...] | None:
-        """The implementations to choose from."""
-        return self.models.student.requested
-
-    @property
     def implementation(self) -> str:
         """The one that serves it, with kernels or without."""
-        return _dispatch.choose_kl(self._cases, self.mixture, self.named)[0]
+        return _dispatch.choose_kl(self._cases, self.mixture, self.requested)[0]
 
     @property
     def as_traced(self) -> KLSpec:

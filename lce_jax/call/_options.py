@@ -199,6 +199,7 @@ def _axis_name(axis_name: Any) -> Any:
 
 
 def implementation_names(implementation: Any) -> tuple[str, ...] | None:
+    """The names of ``implementation=``, checked; None leaves the choice to the device."""
     if implementation is None:
         return None
     names = (implementation,) if isinstance(implementation, str) else implementation

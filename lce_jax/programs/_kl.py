@@ -110,7 +110,7 @@ def _run(
     """
     if spec.implementation != mosaic.NAME:
         return tiles(plan, shard, *rows)
-    if spec.named is not None and xla.NAME not in spec.named:
+    if spec.requested is not None and xla.NAME not in spec.requested:
         return kernels(plan, shard, *rows)
     cases = Pair(*(dataclasses.replace(case, device=CPU) for case in plan.cases))
     elsewhere = functools.partial(tiles, dataclasses.replace(plan, cases=cases))
