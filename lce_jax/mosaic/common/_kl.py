@@ -60,29 +60,8 @@ def statistics(
     parts: Float[Array, "n 6 Tp"],
 ) -> Float[Array, "n 6 Tp"]:
     """``parts`` with those of the span's tiles."""
-    matmuls = _matmuls(cases, tuning)
     given = _arrays(operands, span)
-    run = machine.kernel(
-        matmuls[0],
-        functools.partial(_statistics_kernel, machine, matmuls),
-        [jax.ShapeDtypeStruct(parts.shape, parts.dtype)],
-        "lce_kl_statistics",
-        updated={len(given): 0},
-    )
-    return run(*given, parts)[0]
-
-
-def _statistics_kernel(machine: KLMachine, matmuls: tuple[Matmul, Matmul], *refs: Any) -> None:
-    *arrays, scales, mask, scalars, parts, output = _unpacked(refs)
-    del parts  # as they were, in the same place
-    span = Span.unpack(scalars)
-    of_kernel = Refs(_heads(matmuls, scales), mask, output)
-
-    def consume(tile: Tile, multiply: Multiply, scratch: Any) -> None:
-        where = Where(span.column + tile.column, span.slot + tile.vocabulary_tile, span.num_columns)
-        machine.statistics(of_kernel, tile, where, multiply, scratch)
-
-    _walk(machine, matmuls, arrays, span, consume, machine.held())
+    return _updated(machine, cases, tuning, machine.statistics, "lce_kl_statistics", given, parts)
 
 
 def mixture_sums(
@@ -95,27 +74,42 @@ def mixture_sums(
     parts: Float[Array, "n 2 Tp"],
 ) -> Float[Array, "n 2 Tp"]:
     """``parts`` with those of the span's tiles."""
-    matmuls = _matmuls(cases, tuning)
     given = [*_arrays(operands, span), factors]
+    return _updated(machine, cases, tuning, machine.mixture_sums, "lce_kl_mixture_sums", given, parts)
+
+
+def _updated(
+    machine: KLMachine,
+    cases: tuple[Case, Case],
+    tuning: Any,
+    epilogue: Callable[..., None],
+    name: str,
+    given: Sequence[Any],
+    parts: Float[Array, "n fields Tp"],
+) -> Float[Array, "n fields Tp"]:
+    """``parts`` with what ``epilogue`` makes of the span's tiles. ``given`` may end with factors of the rows."""
+    matmuls = _matmuls(cases, tuning)
     run = machine.kernel(
         matmuls[0],
-        functools.partial(_mixture_sums_kernel, machine, matmuls),
+        functools.partial(_kernel_per_tile, machine, matmuls, epilogue),
         [jax.ShapeDtypeStruct(parts.shape, parts.dtype)],
-        "lce_kl_mixture_sums",
+        name,
         updated={len(given): 0},
     )
     return run(*given, parts)[0]
 
 
-def _mixture_sums_kernel(machine: KLMachine, matmuls: tuple[Matmul, Matmul], *refs: Any) -> None:
-    *arrays, scales, mask, scalars, factors, parts, output = _unpacked(refs)
-    del parts  # as they were, in the same place
+def _kernel_per_tile(
+    machine: KLMachine, matmuls: tuple[Matmul, Matmul], epilogue: Callable[..., None], *refs: Any
+) -> None:
+    *arrays, scales, mask, scalars, rest = _unpacked(refs)
+    *factors, _, output = rest  # the parts as they were are in the same place
     span = Span.unpack(scalars)
-    of_kernel = Refs(_heads(matmuls, scales), mask, output, factors)
+    of_kernel = Refs(_heads(matmuls, scales), mask, output, *factors)
 
     def consume(tile: Tile, multiply: Multiply, scratch: Any) -> None:
         where = Where(span.column + tile.column, span.slot + tile.vocabulary_tile, span.num_columns)
-        machine.mixture_sums(of_kernel, tile, where, multiply, scratch)
+        epilogue(of_kernel, tile, where, multiply, scratch)
 
     _walk(machine, matmuls, arrays, span, consume, machine.held())
 
@@ -138,7 +132,7 @@ def dlogits(
 
 
 def _dlogits_kernel(machine: KLMachine, matmuls: tuple[Matmul, Matmul], direction: Direction, *refs: Any) -> None:
-    *arrays, scales, mask, scalars, factors, output = _unpacked(refs)
+    *arrays, scales, mask, scalars, (factors, output) = _unpacked(refs)
     span = Span.unpack(scalars)
     of_kernel = Refs(_heads(matmuls, scales), mask, output, factors)
 
@@ -171,8 +165,8 @@ def _arrays(operands: KLOperands, span: Int[Array, "fields"]) -> list[Any]:
 
 
 def _unpacked(refs: Sequence[Any]) -> list[Any]:
-    """The arrays with H in them, both heads' scales, and the rest."""
-    return [*refs[:4], refs[4:6], *refs[6:]]
+    """The arrays with H in them, both heads' scales, the mask, the span, and the rest in one."""
+    return [*refs[:4], refs[4:6], *refs[6:8], refs[8:]]
 
 
 def _heads(matmuls: tuple[Matmul, Matmul], scales: Sequence[Any]) -> tuple[Head, Head]:
