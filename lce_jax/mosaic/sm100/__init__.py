@@ -1,8 +1,8 @@
 """The kernel set for Blackwell GPUs (compute capabilities 10.0, 10.3): tcgen05.mma into tensor memory.
 
-pipeline         _pipeline.py         tiles of a product: copies, products, the accumulators
-statistics       _statistics.py       the forward's epilogue: eq. 1 of a tile of logits; the exponentials for a cache
-dlogits          _dlogits.py          the backward's: the same tile again, turned into the gradient in the raw products
+pipeline    _pipeline.py             tiles of a product: copies, products, the accumulators
+statistics  _statistics_epilogue.py  the forward's epilogue: eq. 1 of a tile of logits; the exponentials for a cache
+dlogits     _dlogits_epilogue.py     the backward's: the same tile again, turned into the gradient in the raw products
 
 Nothing of it has run on a GPU. It is interpreted on the CPU, with a detector of races, and compiled to machine code.
 So a call gets these kernels only if it asks for them by name.

@@ -1,9 +1,9 @@
 """The kernel set for Hopper GPUs (compute capability 9.0): wgmma from tiles that TMA brings into shared memory.
 
-pipeline         _pipeline.py         tiles of a product: copies, wgmma, the registers of two warpgroups
-statistics       _statistics.py       the forward's epilogue: eq. 1 of a tile of logits; the exponentials for a cache
-dlogits          _dlogits.py          the backward's: the same tile again, turned into the gradient in the raw products
-two heads        _kl.py, _kl_tile.py  both epilogues of `lce_jax.linear_kl`; the tile that waits for the other head's
+pipeline    _pipeline.py             tiles of a product: copies, wgmma, the registers of two warpgroups
+statistics  _statistics_epilogue.py  the forward's epilogue: eq. 1 of a tile of logits; the exponentials for a cache
+dlogits     _dlogits_epilogue.py     the backward's: the same tile again, turned into the gradient in the raw products
+two heads   _kl.py, _kl_tile.py      both epilogues of `lce_jax.linear_kl`; the tile that waits for the other head's
 """
 
 from __future__ import annotations
