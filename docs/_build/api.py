@@ -57,7 +57,8 @@ def summary(value: Any) -> str:
     described = inspect.isfunction(value) or inspect.isclass(value)
     text = (inspect.getdoc(value) or "") if described else ""
     first = " ".join(text.partition("\n\n")[0].split())
-    return re.sub(r"(?<=[.:])\s.*", "", first).replace("|", "\\|") if ". " in first else first.replace("|", "\\|")
+    first = re.sub(r"(?<=[.:])\s.*", "", first) if ". " in first else first
+    return first.replace("|", "\\|")
 
 
 def page(path: str, value: Any) -> str:

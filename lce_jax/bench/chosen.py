@@ -89,11 +89,10 @@ def of_stored_floor(count: int, hidden: Array, weight: Array, labels: Array, ids
     """The same from stored logits, which are rounded: those near the floor may be on its other side."""
     del count, ids
     z = programs.product(hidden, weight).astype(jnp.float32)
-    own = jnp.take_along_axis(z, labels[:, None], axis=-1)[:, 0]
     is_label = jnp.arange(z.shape[1])[None, :] == labels[:, None]
     logp = jax.nn.log_softmax(jnp.where((z >= FLOOR) | is_label, z, -1e30))
     entropy = -jnp.sum(jnp.exp(logp) * jnp.where(logp > -1e20, logp, 0.0), axis=-1)
-    return own - jax.nn.logsumexp(jnp.where((z >= FLOOR) | is_label, z, -1e30), axis=-1), entropy
+    return jnp.take_along_axis(logp, labels[:, None], axis=-1)[:, 0], entropy
 
 
 def of_logits(count: int, hidden: Array, weight: Array, labels: Array, ids: Array) -> tuple[Any, ...]:

@@ -250,7 +250,7 @@ def _unwrapped(model: Any) -> Any:
     if not getattr(model, "post_process", True):
         raise NotImplementedError(
             f"this {name} is a pipeline stage without post_process, which returns hidden states: enter "
-            "fused_output_layer on the last stage only, and contextlib.nullcontext() on the others"
+            "this block on the last stage only, and contextlib.nullcontext() on the others"
         )
     return model
 

@@ -98,11 +98,8 @@ def pending_logits(
         options: of `linear_logprobs`, for the losses.
         processors: whether an output processor may replace the layer's forward inside.
     """
-    layer, scale, loss = (
-        model.output_layer,
-        getattr(model, "_scale_logits", unscaled),
-        model.compute_language_model_loss,
-    )
+    layer, loss = model.output_layer, model.compute_language_model_loss
+    scale = getattr(model, "_scale_logits", unscaled)
     by = multiplier(scale)
 
     def forward(
