@@ -17,7 +17,7 @@ from lce_jax.bench.records import Measured
 from tests.doc_blocks import ROOT
 
 pytestmark = pytest.mark.site
-TINY = "options --shape 8,16,64", "kl --shape 8,16,64"
+TINY = "precision --shape 8,16,64", "precision --shape 8,16,65"
 
 
 def a_run(date: str = "2026-01-02", code: str = "now", kind: str = "cpu") -> dict[str, Any]:
@@ -27,6 +27,7 @@ def a_run(date: str = "2026-01-02", code: str = "now", kind: str = "cpu") -> dic
 def test_a_session_goes_on_where_the_last_one_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out, started = tmp_path / "cpu.json", []
     run_job = session._run
+    monkeypatch.setattr(session, "_device", records.device)
     monkeypatch.setattr(session, "plan", lambda *_: list(TINY))
     monkeypatch.setattr(session, "_run", lambda key, *more: started.append(key) or run_job(key, *more))
     told = ["session", "--minutes", "5", "--rounds", "1", "--out", str(out)]
@@ -48,6 +49,7 @@ def test_a_job_that_fails_is_not_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(session, "plan", lambda *_: ["kl --shape 8,16"])
+    monkeypatch.setattr(session, "_device", records.device)
     told = ["session", "--rounds", "1", "--out", str(tmp_path / "cpu.json")]
     assert bench.main([*told, "--list"]) == 0
     assert capsys.readouterr().out == "kl --shape 8,16\n"
