@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from lce_jax import scalars
 from lce_jax._types import LogprobOutput, Options, Results, ShardStatistics
-from lce_jax.call import _arguments, _checks, _options
+from lce_jax.call import _bind, _checks, _options
 from lce_jax.call._keywords import LogprobOptions
 from lce_jax.mathematics import _statistics
 from lce_jax.programs import _shard
@@ -69,7 +69,7 @@ def statistics(
         (0.0, 100.0, 0.0)
     """
     _options.check_names(statistics, options, without=("axis_name",))
-    spec, primals, rows = _arguments.of_one_shard(
+    spec, primals, rows = _bind.bind_shard(
         hidden, weight, labels, where, num_rows, options, scalars.flag("total", total)
     )
     if spec.case.num_tokens == 0:
@@ -213,7 +213,7 @@ def gradients(
         (0.98, -0.02)
     """
     _options.check_names(gradients, options, without=("axis_name",))
-    spec, primals, rows = _arguments.of_one_shard(hidden, weight, labels, where, num_rows, options, dtotal is not None)
+    spec, primals, rows = _bind.bind_shard(hidden, weight, labels, where, num_rows, options, dtotal is not None)
     zero = jnp.zeros((spec.case.num_tokens,), spec.case.stat_dtype)
     _checks.sum_of_dweight(dweight, primals.weight, zero.dtype)
     if spec.case.num_tokens == 0:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, Unpack, overload
 
-from lce_jax._types import LogprobOutput
-from lce_jax.call import _options
+from lce_jax._types import LogprobOutput, Results
+from lce_jax.call import _bind, _options
 from lce_jax.call._keywords import LogprobOptions
-from lce_jax.ops._evaluate import evaluate
+from lce_jax.call._options import CallOptions
+from lce_jax.call._place import Place
+from lce_jax.mesh import _collectives
+from lce_jax.programs._logprobs import LOGPROBS
+from lce_jax.runner import _derivative
 
 if TYPE_CHECKING:
     from jax.lax import PrecisionLike
@@ -182,4 +186,17 @@ def linear_logprobs(
         "vocab_part_size": vocab_part_size,
         "logit_floor": logit_floor,
     }
-    return evaluate(hidden, weight, labels, where, _options.of_call(options)).public
+    return results(hidden, weight, labels, where, _options.of_call(options)).public
+
+
+def results(
+    hidden: Array,
+    weight: Array,
+    labels: Array,
+    where: Array | None,
+    options: CallOptions,
+    place: Place | None = None,
+) -> Results:
+    """What `linear_logprobs` returns, and what losses are made of; over the mesh at ``place`` if there is one."""
+    spec, primals, rows, agree = _bind.bind(hidden, weight, labels, where, options, place)
+    return _collectives.nan_where_different(agree, _derivative.run(LOGPROBS, spec, primals, rows))
