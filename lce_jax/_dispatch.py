@@ -21,21 +21,21 @@ from lce_jax._types import (
     UnsupportedError,
 )
 from lce_jax.mathematics._kl import Pair
-from lce_jax.mathematics._statistics import Normalizer, Parts
 from lce_jax.reference import _logprobs as reference
 from lce_jax.xla import _logprobs as xla
 
 
 class Implementation(Protocol):
-    """What a module must define to be one: what it supports, its plan, the statistics and the gradients."""
+    """What a module must define to be one: what it supports, its plan, the statistics and the gradients.
+
+    `lce_jax.mosaic` has steps of its own besides, which no other needs: statistics in parts, per-token arithmetic, and
+    tiles that are left out.
+    """
 
     NAME: str
 
     def supports(self, case: Case) -> str | None:
         """Why it cannot serve ``case``, in words for the user; None if it can."""
-
-    def unproven(self, case: Case) -> str | None:
-        """Why it serves ``case`` only if it is asked for by name; None if it serves it in any case."""
 
     def plan(self, case: Case, around: Surroundings = ALONE) -> Plan:
         """Its tiles and its bytes for ``case``, without running anything."""
@@ -43,22 +43,7 @@ class Implementation(Protocol):
     def statistics(self, operands: Operands, case: Case, keep_cache: bool = False) -> tuple[ShardStatistics, Any]:
         """Eq. 1 of the shard, and the cache for the backward (None, or arrays of at most ``cache_bytes``).
 
-        With a ``gradient_threshold`` the cache may also hold what `selected` needs.
-        """
-
-    def in_parts(self, operands: Operands, case: Case, keep_cache: bool = False) -> tuple[Parts, Any]:
-        """The same of a shard whose statistics will be `merged` with those of others."""
-
-    def merged(self, parts: Parts, case: Case, inverse_temperature: Any, num_rows: Any) -> ShardStatistics:
-        """Eq. 1 of the whole vocabulary, from the `in_parts` of all shards, stacked. The others are of the operands."""
-
-    def per_token(self, function: Callable[..., Any], case: Case, *operands: Any) -> Any:
-        """``function(*operands)`` of trees of [T], in the implementation's own arithmetic."""
-
-    def selected(self, case: Case, cache: Any, of_rows: Normalizer, num_rows: Any) -> tuple[Any, Any]:
-        """With a ``gradient_threshold``: the cache as `gradients` takes it, and the dropped mass [T], or None for 0.
-
-        The first ``num_rows`` count, None: all.
+        With a ``gradient_threshold`` the cache may also hold what `lce_jax.mosaic.selected` needs.
         """
 
     def gradients(
@@ -97,7 +82,7 @@ def choose(case: Case, implementation: tuple[str, ...] | None) -> tuple[Implemen
         return _symbolic(name, case) or IMPLEMENTATIONS[name].supports(case)
 
     def unproven(name: str) -> str | None:
-        return IMPLEMENTATIONS[name].unproven(case)
+        return mosaic.unproven(case) if name == mosaic.NAME else None
 
     name, refused = _first(implementation, refusal, unproven, "linear log-probabilities", case.device)
     return IMPLEMENTATIONS[name], refused

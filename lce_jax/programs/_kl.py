@@ -15,10 +15,9 @@ import jax.numpy as jnp
 
 from lce_jax import mosaic
 from lce_jax._types import CPU, Primals
-from lce_jax.call import _rows, _scales
+from lce_jax.call import _rows
 from lce_jax.call._kl_spec import KLSpec
-from lce_jax.call._rows import Rows
-from lce_jax.call._scales import Scales
+from lce_jax.call._rows import Rows, Scales
 from lce_jax.mathematics import _kl, _kl_mixture, _logprobs
 from lce_jax.mathematics._kl import KLStatistics, Pair
 from lce_jax.mathematics._kl_mixture import Mixture, MixtureSums
@@ -162,7 +161,7 @@ def _run(
 
 
 def _scales_of(spec: KLSpec, rows: Pair[Rows]) -> Pair[Scales]:
-    return Pair(*(_scales.of_rows(own, spec.dtype, signs_hidden=False) for own in rows))
+    return Pair(*(_rows.scales(own, spec.dtype, signs_hidden=False) for own in rows))
 
 
 def _row_scales(spec: KLSpec, scales: Pair[Scales]) -> tuple[Any, Any]:
@@ -175,7 +174,7 @@ def _row_scales(spec: KLSpec, scales: Pair[Scales]) -> tuple[Any, Any]:
 
 def _wrong_temperature(rows: Pair[Rows]) -> Bool[Array, "T"] | None:
     """Rows of which one temperature is wrong: they return NaN and have no gradient."""
-    student, teacher = map(_scales.wrong_rows, rows)
+    student, teacher = map(_rows.wrong, rows)
     return teacher if student is None else student if teacher is None else student | teacher
 
 

@@ -17,16 +17,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from lce_jax import _dispatch, _jax, mosaic
-from lce_jax._types import Case, LogprobOutput, Operands, Primals, Results, RowCoefficients, ShardStatistics
-from lce_jax.call import _rows, _scales
-from lce_jax.call._rows import Rows
-from lce_jax.call._scales import Scales
+from lce_jax._types import Case, LogprobOutput, Operands, Primals, Results, RowCoefficients, ShardStatistics, is_array
+from lce_jax.call import _rows
+from lce_jax.call._rows import Rows, Scales
 from lce_jax.call._spec import Spec
 from lce_jax.mathematics import _columns, _logprobs, _temperature
 from lce_jax.mathematics._largest import Largest
-from lce_jax.mathematics._statistics import Normalizer, Parts, along, like, with_gradient
+from lce_jax.mathematics._statistics import Normalizer, Parts, along, as_parts, like, merge_parts, with_gradient
 from lce_jax.mesh._by_platform import by_platform
-from lce_jax.programs import _per_token
 from lce_jax.reference import _logprobs as reference
 from lce_jax.xla import _logprobs as xla
 from lce_jax.xla import _topk
@@ -52,25 +50,20 @@ def statistics(
     returns the arrays of all shards, the statistics are those of the whole vocabulary.
     """
     operands, order = _operands(spec, primals, rows, start, _scales_of(spec, rows))
-    whole = stacked is None
-
-    def chosen(operands: Operands) -> tuple[Any, Any]:
-        implementation = _dispatch.IMPLEMENTATIONS[spec.implementation]
-        run: Any = implementation.statistics if whole else implementation.in_parts
-        return run(operands, spec.case, keep_cache)
+    run: Any = _statistics if stacked is None else _parts
+    chosen = functools.partial(run, _dispatch.IMPLEMENTATIONS[spec.implementation], spec.case, keep_cache=keep_cache)
 
     def elsewhere(implementation: Any, case: Case, operands: Operands) -> tuple[Any, Any]:
         shapes, cache = jax.eval_shape(chosen, operands)  # of the kernels' shape, but nothing will read the cache
-        if whole:
-            return implementation.statistics(operands, case)[0], _zeros(cache)
-        return like(implementation.in_parts(operands, case)[0], shapes), _zeros(cache)
+        found, _ = run(implementation, case, operands, keep_cache=False)
+        return found if stacked is None else like(found, shapes), _zeros(cache)
 
     stats, cache = _run(spec, chosen, elsewhere, operands)
     if stacked is not None:
         with jax.named_scope("lce_merge"):
             stats = _merged(spec, stacked(stats), operands)
     stats = stats if order is None else _rows.expand(order, stats)
-    wrong = _scales.wrong_rows(rows)
+    wrong = _rows.wrong(rows)
     if wrong is not None:
         stats = jax.tree.map(lambda x: jnp.where(along(wrong, x), jnp.nan, x), stats)
     return stats, cache
@@ -79,12 +72,36 @@ def statistics(
 type Stacked = Callable[[Any], Any]  # a tree of arrays -> those of all shards, [N, ...] each
 
 
-def _merged(spec: Spec, parts: Parts, operands: Operands) -> ShardStatistics:
-    def run(implementation: Any, case: Case, parts: Parts, *of_rows: Any) -> ShardStatistics:
-        return implementation.merged(parts, case, *of_rows)
+def _statistics(implementation: Any, case: Case, operands: Operands, keep_cache: bool) -> tuple[ShardStatistics, Any]:
+    """Of one shard, which is all there is."""
+    found: tuple[ShardStatistics, Any] = implementation.statistics(operands, case, keep_cache)
+    return found
 
-    chosen = functools.partial(run, _dispatch.IMPLEMENTATIONS[spec.implementation], spec.case)
-    return _run(spec, chosen, run, parts, operands.inverse_temperature, operands.num_rows)
+
+def _parts(implementation: Any, case: Case, operands: Operands, keep_cache: bool) -> tuple[Parts, Any]:
+    """Of one shard among others: the kernels send the statistics of each group of tiles, XLA those of the shard."""
+    if implementation.NAME == mosaic.NAME:
+        return mosaic.in_parts(operands, case, keep_cache)
+    stats, cache = implementation.statistics(operands, case, keep_cache)
+    return as_parts(stats), cache
+
+
+def _merged(spec: Spec, parts: Parts, operands: Operands) -> ShardStatistics:
+    """Eq. 1 of the whole vocabulary, from the parts of all shards, stacked."""
+
+    def by_xla(_: Any, case: Case, parts: Parts, inverse_temperature: Any, __: Any) -> ShardStatistics:
+        scale = _logprobs.row_scale(case.options, inverse_temperature)
+        return merge_parts(parts, case.options, case.num_tokens, scale)
+
+    of_rows = operands.inverse_temperature, operands.num_rows
+    if spec.implementation != mosaic.NAME:
+        return by_xla(None, spec.case, parts, *of_rows)
+
+    def by_kernels(parts: Parts, inverse_temperature: Any, num_rows: Any) -> ShardStatistics:
+        return mosaic.merged(parts, spec.case, inverse_temperature, num_rows)
+
+    found: ShardStatistics = _run(spec, by_kernels, by_xla, parts, *of_rows)
+    return found
 
 
 def finish(
@@ -101,14 +118,30 @@ def finish(
 
 
 def _in_arithmetic_of(spec: Spec, function: Callable[..., Any], *operands: Any) -> Any:
-    """``function(*operands)`` of trees of [T] and of numbers, in the implementation's arithmetic."""
-    of_arrays, given = _per_token.of_arrays(function, operands)
+    """``function(*operands)`` of trees of [T] and of numbers, in the implementation's arithmetic.
 
-    def run(implementation: Any, case: Case, *arrays: Any) -> Any:
-        return implementation.per_token(of_arrays, case, *arrays)
+    XLA and the kernels round logarithms and quotients differently, so a token's results keep their bits only where all
+    such steps are of one kind.
+    """
+    if spec.implementation != mosaic.NAME:
+        return function(*operands)
+    run, arrays = of_arrays(function, operands)
 
-    chosen = functools.partial(run, _dispatch.IMPLEMENTATIONS[spec.implementation], spec.case)
-    return _run(spec, chosen, run, *given)
+    def in_kernel(*arrays: Any) -> Any:
+        return mosaic.per_token(run, spec.case, *arrays)
+
+    return _run(spec, in_kernel, lambda _, __, *arrays: run(*arrays), *arrays)
+
+
+def of_arrays(function: Callable[..., Any], operands: Any) -> tuple[Callable[..., Any], list[Any]]:
+    """``function(*operands)`` as a function of the arrays among the trees ``operands``, and these."""
+    leaves, tree = jax.tree.leaves(operands), jax.tree.structure(operands)
+
+    def run(*arrays: Any) -> Any:
+        given = iter(arrays)
+        return function(*jax.tree.unflatten(tree, [next(given) if is_array(x) else x for x in leaves]))
+
+    return run, list(filter(is_array, leaves))
 
 
 def selected(spec: Spec, rows: Rows, stats: ShardStatistics, cache: Any) -> tuple[Any, Float[Array, "T"] | None]:
@@ -116,6 +149,8 @@ def selected(spec: Spec, rows: Rows, stats: ShardStatistics, cache: Any) -> tupl
 
     The part is None if nothing is ever left out. ``stats`` are those of the whole vocabulary, in the call's row order.
     """
+    if spec.implementation != mosaic.NAME:
+        return cache, None
     order = None if rows.where is None else _rows.compaction(rows.where)
     num_rows = rows.num_rows if order is None else order.num_rows
     of_rows = Normalizer(stats.max, stats.sumexp)
@@ -123,7 +158,7 @@ def selected(spec: Spec, rows: Rows, stats: ShardStatistics, cache: Any) -> tupl
         of_rows = jax.tree.map(lambda x: x[order.source], of_rows)
 
     def chosen(cache: Any, of_rows: Normalizer, num_rows: Any) -> tuple[Any, Any]:
-        return _dispatch.IMPLEMENTATIONS[spec.implementation].selected(spec.case, cache, of_rows, num_rows)
+        return mosaic.selected(spec.case, cache, of_rows, num_rows)
 
     def elsewhere(_: Any, __: Any, *given: Any) -> tuple[Any, Any]:
         return _zeros(jax.eval_shape(chosen, *given))  # nothing is left out, and nothing reads which tiles are live
@@ -225,7 +260,7 @@ def _coefficients(
         read = read if live is None else read._replace(sumexp=jnp.where(live, read.sumexp, 1.0))
         found = _in_arithmetic_of(spec, functools.partial(of_rows, where=None), read, of_results, *factors)
         found = found if live is None else jax.tree.map(lambda x: jnp.where(live, x, 0.0), found)
-    wrong = _scales.wrong_rows(rows)
+    wrong = _rows.wrong(rows)
     return found if wrong is None else _temperature.without_gradient(found, wrong)
 
 
@@ -275,7 +310,7 @@ def _unscaled_floor(spec: Spec, rows: Rows, scales: Scales) -> Float[Array, "T"]
 
 def _scales_of(spec: Spec, rows: Rows) -> Scales:
     invert = functools.partial(_in_arithmetic_of, spec, _temperature.inverse)
-    return _scales.of_rows(rows, spec.case.stat_dtype, spec.case.options.signs_hidden, invert)
+    return _rows.scales(rows, spec.case.stat_dtype, spec.case.options.signs_hidden, invert)
 
 
 def _signed(hidden: Float[Array, "T H"], scales: Scales) -> Float[Array, "T H"]:

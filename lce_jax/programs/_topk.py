@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from lce_jax._types import Primals, TopK
-from lce_jax.call import _rows, _scales
+from lce_jax.call import _rows
 from lce_jax.call._rows import Rows
 from lce_jax.call._spec import Spec
 from lce_jax.mathematics._largest import Largest
@@ -44,7 +44,7 @@ def _finish(spec: Spec, rows: Rows, found: Largest) -> TopK:
     logprobs = (found.x - found.max[:, None]) * scale - log_sumexp[:, None]
     out = TopK(found.ids, logprobs, found.max * scale[:, 0] + log_sumexp)
     left_out = None if rows.where is None else ~rows.where
-    for no_result, value in ((_scales.wrong_rows(rows), jnp.nan), (left_out, 0.0)):
+    for no_result, value in ((_rows.wrong(rows), jnp.nan), (left_out, 0.0)):
         if no_result is not None:
             out = TopK(
                 jnp.where(no_result[:, None], -1, out.ids),
