@@ -16,18 +16,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax import _dispatch, _jax, mosaic
+from lce_jax import _dispatch, mosaic
 from lce_jax._types import Case, LogprobOutput, Operands, Primals, Results, RowCoefficients, ShardStatistics, is_array
 from lce_jax.call import _rows
 from lce_jax.call._rows import Rows, Scales
 from lce_jax.call._spec import Spec
 from lce_jax.mathematics import _columns, _logprobs, _temperature
-from lce_jax.mathematics._largest import Largest
 from lce_jax.mathematics._statistics import Normalizer, Parts, along, as_parts, like, merge_parts, with_gradient
 from lce_jax.mesh._by_platform import by_platform
-from lce_jax.reference import _logprobs as reference
-from lce_jax.xla import _logprobs as xla
-from lce_jax.xla import _topk
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Bool, Float
@@ -49,7 +45,7 @@ def statistics(
     Everything here is flat: hidden ``[T, H]``, as `as_operand` returns it, and rows ``[T]``. With ``stacked``, which
     returns the arrays of all shards, the statistics are those of the whole vocabulary.
     """
-    operands, order = _operands(spec, primals, rows, start, _scales_of(spec, rows))
+    operands, order = operands_of(spec, primals, rows, start, scales_of(spec, rows))
     run: Any = _statistics if stacked is None else _parts
     chosen = functools.partial(run, _dispatch.IMPLEMENTATIONS[spec.implementation], spec.case, keep_cache=keep_cache)
 
@@ -185,8 +181,8 @@ def gradients(
     ``stats`` are those of the whole vocabulary, in the call's row order. With ``may_round_dhidden``, dhidden may come
     in the weight's dtype. With ``dweight``, a sum in the statistics' dtype, the shard's dweight is added to it instead.
     """
-    scales = _scales_of(spec, rows)
-    operands, order = _operands(spec, primals, rows, start, scales)
+    scales = scales_of(spec, rows)
+    operands, order = operands_of(spec, primals, rows, start, scales)
     coefficients = _coefficients(spec, rows, stats, cotangent, scales)
     if order is not None:
         coefficients = _rows.compact(order, coefficients)
@@ -205,43 +201,9 @@ def gradients(
     return found._replace(hidden=dhidden if rows.live is None else jnp.where(rows.live[:, None], dhidden, 0.0))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 4), inline=True)
-def compiled_statistics(
-    spec: Spec, primals: Primals, rows: Rows, start: Array, keep_cache: bool
-) -> tuple[ShardStatistics, Any]:
-    """`statistics` of operands as they are given. Not differentiable."""
-    run = functools.partial(statistics, spec, keep_cache=keep_cache)
-    return _jax.first_order_only(run)(as_operand(primals), rows, start)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2), inline=True)
-def compiled_gradients(spec: Spec, overwrite_cache: bool, round_dhidden: bool, primals: Primals, *rest: Any) -> Primals:
-    """`gradients` of operands as they are given, with what `statistics` kept. Not differentiable."""
-    rounds = round_dhidden and primals.hidden.dtype == spec.case.dtype
-    allowed = {"may_overwrite_cache": overwrite_cache, "may_round_dhidden": rounds}
-
-    def run(primals: Primals, rows: Rows, start: Any, stats: Any, seed: Any, cache: Any, dweight: Any) -> Primals:
-        if spec.case.options.gradient_threshold:
-            cache, _ = selected(spec, rows, stats, cache)
-        return gradients(spec, primals, rows, start, stats, seed, cache, dweight=dweight, **allowed)
-
-    return _jax.first_order_only(run)(as_operand(primals), *rest)
-
-
-LARGEST = {xla.NAME: _topk.largest, reference.NAME: reference.largest}  # the kernels refuse `linear_topk`
-
-
-def largest(spec: Spec, primals: Primals, rows: Rows, start: Any) -> Largest:
-    """The k largest products of the shard whose first column is ``start``, in the call's row order. All is flat."""
-    operands, order = _operands(spec, primals, rows, start, _scales_of(spec, rows))
-    found = LARGEST[spec.implementation](operands, spec.case)
-    found = found._replace(ids=found.ids + start)
-    return found if order is None else _rows.expand(order, found)
-
-
 def row_scale(spec: Spec, rows: Rows) -> Float[Array, "T"] | float:
     """The k of eq. 0, in the call's row order."""
-    return _logprobs.row_scale(spec.case.options, _scales_of(spec, rows).logits)
+    return _logprobs.row_scale(spec.case.options, scales_of(spec, rows).logits)
 
 
 def _coefficients(
@@ -277,9 +239,10 @@ def _zeros(structs: Any) -> Any:
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), structs)
 
 
-def _operands(
+def operands_of(
     spec: Spec, primals: Primals, rows: Rows, start: Any, scales: Scales
 ) -> tuple[Operands, _rows.Compaction | None]:
+    """What an implementation is given, the live rows first, and how to undo their order."""
     hidden, weight, bias = primals
     columns = weight.shape[spec.case.options.vocab_dim]
     num_columns = None
@@ -308,7 +271,8 @@ def _unscaled_floor(spec: Spec, rows: Rows, scales: Scales) -> Float[Array, "T"]
     return _in_arithmetic_of(spec, _columns.unscaled_floor, rows.floor, scale)
 
 
-def _scales_of(spec: Spec, rows: Rows) -> Scales:
+def scales_of(spec: Spec, rows: Rows) -> Scales:
+    """The factors of eq. 0, in the implementation's arithmetic."""
     invert = functools.partial(_in_arithmetic_of, spec, _temperature.inverse)
     return _rows.scales(rows, spec.case.stat_dtype, spec.case.options.signs_hidden, invert)
 
