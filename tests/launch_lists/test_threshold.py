@@ -129,7 +129,7 @@ def test_the_bits_of_jax(monkeypatch: pytest.MonkeyPatch) -> None:
         call = Call.prepare(operands, case, _generations.serving(case.device))
         of_seeds = dict(zip(("logprobs", "entropy"), map(jnp.asarray, seeds), strict=True))
         factors = call.kernels.coefficients(of.case, kept, False, of_seeds, jnp.asarray([T, T], jnp.int32), true)
-        return _threshold_backward.walk(call, factors[:, : call.shape.padded_tokens], live, None)
+        return _threshold_backward.walk(call, factors[:, : call.shape.padded_tokens], None, live, None)
 
     with _generations.using(kernels_of(call_of("batches", chunk=1))):
         ids = np.pad(np.stack([labels, 0 * labels], 1).astype(np.int32), ((0, 56), (0, 0)))
