@@ -103,9 +103,7 @@ def choose(case: Case, implementation: tuple[str, ...] | None) -> tuple[Implemen
     return IMPLEMENTATIONS[name], refused
 
 
-def choose_kl(
-    cases: Pair[Case], mixture: bool = False, implementation: tuple[str, ...] | None = None
-) -> tuple[str, dict[str, str]]:
+def choose_kl(cases: Pair[Case], implementation: tuple[str, ...] | None = None) -> tuple[str, dict[str, str]]:
     """Which implementation serves `lce_jax.linear_kl` of two heads, and the reasons of those before it.
 
     Raises:
@@ -119,7 +117,7 @@ def choose_kl(
         return mosaic.kl_supports(cases) if symbolic is None and name == mosaic.NAME else symbolic
 
     def unproven(name: str) -> str | None:
-        return mosaic.kl_unproven(mixture) if name == mosaic.NAME else None
+        return IMPLEMENTATIONS[name].unproven(cases.student)
 
     return _first(implementation, refusal, unproven, "divergences of two heads", cases.student.device)
 

@@ -114,7 +114,7 @@ class KLCall(NamedTuple):
         shards = 1 if layout is not None else _checks.axis_size(self.options.student.axis_name)
         pairs = zip(self.cases, self.options, strict=True)
         models = Pair(*(_arguments.spec(c, own, c.vocab_size * shards, layout) for c, own in pairs))
-        return KLSpec(models, self.direction != "forward", self.direction == "jsd", self.implementation)
+        return KLSpec(models, self.direction != "forward", self.implementation)
 
     def operands(self, spec: KLSpec) -> tuple[Pair[Primals], Pair[Rows]]:
         """The arrays of both models. The teacher's have no gradient."""

@@ -81,6 +81,6 @@ def of_kl(
     if shards == 1 and checked.axis_name is None:
         columns = min(columns, specs.student.vocab_size)
     planned = KLSpec(specs, student_first=False).plan(columns)
-    name, refused = _dispatch.choose_kl(planned.cases, implementation=call.implementation)
+    name, refused = _dispatch.choose_kl(planned.cases, call.implementation)
     plan = mosaic.kl_plan if name == mosaic.NAME else _kl_plan.plan
     return dataclasses.replace(plan(planned, found.around), refused=refused)

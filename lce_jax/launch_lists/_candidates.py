@@ -64,7 +64,7 @@ def logprobs(made: Pass, kept: Buffer) -> list[Buffer]:
     return [made.kernels.candidate_logprobs(head.case, kept, head.has_temperature, made.of_rows)]
 
 
-def selecting(made: Pass, kept: Buffer, num_columns: int) -> tuple[list[Any], list[Any]]:
+def selecting(made: Pass, kept: Buffer, num_columns: Any) -> tuple[list[Any], list[Any]]:
     """For `KernelSet.select`: more numbers, and where the ids are; nothing if there are no candidates."""
     if not made.head.num_candidates:
         return [], []

@@ -263,8 +263,8 @@ def _put_each(
         which = [jnp.minimum(i * PUT + j, most - 1) for j in range(min(PUT, most))]  # after the last, that one again
         places = [place(ids[(first + k) * stride + token]) for k in which]
         found = [values[k * stride + token].astype(output.dtype) for k in which]
-        for (is_here, *at), value in zip(places, found, strict=True):
-            pl.when(is_here)(functools.partial(store, *at, value))
+        for (is_here, row, column), value in zip(places, found, strict=True):
+            pl.when(is_here)(functools.partial(store, row, column, value))
 
     pl.when(token < count)(lambda: lax.fori_loop(0, -(-most // PUT), step, None))
 

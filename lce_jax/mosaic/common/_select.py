@@ -117,6 +117,8 @@ def _select(
             u = (largest - highest) * row_scale - of_rows  # the logarithm of the tile's largest probability
             # NaN is not below: a row without probabilities makes all tiles live, so that its gradient is NaN as well.
             is_live = jnp.where(u < limit, along(0), along(1))
+            if case.options.has_floor:  # a row without a column that counts has no gradient, and its u is infinite
+                is_live = jnp.where(sumexp == 0.0, along(0), is_live)
             is_live = jnp.where(held > 0, along(1), is_live)
             is_live = jnp.where(along(tile) == always, along(1), is_live)
             is_live = jnp.max(jnp.where(there, is_live, along(0)))
