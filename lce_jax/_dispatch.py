@@ -13,7 +13,6 @@ from lce_jax._plans import ALONE, Plan, Surroundings
 from lce_jax._types import (
     CPU,
     Case,
-    Device,
     Operands,
     Primals,
     RowCoefficients,
@@ -81,16 +80,11 @@ def choose(case: Case, implementation: tuple[str, ...] | None) -> tuple[Implemen
     def refusal(name: str) -> str | None:
         return _symbolic(name, case) or IMPLEMENTATIONS[name].supports(case)
 
-    def unproven(name: str) -> str | None:
-        return mosaic.unproven(case) if name == mosaic.NAME else None
-
-    name, refused = _first(implementation, refusal, unproven, "linear log-probabilities", case.device)
+    name, refused = _first(implementation, refusal, "linear log-probabilities", case)
     return IMPLEMENTATIONS[name], refused
 
 
-def choose_kl(
-    cases: Pair[Case], mixture: bool = False, implementation: tuple[str, ...] | None = None
-) -> tuple[str, dict[str, str]]:
+def choose_kl(cases: Pair[Case], implementation: tuple[str, ...] | None = None) -> tuple[str, dict[str, str]]:
     """Which implementation serves `lce_jax.linear_kl` of two heads, and the reasons of those before it.
 
     Raises:
@@ -103,30 +97,26 @@ def choose_kl(
         symbolic = next(filter(None, (_symbolic(name, case) for case in cases)), None)
         return mosaic.kl_supports(cases) if symbolic is None and name == mosaic.NAME else symbolic
 
-    def unproven(name: str) -> str | None:
-        return mosaic.kl_unproven(mixture) if name == mosaic.NAME else None
-
-    return _first(implementation, refusal, unproven, "divergences of two heads", cases.student.device)
+    return _first(implementation, refusal, "divergences of two heads", cases.student)
 
 
 def _first(
     implementation: tuple[str, ...] | None,
     refusal: Callable[[str], str | None],
-    unproven: Callable[[str], str | None],
     what: str,
-    device: Device,
+    case: Case,
 ) -> tuple[str, dict[str, str]]:
     """The first name that serves ``what``, and the reasons of those before it. The log tells, once."""
     refused: dict[str, str] = {}
     for name in AUTOMATIC if implementation is None else implementation:
         reason = refusal(name)
-        by_name_alone = unproven(name) if reason is None else None
+        by_name_alone = mosaic.unproven(case) if reason is None and name == mosaic.NAME else None
         if reason is None and implementation is None and by_name_alone is None:
-            _log_choice(what, device.platform, name, tuple(refused.items()))
+            _log_choice(what, case.device.platform, name, tuple(refused.items()))
             return name, refused
         if reason is None and implementation is not None:
             if by_name_alone is not None:
-                _log_unproven(name, device.kind, by_name_alone)
+                _log_unproven(name, case.device.kind, by_name_alone)
             return name, refused
         refused[name] = reason or str(by_name_alone)
     raise UnsupportedError("; ".join(f'implementation "{name}": {reason}' for name, reason in refused.items()))

@@ -110,7 +110,7 @@ class KLOperands(NamedTuple):
 
     def spec(self, models: Pair[Spec], mesh: Any = None) -> KLSpec:
         """The static part of a call whose models have these."""
-        return KLSpec(models, self.direction != "forward", self.direction == "jsd", self.implementation, mesh)
+        return KLSpec(models, self.direction != "forward", self.implementation, mesh)
 
 
 class KLCall(NamedTuple):

@@ -4,6 +4,8 @@ forward    keep ─ logits … finish ─ logprobs         ids and x are kept of
 part       keep ─ logits                             the x are sent
 merge      join … finish ─ logprobs                  those of all shards are kept
 backward   terms ─ coefficients ─ values … dlogits ─ put …
+
+With a threshold, `_kept.selected` reads the ids that are kept.
 """
 
 from __future__ import annotations
@@ -60,6 +62,13 @@ def logprobs(made: Pass, kept: Buffer) -> list[Buffer]:
     if not head.num_candidates:
         return []
     return [made.kernels.candidate_logprobs(head.case, kept, head.has_temperature, made.of_rows)]
+
+
+def selecting(made: Pass, kept: Buffer, num_columns: Any) -> tuple[list[Any], list[Any]]:
+    """For `KernelSet.select`: more numbers, and where the ids are; nothing if there are no candidates."""
+    if not made.head.num_candidates:
+        return [], []
+    return [made.head.start, num_columns], [_ids(kept), _fields(made).ids]
 
 
 def seed_shape(made: Pass, name: str) -> tuple[int, ...]:

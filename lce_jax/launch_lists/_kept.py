@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from lce_jax.launch_lists import _candidates
 from lce_jax.launch_lists._head import Head
 from lce_jax.launch_lists._recorder import ROWS, STRIDE, Recorder
 from lce_jax.mosaic import _cache, _threshold
@@ -46,8 +47,9 @@ def selected(made: Any, call: Call, maxima: Buffer | None, kept: Buffer) -> tupl
     if maxima is None:
         return [], []
     case, of_tokens, field = call.case, (call.prepared.targets, call.prepared.scale), made.head.first_statistic
-    numbers = made.host.numbers(ROWS, STRIDE, _threshold.always_live(call))
-    live, masses = made.kernels.select(case, maxima, *of_tokens, kept, field, numbers)
+    more, ids = _candidates.selecting(made, kept, call.prepared.num_columns)
+    numbers = made.host.numbers(ROWS, STRIDE, _threshold.always_live(call), *more)
+    live, masses = made.kernels.select(case, maxima, *of_tokens, kept, field, numbers, *ids)
     if masses is None:
         return [], [live]
     return [made.kernels.dropped_mass(masses, made.of_rows).view((case.num_tokens,))], [live]

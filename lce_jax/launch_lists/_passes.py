@@ -222,7 +222,7 @@ def backward(
     if live is None:
         sums, dweight = _backward.walk(call, factors, candidates, cache, whole, owns_cache, total)
     else:
-        sums, dweight = _threshold_backward.walk(call, factors, live, total)
+        sums, dweight = _threshold_backward.walk(call, factors, candidates, live, total)
     if sums.dtype == jnp.float32:
         sums = made.kernels.total(case, sums, jnp.dtype(dhidden_dtype), made.host.numbers(ROWS))
     return made.program([x for x, want in zip((sums, dweight), wanted, strict=True) if want])

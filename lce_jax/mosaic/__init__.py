@@ -156,16 +156,6 @@ def kl_supports(cases: Pair[Case]) -> str | None:
     return _kernels(cases.student).kl_refusal(cases)
 
 
-def kl_unproven(mixture: bool) -> str | None:
-    """Why the kernels serve a divergence only if they are asked for by name."""
-    if not mixture:
-        return None
-    return (
-        'the kernels of direction="jsd" have run in the interpreter alone, not on a GPU: '
-        'implementation="mosaic_gpu" uses them'
-    )
-
-
 def kl_plan(plan: KLPlan, around: Surroundings = ALONE) -> Plan:
     """What `explain` says of it."""
     return _kl_plan.plan(plan, _kernels(plan.cases.student), NAME, around)

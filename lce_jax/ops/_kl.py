@@ -87,7 +87,7 @@ def linear_kl(
         precision: of the matrix products with float32 operands; "highest" is exact to float32 rounding where the
             default may be TF32 (GPU) or bfloat16 (TPU).
         implementation: "mosaic_gpu", "xla", or a tuple of them to try in order. None: the kernels where they serve the
-            call, but those of "jsd", which have never run on a GPU, only by name; else "xla".
+            call, else "xla".
         bias: ``[V]``, added to the float32 products before the scale, and split as the weight's vocabulary is. Its
             gradient is summed in float32 and rounded once. None: no bias.
         teacher_bias: ``[V]``, the same for the teacher, without a gradient.

@@ -4,6 +4,7 @@ join             _join.py             the union of the tiles' statistics, which 
 select           _select.py           which tiles are live, and the probability in the others
 lists            _worklists.py        the live tiles as lists
 live dlogits     _dlogits.py          the gradient in the raw products, along a list
+live candidates  _candidates.py       what stands at the candidates' places among these
 live products    _live_products.py    dhidden and dweight from live tiles of dlogits
 """
 
@@ -15,7 +16,7 @@ from lce_jax._types import Case
 from lce_jax.mosaic._geometry import geometry
 from lce_jax.mosaic._operands import Prepared
 from lce_jax.mosaic._threshold_kernel_set import LiveKernelSet
-from lce_jax.mosaic._worklist import Batches, Entries, RowEntries, RowLists, Sizes, Worklist
+from lce_jax.mosaic._worklist import Batches, Entries, Order, RowEntries, RowLists, Sizes, Worklist
 from lce_jax.mosaic.common._tiles import ROW_BLOCK, TILING
 
 if TYPE_CHECKING:
@@ -64,12 +65,15 @@ class LiveKernels(LiveKernelSet, Protocol):
         scale: Float[Array, "Tp"],
         merged: Float[Array, "n"],
         field: int,
-        numbers: Int[Array, "3"],
+        numbers: Int[Array, "3 or 5"],
+        ids: Int[Array, "n"] | None = None,
+        first: int = 0,
     ) -> tuple[Int[Array, "tiles blocks"], Float[Array, "parts Tp"] | None]:
         """One thread per token and a few tiles."""
         from lce_jax.mosaic.common import _select
 
-        return _select.select(case, self.live_shape(case), maxima, targets, scale, merged, field, numbers)
+        candidates = None if ids is None else _select.Ids(ids, first)
+        return _select.select(case, self.live_shape(case), maxima, targets, scale, merged, field, numbers, candidates)
 
     def dropped_mass(self, masses: Float[Array, "parts Tp"], numbers: Int[Array, "2"]) -> Float[Array, "Tp"]:
         """One thread per token."""
@@ -88,7 +92,7 @@ class LiveKernels(LiveKernelSet, Protocol):
 
         return _worklists.counts(sizes, live)
 
-    def live_order(self, sizes: Sizes, counts: Int[Array, "tiles"]) -> tuple[Int[Array, "ranks"], Int[Array, "ranks"]]:
+    def live_order(self, sizes: Sizes, counts: Int[Array, "tiles"]) -> Order:
         """A block per vocabulary tile."""
         from lce_jax.mosaic.common import _worklists
 
@@ -100,20 +104,24 @@ class LiveKernels(LiveKernelSet, Protocol):
         live: Int[Array, "tiles blocks"],
         order: Int[Array, "ranks"],
         counts: Int[Array, "ranks"],
-        numbers: Int[Array, "1"],
     ) -> Entries:
         """A block per rank."""
         from lce_jax.mosaic.common import _worklists
 
-        return _worklists.entries(sizes, live, order, counts, numbers)
+        return _worklists.entries(sizes, live, order, counts)
 
     def live_rows(
-        self, sizes: Sizes, order: Int[Array, "ranks"], first: Int[Array, "ranks+1"], places: Int[Array, "blocks ranks"]
+        self,
+        sizes: Sizes,
+        order: Int[Array, "ranks"],
+        first: Int[Array, "ranks+1"],
+        places: Int[Array, "blocks ranks"],
+        numbers: Int[Array, "1"],
     ) -> RowEntries:
         """A block per row block."""
         from lce_jax.mosaic.common import _worklists
 
-        return _worklists.rows(sizes, order, first, places)
+        return _worklists.rows(sizes, order, first, places, numbers)
 
     def live_row_lists(
         self,
@@ -162,6 +170,23 @@ class LiveKernels(LiveKernelSet, Protocol):
 
         tuning = self.tunings.of(case, "dlogits")
         return _dlogits.live_dlogits(self.machine, prepared, weight, case, tuning, factors, work, batches, batch, slots)
+
+    def put_live_candidates(
+        self,
+        case: Case,
+        dlogits: Float[Array, "slots*128 256"],
+        ids: Int[Array, "n"],
+        values: Float[Array, "K*stride"],
+        work: Worklist,
+        batches: Batches,
+        batch: Int[Array, "1"],
+        numbers: Int[Array, "3"],
+        first: int,
+    ) -> Float[Array, "slots*128 256"]:
+        """One token for each block."""
+        from lce_jax.mosaic.common import _candidates
+
+        return _candidates.put_live(case, dlogits, ids, values, work, batches, batch, numbers, first)
 
     def update_live_dhidden(
         self,
