@@ -46,7 +46,7 @@ def forward(spec: KLSpec, student: Primals, rest: Rest, differentiated: bool) ->
 
     def run(spec: KLSpec, student: Primals, rest: Rest) -> tuple[Array, Kept]:
         teacher, rows = rest
-        return _forward(spec, Pair(student, teacher), rows)
+        return device_forward(spec, Pair(student, teacher), rows)
 
     own, others = _heads(spec)
     program = Program(run, (own, (others, Kind.TOKENS)), (Kind.RESULTS, Kind.TOKENS), joins=True)
@@ -58,7 +58,7 @@ def backward(spec: KLSpec, student: Primals, rest: Rest, kept: Kept, cotangent: 
 
     def run(spec: KLSpec, student: Primals, rest: Rest, kept: Kept, cotangent: Array) -> Primals:
         teacher, rows = rest
-        return _backward(spec, Pair(student, teacher), rows, kept, cotangent)
+        return device_backward(spec, Pair(student, teacher), rows, kept, cotangent)
 
     own, others = _heads(spec)
     program = Program(run, (own, (others, Kind.TOKENS), Kind.TOKENS, Kind.RESULTS), own)
@@ -77,7 +77,7 @@ def _heads(spec: KLSpec) -> tuple[Any, Any]:
     return own, others
 
 
-def _forward(spec: KLSpec, primals: Pair[Primals], rows: Pair[Rows]) -> tuple[Array, Kept]:
+def device_forward(spec: KLSpec, primals: Pair[Primals], rows: Pair[Rows]) -> tuple[Array, Kept]:
     """One device's result, and the whole vocabulary's statistics and sums of each row."""
     shape = rows.student.labels.shape
     rows = _rows.flattened(rows, len(shape))
@@ -118,7 +118,7 @@ def _mixture_sums(
         return MixtureSums(*jnp.sum(_collectives.from_all_shards(jnp.stack(sums), axis_name), axis=0))
 
 
-def _backward(spec: KLSpec, primals: Pair[Primals], rows: Pair[Rows], kept: Kept, cotangent: Array) -> Primals:
+def device_backward(spec: KLSpec, primals: Pair[Primals], rows: Pair[Rows], kept: Kept, cotangent: Array) -> Primals:
     """The student's gradients, in the shapes, dtypes and types of its operands."""
     own = spec.models.student
     rows, kept, cotangent = _rows.flattened((rows, kept, cotangent), rows.student.labels.ndim)

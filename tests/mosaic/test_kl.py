@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from lce_jax import UnsupportedError, _devices, _dispatch, explain, linear_kl, sharded_linear_kl
-from lce_jax.call._kl import KLCall
+from lce_jax.call._kl import KLOperands, bind
 from lce_jax.mathematics._kl import Pair
 from lce_jax.mosaic import _generations, sm90
 from lce_jax.mosaic._pallas import interpreting, plgpu
@@ -62,12 +62,10 @@ def evaluate(drawn: Drawn) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """The divergence and the gradients of one device's program. The runner around it cannot be interpreted."""
     options = dict(drawn.options)
     direction, where = options.pop("direction", "forward"), options.pop("where", None)
-    made = KLCall.of(Pair(drawn.student, drawn.teacher), where, direction, options, None)
-    spec = made.spec(None)
+    spec, primals, rows, _ = bind(KLOperands.of(Pair(drawn.student, drawn.teacher), where, direction, options, None))
     assert spec.implementation == "mosaic_gpu"
-    primals, rows = made.operands(spec)
-    kl, kept = jax.jit(lambda *given: _kl.forward(spec, *given))(primals, rows)
-    gradients = jax.jit(lambda *given: _kl.backward(spec, *given))(primals, rows, kept, drawn.seed)
+    kl, kept = jax.jit(lambda *given: _kl.device_forward(spec, *given))(primals, rows)
+    gradients = jax.jit(lambda *given: _kl.device_backward(spec, *given))(primals, rows, kept, drawn.seed)
     return kl, gradients[:2]
 
 

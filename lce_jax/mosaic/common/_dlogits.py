@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 def dlogits(
     machine: Machine,
+    tuning: Any,
     prepared: Prepared,
     weight: Float[Array, "V H"],
     case: Case,
-    tuning: Any,
     factors: Float[Array, "factors Tp"],
     span: Int[Array, "fields"],
     columns: int,
@@ -85,10 +85,10 @@ def _kernel(
 
 def live_dlogits(
     machine: Machine,
+    tuning: Any,
     prepared: Prepared,
     weight: Float[Array, "V H"],
     case: Case,
-    tuning: Any,
     factors: Float[Array, "factors Tp"],
     work: Worklist,
     batches: Batches,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -30,29 +30,21 @@ TILES = 16  # of a block, whose loads overlap
 AT_A_TIME = 8  # candidates of a thread's token whose loads overlap
 
 
-class Ids(NamedTuple):
-    """Those of the candidates: flat, a field for each, in which those of all tokens lie side by side."""
-
-    flat: Int[Array, "n"]
-    first: int  # the field of the first one's
-
-
 def select(
     case: Case,
-    live_shape: tuple[int, int],
     maxima: Float[Array, "tiles kept Tp"],
     targets: Int[Array, "Tp"],
     scale: Float[Array, "Tp"],
     merged: Float[Array, "n"],
     field: int,
     numbers: Int[Array, "3 or 5"],
-    candidates: Ids | None = None,
+    ids: Int[Array, "n"] | None = None,
+    first: int = 0,
 ) -> tuple[Int[Array, "tiles blocks"], Float[Array, "parts Tp"] | None]:
     """1 where a tile is live, and of several parts of the vocabulary the probability in the tiles that are not.
 
     Args:
         case: of the shard.
-        live_shape: of the first result.
         maxima: each tile's largest x, and its sum if the probabilities are asked for.
         targets: the shard's columns of the labels, -1 where it does not hold them.
         scale: the k of eq. 0 in base 2.
@@ -61,16 +53,18 @@ def select(
         field: of the maximum.
         numbers: how many rows there are, the stride of fields, and a tile that is live whatever it holds, or -1;
             with candidates also the id of the shard's first column, and how many columns it has.
-        candidates: None: there are none.
+        ids: those of the candidates: flat, a field for each, in which those of all tokens lie side by side. None: there
+            are none.
+        first: the field of the first one's.
     """
     shape = geometry(case, TILING)
-    outputs, parts = [jax.ShapeDtypeStruct(live_shape, jnp.int32)], -(-shape.num_tiles // TILES)
+    blocks = -(-shape.row_blocks // ROW_BLOCK) * ROW_BLOCK  # one for each thread
+    outputs, parts = [jax.ShapeDtypeStruct((shape.num_tiles, blocks), jnp.int32)], -(-shape.num_tiles // TILES)
     if maxima.shape[1] > 1:
         outputs.append(jax.ShapeDtypeStruct((parts, shape.padded_tokens), jnp.float32))
-    first = None if candidates is None else candidates.first
-    body = functools.partial(_select, case, field, first)
+    body = functools.partial(_select, case, field, None if ids is None else first)
     run = kernel(body, outputs, "lce_select", {"part": parts, "rows": shape.row_blocks})
-    live, *masses = run(maxima, targets, scale, merged, numbers, *([] if candidates is None else [candidates.flat]))
+    live, *masses = run(maxima, targets, scale, merged, numbers, *([] if ids is None else [ids]))
     return live, masses[0] if masses else None
 
 
