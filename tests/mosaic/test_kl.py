@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from lce_jax import UnsupportedError, _devices, _dispatch, explain, linear_kl, sharded_linear_kl
+from lce_jax.call import _bind
 from lce_jax.call._kl import KLOperands, bind
 from lce_jax.mathematics._kl import Pair
 from lce_jax.mosaic import _generations, sm90
@@ -158,7 +159,9 @@ def test_kernels_are_the_default(direction: str, caplog: pytest.LogCaptureFixtur
 
     def chosen(name: str | None) -> str:
         heads = Pair(tuple(operands[:2]), tuple(operands[2:]))
-        return KLCall.of(heads, None, direction, {"implementation": name}, None).spec(None).implementation
+        given = KLOperands.of(heads, None, direction, {"implementation": name}, None)
+        specs = (_bind.spec(case, own, case.vocab_size) for case, own in zip(given.cases(), given.options, strict=True))
+        return given.spec(Pair(*specs)).implementation
 
     assert [chosen(name) for name in (None, "mosaic_gpu", "xla")] == ["mosaic_gpu", "mosaic_gpu", "xla"]
     assert not caplog.text

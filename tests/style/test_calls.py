@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 import lce_jax
-from lce_jax import linear_kl, linear_loss, linear_logprobs, linear_topk
+from lce_jax import linear_kl, linear_logprobs, linear_loss, linear_topk
 
 PACKAGE = str(pathlib.Path(lce_jax.__file__).parent)
 # A shape of its own for each call, so that nothing of it is traced already.
