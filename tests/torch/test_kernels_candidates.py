@@ -105,11 +105,9 @@ def test_a_split_vocabulary(programs: list[Any], monkeypatch: pytest.MonkeyPatch
         for ranks.rank in (0, 1, 0, 1):  # what the first two send, the last two receive
             x = operands[ranks.rank]
             *out, saved = _execute.forward(x, call, False, way_of(x.hidden))
-            found.append(
-                way=way_of(saved)[
-                    *out, *_execute.gradients(*x[:2], None, saved, [], named, (True, True, False), call, way)
-                ]
-            )
+            way = way_of(saved)
+            grads = _execute.gradients(*x[:2], None, saved, [], named, (True, True, False), call, way)
+            found.append([*out, *grads])
         return found[2:]
 
     first, second = on_both()
