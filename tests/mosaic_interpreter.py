@@ -14,12 +14,17 @@ def races_found() -> bool:
     return bool(interpret_pallas_call.get_races().races_found)
 
 
+def interpret_afresh() -> None:
+    """Drops the interpreter's state from earlier kernels."""
+    interpret_pallas_call.reset_gpu_interpret_mode_state()
+
+
 def add_stores(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets the interpreter run ``copy_smem_to_gmem(..., reduction_op="add")``, race detector included.
 
     Its state from earlier kernels is dropped.
     """
-    interpret_pallas_call.reset_gpu_interpret_mode_state()
+    interpret_afresh()
     copy, store = gpu_callbacks.copy_smem_to_gmem, gpu_callbacks.AsyncCopySmemToGmemTask
     begun_here = threading.local()  # whether the copy that this thread begins adds
 
