@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from lce_jax.mosaic._pallas import interpreting, kernel, pl, plgpu
-from tests import numpy_callbacks
-from tests.mosaic_interpreter import interpret_afresh
+from tests.mosaic_interpreter import interpret_afresh, jax_callback, with_jax_arrays, with_numpy_arrays
 
 SHAPE = (128, 16)
 
@@ -46,15 +45,15 @@ def run(waits: bool) -> np.ndarray:
         return np.asarray(jax.jit(lambda x: of(x))(x)[0])
 
 
-@pytest.mark.parametrize("arrays", [numpy_callbacks.with_numpy_arrays, numpy_callbacks.with_jax_arrays])
+@pytest.mark.parametrize("arrays", [with_numpy_arrays, with_jax_arrays])
 def test_the_same_is_found(arrays: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert numpy_callbacks.jax_callback.io_callback_impl is numpy_callbacks.with_numpy_arrays  # in all tests
-    monkeypatch.setattr(numpy_callbacks.jax_callback, "io_callback_impl", arrays)
+    assert jax_callback.io_callback_impl is with_numpy_arrays  # in all tests
+    monkeypatch.setattr(jax_callback, "io_callback_impl", arrays)
     interpret_afresh()
     out = run(waits=True)
     assert np.array_equal(out[:64].ravel(), 2.0 * np.arange(64 * SHAPE[1]))
     assert np.isnan(out[64:]).all()
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"RACE DETECTED\s+(write|read) of .*body") as raised:
         run(waits=False)
-    assert "test_numpy_callbacks" in str(raised.value).split("RACE DETECTED")[1]
+    assert "test_interpreter" in str(raised.value).split("RACE DETECTED")[1]
     interpret_afresh()
