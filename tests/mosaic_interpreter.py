@@ -1,4 +1,4 @@
-"""Pallas's interpreter of GPU kernels (0.11.2, 0.12.0): what it found, its arrays, TMA stores that add, which it lacks."""
+"""Pallas's interpreter of GPU kernels (0.11.2, 0.12.0): its arrays, what it found, stores that add, which it lacks."""
 
 from __future__ import annotations
 
