@@ -14,7 +14,7 @@ import pytest
 
 from lce_jax import launch_lists, mosaic
 from lce_jax._types import Operands
-from lce_jax.launch_lists import _mosaic
+from lce_jax.launch_lists import _compiler
 from lce_jax.mathematics._statistics import Normalizer
 from lce_jax.mosaic import _generations, _threshold_backward
 from lce_jax.mosaic._call import Call
@@ -28,19 +28,19 @@ from tests.mosaic_interpreter import add_stores
 LISTS = ["live_counts", "live_order", "live_entries", "live_rows", "live_row_lists", "live_ranks"]
 
 
-def head(**changed: Any) -> launch_lists.Head:
+def head(**changed: Any) -> launch_lists.CallKind:
     given = {"num_tokens": 8192, "hidden_size": 4096, "num_columns": 151936, "vocab_size": 151936, "start": 0}
-    return launch_lists.Head(
+    return launch_lists.CallKind(
         **{**given, "dtype": "bfloat16", "device": H200, "gradient_threshold": 2.0**-12, **changed}
     )
 
 
-def backward(of: launch_lists.Head, **how: Any) -> launch_lists.Program:
+def backward(of: launch_lists.CallKind, **how: Any) -> launch_lists.LaunchList:
     told = {"cached": True, "owns_cache": False, "adds": False, **how}
     return launch_lists.backward(of, ("logprobs", "entropy"), (True, True), "bfloat16", **told)
 
 
-def names(program: launch_lists.Program) -> list[str]:
+def names(program: launch_lists.LaunchList) -> list[str]:
     return [launch.kernel.name for launch in program.launches]
 
 
@@ -62,7 +62,7 @@ def test_a_part_and_its_merge() -> None:
 
 
 @pytest.mark.parametrize(("of", "batches"), [(head(), 13), (head(num_tokens=512), 1), (head(num_tokens=32768), 20)])
-def test_a_backward_walks_batches(of: launch_lists.Head, batches: int) -> None:
+def test_a_backward_walks_batches(of: launch_lists.CallKind, batches: int) -> None:
     found = Counter(names(backward(of)))
     of_batch = ("live_dlogits", "update_live_dhidden", "write_live_dweight")
     once = ["prepare", "coefficients", *LISTS, "zeros", "total"]
@@ -82,13 +82,13 @@ def test_a_backward_walks_batches(of: launch_lists.Head, batches: int) -> None:
     ],
     ids=str,
 )
-def test_every_kernel_lowers_for_cuda(of: launch_lists.Head) -> None:
+def test_every_kernel_lowers_for_cuda(of: launch_lists.CallKind) -> None:
     programs = launch_lists.forward(of, keep_cache=True), launch_lists.merge(of, ranks=4, keep_cache=True), backward(of)
     for launch in itertools.chain(*(program.launches for program in programs)):
-        assert _mosaic.module(launch.kernel, H200)
+        assert _compiler.module(launch.kernel, H200)
 
 
-def run(program: launch_lists.Program, rows: int, given: list[Any]) -> list[np.ndarray]:
+def run(program: launch_lists.LaunchList, rows: int, given: list[Any]) -> list[np.ndarray]:
     """The results of a program that have memory, as long as the program may need."""
     structs = [x for x in program.outputs if x is not None]
     sizes = [2 * int(np.prod(x.shape)) * x.dtype.itemsize for x in structs]
