@@ -11,7 +11,8 @@ import torch
 from lce_jax import launch_lists
 from lce_torch_bridge import launch_with, linear_logprobs, linear_loss
 from lce_torch_bridge._types import Operands
-from lce_torch_bridge.kernels import _passes
+from lce_torch_bridge.launched_directly import _backward, _forward
+from lce_torch_bridge.launched_directly._way import way_of
 from lce_torch_bridge.operators import _execute
 from tests.torch import problem as p
 from tests.torch.as_gpu import emulated
@@ -22,7 +23,7 @@ ROWS, COLUMNS = 128, 256  # of a tile
 
 
 @pytest.fixture
-def programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[launch_lists.Program]]:
+def programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[launch_lists.LaunchList]]:
     """All programs that were loaded."""
     yield from emulated(monkeypatch)
 
@@ -170,7 +171,7 @@ def test_a_split_vocabulary(
     saved: dict[int, Any] = {}
     turns = [*range(size), *range(size)]  # what is sent in the first round is received in the second
     for ranks.rank in turns:
-        *_, kept, live = _execute.forward(parts[ranks.rank], call, keep_cache=True)
+        *_, kept, live = _execute.forward(parts[ranks.rank], call, True, way_of(parts[ranks.rank].hidden))
         saved[ranks.rank] = kept, live
     assert len(programs) == 2 * size  # a part and a merge on each rank
     seeds = dict(zip(call.differentiable, p.seeds_like(problem.labels, K=K), strict=True))
@@ -178,7 +179,9 @@ def test_a_split_vocabulary(
     for ranks.rank in turns:
         kept, live = saved[ranks.rank]
         x = parts[ranks.rank]
-        dhidden, part = _execute.gradients(x.hidden, x.weight, None, kept, [live], seeds, (True, True, False), call)
+        dhidden, part = _execute.gradients(
+            x.hidden, x.weight, None, kept, [live], seeds, (True, True, False), call, way_of(kept)
+        )
         dweight.append(part)
     want = Oracle(problem, true, **of_tokens(given))
     live = torch.cat([saved[rank][1][:, :2] for rank in range(size)])
@@ -227,8 +230,8 @@ def test_a_backward_goes_the_way_of_its_forward(programs: list[Any]) -> None:
 
 def test_a_backward_after_a_forward_of_jax(programs: list[Any]) -> None:
     """JAX runs it, whatever it kept: no kernel takes the tiles' maxima for which of them are live."""
-    assert _passes._is_of_jax([torch.zeros(7, 1, 128)])
-    assert not _passes._is_of_jax([torch.zeros(7, 128, dtype=torch.int32)])
+    assert _backward._is_of_jax([torch.zeros(7, 1, 128)])
+    assert not _backward._is_of_jax([torch.zeros(7, 128, dtype=torch.int32)])
     problem, dweight = peaked(5, 784, 784), []
     for way in ("jax", None):
         leaves = problem.leaves()
@@ -244,7 +247,7 @@ def test_what_a_forward_keeps_is_foreseen(programs: list[Any]) -> None:
     """For ``torch.compile``, which asks for the shapes before there is anything."""
     problem, call = peaked(5, 784, 784), p.told(784, gradient_threshold=THRESHOLD)
     x = Operands(problem.hidden, problem.weight, None, problem.labels, None, None)
-    found, told = _execute.forward(x, call, True), _execute.forward_structs(x, call, True)
+    found, told = _execute.forward(x, call, True, way_of(x.hidden)), _execute.forward_structs(x, call, True)
     assert programs
     assert [(x.shape, x.dtype) for x in found] == [(x.shape, x.dtype) for x in told]
-    assert _passes.live_shape(x, p.told(784)) is None
+    assert _forward.live_shape(x, p.told(784), way_of(x.hidden)) is None
