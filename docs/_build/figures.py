@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +14,13 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
 ROOT = Path(__file__).parents[2]
-DATA, PEERS, STEP = (ROOT / "benchmarks" / f"{name}.json" for name in ("h200", "h200-peers", "step"))
+sys.path.insert(0, str(Path(__file__).parent))
+
+import tables  # noqa: E402
+
+from lce_jax.bench.records import timed  # noqa: E402
+
+DATA = ROOT / "benchmarks" / "h200.json"
 ASSETS = ROOT / "docs" / "assets"
 SHAPE = (8192, 4096, 131072)  # tokens, hidden size and vocabulary of the README's figure
 ROWS = {
@@ -45,7 +51,7 @@ THEMES = {
 
 def drawn_from() -> str:
     """What a picture says it was drawn from: the data and this file."""
-    return hashlib.sha256(b"".join(x.read_bytes() for x in (DATA, PEERS, STEP, Path(__file__)))).hexdigest()[:16]
+    return hashlib.sha256(b"".join(x.read_bytes() for x in (DATA, Path(__file__)))).hexdigest()[:16]
 
 
 def save(name: str, size: tuple[float, float], draw: Callable[[Figure, Theme], None]) -> None:
@@ -62,9 +68,8 @@ def save(name: str, size: tuple[float, float], draw: Callable[[Figure, Theme], N
 
 def speed_and_memory(figure: Figure, theme: Theme) -> None:
     """Bars of time and of memory, forward and backward together."""
-    run = json.loads(DATA.read_text())
-    (measured,) = (one for one in run["measurements"] if sizes(one) == SHAPE)
-    rows = {row["key"]: row for row in measured["rows"] if row["direction"] == "forward+backward"}
+    (job,) = (one for one in tables.heads() if sizes(one) == SHAPE)
+    rows = {row["key"]: row for row in timed(job["rows"]) if row["direction"] == "forward+backward"}
     time, memory = figure.subplots(1, 2, sharey=True)
     keys = [key for key in ROWS if key in rows]
     bars(time, [ROWS[key] for key in keys], [rows[key]["ratio_to_gemm"] for key in keys], "{:.2f}", keys, theme)
@@ -76,7 +81,7 @@ def speed_and_memory(figure: Figure, theme: Theme) -> None:
     time.invert_yaxis()
     t, h, v = SHAPE
     figure.suptitle("Log-probability, entropy and their gradients", x=0.01, ha="left", fontsize=11, weight="bold")
-    device = f"{run['device']['device_kind']}, JAX {run['device']['jax']}, {measured['dtype']}"
+    device = f"{device_of(job)}, {job['dtype']}"
     figure.supxlabel(
         f"{t:,} tokens, hidden size {h:,}, vocabulary {v:,}; {device}.\n"
         "A product is hidden · weightᵀ, alone. Dotted: the three that a gradient needs.",
@@ -107,10 +112,9 @@ BESIDE = {  # points from a dot to its name, where the usual place is another's
 
 def packages(figure: Figure, theme: Theme) -> None:
     """Time against memory, a point for each way to compute."""
-    run = json.loads(PEERS.read_text())
-    (measured,) = run["measurements"]
+    (job,) = tables.heads(packages=True)
     axes = figure.subplots()
-    for row in (row for row in measured["rows"] if row["direction"] == "forward+backward"):
+    for row in (row for row in timed(job["rows"]) if row["direction"] == "forward+backward"):
         ours = row["key"].startswith("ours")
         x, y = max(row["temp_bytes"], 1 << 20) / 2**30, row["median_seconds"] * 1e3
         axes.plot(x, y, "o", ms=7 if ours else 5, color=theme.ours if ours else theme.other)
@@ -119,7 +123,7 @@ def packages(figure: Figure, theme: Theme) -> None:
         at: dict[str, Any] = {"xytext": (right, up), "textcoords": "offset points", "fontsize": 8}
         at["ha"] = "left" if right > 0 else "right"
         axes.annotate(text, (x, y), color=theme.ours if ours else theme.muted, **at)
-    product = next(row for row in measured["rows"] if row["direction"] == "gemm")["median_seconds"] * 3e3
+    product = next(row for row in timed(job["rows"]) if row["direction"] == "gemm")["median_seconds"] * 3e3
     axes.axhline(product, color=theme.ink, lw=1, ls=":")
     axes.annotate("three products", (0.0012, product), xytext=(0, 3), textcoords="offset points", fontsize=8)
     axes.set(xscale="log", yscale="log", xlim=(0.001, 300), xlabel="temporary memory, GiB", ylabel="ms")
@@ -127,17 +131,17 @@ def packages(figure: Figure, theme: Theme) -> None:
     axes.yaxis.set_minor_formatter("{x:.0f}")
     axes.set_facecolor(theme.background)
     axes.spines[["top", "right"]].set_visible(False)
-    t, h, v = sizes(measured)
+    t, h, v = sizes(job)
     figure.suptitle("Forward and backward, every package", x=0.01, ha="left", fontsize=11, weight="bold")
-    device = f"{run['device']['device_kind']}, JAX {run['device']['jax']}, {measured['dtype']}"
+    device = f"{device_of(job)}, {job['dtype']}"
     note = f"{t:,} tokens, hidden size {h:,}, vocabulary {v:,}; {device}. Lower and further left is better."
     figure.supxlabel(note, x=0.01, ha="left", fontsize=8, color=theme.muted)
 
 
 def step(figure: Figure, theme: Theme) -> None:
     """A whole training step: tokens per second and memory by the size of the batch, with stored logits and without."""
-    run = json.loads(STEP.read_text())
-    rows = [row for row in run["rows"] if row["objective"] == run["rows"][0]["objective"]]
+    jobs = [one for one in tables.jobs("step") if "cross entropy" in one["arguments"]]
+    rows = [row for one in jobs for row in timed(one["rows"])]
     batches = sorted({row["tokens"] for row in rows})
     speed, memory = figure.subplots(1, 2)
     for axes, unit in ((speed, "thousand tokens per second"), (memory, "GiB")):
@@ -158,19 +162,24 @@ def step(figure: Figure, theme: Theme) -> None:
         axes.yaxis.set_visible(False)
     figure.legend(*speed.get_legend_handles_labels(), fontsize=8, frameon=False, loc="upper right", ncols=2)
     figure.suptitle("A training step", x=0.01, ha="left", fontsize=11, weight="bold")
-    of = run["sizes"]
-    device = f"{run['device']['device_kind']}, JAX {run['device']['jax']}"
+    of = jobs[0]["sizes"]
     note = (
-        f"{run['model']}'s sizes: {of['layers']} layers, hidden size {of['hidden_size']:,}, vocabulary "
-        f"{of['vocab_size']:,}; sequences of {run['length']:,} tokens; {device}."
+        f"{jobs[0]['model']}'s sizes: {of['layers']} layers, hidden size {of['hidden_size']:,}, vocabulary "
+        f"{of['vocab_size']:,}; sequences of {jobs[0]['length']:,} tokens; {device_of(jobs[0])}."
     )
     figure.supxlabel(note, x=0.01, ha="left", fontsize=8, color=theme.muted)
 
 
-def sizes(measured: dict[str, Any]) -> tuple[int, int, int]:
+def device_of(job: dict[str, Any]) -> str:
+    """The card and the version of JAX."""
+    device = job["rows"][0]["run"]["device"]
+    return f"{device['device_kind']}, JAX {device['jax']}"
+
+
+def sizes(job: dict[str, Any]) -> tuple[int, int, int]:
     """Tokens, hidden size, vocabulary."""
-    head = measured["shape"]["head"]
-    return measured["shape"]["tokens"], head["hidden_size"], head["vocab_size"]
+    head = job["shape"]["head"]
+    return job["shape"]["tokens"], head["hidden_size"], head["vocab_size"]
 
 
 def bars(axes: Axes, names: list[str], values: list[float], text: str, keys: list[str], theme: Theme) -> None:

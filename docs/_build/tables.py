@@ -20,6 +20,8 @@ sys.path.insert(0, str(ROOT))
 import lce_jax  # noqa: E402
 import lce_torch_bridge  # noqa: E402
 from lce_jax._plans import format_bytes  # noqa: E402
+from lce_jax.bench import records  # noqa: E402
+from lce_jax.bench.records import row_of, timed  # noqa: E402
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "recipes").glob("*.md"))]
 PLACE = re.compile(r"(<!-- table: (.+?) -->\n)(.*?)(<!-- /table -->)", re.DOTALL)
@@ -56,37 +58,59 @@ def shape_of(measured: Run) -> str:
     return f"{measured['shape']['tokens']}, {head['hidden_size']}, {head['vocab_size']:,}"
 
 
-def row_of(measured: Run, key: str, direction: str) -> Run | None:
-    """A row of one shape, if it was timed."""
-    return next((row for row in measured["rows"] if (row["key"], row["direction"]) == (key, direction)), None)
-
-
 def ratio(row: Run | None) -> str:
     """Its time as a multiple of the product's."""
     return "–" if row is None else f"{row['ratio_to_gemm']:.2f}"
 
 
-def summary(run: Run, earlier: Run) -> str:
+def jobs(part: str) -> list[Run]:
+    """Those of a part of the bench on the H200."""
+    return list(records.jobs(load("h200"), part))
+
+
+def heads(packages: bool = False) -> list[Run]:
+    """The jobs of heads on the H200, with random logits: alone, or beside other packages."""
+    plain = [one for one in jobs("heads") if not {"--data", "--implementation", "--devices", "--model"} & {*one["arguments"]}]
+    return [one for one in plain if ("--no-peers" not in one["arguments"]) is packages]
+
+
+def newest(jobs: list[Run]) -> Run:
+    """The run that the newest of their rows are of."""
+    return max((row["run"] for one in jobs for row in one["rows"]), key=lambda run: run["date"])
+
+
+def summary() -> str:
     """A line per shape: ours without a cache, with a full one, in the forward; and stored logits. * is an earlier run."""
     head = ["tokens, hidden, vocabulary", "forward", "+ backward", "full cache", "`linear_loss`", "logits stored"]
     ways = [("ours", "forward")] + [(key, BOTH) for key in ("ours", "ours full cache", "ours in forward")]
     lines = []
-    marked = [(one, "") for one in run["measurements"]] + [(one, "*") for one in earlier["measurements"]]
-    for one, mark in marked:
+    for one in heads():
         stored = row_of(one, "materialised", BOTH)
+        mark = "" if one["rows"][0]["run"] == newest(heads()) else "*"
         last = ratio(stored) if stored else failure(one)
         lines.append([shape_of(one) + mark, *(ratio(row_of(one, *way)) for way in ways), last])
     return markdown(head, lines)
 
 
-def first(run: Run) -> str:
-    """The first shape's forward and backward: time and memory, without logits and with."""
+def summary_by() -> str:
+    """When, on what, and how: of the newest run, and of the starred ones."""
+    run, earlier = newest(heads()), {}
+    for one in heads():
+        if one["rows"][0]["run"] != run:
+            earlier[one["rows"][0]["run"]["date"]] = one["rows"][0]["run"].get("note", "")
+    stars = [f" A star: {date}. {note}".rstrip() for date, note in earlier.items()]
+    return measured_by(run, "python -m lce_jax.bench heads --no-peers --shape T,H,V") + "." * bool(stars) + "".join(stars)
+
+
+def first() -> str:
+    """The README's shape, forward and backward: time and memory, without logits and with."""
     keys = {
         "materialised": "logits stored (JAX)",
         "ours": "lce_jax",
         "ours full cache": "lce_jax, with a cache",
     }
-    found = {key: row_of(run["measurements"][0], key, BOTH) for key in keys}
+    one = first_job()
+    found = {key: row_of(one, key, BOTH) for key in keys}
     rows = [
         [label, f"{found[key]['median_seconds'] * 1e3:.1f} ms", format_bytes(found[key]["temp_bytes"])]
         for key, label in keys.items()
@@ -94,46 +118,51 @@ def first(run: Run) -> str:
     return markdown(["forward and backward", "time", "temporary memory"], rows)
 
 
-def failure(measured: Run) -> str:
+def first_job() -> Run:
+    """That shape's."""
+    return next(one for one in heads() if shape_of(one) == "8192, 4096, 131,072")
+
+
+def failure(job: Run) -> str:
     """Why stored logits were not timed."""
-    reasons = [reason for name, reason in measured["left_out"].items() if name.startswith("XLA, stored")]
+    reasons = [row["left_out"] for row in job["rows"] if row["name"].startswith("XLA, stored") and "left_out" in row]
     return "out of memory" if reasons and all("RESOURCE_EXHAUSTED" in reason for reason in reasons) else "–"
 
 
-def details(run: Run) -> str:
-    """A table per shape: time, speed, memory."""
+def details() -> str:
+    """A table per shape of the newest run: time, speed, memory."""
     head = ["", "", "ms", "÷ product", "useful TFLOP/s", "temporary memory"]
     parts = []
-    for one in run["measurements"]:
+    for one in (one for one in heads() if one["rows"][0]["run"] == newest(heads())):
         rows = [
-            detail(row) for way in ("gemm", "forward", "top-k", BOTH) for row in one["rows"] if row["direction"] == way
+            detail(row)
+            for way in ("gemm", "forward", "top-k", BOTH)
+            for row in timed(one["rows"])
+            if row["direction"] == way
         ]
-        shown = [i for i in range(len(head)) if i < 2 or any(row[i] != "–" for row in rows)]
-        cells = [[row[i] for i in shown] for row in (head, *rows)]
-        parts.append(f"### {shape_of(one)}, {one['dtype']}\n\n{markdown(cells[0], cells[1:], left=2)}")
+        parts.append(f"### {shape_of(one)}, {one['dtype']}\n\n{markdown(head, rows, left=2)}")
     return "\n\n".join(parts)
 
 
 def detail(row: Run) -> list[str]:
-    """One row of `details`; a file of recorded ratios has no times."""
-    seconds, memory = row.get("median_seconds"), row.get("temp_bytes")
+    """One row of `details`."""
     return [
         NAMES.get(row["key"]) or row["label"],
         "" if row["direction"] == "gemm" else row["direction"].replace("+", " + "),
-        f"{seconds * 1e3:.2f}" if seconds else "–",
+        f"{row['median_seconds'] * 1e3:.2f}",
         ratio(row),
-        f"{row['useful_flops_per_second'] / 1e12:.0f}" if seconds else "–",
-        "–" if memory is None else format_bytes(memory),
+        f"{row['useful_flops_per_second'] / 1e12:.0f}",
+        format_bytes(row["temp_bytes"]),
     ]
 
 
-def peers(run: Run) -> str:
+def peers() -> str:
     """A line per package and way: both directions of one shape."""
-    (measured,) = run["measurements"]
+    (job,) = heads(packages=True)
     head = ["", "forward, ms", "forward + backward, ms", "÷ product", "temporary memory"]
     lines = []
-    for row in (row for row in measured["rows"] if row["direction"] == BOTH):
-        alone = row_of(measured, row["key"], "forward")
+    for row in (row for row in timed(job["rows"]) if row["direction"] == BOTH):
+        alone = row_of(job, row["key"], "forward")
         label = row["label"] if "lce_jax" in row["label"] else NAMES.get(row["key"]) or row["label"]
         forward = "–" if alone is None else f"{alone['median_seconds'] * 1e3:.2f}"
         both = f"{row['median_seconds'] * 1e3:.2f}"
@@ -141,10 +170,10 @@ def peers(run: Run) -> str:
     return markdown(head, lines)
 
 
-def steps(run: Run) -> str:
+def steps(jobs: list[Run]) -> str:
     """A line per objective and batch: tokens per second, and memory."""
     by_batch: dict[tuple[str, int], dict[str, Run]] = {}
-    for row in run["rows"]:
+    for row in (row for one in jobs for row in timed(one["rows"])):
         by_batch.setdefault((row["objective"], row["tokens"]), {})[row["head"]] = row
 
     def cells(row: Run | None) -> list[str]:
@@ -178,24 +207,20 @@ def recorded(run: Run) -> str:
     return markdown(run["columns"], [[cell(value) for value in row] for row in run["rows"]], run.get("left", 2))
 
 
-def command(run: Run) -> str:
-    """What repeats a run: its command, without the shapes that a time limit cut off."""
-    measured = {re.sub(r",(?! )", "", shape_of(one)).replace(" ", "") for one in run.get("measurements", ())}
-    for option, shape in re.findall(r"( --shape ([\d,]+))", run["command"] if measured else ""):
-        if shape not in measured:
-            run = run | {"command": run["command"].replace(option, "")}
-    return run["command"]
-
-
 def provenance(run: Run) -> str:
+    """Device, versions, date and command, of a file that has one command."""
+    return measured_by(run, run["command"])
+
+
+def measured_by(run: Run, command: str) -> str:
     """Device, versions, date and command."""
     device = run["device"]
     known = {"jax": "JAX"} | (
-        {} if "--no-peers" in run["command"] else {"torch": "PyTorch", "triton": "Triton", "cuda": "CUDA"}
+        {} if "--no-peers" in command else {"torch": "PyTorch", "triton": "Triton", "cuda": "CUDA"}
     )
     versions = ", ".join(f"{label} {device[name]}" for name, label in known.items() if name in device)
     rounds = f", medians of {run['rounds']} rounds" if "rounds" in run else ""
-    return f"{device['device_kind']}, {versions}, {run['date']}{rounds}: `{command(run)}`"
+    return f"{device['device_kind']}, {versions}, {run['date']}{rounds}: `{command}`"
 
 
 def functions() -> str:
@@ -224,20 +249,22 @@ def options() -> str:
 
 def tables() -> dict[str, str]:
     """All tables by name."""
-    h200, earlier, accuracy = load("h200"), load("h200-earlier"), load("accuracy")
+    accuracy, step = load("accuracy"), jobs("step")
+    beside = heads(packages=True)
     made = {
-        "first": first(h200),
-        "summary": summary(h200, earlier),
-        "summary by": f"{provenance(h200)}. A star: the printed ratios of earlier runs, `{earlier['command']}`.",
-        "details": details(h200),
+        "first": first(),
+        "summary": summary(),
+        "summary by": summary_by(),
+        "details": details(),
         "functions": functions(),
         "options": options(),
         "errors": errors(accuracy),
         "errors by": f"CPU, JAX {accuracy['device']['jax']}, {accuracy['date']}: `{accuracy['command']}`",
+        "peers": peers(),
+        "peers by": measured_by(newest(beside), records.command(beside[0])),
+        "step": steps(step),
+        "step by": measured_by(newest(step), "python -m lce_jax.bench step --batch 8,16,32"),
     }
-    others, step = load("h200-peers"), load("step")
-    made |= {"peers": peers(others), "peers by": provenance(others)}
-    made |= {"step": steps(step), "step by": provenance(step)}
     tpu, support = load("tpu"), json.loads((ROOT / "docs" / "_build" / "support.json").read_text())
     made |= {"tpu": recorded(tpu), "tpu by": f"libtpu {tpu['device']['libtpu']}; {provenance(tpu)}"}
     made |= {"support": recorded(support)}

@@ -1,20 +1,21 @@
-"""``python -m lce_jax.bench --doctor``: whether the kernels are right on this machine's GPU, and what they cost.
+"""Whether the kernels are right on this machine's GPU, and what they cost.
 
 Each check is a call with some options, in a process of its own: a kernel that waits for ever ends one check alone. It
 says how far outputs and gradients lie from stored logits in float32, whether they have the same bits in every one of
 several runs (a race would show), the times of forward and of both passes beside those of ``xla``, and the memory that
-they take. The bounds are those of `lce_jax.bench.problem`. All is written to one file of JSON, anew after each check.
+they take. The bounds are those of `lce_jax.bench.problem`. Each check is written to the file when it is done.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
+import functools
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -25,6 +26,7 @@ from lce_jax import UnsupportedError, _devices
 from lce_jax._types import RESULTS
 from lce_jax.bench.measure import Run, compile_jax, interleave, median
 from lce_jax.bench.problem import BLOCK_BYTES, Problem, bound, error, random_problem
+from lce_jax.bench.records import Job, Measured
 from lce_jax.bench.shapes import Shape
 from lce_jax.explain._models import Head
 from lce_jax.mosaic import _generations, sm100
@@ -70,17 +72,22 @@ CHECKS = {
 }
 
 
-def main(names: Sequence[str], out: Path, rounds: int, seconds: float = SECONDS) -> int:
-    """Runs the checks, prints a line of each and writes the file; returns 1 if one failed."""
-    found: list[dict[str, Any]] = []
-    out.parent.mkdir(parents=True, exist_ok=True)
-    for name in names:
-        found.append({"check": name, **_answer(name, rounds, seconds)})
-        print(line(found[-1]), flush=True)
-        healthy = all("failed" not in one for one in found)
-        out.write_text(json.dumps({"healthy": healthy, "checks": found}, indent=1, ensure_ascii=False) + "\n")
-    print(f"written: {out}")
-    return 0 if healthy else 1
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """The options."""
+    names = f"some of {', '.join(map(repr, CHECKS))} (default: all)"
+    command.add_argument("--only", nargs="+", choices=CHECKS, metavar="CHECK", help=names)
+
+
+def jobs(options: argparse.Namespace, _: argparse.ArgumentParser) -> list[Job]:
+    """One for each check."""
+    names = options.only or list(CHECKS)
+    return [Job(["doctor", "--only", name], functools.partial(_measure, name, options.rounds)) for name in names]
+
+
+def _measure(name: str, rounds: int) -> Measured:
+    found = {"check": name, **_answer(name, rounds, SECONDS)}
+    print(line(found), flush=True)
+    return Measured({name: found}, healthy="failed" not in found)
 
 
 def _answer(name: str, rounds: int, seconds: float) -> dict[str, Any]:

@@ -1,14 +1,14 @@
-"""``python -m lce_jax.bench.kl``: exact divergences of two heads, by `linear_kl` and from stored logits.
+"""Exact divergences of two heads, by linear_kl and from stored logits, whose standard deviation is 2.
 
-Times, memory, and how far the results of both lie apart. Logits have a standard deviation of 2.
+Times, memory, and how far the results of both lie apart.
 """
 
 from __future__ import annotations
 
+import argparse
 import functools
-import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -16,34 +16,41 @@ from jax import lax
 
 from lce_jax import linear_kl
 from lce_jax.bench import programs
-from lce_jax.bench.programs import PRODUCT, Program, Table
+from lce_jax.bench.programs import PRODUCT, Program
+from lce_jax.bench.records import Job, Measured
 from lce_jax.explain import _arguments
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array
 
-MODULE = "lce_jax.bench.kl"
 LOGIT_SPREAD = 2.0
 DIRECTIONS = ("forward", "reverse", "jsd")
 
 
-def main(arguments: list[str] | None = None) -> Table:
-    """Measures, prints and, if asked to, writes."""
-    command = programs.parser(MODULE, __doc__)
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """The options."""
+    programs.add_arguments(command)
     command.add_argument("--teacher-hidden-size", type=_arguments.positive, metavar="G", help="default: the student's")
-    arguments = sys.argv[1:] if arguments is None else arguments
-    options = command.parse_args(arguments)
-    tokens, hidden_size, vocab_size = options.shape
-    dtype, teachers = programs.dtype_of(options), options.teacher_hidden_size or hidden_size
+
+
+def jobs(options: argparse.Namespace, _: argparse.ArgumentParser) -> list[Job]:
+    """One for each shape."""
+    dtype, found = programs.dtype_of(options), []
+    for shape in programs.shapes_of(options):
+        words, teachers = programs.words("kl", shape, dtype), options.teacher_hidden_size or shape[1]
+        words += ["--teacher-hidden-size", str(teachers)] if teachers != shape[1] else []
+        found.append(Job(words, functools.partial(_measure, shape, teachers, dtype, options.rounds)))
+    return found
+
+
+def _measure(shape: tuple[int, int, int], teachers: int, dtype: Any, rounds: int) -> Measured:
+    tokens, hidden_size, vocab_size = shape
     *keys, last = jax.random.split(jax.random.key(0), 3)
     operands = [jax.random.normal(last, (tokens,), jnp.float32)]
     for key, size in zip(reversed(keys), (teachers, hidden_size), strict=True):
         operands = programs.draw_model(key, tokens, size, vocab_size, dtype, LOGIT_SPREAD) + operands
-    rows = programs.measure(_programs(), operands, options.rounds)
-    shape = {"T": tokens, "H": hidden_size, "G": teachers, "V": vocab_size}
-    table = Table(MODULE, arguments, shape, dtype.name, options.rounds, rows)
-    table.write(options.out)
-    return table
+    sizes = {"T": tokens, "H": hidden_size, "G": teachers, "V": vocab_size}
+    return programs.measure(_programs(), operands, rounds, sizes, dtype)
 
 
 def stored(hidden: Array, weight: Array, teacher_hidden: Array, teacher_weight: Array, direction: str) -> Array:
@@ -79,7 +86,3 @@ def _programs() -> dict[str, Program]:
             found[f"{direction}, linear_kl{end}"] = Program(functools.partial(way, linear_kl, direction), right)
             found[right] = Program(functools.partial(way, stored, direction))
     return found
-
-
-if __name__ == "__main__":
-    main()

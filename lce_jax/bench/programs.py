@@ -1,12 +1,10 @@
-"""What the small benchmarks share: a command line, programs timed in turn beside one product, a table and a file."""
+"""What the small benchmarks share: options, programs timed in turns beside one product, and a table."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -14,12 +12,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from lce_jax.bench.measure import Run, compile_jax, interleave, median
+from lce_jax.bench.records import Measured
 from lce_jax.explain import _arguments
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array
 
 PRODUCT = "one product"
+DTYPES = ("bfloat16", "float16", "float32")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,85 +38,86 @@ class Row:
     seconds: float  # per call, the median
     ratio: float  # to one product
     temp_bytes: int
-    apart: float | None = None  # from stored logits: the largest over the results, by norm
-    same_ids: float | None = None  # share of the ids that are those from stored logits; None: it returns none
+    apart: float | None = None  # from the program that it should be like: the largest over the results, by norm
+    same_ids: float | None = None  # share of the ids that are that program's; None: it returns none
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """As in the file."""
+        found = {"median_seconds": self.seconds, "ratio_to_gemm": self.ratio, "temp_bytes": self.temp_bytes}
+        beside = {"apart": self.apart, "same_ids": self.same_ids}
+        return found | {name: x for name, x in beside.items() if x is not None}
+
+    def __str__(self) -> str:
+        times = f"{self.seconds * 1e3:9.2f} ms {self.ratio:6.2f} products {self.temp_bytes / 2**20:8.0f} MiB"
+        apart = "" if self.apart is None else f"   {self.apart:.1e} from stored logits"
+        apart += "" if self.same_ids is None else f", {self.same_ids:.2%} of ids equal"
+        return f"{self.name:50s}{times}{apart}"
 
 
-@dataclasses.dataclass(frozen=True)
-class Table:
-    """All that a command measured."""
-
-    module: str
-    arguments: list[str]
-    shape: dict[str, int]
-    dtype: str
-    rounds: int
-    rows: list[Row]
-
-    def row(self, name: str) -> Row:
-        """The row of that name."""
-        return next(row for row in self.rows if row.name == name)
-
-    def write(self, path: Path | None) -> None:
-        """Prints the table; with a path, also a file of JSON that says what repeats it."""
-        device, shape = jax.devices()[0].device_kind, ", ".join(f"{name} {size}" for name, size in self.shape.items())
-        print(f"{device}, JAX {jax.__version__}, {self.dtype}, {shape}")
-        for row in self.rows:
-            times = f"{row.seconds * 1e3:9.2f} ms {row.ratio:6.2f} products {row.temp_bytes / 2**20:8.0f} MiB"
-            apart = "" if row.apart is None else f"   {row.apart:.1e} from stored logits"
-            apart += "" if row.same_ids is None else f", {row.same_ids:.2%} of ids equal"
-            print(f"{row.name:50s}{times}{apart}")
-        if path is None:
-            return
-        from lce_jax.bench.report import provenance  # needs what only files of the large benchmark need
-
-        run = provenance(self.arguments, self.rounds, self.module)
-        found = {"shape": self.shape, "dtype": self.dtype, "rows": [dataclasses.asdict(row) for row in self.rows]}
-        path.write_text(json.dumps(run | found, indent=1, ensure_ascii=False) + "\n")
-        print(f"written: {path}")
+def add_arguments(command: argparse.ArgumentParser, with_dtype: bool = True) -> None:
+    """The options that all have."""
+    shape = "tokens, hidden size, vocabulary (default 1024,512,32768; on a GPU 4096,4096,151936); repeatable"
+    command.add_argument(
+        "--shape", type=_arguments.shape, action="append", default=[], metavar="T,H,V", help=shape
+    )  # fmt: skip
+    if with_dtype:
+        command.add_argument("--dtype", choices=DTYPES, help="default: float32 on CPU, bfloat16 elsewhere")
 
 
-def parser(module: str, description: str | None) -> argparse.ArgumentParser:
-    """The arguments that all have."""
-    out = argparse.ArgumentParser(prog=f"python -m {module}", description=description)
-    shape = "tokens, hidden size, vocabulary (default 1024,512,32768)"
-    out.add_argument("--shape", type=_arguments.shape, default=(1024, 512, 32768), metavar="T,H,V", help=shape)
-    out.add_argument(
-        "--dtype", choices=("bfloat16", "float16", "float32"), help="default: float32 on CPU, else bfloat16"
-    )
-    out.add_argument(
-        "--rounds", type=_arguments.positive, default=5, help="timings of each row; the median is shown (default 5)"
-    )
-    out.add_argument("--out", type=Path, metavar="FILE", help="a file of JSON with the rows")
-    return out
+def shapes_of(options: argparse.Namespace) -> list[tuple[int, int, int]]:
+    """Those asked for, or the device's."""
+    return options.shape or [(4096, 4096, 151936) if jax.default_backend() == "gpu" else (1024, 512, 32768)]
+
+
+def words(part: str, shape: tuple[int, int, int], dtype: Any = None) -> list[str]:
+    """The arguments that repeat a job."""
+    return [part, "--shape", ",".join(map(str, shape)), *([] if dtype is None else dtype_arguments(dtype))]
+
+
+def dtype_arguments(dtype: Any) -> list[str]:
+    """Nothing for the device's own."""
+    return [] if dtype == default_dtype() else ["--dtype", jnp.dtype(dtype).name]
+
+
+def default_dtype() -> Any:
+    """Of operands on this device."""
+    return jnp.dtype("float32" if jax.default_backend() == "cpu" else "bfloat16")
 
 
 def dtype_of(options: argparse.Namespace) -> Any:
     """The one asked for, or the device's."""
-    return jnp.dtype(options.dtype or ("bfloat16" if jax.default_backend() == "gpu" else "float32"))
+    return jnp.dtype(options.dtype) if options.dtype else default_dtype()
 
 
-def measure(programs: Mapping[str, Program], operands: Sequence[Array], rounds: int) -> list[Row]:
-    """The rows of ``programs``, of which the first is one product; a program that fails has none, and says why."""
-    runs = {}
+def measure(
+    programs: Mapping[str, Program], operands: Sequence[Array], rounds: int, shape: dict[str, int], dtype: Any
+) -> Measured:
+    """Times ``programs``, of which the first is one product, prints their rows, and says why one has none."""
+    print(f"{dtype.name}, {', '.join(f'{name} {size}' for name, size in shape.items())}")
+    runs, left_out = {}, {}
     for name, program in programs.items():
         try:
             runs[name] = compile_jax(program.function, *operands)
             runs[name].wait(runs[name].launch())
-        except jax.errors.JaxRuntimeError as failure:  # stored logits do not fit everywhere
-            runs.pop(name, None)
-            print(f"not timed: {name}: {str(failure).splitlines()[0][:120]}")
+        except (jax.errors.JaxRuntimeError, ValueError) as failure:
+            if isinstance(failure, ValueError) and "not supported" not in str(failure):
+                raise
+            runs.pop(name, None)  # stored logits do not fit everywhere, and not every device multiplies in every way
+            left_out[name] = {"left_out": str(failure).splitlines()[0][:120]}
     apart = {
         name: _beside(runs[name], runs[program.like])
         for name, program in programs.items()
         if name in runs and program.like in runs
     }
     samples = interleave(runs, rounds, jax.default_backend() == "gpu")
-    product = median(samples[PRODUCT])
-    return [
-        Row(name, median(samples[name]), median(samples[name]) / product, run.temp_bytes, *apart.get(name, ()))
-        for name, run in runs.items()
+    unit = median(samples[PRODUCT])
+    times = {name: median(each) for name, each in samples.items()}
+    rows = [
+        Row(name, times[name], times[name] / unit, run.temp_bytes, *apart.get(name, ())) for name, run in runs.items()
     ]
+    print(*rows, *(f"not timed: {name}: {why['left_out']}" for name, why in left_out.items()), sep="\n", flush=True)
+    return Measured({row.name: row.fields for row in rows} | left_out, {"shape": shape, "dtype": dtype.name})
 
 
 def product(hidden: Array, weight: Array, *_: Array) -> Array:

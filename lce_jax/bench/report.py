@@ -1,60 +1,20 @@
-"""The measurements for people and for programs: a table per shape, the bounds in plain words, and a JSON file."""
+"""The measurements of heads for people and for the file: a table per shape, the bounds in plain words, and rows."""
 
 from __future__ import annotations
 
 import dataclasses
-import datetime
-import importlib.metadata
-import json
-import platform
-import shlex
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-import jax
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-import lce_jax
 from lce_jax._plans import format_bytes
 from lce_jax.bench.run import Measurement, Row
 from lce_jax.bench.shapes import DIRECTIONS, GEMM, bounds
 
-# What else takes part, by its name in the registry: the peers, and what they are built on.
-PACKAGES = ("flax", "torch", "triton", "cut-cross-entropy", "liger-kernel", "quack-kernels")
 MIN_WIDTH = 160  # columns of a table that is piped or logged, without a terminal
-
-
-def device() -> dict[str, str]:
-    """Where and with what the numbers were taken: a speed without these means nothing."""
-    first = jax.devices()[0]
-    return {
-        "platform": first.platform,
-        "device_kind": first.device_kind,
-        "jax": jax.__version__,
-        "lce_jax": lce_jax.__version__,
-        "python": platform.python_version(),
-        "machine": platform.machine(),
-    } | {name: version for name in PACKAGES if (version := _installed(name))}
-
-
-def _installed(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def provenance(arguments: Sequence[str], rounds: int, module: str = "lce_jax.bench") -> dict[str, Any]:
-    """What repeats a run, and when it was: ``command``, ``date`` (UTC), ``rounds``, and `device`."""
-    return {
-        "command": shlex.join(["python", "-m", module, *arguments]),
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "rounds": rounds,
-        "device": device(),
-    }
 
 
 def console() -> Console:
@@ -145,31 +105,16 @@ def held_bounds(measured: Measurement, where: dict[str, str]) -> list[str]:
     return lines
 
 
-def as_json(measurements: Sequence[Measurement], run: dict[str, Any]) -> dict[str, Any]:
-    """Everything measured, as plain data, after the `provenance` of the run."""
-    return run | {"measurements": [_as_dict(one, run["device"]) for one in measurements]}
+def as_rows(measured: Measurement) -> dict[str, dict[str, Any]]:
+    """Everything measured of a shape, as plain data; what was left out is there with the reason."""
+    left_out = {name: {"left_out": reason} for name, reason in measured.left_out.items()}
+    return left_out | {f"{row.label}, {row.direction}": _as_dict(measured, row) for row in measured.rows}
 
 
-def _as_dict(measured: Measurement, where: dict[str, str]) -> dict[str, Any]:
-    return {
-        "shape": dataclasses.asdict(measured.shape),
-        "dtype": measured.dtype,
-        "data": measured.data,
-        "rows": [
-            dataclasses.asdict(row)
-            | {
-                "median_seconds": row.median,
-                "useful_flops_per_second": measured.useful_flops(row) / row.median,
-                "ratio_to_gemm": measured.ratio(row, "gemm", GEMM),
-                "ratio_to_materialised": measured.ratio(row, "materialised", row.direction),
-            }
-            for row in measured.rows
-        ],
-        "left_out": measured.left_out,
-        "bounds": held_bounds(measured, where),
+def _as_dict(measured: Measurement, row: Row) -> dict[str, Any]:
+    return dataclasses.asdict(row) | {
+        "median_seconds": row.median,
+        "useful_flops_per_second": measured.useful_flops(row) / row.median,
+        "ratio_to_gemm": measured.ratio(row, "gemm", GEMM),
+        "ratio_to_materialised": measured.ratio(row, "materialised", row.direction),
     }
-
-
-def write_json(path: Path, measurements: Sequence[Measurement], run: dict[str, Any]) -> None:
-    """`as_json` in a file."""
-    path.write_text(json.dumps(as_json(measurements, run), indent=2, ensure_ascii=False) + "\n")

@@ -1,4 +1,4 @@
-"""``python -m lce_jax.bench.step``: a whole training step of a transformer, with stored logits and without.
+"""A whole training step of a transformer, with stored logits and without.
 
 What a head gains is a part of a step. So this trains a decoder-only transformer with random weights, of the sizes of a
 published model, for a few steps: AdamW, parameters and moments in float32, products in bfloat16, every block computed
@@ -10,27 +10,24 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import json
-import os
 import statistics
-import sys
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax import lax
 
 from lce_jax import linear_cross_entropy, linear_loss, losses
 from lce_jax._plans import format_bytes
+from lce_jax.bench.records import Job, Measured
 from lce_jax.explain import _arguments
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Float, Int
 
-MODULE = "lce_jax.bench.step"
 STEPS = 3  # timed together, in each round
 
 
@@ -173,8 +170,6 @@ def train_step(sizes: Sizes, head: Callable[..., Array], optimizer: Any, dtype: 
 
 def measure(sizes: Sizes, objective: str, head: str, batch: int, length: int, rounds: int, dtype: Any) -> Row:
     """One row; a step that does not fit has no time."""
-    import optax
-
     optimizer = optax.adamw(1e-5)
     step = train_step(sizes, OBJECTIVES[objective][head], optimizer, dtype)
     tokens = jax.random.randint(jax.random.key(1), (batch, length + 1), 0, sizes.vocab_size)
@@ -204,41 +199,33 @@ def measure(sizes: Sizes, objective: str, head: str, batch: int, length: int, ro
     return dataclasses.replace(row, seconds=statistics.median(samples), loss=float(value))
 
 
-def main(arguments: Sequence[str] | None = None) -> list[Row]:
-    """Measures, prints and, if asked to, writes."""
-    # Memory that is taken piece by piece has no room for one large array, and JAX takes three quarters unless told so.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """The options."""
     on_gpu = jax.default_backend() == "gpu"
-    arguments = sys.argv[1:] if arguments is None else arguments
-    command = argparse.ArgumentParser(prog=f"python -m {MODULE}", description=__doc__)
-    known = f"of {', '.join(MODELS)} (default: {'qwen3-1.7b' if on_gpu else 'tiny'})"
+    known = f"of {', '.join(MODELS)} (default: qwen3-1.7b on a GPU, else tiny)"
     command.add_argument("--model", choices=MODELS, default="qwen3-1.7b" if on_gpu else "tiny", help=known)
     command.add_argument("--batch", type=_arguments.positives, default=(2, 4), metavar="B,B,...", help="sequences")
     command.add_argument("--length", type=_arguments.positive, default=4096 if on_gpu else 128, help="tokens of each")
     command.add_argument("--objective", choices=OBJECTIVES, action="append", help="default: all; repeatable")
-    command.add_argument("--rounds", type=_arguments.positive, default=3, help="timings; the median is shown")
-    command.add_argument("--out", type=Path, metavar="FILE", help="a file of JSON with the rows")
-    options = command.parse_args(arguments)
-    dtype, rows = jnp.dtype("bfloat16" if on_gpu else "float32"), []
+
+
+def jobs(options: argparse.Namespace, _: argparse.ArgumentParser) -> list[Job]:
+    """One for each objective and batch: both heads."""
+    found = []
     for objective in options.objective or OBJECTIVES:
         for batch in options.batch:
-            for head in OBJECTIVES[objective]:
-                sizes = MODELS[options.model]
-                rows.append(measure(sizes, objective, head, batch, options.length, options.rounds, dtype))
-                print(rows[-1], flush=True)
-                if options.out is not None:
-                    _write(options, arguments, dtype, rows)
-    return rows
+            sizes = {"--model": options.model, "--length": options.length, "--batch": batch, "--objective": objective}
+            words = [str(word) for pair in sizes.items() for word in pair]
+            found.append(Job(["step", *words], functools.partial(_measure, options, objective, batch)))
+    return found
 
 
-def _write(options: argparse.Namespace, arguments: Sequence[str], dtype: Any, rows: Sequence[Row]) -> None:
-    from lce_jax.bench.report import provenance
-
-    sizes = dataclasses.asdict(MODELS[options.model])
-    found = {"model": options.model, "sizes": sizes, "length": options.length, "dtype": dtype.name}
-    run = provenance(list(arguments), options.rounds, MODULE) | found | {"rows": [dataclasses.asdict(x) for x in rows]}
-    options.out.write_text(json.dumps(run, indent=1, ensure_ascii=False) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+def _measure(options: argparse.Namespace, objective: str, batch: int) -> Measured:
+    sizes, rows = MODELS[options.model], {}
+    dtype = jnp.dtype("bfloat16" if jax.default_backend() == "gpu" else "float32")
+    for head in OBJECTIVES[objective]:
+        row = measure(sizes, objective, head, batch, options.length, options.rounds, dtype)
+        print(row, flush=True)
+        rows[head] = dataclasses.asdict(row)
+    about = {"model": options.model, "sizes": dataclasses.asdict(sizes), "length": options.length, "dtype": dtype.name}
+    return Measured(rows, about)

@@ -1,12 +1,14 @@
-"""``--sweep``: the tunings of the Hopper kernels, timed on one shape; what to enter in the tuned table.
+"""The tunings of the Hopper kernels, timed on one shape; what to enter in the tuned table.
 
 Tuning never happens in a call: winners become data in ``lce_jax/mosaic/sm90/_tuning.py``, by device and hidden size.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -17,9 +19,11 @@ from rich.table import Table
 
 from lce_jax import UnsupportedError, explain
 from lce_jax._types import Case
+from lce_jax.bench import heads, programs, report
 from lce_jax.bench.candidates import Candidate, jax_candidates
 from lce_jax.bench.measure import Run, interleave, median
 from lce_jax.bench.problem import Problem, random_problem
+from lce_jax.bench.records import Job, Measured
 from lce_jax.bench.run import admit
 from lce_jax.bench.shapes import KERNELS, Shape
 from lce_jax.mosaic import NAME, _generations, sm90
@@ -47,6 +51,42 @@ class Swept:
         """The line for the tuned table."""
         best = next(iter(self.seconds))
         return f'("{self.case.device.kind}", "{self.kernel}"): (({self.case.hidden_size}, {best}),)'
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """The options."""
+    heads.add_shapes(command)
+    command.add_argument("--kernel", choices=KERNELS, action="append", help="repeatable (default: all)")
+
+
+def jobs(options: argparse.Namespace, _: argparse.ArgumentParser) -> list[Job]:
+    """One for each kernel and shape."""
+    dtype = programs.dtype_of(options)
+    return [
+        Job(
+            [*heads.arguments_of(shape, dtype, "sweep"), "--kernel", kernel],
+            functools.partial(_measure, kernel, shape, dtype, options.rounds),
+        )
+        for shape in heads.chosen_shapes(options)
+        for kernel in options.kernel or KERNELS
+    ]
+
+
+def _measure(kernel: str, shape: Shape, dtype: Any, rounds: int) -> Measured:
+    out = report.console()
+    out.print(f"{shape}, {dtype.name}", style="bold")
+    try:
+        with out.status("") as status:
+            (found,) = sweep([kernel], shape, dtype, rounds, status.update if out.is_terminal else heads.log)
+    except UnsupportedError as refusal:
+        out.print(f"cannot sweep: {refusal}", highlight=False, soft_wrap=True)
+        return Measured({kernel: {"left_out": str(refusal)}}, healthy=False)
+    out.print(table(found))
+    out.print(found.entry, highlight=False, soft_wrap=True)
+    for name, reason in found.left_out.items():
+        out.print(f"left out: {name}: {reason}", highlight=False, soft_wrap=True)
+    about = {"shape": dataclasses.asdict(shape), "dtype": dtype.name}
+    return Measured({kernel: {"entry": found.entry, "median_seconds": min(found.seconds.values())}}, about)
 
 
 def sweep(kernels: Sequence[str], shape: Shape, dtype: Any, rounds: int, report: Callable[[str], None]) -> list[Swept]:

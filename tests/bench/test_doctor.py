@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +10,15 @@ import pytest
 
 import lce_jax
 from lce_jax.bench import __main__ as bench
-from lce_jax.bench import doctor
+from lce_jax.bench import doctor, records
 
 
-def test_one_command_writes_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "CHECKS", {name: doctor.CHECKS[name] for name in ("[H, V]", "pairs")})
-    assert bench.main(["--doctor", "--rounds", "1", "--out", str(tmp_path)]) == 0
-    found = json.loads((tmp_path / "doctor.json").read_text())
-    assert found["healthy"]
-    right, pairs = found["checks"]
+def test_one_command_writes_into_one_file(tmp_path: Path) -> None:
+    out = tmp_path / "cpu.json"
+    assert bench.main(["doctor", "--only", "[H, V]", "pairs", "--rounds", "1", "--out", str(out)]) == 0
+    right, pairs = (job["rows"][0] for job in records.jobs(records.read(out), "doctor"))
     assert pairs["skipped"] == "no blocks multiply together on such a device"
-    assert (right["implementation"], right["device"]["platform"]) == ("xla", "cpu")
+    assert (right["implementation"], right["run"]["device"]["platform"]) == ("xla", "cpu")
     assert "this is cpu" in right["refused"]["mosaic_gpu"]
     assert set(right["seconds"]) == set(right["bytes"]) == {"forward", "both"}
     assert set(right["errors"]) == {"logprobs", "entropy", "lse", "dhidden", "dweight"}
@@ -57,11 +54,14 @@ def test_other_bits_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     assert doctor.examine("plain", 1)["failed"] == "other bits in another run: forward, both"
 
 
-def test_what_never_answers_or_ends_badly_fails_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert doctor.main(["plain"], tmp_path / "late.json", 1, seconds=0.01) == 1
-    assert doctor.main(["no such check"], tmp_path / "none.json", 1) == 1
-    late, none = (json.loads((tmp_path / name).read_text()) for name in ("late.json", "none.json"))
-    assert not late["healthy"]
-    assert late["checks"] == [{"check": "plain", "failed": "no answer within 0.01 s"}]
-    assert "KeyError: 'no such check'" in none["checks"][0]["failed"]
+def test_what_never_answers_or_ends_badly_fails_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    none = doctor._measure("no such check", 1)
+    assert not none.healthy
+    assert "KeyError: 'no such check'" in none.rows["no such check"]["failed"]
+    monkeypatch.setattr(doctor, "SECONDS", 0.01)
+    late = doctor._measure("plain", 1)
+    assert not late.healthy
+    assert late.rows == {"plain": {"check": "plain", "failed": "no answer within 0.01 s"}}
     assert "plain: FAILED: no answer within 0.01 s" in capsys.readouterr().out

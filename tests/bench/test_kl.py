@@ -1,42 +1,58 @@
-"""``python -m lce_jax.bench.kl`` and ``python -m lce_jax.bench.chosen`` in a tiny form."""
+"""The parts of the bench that time small programs, in a tiny form: kl, options, precision."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("rich")
 
-from lce_jax.bench import chosen, kl
+from lce_jax.bench import __main__ as bench
+from lce_jax.bench import records
 
 pytestmark = [pytest.mark.site, pytest.mark.usefixtures("short_timings")]
 
 
+def rows_of(path: Path, part: str, *more: str) -> dict[str, dict[str, Any]]:
+    assert bench.main([part, "--shape", "24,16,600", "--rounds", "1", "--out", str(path / "cpu.json"), *more]) == 0
+    (job,) = records.jobs(records.read(path / "cpu.json"), part)
+    return {row["name"]: row for row in job["rows"]}
+
+
 def test_the_divergence_of_two_heads(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    told = ["--shape", "24,16,600", "--teacher-hidden-size", "20", "--rounds", "1", "--out", str(tmp_path / "kl.json")]
-    rows = kl.main(told).rows
+    rows = rows_of(tmp_path, "kl", "--teacher-hidden-size", "20")
     assert len(rows) == 13
-    assert all(row.apart < 2e-5 for row in rows if "linear_kl" in row.name)
+    assert all(row["apart"] < 2e-5 for name, row in rows.items() if "linear_kl" in name)
     assert sum("from stored logits" in line for line in capsys.readouterr().out.splitlines()) == 6
-    file = json.loads((tmp_path / "kl.json").read_text())
-    assert file["command"].startswith("python -m lce_jax.bench.kl --shape 24,16,600")
-    assert file["shape"] == {"T": 24, "H": 16, "G": 20, "V": 600}
-    assert [row["name"] for row in file["rows"]] == [row.name for row in rows]
+    file = records.read(tmp_path / "cpu.json")
+    (key,) = file["jobs"]
+    assert key == "kl --shape 24,16,600 --teacher-hidden-size 20"
+    assert file["jobs"][key]["shape"] == {"T": 24, "H": 16, "G": 20, "V": 600}
     with pytest.raises(SystemExit):
-        kl.main(["--shape", "24,16"])
+        bench.main(["kl", "--shape", "24,16"])
     assert "'24,16' must be three numbers: tokens, hidden size, vocabulary" in capsys.readouterr().err
 
 
-def test_a_few_ids_per_token(capsys: pytest.CaptureFixture[str]) -> None:
-    table = chosen.main(["--shape", "24,16,600", "--rounds", "1", "--k", "3", "64"])
-    compared = [row for row in table.rows if row.apart is not None]
+def test_a_few_ids_per_token(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    rows = rows_of(tmp_path, "options", "--k", "3", "64")
+    compared = {name: row for name, row in rows.items() if "apart" in row}
     assert len(compared) == 2 * 4 + 2
-    assert all(row.apart < 2e-5 for row in compared)
-    assert all(row.same_ids == (1.0 if "topk" in row.name else None) for row in compared)
+    assert all(row["apart"] < 2e-5 for row in compared.values())
+    assert all(row.get("same_ids") == (1.0 if "topk" in name else None) for name, row in compared.items())
     printed = capsys.readouterr().out
     assert "64 candidates add" in printed
     assert "a floor adds" in printed
-    few = chosen.main(["--shape", "24,16,600", "--rounds", "1", "--k", "3", "--no-stored"])
-    assert not any("stored" in row.name for row in few.rows)
+    again = rows_of(tmp_path, "options", "--k", "5", "--no-stored")
+    assert set(again) == {*rows, "linear_topk, k 5"}  # what was not asked for is kept
+
+
+def test_float32_by_what_multiplies(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    rows = rows_of(tmp_path, "precision")
+    for way in ("linear_logprobs", "stored logits"):
+        for end in ("", ", + backward"):
+            assert "not supported" in rows[f"{way}, TF32_TF32_F32{end}"]["left_out"]  # on a CPU
+    assert rows["linear_logprobs, highest, + backward"]["apart"] < 2e-5
+    assert rows["linear_logprobs, highest"]["median_seconds"] > 0
+    assert "not timed: stored logits, TF32_TF32_F32" in capsys.readouterr().out

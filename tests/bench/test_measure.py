@@ -7,7 +7,6 @@ import itertools
 import pytest
 
 pytest.importorskip("rich")
-pytest.importorskip("matplotlib")
 
 from lce_jax.bench import measure
 

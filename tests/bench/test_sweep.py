@@ -10,11 +10,10 @@ import jax.numpy as jnp
 import pytest
 
 pytest.importorskip("rich")
-pytest.importorskip("matplotlib")
 
 from lce_jax._types import Case, Options
 from lce_jax.bench import __main__ as command
-from lce_jax.bench import problem, shapes, sweep
+from lce_jax.bench import problem, records, shapes, sweep
 from lce_jax.explain._models import Head
 from lce_jax.mosaic import _generations
 from lce_jax.mosaic.sm90._tuning import Tuning
@@ -65,9 +64,13 @@ def test_a_sweep_leaves_no_entry_for_a_device_that_had_none():
     assert tuning_of(unknown, "forward") == before
 
 
-def test_a_sweep_without_such_a_gpu_says_so(capsys):
-    assert command.main(["--sweep", "--shape", "256,256,1024", "--dtype", "bfloat16"]) == 1
+def test_a_sweep_without_such_a_gpu_says_so(capsys, tmp_path):
+    out = tmp_path / "cpu.json"
+    told = ["sweep", "--shape", "256,256,1024", "--dtype", "bfloat16", "--kernel", "dhidden", "--out", str(out)]
+    assert command.main(told) == 1
     assert "compute capability 9.0" in capsys.readouterr().out
+    (job,) = records.jobs(records.read(out), "sweep")
+    assert "compute capability 9.0" in job["rows"][0]["left_out"]
 
 
 def test_each_step_of_a_sweep_begins_with_the_best_of_the_one_before(tiny, monkeypatch):
@@ -89,14 +92,22 @@ def test_each_step_of_a_sweep_begins_with_the_best_of_the_one_before(tiny, monke
     assert (best.cluster, best.minor, best.in_flight, best.snake) == (1, 0, 0, 32)
 
 
-def test_which_kernels_a_sweep_is_for(monkeypatch):
-    asked = []
-    monkeypatch.setattr(sweep, "sweep", lambda kernels, *_: asked.append(list(kernels)) or [])
-    for line in (["--sweep"], ["--sweep", "dlogits", "forward"]):
-        assert command.main([*line, "--shape", "256,256,1024"]) == 0
-    assert asked == [["forward", "dlogits", "dhidden", "dweight"], ["dlogits", "forward"]]
+def test_which_kernels_a_sweep_is_for(monkeypatch, tmp_path):
+    def found(kernels, *_):
+        (kernel,) = kernels
+        return [sweep.Swept(kernel, H200, {tuning_of(H200, kernel): 0.001}, {})]
+
+    monkeypatch.setattr(sweep, "sweep", found)
+    out = tmp_path / "cpu.json"
+    told = ["sweep", "--shape", "256,256,1024", "--out", str(out)]
+    assert command.main([*told, "--kernel", "dlogits", "--kernel", "forward"]) == 0
+    assert [job["rows"][0]["name"] for job in records.jobs(records.read(out), "sweep")] == ["dlogits", "forward"]
+    assert command.main(told) == 0
+    jobs = list(records.jobs(records.read(out), "sweep"))
+    assert {job["rows"][0]["name"] for job in jobs} == set(shapes.KERNELS)
+    assert all(job["rows"][0]["entry"].startswith('("NVIDIA H200", ') for job in jobs)
     with pytest.raises(SystemExit):
-        command.main(["--sweep", "logits"])
+        command.main(["sweep", "--kernel", "logits"])
 
 
 def test_sweep_table_is_fastest_first_and_ends_in_an_entry():

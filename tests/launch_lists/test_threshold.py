@@ -14,7 +14,7 @@ import pytest
 
 from lce_jax import launch_lists, mosaic
 from lce_jax._types import Operands
-from lce_jax.launch_lists import _mosaic
+from lce_jax.launch_lists import _compiler
 from lce_jax.mathematics._statistics import Normalizer
 from lce_jax.mosaic import _candidates, _generations, _partial_statistics, _threshold_backward
 from lce_jax.mosaic._call import Call
@@ -29,19 +29,19 @@ from tests.mosaic_interpreter import add_stores
 LISTS = ["live_counts", "live_order", "live_entries", "live_rows", "live_row_lists", "live_ranks"]
 
 
-def head(**changed: Any) -> launch_lists.Head:
+def head(**changed: Any) -> launch_lists.CallKind:
     given = {"num_tokens": 8192, "hidden_size": 4096, "num_columns": 151936, "vocab_size": 151936, "start": 0}
-    return launch_lists.Head(
+    return launch_lists.CallKind(
         **{**given, "dtype": "bfloat16", "device": H200, "gradient_threshold": 2.0**-12, **changed}
     )
 
 
-def backward(of: launch_lists.Head, **how: Any) -> launch_lists.Program:
+def backward(of: launch_lists.CallKind, **how: Any) -> launch_lists.LaunchList:
     told = {"seeds": ("logprobs", "entropy"), "cached": True, "owns_cache": False, "adds": False, **how}
     return launch_lists.backward(of, wanted=(True, True), dhidden_dtype="bfloat16", **told)
 
 
-def names(program: launch_lists.Program) -> list[str]:
+def names(program: launch_lists.LaunchList) -> list[str]:
     return [launch.kernel.name for launch in program.launches]
 
 
@@ -63,7 +63,7 @@ def test_a_part_and_its_merge() -> None:
 
 
 @pytest.mark.parametrize(("of", "batches"), [(head(), 13), (head(num_tokens=512), 1), (head(num_tokens=32768), 20)])
-def test_a_backward_walks_batches(of: launch_lists.Head, batches: int) -> None:
+def test_a_backward_walks_batches(of: launch_lists.CallKind, batches: int) -> None:
     found = Counter(names(backward(of)))
     of_batch = ("live_dlogits", "update_live_dhidden", "write_live_dweight")
     once = ["prepare", "coefficients", *LISTS, "zeros", "total"]
@@ -84,15 +84,15 @@ def test_a_backward_walks_batches(of: launch_lists.Head, batches: int) -> None:
     ],
     ids=str,
 )
-def test_every_kernel_lowers_for_cuda(of: launch_lists.Head) -> None:
+def test_every_kernel_lowers_for_cuda(of: launch_lists.CallKind) -> None:
     seeds = ("logprobs", "entropy", *(["candidate_logprobs"] if of.num_candidates else []))
     forwards = launch_lists.forward(of, keep_cache=True), launch_lists.merge(of, ranks=4, keep_cache=True)
     programs = *forwards, backward(of, seeds=seeds)
     for launch in itertools.chain(*(program.launches for program in programs)):
-        assert _mosaic.module(launch.kernel, H200)
+        assert _compiler.module(launch.kernel, H200)
 
 
-def run(program: launch_lists.Program, rows: int, given: list[Any]) -> list[np.ndarray]:
+def run(program: launch_lists.LaunchList, rows: int, given: list[Any]) -> list[np.ndarray]:
     """The results of a program that have memory, as long as the program may need."""
     structs = [x for x in program.outputs if x is not None]
     sizes = [2 * int(np.prod(x.shape)) * x.dtype.itemsize for x in structs]
@@ -110,7 +110,7 @@ class Problem:
 
     def __init__(self, K: int, has_floor: bool) -> None:
         T, H, V, true = self.sizes = 200, 128, 1032, 1000
-        self.head = head(
+        self.kind = head(
             num_tokens=256, hidden_size=H, num_columns=V, vocab_size=true, device=H200._replace(core_count=2),
             gradient_threshold=0.02, stats=True, dropped_mass=True, num_candidates=K, has_floor=has_floor,
         )  # fmt: skip
@@ -130,12 +130,12 @@ class Problem:
             self.given.append(self.in_rows(floor))
         if K:
             ids = np.where(rng.random((T, K)) < 0.3, labels[:, None], -1)
-            ids[150, 1], ids[151, 0] = 5, true - 1  # a tile of its own, and where padding begins
+            ids[20, 1], ids[151, 0] = 2 * 256 + 5, true - 1  # a tile of its own, and where padding begins
             ids = np.where(ids < true, ids, -1).astype(np.int32)
             self.operands = self.operands._replace(candidates=jnp.asarray(ids))
             self.given.append(self.in_rows(ids))
             self.seeds["candidate_logprobs"] = rng.standard_normal((T, K)).astype(np.float32)
-        self.case = dataclasses.replace(self.head.case, num_tokens=T)
+        self.case = dataclasses.replace(self.kind.case, num_tokens=T)
 
     def in_rows(self, x: np.ndarray) -> np.ndarray:
         """With as many rows as the lists have."""
@@ -143,17 +143,17 @@ class Problem:
 
     def gradients(self, operands: Operands, live: Any, kept: Any) -> Any:
         """JAX's, from the coefficients of the kernels for lists."""
-        (T, _, _, true), K = self.sizes, self.head.num_candidates
-        call = Call.prepare(operands, self.case, self.head.kernels)
+        (T, _, _, true), K = self.sizes, self.kind.num_candidates
+        call = Call.prepare(operands, self.case, self.kind.kernels)
         seeds, numbers = {name: self.in_rows(x) for name, x in self.seeds.items()}, jnp.asarray([T, T], jnp.int32)
         seed = seeds.pop("candidate_logprobs", None)
-        given = self.head.case, kept, False
+        given = self.kind.case, kept, False
         terms = None if seed is None else call.kernels.candidate_terms(*given, seed, numbers)
         factors = call.kernels.coefficients(*given, seeds, numbers, true, terms)[:, : call.shape.padded_tokens]
         candidates = None
         if terms is not None:
-            first = self.head.first_statistic
-            fields = Fields(first - K, first + len(_partial_statistics.kept(self.head.case.options)), T, T, 0)
+            first = self.kind.first_statistic
+            fields = Fields(first - K, first + len(_partial_statistics.kept(self.kind.case.options)), T, T, 0)
             ids = jax.lax.bitcast_convert_type(kept, jnp.int32)
             candidates = _candidates.placed(call, factors, ids, kept, terms, fields)
         return _threshold_backward.walk(call, factors, candidates, live, None)
@@ -173,8 +173,8 @@ def test_the_bits_of_jax(K: int, has_floor: bool, monkeypatch: pytest.MonkeyPatc
         return mosaic.selected(test.case, tiles, Normalizer(stats.max, stats.sumexp), None)
 
     with _generations.using(kernels_of(call_of("batches", chunk=1))):
-        *_, dropped, kept, live = run(launch_lists.forward(test.head, keep_cache=True), T, test.given)
-        found = backward(dataclasses.replace(test.head, copied_from="bfloat16"), seeds=tuple(test.seeds))
+        *_, dropped, kept, live = run(launch_lists.forward(test.kind, keep_cache=True), T, test.given)
+        found = backward(dataclasses.replace(test.kind, copied_from="bfloat16"), seeds=tuple(test.seeds))
         seeds = map(test.in_rows, test.seeds.values())
         dhidden, dweight = run(found, T, [*test.given[:2], kept, *seeds, live])
         launches = Counter(names(found))
@@ -184,7 +184,7 @@ def test_the_bits_of_jax(K: int, has_floor: bool, monkeypatch: pytest.MonkeyPatc
             of_jax, mass = forward(test.operands)
             sums, of_weight = jax.jit(test.gradients)(test.operands, of_jax, jnp.asarray(kept))
     assert 0 < live[:, :2].mean() < 1
-    assert live[0, 1] == (K > 0)
+    assert live[2, 0] == (K > 0)
     np.testing.assert_array_equal(live[:, :2], of_jax[:, :2])
     np.testing.assert_array_equal(dropped[:T], mass)
     assert mass.max() > 0

@@ -67,7 +67,7 @@ def by_list(
     hidden: Any, weight: Any, labels: Any, temperature: Any = None, vocab_part_size: int | None = None
 ) -> dict[str, np.ndarray]:
     rows, (T, H), V = 256, hidden.shape, weight.shape[0]
-    head = launch_lists.Head(
+    head = launch_lists.CallKind(
         num_tokens=rows, hidden_size=H, num_columns=V, vocab_size=V, start=0, dtype="bfloat16", device=SMALL,
         stats=True, has_temperature=temperature is not None, vocab_part_size=vocab_part_size,
     )  # fmt: skip

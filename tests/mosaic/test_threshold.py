@@ -16,6 +16,7 @@ import pytest
 
 from lce_jax import mosaic
 from lce_jax._types import Device, Operands, RowCoefficients
+from lce_jax.call import _rows
 from lce_jax.mathematics import _columns
 from lce_jax.mathematics._statistics import Normalizer
 from lce_jax.mosaic import _generations, sm90, sm100
@@ -219,6 +220,52 @@ def check_live_tiles(test: Call, case: Any) -> None:
         least = oracle.computed_anyway()
         found = jnp.asarray(np.pad(least, ((0, 0), (0, found.shape[1] - least.shape[1]))), jnp.int32)
         check_gradients(test, case, operands, rows, found, oracle.gradients(rows, least))
+
+
+SPLIT = [
+    call("candidates", T=136, H=128, V=2048, num_columns=1748, num_candidates=3),
+    call("floor", T=136, H=64, V=2048, num_columns=1748, has_floor=True, stats=True),
+]
+
+
+@pytest.mark.parametrize("shards", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("test", SPLIT, ids=str)
+def test_a_split_vocabulary(test: Call, shards: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each shard's tiles and gradients, from the statistics of all: those of the whole vocabulary."""
+    add_stores(monkeypatch)
+    test = with_threshold(test)
+    operands, cotangent = draw(test)
+    operands, size = peaked(test, operands), test.V // shards
+    case = dataclasses.replace(case_of(test), vocab_size=size)
+
+    def of_shard(i: int) -> Operands:
+        targets, candidates = _rows.owned((operands.targets, operands.candidates), i * size, size)
+        return operands._replace(
+            weight=operands.weight[i * size :][:size], targets=targets, candidates=candidates,
+            num_columns=jnp.int32(np.clip(test.num_columns - i * size, 0, size)),
+        )  # fmt: skip
+
+    def gradients(parts: list[Operands]) -> Any:
+        found = [mosaic.in_parts(part, case, True) for part in parts]
+        stats = mosaic.merged(jax.tree.map(lambda *x: jnp.stack(x), *(each[0] for each in found)), case, None, None)
+        live = [mosaic.selected(case, tiles, Normalizer(stats.max, stats.sumexp), None) for _, tiles in found]
+        counts = _columns.without_empty(None, stats.sumexp) if test.options.has_floor else None
+        rows = coefficients(test, stats, cotangent, operands, counts)
+        each = zip(parts, live, strict=True)
+        return rows, live, [mosaic.gradients(part, case, rows, tiles)[:2] for part, (tiles, _) in each]
+
+    with _generations.using(kernels_of(test)), interpreting(plgpu.InterpretGPUParams()):
+        rows, live, grads = jax.jit(gradients)([of_shard(i) for i in range(shards)])
+    oracle = Oracle(test, operands)
+    want = oracle.live()
+    np.testing.assert_array_equal(np.concatenate([tiles for tiles, _ in live])[:, : want.shape[1]], want)
+    assert 0 < want.mean() < 1
+    found = sum(np.asarray(x, np.float64) for x, _ in grads), np.concatenate([np.asarray(x, float) for _, x in grads])
+    for got, exact in zip(found, oracle.gradients(rows, want), strict=True):
+        assert np.linalg.norm(got - exact) <= 4e-3 * np.linalg.norm(exact)
+    if test.options.stats:
+        dropped = sum(np.asarray(mass) for _, mass in live)
+        np.testing.assert_allclose(dropped, np.where(oracle.kept(want), 0, oracle.p).sum(1), rtol=1e-3, atol=1e-7)
 
 
 def check_gradients(test: Call, case: Any, operands: Operands, rows: Any, live: Any, want: Any) -> None:

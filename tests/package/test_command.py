@@ -51,7 +51,7 @@ def test_a_pipe_that_closes_is_no_error() -> None:
 TINY = {"bench": ("--shape", "16,32,520", "--rounds", "1"), "demo": ("--steps", "1")}
 
 
-@pytest.mark.parametrize(("name", "missing"), [("bench", "rich"), ("bench", "matplotlib"), ("demo", "optax")])
+@pytest.mark.parametrize(("name", "missing"), [("bench", "rich"), ("demo", "optax")])
 def test_a_missing_extra_is_named(
     name: str, missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import json
 import re
@@ -16,7 +17,7 @@ import pytest
 import lce_jax
 import lce_torch_bridge
 from lce_jax import floors, launch_lists, local, losses, rows
-from lce_jax.bench.__main__ import parser as bench_parser
+from lce_jax.bench import __main__ as bench
 from lce_jax.demo.cli import _parser as demo_parser
 from lce_jax.explain.__main__ import parser as explain_parser
 from lce_jax.flax import linen, nnx
@@ -152,6 +153,10 @@ def test_commands_exist(page, line):
         assert set(filter(None, (extras or "").split(","))) <= set(known)
     else:
         assert words[:2] == ["python", "-m"], line
-        parsers = {"lce_jax.bench": bench_parser, "lce_jax.demo": demo_parser, "lce_jax.explain": explain_parser}
-        parser = parsers[words[2]]()
+        parsers = {"lce_jax.demo": demo_parser, "lce_jax.explain": explain_parser}
+        if words[2] == "lce_jax.bench":
+            part = words.pop(3) if words[3:] and words[3] in bench.PARTS else "heads"
+            parser = bench.parser(part, importlib.import_module(f"lce_jax.bench.{part}"))
+        else:
+            parser = parsers[words[2]]()
         parser.parse_args(words[3:])

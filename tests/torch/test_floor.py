@@ -9,6 +9,7 @@ import torch
 
 from lce_torch_bridge import explain, linear_entropy, linear_logprobs, linear_loss
 from lce_torch_bridge._types import Operands
+from lce_torch_bridge.launched_directly._way import way_of
 from lce_torch_bridge.operators import _execute
 from tests import cases
 from tests.torch import problem as p
@@ -126,7 +127,7 @@ def test_lists_of_a_split_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     found = []
     for ranks.rank in (0, 1, 0, 1):  # what the first two send, the last two receive
-        found.append(_execute.forward(parts[ranks.rank], call, keep_cache=False)[:6])
+        found.append(_execute.forward(parts[ranks.rank], call, False, way_of(parts[ranks.rank].hidden))[:6])
     next(loaded, None)
     assert len(programs) == 4  # a part and a merge on each rank
     assert all(map(torch.equal, found[2], found[3]))

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 UNPROVEN = (
     'the kernels for Blackwell have never run on a GPU, so only implementation="mosaic_gpu" gets them; '
-    "python -m lce_jax.bench --doctor checks them on one"
+    "python -m lce_jax.bench doctor checks them on one"
 )
 
 

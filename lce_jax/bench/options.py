@@ -1,13 +1,13 @@
-"""``python -m lce_jax.bench.chosen``: what a few ids per token cost, and the most likely ones.
+"""What options cost: candidates and a floor beside the log-probabilities of labels, linear_logits, and linear_topk.
 
-Candidates beside the log-probabilities and entropies of labels, a floor of the logits, `linear_logits` alone, and
-`linear_topk` against ``jax.lax.top_k``, each beside stored logits. Logits have a standard deviation of 3.
+Each stands beside stored logits, whose standard deviation is 3; linear_topk beside ``jax.lax.top_k``.
 """
 
 from __future__ import annotations
 
+import argparse
 import functools
-import sys
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -17,30 +17,39 @@ from jax import lax
 
 from lce_jax import linear_logits, linear_logprobs, linear_topk
 from lce_jax.bench import programs
-from lce_jax.bench.programs import PRODUCT, Program, Table
+from lce_jax.bench.programs import PRODUCT, Program
+from lce_jax.bench.records import Job, Measured
 from lce_jax.explain import _arguments
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array
 
-MODULE = "lce_jax.bench.chosen"
 LOGIT_SPREAD = 3.0
 COUNTS = (8, 64)  # of candidates
 FLOOR = 0.0  # half of the logits reach it
 PLAIN = "linear_logprobs"
 
 
-def main(arguments: list[str] | None = None) -> Table:
-    """Measures, prints and, if asked to, writes."""
-    command = programs.parser(MODULE, __doc__)
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """The options."""
+    programs.add_arguments(command)
     command.add_argument("--no-stored", action="store_true", help="leave out what stores logits")
     command.add_argument(
         "--k", type=_arguments.positive, nargs="+", default=[64], help="of the most likely ids (default 64)"
     )
-    arguments = sys.argv[1:] if arguments is None else arguments
-    options = command.parse_args(arguments)
-    tokens, hidden_size, vocab_size = options.shape
-    dtype, keys = programs.dtype_of(options), jax.random.split(jax.random.key(0), 4)
+
+
+def jobs(options: argparse.Namespace, _: argparse.ArgumentParser) -> list[Job]:
+    """One for each shape."""
+    dtype, partial = programs.dtype_of(options), options.no_stored or options.k != [64]
+    return [
+        Job(programs.words("options", shape, dtype), functools.partial(_measure, shape, dtype, options), partial)
+        for shape in programs.shapes_of(options)
+    ]
+
+
+def _measure(shape: tuple[int, int, int], dtype: Any, options: argparse.Namespace) -> Measured:
+    (tokens, hidden_size, vocab_size), keys = shape, jax.random.split(jax.random.key(0), 4)
     operands = [
         *programs.draw_model(keys[0], tokens, hidden_size, vocab_size, dtype, LOGIT_SPREAD),
         jax.random.randint(keys[1], (tokens,), 0, vocab_size, jnp.int32),
@@ -50,18 +59,17 @@ def main(arguments: list[str] | None = None) -> Table:
     chosen = _programs() | _topk_programs([min(k, vocab_size) for k in options.k])
     if options.no_stored:
         chosen = {name: program for name, program in chosen.items() if "stored" not in name}
-    rows = programs.measure(chosen, operands, options.rounds)
-    shape = {"T": tokens, "H": hidden_size, "V": vocab_size}
-    table = Table(MODULE, arguments, shape, dtype.name, options.rounds, rows)
-    table.write(options.out)
+    sizes = {"T": tokens, "H": hidden_size, "V": vocab_size}
+    measured = programs.measure(chosen, operands, options.rounds, sizes, dtype)
+    _print_additions({name: row.get("median_seconds", math.nan) for name, row in measured.rows.items()})
+    return measured
+
+
+def _print_additions(seconds: dict[str, float]) -> None:
     for end, passes in (("", "the forward"), (", + backward", "forward + backward")):
-        plain = table.row(PLAIN + end).seconds
-        for count in COUNTS:
-            more = table.row(f"{PLAIN}, {count} candidates{end}").seconds / plain - 1
-            print(f"{count} candidates add {more:.1%} to {passes}")
-        more = table.row(f"{PLAIN}, a floor{end}").seconds / plain - 1
-        print(f"a floor adds {more:.1%} to {passes}")
-    return table
+        for what in (*(f"{count} candidates" for count in COUNTS), "a floor"):
+            adds = "adds" if what == "a floor" else "add"
+            print(f"{what} {adds} {seconds[f'{PLAIN}, {what}{end}'] / seconds[PLAIN + end] - 1:.1%} to {passes}")
 
 
 def of_logprobs(count: int, hidden: Array, weight: Array, labels: Array, ids: Array) -> tuple[Any, ...]:
@@ -154,7 +162,3 @@ def _topk_programs(numbers: list[int]) -> dict[str, Program]:
         found[f"linear_topk, k {k}"] = Program(functools.partial(ours, k), right)
         found[right] = Program(functools.partial(stored, k))
     return found
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,139 @@
+"""The file of a card, and the sessions that bring it forward."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("rich")
+pytest.importorskip("optax")
+
+from lce_jax.bench import __main__ as bench
+from lce_jax.bench import records, session
+from lce_jax.bench.records import Measured
+from tests.doc_blocks import ROOT
+
+pytestmark = pytest.mark.site
+TINY = "precision --shape 8,16,64", "precision --shape 8,16,65"
+
+
+def a_run(date: str = "2026-01-02", code: str = "now", kind: str = "cpu") -> dict[str, Any]:
+    return {"date": date, "commit": None, "code": code, "rounds": 1, "device": {"device_kind": kind}}
+
+
+def test_a_session_goes_on_where_the_last_one_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, started = tmp_path / "cpu.json", []
+    run_job = session._run
+    monkeypatch.setattr(session, "_device", records.device)
+    monkeypatch.setattr(session, "plan", lambda *_: list(TINY))
+    monkeypatch.setattr(session, "_run", lambda key, *more: started.append(key) or run_job(key, *more))
+    told = ["session", "--minutes", "5", "--rounds", "1", "--out", str(out)]
+    assert bench.main(told) == 0
+    first = records.read(out)
+    assert tuple(first["jobs"]) == TINY
+    assert {run["code"] for run in first["runs"].values()} == {records.code()}
+    assert bench.main(told) == 0  # nothing is due
+    assert started == list(TINY)
+    assert records.read(out) == first
+    del first["jobs"][TINY[0]]
+    records.write(out, first)
+    assert bench.main(told) == 0
+    assert started == [*TINY, TINY[0]]
+    assert set(records.read(out)["jobs"]) == set(TINY)
+
+
+def test_a_job_that_fails_is_not_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(session, "plan", lambda *_: ["kl --shape 8,16"])
+    monkeypatch.setattr(session, "_device", records.device)
+    told = ["session", "--rounds", "1", "--out", str(tmp_path / "cpu.json")]
+    assert bench.main([*told, "--list"]) == 0
+    assert capsys.readouterr().out == "kl --shape 8,16\n"
+    assert bench.main(told) == 1
+    (job,) = records.jobs(records.read(tmp_path / "cpu.json"), "kl")
+    assert job["rows"][0]["left_out"] == "exit status 2"
+    assert bench.main(told) == 0
+
+
+def test_the_minutes_end_a_session(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seconds = iter((0.0, 1.0, 61.0, 61.0, 61.0))
+    monkeypatch.setattr(session.time, "monotonic", lambda: next(seconds))
+    monkeypatch.setattr(session, "_device", lambda: {"platform": "cpu", "device_kind": "cpu"})
+    monkeypatch.setattr(session, "_run", lambda *_: "not done within 59 s")
+    monkeypatch.setattr(session, "plan", lambda *_: list(TINY))
+    out = tmp_path / "cpu.json"
+    assert bench.main(["session", "--minutes", "1", "--out", str(out)]) == 0
+    assert "1 of 2 jobs wait for the next session" in capsys.readouterr().out
+    assert not out.exists()  # the session ended the job, which may well be right
+
+
+def test_what_is_missing_comes_first_and_then_the_oldest(tmp_path: Path) -> None:
+    path = tmp_path / "card.json"
+    row = Measured({"a": {"median_seconds": 1.0}})
+    records.merge(path, "newer", row, a_run("2026-02-02", "before"))
+    records.merge(path, "older", row, a_run("2026-01-01", "before"))
+    records.merge(path, "done", row, a_run())
+    file = records.read(path)
+    assert session.due(file, ["done", "newer", "older", "missing"], "now") == ["missing", "older", "newer"]
+
+
+def test_rows_of_one_command_are_written_over_those_of_another(tmp_path: Path) -> None:
+    path = tmp_path / "card.json"
+    records.merge(path, "heads", Measured({"a": {"x": 1}, "b": {"x": 1}}, {"dtype": "float32"}), a_run("2026-01-01"))
+    records.merge(path, "heads", Measured({"b": {"x": 2}}), a_run("2026-01-02"), partial=True)
+    (job,) = records.jobs(records.read(path), "heads")
+    assert [(row["name"], row["x"], row["run"]["date"]) for row in job["rows"]] == [
+        ("a", 1, "2026-01-01"),
+        ("b", 2, "2026-01-02"),
+    ]
+    assert job["dtype"] == "float32"
+    records.merge(path, "heads", Measured({"b": {"x": 3}}), a_run("2026-01-03"))
+    file = records.read(path)
+    assert list(file["jobs"]["heads"]["rows"]) == ["b"]
+    assert [run["date"] for run in file["runs"].values()] == ["2026-01-03"]
+    with pytest.raises(ValueError, match="has rows of cpu, and this is NVIDIA H200"):
+        records.read(path, "NVIDIA H200")
+
+
+def test_a_file_of_another_card_is_refused_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "card.json"
+    records.merge(path, "kl", Measured({"a": {}}), a_run(kind="NVIDIA H200"))
+    with pytest.raises(SystemExit):
+        bench.main(["kl", "--shape", "8,16,64", "--out", str(path)])
+    assert "name another file" in capsys.readouterr().err
+
+
+def test_words_do_not_change_the_version_of_the_code() -> None:
+    plain = "def f(x):\n    return x + 1\n"
+    words = '"""Of numbers."""\n\n\ndef f(x):\n    """One more."""\n    # of it\n    return x + 1\n'
+    assert records._without_words(plain) == records._without_words(words)
+    assert records._without_words(plain) != records._without_words(plain.replace("1", "2"))
+
+
+@pytest.mark.parametrize("platform", ["gpu", "cpu"])
+def test_every_planned_command_is_one_job_with_that_key(platform: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jax.default_backend", lambda: platform)
+    for key in (*session.plan(platform), *session.plan(platform, [(8, 16, 64)])):
+        assert_is_a_job(key)
+
+
+def test_every_job_of_the_recorded_file_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jax.default_backend", lambda: "gpu")
+    for key in records.read(ROOT / "benchmarks" / "h200.json", "NVIDIA H200")["jobs"]:
+        assert_is_a_job(key)
+
+
+def assert_is_a_job(key: str) -> None:
+    part, *arguments = shlex.split(key)
+    module = __import__(f"lce_jax.bench.{part}", fromlist=["jobs"])
+    command = bench.parser(part, module)
+    monkeyed = module.jobs(command.parse_args(arguments), command)
+    assert [job.key for job in monkeyed] == [key]
