@@ -6,7 +6,10 @@ import pytest
 
 from lce_jax import _devices
 from lce_jax.bench import measure
+from tests import mosaic_interpreter
 from tests.devices import B200, H200
+
+mosaic_interpreter.give_numpy_arrays()
 
 collect_ignore = ["doc_given"]  # code that the blocks of a page take for granted: to import it would change torch
 

@@ -1,12 +1,33 @@
-"""Pallas's interpreter of GPU kernels (0.11.2, 0.12.0): what it found, and TMA stores that add, which it lacks."""
+"""Pallas's interpreter of GPU kernels (0.11.2, 0.12.0): its arrays, what it found, stores that add, which it lacks."""
 
 from __future__ import annotations
 
 import threading
 from typing import Any
 
+import numpy as np
 import pytest
-from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, interpret_pallas_call
+from jax._src import callback as jax_callback
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, interpret_pallas_call, shared_memory
+
+with_jax_arrays, to_int = jax_callback.io_callback_impl, shared_memory._to_int
+
+
+def with_numpy_arrays(*args: Any, callback: Any, **more: Any) -> list[np.ndarray]:
+    """Calls the interpreter with copies of what XLA has.
+
+    JAX puts each argument on a device first: a quarter of the CPU time of an interpreted kernel.
+    """
+    function = callback.callback_func
+    if not getattr(function, "func", function).__module__.startswith(("jax._src.pallas.", "tests.mosaic_")):
+        return with_jax_arrays(*args, callback=callback, **more)
+    return [np.asarray(x) for x in callback(*map(np.array, args))]
+
+
+def give_numpy_arrays() -> None:
+    """To the interpreter, in all tests."""
+    jax_callback.io_callback_impl = with_numpy_arrays
+    shared_memory._to_int = lambda x: int(x) if isinstance(x, np.ndarray) else to_int(x)
 
 
 def races_found() -> bool:
@@ -14,12 +35,17 @@ def races_found() -> bool:
     return bool(interpret_pallas_call.get_races().races_found)
 
 
+def interpret_afresh() -> None:
+    """Drops the interpreter's state from earlier kernels."""
+    interpret_pallas_call.reset_gpu_interpret_mode_state()
+
+
 def add_stores(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets the interpreter run ``copy_smem_to_gmem(..., reduction_op="add")``, race detector included.
 
     Its state from earlier kernels is dropped.
     """
-    interpret_pallas_call.reset_gpu_interpret_mode_state()
+    interpret_afresh()
     copy, store = gpu_callbacks.copy_smem_to_gmem, gpu_callbacks.AsyncCopySmemToGmemTask
     begun_here = threading.local()  # whether the copy that this thread begins adds
 
