@@ -28,7 +28,6 @@ def page(path: Path) -> tuple[str, dict[str, bytes]]:
     text, resources = MarkdownExporter().from_notebook_node(notebook, resources=where)
     described = iter(descriptions(notebook))
     text = PICTURE.sub(lambda found: f"![{next(described)}]({found[1]})", text)
-    text = re.sub(r"[ \t]+$", "", text, flags=re.MULTILINE)  # a printed line of 80 columns may end in blanks
     title, _, rest = text.partition("\n")
     origin = f"`notebooks/{path.name}`, as it was run: [download]({path.name}). `notebooks/pictures` draws its figures."
     return f"{title}\n\n{origin}\n{rest}", resources["outputs"]

@@ -13,7 +13,7 @@ import torch
 
 from examples import nemo_rl_head, skyrl_head, trl_head
 from tests.recipes import framework_doubles as doubles
-from tests.torch.processes import ranks
+from tests.torch.processes import ranks, torchrun
 
 pytestmark = [
     pytest.mark.site,
@@ -38,7 +38,7 @@ def test_trains_as_with_logits(results: list[dict[str, Any]], name: str) -> None
 
 
 def test_the_program_of_megatron_runs_as_its_first_lines_say(tmp_path: Path) -> None:
-    said = ranks(2, ["examples/megatron_grpo.py"], tmp_path / "logs", JAX_PLATFORMS="cpu")
+    said = ranks(2, ["examples/megatron_grpo.py"], tmp_path / "logs", launcher=torchrun, JAX_PLATFORMS="cpu")
     printed = [line for text in said for line in text.splitlines() if line.startswith("loss ")]
     losses = [float(x) for x in printed[0].split()[1:]]
     assert len(printed) == 1
