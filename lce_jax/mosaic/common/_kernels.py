@@ -101,7 +101,7 @@ class Kernels(KernelSet):
     # Candidates.
     candidate_logits = _launch("_candidates", "logits")
     candidate_values = _launch("_candidates", "values")
-    put_candidates = _launch("_candidates", "put")
+    put_candidates = _launch("_put_candidates", "put")
     keep_candidates = _launch("_candidate_tokens", "keep")
     join_candidates = _launch("_candidate_tokens", "join")
     candidate_logprobs = _launch("_candidate_tokens", "logprobs")
@@ -118,7 +118,7 @@ class Kernels(KernelSet):
     live_row_lists = _launch("_worklists", "row_lists")
     live_ranks = _launch("_worklists", "ranks")
     live_dlogits = _multiply("_dlogits", "live_dlogits", "dlogits")
-    put_live_candidates = _launch("_candidates", "put_live")
+    put_live_candidates = _launch("_put_candidates", "put_live")
     update_live_dhidden = _multiply("_live_products", "update_dhidden", "live_dhidden")
     write_live_dweight = _multiply("_live_products", "write_dweight", "live_dweight")
 
