@@ -23,7 +23,7 @@ from tests import emulated_launches
 from tests.devices import H200
 from tests.mosaic.test_threshold import call as call_of
 from tests.mosaic.test_threshold import kernels_of
-from tests.mosaic_interpreter import add_stores
+from tests.mosaic_interpreter import afresh
 
 LISTS = ["live_counts", "live_order", "live_entries", "live_rows", "live_row_lists", "live_ranks"]
 
@@ -101,10 +101,9 @@ def run(program: launch_lists.Program, rows: int, given: list[Any]) -> list[np.n
     return [emulated_launches.memory(x.ctypes.data, struct).copy() for x, struct in found]
 
 
-def test_the_bits_of_jax(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bits_of_jax() -> None:
     """The live tiles, the dropped mass, and from the same coefficients the gradients; in several batches."""
-    add_stores(monkeypatch)
-    emulated_launches._jitted.cache_clear()
+    afresh()
     T, H, V, true = 200, 128, 1032, 1000
     of = head(
         num_tokens=256, hidden_size=H, num_columns=V, vocab_size=true, device=H200._replace(core_count=2),

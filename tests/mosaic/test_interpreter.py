@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from lce_jax.mosaic._pallas import interpreting, kernel, pl, plgpu
-from tests.mosaic_interpreter import interpret_afresh, jax_callback, with_jax_arrays, with_numpy_arrays
+from tests.mosaic_interpreter import afresh, jax_callback, with_jax_arrays, with_numpy_arrays
 
 SHAPE = (128, 16)
 
@@ -49,11 +49,11 @@ def run(waits: bool) -> np.ndarray:
 def test_the_same_is_found(arrays: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert jax_callback.io_callback_impl is with_numpy_arrays  # in all tests
     monkeypatch.setattr(jax_callback, "io_callback_impl", arrays)
-    interpret_afresh()
+    afresh()
     out = run(waits=True)
     assert np.array_equal(out[:64].ravel(), 2.0 * np.arange(64 * SHAPE[1]))
     assert np.isnan(out[64:]).all()
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"RACE DETECTED\s+(write|read) of .*body") as raised:
         run(waits=False)
     assert "test_interpreter" in str(raised.value).split("RACE DETECTED")[1]
-    interpret_afresh()
+    afresh()

@@ -23,7 +23,7 @@ from lce_jax.mosaic._pallas import interpreting, plgpu
 from lce_jax.mosaic.sm90._tuning import BY_KERNEL, SHORT, Tunings
 from tests.devices import B200, H200
 from tests.mosaic_calls import Call, budget_of, call, case_of, coefficients, draw, traced
-from tests.mosaic_interpreter import add_stores, races_found
+from tests.mosaic_interpreter import afresh, races_found
 
 ROWS, COLUMNS = 128, 256
 THRESHOLD = 0.03
@@ -134,7 +134,7 @@ def kernels_of(test: Call, device: Device = H200) -> KernelSet:
 
 @pytest.fixture(name="test")
 def interpreted(request: pytest.FixtureRequest, device: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call]:
-    add_stores(monkeypatch)
+    afresh()
     monkeypatch.setattr(jax.lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
     test = with_threshold(request.param)
     with _generations.using(kernels_of(test, device)), interpreting(plgpu.InterpretGPUParams(detect_races=True)):
