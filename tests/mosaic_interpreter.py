@@ -7,9 +7,13 @@ from typing import Any
 
 import numpy as np
 from jax._src import callback as jax_callback
+from jax._src.pallas.mosaic.interpret import thread_map
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, interpret_pallas_call, shared_memory
 
+from tests import mosaic_evaluate
+
 with_jax_arrays, to_int = jax_callback.io_callback_impl, shared_memory._to_int
+compiled = thread_map._run_jaxpr
 copy_smem_to_gmem, Store = gpu_callbacks.copy_smem_to_gmem, gpu_callbacks.AsyncCopySmemToGmemTask
 
 
@@ -17,6 +21,7 @@ def prepare() -> None:
     """For all tests of a process, so that a kernel that one has compiled serves the others."""
     jax_callback.io_callback_impl = with_numpy_arrays
     shared_memory._to_int = lambda x: int(x) if isinstance(x, np.ndarray) else to_int(x)
+    thread_map._run_jaxpr = mosaic_evaluate.run
     gpu_callbacks.AsyncCopySmemToGmemTask = AddingStore
     gpu_callbacks.copy_smem_to_gmem = begin_store
 
