@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lce_torch_bridge import losses, rows
-    from lce_torch_bridge._launch_with import launch_with
     from lce_torch_bridge._types import LogprobOutput, TopK
+    from lce_torch_bridge.launched_directly._way import launch_with
     from lce_torch_bridge.ops._cross_entropy import linear_cross_entropy, linear_entropy
     from lce_torch_bridge.ops._explain import Explanation, explain
     from lce_torch_bridge.ops._logits import linear_logits, masked_logprobs
@@ -46,7 +46,7 @@ __all__ = [
 
 _MODULES = {
     "_types": ("LogprobOutput", "TopK"),
-    "_launch_with": ("launch_with",),
+    "launched_directly._way": ("launch_with",),
     "losses": ("losses",),
     "ops._cross_entropy": ("linear_cross_entropy", "linear_entropy"),
     "ops._explain": ("Explanation", "explain"),

@@ -88,13 +88,24 @@ class Operands(NamedTuple):
         return once + (0 if self.candidates is None else self.candidates.shape[1])
 
 
+class Sums(NamedTuple):
+    """What a backward may write to besides its results, where its kernels are launched directly."""
+
+    total: Any = None  # a `through_jax._sum.Sum`: dweight, which must be wanted then, is added to it and not returned
+    main_grad: torch.Tensor | None = None  # float32: dweight is added to it, and what is returned is empty and sparse
+    owns_cache: bool = False  # whether nothing else reads the cache
+
+
+NO_SUMS = Sums()
+
+
 class Call(NamedTuple):
     """All else about a call, of types that an operator's schema knows: the trailing arguments of both operators.
 
     A field that is not in `OF_THE_BRIDGE` becomes an option of `lce_jax.local` under the same name.
     """
 
-    group: str  # `tensor_parallel.name_of`
+    group: str  # `tensors._tensor_parallel.name_of`
     vocab_size: int  # the true size of the whole vocabulary
     logit_scale: float
     logit_softcap: float | None

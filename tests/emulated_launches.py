@@ -12,16 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from lce_jax import launch_lists
-from lce_jax.launch_lists import _list
+from lce_jax.launch_lists import _launch_list
 from lce_jax.mosaic._pallas import interpreting, plgpu
 
 FILL = 0xFF  # every byte of memory that nothing has written: NaN as a float of any size
 
 
-def loaded(program: launch_lists.Program) -> Callable[..., None]:
-    """What `launch_lists.Program.load` returns, for memory of the CPU."""
+def loaded(program: launch_lists.LaunchList) -> Callable[..., None]:
+    """What `launch_lists.LaunchList.load` returns, for memory of the CPU."""
     kernels = dict.fromkeys(each.kernel for each in program.launches)
-    return _list.runner(program, {kernel: functools.partial(_step, kernel) for kernel in kernels})
+    return _launch_list.run_of(program, {kernel: functools.partial(_step, kernel) for kernel in kernels})
 
 
 def _step(kernel: Any, stream: int, at: int) -> Callable[[], None]:

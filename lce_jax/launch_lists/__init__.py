@@ -1,8 +1,8 @@
 """Lists of Hopper kernels, for callers who bring their own memory and stream.
 
-    program = passes.forward(passes.Head(...), keep_cache=False)   # host only: nothing is asked of the GPU
-    run = program.load(number)                                     # compiled for the current CUDA device
-    run(stream, workspace, numbers, addresses)                     # nothing is allocated, nothing waits
+    launches = launch_lists.forward(launch_lists.CallKind(...), keep_cache=False)  # host only: no GPU is asked
+    run = launches.load(number)                                                    # compiled for the current device
+    run(stream, workspace, numbers, addresses)                                     # nothing is allocated or waits
 
 The lists are made by the host code that JAX traces elsewhere. No client of JAX's is made on the GPU, and JAX allocates
 nothing there.
@@ -12,20 +12,20 @@ from __future__ import annotations
 
 from lce_jax._devices import for_device
 from lce_jax._types import RESULTS, Device
-from lce_jax.launch_lists._head import THREADS, Head, refusal
-from lce_jax.launch_lists._kept import live_shape
-from lce_jax.launch_lists._list import Program
-from lce_jax.launch_lists._mosaic import why_not
+from lce_jax.launch_lists._call_kind import THREADS, CallKind, refusal
+from lce_jax.launch_lists._compiler import why_not
+from lce_jax.launch_lists._launch_list import LaunchList
 from lce_jax.launch_lists._passes import backward, forward, merge, part
 from lce_jax.launch_lists._refusal import UnservedError
+from lce_jax.launch_lists._saved_tiles import live_shape
 from lce_jax.launch_lists._scale import refusal_to_scale, scale
 
 __all__ = [
     "RESULTS",
     "THREADS",
+    "CallKind",
     "Device",
-    "Head",
-    "Program",
+    "LaunchList",
     "UnservedError",
     "backward",
     "for_device",

@@ -1,9 +1,11 @@
 """Candidates in the passes: launches beside those of a call without them.
 
-forward    keep ─ logits … finish ─ logprobs         ids and x are kept of each token
+forward    keep ─ logits … finish ─ logprobs         ids and x are saved of each token
 part       keep ─ logits                             the x are sent
-merge      join … finish ─ logprobs                  those of all shards are kept
+merge      join … finish ─ logprobs                  those of all shards are saved
 backward   terms ─ coefficients ─ values … dlogits ─ put …
+
+With a threshold, `_saved_tiles.selected` reads the ids that are saved.
 """
 
 from __future__ import annotations
@@ -18,77 +20,84 @@ from lce_jax.mosaic._call import Call
 from lce_jax.mosaic._candidates import Fields, Placed
 
 type Buffer = Any  # a `_recorder.Buffer`, which the host code takes for an array
-type Pass = Any  # that of `_passes`, which imports this module
+type Recording = Any  # that of `_passes`, which imports this module
 
 SEED = "candidate_logprobs"
 
 
-def keep(made: Pass, kept: Buffer) -> None:
+def keep(recording: Recording, saved: Buffer) -> None:
     """Takes the ids, an operand [R, K], and keeps them."""
-    head = made.head
-    if head.num_candidates:
-        ids = made.input(head.num_tokens, head.num_candidates, dtype=jnp.int32)
-        made.kernels.keep_candidates(head.case, ids, _ids(kept), made.of_rows, _fields(made).ids)
+    kind = recording.kind
+    if kind.num_candidates:
+        ids = recording.input(kind.num_tokens, kind.num_candidates, dtype=jnp.int32)
+        recording.kernels.keep_candidates(kind.case, ids, _ids(saved), recording.of_rows, _fields(recording).ids)
 
 
-def add_logits(made: Pass, call: Call, kept: Buffer) -> None:
+def add_logits(recording: Recording, call: Call, saved: Buffer) -> None:
     """Keeps the x of a whole vocabulary."""
-    if made.head.num_candidates:
-        _candidates.logits(call, _ids(kept), kept, _fields(made), STRIDE)
+    if recording.kind.num_candidates:
+        _candidates.logits(call, _ids(saved), saved, _fields(recording), STRIDE)
 
 
-def sent_logits(made: Pass, call: Call, kept: Buffer) -> list[Buffer]:
+def sent_logits(recording: Recording, call: Call, saved: Buffer) -> list[Buffer]:
     """The x of a shard [K, Tp], if there are candidates."""
-    most, tokens = made.head.num_candidates, made.shape.padded_tokens
+    most, tokens = recording.kind.num_candidates, recording.shape.padded_tokens
     if not most:
         return []
-    memory = made.host.empty((most * tokens,), jnp.float32)
-    sent = _candidates.logits(call, _ids(kept), memory, _fields(made)._replace(x=0), tokens)
-    return [made.host.reshape(sent, (most, tokens))]
+    memory = recording.host.empty((most * tokens,), jnp.float32)
+    sent = _candidates.logits(call, _ids(saved), memory, _fields(recording)._replace(x=0), tokens)
+    return [recording.host.reshape(sent, (most, tokens))]
 
 
-def join(made: Pass, x: Buffer | None, kept: Buffer) -> None:
+def join(recording: Recording, x: Buffer | None, saved: Buffer) -> None:
     """Keeps the x of all shards."""
     if x is not None:
-        fields = _fields(made).x, made.head.first_statistic
-        made.kernels.join_candidates(made.head.case, x, kept, made.of_rows, *fields)
+        fields = _fields(recording).x, recording.kind.first_statistic
+        recording.kernels.join_candidates(recording.kind.case, x, saved, recording.of_rows, *fields)
 
 
-def logprobs(made: Pass, kept: Buffer) -> list[Buffer]:
+def logprobs(recording: Recording, saved: Buffer) -> list[Buffer]:
     """The result [R, K], if there are candidates."""
-    head = made.head
-    if not head.num_candidates:
+    kind = recording.kind
+    if not kind.num_candidates:
         return []
-    return [made.kernels.candidate_logprobs(head.case, kept, head.has_temperature, made.of_rows)]
+    return [recording.kernels.candidate_logprobs(kind.case, saved, kind.has_temperature, recording.of_rows)]
 
 
-def seed_shape(made: Pass, name: str) -> tuple[int, ...]:
+def selecting(recording: Recording, saved: Buffer, num_columns: Any) -> tuple[list[Any], list[Any]]:
+    """For `KernelSet.select`: more numbers, and where the ids are; nothing if there are no candidates."""
+    if not recording.kind.num_candidates:
+        return [], []
+    return [recording.kind.start, num_columns], [_ids(saved), _fields(recording).ids]
+
+
+def seed_shape(recording: Recording, name: str) -> tuple[int, ...]:
     """That of the cotangent of a result."""
-    head = made.head
-    return (head.num_tokens, head.num_candidates) if name == SEED else (head.num_tokens,)
+    kind = recording.kind
+    return (kind.num_tokens, kind.num_candidates) if name == SEED else (kind.num_tokens,)
 
 
-def terms(made: Pass, kept: Buffer, seed: Buffer | None) -> Buffer | None:
+def terms(recording: Recording, saved: Buffer, seed: Buffer | None) -> Buffer | None:
     """What becomes of their cotangent, if there is one."""
     if seed is None:
         return None
-    head = made.head
-    return made.kernels.candidate_terms(head.case, kept, head.has_temperature, seed, made.of_rows)
+    kind = recording.kind
+    return recording.kernels.candidate_terms(kind.case, saved, kind.has_temperature, seed, recording.of_rows)
 
 
-def placed(made: Pass, call: Call, factors: Buffer, kept: Buffer, terms: Buffer | None) -> Placed | None:
+def placed(recording: Recording, call: Call, factors: Buffer, saved: Buffer, terms: Buffer | None) -> Placed | None:
     """What stands at the candidates' places in dlogits, if they have a cotangent."""
     if terms is None:
         return None
-    return _candidates.placed(call, factors, _ids(kept), kept, terms, _fields(made))
+    return _candidates.placed(call, factors, _ids(saved), saved, terms, _fields(recording))
 
 
-def _ids(kept: Buffer) -> Buffer:
-    return kept.view(kept.shape, jnp.int32)
+def _ids(saved: Buffer) -> Buffer:
+    return saved.view(saved.shape, jnp.int32)
 
 
-def _fields(made: Pass) -> Fields:
-    """How candidates lie in what is kept."""
-    head = made.head
-    x = head.first_statistic + len(_partial_statistics.kept(head.case.options))
-    return Fields(head.first_statistic - head.num_candidates, x, ROWS, STRIDE, head.start)
+def _fields(recording: Recording) -> Fields:
+    """How candidates lie in what is saved."""
+    kind = recording.kind
+    x = kind.first_statistic + len(_partial_statistics.kept(kind.case.options))
+    return Fields(kind.first_statistic - kind.num_candidates, x, ROWS, STRIDE, kind.start)

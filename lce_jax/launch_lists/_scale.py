@@ -7,8 +7,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from lce_jax._types import Device
-from lce_jax.launch_lists import _list
-from lce_jax.launch_lists._list import Program
+from lce_jax.launch_lists import _launch_list
+from lce_jax.launch_lists._launch_list import LaunchList
 from lce_jax.launch_lists._recorder import RecordedKernels, Recorder
 from lce_jax.mosaic import _generations
 
@@ -25,9 +25,9 @@ def refusal_to_scale(size: int, device: Device) -> str | None:
     return None
 
 
-def scale(size: int, dtype: str, to: str, device: Device) -> Program:
+def scale(size: int, dtype: str, to: str, device: Device) -> LaunchList:
     """``x [n], factor [1] -> factor · x`` in float32, rounded once."""
     host = Recorder()
     given = host.input((size,), dtype), host.input((1,), "float32")
     kernels: Any = RecordedKernels(_generations.serving(device), host)
-    return _list.program(host, [kernels.scale(*given, jnp.dtype(to))], device)
+    return _launch_list.launch_list(host, [kernels.scale(*given, jnp.dtype(to))], device)

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from lce_jax import scalars
-from lce_torch_bridge import tensor_parallel
 from lce_torch_bridge._types import Call, Entropy, OutOfVocab, Wgrad
 from lce_torch_bridge.call import _checks, _dtensor, _tokens
 from lce_torch_bridge.call._autocast import autocast
+from lce_torch_bridge.launched_directly._way import way_of
+from lce_torch_bridge.tensors import _tensor_parallel
 from lce_torch_bridge.tensors._main_grad import accumulate_into_main_grad
 from lce_torch_bridge.tensors._readable import is_readable, readable
 
@@ -82,8 +83,8 @@ def of_call(
     if not (known and bias is None and tp_group is None):
         weight, bias = _rows_of_head(weight, bias, tp_group, wgrad)
     columns = weight.shape[0] * (1 if tp_group is None else tp_group.size())
-    call = _found_again(
-        tensor_parallel.name_of(tp_group), columns, vocab_size, logit_scale, logit_softcap, entropy, stats, mean_logit,
+    call = _cached_call(
+        _tensor_parallel.name_of(tp_group), columns, vocab_size, logit_scale, logit_softcap, entropy, stats, mean_logit,
         num_candidates, has_floor, out_of_vocab, reduce_grad_hidden, cache_bytes, gradient_threshold, vocab_part_size,
         weight.shape[0], implementation,
     )  # fmt: skip
@@ -125,10 +126,10 @@ def _described(*tensors: Any) -> tuple[Any, ...] | None:
     return described
 
 
-def _found_again(*options: Any) -> Call:
+def _cached_call(*options: Any) -> Call:
     """`_call`, which each set of options is checked by once."""
     try:
-        return (_call if torch.compiler.is_compiling() else _known_call)(*options)
+        return (_call if torch.compiler.is_compiling() else _checked_once)(*options)
     except TypeError:  # options that have no hash, and those of a wrong type
         return _call(*options)
 
@@ -158,7 +159,7 @@ def _call(
     vocab_part_size = scalars.part_size(vocab_part_size, cache_bytes, gradient_threshold)
     scalars.whole_parts(vocab_part_size, columns, rows)
     if has_floor:
-        scalars.alone_with_floor(num_candidates, scalars.flag("mean_logit", mean_logit), gradient_threshold)
+        scalars.alone_with_floor(num_candidates, scalars.flag("mean_logit", mean_logit))
     return Call(
         group=group,
         vocab_size=_checks.vocabulary(vocab_size, columns),
@@ -178,7 +179,7 @@ def _call(
     )
 
 
-_known_call = functools.lru_cache(maxsize=1024, typed=True)(_call)  # typed: 1 is no flag, though it equals True
+_checked_once = functools.lru_cache(maxsize=1024, typed=True)(_call)  # typed: 1 is no flag, though it equals True
 
 
 def _rows_of_head(
@@ -193,7 +194,7 @@ def _rows_of_head(
     _checks.bias(bias, weight)
     # The operator checks again.
     if tp_group is not None and not torch.compiler.is_compiling() and _checks.has_values(weight):
-        tensor_parallel.check_equal_parts(weight, tensor_parallel.name_of(tp_group))
+        _tensor_parallel.check_equal_parts(weight, _tensor_parallel.name_of(tp_group), way_of(weight).direct)
     return weight, bias
 
 

@@ -9,7 +9,7 @@ import torch
 
 from lce_torch_bridge._types import LogprobOutput
 from lce_torch_bridge.megatron._method_swap import replaced_here
-from lce_torch_bridge.megatron._output_layer import Head, multiplier, refusal
+from lce_torch_bridge.megatron._output_layer import FusedForward, multiplier, refusal
 from lce_torch_bridge.megatron._pending import PendingLogits, pending_logits, unscaled
 
 if TYPE_CHECKING:
@@ -85,8 +85,10 @@ def output_processor(
     labels = options.pop("labels", labels)
     if labels is None:
         raise ValueError("no labels: pass output_processor_context=dict(labels=...) with token ids [b, s]")
-    head = Head(output_layer, labels, multiplier(scale_logits), options, mtp=bool(getattr(config, "mtp_num_layers", 0)))
-    with replaced_here(output_layer, head):
+    forward = FusedForward(
+        output_layer, labels, multiplier(scale_logits), options, mtp=bool(getattr(config, "mtp_num_layers", 0))
+    )
+    with replaced_here(output_layer, forward):
         out, _bias = output_layer(hidden_states, weight=output_weight, runtime_gather_output=runtime_gather_output)
     batch_first: list[Any] = [None if field is None else field.transpose(0, 1).contiguous() for field in out]
     return LogprobOutput(*batch_first)
@@ -137,12 +139,12 @@ def fused_output_layer(model: torch.nn.Module, labels: torch.Tensor, **options: 
             '(and candidates) here; entropy="metric" has no gradient and costs little'
         )
     predictions = bool(getattr(inner.config, "mtp_num_layers", None))
-    head = Head(
+    forward = FusedForward(
         inner.output_layer, labels, multiplier(getattr(inner, "_scale_logits", unscaled)), given, mtp=predictions
     )
     returned = (*labels.shape, 2 + (given["candidates"].shape[-1] if given.get("candidates") is not None else 0))
     of_losses = {name: given[name] for name in OF_LOSSES if name in given}
-    with pending_logits(inner, _stacked(head), of_losses, processors=False), _returning(inner, returned):
+    with pending_logits(inner, _stacked(forward), of_losses, processors=False), _returning(inner, returned):
         yield
 
 
@@ -203,11 +205,11 @@ def _without_labels(_pending: PendingLogits) -> torch.Tensor:
     )
 
 
-def _stacked(head: Head) -> Callable[[PendingLogits], torch.Tensor]:
+def _stacked(forward: FusedForward) -> Callable[[PendingLogits], torch.Tensor]:
     """What a model returns inside `fused_output_layer`, sequence first: logprob, entropy, and candidates."""
 
     def returned(pending: PendingLogits) -> torch.Tensor:
-        out, _bias = head(*pending.inputs)
+        out, _bias = forward(*pending.inputs)
         fields: Any = out[:2]
         stacked = torch.stack(fields, dim=-1)
         return stacked if out.candidate_logprobs is None else torch.cat([stacked, out.candidate_logprobs], -1)

@@ -20,7 +20,7 @@ OF_THE_LAYER = ("tp_group", "bias", "logit_scale", "reduce_grad_hidden")  # opti
 
 
 @dataclasses.dataclass
-class Head:
+class FusedForward:
     """A ``forward`` for an output layer, which returns a `LogprobOutput` of ``[s, b]`` instead of logits.
 
     Raises:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lce_torch_bridge.megatron._method_swap import OfThreads, replaced
-from lce_torch_bridge.megatron._output_layer import Head, multiplier
+from lce_torch_bridge.megatron._output_layer import FusedForward, multiplier
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -34,7 +34,7 @@ class PendingLogits:
     def loss(self, labels: torch.Tensor, options: Mapping[str, Any]) -> torch.Tensor:
         """``[b, s]``, as the model's ``compute_language_model_loss`` of the logits."""
         own: dict[str, Any] = {"entropy": False, "out_of_vocab": "megatron"}
-        out, _bias = Head(self.layer, labels, self.scale, own | dict(options))(*self.inputs)
+        out, _bias = FusedForward(self.layer, labels, self.scale, own | dict(options))(*self.inputs)
         if out.max_logit is not None:
             self.predicted = self._predicted(labels.t(), out.logprobs, out.lse, out.max_logit)
         return -out.logprobs.transpose(0, 1).contiguous()

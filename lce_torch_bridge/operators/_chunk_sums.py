@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from lce_torch_bridge._types import Call, Operands
+from lce_torch_bridge._types import Call, Operands, Sums
+from lce_torch_bridge.launched_directly._way import Way
 from lce_torch_bridge.operators import _execute
 from lce_torch_bridge.through_jax._sum import Sum
 
@@ -71,6 +72,7 @@ class ChunkSums:
         cache: list[Any],
         cotangents: dict[str, torch.Tensor],
         call: Call,
+        way: Way,
     ) -> None:
         """The gradients of the tokens in ``part``."""
         if not cotangents or not any(self._wanted):
@@ -78,8 +80,8 @@ class ChunkSums:
         if self._has_units:
             unit = self._fitted(unit_of(cotangents, chunk, call))
             cotangents = {name: cotangent * unit for name, cotangent in cotangents.items()}
-        sums = _execute.Sums(self._total, owns_cache=True)
-        grads = _execute.gradients(*chunk[:3], saved, cache, cotangents, self._wanted, call, sums)
+        sums = Sums(self._total, owns_cache=True)
+        grads = _execute.gradients(*chunk[:3], saved, cache, cotangents, self._wanted, call, way, sums)
         if self._hidden is not None:
             self._hidden[part] = grads.pop(0)
         if self._wanted[1] and self._total is None:

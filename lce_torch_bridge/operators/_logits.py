@@ -19,18 +19,18 @@ import torch
 from jax import lax
 
 import lce_jax
-from lce_torch_bridge import _launch_with, tensor_parallel
-from lce_torch_bridge.kernels import _rows
+from lce_torch_bridge.launched_directly._way import Way, way_of
 from lce_torch_bridge.operators import _logprobs as autograd
 from lce_torch_bridge.operators._execute import those_wanted
 from lce_torch_bridge.operators._registered import NAME, operator, refuse_vmap
+from lce_torch_bridge.tensors import _padding, _tensor_parallel
 from lce_torch_bridge.through_jax import _run as _through_jax
 
 
 class Transform(NamedTuple):
     """What makes logits of the products, and whose: the trailing arguments of both operators."""
 
-    group: str  # `tensor_parallel.name_of`
+    group: str  # `_tensor_parallel.name_of`
     vocab_size: int  # the true size of the whole vocabulary
     logit_scale: float
     logit_softcap: float | None
@@ -43,7 +43,7 @@ TRANSFORM_SCHEMA = (
 )
 
 
-class Spec(NamedTuple):
+class LogitsKey(NamedTuple):
     """The static part of a program."""
 
     vocab_start: int  # global id of the shard's first column
@@ -125,12 +125,13 @@ def logits(
     transform, tokens = Transform(*rest), ids.shape[0]
     if tokens == 0:
         return _like(hidden, ids).zero_()
-    tensor_parallel.check_equal_parts(weight, transform.group)
-    program = _forward(_spec(weight, ids, temperature is not None, transform))
-    (found,) = _run(program, hidden, weight, bias, _packed(ids, temperature, transform))
-    if transform.group == tensor_parallel.NO_GROUP:
+    way = way_of(hidden)
+    _tensor_parallel.check_equal_parts(weight, transform.group, way.direct)
+    program = _forward(_key(weight, ids, temperature is not None, transform))
+    (found,) = _run(program, way, hidden, weight, bias, _packed(ids, temperature, transform))
+    if transform.group == _tensor_parallel.NO_GROUP:
         return found[:tokens].clone()  # in torch's memory
-    return tensor_parallel.add_parts(found[:tokens], weight.shape[0], transform.group)
+    return _tensor_parallel.add_parts(found[:tokens], weight.shape[0], transform.group)
 
 
 @torch.library.register_fake(f"{NAME}::logits")  # type: ignore[untyped-decorator]
@@ -160,14 +161,14 @@ def logits_gradients(
     wanted, transform, tokens = rest[:3], Transform(*rest[3:]), ids.shape[0]
     if tokens == 0:
         return [x.new_zeros(x.shape) for x in those_wanted(hidden, weight, bias, wanted)]
-    reduced = transform.reduce_grad_hidden and transform.group != tensor_parallel.NO_GROUP
-    program = _backward(_spec(weight, ids, temperature is not None, transform), wanted, not reduced)
+    reduced = transform.reduce_grad_hidden and transform.group != _tensor_parallel.NO_GROUP
+    program = _backward(_key(weight, ids, temperature is not None, transform), wanted, not reduced)
     per_token = _packed(ids, temperature, transform, cotangent.view(torch.int32))
-    grads = _run(program, hidden, weight, bias, per_token)
+    grads = _run(program, way_of(hidden), hidden, weight, bias, per_token)
     if wanted[0]:
         grads[0] = grads[0][:tokens]
     if wanted[0] and reduced:
-        grads[0] = tensor_parallel.all_reduce(grads[0].contiguous(), transform.group).to(hidden.dtype)
+        grads[0] = _tensor_parallel.all_reduce(grads[0].contiguous(), transform.group).to(hidden.dtype)
     return grads
 
 
@@ -179,48 +180,54 @@ def _(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *re
 autograd.refuse_derivatives_of("logits_gradients")
 
 
-def _spec(weight: torch.Tensor, ids: torch.Tensor, tempered: bool, transform: Transform) -> Spec:
-    _, rank = tensor_parallel.size_and_rank(transform.group)
+def _key(weight: torch.Tensor, ids: torch.Tensor, tempered: bool, transform: Transform) -> LogitsKey:
+    _, rank = _tensor_parallel.size_and_rank(transform.group)
     names = tuple(transform.implementation.split(",")) if transform.implementation else None
-    return Spec(rank * weight.shape[0], ids.shape[1], tempered, transform.logit_scale, transform.logit_softcap, names)
+    return LogitsKey(
+        rank * weight.shape[0], ids.shape[1], tempered, transform.logit_scale, transform.logit_softcap, names
+    )
 
 
 def _packed(
     ids: torch.Tensor, temperature: torch.Tensor | None, transform: Transform, *further: torch.Tensor
 ) -> torch.Tensor:
-    """Ids, ``further`` and the temperature, if there is one, as `kernels._rows.with_count` packs them."""
+    """Ids, ``further`` and the temperature, if there is one, as `tensors._padding.with_count` packs them."""
     ids = ids.long()
     inside = (ids >= 0) & (ids < transform.vocab_size)  # before the next cast: 2³² + 3 is not 3
     columns = [ids.where(inside, -1).int(), *further]
     if temperature is not None:
         columns.append(temperature.view(torch.int32)[:, None])
-    return _rows.with_count(torch.cat(columns, 1), _rows.size(len(ids)))
+    return _padding.with_count(torch.cat(columns, 1), _padding.size(len(ids)))
 
 
 def _run(
-    program: Callable[..., Any], hidden: torch.Tensor, weight: torch.Tensor, bias: Any, per_token: torch.Tensor
+    program: Callable[..., Any],
+    way: Way,
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: Any,
+    per_token: torch.Tensor,
 ) -> list[torch.Tensor]:
-    if _launch_with.may_be_direct(hidden):
-        _launch_with.refused("linear_logits runs no kernel")
-    (found,) = _through_jax.run(program, (_rows.pad(hidden, _rows.size(len(hidden))), weight, bias, per_token))
+    way.refuse("linear_logits runs no kernel")
+    (found,) = _through_jax.run(program, (_padding.pad(hidden, _padding.size(len(hidden))), weight, bias, per_token))
     return found
 
 
 @functools.cache
-def _forward(spec: Spec) -> Callable[..., Any]:
+def _forward(key: LogitsKey) -> Callable[..., Any]:
     def run(hidden: Any, weight: Any, bias: Any, per_token: Any) -> list[Any]:
-        columns, _, options = _unpacked(spec, per_token, hidden, weight)
+        columns, _, options = _unpacked(key, per_token, hidden, weight)
         return [lce_jax.linear_logits(hidden, weight, columns, bias=bias, **options)]
 
     return jax.jit(run)
 
 
 @functools.cache
-def _backward(spec: Spec, wanted: tuple[bool, ...], rounded: bool) -> Callable[..., Any]:
+def _backward(key: LogitsKey, wanted: tuple[bool, ...], rounded: bool) -> Callable[..., Any]:
     """``rounded``: dhidden is in hidden's dtype, because no sum over the group follows."""
 
     def run(hidden: Any, weight: Any, bias: Any, per_token: Any) -> list[Any]:
-        columns, cotangent, options = _unpacked(spec, per_token, hidden, weight)
+        columns, cotangent, options = _unpacked(key, per_token, hidden, weight)
 
         def call(hidden: Any, weight: Any, bias: Any) -> Any:
             return lce_jax.linear_logits(hidden, weight, columns, bias=bias, **options)
@@ -231,17 +238,17 @@ def _backward(spec: Spec, wanted: tuple[bool, ...], rounded: bool) -> Callable[.
     return jax.jit(run)
 
 
-def _unpacked(spec: Spec, per_token: Any, hidden: Any, weight: Any) -> tuple[Any, Any, dict[str, Any]]:
+def _unpacked(key: LogitsKey, per_token: Any, hidden: Any, weight: Any) -> tuple[Any, Any, dict[str, Any]]:
     """This shard's column of each id, -1 for others and in the padding; the cotangents, if any; and the options."""
-    rows, K = hidden.shape[0], spec.num_ids
+    rows, K = hidden.shape[0], key.num_ids
     columns = per_token[1:].reshape(rows, -1)
     ids, rest = columns[:, :K], lax.bitcast_convert_type(columns[:, K:], jnp.float32)
-    local = jnp.where(jnp.arange(rows, dtype=jnp.int32)[:, None] < per_token[0], ids - spec.vocab_start, -1)
+    local = jnp.where(jnp.arange(rows, dtype=jnp.int32)[:, None] < per_token[0], ids - key.vocab_start, -1)
     owned = (ids >= 0) & (local >= 0) & (local < weight.shape[0])
     options = {
-        "temperature": rest[:, -1] if spec.tempered else 1.0,
-        "logit_scale": spec.logit_scale,
-        "logit_softcap": spec.logit_softcap,
-        "implementation": spec.implementation,
+        "temperature": rest[:, -1] if key.tempered else 1.0,
+        "logit_scale": key.logit_scale,
+        "logit_softcap": key.logit_softcap,
+        "implementation": key.implementation,
     }
     return jnp.where(owned, local, -1), rest[:, :K], options

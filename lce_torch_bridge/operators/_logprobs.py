@@ -16,7 +16,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from lce_torch_bridge._types import CALL_SCHEMA, DIFFERENTIABLE, PLAIN, Call, Operands, names_of
+from lce_torch_bridge._types import CALL_SCHEMA, DIFFERENTIABLE, NO_SUMS, PLAIN, Call, Operands, Sums, names_of
+from lce_torch_bridge.launched_directly._way import way_of
 from lce_torch_bridge.operators import _execute
 from lce_torch_bridge.operators._registered import NAME, library, operator, refuse_vmap
 from lce_torch_bridge.tensors import _main_grad
@@ -77,13 +78,13 @@ class LinearLogprobs(torch.autograd.Function):
         refuse_vmap()
 
 
-def _sums(ctx: Any, cache: list[torch.Tensor]) -> _execute.Sums:
+def _sums(ctx: Any, cache: list[torch.Tensor]) -> Sums:
     """What this backward may write to; `NO_SUMS` if it writes to nothing but its results, as an operator must."""
     main_grad = _main_grad.behind(ctx, 1) if ctx.needs_input_grad[1] else None
     owns_cache = bool(cache) and not graph_is_kept()
     if main_grad is None and not owns_cache:
-        return _execute.NO_SUMS
-    return _execute.Sums(main_grad=main_grad, owns_cache=owns_cache)
+        return NO_SUMS
+    return Sums(main_grad=main_grad, owns_cache=owns_cache)
 
 
 def graph_is_kept() -> bool:
@@ -111,7 +112,7 @@ class Eager(torch.autograd.Function):
     def forward(ctx: Any, *inputs: Any) -> tuple[torch.Tensor, ...]:
         """Runs the call, and keeps what the backward needs."""
         *operands, keep_cache, call = inputs
-        found = _execute.forward(Operands(*operands), call, keep_cache)
+        found = _execute.forward(Operands(*operands), call, keep_cache, way_of(operands[0]))
         fields, differentiable = names_of(call)
         results = tuple(found[: len(fields)])
         ctx.call = call
@@ -143,9 +144,9 @@ def _backward(ctx: Any, names: tuple[str, ...], grads: tuple[torch.Tensor | None
     recorded = torch.is_grad_enabled()
     # The compiler cannot trace what follows.
     plain = not (torch.compiler.is_compiling() or recorded or _any_is_watched((hidden, weight, *given.values())))
-    sums = _sums(ctx, cache) if plain else _execute.NO_SUMS
-    if sums is not _execute.NO_SUMS or (plain and _nothing_watches()):
-        found = _execute.gradients(hidden, weight, bias, saved, cache, given, wanted, ctx.call, sums)
+    sums = _sums(ctx, cache) if plain else NO_SUMS
+    if sums is not NO_SUMS or (plain and _nothing_watches()):
+        found = _execute.gradients(hidden, weight, bias, saved, cache, given, wanted, ctx.call, way_of(hidden), sums)
     else:
         cotangents = [given.get(name) for name in DIFFERENTIABLE]
         run = Gradients.apply if recorded else gradients
@@ -213,7 +214,7 @@ def forward(
 ) -> list[torch.Tensor]:
     """``Call.fields``, what the backward needs per token, and the leaves of the cache."""
     operands = Operands(hidden, weight, bias, labels, temperature, candidates, floor)
-    return _execute.forward(operands, Call(*call), keep_cache)
+    return _execute.forward(operands, Call(*call), keep_cache, way_of(hidden))
 
 
 @torch.library.register_fake(f"{NAME}::forward")  # type: ignore[untyped-decorator]
@@ -247,7 +248,7 @@ def gradients(
     """Those of dhidden, dweight and dbias that are wanted."""
     given, wanted, call = _split(rest)
     cotangents = {name: cotangent for name, cotangent in given.items() if cotangent is not None}
-    return _execute.gradients(hidden, weight, bias, saved, cache, cotangents, wanted, call)
+    return _execute.gradients(hidden, weight, bias, saved, cache, cotangents, wanted, call, way_of(hidden))
 
 
 @torch.library.register_fake(f"{NAME}::gradients")  # type: ignore[untyped-decorator]

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import torch
 
 from lce_torch_bridge._types import Call, Operands
-from lce_torch_bridge.kernels._scaled import scaled
+from lce_torch_bridge.launched_directly._scale import scale
+from lce_torch_bridge.launched_directly._way import Way
 from lce_torch_bridge.operators import _execute
 from lce_torch_bridge.operators import _logprobs as autograd
 from lce_torch_bridge.operators._chunk_sums import ChunkSums
@@ -27,12 +28,13 @@ LARGE = 1 << 24  # elements, from which on a kernel's speed counts more than its
 CLOSE = 1e-6  # relative: eight of float32's steps, where each product on a cotangent's way rounds by half a step
 
 
-class Plan(NamedTuple):
+class LossPlan(NamedTuple):
     """What is static about a call."""
 
     loss_fn: Callable[..., torch.Tensor]
     call: Call
     rows: int  # of a chunk
+    way: Way
     main_grad: torch.Tensor | None = None  # gets the weight's gradient; None: autograd gets it
     cotangent: float | None = None  # of the sum, where the caller knows it
 
@@ -42,14 +44,14 @@ class Plan(NamedTuple):
         return None if self.cotangent is None else self.main_grad
 
 
-def results(plan: Plan, x: Operands, keep_cache: bool) -> tuple[dict[str, torch.Tensor], list[Any]]:
+def results(plan: LossPlan, x: Operands, keep_cache: bool) -> tuple[dict[str, torch.Tensor], list[Any]]:
     """The fields of `LogprobOutput` by name, and what `_execute.gradients` needs: saved numbers and the cache."""
-    found = _execute.forward(x, plan.call, keep_cache, lend_cache=False)
+    found = _execute.forward(x, plan.call, keep_cache, plan.way, lend_cache=False)
     count = len(plan.call.fields)
     return dict(zip(plan.call.fields, found, strict=False)), found[count:]
 
 
-def losses_of(plan: Plan, fields: dict[str, torch.Tensor], per_token: list[torch.Tensor]) -> torch.Tensor:
+def losses_of(plan: LossPlan, fields: dict[str, torch.Tensor], per_token: list[torch.Tensor]) -> torch.Tensor:
     """``loss_fn`` of these tokens, one number each."""
     losses = plan.loss_fn(fields["logprobs"], fields.get("entropy"), fields["lse"], *per_token)
     shape = fields["lse"].shape
@@ -64,7 +66,7 @@ def losses_of(plan: Plan, fields: dict[str, torch.Tensor], per_token: list[torch
 
 
 def without_gradients(
-    plan: Plan, x: Operands, per_token: list[torch.Tensor]
+    plan: LossPlan, x: Operands, per_token: list[torch.Tensor]
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The sum, which autograd differentiates in what the loss uses besides results, and the fields."""
     with torch.no_grad():
@@ -74,7 +76,7 @@ def without_gradients(
     return losses_of(plan, dict(fields), per_token).sum(dtype=torch.float32), fields
 
 
-class Found(NamedTuple):
+class LossDerivatives(NamedTuple):
     """The derivatives of a chunk's losses."""
 
     losses: torch.Tensor  # [t]
@@ -83,22 +85,22 @@ class Found(NamedTuple):
 
 
 def _differentiated(
-    plan: Plan, fields: dict[str, torch.Tensor], per_token: list[torch.Tensor], wanted: tuple[bool, ...]
-) -> Found:
+    plan: LossPlan, fields: dict[str, torch.Tensor], per_token: list[torch.Tensor], wanted: tuple[bool, ...]
+) -> LossDerivatives:
     with torch.enable_grad():
         leaves = {name: fields[name].detach().requires_grad_() for name in plan.call.differentiable}
         own = [x.detach().requires_grad_(want) for x, want in zip(per_token, wanted, strict=True)]
         losses = losses_of(plan, fields | leaves, own)
     inputs = [*leaves.values(), *(x for x in own if x.requires_grad)]
     if not losses.requires_grad:
-        return Found(losses, {}, [None] * len(own))
+        return LossDerivatives(losses, {}, [None] * len(own))
     _refuse_others(losses, inputs)
     grads = list(torch.autograd.grad(losses, inputs, torch.ones_like(losses), allow_unused=True))
     if plan.cotangent is not None:
         grads = [None if x is None else x * plan.cotangent for x in grads]
     cotangents = {name: grads.pop(0) for name in leaves}
     given = {name: x for name, x in cotangents.items() if x is not None}
-    return Found(losses.detach(), given, [grads.pop(0) if x.requires_grad else None for x in own])
+    return LossDerivatives(losses.detach(), given, [grads.pop(0) if x.requires_grad else None for x in own])
 
 
 def _refuse_others(losses: torch.Tensor, inputs: list[torch.Tensor]) -> None:
@@ -132,12 +134,12 @@ class LossAndGradients(torch.autograd.Function):
     """``(plan, hidden, weight, bias, labels, temperature, floor, *per_token) -> sum, *Call.fields``."""
 
     @staticmethod
-    def forward(ctx: Any, plan: Plan, *inputs: Any) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, plan: LossPlan, *inputs: Any) -> tuple[torch.Tensor, ...]:
         """The sum, the results, and the gradients for the cotangent that is known, or 1."""
         (hidden, weight, bias, labels, temperature, floor), per_token = inputs[:6], inputs[6:]
         x = Operands(hidden, weight, bias, labels, temperature, None, floor)
         losses, fields, grads, unit = _walk(plan, _in_float32(x), per_token, ctx.needs_input_grad[1:])
-        ctx.cotangent = plan.cotangent
+        ctx.cotangent, ctx.way = plan.cotangent, plan.way
         ctx.main_grad = plan.main_grad  # not through save_for_backward: other micro-batches may change it before
         ctx.dtypes = [None if y is None else y.dtype for y in (*x[:3], *per_token)]
         ctx.set_materialize_grads(False)
@@ -161,20 +163,23 @@ class LossAndGradients(torch.autograd.Function):
                 ctx.main_grad.addcmul_(grads[1], of_operands)
             grads[1] = None
         factors = [*[of_operands] * 3, *[factor] * (len(grads) - 3)]
-        found = list(map(_scaled, grads, factors, ctx.dtypes))
+        found = [_scaled(*each, ctx.way) for each in zip(grads, factors, ctx.dtypes, strict=True)]
         if ctx.main_grad is not None:
             found[1] = _main_grad.nothing_like(ctx.main_grad, ctx.dtypes[1])
         return None, *found[:3], None, None, None, *found[3:]
 
 
-def _scaled(grad: torch.Tensor | None, factor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+def _scaled(
+    grad: torch.Tensor | None, factor: torch.Tensor | None, dtype: torch.dtype, way: Way
+) -> torch.Tensor | None:
     """``factor · grad``, without a factor ``grad``, rounded to a dtype, and not in memory that a kept graph holds."""
     if grad is None:
         return None
     if factor is None:
         return grad.to(dtype, copy=autograd.graph_is_kept())
-    if grad.numel() >= LARGE and not grad.dtype == factor.dtype == dtype:  # torch's own kernel takes twice as long
-        found = scaled(grad, factor, dtype)
+    mixed = not grad.dtype == factor.dtype == dtype
+    if way.direct and mixed and grad.numel() >= LARGE:  # torch's own kernel takes twice as long
+        found = scale(grad, factor, dtype)
         if found is not None:
             return found
     return torch.mul(grad, factor, out=grad.new_empty(grad.shape, dtype=dtype))
@@ -210,7 +215,7 @@ def _in_float32(x: Operands) -> Operands:
 
 
 def _walk(
-    plan: Plan, x: Operands, per_token: tuple[torch.Tensor, ...], wanted: tuple[bool, ...]
+    plan: LossPlan, x: Operands, per_token: tuple[torch.Tensor, ...], wanted: tuple[bool, ...]
 ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor | None], torch.Tensor | None]:
     """The losses ``[T]``, the fields ``[T]``, and the gradients in hidden, weight, bias and the per-token arguments.
 
@@ -232,7 +237,7 @@ def _walk(
             for whole, grad in zip(own, given.per_token, strict=True):
                 if whole is not None and grad is not None:
                     whole[part] = grad
-            sums.add(part, chunk, saved, cache, given.cotangents, plan.call)
+            sums.add(part, chunk, saved, cache, given.cotangents, plan.call, plan.way)
             del saved, cache, found  # before the next chunk's exponentials are kept
     joined = map(torch.cat, zip(*fields, strict=True)) if fields else (losses[0].clone() for _ in plan.call.fields)
     return torch.cat(losses), list(joined), [*sums.finish(x.weight), *own], sums.unit

@@ -18,11 +18,11 @@ import torch
 from jax import lax
 
 import lce_jax
-from lce_torch_bridge import _launch_with, tensor_parallel
-from lce_torch_bridge.kernels import _rows
-from lce_torch_bridge.operators import _execute
+from lce_torch_bridge.launched_directly._way import way_of
 from lce_torch_bridge.operators._registered import NAME, operator
+from lce_torch_bridge.tensors import _padding, _tensor_parallel
 from lce_torch_bridge.through_jax import _run
+from lce_torch_bridge.through_jax._key import precision_of
 
 SCHEMA = "int k, str group, int vocab_size, float logit_scale, float? logit_softcap, str implementation"
 
@@ -31,14 +31,14 @@ class TopKCall(NamedTuple):
     """The trailing arguments of the operator."""
 
     k: int
-    group: str  # `tensor_parallel.name_of`
+    group: str  # `_tensor_parallel.name_of`
     vocab_size: int  # the true size of the whole vocabulary
     logit_scale: float
     logit_softcap: float | None
     implementation: str  # names joined by commas; empty for lce_jax's choice
 
 
-class Spec(NamedTuple):
+class TopKKey(NamedTuple):
     """The static part of a program."""
 
     call: TopKCall
@@ -59,20 +59,18 @@ def topk(
     call, tokens = TopKCall(*rest), hidden.shape[0]
     if tokens == 0:
         return structs(hidden, call)
-    tensor_parallel.check_equal_parts(weight, call.group)
-    shards, rank = tensor_parallel.size_and_rank(call.group)
-    start, rows = rank * weight.shape[0], _rows.size(tokens)
+    way = way_of(hidden)
+    _tensor_parallel.check_equal_parts(weight, call.group, way.direct)
+    shards, rank = _tensor_parallel.size_and_rank(call.group)
+    start, rows = rank * weight.shape[0], _padding.size(tokens)
     columns = min(max(call.vocab_size - start, 0), weight.shape[0])
-    spec = Spec(
-        call._replace(group=""), columns, temperature is not None, _execute.precision_of(weight), alone=shards == 1
-    )
+    key = TopKKey(call._replace(group=""), columns, temperature is not None, precision_of(weight), alone=shards == 1)
     numbers = hidden.new_zeros((tokens, 1), dtype=torch.float32) if temperature is None else temperature[:, None]
-    per_token = _rows.with_count(numbers.view(torch.int32), rows)
-    if _launch_with.may_be_direct(hidden):
-        _launch_with.refused("linear_topk runs no kernel")
-    ((packed,),) = _run.run(_program(spec), (_rows.pad(hidden, rows), weight, bias, per_token))
+    per_token = _padding.with_count(numbers.view(torch.int32), rows)
+    way.refuse("linear_topk runs no kernel")
+    ((packed,),) = _run.run(_program(key), (_padding.pad(hidden, rows), weight, bias, per_token))
     packed = packed[:tokens]
-    if spec.alone:
+    if key.alone:
         floats = packed[:, call.k :].view(torch.float32)
         return [packed[:, : call.k].long(), floats[:, : call.k].clone(), floats[:, call.k].clone()]
     return _merged(packed, start, weight.shape[0], call)
@@ -97,7 +95,7 @@ def _merged(packed: torch.Tensor, start: int, rows: int, call: TopKCall) -> list
     ids = torch.where(floats[:, :k] == -torch.inf, 2**31 - 1, ids + start)  # after all others
     size = ids.new_full((len(ids), 1), rows)
     sent = torch.cat([ids, packed[:, k:], size], 1)
-    every = tensor_parallel.gather(sent, call.group)  # [N, T, 2k + 2]
+    every = _tensor_parallel.gather(sent, call.group)  # [N, T, 2k + 2]
     sizes, lse = every[..., -1], every[..., 2 * k].contiguous().view(torch.float32).logsumexp(0)
     lse = lse.where(
         (sizes == sizes[0]).all(0), torch.nan
@@ -113,24 +111,24 @@ def _merged(packed: torch.Tensor, start: int, rows: int, call: TopKCall) -> list
 
 
 @functools.cache
-def _program(spec: Spec) -> Callable[..., Any]:
+def _program(key: TopKKey) -> Callable[..., Any]:
     """``(hidden, weight, bias, temperatures) -> [P, 2k + 1]``: ids in the shard, logprobs (or logits) and lse."""
-    call = spec.call
-    k = min(call.k, spec.columns)
+    call = key.call
+    k = min(call.k, key.columns)
     names = tuple(call.implementation.split(",")) if call.implementation else None
 
     def run(hidden: Any, weight: Any, bias: Any, per_token: Any) -> Any:
         rows = hidden.shape[0]
         where = jnp.arange(rows, dtype=jnp.int32) < per_token[0]
-        temperature = lax.bitcast_convert_type(per_token[1:], jnp.float32) if spec.tempered else 1.0
+        temperature = lax.bitcast_convert_type(per_token[1:], jnp.float32) if key.tempered else 1.0
         given: dict[str, Any] = {"bias": bias, "where": where, "temperature": temperature}
         given |= {"logit_scale": call.logit_scale, "logit_softcap": call.logit_softcap}
-        if not spec.columns:  # padding alone
+        if not key.columns:  # padding alone
             none = jnp.full((rows, call.k), -jnp.inf)
             return _packed(jnp.zeros((rows, call.k), jnp.int32), none, none[:, 0])
-        told: dict[str, Any] = {"vocab_size": spec.columns, "precision": spec.precision, "implementation": names}
+        told: dict[str, Any] = {"vocab_size": key.columns, "precision": key.precision, "implementation": names}
         found = lce_jax.linear_topk(hidden, weight, k, **given, **told)
-        if spec.alone:
+        if key.alone:
             return _packed(*found)
         z = lce_jax.linear_logits(hidden, weight, found.ids, **given)
         missing = ((0, 0), (0, call.k - k))

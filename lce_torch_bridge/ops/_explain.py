@@ -10,11 +10,11 @@ import torch
 
 import lce_jax
 from lce_jax import launch_lists
-from lce_torch_bridge import _launch_with, tensor_parallel
 from lce_torch_bridge._types import Operands
 from lce_torch_bridge.call import _arguments, _autocast, _checks
-from lce_torch_bridge.kernels import _passes
-from lce_torch_bridge.tensors import _device
+from lce_torch_bridge.launched_directly import _way
+from lce_torch_bridge.launched_directly._refusal import refusal
+from lce_torch_bridge.tensors import _device, _tensor_parallel
 
 if TYPE_CHECKING:
     from lce_jax import Plan
@@ -83,8 +83,8 @@ def explain(
     # Its shape and dtype alone count: nothing is cast.
     weight = torch.empty_like(given.weight, dtype=_autocast.dtype_of(given.weight), device="meta")
     operands = Operands(flat.hidden, weight, given.bias, flat.labels, flat.temperature, flat.candidates, flat.floor)
-    reason = _passes.why_not(operands, call)
-    if _launch_with.asked() == "jax":
+    reason = refusal(operands, call)
+    if _way.asks_for_jax():
         reason = 'launch_with("jax") asks for JAX'
     described = _device.device_of(hidden.device)
     with launch_lists.for_device(described or launch_lists.Device()):
@@ -95,7 +95,7 @@ def explain(
 
 def _options(x: Operands, call: Any) -> dict[str, Any]:
     """This rank's part of the call as keyword options of `lce_jax.explain`, its tensors as shapes."""
-    (columns, _), (_, rank) = x.weight.shape, tensor_parallel.size_and_rank(call.group)
+    (columns, _), (_, rank) = x.weight.shape, _tensor_parallel.size_and_rank(call.group)
     return call.options | {
         "vocab_size": min(max(call.vocab_size - rank * columns, 1), columns),  # there is no plan for padding alone
         "bias": None if x.bias is None else _device.struct(x.bias),

@@ -11,9 +11,10 @@ from lce_jax import scalars
 from lce_torch_bridge._types import Call, LogprobOutput, Operands, Wgrad
 from lce_torch_bridge.call import _arguments, _checks, _dtensor, _tokens
 from lce_torch_bridge.call._arguments import Arguments
-from lce_torch_bridge.kernels import _rows
+from lce_torch_bridge.launched_directly._way import way_of
 from lce_torch_bridge.operators import _loss_in_forward
-from lce_torch_bridge.operators._loss_in_forward import LossAndGradients, Plan
+from lce_torch_bridge.operators._loss_in_forward import LossAndGradients, LossPlan
+from lce_torch_bridge.tensors import _padding
 from lce_torch_bridge.tensors._main_grad import main_grad_of
 
 if TYPE_CHECKING:
@@ -165,7 +166,9 @@ def linear_loss(
     if cotangent is not None:
         cotangent = scalars.number("cotangent", cotangent)
     x, own, rows = _flat(given, per_token, wgrad)
-    plan = Plan(loss_fn, given.call, _chunk_rows(len(x.labels), x.weight, chunk_bytes, wgrad, given.call))
+    plan = LossPlan(
+        loss_fn, given.call, _chunk_rows(len(x.labels), x.weight, chunk_bytes, wgrad, given.call), way_of(x.hidden)
+    )
     wanted = (leaf.requires_grad for leaf in x[:3] if leaf is not None)
     if not (torch.is_grad_enabled() and any(wanted)):
         total, fields = _loss_in_forward.without_gradients(plan, x, own)
@@ -190,12 +193,12 @@ def _chunk_rows(tokens: int, weight: torch.Tensor, chunk_bytes: int | None, wgra
     sums = wgrad == "return" and weight.requires_grad and weight.dtype == torch.bfloat16
     if chunk_bytes is None and sums and not call.gradient_threshold:
         spared = weight.numel() * (4 - weight.element_size())  # dweight itself exists after the sum only
-        if _rows.size(tokens) * row_bytes <= CHUNK_BYTES + spared:
+        if _padding.size(tokens) * row_bytes <= CHUNK_BYTES + spared:
             return max(tokens, 1)
-    return _rows.at_most((CHUNK_BYTES if chunk_bytes is None else chunk_bytes) // row_bytes)
+    return _padding.at_most((CHUNK_BYTES if chunk_bytes is None else chunk_bytes) // row_bytes)
 
 
-def _refuse_recomputation(plan: Plan) -> None:
+def _refuse_recomputation(plan: LossPlan) -> None:
     """Refuses to add to main_grad in a backward: an activation checkpoint runs its forward there a second time."""
     if plan.into is not None and torch._C._current_graph_task_id() != -1:
         raise NotImplementedError(

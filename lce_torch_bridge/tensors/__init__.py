@@ -1,1 +1,1 @@
-"""Tensors and devices as kernels see them."""
+"""Tensors, devices and groups of ranks as both ways of a pass see them."""

@@ -7,7 +7,7 @@
 
 P is the number of rows of a program. How many of them count is an operand, so that one program serves many counts of
 tokens. Each array that crosses between the libraries costs the host as much time as many kernels. So everything per
-token crosses as one int32 array, floats by their bits, as `kernels._rows.with_count` packs it. ``tokens`` has two
+token crosses as one int32 array, floats by their bits, as `tensors._padding.with_count` packs it. ``tokens`` has two
 columns for the halves of each int64 label, one for the temperature and one for the floor, if there is one, and K for
 candidates, if there are any. S is the label and the others as they are there, and the merged statistics; `gradients`
 takes columns of S and the cotangents. What is [P, K] here is K rows of what is packed.
@@ -27,7 +27,7 @@ from lce_jax import LogprobOutput, launch_lists, local
 from lce_torch_bridge._types import PER_CANDIDATE, Call
 
 
-class Spec(NamedTuple):
+class ProgramKey(NamedTuple):
     """The static part of a program."""
 
     call: Call  # `Call.of_programs`
@@ -54,12 +54,12 @@ class Spec(NamedTuple):
 
 
 @functools.cache
-def statistics(spec: Spec, keep_cache: bool) -> Callable[..., Any]:
+def statistics(key: ProgramKey, keep_cache: bool) -> Callable[..., Any]:
     """``(hidden, weight, bias, tokens) -> packed, cache leaves``. The last row of ``packed`` is this shard's V."""
 
     def run(hidden: Any, weight: Any, bias: Any, tokens: Any) -> Any:
-        unpacked = _unpacked(spec, tokens, hidden.shape[0])
-        packed, leaves = statistics_of(spec, keep_cache, hidden, weight, bias, unpacked)
+        unpacked = _unpacked(key, tokens, hidden.shape[0])
+        packed, leaves = statistics_of(key, keep_cache, hidden, weight, bias, unpacked)
         columns = jnp.full((1, packed.shape[1]), weight.shape[0], jnp.int32)
         return jnp.concatenate([packed, lax.bitcast_convert_type(columns, packed.dtype)]), leaves
 
@@ -67,31 +67,31 @@ def statistics(spec: Spec, keep_cache: bool) -> Callable[..., Any]:
 
 
 @functools.cache
-def results(spec: Spec, fields: tuple[str, ...], megatron: bool) -> Callable[..., Any]:
+def results(key: ProgramKey, fields: tuple[str, ...], megatron: bool) -> Callable[..., Any]:
     """``(tokens, gathered) -> packed``: ``fields`` of `LogprobOutput`, then S; NaN where parts differ in size."""
 
     def run(tokens: Any, gathered: Any) -> Any:
-        unpacked = _unpacked(spec, tokens, gathered.shape[-1])
-        return _packed(*results_of(spec, fields, megatron, unpacked, of_equal_parts(gathered)))
+        unpacked = _unpacked(key, tokens, gathered.shape[-1])
+        return _packed(*results_of(key, fields, megatron, unpacked, of_equal_parts(gathered)))
 
     return jax.jit(run)
 
 
 @functools.cache
-def forward(spec: Spec, keep_cache: bool, fields: tuple[str, ...], megatron: bool) -> Callable[..., Any]:
+def forward(key: ProgramKey, keep_cache: bool, fields: tuple[str, ...], megatron: bool) -> Callable[..., Any]:
     """``(hidden, weight, bias, tokens) -> packed, cache leaves``, as `statistics` and `results` in one program."""
 
     def run(hidden: Any, weight: Any, bias: Any, tokens: Any) -> Any:
-        unpacked = _unpacked(spec, tokens, hidden.shape[0])
-        packed, cache = statistics_of(spec, keep_cache, hidden, weight, bias, unpacked)
-        return _packed(*results_of(spec, fields, megatron, unpacked, packed[None])), cache
+        unpacked = _unpacked(key, tokens, hidden.shape[0])
+        packed, cache = statistics_of(key, keep_cache, hidden, weight, bias, unpacked)
+        return _packed(*results_of(key, fields, megatron, unpacked, packed[None])), cache
 
     return jax.jit(run)
 
 
 @functools.cache
 def gradients(
-    spec: Spec, cotangents: tuple[str, ...], wanted: tuple[bool, ...], rounded: bool, cache: Any
+    key: ProgramKey, cotangents: tuple[str, ...], wanted: tuple[bool, ...], rounded: bool, cache: Any
 ) -> Callable[..., Any]:
     """``(hidden, weight, bias, S and the cotangents, sum, *cache leaves) -> [dhidden, dweight, dbias]``, if wanted.
 
@@ -104,8 +104,8 @@ def gradients(
     entropy = "entropy" in cotangents
 
     def run(hidden: Any, weight: Any, bias: Any, per_token: Any, total: Any, *leaves: Any) -> list[Any]:
-        num_rows, saved, seeds = _split(spec, per_token, hidden.shape[0], cotangents)
-        tokens, merged = _of_saved(spec, num_rows, saved)
+        num_rows, saved, seeds = _split(key, per_token, hidden.shape[0], cotangents)
+        tokens, merged = _of_saved(key, num_rows, saved)
         if PER_CANDIDATE not in seeds:  # they add nothing to any gradient
             tokens, merged = tokens._replace(candidates=None), merged._replace(candidates=None)
         seed: Any = {name: seeds.get(name) for name in LogprobOutput._fields}
@@ -115,11 +115,11 @@ def gradients(
             tokens.labels,
             merged if entropy else merged._replace(weighted=None),
             LogprobOutput(**seed),
-            dtotal=seeds["mean_logit"] / spec.call.vocab_size if "mean_logit" in seeds else None,
+            dtotal=seeds["mean_logit"] / key.call.vocab_size if "mean_logit" in seeds else None,
             cache=None if cache is None else jax.tree.unflatten(cache, leaves),
             dweight=total,
             round_dhidden=rounded,
-            **_options(spec, bias, tokens) | {"entropy": entropy},
+            **_options(key, bias, tokens) | {"entropy": entropy},
         )
         grads = [dhidden, dweight, *(dbias.astype(bias.dtype) for dbias in of_bias)]
         found = [grad for grad, want in zip(grads, wanted, strict=False) if want]  # without a bias, no dbias
@@ -129,12 +129,14 @@ def gradients(
 
 
 @functools.cache
-def cache_structure(spec: Spec, device: jax.Device | launch_lists.Device, *inputs: jax.ShapeDtypeStruct | None) -> Any:
+def cache_structure(
+    key: ProgramKey, device: jax.Device | launch_lists.Device, *inputs: jax.ShapeDtypeStruct | None
+) -> Any:
     """The cache of `statistics` for ``inputs`` like these: the shapes of its leaves, and its tree."""
 
     def cache(hidden: Any, weight: Any, bias: Any, tokens: Any) -> Any:
-        unpacked = _unpacked(spec, tokens, hidden.shape[0])
-        options = _options(spec, bias, unpacked)
+        unpacked = _unpacked(key, tokens, hidden.shape[0])
+        options = _options(key, bias, unpacked)
         return local.statistics(hidden, weight, unpacked.labels, keep_cache=True, **options)[1]
 
     with launch_lists.for_device(device) if isinstance(device, launch_lists.Device) else jax.default_device(device):
@@ -142,10 +144,10 @@ def cache_structure(spec: Spec, device: jax.Device | launch_lists.Device, *input
 
 
 def statistics_of(
-    spec: Spec, keep_cache: bool, hidden: Any, weight: Any, bias: Any, tokens: Tokens
+    key: ProgramKey, keep_cache: bool, hidden: Any, weight: Any, bias: Any, tokens: Tokens
 ) -> tuple[Any, list[Any]]:
     """The statistics of a shard, packed, and the cache's leaves."""
-    options = _options(spec, bias, tokens) | {"total": spec.call.mean_logit}
+    options = _options(key, bias, tokens) | {"total": key.call.mean_logit}
     stats, cache = local.statistics(hidden, weight, tokens.labels, keep_cache=keep_cache, **options)
     return local.pack(stats), jax.tree.leaves(cache) if keep_cache else []
 
@@ -157,22 +159,22 @@ def of_equal_parts(gathered: Any) -> Any:
 
 
 def results_of(
-    spec: Spec, fields: tuple[str, ...], megatron: bool, tokens: Tokens, gathered: Any
+    key: ProgramKey, fields: tuple[str, ...], megatron: bool, tokens: Tokens, gathered: Any
 ) -> tuple[dict[str, Any], Any]:
     """``fields`` by name, and S."""
     num_rows, labels, temperature, floor, candidates = tokens
-    factors, size = _factors(spec, tokens), {"vocab_size": spec.call.vocab_size}
-    merged = local.merge(local.unpack(gathered, spec.statistics), **factors)
+    factors, size = _factors(key, tokens), {"vocab_size": key.call.vocab_size}
+    merged = local.merge(local.unpack(gathered, key.statistics), **factors)
     out = local.finish(merged, labels, where=jnp.arange(labels.shape[0], dtype=jnp.int32) < num_rows, **size, **factors)
     if megatron:
         # Its predicted logit is left at 0 once the maximum has been subtracted: -ln Σ e^(z - max), which is max - lse.
-        outside = (labels < 0) | (labels >= spec.call.vocab_size)
+        outside = (labels < 0) | (labels >= key.call.vocab_size)
         sumexp = jnp.where(merged.sumexp == 0, 1.0, merged.sumexp)  # no token reaches the floor: 0, as elsewhere
         out = out._replace(logprobs=jnp.where(outside, -jnp.log(sumexp), out.logprobs))
     mean = None if merged.total is None else local.mean_logit(merged, **size, **factors)
     support = None if out.support is None else jnp.where(out.support < 0, jnp.nan, out.support.astype(jnp.float32))
     found = out._asdict() | {"mean_logit": mean, "support": support}
-    forward_only: dict[str, Any] = dict.fromkeys(spec.statistics.keys() - spec.merged.keys())
+    forward_only: dict[str, Any] = dict.fromkeys(key.statistics.keys() - key.merged.keys())
     kept = local.pack(merged._replace(**forward_only))
     saved = _as_rows(*(x for x in (labels, temperature, floor, candidates) if x is not None), kept.T)
     return {name: found[name] for name in fields}, saved
@@ -190,7 +192,7 @@ def _packed(found: dict[str, Any], saved: Any) -> Any:
 
 
 def _counted(packed: Any, rows: int) -> tuple[Any, Any]:
-    """What `kernels._rows.with_count` packed: how many rows count, and ``[K, P]``."""
+    """What `tensors._padding.with_count` packed: how many rows count, and ``[K, P]``."""
     return packed[0], packed[1:].reshape(rows, -1).T
 
 
@@ -204,63 +206,63 @@ class Tokens(NamedTuple):
     candidates: Any  # [P, K] likewise, or None
 
 
-def _unpacked(spec: Spec, tokens: Any, rows: int) -> Tokens:
+def _unpacked(key: ProgramKey, tokens: Any, rows: int) -> Tokens:
     """``tokens`` of a forward."""
     num_rows, columns = _counted(tokens, rows)
-    return Tokens(num_rows, labels_of(spec, *columns[:2]), *_beside_labels(spec, columns[2:]))
+    return Tokens(num_rows, labels_of(key, *columns[:2]), *_beside_labels(key, columns[2:]))
 
 
-def labels_of(spec: Spec, low: Any, high: Any) -> Any:
+def labels_of(key: ProgramKey, low: Any, high: Any) -> Any:
     """Labels from the halves of int64 numbers. JAX would take these modulo 2³²: 2³² + 3 would become 3."""
-    far = jnp.where(high < 0, -1, spec.call.vocab_size)
-    return jnp.where(high == low >> 31, jnp.clip(low, -1, spec.call.vocab_size), far)
+    far = jnp.where(high < 0, -1, key.call.vocab_size)
+    return jnp.where(high == low >> 31, jnp.clip(low, -1, key.call.vocab_size), far)
 
 
-def _beside_labels(spec: Spec, bits: Any) -> tuple[Any, Any, Any]:
+def _beside_labels(key: ProgramKey, bits: Any) -> tuple[Any, Any, Any]:
     """The temperature, the floor and the candidates."""
-    count, has_floor = spec.call.num_candidates, spec.call.has_floor
+    count, has_floor = key.call.num_candidates, key.call.has_floor
     floats = lax.bitcast_convert_type(bits[: len(bits) - count], jnp.float32)
     temperature = floats[0] if len(floats) > has_floor else None
     return temperature, floats[-1] if has_floor else None, bits[len(bits) - count :].T if count else None
 
 
-def _split(spec: Spec, packed: Any, rows: int, names: tuple[str, ...]) -> tuple[Any, Any, dict[str, Any]]:
+def _split(key: ProgramKey, packed: Any, rows: int, names: tuple[str, ...]) -> tuple[Any, Any, dict[str, Any]]:
     """How many rows count, S, and the cotangents by name."""
     num_rows, columns = _counted(packed, rows)
-    width = sum(spec.call.num_candidates if name == PER_CANDIDATE else 1 for name in names)
+    width = sum(key.call.num_candidates if name == PER_CANDIDATE else 1 for name in names)
     row, seeds = len(columns) - width, {}
     for name in names:
-        last = row + (spec.call.num_candidates if name == PER_CANDIDATE else 1)
+        last = row + (key.call.num_candidates if name == PER_CANDIDATE else 1)
         floats = lax.bitcast_convert_type(columns[row:last], jnp.float32)
         seeds[name], row = floats.T if name == PER_CANDIDATE else floats[0], last
     return num_rows, columns[: len(columns) - width], seeds
 
 
-def _of_saved(spec: Spec, num_rows: Any, saved: Any) -> tuple[Tokens, local.ShardStatistics]:
+def _of_saved(key: ProgramKey, num_rows: Any, saved: Any) -> tuple[Tokens, local.ShardStatistics]:
     """What S holds: labels, temperature and candidates, and the merged statistics."""
-    first = len(saved) - spec.num_merged
-    tokens = Tokens(num_rows, saved[0], *_beside_labels(spec, saved[1:first]))
-    return tokens, local.unpack(lax.bitcast_convert_type(saved[first:], jnp.float32), spec.merged)
+    first = len(saved) - key.num_merged
+    tokens = Tokens(num_rows, saved[0], *_beside_labels(key, saved[1:first]))
+    return tokens, local.unpack(lax.bitcast_convert_type(saved[first:], jnp.float32), key.merged)
 
 
-def _options(spec: Spec, bias: Any, tokens: Tokens) -> dict[str, Any]:
-    return spec.call.options | {
-        "vocab_start": spec.vocab_start,
-        "vocab_size": spec.call.vocab_size if spec.padded else None,
+def _options(key: ProgramKey, bias: Any, tokens: Tokens) -> dict[str, Any]:
+    return key.call.options | {
+        "vocab_start": key.vocab_start,
+        "vocab_size": key.call.vocab_size if key.padded else None,
         "num_rows": tokens.num_rows,
         "bias": bias,
         "candidates": tokens.candidates,
         "logit_floor": tokens.floor,
-        "precision": spec.precision,
-        **_factors(spec, tokens),
+        "precision": key.precision,
+        **_factors(key, tokens),
     }
 
 
-def _factors(spec: Spec, tokens: Tokens) -> dict[str, Any]:
+def _factors(key: ProgramKey, tokens: Tokens) -> dict[str, Any]:
     """What the logits are multiplied by and capped at."""
     temperature = 1.0 if tokens.temperature is None else tokens.temperature
     return {
         "temperature": temperature,
-        "logit_softcap": spec.call.logit_softcap,
-        "logit_scale": spec.call.logit_scale,
+        "logit_softcap": key.call.logit_softcap,
+        "logit_scale": key.call.logit_scale,
     }

@@ -24,7 +24,7 @@ from lce_jax import launch_lists
 from lce_jax._types import Device
 from lce_jax.explain._models import MODELS
 from lce_jax.explain._targets import TARGETS
-from lce_jax.launch_lists import _mosaic
+from lce_jax.launch_lists import _compiler
 from lce_jax.launch_lists._recorder import Kernel
 from lce_jax.mosaic import _generations, sm100
 from lce_jax.mosaic._pallas import lowering_for
@@ -65,22 +65,23 @@ def table_of(target: str) -> pathlib.Path:
 HEADER = f"{'kernel':20} {'call':34} {'registers':>9} {'stack':>5} {'stores':>6} {'loads':>6} {'shared':>7}"
 
 
-def _head(model: str, device: Device, **changed: Any) -> launch_lists.Head:
+def _head(model: str, device: Device, **changed: Any) -> launch_lists.CallKind:
     """A model's head, for 4096 tokens."""
     of = MODELS[model]
     columns = -(-of.vocab_size // 8) * 8
     given: Any = dict(
         num_tokens=4096, hidden_size=of.hidden_size, num_columns=columns, vocab_size=of.vocab_size, start=0
     )
-    return launch_lists.Head(
+    return launch_lists.CallKind(
         **given | {"dtype": "bfloat16", "device": device, "logit_softcap": of.logit_softcap} | changed
     )
 
 
-def calls(device: Device) -> dict[str, launch_lists.Head]:
+def calls(device: Device) -> dict[str, launch_lists.CallKind]:
     """The calls whose kernels are compiled, by name: models, then options."""
     head = functools.partial(_head, device=device)
     everything: Any = dict(stats=True, has_temperature=True, vocab_size=151643, copied_from="float32")
+    threshold: Any = dict(gradient_threshold=2.0**-12, stats=True, dropped_mass=True)
     return {
         **{
             name: head(name)
@@ -92,14 +93,16 @@ def calls(device: Device) -> dict[str, launch_lists.Head]:
         "qwen3-8b, a full cache": head("qwen3-8b", cache_bytes=1 << 40),
         "qwen3-8b, 64 candidates": head("qwen3-8b", num_candidates=64),
         "qwen3-8b, parts": head("qwen3-8b", vocab_part_size=18992, stats=True, has_temperature=True, vocab_size=151643),
-        "qwen3-8b, a threshold": head("qwen3-8b", gradient_threshold=2.0**-12, stats=True, dropped_mass=True),
+        "qwen3-8b, a threshold": head("qwen3-8b", **threshold),
+        "qwen3-8b, candidates, a threshold": head("qwen3-8b", num_candidates=64, **threshold),
+        "qwen3-8b, a floor, a threshold": head("qwen3-8b", has_floor=True, **threshold),
         "qwen3-8b, a floor": head("qwen3-8b", has_floor=True),
         "gemma2-9b, a floor": head("gemma2-9b", has_floor=True),
         "qwen3-8b, a floor, full cache": head("qwen3-8b", has_floor=True, stats=True, cache_bytes=1 << 40),
     }
 
 
-def programs(of: launch_lists.Head) -> Iterator[launch_lists.Program]:
+def programs(of: launch_lists.CallKind) -> Iterator[launch_lists.LaunchList]:
     """The passes of a call."""
     caches = of.cache_bytes > 0 or of.gradient_threshold > 0
     yield launch_lists.forward(of, keep_cache=caches)
@@ -116,7 +119,7 @@ def kernels(device: Device) -> list[tuple[Kernel, str]]:
     for name, of in calls(device).items():
         for program in programs(of):
             for launch in program.launches:
-                found.setdefault(_mosaic.module(launch.kernel, device), (launch.kernel, name))
+                found.setdefault(_compiler.module(launch.kernel, device), (launch.kernel, name))
     scale = launch_lists.scale(4096 * 151936, "float32", "bfloat16", device).launches[0].kernel
     return [*found.values(), (scale, "qwen3-8b"), *(pairs(device) if device.compute_capability[:3] == "10." else ())]
 
@@ -139,8 +142,8 @@ def shared_bytes(kernel: Kernel, device: Device) -> int:
     context = mlir.make_ir_context()
     context.allow_unregistered_dialects = True
     with context:
-        _mosaic.mosaic().dialect.register_dialect(context)
-        text = str(ir.Module.parse(_mosaic.module(kernel, device)))
+        _compiler.mosaic().dialect.register_dialect(context)
+        text = str(ir.Module.parse(_compiler.module(kernel, device)))
     (operands,) = re.findall(r'"stable_mosaic_gpu.gpu.launch"\(([^)]*)\)', text)
     name = operands.split(", ")[-1]
     return int(re.findall(rf"{name} = .*value = (\d+) :", text)[0])

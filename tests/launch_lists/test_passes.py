@@ -9,23 +9,25 @@ import jax.numpy as jnp
 import pytest
 
 from lce_jax import launch_lists
-from lce_jax.launch_lists import _mosaic
+from lce_jax.launch_lists import _compiler
 from lce_jax.launch_lists._recorder import ROWS, RecordedKernels, Recorder
 from tests.devices import H200
 
 
-def head(**changed: Any) -> launch_lists.Head:
+def head(**changed: Any) -> launch_lists.CallKind:
     given = {"num_tokens": 4096, "hidden_size": 4096, "num_columns": 151936, "vocab_size": 151936, "start": 0}
-    return launch_lists.Head(**{**given, "dtype": "bfloat16", "device": H200, **changed})
+    return launch_lists.CallKind(**{**given, "dtype": "bfloat16", "device": H200, **changed})
 
 
-def backward(of: launch_lists.Head, wanted: tuple[bool, bool] = (True, True), **how: Any) -> launch_lists.Program:
+def backward(
+    of: launch_lists.CallKind, wanted: tuple[bool, bool] = (True, True), **how: Any
+) -> launch_lists.LaunchList:
     seeds = how.pop("seeds", ("logprobs", "entropy"))
     plain = {"cached": False, "owns_cache": False, "adds": False}
     return launch_lists.backward(of, seeds, wanted, "bfloat16", **{**plain, **how})
 
 
-def names(program: launch_lists.Program) -> list[str]:
+def names(program: launch_lists.LaunchList) -> list[str]:
     return [launch.kernel.name for launch in program.launches]
 
 
@@ -77,7 +79,7 @@ def test_padding_ends_in_a_tile_that_is_copied() -> None:
 
 
 @pytest.mark.parametrize("of", [head(), head(vocab_size=151643, num_tokens=8192), head(num_tokens=128)], ids=str)
-def test_what_lives_at_the_same_time_has_memory_of_its_own(of: launch_lists.Head) -> None:
+def test_what_lives_at_the_same_time_has_memory_of_its_own(of: launch_lists.CallKind) -> None:
     for program in (launch_lists.forward(of, keep_cache=False), backward(of)):
         life: dict[Any, list[int]] = {}
         for number, launch in enumerate(program.launches):
@@ -145,11 +147,11 @@ def test_refusals(changed: dict[str, Any], reason: str) -> None:
     ],
     ids=str,
 )
-def test_every_kernel_lowers_for_cuda(of: launch_lists.Head) -> None:
+def test_every_kernel_lowers_for_cuda(of: launch_lists.CallKind) -> None:
     seeds = "logprobs", "entropy", *["candidate_logprobs"] * (of.num_candidates > 0)
     programs = launch_lists.forward(of, keep_cache=False), launch_lists.merge(of, ranks=4), backward(of, seeds=seeds)
     for launch in itertools.chain(*(program.launches for program in programs)):
-        assert _mosaic.module(launch.kernel, H200)
+        assert _compiler.module(launch.kernel, H200)
 
 
 def test_the_number_of_rows_is_a_symbol() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lce_jax import launch_lists
-from lce_jax.launch_lists import _list
+from lce_jax.launch_lists import _launch_list
 from tests.launch_lists.test_passes import head
 
 type Log = list[tuple[str, int]]
@@ -45,7 +45,7 @@ def run(log: Log) -> Callable[..., Log]:
         return functools.partial(log.append, (name, stream))
 
     steps = {each.kernel: functools.partial(step, each.kernel.name) for each in program.launches}
-    launch = _list.runner(program, steps, functools.partial(Graph, log))
+    launch = _launch_list.run_of(program, steps, functools.partial(Graph, log))
     count = program.num_outputs + len(program.inputs)
 
     def run(memory: int = MEMORY, stream: int = 7, **more: Any) -> Log:
@@ -61,12 +61,12 @@ LAUNCHES = [(name, 7) for name in NAMES]
 
 
 def test_it_becomes_one_launch(run: Callable[..., Log]) -> None:
-    assert [run() for _ in range(_list.REPEATED)] == [LAUNCHES] * _list.REPEATED
+    assert [run() for _ in range(_launch_list.REPEATED)] == [LAUNCHES] * _launch_list.REPEATED
     assert [run() for _ in range(3)] == [[("graph", 7)]] * 3
 
 
 def test_other_memory_and_another_stream_count_for_themselves(run: Callable[..., Log]) -> None:
-    for _ in range(_list.REPEATED + 1):
+    for _ in range(_launch_list.REPEATED + 1):
         run()
     assert run(ELSEWHERE) == LAUNCHES
     assert run(stream=8) == [(name, 8) for name in NAMES]
@@ -75,17 +75,17 @@ def test_other_memory_and_another_stream_count_for_themselves(run: Callable[...,
 
 def test_a_capture_gets_the_kernels(run: Callable[..., Log]) -> None:
     """A graph of the caller's would otherwise launch one that may be freed before it."""
-    for _ in range(2 * _list.REPEATED):
+    for _ in range(2 * _launch_list.REPEATED):
         assert run(is_captured=True) == LAUNCHES
-    for _ in range(_list.REPEATED):
+    for _ in range(_launch_list.REPEATED):
         assert run() == LAUNCHES
     assert run(is_captured=True) == LAUNCHES
     assert run() == [("graph", 7)]
 
 
 def test_memory_that_changes_makes_no_graph(run: Callable[..., Log]) -> None:
-    for i in range(3 * _list.KEPT):
-        assert run(MEMORY * (1 + i % (_list.KEPT + 1))) == LAUNCHES
+    for i in range(3 * _launch_list.KEPT):
+        assert run(MEMORY * (1 + i % (_launch_list.KEPT + 1))) == LAUNCHES
 
 
 def test_it_is_recorded_on_another_stream(log: Log) -> None:
@@ -102,8 +102,8 @@ def test_it_is_recorded_on_another_stream(log: Log) -> None:
         return graph
 
     steps = {each.kernel: functools.partial(step, each.kernel.name) for each in program.launches}
-    launch = _list.runner(program, steps, record)
+    launch = _launch_list.run_of(program, steps, record)
     addresses = [MEMORY + 4096 * i for i in range(program.num_outputs + len(program.inputs))]
-    for _ in range(_list.REPEATED):
+    for _ in range(_launch_list.REPEATED):
         launch(7, MEMORY, MEMORY, addresses)
     assert seen == [[(name, 99) for name in NAMES]]

@@ -9,9 +9,10 @@ from unittest import mock
 
 import torch
 
-from lce_torch_bridge._types import Call, Operands
-from lce_torch_bridge.kernels import _passes
-from lce_torch_bridge.kernels._added import can_add
+from lce_torch_bridge._types import Call, Operands, Sums
+from lce_torch_bridge.launched_directly import _backward, _forward, _way
+from lce_torch_bridge.launched_directly._sum_of_dweight import can_add
+from lce_torch_bridge.launched_directly._way import Way
 from lce_torch_bridge.operators import _execute
 from lce_torch_bridge.tensors._main_grad import nothing_like
 from lce_torch_bridge.through_jax._sum import Sum
@@ -20,7 +21,7 @@ from lce_torch_bridge.through_jax._sum import Sum
 @contextlib.contextmanager
 def launched_directly() -> Iterator[None]:
     """Inside, all calls are run as if their kernels were launched directly."""
-    with mock.patch.object(_passes, "forward", _forward), mock.patch.object(_passes, "gradients", _gradients):
+    with mock.patch.object(_forward, "forward", forward), mock.patch.object(_backward, "gradients", gradients):
         yield
 
 
@@ -29,16 +30,16 @@ def _by_jax() -> Iterator[None]:
     def nothing(*_: Any) -> None:
         return None
 
-    with mock.patch.object(_passes, "forward", nothing), mock.patch.object(_passes, "gradients", nothing):
+    with mock.patch.object(_forward, "forward", nothing), mock.patch.object(_backward, "gradients", nothing):
         yield
 
 
-def _forward(x: Operands, call: Call, keep_cache: bool) -> list[Any]:
+def forward(x: Operands, call: Call, keep_cache: bool, _: Way) -> list[Any]:
     with _by_jax():
-        return _execute.forward(x, call, keep_cache)
+        return _execute.forward(x, call, keep_cache, _way.JAX)
 
 
-def _gradients(
+def gradients(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     saved: torch.Tensor,
@@ -46,14 +47,15 @@ def _gradients(
     cotangents: dict[str, torch.Tensor],
     wanted: tuple[bool, ...],
     call: Call,
-    sums: _execute.Sums,
+    sums: Sums,
+    _: Way,
 ) -> list[torch.Tensor] | None:
     """dweight is added where kernels can add it. A cache that may be overwritten is NaN afterwards."""
     if not can_add(sums):
         return None
     into = sums.main_grad if sums.total is None else sums.total.tensor()
     own = None if into is None else Sum(weight)
-    given = hidden, weight, None, saved, cache, cotangents, wanted, call, _execute.Sums(own)
+    given = hidden, weight, None, saved, cache, cotangents, wanted, call, _way.JAX, Sums(own)
     with _by_jax():
         found = _execute.gradients(*given)
     if own is not None and into is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lce_torch_bridge import tensor_parallel
+from lce_torch_bridge.tensors import _tensor_parallel
 
 
 class Ranks:
@@ -15,10 +15,10 @@ class Ranks:
         self.rank, self.size = 0, size
         self.gathered: dict[tuple[int, int], torch.Tensor] = {}  # by rank and by the number of dimensions
         self.summed: dict[int, torch.Tensor] = {}
-        monkeypatch.setattr(tensor_parallel, "size_and_rank", lambda name: (size, self.rank) if name else (1, 0))
-        monkeypatch.setattr(tensor_parallel, "check_equal_parts", lambda *_: None)
-        monkeypatch.setattr(tensor_parallel, "gather", self._gather)
-        monkeypatch.setattr(tensor_parallel, "all_reduce", self._all_reduce)
+        monkeypatch.setattr(_tensor_parallel, "size_and_rank", lambda name: (size, self.rank) if name else (1, 0))
+        monkeypatch.setattr(_tensor_parallel, "check_equal_parts", lambda *_: None)
+        monkeypatch.setattr(_tensor_parallel, "gather", self._gather)
+        monkeypatch.setattr(_tensor_parallel, "all_reduce", self._all_reduce)
 
     def _gather(self, x: torch.Tensor, _: str) -> torch.Tensor:
         assert x.dtype == torch.float32

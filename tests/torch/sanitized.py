@@ -19,8 +19,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from lce_torch_bridge import launch_with, linear_logprobs, linear_loss
-from lce_torch_bridge.kernels import _rows
-from lce_torch_bridge.tensors import _torch
+from lce_torch_bridge.tensors import _padding, _torch
 from tests.torch import problem as p
 
 DEVICE = "cuda"
@@ -162,7 +161,7 @@ def filled(check: Callable[[], list[torch.Tensor]]) -> None:
 def main() -> None:
     launch_with("direct")
     # Without padding in it, a small call would be as large as any: the sanitizer watches every row.
-    _rows.SMALLEST = 512
+    _padding.SMALLEST = 512
     for name, check in checks(sys.argv[1:]):
         filled(check) if "filled" in sys.argv else check()
         print("done", name, flush=True)

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from lce_torch_bridge import explain, linear_cross_entropy, linear_entropy, linear_logprobs, verl
-from lce_torch_bridge.kernels import _rows
-from lce_torch_bridge.tensor_parallel import ALL_GATHER
+from lce_torch_bridge.tensors import _padding
+from lce_torch_bridge.tensors._tensor_parallel import ALL_GATHER
 from tests.torch import problem as p
 from tests.torch import shards_functions
 from tests.torch.shards import DEVICE, GRADIENT, VALUE, draw, same_on_all_ranks, shard
@@ -86,7 +86,7 @@ def collectives(group: dist.ProcessGroup) -> None:
 
     for name in counts:
         setattr(dist, name, counted(name))
-    T = _rows.FORWARD_ROWS + 50
+    T = _padding.FORWARD_ROWS + 50
     problem = draw(T=T, H=8, V=16)
     run(draw(T=4, H=8, V=16), group)  # the first call compares the sizes of the parts
     counts.update(dict.fromkeys(counts, 0))

@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lce_torch_bridge import launch_with, linear_logprobs
-from lce_torch_bridge.kernels import _loaded, _plans
+from lce_torch_bridge.launched_directly import _launcher, _plan_cache
 from tests.torch import problem as p
 from tests.torch.as_gpu import as_gpu
 
@@ -62,7 +62,7 @@ def test_few_kernels_serve_all_counts_of_tokens(cache_bytes: int, most: int, mon
     """Up to 16,384 tokens, forward and backward, nothing compiled or run. How many rows count is an operand."""
     loaded: list[Any] = []
     as_gpu(monkeypatch, lambda program: loaded.append(program) or (lambda *_: None))
-    monkeypatch.setattr(_loaded, "_loaded", functools.cache(_loaded._loaded))
+    monkeypatch.setattr(_launcher, "_compiled", functools.cache(_launcher._compiled))
     for n in {1, 128, 512, 2048, 4096, 8192, 16384, *random.Random(0).sample(range(1, 16384), 200)}:
         leaves, seed = p.draw(n, 128, 1024, torch.bfloat16).leaves(), torch.ones(n)
         out = linear_logprobs(*leaves, implementation="mosaic_gpu", cache_bytes=cache_bytes)
@@ -116,15 +116,15 @@ def test_options_that_were_right_once_are_still_checked() -> None:
 def test_a_reason_is_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """JAX runs such calls, and nothing is planned for the second one. Plans of many shapes do not pile up."""
     as_gpu(monkeypatch, lambda _: lambda *_: None)
-    monkeypatch.setattr(_plans, "MOST", 2)
+    monkeypatch.setattr(_plan_cache, "MOST", 2)
     made = []
     for _ in range(2):
-        assert _plans.found("float32", lambda: made.append(1) or "float32 has no kernel") is None
+        assert _plan_cache.plan_of("float32", lambda: made.append(1) or "no kernel") == "no kernel"
     assert made == [1]
-    assert _plans.found("plain", lambda: (7,)) == (7,)
-    assert _plans.found("plain", list) == (7,)
-    assert _plans.found("others", lambda: (8,)) == (8,)
-    assert list(_plans._known) == ["others"]
+    assert _plan_cache.plan_of("plain", lambda: (7,)) == (7,)
+    assert _plan_cache.plan_of("plain", list) == (7,)
+    assert _plan_cache.plan_of("others", lambda: (8,)) == (8,)
+    assert list(_plan_cache._plans) == ["others"]
 
 
 def test_jax_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

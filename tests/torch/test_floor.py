@@ -9,6 +9,7 @@ import torch
 
 from lce_torch_bridge import explain, linear_entropy, linear_logprobs, linear_loss
 from lce_torch_bridge._types import Operands
+from lce_torch_bridge.launched_directly._way import way_of
 from lce_torch_bridge.operators import _execute
 from tests import cases
 from tests.torch import problem as p
@@ -69,7 +70,6 @@ def test_a_number_and_all_tokens() -> None:
         (dict(logit_floor=torch.ones(37).int()), TypeError, r"logit_floor must be floating point, got torch\.int32"),
         (dict(logit_floor=torch.ones(37).requires_grad_()), ValueError, r"pass logit_floor\.detach\(\)"),
         (dict(logit_floor=0.0, mean_logit=True), ValueError, r"logit_floor with label_smoothing \(or mean_logit\)"),
-        (dict(logit_floor=0.0, gradient_threshold=0.1), ValueError, "logit_floor with gradient_threshold=0.1"),
         (dict(logit_floor=0.0, candidates=torch.zeros(37, 2).int()), ValueError, "logit_floor with candidates, 2 per"),
     ],
 )
@@ -127,7 +127,7 @@ def test_lists_of_a_split_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     found = []
     for ranks.rank in (0, 1, 0, 1):  # what the first two send, the last two receive
-        found.append(_execute.forward(parts[ranks.rank], call, keep_cache=False)[:6])
+        found.append(_execute.forward(parts[ranks.rank], call, False, way_of(parts[ranks.rank].hidden))[:6])
     next(loaded, None)
     assert len(programs) == 4  # a part and a merge on each rank
     assert all(map(torch.equal, found[2], found[3]))

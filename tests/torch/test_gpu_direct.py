@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lce_jax.launch_lists._driver import Graph
-from lce_jax.launch_lists._list import REPEATED
+from lce_jax.launch_lists._launch_list import REPEATED
 from lce_torch_bridge import launch_with, linear_logprobs
 from tests.torch import problem as p
 from tests.torch.gpu_problem import draw

@@ -10,8 +10,10 @@ import torch
 
 from lce_jax import launch_lists
 from lce_torch_bridge import launch_with, linear_logprobs, linear_loss
-from lce_torch_bridge._types import Operands
-from lce_torch_bridge.kernels import _passes
+from lce_torch_bridge._types import Operands, Sums
+from lce_torch_bridge.launched_directly import _backward
+from lce_torch_bridge.launched_directly._refusal import refusal
+from lce_torch_bridge.launched_directly._way import way_of
 from lce_torch_bridge.operators import _execute
 from lce_torch_bridge.tensors import _device
 from tests.torch import problem as p
@@ -23,7 +25,7 @@ H = 128
 
 
 @pytest.fixture
-def programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[launch_lists.Program]]:
+def programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[launch_lists.LaunchList]]:
     """All programs that were loaded."""
     yield from emulated(monkeypatch)
 
@@ -119,7 +121,7 @@ def test_a_split_vocabulary(programs: list[Any], monkeypatch: pytest.MonkeyPatch
     def on_both() -> list[list[torch.Tensor]]:
         found = []
         for ranks.rank in (0, 1, 0, 1):  # what the first two send, the last two receive
-            found.append(_execute.forward(operands[ranks.rank], call, keep_cache=False))
+            found.append(_execute.forward(operands[ranks.rank], call, False, way_of(operands[ranks.rank].hidden)))
         return found[2:]
 
     first, second = on_both()
@@ -131,7 +133,7 @@ def test_a_split_vocabulary(programs: list[Any], monkeypatch: pytest.MonkeyPatch
     assert max(map(p.value_error, first[:3], wanted[:3])) < 2e-5
     launch_with("direct")
     ranks.gathered[1, 3][:, -1] = 512  # as a rank with other columns would send
-    assert all(x.isnan().all() for x in _execute.forward(operands[0], call, keep_cache=False)[:3])
+    assert all(x.isnan().all() for x in _execute.forward(operands[0], call, False, way_of(operands[0].hidden))[:3])
 
 
 def test_shards_of_whole_groups_of_tiles(programs: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +146,7 @@ def test_shards_of_whole_groups_of_tiles(programs: list[Any], monkeypatch: pytes
     call = p.told(V, group="both", implementation="mosaic_gpu")._replace(vocab_size=vocab_size)
     parts = [Operands(problem.hidden, part, None, problem.labels, None, None) for part in problem.weight.chunk(2)]
     for ranks.rank in (0, 1, 0):  # what the first two send, the last one receives
-        found = _execute.forward(parts[ranks.rank], call, keep_cache=False)[:3]
+        found = _execute.forward(parts[ranks.rank], call, False, way_of(parts[ranks.rank].hidden))[:3]
     assert len(programs) == 1 + 4  # the whole; a part and a merge on each rank
     assert all(map(torch.equal, found, whole))
 
@@ -163,16 +165,16 @@ def test_shards_of_whole_parts(programs: list[Any], monkeypatch: pytest.MonkeyPa
     call = call._replace(vocab_size=vocab_size)
     parts = [Operands(problem.hidden, part, None, labels, None, ids) for part in problem.weight.chunk(2)]
     for ranks.rank in (0, 1, 0):  # what the first two send, the last one receives
-        found = _execute.forward(parts[ranks.rank], call, keep_cache=False)
+        found = _execute.forward(parts[ranks.rank], call, False, way_of(parts[ranks.rank].hidden))
     assert len(programs) == 1 + 4  # the whole; a part and a merge on each rank
     assert all(torch.equal(x, getattr(whole, name)) for name, x in zip(call.fields, found, strict=False))
 
 
 def test_a_main_grad_that_lies_otherwise_is_not_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_device, "on_gpu", lambda _: True)
-    problem, sums = p.draw(4, H, 784, torch.bfloat16), _execute.Sums(main_grad=torch.zeros(H, 784).t())
+    problem, sums = p.draw(4, H, 784, torch.bfloat16), Sums(main_grad=torch.zeros(H, 784).t())
     given = problem.hidden, problem.weight, problem.labels[None], [], {}, (True, True, False), p.told(784)
-    assert _passes.gradients(*given, sums) is None
+    assert _backward.gradients(*given, sums, way_of(problem.hidden)) is None
 
 
 def test_what_no_list_serves_goes_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,10 +182,10 @@ def test_what_no_list_serves_goes_elsewhere(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(_device, "device_of", lambda _: SMALL)
     problem = p.draw(4, H, 784, torch.bfloat16)
     x = Operands(problem.hidden, problem.weight, None, problem.labels, None, None)
-    assert _passes.why_not(x, p.told(784)) is None
-    assert "bias" in str(_passes.why_not(x._replace(bias=torch.zeros(784)), p.told(784)))
-    assert _passes.why_not(x, p.told(784, num_candidates=2)) is None  # as a backward asks
-    assert "implementation='xla'" in str(_passes.why_not(x, p.told(784, implementation="xla")))
+    assert refusal(x, p.told(784)) is None
+    assert "bias" in str(refusal(x._replace(bias=torch.zeros(784)), p.told(784)))
+    assert refusal(x, p.told(784, num_candidates=2)) is None  # as a backward asks
+    assert "implementation='xla'" in str(refusal(x, p.told(784, implementation="xla")))
 
 
 @pytest.mark.usefixtures("programs")

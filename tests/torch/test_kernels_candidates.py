@@ -15,6 +15,7 @@ from lce_jax.mosaic._pallas import interpreting, plgpu
 from lce_torch_bridge import launch_with, linear_logprobs
 from lce_torch_bridge._types import Operands
 from lce_torch_bridge.call import _checks
+from lce_torch_bridge.launched_directly._way import way_of
 from lce_torch_bridge.operators import _execute
 from tests.torch import problem as p
 from tests.torch import test_kernels as lists
@@ -103,8 +104,10 @@ def test_a_split_vocabulary(programs: list[Any], monkeypatch: pytest.MonkeyPatch
         found = []
         for ranks.rank in (0, 1, 0, 1):  # what the first two send, the last two receive
             x = operands[ranks.rank]
-            *out, saved = _execute.forward(x, call, keep_cache=False)
-            found.append([*out, *_execute.gradients(*x[:2], None, saved, [], named, (True, True, False), call)])
+            *out, saved = _execute.forward(x, call, False, way_of(x.hidden))
+            way = way_of(saved)
+            grads = _execute.gradients(*x[:2], None, saved, [], named, (True, True, False), call, way)
+            found.append([*out, *grads])
         return found[2:]
 
     first, second = on_both()
@@ -118,7 +121,7 @@ def test_a_split_vocabulary(programs: list[Any], monkeypatch: pytest.MonkeyPatch
     assert max(map(p.relative_norm, (second[4], dweight), of_xla)) < 5e-3
     launch_with("direct")
     ranks.gathered[1, 3][:, -1] = 512  # as a rank with other columns would send
-    assert all(x.isnan().all() for x in _execute.forward(operands[0], call, keep_cache=False)[:4])
+    assert all(x.isnan().all() for x in _execute.forward(operands[0], call, False, way_of(operands[0].hidden))[:4])
 
 
 def test_both_ways_have_the_same_bits(programs: list[Any]) -> None:
@@ -128,7 +131,7 @@ def test_both_ways_have_the_same_bits(programs: list[Any]) -> None:
     ids = p.candidates_like(problem.labels, K, V)
     x = Operands(problem.hidden, problem.weight, None, problem.labels, None, ids)
     call = p.told(V, num_candidates=K, implementation="mosaic_gpu")
-    *_, saved = _execute.forward(x, call, keep_cache=False)
+    *_, saved = _execute.forward(x, call, False, way_of(x.hidden))
     assert len(programs) == 1
     found = saved[-K:].view(torch.float32).T.numpy()
     case = _types.Case(

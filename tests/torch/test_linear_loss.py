@@ -291,10 +291,10 @@ def test_only_gradients_are_kept() -> None:
 def test_the_sum_of_dweight_is_overwritten() -> None:
     """What XLA compiled: the sum that comes in is the sum that goes out, and no second one is made."""
     struct, (T, H, V) = jax.ShapeDtypeStruct, (2048, 64, 16384)
-    spec = _programs.Spec(p.told(V, implementation="xla"), 0, padded=False, precision=None)
+    key = _programs.ProgramKey(p.told(V, implementation="xla"), 0, padded=False, precision=None)
     per_token = struct((1 + T * (1 + 4 + 2),), "int32")
     shapes = (struct((T, H), "bfloat16"), struct((V, H), "bfloat16"), None, per_token, struct((V, H), "float32"))
-    run = _programs.gradients(spec, ("logprobs", "entropy"), (True, True, False), True, None)
+    run = _programs.gradients(key, ("logprobs", "entropy"), (True, True, False), True, None)
     memory = run.lower(*shapes).compile().memory_analysis()
     assert memory.alias_size_in_bytes == V * H * 4
     assert memory.temp_size_in_bytes < T * V * 2

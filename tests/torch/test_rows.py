@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lce_torch_bridge import linear_logprobs
-from lce_torch_bridge.kernels import _rows
+from lce_torch_bridge.tensors import _padding
 from tests.pairs import pairs_of
 from tests.torch import problem as p
 
@@ -33,7 +33,7 @@ def compilations() -> Iterator[list[str]]:
     jax.monitoring.unregister_event_duration_listener(note)
 
 
-@pairs_of(1, T=[37, 2500, _rows.FORWARD_ROWS, _rows.FORWARD_ROWS + 700], dtype=[torch.float32, torch.bfloat16])
+@pairs_of(1, T=[37, 2500, _padding.FORWARD_ROWS, _padding.FORWARD_ROWS + 700], dtype=[torch.float32, torch.bfloat16])
 def test_kept_rows_have_the_bits_of_the_full_call(T: int, dtype: torch.dtype) -> None:
     hidden, weight, labels = p.draw(T=T, H=48, V=3000, dtype=dtype)
     told = dict(stats=True, mean_logit=True, temperature=0.9, candidates=p.candidates_like(labels, K=3, V=3000))
@@ -105,13 +105,13 @@ def test_memory_falls_with_the_kept_share() -> None:
 def test_sizes() -> None:
     """Few programs for all counts; the cost of padding is bounded."""
     counts = range(1, 131_073)
-    sizes = [_rows.size(n) for n in counts]
+    sizes = [_padding.size(n) for n in counts]
     assert len(set(sizes)) == 11
     assert len(set(sizes[:16384])) == 6
     assert all(n <= rows for n, rows in zip(counts, sizes, strict=True))
-    assert all(_rows.size(rows) == rows for rows in set(sizes))
-    assert max(rows / n for n, rows in zip(counts, sizes, strict=True) if n > _rows.SMALLEST) <= 2
-    assert max(rows / n for n, rows in zip(counts, sizes, strict=True) if n > _rows.HALFWAY_FROM) <= 1.5
+    assert all(_padding.size(rows) == rows for rows in set(sizes))
+    assert max(rows / n for n, rows in zip(counts, sizes, strict=True) if n > _padding.SMALLEST) <= 2
+    assert max(rows / n for n, rows in zip(counts, sizes, strict=True) if n > _padding.HALFWAY_FROM) <= 1.5
 
 
 @pytest.mark.parametrize("T", [4095, 4096, 4097])
@@ -128,7 +128,7 @@ def test_hundreds_of_counts_of_tokens_compile_a_dozen_programs(compilations: lis
     """In each direction; a new temperature compiles nothing. The vocabulary is tiny: only shapes matter here."""
     H, V = 2, 3
     rng = random.Random(0)
-    counts = {_rows.size(n) - i for n in range(1, 131_073, 512) for i in (0, 1)}  # every size is met
+    counts = {_padding.size(n) - i for n in range(1, 131_073, 512) for i in (0, 1)}  # every size is met
     while len(counts) < 250:
         counts.add(int(2 ** rng.triangular(3, 17, 3)))
 
@@ -158,8 +158,8 @@ def test_a_call_like_an_earlier_one_traces_nothing(compilations: list[str]) -> N
 
 def test_an_exact_size_is_not_copied() -> None:
     x = torch.randn(1024, 3)
-    assert _rows.pad(x, 1024).data_ptr() == x.data_ptr()
-    padded = _rows.pad(x, 1030)
+    assert _padding.pad(x, 1024).data_ptr() == x.data_ptr()
+    padded = _padding.pad(x, 1030)
     assert padded.shape == (1030, 3)
     assert torch.equal(padded[:1024], x)
 
@@ -173,7 +173,7 @@ def test_padding_may_hold_anything() -> None:
     want, wanted = p.gradients(problem, seeds, **options)
     torch.use_deterministic_algorithms(True)  # fills what is not initialised
     try:
-        assert _rows.pad(problem.hidden, 61)[60].isnan().all()
+        assert _padding.pad(problem.hidden, 61)[60].isnan().all()
         out, grads = p.gradients(problem, seeds, **options)
     finally:
         torch.use_deterministic_algorithms(False)

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lce_torch_bridge import linear_logprobs, tensor_parallel
+from lce_torch_bridge import linear_logprobs
+from lce_torch_bridge.tensors import _tensor_parallel
 from tests.torch import problem as p
 from tests.torch.processes import ranks, torchrun
 
@@ -46,7 +47,7 @@ def test_a_group_of_one_is_no_group() -> None:
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
         group = torch.distributed.group.WORLD
-        assert tensor_parallel.name_of(group) == tensor_parallel.NO_GROUP
+        assert _tensor_parallel.name_of(group) == _tensor_parallel.NO_GROUP
         problem = p.draw()
         alone, grads = p.gradients(problem, p.seeds_like(problem.labels))
         out, with_group = p.gradients(problem, p.seeds_like(problem.labels), tp_group=group, reduce_grad_hidden=True)

@@ -15,8 +15,8 @@ from torch._subclasses import FakeTensorMode
 import lce_jax
 import lce_torch_bridge
 from lce_jax import launch_lists
-from lce_torch_bridge import _launch_with, explain, launch_with, linear_logprobs
-from lce_torch_bridge.kernels import _loaded
+from lce_torch_bridge import explain, launch_with, linear_logprobs
+from lce_torch_bridge.launched_directly import _launcher, _way
 from lce_torch_bridge.tensors import _device, _torch
 from tests.torch import problem as p
 from tests.torch.as_gpu import H200, as_gpu
@@ -62,7 +62,7 @@ def test_what_is_launched_directly(name: str) -> None:
     assert (how.way, how.why_not_direct) == ("direct", None)
     assert how.plan.implementation == "mosaic_gpu"
     assert str(how).startswith("launched directly, in torch's stream and memory\nmosaic_gpu: 300 tokens")
-    loaded: list[launch_lists.Program] = []
+    loaded: list[launch_lists.LaunchList] = []
     with pytest.MonkeyPatch.context() as patch:
         as_gpu(patch, lambda program: loaded.append(program) or (lambda *_: None))  # it launches nothing
         leaves = drawn().leaves()
@@ -111,10 +111,10 @@ def test_another_way_is_refused() -> None:
 
 
 def test_the_reason_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    _launch_with._say.cache_clear()
+    _way._say.cache_clear()
     with caplog.at_level(logging.INFO, "lce_torch_bridge"):
-        _launch_with._say("bias: no kernel adds it")
-        _launch_with._say("bias: no kernel adds it")
+        _way._say("bias: no kernel adds it")
+        _way._say("bias: no kernel adds it")
     assert len(caplog.records) == 1
     assert "not launched directly: bias: no kernel adds it" in caplog.text
 
@@ -137,4 +137,4 @@ def test_builds_of_torch_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_capture_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(RuntimeError, match="make the call once before the capture"):
-        _loaded._loaded(mock.Mock(), 0)
+        _launcher._compiled(mock.Mock(), 0)

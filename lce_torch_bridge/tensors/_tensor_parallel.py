@@ -13,7 +13,7 @@ import weakref
 import torch
 import torch.distributed as dist
 
-from lce_torch_bridge import _launch_with
+from lce_torch_bridge.tensors import _device
 
 NO_GROUP = ""  # nothing to reduce over
 ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"  # before 2.14
@@ -33,13 +33,14 @@ def size_and_rank(name: str) -> tuple[int, int]:
     return group.size(), group.rank()
 
 
-def check_equal_parts(weight: torch.Tensor, name: str) -> None:
+def check_equal_parts(weight: torch.Tensor, name: str, direct: bool) -> None:
     """In a group's first call the ranks compare their numbers of rows and their ways, and all raise if these differ.
 
     Only in the first call: every rank knows which call is the first, and so all of them join the collective. Later
     calls send the number with their statistics, and their results are NaN if it differs. Where kernels
     are launched directly, that needs parts with as many groups of tiles, 4096 columns each: otherwise the ranks send
-    arrays of different sizes, which NCCL does not notice.
+    arrays of different sizes, which NCCL does not notice. ``direct``: this rank launches kernels where they serve its
+    device.
 
     Raises:
         ValueError: the parts of the vocabulary are of different sizes, or some ranks launch kernels directly and others
@@ -50,7 +51,8 @@ def check_equal_parts(weight: torch.Tensor, name: str) -> None:
     group = _resolve(name)
     if group in _asked:
         return
-    sent = torch.tensor([[int(weight.shape[0]), int(_launch_with.launches_kernels(weight))]], device=weight.device)
+    launches = direct and _device.why_not(weight.device) is None
+    sent = torch.tensor([[int(weight.shape[0]), int(launches)]], device=weight.device)
     rows, ways = gather(sent, name).view(-1, 2).T.tolist()
     if len(set(rows)) > 1:
         raise ValueError(

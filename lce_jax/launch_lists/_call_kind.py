@@ -15,7 +15,7 @@ THREADS = 128  # rows that every per-token array has at least
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Head:
+class CallKind:
     """What is static about the calls that a program serves.
 
     Attributes:
@@ -88,13 +88,13 @@ class Head:
         return None if live == self.num_columns else live
 
     @property
-    def kept_fields(self) -> int:
-        """How many numbers are kept of each token."""
+    def saved_fields(self) -> int:
+        """How many numbers are saved of each token."""
         return self.first_statistic + len(_partial_statistics.kept(self.case.options)) + self.num_candidates
 
     @property
     def first_statistic(self) -> int:
-        """The field of the first one that is kept."""
+        """The field of the first one that is saved."""
         return 1 + self.has_temperature + self.has_floor + self.num_candidates
 
     @property
@@ -104,13 +104,13 @@ class Head:
         return _chunks.num_groups(self.shape), fields, self.shape.padded_tokens
 
 
-def refusal(head: Head) -> str | None:
+def refusal(kind: CallKind) -> str | None:
     """Why no list serves these calls; None if one does."""
-    reason = _generations.refusal(head.case) or head.kernels.unproven
+    reason = _generations.refusal(kind.case) or kind.kernels.unproven
     if reason is not None:
         return reason
-    if not head.shape.whole_atoms:
-        return f"V must be a multiple of {head.shape.atom}, got {head.num_columns}"
-    if head.hidden_size < THREADS:
-        return f"H must be at least {THREADS}, got {head.hidden_size}"
+    if not kind.shape.whole_atoms:
+        return f"V must be a multiple of {kind.shape.atom}, got {kind.num_columns}"
+    if kind.hidden_size < THREADS:
+        return f"H must be at least {THREADS}, got {kind.hidden_size}"
     return None

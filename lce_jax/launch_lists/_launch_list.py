@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from lce_jax._types import Device
-from lce_jax.launch_lists import _mosaic
+from lce_jax.launch_lists import _compiler
 from lce_jax.launch_lists._driver import Graph, Launches
 from lce_jax.launch_lists._recorder import Buffer, Kernel, Launch, Recorder, Storage, Symbol
 
@@ -25,7 +25,7 @@ type Run = Callable[..., None]  # (stream, workspace, numbers, addresses, is_cap
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Program:
+class LaunchList:
     """Launches of kernels, and the memory that they need.
 
     Attributes:
@@ -60,8 +60,8 @@ class Program:
             RuntimeError: Mosaic does not compile a kernel; the reason is in the process's standard error.
         """
         kernels = list(dict.fromkeys(launch.kernel for launch in self.launches))
-        steps = dict(zip(kernels, _mosaic.compiled(kernels, self.device, device), strict=True))
-        return runner(self, steps, Graph)
+        steps = dict(zip(kernels, _compiler.compiled(kernels, self.device, device), strict=True))
+        return run_of(self, steps, Graph)
 
     @property
     def num_outputs(self) -> int:
@@ -69,7 +69,7 @@ class Program:
         return sum(output is not None for output in self.outputs)
 
 
-def program(recorder: Recorder, outputs: Sequence[Buffer], device: Device) -> Program:
+def launch_list(recorder: Recorder, outputs: Sequence[Buffer], device: Device) -> LaunchList:
     """The list that a recorder has kept, without launches that no output needs."""
     storages = [x.storage for x in outputs]
     launches = _needed(recorder.launches, storages)
@@ -79,7 +79,9 @@ def program(recorder: Recorder, outputs: Sequence[Buffer], device: Device) -> Pr
     structs = [x.struct if x.storage in own else None for x in outputs]
     given = tuple(recorder.numbers_given)
     workspace = _placed(launches)
-    return Program(tuple(x.struct for x in recorder.inputs), tuple(structs), workspace, tuple(launches), given, device)
+    return LaunchList(
+        tuple(x.struct for x in recorder.inputs), tuple(structs), workspace, tuple(launches), given, device
+    )
 
 
 def _needed(launches: Sequence[Launch], outputs: Sequence[Storage]) -> list[Launch]:
@@ -120,15 +122,15 @@ type Step = Callable[[int, int], Callable[[], Any]]  # (stream, where the addres
 type Record = Callable[[Callable[[int], Launches], int], Any]  # as `_driver.Graph`
 
 
-def runner(program: Program, steps: dict[Kernel, Step], record: Record | None = None) -> Run:
+def run_of(launches: LaunchList, steps: dict[Kernel, Step], record: Record | None = None) -> Run:
     """What launches the steps, each given the addresses of its operands and results.
 
     ``record`` makes one launch of those of a run that is repeated. None: each is launched.
     """
     entries: list[tuple[int, int]] = []  # an index into what a run is given, and what is added
     placed: list[tuple[Step, int]] = []
-    first = {"workspace": 0, "numbers": 1, "output": 2, "input": 2 + program.num_outputs}
-    for launch in program.launches:
+    first = {"workspace": 0, "numbers": 1, "output": 2, "input": 2 + launches.num_outputs}
+    for launch in launches.launches:
         placed.append((steps[launch.kernel], 8 * len(entries)))
         for x in (*launch.operands, *launch.results):
             base, place = first[x.storage.kind], x.storage.place

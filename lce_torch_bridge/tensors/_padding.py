@@ -4,7 +4,7 @@ The forward of JAX's way walks the tokens in pieces of `FORWARD_ROWS`, the last 
 The backward takes all tokens at once, because dweight is a sum over them and is rounded once. Its sizes are 128, 512,
 powers of two from 2,048 on, and from 32,768 on the numbers half-way between them too: 6 programs up to 16,384 tokens
 and 11 up to 131,072. A forward that keeps a cache takes all tokens at once as well, with as many programs. So do
-kernels that are launched directly (`kernels._passes`), which read no padding.
+kernels that are launched directly (`launched_directly`), which read no padding.
 
 The programs skip padding, block by block. It costs memory: at most twice that of the rows, 1.5 times from 32,768 on.
 """
@@ -43,7 +43,7 @@ def size(tokens: int) -> int:
     """The rows of the program that takes ``tokens`` tokens at once.
 
     Example:
-        >>> from lce_torch_bridge.kernels._rows import size
+        >>> from lce_torch_bridge.tensors._padding import size
         >>> [size(n) for n in (1, 129, 2048, 2049, 32769, 49153, 131072)]
         [128, 512, 2048, 4096, 49152, 65536, 131072]
     """
@@ -59,7 +59,7 @@ def at_most(rows: int) -> int:
     """The largest `size` of at most ``rows`` rows, or the smallest one.
 
     Example:
-        >>> from lce_torch_bridge.kernels._rows import at_most
+        >>> from lce_torch_bridge.tensors._padding import at_most
         >>> [at_most(n) for n in (1, 4832, 65535, 65536)]
         [2048, 4096, 49152, 65536]
     """
@@ -82,7 +82,7 @@ def candidate_ids(candidates: torch.Tensor, vocab_size: int) -> torch.Tensor:
 
     Example:
         >>> import torch
-        >>> from lce_torch_bridge.kernels._rows import candidate_ids
+        >>> from lce_torch_bridge.tensors._padding import candidate_ids
         >>> candidate_ids(torch.tensor([3, 2**32 + 3, -100]), vocab_size=10).tolist()
         [3, 10, -1]
     """
@@ -96,7 +96,7 @@ def with_count(x: torch.Tensor, rows: int) -> torch.Tensor:
 
     Example:
         >>> import torch
-        >>> from lce_torch_bridge.kernels._rows import with_count
+        >>> from lce_torch_bridge.tensors._padding import with_count
         >>> with_count(torch.tensor([[5, 6]]), rows=2).tolist()  # the last two: padding
         [1, 5, 6, 1, 1]
     """

@@ -1,4 +1,4 @@
-"""A list of kernels on a device, for so many tokens: what `kernels._passes` launches."""
+"""A list of kernels on a device, for so many tokens: its numbers, its workspace, and its launch."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from collections.abc import Callable, Sequence
 import torch
 
 from lce_jax import launch_lists
-from lce_torch_bridge.tensors import _torch
+from lce_torch_bridge.tensors import _device, _torch
 
-_captured: dict[int, torch.Tensor] = {}  # numbers that a CUDA graph reads, which outlive their program
+_captured: dict[int, torch.Tensor] = {}  # numbers that a CUDA graph reads, which outlive their launcher
 
 
-class Loaded:
-    """A program on a device, for so many tokens."""
+class Launcher:
+    """Launches a list on a device, for so many tokens."""
 
-    def __init__(self, program: launch_lists.Program, tokens: int) -> None:
-        self.program, self.tokens = program, tokens
-        self._run = _loaded(program, torch.cuda.current_device())
+    def __init__(self, launches: launch_lists.LaunchList, tokens: int) -> None:
+        self.launches, self.tokens = launches, tokens
+        self._run = _compiled(launches, torch.cuda.current_device())
         self._numbers: dict[int, torch.Tensor] = {}
 
-    def run(self, device: int, tensors: Sequence[torch.Tensor]) -> None:
-        """Launches the program; ``tensors`` are the results that have memory, and the operands."""
+    def launch(self, device: int, tensors: Sequence[torch.Tensor]) -> None:
+        """Launches them all; ``tensors`` are the results that have memory, and the operands."""
         stream = _torch.current_stream(device)
         is_captured = torch.cuda.is_current_stream_capturing()
         numbers = self._of_a_graph() if is_captured else self._numbers.get(stream)
         if numbers is None:
             numbers = self._numbers[stream] = self._written(tensors[0])
-        workspace = _torch.empty((self.program.workspace_bytes,), (1,), torch.uint8)  # reused in the stream's order
+        workspace = _torch.empty((self.launches.workspace_bytes,), (1,), torch.uint8)  # reused in the stream's order
         addresses = [x.data_ptr() for x in tensors]
         self._run(stream, workspace.data_ptr(), numbers.data_ptr(), addresses, is_captured)
 
     def outputs(self, first: int) -> list[_torch.Allocated]:
         """The memory of the results that have any, from that one on."""
-        own = [x for x in self.program.outputs if x is not None]
+        own = [x for x in self.launches.outputs if x is not None]
         return [_torch.allocated(x.shape, getattr(torch, x.dtype.name)) for x in own[first:]]
 
     def _of_a_graph(self) -> torch.Tensor:
@@ -47,15 +47,15 @@ class Loaded:
 
     def _written(self, like: torch.Tensor) -> torch.Tensor:
         """The numbers of this many tokens beside ``like``, written on the stream that reads them: nothing waits."""
-        numbers = self.program.numbers(self.tokens, stride(self.tokens))
+        numbers = self.launches.numbers(self.tokens, stride(self.tokens))
         given = torch.tensor(numbers, dtype=torch.int32, pin_memory=like.is_cuda)
         return given.to(like.device, non_blocking=True)
 
 
 @functools.cache
-def _loaded(program: launch_lists.Program, device: int) -> Callable[..., None]:
+def _compiled(launches: launch_lists.LaunchList, device: int) -> Callable[..., None]:
     _refuse_capture("compiles kernels for this call")
-    return program.load(device)
+    return launches.load(device)
 
 
 def _refuse_capture(why: str) -> None:
@@ -72,10 +72,19 @@ def stride(tokens: int) -> int:
 
 
 def of_stride(saved: torch.Tensor) -> torch.Tensor:
-    """What a forward kept, as it wrote it."""
+    """What a forward saved, as it wrote it."""
     fields, tokens = saved.shape
     if saved.stride() == (stride(tokens), 1):
         return saved
     whole = saved.new_empty((fields, stride(tokens)))
     whole[:, :tokens] = saved
     return whole
+
+
+def in_rows(x: torch.Tensor) -> torch.Tensor:
+    """What is per token, contiguous, in as many rows as kernels read."""
+    if x.shape[0] >= launch_lists.THREADS:
+        return _device.usable(x)
+    padded = x.new_zeros((launch_lists.THREADS, *x.shape[1:]))
+    padded[: x.shape[0]] = x
+    return padded

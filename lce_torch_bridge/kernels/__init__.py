@@ -1,1 +1,0 @@
-"""Lists of kernels, launched on torch's current stream."""
