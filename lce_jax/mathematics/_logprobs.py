@@ -161,11 +161,9 @@ def tile_statistics(
         support = jnp.sum(jnp.where(counts, jnp.ones((), x.dtype), 0.0), axis=1)
     stats = ShardStatistics(
         max=m,
-        sumexp=jnp.sum(e, axis=1),
-        weighted=jnp.sum(u * e, axis=1) if options.entropy else None,
+        **_statistics.sums(options, u, e),
         target=jnp.where(owned, distance(at_target, m, scale), -jnp.inf),
         min=lowest,
-        squares=jnp.sum(e * e, axis=1) if options.stats else None,
         total=jnp.sum(x if counts is None else jnp.where(counts, x, 0.0), axis=1) if options.mean_logit else None,
         candidates=at_candidates,
         support=support,
