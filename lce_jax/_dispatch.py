@@ -13,7 +13,6 @@ from lce_jax._plans import ALONE, Plan, Surroundings
 from lce_jax._types import (
     CPU,
     Case,
-    Device,
     Operands,
     Primals,
     RowCoefficients,
@@ -21,21 +20,21 @@ from lce_jax._types import (
     UnsupportedError,
 )
 from lce_jax.mathematics._kl import Pair
-from lce_jax.mathematics._statistics import Normalizer, Parts
 from lce_jax.reference import _logprobs as reference
 from lce_jax.xla import _logprobs as xla
 
 
 class Implementation(Protocol):
-    """What a module must define to be one: what it supports, its plan, the statistics and the gradients."""
+    """What a module must define to be one: what it supports, its plan, the statistics and the gradients.
+
+    `lce_jax.mosaic` has steps of its own besides, which no other needs: statistics in parts, per-token arithmetic, and
+    tiles that are left out.
+    """
 
     NAME: str
 
     def supports(self, case: Case) -> str | None:
         """Why it cannot serve ``case``, in words for the user; None if it can."""
-
-    def unproven(self, case: Case) -> str | None:
-        """Why it serves ``case`` only if it is asked for by name; None if it serves it in any case."""
 
     def plan(self, case: Case, around: Surroundings = ALONE) -> Plan:
         """Its tiles and its bytes for ``case``, without running anything."""
@@ -43,22 +42,7 @@ class Implementation(Protocol):
     def statistics(self, operands: Operands, case: Case, keep_cache: bool = False) -> tuple[ShardStatistics, Any]:
         """Eq. 1 of the shard, and the cache for the backward (None, or arrays of at most ``cache_bytes``).
 
-        With a ``gradient_threshold`` the cache may also hold what `selected` needs.
-        """
-
-    def in_parts(self, operands: Operands, case: Case, keep_cache: bool = False) -> tuple[Parts, Any]:
-        """The same of a shard whose statistics will be `merged` with those of others."""
-
-    def merged(self, parts: Parts, case: Case, inverse_temperature: Any, num_rows: Any) -> ShardStatistics:
-        """Eq. 1 of the whole vocabulary, from the `in_parts` of all shards, stacked. The others are of the operands."""
-
-    def per_token(self, function: Callable[..., Any], case: Case, *operands: Any) -> Any:
-        """``function(*operands)`` of trees of [T], in the implementation's own arithmetic."""
-
-    def selected(self, case: Case, cache: Any, of_rows: Normalizer, num_rows: Any) -> tuple[Any, Any]:
-        """With a ``gradient_threshold``: the cache as `gradients` takes it, and the dropped mass [T], or None for 0.
-
-        The first ``num_rows`` count, None: all.
+        With a ``gradient_threshold`` the cache may also hold what `lce_jax.mosaic.selected` needs.
         """
 
     def gradients(
@@ -96,16 +80,11 @@ def choose(case: Case, implementation: tuple[str, ...] | None) -> tuple[Implemen
     def refusal(name: str) -> str | None:
         return _symbolic(name, case) or IMPLEMENTATIONS[name].supports(case)
 
-    def unproven(name: str) -> str | None:
-        return IMPLEMENTATIONS[name].unproven(case)
-
-    name, refused = _first(implementation, refusal, unproven, "linear log-probabilities", case.device)
+    name, refused = _first(implementation, refusal, "linear log-probabilities", case)
     return IMPLEMENTATIONS[name], refused
 
 
-def choose_kl(
-    cases: Pair[Case], mixture: bool = False, implementation: tuple[str, ...] | None = None
-) -> tuple[str, dict[str, str]]:
+def choose_kl(cases: Pair[Case], implementation: tuple[str, ...] | None = None) -> tuple[str, dict[str, str]]:
     """Which implementation serves `lce_jax.linear_kl` of two heads, and the reasons of those before it.
 
     Raises:
@@ -118,30 +97,26 @@ def choose_kl(
         symbolic = next(filter(None, (_symbolic(name, case) for case in cases)), None)
         return mosaic.kl_supports(cases) if symbolic is None and name == mosaic.NAME else symbolic
 
-    def unproven(name: str) -> str | None:
-        return mosaic.kl_unproven(mixture) if name == mosaic.NAME else None
-
-    return _first(implementation, refusal, unproven, "divergences of two heads", cases.student.device)
+    return _first(implementation, refusal, "divergences of two heads", cases.student)
 
 
 def _first(
     implementation: tuple[str, ...] | None,
     refusal: Callable[[str], str | None],
-    unproven: Callable[[str], str | None],
     what: str,
-    device: Device,
+    case: Case,
 ) -> tuple[str, dict[str, str]]:
     """The first name that serves ``what``, and the reasons of those before it. The log tells, once."""
     refused: dict[str, str] = {}
     for name in AUTOMATIC if implementation is None else implementation:
         reason = refusal(name)
-        by_name_alone = unproven(name) if reason is None else None
+        by_name_alone = mosaic.unproven(case) if reason is None and name == mosaic.NAME else None
         if reason is None and implementation is None and by_name_alone is None:
-            _log_choice(what, device.platform, name, tuple(refused.items()))
+            _log_choice(what, case.device.platform, name, tuple(refused.items()))
             return name, refused
         if reason is None and implementation is not None:
             if by_name_alone is not None:
-                _log_unproven(name, device.kind, by_name_alone)
+                _log_unproven(name, case.device.kind, by_name_alone)
             return name, refused
         refused[name] = reason or str(by_name_alone)
     raise UnsupportedError("; ".join(f'implementation "{name}": {reason}' for name, reason in refused.items()))
@@ -152,7 +127,7 @@ def choose_or_stand_in(case: Case, implementation: tuple[str, ...] | None) -> tu
     try:
         return choose(case, implementation)
     except UnsupportedError:
-        if implementation is None or xla.supports(case) is not None:
+        if implementation is None or mosaic.without_kernels(case) or xla.supports(case):
             raise
         return IMPLEMENTATIONS[xla.NAME], {}
 

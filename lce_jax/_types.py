@@ -140,8 +140,11 @@ class Options:
 
     @property
     def keeps_tiles(self) -> bool:
-        """Whether the backward may need tiles of the forward, whose number depends on how the tokens are split."""
-        return self.cache_bytes > 0 or self.gradient_threshold > 0
+        """Whether a backward may need tiles of the forward, whose number depends on how the tokens are split.
+
+        That of `linear_loss`, whose gradients are computed in the forward, needs none.
+        """
+        return (self.cache_bytes > 0 or self.gradient_threshold > 0) and self.function != "linear_loss"
 
     @property
     def vocab_dim(self) -> int:

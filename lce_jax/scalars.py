@@ -164,8 +164,8 @@ def part_size(value: Any, cache_bytes: int, gradient_threshold: float) -> int | 
     return value
 
 
-def alone_with_floor(num_candidates: int, mean_logit: bool, gradient_threshold: float) -> None:
-    """A ``logit_floor`` excludes what has no meaning, or no kernel, where each row has a set of tokens of its own."""
+def alone_with_floor(num_candidates: int, mean_logit: bool) -> None:
+    """A ``logit_floor`` excludes what has no meaning where each row has a set of tokens of its own."""
     if num_candidates:
         raise ValueError(
             f"logit_floor with candidates, {num_candidates} per token: those below the floor have no log-probability. "
@@ -175,11 +175,6 @@ def alone_with_floor(num_candidates: int, mean_logit: bool, gradient_threshold: 
         raise ValueError(
             "logit_floor with label_smoothing (or mean_logit), a mean over the whole vocabulary. Write "
             "label_smoothing=0, or logit_floor=None"
-        )
-    if gradient_threshold:
-        raise ValueError(
-            f"logit_floor with gradient_threshold={gradient_threshold:g}: what is below the floor has no gradient, and "
-            "no kernel leaves out tiles besides. Write gradient_threshold=0, or logit_floor=None"
         )
 
 

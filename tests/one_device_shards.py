@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from lce_jax import LogprobOutput
-from lce_jax.call import _arguments
+from lce_jax.call import _bind
 from lce_jax.programs import _shard
 
 
@@ -19,7 +19,7 @@ def linear_logprobs(
     """`lce_jax.linear_logprobs` by the kernels, as each of the shards returns it."""
     given = {**options, "vocab_size": vocab_size, "implementation": "mosaic_gpu"}
     columns = weight.shape[0] // shards
-    spec, primals, rows = _arguments.of_one_shard(hidden, weight[:columns], labels, where, None, given, False)
+    spec, primals, rows = _bind.bind_shard(hidden, weight[:columns], labels, where, None, given, False)
     spec = dataclasses.replace(spec, padded=vocab_size < weight.shape[0])
 
     def statistics(primals: Any, rows: Any, start: Any, stacked: Any) -> Any:

@@ -47,6 +47,8 @@ def worklist(live: Any, group: int, contracted: Any) -> tuple[Worklist, Any]:
         order=order,
         counts=counts,
         first=first,
+        places=jnp.where(live, entry, -1).T,
+        rank_of=jnp.argsort(order).astype(jnp.int32),
         by_row=scattered(rows, of_rows, by_row, entry),
         tile_by_row=scattered(rows, of_rows, by_row, order[rank]),
     )

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax import _dispatch, explain, local
+from lce_jax import _dispatch, explain, local, mosaic
 from lce_jax.bench.problem import Problem
 from lce_jax.bench.shapes import Shape
 from lce_jax.mathematics._statistics import Normalizer
@@ -91,10 +91,10 @@ def left_out(problem: Problem, threshold: float, implementation: str | None) -> 
     def of_tiles(*operands: Array) -> Any:
         stats, cache = local.statistics(*operands, keep_cache=True, **options)
         of_rows = Normalizer(stats.max, stats.sumexp)
-        return _dispatch.IMPLEMENTATIONS[plan.implementation].selected(plan.case, cache, of_rows, None)
+        return mosaic.selected(plan.case, cache, of_rows, None)
 
-    live, dropped = of_tiles(*operands)
-    if dropped is None:
+    if plan.implementation != mosaic.NAME:
         return LeftOut(0.0, 0.0)
+    live, dropped = of_tiles(*operands)
     blocks = -(-plan.case.num_tokens // plan.tiles["tokens"])
     return LeftOut(1.0 - float(live[:, :blocks].mean()), float(dropped.mean()))

@@ -7,19 +7,18 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
 
 import jax
-import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AbstractMesh
 
 from lce_jax import scalars
 from lce_jax._types import Case, Primals
-from lce_jax.call import _arguments, _checks, _options, _rows
+from lce_jax.call import _bind, _checks, _options, _rows
 from lce_jax.call._kl_spec import KLSpec
 from lce_jax.call._options import CallOptions
+from lce_jax.call._place import Place
 from lce_jax.call._rows import Rows
+from lce_jax.call._spec import Spec
 from lce_jax.mathematics._kl import Pair
-from lce_jax.mesh import _meshes
-from lce_jax.mesh._layout import Layout
+from lce_jax.mesh import _collectives
 
 if TYPE_CHECKING:
     from jax.lax import PrecisionLike
@@ -58,13 +57,12 @@ def _of_the_teacher() -> Iterator[None]:
         raise type(error)(f"the teacher's {error}") from None
 
 
-class KLCall(NamedTuple):
-    """A call's arguments, validated."""
+class KLOperands(NamedTuple):
+    """What `linear_kl` is given, and the validated options of each model."""
 
     arrays: Pair[tuple[Any, Any]]  # hidden and weight
     where: Any
     options: Pair[CallOptions]
-    cases: Pair[Case]
     direction: str
     beta: Any  # of a JSD
     implementation: tuple[str, ...] | None  # asked for by name
@@ -72,36 +70,37 @@ class KLCall(NamedTuple):
     @classmethod
     def of(
         cls, arrays: Pair[tuple[Any, Any]], where: Any, direction: str, given: Mapping[str, Any], axis_name: Any
-    ) -> KLCall:
+    ) -> KLOperands:
         """From what the public functions are given."""
         scalars.one_of("direction", direction, DIRECTIONS)
         beta = _options.teachers_weight(given.get("beta"), "direction", direction, DIRECTIONS[:2])
-        (hidden, weight), (teacher_hidden, teacher_weight) = arrays
-        own, teachers = _options_of_each(given)
-        own["axis_name"] = teachers["axis_name"] = axis_name
-        student = _options.of_call(own).named("linear_kl")
-        _checks.array("hidden", hidden)
-        tokens = jax.ShapeDtypeStruct(tuple(hidden.shape[:-1]), jnp.int32)
-        case = _arguments.case(hidden, weight, tokens, where, student)
+        student, teacher = _options_of_each(given, axis_name)
+        own = _options.of_call(student).named("linear_kl")
         with _of_the_teacher():
-            teacher = _options.of_call(teachers).named("linear_kl")
+            teachers = _options.of_call(teacher).named("linear_kl")
+        named = _options.implementation_names(given.get("implementation"))
+        return cls(arrays, where, Pair(own, teachers), direction, beta, named)
+
+    def cases(self) -> Pair[Case]:
+        """The case of each model."""
+        (hidden, weight), (teacher_hidden, teacher_weight) = self.arrays
+        student = _bind.case(hidden, weight, None, self.where, self.options.student)
+        with _of_the_teacher():
             _checks.array("hidden", teacher_hidden)
-            if tuple(teacher_hidden.shape[:-1]) != tokens.shape:
+            if tuple(teacher_hidden.shape[:-1]) != tuple(hidden.shape[:-1]):
                 raise ValueError(
                     f"hidden {tuple(teacher_hidden.shape)} must have the leading shape of the student's "
                     f"{tuple(hidden.shape)}"
                 )
-            teacher_case = _arguments.case(teacher_hidden, teacher_weight, tokens, where, teacher)
-        named = _options.implementation_names(given.get("implementation"))
-        call = cls(arrays, where, Pair(student, teacher), Pair(case, teacher_case), direction, beta, named)
-        if given.get("vocab_size") is None or axis_name is not None:
-            call.check_equal_columns()
-        return call
+            return Pair(student, _bind.case(teacher_hidden, teacher_weight, None, self.where, self.options.teacher))
 
-    def check_equal_columns(self) -> None:
-        """Refuses weights of which one has more columns."""
-        student, teacher = (case.vocab_size for case in self.cases)
-        if student != teacher:
+    def check_columns(self, cases: Pair[Case], is_split: bool) -> None:
+        """Refuses weights of which one has more columns, unless ``vocab_size`` says which of them count.
+
+        A mesh axis splits both alike, so there they must have as many.
+        """
+        student, teacher = (case.vocab_size for case in cases)
+        if student != teacher and (is_split or self.options.student.vocab_size is None):
             least, most = sorted((student, teacher))
             raise ValueError(
                 f"weight has {student} columns of the vocabulary, the teacher's {teacher}: give the tokenizer's size, "
@@ -109,40 +108,45 @@ class KLCall(NamedTuple):
                 f"{most} columns too"
             )
 
-    def spec(self, layout: Layout | None) -> KLSpec:
-        """The static part, or that of one device's share over ``layout``."""
-        shards = 1 if layout is not None else _checks.axis_size(self.options.student.axis_name)
-        pairs = zip(self.cases, self.options, strict=True)
-        models = Pair(*(_arguments.spec(c, own, c.vocab_size * shards, layout) for c, own in pairs))
-        return KLSpec(models, self.direction != "forward", self.direction == "jsd", self.implementation)
-
-    def operands(self, spec: KLSpec) -> tuple[Pair[Primals], Pair[Rows]]:
-        """The arrays of both models. The teacher's have no gradient."""
-        labels = _rows.no_labels(tuple(self.arrays.student[0].shape[:-1]))
-        first, second = zip(spec.models, self.arrays, self.options, strict=True)
-        student, rows = _arguments.operands(first[0], *first[1], labels, self.where, first[2])
-        with _of_the_teacher():
-            teacher, teachers_rows = _arguments.operands(second[0], *second[1], labels, self.where, second[2])
-        if self.beta is not None:
-            rows = rows._replace(weights=_rows.weights(self.beta, rows.labels.shape, spec.dtype))
-        return Pair(student, jax.tree.map(lax.stop_gradient, teacher)), Pair(rows, teachers_rows)
-
-    def same_on_all_shards(self, primals: Pair[Primals], rows: Pair[Rows]) -> Pair[tuple[Rows, Any]]:
-        """Inside ``shard_map``: the rows typed as equal on every shard, and where they really are."""
-        axis_name, columns = self.options.student.axis_name, self.cases.student.vocab_size
-        student = _arguments.same_on_all_shards(primals.student, rows.student, axis_name, columns)
-        with _of_the_teacher():
-            return Pair(student, _arguments.same_on_all_shards(primals.teacher, rows.teacher, axis_name, columns))
-
-    def mesh(self, primals: Pair[Primals], rows: Pair[Rows]) -> AbstractMesh | None:
-        """The mesh that may split the operands; None on one device and inside ``shard_map``."""
-        mesh = _meshes.mesh_of((primals, rows), "linear_kl")
-        return mesh if self.options.student.axis_name is None else None
+    def spec(self, models: Pair[Spec], mesh: Any = None) -> KLSpec:
+        """The static part of a call whose models have these."""
+        return KLSpec(models, self.direction != "forward", self.implementation, mesh)
 
 
-def _options_of_each(given: Mapping[str, Any]) -> tuple[Any, Any]:
+class KLCall(NamedTuple):
+    """What `linear_kl` computes: a static part, and the arrays of both models."""
+
+    spec: KLSpec
+    primals: Pair[Primals]  # the teacher's have no gradient
+    rows: Pair[Rows]
+    agree: Any  # as `Call.agree`
+
+
+def bind(given: KLOperands, place: Place | None = None) -> KLCall:
+    """The call, over the mesh at ``place``, over the one that the operands name, or of this device."""
+    cases, axis_name = given.cases(), given.options.student.axis_name
+    given.check_columns(cases, axis_name is not None)
+    (own, teachers), where, (first, second) = given.arrays, given.where, given.options
+    student = _bind.bind(*own, None, where, first, place, teachers)
+    if place is not None:
+        given.check_columns(cases, student.spec.mesh.vocab_axes is not None)
+    with _of_the_teacher():
+        teacher = _bind.bind(*teachers, None, where, second, place, own)
+    spec = given.spec(Pair(student.spec, teacher.spec), student.spec.mesh)
+    rows, agree = student.rows, _collectives.both(student.agree, teacher.agree)
+    if given.beta is not None:
+        weights = _rows.weights(given.beta, rows.labels.shape, spec.dtype)
+        if axis_name is not None:
+            weights, also = _collectives.same_on_all_shards(weights, rows.labels.ndim, axis_name)
+            agree = _collectives.both(agree, also)
+        rows = rows._replace(weights=weights)
+    primals = Pair(student.primals, jax.tree.map(lax.stop_gradient, teacher.primals))
+    return KLCall(spec, primals, Pair(rows, teacher.rows), agree)
+
+
+def _options_of_each(given: Mapping[str, Any], axis_name: Any) -> tuple[Any, Any]:
     """The options of the student's head and of the teacher's, where "same" stands for the student's."""
-    shared: Any = {"entropy": False, "implementation": "xla"}
+    shared: Any = {"entropy": False, "implementation": "xla", "axis_name": axis_name}
     shared |= {name: given[name] for name in ("vocab_size", "precision") if name in given}
     defaults = {"temperature": 1.0, "logit_softcap": None, "logit_scale": 1.0, "weight_layout": "vh"}
     own = {name: given.get(name, default) for name, default in defaults.items()}

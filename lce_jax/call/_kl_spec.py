@@ -24,7 +24,6 @@ class KLSpec:
 
     models: Pair[Spec]
     student_first: bool  # as in `KLPlan`
-    mixture: bool = False  # a JSD
     requested: tuple[str, ...] | None = None  # as `Spec.requested`
     mesh: Any = None  # as `Spec.mesh`
 
@@ -46,7 +45,7 @@ class KLSpec:
     @property
     def implementation(self) -> str:
         """The one that serves it, with kernels or without."""
-        return _dispatch.choose_kl(self._cases, self.mixture, self.requested)[0]
+        return _dispatch.choose_kl(self._cases, self.requested)[0]
 
     @property
     def as_traced(self) -> KLSpec:

@@ -104,7 +104,7 @@ class TokenLoss:
         return losses if live is None else jnp.where(live, losses, 0.0)
 
 
-class Arguments(NamedTuple):
+class LossArguments(NamedTuple):
     """How the loss takes its own arguments."""
 
     tree: Any
@@ -115,7 +115,7 @@ class Arguments(NamedTuple):
         return jax.tree.unflatten(self.tree, [_typed(*pair) for pair in zip(flat, self.impls, strict=True)])
 
 
-def flat_arguments(per_token: tuple[Any, ...], labels: Any) -> tuple[tuple[Any, ...], Arguments]:
+def flat_arguments(per_token: tuple[Any, ...], labels: Any) -> tuple[tuple[Any, ...], LossArguments]:
     """The arrays in the loss's own arguments, checked and `untyped`, and what they make up."""
     flat, tree = jax.tree.flatten(per_token)
     shape = tuple(labels.shape)
@@ -124,7 +124,7 @@ def flat_arguments(per_token: tuple[Any, ...], labels: Any) -> tuple[tuple[Any, 
         _checks.array(name, x)
         if tuple(x.shape[: len(shape)]) != shape:
             raise ValueError(f"{name} {tuple(x.shape)} must begin with the shape of labels {shape}")
-    return tuple(untyped(jnp.asarray(x)) for x in flat), Arguments(tree, tuple(map(_impl, flat)))
+    return tuple(untyped(jnp.asarray(x)) for x in flat), LossArguments(tree, tuple(map(_impl, flat)))
 
 
 def untyped(x: Any) -> Any:
@@ -141,7 +141,7 @@ def _impl(x: Any) -> Any:
 
 
 def trace(
-    loss_fn: Callable[..., Any], own: Arguments, case: Case, inputs: Inputs, axes: frozenset[Any]
+    loss_fn: Callable[..., Any], own: LossArguments, case: Case, inputs: Inputs, axes: frozenset[Any]
 ) -> tuple[TokenLoss, tuple[Any, ...]]:
     """The loss of one token, and the traced arrays that it closes over; everything per token varies over ``axes``."""
     if not callable(loss_fn):

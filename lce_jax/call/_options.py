@@ -60,7 +60,7 @@ def of_call(given: LogprobOptions, mean_logit: bool = False) -> CallOptions:
         has_floor=floor is not None,
     )
     if floor is not None:
-        scalars.alone_with_floor(checked.num_candidates, mean_logit, checked.gradient_threshold)
+        scalars.alone_with_floor(checked.num_candidates, mean_logit)
     return CallOptions(
         static=checked,
         temperature=given.get("temperature", 1.0),

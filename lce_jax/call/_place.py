@@ -38,6 +38,11 @@ class Place(NamedTuple):
         """Whether the caller names any."""
         return self.mesh is not None or bool(self.vocab_axis or self.batch_axes or self.sequence_axis)
 
+    def layout(self, hidden: Any, weight: Any, options: CallOptions) -> Layout:
+        """How the names split checked operands."""
+        _options.no_axis_name(options)
+        return layout_of_names(hidden, weight, options.static.vocab_dim, **self._asdict())
+
 
 class Placed(NamedTuple):
     """One device's part of a call."""
@@ -52,8 +57,7 @@ def placed(hidden: Any, weight: Any, per_token: list[Any], case: Case, options: 
     """How the operands lie on the mesh."""
     layout, around, columns, vocab_dim = None, ALONE, case.vocab_size, case.options.vocab_dim
     if place.is_named:
-        _options.no_axis_name(options)
-        layout = layout_of_names(hidden, weight, vocab_dim, **place._asdict())
+        layout = place.layout(hidden, weight, options)
     elif options.axis_name is None:
         layout = layout_of_arrays(hidden, weight, per_token, vocab_dim)
     else:

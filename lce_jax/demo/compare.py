@@ -35,7 +35,7 @@ _REAL_SIZE_BYTES = 24 << 30  # of GPU memory, which stored logits of that size n
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
+class ProgramCost:
     """One compiled loss and gradient."""
 
     temp_bytes: int  # peak temporary memory on a device
@@ -62,8 +62,8 @@ class Comparison:
     hidden_size: int
     vocab_size: int
     dtype: str
-    fused: Program
-    materialised: Program
+    fused: ProgramCost
+    materialised: ProgramCost
     real_size: RealSize | None  # None: the devices are no GPUs, or have too little memory
 
 
@@ -78,7 +78,7 @@ def compare(model: Transformer, tokens: Int[np.ndarray, "B S"], mesh: Mesh, impl
     reference = _float64(*operands, config.vocab_size)
     seconds = _interleaved_medians(compiled, operands)
     fused, stored = (
-        Program(program.memory_analysis().temp_size_in_bytes, median, *_errors(program(*operands), reference))
+        ProgramCost(program.memory_analysis().temp_size_in_bytes, median, *_errors(program(*operands), reference))
         for program, median in zip(compiled, seconds, strict=True)
     )
     return Comparison(

@@ -81,7 +81,7 @@ def _of_pod(command: argparse.ArgumentParser, options: argparse.Namespace) -> It
     return _pod.report(_head(command, options), options.tokens, options.pod, options.device, dtype, function)
 
 
-def read(arguments: list[str] | None = None) -> tuple[Call, int]:
+def read(arguments: list[str] | None = None) -> tuple[ExplainedCall, int]:
     """The call that a command line describes, and the bytes to spare."""
     command = parser()
     options = command.parse_args(arguments)
@@ -91,7 +91,7 @@ def read(arguments: list[str] | None = None) -> tuple[Call, int]:
     if options.sequence_parallel and options.tokens % options.tensor_parallel:
         command.error(f"--tokens {options.tokens} must divide by --tensor-parallel {options.tensor_parallel}")
     split = (options.tensor_parallel, options.sequence_parallel)
-    call = Call(head, options.tokens, *split, jnp.dtype(options.dtype), options.device)
+    call = ExplainedCall(head, options.tokens, *split, jnp.dtype(options.dtype), options.device)
     return call, int(options.spare_gib * (1 << 30))
 
 
@@ -105,7 +105,7 @@ def _head(command: argparse.ArgumentParser, options: argparse.Namespace) -> Head
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class ExplainedCall:
     """One call of a head on a device, which need not be there."""
 
     head: Head
@@ -138,7 +138,7 @@ class Call:
             )  # fmt: skip
 
 
-class Row(NamedTuple):
+class MemoryRow(NamedTuple):
     """A line of the table: a way to compute the head."""
 
     label: str
@@ -147,14 +147,14 @@ class Row(NamedTuple):
     products: str
 
 
-def report(call: Call, spare: int) -> Iterator[str]:
+def report(call: ExplainedCall, spare: int) -> Iterator[str]:
     """The lines to print, for ``spare`` bytes per device."""
     plain, in_forward = call.plan(), call.plan(gradients_in_forward=True)
     yield from _heading(call, plain)
     yield ""
     cache = _cache_bytes(call, plain.full_cache_bytes, spare)
     rows = [
-        Row("per device", "forward", "forward + backward", "matrix products"),
+        MemoryRow("per device", "forward", "forward + backward", "matrix products"),
         *_rows(call, plain, in_forward, cache),
     ]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -164,7 +164,7 @@ def report(call: Call, spare: int) -> Iterator[str]:
     yield from _advice(plain, in_forward, cache, spare)
 
 
-def _heading(call: Call, plan: Plan) -> Iterator[str]:
+def _heading(call: ExplainedCall, plan: Plan) -> Iterator[str]:
     head, weight = call.head, call.columns * call.head.hidden_size * call.dtype.itemsize
     tied = ", tied to the embedding" if head.tied else ""
     yield f"{head}{tied}; {call.dtype.name} on {plan.case.device.kind}, implementation {plan.implementation}"
@@ -175,12 +175,14 @@ def _heading(call: Call, plan: Plan) -> Iterator[str]:
     yield f"{call.tokens:,} tokens on {share}{padded}; weight and gradient, {size} each, are not counted"
 
 
-def _rows(call: Call, plain: Plan, in_forward: Plan, cache: int) -> Iterator[Row]:
+def _rows(call: ExplainedCall, plain: Plan, in_forward: Plan, cache: int) -> Iterator[MemoryRow]:
     stored, fused = plain.memory
     full = plain.full_cache_bytes
 
-    def row(label: str, sizes: PassBytes, recomputed: float) -> Row:
-        return Row(label, format_bytes(sizes.forward), format_bytes(sizes.backward), f"{PRODUCTS + recomputed:.2f}")
+    def row(label: str, sizes: PassBytes, recomputed: float) -> MemoryRow:
+        return MemoryRow(
+            label, format_bytes(sizes.forward), format_bytes(sizes.backward), f"{PRODUCTS + recomputed:.2f}"
+        )
 
     yield row("logits stored", stored, 0)
     yield row("linear_logprobs", fused, 1)
@@ -190,7 +192,7 @@ def _rows(call: Call, plain: Plan, in_forward: Plan, cache: int) -> Iterator[Row
     yield row("linear_loss", in_forward.memory.fused, 0)
 
 
-def _cache_bytes(call: Call, full: int, spare: int) -> int:
+def _cache_bytes(call: ExplainedCall, full: int, spare: int) -> int:
     """What of ``spare`` a cache would use."""
     if full <= spare:
         return full

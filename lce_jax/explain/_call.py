@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Unpack
 
 from lce_jax import _dispatch, scalars
 from lce_jax._types import is_array
-from lce_jax.call import _arguments, _checks, _options
+from lce_jax.call import _bind, _checks, _options
 from lce_jax.call._place import Place, placed
-from lce_jax.explain import _other_functions
-from lce_jax.explain._other_functions import check_function
+from lce_jax.explain import _kl_and_logits
+from lce_jax.explain._kl_and_logits import check_function
 from lce_jax.ops._cross_entropy import Reduction, chunk_in_place
 from lce_jax.programs import _token_chunks
 
@@ -127,14 +127,14 @@ def explain(
     check_function({"k": k, "ids": ids, "teacher": teacher}, options, *of_loss)
     place = Place(mesh, vocab_axis, batch_axes, sequence_axis)
     if teacher is not None:
-        return _other_functions.of_kl(hidden, weight, labels, teacher, where, place, options)
+        return _kl_and_logits.of_kl(hidden, weight, labels, teacher, where, place, options)
     if ids is not None:
-        return _other_functions.of_logits(hidden, weight, labels, ids, where, place, options)
+        return _kl_and_logits.of_logits(hidden, weight, labels, ids, where, place, options)
     is_loss = bool(smoothing) or is_array(penalty) or bool(penalty) or any(x is not None for x in given)
     if is_loss:
         options = _options.loss_call(options)
     checked = _options.of_call(options, mean_logit=smoothing > 0) if k is None else _options.of_topk(options, k)
-    case = _arguments.case(hidden, weight, labels, where, checked)
+    case = _bind.case(hidden, weight, labels, where, checked)
     _checks.temperature(checked.temperature, labels.shape, where)
     _checks.logit_floor(checked.logit_floor, labels.shape, where)
     if is_loss and ignore_index is not None:
@@ -144,9 +144,7 @@ def explain(
     scalars.flag("gradients_in_forward", gradients_in_forward)
     found = placed(hidden, weight, per_token, case, checked, place)
     layout, around, columns, by_xla = found
-    if k is not None:
-        scalars.num_largest(k, _checks.vocabulary(checked.vocab_size, columns))
-    spec = _arguments.spec(case, checked, columns, layout)
+    spec = _bind.spec(case, checked, columns, layout)
     if gradients_in_forward:
         return _token_chunks.plan(spec.case, spec.requested, _token_chunks.budget(chunk_bytes, options), around)
     if chunk_bytes is not None:

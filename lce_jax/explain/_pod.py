@@ -55,7 +55,7 @@ SPLITS = (Split(), Split(fsdp=True), Split(fsdp=True, sequence=True))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Program:
+class PodProgram:
     """A call of a public function on every device of a pod, with its backward if it has one."""
 
     head: Head
@@ -141,7 +141,7 @@ DIFFERENTIABLE = frozenset(CALLS) - {"linear_topk"}
 
 def report(head: Head, tokens: int, pod: Pod, device: str, dtype: Any, function: str) -> Iterator[str]:
     """The lines to print, as the programs are compiled."""
-    first = Program(head=head, tokens=tokens, pod=pod, target=TARGETS[device], dtype=dtype, function=function)
+    first = PodProgram(head=head, tokens=tokens, pod=pod, target=TARGETS[device], dtype=dtype, function=function)
     both = " and its backward" if function in DIFFERENTIABLE else ""
     yield f"{head}; {jnp.dtype(dtype).name} on {pod.data * pod.tensor} of {first.target.kind}, {pod} (data x tensor)"
     yield f"{function}{both} of {tokens:,} tokens a replica, compiled by JAX {jax.__version__} and not run; per device:"
@@ -151,7 +151,7 @@ def report(head: Head, tokens: int, pod: Pod, device: str, dtype: Any, function:
             yield from _of_program(dataclasses.replace(first, split=split, sharded=sharded))
 
 
-def _of_program(program: Program) -> Iterator[str]:
+def _of_program(program: PodProgram) -> Iterator[str]:
     start = time.monotonic()
     compiled = program.compiled()
     memory, text = compiled.memory_analysis(), compiled.as_text()

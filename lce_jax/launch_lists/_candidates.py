@@ -4,6 +4,8 @@ forward    keep ─ logits … finish ─ logprobs         ids and x are saved o
 part       keep ─ logits                             the x are sent
 merge      join … finish ─ logprobs                  those of all shards are saved
 backward   terms ─ coefficients ─ values … dlogits ─ put …
+
+With a threshold, `_saved_tiles.selected` reads the ids that are saved.
 """
 
 from __future__ import annotations
@@ -60,6 +62,13 @@ def logprobs(recording: Recording, saved: Buffer) -> list[Buffer]:
     if not kind.num_candidates:
         return []
     return [recording.kernels.candidate_logprobs(kind.case, saved, kind.has_temperature, recording.of_rows)]
+
+
+def selecting(recording: Recording, saved: Buffer, num_columns: Any) -> tuple[list[Any], list[Any]]:
+    """For `KernelSet.select`: more numbers, and where the ids are; nothing if there are no candidates."""
+    if not recording.kind.num_candidates:
+        return [], []
+    return [recording.kind.start, num_columns], [_ids(saved), _fields(recording).ids]
 
 
 def seed_shape(recording: Recording, name: str) -> tuple[int, ...]:

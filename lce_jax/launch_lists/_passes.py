@@ -230,7 +230,7 @@ def backward(
     if live is None:
         sums, dweight = _backward.walk(call, factors, candidates, cache, whole, owns_cache, total)
     else:
-        sums, dweight = _threshold_backward.walk(call, factors, live, total)
+        sums, dweight = _threshold_backward.walk(call, factors, candidates, live, total)
     if sums.dtype == jnp.float32:
         sums = recording.kernels.total(case, sums, jnp.dtype(dhidden_dtype), recording.host.numbers(ROWS))
     return recording.launch_list([x for x, want in zip((sums, dweight), wanted, strict=True) if want])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from lce_jax.launch_lists import _candidates
 from lce_jax.launch_lists._call_kind import CallKind
 from lce_jax.launch_lists._recorder import ROWS, STRIDE, Recorder
 from lce_jax.mosaic import _cache, _threshold
@@ -46,8 +47,9 @@ def selected(recording: Any, call: Call, maxima: Buffer | None, saved: Buffer) -
     if maxima is None:
         return [], []
     case, of_tokens, field = call.case, (call.prepared.targets, call.prepared.scale), recording.kind.first_statistic
-    numbers = recording.host.numbers(ROWS, STRIDE, _threshold.always_live(call))
-    live, masses = recording.kernels.select(case, maxima, *of_tokens, saved, field, numbers)
+    more, ids = _candidates.selecting(recording, saved, call.prepared.num_columns)
+    numbers = recording.host.numbers(ROWS, STRIDE, _threshold.always_live(call), *more)
+    live, masses = recording.kernels.select(case, maxima, *of_tokens, saved, field, numbers, *ids)
     if masses is None:
         return [], [live]
     return [recording.kernels.dropped_mass(masses, recording.of_rows).view((case.num_tokens,))], [live]

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from lce_jax._types import ShardStatistics
-from lce_jax.call import _arguments, _options
+from lce_jax.call import _bind, _options
 from lce_jax.call._keywords import LogprobOptions
 from lce_jax.call._rows import Rows
 from lce_jax.call._spec import Spec
@@ -64,7 +64,7 @@ def dropped_mass(
         [0.0, 0.0]
     """
     _options.check_names(dropped_mass, options, without=("axis_name",))
-    spec, _, rows = _arguments.of_one_shard(hidden, weight, labels, where, num_rows, options, False)
+    spec, _, rows = _bind.bind_shard(hidden, weight, labels, where, num_rows, options, False)
     found = spec.case.options
     if not found.reports_dropped_mass:
         raise ValueError(

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import jax.numpy as jnp
+
+from lce_jax import _devices, mosaic
 from lce_jax._types import LogprobOutput, ShardStatistics
-from lce_jax.call import _options, _rows, _scales
+from lce_jax.call import _options, _rows
 from lce_jax.mathematics import _columns, _logprobs, _statistics, _temperature
-from lce_jax.programs import _per_token
+from lce_jax.mesh._by_platform import by_platform
+from lce_jax.programs import _shard
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Bool, Float, Int
@@ -93,7 +98,7 @@ def finish(
     rows = _rows.of_call(labels, where, 1.0, vocab_size, stats.max.dtype)
     scale = _row_scale(stats, rows.where, temperature, logit_softcap, logit_scale)
     where = _columns.without_empty(rows.where, stats.sumexp)  # whether there is a floor is not known here
-    return _logprobs.finish(stats, scale, rows.labels, where, vocab_size, per_token=_per_token.on_device).public
+    return _logprobs.finish(stats, scale, rows.labels, where, vocab_size, per_token=_on_device).public
 
 
 def mean_logit(
@@ -141,5 +146,19 @@ def _row_scale(stats: ShardStatistics, where: Any, temperature: Any, logit_softc
     options = _options.of_call({"logit_softcap": logit_softcap, "logit_scale": logit_scale})
     labels, dtype = _rows.no_labels(stats.max.shape[-1:]), stats.max.dtype
     rows = _rows.of_call(labels, where, temperature, 0, dtype, options.logit_scale, options.logit_softcap)
-    invert = functools.partial(_per_token.on_device, _temperature.inverse)
-    return _logprobs.row_scale(options.static, _scales.of_rows(rows, dtype, False, invert).logits)
+    invert = functools.partial(_on_device, _temperature.inverse)
+    return _logprobs.row_scale(options.static, _rows.scales(rows, dtype, False, invert).logits)
+
+
+def _on_device(function: Callable[..., Any], *operands: Any) -> Any:
+    """``function(*operands)`` of trees of [T] and of numbers: in a kernel, where there are any for their device."""
+    run, arrays = _shard.of_arrays(function, operands)
+    device = _devices.current_device(*arrays)
+    kernels = mosaic.on(device)
+    if kernels is None or not all(x.dtype in (jnp.float32, jnp.int32) for x in arrays):
+        return run(*arrays)
+
+    def in_kernel(*arrays: Any) -> Any:
+        return kernels.per_token(run, *arrays)
+
+    return by_platform(in_kernel, run, *arrays, device=device)

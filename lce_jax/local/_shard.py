@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import jax
 import jax.numpy as jnp
 
-from lce_jax import scalars
-from lce_jax._types import LogprobOutput, Options, Results, ShardStatistics
-from lce_jax.call import _arguments, _checks, _options
+from lce_jax import _jax, scalars
+from lce_jax._types import LogprobOutput, Options, Primals, Results, ShardStatistics
+from lce_jax.call import _bind, _checks, _options
 from lce_jax.call._keywords import LogprobOptions
+from lce_jax.call._rows import Rows
+from lce_jax.call._spec import Spec
 from lce_jax.mathematics import _statistics
 from lce_jax.programs import _shard
 
@@ -69,12 +72,12 @@ def statistics(
         (0.0, 100.0, 0.0)
     """
     _options.check_names(statistics, options, without=("axis_name",))
-    spec, primals, rows = _arguments.of_one_shard(
+    spec, primals, rows = _bind.bind_shard(
         hidden, weight, labels, where, num_rows, options, scalars.flag("total", total)
     )
     if spec.case.num_tokens == 0:
         return _statistics.empty(0, spec.case.stat_dtype, spec.case.options), None
-    return _shard.compiled_statistics(spec, primals, rows, jnp.asarray(vocab_start, jnp.int32), keep_cache)
+    return _compiled_statistics(spec, primals, rows, jnp.asarray(vocab_start, jnp.int32), keep_cache)
 
 
 def fields(
@@ -213,7 +216,7 @@ def gradients(
         (0.98, -0.02)
     """
     _options.check_names(gradients, options, without=("axis_name",))
-    spec, primals, rows = _arguments.of_one_shard(hidden, weight, labels, where, num_rows, options, dtotal is not None)
+    spec, primals, rows = _bind.bind_shard(hidden, weight, labels, where, num_rows, options, dtotal is not None)
     zero = jnp.zeros((spec.case.num_tokens,), spec.case.stat_dtype)
     _checks.sum_of_dweight(dweight, primals.weight, zero.dtype)
     if spec.case.num_tokens == 0:
@@ -225,7 +228,32 @@ def gradients(
         seed = Results(given._replace(candidate_logprobs=cotangent.candidate_logprobs), dmean)
         start = jnp.asarray(vocab_start, jnp.int32)
         allowed = scalars.flag("overwrite_cache", overwrite_cache), scalars.flag("round_dhidden", round_dhidden)
-        found = _shard.compiled_gradients(spec, *allowed, primals, rows, start, merged, seed, cache, dweight)
+        found = _compiled_gradients(spec, *allowed, primals, rows, start, merged, seed, cache, dweight)
     if round_dhidden:
         found = found._replace(hidden=found.hidden.astype(hidden.dtype))
     return (found.hidden, found.weight) if found.bias is None else (found.hidden, found.weight, found.bias)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 4), inline=True)
+def _compiled_statistics(
+    spec: Spec, primals: Primals, rows: Rows, start: Array, keep_cache: bool
+) -> tuple[ShardStatistics, Any]:
+    """`programs._shard.statistics` of operands as they are given. Not differentiable."""
+    run = functools.partial(_shard.statistics, spec, keep_cache=keep_cache)
+    return _jax.first_order_only(run)(_shard.as_operand(primals), rows, start)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2), inline=True)
+def _compiled_gradients(
+    spec: Spec, overwrite_cache: bool, round_dhidden: bool, primals: Primals, *rest: Any
+) -> Primals:
+    """`programs._shard.gradients` of operands as they are given, with what `statistics` kept. Not differentiable."""
+    rounds = round_dhidden and primals.hidden.dtype == spec.case.dtype
+    allowed = {"may_overwrite_cache": overwrite_cache, "may_round_dhidden": rounds}
+
+    def run(primals: Primals, rows: Rows, start: Any, stats: Any, seed: Any, cache: Any, dweight: Any) -> Primals:
+        if spec.case.options.gradient_threshold:
+            cache, _ = _shard.selected(spec, rows, stats, cache)
+        return _shard.gradients(spec, primals, rows, start, stats, seed, cache, dweight=dweight, **allowed)
+
+    return _jax.first_order_only(run)(_shard.as_operand(primals), *rest)

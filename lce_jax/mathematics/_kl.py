@@ -88,24 +88,24 @@ def shifted(x: Float[Array, "T n"], highest: Float[Array, "T"], scale: RowScale)
     return jnp.clip(relative(x, highest, scale), MASKED, 0.0)
 
 
-class Running(NamedTuple):
+class RunningKL(NamedTuple):
     """A union that grows part by part, with what rounding has left out of its sums."""
 
     stats: KLStatistics
     lost: tuple[Array, Array, Array]
 
     @classmethod
-    def start(cls, empty: KLStatistics) -> Running:
+    def start(cls, empty: KLStatistics) -> RunningKL:
         """The union of no parts."""
         return cls(empty, empty.sums)
 
-    def add(self, part: KLStatistics, scales: tuple[RowScale, RowScale]) -> Running:
+    def add(self, part: KLStatistics, scales: tuple[RowScale, RowScale]) -> RunningKL:
         """Eqs. 2 and 7 of the union and one more part."""
         references = _union(self.stats.references, part.references)
         of_lost = KLStatistics(*self.stats.references, *self.lost)
         old, new, lost = (_sums_relative_to(references, x, scales) for x in (self.stats, part, of_lost))
         sums, left_out = _statistics.compensated(old, new, lost)
-        return Running(KLStatistics(*references, *sums), left_out)
+        return RunningKL(KLStatistics(*references, *sums), left_out)
 
     def finish(self) -> KLStatistics:
         """The statistics of the union."""

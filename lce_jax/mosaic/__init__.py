@@ -46,11 +46,16 @@ def _promotes_ranks[**P, R](function: Callable[P, R]) -> Callable[P, R]:
 
 def supports(case: Case) -> str | None:
     """Why the kernels cannot serve ``case``: the function, the device, the dtype, or a shape they cannot tile."""
+    return without_kernels(case) or _generations.refusal(case)
+
+
+def without_kernels(case: Case) -> str | None:
+    """Why no device has kernels for the function of ``case``; None if some have."""
     if case.options.top_k:
         return "linear_topk runs no kernel: XLA's product of a few hundred tokens at a time and a selection serve it"
     if case.options.function == "linear_logits":
         return "linear_logits runs no kernel: it is a few dot products per token, and never visits the vocabulary"
-    return _generations.refusal(case)
+    return None
 
 
 def unproven(case: Case) -> str | None:
@@ -149,16 +154,6 @@ def kl_supports(cases: Pair[Case]) -> str | None:
         if reason is not None:
             return whose + reason
     return _kernels(cases.student).kl_refusal(cases)
-
-
-def kl_unproven(mixture: bool) -> str | None:
-    """Why the kernels serve a divergence only if they are asked for by name."""
-    if not mixture:
-        return None
-    return (
-        'the kernels of direction="jsd" have run in the interpreter alone, not on a GPU: '
-        'implementation="mosaic_gpu" uses them'
-    )
 
 
 def kl_plan(plan: KLPlan, around: Surroundings = ALONE) -> Plan:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from lce_jax._types import RowCoefficients
 from lce_jax.mosaic._call import Call
 from lce_jax.mosaic._host import least
+from lce_jax.mosaic._worklist import Batches, Worklist
 from lce_jax.xla import _logits
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ class Fields(NamedTuple):
 
     @classmethod
     def of(cls, call: Call) -> Fields:
-        """Those of `_flat`."""
+        """Those of `flat`."""
         return cls(0, 0, call.shape.padded_tokens, call.shape.padded_tokens, 0)
 
 
@@ -52,7 +53,7 @@ def unscaled(call: Call) -> Float[Array, "T K"] | None:
     if not call.kernels.gathers(call.case):
         return _logits.unscaled_candidates(call.operands, call.case)
     memory = call.host.empty((candidates.shape[1] * fields.stride,), jnp.float32)
-    x = logits(call, _flat(call, candidates), memory, fields, fields.stride)
+    x = logits(call, flat(call, candidates), memory, fields, fields.stride)
     return x.reshape(-1, fields.stride).T[: call.case.num_tokens]
 
 
@@ -71,7 +72,7 @@ def of_rows(call: Call, factors: Float[Array, "factors Tp"], rows: RowCoefficien
     candidates = call.operands.candidates
     if candidates is None or rows.candidates is None or rows.at_candidates is None:
         return None
-    ids, x, terms = (_flat(call, y) for y in (candidates, rows.at_candidates, rows.candidates))
+    ids, x, terms = (flat(call, y) for y in (candidates, rows.at_candidates, rows.candidates))
     return placed(call, factors, ids, x, terms, Fields.of(call))
 
 
@@ -107,7 +108,24 @@ def put(
     return call.kernels.put_candidates(call.case, dlogits, candidates.ids, candidates.values, numbers, fields.ids)
 
 
-def _flat(call: Call, per_candidate: Array) -> Array:
+@jax.named_scope("candidates")
+def put_live(
+    call: Call,
+    candidates: Placed | None,
+    dlogits: Float[Array, "slots*blocks tile"],
+    work: Worklist,
+    batches: Batches,
+    batch: Int[Array, "1"],
+) -> Float[Array, "slots*blocks tile"]:
+    """The same of a batch of live tiles."""
+    if candidates is None:
+        return dlogits
+    (ids, values, fields), put = candidates, call.kernels.put_live_candidates
+    numbers = call.host.numbers(call.prepared.num_rows, fields.stride, fields.start)
+    return put(call.case, dlogits, ids, values, work, batches, batch, numbers, fields.ids)
+
+
+def flat(call: Call, per_candidate: Array) -> Array:
     """``[T, K]`` as the kernels take it, in whole blocks of rows."""
     missing = call.shape.padded_tokens - per_candidate.shape[0]
     return jnp.pad(per_candidate, ((0, missing), (0, 0))).T.reshape(-1)

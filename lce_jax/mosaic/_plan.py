@@ -137,7 +137,8 @@ def _threshold_notes(case: Case, shape: Geometry) -> tuple[str, ...]:
     of_entropy = -math.log(threshold) if threshold < math.exp(-1) else math.exp(-1) / threshold  # p |ln p| rises to 1/e
     notes = [
         f"gradient_threshold={threshold:g}: the gradients leave out tiles of {shape.row_block} tokens by {shape.tile} "
-        "columns without a label and without a probability of at least that",
+        f"columns without a label{' or a candidate' if case.options.num_candidates else ''} and without a probability "
+        "of at least that",
         f"what is left out of a logit's gradient is below {threshold:g} (|dlogprob - dlse| + |dentropy| "
         f"({of_entropy:.3g} + entropy))",
     ]

@@ -1,6 +1,7 @@
 """Which tiles carry gradient, from the forward's own maxima.
 
-A tile, a row block by a vocabulary tile, is live if it holds a label or a probability of at least the threshold. What
+A tile, a row block by a vocabulary tile, is live if it holds a label, a candidate, or a probability of at least the
+threshold. What
 the forward keeps of each tile tells that as soon as the whole vocabulary's lse is known, so the backward never touches
 the others.
 """
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 
 from lce_jax._types import Case
 from lce_jax.mathematics._statistics import Normalizer
-from lce_jax.mosaic import _edge, _operands
+from lce_jax.mosaic import _candidates, _edge, _operands
 from lce_jax.mosaic._call import Call
 from lce_jax.mosaic._host import TRACED
 from lce_jax.mosaic._kernel_set import KernelSet
@@ -29,11 +30,18 @@ class TileStatistics(NamedTuple):
     targets: Int[Array, "Tp"]
     scale: Float[Array, "Tp"]
     always: Any  # a vocabulary tile that is live whatever it holds, or -1
+    candidates: Int[Array, "K*Tp"] | None = None  # the shard's columns of these, flat
+    num_columns: Any = None  # of the shard, if there are candidates
 
 
 def tile_statistics(call: Call, maxima: Float[Array, "tiles kept Tp"]) -> TileStatistics:
     """Of a shard."""
-    return TileStatistics(maxima, call.prepared.targets, call.prepared.scale, jnp.asarray(always_live(call), jnp.int32))
+    always = jnp.asarray(always_live(call), jnp.int32)
+    found = TileStatistics(maxima, call.prepared.targets, call.prepared.scale, always)
+    ids = call.operands.candidates
+    if ids is None:
+        return found
+    return found._replace(candidates=_candidates.flat(call, ids), num_columns=call.prepared.num_columns)
 
 
 def always_live(call: Call) -> Int[Array, ""] | int:
@@ -50,8 +58,10 @@ def select(
     """
     padded, count = tiles.targets.shape[0], case.num_tokens if num_rows is None else num_rows
     merged = jnp.concatenate([_operands.pad(x, padded) for x in (of_rows.max, of_rows.sumexp)])
-    numbers = TRACED.numbers(count, padded, tiles.always)
-    live, masses = kernels.select(case, tiles.maxima, tiles.targets, tiles.scale, merged, 0, numbers)
+    of_candidates = [] if tiles.candidates is None else [0, tiles.num_columns]
+    numbers = TRACED.numbers(count, padded, tiles.always, *of_candidates)
+    given = tiles.maxima, tiles.targets, tiles.scale, merged, 0, numbers
+    live, masses = kernels.select(case, *given, tiles.candidates)
     if masses is None:
         return live, None
     dropped = kernels.dropped_mass(masses, TRACED.numbers(padded, padded))[: case.num_tokens]

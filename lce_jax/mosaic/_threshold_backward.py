@@ -1,6 +1,6 @@
 """The gradients with a threshold: a batch of live tiles after the other, each feeding the two products.
 
-    live tiles ─ lists ─▶ as many vocabulary tiles as fit the slots ─ dlogits ─ dhidden, dweight
+    live tiles ─ lists ─▶ as many vocabulary tiles as fit the slots ─ dlogits ─ candidates ─ dhidden, dweight
                                the next ones …
 
 How many batches hold anything is known at run time only; the kernels of the others end at once. The tile where padding
@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from lce_jax._types import Case, Operands, RowCoefficients
-from lce_jax.mosaic import _chunks, _dhidden, _edge, _mean, _operands
+from lce_jax.mosaic import _candidates, _chunks, _dhidden, _edge, _mean, _operands
 from lce_jax.mosaic._call import Call
+from lce_jax.mosaic._candidates import Placed
 from lce_jax.mosaic._kernel_set import KernelSet
 from lce_jax.mosaic._worklist import Batches, Sizes, Worklist
 
@@ -37,7 +38,7 @@ def gradients(
     """
     call = Call.prepare(operands, case, kernels)
     factors = _operands.row_factors(rows, call.shape.padded_tokens)
-    sums, total = walk(call, factors, live, dweight)
+    sums, total = walk(call, factors, _candidates.of_rows(call, factors, rows), live, dweight)
     dhidden = _dhidden.total(sums, case)
     if rows.uniform is not None:
         dhidden, total = _mean.add_gradients(operands, case, rows.uniform, dhidden, total)
@@ -47,6 +48,7 @@ def gradients(
 def walk(
     call: Call,
     factors: Float[Array, "factors Tp"],
+    candidates: Placed | None,
     live: Int[Array, "tiles blocks"],
     dweight: Float[Array, "V H"] | None,
 ) -> tuple[Float[Array, "splits Tp Hp"], Float[Array, "V H"]]:
@@ -62,12 +64,14 @@ def walk(
         sums, dweight = carry
         batch = host.numbers(i)
         d = kernels.live_dlogits(prepared, prepared.weight, case, factors, work, batches, batch, sizes.slots)
+        d = _candidates.put_live(call, candidates, d, work, batches, batch)
         sums = kernels.update_live_dhidden(sums, d, prepared.weight, case, work, batches, batch)
         return sums, kernels.write_live_dweight(dweight, d, prepared.hidden, case, work, batches, batch, adds)
 
-    carry = host.vary_like((sums, total), (prepared, factors, live))
+    arrays = None if candidates is None else (candidates.ids, candidates.values)
+    carry = host.vary_like((sums, total), (prepared, factors, arrays, live))
     sums, total = host.loop(range(sizes.batches), step, carry)
-    return (_edge.update_dhidden(call, factors, None, sums) if _edge.is_left(call) else sums), total
+    return (_edge.update_dhidden(call, factors, candidates, sums) if _edge.is_left(call) else sums), total
 
 
 def sizes_of(call: Call) -> Sizes:
@@ -81,12 +85,12 @@ def sizes_of(call: Call) -> Sizes:
 def lists(call: Call, sizes: Sizes, live: Int[Array, "tiles blocks"]) -> tuple[Worklist, Batches]:
     """The lists of the live tiles. Those by row block have only vocabulary tiles that dhidden contracts in place."""
     kernels, numbers = call.kernels, call.host.numbers
-    order, counts = kernels.live_order(sizes, kernels.live_counts(sizes, live))
-    entries = kernels.live_entries(sizes, live, order, counts, numbers(_edge.contracted_tiles(call)))
-    rows = kernels.live_rows(sizes, order, entries.first, entries.places)
+    order, counts, rank_of = kernels.live_order(sizes, kernels.live_counts(sizes, live))
+    entries = kernels.live_entries(sizes, live, order, counts)
+    rows = kernels.live_rows(sizes, order, entries.first, entries.places, numbers(_edge.contracted_tiles(call)))
     per_batch = entries.first, rows.starts, rows.counts
     row_lists, scalars = kernels.live_row_lists(sizes, *per_batch, numbers(call.prepared.num_columns))
     ranks = kernels.live_ranks(sizes, entries.first, counts)
-    lists_of_rows = rows.by_row, rows.tile_by_row
-    work = Worklist(entries.row_blocks, entries.tiles, order, counts, entries.first, *lists_of_rows)
+    of_tiles = order, counts, entries.first, entries.places, rank_of
+    work = Worklist(entries.row_blocks, entries.tiles, *of_tiles, rows.by_row, rows.tile_by_row)
     return work, Batches(scalars, row_lists, ranks)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from lce_jax._types import Case
 from lce_jax.mosaic._operands import Prepared
-from lce_jax.mosaic._worklist import Batches, Entries, RowEntries, RowLists, Sizes, Worklist
+from lce_jax.mosaic._worklist import Batches, Entries, Order, RowEntries, RowLists, Sizes, Worklist
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Float, Int
@@ -41,7 +41,9 @@ class LiveKernelSet(Protocol):
         scale: Float[Array, "Tp"],
         merged: Float[Array, "n"],
         field: int,
-        numbers: Int[Array, "3"],
+        numbers: Int[Array, "3 or 5"],
+        ids: Int[Array, "n"] | None = None,
+        first: int = 0,
     ) -> tuple[Int[Array, "tiles blocks"], Float[Array, "parts Tp"] | None]:
         """1 where a tile is live, and of several parts of the vocabulary the probability in the tiles that are not.
 
@@ -53,7 +55,10 @@ class LiveKernelSet(Protocol):
             merged: flat; its fields ``field`` and ``field + 1`` are the maximum and the sum of the whole vocabulary.
                 Another field follows, or both are padded to whole row blocks.
             field: of the maximum.
-            numbers: how many rows there are, the stride of fields, and a tile that is live whatever it holds, or -1.
+            numbers: how many rows there are, the stride of fields, and a tile that is live whatever it holds, or -1;
+                with candidates also the id of the shard's first column, and how many columns it has.
+            ids: of the candidates, flat. None: there are none.
+            first: the field of the first candidate's.
         """
 
     def dropped_mass(self, masses: Float[Array, "parts Tp"], numbers: Int[Array, "2"]) -> Float[Array, "Tp"]:
@@ -65,8 +70,8 @@ class LiveKernelSet(Protocol):
     def live_counts(self, sizes: Sizes, live: Int[Array, "tiles blocks"]) -> Int[Array, "tiles"]:
         """The live row blocks of each tile."""
 
-    def live_order(self, sizes: Sizes, counts: Int[Array, "tiles"]) -> tuple[Int[Array, "ranks"], Int[Array, "ranks"]]:
-        """The ``order`` and the ``counts`` of a `Worklist`."""
+    def live_order(self, sizes: Sizes, counts: Int[Array, "tiles"]) -> Order:
+        """The order of a `Worklist`."""
 
     def live_entries(
         self,
@@ -74,14 +79,21 @@ class LiveKernelSet(Protocol):
         live: Int[Array, "tiles blocks"],
         order: Int[Array, "ranks"],
         counts: Int[Array, "ranks"],
-        numbers: Int[Array, "1"],
     ) -> Entries:
-        """Each rank's entries. ``numbers``: how many of the first vocabulary tiles dhidden contracts."""
+        """Each rank's entries."""
 
     def live_rows(
-        self, sizes: Sizes, order: Int[Array, "ranks"], first: Int[Array, "ranks+1"], places: Int[Array, "blocks ranks"]
+        self,
+        sizes: Sizes,
+        order: Int[Array, "ranks"],
+        first: Int[Array, "ranks+1"],
+        places: Int[Array, "blocks ranks"],
+        numbers: Int[Array, "1"],
     ) -> RowEntries:
-        """The entries once more, by row block."""
+        """The entries that dhidden contracts, once more, by row block.
+
+        ``numbers``: how many of the first vocabulary tiles it contracts.
+        """
 
     def live_row_lists(
         self,
@@ -118,6 +130,23 @@ class LiveKernelSet(Protocol):
         """The gradient in the raw products of a batch of live tiles, each in the slot of its entry.
 
         ``batch`` is its number.
+        """
+
+    def put_live_candidates(
+        self,
+        case: Case,
+        dlogits: Float[Array, "slots*blocks tile"],
+        ids: Int[Array, "n"],
+        values: Float[Array, "K*stride"],
+        work: Worklist,
+        batches: Batches,
+        batch: Int[Array, "1"],
+        numbers: Int[Array, "3"],
+        first: int,
+    ) -> Float[Array, "slots*blocks tile"]:
+        """`put_candidates` of a batch of live tiles.
+
+        ``numbers``: how many rows there are, the stride, and the id of the shard's first column.
         """
 
     def update_live_dhidden(

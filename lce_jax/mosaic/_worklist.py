@@ -59,6 +59,8 @@ class Worklist(NamedTuple):
     order: Int[Array, "ranks"]  # the vocabulary tile at each rank
     counts: Int[Array, "ranks"]  # its live row blocks
     first: Int[Array, "ranks+1"]  # its first entry
+    places: Int[Array, "blocks ranks"]  # the entry of a row block in each, -1 where it is not live
+    rank_of: Int[Array, "tiles"]  # each vocabulary tile's rank
     by_row: Int[Array, "blocks*tiles"]  # the entries that dhidden contracts, once more, by row block and then by rank
     tile_by_row: Int[Array, "blocks*tiles"]  # the vocabulary tile of each of these
 
@@ -95,13 +97,21 @@ class Batches(NamedTuple):
     ranks: Int[Array, "ranks"]  # all, by batch; in each, those with the most live row blocks come first
 
 
+class Order(NamedTuple):
+    """The order of the vocabulary tiles, in both directions."""
+
+    tiles: Int[Array, "ranks"]  # the vocabulary tile at each rank
+    counts: Int[Array, "ranks"]  # its live row blocks
+    rank_of: Int[Array, "tiles"]  # each vocabulary tile's rank
+
+
 class Entries(NamedTuple):
     """What each rank adds to a `Worklist`."""
 
     row_blocks: Int[Array, "entries"]
     tiles: Int[Array, "entries"]
     first: Int[Array, "ranks+1"]
-    places: Int[Array, "blocks ranks"]  # the entry of a row block, -1 where it has none that dhidden contracts
+    places: Int[Array, "blocks ranks"]  # the entry of a row block, -1 where it has none
 
 
 class RowEntries(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Unpack
 
 import jax
@@ -12,12 +12,12 @@ import numpy as np
 
 from lce_jax import scalars
 from lce_jax._types import Case, Results, is_array
-from lce_jax.call import _arguments, _checks, _options, _rows
+from lce_jax.call import _bind, _checks, _options, _rows
 from lce_jax.call._keywords import LogprobOptions
 from lce_jax.call._options import CallOptions
 from lce_jax.call._place import Place, Placed, placed
 from lce_jax.mesh import _collectives
-from lce_jax.ops._evaluate import evaluate
+from lce_jax.ops._logprobs import results
 from lce_jax.ops._loss import linear_loss, sharded_linear_loss
 from lce_jax.programs import _token_chunks
 
@@ -94,7 +94,7 @@ def linear_cross_entropy(
     """
     _options.check_names(linear_cross_entropy, options, without=("entropy", "stats", "candidates"))
     return of_call(
-        evaluate, None, hidden, weight, labels, where, ignore_index, reduction, label_smoothing, z_loss, normalizer,
+        None, hidden, weight, labels, where, ignore_index, reduction, label_smoothing, z_loss, normalizer,
         options,
     )  # fmt: skip
 
@@ -108,7 +108,6 @@ class _Loss(NamedTuple):
 
 
 def of_call(
-    evaluate: Callable[..., Results],
     place: Place | None,
     hidden: Array,
     weight: Array,
@@ -121,7 +120,7 @@ def of_call(
     normalizer: float | Array | None,
     options: LogprobOptions,
 ) -> Array:
-    """The loss of a call whose results ``evaluate`` computes: over the mesh at ``place``, or not sharded by name."""
+    """The loss of a call, over the mesh at ``place`` if it is sharded by name."""
     label_smoothing, z_loss, normalizer = _options.of_loss(reduction, label_smoothing, z_loss, normalizer)
     where = _counting_rows(labels, where, ignore_index)
     checked = _options.of_call(_options.loss_call(options), mean_logit=label_smoothing > 0)
@@ -131,7 +130,7 @@ def of_call(
     loss = _Loss(reduction, label_smoothing, z_loss if isinstance(z_loss, float) else 0.0)
     chunk_bytes = _chunk_bytes(loss, hidden, weight, labels, where, checked, place)
     if chunk_bytes is None:
-        out = evaluate(hidden, weight, labels, where, checked)
+        out = results(hidden, weight, labels, where, checked, place)
         return _nan_where_different(agree, _reduced(out, where, traced, divisor, *loss))
     arrays = {name: x for name, x in options.items() if is_array(x) and not isinstance(x, np.generic)}
     others = {name: x for name, x in options.items() if name not in arrays and name != "cache_bytes"}
@@ -166,7 +165,7 @@ def _chunk_bytes(
     """What a chunk's exponentials may take where `linear_loss` is the faster way; None where it is not."""
     if not options.static.cache_bytes:
         return None
-    case = _arguments.case(hidden, weight, labels, where, options)
+    case = _bind.case(hidden, weight, labels, where, options)
     _checks.temperature(options.temperature, labels.shape, where)
     per_token = [labels] if where is None else [labels, where]
     found = placed(hidden, weight, per_token, case, options, place or Place())
@@ -180,7 +179,7 @@ def chunk_in_place(
     if reduction == "none" or label_smoothing:
         return None
     # Over Auto axes of the whole call: a traced call does not know how XLA will split it.
-    spec = _arguments.spec(case, options, found.columns, None if found.by_xla else found.layout)
+    spec = _bind.spec(case, options, found.columns, None if found.by_xla else found.layout)
     return _token_chunks.instead_of_cache(spec.case, spec.requested, found.around)
 
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING, Literal, Unpack
 
-from lce_jax.call import _options
-from lce_jax.call._kl import KLCall, KLOptions, Same
+from lce_jax.call import _kl, _options
+from lce_jax.call._kl import KLCall, KLOperands, KLOptions, Same
+from lce_jax.call._place import Place
 from lce_jax.mathematics._kl import Pair
 from lce_jax.mesh import _collectives
-from lce_jax.mesh._layout import Axes, layout_of_names
-from lce_jax.programs._kl_capability import KL
+from lce_jax.programs._kl import KL
 from lce_jax.runner import _derivative
 
 if TYPE_CHECKING:
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
     from jax.sharding import AbstractMesh, Mesh
 
     from lce_jax._shapes import Array, Bool, Float
+    from lce_jax.mesh._layout import Axes
 
 
 def linear_kl(
@@ -87,7 +87,7 @@ def linear_kl(
         precision: of the matrix products with float32 operands; "highest" is exact to float32 rounding where the
             default may be TF32 (GPU) or bfloat16 (TPU).
         implementation: "mosaic_gpu", "xla", or a tuple of them to try in order. None: the kernels where they serve the
-            call, but those of "jsd", which have never run on a GPU, only by name; else "xla".
+            call, else "xla".
         bias: ``[V]``, added to the float32 products before the scale, and split as the weight's vocabulary is. Its
             gradient is summed in float32 and rounded once. None: no bias.
         teacher_bias: ``[V]``, the same for the teacher, without a gradient.
@@ -156,15 +156,14 @@ def linear_kl(
         "bias": bias,
         "teacher_bias": teacher_bias,
     }
-    call = KLCall.of(Pair((hidden, weight), (teacher_hidden, teacher_weight)), where, direction, given, axis_name)
-    spec = call.spec(None)
-    primals, rows = call.operands(spec)
-    spec = dataclasses.replace(spec, mesh=call.mesh(primals, rows))
-    same = call.same_on_all_shards(primals, rows)
-    out = _derivative.run(KL, spec, primals.student, (primals.teacher, Pair(*(own for own, _ in same))))
-    for _, agree in same:
-        out = _collectives.nan_where_different(agree, out)
-    return out
+    arrays = Pair((hidden, weight), (teacher_hidden, teacher_weight))
+    return _divergence(_kl.bind(KLOperands.of(arrays, where, direction, given, axis_name)))
+
+
+def _divergence(call: KLCall) -> Array:
+    """Of a call, NaN in the rows of which its shards were given different ones."""
+    rest = call.primals.teacher, call.rows
+    return _collectives.nan_where_different(call.agree, _derivative.run(KL, call.spec, call.primals.student, rest))
 
 
 def sharded_linear_kl(
@@ -231,11 +230,6 @@ def sharded_linear_kl(
         ((2, 4), 0.0)
     """
     _options.check_names(sharded_linear_kl, options, known_names=KLOptions.__annotations__)
-    call = KLCall.of(Pair((hidden, weight), (teacher_hidden, teacher_weight)), where, direction, options, None)
-    axes = {"vocab_axis": vocab_axis, "batch_axes": batch_axes, "sequence_axis": sequence_axis}
-    layout = layout_of_names(hidden, weight, call.options.student.static.vocab_dim, mesh=mesh, **axes)
-    if layout.vocab_axes is not None:
-        call.check_equal_columns()
-    spec = dataclasses.replace(call.spec(layout), mesh=layout)
-    primals, rows = call.operands(spec)
-    return _derivative.run(KL, spec, primals.student, (primals.teacher, rows))
+    arrays = Pair((hidden, weight), (teacher_hidden, teacher_weight))
+    place = Place.of(mesh, vocab_axis, batch_axes, sequence_axis)
+    return _divergence(_kl.bind(KLOperands.of(arrays, where, direction, options, None), place))

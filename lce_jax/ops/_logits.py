@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
-import jax
-import jax.numpy as jnp
-
-from lce_jax import _jax
-from lce_jax._types import Primals
-from lce_jax.call import _arguments, _checks, _options, _rows
-from lce_jax.call._arguments import LayoutOf
+from lce_jax.call import _bind, _checks, _options
 from lce_jax.call._keywords import LogprobOptions
-from lce_jax.call._options import CallOptions
-from lce_jax.call._rows import Rows
-from lce_jax.call._spec import Spec
-from lce_jax.mesh import _collectives, _meshes
+from lce_jax.call._place import Place
+from lce_jax.mesh import _collectives
 from lce_jax.programs._logits import LOGITS
 from lce_jax.runner import _derivative
 from lce_jax.xla import _logprobs as xla
@@ -121,26 +113,22 @@ def linear_logits(
         "implementation": implementation,
         "bias": bias,
     }
-    spec, primals, rows = operands(hidden, weight, ids, where, _options.of_call(given))
-    if axis_name is None:
-        spec = dataclasses.replace(spec, mesh=_meshes.mesh_of((primals, rows), spec.options.function))
-    rows, agree = _arguments.same_on_all_shards(primals, rows, axis_name, weight.shape[spec.options.vocab_dim])
-    return _collectives.nan_where_different(agree, _derivative.run(LOGITS, spec, primals, rows))
+    return at_ids(hidden, weight, ids, where, given)
 
 
-def operands(
-    hidden: Any, weight: Any, ids: Any, where: Any, options: CallOptions, layout_of: LayoutOf | None = None
-) -> tuple[Spec, Primals, Rows]:
-    """The arrays of a call, checked, and its static part, over the layout that ``layout_of`` finds."""
+def at_ids(
+    hidden: Array,
+    weight: Array,
+    ids: Array,
+    where: Array | None,
+    given: LogprobOptions,
+    place: Place | None = None,
+) -> Array:
+    """`linear_logits`, over the mesh at ``place`` if there is one: the ids are a call's candidates."""
     _checks.array("hidden", hidden)
     _checks.num_candidates(ids, "ids")
-    leading = tuple(hidden.shape[:-1])
-    _checks.candidate_shape(ids, leading, "hidden before H", "ids")
-    options = dataclasses.replace(options.named("linear_logits"), implementation=options.implementation or (xla.NAME,))
-    case = _arguments.case(hidden, weight, jax.ShapeDtypeStruct(leading, jnp.int32), where, options)
-    layout = None if layout_of is None else layout_of(hidden, weight, case.options.vocab_dim)
-    columns = case.vocab_size * _checks.axis_size(options.axis_name)
-    spec = dataclasses.replace(_arguments.spec(case, options, columns, layout), mesh=layout)
-    primals = jax.tree.map(lambda x: _jax.without_reduced(jnp.asarray(x)), Primals(hidden, weight, options.bias))
-    factors = (options.temperature, spec.vocab_size, case.stat_dtype, options.logit_scale, options.logit_softcap)
-    return spec, primals, _rows.of_ids(ids, where, *factors)
+    _checks.candidate_shape(ids, tuple(hidden.shape[:-1]), "hidden before H", "ids")
+    options = _options.of_call({**given, "candidates": ids}).named("linear_logits")
+    options = dataclasses.replace(options, implementation=options.implementation or (xla.NAME,))
+    spec, primals, rows, agree = _bind.bind(hidden, weight, None, where, options, place)
+    return _collectives.nan_where_different(agree, _derivative.run(LOGITS, spec, primals, rows))

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, Unpack, overload
 
-from lce_jax._types import LogprobOutput
-from lce_jax.call import _options
+from lce_jax._types import LogprobOutput, Results
+from lce_jax.call import _bind, _options
 from lce_jax.call._keywords import LogprobOptions
-from lce_jax.ops._evaluate import evaluate
+from lce_jax.call._options import CallOptions
+from lce_jax.call._place import Place
+from lce_jax.mesh import _collectives
+from lce_jax.programs._logprobs import LOGPROBS
+from lce_jax.runner import _derivative
 
 if TYPE_CHECKING:
     from jax.lax import PrecisionLike
@@ -104,8 +108,8 @@ def linear_logprobs(
             ``.candidate_logprobs``. -1 stands for none; such an id, and any out of vocabulary, returns 0 and has no
             gradient. An id may occur twice in a token. None: no candidates.
         gradient_threshold: tiles (128 tokens by 256 vocabulary columns) whose every probability is below it, and that
-            hold no label, are left out of the gradients: a number in [0, 1). Results never change. 0 is exact.
-            "mosaic_gpu" alone leaves tiles out; the gradients of the others stay exact.
+            hold no label and no candidate, are left out of the gradients: a number in [0, 1). Results never change. 0
+            is exact. "mosaic_gpu" alone leaves tiles out; the gradients of the others stay exact.
         vocab_part_size: columns of a part of the vocabulary, a multiple of 8. The kernels' tiles begin anew at each
             part's first column, so results have the same bits over any number of shards: give the columns of the
             smallest shard that any mesh or process group has. Shards must have whole parts; only a vocabulary that is
@@ -117,8 +121,8 @@ def linear_logprobs(
             floors and says what happens at the boundary. -inf leaves all. ``logprobs``, ``entropy``, ``lse`` and the
             extremes are those of the set, gradients are 0 outside, and ``stats=True`` fills ``.support``, the tokens
             in it. A row with none, of a label out of vocabulary, is 0 in outputs and gradients. A NaN is refused where
-            it is known; in a traced array its row returns NaN and has no gradient. Not with ``candidates`` or
-            ``gradient_threshold``. No gradient. None: every token.
+            it is known; in a traced array its row returns NaN and has no gradient. Not with ``candidates``. No
+            gradient. None: every token.
 
     Returns:
         A `LogprobOutput`, each field of ``labels.shape`` in float32 (float64 for a float64 weight) or bool, or None.
@@ -182,4 +186,17 @@ def linear_logprobs(
         "vocab_part_size": vocab_part_size,
         "logit_floor": logit_floor,
     }
-    return evaluate(hidden, weight, labels, where, _options.of_call(options)).public
+    return results(hidden, weight, labels, where, _options.of_call(options)).public
+
+
+def results(
+    hidden: Array,
+    weight: Array,
+    labels: Array,
+    where: Array | None,
+    options: CallOptions,
+    place: Place | None = None,
+) -> Results:
+    """What `linear_logprobs` returns, and what losses are made of; over the mesh at ``place`` if there is one."""
+    spec, primals, rows, agree = _bind.bind(hidden, weight, labels, where, options, place)
+    return _collectives.nan_where_different(agree, _derivative.run(LOGPROBS, spec, primals, rows))

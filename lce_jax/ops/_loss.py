@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
@@ -10,15 +9,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax import _dispatch, _jax
+from lce_jax import _jax
 from lce_jax._types import LogprobOutput, Results
-from lce_jax.call import _arguments, _checks, _loss, _options
+from lce_jax.call import _bind, _loss, _options
+from lce_jax.call._bind import Call
 from lce_jax.call._keywords import LogprobOptions
 from lce_jax.call._loss import Inputs
-from lce_jax.call._options import CallOptions
+from lce_jax.call._place import Place
 from lce_jax.call._spec import Spec
-from lce_jax.mesh import _collectives, _meshes
-from lce_jax.mesh._layout import Axes, layout_of_names
+from lce_jax.mesh import _collectives
 from lce_jax.programs import _logprobs
 from lce_jax.programs import _loss as _loss_vjp
 from lce_jax.programs._loss_in_forward import axes_of_tokens
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
 
     from lce_jax._shapes import Array, Bool, Float, Int
     from lce_jax.call._keywords import LossKeywords, ShardedLossKeywords
+    from lce_jax.mesh._layout import Axes
 
 NOT_OF_LOSS = ("cache_bytes", "candidates", "vocab_part_size")
 
@@ -141,18 +141,7 @@ def linear_loss(
         the cross entropy in the forward.
     """
     _options.check_names(linear_loss, options, without=NOT_OF_LOSS)
-    checked, most = _options.of_call(options).named("linear_loss"), budget(chunk_bytes, options)
-    case = _arguments.case(hidden, weight, labels, where, checked)
-    mesh = _meshes.mesh_of((hidden, weight, labels, where, per_token), "linear_loss")
-    mesh = mesh if checked.axis_name is None else None
-    columns = case.vocab_size * _checks.axis_size(checked.axis_name)
-    spec = _arguments.spec(case, checked, columns, at_lowering=mesh is not None and mesh.empty)
-    inputs, agree, call = _inputs(loss_fn, spec, hidden, weight, labels, per_token, where, checked)
-    total, out = _evaluated(dataclasses.replace(spec, mesh=mesh), call, most, inputs)
-    if agree is not None:
-        total = _collectives.nan_where_different(jnp.all(agree), total)
-        out = _collectives.nan_where_different(agree, out)
-    return total, jax.tree.map(lax.stop_gradient, Results(out).public)
+    return _sum_of_losses(loss_fn, hidden, weight, labels, per_token, where, chunk_bytes, options)
 
 
 @overload
@@ -250,38 +239,51 @@ def sharded_linear_loss(
         6.908
     """
     _options.check_names(sharded_linear_loss, options, without=("axis_name", *NOT_OF_LOSS))
+    place = Place.of(mesh, vocab_axis, batch_axes, sequence_axis)
+    return _sum_of_losses(loss_fn, hidden, weight, labels, per_token, where, chunk_bytes, options, place)
+
+
+def _sum_of_losses(
+    loss_fn: Any,
+    hidden: Any,
+    weight: Any,
+    labels: Any,
+    per_token: tuple[object, ...],
+    where: Any,
+    chunk_bytes: int | None,
+    options: LogprobOptions,
+    place: Place | None = None,
+) -> tuple[Array, LogprobOutput]:
+    """`linear_loss`, over the mesh at ``place`` if there is one."""
     checked, most = _options.of_call(options).named("linear_loss"), budget(chunk_bytes, options)
-    _options.no_axis_name(checked)
-    case = _arguments.case(hidden, weight, labels, where, checked)
-    axes = {"vocab_axis": vocab_axis, "batch_axes": batch_axes, "sequence_axis": sequence_axis}
-    layout = layout_of_names(hidden, weight, case.options.vocab_dim, mesh=mesh, **axes)
-    spec = _arguments.spec(_dispatch.over(case, layout.mesh), checked, case.vocab_size)
-    spec = dataclasses.replace(spec, mesh=layout)
-    inputs, _, call = _inputs(loss_fn, spec, hidden, weight, labels, per_token, where, checked)
-    total, out = _evaluated(spec, call, most, inputs)
+    call = _bind.bind(hidden, weight, labels, where, checked, place, per_token)
+    inputs, agree, loss = _inputs(loss_fn, call, per_token, checked.axis_name)
+    total, out = _evaluated(call.spec, loss, most, inputs)
+    if agree is not None:
+        total = _collectives.nan_where_different(jnp.all(agree), total)
+        out = _collectives.nan_where_different(agree, out)
     return total, jax.tree.map(lax.stop_gradient, Results(out).public)
 
 
 def _inputs(
-    loss_fn: Any, spec: Spec, hidden: Any, weight: Any, labels: Any, per_token: Any, where: Any, options: CallOptions
+    loss_fn: Any, call: Call[Spec], per_token: Any, axis_name: Any
 ) -> tuple[Inputs, Array | None, _loss.TokenLoss]:
     """The arrays of a call, the rows in which all shards were given the same, and the traced loss."""
-    primals, rows = _arguments.operands(spec, hidden, weight, labels, where, options)
+    spec, primals, rows, agree = call
     flat, own = _loss.flat_arguments(per_token, rows.labels)
-    rows, agree = _arguments.same_on_all_shards(primals, rows, options.axis_name, spec.case.vocab_size)
-    if options.axis_name is not None:
-        flat, also = _collectives.same_on_all_shards(flat, rows.labels.ndim, options.axis_name)
+    if axis_name is not None:
+        flat, also = _collectives.same_on_all_shards(flat, rows.labels.ndim, axis_name)
         agree = _collectives.both(agree, also)
     inputs = Inputs(primals, rows, flat, ())
     axes = axes_of_tokens(spec, inputs)
-    call, constants = _loss.trace(loss_fn, own, spec.case, inputs, axes)
+    loss, constants = _loss.trace(loss_fn, own, spec.case, inputs, axes)
     _loss.check_closure(constants, axes)
-    return inputs._replace(constants=constants), agree, call
+    return inputs._replace(constants=constants), agree, loss
 
 
-def _evaluated(spec: Spec, call: _loss.TokenLoss, most: Budget, inputs: Inputs) -> tuple[Array, LogprobOutput]:
+def _evaluated(spec: Spec, loss: _loss.TokenLoss, most: Budget, inputs: Inputs) -> tuple[Array, LogprobOutput]:
     if spec.num_tokens:
         traced_there = spec.mesh is not None and not _over_devices.is_left_to_xla(spec, inputs)
-        return _loss_vjp.linear_loss(spec, call if traced_there else call.without_retrace(), most, inputs)
+        return _loss_vjp.linear_loss(spec, loss if traced_there else loss.without_retrace(), most, inputs)
     out = _logprobs.of_no_tokens(spec, inputs.rows).outputs
     return _jax.vary_over((jnp.zeros((), out.lse.dtype), out), axes_of_tokens(spec, inputs))

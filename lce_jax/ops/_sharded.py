@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Literal, Unpack, overload
 
 from lce_jax._types import LogprobOutput
 from lce_jax.call import _options
 from lce_jax.call._place import Place
-from lce_jax.mesh._layout import Axes, layout_of_names
-from lce_jax.ops import _cross_entropy
-from lce_jax.ops import _logits as logits
+from lce_jax.ops import _cross_entropy, _logits, _logprobs
 from lce_jax.ops._cross_entropy import Reduction
-from lce_jax.ops._evaluate import evaluate_over
-from lce_jax.programs._logits import LOGITS
-from lce_jax.runner import _derivative
 
 if TYPE_CHECKING:
     from jax.sharding import AbstractMesh, Mesh
 
     from lce_jax._shapes import Array, Bool, Float, Int
     from lce_jax.call._keywords import LogprobOptions, ShardedKeywords
+    from lce_jax.mesh._layout import Axes
 
 
 @overload
@@ -101,11 +96,9 @@ def sharded_linear_logprobs(
         >>> out.logprobs.shape
         (2, 4)
     """
-    layout_of = functools.partial(
-        layout_of_names, mesh=mesh, vocab_axis=vocab_axis, batch_axes=batch_axes, sequence_axis=sequence_axis
-    )
     _options.check_names(sharded_linear_logprobs, options, without=("axis_name",))
-    return evaluate_over(layout_of, hidden, weight, labels, where, _options.of_call(options)).public
+    place = Place.of(mesh, vocab_axis, batch_axes, sequence_axis)
+    return _logprobs.results(hidden, weight, labels, where, _options.of_call(options), place).public
 
 
 def sharded_linear_cross_entropy(
@@ -183,14 +176,10 @@ def sharded_linear_cross_entropy(
         >>> round(float(loss), 3)
         6.908
     """
-    layout_of = functools.partial(
-        layout_of_names, mesh=mesh, vocab_axis=vocab_axis, batch_axes=batch_axes, sequence_axis=sequence_axis
-    )
     _options.check_names(sharded_linear_cross_entropy, options, without=("axis_name", "entropy", "stats", "candidates"))
-    run = functools.partial(evaluate_over, layout_of)
     place = Place.of(mesh, vocab_axis, batch_axes, sequence_axis)
     return _cross_entropy.of_call(
-        run, place, hidden, weight, labels, where, ignore_index, reduction, label_smoothing, z_loss, normalizer, options
+        place, hidden, weight, labels, where, ignore_index, reduction, label_smoothing, z_loss, normalizer, options
     )
 
 
@@ -251,9 +240,5 @@ def sharded_linear_logits(
     """
     _options.check_names(sharded_linear_logits, options, without=("axis_name", *_options.NOT_OF_TOPK))
     _options.refuse("sharded_linear_logits", options, _options.NOT_OF_TOPK)
-    checked = _options.of_call(options)
-    _options.no_axis_name(checked)
-    layout_of = functools.partial(
-        layout_of_names, mesh=mesh, vocab_axis=vocab_axis, batch_axes=batch_axes, sequence_axis=sequence_axis
-    )
-    return _derivative.run(LOGITS, *logits.operands(hidden, weight, ids, where, checked, layout_of))
+    place = Place.of(mesh, vocab_axis, batch_axes, sequence_axis)
+    return _logits.at_ids(hidden, weight, ids, where, options, place)

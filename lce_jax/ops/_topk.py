@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any, Literal, Unpack
+from typing import TYPE_CHECKING, Literal, Unpack
 
 import jax
 import jax.numpy as jnp
 
-from lce_jax import _jax, scalars
+from lce_jax import _jax
 from lce_jax._types import Primals, TopK
-from lce_jax.call import _arguments, _checks, _options, _rows
+from lce_jax.call import _bind, _options
 from lce_jax.call._keywords import LogprobOptions
 from lce_jax.call._options import CallOptions
+from lce_jax.call._place import Place
 from lce_jax.call._rows import Rows
 from lce_jax.call._spec import Spec
 from lce_jax.mathematics._statistics import along
-from lce_jax.mesh import _collectives, _meshes
-from lce_jax.mesh._layout import Axes, layout_of_names
+from lce_jax.mesh import _collectives
 from lce_jax.programs import _topk
 from lce_jax.runner import _over_devices
 from lce_jax.runner._over_devices import Kind, Program, spread
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from jax.sharding import AbstractMesh, Mesh
 
     from lce_jax._shapes import Array, Bool, Float
+    from lce_jax.mesh._layout import Axes
 
 __all__ = ["linear_topk", "sharded_linear_topk"]
 
@@ -134,20 +134,7 @@ def linear_topk(
         "implementation": implementation,
         "bias": bias,
     }
-    options, labels = _of_call(hidden, k, given)
-    case = _arguments.case(hidden, weight, labels, where, options)
-    columns = case.vocab_size * _checks.axis_size(axis_name)
-    scalars.num_largest(k, _checks.vocabulary(vocab_size, columns))
-    spec = _arguments.spec(case, options, columns)
-    primals, rows = _operands(spec, hidden, weight, where, options)
-    if axis_name is None:
-        spec = dataclasses.replace(spec, mesh=_meshes.mesh_of((primals, rows), case.options.function))
-    rows, agree = _arguments.same_on_all_shards(primals, rows, axis_name, case.vocab_size)
-    out = _program(spec, primals, rows)
-    if agree is None:
-        return out
-    ids = jnp.where(along(agree, out.ids), out.ids, -1)
-    return TopK(ids, *_collectives.nan_where_different(agree, (out.logprobs, out.lse)))
+    return _most_likely(hidden, weight, where, _options.of_topk(given, k))
 
 
 def sharded_linear_topk(
@@ -207,24 +194,20 @@ def sharded_linear_topk(
     """
     _options.check_names(sharded_linear_topk, options, without=("axis_name", *_options.NOT_OF_TOPK))
     _options.refuse("sharded_linear_topk", options, _options.NOT_OF_TOPK)
-    checked, labels = _of_call(hidden, k, options)
-    _options.no_axis_name(checked)
-    case = _arguments.case(hidden, weight, labels, where, checked)
-    scalars.num_largest(k, _checks.vocabulary(checked.vocab_size, case.vocab_size))
-    axes = {"vocab_axis": vocab_axis, "batch_axes": batch_axes, "sequence_axis": sequence_axis}
-    layout = layout_of_names(hidden, weight, case.options.vocab_dim, mesh=mesh, **axes)
-    spec = dataclasses.replace(_arguments.spec(case, checked, case.vocab_size, layout), mesh=layout)
-    return _program(spec, *_operands(spec, hidden, weight, where, checked))
+    place = Place.of(mesh, vocab_axis, batch_axes, sequence_axis)
+    return _most_likely(hidden, weight, where, _options.of_topk(options, k), place)
 
 
-def _of_call(hidden: Any, k: Any, given: LogprobOptions) -> tuple[CallOptions, Any]:
-    """The checked options, and the labels that there are not: those of hidden's leading shape."""
-    _checks.array("hidden", hidden)
-    return _options.of_topk(given, k), jax.ShapeDtypeStruct(tuple(hidden.shape[:-1]), jnp.int32)
-
-
-def _operands(spec: Spec, hidden: Any, weight: Any, where: Any, options: CallOptions) -> tuple[Primals, Rows]:
-    return _arguments.operands(spec, hidden, weight, _rows.no_labels(tuple(hidden.shape[:-1])), where, options)
+def _most_likely(
+    hidden: Array, weight: Array, where: Array | None, options: CallOptions, place: Place | None = None
+) -> TopK:
+    """The results of a call, over the mesh at ``place`` if there is one."""
+    spec, primals, rows, agree = _bind.bind(hidden, weight, None, where, options, place)
+    out = _program(spec, primals, rows)
+    if agree is None:
+        return out
+    ids = jnp.where(along(agree, out.ids), out.ids, -1)
+    return TopK(ids, *_collectives.nan_where_different(agree, (out.logprobs, out.lse)))
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)

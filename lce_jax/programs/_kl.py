@@ -1,4 +1,7 @@
-"""One call of `lce_jax.linear_kl` on one device: its shard, its collectives, its gradients."""
+"""`lce_jax.linear_kl` as the runner takes it, and one device's part of it: its shard, its collectives, its gradients.
+
+The student's head has gradients, the teacher's has none.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +15,18 @@ import jax.numpy as jnp
 
 from lce_jax import mosaic
 from lce_jax._types import CPU, Primals
-from lce_jax.call import _rows, _scales
+from lce_jax.call import _rows
 from lce_jax.call._kl_spec import KLSpec
-from lce_jax.call._rows import Rows
-from lce_jax.call._scales import Scales
+from lce_jax.call._rows import Rows, Scales
 from lce_jax.mathematics import _kl, _kl_mixture, _logprobs
 from lce_jax.mathematics._kl import KLStatistics, Pair
 from lce_jax.mathematics._kl_mixture import Mixture, MixtureSums
 from lce_jax.mesh import _collectives
 from lce_jax.mesh._by_platform import by_platform
 from lce_jax.programs import _one_device
+from lce_jax.runner import _over_devices
+from lce_jax.runner._derivative import Capability
+from lce_jax.runner._over_devices import Kind, Program, spread
 from lce_jax.xla import _kl as _kl_tiles
 from lce_jax.xla import _logprobs as xla
 from lce_jax.xla._kl import KLPlan
@@ -32,10 +37,48 @@ if TYPE_CHECKING:
 
 
 type Kept = tuple[KLStatistics, MixtureSums | None]  # from forward to backward
+type Rest = tuple[Primals, Pair[Rows]]  # the teacher, and the rows of both
 
 
-def forward(spec: KLSpec, primals: Pair[Primals], rows: Pair[Rows]) -> tuple[Array, Kept]:
-    """The result, and the whole vocabulary's statistics and sums of each row."""
+def forward(spec: KLSpec, student: Primals, rest: Rest, differentiated: bool) -> tuple[Array, Kept]:
+    """The divergence of each token, and what a backward needs."""
+    del differentiated
+
+    def run(spec: KLSpec, student: Primals, rest: Rest) -> tuple[Array, Kept]:
+        teacher, rows = rest
+        return device_forward(spec, Pair(student, teacher), rows)
+
+    own, others = _heads(spec)
+    program = Program(run, (own, (others, Kind.TOKENS)), (Kind.RESULTS, Kind.TOKENS), joins=True)
+    return spread(spec, program, student, rest)
+
+
+def backward(spec: KLSpec, student: Primals, rest: Rest, kept: Kept, cotangent: Array) -> Primals:
+    """The student's gradients."""
+
+    def run(spec: KLSpec, student: Primals, rest: Rest, kept: Kept, cotangent: Array) -> Primals:
+        teacher, rows = rest
+        return device_backward(spec, Pair(student, teacher), rows, kept, cotangent)
+
+    own, others = _heads(spec)
+    program = Program(run, (own, (others, Kind.TOKENS), Kind.TOKENS, Kind.RESULTS), own)
+    return spread(spec, program, student, rest, kept, cotangent)
+
+
+def _of_no_tokens(spec: KLSpec, rest: Rest) -> Array:
+    return jnp.zeros(rest[1].student.labels.shape, spec.dtype)
+
+
+KL = Capability(forward, backward, _of_no_tokens)
+
+
+def _heads(spec: KLSpec) -> tuple[Any, Any]:
+    own, others = (_over_devices.head(model.options.vocab_dim) for model in spec.models)
+    return own, others
+
+
+def device_forward(spec: KLSpec, primals: Pair[Primals], rows: Pair[Rows]) -> tuple[Array, Kept]:
+    """One device's result, and the whole vocabulary's statistics and sums of each row."""
     shape = rows.student.labels.shape
     rows = _rows.flattened(rows, len(shape))
     scales = _scales_of(spec, rows)
@@ -75,7 +118,7 @@ def _mixture_sums(
         return MixtureSums(*jnp.sum(_collectives.from_all_shards(jnp.stack(sums), axis_name), axis=0))
 
 
-def backward(spec: KLSpec, primals: Pair[Primals], rows: Pair[Rows], kept: Kept, cotangent: Array) -> Primals:
+def device_backward(spec: KLSpec, primals: Pair[Primals], rows: Pair[Rows], kept: Kept, cotangent: Array) -> Primals:
     """The student's gradients, in the shapes, dtypes and types of its operands."""
     own = spec.models.student
     rows, kept, cotangent = _rows.flattened((rows, kept, cotangent), rows.student.labels.ndim)
@@ -118,7 +161,7 @@ def _run(
 
 
 def _scales_of(spec: KLSpec, rows: Pair[Rows]) -> Pair[Scales]:
-    return Pair(*(_scales.of_rows(own, spec.dtype, signs_hidden=False) for own in rows))
+    return Pair(*(_rows.scales(own, spec.dtype, signs_hidden=False) for own in rows))
 
 
 def _row_scales(spec: KLSpec, scales: Pair[Scales]) -> tuple[Any, Any]:
@@ -131,7 +174,7 @@ def _row_scales(spec: KLSpec, scales: Pair[Scales]) -> tuple[Any, Any]:
 
 def _wrong_temperature(rows: Pair[Rows]) -> Bool[Array, "T"] | None:
     """Rows of which one temperature is wrong: they return NaN and have no gradient."""
-    student, teacher = map(_scales.wrong_rows, rows)
+    student, teacher = map(_rows.wrong, rows)
     return teacher if student is None else student if teacher is None else student | teacher
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from lce_jax._types import Primals
-from lce_jax.call import _rows, _scales
+from lce_jax.call import _rows
 from lce_jax.call._rows import Rows
 from lce_jax.call._spec import Spec
 from lce_jax.mathematics import _logprobs
@@ -57,13 +57,13 @@ def _forward(spec: Spec, primals: Primals, rows: Rows) -> tuple[Float[Array, "*b
     assert rows.candidates is not None
     shape, options, dtype = rows.candidates.shape, spec.options, spec.case.stat_dtype
     rows = _rows.flattened(rows, rows.labels.ndim)
-    columns, wrong = _columns(spec, primals, rows), _scales.wrong_rows(rows)
+    columns, wrong = _columns(spec, primals, rows), _rows.wrong(rows)
     raw = _products_of(spec).products(
         _one_device.flat_operands(spec, primals).hidden, primals.weight, columns, options, dtype
     )
     if primals.bias is not None:
         raw = raw + jnp.take(primals.bias, columns, mode="clip").astype(dtype)
-    scales = _scales.of_rows(rows, dtype, signs_hidden=False)
+    scales = _rows.scales(rows, dtype, signs_hidden=False)
     z, slope = _logprobs.transform_logits(raw, options, scales.logits, scales.raw)
     factor = _logprobs.row_factor(options, scales.derivative)
     factor = factor if isinstance(factor, float) else factor[:, None]
@@ -105,5 +105,5 @@ def _columns(spec: Spec, primals: Primals, rows: Rows) -> Int[Array, "T K"]:
 
 
 def _live(rows: Rows) -> Bool[Array, "T"] | None:
-    wrong = _scales.wrong_rows(rows)
+    wrong = _rows.wrong(rows)
     return rows.where if wrong is None else ~wrong if rows.where is None else rows.where & ~wrong

@@ -26,7 +26,7 @@ from lce_jax.call._rows import Rows
 from lce_jax.call._spec import Spec
 from lce_jax.mathematics import _logprobs
 from lce_jax.programs import _one_device, _shard
-from lce_jax.programs._token_chunks import Budget, Chunk, chunk_case
+from lce_jax.programs._token_chunks import Budget, TokenChunk, chunk_case
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Bool, Float
@@ -185,7 +185,7 @@ class _Chunks:
     @jax.named_scope("chunk_of_tokens")
     def _step(self, first: Any, whole: _Whole) -> _Whole:
         """``whole`` with the results and gradients of the chunk that begins at ``first``."""
-        chunk, spec = Chunk.starting_at(first, self.size, self.tokens, self.order), self.spec
+        chunk, spec = TokenChunk.starting_at(first, self.size, self.tokens, self.order), self.spec
         hidden, rows, per_token = jax.tree.map(
             lambda x: chunk.take(x, self.size), (self.primals.hidden, self.rows, self.per_token)
         )
@@ -228,7 +228,7 @@ class _Chunks:
         dresults, dper_token, dconstants = pull(one)
         return losses, Results(LogprobOutput(*dresults)), dper_token, dconstants
 
-    def _added(self, chunk: Chunk, whole: Primals, found: Primals) -> Primals:
+    def _added(self, chunk: TokenChunk, whole: Primals, found: Primals) -> Primals:
         dhidden = found.hidden
         if self.psum_axes:
             # As in `programs._one_device.backward`, the collective starts after the kernels.

@@ -16,20 +16,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax import _dispatch, _jax, mosaic
-from lce_jax._types import Case, LogprobOutput, Operands, Primals, Results, RowCoefficients, ShardStatistics
-from lce_jax.call import _rows, _scales
-from lce_jax.call._rows import Rows
-from lce_jax.call._scales import Scales
+from lce_jax import _dispatch, mosaic
+from lce_jax._types import Case, LogprobOutput, Operands, Primals, Results, RowCoefficients, ShardStatistics, is_array
+from lce_jax.call import _rows
+from lce_jax.call._rows import Rows, Scales
 from lce_jax.call._spec import Spec
 from lce_jax.mathematics import _columns, _logprobs, _temperature
-from lce_jax.mathematics._largest import Largest
-from lce_jax.mathematics._statistics import Normalizer, Parts, along, like, with_gradient
+from lce_jax.mathematics._statistics import Normalizer, Parts, along, as_parts, like, merge_parts, with_gradient
 from lce_jax.mesh._by_platform import by_platform
-from lce_jax.programs import _per_token
-from lce_jax.reference import _logprobs as reference
-from lce_jax.xla import _logprobs as xla
-from lce_jax.xla import _topk
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Bool, Float
@@ -51,26 +45,21 @@ def statistics(
     Everything here is flat: hidden ``[T, H]``, as `as_operand` returns it, and rows ``[T]``. With ``stacked``, which
     returns the arrays of all shards, the statistics are those of the whole vocabulary.
     """
-    operands, order = _operands(spec, primals, rows, start, _scales_of(spec, rows))
-    whole = stacked is None
-
-    def chosen(operands: Operands) -> tuple[Any, Any]:
-        implementation = _dispatch.IMPLEMENTATIONS[spec.implementation]
-        run: Any = implementation.statistics if whole else implementation.in_parts
-        return run(operands, spec.case, keep_cache)
+    operands, order = operands_of(spec, primals, rows, start, scales_of(spec, rows))
+    run: Any = _statistics if stacked is None else _parts
+    chosen = functools.partial(run, _dispatch.IMPLEMENTATIONS[spec.implementation], spec.case, keep_cache=keep_cache)
 
     def elsewhere(implementation: Any, case: Case, operands: Operands) -> tuple[Any, Any]:
         shapes, cache = jax.eval_shape(chosen, operands)  # of the kernels' shape, but nothing will read the cache
-        if whole:
-            return implementation.statistics(operands, case)[0], _zeros(cache)
-        return like(implementation.in_parts(operands, case)[0], shapes), _zeros(cache)
+        found, _ = run(implementation, case, operands, keep_cache=False)
+        return found if stacked is None else like(found, shapes), _zeros(cache)
 
     stats, cache = _run(spec, chosen, elsewhere, operands)
     if stacked is not None:
         with jax.named_scope("lce_merge"):
             stats = _merged(spec, stacked(stats), operands)
     stats = stats if order is None else _rows.expand(order, stats)
-    wrong = _scales.wrong_rows(rows)
+    wrong = _rows.wrong(rows)
     if wrong is not None:
         stats = jax.tree.map(lambda x: jnp.where(along(wrong, x), jnp.nan, x), stats)
     return stats, cache
@@ -79,12 +68,36 @@ def statistics(
 type Stacked = Callable[[Any], Any]  # a tree of arrays -> those of all shards, [N, ...] each
 
 
-def _merged(spec: Spec, parts: Parts, operands: Operands) -> ShardStatistics:
-    def run(implementation: Any, case: Case, parts: Parts, *of_rows: Any) -> ShardStatistics:
-        return implementation.merged(parts, case, *of_rows)
+def _statistics(implementation: Any, case: Case, operands: Operands, keep_cache: bool) -> tuple[ShardStatistics, Any]:
+    """Of one shard, which is all there is."""
+    found: tuple[ShardStatistics, Any] = implementation.statistics(operands, case, keep_cache)
+    return found
 
-    chosen = functools.partial(run, _dispatch.IMPLEMENTATIONS[spec.implementation], spec.case)
-    return _run(spec, chosen, run, parts, operands.inverse_temperature, operands.num_rows)
+
+def _parts(implementation: Any, case: Case, operands: Operands, keep_cache: bool) -> tuple[Parts, Any]:
+    """Of one shard among others: the kernels send the statistics of each group of tiles, XLA those of the shard."""
+    if implementation.NAME == mosaic.NAME:
+        return mosaic.in_parts(operands, case, keep_cache)
+    stats, cache = implementation.statistics(operands, case, keep_cache)
+    return as_parts(stats), cache
+
+
+def _merged(spec: Spec, parts: Parts, operands: Operands) -> ShardStatistics:
+    """Eq. 1 of the whole vocabulary, from the parts of all shards, stacked."""
+
+    def by_xla(_: Any, case: Case, parts: Parts, inverse_temperature: Any, __: Any) -> ShardStatistics:
+        scale = _logprobs.row_scale(case.options, inverse_temperature)
+        return merge_parts(parts, case.options, case.num_tokens, scale)
+
+    of_rows = operands.inverse_temperature, operands.num_rows
+    if spec.implementation != mosaic.NAME:
+        return by_xla(None, spec.case, parts, *of_rows)
+
+    def by_kernels(parts: Parts, inverse_temperature: Any, num_rows: Any) -> ShardStatistics:
+        return mosaic.merged(parts, spec.case, inverse_temperature, num_rows)
+
+    found: ShardStatistics = _run(spec, by_kernels, by_xla, parts, *of_rows)
+    return found
 
 
 def finish(
@@ -101,14 +114,30 @@ def finish(
 
 
 def _in_arithmetic_of(spec: Spec, function: Callable[..., Any], *operands: Any) -> Any:
-    """``function(*operands)`` of trees of [T] and of numbers, in the implementation's arithmetic."""
-    of_arrays, given = _per_token.of_arrays(function, operands)
+    """``function(*operands)`` of trees of [T] and of numbers, in the implementation's arithmetic.
 
-    def run(implementation: Any, case: Case, *arrays: Any) -> Any:
-        return implementation.per_token(of_arrays, case, *arrays)
+    XLA and the kernels round logarithms and quotients differently, so a token's results keep their bits only where all
+    such steps are of one kind.
+    """
+    if spec.implementation != mosaic.NAME:
+        return function(*operands)
+    run, arrays = of_arrays(function, operands)
 
-    chosen = functools.partial(run, _dispatch.IMPLEMENTATIONS[spec.implementation], spec.case)
-    return _run(spec, chosen, run, *given)
+    def in_kernel(*arrays: Any) -> Any:
+        return mosaic.per_token(run, spec.case, *arrays)
+
+    return _run(spec, in_kernel, lambda _, __, *arrays: run(*arrays), *arrays)
+
+
+def of_arrays(function: Callable[..., Any], operands: Any) -> tuple[Callable[..., Any], list[Any]]:
+    """``function(*operands)`` as a function of the arrays among the trees ``operands``, and these."""
+    leaves, tree = jax.tree.leaves(operands), jax.tree.structure(operands)
+
+    def run(*arrays: Any) -> Any:
+        given = iter(arrays)
+        return function(*jax.tree.unflatten(tree, [next(given) if is_array(x) else x for x in leaves]))
+
+    return run, list(filter(is_array, leaves))
 
 
 def selected(spec: Spec, rows: Rows, stats: ShardStatistics, cache: Any) -> tuple[Any, Float[Array, "T"] | None]:
@@ -116,6 +145,8 @@ def selected(spec: Spec, rows: Rows, stats: ShardStatistics, cache: Any) -> tupl
 
     The part is None if nothing is ever left out. ``stats`` are those of the whole vocabulary, in the call's row order.
     """
+    if spec.implementation != mosaic.NAME:
+        return cache, None
     order = None if rows.where is None else _rows.compaction(rows.where)
     num_rows = rows.num_rows if order is None else order.num_rows
     of_rows = Normalizer(stats.max, stats.sumexp)
@@ -123,7 +154,7 @@ def selected(spec: Spec, rows: Rows, stats: ShardStatistics, cache: Any) -> tupl
         of_rows = jax.tree.map(lambda x: x[order.source], of_rows)
 
     def chosen(cache: Any, of_rows: Normalizer, num_rows: Any) -> tuple[Any, Any]:
-        return _dispatch.IMPLEMENTATIONS[spec.implementation].selected(spec.case, cache, of_rows, num_rows)
+        return mosaic.selected(spec.case, cache, of_rows, num_rows)
 
     def elsewhere(_: Any, __: Any, *given: Any) -> tuple[Any, Any]:
         return _zeros(jax.eval_shape(chosen, *given))  # nothing is left out, and nothing reads which tiles are live
@@ -150,8 +181,8 @@ def gradients(
     ``stats`` are those of the whole vocabulary, in the call's row order. With ``may_round_dhidden``, dhidden may come
     in the weight's dtype. With ``dweight``, a sum in the statistics' dtype, the shard's dweight is added to it instead.
     """
-    scales = _scales_of(spec, rows)
-    operands, order = _operands(spec, primals, rows, start, scales)
+    scales = scales_of(spec, rows)
+    operands, order = operands_of(spec, primals, rows, start, scales)
     coefficients = _coefficients(spec, rows, stats, cotangent, scales)
     if order is not None:
         coefficients = _rows.compact(order, coefficients)
@@ -170,43 +201,9 @@ def gradients(
     return found._replace(hidden=dhidden if rows.live is None else jnp.where(rows.live[:, None], dhidden, 0.0))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 4), inline=True)
-def compiled_statistics(
-    spec: Spec, primals: Primals, rows: Rows, start: Array, keep_cache: bool
-) -> tuple[ShardStatistics, Any]:
-    """`statistics` of operands as they are given. Not differentiable."""
-    run = functools.partial(statistics, spec, keep_cache=keep_cache)
-    return _jax.first_order_only(run)(as_operand(primals), rows, start)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2), inline=True)
-def compiled_gradients(spec: Spec, overwrite_cache: bool, round_dhidden: bool, primals: Primals, *rest: Any) -> Primals:
-    """`gradients` of operands as they are given, with what `statistics` kept. Not differentiable."""
-    rounds = round_dhidden and primals.hidden.dtype == spec.case.dtype
-    allowed = {"may_overwrite_cache": overwrite_cache, "may_round_dhidden": rounds}
-
-    def run(primals: Primals, rows: Rows, start: Any, stats: Any, seed: Any, cache: Any, dweight: Any) -> Primals:
-        if spec.case.options.gradient_threshold:
-            cache, _ = selected(spec, rows, stats, cache)
-        return gradients(spec, primals, rows, start, stats, seed, cache, dweight=dweight, **allowed)
-
-    return _jax.first_order_only(run)(as_operand(primals), *rest)
-
-
-LARGEST = {xla.NAME: _topk.largest, reference.NAME: reference.largest}  # the kernels refuse `linear_topk`
-
-
-def largest(spec: Spec, primals: Primals, rows: Rows, start: Any) -> Largest:
-    """The k largest products of the shard whose first column is ``start``, in the call's row order. All is flat."""
-    operands, order = _operands(spec, primals, rows, start, _scales_of(spec, rows))
-    found = LARGEST[spec.implementation](operands, spec.case)
-    found = found._replace(ids=found.ids + start)
-    return found if order is None else _rows.expand(order, found)
-
-
 def row_scale(spec: Spec, rows: Rows) -> Float[Array, "T"] | float:
     """The k of eq. 0, in the call's row order."""
-    return _logprobs.row_scale(spec.case.options, _scales_of(spec, rows).logits)
+    return _logprobs.row_scale(spec.case.options, scales_of(spec, rows).logits)
 
 
 def _coefficients(
@@ -225,7 +222,7 @@ def _coefficients(
         read = read if live is None else read._replace(sumexp=jnp.where(live, read.sumexp, 1.0))
         found = _in_arithmetic_of(spec, functools.partial(of_rows, where=None), read, of_results, *factors)
         found = found if live is None else jax.tree.map(lambda x: jnp.where(live, x, 0.0), found)
-    wrong = _scales.wrong_rows(rows)
+    wrong = _rows.wrong(rows)
     return found if wrong is None else _temperature.without_gradient(found, wrong)
 
 
@@ -242,9 +239,10 @@ def _zeros(structs: Any) -> Any:
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), structs)
 
 
-def _operands(
+def operands_of(
     spec: Spec, primals: Primals, rows: Rows, start: Any, scales: Scales
 ) -> tuple[Operands, _rows.Compaction | None]:
+    """What an implementation is given, the live rows first, and how to undo their order."""
     hidden, weight, bias = primals
     columns = weight.shape[spec.case.options.vocab_dim]
     num_columns = None
@@ -273,9 +271,10 @@ def _unscaled_floor(spec: Spec, rows: Rows, scales: Scales) -> Float[Array, "T"]
     return _in_arithmetic_of(spec, _columns.unscaled_floor, rows.floor, scale)
 
 
-def _scales_of(spec: Spec, rows: Rows) -> Scales:
+def scales_of(spec: Spec, rows: Rows) -> Scales:
+    """The factors of eq. 0, in the implementation's arithmetic."""
     invert = functools.partial(_in_arithmetic_of, spec, _temperature.inverse)
-    return _scales.of_rows(rows, spec.case.stat_dtype, spec.case.options.signs_hidden, invert)
+    return _rows.scales(rows, spec.case.stat_dtype, spec.case.options.signs_hidden, invert)
 
 
 def _signed(hidden: Float[Array, "T H"], scales: Scales) -> Float[Array, "T H"]:

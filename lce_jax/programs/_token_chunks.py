@@ -134,7 +134,7 @@ def plan(case: Case, requested: tuple[str, ...] | None, budget: Budget, around: 
     )
 
 
-class Chunk(NamedTuple):
+class TokenChunk(NamedTuple):
     """Which rows a chunk has."""
 
     first: Any  # in the order of the walk
@@ -143,7 +143,7 @@ class Chunk(NamedTuple):
     num_rows: Int[Array, ""] | None  # how many count, from the first on; None: all
 
     @classmethod
-    def starting_at(cls, first: Any, size: int, tokens: int, order: Compaction | None) -> Chunk:
+    def starting_at(cls, first: Any, size: int, tokens: int, order: Compaction | None) -> TokenChunk:
         """The ``size`` rows from ``first`` on, of ``tokens`` or of those that count in ``order``."""
         if order is None and tokens % size == 0:
             return cls(first, None, None, None)

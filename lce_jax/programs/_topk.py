@@ -12,13 +12,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from lce_jax._types import Primals, TopK
-from lce_jax.call import _rows, _scales
+from lce_jax.call import _rows
 from lce_jax.call._rows import Rows
 from lce_jax.call._spec import Spec
 from lce_jax.mathematics._largest import Largest
 from lce_jax.mathematics._statistics import MASKED
 from lce_jax.mesh import _collectives
 from lce_jax.programs import _one_device, _shard
+from lce_jax.reference import _logprobs as reference
+from lce_jax.xla import _logprobs as xla
+from lce_jax.xla import _topk as _products
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Float
@@ -30,12 +33,23 @@ def forward(spec: Spec, primals: Primals, rows: Rows) -> TopK:
     rows = _rows.flattened(rows, len(shape))
     with jax.named_scope("lce_topk"):
         flat, start = _one_device.flat_operands(spec, primals), _one_device.first_column(spec, primals.weight)
-        found = _shard.largest(spec, flat, rows, start)
+        found = _largest(spec, flat, rows, start)
     if spec.axis_name is not None:
         with jax.named_scope("lce_merge"):
             found = _merge(spec, rows, _gathered(found, spec.axis_name))
     out = _finish(spec, rows, found)
     return jax.tree.map(lambda x: x.reshape(shape + x.shape[1:]), out)
+
+
+_LARGEST = {xla.NAME: _products.largest, reference.NAME: reference.largest}  # the kernels refuse `linear_topk`
+
+
+def _largest(spec: Spec, primals: Primals, rows: Rows, start: Any) -> Largest:
+    """The k largest products of the shard whose first column is ``start``, in the call's row order. All is flat."""
+    operands, order = _shard.operands_of(spec, primals, rows, start, _shard.scales_of(spec, rows))
+    found = _LARGEST[spec.implementation](operands, spec.case)
+    found = found._replace(ids=found.ids + start)
+    return found if order is None else _rows.expand(order, found)
 
 
 def _finish(spec: Spec, rows: Rows, found: Largest) -> TopK:
@@ -44,7 +58,7 @@ def _finish(spec: Spec, rows: Rows, found: Largest) -> TopK:
     logprobs = (found.x - found.max[:, None]) * scale - log_sumexp[:, None]
     out = TopK(found.ids, logprobs, found.max * scale[:, 0] + log_sumexp)
     left_out = None if rows.where is None else ~rows.where
-    for no_result, value in ((_scales.wrong_rows(rows), jnp.nan), (left_out, 0.0)):
+    for no_result, value in ((_rows.wrong(rows), jnp.nan), (left_out, 0.0)):
         if no_result is not None:
             out = TopK(
                 jnp.where(no_result[:, None], -1, out.ids),

@@ -12,12 +12,8 @@ from jax import lax
 
 from lce_jax._plans import ALONE, Plan, Surroundings, candidate_notes, unused_notes
 from lce_jax._types import Case, Operands, Primals, RowCoefficients, ShardStatistics
-from lce_jax.mathematics import _columns, _dlogits, _logprobs, _repeats, _statistics
+from lce_jax.mathematics import _columns, _dlogits, _logprobs, _repeats
 from lce_jax.mathematics._largest import Largest
-from lce_jax.mathematics._one_part import merged as merged
-from lce_jax.mathematics._one_part import per_token as per_token
-from lce_jax.mathematics._one_part import selected as selected
-from lce_jax.mathematics._statistics import Parts
 from lce_jax.xla import _plan, _topk
 
 if TYPE_CHECKING:
@@ -28,12 +24,6 @@ NAME = "reference"
 
 def supports(case: Case) -> str | None:
     """Why this implementation cannot serve ``case``: never, it needs only the memory."""
-    del case
-    return None
-
-
-def unproven(case: Case) -> str | None:
-    """None: it is plain JAX."""
     del case
     return None
 
@@ -79,11 +69,6 @@ def statistics(operands: Operands, case: Case, keep_cache: bool = False) -> tupl
     live = _live(operands, case)
     more = operands.candidates, operands.floor
     return _logprobs.tile_statistics(x, scale, operands.targets, live, case.options, *more)[0], None
-
-
-def in_parts(operands: Operands, case: Case, keep_cache: bool = False) -> tuple[Parts, None]:
-    """One part."""
-    return _statistics.as_parts(statistics(operands, case, keep_cache)[0]), None
 
 
 def gradients(

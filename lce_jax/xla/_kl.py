@@ -61,10 +61,10 @@ class KLPlan:
 def statistics(plan: KLPlan, shard: Shard) -> KLStatistics:
     """Eqs. 1 and 6 of the whole shard, [T] each."""
 
-    def empty(num_tokens: int) -> _kl.Running:
-        return _kl.Running.start(_kl.no_columns(num_tokens, plan.dtype))
+    def empty(num_tokens: int) -> _kl.RunningKL:
+        return _kl.RunningKL.start(_kl.no_columns(num_tokens, plan.dtype))
 
-    def add(running: _kl.Running, tile: Tile) -> _kl.Running:
+    def add(running: _kl.RunningKL, tile: Tile) -> _kl.RunningKL:
         x, scales = _x(plan, tile).ordered(plan.student_first), _scales(plan, tile.tokens)
         return running.add(_kl.tile_statistics(x, scales, tile.live), scales)
 

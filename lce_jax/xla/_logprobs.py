@@ -15,10 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from lce_jax._plans import ALONE, Plan, Surroundings
 from lce_jax._types import Case, Operands, Primals, RowCoefficients, ShardStatistics
 from lce_jax.mathematics import _dlogits, _logprobs, _repeats, _statistics
-from lce_jax.mathematics._one_part import merged as merged
-from lce_jax.mathematics._one_part import per_token as per_token
-from lce_jax.mathematics._one_part import selected as selected
-from lce_jax.mathematics._statistics import Parts, Running
+from lce_jax.mathematics._statistics import Running
 from lce_jax.xla import _cache, _plan, _topk, _walk
 from lce_jax.xla._cache import Cache
 from lce_jax.xla._walk import Head, Shard, Tile, Tokens, Walk
@@ -31,12 +28,6 @@ NAME = "xla"
 
 def supports(case: Case) -> str | None:
     """Why this implementation cannot serve ``case``: never, it serves everything."""
-    del case
-    return None
-
-
-def unproven(case: Case) -> str | None:
-    """None: it is plain JAX."""
     del case
     return None
 
@@ -80,12 +71,6 @@ def statistics(operands: Operands, case: Case, keep_cache: bool = False) -> tupl
     shard = _shard(operands, None)
     running, cache = walk.fold_keeping(shard, empty, add, _cache.empty(walk, shard))
     return running.finish(), cache
-
-
-def in_parts(operands: Operands, case: Case, keep_cache: bool = False) -> tuple[Parts, Cache | None]:
-    """One part."""
-    stats, cache = statistics(operands, case, keep_cache)
-    return _statistics.as_parts(stats), cache
 
 
 def gradients(

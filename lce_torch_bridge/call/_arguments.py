@@ -163,7 +163,7 @@ def _call(
     vocab_part_size = scalars.part_size(vocab_part_size, cache_bytes, gradient_threshold)
     scalars.whole_parts(vocab_part_size, columns, rows)
     if has_floor:
-        scalars.alone_with_floor(num_candidates, scalars.flag("mean_logit", mean_logit), gradient_threshold)
+        scalars.alone_with_floor(num_candidates, scalars.flag("mean_logit", mean_logit))
     return Call(
         group=group,
         vocab_size=_checks.vocabulary(vocab_size, columns),

@@ -121,9 +121,9 @@ def linear_logprobs(
             and its results may differ in the last bits from one that does not. Under ``torch.compile`` each count of
             tokens then has a graph of its own, and ``where`` must be an index.
         gradient_threshold: tiles (128 tokens by 256 vocabulary columns) whose every probability is below it, and that
-            hold no label, are left out of the gradients: a number in [0, 1). Results never change. 0 is exact.
-            "mosaic_gpu" alone leaves tiles out; its forward then keeps V / 64 bytes per token. `lce_jax` tells how much
-            probability was left out (``dropped_mass``). Under ``torch.compile`` as ``cache_bytes``.
+            hold no label and no candidate, are left out of the gradients: a number in [0, 1). Results never change. 0
+            is exact. "mosaic_gpu" alone leaves tiles out; its forward then keeps V / 64 bytes per token. `lce_jax`
+            tells how much probability was left out (``dropped_mass``). Under ``torch.compile`` as ``cache_bytes``.
         vocab_part_size: columns of a part of the vocabulary, a multiple of 8. The kernels' tiles begin anew at each
             part's first column, so calls that are launched directly (`explain`) have the same bits over any number of
             ranks: give the rows of the smallest shard that any ``tp_group`` has. Ranks must have whole parts; only a
@@ -133,8 +133,8 @@ def linear_logprobs(
             min-p leave it: a number, or a float tensor that broadcasts to ``labels``, in logits. -inf leaves all.
             Results are those of the set, gradients are 0 outside, and ``stats=True`` fills ``support``, the tokens in
             it. A row with none, of a label out of vocabulary, is 0 in outputs and gradients. A NaN is refused where it
-            is known, else its row returns NaN. Not with ``candidates``, ``mean_logit`` or ``gradient_threshold``. No
-            gradient. `lce_jax.floors` says where floors come from. None: every token.
+            is known, else its row returns NaN. Not with ``candidates`` or ``mean_logit``. No gradient.
+            `lce_jax.floors` says where floors come from. None: every token.
         implementation: "mosaic_gpu" (kernels for Hopper GPUs; those for Blackwell have never run, and only this name
             gets them), "xla" (every device), "reference" (stores the logits), or a tuple of names tried in order. None:
             the best one that can serve the call.

@@ -81,6 +81,7 @@ def calls(device: Device) -> dict[str, launch_lists.CallKind]:
     """The calls whose kernels are compiled, by name: models, then options."""
     head = functools.partial(_head, device=device)
     everything: Any = dict(stats=True, has_temperature=True, vocab_size=151643, copied_from="float32")
+    threshold: Any = dict(gradient_threshold=2.0**-12, stats=True, dropped_mass=True)
     return {
         **{
             name: head(name)
@@ -92,7 +93,9 @@ def calls(device: Device) -> dict[str, launch_lists.CallKind]:
         "qwen3-8b, a full cache": head("qwen3-8b", cache_bytes=1 << 40),
         "qwen3-8b, 64 candidates": head("qwen3-8b", num_candidates=64),
         "qwen3-8b, parts": head("qwen3-8b", vocab_part_size=18992, stats=True, has_temperature=True, vocab_size=151643),
-        "qwen3-8b, a threshold": head("qwen3-8b", gradient_threshold=2.0**-12, stats=True, dropped_mass=True),
+        "qwen3-8b, a threshold": head("qwen3-8b", **threshold),
+        "qwen3-8b, candidates, a threshold": head("qwen3-8b", num_candidates=64, **threshold),
+        "qwen3-8b, a floor, a threshold": head("qwen3-8b", has_floor=True, **threshold),
         "qwen3-8b, a floor": head("qwen3-8b", has_floor=True),
         "gemma2-9b, a floor": head("gemma2-9b", has_floor=True),
         "qwen3-8b, a floor, full cache": head("qwen3-8b", has_floor=True, stats=True, cache_bytes=1 << 40),

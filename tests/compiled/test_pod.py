@@ -10,7 +10,7 @@ import pytest
 from lce_jax.explain import __main__ as command
 from lce_jax.explain import _hlo
 from lce_jax.explain._models import model_head
-from lce_jax.explain._pod import DIFFERENTIABLE, NUM_LARGEST, SPLITS, Pod, Program, Split
+from lce_jax.explain._pod import DIFFERENTIABLE, NUM_LARGEST, SPLITS, Pod, PodProgram, Split
 from lce_jax.explain._targets import TARGETS
 from tests.compiled import needs_wheels
 
@@ -34,7 +34,7 @@ class Compiled(NamedTuple):
 @functools.cache
 def compiled(pod: Pod, function: str, sharded: bool, split: Split) -> Compiled:
     call = {"head": HEAD, "tokens": tokens_of(function), "target": TARGETS["h200"]}
-    program = Program(pod=pod, function=function, sharded=sharded, split=split, **call)
+    program = PodProgram(pod=pod, function=function, sharded=sharded, split=split, **call)
     found = program.compiled()
     text = found.as_text()
     return Compiled(

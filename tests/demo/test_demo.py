@@ -74,11 +74,11 @@ def test_there_is_a_second_run_only_where_tiles_are_left_out(tmp_path):
     from rich.console import Console
 
     from lce_jax.demo import cli, model, report, threshold
-    from lce_jax.demo.compare import Comparison, Program
+    from lce_jax.demo.compare import Comparison, ProgramCost
     from lce_jax.demo.evaluate import Evaluation
 
     assert not threshold.leaves_out(cli._plan_head(model.make_mesh(), "xla"))
-    stages, program = [Evaluation(5.0, 4.0, 0.5, "x = 1")] * 3, Program(1 << 20, 0.1, 1e-7, 1e-7, 1e-7)
+    stages, program = [Evaluation(5.0, 4.0, 0.5, "x = 1")] * 3, ProgramCost(1 << 20, 0.1, 1e-7, 1e-7, 1e-7)
     comparison = Comparison(4, 8, 16, "float32", program, program, None)
     console = Console(record=True, width=120)
     report.print_tables(console, stages, 0.9, None, comparison)

@@ -15,17 +15,15 @@ from tests.kl_cases import Call, call, draw, evaluate, expected
 
 pytestmark = pytest.mark.gpu
 
-BY_NAME = ("mosaic_gpu", "xla")  # those of a mixture are not used otherwise
 BFLOAT16, FLOAT16 = ("bfloat16",) * 4, ("float16",) * 4
 CALLS = [
     call("forward", leading=(300,), H=512, G=256, V=4000, dtypes=BFLOAT16, temperature=True),
     call("reverse", leading=(300,), H=512, G=256, V=4000, dtypes=FLOAT16, direction="reverse", logit_softcap=5.0),
     call("padding", leading=(7, 100), H=256, G=512, V=4000, teachers_columns=4096, vocab_size=3100, dtypes=BFLOAT16,
          where=True),
-    call("jsd", leading=(300,), H=512, G=256, V=4000, dtypes=BFLOAT16, temperature=True, direction="jsd", beta=0.3,
-         implementation=BY_NAME),
+    call("jsd", leading=(300,), H=512, G=256, V=4000, dtypes=BFLOAT16, temperature=True, direction="jsd", beta=0.3),
     call("jsd, padding", leading=(7, 100), H=256, G=512, V=4000, teachers_columns=4096, vocab_size=3100, where=True,
-         dtypes=BFLOAT16, direction="jsd", logit_softcap=5.0, implementation=BY_NAME),
+         dtypes=BFLOAT16, direction="jsd", logit_softcap=5.0),
     call("clusters", leading=(2200,), H=192, V=2048, G=64, dtypes=BFLOAT16, where=True, direction="reverse"),
 ]  # fmt: skip
 
@@ -59,7 +57,7 @@ def test_a_real_head(direction: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def compiled() -> Any:
         def loss(hidden: Any, weight: Any, *teacher: Any) -> Any:
-            kl = linear_kl(hidden, weight, *teacher, direction=direction, implementation=BY_NAME)
+            kl = linear_kl(hidden, weight, *teacher, direction=direction)
             return jnp.sum(kl), kl
 
         return jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True)).lower(*operands).compile()

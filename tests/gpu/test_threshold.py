@@ -10,6 +10,7 @@ import pytest
 
 import lce_jax
 from lce_jax import _devices, mosaic
+from lce_jax._types import Options
 from lce_jax.mosaic import _generations
 from tests.mosaic.test_threshold import CALLS, check_live_tiles, kernels_of, with_threshold
 from tests.mosaic_calls import Call, call, case_of
@@ -19,7 +20,12 @@ pytestmark = pytest.mark.gpu
 LARGER = call("many batches", T=3000, V=5000, H=512, chunk=1, num_rows=2900, stats=True, temperature=True)
 
 
-@pytest.mark.parametrize("test", [*CALLS, LARGER], ids=str)
+WITH_CANDIDATES = dataclasses.replace(
+    LARGER, name="many batches, candidates, padding", num_columns=4900, options=Options(stats=True, num_candidates=64)
+)
+
+
+@pytest.mark.parametrize("test", [*CALLS, LARGER, WITH_CANDIDATES], ids=str)
 def test_live_tiles_alone(test: Call) -> None:
     case = dataclasses.replace(case_of(with_threshold(test)), device=_devices.current_device())
     if (reason := mosaic.supports(case)) is not None:

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from lce_jax import UnsupportedError, _devices, _dispatch, explain, linear_kl, sharded_linear_kl
-from lce_jax.call._kl import KLCall
+from lce_jax.call import _bind
+from lce_jax.call._kl import KLOperands, bind
 from lce_jax.mathematics._kl import Pair
 from lce_jax.mosaic import _generations, sm90
 from lce_jax.mosaic._pallas import interpreting, plgpu
@@ -27,7 +28,6 @@ BFLOAT16, FLOAT16 = ("bfloat16",) * 4, ("float16",) * 4
 SMALL = dataclasses.replace(
     sm90.KERNELS.budget, statistics_bytes=1, temporary_bytes=0, chunk_columns=sm90.KERNELS.tiling.tile
 )
-BY_NAME = ("mosaic_gpu", "xla")  # those of a mixture are not used otherwise
 PADDED = call(
     "padding, rows left out, a wider teacher", leading=(20,), H=64, G=128, V=264, teachers_columns=272, vocab_size=260,
     where=True, temperature=True, dtypes=BFLOAT16,
@@ -63,13 +63,10 @@ def evaluate(drawn: Drawn) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """The divergence and the gradients of one device's program. The runner around it cannot be interpreted."""
     options = dict(drawn.options)
     direction, where = options.pop("direction", "forward"), options.pop("where", None)
-    options["implementation"] = BY_NAME
-    made = KLCall.of(Pair(drawn.student, drawn.teacher), where, direction, options, None)
-    spec = made.spec(None)
+    spec, primals, rows, _ = bind(KLOperands.of(Pair(drawn.student, drawn.teacher), where, direction, options, None))
     assert spec.implementation == "mosaic_gpu"
-    primals, rows = made.operands(spec)
-    kl, kept = jax.jit(lambda *given: _kl.forward(spec, *given))(primals, rows)
-    gradients = jax.jit(lambda *given: _kl.backward(spec, *given))(primals, rows, kept, drawn.seed)
+    kl, kept = jax.jit(lambda *given: _kl.device_forward(spec, *given))(primals, rows)
+    gradients = jax.jit(lambda *given: _kl.device_backward(spec, *given))(primals, rows, kept, drawn.seed)
     return kl, gradients[:2]
 
 
@@ -116,7 +113,7 @@ def lowered(operands: list[Any], **options: Any) -> str:
 @pytest.mark.parametrize("direction", ["reverse", pytest.param("jsd", marks=pytest.mark.slow)])
 def test_lowers(direction: str) -> None:
     """Real heads of different hidden sizes: layouts, alignment, shared memory."""
-    text = lowered(structs(1000, 2880, 4096, 201088), logit_softcap=30.0, direction=direction, implementation=BY_NAME)
+    text = lowered(structs(1000, 2880, 4096, 201088), logit_softcap=30.0, direction=direction)
     assert "lce_kl_statistics" in text
     assert ("lce_kl_mixture_sums" in text) == (direction == "jsd")
     assert "lce_kl_dlogits" in text
@@ -143,7 +140,7 @@ def test_a_program_with_kernels_runs_elsewhere_without_them(direction: str) -> N
     mesh = jax.make_mesh((1, 1), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 
     def loss(hidden: Any, weight: Any) -> Any:
-        how: Any = {"mesh": mesh, "batch_axes": "data", "implementation": BY_NAME}
+        how: Any = {"mesh": mesh, "batch_axes": "data"}
         kl = sharded_linear_kl(hidden, weight, *drawn.teacher, **how, **drawn.options)
         return jnp.sum(drawn.seed * kl), kl
 
@@ -155,22 +152,21 @@ def test_a_program_with_kernels_runs_elsewhere_without_them(direction: str) -> N
 
 
 @pytest.mark.usefixtures("hopper")
-def test_kernels_that_have_not_run_are_used_by_name_alone(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("direction", ["forward", "reverse", "jsd"])
+def test_kernels_are_the_default(direction: str, caplog: pytest.LogCaptureFixture) -> None:
     _dispatch._log_unproven.cache_clear()
     operands = structs(64, 64, 64, 512)
 
-    def chosen(direction: str, name: str | None) -> str:
-        made = KLCall.of(
-            Pair(tuple(operands[:2]), tuple(operands[2:])), None, direction, {"implementation": name}, None
-        )
-        return made.spec(None).implementation
+    def chosen(name: str | None) -> str:
+        heads = Pair(tuple(operands[:2]), tuple(operands[2:]))
+        given = KLOperands.of(heads, None, direction, {"implementation": name}, None)
+        specs = (_bind.spec(case, own, case.vocab_size) for case, own in zip(given.cases(), given.options, strict=True))
+        return given.spec(Pair(*specs)).implementation
 
-    assert chosen("jsd", None) == chosen("forward", "xla") == "xla"
-    assert chosen("forward", None) == chosen("reverse", None) == "mosaic_gpu"
+    assert [chosen(name) for name in (None, "mosaic_gpu", "xla")] == ["mosaic_gpu", "mosaic_gpu", "xla"]
     assert not caplog.text
-    assert chosen("jsd", "mosaic_gpu") == "mosaic_gpu"
-    assert 'the kernels of direction="jsd" have run in the interpreter alone' in caplog.text
-    assert "lce_kl" not in lowered(operands, direction="jsd")
+    assert "lce_kl_statistics" in lowered(operands, direction=direction)
+    assert "lce_kl" not in lowered(operands, direction=direction, implementation="xla")
 
 
 def test_an_implementation_that_cannot_serve() -> None:
@@ -196,7 +192,7 @@ def test_what_kernels_refuse_runs_xla(
     operands: list[Any], device: Any, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_devices, "current_device", lambda *_, **__: device)
-    assert "lce_kl" not in lowered(operands)
+    assert all("lce_kl" not in lowered(operands, direction=direction) for direction in ("forward", "jsd"))
     hidden, weight, *teacher = operands
     plan = explain(hidden, weight, jax.ShapeDtypeStruct(hidden.shape[:1], "int32"), teacher=tuple(teacher))
     assert plan.implementation == "xla"

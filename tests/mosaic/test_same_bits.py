@@ -15,7 +15,7 @@ import lce_jax
 from lce_jax import launch_lists, mosaic
 from lce_jax._devices import for_device
 from lce_jax._types import Operands
-from lce_jax.call import _arguments
+from lce_jax.call import _bind
 from lce_jax.mathematics import _logprobs, _temperature
 from lce_jax.mosaic._chunks import GROUP
 from lce_jax.mosaic._pallas import interpreting, plgpu
@@ -55,7 +55,7 @@ def by_jax(hidden: Any, weight: Any, labels: Any, where: Any = None, **options: 
     def run(*given: Any) -> Any:
         hidden, weight, labels, where, temperature = given
         told = options if temperature is None else {**options, "temperature": temperature}
-        spec, primals, rows = _arguments.of_one_shard(hidden, weight, labels, where, None, told, False)
+        spec, primals, rows = _bind.bind_shard(hidden, weight, labels, where, None, told, False)
         return _one_device.forward(spec, primals, rows, False)[0].outputs
 
     with for_device(SMALL), interpreting(plgpu.InterpretGPUParams()):

@@ -16,13 +16,15 @@ import pytest
 
 from lce_jax import mosaic
 from lce_jax._types import Device, Operands, RowCoefficients
+from lce_jax.call import _rows
+from lce_jax.mathematics import _columns
 from lce_jax.mathematics._statistics import Normalizer
 from lce_jax.mosaic import _generations, sm90, sm100
 from lce_jax.mosaic._kernel_set import KernelSet
 from lce_jax.mosaic._pallas import interpreting, plgpu
 from lce_jax.mosaic.sm90._tuning import BY_KERNEL, SHORT, Tunings
 from tests.devices import B200, H200
-from tests.mosaic_calls import Call, budget_of, call, case_of, coefficients, draw, traced
+from tests.mosaic_calls import Call, budget_of, call, case_of, coefficients, draw, draw_floor, traced
 from tests.mosaic_interpreter import add_stores, races_found
 
 ROWS, COLUMNS = 128, 256
@@ -36,6 +38,14 @@ CALLS = [
     call("padding holds half an atom at the end", T=136, V=1032, H=64, num_columns=700),
     call("hv, dweight added, several launches", T=136, V=4352, H=64, weight_layout="hv", adds_dweight=True,
          statistics_bytes=1 << 13, stats=True),
+    call("candidates, several batches, clusters, padding", T=264, V=1544, num_columns=1500, num_rows=200, cluster=2,
+         chunk=1, num_candidates=9, temperature=True, stats=True),
+    call("candidates, hv, softcap, no entropy, dweight added", T=136, V=1280, H=64, num_candidates=2,
+         weight_layout="hv", logit_softcap=3.0, entropy=False, adds_dweight=True),
+    call("floor, several batches, clusters, padding", T=264, V=1032, H=64, num_columns=1000, num_rows=200, cluster=2,
+         chunk=1, has_floor=True, temperature=True, stats=True),
+    call("floor, hv, softcap, dweight added, float16", T=136, V=784, H=64, weight_layout="hv", logit_softcap=3.0,
+         has_floor=True, adds_dweight=True, dtype="float16"),
 ]  # fmt: skip
 PARAMETERS = [pytest.param(one, marks=pytest.mark.slow if "launches" in one.name else ()) for one in CALLS]
 
@@ -52,7 +62,24 @@ def peaked(test: Call, operands: Operands) -> Operands:
     hidden[np.arange(test.T) >= (test.T if test.num_rows is None else test.num_rows)] = 0
     targets = np.where(rng.random(test.T) < 0.9, favourite, -1)
     targets[:3] = (favourite[:3] + COLUMNS) % true  # of small probability, in tiles that hold nothing else
-    return operands._replace(hidden=jnp.asarray(hidden, test.dtype), targets=jnp.asarray(targets, jnp.int32))
+    operands = operands._replace(hidden=jnp.asarray(hidden, test.dtype), targets=jnp.asarray(targets, jnp.int32))
+    if test.options.num_candidates:
+        operands = operands._replace(candidates=in_few_tiles(test, favourite, true))
+    if test.options.has_floor:
+        floor, targets = np.array(draw_floor(test, operands, true)), np.array(targets)
+        floor[7:9], targets[7] = np.inf, -1  # no token is left, and one label
+        operands = operands._replace(floor=jnp.asarray(floor), targets=jnp.asarray(targets, jnp.int32))
+    return operands
+
+
+def in_few_tiles(test: Call, favourite: np.ndarray, true: int) -> jax.Array:
+    """Candidates at the favourites and none, but for some in tiles that hold nothing else."""
+    shape = test.T, test.options.num_candidates
+    ids = np.where(np.random.default_rng(4).random(shape) < 0.5, favourite[:, None], -1)
+    ids[5] = 3 * COLUMNS + 7  # several times
+    ids[130, -1], ids[131, 0] = 0, true - 1
+    ids[205 % test.T, 0] = 4 * COLUMNS  # with few rows that count, no row that does
+    return jnp.asarray(ids, jnp.int32)
 
 
 class Oracle:
@@ -69,11 +96,15 @@ class Oracle:
         cap = test.options.logit_softcap
         self.dcap = np.ones_like(z) if cap is None else 1 / np.cosh(z / cap) ** 2
         z = z if cap is None else cap * np.tanh(z / cap)
+        self.inside = np.ones(z.shape, bool)
+        if operands.floor is not None:
+            labels = np.arange(self.true) == np.asarray(operands.targets)[:, None]
+            self.inside = (z / (cap or 1) >= np.asarray(operands.floor, np.float64)[:, None]) | labels
         if operands.inverse_temperature is not None:
             z = z * np.asarray(operands.inverse_temperature, np.float64)[:, None]
-        self.z = z
-        self.p = np.exp(z - z.max(1, keepdims=True))
-        self.p /= self.p.sum(1, keepdims=True)
+        self.u = np.where(self.inside, z - z.max(1, keepdims=True, where=self.inside, initial=-1e30), 0)
+        self.p = np.where(self.inside, np.exp(self.u), 0)
+        self.p /= np.maximum(self.p.sum(1, keepdims=True), 1e-300)  # 0 in a row without a token
 
     def live(self) -> np.ndarray:
         """[tiles, blocks]."""
@@ -84,14 +115,16 @@ class Oracle:
         for row in range(self.rows):
             if targets[row] >= 0:
                 big[row, targets[row]] = True
+            for column in [] if self.operands.candidates is None else np.asarray(self.operands.candidates[row]):
+                big[row, column] |= column >= 0
         live = big.reshape(blocks, ROWS, tiles, COLUMNS).any((1, 3)).T
         return live | self.computed_anyway()
 
     def computed_anyway(self) -> np.ndarray:
-        """The tile where padding begins, which is contracted from a copy."""
+        """The tile where padding begins, which is contracted from a copy, in row blocks with rows that count."""
         live = np.zeros((-(-self.test.V // COLUMNS), -(-max(self.test.T, ROWS) // ROWS)), bool)
         if self.test.num_columns is not None:
-            live[self.true // COLUMNS : self.true // COLUMNS + 1] = True
+            live[self.true // COLUMNS : self.true // COLUMNS + 1, : -(-self.rows // ROWS)] = True
         return live
 
     def kept(self, live: np.ndarray) -> np.ndarray:
@@ -105,11 +138,13 @@ class Oracle:
         def of(x: Any) -> Any:
             return 0.0 if x is None else np.asarray(x, np.float64)[:, None]
 
-        u = self.z - self.z.max(1, keepdims=True)
-        d = np.exp(u) * (of(rows.constant) + of(rows.slope) * u) * self.dcap
+        d = self.inside * np.exp(self.u) * (of(rows.constant) + of(rows.slope) * self.u) * self.dcap
         targets = np.asarray(self.operands.targets)
         owned = np.flatnonzero((targets >= 0) & (np.arange(self.test.T) < self.rows))
         d[owned, targets[owned]] = of(rows.target)[owned, 0]
+        for row in range(self.rows if self.operands.candidates is not None else 0):
+            for column, term in zip(self.operands.candidates[row].tolist(), rows.candidates[row].tolist(), strict=True):
+                d[row, column] += term if column >= 0 else 0.0
         d = d * self.kept(live) + of(rows.uniform) * self.dcap
         d[self.rows :] = 0
         dweight = np.zeros_like(self.weight)
@@ -176,12 +211,61 @@ def check_live_tiles(test: Call, case: Any) -> None:
         want = np.where(oracle.kept(live), 0, oracle.p).sum(1)[: oracle.rows]
         assert want.max() > 0
         np.testing.assert_allclose(dropped[: oracle.rows], want, rtol=1e-3, atol=1e-7)
+    if test.options.has_floor:
+        rows_that_count = _columns.without_empty(rows_that_count, stats.sumexp)
+        assert not rows_that_count[7]
     rows = coefficients(test, stats, cotangent, operands, rows_that_count)
     check_gradients(test, case, operands, rows, found, oracle.gradients(rows, live))
     if "nothing live" in test.name:
         least = oracle.computed_anyway()
         found = jnp.asarray(np.pad(least, ((0, 0), (0, found.shape[1] - least.shape[1]))), jnp.int32)
         check_gradients(test, case, operands, rows, found, oracle.gradients(rows, least))
+
+
+SPLIT = [
+    call("candidates", T=136, H=128, V=2048, num_columns=1748, num_candidates=3),
+    call("floor", T=136, H=64, V=2048, num_columns=1748, has_floor=True, stats=True),
+]
+
+
+@pytest.mark.parametrize("shards", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("test", SPLIT, ids=str)
+def test_a_split_vocabulary(test: Call, shards: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each shard's tiles and gradients, from the statistics of all: those of the whole vocabulary."""
+    add_stores(monkeypatch)
+    test = with_threshold(test)
+    operands, cotangent = draw(test)
+    operands, size = peaked(test, operands), test.V // shards
+    case = dataclasses.replace(case_of(test), vocab_size=size)
+
+    def of_shard(i: int) -> Operands:
+        targets, candidates = _rows.owned((operands.targets, operands.candidates), i * size, size)
+        return operands._replace(
+            weight=operands.weight[i * size :][:size], targets=targets, candidates=candidates,
+            num_columns=jnp.int32(np.clip(test.num_columns - i * size, 0, size)),
+        )  # fmt: skip
+
+    def gradients(parts: list[Operands]) -> Any:
+        found = [mosaic.in_parts(part, case, True) for part in parts]
+        stats = mosaic.merged(jax.tree.map(lambda *x: jnp.stack(x), *(each[0] for each in found)), case, None, None)
+        live = [mosaic.selected(case, tiles, Normalizer(stats.max, stats.sumexp), None) for _, tiles in found]
+        counts = _columns.without_empty(None, stats.sumexp) if test.options.has_floor else None
+        rows = coefficients(test, stats, cotangent, operands, counts)
+        each = zip(parts, live, strict=True)
+        return rows, live, [mosaic.gradients(part, case, rows, tiles)[:2] for part, (tiles, _) in each]
+
+    with _generations.using(kernels_of(test)), interpreting(plgpu.InterpretGPUParams()):
+        rows, live, grads = jax.jit(gradients)([of_shard(i) for i in range(shards)])
+    oracle = Oracle(test, operands)
+    want = oracle.live()
+    np.testing.assert_array_equal(np.concatenate([tiles for tiles, _ in live])[:, : want.shape[1]], want)
+    assert 0 < want.mean() < 1
+    found = sum(np.asarray(x, np.float64) for x, _ in grads), np.concatenate([np.asarray(x, float) for _, x in grads])
+    for got, exact in zip(found, oracle.gradients(rows, want), strict=True):
+        assert np.linalg.norm(got - exact) <= 4e-3 * np.linalg.norm(exact)
+    if test.options.stats:
+        dropped = sum(np.asarray(mass) for _, mass in live)
+        np.testing.assert_allclose(dropped, np.where(oracle.kept(want), 0, oracle.p).sum(1), rtol=1e-3, atol=1e-7)
 
 
 def check_gradients(test: Call, case: Any, operands: Operands, rows: Any, live: Any, want: Any) -> None:

@@ -21,13 +21,17 @@ EVERYTHING = {"stats": True, "logit_softcap": 30.0, "where": True, "temperature"
 @pytest.mark.parametrize(
     ("T", "H", "V", "options"),
     [(131072, 2880, 201088, {"stats": True}), (1003, 1024, 32000, EVERYTHING),
-     (100, 512, 32000, {"weight_layout": "hv", "cache_bytes": 1 << 30})], ids=str,
+     (100, 512, 32000, {"weight_layout": "hv", "cache_bytes": 1 << 30}),
+     (4096, 4096, 151936, {"K": 64, "vocab_size": 151643}), (1003, 1024, 32000, {"floor": True, "stats": True})],
+    ids=str,
 )  # fmt: skip
 def test_lowers_for_cuda(T: int, H: int, V: int, options: dict[str, Any]) -> None:
     text = lower(T, H, V, gradient_threshold=2.0**-12, **options)
     assert all(f"lce_live_{name}" in text for name in ("dlogits", "dhidden", "dweight"))
-    # Two joins, six lists; three for the tile with padding, and inverses.
-    assert text.count("@mosaic_gpu_v2") == 16 + ("stats" in options) + 6 * ("vocab_size" in options)
+    # Two joins, six lists; three for the tile with padding, which candidates are put in too, and inverses.
+    count = 16 + ("stats" in options) + 3 * ("vocab_size" in options) + 3 * ("temperature" in options)
+    count += 3 * ("K" in options) + 2 * ("floor" in options)
+    assert text.count("@mosaic_gpu_v2") == count
 
 
 @pytest.mark.usefixtures("hopper")
@@ -79,10 +83,10 @@ def test_what_the_kernels_refuse_and_say() -> None:
     assert any("cache_bytes=1048576 is not used" in note for note in plan.notes)
     plan = lce_jax.explain(*operands, gradient_threshold=2.0**-12, gradients_in_forward=True)
     assert not any("exponentials" in note or "cache_bytes" in note for note in plan.notes)
-    with pytest.raises(lce_jax.UnsupportedError, match="together with candidates"):
-        lce_jax.explain(
-            *operands, gradient_threshold=0.1, candidates=struct((4096, 3), "int32"), implementation="mosaic_gpu"
-        )
+    plan = lce_jax.explain(*operands, gradient_threshold=0.1, candidates=struct((4096, 3), "int32"))
+    assert plan.implementation == "mosaic_gpu"
+    assert any("columns without a label or a candidate and without" in note for note in plan.notes)
+    assert lce_jax.explain(*operands, gradient_threshold=0.1, logit_floor=0.0).implementation == "mosaic_gpu"
     odd = struct((32003, 1024), "bfloat16")
     with pytest.raises(lce_jax.UnsupportedError, match="multiple of 8, got 32003"):
         lce_jax.explain(operands[0], odd, operands[2], gradient_threshold=0.1, implementation="mosaic_gpu")

@@ -68,7 +68,8 @@ def test_the_numbers_of_the_oracle(live: np.ndarray, sizes: Sizes, contracted: i
     oracle = jax.jit(lambda live: worklist_oracle.lists(live, sizes, contracted, COLUMNS))
     want, want_batches = jax.tree.map(np.asarray, oracle(jnp.asarray(live)))
     count = {"row_blocks": want.first[-1], "tiles": want.first[-1]}
-    for name in ("order", "counts", "first", *count):
+    np.testing.assert_array_equal(work.places[:, : sizes.tiles], want.places)
+    for name in ("order", "counts", "first", "rank_of", *count):
         expected = getattr(want, name)[: count.get(name)]
         np.testing.assert_array_equal(getattr(work, name)[: len(expected)], expected, err_msg=name)
     np.testing.assert_array_equal(batches.scalars, want_batches.scalars)

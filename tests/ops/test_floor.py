@@ -134,11 +134,6 @@ MISTAKES = {
         ValueError,
         "logit_floor with candidates, 2 per token: .* Write candidates=None",
     ),
-    "a threshold": (
-        dict(logit_floor=0.0, gradient_threshold=1e-5),
-        ValueError,
-        "logit_floor with gradient_threshold=1e-05.* Write gradient_threshold=0",
-    ),
 }
 
 

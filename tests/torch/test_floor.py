@@ -70,7 +70,6 @@ def test_a_number_and_all_tokens() -> None:
         (dict(logit_floor=torch.ones(37).int()), TypeError, r"logit_floor must be floating point, got torch\.int32"),
         (dict(logit_floor=torch.ones(37).requires_grad_()), ValueError, r"pass logit_floor\.detach\(\)"),
         (dict(logit_floor=0.0, mean_logit=True), ValueError, r"logit_floor with label_smoothing \(or mean_logit\)"),
-        (dict(logit_floor=0.0, gradient_threshold=0.1), ValueError, "logit_floor with gradient_threshold=0.1"),
         (dict(logit_floor=0.0, candidates=torch.zeros(37, 2).int()), ValueError, "logit_floor with candidates, 2 per"),
     ],
 )

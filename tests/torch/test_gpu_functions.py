@@ -9,6 +9,7 @@ import torch
 
 from lce_torch_bridge import linear_logits, linear_logprobs, linear_loss, linear_topk
 from tests.torch import problem as p
+from tests.torch import test_kernels_threshold as threshold
 from tests.torch.gpu_problem import draw
 
 pytestmark = pytest.mark.gpu
@@ -39,6 +40,17 @@ def test_candidates(implementation: str, cache_bytes: int) -> None:
     assert max(map(p.value_error, fields, (*want[:3], want.candidate_logprobs))) < VALUE
     for got, path, true in zip((dhidden, dweight), plain, wanted, strict=True):
         assert p.relative_norm(got, true) < 1.02 * p.relative_norm(path, true)
+
+
+@pytest.mark.parametrize("options", threshold.OPTIONS, ids=str)
+def test_a_threshold(implementation: str, options: dict[str, Any]) -> None:
+    """With candidates and with a floor, in several batches."""
+    if implementation != "mosaic_gpu":
+        pytest.skip("leaves nothing out")
+    V = 16000
+    options = {**options, "vocab_size": V - 7}
+    problem = threshold.peaked(3000, V, V - 7).to("cuda")
+    twice(lambda: threshold.check(problem, implementation=implementation, **options))
 
 
 def test_logits_at_ids() -> None:

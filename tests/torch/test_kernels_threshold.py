@@ -41,86 +41,154 @@ def peaked(T: int, V: int, true: int) -> p.Problem:
 class Oracle:
     """Live tiles and gradients in float64."""
 
-    def __init__(self, problem: p.Problem, true: int, temperature: torch.Tensor | None) -> None:
+    def __init__(
+        self,
+        problem: p.Problem,
+        true: int,
+        temperature: torch.Tensor | None = None,
+        candidates: torch.Tensor | None = None,
+        logit_floor: torch.Tensor | None = None,
+    ) -> None:
         hidden, weight = (x.detach().double().requires_grad_() for x in (problem.hidden, problem.weight[:true]))
         z = hidden @ weight.T / (1 if temperature is None else temperature[:, None].double())
         owned = problem.labels.clamp(min=0)[:, None]
-        logprobs, known = z.log_softmax(1), problem.labels >= 0
-        big = logprobs.detach().exp() >= THRESHOLD
-        big |= torch.zeros_like(big).scatter_(1, owned, True) & known[:, None]
+        known, inside = problem.labels >= 0, torch.ones_like(z, dtype=torch.bool)
+        label = torch.zeros_like(inside).scatter_(1, owned, True) & known[:, None]
+        if logit_floor is not None:
+            inside = (z >= logit_floor[:, None]) | label
+            z = z.where(inside, -1e30)
+        counts = inside.any(1, keepdim=True)  # else the row is 0 in everything
+        logprobs = z.log_softmax(1)
+        big = (logprobs.detach().exp() >= THRESHOLD) & counts | label
+        seeds = [x.double() for x in p.seeds_like(problem.labels, K=0 if candidates is None else candidates.shape[1])]
+        of_candidates = []
+        if candidates is not None:
+            there = (candidates >= 0) & (candidates < true)
+            columns = torch.where(there, candidates, 0)
+            of_candidates = [logprobs.gather(1, columns).where(there, 0.0)]
+            for column, is_there in zip(columns.T, there.T, strict=True):
+                big |= torch.zeros_like(big).scatter_(1, column[:, None], True) & is_there[:, None]
         tiles = range(0, len(problem.weight), COLUMNS)
-        self.live = torch.tensor([[bool(x.any()) for x in big[:, tile : tile + COLUMNS].split(ROWS)] for tile in tiles])
+        live = torch.tensor([[bool(x.any()) for x in big[:, tile : tile + COLUMNS].split(ROWS)] for tile in tiles])
         if true < len(problem.weight):
-            self.live[true // COLUMNS] = True
+            live[true // COLUMNS] = True
+        self.live = live.to(z.device)
         kept = self.live.T.repeat_interleave(ROWS, 0)[: len(z)].repeat_interleave(COLUMNS, 1)[:, :true]
         entropy = -(logprobs.exp() * logprobs).sum(1)
         lse = z.logsumexp(1)  # out of vocabulary, the gradient is that of -lse
         outputs = [torch.where(known, logprobs.gather(1, owned)[:, 0], lse.detach() - lse), entropy, lse]
-        seeds = [x.double() for x in p.seeds_like(problem.labels)]
+        outputs += of_candidates
         dz = torch.autograd.grad(outputs, z, seeds, retain_graph=True)[0]
-        self.gradients = torch.autograd.grad(z, (hidden, weight), dz * kept)
+        self.gradients = torch.autograd.grad(z, (hidden, weight), dz * (kept & counts))
 
 
-def both(problem: p.Problem, **options: Any) -> tuple[Any, Any]:
-    """Results and gradients of a call."""
-    leaves = problem.leaves()
-    out = linear_logprobs(leaves.hidden, leaves.weight, problem.labels, **options)
-    grads = torch.autograd.grad(out[:3], leaves[:2], p.seeds_like(problem.labels))
-    return out, grads
+def in_few_tiles(problem: p.Problem, true: int, K: int) -> torch.Tensor:
+    """Candidates where the labels are, and none, and one in a tile that holds nothing else of its row block."""
+    generator = torch.Generator().manual_seed(4)
+    drawn = torch.rand((len(problem.labels), K), generator=generator).to(problem.labels.device)
+    ids = torch.where(drawn < 0.5, problem.labels[:, None], -1)
+    ids[20, 1], ids[21, 0], ids[22, 0], ids[23, 0] = 2 * COLUMNS + 5, true, true - 1, 2**32 + 3
+    return ids
 
 
-@pytest.mark.parametrize(
-    ("T", "V", "options"),
-    [
-        (150, 784, {"vocab_size": 700, "temperature": "each", "stats": True}),
-        pytest.param(5, 784, {}, marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_live_tiles_alone(programs: list[Any], T: int, V: int, options: dict[str, Any]) -> None:
-    true = options.get("vocab_size", V)
-    problem, temperature = peaked(T, V, true), None
+def floor_of(problem: p.Problem, true: int, temperature: torch.Tensor | None) -> torch.Tensor:
+    """Where two of the largest logits are furthest apart, so that no rounding moves one over it."""
+    hidden, weight = problem.hidden.double(), problem.weight[:true].double()
+    z = (hidden @ weight.T / (1 if temperature is None else temperature[:, None])).sort(1, descending=True)[0][:, 3:40]
+    place = (z[:, :-1] - z[:, 1:]).argmax(1, keepdim=True)
+    floor = (z.gather(1, place) + z.gather(1, place + 1))[:, 0] / 2
+    floor[[0, 1, 5]] = floor.new_tensor([torch.inf, torch.inf, -torch.inf])  # no token is left of the first, one is
+    return floor.float()
+
+
+def drawn_options(problem: p.Problem, true: int, options: dict[str, Any]) -> dict[str, Any]:
+    """``options`` with what they have of each token, by names of its own."""
+    temperature, device = None, problem.hidden.device
     if "temperature" in options:
-        temperature = torch.rand(T, generator=torch.Generator().manual_seed(5)) + 0.5
+        temperature = torch.rand(len(problem.labels), generator=torch.Generator().manual_seed(5)).to(device) + 0.5
         options = {**options, "temperature": temperature}
-    out, grads = both(problem, gradient_threshold=THRESHOLD, **options)
-    assert len(programs) == 2
-    want = Oracle(problem, true, temperature)
+    if "candidates" in options:
+        options = {**options, "candidates": in_few_tiles(problem, true, options["candidates"])}
+    if "logit_floor" in options:
+        options = {**options, "logit_floor": floor_of(problem, true, temperature)}
+    return options
+
+
+def of_tokens(options: dict[str, Any]) -> dict[str, Any]:
+    """What the oracle is told of them."""
+    return {name: options[name] for name in ("temperature", "candidates", "logit_floor") if name in options}
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {"vocab_size": 700, "temperature": "each", "stats": True},
+    {"vocab_size": 700, "temperature": "each", "candidates": 9},
+    {"vocab_size": 700, "temperature": "each", "logit_floor": "each", "stats": True},
+]
+
+
+def check(problem: p.Problem, **options: Any) -> Any:
+    """The gradients of live tiles alone, twice the same; and the results of a call without a threshold."""
+    true = options.get("vocab_size", len(problem.weight))
+    options = drawn_options(problem, true, options)
+    want = Oracle(problem, true, **of_tokens(options))
     assert 0 < want.live.double().mean() < 1
+    seeds = p.seeds_like(problem.labels, K=options["candidates"].shape[1] if "candidates" in options else 0)
+    out, grads = p.gradients(problem, seeds, gradient_threshold=THRESHOLD, **options)
     assert p.relative_norm(grads[0], want.gradients[0]) < 5e-3
     assert p.relative_norm(grads[1][:true], want.gradients[1]) < 5e-3
     assert not grads[1][true:].any()
     with torch.no_grad():
         without = linear_logprobs(problem.hidden, problem.weight, problem.labels, **options)
     assert all(torch.equal(x, y) for x, y in zip(out, without, strict=True) if x is not None)
+    return grads
 
 
-def test_a_split_vocabulary(programs: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("options", [*OPTIONS, pytest.param({}, marks=pytest.mark.slow)], ids=str)
+def test_live_tiles_alone(programs: list[Any], options: dict[str, Any]) -> None:
+    V = 784
+    check(peaked(150 if options else 5, V, options.get("vocab_size", V)), **options)
+    assert len(programs) == 3  # a forward, a backward, and a forward without a threshold
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("options", [{"candidates": 3}, {"logit_floor": "each"}], ids=str)
+def test_a_split_vocabulary(
+    programs: list[Any], options: dict[str, Any], size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The gradients of a whole one. A part's tiles begin where it does: here these are those of the whole."""
-    T, V, true = 140, 1536, 1500
-    problem, ranks = peaked(T, V, true), Ranks(monkeypatch)
-    call = p.told(true, group="both", reduce_grad_hidden=True, gradient_threshold=THRESHOLD)
-    parts = [Operands(problem.hidden, part, None, problem.labels, None, None) for part in problem.weight.chunk(2)]
+    T, V, true = 140, 512 * size, 512 * size - 36
+    problem, ranks = peaked(T, V, true), Ranks(monkeypatch, size)
+    given = drawn_options(problem, true, options)
+    ids, floor = given.get("candidates"), given.get("logit_floor")
+    K = 0 if ids is None else ids.shape[1]
+    call = p.told(
+        true, group="all", reduce_grad_hidden=True, gradient_threshold=THRESHOLD, num_candidates=K,
+        has_floor=floor is not None,
+    )  # fmt: skip
+    parts = [
+        Operands(problem.hidden, part, None, problem.labels, None, ids, floor) for part in problem.weight.chunk(size)
+    ]
     saved: dict[int, Any] = {}
-    for ranks.rank in (0, 1, 0, 1):  # what the first two send, the last two receive
+    turns = [*range(size), *range(size)]  # what is sent in the first round is received in the second
+    for ranks.rank in turns:
         *_, kept, live = _execute.forward(parts[ranks.rank], call, True, way_of(parts[ranks.rank].hidden))
         saved[ranks.rank] = kept, live
-    assert len(programs) == 4  # a part and a merge on each rank
-    seeds = dict(zip(("logprobs", "entropy", "lse"), p.seeds_like(problem.labels), strict=True))
+    assert len(programs) == 2 * size  # a part and a merge on each rank
+    seeds = dict(zip(call.differentiable, p.seeds_like(problem.labels, K=K), strict=True))
     dweight = []
-    for ranks.rank in (0, 1, 0, 1):
+    for ranks.rank in turns:
         kept, live = saved[ranks.rank]
         x = parts[ranks.rank]
         dhidden, part = _execute.gradients(
             x.hidden, x.weight, None, kept, [live], seeds, (True, True, False), call, way_of(kept)
         )
         dweight.append(part)
-    want = Oracle(problem, true, None)
-    live = torch.cat([saved[rank][1][:, :2] for rank in range(2)])
+    want = Oracle(problem, true, **of_tokens(given))
+    live = torch.cat([saved[rank][1][:, :2] for rank in range(size)])
     assert torch.equal(live > 0, want.live)
     assert not live.all()
     assert p.relative_norm(dhidden, want.gradients[0]) < 5e-3
-    assert p.relative_norm(torch.cat(dweight[2:])[:true], want.gradients[1]) < 5e-3
+    assert p.relative_norm(torch.cat(dweight[size:])[:true], want.gradients[1]) < 5e-3
 
 
 def test_main_grad(programs: list[Any]) -> None:

@@ -2,10 +2,9 @@
 
 logits    hidden and gathered rows of the weight  ->  x (eq. 0)
 values    x, terms and a row's factors            ->  what stands at each candidate's place (eqs. 4, 5), in float32
-put       values                                  ->  a chunk of dlogits with them in their places, rounded once
 
 A value is all that stands there, not what is to be added: where a candidate is nearly certain, its terms nearly cancel
-the rest, which a chunk holds rounded. An id that occurs twice has the same value twice, so no order of stores matters.
+the rest, which a chunk of dlogits holds rounded. `_put_candidates` puts it there.
 
 What is per candidate is flat: a field of ``stride`` numbers for each, in which those of a token lie side by side.
 """
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
 VECTOR = 8  # 16-bit numbers of the widest load of a thread
 LOADED = 4  # rows of the weight whose loads overlap; their sums take 8 registers of a thread each
 OF_BLOCK = 16  # candidates of a token that a block computes: few enough for few tokens to fill the GPU
-PUT = 16  # candidates of a block's token whose loads overlap
 AT_A_TIME = 8  # candidates of a thread's token whose loads overlap
 
 
@@ -204,46 +202,3 @@ def _gradient(case: Case, x: Any, scale: Any, rows: RowFactors) -> Any:
     d = rows.constant * e
     d = d if rows.slope is None else d + rows.slope * (u * e)
     return d if case.options.logit_softcap is None else d * _softcap.derivative(x)
-
-
-def put(
-    case: Case,
-    dlogits: Float[Array, "T columns"],
-    ids: Int[Array, "n"],
-    values: Float[Array, "K*stride"],
-    numbers: Int[Array, "5"],
-    first: int,
-) -> Float[Array, "T columns"]:
-    """``dlogits`` with the values of the candidates that are columns of this chunk in their places, rounded.
-
-    Args:
-        case: T tokens, and the shard.
-        dlogits: of a chunk; there may be more rows.
-        ids: of the candidates.
-        values: theirs.
-        numbers: how many rows there are, the stride of all that is flat, the id of the shard's first column, and the
-            columns where the chunk begins and ends.
-        first: the field of the first candidate in ``ids``.
-    """
-    output = jax.ShapeDtypeStruct(dlogits.shape, dlogits.dtype)
-    body = functools.partial(_put, case, first)
-    run = kernel(body, [output], "lce_put_candidates", {"token": case.num_tokens}, updated={0: 0})
-    return run(dlogits, ids, values, numbers)[0]
-
-
-def _put(case: Case, first: int, dlogits: Any, ids: Any, values: Any, numbers: Any, output: Any) -> None:
-    del dlogits
-    most, token = case.options.num_candidates, lax.axis_index("token")
-    count, stride, start, begin, end = (numbers[i] for i in range(5))
-
-    def store(column: Any, value: Any) -> None:
-        output.at[token, column - begin][...] = value  # by all threads: the same number
-
-    def step(i: Any, _: Any) -> None:
-        which = [jnp.minimum(i * PUT + j, most - 1) for j in range(min(PUT, most))]  # after the last, that one again
-        columns = [ids[(first + k) * stride + token] - start for k in which]
-        found = [values[k * stride + token].astype(output.dtype) for k in which]
-        for column, value in zip(columns, found, strict=True):
-            pl.when((column >= begin) & (column < end))(functools.partial(store, column, value))
-
-    pl.when(token < count)(lambda: lax.fori_loop(0, -(-most // PUT), step, None))

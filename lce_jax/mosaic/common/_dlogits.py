@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 def dlogits(
     machine: Machine,
+    tuning: Any,
     prepared: Prepared,
     weight: Float[Array, "V H"],
     case: Case,
-    tuning: Any,
     factors: Float[Array, "factors Tp"],
     span: Int[Array, "fields"],
     columns: int,
@@ -85,10 +85,10 @@ def _kernel(
 
 def live_dlogits(
     machine: Machine,
+    tuning: Any,
     prepared: Prepared,
     weight: Float[Array, "V H"],
     case: Case,
-    tuning: Any,
     factors: Float[Array, "factors Tp"],
     work: Worklist,
     batches: Batches,
@@ -100,7 +100,8 @@ def live_dlogits(
     output = jax.ShapeDtypeStruct((slots * ROW_BLOCK, TILE_N), case.dtype)
     run = machine.kernel(matmul, functools.partial(_live_kernel, machine, matmul), [output], "lce_live_dlogits")
     per_token = (prepared.targets, prepared.scale, prepared.holds_target, prepared.mask, factors)
-    (result,) = run(prepared.hidden, weight, *per_token, work.row_blocks, work.tiles, batches.scalars, batch)
+    floor = [] if prepared.floor is None else [prepared.floor]
+    (result,) = run(prepared.hidden, weight, *per_token, work.row_blocks, work.tiles, batches.scalars, batch, *floor)
     return result
 
 
@@ -118,9 +119,10 @@ def _live_kernel(
     tiles: Any,  # [entries]
     scalars: Any,  # [batches, fields], a `Batch` each
     number: Any,  # of the batch
-    output: Any,  # [slots · 128, 256]
+    *floor_and_output: Any,  # [Tp] if there is a floor, and [slots · 128, 256]
 ) -> None:
-    batch, refs = Batch.unpack(scalars, number[0]), Refs(targets, scale, holds_target, mask, factors, output)
+    *floor, output = floor_and_output
+    batch, refs = Batch.unpack(scalars, number[0]), Refs(targets, scale, holds_target, mask, factors, output, *floor)
 
     def consume(tile: Tile, multiply: Any, slots: Any) -> None:
         where = Where(tile.column, tile.vocabulary_tile, batch.num_columns, tile.slot * ROW_BLOCK, 0)

@@ -40,16 +40,36 @@ def join(
     numbers: Int[Array, "3"],
     in_nats: bool = False,
     parted: Parted | None = None,
-    maxima: Float[Array, "tiles kept Tp"] | None = None,
-) -> tuple[Float[Array, "groups fields Tp"], Float[Array, "tiles kept Tp"] | None]:
-    """``joined`` with the unions of each ``group`` neighbours among ``parts``; ``scale`` is the k of eq. 0 in base 2.
+) -> Float[Array, "groups fields Tp"]:
+    """`KernelSet.join`: one thread per token and group."""
+    return _join(scale, parts, [joined], case, group, numbers, in_nats, parted)[0]
 
-    ``numbers`` are the live rows, the parts that count, and where in ``joined`` the first group goes. Groups after the
-    last part are those of no columns; those after the last of ``joined`` are not written, nor are row blocks without a
-    live row. With ``in_nats`` the unions are as eq. 1 has them, else in base 2 as the parts are. ``maxima``, if any,
-    come with the first fields of each part in these groups. ``parted``: as `KernelSet.join` says.
-    """
-    updated = [x for x in (joined, maxima) if x is not None]
+
+def join_keeping(
+    scale: Float[Array, "Tp"],
+    parts: Float[Array, "parts fields Tp"],
+    joined: Float[Array, "groups fields Tp"],
+    case: Case,
+    group: int,
+    numbers: Int[Array, "3"],
+    maxima: Float[Array, "tiles kept Tp"],
+) -> tuple[Float[Array, "groups fields Tp"], Float[Array, "tiles kept Tp"]]:
+    """The same, and ``maxima`` with the first fields of each part, which the thread has at hand."""
+    joined, maxima = _join(scale, parts, [joined, maxima], case, group, numbers)
+    return joined, maxima
+
+
+def _join(
+    scale: Array,
+    parts: Array,
+    updated: list[Array],
+    case: Case,
+    group: int,
+    numbers: Array,
+    in_nats: bool = False,
+    parted: Parted | None = None,
+) -> list[Array]:
+    """``updated``, the unions and what is kept of each part, if anything is."""
     run = _pallas.kernel(
         functools.partial(_kernel, case, group, in_nats, parted),
         out_type=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in updated],
@@ -59,8 +79,7 @@ def join(
         kernel_name="lce_join",
         updated={3 + i: i for i in range(len(updated))},
     )
-    joined, *kept = run(parts, scale, numbers, *updated)
-    return joined, kept[0] if kept else None
+    return list(run(parts, scale, numbers, *updated))
 
 
 def _kernel(

@@ -1,198 +1,142 @@
-"""The launches of a kernel set: the same for all generations, with a generation's tunings and its `Machine`.
+"""The launches of a kernel set: a table, the same for all generations, with a generation's tunings and its `Machine`.
 
-They import the kernel language, which takes half a second, when they are first called.
+`lce_jax.mosaic._kernel_set` says what each takes and returns; a function of that name here computes it. They import the
+kernel language, which takes half a second, when they are first called.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import abc
+import importlib
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lce_jax._types import Case
-from lce_jax.mosaic._cache import Cache
-from lce_jax.mosaic._kernel_set import KernelSet, Parted
-from lce_jax.mosaic._operands import Marked, Prepared
-from lce_jax.mosaic.common._candidate_kernels import CandidateKernels
-from lce_jax.mosaic.common._kl_kernels import KLKernels
-from lce_jax.mosaic.common._live_kernels import LiveKernels
+from lce_jax.mosaic._geometry import geometry
+from lce_jax.mosaic._kernel_set import KernelSet
+from lce_jax.mosaic.common._tiles import ROW_BLOCK, TILING
 
 if TYPE_CHECKING:
-    from lce_jax._shapes import Array, Float, Int
+    from lce_jax.mosaic.common._machine import KLMachine, Machine
+
+LEAST_HIDDEN = 128  # of a gathered row of the weight: a number for every thread
 
 
-class Kernels(LiveKernels, CandidateKernels, KLKernels, KernelSet, Protocol):
+class Tunings(Protocol):
+    """A generation's free choices."""
+
+    def of(self, case: Case, kernel: str) -> Any:
+        """Those of a kernel."""
+
+
+def _launch(module: str, function: str) -> Any:
+    """The launch of a kernel without tensor cores: ``function(*operands)`` of ``module``."""
+
+    def launch(_: Any, *operands: Any, **more: Any) -> Any:
+        return _found(module, function)(*operands, **more)
+
+    return launch
+
+
+def _multiply(module: str, function: str, tuning: str) -> Any:
+    """The launch of a kernel with tensor cores: ``function(machine, tuning, *operands)`` of ``module``."""
+
+    def launch(kernels: Kernels, *operands: Any, **more: Any) -> Any:
+        case = next(x for x in operands if isinstance(x, Case))
+        return _found(module, function)(kernels.machine, kernels.tunings.of(case, tuning), *operands, **more)
+
+    return launch
+
+
+def _of_two_heads(function: str, tuning: str) -> Any:
+    """The launch of a kernel of two heads, ``function(machine, tuning, cases, *operands)`` of `common._kl`."""
+
+    def launch(kernels: Kernels, cases: tuple[Case, Case], *operands: Any) -> Any:
+        return _found("_kl", function)(kernels.kl_machine, kernels.tunings.of(cases[0], tuning), cases, *operands)
+
+    return launch
+
+
+def _found(module: str, function: str) -> Any:
+    return getattr(importlib.import_module(f"lce_jax.mosaic.common.{module}"), function)
+
+
+class Kernels(KernelSet):
     """The part of a `KernelSet` that every generation has in common."""
 
-    def statistics(
-        self,
-        prepared: Prepared,
-        weight: Float[Array, "V H"],
-        case: Case,
-        span: Int[Array, "fields"],
-        parts: Float[Array, "tiles fields Tp"],
-        cache: Cache | None,
-    ) -> tuple[Float[Array, "tiles fields Tp"], Cache | None]:
-        """The forward's tiles, straight from the accumulators."""
-        from lce_jax.mosaic.common import _statistics
+    tunings: Tunings
 
-        tuning = self.tunings.of(case, "forward")
-        return _statistics.statistics(self.machine, prepared, weight, case, tuning, span, parts, cache)
+    @property
+    @abc.abstractmethod
+    def machine(self) -> Machine:
+        """How the generation multiplies tiles."""
 
-    def join(
-        self,
-        scale: Float[Array, "Tp"],
-        parts: Float[Array, "parts fields Tp"],
-        joined: Float[Array, "groups fields Tp"],
-        case: Case,
-        group: int,
-        numbers: Int[Array, "3"],
-        in_nats: bool = False,
-        parted: Parted | None = None,
-    ) -> Float[Array, "groups fields Tp"]:
-        """One thread per token and group."""
-        from lce_jax.mosaic.common import _join
+    @property
+    def kl_machine(self) -> KLMachine:
+        """Its epilogues of two heads."""
+        found = self.machine.kl
+        assert found is not None
+        return found
 
-        return _join.join(scale, parts, joined, case, group, numbers, in_nats, parted)[0]
+    # The forward.
+    statistics = _multiply("_statistics", "statistics", "forward")
+    join = _launch("_join", "join")
+    per_token = _launch("_per_token", "per_token")
+    prepare = _launch("_tokens", "prepare")
+    finish = _launch("_tokens", "finish")
 
-    def per_token(self, function: Callable[..., Any], *operands: Any) -> Any:
-        """One thread per token."""
-        from lce_jax.mosaic.common import _per_token
+    # The backward.
+    coefficients = _launch("_tokens", "coefficients")
+    dlogits = _multiply("_dlogits", "dlogits", "dlogits")
+    cached_dlogits = _launch("_cached_dlogits", "dlogits")
+    update_dhidden = _multiply("_products", "update_dhidden", "dhidden")
+    write_dweight = _multiply("_products", "write_dweight", "dweight")
 
-        return _per_token.per_token(function, *operands)
+    # Rows of hidden and of the weight.
+    total = _launch("_hidden_rows", "total")
+    rows = _launch("_hidden_rows", "rows")
+    copy = _launch("_hidden_rows", "copy")
+    scale = _launch("_hidden_rows", "scale")
+    zeros = _launch("_hidden_rows", "zeros")
 
-    def dlogits(
-        self,
-        prepared: Prepared,
-        weight: Float[Array, "V H"],
-        case: Case,
-        factors: Float[Array, "factors Tp"],
-        span: Int[Array, "fields"],
-        columns: int,
-    ) -> Float[Array, "T columns"]:
-        """A chunk's gradient in the raw products, recomputed."""
-        from lce_jax.mosaic.common import _dlogits
+    # Candidates.
+    candidate_logits = _launch("_candidates", "logits")
+    candidate_values = _launch("_candidates", "values")
+    put_candidates = _launch("_put_candidates", "put")
+    keep_candidates = _launch("_candidate_tokens", "keep")
+    join_candidates = _launch("_candidate_tokens", "join")
+    candidate_logprobs = _launch("_candidate_tokens", "logprobs")
+    candidate_terms = _launch("_candidate_tokens", "terms")
 
-        tuning = self.tunings.of(case, "dlogits")
-        return _dlogits.dlogits(self.machine, prepared, weight, case, tuning, factors, span, columns)
+    # A ``gradient_threshold``: which tiles are live, lists of them, and the backward along these.
+    join_keeping = _launch("_join", "join_keeping")
+    select = _launch("_select", "select")
+    dropped_mass = _launch("_select", "dropped_mass")
+    live_counts = _launch("_worklists", "counts")
+    live_order = _launch("_worklists", "order")
+    live_entries = _launch("_worklists", "entries")
+    live_rows = _launch("_worklists", "rows")
+    live_row_lists = _launch("_worklists", "row_lists")
+    live_ranks = _launch("_worklists", "ranks")
+    live_dlogits = _multiply("_dlogits", "live_dlogits", "dlogits")
+    put_live_candidates = _launch("_put_candidates", "put_live")
+    update_live_dhidden = _multiply("_live_products", "update_dhidden", "live_dhidden")
+    write_live_dweight = _multiply("_live_products", "write_dweight", "live_dweight")
 
-    def cached_dlogits(
-        self,
-        prepared: Prepared,
-        case: Case,
-        factors: Float[Array, "factors Tp"],
-        cache: Cache,
-        span: Int[Array, "fields"],
-        columns: int,
-        overwrites: bool,
-    ) -> Float[Array, "T columns"]:
-        """The same from the cache, at the speed of memory."""
-        from lce_jax.mosaic.common import _cached_dlogits
+    # Two heads.
+    kl_statistics = _of_two_heads("statistics", "kl_statistics")
+    kl_mixture_sums = _of_two_heads("mixture_sums", "kl_mixture_sums")
+    kl_dlogits = _of_two_heads("dlogits", "kl_dlogits")
 
-        return _cached_dlogits.dlogits(prepared, case, factors, cache, span, columns, overwrites)
+    def gathers(self, case: Case) -> bool:
+        """Where a column of the weight is contiguous."""
+        return case.options.vocab_dim == 0 and case.hidden_size >= LEAST_HIDDEN
 
-    def update_dhidden(
-        self,
-        sums: Float[Array, "splits Tp Hp"],
-        dlogits: Float[Array, "T columns"],
-        weight: Float[Array, "V H"],
-        case: Case,
-        span: Int[Array, "fields"],
-    ) -> Float[Array, "splits Tp Hp"]:
-        """The product dlogits · weight, its contraction cut into as many parts as there are arrays of sums."""
-        from lce_jax.mosaic.common import _products
+    def live_shape(self, case: Case) -> tuple[int, int]:
+        """Row blocks are padded to one for each thread."""
+        shape = geometry(case, TILING)
+        return shape.num_tiles, -(-shape.row_blocks // ROW_BLOCK) * ROW_BLOCK
 
-        tuning = self.tunings.of(case, "dhidden")
-        return _products.update_dhidden(self.machine, sums, dlogits, weight, case, tuning, span)
-
-    def write_dweight(
-        self,
-        dweight: Float[Array, "V H"],
-        dlogits: Float[Array, "T columns"],
-        hidden: Float[Array, "T H"],
-        case: Case,
-        span: Int[Array, "fields"],
-        add: bool = False,
-    ) -> Float[Array, "V H"]:
-        """The product dlogitsᵀ · hidden."""
-        from lce_jax.mosaic.common import _products
-
-        tuning = self.tunings.of(case, "dweight")
-        return _products.write_dweight(self.machine, dweight, dlogits, hidden, case, tuning, span, add)
-
-    def prepare(
-        self,
-        case: Case,
-        labels: Int[Array, "R 2"] | Int[Array, "R"],
-        temperatures: Float[Array, "n"] | None,
-        field: int,
-        numbers: Int[Array, "4"],
-        ids: Int[Array, "R"] | None = None,
-        floors: Float[Array, "n"] | None = None,
-        floor_field: int = 0,
-    ) -> tuple[Marked, Int[Array, "R"] | None]:
-        """One thread per token."""
-        from lce_jax.mosaic.common import _tokens
-
-        return _tokens.prepare(case, labels, temperatures, field, numbers, ids, floors, floor_field)
-
-    def finish(
-        self,
-        case: Case,
-        joined: Float[Array, "1 fields Tp"],
-        ids: Int[Array, "R"],
-        temperatures: Float[Array, "R"] | None,
-        numbers: Int[Array, "2"],
-        kept: Float[Array, "n"],
-        vocab_size: int,
-        megatron: bool,
-        sizes: Float[Array, "groups fields Tp"] | None = None,
-        floors: Float[Array, "R"] | None = None,
-    ) -> tuple[list[Float[Array, "R"]], Float[Array, "n"]]:
-        """The same, through `mathematics._logprobs`."""
-        from lce_jax.mosaic.common import _tokens
-
-        given = numbers, kept, vocab_size, megatron, sizes, floors
-        return _tokens.finish(case, joined, ids, temperatures, *given)
-
-    def coefficients(
-        self,
-        case: Case,
-        kept: Float[Array, "n"],
-        has_temperature: bool,
-        seeds: dict[str, Float[Array, "R"]],
-        numbers: Int[Array, "2"],
-        vocab_size: int,
-        terms: Float[Array, "(K+1)*R"] | None = None,
-    ) -> Float[Array, "factors Tp"]:
-        """The same, through `mathematics._logprobs`."""
-        from lce_jax.mosaic.common import _tokens
-
-        return _tokens.coefficients(case, kept, has_temperature, seeds, numbers, vocab_size, terms)
-
-    def total(
-        self, case: Case, sums: Float[Array, "splits Tp Hp"], dtype: Any, numbers: Int[Array, "1"]
-    ) -> Float[Array, "R H"]:
-        """A few rows for each block."""
-        from lce_jax.mosaic.common import _hidden_rows
-
-        return _hidden_rows.total(case, sums, dtype, numbers)
-
-    def rows(self, case: Case, hidden: Float[Array, "R H"], numbers: Int[Array, "1"]) -> Float[Array, "R H"]:
-        """A few rows for each block."""
-        from lce_jax.mosaic.common import _hidden_rows
-
-        return _hidden_rows.rows(case, hidden, numbers)
-
-    def copy(
-        self, case: Case, weight: Float[Array, "atoms n"], numbers: Int[Array, "2"]
-    ) -> Float[Array, "tile_atoms n"]:
-        """A piece of an atom for each block."""
-        from lce_jax.mosaic.common import _hidden_rows
-
-        return _hidden_rows.copy(case, weight, numbers)
-
-    def scale(self, x: Float[Array, "n"], factor: Float[Array, "1"], dtype: Any) -> Float[Array, "n"]:
-        """At the speed of memory."""
-        from lce_jax.mosaic.common import _hidden_rows
-
-        return _hidden_rows.scale(x, factor, dtype)
+    def live_group(self, case: Case) -> int:
+        """The blocks of a cluster, which share each tile of the weight."""
+        group: int = self.tunings.of(case, "dlogits").cluster
+        return group

@@ -53,21 +53,21 @@ type Multiply = Sequence[Callable[[], Any]]  # the products of p and of q, to be
 
 def statistics(
     machine: KLMachine,
-    cases: tuple[Case, Case],
     tuning: Any,
+    cases: tuple[Case, Case],
     operands: KLOperands,
     span: Int[Array, "fields"],
     parts: Float[Array, "n 6 Tp"],
 ) -> Float[Array, "n 6 Tp"]:
     """``parts`` with those of the span's tiles."""
     given = _arrays(operands, span)
-    return _updated(machine, cases, tuning, machine.statistics, "lce_kl_statistics", given, parts)
+    return _updated(machine, tuning, cases, machine.statistics, "lce_kl_statistics", given, parts)
 
 
 def mixture_sums(
     machine: KLMachine,
-    cases: tuple[Case, Case],
     tuning: Any,
+    cases: tuple[Case, Case],
     operands: KLOperands,
     factors: Float[Array, "12 Tp"],
     span: Int[Array, "fields"],
@@ -75,13 +75,13 @@ def mixture_sums(
 ) -> Float[Array, "n 2 Tp"]:
     """``parts`` with those of the span's tiles."""
     given = [*_arrays(operands, span), factors]
-    return _updated(machine, cases, tuning, machine.mixture_sums, "lce_kl_mixture_sums", given, parts)
+    return _updated(machine, tuning, cases, machine.mixture_sums, "lce_kl_mixture_sums", given, parts)
 
 
 def _updated(
     machine: KLMachine,
-    cases: tuple[Case, Case],
     tuning: Any,
+    cases: tuple[Case, Case],
     epilogue: Callable[..., None],
     name: str,
     given: Sequence[Any],
@@ -116,8 +116,8 @@ def _kernel_per_tile(
 
 def dlogits(
     machine: KLMachine,
-    cases: tuple[Case, Case],
     tuning: Any,
+    cases: tuple[Case, Case],
     operands: KLOperands,
     factors: Float[Array, "fields Tp"],
     span: Int[Array, "fields"],

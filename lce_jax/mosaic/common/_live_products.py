@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 def update_dhidden(
     machine: Machine,
+    tuning: Any,
     sums: Float[Array, "splits Tp Hp"],
     dlogits: Float[Array, "slots*128 256"],
     weight: Float[Array, "V H"],
     case: Case,
-    tuning: Any,
     work: Worklist,
     batches: Batches,
     batch: Int[Array, "1"],
@@ -102,11 +102,11 @@ def _dhidden_kernel(
 
 def write_dweight(
     machine: Machine,
+    tuning: Any,
     dweight: Float[Array, "V H"],
     dlogits: Float[Array, "slots*128 256"],
     hidden: Float[Array, "T H"],
     case: Case,
-    tuning: Any,
     work: Worklist,
     batches: Batches,
     batch: Int[Array, "1"],

@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 def update_dhidden(
     machine: Machine,
+    tuning: Any,
     sums: Float[Array, "splits Tp Hp"],
     dlogits: Float[Array, "T columns"],
     weight: Float[Array, "V H"],
     case: Case,
-    tuning: Any,
     span: Int[Array, "fields"],
 ) -> Float[Array, "splits Tp Hp"]:
     """The product over the span's first ``depth`` columns, in the span's rows, written to ``sums`` or added there.
@@ -70,11 +70,11 @@ def _dhidden_kernel(
 
 def write_dweight(
     machine: Machine,
+    tuning: Any,
     dweight: Float[Array, "V H"],
     dlogits: Float[Array, "T columns"],
     hidden: Float[Array, "T H"],
     case: Case,
-    tuning: Any,
     span: Int[Array, "fields"],
     add: bool = False,
 ) -> Float[Array, "V H"]:

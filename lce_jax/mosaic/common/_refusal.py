@@ -66,8 +66,6 @@ def _options_refusal(case: Case) -> str | None:
     options = case.options
     if options.logit_scale <= 0:
         return f"logit_scale must be positive for its running maximum, got {options.logit_scale}"
-    if options.gradient_threshold and options.num_candidates:
-        return "gradient_threshold together with candidates, whose terms lie in tiles that may be left out"
     if options.gradient_threshold and case.vocab_size % ATOM_ROWS:
         return f"gradient_threshold needs V to be a multiple of {ATOM_ROWS}, got {case.vocab_size}"
     if options.has_bias:

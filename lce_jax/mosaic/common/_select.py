@@ -27,52 +27,60 @@ if TYPE_CHECKING:
     from lce_jax._shapes import Array, Float, Int
 
 TILES = 16  # of a block, whose loads overlap
+AT_A_TIME = 8  # candidates of a thread's token whose loads overlap
 
 
 def select(
     case: Case,
-    live_shape: tuple[int, int],
     maxima: Float[Array, "tiles kept Tp"],
     targets: Int[Array, "Tp"],
     scale: Float[Array, "Tp"],
     merged: Float[Array, "n"],
     field: int,
-    numbers: Int[Array, "3"],
+    numbers: Int[Array, "3 or 5"],
+    ids: Int[Array, "n"] | None = None,
+    first: int = 0,
 ) -> tuple[Int[Array, "tiles blocks"], Float[Array, "parts Tp"] | None]:
     """1 where a tile is live, and of several parts of the vocabulary the probability in the tiles that are not.
 
     Args:
         case: of the shard.
-        live_shape: of the first result.
         maxima: each tile's largest x, and its sum if the probabilities are asked for.
         targets: the shard's columns of the labels, -1 where it does not hold them.
         scale: the k of eq. 0 in base 2.
         merged: flat; its fields ``field`` and ``field + 1`` are the maximum and the sum of the whole vocabulary.
             Another field follows, or both are padded to whole row blocks.
         field: of the maximum.
-        numbers: how many rows there are, the stride of fields, and a tile that is live whatever it holds, or -1.
+        numbers: how many rows there are, the stride of fields, and a tile that is live whatever it holds, or -1;
+            with candidates also the id of the shard's first column, and how many columns it has.
+        ids: those of the candidates: flat, a field for each, in which those of all tokens lie side by side. None: there
+            are none.
+        first: the field of the first one's.
     """
     shape = geometry(case, TILING)
-    outputs, parts = [jax.ShapeDtypeStruct(live_shape, jnp.int32)], -(-shape.num_tiles // TILES)
+    blocks = -(-shape.row_blocks // ROW_BLOCK) * ROW_BLOCK  # one for each thread
+    outputs, parts = [jax.ShapeDtypeStruct((shape.num_tiles, blocks), jnp.int32)], -(-shape.num_tiles // TILES)
     if maxima.shape[1] > 1:
         outputs.append(jax.ShapeDtypeStruct((parts, shape.padded_tokens), jnp.float32))
-    body = functools.partial(_select, math.log2(case.options.gradient_threshold), field)
+    body = functools.partial(_select, case, field, None if ids is None else first)
     run = kernel(body, outputs, "lce_select", {"part": parts, "rows": shape.row_blocks})
-    live, *masses = run(maxima, targets, scale, merged, numbers)
+    live, *masses = run(maxima, targets, scale, merged, numbers, *([] if ids is None else [ids]))
     return live, masses[0] if masses else None
 
 
 def _select(
-    limit: float,  # the logarithm of the threshold in base 2
+    case: Case,
     field: int,
+    first: int | None,  # the field of the first candidate's id, if there are any
     maxima: Any,
     targets: Any,
     scale: Any,
     merged: Any,
     numbers: Any,
-    live: Any,
-    *masses: Any,
+    *refs: Any,
 ) -> None:
+    ids, (live, *masses) = (None, refs) if first is None else (refs[0], refs[1:])
+    limit = math.log2(case.options.gradient_threshold)
     block, part = lax.axis_index("rows"), lax.axis_index("part")
     count, stride, always = (numbers[i] for i in range(3))
     rows, zero = block_rows(block), along(0.0, jnp.float32)
@@ -93,13 +101,19 @@ def _select(
         there = along(block * ROW_BLOCK) + numbered() < count
         highest, sumexp = (merged[pl.ds((field + i) * stride + block * ROW_BLOCK, THREADS)] for i in range(2))
         of_rows, row_scale = jnp.log(sumexp) * LOG2E, scale[rows]
-        target = lax.shift_right_arithmetic(targets[rows], along(TILE_N.bit_length() - 1))
+        holds = [_as_int(_tile_of(targets[rows]) == tile) for tile in tiles]
+        if first is not None:
+            holds = _with_candidates(case, first, ids, numbers, block, tiles, holds)
         mass = zero
-        for tile, largest, of_tile in [(tile, *_load(maxima, tile, rows)) for tile in tiles]:
+        for tile, held, (largest, of_tile) in [
+            (tiles[i], holds[i], _load(maxima, tiles[i], rows)) for i in range(TILES)
+        ]:
             u = (largest - highest) * row_scale - of_rows  # the logarithm of the tile's largest probability
             # NaN is not below: a row without probabilities makes all tiles live, so that its gradient is NaN as well.
             is_live = jnp.where(u < limit, along(0), along(1))
-            is_live = jnp.where(target == tile, along(1), is_live)
+            if case.options.has_floor:  # a row without a column that counts has no gradient, and its u is infinite
+                is_live = jnp.where(sumexp == 0.0, along(0), is_live)
+            is_live = jnp.where(held > 0, along(1), is_live)
             is_live = jnp.where(along(tile) == always, along(1), is_live)
             is_live = jnp.max(jnp.where(there, is_live, along(0)))
             put(tile, is_live)
@@ -111,6 +125,32 @@ def _select(
     has_rows = block * ROW_BLOCK < count
     pl.when(has_rows)(some_may_be)
     pl.when(jnp.logical_not(has_rows))(none_is_live)
+
+
+def _with_candidates(
+    case: Case, first: int, ids: Any, numbers: Any, block: Any, tiles: list[Any], holds: list[Any]
+) -> list[Any]:
+    """``holds``, and 1 also for each of ``tiles`` that holds a candidate of the thread's token."""
+    most, stride, start, num_columns = case.options.num_candidates, numbers[1], numbers[3], along(numbers[4])
+
+    def step(i: Any, holds: list[Any]) -> list[Any]:
+        which = [jnp.minimum(i * AT_A_TIME + j, most - 1) for j in range(min(AT_A_TIME, most))]
+        columns = [ids[pl.ds((first + k) * stride + block * ROW_BLOCK, THREADS)] - along(start) for k in which]
+        for column in columns:
+            tile_of = jnp.where(column < num_columns, _tile_of(column), along(-1))
+            holds = [jnp.where(tile_of == tile, along(1), held) for tile, held in zip(tiles, holds, strict=True)]
+        return holds
+
+    return lax.fori_loop(0, -(-most // AT_A_TIME), step, holds)
+
+
+def _tile_of(column: Any) -> Any:
+    """Negative if the column is."""
+    return lax.shift_right_arithmetic(column, along(TILE_N.bit_length() - 1))
+
+
+def _as_int(mask: Any) -> Any:
+    return jnp.where(mask, along(1), along(0))
 
 
 def _load(maxima: Any, tile: Any, rows: Any) -> tuple[Any, Any]:

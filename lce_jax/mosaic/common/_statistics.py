@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 
 def statistics(
     machine: Machine,
+    tuning: Any,
     prepared: Prepared,
     weight: Float[Array, "V H"],
     case: Case,
-    tuning: Any,
     span: Int[Array, "fields"],
     parts: Float[Array, "tiles fields Tp"],
     cache: Cache | None,

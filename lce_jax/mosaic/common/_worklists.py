@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from lce_jax.mosaic._pallas import pl, plgpu
-from lce_jax.mosaic._worklist import Batch, Entries, RowEntries, RowLists, Sizes
+from lce_jax.mosaic._worklist import Batch, Entries, Order, RowEntries, RowLists, Sizes
 from lce_jax.mosaic.common._threads import THREADS, along, numbered
 from lce_jax.mosaic.common._tokens import kernel
 
@@ -50,13 +50,13 @@ def counts(sizes: Sizes, live: Int[Array, "tiles blocks"]) -> Int[Array, "tiles"
     return _run(body, [(padded(sizes.tiles),)], "lce_live_counts", {"tile": sizes.tiles})(live)[0]
 
 
-def order(sizes: Sizes, counts: Int[Array, "tiles"]) -> tuple[Int[Array, "ranks"], Int[Array, "ranks"]]:
-    """The vocabulary tile at each rank, and its count.
+def order(sizes: Sizes, counts: Int[Array, "tiles"]) -> Order:
+    """The vocabulary tile at each rank.
 
     By count, and then mixed: the fractional parts of multiples of the golden ratio, in fixed point, are spread evenly.
     """
 
-    def body(counts: Any, order: Any, ordered: Any) -> None:
+    def body(counts: Any, order: Any, ordered: Any, rank_of: Any) -> None:
         tile = lax.axis_index("tile")
         count = counts[tile]
         sorted_place = _sum(sizes.tiles, lambda n, rows: _before(counts[rows], n, count, tile))
@@ -64,9 +64,9 @@ def order(sizes: Sizes, counts: Int[Array, "tiles"]) -> tuple[Int[Array, "ranks"
         rank = _sum(sizes.tiles, lambda n, _: _as_int(_fraction(n) < key))
         order[rank] = tile
         ordered[rank] = count
+        rank_of[tile] = rank
 
-    found = _run(body, [(padded(sizes.tiles),)] * 2, "lce_live_order", {"tile": sizes.tiles})(counts)
-    return found[0], found[1]
+    return Order(*_run(body, [(padded(sizes.tiles),)] * 3, "lce_live_order", {"tile": sizes.tiles})(counts))
 
 
 def entries(
@@ -74,12 +74,11 @@ def entries(
     live: Int[Array, "tiles blocks"],
     order: Int[Array, "ranks"],
     counts: Int[Array, "ranks"],
-    numbers: Int[Array, "1"],
 ) -> Entries:
-    """Each rank's entries. ``numbers``: how many of the first vocabulary tiles dhidden contracts."""
+    """Each rank's entries."""
     lists = [(sizes.entries,)] * 2 + [(padded(sizes.tiles + 1),), (sizes.blocks, padded(sizes.tiles))]
     run = _run(functools.partial(_entries, sizes), lists, "lce_live_entries", {"rank": sizes.tiles})
-    return Entries(*run(live, order, counts, numbers))
+    return Entries(*run(live, order, counts))
 
 
 def _entries(
@@ -87,7 +86,6 @@ def _entries(
     live: Any,
     order: Any,
     counts: Any,
-    numbers: Any,
     row_blocks: Any,
     tiles: Any,
     firsts: Any,
@@ -95,7 +93,6 @@ def _entries(
 ) -> None:
     rank = lax.axis_index("rank")
     tile, count = order[rank], counts[rank]
-    is_contracted = (tile < numbers[0]).astype(jnp.int32)
     start = _sum(sizes.tiles, lambda n, rows: jnp.where(n < rank, _in_groups(sizes, counts[rows]), 0))
     end = start + _in_groups(sizes, count)
     firsts[rank] = start
@@ -105,7 +102,7 @@ def _entries(
         tiles[entry] = tile
 
     def visit(entry: Any, block: Any, is_live: Any) -> Any:
-        places[block, rank] = is_contracted * is_live * (entry + 1) - 1
+        places[block, rank] = is_live * (entry + 1) - 1
         pl.when(is_live > 0)(lambda: put(entry, block))
         return entry + is_live
 
@@ -118,18 +115,33 @@ def _entries(
 
 
 def rows(
-    sizes: Sizes, order: Int[Array, "ranks"], first: Int[Array, "ranks+1"], places: Int[Array, "blocks ranks"]
+    sizes: Sizes,
+    order: Int[Array, "ranks"],
+    first: Int[Array, "ranks+1"],
+    places: Int[Array, "blocks ranks"],
+    numbers: Int[Array, "1"],
 ) -> RowEntries:
-    """The entries once more, by row block: a list each, in which each batch has a range."""
+    """The entries that dhidden contracts once more, by row block: a list each, in which each batch has a range.
+
+    ``numbers``: how many of the first vocabulary tiles it contracts.
+    """
     shapes = [(sizes.blocks * sizes.tiles,)] * 2 + [(sizes.batches, padded(sizes.blocks))] * 2
     run = _run(functools.partial(_rows, sizes), shapes, "lce_live_rows", {"block": sizes.blocks})
-    return RowEntries(*run(order, first, places))
+    return RowEntries(*run(order, first, places, numbers))
 
 
 def _rows(
-    sizes: Sizes, order: Any, firsts: Any, places: Any, by_row: Any, tile_by_row: Any, starts: Any, counts: Any
+    sizes: Sizes,
+    order: Any,
+    firsts: Any,
+    places: Any,
+    numbers: Any,
+    by_row: Any,
+    tile_by_row: Any,
+    starts: Any,
+    counts: Any,
 ) -> None:
-    block = lax.axis_index("block")
+    block, contracted = lax.axis_index("block"), numbers[0]
     first = block * sizes.tiles
 
     def put(n: Any, place: Any, tile: Any) -> None:
@@ -137,8 +149,9 @@ def _rows(
         tile_by_row[n] = tile
 
     def visit(n: Any, _: Any, place: Any, tile: Any) -> Any:
-        pl.when(place >= 0)(lambda: put(n, place, tile))
-        return n + (place >= 0).astype(jnp.int32)
+        is_there = (place >= 0) & (tile < contracted)
+        pl.when(is_there)(lambda: put(n, place, tile))
+        return n + is_there.astype(jnp.int32)
 
     _walk(sizes.tiles, [lambda rows: places[block, rows], lambda rows: order[rows]], visit, first)
 
@@ -146,7 +159,7 @@ def _rows(
         def is_there(_: Any, rows: Any) -> Any:
             begins = firsts[rows]
             inside = (begins >= batch * sizes.share) & (begins < (batch + 1) * sizes.share)
-            return _as_int(inside & (places[block, rows] >= 0))
+            return _as_int(inside & (places[block, rows] >= 0) & (order[rows] < contracted))
 
         count = _sum(sizes.tiles, is_there)
         starts[batch, block] = start

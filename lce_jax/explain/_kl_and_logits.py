@@ -1,4 +1,4 @@
-"""What `explain` says of functions that are no pass over one vocabulary."""
+"""What `explain` says of `linear_kl` and `linear_logits`, which are no pass over one vocabulary."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import jax.numpy as jnp
 
 from lce_jax import _dispatch, mosaic
 from lce_jax._types import is_array
-from lce_jax.call import _arguments, _checks, _options
-from lce_jax.call._kl import KLCall
-from lce_jax.call._kl_spec import KLSpec
+from lce_jax.call import _bind, _checks, _options
+from lce_jax.call._kl import KLOperands
 from lce_jax.call._place import Place, placed
 from lce_jax.mathematics._kl import Pair
 from lce_jax.xla import _kl_plan, _logits_plan
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 NOT_OF = {
     "linear_topk": _options.NOT_OF_TOPK,
     "linear_logits": _options.NOT_OF_TOPK,
-    "linear_kl": (*_options.NOT_OF_TOPK, "implementation"),
+    "linear_kl": _options.NOT_OF_TOPK,
 }
 FUNCTION_OF = {"k": "linear_topk", "ids": "linear_logits", "teacher": "linear_kl"}
 
@@ -49,11 +48,11 @@ def of_logits(
     _checks.num_candidates(ids, "ids")
     _checks.candidate_shape(ids, tuple(hidden.shape[:-1]), "hidden before H", "ids")
     checked = _options.of_call(options).named("linear_logits")
-    case = _arguments.case(hidden, weight, labels, where, checked)
+    case = _bind.case(hidden, weight, labels, where, checked)
     static = dataclasses.replace(case.options, num_candidates=ids.shape[-1])
     case = dataclasses.replace(case, options=static, partial_rows=False)  # it moves no rows
     found = placed(hidden, weight, [ids], case, checked, place)
-    spec = _arguments.spec(case, checked, found.columns, found.layout)
+    spec = _bind.spec(case, checked, found.columns, found.layout)
     return _logits_plan.plan(spec.case, found.around, spec.implementation)
 
 
@@ -63,24 +62,20 @@ def of_kl(
     """That of `lce_jax.linear_kl` with the teacher's hidden states and weight."""
     if not isinstance(teacher, tuple | list) or len(teacher) != 2:
         raise TypeError(f"teacher must be the pair of its hidden states and its weight, got {type(teacher).__name__}")
-    call = KLCall.of(Pair((hidden, weight), tuple(teacher)), where, "forward", options, options.get("axis_name"))
-    checked, case = call.options.student, call.cases.student
-    _arguments.case(hidden, weight, labels, where, checked)
+    arrays = Pair((hidden, weight), tuple(teacher))
+    call = KLOperands.of(arrays, where, "forward", options, options.get("axis_name"))
+    cases, checked = call.cases(), call.options.student
+    _bind.case(hidden, weight, labels, where, checked)
     tokens = jax.ShapeDtypeStruct(tuple(labels.shape), jnp.int32)
-    found = placed(hidden, weight, [tokens if where is None else where], case, checked, place)
-    if found.layout is not None and found.layout.vocab_axes is not None:
-        call.check_equal_columns()
-    shards = 1 if found.layout is None else found.layout.vocab_shards
-    specs = Pair(
-        *(
-            _arguments.spec(own, chosen, max(own.vocab_size, found.columns), found.layout)
-            for own, chosen in zip(call.cases, call.options, strict=True)
-        )
-    )
-    columns = min(spec.case.vocab_size for spec in specs)
-    if shards == 1 and checked.axis_name is None:
-        columns = min(columns, specs.student.vocab_size)
-    planned = KLSpec(specs, student_first=False).plan(columns)
+    found = placed(hidden, weight, [tokens if where is None else where], cases.student, checked, place)
+    layout, names_axis = found.layout, checked.axis_name is not None
+    call.check_columns(cases, names_axis or (layout is not None and layout.vocab_axes is not None))
+    pairs = zip(cases, call.options, strict=True)
+    spec = call.spec(Pair(*(_bind.spec(x, own, max(x.vocab_size, found.columns), layout) for x, own in pairs)))
+    columns = min(model.case.vocab_size for model in spec.models)
+    if not names_axis and (layout is None or layout.vocab_shards == 1):
+        columns = min(columns, spec.models.student.vocab_size)
+    planned = spec.plan(columns)
     name, refused = _dispatch.choose_kl(planned.cases, implementation=call.implementation)
     plan = mosaic.kl_plan if name == mosaic.NAME else _kl_plan.plan
     return dataclasses.replace(plan(planned, found.around), refused=refused)
