@@ -39,9 +39,10 @@ class LabelBelow(NamedTuple):
         """``stats`` of the columns that reach the floor, relative to `highest`, with the label's."""
         u = (self.x - stats.max) * row_scale
         e = jnp.where(self.there, jnp.exp2(u), 0.0)
-        there: Any = {name: getattr(stats, name) for name in SUMS}
+        there = {name: getattr(stats, name) for name in SUMS}
+        sums: Any = {name: None if x is None else x + SUMS[name].term(u, e) for name, x in there.items()}
         return stats._replace(
-            **{name: None if x is None else x + SUMS[name].term(u, e) for name, x in there.items()},
+            **sums,
             min=None if stats.min is None else jnp.minimum(stats.min, self.or_else(-PADDING)),
             support=None if stats.support is None else stats.support + jnp.where(self.there, 1.0, 0.0),
         )
