@@ -81,12 +81,6 @@ def empty(num_tokens: int, dtype: jnp.dtype, options: Options) -> ShardStatistic
     return of_fields({name: field(name, width) for name, width in options.statistics.items()})
 
 
-def sums(options: Options, u: Float[Array, "T n"], e: Float[Array, "T n"]) -> dict[str, Any]:
-    """The `SUMS` of eq. 1 over some columns, None where the call has none."""
-    asked = options.statistics
-    return {name: jnp.sum(one.term(u, e), axis=1) if name in asked else None for name, one in SUMS.items()}
-
-
 def along(per_token: Any, x: Any) -> Any:
     """``per_token`` with as many trailing dimensions of size 1 as ``x`` has more: [T] beside [T] or [T, K]."""
     return per_token.reshape(per_token.shape + (1,) * (x.ndim - per_token.ndim))
