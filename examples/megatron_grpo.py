@@ -1,6 +1,8 @@
 """GRPO steps of a Megatron model, tensor parallel, without its logits.
 
 torchrun --nproc-per-node=2 examples/megatron_grpo.py
+
+With a GPU for each rank it runs on NCCL; on a machine without one, on CPUs with gloo, which shows that it works.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from lce_torch_bridge import rows
@@ -51,7 +53,7 @@ def grpo_step(
 
 def build(tensor_parallel: int) -> GPTModel:
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor_parallel)
-    model_parallel_cuda_manual_seed(0)
+    megatron_random.model_parallel_cuda_manual_seed(0)
     config = TransformerConfig(
         num_layers=1, hidden_size=64, num_attention_heads=4, hidden_dropout=0.0, attention_dropout=0.0,
         tensor_model_parallel_size=tensor_parallel, use_cpu_initialization=True,
@@ -81,11 +83,21 @@ def main(steps: int = 3, temperature: float = 0.7) -> tuple[list[float], GPTMode
     return [grpo_step(model, optimizer, rollout, old_logprobs, temperature) for _ in range(steps)], model
 
 
+def stand_in_for_cuda() -> None:
+    """megatron-core asks ``torch.cuda`` where to allocate, and keeps dropout's random state there, on a CPU too."""
+    torch.cuda.current_device = lambda: torch.device("cpu")
+    torch.cuda.manual_seed = torch.manual_seed
+    torch.cuda.get_rng_state = torch.cuda.random.get_rng_state = lambda *_, **__: torch.get_rng_state()
+    megatron_random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+
+
 if __name__ == "__main__":
-    if not torch.cuda.is_available():
-        raise SystemExit("megatron_grpo.py needs an NVIDIA GPU for each rank: megatron-core allocates there")
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    else:
+        stand_in_for_cuda()
     torch.distributed.init_process_group()
     losses, _ = main()
-    print("loss", *(f"{x:.4f}" for x in losses))
+    if torch.distributed.get_rank() == 0:
+        print("loss", *(f"{x:.4f}" for x in losses))
     torch.distributed.destroy_process_group()

@@ -84,7 +84,8 @@ def speed_and_memory(figure: Figure, theme: Theme) -> None:
     device = f"{device_of(job)}, {job['dtype']}"
     figure.supxlabel(
         f"{t:,} tokens, hidden size {h:,}, vocabulary {v:,}; {device}.\n"
-        "A product is hidden · weightᵀ, alone. Dotted: the three that a gradient needs.",
+        "A product is hidden · weightᵀ, alone. Dotted: the three that a gradient needs.\n"
+        "benchmarks/h200.json",
         x=0.01, ha="left", fontsize=8, color=theme.muted,
     )  # fmt: skip
 
@@ -134,7 +135,7 @@ def packages(figure: Figure, theme: Theme) -> None:
     t, h, v = sizes(job)
     figure.suptitle("Forward and backward, every package", x=0.01, ha="left", fontsize=11, weight="bold")
     device = f"{device_of(job)}, {job['dtype']}"
-    note = f"{t:,} tokens, hidden size {h:,}, vocabulary {v:,}; {device}. Lower and further left is better."
+    note = f"{t:,} tokens, hidden size {h:,}, vocabulary {v:,}; {device}. Lower and further left is better.\nbenchmarks/h200.json"
     figure.supxlabel(note, x=0.01, ha="left", fontsize=8, color=theme.muted)
 
 
@@ -165,7 +166,7 @@ def step(figure: Figure, theme: Theme) -> None:
     of = jobs[0]["sizes"]
     note = (
         f"{jobs[0]['model']}'s sizes: {of['layers']} layers, hidden size {of['hidden_size']:,}, vocabulary "
-        f"{of['vocab_size']:,}; sequences of {jobs[0]['length']:,} tokens; {device_of(jobs[0])}."
+        f"{of['vocab_size']:,}; sequences of {jobs[0]['length']:,} tokens; {device_of(jobs[0])}.\nbenchmarks/h200.json"
     )
     figure.supxlabel(note, x=0.01, ha="left", fontsize=8, color=theme.muted)
 

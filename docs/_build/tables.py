@@ -207,20 +207,20 @@ def recorded(run: Run) -> str:
     return markdown(run["columns"], [[cell(value) for value in row] for row in run["rows"]], run.get("left", 2))
 
 
-def provenance(run: Run) -> str:
-    """Device, versions, date and command, of a file that has one command."""
-    return measured_by(run, run["command"])
+def provenance(run: Run, file: str) -> str:
+    """Device, versions, date, command and file, where the run names its command."""
+    return measured_by(run, run["command"], file)
 
 
-def measured_by(run: Run, command: str) -> str:
-    """Device, versions, date and command."""
+def measured_by(run: Run, command: str, file: str = "h200") -> str:
+    """Device, versions, date, command and file."""
     device = run["device"]
     known = {"jax": "JAX"} | (
         {} if "--no-peers" in command else {"torch": "PyTorch", "triton": "Triton", "cuda": "CUDA"}
     )
     versions = ", ".join(f"{label} {device[name]}" for name, label in known.items() if name in device)
     rounds = f", medians of {run['rounds']} rounds" if "rounds" in run else ""
-    return f"{device['device_kind']}, {versions}, {run['date']}{rounds}: `{command}`"
+    return f"{device['device_kind']}, {versions}, {run['date']}{rounds}: `{command}` (`benchmarks/{file}.json`)"
 
 
 def functions() -> str:
@@ -259,17 +259,17 @@ def tables() -> dict[str, str]:
         "functions": functions(),
         "options": options(),
         "errors": errors(accuracy),
-        "errors by": f"CPU, JAX {accuracy['device']['jax']}, {accuracy['date']}: `{accuracy['command']}`",
+        "errors by": f"CPU, JAX {accuracy['device']['jax']}, {accuracy['date']}: `{accuracy['command']}` (`benchmarks/accuracy.json`)",
         "peers": peers(),
         "peers by": measured_by(newest(beside), records.command(beside[0])),
         "step": steps(step),
         "step by": measured_by(newest(step), "python -m lce_jax.bench step --batch 8,16,32"),
     }
     tpu, support = load("tpu"), json.loads((ROOT / "docs" / "_build" / "support.json").read_text())
-    made |= {"tpu": recorded(tpu), "tpu by": f"libtpu {tpu['device']['libtpu']}; {provenance(tpu)}"}
+    made |= {"tpu": recorded(tpu), "tpu by": f"libtpu {tpu['device']['libtpu']}; {provenance(tpu, "tpu")}"}
     made |= {"support": recorded(support)}
     for name, run in load("recorded")["runs"].items():
-        made |= {name: recorded(run), f"{name} by": provenance(run)}
+        made |= {name: recorded(run), f"{name} by": provenance(run, "recorded")}
     return made
 
 

@@ -14,7 +14,7 @@ from lce_torch_bridge import launch_with
 from lce_torch_bridge.launched_directly import _launcher, _plan_cache, _way
 from lce_torch_bridge.tensors import _device, _padding, _torch
 from tests import emulated_launches
-from tests.mosaic_interpreter import add_stores
+from tests.mosaic_interpreter import afresh
 
 H200 = launch_lists.Device("gpu", "NVIDIA H200", "9.0", 132)
 SMALL = launch_lists.Device("gpu", "NVIDIA H200", "9.0", 2)  # with few multiprocessors: small calls have several waves
@@ -44,8 +44,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[launch_lists.Laun
         return emulated_launches.loaded(program)
 
     as_gpu(monkeypatch, load, SMALL)
-    add_stores(monkeypatch)
-    emulated_launches._jitted.cache_clear()  # what was traced calls what another test had patched
+    afresh()
     monkeypatch.setattr(_padding, "SMALLEST", 128)
     # A kernel touches the rows that are there. What emulates it copies as many as its program may have.
     empty, usable, in_rows = _torch.empty, _device.usable, _launcher.in_rows

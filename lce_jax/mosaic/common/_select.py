@@ -80,7 +80,6 @@ def _select(
     *refs: Any,
 ) -> None:
     ids, (live, *masses) = (None, refs) if first is None else (refs[0], refs[1:])
-    limit = math.log2(case.options.gradient_threshold)
     block, part = lax.axis_index("rows"), lax.axis_index("part")
     count, stride, always = (numbers[i] for i in range(3))
     rows, zero = block_rows(block), along(0.0, jnp.float32)
@@ -101,16 +100,16 @@ def _select(
         there = along(block * ROW_BLOCK) + numbered() < count
         highest, sumexp = (merged[pl.ds((field + i) * stride + block * ROW_BLOCK, THREADS)] for i in range(2))
         of_rows, row_scale = jnp.log(sumexp) * LOG2E, scale[rows]
-        holds = [_as_int(_tile_of(targets[rows]) == tile) for tile in tiles]
-        if first is not None:
-            holds = _with_candidates(case, first, ids, numbers, block, tiles, holds)
+        of_label = _tile_of(targets[rows])
+        holds = [_as_int(of_label == tile) for tile in tiles]
+        holds = holds if first is None else _with_candidates(case, first, ids, numbers, block, tiles, holds)
         mass = zero
         for tile, held, (largest, of_tile) in [
             (tiles[i], holds[i], _load(maxima, tiles[i], rows)) for i in range(TILES)
         ]:
             u = (largest - highest) * row_scale - of_rows  # the logarithm of the tile's largest probability
             # NaN is not below: a row without probabilities makes all tiles live, so that its gradient is NaN as well.
-            is_live = jnp.where(u < limit, along(0), along(1))
+            is_live = jnp.where(u < math.log2(case.options.gradient_threshold), along(0), along(1))
             if case.options.has_floor:  # a row without a column that counts has no gradient, and its u is infinite
                 is_live = jnp.where(sumexp == 0.0, along(0), is_live)
             is_live = jnp.where(held > 0, along(1), is_live)
