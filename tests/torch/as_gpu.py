@@ -11,7 +11,7 @@ import torch
 
 from lce_jax import launch_lists
 from lce_torch_bridge import launch_with
-from lce_torch_bridge.launched_directly import _launcher, _plan_cache
+from lce_torch_bridge.launched_directly import _launcher, _plan_cache, _way
 from lce_torch_bridge.tensors import _device, _padding, _torch
 from tests import emulated_launches
 from tests.mosaic_interpreter import afresh
@@ -25,7 +25,7 @@ def as_gpu(monkeypatch: pytest.MonkeyPatch, load: Callable[[Any], Any], device: 
     monkeypatch.setattr(_plan_cache, "_plans", {})
     monkeypatch.setattr(_device, "device_of", lambda _: device)
     monkeypatch.setattr(_device, "why_not", lambda _: None)
-    monkeypatch.setattr(_device, "on_gpu", lambda _: True)
+    monkeypatch.setattr(_way, "on_gpu", lambda _: True)
     monkeypatch.setattr(_torch, "current_device", lambda: -1)
     monkeypatch.setattr(_torch, "current_stream", lambda _: 0)
     monkeypatch.setattr(_torch, "empty", torch._C._dynamo.guards._empty_strided_cpu)  # type: ignore[attr-defined]
