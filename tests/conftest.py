@@ -9,7 +9,7 @@ from lce_jax.bench import measure
 from tests import mosaic_interpreter
 from tests.devices import B200, H200
 
-mosaic_interpreter.give_numpy_arrays()
+mosaic_interpreter.prepare()
 
 collect_ignore = ["doc_given"]  # code that the blocks of a page take for granted: to import it would change torch
 

@@ -19,7 +19,7 @@ from lce_jax.mosaic._chunks import Budget
 from lce_jax.mosaic._geometry import Tiling
 from lce_jax.reference import _logprobs as reference
 from tests.devices import H200
-from tests.mosaic_interpreter import add_stores, races_found
+from tests.mosaic_interpreter import afresh, races_found
 
 MULTIPROCESSORS = 2
 
@@ -188,7 +188,7 @@ def budget_of(test: Call, budget: Budget, tiling: Tiling) -> Budget:
 
 def check(test: Call, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compares statistics, cache and gradients, and looks for a race in the last kernel; others print theirs."""
-    add_stores(monkeypatch)
+    afresh()
     monkeypatch.setattr(jax.lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
     case = case_of(test, device)
     assert mosaic.supports(case) is None

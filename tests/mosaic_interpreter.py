@@ -6,11 +6,34 @@ import threading
 from typing import Any
 
 import numpy as np
-import pytest
 from jax._src import callback as jax_callback
+from jax._src.pallas.mosaic.interpret import thread_map
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, interpret_pallas_call, shared_memory
 
+from tests import mosaic_evaluate
+
 with_jax_arrays, to_int = jax_callback.io_callback_impl, shared_memory._to_int
+compiled = thread_map._run_jaxpr
+copy_smem_to_gmem, Store = gpu_callbacks.copy_smem_to_gmem, gpu_callbacks.AsyncCopySmemToGmemTask
+
+
+def prepare() -> None:
+    """For all tests of a process, so that a kernel that one has compiled serves the others."""
+    jax_callback.io_callback_impl = with_numpy_arrays
+    shared_memory._to_int = lambda x: int(x) if isinstance(x, np.ndarray) else to_int(x)
+    thread_map._run_jaxpr = mosaic_evaluate.run
+    gpu_callbacks.AsyncCopySmemToGmemTask = AddingStore
+    gpu_callbacks.copy_smem_to_gmem = begin_store
+
+
+def afresh() -> None:
+    """Drops the state that earlier kernels have left."""
+    interpret_pallas_call.reset_gpu_interpret_mode_state()
+
+
+def races_found() -> bool:
+    """Whether the last kernel raced."""
+    return bool(interpret_pallas_call.get_races().races_found)
 
 
 def with_numpy_arrays(*args: Any, callback: Any, **more: Any) -> list[np.ndarray]:
@@ -24,62 +47,39 @@ def with_numpy_arrays(*args: Any, callback: Any, **more: Any) -> list[np.ndarray
     return [np.asarray(x) for x in callback(*map(np.array, args))]
 
 
-def give_numpy_arrays() -> None:
-    """To the interpreter, in all tests."""
-    jax_callback.io_callback_impl = with_numpy_arrays
-    shared_memory._to_int = lambda x: int(x) if isinstance(x, np.ndarray) else to_int(x)
+_begun_here = threading.local()  # whether the copy that this thread begins adds
 
 
-def races_found() -> bool:
-    """Whether the last kernel raced."""
-    return bool(interpret_pallas_call.get_races().races_found)
+def begin_store(*, reduction_op: str | None, **kwargs: Any) -> Any:
+    """Runs ``copy_smem_to_gmem(..., reduction_op="add")``, race detector included."""
+    assert reduction_op in (None, "add")
+    _begun_here.adds = reduction_op == "add"
+    return copy_smem_to_gmem(reduction_op=None, **kwargs)
 
 
-def interpret_afresh() -> None:
-    """Drops the interpreter's state from earlier kernels."""
-    interpret_pallas_call.reset_gpu_interpret_mode_state()
+class AddingStore(Store):  # type: ignore[misc, valid-type]
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.adds = _begun_here.adds
 
+    def __call__(self, tma_thread_id: int) -> None:
+        if not self.adds:
+            return super().__call__(tma_thread_id)
+        memory = gpu_callbacks._get_shared_memory()
 
-def add_stores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets the interpreter run ``copy_smem_to_gmem(..., reduction_op="add")``, race detector included.
+        def read(key: Any, access: Any) -> Any:
+            return memory.get_buffer_content(key, access, self.thread, logging_info=self.logging_info)[0]
 
-    Its state from earlier kernels is dropped.
-    """
-    interpret_afresh()
-    copy, store = gpu_callbacks.copy_smem_to_gmem, gpu_callbacks.AsyncCopySmemToGmemTask
-    begun_here = threading.local()  # whether the copy that this thread begins adds
-
-    class Store(store):  # type: ignore[misc, valid-type]
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            self.adds = begun_here.adds
-
-        def __call__(self, tma_thread_id: int) -> None:
-            if not self.adds:
-                return super().__call__(tma_thread_id)
-            memory = gpu_callbacks._get_shared_memory()
-
-            def read(key: Any, access: Any) -> Any:
-                return memory.get_buffer_content(key, access, self.thread, logging_info=self.logging_info)[0]
-
-            self.pre_read(tma_thread_id, memory)
-            values = read(self.src_allocation_key, self.src_access)
-            self.post_read(tma_thread_id, memory)
-            shape = memory.buffer_shape_and_dtype(self.dst_allocation_key).shape
-            inside = gpu_callbacks._clip_store_to_shape(self.dst_access, values, tuple(shape))
-            if inside is not None:
-                access, values = inside
-                total = read(self.dst_allocation_key, access) + values
-                memory.store_buffer_content(
-                    self.dst_allocation_key, access, total, self.thread, logging_info=self.logging_info
-                )
-            self.post_write(tma_thread_id, memory)
-            return None
-
-    def begin(*, reduction_op: str | None, **kwargs: Any) -> Any:
-        assert reduction_op in (None, "add")
-        begun_here.adds = reduction_op == "add"
-        return copy(reduction_op=None, **kwargs)
-
-    monkeypatch.setattr(gpu_callbacks, "AsyncCopySmemToGmemTask", Store)
-    monkeypatch.setattr(gpu_callbacks, "copy_smem_to_gmem", begin)
+        self.pre_read(tma_thread_id, memory)
+        values = read(self.src_allocation_key, self.src_access)
+        self.post_read(tma_thread_id, memory)
+        shape = memory.buffer_shape_and_dtype(self.dst_allocation_key).shape
+        inside = gpu_callbacks._clip_store_to_shape(self.dst_access, values, tuple(shape))
+        if inside is not None:
+            access, values = inside
+            total = read(self.dst_allocation_key, access) + values
+            memory.store_buffer_content(
+                self.dst_allocation_key, access, total, self.thread, logging_info=self.logging_info
+            )
+        self.post_write(tma_thread_id, memory)
+        return None

@@ -28,7 +28,7 @@ from lce_jax.mosaic._pallas import interpreting, plgpu
 from lce_jax.mosaic.sm100._tuning import PAIRS, Tunings
 from tests.devices import B200
 from tests.mosaic_calls import CALLS, budget_of, check
-from tests.mosaic_interpreter import give_numpy_arrays
+from tests.mosaic_interpreter import prepare
 
 
 def _of_block(key: Any, block: int) -> Any:
@@ -169,7 +169,7 @@ def main(name: str) -> None:
     """Raises where a call in pairs is wrong."""
     (call,) = (one for one in CALLS if one.name == name)
     tunings = Tunings(otherwise=dataclasses.replace(PAIRS, stages=2))
-    give_numpy_arrays()
+    prepare()
     kernels = sm100.Kernels(budget=budget_of(call, sm100.KERNELS.budget, sm100.KERNELS.tiling), tunings=tunings)
     with contextlib.ExitStack() as stack:
         stack.enter_context(_generations.using(kernels))

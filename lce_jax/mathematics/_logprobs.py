@@ -79,7 +79,7 @@ from jax import lax
 
 from lce_jax._types import LogprobOutput, Options, Results, RowCoefficients, ShardStatistics
 from lce_jax.mathematics import _candidates, _columns, _softcap, _statistics
-from lce_jax.mathematics._statistics import MASKED, along, distance, empty
+from lce_jax.mathematics._statistics import MASKED, SUMS, along, distance, empty
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Bool, Float, Int
@@ -159,13 +159,13 @@ def tile_statistics(
         lowest = jnp.min(x if counts is None else jnp.where(counts, x, -MASKED), axis=1)
     if options.stats and counts is not None and floor is not None:
         support = jnp.sum(jnp.where(counts, jnp.ones((), x.dtype), 0.0), axis=1)
+    asked = options.statistics
+    sums: Any = {name: jnp.sum(one.term(u, e), axis=1) if name in asked else None for name, one in SUMS.items()}
     stats = ShardStatistics(
         max=m,
-        sumexp=jnp.sum(e, axis=1),
-        weighted=jnp.sum(u * e, axis=1) if options.entropy else None,
+        **sums,
         target=jnp.where(owned, distance(at_target, m, scale), -jnp.inf),
         min=lowest,
-        squares=jnp.sum(e * e, axis=1) if options.stats else None,
         total=jnp.sum(x if counts is None else jnp.where(counts, x, 0.0), axis=1) if options.mean_logit else None,
         candidates=at_candidates,
         support=support,

@@ -20,7 +20,22 @@ if TYPE_CHECKING:
     from lce_jax._shapes import Array, Float
 
 MASKED = -1e30  # stands for -inf in a maximum; in float32 it is finite, and so is its difference to any logit
-_SUMS = dict.fromkeys(("sumexp", "weighted", "squares", "total", "support"), 0.0)
+
+
+class Sum(NamedTuple):
+    """A statistic that is a sum over columns, in eq. 1 and in eq. 2."""
+
+    term: Callable[[Any, Any], Any]  # of a column, from its u and e^u
+    moved: Callable[[ShardStatistics, Any, Any], Any]  # a part's sum relative to the union's maximum, from a and d
+
+
+# Every implementation computes, merges and sends what stands here, if `Options.statistics` says that the call has it.
+SUMS = {
+    "sumexp": Sum(lambda _, e: e, lambda part, a, _: part.sumexp * a),
+    "weighted": Sum(lambda u, e: e * u, lambda part, a, d: (part.weighted + d * part.sumexp) * a),
+    "squares": Sum(lambda _, e: e * e, lambda part, a, _: part.squares * a * a),
+}
+_SUMS = dict.fromkeys((*SUMS, "total", "support"), 0.0)
 _EXTREMES = {"max": MASKED, "target": -jnp.inf, "min": -MASKED, "candidates": -jnp.inf}
 NO_COLUMNS: Any = ShardStatistics(**_SUMS, **_EXTREMES)  # type: ignore[arg-type]
 
@@ -123,11 +138,9 @@ def merge(parts: ShardStatistics, scale: Float[Array, "T"] | float) -> ShardStat
     of_owner = jnp.max(jnp.where(parts.target > -jnp.inf, parts.max, MASKED), axis=0)
     return ShardStatistics(
         max=m,
-        sumexp=jnp.sum(parts.sumexp * a, axis=0),
-        weighted=None if parts.weighted is None else jnp.sum((parts.weighted + shift * parts.sumexp) * a, axis=0),
+        **jax.tree.map(lambda x: jnp.sum(x, axis=0), _moved(parts, a, shift)),
         target=jnp.max(parts.target, axis=0) + distance(of_owner, m, scale),
         min=None if parts.min is None else jnp.min(parts.min, axis=0),
-        squares=None if parts.squares is None else jnp.sum(parts.squares * a * a, axis=0),
         total=None if parts.total is None else jnp.sum(parts.total, axis=0),
         candidates=None if parts.candidates is None else jnp.max(parts.candidates, axis=0),
         support=None if parts.support is None else jnp.sum(parts.support, axis=0),
@@ -157,7 +170,7 @@ def _added(one: ShardStatistics, other: ShardStatistics) -> ShardStatistics:
         x, y = getattr(one, name), getattr(other, name)
         return None if x is None else operation(x, y)
 
-    sums = {name: of(name, jnp.add) for name in ("sumexp", "weighted", "squares", "total", "support")}
+    sums = {name: of(name, jnp.add) for name in _SUMS}
     extremes = {name: of(name, jnp.maximum) for name in ("max", "target", "candidates")}
     return of_fields(sums | extremes | {"min": of("min", jnp.minimum)})
 
@@ -201,13 +214,13 @@ def _relative_to(
     """The terms of eq. 2 relative to the union's maximum ``m``; 0 for a part without columns, because its s = q = 0."""
     shift = distance(part.max, m, scale)
     a = exp(shift)
-    return part._replace(
-        max=m,
-        sumexp=part.sumexp * a,
-        weighted=None if part.weighted is None else (part.weighted + shift * part.sumexp) * a,
-        target=part.target + shift,
-        squares=None if part.squares is None else part.squares * a * a,
-    )
+    return part._replace(max=m, target=part.target + shift, **_moved(part, a, shift))
+
+
+def _moved(part: ShardStatistics, a: Array, d: Array) -> dict[str, Any]:
+    """The `SUMS` of a part, or of stacked ones, as eq. 2 adds them."""
+    there = {name for name in SUMS if getattr(part, name) is not None}
+    return {name: one.moved(part, a, d) if name in there else None for name, one in SUMS.items()}
 
 
 def compensated[S](sums: S, terms: S, lost: S) -> tuple[S, S]:

@@ -62,7 +62,8 @@ def of_call(
     implementation: str | tuple[str, ...] | None = None,
 ) -> Arguments:
     """The arguments of `linear_logprobs`, checked."""
-    _checks.group(tp_group)
+    if tp_group is not None:
+        _checks.group(tp_group)
     known = _fit(hidden, weight, labels)
     if not known and _dtensor.spans(hidden, tp_group):
         reduce_grad_hidden = True  # its placement says that the gradient is whole
@@ -74,17 +75,20 @@ def of_call(
     if not known:
         _checks.tensors(hidden, weight, labels)
     _checks.temperature(temperature, hidden, labels)
-    _checks.where(where, hidden, labels)
-    num_candidates = _checks.candidates(candidates, hidden, labels)
+    if where is not None:
+        _checks.where(where, hidden, labels)
+    num_candidates = 0 if candidates is None else _checks.candidates(candidates, hidden, labels)
     if has_floor := logit_floor is not None:
         _checks.logit_floor(logit_floor, hidden, labels)
-    where = _tokens.without(ignore_index, where, labels)
+    if ignore_index is not None:
+        where = _tokens.without(ignore_index, where, labels)
     scalars.one_of("wgrad", wgrad, ("return", "main_grad"))
     if not (known and bias is None and tp_group is None):
         weight, bias = _rows_of_head(weight, bias, tp_group, wgrad)
     columns = weight.shape[0] * (1 if tp_group is None else tp_group.size())
+    group = _tensor_parallel.NO_GROUP if tp_group is None else _tensor_parallel.name_of(tp_group)
     call = _cached_call(
-        _tensor_parallel.name_of(tp_group), columns, vocab_size, logit_scale, logit_softcap, entropy, stats, mean_logit,
+        group, columns, vocab_size, logit_scale, logit_softcap, entropy, stats, mean_logit,
         num_candidates, has_floor, out_of_vocab, reduce_grad_hidden, cache_bytes, gradient_threshold, vocab_part_size,
         weight.shape[0], implementation,
     )  # fmt: skip

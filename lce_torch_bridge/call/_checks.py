@@ -55,8 +55,8 @@ def integers(name: str, x: Any) -> None:
 
 
 def candidates(value: Any, hidden: torch.Tensor, labels: torch.Tensor) -> int:
-    """The K of ids ``[..., K]`` with the shape of labels before it; 0 for None."""
-    return 0 if value is None else ids("candidates", value, hidden, labels.shape, "labels")
+    """The K of ids ``[..., K]`` with the shape of labels before it."""
+    return ids("candidates", value, hidden, labels.shape, "labels")
 
 
 def ids(name: str, value: Any, hidden: torch.Tensor, leading: torch.Size, of: str) -> int:
@@ -97,9 +97,7 @@ def same_device(hidden: torch.Tensor, **others: torch.Tensor) -> None:
 
 
 def group(tp_group: Any) -> None:
-    """A process group with this rank in it, or None."""
-    if tp_group is None:
-        return
+    """A process group with this rank in it."""
     if not isinstance(tp_group, torch.distributed.ProcessGroup):
         raise TypeError(
             f"tp_group must be a torch.distributed.ProcessGroup with this rank in it, or None, got {tp_group!r}"
@@ -158,8 +156,6 @@ def entropy(value: Any) -> str:
 
 def where(value: Any, hidden: torch.Tensor, labels: torch.Tensor) -> None:
     """A bool tensor of labels' shape, or a one-dimensional index of its entries."""
-    if value is None:
-        return
     tensor("where", value)
     same_device(hidden, where=value)
     if value.dtype == torch.bool:

@@ -32,10 +32,8 @@ def floor_per_token(floor: float | torch.Tensor, labels: torch.Tensor) -> torch.
     return torch.ones(labels.numel(), dtype=torch.float32, device=labels.device) * floor
 
 
-def without(ignore_index: int | None, where: torch.Tensor | None, labels: torch.Tensor) -> torch.Tensor | None:
+def without(ignore_index: int, where: torch.Tensor | None, labels: torch.Tensor) -> torch.Tensor:
     """``where`` without the tokens that have this label."""
-    if ignore_index is None:
-        return where
     # torch compares in the type of labels: in uint8, which does not hold -100, it would leave out 156.
     counts = labels.long() != scalars.integer("ignore_index", ignore_index)
     if where is None:

@@ -13,7 +13,7 @@ from lce_torch_bridge._types import Call, Operands, Sums
 from lce_torch_bridge.launched_directly import _launcher, _plan_cache
 from lce_torch_bridge.launched_directly._launcher import Launcher, of_stride
 from lce_torch_bridge.launched_directly._refusal import kind_of, refusal
-from lce_torch_bridge.launched_directly._sum_of_dweight import add_afterwards, can_add, refuse_another_way
+from lce_torch_bridge.launched_directly._sum_of_dweight import add_afterwards, can_add
 from lce_torch_bridge.launched_directly._way import Way
 from lce_torch_bridge.tensors import _device, _padding, _tensor_parallel, _torch
 from lce_torch_bridge.tensors._device import name_of
@@ -45,11 +45,9 @@ def gradients(
     """What `operators._execute.gradients` returns of a call without a bias; None if JAX is to run it."""
     adds = sums.main_grad if sums.total is None else sums.total
     device, owns_cache = hidden.get_device(), sums.owns_cache and bool(cache) and not call.gradient_threshold
-    if not way.direct or not can_add(sums):
-        if not call.gradient_threshold or _is_of_jax(cache):
+    if not can_add(sums):
+        if not (call.gradient_threshold and are_live_tiles(cache)):
             return None
-        if not way.direct:
-            refuse_another_way()
         return add_afterwards(
             sums, lambda apart: gradients(hidden, weight, saved, cache, cotangents, wanted, call, apart, way)
         )
@@ -59,7 +57,7 @@ def gradients(
     ranks = call.group and _tensor_parallel.size_and_rank(call.group)
     shapes = hidden.shape, hidden.dtype, weight.shape, weight.dtype, len(saved), len(cache), ranks
     how = call, tuple(cotangents), wanted, adds is None, owns_cache
-    key = "gradients", device, *shapes, *how, call.gradient_threshold and _is_of_jax(cache)
+    key = "gradients", device, *shapes, *how, call.gradient_threshold and are_live_tiles(cache)
     plan = _plan_cache.plan_of(key, lambda: _plan(hidden, weight, saved, cache, *how))
     if isinstance(plan, str):
         way.refuse(plan)
@@ -93,7 +91,7 @@ def _plan(
     reason = refusal(Operands(hidden, weight, None, saved[0], None, None), call)
     if reason is not None:
         return reason
-    if call.gradient_threshold and _is_of_jax(cache):
+    if call.gradient_threshold and not are_live_tiles(cache):
         return "gradient_threshold: JAX ran the forward, and kept other things than kernels do"
     rows = _padding.size(tokens)
     reduced = call.reduce_grad_hidden and call.group != _tensor_parallel.NO_GROUP
@@ -108,6 +106,6 @@ def _plan(
     return BackwardPlan(Launcher(launches, tokens), results, reduced and wanted[0])
 
 
-def _is_of_jax(cache: Sequence[torch.Tensor]) -> bool:
-    """Whether, with a threshold, JAX kept this: the tiles' maxima or nothing, where kernels where which are live."""
-    return not cache or cache[0].dtype is not torch.int32
+def are_live_tiles(cache: Sequence[torch.Tensor]) -> bool:
+    """Whether, with a threshold, kernels kept this: which tiles are live. JAX keeps the tiles' maxima, or nothing."""
+    return bool(cache) and cache[0].dtype is torch.int32

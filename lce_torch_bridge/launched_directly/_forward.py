@@ -45,8 +45,6 @@ class ForwardPlan(NamedTuple):
 def forward(x: Operands, call: Call, keep_cache: bool, way: Way) -> list[torch.Tensor] | None:
     """What `operators._execute.forward` returns; None if JAX is to run the call."""
     hidden, weight, device = x.hidden, x.weight, x.hidden.get_device()
-    if not way.direct:
-        return None
     if device != _torch.current_device():
         with torch.cuda.device(device):
             return forward(x, call, keep_cache, way)

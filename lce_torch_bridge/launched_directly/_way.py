@@ -13,7 +13,6 @@ import torch
 
 import lce_jax
 from lce_jax import scalars
-from lce_torch_bridge.tensors import _device
 
 _logger = logging.getLogger("lce_torch_bridge")
 _asked: Literal["direct", "jax"] | None = None
@@ -73,13 +72,18 @@ def way_of(x: torch.Tensor) -> Way:
     Raises:
         lce_jax.UnsupportedError: `launch_with` asks for a direct launch, and there is no GPU.
     """
-    if _asked == "jax" or not (_asked or _device.on_gpu(x)):
+    if _asked == "jax" or not (_asked or on_gpu(x)):
         return JAX
     if _asked is None:
         return DIRECT
-    if x.numel() and not _device.on_gpu(x):
+    if x.numel() and not on_gpu(x):
         ONLY_DIRECT.refuse(f"{x.device} is no CUDA device")
     return ONLY_DIRECT
+
+
+def on_gpu(x: torch.Tensor) -> bool:
+    """Whether ``x`` is in a GPU's memory."""
+    return x.is_cuda
 
 
 def asks_for_jax() -> bool:

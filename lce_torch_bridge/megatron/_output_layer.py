@@ -121,10 +121,12 @@ def sequence_first(labels: torch.Tensor, options: Mapping[str, Any]) -> dict[str
     if labels.ndim != 2:
         raise ValueError(f"labels {tuple(labels.shape)} must be [b, s]")
     where, temperature = options.get("where"), options.get("temperature", 1.0)
-    _checks.where(where, labels, labels)
+    if where is not None:
+        _checks.where(where, labels, labels)
     _checks.temperature(temperature, labels, labels)
     candidates = options.get("candidates")
-    _checks.candidates(candidates, labels, labels)
+    if candidates is not None:
+        _checks.candidates(candidates, labels, labels)
     floor = options.get("logit_floor")
     if floor is not None:
         _checks.logit_floor(floor, labels, labels)

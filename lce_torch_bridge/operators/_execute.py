@@ -11,11 +11,13 @@ import torch
 from lce_torch_bridge._types import NO_SUMS, PER_CANDIDATE, Call, Operands, Sums
 from lce_torch_bridge.launched_directly import _backward as launched_backward
 from lce_torch_bridge.launched_directly import _forward as launched_forward
+from lce_torch_bridge.launched_directly._sum_of_dweight import refuse_another_way
 from lce_torch_bridge.launched_directly._way import Way, way_of
 from lce_torch_bridge.tensors import _tensor_parallel
 from lce_torch_bridge.tensors._readable import is_readable, readable
 from lce_torch_bridge.through_jax import _backward, _forward
 from lce_torch_bridge.through_jax._key import cache_structure, key_of
+from lce_torch_bridge.through_jax._programs import num_merged
 
 
 def forward(x: Operands, call: Call, keep_cache: bool, way: Way, lend_cache: bool = True) -> list[Any]:
@@ -28,7 +30,7 @@ def forward(x: Operands, call: Call, keep_cache: bool, way: Way, lend_cache: boo
     if x.labels.shape[0] == 0:
         return forward_structs(x, call, keep_cache)
     _tensor_parallel.check_equal_parts(x.weight, call.group, way.direct)
-    results = launched_forward.forward(x, call, keep_cache, way)
+    results = launched_forward.forward(x, call, keep_cache, way) if way.direct else None
     return _forward.forward(x, call, keep_cache, lend_cache) if results is None else results
 
 
@@ -38,7 +40,7 @@ def forward_structs(x: Operands, call: Call, keep_cache: bool) -> list[torch.Ten
     shapes = [(tokens, call.num_candidates) if name == PER_CANDIDATE else (tokens,) for name in call.fields]
     outputs = [x.hidden.new_empty(shape, dtype=torch.float32) for shape in shapes]
     key = key_of(x.weight, call)
-    saved = x.hidden.new_empty((x.numbers + key.num_merged, tokens), dtype=torch.int32)
+    saved = x.hidden.new_empty((x.numbers + num_merged(key), tokens), dtype=torch.int32)
     cache = []
     live = launched_forward.live_shape(x, call, way_of(x.hidden)) if keep_cache and tokens else None
     if live is not None:
@@ -74,7 +76,10 @@ def gradients(
         hidden, weight, bias = readable("hidden", hidden), readable("weight", weight), readable("bias", bias)
         cotangents = {name: readable(f"the cotangent of {name}", seed) for name, seed in cotangents.items()}
     of_torch = [y for y in cache if isinstance(y, torch.Tensor)]
-    if bias is None and len(of_torch) == len(cache):
+    if not way.direct:
+        if call.gradient_threshold and launched_backward.are_live_tiles(of_torch):
+            refuse_another_way()
+    elif bias is None and len(of_torch) == len(cache):
         grads = launched_backward.gradients(hidden, weight, saved, of_torch, cotangents, wanted, call, sums, way)
         if grads is not None:
             return grads

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lce_torch_bridge._types import Call, Operands
+from lce_torch_bridge._types import Call, Operands, names_of
 from lce_torch_bridge.launched_directly._scale import scale
 from lce_torch_bridge.launched_directly._way import Way
 from lce_torch_bridge.operators import _execute
@@ -47,8 +47,8 @@ class LossPlan(NamedTuple):
 def results(plan: LossPlan, x: Operands, keep_cache: bool) -> tuple[dict[str, torch.Tensor], list[Any]]:
     """The fields of `LogprobOutput` by name, and what `_execute.gradients` needs: saved numbers and the cache."""
     found = _execute.forward(x, plan.call, keep_cache, plan.way, lend_cache=False)
-    count = len(plan.call.fields)
-    return dict(zip(plan.call.fields, found, strict=False)), found[count:]
+    fields, _ = names_of(plan.call)
+    return dict(zip(fields, found, strict=False)), found[len(fields) :]
 
 
 def losses_of(plan: LossPlan, fields: dict[str, torch.Tensor], per_token: list[torch.Tensor]) -> torch.Tensor:
@@ -88,10 +88,10 @@ def _differentiated(
     plan: LossPlan, fields: dict[str, torch.Tensor], per_token: list[torch.Tensor], wanted: tuple[bool, ...]
 ) -> LossDerivatives:
     with torch.enable_grad():
-        leaves = {name: fields[name].detach().requires_grad_() for name in plan.call.differentiable}
+        leaves = {name: fields[name].detach().requires_grad_() for name in names_of(plan.call)[1]}
         own = [x.detach().requires_grad_(want) for x, want in zip(per_token, wanted, strict=True)]
         losses = losses_of(plan, fields | leaves, own)
-    inputs = [*leaves.values(), *(x for x in own if x.requires_grad)]
+    inputs = [*leaves.values(), *[x for x in own if x.requires_grad]]
     if not losses.requires_grad:
         return LossDerivatives(losses, {}, [None] * len(own))
     _refuse_others(losses, inputs)
@@ -221,25 +221,25 @@ def _walk(
 
     And what those of hidden, weight and bias are to be divided by, if it is not 1.
     """
-    tokens = len(x.labels)
+    tokens, (names, _) = len(x.labels), names_of(plan.call)
     parts = [slice(first, min(first + plan.rows, tokens)) for first in range(0, tokens, plan.rows)]
     sums = ChunkSums(x, wanted[:3], len(parts), plan.into, may_have_units=plan.cotangent is None)
     own = [torch.zeros_like(y) if want else None for y, want in zip(per_token, wanted[6:], strict=True)]
     losses, fields = [x.hidden.new_empty(0, dtype=torch.float32)], []
     with _saying_what_was_added(sums, tokens):
         for part in parts:
-            temperature, floor = (None if y is None else y[part] for y in (x.temperature, x.floor))
+            temperature, floor = [None if y is None else y[part] for y in (x.temperature, x.floor)]
             chunk = x._replace(hidden=x.hidden[part], labels=x.labels[part], temperature=temperature, floor=floor)
             found, (saved, *cache) = results(plan, chunk, keep_cache=True)
             given = _differentiated(plan, found, [y[part] for y in per_token], wanted[6:])
             losses.append(given.losses.float())
-            fields.append([found[name].detach() for name in plan.call.fields])
+            fields.append([found[name].detach() for name in names])
             for whole, grad in zip(own, given.per_token, strict=True):
                 if whole is not None and grad is not None:
                     whole[part] = grad
             sums.add(part, chunk, saved, cache, given.cotangents, plan.call, plan.way)
             del saved, cache, found  # before the next chunk's exponentials are kept
-    joined = map(torch.cat, zip(*fields, strict=True)) if fields else (losses[0].clone() for _ in plan.call.fields)
+    joined = map(torch.cat, zip(*fields, strict=True)) if fields else [losses[0].clone() for _ in names]
     return torch.cat(losses), list(joined), [*sums.finish(x.weight), *own], sums.unit
 
 

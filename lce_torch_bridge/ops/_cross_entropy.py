@@ -86,8 +86,10 @@ def linear_cross_entropy(
     _checks.options(linear_cross_entropy, options, _arguments.OPTIONS, refused)
     labels, where = _dtensor.tokens(labels=labels, where=where)
     _checks.integers("labels", labels)
-    _checks.where(where, labels, labels)
-    where = _tokens.without(ignore_index, where, labels)
+    if where is not None:
+        _checks.where(where, labels, labels)
+    if ignore_index is not None:
+        where = _tokens.without(ignore_index, where, labels)
     out = linear_logprobs(hidden, weight, labels, entropy=False, mean_logit=smoothing > 0, where=where, **options)
     loss = (smoothing - 1.0) * out.logprobs
     if out.mean_logit is not None:

@@ -115,7 +115,7 @@ def linear_logits(
         implementation=implementation,
     )
     x, call = _arguments.flat(given), given.call
-    transform = Transform(*(getattr(call, name) for name in Transform._fields))
+    transform = Transform(*[getattr(call, name) for name in Transform._fields])
     operands = x.hidden, _arguments.weight_of(given, wgrad), given.bias, x.candidates, x.temperature
     found = _logits.apply(*operands, *transform)
     return _tokens.placed(found, x.rows, given.labels)

@@ -8,7 +8,6 @@ import torch
 
 from lce_torch_bridge._types import Entropy, LogprobOutput, Operands, OutOfVocab, Wgrad, names_of
 from lce_torch_bridge.call import _arguments, _tokens
-from lce_torch_bridge.call._arguments import Arguments
 from lce_torch_bridge.operators import _logprobs as autograd
 
 if TYPE_CHECKING:
@@ -221,13 +220,9 @@ def linear_logprobs(
         logit_floor=logit_floor,
         implementation=implementation,
     )
-    return _run(given, _arguments.weight_of(given, wgrad))
-
-
-def _run(given: Arguments, weight: torch.Tensor) -> LogprobOutput[torch.Tensor | None]:
-    """The operator, on the tokens that are kept."""
+    weight = _arguments.weight_of(given, wgrad)
     x, call = _arguments.flat(given), given.call
-    keep_cache = call.keeps_tiles and torch.is_grad_enabled() and _any_gradient(x.hidden, weight, given.bias)
+    keep_cache = call.keeps_tiles and autograd.is_differentiated(x.hidden, weight, given.bias)
     operands = Operands(x.hidden, weight, given.bias, x.labels, x.temperature, x.candidates, x.floor)
     found = autograd.apply(operands, keep_cache, call)
     traced = torch.compiler.is_compiling() or not (type(call.vocab_size) is type(call.num_candidates) is int)
@@ -236,7 +231,3 @@ def _run(given: Arguments, weight: torch.Tensor) -> LogprobOutput[torch.Tensor |
         found = tuple(_tokens.placed(result, x.rows, given.labels) for result in found[: len(names)])
     results: dict[str, Any] = dict(zip(names, found, strict=False))
     return LogprobOutput(**{"entropy": None, **results})
-
-
-def _any_gradient(*leaves: torch.Tensor | None) -> bool:
-    return any(leaf.requires_grad for leaf in leaves if leaf is not None)

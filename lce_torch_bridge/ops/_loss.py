@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any, Unpack, overload
 import torch
 
 from lce_jax import scalars
-from lce_torch_bridge._types import Call, LogprobOutput, Operands, Wgrad
+from lce_torch_bridge._types import Call, LogprobOutput, Operands, Wgrad, names_of
 from lce_torch_bridge.call import _arguments, _checks, _dtensor, _tokens
 from lce_torch_bridge.call._arguments import Arguments
 from lce_torch_bridge.launched_directly._way import way_of
 from lce_torch_bridge.operators import _loss_in_forward
+from lce_torch_bridge.operators._logprobs import is_differentiated
 from lce_torch_bridge.operators._loss_in_forward import LossAndGradients, LossPlan
 from lce_torch_bridge.tensors import _padding
 from lce_torch_bridge.tensors._main_grad import main_grad_of
@@ -158,7 +159,7 @@ def linear_loss(
     if chunk_bytes is not None:
         chunk_bytes = scalars.num_bytes("chunk_bytes", chunk_bytes)
     given = _arguments.of_call(hidden, weight, labels, where=where, ignore_index=ignore_index, wgrad=wgrad, **options)
-    if not all(_checks.has_values(x) for x in (given.hidden, given.weight)):
+    if not (_checks.has_values(given.hidden) and _checks.has_values(given.weight)):
         raise NotImplementedError(
             "linear_loss differentiates loss_fn as it runs, which meta and fake tensors and transforms of torch.func "
             "do not allow: apply loss_fn to the results of linear_logprobs, and sum"
@@ -169,8 +170,7 @@ def linear_loss(
     plan = LossPlan(
         loss_fn, given.call, _chunk_rows(len(x.labels), x.weight, chunk_bytes, wgrad, given.call), way_of(x.hidden)
     )
-    wanted = (leaf.requires_grad for leaf in x[:3] if leaf is not None)
-    if not (torch.is_grad_enabled() and any(wanted)):
+    if not is_differentiated(*x[:3]):
         total, fields = _loss_in_forward.without_gradients(plan, x, own)
     else:
         of_chunks = plan.call._replace(cache_bytes=_loss_in_forward.ALL)
@@ -178,7 +178,7 @@ def linear_loss(
         plan = plan._replace(call=of_chunks, main_grad=main_grad, cotangent=cotangent)
         _refuse_recomputation(plan)
         total, *found = LossAndGradients.apply(plan, *x[:5], x.floor, *own)
-        fields = dict(zip(given.call.fields, found, strict=True))
+        fields = dict(zip(names_of(given.call)[0], found, strict=True))
     placed: Any = {name: _tokens.placed(field, rows, given.labels) for name, field in fields.items()}
     return total, LogprobOutput(**{"entropy": None, **placed})
 

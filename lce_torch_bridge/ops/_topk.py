@@ -107,9 +107,10 @@ def linear_topk(
         implementation=implementation,
     )
     scalars.num_largest(k, given.call.vocab_size)
-    call = TopKCall(k, *(getattr(given.call, name) for name in TopKCall._fields[1:]))
+    call = TopKCall(k, *[getattr(given.call, name) for name in TopKCall._fields[1:]])
     x, weight = _arguments.flat(given), _arguments.weight_of(given, "return").detach()
     own_bias = None if given.bias is None else given.bias.detach()
     ids, logprobs, lse = _topk.topk(x.hidden.detach(), weight, own_bias, x.temperature, *call)
-    placed = (_tokens.placed(y, x.rows, given.labels) for y in (ids + 1, logprobs, lse))
-    return TopK(next(placed) - 1, *placed)
+    # The ids of tokens that are left out are -1, and `placed` gives them 0.
+    above, *others = [_tokens.placed(y, x.rows, given.labels) for y in (ids + 1, logprobs, lse)]
+    return TopK(above - 1, *others)

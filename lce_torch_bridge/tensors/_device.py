@@ -47,11 +47,6 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def on_gpu(x: torch.Tensor) -> bool:
-    """Whether ``x`` is in a GPU's memory."""
-    return x.is_cuda
-
-
 def usable(x: torch.Tensor) -> torch.Tensor:
     """``x`` as the kernels read it: contiguous and aligned."""
     return x if is_usable(x) else x.clone(memory_format=torch.contiguous_format)

@@ -29,10 +29,10 @@ def gradients(
     piece, key = _padding.whole(hidden.shape[0]), key_of(weight, call)
     tree = None
     if cache:
-        tree = jax.tree.structure(cache_structure(hidden, weight, bias, len(saved) - key.num_merged, key))
+        tree = jax.tree.structure(cache_structure(hidden, weight, bias, len(saved) - _programs.num_merged(key), key))
     run = _programs.gradients(key, tuple(cotangents), wanted, not reduced, tree)
     seeds = [seed.view(torch.int32) for seed in cotangents.values()]
-    per_token = torch.cat([saved, *(seed[None] if seed.ndim == 1 else seed.T for seed in seeds)])
+    per_token = torch.cat([saved, *[seed[None] if seed.ndim == 1 else seed.T for seed in seeds]])
     rows = _padding.pad(hidden, piece.rows), weight, bias, _padding.with_count(per_token.T, piece.rows)
     if sums.total is None:
         (grads,) = _run.run(run, (*rows, None, *cache))

@@ -47,10 +47,11 @@ class ProgramKey(NamedTuple):
         """Those of them that the backward needs of the whole vocabulary."""
         return local.fields(entropy=self.call.entropy != "none", num_candidates=self.call.num_candidates)
 
-    @property
-    def num_merged(self) -> int:
-        """How many numbers per token that is."""
-        return sum(self.merged.values())
+
+@functools.cache
+def num_merged(key: ProgramKey) -> int:
+    """How many numbers per token `ProgramKey.merged` are."""
+    return sum(key.merged.values())
 
 
 @functools.cache
@@ -240,7 +241,7 @@ def _split(key: ProgramKey, packed: Any, rows: int, names: tuple[str, ...]) -> t
 
 def _of_saved(key: ProgramKey, num_rows: Any, saved: Any) -> tuple[Tokens, local.ShardStatistics]:
     """What S holds: labels, temperature and candidates, and the merged statistics."""
-    first = len(saved) - key.num_merged
+    first = len(saved) - num_merged(key)
     tokens = Tokens(num_rows, saved[0], *_beside_labels(key, saved[1:first]))
     return tokens, local.unpack(lax.bitcast_convert_type(saved[first:], jnp.float32), key.merged)
 

@@ -10,10 +10,9 @@ import jax.numpy as jnp
 import torch
 
 from lce_torch_bridge.tensors import _device
-from lce_torch_bridge.through_jax import _run
 from lce_torch_bridge.through_jax import _runtime as runtime
 from lce_torch_bridge.through_jax._dlpack import to_jax, to_torch_all
-from lce_torch_bridge.through_jax._run import Inputs
+from lce_torch_bridge.through_jax._run import Inputs, as_arrays
 
 
 class Sum:
@@ -32,12 +31,12 @@ class Sum:
         self, function: Callable[..., list[jax.Array]], inputs: Inputs, operand: int, place: int
     ) -> list[torch.Tensor]:
         """What JAX's function returns besides the sum, its operand of that index and the result at ``place``."""
-        with runtime.beside(_run.first(inputs)):
+        with runtime.beside(inputs[0]):
             if self._array is None:
                 self._array = jnp.zeros(self._shape, jnp.float32)
                 if self._tensor is not None and self._tensor is not self._into:
                     self._array, self._tensor = self._array + to_jax(self._tensor), None
-            operands = _run.Imported(waits=3).of(inputs)
+            operands = as_arrays(inputs, waits=3, known={})
             found = function(*operands[:operand], self._array, *operands[operand:])
             self._array = found.pop(place)
             return to_torch_all(found)

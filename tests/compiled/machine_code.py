@@ -94,11 +94,11 @@ def calls(device: Device) -> dict[str, launch_lists.CallKind]:
         "qwen3-8b, 64 candidates": head("qwen3-8b", num_candidates=64),
         "qwen3-8b, parts": head("qwen3-8b", vocab_part_size=18992, stats=True, has_temperature=True, vocab_size=151643),
         "qwen3-8b, a threshold": head("qwen3-8b", **threshold),
-        "qwen3-8b, candidates, a threshold": head("qwen3-8b", num_candidates=64, **threshold),
-        "qwen3-8b, a floor, a threshold": head("qwen3-8b", has_floor=True, **threshold),
         "qwen3-8b, a floor": head("qwen3-8b", has_floor=True),
         "gemma2-9b, a floor": head("gemma2-9b", has_floor=True),
         "qwen3-8b, a floor, full cache": head("qwen3-8b", has_floor=True, stats=True, cache_bytes=1 << 40),
+        "qwen3-8b, candidates, a threshold": head("qwen3-8b", num_candidates=64, **threshold),
+        "qwen3-8b, a floor, a threshold": head("qwen3-8b", has_floor=True, **threshold),
     }
 
 

@@ -24,7 +24,7 @@ from tests import emulated_launches
 from tests.devices import H200
 from tests.mosaic.test_threshold import call as call_of
 from tests.mosaic.test_threshold import kernels_of
-from tests.mosaic_interpreter import add_stores
+from tests.mosaic_interpreter import afresh
 
 LISTS = ["live_counts", "live_order", "live_entries", "live_rows", "live_row_lists", "live_ranks"]
 
@@ -160,10 +160,9 @@ class Problem:
 
 
 @pytest.mark.parametrize(("K", "has_floor"), [(0, False), (3, False), (0, True)], ids=["plain", "candidates", "floor"])
-def test_the_bits_of_jax(K: int, has_floor: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bits_of_jax(K: int, has_floor: bool) -> None:
     """The live tiles, the dropped mass, and from the same coefficients the gradients; in several batches."""
-    add_stores(monkeypatch)
-    emulated_launches._jitted.cache_clear()
+    afresh()
     test = Problem(K, has_floor)
     T, H = test.sizes[:2]
 

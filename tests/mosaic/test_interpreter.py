@@ -1,4 +1,4 @@
-"""The interpreter finds the same with NumPy's arrays as with JAX's: results, what nobody wrote, and races."""
+"""The interpreter finds the same as JAX has it and as the tests have it: results, races, and what nobody wrote."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 from lce_jax.mosaic._pallas import interpreting, kernel, pl, plgpu
-from tests.mosaic_interpreter import interpret_afresh, jax_callback, with_jax_arrays, with_numpy_arrays
+from tests import mosaic_evaluate
+from tests.mosaic_interpreter import afresh, compiled, jax_callback, thread_map, with_jax_arrays, with_numpy_arrays
 
 SHAPE = (128, 16)
 
 
 def body(waits: bool, x: Any, out: Any, tile: Any, loaded: Any, doubled: Any) -> None:
     """One thread doubles the first half of a tile, the other one returns the tile, after that or at any time."""
-    thread = jax.lax.axis_index("thread")
+    thread = lax.axis_index("thread")
 
     @pl.when(thread == 0)
     def _() -> None:
@@ -45,15 +47,51 @@ def run(waits: bool) -> np.ndarray:
         return np.asarray(jax.jit(lambda x: of(x))(x)[0])
 
 
-@pytest.mark.parametrize("arrays", [with_numpy_arrays, with_jax_arrays])
-def test_the_same_is_found(arrays: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert jax_callback.io_callback_impl is with_numpy_arrays  # in all tests
+@pytest.mark.parametrize("arrays", [with_numpy_arrays, with_jax_arrays], ids=["NumPy", "JAX"])
+@pytest.mark.parametrize("threads", [mosaic_evaluate.run, compiled], ids=["evaluated", "compiled"])
+def test_the_same_is_found(arrays: Any, threads: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (jax_callback.io_callback_impl, thread_map._run_jaxpr) == (with_numpy_arrays, mosaic_evaluate.run)
     monkeypatch.setattr(jax_callback, "io_callback_impl", arrays)
-    interpret_afresh()
+    monkeypatch.setattr(thread_map, "_run_jaxpr", threads)
+    afresh()
     out = run(waits=True)
     assert np.array_equal(out[:64].ravel(), 2.0 * np.arange(64 * SHAPE[1]))
     assert np.isnan(out[64:]).all()
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"RACE DETECTED\s+(write|read) of .*body") as raised:
         run(waits=False)
     assert "test_interpreter" in str(raised.value).split("RACE DETECTED")[1]
-    interpret_afresh()
+    afresh()
+
+
+def test_every_operation_is_as_xla_has_it() -> None:
+    """Those of one integer are NumPy's: quotients go towards zero, sums wrap."""
+
+    def operations(x: Any, y: Any, z: Any) -> Any:
+        quotients = lax.div(x, y), lax.rem(x, y), x // y, x % y
+        wrapped = x * jnp.int32(2**30), -x, x - jnp.int32(-(2**31)), jnp.maximum(x, y), jnp.minimum(x, y)
+        logic = ~(x < y) & (x != y) | (x >= 3) ^ (x == -7), ~x & y | x, lax.select_n(x > 0, x, y), x <= y, x > y
+        chosen = (
+            lax.cond(x.sum() > 0, lambda: x, lambda: y),
+            lax.switch(y[0] % 5, [lambda: x, lambda: y, lambda: x + y]),
+        )
+        steps = lax.scan(lambda c, row: (c + row, c * row), x, z, reverse=True)
+        looped = lax.while_loop(lambda c: c[0] < 9, lambda c: (c[0] + 2, c[1] * 0.5 + x[0]), (jnp.int32(0), 3.0))
+        of = jax.jit(lambda z: z[1:, ::2].reshape(-1, 1) + z.astype(jnp.float32).sum())(z)
+        return (
+            quotients,
+            wrapped,
+            logic,
+            chosen,
+            steps,
+            looped,
+            of,
+            jnp.broadcast_to(y[:, None], (4, 3)),
+            x.astype(bool),
+        )
+
+    operands = jnp.array([7, -7, 5, -(2**31)]), jnp.array([-2, 3, 5, 7]), jnp.arange(12).reshape(3, 4)
+    traced = jax.make_jaxpr(operations)(*operands)
+    found = mosaic_evaluate.evaluate(traced.jaxpr, traced.consts, [np.asarray(x) for x in operands])
+    for got, want in zip(found, jax.tree.leaves(jax.jit(operations)(*operands)), strict=True):
+        assert (got.shape, got.dtype) == (want.shape, want.dtype)
+        np.testing.assert_array_equal(got, want)

@@ -21,7 +21,7 @@ from lce_jax.programs import _kl
 from tests import oracle
 from tests.devices import B200, H200
 from tests.kl_cases import Call, Drawn, call, draw, expected
-from tests.mosaic_interpreter import add_stores, races_found
+from tests.mosaic_interpreter import afresh, races_found
 
 BFLOAT16, FLOAT16 = ("bfloat16",) * 4, ("float16",) * 4
 # Several launches of the forward, and several chunks of the backward: each has one tile.
@@ -74,7 +74,7 @@ def evaluate(drawn: Drawn) -> tuple[jax.Array, tuple[jax.Array, ...]]:
 def test_matches_float64(
     test: Call, kernels: sm90.Kernels, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    add_stores(monkeypatch)
+    afresh()
     monkeypatch.setattr(jax.lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
     monkeypatch.setattr(_devices, "current_device", lambda *_, **__: H200._replace(core_count=2))
     monkeypatch.setattr(_kl, "by_platform", _on_gpu)

@@ -24,7 +24,7 @@ from tests.mathematics.test_numerics import plain
 from tests.mathematics.test_small_temperatures import PADDING, TEMPERATURES
 from tests.mosaic.test_interpret import kernels_of
 from tests.mosaic_calls import Call, call, case_of, coefficients, traced
-from tests.mosaic_interpreter import add_stores
+from tests.mosaic_interpreter import afresh
 
 EACH = 17
 SHAPE = {"T": EACH * (len(TEMPERATURES) + 1), "H": 64, "V": 520}
@@ -47,7 +47,7 @@ PARAMETERS = [pytest.param(one, marks=[pytest.mark.slow] if one.name in SELDOM e
 
 @pytest.fixture(name="test")
 def interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call]:
-    add_stores(monkeypatch)
+    afresh()
     monkeypatch.setattr(jax.lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
     with _generations.using(kernels_of(request.param)), interpreting(plgpu.InterpretGPUParams(detect_races=True)):
         yield request.param

@@ -25,7 +25,7 @@ from lce_jax.mosaic._pallas import interpreting, plgpu
 from lce_jax.mosaic.sm90._tuning import BY_KERNEL, SHORT, Tunings
 from tests.devices import B200, H200
 from tests.mosaic_calls import Call, budget_of, call, case_of, coefficients, draw, draw_floor, traced
-from tests.mosaic_interpreter import add_stores, races_found
+from tests.mosaic_interpreter import afresh, races_found
 
 ROWS, COLUMNS = 128, 256
 THRESHOLD = 0.03
@@ -169,7 +169,7 @@ def kernels_of(test: Call, device: Device = H200) -> KernelSet:
 
 @pytest.fixture(name="test")
 def interpreted(request: pytest.FixtureRequest, device: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call]:
-    add_stores(monkeypatch)
+    afresh()
     monkeypatch.setattr(jax.lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
     test = with_threshold(request.param)
     with _generations.using(kernels_of(test, device)), interpreting(plgpu.InterpretGPUParams(detect_races=True)):
@@ -230,9 +230,9 @@ SPLIT = [
 
 @pytest.mark.parametrize("shards", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("test", SPLIT, ids=str)
-def test_a_split_vocabulary(test: Call, shards: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_split_vocabulary(test: Call, shards: int) -> None:
     """Each shard's tiles and gradients, from the statistics of all: those of the whole vocabulary."""
-    add_stores(monkeypatch)
+    afresh()
     test = with_threshold(test)
     operands, cotangent = draw(test)
     operands, size = peaked(test, operands), test.V // shards

@@ -19,7 +19,7 @@ from lce_jax.mosaic import _generations
 from lce_jax.mosaic._pallas import interpreting, plgpu
 from tests.mosaic.test_interpret import kernels_of
 from tests.mosaic_calls import call, case_of, draw, traced
-from tests.mosaic_interpreter import add_stores
+from tests.mosaic_interpreter import afresh
 from tests.pairs import pairs_of
 
 COLUMNS = {
@@ -52,7 +52,7 @@ def test_every_element_is_written(
         traced_columns=traced_columns and true_columns is not None,
         gradient_threshold=gradient_threshold, cache_bytes=cache_bytes, weight_layout=layout,
     )  # fmt: skip
-    add_stores(monkeypatch)
+    afresh()
     monkeypatch.setattr(jax.lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
     case = case_of(test)
     assert mosaic.supports(case) is None

@@ -11,10 +11,10 @@ import torch
 
 from lce_jax import launch_lists
 from lce_torch_bridge import launch_with
-from lce_torch_bridge.launched_directly import _launcher, _plan_cache
+from lce_torch_bridge.launched_directly import _launcher, _plan_cache, _way
 from lce_torch_bridge.tensors import _device, _padding, _torch
 from tests import emulated_launches
-from tests.mosaic_interpreter import add_stores
+from tests.mosaic_interpreter import afresh
 
 H200 = launch_lists.Device("gpu", "NVIDIA H200", "9.0", 132)
 SMALL = launch_lists.Device("gpu", "NVIDIA H200", "9.0", 2)  # with few multiprocessors: small calls have several waves
@@ -25,7 +25,7 @@ def as_gpu(monkeypatch: pytest.MonkeyPatch, load: Callable[[Any], Any], device: 
     monkeypatch.setattr(_plan_cache, "_plans", {})
     monkeypatch.setattr(_device, "device_of", lambda _: device)
     monkeypatch.setattr(_device, "why_not", lambda _: None)
-    monkeypatch.setattr(_device, "on_gpu", lambda _: True)
+    monkeypatch.setattr(_way, "on_gpu", lambda _: True)
     monkeypatch.setattr(_torch, "current_device", lambda: -1)
     monkeypatch.setattr(_torch, "current_stream", lambda _: 0)
     monkeypatch.setattr(_torch, "empty", torch._C._dynamo.guards._empty_strided_cpu)  # type: ignore[attr-defined]
@@ -44,8 +44,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[launch_lists.Laun
         return emulated_launches.loaded(program)
 
     as_gpu(monkeypatch, load, SMALL)
-    add_stores(monkeypatch)
-    emulated_launches._jitted.cache_clear()  # what was traced calls what another test had patched
+    afresh()
     monkeypatch.setattr(_padding, "SMALLEST", 128)
     # A kernel touches the rows that are there. What emulates it copies as many as its program may have.
     empty, usable, in_rows = _torch.empty, _device.usable, _launcher.in_rows

@@ -21,22 +21,16 @@ from lce_torch_bridge.through_jax._sum import Sum
 @contextlib.contextmanager
 def launched_directly() -> Iterator[None]:
     """Inside, all calls are run as if their kernels were launched directly."""
-    with mock.patch.object(_forward, "forward", forward), mock.patch.object(_backward, "gradients", gradients):
-        yield
-
-
-@contextlib.contextmanager
-def _by_jax() -> Iterator[None]:
-    def nothing(*_: Any) -> None:
-        return None
-
-    with mock.patch.object(_forward, "forward", nothing), mock.patch.object(_backward, "gradients", nothing):
+    with (
+        mock.patch.object(_way, "on_gpu", return_value=True),
+        mock.patch.object(_forward, "forward", forward),
+        mock.patch.object(_backward, "gradients", gradients),
+    ):
         yield
 
 
 def forward(x: Operands, call: Call, keep_cache: bool, _: Way) -> list[Any]:
-    with _by_jax():
-        return _execute.forward(x, call, keep_cache, _way.JAX)
+    return _execute.forward(x, call, keep_cache, _way.JAX)
 
 
 def gradients(
@@ -56,8 +50,7 @@ def gradients(
     into = sums.main_grad if sums.total is None else sums.total.tensor()
     own = None if into is None else Sum(weight)
     given = hidden, weight, None, saved, cache, cotangents, wanted, call, _way.JAX, Sums(own)
-    with _by_jax():
-        found = _execute.gradients(*given)
+    found = _execute.gradients(*given)
     if own is not None and into is not None:
         into.add_(own.taken())
     if sums.owns_cache:

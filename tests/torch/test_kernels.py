@@ -11,7 +11,7 @@ import torch
 from lce_jax import launch_lists
 from lce_torch_bridge import launch_with, linear_logprobs, linear_loss
 from lce_torch_bridge._types import Operands, Sums
-from lce_torch_bridge.launched_directly import _backward
+from lce_torch_bridge.launched_directly import _backward, _way
 from lce_torch_bridge.launched_directly._refusal import refusal
 from lce_torch_bridge.launched_directly._way import way_of
 from lce_torch_bridge.operators import _execute
@@ -171,7 +171,7 @@ def test_shards_of_whole_parts(programs: list[Any], monkeypatch: pytest.MonkeyPa
 
 
 def test_a_main_grad_that_lies_otherwise_is_not_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_device, "on_gpu", lambda _: True)
+    monkeypatch.setattr(_way, "on_gpu", lambda _: True)
     problem, sums = p.draw(4, H, 784, torch.bfloat16), Sums(main_grad=torch.zeros(H, 784).t())
     given = problem.hidden, problem.weight, problem.labels[None], [], {}, (True, True, False), p.told(784)
     assert _backward.gradients(*given, sums, way_of(problem.hidden)) is None

@@ -230,8 +230,8 @@ def test_a_backward_goes_the_way_of_its_forward(programs: list[Any]) -> None:
 
 def test_a_backward_after_a_forward_of_jax(programs: list[Any]) -> None:
     """JAX runs it, whatever it kept: no kernel takes the tiles' maxima for which of them are live."""
-    assert _backward._is_of_jax([torch.zeros(7, 1, 128)])
-    assert not _backward._is_of_jax([torch.zeros(7, 128, dtype=torch.int32)])
+    assert not _backward.are_live_tiles([torch.zeros(7, 1, 128)])
+    assert _backward.are_live_tiles([torch.zeros(7, 128, dtype=torch.int32)])
     problem, dweight = peaked(5, 784, 784), []
     for way in ("jax", None):
         leaves = problem.leaves()

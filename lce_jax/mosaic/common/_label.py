@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax.numpy as jnp
 
 from lce_jax._types import ShardStatistics
+from lce_jax.mathematics._statistics import SUMS
 from lce_jax.mosaic._partial_statistics import FLOOR
 from lce_jax.mosaic.common._held import PADDING
 from lce_jax.mosaic.common._tiles import TILE_N
@@ -38,10 +39,10 @@ class LabelBelow(NamedTuple):
         """``stats`` of the columns that reach the floor, relative to `highest`, with the label's."""
         u = (self.x - stats.max) * row_scale
         e = jnp.where(self.there, jnp.exp2(u), 0.0)
+        there = {name: getattr(stats, name) for name in SUMS}
+        sums: Any = {name: None if x is None else x + SUMS[name].term(u, e) for name, x in there.items()}
         return stats._replace(
-            sumexp=stats.sumexp + e,
-            weighted=None if stats.weighted is None else stats.weighted + u * e,
-            squares=None if stats.squares is None else stats.squares + e * e,
+            **sums,
             min=None if stats.min is None else jnp.minimum(stats.min, self.or_else(-PADDING)),
             support=None if stats.support is None else stats.support + jnp.where(self.there, 1.0, 0.0),
         )

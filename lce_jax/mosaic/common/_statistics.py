@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from lce_jax._types import Case, Options, ShardStatistics
 from lce_jax.mathematics._dlogits import FP16_SHIFT
-from lce_jax.mathematics._statistics import of_fields
+from lce_jax.mathematics._statistics import SUMS, of_fields
 from lce_jax.mosaic._cache import Cache
 from lce_jax.mosaic._geometry import geometry
 from lce_jax.mosaic._operands import Prepared
@@ -115,16 +115,13 @@ def _kernel(
 
 
 def sums(options: Options, u: Array, e: Array) -> list[Array]:
-    """Σ e of a block of columns, and Σ u·e and Σ e² if the call has them."""
-    found = [jnp.sum(e, axis=1)]
-    found += [jnp.sum(e * u, axis=1)] if options.entropy else []
-    found += [jnp.sum(e * e, axis=1)] if options.stats else []
-    return found
+    """The `SUMS` of a block of columns that the call has, in their order."""
+    return [jnp.sum(one.term(u, e), axis=1) for name, one in SUMS.items() if name in options.statistics]
 
 
 def of_sums(options: Options, found: Sequence[Array], **extremes: Array | None) -> ShardStatistics:
     """A tile's statistics from its `sums`, and what are none."""
-    names = ["sumexp", *["weighted"] * options.entropy, *["squares"] * options.stats]
+    names = [name for name in SUMS if name in options.statistics]
     return of_fields(extremes | dict(zip(names, found, strict=True)))
 
 
