@@ -13,11 +13,15 @@ from tests import cases
 B, S, H, V = 4, 8, 16, 128
 CALLS = [
     cases.case("plain", leading=(B, S), H=H, V=V),
-    cases.case("padded", leading=(B, S), H=H, V=V, vocab_size=101, labels="foreign"),
+    cases.case("padded", leading=(B, S), H=H, V=V, vocab_size=101, labels="foreign", K=1),
     cases.case("two shards of padding", leading=(B, S), H=H, V=V, vocab_size=50, where="nan", stats=True),
     cases.case(
         "everything", leading=(B, S), H=H, V=V, vocab_size=113, labels="foreign", where="nan", temperature="token",
-        logit_softcap=4.0, logit_scale=1.3, stats=True, weight_layout="hv", spread=3.0,
+        logit_softcap=4.0, logit_scale=1.3, stats=True, weight_layout="hv", spread=3.0, bias="float32", K=5,
+    ),
+    cases.case(
+        "floor and everything", leading=(B, S), H=H, V=V, vocab_size=113, labels="foreign", where="nan",
+        temperature="token", logit_softcap=4.0, logit_scale=1.3, stats=True, weight_layout="hv", spread=3.0, floor=5,
     ),
     cases.case("bfloat16", leading=(B, S), H=H, V=V, dtype="bfloat16", labels="foreign"),
 ]  # fmt: skip

@@ -17,94 +17,66 @@ from lce_jax import (
     sharded_linear_logprobs,
 )
 from tests import cases, oracle
-from tests.agreement import on_one_device
+from tests.agreement import (
+    assert_same,
+    evaluate,
+    inside_shard_map,
+    on_one_device,
+    over_named_axes,
+    where_operands_are,
+)
 from tests.pairs import pairs_of
 from tests.sharding_cases import CALLS, LAYOUTS, mesh_of
 
-
-def single(test: cases.TestCase):
-    """The call, and its results and gradients on one device."""
-    hidden, weight, labels, options, seeds = cases.draw(test)
-    return (hidden, weight, labels, {"precision": "highest", **options}, seeds), *on_one_device(test)
-
-
-def assert_same(test: cases.TestCase, out, grads, want, wanted) -> None:
-    for field, got, true in zip(out._fields, out, want, strict=True):
-        assert (got is None) == (true is None), field
-        if true is not None:
-            assert oracle.value_error(got, true) < 2e-6, field
-    bound = 1e-5 if test.dtype == "float32" else 4e-3  # bfloat16: partial sums round anew, by half a unit in 2^8
-    for got, true in zip(grads, wanted, strict=True):
-        assert got.shape == true.shape
-        assert got.dtype == true.dtype
-        assert oracle.relative_norm(got, true) < bound
+PLAIN, EVERYTHING = CALLS[0], CALLS[3]
+KINDS = [AxisType.Auto, AxisType.Explicit]
+WIDEST = "data 2, tensor 4"
+LAYOUTS_OF_ALL = (WIDEST, "data 4, tensor 2, sequence over tensor")
 
 
-# Two calls on every layout, the others on the two layouts that differ most. In turns one is slow with Auto axes and the
-# other with Explicit ones: each call and each layout has both types without those.
-COMBINATIONS = [
+# Each layout with a call that has everything and with a plain one, in turns with Auto and with Explicit axes.
+@pytest.mark.parametrize(("test", "layout", "axis_type"), [
     pytest.param(test, layout, kind, marks=pytest.mark.slow if (i + j + k) % 2 else ())
     for i, layout in enumerate(LAYOUTS)
-    for j, test in enumerate((CALLS[0], CALLS[3], CALLS[1], CALLS[2], CALLS[4]))
-    for k, kind in enumerate((AxisType.Auto, AxisType.Explicit))
-    if test.name in ("plain", "everything") or layout in ("data 2, tensor 4", "data 4, tensor 2, sequence over tensor")
-]
+    for j, test in enumerate((PLAIN, EVERYTHING))
+    for k, kind in enumerate(KINDS)
+], ids=str)  # fmt: skip
+def test_over_named_axes(test: cases.TestCase, layout: str, axis_type: AxisType) -> None:
+    assert_same(over_named_axes(test, layout, axis_type), on_one_device(test))
 
 
-@pytest.mark.parametrize(("test", "layout", "axis_type"), COMBINATIONS, ids=str)
-def test_sharded_equals_single_device(test: cases.TestCase, layout: str, axis_type: AxisType) -> None:
-    (hidden, weight, labels, options, seeds), want, wanted = single(test)
-    mesh, where = mesh_of(layout, axis_type), LAYOUTS[layout][2]
+@pairs_of(1, test=[x for x in CALLS if x not in (PLAIN, EVERYTHING)], layout=LAYOUTS_OF_ALL, axis_type=KINDS)
+def test_other_calls_over_named_axes(test: cases.TestCase, layout: str, axis_type: AxisType) -> None:
+    assert_same(over_named_axes(test, layout, axis_type), on_one_device(test))
 
-    def objective(hidden, weight, labels):
-        out = sharded_linear_logprobs(hidden, weight, labels, mesh=mesh, **where, **options)
-        return cases.objective(out, seeds), out
 
-    with jax.set_mesh(mesh):
-        value_and_grad = jax.jit(jax.value_and_grad(objective, argnums=(0, 1), has_aux=True))
-        (_, out), grads = value_and_grad(hidden, weight, labels)
-    assert_same(test, out, grads, want, wanted)
+@pairs_of(1, test=[EVERYTHING, CALLS[4]], axis_type=KINDS)
+def test_where_operands_are(test: cases.TestCase, axis_type: AxisType) -> None:
+    assert_same(where_operands_are(test, WIDEST, axis_type), on_one_device(test))
 
 
 def test_explicit_axes_tell_the_batch_and_keep_their_types() -> None:
-    (hidden, weight, labels, options, _), want, _ = single(CALLS[0])
-    mesh = mesh_of("data 2, tensor 4", AxisType.Explicit)
+    hidden, weight, labels, *_ = cases.draw(PLAIN)
+    mesh = mesh_of(WIDEST, AxisType.Explicit)
     hidden = jax.device_put(hidden, NamedSharding(mesh, P("data")))
     weight = jax.device_put(weight, NamedSharding(mesh, P("tensor")))
     labels = jax.device_put(labels, NamedSharding(mesh, P("data")))
+    run = functools.partial(sharded_linear_logprobs, precision="highest")
     with jax.set_mesh(mesh):
         out, gradient = jax.jit(
             lambda h, w, y: (
-                sharded_linear_logprobs(h, w, y, **options),
-                jax.grad(lambda w: sharded_linear_logprobs(h, w, y, **options).logprobs.sum())(w),
+                run(h, w, y),
+                jax.grad(lambda w: run(h, w, y).logprobs.sum())(w),
             )
         )(hidden, weight, labels)
     assert out.logprobs.sharding.spec == P("data", None)
     assert gradient.sharding.spec == P("tensor", None)
-    assert oracle.value_error(out.logprobs, want.logprobs) < 2e-6
+    assert oracle.value_error(out.logprobs, on_one_device(PLAIN)[0].logprobs) < 2e-6
 
 
 @pairs_of(1, test=CALLS, check_vma=[True, False])
 def test_inside_shard_map(test: cases.TestCase, check_vma: bool) -> None:
-    """The gradient is taken outside: shard_map's transpose sums what was replicated."""
-    (hidden, weight, labels, options, seeds), want, wanted = single(test)
-    mesh = mesh_of("data 2, tensor 4", AxisType.Auto)
-    rows = {key: options.pop(key) for key in ("where", "temperature") if isinstance(options.get(key), jax.Array)}
-    vocab = P("tensor", None) if options.get("weight_layout") != "hv" else P(None, "tensor")
-
-    def body(hidden, weight, labels, rows):
-        return linear_logprobs(hidden, weight, labels, axis_name="tensor", **rows, **options)
-
-    mapped = jax.shard_map(
-        body, mesh=mesh, in_specs=(P("data"), vocab, P("data"), P("data")), out_specs=P("data"), check_vma=check_vma
-    )
-
-    def objective(hidden, weight):
-        out = mapped(hidden, weight, labels, rows)
-        return cases.objective(out, seeds), out
-
-    (_, out), grads = jax.jit(jax.value_and_grad(objective, argnums=(0, 1), has_aux=True))(hidden, weight)
-    assert_same(test, out, grads, want, wanted)
+    assert_same(inside_shard_map(test, WIDEST, check_vma), on_one_device(test))
 
 
 def plain_logprobs(hidden, weight, labels, axis_name):
@@ -122,8 +94,8 @@ def plain_logprobs(hidden, weight, labels, axis_name):
 @pytest.mark.parametrize("gathered", [False, True], ids=["replicated hidden", "gathered hidden"])
 def test_gradient_inside_shard_map_follows_jax(check_vma: bool, gathered: bool) -> None:
     """Gradients taken inside equal those of plain JAX with psum, in either mode and for either kind of hidden."""
-    (hidden, weight, labels, *_), _, _ = single(CALLS[0])
-    mesh = mesh_of("data 2, tensor 4", AxisType.Auto)
+    hidden, weight, labels, *_ = cases.draw(PLAIN)
+    mesh = mesh_of(WIDEST, AxisType.Auto)
 
     def gradients(function):
         def body(hidden, weight, labels):
@@ -157,7 +129,7 @@ def test_gradient_inside_shard_map_follows_jax(check_vma: bool, gathered: bool) 
 
 @pairs_of(1, test=CALLS[:3], check_vma=[True, False])
 def test_shards_agree_bitwise(test: cases.TestCase, check_vma: bool) -> None:
-    (hidden, weight, labels, options, _), _, _ = single(test)
+    hidden, weight, labels, options, _ = cases.draw(test)
     where = options.pop("where", None)
     mesh = mesh_of("tensor 8", AxisType.Auto)
 
@@ -175,18 +147,11 @@ def test_shards_agree_bitwise(test: cases.TestCase, check_vma: bool) -> None:
         assert all(np.array_equal(copies[0], copy) for copy in copies)
 
 
-@pytest.mark.parametrize("axis_types", [(AxisType.Explicit, AxisType.Auto), (AxisType.Auto, AxisType.Explicit)])
-def test_mixed_axis_types(axis_types: tuple[AxisType, ...]) -> None:
-    (hidden, weight, labels, options, seeds), want, wanted = single(CALLS[0])
-    mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=axis_types)
-
-    def objective(hidden, weight):
-        out = sharded_linear_logprobs(hidden, weight, labels, batch_axes="data", **options)
-        return cases.objective(out, seeds), out
-
-    with jax.set_mesh(mesh):
-        (_, out), grads = jax.jit(jax.value_and_grad(objective, argnums=(0, 1), has_aux=True))(hidden, weight)
-    assert_same(CALLS[0], out, grads, want, wanted)
+@pytest.mark.parametrize("axis_types", [KINDS, KINDS[::-1]], ids=str)
+def test_mixed_axis_types(axis_types: list[AxisType]) -> None:
+    with jax.set_mesh(jax.make_mesh((2, 4), ("data", "tensor"), axis_types=tuple(axis_types))):
+        got = evaluate(PLAIN, sharded_linear_logprobs, batch_axes="data")
+    assert_same(got, on_one_device(PLAIN))
 
 
 def test_float64_keeps_its_temperature() -> None:

@@ -1,4 +1,4 @@
-"""The head's bias: meshes, vmap, shards, traced scales, losses and refusals. `test_parity` tests its values."""
+"""The head's bias: vmap, shards, traced scales, losses and refusals. Values: `test_parity`; meshes: `test_sharding`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 
 from lce_jax import (
     LogprobOutput,
@@ -18,40 +16,9 @@ from lce_jax import (
     local,
 )
 from tests import cases, oracle
-from tests.agreement import WAYS, assert_same, evaluate, on_one_device, over_a_mesh
-from tests.pairs import pairs_of
+from tests.agreement import assert_same, evaluate, on_one_device
 
-CALLS = [
-    cases.case("plain", leading=(4, 8), H=16, V=128, bias="float32"),
-    cases.case(
-        "everything", leading=(4, 8), H=16, V=128, vocab_size=113, labels="foreign", where="nan", temperature="token",
-        logit_softcap=4.0, logit_scale=1.3, stats=True, weight_layout="hv", spread=3.0, bias="float32",
-    ),
-]  # fmt: skip
-EVERYTHING = CALLS[1]
-
-
-@pairs_of(1, test=CALLS, way=WAYS, axis_type=[AxisType.Auto, AxisType.Explicit])
-def test_over_a_mesh(test: cases.TestCase, way: str, axis_type: AxisType) -> None:
-    assert_same(over_a_mesh(test, way, axis_type), on_one_device(test))
-
-
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_inside_shard_map(check_vma: bool) -> None:
-    mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
-
-    def mapped(hidden, weight, labels, *, bias, **options):
-        rows = {name: options.pop(name) for name in ("where", "temperature") if name in options}
-
-        def body(hidden, weight, labels, bias, rows):
-            return linear_logprobs(hidden, weight, labels, bias=bias, axis_name="tensor", **rows, **options)
-
-        specs = (P("data"), P(None, "tensor"), P("data"), P("tensor"), P("data"))
-        return jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=P("data"), check_vma=check_vma)(
-            hidden, weight, labels, bias, rows
-        )
-
-    assert_same(evaluate(EVERYTHING, mapped), on_one_device(EVERYTHING))
+PLAIN = cases.case("plain", leading=(4, 8), H=16, V=128, bias="float32")
 
 
 @pytest.mark.parametrize("options", [{"logit_scale": -1.3}, {"logit_scale": 1.3, "logit_softcap": 4.0}], ids=str)
@@ -59,12 +26,12 @@ def test_inside_shard_map(check_vma: bool) -> None:
 def test_beside_a_traced_scale_and_softcap(implementation: str, options: dict[str, float]) -> None:
     traced = {name: jnp.float32(value) for name, value in options.items()}
     more = {"implementation": implementation}
-    assert_same(evaluate(CALLS[0], **traced, **more), evaluate(CALLS[0], **options, **more))
+    assert_same(evaluate(PLAIN, **traced, **more), evaluate(PLAIN, **options, **more))
 
 
 @pytest.mark.parametrize("bias_batched", [False, True])
 def test_under_vmap(bias_batched: bool) -> None:
-    hidden, weight, labels, options, _ = cases.draw(CALLS[0])
+    hidden, weight, labels, options, _ = cases.draw(PLAIN)
     bias = options["bias"]
     biases = jnp.stack([bias * i for i in range(4)]) if bias_batched else bias
 

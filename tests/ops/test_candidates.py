@@ -1,4 +1,4 @@
-"""Log-probabilities at chosen ids: meshes, transformations, published losses. `test_parity` has their values."""
+"""Log-probabilities at chosen ids: shards, transformations, published losses. `test_parity` has their values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lce_jax import (
     local,
 )
 from tests import cases, oracle
-from tests.agreement import WAYS, assert_same, evaluate, on_one_device, over_a_mesh
+from tests.agreement import assert_same, evaluate, on_one_device
 from tests.pairs import pairs_of
 
 CALLS = [
@@ -28,9 +28,7 @@ CALLS = [
         "everything", leading=(4, 8), H=16, V=128, vocab_size=113, labels="foreign", where="nan", temperature="token",
         logit_softcap=4.0, logit_scale=1.3, stats=True, weight_layout="hv", spread=3.0, K=5,
     ),
-    cases.case("one", leading=(4, 8), H=16, V=128, K=1),
 ]  # fmt: skip
-EVERYTHING = CALLS[1]
 
 
 def test_a_candidate_is_the_label() -> None:
@@ -47,11 +45,6 @@ def test_a_candidate_is_the_label() -> None:
     got, want = (jax.jit(jax.value_and_grad(f, argnums=(0, 1)))(hidden, weight) for f in (of_candidates, of_labels))
     assert oracle.value_error(got[0], want[0]) < 2e-6
     assert all(oracle.relative_norm(a, b) < 1e-6 for a, b in zip(got[1], want[1], strict=True))
-
-
-@pairs_of(1, test=CALLS, way=WAYS, axis_type=[AxisType.Auto, AxisType.Explicit])
-def test_over_a_mesh(test: cases.TestCase, way: str, axis_type: AxisType) -> None:
-    assert_same(over_a_mesh(test, way, axis_type), on_one_device(test))
 
 
 @pytest.mark.parametrize("shards", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)), 8])
@@ -103,7 +96,7 @@ def test_inside_shard_map_where_ids_are_typed_as_varying() -> None:
     assert np.isnan(np.asarray(wrong.logprobs)).tolist() == [i == 2 for i in range(8)]
 
 
-@pytest.mark.parametrize("test", CALLS[:2], ids=str)
+@pytest.mark.parametrize("test", CALLS, ids=str)
 def test_under_vmap(test: cases.TestCase) -> None:
     hidden, weight, labels, options, seeds = cases.draw(test)
     per_token = {name: options.pop(name) for name in ("where", "temperature", "candidates") if name in options}

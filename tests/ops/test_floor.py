@@ -8,39 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 
 from lce_jax import LogprobOutput, explain, linear_cross_entropy, linear_logprobs, linear_loss, linear_topk, local
 from tests import cases, oracle
-from tests.agreement import WAYS, assert_same, evaluate, on_one_device, over_a_mesh
-from tests.pairs import pairs_of
+from tests.agreement import assert_same, evaluate, on_one_device
 from tests.small_call import HIDDEN, LABELS, WEIGHT
 
-TEST = cases.case(
-    "everything", leading=(4, 8), H=16, V=128, vocab_size=113, labels="foreign", where="nan", temperature="token",
-    logit_softcap=4.0, logit_scale=1.3, stats=True, weight_layout="hv", spread=3.0, floor=5,
-)  # fmt: skip
 PLAIN = cases.case("plain", leading=(24,), V=104, floor=7, stats=True, labels="foreign")
-
-
-@pairs_of(1, test=[TEST], way=WAYS, axis_type=[AxisType.Auto, AxisType.Explicit])
-def test_over_a_mesh(test: cases.TestCase, way: str, axis_type: AxisType) -> None:
-    assert_same(over_a_mesh(test, way, axis_type), on_one_device(test))
-
-
-@pytest.mark.parametrize("shards", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 4)), 8])
-def test_inside_shard_map(shards: int) -> None:
-    mesh = jax.make_mesh((shards,), ("tensor",), axis_types=(AxisType.Auto,), devices=jax.devices()[:shards])
-
-    def mapped(hidden, weight, labels, *, logit_floor, **options):
-        def body(hidden, weight, labels, floor):
-            return linear_logprobs(hidden, weight, labels, logit_floor=floor, axis_name="tensor", **options)
-
-        specs = (P(), P("tensor"), P(), P())
-        return jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=P())(hidden, weight, labels, logit_floor)
-
-    assert_same(evaluate(PLAIN, mapped), on_one_device(PLAIN))
 
 
 def test_of_shards_that_the_caller_merges() -> None:
