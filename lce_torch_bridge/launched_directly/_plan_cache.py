@@ -10,9 +10,9 @@ MOST = 4096  # of all shapes together; each takes about two KiB
 _plans: dict[Any, Any] = {}
 
 
-def plan_of(key: Any, make: Callable[[], Any]) -> Any:
+def plan_of[T](key: Any, make: Callable[[], T]) -> T:
     """What ``make()`` is, or was when this key came first. A text says why kernels do not serve such calls."""
-    plan = _plans.get(key)  # a key is long: its hash is taken once
+    plan: T | None = _plans.get(key)  # a key is long: its hash is taken once
     if plan is None:
         if len(_plans) >= MOST:
             _plans.clear()

@@ -21,7 +21,7 @@ def scale(x: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Te
         if isinstance(plan, str):
             return None
         result = x.new_empty(x.shape, dtype=dtype)
-        plan.run(x.get_device(), [result, x, factor])
+        plan.launch(x.get_device(), [result, x, factor])
     return result
 
 
