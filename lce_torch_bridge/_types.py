@@ -161,7 +161,7 @@ class Call(NamedTuple):
 
 @functools.cache
 def names_of(call: Call) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The call's ``fields`` and ``differentiable``, found again. Not where a trace has SymInts there."""
+    """The call's ``fields`` and ``differentiable``, made once for equal calls. Not for traces: SymInts have no hash."""
     return call.fields, call.differentiable
 
 

@@ -63,9 +63,9 @@ def ratio(row: Run | None) -> str:
     return "–" if row is None else f"{row['ratio_to_gemm']:.2f}"
 
 
-def jobs(part: str) -> list[Run]:
-    """Those of a part of the bench on the H200."""
-    return list(records.jobs(load("h200"), part))
+def jobs(part: str, card: str = "h200") -> list[Run]:
+    """Those of a part of the bench on a card."""
+    return list(records.jobs(load(card), part))
 
 
 def heads(packages: bool = False) -> list[Run]:
@@ -190,6 +190,18 @@ def steps(jobs: list[Run]) -> str:
     return markdown(head, lines)
 
 
+def divergences(job: Run) -> str:
+    """A line per direction and way: both directions of time, products, and memory."""
+    found = {row["name"]: row for row in timed(job["rows"])}
+    product = found.pop("one product")
+    lines = [["one product", f"{product['median_seconds'] * 1e3:.2f}", "–", "–", "–"]]
+    for name in (name for name in found if "backward" not in name):
+        forward, both = found[name], found[f"{name}, + backward"]
+        times = (f"{row['median_seconds'] * 1e3:.2f}" for row in (forward, both))
+        lines.append([name, *times, ratio(both), format_bytes(both["temp_bytes"])])
+    return markdown(["one process", "forward, ms", "forward + backward, ms", "÷ product", "temporary memory"], lines)
+
+
 def errors(run: Run) -> str:
     """A line per way to compute: the errors of results and gradients, by dtype."""
     rows = [[name, *(f"{error:.1e}" for error in found)] for name, *found in run["rows"]]
@@ -265,6 +277,9 @@ def tables() -> dict[str, str]:
         "step": steps(step),
         "step by": measured_by(newest(step), "python -m lce_jax.bench step --batch 8,16,32"),
     }
+    (divergence,) = jobs("kl", "h100")
+    made |= {"kl": divergences(divergence)}
+    made |= {"kl by": measured_by(newest([divergence]), records.command(divergence), "h100")}
     tpu, support = load("tpu"), json.loads((ROOT / "docs" / "_build" / "support.json").read_text())
     made |= {"tpu": recorded(tpu), "tpu by": f"libtpu {tpu['device']['libtpu']}; {provenance(tpu, "tpu")}"}
     made |= {"support": recorded(support)}

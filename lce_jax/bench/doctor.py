@@ -28,7 +28,7 @@ from lce_jax.bench.measure import Run, compile_jax, interleave, median
 from lce_jax.bench.problem import BLOCK_BYTES, Problem, bound, error, random_problem
 from lce_jax.bench.records import Job, Measured
 from lce_jax.bench.shapes import Shape
-from lce_jax.explain._models import Head
+from lce_jax.explain._models import ModelHead
 from lce_jax.mosaic import _generations, sm100
 from lce_jax.mosaic.sm100._tuning import PAIRS, Tunings
 
@@ -123,7 +123,7 @@ def examine(name: str, rounds: int) -> dict[str, Any]:
     if check.in_pairs and device.compute_capability not in sm100.KERNELS.compute_capabilities:
         return about | {"skipped": "no blocks multiply together on such a device"}
     tokens, hidden_size, columns = (HEAD if check.is_head else PART)[platform]
-    shape = Shape(tokens, Head(hidden_size, columns + check.more_columns))
+    shape = Shape(tokens, ModelHead(hidden_size, columns + check.more_columns))
     problem = random_problem(shape, jnp.dtype(check.dtype))
     if check.options.get("weight_layout") == "hv":
         problem = problem._replace(weight=problem.weight.T)

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 
 from lce_jax import LogprobOutput, linear_logprobs
 from lce_jax.bench.shapes import Shape
-from lce_jax.explain._models import Head
+from lce_jax.explain._models import ModelHead
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Float, Int
@@ -140,13 +140,13 @@ def _block(
     return jax.value_and_grad(loss, (0, 1), has_aux=True)(hidden.astype(jnp.float32), weight)
 
 
-def num_largest(head: Head) -> int:
+def num_largest(head: ModelHead) -> int:
     """The k of the rows that select the most likely tokens."""
     return min(MOST_LIKELY, head.vocab_size)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _block_topk(head: Head, weight: Array, hidden: Array) -> Array:
+def _block_topk(head: ModelHead, weight: Array, hidden: Array) -> Array:
     """The largest logits over one block of tokens."""
     z = jnp.matmul(hidden.astype(jnp.float32), weight.T, precision="highest")
     z = z if head.logit_softcap is None else head.logit_softcap * jnp.tanh(z / head.logit_softcap)

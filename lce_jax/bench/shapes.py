@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 
-from lce_jax.explain._models import Head, model_head
+from lce_jax.explain._models import ModelHead, model_head
 
 
 @dataclasses.dataclass(frozen=True)
@@ -13,7 +13,7 @@ class Shape:
     """One problem to time: a number of tokens through a head."""
 
     tokens: int
-    head: Head
+    head: ModelHead
 
     def __str__(self) -> str:
         return f"T {self.tokens:,}, {self.head}"
@@ -57,7 +57,7 @@ def select(
     chosen = [Shape(MODEL_TOKENS.get(platform, MODEL_TOKENS["gpu"]), model_head(name)) for name in models]
     if not chosen and not shapes:
         shapes = CPU_SHAPES if platform == "cpu" else GPU_SHAPES
-    chosen += [Shape(t, Head(h, v)) for t, h, v in shapes]
+    chosen += [Shape(t, ModelHead(h, v)) for t, h, v in shapes]
     if not tokens:
         return chosen
     return [Shape(t, head) for head in dict.fromkeys(shape.head for shape in chosen) for t in tokens]

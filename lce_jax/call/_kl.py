@@ -57,7 +57,7 @@ def _of_the_teacher() -> Iterator[None]:
         raise type(error)(f"the teacher's {error}") from None
 
 
-class KLOperands(NamedTuple):
+class KLArguments(NamedTuple):
     """What `linear_kl` is given, and the validated options of each model."""
 
     arrays: Pair[tuple[Any, Any]]  # hidden and weight
@@ -70,7 +70,7 @@ class KLOperands(NamedTuple):
     @classmethod
     def of(
         cls, arrays: Pair[tuple[Any, Any]], where: Any, direction: str, given: Mapping[str, Any], axis_name: Any
-    ) -> KLOperands:
+    ) -> KLArguments:
         """From what the public functions are given."""
         scalars.one_of("direction", direction, DIRECTIONS)
         beta = _options.teachers_weight(given.get("beta"), "direction", direction, DIRECTIONS[:2])
@@ -122,7 +122,7 @@ class KLCall(NamedTuple):
     agree: Any  # as `Call.agree`
 
 
-def bind(given: KLOperands, place: Place | None = None) -> KLCall:
+def bind(given: KLArguments, place: Place | None = None) -> KLCall:
     """The call, over the mesh at ``place``, over the one that the operands name, or of this device."""
     cases, axis_name = given.cases(), given.options.student.axis_name
     given.check_columns(cases, axis_name is not None)

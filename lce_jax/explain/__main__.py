@@ -20,7 +20,7 @@ from lce_jax._jax import abstract_device
 from lce_jax._plans import PassBytes, format_bytes
 from lce_jax.explain import _pod
 from lce_jax.explain._arguments import gibibytes, positive
-from lce_jax.explain._models import MODELS, Head, model_head
+from lce_jax.explain._models import MODELS, ModelHead, model_head
 from lce_jax.explain._targets import TARGETS
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -95,20 +95,20 @@ def read(arguments: list[str] | None = None) -> tuple[ExplainedCall, int]:
     return call, int(options.spare_gib * (1 << 30))
 
 
-def _head(command: argparse.ArgumentParser, options: argparse.Namespace) -> Head:
+def _head(command: argparse.ArgumentParser, options: argparse.Namespace) -> ModelHead:
     own = (options.hidden, options.vocab)
     if (options.model is None) == (own == (None, None)) or (options.model is None and None in own):
         command.error("give --model, or --hidden and --vocab")
     if options.model is not None and options.softcap is not None:
         command.error(f"--softcap belongs to --hidden and --vocab; {options.model} brings its own")
-    return Head(*own, logit_softcap=options.softcap) if options.model is None else model_head(options.model)
+    return ModelHead(*own, logit_softcap=options.softcap) if options.model is None else model_head(options.model)
 
 
 @dataclasses.dataclass(frozen=True)
 class ExplainedCall:
     """One call of a head on a device, which need not be there."""
 
-    head: Head
+    head: ModelHead
     tokens: int
     shards: int  # of the vocabulary
     sequence_split: bool

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from lce_jax import _dispatch, mosaic
 from lce_jax._types import is_array
 from lce_jax.call import _bind, _checks, _options
-from lce_jax.call._kl import KLOperands
+from lce_jax.call._kl import KLArguments
 from lce_jax.call._place import Place, placed
 from lce_jax.mathematics._kl import Pair
 from lce_jax.xla import _kl_plan, _logits_plan
@@ -63,7 +63,7 @@ def of_kl(
     if not isinstance(teacher, tuple | list) or len(teacher) != 2:
         raise TypeError(f"teacher must be the pair of its hidden states and its weight, got {type(teacher).__name__}")
     arrays = Pair((hidden, weight), tuple(teacher))
-    call = KLOperands.of(arrays, where, "forward", options, options.get("axis_name"))
+    call = KLArguments.of(arrays, where, "forward", options, options.get("axis_name"))
     cases, checked = call.cases(), call.options.student
     _bind.case(hidden, weight, labels, where, checked)
     tokens = jax.ShapeDtypeStruct(tuple(labels.shape), jnp.int32)

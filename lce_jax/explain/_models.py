@@ -12,7 +12,7 @@ import dataclasses
 
 
 @dataclasses.dataclass(frozen=True)
-class Head:
+class ModelHead:
     """The head of a language model: a shape without its number of tokens."""
 
     hidden_size: int
@@ -28,38 +28,38 @@ class Head:
 
 
 MODELS = {
-    "qwen2.5-0.5b": Head(896, 151936, tied=True),
-    "qwen2.5-1.5b": Head(1536, 151936, tied=True),
-    "qwen2.5-7b": Head(3584, 152064),
-    "qwen3-0.6b": Head(1024, 151936, tied=True),
-    "qwen3-1.7b": Head(2048, 151936, tied=True),
-    "qwen3-4b": Head(2560, 151936, tied=True),
-    "qwen3-8b": Head(4096, 151936),
-    "qwen3-14b": Head(5120, 151936),
-    "qwen3-32b": Head(5120, 151936),
-    "qwen3-30b-a3b": Head(2048, 151936),
-    "qwen3-235b-a22b": Head(4096, 151936),
-    "llama3.2-1b": Head(2048, 128256, tied=True),
-    "llama3.2-3b": Head(3072, 128256, tied=True),
-    "llama3-8b": Head(4096, 128256),  # 3.1 alike
-    "llama3-70b": Head(8192, 128256),  # 3.1 and 3.3 alike
-    "llama3.1-405b": Head(16384, 128256),
-    "llama4-scout": Head(5120, 202048),
-    "gemma2-2b": Head(2304, 256000, logit_softcap=30.0, tied=True),
-    "gemma2-9b": Head(3584, 256000, logit_softcap=30.0, tied=True),
-    "gemma2-27b": Head(4608, 256000, logit_softcap=30.0, tied=True),
-    "gemma3-1b": Head(1152, 262144, tied=True),
-    "gemma3-4b": Head(2560, 262208, tied=True),
-    "gemma3-12b": Head(3840, 262208, tied=True),
-    "gemma3-27b": Head(5376, 262208, tied=True),
-    "gpt-oss": Head(2880, 201088),  # 20b and 120b alike
-    "deepseek-v3": Head(7168, 129280),  # R1 alike
-    "kimi-k2": Head(7168, 163840),
-    "mixtral-8x7b": Head(4096, 32000),
-    "olmo3-7b": Head(4096, 100278),
+    "qwen2.5-0.5b": ModelHead(896, 151936, tied=True),
+    "qwen2.5-1.5b": ModelHead(1536, 151936, tied=True),
+    "qwen2.5-7b": ModelHead(3584, 152064),
+    "qwen3-0.6b": ModelHead(1024, 151936, tied=True),
+    "qwen3-1.7b": ModelHead(2048, 151936, tied=True),
+    "qwen3-4b": ModelHead(2560, 151936, tied=True),
+    "qwen3-8b": ModelHead(4096, 151936),
+    "qwen3-14b": ModelHead(5120, 151936),
+    "qwen3-32b": ModelHead(5120, 151936),
+    "qwen3-30b-a3b": ModelHead(2048, 151936),
+    "qwen3-235b-a22b": ModelHead(4096, 151936),
+    "llama3.2-1b": ModelHead(2048, 128256, tied=True),
+    "llama3.2-3b": ModelHead(3072, 128256, tied=True),
+    "llama3-8b": ModelHead(4096, 128256),  # 3.1 alike
+    "llama3-70b": ModelHead(8192, 128256),  # 3.1 and 3.3 alike
+    "llama3.1-405b": ModelHead(16384, 128256),
+    "llama4-scout": ModelHead(5120, 202048),
+    "gemma2-2b": ModelHead(2304, 256000, logit_softcap=30.0, tied=True),
+    "gemma2-9b": ModelHead(3584, 256000, logit_softcap=30.0, tied=True),
+    "gemma2-27b": ModelHead(4608, 256000, logit_softcap=30.0, tied=True),
+    "gemma3-1b": ModelHead(1152, 262144, tied=True),
+    "gemma3-4b": ModelHead(2560, 262208, tied=True),
+    "gemma3-12b": ModelHead(3840, 262208, tied=True),
+    "gemma3-27b": ModelHead(5376, 262208, tied=True),
+    "gpt-oss": ModelHead(2880, 201088),  # 20b and 120b alike
+    "deepseek-v3": ModelHead(7168, 129280),  # R1 alike
+    "kimi-k2": ModelHead(7168, 163840),
+    "mixtral-8x7b": ModelHead(4096, 32000),
+    "olmo3-7b": ModelHead(4096, 100278),
 }
 
 
-def model_head(name: str) -> Head:
+def model_head(name: str) -> ModelHead:
     """The head of a named model."""
     return dataclasses.replace(MODELS[name], model=name)

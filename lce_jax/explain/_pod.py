@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import lce_jax
 from lce_jax._plans import format_bytes
 from lce_jax.explain import _hlo
-from lce_jax.explain._models import Head
+from lce_jax.explain._models import ModelHead
 from lce_jax.explain._targets import TARGETS, TPU, Target
 
 NUM_LARGEST = 64  # the k of linear_topk
@@ -58,7 +58,7 @@ SPLITS = (Split(), Split(fsdp=True), Split(fsdp=True, sequence=True))
 class PodProgram:
     """A call of a public function on every device of a pod, with its backward if it has one."""
 
-    head: Head
+    head: ModelHead
     tokens: int  # of a replica
     pod: Pod
     target: Target | TPU
@@ -139,7 +139,7 @@ CALLS = {
 DIFFERENTIABLE = frozenset(CALLS) - {"linear_topk"}
 
 
-def report(head: Head, tokens: int, pod: Pod, device: str, dtype: Any, function: str) -> Iterator[str]:
+def report(head: ModelHead, tokens: int, pod: Pod, device: str, dtype: Any, function: str) -> Iterator[str]:
     """The lines to print, as the programs are compiled."""
     first = PodProgram(head=head, tokens=tokens, pod=pod, target=TARGETS[device], dtype=dtype, function=function)
     both = " and its backward" if function in DIFFERENTIABLE else ""

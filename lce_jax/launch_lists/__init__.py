@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from lce_jax._devices import for_device
 from lce_jax._types import RESULTS, Device
-from lce_jax.launch_lists._call_kind import THREADS, CallKind, refusal
+from lce_jax.launch_lists._call_kind import SERVED, THREADS, CallKind, refusal
 from lce_jax.launch_lists._compiler import why_not
 from lce_jax.launch_lists._launch_list import LaunchList
 from lce_jax.launch_lists._passes import backward, forward, merge, part
@@ -22,6 +22,7 @@ from lce_jax.launch_lists._scale import refusal_to_scale, scale
 
 __all__ = [
     "RESULTS",
+    "SERVED",
     "THREADS",
     "CallKind",
     "Device",

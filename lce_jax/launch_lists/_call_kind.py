@@ -13,6 +13,9 @@ from lce_jax.mosaic._kernel_set import KernelSet
 
 THREADS = 128  # rows that every per-token array has at least
 
+_PROVEN = [kernels for kernels in _generations.KERNEL_SETS if not kernels.unproven]
+SERVED = tuple(one for kernels in _PROVEN for one in kernels.compute_capabilities)  # of kernels that have run on a GPU
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CallKind:

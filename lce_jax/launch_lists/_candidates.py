@@ -16,8 +16,8 @@ import jax.numpy as jnp
 
 from lce_jax.launch_lists._recorder import ROWS, STRIDE
 from lce_jax.mosaic import _candidates, _partial_statistics
-from lce_jax.mosaic._call import Call
-from lce_jax.mosaic._candidates import Fields, Placed
+from lce_jax.mosaic._call import KernelCall
+from lce_jax.mosaic._candidates import Fields, PlacedCandidates
 
 type Buffer = Any  # a `_recorder.Buffer`, which the host code takes for an array
 type Recording = Any  # that of `_passes`, which imports this module
@@ -33,13 +33,13 @@ def keep(recording: Recording, saved: Buffer) -> None:
         recording.kernels.keep_candidates(kind.case, ids, _ids(saved), recording.of_rows, _fields(recording).ids)
 
 
-def add_logits(recording: Recording, call: Call, saved: Buffer) -> None:
+def add_logits(recording: Recording, call: KernelCall, saved: Buffer) -> None:
     """Keeps the x of a whole vocabulary."""
     if recording.kind.num_candidates:
         _candidates.logits(call, _ids(saved), saved, _fields(recording), STRIDE)
 
 
-def sent_logits(recording: Recording, call: Call, saved: Buffer) -> list[Buffer]:
+def sent_logits(recording: Recording, call: KernelCall, saved: Buffer) -> list[Buffer]:
     """The x of a shard [K, Tp], if there are candidates."""
     most, tokens = recording.kind.num_candidates, recording.shape.padded_tokens
     if not most:
@@ -85,7 +85,9 @@ def terms(recording: Recording, saved: Buffer, seed: Buffer | None) -> Buffer | 
     return recording.kernels.candidate_terms(kind.case, saved, kind.has_temperature, seed, recording.of_rows)
 
 
-def placed(recording: Recording, call: Call, factors: Buffer, saved: Buffer, terms: Buffer | None) -> Placed | None:
+def placed(
+    recording: Recording, call: KernelCall, factors: Buffer, saved: Buffer, terms: Buffer | None
+) -> PlacedCandidates | None:
     """What stands at the candidates' places in dlogits, if they have a cotangent."""
     if terms is None:
         return None

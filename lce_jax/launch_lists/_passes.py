@@ -33,7 +33,7 @@ from lce_jax.launch_lists._launch_list import LaunchList
 from lce_jax.launch_lists._recorder import ROWS, STRIDE, RecordedKernels, Recorder
 from lce_jax.mosaic import _backward, _cache, _dhidden, _forward, _operands, _threshold_backward
 from lce_jax.mosaic._cache import Cache
-from lce_jax.mosaic._call import Call
+from lce_jax.mosaic._call import KernelCall
 from lce_jax.mosaic._operands import Prepared
 
 type Buffer = Any  # a `_recorder.Buffer`, which the host code takes for an array
@@ -85,7 +85,7 @@ class _Recording:
         """The labels among it."""
         return saved.view((self.kind.num_tokens,), jnp.int32)
 
-    def call(self, hidden: Buffer, weight: Buffer, marked: Any) -> Call:
+    def call(self, hidden: Buffer, weight: Buffer, marked: Any) -> KernelCall:
         """The call, from here on as `lce_jax.mosaic` runs it."""
         kind, tile = self.kind, self.shape.tile
         columns: Any = kind.num_columns if kind.live_columns is None else kind.live_columns
@@ -95,9 +95,9 @@ class _Recording:
         per_token = marked.targets, marked.scale, marked.holds_target
         prepared = Prepared(hidden, weight, *per_token, mask, columns, rows, marked.floor)
         operands = Operands(hidden, weight, marked.targets, None, rows, kind.live_columns)
-        return Call(operands, prepared, kind.case, self.shape, self.kernels, self.host)
+        return KernelCall(operands, prepared, kind.case, self.shape, self.kernels, self.host)
 
-    def join_all(self, call: Call, groups: Buffer) -> Buffer:
+    def join_all(self, call: KernelCall, groups: Buffer) -> Buffer:
         """The statistics of the whole vocabulary."""
         scale, rows = call.prepared.scale, call.prepared.num_rows
         return _forward.join_all(self.host, self.kernels, self.kind.case, scale, rows, groups)
@@ -169,7 +169,7 @@ def merge(kind: CallKind, ranks: int, keep_cache: bool = False) -> LaunchList:
 
 def _statistics(
     recording: _Recording, keep_cache: bool, more_fields: int = 0
-) -> tuple[Call, Numbers, Buffer, Buffer, Cache | None, Buffer]:
+) -> tuple[KernelCall, Numbers, Buffer, Buffer, Cache | None, Buffer]:
     """The call, what tokens come with, what is saved, the statistics of groups, the cache, what each tile keeps."""
     kind = recording.kind
     hidden, weight = recording.operands()

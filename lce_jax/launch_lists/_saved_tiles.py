@@ -9,7 +9,7 @@ from lce_jax.launch_lists._call_kind import CallKind
 from lce_jax.launch_lists._recorder import ROWS, STRIDE, Recorder
 from lce_jax.mosaic import _cache, _threshold
 from lce_jax.mosaic._cache import Cache
-from lce_jax.mosaic._call import Call
+from lce_jax.mosaic._call import KernelCall
 
 type Buffer = Any  # a `_recorder.Buffer`, which the host code takes for an array
 
@@ -42,7 +42,9 @@ def fields_of_tiles(kind: CallKind, keep_cache: bool) -> int:
     return 2 if kind.dropped_mass else int(keep_cache)
 
 
-def selected(recording: Any, call: Call, maxima: Buffer | None, saved: Buffer) -> tuple[list[Buffer], list[Buffer]]:
+def selected(
+    recording: Any, call: KernelCall, maxima: Buffer | None, saved: Buffer
+) -> tuple[list[Buffer], list[Buffer]]:
     """The dropped mass, if it is a result, and the live tiles, if there is a threshold."""
     if maxima is None:
         return [], []

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from lce_jax._types import Case, Operands, RowCoefficients
 from lce_jax.mosaic import _cache, _candidates, _chunks, _dhidden, _edge, _mean, _operands
 from lce_jax.mosaic._cache import Cache
-from lce_jax.mosaic._call import Call
-from lce_jax.mosaic._candidates import Placed
+from lce_jax.mosaic._call import KernelCall
+from lce_jax.mosaic._candidates import PlacedCandidates
 from lce_jax.mosaic._host import greatest, least
 from lce_jax.mosaic._kernel_set import KernelSet
 
@@ -49,7 +49,7 @@ def gradients(
     dhidden is in fp32, or in the weight's dtype where that is allowed and one launch computes all of it. With
     ``dweight``, a sum in fp32, the kernels add to that sum.
     """
-    call = Call.prepare(operands, case, kernels)
+    call = KernelCall.prepare(operands, case, kernels)
     factors = _operands.row_factors(rows, call.shape.padded_tokens)
     may_round = may_round_dhidden and rows.uniform is None
     candidates = _candidates.of_rows(call, factors, rows)
@@ -61,9 +61,9 @@ def gradients(
 
 
 def walk(
-    call: Call,
+    call: KernelCall,
     factors: Float[Array, "factors Tp"],
-    candidates: Placed | None,
+    candidates: PlacedCandidates | None,
     cache: Cache | None,
     may_round_dhidden: bool,
     may_overwrite_cache: bool,
@@ -85,7 +85,7 @@ def walk(
 
 
 def _parts(
-    call: Call, factors: Float[Array, "factors Tp"], cache: Cache | None, may_overwrite_cache: bool
+    call: KernelCall, factors: Float[Array, "factors Tp"], cache: Cache | None, may_overwrite_cache: bool
 ) -> list[Part]:
     """The tiles in the cache, if any, and the tiles to recompute, if any."""
     prepared, case, shape, kernels = call.prepared, call.case, call.shape, call.kernels
@@ -112,7 +112,7 @@ def _parts(
 
 
 def _walk_chunks(
-    call: Call, part: Part, candidates: Placed | None, carry: Carry, follows: bool, adds_dweight: bool
+    call: KernelCall, part: Part, candidates: PlacedCandidates | None, carry: Carry, follows: bool, adds_dweight: bool
 ) -> Carry:
     """Adds a part's gradients (or writes them), a chunk at a time; ``follows``: the sums hold those of another part."""
     prepared, case, shape, kernels = call.prepared, call.case, call.shape, call.kernels

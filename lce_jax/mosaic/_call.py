@@ -13,7 +13,7 @@ from lce_jax.mosaic._operands import Prepared
 from lce_jax.mosaic._span import Span
 
 
-class Call(NamedTuple):
+class KernelCall(NamedTuple):
     """What every step of a pass needs to know."""
 
     operands: Operands
@@ -28,7 +28,7 @@ class Call(NamedTuple):
         return self.host.numbers(*Span(self.prepared.num_rows, self.prepared.num_columns, **fields))
 
     @classmethod
-    def prepare(cls, operands: Operands, case: Case, kernels: KernelSet) -> Call:
+    def prepare(cls, operands: Operands, case: Case, kernels: KernelSet) -> KernelCall:
         """The call of ``operands``, padded and marked for ``kernels``."""
         shape = geometry(case, kernels.tiling)
         return cls(operands, _operands.prepare(operands, case, shape), case, shape, kernels)

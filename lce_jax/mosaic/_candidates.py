@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from lce_jax._types import RowCoefficients
-from lce_jax.mosaic._call import Call
+from lce_jax.mosaic._call import KernelCall
 from lce_jax.mosaic._host import least
 from lce_jax.mosaic._worklist import Batches, Worklist
 from lce_jax.xla import _logits
@@ -31,12 +31,12 @@ class Fields(NamedTuple):
     start: Any  # the id of the shard's first column
 
     @classmethod
-    def of(cls, call: Call) -> Fields:
+    def of(cls, call: KernelCall) -> Fields:
         """Those of `flat`."""
         return cls(0, 0, call.shape.padded_tokens, call.shape.padded_tokens, 0)
 
 
-class Placed(NamedTuple):
+class PlacedCandidates(NamedTuple):
     """The candidates of a backward, and what stands in dlogits at the place of each."""
 
     ids: Int[Array, "n"]
@@ -45,7 +45,7 @@ class Placed(NamedTuple):
 
 
 @jax.named_scope("candidates")
-def unscaled(call: Call) -> Float[Array, "T K"] | None:
+def unscaled(call: KernelCall) -> Float[Array, "T K"] | None:
     """The x of the candidates that this shard owns, -inf at the others."""
     candidates, fields = call.operands.candidates, Fields.of(call)
     if candidates is None:
@@ -57,7 +57,9 @@ def unscaled(call: Call) -> Float[Array, "T K"] | None:
     return x.reshape(-1, fields.stride).T[: call.case.num_tokens]
 
 
-def logits(call: Call, ids: Int[Array, "n"], x: Float[Array, "m"], fields: Fields, x_stride: Any) -> Float[Array, "m"]:
+def logits(
+    call: KernelCall, ids: Int[Array, "n"], x: Float[Array, "m"], fields: Fields, x_stride: Any
+) -> Float[Array, "m"]:
     """``x`` with those of the candidates in their fields, which lie ``x_stride`` numbers apart."""
     prepared = call.prepared
     numbers = call.host.numbers(prepared.num_rows, fields.stride, x_stride, fields.start, prepared.num_columns)
@@ -67,7 +69,7 @@ def logits(call: Call, ids: Int[Array, "n"], x: Float[Array, "m"], fields: Field
 
 
 @jax.named_scope("candidates")
-def of_rows(call: Call, factors: Float[Array, "factors Tp"], rows: RowCoefficients) -> Placed | None:
+def of_rows(call: KernelCall, factors: Float[Array, "factors Tp"], rows: RowCoefficients) -> PlacedCandidates | None:
     """The call's own, if there are any with a gradient."""
     candidates = call.operands.candidates
     if candidates is None or rows.candidates is None or rows.at_candidates is None:
@@ -77,25 +79,25 @@ def of_rows(call: Call, factors: Float[Array, "factors Tp"], rows: RowCoefficien
 
 
 def placed(
-    call: Call,
+    call: KernelCall,
     factors: Float[Array, "factors Tp"],
     ids: Int[Array, "n"],
     x: Float[Array, "m"],
     terms: Float[Array, "K*stride"],
     fields: Fields,
-) -> Placed:
+) -> PlacedCandidates:
     """What stands at their places, from what each adds there, and from its x all else."""
     prepared = call.prepared
     numbers = call.host.numbers(fields.rows, fields.stride, fields.start)
     per_token = prepared.targets, prepared.scale, factors
     first = fields.ids, fields.x
     values = call.kernels.candidate_values(call.case, ids, x, terms, *per_token, numbers, first)
-    return Placed(ids, values, fields)
+    return PlacedCandidates(ids, values, fields)
 
 
 @jax.named_scope("candidates")
 def put(
-    call: Call, candidates: Placed | None, dlogits: Float[Array, "Tp columns"], column: Any, stop: Any
+    call: KernelCall, candidates: PlacedCandidates | None, dlogits: Float[Array, "Tp columns"], column: Any, stop: Any
 ) -> Float[Array, "Tp columns"]:
     """A chunk's ``dlogits``, of columns from ``column`` on, with the values of the candidates before column ``stop``.
 
@@ -110,8 +112,8 @@ def put(
 
 @jax.named_scope("candidates")
 def put_live(
-    call: Call,
-    candidates: Placed | None,
+    call: KernelCall,
+    candidates: PlacedCandidates | None,
     dlogits: Float[Array, "slots*blocks tile"],
     work: Worklist,
     batches: Batches,
@@ -125,7 +127,7 @@ def put_live(
     return put(call.case, dlogits, ids, values, work, batches, batch, numbers, fields.ids)
 
 
-def flat(call: Call, per_candidate: Array) -> Array:
+def flat(call: KernelCall, per_candidate: Array) -> Array:
     """``[T, K]`` as the kernels take it, in whole blocks of rows."""
     missing = call.shape.padded_tokens - per_candidate.shape[0]
     return jnp.pad(per_candidate, ((0, missing), (0, 0))).T.reshape(-1)

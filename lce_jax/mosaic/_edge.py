@@ -17,27 +17,27 @@ import jax.numpy as jnp
 
 from lce_jax.mathematics import _columns
 from lce_jax.mosaic import _candidates
-from lce_jax.mosaic._call import Call
-from lce_jax.mosaic._candidates import Placed
+from lce_jax.mosaic._call import KernelCall
+from lce_jax.mosaic._candidates import PlacedCandidates
 from lce_jax.mosaic._host import least
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Float, Int
 
 
-def whole_tiles(call: Call) -> int:
+def whole_tiles(call: KernelCall) -> int:
     """The vocabulary tiles that a kernel can read where they lie."""
     return call.shape.num_tiles if call.shape.whole_atoms else call.shape.num_tiles - 1
 
 
-def contracted_tiles(call: Call) -> Int[Array, ""] | int:
+def contracted_tiles(call: KernelCall) -> Int[Array, ""] | int:
     """The vocabulary tiles without padding, which dhidden's product reads where they lie."""
     if call.operands.num_columns is None:
         return call.shape.num_tiles
     return call.operands.num_columns // call.shape.tile
 
 
-def is_left(call: Call) -> bool:
+def is_left(call: KernelCall) -> bool:
     """Whether that product leaves out true columns."""
     columns = call.operands.num_columns
     return call.shape.whole_atoms and columns is not None and not _is_whole(columns, call.shape.tile)
@@ -47,14 +47,14 @@ def _is_whole(columns: Any, tile: int) -> bool:
     return isinstance(columns, int) and columns % tile == 0
 
 
-def contracted_columns(call: Call) -> Int[Array, ""] | int:
+def contracted_columns(call: KernelCall) -> Int[Array, ""] | int:
     """Where dhidden's product ends: it reads copies of chunks whole, and the weight up to the tile with padding."""
     if call.operands.num_columns is None or not call.shape.whole_atoms:
         return call.case.vocab_size
     return contracted_tiles(call) * call.shape.tile
 
 
-def weight(call: Call, tile: Any) -> Float[Array, "tile H"]:
+def weight(call: KernelCall, tile: Any) -> Float[Array, "tile H"]:
     """The copy of one tile."""
     column, (case, shape) = call.shape.column(tile), (call.case, call.shape)
     if not shape.whole_atoms or case.options.vocab_dim == 1:
@@ -65,7 +65,7 @@ def weight(call: Call, tile: Any) -> Float[Array, "tile H"]:
     return call.host.reshape(copied, (shape.tile, case.hidden_size))
 
 
-def columns_from(call: Call, column: Any, size: int) -> Float[Array, "size H"]:
+def columns_from(call: KernelCall, column: Any, size: int) -> Float[Array, "size H"]:
     """A copy of so many columns of the vocabulary, zero where they are padding or do not exist."""
     columns = column + jnp.arange(size, dtype=jnp.int32)
     last = call.case.vocab_size if call.operands.num_columns is None else call.operands.num_columns
@@ -74,7 +74,7 @@ def columns_from(call: Call, column: Any, size: int) -> Float[Array, "size H"]:
 
 
 def put_columns(
-    call: Call, dweight: Float[Array, "V H"], part: Float[Array, "size H"], column: Any, count: Any, add: bool
+    call: KernelCall, dweight: Float[Array, "V H"], part: Float[Array, "size H"], column: Any, count: Any, add: bool
 ) -> Float[Array, "V H"]:
     """``dweight`` with the first ``count`` columns of ``part`` written, or added, from ``column`` on."""
     places = column + jnp.arange(part.shape[0], dtype=jnp.int32)
@@ -86,7 +86,10 @@ def put_columns(
 
 @jax.named_scope("edge")
 def update_dhidden(
-    call: Call, factors: Float[Array, "factors Tp"], candidates: Placed | None, sums: Float[Array, "splits Tp Hp"]
+    call: KernelCall,
+    factors: Float[Array, "factors Tp"],
+    candidates: PlacedCandidates | None,
+    sums: Float[Array, "splits Tp Hp"],
 ) -> Float[Array, "splits Tp Hp"]:
     """``sums`` with the tile's true columns added, if it has any."""
     tile = contracted_tiles(call)

@@ -17,7 +17,7 @@ from lce_jax.mathematics import _statistics
 from lce_jax.mathematics._statistics import Parts
 from lce_jax.mosaic import _cache, _candidates, _chunks, _edge, _mean, _operands, _partial_statistics, _threshold
 from lce_jax.mosaic._cache import Cache
-from lce_jax.mosaic._call import Call
+from lce_jax.mosaic._call import KernelCall
 from lce_jax.mosaic._chunks import GROUP
 from lce_jax.mosaic._geometry import geometry
 from lce_jax.mosaic._host import TRACED, Host, greatest, least
@@ -45,7 +45,7 @@ def in_parts(
     operands: Operands, case: Case, kernels: KernelSet, keep_cache: bool
 ) -> tuple[Parts, Cache | TileStatistics | None]:
     """The same of each group of tiles, in base 2, beside what no kernel computes of each column."""
-    call = Call.prepare(operands, case, kernels)
+    call = KernelCall.prepare(operands, case, kernels)
     num_tiles = num_live_tiles(call)
     cached = min(_cache.num_cached_tiles(case, call.shape), num_tiles) if keep_cache else 0
     cache = _cache.empty(call.host, case, call.shape, cached) if cached else None
@@ -81,7 +81,7 @@ def _kept_fields(case: Case, keep_cache: bool) -> int:
     return 2 if case.options.reports_dropped_mass else int(keep_cache)
 
 
-def num_live_tiles(call: Call) -> int:
+def num_live_tiles(call: KernelCall) -> int:
     """The tiles to visit: not those of padding alone, if the number of live columns is static."""
     num_columns = call.operands.num_columns
     if isinstance(num_columns, int):
@@ -90,7 +90,7 @@ def num_live_tiles(call: Call) -> int:
 
 
 def joined(
-    call: Call, num_tiles: int, cache: Cache | None, kept_fields: int = 0, more_fields: int = 0
+    call: KernelCall, num_tiles: int, cache: Cache | None, kept_fields: int = 0, more_fields: int = 0
 ) -> tuple[Float[Array, "groups fields Tp"], Cache | None, Float[Array, "tiles kept Tp"] | None]:
     """Eq. 1 of each group of the shard's tiles, in base 2; the cache with the first tiles' part.
 
@@ -125,7 +125,7 @@ def joined(
     return groups, cache, maxima
 
 
-def maxima_shape(call: Call, kept_fields: int) -> tuple[int, int, int]:
+def maxima_shape(call: KernelCall, kept_fields: int) -> tuple[int, int, int]:
     """What `joined` keeps of each tile: [tiles, fields, Tp]."""
     most = _chunks.launch_groups(call.case, call.shape, call.kernels.budget)
     launches = -(-_chunks.num_groups(call.shape) // most)
@@ -149,7 +149,7 @@ def join_all(
 
 
 def _window(
-    call: Call, first: Any, last: Any, parts: Float[Array, "tiles fields Tp"], cache: Cache | None
+    call: KernelCall, first: Any, last: Any, parts: Float[Array, "tiles fields Tp"], cache: Cache | None
 ) -> tuple[Float[Array, "tiles fields Tp"], Cache | None]:
     """Partial statistics of the tiles from ``first`` to ``last``, and the cache with theirs.
 

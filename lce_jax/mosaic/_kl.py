@@ -24,7 +24,7 @@ from lce_jax.mathematics._kl import KLCoefficients, KLStatistics, Pair
 from lce_jax.mathematics._kl_mixture import Mixture, MixtureCoefficients, MixtureSums
 from lce_jax.mathematics._statistics import MASKED
 from lce_jax.mosaic import _chunks, _dhidden, _edge, _mixture
-from lce_jax.mosaic._call import Call
+from lce_jax.mosaic._call import KernelCall
 from lce_jax.mosaic._geometry import Geometry
 from lce_jax.mosaic._host import greatest, least
 from lce_jax.mosaic._kernel_set import KernelSet
@@ -44,7 +44,7 @@ class Calls(NamedTuple):
     """What every step of a pass needs to know."""
 
     plan: KLPlan
-    heads: Pair[Call]
+    heads: Pair[KernelCall]
 
     @classmethod
     def prepare(cls, plan: KLPlan, shard: Shard, kernels: KernelSet) -> Calls:
@@ -53,17 +53,17 @@ class Calls(NamedTuple):
         if columns is None and plan.columns < max(head.weight.shape[0] for head in shard.heads):
             columns = plan.columns
 
-        def call(case: Case, i: int) -> Call:
+        def call(case: Case, i: int) -> KernelCall:
             tokens, weight = shard.tokens[i], shard.heads[i].weight
             case = dataclasses.replace(case, num_tokens=tokens.hidden.shape[0], vocab_size=weight.shape[0])
             targets = jnp.full((case.num_tokens,), -1, jnp.int32)
             given = Operands(tokens.hidden, weight, targets, tokens.inverse_temperature, shard.num_rows, columns)
-            return Call.prepare(given, case, kernels)
+            return KernelCall.prepare(given, case, kernels)
 
         return cls(plan, Pair(*(call(case, i) for i, case in enumerate(plan.cases))))
 
     @property
-    def student(self) -> Call:
+    def student(self) -> KernelCall:
         """Its geometry is that of the tiles."""
         return self.heads.student
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from lce_jax._types import Case
 from lce_jax.mathematics._statistics import Normalizer
 from lce_jax.mosaic import _candidates, _edge, _operands
-from lce_jax.mosaic._call import Call
+from lce_jax.mosaic._call import KernelCall
 from lce_jax.mosaic._host import TRACED
 from lce_jax.mosaic._kernel_set import KernelSet
 
@@ -34,7 +34,7 @@ class TileStatistics(NamedTuple):
     num_columns: Any = None  # of the shard, if there are candidates
 
 
-def tile_statistics(call: Call, maxima: Float[Array, "tiles kept Tp"]) -> TileStatistics:
+def tile_statistics(call: KernelCall, maxima: Float[Array, "tiles kept Tp"]) -> TileStatistics:
     """Of a shard."""
     always = jnp.asarray(always_live(call), jnp.int32)
     found = TileStatistics(maxima, call.prepared.targets, call.prepared.scale, always)
@@ -44,7 +44,7 @@ def tile_statistics(call: Call, maxima: Float[Array, "tiles kept Tp"]) -> TileSt
     return found._replace(candidates=_candidates.flat(call, ids), num_columns=call.prepared.num_columns)
 
 
-def always_live(call: Call) -> Int[Array, ""] | int:
+def always_live(call: KernelCall) -> Int[Array, ""] | int:
     """The tile where padding begins, which `_edge` contracts; -1 if there is none."""
     return -1 if call.operands.num_columns is None else _edge.contracted_tiles(call)
 

@@ -15,8 +15,8 @@ import jax
 
 from lce_jax._types import Case, Operands, RowCoefficients
 from lce_jax.mosaic import _candidates, _chunks, _dhidden, _edge, _mean, _operands
-from lce_jax.mosaic._call import Call
-from lce_jax.mosaic._candidates import Placed
+from lce_jax.mosaic._call import KernelCall
+from lce_jax.mosaic._candidates import PlacedCandidates
 from lce_jax.mosaic._kernel_set import KernelSet
 from lce_jax.mosaic._worklist import Batches, Sizes, Worklist
 
@@ -36,7 +36,7 @@ def gradients(
 
     dweight is in the weight's dtype, or added to the fp32 sum ``dweight``.
     """
-    call = Call.prepare(operands, case, kernels)
+    call = KernelCall.prepare(operands, case, kernels)
     factors = _operands.row_factors(rows, call.shape.padded_tokens)
     sums, total = walk(call, factors, _candidates.of_rows(call, factors, rows), live, dweight)
     dhidden = _dhidden.total(sums, case)
@@ -46,9 +46,9 @@ def gradients(
 
 
 def walk(
-    call: Call,
+    call: KernelCall,
     factors: Float[Array, "factors Tp"],
-    candidates: Placed | None,
+    candidates: PlacedCandidates | None,
     live: Int[Array, "tiles blocks"],
     dweight: Float[Array, "V H"] | None,
 ) -> tuple[Float[Array, "splits Tp Hp"], Float[Array, "V H"]]:
@@ -74,7 +74,7 @@ def walk(
     return (_edge.update_dhidden(call, factors, candidates, sums) if _edge.is_left(call) else sums), total
 
 
-def sizes_of(call: Call) -> Sizes:
+def sizes_of(call: KernelCall) -> Sizes:
     """Those of the call's lists."""
     case, shape, kernels = call.case, call.shape, call.kernels
     group = kernels.live_group(case)
@@ -82,7 +82,7 @@ def sizes_of(call: Call) -> Sizes:
 
 
 @jax.named_scope("worklist")
-def lists(call: Call, sizes: Sizes, live: Int[Array, "tiles blocks"]) -> tuple[Worklist, Batches]:
+def lists(call: KernelCall, sizes: Sizes, live: Int[Array, "tiles blocks"]) -> tuple[Worklist, Batches]:
     """The lists of the live tiles. Those by row block have only vocabulary tiles that dhidden contracts in place."""
     kernels, numbers = call.kernels, call.host.numbers
     order, counts, rank_of = kernels.live_order(sizes, kernels.live_counts(sizes, live))

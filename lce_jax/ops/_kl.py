@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal, Unpack
 
 from lce_jax.call import _kl, _options
-from lce_jax.call._kl import KLCall, KLOperands, KLOptions, Same
+from lce_jax.call._kl import KLArguments, KLCall, KLOptions, Same
 from lce_jax.call._place import Place
 from lce_jax.mathematics._kl import Pair
 from lce_jax.mesh import _collectives
@@ -157,7 +157,7 @@ def linear_kl(
         "teacher_bias": teacher_bias,
     }
     arrays = Pair((hidden, weight), (teacher_hidden, teacher_weight))
-    return _divergence(_kl.bind(KLOperands.of(arrays, where, direction, given, axis_name)))
+    return _divergence(_kl.bind(KLArguments.of(arrays, where, direction, given, axis_name)))
 
 
 def _divergence(call: KLCall) -> Array:
@@ -232,4 +232,4 @@ def sharded_linear_kl(
     _options.check_names(sharded_linear_kl, options, known_names=KLOptions.__annotations__)
     arrays = Pair((hidden, weight), (teacher_hidden, teacher_weight))
     place = Place.of(mesh, vocab_axis, batch_axes, sequence_axis)
-    return _divergence(_kl.bind(KLOperands.of(arrays, where, direction, options, None), place))
+    return _divergence(_kl.bind(KLArguments.of(arrays, where, direction, options, None), place))

@@ -108,7 +108,7 @@ def _fit(hidden: Any, weight: Any, labels: Any) -> bool:
 
 
 def _remember(hidden: Any, weight: Any, labels: Any) -> None:
-    """Operands that fit each other."""
+    """Notes that they fit each other, so that the next call need not check them."""
     described = None if torch.compiler.is_compiling() else _described(hidden, weight, labels)
     if described is None:
         return
@@ -118,7 +118,7 @@ def _remember(hidden: Any, weight: Any, labels: Any) -> None:
 
 
 def _described(*tensors: Any) -> tuple[Any, ...] | None:
-    """All that their checks look at; None if one is of another kind, or traced with sizes that are no numbers."""
+    """All that their checks look at. None if one is no plain tensor with memory, or has sizes that are traced."""
     x, y, z = tensors
     if not (is_readable(x) and is_readable(y) and is_readable(z)):
         return None
@@ -131,7 +131,7 @@ def _described(*tensors: Any) -> tuple[Any, ...] | None:
 
 
 def _cached_call(*options: Any) -> Call:
-    """`_call`, which each set of options is checked by once."""
+    """The options checked and normalised, each set of them once in a process: `_call` is slow beside a small call."""
     try:
         return (_call if torch.compiler.is_compiling() else _checked_once)(*options)
     except TypeError:  # options that have no hash, and those of a wrong type
@@ -209,18 +209,18 @@ def weight_of(given: Arguments, wgrad: Wgrad) -> torch.Tensor:
 
 
 class Flat(NamedTuple):
-    """The tokens that are kept, flat."""
+    """What is per token, flat, of the tokens that are computed."""
 
     hidden: torch.Tensor  # [T, H]
     labels: torch.Tensor  # [T]
     temperature: torch.Tensor | None  # [T] float32; None: 1
     candidates: torch.Tensor | None  # [T, K]
     floor: torch.Tensor | None  # [T] float32; None: there is none
-    rows: torch.Tensor | None  # where they were: an index, or a mask that cannot be counted; None: all are kept
+    rows: torch.Tensor | None  # their places: an index, or a mask that cannot be counted; None: all are computed
 
 
 def flat(given: Arguments) -> Flat:
-    """The per-token arguments of the tokens that are kept."""
+    """The per-token arguments of the tokens that are computed."""
     hidden, labels, candidates = given.hidden, given.labels, given.candidates
     temperature = _tokens.per_token(given.temperature, labels)
     floor = None if given.floor is None else _tokens.floor_per_token(given.floor, labels)
@@ -230,6 +230,6 @@ def flat(given: Arguments) -> Flat:
         candidates = candidates.reshape(-1, candidates.shape[-1])
     if given.where is None:
         return Flat(hidden, labels, temperature, candidates, floor, None)
-    rows, kept = _tokens.rows_of(given.where), _tokens.kept
-    numbers = kept(temperature, rows, 1.0), kept(candidates, rows, -1), kept(floor, rows, 0.0)
-    return Flat(kept(hidden, rows, 0.0), kept(labels, rows, 0), *numbers, rows)
+    rows, of = _tokens.rows_of(given.where), _tokens.only_rows
+    numbers = of(temperature, rows, 1.0), of(candidates, rows, -1), of(floor, rows, 0.0)
+    return Flat(of(hidden, rows, 0.0), of(labels, rows, 0), *numbers, rows)

@@ -52,15 +52,15 @@ def count(where: torch.Tensor | None, labels: torch.Tensor) -> int | torch.Tenso
 
 
 def rows_of(where: torch.Tensor) -> torch.Tensor:
-    """The index of the kept rows. A mask that cannot be counted is returned as it is: all rows are computed."""
+    """The index of the rows that are computed. A mask that cannot be counted stays a mask: all rows are computed."""
     if where.dtype != torch.bool:
         return where
     where = where.reshape(-1)
     return where.nonzero().squeeze(1) if torch.compiler.is_compiling() or _checks.has_values(where) else where
 
 
-def kept(x: Any, rows: torch.Tensor | None, other: float) -> Any:
-    """The kept rows of ``x``, or all with ``other`` in those that a mask leaves out."""
+def only_rows(x: Any, rows: torch.Tensor | None, other: float) -> Any:
+    """The rows of ``x`` that are computed: those of an index, or all with ``other`` in those that a mask leaves out."""
     if x is None or rows is None:
         return x
     if rows.dtype == torch.bool:
@@ -69,7 +69,7 @@ def kept(x: Any, rows: torch.Tensor | None, other: float) -> Any:
 
 
 def placed(x: torch.Tensor, rows: torch.Tensor | None, labels: torch.Tensor) -> torch.Tensor:
-    """Results in the shape of labels (with K more for candidates), 0 on tokens that were not kept."""
+    """Results in the shape of labels (with K more for candidates), 0 on tokens that are left out."""
     if rows is not None and rows.dtype == torch.bool:
         x = x.where(rows.view(-1, *(1,) * (x.ndim - 1)), 0)
     elif rows is not None:

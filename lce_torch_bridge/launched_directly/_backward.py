@@ -17,7 +17,7 @@ from lce_torch_bridge.launched_directly._sum_of_dweight import add_afterwards, c
 from lce_torch_bridge.launched_directly._way import Way
 from lce_torch_bridge.tensors import _device, _padding, _tensor_parallel, _torch
 from lce_torch_bridge.tensors._device import name_of
-from lce_torch_bridge.tensors._main_grad import nothing_like
+from lce_torch_bridge.tensors._main_grad import empty_sparse_like
 from lce_torch_bridge.tensors._torch import Allocated, allocated
 
 _list_of = functools.cache(launch_lists.backward)
@@ -71,7 +71,7 @@ def gradients(
     plan.launcher.launch(device, [*grads, *given, *into, *map(_device.usable, cache)])
     if plan.reduced:
         grads[0] = _tensor_parallel.all_reduce(grads[0], call.group).to(hidden.dtype)
-    return grads if sums.main_grad is None else [*grads, nothing_like(sums.main_grad, weight.dtype)]
+    return grads if sums.main_grad is None else [*grads, empty_sparse_like(sums.main_grad, weight.dtype)]
 
 
 def _plan(

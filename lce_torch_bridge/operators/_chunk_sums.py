@@ -25,8 +25,8 @@ MOST = 100  # exponent of a unit, so that its inverse is a normal float32 number
 def unit_of(cotangents: dict[str, torch.Tensor], x: Operands, call: Call) -> torch.Tensor:
     """The power of two, ``[1]``, by which the cotangents are multiplied. Bounds of dlogits make it, not dlogits.
 
-    Each is at most ``|logit_scale| / temperature`` times the sum of the cotangents' absolute values, that of the
-    entropy taken as often as its largest value and 1/e say.
+    Each dlogit is at most ``|logit_scale| / temperature`` times the sum of the cotangents' absolute values. That of the
+    entropy counts ln V + 1 times, because it is multiplied by p (ln p + entropy), at most ln V + 1/e.
     """
     bound = torch.zeros(len(x.labels), dtype=torch.float32, device=x.labels.device)
     for name, cotangent in cotangents.items():

@@ -80,7 +80,7 @@ class LinearLogprobs(torch.autograd.Function):
 
 def _sums(ctx: Any, cache: list[torch.Tensor]) -> Sums:
     """What this backward may write to; `NO_SUMS` if it writes to nothing but its results, as an operator must."""
-    main_grad = _main_grad.behind(ctx, 1) if ctx.needs_input_grad[1] else None
+    main_grad = _main_grad.sum_at(ctx, 1) if ctx.needs_input_grad[1] else None
     owns_cache = bool(cache) and not graph_is_kept()
     if main_grad is None and not owns_cache:
         return NO_SUMS

@@ -165,7 +165,7 @@ class LossAndGradients(torch.autograd.Function):
         factors = [*[of_operands] * 3, *[factor] * (len(grads) - 3)]
         found = [_scaled(*each, ctx.way) for each in zip(grads, factors, ctx.dtypes, strict=True)]
         if ctx.main_grad is not None:
-            found[1] = _main_grad.nothing_like(ctx.main_grad, ctx.dtypes[1])
+            found[1] = _main_grad.empty_sparse_like(ctx.main_grad, ctx.dtypes[1])
         return None, *found[:3], None, None, None, *found[3:]
 
 

@@ -218,7 +218,7 @@ def _flat(
     for name, x in names.items():
         (plain,) = _dtensor.tokens(**{name: x})
         _checks.per_token(name, plain, given.hidden, labels)
-        own.append(_tokens.kept(plain.reshape(labels.numel(), *plain.shape[labels.ndim :]), flat.rows, 0.0))
+        own.append(_tokens.only_rows(plain.reshape(labels.numel(), *plain.shape[labels.ndim :]), flat.rows, 0.0))
     weight = _arguments.weight_of(given, wgrad)
     operands = Operands(flat.hidden, weight, given.bias, flat.labels, flat.temperature, None, flat.floor)
     return operands, own, flat.rows

@@ -10,7 +10,6 @@ import torch
 from lce_jax import launch_lists
 
 ALIGNMENT = 16  # bytes, of what TMA reads
-SERVED = "9.0"  # the compute capability that the kernels are written for
 
 
 def device_of(device: torch.device) -> launch_lists.Device | None:
@@ -32,8 +31,9 @@ def why_not(device: torch.device) -> str | None:
     described = device_of(device)
     if described is None:
         return f"{device} is no CUDA device of this machine"
-    if described.compute_capability != SERVED:
-        return f"{described.kind} has compute capability {described.compute_capability}, the kernels need {SERVED}"
+    if described.compute_capability not in launch_lists.SERVED:
+        served = " or ".join(launch_lists.SERVED)
+        return f"{described.kind} has compute capability {described.compute_capability}, the kernels need {served}"
     return launch_lists.why_not()
 
 

@@ -54,7 +54,7 @@ def placeholder(weight: torch.Tensor, dweight: torch.Tensor) -> torch.Tensor | N
     return dweight.zero_() if getattr(weight, "zero_out_wgrad", False) else dweight
 
 
-def nothing_like(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def empty_sparse_like(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A gradient of zeros without any memory: sparse, and empty."""
     _settle_the_warning()
     return torch.zeros(weight.shape, dtype=dtype, device=weight.device, layout=torch.sparse_coo)
@@ -68,11 +68,11 @@ def _settle_the_warning() -> None:
         torch.sparse_coo_tensor(torch.zeros((1, 0), dtype=torch.int64), torch.zeros(0), (1,), check_invariants=False)
 
 
-def behind(node: Any, edge: int) -> torch.Tensor | None:
+def sum_at(node: Any, edge: int) -> torch.Tensor | None:
     """The sum to which a backward may add the weight's gradient itself, as float32 numbers; None if there is none.
 
     ``edge`` is the weight's place among the tensors of the Function whose ``ctx`` is ``node``. Its gradient goes to
-    `_AccumulateIntoMainGrad` then, to which `nothing_like` is left to add.
+    `_AccumulateIntoMainGrad` then, to which `empty_sparse_like` is left to add.
     """
     after, _ = node.next_functions[edge]
     if getattr(after, "_forward_cls", None) is not _AccumulateIntoMainGrad or after.main_grad.dtype != torch.float32:

@@ -50,7 +50,7 @@ def _freed_by(x: torch.Tensor) -> str:
 
 
 def is_readable(x: Any) -> bool:
-    """Whether ``x`` certainly is such a tensor, found in little time; a nested one aside. Not while torch compiles."""
+    """Whether ``x`` certainly needs no `readable`, or is nested. Takes little time. Not while torch compiles."""
     if type(x) not in PLAIN:
         return False
     try:

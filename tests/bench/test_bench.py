@@ -18,10 +18,10 @@ pytest.importorskip("rich")
 
 from lce_jax.bench import __main__ as command
 from lce_jax.bench import candidates, heads, peers, problem, records, report, run, shapes, text
-from lce_jax.explain._models import MODELS, Head
+from lce_jax.explain._models import MODELS, ModelHead
 
 pytestmark = [pytest.mark.site, pytest.mark.usefixtures("short_timings")]
-TINY = shapes.Shape(24, Head(32, 520))
+TINY = shapes.Shape(24, ModelHead(32, 520))
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def test_a_candidate_that_fails_is_left_out_and_the_rest_goes_on(tiny):
 
 @pytest.mark.parametrize(("dtype", "softcap"), [("float32", None), ("bfloat16", 5.0), ("float16", None)])
 def test_right_candidates_pass_the_check(dtype, softcap):
-    shape = shapes.Shape(40, Head(64, 1003, logit_softcap=softcap))
+    shape = shapes.Shape(40, ModelHead(64, 1003, logit_softcap=softcap))
     drawn = problem.random_problem(shape, jnp.dtype(dtype))
     rows = [*candidates.jax_candidates(drawn, None), candidates.in_forward(drawn, "lce_jax", "xla")]
     runs, errors, refused = run.admit(rows, drawn)
@@ -92,7 +92,7 @@ def test_the_reference_is_the_same_in_blocks(tiny, monkeypatch):
 
 def test_peers_can_be_left_out():
     assert command.parser("heads", heads).parse_args(["--no-peers"]).no_peers
-    measured = run.measure(shapes.Shape(8, Head(16, 64)), jnp.dtype("float32"), None, 1, with_peers=False)
+    measured = run.measure(shapes.Shape(8, ModelHead(16, 64)), jnp.dtype("float32"), None, 1, with_peers=False)
     assert measured.row("ours", shapes.BOTH)
     assert measured.row("ours", shapes.TOPK).errors["logprobs of the most likely"] < 1e-6
     assert measured.ratio(measured.row("ours", shapes.TOPK), "materialised", shapes.TOPK)
@@ -101,7 +101,7 @@ def test_peers_can_be_left_out():
 
 def test_rows_can_be_chosen():
     wanted = command.parser("heads", heads).parse_args(["--rows", "materialised by hand", "Apple CCE"]).rows
-    measured = run.measure(shapes.Shape(8, Head(16, 64)), jnp.dtype("float32"), None, 1, wanted=wanted)
+    measured = run.measure(shapes.Shape(8, ModelHead(16, 64)), jnp.dtype("float32"), None, 1, wanted=wanted)
     found = [(row.key, row.direction) for row in measured.rows]
     assert sorted(found) == sorted([("gemm", "gemm"), ("ours", shapes.FORWARD), ("ours", shapes.BOTH),
                                     ("materialised by hand", shapes.BOTH)])  # fmt: skip
@@ -110,7 +110,7 @@ def test_rows_can_be_chosen():
 
 @pytest.mark.parametrize("vocab_size", [520, 521])
 def test_the_vocabulary_split_over_devices(vocab_size):
-    shape = shapes.Shape(24, Head(32, vocab_size))
+    shape = shapes.Shape(24, ModelHead(32, vocab_size))
     measured = run.measure(shape, jnp.dtype("float32"), None, 1, with_peers=False, devices=2)
     if vocab_size % 2:  # two devices cannot share 521 columns evenly
         assert any("2 devices" in name and "521" in reason for name, reason in measured.left_out.items())
@@ -152,7 +152,7 @@ def test_a_peer_without_its_package_says_so(tiny, monkeypatch):
 
 
 def test_text_like_data_has_a_row_with_a_threshold():
-    shape = shapes.Shape(64, Head(32, 2000))
+    shape = shapes.Shape(64, ModelHead(32, 2000))
     measured = run.measure(shape, jnp.dtype("float32"), None, 1, with_peers=False, text=True)
     row = measured.row("ours threshold", shapes.BOTH)
     assert (row.skipped, row.dropped_mass) == (0.0, 0.0)  # on a CPU the gradients are exact
@@ -172,7 +172,7 @@ def test_text_like_data_has_a_row_with_a_threshold():
 
 def test_the_bound_of_a_threshold_falls_with_what_it_skips():
     rows = [timed("gemm", "gemm", 1.0), dataclasses.replace(timed("ours threshold", shapes.BOTH, 1.8), skipped=0.75)]
-    shape = shapes.Shape(8192, Head(4096, 151936))
+    shape = shapes.Shape(8192, ModelHead(4096, 151936))
     where = {"platform": "gpu", "device_kind": "NVIDIA H200"}
     (line,) = report.held_bounds(run.Measurement(shape, "bfloat16", rows, {}, "text"), where)
     assert "1.80x" in line
@@ -184,7 +184,7 @@ def test_shapes_from_the_command_line():
     assert len(shapes.select("gpu", [], [], ())) == len(shapes.GPU_SHAPES)
     assert shapes.select("gpu", ["gemma2-9b"], [], ())[0].head.logit_softcap == 30.0
     swept = shapes.select("gpu", [], [(1, 64, 512), (2, 64, 512)], (8, 16))
-    assert [(one.tokens, one.head) for one in swept] == [(8, Head(64, 512)), (16, Head(64, 512))]
+    assert [(one.tokens, one.head) for one in swept] == [(8, ModelHead(64, 512)), (16, ModelHead(64, 512))]
     assert all(head.hidden_size % 64 == 0 for head in MODELS.values())
 
 

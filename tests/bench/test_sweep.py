@@ -14,13 +14,13 @@ pytest.importorskip("rich")
 from lce_jax._types import Case, Options
 from lce_jax.bench import __main__ as command
 from lce_jax.bench import problem, records, shapes, sweep
-from lce_jax.explain._models import Head
+from lce_jax.explain._models import ModelHead
 from lce_jax.mosaic import _generations
 from lce_jax.mosaic.sm90._tuning import Tuning
 from tests import devices
 
 pytestmark = pytest.mark.site
-TINY = shapes.Shape(24, Head(32, 520))
+TINY = shapes.Shape(24, ModelHead(32, 520))
 H200 = Case(
     num_tokens=512,
     hidden_size=1024,

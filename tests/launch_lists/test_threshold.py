@@ -17,7 +17,7 @@ from lce_jax._types import Operands
 from lce_jax.launch_lists import _compiler
 from lce_jax.mathematics._statistics import Normalizer
 from lce_jax.mosaic import _candidates, _generations, _partial_statistics, _threshold_backward
-from lce_jax.mosaic._call import Call
+from lce_jax.mosaic._call import KernelCall
 from lce_jax.mosaic._candidates import Fields
 from lce_jax.mosaic._pallas import interpreting, plgpu
 from tests import emulated_launches
@@ -144,7 +144,7 @@ class Problem:
     def gradients(self, operands: Operands, live: Any, kept: Any) -> Any:
         """JAX's, from the coefficients of the kernels for lists."""
         (T, _, _, true), K = self.sizes, self.kind.num_candidates
-        call = Call.prepare(operands, self.case, self.kind.kernels)
+        call = KernelCall.prepare(operands, self.case, self.kind.kernels)
         seeds, numbers = {name: self.in_rows(x) for name, x in self.seeds.items()}, jnp.asarray([T, T], jnp.int32)
         seed = seeds.pop("candidate_logprobs", None)
         given = self.kind.case, kept, False

@@ -13,7 +13,7 @@ import pytest
 
 from lce_jax import UnsupportedError, _devices, _dispatch, explain, linear_kl, sharded_linear_kl
 from lce_jax.call import _bind
-from lce_jax.call._kl import KLOperands, bind
+from lce_jax.call._kl import KLArguments, bind
 from lce_jax.mathematics._kl import Pair
 from lce_jax.mosaic import _generations, sm90
 from lce_jax.mosaic._pallas import interpreting, plgpu
@@ -63,7 +63,7 @@ def evaluate(drawn: Drawn) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """The divergence and the gradients of one device's program. The runner around it cannot be interpreted."""
     options = dict(drawn.options)
     direction, where = options.pop("direction", "forward"), options.pop("where", None)
-    spec, primals, rows, _ = bind(KLOperands.of(Pair(drawn.student, drawn.teacher), where, direction, options, None))
+    spec, primals, rows, _ = bind(KLArguments.of(Pair(drawn.student, drawn.teacher), where, direction, options, None))
     assert spec.implementation == "mosaic_gpu"
     kl, kept = jax.jit(lambda *given: _kl.device_forward(spec, *given))(primals, rows)
     gradients = jax.jit(lambda *given: _kl.device_backward(spec, *given))(primals, rows, kept, drawn.seed)
@@ -159,7 +159,7 @@ def test_kernels_are_the_default(direction: str, caplog: pytest.LogCaptureFixtur
 
     def chosen(name: str | None) -> str:
         heads = Pair(tuple(operands[:2]), tuple(operands[2:]))
-        given = KLOperands.of(heads, None, direction, {"implementation": name}, None)
+        given = KLArguments.of(heads, None, direction, {"implementation": name}, None)
         specs = (_bind.spec(case, own, case.vocab_size) for case, own in zip(given.cases(), given.options, strict=True))
         return given.spec(Pair(*specs)).implementation
 

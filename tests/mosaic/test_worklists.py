@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from lce_jax.mosaic import _threshold_backward, sm90
-from lce_jax.mosaic._call import Call
+from lce_jax.mosaic._call import KernelCall
 from lce_jax.mosaic._pallas import interpreting, plgpu
 from lce_jax.mosaic._worklist import Batch, Sizes
 from tests import worklist_oracle
@@ -30,7 +30,7 @@ def of_kernels(live: np.ndarray, sizes: Sizes, contracted: int) -> Any:
     """The lists, by the host code and the kernels of the product; beside the mask there is something else."""
     beside = np.full((sizes.tiles, -(-sizes.blocks // 128) * 128), COLUMNS, np.int32)
     beside[:, : sizes.blocks] = live
-    call: Any = mock.create_autospec(Call, instance=True, kernels=sm90.KERNELS)
+    call: Any = mock.create_autospec(KernelCall, instance=True, kernels=sm90.KERNELS)
     call.host.numbers = lambda *numbers: jnp.asarray(numbers, jnp.int32)
     call.prepared.num_columns = COLUMNS
     with (

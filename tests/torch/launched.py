@@ -14,7 +14,7 @@ from lce_torch_bridge.launched_directly import _backward, _forward, _way
 from lce_torch_bridge.launched_directly._sum_of_dweight import can_add
 from lce_torch_bridge.launched_directly._way import Way
 from lce_torch_bridge.operators import _execute
-from lce_torch_bridge.tensors._main_grad import nothing_like
+from lce_torch_bridge.tensors._main_grad import empty_sparse_like
 from lce_torch_bridge.through_jax._sum import Sum
 
 
@@ -57,4 +57,4 @@ def gradients(
         for x in cache:
             if x.is_floating_point():
                 x.fill_(torch.nan)
-    return found if sums.main_grad is None else [*found, nothing_like(sums.main_grad, weight.dtype)]
+    return found if sums.main_grad is None else [*found, empty_sparse_like(sums.main_grad, weight.dtype)]

@@ -227,6 +227,6 @@ def test_a_recomputed_forward_may_not_add(reentrant: bool) -> None:
 
 
 def test_nothing_like_a_weight() -> None:
-    nothing = _main_grad.nothing_like(torch.ones(5, 3), torch.bfloat16)
+    nothing = _main_grad.empty_sparse_like(torch.ones(5, 3), torch.bfloat16)
     assert (nothing.shape, nothing.dtype, nothing._nnz()) == ((5, 3), torch.bfloat16, 0)
     assert not nothing.to_dense().any()

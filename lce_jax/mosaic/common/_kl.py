@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from lce_jax._shapes import Array, Float, Int
 
 
-class Head(NamedTuple):
+class HeadOperands(NamedTuple):
     """What an epilogue knows of one head."""
 
     options: Options
@@ -34,7 +34,7 @@ class Head(NamedTuple):
 class Refs(NamedTuple):
     """What an epilogue reads and writes."""
 
-    heads: tuple[Head, Head]  # that of p first
+    heads: tuple[HeadOperands, HeadOperands]  # that of p first
     mask: Any  # [512]
     output: Any  # [tiles, fields, Tp], or [T, columns]
     factors: Any = None  # [fields, Tp]
@@ -169,8 +169,8 @@ def _unpacked(refs: Sequence[Any]) -> list[Any]:
     return [*refs[:4], refs[4:6], *refs[6:8], refs[8:]]
 
 
-def _heads(matmuls: tuple[Matmul, Matmul], scales: Sequence[Any]) -> tuple[Head, Head]:
-    first, second = (Head(own.case.options, scale) for own, scale in zip(matmuls, scales, strict=True))
+def _heads(matmuls: tuple[Matmul, Matmul], scales: Sequence[Any]) -> tuple[HeadOperands, HeadOperands]:
+    first, second = (HeadOperands(own.case.options, scale) for own, scale in zip(matmuls, scales, strict=True))
     return first, second
 
 
