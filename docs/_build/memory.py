@@ -16,7 +16,7 @@ import jax.numpy as jnp
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from lce_jax.explain.__main__ import Call  # noqa: E402
+from lce_jax.explain.__main__ import ExplainedCall  # noqa: E402
 from lce_jax.explain._models import MODELS  # noqa: E402
 
 NUMBERS = ROOT / "docs" / "assets" / "memory-numbers.js"
@@ -28,7 +28,7 @@ WAYS = ("logits stored", "linear_logprobs", "linear_logprobs, full cache", "line
 
 def of_call(model: str, tokens: int, shards: int) -> list[int]:
     """The bytes of `WAYS`, forward and both passes in turn."""
-    call = Call(MODELS[model], tokens, shards, False, jnp.dtype("bfloat16"), "h200")
+    call = ExplainedCall(MODELS[model], tokens, shards, False, jnp.dtype("bfloat16"), "h200")
     plain = call.plan()
     cached = call.plan(cache_bytes=plain.full_cache_bytes).memory.fused
     ways = (*plain.memory, cached, call.plan(gradients_in_forward=True).memory.fused)

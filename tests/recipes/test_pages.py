@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -34,6 +35,15 @@ def test_every_program_is_on_one_page_and_in_a_test() -> None:
     tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
     for name in PROGRAMS:
         assert re.search(rf"\bimport (?:\(?[\w, ]*\b)?{Path(name).stem}\b|{re.escape(name)}", tests), name
+
+
+def test_every_program_that_runs_alone_has_a_recorded_run_with_versions() -> None:
+    runs = json.loads((ROOT / "benchmarks" / "recorded.json").read_text())["runs"]
+    alone = {Path(name).stem for name in PROGRAMS} - {"skyrl_head", "nemo_rl_head"}
+    rows = {row[0]: row[1] for row in runs["examples cpu"]["rows"]}
+    assert {*rows, "distillation"} == alone
+    assert all(re.search(r" \d+\.\d+\.\d+", versions) for versions in rows.values())
+    assert runs["distillation"]["device"]["jax"]
 
 
 def test_every_page_is_in_the_table() -> None:
