@@ -1,6 +1,6 @@
-"""What Pallas's interpreter makes of a kernel's thread, run an operation at a time in place of being compiled.
+"""What Pallas's interpreter makes of a kernel, run an operation at a time in place of being compiled.
 
-A thread has some ten thousand operations, most of them of one integer; to compile them took XLA ten times as long.
+A kernel has some ten thousand operations, most of them of one integer; to compile them took XLA ten times as long.
 Integers are NumPy's; what has fractions goes through XLA, whose programs of one operation all kernels share.
 """
 
@@ -14,7 +14,7 @@ from jax._src import callback as jax_callback
 from jax._src import core
 
 
-def run(jaxpr: Any, consts: Sequence[Any], *args: Any) -> None:
+def run_thread(jaxpr: Any, consts: Sequence[Any], *args: Any) -> None:
     """In place of ``thread_map._run_jaxpr`` (JAX 0.11.2 and 0.12.0)."""
     evaluate(getattr(jaxpr, "jaxpr", jaxpr), consts, args)
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+import jax
 import numpy as np
 from jax._src import callback as jax_callback
+from jax._src import core
 from jax._src.pallas.mosaic.interpret import thread_map
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, interpret_pallas_call, shared_memory
 
 from tests import mosaic_evaluate
 
 with_jax_arrays, to_int = jax_callback.io_callback_impl, shared_memory._to_int
-compiled = thread_map._run_jaxpr
+compiled, as_a_program = thread_map._run_jaxpr, interpret_pallas_call.interpret_pallas_call
 copy_smem_to_gmem, Store = gpu_callbacks.copy_smem_to_gmem, gpu_callbacks.AsyncCopySmemToGmemTask
 
 
@@ -21,7 +23,8 @@ def prepare() -> None:
     """For all tests of a process, so that a kernel that one has compiled serves the others."""
     jax_callback.io_callback_impl = with_numpy_arrays
     shared_memory._to_int = lambda x: int(x) if isinstance(x, np.ndarray) else to_int(x)
-    thread_map._run_jaxpr = mosaic_evaluate.run
+    thread_map._run_jaxpr = mosaic_evaluate.run_thread
+    interpret_pallas_call.interpret_pallas_call = interpret
     gpu_callbacks.AsyncCopySmemToGmemTask = AddingStore
     gpu_callbacks.copy_smem_to_gmem = begin_store
 
@@ -47,6 +50,20 @@ def with_numpy_arrays(*args: Any, callback: Any, **more: Any) -> list[np.ndarray
     return [np.asarray(x) for x in callback(*map(np.array, args))]
 
 
+def interpret(*args: Any, **params: Any) -> Any:
+    """In place of ``interpret_pallas_call``, whose loops a program has: of all of it, the program has one callback."""
+    if core.get_axis_env().axis_sizes:  # inside shard_map, whose devices meet
+        return as_a_program(*args, **params)
+    traced, shapes = jax.make_jaxpr(lambda *x: as_a_program(*x, **params), return_shape=True)(*args)
+
+    def run(consts: Any, args: Any) -> Any:
+        with _one_kernel:
+            return jax.tree.unflatten(jax.tree.structure(shapes), mosaic_evaluate.evaluate(traced.jaxpr, consts, args))
+
+    return jax_callback.io_callback(run, shapes, traced.consts, args)
+
+
+_one_kernel = threading.Lock()  # XLA may begin two that do not depend on each other; they would share their memory
 _begun_here = threading.local()  # whether the copy that this thread begins adds
 
 

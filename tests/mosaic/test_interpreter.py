@@ -13,7 +13,17 @@ from jax import lax
 
 from lce_jax.mosaic._pallas import interpreting, kernel, pl, plgpu
 from tests import mosaic_evaluate
-from tests.mosaic_interpreter import afresh, compiled, jax_callback, thread_map, with_jax_arrays, with_numpy_arrays
+from tests.mosaic_interpreter import (
+    afresh,
+    as_a_program,
+    compiled,
+    interpret,
+    interpret_pallas_call,
+    jax_callback,
+    thread_map,
+    with_jax_arrays,
+    with_numpy_arrays,
+)
 
 SHAPE = (128, 16)
 
@@ -48,11 +58,13 @@ def run(waits: bool) -> np.ndarray:
 
 
 @pytest.mark.parametrize("arrays", [with_numpy_arrays, with_jax_arrays], ids=["NumPy", "JAX"])
-@pytest.mark.parametrize("threads", [mosaic_evaluate.run, compiled], ids=["evaluated", "compiled"])
-def test_the_same_is_found(arrays: Any, threads: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert (jax_callback.io_callback_impl, thread_map._run_jaxpr) == (with_numpy_arrays, mosaic_evaluate.run)
+@pytest.mark.parametrize("threads", [mosaic_evaluate.run_thread, compiled], ids=["evaluated", "compiled"])
+@pytest.mark.parametrize("whole", [interpret, as_a_program], ids=["in one callback", "in a program"])
+def test_the_same_is_found(arrays: Any, threads: Any, whole: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (jax_callback.io_callback_impl, thread_map._run_jaxpr) == (with_numpy_arrays, mosaic_evaluate.run_thread)
     monkeypatch.setattr(jax_callback, "io_callback_impl", arrays)
     monkeypatch.setattr(thread_map, "_run_jaxpr", threads)
+    monkeypatch.setattr(interpret_pallas_call, "interpret_pallas_call", whole)
     afresh()
     out = run(waits=True)
     assert np.array_equal(out[:64].ravel(), 2.0 * np.arange(64 * SHAPE[1]))
