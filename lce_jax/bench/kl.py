@@ -72,12 +72,10 @@ def _programs() -> dict[str, Program]:
         return function(*operands[:4], direction=direction)
 
     def both(function: Callable[..., Array], direction: str, *operands: Array) -> tuple[Array, ...]:
-        def loss(hidden: Array, weight: Array) -> tuple[Array, Array]:
-            kl = function(hidden, weight, *operands[2:4], direction=direction)
-            return jnp.sum(operands[4] * kl), kl
+        def results(hidden: Array, weight: Array) -> tuple[Array]:
+            return (function(hidden, weight, *operands[2:4], direction=direction),)
 
-        gradients, kl = jax.grad(loss, argnums=(0, 1), has_aux=True)(*operands[:2])
-        return kl, *gradients
+        return programs.with_gradients(results, operands[4:], *operands[:2])
 
     found = {PRODUCT: Program(programs.product)}
     for direction in DIRECTIONS:

@@ -122,14 +122,12 @@ def _programs() -> dict[str, Program]:
     def both(function: Callable[..., Any], count: int, *operands: Array) -> Any:
         hidden, weight, labels, ids, seeds = operands
 
-        def loss(hidden: Array, weight: Array) -> Any:
-            out = function(count, hidden, weight, labels, ids)
-            columns = iter(seeds.T)
-            own = [next(columns) if x.ndim == 1 else seeds[:, 2 : 2 + count] for x in out]
-            return sum(jnp.sum(seed * x) for seed, x in zip(own, out, strict=True)), out
+        def results(hidden: Array, weight: Array) -> Any:
+            return function(count, hidden, weight, labels, ids)
 
-        gradients, out = jax.grad(loss, argnums=(0, 1), has_aux=True)(hidden, weight)
-        return *out, *gradients
+        shapes, columns = jax.eval_shape(results, hidden, weight), iter(seeds.T)
+        own = [next(columns) if x.ndim == 1 else seeds[:, 2 : 2 + count] for x in shapes]
+        return programs.with_gradients(results, own, hidden, weight)
 
     found = {PRODUCT: Program(programs.product)}
     rows = [(PLAIN, of_logprobs, of_stored, 0)]

@@ -70,13 +70,7 @@ def _programs() -> dict[str, Program]:
 
     def both(function: Callable[..., Any], precision: Any, *operands: Array) -> Any:
         hidden, weight, labels, seeds, *_ = operands
-
-        def loss(hidden: Array, weight: Array) -> Any:
-            out = function(precision, hidden, weight, labels)
-            return sum(jnp.sum(seed * x) for seed, x in zip(seeds.T, out, strict=True)), out
-
-        gradients, out = jax.grad(loss, argnums=(0, 1), has_aux=True)(hidden, weight)
-        return *out, *gradients
+        return programs.with_gradients(lambda h, w: function(precision, h, w, labels), list(seeds.T), hidden, weight)
 
     found = {PRODUCT: Program(lambda *operands: programs.product(*operands[-2:]))}
     for way, end in ((forward, ""), (both, ", + backward")):

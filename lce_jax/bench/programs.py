@@ -125,6 +125,19 @@ def product(hidden: Array, weight: Array, *_: Array) -> Array:
     return lax.dot_general(hidden, weight, (((1,), (1,)), ((), ())))
 
 
+def with_gradients(
+    results: Callable[..., Any], seeds: Sequence[Array], hidden: Array, weight: Array
+) -> tuple[Any, ...]:
+    """``results(hidden, weight)``, and the gradients of their sum weighted by ``seeds``."""
+
+    def loss(hidden: Array, weight: Array) -> Any:
+        out = results(hidden, weight)
+        return sum(jnp.sum(seed * x) for seed, x in zip(seeds, out, strict=True)), out
+
+    gradients, out = jax.grad(loss, argnums=(0, 1), has_aux=True)(hidden, weight)
+    return *out, *gradients
+
+
 def draw_model(key: Array, tokens: int, hidden_size: int, vocab_size: int, dtype: Any, spread: float) -> list[Array]:
     """Normal hidden states, and a weight with which logits have the standard deviation ``spread``."""
     of_hidden, of_weight = jax.random.split(key)
