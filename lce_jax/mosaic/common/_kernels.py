@@ -11,9 +11,8 @@ import importlib
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lce_jax._types import Case
-from lce_jax.mosaic._geometry import geometry
 from lce_jax.mosaic._kernel_set import KernelSet
-from lce_jax.mosaic.common._tiles import ROW_BLOCK, TILING
+from lce_jax.mosaic.common import _tiles
 
 if TYPE_CHECKING:
     from lce_jax.mosaic.common._machine import KLMachine, Machine
@@ -133,8 +132,7 @@ class Kernels(KernelSet):
 
     def live_shape(self, case: Case) -> tuple[int, int]:
         """Row blocks are padded to one for each thread."""
-        shape = geometry(case, TILING)
-        return shape.num_tiles, -(-shape.row_blocks // ROW_BLOCK) * ROW_BLOCK
+        return _tiles.live_shape(case)
 
     def live_group(self, case: Case) -> int:
         """The blocks of a cluster, which share each tile of the weight."""

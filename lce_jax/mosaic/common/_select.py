@@ -19,8 +19,8 @@ from lce_jax.mosaic._geometry import geometry
 from lce_jax.mosaic._operands import LOG2E
 from lce_jax.mosaic._pallas import pl
 from lce_jax.mosaic._partial_statistics import FLOOR
-from lce_jax.mosaic.common._threads import THREADS, Rows, along, block_rows, numbered
-from lce_jax.mosaic.common._tiles import ROW_BLOCK, TILE_N, TILING
+from lce_jax.mosaic.common._threads import THREADS, Rows, along, as_int, block_rows, numbered
+from lce_jax.mosaic.common._tiles import ROW_BLOCK, TILE_N, TILING, live_shape
 from lce_jax.mosaic.common._tokens import kernel
 
 if TYPE_CHECKING:
@@ -58,8 +58,7 @@ def select(
         first: the field of the first one's.
     """
     shape = geometry(case, TILING)
-    blocks = -(-shape.row_blocks // ROW_BLOCK) * ROW_BLOCK  # one for each thread
-    outputs, parts = [jax.ShapeDtypeStruct((shape.num_tiles, blocks), jnp.int32)], -(-shape.num_tiles // TILES)
+    outputs, parts = [jax.ShapeDtypeStruct(live_shape(case), jnp.int32)], -(-shape.num_tiles // TILES)
     if maxima.shape[1] > 1:
         outputs.append(jax.ShapeDtypeStruct((parts, shape.padded_tokens), jnp.float32))
     body = functools.partial(_select, case, field, None if ids is None else first)
@@ -101,7 +100,7 @@ def _select(
         highest, sumexp = (merged[pl.ds((field + i) * stride + block * ROW_BLOCK, THREADS)] for i in range(2))
         of_rows, row_scale = jnp.log(sumexp) * LOG2E, scale[rows]
         of_label = _tile_of(targets[rows])
-        holds = [_as_int(of_label == tile) for tile in tiles]
+        holds = [as_int(of_label == tile) for tile in tiles]
         holds = holds if first is None else _with_candidates(case, first, ids, numbers, block, tiles, holds)
         mass = zero
         for tile, held, (largest, of_tile) in [
@@ -146,10 +145,6 @@ def _with_candidates(
 def _tile_of(column: Any) -> Any:
     """Negative if the column is."""
     return lax.shift_right_arithmetic(column, along(TILE_N.bit_length() - 1))
-
-
-def _as_int(mask: Any) -> Any:
-    return jnp.where(mask, along(1), along(0))
 
 
 def _load(maxima: Any, tile: Any, rows: Any) -> tuple[Any, Any]:

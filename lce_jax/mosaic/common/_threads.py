@@ -27,6 +27,11 @@ def per_thread(values: Any) -> Any:
     return plgpu.layout_cast(values, plgpu.Layout.WG_STRIDED((THREADS,), vec_size=1))
 
 
+def as_int(mask: Any) -> Any:
+    """1 where a thread's own is true, else 0."""
+    return jnp.where(mask, along(1), along(0))
+
+
 def block_rows(block: Any) -> Any:
     """The rows of a block."""
     return pl.ds(pl.multiple_of(block * THREADS, THREADS), THREADS)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from lce_jax.mosaic._geometry import Tiling
+from lce_jax._types import Case
+from lce_jax.mosaic._geometry import Tiling, geometry
 
 ROW_BLOCK = 128  # rows of a tile, of one block: two wgmma of 64 rows each on Hopper, the lanes of TMEM on Blackwell
 TILE_N = 256  # the largest N of wgmma and of tcgen05.mma
@@ -16,6 +17,12 @@ SMEM_ALIGNMENT = 1024  # of every allocation in a kernel
 BARRIER_BYTES = 8
 
 TILING = Tiling(row_block=ROW_BLOCK, tile=TILE_N, atom=ATOM_ROWS, most_clustered=2)
+
+
+def live_shape(case: Case) -> tuple[int, int]:
+    """That of the tiles that `KernelSet.select` finds live: vocabulary tiles, and a row block for each thread."""
+    shape = geometry(case, TILING)
+    return shape.num_tiles, -(-shape.row_blocks // ROW_BLOCK) * ROW_BLOCK
 
 
 def widest_swizzle(extent: int, itemsize: int) -> tuple[int, int]:

@@ -25,7 +25,7 @@ from jax import lax
 
 from lce_jax.mosaic._pallas import pl, plgpu
 from lce_jax.mosaic._worklist import Batch, Entries, Order, RowEntries, RowLists, Sizes
-from lce_jax.mosaic.common._threads import THREADS, along, numbered
+from lce_jax.mosaic.common._threads import THREADS, along, as_int, numbered
 from lce_jax.mosaic.common._tokens import kernel
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def order(sizes: Sizes, counts: Int[Array, "tiles"]) -> Order:
         count = counts[tile]
         sorted_place = _sum(sizes.tiles, lambda n, rows: _before(counts[rows], n, count, tile))
         key = _fraction(sorted_place)
-        rank = _sum(sizes.tiles, lambda n, _: _as_int(_fraction(n) < key))
+        rank = _sum(sizes.tiles, lambda n, _: as_int(_fraction(n) < key))
         order[rank] = tile
         ordered[rank] = count
         rank_of[tile] = rank
@@ -159,7 +159,7 @@ def _rows(
         def is_there(_: Any, rows: Any) -> Any:
             begins = firsts[rows]
             inside = (begins >= batch * sizes.share) & (begins < (batch + 1) * sizes.share)
-            return _as_int(inside & (places[block, rows] >= 0) & (order[rows] < contracted))
+            return as_int(inside & (places[block, rows] >= 0) & (order[rows] < contracted))
 
         count = _sum(sizes.tiles, is_there)
         starts[batch, block] = start
@@ -203,12 +203,12 @@ def _row_lists(
     list_counts[batch, place] = count
 
     def first_rank(entry: Any) -> Any:
-        return _sum(sizes.tiles, lambda _, rows: _as_int(firsts[rows] < entry))
+        return _sum(sizes.tiles, lambda _, rows: as_int(firsts[rows] < entry))
 
     def put_numbers() -> None:
         begin, end = first_rank(batch * sizes.share), first_rank((batch + 1) * sizes.share)
         entry = firsts[begin]
-        num_row_blocks = _sum(sizes.blocks, lambda _, rows: _as_int(counts[batch, rows] > 0))
+        num_row_blocks = _sum(sizes.blocks, lambda _, rows: as_int(counts[batch, rows] > 0))
         fields = Batch(begin, end - begin, entry, firsts[end] - entry, num_row_blocks, numbers[0])
         for i, field in enumerate(fields):
             scalars[batch, i] = field
@@ -275,7 +275,7 @@ def _walk(size: int, arrays: Sequence[Callable[[Any], Any]], visit: Callable[...
 
 def _before(keys: Any, n: Any, key: Any, at: Any) -> Any:
     """1 where a stable sort puts ``keys``, the numbers ``n``, before ``key``, the number ``at``."""
-    return jnp.where(keys == key, _as_int(n < at), _as_int(keys < key))
+    return jnp.where(keys == key, as_int(n < at), as_int(keys < key))
 
 
 def _in_groups(sizes: Sizes, count: Any) -> Any:
@@ -286,7 +286,3 @@ def _in_groups(sizes: Sizes, count: Any) -> Any:
 def _fraction(n: Any) -> Any:
     """Ordered as the fractional parts of n over the golden ratio: 2³¹ is subtracted, so that signed numbers compare."""
     return n * jnp.int32(GOLDEN) + jnp.int32(-(1 << 31))
-
-
-def _as_int(mask: Any) -> Any:
-    return jnp.where(mask, along(1), along(0))
