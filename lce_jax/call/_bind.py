@@ -45,12 +45,15 @@ def bind(
     options: CallOptions,
     place: Place | None = None,
     others: Any = (),
+    checked: Case | None = None,
 ) -> Call[Spec]:
     """A call over the mesh at ``place``, over the one that the operands name, or of this device.
 
     ``labels`` are None for a function that has none. ``others`` are further operands, which may name the mesh too.
+    ``checked`` is the `case` of the arguments where it is known.
     """
-    found, static, axis_name = case(hidden, weight, labels, where, options), options.static, options.axis_name
+    found = case(hidden, weight, labels, where, options) if checked is None else checked
+    static, axis_name = options.static, options.axis_name
     mesh: Layout | AbstractMesh | None
     if place is not None:
         mesh = place.layout(hidden, weight, options)

@@ -127,11 +127,11 @@ def bind(given: KLArguments, place: Place | None = None) -> KLCall:
     cases, axis_name = given.cases(), given.options.student.axis_name
     given.check_columns(cases, axis_name is not None)
     (own, teachers), where, (first, second) = given.arrays, given.where, given.options
-    student = _bind.bind(*own, None, where, first, place, teachers)
+    student = _bind.bind(*own, None, where, first, place, teachers, cases.student)
     if place is not None:
         given.check_columns(cases, student.spec.mesh.vocab_axes is not None)
     with _of_the_teacher():
-        teacher = _bind.bind(*teachers, None, where, second, place, own)
+        teacher = _bind.bind(*teachers, None, where, second, place, own, cases.teacher)
     spec = given.spec(Pair(student.spec, teacher.spec), student.spec.mesh)
     rows, agree = student.rows, _collectives.both(student.agree, teacher.agree)
     if given.beta is not None:

@@ -95,6 +95,14 @@ def check_names(
 NOT_OF_TOPK = ("entropy", "stats", "cache_bytes", "candidates", "gradient_threshold", "vocab_part_size", "logit_floor")
 
 
+def of_ids(given: LogprobOptions, hidden: Any, ids: Any) -> CallOptions:
+    """The options of `linear_logits`, whose ids are a call's candidates."""
+    _checks.array("hidden", hidden)
+    _checks.num_candidates(ids, "ids")
+    _checks.candidate_shape(ids, tuple(hidden.shape[:-1]), "hidden before H", "ids")
+    return of_call({**given, "candidates": ids}).named("linear_logits")
+
+
 def of_topk(given: LogprobOptions, k: Any) -> CallOptions:
     """The options of `linear_topk`."""
     options, k = of_call(given), scalars.num_largest(k)

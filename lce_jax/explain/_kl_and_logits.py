@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from lce_jax import _dispatch, mosaic
 from lce_jax._types import is_array
-from lce_jax.call import _bind, _checks, _options
+from lce_jax.call import _bind, _options
 from lce_jax.call._kl import KLArguments
 from lce_jax.call._place import Place, placed
 from lce_jax.mathematics._kl import Pair
@@ -45,12 +45,9 @@ def of_logits(
     hidden: Any, weight: Any, labels: Any, ids: Any, where: Any, place: Place, options: LogprobOptions
 ) -> Plan:
     """That of `lce_jax.linear_logits` at ``ids``."""
-    _checks.num_candidates(ids, "ids")
-    _checks.candidate_shape(ids, tuple(hidden.shape[:-1]), "hidden before H", "ids")
-    checked = _options.of_call(options).named("linear_logits")
+    checked = _options.of_ids(options, hidden, ids)
     case = _bind.case(hidden, weight, labels, where, checked)
-    static = dataclasses.replace(case.options, num_candidates=ids.shape[-1])
-    case = dataclasses.replace(case, options=static, partial_rows=False)  # it moves no rows
+    case = dataclasses.replace(case, partial_rows=False)  # it moves no rows
     found = placed(hidden, weight, [ids], case, checked, place)
     spec = _bind.spec(case, checked, found.columns, found.layout)
     return _logits_plan.plan(spec.case, found.around, spec.implementation)

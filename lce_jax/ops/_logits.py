@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Literal
 
-from lce_jax.call import _bind, _checks, _options
+from lce_jax.call import _bind, _options
 from lce_jax.call._keywords import LogprobOptions
 from lce_jax.call._place import Place
 from lce_jax.mesh import _collectives
@@ -124,11 +124,8 @@ def at_ids(
     given: LogprobOptions,
     place: Place | None = None,
 ) -> Array:
-    """`linear_logits`, over the mesh at ``place`` if there is one: the ids are a call's candidates."""
-    _checks.array("hidden", hidden)
-    _checks.num_candidates(ids, "ids")
-    _checks.candidate_shape(ids, tuple(hidden.shape[:-1]), "hidden before H", "ids")
-    options = _options.of_call({**given, "candidates": ids}).named("linear_logits")
+    """`linear_logits`, over the mesh at ``place`` if there is one."""
+    options = _options.of_ids(given, hidden, ids)
     options = dataclasses.replace(options, implementation=options.implementation or (xla.NAME,))
     spec, primals, rows, agree = _bind.bind(hidden, weight, None, where, options, place)
     return _collectives.nan_where_different(agree, _derivative.run(LOGITS, spec, primals, rows))
