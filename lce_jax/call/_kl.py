@@ -42,6 +42,7 @@ class KLOptions(TypedDict, total=False):
     vocab_size: int | None
     weight_layout: Literal["vh", "hv"]
     teacher_weight_layout: Literal["vh", "hv"] | Same
+    cache_bytes: int
     precision: PrecisionLike
     implementation: str | tuple[str, ...] | None
     bias: Float[Array, "V"] | None
@@ -153,5 +154,6 @@ def _options_of_each(given: Mapping[str, Any], axis_name: Any) -> tuple[Any, Any
     teachers = {name: given.get(f"teacher_{name}", "same") for name in defaults}
     teachers = {name: own[name] if isinstance(x, str) and x == "same" else x for name, x in teachers.items()}
     student, teacher = ({**shared, **x} for x in (own, teachers))
+    student["cache_bytes"] = given.get("cache_bytes", 0)
     student["bias"], teacher["bias"] = given.get("bias"), given.get("teacher_bias")
     return student, teacher
