@@ -1,4 +1,4 @@
-"""What a forward of two heads may keep of a tile: both its distributions, in two numbers of the weight's dtype.
+"""What a forward of two heads may keep of a tile: both its distributions, in two numbers of each column.
 
 e is the larger of e^{u_p} and e^{u_q}, each relative to its own largest x in the tile, and r = v_q - u_p, which is 0
 where the x of p is largest. With s, the v_q of q's largest x with its sign turned, t = r + s is u_q - u_p, and the two
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import jax.numpy as jnp
 
 from lce_jax.mathematics import _dlogits
-from lce_jax.mathematics._kl import Ratios, RowScale
+from lce_jax.mathematics._kl import Direction, Ratios, RowScale
 from lce_jax.mathematics._logprobs import along_rows
 from lce_jax.mathematics._statistics import distance
 
@@ -24,17 +24,31 @@ type References = tuple[Array, Array, Array]  # `KLStatistics.references`, of th
 
 
 class Kept(NamedTuple):
-    """Of a tile, or of all that are kept."""
+    """Of a tile, or of all that are kept. In the dtypes that `dtypes` says."""
 
     e: Float[Array, "T n"]  # as `_dlogits.to_keep` has it
     r: Float[Array, "T n"]
 
 
-def to_keep(own: Ratios, dtype: jnp.dtype) -> Kept:
-    """Of ratios that are relative to the tile's own references."""
-    most = jnp.finfo(dtype).max.astype(own.distance.dtype)
-    r = jnp.clip(own.distance, -most, most).astype(dtype)
-    return Kept(_dlogits.to_keep(jnp.maximum(own.e_p, own.e_q), dtype), r)
+def dtypes(dtype: jnp.dtype, direction: Direction) -> tuple[jnp.dtype, jnp.dtype]:
+    """Of both numbers where gradients are multiplied in ``dtype``.
+
+    An r of several units, rounded as e is, would be off by several times as much. So it has three digits more. But the
+    gradient of a reverse KL is proportional to r, which a teacher that rules a token out makes larger than float16 has
+    it; there its error is relative as that of e is.
+    """
+    wider = {"bfloat16": "bfloat16" if direction == "reverse" else "float16", "float16": "float32"}
+    return dtype, jnp.dtype(wider.get(dtype.name, dtype))
+
+
+def to_keep(own: Ratios, kept: tuple[jnp.dtype, jnp.dtype]) -> Kept:
+    """Of ratios that are relative to the tile's own references, in the ``kept`` dtypes.
+
+    What float16 cannot hold is of a column that one of both distributions does not have: any large r says so.
+    """
+    most = jnp.finfo(kept[1]).max.astype(own.distance.dtype)
+    r = jnp.clip(own.distance, -most, most).astype(kept[1])
+    return Kept(_dlogits.to_keep(jnp.maximum(own.e_p, own.e_q), kept[0]), r)
 
 
 def from_kept(kept: Kept, of_tile: References, of_rows: References, scales: tuple[RowScale, RowScale]) -> Ratios:

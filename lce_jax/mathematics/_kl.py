@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from lce_jax.mathematics._statistics import MASKED
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Bool, Float
 
+type Direction = Literal["forward", "reverse", "jsd"]  # as `lce_jax.linear_kl` has it
 type RowScale = Float[Array, "T"] | float  # the k of eq. 0
 
 

@@ -202,9 +202,8 @@ def _scales_of(spec: KLSpec, rows: Pair[Rows]) -> Pair[Scales]:
 def _row_scales(spec: KLSpec, scales: Pair[Scales]) -> tuple[Any, Any]:
     """The k of eq. 0, that of p first."""
     pairs = zip(spec.models, scales, strict=True)
-    return Pair(*(_logprobs.row_scale(model.case.options, own.logits) for model, own in pairs)).ordered(
-        spec.student_first
-    )
+    each = (_logprobs.row_scale(model.case.options, own.logits) for model, own in pairs)
+    return Pair(*each).ordered(spec.plan(0).student_first)
 
 
 def _wrong_temperature(rows: Pair[Rows]) -> Bool[Array, "T"] | None:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class Cache(NamedTuple):
     """What is kept of the first tiles of a walk."""
 
-    columns: tuple[Float[Array, "T columns"], ...]  # in `_walk.gradient_dtype`
+    columns: tuple[Float[Array, "T columns"], ...]  # the first in `_walk.gradient_dtype`
     rows: tuple[Float[Array, "tiles T"], ...]  # what the tile's columns are relative to
 
     def part(self, tile: Tile) -> tuple[list[Float[Array, "t v"]], list[Float[Array, "t"]]]:
@@ -62,25 +62,22 @@ def _put_columns(tile: Tile, x: Float[Array, "T columns"], part: Float[Array, "t
 
 
 class PerTile(NamedTuple):
-    """How much is kept of a tile."""
+    """What is kept of a tile."""
 
-    columns: int  # numbers of each token and column
-    rows: int  # numbers of each token
-    dtype: Any = None  # of the latter; None: that of the case's statistics
+    columns: tuple[jnp.dtype, ...]  # dtypes of the numbers of each token and column
+    rows: tuple[jnp.dtype, ...]  # of those of each token
 
-    def row_dtype(self, case: Case) -> jnp.dtype:
-        """Of a case."""
-        return case.stat_dtype if self.dtype is None else self.dtype
-
-
-OF_ONE_HEAD = PerTile(columns=1, rows=1)
+    @classmethod
+    def of_one_head(cls, case: Case) -> PerTile:
+        """An exponential, and the tile's largest x."""
+        return cls((_walk.gradient_dtype(case),), (case.stat_dtype,))
 
 
 def _place(*first: Any) -> tuple[Any, ...]:
     return tuple(jnp.asarray(i, jnp.int32) for i in first)
 
 
-def kept_columns(case: Case, columns: int, tile_v: int, each: PerTile = OF_ONE_HEAD) -> int:
+def kept_columns(case: Case, columns: int, tile_v: int, each: PerTile | None = None) -> int:
     """The columns of the first tiles that fit ``cache_bytes``, of a walk over ``columns``."""
     whole, rest = divmod(columns, tile_v)
     left = case.options.cache_bytes - num_bytes(case, rest, tile_v, each)
@@ -89,16 +86,16 @@ def kept_columns(case: Case, columns: int, tile_v: int, each: PerTile = OF_ONE_H
     return rest + min(whole, left // max(tile_bytes(case, tile_v, each), 1)) * tile_v
 
 
-def num_bytes(case: Case, columns: int, tile_v: int, each: PerTile = OF_ONE_HEAD) -> int:
+def num_bytes(case: Case, columns: int, tile_v: int, each: PerTile | None = None) -> int:
     """Of the first tiles, which have so many columns."""
     whole, rest = divmod(columns, tile_v)
     return whole * tile_bytes(case, tile_v, each) + (tile_bytes(case, rest, each) if rest else 0)
 
 
-def tile_bytes(case: Case, columns: int, each: PerTile = OF_ONE_HEAD) -> int:
+def tile_bytes(case: Case, columns: int, each: PerTile | None = None) -> int:
     """Of one tile: its columns, and what they are relative to."""
-    of_columns = each.columns * columns * _walk.gradient_dtype(case).itemsize
-    return case.num_tokens * (of_columns + each.rows * each.row_dtype(case).itemsize)
+    of_columns, of_rows = (sum(dtype.itemsize for dtype in own) for own in each or PerTile.of_one_head(case))
+    return case.num_tokens * (of_columns * columns + of_rows)
 
 
 def is_one_piece(case: Case, kept: int, tile_t: int, has_padding: bool, adds_dweight: bool) -> bool:
@@ -114,16 +111,16 @@ def is_one_piece(case: Case, kept: int, tile_t: int, has_padding: bool, adds_dwe
     return every_column and every_row and not widens and not (on_cpu and adds_dweight)
 
 
-def empty(walk: Walk, shard: Shard, each: PerTile = OF_ONE_HEAD) -> Cache | None:
+def empty(walk: Walk, shard: Shard, each: PerTile) -> Cache | None:
     """Memory for the forward to fill, if anything is kept."""
-    case, width = walk.cases[0], walk.kept_columns
+    width = walk.kept_columns
     if not width:
         return None
     tiles = -(-width // walk.tile_v)
     memory = jnp.zeros if _jax.has_explicit_axes(shard.tokens[0].hidden) else lax.empty  # which has no mesh in its type
     return Cache(
-        tuple(memory((walk.num_tokens, width), _walk.gradient_dtype(case)) for _ in range(each.columns)),
-        tuple(memory((tiles, walk.num_tokens), each.row_dtype(case)) for _ in range(each.rows)),
+        tuple(memory((walk.num_tokens, width), dtype) for dtype in each.columns),
+        tuple(memory((tiles, walk.num_tokens), dtype) for dtype in each.rows),
     )
 
 

@@ -21,7 +21,7 @@ from jax import lax
 from lce_jax._types import Case, Primals
 from lce_jax.mathematics import _kept_ratios, _kl, _kl_mixture, _logprobs, _softcap, _statistics
 from lce_jax.mathematics._kept_ratios import Kept
-from lce_jax.mathematics._kl import KLCoefficients, KLStatistics, Pair, Ratios
+from lce_jax.mathematics._kl import Direction, KLCoefficients, KLStatistics, Pair, Ratios
 from lce_jax.mathematics._kl_mixture import Mixture, MixtureCoefficients, MixtureSums
 from lce_jax.xla import _cache, _plan, _walk
 from lce_jax.xla._cache import Cache, PerTile
@@ -36,8 +36,13 @@ class KLPlan:
     """What is known when a call is traced."""
 
     cases: Pair[Case]
-    student_first: bool  # p is the student's in eqs. 6 to 10
+    direction: Direction
     columns: int  # to walk over
+
+    @property
+    def student_first(self) -> bool:
+        """Whether p is the student's in eqs. 6 to 10."""
+        return self.direction != "forward"
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -70,7 +75,8 @@ class KLPlan:
     @property
     def per_tile(self) -> PerTile:
         """A `Kept`, and its references."""
-        return PerTile(columns=2, rows=3, dtype=self.dtype)
+        kept = _kept_ratios.dtypes(_walk.gradient_dtype(self.cases.student), self.direction)
+        return PerTile(columns=kept, rows=(self.dtype,) * 3)
 
 
 def statistics(plan: KLPlan, shard: Shard, keep_cache: bool = False) -> tuple[KLStatistics, Cache | None]:
@@ -85,8 +91,7 @@ def statistics(plan: KLPlan, shard: Shard, keep_cache: bool = False) -> tuple[KL
         found = _kl.tile_statistics(x, scales, tile.live)
         if cache is not None and tile.index is not None:
             own = Ratios.of(x, found.references, scales)
-            kept = _kept_ratios.to_keep(own, _walk.gradient_dtype(plan.cases.student))
-            cache = cache.with_part(tile, kept, found.references)
+            cache = cache.with_part(tile, _kept_ratios.to_keep(own, plan.per_tile.columns), found.references)
         return running.add(found, scales), cache
 
     running, cache = walk.fold_keeping(shard, empty, add, _cache.empty(walk, shard, plan.per_tile))
@@ -130,7 +135,7 @@ def gradients(
     if cache is None:
         return plan.walk.gradients(shard, functools.partial(dlogits, cache=None))
     walk = dataclasses.replace(plan.walk, kept_columns=cache.num_columns)
-    if _cache.is_one_piece(case, cache.num_columns, walk.tile_t, shard.num_columns is not None, False):
+    if _cache.is_one_piece(case, walk.kept_columns, walk.tile_t, shard.num_columns is not None, False):
         return _cache.gradients(walk, shard, cache, dlogits, case.stat_dtype, None)
     return walk.gradients(shard, functools.partial(dlogits, cache=cache))
 
