@@ -20,6 +20,7 @@ from lce_jax.mathematics._statistics import distance
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Float
 
+REFERENCES = 3
 type References = tuple[Array, Array, Array]  # `KLStatistics.references`, of the tile or of the whole vocabulary
 
 

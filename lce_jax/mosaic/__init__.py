@@ -162,9 +162,9 @@ def kl_plan(plan: KLPlan, around: Surroundings = ALONE) -> Plan:
 
 
 @_promotes_ranks
-def kl_statistics(plan: KLPlan, shard: Shard) -> KLStatistics:
+def kl_statistics(plan: KLPlan, shard: Shard, keep_cache: bool = False) -> tuple[KLStatistics, Any]:
     """`lce_jax.xla._kl.statistics`, with kernels."""
-    return _kl.statistics(plan, shard, _kernels(plan.cases.student))
+    return _kl.statistics(plan, shard, _kernels(plan.cases.student), keep_cache)
 
 
 @_promotes_ranks
@@ -174,9 +174,11 @@ def kl_mixture_sums(plan: KLPlan, shard: Shard, rows: Mixture) -> MixtureSums:
 
 
 @_promotes_ranks
-def kl_gradients(plan: KLPlan, shard: Shard, rows: KLCoefficients | MixtureCoefficients) -> Primals:
+def kl_gradients(
+    plan: KLPlan, shard: Shard, rows: KLCoefficients | MixtureCoefficients, cache: Any = None
+) -> Primals:
     """`lce_jax.xla._kl.gradients`, with kernels."""
-    return _kl.gradients(plan, shard, rows, _kernels(plan.cases.student))
+    return _kl.gradients(plan, shard, rows, cache, _kernels(plan.cases.student))
 
 
 def _kernels(case: Case) -> KernelSet:

@@ -10,18 +10,19 @@ import jax.numpy as jnp
 from jax import lax
 
 from lce_jax._types import Options
-from lce_jax.mathematics._kl import KLCoefficients, KLStatistics
+from lce_jax.mathematics._kl import Direction, KLCoefficients, KLStatistics
 from lce_jax.mathematics._log_ratios import MOST_DISTANCE
 from lce_jax.mathematics._statistics import MASKED
 from lce_jax.mosaic import _pallas
-from lce_jax.mosaic._kl_kernel_set import Direction
+from lce_jax.mosaic._kl_kernel_set import KLCache
 from lce_jax.mosaic._mixture import MixtureFactors
 from lce_jax.mosaic._operands import LOG2E
 from lce_jax.mosaic._pallas import pl
 from lce_jax.mosaic._partial_statistics import FLOOR
-from lce_jax.mosaic.common._kl import Multiply, Refs, Where, of_rows, store
+from lce_jax.mosaic.common._kl import Multiply, Refs, Where, of_rows, store, store_references
 from lce_jax.mosaic.common._log_ratios import Reference, relative_log_ratio
 from lce_jax.mosaic.common._machine import KLMachine, Tile, multiple_of
+from lce_jax.mosaic.common._statistics import as_cached
 from lce_jax.mosaic.common._tiles import STAGING_COLUMNS, TILE_N
 from lce_jax.mosaic.sm90 import _epilogue, _kl_tile, _pipeline
 from lce_jax.mosaic.sm90._epilogue import HELD
@@ -48,13 +49,25 @@ def statistics(refs: Refs, tile: Tile, where: Where, multiply: Multiply, scratch
     for i in range(BLOCKS):
         x_p, x_q = held.block(i), block_of(x, i)
         u_p = _relative(x_p, max_p, scale_p)
-        e_p = jnp.exp2(u_p)
-        # Where e is 0, v may be infinite, and 0 · inf is NaN.
-        cross = jnp.where(e_p > 0.0, e_p * (u_p - _relative(x_q, at_p, scale_q)), 0.0)
-        terms = e_p, jnp.exp2(_relative(x_q, max_q, scale_q)), cross
-        parts = [jnp.sum(term, axis=1) for term in terms]
+        e_p, e_q = jnp.exp2(u_p), jnp.exp2(_relative(x_q, max_q, scale_q))
+        r = _relative(x_q, at_p, scale_q) - u_p
+        # Where e is 0, r may be infinite, and 0 · inf is NaN.
+        cross = jnp.where(e_p > 0.0, e_p * -r, 0.0)
+        parts = [jnp.sum(term, axis=1) for term in (e_p, e_q, cross)]
         sums = [a + b for a, b in zip(sums, parts, strict=True)] if sums else parts
-    store(refs, where, rows, KLStatistics(max_p, max_q, at_p, *sums))
+        if refs.cache is not None:
+            _keep(refs.cache, rows, where.column + i * STAGING_COLUMNS, jnp.maximum(e_p, e_q), r)
+    found = KLStatistics(max_p, max_q, at_p, *sums)
+    store(refs, where, rows, found)
+    if refs.cache is not None:
+        store_references(refs.cache, where, rows, found)
+
+
+def _keep(cache: KLCache, rows: Callable[[], Any], column: Any, e: Array, r: Array) -> None:
+    """A block of a `_kept_ratios.Kept`. Not through shared memory, as `dlogits`."""
+    columns = pl.ds(multiple_of(column, STAGING_COLUMNS), STAGING_COLUMNS)
+    for output, values in (cache.e, as_cached(e, cache.e.dtype)), (cache.r, r):
+        _pallas.store(output.at[rows(), columns], values.astype(output.dtype))
 
 
 def _at(x_p: Float[Array, "64 n"], max_p: Float[Array, "64"], x_q: Float[Array, "64 n"]) -> Float[Array, "64"]:
@@ -130,7 +143,7 @@ def dlogits(refs: Refs, direction: Direction, tile: Tile, where: Where, multiply
     p, q = refs.heads
     held = HeldTile.of(x_of(p.options, multiply[0](), refs.mask, where), scratch)
     x = x_of(q.options, multiply[1](), refs.mask, where)
-    gradient = _of_mixture(refs, rows, where) if direction == "mixture" else _of_kl(refs, rows, direction == "reverse")
+    gradient = _of_mixture(refs, rows, where) if direction == "jsd" else _of_kl(refs, rows, direction == "reverse")
     for i in range(BLOCKS):
         d = gradient(held, x, i)
         column = tile.column + i * STAGING_COLUMNS
