@@ -44,10 +44,12 @@ def statistics(refs: Refs, tile: Tile, where: Where, multiply: Multiply, scratch
     x = x_of(q.options, multiply[1](), refs.mask, where)
     max_q = jnp.maximum(jnp.max(x, axis=1), FLOOR)
     at_p = functools.reduce(jnp.maximum, [_at(held.block(i), max_p, block_of(x, i)) for i in range(BLOCKS)])
+    # What is kept takes registers too, so it is made of narrower pieces.
+    width, piece, of = (STRIP, held.strip, strip_of) if refs.cache else (STAGING_COLUMNS, lambda c: held.block(c//64), lambda x,c: block_of(x,c//64))
     scale_p, scale_q = (HELD.load_rows(head.scale, rows()) for head in refs.heads)
     sums: list[Array] = []
-    for i in range(BLOCKS):
-        x_p, x_q = held.block(i), block_of(x, i)
+    for column in range(0, TILE_N, width):
+        x_p, x_q = piece(column), of(x, column)
         u_p = _relative(x_p, max_p, scale_p)
         e_p, e_q = jnp.exp2(u_p), jnp.exp2(_relative(x_q, max_q, scale_q))
         r = _relative(x_q, at_p, scale_q) - u_p
@@ -56,7 +58,7 @@ def statistics(refs: Refs, tile: Tile, where: Where, multiply: Multiply, scratch
         parts = [jnp.sum(term, axis=1) for term in (e_p, e_q, cross)]
         sums = [a + b for a, b in zip(sums, parts, strict=True)] if sums else parts
         if refs.cache is not None:
-            _keep(refs.cache, rows, where.column + i * STAGING_COLUMNS, jnp.maximum(e_p, e_q), r)
+            _keep(refs.cache, rows, where.column + column, jnp.maximum(e_p, e_q), r)
     found = KLStatistics(max_p, max_q, at_p, *sums)
     store(refs, where, rows, found)
     if refs.cache is not None:
@@ -64,8 +66,8 @@ def statistics(refs: Refs, tile: Tile, where: Where, multiply: Multiply, scratch
 
 
 def _keep(cache: KLCache, rows: Callable[[], Any], column: Any, e: Array, r: Array) -> None:
-    """A block of a `_kept_ratios.Kept`. Not through shared memory, as `dlogits`."""
-    columns = pl.ds(multiple_of(column, STAGING_COLUMNS), STAGING_COLUMNS)
+    """Some columns of a `_kept_ratios.Kept`. Not through shared memory, as `dlogits`."""
+    columns = pl.ds(multiple_of(column, STRIP), STRIP)
     for output, values in (cache.e, as_cached(e, cache.e.dtype)), (cache.r, r):
         _pallas.store(output.at[rows(), columns], values.astype(output.dtype))
 
@@ -77,7 +79,8 @@ def _at(x_p: Float[Array, "64 n"], max_p: Float[Array, "64"], x_q: Float[Array, 
 
 def _relative(x: Float[Array, "64 n"], reference: Float[Array, "64"], scale: Float[Array, "64"]) -> Any:
     """One instruction more than a fused multiply-add, which would not be 0 at the reference."""
-    return (x - along(reference)) * along(scale)
+    columns = x.shape[1]
+    return (x - HELD.along_rows(reference, columns)) * HELD.along_rows(scale, columns)
 
 
 def mixture_sums(refs: Refs, tile: Tile, where: Where, multiply: Multiply, scratch: Any) -> None:
