@@ -116,9 +116,9 @@ def _statistics(spec: KLSpec, plan: KLPlan, shard: Shard, keep_cache: bool) -> t
     kernels = functools.partial(mosaic.kl_statistics, keep_cache=keep_cache)
     tiles = functools.partial(_kl_tiles.statistics, keep_cache=keep_cache)
 
-    def elsewhere(plan: KLPlan, shard: Shard) -> tuple[KLStatistics, Any]:
+    def elsewhere(there: KLPlan, shard: Shard) -> tuple[KLStatistics, Any]:
         _, cache = jax.eval_shape(functools.partial(kernels, plan), shard)  # of the kernels' shape, and never read
-        return _kl_tiles.statistics(plan, shard)[0], jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), cache)
+        return _kl_tiles.statistics(there, shard)[0], jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), cache)
 
     found: tuple[KLStatistics, Any] = _run(spec, plan, kernels, tiles, elsewhere, shard)
     return found
