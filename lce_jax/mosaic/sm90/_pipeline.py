@@ -22,7 +22,6 @@ Nothing but the ring orders the turns: the second warpgroup's operands come afte
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -86,11 +85,10 @@ def walk_products(
             plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
 
             def visit(tile: Tile, before: Any) -> Any:
-                for product, first_turn, turns in _rounds(products):
-                    own, count = product.part(tile), turns * product.part(tile).num_steps
-                    step = functools.partial(_fetch, product, ring, offset, own, first_turn, before)
-                    lax.fori_loop(0, count, step, None)
-                    before = before + count
+                for product in products:
+                    step = functools.partial(_fetch, product, ring, offset, product.part(tile), before)
+                    lax.fori_loop(0, _steps(product, tile), step, None)
+                    before = before + _steps(product, tile)
                 return before
 
             # A block must not exit before its neighbour's copies into it have landed.
@@ -106,32 +104,26 @@ def walk_products(
                     functools.partial(_multiply_one, products, i, ring, tile, before) for i in range(len(products))
                 ]
                 consume(tile, multiply, scratch)
-                return before + matmul.tuning.turns * _steps(products, tile)
+                return _steps_before(products, len(products), tile, before)
 
             visit_all(visit, jnp.int32(0))
 
         lax.cond(lax.axis_index("wg") == COMPUTE_WARPGROUPS, fetch, compute)
 
 
-def _rounds(products: Sequence[Product]) -> list[tuple[Product, int, int]]:
-    """The turns of a tile: each product, from which turn on, and how many. A warpgroup has all products in its turn."""
-    turns = products[0].matmul.tuning.turns
-    if len(products) == 1:
-        return [(products[0], 0, turns)]
-    return [(product, turn, 1) for turn in range(turns) for product in products]
+def _steps(product: Product, tile: Tile) -> Any:
+    """Those of a block in a product of a tile."""
+    return product.matmul.tuning.turns * product.part(tile).num_steps
 
 
-def _steps(products: Sequence[Product], tile: Tile) -> Any:
-    """Those of a turn in some products of a tile."""
-    return functools.reduce(operator.add, [product.part(tile).num_steps for product in products], 0)
+def _steps_before(products: Sequence[Product], number: int, tile: Tile, before: Any) -> Any:
+    """Those before a product of a tile, ``before`` being those before the tile."""
+    return functools.reduce(lambda total, product: total + _steps(product, tile), products[:number], before)
 
 
 def _multiply_one(products: Sequence[Product], number: int, ring: Ring, tile: Tile, before: Any) -> Array:
-    """A warpgroup's part of a product, ``before`` being the steps before the tile."""
-    product, turns = products[number], products[0].matmul.tuning.turns
-    turn = lax.axis_index("wg") if turns > 1 else 0
-    before = before + turn * _steps(products, tile) + _steps(products[:number], tile)
-    return _multiply(product.matmul, ring, product.part(tile), before)
+    product = products[number]
+    return _multiply(product.matmul, ring, product.part(tile), _steps_before(products, number, tile, before))
 
 
 class Ring(NamedTuple):
@@ -167,16 +159,13 @@ def _stage(matmul: Matmul, step: Any) -> Any:
     return lax.rem(step, jnp.int32(matmul.tuning.stages))
 
 
-def _fetch(
-    product: Product, ring: Ring, offset: Offset, tile: Tile, first_turn: int, before: Any, step: Any, _: None
-) -> None:
+def _fetch(product: Product, ring: Ring, offset: Offset, tile: Tile, before: Any, step: Any, _: None) -> None:
     """Starts the copies of one step once its stage is free; TMA fills what lies outside with zeros."""
     matmul, lhs, rhs = product[:3]
     tuning, stage = matmul.tuning, _stage(matmul, before + step)
     found = None if tile.locate is None else tile.locate(_of_turn(tuning, tile, step)[1])  # while the stage is in use
     pl.when(before + step >= tuning.stages)(lambda: plgpu.barrier_wait(ring.consumed.at[stage]))
     turn, number = _of_turn(tuning, tile, step)
-    turn = turn + first_turn
     produced = ring.produced.at[turn * tuning.stages + stage]
     place = next_place(matmul, offset, tile, number) if found is None else found
     rows, depth = pl.ds(place.row + turn * WARPGROUP_ROWS, ROW_BLOCK // tuning.turns), pl.ds(place.lhs_k, tuning.tile_k)
@@ -201,6 +190,7 @@ def _multiply(matmul: Matmul, ring: Ring, tile: Tile, before: Any) -> Float[Arra
     in_flight = tuning.in_flight
     turn, part = (warpgroup, 0) if tuning.turns > 1 else (0, warpgroup)  # of the tile's steps, of a step's rows
     rows = pl.ds(part * WARPGROUP_ROWS, WARPGROUP_ROWS)
+    before = before + turn * tile.num_steps
 
     def release(step: Any) -> None:
         plgpu.barrier_arrive(ring.consumed.at[_stage(matmul, before + step)])
