@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 NOT_OF = {
     "linear_topk": _options.NOT_OF_TOPK,
     "linear_logits": _options.NOT_OF_TOPK,
-    "linear_kl": _options.NOT_OF_TOPK,
+    "linear_kl": tuple(name for name in _options.NOT_OF_TOPK if name != "cache_bytes"),
 }
 FUNCTION_OF = {"k": "linear_topk", "ids": "linear_logits", "teacher": "linear_kl"}
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from lce_jax._plans import PassBytes, Plan, Surroundings, candidate_notes, format_bytes, unused_notes
+from lce_jax._plans import PassBytes, Plan, Surroundings, cache_notes, candidate_notes, unused_notes
 from lce_jax._types import Case
 from lce_jax.mathematics import _dlogits
 from lce_jax.xla import _cache, _walk
@@ -72,8 +72,8 @@ def _cache_notes(case: Case, kept: int, columns: int, tile_v: int) -> tuple[str,
         return ()
     if not _dlogits.keeps(case.options):
         return (f"cache_bytes={given} is not used: label smoothing needs capped logits that no exponential shows",)
-    each = format_bytes(_cache.tile_bytes(case, min(tile_v, columns)))
-    return (f"the forward keeps {-(-kept // tile_v)} of {-(-columns // tile_v)} vocabulary tiles, {each} each",)
+    tiles = -(-kept // tile_v), -(-columns // tile_v)
+    return cache_notes(case, *tiles, _cache.tile_bytes(case, min(tile_v, columns)))
 
 
 def passes(

@@ -119,7 +119,7 @@ CALL = jnp.ones((4, 8)), jnp.ones((32, 8)), jnp.zeros(4, int)
     (dict(teacher=CALL[0]), TypeError, "teacher must be the pair of its hidden states and its weight, got ArrayImpl"),
     (dict(teacher=(CALL[0], jnp.ones((32, 9)))), ValueError, "the teacher's .* ends in H = 8"),
     (dict(teacher=CALL[:2], ids=CALL[2][:, None]), ValueError, "ids and teacher belong to different functions"),
-    (dict(teacher=CALL[:2], cache_bytes=1), TypeError, "linear_kl has no option cache_bytes"),
+    (dict(teacher=CALL[:2], gradient_threshold=0.1), TypeError, "linear_kl has no option gradient_threshold"),
     (dict(teacher=CALL[:2], z_loss=1e-4), ValueError, "teacher is that of linear_kl, which is no loss"),
     (dict(ids=CALL[2][:, None], stats=True), TypeError, "linear_logits has no option stats"),
     (dict(ids=CALL[2]), ValueError, r"ids \(4,\) must"),
