@@ -140,9 +140,9 @@ def tile_bytes(plan: KLPlan, shape: Geometry) -> int:
 
 def _empty_cache(call: KernelCall, plan: KLPlan, num_tiles: int) -> KLCache:
     shape = (call.shape.padded_tokens, num_tiles * call.shape.tile)
-    e, r = (call.host.empty(shape, dtype) for dtype in _kept_dtypes(plan))
-    references = (num_tiles, _kept_ratios.REFERENCES, call.shape.padded_tokens)
-    return KLCache(e, r, call.host.empty(references, jnp.float32))
+    e, t = (call.host.empty(shape, dtype) for dtype in _kept_dtypes(plan))
+    highest = (num_tiles, _kept_ratios.REFERENCES, call.shape.padded_tokens)
+    return KLCache(e, t, call.host.empty(highest, jnp.float32))
 
 
 def _kept_dtypes(plan: KLPlan) -> tuple[jnp.dtype, jnp.dtype]:
@@ -185,7 +185,7 @@ def _over_tiles[S](
     """
     call = calls.student
     num_tiles, most = call.shape.tiles_of(calls.plan.columns), launch_tiles(call.shape, kernels, calls.plan.columns)
-    cached = 0 if cache is None else cache.references.shape[0]
+    cached = 0 if cache is None else cache.max.shape[0]
 
     def pieces(first: Any, last: Any, parts: Array, cache: KLCache | None) -> tuple[Array, KLCache | None]:
         for start, stop, keeps in ((0, cached, True), (cached, num_tiles, False)):
@@ -282,7 +282,7 @@ class Gradient(NamedTuple):
 def _parts(gradient: Gradient) -> list[Part]:
     """The tiles in the cache, if any, as one chunk, and the tiles to recompute, if any, in chunks."""
     call, shape = gradient.calls.student, gradient.calls.student.shape
-    cached = 0 if gradient.cache is None else gradient.cache.references.shape[0]
+    cached = 0 if gradient.cache is None else gradient.cache.max.shape[0]
     parts = [Part(range(0, cached, cached), gradient.from_cache)] if cached else []
     if cached < shape.num_tiles:
         step = _chunks.chunk_tiles(call.case, shape, gradient.kernels.budget, shape.num_tiles - cached)

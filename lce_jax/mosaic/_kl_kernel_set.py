@@ -29,9 +29,9 @@ class KLOperands(NamedTuple):
 class KLCache(NamedTuple):
     """What the backward needs of the first vocabulary tiles to spare both heads' products: `_kept_ratios.Kept`."""
 
-    e: Float[Array, "Tp columns"]  # whole tiles, in base 2
-    r: Float[Array, "Tp columns"]
-    references: Float[Array, "tiles 3 Tp"]  # each tile's `KLStatistics.references`
+    e: Float[Array, "Tp columns"]  # whole tiles
+    t: Float[Array, "Tp columns"]  # in base 2
+    max: Float[Array, "tiles 2 Tp"]  # each tile's largest x of p and of q
 
 
 class KLKernelSet(Protocol):

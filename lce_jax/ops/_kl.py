@@ -83,9 +83,9 @@ def linear_kl(
         weight_layout: "vh" for ``[V, H]`` (nnx.Embed, PyTorch, Megatron), "hv" for ``[H, V]`` (nnx.Linear kernel).
         teacher_weight_layout: that of the teacher's weight. "same": the student's.
         cache_bytes: bytes per device that the forward may keep, so that the backward recomputes less: two numbers of
-            each column of the first vocabulary tiles. With 16-bit weights these are 4 bytes (6 with float16 ones) per
-            token and column, and ``explain(..., teacher=...).full_cache_bytes`` is enough for all. The value keeps its
-            bits; each gradient's dlogits are rounded once or twice more. 0: nothing is kept.
+            each column of the first vocabulary tiles. With 16-bit weights these are 4 bytes per token and column, or 6
+            of "reverse" and "jsd". As many bytes as there are columns suffice for all. The value keeps its bits; the
+            gradient in the logits is rounded once more. 0: nothing is kept.
         axis_name: inside ``shard_map``, the mesh axis (or tuple of axes) that splits the vocabulary. Each shard
             passes its own columns of both weights, as many of one as of the other, and the same hidden states of both
             models; all shards return bitwise-equal results. None: both weights are whole.

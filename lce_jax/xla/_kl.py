@@ -73,10 +73,14 @@ class KLPlan:
         return _cache.kept_columns(self.cases.student, self.columns, self.tiles[1], self.per_tile)
 
     @property
+    def kept_dtypes(self) -> tuple[jnp.dtype, jnp.dtype]:
+        """Of a `Kept`."""
+        return _kept_ratios.dtypes(_walk.gradient_dtype(self.cases.student), self.direction)
+
+    @property
     def per_tile(self) -> PerTile:
-        """A `Kept`, and its references."""
-        kept = _kept_ratios.dtypes(_walk.gradient_dtype(self.cases.student), self.direction)
-        return PerTile(columns=kept, rows=(self.dtype,) * 3)
+        """A `Kept`, and what it is relative to."""
+        return PerTile(columns=self.kept_dtypes, rows=(self.dtype,) * _kept_ratios.REFERENCES)
 
 
 def statistics(plan: KLPlan, shard: Shard, keep_cache: bool = False) -> tuple[KLStatistics, Cache | None]:
@@ -91,7 +95,8 @@ def statistics(plan: KLPlan, shard: Shard, keep_cache: bool = False) -> tuple[KL
         found = _kl.tile_statistics(x, scales, tile.live)
         if cache is not None and tile.index is not None:
             own = Ratios.of(x, found.references, scales)
-            cache = cache.with_part(tile, _kept_ratios.to_keep(own, plan.per_tile.columns), found.references)
+            kept = _kept_ratios.to_keep(own, plan.kept_dtypes)
+            cache = cache.with_part(tile, kept, (found.max_p, found.max_q))
         return running.add(found, scales), cache
 
     running, cache = walk.fold_keeping(shard, empty, add, _cache.empty(walk, shard, plan.per_tile))
@@ -150,11 +155,11 @@ def _ratios(plan: KLPlan, tile: Tile) -> Found:
 
 def _ratios_kept(plan: KLPlan, tile: Tile, cache: Cache) -> Found:
     """The same without a product."""
-    (columns, of_tile), scales = cache.part(tile), _scales(plan, tile.tokens)
-    kept, references = Kept(*columns), tuple(of_tile)
+    (columns, (max_p, max_q)), scales = cache.part(tile), _scales(plan, tile.tokens)
+    kept, highest = Kept(*columns), (max_p, max_q)
     x = _kept_ratios.x_of_p if plan.student_first else _kept_ratios.x_of_q
-    own = _kept_ratios.from_kept(kept, references, tile.rows.references, scales)
-    return own, functools.partial(x, kept, references, scales)
+    own = _kept_ratios.from_kept(kept, highest, tile.rows.references, scales)
+    return own, functools.partial(x, kept, highest, scales)
 
 
 def _x(plan: KLPlan, tile: Tile) -> Pair[Float[Array, "t v"]]:

@@ -90,14 +90,14 @@ def near(drawn: Drawn, distance: float) -> Drawn:
 def test_sixteen_bits(
     direction: str, dtype: str, spread: float, distance: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Kept and multiplied as a GPU does it: each gradient has the roundings of its two numbers, and no more."""
+    """Kept and multiplied as a GPU does it: the gradient in the logits is rounded once more, and no more."""
     monkeypatch.setattr(_walk, "gradient_dtype", lambda case: case.dtype)
     drawn = draw(call("16 bits", leading=(64,), H=64, V=480, dtypes=(dtype,) * 4, spread=spread, direction=direction))
     drawn = drawn if distance is None else near(drawn, distance)
     want = expected(drawn).gradients
     plain, kept = (evaluate(drawn, cache_bytes=number)[1] for number in (0, FULL))
     for a, b, true in zip(plain, kept, want, strict=True):
-        assert oracle.relative_norm(b, true) < 1.8 * oracle.relative_norm(a, true)
+        assert oracle.relative_norm(b, true) < 1.5 * oracle.relative_norm(a, true)
 
 
 @pytest.mark.parametrize("dtype", SIXTEEN_BITS)
@@ -107,9 +107,8 @@ def test_a_teacher_that_rules_tokens_out(direction: str, dtype: str, monkeypatch
     monkeypatch.setattr(_walk, "gradient_dtype", lambda case: case.dtype)
     drawn = draw(call("ruled out", leading=(16,), V=480, dtypes=(dtype,) * 4, direction=direction))
     ruled_out = jnp.where(jnp.arange(480) % 7 == 3, -1e6, 0.0)
-    (kl, plain), (same, kept) = (
-        evaluate(drawn._replace(seed=drawn.seed * 1e-3), teacher_bias=ruled_out, cache_bytes=x) for x in (0, FULL)
-    )
+    drawn = drawn._replace(seed=drawn.seed * (1e-3 if direction == "reverse" else 1.0))
+    (kl, plain), (same, kept) = (evaluate(drawn, teacher_bias=ruled_out, cache_bytes=x) for x in (0, FULL))
     np.testing.assert_array_equal(kl, same)
     assert all(np.isfinite(np.asarray(x, np.float32)).all() for x in kept)
     bound = {"bfloat16": 8e-3, "float16": 1e-3}[dtype]
@@ -133,7 +132,7 @@ def test_is_planned() -> None:
     (hidden, weight), labels = drawn.student, jax.ShapeDtypeStruct(drawn.seed.shape, "int32")
     given = full_cache(drawn) // 2
     plan = explain(hidden, weight, labels, teacher=drawn.teacher, cache_bytes=given)
-    assert full_cache(drawn) == 24 * (480 * (4 + 4) + 10 * 3 * 4)
+    assert full_cache(drawn) == 24 * (480 * (4 + 4) + 10 * 2 * 4)
     assert 0 <= given - (plan.kept_bytes - 6 * 4 * 24) < full_cache(drawn) / 10
     assert "the forward keeps 5 of 10 vocabulary tiles" in str(plan)
 
@@ -141,6 +140,8 @@ def test_is_planned() -> None:
 def test_nothing_is_kept_where_xla_splits_the_call(caplog: pytest.LogCaptureFixture) -> None:
     drawn = draw(call("auto", leading=(4, 8), V=128))
     mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    there = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    drawn = jax.device_put(drawn, there)
     warn_once.cache_clear()
     with jax.set_mesh(mesh), caplog.at_level(logging.WARNING, logger="lce_jax"):
         _, gradients = evaluate(drawn, cache_bytes=FULL)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -51,30 +51,22 @@ def _kernel(
     case: Case,
     direction: Direction,
     e: Any,
-    r: Any,
-    references: Any,  # [tiles of the cache, 3, Tp]
+    t: Any,
+    highest: Any,  # [tiles of the cache, 2, Tp]
     scale_p: Any,  # [Tp]
     scale_q: Any,
     factors: Any,  # [fields, Tp]
     scalars: Any,  # a `Span`
     output: Any,
 ) -> None:
-    gradient = functools.partial(_block_gradient, case, direction, references, (scale_p, scale_q), factors)
-    _cached_blocks.walk_blocks(Walk.of(Span.unpack(scalars)), [e, r], output, gradient)
-
-
-class _References(NamedTuple):
-    """`KLStatistics.references`, of a tile."""
-
-    max_p: Array
-    max_q: Array
-    at_p: Array
+    gradient = functools.partial(_block_gradient, case, direction, highest, (scale_p, scale_q), factors)
+    _cached_blocks.walk_blocks(Walk.of(Span.unpack(scalars)), [e, t], output, gradient)
 
 
 def _block_gradient(
     case: Case,
     direction: Direction,
-    references: Any,
+    highest: Any,
     scales: Sequence[Any],
     factors: Any,
     block: Block,
@@ -83,28 +75,23 @@ def _block_gradient(
     """The gradient of one block: loads what its rows need, then eq. 8 or 10 and the cap's derivative."""
     load = functools.partial(HELD.load_rows, rows=block.rows)
     k_p, k_q = map(load, scales)
-    of_tile = _References(*(load(references.at[block.tile, i]) for i in range(3)))
+    max_p, max_q = (load(highest.at[block.tile, i]) for i in range(2))
     rows = of_rows(MixtureFactors if direction == "jsd" else KLCoefficients, factors, load)
-    (e, log2_e), r = of_cache(values[0], case.dtype), values[1]
-    t = r + along((of_tile.at_p - of_tile.max_q) * k_q)
+    (e, log2_e), t = of_cache(values[0], case.dtype), values[1]
     below_p, below_q = jnp.minimum(-t, 0.0), jnp.minimum(t, 0.0)
-    down_p, down_q = (of_tile.max_p - rows.max_p) * k_p, (of_tile.max_q - rows.max_q) * k_q
-    down = (of_tile.at_p - rows.at_p) * k_q - down_p
+    down_p, down_q = (max_p - rows.max_p) * k_p, (max_q - rows.max_q) * k_q
+    to_distance = (max_q - rows.at_p) * k_q - down_p
     of_p = rows.of_p * jnp.exp2(down_p)
     if direction == "forward":
         d = e * (jnp.exp2(below_q) * along(rows.of_q * jnp.exp2(down_q)) - jnp.exp2(below_p) * along(of_p))
     elif direction == "reverse":
-        d = e * jnp.exp2(below_p) * along(of_p) * -(r + along(down + rows.mean))
+        d = e * jnp.exp2(below_p) * along(of_p) * -(t + along(to_distance) + along(rows.mean))
     else:
-        d = e * jnp.exp2(below_p) * along(of_p) * (_log(t, r, rows, down_q - down_p, down) - along(rows.mean))
+        reference = Reference(*map(along, (rows.own, rows.other, rows.start, rows.most)))
+        log = relative_log_ratio(t + along(down_q - down_p + rows.log_sums), t + along(to_distance), reference)
+        d = e * jnp.exp2(below_p) * along(of_p) * (log - along(rows.mean))
     if case.options.logit_softcap is not None and direction == "forward":
-        d = d * cap_derivative(log2_e + below_q, of_tile.max_q, k_q)
+        d = d * cap_derivative(log2_e + below_q, max_q, k_q)
     elif case.options.logit_softcap is not None:
-        d = d * cap_derivative(log2_e + below_p, of_tile.max_p, k_p)
-    return jnp.where(e > 0.0, d, 0.0)  # on padding r says nothing
-
-
-def _log(t: Array, r: Array, rows: MixtureFactors, more: Array, down: Array) -> Array:
-    """The t - t₀ of eq. 9; ``more`` and ``down`` make ln q - ln p and v - u those of the whole vocabulary."""
-    reference = Reference(*map(along, (rows.own, rows.other, rows.start, rows.most)))
-    return relative_log_ratio(t + along(more + rows.log_sums), r + along(down), reference)
+        d = d * cap_derivative(log2_e + below_p, max_p, k_p)
+    return jnp.where(e > 0.0, d, 0.0)  # on padding t says nothing

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from lce_jax._types import Case, Options
-from lce_jax.mathematics._kl import Direction, KLCoefficients, KLStatistics
+from lce_jax.mathematics._kl import Direction, KLCoefficients
 from lce_jax.mosaic._kl_kernel_set import KLCache, KLOperands
 from lce_jax.mosaic._mixture import MixtureFactors
 from lce_jax.mosaic._span import Span
@@ -165,11 +165,11 @@ def store(refs: Refs, where: Where, rows: Callable[[], Any], fields: Sequence[Ar
         refs.output.at[where.number, i, rows()][...] = field
 
 
-def store_references(cache: Any, where: Where, rows: Callable[[], Any], stats: KLStatistics) -> None:
-    """Writes those of a tile that is kept."""
+def store_highest(cache: Any, where: Where, rows: Callable[[], Any], *highest: Array) -> None:
+    """Writes the largest x of p and of q of a tile that is kept."""
     tile = lax.div(where.column, jnp.int32(TILE_N))
-    for i, field in enumerate(stats.references):
-        cache.references.at[tile, i, rows()][...] = field
+    for i, field in enumerate(highest):
+        cache.max.at[tile, i, rows()][...] = field
 
 
 def _matmuls(cases: tuple[Case, Case], tuning: Any) -> tuple[Matmul, Matmul]:

@@ -19,7 +19,7 @@ from lce_jax.mosaic._mixture import MixtureFactors
 from lce_jax.mosaic._operands import LOG2E
 from lce_jax.mosaic._pallas import pl
 from lce_jax.mosaic._partial_statistics import FLOOR
-from lce_jax.mosaic.common._kl import Multiply, Refs, Where, of_rows, store, store_references
+from lce_jax.mosaic.common._kl import Multiply, Refs, Where, of_rows, store, store_highest
 from lce_jax.mosaic.common._log_ratios import Reference, relative_log_ratio
 from lce_jax.mosaic.common._machine import KLMachine, Tile, multiple_of
 from lce_jax.mosaic.common._statistics import as_cached
@@ -45,30 +45,30 @@ def statistics(refs: Refs, tile: Tile, where: Where, multiply: Multiply, scratch
     max_q = jnp.maximum(jnp.max(x, axis=1), FLOOR)
     at_p = functools.reduce(jnp.maximum, [_at(held.block(i), max_p, block_of(x, i)) for i in range(BLOCKS)])
     # What is kept takes registers too, so it is made of narrower pieces.
-    width, piece, of = (STRIP, held.strip, strip_of) if refs.cache else (STAGING_COLUMNS, lambda c: held.block(c//64), lambda x,c: block_of(x,c//64))
+    width = STAGING_COLUMNS if refs.cache is None else STRIP
     scale_p, scale_q = (HELD.load_rows(head.scale, rows()) for head in refs.heads)
     sums: list[Array] = []
     for column in range(0, TILE_N, width):
-        x_p, x_q = piece(column), of(x, column)
+        x_p, x_q = held.columns(column, width), x[:, column : column + width]
         u_p = _relative(x_p, max_p, scale_p)
-        e_p, e_q = jnp.exp2(u_p), jnp.exp2(_relative(x_q, max_q, scale_q))
-        r = _relative(x_q, at_p, scale_q) - u_p
-        # Where e is 0, r may be infinite, and 0 · inf is NaN.
-        cross = jnp.where(e_p > 0.0, e_p * -r, 0.0)
+        e_p = jnp.exp2(u_p)
+        # Where e is 0, v may be infinite, and 0 · inf is NaN.
+        cross = jnp.where(e_p > 0.0, e_p * (u_p - _relative(x_q, at_p, scale_q)), 0.0)
+        u_q = _relative(x_q, max_q, scale_q)
+        e_q = jnp.exp2(u_q)
         parts = [jnp.sum(term, axis=1) for term in (e_p, e_q, cross)]
         sums = [a + b for a, b in zip(sums, parts, strict=True)] if sums else parts
         if refs.cache is not None:
-            _keep(refs.cache, rows, where.column + column, jnp.maximum(e_p, e_q), r)
-    found = KLStatistics(max_p, max_q, at_p, *sums)
-    store(refs, where, rows, found)
+            _keep(refs.cache, rows, where.column + column, jnp.maximum(e_p, e_q), u_q - u_p)
+    store(refs, where, rows, KLStatistics(max_p, max_q, at_p, *sums))
     if refs.cache is not None:
-        store_references(refs.cache, where, rows, found)
+        store_highest(refs.cache, where, rows, max_p, max_q)
 
 
-def _keep(cache: KLCache, rows: Callable[[], Any], column: Any, e: Array, r: Array) -> None:
+def _keep(cache: KLCache, rows: Callable[[], Any], column: Any, e: Array, t: Array) -> None:
     """Some columns of a `_kept_ratios.Kept`. Not through shared memory, as `dlogits`."""
     columns = pl.ds(multiple_of(column, STRIP), STRIP)
-    for output, values in (cache.e, as_cached(e, cache.e.dtype)), (cache.r, r):
+    for output, values in (cache.e, as_cached(e, cache.e.dtype)), (cache.t, t):
         _pallas.store(output.at[rows(), columns], values.astype(output.dtype))
 
 
