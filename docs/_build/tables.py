@@ -68,38 +68,42 @@ def jobs(part: str, card: str = "h200") -> list[Run]:
     return list(records.jobs(load(card), part))
 
 
-def heads(packages: bool = False) -> list[Run]:
-    """The jobs of heads on the H200, with random logits: alone, or beside other packages."""
-    plain = [one for one in jobs("heads") if not {"--data", "--implementation", "--devices", "--model"} & {*one["arguments"]}]
+def heads(packages: bool = False, card: str = "h200") -> list[Run]:
+    """The jobs of heads on a card, with random logits: alone, or beside other packages."""
+    plain = [one for one in jobs("heads", card) if not {"--data", "--implementation", "--devices", "--model"} & {*one["arguments"]}]
     return [one for one in plain if ("--no-peers" not in one["arguments"]) is packages]
 
 
 def newest(jobs: list[Run]) -> Run:
-    """The run that the newest of their rows are of."""
-    return max((row["run"] for one in jobs for row in one["rows"]), key=lambda run: run["date"])
+    """The run that the newest of their rows are of; of two on one day, that of more rows."""
+    runs = [row["run"] for one in jobs for row in one["rows"]]
+    return max(runs, key=lambda run: (run["date"], runs.count(run)))
 
 
-def summary() -> str:
+def summary(card: str = "h200") -> str:
     """A line per shape: ours without a cache, with a full one, in the forward; and stored logits. * is an earlier run."""
     head = ["tokens, hidden, vocabulary", "forward", "+ backward", "full cache", "`linear_loss`", "logits stored"]
     ways = [("ours", "forward")] + [(key, BOTH) for key in ("ours", "ours full cache", "ours in forward")]
-    lines = []
-    for one in heads():
+    lines, found = [], heads(card=card)
+    for one in found:
         stored = row_of(one, "materialised", BOTH)
-        mark = "" if one["rows"][0]["run"] == newest(heads()) else "*"
+        mark = "" if one["rows"][0]["run"] == newest(found) else "*"
         last = ratio(stored) if stored else failure(one)
         lines.append([shape_of(one) + mark, *(ratio(row_of(one, *way)) for way in ways), last])
     return markdown(head, lines)
 
 
-def summary_by() -> str:
+def summary_by(card: str = "h200") -> str:
     """When, on what, and how: of the newest run, and of the starred ones."""
-    run, earlier = newest(heads()), {}
-    for one in heads():
-        if one["rows"][0]["run"] != run:
-            earlier[one["rows"][0]["run"]["date"]] = one["rows"][0]["run"].get("note", "")
-    stars = [f" A star: {date}. {note}".rstrip() for date, note in earlier.items()]
-    return measured_by(run, "python -m lce_jax.bench heads --no-peers --shape T,H,V") + "." * bool(stars) + "".join(stars)
+    found, earlier = heads(card=card), {}
+    run = newest(found)
+    for other in (one["rows"][0]["run"] for one in found):
+        if other != run:
+            rounds = "" if other["rounds"] == run["rounds"] else f", medians of {other['rounds']} rounds"
+            earlier[other["date"] + rounds] = other.get("note", "")
+    stars = [f" A star: {when}. {note}".rstrip() for when, note in earlier.items()]
+    by = measured_by(run, "python -m lce_jax.bench heads --no-peers --shape T,H,V", card)
+    return by + "." * bool(stars) + "".join(stars)
 
 
 def first() -> str:
@@ -267,6 +271,8 @@ def tables() -> dict[str, str]:
         "first": first(),
         "summary": summary(),
         "summary by": summary_by(),
+        "summary h100": summary("h100"),
+        "summary h100 by": summary_by("h100"),
         "details": details(),
         "functions": functions(),
         "options": options(),
