@@ -85,9 +85,7 @@ def main(steps: int = 3, temperature: float = 0.7) -> tuple[list[float], GPTMode
 
 
 def stand_in_for_cuda() -> None:
-    """Of megatron-core on a CPU: it asks ``torch.cuda`` where to allocate, keeps dropout's random state there, and makes
-    its causal mask there.
-    """
+    """For a CPU: megatron-core asks ``torch.cuda`` where to allocate, and keeps random states and masks there."""
     torch.cuda.current_device = lambda: torch.device("cpu")
     torch.cuda.manual_seed = torch.manual_seed
     torch.cuda.get_rng_state = torch.cuda.random.get_rng_state = lambda *_, **__: torch.get_rng_state()
