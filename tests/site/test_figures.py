@@ -98,7 +98,7 @@ def test_what_a_training_step_gains():
 
 UNIT = r" ?(?:[KMG]iB|GB|ms|nats|%|per cent)(?!\w)"
 FIGURE = re.compile(rf"(?<![\w.])\d[\d,]*(?:\.\d+(?:e-\d+)?|e-\d+|(?={UNIT}))(?![\d.])")
-VERSIONED = "Python|PyTorch|Llama|JAX|megatron-core|Megatron|capability|GPTModel before|tunix|TRL"
+VERSIONED = "CUPTI|Python|PyTorch|Llama|JAX|megatron-core|Megatron|capability|GPTModel before|tunix|TRL"
 VERSION = re.compile(rf"\"[\d.]+\"|(?:{VERSIONED})\W{{1,6}}\d[\d.]*")
 COMPUTED = {  # GiB
     58.0: 205_000 * 76_000 * 4 / 2**30,  # tokens, vocabulary, bytes of a float32
