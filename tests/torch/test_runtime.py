@@ -225,7 +225,7 @@ def test_to_import_the_package_costs_little_beside_torch() -> None:
         import lce_torch_bridge
         both = time.process_time()
         import sys
-        print([name for name in ("jax", "torch._dynamo", "torch.distributed.tensor", "megatron") if name in sys.modules])
+        print([x for x in ("jax", "torch._dynamo", "torch.distributed.tensor", "megatron") if x in sys.modules])
         print((both - begin) / (alone - begin))
     """)
     modules, ratio = said.splitlines()
