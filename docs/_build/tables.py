@@ -37,6 +37,8 @@ NAMES = {
     "materialised by hand": "logits stored, gradient by hand",
 }
 
+SUPERSEDED = {"linear_kl"}  # of recorded.json: the file of a card has the same as rows of the bench
+
 type Run = dict[str, Any]
 
 
@@ -70,7 +72,11 @@ def jobs(part: str, card: str = "h200") -> list[Run]:
 
 def heads(packages: bool = False, card: str = "h200") -> list[Run]:
     """The jobs of heads on a card, with random logits: alone, or beside other packages."""
-    plain = [one for one in jobs("heads", card) if not {"--data", "--implementation", "--devices", "--model"} & {*one["arguments"]}]
+    plain = [
+        one
+        for one in jobs("heads", card)
+        if not {"--data", "--implementation", "--devices", "--model"} & {*one["arguments"]}
+    ]
     return [one for one in plain if ("--no-peers" not in one["arguments"]) is packages]
 
 
@@ -172,6 +178,28 @@ def peers() -> str:
         both = f"{row['median_seconds'] * 1e3:.2f}"
         lines.append([label, forward, both, ratio(row), format_bytes(row["temp_bytes"])])
     return markdown(head, lines)
+
+
+def topk(job: Run) -> str:
+    """A line per way to find the most likely tokens."""
+    rows = [
+        [
+            row["label"].partition(", k ")[0],
+            f"{row['median_seconds'] * 1e3:.2f}",
+            ratio(row),
+            format_bytes(row["temp_bytes"]),
+        ]
+        for row in timed(job["rows"])
+        if row["direction"] == "top-k"
+    ]
+    return markdown([f"{shape_of(job)}; k 64", "ms", "÷ product", "temporary memory"], rows)
+
+
+def of_both(job: Run) -> str:
+    """`linear_loss` beside a full cache."""
+    rows = [detail(row_of(job, key, BOTH)) for key in ("ours in forward", "ours full cache")]
+    chosen = [[name, ms, times, memory] for name, _, ms, times, _, memory in rows]
+    return markdown([f"{shape_of(job)}, forward + backward", "ms", "÷ product", "temporary memory"], chosen)
 
 
 def steps(jobs: list[Run]) -> str:
@@ -287,11 +315,32 @@ def tables() -> dict[str, str]:
     made |= {"kl": divergences(divergence)}
     made |= {"kl by": measured_by(newest([divergence]), records.command(divergence), "h100")}
     tpu, support = load("tpu"), json.loads((ROOT / "docs" / "_build" / "support.json").read_text())
-    made |= {"tpu": recorded(tpu), "tpu by": f"libtpu {tpu['device']['libtpu']}; {provenance(tpu, "tpu")}"}
+    made |= {"tpu": recorded(tpu), "tpu by": f"libtpu {tpu['device']['libtpu']}; {provenance(tpu, 'tpu')}"}
     made |= {"support": recorded(support)}
+    (tokens,) = (one for one in heads(card="h100") if shape_of(one) == "4096, 4096, 151,936")
+    made |= {"top k": topk(tokens), "top k by": measured_by(newest([tokens]), records.command(tokens), "h100")}
     for name, run in load("recorded")["runs"].items():
-        made |= {name: recorded(run), f"{name} by": provenance(run, "recorded")}
-    return made
+        if name not in (*made, *SUPERSEDED):
+            made |= {name: recorded(run), f"{name} by": provenance(run, "recorded")}
+    return made | long_calls()
+
+
+def long_calls() -> dict[str, str]:
+    """What 32,768 tokens take, from the file of a card that has both ways with their memory."""
+    for card in ("h200", "h100"):
+        for one in (one for one in heads(card=card) if shape_of(one) == "32768, 4096, 151,936"):
+            found = [row_of(one, key, BOTH) or {} for key in ("ours in forward", "ours full cache")]
+            if all({"median_seconds", "temp_bytes"} <= {*row} for row in found):
+                return {
+                    "linear_loss": of_both(one),
+                    "linear_loss by": measured_by(newest([one]), records.command(one), card),
+                }
+    return {}
+
+
+def source_of(by: str) -> str:
+    """The file that a line of provenance names."""
+    return re.findall(r"`(benchmarks/\w+\.json)`", by)[-1]
 
 
 def written(page: Path, made: dict[str, str]) -> str:
