@@ -36,16 +36,11 @@ def to_keep(e: Float[Array, "T n"], dtype: jnp.dtype) -> Float[Array, "T n"]:
     return (e * 2.0**FP16_SHIFT if dtype == jnp.float16 else e).astype(dtype)
 
 
-def kept_exponentials(kept: Float[Array, "T n"], dtype: jnp.dtype) -> Float[Array, "T n"]:
-    """The e^u that `to_keep` was given."""
+def from_kept(kept: Float[Array, "T n"], dtype: jnp.dtype) -> tuple[Float[Array, "T n"], Float[Array, "T n"]]:
+    """The e^u that `to_keep` was given, and the u, finite."""
     e = kept.astype(dtype)
-    return e * 2.0**-FP16_SHIFT if kept.dtype == jnp.float16 else e
-
-
-def log_kept(kept: Float[Array, "T n"], dtype: jnp.dtype) -> Float[Array, "T n"]:
-    """The u, finite."""
-    e = kept_exponentials(kept, dtype)
-    return jnp.log(jnp.maximum(e, jnp.finfo(e.dtype).tiny))
+    e = e * 2.0**-FP16_SHIFT if kept.dtype == jnp.float16 else e
+    return e, jnp.log(jnp.maximum(e, jnp.finfo(e.dtype).tiny))
 
 
 def from_logits(
@@ -77,7 +72,7 @@ def from_exponentials(
     candidates: Int[Array, "T K"] | None = None,
 ) -> Float[Array, "T n"]:
     """Of what `to_keep` made, and the tile's largest x. A floor is in them already."""
-    e, log_e = kept_exponentials(kept, highest.dtype), log_kept(kept, highest.dtype)
+    e, log_e = from_kept(kept, highest.dtype)
     down = jnp.minimum(distance(highest, rows.max, scale), 0.0)
     x = None
     if options.logit_softcap is not None:

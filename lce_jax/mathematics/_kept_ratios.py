@@ -47,18 +47,14 @@ def dtypes(dtype: jnp.dtype, direction: Direction) -> tuple[jnp.dtype, jnp.dtype
 def to_keep(own: Ratios, kept: tuple[jnp.dtype, jnp.dtype]) -> Kept:
     """Of ratios that are relative to the tile's own references, in the ``kept`` dtypes."""
     most = jnp.finfo(kept[1]).max.astype(own.d.dtype)
-    return Kept(
-        _dlogits.to_keep(jnp.maximum(own.e_p, own.e_q), kept[0]), jnp.clip(own.d, -most, most).astype(kept[1])
-    )
+    return Kept(_dlogits.to_keep(jnp.maximum(own.e_p, own.e_q), kept[0]), jnp.clip(own.d, -most, most).astype(kept[1]))
 
 
 def from_kept(kept: Kept, of_tile: OfTile, of_rows: OfRows, scales: tuple[RowScale, RowScale]) -> Ratios:
     """The ratios relative to the whole vocabulary's references."""
     dtype = of_tile[0].dtype
-    e, t = _dlogits.kept_exponentials(kept.e, dtype), kept.t.astype(dtype)
-    down_p, down_q = (
-        jnp.minimum(distance(*of_one), 0.0) for of_one in zip(of_tile, of_rows[:2], scales, strict=True)
-    )
+    (e, _), t = _dlogits.from_kept(kept.e, dtype), kept.t.astype(dtype)
+    down_p, down_q = (jnp.minimum(distance(*of_one), 0.0) for of_one in zip(of_tile, of_rows[:2], scales, strict=True))
     to_at_p = distance(of_tile[1], of_rows[2], scales[1])
     return Ratios(
         e * jnp.exp(-jnp.maximum(t, 0.0)) * jnp.exp(down_p)[:, None],
@@ -79,5 +75,5 @@ def x_of_q(kept: Kept, of_tile: OfTile, scales: tuple[RowScale, RowScale]) -> Fl
 
 
 def _x(kept: Kept, below: Array, highest: Array, scale: RowScale) -> Array:
-    u = _dlogits.log_kept(kept.e, highest.dtype) + below
+    u = _dlogits.from_kept(kept.e, highest.dtype)[1] + below
     return jnp.clip(highest[:, None] + u / along_rows(_dlogits.positive(scale)), -1.0, 1.0)

@@ -2,10 +2,10 @@
 
 forward    both heads' products tile by tile, statistics (eq. 6) from the accumulators, merged by eq. 7
 mixture    the same tiles again, when the whole vocabulary's statistics are known: the sums of eq. 9
-backward   the same tiles again, turned into the gradient in the student's raw products (eq. 8 or 10), one chunk of the
-           vocabulary at a time, and the two products of `_backward`
+backward   the same tiles again, turned into the gradient in the student's raw products (eq. 8 or 10): `_kl_backward`
 
-The functions are those of `lce_jax.xla._kl`, with the same arguments and results.
+With ``cache_bytes`` the first pass keeps what the backward needs of the first tiles. The functions are those of
+`lce_jax.xla._kl`, with the same arguments and results.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ import jax
 import jax.numpy as jnp
 
 from lce_jax import _jax
-from lce_jax._types import Case, Operands, Primals
+from lce_jax._types import Case, Operands
 from lce_jax.mathematics import _kept_ratios, _kl, _logprobs
-from lce_jax.mathematics._kl import Direction, KLCoefficients, KLStatistics, Pair
-from lce_jax.mathematics._kl_mixture import Mixture, MixtureCoefficients, MixtureSums
+from lce_jax.mathematics._kl import KLStatistics, Pair
+from lce_jax.mathematics._kl_mixture import Mixture, MixtureSums
 from lce_jax.mathematics._statistics import MASKED
-from lce_jax.mosaic import _chunks, _dhidden, _edge, _mixture
-from lce_jax.mosaic._backward import is_after
+from lce_jax.mosaic import _mixture
 from lce_jax.mosaic._call import KernelCall
 from lce_jax.mosaic._geometry import Geometry
 from lce_jax.mosaic._host import greatest, least
@@ -38,16 +37,7 @@ if TYPE_CHECKING:
     from lce_jax._shapes import Array, Bool, Float
 
 FIELDS = len(KLStatistics._fields)
-type Carry = tuple[Float[Array, "splits Tp Hp"], Float[Array, "V H"]]  # parts of dhidden, and dweight
-
 MERGED = FIELDS + 3  # numbers of each token and tile: XLA stores three more as it merges them
-
-
-class Part(NamedTuple):
-    """A range of vocabulary tiles whose dlogits come from the same kernel."""
-
-    chunks: range  # the first tile of each; the step is the number of tiles of a chunk
-    dlogits: Callable[[Array, int], Array]  # (packed span, columns) -> dlogits
 
 
 class Calls(NamedTuple):
@@ -103,9 +93,7 @@ class Calls(NamedTuple):
         return Pair(student.prepared.weight, teacher.prepared.weight)
 
 
-def statistics(
-    plan: KLPlan, shard: Shard, kernels: KernelSet, keep_cache: bool
-) -> tuple[KLStatistics, KLCache | None]:
+def statistics(plan: KLPlan, shard: Shard, kernels: KernelSet, keep_cache: bool) -> tuple[KLStatistics, KLCache | None]:
     """Eqs. 1 and 6 of the whole shard, [T] each, and what ``cache_bytes`` hold of the first tiles."""
     calls = Calls.prepare(plan, shard, kernels)
     call, operands = calls.student, calls.operands(calls.weights)
@@ -134,19 +122,14 @@ def num_cached_tiles(plan: KLPlan, shape: Geometry) -> int:
 
 def tile_bytes(plan: KLPlan, shape: Geometry) -> int:
     """Of one of them."""
-    of_columns = sum(dtype.itemsize for dtype in _kept_dtypes(plan))
-    return shape.padded_tokens * (of_columns * shape.tile + 4 * _kept_ratios.REFERENCES)
+    return shape.padded_tokens * (plan.kept_item_bytes * shape.tile + 4 * _kept_ratios.REFERENCES)
 
 
 def _empty_cache(call: KernelCall, plan: KLPlan, num_tiles: int) -> KLCache:
     shape = (call.shape.padded_tokens, num_tiles * call.shape.tile)
-    e, t = (call.host.empty(shape, dtype) for dtype in _kept_dtypes(plan))
+    e, t = (call.host.empty(shape, dtype) for dtype in plan.kept_dtypes)
     highest = (num_tiles, _kept_ratios.REFERENCES, call.shape.padded_tokens)
     return KLCache(e, t, call.host.empty(highest, jnp.float32))
-
-
-def _kept_dtypes(plan: KLPlan) -> tuple[jnp.dtype, jnp.dtype]:
-    return _kept_ratios.dtypes(plan.cases.student.dtype, plan.direction)
 
 
 def mixture_sums(plan: KLPlan, shard: Shard, rows: Mixture, kernels: KernelSet) -> MixtureSums:
@@ -231,104 +214,3 @@ def _of_tiles(parts: Float[Array, "tiles 6 T"], count: Any) -> KLStatistics:
 def _there(parts: Float[Array, "tiles fields T"], count: Any) -> Bool[Array, "tiles 1"]:
     """The first ``count`` tiles."""
     return jnp.arange(parts.shape[0], dtype=jnp.int32)[:, None] < count
-
-
-def gradients(
-    plan: KLPlan,
-    shard: Shard,
-    rows: KLCoefficients | MixtureCoefficients,
-    cache: KLCache | None,
-    kernels: KernelSet,
-) -> Primals:
-    """The student's part of dhidden, in float32, and its dweight in the weight's dtype."""
-    calls = Calls.prepare(plan, shard, kernels)
-    call, shape = calls.student, calls.student.shape
-    gradient = Gradient(calls, kernels, _factors(rows, shape.padded_tokens, plan.direction), cache)
-    carry: Carry = (
-        _dhidden.empty_sums(call.host, call.case, shape, rounds=False),
-        call.host.empty(call.prepared.weight.shape, call.case.dtype),
-    )
-    carry = _jax.vary_like(carry, (shard, rows, cache))
-    for i, part in enumerate(_parts(gradient)):
-        carry = _walk_chunks(call, part, carry, i > 0)
-    sums, dweight = carry
-    if _edge.is_left(call):
-        sums = _update_dhidden_at_the_edge(gradient, sums)
-    return Primals(_dhidden.total(sums, call.case), dweight)
-
-
-class Gradient(NamedTuple):
-    """What makes a tile's dlogits."""
-
-    calls: Calls
-    kernels: KernelSet
-    factors: Float[Array, "fields Tp"]  # the coefficients as the kernels take them
-    cache: KLCache | None
-
-    def recomputed(self, span: Array, columns: int, weights: Pair[Array] | None = None) -> Float[Array, "Tp columns"]:
-        """Of the span's tiles, whose weights may lie elsewhere."""
-        calls = self.calls
-        operands = calls.operands(calls.weights if weights is None else weights)
-        return self.kernels.kl_dlogits(calls.cases, operands, self.factors, span, columns, calls.plan.direction)
-
-    def from_cache(self, span: Array, columns: int) -> Float[Array, "Tp columns"]:
-        """Of tiles that are kept, in the place of their exponentials."""
-        assert self.cache is not None
-        calls, given = self.calls, (self.factors, self.cache, span, columns)
-        operands = calls.operands(calls.weights)
-        return self.kernels.cached_kl_dlogits(calls.cases, operands, *given, calls.plan.direction, True)
-
-
-def _parts(gradient: Gradient) -> list[Part]:
-    """The tiles in the cache, if any, as one chunk, and the tiles to recompute, if any, in chunks."""
-    call, shape = gradient.calls.student, gradient.calls.student.shape
-    cached = 0 if gradient.cache is None else gradient.cache.max.shape[0]
-    parts = [Part(range(0, cached, cached), gradient.from_cache)] if cached else []
-    if cached < shape.num_tiles:
-        step = _chunks.chunk_tiles(call.case, shape, gradient.kernels.budget, shape.num_tiles - cached)
-        parts.append(Part(range(cached, shape.num_tiles, step), gradient.recomputed))
-    return parts
-
-
-def _walk_chunks(call: KernelCall, part: Part, carry: Carry, follows: bool) -> Carry:
-    """As `_backward._walk_chunks`. The kernels read both weights where they lie."""
-    case, kernels, tile = call.case, call.kernels, call.shape.tile
-    contracted = _edge.contracted_columns(call)
-
-    @jax.named_scope("chunk")
-    def step(first: Any, carry: Carry) -> Carry:
-        sums, dweight = carry
-        column, num_tiles = first * tile, least(part.chunks.stop - first, part.chunks.step)
-        depth = least(greatest(contracted - column, 0), num_tiles * tile)
-        adds = 1 if follows else is_after(first, part.chunks.start)
-        span = call.span(column=column, num_tiles=num_tiles, depth=depth, offset=column, adds=adds)
-        d = part.dlogits(span, part.chunks.step * tile)
-        sums = kernels.update_dhidden(sums, d, call.prepared.weight, case, span)
-        return sums, kernels.write_dweight(dweight, d, call.prepared.hidden, case, span)
-
-    return call.host.loop(part.chunks, step, carry)
-
-
-def _factors(
-    rows: KLCoefficients | MixtureCoefficients, length: int, direction: Direction
-) -> Float[Array, "fields Tp"]:
-    """In base 2, where u_p - v_q is log2 e times that of eq. 8; 0 from the call's tokens to ``length``."""
-    if isinstance(rows, MixtureCoefficients):
-        return _mixture.factors(rows, length)
-    if direction == "reverse":
-        rows = rows._replace(of_p=rows.of_p * (1.0 / LOG2E), mean=rows.mean * LOG2E)
-    factors = jnp.stack(rows)
-    return jnp.pad(factors, ((0, 0), (0, length - factors.shape[1])))
-
-
-@jax.named_scope("edge")
-def _update_dhidden_at_the_edge(gradient: Gradient, sums: Array) -> Array:
-    """``sums`` with the true columns added of the tile where padding begins: `_edge.update_dhidden` of two heads."""
-    call = gradient.calls.student
-    tile = _edge.contracted_tiles(call)
-    column = tile * call.shape.tile
-    copied = Pair(*(_edge.weight(own, tile) for own in gradient.calls.heads))
-    depth = call.prepared.num_columns - column
-    span = call.span(column=column, num_tiles=least(depth, 1), depth=depth, adds=1)
-    d = gradient.recomputed(span, call.shape.tile, copied)
-    return call.kernels.update_dhidden(sums, d, copied.student, call.case, span)

@@ -42,7 +42,7 @@ def plan(kl: KLPlan, kernels: KernelSet, name: str, around: Surroundings) -> Pla
         + vector * _kl.FIELDS
         + copies[0].backward
         + copies[1].forward,
-        kept_bytes=_kl.FIELDS * 4 * student.num_tokens + cached * _kl.tile_bytes(kl, shape),
+        kept_bytes=kl.numbers_kept * 4 * student.num_tokens + cached * _kl.tile_bytes(kl, shape),
         logits_bytes=student.num_tokens * columns * 4,
         notes=(
             f"linear_kl: the teacher (hidden size {teacher.hidden_size:,}, {teacher.dtype.name}) adds a product to "

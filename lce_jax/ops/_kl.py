@@ -117,16 +117,16 @@ def linear_kl(
     Numerics:
         Every sum and exponential is float32, and each gradient is rounded once. The backward recomputes the logits, so
         that forward and backward are four products with the student's head and two with the teacher's; "jsd", whose
-        mixture needs both normalisers first, takes five and three. A full cache spares the backward the recomputation: three
-        and one, or four and two. Equal heads have a divergence and a gradient of 0
-        within rounding. At small temperatures too, value and gradients are as exact as those of stored float32 logits,
+        mixture needs both normalisers first, takes five and three. A full cache spares the backward one of each: three
+        and one, or four and two. Equal heads have a divergence and a gradient of 0 within rounding. At small
+        temperatures too, value and gradients are as exact as those of stored float32 logits,
         and more exact in "reverse" and "jsd" where the student is nearly one-hot.
 
     Sharding:
         As `linear_logprobs`: under ``jit`` on a mesh it is partitioned by the operands' types (Explicit axes) or by XLA
-        (Auto axes, where ``cache_bytes`` keeps nothing; not of TPUs); inside ``shard_map`` give ``axis_name``. ``vmap`` adds its batch to the tokens; the
-        gradients of its examples, which each have a dweight, are computed one by one, as is all of examples that have a
-        weight of their own.
+        (Auto axes, where ``cache_bytes`` keeps nothing; not of TPUs); inside ``shard_map`` give ``axis_name``. ``vmap``
+        adds its batch to the tokens; the gradients of its examples, which each have a dweight, are computed one by one,
+        as is all of examples that have a weight of their own, and of those with a cache.
 
     Example:
         >>> import jax, jax.numpy as jnp

@@ -111,11 +111,12 @@ def is_one_piece(case: Case, kept: int, tile_t: int, has_padding: bool, adds_dwe
     return every_column and every_row and not widens and not (on_cpu and adds_dweight)
 
 
-def empty(walk: Walk, shard: Shard, each: PerTile) -> Cache | None:
+def empty(walk: Walk, shard: Shard, each: PerTile | None = None) -> Cache | None:
     """Memory for the forward to fill, if anything is kept."""
     width = walk.kept_columns
     if not width:
         return None
+    each = each or PerTile.of_one_head(walk.cases[0])
     tiles = -(-width // walk.tile_v)
     memory = jnp.zeros if _jax.has_explicit_axes(shard.tokens[0].hidden) else lax.empty  # which has no mesh in its type
     return Cache(

@@ -45,6 +45,11 @@ class KLPlan:
         return self.direction != "forward"
 
     @property
+    def numbers_kept(self) -> int:
+        """Of each token, from the forward to the backward."""
+        return len(KLStatistics._fields) + (len(MixtureSums._fields) if self.direction == "jsd" else 0)
+
+    @property
     def dtype(self) -> jnp.dtype:
         """The dtype of everything that both models enter."""
         return jnp.promote_types(self.cases.student.stat_dtype, self.cases.teacher.stat_dtype)
@@ -78,6 +83,11 @@ class KLPlan:
         return _kept_ratios.dtypes(_walk.gradient_dtype(self.cases.student), self.direction)
 
     @property
+    def kept_item_bytes(self) -> int:
+        """What is kept of a token and column."""
+        return sum(dtype.itemsize for dtype in self.kept_dtypes)
+
+    @property
     def per_tile(self) -> PerTile:
         """A `Kept`, and what it is relative to."""
         return PerTile(columns=self.kept_dtypes, rows=(self.dtype,) * _kept_ratios.REFERENCES)
@@ -85,7 +95,10 @@ class KLPlan:
 
 def statistics(plan: KLPlan, shard: Shard, keep_cache: bool = False) -> tuple[KLStatistics, Cache | None]:
     """Eqs. 1 and 6 of the whole shard, [T] each, and what ``cache_bytes`` hold of the first tiles."""
-    walk = dataclasses.replace(plan.walk, kept_columns=plan.kept_columns) if keep_cache else plan.walk
+    walk, cache = plan.walk, None
+    if keep_cache:
+        walk = dataclasses.replace(walk, kept_columns=plan.kept_columns)
+        cache = _cache.empty(walk, shard, plan.per_tile)
 
     def empty(num_tokens: int) -> _kl.RunningKL:
         return _kl.RunningKL.start(_kl.no_columns(num_tokens, plan.dtype))
@@ -99,7 +112,7 @@ def statistics(plan: KLPlan, shard: Shard, keep_cache: bool = False) -> tuple[KL
             cache = cache.with_part(tile, kept, (found.max_p, found.max_q))
         return running.add(found, scales), cache
 
-    running, cache = walk.fold_keeping(shard, empty, add, _cache.empty(walk, shard, plan.per_tile))
+    running, cache = walk.fold_keeping(shard, empty, add, cache)
     return running.finish(), cache
 
 

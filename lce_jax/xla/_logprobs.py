@@ -17,7 +17,7 @@ from lce_jax._types import Case, Operands, Primals, RowCoefficients, ShardStatis
 from lce_jax.mathematics import _dlogits, _logprobs, _repeats, _statistics
 from lce_jax.mathematics._statistics import Running
 from lce_jax.xla import _cache, _plan, _topk, _walk
-from lce_jax.xla._cache import Cache, PerTile
+from lce_jax.xla._cache import Cache
 from lce_jax.xla._walk import Head, Shard, Tile, Tokens, Walk
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def statistics(operands: Operands, case: Case, keep_cache: bool = False) -> tupl
         return running.add(stats, scale), cache
 
     shard = _shard(operands, None)
-    running, cache = walk.fold_keeping(shard, empty, add, _cache.empty(walk, shard, PerTile.of_one_head(case)))
+    running, cache = walk.fold_keeping(shard, empty, add, _cache.empty(walk, shard))
     return running.finish(), cache
 
 

@@ -76,20 +76,21 @@ def _block_gradient(
     load = functools.partial(HELD.load_rows, rows=block.rows)
     k_p, k_q = map(load, scales)
     max_p, max_q = (load(highest.at[block.tile, i]) for i in range(2))
-    rows = of_rows(MixtureFactors if direction == "jsd" else KLCoefficients, factors, load)
+    rows: KLCoefficients | MixtureFactors
+    rows = of_rows(MixtureFactors, factors, load) if direction == "jsd" else of_rows(KLCoefficients, factors, load)
     (e, log2_e), t = of_cache(values[0], case.dtype), values[1]
     below_p, below_q = jnp.minimum(-t, 0.0), jnp.minimum(t, 0.0)
     down_p, down_q = (max_p - rows.max_p) * k_p, (max_q - rows.max_q) * k_q
     to_distance = (max_q - rows.at_p) * k_q - down_p
     of_p = rows.of_p * jnp.exp2(down_p)
-    if direction == "forward":
-        d = e * (jnp.exp2(below_q) * along(rows.of_q * jnp.exp2(down_q)) - jnp.exp2(below_p) * along(of_p))
-    elif direction == "reverse":
-        d = e * jnp.exp2(below_p) * along(of_p) * -(t + along(to_distance) + along(rows.mean))
-    else:
+    if isinstance(rows, MixtureFactors):
         reference = Reference(*map(along, (rows.own, rows.other, rows.start, rows.most)))
         log = relative_log_ratio(t + along(down_q - down_p + rows.log_sums), t + along(to_distance), reference)
         d = e * jnp.exp2(below_p) * along(of_p) * (log - along(rows.mean))
+    elif direction == "reverse":
+        d = e * jnp.exp2(below_p) * along(of_p) * -(t + along(to_distance) + along(rows.mean))
+    else:
+        d = e * (jnp.exp2(below_q) * along(rows.of_q * jnp.exp2(down_q)) - jnp.exp2(below_p) * along(of_p))
     if case.options.logit_softcap is not None and direction == "forward":
         d = d * cap_derivative(log2_e + below_q, max_q, k_q)
     elif case.options.logit_softcap is not None:

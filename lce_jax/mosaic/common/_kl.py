@@ -113,10 +113,11 @@ def _kernel_per_tile(
     machine: KLMachine, matmuls: tuple[Matmul, Matmul], epilogue: Callable[..., None], num_updated: int, *refs: Any
 ) -> None:
     *arrays, scales, mask, scalars, rest = _unpacked(refs)
-    factors, (output, *kept) = rest[: -2 * num_updated], rest[-num_updated:]  # as they were, they are in the same places
+    # What is updated, as it was, lies in the same places.
+    factors, (output, *kept) = rest[: -2 * num_updated] or [None], rest[-num_updated:]
     span = Span.unpack(scalars)
     cache = KLCache(*kept) if kept else None
-    of_kernel = Refs(_heads(matmuls, scales), mask, output, *(factors or [None]), cache)
+    of_kernel = Refs(_heads(matmuls, scales), mask, output, factors[0], cache)
 
     def consume(tile: Tile, multiply: Multiply, scratch: Any) -> None:
         where = Where(span.column + tile.column, span.slot + tile.vocabulary_tile, span.num_columns)

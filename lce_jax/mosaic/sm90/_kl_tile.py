@@ -55,7 +55,7 @@ class HeldTile(NamedTuple):
         return plgpu.load(self.blocks.at[i], layout=HELD.layout)
 
     def columns(self, first: int, width: int) -> Float[Array, "64 n"]:
-        """``width`` columns from ``first`` on, of one block: half of it for what takes many registers for each column."""
+        """Columns from ``first`` on: a block, or half of one for what takes many registers for each column."""
         if width == STAGING_COLUMNS:
             return self.block(first // width)
         plgpu.commit_smem()
