@@ -21,7 +21,6 @@ KL = [
     ((4096, 256, 256, 8192), "float32", "float32", {}),  # a tile of logits is as large as dweight
     ((512, 1024, 512, 50257), "float32", "float32", {"where": True, "direction": "jsd"}),
     ((4096, 256, 256, 8192), "float32", "float32", {"direction": "reverse", "cache_bytes": 100 << 20}),
-    ((1024, 256, 384, 32000), "bfloat16", "bfloat16", {"cache_bytes": 120 << 20, "direction": "jsd"}),
 ]
 LOGITS = [
     ((4096, 512, 32000, 64), "bfloat16", {"vocab_size": 31000}),
