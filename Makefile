@@ -18,7 +18,7 @@ help:
 	@echo "make test-site the documentation's blocks, notebooks, examples, the wheel, the demo and the bench"
 	@echo "make test-all  both, every combination of parameters, and sweeps that take many minutes"
 	@echo "make test-gpu  the tests that need GPUs"
-	@echo "make test-frameworks  Tunix, Transformers, TRL, verl and SkyRL with our head, in an environment of their own"
+	@echo "make test-frameworks  Tunix, Transformers, TRL, verl and SkyRL with our head, Liger and CCE beside it, in an environment of their own"
 	@echo "make test-compile  the kernels down to machine code for GPUs that need not be there, in an environment of its own"
 	@echo "make test-tpu  every public function compiled for TPUs that need not be there, in an environment of its own"
 	@echo "make lint      ruff, mypy and the layer contracts"
@@ -44,10 +44,12 @@ test-frameworks:
 	$(PYTHON) -m venv .venv-frameworks
 	.venv-frameworks/bin/python -m pip install --quiet --upgrade pip
 	.venv-frameworks/bin/python -m pip install --quiet --editable '.[torch]' 'megatron-core>=0.19.2' pytest \
-		'google-tunix==0.1.7' 'trl==1.16.0' 'verl==0.9.1'
-	.venv-frameworks/bin/python -m pip install --quiet --no-deps 'skyrl==0.3.0'
+		'google-tunix==0.1.7' 'trl==1.16.0' 'verl==0.9.1' optax
+	.venv-frameworks/bin/python -m pip install --quiet --no-deps \
+		'skyrl==0.3.0' 'liger-kernel==0.8.5' 'cut-cross-entropy==25.1.1'
 	.venv-frameworks/bin/python -m pytest \
-		tests/recipes/test_tunix.py tests/recipes/test_trl.py tests/recipes/test_hugging_face.py tests/recipes/test_frameworks.py
+		tests/recipes/test_tunix.py tests/recipes/test_trl.py tests/recipes/test_hugging_face.py tests/recipes/test_frameworks.py \
+		tests/recipes/test_migration.py
 
 # No driver and no GPU: JAX's plugin and NVIDIA's compiler alone, beside what .venv has. JAX=, FLAX=: other versions.
 CUDA := nvidia-cuda-nvcc nvidia-nvvm nvidia-cuda-crt nvidia-cuda-nvrtc nvidia-nvjitlink

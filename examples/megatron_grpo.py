@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.fusions import fused_softmax
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import random as megatron_random
@@ -84,11 +85,12 @@ def main(steps: int = 3, temperature: float = 0.7) -> tuple[list[float], GPTMode
 
 
 def stand_in_for_cuda() -> None:
-    """megatron-core asks ``torch.cuda`` where to allocate, and keeps dropout's random state there, on a CPU too."""
+    """For a CPU: megatron-core asks ``torch.cuda`` where to allocate, and keeps random states and masks there."""
     torch.cuda.current_device = lambda: torch.device("cpu")
     torch.cuda.manual_seed = torch.manual_seed
     torch.cuda.get_rng_state = torch.cuda.random.get_rng_state = lambda *_, **__: torch.get_rng_state()
     megatron_random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+    fused_softmax.get_default_causal_mask = lambda size: torch.ones(size, size, dtype=torch.bool).triu(diagonal=1)
 
 
 if __name__ == "__main__":

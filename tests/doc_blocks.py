@@ -1,7 +1,9 @@
 """The code blocks of a page of documentation, and what they print.
 
-A ``python`` block runs in the namespace of the blocks before it on the page. A ``text`` block right after it is what it
-prints. A comment ``<!-- given: NAME -->`` runs ``tests/doc_given/NAME.py``: what the next blocks take for granted.
+A ``python`` block is a whole program: it is pasted into a fresh interpreter. On a page that says `IN_ORDER` it goes on
+from the blocks above it, and they are pasted together. A ``text`` block right after it is what it prints. A comment
+``<!-- needs a GPU -->`` stands above a block with a Megatron model: without a GPU the line `WITHOUT_A_GPU`, which the
+page shows, runs first.
 
 ``python -m tests.doc_blocks docs/mesh.md`` checks a page; with ``--write`` it writes what the blocks print into it.
 """
@@ -12,6 +14,7 @@ import contextlib
 import gc
 import io
 import re
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,9 +22,11 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+IN_ORDER = "Paste the blocks of this page in order: each goes on from those above it."
+WITHOUT_A_GPU = "from examples.megatron_grpo import stand_in_for_cuda; stand_in_for_cuda()"
 PART = re.compile(
-    r"^<!-- given: (?P<given>\w+) -->$"
-    r"|^```(?P<language>\w*)[^\n]*\n(?P<code>.*?)^```$(?:\n+^```text\n(?P<printed>.*?)^```$)?",
+    r"(?P<gpu>^<!-- needs a GPU -->\n)?"
+    r"^```(?P<language>\w*)[^\n]*\n(?P<code>.*?)^```$(?:\n+^```text\n(?P<printed>.*?)^```$)?",
     re.MULTILINE | re.DOTALL,
 )
 
@@ -31,31 +36,37 @@ class Block(NamedTuple):
     code: str
     line: int
     printed: str | None  # the text block after it
+    gpu: bool  # the page says that it needs one
+
+    def program(self) -> str:
+        """What is pasted on this machine."""
+        return f"{WITHOUT_A_GPU}\n{self.code}" if self.gpu and not shutil.which("nvidia-smi") else self.code
 
 
 def parts(page: Path) -> Iterator[Block]:
-    """The blocks of a page in order; what is given has the language "given"."""
+    """The blocks of a page in order."""
     text = page.read_text()
     for found in PART.finditer(text):
-        line = text.count("\n", 0, found.start()) + 1
-        if found["given"]:
-            yield Block("given", (ROOT / "tests" / "doc_given" / f"{found['given']}.py").read_text(), line, None)
-        else:
-            yield Block(found["language"], found["code"], line, found["printed"])
+        line = text.count("\n", 0, found.start("language")) + 1
+        yield Block(found["language"], found["code"], line, found["printed"], found["gpu"] is not None)
+
+
+def in_order(page: Path) -> bool:
+    """Whether its blocks go on from one another."""
+    return IN_ORDER in " ".join(page.read_text().split())
 
 
 def run(page: Path) -> Iterator[tuple[Block, str]]:
-    """Each Python block of a page after it has run, with what it printed."""
+    """Each Python block of a page after it has run, in one interpreter, with what it printed."""
     name = page.relative_to(ROOT).as_posix()
     namespace: dict[str, Any] = {"__name__": name}
     for block in parts(page):
-        if block.language in ("python", "given"):
+        if block.language == "python":
             printed = io.StringIO()
-            padded = "\n" * block.line + block.code  # so that a traceback names the line of the page
+            padded = "\n" * block.line + block.program()  # so that a traceback names the line of the page
             with contextlib.redirect_stdout(printed):
                 exec(compile(padded, name, "exec"), namespace)
-            if block.language == "python":
-                yield block, printed.getvalue()
+            yield block, printed.getvalue()
 
 
 def check(page: Path) -> int:

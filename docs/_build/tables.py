@@ -37,6 +37,8 @@ NAMES = {
     "materialised by hand": "logits stored, gradient by hand",
 }
 
+SUPERSEDED = {"linear_kl"}  # of recorded.json: the file of a card has the same as rows of the bench
+
 type Run = dict[str, Any]
 
 
@@ -68,38 +70,46 @@ def jobs(part: str, card: str = "h200") -> list[Run]:
     return list(records.jobs(load(card), part))
 
 
-def heads(packages: bool = False) -> list[Run]:
-    """The jobs of heads on the H200, with random logits: alone, or beside other packages."""
-    plain = [one for one in jobs("heads") if not {"--data", "--implementation", "--devices", "--model"} & {*one["arguments"]}]
+def heads(packages: bool = False, card: str = "h200") -> list[Run]:
+    """The jobs of heads on a card, with random logits: alone, or beside other packages."""
+    plain = [
+        one
+        for one in jobs("heads", card)
+        if not {"--data", "--implementation", "--devices", "--model"} & {*one["arguments"]}
+    ]
     return [one for one in plain if ("--no-peers" not in one["arguments"]) is packages]
 
 
 def newest(jobs: list[Run]) -> Run:
-    """The run that the newest of their rows are of."""
-    return max((row["run"] for one in jobs for row in one["rows"]), key=lambda run: run["date"])
+    """The run that the newest of their rows are of; of two on one day, that of more rows."""
+    runs = [row["run"] for one in jobs for row in one["rows"]]
+    return max(runs, key=lambda run: (run["date"], runs.count(run)))
 
 
-def summary() -> str:
+def summary(card: str = "h200") -> str:
     """A line per shape: ours without a cache, with a full one, in the forward; and stored logits. * is an earlier run."""
     head = ["tokens, hidden, vocabulary", "forward", "+ backward", "full cache", "`linear_loss`", "logits stored"]
     ways = [("ours", "forward")] + [(key, BOTH) for key in ("ours", "ours full cache", "ours in forward")]
-    lines = []
-    for one in heads():
+    lines, found = [], heads(card=card)
+    for one in found:
         stored = row_of(one, "materialised", BOTH)
-        mark = "" if one["rows"][0]["run"] == newest(heads()) else "*"
+        mark = "" if one["rows"][0]["run"] == newest(found) else "*"
         last = ratio(stored) if stored else failure(one)
         lines.append([shape_of(one) + mark, *(ratio(row_of(one, *way)) for way in ways), last])
     return markdown(head, lines)
 
 
-def summary_by() -> str:
+def summary_by(card: str = "h200") -> str:
     """When, on what, and how: of the newest run, and of the starred ones."""
-    run, earlier = newest(heads()), {}
-    for one in heads():
-        if one["rows"][0]["run"] != run:
-            earlier[one["rows"][0]["run"]["date"]] = one["rows"][0]["run"].get("note", "")
-    stars = [f" A star: {date}. {note}".rstrip() for date, note in earlier.items()]
-    return measured_by(run, "python -m lce_jax.bench heads --no-peers --shape T,H,V") + "." * bool(stars) + "".join(stars)
+    found, earlier = heads(card=card), {}
+    run = newest(found)
+    for other in (one["rows"][0]["run"] for one in found):
+        if other != run:
+            rounds = "" if other["rounds"] == run["rounds"] else f", medians of {other['rounds']} rounds"
+            earlier[other["date"] + rounds] = other.get("note", "")
+    stars = [f" A star: {when}. {note}".rstrip() for when, note in earlier.items()]
+    by = measured_by(run, "python -m lce_jax.bench heads --no-peers --shape T,H,V", card)
+    return by + "." * bool(stars) + "".join(stars)
 
 
 def first() -> str:
@@ -168,6 +178,28 @@ def peers() -> str:
         both = f"{row['median_seconds'] * 1e3:.2f}"
         lines.append([label, forward, both, ratio(row), format_bytes(row["temp_bytes"])])
     return markdown(head, lines)
+
+
+def topk(job: Run) -> str:
+    """A line per way to find the most likely tokens."""
+    rows = [
+        [
+            row["label"].partition(", k ")[0],
+            f"{row['median_seconds'] * 1e3:.2f}",
+            ratio(row),
+            format_bytes(row["temp_bytes"]),
+        ]
+        for row in timed(job["rows"])
+        if row["direction"] == "top-k"
+    ]
+    return markdown([f"{shape_of(job)}; k 64", "ms", "÷ product", "temporary memory"], rows)
+
+
+def of_both(job: Run) -> str:
+    """`linear_loss` beside a full cache."""
+    rows = [detail(row_of(job, key, BOTH)) for key in ("ours in forward", "ours full cache")]
+    chosen = [[name, ms, times, memory] for name, _, ms, times, _, memory in rows]
+    return markdown([f"{shape_of(job)}, forward + backward", "ms", "÷ product", "temporary memory"], chosen)
 
 
 def steps(jobs: list[Run]) -> str:
@@ -267,6 +299,8 @@ def tables() -> dict[str, str]:
         "first": first(),
         "summary": summary(),
         "summary by": summary_by(),
+        "summary h100": summary("h100"),
+        "summary h100 by": summary_by("h100"),
         "details": details(),
         "functions": functions(),
         "options": options(),
@@ -281,11 +315,32 @@ def tables() -> dict[str, str]:
     made |= {"kl": divergences(divergence)}
     made |= {"kl by": measured_by(newest([divergence]), records.command(divergence), "h100")}
     tpu, support = load("tpu"), json.loads((ROOT / "docs" / "_build" / "support.json").read_text())
-    made |= {"tpu": recorded(tpu), "tpu by": f"libtpu {tpu['device']['libtpu']}; {provenance(tpu, "tpu")}"}
+    made |= {"tpu": recorded(tpu), "tpu by": f"libtpu {tpu['device']['libtpu']}; {provenance(tpu, 'tpu')}"}
     made |= {"support": recorded(support)}
+    (tokens,) = (one for one in heads(card="h100") if shape_of(one) == "4096, 4096, 151,936")
+    made |= {"top k": topk(tokens), "top k by": measured_by(newest([tokens]), records.command(tokens), "h100")}
     for name, run in load("recorded")["runs"].items():
-        made |= {name: recorded(run), f"{name} by": provenance(run, "recorded")}
-    return made
+        if name not in (*made, *SUPERSEDED):
+            made |= {name: recorded(run), f"{name} by": provenance(run, "recorded")}
+    return made | long_calls()
+
+
+def long_calls() -> dict[str, str]:
+    """What 32,768 tokens take, from the file of a card that has both ways with their memory."""
+    for card in ("h200", "h100"):
+        for one in (one for one in heads(card=card) if shape_of(one) == "32768, 4096, 151,936"):
+            found = [row_of(one, key, BOTH) or {} for key in ("ours in forward", "ours full cache")]
+            if all({"median_seconds", "temp_bytes"} <= {*row} for row in found):
+                return {
+                    "linear_loss": of_both(one),
+                    "linear_loss by": measured_by(newest([one]), records.command(one), card),
+                }
+    return {}
+
+
+def source_of(by: str) -> str:
+    """The file that a line of provenance names."""
+    return re.findall(r"`(benchmarks/\w+\.json)`", by)[-1]
 
 
 def written(page: Path, made: dict[str, str]) -> str:

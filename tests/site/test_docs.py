@@ -21,19 +21,19 @@ from lce_jax.explain.__main__ import parser as explain_parser
 from lce_jax.flax import linen, nnx
 from lce_jax.mosaic._kernel_set import KernelSet
 from lce_torch_bridge import megatron, verl
-from tests.doc_blocks import PAGES, ROOT, parts
+from tests.doc_blocks import IN_ORDER, PAGES, ROOT, WITHOUT_A_GPU, in_order, parts
 from tests.site.test_figures import script
 
 pytestmark = pytest.mark.site
-LANGUAGES = {"python", "sh", "text", "given"}
-# Together: the README takes the process group that the other page makes.
-WITH_MEGATRON = [
-    page
-    for page in PAGES
-    if {"torchrun", "megatron", "megatron_mtp"} & set(re.findall(r"<!-- given: (\w+)", page.read_text()))
-]
+LANGUAGES = {"python", "sh", "text", "diff"}  # tests/recipes/test_migration.py runs the diffs
 BLOCKS = {page: [block for block in parts(page) if block.language == "python"] for page in PAGES}
-WITHOUT_MEGATRON = [page for page in PAGES if BLOCKS[page] and page not in WITH_MEGATRON]
+TOGETHER = [page for page in PAGES if in_order(page)]
+ALONE = [
+    pytest.param(block, id=f"{page.name}:{block.line}")
+    for page in PAGES
+    for block in BLOCKS[page]
+    if page not in TOGETHER
+]
 COMMANDS = [(page, line) for page in PAGES for block in parts(page) if block.language == "sh"
             for line in block.code.splitlines() if line.strip()]  # fmt: skip
 
@@ -47,36 +47,39 @@ def pasted(*arguments, code=None):
     return done.stdout
 
 
-@pytest.mark.parametrize("page", WITHOUT_MEGATRON, ids=lambda page: page.name)
-def test_blocks_run(page):
-    name = page.relative_to(ROOT).as_posix()
-    assert pasted(name) == f"{page.name} {len(BLOCKS[page])} blocks\n"
-
-
-ALONE = [
-    pytest.param(block, id=f"line {block.line}") for block in BLOCKS[ROOT / "README.md"] if "megatron" not in block.code
-]
+def needs_megatron(blocks):
+    if any("megatron.core" in block.code for block in blocks):
+        pytest.importorskip("megatron.core")
 
 
 @pytest.mark.parametrize("block", ALONE)
-def test_each_block_of_the_readme_runs_alone(block):
-    assert pasted(code=block.code) == (block.printed or "")
+def test_a_block_runs_alone(block):
+    needs_megatron([block])
+    assert pasted(code=block.program()) == (block.printed or "")
 
 
-def test_blocks_with_megatron_run():
-    pytest.importorskip("megatron.core")
-    pages = WITH_MEGATRON[::-1]
-    said = pasted(*[page.relative_to(ROOT).as_posix() for page in pages])
-    assert said == "".join(f"{page.name} {len(BLOCKS[page])} blocks\n" for page in pages)
+@pytest.mark.parametrize("page", TOGETHER, ids=lambda page: page.name)
+def test_the_blocks_of_a_page_run_in_order(page):
+    needs_megatron(BLOCKS[page])
+    assert pasted(page.relative_to(ROOT).as_posix()) == f"{page.name} {len(BLOCKS[page])} blocks\n"
+
+
+def test_a_page_shows_what_runs_before_its_blocks():
+    for page in PAGES:
+        text = page.read_text()
+        assert "given:" not in text
+        assert (f"`{WITHOUT_A_GPU}`" in text) == any(block.gpu for block in BLOCKS[page]), page
+        assert text.count("<!-- needs a GPU -->") == sum(block.gpu for block in BLOCKS[page]), page
+        where = " ".join(text.split()).find(IN_ORDER)
+        assert where == -1 or where < " ".join(text.split()).index("```python")
 
 
 def test_no_block_is_left_out():
     found = {block.language for page in PAGES for block in parts(page)}
     assert found <= LANGUAGES
-    assert WITH_MEGATRON
     for page in PAGES:  # a fence that the pattern misses
         fences = len(re.findall(r"^\s*```", page.read_text(), re.MULTILINE))
-        written = sum(1 + (block.printed is not None) for block in parts(page) if block.language != "given")
+        written = sum(1 + (block.printed is not None) for block in parts(page))
         assert fences == 2 * written, page
 
 
@@ -85,7 +88,8 @@ def test_no_block_is_left_out():
 )
 def test_a_step_takes_as_many_lines_as_the_page_says(page, holds, count):
     (block,) = (block for block in BLOCKS[ROOT / page] if holds in block.code)
-    assert sum(bool(line.strip()) for line in block.code.splitlines()) == count
+    _, _, yours = ("" if page != "README.md" else block.code).rpartition("\n\n")
+    assert sum(bool(line.strip()) for line in (yours or block.code).splitlines()) == count
     said = {24: "of 24 lines", 6: "six lines"}[count]
     assert said in (ROOT / page).read_text()
 

@@ -24,6 +24,9 @@ def script(name):
 tables, figures = script("tables"), script("figures")
 
 
+DRAWN = ["speed-and-memory", "packages", "step"]  # from h200.json; "way" is a diagram
+
+
 @pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: page.name)
 def test_tables_are_those_of_the_data(page):
     assert page.read_text() == tables.written(page, tables.tables()), "run: python docs/_build/tables.py"
@@ -34,7 +37,22 @@ def test_every_table_is_shown():
     assert shown == set(tables.tables())
 
 
-@pytest.mark.parametrize("picture", ["speed-and-memory", "packages", "step", "way"])
+@pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_readers_see_the_file_of_each_table_and_picture_beside_it(page):
+    made = tables.tables()
+    files = {name.removesuffix(" by"): tables.source_of(by) for name, by in made.items() if name.endswith(" by")}
+    files |= dict.fromkeys(("first", "details"), "benchmarks/h200.json")
+    no_figures = {"functions", "options", "support"}
+    for section in re.split(r"^##? .*$", page.read_text(), flags=re.MULTILINE):
+        seen = re.sub(r"<!--.*?-->", "", section, flags=re.DOTALL)
+        shown = {name.removesuffix(" by") for _, name, *_ in tables.PLACE.findall(section)} - no_figures
+        needed = {files[name] for name in shown}
+        needed |= {"benchmarks/h200.json"} if re.search(rf"assets/({'|'.join(DRAWN)})-", section) else set()
+        missing = [name for name in needed if f"`{name}`" not in seen]
+        assert not missing, f"{page.name}: {missing} of {sorted(shown)}"
+
+
+@pytest.mark.parametrize("picture", [*DRAWN, "way"])
 @pytest.mark.parametrize("mode", figures.THEMES)
 def test_pictures_are_drawn_from_the_data(picture, mode):
     text = (figures.ASSETS / f"{picture}-{mode}.svg").read_text()
@@ -61,6 +79,16 @@ def test_the_first_lines_of_the_readme():
     assert threshold < exact / 2
 
 
+def test_the_forward_of_narrow_heads_on_both_cards():
+    took = {}
+    for card in ("h100", "h200"):
+        for job in tables.heads(card=card):
+            took[card, tables.shape_of(job)] = round(tables.row_of(job, "ours", "forward")["ratio_to_gemm"], 2)
+    narrow, wider = "8192, 1024, 151,936", "8192, 2048, 151,936"
+    assert [took["h100", narrow], took["h100", wider]] == [1.20, 1.38]
+    assert [took["h200", narrow], took["h200", wider]] == [1.02, 1.04]
+
+
 def test_what_a_training_step_gains():
     stored, ours = tables.jobs("step")[-1]["rows"]
     assert (stored["head"], ours["head"], ours["tokens"]) == ("logits stored", "lce_jax", 65_536)
@@ -70,7 +98,7 @@ def test_what_a_training_step_gains():
 
 UNIT = r" ?(?:[KMG]iB|GB|ms|nats|%|per cent)(?!\w)"
 FIGURE = re.compile(rf"(?<![\w.])\d[\d,]*(?:\.\d+(?:e-\d+)?|e-\d+|(?={UNIT}))(?![\d.])")
-VERSIONED = "Python|PyTorch|Llama|JAX|megatron-core|Megatron|capability|GPTModel before|tunix|TRL"
+VERSIONED = "CUPTI|Python|PyTorch|Llama|JAX|megatron-core|Megatron|capability|GPTModel before|tunix|TRL"
 VERSION = re.compile(rf"\"[\d.]+\"|(?:{VERSIONED})\W{{1,6}}\d[\d.]*")
 COMPUTED = {  # GiB
     58.0: 205_000 * 76_000 * 4 / 2**30,  # tokens, vocabulary, bytes of a float32

@@ -5,6 +5,7 @@ They are run again here, in small form: a process each, which executes their cel
 
 from __future__ import annotations
 
+import html
 import json
 import os
 import re
@@ -93,6 +94,15 @@ def test_its_page_says_what_each_picture_shows(path):
     assert {name for _, name in described} == set(pictures)
     assert all(len(words.split()) >= 8 for words, _ in described)
     assert f"[download]({path.name})" in text
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_pictures_of_characters_are_as_narrow_as_their_place(path):
+    """Lines of ``pre`` in HTML are not broken: docs/assets/site.css says how many characters fit."""
+    (fits,) = re.findall(r"(\d+) characters fit", (path.parents[1] / "docs" / "assets" / "site.css").read_text())
+    for output in outputs(path):
+        for block in re.findall(r"<pre.*?</pre>", "".join(output.get("data", {}).get("text/html", [])), re.DOTALL):
+            assert max(map(len, html.unescape(re.sub("<.*?>", "", block)).splitlines())) <= int(fits)
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

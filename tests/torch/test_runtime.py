@@ -213,3 +213,21 @@ def test_cuda_graph_capture_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match="cannot run under CUDA graph capture"), runtime.beside(OnGPU()):
         pass
     lce_torch_bridge.linear_logprobs(*p.draw())  # CPU tensors are never captured
+
+
+def test_to_import_the_package_costs_little_beside_torch() -> None:
+    """JAX, torch's compiler and DTensor come with the first name that is used."""
+    said = succeed("""
+        import time
+        begin = time.process_time()
+        import torch
+        alone = time.process_time()
+        import lce_torch_bridge
+        both = time.process_time()
+        import sys
+        print([x for x in ("jax", "torch._dynamo", "torch.distributed.tensor", "megatron") if x in sys.modules])
+        print((both - begin) / (alone - begin))
+    """)
+    modules, ratio = said.splitlines()
+    assert modules == "[]"
+    assert float(ratio) <= 1.3

@@ -1,0 +1,41 @@
+"""The diffs of docs/migration.md: both sides as programs, and what they compute."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+
+PAGE = (Path(__file__).parents[2] / "docs" / "migration.md").read_text()
+
+
+def side(diff: str, marks: str) -> str:
+    """The lines of a diff that begin with one of two marks, without it."""
+    return "".join(line[1:] or "\n" for line in diff.splitlines(keepends=True) if line[:1] in (*marks, "\n"))
+
+
+def sides() -> dict[str, tuple[str, str]]:
+    """Before and after, by section."""
+    found = re.findall(r"^## ([^\n]+)\n(?:(?!^## ).)*?^```diff\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    return {section: (side(diff, " -"), side(diff, " +")) for section, diff in found}
+
+
+DIFFS = sides()
+
+
+def results(code: str) -> list[np.ndarray]:
+    """The loss of a program, and its gradients in hidden and weight."""
+    torch.manual_seed(0)
+    names: dict[str, Any] = {"__name__": "migration"}
+    exec(compile(code, "docs/migration.md", "exec"), names)
+    if "gradients" in names:
+        return [np.asarray(x, np.float64) for x in jax.tree.leaves((names["loss"], names["gradients"]))]
+    return [x.detach().double().numpy() for x in (names["loss"], names["hidden"].grad, names["weight"].grad)]
+
+
+def distance(got: np.ndarray, want: np.ndarray) -> float:
+    return float(np.linalg.norm(got - want) / np.linalg.norm(want))

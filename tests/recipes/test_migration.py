@@ -1,0 +1,61 @@
+"""The diffs of docs/migration.md: both sides are run, and have the same loss and gradients."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.recipes import migration_doubles
+from tests.recipes.migration_diffs import DIFFS, PAGE, distance, results
+
+pytestmark = pytest.mark.site
+ROOT = Path(__file__).parents[2]
+NEAR = 2e-6  # of float32 sums in another order
+INSTALLED = {"Liger": "liger_kernel", "Apple's Cut Cross Entropy": "cut_cross_entropy"}
+
+
+def test_each_section_is_a_diff() -> None:
+    assert len(DIFFS) == PAGE.count("\n## ") == PAGE.count("```diff") == 5
+    assert PAGE.count("```") == 2 * len(DIFFS)  # and no other block
+
+
+@pytest.mark.parametrize("section", DIFFS)
+def test_both_sides_compute_the_same(section: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, module in migration_doubles.modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    before, after = DIFFS[section]
+    assert "lce_" not in before
+    assert "lce_" in after
+    for got, want in zip(results(after), results(before), strict=True):
+        assert distance(got, want) <= NEAR
+
+
+@pytest.mark.parametrize("name", INSTALLED)
+def test_beside_the_package_itself(name: str) -> None:
+    if not importlib.util.find_spec(INSTALLED[name]):
+        pytest.skip(f"needs {INSTALLED[name]}: make test-frameworks")
+    command = [sys.executable, "-m", "tests.recipes.migration_worker", f"From {name}"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=ROOT, env=environment)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert max(json.loads(done.stdout.splitlines()[-1])) <= NEAR
+
+
+def test_the_signature_is_that_of_verl() -> None:
+    """Read, not imported: its kernels want a GPU."""
+    found = importlib.util.find_spec("verl")
+    if found is None or found.origin is None:
+        pytest.skip("needs verl: make test-frameworks")
+    file = Path(found.origin).parent / "utils" / "kernel" / "linear_cross_entropy.py"
+    functions = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.FunctionDef)]
+    (forward,) = (node for node in functions if node.name == "forward")
+    code = migration_doubles.verl.__code__
+    assert [each.arg for each in forward.args.args] == ["ctx", *code.co_varnames[: code.co_argcount]]
+    assert [each.value for each in forward.args.defaults] == [*migration_doubles.verl.__defaults__]
