@@ -52,6 +52,13 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 
+def pytest_ignore_collect(collection_path: pathlib.Path, config: pytest.Config) -> bool | None:
+    """`make test-site` imports no file without a test of the site: each says so itself."""
+    if not config.option.markexpr.startswith("site and") or collection_path.suffix != ".py":
+        return None
+    return True if "pytest.mark.site" not in collection_path.read_text() else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what this machine cannot run, saying why."""
     import jax

@@ -317,6 +317,8 @@ def tables() -> dict[str, str]:
     tpu, support = load("tpu"), json.loads((ROOT / "docs" / "_build" / "support.json").read_text())
     made |= {"tpu": recorded(tpu), "tpu by": f"libtpu {tpu['device']['libtpu']}; {provenance(tpu, 'tpu')}"}
     made |= {"support": recorded(support)}
+    for name in ("install", "frameworks"):
+        made |= {name: recorded(load(name)), f"{name} by": provenance(load(name), name)}
     (tokens,) = (one for one in heads(card="h100") if shape_of(one) == "4096, 4096, 151,936")
     made |= {"top k": topk(tokens), "top k by": measured_by(newest([tokens]), records.command(tokens), "h100")}
     for name, run in load("recorded")["runs"].items():

@@ -80,9 +80,9 @@ def linear_cross_entropy(
         NotImplementedError: on a second derivative.
 
     Memory:
-        That of `linear_logprobs`. ``cache_bytes`` may hold less than four fifths of all exponentials but dweight in
-        float32, V·H·4 bytes, and those of 2,048 tokens. Then a sum or a mean without smoothing computes its gradients
-        in the forward, within ``cache_bytes``, which is faster: see `linear_loss`. `explain` tells.
+        That of `linear_logprobs`. A sum or a mean without smoothing computes its gradients in the forward, which is
+        faster (see `linear_loss`), if ``cache_bytes`` is less than four fifths of a full cache and has room for dweight
+        in float32, V·H·4 bytes, and the exponentials of 2,048 tokens. `explain` says which way a call goes.
 
     Example:
         >>> import jax.numpy as jnp

@@ -120,9 +120,9 @@ def linear_logprobs(
             are sums over V that another program rounds otherwise; a logit is one product. `lce_jax.floors` makes
             floors and says what happens at the boundary. -inf leaves all. ``logprobs``, ``entropy``, ``lse`` and the
             extremes are those of the set, gradients are 0 outside, and ``stats=True`` fills ``.support``, the tokens
-            in it. A row with none, of a label out of vocabulary, is 0 in outputs and gradients. A NaN is refused where
-            it is known; in a traced array its row returns NaN and has no gradient. Not with ``candidates``. No
-            gradient. None: every token.
+            in it. A row with no token in its set (its label is out of vocabulary) is 0 in outputs and gradients. A NaN
+            is refused where it is known; in a traced array its row returns NaN and has no gradient. Not with
+            ``candidates``. No gradient. None: every token.
 
     Returns:
         A `LogprobOutput`, each field of ``labels.shape`` in float32 (float64 for a float64 weight) or bool, or None.

@@ -86,8 +86,8 @@ def linear_loss(
         where: ``[...]`` bool, the rows that count. The others are exactly 0 in outputs and gradients, whatever they
             hold, and cost no work. None: every row counts.
         chunk_bytes: bytes that the exponentials of one chunk of tokens may take, in the weight's dtype, per device;
-            at least 128 tokens are a chunk. None: 1.4 GiB, or one chunk of all tokens where several and their sum of
-            dweight would take as much; 256 MiB on a CPU.
+            at least 128 tokens are a chunk. None: 1.4 GiB (256 MiB on a CPU), but all tokens are one chunk where that
+            needs no more memory than several chunks and their sum of dweight.
         **options: ``temperature``, ``logit_softcap``, ``logit_scale``, ``entropy``, ``stats``, ``vocab_size``,
             ``weight_layout``, ``axis_name``, ``precision``, ``implementation``, ``bias``, ``gradient_threshold`` and
             ``logit_floor``, as in `linear_logprobs`.
@@ -207,8 +207,8 @@ def sharded_linear_loss(
         where: ``[...]`` bool, the rows that count. The others are exactly 0 in outputs and gradients, whatever they
             hold, and cost no work. None: every row counts.
         chunk_bytes: bytes that the exponentials of one chunk of tokens may take, in the weight's dtype, per device;
-            at least 128 tokens are a chunk. None: 1.4 GiB, or one chunk of all tokens where several and their sum of
-            dweight would take as much; 256 MiB on a CPU.
+            at least 128 tokens are a chunk. None: 1.4 GiB (256 MiB on a CPU), but all tokens are one chunk where that
+            needs no more memory than several chunks and their sum of dweight.
         **options: ``temperature``, ``logit_softcap``, ``logit_scale``, ``entropy``, ``stats``, ``vocab_size``,
             ``weight_layout``, ``precision``, ``implementation``, ``bias``, ``gradient_threshold`` and ``logit_floor``,
             as in `linear_logprobs`.

@@ -104,8 +104,8 @@ def linear_loss(
             waits for the GPU to compare. A cotangent that differs by at most 1e-6 of it, as other orders of the same
             products do, scales what is returned, not what has been added. None: any, as it comes.
         chunk_bytes: bytes that the exponentials of one chunk of tokens may take, in the weight's dtype; at least 2048
-            tokens are a chunk. None: 1.4 GiB, or one chunk of all tokens where several and their sum of dweight would
-            take as much.
+            tokens are a chunk. None: 1.4 GiB, but all tokens are one chunk where that needs no more memory than several
+            chunks and their sum of dweight.
         **options: ``bias``, ``tp_group``, ``temperature``, ``logit_scale``, ``logit_softcap``, ``vocab_size``,
             ``entropy``, ``stats``, ``out_of_vocab``, ``reduce_grad_hidden``, ``gradient_threshold``,
             ``logit_floor`` and ``implementation``, as in `linear_logprobs`.

@@ -159,7 +159,15 @@ class Problem:
         return _threshold_backward.walk(call, factors, candidates, live, None)
 
 
-@pytest.mark.parametrize(("K", "has_floor"), [(0, False), (3, False), (0, True)], ids=["plain", "candidates", "floor"])
+# "plain" alone is slow: "candidates" has no floor, "floor" has no candidates.
+@pytest.mark.parametrize(
+    ("K", "has_floor"),
+    [
+        pytest.param(0, False, id="plain", marks=pytest.mark.slow),
+        pytest.param(3, False, id="candidates"),
+        pytest.param(0, True, id="floor"),
+    ],
+)
 def test_the_bits_of_jax(K: int, has_floor: bool) -> None:
     """The live tiles, the dropped mass, and from the same coefficients the gradients; in several batches."""
     afresh()

@@ -8,11 +8,14 @@ import importlib.util
 import re
 import subprocess
 import sys
+import tomllib
 import venv
 import zipfile
 from pathlib import Path
 
 import pytest
+
+from tests.site.test_figures import script
 
 pytestmark = pytest.mark.site
 ROOT = Path(__file__).parents[2]
@@ -82,3 +85,19 @@ def test_it_says_what_it_is(wheel: Path) -> None:
     needed = {re.match(r"[\w-]+", line)[0] for line in said.get_all("Requires-Dist") if "extra ==" not in line}
     assert needed == {"jax", "numpy"}
     assert "torch>=2.11; extra == 'torch'" in said.get_all("Requires-Dist")
+
+
+def test_a_release_leads_to_its_repository() -> None:
+    repository, tag = "https://example.org/of/a-fork", "v9"
+    release = script("for_release")
+    text = release.readme((ROOT / "README.md").read_text(), repository, tag)
+    targets = re.findall(r"\]\(([^)]+)\)|(?:src|srcset)=\"([^\"]+)\"", text)
+    assert len(targets) > 20
+    for target in (link or picture for link, picture in targets):
+        path = re.fullmatch(rf"{repository}/(?:blob|raw)/{tag}/([^#]+)(#.*)?", target)
+        assert path, target
+        assert (ROOT / path[1]).exists(), target
+    told = tomllib.loads(release.project((ROOT / "pyproject.toml").read_text(), repository, tag))["project"]
+    assert told["urls"]["Repository"] == repository
+    assert told["scripts"]
+    assert "docs/_build/for_release.py" in (ROOT / ".github" / "workflows" / "release.yml").read_text()

@@ -40,8 +40,7 @@ def test_a_program_for_the_cpu(options: dict[str, Any]) -> None:
     for got, true in zip(grads, wanted, strict=True):
         assert oracle.relative_norm(got, true) < 4e-3  # bfloat16
     assert kernels(step, "cpu") == 0
-    assert kernels(step, "cuda") > 0
-    assert kernels(step, "cpu", "cuda") == kernels(step, "cuda")
+    assert kernels(step, "cpu", "cuda") == kernels(step, "cuda") > 0
 
 
 @pytest.mark.usefixtures("hopper")

@@ -89,6 +89,11 @@ def test_the_forward_of_narrow_heads_on_both_cards():
     assert [took["h200", narrow], took["h200", wider]] == [1.02, 1.04]
 
 
+def test_how_much_faster_uv_installs():
+    both = [(pip, uv) for _, pip, uv, _ in tables.load("install")["rows"] if uv]
+    assert [round(pip / uv) for pip, uv in both] == [5, 5]
+
+
 def test_what_a_training_step_gains():
     stored, ours = tables.jobs("step")[-1]["rows"]
     assert (stored["head"], ours["head"], ours["tokens"]) == ("logits stored", "lce_jax", 65_536)
