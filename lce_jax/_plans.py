@@ -142,6 +142,13 @@ def unused_notes(options: Options) -> tuple[str, ...]:
     return tuple(notes)
 
 
+def cache_notes(case: Case, kept: int, of: int, tile_bytes: int) -> tuple[str, ...]:
+    """What of ``cache_bytes`` is used."""
+    if not case.options.cache_bytes:
+        return ()
+    return (f"the forward keeps {kept} of {of} vocabulary tiles, {format_bytes(tile_bytes)} each",)
+
+
 def candidate_notes(case: Case) -> tuple[str, ...]:
     """The plan's note on what candidates add to its bytes."""
     if not case.options.num_candidates:

@@ -227,9 +227,9 @@ def divergences(job: Run) -> str:
     found = {row["name"]: row for row in timed(job["rows"])}
     product = found.pop("one product")
     lines = [["one product", f"{product['median_seconds'] * 1e3:.2f}", "–", "–", "–"]]
-    for name in (name for name in found if "backward" not in name):
-        forward, both = found[name], found[f"{name}, + backward"]
-        times = (f"{row['median_seconds'] * 1e3:.2f}" for row in (forward, both))
+    end = ", + backward"
+    for name, both in ((name.removesuffix(end), row) for name, row in found.items() if name.endswith(end)):
+        times = (f"{row['median_seconds'] * 1e3:.2f}" if row else "as without" for row in (found.get(name), both))
         lines.append([name, *times, ratio(both), format_bytes(both["temp_bytes"])])
     return markdown(["one process", "forward, ms", "forward + backward, ms", "÷ product", "temporary memory"], lines)
 

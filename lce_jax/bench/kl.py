@@ -67,6 +67,9 @@ def stored(hidden: Array, weight: Array, teacher_hidden: Array, teacher_weight: 
     return jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)
 
 
+FULL_CACHE = 1 << 50  # bytes: as many as there are
+
+
 def _programs() -> dict[str, Program]:
     def forward(function: Callable[..., Array], direction: str, *operands: Array) -> Array:
         return function(*operands[:4], direction=direction)
@@ -83,4 +86,7 @@ def _programs() -> dict[str, Program]:
             right = f"{direction}, stored logits{end}"
             found[f"{direction}, linear_kl{end}"] = Program(functools.partial(way, linear_kl, direction), right)
             found[right] = Program(functools.partial(way, stored, direction))
+        keeping = functools.partial(linear_kl, cache_bytes=FULL_CACHE)
+        name = f"{direction}, linear_kl, full cache, + backward"
+        found[name] = Program(functools.partial(both, keeping, direction), f"{direction}, stored logits, + backward")
     return found

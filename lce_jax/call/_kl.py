@@ -17,7 +17,7 @@ from lce_jax.call._options import CallOptions
 from lce_jax.call._place import Place
 from lce_jax.call._rows import Rows
 from lce_jax.call._spec import Spec
-from lce_jax.mathematics._kl import Pair
+from lce_jax.mathematics._kl import Direction, Pair
 from lce_jax.mesh import _collectives
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ class KLOptions(TypedDict, total=False):
     vocab_size: int | None
     weight_layout: Literal["vh", "hv"]
     teacher_weight_layout: Literal["vh", "hv"] | Same
+    cache_bytes: int
     precision: PrecisionLike
     implementation: str | tuple[str, ...] | None
     bias: Float[Array, "V"] | None
@@ -63,13 +64,13 @@ class KLArguments(NamedTuple):
     arrays: Pair[tuple[Any, Any]]  # hidden and weight
     where: Any
     options: Pair[CallOptions]
-    direction: str
+    direction: Direction
     beta: Any  # of a JSD
     implementation: tuple[str, ...] | None  # asked for by name
 
     @classmethod
     def of(
-        cls, arrays: Pair[tuple[Any, Any]], where: Any, direction: str, given: Mapping[str, Any], axis_name: Any
+        cls, arrays: Pair[tuple[Any, Any]], where: Any, direction: Direction, given: Mapping[str, Any], axis_name: Any
     ) -> KLArguments:
         """From what the public functions are given."""
         scalars.one_of("direction", direction, DIRECTIONS)
@@ -110,7 +111,7 @@ class KLArguments(NamedTuple):
 
     def spec(self, models: Pair[Spec], mesh: Any = None) -> KLSpec:
         """The static part of a call whose models have these."""
-        return KLSpec(models, self.direction != "forward", self.implementation, mesh)
+        return KLSpec(models, self.direction, self.implementation, mesh)
 
 
 class KLCall(NamedTuple):
@@ -153,5 +154,6 @@ def _options_of_each(given: Mapping[str, Any], axis_name: Any) -> tuple[Any, Any
     teachers = {name: given.get(f"teacher_{name}", "same") for name in defaults}
     teachers = {name: own[name] if isinstance(x, str) and x == "same" else x for name, x in teachers.items()}
     student, teacher = ({**shared, **x} for x in (own, teachers))
+    student["cache_bytes"] = given.get("cache_bytes", 0)
     student["bias"], teacher["bias"] = given.get("bias"), given.get("teacher_bias")
     return student, teacher

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from lce_jax import _dispatch
 from lce_jax._types import Case, Options
 from lce_jax.call._spec import Spec
-from lce_jax.mathematics._kl import Pair
+from lce_jax.mathematics._kl import Direction, Pair
 from lce_jax.xla._kl import KLPlan
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ class KLSpec:
     """A call's static part."""
 
     models: Pair[Spec]
-    student_first: bool  # as in `KLPlan`
+    direction: Direction
     requested: tuple[str, ...] | None = None  # as `Spec.requested`
     mesh: Any = None  # as `Spec.mesh`
 
@@ -69,7 +69,7 @@ class KLSpec:
 
     def plan(self, columns: int) -> KLPlan:
         """That of a shard with ``columns``."""
-        return KLPlan(self._cases, self.student_first, columns)
+        return KLPlan(self._cases, self.direction, columns)
 
     @property
     def _cases(self) -> Pair[Case]:

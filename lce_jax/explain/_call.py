@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from lce_jax._shapes import Bool, Float, Int, Shaped
     from lce_jax.call._keywords import LogprobOptions
     from lce_jax.call._spec import Spec
+    from lce_jax.mathematics._kl import Direction
     from lce_jax.mesh._layout import Axes
 
 
@@ -44,6 +45,7 @@ def explain(
     k: int | None = None,
     ids: Int[Shaped, "*b K"] | None = None,
     teacher: tuple[Float[Shaped, "*b G"], Float[Shaped, "V G"]] | None = None,
+    direction: Direction = "forward",
     **options: Unpack[LogprobOptions],
 ) -> Plan:
     """How a call would be served: which implementation, which tiles, why not the others, which bytes per device.
@@ -94,6 +96,7 @@ def explain(
         ids: ``[..., K]``, those of `linear_logits`, for its plan; of the labels only the shape counts then.
         teacher: the teacher's hidden states ``[..., G]`` and its weight, in the layout of ``weight``, for the plan of
             `linear_kl`; of the labels only the shape counts then.
+        direction: "forward", "reverse" or "jsd", of `linear_kl`, which keeps more between its passes in the last two.
         **options: ``temperature``, ``logit_softcap``, ``logit_scale``, ``entropy``, ``stats``, ``vocab_size``,
             ``weight_layout``, ``axis_name``, ``cache_bytes``, ``precision``, ``implementation``, ``bias``,
             ``candidates``, ``gradient_threshold``, ``vocab_part_size`` and ``logit_floor``, as in `linear_logprobs`.
@@ -127,7 +130,9 @@ def explain(
     check_function({"k": k, "ids": ids, "teacher": teacher}, options, *of_loss)
     place = Place(mesh, vocab_axis, batch_axes, sequence_axis)
     if teacher is not None:
-        return _kl_and_logits.of_kl(hidden, weight, labels, teacher, where, place, options)
+        return _kl_and_logits.of_kl(hidden, weight, labels, teacher, direction, where, place, options)
+    if direction != "forward":
+        raise ValueError(f"direction={direction!r} is that of linear_kl: give teacher too")
     if ids is not None:
         return _kl_and_logits.of_logits(hidden, weight, labels, ids, where, place, options)
     is_loss = bool(smoothing) or is_array(penalty) or bool(penalty) or any(x is not None for x in given)

@@ -13,7 +13,7 @@ from lce_jax._types import is_array
 from lce_jax.call import _bind, _options
 from lce_jax.call._kl import KLArguments
 from lce_jax.call._place import Place, placed
-from lce_jax.mathematics._kl import Pair
+from lce_jax.mathematics._kl import Direction, Pair
 from lce_jax.xla import _kl_plan, _logits_plan
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 NOT_OF = {
     "linear_topk": _options.NOT_OF_TOPK,
     "linear_logits": _options.NOT_OF_TOPK,
-    "linear_kl": _options.NOT_OF_TOPK,
+    "linear_kl": tuple(name for name in _options.NOT_OF_TOPK if name != "cache_bytes"),
 }
 FUNCTION_OF = {"k": "linear_topk", "ids": "linear_logits", "teacher": "linear_kl"}
 
@@ -54,13 +54,20 @@ def of_logits(
 
 
 def of_kl(
-    hidden: Any, weight: Any, labels: Any, teacher: Any, where: Any, place: Place, options: LogprobOptions
+    hidden: Any,
+    weight: Any,
+    labels: Any,
+    teacher: Any,
+    direction: Direction,
+    where: Any,
+    place: Place,
+    options: LogprobOptions,
 ) -> Plan:
     """That of `lce_jax.linear_kl` with the teacher's hidden states and weight."""
     if not isinstance(teacher, tuple | list) or len(teacher) != 2:
         raise TypeError(f"teacher must be the pair of its hidden states and its weight, got {type(teacher).__name__}")
     arrays = Pair((hidden, weight), tuple(teacher))
-    call = KLArguments.of(arrays, where, "forward", options, options.get("axis_name"))
+    call = KLArguments.of(arrays, where, direction, options, options.get("axis_name"))
     cases, checked = call.cases(), call.options.student
     _bind.case(hidden, weight, labels, where, checked)
     tokens = jax.ShapeDtypeStruct(tuple(labels.shape), jnp.int32)

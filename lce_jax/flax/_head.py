@@ -61,6 +61,7 @@ class KLOptions(TypedDict, total=False):
     where: Bool[Array, "*b"] | None
     temperature: float | Float[Array, "..."]
     teacher_temperature: float | Float[Array, "..."] | Literal["same"]
+    cache_bytes: int
     axis_name: Axes
 
 

@@ -209,8 +209,8 @@ class LMHead(nn.Module):
             teacher: the teacher's head, over the same ``vocab_size``; bound (``head.bind(variables)``), or of the same
                 parent.
             teacher_hidden: ``[..., G]``, at the same tokens.
-            **options: ``direction``, ``beta``, ``where``, ``temperature``, ``teacher_temperature`` and (inside
-                ``jax.shard_map``) ``axis_name``, as in `lce_jax.linear_kl`.
+            **options: ``direction``, ``beta``, ``where``, ``temperature``, ``teacher_temperature``, ``cache_bytes`` and
+                (inside ``jax.shard_map``) ``axis_name``, as in `lce_jax.linear_kl`.
         """
         teachers, biases = (teacher.options, teacher_hidden, teacher.weight), (self.bias, teacher.bias)
         return self.options.kl(hidden, self.weight, *teachers, *biases, **options)

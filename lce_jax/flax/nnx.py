@@ -216,8 +216,8 @@ class LMHead(nnx.Module):
             hidden: ``[..., H]``.
             teacher: the teacher's head, over the same ``vocab_size``.
             teacher_hidden: ``[..., G]``, at the same tokens.
-            **options: ``direction``, ``beta``, ``where``, ``temperature``, ``teacher_temperature`` and (inside
-                ``jax.shard_map``) ``axis_name``, as in `lce_jax.linear_kl`.
+            **options: ``direction``, ``beta``, ``where``, ``temperature``, ``teacher_temperature``, ``cache_bytes`` and
+                (inside ``jax.shard_map``) ``axis_name``, as in `lce_jax.linear_kl`.
         """
         teachers, biases = (teacher.options, teacher_hidden, teacher.weight[...]), (self._bias, teacher._bias)
         return self.options.kl(hidden, self.weight[...], *teachers, *biases, **options)

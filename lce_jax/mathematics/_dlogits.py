@@ -36,6 +36,13 @@ def to_keep(e: Float[Array, "T n"], dtype: jnp.dtype) -> Float[Array, "T n"]:
     return (e * 2.0**FP16_SHIFT if dtype == jnp.float16 else e).astype(dtype)
 
 
+def from_kept(kept: Float[Array, "T n"], dtype: jnp.dtype) -> tuple[Float[Array, "T n"], Float[Array, "T n"]]:
+    """The e^u that `to_keep` was given, and the u, finite."""
+    e = kept.astype(dtype)
+    e = e * 2.0**-FP16_SHIFT if kept.dtype == jnp.float16 else e
+    return e, jnp.log(jnp.maximum(e, jnp.finfo(e.dtype).tiny))
+
+
 def from_logits(
     x: Float[Array, "T n"],
     scale: Float[Array, "T"] | float,
@@ -65,19 +72,16 @@ def from_exponentials(
     candidates: Int[Array, "T K"] | None = None,
 ) -> Float[Array, "T n"]:
     """Of what `to_keep` made, and the tile's largest x. A floor is in them already."""
-    e = kept.astype(highest.dtype)
-    e = e * 2.0**-FP16_SHIFT if kept.dtype == jnp.float16 else e
-    tiny = jnp.finfo(e.dtype).tiny
-    log_e = jnp.log(jnp.maximum(e, tiny))
+    e, log_e = from_kept(kept, highest.dtype)
     down = jnp.minimum(distance(highest, rows.max, scale), 0.0)
     x = None
     if options.logit_softcap is not None:
-        x = jnp.clip(highest[:, None] + log_e / along_rows(_positive(scale)), -1.0, 1.0)
+        x = jnp.clip(highest[:, None] + log_e / along_rows(positive(scale)), -1.0, 1.0)
     e = e * jnp.exp(down)[:, None]
     return _gradient(log_e + down[:, None], e, x, rows, targets, live, options, candidates, None)
 
 
-def _positive(scale: Float[Array, "T"] | float) -> Float[Array, "T"] | float:
+def positive(scale: Float[Array, "T"] | float) -> Float[Array, "T"] | float:
     """A row without gradient may have any scale."""
     return scale if isinstance(scale, float | int) else jnp.maximum(scale, jnp.finfo(scale.dtype).tiny)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from lce_jax.mathematics._statistics import MASKED
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Bool, Float
 
+type Direction = Literal["forward", "reverse", "jsd"]  # as `lce_jax.linear_kl` has it
 type RowScale = Float[Array, "T"] | float  # the k of eq. 0
 
 
@@ -165,6 +166,11 @@ class KLCoefficients(NamedTuple):
     of_q: Float[Array, "T"]
     mean: Float[Array, "T"]  # c / s_p
 
+    @property
+    def references(self) -> tuple[Array, Array, Array]:
+        """`KLStatistics.references`."""
+        return self.max_p, self.max_q, self.at_p
+
 
 def coefficients(
     stats: KLStatistics, cotangent: Float[Array, "T"], factor: RowScale, live: Bool[Array, "T"] | None
@@ -175,15 +181,30 @@ def coefficients(
     return KLCoefficients(*stats.references, g / stats.sum_p, g / stats.sum_q, stats.cross / stats.sum_p)
 
 
-def dlogits(
-    x: tuple[Float[Array, "T n"], Float[Array, "T n"]],
-    scales: tuple[RowScale, RowScale],
-    rows: KLCoefficients,
-    reverse: bool,
-) -> Float[Array, "T n"]:
-    """Eq. 8 over a tile of both models' x, p first: the gradient in the student's raw products but for its cap."""
-    u_p, u_q = shifted(x[0], rows.max_p, scales[0]), shifted(x[1], rows.max_q, scales[1])
-    e_p = jnp.exp(u_p) * rows.of_p[:, None]
+class Ratios(NamedTuple):
+    """Both distributions over a tile, but for their sums, and how they lie to each other; p first."""
+
+    e_p: Float[Array, "T n"]  # e^{u_p}, relative to the largest x of the whole vocabulary
+    e_q: Float[Array, "T n"]
+    d: Float[Array, "T n"]  # u_q - u_p
+    distance: Float[Array, "T n"]  # v_q - u_p: 0 where the x of p is largest
+
+    @classmethod
+    def of(
+        cls,
+        x: tuple[Float[Array, "T n"], Float[Array, "T n"]],
+        references: tuple[Array, Array, Array],
+        scales: tuple[RowScale, RowScale],
+    ) -> Ratios:
+        """From a tile of both models' x, relative to `KLStatistics.references`."""
+        max_p, max_q, at_p = references
+        u_p, u_q = shifted(x[0], max_p, scales[0]), shifted(x[1], max_q, scales[1])
+        return cls(jnp.exp(u_p), jnp.exp(u_q), u_q - u_p, relative(x[1], at_p, scales[1]) - u_p)
+
+
+def dlogits(own: Ratios, rows: KLCoefficients, reverse: bool) -> Float[Array, "T n"]:
+    """Eq. 8 over a tile: the gradient in the student's raw products but for its cap."""
+    e_p = own.e_p * rows.of_p[:, None]
     if reverse:
-        return e_p * (u_p - relative(x[1], rows.at_p, scales[1]) - rows.mean[:, None])
-    return jnp.exp(u_q) * rows.of_q[:, None] - e_p
+        return e_p * (-own.distance - rows.mean[:, None])
+    return own.e_q * rows.of_q[:, None] - e_p

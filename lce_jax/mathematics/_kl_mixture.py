@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from lce_jax.mathematics._kl import KLStatistics, Pair, RowScale, counted, relative, row_sums, shifted
+from lce_jax.mathematics._kl import KLStatistics, Pair, Ratios, RowScale, counted, row_sums
 from lce_jax.mathematics._log_ratios import Reference, log_ratio, relative_log_ratio
 
 if TYPE_CHECKING:
@@ -46,9 +46,10 @@ class MixtureSums(NamedTuple):
 
 def tile_sums(x: Tile, scales: Scales, rows: Mixture, live: Bool[Array, "n"] | None) -> MixtureSums:
     """Eq. 9 over a tile of both models' x."""
-    u_p, u_q, d, of_p = _ratios(x, scales, rows)
+    own = Ratios.of(x, rows.references, scales)
+    d, of_p = _logs(own, rows)
     other = Pair(rows.weights.teacher[:, None], rows.weights.student[:, None])
-    terms = [jnp.exp(u_p) * of_p, jnp.exp(u_q) * log_ratio(-d, other)]
+    terms = [own.e_p * of_p, own.e_q * log_ratio(-d, other)]
     terms = terms if live is None else [jnp.where(live[None, :], x, 0.0) for x in terms]
     return MixtureSums(*row_sums(*terms))
 
@@ -70,6 +71,11 @@ class MixtureCoefficients(NamedTuple):
     of_p: Float[Array, "T"]
     mean: Float[Array, "T"]  # b
 
+    @property
+    def references(self) -> tuple[Array, Array, Array]:
+        """`KLStatistics.references`."""
+        return self.mixture.references
+
 
 def coefficients(
     sums: MixtureSums,
@@ -87,16 +93,14 @@ def coefficients(
     return MixtureCoefficients(rows, of_p, mean)
 
 
-def dlogits(x: Tile, scales: Scales, rows: MixtureCoefficients) -> Float[Array, "T n"]:
-    """Eq. 10 over a tile of both models' x: the gradient in the student's raw products but for its cap."""
-    u_p, _, _, of_p = _ratios(x, scales, rows.mixture)
-    return jnp.exp(u_p) * rows.of_p[:, None] * (of_p - rows.mean[:, None])
+def dlogits(own: Ratios, rows: MixtureCoefficients) -> Float[Array, "T n"]:
+    """Eq. 10 over a tile: the gradient in the student's raw products but for its cap."""
+    _, of_p = _logs(own, rows.mixture)
+    return own.e_p * rows.of_p[:, None] * (of_p - rows.mean[:, None])
 
 
-def _ratios(x: Tile, scales: Scales, rows: Mixture) -> tuple[Array, Array, Array, Array]:
-    """Both u, ln q - ln p, and the t - t₀ of eq. 9."""
-    max_p, max_q, at_p = rows.references
-    u_p, u_q = shifted(x[0], max_p, scales[0]), shifted(x[1], max_q, scales[1])
-    d, distance = (u_q - u_p) + rows.log_sums[:, None], relative(x[1], at_p, scales[1]) - u_p
+def _logs(own: Ratios, rows: Mixture) -> tuple[Array, Array]:
+    """The ln q - ln p, and the t - t₀ of eq. 9."""
+    d = own.d + rows.log_sums[:, None]
     weights, reference = jax.tree.map(lambda per_token: per_token[:, None], (rows.weights, rows.at_p))
-    return u_p, u_q, d, relative_log_ratio(d, distance, weights, reference)
+    return d, relative_log_ratio(d, own.distance, weights, reference)

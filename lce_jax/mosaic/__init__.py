@@ -25,7 +25,17 @@ from lce_jax._types import Case, Device, Operands, Primals, RowCoefficients, Sha
 from lce_jax.mathematics._kl import KLCoefficients, KLStatistics, Pair
 from lce_jax.mathematics._kl_mixture import Mixture, MixtureCoefficients, MixtureSums
 from lce_jax.mathematics._statistics import Normalizer, Parts
-from lce_jax.mosaic import _backward, _forward, _generations, _kl, _kl_plan, _plan, _threshold, _threshold_backward
+from lce_jax.mosaic import (
+    _backward,
+    _forward,
+    _generations,
+    _kl,
+    _kl_backward,
+    _kl_plan,
+    _plan,
+    _threshold,
+    _threshold_backward,
+)
 from lce_jax.mosaic._kernel_set import KernelSet
 from lce_jax.xla._kl import KLPlan
 from lce_jax.xla._walk import Shard
@@ -162,9 +172,9 @@ def kl_plan(plan: KLPlan, around: Surroundings = ALONE) -> Plan:
 
 
 @_promotes_ranks
-def kl_statistics(plan: KLPlan, shard: Shard) -> KLStatistics:
+def kl_statistics(plan: KLPlan, shard: Shard, keep_cache: bool = False) -> tuple[KLStatistics, Any]:
     """`lce_jax.xla._kl.statistics`, with kernels."""
-    return _kl.statistics(plan, shard, _kernels(plan.cases.student))
+    return _kl.statistics(plan, shard, _kernels(plan.cases.student), keep_cache)
 
 
 @_promotes_ranks
@@ -174,9 +184,9 @@ def kl_mixture_sums(plan: KLPlan, shard: Shard, rows: Mixture) -> MixtureSums:
 
 
 @_promotes_ranks
-def kl_gradients(plan: KLPlan, shard: Shard, rows: KLCoefficients | MixtureCoefficients) -> Primals:
+def kl_gradients(plan: KLPlan, shard: Shard, rows: KLCoefficients | MixtureCoefficients, cache: Any = None) -> Primals:
     """`lce_jax.xla._kl.gradients`, with kernels."""
-    return _kl.gradients(plan, shard, rows, _kernels(plan.cases.student))
+    return _kl_backward.gradients(plan, shard, rows, cache, _kernels(plan.cases.student))
 
 
 def _kernels(case: Case) -> KernelSet:

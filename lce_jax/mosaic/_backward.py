@@ -124,7 +124,7 @@ def _walk_chunks(
         sums, dweight = carry
         column, num_tiles = first * shape.tile, least(part.chunks.stop - first, most)
         depth = least(greatest(contracted - column, 0), num_tiles * shape.tile)
-        adds = 1 if follows else _is_after(first, part.chunks.start)
+        adds = 1 if follows else is_after(first, part.chunks.start)
         in_place = shape.whole_atoms  # otherwise the kernels are given copies of each chunk, without padding
         offset = column if in_place else 0
         span = call.span(column=column, num_tiles=num_tiles, depth=depth, offset=offset, adds=adds)
@@ -141,6 +141,6 @@ def _walk_chunks(
     return call.host.loop(part.chunks, step, carry)
 
 
-def _is_after(first: Any, start: int) -> Any:
+def is_after(first: Any, start: int) -> Any:
     """1 where a chunk is not the first one."""
     return int(first > start) if isinstance(first, int) else (first > start).astype(jnp.int32)

@@ -2,10 +2,10 @@
 
 forward    both heads' products tile by tile, statistics (eq. 6) from the accumulators, merged by eq. 7
 mixture    the same tiles again, when the whole vocabulary's statistics are known: the sums of eq. 9
-backward   the same tiles again, turned into the gradient in the student's raw products (eq. 8 or 10), one chunk of the
-           vocabulary at a time, and the two products of `_backward`
+backward   the same tiles again, turned into the gradient in the student's raw products (eq. 8 or 10): `_kl_backward`
 
-The functions are those of `lce_jax.xla._kl`, with the same arguments and results.
+With ``cache_bytes`` the first pass keeps what the backward needs of the first tiles. The functions are those of
+`lce_jax.xla._kl`, with the same arguments and results.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ import jax
 import jax.numpy as jnp
 
 from lce_jax import _jax
-from lce_jax._types import Case, Operands, Primals
-from lce_jax.mathematics import _kl, _logprobs
-from lce_jax.mathematics._kl import KLCoefficients, KLStatistics, Pair
-from lce_jax.mathematics._kl_mixture import Mixture, MixtureCoefficients, MixtureSums
+from lce_jax._types import Case, Operands
+from lce_jax.mathematics import _kept_ratios, _kl, _logprobs
+from lce_jax.mathematics._kl import KLStatistics, Pair
+from lce_jax.mathematics._kl_mixture import Mixture, MixtureSums
 from lce_jax.mathematics._statistics import MASKED
-from lce_jax.mosaic import _chunks, _dhidden, _edge, _mixture
+from lce_jax.mosaic import _mixture
 from lce_jax.mosaic._call import KernelCall
 from lce_jax.mosaic._geometry import Geometry
 from lce_jax.mosaic._host import greatest, least
 from lce_jax.mosaic._kernel_set import KernelSet
-from lce_jax.mosaic._kl_kernel_set import Direction, KLHead, KLOperands
+from lce_jax.mosaic._kl_kernel_set import KLCache, KLHead, KLOperands
 from lce_jax.mosaic._operands import LOG2E
 from lce_jax.xla._kl import KLPlan
 from lce_jax.xla._walk import Shard
@@ -93,13 +93,14 @@ class Calls(NamedTuple):
         return Pair(student.prepared.weight, teacher.prepared.weight)
 
 
-def statistics(plan: KLPlan, shard: Shard, kernels: KernelSet) -> KLStatistics:
-    """Eqs. 1 and 6 of the whole shard, [T] each."""
+def statistics(plan: KLPlan, shard: Shard, kernels: KernelSet, keep_cache: bool) -> tuple[KLStatistics, KLCache | None]:
+    """Eqs. 1 and 6 of the whole shard, [T] each, and what ``cache_bytes`` hold of the first tiles."""
     calls = Calls.prepare(plan, shard, kernels)
     call, operands = calls.student, calls.operands(calls.weights)
+    cached = num_cached_tiles(plan, call.shape) if keep_cache else 0
 
-    def launch(span: Array, parts: Array) -> Array:
-        return kernels.kl_statistics(calls.cases, operands, span, parts)
+    def launch(span: Array, parts: Array, cache: KLCache | None) -> tuple[Array, KLCache | None]:
+        return kernels.kl_statistics(calls.cases, operands, span, parts, cache)
 
     def join(running: KLStatistics | None, parts: Array, count: Any) -> KLStatistics:
         own = _kl.merge(_of_tiles(parts, count), calls.scales)
@@ -108,9 +109,27 @@ def statistics(plan: KLPlan, shard: Shard, kernels: KernelSet) -> KLStatistics:
         return _kl.merge(jax.tree.map(lambda *x: jnp.stack(x), running, own), calls.scales)
 
     start = _kl.no_columns(call.case.num_tokens, jnp.float32)
-    found = _over_tiles(calls, shard, kernels, FIELDS, launch, join, start)
+    kept = _empty_cache(call, plan, cached) if cached else None
+    found, cache = _over_tiles(calls, shard, kernels, FIELDS, launch, join, start, kept)
     max_p, max_q, at_p = (jnp.where(found.sum_p == 0.0, MASKED, x) for x in found.references)
-    return found._replace(max_p=max_p, max_q=max_q, at_p=at_p)
+    return found._replace(max_p=max_p, max_q=max_q, at_p=at_p), cache
+
+
+def num_cached_tiles(plan: KLPlan, shape: Geometry) -> int:
+    """The vocabulary tiles of which ``cache_bytes`` hold what spares the backward their products."""
+    return min(shape.tiles_of(plan.columns), plan.cases.student.options.cache_bytes // tile_bytes(plan, shape))
+
+
+def tile_bytes(plan: KLPlan, shape: Geometry) -> int:
+    """Of one of them."""
+    return shape.padded_tokens * (plan.kept_item_bytes * shape.tile + 4 * _kept_ratios.REFERENCES)
+
+
+def _empty_cache(call: KernelCall, plan: KLPlan, num_tiles: int) -> KLCache:
+    shape = (call.shape.padded_tokens, num_tiles * call.shape.tile)
+    e, t = (call.host.empty(shape, dtype) for dtype in plan.kept_dtypes)
+    highest = (num_tiles, _kept_ratios.REFERENCES, call.shape.padded_tokens)
+    return KLCache(e, t, call.host.empty(highest, jnp.float32))
 
 
 def mixture_sums(plan: KLPlan, shard: Shard, rows: Mixture, kernels: KernelSet) -> MixtureSums:
@@ -119,8 +138,8 @@ def mixture_sums(plan: KLPlan, shard: Shard, rows: Mixture, kernels: KernelSet) 
     call, operands = calls.student, calls.operands(calls.weights)
     factors = _mixture.factors(rows, call.shape.padded_tokens)
 
-    def launch(span: Array, parts: Array) -> Array:
-        return kernels.kl_mixture_sums(calls.cases, operands, factors, span, parts)
+    def launch(span: Array, parts: Array, cache: None) -> tuple[Array, None]:
+        return kernels.kl_mixture_sums(calls.cases, operands, factors, span, parts), cache
 
     def join(running: Array | None, parts: Array, count: Any) -> Array:
         parts = parts if count is None else jnp.where(_there(parts, count)[..., None], parts, 0.0)
@@ -128,7 +147,7 @@ def mixture_sums(plan: KLPlan, shard: Shard, rows: Mixture, kernels: KernelSet) 
         return own if running is None else running + own
 
     zeros = jnp.zeros((len(MixtureSums._fields), call.case.num_tokens), jnp.float32)
-    found = _over_tiles(calls, (shard, rows), kernels, len(MixtureSums._fields), launch, join, zeros)
+    found, _ = _over_tiles(calls, (shard, rows), kernels, len(MixtureSums._fields), launch, join, zeros, None)
     return MixtureSums(*(found * (1.0 / LOG2E)))
 
 
@@ -137,28 +156,42 @@ def _over_tiles[S](
     given: Any,
     kernels: KernelSet,
     fields: int,
-    launch: Callable[[Array, Array], Array],
+    launch: Callable[[Array, Array, Any], tuple[Array, Any]],
     join: Callable[[S | None, Array, Any], S],
     start: S,
-) -> S:
+    cache: KLCache | None,
+) -> tuple[S, KLCache | None]:
     """What ``join`` makes of ``launch``'s numbers of each tile, so many tiles at a time as the budget holds.
 
     ``join`` gets None where there is one launch, and as ``count`` how many of the tiles were computed, if not all.
+    The first tiles are launched with the cache that keeps them.
     """
     call = calls.student
     num_tiles, most = call.shape.tiles_of(calls.plan.columns), launch_tiles(call.shape, kernels, calls.plan.columns)
+    cached = 0 if cache is None else cache.max.shape[0]
 
-    def window(first: Any, running: S) -> S:
+    def pieces(first: Any, last: Any, parts: Array, cache: KLCache | None) -> tuple[Array, KLCache | None]:
+        for start, stop, keeps in ((0, cached, True), (cached, num_tiles, False)):
+            begin = greatest(first, start)
+            count = greatest(least(last, stop) - begin, 0)
+            if isinstance(count, int) and count == 0:
+                continue
+            column = begin * call.shape.tile
+            span = call.span(column=column, num_tiles=count, offset=column, slot=begin - first)
+            parts, kept = launch(span, parts, cache if keeps else None)
+            cache = kept if keeps else cache
+        return parts, cache
+
+    def window(first: Any, carry: tuple[S, KLCache | None]) -> tuple[S, KLCache | None]:
+        running, cache = carry
         count = least(num_tiles - first, most)
-        column = first * call.shape.tile
-        span = call.span(column=column, num_tiles=count, offset=column, slot=0)
         parts = call.host.empty((most, fields, call.shape.padded_tokens), jnp.float32)
-        parts = launch(span, _jax.vary_like(parts, given))
+        parts, cache = pieces(first, first + count, _jax.vary_like(parts, given), cache)
         with jax.named_scope("join_tiles"):
             parts = parts[..., : call.case.num_tokens]
-            return join(None, parts, None) if num_tiles <= most else join(running, parts, count)
+            return join(None, parts, None) if num_tiles <= most else join(running, parts, count), cache
 
-    return call.host.loop(range(0, num_tiles, most), window, _jax.vary_like(start, given))
+    return call.host.loop(range(0, num_tiles, most), window, _jax.vary_like((start, cache), given))
 
 
 def launch_tiles(shape: Geometry, kernels: KernelSet, columns: int) -> int:
@@ -181,69 +214,3 @@ def _of_tiles(parts: Float[Array, "tiles 6 T"], count: Any) -> KLStatistics:
 def _there(parts: Float[Array, "tiles fields T"], count: Any) -> Bool[Array, "tiles 1"]:
     """The first ``count`` tiles."""
     return jnp.arange(parts.shape[0], dtype=jnp.int32)[:, None] < count
-
-
-def gradients(plan: KLPlan, shard: Shard, rows: KLCoefficients | MixtureCoefficients, kernels: KernelSet) -> Primals:
-    """The student's part of dhidden, in float32, and its dweight in the weight's dtype."""
-    calls = Calls.prepare(plan, shard, kernels)
-    call, shape = calls.student, calls.student.shape
-    gradient = _Gradient.of(rows, shape.padded_tokens, plan.student_first)
-    chunks = range(0, shape.num_tiles, _chunks.chunk_tiles(call.case, shape, kernels.budget, shape.num_tiles))
-    contracted = _edge.contracted_columns(call)
-    operands = calls.operands(calls.weights)
-    start = (
-        _dhidden.empty_sums(call.host, call.case, shape, rounds=False),
-        call.host.empty(call.prepared.weight.shape, call.case.dtype),
-    )
-
-    @jax.named_scope("chunk")
-    def step(first: Any, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        sums, dweight = carry
-        column, num_tiles = first * shape.tile, least(shape.num_tiles - first, chunks.step)
-        depth = least(greatest(contracted - column, 0), num_tiles * shape.tile)
-        span = call.span(column=column, num_tiles=num_tiles, depth=depth, offset=column, adds=least(first, 1))
-        d = _dlogits(calls, kernels, operands, gradient, span, chunks.step * shape.tile)
-        sums = kernels.update_dhidden(sums, d, call.prepared.weight, call.case, span)
-        return sums, kernels.write_dweight(dweight, d, call.prepared.hidden, call.case, span)
-
-    sums, dweight = call.host.loop(chunks, step, _jax.vary_like(start, (shard, rows)))
-    if _edge.is_left(call):
-        sums = _update_dhidden_at_the_edge(calls, kernels, gradient, sums)
-    return Primals(_dhidden.total(sums, call.case), dweight)
-
-
-class _Gradient(NamedTuple):
-    """The coefficients as the kernels take them: in base 2, where u_p - v_q is log2 e times that of eq. 8."""
-
-    factors: Float[Array, "fields Tp"]
-    direction: Direction
-
-    @classmethod
-    def of(cls, rows: KLCoefficients | MixtureCoefficients, length: int, student_first: bool) -> _Gradient:
-        """0 from the call's tokens to ``length``."""
-        if isinstance(rows, MixtureCoefficients):
-            return cls(_mixture.factors(rows, length), "mixture")
-        if student_first:
-            rows = rows._replace(of_p=rows.of_p * (1.0 / LOG2E), mean=rows.mean * LOG2E)
-        factors = jnp.stack(rows)
-        factors = jnp.pad(factors, ((0, 0), (0, length - factors.shape[1])))
-        return cls(factors, "reverse" if student_first else "forward")
-
-
-def _dlogits(
-    calls: Calls, kernels: KernelSet, operands: KLOperands, gradient: _Gradient, span: Array, columns: int
-) -> Float[Array, "Tp columns"]:
-    return kernels.kl_dlogits(calls.cases, operands, gradient.factors, span, columns, gradient.direction)
-
-
-@jax.named_scope("edge")
-def _update_dhidden_at_the_edge(calls: Calls, kernels: KernelSet, gradient: _Gradient, sums: Array) -> Array:
-    """``sums`` with the true columns added of the tile where padding begins: `_edge.update_dhidden` of two heads."""
-    call = calls.student
-    tile = _edge.contracted_tiles(call)
-    column = tile * call.shape.tile
-    copied = Pair(*(_edge.weight(own, tile) for own in calls.heads))
-    depth = call.prepared.num_columns - column
-    span = call.span(column=column, num_tiles=least(depth, 1), depth=depth, adds=1)
-    d = _dlogits(calls, kernels, calls.operands(copied), gradient, span, call.shape.tile)
-    return kernels.update_dhidden(sums, d, copied.student, call.case, span)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from lce_jax._types import Case
-from lce_jax.mathematics._kl import Pair
+from lce_jax.mathematics._kl import Direction, Pair
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Float, Int
-
-type Direction = Literal["forward", "reverse", "mixture"]
 
 
 class KLHead(NamedTuple):
@@ -28,6 +26,14 @@ class KLOperands(NamedTuple):
     mask: Int[Array, "2*tile"]  # as in `Prepared`
 
 
+class KLCache(NamedTuple):
+    """What the backward needs of the first vocabulary tiles to spare both heads' products: `_kept_ratios.Kept`."""
+
+    e: Float[Array, "Tp columns"]  # whole tiles
+    t: Float[Array, "Tp columns"]  # in base 2
+    max: Float[Array, "tiles 2 Tp"]  # each tile's largest x of p and of q
+
+
 class KLKernelSet(Protocol):
     """The part of a `KernelSet` that two heads need. Cases come as the heads do, that of p first."""
 
@@ -38,9 +44,16 @@ class KLKernelSet(Protocol):
         """What a plan says of the kernels' tiles, by name."""
 
     def kl_statistics(
-        self, cases: tuple[Case, Case], operands: KLOperands, span: Int[Array, "fields"], parts: Float[Array, "n 6 Tp"]
-    ) -> Float[Array, "n 6 Tp"]:
+        self,
+        cases: tuple[Case, Case],
+        operands: KLOperands,
+        span: Int[Array, "fields"],
+        parts: Float[Array, "n 6 Tp"],
+        cache: KLCache | None = None,
+    ) -> tuple[Float[Array, "n 6 Tp"], KLCache | None]:
         """``parts`` with the `KLStatistics` of the span's tiles: the fields in order, ``cross`` in base 2.
+
+        The cache, if any, gets what it keeps of these tiles.
 
         A tile of padding alone has a maximum of `_partial_statistics.FLOOR` and sums of 0. Tiles after the span and row
         blocks without a live row are left unwritten.
@@ -70,7 +83,20 @@ class KLKernelSet(Protocol):
     ) -> Float[Array, "Tp columns"]:
         """Eq. 8 or 10 in the student's raw products, in its weight's dtype, at the beginning of ``columns``.
 
-        ``factors`` are the `KLCoefficients` in base 2, where u_p - v_q is log2 e times that of eq. 8, or
+        ``factors`` are the `KLCoefficients` in base 2, where u_p - v_q is log2 e times that of eq. 8, or of "jsd" the
         `MixtureFactors`. Zero on columns that are padding or do not exist; tiles after the span and row blocks without
         a live row are left unwritten.
         """
+
+    def cached_kl_dlogits(
+        self,
+        cases: tuple[Case, Case],
+        operands: KLOperands,
+        factors: Float[Array, "fields Tp"],
+        cache: KLCache,
+        span: Int[Array, "fields"],
+        columns: int,
+        direction: Direction,
+        overwrites: bool,
+    ) -> Float[Array, "Tp columns"]:
+        """The same from a cache. With ``overwrites`` it takes the place of the exponentials of all of it."""

@@ -38,6 +38,7 @@ def linear_kl(
     vocab_size: int | None = None,
     weight_layout: Literal["vh", "hv"] = "vh",
     teacher_weight_layout: Literal["vh", "hv"] | Same = "same",
+    cache_bytes: int = 0,
     axis_name: Axes = None,
     precision: PrecisionLike = None,
     implementation: str | tuple[str, ...] | None = None,
@@ -81,6 +82,10 @@ def linear_kl(
             whatever they hold. None: every column counts.
         weight_layout: "vh" for ``[V, H]`` (nnx.Embed, PyTorch, Megatron), "hv" for ``[H, V]`` (nnx.Linear kernel).
         teacher_weight_layout: that of the teacher's weight. "same": the student's.
+        cache_bytes: bytes per device that the forward may keep, so that the backward recomputes less: two numbers of
+            each column of the first vocabulary tiles. With 16-bit weights these are 4 bytes per token and column, or 6
+            of "reverse" and "jsd". As many bytes as there are columns suffice for all. The value keeps its bits; the
+            gradient in the logits is rounded once more. 0: nothing is kept.
         axis_name: inside ``shard_map``, the mesh axis (or tuple of axes) that splits the vocabulary. Each shard
             passes its own columns of both weights, as many of one as of the other, and the same hidden states of both
             models; all shards return bitwise-equal results. None: both weights are whole.
@@ -107,20 +112,21 @@ def linear_kl(
         together at most 16 MiB on a CPU and 128 MiB elsewhere, and their exponentials. In the backward also ``dhidden``
         in float32. Six numbers per token are kept between the passes, eight of "jsd". On an H200 in bfloat16, at 4096
         tokens, hidden sizes of 4096 and a vocabulary of 151,936, forward and backward of a KL hold 328 MiB with kernels
-        and 224 MiB without; with stored logits 7.0 GiB.
+        and 224 MiB without; with stored logits 7.0 GiB. What ``cache_bytes`` lets the forward keep comes on top.
 
     Numerics:
         Every sum and exponential is float32, and each gradient is rounded once. The backward recomputes the logits, so
         that forward and backward are four products with the student's head and two with the teacher's; "jsd", whose
-        mixture needs both normalisers first, takes five and three. Equal heads have a divergence and a gradient of 0
-        within rounding. At small temperatures too, value and gradients are as exact as those of stored float32 logits,
+        mixture needs both normalisers first, takes five and three. A full cache spares the backward one of each: three
+        and one, or four and two. Equal heads have a divergence and a gradient of 0 within rounding. At small
+        temperatures too, value and gradients are as exact as those of stored float32 logits,
         and more exact in "reverse" and "jsd" where the student is nearly one-hot.
 
     Sharding:
         As `linear_logprobs`: under ``jit`` on a mesh it is partitioned by the operands' types (Explicit axes) or by XLA
-        (Auto axes, not of TPUs); inside ``shard_map`` give ``axis_name``. ``vmap`` adds its batch to the tokens; the
-        gradients of its examples, which each have a dweight, are computed one by one, as is all of examples that have a
-        weight of their own.
+        (Auto axes, where ``cache_bytes`` keeps nothing; not of TPUs); inside ``shard_map`` give ``axis_name``. ``vmap``
+        adds its batch to the tokens; the gradients of its examples, which each have a dweight, are computed one by one,
+        as is all of examples that have a weight of their own, and of those with a cache.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -151,6 +157,7 @@ def linear_kl(
         "vocab_size": vocab_size,
         "weight_layout": weight_layout,
         "teacher_weight_layout": teacher_weight_layout,
+        "cache_bytes": cache_bytes,
         "precision": precision,
         "implementation": implementation,
         "bias": bias,
@@ -205,7 +212,7 @@ def sharded_linear_kl(
             hold, and cost no work. None: every row counts.
         **options: ``beta``, ``temperature``, ``teacher_temperature``, ``logit_softcap``, ``teacher_logit_softcap``,
             ``logit_scale``, ``teacher_logit_scale``, ``vocab_size``, ``weight_layout``, ``teacher_weight_layout``,
-            ``precision``, ``implementation``, ``bias`` and ``teacher_bias``, as in `linear_kl`.
+            ``cache_bytes``, ``precision``, ``implementation``, ``bias`` and ``teacher_bias``, as in `linear_kl`.
 
     Returns:
         ``[...]`` in nats, at least 0, split as ``hidden`` is.

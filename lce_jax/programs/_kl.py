@@ -36,20 +36,24 @@ if TYPE_CHECKING:
     from lce_jax._shapes import Array, Bool, Int
 
 
-type Kept = tuple[KLStatistics, MixtureSums | None]  # from forward to backward
+type Found = tuple[KLStatistics, MixtureSums | None]  # by token
+type Kept = tuple[Found, Any]  # from forward to backward: also the implementation's cache
 type Rest = tuple[Primals, Pair[Rows]]  # the teacher, and the rows of both
 
 
 def forward(spec: KLSpec, student: Primals, rest: Rest, differentiated: bool) -> tuple[Array, Kept]:
-    """The divergence of each token, and what a backward needs."""
-    del differentiated
+    """The divergence of each token, and what a backward needs. Where XLA decides how operands are split, no tile is."""
+    asked = differentiated and spec.options.cache_bytes > 0
+    keeps = asked and not _over_devices.is_left_to_xla(spec, (student, rest))
+    unused = ("cache_bytes keeps nothing",) if asked and not keeps else ()
 
     def run(spec: KLSpec, student: Primals, rest: Rest) -> tuple[Array, Kept]:
         teacher, rows = rest
-        return device_forward(spec, Pair(student, teacher), rows)
+        return device_forward(spec, Pair(student, teacher), rows, keeps)
 
     own, others = _heads(spec)
-    program = Program(run, (own, (others, Kind.TOKENS)), (Kind.RESULTS, Kind.TOKENS), joins=True)
+    results = Kind.RESULTS, (Kind.TOKENS, Kind.DEVICE)
+    program = Program(run, (own, (others, Kind.TOKENS)), results, joins=not keeps, unused=unused)
     return spread(spec, program, student, rest)
 
 
@@ -61,8 +65,8 @@ def backward(spec: KLSpec, student: Primals, rest: Rest, kept: Kept, cotangent: 
         return device_backward(spec, Pair(student, teacher), rows, kept, cotangent)
 
     own, others = _heads(spec)
-    program = Program(run, (own, (others, Kind.TOKENS), Kind.TOKENS, Kind.RESULTS), own)
-    return spread(spec, program, student, rest, kept, cotangent)
+    operands = own, (others, Kind.TOKENS), (Kind.TOKENS, Kind.DEVICE), Kind.RESULTS
+    return spread(spec, Program(run, operands, own), student, rest, kept, cotangent)
 
 
 def _of_no_tokens(spec: KLSpec, rest: Rest) -> Array:
@@ -77,14 +81,16 @@ def _heads(spec: KLSpec) -> tuple[Any, Any]:
     return own, others
 
 
-def device_forward(spec: KLSpec, primals: Pair[Primals], rows: Pair[Rows]) -> tuple[Array, Kept]:
-    """One device's result, and the whole vocabulary's statistics and sums of each row."""
+def device_forward(
+    spec: KLSpec, primals: Pair[Primals], rows: Pair[Rows], keep_cache: bool = False
+) -> tuple[Array, Kept]:
+    """One device's result, the whole vocabulary's statistics and sums of each row, and the device's cache."""
     shape = rows.student.labels.shape
     rows = _rows.flattened(rows, len(shape))
     scales = _scales_of(spec, rows)
     with jax.named_scope("lce_kl_statistics"):
         plan, shard, order = _shard_of(spec, primals, rows, scales)
-        stats = _run(spec, plan, mosaic.kl_statistics, _kl_tiles.statistics, shard)
+        stats, cache = _statistics(spec, plan, shard, keep_cache)
     stats = stats if order is None else _rows.expand(order, stats)
     axis_name, of_rows = spec.models.student.axis_name, _row_scales(spec, scales)
     if axis_name is not None:
@@ -100,7 +106,21 @@ def device_forward(spec: KLSpec, primals: Pair[Primals], rows: Pair[Rows]) -> tu
         sums = _mixture_sums(spec, plan, shard, order, mixture)
         out = _kl_mixture.divergence(sums, stats, mixture, where)
     out = out if wrong is None else jnp.where(wrong, jnp.nan, out)
-    return jax.tree.map(lambda x: x.reshape(shape), (out, (stats, sums)))
+    out, found = jax.tree.map(lambda x: x.reshape(shape), (out, (stats, sums)))
+    return out, (found, cache)
+
+
+def _statistics(spec: KLSpec, plan: KLPlan, shard: Shard, keep_cache: bool) -> tuple[KLStatistics, Any]:
+    """Of the shard, and the cache."""
+    kernels = functools.partial(mosaic.kl_statistics, keep_cache=keep_cache)
+    tiles = functools.partial(_kl_tiles.statistics, keep_cache=keep_cache)
+
+    def elsewhere(there: KLPlan, shard: Shard) -> tuple[KLStatistics, Any]:
+        _, cache = jax.eval_shape(functools.partial(kernels, plan), shard)  # of the kernels' shape, and never read
+        return _kl_tiles.statistics(there, shard)[0], jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), cache)
+
+    found: tuple[KLStatistics, Any] = _run(spec, plan, kernels, tiles, elsewhere, shard)
+    return found
 
 
 def _mixture_sums(
@@ -109,7 +129,8 @@ def _mixture_sums(
     """Eq. 9 over the whole vocabulary."""
     with jax.named_scope("lce_kl_mixture"):
         rows = rows if order is None else jax.tree.map(lambda x: x[order.source], rows)
-        sums = _run(spec, plan, mosaic.kl_mixture_sums, _kl_tiles.mixture_sums, shard, rows)
+        tiles = _kl_tiles.mixture_sums
+        sums = _run(spec, plan, mosaic.kl_mixture_sums, tiles, tiles, shard, rows)
     sums = sums if order is None else _rows.expand(order, sums)
     axis_name = spec.models.student.axis_name
     if axis_name is None:
@@ -121,43 +142,56 @@ def _mixture_sums(
 def device_backward(spec: KLSpec, primals: Pair[Primals], rows: Pair[Rows], kept: Kept, cotangent: Array) -> Primals:
     """The student's gradients, in the shapes, dtypes and types of its operands."""
     own = spec.models.student
-    rows, kept, cotangent = _rows.flattened((rows, kept, cotangent), rows.student.labels.ndim)
+    found, cache = kept
+    rows, found, cotangent = _rows.flattened((rows, found, cotangent), rows.student.labels.ndim)
     if own.axis_name is not None and own.token_axes is None:
         cotangent = _collectives.total_cotangent(cotangent, own.axis_name)
     scales, live, wrong = _scales_of(spec, rows), rows.student.where, _wrong_temperature(rows)
     counts = live if wrong is None else ~wrong if live is None else live & ~wrong
     factor = _logprobs.row_factor(own.case.options, scales.student.derivative)
-    (stats, sums), weights = kept, rows.student.weights
+    (stats, sums), weights = found, rows.student.weights
     coefficients: Any
     if sums is None or weights is None:
         coefficients = _kl.coefficients(stats, cotangent, factor, counts)
     else:
         mixture = _kl_mixture.mixture(stats, _row_scales(spec, scales)[1], weights, counts)
         coefficients = _kl_mixture.coefficients(sums, stats, mixture, cotangent, factor, counts)
+    tiles = _kl_tiles.gradients
+
+    def without_cache(plan: KLPlan, shard: Shard, coefficients: Any, _: Any) -> Primals:
+        return tiles(plan, shard, coefficients)
+
     with jax.named_scope("lce_kl_gradients"):
         plan, shard, order = _shard_of(spec, primals, rows, scales)
         if order is not None:
             coefficients = jax.tree.map(lambda x: x[order.source], coefficients)
-        gradients = _run(spec, plan, mosaic.kl_gradients, _kl_tiles.gradients, shard, coefficients)
+        gradients = _run(spec, plan, mosaic.kl_gradients, tiles, without_cache, shard, coefficients, cache)
     dhidden = gradients.hidden if order is None else _rows.expand(order, gradients.hidden)
     dhidden = dhidden if live is None else jnp.where(live[:, None], dhidden, 0.0)
     return _one_device.reduced(own, gradients._replace(hidden=dhidden), primals.student)
 
 
 def _run(
-    spec: KLSpec, plan: KLPlan, kernels: Callable[..., Any], tiles: Callable[..., Any], shard: Shard, *rows: Any
+    spec: KLSpec,
+    plan: KLPlan,
+    kernels: Callable[..., Any],
+    tiles: Callable[..., Any],
+    elsewhere: Callable[..., Any],
+    shard: Shard,
+    *more: Any,
 ) -> Any:
     """With kernels, if they serve the call and the program is lowered for their platform, else in tiles of plain XLA.
 
-    The backward's logits have the forward's bits, because both passes are chosen alike.
+    ``elsewhere`` are the tiles in place of kernels. The backward's logits have the forward's bits, because both passes
+    are chosen alike.
     """
     if spec.implementation != mosaic.NAME:
-        return tiles(plan, shard, *rows)
+        return tiles(plan, shard, *more)
     if spec.requested is not None and xla.NAME not in spec.requested:
-        return kernels(plan, shard, *rows)
+        return kernels(plan, shard, *more)
     cases = Pair(*(dataclasses.replace(case, device=CPU) for case in plan.cases))
-    elsewhere = functools.partial(tiles, dataclasses.replace(plan, cases=cases))
-    return by_platform(functools.partial(kernels, plan), elsewhere, shard, *rows, device=spec.case.device)
+    there = functools.partial(elsewhere, dataclasses.replace(plan, cases=cases))
+    return by_platform(functools.partial(kernels, plan), there, shard, *more, device=spec.case.device)
 
 
 def _scales_of(spec: KLSpec, rows: Pair[Rows]) -> Pair[Scales]:
@@ -167,9 +201,8 @@ def _scales_of(spec: KLSpec, rows: Pair[Rows]) -> Pair[Scales]:
 def _row_scales(spec: KLSpec, scales: Pair[Scales]) -> tuple[Any, Any]:
     """The k of eq. 0, that of p first."""
     pairs = zip(spec.models, scales, strict=True)
-    return Pair(*(_logprobs.row_scale(model.case.options, own.logits) for model, own in pairs)).ordered(
-        spec.student_first
-    )
+    each = (_logprobs.row_scale(model.case.options, own.logits) for model, own in pairs)
+    return Pair(*each).ordered(spec.plan(0).student_first)
 
 
 def _wrong_temperature(rows: Pair[Rows]) -> Bool[Array, "T"] | None:

@@ -1,4 +1,7 @@
-"""The cache: exponentials of the first tiles, which the forward keeps to spare the backward their products.
+"""The cache: what the forward keeps of the first tiles to spare the backward their products.
+
+Of one head these are exponentials (`mathematics._dlogits`), of two heads two numbers of each column
+(`mathematics._kept_ratios`).
 
 The backward makes one tile's dlogits of them at a time, as it does without a cache. Where it may overwrite all of them,
 dlogits take their place, and dhidden and dweight are one product each over the whole vocabulary (`gradients`).
@@ -6,7 +9,7 @@ dlogits take their place, and dhidden and dweight are one product each over the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax.numpy as jnp
@@ -25,47 +28,74 @@ if TYPE_CHECKING:
 class Cache(NamedTuple):
     """What is kept of the first tiles of a walk."""
 
-    exponentials: Float[Array, "T columns"]  # `_dlogits.to_keep`, in `_walk.gradient_dtype`
-    max: Float[Array, "tiles T"]  # each tile's largest x
+    columns: tuple[Float[Array, "T columns"], ...]  # the first in `_walk.gradient_dtype`
+    rows: tuple[Float[Array, "tiles T"], ...]  # what the tile's columns are relative to
 
-    def part(self, tile: Tile) -> tuple[Float[Array, "t v"], Float[Array, "t"]]:
-        """The exponentials and the maxima of a tile."""
-        highest = lax.dynamic_slice(self.max, _place(tile.index, tile.first), (1, tile.shape[0]))
-        return lax.dynamic_slice(self.exponentials, _place(tile.first, tile.start), tile.shape), highest[0]
+    def part(self, tile: Tile) -> tuple[list[Float[Array, "t v"]], list[Float[Array, "t"]]]:
+        """Those of a tile."""
+        columns = [lax.dynamic_slice(x, _place(tile.first, tile.start), tile.shape) for x in self.columns]
+        shape, place = (1, tile.shape[0]), _place(tile.index, tile.first)
+        return columns, [lax.dynamic_slice(x, place, shape)[0] for x in self.rows]
 
-    def with_part(self, tile: Tile, kept: Float[Array, "t v"], highest: Float[Array, "t"]) -> Cache:
+    def with_part(self, tile: Tile, columns: Sequence[Float[Array, "t v"]], rows: Sequence[Float[Array, "t"]]) -> Cache:
         """With those of a tile."""
-        maxima = lax.dynamic_update_slice(self.max, highest[None], _place(tile.index, tile.first))
-        return self.with_dlogits(tile, kept)._replace(max=maxima)
+        place = _place(tile.index, tile.first)
+        of_rows = zip(self.rows, rows, strict=True)
+        return Cache(
+            tuple(_put_columns(tile, x, part) for x, part in zip(self.columns, columns, strict=True)),
+            tuple(lax.dynamic_update_slice(x, part[None], place) for x, part in of_rows),
+        )
 
     def with_dlogits(self, tile: Tile, d: Float[Array, "t v"]) -> Cache:
-        """With a tile's gradient in place of its exponentials."""
-        place = _place(tile.first, tile.start)
-        return self._replace(exponentials=lax.dynamic_update_slice(self.exponentials, d, place))
+        """With a tile's gradient in place of the first number of each of its columns."""
+        first, *others = self.columns
+        return self._replace(columns=(_put_columns(tile, first, d), *others))
+
+    @property
+    def num_columns(self) -> int:
+        """Of all tiles that are kept."""
+        return self.columns[0].shape[1]
+
+
+def _put_columns(tile: Tile, x: Float[Array, "T columns"], part: Float[Array, "t v"]) -> Float[Array, "T columns"]:
+    return lax.dynamic_update_slice(x, part, _place(tile.first, tile.start))
+
+
+class PerTile(NamedTuple):
+    """What is kept of a tile."""
+
+    columns: tuple[jnp.dtype, ...]  # dtypes of the numbers of each token and column
+    rows: tuple[jnp.dtype, ...]  # of those of each token
+
+    @classmethod
+    def of_one_head(cls, case: Case) -> PerTile:
+        """An exponential, and the tile's largest x."""
+        return cls((_walk.gradient_dtype(case),), (case.stat_dtype,))
 
 
 def _place(*first: Any) -> tuple[Any, ...]:
     return tuple(jnp.asarray(i, jnp.int32) for i in first)
 
 
-def kept_columns(case: Case, columns: int, tile_v: int) -> int:
-    """The columns of the first tiles whose exponentials fit ``cache_bytes``, of a walk over ``columns``."""
+def kept_columns(case: Case, columns: int, tile_v: int, each: PerTile | None = None) -> int:
+    """The columns of the first tiles that fit ``cache_bytes``, of a walk over ``columns``."""
     whole, rest = divmod(columns, tile_v)
-    left = case.options.cache_bytes - num_bytes(case, rest, tile_v)
+    left = case.options.cache_bytes - num_bytes(case, rest, tile_v, each)
     if not case.options.cache_bytes or left < 0 or not _dlogits.keeps(case.options):
         return 0
-    return rest + min(whole, left // max(tile_bytes(case, tile_v), 1)) * tile_v
+    return rest + min(whole, left // max(tile_bytes(case, tile_v, each), 1)) * tile_v
 
 
-def num_bytes(case: Case, columns: int, tile_v: int) -> int:
+def num_bytes(case: Case, columns: int, tile_v: int, each: PerTile | None = None) -> int:
     """Of the first tiles, which have so many columns."""
     whole, rest = divmod(columns, tile_v)
-    return whole * tile_bytes(case, tile_v) + (tile_bytes(case, rest) if rest else 0)
+    return whole * tile_bytes(case, tile_v, each) + (tile_bytes(case, rest, each) if rest else 0)
 
 
-def tile_bytes(case: Case, columns: int) -> int:
-    """Of one tile's exponentials, and of its maximum per token."""
-    return case.num_tokens * (columns * _walk.gradient_dtype(case).itemsize + case.stat_dtype.itemsize)
+def tile_bytes(case: Case, columns: int, each: PerTile | None = None) -> int:
+    """Of one tile: its columns, and what they are relative to."""
+    of_columns, of_rows = (sum(dtype.itemsize for dtype in own) for own in each or PerTile.of_one_head(case))
+    return case.num_tokens * (of_columns * columns + of_rows)
 
 
 def is_one_piece(case: Case, kept: int, tile_t: int, has_padding: bool, adds_dweight: bool) -> bool:
@@ -81,15 +111,18 @@ def is_one_piece(case: Case, kept: int, tile_t: int, has_padding: bool, adds_dwe
     return every_column and every_row and not widens and not (on_cpu and adds_dweight)
 
 
-def empty(walk: Walk, shard: Shard) -> Cache | None:
+def empty(walk: Walk, shard: Shard, each: PerTile | None = None) -> Cache | None:
     """Memory for the forward to fill, if anything is kept."""
-    case, columns = walk.cases[0], walk.kept_columns
-    if not columns:
+    width = walk.kept_columns
+    if not width:
         return None
-    tiles = -(-columns // walk.tile_v)
+    each = each or PerTile.of_one_head(walk.cases[0])
+    tiles = -(-width // walk.tile_v)
     memory = jnp.zeros if _jax.has_explicit_axes(shard.tokens[0].hidden) else lax.empty  # which has no mesh in its type
-    exponentials = memory((walk.num_tokens, columns), _walk.gradient_dtype(case))
-    return Cache(exponentials, memory((tiles, walk.num_tokens), case.stat_dtype))
+    return Cache(
+        tuple(memory((walk.num_tokens, width), dtype) for dtype in each.columns),
+        tuple(memory((tiles, walk.num_tokens), dtype) for dtype in each.rows),
+    )
 
 
 def gradients(
@@ -106,7 +139,7 @@ def gradients(
     def overwrite(nothing: None, tile: Tile, cache: Cache) -> tuple[None, Cache]:
         return nothing, cache.with_dlogits(tile, dlogits(tile, cache).astype(case.dtype))
 
-    _, (d, _) = walk.fold_keeping(shard, lambda _: None, overwrite, cache)
+    _, ((d, *_), _) = walk.fold_keeping(shard, lambda _: None, overwrite, cache)
     dweight_dtype = case.dtype if dweight is None else dweight.dtype
     dhidden, found = _walk.gradient_products(case, d, head.weight, hidden, dhidden_dtype, dweight_dtype)
     dbias = None if head.bias is None else jnp.sum(d, axis=0, dtype=case.stat_dtype)

@@ -3,12 +3,15 @@
 For each chunk of tokens and tile of the vocabulary: a matrix product per model, the statistics of both (eqs. 1 and 6),
 a union (eqs. 2 and 7). A mixture of both distributions needs a second pass (eq. 9). The backward recomputes both
 products, turns them into the gradient of the student's (eqs. 8 and 10) and feeds the student's two gradient products.
+With ``cache_bytes`` the forward keeps what the gradient needs of the first tiles instead (`mathematics._kept_ratios`).
 `xla._walk` has the loops; a shard's first model is the student.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -16,10 +19,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from lce_jax._types import Case, Primals
-from lce_jax.mathematics import _kl, _kl_mixture, _logprobs, _softcap, _statistics
-from lce_jax.mathematics._kl import KLCoefficients, KLStatistics, Pair
+from lce_jax.mathematics import _kept_ratios, _kl, _kl_mixture, _logprobs, _softcap, _statistics
+from lce_jax.mathematics._kept_ratios import Kept
+from lce_jax.mathematics._kl import Direction, KLCoefficients, KLStatistics, Pair, Ratios
 from lce_jax.mathematics._kl_mixture import Mixture, MixtureCoefficients, MixtureSums
-from lce_jax.xla import _plan
+from lce_jax.xla import _cache, _plan, _walk
+from lce_jax.xla._cache import Cache, PerTile
 from lce_jax.xla._walk import Shard, Tile, Tokens, Walk
 
 if TYPE_CHECKING:
@@ -31,8 +36,18 @@ class KLPlan:
     """What is known when a call is traced."""
 
     cases: Pair[Case]
-    student_first: bool  # p is the student's in eqs. 6 to 10
+    direction: Direction
     columns: int  # to walk over
+
+    @property
+    def student_first(self) -> bool:
+        """Whether p is the student's in eqs. 6 to 10."""
+        return self.direction != "forward"
+
+    @property
+    def numbers_kept(self) -> int:
+        """Of each token, from the forward to the backward."""
+        return len(KLStatistics._fields) + (len(MixtureSums._fields) if self.direction == "jsd" else 0)
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -57,18 +72,48 @@ class KLPlan:
         """Over both models' tiles."""
         return Walk(self.cases, self.columns, *self.tiles)
 
+    @property
+    def kept_columns(self) -> int:
+        """Those of the first tiles of a walk, whose products ``cache_bytes`` spare the backward."""
+        return _cache.kept_columns(self.cases.student, self.columns, self.tiles[1], self.per_tile)
 
-def statistics(plan: KLPlan, shard: Shard) -> KLStatistics:
-    """Eqs. 1 and 6 of the whole shard, [T] each."""
+    @property
+    def kept_dtypes(self) -> tuple[jnp.dtype, jnp.dtype]:
+        """Of a `Kept`."""
+        return _kept_ratios.dtypes(_walk.gradient_dtype(self.cases.student), self.direction)
+
+    @property
+    def kept_item_bytes(self) -> int:
+        """What is kept of a token and column."""
+        return sum(dtype.itemsize for dtype in self.kept_dtypes)
+
+    @property
+    def per_tile(self) -> PerTile:
+        """A `Kept`, and what it is relative to."""
+        return PerTile(columns=self.kept_dtypes, rows=(self.dtype,) * _kept_ratios.REFERENCES)
+
+
+def statistics(plan: KLPlan, shard: Shard, keep_cache: bool = False) -> tuple[KLStatistics, Cache | None]:
+    """Eqs. 1 and 6 of the whole shard, [T] each, and what ``cache_bytes`` hold of the first tiles."""
+    walk, cache = plan.walk, None
+    if keep_cache:
+        walk = dataclasses.replace(walk, kept_columns=plan.kept_columns)
+        cache = _cache.empty(walk, shard, plan.per_tile)
 
     def empty(num_tokens: int) -> _kl.RunningKL:
         return _kl.RunningKL.start(_kl.no_columns(num_tokens, plan.dtype))
 
-    def add(running: _kl.RunningKL, tile: Tile) -> _kl.RunningKL:
+    def add(running: _kl.RunningKL, tile: Tile, cache: Cache | None) -> tuple[_kl.RunningKL, Cache | None]:
         x, scales = _x(plan, tile).ordered(plan.student_first), _scales(plan, tile.tokens)
-        return running.add(_kl.tile_statistics(x, scales, tile.live), scales)
+        found = _kl.tile_statistics(x, scales, tile.live)
+        if cache is not None and tile.index is not None:
+            own = Ratios.of(x, found.references, scales)
+            kept = _kept_ratios.to_keep(own, plan.kept_dtypes)
+            cache = cache.with_part(tile, kept, (found.max_p, found.max_q))
+        return running.add(found, scales), cache
 
-    return plan.walk.fold(shard, empty, add).finish()
+    running, cache = walk.fold_keeping(shard, empty, add, cache)
+    return running.finish(), cache
 
 
 def mixture_sums(plan: KLPlan, shard: Shard, rows: Mixture) -> MixtureSums:
@@ -88,23 +133,46 @@ def mixture_sums(plan: KLPlan, shard: Shard, rows: Mixture) -> MixtureSums:
     return jax.tree.map(jnp.add, *plan.walk.fold(shard, empty, add))
 
 
-def gradients(plan: KLPlan, shard: Shard, rows: KLCoefficients | MixtureCoefficients) -> Primals:
+def gradients(
+    plan: KLPlan, shard: Shard, rows: KLCoefficients | MixtureCoefficients, cache: Cache | None = None
+) -> Primals:
     """The student's part of dhidden and its dbias, in its statistics' dtype, and its dweight in the weight's."""
-    case = plan.cases.student
+    case, shard = plan.cases.student, shard._replace(rows=rows)
 
-    def dlogits(tile: Tile) -> Float[Array, "t v"]:
+    def dlogits(tile: Tile, cache: Cache | None) -> Float[Array, "t v"]:
         """Eqs. 5 and 8 or 10."""
-        x, scales = _x(plan, tile), _scales(plan, tile.tokens)
-        both = x.ordered(plan.student_first)
+        own, x = _ratios(plan, tile) if cache is None or tile.index is None else _ratios_kept(plan, tile, cache)
         if isinstance(tile.rows, MixtureCoefficients):
-            d = _kl_mixture.dlogits(both, scales, tile.rows)
+            d = _kl_mixture.dlogits(own, tile.rows)
         else:
-            d = _kl.dlogits(both, scales, tile.rows, plan.student_first)
+            d = _kl.dlogits(own, tile.rows, plan.student_first)
         if case.options.logit_softcap is not None:
-            d = d * _softcap.derivative(x.student)
+            d = d * _softcap.derivative(x())
         return (d if tile.live is None else jnp.where(tile.live[None, :], d, 0.0)).astype(case.stat_dtype)
 
-    return plan.walk.gradients(shard._replace(rows=rows), dlogits)
+    if cache is None:
+        return plan.walk.gradients(shard, functools.partial(dlogits, cache=None))
+    walk = dataclasses.replace(plan.walk, kept_columns=cache.num_columns)
+    if _cache.is_one_piece(case, walk.kept_columns, walk.tile_t, shard.num_columns is not None, False):
+        return _cache.gradients(walk, shard, cache, dlogits, case.stat_dtype, None)
+    return walk.gradients(shard, functools.partial(dlogits, cache=cache))
+
+
+type Found = tuple[Ratios, Callable[[], Array]]  # and the student's x, where a cap asks for it
+
+
+def _ratios(plan: KLPlan, tile: Tile) -> Found:
+    x, scales = _x(plan, tile), _scales(plan, tile.tokens)
+    return Ratios.of(x.ordered(plan.student_first), tile.rows.references, scales), lambda: x.student
+
+
+def _ratios_kept(plan: KLPlan, tile: Tile, cache: Cache) -> Found:
+    """The same without a product."""
+    (columns, (max_p, max_q)), scales = cache.part(tile), _scales(plan, tile.tokens)
+    kept, highest = Kept(*columns), (max_p, max_q)
+    x = _kept_ratios.x_of_p if plan.student_first else _kept_ratios.x_of_q
+    own = _kept_ratios.from_kept(kept, highest, tile.rows.references, scales)
+    return own, functools.partial(x, kept, highest, scales)
 
 
 def _x(plan: KLPlan, tile: Tile) -> Pair[Float[Array, "t v"]]:

@@ -65,7 +65,7 @@ def statistics(operands: Operands, case: Case, keep_cache: bool = False) -> tupl
         (x, scale), (targets, *more) = _logits(case, tile), tile.rows.relative_to(tile.start)
         stats, e = _logprobs.tile_statistics(x, scale, targets, tile.live, options, *more)
         if cache is not None and tile.index is not None:
-            cache = cache.with_part(tile, _dlogits.to_keep(e, _walk.gradient_dtype(case)), stats.max)
+            cache = cache.with_part(tile, [_dlogits.to_keep(e, _walk.gradient_dtype(case))], [stats.max])
         return running.add(stats, scale), cache
 
     shard = _shard(operands, None)
@@ -93,14 +93,14 @@ def gradients(
         if cache is None or tile.index is None:
             (x, scale), (targets, *more) = _logits(case, tile), tile.rows.relative_to(tile.start)
             return _dlogits.from_logits(x, scale, rows, targets, tile.live, options, *more)
-        (kept, highest), (targets, candidates, _) = cache.part(tile), tile.rows.relative_to(tile.start)
+        ((kept,), (highest,)), (targets, candidates, _) = cache.part(tile), tile.rows.relative_to(tile.start)
         scale = _scale(case, tile)
         return _dlogits.from_exponentials(kept, highest, scale, rows, targets, tile.live, options, candidates)
 
     shard, walk = _shard(*_repeats.each_once(operands, rows)), _walk_of(operands, case)
     if cache is None:
         return walk.gradients(shard, functools.partial(dlogits, cache=None), dweight)
-    walk = dataclasses.replace(walk, kept_columns=cache.exponentials.shape[1])
+    walk = dataclasses.replace(walk, kept_columns=cache.num_columns)
     adds, has_padding = dweight is not None, operands.num_columns is not None
     if may_overwrite_cache and _cache.is_one_piece(case, walk.kept_columns, walk.tile_t, has_padding, adds):
         dhidden_dtype = case.dtype if may_round_dhidden else case.stat_dtype

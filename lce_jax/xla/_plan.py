@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from lce_jax._plans import PassBytes, Plan, Surroundings, candidate_notes, format_bytes, unused_notes
+from lce_jax._plans import PassBytes, Plan, Surroundings, cache_notes, candidate_notes, unused_notes
 from lce_jax._types import Case
 from lce_jax.mathematics import _dlogits
 from lce_jax.xla import _cache, _walk
@@ -45,7 +45,8 @@ def plan(case: Case, name: str, around: Surroundings) -> Plan:
     kept = _cache.kept_columns(case, columns, tile_v)
     has_padding = around.true_columns != case.vocab_size  # or may have
     in_place = _cache.is_one_piece(case, kept, tile_t, has_padding, around.adds_dweight)
-    held = passes((case,), tile_t, tile_v, around, kept > 0, in_place)
+    item = _walk.gradient_dtype(case).itemsize if kept else 0
+    held = passes((case,), tile_t, tile_v, around, item, in_place)
     return Plan(
         implementation=name,
         refused={},
@@ -72,8 +73,8 @@ def _cache_notes(case: Case, kept: int, columns: int, tile_v: int) -> tuple[str,
         return ()
     if not _dlogits.keeps(case.options):
         return (f"cache_bytes={given} is not used: label smoothing needs capped logits that no exponential shows",)
-    each = format_bytes(_cache.tile_bytes(case, min(tile_v, columns)))
-    return (f"the forward keeps {-(-kept // tile_v)} of {-(-columns // tile_v)} vocabulary tiles, {each} each",)
+    tiles = -(-kept // tile_v), -(-columns // tile_v)
+    return cache_notes(case, *tiles, _cache.tile_bytes(case, min(tile_v, columns)))
 
 
 def passes(
@@ -81,14 +82,15 @@ def passes(
     tile_t: int,
     tile_v: int,
     around: Surroundings,
-    keeps: bool = False,
+    kept_bytes: int = 0,
     in_place: bool = False,
 ) -> PassBytes:
     """An upper bound of what XLA holds of a `lce_jax.xla._walk.Walk`: what its tiles and chunks are, and gradients.
 
     The forward holds a tile of each model's logits, and beside them either the columns that they are made of or the
     exponentials of one. The backward is that of a program with both passes: until dweight is written, the forward may
-    use its memory. With what it ``keeps`` the backward copies a tile of it, unless its gradient is made ``in_place``.
+    use its memory. Of ``kept_bytes`` for a token and column the backward copies a tile, unless its gradient is made
+    ``in_place``.
     """
     (first, *others), num_tokens = cases, cases[0].num_tokens
     if not num_tokens:
@@ -102,8 +104,7 @@ def passes(
     forward = sum(copy.hidden for copy in copies) + len(cases) * tile + max(columns, exponentials)
     forward += (VECTORS + VECTORS_OF_STATS * first.options.stats) * vector + first.candidate_bytes
     backward = _gradient_bytes(first, tile_t, width, tile, around)
-    if keeps:
-        backward += tile_t * width * _walk.gradient_dtype(first).itemsize
+    backward += tile_t * width * kept_bytes
     if in_place:
         hidden = num_tokens * first.hidden_size * stat  # dhidden, before it is rounded
         backward = hidden + copies[0].hidden + (2 * tile if first.options.num_candidates else 0)

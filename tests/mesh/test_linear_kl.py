@@ -32,6 +32,10 @@ def mesh_of(shape: tuple[int, int], kind: AxisType = AxisType.Auto) -> jax.shard
     return jax.make_mesh(shape, ("data", "tensor"), axis_types=(kind,) * 2, devices=devices)
 
 
+def keeping(test: kl_cases.Call, cache_bytes: int) -> kl_cases.Call:
+    return test._replace(name=f"{test.name}, kept", options=(*test.options, ("cache_bytes", cache_bytes)))
+
+
 def assert_right(got: Any, want: kl_cases.Expected) -> None:
     assert oracle.value_error(got[0], want.kl) < 4e-6
     assert all(oracle.relative_norm(a, b) < 2e-6 for a, b in zip(got[1], want.gradients, strict=True))
@@ -44,6 +48,8 @@ def assert_right(got: Any, want: kl_cases.Expected) -> None:
         (PADDED, (2, 4), {"batch_axes": "data"}),
         (PADDED, (2, 2), {"batch_axes": "data", "sequence_axis": "tensor"}),
         (MIXED, (2, 4), {"batch_axes": "data", "sequence_axis": "tensor"}),
+        (keeping(PLAIN, 1 << 30), (1, 4), {}),
+        (keeping(MIXED, 1 << 30), (2, 4), {"batch_axes": "data", "sequence_axis": "tensor"}),
         (PLAIN, (2, 2), {"vocab_axis": None, "batch_axes": "data", "sequence_axis": "tensor"}),
     ],
     kind=[AxisType.Auto, AxisType.Explicit],

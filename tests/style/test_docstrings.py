@@ -48,6 +48,8 @@ OTHER_MEANING = {
     **{(name, "temperature"): "again, that of the statistics" for name in ("merge", "finish", "mean_logit")},
     ("linear_kl", "axis_name"): "it splits two weights",
     ("linear_kl", "bias"): "there are no kernels",
+    ("linear_kl", "cache_bytes"): "two numbers of each column are kept",
+    ("explain", "direction"): "it says what differs in the plan",
     ("masked_logprobs", "ids"): "a set",
     ("masked_logprobs", "labels"): "-inf outside the set",
 }

@@ -125,6 +125,7 @@ class Kernels(KernelSet):
     kl_statistics = _of_two_heads("statistics", "kl_statistics")
     kl_mixture_sums = _of_two_heads("mixture_sums", "kl_mixture_sums")
     kl_dlogits = _of_two_heads("dlogits", "kl_dlogits")
+    cached_kl_dlogits = _launch("_cached_kl_dlogits", "dlogits")
 
     def gathers(self, case: Case) -> bool:
         """Where a column of the weight is contiguous."""

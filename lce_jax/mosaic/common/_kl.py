@@ -11,14 +11,17 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 
 from lce_jax._types import Case, Options
-from lce_jax.mathematics._kl import KLCoefficients
-from lce_jax.mosaic._kl_kernel_set import Direction, KLOperands
+from lce_jax.mathematics._kl import Direction, KLCoefficients
+from lce_jax.mosaic._kl_kernel_set import KLCache, KLOperands
 from lce_jax.mosaic._mixture import MixtureFactors
 from lce_jax.mosaic._span import Span
 from lce_jax.mosaic.common import _logits
 from lce_jax.mosaic.common._machine import KLMachine, Matmul, Offset, Product, Tile
+from lce_jax.mosaic.common._tiles import TILE_N
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Float, Int
@@ -38,6 +41,7 @@ class Refs(NamedTuple):
     mask: Any  # [512]
     output: Any  # [tiles, fields, Tp], or [T, columns]
     factors: Any = None  # [fields, Tp]
+    cache: Any = None  # a `KLCache` of refs, if tiles are kept
 
 
 class Where(NamedTuple):
@@ -58,10 +62,13 @@ def statistics(
     operands: KLOperands,
     span: Int[Array, "fields"],
     parts: Float[Array, "n 6 Tp"],
-) -> Float[Array, "n 6 Tp"]:
-    """``parts`` with those of the span's tiles."""
-    given = _arrays(operands, span)
-    return _updated(machine, tuning, cases, machine.statistics, "lce_kl_statistics", given, parts)
+    cache: KLCache | None = None,
+) -> tuple[Float[Array, "n 6 Tp"], KLCache | None]:
+    """``parts`` with those of the span's tiles, and the cache with what it keeps of them."""
+    given, name = _arrays(operands, span), "lce_kl_statistics" if cache is None else "lce_kl_statistics_cached"
+    updated = [parts, *jax.tree.leaves(cache)]
+    parts, *kept = _updated(machine, tuning, cases, machine.statistics, name, given, updated)
+    return parts, KLCache(*kept) if kept else None
 
 
 def mixture_sums(
@@ -75,7 +82,7 @@ def mixture_sums(
 ) -> Float[Array, "n 2 Tp"]:
     """``parts`` with those of the span's tiles."""
     given = [*_arrays(operands, span), factors]
-    return _updated(machine, tuning, cases, machine.mixture_sums, "lce_kl_mixture_sums", given, parts)
+    return _updated(machine, tuning, cases, machine.mixture_sums, "lce_kl_mixture_sums", given, [parts])[0]
 
 
 def _updated(
@@ -85,27 +92,32 @@ def _updated(
     epilogue: Callable[..., None],
     name: str,
     given: Sequence[Any],
-    parts: Float[Array, "n fields Tp"],
-) -> Float[Array, "n fields Tp"]:
-    """``parts`` with what ``epilogue`` makes of the span's tiles. ``given`` may end with factors of the rows."""
+    updated: Sequence[Array],
+) -> list[Array]:
+    """``updated``, parts first, with what ``epilogue`` makes of the span's tiles.
+
+    ``given`` may end with factors of the rows.
+    """
     matmuls = _matmuls(cases, tuning)
     run = machine.kernel(
         matmuls[0],
-        functools.partial(_kernel_per_tile, machine, matmuls, epilogue),
-        [jax.ShapeDtypeStruct(parts.shape, parts.dtype)],
+        functools.partial(_kernel_per_tile, machine, matmuls, epilogue, len(updated)),
+        [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in updated],
         name,
-        updated={len(given): 0},
+        updated={len(given) + i: i for i in range(len(updated))},
     )
-    return run(*given, parts)[0]
+    return list(run(*given, *updated))
 
 
 def _kernel_per_tile(
-    machine: KLMachine, matmuls: tuple[Matmul, Matmul], epilogue: Callable[..., None], *refs: Any
+    machine: KLMachine, matmuls: tuple[Matmul, Matmul], epilogue: Callable[..., None], num_updated: int, *refs: Any
 ) -> None:
     *arrays, scales, mask, scalars, rest = _unpacked(refs)
-    *factors, _, output = rest  # the parts as they were are in the same place
+    # What is updated, as it was, lies in the same places.
+    factors, (output, *kept) = rest[: -2 * num_updated] or [None], rest[-num_updated:]
     span = Span.unpack(scalars)
-    of_kernel = Refs(_heads(matmuls, scales), mask, output, *factors)
+    cache = KLCache(*kept) if kept else None
+    of_kernel = Refs(_heads(matmuls, scales), mask, output, factors[0], cache)
 
     def consume(tile: Tile, multiply: Multiply, scratch: Any) -> None:
         where = Where(span.column + tile.column, span.slot + tile.vocabulary_tile, span.num_columns)
@@ -152,6 +164,13 @@ def store(refs: Refs, where: Where, rows: Callable[[], Any], fields: Sequence[Ar
     """Writes a tile's numbers of these rows, whose places are computed when they are needed."""
     for i, field in enumerate(fields):
         refs.output.at[where.number, i, rows()][...] = field
+
+
+def store_highest(cache: Any, where: Where, rows: Callable[[], Any], *highest: Array) -> None:
+    """Writes the largest x of p and of q of a tile that is kept."""
+    tile = lax.div(where.column, jnp.int32(TILE_N))
+    for i, field in enumerate(highest):
+        cache.max.at[tile, i, rows()][...] = field
 
 
 def _matmuls(cases: tuple[Case, Case], tuning: Any) -> tuple[Matmul, Matmul]:

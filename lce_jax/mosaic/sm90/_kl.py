@@ -10,18 +10,19 @@ import jax.numpy as jnp
 from jax import lax
 
 from lce_jax._types import Options
-from lce_jax.mathematics._kl import KLCoefficients, KLStatistics
+from lce_jax.mathematics._kl import Direction, KLCoefficients, KLStatistics
 from lce_jax.mathematics._log_ratios import MOST_DISTANCE
 from lce_jax.mathematics._statistics import MASKED
 from lce_jax.mosaic import _pallas
-from lce_jax.mosaic._kl_kernel_set import Direction
+from lce_jax.mosaic._kl_kernel_set import KLCache
 from lce_jax.mosaic._mixture import MixtureFactors
 from lce_jax.mosaic._operands import LOG2E
 from lce_jax.mosaic._pallas import pl
 from lce_jax.mosaic._partial_statistics import FLOOR
-from lce_jax.mosaic.common._kl import Multiply, Refs, Where, of_rows, store
+from lce_jax.mosaic.common._kl import Multiply, Refs, Where, of_rows, store, store_highest
 from lce_jax.mosaic.common._log_ratios import Reference, relative_log_ratio
 from lce_jax.mosaic.common._machine import KLMachine, Tile, multiple_of
+from lce_jax.mosaic.common._statistics import as_cached
 from lce_jax.mosaic.common._tiles import STAGING_COLUMNS, TILE_N
 from lce_jax.mosaic.sm90 import _epilogue, _kl_tile, _pipeline
 from lce_jax.mosaic.sm90._epilogue import HELD
@@ -43,18 +44,32 @@ def statistics(refs: Refs, tile: Tile, where: Where, multiply: Multiply, scratch
     x = x_of(q.options, multiply[1](), refs.mask, where)
     max_q = jnp.maximum(jnp.max(x, axis=1), FLOOR)
     at_p = functools.reduce(jnp.maximum, [_at(held.block(i), max_p, block_of(x, i)) for i in range(BLOCKS)])
+    # What is kept takes registers too, so it is made of narrower pieces.
+    width = STAGING_COLUMNS if refs.cache is None else STRIP
     scale_p, scale_q = (HELD.load_rows(head.scale, rows()) for head in refs.heads)
     sums: list[Array] = []
-    for i in range(BLOCKS):
-        x_p, x_q = held.block(i), block_of(x, i)
+    for column in range(0, TILE_N, width):
+        x_p, x_q = held.columns(column, width), x[:, column : column + width]
         u_p = _relative(x_p, max_p, scale_p)
         e_p = jnp.exp2(u_p)
         # Where e is 0, v may be infinite, and 0 · inf is NaN.
         cross = jnp.where(e_p > 0.0, e_p * (u_p - _relative(x_q, at_p, scale_q)), 0.0)
-        terms = e_p, jnp.exp2(_relative(x_q, max_q, scale_q)), cross
-        parts = [jnp.sum(term, axis=1) for term in terms]
+        u_q = _relative(x_q, max_q, scale_q)
+        e_q = jnp.exp2(u_q)
+        parts = [jnp.sum(term, axis=1) for term in (e_p, e_q, cross)]
         sums = [a + b for a, b in zip(sums, parts, strict=True)] if sums else parts
+        if refs.cache is not None:
+            _keep(refs.cache, rows, where.column + column, jnp.maximum(e_p, e_q), u_q - u_p)
     store(refs, where, rows, KLStatistics(max_p, max_q, at_p, *sums))
+    if refs.cache is not None:
+        store_highest(refs.cache, where, rows, max_p, max_q)
+
+
+def _keep(cache: KLCache, rows: Callable[[], Any], column: Any, e: Array, t: Array) -> None:
+    """Some columns of a `_kept_ratios.Kept`. Not through shared memory, as `dlogits`."""
+    columns = pl.ds(multiple_of(column, STRIP), STRIP)
+    for output, values in (cache.e, as_cached(e, cache.e.dtype)), (cache.t, t):
+        _pallas.store(output.at[rows(), columns], values.astype(output.dtype))
 
 
 def _at(x_p: Float[Array, "64 n"], max_p: Float[Array, "64"], x_q: Float[Array, "64 n"]) -> Float[Array, "64"]:
@@ -64,7 +79,8 @@ def _at(x_p: Float[Array, "64 n"], max_p: Float[Array, "64"], x_q: Float[Array, 
 
 def _relative(x: Float[Array, "64 n"], reference: Float[Array, "64"], scale: Float[Array, "64"]) -> Any:
     """One instruction more than a fused multiply-add, which would not be 0 at the reference."""
-    return (x - along(reference)) * along(scale)
+    columns = x.shape[1]
+    return (x - HELD.along_rows(reference, columns)) * HELD.along_rows(scale, columns)
 
 
 def mixture_sums(refs: Refs, tile: Tile, where: Where, multiply: Multiply, scratch: Any) -> None:
@@ -130,7 +146,7 @@ def dlogits(refs: Refs, direction: Direction, tile: Tile, where: Where, multiply
     p, q = refs.heads
     held = HeldTile.of(x_of(p.options, multiply[0](), refs.mask, where), scratch)
     x = x_of(q.options, multiply[1](), refs.mask, where)
-    gradient = _of_mixture(refs, rows, where) if direction == "mixture" else _of_kl(refs, rows, direction == "reverse")
+    gradient = _of_mixture(refs, rows, where) if direction == "jsd" else _of_kl(refs, rows, direction == "reverse")
     for i in range(BLOCKS):
         d = gradient(held, x, i)
         column = tile.column + i * STAGING_COLUMNS
