@@ -120,6 +120,7 @@ CANDIDATES = [
     ),
     case("candidates, bfloat16", K=8, dtype="bfloat16", leading=(64,), H=128, V=512),
     case("candidates, bfloat16 hidden, float32 weight", K=8, hidden_dtype="bfloat16"),
+    case("candidates, a threshold", K=5, spread=5.0, gradient_threshold=2.0**-12, vocab_size=97, where="some"),
 ]  # fmt: skip
 
 
@@ -128,6 +129,7 @@ FLOORS = [
     case("floor and everything", floor=30, leading=(4, 6), H=31, V=5128, vocab_size=5113, temperature="token",
          where="nan", labels="foreign", logit_softcap=4.0, logit_scale=-1.3, stats=True, weight_layout="hv", spread=3.0,
          bias="float32"),
+    case("floor, a threshold", floor=7, spread=5.0, gradient_threshold=2.0**-12, temperature="token"),
     case("floor of one token, bfloat16", floor=1, dtype="bfloat16", leading=(64,), H=128, V=512, entropy=False,
          cache_bytes=1 << 20),
 ]  # fmt: skip

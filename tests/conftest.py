@@ -15,8 +15,6 @@ if jax.__version_info__ >= JAX_OF_THE_KERNELS:  # an older one has no interprete
 
     mosaic_interpreter.prepare()
 
-collect_ignore = ["doc_given"]  # code that the blocks of a page take for granted: to import it would change torch
-
 
 @pytest.fixture
 def short_timings(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,9 +81,11 @@ def test_every_shard_holds_the_same_bits(shards: int, direction: str) -> None:
     assert_right(evaluate(drawn, lambda *operands, **options: mapped(*operands, **options)[0]), expected(drawn))
 
 
-def test_inside_shard_map_with_types() -> None:
+@pytest.mark.parametrize("cache_bytes", [0, 1 << 30])
+def test_inside_shard_map_with_types(cache_bytes: int) -> None:
     """Each data shard's result has a weight of its own; the teacher's states are typed as varying over the axis."""
-    drawn, mesh = draw(PADDED._replace(where=False, bias=False, temperature=False)), mesh_of((2, 4))
+    test = keeping(PADDED._replace(where=False, bias=False, temperature=False), cache_bytes)
+    drawn, mesh = draw(test), mesh_of((2, 4))
 
     def mapped(hidden: Any, weight: Any, teacher_hidden: Any, teacher_weight: Any, **options: Any) -> Any:
         def body(*operands: Any) -> Any:
