@@ -100,7 +100,7 @@ def statistics(plan: KLPlan, shard: Shard, kernels: KernelSet, keep_cache: bool)
     cached = num_cached_tiles(plan, call.shape) if keep_cache else 0
 
     def launch(span: Array, parts: Array, cache: KLCache | None) -> tuple[Array, KLCache | None]:
-        return kernels.kl_statistics(calls.cases, operands, span, parts, cache)
+        return kernels.kl_statistics(calls.cases, operands, span, parts, cache, plan.direction)
 
     def join(running: KLStatistics | None, parts: Array, count: Any) -> KLStatistics:
         own = _kl.merge(_of_tiles(parts, count), calls.scales)
@@ -127,9 +127,9 @@ def tile_bytes(plan: KLPlan, shape: Geometry) -> int:
 
 def _empty_cache(call: KernelCall, plan: KLPlan, num_tiles: int) -> KLCache:
     shape = (call.shape.padded_tokens, num_tiles * call.shape.tile)
-    e, t = (call.host.empty(shape, dtype) for dtype in plan.kept_dtypes)
-    highest = (num_tiles, _kept_ratios.REFERENCES, call.shape.padded_tokens)
-    return KLCache(e, t, call.host.empty(highest, jnp.float32))
+    e, ratio = (call.host.empty(shape, dtype) for dtype in plan.kept_dtypes)
+    references = (num_tiles, _kept_ratios.REFERENCES, call.shape.padded_tokens)
+    return KLCache(e, ratio, call.host.empty(references, jnp.float32))
 
 
 def mixture_sums(plan: KLPlan, shard: Shard, rows: Mixture, kernels: KernelSet) -> MixtureSums:
@@ -168,7 +168,7 @@ def _over_tiles[S](
     """
     call = calls.student
     num_tiles, most = call.shape.tiles_of(calls.plan.columns), launch_tiles(call.shape, kernels, calls.plan.columns)
-    cached = 0 if cache is None else cache.max.shape[0]
+    cached = 0 if cache is None else cache.references.shape[0]
 
     def pieces(first: Any, last: Any, parts: Array, cache: KLCache | None) -> tuple[Array, KLCache | None]:
         for start, stop, keeps in ((0, cached, True), (cached, num_tiles, False)):

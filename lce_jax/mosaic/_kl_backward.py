@@ -81,13 +81,13 @@ class Gradient(NamedTuple):
         assert self.cache is not None
         calls, given = self.calls, (self.factors, self.cache, span, columns)
         operands = calls.operands(calls.weights)
-        return self.kernels.cached_kl_dlogits(calls.cases, operands, *given, calls.plan.direction, True)
+        return self.kernels.cached_kl_dlogits(calls.cases, operands, *given, calls.plan.direction)
 
 
 def _parts(gradient: Gradient) -> list[Part]:
     """The tiles in the cache, if any, as one chunk, and the tiles to recompute, if any, in chunks."""
     call, shape = gradient.calls.student, gradient.calls.student.shape
-    cached = 0 if gradient.cache is None else gradient.cache.max.shape[0]
+    cached = 0 if gradient.cache is None else gradient.cache.references.shape[0]
     parts = [Part(range(0, cached, cached), gradient.from_cache)] if cached else []
     if cached < shape.num_tiles:
         step = _chunks.chunk_tiles(call.case, shape, gradient.kernels.budget, shape.num_tiles - cached)

@@ -30,8 +30,8 @@ class KLCache(NamedTuple):
     """What the backward needs of the first vocabulary tiles to spare both heads' products: `_kept_ratios.Kept`."""
 
     e: Float[Array, "Tp columns"]  # whole tiles
-    t: Float[Array, "Tp columns"]  # in base 2
-    max: Float[Array, "tiles 2 Tp"]  # each tile's largest x of p and of q
+    ratio: Float[Array, "Tp columns"]  # in base 2
+    references: Float[Array, "tiles 3 Tp"]  # of each tile
 
 
 class KLKernelSet(Protocol):
@@ -49,11 +49,12 @@ class KLKernelSet(Protocol):
         operands: KLOperands,
         span: Int[Array, "fields"],
         parts: Float[Array, "n 6 Tp"],
-        cache: KLCache | None = None,
+        cache: KLCache | None,
+        direction: Direction,
     ) -> tuple[Float[Array, "n 6 Tp"], KLCache | None]:
         """``parts`` with the `KLStatistics` of the span's tiles: the fields in order, ``cross`` in base 2.
 
-        The cache, if any, gets what it keeps of these tiles.
+        The cache, if any, gets what the direction's gradient needs of these tiles.
 
         A tile of padding alone has a maximum of `_partial_statistics.FLOOR` and sums of 0. Tiles after the span and row
         blocks without a live row are left unwritten.
@@ -97,6 +98,5 @@ class KLKernelSet(Protocol):
         span: Int[Array, "fields"],
         columns: int,
         direction: Direction,
-        overwrites: bool,
     ) -> Float[Array, "Tp columns"]:
-        """The same from a cache. With ``overwrites`` it takes the place of the exponentials of all of it."""
+        """The same from all of a cache, in the place of its exponentials."""

@@ -80,7 +80,10 @@ class KLPlan:
     @property
     def kept_dtypes(self) -> tuple[jnp.dtype, jnp.dtype]:
         """Of a `Kept`."""
-        return _kept_ratios.dtypes(_walk.gradient_dtype(self.cases.student), self.direction)
+        student = self.cases.student
+        return _kept_ratios.dtypes(
+            _walk.gradient_dtype(student), self.direction, student.options.logit_softcap is not None
+        )
 
     @property
     def kept_item_bytes(self) -> int:
@@ -108,8 +111,8 @@ def statistics(plan: KLPlan, shard: Shard, keep_cache: bool = False) -> tuple[KL
         found = _kl.tile_statistics(x, scales, tile.live)
         if cache is not None and tile.index is not None:
             own = Ratios.of(x, found.references, scales)
-            kept = _kept_ratios.to_keep(own, plan.kept_dtypes)
-            cache = cache.with_part(tile, kept, (found.max_p, found.max_q))
+            kept = _kept_ratios.to_keep(own, plan.kept_dtypes, plan.direction)
+            cache = cache.with_part(tile, kept, found.references)
         return running.add(found, scales), cache
 
     running, cache = walk.fold_keeping(shard, empty, add, cache)
@@ -168,11 +171,10 @@ def _ratios(plan: KLPlan, tile: Tile) -> Found:
 
 def _ratios_kept(plan: KLPlan, tile: Tile, cache: Cache) -> Found:
     """The same without a product."""
-    (columns, (max_p, max_q)), scales = cache.part(tile), _scales(plan, tile.tokens)
-    kept, highest = Kept(*columns), (max_p, max_q)
-    x = _kept_ratios.x_of_p if plan.student_first else _kept_ratios.x_of_q
-    own = _kept_ratios.from_kept(kept, highest, tile.rows.references, scales)
-    return own, functools.partial(x, kept, highest, scales)
+    (columns, (max_p, max_q, at_p)), scales = cache.part(tile), _scales(plan, tile.tokens)
+    kept, references = Kept(*columns), (max_p, max_q, at_p)
+    own = _kept_ratios.from_kept(kept, references, tile.rows.references, scales, plan.direction)
+    return own, functools.partial(_kept_ratios.students_x, kept, references, scales, plan.direction)
 
 
 def _x(plan: KLPlan, tile: Tile) -> Pair[Float[Array, "t v"]]:

@@ -37,6 +37,9 @@ CAPPED = call(
     teacher_temperature=0.7, logit_scale=1.3, dtypes=BFLOAT16, direction="reverse",
 )  # fmt: skip
 SHARP = call("float16, sharp", leading=(136,), H=192, G=64, V=264, dtypes=FLOAT16, spread=4.0)
+COLD = call(
+    "cold, a cap", leading=(20,), H=64, G=64, V=264, logit_softcap=3.0, teacher_temperature=1e-4, dtypes=BFLOAT16, spread=3.0,
+)  # fmt: skip
 MIXTURE = call(
     "a mixture, padding, rows left out", leading=(20,), H=64, G=128, V=264, teachers_columns=272, vocab_size=260,
     where=True, temperature=True, dtypes=BFLOAT16, direction="jsd", beta=0.3,
@@ -45,7 +48,7 @@ CAPPED_MIXTURE = call(
     "a mixture, caps, clusters", leading=(136,), H=64, G=64, V=520, logit_softcap=3.0, teacher_logit_softcap=None,
     teacher_temperature=0.7, logit_scale=1.3, dtypes=BFLOAT16, direction="jsd", beta=0.8,
 )  # fmt: skip
-TILE_BYTES = 128 * (6 * 256 + 8)  # of a tile of up to 128 tokens that is kept
+TILE_BYTES = 128 * (6 * 256 + 12)  # of a tile of up to 128 tokens that is kept
 
 
 def keeping(test: Call, tiles: int, bytes_per_tile: int = TILE_BYTES) -> Call:
@@ -58,6 +61,7 @@ KEPT = [
     pytest.param(keeping(PADDED, 2), sm90.KERNELS, id="all kept"),
     pytest.param(keeping(MIXTURE, 1), sm90.KERNELS, id="a mixture, some kept"),
     pytest.param(keeping(CAPPED, 2, 2 * TILE_BYTES), sm90.Kernels(budget=SMALL), id="reverse, caps, some kept"),
+    pytest.param(keeping(COLD, 2), sm90.KERNELS, id="cold, a cap, all kept"),
     pytest.param(keeping(SHARP, 2, 2 * TILE_BYTES), sm90.KERNELS, id="float16, all kept", marks=pytest.mark.slow),
     pytest.param(
         keeping(CAPPED_MIXTURE, 3, 2 * TILE_BYTES), sm90.Kernels(budget=SMALL), id="a mixture, caps, all kept",
@@ -102,6 +106,9 @@ def test_matches_float64(
     drawn = draw(test)
     with _generations.using(kernels), interpreting(plgpu.InterpretGPUParams(detect_races=True)):
         kl, gradients = evaluate(drawn)
+        if "cache_bytes" in drawn.options:
+            plain, _ = evaluate(drawn._replace(options=drawn.options | {"cache_bytes": 0}))
+            np.testing.assert_array_equal(kl, plain)
     assert not races_found()  # in the last kernel
     assert "RACE DETECTED" not in capfd.readouterr().out
     want = expected(drawn)

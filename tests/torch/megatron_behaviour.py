@@ -166,28 +166,28 @@ def threads(tp: int, model: Options, _options: Options) -> Result:
 
 
 def readme(tp: int, model: Options, _options: Options) -> Result:
-    """README's Megatron block as it is printed, in a micro-batch with and in one without response tokens.
+    """What README's Megatron block says a user writes, in a micro-batch with and in one without response tokens.
 
-    It also checks what README says of the names in it: ``old_logprobs`` are the same call without gradients, before the
+    `tests.site.test_docs` runs the block as a whole. It also checks what README says of the names in it: ``old_logprobs`` are the same call without gradients, before the
     update, and ``get_batch_on_this_cp_rank`` cuts labels and masks as it cuts the tokens.
     """
     it = subject(tp, **model)
     batch, drawn = draw(where="some")
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     (block,) = (code for code in blocks if "output_processor_context" in code)
-    advantages = batch.seeds[0]
+    written, advantages = block[block.index("context = ") :], batch.seeds[0]
+    tokens, positions, _ = batch.inputs
+    batch = batch._replace(mask=None, labels=tokens.roll(-1, dims=1))
 
     def run(mask: torch.Tensor) -> tuple[Options, dict[str, torch.Tensor]]:
         with torch.no_grad():
             old, *_ = call(it.model, batch, temperature=0.7, where=mask)
-        tokens, positions, attention = batch.inputs
         names: Options = dict(
-            torch=torch, model=it.model, tokens=tokens, positions=positions, mask=attention, labels=batch.labels,
+            torch=torch, model=it.model, tokens=tokens, positions=positions, output_processor=output_processor,
             response_mask=mask, old_logprobs=old, advantages=advantages,
         )  # fmt: skip
         it.model.zero_grad()
-        exec(block, names)
-        names["loss"].backward()
+        exec(written, names)
         return names, {name: p.grad.clone() for name, p in it.model.named_parameters()}
 
     mask = drawn["where"]

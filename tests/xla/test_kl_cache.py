@@ -115,6 +115,35 @@ def test_a_teacher_that_rules_tokens_out(direction: str, dtype: str, monkeypatch
     assert all(oracle.relative_norm(b, np.asarray(a, np.float64)) < bound for a, b in zip(plain, kept, strict=True))
 
 
+@pytest.mark.parametrize("dtype", SIXTEEN_BITS)
+@pytest.mark.parametrize("direction", ["forward", "reverse", "jsd"])
+def test_a_cold_cap(direction: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its derivative asks for logits that lie 1e6 below the largest."""
+    monkeypatch.setattr(_walk, "gradient_dtype", lambda case: case.dtype)
+    test = call("cold", leading=(16,), V=480, dtypes=(dtype,) * 4, direction=direction, logit_softcap=30.0, spread=3.0)
+    drawn = draw(test)
+    drawn = drawn._replace(options=drawn.options | {"temperature": 1e-4}, seed=drawn.seed * 1e-4)
+    (kl, plain), (same, kept) = (evaluate(drawn, cache_bytes=number) for number in (0, FULL))
+    np.testing.assert_array_equal(kl, same)
+    bound = {"bfloat16": 8e-3, "float16": 1e-3}[dtype]
+    assert all(oracle.relative_norm(b, np.asarray(a, np.float64)) < bound for a, b in zip(plain, kept, strict=True))
+
+
+@pytest.mark.parametrize("dtype", ["float32", *SIXTEEN_BITS])
+@pytest.mark.parametrize("ruled_out", [-1e3, -1e6, -1e9])
+def test_a_student_that_prefers_what_the_teacher_rules_out(
+    ruled_out: float, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The log-ratios are nearly all of them equal, and the gradient of a reverse KL is in their differences."""
+    monkeypatch.setattr(_walk, "gradient_dtype", lambda case: case.dtype)
+    drawn = draw(call("preferred", leading=(16,), V=480, dtypes=(dtype,) * 4, direction="reverse"))
+    out = jnp.arange(480) % 7 != 3
+    biases = {"bias": jnp.where(out, 0.0, -40.0), "teacher_bias": jnp.where(out, ruled_out, 0.0)}
+    plain, kept = (evaluate(drawn, **biases, cache_bytes=number)[1] for number in (0, FULL))
+    bound = {"float32": 1e-5, "bfloat16": 8e-3, "float16": 1e-3}[dtype]
+    assert all(oracle.relative_norm(b, np.asarray(a, np.float64)) < bound for a, b in zip(plain, kept, strict=True))
+
+
 @pytest.mark.parametrize("direction", ["forward", "reverse", "jsd"])
 def test_small_temperatures(direction: str) -> None:
     """One-hots, whose gradient is what nearly cancels: as exact as what is computed anew."""
@@ -132,7 +161,7 @@ def test_is_planned() -> None:
     (hidden, weight), labels = drawn.student, jax.ShapeDtypeStruct(drawn.seed.shape, "int32")
     given = full_cache(drawn) // 2
     plan = explain(hidden, weight, labels, teacher=drawn.teacher, cache_bytes=given)
-    assert full_cache(drawn) == 24 * (480 * (4 + 4) + 10 * 2 * 4)
+    assert full_cache(drawn) == 24 * (480 * (4 + 4) + 10 * 3 * 4)
     assert 0 <= given - (plan.kept_bytes - 6 * 4 * 24) < full_cache(drawn) / 10
     assert "the forward keeps 5 of 10 vocabulary tiles" in str(plan)
 

@@ -36,14 +36,13 @@ def dlogits(
     span: Int[Array, "fields"],
     columns: int,
     direction: Direction,
-    overwrites: bool,
 ) -> Float[Array, "Tp columns"]:
-    """As `common._kl.dlogits`. With ``overwrites`` it takes the place of the exponentials, each read before."""
+    """As `common._kl.dlogits`, in the place of the cache's exponentials: a block is read before it is written."""
     case = cases[direction == "forward"]  # the student's
     output = jax.ShapeDtypeStruct((factors.shape[1], columns), case.dtype)
-    body, updated = functools.partial(_kernel, case, direction), {0: 0} if overwrites else None
+    body = functools.partial(_kernel, case, direction)
     scales = [head.scale for head in operands.heads]
-    run = _cached_blocks.kernel(body, output, case, "lce_cached_kl_dlogits", cache[:2], updated)
+    run = _cached_blocks.kernel(body, output, case, "lce_cached_kl_dlogits", cache[:2], {0: 0})
     return run(*cache, *scales, factors, span)[0]
 
 
@@ -51,22 +50,22 @@ def _kernel(
     case: Case,
     direction: Direction,
     e: Any,
-    t: Any,
-    highest: Any,  # [tiles of the cache, 2, Tp]
+    ratio: Any,
+    references: Any,  # [tiles of the cache, 3, Tp]
     scale_p: Any,  # [Tp]
     scale_q: Any,
     factors: Any,  # [fields, Tp]
     scalars: Any,  # a `Span`
     output: Any,
 ) -> None:
-    gradient = functools.partial(_block_gradient, case, direction, highest, (scale_p, scale_q), factors)
-    _cached_blocks.walk_blocks(Walk.of(Span.unpack(scalars)), [e, t], output, gradient)
+    gradient = functools.partial(_block_gradient, case, direction, references, (scale_p, scale_q), factors)
+    _cached_blocks.walk_blocks(Walk.of(Span.unpack(scalars)), [e, ratio], output, gradient)
 
 
 def _block_gradient(
     case: Case,
     direction: Direction,
-    highest: Any,
+    references: Any,
     scales: Sequence[Any],
     factors: Any,
     block: Block,
@@ -75,24 +74,24 @@ def _block_gradient(
     """The gradient of one block: loads what its rows need, then eq. 8 or 10 and the cap's derivative."""
     load = functools.partial(HELD.load_rows, rows=block.rows)
     k_p, k_q = map(load, scales)
-    max_p, max_q = (load(highest.at[block.tile, i]) for i in range(2))
+    max_p, max_q, at_p = (load(references.at[block.tile, i]) for i in range(3))
     rows: KLCoefficients | MixtureFactors
     rows = of_rows(MixtureFactors, factors, load) if direction == "jsd" else of_rows(KLCoefficients, factors, load)
-    (e, log2_e), t = of_cache(values[0], case.dtype), values[1]
-    below_p, below_q = jnp.minimum(-t, 0.0), jnp.minimum(t, 0.0)
+    (e, log2_e), ratio = of_cache(values[0], case.dtype), values[1]
     down_p, down_q = (max_p - rows.max_p) * k_p, (max_q - rows.max_q) * k_q
-    to_distance = (max_q - rows.at_p) * k_q - down_p
-    of_p = rows.of_p * jnp.exp2(down_p)
+    of_p, u = along(rows.of_p * jnp.exp2(down_p)), log2_e
     if isinstance(rows, MixtureFactors):
         reference = Reference(*map(along, (rows.own, rows.other, rows.start, rows.most)))
-        log = relative_log_ratio(t + along(down_q - down_p + rows.log_sums), t + along(to_distance), reference)
-        d = e * jnp.exp2(below_p) * along(of_p) * (log - along(rows.mean))
+        d, to_distance = ratio + along(down_q - down_p + rows.log_sums), (max_q - rows.at_p) * k_q - down_p
+        log = relative_log_ratio(d, ratio + along(to_distance), reference)
+        gradient = e * of_p * (log - along(rows.mean))
     elif direction == "reverse":
-        d = e * jnp.exp2(below_p) * along(of_p) * -(t + along(to_distance) + along(rows.mean))
+        to_distance = (at_p - rows.at_p) * k_q - down_p
+        gradient = e * of_p * -(ratio + along(to_distance) + along(rows.mean))
     else:
-        d = e * (jnp.exp2(below_q) * along(rows.of_q * jnp.exp2(down_q)) - jnp.exp2(below_p) * along(of_p))
-    if case.options.logit_softcap is not None and direction == "forward":
-        d = d * cap_derivative(log2_e + below_q, max_q, k_q)
-    elif case.options.logit_softcap is not None:
-        d = d * cap_derivative(log2_e + below_p, max_p, k_p)
-    return jnp.where(e > 0.0, d, 0.0)  # on padding t says nothing
+        below_p, below_q = jnp.minimum(-ratio, 0.0), jnp.minimum(ratio, 0.0)
+        of_q, u = along(rows.of_q * jnp.exp2(down_q)), log2_e + below_q
+        gradient = e * (jnp.exp2(below_q) * of_q - jnp.exp2(below_p) * of_p)
+    if case.options.logit_softcap is not None:
+        gradient = gradient * cap_derivative(u, *((max_q, k_q) if direction == "forward" else (max_p, k_p)))
+    return jnp.where(e > 0.0, gradient, 0.0)  # on padding the ratio says nothing

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from lce_jax._types import Case, Options
-from lce_jax.mathematics._kl import Direction, KLCoefficients
+from lce_jax.mathematics._kl import Direction, KLCoefficients, KLStatistics
 from lce_jax.mosaic._kl_kernel_set import KLCache, KLOperands
 from lce_jax.mosaic._mixture import MixtureFactors
 from lce_jax.mosaic._span import Span
@@ -62,12 +62,17 @@ def statistics(
     operands: KLOperands,
     span: Int[Array, "fields"],
     parts: Float[Array, "n 6 Tp"],
-    cache: KLCache | None = None,
+    cache: KLCache | None,
+    direction: Direction,
 ) -> tuple[Float[Array, "n 6 Tp"], KLCache | None]:
     """``parts`` with those of the span's tiles, and the cache with what it keeps of them."""
     given, name = _arrays(operands, span), "lce_kl_statistics" if cache is None else "lce_kl_statistics_cached"
     updated = [parts, *jax.tree.leaves(cache)]
-    parts, *kept = _updated(machine, tuning, cases, machine.statistics, name, given, updated)
+
+    def epilogue(refs: Refs, *of_tile: Any) -> None:
+        machine.statistics(refs, direction, *of_tile)
+
+    parts, *kept = _updated(machine, tuning, cases, epilogue, name, given, updated)
     return parts, KLCache(*kept) if kept else None
 
 
@@ -166,11 +171,11 @@ def store(refs: Refs, where: Where, rows: Callable[[], Any], fields: Sequence[Ar
         refs.output.at[where.number, i, rows()][...] = field
 
 
-def store_highest(cache: Any, where: Where, rows: Callable[[], Any], *highest: Array) -> None:
-    """Writes the largest x of p and of q of a tile that is kept."""
+def store_references(cache: Any, where: Where, rows: Callable[[], Any], stats: KLStatistics) -> None:
+    """Writes those of a tile that is kept."""
     tile = lax.div(where.column, jnp.int32(TILE_N))
-    for i, field in enumerate(highest):
-        cache.max.at[tile, i, rows()][...] = field
+    for i, field in enumerate(stats.references):
+        cache.references.at[tile, i, rows()][...] = field
 
 
 def _matmuls(cases: tuple[Case, Case], tuning: Any) -> tuple[Matmul, Matmul]:

@@ -19,7 +19,7 @@ from lce_jax.mosaic._mixture import MixtureFactors
 from lce_jax.mosaic._operands import LOG2E
 from lce_jax.mosaic._pallas import pl
 from lce_jax.mosaic._partial_statistics import FLOOR
-from lce_jax.mosaic.common._kl import Multiply, Refs, Where, of_rows, store, store_highest
+from lce_jax.mosaic.common._kl import Multiply, Refs, Where, of_rows, store, store_references
 from lce_jax.mosaic.common._log_ratios import Reference, relative_log_ratio
 from lce_jax.mosaic.common._machine import KLMachine, Tile, multiple_of
 from lce_jax.mosaic.common._statistics import as_cached
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 MOST = MOST_DISTANCE * LOG2E  # as `MixtureFactors.most`, of a logarithm that is relative to that of 1
 
 
-def statistics(refs: Refs, tile: Tile, where: Where, multiply: Multiply, scratch: Any) -> None:
+def statistics(refs: Refs, direction: Direction, tile: Tile, where: Where, multiply: Multiply, scratch: Any) -> None:
     """A warpgroup's part of a tile, from its products to the partial statistics."""
     rows = functools.partial(_epilogue.rows_of, tile.row)  # computed where they are needed: no register holds them
     p, q = refs.heads
@@ -44,31 +44,42 @@ def statistics(refs: Refs, tile: Tile, where: Where, multiply: Multiply, scratch
     x = x_of(q.options, multiply[1](), refs.mask, where)
     max_q = jnp.maximum(jnp.max(x, axis=1), FLOOR)
     at_p = functools.reduce(jnp.maximum, [_at(held.block(i), max_p, block_of(x, i)) for i in range(BLOCKS)])
-    # What is kept takes registers too, so it is made of narrower pieces.
-    width = STAGING_COLUMNS if refs.cache is None else STRIP
-    scale_p, scale_q = (HELD.load_rows(head.scale, rows()) for head in refs.heads)
+    references = max_p, max_q, at_p
+    scales = HELD.load_rows(p.scale, rows()), HELD.load_rows(q.scale, rows())
     sums: list[Array] = []
-    for column in range(0, TILE_N, width):
-        x_p, x_q = held.columns(column, width), x[:, column : column + width]
-        u_p = _relative(x_p, max_p, scale_p)
-        e_p = jnp.exp2(u_p)
-        # Where e is 0, v may be infinite, and 0 · inf is NaN.
-        cross = jnp.where(e_p > 0.0, e_p * (u_p - _relative(x_q, at_p, scale_q)), 0.0)
-        u_q = _relative(x_q, max_q, scale_q)
-        e_q = jnp.exp2(u_q)
-        parts = [jnp.sum(term, axis=1) for term in (e_p, e_q, cross)]
+    for column in range(0, TILE_N, STRIP):  # what is kept takes registers too
+        *terms, ratio = _terms((held.strip(column), strip_of(x, column)), references, scales, direction)
+        parts = [jnp.sum(term, axis=1) for term in terms]
         sums = [a + b for a, b in zip(sums, parts, strict=True)] if sums else parts
         if refs.cache is not None:
-            _keep(refs.cache, rows, where.column + column, jnp.maximum(e_p, e_q), u_q - u_p)
-    store(refs, where, rows, KLStatistics(max_p, max_q, at_p, *sums))
+            _keep(refs.cache, rows, where.column + column, _kept_e(direction, *terms[:2]), ratio)
+    found = KLStatistics(*references, *sums)
+    store(refs, where, rows, found)
     if refs.cache is not None:
-        store_highest(refs.cache, where, rows, max_p, max_q)
+        store_references(refs.cache, where, rows, found)
 
 
-def _keep(cache: KLCache, rows: Callable[[], Any], column: Any, e: Array, t: Array) -> None:
+def _terms(
+    x: tuple[Array, Array], references: tuple[Array, Array, Array], scales: tuple[Array, Array], direction: Direction
+) -> tuple[Array, Array, Array, Array]:
+    """Those of the three sums, and the ratio that a `_kept_ratios.Kept` has."""
+    u_p = _relative(x[0], references[0], scales[0])
+    e_p = jnp.exp2(u_p)
+    # Where e is 0, v may be infinite, and 0 · inf is NaN.
+    to_v = u_p - _relative(x[1], references[2], scales[1])
+    cross = jnp.where(e_p > 0.0, e_p * to_v, 0.0)
+    u_q = _relative(x[1], references[1], scales[1])
+    return e_p, jnp.exp2(u_q), cross, -to_v if direction == "reverse" else u_q - u_p
+
+
+def _kept_e(direction: Direction, e_p: Array, e_q: Array) -> Array:
+    return jnp.maximum(e_p, e_q) if direction == "forward" else e_p
+
+
+def _keep(cache: KLCache, rows: Callable[[], Any], column: Any, e: Array, ratio: Array) -> None:
     """Some columns of a `_kept_ratios.Kept`. Not through shared memory, as `dlogits`."""
     columns = pl.ds(multiple_of(column, STRIP), STRIP)
-    for output, values in (cache.e, as_cached(e, cache.e.dtype)), (cache.t, t):
+    for output, values in (cache.e, as_cached(e, cache.e.dtype)), (cache.ratio, ratio):
         _pallas.store(output.at[rows(), columns], values.astype(output.dtype))
 
 

@@ -54,17 +54,11 @@ class HeldTile(NamedTuple):
         plgpu.commit_smem()
         return plgpu.load(self.blocks.at[i], layout=HELD.layout)
 
-    def columns(self, first: int, width: int) -> Float[Array, "64 n"]:
-        """Columns from ``first`` on: a block, or half of one for what takes many registers for each column."""
-        if width == STAGING_COLUMNS:
-            return self.block(first // width)
-        plgpu.commit_smem()
-        block, start = divmod(first, STAGING_COLUMNS)
-        return plgpu.load(self.blocks.at[block, :, pl.ds(start, width)], layout=HELD.layout)
-
     def strip(self, column: int) -> Float[Array, "64 32"]:
-        """Columns ``column`` to ``column`` + 31."""
-        return self.columns(column, STRIP)
+        """Half of a block, for what takes many registers for each column."""
+        plgpu.commit_smem()
+        block, first = divmod(column, STAGING_COLUMNS)
+        return plgpu.load(self.blocks.at[block, :, pl.ds(first, STRIP)], layout=HELD.layout)
 
 
 def block_of(x: Float[Array, "64 256"], i: int) -> Float[Array, "64 64"]:
