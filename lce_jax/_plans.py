@@ -142,6 +142,9 @@ def unused_notes(options: Options) -> tuple[str, ...]:
     return tuple(notes)
 
 
+OVERWRITES = "the backward overwrites what was kept; outside jax.jit, a copy of it"
+
+
 def cache_notes(case: Case, kept: int, of: int, tile_bytes: int) -> tuple[str, ...]:
     """What of ``cache_bytes`` is used."""
     if not case.options.cache_bytes:

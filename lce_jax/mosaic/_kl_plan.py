@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from lce_jax._plans import Plan, Surroundings, cache_notes, format_bytes
+from lce_jax._plans import OVERWRITES, Plan, Surroundings, cache_notes, format_bytes
 from lce_jax.mosaic import _chunks, _dhidden, _kl, _plan
 from lce_jax.mosaic._geometry import geometry
 from lce_jax.mosaic._kernel_set import KernelSet
@@ -48,6 +48,7 @@ def plan(kl: KLPlan, kernels: KernelSet, name: str, around: Surroundings) -> Pla
             f"linear_kl: the teacher (hidden size {teacher.hidden_size:,}, {teacher.dtype.name}) adds a product to "
             f"each pass, and {format_bytes(copies[1].forward)} for copies of its hidden states",
             *cache_notes(student, cached, shape.tiles_of(kl.columns), _kl.tile_bytes(kl, shape)),
+            *([OVERWRITES] if cached else []),
         ),
         full_cache_bytes=shape.tiles_of(kl.columns) * _kl.tile_bytes(kl, shape),
         stored=_kl_plan.stored(kl, columns),

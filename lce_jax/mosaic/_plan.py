@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from lce_jax._plans import Plan, Surroundings, candidate_notes, format_bytes
+from lce_jax._plans import OVERWRITES, Plan, Surroundings, candidate_notes, format_bytes
 from lce_jax._types import Case
 from lce_jax.mosaic import _cache, _chunks, _dhidden, _partial_statistics
 from lce_jax.mosaic._geometry import Geometry, geometry
@@ -121,7 +121,7 @@ def _notes(case: Case, shape: Geometry, kernels: KernelSet) -> tuple[str, ...]:
             f"{format_bytes(_cache.tile_bytes(case, shape))} each"
         )
         if cached and _cache.can_be_overwritten(shape):
-            notes.append("the backward overwrites what was kept; outside jax.jit, a copy of it")
+            notes.append(OVERWRITES)
     if not shape.whole_atoms:
         notes.append(
             f"V is no multiple of {shape.atom}: the backward copies the weight and its gradient, one chunk at a time"

@@ -83,9 +83,10 @@ def linear_kl(
         weight_layout: "vh" for ``[V, H]`` (nnx.Embed, PyTorch, Megatron), "hv" for ``[H, V]`` (nnx.Linear kernel).
         teacher_weight_layout: that of the teacher's weight. "same": the student's.
         cache_bytes: bytes per device that the forward may keep, so that the backward recomputes less: two numbers of
-            each column of the first vocabulary tiles. With 16-bit weights these are 4 bytes per token and column, or 6
-            of "reverse" and "jsd". As many bytes as there are columns suffice for all. The value keeps its bits; the
-            gradient in the logits is rounded once more. 0: nothing is kept.
+            each column of the first vocabulary tiles. With bfloat16 weights these are 4 bytes per token and column of
+            "forward", 6 of the others and where the student has a softcap; with float16 weights 6; 8 on a CPU and with
+            float32 weights. ``explain(..., teacher=, direction=).full_cache_bytes`` is enough for all. The value keeps
+            its bits, and the gradient in the logits is rounded once more. 0: nothing is kept.
         axis_name: inside ``shard_map``, the mesh axis (or tuple of axes) that splits the vocabulary. Each shard
             passes its own columns of both weights, as many of one as of the other, and the same hidden states of both
             models; all shards return bitwise-equal results. None: both weights are whole.
@@ -119,8 +120,8 @@ def linear_kl(
         that forward and backward are four products with the student's head and two with the teacher's; "jsd", whose
         mixture needs both normalisers first, takes five and three. A full cache spares the backward one of each: three
         and one, or four and two. Equal heads have a divergence and a gradient of 0 within rounding. At small
-        temperatures too, value and gradients are as exact as those of stored float32 logits,
-        and more exact in "reverse" and "jsd" where the student is nearly one-hot.
+        temperatures too, value and gradients are as exact as those of stored float32 logits, and without a cache more
+        exact in "reverse" and "jsd" where the student is nearly one-hot.
 
     Sharding:
         As `linear_logprobs`: under ``jit`` on a mesh it is partitioned by the operands' types (Explicit axes) or by XLA

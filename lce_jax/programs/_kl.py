@@ -42,7 +42,7 @@ type Rest = tuple[Primals, Pair[Rows]]  # the teacher, and the rows of both
 
 
 def forward(spec: KLSpec, student: Primals, rest: Rest, differentiated: bool) -> tuple[Array, Kept]:
-    """The divergence of each token, and what a backward needs. Where XLA decides how operands are split, no tile is."""
+    """The divergence of each token, and what a backward needs. Where XLA splits the operands, no tile is kept."""
     asked = differentiated and spec.options.cache_bytes > 0
     keeps = asked and not _over_devices.is_left_to_xla(spec, (student, rest))
     unused = ("cache_bytes keeps nothing",) if asked and not keeps else ()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lce_jax._plans import PassBytes, Plan, Surroundings, cache_notes, format_bytes
+from lce_jax._plans import OVERWRITES, PassBytes, Plan, Surroundings, cache_notes, format_bytes
 from lce_jax.xla import _cache, _plan
 from lce_jax.xla._kl import KLPlan
 
@@ -30,6 +30,7 @@ def plan(kl: KLPlan, around: Surroundings) -> Plan:
             f"linear_kl: of the forward {format_bytes(held.forward - alone.forward)} for the teacher (hidden size "
             f"{teacher.hidden_size:,}, {teacher.dtype.name}): a tile of its logits, the tile's columns, its tokens",
             *cache_notes(student, -(-kept // tile_v), -(-kl.columns // tile_v), _cache.tile_bytes(student, *sizes)),
+            *([OVERWRITES] if in_place else []),
         ),
         full_cache_bytes=_cache.num_bytes(student, kl.columns, *sizes),
         stored=stored(kl, columns),

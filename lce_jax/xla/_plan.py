@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from lce_jax._plans import PassBytes, Plan, Surroundings, cache_notes, candidate_notes, unused_notes
+from lce_jax._plans import OVERWRITES, PassBytes, Plan, Surroundings, cache_notes, candidate_notes, unused_notes
 from lce_jax._types import Case
 from lce_jax.mathematics import _dlogits
 from lce_jax.xla import _cache, _walk
@@ -58,7 +58,7 @@ def plan(case: Case, name: str, around: Surroundings) -> Plan:
         logits_bytes=case.num_tokens * case.vocab_size * case.stat_dtype.itemsize,
         notes=(
             *_cache_notes(case, kept, columns, tile_v),
-            *(["the backward overwrites what was kept; outside jax.jit, a copy of it"] if in_place else []),
+            *([OVERWRITES] if in_place else []),
             *unused_notes(case.options),
             *candidate_notes(case),
         ),

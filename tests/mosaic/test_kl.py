@@ -37,9 +37,8 @@ CAPPED = call(
     teacher_temperature=0.7, logit_scale=1.3, dtypes=BFLOAT16, direction="reverse",
 )  # fmt: skip
 SHARP = call("float16, sharp", leading=(136,), H=192, G=64, V=264, dtypes=FLOAT16, spread=4.0)
-COLD = call(
-    "cold, a cap", leading=(20,), H=64, G=64, V=264, logit_softcap=3.0, teacher_temperature=1e-4, dtypes=BFLOAT16, spread=3.0,
-)  # fmt: skip
+COLD = call("cold, a cap", leading=(20,), H=64, G=64, V=264, dtypes=BFLOAT16, spread=3.0, logit_softcap=3.0)
+COLD = COLD._replace(options=(*COLD.options, ("temperature", 1e-4), ("teacher_temperature", 1.0)))
 MIXTURE = call(
     "a mixture, padding, rows left out", leading=(20,), H=64, G=128, V=264, teachers_columns=272, vocab_size=260,
     where=True, temperature=True, dtypes=BFLOAT16, direction="jsd", beta=0.3,

@@ -168,8 +168,9 @@ def threads(tp: int, model: Options, _options: Options) -> Result:
 def readme(tp: int, model: Options, _options: Options) -> Result:
     """What README's Megatron block says a user writes, in a micro-batch with and in one without response tokens.
 
-    `tests.site.test_docs` runs the block as a whole. It also checks what README says of the names in it: ``old_logprobs`` are the same call without gradients, before the
-    update, and ``get_batch_on_this_cp_rank`` cuts labels and masks as it cuts the tokens.
+    `tests.site.test_docs` runs the block as a whole. It also checks what README says of the names in it:
+    ``old_logprobs`` are the same call without gradients, before the update, and ``get_batch_on_this_cp_rank`` cuts
+    labels and masks as it cuts the tokens.
     """
     it = subject(tp, **model)
     batch, drawn = draw(where="some")
