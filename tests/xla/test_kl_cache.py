@@ -18,7 +18,8 @@ from tests import kl_cases, oracle
 from tests.kl_cases import Drawn, call, draw, evaluate, expected
 
 FULL = 1 << 40
-SIXTEEN_BITS = ("bfloat16", "float16")
+FLOAT16 = pytest.param("float16", marks=pytest.mark.slow)
+SIXTEEN_BITS = ("bfloat16", FLOAT16)
 
 
 @pytest.fixture(autouse=True)
@@ -48,8 +49,14 @@ NAMES = ("ragged", "ragged, reverse", "ragged jsd", "one column", "mixed", "ever
 CALLS = [test for test in kl_cases.CALLS if test.name in NAMES]
 
 
-@pytest.mark.parametrize("share", [1.0, 0.5])
-@pytest.mark.parametrize("test", CALLS, ids=str)
+@pytest.mark.parametrize(
+    ("test", "share"),
+    [
+        pytest.param(test, share, marks=pytest.mark.slow if (i + j) % 2 else (), id=f"{test}-{share}")
+        for i, test in enumerate(CALLS)
+        for j, share in enumerate((1.0, 0.5))
+    ],
+)
 def test_matches_float64(test: kl_cases.Call, share: float) -> None:
     """As exact as without a cache, with the same bits of the value."""
     drawn = draw(test)
@@ -86,7 +93,9 @@ def near(drawn: Drawn, distance: float) -> Drawn:
 
 @pytest.mark.parametrize("dtype", SIXTEEN_BITS)
 @pytest.mark.parametrize("direction", ["forward", "reverse", "jsd"])
-@pytest.mark.parametrize(("spread", "distance"), [(0.5, None), (4.0, None), (1.5, 0.05)])
+@pytest.mark.parametrize(
+    ("spread", "distance"), [pytest.param(0.5, None, marks=pytest.mark.slow), (4.0, None), (1.5, 0.05)]
+)
 def test_sixteen_bits(
     direction: str, dtype: str, spread: float, distance: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,7 +139,7 @@ def test_a_cold_cap(direction: str, dtype: str, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("dtype", ["float32", *SIXTEEN_BITS])
-@pytest.mark.parametrize("ruled_out", [-1e3, -1e6, -1e9])
+@pytest.mark.parametrize("ruled_out", [pytest.param(-1e3, marks=pytest.mark.slow), -1e6, -1e9])
 def test_a_student_that_prefers_what_the_teacher_rules_out(
     ruled_out: float, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
