@@ -179,7 +179,7 @@ def test_a_program_with_kernels_runs_elsewhere_without_them(direction: str) -> N
 
 
 @pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("direction", ["forward", "reverse", "jsd"])
+@pytest.mark.parametrize("direction", ["forward", "reverse", pytest.param("jsd", marks=pytest.mark.slow)])
 def test_kernels_are_the_default(direction: str, caplog: pytest.LogCaptureFixture) -> None:
     _dispatch._log_unproven.cache_clear()
     operands = structs(64, 64, 64, 512)
