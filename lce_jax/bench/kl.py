@@ -88,5 +88,5 @@ def _programs() -> dict[str, Program]:
             found[right] = Program(functools.partial(way, stored, direction))
         keeping = functools.partial(linear_kl, cache_bytes=FULL_CACHE)
         name = f"{direction}, linear_kl, full cache, + backward"
-        found[name] = Program(functools.partial(both, keeping, direction), f"{direction}, stored logits, + backward")
+        found[name] = Program(functools.partial(both, keeping, direction), right)
     return found

@@ -27,11 +27,14 @@ if TYPE_CHECKING:
 type Carry = tuple[Float[Array, "splits Tp Hp"], Float[Array, "V H"]]  # parts of dhidden, and dweight
 
 
+type Dlogits = Callable[[Array, int, Array], Array]  # (packed span, columns, the span's weight) -> dlogits
+
+
 class Part(NamedTuple):
     """A range of vocabulary tiles whose dlogits come from the same kernel."""
 
     chunks: range  # the first tile of each; the step is the number of tiles of a chunk
-    dlogits: Callable[[Array, int, Array], Array]  # (packed span, columns, the span's weight) -> dlogits
+    dlogits: Dlogits
 
 
 def gradients(
@@ -79,7 +82,7 @@ def walk(
     arrays = None if candidates is None else (candidates.ids, candidates.values)
     carry: Carry = host.vary_like(start, (call.prepared, factors, arrays, cache))
     for i, part in enumerate(parts):
-        carry = _walk_chunks(call, part, candidates, carry, i > 0, dweight is not None)
+        carry = walk_chunks(call, part, candidates, carry, i > 0, dweight is not None)
     sums, total = carry
     return (_edge.update_dhidden(call, factors, candidates, sums) if has_edge else sums), total
 
@@ -88,9 +91,8 @@ def _parts(
     call: KernelCall, factors: Float[Array, "factors Tp"], cache: Cache | None, may_overwrite_cache: bool
 ) -> list[Part]:
     """The tiles in the cache, if any, and the tiles to recompute, if any."""
-    prepared, case, shape, kernels = call.prepared, call.case, call.shape, call.kernels
-    cached = 0 if cache is None else cache.max.shape[0]
-    overwrites = may_overwrite_cache and _cache.can_be_overwritten(shape)
+    prepared, case, kernels = call.prepared, call.case, call.kernels
+    overwrites = may_overwrite_cache and _cache.can_be_overwritten(call.shape)
 
     def recomputed(span: Array, columns: int, weight: Array) -> Array:
         return kernels.dlogits(prepared, weight, case, factors, span, columns)
@@ -100,18 +102,24 @@ def _parts(
         assert cache is not None
         return kernels.cached_dlogits(prepared, case, factors, cache, span, columns, overwrites)
 
+    return parts_of(call, 0 if cache is None else cache.max.shape[0], from_cache, recomputed, overwrites)
+
+
+def parts_of(call: KernelCall, cached: int, from_cache: Dlogits, recomputed: Dlogits, overwrites: bool) -> list[Part]:
+    """The first ``cached`` tiles, one chunk if their dlogits overwrite the cache, and the others."""
+
     def chunks(start: int, stop: int) -> range:
-        return range(start, stop, _chunks.chunk_tiles(case, shape, kernels.budget, stop - start))
+        return range(start, stop, _chunks.chunk_tiles(call.case, call.shape, call.kernels.budget, stop - start))
 
     parts = []
     if cached:
         parts.append(Part(range(0, cached, cached) if overwrites else chunks(0, cached), from_cache))
-    if cached < shape.num_tiles:
-        parts.append(Part(chunks(cached, shape.num_tiles), recomputed))
+    if cached < call.shape.num_tiles:
+        parts.append(Part(chunks(cached, call.shape.num_tiles), recomputed))
     return parts
 
 
-def _walk_chunks(
+def walk_chunks(
     call: KernelCall, part: Part, candidates: PlacedCandidates | None, carry: Carry, follows: bool, adds_dweight: bool
 ) -> Carry:
     """Adds a part's gradients (or writes them), a chunk at a time; ``follows``: the sums hold those of another part."""
@@ -124,7 +132,7 @@ def _walk_chunks(
         sums, dweight = carry
         column, num_tiles = first * shape.tile, least(part.chunks.stop - first, most)
         depth = least(greatest(contracted - column, 0), num_tiles * shape.tile)
-        adds = 1 if follows else is_after(first, part.chunks.start)
+        adds = 1 if follows else _is_after(first, part.chunks.start)
         in_place = shape.whole_atoms  # otherwise the kernels are given copies of each chunk, without padding
         offset = column if in_place else 0
         span = call.span(column=column, num_tiles=num_tiles, depth=depth, offset=offset, adds=adds)
@@ -141,6 +149,6 @@ def _walk_chunks(
     return call.host.loop(part.chunks, step, carry)
 
 
-def is_after(first: Any, start: int) -> Any:
+def _is_after(first: Any, start: int) -> Any:
     """1 where a chunk is not the first one."""
     return int(first > start) if isinstance(first, int) else (first > start).astype(jnp.int32)

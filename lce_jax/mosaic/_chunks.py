@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from lce_jax._types import Case
 from lce_jax.mosaic import _dhidden, _partial_statistics
 from lce_jax.mosaic._geometry import Geometry
+from lce_jax.mosaic._host import greatest, least
+
+type Piece = tuple[int, int, bool]  # tiles [start, stop), and which of two kinds of launch they take
 
 GROUP = 16  # vocabulary tiles whose statistics are joined first, one thread per token and group; then the groups are
 
@@ -58,6 +62,18 @@ def launch_groups(case: Case, shape: Geometry, budget: Budget) -> int:
 def launch_tiles(case: Case, shape: Geometry, budget: Budget) -> int:
     """Vocabulary tiles that a launch of the forward has at most."""
     return min(launch_groups(case, shape, budget) * GROUP, shape.num_tiles)
+
+
+def launches(first: Any, last: Any, pieces: Iterable[Piece]) -> Iterator[tuple[Any, Any, Piece]]:
+    """The launches for the tiles from ``first`` to ``last``: the first tile of each, how many, and its piece.
+
+    Those that are known to be empty are left out.
+    """
+    for piece in pieces:
+        begin = greatest(first, piece[0])
+        count = greatest(least(last, piece[1]) - begin, 0)
+        if not isinstance(count, int) or count:
+            yield begin, count, piece
 
 
 def part_groups(shape: Geometry) -> int:

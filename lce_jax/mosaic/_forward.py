@@ -18,7 +18,7 @@ from lce_jax.mathematics._statistics import Parts
 from lce_jax.mosaic import _cache, _candidates, _chunks, _edge, _mean, _operands, _partial_statistics, _threshold
 from lce_jax.mosaic._cache import Cache
 from lce_jax.mosaic._call import KernelCall
-from lce_jax.mosaic._chunks import GROUP
+from lce_jax.mosaic._chunks import GROUP, Piece
 from lce_jax.mosaic._geometry import geometry
 from lce_jax.mosaic._host import TRACED, Host, greatest, least
 from lce_jax.mosaic._kernel_set import KernelSet, Parted
@@ -161,11 +161,8 @@ def _window(
     weight = call.host.prefix(call.prepared.weight, in_atoms, case.options.vocab_dim)
     cached = 0 if cache is None else cache.max.shape[0]
     parts = call.host.vary_like(parts, call.prepared)
-    for start, stop, copied in _pieces(cached, whole, shape.num_tiles):
-        begin, keeps = greatest(first, start), stop <= cached
-        count = greatest(least(last, stop) - begin, 0)
-        if isinstance(count, int) and count == 0:
-            continue
+    for begin, count, (start, stop, copied) in _chunks.launches(first, last, _pieces(cached, whole, shape.num_tiles)):
+        keeps = stop <= cached
         offset = 0 if copied else shape.column(begin)
         span = call.span(column=begin * shape.tile, num_tiles=count, offset=offset, slot=begin - first)
         source = _edge.weight(call, start) if copied else weight
@@ -174,7 +171,7 @@ def _window(
     return parts, cache
 
 
-def _pieces(cached: int, whole: int, num_tiles: int) -> list[tuple[int, int, bool]]:
+def _pieces(cached: int, whole: int, num_tiles: int) -> list[Piece]:
     """The tiles [start, stop) of each kind of launch, and whether it reads a copy."""
     middle = min(cached, whole)
     pieces = [(0, middle, False), (middle, whole, False), (whole, num_tiles, True)]

@@ -23,10 +23,10 @@ from lce_jax.mathematics import _kept_ratios, _kl, _logprobs
 from lce_jax.mathematics._kl import KLStatistics, Pair
 from lce_jax.mathematics._kl_mixture import Mixture, MixtureSums
 from lce_jax.mathematics._statistics import MASKED
-from lce_jax.mosaic import _mixture
+from lce_jax.mosaic import _chunks, _mixture
 from lce_jax.mosaic._call import KernelCall
 from lce_jax.mosaic._geometry import Geometry
-from lce_jax.mosaic._host import greatest, least
+from lce_jax.mosaic._host import least
 from lce_jax.mosaic._kernel_set import KernelSet
 from lce_jax.mosaic._kl_kernel_set import KLCache, KLHead, KLOperands
 from lce_jax.mosaic._operands import LOG2E
@@ -170,23 +170,18 @@ def _over_tiles[S](
     num_tiles, most = call.shape.tiles_of(calls.plan.columns), launch_tiles(call.shape, kernels, calls.plan.columns)
     cached = 0 if cache is None else cache.references.shape[0]
 
-    def pieces(first: Any, last: Any, parts: Array, cache: KLCache | None) -> tuple[Array, KLCache | None]:
-        for start, stop, keeps in ((0, cached, True), (cached, num_tiles, False)):
-            begin = greatest(first, start)
-            count = greatest(least(last, stop) - begin, 0)
-            if isinstance(count, int) and count == 0:
-                continue
-            column = begin * call.shape.tile
-            span = call.span(column=column, num_tiles=count, offset=column, slot=begin - first)
-            parts, kept = launch(span, parts, cache if keeps else None)
-            cache = kept if keeps else cache
-        return parts, cache
+    pieces = [piece for piece in ((0, cached, True), (cached, num_tiles, False)) if piece[0] < piece[1]]
 
     def window(first: Any, carry: tuple[S, KLCache | None]) -> tuple[S, KLCache | None]:
         running, cache = carry
         count = least(num_tiles - first, most)
         parts = call.host.empty((most, fields, call.shape.padded_tokens), jnp.float32)
-        parts, cache = pieces(first, first + count, _jax.vary_like(parts, given), cache)
+        parts = _jax.vary_like(parts, given)
+        for begin, num_launched, (_, _, keeps) in _chunks.launches(first, first + count, pieces):
+            column = begin * call.shape.tile
+            span = call.span(column=column, num_tiles=num_launched, offset=column, slot=begin - first)
+            parts, kept = launch(span, parts, cache if keeps else None)
+            cache = kept if keeps else cache
         with jax.named_scope("join_tiles"):
             parts = parts[..., : call.case.num_tokens]
             return join(None, parts, None) if num_tiles <= most else join(running, parts, count), cache
