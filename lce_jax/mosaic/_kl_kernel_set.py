@@ -64,7 +64,7 @@ class KLKernelSet(Protocol):
         self,
         cases: tuple[Case, Case],
         operands: KLOperands,
-        factors: Float[Array, "12 Tp"],
+        factors: Float[Array, "14 Tp"],
         span: Int[Array, "fields"],
         parts: Float[Array, "n 2 Tp"],
     ) -> Float[Array, "n 2 Tp"]:

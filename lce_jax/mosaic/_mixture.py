@@ -27,13 +27,15 @@ class MixtureFactors(NamedTuple):
     other: Array  # n
     start: Array  # n e^{d₀}: 1 - own
     most: Array  # the d whose exponential is taken
+    log: Array  # t₀
     student: Array  # 1 - β
     teacher: Array  # β
+    is_above_half: Array  # 1.0 in every row if a β of any row is above ½
     of_p: Array  # as in `MixtureCoefficients`, of a logarithm in base 2
     mean: Array
 
 
-def factors(rows: Mixture | MixtureCoefficients, length: int) -> Float[Array, "12 Tp"]:
+def factors(rows: Mixture | MixtureCoefficients, length: int) -> Float[Array, "14 Tp"]:
     """Of the sums' pass, or of the gradient's; 0 from the call's tokens to ``length``."""
     if isinstance(rows, MixtureCoefficients):
         rows, of_p, mean = rows
@@ -48,8 +50,10 @@ def factors(rows: Mixture | MixtureCoefficients, length: int) -> Float[Array, "1
         other=other,
         start=other * rows.at_p.ratio,
         most=jnp.asarray(rows.at_p.most * LOG2E),
+        log=rows.log_at_p * LOG2E,
         student=student,
         teacher=teacher,
+        is_above_half=jnp.any(teacher > 0.5),
         of_p=of_p * (1.0 / LOG2E),
         mean=mean * LOG2E,
     )

@@ -81,7 +81,7 @@ def mixture_sums(
     tuning: Any,
     cases: tuple[Case, Case],
     operands: KLOperands,
-    factors: Float[Array, "12 Tp"],
+    factors: Float[Array, "14 Tp"],
     span: Int[Array, "fields"],
     parts: Float[Array, "n 2 Tp"],
 ) -> Float[Array, "n 2 Tp"]:

@@ -31,11 +31,20 @@ class Reference(NamedTuple):
 
 def relative_log_ratio(d: Array, distance: Array, rows: Reference) -> Array:
     """The t - t₀ of eq. 9 in base 2, from d and d - d₀."""
-    e = jnp.exp2(jnp.minimum(d, rows.most)) * rows.other
+    return relative_log_ratios(d, distance, rows)[0]
+
+
+def relative_log_ratios(d: Array, distance: Array, rows: Reference) -> tuple[Array, Array]:
+    """The t - t₀ and d + t - t₀ of eq. 9 in base 2, from d and d - d₀.
+
+    The second is off by the rounding of d. It approaches -ln β: where that is small, the ratio is better taken from -d.
+    """
+    bounded = jnp.minimum(d, rows.most)
+    e = jnp.exp2(bounded) * rows.other
     near = rows.start * (distance * _polynomial(EXPM1, distance))
     x = jnp.where(jnp.abs(distance) < 1.0, near, e - rows.start)
     log = jnp.where(jnp.abs(x) < NEAR_ONE, x * _polynomial(LOG1P, x), jnp.log2(e + rows.own))
-    return -log - jnp.maximum(d - rows.most, 0.0)
+    return -log - (d - bounded), bounded - log
 
 
 def _polynomial(coefficients: Sequence[float], x: Array) -> Array:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -20,7 +20,7 @@ from lce_jax.mosaic._operands import LOG2E
 from lce_jax.mosaic._pallas import pl
 from lce_jax.mosaic._partial_statistics import FLOOR
 from lce_jax.mosaic.common._kl import Multiply, Refs, Where, of_rows, store, store_references
-from lce_jax.mosaic.common._log_ratios import Reference, relative_log_ratio
+from lce_jax.mosaic.common._log_ratios import Reference, relative_log_ratio, relative_log_ratios
 from lce_jax.mosaic.common._machine import KLMachine, Tile, multiple_of
 from lce_jax.mosaic.common._statistics import as_cached
 from lce_jax.mosaic.common._tiles import STAGING_COLUMNS, TILE_N
@@ -100,19 +100,22 @@ def mixture_sums(refs: Refs, tile: Tile, where: Where, multiply: Multiply, scrat
     p, q = refs.heads
     held = HeldTile.of(x_of(p.options, multiply[0](), refs.mask, where), scratch)
     x = x_of(q.options, multiply[1](), refs.mask, where)
+    is_above_half = refs.factors[MixtureFactors._fields.index("is_above_half"), 0] > 0.0
 
-    def add(column: int, sums: list[Array]) -> list[Array]:
+    def add(column: int, apart: bool, sums: list[Array]) -> list[Array]:
         both = held.strip(column), strip_of(x, column)
         factors, scales = _mixture_factors(refs, rows)
-        of_q = Reference(factors.teacher, factors.student, factors.student, MOST)
-        u_p, u_q, d, log = _ratios(both, scales, factors)
-        terms = _times_exp2(u_p, log), _times_exp2(u_q, relative_log_ratio(-d, -d, of_q))
+        terms = MixtureRatios.of(both, scales, factors).terms(factors, apart)
         return [total + jnp.sum(term, axis=1) for total, term in zip(sums, terms, strict=True)]
+
+    def add_strip(column: int, sums: list[Array]) -> list[Array]:
+        apart, together = (functools.partial(add, column, each) for each in (True, False))
+        return lax.cond(is_above_half, apart, together, sums)
 
     zeros = jnp.zeros_like(HELD.load_rows(p.scale, rows()))
     sums = [zeros, zeros]
     for column in range(0, TILE_N, STRIP):
-        sums = _unless_padding(where, column, functools.partial(add, column), lambda sums: sums, sums)
+        sums = _unless_padding(where, column, functools.partial(add_strip, column), lambda sums: sums, sums)
     store(refs, where, rows, sums)
 
 
@@ -134,15 +137,32 @@ def _mixture_factors(refs: Refs, rows: Callable[[], Any]) -> tuple[MixtureFactor
     return factors, (HELD.load_rows(p.scale, rows()), HELD.load_rows(q.scale, rows()))
 
 
-def _ratios(
-    x: tuple[Array, Array], scales: tuple[Array, Array], rows: MixtureFactors
-) -> tuple[Array, Array, Array, Array]:
-    """`lce_jax.mathematics._kl_mixture`'s, of a strip in base 2: both u, ln q - ln p, and the t - t₀ of eq. 9."""
-    k_p, k_q = (along(scale, columns=STRIP) for scale in scales)
-    u_p = jnp.minimum((x[0] - rows.max_p) * k_p, 0.0)
-    u_q = jnp.minimum((x[1] - rows.max_q) * k_q, 0.0)
-    d, distance = (u_q - u_p) + rows.log_sums, (x[1] - rows.at_p) * k_q - u_p
-    return u_p, u_q, d, relative_log_ratio(d, distance, Reference(rows.own, rows.other, rows.start, rows.most))
+class MixtureRatios(NamedTuple):
+    """`lce_jax.mathematics._kl_mixture`'s, of a strip in base 2."""
+
+    u_p: Array
+    u_q: Array
+    d: Array
+    of_p: Array  # t - t₀
+    of_q: Array  # d + t - t₀
+
+    @classmethod
+    def of(cls, x: tuple[Array, Array], scales: tuple[Array, Array], rows: MixtureFactors) -> MixtureRatios:
+        """From both x."""
+        k_p, k_q = (along(scale, columns=STRIP) for scale in scales)
+        u_p = jnp.minimum((x[0] - rows.max_p) * k_p, 0.0)
+        u_q = jnp.minimum((x[1] - rows.max_q) * k_q, 0.0)
+        d, distance = (u_q - u_p) + rows.log_sums, (x[1] - rows.at_p) * k_q - u_p
+        reference = Reference(rows.own, rows.other, rows.start, rows.most)
+        return cls(u_p, u_q, d, *relative_log_ratios(d, distance, reference))
+
+    def terms(self, rows: MixtureFactors, apart: bool) -> tuple[Array, Array]:
+        """Those of both sums of eq. 9; ``apart``: with a logarithm of its own for q in the rows that ask for it."""
+        of_q = self.of_q + rows.log
+        if apart:
+            of_teacher = Reference(rows.teacher, rows.student, rows.student, MOST)
+            of_q = jnp.where(rows.teacher > 0.5, relative_log_ratio(-self.d, -self.d, of_teacher), of_q)
+        return _times_exp2(self.u_p, self.of_p), _times_exp2(self.u_q, of_q)
 
 
 def _times_exp2(u: Float[Array, "64 n"], x: Float[Array, "64 n"]) -> Float[Array, "64 n"]:
@@ -189,8 +209,9 @@ def _of_mixture(refs: Refs, rows: Callable[[], Any], where: Where) -> Gradient:
     def of_strip(held: HeldTile, column: int, x: Array) -> Array:
         x_p = held.strip(column)
         factors, scales = _mixture_factors(refs, rows)
-        u_p, _, _, log = _ratios((x_p, x), scales, factors)
-        return _through_cap(refs.heads[0].options, _times_exp2(u_p, factors.of_p * (log - factors.mean)), x_p)
+        own = MixtureRatios.of((x_p, x), scales, factors)
+        d = _times_exp2(own.u_p, factors.of_p * (own.of_p - factors.mean))
+        return _through_cap(refs.heads[0].options, d, x_p)
 
     def of_block(held: HeldTile, x: Array, i: int) -> Array:
         first = i * STAGING_COLUMNS
