@@ -263,8 +263,9 @@ def measured_by(run: Run, command: str, file: str = "h200") -> str:
         {} if "--no-peers" in command else {"torch": "PyTorch", "triton": "Triton", "cuda": "CUDA"}
     )
     versions = ", ".join(f"{label} {device[name]}" for name, label in known.items() if name in device)
-    rounds = f", medians of {run['rounds']} rounds" if "rounds" in run else ""
-    return f"{device['device_kind']}, {versions}, {run['date']}{rounds}: `{command}` (`benchmarks/{file}.json`)"
+    rounds = run.get("rounds", 0)
+    of_rounds = {0: "", 1: ", one round"}.get(rounds, f", medians of {rounds} rounds")
+    return f"{device['device_kind']}, {versions}, {run['date']}{of_rounds}: `{command}` (`benchmarks/{file}.json`)"
 
 
 def functions() -> str:
