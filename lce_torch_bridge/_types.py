@@ -28,8 +28,9 @@ OF_STATS = ("max_logit", "min_logit", "sum_p_squared")  # what ``stats=True`` ad
 class LogprobOutput(NamedTuple, Generic[Entropy_co]):  # noqa: UP046 mypy takes a parameter in brackets for invariant
     """Per-token results: float32 tensors of ``labels.shape``, or None. Tokens that are not kept are 0.
 
-    All are differentiable but what ``stats=True`` adds. ``LogprobOutput[None]`` has no entropy. Where only tensors may
-    be returned, as from a stage of ``torch.distributed.pipelining``, return ``out[:3]``, or your fields.
+    All are differentiable except what ``stats=True`` adds. ``LogprobOutput[None]`` has no entropy. If a function may
+    return only tensors, such as a stage of ``torch.distributed.pipelining``, return ``out[:3]``, or the fields that you
+    need.
 
     Attributes:
         logprobs: ln p(label), nats. ``out_of_vocab`` says what a label outside the vocabulary has.

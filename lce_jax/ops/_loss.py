@@ -85,8 +85,8 @@ def linear_loss(
             log-probabilities, random keys. Real and complex numbers are differentiable.
         where: ``[...]`` bool, the rows that count. The others are exactly 0 in outputs and gradients, whatever they
             hold, and cost no work. None: every row counts.
-        chunk_bytes: bytes that the exponentials of one chunk of tokens may take, in the weight's dtype, per device;
-            at least 128 tokens are a chunk. None: 1.4 GiB (256 MiB on a CPU), but all tokens are one chunk where that
+        chunk_bytes: bytes that the exponentials of one chunk of tokens may take, in the weight's dtype, per device; at
+            least 128 tokens are a chunk. None: 1400 MiB (256 MiB on a CPU), but all tokens are one chunk where that
             needs no more memory than several chunks and their sum of dweight.
         **options: ``temperature``, ``logit_softcap``, ``logit_scale``, ``entropy``, ``stats``, ``vocab_size``,
             ``weight_layout``, ``axis_name``, ``precision``, ``implementation``, ``bias``, ``gradient_threshold`` and
@@ -206,8 +206,8 @@ def sharded_linear_loss(
             reduce-scattered backward. None: the sequence is not split.
         where: ``[...]`` bool, the rows that count. The others are exactly 0 in outputs and gradients, whatever they
             hold, and cost no work. None: every row counts.
-        chunk_bytes: bytes that the exponentials of one chunk of tokens may take, in the weight's dtype, per device;
-            at least 128 tokens are a chunk. None: 1.4 GiB (256 MiB on a CPU), but all tokens are one chunk where that
+        chunk_bytes: bytes that the exponentials of one chunk of tokens may take, in the weight's dtype, per device; at
+            least 128 tokens are a chunk. None: 1400 MiB (256 MiB on a CPU), but all tokens are one chunk where that
             needs no more memory than several chunks and their sum of dweight.
         **options: ``temperature``, ``logit_softcap``, ``logit_scale``, ``entropy``, ``stats``, ``vocab_size``,
             ``weight_layout``, ``precision``, ``implementation``, ``bias``, ``gradient_threshold`` and ``logit_floor``,

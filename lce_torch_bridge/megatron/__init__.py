@@ -1,16 +1,18 @@
-"""Megatron-core models through the op, without editing Megatron.
+"""Log-probabilities and losses of Megatron-core models without logits, and without editing Megatron.
 
-`output_processor` is for GPTModel of megatron-core 0.18 and newer; `fused_output_layer` is a context manager for
-HybridModel, MambaModel and older GPTModel, back to megatron-core 0.13; `fused_losses` is one for the losses that a
-model computes itself: multi-token prediction's, and that of ``labels=``.
+- `output_processor`: log-probabilities of GPTModel, with megatron-core 0.18 and newer.
+- `fused_output_layer`, a context manager: log-probabilities of HybridModel, MambaModel and older GPTModel, back to
+  megatron-core 0.13.
+- `fused_losses`, a context manager: the losses that a model computes itself, of ``labels=`` and of multi-token
+  prediction.
 
-All replace ``output_layer.forward`` by the op during a call, and let Megatron call the layer, so that the hooks on it
-run: DistributedDataParallel gathers parameters in them. The layer and the model say what the tensor-parallel group is,
-sequence parallelism, the tied weight, the logits' multiplier, where dhidden is summed, and whether dweight goes into
-``main_grad``.
+Each replaces ``output_layer.forward`` by `lce_torch_bridge.linear_logprobs` during a call. Megatron still calls the
+layer, so its hooks run: DistributedDataParallel gathers parameters in them. These options are read from the
+layer and the model: the tensor-parallel group, sequence parallelism, the tied weight, the multiplier of logits, where
+the gradient of hidden states is summed, and whether the weight gradient goes into ``main_grad``.
 
 Shapes are Megatron's: s sequence, b batch, h hidden size; hidden states ``[s, b, h]``, labels and results ``[b, s]``.
-Hidden states are neither transposed nor copied: labels and options are brought to ``[s, b]`` instead, and results back.
+Hidden states are neither transposed nor copied: labels and options become ``[s, b]`` instead, and results ``[b, s]``.
 """
 
 from lce_torch_bridge.megatron._fused import fused_losses, fused_output_layer, output_processor

@@ -37,21 +37,21 @@ def output_processor(
     inference_context: object = None,
     **_: object,
 ) -> LogprobOutput[torch.Tensor | None]:
-    """Log-probability and entropy in place of logits: ``GPTModel`` calls it instead of its output layer.
+    """Log-probability and entropy in place of logits: ``GPTModel`` calls this function instead of its output layer.
 
-    It runs after multi-token prediction, whose own loss stores logits outside of `fused_losses`.
+    Multi-token prediction runs before, and its own loss stores logits unless the call is inside `fused_losses`.
 
     Args:
         hidden_states: ``[s, b, h]``, or ``[s / TP, b, h]`` under sequence parallelism. The model passes
             them, and everything else but ``context``.
         output_layer: the model's ColumnParallelLinear.
         output_weight: the embedding's weight where it is tied, else None.
-        labels: ``[b, s]``, those the model was called with (for multi-token prediction), used if ``context`` has none.
+        labels: ``[b, s]``, the model's own (for multi-token prediction), used if ``context`` has none.
         context: ``labels`` ``[b, s]``, global vocabulary ids, already shifted, and any option of
             `lce_torch_bridge.linear_logprobs` but ``tp_group``, ``bias``, ``logit_scale`` and ``reduce_grad_hidden``,
             which the model sets. ``where`` is ``[b, s]`` bool, or the rows of the flattened ``[b, s]``; a tensor
-            ``temperature`` or ``logit_floor`` broadcasts to ``[b, s]``; ``candidates`` are ``[b, s, K]``. ``wgrad`` is
-            by default what the layer does: "main_grad" with ``gradient_accumulation_fusion``.
+            ``temperature`` or ``logit_floor`` broadcasts to ``[b, s]``; ``candidates`` are ``[b, s, K]``. The default
+            of ``wgrad`` is what the layer does: "main_grad" with ``gradient_accumulation_fusion``.
         scale_logits: the model's multiplier of logits (MuP), which is applied in float32 here.
         config: the model's configuration.
         runtime_gather_output: None or False. Results are whole on every rank anyway.
@@ -70,7 +70,7 @@ def output_processor(
 
     Memory:
         That of `linear_logprobs`. Under sequence parallelism the gathered hidden states are kept for the backward pass;
-        Megatron's own layer gathers them a second time instead.
+        Megatron's own layer gathers them twice.
 
     Example:
         >>> from lce_torch_bridge.megatron import output_processor
@@ -98,20 +98,20 @@ def output_processor(
 def fused_output_layer(model: torch.nn.Module, labels: torch.Tensor, **options: Unpack[ModelOptions]) -> Iterator[None]:
     """Inside, ``model(tokens, positions, mask)`` returns ``[b, s, 2]``, log-probability and entropy, not logits.
 
-    With ``candidates`` ``[b, s, K]`` it returns ``[b, s, 2 + K]``: their log-probabilities come after these two. For
-    models without an output processor. Call the model without ``labels``. The backward pass may run outside, unless
-    the whole model is under an activation checkpoint, which calls it again. Multi-token prediction keeps its own loss,
-    without logits, as in `fused_losses`.
+    This is for models without an output processor. Call the model without ``labels``. With ``candidates`` ``[b, s, K]``
+    it returns ``[b, s, 2 + K]``, their log-probabilities last. The backward pass may run outside, unless an activation
+    checkpoint holds the whole model, which it then calls again. Multi-token prediction keeps its own loss, without
+    logits, as in `fused_losses`.
 
     Args:
         model: a model with an ``output_layer``, also inside DistributedDataParallel, Float16Module, ``torch.compile``
-            or other modules. Methods of it and of its output layer are replaced until the block is left, for all
-            threads: one at a time may be inside, while `output_processor` serves several.
+            or other modules. Its methods, and those of its output layer, are replaced for all threads until the block
+            ends. So one thread at a time may be inside; `output_processor` serves several.
         labels: ``[b, s]`` global vocabulary ids, already shifted.
         **options: ``temperature``, ``logit_softcap``, ``vocab_size``, ``entropy``, ``candidates``, ``where``,
             ``ignore_index``, ``out_of_vocab``, ``wgrad``, ``cache_bytes``, ``gradient_threshold``, ``vocab_part_size``,
             ``logit_floor`` and ``implementation``, as in the context of `output_processor`. Not ``entropy=False``,
-            because the model returns two results; "metric" spares the entropy's gradient.
+            because the model returns two results; with "metric" the entropy has no gradient.
 
     Yields:
         None.
@@ -150,16 +150,16 @@ def fused_output_layer(model: torch.nn.Module, labels: torch.Tensor, **options: 
 
 @contextlib.contextmanager
 def fused_losses(model: torch.nn.Module, **options: Unpack[LossesOptions]) -> Iterator[None]:
-    """Inside, the model's own losses store no logits: multi-token prediction's, and that of ``labels=``.
+    """Inside, a model's own losses store no logits: the loss of ``labels=``, and those of multi-token prediction.
 
     Megatron still rolls labels and masks, weights each depth's loss, logs it with its acceptance rate, and starts its
-    backward pass. An `output_processor` may be used inside; `fused_output_layer` does the same by itself. The block may
-    be one step, or the whole training. Calls that return logits belong outside.
+    backward pass. An `output_processor` may be used inside; `fused_output_layer` needs no `fused_losses`. The block may
+    be one step, or the whole training. Call the model for logits outside.
 
     Args:
         model: a model with an ``output_layer``, also inside DistributedDataParallel, Float16Module, ``torch.compile``
-            or other modules. Methods of it and of its output layer are replaced until the block is left, for all
-            threads: one at a time may be inside, while `output_processor` serves several.
+            or other modules. Its methods, and those of its output layer, are replaced for all threads until the block
+            ends. So one thread at a time may be inside; `output_processor` serves several.
         **options: ``cache_bytes``, ``gradient_threshold``, ``vocab_part_size`` and ``implementation`` of each loss, as
             in `lce_torch_bridge.linear_logprobs`.
 

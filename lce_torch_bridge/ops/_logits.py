@@ -61,8 +61,9 @@ def linear_logits(
         where: the tokens that count: bool of the shape ``[...]``, or the rows of the flattened tokens, each at most
             once (int64 or int32). The others are 0 and have no gradient, as if all their ids were -1, and cost nothing.
             The host waits for the GPU to count a bool tensor, but not for an index. None: all.
-        reduce_grad_hidden: True sums dhidden over ``tp_group`` in float32, rounded once: for tensor parallelism without
-            sequence parallelism, where no later step sums it. False: each rank's dhidden is its own part of the sum.
+        reduce_grad_hidden: True sums dhidden, the gradient of ``hidden``, over ``tp_group`` in float32, rounded once:
+            for tensor parallelism without sequence parallelism, where no later step sums it. False: each rank's dhidden
+            is its own part of the sum.
         wgrad: "return" gives the weight its gradient. "main_grad" rounds it to the weight's dtype, adds it to
             ``weight.main_grad``, as Megatron's gradient-accumulation fusion does, and sets
             ``grad_added_to_main_grad``. Not under ``torch.compile``.

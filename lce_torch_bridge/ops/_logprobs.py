@@ -100,41 +100,43 @@ def linear_logprobs(
             split, whose log-probabilities under the whole vocabulary are wanted too, such as a teacher's most likely
             tokens; K from 1 to 512. -1 stands for none. None: ``.candidate_logprobs`` is None and costs nothing.
         where: the tokens that count: bool of ``labels``' shape, or the rows of the flattened tokens, each at most once
-            (int64 or int32). The others are 0 and have no gradient. Time and memory are those of the tokens that count,
+            (int64 or int32). The others are 0 and have no gradient. Time and memory fall with the tokens that count,
             whose results have the same bits as without ``where``. The host waits for the GPU to count a bool tensor. It
-            does not wait for an index, nor check one there: a row that it holds twice counts twice in the gradients. A
-            bool tensor without values (meta, fake) cannot be counted, and costs as much as all tokens. None: all.
-        ignore_index: tokens with this label (-100 is PyTorch's) are left out, as by a bool ``where``, which the host
-            waits to count. None: no label leaves its token out, not even one outside the vocabulary.
+            does not wait for an index on a GPU, nor check it: a row that is named twice counts twice in the gradients.
+            A bool tensor without values (meta, fake) cannot be counted, and costs as much as all tokens. None: all.
+        ignore_index: tokens with this label (-100 is PyTorch's) are left out, as with a bool ``where``; the host waits
+            for their count. None: no label leaves its token out, not even one outside the vocabulary.
         out_of_vocab: the logprob of a label outside the vocabulary (negative, -100, ≥ vocab_size): 0 with "zero",
-            ``max_logit - lse`` with "megatron", as in its cross entropy. The gradient is that of ``-lse`` either way,
-            as Megatron's.
-        reduce_grad_hidden: True sums dhidden over ``tp_group`` in float32, rounded once: for tensor parallelism without
-            sequence parallelism, where no later step sums it. False: each rank's dhidden is its own part of the sum.
+            ``max_logit - lse`` with "megatron", as in Megatron's cross entropy. Either way the gradient is the gradient
+            of ``-lse``, as in Megatron.
+        reduce_grad_hidden: True sums dhidden, the gradient of ``hidden``, over ``tp_group`` in float32, rounded once:
+            for tensor parallelism without sequence parallelism, where no later step sums it. False: each rank's dhidden
+            is its own part of the sum.
         wgrad: "return" gives the weight its gradient. "main_grad" adds it to ``weight.main_grad``, as Megatron's
             gradient-accumulation fusion does, and sets ``grad_added_to_main_grad``. A call that is launched directly
-            (`explain`) adds to a float32 ``main_grad`` as it computes, without a dweight in between, if ``main_grad``
-            is contiguous, aligned to 16 bytes and autocast does not cast the weight; otherwise dweight is rounded to
-            the weight's dtype first. Not under ``torch.compile``.
+            (`explain`) adds the gradient to a float32 ``main_grad`` as it computes, if ``main_grad`` is contiguous,
+            aligned to 16 bytes and autocast does not cast the weight. Otherwise the gradient is rounded to the weight's
+            dtype first. Not under ``torch.compile``.
         cache_bytes: bytes that the forward may keep, so that the backward recomputes less. 0 keeps nothing.
             "reference" always recomputes and ignores it. A forward that keeps something takes all tokens at once,
             and its results may differ in the last bits from one that does not. Under ``torch.compile`` each count of
             tokens then has a graph of its own, and ``where`` must be an index.
-        gradient_threshold: tiles (128 tokens by 256 vocabulary columns) whose every probability is below it, and that
-            hold no label and no candidate, are left out of the gradients: a number in [0, 1). Results never change. 0
-            is exact. "mosaic_gpu" alone leaves tiles out; its forward then keeps V / 64 bytes per token. `lce_jax`
-            tells how much probability was left out (``dropped_mass``). Under ``torch.compile`` as ``cache_bytes``.
+        gradient_threshold: a number in [0, 1). A tile (128 tokens by 256 vocabulary columns) is left out of the
+            gradients if all its probabilities are below the threshold and it holds no label and no candidate. Results
+            never change. 0 is exact. "mosaic_gpu" alone leaves tiles out; its forward then keeps V / 64 bytes per
+            token. `lce_jax` tells how much probability was left out (``dropped_mass``). Under ``torch.compile``: as
+            ``cache_bytes``.
         vocab_part_size: columns of a part of the vocabulary, a multiple of 8. The kernels' tiles begin anew at each
             part's first column, so calls that are launched directly (`explain`) have the same bits over any number of
-            ranks: give the rows of the smallest shard that any ``tp_group`` has. Ranks must have whole parts; only a
+            ranks. Give the rows of the smallest shard that any ``tp_group`` has. Ranks must have whole parts; only a
             vocabulary that is not split may end inside one. Not with ``cache_bytes`` or ``gradient_threshold``. None:
             each rank's rows are one part.
-        logit_floor: f: the distribution is that over the tokens v with ``z[v] >= f`` and the label, as top-k, top-p or
-            min-p leave it: a number, or a float tensor that broadcasts to ``labels``, in logits. -inf leaves all.
-            Results are those of the set, gradients are 0 outside, and ``stats=True`` fills ``support``, the tokens in
-            it. A row with none, of a label out of vocabulary, is 0 in outputs and gradients. A NaN is refused where it
-            is known, else its row returns NaN. Not with ``candidates`` or ``mean_logit``. No gradient.
-            `lce_jax.floors` says where floors come from. None: every token.
+        logit_floor: a number f, or a float tensor that broadcasts to ``labels``, in logits. The distribution is then
+            over the set of the tokens v with ``z[v] >= f`` and the label, as top-k, top-p or min-p sampling leaves it.
+            -inf leaves all. Gradients are 0 outside of the set, and ``stats=True`` fills ``support``, the number of
+            tokens in it. An empty set, of a label out of vocabulary, has 0 in outputs and gradients. A NaN is refused
+            where its value is known; elsewhere its row returns NaN. Not with ``candidates`` or ``mean_logit``. No
+            gradient. `lce_jax.floors` says where floors come from. None: every token.
         implementation: "mosaic_gpu" (kernels for Hopper GPUs; those for Blackwell have never run, and only this name
             gets them), "xla" (every device), "reference" (stores the logits), or a tuple of names tried in order. None:
             the best one that can serve the call.
@@ -154,16 +156,16 @@ def linear_logprobs(
             and ZeRO free parameters that are not in use.
 
     Memory:
-        Forward, two copies of 8192 tokens' hidden (none of exactly 4096 or 8192, if they are launched directly and
-        there is no ``tp_group``) and a tile of logits. Between forward and backward, the operands, four to six numbers
-        of four bytes per token, two more per candidate, and the cache; of a DTensor, what was gathered. Backward,
-        beyond the gradients, dhidden in float32 and a tile of logits; for counts of tokens that are no power of two
-        also copies of hidden and dhidden, padded to 128, 512 or the next one from 2048 on (from 32,768 on, or to
-        halfway there).
-        Launched directly, all of it comes from torch's allocator, and a backward without ``retain_graph`` computes in
-        the memory of the cache. Otherwise JAX keeps its own pool of GPU memory (`init`), in which the gradients lie.
-        Before JAX reuses a gradient that torch has dropped, this function waits for the streams that may still read it;
-        JAX code of your own does not.
+        The forward holds a tile of logits and two copies of 8192 tokens' hidden. There are no copies of exactly 4096 or
+        8192 tokens that are launched directly without ``tp_group``. Between forward and backward the call keeps the
+        operands (of a DTensor, what was gathered), four to six numbers of four bytes per token, two more per candidate,
+        and the cache. The backward holds, beyond the gradients, a tile of logits and dhidden in float32. If the count
+        of tokens is no power of two, it also holds copies of hidden and dhidden, padded to 128, 512, or the next power
+        of two from 2048 on (from 32,768 on, or to halfway there).
+        If the call is launched directly, torch's allocator gives all memory, and a backward without ``retain_graph``
+        computes in the memory of the cache. Otherwise JAX keeps its own pool of GPU memory (`init`), which also holds
+        the gradients. Before JAX reuses a gradient that torch has dropped, this function waits for the streams that may
+        still read the gradient; JAX code of your own does not.
 
     DTensors:
         ``weight`` is gathered in its own dtype over all dimensions of its mesh but that of ``tp_group``, over which it
@@ -178,10 +180,10 @@ def linear_logprobs(
         ``torch.set_float32_matmul_precision`` or torch's ``fp32_precision`` says. Two runs are bitwise equal.
 
     Compilation:
-        For each set of options one program is compiled for the forward (two with ``tp_group``; up to three if they are
-        launched directly) and, for each set of outputs and gradients that a loss uses, at most a dozen for the backward
-        of up to 131,072 tokens, each when it is first needed. With ``cache_bytes`` the forward has up to a dozen, too.
-        A new temperature compiles nothing.
+        Programs are compiled when they are first needed. Each set of options has one program for the forward (two with
+        ``tp_group``, up to three if it is launched directly, up to a dozen with ``cache_bytes``). For each set of
+        outputs and gradients that a loss uses, the backward of up to 131,072 tokens has at most a dozen programs. A new
+        temperature compiles nothing.
 
     Example:
         >>> import torch

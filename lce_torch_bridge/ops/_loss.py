@@ -69,10 +69,10 @@ def linear_loss(
 ) -> tuple[torch.Tensor, LogprobOutput[torch.Tensor | None]]:
     """Σ loss_fn(logprob, entropy, lse, …) over the tokens, its gradients computed in the forward.
 
-    A per-token loss has its derivative as soon as the token's results are known. So a call that is differentiated
-    computes results, losses and gradients of one chunk of tokens after the other: the matrix products of a forward and
-    a backward without a recomputation, and one chunk's exponentials at any number of tokens. A call that is not
-    differentiated is a plain forward. Divide the sum by what you like.
+    The derivative of a per-token loss is known as soon as the token's results are. So a call that is differentiated
+    computes results, losses and gradients together, one chunk of tokens after the other. It recomputes nothing, and
+    keeps the exponentials of one chunk alone. A call that is not differentiated is a plain forward. Divide the sum by
+    what you like.
 
     Args:
         loss_fn: ``loss_fn(logprobs, entropy, lse, *per_token)`` of a chunk's tokens, ``[t]`` each, ``entropy`` None
@@ -88,24 +88,25 @@ def linear_loss(
         per_token: tensors whose shapes begin with that of labels: advantages, old log-probabilities. Those that
             require a gradient get one.
         where: the tokens that count: bool of ``labels``' shape, or the rows of the flattened tokens, each at most once
-            (int64 or int32). The others are 0 and have no gradient. Time and memory are those of the tokens that count,
+            (int64 or int32). The others are 0 and have no gradient. Time and memory fall with the tokens that count,
             whose results have the same bits as without ``where``. The host waits for the GPU to count a bool tensor. It
-            does not wait for an index, nor check one there: a row that it holds twice counts twice in the gradients. A
-            bool tensor without values (meta, fake) cannot be counted, and costs as much as all tokens. None: all.
-        ignore_index: tokens with this label (-100 is PyTorch's) are left out, as by a bool ``where``, which the host
-            waits to count. None: no label leaves its token out, not even one outside the vocabulary.
+            does not wait for an index on a GPU, nor check it: a row that is named twice counts twice in the gradients.
+            A bool tensor without values (meta, fake) cannot be counted, and costs as much as all tokens. None: all.
+        ignore_index: tokens with this label (-100 is PyTorch's) are left out, as with a bool ``where``; the host waits
+            for their count. None: no label leaves its token out, not even one outside the vocabulary.
         wgrad: "return" gives the weight its gradient. "main_grad" adds it to ``weight.main_grad`` in the backward, in
             float32 if there are several chunks, as Megatron's gradient-accumulation fusion does, and sets
             ``grad_added_to_main_grad``.
-        cotangent: the number that the sum will be multiplied by on its way to what is differentiated, if it is known
-            before: 1.0 for the sum itself, or what Megatron's schedule multiplies by. The gradients are computed for it
-            and rounded once, and with ``wgrad="main_grad"`` the forward adds dweight to ``weight.main_grad``, which
-            spares the sum of its own: call it once for each backward, and zero ``main_grad`` before. The backward
-            waits for the GPU to compare. A cotangent that differs by at most 1e-6 of it, as other orders of the same
-            products do, scales what is returned, not what has been added. None: any, as it comes.
+        cotangent: the number that the sum will be multiplied by until the backward begins, if it is known before: 1.0
+            if the sum itself is differentiated, 1 / n for a mean, or what Megatron's schedule multiplies by. The
+            gradients are computed for this number and rounded once. With ``wgrad="main_grad"`` the forward then adds
+            the weight gradient (dweight) to ``weight.main_grad`` and needs no sum of its own: call it once for each
+            backward, and zero ``main_grad`` before. The backward waits for the GPU to compare its cotangent with this
+            one. If they differ by at most 1e-6 of it, as other orders of the same products do, the backward scales what
+            is returned, not what has been added. None: any number.
         chunk_bytes: bytes that the exponentials of one chunk of tokens may take, in the weight's dtype; at least 2048
-            tokens are a chunk. None: 1.4 GiB, but all tokens are one chunk where that needs no more memory than several
-            chunks and their sum of dweight.
+            tokens are a chunk. None: 1400 MiB, but all tokens are one chunk where that needs no more memory than
+            several chunks and their sum of dweight.
         **options: ``bias``, ``tp_group``, ``temperature``, ``logit_scale``, ``logit_softcap``, ``vocab_size``,
             ``entropy``, ``stats``, ``out_of_vocab``, ``reduce_grad_hidden``, ``gradient_threshold``,
             ``logit_floor`` and ``implementation``, as in `linear_logprobs`.
@@ -126,21 +127,22 @@ def linear_loss(
         RuntimeError: in the cases that `linear_logprobs` lists.
 
     Memory:
-        Differentiated: ``chunk_bytes``, O(T), and with several chunks dweight in float32, V·H·4 bytes, beyond the
-        gradients; no dweight at all with ``cotangent`` and ``wgrad="main_grad"``, if ``main_grad`` is float32 and the
-        kernels are launched directly (`explain`). The gradients exist from the forward on.
+        A call that is differentiated holds ``chunk_bytes`` and O(T) beyond the gradients, which exist from the forward
+        on. Several chunks also take the weight gradient (dweight) in float32, V·H·4 bytes. With ``cotangent`` and
+        ``wgrad="main_grad"`` there is no dweight at all, if ``main_grad`` is float32 and the kernels are launched
+        directly (`explain`).
 
     Numerics:
-        With several chunks dweight is summed over them in float32 and rounded once, after it is multiplied by the sum's
-        cotangent (1/n for a mean). dhidden, and dweight of one chunk, are rounded for a cotangent of 1, and once more
-        after that product: give ``cotangent``, or scale the losses inside ``loss_fn``, to be spared the second. In
-        float16, where loss scaling must come first, they are rounded after it alone. The derivatives of the logits,
-        which float16 products take before, are scaled by the power of two that keeps all of them below 2^15, so that
-        those 2^39 times smaller than the largest are 0. Two runs are bitwise equal.
+        dweight of several chunks is summed over them in float32, multiplied by the sum's cotangent (1/n for a mean) and
+        rounded once. dhidden, and dweight of one chunk, are rounded before that product and after it. ``cotangent``, or
+        losses that ``loss_fn`` scales itself, avoid the first rounding. In float16 they are rounded only after the
+        product, because loss scaling must come first. float16 products take the derivatives of the logits before: a
+        power of two scales them below 2^15, and those 2^39 times smaller than the largest are 0. Two runs are bitwise
+        equal.
 
     Compilation:
-        ``torch.compile`` leaves the call out of its graphs. Under activation checkpointing without reentry, the forward
-        and its gradients are computed twice: leave the head out of the checkpoint.
+        ``torch.compile`` leaves the call out of its graphs. Non-reentrant activation checkpointing computes the forward
+        and its gradients twice: leave the head out of the checkpoint.
 
     Example:
         >>> import torch
