@@ -41,7 +41,7 @@ def positions(
 
     Raises:
         ValueError, TypeError: lengths that do not divide, and other values that do not fit. Offsets on a
-            GPU are not looked at: every position is L if they do not fit, which no index may be.
+            GPU are not checked: if they do not fit, every position is L, which is no valid index.
 
     Example:
         >>> from lce_torch_bridge import rows
@@ -85,7 +85,7 @@ def of_rank(
 
     Raises:
         ValueError, TypeError: lengths that do not divide, and other values that do not fit. Offsets on a
-            GPU are not looked at: a device assertion fails if they do not fit.
+            GPU are not checked: if they do not fit, a device assertion fails.
 
     Example:
         >>> import torch
@@ -119,7 +119,7 @@ def in_rank_order(
 
     Raises:
         ValueError, TypeError: lengths that do not divide, and other values that do not fit. Offsets on a
-            GPU are not looked at: a device assertion fails if they do not fit.
+            GPU are not checked: if they do not fit, a device assertion fails.
 
     Example:
         >>> import torch
@@ -151,7 +151,7 @@ def in_sequence_order(
 
     Raises:
         ValueError, TypeError: lengths that do not divide, and other values that do not fit. Offsets on a
-            GPU are not looked at: a device assertion fails if they do not fit.
+            GPU are not checked: if they do not fit, a device assertion fails.
 
     Example:
         >>> import torch
