@@ -82,8 +82,9 @@ def linear_logits(
         RuntimeError: in the cases that `linear_logprobs` lists.
 
     Memory:
-        A few chunks of gathered rows of 32 MiB each and O(T·K), and copies of hidden and dhidden, padded to 128, 512 or
-        the next power of two of tokens from 2048 on. The gradient of ``weight`` is as large as the weight.
+        A few chunks of gathered rows of 32 MiB each, O(T·K), and copies of hidden and dhidden, padded to 128, 512, or
+        the next power of two of tokens from 2048 on (from 32,768 on, or to halfway there). The gradient of ``weight``
+        is as large as the weight.
 
     Numerics:
         Every sum is float32, and each gradient is rounded once. Two runs are bitwise equal: the gradients of an id that

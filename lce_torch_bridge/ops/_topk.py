@@ -72,8 +72,9 @@ def linear_topk(
         RuntimeError: in the cases that `linear_logprobs` lists.
 
     Memory:
-        The logits of one chunk of tokens, 160 MiB (32 MiB on a CPU) or 128 tokens if these are more, O(T·k), and a copy
-        of hidden, padded to 128, 512 or the next power of two of tokens from 2048 on.
+        The logits of one chunk of tokens, 160 MiB or 256 tokens if these are more (on a CPU 32 MiB or 128 tokens),
+        O(T·k), and a copy of hidden, padded to 128, 512, or the next power of two of tokens from 2048 on (from 32,768
+        on, or to halfway there).
 
     Numerics:
         float32 products are as exact as ``torch.set_float32_matmul_precision`` or torch's ``fp32_precision`` says. With
