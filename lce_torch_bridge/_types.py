@@ -26,7 +26,7 @@ OF_STATS = ("max_logit", "min_logit", "sum_p_squared")  # what ``stats=True`` ad
 
 
 class LogprobOutput(NamedTuple, Generic[Entropy_co]):  # noqa: UP046 mypy takes a parameter in brackets for invariant
-    """Per-token results: float32 tensors of ``labels.shape``, or None. Tokens that are not kept are 0.
+    """Results of each token, float32 tensors of ``labels.shape``, or None. Tokens that are not kept are 0.
 
     All are differentiable except what ``stats=True`` adds. ``LogprobOutput[None]`` has no entropy. If a function may
     return only tensors, such as a stage of ``torch.distributed.pipelining``, return ``out[:3]``, or the fields that you

@@ -44,5 +44,6 @@ class AsParsed(griffe.Extension):
         if obj.docstring:
             text = obj.docstring.value.replace("\nExample:\n", "\nExamples:\n")
             text = RETURNS.sub(lambda found: without_types(found[0]), text)
-            module = re.sub(r"\._\w+|\.ops\b", "", obj.path.rpartition(".")[0])
+            where = obj.path if obj.is_module else obj.path.rpartition(".")[0]
+            module = re.sub(r"\._\w+|\.ops\b", "", where)
             obj.docstring.value = with_links(text, module, self.public)
