@@ -47,7 +47,7 @@ class Explanation:
 def explain(
     hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, **options: Unpack[LogprobOptions]
 ) -> Explanation:
-    """How `linear_logprobs` would run a call: launched directly or by JAX, and why; which implementation, tiles and bytes.
+    """How `linear_logprobs` would run a call: launched directly or by JAX, and why; which implementation, what memory.
 
     Nothing is computed and nothing compiled.
 
