@@ -16,9 +16,13 @@ from lce_jax.local._dropped_mass import dropped_mass
 from lce_jax.local._kl import KLShard
 from lce_jax.local._results import finish, mean_logit, merge
 from lce_jax.local._shard import fields, gradients, pack, statistics, unpack
+from lce_jax.mathematics._kl import KLStatistics
+from lce_jax.mathematics._kl_mixture import MixtureSums
 
 __all__ = [
     "KLShard",
+    "KLStatistics",
+    "MixtureSums",
     "ShardStatistics",
     "dropped_mass",
     "fields",

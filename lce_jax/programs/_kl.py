@@ -124,7 +124,7 @@ class Part(NamedTuple):
 
     @classmethod
     def of(cls, spec: KLSpec, primals: Pair[Primals], rows: Pair[Rows], first_column: Any = None) -> Part:
-        """From the arrays of this device. ``first_column``: its global id; None: that of the device's place in the mesh."""
+        """From the arrays of this device; ``first_column`` is its global id, None that of its place in the mesh."""
         scales = Pair(*(_rows.scales(own, spec.dtype, signs_hidden=False) for own in rows))
         if first_column is None:
             first_column = _one_device.first_column(spec.models.student, primals.student.weight)
