@@ -56,18 +56,19 @@ def linear_kl(
     size of the gradients. If only a teacher's top k is at hand, see `lce_torch_bridge.losses.distillation_loss`.
 
     Args:
-        hidden: ``[..., H]`` the student's hidden states; any leading shape, also an empty one. bfloat16, float16 or
-            float32, on a GPU or the CPU.
-        weight: ``[V, H]``, this rank's rows of the student's head; copied for each call if it is not contiguous. Its
-            dtype is that of the matrix products. Under ``torch.autocast`` it is cast to autocast's dtype first, and all
-            calls of the context share the copy, as with ``torch.nn.functional.linear``.
+        hidden: ``[..., H]`` hidden states; any leading shape, also an empty one. bfloat16, float16 or float32, on a GPU
+            or the CPU.
+        weight: ``[V, H]``, this rank's rows of the head; copied for each call if it is not contiguous. Its dtype is
+            that of the matrix products. Under ``torch.autocast`` it is cast to autocast's dtype first, and all calls
+            of the context share the copy, as with ``torch.nn.functional.linear``.
         teacher_hidden: ``[..., G]`` the teacher's hidden states at the same tokens, of any size G and dtype.
         teacher_weight: ``[V, G]``, this rank's rows of the teacher's head, over the same vocabulary.
         direction: "forward" spreads the student over all that the teacher does; "reverse" keeps it away from what the
             teacher does not do; "jsd" lies between them.
         beta: the teacher's weight β in (0, 1) in "jsd". Each value compiles programs of its own. None: 0.5.
         bias: ``[V]``, this rank's part; bfloat16, float16 or float32. Added to the raw products in float32, also under
-            autocast, which leaves it as it is. Its gradient goes to autograd, whatever ``wgrad`` says. None: no bias.
+            autocast, which leaves it as it is. Its gradient goes to autograd, whatever ``wgrad`` says. The kernels for
+            Hopper GPUs do not serve it: ``implementation=None`` then takes "xla" there. None: no bias.
         teacher_bias: ``[V]``, the same for the teacher, without a gradient.
         tp_group: the process group over which the vocabulary of both heads is split into parts of the same size; rank r
             holds the r-th. All ranks pass the same hidden states and get bitwise-equal results. None: both weights are
@@ -92,8 +93,9 @@ def linear_kl(
         wgrad: "return" gives the weight its gradient. "main_grad" rounds it to the weight's dtype, adds it to
             ``weight.main_grad``, as Megatron's gradient-accumulation fusion does, and sets
             ``grad_added_to_main_grad``. Not under ``torch.compile``.
-        cache_bytes: bytes that the forward may keep, so that the backward recomputes less, as in `lce_jax.linear_kl`.
-            0: nothing is kept.
+        cache_bytes: bytes that the forward may keep, so that the backward recomputes less: two numbers of each column
+            of the first vocabulary tiles, as in `lce_jax.linear_kl`. 0: nothing is kept. Under ``torch.compile`` each
+            count of tokens then has a graph of its own, and ``where`` must be an index.
         implementation: "mosaic_gpu", "xla", or a tuple of names tried in order. None: the kernels where they serve the
             call, else "xla". JAX runs both: `launch_with` ``("direct")`` refuses the function.
 
@@ -143,36 +145,32 @@ def linear_kl(
         logit_scale=_or_same(teacher_logit_scale, logit_scale),
         logit_softcap=_or_same(teacher_logit_softcap, logit_softcap), vocab_size=vocab_size, **shared,
     )  # fmt: skip
-    x, y, call = _arguments.flat(own), _arguments.flat(others), own.call
+    x, y = _arguments.flat(own), _arguments.flat(others)
     head = _arguments.weight_of(own, wgrad), own.bias
     teachers = _arguments.weight_of(others, "return").detach(), None if others.bias is None else others.bias.detach()
     (weight, bias), (teacher_weight, teacher_bias) = (_first_rows(least, *of_one) for of_one in (head, teachers))
-    found = _kl.apply(
-        Operands(
-            hidden=x.hidden,
-            weight=weight,
-            bias=bias,
-            teacher_hidden=y.hidden.detach(),
-            teacher_weight=teacher_weight,
-            teacher_bias=teacher_bias,
-            temperature=x.temperature,
-            teacher_temperature=y.temperature,
-        ),
-        KLCall(
-            group=call.group,
-            vocab_size=call.vocab_size,
-            direction=direction,
-            beta=beta,
-            logit_scale=call.logit_scale,
-            teacher_logit_scale=others.call.logit_scale,
-            logit_softcap=call.logit_softcap,
-            teacher_logit_softcap=others.call.logit_softcap,
-            reduce_grad_hidden=call.reduce_grad_hidden,
-            cache_bytes=call.cache_bytes,
-            implementation=call.implementation,
-        ),
+    operands = Operands(
+        x.hidden, weight, bias, y.hidden.detach(), teacher_weight, teacher_bias, x.temperature, y.temperature
     )
+    found = _kl.apply(operands, _call_of(own, others, direction, beta))
     return _tokens.placed(found, x.rows, own.labels)
+
+
+def _call_of(own: Arguments, others: Arguments, direction: str, beta: float | None) -> KLCall:
+    call = own.call
+    return KLCall(
+        group=call.group,
+        vocab_size=call.vocab_size,
+        direction=direction,
+        beta=beta,
+        logit_scale=call.logit_scale,
+        teacher_logit_scale=others.call.logit_scale,
+        logit_softcap=call.logit_softcap,
+        teacher_logit_softcap=others.call.logit_softcap,
+        reduce_grad_hidden=call.reduce_grad_hidden,
+        cache_bytes=call.cache_bytes,
+        implementation=call.implementation,
+    )
 
 
 def _first_rows(
