@@ -50,7 +50,16 @@ def measured(test: Call, function: Any = linear_kl, **more: Any) -> tuple[torch.
     return kl, list(torch.autograd.grad((seed * kl).sum(), leaves))
 
 
-@pytest.mark.parametrize("test", [*CALLS, FLOAT32, *KEPT], ids=str)
+# The rest are combinations of what these combine.
+FAST = ("ragged jsd", "one column", "mixed", "bfloat16", "everything", "everything, jsd", FLOAT32.name, KEPT[0].name)
+
+
+def each(test: Call) -> Any:
+    marks = () if test.name in FAST else (pytest.mark.slow,)
+    return pytest.param(test, id=test.name, marks=marks)
+
+
+@pytest.mark.parametrize("test", [each(test) for test in (*CALLS, FLOAT32, *KEPT)])
 def test_matches_float64(test: Call) -> None:
     kl, gradients = measured(test)
     want, layout = expected(draw(test)), dict(test.options).get("weight_layout", "vh")
