@@ -36,7 +36,7 @@ def test_fused_head(results: dict[str, Any]) -> None:
 def test_trainers(results: dict[str, Any], name: str) -> None:
     found = results[name]
     assert found["calls"] >= found["steps"] == 3
-    # Of three steps. TRL's own JSD of near models, 0.003, is off by 2e-7: its two halves cancel.
+    # Of three steps. TRL's own JSD of near models is off by up to 2e-4: its two halves cancel.
     assert found["losses"] <= (1e-4 if name == "JSD" else 2e-5 if "KL" in name else 3e-6)
     assert found["moved"] > 1e-3  # the least that training has changed
 
