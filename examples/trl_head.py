@@ -1,7 +1,7 @@
-"""TRL 1.16 with this package's head: its GRPO, RLOO, SFT, KTO and DPO trainers compute no logits of their own.
+"""TRL 1.16 with this package's head: its GRPO, RLOO, SFT, KTO, DPO and distillation trainers compute no logits.
 
-TRL has no switch: each of these trainers gives its model a fused head, and the head calls one function. Before the
-trainer trains, in each process:
+TRL has no switch: the first five give their models a fused head, which calls one function, and the distillation trainer
+calls another. Before the trainer trains, in each process:
 
     import trl_head
     trl_head.install()
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from lce_torch_bridge import linear_logprobs
+from lce_torch_bridge import linear_entropy, linear_kl, linear_logprobs
 
 calls = 0  # in this process
 
@@ -30,11 +30,8 @@ class Logprobs:
         outputs: tuple[str, ...] = ("entropy", "mean_logits", "is_top1"),
     ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
         """[N] each: log-probabilities, entropy, log Σ p², mean logit, whether the target's logit is the largest."""
-        global calls
         del chunk_size
-        if calls == 0:
-            print("trl_head: log-probabilities of the head come from lce_torch_bridge", flush=True)
-        calls += 1
+        count("log-probabilities of the head")
         out = linear_logprobs(
             hidden, weight.to(hidden.dtype), targets, bias=bias, temperature=temperature,
             logit_softcap=final_logit_softcapping, logit_scale=logit_scale,
@@ -52,11 +49,45 @@ def is_largest(out: Any) -> torch.Tensor:
     return out.logprobs >= out.max_logit - out.lse - rounding
 
 
+class Divergence:
+    """In place of ``trl.kernels.chunked_divergence.ChunkedDivergenceFunction``."""
+
+    @staticmethod
+    def apply(
+        hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
+        teacher_hidden: torch.Tensor, teacher_weight: torch.Tensor, teacher_bias: torch.Tensor | None,
+        beta: float, temperature: float = 1.0,
+        logit_scale: float = 1.0, softcap: float | None = None,
+        teacher_logit_scale: float = 1.0, teacher_softcap: float | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """[N] each: the divergence, and the student's entropy without a gradient."""
+        count("divergences")
+        weight, teacher_weight = weight.to(hidden.dtype), teacher_weight.to(teacher_hidden.dtype)
+        own: dict[str, Any] = {"temperature": temperature, "logit_scale": logit_scale, "logit_softcap": softcap}
+        kl = linear_kl(
+            hidden, weight, teacher_hidden, teacher_weight, bias=bias, teacher_bias=teacher_bias, **own,
+            direction={0.0: "forward", 1.0: "reverse"}.get(beta, "jsd"), beta=beta if 0.0 < beta < 1.0 else None,
+            teacher_logit_scale=teacher_logit_scale, teacher_logit_softcap=teacher_softcap,
+        )  # fmt: skip
+        with torch.no_grad():
+            entropy, _ = linear_entropy(hidden, weight, bias=bias, **own)
+        return kl, entropy
+
+
+def count(what: str) -> None:
+    """One call more, and a line of the first."""
+    global calls
+    if calls == 0:
+        print(f"trl_head: {what} come from lce_torch_bridge", flush=True)
+    calls += 1
+
+
 def install() -> None:
-    """Puts `Logprobs` into TRL; the fused heads look it up at each call."""
-    from trl.trainer import utils
+    """Puts `Logprobs` and `Divergence` into TRL, which looks them up at each call."""
+    from trl.trainer import distillation_trainer, utils
 
     utils._ChunkedLogProbFunction = Logprobs
+    distillation_trainer.ChunkedDivergenceFunction = Divergence
 
 
 def odd_words(completions: list[str], **_: Any) -> list[float]:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from lce_torch_bridge.launched_directly._way import launch_with
     from lce_torch_bridge.ops._cross_entropy import linear_cross_entropy, linear_entropy
     from lce_torch_bridge.ops._explain import Explanation, explain
+    from lce_torch_bridge.ops._kl import linear_kl
     from lce_torch_bridge.ops._logits import linear_logits, masked_logprobs
     from lce_torch_bridge.ops._logprobs import linear_logprobs
     from lce_torch_bridge.ops._loss import linear_loss
@@ -34,6 +35,7 @@ __all__ = [
     "launch_with",
     "linear_cross_entropy",
     "linear_entropy",
+    "linear_kl",
     "linear_logits",
     "linear_logprobs",
     "linear_loss",
@@ -50,6 +52,7 @@ _MODULES = {
     "losses": ("losses",),
     "ops._cross_entropy": ("linear_cross_entropy", "linear_entropy"),
     "ops._explain": ("Explanation", "explain"),
+    "ops._kl": ("linear_kl",),
     "ops._logits": ("linear_logits", "masked_logprobs"),
     "ops._logprobs": ("linear_logprobs",),
     "ops._loss": ("linear_loss",),

@@ -229,7 +229,8 @@ def divergences(job: Run) -> str:
     lines = [["one product", f"{product['median_seconds'] * 1e3:.2f}", "–", "–", "–"]]
     end = ", + backward"
     for name, both in ((name.removesuffix(end), row) for name, row in found.items() if name.endswith(end)):
-        times = (f"{row['median_seconds'] * 1e3:.2f}" if row else "as without" for row in (found.get(name), both))
+        missing = "as without" if "cache" in name else "–"  # a peer is timed with its backward alone
+        times = (f"{row['median_seconds'] * 1e3:.2f}" if row else missing for row in (found.get(name), both))
         lines.append([name, *times, ratio(both), format_bytes(both["temp_bytes"])])
     return markdown(["one process", "forward, ms", "forward + backward, ms", "÷ product", "temporary memory"], lines)
 

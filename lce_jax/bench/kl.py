@@ -1,4 +1,4 @@
-"""Exact divergences of two heads, by linear_kl and from stored logits, whose standard deviation is 2.
+"""Exact divergences of two heads, by linear_kl, by TRL and from stored logits, whose standard deviation is 2.
 
 Times, memory, and how far the results of both lie apart.
 """
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from lce_jax import linear_kl
-from lce_jax.bench import programs
+from lce_jax.bench import peers, programs
 from lce_jax.bench.programs import PRODUCT, Program
 from lce_jax.bench.records import Job, Measured
 from lce_jax.explain import _arguments
@@ -86,6 +86,10 @@ def _programs() -> dict[str, Program]:
             right = f"{direction}, stored logits{end}"
             found[f"{direction}, linear_kl{end}"] = Program(functools.partial(way, linear_kl, direction), right)
             found[right] = Program(functools.partial(way, stored, direction))
+        trl = peers.trl_divergence(direction)
+        found[f"{direction}, TRL, + backward"] = Program(
+            trl, f"{direction}, stored logits, + backward", compile=peers.compile_divergence
+        )
         keeping = functools.partial(linear_kl, cache_bytes=FULL_CACHE)
         name = f"{direction}, linear_kl, full cache, + backward"
         found[name] = Program(functools.partial(both, keeping, direction), right)

@@ -167,6 +167,40 @@ def peer_candidates(problem: Problem, wanted: Sequence[str] | None = None) -> tu
     return rows, skipped
 
 
+def trl_divergence(direction: str) -> Callable[..., Any]:
+    """TRL's divergence of two heads, tile by tile with Triton; it computes the student's entropy too."""
+
+    def function(*arrays: Any) -> Any:
+        from trl.kernels.chunked_divergence import ChunkedDivergenceFunction as Function
+
+        hidden, weight, teacher_hidden, teacher_weight = arrays
+        beta = {"forward": 0.0, "reverse": 1.0, "jsd": 0.5}[direction]
+        return Function.apply(hidden, weight, None, teacher_hidden, teacher_weight, None, beta)[0]
+
+    return function
+
+
+def compile_divergence(function: Callable[..., Any], *operands: jax.Array) -> Run:
+    """``function`` of tensors, and its gradients in the student's, weighted by the last operand."""
+    reason = _no_torch_gpu()
+    if reason is not None:
+        raise ImportError(reason)
+    import torch
+
+    *arrays, seed = (torch.utils.dlpack.from_dlpack(x).detach() for x in operands)
+    student = [x.requires_grad_() for x in arrays[:2]]
+
+    def launch() -> tuple[Any, ...]:
+        kl = function(*student, *arrays[2:])
+        return kl.detach(), *torch.autograd.grad((seed * kl).sum(), student)
+
+    def wait(results: tuple[Any, ...]) -> Any:
+        torch.cuda.synchronize()
+        return [jnp.from_dlpack(x.contiguous()) for x in results]
+
+    return _measured_by_torch(launch, wait)
+
+
 def release() -> None:
     """Gives PyTorch's unused memory back to the device, for JAX to use."""
     if _no_torch_gpu() is None:
@@ -199,7 +233,7 @@ def _candidate(key: str, peer: Peer, problem: Problem, direction: str) -> Candid
 
 
 def _compile(peer: Peer, problem: Problem, direction: str) -> Run:
-    """A first call, which compiles, and a second one, whose peak above operands and results is the memory."""
+    """Its forward, or both passes."""
     import torch
 
     hidden, weight, labels, a, b = (
@@ -222,13 +256,19 @@ def _compile(peer: Peer, problem: Problem, direction: str) -> Run:
         torch.cuda.synchronize()
         return outputs
 
-    launch = forward if direction == FORWARD else forward_backward
+    return _measured_by_torch(forward if direction == FORWARD else forward_backward, wait)
+
+
+def _measured_by_torch(launch: Callable[[], Any], wait: Callable[[Any], Any]) -> Run:
+    """A first call, which compiles, and a second one, whose peak above operands and results is the memory."""
+    import torch
+
     start = time.perf_counter()
     wait(launch())
     compile_seconds = time.perf_counter() - start
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    results = wait(launch())
-    kept = sum(x.numel() * x.element_size() for x in results.values())
-    temp_bytes = max(0, torch.cuda.max_memory_allocated() - before - kept)
-    return Run(launch, wait, temp_bytes, compile_seconds)
+    results = launch()
+    wait(results)
+    kept = sum(x.numel() * x.element_size() for x in jax.tree.leaves(results))
+    return Run(launch, wait, max(0, torch.cuda.max_memory_allocated() - before - kept), compile_seconds)

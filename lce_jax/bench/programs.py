@@ -28,6 +28,7 @@ class Program:
 
     function: Callable[..., Any]
     like: str | None = None  # the program with stored logits whose results it should have
+    compile: Callable[..., Run] = compile_jax  # of the function and its operands; raises ImportError without a package
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,8 +99,10 @@ def measure(
     runs, left_out = {}, {}
     for name, program in programs.items():
         try:
-            runs[name] = compile_jax(program.function, *operands)
+            runs[name] = program.compile(program.function, *operands)
             runs[name].wait(runs[name].launch())
+        except ImportError as missing:
+            left_out[name] = {"left_out": str(missing)}
         except (jax.errors.JaxRuntimeError, ValueError) as failure:
             if isinstance(failure, ValueError) and "not supported" not in str(failure):
                 raise

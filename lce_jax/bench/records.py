@@ -30,7 +30,7 @@ import jax
 import lce_jax
 
 # What else takes part, by its name in the registry: the peers, and what they are built on.
-PACKAGES = ("flax", "torch", "triton", "cut-cross-entropy", "liger-kernel", "quack-kernels")
+PACKAGES = ("flax", "torch", "triton", "cut-cross-entropy", "liger-kernel", "quack-kernels", "trl")
 UNTIMED = ("bench", "demo", "explain", "flax")  # folders of this package that no timed program runs
 FOLDER = Path("bench-out")
 

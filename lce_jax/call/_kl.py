@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
 
@@ -143,6 +144,29 @@ def bind(given: KLArguments, place: Place | None = None) -> KLCall:
         rows = rows._replace(weights=weights)
     primals = Pair(student.primals, jax.tree.map(lax.stop_gradient, teacher.primals))
     return KLCall(spec, primals, Pair(rows, teacher.rows), agree)
+
+
+def bind_shard(given: KLArguments) -> KLCall:
+    """The call of one shard of a vocabulary, for `lce_jax.local`: who calls it knows the other shards."""
+    cases = given.cases()
+    given.check_columns(cases, is_split=True)
+    (hidden, _), _ = given.arrays
+    if hidden.ndim != 2:
+        raise ValueError(f"hidden {tuple(hidden.shape)} must be flat here: [T, H]")
+
+    def bound(arrays: tuple[Any, Any], options: CallOptions, case: Case) -> tuple[Spec, Primals, Rows]:
+        # As `_bind.bind_shard`: any given vocab_size may leave padding.
+        spec = _bind.spec(case, options, scalars.INT32_MAX)
+        spec = dataclasses.replace(spec, padded=options.vocab_size is not None)
+        return spec, *_bind.operands(spec, *arrays, None, given.where, options)
+
+    student, own, rows = bound(given.arrays.student, given.options.student, cases.student)
+    with _of_the_teacher():
+        teacher, others, teachers_rows = bound(given.arrays.teacher, given.options.teacher, cases.teacher)
+    spec = given.spec(Pair(student, teacher))
+    if given.beta is not None:
+        rows = rows._replace(weights=_rows.weights(given.beta, rows.labels.shape, spec.dtype))
+    return KLCall(spec, Pair(own, others), Pair(rows, teachers_rows), None)
 
 
 def _options_of_each(given: Mapping[str, Any], axis_name: Any) -> tuple[Any, Any]:

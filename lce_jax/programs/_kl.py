@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ from lce_jax.xla._kl import KLPlan
 from lce_jax.xla._walk import Head, Shard, Tokens
 
 if TYPE_CHECKING:
-    from lce_jax._shapes import Array, Bool, Int
+    from lce_jax._shapes import Array, Bool, Float, Int
 
 
 type Found = tuple[KLStatistics, MixtureSums | None]  # by token
@@ -85,58 +85,20 @@ def device_forward(
     spec: KLSpec, primals: Pair[Primals], rows: Pair[Rows], keep_cache: bool = False
 ) -> tuple[Array, Kept]:
     """One device's result, the whole vocabulary's statistics and sums of each row, and the device's cache."""
-    shape = rows.student.labels.shape
-    rows = _rows.flattened(rows, len(shape))
-    scales = _scales_of(spec, rows)
-    with jax.named_scope("lce_kl_statistics"):
-        plan, shard, order = _shard_of(spec, primals, rows, scales)
-        stats, cache = _statistics(spec, plan, shard, keep_cache)
-    stats = stats if order is None else _rows.expand(order, stats)
-    axis_name, of_rows = spec.models.student.axis_name, _row_scales(spec, scales)
+    shape, axis_name = rows.student.labels.shape, spec.models.student.axis_name
+    part = Part.of(spec, primals, _rows.flattened(rows, len(shape)))
+    stats, cache = part.statistics(keep_cache)
     if axis_name is not None:
         with jax.named_scope("lce_merge"):
-            parts = _collectives.from_all_shards(jnp.stack(stats), axis_name)
-            stats = _kl.merge(KLStatistics(*(parts[:, i] for i in range(parts.shape[1]))), of_rows)
-    where, weights, wrong = rows.student.where, rows.student.weights, _wrong_temperature(rows)
+            stats = part.merge(_collectives.from_all_shards(jnp.stack(stats), axis_name))
     sums = None
-    if weights is None:
-        out = _kl.finish(stats, of_rows[1], where)
-    else:
-        mixture = _kl_mixture.mixture(stats, of_rows[1], weights, where)
-        sums = _mixture_sums(spec, plan, shard, order, mixture)
-        out = _kl_mixture.divergence(sums, stats, mixture, where)
-    out = out if wrong is None else jnp.where(wrong, jnp.nan, out)
-    out, found = jax.tree.map(lambda x: x.reshape(shape), (out, (stats, sums)))
+    if part.is_of_mixture:
+        sums = part.mixture_sums(stats)
+        if axis_name is not None:
+            with jax.named_scope("lce_merge"):
+                sums = MixtureSums(*jnp.sum(_collectives.from_all_shards(jnp.stack(sums), axis_name), axis=0))
+    out, found = jax.tree.map(lambda x: x.reshape(shape), (part.finish(stats, sums), (stats, sums)))
     return out, (found, cache)
-
-
-def _statistics(spec: KLSpec, plan: KLPlan, shard: Shard, keep_cache: bool) -> tuple[KLStatistics, Any]:
-    """Of the shard, and the cache."""
-    kernels = functools.partial(mosaic.kl_statistics, keep_cache=keep_cache)
-    tiles = functools.partial(_kl_tiles.statistics, keep_cache=keep_cache)
-
-    def elsewhere(there: KLPlan, shard: Shard) -> tuple[KLStatistics, Any]:
-        _, cache = jax.eval_shape(functools.partial(kernels, plan), shard)  # of the kernels' shape, and never read
-        return _kl_tiles.statistics(there, shard)[0], jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), cache)
-
-    found: tuple[KLStatistics, Any] = _run(spec, plan, kernels, tiles, elsewhere, shard)
-    return found
-
-
-def _mixture_sums(
-    spec: KLSpec, plan: KLPlan, shard: Shard, order: _rows.Compaction | None, rows: Mixture
-) -> MixtureSums:
-    """Eq. 9 over the whole vocabulary."""
-    with jax.named_scope("lce_kl_mixture"):
-        rows = rows if order is None else jax.tree.map(lambda x: x[order.source], rows)
-        tiles = _kl_tiles.mixture_sums
-        sums = _run(spec, plan, mosaic.kl_mixture_sums, tiles, tiles, shard, rows)
-    sums = sums if order is None else _rows.expand(order, sums)
-    axis_name = spec.models.student.axis_name
-    if axis_name is None:
-        return sums
-    with jax.named_scope("lce_merge"):
-        return MixtureSums(*jnp.sum(_collectives.from_all_shards(jnp.stack(sums), axis_name), axis=0))
 
 
 def device_backward(spec: KLSpec, primals: Pair[Primals], rows: Pair[Rows], kept: Kept, cotangent: Array) -> Primals:
@@ -146,63 +108,126 @@ def device_backward(spec: KLSpec, primals: Pair[Primals], rows: Pair[Rows], kept
     rows, found, cotangent = _rows.flattened((rows, found, cotangent), rows.student.labels.ndim)
     if own.axis_name is not None and own.token_axes is None:
         cotangent = _collectives.total_cotangent(cotangent, own.axis_name)
-    scales, live, wrong = _scales_of(spec, rows), rows.student.where, _wrong_temperature(rows)
-    counts = live if wrong is None else ~wrong if live is None else live & ~wrong
-    factor = _logprobs.row_factor(own.case.options, scales.student.derivative)
-    (stats, sums), weights = found, rows.student.weights
-    coefficients: Any
-    if sums is None or weights is None:
-        coefficients = _kl.coefficients(stats, cotangent, factor, counts)
-    else:
-        mixture = _kl_mixture.mixture(stats, _row_scales(spec, scales)[1], weights, counts)
-        coefficients = _kl_mixture.coefficients(sums, stats, mixture, cotangent, factor, counts)
-    tiles = _kl_tiles.gradients
-
-    def without_cache(plan: KLPlan, shard: Shard, coefficients: Any, _: Any) -> Primals:
-        return tiles(plan, shard, coefficients)
-
-    with jax.named_scope("lce_kl_gradients"):
-        plan, shard, order = _shard_of(spec, primals, rows, scales)
-        if order is not None:
-            coefficients = jax.tree.map(lambda x: x[order.source], coefficients)
-        gradients = _run(spec, plan, mosaic.kl_gradients, tiles, without_cache, shard, coefficients, cache)
-    dhidden = gradients.hidden if order is None else _rows.expand(order, gradients.hidden)
-    dhidden = dhidden if live is None else jnp.where(live[:, None], dhidden, 0.0)
-    return _one_device.reduced(own, gradients._replace(hidden=dhidden), primals.student)
+    gradients = Part.of(spec, primals, rows).gradients(*found, cache, cotangent)
+    return _one_device.reduced(own, gradients, primals.student)
 
 
-def _run(
-    spec: KLSpec,
-    plan: KLPlan,
-    kernels: Callable[..., Any],
-    tiles: Callable[..., Any],
-    elsewhere: Callable[..., Any],
-    shard: Shard,
-    *more: Any,
-) -> Any:
-    """With kernels, if they serve the call and the program is lowered for their platform, else in tiles of plain XLA.
+class Part(NamedTuple):
+    """One device's part of a call: its columns, and all tokens, flat. Nothing in here is a collective."""
 
-    ``elsewhere`` are the tiles in place of kernels. The backward's logits have the forward's bits, because both passes
-    are chosen alike.
-    """
-    if spec.implementation != mosaic.NAME:
-        return tiles(plan, shard, *more)
-    if spec.requested is not None and xla.NAME not in spec.requested:
-        return kernels(plan, shard, *more)
-    cases = Pair(*(dataclasses.replace(case, device=CPU) for case in plan.cases))
-    there = functools.partial(elsewhere, dataclasses.replace(plan, cases=cases))
-    return by_platform(functools.partial(kernels, plan), there, shard, *more, device=spec.case.device)
+    spec: KLSpec
+    rows: Pair[Rows]
+    scales: Pair[Scales]
+    plan: KLPlan
+    shard: Shard  # the rows that count first
+    order: _rows.Compaction | None  # of these; None: all count
 
+    @classmethod
+    def of(cls, spec: KLSpec, primals: Pair[Primals], rows: Pair[Rows], first_column: Any = None) -> Part:
+        """From the arrays of this device; ``first_column`` is its global id, None that of its place in the mesh."""
+        scales = Pair(*(_rows.scales(own, spec.dtype, signs_hidden=False) for own in rows))
+        if first_column is None:
+            first_column = _one_device.first_column(spec.models.student, primals.student.weight)
+        return cls(spec, rows, scales, *_shard_of(spec, primals, rows, scales, first_column))
 
-def _scales_of(spec: KLSpec, rows: Pair[Rows]) -> Pair[Scales]:
-    return Pair(*(_rows.scales(own, spec.dtype, signs_hidden=False) for own in rows))
+    @property
+    def is_of_mixture(self) -> bool:
+        """Whether the divergence needs `mixture_sums`."""
+        return self.rows.student.weights is not None
 
+    @jax.named_scope("lce_kl_statistics")
+    def statistics(self, keep_cache: bool) -> tuple[KLStatistics, Any]:
+        """Of these columns, [T] each, and the cache."""
+        kernels = functools.partial(mosaic.kl_statistics, keep_cache=keep_cache)
+        tiles = functools.partial(_kl_tiles.statistics, keep_cache=keep_cache)
 
-def _row_scales(spec: KLSpec, scales: Pair[Scales]) -> tuple[Any, Any]:
-    """The k of eq. 0, that of p first."""
-    pairs = zip(spec.models, scales, strict=True)
-    each = (_logprobs.row_scale(model.case.options, own.logits) for model, own in pairs)
-    return Pair(*each).ordered(spec.plan(0).student_first)
+        def elsewhere(there: KLPlan, shard: Shard) -> tuple[KLStatistics, Any]:
+            _, cache = jax.eval_shape(functools.partial(kernels, self.plan), shard)  # of their shape, and never read
+            return _kl_tiles.statistics(there, shard)[0], jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), cache)
+
+        stats, cache = self._run(kernels, tiles, elsewhere)
+        return self._by_token(stats), cache
+
+    def merge(self, parts: Float[Array, "N 6 T"]) -> KLStatistics:
+        """The whole vocabulary's statistics, from those of all its parts in their order."""
+        return _kl.merge(KLStatistics(*(parts[:, i] for i in range(parts.shape[1]))), self._row_scales)
+
+    @jax.named_scope("lce_kl_mixture")
+    def mixture_sums(self, stats: KLStatistics) -> MixtureSums:
+        """Eq. 9 over these columns, from the whole vocabulary's statistics."""
+        mixture = self._of_counted(self._mixture(stats, self.rows.student.where))
+        sums: MixtureSums = self._run(mosaic.kl_mixture_sums, _kl_tiles.mixture_sums, _kl_tiles.mixture_sums, mixture)
+        return self._by_token(sums)
+
+    def finish(self, stats: KLStatistics, sums: MixtureSums | None) -> Float[Array, "T"]:
+        """The divergence, from statistics and sums over the whole vocabulary."""
+        where, wrong = self.rows.student.where, _wrong_temperature(self.rows)
+        if sums is None:
+            out = _kl.finish(stats, self._row_scales[1], where)
+        else:
+            out = _kl_mixture.divergence(sums, stats, self._mixture(stats, where), where)
+        return out if wrong is None else jnp.where(wrong, jnp.nan, out)
+
+    @jax.named_scope("lce_kl_gradients")
+    def gradients(
+        self, stats: KLStatistics, sums: MixtureSums | None, cache: Any, cotangent: Float[Array, "T"]
+    ) -> Primals:
+        """The student's part of dhidden and dbias, in the statistics' dtype, and its dweight in the weight's."""
+        live, wrong = self.rows.student.where, _wrong_temperature(self.rows)
+        counts = live if wrong is None else ~wrong if live is None else live & ~wrong
+        factor = _logprobs.row_factor(self.spec.case.options, self.scales.student.derivative)
+        coefficients: Any
+        if sums is None:
+            coefficients = _kl.coefficients(stats, cotangent, factor, counts)
+        else:
+            mixture = self._mixture(stats, counts)
+            coefficients = _kl_mixture.coefficients(sums, stats, mixture, cotangent, factor, counts)
+
+        def without_cache(plan: KLPlan, shard: Shard, coefficients: Any, _: Any) -> Primals:
+            return _kl_tiles.gradients(plan, shard, coefficients)
+
+        given = self._of_counted(coefficients), cache
+        found: Primals = self._run(mosaic.kl_gradients, _kl_tiles.gradients, without_cache, *given)
+        dhidden = self._by_token(found.hidden)
+        return found._replace(hidden=dhidden if live is None else jnp.where(live[:, None], dhidden, 0.0))
+
+    @property
+    def _row_scales(self) -> tuple[Any, Any]:
+        """The k of eq. 0, that of p first."""
+        pairs = zip(self.spec.models, self.scales, strict=True)
+        each = (_logprobs.row_scale(model.case.options, own.logits) for model, own in pairs)
+        return Pair(*each).ordered(self.plan.student_first)
+
+    def _mixture(self, stats: KLStatistics, live: Bool[Array, "T"] | None) -> Mixture:
+        weights = self.rows.student.weights
+        assert weights is not None
+        return _kl_mixture.mixture(stats, self._row_scales[1], weights, live)
+
+    def _of_counted[T](self, by_token: T) -> T:
+        """Those of the rows that count, first."""
+        order = self.order
+        return by_token if order is None else jax.tree.map(lambda x: x[order.source], by_token)
+
+    def _by_token(self, found: Any) -> Any:
+        """The same, in the order of the tokens."""
+        return found if self.order is None else _rows.expand(self.order, found)
+
+    def _run(
+        self, kernels: Callable[..., Any], tiles: Callable[..., Any], elsewhere: Callable[..., Any], *more: Any
+    ) -> Any:
+        """With kernels, if they serve the call and the program is lowered for their platform, else tiles of plain XLA.
+
+        ``elsewhere`` are the tiles in place of kernels. The backward's logits have the forward's bits, because both
+        passes are chosen alike.
+        """
+        spec, given = self.spec, (self.shard, *more)
+        if spec.implementation != mosaic.NAME:
+            return tiles(self.plan, *given)
+        if spec.requested is not None and xla.NAME not in spec.requested:
+            return kernels(self.plan, *given)
+        cases = Pair(*(dataclasses.replace(case, device=CPU) for case in self.plan.cases))
+        there = functools.partial(elsewhere, dataclasses.replace(self.plan, cases=cases))
+        return by_platform(functools.partial(kernels, self.plan), there, *given, device=spec.case.device)
 
 
 def _wrong_temperature(rows: Pair[Rows]) -> Bool[Array, "T"] | None:
@@ -212,7 +237,7 @@ def _wrong_temperature(rows: Pair[Rows]) -> Bool[Array, "T"] | None:
 
 
 def _shard_of(
-    spec: KLSpec, primals: Pair[Primals], rows: Pair[Rows], scales: Pair[Scales]
+    spec: KLSpec, primals: Pair[Primals], rows: Pair[Rows], scales: Pair[Scales], first_column: Any
 ) -> tuple[KLPlan, Shard, _rows.Compaction | None]:
     """The arrays of this device, with the rows that count first."""
     operands = Pair(*map(_one_device.flat_operands, spec.models, primals))
@@ -226,15 +251,15 @@ def _shard_of(
             for x, model in zip(operands, spec.models, strict=True)
         )
     )
-    columns, num_columns = _true_columns(spec, primals)
+    columns, num_columns = _true_columns(spec, primals, first_column)
     return spec.plan(columns), Shard(tokens, heads, None, num_rows, num_columns), order
 
 
-def _true_columns(spec: KLSpec, primals: Pair[Primals]) -> tuple[int, Int[Array, ""] | None]:
+def _true_columns(spec: KLSpec, primals: Pair[Primals], first_column: Any) -> tuple[int, Int[Array, ""] | None]:
     """The columns to walk over, and how many of these are no padding if that is known only to the shard."""
     sizes = (x.weight.shape[model.case.options.vocab_dim] for x, model in zip(primals, spec.models, strict=True))
     columns, student = min(sizes), spec.models.student
-    left = student.vocab_size - _one_device.first_column(student, primals.student.weight)
+    left = student.vocab_size - first_column
     if isinstance(left, int):
         return min(left, columns), None
     return columns, jnp.clip(left, 0, columns) if any(model.padded for model in spec.models) else None

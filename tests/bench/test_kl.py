@@ -23,7 +23,10 @@ def rows_of(path: Path, part: str, *more: str) -> dict[str, dict[str, Any]]:
 
 def test_the_divergence_of_two_heads(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     rows = rows_of(tmp_path, "kl", "--teacher-hidden-size", "20")
-    assert len(rows) == 16
+    assert len(rows) == 19
+    peers = [row for name, row in rows.items() if "TRL" in name]
+    assert len(peers) == 3
+    assert all(row["left_out"] == "peers are timed on CUDA GPUs, this is cpu" for row in peers)
     assert all(row["apart"] < 2e-5 for name, row in rows.items() if "linear_kl" in name)
     assert sum("from stored logits" in line for line in capsys.readouterr().out.splitlines()) == 9
     file = records.read(tmp_path / "cpu.json")

@@ -21,7 +21,7 @@ def results() -> dict[str, Any]:
     root = Path(__file__).parents[2]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, cwd=root)
     assert done.returncode == 0, done.stderr[-4000:]
-    assert done.stdout.count("trl_head: log-probabilities of the head come from lce_torch_bridge") == 1
+    assert done.stdout.count("trl_head: log-probabilities of the head come from lce_torch_bridge") == 1  # the first
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -32,11 +32,12 @@ def test_fused_head(results: dict[str, Any]) -> None:
     assert found["gradients"] <= NEAR
 
 
-@pytest.mark.parametrize("name", ["GRPO", "RLOO", "SFT", "KTO", "DPO"])
+@pytest.mark.parametrize("name", ["GRPO", "RLOO", "SFT", "KTO", "DPO", "forward KL", "JSD", "reverse KL"])
 def test_trainers(results: dict[str, Any], name: str) -> None:
     found = results[name]
     assert found["calls"] >= found["steps"] == 3
-    assert found["losses"] <= 3e-6  # of three steps
+    # Of three steps. TRL's own JSD of near models is off by up to 2e-4: its two halves cancel.
+    assert found["losses"] <= (1e-4 if name == "JSD" else 2e-5 if "KL" in name else 3e-6)
     assert found["moved"] > 1e-3  # the least that training has changed
 
 

@@ -9,6 +9,7 @@ import os
 
 os.environ.update(JAX_PLATFORMS="cpu", HF_HUB_OFFLINE="1")
 
+import functools
 import json
 import tempfile
 from collections.abc import Callable
@@ -19,16 +20,16 @@ import torch
 import trl
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-from trl.trainer import utils
+from trl.trainer import distillation_trainer, utils
 
 from examples import trl_head
 
 STEPS = 3
-STOCK = utils._ChunkedLogProbFunction
+STOCK, STOCK_DIVERGENCE = utils._ChunkedLogProbFunction, distillation_trainer.ChunkedDivergenceFunction
 
 
-def model() -> Any:
-    torch.manual_seed(0)
+def model(seed: int = 0) -> Any:
+    torch.manual_seed(seed)
     sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, head_dim=8)
     heads = dict(num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False, eos_token_id=1)
     return Qwen3ForCausalLM(Qwen3Config(**sizes, **heads))
@@ -75,6 +76,7 @@ DATA: dict[str, dict[str, list[Any]]] = {
     "DPO": PAIRS | {"rejected": [f"w{i + 5} w{i + 7} w{i}" for i in range(12)]},
 }
 SAMPLED = {"GRPO", "RLOO"}
+BETAS = {"forward KL": 0.0, "JSD": 0.3, "reverse KL": 1.0}  # of the distillation trainer
 
 
 def train(name: str, reference: str) -> tuple[list[float], torch.Tensor]:
@@ -100,17 +102,39 @@ def data(name: str) -> datasets.Dataset:
     return datasets.Dataset.from_dict(DATA[name])
 
 
+def distil(beta: float, reference: str) -> tuple[list[float], torch.Tensor]:
+    """The same of three steps on the student's own answers, with another model as the teacher."""
+    told = trl.DistillationConfig(
+        output_dir=f"{reference}/out", per_device_train_batch_size=4, max_steps=STEPS, logging_steps=1, beta=beta,
+        learning_rate=1e-2, report_to=[], save_strategy="no", disable_tqdm=True, bf16=False, seed=0,
+        max_completion_length=6, temperature=0.9,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    trainer = trl.DistillationTrainer(
+        Qwen3ForCausalLM.from_pretrained(reference), teacher_model=model(seed=1), args=told,
+        processing_class=tokenizer(), train_dataset=datasets.Dataset.from_dict({"prompt": PAIRS["prompt"]}),
+    )  # fmt: skip
+    trainer.train()
+    return losses_and_entropies(trainer), trainer.model.lm_head.weight.detach().clone()
+
+
+def losses_and_entropies(trainer: Any) -> list[float]:
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return [float(entry[name]) for entry in logged for name in ("loss", "entropy")]
+
+
 def compare(name: str, reference: str, start: torch.Tensor) -> dict[str, Any]:
     """The losses of three steps: a wrong gradient of the first would show in the next."""
-    utils._ChunkedLogProbFunction = STOCK
-    want, weight = train(name, reference)
-    before = trl_head.calls
+    utils._ChunkedLogProbFunction, distillation_trainer.ChunkedDivergenceFunction = STOCK, STOCK_DIVERGENCE
+    run = functools.partial(distil, BETAS[name]) if name in BETAS else functools.partial(train, name)
+    want, weight = run(reference)
+    before, least = trl_head.calls, 1e-3 if name in BETAS else 1.0  # a loss of these is about 0 by design
     trl_head.install()
-    got, _ = train(name, reference)
+    got, _ = run(reference)
     return {
-        "losses": max(abs(x - y) / max(abs(y), 1.0) for x, y in zip(got, want, strict=True)),
+        "losses": max(abs(x - y) / max(abs(y), least) for x, y in zip(got, want, strict=True)),
         "moved": ((weight - start).norm() / start.norm()).item(),
-        "steps": len(got),
+        "steps": len(got) // (2 if name in BETAS else 1),
         "calls": trl_head.calls - before,
     }
 
@@ -122,7 +146,7 @@ def main() -> None:
         first().save_pretrained(folder)
         tokenizer().save_pretrained(folder)
         start = first().lm_head.weight.detach().clone()
-        results |= {name: compare(name, folder, start) for name in DATA}
+        results |= {name: compare(name, folder, start) for name in (*DATA, *BETAS)}
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)  # where the program writes trl-out
         results["program"] = trl_head.main()

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lce_torch_bridge import linear_logits, linear_logprobs, linear_loss, linear_topk, masked_logprobs
+from lce_torch_bridge import linear_kl, linear_logits, linear_logprobs, linear_loss, linear_topk, masked_logprobs
 from tests.torch import problem as p
 from tests.torch.shards import DEVICE, GRADIENT, VALUE, draw, same_on_all_ranks, shard
 
@@ -122,3 +122,35 @@ def chosen_on_one_rank(group: dist.ProcessGroup) -> None:
         print(call.__name__, "value", p.value_error(got, want), "gradients", *errors)
         assert p.value_error(got, want) < 1e-5  # other tiles are summed
         assert max(errors) < torch.finfo(torch.bfloat16).eps / 2  # one rounding
+
+
+def divergences(group: dist.ProcessGroup) -> None:
+    """Those of one rank that holds all columns, eager and compiled, the same bits on all; of padding alone too."""
+    problem, teacher, bias = draw(), draw(H=16, seed=1), torch.linspace(-2, 2, 104, device=DEVICE)
+    seed = p.seeds_like(problem.labels)[0]
+
+    def measured(function: Any, own: Any, teachers: Any, **told: Any) -> Any:
+        leaves = [x.clone().requires_grad_() for x in (problem.hidden, *own)]
+        kl = function(*leaves[:2], teacher.hidden, teachers[0], bias=leaves[2], teacher_bias=teachers[1], **told)
+        return kl, torch.autograd.grad((seed * kl).sum(), leaves)
+
+    heads = (problem.weight, bias), (teacher.weight, bias.flip(0))
+    local = [[shard(x, group) for x in head] for head in heads]
+    split: Any = dict(tp_group=group, reduce_grad_hidden=True)
+    compiled = torch.compile(linear_kl, fullgraph=True, backend="aot_eager")
+    for direction, function, further in (
+        ("forward", linear_kl, dict(vocab_size=40)),
+        ("reverse", linear_kl, dict(vocab_size=97, temperature=0.7, teacher_temperature=1.2, logit_softcap=4.0)),
+        ("jsd", compiled, dict(cache_bytes=1 << 20)),
+    ):
+        told: Any = dict(direction=direction, **further)
+        want, wanted = measured(linear_kl, *heads, **told)
+        kl, (dhidden, dweight, dbias) = measured(function, *local, **told, **split)
+        assert p.value_error(kl, want) < VALUE, direction
+        assert same_on_all_ranks(kl, group)
+        assert same_on_all_ranks(dhidden, group)
+        assert p.relative_norm(dhidden, wanted[0]) < GRADIENT, direction
+        assert p.relative_norm(dweight, shard(wanted[1], group)) < GRADIENT, direction
+        assert p.relative_norm(dbias, shard(wanted[2], group)) < GRADIENT, direction
+    odd = problem.weight[: 51 + group.rank()], teacher.hidden, teacher.weight[: 51 + group.rank()]
+    assert linear_kl(problem.hidden, *odd, tp_group=group).isnan().all()

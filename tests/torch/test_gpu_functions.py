@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
 
-from lce_torch_bridge import linear_logits, linear_logprobs, linear_loss, linear_topk
+from lce_torch_bridge import linear_kl, linear_logits, linear_logprobs, linear_loss, linear_topk
 from tests.torch import problem as p
 from tests.torch import test_kernels_threshold as threshold
 from tests.torch.gpu_problem import draw
@@ -68,6 +69,36 @@ def test_logits_at_ids() -> None:
     z, *grads = twice(call)
     assert p.value_error(z, want) < VALUE
     assert max(map(p.relative_norm, grads, wanted)) < 2e-3  # of one rounding to bfloat16
+
+
+@pytest.mark.parametrize("cache_bytes", [0, 1 << 30])
+@pytest.mark.parametrize("direction", ["forward", "reverse", "jsd"])
+def test_divergences(direction: Any, cache_bytes: int) -> None:
+    """Kernels that JAX runs: no further from float64 than one rounding of the gradient in the logits."""
+    own, teachers = draw(3000, 512, 16000), p.draw(3000, 256, 16000, torch.bfloat16, seed=1).to("cuda")
+    (seed, *_), told = p.seeds_like(own.labels), dict(direction=direction, vocab_size=15993)
+
+    def exact(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        heads = (hidden, weight), (teachers.hidden.double(), teachers.weight.double())
+        log_q, log_p = ((x @ w.T)[:, :15993].log_softmax(-1) for x, w in heads)
+        if direction == "jsd":
+            log_m = torch.logaddexp(log_q, log_p) - math.log(2)
+            return ((log_p.exp() * (log_p - log_m) + log_q.exp() * (log_q - log_m)) / 2).sum(-1)
+        d = log_p - log_q
+        return (log_p.exp() * d if direction == "forward" else log_q.exp() * -d).sum(-1)
+
+    true = [x.double().requires_grad_() for x in own[:2]]
+    want = exact(*true)
+    wanted = torch.autograd.grad((seed * want).sum(), true)
+
+    def call() -> Any:
+        leaves = own.leaves()[:2]
+        kl = linear_kl(*leaves, *teachers[:2], cache_bytes=cache_bytes, implementation="mosaic_gpu", **told)
+        return kl, *torch.autograd.grad((seed * kl).sum(), leaves)
+
+    kl, *grads = twice(call)
+    assert p.value_error(kl, want) < VALUE
+    assert max(map(p.relative_norm, grads, wanted)) < (5e-3 if cache_bytes else 4e-3)  # as tests/gpu/test_kl.py
 
 
 @pytest.mark.parametrize("chunk_bytes", [0, None], ids=["three chunks", "one chunk"])

@@ -16,7 +16,7 @@ WORKER = ["-W", "error", "-m", "tests.torch.shards_worker"]
 CHECKS = (
     "parity", "negative_controls", "collectives", "kept_rows", "empty_and_compiled", "uneven", "rounding", "verls",
     "biased", "losses", "chosen_logits", "chosen_on_one_rank", "loss_in_forward", "most_likely",
-    "floors",
+    "floors", "divergences",
 )  # fmt: skip
 
 
@@ -27,7 +27,7 @@ def test_two_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_four_ranks(tmp_path: Path) -> None:
-    checks = ("parity", "chosen_logits", "loss_in_forward", "most_likely")
+    checks = ("parity", "chosen_logits", "loss_in_forward", "most_likely", "divergences")
     for said in ranks(4, [*WORKER, *checks], tmp_path / "logs"):
         assert said.count("done ") == len(checks)
 

@@ -1,0 +1,214 @@
+"""`linear_kl` and its gradients as operators over the programs of `through_jax._kl_programs`.
+
+    kl            hidden, weight, bias, the teacher's, both temperatures  ->  the divergence [T], S [T, S], the cache
+    kl_gradients  the same, S, the cache and the cotangent [T]            ->  dhidden, dweight, dbias, as wanted
+
+Over a group, one all-gather of seven numbers per token merges the shards' statistics, and of a "jsd" one of two numbers
+their sums. Every rank merges them alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import torch
+
+from lce_torch_bridge.launched_directly._way import way_of
+from lce_torch_bridge.operators import _logprobs as autograd
+from lce_torch_bridge.operators._execute import those_wanted
+from lce_torch_bridge.operators._registered import NAME, operator, refuse_vmap
+from lce_torch_bridge.tensors import _device, _padding, _tensor_parallel
+from lce_torch_bridge.through_jax import _kl_programs, _run
+from lce_torch_bridge.through_jax import _runtime as runtime
+from lce_torch_bridge.through_jax._key import precision_of
+from lce_torch_bridge.through_jax._kl_programs import CALL_SCHEMA, KLCall, KLKey
+
+
+class Operands(NamedTuple):
+    """The tensors of a call, flattened: the leading arguments of both operators."""
+
+    hidden: torch.Tensor  # [T, H]
+    weight: torch.Tensor  # [V, H]
+    bias: torch.Tensor | None  # [V]
+    teacher_hidden: torch.Tensor  # [T, G]
+    teacher_weight: torch.Tensor  # [V, G]
+    teacher_bias: torch.Tensor | None
+    temperature: torch.Tensor | None  # [T] float32; None: 1
+    teacher_temperature: torch.Tensor | None
+
+
+OPERANDS_SCHEMA = (
+    "Tensor hidden, Tensor weight, Tensor? bias, Tensor teacher_hidden, Tensor teacher_weight, Tensor? teacher_bias, "
+    "Tensor? temperature, Tensor? teacher_temperature"
+)
+NUM_OPERANDS = len(Operands._fields)
+
+
+def apply(operands: Operands, call: KLCall) -> torch.Tensor:
+    """The divergence ``[T]``, differentiable in the student's hidden, weight and bias."""
+    differentiated = autograd.is_differentiated(*operands[:3])
+    keep_cache = differentiated and call.cache_bytes > 0
+    if not torch.compiler.is_compiling():
+        return Uncompiled.apply(*operands, keep_cache, *call)[0]
+    function = LinearKL.apply if differentiated else kl
+    return function(*operands, keep_cache, *call)[0]
+
+
+class LinearKL(torch.autograd.Function):
+    """``(*Operands, keep_cache, *KLCall) -> (divergence, S, *cache)``, of which the first has a gradient."""
+
+    @staticmethod
+    def forward(*inputs: Any) -> tuple[torch.Tensor, ...]:
+        """Runs the operator."""
+        return tuple(kl(*inputs))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+        """Keeps the operands, S and the cache."""
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.save_for_backward(*inputs[:NUM_OPERANDS], *output[1:])
+        ctx.call = inputs[NUM_OPERANDS + 1 :]
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
+        """Those of dhidden, dweight and dbias that are wanted."""
+        kept, wanted = ctx.saved_tensors, ctx.needs_input_grad[:3]
+        operands, (saved, *cache) = kept[:NUM_OPERANDS], kept[NUM_OPERANDS:]
+        run = Gradients.apply if torch.is_grad_enabled() else kl_gradients
+        found = list(run(*operands, saved, cache, cotangent, *wanted, *ctx.call))
+        grads = [found.pop(0) if want else None for want in wanted]
+        return *grads, *(None,) * (NUM_OPERANDS - 2 + len(ctx.call))
+
+    @staticmethod
+    def vmap(*_: Any) -> Any:
+        """Refuses ``torch.func.vmap``."""
+        refuse_vmap()
+
+
+class Uncompiled(LinearKL):
+    """The same outside of ``torch.compile``, which takes no Function that has a ``jvp``."""
+
+    @staticmethod
+    def jvp(*_: Any) -> Any:
+        """Refuses forward mode."""
+        return autograd.Uncompiled.jvp()
+
+
+class Gradients(autograd.Gradients):
+    """The operator `kl_gradients`, whose own derivative is refused."""
+
+    @staticmethod
+    def forward(*inputs: Any) -> tuple[torch.Tensor, ...]:
+        """Runs the operator."""
+        return tuple(kl_gradients(*inputs))
+
+
+@operator("kl", f"({OPERANDS_SCHEMA}, bool keep_cache, {CALL_SCHEMA}) -> Tensor[]")
+def kl(*inputs: Any) -> list[torch.Tensor]:
+    """The divergence ``[T]`` in float32, S, and the leaves of the cache."""
+    x, keep_cache, call = Operands(*inputs[:NUM_OPERANDS]), inputs[NUM_OPERANDS], KLCall(*inputs[NUM_OPERANDS + 1 :])
+    if x.hidden.shape[0] == 0:
+        return _structs(x, keep_cache, call)
+    way = way_of(x.hidden)
+    _tensor_parallel.check_equal_parts(x.weight, call.group, way.direct)
+    way.refuse("linear_kl is a program of JAX")
+    tokens, key, given = x.hidden.shape[0], _key(x, call), _inputs(x, _temperatures(x))
+    if call.group == _tensor_parallel.NO_GROUP:
+        packed, *cache = _execute(_kl_programs.forward(key, keep_cache), given)
+    else:
+        stats, *cache = _execute(_kl_programs.statistics(key, keep_cache), given)
+        every, sums = _tensor_parallel.gather(stats, call.group), None
+        if call.direction == "jsd":
+            (part,) = _execute(_kl_programs.mixture(key), (*given, every))
+            sums = _tensor_parallel.gather(part, call.group)
+        (packed,) = _execute(_kl_programs.finish(key), (*given, every, sums))
+    found = packed[:, :tokens]
+    return [found[0].view(torch.float32).clone(), found[1:].T.contiguous(), *cache]
+
+
+@torch.library.register_fake(f"{NAME}::kl")  # type: ignore[untyped-decorator]
+def _(*inputs: Any) -> list[torch.Tensor]:
+    return _structs(Operands(*inputs[:NUM_OPERANDS]), inputs[NUM_OPERANDS], KLCall(*inputs[NUM_OPERANDS + 1 :]))
+
+
+def _structs(x: Operands, keep_cache: bool, call: KLCall) -> list[torch.Tensor]:
+    """What `kl` returns, uninitialised."""
+    tokens = x.hidden.shape[0]
+    cache = jax.tree.leaves(_cache_structure(x, call)) if keep_cache and tokens else []
+    return [
+        x.hidden.new_empty((tokens,), dtype=torch.float32),
+        x.hidden.new_empty((tokens, call.num_saved), dtype=torch.int32),
+        *(x.hidden.new_empty(leaf.shape, dtype=getattr(torch, leaf.dtype.name)) for leaf in cache),
+    ]
+
+
+GRADIENTS_SCHEMA = "Tensor saved, Tensor[] cache, Tensor cotangent, bool want_hidden, bool want_weight, bool want_bias"
+
+
+@operator("kl_gradients", f"({OPERANDS_SCHEMA}, {GRADIENTS_SCHEMA}, {CALL_SCHEMA}) -> Tensor[]")
+def kl_gradients(*inputs: Any) -> list[torch.Tensor]:
+    """Those of dhidden, dweight and dbias that are wanted."""
+    x, (saved, cache, cotangent, *rest) = Operands(*inputs[:NUM_OPERANDS]), inputs[NUM_OPERANDS:]
+    wanted, call, tokens = tuple(rest[:3]), KLCall(*rest[3:]), x.hidden.shape[0]
+    if tokens == 0:
+        return [y.new_zeros(y.shape) for y in those_wanted(x.hidden, x.weight, x.bias, wanted)]
+    way_of(x.hidden).refuse("linear_kl is a program of JAX")
+    reduced = call.reduce_grad_hidden and call.group != _tensor_parallel.NO_GROUP
+    tree = jax.tree.structure(_cache_structure(x, call)) if cache else None
+    program = _kl_programs.gradients(_key(x, call), wanted, not reduced, tree)
+    further = saved, cotangent.contiguous().view(torch.int32)[:, None]
+    grads = _execute(program, (*_inputs(x, [*_temperatures(x), *further]), *cache))
+    if wanted[0]:
+        grads[0] = grads[0][:tokens]
+    if wanted[0] and reduced:
+        grads[0] = _tensor_parallel.all_reduce(grads[0].contiguous(), call.group).to(x.hidden.dtype)
+    return grads
+
+
+@torch.library.register_fake(f"{NAME}::kl_gradients")  # type: ignore[untyped-decorator]
+def _(*inputs: Any) -> list[torch.Tensor]:
+    x, wanted = Operands(*inputs[:NUM_OPERANDS]), inputs[NUM_OPERANDS + 3 : NUM_OPERANDS + 6]
+    return [y.new_empty(y.shape) for y in those_wanted(x.hidden, x.weight, x.bias, wanted)]
+
+
+autograd.refuse_derivatives_of("kl_gradients")
+
+
+def _key(x: Operands, call: KLCall) -> KLKey:
+    shards, rank = _tensor_parallel.size_and_rank(call.group)
+    rows, vocab_size = int(x.weight.shape[0]), int(call.vocab_size)
+    call = call._replace(group="", vocab_size=vocab_size, reduce_grad_hidden=False)
+    tempered = x.temperature is not None, x.teacher_temperature is not None
+    precision = precision_of(x.weight) or precision_of(x.teacher_weight)
+    return KLKey(call, rank * rows, vocab_size < shards * rows, tempered, precision)
+
+
+def _temperatures(x: Operands) -> list[torch.Tensor]:
+    return [y.view(torch.int32)[:, None] for y in (x.temperature, x.teacher_temperature) if y is not None]
+
+
+def _inputs(x: Operands, per_token: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+    """The inputs of a program, padded to its rows."""
+    tokens = x.hidden.shape[0]
+    rows = _padding.size(tokens)
+    packed = torch.cat([x.hidden.new_empty((tokens, 0), dtype=torch.int32), *per_token], 1)
+    hidden, teacher_hidden = _padding.pad(x.hidden, rows), _padding.pad(x.teacher_hidden, rows)
+    operands = hidden, x.weight, x.bias, teacher_hidden, x.teacher_weight, x.teacher_bias
+    return *operands, _padding.with_count(packed, rows)
+
+
+def _execute(program: Any, given: Sequence[Any]) -> list[torch.Tensor]:
+    (found,) = _run.run(program, given, waits=_kl_programs.NUM_OPERANDS)
+    return found
+
+
+def _cache_structure(x: Operands, call: KLCall) -> Any:
+    rows, key, struct = _padding.size(int(x.hidden.shape[0])), _key(x, call), jax.ShapeDtypeStruct
+    described = _device.device_of(x.hidden.device)
+    device = runtime.jax_device(x.hidden.device) if described is None else described
+    operands = [None if y is None else _device.struct(y) for y in x[: _kl_programs.NUM_OPERANDS]]
+    for i, y in (0, x.hidden), (3, x.teacher_hidden):  # which are padded
+        operands[i] = struct((rows, int(y.shape[1])), _device.name_of(y.dtype))
+    return _kl_programs.cache_structure(key, device, *operands, struct((1 + rows * sum(key.tempered),), "int32"))

@@ -1,0 +1,230 @@
+"""`linear_kl`: the exact divergence of two heads over one vocabulary, without storing either's logits."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from lce_jax import scalars
+from lce_torch_bridge._types import Wgrad
+from lce_torch_bridge.call import _arguments, _checks, _tokens
+from lce_torch_bridge.call._arguments import Arguments
+from lce_torch_bridge.operators import _kl
+from lce_torch_bridge.operators._kl import Operands
+from lce_torch_bridge.through_jax._kl_programs import KLCall
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+type Same = Literal["same"]
+DIRECTIONS = ("forward", "reverse", "jsd")
+
+
+def linear_kl(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    teacher_hidden: torch.Tensor,
+    teacher_weight: torch.Tensor,
+    *,
+    direction: Literal["forward", "reverse", "jsd"] = "forward",
+    beta: float | None = None,
+    bias: torch.Tensor | None = None,
+    teacher_bias: torch.Tensor | None = None,
+    tp_group: dist.ProcessGroup | None = None,
+    temperature: float | torch.Tensor = 1.0,
+    teacher_temperature: float | torch.Tensor | Same = "same",
+    logit_scale: float = 1.0,
+    teacher_logit_scale: float | Same = "same",
+    logit_softcap: float | None = None,
+    teacher_logit_softcap: float | Same | None = "same",
+    vocab_size: int | None = None,
+    where: torch.Tensor | None = None,
+    reduce_grad_hidden: bool = False,
+    wgrad: Wgrad = "return",
+    cache_bytes: int = 0,
+    implementation: str | tuple[str, ...] | None = None,
+) -> torch.Tensor:
+    """Exact KL or JS divergence of two heads over one whole vocabulary, per token, without storing either's logits.
+
+    With the teacher's probabilities p and the student's q, ``"forward"`` is ``KL(p ‖ q) = Σ p (ln p - ln q)``,
+    ``"reverse"`` ``KL(q ‖ p) = Σ q (ln q - ln p)``, and ``"jsd"`` ``β KL(p ‖ m) + (1 - β) KL(q ‖ m)`` with
+    ``m = β p + (1 - β) q``, the generalised Jensen-Shannon divergence. Differentiable, once, in the student's
+    ``hidden``, ``weight`` and ``bias``; the teacher has no gradient. At a temperature τ, multiply by τ² to keep the
+    size of the gradients. If only a teacher's top k is at hand, see `lce_torch_bridge.losses.distillation_loss`.
+
+    Args:
+        hidden: ``[..., H]`` hidden states; any leading shape, also an empty one. bfloat16, float16 or float32, on a GPU
+            or the CPU.
+        weight: ``[V, H]``, this rank's rows of the head; copied for each call if it is not contiguous. Its dtype is
+            that of the matrix products. Under ``torch.autocast`` it is cast to autocast's dtype first, and all calls
+            of the context share the copy, as with ``torch.nn.functional.linear``.
+        teacher_hidden: ``[..., G]`` the teacher's hidden states at the same tokens, of any size G and dtype.
+        teacher_weight: ``[V, G]``, this rank's rows of the teacher's head, over the same vocabulary.
+        direction: "forward" spreads the student over all that the teacher does; "reverse" keeps it away from what the
+            teacher does not do; "jsd" lies between them.
+        beta: the teacher's weight β in (0, 1) in "jsd". Each value compiles programs of its own. None: 0.5.
+        bias: ``[V]``, this rank's part; bfloat16, float16 or float32. Added to the raw products in float32, also under
+            autocast, which leaves it as it is. Its gradient goes to autograd, whatever ``wgrad`` says. The kernels for
+            Hopper GPUs do not serve it: ``implementation=None`` then takes "xla" there. None: no bias.
+        teacher_bias: ``[V]``, the same for the teacher, without a gradient.
+        tp_group: the process group over which the vocabulary of both heads is split into parts of the same size; rank r
+            holds the r-th. All ranks pass the same hidden states and get bitwise-equal results. None: both weights are
+            whole.
+        temperature: divides the float32 logits: a positive number, or a float tensor that broadcasts to ``[...]`` (one
+            value per token, or per sequence as ``[b, 1]``). No gradient. A tensor's values are looked at only on the
+            CPU and outside ``torch.compile``: there, one that is not positive and finite is refused. Elsewhere its
+            token's result is NaN without a gradient, and the other tokens are not affected.
+        teacher_temperature: that of the teacher's logits. "same": the student's.
+        logit_scale: multiplies the float32 logits first (MuP, Cohere).
+        teacher_logit_scale: that of the teacher's logits. "same": the student's.
+        logit_softcap: ``c`` in ``cap(x) = c·tanh(x / c)``, before the temperature (Gemma 2: 30). None: no cap.
+        teacher_logit_softcap: that of the teacher's logits. None: no cap. "same": the student's.
+        vocab_size: the true size of the vocabulary of all ranks together. Columns from it on are padding: in no sum,
+            with zero gradient, whatever they hold. None: every column counts. Weights with different numbers of rows
+            need it, and no ``tp_group``.
+        where: the tokens that count: bool of the shape ``[...]``, or the rows of the flattened tokens, each at most
+            once (int64 or int32). The others are 0 and have no gradient, and cost nothing. The host waits for the GPU
+            to count a bool tensor, but not for an index. None: all.
+        reduce_grad_hidden: True sums dhidden, the gradient of ``hidden``, over ``tp_group`` in float32, rounded once:
+            for tensor parallelism without sequence parallelism, where no later step sums it. False: each rank's dhidden
+            is its own part of the sum.
+        wgrad: "return" gives the weight its gradient. "main_grad" rounds it to the weight's dtype, adds it to
+            ``weight.main_grad``, as Megatron's gradient-accumulation fusion does, and sets
+            ``grad_added_to_main_grad``. Not under ``torch.compile``.
+        cache_bytes: bytes that the forward may keep, so that the backward recomputes less: two numbers of each column
+            of the first vocabulary tiles, as in `lce_jax.linear_kl`. 0: nothing is kept. Under ``torch.compile`` each
+            count of tokens then has a graph of its own, and ``where`` must be an index.
+        implementation: "mosaic_gpu", "xla", or a tuple of names tried in order. None: the kernels where they serve the
+            call, else "xla". JAX runs both: `launch_with` ``("direct")`` refuses the function.
+
+    Returns:
+        ``[...]`` in nats, at least 0, float32.
+
+    Raises:
+        lce_jax.UnsupportedError: an implementation asked for by name cannot serve the call; the message says why.
+        ValueError, TypeError: shapes, dtypes, devices or options that do not fit, with the offending values. Parts of
+            the vocabulary of different sizes raise in a ``tp_group``'s first call; in a later one, results are NaN.
+        NotImplementedError: on a second derivative, in forward mode, and under ``torch.func.vmap``
+            (``torch.func.grad`` and ``vjp`` work).
+        RuntimeError: in the cases that `linear_logprobs` lists.
+
+    Memory:
+        That of `lce_jax.linear_kl`, in JAX's pool on a GPU, and copies of both hidden states, padded to 128, 512, or
+        the next power of two of tokens from 2048 on (from 32,768 on, or to halfway there).
+
+    Numerics:
+        That of `lce_jax.linear_kl`. float32 products are as exact as ``torch.set_float32_matmul_precision`` or torch's
+        ``fp32_precision`` says.
+
+    Example:
+        >>> import torch
+        >>> from lce_torch_bridge import linear_kl
+        >>> hidden = torch.ones(3, 4, requires_grad=True)
+        >>> weight, teacher_weight = torch.zeros(10, 4), torch.eye(10, 4)
+        >>> kl = linear_kl(hidden, weight, torch.ones(3, 4), teacher_weight)
+        >>> kl.mean().backward()
+        >>> round(kl[0].item(), 4), hidden.grad.shape
+        (0.1213, torch.Size([3, 4]))
+    """
+    scalars.one_of("direction", direction, DIRECTIONS)
+    beta = scalars.weight_of_jsd(beta, "direction", direction, DIRECTIONS[:2])
+    _same_tokens(hidden, teacher_hidden)
+    # Where the columns differ, both are cut to the common ones, which must have all of the vocabulary.
+    least = _common_columns(weight, teacher_weight, vocab_size, tp_group)
+    shared: dict[str, Any] = {"tp_group": tp_group, "where": where, "entropy": False, "implementation": implementation}
+    labels = hidden.new_full(hidden.shape[:-1], -1, dtype=torch.int64)
+    own = _arguments.of_call(
+        hidden, weight, labels, bias=bias, temperature=temperature, logit_scale=logit_scale,
+        logit_softcap=logit_softcap, vocab_size=vocab_size, reduce_grad_hidden=reduce_grad_hidden, wgrad=wgrad,
+        cache_bytes=cache_bytes, **shared,
+    )  # fmt: skip
+    others = _teachers(
+        own, teacher_hidden, teacher_weight, bias=teacher_bias, temperature=_or_same(teacher_temperature, temperature),
+        logit_scale=_or_same(teacher_logit_scale, logit_scale),
+        logit_softcap=_or_same(teacher_logit_softcap, logit_softcap), vocab_size=vocab_size, **shared,
+    )  # fmt: skip
+    x, y = _arguments.flat(own), _arguments.flat(others)
+    head = _arguments.weight_of(own, wgrad), own.bias
+    teachers = _arguments.weight_of(others, "return").detach(), None if others.bias is None else others.bias.detach()
+    (weight, bias), (teacher_weight, teacher_bias) = (_first_rows(least, *of_one) for of_one in (head, teachers))
+    operands = Operands(
+        x.hidden, weight, bias, y.hidden.detach(), teacher_weight, teacher_bias, x.temperature, y.temperature
+    )
+    found = _kl.apply(operands, _call_of(own, others, direction, beta))
+    return _tokens.placed(found, x.rows, own.labels)
+
+
+def _call_of(own: Arguments, others: Arguments, direction: str, beta: float | None) -> KLCall:
+    call = own.call
+    return KLCall(
+        group=call.group,
+        vocab_size=call.vocab_size,
+        direction=direction,
+        beta=beta,
+        logit_scale=call.logit_scale,
+        teacher_logit_scale=others.call.logit_scale,
+        logit_softcap=call.logit_softcap,
+        teacher_logit_softcap=others.call.logit_softcap,
+        reduce_grad_hidden=call.reduce_grad_hidden,
+        cache_bytes=call.cache_bytes,
+        implementation=call.implementation,
+    )
+
+
+def _first_rows(
+    count: int | None, weight: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return (weight, bias) if count is None else (weight[:count], None if bias is None else bias[:count])
+
+
+def _or_same(teachers: Any, own: Any) -> Any:
+    return own if isinstance(teachers, str) and teachers == "same" else teachers
+
+
+def _same_tokens(hidden: Any, teacher_hidden: Any) -> None:
+    _checks.hidden(hidden)
+    with _of_the_teacher():
+        _checks.hidden(teacher_hidden)
+        if teacher_hidden.shape[:-1] != hidden.shape[:-1]:
+            raise ValueError(
+                f"hidden {tuple(teacher_hidden.shape)} must have the leading shape of the student's "
+                f"{tuple(hidden.shape)}"
+            )
+
+
+def _common_columns(weight: Any, teacher_weight: Any, vocab_size: Any, group: Any) -> int | None:
+    """The columns that both have, if one has more; None if they have as many."""
+    _checks.floats("weight", weight)
+    with _of_the_teacher():
+        _checks.floats("weight", teacher_weight)
+    rows, teachers = (x.shape[0] if x.ndim else 0 for x in (weight, teacher_weight))
+    if rows == teachers:
+        return None
+    least, most = sorted((rows, teachers))
+    if vocab_size is None or group is not None:
+        raise ValueError(
+            f"weight has {rows} rows, the teacher's {teachers}: give the tokenizer's size, at most {least}, as "
+            f"vocab_size; where tp_group splits the vocabulary, pad the smaller weight to {most} rows too"
+        )
+    return least
+
+
+def _teachers(own: Arguments, hidden: torch.Tensor, weight: torch.Tensor, **options: Any) -> Arguments:
+    """The teacher's arguments, checked against the student's."""
+    with _of_the_teacher():
+        found = _arguments.of_call(hidden, weight, own.labels, **options)
+        if found.hidden.device != own.hidden.device:
+            raise ValueError(f"hidden is on {found.hidden.device}, the student's on {own.hidden.device}")
+    return found
+
+
+@contextlib.contextmanager
+def _of_the_teacher() -> Iterator[None]:
+    """Errors about the teacher's arguments say so."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"the teacher's {error}") from None
