@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Unpack
 import jax
 import jax.numpy as jnp
 
-from lce_jax import _jax
+from lce_jax import _jax, scalars
 from lce_jax._types import Primals
 from lce_jax.call import _kl as _call
 from lce_jax.call import _options
@@ -87,6 +87,10 @@ class KLShard:
         **options: Unpack[KLOptions],
     ) -> None:
         _options.check_names(KLShard, options, known_names=KLOptions.__annotations__)
+        if not scalars.is_integer(vocab_start) and not jnp.issubdtype(
+            getattr(vocab_start, "dtype", float), jnp.integer
+        ):
+            raise TypeError(f"vocab_start must be an integer, got {vocab_start!r}")
         arrays = Pair((hidden, weight), (teacher_hidden, teacher_weight))
         call = _call.bind_shard(KLArguments.of(arrays, where, direction, options, None))
         self._spec = call.spec
@@ -111,7 +115,13 @@ class KLShard:
 
         Args:
             parts: those of all shards, each stacked, in their order.
+
+        Raises:
+            ValueError: another shape.
         """
+        shape, T = getattr(parts, "shape", None), self._spec.num_tokens
+        if shape is None or len(shape) != 3 or tuple(shape[1:]) != (len(KLStatistics._fields), T):
+            raise ValueError(f"parts must be an array [N, 6, T = {T}], got {type(parts).__name__} of shape {shape}")
         return _run(self._spec, Part.merge, (), self._arrays, parts)
 
     def mixture_sums(self, merged: KLStatistics) -> MixtureSums | None:
@@ -126,7 +136,11 @@ class KLShard:
         Args:
             merged: the statistics of the whole vocabulary.
             sums: of "jsd", those of the whole vocabulary.
+
+        Raises:
+            ValueError: a "jsd" without sums, or another divergence with them.
         """
+        self._check(sums)
         return _run(self._spec, Part.finish, (), self._arrays, merged, sums)
 
     def gradients(
@@ -146,7 +160,13 @@ class KLShard:
         Returns:
             dhidden ``[T, H]`` and dweight. With a bias, also dbias ``[V]`` in float32. (All of a float64 head are
             float64.)
+
+        Raises:
+            ValueError: a cotangent of another shape, a "jsd" without sums, or another divergence with them.
         """
+        self._check(sums)
+        if tuple(jnp.shape(cotangent)) != (self._spec.num_tokens,):
+            raise ValueError(f"cotangent {tuple(jnp.shape(cotangent))} must be [T = {self._spec.num_tokens}]")
         if self._spec.num_tokens == 0:
             own = self._arrays.primals.student
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, self._spec.dtype), own)
@@ -154,6 +174,13 @@ class KLShard:
         else:
             found = _run(self._spec, Part.gradients, (), self._arrays, merged, sums, cache, cotangent)
         return (found.hidden, found.weight) if found.bias is None else (found.hidden, found.weight, found.bias)
+
+    def _check(self, sums: MixtureSums | None) -> None:
+        """Without its sums, a JSD would be a KL."""
+        needs = self._arrays.rows.student.weights is not None and self._spec.num_tokens > 0
+        if needs != (sums is not None):
+            which = "needs" if needs else "has no"
+            raise ValueError(f'direction="{self._spec.direction}" {which} sums: those that `mixture_sums` returns')
 
 
 class _Arrays(NamedTuple):

@@ -21,6 +21,7 @@ from lce_jax.call._rows import Rows, Scales
 from lce_jax.mathematics import _kl, _kl_mixture, _logprobs
 from lce_jax.mathematics._kl import KLStatistics, Pair
 from lce_jax.mathematics._kl_mixture import Mixture, MixtureSums
+from lce_jax.mathematics._statistics import MASKED
 from lce_jax.mesh import _collectives
 from lce_jax.mesh._by_platform import by_platform
 from lce_jax.programs import _one_device
@@ -247,7 +248,8 @@ def _shard_of(
     tokens = tokens if order is None else _rows.compact(order, tokens)
     heads = Pair(
         *(
-            Head(x.weight, None if x.bias is None else x.bias.astype(model.case.stat_dtype))
+            # What both models rule out with -inf is a difference of two infinities otherwise.
+            Head(x.weight, None if x.bias is None else jnp.maximum(x.bias.astype(model.case.stat_dtype), MASKED))
             for x, model in zip(operands, spec.models, strict=True)
         )
     )

@@ -198,7 +198,7 @@ def _rows_of_head(
     _checks.bias(bias, weight)
     # The operator checks again.
     if tp_group is not None and not torch.compiler.is_compiling() and _checks.has_values(weight):
-        _tensor_parallel.check_equal_parts(weight, _tensor_parallel.name_of(tp_group), way_of(weight).direct)
+        _tensor_parallel.check_equal_parts(_tensor_parallel.name_of(tp_group), way_of(weight).direct, weight)
     return weight, bias
 
 

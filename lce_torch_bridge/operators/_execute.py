@@ -29,7 +29,7 @@ def forward(x: Operands, call: Call, keep_cache: bool, way: Way, lend_cache: boo
     """
     if x.labels.shape[0] == 0:
         return forward_structs(x, call, keep_cache)
-    _tensor_parallel.check_equal_parts(x.weight, call.group, way.direct)
+    _tensor_parallel.check_equal_parts(call.group, way.direct, x.weight)
     results = launched_forward.forward(x, call, keep_cache, way) if way.direct else None
     return _forward.forward(x, call, keep_cache, lend_cache) if results is None else results
 

@@ -1,9 +1,9 @@
 """`linear_kl` and its gradients as operators over the programs of `through_jax._kl_programs`.
 
-    kl            hidden, weight, bias, the teacher's, both temperatures  ->  the divergence [T], S [T, S], the cache
-    kl_gradients  the same, S, the cache and the cotangent [T]            ->  dhidden, dweight, dbias, as wanted
+    kl            hidden, weight, bias, the teacher's, temperatures  ->  the divergence [T], S [T, S], the cache
+    kl_gradients  both heads, S, the cache and the cotangent [T]     ->  dhidden, dweight, dbias, as wanted
 
-Over a group, one all-gather of seven numbers per token merges the shards' statistics, and of a "jsd" one of two numbers
+Over a group, one all-gather of eight numbers per token merges the shards' statistics, and of a "jsd" one of two numbers
 their sums. Every rank merges them alike.
 """
 
@@ -35,29 +35,29 @@ class Operands(NamedTuple):
     teacher_hidden: torch.Tensor  # [T, G]
     teacher_weight: torch.Tensor  # [V, G]
     teacher_bias: torch.Tensor | None
-    temperature: torch.Tensor | None  # [T] float32; None: 1
-    teacher_temperature: torch.Tensor | None
 
 
 OPERANDS_SCHEMA = (
-    "Tensor hidden, Tensor weight, Tensor? bias, Tensor teacher_hidden, Tensor teacher_weight, Tensor? teacher_bias, "
-    "Tensor? temperature, Tensor? teacher_temperature"
+    "Tensor hidden, Tensor weight, Tensor? bias, Tensor teacher_hidden, Tensor teacher_weight, Tensor? teacher_bias"
 )
 NUM_OPERANDS = len(Operands._fields)
 
 
-def apply(operands: Operands, call: KLCall) -> torch.Tensor:
-    """The divergence ``[T]``, differentiable in the student's hidden, weight and bias."""
+def apply(operands: Operands, temperatures: torch.Tensor, call: KLCall) -> torch.Tensor:
+    """The divergence ``[T]``, differentiable in the student's hidden, weight and bias.
+
+    ``temperatures``: float32 ``[T, 0]``, or with a column for the student's, for the teacher's, or for both.
+    """
     differentiated = autograd.is_differentiated(*operands[:3])
     keep_cache = differentiated and call.cache_bytes > 0
     if not torch.compiler.is_compiling():
-        return Uncompiled.apply(*operands, keep_cache, *call)[0]
+        return Uncompiled.apply(*operands, temperatures, keep_cache, *call)[0]
     function = LinearKL.apply if differentiated else kl
-    return function(*operands, keep_cache, *call)[0]
+    return function(*operands, temperatures, keep_cache, *call)[0]
 
 
 class LinearKL(torch.autograd.Function):
-    """``(*Operands, keep_cache, *KLCall) -> (divergence, S, *cache)``, of which the first has a gradient."""
+    """``(*Operands, temperatures, keep_cache, *KLCall) -> (divergence, S, *cache)``; the first has a gradient."""
 
     @staticmethod
     def forward(*inputs: Any) -> tuple[torch.Tensor, ...]:
@@ -69,7 +69,7 @@ class LinearKL(torch.autograd.Function):
         """Keeps the operands, S and the cache."""
         ctx.mark_non_differentiable(*output[1:])
         ctx.save_for_backward(*inputs[:NUM_OPERANDS], *output[1:])
-        ctx.call = inputs[NUM_OPERANDS + 1 :]
+        ctx.call = inputs[NUM_OPERANDS + 2 :]
 
     @staticmethod
     def backward(ctx: Any, cotangent: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
@@ -79,7 +79,7 @@ class LinearKL(torch.autograd.Function):
         run = Gradients.apply if torch.is_grad_enabled() else kl_gradients
         found = list(run(*operands, saved, cache, cotangent, *wanted, *ctx.call))
         grads = [found.pop(0) if want else None for want in wanted]
-        return *grads, *(None,) * (NUM_OPERANDS - 2 + len(ctx.call))
+        return *grads, *(None,) * (NUM_OPERANDS - 1 + len(ctx.call))
 
     @staticmethod
     def vmap(*_: Any) -> Any:
@@ -105,16 +105,18 @@ class Gradients(autograd.Gradients):
         return tuple(kl_gradients(*inputs))
 
 
-@operator("kl", f"({OPERANDS_SCHEMA}, bool keep_cache, {CALL_SCHEMA}) -> Tensor[]")
+@operator("kl", f"({OPERANDS_SCHEMA}, Tensor temperatures, bool keep_cache, {CALL_SCHEMA}) -> Tensor[]")
 def kl(*inputs: Any) -> list[torch.Tensor]:
-    """The divergence ``[T]`` in float32, S, and the leaves of the cache."""
-    x, keep_cache, call = Operands(*inputs[:NUM_OPERANDS]), inputs[NUM_OPERANDS], KLCall(*inputs[NUM_OPERANDS + 1 :])
-    if x.hidden.shape[0] == 0:
+    """The divergence ``[T]`` in float32, S with the temperatures first, and the leaves of the cache."""
+    x, (temperatures, keep_cache, *rest) = Operands(*inputs[:NUM_OPERANDS]), inputs[NUM_OPERANDS:]
+    call, tokens = KLCall(*rest), x.hidden.shape[0]
+    if tokens == 0:
         return _structs(x, keep_cache, call)
     way = way_of(x.hidden)
-    _tensor_parallel.check_equal_parts(x.weight, call.group, way.direct)
+    _tensor_parallel.check_equal_parts(call.group, way.direct, x.weight, x.teacher_weight)
     way.refuse("linear_kl is a program of JAX")
-    tokens, key, given = x.hidden.shape[0], _key(x, call), _inputs(x, _temperatures(x))
+    key, bits = _key(x, call), temperatures.view(torch.int32)
+    given = _inputs(x, bits)
     if call.group == _tensor_parallel.NO_GROUP:
         packed, *cache = _execute(_kl_programs.forward(key, keep_cache), given)
     else:
@@ -125,12 +127,13 @@ def kl(*inputs: Any) -> list[torch.Tensor]:
             sums = _tensor_parallel.gather(part, call.group)
         (packed,) = _execute(_kl_programs.finish(key), (*given, every, sums))
     found = packed[:, :tokens]
-    return [found[0].view(torch.float32).clone(), found[1:].T.contiguous(), *cache]
+    return [found[0].view(torch.float32).clone(), torch.cat([bits, found[1:].T], 1), *cache]
 
 
 @torch.library.register_fake(f"{NAME}::kl")  # type: ignore[untyped-decorator]
 def _(*inputs: Any) -> list[torch.Tensor]:
-    return _structs(Operands(*inputs[:NUM_OPERANDS]), inputs[NUM_OPERANDS], KLCall(*inputs[NUM_OPERANDS + 1 :]))
+    x, (_, keep_cache, *call) = Operands(*inputs[:NUM_OPERANDS]), inputs[NUM_OPERANDS:]
+    return _structs(x, keep_cache, KLCall(*call))
 
 
 def _structs(x: Operands, keep_cache: bool, call: KLCall) -> list[torch.Tensor]:
@@ -139,7 +142,7 @@ def _structs(x: Operands, keep_cache: bool, call: KLCall) -> list[torch.Tensor]:
     cache = jax.tree.leaves(_cache_structure(x, call)) if keep_cache and tokens else []
     return [
         x.hidden.new_empty((tokens,), dtype=torch.float32),
-        x.hidden.new_empty((tokens, call.num_saved), dtype=torch.int32),
+        x.hidden.new_empty((tokens, call.num_temperatures + call.num_statistics), dtype=torch.int32),
         *(x.hidden.new_empty(leaf.shape, dtype=getattr(torch, leaf.dtype.name)) for leaf in cache),
     ]
 
@@ -158,8 +161,8 @@ def kl_gradients(*inputs: Any) -> list[torch.Tensor]:
     reduced = call.reduce_grad_hidden and call.group != _tensor_parallel.NO_GROUP
     tree = jax.tree.structure(_cache_structure(x, call)) if cache else None
     program = _kl_programs.gradients(_key(x, call), wanted, not reduced, tree)
-    further = saved, cotangent.contiguous().view(torch.int32)[:, None]
-    grads = _execute(program, (*_inputs(x, [*_temperatures(x), *further]), *cache))
+    per_token = torch.cat([saved, cotangent.contiguous().view(torch.int32)[:, None]], 1)
+    grads = _execute(program, (*_inputs(x, per_token), *cache))
     if wanted[0]:
         grads[0] = grads[0][:tokens]
     if wanted[0] and reduced:
@@ -180,23 +183,16 @@ def _key(x: Operands, call: KLCall) -> KLKey:
     shards, rank = _tensor_parallel.size_and_rank(call.group)
     rows, vocab_size = int(x.weight.shape[0]), int(call.vocab_size)
     call = call._replace(group="", vocab_size=vocab_size, reduce_grad_hidden=False)
-    tempered = x.temperature is not None, x.teacher_temperature is not None
     precision = precision_of(x.weight) or precision_of(x.teacher_weight)
-    return KLKey(call, rank * rows, vocab_size < shards * rows, tempered, precision)
+    return KLKey(call, rank * rows, vocab_size < shards * rows, precision)
 
 
-def _temperatures(x: Operands) -> list[torch.Tensor]:
-    return [y.view(torch.int32)[:, None] for y in (x.temperature, x.teacher_temperature) if y is not None]
-
-
-def _inputs(x: Operands, per_token: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+def _inputs(x: Operands, per_token: torch.Tensor) -> tuple[Any, ...]:
     """The inputs of a program, padded to its rows."""
-    tokens = x.hidden.shape[0]
-    rows = _padding.size(tokens)
-    packed = torch.cat([x.hidden.new_empty((tokens, 0), dtype=torch.int32), *per_token], 1)
+    rows = _padding.size(x.hidden.shape[0])
     hidden, teacher_hidden = _padding.pad(x.hidden, rows), _padding.pad(x.teacher_hidden, rows)
     operands = hidden, x.weight, x.bias, teacher_hidden, x.teacher_weight, x.teacher_bias
-    return *operands, _padding.with_count(packed, rows)
+    return *operands, _padding.with_count(per_token, rows)
 
 
 def _execute(program: Any, given: Sequence[Any]) -> list[torch.Tensor]:
@@ -208,7 +204,7 @@ def _cache_structure(x: Operands, call: KLCall) -> Any:
     rows, key, struct = _padding.size(int(x.hidden.shape[0])), _key(x, call), jax.ShapeDtypeStruct
     described = _device.device_of(x.hidden.device)
     device = runtime.jax_device(x.hidden.device) if described is None else described
-    operands = [None if y is None else _device.struct(y) for y in x[: _kl_programs.NUM_OPERANDS]]
+    operands = [None if y is None else _device.struct(y) for y in x]
     for i, y in (0, x.hidden), (3, x.teacher_hidden):  # which are padded
         operands[i] = struct((rows, int(y.shape[1])), _device.name_of(y.dtype))
-    return _kl_programs.cache_structure(key, device, *operands, struct((1 + rows * sum(key.tempered),), "int32"))
+    return _kl_programs.cache_structure(key, device, *operands, struct((1 + rows * call.num_temperatures,), "int32"))

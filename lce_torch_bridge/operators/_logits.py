@@ -126,7 +126,7 @@ def logits(
     if tokens == 0:
         return _like(hidden, ids).zero_()
     way = way_of(hidden)
-    _tensor_parallel.check_equal_parts(weight, transform.group, way.direct)
+    _tensor_parallel.check_equal_parts(transform.group, way.direct, weight)
     program = _forward(_key(weight, ids, temperature is not None, transform))
     (found,) = _run(program, way, hidden, weight, bias, _packed(ids, temperature, transform))
     if transform.group == _tensor_parallel.NO_GROUP:

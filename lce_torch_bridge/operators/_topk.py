@@ -60,7 +60,7 @@ def topk(
     if tokens == 0:
         return structs(hidden, call)
     way = way_of(hidden)
-    _tensor_parallel.check_equal_parts(weight, call.group, way.direct)
+    _tensor_parallel.check_equal_parts(call.group, way.direct, weight)
     shards, rank = _tensor_parallel.size_and_rank(call.group)
     start, rows = rank * weight.shape[0], _padding.size(tokens)
     columns = min(max(call.vocab_size - start, 0), weight.shape[0])

@@ -14,6 +14,7 @@ from lce_torch_bridge.call import _arguments, _checks, _tokens
 from lce_torch_bridge.call._arguments import Arguments
 from lce_torch_bridge.operators import _kl
 from lce_torch_bridge.operators._kl import Operands
+from lce_torch_bridge.tensors import _tensor_parallel
 from lce_torch_bridge.through_jax._kl_programs import KLCall
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ def linear_kl(
         teacher_logit_softcap: that of the teacher's logits. None: no cap. "same": the student's.
         vocab_size: the true size of the vocabulary of all ranks together. Columns from it on are padding: in no sum,
             with zero gradient, whatever they hold. None: every column counts. Weights with different numbers of rows
-            need it, and no ``tp_group``.
+            need it; over a ``tp_group`` all parts of both have as many.
         where: the tokens that count: bool of the shape ``[...]``, or the rows of the flattened tokens, each at most
             once (int64 or int32). The others are 0 and have no gradient, and cost nothing. The host waits for the GPU
             to count a bool tensor, but not for an index. None: all.
@@ -132,32 +133,38 @@ def linear_kl(
     scalars.one_of("direction", direction, DIRECTIONS)
     beta = scalars.weight_of_jsd(beta, "direction", direction, DIRECTIONS[:2])
     _same_tokens(hidden, teacher_hidden)
-    # Where the columns differ, both are cut to the common ones, which must have all of the vocabulary.
-    least = _common_columns(weight, teacher_weight, vocab_size, tp_group)
-    shared: dict[str, Any] = {"tp_group": tp_group, "where": where, "entropy": False, "implementation": implementation}
+    shared: dict[str, Any] = {"tp_group": tp_group, "entropy": False, "implementation": implementation}
+    shared |= {"vocab_size": vocab_size, "where": where}
     labels = hidden.new_full(hidden.shape[:-1], -1, dtype=torch.int64)
     own = _arguments.of_call(
         hidden, weight, labels, bias=bias, temperature=temperature, logit_scale=logit_scale,
-        logit_softcap=logit_softcap, vocab_size=vocab_size, reduce_grad_hidden=reduce_grad_hidden, wgrad=wgrad,
-        cache_bytes=cache_bytes, **shared,
+        logit_softcap=logit_softcap, reduce_grad_hidden=reduce_grad_hidden, wgrad=wgrad, cache_bytes=cache_bytes,
+        **shared,
     )  # fmt: skip
-    others = _teachers(
-        own, teacher_hidden, teacher_weight, bias=teacher_bias, temperature=_or_same(teacher_temperature, temperature),
-        logit_scale=_or_same(teacher_logit_scale, logit_scale),
-        logit_softcap=_or_same(teacher_logit_softcap, logit_softcap), vocab_size=vocab_size, **shared,
-    )  # fmt: skip
-    x, y = _arguments.flat(own), _arguments.flat(others)
-    head = _arguments.weight_of(own, wgrad), own.bias
-    teachers = _arguments.weight_of(others, "return").detach(), None if others.bias is None else others.bias.detach()
-    (weight, bias), (teacher_weight, teacher_bias) = (_first_rows(least, *of_one) for of_one in (head, teachers))
-    operands = Operands(
-        x.hidden, weight, bias, y.hidden.detach(), teacher_weight, teacher_bias, x.temperature, y.temperature
+    with _of_the_teacher():
+        others = _arguments.of_call(
+            teacher_hidden, teacher_weight, own.labels, bias=teacher_bias,
+            temperature=_or_same(teacher_temperature, temperature),
+            logit_scale=_or_same(teacher_logit_scale, logit_scale),
+            logit_softcap=_or_same(teacher_logit_softcap, logit_softcap), **shared,
+        )  # fmt: skip
+    _check_columns(own, others, vocab_size)
+    x = _arguments.flat(own)
+    y = _arguments.flat(others._replace(where=x.rows))
+    weight, bias, teacher_weight, teacher_bias = _heads(own, others, wgrad)
+    operands = Operands(x.hidden, weight, bias, y.hidden.detach(), teacher_weight, teacher_bias)
+    temperatures = [z[:, None] for z in (x.temperature, y.temperature) if z is not None]
+    found = _kl.apply(
+        operands,
+        torch.cat([x.hidden.new_empty((x.hidden.shape[0], 0), dtype=torch.float32), *temperatures], 1),
+        _call_of(own, others, direction, beta, x.temperature is not None, y.temperature is not None),
     )
-    found = _kl.apply(operands, _call_of(own, others, direction, beta))
     return _tokens.placed(found, x.rows, own.labels)
 
 
-def _call_of(own: Arguments, others: Arguments, direction: str, beta: float | None) -> KLCall:
+def _call_of(
+    own: Arguments, others: Arguments, direction: str, beta: float | None, tempered: bool, teacher_tempered: bool
+) -> KLCall:
     call = own.call
     return KLCall(
         group=call.group,
@@ -168,16 +175,22 @@ def _call_of(own: Arguments, others: Arguments, direction: str, beta: float | No
         teacher_logit_scale=others.call.logit_scale,
         logit_softcap=call.logit_softcap,
         teacher_logit_softcap=others.call.logit_softcap,
+        has_temperature=tempered,
+        has_teacher_temperature=teacher_tempered,
         reduce_grad_hidden=call.reduce_grad_hidden,
         cache_bytes=call.cache_bytes,
         implementation=call.implementation,
     )
 
 
-def _first_rows(
-    count: int | None, weight: torch.Tensor, bias: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    return (weight, bias) if count is None else (weight[:count], None if bias is None else bias[:count])
+def _heads(own: Arguments, others: Arguments, wgrad: Wgrad) -> list[Any]:
+    """Weight and bias of the student, then of the teacher without a gradient; the columns that both have."""
+    weight, teachers = _arguments.weight_of(own, wgrad), _arguments.weight_of(others, "return").detach()
+    heads = [weight, own.bias, teachers, None if others.bias is None else others.bias.detach()]
+    least = min(weight.shape[0], teachers.shape[0])
+    if own.call.group != _tensor_parallel.NO_GROUP or weight.shape[0] == teachers.shape[0]:
+        return heads
+    return [None if x is None else x[:least] for x in heads]
 
 
 def _or_same(teachers: Any, own: Any) -> Any:
@@ -193,32 +206,21 @@ def _same_tokens(hidden: Any, teacher_hidden: Any) -> None:
                 f"hidden {tuple(teacher_hidden.shape)} must have the leading shape of the student's "
                 f"{tuple(hidden.shape)}"
             )
+        if teacher_hidden.device != hidden.device:
+            raise ValueError(f"hidden is on {teacher_hidden.device}, the student's on {hidden.device}")
 
 
-def _common_columns(weight: Any, teacher_weight: Any, vocab_size: Any, group: Any) -> int | None:
-    """The columns that both have, if one has more; None if they have as many."""
-    _checks.floats("weight", weight)
-    with _of_the_teacher():
-        _checks.floats("weight", teacher_weight)
-    rows, teachers = (x.shape[0] if x.ndim else 0 for x in (weight, teacher_weight))
-    if rows == teachers:
-        return None
-    least, most = sorted((rows, teachers))
-    if vocab_size is None or group is not None:
+def _check_columns(own: Arguments, others: Arguments, vocab_size: Any) -> None:
+    """Refuses weights of which one has more rows, unless ``vocab_size`` says which of them count.
+
+    Over a group not here: one rank alone may have such, and the others would wait for it (`check_equal_parts`).
+    """
+    rows, teachers = own.weight.shape[0], others.weight.shape[0]
+    if rows != teachers and vocab_size is None and own.call.group == _tensor_parallel.NO_GROUP:
         raise ValueError(
-            f"weight has {rows} rows, the teacher's {teachers}: give the tokenizer's size, at most {least}, as "
-            f"vocab_size; where tp_group splits the vocabulary, pad the smaller weight to {most} rows too"
+            f"weight has {rows} rows, the teacher's {teachers}: give the tokenizer's size, at most "
+            f"{min(rows, teachers)}, as vocab_size"
         )
-    return least
-
-
-def _teachers(own: Arguments, hidden: torch.Tensor, weight: torch.Tensor, **options: Any) -> Arguments:
-    """The teacher's arguments, checked against the student's."""
-    with _of_the_teacher():
-        found = _arguments.of_call(hidden, weight, own.labels, **options)
-        if found.hidden.device != own.hidden.device:
-            raise ValueError(f"hidden is on {found.hidden.device}, the student's on {own.hidden.device}")
-    return found
 
 
 @contextlib.contextmanager
@@ -226,5 +228,7 @@ def _of_the_teacher() -> Iterator[None]:
     """Errors about the teacher's arguments say so."""
     try:
         yield
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:
+        if type(error) not in (TypeError, ValueError, RuntimeError):
+            raise  # of another package, which may take other arguments
         raise type(error)(f"the teacher's {error}") from None

@@ -17,7 +17,8 @@ from lce_torch_bridge.tensors import _device
 
 NO_GROUP = ""  # nothing to reduce over
 ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"  # before 2.14
-_asked: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # groups with equal parts; a name may be used again
+# How many weights of a call were found to have equal parts in a group. Not by its name, which may be used again.
+_asked: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
 def name_of(group: dist.ProcessGroup | None) -> str:
@@ -33,8 +34,10 @@ def size_and_rank(name: str) -> tuple[int, int]:
     return group.size(), group.rank()
 
 
-def check_equal_parts(weight: torch.Tensor, name: str, direct: bool) -> None:
+def check_equal_parts(name: str, direct: bool, *weights: torch.Tensor) -> None:
     """In a group's first call the ranks compare their numbers of rows and their ways, and all raise if these differ.
+
+    ``weights``: the head's, or the student's and the teacher's, which must have as many rows.
 
     Only in the first call: every rank knows which call is the first, and so all of them join the collective. Later
     calls send the number with their statistics, and their results are NaN if it differs. Where kernels
@@ -46,17 +49,19 @@ def check_equal_parts(weight: torch.Tensor, name: str, direct: bool) -> None:
         ValueError: the parts of the vocabulary are of different sizes, or some ranks launch kernels directly and others
             do not, which send other numbers.
     """
-    if name == NO_GROUP or weight.device.type == "meta":
+    device = weights[0].device
+    if name == NO_GROUP or device.type == "meta":
         return
     group = _resolve(name)
-    if group in _asked:
+    if _asked.get(group, 0) >= len(weights):
         return
-    launches = direct and _device.why_not(weight.device) is None
-    sent = torch.tensor([[int(weight.shape[0]), int(launches)]], device=weight.device)
-    rows, ways = gather(sent, name).view(-1, 2).T.tolist()
-    if len(set(rows)) > 1:
+    launches = direct and _device.why_not(device) is None
+    sent = torch.tensor([[int(launches), *(int(weight.shape[0]) for weight in weights)]], device=device)
+    ways, *sizes = gather(sent, name).view(-1, 1 + len(weights)).T.tolist()
+    if len({size for rows in sizes for size in rows}) > 1:
+        found = ", the teacher's ".join(", ".join(map(str, rows)) for rows in sizes)
         raise ValueError(
-            f"weight has {', '.join(map(str, rows))} rows on the ranks of tp_group, and its parts must be of the same "
+            f"weight has {found} rows on the ranks of tp_group, and its parts must be of the same "
             "size: pad the vocabulary and give vocab_size"
         )
     if len(set(ways)) > 1:
@@ -64,7 +69,7 @@ def check_equal_parts(weight: torch.Tensor, name: str, direct: bool) -> None:
             f"ranks {[rank for rank, way in enumerate(ways) if way]} of tp_group launch kernels directly, the others "
             'do not: give all GPUs of one kind, and the same lce_torch_bridge.launch_with("direct") or "jax"'
         )
-    _asked.add(group)
+    _asked[group] = len(weights)
 
 
 def gather(x: torch.Tensor, name: str) -> torch.Tensor:

@@ -1,14 +1,15 @@
 """The compiled programs of `linear_kl`: one jitted function for each static specification, over `lce_jax.local`.
 
-    statistics   operands, tokens                                ->  this shard's statistics, [7, P], and its cache
+    statistics   operands, tokens                                ->  this shard's statistics, [8, P], and its cache
     mixture      operands, tokens, every shard's statistics      ->  this shard's sums of a mixture, [2, P]
     finish       the same, and every shard's sums                ->  the divergence and S, [1 + S, P]
     forward      all in one, for a vocabulary that is not split
     gradients    operands, tokens with S and a cotangent, cache  ->  those of dhidden, dweight and dbias that are wanted
 
 The operands are hidden, weight and bias of the student, then of the teacher. P is the number of rows of a program;
-everything per token crosses as one int32 array, as in `through_jax._programs`. S is the merged statistics and, of a
-"jsd", the sums. The last row of a shard's statistics is the number of its columns.
+everything per token crosses as one int32 array, as in `through_jax._programs`: ``tokens`` has the temperatures. S is
+the merged statistics and, of a "jsd", the sums. The last two rows of a shard's statistics are the rows of its two
+weights, which must be the same on all shards.
 """
 
 from __future__ import annotations
@@ -38,12 +39,19 @@ class KLCall(NamedTuple):
     teacher_logit_scale: float
     logit_softcap: float | None
     teacher_logit_softcap: float | None
+    has_temperature: bool  # for each token
+    has_teacher_temperature: bool
     reduce_grad_hidden: bool
     cache_bytes: int
     implementation: str  # names joined by commas; empty for lce_jax's choice
 
     @property
-    def num_saved(self) -> int:
+    def num_temperatures(self) -> int:
+        """Of each token."""
+        return self.has_temperature + self.has_teacher_temperature
+
+    @property
+    def num_statistics(self) -> int:
         """S."""
         return 8 if self.direction == "jsd" else 6
 
@@ -57,25 +65,25 @@ class KLKey(NamedTuple):
     call: KLCall  # without what programs do not depend on
     vocab_start: int  # global id of the shard's first column
     padded: bool  # whether the shards have columns beyond the true vocabulary
-    tempered: tuple[bool, bool]  # whether each token has a temperature, and one for the teacher
     precision: str | None
 
 
 @functools.cache
 def statistics(key: KLKey, keep_cache: bool) -> Callable[..., Any]:
-    """``(*operands, tokens) -> [7, P], cache leaves``."""
+    """``(*operands, tokens) -> [8, P], cache leaves``."""
 
     def run(*given: Any) -> Any:
         stats, cache = _unpacked(key, given).shard.statistics(keep_cache)
-        columns = jnp.full((1, stats[0].shape[0]), given[1].shape[0], jnp.int32)
-        return jnp.concatenate([_bits(stats), columns]), jax.tree.leaves(cache)
+        sizes = jnp.asarray([[given[1].shape[0]], [given[4].shape[0]]], jnp.int32)
+        sizes = jnp.broadcast_to(sizes, (2, stats[0].shape[0]))
+        return jnp.concatenate([_bits(stats), sizes]), jax.tree.leaves(cache)
 
     return jax.jit(run)
 
 
 @functools.cache
 def mixture(key: KLKey) -> Callable[..., Any]:
-    """``(*operands, tokens, [N, 7, P]) -> [2, P]``."""
+    """``(*operands, tokens, [N, 8, P]) -> [2, P]``."""
 
     def run(*given: Any) -> Any:
         *operands, gathered = given
@@ -87,7 +95,7 @@ def mixture(key: KLKey) -> Callable[..., Any]:
 
 @functools.cache
 def finish(key: KLKey) -> Callable[..., Any]:
-    """``(*operands, tokens, [N, 7, P], [N, 2, P] or None) -> [1 + S, P]``; NaN where parts differ in size."""
+    """``(*operands, tokens, [N, 8, P], [N, 2, P] or None) -> [1 + S, P]``; NaN where parts differ in size."""
 
     def run(*given: Any) -> Any:
         *operands, gathered, sums = given
@@ -126,7 +134,9 @@ def gradients(key: KLKey, wanted: tuple[bool, ...], rounded: bool, cache: Any) -
         kept = None if cache is None else jax.tree.unflatten(cache, leaves)
         dhidden, dweight, *of_bias = shard.gradients(merged, sums, cotangent, kept)
         dhidden = dhidden.astype(operands[0].dtype) if rounded else dhidden
-        grads = [dhidden, dweight, *(dbias.astype(operands[2].dtype) for dbias in of_bias)]
+        left = operands[1].shape[0] - dweight.shape[0]
+        of_head = [dweight, *(dbias.astype(operands[2].dtype) for dbias in of_bias)]
+        grads = [dhidden, *(jnp.pad(x, ((0, left), *((0, 0),) * (x.ndim - 1))) for x in of_head)]
         return [grad for grad, want in zip(grads, wanted, strict=False) if want]  # without a bias, no dbias
 
     return jax.jit(run)
@@ -152,7 +162,12 @@ def _unpacked(key: KLKey, given: Any) -> _Unpacked:
     hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias, tokens = given
     rows, call = hidden.shape[0], key.call
     columns = tokens[1:].reshape(rows, -1).T
-    numbers, first = _floats(columns), sum(key.tempered)
+    # Weights with different rows are those of a group whose parts are uneven: all results are NaN (`_merged`).
+    least = min(weight.shape[0], teacher_weight.shape[0])
+    (weight, bias), (teacher_weight, teacher_bias) = (
+        (w[:least], None if b is None else b[:least]) for w, b in ((weight, bias), (teacher_weight, teacher_bias))
+    )
+    numbers = _floats(columns)
     direction: Any = call.direction
     shard = local.KLShard(
         hidden,
@@ -166,8 +181,8 @@ def _unpacked(key: KLKey, given: Any) -> _Unpacked:
         vocab_start=key.vocab_start,
         vocab_size=call.vocab_size if key.padded else None,
         where=jnp.arange(rows, dtype=jnp.int32) < tokens[0],
-        temperature=numbers[0] if key.tempered[0] else 1.0,
-        teacher_temperature=numbers[first - 1] if key.tempered[1] else 1.0,
+        temperature=numbers[0] if call.has_temperature else 1.0,
+        teacher_temperature=numbers[call.num_temperatures - 1] if call.has_teacher_temperature else 1.0,
         logit_scale=call.logit_scale,
         teacher_logit_scale=call.teacher_logit_scale,
         logit_softcap=call.logit_softcap,
@@ -176,7 +191,7 @@ def _unpacked(key: KLKey, given: Any) -> _Unpacked:
         precision=key.precision,
         implementation=tuple(call.implementation.split(",")) if call.implementation else None,
     )
-    return _Unpacked(shard, columns[first:])
+    return _Unpacked(shard, columns[call.num_temperatures :])
 
 
 def _bits(rows: Any) -> Any:
@@ -190,8 +205,8 @@ def _floats(bits: Any) -> Any:
 
 def _merged(shard: local.KLShard, gathered: Any) -> Any:
     """The statistics of all shards; NaN where these differ in size."""
-    columns, parts = gathered[:, -1], _floats(gathered[:, :-1])
-    return shard.merge(jnp.where((columns == columns[0]).all(0), parts, jnp.nan))
+    sizes, parts = gathered[:, -2:], _floats(gathered[:, :-2])
+    return shard.merge(jnp.where((sizes == sizes[0, 0]).all((0, 1)), parts, jnp.nan))
 
 
 def _results(shard: local.KLShard, merged: Any, sums: Any) -> Any:

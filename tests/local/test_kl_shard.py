@@ -110,6 +110,8 @@ def test_a_derivative_is_refused() -> None:
         ({"teacher_hidden": jnp.ones((2, 4))}, r"the teacher's hidden \(2, 4\) must have"),
         ({"axis_name": "tensor"}, "axis_name"),
         ({"direction": "sideways"}, "sideways"),
+        ({"vocab_start": 1.5}, "vocab_start must be an integer, got 1.5"),
+        ({"vocab_start": jnp.float32(1.5)}, "vocab_start must be an integer, got"),
     ],
 )
 def test_refusals(changes: dict[str, Any], message: str) -> None:
@@ -117,6 +119,24 @@ def test_refusals(changes: dict[str, Any], message: str) -> None:
     arrays |= {f"teacher_{name}": x for name, x in arrays.items()}
     with pytest.raises((ValueError, TypeError), match=message):
         KLShard(**arrays | changes)
+
+
+def test_what_a_method_is_given() -> None:
+    drawn = draw(call("plain", leading=(5,), V=20))
+    arrays = *drawn.student, *drawn.teacher
+    shard, mixed = local.KLShard(*arrays), local.KLShard(*arrays, direction="jsd")
+    stats, _ = mixed.statistics()
+    sums = mixed.mixture_sums(stats)
+    for one, given in ((mixed, None), (shard, sums)):
+        with pytest.raises(ValueError, match=r'direction=".*" (needs|has no) sums'):
+            one.finish(stats, given)
+        with pytest.raises(ValueError, match=r'direction=".*" (needs|has no) sums'):
+            one.gradients(stats, given, jnp.ones(5))
+    with pytest.raises(ValueError, match=r"cotangent \(\) must be \[T = 5\]"):
+        shard.gradients(stats, None, jnp.float32(1.0))
+    for parts in (jnp.stack(stats), jnp.stack(stats).T[None], jnp.ones((2, 6, 1)), [stats]):
+        with pytest.raises(ValueError, match=r"parts must be an array \[N, 6, T = 5\], got"):
+            shard.merge(parts)  # type: ignore[arg-type]
 
 
 def test_one_shard_is_the_whole_bit_for_bit() -> None:

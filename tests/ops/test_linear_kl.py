@@ -282,3 +282,21 @@ def test_mistakes(changed: dict[str, Any], error: type[Exception], message: str)
 def test_what_the_message_on_columns_says_is_right() -> None:
     drawn = draw(call("columns", V=40, teachers_columns=32, vocab_size=30))
     assert_right(evaluate(drawn), expected(drawn), drawn.student)
+
+
+@pytest.mark.parametrize("direction", ["forward", "reverse", "jsd"])
+@pytest.mark.parametrize("lowest", [-jnp.inf, -3e38])
+def test_ids_that_both_biases_rule_out(direction: str, lowest: float) -> None:
+    """As padding is left out."""
+    drawn = draw(call("ruled out", bias=True, temperature=True, direction=direction))
+    out = jnp.arange(104) % 3 == 1
+    left, heads = np.flatnonzero(~np.asarray(out)), (drawn.student, drawn.teacher)
+    student, teacher = ((hidden, weight[left], bias[left]) for hidden, weight, bias in heads)
+    want = expected(drawn._replace(student=student, teacher=teacher))
+    student, teacher = ((hidden, weight, jnp.where(out, lowest, bias)) for hidden, weight, bias in heads)
+    kl, (dhidden, *of_head) = evaluate(drawn._replace(student=student, teacher=teacher))
+    assert oracle.value_error(kl, want.kl) < 4e-6
+    assert oracle.relative_norm(dhidden, want.gradients[0]) < 2e-6
+    for got, true in zip(of_head, want.gradients[1:], strict=True):
+        assert oracle.relative_norm(got[left], true) < 2e-6
+        assert not got[out].any()

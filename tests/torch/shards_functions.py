@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -152,5 +153,14 @@ def divergences(group: dist.ProcessGroup) -> None:
         assert p.relative_norm(dhidden, wanted[0]) < GRADIENT, direction
         assert p.relative_norm(dweight, shard(wanted[1], group)) < GRADIENT, direction
         assert p.relative_norm(dbias, shard(wanted[2], group)) < GRADIENT, direction
-    odd = problem.weight[: 51 + group.rank()], teacher.hidden, teacher.weight[: 51 + group.rank()]
-    assert linear_kl(problem.hidden, *odd, tp_group=group).isnan().all()
+    # The student's parts, the teacher's, or both differ in size: no rank hangs.
+    odd = [(x[: 51 + group.rank()], x[:52]) for x in (problem.weight, teacher.weight)]
+    for which in ((0, 0), (0, 1), (1, 0)):
+        parts = [x[i].clone().requires_grad_() for x, i in zip(odd, which, strict=True)]
+        kl = linear_kl(problem.hidden, parts[0], teacher.hidden, parts[1], tp_group=group, vocab_size=99)
+        assert kl.isnan().all()
+        kl.sum().backward()
+        assert parts[0].grad.shape == parts[0].shape
+    other = dist.new_group(list(range(dist.get_world_size())))
+    with pytest.raises(ValueError, match="weight has 52, 52, the teacher's 51, 52 rows on the ranks of tp_group"):
+        linear_kl(problem.hidden, odd[0][1], teacher.hidden, odd[1][0], tp_group=other, vocab_size=99)

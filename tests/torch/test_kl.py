@@ -168,11 +168,12 @@ def test_compiled(test: Call) -> None:
     got, grads = measured(test, compiled)
     assert all(map(torch.equal, (got, *grads), (want, *wanted)))
     kept = dict(test.options).get("cache_bytes", 0)
-    told = KLCall("", 97 if test.name == "padding" else 104, "jsd", 0.3, 1.0, -1.3, None, 3.0, False, kept, "")
+    vocab_size = 97 if test.name == "padding" else 104
+    told = KLCall("", vocab_size, "jsd", 0.3, 1.0, -1.3, None, 3.0, True, False, False, kept, "")
     student, teacher, _, seed = tensors(test)
-    given = (*student, *teacher, None, torch.rand(128) + 0.5, None)
-    torch.library.opcheck(_kl.kl, (*given, kept > 0, *told))
-    _, saved, *cache = _kl.kl(*given, kept > 0, *told)
+    given, temperatures = (*student, *teacher, None), torch.rand(128, 1) + 0.5
+    torch.library.opcheck(_kl.kl, (*given, temperatures, kept > 0, *told))
+    _, saved, *cache = _kl.kl(*given, temperatures, kept > 0, *told)
     assert len(cache) == (5 if kept else 0)
     torch.library.opcheck(_kl.kl_gradients, (*given, saved, cache, seed, True, True, True, *told))
 
@@ -196,6 +197,12 @@ ONES = {"hidden": torch.ones(6, 8), "weight": torch.ones(10, 8), "teacher_hidden
         (dict(teacher_hidden=torch.ones(5, 4)), ValueError, r"the teacher's hidden \(5, 4\) must have .*\(6,\s*8\)"),
         (dict(teacher_weight=torch.ones(10, 5)), ValueError, r"the teacher's hidden \(6, 4\) must end in the H of"),
         (dict(teacher_weight=torch.ones(9, 4)), ValueError, "weight has 10 rows, the teacher's 9: .*at most 9, as voc"),
+        (dict(weight=torch.ones(80)), ValueError, r"^weight must be \[V, H\].* got shape \(80,\)\..* gather"),
+        (
+            dict(teacher_weight=torch.ones(0, 4)),
+            ValueError,
+            r"the teacher's weight must be \[V, H\].* \(0, 4\)\..* gath",
+        ),
         (dict(teacher_weight=torch.ones(9, 4), vocab_size=10), ValueError, r"the teacher's vocab_size must .* got 10"),
         (dict(teacher_weight=[1]), TypeError, "the teacher's weight must be a torch.Tensor, got list"),
         (dict(teacher_hidden=torch.ones(6, 4, device="meta")), ValueError, "the teacher's .* meta"),
@@ -213,6 +220,31 @@ ONES = {"hidden": torch.ones(6, 8), "weight": torch.ones(10, 8), "teacher_hidden
 def test_refusals(given: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         linear_kl(**{**ONES, **given})
+
+
+def test_what_is_changed_or_freed() -> None:
+    """A temperature belongs to its call; a teacher's weight without memory is named."""
+    (hidden, weight), teacher, _, _ = tensors(CALLS[0])
+    temperature = torch.ones(24)
+    (want,) = torch.autograd.grad(linear_kl(hidden, weight.requires_grad_(), *teacher).sum(), weight)
+    kl = linear_kl(hidden, weight, *teacher, temperature=temperature)
+    temperature.fill_(2.0)
+    assert torch.equal(torch.autograd.grad(kl.sum(), weight)[0], want)
+    with torch.inference_mode():
+        made_there = torch.ones(24)
+    linear_kl(hidden, weight, *teacher, temperature=made_there).sum().backward()
+    freed = teacher[1].clone()
+    freed.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match=r"the teacher's weight \(104, 48\) has no memory"):
+        linear_kl(hidden, weight, teacher[0], freed)
+
+
+def test_a_mask_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    student, teacher, _, _ = tensors(CALLS[0])
+    counted, count = [], torch.Tensor.nonzero
+    monkeypatch.setattr(torch.Tensor, "nonzero", lambda x: counted.append(x) or count(x))
+    linear_kl(*student, *teacher, where=torch.arange(24) % 3 == 0)
+    assert len(counted) == 1
 
 
 def test_it_is_not_launched_directly(monkeypatch: pytest.MonkeyPatch) -> None:
