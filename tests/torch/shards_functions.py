@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from lce_torch_bridge import linear_kl, linear_logits, linear_logprobs, linear_loss, linear_topk, masked_logprobs
 from tests.torch import problem as p
@@ -153,6 +155,13 @@ def divergences(group: dist.ProcessGroup) -> None:
         assert p.relative_norm(dhidden, wanted[0]) < GRADIENT, direction
         assert p.relative_norm(dweight, shard(wanted[1], group)) < GRADIENT, direction
         assert p.relative_norm(dbias, shard(wanted[2], group)) < GRADIENT, direction
+    mesh = init_device_mesh(problem.hidden.device.type, (group.size(),))
+    (weight, _), (teachers, _) = local
+    want = linear_kl(problem.hidden, weight, teacher.hidden, teachers, tp_group=group)
+    for own, other in ((True, False), (False, True)):  # a DTensor beside a plain part
+        heads = [DTensor.from_local(x, mesh, [Shard(0)]) if y else x for x, y in ((weight, own), (teachers, other))]
+        got = linear_kl(problem.hidden, heads[0], teacher.hidden, heads[1], tp_group=mesh.get_group())
+        assert torch.equal(got, want)
     # The student's parts, the teacher's, or both differ in size: no rank hangs.
     odd = [(x[: 51 + group.rank()], x[:52]) for x in (problem.weight, teacher.weight)]
     for which in ((0, 0), (0, 1), (1, 0)):
