@@ -37,18 +37,16 @@ def current_device(*operands: Any, mesh: Any = None) -> Device:
     The first that is known: that of ``mesh``; that of the meshes and devices in the operands' types and shardings;
     that of the current mesh; that of operands that are there; JAX's default.
     """
-    device = _described.get() or _of_mesh(mesh)
+    device = _described.get() or of_mesh(mesh)
     named = (_of_sharding(x) for x in operands)
-    device = device or next(filter(None, named), None) or _of_mesh(jax.sharding.get_abstract_mesh())
+    device = device or next(filter(None, named), None) or of_mesh(jax.sharding.get_abstract_mesh())
     if device is not None:
         return device
-    arrays = (x for x in operands if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer))
-    return next((of(min(x.devices(), key=lambda one: one.id)) for x in arrays), None) or _default()
-
-
-def names(mesh: Any) -> bool:
-    """Whether ``mesh`` says of which devices it is."""
-    return _of_mesh(mesh) is not None
+    for x in operands:
+        if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
+            return of(min(x.devices(), key=lambda one: one.id))
+    default = jax.config.jax_default_device or jax.devices()[0]
+    return of(jax.devices(default)[0] if isinstance(default, str) else default)
 
 
 def of(device: jax.Device) -> Device:
@@ -64,16 +62,16 @@ def of(device: jax.Device) -> Device:
 def _of_sharding(x: Any) -> Device | None:
     """The device that a tracer's type, or the sharding of a ``jax.ShapeDtypeStruct``, names."""
     if isinstance(x, jax.Array):
-        return _of_mesh(jax.typeof(x).sharding.mesh) if isinstance(x, jax.core.Tracer) else None
+        return of_mesh(jax.typeof(x).sharding.mesh) if isinstance(x, jax.core.Tracer) else None
     sharding = getattr(x, "sharding", None)
     if sharding is None:
         return None
     mesh = getattr(sharding, "mesh", None)
-    return of(next(iter(sharding.device_set))) if mesh is None else _of_mesh(mesh)
+    return of(next(iter(sharding.device_set))) if mesh is None else of_mesh(mesh)
 
 
-def _of_mesh(mesh: Mesh | AbstractMesh | None) -> Device | None:
-    """The device that a mesh names. All devices of a mesh are of one kind."""
+def of_mesh(mesh: Mesh | AbstractMesh | None) -> Device | None:
+    """The device that a mesh names, if it names one. All devices of a mesh are of one kind."""
     if mesh is None or mesh.empty:
         return None
     if isinstance(mesh, Mesh):
@@ -91,8 +89,3 @@ def _devices(platform: str) -> list[jax.Device]:
         return jax.devices(platform)
     except RuntimeError:  # no such backend here
         return []
-
-
-def _default() -> Device:
-    device = jax.config.jax_default_device or jax.devices()[0]
-    return of(jax.devices(device)[0] if isinstance(device, str) else device)

@@ -76,11 +76,12 @@ def choose(case: Case, implementation: tuple[str, ...] | None) -> tuple[Implemen
     Raises:
         UnsupportedError: none of those asked for can.
     """
-
-    def refusal(name: str) -> str | None:
-        return _symbolic(name, case) or IMPLEMENTATIONS[name].supports(case)
-
-    name, refused = _first(implementation, refusal, "linear log-probabilities", case)
+    name, refused = _first(
+        implementation,
+        lambda name: _symbolic(name, case) or IMPLEMENTATIONS[name].supports(case),
+        "linear log-probabilities",
+        case,
+    )
     return IMPLEMENTATIONS[name], refused
 
 
@@ -162,7 +163,9 @@ def explain(case: Case, implementation: tuple[str, ...] | None, around: Surround
 
 def over(case: Case, mesh: Any) -> Case:
     """``case`` on the devices of ``mesh``, if it names them."""
-    return dataclasses.replace(case, device=_devices.current_device(mesh=mesh)) if _devices.names(mesh) else case
+    if _devices.of_mesh(mesh) is None:
+        return case
+    return dataclasses.replace(case, device=_devices.current_device(mesh=mesh))
 
 
 @functools.cache

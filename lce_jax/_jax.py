@@ -70,12 +70,7 @@ def vary_like[T](tree: T, like: Any) -> T:
 
 def vary_over[T](tree: T, axes: frozenset[Any]) -> T:
     """``tree`` typed as varying over ``axes``."""
-
-    def cast(x: Any) -> Any:
-        missing = axes - varying_axes(x)
-        return lax.pcast(x, tuple(missing), to="varying") if missing else x
-
-    return jax.tree.map(cast, tree)
+    return jax.tree.map(lambda x: lax.pcast(x, tuple(axes - varying_axes(x)), to="varying"), tree)
 
 
 def has_explicit_axes(x: Any) -> bool:
@@ -97,24 +92,20 @@ def without_reduced(x: jax.Array) -> jax.Array:
     return x
 
 
-def psum_to_type(x: jax.Array, like: Any) -> jax.Array:
-    """``x`` summed over the axes it varies over and ``like`` does not: the cotangent of a value that was replicated."""
-    return psum_to_axes(x, varying_axes(like))
-
-
 def psum_to_axes(x: jax.Array, axes: frozenset[Any]) -> jax.Array:
-    """``x`` summed over the axes it varies over, except ``axes``."""
+    """``x`` summed over the axes it varies over, except ``axes``: the cotangent of a value that varies over these."""
     extra = tuple(sorted(varying_axes(x) - axes, key=str))
     return lax.psum(x, extra) if extra else x
 
 
-def first_order_only[**P, R](function: Callable[P, R]) -> Callable[P, R]:
-    """``function``, which runs inside a ``custom_vjp`` rule, with a derivative that raises if its result is used."""
-    return not_differentiable(function, _SECOND_DERIVATIVE)
+_SECOND_DERIVATIVE = (
+    "lce_jax computes first derivatives only, and this is a derivative of a gradient (grad of grad, jvp of grad, "
+    "hessian): differentiate plain JAX code that stores the logits instead"
+)
 
 
-def not_differentiable[**P, R](function: Callable[P, R], message: str) -> Callable[P, R]:
-    """``function`` with a derivative that raises ``message`` if its result is used.
+def not_differentiable[**P, R](function: Callable[P, R], message: str = _SECOND_DERIVATIVE) -> Callable[P, R]:
+    """``function`` with a derivative that raises ``message`` if its result is used: by default that of a gradient.
 
     It must not raise earlier: JAX also differentiates what stands under ``stop_gradient``, or is an auxiliary result,
     inside a gradient, and drops that derivative.
@@ -136,11 +127,6 @@ def not_differentiable[**P, R](function: Callable[P, R], message: str) -> Callab
 
     return functools.wraps(function)(guarded)
 
-
-_SECOND_DERIVATIVE = (
-    "lce_jax computes first derivatives only, and this is a derivative of a gradient (grad of grad, jvp of grad, "
-    "hessian): differentiate plain JAX code that stores the logits instead"
-)
 
 # A derivative that there is not: linear, as JAX wants it, and refused once it is evaluated, lowered or transposed.
 _derivative_p = Primitive("lce_refused_derivative")

@@ -61,7 +61,8 @@ def bind(
         arrays = (hidden, weight, labels, where, options.bias, options.temperature, options.candidates, others)
         mesh = _meshes.mesh_of(arrays, static.function, static.keeps_tiles)
         mesh = mesh if axis_name is None else None
-    bound = spec(found, options, found.vocab_size * _checks.axis_size(axis_name), mesh)
+    shards = 1 if axis_name is None else _checks.axis_size(axis_name)
+    bound = spec(found, options, found.vocab_size * shards, mesh)
     primals, rows = operands(bound, hidden, weight, labels, where, options)
     if axis_name is None:
         return Call(dataclasses.replace(bound, mesh=mesh), primals, rows, None)
@@ -98,7 +99,8 @@ def case(hidden: Any, weight: Any, labels: Any, where: Any, options: CallOptions
         _checks.array("hidden", hidden)
         labels = jax.ShapeDtypeStruct(tuple(hidden.shape[:-1]), jnp.int32)
     _checks.operands(hidden, weight, labels, where, options.bias, static)
-    _checks.candidate_shape(options.candidates, labels.shape, "labels")
+    if options.candidates is not None:
+        scalars.candidate_shape("candidates", options.candidates.shape, labels.shape, "labels")
     dtype, given = (jnp.dtype(jax.dtypes.canonicalize_dtype(x.dtype)) for x in (weight, hidden))
     return Case(
         num_tokens=math.prod(labels.shape),

@@ -18,9 +18,27 @@ FLOATS = ("bfloat16", "float16", "float32", "float64")
 
 def operands(hidden: Any, weight: Any, labels: Any, where: Any, bias: Any, options: Options) -> None:
     """Checks the arrays of a call against each other. They may be tracers or ShapeDtypeStructs."""
-    _floats(hidden, weight)
+    for name, x in (("hidden", hidden), ("weight", weight)):
+        array(name, x)
+        if jnp.dtype(x.dtype).name not in FLOATS:
+            raise TypeError(f"{name} must be one of {', '.join(FLOATS)}, got {x.dtype}")
     label_array(labels)
-    _shapes(hidden, weight, labels, options)
+    if hidden.ndim < 1:
+        raise ValueError("hidden must have at least the hidden dimension, got a scalar")
+    if weight.ndim != 2:
+        raise ValueError(f"weight must have two dimensions ([V, H] or [H, V]), got shape {tuple(weight.shape)}")
+    vocab, size = weight.shape[options.vocab_dim], weight.shape[options.hidden_dim]
+    if hidden.shape[-1] != size:
+        other = "hv" if options.weight_layout == "vh" else "vh"
+        hint = f' (it fits weight_layout="{other}")' if hidden.shape[-1] == vocab else ""
+        raise ValueError(
+            f"hidden {tuple(hidden.shape)} ends in H = {hidden.shape[-1]}, but weight {tuple(weight.shape)} with "
+            f'weight_layout="{options.weight_layout}" has H = {size}{hint}'
+        )
+    if tuple(labels.shape) != tuple(hidden.shape[:-1]):
+        raise ValueError(f"labels {tuple(labels.shape)} must have hidden's leading shape {tuple(hidden.shape[:-1])}")
+    if vocab == 0 or size == 0:
+        raise ValueError(f"weight {tuple(weight.shape)} must have at least one vocabulary entry and one hidden unit")
     if where is not None:
         where_array(where, labels.shape)
     if bias is not None:
@@ -70,17 +88,9 @@ def label_array(x: Any, name: str = "labels") -> None:
 
 
 def num_candidates(x: Any, name: str = "candidates") -> int:
-    """The K of ids ``[..., K]``; 0 without any."""
-    if x is None:
-        return 0
+    """The K of ids ``[..., K]``."""
     label_array(x, name)
     return scalars.num_candidates(name, x.shape)
-
-
-def candidate_shape(x: Any, leading: tuple[int, ...], of: str, name: str = "candidates") -> None:
-    """Ids must be ``[*leading, K]``."""
-    if x is not None:
-        scalars.candidate_shape(name, x.shape, leading, of)
 
 
 def sum_of_dweight(x: Any, weight: Any, dtype: Any) -> None:
@@ -169,8 +179,6 @@ def is_concrete(x: Any) -> bool:
 
 def axis_size(axis_name: Any) -> int:
     """The number of shards over ``axis_name``, which must be bound by an enclosing ``shard_map``."""
-    if axis_name is None:
-        return 1
     try:
         return lax.axis_size(axis_name)
     except NameError:
@@ -179,32 +187,6 @@ def axis_size(axis_name: Any) -> int:
             f"axis_name {axis_name!r} is not bound here (bound: {bound or 'none'}): call inside jax.shard_map over a "
             "mesh with that axis, or use sharded_linear_logprobs outside it"
         ) from None
-
-
-def _floats(hidden: Any, weight: Any) -> None:
-    for name, x in (("hidden", hidden), ("weight", weight)):
-        array(name, x)
-        if jnp.dtype(x.dtype).name not in FLOATS:
-            raise TypeError(f"{name} must be one of {', '.join(FLOATS)}, got {x.dtype}")
-
-
-def _shapes(hidden: Any, weight: Any, labels: Any, options: Options) -> None:
-    if hidden.ndim < 1:
-        raise ValueError("hidden must have at least the hidden dimension, got a scalar")
-    if weight.ndim != 2:
-        raise ValueError(f"weight must have two dimensions ([V, H] or [H, V]), got shape {tuple(weight.shape)}")
-    vocab, size = weight.shape[options.vocab_dim], weight.shape[options.hidden_dim]
-    if hidden.shape[-1] != size:
-        other = "hv" if options.weight_layout == "vh" else "vh"
-        hint = f' (it fits weight_layout="{other}")' if hidden.shape[-1] == vocab else ""
-        raise ValueError(
-            f"hidden {tuple(hidden.shape)} ends in H = {hidden.shape[-1]}, but weight {tuple(weight.shape)} with "
-            f'weight_layout="{options.weight_layout}" has H = {size}{hint}'
-        )
-    if tuple(labels.shape) != tuple(hidden.shape[:-1]):
-        raise ValueError(f"labels {tuple(labels.shape)} must have hidden's leading shape {tuple(hidden.shape[:-1])}")
-    if vocab == 0 or size == 0:
-        raise ValueError(f"weight {tuple(weight.shape)} must have at least one vocabulary entry and one hidden unit")
 
 
 def _bias(bias: Any, weight: Any, options: Options) -> None:

@@ -77,9 +77,9 @@ class KLArguments(NamedTuple):
         scalars.one_of("direction", direction, DIRECTIONS)
         beta = _options.teachers_weight(given.get("beta"), "direction", direction, DIRECTIONS[:2])
         student, teacher = _options_of_each(given, axis_name)
-        own = _options.of_call(student).named("linear_kl")
+        own = _options.of_call(student, function="linear_kl")
         with _of_the_teacher():
-            teachers = _options.of_call(teacher).named("linear_kl")
+            teachers = _options.of_call(teacher, function="linear_kl")
         named = _options.implementation_names(given.get("implementation"))
         return cls(arrays, where, Pair(own, teachers), direction, beta, named)
 

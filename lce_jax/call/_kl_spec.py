@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from lce_jax import _dispatch
-from lce_jax._types import Case, Options
+from lce_jax._types import Case
 from lce_jax.call._spec import Spec
 from lce_jax.mathematics._kl import Direction, Pair
 from lce_jax.xla._kl import KLPlan
@@ -33,11 +33,6 @@ class KLSpec:
         return self.plan(0).dtype
 
     @property
-    def options(self) -> Options:
-        """Those of the student's head."""
-        return self.models.student.options
-
-    @property
     def case(self) -> Case:
         """The student's."""
         return self.models.student.case
@@ -51,11 +46,6 @@ class KLSpec:
     def as_traced(self) -> KLSpec:
         """The same: no implementation stands in for another."""
         return self
-
-    @property
-    def num_tokens(self) -> int:
-        """All tokens of the call."""
-        return self.models.student.num_tokens
 
     def with_tokens(self, num_tokens: int) -> KLSpec:
         """The same call with so many tokens."""

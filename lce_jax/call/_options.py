@@ -34,35 +34,39 @@ class CallOptions:
     axis_name: Any
     implementation: tuple[str, ...] | None
 
-    def named(self, function: str) -> CallOptions:
-        """The same, whose messages name this public function."""
-        return dataclasses.replace(self, static=dataclasses.replace(self.static, function=function))
 
-
-def of_call(given: LogprobOptions, mean_logit: bool = False) -> CallOptions:
-    """The options of a call."""
-    names = {field.name for field in dataclasses.fields(Options)}
-    fixed: dict[str, Any] = {name: value for name, value in given.items() if name in names}
-    scale, softcap = (fixed.get(name, default) for name, default in (("logit_scale", 1.0), ("logit_softcap", None)))
-    scale = number_or_scalar("logit_scale", scale, scalars.number)
+def of_call(given: LogprobOptions, mean_logit: bool = False, function: str = "linear_logprobs") -> CallOptions:
+    """The options of a call of ``function``."""
+    softcap, layout = given.get("logit_softcap"), given.get("weight_layout", "vh")
+    bias, candidates, floor = given.get("bias"), given.get("candidates"), given.get("logit_floor")
+    scale = number_or_scalar("logit_scale", given.get("logit_scale", 1.0), scalars.number)
     softcap = None if softcap is None else number_or_scalar("logit_softcap", softcap, scalars.positive)
     traced = is_array(scale) or is_array(softcap)
-    if traced:
-        fixed |= {"logit_scale": 1.0, "logit_softcap": None if softcap is None else 1.0}
-    checked = static(**fixed)
-    bias, candidates, floor = given.get("bias"), given.get("candidates"), given.get("logit_floor")
-    checked = dataclasses.replace(
-        checked,
+    if layout not in ("vh", "hv"):
+        raise ValueError(f'weight_layout must be "vh" ([V, H]) or "hv" ([H, V]), got {layout!r}')
+    cache_bytes = scalars.num_bytes("cache_bytes", given.get("cache_bytes", 0))
+    gradient_threshold = scalars.fraction("gradient_threshold", given.get("gradient_threshold", 0.0))
+    static = Options(
+        logit_scale=1.0 if traced else scale,
+        logit_softcap=1.0 if traced and softcap is not None else softcap,
+        entropy=scalars.flag("entropy", given.get("entropy", True)),
+        stats=scalars.flag("stats", given.get("stats", False)),
+        weight_layout=layout,
+        cache_bytes=cache_bytes,
+        precision=checked_precision(given.get("precision")),
         mean_logit=mean_logit,
-        traced_scale=traced,
         has_bias=bias is not None,
-        num_candidates=_checks.num_candidates(candidates),
+        num_candidates=0 if candidates is None else _checks.num_candidates(candidates),
+        traced_scale=traced,
+        gradient_threshold=gradient_threshold,
+        vocab_part_size=scalars.part_size(given.get("vocab_part_size"), cache_bytes, gradient_threshold),
         has_floor=floor is not None,
+        function=function,
     )
     if floor is not None:
-        scalars.alone_with_floor(checked.num_candidates, mean_logit)
+        scalars.alone_with_floor(static.num_candidates, mean_logit)
     return CallOptions(
-        static=checked,
+        static=static,
         temperature=given.get("temperature", 1.0),
         logit_scale=scale if traced else None,
         logit_softcap=softcap if traced else None,
@@ -99,15 +103,14 @@ def of_ids(given: LogprobOptions, hidden: Any, ids: Any) -> CallOptions:
     """The options of `linear_logits`, whose ids are a call's candidates."""
     _checks.array("hidden", hidden)
     _checks.num_candidates(ids, "ids")
-    _checks.candidate_shape(ids, tuple(hidden.shape[:-1]), "hidden before H", "ids")
-    return of_call({**given, "candidates": ids}).named("linear_logits")
+    scalars.candidate_shape("ids", ids.shape, hidden.shape[:-1], "hidden before H")
+    return of_call({**given, "candidates": ids}, function="linear_logits")
 
 
 def of_topk(given: LogprobOptions, k: Any) -> CallOptions:
     """The options of `linear_topk`."""
-    options, k = of_call(given), scalars.num_largest(k)
-    static = dataclasses.replace(options.static, entropy=False, top_k=k)
-    return dataclasses.replace(options, static=static).named("linear_topk")
+    options, k = of_call({**given, "entropy": False}, function="linear_topk"), scalars.num_largest(k)
+    return dataclasses.replace(options, static=dataclasses.replace(options.static, top_k=k))
 
 
 def refuse(function: str, given: Mapping[str, Any], names: Sequence[str]) -> None:
@@ -145,38 +148,6 @@ def no_axis_name(given: CallOptions) -> None:
     """Refuses ``axis_name`` outside ``shard_map``, where ``vocab_axis`` names the axis."""
     if given.axis_name is not None:
         raise ValueError(f"axis_name={given.axis_name!r} is for callers inside shard_map; here the axis is vocab_axis")
-
-
-def static(
-    *,
-    logit_scale: Any = 1.0,
-    logit_softcap: Any = None,
-    entropy: Any = True,
-    stats: Any = False,
-    weight_layout: Any = "vh",
-    cache_bytes: Any = 0,
-    precision: Any = None,
-    gradient_threshold: Any = 0.0,
-    vocab_part_size: Any = None,
-) -> Options:
-    """The static options, validated."""
-    if weight_layout not in ("vh", "hv"):
-        raise ValueError(f'weight_layout must be "vh" ([V, H]) or "hv" ([H, V]), got {weight_layout!r}')
-    if logit_softcap is not None:
-        logit_softcap = scalars.positive("logit_softcap", logit_softcap)
-    cache_bytes = scalars.num_bytes("cache_bytes", cache_bytes)
-    gradient_threshold = scalars.fraction("gradient_threshold", gradient_threshold)
-    return Options(
-        logit_scale=scalars.number("logit_scale", logit_scale),
-        logit_softcap=logit_softcap,
-        entropy=scalars.flag("entropy", entropy),
-        stats=scalars.flag("stats", stats),
-        weight_layout=weight_layout,
-        cache_bytes=cache_bytes,
-        precision=_precision(precision),
-        gradient_threshold=gradient_threshold,
-        vocab_part_size=scalars.part_size(vocab_part_size, cache_bytes, gradient_threshold),
-    )
 
 
 def number_or_scalar(name: str, value: Any, check: Callable[[str, Any], Any]) -> Any:
@@ -220,7 +191,8 @@ def implementation_names(implementation: Any) -> tuple[str, ...] | None:
     return names
 
 
-def _precision(precision: Any) -> Any:
+def checked_precision(precision: Any) -> Any:
+    """What `jax.lax` takes as the precision of a product."""
     if precision is None:
         return None
     one = jax.ShapeDtypeStruct((1, 1), jnp.float32)

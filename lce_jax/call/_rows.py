@@ -202,14 +202,10 @@ def _clamped(labels: Any, numpy: Any) -> Any:
     return labels.astype(np.int32)
 
 
-def owned(ids: Any, start: Any, columns: int) -> Any:
+def owned(ids: Int[Array, "..."], start: Any, columns: int) -> Int[Array, "..."]:
     """Global ids as columns of the shard that has ``columns`` from ``start`` on; -1 where it does not own them."""
-
-    def column(x: Array) -> Array:
-        local = x - start
-        return jnp.where((x >= 0) & (local >= 0) & (local < columns), local, -1)
-
-    return jax.tree.map(column, ids)
+    local = ids - start
+    return jnp.where((ids >= 0) & (local >= 0) & (local < columns), local, -1)
 
 
 def flattened[T](tree: T, leading: int) -> T:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from lce_jax import _dispatch, scalars
-from lce_jax._types import Case, Options
+from lce_jax._types import Case
 
 if TYPE_CHECKING:
     from lce_jax.mesh._layout import Layout
@@ -30,16 +30,6 @@ class Spec:
     # Where `runner._over_devices` finds global operands: a `Layout`, or the mesh of their types, empty if they name
     # none. None: on this device.
     mesh: Any = None
-
-    @property
-    def options(self) -> Options:
-        """Those of the call."""
-        return self.case.options
-
-    @property
-    def num_tokens(self) -> int:
-        """All tokens of the call."""
-        return self.case.num_tokens
 
     @property
     def as_traced(self) -> Spec:

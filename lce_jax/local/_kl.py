@@ -105,9 +105,9 @@ class KLShard:
         Returns:
             A named tuple of ``[T]`` arrays, and the cache for `gradients` (a pytree, None if nothing is kept).
         """
-        if self._spec.num_tokens == 0:
+        if self._spec.case.num_tokens == 0:
             return _kl.no_columns(0, self._spec.dtype), None
-        keeps = keep_cache and self._spec.options.cache_bytes > 0
+        keeps = keep_cache and self._spec.case.options.cache_bytes > 0
         return _run(self._spec, Part.statistics, (keeps,), self._arrays)
 
     def merge(self, parts: Float[Array, "N 6 T"]) -> KLStatistics:
@@ -119,14 +119,14 @@ class KLShard:
         Raises:
             ValueError: another shape.
         """
-        shape, T = getattr(parts, "shape", None), self._spec.num_tokens
+        shape, T = getattr(parts, "shape", None), self._spec.case.num_tokens
         if shape is None or len(shape) != 3 or tuple(shape[1:]) != (len(KLStatistics._fields), T):
             raise ValueError(f"parts must be an array [N, 6, T = {T}], got {type(parts).__name__} of shape {shape}")
         return _run(self._spec, Part.merge, (), self._arrays, parts)
 
     def mixture_sums(self, merged: KLStatistics) -> MixtureSums | None:
         """Of "jsd", two numbers per token over the columns of this shard, to be added up over the shards. Else None."""
-        if self._arrays.rows.student.weights is None or self._spec.num_tokens == 0:
+        if self._arrays.rows.student.weights is None or self._spec.case.num_tokens == 0:
             return None
         return _run(self._spec, Part.mixture_sums, (), self._arrays, merged)
 
@@ -165,9 +165,9 @@ class KLShard:
             ValueError: a cotangent of another shape, a "jsd" without sums, or another divergence with them.
         """
         self._check(sums)
-        if tuple(jnp.shape(cotangent)) != (self._spec.num_tokens,):
-            raise ValueError(f"cotangent {tuple(jnp.shape(cotangent))} must be [T = {self._spec.num_tokens}]")
-        if self._spec.num_tokens == 0:
+        if tuple(jnp.shape(cotangent)) != (self._spec.case.num_tokens,):
+            raise ValueError(f"cotangent {tuple(jnp.shape(cotangent))} must be [T = {self._spec.case.num_tokens}]")
+        if self._spec.case.num_tokens == 0:
             own = self._arrays.primals.student
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, self._spec.dtype), own)
             found = zeros._replace(weight=jnp.zeros_like(own.weight))
@@ -177,7 +177,7 @@ class KLShard:
 
     def _check(self, sums: MixtureSums | None) -> None:
         """Without its sums, a JSD would be a KL."""
-        needs = self._arrays.rows.student.weights is not None and self._spec.num_tokens > 0
+        needs = self._arrays.rows.student.weights is not None and self._spec.case.num_tokens > 0
         if needs != (sums is not None):
             which = "needs" if needs else "has no"
             raise ValueError(f'direction="{self._spec.direction}" {which} sums: those that `mixture_sums` returns')
@@ -196,4 +196,4 @@ def _run(spec: KLSpec, method: Callable[..., Any], static: tuple[Any, ...], arra
     def run(arrays: _Arrays, *more: Any) -> Any:
         return method(Part.of(spec, *arrays), *more, *static)
 
-    return _jax.first_order_only(run)(arrays, *more)
+    return _jax.not_differentiable(run)(arrays, *more)

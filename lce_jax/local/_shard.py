@@ -240,7 +240,7 @@ def _compiled_statistics(
 ) -> tuple[ShardStatistics, Any]:
     """`programs._shard.statistics` of operands as they are given. Not differentiable."""
     run = functools.partial(_shard.statistics, spec, keep_cache=keep_cache)
-    return _jax.first_order_only(run)(_shard.as_operand(primals), rows, start)
+    return _jax.not_differentiable(run)(_shard.as_operand(primals), rows, start)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), inline=True)
@@ -256,4 +256,4 @@ def _compiled_gradients(
             cache, _ = _shard.selected(spec, rows, stats, cache)
         return _shard.gradients(spec, primals, rows, start, stats, seed, cache, dweight=dweight, **allowed)
 
-    return _jax.first_order_only(run)(_shard.as_operand(primals), *rest)
+    return _jax.not_differentiable(run)(_shard.as_operand(primals), *rest)

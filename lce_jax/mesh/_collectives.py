@@ -14,14 +14,9 @@ from lce_jax import _jax
 from lce_jax.mathematics import _statistics
 
 if TYPE_CHECKING:
-    from lce_jax._shapes import Array, Bool, Float, Int
+    from lce_jax._shapes import Array, Bool, Float
 
 type AxisName = Any  # a hashable axis name, or a tuple of them
-
-
-def first_column(axis_name: AxisName | None, columns: int) -> Int[Array, ""] | int:
-    """The first global column of this shard, if each shard of ``axis_name`` has ``columns``."""
-    return 0 if axis_name is None else lax.axis_index(axis_name) * columns
 
 
 def stacked[T](tree: T, axis_name: AxisName) -> T:

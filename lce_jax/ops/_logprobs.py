@@ -199,4 +199,5 @@ def results(
 ) -> Results:
     """What `linear_logprobs` returns, and what losses are made of; over the mesh at ``place`` if there is one."""
     spec, primals, rows, agree = _bind.bind(hidden, weight, labels, where, options, place)
-    return _collectives.nan_where_different(agree, _derivative.run(LOGPROBS, spec, primals, rows))
+    found = _derivative.run(LOGPROBS, spec, primals, rows)
+    return found if agree is None else _collectives.nan_where_different(agree, found)

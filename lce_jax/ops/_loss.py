@@ -255,7 +255,7 @@ def _sum_of_losses(
     place: Place | None = None,
 ) -> tuple[Array, LogprobOutput]:
     """`linear_loss`, over the mesh at ``place`` if there is one."""
-    checked, most = _options.of_call(options).named("linear_loss"), budget(chunk_bytes, options)
+    checked, most = _options.of_call(options, function="linear_loss"), budget(chunk_bytes, options)
     call = _bind.bind(hidden, weight, labels, where, checked, place, per_token)
     inputs, agree, loss = _inputs(loss_fn, call, per_token, checked.axis_name)
     total, out = _evaluated(call.spec, loss, most, inputs)
@@ -282,7 +282,7 @@ def _inputs(
 
 
 def _evaluated(spec: Spec, loss: _loss.TokenLoss, most: Budget, inputs: Inputs) -> tuple[Array, LogprobOutput]:
-    if spec.num_tokens:
+    if spec.case.num_tokens:
         traced_there = spec.mesh is not None and not _over_devices.is_left_to_xla(spec, inputs)
         return _loss_vjp.linear_loss(spec, loss if traced_there else loss.without_retrace(), most, inputs)
     out = _logprobs.of_no_tokens(spec, inputs.rows).outputs

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from lce_jax import scalars
 from lce_jax.call import _checks, _rows
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def masked_logprobs(
     _checks.array("logits", logits)
     _checks.num_candidates(ids, "ids")
     _checks.label_array(labels)
-    _checks.candidate_shape(ids, labels.shape, "labels", "ids")
+    scalars.candidate_shape("ids", ids.shape, labels.shape, "labels")
     if tuple(logits.shape) != tuple(ids.shape) or not jnp.issubdtype(logits.dtype, jnp.floating):
         raise ValueError(
             f"logits {tuple(logits.shape)} of {logits.dtype} must be floating point in the shape of ids "

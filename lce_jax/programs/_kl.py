@@ -44,7 +44,7 @@ type Rest = tuple[Primals, Pair[Rows]]  # the teacher, and the rows of both
 
 def forward(spec: KLSpec, student: Primals, rest: Rest, differentiated: bool) -> tuple[Array, Kept]:
     """The divergence of each token, and what a backward needs. Where XLA splits the operands, no tile is kept."""
-    asked = differentiated and spec.options.cache_bytes > 0
+    asked = differentiated and spec.case.options.cache_bytes > 0
     keeps = asked and not _over_devices.is_left_to_xla(spec, (student, rest))
     unused = ("cache_bytes keeps nothing",) if asked and not keeps else ()
 
@@ -78,7 +78,7 @@ KL = Capability(forward, backward, _of_no_tokens)
 
 
 def _heads(spec: KLSpec) -> tuple[Any, Any]:
-    own, others = (_over_devices.head(model.options.vocab_dim) for model in spec.models)
+    own, others = (_over_devices.head(model.case.options.vocab_dim) for model in spec.models)
     return own, others
 
 

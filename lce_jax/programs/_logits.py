@@ -33,13 +33,13 @@ def forward(spec: Spec, primals: Primals, rows: Rows, differentiated: bool) -> t
         z, slope = _forward(spec, primals, rows)
         return z, slope if differentiated else None
 
-    operands = _over_devices.head(spec.options.vocab_dim), Kind.TOKENS
+    operands = _over_devices.head(spec.case.options.vocab_dim), Kind.TOKENS
     return spread(spec, Program(run, operands, (Kind.RESULTS, Kind.TOKENS), joins=True), primals, rows)
 
 
 def backward(spec: Spec, primals: Primals, rows: Rows, slope: Array, cotangent: Array) -> Primals:
     """The gradients of the operands."""
-    own = _over_devices.head(spec.options.vocab_dim)
+    own = _over_devices.head(spec.case.options.vocab_dim)
     program = Program(_backward, (own, Kind.TOKENS, Kind.TOKENS, Kind.RESULTS), own)
     return spread(spec, program, primals, rows, slope, cotangent)
 
@@ -55,7 +55,7 @@ LOGITS = Capability(forward, backward, _of_no_tokens)
 def _forward(spec: Spec, primals: Primals, rows: Rows) -> tuple[Float[Array, "*b K"], Float[Array, "*b K"]]:
     """The logits and their slopes; 0 where an id is none, out of vocabulary, or in a row that does not count."""
     assert rows.candidates is not None
-    shape, options, dtype = rows.candidates.shape, spec.options, spec.case.stat_dtype
+    shape, options, dtype = rows.candidates.shape, spec.case.options, spec.case.stat_dtype
     rows = _rows.flattened(rows, rows.labels.ndim)
     columns, wrong = _columns(spec, primals, rows), _rows.wrong(rows)
     raw = _products_of(spec).products(
@@ -83,7 +83,7 @@ def _backward(spec: Spec, primals: Primals, rows: Rows, slope: Array, cotangent:
         cotangent = _collectives.total_cotangent(cotangent, spec.axis_name)
     columns, products = _columns(spec, primals, rows), _products_of(spec)
     terms = jnp.where(slope == 0.0, 0.0, cotangent * slope)
-    hidden, options = _one_device.flat_operands(spec, primals).hidden, spec.options
+    hidden, options = _one_device.flat_operands(spec, primals).hidden, spec.case.options
     dweight = products.dweight(terms, hidden, columns, primals.weight, options).astype(primals.weight.dtype)
     dbias = None if primals.bias is None else _logits.dbias(terms, columns, primals.bias.shape[0])
     dhidden = products.dhidden(terms, primals.weight, columns, options)
@@ -98,8 +98,8 @@ def _products_of(spec: Spec) -> Any:
 def _columns(spec: Spec, primals: Primals, rows: Rows) -> Int[Array, "T K"]:
     """The ids as columns of this shard; -1 where it does not own them, and in rows that do not count."""
     assert rows.candidates is not None
-    size = primals.weight.shape[spec.options.vocab_dim]
-    columns = _rows.owned(rows.candidates, _collectives.first_column(spec.axis_name, size), size)
+    start, size = _one_device.first_column(spec, primals.weight), primals.weight.shape[spec.case.options.vocab_dim]
+    columns = _rows.owned(rows.candidates, start, size)
     live = _live(rows)
     return columns if live is None else jnp.where(live[:, None], columns, -1)
 

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+import functools
 
 import jax
 import jax.numpy as jnp
 
-from lce_jax._types import Options, Primals, Results, ShardStatistics
+from lce_jax._types import Options, Primals, Results
 from lce_jax.call._rows import Rows
 from lce_jax.call._spec import Spec
 from lce_jax.mathematics import _logprobs
 from lce_jax.programs import _one_device
+from lce_jax.programs._one_device import Kept
 from lce_jax.runner import _over_devices
 from lce_jax.runner._derivative import Capability
 from lce_jax.runner._over_devices import Kind, Program, spread
-
-if TYPE_CHECKING:
-    pass
-
-type Kept = tuple[ShardStatistics, Any]  # and the implementation's cache
 
 
 def forward(spec: Spec, primals: Primals, rows: Rows, differentiated: bool) -> tuple[Results, Kept]:
@@ -30,14 +26,10 @@ def forward(spec: Spec, primals: Primals, rows: Rows, differentiated: bool) -> t
     unused = _unused(options) if left and differentiated else ()
     if left:
         spec, keeps = _exact(spec), False
-
-    def run(spec: Spec, primals: Primals, rows: Rows) -> tuple[Results, Kept]:
-        out, *kept = _one_device.forward(spec, primals, rows, keeps)
-        return out, (kept[0], kept[1])
-
     apart = bool(keeps and options.keeps_tiles)
     operands = _over_devices.head(options.vocab_dim), Kind.TOKENS
     results = Kind.RESULTS, (Kind.TOKENS, Kind.DEVICE)
+    run = functools.partial(_one_device.forward, keep_cache=keeps)
     program = Program(run, operands, results, joins=not apart, unused=unused)
     out, kept = spread(spec, program, primals, rows)
     if left and options.reports_dropped_mass:
@@ -48,18 +40,15 @@ def forward(spec: Spec, primals: Primals, rows: Rows, differentiated: bool) -> t
 def backward(spec: Spec, primals: Primals, rows: Rows, kept: Kept, cotangent: Results) -> Primals:
     """The gradients of the operands."""
     spec = _exact(spec) if _over_devices.is_left_to_xla(spec, (primals, rows)) else spec
-
-    def run(spec: Spec, primals: Primals, rows: Rows, kept: Kept, cotangent: Results) -> Primals:
-        return _one_device.backward(spec, primals, rows, *kept, cotangent)
-
     own = _over_devices.head(spec.case.options.vocab_dim)
-    program = Program(run, (own, Kind.TOKENS, (Kind.TOKENS, Kind.DEVICE), Kind.RESULTS), own)
+    operands = own, Kind.TOKENS, (Kind.TOKENS, Kind.DEVICE), Kind.RESULTS
+    program = Program(_one_device.backward, operands, own)
     return spread(spec, program, primals, rows, kept, cotangent)
 
 
 def of_no_tokens(spec: Spec, rows: Rows) -> Results:
     """The results of a call without tokens, in the shape of its labels."""
-    shapes = jax.eval_shape(lambda: _logprobs.results_of_none(0, spec.case.stat_dtype, spec.options))
+    shapes = jax.eval_shape(lambda: _logprobs.results_of_none(0, spec.case.stat_dtype, spec.case.options))
     return jax.tree.map(lambda x: jnp.zeros(rows.labels.shape + x.shape[1:], x.dtype), shapes)
 
 

@@ -42,7 +42,7 @@ def _spread_over(spec: Spec, loss: TokenLoss, inputs: Inputs, run: Callable[...,
     def device(share: Spec, inputs: Inputs) -> Any:
         return run(share, loss if left or spec.mesh is None else loss.here(inputs), inputs)
 
-    operands: Any = Inputs(_over_devices.head(spec.options.vocab_dim), Kind.TOKENS, Kind.TOKENS, Kind.WHOLE)  # type: ignore[arg-type]
+    operands: Any = Inputs(_over_devices.head(spec.case.options.vocab_dim), Kind.TOKENS, Kind.TOKENS, Kind.WHOLE)  # type: ignore[arg-type]
     return spread(spec, Program(device, (operands,), results), inputs)
 
 
@@ -56,7 +56,7 @@ class _Kind:
 
 
 def _fwd(spec: Spec, loss: TokenLoss, budget: Budget, inputs: Inputs) -> tuple[Any, Any]:
-    kinds: Any = Gradients(_over_devices.head(spec.options.vocab_dim), Kind.TOKENS, Kind.WHOLE)  # type: ignore[arg-type]
+    kinds: Any = Gradients(_over_devices.head(spec.case.options.vocab_dim), Kind.TOKENS, Kind.WHOLE)  # type: ignore[arg-type]
 
     def run(share: Spec, loss: TokenLoss, inputs: Inputs) -> Any:
         return _loss_in_forward.forward_and_gradients(share, loss, budget, inputs)
@@ -64,7 +64,7 @@ def _fwd(spec: Spec, loss: TokenLoss, budget: Budget, inputs: Inputs) -> tuple[A
     def of_inputs(inputs: Inputs) -> Any:
         return _spread_over(spec, loss, inputs, run, (*OF_A_FORWARD, kinds))
 
-    total, outputs, gradients = _jax.first_order_only(of_inputs)(inputs)
+    total, outputs, gradients = _jax.not_differentiable(of_inputs)(inputs)
     gradients = loss.without_known(gradients)
     given = Gradients(inputs.primals, inputs.per_token, inputs.constants)
     gradients = gradients if spec.mesh is None else _over_devices.split_as(gradients, given)

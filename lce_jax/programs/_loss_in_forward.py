@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 def forward(spec: Spec, loss: TokenLoss, inputs: Inputs) -> tuple[Array, LogprobOutput]:
     """The sum over this device's tokens and the results, without gradients."""
     primals, rows, per_token, constants = inputs
-    results, *_ = _one_device.forward(spec, primals, rows, keep_cache=False)
+    results, _ = _one_device.forward(spec, primals, rows, keep_cache=False)
     live, outputs, per_token = _rows.flattened((rows.where, results.outputs, per_token), rows.labels.ndim)
     outputs, per_token = _jax.vary_over((outputs, per_token), axes_of_tokens(spec, inputs))
     return _total(spec, jnp.sum(loss(live, outputs, per_token, constants))), results.outputs

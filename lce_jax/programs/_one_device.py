@@ -26,16 +26,19 @@ if TYPE_CHECKING:
     from lce_jax._shapes import Array, Float, Int
 
 
-def forward(spec: Spec, primals: Primals, rows: Rows, keep_cache: bool) -> tuple[Results, ShardStatistics, Any]:
+type Kept = tuple[ShardStatistics, Any]  # for the backward: also the implementation's cache
+
+
+def forward(spec: Spec, primals: Primals, rows: Rows, keep_cache: bool) -> tuple[Results, Kept]:
     """The results and the whole vocabulary's statistics, in the shape of labels, and the implementation's cache."""
     shape = rows.labels.shape
     rows = _rows.flattened(rows, len(shape))
     with jax.named_scope("lce_statistics"):
         stats, cache = statistics(spec, flat_operands(spec, primals), rows, keep_cache)
     cache, dropped = selected(spec, rows, stats, cache)
-    cache = cache if keep_cache else None
     out = _shard.finish(spec, rows, stats, rows.where, dropped)
-    return *jax.tree.map(lambda x: x.reshape(shape + x.shape[1:]), (out, stats)), cache
+    out, stats = jax.tree.map(lambda x: x.reshape(shape + x.shape[1:]), (out, stats))
+    return out, (stats, cache if keep_cache else None)
 
 
 def statistics(spec: Spec, flat: Primals, rows: Rows, keep_cache: bool) -> tuple[ShardStatistics, Any]:
@@ -57,11 +60,9 @@ def selected(spec: Spec, rows: Rows, stats: ShardStatistics, cache: Any) -> tupl
         return cache, dropped if spec.axis_name is None else lax.psum(dropped, spec.axis_name)
 
 
-def backward(
-    spec: Spec, primals: Primals, rows: Rows, stats: ShardStatistics, cache: Any, cotangent: Results
-) -> Primals:
+def backward(spec: Spec, primals: Primals, rows: Rows, kept: Kept, cotangent: Results) -> Primals:
     """The gradients, in the shapes, dtypes and types of their operands."""
-    hidden, weight, _ = primals
+    (hidden, weight, _), (stats, cache) = primals, kept
     varying = _jax.varying_axes((primals, rows, stats, cache))
     rows, stats, cotangent = _rows.flattened((rows, stats, cotangent), rows.labels.ndim)
     if spec.axis_name is not None and spec.token_axes is None:
@@ -81,21 +82,16 @@ def reduced(spec: Spec, found: Primals, given: Primals) -> Primals:
         # the next kernel on another, so collectives start after both gradients.
         found = lax.optimization_barrier(found)
     with jax.named_scope("lce_reduce"):
-        hidden, weight, bias = given
+        (hidden, weight, bias), dhidden = given, found.hidden
+        if spec.gather_dim is not None:
+            dhidden = scattered(spec, dhidden, hidden)
+        elif spec.token_axes is not None and spec.axis_name is not None:
+            dhidden = lax.psum(dhidden, spec.axis_name)
         return Primals(
-            _total_dhidden(spec, found.hidden, hidden).astype(hidden.dtype),
+            _jax.psum_to_axes(dhidden.reshape(hidden.shape), _jax.varying_axes(hidden)).astype(hidden.dtype),
             _total_dweight(spec, found.weight, weight),
             None if found.bias is None or bias is None else _total_dweight(spec, found.bias, bias).astype(bias.dtype),
         )
-
-
-def _total_dhidden(spec: Spec, dhidden: Float[Array, "T H"], hidden: Float[Array, "*b H"]) -> Float[Array, "*b H"]:
-    """The sum over the shards of the vocabulary, of which each keeps its own part of the sequence."""
-    if spec.gather_dim is not None:
-        dhidden = scattered(spec, dhidden, hidden)
-    elif spec.token_axes is not None and spec.axis_name is not None:
-        dhidden = lax.psum(dhidden, spec.axis_name)
-    return _jax.psum_to_type(dhidden.reshape(hidden.shape), hidden)
 
 
 def scattered(spec: Spec, dhidden: Float[Array, "T H"], hidden: Float[Array, "*b H"]) -> Float[Array, "*b H"]:
@@ -110,7 +106,7 @@ def _total_dweight(spec: Spec, dweight: Array, weight: Array) -> Array:
     """The sum over the devices that hold other tokens of the same call."""
     if spec.token_axes:
         dweight = lax.psum(dweight, spec.token_axes)
-    return _jax.psum_to_type(dweight, weight)
+    return _jax.psum_to_axes(dweight, _jax.varying_axes(weight))
 
 
 def flat_operands(spec: Spec, primals: Primals) -> Primals:
@@ -124,4 +120,6 @@ def flat_operands(spec: Spec, primals: Primals) -> Primals:
 
 def first_column(spec: Spec, weight: Array) -> Int[Array, ""] | int:
     """The first global column of this shard."""
-    return _collectives.first_column(spec.axis_name, weight.shape[spec.case.options.vocab_dim])
+    if spec.axis_name is None:
+        return 0
+    return lax.axis_index(spec.axis_name) * weight.shape[spec.case.options.vocab_dim]

@@ -46,12 +46,12 @@ def statistics(
     returns the arrays of all shards, the statistics are those of the whole vocabulary.
     """
     operands, order = operands_of(spec, primals, rows, start, scales_of(spec, rows))
-    run: Any = _statistics if stacked is None else _parts
-    chosen = functools.partial(run, _dispatch.IMPLEMENTATIONS[spec.implementation], spec.case, keep_cache=keep_cache)
+    implementation, in_parts = _dispatch.IMPLEMENTATIONS[spec.implementation], stacked is not None
+    chosen = functools.partial(_statistics, implementation, spec.case, in_parts=in_parts, keep_cache=keep_cache)
 
     def elsewhere(implementation: Any, case: Case, operands: Operands) -> tuple[Any, Any]:
         shapes, cache = jax.eval_shape(chosen, operands)  # of the kernels' shape, but nothing will read the cache
-        found, _ = run(implementation, case, operands, keep_cache=False)
+        found, _ = _statistics(implementation, case, operands, in_parts=in_parts, keep_cache=False)
         return found if stacked is None else like(found, shapes), _zeros(cache)
 
     stats, cache = _run(spec, chosen, elsewhere, operands)
@@ -68,18 +68,17 @@ def statistics(
 type Stacked = Callable[[Any], Any]  # a tree of arrays -> those of all shards, [N, ...] each
 
 
-def _statistics(implementation: Any, case: Case, operands: Operands, keep_cache: bool) -> tuple[ShardStatistics, Any]:
-    """Of one shard, which is all there is."""
-    found: tuple[ShardStatistics, Any] = implementation.statistics(operands, case, keep_cache)
-    return found
+def _statistics(
+    implementation: Any, case: Case, operands: Operands, in_parts: bool, keep_cache: bool
+) -> tuple[Any, Any]:
+    """Of one shard, and its cache; as `Parts` where it is one among others.
 
-
-def _parts(implementation: Any, case: Case, operands: Operands, keep_cache: bool) -> tuple[Parts, Any]:
-    """Of one shard among others: the kernels send the statistics of each group of tiles, XLA those of the shard."""
-    if implementation.NAME == mosaic.NAME:
+    The kernels send those of each group of tiles, XLA those of the shard.
+    """
+    if in_parts and implementation.NAME == mosaic.NAME:
         return mosaic.in_parts(operands, case, keep_cache)
     stats, cache = implementation.statistics(operands, case, keep_cache)
-    return as_parts(stats), cache
+    return as_parts(stats) if in_parts else stats, cache
 
 
 def _merged(spec: Spec, parts: Parts, operands: Operands) -> ShardStatistics:
@@ -110,7 +109,8 @@ def finish(
     """Eq. 3 in the implementation's arithmetic, from the whole vocabulary's statistics in the call's row order."""
     per_token = functools.partial(_in_arithmetic_of, spec)
     where = _columns.without_empty(where, stats.sumexp) if spec.case.options.has_floor else where
-    return _logprobs.finish(stats, row_scale(spec, rows), rows.labels, where, spec.vocab_size, dropped_mass, per_token)
+    scale = _logprobs.row_scale(spec.case.options, scales_of(spec, rows).logits)
+    return _logprobs.finish(stats, scale, rows.labels, where, spec.vocab_size, dropped_mass, per_token)
 
 
 def _in_arithmetic_of(spec: Spec, function: Callable[..., Any], *operands: Any) -> Any:
@@ -201,11 +201,6 @@ def gradients(
     return found._replace(hidden=dhidden if rows.live is None else jnp.where(rows.live[:, None], dhidden, 0.0))
 
 
-def row_scale(spec: Spec, rows: Rows) -> Float[Array, "T"] | float:
-    """The k of eq. 0, in the call's row order."""
-    return _logprobs.row_scale(spec.case.options, scales_of(spec, rows).logits)
-
-
 def _coefficients(
     spec: Spec, rows: Rows, stats: ShardStatistics, cotangent: Results, scales: Scales
 ) -> RowCoefficients:
@@ -250,8 +245,12 @@ def operands_of(
         left = spec.vocab_size - start
         num_columns = min(max(left, 0), columns) if isinstance(left, int) else jnp.clip(left, 0, columns)
 
-    targets, candidates = _rows.owned((rows.labels, rows.candidates), start, columns)
-    hidden, order, num_rows, floor = _signed(hidden, scales), None, rows.num_rows, _unscaled_floor(spec, rows, scales)
+    targets = _rows.owned(rows.labels, start, columns)
+    candidates = None if rows.candidates is None else _rows.owned(rows.candidates, start, columns)
+    hidden, order, num_rows, floor = _signed(hidden, scales), None, rows.num_rows, rows.floor
+    if floor is not None:
+        scale = _logprobs.row_scale(spec.case.options, scales.logits)
+        floor = _in_arithmetic_of(spec, _columns.unscaled_floor, floor, scale)
     if rows.where is not None:
         order = _rows.compaction(rows.where)
         hidden, targets, candidates, scales, floor = _rows.compact(order, (hidden, targets, candidates, scales, floor))
@@ -261,14 +260,6 @@ def operands_of(
     bias = None if bias is None else bias.astype(spec.case.stat_dtype)
     of_shard = Operands(hidden, weight, targets, scales.logits, num_rows, num_columns, scales.raw, bias, candidates)
     return of_shard._replace(floor=floor), order
-
-
-def _unscaled_floor(spec: Spec, rows: Rows, scales: Scales) -> Float[Array, "T"] | None:
-    """The floor in the units of x, in the call's row order."""
-    if rows.floor is None:
-        return None
-    scale = _logprobs.row_scale(spec.case.options, scales.logits)
-    return _in_arithmetic_of(spec, _columns.unscaled_floor, rows.floor, scale)
 
 
 def scales_of(spec: Spec, rows: Rows) -> Scales:

@@ -15,6 +15,7 @@ from lce_jax._types import Primals, TopK
 from lce_jax.call import _rows
 from lce_jax.call._rows import Rows
 from lce_jax.call._spec import Spec
+from lce_jax.mathematics import _logprobs
 from lce_jax.mathematics._largest import Largest
 from lce_jax.mathematics._statistics import MASKED
 from lce_jax.mesh import _collectives
@@ -69,7 +70,9 @@ def _finish(spec: Spec, rows: Rows, found: Largest) -> TopK:
 
 
 def _scale(spec: Spec, rows: Rows) -> Float[Array, "#T 1"]:
-    return jnp.asarray(_shard.row_scale(spec, rows), spec.case.stat_dtype).reshape(-1, 1)
+    """The k of eq. 0."""
+    scale = _logprobs.row_scale(spec.case.options, _shard.scales_of(spec, rows).logits)
+    return jnp.asarray(scale, spec.case.stat_dtype).reshape(-1, 1)
 
 
 def _gathered(found: Largest, axis_name: Any) -> Largest:

@@ -31,7 +31,7 @@ def run(capability: Capability, spec: Any, primals: Primals, rest: Any) -> Any:
 
     Jitted, so that calls outside ``jit`` compile once; within ``jit`` it is inlined.
     """
-    if not spec.num_tokens:
+    if not spec.case.num_tokens:
         return _jax.vary_like(capability.of_no_tokens(spec, rest), (primals.hidden, rest))
     return _run(capability, spec, primals, rest)
 
@@ -45,12 +45,12 @@ def _fwd(capability: Capability, spec: Any, primals: Primals, rest: Any) -> tupl
     def forward(primals: Primals, rest: Any) -> Any:
         return capability.forward(spec, primals, rest, True)
 
-    out, kept = _jax.first_order_only(forward)(primals, rest)
+    out, kept = _jax.not_differentiable(forward)(primals, rest)
     return out, (primals, rest, kept)
 
 
 def _bwd(capability: Capability, spec: Any, residuals: Any, cotangent: Any) -> tuple[Primals, None]:
-    gradients = _jax.first_order_only(functools.partial(capability.backward, spec))(*residuals, cotangent)
+    gradients = _jax.not_differentiable(functools.partial(capability.backward, spec))(*residuals, cotangent)
     return (gradients if spec.mesh is None else _over_devices.typed_as(gradients, residuals[0])), None
 
 

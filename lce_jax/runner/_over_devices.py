@@ -130,7 +130,7 @@ def typed_as[T](gradients: T, operands: T) -> T:
         if not _jax.varying_axes(gradient) - _jax.varying_axes(operand):
             return gradient
         wide = gradient.astype(jnp.promote_types(gradient.dtype, jnp.float32))
-        return _jax.psum_to_type(wide, operand).astype(gradient.dtype)
+        return _jax.psum_to_axes(wide, _jax.varying_axes(operand)).astype(gradient.dtype)
 
     return split_as(jax.tree.map(total, gradients, operands), operands)
 
@@ -189,9 +189,10 @@ def _layout_of_types(spec: Any, program: Program, operands: Any) -> Layout | Non
     if all(kind == AxisType.Auto for kind in mesh.axis_types):
         return None
     if auto := _meshes.auto_axes(mesh):
+        options = spec.case.options
         warn_once(
-            f"{spec.options.function} takes its operands as whole over {', '.join(map(repr, auto))}, Auto axes of a "
-            f"mesh that also has Explicit ones: make them Explicit, or call {spec.options.sharded_function}"
+            f"{options.function} takes its operands as whole over {', '.join(map(repr, auto))}, Auto axes of a mesh "
+            f"that also has Explicit ones: make them Explicit, or call {options.sharded_function}"
         )
     return _layout(mesh, program, operands, [jax.typeof(x).sharding.spec for x in jax.tree.leaves(operands)])
 

@@ -92,7 +92,7 @@ def evaluate(drawn: Drawn) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     direction, where = options.pop("direction", "forward"), options.pop("where", None)
     spec, primals, rows, _ = bind(KLArguments.of(Pair(drawn.student, drawn.teacher), where, direction, options, None))
     assert spec.implementation == "mosaic_gpu"
-    keeps = spec.options.keeps_tiles
+    keeps = spec.case.options.keeps_tiles
     kl, kept = jax.jit(lambda *given: _kl.device_forward(spec, *given, keeps))(primals, rows)
     gradients = jax.jit(lambda *given: _kl.device_backward(spec, *given))(primals, rows, kept, drawn.seed)
     return kl, gradients[:2]

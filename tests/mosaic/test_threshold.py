@@ -239,7 +239,9 @@ def test_a_split_vocabulary(test: Call, shards: int) -> None:
     case = dataclasses.replace(case_of(test), vocab_size=size)
 
     def of_shard(i: int) -> Operands:
-        targets, candidates = _rows.owned((operands.targets, operands.candidates), i * size, size)
+        targets, candidates = jax.tree.map(
+            lambda ids, i=i: _rows.owned(ids, i * size, size), (operands.targets, operands.candidates)
+        )
         return operands._replace(
             weight=operands.weight[i * size :][:size], targets=targets, candidates=candidates,
             num_columns=jnp.int32(np.clip(test.num_columns - i * size, 0, size)),
