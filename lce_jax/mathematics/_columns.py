@@ -35,11 +35,6 @@ def without_padding(weight: Float[Array, "V H"], live: Bool[Array, "V"] | None, 
     return jnp.where(jnp.expand_dims(live, options.hidden_dim), weight, jnp.zeros((), weight.dtype))
 
 
-def below(x: Float[Array, "T n"], floor: Float[Array, "T"] | None) -> Bool[Array, "T n"] | None:
-    """Which of a tile's columns are below the floor; None without one."""
-    return None if floor is None else x < floor[:, None]
-
-
 def counting(
     x: Float[Array, "T n"],
     targets: Int[Array, "T"],
@@ -47,10 +42,9 @@ def counting(
     floor: Float[Array, "T"] | None,
 ) -> Bool[Array, "T n"] | Bool[Array, "1 n"] | None:
     """Which of a tile's columns count, the label's always; None if all do."""
-    out = below(x, floor)
-    if out is None:
+    if floor is None:
         return None if live is None else live[None, :]
-    counts = ~out | (lax.broadcasted_iota(jnp.int32, x.shape, 1) == targets[:, None])
+    counts = ~(x < floor[:, None]) | (lax.broadcasted_iota(jnp.int32, x.shape, 1) == targets[:, None])
     return counts if live is None else counts & live[None, :]
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from lce_jax._types import Options, RowCoefficients
-from lce_jax.mathematics import _columns, _repeats, _softcap
+from lce_jax.mathematics import _repeats, _softcap
 from lce_jax.mathematics._logprobs import along_rows
 from lce_jax.mathematics._statistics import distance
 
@@ -103,8 +103,9 @@ def _gradient(
         d = d + rows.slope[:, None] * (u * e)
     columns = lax.broadcasted_iota(jnp.int32, e.shape, 1)
     dcap = 1.0 if options.logit_softcap is None or x is None else _softcap.derivative(x)
-    d, below = d * dcap, None if x is None else _columns.below(x, floor)
-    d = d if below is None else jnp.where(below, 0.0, d)
+    d = d * dcap
+    if x is not None and floor is not None:
+        d = jnp.where(x < floor[:, None], 0.0, d)
     d = jnp.where(columns == targets[:, None], rows.target[:, None], d)
     if rows.uniform is not None:
         d = d + rows.uniform[:, None] * dcap

@@ -102,7 +102,10 @@ class RunningKL(NamedTuple):
 
     def add(self, part: KLStatistics, scales: tuple[RowScale, RowScale]) -> RunningKL:
         """Eqs. 2 and 7 of the union and one more part."""
-        references = _union(self.stats.references, part.references)
+        max_p, max_q = jnp.maximum(self.stats.max_p, part.max_p), jnp.maximum(self.stats.max_q, part.max_q)
+        # r is that of the part with the largest x of p.
+        at_p = (jnp.where(x.max_p == max_p, x.at_p, MASKED) for x in (self.stats, part))
+        references = max_p, max_q, jnp.maximum(*at_p)
         of_lost = KLStatistics(*self.stats.references, *self.lost)
         old, new, lost = (_sums_relative_to(references, x, scales) for x in (self.stats, part, of_lost))
         sums, left_out = _statistics.compensated(old, new, lost)
@@ -119,13 +122,6 @@ def merge(parts: KLStatistics, scales: tuple[RowScale, RowScale]) -> KLStatistic
     references = max_p, max_q, jnp.max(jnp.where(parts.max_p == max_p[None], parts.at_p, MASKED), axis=0)
     beside = jax.tree.map(lambda x: x if isinstance(x, float | int) else x[None], (references, scales))
     return KLStatistics(*references, *(jnp.sum(x, axis=0) for x in _sums_relative_to(beside[0], parts, beside[1])))
-
-
-def _union(one: Any, other: Any) -> tuple[Array, Array, Array]:
-    """The references of a union of two parts: r is that of the part with the largest x of p."""
-    max_p, max_q = jnp.maximum(one[0], other[0]), jnp.maximum(one[1], other[1])
-    at_p = (jnp.where(part[0] == max_p, part[2], MASKED) for part in (one, other))
-    return max_p, max_q, jnp.maximum(*at_p)
 
 
 def _sums_relative_to(

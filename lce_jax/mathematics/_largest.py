@@ -35,7 +35,7 @@ class Largest(NamedTuple):
     @property
     def x(self) -> Float[Array, "T k"]:
         """That of eq. 0, finite for padding."""
-        return jnp.maximum(self._x, MASKED)
+        return jnp.maximum(self.products if self.capped is None else self.capped, MASKED)
 
     @property
     def max(self) -> Float[Array, "T"]:
@@ -43,11 +43,7 @@ class Largest(NamedTuple):
 
         Nor could XLA take a first one apart: in two slices of a sort it does not see a top-k, and sorts whole rows.
         """
-        return jnp.maximum(jnp.max(self._x, axis=-1), MASKED)
-
-    @property
-    def _x(self) -> Float[Array, "T k"]:
-        return self.products if self.capped is None else self.capped
+        return jnp.max(self.x, axis=-1)
 
 
 def largest(x: Float[Array, "t n"], k: int) -> tuple[Float[Array, "t k"], Int[Array, "t k"]]:

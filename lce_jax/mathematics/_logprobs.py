@@ -189,11 +189,15 @@ def finish(
     # A row left out may have s = 0. It is replaced by 1, so that 0 / 0 is never computed.
     stats = stats if where is None else stats._replace(sumexp=jnp.where(where, stats.sumexp, 1.0))
     at_largest, one = (labels >= 0) & (stats.target == 0.0), jnp.ones_like(stats.sumexp)
+    of_candidates = None
+    if stats.candidates is not None:
+        highest, log_sumexp = stats.max[:, None], jnp.log(stats.sumexp)[:, None]
+        of_candidates = _candidates.logprobs(stats.candidates, highest, along_rows(scale), log_sumexp)
     outputs = per_token(results, _statistics.of_results(stats), scale, labels)._replace(
         max_logit=None if stats.min is None else stats.max * scale,
         min_logit=None if stats.min is None else stats.min * scale,
         correct=None if stats.min is None else jnp.where(at_largest, one, 0.0),
-        candidate_logprobs=_candidate_logprobs(stats, scale),
+        candidate_logprobs=of_candidates,
         dropped_mass=dropped_mass,
         support=stats.support,
     )
@@ -216,14 +220,6 @@ def results_of_none(num_tokens: int, dtype: jnp.dtype, options: Options) -> Resu
     """Eq. 3 of tokens without columns: their shapes and dtypes are those of the call's results."""
     stats, labels = empty(num_tokens, dtype, options), jnp.full((num_tokens,), -1, jnp.int32)
     return finish(stats, 1.0, labels, None, 1, stats.sumexp if options.reports_dropped_mass else None)
-
-
-def _candidate_logprobs(stats: ShardStatistics, scale: Float[Array, "T"] | float) -> Float[Array, "T K"] | None:
-    """Eq. 3 at the candidates; 0 where no shard owns one."""
-    x = stats.candidates
-    if x is None:
-        return None
-    return _candidates.logprobs(x, stats.max[:, None], along_rows(scale), jnp.log(stats.sumexp)[:, None])
 
 
 def row_coefficients(

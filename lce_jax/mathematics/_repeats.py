@@ -31,9 +31,9 @@ def add_repeats(columns: Int[Array, "T K"], terms: Float[Array, "T K"]) -> tuple
 
 
 def each_once(operands: Operands, rows: RowCoefficients) -> tuple[Operands, RowCoefficients]:
-    """Both with the candidates of `add_repeats`, if there are any with a gradient."""
-    if operands.candidates is None or rows.candidates is None:
-        return operands, rows
+    """Both with the candidates of `add_repeats`."""
+    assert operands.candidates is not None
+    assert rows.candidates is not None
     columns, terms = add_repeats(operands.candidates, rows.candidates)
     return operands._replace(candidates=columns), rows._replace(candidates=terms, at_candidates=None)
 

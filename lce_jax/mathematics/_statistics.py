@@ -36,6 +36,8 @@ SUMS = {
     "squares": Sum(lambda _, e: e * e, lambda part, a, _: part.squares * a * a),
 }
 _SUMS = dict.fromkeys((*SUMS, "total", "support"), 0.0)
+_UNIONS = dict.fromkeys(_SUMS, jnp.add) | dict.fromkeys(("max", "target", "candidates"), jnp.maximum)
+_UNIONS |= {"min": jnp.minimum}  # how eq. 2 joins a field of two parts that are relative to the same maximum
 _EXTREMES = {"max": MASKED, "target": -jnp.inf, "min": -MASKED, "candidates": -jnp.inf}
 NO_COLUMNS: Any = ShardStatistics(**_SUMS, **_EXTREMES)  # type: ignore[arg-type]
 
@@ -73,12 +75,11 @@ def with_gradient(stats: ShardStatistics) -> ShardStatistics:
 
 def empty(num_tokens: int, dtype: jnp.dtype, options: Options) -> ShardStatistics:
     """The statistics of no columns: the neutral element of `merge`."""
-
-    def field(name: str, width: int) -> Array:
+    fields = {}
+    for name, width in options.statistics.items():
         shape = (num_tokens, width) if name in PER_CANDIDATE else (num_tokens,)
-        return jnp.full(shape, getattr(NO_COLUMNS, name), dtype)
-
-    return of_fields({name: field(name, width) for name, width in options.statistics.items()})
+        fields[name] = jnp.full(shape, getattr(NO_COLUMNS, name), dtype)
+    return of_fields(fields)
 
 
 def along(per_token: Any, x: Any) -> Any:
@@ -165,14 +166,8 @@ def union(
 
 def _added(one: ShardStatistics, other: ShardStatistics) -> ShardStatistics:
     """Eq. 2 of two parts relative to the same maximum."""
-
-    def of(name: str, operation: Callable[[Array, Array], Array]) -> Array | None:
-        x, y = getattr(one, name), getattr(other, name)
-        return None if x is None else operation(x, y)
-
-    sums = {name: of(name, jnp.add) for name in _SUMS}
-    extremes = {name: of(name, jnp.maximum) for name in ("max", "target", "candidates")}
-    return of_fields(sums | extremes | {"min": of("min", jnp.minimum)})
+    pairs = {name: (getattr(one, name), getattr(other, name)) for name in _UNIONS}
+    return of_fields({name: None if x is None else _UNIONS[name](x, y) for name, (x, y) in pairs.items()})
 
 
 class Running(NamedTuple):

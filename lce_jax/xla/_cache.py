@@ -39,26 +39,22 @@ class Cache(NamedTuple):
 
     def with_part(self, tile: Tile, columns: Sequence[Float[Array, "t v"]], rows: Sequence[Float[Array, "t"]]) -> Cache:
         """With those of a tile."""
-        place = _place(tile.index, tile.first)
+        place, of_columns = _place(tile.index, tile.first), _place(tile.first, tile.start)
         of_rows = zip(self.rows, rows, strict=True)
         return Cache(
-            tuple(_put_columns(tile, x, part) for x, part in zip(self.columns, columns, strict=True)),
+            tuple(lax.dynamic_update_slice(x, part, of_columns) for x, part in zip(self.columns, columns, strict=True)),
             tuple(lax.dynamic_update_slice(x, part[None], place) for x, part in of_rows),
         )
 
     def with_dlogits(self, tile: Tile, d: Float[Array, "t v"]) -> Cache:
         """With a tile's gradient in place of the first number of each of its columns."""
         first, *others = self.columns
-        return self._replace(columns=(_put_columns(tile, first, d), *others))
+        return self._replace(columns=(lax.dynamic_update_slice(first, d, _place(tile.first, tile.start)), *others))
 
     @property
     def num_columns(self) -> int:
         """Of all tiles that are kept."""
         return self.columns[0].shape[1]
-
-
-def _put_columns(tile: Tile, x: Float[Array, "T columns"], part: Float[Array, "t v"]) -> Float[Array, "T columns"]:
-    return lax.dynamic_update_slice(x, part, _place(tile.first, tile.start))
 
 
 class PerTile(NamedTuple):
@@ -116,12 +112,12 @@ def empty(walk: Walk, shard: Shard, each: PerTile | None = None) -> Cache | None
     width = walk.kept_columns
     if not width:
         return None
-    each = each or PerTile.of_one_head(walk.cases[0])
+    each, num_tokens = each or PerTile.of_one_head(walk.cases[0]), walk.cases[0].num_tokens
     tiles = -(-width // walk.tile_v)
     memory = jnp.zeros if _jax.has_explicit_axes(shard.tokens[0].hidden) else lax.empty  # which has no mesh in its type
     return Cache(
-        tuple(memory((walk.num_tokens, width), dtype) for dtype in each.columns),
-        tuple(memory((tiles, walk.num_tokens), dtype) for dtype in each.rows),
+        tuple(memory((num_tokens, width), dtype) for dtype in each.columns),
+        tuple(memory((tiles, num_tokens), dtype) for dtype in each.rows),
     )
 
 

@@ -103,9 +103,6 @@ def statistics(plan: KLPlan, shard: Shard, keep_cache: bool = False) -> tuple[KL
         walk = dataclasses.replace(walk, kept_columns=plan.kept_columns)
         cache = _cache.empty(walk, shard, plan.per_tile)
 
-    def empty(num_tokens: int) -> _kl.RunningKL:
-        return _kl.RunningKL.start(_kl.no_columns(num_tokens, plan.dtype))
-
     def add(running: _kl.RunningKL, tile: Tile, cache: Cache | None) -> tuple[_kl.RunningKL, Cache | None]:
         x, scales = _x(plan, tile).ordered(plan.student_first), _scales(plan, tile.tokens)
         found = _kl.tile_statistics(x, scales, tile.live)
@@ -115,7 +112,9 @@ def statistics(plan: KLPlan, shard: Shard, keep_cache: bool = False) -> tuple[KL
             cache = cache.with_part(tile, kept, found.references)
         return running.add(found, scales), cache
 
-    running, cache = walk.fold_keeping(shard, empty, add, cache)
+    running, cache = walk.fold_keeping(
+        shard, lambda tokens: _kl.RunningKL.start(_kl.no_columns(tokens, plan.dtype)), add, cache
+    )
     return running.finish(), cache
 
 
@@ -183,12 +182,11 @@ def _x(plan: KLPlan, tile: Tile) -> Pair[Float[Array, "t v"]]:
     Without the barriers XLA may put a factor into the product, or round the cap of one use otherwise than that of
     another.
     """
-
-    def of_one(case: Case, tokens: Tokens, raw: Array) -> Float[Array, "t v"]:
+    found = []
+    for case, tokens, raw in zip(plan.cases, tile.tokens, tile.products(), strict=True):
         x = _logprobs.unscaled_logits(lax.optimization_barrier(raw), case.options, tokens.raw_scale)
-        return lax.optimization_barrier(x.astype(plan.dtype))
-
-    return Pair(*map(of_one, plan.cases, tile.tokens, tile.products()))
+        found.append(lax.optimization_barrier(x.astype(plan.dtype)))
+    return Pair(*found)
 
 
 def _scales(plan: KLPlan, tokens: tuple[Tokens, ...]) -> tuple[Any, Any]:

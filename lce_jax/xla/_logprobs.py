@@ -54,12 +54,10 @@ class _Rows(NamedTuple):
 
 def statistics(operands: Operands, case: Case, keep_cache: bool = False) -> tuple[ShardStatistics, Cache | None]:
     """Eq. 1 of the whole shard, [T] each, and the exponentials of the first tiles, as many as ``cache_bytes`` hold."""
-    options, walk = case.options, _walk_of(operands, case)
+    options, (walk, shard), cache = case.options, _walk_of(operands, case), None
     if keep_cache:
         walk = dataclasses.replace(walk, kept_columns=_cache.kept_columns(case, walk.columns, walk.tile_v))
-
-    def empty(num_tokens: int) -> Running:
-        return Running.start(_statistics.empty(num_tokens, case.stat_dtype, options))
+        cache = _cache.empty(walk, shard)
 
     def add(running: Running, tile: Tile, cache: Cache | None) -> tuple[Running, Cache | None]:
         (x, scale), (targets, *more) = _logits(case, tile), tile.rows.relative_to(tile.start)
@@ -68,8 +66,9 @@ def statistics(operands: Operands, case: Case, keep_cache: bool = False) -> tupl
             cache = cache.with_part(tile, [_dlogits.to_keep(e, _walk.gradient_dtype(case))], [stats.max])
         return running.add(stats, scale), cache
 
-    shard = _shard(operands, None)
-    running, cache = walk.fold_keeping(shard, empty, add, _cache.empty(walk, shard))
+    running, cache = walk.fold_keeping(
+        shard, lambda tokens: Running.start(_statistics.empty(tokens, case.stat_dtype, options)), add, cache
+    )
     return running.finish(), cache
 
 
@@ -94,10 +93,12 @@ def gradients(
             (x, scale), (targets, *more) = _logits(case, tile), tile.rows.relative_to(tile.start)
             return _dlogits.from_logits(x, scale, rows, targets, tile.live, options, *more)
         ((kept,), (highest,)), (targets, candidates, _) = cache.part(tile), tile.rows.relative_to(tile.start)
-        scale = _scale(case, tile)
+        scale = _logprobs.row_scale(options, tile.tokens[0].inverse_temperature)
         return _dlogits.from_exponentials(kept, highest, scale, rows, targets, tile.live, options, candidates)
 
-    shard, walk = _shard(*_repeats.each_once(operands, rows)), _walk_of(operands, case)
+    if rows.candidates is not None:
+        operands, rows = _repeats.each_once(operands, rows)
+    walk, shard = _walk_of(operands, case, rows)
     if cache is None:
         return walk.gradients(shard, functools.partial(dlogits, cache=None), dweight)
     walk = dataclasses.replace(walk, kept_columns=cache.num_columns)
@@ -111,25 +112,20 @@ def gradients(
 def _logits(case: Case, tile: Tile) -> tuple[Float[Array, "t v"], Float[Array, "t"] | float]:
     """The x and the k of eq. 0."""
     (raw,), (tokens,) = tile.products(), tile.tokens
-    return _logprobs.unscaled_logits(raw, case.options, tokens.raw_scale), _scale(case, tile)
+    x = _logprobs.unscaled_logits(raw, case.options, tokens.raw_scale)
+    return x, _logprobs.row_scale(case.options, tokens.inverse_temperature)
 
 
-def _scale(case: Case, tile: Tile) -> Float[Array, "t"] | float:
-    return _logprobs.row_scale(case.options, tile.tokens[0].inverse_temperature)
-
-
-def _walk_of(operands: Operands, case: Case) -> Walk:
-    """Over all columns, or over the true ones if their number is known."""
-    columns = operands.num_columns if isinstance(operands.num_columns, int) else case.vocab_size
-    return Walk((case,), columns, *_plan.tile_sizes(case))
-
-
-def _shard(operands: Operands, coefficients: RowCoefficients | None) -> Shard:
-    x = operands
-    return Shard(
+def _walk_of(operands: Operands, case: Case, coefficients: RowCoefficients | None = None) -> tuple[Walk, Shard]:
+    """Over all columns, or over the true ones if their number is known; and the arrays."""
+    x, columns, padded_from = operands, case.vocab_size, operands.num_columns
+    if isinstance(padded_from, int):
+        columns, padded_from = padded_from, None
+    shard = Shard(
         tokens=(Tokens(x.hidden, x.inverse_temperature, x.raw_scale),),
         heads=(Head(x.weight, x.bias),),
         rows=_Rows(x.targets, x.candidates, x.floor, coefficients),
         num_rows=x.num_rows,
-        num_columns=None if isinstance(x.num_columns, int) else x.num_columns,
+        num_columns=padded_from,
     )
+    return Walk((case,), columns, *_plan.tile_sizes(case)), shard

@@ -51,12 +51,7 @@ def by_chunks[R](function: Callable[[Any], R], per_token: Any, size: int, num_ro
 
     ``like`` varies over the axes that the results do.
     """
-
-    def of_chunk(own: Any, first: Any, kept: None) -> tuple[R, None]:
-        del first
-        return function(own), kept
-
-    return keeping_by_chunks(of_chunk, per_token, size, num_rows, like, None)[0]
+    return keeping_by_chunks(lambda own, _, kept: (function(own), kept), per_token, size, num_rows, like, None)[0]
 
 
 def keeping_by_chunks[R, K](
@@ -80,16 +75,17 @@ def keeping_by_chunks[R, K](
     return over_chunks(num_tokens, size, num_rows, chunk, (_jax.vary_like(empty, (per_token, like)), kept))
 
 
-def over_columns[C](
-    columns: int, tile_v: int, body: Callable[[Any, int, C], C], carry: C, first: int = 0, last: int | None = None
-) -> C:
-    """``carry = body(start, size, carry)`` over the vocabulary: first the remainder, then whole tiles in a loop.
+def over_columns[C](columns: int, tile_v: int, kept: int, body: Callable[[Any, int, bool, C], C], carry: C) -> C:
+    """``carry = body(start, size, is_kept, carry)`` over the vocabulary: the remainder, then whole tiles in loops.
 
-    The loop depends on the remainder. The other way round, XLA could start the remainder early and hold its tile. With
-    ``first`` and ``last``, where tiles begin or end, over the tiles between them.
+    A loop depends on the remainder. The other way round, XLA could start the remainder early and hold its tile. The
+    tiles of the first ``kept`` columns are kept.
     """
     whole, rest = divmod(columns, tile_v)
-    if rest and first == 0:
-        carry = body(jnp.int32(0), rest, carry)
-    from_, to = max(first - rest, 0) // tile_v, whole if last is None else (last - rest) // tile_v
-    return lax.fori_loop(from_, to, lambda i, c: body(rest + i * tile_v, tile_v, c), carry) if from_ < to else carry
+    if rest:
+        carry = body(jnp.int32(0), rest, kept > 0, carry)
+    last_kept = max(kept - rest, 0) // tile_v
+    for first, last, is_kept in ((0, last_kept, True), (last_kept, whole, False)):
+        if first < last:
+            carry = lax.fori_loop(first, last, lambda i, c, own=is_kept: body(rest + i * tile_v, tile_v, own, c), carry)
+    return carry

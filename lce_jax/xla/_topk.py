@@ -70,17 +70,13 @@ def largest(operands: Operands, case: Case) -> Largest:
     def of_chunk(per_token: Any) -> Largest:
         hidden, inverse_temperature, raw_scale = per_token
         own = operands._replace(hidden=hidden, inverse_temperature=inverse_temperature, raw_scale=raw_scale)
-        return _of_rows(own, case)
+        own = increasing(own, options)
+        raw = _walk.dot(own.hidden, own.weight, 1, options.hidden_dim, options, case.stat_dtype)
+        return of_products(raw, own, case, _largest.largest)
 
+    options = case.options
     per_token = operands.hidden, operands.inverse_temperature, operands.raw_scale
     return _loops.by_chunks(of_chunk, per_token, chunk_tokens(case), operands.num_rows, operands)
-
-
-def _of_rows(operands: Operands, case: Case) -> Largest:
-    options = case.options
-    operands = increasing(operands, options)
-    raw = _walk.dot(operands.hidden, operands.weight, 1, options.hidden_dim, options, case.stat_dtype)
-    return of_products(raw, operands, case, _largest.largest)
 
 
 def increasing(operands: Operands, options: Options) -> Operands:

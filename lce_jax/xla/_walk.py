@@ -57,8 +57,8 @@ class Tile(NamedTuple):
     cases: tuple[Case, ...]
     tokens: tuple[Tokens, ...]
     rows: Any
-    heads: tuple[Head, ...]
     first: Any  # the first token
+    heads: tuple[Head, ...]  # this and the next ones: as `Columns` has them
     start: Any  # the first column
     live: Bool[Array, "v"] | None  # which columns are no padding; None: all
     index: Any  # its number among the tiles of `Walk.kept_columns`; None: it is none of them
@@ -70,7 +70,11 @@ class Tile(NamedTuple):
 
     def products(self) -> tuple[Float[Array, "t v"], ...]:
         """The raw products of each model, with the bias."""
-        return tuple(map(_raw, self.cases, self.tokens, self.heads))
+        found = []
+        for case, tokens, head in zip(self.cases, self.tokens, self.heads, strict=True):
+            raw = dot(tokens.hidden, head.weight, 1, case.options.hidden_dim, case.options, case.stat_dtype)
+            found.append(raw if head.bias is None else raw + head.bias[None, :])
+        return tuple(found)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,11 +87,6 @@ class Walk:
     tile_v: int  # columns of a tile
     kept_columns: int = 0  # those of the first tiles, of which the client keeps something
 
-    @property
-    def num_tokens(self) -> int:
-        """All tokens of the call."""
-        return self.cases[0].num_tokens
-
     def fold[C](self, shard: Shard, empty: Callable[[int], C], add: Callable[[C, Tile], C]) -> C:
         """``add`` of all tiles of a chunk to ``empty(t)``, [t, ...] each, for all chunks: [T, ...] each."""
         return self.fold_keeping(shard, empty, lambda carry, tile, kept: (add(carry, tile), kept), None)[0]
@@ -99,12 +98,14 @@ class Walk:
         kept = _jax.vary_like(kept, shard)
 
         def of_chunk(per_token: Any, first: Any, kept: K) -> tuple[C, K]:
-            def tile(start: Any, size: int, is_kept: bool, carry: tuple[C, K]) -> tuple[C, K]:
-                running, kept = carry
-                return add(running, self._tile(per_token, first, self._columns(shard, start, size, is_kept)), kept)
+            tokens, rows = per_token
 
-            carry = _jax.vary_like(empty(per_token[0][0].hidden.shape[0]), shard)
-            return self._over_columns(tile, (carry, kept))
+            def tile(start: Any, size: int, is_kept: bool, carry: tuple[C, K]) -> tuple[C, K]:
+                columns = self._columns(shard, start, size, is_kept)
+                return add(carry[0], Tile(self.cases, tokens, rows, first, *columns), carry[1])
+
+            carry = _jax.vary_like(empty(tokens[0].hidden.shape[0]), shard)
+            return over_columns(self.columns, self.tile_v, self.kept_columns, tile, (carry, kept))
 
         return keeping_by_chunks(of_chunk, (shard.tokens, shard.rows), self.tile_t, shard.num_rows, shard, kept)
 
@@ -138,7 +139,7 @@ class Walk:
             jnp.full(head.weight.shape, zero.astype(case.dtype)) if dweight is None else dweight,
             jax.tree.map(jnp.zeros_like, head.bias),
         )
-        return self._over_columns(tile, _jax.vary_like(init, shard))
+        return over_columns(self.columns, self.tile_v, self.kept_columns, tile, _jax.vary_like(init, shard))
 
     def _of_columns(
         self, shard: Shard, columns: Columns, dlogits: Callable[[Tile], Array], dhidden: Float[Array, "T H"], dtype: Any
@@ -147,20 +148,20 @@ class Walk:
 
         With one chunk the product itself rounds dweight to ``dtype``; with several it is summed first.
         """
-        case, per_token = self.cases[0], (shard.tokens, shard.rows)
-        if self.tile_t == self.num_tokens:
-            part = self._of_tile(self._tile(per_token, 0, columns), dlogits, None, dtype)
+        case = self.cases[0]
+        if self.tile_t == case.num_tokens:
+            part = self._of_tile(Tile(self.cases, shard.tokens, shard.rows, 0, *columns), dlogits, None, dtype)
             return part._replace(hidden=dhidden + part.hidden)
 
         def chunk(own: Chunk, carry: Primals) -> Primals:
-            tile = self._tile(own.take(per_token), own.start, columns)
-            part = self._of_tile(tile, dlogits, own.new, case.stat_dtype)
+            tokens, rows = own.take((shard.tokens, shard.rows))
+            part = self._of_tile(Tile(self.cases, tokens, rows, own.start, *columns), dlogits, own.new, case.stat_dtype)
             dhidden = own.put(carry.hidden, part.hidden + own.take(carry.hidden))
             return Primals(dhidden, carry.weight + part.weight, jax.tree.map(jnp.add, carry.bias, part.bias))
 
         of_columns = jax.tree.map(lambda x: jnp.zeros(x.shape, case.stat_dtype), columns.heads[0])
         init = Primals(dhidden, *_jax.vary_like(of_columns, shard))
-        return over_chunks(self.num_tokens, self.tile_t, shard.num_rows, chunk, init)
+        return over_chunks(case.num_tokens, self.tile_t, shard.num_rows, chunk, init)
 
     def _of_tile(
         self, tile: Tile, dlogits: Callable[[Tile], Array], new: Bool[Array, "t"] | None, dweight_dtype: Any
@@ -174,28 +175,14 @@ class Walk:
         d, weight, hidden = (x.astype(gradient_dtype(case)) for x in (d, weight, tile.tokens[0].hidden))
         return Primals(*gradient_products(case, d, weight, hidden, case.stat_dtype, dweight_dtype), dbias)
 
-    def _over_columns[C](self, body: Callable[[Any, int, bool, C], C], carry: C) -> C:
-        """``carry = body(start, size, whether it is kept, carry)``, first over the tiles that are."""
-        for is_kept, first, last in ((True, 0, self.kept_columns), (False, self.kept_columns, self.columns)):
-            if first < last:
-
-                def tile(start: Any, size: int, carry: C, is_kept: bool = is_kept) -> C:
-                    return body(start, size, is_kept, carry)
-
-                carry = over_columns(self.columns, self.tile_v, tile, carry, first, last)
-        return carry
-
     def _columns(self, shard: Shard, start: Any, size: int, is_kept: bool) -> Columns:
-        def of_model(case: Case, head: Head) -> Head:
+        heads = []
+        for case, head in zip(self.cases, shard.heads, strict=True):
             weight = lax.dynamic_slice_in_dim(head.weight, start, size, axis=case.options.vocab_dim)
-            return Head(weight, None if head.bias is None else lax.dynamic_slice_in_dim(head.bias, start, size))
-
+            heads.append(Head(weight, None if head.bias is None else lax.dynamic_slice_in_dim(head.bias, start, size)))
         live = _columns.live_columns(start, size, shard.num_columns)
         index = (start + (self.tile_v - 1)) // self.tile_v if is_kept else None
-        return Columns(tuple(map(of_model, self.cases, shard.heads)), start, live, index)
-
-    def _tile(self, per_token: tuple[tuple[Tokens, ...], Any], first: Any, columns: Columns) -> Tile:
-        return Tile(self.cases, *per_token, columns.heads, first, columns.start, columns.live, columns.index)
+        return Columns(tuple(heads), start, live, index)
 
 
 class Columns(NamedTuple):
@@ -220,11 +207,6 @@ def gradient_products(
     dhidden = dot(d, weight, 1, options.vocab_dim, options, of_dhidden)
     left, right = (d, hidden) if options.vocab_dim == 0 else (hidden, d)
     return dhidden, dot(left, right, 0, 0, options, of_dweight)
-
-
-def _raw(case: Case, tokens: Tokens, head: Head) -> Float[Array, "t v"]:
-    raw = dot(tokens.hidden, head.weight, 1, case.options.hidden_dim, case.options, case.stat_dtype)
-    return raw if head.bias is None else raw + head.bias[None, :]
 
 
 def dot(left: Array, right: Array, left_dim: int, right_dim: int, options: Options, dtype: Any) -> Array:

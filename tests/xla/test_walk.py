@@ -44,10 +44,11 @@ def test_every_row_is_new_in_one_chunk(size: int) -> None:
 def test_tiles_of_columns(columns: int, tile: int) -> None:
     sizes = []
 
-    def body(start: Any, size: int, count: Any) -> Any:
+    def body(start: Any, size: int, is_kept: bool, count: Any) -> Any:
+        assert not is_kept
         sizes.append(size)
         return jax.lax.dynamic_update_slice(count, jax.lax.dynamic_slice(count, (start,), (size,)) + 1, (start,))
 
-    count = jax.jit(lambda: _loops.over_columns(columns, tile, body, jnp.zeros(columns, jnp.int32)))()
+    count = jax.jit(lambda: _loops.over_columns(columns, tile, 0, body, jnp.zeros(columns, jnp.int32)))()
     np.testing.assert_array_equal(count, 1)
     assert set(sizes) == {size for size in (columns % tile, tile) if 0 < size <= columns}
