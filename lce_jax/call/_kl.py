@@ -110,10 +110,6 @@ class KLArguments(NamedTuple):
                 f"{most} columns too"
             )
 
-    def spec(self, models: Pair[Spec], mesh: Any = None) -> KLSpec:
-        """The static part of a call whose models have these."""
-        return KLSpec(models, self.direction, self.implementation, mesh)
-
 
 class KLCall(NamedTuple):
     """What `linear_kl` computes: a static part, and the arrays of both models."""
@@ -134,7 +130,8 @@ def bind(given: KLArguments, place: Place | None = None) -> KLCall:
         given.check_columns(cases, student.spec.mesh.vocab_axes is not None)
     with _of_the_teacher():
         teacher = _bind.bind(*teachers, None, where, second, place, own, cases.teacher)
-    spec = given.spec(Pair(student.spec, teacher.spec), student.spec.mesh)
+    models, mesh = Pair(student.spec, teacher.spec), student.spec.mesh
+    spec = KLSpec(models, given.direction, given.implementation, mesh)
     rows, agree = student.rows, _collectives.both(student.agree, teacher.agree)
     if given.beta is not None:
         weights = _rows.weights(given.beta, rows.labels.shape, spec.dtype)
@@ -163,7 +160,7 @@ def bind_shard(given: KLArguments) -> KLCall:
     student, own, rows = bound(given.arrays.student, given.options.student, cases.student)
     with _of_the_teacher():
         teacher, others, teachers_rows = bound(given.arrays.teacher, given.options.teacher, cases.teacher)
-    spec = given.spec(Pair(student, teacher))
+    spec = KLSpec(Pair(student, teacher), given.direction, given.implementation)
     if given.beta is not None:
         rows = rows._replace(weights=_rows.weights(given.beta, rows.labels.shape, spec.dtype))
     return KLCall(spec, Pair(own, others), Pair(rows, teachers_rows), None)

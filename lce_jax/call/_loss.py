@@ -43,7 +43,8 @@ class Gradients(NamedTuple):
 class TokenLoss:
     """A traced loss of one token."""
 
-    retrace: Callable[..., ClosedJaxpr] | None  # of examples of a token's results and of its arguments
+    # Of examples of a token's results and of its arguments. None for one device: it keeps nothing alive.
+    retrace: Callable[..., ClosedJaxpr] | None
     jaxpr: ClosedJaxpr  # with None for each array that it closes over
     known: tuple[Any, ...]  # the arrays that it closes over; None in place of the traced ones
     impls: tuple[Any, ...]  # of those that are typed random keys; None for the others
@@ -56,10 +57,6 @@ class TokenLoss:
         empty = closed.replace(consts=[None] * len(known))
         impls = tuple(map(_impl, closed.consts))
         return cls(retrace, empty, known, impls), tuple(untyped(x) for x in closed.consts if _is_traced(x))
-
-    def without_retrace(self) -> TokenLoss:
-        """The loss for one device, which keeps nothing alive that it closes over."""
-        return dataclasses.replace(self, retrace=None)
 
     def with_arguments(self, inputs: Inputs) -> tuple[TokenLoss, Inputs]:
         """The loss with all that it closes over among the inputs: a function that XLA splits closes over nothing."""
@@ -95,12 +92,8 @@ class TokenLoss:
         given, traced = [x for x in outputs[:3] if x is not None], iter(constants)
         known = zip(self.known, self.impls, strict=True)
         closed = self.jaxpr.replace(consts=[_typed(next(traced), impl) if x is None else x for x, impl in known])
-
-        def one(scalars: Any, per_token: Any) -> Array:
-            (loss,) = jaxpr_as_fun(closed)(*scalars, *per_token)
-            return loss
-
-        losses = jax.vmap(one)(given, tuple(per_token)).astype(outputs.lse.dtype)
+        (losses,) = jax.vmap(jaxpr_as_fun(closed))(*given, *per_token)
+        losses = losses.astype(outputs.lse.dtype)
         return losses if live is None else jnp.where(live, losses, 0.0)
 
 
@@ -148,11 +141,9 @@ def trace(
         raise TypeError(f"loss_fn must be a function of (logprob, entropy, lse, *per_token), got {loss_fn!r}")
     entropy = case.options.entropy
 
-    def of_token(logprob: Any, bits: Any, lse: Any, *flat: Any) -> Any:
-        return loss_fn(logprob, bits if entropy else None, lse, *own.of(flat))
-
     def retrace(scalar: Any, *flat: Any) -> ClosedJaxpr:
-        return jax.make_jaxpr(of_token)(scalar, scalar if entropy else None, scalar, *flat)
+        results = scalar, scalar if entropy else None, scalar
+        return jax.make_jaxpr(lambda results, *flat: loss_fn(*results, *own.of(flat)))(results, *flat)
 
     loss, constants = TokenLoss.of(retrace, *_jax.vary_over(_examples(case.stat_dtype, inputs), axes))
     shapes = [(tuple(x.shape), x.dtype) for x in loss.jaxpr.out_avals]

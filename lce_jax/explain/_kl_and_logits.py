@@ -12,6 +12,7 @@ from lce_jax import _dispatch, mosaic
 from lce_jax._types import is_array
 from lce_jax.call import _bind, _options
 from lce_jax.call._kl import KLArguments
+from lce_jax.call._kl_spec import KLSpec
 from lce_jax.call._place import Place, placed
 from lce_jax.mathematics._kl import Direction, Pair
 from lce_jax.xla import _kl_plan, _logits_plan
@@ -75,11 +76,11 @@ def of_kl(
     layout, names_axis = found.layout, checked.axis_name is not None
     call.check_columns(cases, names_axis or (layout is not None and layout.vocab_axes is not None))
     pairs = zip(cases, call.options, strict=True)
-    spec = call.spec(Pair(*(_bind.spec(x, own, max(x.vocab_size, found.columns), layout) for x, own in pairs)))
-    columns = min(model.case.vocab_size for model in spec.models)
+    models = Pair(*(_bind.spec(x, own, max(x.vocab_size, found.columns), layout) for x, own in pairs))
+    columns = min(model.case.vocab_size for model in models)
     if not names_axis and (layout is None or layout.vocab_shards == 1):
-        columns = min(columns, spec.models.student.vocab_size)
-    planned = spec.plan(columns)
+        columns = min(columns, models.student.vocab_size)
+    planned = KLSpec(models, call.direction, call.implementation).plan(columns)
     name, refused = _dispatch.choose_kl(planned.cases, implementation=call.implementation)
     plan = mosaic.kl_plan if name == mosaic.NAME else _kl_plan.plan
     return dataclasses.replace(plan(planned, found.around), refused=refused)

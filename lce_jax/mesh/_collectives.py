@@ -105,10 +105,8 @@ def both(agree: Array | None, also: Array | None) -> Array | None:
     return also if agree is None else agree if also is None else agree & also
 
 
-def nan_where_different[T](agree: Bool[Array, "*b"] | None, tree: T) -> T:
+def nan_where_different[T](agree: Bool[Array, "*b"], tree: T) -> T:
     """Results with NaN where `same_on_all_shards` found that the shards were given different rows."""
-    if agree is None:
-        return tree
     return jax.tree.map(lambda x: jnp.where(_statistics.along(agree, x), x, jnp.nan), tree)
 
 

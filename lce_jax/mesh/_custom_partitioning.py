@@ -61,15 +61,10 @@ class Partitioned:
     requested: tuple[str, ...] | None
     unused: tuple[str, ...] = ()
 
-    @property
-    def options(self) -> Options:
-        """Those of the call, which name the public function in messages."""
-        return self.case.options
-
     def __call__(self, *operands: Any) -> Any:
         """The function's results."""
         if self.mesh.size > 1:
-            check_rules_are_read(self.case.device.platform, self.mesh, self.options)
+            check_rules_are_read(self.case.device.platform, self.mesh, self.case.options)
             _say_what_xla_loses(self)
         tree: Any = jax.tree.structure(operands)
         flat = jax.tree.leaves(operands)
@@ -91,7 +86,7 @@ def _lower(context: Any, *operands: Any, whole: Any, function: Partitioned, tree
     _dispatch.choose(case, function.requested)
     if context.module_context.lowering_parameters.for_export:
         if function.mesh.size > 1:
-            options = function.options
+            options = function.case.options
             warn_once(
                 f"jax.export cannot carry the rule by which XLA partitions {options.function}: every device of the "
                 f"exported program will compute all of it. Export {options.sharded_function} instead."
@@ -102,11 +97,11 @@ def _lower(context: Any, *operands: Any, whole: Any, function: Partitioned, tree
         else:
             _say_what_is_lost(
                 function,
-                f"where jit traces {function.options.function} on a machine without a GPU: call it under "
+                f"where jit traces {function.case.options.function} on a machine without a GPU: call it under "
                 'jax.set_mesh(jax.sharding.Mesh([device], ("device",)))',
             )
     else:
-        check_rules_are_read(devices[0].platform if devices else None, function.mesh, function.options)
+        check_rules_are_read(devices[0].platform if devices else None, function.mesh, function.case.options)
         _say_what_xla_loses(function)
         run = _with_rule(run, function, trees)
     return mlir.lower_fun(run, multiple_results=True)(context, *operands)
@@ -132,10 +127,11 @@ def check_rules_are_read(platform: str | None, mesh: Any, options: Options) -> N
 
 def _on_one_device(device: Any, function: Partitioned, trees: Any, avals: Any) -> Callable[..., Any]:
     """The program for ``device``, which tracing could not see: that of a mesh of one device."""
+    name = function.case.options.function
     _say_what_is_lost(
         function,
-        f"where jit learns of the device, {device.device_kind}, after it has traced {function.options.function}: call "
-        'it under jax.set_mesh(jax.sharding.Mesh([device], ("device",)))',
+        f"where jit learns of the device, {device.device_kind}, after it has traced {name}: call it under "
+        'jax.set_mesh(jax.sharding.Mesh([device], ("device",)))',
     )
     operand_tree, _ = trees
     specs = operand_tree.unflatten([P(*(None,) * len(aval.shape)) for aval in avals])
@@ -148,7 +144,7 @@ def _on_one_device(device: Any, function: Partitioned, trees: Any, avals: Any) -
 
 
 def _say_what_xla_loses(function: Partitioned) -> None:
-    options = function.options
+    options = function.case.options
     _say_what_is_lost(
         function,
         f"where XLA partitions {options.function} over Auto axes: call {options.sharded_function}, or make the mesh's "
@@ -187,7 +183,7 @@ def _named(mesh: Mesh, function: Partitioned, operands: Any) -> tuple[Mesh, list
     if not mesh.empty:
         return mesh, [x.sharding.spec for x in operands]
     devices = np.array(operands[0].sharding._device_assignment)
-    known, options = function.mesh, function.options
+    known, options = function.mesh, function.case.options
     if known.empty:
         warn_once(
             f"{options.function} is called on several devices, and the mesh is not known where it is partitioned: "

@@ -154,7 +154,9 @@ def _agreed(labels: Any, where: Any, numbers: Any, axis_name: Any) -> tuple[Any,
 
 def _nan_where_different(agree: Array | None, loss: Array) -> Array:
     """The loss, or that of each token, with NaN where the shards were given different rows or numbers."""
-    if agree is not None and agree.ndim > loss.ndim:
+    if agree is None:
+        return loss
+    if agree.ndim > loss.ndim:
         agree = jnp.all(agree)
     return _collectives.nan_where_different(agree, loss)
 

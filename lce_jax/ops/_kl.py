@@ -170,8 +170,8 @@ def linear_kl(
 
 def _divergence(call: KLCall) -> Array:
     """Of a call, NaN in the rows of which its shards were given different ones."""
-    rest = call.primals.teacher, call.rows
-    return _collectives.nan_where_different(call.agree, _derivative.run(KL, call.spec, call.primals.student, rest))
+    found = _derivative.run(KL, call.spec, call.primals.student, (call.primals.teacher, call.rows))
+    return found if call.agree is None else _collectives.nan_where_different(call.agree, found)
 
 
 def sharded_linear_kl(

@@ -128,4 +128,5 @@ def at_ids(
     options = _options.of_ids(given, hidden, ids)
     options = dataclasses.replace(options, implementation=options.implementation or (xla.NAME,))
     spec, primals, rows, agree = _bind.bind(hidden, weight, None, where, options, place)
-    return _collectives.nan_where_different(agree, _derivative.run(LOGITS, spec, primals, rows))
+    found = _derivative.run(LOGITS, spec, primals, rows)
+    return found if agree is None else _collectives.nan_where_different(agree, found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
@@ -21,7 +22,7 @@ from lce_jax.mesh import _collectives
 from lce_jax.programs import _logprobs
 from lce_jax.programs import _loss as _loss_vjp
 from lce_jax.programs._loss_in_forward import axes_of_tokens
-from lce_jax.programs._token_chunks import Budget, budget
+from lce_jax.programs._token_chunks import budget
 from lce_jax.runner import _over_devices
 
 if TYPE_CHECKING:
@@ -258,7 +259,14 @@ def _sum_of_losses(
     checked, most = _options.of_call(options, function="linear_loss"), budget(chunk_bytes, options)
     call = _bind.bind(hidden, weight, labels, where, checked, place, per_token)
     inputs, agree, loss = _inputs(loss_fn, call, per_token, checked.axis_name)
-    total, out = _evaluated(call.spec, loss, most, inputs)
+    spec = call.spec
+    if spec.case.num_tokens:
+        traced_there = spec.mesh is not None and not _over_devices.is_left_to_xla(spec, inputs)
+        loss = loss if traced_there else dataclasses.replace(loss, retrace=None)  # keeps nothing alive
+        total, out = _loss_vjp.linear_loss(spec, loss, most, inputs)
+    else:
+        out = _logprobs.of_no_tokens(spec, inputs.rows).outputs
+        total, out = _jax.vary_over((jnp.zeros((), out.lse.dtype), out), axes_of_tokens(spec, inputs))
     if agree is not None:
         total = _collectives.nan_where_different(jnp.all(agree), total)
         out = _collectives.nan_where_different(agree, out)
@@ -279,11 +287,3 @@ def _inputs(
     loss, constants = _loss.trace(loss_fn, own, spec.case, inputs, axes)
     _loss.check_closure(constants, axes)
     return inputs._replace(constants=constants), agree, loss
-
-
-def _evaluated(spec: Spec, loss: _loss.TokenLoss, most: Budget, inputs: Inputs) -> tuple[Array, LogprobOutput]:
-    if spec.case.num_tokens:
-        traced_there = spec.mesh is not None and not _over_devices.is_left_to_xla(spec, inputs)
-        return _loss_vjp.linear_loss(spec, loss if traced_there else loss.without_retrace(), most, inputs)
-    out = _logprobs.of_no_tokens(spec, inputs.rows).outputs
-    return _jax.vary_over((jnp.zeros((), out.lse.dtype), out), axes_of_tokens(spec, inputs))

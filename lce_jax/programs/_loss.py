@@ -57,14 +57,10 @@ class _Kind:
 
 def _fwd(spec: Spec, loss: TokenLoss, budget: Budget, inputs: Inputs) -> tuple[Any, Any]:
     kinds: Any = Gradients(_over_devices.head(spec.case.options.vocab_dim), Kind.TOKENS, Kind.WHOLE)  # type: ignore[arg-type]
-
-    def run(share: Spec, loss: TokenLoss, inputs: Inputs) -> Any:
-        return _loss_in_forward.forward_and_gradients(share, loss, budget, inputs)
-
-    def of_inputs(inputs: Inputs) -> Any:
-        return _spread_over(spec, loss, inputs, run, (*OF_A_FORWARD, kinds))
-
-    total, outputs, gradients = _jax.not_differentiable(of_inputs)(inputs)
+    run = functools.partial(_loss_in_forward.forward_and_gradients, budget=budget)
+    results = (*OF_A_FORWARD, kinds)
+    of_inputs = _jax.not_differentiable(lambda inputs: _spread_over(spec, loss, inputs, run, results))
+    total, outputs, gradients = of_inputs(inputs)
     gradients = loss.without_known(gradients)
     given = Gradients(inputs.primals, inputs.per_token, inputs.constants)
     gradients = gradients if spec.mesh is None else _over_devices.split_as(gradients, given)
@@ -78,17 +74,17 @@ def _bwd(spec: Spec, loss: TokenLoss, budget: Budget, residuals: Any, cotangent:
     own = jnp.asarray(own)  # a number, where the caller of ``jax.vjp`` gives one
     shared = own if spec.axis_name is None else _collectives.total_cotangent(own, spec.axis_name)
 
-    def scaled(by: Array, gradient: Array, kind: _Kind) -> Array:
+    def scaled(by: Array, gradient: Array | None, kind: _Kind) -> Array | None:
+        if gradient is None:
+            return None
         # Under value_and_grad the cotangent is the literal 1, and XLA drops the product.
         wide = jnp.promote_types(gradient.dtype, by.dtype)
         product = (gradient.astype(wide) * by).astype(gradient.dtype)
         return _jax.psum_to_axes(product, kind.varying).astype(kind.dtype)
 
-    def each(by: Array, found: Any, kinds: Any) -> Any:
-        return tuple(None if x is None else scaled(by, x, kind) for x, kind in zip(found, kinds, strict=True))
-
-    primals = Primals(*each(shared, gradients.primals, kinds.primals))
-    per_token, constants = (each(own, *pair) for pair in zip(gradients[1:], kinds[1:], strict=True))
+    primals = Primals(*map(functools.partial(scaled, shared), gradients.primals, kinds.primals))
+    per_token = tuple(map(functools.partial(scaled, own), gradients.per_token, kinds.per_token))
+    constants = tuple(map(functools.partial(scaled, own), gradients.constants, kinds.constants))
     return (Inputs(primals, None, per_token, constants),)  # type: ignore[arg-type]
 
 

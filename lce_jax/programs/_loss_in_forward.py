@@ -42,7 +42,7 @@ def forward(spec: Spec, loss: TokenLoss, inputs: Inputs) -> tuple[Array, Logprob
 
 
 def forward_and_gradients(
-    spec: Spec, loss: TokenLoss, budget: Budget, inputs: Inputs
+    spec: Spec, loss: TokenLoss, inputs: Inputs, budget: Budget
 ) -> tuple[Array, LogprobOutput, Gradients]:
     """The same, and the gradients for a cotangent of 1, `scaled` of which the caller sums and rounds."""
     chunks = _Chunks.of(spec, loss, budget, inputs)
@@ -75,11 +75,7 @@ def _summed(spec: Spec, found: Primals, given: Primals, rounds: bool) -> Primals
 
 def axes_of_tokens(spec: Spec, inputs: Inputs) -> frozenset[Any]:
     """The axes over which results, and so losses, may differ by their types."""
-    return _jax.varying_axes(inputs) - _names(spec)
-
-
-def _names(spec: Spec) -> frozenset[Any]:
-    return frozenset(_jax.as_axes(spec.axis_name))
+    return _jax.varying_axes(inputs) - frozenset(_jax.as_axes(spec.axis_name))
 
 
 class _Whole(NamedTuple):
@@ -117,10 +113,11 @@ class _Chunks:
         size, tokens = budget.chunk_rows(spec.case), rows.labels.size
         tracked = spec.axis_name is not None and _jax.tracks_varying(spec.axis_name)
         given, all_axes = _jax.varying_axes(primals.hidden), _jax.varying_axes(inputs)
-        psum = _names(spec) - given if tracked else frozenset()
+        names = frozenset(_jax.as_axes(spec.axis_name))
+        psum = names - given if tracked else frozenset()
         if spec.token_axes is not None and spec.gather_dim is None:
-            psum = _names(spec)
-        weight_axes = all_axes | _names(spec) if tracked else all_axes
+            psum = names
+        weight_axes = all_axes | names if tracked else all_axes
         hidden_axes = weight_axes - psum
         hidden = primals.hidden.reshape(-1, primals.hidden.shape[-1])
         if spec.gather_dim is not None:

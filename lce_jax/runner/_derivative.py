@@ -42,10 +42,8 @@ def _run(capability: Capability, spec: Any, primals: Primals, rest: Any) -> Any:
 
 
 def _fwd(capability: Capability, spec: Any, primals: Primals, rest: Any) -> tuple[Any, Any]:
-    def forward(primals: Primals, rest: Any) -> Any:
-        return capability.forward(spec, primals, rest, True)
-
-    out, kept = _jax.not_differentiable(forward)(primals, rest)
+    forward = _jax.not_differentiable(lambda primals, rest: capability.forward(spec, primals, rest, True))
+    out, kept = forward(primals, rest)
     return out, (primals, rest, kept)
 
 

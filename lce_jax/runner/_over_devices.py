@@ -236,34 +236,31 @@ def _specs(layout: Layout, program: Program) -> tuple[Any, Any]:
 
 def _by_xla(spec: Any, program: Program, *operands: Any) -> Any:
     """The program of global arrays, which XLA partitions."""
-
-    def whole(*operands: Any) -> Any:
-        return program.run(spec.as_traced, *operands)
-
-    names = _Names(program, operands)
-    given = [names.of(kind, x) for kind, x in _pairs(program.operands, operands)]
-    found = [names.of(kind, x) for kind, x in _pairs(program.results, jax.eval_shape(whole, *operands))]
-    dimensions = f"{', '.join(given)} -> {', '.join(found)}"
+    whole = functools.partial(program.run, spec.as_traced)
+    dimensions, unsplit = _dimensions(program, operands, jax.eval_shape(whole, *operands))
     rule = functools.partial(_rule, spec, program)
     of_call = spec.mesh, spec.case, spec.requested, program.unused
-    return Partitioned(whole, rule, dimensions, tuple(names.unsplit), *of_call)(*operands)
+    return Partitioned(whole, rule, dimensions, unsplit, *of_call)(*operands)
 
 
-class _Names:
-    """Names of the dimensions of arrays, for XLA. A name has one size, so sizes are names, but those of tokens."""
+def _dimensions(program: Program, operands: Any, results: Any) -> tuple[str, tuple[str, ...]]:
+    """The names of all arrays' dimensions, for XLA, and of those that are not split, in the order of appearance.
 
-    def __init__(self, program: Program, operands: Any) -> None:
-        self.tokens = [f"b{dim}" for dim in range(_hidden(program, operands).ndim - 1)]
-        self.unsplit: dict[str, None] = {}  # in the order of appearance, as XLA wants them
-
-    def of(self, kind: Kind, x: Any) -> str:
-        """Those of an array, one after the other."""
-        tokens = self.tokens if kind in (Kind.HIDDEN, Kind.RESULTS, Kind.TOKENS) else []
-        names = [*tokens, *(f"n{size}" for size in x.shape[len(tokens) :])]
-        if kind.vocab_dim is not None:
-            names[kind.vocab_dim] = f"v{x.shape[kind.vocab_dim]}"
-        self.unsplit |= dict.fromkeys(name for name in names if name.startswith("n"))
-        return " ".join(names)
+    A name has one size, so sizes are names, but those of tokens.
+    """
+    all_tokens = [f"b{dim}" for dim in range(_hidden(program, operands).ndim - 1)]
+    sides, unsplit = [], []
+    for kinds, tree in ((program.operands, operands), (program.results, results)):
+        arrays = []
+        for kind, x in _pairs(kinds, tree):
+            tokens = all_tokens if kind in (Kind.HIDDEN, Kind.RESULTS, Kind.TOKENS) else []
+            names = [*tokens, *(f"n{size}" for size in x.shape[len(tokens) :])]
+            if kind.vocab_dim is not None:
+                names[kind.vocab_dim] = f"v{x.shape[kind.vocab_dim]}"
+            unsplit += [name for name in names if name.startswith("n")]
+            arrays.append(" ".join(names))
+        sides.append(", ".join(arrays))
+    return " -> ".join(sides), tuple(dict.fromkeys(unsplit))
 
 
 def _rule(spec: Any, program: Program, mesh: Any, operands: Any, specs: Any) -> Partition:

@@ -131,11 +131,12 @@ def gradients(
 ) -> Primals:
     """`Walk.gradients` in one piece, which overwrites the cache."""
     case, hidden, head = walk.cases[0], shard.tokens[0].hidden, shard.heads[0]
-
-    def overwrite(nothing: None, tile: Tile, cache: Cache) -> tuple[None, Cache]:
-        return nothing, cache.with_dlogits(tile, dlogits(tile, cache).astype(case.dtype))
-
-    _, ((d, *_), _) = walk.fold_keeping(shard, lambda _: None, overwrite, cache)
+    _, ((d, *_), _) = walk.fold_keeping(
+        shard,
+        lambda _: None,
+        lambda _, tile, cache: (None, cache.with_dlogits(tile, dlogits(tile, cache).astype(case.dtype))),
+        cache,
+    )
     dweight_dtype = case.dtype if dweight is None else dweight.dtype
     dhidden, found = _walk.gradient_products(case, d, head.weight, hidden, dhidden_dtype, dweight_dtype)
     dbias = None if head.bias is None else jnp.sum(d, axis=0, dtype=case.stat_dtype)
