@@ -42,11 +42,6 @@ class KLSpec:
         """The one that serves it, with kernels or without."""
         return _dispatch.choose_kl(self._cases, self.requested)[0]
 
-    @property
-    def as_traced(self) -> KLSpec:
-        """The same: no implementation stands in for another."""
-        return self
-
     def with_tokens(self, num_tokens: int) -> KLSpec:
         """The same call with so many tokens."""
         return dataclasses.replace(self, models=Pair(*(model.with_tokens(num_tokens) for model in self.models)))

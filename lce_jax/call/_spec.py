@@ -31,12 +31,6 @@ class Spec:
     # none. None: on this device.
     mesh: Any = None
 
-    @property
-    def as_traced(self) -> Spec:
-        """The same; if its implementation stands in for one that is asked for by name, it alone is asked for."""
-        stands_in = self.requested is not None and self.implementation not in self.requested
-        return dataclasses.replace(self, requested=(self.implementation,)) if stands_in else self
-
     def with_tokens(self, num_tokens: int) -> Spec:
         """The same call with so many tokens."""
         return dataclasses.replace(self, case=dataclasses.replace(self.case, num_tokens=num_tokens))

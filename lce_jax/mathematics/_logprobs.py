@@ -78,7 +78,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from lce_jax._types import LogprobOutput, Options, Results, RowCoefficients, ShardStatistics
-from lce_jax.mathematics import _candidates, _columns, _softcap, _statistics
+from lce_jax.mathematics import _candidates, _columns, _softcap
 from lce_jax.mathematics._statistics import MASKED, SUMS, along, distance, empty
 
 if TYPE_CHECKING:
@@ -193,7 +193,8 @@ def finish(
     if stats.candidates is not None:
         highest, log_sumexp = stats.max[:, None], jnp.log(stats.sumexp)[:, None]
         of_candidates = _candidates.logprobs(stats.candidates, highest, along_rows(scale), log_sumexp)
-    outputs = per_token(results, _statistics.of_results(stats), scale, labels)._replace(
+    read = stats._replace(min=None, total=None, candidates=None, support=None)
+    outputs = per_token(results, read, scale, labels)._replace(
         max_logit=None if stats.min is None else stats.max * scale,
         min_logit=None if stats.min is None else stats.min * scale,
         correct=None if stats.min is None else jnp.where(at_largest, one, 0.0),

@@ -102,11 +102,6 @@ def unpack(packed: Float[Array, "*n F T"], widths: Mapping[str, int]) -> ShardSt
     return of_fields(fields)
 
 
-def of_results(stats: ShardStatistics) -> ShardStatistics:
-    """Those that the results are made from, beside the ones that are results themselves."""
-    return stats._replace(min=None, total=None, candidates=None, support=None)
-
-
 def as_parts(stats: ShardStatistics) -> Parts:
     """Those of an implementation that sends one group."""
     beside = of_fields({name: getattr(stats, name) for name in BESIDE})

@@ -137,14 +137,13 @@ def typed_as[T](gradients: T, operands: T) -> T:
 
 def split_as[T](gradients: T, operands: T) -> T:
     """Gradients split as their operands are by types. Some may be None."""
-
-    def each(gradient: Array | None, operand: Any) -> Array | None:
-        if gradient is None:
-            return None
-        sharding = jax.typeof(operand).sharding
-        return gradient if sharding.mesh.empty else jax.sharding.reshard(gradient, sharding)
-
-    return jax.tree.map(each, gradients, operands, is_leaf=lambda x: x is None)
+    shardings = jax.tree.map(lambda x: jax.typeof(x).sharding, operands)
+    return jax.tree.map(
+        lambda x, like: x if x is None or like.mesh.empty else jax.sharding.reshard(x, like),
+        gradients,
+        shardings,
+        is_leaf=lambda x: x is None,
+    )
 
 
 def _pairs(kinds: Any, tree: Any) -> Iterator[tuple[Kind, Any]]:
@@ -236,7 +235,10 @@ def _specs(layout: Layout, program: Program) -> tuple[Any, Any]:
 
 def _by_xla(spec: Any, program: Program, *operands: Any) -> Any:
     """The program of global arrays, which XLA partitions."""
-    whole = functools.partial(program.run, spec.as_traced)
+    traced = spec
+    if spec.requested is not None and spec.implementation not in spec.requested:  # it stands in for one of these
+        traced = dataclasses.replace(spec, requested=(spec.implementation,))
+    whole = functools.partial(program.run, traced)
     dimensions, unsplit = _dimensions(program, operands, jax.eval_shape(whole, *operands))
     rule = functools.partial(_rule, spec, program)
     of_call = spec.mesh, spec.case, spec.requested, program.unused
