@@ -68,11 +68,6 @@ def of_fields(fields: Mapping[str, Any]) -> ShardStatistics:
     return ShardStatistics(**{**dict.fromkeys(ShardStatistics._fields), **fields})
 
 
-def with_gradient(stats: ShardStatistics) -> ShardStatistics:
-    """Without the fields `WITHOUT_GRADIENT`."""
-    return of_fields({name: x for name, x in stats._asdict().items() if name not in WITHOUT_GRADIENT})
-
-
 def empty(num_tokens: int, dtype: jnp.dtype, options: Options) -> ShardStatistics:
     """The statistics of no columns: the neutral element of `merge`."""
     fields = {}

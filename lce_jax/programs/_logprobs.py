@@ -8,7 +8,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from lce_jax._types import Options, Primals, Results
+from lce_jax._types import Primals, Results
 from lce_jax.call._rows import Rows
 from lce_jax.call._spec import Spec
 from lce_jax.mathematics import _logprobs
@@ -21,16 +21,19 @@ from lce_jax.runner._over_devices import Kind, Program, spread
 
 def forward(spec: Spec, primals: Primals, rows: Rows, differentiated: bool) -> tuple[Results, Kept]:
     """The results, and what a backward needs. Where XLA decides how operands are split, no tile is kept."""
-    options, keeps = spec.case.options, differentiated
+    options, keeps, unused = spec.case.options, differentiated, []
     left = _over_devices.is_left_to_xla(spec, (primals, rows))
-    unused = _unused(options) if left and differentiated else ()
     if left:
+        if differentiated and options.cache_bytes:
+            unused.append("cache_bytes keeps nothing")
+        if differentiated and options.gradient_threshold:
+            unused.append("gradient_threshold is not used, and the gradients are exact,")
         spec, keeps = _exact(spec), False
     apart = bool(keeps and options.keeps_tiles)
     operands = _over_devices.head(options.vocab_dim), Kind.TOKENS
     results = Kind.RESULTS, (Kind.TOKENS, Kind.DEVICE)
     run = functools.partial(_one_device.forward, keep_cache=keeps)
-    program = Program(run, operands, results, joins=not apart, unused=unused)
+    program = Program(run, operands, results, joins=not apart, unused=tuple(unused))
     out, kept = spread(spec, program, primals, rows)
     if left and options.reports_dropped_mass:
         out = out._replace(outputs=out.outputs._replace(dropped_mass=jnp.zeros_like(out.outputs.lse)))
@@ -59,12 +62,3 @@ def _exact(spec: Spec) -> Spec:
     """The same call without a ``gradient_threshold``."""
     options = dataclasses.replace(spec.case.options, gradient_threshold=0.0)
     return dataclasses.replace(spec, case=dataclasses.replace(spec.case, options=options))
-
-
-def _unused(options: Options) -> tuple[str, ...]:
-    """What of the options is lost without tiles of the forward."""
-    given = {
-        "cache_bytes keeps nothing": options.cache_bytes,
-        "gradient_threshold is not used, and the gradients are exact,": options.gradient_threshold,
-    }
-    return tuple(message for message, asked in given.items() if asked)

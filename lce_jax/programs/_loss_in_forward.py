@@ -45,32 +45,24 @@ def forward_and_gradients(
     spec: Spec, loss: TokenLoss, inputs: Inputs, budget: Budget
 ) -> tuple[Array, LogprobOutput, Gradients]:
     """The same, and the gradients for a cotangent of 1, `scaled` of which the caller sums and rounds."""
-    chunks = _Chunks.of(spec, loss, budget, inputs)
-    whole = chunks.run()
+    whole = _Chunks.of(spec, loss, budget, inputs).run()
     shape = inputs.rows.labels.shape
     losses, outputs = whole.losses, jax.tree.map(lambda x: x.reshape(shape), whole.outputs)
     per_token = tuple(
         None if dx is None else dx.reshape(x.shape) for dx, x in zip(whole.per_token, inputs.per_token, strict=True)
     )
     constants = tuple(None if dx is None else _total(spec, dx) for dx in whole.constants)
-    gradients = Gradients(_summed(spec, whole.gradients, inputs.primals, chunks.rounds), per_token, constants)
-    return _total(spec, jnp.sum(losses)), outputs, gradients
+    (dhidden, dweight, dbias), (hidden, weight, _) = whole.gradients, inputs.primals
+    if spec.gather_dim is not None:
+        dhidden = _one_device.scattered(spec, dhidden, hidden).astype(hidden.dtype)
+    dweight = _total(spec, dweight.astype(weight.dtype))
+    primals = Primals(dhidden.reshape(hidden.shape), dweight, None if dbias is None else _total(spec, dbias))
+    return _total(spec, jnp.sum(losses)), outputs, Gradients(primals, per_token, constants)
 
 
 def _total(spec: Spec, x: Array) -> Array:
     """The sum over the devices that hold other tokens of the same call, where no types say so."""
     return lax.psum(x, spec.token_axes) if spec.token_axes else x
-
-
-def _summed(spec: Spec, found: Primals, given: Primals, rounds: bool) -> Primals:
-    """The gradients in the shapes of their operands, rounded where nothing is added to them any more."""
-    hidden, weight, bias = found
-    dtype = given.hidden.dtype if rounds or spec.gather_dim is not None else hidden.dtype
-    weight = _total(spec, weight.astype(given.weight.dtype))
-    bias = None if bias is None else _total(spec, bias)
-    if spec.gather_dim is None:
-        return Primals(hidden.reshape(given.hidden.shape).astype(dtype), weight, bias)
-    return Primals(_one_device.scattered(spec, hidden, given.hidden).astype(dtype), weight, bias)
 
 
 def axes_of_tokens(spec: Spec, inputs: Inputs) -> frozenset[Any]:

@@ -22,7 +22,7 @@ from lce_jax.call import _rows
 from lce_jax.call._rows import Rows, Scales
 from lce_jax.call._spec import Spec
 from lce_jax.mathematics import _columns, _logprobs, _temperature
-from lce_jax.mathematics._statistics import Normalizer, Parts, along, as_parts, like, merge_parts, with_gradient
+from lce_jax.mathematics._statistics import WITHOUT_GRADIENT, Normalizer, Parts, along, as_parts, like, merge_parts
 from lce_jax.mesh._by_platform import by_platform
 
 if TYPE_CHECKING:
@@ -213,7 +213,8 @@ def _coefficients(
         found = of_rows(stats, cotangent, *factors, live)
     else:
         of_results = cotangent._replace(outputs=LogprobOutput(*cotangent.outputs[:3]))
-        read = with_gradient(stats)._replace(total=None)
+        unread: Any = dict.fromkeys((*WITHOUT_GRADIENT, "total"))
+        read = stats._replace(**unread)
         read = read if live is None else read._replace(sumexp=jnp.where(live, read.sumexp, 1.0))
         found = _in_arithmetic_of(spec, functools.partial(of_rows, where=None), read, of_results, *factors)
         found = found if live is None else jax.tree.map(lambda x: jnp.where(live, x, 0.0), found)
