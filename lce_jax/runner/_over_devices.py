@@ -29,7 +29,7 @@ from lce_jax.mesh._layout import Layout, layout_of_specs
 from lce_jax.runner import _batching
 
 if TYPE_CHECKING:
-    from lce_jax._shapes import Array
+    pass
 
 
 class Kind(enum.Enum):
@@ -123,16 +123,17 @@ def is_left_to_xla(spec: Any, operands: Any) -> bool:
     return all(kind == AxisType.Auto for kind in _meshes.mesh_of_types(operands).axis_types)
 
 
-def typed_as[T](gradients: T, operands: T) -> T:
+def typed_as(gradients: Primals, operands: Primals) -> Primals:
     """Gradients split and typed as their operands are: summed over axes of a ``shard_map`` that share an operand."""
-
-    def total(gradient: Array, operand: Any) -> Array:
-        if not _jax.varying_axes(gradient) - _jax.varying_axes(operand):
-            return gradient
-        wide = gradient.astype(jnp.promote_types(gradient.dtype, jnp.float32))
-        return _jax.psum_to_axes(wide, _jax.varying_axes(operand)).astype(gradient.dtype)
-
-    return split_as(jax.tree.map(total, gradients, operands), operands)
+    summed = []
+    for gradient, operand in zip(gradients, operands, strict=True):
+        axes = _jax.varying_axes(operand)
+        if _jax.varying_axes(gradient) - axes:
+            wide = gradient.astype(jnp.promote_types(gradient.dtype, jnp.float32))
+            summed.append(_jax.psum_to_axes(wide, axes).astype(gradient.dtype))
+        else:
+            summed.append(gradient)
+    return split_as(Primals(*summed), operands)
 
 
 def split_as[T](gradients: T, operands: T) -> T:
