@@ -66,23 +66,10 @@ def of_call(
     return _of_arrays(int32_labels(labels), where, arrays, candidates, vocab_size, dtype)
 
 
-def of_ids(
-    ids: Any, where: Any, temperature: Any, vocab_size: int, dtype: Any, scale: Any = None, softcap: Any = None
-) -> Rows:
-    """The per-token operands of a call that has ids ``[..., K]`` in place of labels."""
-    ids = int32_labels(ids, "ids")
-    return of_call(_first(ids), where, temperature, vocab_size, dtype, scale, softcap, ids)
-
-
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def no_labels(shape: tuple[int, ...]) -> Array:
     """The labels of a call that has none. Jitted for the reason that `_of_arrays` gives."""
     return jnp.full(shape, -1, jnp.int32)
-
-
-@functools.partial(jax.jit, inline=True)
-def _first(ids: Array) -> Array:
-    return ids[..., 0]
 
 
 @functools.partial(jax.jit, static_argnums=(4, 5), inline=True)
