@@ -127,12 +127,10 @@ def temperature(value: Any, shape: tuple[int, ...], where: Any = None) -> Any:
 
 
 def logit_floor(value: Any, shape: tuple[int, ...], where: Any = None) -> Any:
-    """A number that may be infinite, or an array that broadcasts, as given; None stays None.
+    """A number that may be infinite, or an array that broadcasts, as given.
 
     A NaN is refused where it is known. In a traced array it affects its own row alone.
     """
-    if value is None:
-        return None
     if not is_array(value) or isinstance(value, np.generic):
         return scalars.bound("logit_floor", value)
     _per_token("logit_floor", value, shape)

@@ -39,6 +39,7 @@ def of_call(given: LogprobOptions, mean_logit: bool = False, function: str = "li
     """The options of a call of ``function``."""
     softcap, layout = given.get("logit_softcap"), given.get("weight_layout", "vh")
     bias, candidates, floor = given.get("bias"), given.get("candidates"), given.get("logit_floor")
+    precision = given.get("precision")
     scale = number_or_scalar("logit_scale", given.get("logit_scale", 1.0), scalars.number)
     softcap = None if softcap is None else number_or_scalar("logit_softcap", softcap, scalars.positive)
     traced = is_array(scale) or is_array(softcap)
@@ -53,7 +54,7 @@ def of_call(given: LogprobOptions, mean_logit: bool = False, function: str = "li
         stats=scalars.flag("stats", given.get("stats", False)),
         weight_layout=layout,
         cache_bytes=cache_bytes,
-        precision=checked_precision(given.get("precision")),
+        precision=None if precision is None else checked_precision(precision),
         mean_logit=mean_logit,
         has_bias=bias is not None,
         num_candidates=0 if candidates is None else _checks.num_candidates(candidates),
@@ -192,9 +193,7 @@ def implementation_names(implementation: Any) -> tuple[str, ...] | None:
 
 
 def checked_precision(precision: Any) -> Any:
-    """What `jax.lax` takes as the precision of a product."""
-    if precision is None:
-        return None
+    """What `jax.lax` takes as the precision of a product, not None."""
     one = jax.ShapeDtypeStruct((1, 1), jnp.float32)
     try:
         jax.eval_shape(lambda a, b: lax.dot(a, b, precision=precision), one, one)

@@ -58,7 +58,7 @@ def of_call(
     floor: Any = None,
 ) -> Rows:
     """The per-token operands of a call, temperature and floor checked; ids outside [0, vocab_size) become -1."""
-    floor = _checks.logit_floor(floor, labels.shape, where)
+    floor = None if floor is None else _checks.logit_floor(floor, labels.shape, where)
     factors = (_checks.temperature(temperature, labels.shape, where), scale, softcap, floor)
     arrays = tuple(None if factor is None else on_device(factor) for factor in factors)
     where = None if where is None else jnp.asarray(where)

@@ -141,7 +141,8 @@ def explain(
     checked = _options.of_call(options, mean_logit=smoothing > 0) if k is None else _options.of_topk(options, k)
     case = _bind.case(hidden, weight, labels, where, checked)
     _checks.temperature(checked.temperature, labels.shape, where)
-    _checks.logit_floor(checked.logit_floor, labels.shape, where)
+    if checked.logit_floor is not None:
+        _checks.logit_floor(checked.logit_floor, labels.shape, where)
     if is_loss and ignore_index is not None:
         scalars.integer("ignore_index", ignore_index)
         case = dataclasses.replace(case, partial_rows=True)

@@ -129,7 +129,8 @@ class Head:
         scalars.number("logit_scale", self.logit_scale)
         if self.logit_softcap is not None:
             scalars.positive("logit_softcap", self.logit_softcap)
-        _options.checked_precision(self.precision)
+        if self.precision is not None:
+            _options.checked_precision(self.precision)
         if self.mesh is not None and not self.on_mesh:
             raise ValueError("mesh without an axis: name one as vocab_axis, batch_axes or sequence_axis")
 

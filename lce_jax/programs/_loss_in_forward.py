@@ -91,7 +91,9 @@ class _Chunks:
     per_token: tuple[Any, ...]  # flat
     constants: tuple[Any, ...]
     order: _rows.Compaction | None
+    size: int  # rows per chunk
     tokens: int
+    adds: bool  # whether there are several chunks, whose dweight are added
     token_axes: frozenset[Any]  # the types of everything per token
     psum_axes: tuple[Any, ...]  # over which each chunk's dhidden is summed
     hidden_axes: frozenset[Any]  # the type of dhidden then
@@ -115,15 +117,19 @@ class _Chunks:
         if spec.gather_dim is not None:
             hidden = _one_device.flat_operands(spec, primals).hidden
         flat_rows, per_token = _rows.flattened((rows, inputs.per_token), rows.labels.ndim)
+        case = chunk_case(spec.case, size, rows.where is not None or tokens % size != 0)
+        chosen, _ = _dispatch.choose(case, spec.requested)
         return cls(
-            spec=_chunk_spec(spec, size, rows.where is not None or tokens % size != 0),
+            spec=dataclasses.replace(spec, case=case, implementation=chosen.NAME, gather_dim=None),  # it is gathered
             loss=loss,
             primals=primals._replace(hidden=hidden),
             rows=flat_rows._replace(where=None),
             per_token=per_token,
             constants=inputs.constants,
             order=None if flat_rows.where is None else _rows.compaction(flat_rows.where),
+            size=size,
             tokens=tokens,
+            adds=size < tokens,
             token_axes=axes_of_tokens(spec, inputs),
             psum_axes=tuple(sorted(psum, key=str)),
             hidden_axes=hidden_axes,
@@ -131,16 +137,6 @@ class _Chunks:
             rounds=spec.gather_dim is None and hidden_axes == given,
             hidden_dtype=primals.hidden.dtype,
         )
-
-    @property
-    def size(self) -> int:
-        """Rows per chunk."""
-        return self.spec.case.num_tokens
-
-    @property
-    def adds(self) -> bool:
-        """Whether there are several chunks, whose dweight are added."""
-        return self.size < self.tokens
 
     def run(self) -> _Whole:
         """All chunks that have a row that counts."""
@@ -229,13 +225,6 @@ class _Chunks:
             dweight,
             jax.tree.map(jnp.add, whole.bias, dbias),
         )
-
-
-def _chunk_spec(spec: Spec, size: int, partial_rows: bool) -> Spec:
-    """The spec of a chunk, which is whole already."""
-    case = chunk_case(spec.case, size, partial_rows)
-    chosen, _ = _dispatch.choose(case, spec.requested)
-    return dataclasses.replace(spec, case=case, implementation=chosen.NAME, gather_dim=None)
 
 
 def _floats(arrays: tuple[Any, ...]) -> tuple[Any, ...]:
