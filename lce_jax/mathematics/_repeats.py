@@ -31,7 +31,7 @@ def add_repeats(columns: Int[Array, "T K"], terms: Float[Array, "T K"]) -> tuple
 
 
 def each_once(operands: Operands, rows: RowCoefficients) -> tuple[Operands, RowCoefficients]:
-    """Both with the candidates of `add_repeats`."""
+    """Both, which have candidates, with those of `add_repeats`."""
     assert operands.candidates is not None
     assert rows.candidates is not None
     columns, terms = add_repeats(operands.candidates, rows.candidates)

@@ -262,7 +262,7 @@ def _sum_of_losses(
     spec = call.spec
     if spec.case.num_tokens:
         traced_there = spec.mesh is not None and not _over_devices.is_left_to_xla(spec, inputs)
-        loss = loss if traced_there else dataclasses.replace(loss, retrace=None)  # keeps nothing alive
+        loss = loss if traced_there else dataclasses.replace(loss, retrace=None)  # which keeps nothing alive
         total, out = _loss_vjp.linear_loss(spec, loss, most, inputs)
     else:
         out = _logprobs.of_no_tokens(spec, inputs.rows).outputs

@@ -89,7 +89,7 @@ def gradients(
     # The barrier puts all this after the forward's results, so that XLA keeps nothing that both passes compute.
     hidden, weight, rows = lax.optimization_barrier((operands.hidden, operands.weight, rows))
     operands = operands._replace(hidden=hidden, weight=weight)
-    if rows.candidates is not None:
+    if operands.candidates is not None and rows.candidates is not None:
         operands, rows = _repeats.each_once(operands, rows)
     x = _logprobs.unscaled_logits(_raw(operands, case), case.options, operands.raw_scale)
     scale = _logprobs.row_scale(case.options, operands.inverse_temperature)

@@ -14,7 +14,7 @@ import enum
 import functools
 import math
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,9 +27,6 @@ from lce_jax.mesh import _meshes
 from lce_jax.mesh._custom_partitioning import Partition, Partitioned, warn_once
 from lce_jax.mesh._layout import Layout, layout_of_specs
 from lce_jax.runner import _batching
-
-if TYPE_CHECKING:
-    pass
 
 
 class Kind(enum.Enum):

@@ -96,7 +96,7 @@ def gradients(
         scale = _logprobs.row_scale(options, tile.tokens[0].inverse_temperature)
         return _dlogits.from_exponentials(kept, highest, scale, rows, targets, tile.live, options, candidates)
 
-    if rows.candidates is not None:
+    if operands.candidates is not None and rows.candidates is not None:
         operands, rows = _repeats.each_once(operands, rows)
     walk, shard = _walk_of(operands, case, rows)
     if cache is None:

@@ -66,6 +66,7 @@ def plan(case: Case, name: str, around: Surroundings) -> Plan:
 
 def largest(operands: Operands, case: Case) -> Largest:
     """The k largest products of each token, of all columns of the shard or of the first k columns if it has fewer."""
+    options = case.options
 
     def of_chunk(per_token: Any) -> Largest:
         hidden, inverse_temperature, raw_scale = per_token
@@ -74,7 +75,6 @@ def largest(operands: Operands, case: Case) -> Largest:
         raw = _walk.dot(own.hidden, own.weight, 1, options.hidden_dim, options, case.stat_dtype)
         return of_products(raw, own, case, _largest.largest)
 
-    options = case.options
     per_token = operands.hidden, operands.inverse_temperature, operands.raw_scale
     return _loops.by_chunks(of_chunk, per_token, chunk_tokens(case), operands.num_rows, operands)
 
