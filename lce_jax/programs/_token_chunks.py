@@ -34,13 +34,17 @@ class Budget(NamedTuple):
         """Rows per chunk: as many as fit, or a few less if the chunks are equal then.
 
         By default all at once where several chunks and their sum of dweight would take as much: adding to that sum
-        costs time.
+        costs time. One chunk spares what the sum has beyond dweight itself, which exists after the sum only. But not
+        on a CPU, nor with a threshold, where chunks keep no exponentials that could take the sum's place.
         """
         tokens, row_bytes = case.num_tokens, case.vocab_size * case.dtype.itemsize
-        given = ON_CPU if case.device.platform == "cpu" else ELSEWHERE
+        on_cpu, spared = case.device.platform == "cpu", 0
+        given = ON_CPU if on_cpu else ELSEWHERE
+        if not on_cpu and not case.options.gradient_threshold:
+            spared = case.vocab_size * case.hidden_size * (case.stat_dtype.itemsize - case.dtype.itemsize)
         if self.chunk_bytes is not None:
             given = self.chunk_bytes
-        elif tokens * row_bytes <= given + _spared_by_one_chunk(case):
+        elif tokens * row_bytes <= given + spared:
             return tokens
         most = max(given // row_bytes // GRAIN, 1) * GRAIN
         if tokens <= most:
@@ -48,16 +52,6 @@ class Budget(NamedTuple):
         least = -(-tokens // most)
         equal = (tokens // n for n in range(least, least + least // 4 + 1) if tokens % (n * GRAIN) == 0)
         return next(equal, -(-tokens // (least * GRAIN)) * GRAIN)
-
-
-def _spared_by_one_chunk(case: Case) -> int:
-    """Bytes of the sum of dweight beyond those of dweight itself, which exists after the sum only.
-
-    Nothing where chunks keep no exponentials that one chunk could take its place with: with a threshold; or on a CPU.
-    """
-    if case.device.platform == "cpu" or case.options.gradient_threshold:
-        return 0
-    return case.vocab_size * case.hidden_size * (case.stat_dtype.itemsize - case.dtype.itemsize)
 
 
 def budget(chunk_bytes: Any, options: LogprobOptions) -> Budget:
