@@ -189,12 +189,12 @@ def finish(
     # A row left out may have s = 0. It is replaced by 1, so that 0 / 0 is never computed.
     stats = stats if where is None else stats._replace(sumexp=jnp.where(where, stats.sumexp, 1.0))
     at_largest, one = (labels >= 0) & (stats.target == 0.0), jnp.ones_like(stats.sumexp)
-    of_candidates = None
+    read = stats._replace(min=None, total=None, candidates=None, support=None)
+    outputs, of_candidates = per_token(results, read, scale, labels), None
     if stats.candidates is not None:
         highest, log_sumexp = stats.max[:, None], jnp.log(stats.sumexp)[:, None]
         of_candidates = _candidates.logprobs(stats.candidates, highest, along_rows(scale), log_sumexp)
-    read = stats._replace(min=None, total=None, candidates=None, support=None)
-    outputs = per_token(results, read, scale, labels)._replace(
+    outputs = outputs._replace(
         max_logit=None if stats.min is None else stats.max * scale,
         min_logit=None if stats.min is None else stats.min * scale,
         correct=None if stats.min is None else jnp.where(at_largest, one, 0.0),

@@ -176,12 +176,12 @@ class Walk:
         return Primals(*gradient_products(case, d, weight, hidden, case.stat_dtype, dweight_dtype), dbias)
 
     def _columns(self, shard: Shard, start: Any, size: int, is_kept: bool) -> Columns:
+        live = _columns.live_columns(start, size, shard.num_columns)
+        index = (start + (self.tile_v - 1)) // self.tile_v if is_kept else None
         heads = []
         for case, head in zip(self.cases, shard.heads, strict=True):
             weight = lax.dynamic_slice_in_dim(head.weight, start, size, axis=case.options.vocab_dim)
             heads.append(Head(weight, None if head.bias is None else lax.dynamic_slice_in_dim(head.bias, start, size)))
-        live = _columns.live_columns(start, size, shard.num_columns)
-        index = (start + (self.tile_v - 1)) // self.tile_v if is_kept else None
         return Columns(tuple(heads), start, live, index)
 
 
