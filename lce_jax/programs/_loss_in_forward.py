@@ -53,10 +53,11 @@ def forward_and_gradients(
     )
     constants = tuple(None if dx is None else _total(spec, dx) for dx in whole.constants)
     (dhidden, dweight, dbias), (hidden, weight, _) = whole.gradients, inputs.primals
+    dweight = _total(spec, dweight.astype(weight.dtype))
+    dbias = None if dbias is None else _total(spec, dbias)
     if spec.gather_dim is not None:
         dhidden = _one_device.scattered(spec, dhidden, hidden).astype(hidden.dtype)
-    dweight = _total(spec, dweight.astype(weight.dtype))
-    primals = Primals(dhidden.reshape(hidden.shape), dweight, None if dbias is None else _total(spec, dbias))
+    primals = Primals(dhidden.reshape(hidden.shape), dweight, dbias)
     return _total(spec, jnp.sum(losses)), outputs, Gradients(primals, per_token, constants)
 
 
