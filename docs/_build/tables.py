@@ -261,7 +261,7 @@ def measured_by(run: Run, command: str, file: str = "h200") -> str:
     """Device, versions, date, command and file."""
     device = run["device"]
     known = {"jax": "JAX"} | (
-        {} if "--no-peers" in command else {"torch": "PyTorch", "triton": "Triton", "cuda": "CUDA"}
+        {} if "--no-peers" in command else {"torch": "PyTorch", "triton": "Triton", "trl": "TRL", "cuda": "CUDA"}
     )
     versions = ", ".join(f"{label} {device[name]}" for name, label in known.items() if name in device)
     rounds = run.get("rounds", 0)
