@@ -1,4 +1,4 @@
-"""`linear_kl` of torch: the cases of `lce_jax.linear_kl` against float64, its bits, autograd, compilation, refusals."""
+"""`linear_kl` of torch: the cases of `lce_jax.linear_kl` against float64, autograd, compilation, refusals."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lce_torch_bridge import linear_kl
 from lce_torch_bridge.operators import _kl
 from lce_torch_bridge.through_jax._kl_programs import KLCall
 from tests import oracle
-from tests.kl_cases import CALLS, Call, call, draw, evaluate, expected
+from tests.kl_cases import CALLS, Call, call, draw, expected
 from tests.torch import problem as p
 
 FLOAT32 = call("float32", leading=(37,), V=104, where=True, temperature=True, teacher_temperature=1.7, logit_scale=-1.3,
@@ -75,13 +75,6 @@ def test_matches_float64(test: Call) -> None:
         )
         assert got.dtype == operand.dtype
         assert oracle.relative_norm(got.float().numpy(), wanted) < coarse
-
-
-@pytest.mark.parametrize("test", [CALLS[0], CALLS[-1]], ids=str)
-def test_the_bits_of_lce_jax(test: Call) -> None:
-    kl, _ = measured(test)
-    theirs, _ = evaluate(draw(test))
-    assert torch.equal(kl, p.to_torch(theirs))
 
 
 def test_rows_of_an_index() -> None:
