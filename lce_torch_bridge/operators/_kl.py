@@ -16,7 +16,12 @@ import jax
 import torch
 
 from lce_torch_bridge.launched_directly._way import way_of
-from lce_torch_bridge.operators import _logprobs as autograd
+from lce_torch_bridge.operators._derivatives import (
+    gradients_function,
+    is_differentiated,
+    refuse_derivatives_of,
+    without_forward_mode,
+)
 from lce_torch_bridge.operators._execute import those_wanted
 from lce_torch_bridge.operators._registered import NAME, operator, refuse_vmap
 from lce_torch_bridge.tensors import _device, _padding, _tensor_parallel
@@ -48,7 +53,7 @@ def apply(operands: Operands, temperatures: torch.Tensor, call: KLCall) -> torch
 
     ``temperatures``: float32 ``[T, 0]``, or with a column for the student's, for the teacher's, or for both.
     """
-    differentiated = autograd.is_differentiated(*operands[:3])
+    differentiated = is_differentiated(*operands[:3])
     keep_cache = differentiated and call.cache_bytes > 0
     if not torch.compiler.is_compiling():
         return Uncompiled.apply(*operands, temperatures, keep_cache, *call)[0]
@@ -87,22 +92,7 @@ class LinearKL(torch.autograd.Function):
         refuse_vmap()
 
 
-class Uncompiled(LinearKL):
-    """The same outside of ``torch.compile``, which takes no Function that has a ``jvp``."""
-
-    @staticmethod
-    def jvp(*_: Any) -> Any:
-        """Refuses forward mode."""
-        return autograd.Uncompiled.jvp()
-
-
-class Gradients(autograd.Gradients):
-    """The operator `kl_gradients`, whose own derivative is refused."""
-
-    @staticmethod
-    def forward(*inputs: Any) -> tuple[torch.Tensor, ...]:
-        """Runs the operator."""
-        return tuple(kl_gradients(*inputs))
+Uncompiled = without_forward_mode(LinearKL)
 
 
 @operator("kl", f"({OPERANDS_SCHEMA}, Tensor temperatures, bool keep_cache, {CALL_SCHEMA}) -> Tensor[]")
@@ -176,7 +166,8 @@ def _(*inputs: Any) -> list[torch.Tensor]:
     return [y.new_empty(y.shape) for y in those_wanted(x.hidden, x.weight, x.bias, wanted)]
 
 
-autograd.refuse_derivatives_of("kl_gradients")
+Gradients = gradients_function(kl_gradients)
+refuse_derivatives_of("kl_gradients")
 
 
 def _key(x: Operands, call: KLCall) -> KLKey:

@@ -20,7 +20,12 @@ from jax import lax
 
 import lce_jax
 from lce_torch_bridge.launched_directly._way import Way, way_of
-from lce_torch_bridge.operators import _logprobs as autograd
+from lce_torch_bridge.operators._derivatives import (
+    gradients_function,
+    is_differentiated,
+    refuse_derivatives_of,
+    without_forward_mode,
+)
 from lce_torch_bridge.operators._execute import those_wanted
 from lce_torch_bridge.operators._registered import NAME, operator, refuse_vmap
 from lce_torch_bridge.tensors import _padding, _tensor_parallel
@@ -58,7 +63,7 @@ def apply(*inputs: Any) -> Any:
     """The logits, differentiable."""
     if not torch.compiler.is_compiling():
         return Uncompiled.apply(*inputs)
-    function = LinearLogits.apply if autograd.is_differentiated(*inputs[:3]) else logits
+    function = LinearLogits.apply if is_differentiated(*inputs[:3]) else logits
     return function(*inputs)
 
 
@@ -91,22 +96,7 @@ class LinearLogits(torch.autograd.Function):
         refuse_vmap()
 
 
-class Uncompiled(LinearLogits):
-    """The same outside of ``torch.compile``, which takes no Function that has a ``jvp``."""
-
-    @staticmethod
-    def jvp(*_: Any) -> Any:
-        """Refuses forward mode."""
-        return autograd.Uncompiled.jvp()
-
-
-class Gradients(autograd.Gradients):
-    """The operator `logits_gradients`, whose own derivative is refused."""
-
-    @staticmethod
-    def forward(*inputs: Any) -> tuple[torch.Tensor, ...]:
-        """Runs the operator."""
-        return tuple(logits_gradients(*inputs))
+Uncompiled = without_forward_mode(LinearLogits)
 
 
 @operator(
@@ -177,7 +167,8 @@ def _(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *re
     return [x.new_empty(x.shape) for x in those_wanted(hidden, weight, bias, rest[3:6])]
 
 
-autograd.refuse_derivatives_of("logits_gradients")
+Gradients = gradients_function(logits_gradients)
+refuse_derivatives_of("logits_gradients")
 
 
 def _key(weight: torch.Tensor, ids: torch.Tensor, tempered: bool, transform: Transform) -> LogitsKey:

@@ -12,14 +12,21 @@ Everything that the backward needs is a tensor: autograd owns it, frees it, and 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from lce_torch_bridge._types import CALL_SCHEMA, DIFFERENTIABLE, NO_SUMS, PLAIN, Call, Operands, Sums, names_of
 from lce_torch_bridge.launched_directly._way import way_of
 from lce_torch_bridge.operators import _execute
-from lce_torch_bridge.operators._registered import NAME, library, operator, refuse_vmap
+from lce_torch_bridge.operators._derivatives import (
+    gradients_function,
+    is_differentiated,
+    refuse_derivatives_of,
+    refuse_forward_mode,
+    without_forward_mode,
+)
+from lce_torch_bridge.operators._registered import NAME, operator, refuse_vmap
 from lce_torch_bridge.tensors import _main_grad
 
 NUM_OPERANDS = len(Operands._fields)
@@ -33,11 +40,6 @@ def apply(x: Operands, keep_cache: bool, call: Call) -> tuple[torch.Tensor, ...]
         return Uncompiled.apply(*x, keep_cache, *call)
     function = LinearLogprobs.apply if is_differentiated(*x) else forward
     return tuple(function(*x, keep_cache, *call))
-
-
-def is_differentiated(*operands: torch.Tensor | None) -> bool:
-    """Whether a call is recorded for a backward. Otherwise torch 2.11 does not trace a Function, but an operator."""
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in operands)
 
 
 def _nothing_watches() -> bool:
@@ -93,13 +95,7 @@ def graph_is_kept() -> bool:
     return asked is None or bool(asked())
 
 
-class Uncompiled(LinearLogprobs):
-    """The same outside of ``torch.compile``, which takes no Function that has a ``jvp``."""
-
-    @staticmethod
-    def jvp(*_: Any) -> Any:
-        """Refuses forward mode."""
-        refuse_forward_mode()
+Uncompiled = without_forward_mode(LinearLogprobs)
 
 
 class Eager(torch.autograd.Function):
@@ -165,37 +161,6 @@ def _any_is_watched(tensors: Iterable[torch.Tensor | None]) -> bool:
     return False
 
 
-def refuse_forward_mode() -> NoReturn:
-    """Refuses the derivative along tangents."""
-    raise NotImplementedError(
-        "lce_torch_bridge has no forward-mode derivatives (torch.func.jvp, jacfwd, linearize, forward_ad): use reverse "
-        "mode, torch.func.vjp or torch.autograd.grad"
-    )
-
-
-class Gradients(torch.autograd.Function):
-    """The operator `gradients`, whose own derivative is refused: torch.func ignores ``register_autograd``."""
-
-    @staticmethod
-    def forward(*inputs: Any) -> tuple[torch.Tensor, ...]:
-        """Runs the operator."""
-        return tuple(gradients(*inputs))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-        """Keeps nothing."""
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        """Refuses a second derivative."""
-        refuse_second_derivative(ctx)
-
-    @staticmethod
-    def vmap(*_: Any) -> Any:
-        """Refuses ``torch.func.vmap``."""
-        refuse_vmap()
-
-
 @operator(
     "forward",
     "(Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, Tensor? temperature, Tensor? candidates, "
@@ -257,19 +222,5 @@ def _(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *re
     return [x.new_empty(x.shape) for x in _execute.those_wanted(hidden, weight, bias, wanted)]
 
 
-def refuse_second_derivative(ctx: Any, *_: Any) -> None:
-    """Refuses the derivative of a gradient."""
-    del ctx
-    raise NotImplementedError(
-        "lce_torch_bridge computes first derivatives only, and this is a derivative of a gradient (create_graph=True): "
-        "differentiate plain PyTorch code that stores the logits instead"
-    )
-
-
-def refuse_derivatives_of(name: str) -> None:
-    """Refuses the derivative of an operator of gradients, and the older vmap, of is_grads_batched=True."""
-    torch.library.register_autograd(f"{NAME}::{name}", refuse_second_derivative)
-    library.impl(name, refuse_vmap, "Batched")
-
-
+Gradients = gradients_function(gradients)
 refuse_derivatives_of("gradients")

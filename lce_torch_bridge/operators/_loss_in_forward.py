@@ -21,6 +21,7 @@ from lce_torch_bridge.launched_directly._way import Way
 from lce_torch_bridge.operators import _execute
 from lce_torch_bridge.operators import _logprobs as autograd
 from lce_torch_bridge.operators._chunk_sums import ChunkSums
+from lce_torch_bridge.operators._derivatives import refuse_second_derivative
 from lce_torch_bridge.tensors import _main_grad
 
 ALL = 1 << 62  # cache_bytes that no chunk exceeds
@@ -154,7 +155,7 @@ class LossAndGradients(torch.autograd.Function):
         if cotangent is None:
             return (None,) * (7 + len(grads) - 3)
         if torch.is_grad_enabled():  # create_graph=True: the gradients that are kept know nothing of the operands
-            autograd.refuse_second_derivative(ctx)
+            refuse_second_derivative(ctx)
         came = cotangent.reshape(1)  # one dimension: otherwise products with bfloat16 would round its float32
         factor = came if ctx.cotangent is None else _relative(ctx.cotangent, came, ctx.main_grad is not None)
         of_operands = factor if unit is None else came / unit

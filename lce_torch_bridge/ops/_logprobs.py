@@ -9,6 +9,7 @@ import torch
 from lce_torch_bridge._types import Entropy, LogprobOutput, Operands, OutOfVocab, Wgrad, names_of
 from lce_torch_bridge.call import _arguments, _tokens
 from lce_torch_bridge.operators import _logprobs as autograd
+from lce_torch_bridge.operators._derivatives import is_differentiated
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -224,7 +225,7 @@ def linear_logprobs(
     )
     weight = _arguments.weight_of(given, wgrad)
     x, call = _arguments.flat(given), given.call
-    keep_cache = call.keeps_tiles and autograd.is_differentiated(x.hidden, weight, given.bias)
+    keep_cache = call.keeps_tiles and is_differentiated(x.hidden, weight, given.bias)
     operands = Operands(x.hidden, weight, given.bias, x.labels, x.temperature, x.candidates, x.floor)
     found = autograd.apply(operands, keep_cache, call)
     traced = torch.compiler.is_compiling() or not (type(call.vocab_size) is type(call.num_candidates) is int)

@@ -13,7 +13,7 @@ from lce_torch_bridge.call import _arguments, _checks, _dtensor, _tokens
 from lce_torch_bridge.call._arguments import Arguments
 from lce_torch_bridge.launched_directly._way import way_of
 from lce_torch_bridge.operators import _loss_in_forward
-from lce_torch_bridge.operators._logprobs import is_differentiated
+from lce_torch_bridge.operators._derivatives import is_differentiated
 from lce_torch_bridge.operators._loss_in_forward import LossAndGradients, LossPlan
 from lce_torch_bridge.tensors import _padding
 from lce_torch_bridge.tensors._main_grad import main_grad_of
