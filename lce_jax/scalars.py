@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 __all__ = [
+    "DIRECTIONS",
     "DIVERGENCES",
     "FLOAT32_MAX",
     "FLOAT32_TINY",
@@ -51,6 +52,7 @@ __all__ = [
 FLOAT32_MAX, FLOAT32_TINY = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
 INT32_MAX = int(np.iinfo(np.int32).max)
 MOST_CANDIDATES = 512  # ids per token
+DIRECTIONS = ("forward", "reverse", "jsd")  # of the divergence of two heads
 DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")  # of a distillation over candidates
 RESTS = ("bin", "drop", "renormalize")  # what becomes of the probability outside them
 MOST_MASS = 1.01  # rounding, also that of bfloat16 log-probabilities, keeps the sum of probabilities below it

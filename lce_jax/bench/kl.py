@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax import linear_kl
+from lce_jax import linear_kl, scalars
 from lce_jax.bench import peers, programs
 from lce_jax.bench.programs import PRODUCT, Program
 from lce_jax.bench.records import Job, Measured
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from lce_jax._shapes import Array
 
 LOGIT_SPREAD = 2.0
-DIRECTIONS = ("forward", "reverse", "jsd")
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -81,7 +80,7 @@ def _programs() -> dict[str, Program]:
         return programs.with_gradients(results, operands[4:], *operands[:2])
 
     found = {PRODUCT: Program(programs.product)}
-    for direction in DIRECTIONS:
+    for direction in scalars.DIRECTIONS:
         for way, end in ((forward, ""), (both, ", + backward")):
             right = f"{direction}, stored logits{end}"
             found[f"{direction}, linear_kl{end}"] = Program(functools.partial(way, linear_kl, direction), right)

@@ -84,12 +84,16 @@ def bind_shard(
         found = dataclasses.replace(found, partial_rows=True)
     if labels.ndim != 1:
         raise ValueError(f"labels {tuple(labels.shape)} must be flat here: [T], with hidden [T, H]")
-    # The columns of all shards: only the caller knows how many there are, so any given vocab_size may leave padding.
-    bound = dataclasses.replace(spec(found, checked, scalars.INT32_MAX), padded=checked.vocab_size is not None)
+    bound = shard_spec(found, checked)
     primals, rows = operands(bound, hidden, weight, labels, where, checked)
     if num_rows is not None:
         rows = rows._replace(num_rows=_rows.count(num_rows, found.num_tokens))
     return bound, primals, rows
+
+
+def shard_spec(case: Case, options: CallOptions) -> Spec:
+    """The static part of a call of one shard, of how many its caller alone knows: any vocab_size may leave padding."""
+    return dataclasses.replace(spec(case, options, scalars.INT32_MAX), padded=options.vocab_size is not None)
 
 
 def case(hidden: Any, weight: Any, labels: Any, where: Any, options: CallOptions) -> Case:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
 
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from lce_jax._shapes import Array, Float
 
 type Same = Literal["same"]
-DIRECTIONS = ("forward", "reverse", "jsd")
 
 
 class KLOptions(TypedDict, total=False):
@@ -74,8 +72,8 @@ class KLArguments(NamedTuple):
         cls, arrays: Pair[tuple[Any, Any]], where: Any, direction: Direction, given: Mapping[str, Any], axis_name: Any
     ) -> KLArguments:
         """From what the public functions are given."""
-        scalars.one_of("direction", direction, DIRECTIONS)
-        beta = _options.teachers_weight(given.get("beta"), "direction", direction, DIRECTIONS[:2])
+        scalars.one_of("direction", direction, scalars.DIRECTIONS)
+        beta = _options.teachers_weight(given.get("beta"), "direction", direction, scalars.DIRECTIONS[:2])
         student, teacher = _options_of_each(given, axis_name)
         own = _options.of_call(student, function="linear_kl")
         with _of_the_teacher():
@@ -152,9 +150,7 @@ def bind_shard(given: KLArguments) -> KLCall:
         raise ValueError(f"hidden {tuple(hidden.shape)} must be flat here: [T, H]")
 
     def bound(arrays: tuple[Any, Any], options: CallOptions, case: Case) -> tuple[Spec, Primals, Rows]:
-        # As `_bind.bind_shard`: any given vocab_size may leave padding.
-        spec = _bind.spec(case, options, scalars.INT32_MAX)
-        spec = dataclasses.replace(spec, padded=options.vocab_size is not None)
+        spec = _bind.shard_spec(case, options)
         return spec, *_bind.operands(spec, *arrays, None, given.where, options)
 
     student, own, rows = bound(given.arrays.student, given.options.student, cases.student)

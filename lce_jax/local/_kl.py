@@ -126,7 +126,7 @@ class KLShard:
 
     def mixture_sums(self, merged: KLStatistics) -> MixtureSums | None:
         """Of "jsd", two numbers per token over the columns of this shard, to be added up over the shards. Else None."""
-        if self._arrays.rows.student.weights is None or self._spec.case.num_tokens == 0:
+        if not self._has_sums:
             return None
         return _run(self._spec, Part.mixture_sums, (), self._arrays, merged)
 
@@ -175,11 +175,14 @@ class KLShard:
             found = _run(self._spec, Part.gradients, (), self._arrays, merged, sums, cache, cotangent)
         return (found.hidden, found.weight) if found.bias is None else (found.hidden, found.weight, found.bias)
 
+    @property
+    def _has_sums(self) -> bool:
+        return self._arrays.rows.student.weights is not None and self._spec.case.num_tokens > 0
+
     def _check(self, sums: MixtureSums | None) -> None:
         """Without its sums, a JSD would be a KL."""
-        needs = self._arrays.rows.student.weights is not None and self._spec.case.num_tokens > 0
-        if needs != (sums is not None):
-            which = "needs" if needs else "has no"
+        if self._has_sums != (sums is not None):
+            which = "needs" if self._has_sums else "has no"
             raise ValueError(f'direction="{self._spec.direction}" {which} sums: those that `mixture_sums` returns')
 
 

@@ -148,15 +148,13 @@ def kl_gradients(*inputs: Any) -> list[torch.Tensor]:
     if tokens == 0:
         return [y.new_zeros(y.shape) for y in those_wanted(x.hidden, x.weight, x.bias, wanted)]
     way_of(x.hidden).refuse("linear_kl is a program of JAX")
-    reduced = call.reduce_grad_hidden and call.group != _tensor_parallel.NO_GROUP
+    over = call.group if call.reduce_grad_hidden else _tensor_parallel.NO_GROUP
     tree = jax.tree.structure(_cache_structure(x, call)) if cache else None
-    program = _kl_programs.gradients(_key(x, call), wanted, not reduced, tree)
+    program = _kl_programs.gradients(_key(x, call), wanted, over == _tensor_parallel.NO_GROUP, tree)
     per_token = torch.cat([saved, cotangent.contiguous().view(torch.int32)[:, None]], 1)
     grads = _execute(program, (*_inputs(x, per_token), *cache))
     if wanted[0]:
-        grads[0] = grads[0][:tokens]
-    if wanted[0] and reduced:
-        grads[0] = _tensor_parallel.all_reduce(grads[0].contiguous(), call.group).to(x.hidden.dtype)
+        grads[0] = _tensor_parallel.total_dhidden(grads[0][:tokens], x.hidden.dtype, over)
     return grads
 
 

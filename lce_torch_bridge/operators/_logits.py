@@ -151,14 +151,13 @@ def logits_gradients(
     wanted, transform, tokens = rest[:3], Transform(*rest[3:]), ids.shape[0]
     if tokens == 0:
         return [x.new_zeros(x.shape) for x in those_wanted(hidden, weight, bias, wanted)]
-    reduced = transform.reduce_grad_hidden and transform.group != _tensor_parallel.NO_GROUP
-    program = _backward(_key(weight, ids, temperature is not None, transform), wanted, not reduced)
+    over = transform.group if transform.reduce_grad_hidden else _tensor_parallel.NO_GROUP
+    rounded = over == _tensor_parallel.NO_GROUP
+    program = _backward(_key(weight, ids, temperature is not None, transform), wanted, rounded)
     per_token = _packed(ids, temperature, transform, cotangent.view(torch.int32))
     grads = _run(program, way_of(hidden), hidden, weight, bias, per_token)
     if wanted[0]:
-        grads[0] = grads[0][:tokens]
-    if wanted[0] and reduced:
-        grads[0] = _tensor_parallel.all_reduce(grads[0].contiguous(), transform.group).to(hidden.dtype)
+        grads[0] = _tensor_parallel.total_dhidden(grads[0][:tokens], hidden.dtype, over)
     return grads
 
 

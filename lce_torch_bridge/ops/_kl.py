@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 type Same = Literal["same"]
-DIRECTIONS = ("forward", "reverse", "jsd")
 
 
 def linear_kl(
@@ -130,8 +129,8 @@ def linear_kl(
         >>> round(kl[0].item(), 4), hidden.grad.shape
         (0.1213, torch.Size([3, 4]))
     """
-    scalars.one_of("direction", direction, DIRECTIONS)
-    beta = scalars.weight_of_jsd(beta, "direction", direction, DIRECTIONS[:2])
+    scalars.one_of("direction", direction, scalars.DIRECTIONS)
+    beta = scalars.weight_of_jsd(beta, "direction", direction, scalars.DIRECTIONS[:2])
     _same_tokens(hidden, teacher_hidden)
     shared: dict[str, Any] = {"tp_group": tp_group, "entropy": False, "implementation": implementation}
     shared |= {"vocab_size": vocab_size, "where": where}

@@ -86,6 +86,11 @@ def all_reduce(x: torch.Tensor, name: str) -> torch.Tensor:
     return x
 
 
+def total_dhidden(dhidden: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
+    """``dhidden`` summed over the group in float32, and rounded once; over `NO_GROUP` as it is."""
+    return dhidden if name == NO_GROUP else all_reduce(dhidden.contiguous(), name).to(dtype)
+
+
 def add_parts(x: torch.Tensor, rows: int, name: str) -> torch.Tensor:
     """The sum of ``x`` over the group, of which one rank holds each element and the others 0, so that it is exact.
 

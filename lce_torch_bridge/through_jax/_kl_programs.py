@@ -24,6 +24,7 @@ from jax import lax
 
 from lce_jax import launch_lists, local
 from lce_torch_bridge._types import KINDS
+from lce_torch_bridge.through_jax import _programs
 
 NUM_OPERANDS = 6
 
@@ -74,9 +75,7 @@ def statistics(key: KLKey, keep_cache: bool) -> Callable[..., Any]:
 
     def run(*given: Any) -> Any:
         stats, cache = _unpacked(key, given).shard.statistics(keep_cache)
-        sizes = jnp.asarray([[given[1].shape[0]], [given[4].shape[0]]], jnp.int32)
-        sizes = jnp.broadcast_to(sizes, (2, stats[0].shape[0]))
-        return jnp.concatenate([_bits(stats), sizes]), jax.tree.leaves(cache)
+        return _programs.with_sizes(jnp.stack(stats), given[1], given[4]), jax.tree.leaves(cache)
 
     return jax.jit(run)
 
@@ -88,7 +87,8 @@ def mixture(key: KLKey) -> Callable[..., Any]:
     def run(*given: Any) -> Any:
         *operands, gathered = given
         shard = _unpacked(key, operands).shard
-        return _bits(shard.mixture_sums(_merged(shard, gathered)))
+        sums: Any = shard.mixture_sums(_merged(shard, gathered))  # not None: of a "jsd" alone
+        return jnp.stack(sums)
 
     return jax.jit(run)
 
@@ -100,7 +100,7 @@ def finish(key: KLKey) -> Callable[..., Any]:
     def run(*given: Any) -> Any:
         *operands, gathered, sums = given
         shard = _unpacked(key, operands).shard
-        total = None if sums is None else local.MixtureSums(*_floats(sums).sum(0))
+        total = None if sums is None else local.MixtureSums(*sums.sum(0))
         return _results(shard, _merged(shard, gathered), total)
 
     return jax.jit(run)
@@ -128,7 +128,7 @@ def gradients(key: KLKey, wanted: tuple[bool, ...], rounded: bool, cache: Any) -
     def run(*given: Any) -> list[Any]:
         operands, leaves = given[: NUM_OPERANDS + 1], given[NUM_OPERANDS + 1 :]
         shard, columns = _unpacked(key, operands)
-        *saved, cotangent = _floats(columns)
+        *saved, cotangent = columns
         merged = local.KLStatistics(*saved[:6])
         sums = local.MixtureSums(*saved[6:]) if saved[6:] else None
         kept = None if cache is None else jax.tree.unflatten(cache, leaves)
@@ -149,25 +149,24 @@ def cache_structure(key: KLKey, device: jax.Device | launch_lists.Device, *input
     def cache(*given: Any) -> Any:
         return _unpacked(key, given).shard.statistics(keep_cache=True)[1]
 
-    with launch_lists.for_device(device) if isinstance(device, launch_lists.Device) else jax.default_device(device):
-        return jax.eval_shape(cache, *inputs)
+    return _programs.shapes_on(device, cache, *inputs)
 
 
 class _Unpacked(NamedTuple):
     shard: local.KLShard
-    columns: Any  # [K, P] what tokens hold besides temperatures
+    columns: Any  # [K, P] float32, what tokens hold besides temperatures
 
 
 def _unpacked(key: KLKey, given: Any) -> _Unpacked:
     hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias, tokens = given
     rows, call = hidden.shape[0], key.call
-    columns = tokens[1:].reshape(rows, -1).T
+    num_rows, bits = _programs.counted(tokens, rows)
+    columns = lax.bitcast_convert_type(bits, jnp.float32)
     # Weights with different rows are those of a group whose parts are uneven: all results are NaN (`_merged`).
     least = min(weight.shape[0], teacher_weight.shape[0])
     (weight, bias), (teacher_weight, teacher_bias) = (
         (w[:least], None if b is None else b[:least]) for w, b in ((weight, bias), (teacher_weight, teacher_bias))
     )
-    numbers = _floats(columns)
     direction: Any = call.direction
     shard = local.KLShard(
         hidden,
@@ -180,9 +179,9 @@ def _unpacked(key: KLKey, given: Any) -> _Unpacked:
         teacher_bias=teacher_bias,
         vocab_start=key.vocab_start,
         vocab_size=call.vocab_size if key.padded else None,
-        where=jnp.arange(rows, dtype=jnp.int32) < tokens[0],
-        temperature=numbers[0] if call.has_temperature else 1.0,
-        teacher_temperature=numbers[call.num_temperatures - 1] if call.has_teacher_temperature else 1.0,
+        where=jnp.arange(rows, dtype=jnp.int32) < num_rows,
+        temperature=columns[0] if call.has_temperature else 1.0,
+        teacher_temperature=columns[call.num_temperatures - 1] if call.has_teacher_temperature else 1.0,
         logit_scale=call.logit_scale,
         teacher_logit_scale=call.teacher_logit_scale,
         logit_softcap=call.logit_softcap,
@@ -194,20 +193,10 @@ def _unpacked(key: KLKey, given: Any) -> _Unpacked:
     return _Unpacked(shard, columns[call.num_temperatures :])
 
 
-def _bits(rows: Any) -> Any:
-    """Arrays ``[P]`` as rows of one int32 array."""
-    return lax.bitcast_convert_type(jnp.stack(rows), jnp.int32)
-
-
-def _floats(bits: Any) -> Any:
-    return lax.bitcast_convert_type(bits, jnp.float32)
-
-
 def _merged(shard: local.KLShard, gathered: Any) -> Any:
     """The statistics of all shards; NaN where these differ in size."""
-    sizes, parts = gathered[:, -2:], _floats(gathered[:, :-2])
-    return shard.merge(jnp.where((sizes == sizes[0, 0]).all((0, 1)), parts, jnp.nan))
+    return shard.merge(_programs.of_equal_parts(gathered, weights=2))
 
 
 def _results(shard: local.KLShard, merged: Any, sums: Any) -> Any:
-    return _bits([shard.finish(merged, sums), *merged, *(sums or ())])
+    return _programs.as_rows(shard.finish(merged, sums), *merged, *(sums or ()))

@@ -61,8 +61,7 @@ def statistics(key: ProgramKey, keep_cache: bool) -> Callable[..., Any]:
     def run(hidden: Any, weight: Any, bias: Any, tokens: Any) -> Any:
         unpacked = _unpacked(key, tokens, hidden.shape[0])
         packed, leaves = statistics_of(key, keep_cache, hidden, weight, bias, unpacked)
-        columns = jnp.full((1, packed.shape[1]), weight.shape[0], jnp.int32)
-        return jnp.concatenate([packed, lax.bitcast_convert_type(columns, packed.dtype)]), leaves
+        return with_sizes(packed, weight), leaves
 
     return jax.jit(run)
 
@@ -140,8 +139,13 @@ def cache_structure(
         options = _options(key, bias, unpacked)
         return local.statistics(hidden, weight, unpacked.labels, keep_cache=True, **options)[1]
 
+    return shapes_on(device, cache, *inputs)
+
+
+def shapes_on(device: jax.Device | launch_lists.Device, function: Callable[..., Any], *inputs: Any) -> Any:
+    """The shapes of what ``function`` returns where it is planned for ``device``."""
     with launch_lists.for_device(device) if isinstance(device, launch_lists.Device) else jax.default_device(device):
-        return jax.eval_shape(cache, *inputs)
+        return jax.eval_shape(function, *inputs)
 
 
 def statistics_of(
@@ -153,10 +157,17 @@ def statistics_of(
     return local.pack(stats), jax.tree.leaves(cache) if keep_cache else []
 
 
-def of_equal_parts(gathered: Any) -> Any:
-    """The statistics of all shards; NaN where these differ in size."""
-    columns = lax.bitcast_convert_type(gathered[:, -1], jnp.int32)
-    return jnp.where((columns == columns[0]).all(0), gathered[:, :-1], jnp.nan)
+def with_sizes(packed: Any, *weights: Any) -> Any:
+    """``packed [F, P]``, and a row with the rows of each weight, by their bits."""
+    sizes = jnp.asarray([[weight.shape[0]] for weight in weights], jnp.int32)
+    sizes = jnp.broadcast_to(sizes, (len(weights), packed.shape[1]))
+    return jnp.concatenate([packed, lax.bitcast_convert_type(sizes, packed.dtype)])
+
+
+def of_equal_parts(gathered: Any, weights: int = 1) -> Any:
+    """What `with_sizes` made of all shards, without the sizes; NaN where not all of these are equal."""
+    sizes = lax.bitcast_convert_type(gathered[:, -weights:], jnp.int32)
+    return jnp.where((sizes == sizes[0, 0]).all((0, 1)), gathered[:, :-weights], jnp.nan)
 
 
 def results_of(
@@ -177,11 +188,11 @@ def results_of(
     found = out._asdict() | {"mean_logit": mean, "support": support}
     forward_only: dict[str, Any] = dict.fromkeys(key.statistics.keys() - key.merged.keys())
     kept = local.pack(merged._replace(**forward_only))
-    saved = _as_rows(*(x for x in (labels, temperature, floor, candidates) if x is not None), kept.T)
+    saved = as_rows(*(x for x in (labels, temperature, floor, candidates) if x is not None), kept.T)
     return {name: found[name] for name in fields}, saved
 
 
-def _as_rows(*columns: Any) -> Any:
+def as_rows(*columns: Any) -> Any:
     """Arrays ``[P]`` and ``[P, K]`` as rows of one int32 array, floats by their bits."""
     rows = [x[None] if x.ndim == 1 else x.T for x in columns]
     return jnp.concatenate([lax.bitcast_convert_type(x, jnp.int32) for x in rows])
@@ -189,10 +200,10 @@ def _as_rows(*columns: Any) -> Any:
 
 def _packed(found: dict[str, Any], saved: Any) -> Any:
     """The results ``[O + S, P]``, those of candidates after the others."""
-    return _as_rows(*(found[name] for name in sorted(found, key=PER_CANDIDATE.__eq__)), saved.T)
+    return as_rows(*(found[name] for name in sorted(found, key=PER_CANDIDATE.__eq__)), saved.T)
 
 
-def _counted(packed: Any, rows: int) -> tuple[Any, Any]:
+def counted(packed: Any, rows: int) -> tuple[Any, Any]:
     """What `tensors._padding.with_count` packed: how many rows count, and ``[K, P]``."""
     return packed[0], packed[1:].reshape(rows, -1).T
 
@@ -209,7 +220,7 @@ class Tokens(NamedTuple):
 
 def _unpacked(key: ProgramKey, tokens: Any, rows: int) -> Tokens:
     """``tokens`` of a forward."""
-    num_rows, columns = _counted(tokens, rows)
+    num_rows, columns = counted(tokens, rows)
     return Tokens(num_rows, labels_of(key, *columns[:2]), *_beside_labels(key, columns[2:]))
 
 
@@ -229,7 +240,7 @@ def _beside_labels(key: ProgramKey, bits: Any) -> tuple[Any, Any, Any]:
 
 def _split(key: ProgramKey, packed: Any, rows: int, names: tuple[str, ...]) -> tuple[Any, Any, dict[str, Any]]:
     """How many rows count, S, and the cotangents by name."""
-    num_rows, columns = _counted(packed, rows)
+    num_rows, columns = counted(packed, rows)
     width = sum(key.call.num_candidates if name == PER_CANDIDATE else 1 for name in names)
     row, seeds = len(columns) - width, {}
     for name in names:
