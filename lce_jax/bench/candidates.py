@@ -49,6 +49,11 @@ class Candidate:
     logits_rounded: bool = False
     gradient_slack: float = 0.0
 
+    @property
+    def name(self) -> str:
+        """Of its row in the file."""
+        return f"{self.label}, {self.direction}"
+
 
 def jax_candidates(
     problem: Problem, implementation: str | None, devices: int = 1, threshold: float = 0.0

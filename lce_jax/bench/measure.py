@@ -69,22 +69,51 @@ def interleave[K: Hashable](
     on_gpu: bool = False,
     seed: int = 0,
     on_timing: Callable[[K, int], None] | None = None,
+    on_failure: Callable[[K, Exception], None] | None = None,
 ) -> dict[K, list[float]]:
-    """Seconds per call of each run, one sample per round; every round times all of them in a new random order."""
+    """Seconds per call of each run, one sample per round; every round times all of them in a new random order.
+
+    A run that was right may yet fail here: calls back to back hold the results of two. With ``on_failure`` it has no
+    samples then, and the others go on; without, its failure ends the timing.
+    """
     seconds = GPU_SECONDS if on_gpu else SAMPLE_SECONDS / rounds
-    calls = {key: max(calls_within(run, seconds), MIN_GPU_CALLS if on_gpu else 1) for key, run in runs.items()}
+    calls: dict[K, int] = {}
     samples: dict[K, list[float]] = {key: [] for key in runs}
     shuffle = random.Random(seed).shuffle
+
+    def count(key: K) -> None:
+        calls[key] = max(calls_within(runs[key], seconds), MIN_GPU_CALLS if on_gpu else 1)
+
+    def sample(key: K) -> None:
+        if on_gpu:
+            time_calls(runs[key], math.ceil(calls[key] * GPU_SETTLE_SECONDS / GPU_SECONDS))
+        samples[key].append(time_calls(runs[key], calls[key]))
+
+    def attempt(step: Callable[[K], None], key: K) -> None:
+        try:
+            step(key)
+        except Exception as failure:
+            if on_failure is None:
+                raise
+            on_failure(key, failure)
+            del samples[key]
+
+    for key in runs:
+        attempt(count, key)
     for done in range(rounds):
-        order = list(runs)
+        order = list(samples)
         shuffle(order)
         for key in order:
             if on_timing:
                 on_timing(key, done)
-            if on_gpu:
-                time_calls(runs[key], math.ceil(calls[key] * GPU_SETTLE_SECONDS / GPU_SECONDS))
-            samples[key].append(time_calls(runs[key], calls[key]))
+            attempt(sample, key)
     return samples
+
+
+def first_line(failure: Exception) -> str:
+    """Why a run was left out: mostly out of memory, whose type differs by framework."""
+    lines = str(failure).strip().splitlines() or ["no message"]
+    return f"{type(failure).__name__}: {lines[0][:200]}"
 
 
 def median(samples: list[float]) -> float:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax.bench.measure import Run, compile_jax, interleave, median
+from lce_jax.bench.measure import Run, compile_jax, first_line, interleave, median
 from lce_jax.bench.records import Measured
 from lce_jax.explain import _arguments
 
@@ -37,7 +37,7 @@ class Row:
 
     name: str
     seconds: float  # per call, the median
-    ratio: float  # to one product
+    ratio: float | None  # to one product; None: the product itself was left out
     temp_bytes: int
     apart: float | None = None  # from the program that it should be like: the largest over the results, by norm
     same_ids: float | None = None  # share of the ids that are that program's; None: it returns none
@@ -50,7 +50,8 @@ class Row:
         return found | {name: x for name, x in beside.items() if x is not None}
 
     def __str__(self) -> str:
-        times = f"{self.seconds * 1e3:9.2f} ms {self.ratio:6.2f} products {self.temp_bytes / 2**20:8.0f} MiB"
+        ratio = "     –" if self.ratio is None else f"{self.ratio:6.2f}"
+        times = f"{self.seconds * 1e3:9.2f} ms {ratio} products {self.temp_bytes / 2**20:8.0f} MiB"
         apart = "" if self.apart is None else f"   {self.apart:.1e} from stored logits"
         apart += "" if self.same_ids is None else f", {self.same_ids:.2%} of ids equal"
         return f"{self.name:50s}{times}{apart}"
@@ -107,17 +108,22 @@ def measure(
             if isinstance(failure, ValueError) and "not supported" not in str(failure):
                 raise
             runs.pop(name, None)  # stored logits do not fit everywhere, and not every device multiplies in every way
-            left_out[name] = {"left_out": str(failure).splitlines()[0][:120]}
+            left_out[name] = {"left_out": first_line(failure)}
     apart = {
         name: _beside(runs[name], runs[program.like])
         for name, program in programs.items()
         if name in runs and program.like in runs
     }
-    samples = interleave(runs, rounds, jax.default_backend() == "gpu")
-    unit = median(samples[PRODUCT])
+
+    def leave_out(name: str, failure: Exception) -> None:
+        left_out[name] = {"left_out": first_line(failure)}
+
+    samples = interleave(runs, rounds, jax.default_backend() == "gpu", on_failure=leave_out)
     times = {name: median(each) for name, each in samples.items()}
+    unit = times.get(PRODUCT)
     rows = [
-        Row(name, times[name], times[name] / unit, run.temp_bytes, *apart.get(name, ())) for name, run in runs.items()
+        Row(name, took, took / unit if unit else None, runs[name].temp_bytes, *apart.get(name, ()))
+        for name, took in times.items()
     ]
     print(*rows, *(f"not timed: {name}: {why['left_out']}" for name, why in left_out.items()), sep="\n", flush=True)
     return Measured({row.name: row.fields for row in rows} | left_out, {"shape": shape, "dtype": dtype.name})

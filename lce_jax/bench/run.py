@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from lce_jax.bench.candidates import Candidate, jax_candidates
-from lce_jax.bench.measure import Run, interleave, median, spread
+from lce_jax.bench.measure import Run, first_line, interleave, median, spread
 from lce_jax.bench.peers import peer_candidates, release
 from lce_jax.bench.problem import Objective, Problem, Reference, random_problem, reference, refusal
 from lce_jax.bench.shapes import BOTH, DIRECTIONS, ROWS, TOPK, Shape
@@ -93,11 +93,16 @@ def measure(
     ours = jax_candidates(problem, implementation, devices, THRESHOLD if text else 0.0)
     candidates = [one for one in ours + topk_candidates(problem) + peers if _is_wanted(one, wanted)]
     runs, errors, refused = admit(candidates, problem, report)
+
+    def leave_out(one: Candidate, failure: Exception) -> None:
+        refused[one.name] = first_line(failure)
+
     seconds = interleave(
         runs,
         rounds,
         on_gpu=jax.default_backend() == "gpu",
-        on_timing=lambda one, done: report(f"{shape}: round {done + 1} of {rounds}, {one.label}, {one.direction}"),
+        on_timing=lambda one, done: report(f"{shape}: round {done + 1} of {rounds}, {one.name}"),
+        on_failure=leave_out,
     )
     thresholds = [one for one in runs if one.key.startswith("ours threshold")]
     left_out_by_it = left_out_of_gradients(problem, THRESHOLD, implementation) if thresholds else ()
@@ -108,12 +113,12 @@ def measure(
             one.direction,
             one.objective,
             seconds[one],
-            run.temp_bytes,
-            run.compile_seconds,
+            runs[one].temp_bytes,
+            runs[one].compile_seconds,
             errors[one],
             *(left_out_by_it if one in thresholds else ()),
         )
-        for one, run in runs.items()
+        for one in seconds
     ]
     release()
     return Measurement(shape, jax.numpy.dtype(dtype).name, rows, left_out | refused, "text" if text else "random")
@@ -138,23 +143,18 @@ def admit(
     errors: dict[Candidate, dict[str, float]] = {}
     refused: dict[str, str] = {}
     for one in sorted(candidates, key=lambda one: DIRECTIONS.index(one.direction)):
-        report(f"{problem.shape}: compiling and checking {one.label}, {one.direction}")
+        report(f"{problem.shape}: compiling and checking {one.name}")
         if one.objective not in references:
             references[one.objective] = reference(problem, one.objective, topk=one.objective in of_topk)
         try:
             run = one.compile()
             results = one.results(run.wait(run.launch()))
-        except Exception as failure:  # mostly out of memory; its type differs by framework
-            refused[f"{one.label}, {one.direction}"] = _first_line(failure)
+        except Exception as failure:
+            refused[one.name] = first_line(failure)
             continue
         reason, found = refusal(results, problem, references[one.objective], one.logits_rounded, one.gradient_slack)
         if reason is None:
             runs[one], errors[one] = run, found
         else:
-            refused[f"{one.label}, {one.direction}"] = reason
+            refused[one.name] = reason
     return runs, errors, refused
-
-
-def _first_line(failure: Exception) -> str:
-    lines = str(failure).strip().splitlines() or ["no message"]
-    return f"{type(failure).__name__}: {lines[0][:200]}"

@@ -41,9 +41,9 @@ def plan(platform: str, chosen: Sequence[tuple[int, int, int]] = ()) -> list[str
     return [
         f"heads {one}",  # beside the peers
         *small,
-        f"heads {text} --no-peers --data text",
+        f"heads {text} --data text",  # beside them too: Apple's CCE leaves out small probabilities
         f"heads {one} --no-peers --implementation xla",
-        *_steps("qwen3-1.7b", 4096, (8, 16, 32)),
+        *_steps("qwen3-1.7b", 4096, (4, 8, 16, 32)),
         *([] if chosen else ["heads --shape 205280,4096,76032 --no-peers"]),
     ]
 

@@ -21,7 +21,7 @@ from lce_jax import UnsupportedError, explain
 from lce_jax._types import Case
 from lce_jax.bench import heads, programs, report
 from lce_jax.bench.candidates import Candidate, jax_candidates
-from lce_jax.bench.measure import Run, interleave, median
+from lce_jax.bench.measure import Run, first_line, interleave, median
 from lce_jax.bench.problem import Problem, random_problem
 from lce_jax.bench.records import Job, Measured
 from lce_jax.bench.run import admit
@@ -155,9 +155,14 @@ def _time(
 ) -> Swept:
     rows = {_candidate(kernel, tuning, problem, case): tuning for tuning in choices}
     runs, _, left_out = admit(list(rows), problem, report)
-    samples = interleave(
-        runs, rounds, on_gpu=True, on_timing=lambda one, done: report(f"round {done + 1} of {rounds}, {one.label}")
-    )
+
+    def leave_out(one: Candidate, failure: Exception) -> None:
+        left_out[one.name] = first_line(failure)
+
+    def on_timing(one: Candidate, done: int) -> None:
+        report(f"round {done + 1} of {rounds}, {one.label}")
+
+    samples = interleave(runs, rounds, on_gpu=True, on_timing=on_timing, on_failure=leave_out)
     seconds = {rows[one]: median(taken) for one, taken in samples.items()}
     return Swept(kernel, case, dict(sorted(seconds.items(), key=lambda item: item[1])), left_out)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import re
 import subprocess
@@ -67,6 +68,36 @@ def test_a_candidate_that_fails_is_left_out_and_the_rest_goes_on(tiny):
     runs, _, refused = run.admit([fails, *candidates.jax_candidates(tiny, None)], tiny)
     assert refused == {"fails, forward": "RuntimeError: RESOURCE_EXHAUSTED: no memory"}
     assert ("ours", "forward+backward") in {(one.key, one.direction) for one in runs}
+
+
+def fails_in_its_second_timing(compiled):
+    calls = itertools.count(1)
+
+    def launch():
+        if next(calls) == 3:  # after the check, and the first timing
+            raise RuntimeError("RESOURCE_EXHAUSTED: two results of 29 GiB")
+        return compiled.launch()
+
+    return compiled._replace(launch=launch)
+
+
+def test_what_runs_out_of_memory_while_it_is_timed_is_left_out_and_the_rest_goes_on(monkeypatch):
+    gemm = candidates._gemm
+
+    def failing(drawn):
+        one = gemm(drawn)
+        return dataclasses.replace(one, compile=lambda: fails_in_its_second_timing(one.compile()))
+
+    monkeypatch.setattr(candidates, "_gemm", failing)
+    measured = run.measure(TINY, jnp.dtype("float32"), None, 2, with_peers=False)
+    name = "bare GEMM hidden · weightᵀ, gemm"
+    assert measured.left_out == {name: "RuntimeError: RESOURCE_EXHAUSTED: two results of 29 GiB"}
+    rows = report.as_rows(measured)
+    assert rows.pop(name) == {"left_out": measured.left_out[name]}
+    assert {row["ratio_to_gemm"] for row in rows.values()} == {None}
+    assert rows["lce_jax (xla), forward"]["ratio_to_materialised"] > 0
+    assert report.table(measured).row_count > len(rows)
+    assert report.held_bounds(measured, {"platform": "gpu", "device_kind": "NVIDIA H200"}) == []
 
 
 @pytest.mark.parametrize(("dtype", "softcap"), [("float32", None), ("bfloat16", 5.0), ("float16", None)])

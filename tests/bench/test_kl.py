@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 pytest.importorskip("rich")
 
 from lce_jax.bench import __main__ as bench
-from lce_jax.bench import records
+from lce_jax.bench import measure, precision, programs, records
 
 pytestmark = [pytest.mark.site, pytest.mark.usefixtures("short_timings")]
 
@@ -49,6 +51,36 @@ def test_a_few_ids_per_token(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     assert "a floor adds" in printed
     again = rows_of(tmp_path, "options", "--k", "5", "--no-stored")
     assert set(again) == {*rows, "linear_topk, k 5"}  # what was not asked for is kept
+
+
+def test_a_program_that_fails_while_it_is_timed_has_no_row(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def fails_in_its_second_timing(function: Any, *operands: Any) -> measure.Run:
+        compiled, calls = measure.compile_jax(function, *operands), itertools.count(1)
+
+        def launch() -> Any:
+            if next(calls) == 3:  # after the one that compares, and the first timing
+                raise RuntimeError("RESOURCE_EXHAUSTED: two results")
+            return compiled.launch()
+
+        return compiled._replace(launch=launch)
+
+    made = precision._programs
+
+    def failing() -> dict[str, programs.Program]:
+        found = made()
+        return found | {
+            programs.PRODUCT: dataclasses.replace(found[programs.PRODUCT], compile=fails_in_its_second_timing)
+        }
+
+    monkeypatch.setattr(precision, "_programs", failing)
+    rows = rows_of(tmp_path, "precision")
+    assert rows[programs.PRODUCT]["left_out"] == "RuntimeError: RESOURCE_EXHAUSTED: two results"
+    ours = rows["linear_logprobs, highest"]
+    assert ours["median_seconds"] > 0
+    assert ours["ratio_to_gemm"] is None
+    assert "– products" in capsys.readouterr().out
 
 
 def test_float32_by_what_multiplies(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -57,6 +57,36 @@ def test_how_much_work_a_timing_holds(monkeypatch, on_gpu, seconds):
     assert asked == [seconds]
 
 
+def out_of_memory_in(log, name, call):
+    """A run that is right until its call of that number: calls back to back hold two results."""
+
+    def launch():
+        log.append(name)
+        if log.count(name) == call:
+            raise RuntimeError("RESOURCE_EXHAUSTED: 29 GiB")
+
+    return fake_run(log, name)._replace(launch=launch)
+
+
+@pytest.mark.parametrize("call", [1, 3, 9], ids=["counting", "settling", "a later round"])
+def test_a_run_that_fails_while_it_is_timed_has_no_samples_and_the_others_go_on(monkeypatch, call):
+    monkeypatch.setattr(measure, "GPU_SECONDS", 1e-9)  # 2 calls to count, then 2 + 3 in each round
+    monkeypatch.setattr(measure, "GPU_SETTLE_SECONDS", 4e-10)
+    log, failed = [], {}
+    runs = {"a": fake_run(log, "a"), "b": out_of_memory_in(log, "b", call), "c": fake_run(log, "c")}
+    samples = measure.interleave(runs, 3, True, on_failure=lambda key, failure: failed.update({key: failure}))
+    assert {name: len(taken) for name, taken in samples.items()} == {"a": 3, "c": 3}
+    assert {name: measure.first_line(failure) for name, failure in failed.items()} == {
+        "b": "RuntimeError: RESOURCE_EXHAUSTED: 29 GiB"
+    }
+    assert log.count("b") == call  # it is not tried again
+
+
+def test_a_failure_that_nobody_asks_for_ends_the_timing():
+    with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):
+        measure.interleave({"a": out_of_memory_in([], "a", 2)}, 1)
+
+
 def test_calls_within_a_time(monkeypatch):
     ticks = itertools.count(step=0.004)  # each reading of the clock is 4 ms after the last one, so a timing takes 4 ms
     monkeypatch.setattr(measure.time, "perf_counter", lambda: next(ticks))

@@ -125,10 +125,17 @@ def test_every_planned_command_is_one_job_with_that_key(platform: str, monkeypat
         assert_is_a_job(key)
 
 
-def test_every_job_of_the_recorded_file_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("card", "kind"), [("h100", "NVIDIA H100 80GB HBM3"), ("h200", "NVIDIA H200")])
+def test_every_job_of_a_recorded_file_can_be_repeated(card: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("jax.default_backend", lambda: "gpu")
-    for key in records.read(ROOT / "benchmarks" / "h200.json", "NVIDIA H200")["jobs"]:
+    for key in records.read(ROOT / "benchmarks" / f"{card}.json", kind)["jobs"]:
         assert_is_a_job(key)
+
+
+def test_the_file_of_the_h100_is_one_session() -> None:
+    file, planned = records.read(ROOT / "benchmarks" / "h100.json"), session.plan("gpu")
+    assert list(file["jobs"]) == [key for key in planned if "205280" not in key]  # which such a card has no room for
+    assert len({(run["commit"], run["code"]) for run in file["runs"].values()}) == 1
 
 
 def assert_is_a_job(key: str) -> None:
