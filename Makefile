@@ -18,7 +18,7 @@ help:
 	@echo "make test-site the documentation's blocks, notebooks, examples, the wheel, the demo and the bench"
 	@echo "make test-all  both, every combination of parameters, and sweeps that take many minutes"
 	@echo "make test-gpu  the tests that need GPUs"
-	@echo "make test-frameworks  Tunix, Transformers, TRL, verl, SkyRL and Levanter with our head, Liger and CCE beside it, in environments of their own"
+	@echo "make test-frameworks  Tunix, Transformers, TRL, verl, SkyRL, Levanter and torchtitan with our head, Liger and CCE beside it, in environments of their own"
 	@echo "make test-compile  the kernels down to machine code for GPUs that need not be there, in an environment of its own"
 	@echo "make test-tpu  every public function compiled for TPUs that need not be there, in an environment of its own"
 	@echo "make lint      ruff, mypy and the layer contracts"
@@ -53,6 +53,9 @@ test-frameworks:
 	$(PYTHON) -m venv .venv-marin
 	.venv-marin/bin/python -m pip install --quiet --editable '.[flax]' pytest 'marin-levanter==0.2.227.dev40316220070'
 	.venv-marin/bin/python -m pytest tests/recipes/test_marin.py
+	$(PYTHON) -m venv .venv-torchtitan
+	.venv-torchtitan/bin/python -m pip install --quiet --editable '.[torch]' pytest 'torchtitan==0.3.0'
+	.venv-torchtitan/bin/python -m pytest tests/recipes/test_torchtitan.py
 
 # No driver and no GPU: JAX's plugin and NVIDIA's compiler alone, beside what .venv has. JAX=, FLAX=: other versions.
 CUDA := nvidia-cuda-nvcc nvidia-nvvm nvidia-cuda-crt nvidia-cuda-nvrtc nvidia-nvjitlink
@@ -101,7 +104,7 @@ bench: $(VENV)/.ready
 	$(RUN) -m lce_jax.bench $(BENCH_ARGS)
 
 clean:
-	rm -rf $(VENV) .venv-jax-* .venv-frameworks .venv-marin .venv-compile* .venv-tpu .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache demo-out bench-out docs/api docs/notebooks docs/assets/memory-numbers.js site
+	rm -rf $(VENV) .venv-jax-* .venv-frameworks .venv-marin .venv-torchtitan .venv-compile* .venv-tpu .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache demo-out bench-out docs/api docs/notebooks docs/assets/memory-numbers.js site
 
 $(VENV)/.ready: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 12))' || { \

@@ -1,0 +1,47 @@
+"""torchtitan's trainer with the loss of ``examples/torchtitan_head.py``: the losses and parameters of its own loss."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.torch.processes import ROOT, ranks, torchrun
+
+pytestmark = pytest.mark.skipif(
+    not importlib.util.find_spec("torchtitan"), reason="needs torchtitan: make test-frameworks"
+)
+STEPS = 4
+NEAR = 5e-6  # by norm, of float32 sums in another order, after four steps of AdamW
+SPLIT = ("--parallelism.tensor-parallel-degree", "2")
+OURS = ("--override.imports", "torchtitan_head.without_logits")
+CHUNKS = ("--loss.num-chunks", "4")
+
+
+def trained(folder: Path, size: int, *options: str) -> tuple[list[dict[str, Any]], list[dict[str, torch.Tensor]]]:
+    """What each rank says, and its parts of the parameters after the steps."""
+    command = ["-m", "tests.recipes.torchtitan_worker", str(folder / "parameters"), *options]
+    told = {"PYTHONPATH": f"{ROOT}:{ROOT / 'examples'}", "JAX_PLATFORMS": "cpu"}
+    folder.mkdir()
+    said = ranks(size, command, folder / "logs", launcher=torchrun, **told)
+    assert all(("torchtitan_head: the loss comes from lce_torch_bridge" in x) == (OURS[0] in options) for x in said)
+    found = [json.loads(x.splitlines()[-1]) for x in said]
+    return found, [torch.load(folder / f"parameters.{rank}") for rank in range(size)]
+
+
+@pytest.mark.parametrize(("size", "options"), [(1, ()), (2, ()), (2, SPLIT)], ids=["one", "FSDP2", "split head"])
+def test_four_steps_are_those_of_its_own_loss(size: int, options: tuple[str, ...], tmp_path: Path) -> None:
+    want, wanted = trained(tmp_path / "theirs", size, *options, *CHUNKS)
+    got, gotten = trained(tmp_path / "ours", size, *options, *OURS)
+    for theirs, ours in zip(want, got, strict=True):
+        assert (theirs["calls"], ours["calls"]) == (0, STEPS)
+        assert len(theirs["losses"]) == STEPS
+        assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-6)
+        assert ours["refused"] == "loss is MSELoss.Config: this recipe replaces CrossEntropyLoss alone"
+    for theirs, ours in zip(wanted, gotten, strict=True):
+        for name, x in theirs.items():
+            assert torch.linalg.norm(ours[name] - x) <= NEAR * torch.linalg.norm(x), name
