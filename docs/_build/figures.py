@@ -16,13 +16,14 @@ from matplotlib.patches import FancyBboxPatch
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(Path(__file__).parent))
 
-import tables  # noqa: E402
+import bench_tables  # noqa: E402
 
 from lce_jax.bench.records import timed  # noqa: E402
+from lce_jax.explain._targets import TARGETS  # noqa: E402
 
-DATA = ROOT / "benchmarks" / "h200.json"
+FILE = f"benchmarks/{bench_tables.CARD}.json"
 ASSETS = ROOT / "docs" / "assets"
-SHAPE = (8192, 4096, 131072)  # tokens, hidden size and vocabulary of the README's figure
+SHARE = 0.75  # of a card's memory: what JAX takes of it unless told otherwise
 ROWS = {
     "ours": "lce_jax",
     "ours half cache": "lce_jax, half a cache",
@@ -51,7 +52,7 @@ THEMES = {
 
 def drawn_from() -> str:
     """What a picture says it was drawn from: the data and this file."""
-    return hashlib.sha256(b"".join(x.read_bytes() for x in (DATA, Path(__file__)))).hexdigest()[:16]
+    return hashlib.sha256(b"".join(x.read_bytes() for x in (ROOT / FILE, Path(__file__)))).hexdigest()[:16]
 
 
 def save(name: str, size: tuple[float, float], draw: Callable[[Figure, Theme], None]) -> None:
@@ -68,7 +69,7 @@ def save(name: str, size: tuple[float, float], draw: Callable[[Figure, Theme], N
 
 def speed_and_memory(figure: Figure, theme: Theme) -> None:
     """Bars of time and of memory, forward and backward together."""
-    (job,) = (one for one in tables.heads() if sizes(one) == SHAPE)
+    job = bench_tables.first_job()
     rows = {row["key"]: row for row in timed(job["rows"]) if row["direction"] == "forward+backward"}
     time, memory = figure.subplots(1, 2, sharey=True)
     keys = [key for key in ROWS if key in rows]
@@ -79,13 +80,12 @@ def speed_and_memory(figure: Figure, theme: Theme) -> None:
     memory.set_title("temporary memory", loc="left", fontsize=9.5)
     time.axvline(3, color=theme.ink, lw=1, ls=":")
     time.invert_yaxis()
-    t, h, v = SHAPE
+    t, h, v = sizes(job)
     figure.suptitle("Log-probability, entropy and their gradients", x=0.01, ha="left", fontsize=11, weight="bold")
-    device = f"{device_of(job)}, {job['dtype']}"
     figure.supxlabel(
-        f"{t:,} tokens, hidden size {h:,}, vocabulary {v:,}; {device}.\n"
+        f"{t:,} tokens, hidden size {h:,}, vocabulary {v:,}, {job['dtype']}.\n"
         "A product is hidden · weightᵀ, alone. Dotted: the three that a gradient needs.\n"
-        "benchmarks/h200.json",
+        f"{device_of(job)}; {FILE}",
         x=0.01, ha="left", fontsize=8, color=theme.muted,
     )  # fmt: skip
 
@@ -102,22 +102,21 @@ NAMED = {  # rows of the picture of all packages, where the bench's own name is 
 
 BESIDE = {  # points from a dot to its name, where the usual place is another's
     "Apple CCE exact": (7, -9),
-    "materialised": (7, 6),
-    "torch.compile": (7, -4),
-    "Liger scaled cross entropy": (-7, -2),
-    "materialised by hand": (7, 0),
-    "ours in forward": (-7, 1),
-    "ours full cache": (7, -8),
+    "materialised": (7, -5),
+    "materialised by hand": (7, -3),
+    "ours half cache": (-7, -3),
+    "ours in forward": (-7, 0),
+    "ours full cache": (4, -15),
 }
 
 
 def packages(figure: Figure, theme: Theme) -> None:
     """Time against memory, a point for each way to compute."""
-    (job,) = tables.heads(packages=True)
+    job = bench_tables.job(f"heads --shape {bench_tables.SHAPE}")
     axes = figure.subplots()
     for row in (row for row in timed(job["rows"]) if row["direction"] == "forward+backward"):
-        ours = row["key"].startswith("ours")
-        x, y = max(row["temp_bytes"], 1 << 20) / 2**30, row["median_seconds"] * 1e3
+        ours = row["key"].startswith("ours") or row["key"] == "chunked"
+        x, y = row["temp_bytes"] / 2**30, row["median_seconds"] * 1e3
         axes.plot(x, y, "o", ms=7 if ours else 5, color=theme.ours if ours else theme.other)
         text = NAMED.get(row["key"], row["label"])
         right, up = BESIDE.get(row["key"], (7, 2))
@@ -126,47 +125,59 @@ def packages(figure: Figure, theme: Theme) -> None:
         axes.annotate(text, (x, y), color=theme.ours if ours else theme.muted, **at)
     product = next(row for row in timed(job["rows"]) if row["direction"] == "gemm")["median_seconds"] * 3e3
     axes.axhline(product, color=theme.ink, lw=1, ls=":")
-    axes.annotate("three products", (0.0012, product), xytext=(0, 3), textcoords="offset points", fontsize=8)
-    axes.set(xscale="log", yscale="log", xlim=(0.001, 300), xlabel="temporary memory, GiB", ylabel="ms")
+    axes.annotate("three products", (0.0005, product), xytext=(0, 3), textcoords="offset points", fontsize=8)
+    axes.set(
+        xscale="log", yscale="log", xlim=(0.0004, 300), ylim=(19, 110), xlabel="temporary memory, GiB", ylabel="ms"
+    )
     axes.yaxis.set_major_formatter("{x:.0f}")
     axes.yaxis.set_minor_formatter("{x:.0f}")
     axes.set_facecolor(theme.background)
     axes.spines[["top", "right"]].set_visible(False)
     t, h, v = sizes(job)
     figure.suptitle("Forward and backward, every package", x=0.01, ha="left", fontsize=11, weight="bold")
-    device = f"{device_of(job)}, {job['dtype']}"
-    note = f"{t:,} tokens, hidden size {h:,}, vocabulary {v:,}; {device}. Lower and further left is better.\nbenchmarks/h200.json"
+    note = (
+        f"{t:,} tokens, hidden size {h:,}, vocabulary {v:,}, {job['dtype']}. Lower and further left is better.\n"
+        f"{device_of(job)}; {FILE}"
+    )
     figure.supxlabel(note, x=0.01, ha="left", fontsize=8, color=theme.muted)
 
 
 def step(figure: Figure, theme: Theme) -> None:
     """A whole training step: tokens per second and memory by the size of the batch, with stored logits and without."""
-    jobs = [one for one in tables.jobs("step") if "cross entropy" in one["arguments"]]
+    jobs = [one for one in bench_tables.jobs("step") if "cross entropy" in one["arguments"]]
     rows = [row for one in jobs for row in timed(one["rows"])]
     batches = sorted({row["tokens"] for row in rows})
+    room = SHARE * TARGETS[bench_tables.CARD].memory_bytes / 2**30
     speed, memory = figure.subplots(1, 2)
-    for axes, unit in ((speed, "thousand tokens per second"), (memory, "GiB")):
+    for axes, unit in ((speed, "thousand tokens per second"), (memory, "GiB that a step needs")):
         for shift, head, color in ((-0.2, "logits stored", theme.other), (0.2, "lce_jax", theme.ours)):
             for row in (row for row in rows if row["head"] == head):
                 at, fits = batches.index(row["tokens"]) + shift, row["seconds"] is not None
                 rate = row["tokens"] / row["seconds"] / 1e3 if fits else 0.0
-                value = rate if axes is speed else (row["memory_bytes"] or 0) / 2**30
+                value = rate if axes is speed else row["memory_bytes"] / 2**30
                 axes.bar(at, value, 0.38, color=color, alpha=1.0 if fits else 0.4, label=head if at < 0.5 else None)
-                text = (f"{value:.1f}" if value else "") + ("" if fits else "\nout of\nmemory")
-                above = {"xytext": (0, 2), "textcoords": "offset points", "ha": "center", "fontsize": 7}
-                axes.annotate(text.strip(), (at, value), **above)
+                inside: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "fontsize": 7}
+                if value:
+                    ink = theme.background if color == theme.ours else theme.ink
+                    axes.annotate(f"{value:.1f}", (at, value), xytext=(0, -9), color=ink, **inside)
+                else:
+                    axes.annotate("out of memory", (at, 0), xytext=(0, 4), rotation=90, **inside)
         axes.set_title(unit, loc="left", fontsize=9.5)
         axes.set_xticks(range(len(batches)), [f"{tokens:,}" for tokens in batches], fontsize=8)
         axes.set_xlabel("tokens of a step", fontsize=8)
         axes.set_facecolor(theme.background)
         axes.spines[["top", "right", "left"]].set_visible(False)
         axes.yaxis.set_visible(False)
+    memory.axhline(room, color=theme.ink, lw=1, ls=":")
+    memory.annotate(f"{room:.0f}: JAX's share", (-0.45, room), xytext=(0, 3), textcoords="offset points", fontsize=7)
     figure.legend(*speed.get_legend_handles_labels(), fontsize=8, frameon=False, loc="upper right", ncols=2)
-    figure.suptitle("A training step", x=0.01, ha="left", fontsize=11, weight="bold")
+    figure.suptitle("A training step, cross entropy", x=0.01, ha="left", fontsize=11, weight="bold")
     of = jobs[0]["sizes"]
     note = (
         f"{jobs[0]['model']}'s sizes: {of['layers']} layers, hidden size {of['hidden_size']:,}, vocabulary "
-        f"{of['vocab_size']:,}; sequences of {jobs[0]['length']:,} tokens; {device_of(jobs[0])}.\nbenchmarks/h200.json"
+        f"{of['vocab_size']:,}; sequences of {jobs[0]['length']:,} tokens.\n"
+        "JAX takes three quarters of the card's memory by default. Faint bars do not fit.\n"
+        f"{device_of(jobs[0])}; {FILE}"
     )
     figure.supxlabel(note, x=0.01, ha="left", fontsize=8, color=theme.muted)
 
@@ -238,7 +249,7 @@ def main() -> None:
     """Draws all of them."""
     save("speed-and-memory", (5.6, 3.2), speed_and_memory)
     save("packages", (7.2, 4.2), packages)
-    save("step", (7.2, 3.4), step)
+    save("step", (7.2, 3.6), step)
     save("way", (5.0, 7.2), way)
 
 

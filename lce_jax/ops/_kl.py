@@ -111,9 +111,9 @@ def linear_kl(
         With kernels (16-bit heads on a Hopper GPU) nine numbers per token and 256 columns in the forward, at
         most 160 MiB, and in the backward a chunk of the gradient in the logits. Without, a tile of both models' logits,
         together at most 16 MiB on a CPU and 128 MiB elsewhere, and their exponentials. In the backward also ``dhidden``
-        in float32. Six numbers per token are kept between the passes, eight of "jsd". On an H200 in bfloat16, at 4096
-        tokens, hidden sizes of 4096 and a vocabulary of 151,936, forward and backward of a KL hold 328 MiB with kernels
-        and 224 MiB without; with stored logits 7.0 GiB. What ``cache_bytes`` lets the forward keep comes on top.
+        in float32. Six numbers per token are kept between the passes, eight of "jsd". On an H100 in bfloat16, at 4096
+        tokens, hidden sizes of 4096 and a vocabulary of 151,936, forward and backward of a KL hold 328 MiB, and with
+        stored logits 7.0 GiB. What ``cache_bytes`` lets the forward keep comes on top.
 
     Numerics:
         Every sum and exponential is float32, and each gradient is rounded once. The backward recomputes the logits, so

@@ -94,7 +94,7 @@ def cache(shape: tuple[int, int], tile: int, both: dict[str, Any]) -> None:
     for x, y, key in zip(memory, time, keys, strict=True):
         axes[1].annotate(named[key], (x, y), xytext=(7, 3), textcoords="offset points")
     axes[1].axhline(3, color=MUTED, lw=0.8, ls=":")
-    axes[1].set(xlabel="temporary memory, GiB", ylabel="time, in products", xlim=(0, 12.5), ylim=(2.9, 4.3),
+    axes[1].set(xlabel="temporary memory, GiB", ylabel="time, in products", xlim=(0, 7.5), ylim=(2.9, 4.3),
                 title="Forward + backward, 8192 × 4096 × 131,072")  # fmt: skip
     show(
         fig, "Half of the tiles kept, half recomputed; time falls from four products to three as the cache takes 2 GiB"

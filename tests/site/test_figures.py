@@ -22,9 +22,9 @@ def script(name):
 
 
 tables, figures = script("tables"), script("figures")
+bench = tables.bench_tables
 
-
-DRAWN = ["speed-and-memory", "packages", "step"]  # from h200.json; "way" is a diagram
+DRAWN = ["speed-and-memory", "packages", "step"]  # from figures.FILE; "way" is a diagram
 
 
 @pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: page.name)
@@ -37,17 +37,21 @@ def test_every_table_is_shown():
     assert shown == set(tables.tables())
 
 
+def test_no_recorded_table_is_one_of_a_card():
+    assert not set(bench.load("recorded")["runs"]) & set(bench.made())
+
+
 @pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_readers_see_the_file_of_each_table_and_picture_beside_it(page):
     made = tables.tables()
     files = {name.removesuffix(" by"): tables.source_of(by) for name, by in made.items() if name.endswith(" by")}
-    files |= dict.fromkeys(("first", "details"), "benchmarks/h200.json")
+    files |= dict.fromkeys(("first", "details"), figures.FILE)
     no_figures = {"functions", "options", "support"}
     for section in re.split(r"^##? .*$", page.read_text(), flags=re.MULTILINE):
         seen = re.sub(r"<!--.*?-->", "", section, flags=re.DOTALL)
         shown = {name.removesuffix(" by") for _, name, *_ in tables.PLACE.findall(section)} - no_figures
         needed = {files[name] for name in shown}
-        needed |= {"benchmarks/h200.json"} if re.search(rf"assets/({'|'.join(DRAWN)})-", section) else set()
+        needed |= {figures.FILE} if re.search(rf"assets/({'|'.join(DRAWN)})-", section) else set()
         missing = [name for name in needed if f"`{name}`" not in seen]
         assert not missing, f"{page.name}: {missing} of {sorted(shown)}"
 
@@ -69,24 +73,44 @@ def test_every_run_says_what_repeats_it(path):
 
 
 def test_the_first_lines_of_the_readme():
-    job = tables.first_job()
-    stored, ours, cached = (tables.row_of(job, key, tables.BOTH) for key in ("materialised", "ours", "ours full cache"))
-    assert round(stored["temp_bytes"] / ours["temp_bytes"]) == 32
-    assert round(100 * (ours["median_seconds"] / stored["median_seconds"] - 1)) == 18  # %
-    assert round(stored["temp_bytes"] / cached["temp_bytes"]) == 5
+    keys = ("materialised", "ours", "ours full cache")
+    stored, ours, cached = (bench.row_of(bench.first_job(), key, bench.BOTH) for key in keys)
+    assert round(stored["temp_bytes"] / ours["temp_bytes"]) == 19
+    assert round(100 * (ours["median_seconds"] / stored["median_seconds"] - 1)) == 17  # %
+    assert round(stored["temp_bytes"] / cached["temp_bytes"]) == 3
     assert round(100 * (1 - cached["median_seconds"] / stored["median_seconds"])) == 9  # %
-    exact, threshold, *_ = (float(row[1]) for row in tables.load("recorded")["runs"]["threshold"]["rows"])
-    assert threshold < exact / 2
+    text = bench.job(f"heads --shape {bench.TEXT}")
+    exact, threshold = (bench.row_of(text, key, bench.BOTH) for key in ("ours", "ours threshold"))
+    assert threshold["median_seconds"] < exact["median_seconds"] / 2
 
 
 def test_the_forward_of_narrow_heads_on_both_cards():
-    took = {}
-    for card in ("h100", "h200"):
-        for job in tables.heads(card=card):
-            took[card, tables.shape_of(job)] = round(tables.row_of(job, "ours", "forward")["ratio_to_gemm"], 2)
-    narrow, wider = "8192, 1024, 151,936", "8192, 2048, 151,936"
-    assert [took["h100", narrow], took["h100", wider]] == [1.20, 1.38]
-    assert [took["h200", narrow], took["h200", wider]] == [1.02, 1.04]
+    def took(hidden_size, card):
+        job = bench.job(f"heads --shape 8192,{hidden_size},151936 --no-peers", card)
+        return round(bench.row_of(job, "ours", "forward")["ratio_to_gemm"], 2)
+
+    assert [took(1024, "h100"), took(2048, "h100")] == [1.22, 1.04]
+    assert [took(1024, "h200"), took(2048, "h200")] == [1.02, 1.04]
+
+
+def test_what_candidates_and_a_floor_cost():
+    rows = bench.job(f"options --shape {bench.SHAPE}")["rows"]
+    seconds = {row["name"]: row["median_seconds"] for row in rows}
+
+    def added(what, end=""):
+        return round(100 * (seconds[f"linear_logprobs, {what}{end}"] / seconds[f"linear_logprobs{end}"] - 1))  # %
+
+    both = ", + backward"
+    assert [added("64 candidates"), added("64 candidates", both), added("8 candidates", both)] == [12, 3, 4]
+    assert added("8 candidates") <= 0
+    assert [added("a floor"), added("a floor", both)] == [2, 1]
+
+
+def test_how_many_tokens_linear_loss_takes_with_less_memory():
+    long = bench.job(f"heads --shape {bench.LONG}")
+    ours, cached = (bench.row_of(long, key, bench.BOTH) for key in bench.IN_FORWARD)
+    assert ours["temp_bytes"] < cached["temp_bytes"] / 2
+    assert ours["median_seconds"] == pytest.approx(cached["median_seconds"], rel=0.03)
 
 
 def test_how_much_faster_uv_installs():
@@ -95,10 +119,24 @@ def test_how_much_faster_uv_installs():
 
 
 def test_what_a_training_step_gains():
-    stored, ours = tables.jobs("step")[-1]["rows"]
-    assert (stored["head"], ours["head"], ours["tokens"]) == ("logits stored", "lce_jax", 65_536)
-    assert round(stored["memory_bytes"] / ours["memory_bytes"], 1) == 2.7
-    assert round(100 * (ours["seconds"] / stored["seconds"] - 1)) == 2  # %
+    fits, found = {"logits stored": 0, "lce_jax": 0}, {}
+    card = figures.TARGETS[bench.CARD].memory_bytes / 2**30
+    room = figures.SHARE * card
+    assert round(room) == 59  # GiB
+    for row in (row for job in bench.jobs("step") for row in job["rows"]):
+        found[row["objective"], row["head"], row["tokens"]] = row
+        needs = row["memory_bytes"] / 2**30
+        assert (row["seconds"] is None) == (needs > room)
+        fits[row["head"]] = max(fits[row["head"]], row["tokens"] if row["seconds"] else 0)
+    assert fits == {"logits stored": 16_384, "lce_jax": 131_072}
+    assert fits["lce_jax"] == 8 * fits["logits stored"]
+    more = []
+    for objective in ("cross entropy", "PPO + entropy"):
+        stored, ours = (found[objective, head, 16_384] for head in fits)
+        assert round(stored["memory_bytes"] / ours["memory_bytes"], 1) == 1.4
+        more.append(round(100 * (ours["seconds"] / stored["seconds"] - 1), 1))  # %
+    assert more == [0.5, -2.0]
+    assert found["cross entropy", "logits stored", 32_768]["memory_bytes"] / 2**30 < card
 
 
 UNIT = r" ?(?:[KMG]iB|GB|ms|nats|%|per cent)(?!\w)"

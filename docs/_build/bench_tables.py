@@ -1,0 +1,344 @@
+"""The tables that show rows of the bench: what it wrote on a card, ``benchmarks/h100.json`` and ``h200.json``."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+from lce_jax._plans import format_bytes  # noqa: E402
+from lce_jax.bench import records  # noqa: E402
+from lce_jax.bench.records import row_of, timed  # noqa: E402
+
+CARD = "h100"  # whose numbers the pages give, unless they name another
+BOTH = "forward+backward"
+FIRST = "8192,4096,131072"  # the README's shape
+SHAPE = "4096,4096,151936"  # that of the options, the divergences and the other packages
+LONG, TEXT = "32768,4096,151936 --no-peers", "8192,4096,151936 --data text"
+NAMES = {
+    "gemm": "one product hidden · weightᵀ, alone",
+    "ours": "lce_jax",
+    "ours half cache": "lce_jax, half a cache",
+    "ours full cache": "lce_jax, full cache",
+    "ours in forward": "lce_jax, `linear_loss`",
+    "chunked": "lce_jax (xla)",
+    "materialised": "logits stored, autodiff",
+    "materialised by hand": "logits stored, gradient by hand",
+}
+IN_FORWARD = "ours in forward", "ours full cache"
+SCALED = "ours", "ours full cache", "Liger scaled cross entropy"  # what an H200 has and the other card has not
+CACHES = {
+    "ours": "no cache",
+    "ours half cache": "half a cache",
+    "ours full cache": "full cache",
+    "ours in forward": "`linear_loss`",
+}
+ON_TEXT = {
+    "ours": "exact",
+    "ours full cache": "exact, full cache",
+    "materialised": "logits stored, autodiff",
+    "ours threshold": "`gradient_threshold` 2⁻¹²",
+    "ours threshold without entropy": "`gradient_threshold` 2⁻¹², `entropy=False`",
+    "Apple CCE": "Apple CCE, its default threshold, no entropy",
+    "Apple CCE exact": "Apple CCE exact, no entropy",
+}
+CANDIDATES = {
+    "none": "linear_logprobs",
+    "8": "linear_logprobs, 8 candidates",
+    "64": "linear_logprobs, 64 candidates",
+    "64, logits stored": "linear_logprobs, 64 candidates, stored",
+}
+FLOORS = {
+    "no floor": "linear_logprobs",
+    "half of the logits reach it": "linear_logprobs, a floor",
+    "the same, logits stored": "linear_logprobs, a floor, stored",
+}
+IDS = {
+    "8": "linear_logits, 8 ids",
+    "64": "linear_logits, 64 ids",
+    "64, logits stored": "linear_logits, 64 ids, stored",
+}
+PRECISIONS = {
+    f"`{given}`{beside}": f"{way}, {given.strip('"')}"
+    for given in ("TF32_TF32_F32", "BF16_BF16_F32_X3", "BF16_BF16_F32_X6", '"highest"')
+    for beside, way in (("", "linear_logprobs"), (", logits stored", "stored logits"))
+}
+VERSIONS = {  # of what takes part beside JAX
+    "heads": {"torch": "PyTorch", "triton": "Triton", "liger-kernel": "Liger Kernel", "cut-cross-entropy": "CCE"},
+    "kl": {"torch": "PyTorch", "triton": "Triton", "trl": "TRL"},
+}
+
+type Run = dict[str, Any]
+
+
+def load(name: str) -> Run:
+    """A file of ``benchmarks``."""
+    return json.loads((ROOT / "benchmarks" / f"{name}.json").read_text())
+
+
+def markdown(head: list[str], rows: list[list[str]], left: int = 1) -> str:
+    """A table, its first ``left`` columns to the left and the others to the right."""
+    rule = "|".join(["---"] * left + ["---:"] * (len(head) - left))
+    lines = [f"| {' | '.join(cells)} |" for cells in rows]
+    return "\n".join([f"| {' | '.join(head)} |", f"|{rule}|", *lines])
+
+
+def jobs(part: str, card: str = CARD) -> list[Run]:
+    """Those of a part of the bench on a card."""
+    return list(records.jobs(load(card), part))
+
+
+def job(key: str, card: str = CARD) -> Run:
+    """The one of a key: the arguments of its command."""
+    words = shlex.split(key)
+    return next(one for one in jobs(words[0], card) if one["arguments"] == words)
+
+
+def heads(card: str = CARD) -> list[Run]:
+    """The jobs of heads on a card that have random logits and no other packages."""
+    other = {"--data", "--implementation", "--devices", "--model"}
+    return [one for one in jobs("heads", card) if "--no-peers" in one["arguments"] and not other & {*one["arguments"]}]
+
+
+def newest(jobs: list[Run]) -> Run:
+    """The run that the newest of their rows are of; of two on one day, that of more rows."""
+    runs = [row["run"] for one in jobs for row in one["rows"]]
+    return max(runs, key=lambda run: (run["date"], runs.count(run)))
+
+
+def shape_of(measured: Run) -> str:
+    """Tokens, hidden size, vocabulary."""
+    shape = measured["shape"]
+    head = shape.get("head") or {"hidden_size": shape["H"], "vocab_size": shape["V"]}
+    return f"{shape.get('tokens') or shape['T']}, {head['hidden_size']}, {head['vocab_size']:,}"
+
+
+def ratio(row: Run | None) -> str:
+    """Its time as a multiple of the product's."""
+    return "–" if row is None or row["ratio_to_gemm"] is None else f"{row['ratio_to_gemm']:.2f}"
+
+
+def ms(row: Run | None, missing: str = "–") -> str:
+    """Its time."""
+    return missing if row is None else f"{row['median_seconds'] * 1e3:.2f}"
+
+
+def of_job(name: str, made: str, measured: Run, card: str = CARD) -> dict[str, str]:
+    """A table and the line that says how it was measured."""
+    part, *words = measured["arguments"]
+    beside = {} if "--no-peers" in words else VERSIONS.get(part, {})
+    by = measured_by(newest([measured]), records.command(measured), card, beside)
+    return {name: made, f"{name} by": by}
+
+
+def measured_by(run: Run, command: str, file: str, beside: Mapping[str, str]) -> str:
+    """Device, versions, date, rounds, command and file."""
+    device = run["device"]
+    known = {"jax": "JAX", **beside}
+    versions = ", ".join(f"{label} {device[name]}" for name, label in known.items() if name in device)
+    rounds = run.get("rounds", 0)
+    of_rounds = {0: "", 1: ", one round"}.get(rounds, f", medians of {rounds} rounds")
+    return f"{device['device_kind']}, {versions}, {run['date']}{of_rounds}: `{command}` (`benchmarks/{file}.json`)"
+
+
+def summary(card: str) -> str:
+    """A line per shape: ours without a cache, with a full one, in the forward; stored logits. Star: an earlier run."""
+    head = ["tokens, hidden, vocabulary", "forward", "+ backward", "full cache", "`linear_loss`", "logits stored"]
+    ways = [("ours", "forward")] + [(key, BOTH) for key in ("ours", "ours full cache", "ours in forward")]
+    lines, found = [], heads(card)
+    for one in found:
+        stored = row_of(one, "materialised", BOTH)
+        mark = "" if one["rows"][0]["run"] == newest(found) else "*"
+        last = ratio(stored) if stored else failure(one)
+        lines.append([shape_of(one) + mark, *(ratio(row_of(one, *way)) for way in ways), last])
+    return markdown(head, lines)
+
+
+def summary_by(card: str) -> str:
+    """When, on what, and how: of the newest run, and of the starred ones."""
+    found, earlier = heads(card), {}
+    run = newest(found)
+    for other in (one["rows"][0]["run"] for one in found):
+        if other != run:
+            rounds = "" if other["rounds"] == run["rounds"] else f", medians of {other['rounds']} rounds"
+            earlier[other["date"] + rounds] = other.get("note", "")
+    stars = [f" A star: {when}. {note}".rstrip() for when, note in earlier.items()]
+    by = measured_by(run, "python -m lce_jax.bench heads --no-peers --shape T,H,V", card, {})
+    return by + "." * bool(stars) + "".join(stars)
+
+
+def failure(job: Run) -> str:
+    """Why stored logits were not timed."""
+    reasons = [row["left_out"] for row in job["rows"] if row["name"].startswith("XLA, stored") and "left_out" in row]
+    return "out of memory" if reasons and all("RESOURCE_EXHAUSTED" in reason for reason in reasons) else "–"
+
+
+def first() -> str:
+    """The README's shape, forward and backward: time and memory, without logits and with."""
+    keys = {"materialised": "logits stored (JAX)", "ours": "lce_jax", "ours full cache": "lce_jax, with a cache"}
+    rows = [(label, row_of(first_job(), key, BOTH)) for key, label in keys.items()]
+    lines = [
+        [label, f"{row['median_seconds'] * 1e3:.1f} ms", format_bytes(row["temp_bytes"])] for label, row in rows if row
+    ]
+    return markdown(["forward and backward", "time", "temporary memory"], lines)
+
+
+def first_job() -> Run:
+    """That shape's."""
+    return job(f"heads --shape {FIRST} --no-peers")
+
+
+def details() -> str:
+    """A table per shape: time, speed, memory."""
+    head = ["", "", "ms", "÷ product", "useful TFLOP/s", "temporary memory"]
+    parts = []
+    for one in heads():
+        rows = [
+            detail(row)
+            for way in ("gemm", "forward", "top-k", BOTH)
+            for row in timed(one["rows"])
+            if row["direction"] == way
+        ]
+        parts.append(f"### {shape_of(one)}, {one['dtype']}\n\n{markdown(head, rows, left=2)}")
+    return "\n\n".join(parts)
+
+
+def detail(row: Run) -> list[str]:
+    """One row of `details`."""
+    named = {} if row["direction"] == "top-k" else NAMES
+    return [
+        named.get(row["key"]) or row["label"].partition(", k ")[0],
+        "" if row["direction"] == "gemm" else row["direction"].replace("+", " + "),
+        ms(row),
+        ratio(row),
+        f"{row['useful_flops_per_second'] / 1e12:.0f}",
+        format_bytes(row["temp_bytes"]),
+    ]
+
+
+def peers(measured: Run, keys: Iterable[str] | None = None) -> str:
+    """A line per package and way, or per key: both directions of one shape."""
+    head = [shape_of(measured), "forward, ms", "forward + backward, ms", "÷ product", "temporary memory"]
+    lines = []
+    for row in (row for row in timed(measured["rows"]) if row["direction"] == BOTH):
+        label = row["label"] if "lce_jax" in row["label"] else NAMES.get(row["key"]) or row["label"]
+        if keys is None or row["key"] in keys:
+            alone = row_of(measured, row["key"], "forward")
+            lines.append([label, ms(alone), ms(row), ratio(row), format_bytes(row["temp_bytes"])])
+    return markdown(head, lines)
+
+
+def of_both(measured: Run, keys: Mapping[str, str], what: str = "") -> str:
+    """Forward and backward of some rows."""
+    rows = [(label, row_of(measured, key, BOTH)) for key, label in keys.items()]
+    lines = [[label, ms(row), ratio(row), format_bytes(row["temp_bytes"])] for label, row in rows if row]
+    head = f"{shape_of(measured)}{what and f', {what}'}, forward + backward"
+    return markdown([head, "ms", "÷ product", "temporary memory"], lines)
+
+
+def on_text(measured: Run) -> str:
+    """What a threshold leaves out, gains and costs, beside other packages."""
+
+    def share(x: float | None) -> str:
+        return "–" if x is None else f"{100 * x:.2g} %"
+
+    lines = []
+    for label, row in ((label, row_of(measured, key, BOTH)) for key, label in ON_TEXT.items()):
+        assert row, label
+        errors = [f"{row['errors'][name]:.1e}" for name in ("dhidden", "dweight")]
+        left_out = [share(row[name]) for name in ("skipped", "dropped_mass")]
+        lines.append([label, ms(row), ratio(row), format_bytes(row["temp_bytes"]), *left_out, *errors])
+    head = ["forward + backward, ms", "÷ product", "temporary memory"]
+    head += ["tiles left out", "probability in them, mean", "dhidden off by", "dweight off by"]
+    return markdown([shape_of(measured), *head], lines)
+
+
+def topk(measured: Run) -> str:
+    """A line per way to find the most likely tokens."""
+    rows = [
+        [row["label"].partition(", k ")[0], ms(row), ratio(row), format_bytes(row["temp_bytes"])]
+        for row in timed(measured["rows"])
+        if row["direction"] == "top-k"
+    ]
+    return markdown([f"{shape_of(measured)}; k 64", "ms", "÷ product", "temporary memory"], rows)
+
+
+def passes(measured: Run, programs: Mapping[str, str], what: str, apart: str = "") -> str:
+    """A line per program: the forward and both passes; under ``apart`` how far it lies from its reference."""
+    found = {row["name"]: row for row in timed(measured["rows"])}
+    lines = []
+    for label, name in programs.items():
+        alone, both = found[name], found[f"{name}, + backward"]
+        cells = [label, ms(alone), ratio(alone), ms(both), ratio(both), format_bytes(both["temp_bytes"])]
+        lines.append(cells + ([f"{both['apart']:.1e}" if "apart" in both else "–"] if apart else []))
+    head = [f"{shape_of(measured)}: {what}", "forward, ms", "÷ product", "forward + backward, ms", "÷ product"]
+    return markdown([*head, "temporary memory", *([apart] if apart else [])], lines)
+
+
+def divergences(measured: Run) -> str:
+    """A line per direction and way: both directions of time, products, and memory."""
+    found = {row["name"]: row for row in timed(measured["rows"])}
+    lines = [["one product", ms(found.pop("one product")), "–", "–", "–"]]
+    end = ", + backward"
+    for name, both in ((name.removesuffix(end), row) for name, row in found.items() if name.endswith(end)):
+        missing = "as without" if "cache" in name else "–"  # a peer is timed with its backward alone
+        lines.append([name, ms(found.get(name), missing), ms(both), ratio(both), format_bytes(both["temp_bytes"])])
+    return markdown(["one process", "forward, ms", "forward + backward, ms", "÷ product", "temporary memory"], lines)
+
+
+def steps(jobs: list[Run]) -> str:
+    """A line per objective and batch: tokens per second, and memory."""
+    by_batch: dict[tuple[str, int], dict[str, Run]] = {}
+    for row in (row for one in jobs for row in timed(one["rows"])):
+        by_batch.setdefault((row["objective"], row["tokens"]), {})[row["head"]] = row
+
+    def cells(row: Run | None) -> list[str]:
+        if row is None:
+            return ["–", "–"]
+        speed = f"{row['tokens'] / row['seconds']:,.0f}" if row["seconds"] else "out of memory"
+        return [speed, format_bytes(row["memory_bytes"]) if row["memory_bytes"] else "–"]
+
+    head = ["objective", "tokens a step", "stored: tokens/s", "memory", "lce_jax: tokens/s", "memory"]
+    lines = [
+        [objective, f"{tokens:,}", *cells(found.get("logits stored")), *cells(found.get("lce_jax"))]
+        for (objective, tokens), found in by_batch.items()
+    ]
+    return markdown(head, lines)
+
+
+def steps_by(jobs: list[Run]) -> str:
+    """How all batches are measured."""
+    batches = dict.fromkeys(row["batch"] for one in jobs for row in one["rows"])
+    run = newest(jobs)
+    command = f"python -m lce_jax.bench step --batch {','.join(map(str, batches))} --rounds {run['rounds']}"
+    return measured_by(run, command, CARD, {})
+
+
+def made() -> dict[str, str]:
+    """All of them by name, and the lines that say how each was measured."""
+    beside, options, precision, kl = (
+        job(f"{part} --shape {SHAPE}") for part in ("heads", "options", "precision", "kl")
+    )
+    alone, xla = (job(f"heads --shape {SHAPE} --no-peers{more}") for more in ("", " --implementation xla"))
+    long, text = (job(f"heads --shape {words}") for words in (LONG, TEXT))
+    other = job(f"heads --shape {SHAPE}", "h200")
+    found = {"first": first(), "details": details(), "step": steps(jobs("step")), "step by": steps_by(jobs("step"))}
+    found |= {"summary": summary(CARD), "summary by": summary_by(CARD)}
+    found |= {"summary h200": summary("h200"), "summary h200 by": summary_by("h200")}
+    found |= of_job("peers", peers(beside), beside)
+    found |= of_job("peers h200", peers(other, SCALED), other, "h200")
+    found |= of_job("top k", topk(alone), alone)
+    found |= of_job("xla cache", of_both(xla, CACHES, '`implementation="xla"`'), xla)
+    found |= of_job("linear_loss", of_both(long, {key: NAMES[key] for key in IN_FORWARD}), long)
+    found |= of_job("threshold", on_text(text), text)
+    found |= of_job("candidates", passes(options, CANDIDATES, "candidates"), options)
+    found |= of_job("floor", passes(options, FLOORS, "`linear_logprobs`"), options)
+    found |= of_job("linear_logits", passes(options, IDS, "ids per token"), options)
+    found |= of_job("precision", passes(precision, PRECISIONS, "`precision=`", "distance"), precision)
+    return found | of_job("kl", divergences(kl), kl)
