@@ -39,8 +39,8 @@ def _results(eqn: Any, operands: list[Any]) -> Sequence[Any]:
         return CONTROL[name](*operands, **eqn.params)
     if name in MOVES:
         return [MOVES[name](*map(np.asarray, operands), **eqn.params)]
-    if name in OF_INTEGERS and all(x.dtype.kind in "iub" for x in map(np.asarray, operands)):
-        return [np.asarray(OF_INTEGERS[name](*operands))]
+    if name in OF_INTEGERS and all(x.aval.dtype.kind in "iub" for x in (*eqn.invars, *eqn.outvars)):
+        return [OF_INTEGERS[name](*map(np.asarray, operands), **eqn.params)]
     found = eqn.primitive.bind(*operands, **eqn.params)
     return found if eqn.primitive.multiple_results else [found]
 
@@ -92,8 +92,15 @@ def _slice(x: np.ndarray, start_indices: Any, limit_indices: Any, strides: Any) 
     return x[tuple(map(slice, start_indices, limit_indices, strides or (None,) * x.ndim))]
 
 
+def _dynamic_slice(x: np.ndarray, *starts: np.ndarray, slice_sizes: tuple[int, ...]) -> np.ndarray:
+    """A slice that would leave the array begins earlier, as XLA's."""
+    first = [min(max(int(i), 0), n - size) for i, n, size in zip(starts, x.shape, slice_sizes, strict=True)]
+    return x[tuple(slice(i, i + size) for i, size in zip(first, slice_sizes, strict=True))]
+
+
 MOVES: dict[str, Callable[..., np.ndarray]] = {
     "broadcast_in_dim": _broadcast,
+    "dynamic_slice": _dynamic_slice,
     "reshape": lambda x, new_sizes, **_: x.reshape(new_sizes),
     "select_n": lambda which, *cases: np.where(which, *cases[::-1]),
     "slice": _slice,
@@ -106,8 +113,16 @@ def _divide(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     return np.floor_divide(x - np.fmod(x, y), y)
 
 
-OF_INTEGERS: dict[str, Callable[..., Any]] = {
-    "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": _divide, "rem": np.fmod, "neg": np.negative,
-    "max": np.maximum, "min": np.minimum, "and": np.bitwise_and, "or": np.bitwise_or, "not": np.invert,
-    "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal, "eq": np.equal, "ne": np.not_equal,
+def _of(function: Callable[..., Any]) -> Callable[..., np.ndarray]:
+    """Of arrays alone: what JAX says besides is for devices."""
+    return lambda *operands, **_: np.asarray(function(*operands))
+
+
+OF_INTEGERS: dict[str, Callable[..., np.ndarray]] = {
+    "add": _of(np.add), "sub": _of(np.subtract), "mul": _of(np.multiply), "div": _of(_divide), "rem": _of(np.fmod),
+    "neg": _of(np.negative), "sign": _of(np.sign), "max": _of(np.maximum), "min": _of(np.minimum),
+    "and": _of(np.bitwise_and), "or": _of(np.bitwise_or), "not": _of(np.invert), "lt": _of(np.less),
+    "le": _of(np.less_equal), "gt": _of(np.greater), "ge": _of(np.greater_equal), "eq": _of(np.equal),
+    "ne": _of(np.not_equal), "clamp": _of(lambda low, x, high: np.clip(x, low, high)),
+    "convert_element_type": lambda x, new_dtype, **_: x.astype(new_dtype),
 }  # fmt: skip

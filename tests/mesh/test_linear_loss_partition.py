@@ -32,7 +32,6 @@ from tests.mesh.test_linear_loss import (
 
 # How hidden, weight and the per-token arrays are split, and the arguments of `sharded_linear_loss` for it.
 PLACES: dict[str, tuple[P, P, P, dict[str, Any]]] = {
-    "batch and vocabulary": (P("data"), P("tensor"), P("data"), {"batch_axes": "data"}),
     "sequence on the vocabulary's axis": (
         P("data", "tensor"), P("tensor"), P("data"), {"batch_axes": "data", "sequence_axis": "tensor"},
     ),
@@ -79,22 +78,3 @@ def test_auto_axes_are_seen_by_xla(place: str, caplog: pytest.LogCaptureFixture)
         assert oracle.value_error(x, y) < 1e-5
     told = step(functools.partial(sharded_linear_loss, mesh=mesh, **axes)).lower(*arrays, 1.5).compile()
     assert compiled.cost_analysis()["flops"] < 1.1 * told.cost_analysis()["flops"]
-
-
-def test_in_shardings_alone_and_vmap() -> None:
-    """No type shows these shardings. Under vmap each example is split, one after the other."""
-    mesh = mesh_of((4, 2))
-
-    def total(hidden: Any, weight: Any, labels: Any) -> Any:
-        return linear_loss(lambda logprob, *_: -logprob, hidden, weight, labels, precision="highest")[0]
-
-    shardings = tuple(NamedSharding(mesh, spec) for spec in (P("data"), P("tensor"), P("data")))
-    step = jax.value_and_grad(total, argnums=(0, 1))
-    compiled = jax.jit(step, in_shardings=shardings).lower(HIDDEN, WEIGHT, LABELS).compile()
-    plain = jax.jit(step).lower(HIDDEN, WEIGHT, LABELS).compile()
-    want = plain(HIDDEN, WEIGHT, LABELS)
-    assert_same(compiled(HIDDEN, WEIGHT, LABELS), want)
-    assert compiled.cost_analysis()["flops"] < 0.2 * plain.cost_analysis()["flops"]
-    each = jax.jit(jax.vmap(step, (0, None, 0)), in_shardings=(None, shardings[1], None))(HIDDEN, WEIGHT, LABELS)
-    assert oracle.value_error(each[0].sum(), want[0]) < 1e-5
-    assert oracle.relative_norm(each[1][1].sum(0), want[1][1]) < 5e-6

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from typing import Any
 
@@ -17,9 +16,8 @@ from lce_jax import linear_logits, sharded_linear_logits
 from lce_jax.mesh import _custom_partitioning
 from tests import cases, oracle
 from tests.ops.test_logits import call, evaluate, expected
-from tests.pairs import pairs_of
 from tests.partition_cases import names, put
-from tests.sharding_cases import LAYOUTS, mesh_of
+from tests.sharding_cases import mesh_of
 
 CALL = call(cases.case(
     "split", leading=(4, 8), V=128, K=6, vocab_size=101, where="nan", temperature="token", logit_softcap=3.0,
@@ -33,24 +31,7 @@ def assert_expected(z: Any, gradients: Any) -> None:
     assert all(oracle.relative_norm(a, b) < 1e-6 for a, b in zip(gradients, wanted, strict=True))
 
 
-@pairs_of(
-    1,
-    layout=["tensor 8", "data 2, tensor 4", "tensor 8, sequence over tensor", "data, sequence over context and tensor",
-            "data alone"],
-    kind=[AxisType.Auto, AxisType.Explicit],
-)  # fmt: skip
-def test_over_named_axes(layout: str, kind: AxisType) -> None:
-    mesh = mesh_of(layout, kind)
-    run = functools.partial(sharded_linear_logits, mesh=mesh, **LAYOUTS[layout][2])
-    with jax.set_mesh(mesh):
-        assert_expected(*evaluate(*CALL, run))
-
-
-@pytest.mark.parametrize(
-    "place",
-    [(P("data"), P(None, "tensor")), (P("data", "tensor"), P(None, "tensor")), (P("data"), P("tensor"))],
-    ids=str,
-)
+@pytest.mark.parametrize("place", [(P("data"), P(None, "tensor")), (P("data"), P("tensor"))], ids=str)
 def test_operands_over_explicit_axes_split_the_work(place: tuple[P, P]) -> None:
     """Gradients are split as their operands are, also where hidden's sequence or H is split."""
     mesh = mesh_of("data 2, tensor 4", AxisType.Explicit)

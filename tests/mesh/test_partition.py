@@ -9,13 +9,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
-from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from lce_jax import (
-    linear_cross_entropy,
     linear_logprobs,
-    sharded_linear_cross_entropy,
     sharded_linear_logprobs,
 )
 from lce_jax.mesh._layout import layout_of_specs
@@ -106,36 +104,6 @@ def test_what_a_device_would_hold_decides_what_is_gathered(tokens: int, gathers_
         found = layout_of_specs(mesh, hidden, weight, P("data", "tensor"), P("tensor"), [], 0)
         assert (found.gather_dim == 1, found.vocab_axes == "tensor") == (gathers_hidden, gathers_hidden)
         assert found.token_shards == replicas * (1 if gathers_hidden else 8)
-
-
-def test_in_shardings_alone_split_the_work() -> None:
-    """No type shows these shardings; XLA's partitioning rule sees them."""
-    mesh = mesh_of(AxisType.Auto)
-    shardings = tuple(NamedSharding(mesh, spec) for spec in (P("data"), P("tensor"), P("data"), P("data"), P("data")))
-    run = functools.partial(objective, linear_logprobs)
-    jitted = jax.jit(jax.value_and_grad(run, argnums=(0, 1), has_aux=True), in_shardings=shardings)
-    operands = (HIDDEN, WEIGHT, LABELS, WHERE, TEMPERATURE)
-    compiled = jitted.lower(*operands).compile()
-    assert_same(compiled(*operands), single())
-    assert compiled.cost_analysis()["flops"] < 1.1 * told_flops("batch and vocabulary")
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_losses(kind: AxisType) -> None:
-    mesh = mesh_of(kind)
-    operands = put(HIDDEN, mesh, P("data")), put(WEIGHT, mesh, P("tensor")), put(LABELS, mesh, P("data"))
-    options: dict[str, Any] = {"ignore_index": -1, "label_smoothing": 0.1, "z_loss": 1e-3, "vocab_size": 3000}
-    run = jax.jit(jax.value_and_grad(functools.partial(linear_cross_entropy, **options), argnums=(0, 1)))
-    told = functools.partial(sharded_linear_cross_entropy, mesh=mesh_of(AxisType.Auto), batch_axes="data", **options)
-    compiled = run.lower(*operands).compile()
-    value, grads = compiled(*operands)
-    want, wanted = run(HIDDEN, WEIGHT, LABELS)
-    assert oracle.value_error(value, want) < 1e-6
-    for got, true in zip(grads, wanted, strict=True):
-        assert oracle.relative_norm(got, true) < 1e-5
-    assert flops(run, *operands) < 1.1 * flops(
-        jax.jit(jax.value_and_grad(told, argnums=(0, 1))), HIDDEN, WEIGHT, LABELS
-    )
 
 
 @pytest.mark.parametrize("outside", [True, False])

@@ -34,13 +34,7 @@ WIDEST = "data 2, tensor 4"
 LAYOUTS_OF_ALL = (WIDEST, "data 4, tensor 2, sequence over tensor")
 
 
-# Each layout with a call that has everything and with a plain one, in turns with Auto and with Explicit axes.
-@pytest.mark.parametrize(("test", "layout", "axis_type"), [
-    pytest.param(test, layout, kind, marks=pytest.mark.slow if (i + j + k) % 2 else ())
-    for i, layout in enumerate(LAYOUTS)
-    for j, test in enumerate((PLAIN, EVERYTHING))
-    for k, kind in enumerate(KINDS)
-], ids=str)  # fmt: skip
+@pairs_of(1, layout=list(LAYOUTS), test=[PLAIN, EVERYTHING], axis_type=KINDS)
 def test_over_named_axes(test: cases.TestCase, layout: str, axis_type: AxisType) -> None:
     assert_same(over_named_axes(test, layout, axis_type), on_one_device(test))
 
