@@ -9,7 +9,7 @@ from lce_jax.ops._kl import linear_kl, sharded_linear_kl
 from lce_jax.ops._logits import linear_logits
 from lce_jax.ops._logprobs import linear_logprobs
 from lce_jax.ops._loss import linear_loss, sharded_linear_loss
-from lce_jax.ops._masked import masked_logprobs
+from lce_jax.ops._masked_logprobs import masked_logprobs
 from lce_jax.ops._sharded import sharded_linear_cross_entropy, sharded_linear_logits, sharded_linear_logprobs
 from lce_jax.ops._topk import linear_topk, sharded_linear_topk
 

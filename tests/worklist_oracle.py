@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from lce_jax.mosaic._worklist import Batch, Batches, RowLists, Sizes, Worklist
+from lce_jax.mosaic._live_tiles import Batch, Batches, RowLists, Sizes, Worklist
 
 
 def lists(live: Any, sizes: Sizes, contracted: int, num_columns: int) -> tuple[Worklist, Batches]:

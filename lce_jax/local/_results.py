@@ -12,8 +12,8 @@ from lce_jax import _devices, mosaic
 from lce_jax._types import LogprobOutput, ShardStatistics
 from lce_jax.call import _options, _rows
 from lce_jax.mathematics import _columns, _logprobs, _statistics, _temperature
-from lce_jax.mesh._by_platform import by_platform
 from lce_jax.programs import _shard
+from lce_jax.programs._by_platform import by_platform
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Bool, Float, Int

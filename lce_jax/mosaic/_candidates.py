@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from lce_jax._types import RowCoefficients
 from lce_jax.mosaic._call import KernelCall
 from lce_jax.mosaic._host import least
-from lce_jax.mosaic._worklist import Batches, Worklist
+from lce_jax.mosaic._live_tiles import Batches, Worklist
 from lce_jax.xla import _logits
 
 if TYPE_CHECKING:

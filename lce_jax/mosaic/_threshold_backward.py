@@ -18,7 +18,7 @@ from lce_jax.mosaic import _candidates, _chunks, _dhidden, _edge, _mean, _operan
 from lce_jax.mosaic._call import KernelCall
 from lce_jax.mosaic._candidates import PlacedCandidates
 from lce_jax.mosaic._kernel_set import KernelSet
-from lce_jax.mosaic._worklist import Batches, Sizes, Worklist
+from lce_jax.mosaic._live_tiles import Batches, Sizes, Worklist
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Float, Int

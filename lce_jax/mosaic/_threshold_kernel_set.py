@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 from lce_jax._types import Case
+from lce_jax.mosaic._live_tiles import Batches, Entries, Order, RowEntries, RowLists, Sizes, Worklist
 from lce_jax.mosaic._operands import Prepared
-from lce_jax.mosaic._worklist import Batches, Entries, Order, RowEntries, RowLists, Sizes, Worklist
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Float, Int

@@ -1,1 +1,1 @@
-"""The public functions: a caller's arguments in, results out. Each file has one function and its form over a mesh."""
+"""The public functions: a caller's arguments in, results out. Each file has one; `_sharded` has forms over a mesh."""

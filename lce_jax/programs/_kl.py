@@ -23,8 +23,8 @@ from lce_jax.mathematics._kl import KLStatistics, Pair
 from lce_jax.mathematics._kl_mixture import Mixture, MixtureSums
 from lce_jax.mathematics._statistics import MASKED
 from lce_jax.mesh import _collectives
-from lce_jax.mesh._by_platform import by_platform
 from lce_jax.programs import _one_device
+from lce_jax.programs._by_platform import by_platform
 from lce_jax.runner import _over_devices
 from lce_jax.runner._derivative import Capability
 from lce_jax.runner._over_devices import Kind, Program, spread

@@ -23,7 +23,7 @@ from lce_jax.call._rows import Rows, Scales
 from lce_jax.call._spec import Spec
 from lce_jax.mathematics import _columns, _logprobs, _temperature
 from lce_jax.mathematics._statistics import WITHOUT_GRADIENT, Normalizer, Parts, along, as_parts, like, merge_parts
-from lce_jax.mesh._by_platform import by_platform
+from lce_jax.programs._by_platform import by_platform
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Bool, Float

@@ -15,8 +15,8 @@ import pytest
 
 from lce_jax.mosaic import _threshold_backward, sm90
 from lce_jax.mosaic._call import KernelCall
+from lce_jax.mosaic._live_tiles import Batch, Sizes
 from lce_jax.mosaic._pallas import interpreting, plgpu
-from lce_jax.mosaic._worklist import Batch, Sizes
 from tests import worklist_oracle
 from tests.mosaic_interpreter import races_found
 

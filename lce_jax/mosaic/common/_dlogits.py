@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 
 from lce_jax._types import Case
+from lce_jax.mosaic._live_tiles import Batch, Batches, Worklist
 from lce_jax.mosaic._operands import Prepared
 from lce_jax.mosaic._pallas import plgpu
 from lce_jax.mosaic._span import Span
-from lce_jax.mosaic._worklist import Batch, Batches, Worklist
 from lce_jax.mosaic.common import _logits
 from lce_jax.mosaic.common._machine import Machine, Matmul, Tile
 from lce_jax.mosaic.common._tiles import ROW_BLOCK, TILE_N

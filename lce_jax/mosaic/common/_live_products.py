@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 from jax import lax
 
+from lce_jax.mosaic._live_tiles import Batch, Batches, Worklist
 from lce_jax.mosaic._pallas import plgpu
-from lce_jax.mosaic._worklist import Batch, Batches, Worklist
 from lce_jax.mosaic.common._machine import Machine, Matmul, Offset, Place, Tile, Visit, row_groups
 from lce_jax.mosaic.common._order import longest_first_index, turning_snake_index
 from lce_jax.mosaic.common._products import update

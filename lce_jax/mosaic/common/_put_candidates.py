@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from lce_jax._types import Case
+from lce_jax.mosaic._live_tiles import Batch, Batches, Worklist
 from lce_jax.mosaic._pallas import pl
-from lce_jax.mosaic._worklist import Batch, Batches, Worklist
 from lce_jax.mosaic.common._tiles import ROW_BLOCK, TILE_N
 from lce_jax.mosaic.common._tokens import kernel
 

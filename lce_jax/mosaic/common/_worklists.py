@@ -23,8 +23,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from lce_jax.mosaic._live_tiles import Batch, Entries, Order, RowEntries, RowLists, Sizes
 from lce_jax.mosaic._pallas import pl, plgpu
-from lce_jax.mosaic._worklist import Batch, Entries, Order, RowEntries, RowLists, Sizes
 from lce_jax.mosaic.common._threads import THREADS, along, as_int, numbered
 from lce_jax.mosaic.common._tokens import kernel
 
