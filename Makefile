@@ -18,7 +18,7 @@ help:
 	@echo "make test-site the documentation's blocks, notebooks, examples, the wheel, the demo and the bench"
 	@echo "make test-all  both, every combination of parameters, and sweeps that take many minutes"
 	@echo "make test-gpu  the tests that need GPUs"
-	@echo "make test-frameworks  Tunix, Transformers, TRL, verl, SkyRL, Levanter, MaxText and torchtitan with our head, Liger and CCE beside it, in environments of their own"
+	@echo "make test-frameworks  Tunix, Transformers, TRL, verl, SkyRL, Levanter, MaxText, AReaL and torchtitan with our head, Liger and CCE beside it, in environments of their own"
 	@echo "make test-compile  the kernels down to machine code for GPUs that need not be there, in an environment of its own"
 	@echo "make test-tpu  every public function compiled for TPUs that need not be there, in an environment of its own"
 	@echo "make lint      ruff, mypy and the layer contracts"
@@ -40,6 +40,10 @@ test-all: test test-site
 test-gpu: $(VENV)/.ready
 	JAX_PLATFORMS=cuda,cpu XLA_FLAGS= XLA_PYTHON_CLIENT_PREALLOCATE=false $(RUN) -m pytest -m "gpu or multi_gpu"
 
+# What AReaL imports to train under FSDP, without what it pins for its servers: its PyTorch is older than the bridge's.
+AREAL := aiofiles aiohttp blosc colorlog datasets einops fastapi flask httpx hydra-core==1.4.0.dev1 lark numba nvidia-ml-py \
+	omegaconf==2.4.0.dev2 openai orjson pebble peft psutil pybase64 python-dateutil pyzmq ray setproctitle swanlab==0.6.12 \
+	tabulate tenacity tensorboardx torchdata trackio transformers==5.3.0 uvicorn uvloop wandb
 # What MaxText imports to train on synthetic data; its wheel names no dependencies, and its extras bring a GPU's or a TPU's.
 MAXTEXT := absl-py aqtp array_record chex cloudpickle drjax grain jaxtyping jinja2 ml-collections omegaconf optax \
 	orbax-checkpoint pathwaysutils pillow portpicker pydantic qwix sentencepiece sympy tensorboardX tiktoken tokamax transformers
@@ -60,6 +64,10 @@ test-frameworks:
 	.venv-maxtext/bin/python -m pip install --quiet --editable '.[flax]' pytest $(MAXTEXT)
 	.venv-maxtext/bin/python -m pip install --quiet --no-deps 'maxtext==0.2.5'
 	.venv-maxtext/bin/python -m pytest tests/recipes/test_maxtext.py
+	$(PYTHON) -m venv .venv-areal
+	.venv-areal/bin/python -m pip install --quiet --editable '.[torch]' pytest $(AREAL)
+	.venv-areal/bin/python -m pip install --quiet --no-deps 'areal==1.0.4'
+	.venv-areal/bin/python -m pytest tests/recipes/test_areal.py
 	$(PYTHON) -m venv .venv-torchtitan
 	.venv-torchtitan/bin/python -m pip install --quiet --editable '.[torch]' pytest 'torchtitan==0.3.0'
 	.venv-torchtitan/bin/python -m pytest tests/recipes/test_torchtitan.py
@@ -111,7 +119,7 @@ bench: $(VENV)/.ready
 	$(RUN) -m lce_jax.bench $(BENCH_ARGS)
 
 clean:
-	rm -rf $(VENV) .venv-jax-* .venv-frameworks .venv-marin .venv-maxtext .venv-torchtitan .venv-compile* .venv-tpu .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache demo-out bench-out docs/api docs/notebooks docs/assets/memory-numbers.js site
+	rm -rf $(VENV) .venv-jax-* .venv-frameworks .venv-areal .venv-marin .venv-maxtext .venv-torchtitan .venv-compile* .venv-tpu .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache demo-out bench-out docs/api docs/notebooks docs/assets/memory-numbers.js site
 
 $(VENV)/.ready: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 12))' || { \
