@@ -93,6 +93,14 @@ def test_the_forward_of_narrow_heads_on_both_cards():
     assert [took(1024, "h200"), took(2048, "h200")] == [1.02, 1.04]
 
 
+def test_what_stored_logits_take_on_both_cards():
+    def took(card):
+        row = bench.row_of(bench.job("heads --shape 8192,4096,131072 --no-peers", card), "materialised", bench.BOTH)
+        return round(row["temp_bytes"] / 2**30, 1)
+
+    assert [took("h200"), took("h100")] == [10.0, 6.0]  # GiB; the first is what `explain` plans: its own test
+
+
 def test_what_candidates_and_a_floor_cost():
     rows = bench.job(f"options --shape {bench.SHAPE}")["rows"]
     seconds = {row["name"]: row["median_seconds"] for row in rows}
