@@ -7,6 +7,7 @@ So errors read alike. Each takes an argument's name and value, and returns a pla
 from __future__ import annotations
 
 import itertools
+import math
 import numbers
 from collections.abc import Sequence
 from typing import Any
@@ -75,7 +76,7 @@ def number(name: str, value: Any) -> float:
 
 def bound(name: str, value: Any) -> float:
     """A number that may be infinite: what lies beyond float32 is."""
-    if isinstance(value, float | np.floating) and np.isinf(float(value)):
+    if isinstance(value, float | np.floating) and math.isinf(float(value)):
         return float(value)
     return number(name, value)
 

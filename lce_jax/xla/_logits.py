@@ -53,13 +53,20 @@ def products(
 
 def _products(hidden: Array, weight: Array, columns: Array, options: Options, dtype: Any) -> Float[Array, "T K"]:
     """A product and a sum, not a ``dot_general``, whose operand XLA would have to store."""
-    rows = jnp.take(weight, columns, axis=options.vocab_dim, mode="clip").astype(dtype)
+    rows = _rows_of(weight, columns, options).astype(dtype)
     wide = hidden.astype(dtype)
     if options.vocab_dim == 0:
         raw = jnp.sum(wide[:, None, :] * rows, axis=2)
     else:
         raw = jnp.sum(wide.T[:, :, None] * rows, axis=0)
     return jnp.where(columns >= 0, raw, 0.0)
+
+
+def _rows_of(weight: Array, columns: Array, options: Options) -> Array:
+    """The weight's row of each column, along `Options.vocab_dim`. XLA of JAX 0.12.0 reads past one that stands alone."""
+    if weight.shape[1] == 1 and options.vocab_dim == 1:
+        weight = jnp.pad(weight, ((0, 0), (0, 1)))
+    return jnp.take(weight, columns, axis=options.vocab_dim, mode="clip")
 
 
 def unscaled_candidates(operands: Operands, case: Case) -> Float[Array, "T K"]:
@@ -78,7 +85,7 @@ def dhidden(
 
     def chunk(per_token: tuple[Array, Array]) -> Array:
         own, at = per_token
-        rows = jnp.take(weight, at, axis=options.vocab_dim, mode="clip").astype(terms.dtype)
+        rows = _rows_of(weight, at, options).astype(terms.dtype)
         rows = rows if options.vocab_dim == 0 else jnp.moveaxis(rows, 0, 2)
         return jnp.sum(jnp.where((at >= 0)[:, :, None], own[:, :, None] * rows, 0.0), axis=1)
 

@@ -25,6 +25,7 @@ CALLS = [
     cases.case("512 ids", K=512, leading=(2, 3)),
     cases.case("where hides NaN, hv", K=5, leading=(4, 6), where="nan", weight_layout="hv", bias="float32"),
     cases.case("scale 0", K=3, logit_scale=0.0),
+    cases.case("one column, hv", K=5, leading=(16,), H=512, V=1, weight_layout="hv"),
     cases.case(
         "everything", K=7, leading=(4, 6), V=128, vocab_size=113, temperature="token", where="some", logit_softcap=4.0,
         logit_scale=-1.3, weight_layout="hv", spread=3.0, bias="bfloat16",

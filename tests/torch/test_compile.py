@@ -24,6 +24,8 @@ OPTIONS: list[dict[str, Any]] = [
     dict(where=torch.arange(0, 37, 3)),
     dict(where=torch.arange(37) % 3 == 0),
     dict(mean_logit=True, entropy=False, stats=True),
+    dict(logit_floor=0.5, temperature=2.0),
+    dict(logit_floor=float("-inf")),
     dict(ignore_index=7, where=torch.arange(0, 37, 3)),
     dict(candidates=p.candidates_like(p.draw().labels), where=torch.arange(37) % 3 == 0, entropy="metric", stats=True),
 ]
