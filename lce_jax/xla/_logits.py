@@ -63,8 +63,8 @@ def _products(hidden: Array, weight: Array, columns: Array, options: Options, dt
 
 
 def _rows_of(weight: Array, columns: Array, options: Options) -> Array:
-    """The weight's row of each column, along `Options.vocab_dim`. XLA of JAX 0.12.0 reads past one that stands alone."""
-    if weight.shape[1] == 1 and options.vocab_dim == 1:
+    """The weight's row of each column, along `Options.vocab_dim`."""
+    if weight.shape[1] == 1 and options.vocab_dim == 1:  # XLA of JAX 0.12.0 reads past it on CPUs
         weight = jnp.pad(weight, ((0, 0), (0, 1)))
     return jnp.take(weight, columns, axis=options.vocab_dim, mode="clip")
 

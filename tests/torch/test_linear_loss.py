@@ -209,20 +209,6 @@ def test_no_tokens_and_a_loss_without_a_gradient() -> None:
         assert not any(grad.any() for grad in torch.autograd.grad(total, (hidden, weight)))
 
 
-@pytest.mark.parametrize("T", [0, 6])
-def test_no_token_counts_and_only_what_the_loss_uses_has_a_gradient(T: int) -> None:
-    labels, own, scale = torch.full((T,), -100), torch.ones(T, requires_grad=True), torch.ones((), requires_grad=True)
-    total, _ = linear_loss(
-        lambda logprobs, entropy, lse, own: -own * scale * logprobs, torch.ones(T, 8), torch.ones(16, 8), labels, own,
-        ignore_index=-100,
-    )  # fmt: skip
-    total.backward()
-    assert total.item() == 0
-    assert own.grad is not None
-    assert own.grad.tolist() == [0.0] * T
-    assert scale.grad == 0
-
-
 @pytest.mark.parametrize("frozen", ["hidden", "weight"])
 def test_frozen(frozen: str) -> None:
     problem, own = p.draw(T=MANY), arguments(p.draw(T=MANY))

@@ -132,3 +132,17 @@ def test_a_loss_fn_that_raises(way: str, failing: int) -> None:
     assert unchanged == (way == "jax" or failing == 1)
     said = "weight.main_grad holds the gradients of the first 4096 of 5000 tokens: zero it, or restore what it held"
     assert notes == ([] if unchanged else [said])
+
+
+@pytest.mark.parametrize("T", [0, 6])
+def test_no_token_counts_and_only_what_the_loss_uses_has_a_gradient(T: int) -> None:
+    labels, own, scale = torch.full((T,), -100), torch.ones(T, requires_grad=True), torch.ones((), requires_grad=True)
+    total, _ = linear_loss(
+        lambda logprobs, _, __, own: -own * scale * logprobs, torch.ones(T, 8), torch.ones(16, 8), labels, own,
+        ignore_index=-100,
+    )  # fmt: skip
+    total.backward()
+    assert total.item() == 0
+    assert own.grad is not None
+    assert own.grad.tolist() == [0.0] * T
+    assert scale.grad == 0
