@@ -16,11 +16,12 @@ from jax.sharding import PartitionSpec as P
 
 import lce_jax
 from tests import oracle
-from tests.partition_cases import names
+from tests.partition_cases import KINDS, B, H, S, V, mesh_of, names, put
 from tests.sharding_cases import LAYOUTS
 from tests.sharding_cases import mesh_of as mesh_of_layout
 
-B, S, H, G, V, K = 8, 16, 64, 48, 4096, 3  # several vocabulary tiles a device
+AUTO, EXPLICIT = KINDS
+G, K = 48, 3  # the teacher's hidden size, and ids per token
 GRADIENTS = ("hidden", "weight", "bias")
 type Operands = dict[str, jax.Array]
 type Results = tuple[jax.Array, ...]
@@ -62,8 +63,8 @@ class Function(NamedTuple):
         return lambda x: self.results(functools.partial(function, precision="highest", **axes), x)
 
 
-def _rows(x: Operands, *names: str) -> dict[str, jax.Array]:
-    return {name: x[name] for name in names}
+def _rows(x: Operands, *keys: str) -> dict[str, jax.Array]:
+    return {key: x[key] for key in keys}
 
 
 def _policy(logprob: Any, entropy: Any, lse: Any, advantage: Any) -> Any:
@@ -170,12 +171,8 @@ SPLITS = {
 }
 
 
-def mesh_of(kind: AxisType) -> jax.sharding.Mesh:
-    return jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(kind,) * 2, devices=jax.devices("cpu"))
-
-
 @functools.cache
-def over_named_axes(function: Function, kind: AxisType = AxisType.Auto) -> Found:
+def over_named_axes(function: Function, kind: AxisType = AUTO) -> Found:
     """By its ``sharded_`` form, from operands that no device has a part of."""
     mesh = mesh_of(kind)
     with jax.set_mesh(mesh):
@@ -197,9 +194,7 @@ def inside_shard_map(function: Function, check_vma: bool = True) -> Found:
         return tuple(lax.psum(y, "data") for y in results) if function.sums else results
 
     rows = P() if function.sums else P("data")
-    mapped = jax.shard_map(
-        body, mesh=mesh_of(AxisType.Auto), in_specs=(WIDEST.specs,), out_specs=rows, check_vma=check_vma
-    )
+    mapped = jax.shard_map(body, mesh=mesh_of(AUTO), in_specs=(WIDEST.specs,), out_specs=rows, check_vma=check_vma)
     return found(function, mapped, OPERANDS)
 
 
@@ -207,14 +202,14 @@ def inside_shard_map(function: Function, check_vma: bool = True) -> Found:
 def split_operands(split: Split, kind: AxisType) -> Iterator[Operands]:
     mesh = mesh_of(kind)
     with jax.set_mesh(mesh):
-        yield {name: jax.device_put(x, NamedSharding(mesh, split.specs[name])) for name, x in OPERANDS.items()}
+        yield {name: put(x, mesh, split.specs[name]) for name, x in OPERANDS.items()}
 
 
 def where_operands_are(function: Function, split: Split, kind: AxisType) -> Found:
     """Under plain ``jit``, from operands that are split: their gradients are split as they are, by types."""
     with split_operands(split, kind) as x:
         got = found(function, function.of(), x)
-    if kind == AxisType.Explicit:
+    if kind == EXPLICIT:
         for name, gradient in got.gradients.items():
             assert names(gradient) == names(x[name]), name
     return got
@@ -222,7 +217,7 @@ def where_operands_are(function: Function, split: Split, kind: AxisType) -> Foun
 
 def by_in_shardings(function: Function) -> Found:
     """No type shows how the operands are split, and they need not be there when the program is compiled."""
-    mesh = mesh_of(AxisType.Auto)
+    mesh = mesh_of(AUTO)
     shardings = {name: NamedSharding(mesh, spec) for name, spec in WIDEST.specs.items()}
     own = {name: shardings.pop(name) for name in function.gradients}
     return found(function, function.of(), OPERANDS, in_shardings=(own, shardings))
@@ -240,7 +235,6 @@ def of_examples(function: Function, kind: AxisType) -> Found:
         return found(function, run, x)
 
 
-AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 PLACES: dict[str, Callable[[Function], Found]] = {
     "named, Auto": over_named_axes,
     "named, Explicit": lambda function: over_named_axes(function, EXPLICIT),
