@@ -8,8 +8,9 @@ Three rules, each with its reason:
 * Do not donate an imported buffer: it is torch's.
 
 Memory of JAX that torch drops goes back to JAX at once, even if a GPU has yet to read it. So every program that JAX
-runs for torch waits for all streams on which JAX's memory was exported. A gradient that still another stream reads must
-be copied there first, because ``record_stream`` does not reach JAX's allocator.
+runs for torch, be it one that makes zeros, takes an import that waits for all streams on which JAX's memory was
+exported. A gradient that still another stream reads must be copied there first, because ``record_stream`` does not
+reach JAX's allocator.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ class Sum:
 
     def __init__(self, weight: torch.Tensor, into: torch.Tensor | None = None) -> None:
         self._into = into
-        self._shape, self._device = weight.shape, weight.device
+        self._shape, self._device = tuple(weight.shape), weight.device
         self._tensor: torch.Tensor | None = None
         self._array: jax.Array | None = None
 
@@ -32,11 +32,11 @@ class Sum:
     ) -> list[torch.Tensor]:
         """What JAX's function returns besides the sum, its operand of that index and the result at ``place``."""
         with runtime.beside(inputs[0]):
+            operands = as_arrays(inputs, waits=3, known={})
             if self._array is None:
-                self._array = jnp.zeros(self._shape, jnp.float32)
+                self._array = _zeros(self._shape, operands[3])
                 if self._tensor is not None and self._tensor is not self._into:
                     self._array, self._tensor = self._array + to_jax(self._tensor), None
-            operands = as_arrays(inputs, waits=3, known={})
             found = function(*operands[:operand], self._array, *operands[operand:])
             self._array = found.pop(place)
             return to_torch_all(found)
@@ -83,6 +83,12 @@ class Sum:
         if self._into is None:
             return self._zeros() if total is None else total
         return self._into if total is None or total is self._into else self._into.add_(total)
+
+
+@functools.partial(jax.jit, static_argnums=0, keep_unused=True)
+def _zeros(shape: tuple[int, ...], _after: jax.Array) -> jax.Array:
+    """Zeros, written once the array is there: their memory may be some that torch has dropped and has yet to read."""
+    return jnp.zeros(shape, jnp.float32)
 
 
 @functools.partial(jax.jit, donate_argnums=0)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+import jax
 import pytest
 import torch
 
-from lce_torch_bridge import linear_logprobs
+from lce_torch_bridge import linear_kl, linear_logprobs, linear_loss, linear_topk
+from lce_torch_bridge.through_jax import _run, _sum
+from lce_torch_bridge.through_jax._dlpack import to_torch_all
 from tests.torch import problem as p
 from tests.torch.gpu_problem import draw
 
@@ -112,6 +116,70 @@ def test_a_write_right_after_the_call(implementation: str) -> None:
         wrong += not all(torch.equal(a, b) for a, b in pairs)
     print(f"{implementation}: {wrong} wrong of 200 with writes right after the call")
     assert wrong == 0
+
+
+def read_late(monkeypatch: pytest.MonkeyPatch, milliseconds: float) -> None:
+    """From now on torch gets to what JAX lends it late: copies are queued, and the memory is JAX's again before."""
+
+    def lent(arrays: Sequence[jax.Array]) -> list[torch.Tensor]:
+        found = to_torch_all(arrays)
+        busy(milliseconds)
+        return found
+
+    for module in (_run, _sum):
+        monkeypatch.setattr(module, "to_torch_all", lent)
+
+
+type Call = Callable[[], list[torch.Tensor]]
+
+
+def chunks(dtype: torch.dtype) -> Call:
+    """A loss of three chunks, and its gradients."""
+    problem, advantages = draw(5000, 512, 16000, dtype), torch.linspace(-1, 1, 5000, device="cuda")
+
+    def loss(logprobs: torch.Tensor, entropy: torch.Tensor, lse: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return logprobs * x - 0.1 * entropy + 0.01 * lse**2
+
+    def call() -> list[torch.Tensor]:
+        leaves = problem.leaves()
+        total, out = linear_loss(loss, *leaves, advantages, chunk_bytes=0, implementation="xla")
+        return [total, *out[:3], *torch.autograd.grad(total, leaves[:2])]
+
+    return call
+
+
+def topk() -> Call:
+    problem = draw(3000, 512, 16000)
+    return lambda: list(linear_topk(*problem[:2], 8, implementation="xla"))
+
+
+def divergence() -> Call:
+    own, teachers = draw(3000, 512, 16000).leaves(), draw(3000, 512, 16000)
+
+    def call() -> list[torch.Tensor]:
+        kl = linear_kl(*own[:2], *teachers[:2], implementation="xla")
+        return [kl, *torch.autograd.grad(kl.sum(), own[:2])]
+
+    return call
+
+
+CALLS = {
+    "chunks of bfloat16": lambda: chunks(torch.bfloat16),
+    "chunks of float16": lambda: chunks(torch.float16),
+    "topk": topk,
+    "divergence": divergence,
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_is_read_late(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bits in 5 of 5 calls."""
+    call = CALLS[name]()
+    want = call()
+    torch.cuda.synchronize()
+    read_late(monkeypatch, 20.0)
+    for _ in range(5):
+        assert all(map(torch.equal, call(), want))
 
 
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # it is empty, because the refusal comes first
