@@ -39,7 +39,7 @@ CALLS = [
     call("hv, dweight added, several launches", T=136, V=4352, H=64, weight_layout="hv", adds_dweight=True,
          statistics_bytes=1 << 13, stats=True),
     call("candidates, several batches, clusters, padding", T=264, V=1544, num_columns=1500, num_rows=200, cluster=2,
-         chunk=1, num_candidates=9, temperature=True, stats=True),
+         chunk=1, num_candidates=3, temperature=True, stats=True),
     call("candidates, hv, softcap, no entropy, dweight added", T=136, V=1280, H=64, num_candidates=2,
          weight_layout="hv", logit_softcap=3.0, entropy=False, adds_dweight=True),
     call("floor, several batches, clusters, padding", T=264, V=1032, H=64, num_columns=1000, num_rows=200, cluster=2,
