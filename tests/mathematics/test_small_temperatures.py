@@ -58,13 +58,12 @@ class Problem(NamedTuple):
         return np.array([oracle.relative_norm(*pair) for pair in pairs])
 
 
-def draw(greedy: bool, each: int = EACH, **options: Any) -> Problem:
-    """``each``: tokens of a temperature."""
+def draw(greedy: bool, **options: Any) -> Problem:
     rng = np.random.default_rng(0)
-    tokens = each * (len(TEMPERATURES) + 1)
+    tokens = EACH * (len(TEMPERATURES) + 1)
     hidden, weight = rng.standard_normal((tokens, H)), rng.standard_normal((V, H)) / 2
     hidden, weight = (jnp.asarray(x, jnp.float32) for x in (hidden, weight))
-    temperature = np.repeat([*TEMPERATURES, PADDING], each)
+    temperature = np.repeat([*TEMPERATURES, PADDING], EACH)
     g = np.where(temperature == PADDING, 0, temperature)
     seeds = [jnp.asarray(g * rng.standard_normal(tokens), jnp.float32) for _ in range(3)]
     options["temperature"] = jnp.asarray(temperature, jnp.float32)
@@ -91,8 +90,7 @@ def gradients(problem: Problem, function: Any) -> Any:
 
 def assert_as_exact_as_stored(problem: Problem, found: Any) -> None:
     assert all(np.isfinite(x).all() for x in found)
-    padding = np.split(np.asarray(found[0]), len(TEMPERATURES) + 1)[-1]
-    assert not padding.any()
+    assert not np.asarray(found[0])[-EACH:].any()
     ours, stored = problem.errors(found), problem.errors(gradients(problem, plain))
     assert np.all(ours <= np.maximum(2 * stored, FLOOR)), (ours, stored)
 
