@@ -12,15 +12,16 @@ from jax.sharding import PartitionSpec as P
 
 from lce_jax import linear_logprobs
 from tests import oracle
+from tests.draws import Draws
 
 B, S, H, V = 8, 16, 64, 4096  # several vocabulary tiles a device: XLA merges a single one with the backward's
-KEYS = jax.random.split(jax.random.key(0), 6)
-HIDDEN = jax.random.normal(KEYS[0], (B, S, H))
-WEIGHT = jax.random.normal(KEYS[1], (V, H)) / 8
-LABELS = jax.random.randint(KEYS[2], (B, S), -1, V)
-WHERE = jax.random.bernoulli(KEYS[3], 0.6, (B, S))
-TEMPERATURE = jax.random.uniform(KEYS[4], (B, S), minval=0.5, maxval=2.0)
-SEEDS = jax.random.normal(KEYS[5], (3, B, S))
+DRAWS = Draws()
+HIDDEN = DRAWS.normal(B, S, H)
+WEIGHT = DRAWS.normal(V, H) / 8
+LABELS = DRAWS.integers(-1, V, B, S)
+WHERE = DRAWS.chances(0.6, B, S)
+TEMPERATURE = DRAWS.uniform(0.5, 2.0, B, S)
+SEEDS = DRAWS.normal(3, B, S)
 KINDS = [AxisType.Auto, AxisType.Explicit]
 
 

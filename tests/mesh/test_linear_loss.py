@@ -14,16 +14,17 @@ from jax.sharding import PartitionSpec as P
 
 from lce_jax import linear_loss, sharded_linear_loss
 from tests import oracle
+from tests.draws import Draws
 from tests.ops.test_linear_loss import arguments, ppo, two_passes
 from tests.pairs import pairs_of
 
 B, S, H, V = 4, 128, 16, 64
-KEYS = jax.random.split(jax.random.key(0), 4)
-HIDDEN = jax.random.normal(KEYS[0], (B, S, H))
-WEIGHT = jax.random.normal(KEYS[1], (V, H))
-LABELS = jax.random.randint(KEYS[2], (B, S), -2, V)
+DRAWS = Draws()
+HIDDEN = DRAWS.normal(B, S, H)
+WEIGHT = DRAWS.normal(V, H)
+LABELS = DRAWS.integers(-2, V, B, S)
 # One device's rows all left out, another's all kept: their numbers of chunks differ.
-WHERE = jax.random.bernoulli(KEYS[3], 0.4, (B, S)).at[0].set(False).at[1].set(True)
+WHERE = DRAWS.chances(0.4, B, S).at[0].set(False).at[1].set(True)
 OLD, ADVANTAGE, GROUP = arguments(LABELS)
 BIAS = jnp.linspace(-1.0, 1.0, V)
 

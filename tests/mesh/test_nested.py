@@ -15,14 +15,11 @@ from jax.sharding import PartitionSpec as P
 import lce_jax
 from lce_jax import linear_logprobs, losses, sharded_linear_logprobs
 from tests import oracle
+from tests.draws import Draws
 from tests.sharding_cases import B, H, S, V
 
-KEYS = jax.random.split(jax.random.key(0), 3)
-OPERANDS = (
-    jax.random.normal(KEYS[0], (B, S, H)),
-    jax.random.normal(KEYS[1], (V, H)),
-    jax.random.randint(KEYS[2], (B, S), -1, V),
-)
+DRAWS = Draws()
+OPERANDS = DRAWS.normal(B, S, H), DRAWS.normal(V, H), DRAWS.integers(-1, V, B, S)
 ROWS = P("data")
 
 

@@ -14,17 +14,18 @@ from jax.sharding import PartitionSpec as P
 
 from lce_jax import linear_logprobs
 from tests import oracle
+from tests.draws import Draws
 from tests.pairs import pairs_of
 
 B, S, H, V = 2, 8, 16, 64
 MESH = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices("cpu"))
-KEYS = jax.random.split(jax.random.key(0), 6)
-HIDDEN = jax.random.normal(KEYS[0], (B, S, H))
-WEIGHT = jax.random.normal(KEYS[1], (V, H))
-LABELS = jax.random.randint(KEYS[2], (B, S), -2, V)
-WHERE = jax.random.bernoulli(KEYS[3], 0.7, (B, S))
-TEMPERATURE = jax.random.uniform(KEYS[4], (B, S), minval=0.5, maxval=2.0)
-SEEDS = jax.random.normal(KEYS[5], (3, B, S))
+DRAWS = Draws()
+HIDDEN = DRAWS.normal(B, S, H)
+WEIGHT = DRAWS.normal(V, H)
+LABELS = DRAWS.integers(-2, V, B, S)
+WHERE = DRAWS.chances(0.7, B, S)
+TEMPERATURE = DRAWS.uniform(0.5, 2.0, B, S)
+SEEDS = DRAWS.normal(3, B, S)
 PER_TOKEN = {"labels": LABELS, "where": WHERE, "temperature": TEMPERATURE}
 
 
@@ -135,7 +136,11 @@ def test_operands_that_differ_over_other_axes(check_vma: bool) -> None:
 @pytest.mark.parametrize("name", ["labels", "where", "temperature"])
 def test_rows_that_differ_between_the_shards_are_nan(name: str) -> None:
     """Types do not show that shards were given different rows; rows that differ are NaN."""
-    other = {"labels": LABELS + 1, "where": ~WHERE, "temperature": TEMPERATURE * 2}[name].at[1].set(PER_TOKEN[name][1])
+    other = (
+        {"labels": (LABELS + 1) % V, "where": ~WHERE, "temperature": TEMPERATURE * 2}[name]
+        .at[1]
+        .set(PER_TOKEN[name][1])
+    )
 
     def body(hidden: jax.Array, weight: jax.Array, mine: jax.Array, other: jax.Array) -> Any:
         rows = {"labels": LABELS, name: jnp.where(lax.axis_index("tensor") == 2, other, mine)}

@@ -19,26 +19,26 @@ from jax.sharding import PartitionSpec as P
 
 from lce_jax import linear_cross_entropy, linear_kl, linear_logits, linear_logprobs, linear_loss, linear_topk, losses
 from tests import oracle
+from tests.draws import Draws
 
 B, H, V, K = 4, 8, 32, 3
-KEYS = iter(jax.random.split(jax.random.key(0), 20))
-normal = functools.partial(jax.random.normal, dtype=jnp.float32)
+DRAWS = Draws()
 OPERANDS: dict[str, jax.Array] = {
-    "hidden": normal(next(KEYS), (B, H)),
-    "weight": normal(next(KEYS), (V, H)),
-    "bias": normal(next(KEYS), (V,)),
-    "labels": jax.random.randint(next(KEYS), (B,), 0, V).at[1].set(-100),
+    "hidden": DRAWS.normal(B, H),
+    "weight": DRAWS.normal(V, H),
+    "bias": DRAWS.normal(V),
+    "labels": DRAWS.integers(0, V, B).at[1].set(-100),
     "where": jnp.asarray([True, True, False, True]),
     "temperature": jnp.asarray([0.5, 1.0, 2.0, 1.5]),
     "scale": jnp.float32(1.3),
     "softcap": jnp.float32(4.0),
-    "ids": jax.random.randint(next(KEYS), (B, K), 0, V).at[0, 0].set(-1),
+    "ids": DRAWS.integers(0, V, B, K).at[0, 0].set(-1),
     "z_loss": jnp.float32(1e-2),
     "normalizer": jnp.float32(3.0),
-    "own": normal(next(KEYS), (B, 2)),
+    "own": DRAWS.normal(B, 2),
     "beta": jnp.float32(0.3),
-    "teacher_hidden": normal(next(KEYS), (B, H)),
-    "teacher_weight": normal(next(KEYS), (V, H)),
+    "teacher_hidden": DRAWS.normal(B, H),
+    "teacher_weight": DRAWS.normal(V, H),
     "teacher_temperature": jnp.asarray([0.7, 1.1, 1.0, 0.5]),
 }
 SPLIT = ("weight", "bias", "teacher_weight")  # over the vocabulary

@@ -17,12 +17,13 @@ from jax.sharding import PartitionSpec as P
 
 from lce_jax import linear_loss, sharded_linear_loss
 from tests import oracle
+from tests.draws import Draws
 from tests.mesh.test_linear_loss import HIDDEN, LABELS, WEIGHT, assert_same, mesh_of
 from tests.ops.test_linear_loss import two_passes
 from tests.pairs import pairs_of
 
 SHAPE = LABELS.shape
-REAL, IMAGINARY = jax.random.normal(jax.random.key(1), (2, *SHAPE))
+REAL, IMAGINARY = Draws(1).normal(2, *SHAPE)
 KINDS = {"complex": REAL + 1j * IMAGINARY, "keys": jax.random.split(jax.random.key(2), SHAPE)}
 
 

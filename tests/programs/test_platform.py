@@ -11,9 +11,10 @@ import pytest
 
 from lce_jax import UnsupportedError, linear_logprobs, local
 from tests import oracle
+from tests.draws import Draws
 
-HIDDEN = jax.random.normal(jax.random.key(0), (64, 128), jnp.bfloat16)
-WEIGHT = jax.random.normal(jax.random.key(1), (1000, 128), jnp.bfloat16)
+HIDDEN = Draws(0).normal(64, 128).astype(jnp.bfloat16)
+WEIGHT = Draws(1).normal(1000, 128).astype(jnp.bfloat16)
 LABELS = jnp.arange(64)
 
 
