@@ -15,6 +15,6 @@ Shapes are Megatron's: s sequence, b batch, h hidden size; hidden states ``[s, b
 Hidden states are neither transposed nor copied: labels and options become ``[s, b]`` instead, and results ``[b, s]``.
 """
 
-from lce_torch_bridge.megatron._fused import fused_losses, fused_output_layer, output_processor
+from lce_torch_bridge.megatron._hooks import fused_losses, fused_output_layer, output_processor
 
 __all__ = ["fused_losses", "fused_output_layer", "output_processor"]

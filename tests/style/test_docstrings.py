@@ -12,10 +12,10 @@ import torch
 
 import lce_jax
 import lce_torch_bridge
-import lce_torch_bridge.megatron._fused
+import lce_torch_bridge.megatron._hooks
 import lce_torch_bridge.verl
 from lce_jax import local
-from lce_torch_bridge.megatron import _fused, _output_layer
+from lce_torch_bridge.megatron import _hooks, _output_layer
 
 # Names whose text differs, and why. Within each of the two modules of lce_jax the text is still the same.
 DIFFERS_BETWEEN_MODULES = {
@@ -127,7 +127,7 @@ def options_of_the_bridge(function: Callable[..., Any]) -> set[str]:
     if function is lce_torch_bridge.megatron.fused_output_layer:  # without a model; test_megatron sees it refuse these
         return set(options) - {*_output_layer.OF_THE_LAYER, "stats", "mean_logit"}
     if function is lce_torch_bridge.megatron.fused_losses:
-        return set(_fused.OF_LOSSES)
+        return set(_hooks.OF_LOSSES)
     hidden, weight, labels = torch.ones(2, 4), torch.ones(8, 4), torch.zeros(2, dtype=torch.int64)
     first = [lambda logprobs, *_: logprobs] if "loss_fn" in own else []
     tensors = [hidden, weight] + [labels] * ("labels" in own)
