@@ -13,8 +13,10 @@ from lce_torch_bridge.through_jax._dlpack import to_jax, to_torch_all
 
 type Inputs = Sequence[Any]  # tensors, None, and JAX's arrays where JAX has made them
 
+WAITS = 3  # the index of what is per token, after hidden, weight and bias
 
-def run(function: Callable[..., Any], *calls: Inputs, waits: int = 3, lend: bool = True) -> list[list[Any]]:
+
+def run(function: Callable[..., Any], *calls: Inputs, waits: int = WAITS, lend: bool = True) -> list[list[Any]]:
     """The flat results of a jitted function for each of the ``calls``, whose inputs have the same shapes.
 
     The first input is a tensor, and says where they all are. ``waits`` is the index of one that the function is certain

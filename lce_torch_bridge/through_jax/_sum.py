@@ -12,7 +12,7 @@ import torch
 from lce_torch_bridge.tensors import _device
 from lce_torch_bridge.through_jax import _runtime as runtime
 from lce_torch_bridge.through_jax._dlpack import to_jax, to_torch_all
-from lce_torch_bridge.through_jax._run import Inputs, as_arrays
+from lce_torch_bridge.through_jax._run import WAITS, Inputs, as_arrays
 
 
 class Sum:
@@ -23,7 +23,7 @@ class Sum:
 
     def __init__(self, weight: torch.Tensor, into: torch.Tensor | None = None) -> None:
         self._into = into
-        self._shape, self._device = tuple(weight.shape), weight.device
+        self._shape, self._device = weight.shape, weight.device
         self._tensor: torch.Tensor | None = None
         self._array: jax.Array | None = None
 
@@ -32,9 +32,9 @@ class Sum:
     ) -> list[torch.Tensor]:
         """What JAX's function returns besides the sum, its operand of that index and the result at ``place``."""
         with runtime.beside(inputs[0]):
-            operands = as_arrays(inputs, waits=3, known={})
+            operands = as_arrays(inputs, waits=WAITS, known={})
             if self._array is None:
-                self._array = _zeros(self._shape, operands[3])
+                self._array = _zeros(self._shape, operands[WAITS])
                 if self._tensor is not None and self._tensor is not self._into:
                     self._array, self._tensor = self._array + to_jax(self._tensor), None
             found = function(*operands[:operand], self._array, *operands[operand:])

@@ -136,11 +136,8 @@ def test_operands_that_differ_over_other_axes(check_vma: bool) -> None:
 @pytest.mark.parametrize("name", ["labels", "where", "temperature"])
 def test_rows_that_differ_between_the_shards_are_nan(name: str) -> None:
     """Types do not show that shards were given different rows; rows that differ are NaN."""
-    other = (
-        {"labels": (LABELS + 1) % V, "where": ~WHERE, "temperature": TEMPERATURE * 2}[name]
-        .at[1]
-        .set(PER_TOKEN[name][1])
-    )
+    changed = {"labels": (LABELS + 1) % V, "where": ~WHERE, "temperature": TEMPERATURE * 2}
+    other = changed[name].at[1].set(PER_TOKEN[name][1])
 
     def body(hidden: jax.Array, weight: jax.Array, mine: jax.Array, other: jax.Array) -> Any:
         rows = {"labels": LABELS, name: jnp.where(lax.axis_index("tensor") == 2, other, mine)}

@@ -13,8 +13,9 @@ from lce_jax import UnsupportedError, linear_logprobs, local
 from tests import oracle
 from tests.draws import Draws
 
-HIDDEN = Draws(0).normal(64, 128).astype(jnp.bfloat16)
-WEIGHT = Draws(1).normal(1000, 128).astype(jnp.bfloat16)
+DRAWS = Draws()
+HIDDEN = DRAWS.normal(64, 128).astype(jnp.bfloat16)
+WEIGHT = DRAWS.normal(1000, 128).astype(jnp.bfloat16)
 LABELS = jnp.arange(64)
 
 

@@ -39,12 +39,12 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
     run, after, zeros = _run.run, _sum.Sum.after, _sum._zeros
 
-    def run_checked(function: Any, *calls: Any, waits: int = 3, lend: bool = True) -> Any:
+    def run_checked(function: Any, *calls: Any, waits: int = _run.WAITS, lend: bool = True) -> Any:
         return run(checked(function, waits), *calls, waits=waits, lend=lend)
 
     def after_checked(self: Any, function: Any, inputs: Any, operand: int, place: int) -> Any:
-        assert operand > 3  # the sum stands after it
-        return after(self, checked(function, 3), inputs, operand, place)
+        assert operand > _run.WAITS  # the sum stands after it
+        return after(self, checked(function, _run.WAITS), inputs, operand, place)
 
     def zeros_checked(shape: tuple[int, ...], array: Any) -> Any:
         found.append(zeros.lower(shape, array)._lowering.compile_args["kept_var_idx"] == {0})
