@@ -90,14 +90,16 @@ def passes(
     The forward holds a tile of each model's logits, and beside them either the columns that they are made of or the
     exponentials of one. The backward is that of a program with both passes: until dweight is written, the forward may
     use its memory. Of ``kept_bytes`` for a token and column the backward copies a tile, unless its gradient is made
-    ``in_place``.
+    ``in_place``. XLA unrolls a loop of one tile: then all columns are one tile, and what the forward holds stays.
     """
     (first, *others), num_tokens = cases, cases[0].num_tokens
     if not num_tokens:
         return PassBytes(0, 0)
     stat = max(case.stat_dtype.itemsize for case in cases)
-    width = min(tile_v, around.true_columns or tile_v)
-    tile, dweight = tile_t * width * stat, first.vocab_size * first.hidden_size * first.dtype.itemsize
+    vocabulary = around.true_columns or min(case.vocab_size for case in cases)
+    width, loops = min(tile_v, vocabulary), vocabulary >= 2 * tile_v
+    tile = tile_t * stat * (width if loops else vocabulary)
+    dweight = first.vocab_size * first.hidden_size * first.dtype.itemsize
     vector = len(cases) * num_tokens * stat
     copies = [_Copies.of(case, tile_t, width, around) for case in cases]
     columns, exponentials = sum(copy.columns for copy in copies), tile if first.options.entropy or others else 0
@@ -116,6 +118,8 @@ def passes(
         backward += dweight - min(dweight, max(tile, width * first.hidden_size * stat))
         if first.dtype != first.stat_dtype and first.device.platform == "cpu":  # there XLA adds 16-bit numbers widened
             backward = max(backward, 2 * first.vocab_size * first.hidden_size * stat + copies[0].own)
+    if not loops:
+        backward = max(backward, forward + (tile_t + (num_tokens if copies[0].own else 0)) * first.hidden_size * stat)
     return PassBytes(forward, max(backward, forward - (tile if dweight >= tile else 0)))
 
 
@@ -171,11 +175,17 @@ def _gradient_bytes(case: Case, tile_t: int, width: int, tile: int, around: Surr
 
 
 def own_hidden_bytes(case: Case, around: Surroundings) -> int:
-    """A copy of hidden, if it is gathered, cast or multiplied by a sign, or if its rows are moved."""
+    """A copy of hidden, if it is gathered, cast or multiplied by a sign, or if its rows are moved.
+
+    On CPU XLA copies one row always, in the statistics' dtype.
+    """
+    if case.num_tokens == 1 and case.device.platform == "cpu":
+        return case.hidden_size * case.stat_dtype.itemsize
     own = case.partial_rows or around.gathers_hidden or case.hidden_dtype != case.dtype or case.options.signs_hidden
     return case.num_tokens * case.hidden_size * case.dtype.itemsize if own else 0
 
 
 def widens_operands(case: Case) -> bool:
-    """Whether XLA converts the operands to float32: on CPU it does for float16, and not for bfloat16."""
-    return case.device.platform == "cpu" and case.dtype == jnp.float16
+    """Whether XLA converts the operands to float32: on CPU it does for float16, and for bfloat16 with one token."""
+    one_token = case.num_tokens == 1 and case.dtype != case.stat_dtype
+    return case.device.platform == "cpu" and (case.dtype == jnp.float16 or one_token)

@@ -102,6 +102,9 @@ CALLS = [
     shapes(300, 640, 5000, "bfloat16", hidden_dtype="float32", weight_layout="hv"),
     shapes(4096, 256, 8192),  # a tile of logits is larger than dweight
     shapes(1, 512, 50257),
+    shapes(1, 4096, 32000, "bfloat16"),
+    shapes(300, 64, 1000, where=True, stats=True),  # a tile and a remainder, which XLA has no loop for
+    shapes(300, 64, 1000, label_smoothing=0.1),
     shapes(2048, 256, 32768, K=64),
     shapes(4096, 256, 8192, "bfloat16", K=64),
     shapes(2048, 256, 32768, K=8, where=True),
@@ -136,7 +139,8 @@ MATRIX = [
 def test_explain_foretells_what_is_compiled(shape: Call) -> None:
     """Temporary bytes of the forward, and of both passes in one program, whose outputs the gradients are.
 
-    An upper bound, of at most 1.25 of what is held, but for four KiB, because arrays of a few bytes take 64 each.
+    An upper bound, of at most 1.25 of what is held, but for four KiB, because arrays of a few bytes take 64 each. Of a
+    call of less than two tiles, what XLA merges of the passes is not foretold: at most 1.5 of what either held.
     """
     struct = jax.ShapeDtypeStruct
     options = dict(shape.options)
@@ -158,9 +162,12 @@ def test_explain_foretells_what_is_compiled(shape: Call) -> None:
     plan = explain(*args, **options, **arrays)
     both = jax.value_and_grad(objective, argnums=(0, 1))
     assert any("64 candidates per token add" in note for note in plan.notes) == (shape.K == 64)
+    most = 0
     for function, said in ((objective, plan.forward_bytes), (both, plan.backward_bytes)):
         held = jax.jit(function).lower(*args, arrays).compile().memory_analysis().temp_size_in_bytes
-        assert held - 4096 < said < 1.25 * held + 4096, (said, held, plan.tiles)
+        most = max(most, held)
+        few_tiles = plan.tiles and 2 * plan.tiles["vocabulary"] > shape.V
+        assert held - 4096 < said < (1.5 * most if few_tiles else 1.25 * held) + 4096, (said, held, plan.tiles)
         if shape.V > 32768 and shape.T > 1:  # of one token, half a MiB of the weight is more than its logits
             assert held < plan.logits_bytes, "few tokens too"
 
