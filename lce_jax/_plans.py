@@ -37,7 +37,8 @@ class HeadMemory(NamedTuple):
     """What a head takes with stored logits, and as this package computes it.
 
     Attributes:
-        stored: of plain JAX code: a product, softmax and entropy in float32, differentiated by JAX.
+        stored: of plain JAX code: a product, softmax and entropy in float32, differentiated by JAX. On a GPU the least:
+            for an H200, B200 or B300 XLA may keep four bytes more of each logit.
         fused: of the plan.
     """
 
@@ -106,24 +107,22 @@ class Plan:
 
 
 def _stored(case: Case) -> PassBytes:
-    """Copies of the logits that XLA holds of plain JAX code, as compiled for a CPU and for an H200.
+    """Copies of the logits that XLA holds of plain JAX code, on a GPU the least.
 
-    The forward reads the product's result, and what it is widened to or capped. The backward has the logits, the
-    softmax and the gradient. Copies lie where dweight will be, as far as they fit.
+    The forward reads the product's result, and what it is widened to or capped; the backward has the gradient too.
+    Copies lie where dweight will be, as far as they fit. So it is on an A100 and an H100. Where memory is faster (H200,
+    B200, B300) XLA computes less of the logits again, and keeps up to four bytes more of each. A CPU's programs have
+    the logits, the softmax and the gradient.
     """
-    item, stat, on_cpu = case.dtype.itemsize, case.stat_dtype.itemsize, case.device.platform == "cpu"
+    item, stat = case.dtype.itemsize, case.stat_dtype.itemsize
     entropy, capped, narrow = case.options.entropy, case.options.logit_softcap is not None, item < stat
-    if on_cpu:
-        forward = stat + (0 if not entropy else stat if capped else item * narrow)
-        backward = 4 * stat + stat * capped - (0 if entropy else stat)
-    else:
-        forward = item + stat * capped
-        backward = item * (1 + capped * narrow) + 2 * stat - (0 if entropy or not narrow else item)
     logits, dweight = case.num_tokens * case.vocab_size, case.vocab_size * case.hidden_size * item
-    if narrow and not on_cpu and dweight >= 2 * item * logits:  # few tokens: all but the product's result
-        backward = forward
-    elif dweight >= item * logits:
-        backward -= item
+    if case.device.platform == "cpu":
+        forward = stat + (0 if not entropy else stat if capped else item * narrow)
+        backward = 4 * stat + stat * capped - (0 if entropy else stat) - (item if dweight >= item * logits else 0)
+    else:
+        forward = item + stat * (capped and narrow)
+        backward = forward + (stat if dweight < stat * logits else 0)
     return PassBytes(forward * logits, max(forward, backward) * logits)
 
 

@@ -38,10 +38,13 @@ def plan(kl: KLPlan, around: Surroundings) -> Plan:
 
 
 def stored(kl: KLPlan, columns: int) -> PassBytes:
-    """Of plain JAX code, two products and two log-softmaxes: their results, and a gradient where it fits nowhere."""
+    """Of plain JAX code, two products and two log-softmaxes: their results, and on a CPU a gradient.
+
+    Where dweight has room for a copy, one lies there.
+    """
     case, logits = kl.cases.student, kl.cases.student.num_tokens * columns
-    item, stat = case.dtype.itemsize, kl.dtype.itemsize
-    backward = 3 * stat + (item if item < stat and case.device.platform == "cpu" else 0)
-    if columns * case.hidden_size * item >= stat * logits:  # it lies where dweight will be
-        backward -= stat
-    return PassBytes(2 * stat * logits, max(2 * stat, backward) * logits)
+    item, stat, on_cpu = case.dtype.itemsize, kl.dtype.itemsize, kl.cases.student.device.platform == "cpu"
+    both = (3 * stat + (item if item < stat else 0)) if on_cpu else 2 * stat
+    if columns * case.hidden_size * item >= stat * logits:
+        both -= stat
+    return PassBytes(2 * stat * logits, max(2 * stat if on_cpu else 0, both) * logits)

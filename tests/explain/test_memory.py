@@ -126,7 +126,7 @@ def test_as_a_command() -> None:
     )  # fmt: skip
     lines = done.stdout.splitlines()
     assert lines[0] == "H 4,096, V 131,072; bfloat16 on NVIDIA H200, implementation mosaic_gpu"
-    assert lines[4].split() == ["logits", "stored", "2.0", "GiB", "10.0", "GiB", "3.00"]
+    assert lines[4].split() == ["logits", "stored", "2.0", "GiB", "6.0", "GiB", "3.00"]
     import lce_jax.explain as imported
     from lce_jax.explain import explain as inner
 
