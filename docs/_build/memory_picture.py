@@ -74,7 +74,7 @@ def draw(figure: Figure, theme: figures.Theme, drawn: dict[str, Any]) -> None:
     for axes in (lines, most_tokens):
         axes.set_facecolor(theme.background)
         axes.tick_params(colors=theme.ink)
-    note = f"The head of {MODEL} in bfloat16 on one H200; temporary memory, as lce_jax.explain plans it. k: 1,024."
+    note = f"The head of {MODEL} in bfloat16 on one H200; temporary memory, as lce_jax.explain plans it, with stored logits the least. k: 1,024."
     figure.supxlabel(note, x=0.01, ha="left", fontsize=8, color=theme.muted)
 
 
