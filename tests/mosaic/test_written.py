@@ -22,31 +22,28 @@ from tests.mosaic_calls import call, case_of, draw, traced
 from tests.mosaic_interpreter import afresh
 from tests.pairs import pairs_of
 
-COLUMNS = {
-    "vh": (512, 520, 517),
-    "hv": (512,),
-}  # two tiles, with half an atom after them, with less; "hv" takes neither
+# Two tiles, with half an atom after them, with less, which no threshold serves; "hv" takes neither.
+HEADS = [(512, "vh", 0.0), (520, "vh", 1e-6), (517, "vh", 0.0), (512, "hv", 1e-6)]
+HEADS += [(512, "vh", 1e-6), (520, "vh", 0.0), (512, "hv", 0.0)]
 
 
 @pairs_of(
     1,
-    gradient_threshold=[0.0, 1e-6],
+    head=HEADS,
     cache_bytes=[0, 1 << 16, 1 << 30],
-    V_and_layout=[(V, layout) for layout, sizes in COLUMNS.items() for V in sizes],
     true_columns=[None, 200, 300, 510],  # the first tile, the second, nearly all
     traced_columns=[False, True],
     rows=[None, 30],
 )
 def test_every_element_is_written(
-    gradient_threshold: float,
+    head: tuple[int, str, float],
     cache_bytes: int,
-    V_and_layout: tuple[int, str],
     true_columns: int | None,
     traced_columns: bool,
     rows: int | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    V, layout = V_and_layout
+    V, layout, gradient_threshold = head
     test = call(
         "written", T=40, H=64, V=V, num_columns=true_columns, num_rows=rows, chunk=1,
         traced_columns=traced_columns and true_columns is not None,
