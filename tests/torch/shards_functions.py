@@ -170,6 +170,8 @@ def divergences(group: dist.ProcessGroup) -> None:
         assert kl.isnan().all()
         kl.sum().backward()
         assert parts[0].grad.shape == parts[0].shape
-    other = dist.new_group(list(range(dist.get_world_size())))
-    with pytest.raises(ValueError, match="weight has 52, 52, the teacher's 51, 52 rows on the ranks of tp_group"):
+    size = dist.get_world_size()
+    other = dist.new_group(list(range(size)))
+    whole, cut = (", ".join(str(first + rank * step) for rank in range(size)) for first, step in ((52, 0), (51, 1)))
+    with pytest.raises(ValueError, match=f"weight has {whole}, the teacher's {cut} rows on the ranks of tp_group"):
         linear_kl(problem.hidden, odd[0][1], teacher.hidden, odd[1][0], tp_group=other, vocab_size=99)
