@@ -86,10 +86,11 @@ SHORT = Tuning(tile_k=64, stages=5, cluster=2, in_flight=1, turns=2, slots=1)
 # 6.7 % for nothing: (8192, 2880, 201088) on an H200, dweight 14.11 -> 13.06 ms in one launch, 15.28 -> 13.54 in 14.
 NARROW = Tuning(tile_k=64, stages=5, cluster=2, in_flight=1, slots=1, tile_n=NARROW_TILE_N)
 
-# An H100's memory is slower than an H200's: (8192, 2048, 151936), forward 8.80 -> 8.07 ms without turns, both passes
-# 32.9 -> 31.4. At H 1536 they are equal, at 1024 turns are faster, 4.27 to 4.60.
+# An H100's memory is slower than an H200's, and turns are slower than none from H 640 on: with 8,192 tokens and 151,936
+# columns a forward takes at H 768 3.12 ms in place of 3.37, at 1024 4.00 (4.46), at 1536 5.75 (7.01), at 2048 8.07
+# (8.80); both passes at 1024 16.1 (16.3). At 512 it is 2.28 (2.25).
 H100 = "NVIDIA H100 80GB HBM3"
-TUNED = {(H100, kernel): ((2048, BY_KERNEL[kernel]),) for kernel in ("forward", "dlogits")}
+TUNED = {(H100, kernel): ((640, BY_KERNEL[kernel]),) for kernel in ("forward", "dlogits")}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
