@@ -162,7 +162,11 @@ def divergences(group: dist.ProcessGroup) -> None:
         heads = [DTensor.from_local(x, mesh, [Shard(0)]) if y else x for x, y in ((weight, own), (teachers, other))]
         got = linear_kl(problem.hidden, heads[0], teacher.hidden, heads[1], tp_group=mesh.get_group())
         assert torch.equal(got, want)
-    # The student's parts, the teacher's, or both differ in size: no rank hangs.
+    _parts_of_other_sizes(problem, teacher, group)
+
+
+def _parts_of_other_sizes(problem: Any, teacher: Any, group: dist.ProcessGroup) -> None:
+    """The student's, the teacher's, or both differ in size: no rank hangs."""
     odd = [(x[: 51 + group.rank()], x[:52]) for x in (problem.weight, teacher.weight)]
     for which in ((0, 0), (0, 1), (1, 0)):
         parts = [x[i].clone().requires_grad_() for x, i in zip(odd, which, strict=True)]
