@@ -119,10 +119,11 @@ def of_tokens(options: dict[str, Any]) -> dict[str, Any]:
     return {name: options[name] for name in ("temperature", "candidates", "logit_floor") if name in options}
 
 
-OPTIONS: list[dict[str, Any]] = [
+# The lists of a threshold with candidates have the bits of JAX: `tests.launch_lists.test_threshold`.
+OPTIONS: list[Any] = [
     {"vocab_size": 700, "temperature": "each", "stats": True},
-    {"vocab_size": 700, "temperature": "each", "candidates": 9},
     {"vocab_size": 700, "temperature": "each", "logit_floor": "each", "stats": True},
+    pytest.param({"vocab_size": 700, "temperature": "each", "candidates": 9}, marks=pytest.mark.slow),
 ]
 
 
@@ -151,7 +152,9 @@ def test_live_tiles_alone(programs: list[Any], options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("options", [{"candidates": 3}, {"logit_floor": "each"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"logit_floor": "each"}, pytest.param({"candidates": 3}, marks=pytest.mark.slow)], ids=str
+)
 def test_a_split_vocabulary(
     programs: list[Any], options: dict[str, Any], size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
