@@ -28,6 +28,7 @@ CHUNK_BYTES, CHUNK_BYTES_ON_CPU = 160 << 20, 32 << 20  # of logits in the statis
 # place of 10.6, because every chunk reads the weight.
 GRAIN, GRAIN_ON_CPU = 256, 128
 WORKSPACE = 32 << 20  # of a product on an NVIDIA GPU
+LEAST_TERMS = 16  # of a product: see `increasing`
 
 
 def chunk_tokens(case: Case) -> int:
@@ -82,8 +83,11 @@ def largest(operands: Operands, case: Case) -> Largest:
 def increasing(operands: Operands, options: Options) -> Operands:
     """The operands with the sign of the scale on hidden, so that logits increase with the products.
 
-    A sign is exact. A scale of 0 makes all products 0, so that all are equal.
+    A sign is exact. A scale of 0 makes all products 0, so that all are equal. A product has at least `LEAST_TERMS`,
+    because XLA may compute one of fewer anew for each use, and round it otherwise, with the bias at once for example:
+    then a selected logit is none of its row's, and its exponential is in no sum.
     """
+    operands = _with_terms(operands, options)
     if operands.raw_scale is not None:
         sign = jnp.sign(operands.raw_scale).astype(operands.hidden.dtype)[:, None]
     elif options.logit_scale <= 0.0:
@@ -91,6 +95,17 @@ def increasing(operands: Operands, options: Options) -> Operands:
     else:
         return operands
     return operands._replace(hidden=operands.hidden * sign)
+
+
+def _with_terms(operands: Operands, options: Options) -> Operands:
+    missing = LEAST_TERMS - operands.hidden.shape[1]
+    if missing <= 0:
+        return operands
+
+    def padded(x: Array, dim: int) -> Array:
+        return jnp.pad(x, [(0, missing if at == dim else 0) for at in range(2)])
+
+    return operands._replace(hidden=padded(operands.hidden, 1), weight=padded(operands.weight, options.hidden_dim))
 
 
 def of_products(raw: Float[Array, "t V"], operands: Operands, case: Case, select: Callable[..., Any]) -> Largest:

@@ -35,6 +35,11 @@ CALLS = {
     "bfloat16": (8, cases.case("bfloat16", dtype="bfloat16", leading=(64,), H=128, V=512)),
     "float32 hidden": (8, cases.case("mixed", dtype="bfloat16", hidden_dtype="float32", leading=(64,))),
     "float16": (8, cases.case("float16", dtype="float16", leading=(64,))),
+    # XLA may round a product of one term otherwise in each place that uses it.
+    "a hidden size of 1": (1, cases.case("one term", leading=(40,), H=1, V=150, bias="float32")),
+    "everything of 1": (3, cases.case(
+        "one term", leading=(40,), H=1, V=300, vocab_size=118, weight_layout="hv", logit_scale=0.5, bias="float32",
+    )),
 }  # fmt: skip
 
 
