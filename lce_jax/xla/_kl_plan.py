@@ -43,8 +43,8 @@ def stored(kl: KLPlan, columns: int) -> PassBytes:
     Where dweight has room for a copy, one lies there.
     """
     case, logits = kl.cases.student, kl.cases.student.num_tokens * columns
-    item, stat, on_cpu = case.dtype.itemsize, kl.dtype.itemsize, kl.cases.student.device.platform == "cpu"
+    item, stat, on_cpu = case.dtype.itemsize, kl.dtype.itemsize, case.device.platform == "cpu"
     both = (3 * stat + (item if item < stat else 0)) if on_cpu else 2 * stat
     if columns * case.hidden_size * item >= stat * logits:
         both -= stat
-    return PassBytes(2 * stat * logits, max(2 * stat if on_cpu else 0, both) * logits)
+    return PassBytes(2 * stat * logits, both * logits)
