@@ -87,7 +87,10 @@ def increasing(operands: Operands, options: Options) -> Operands:
     because XLA may compute one of fewer anew for each use, and round it otherwise, with the bias at once for example:
     then a selected logit is none of its row's, and its exponential is in no sum.
     """
-    operands = _with_terms(operands, options)
+    if (missing := LEAST_TERMS - operands.hidden.shape[1]) > 0:
+        of_weight = [(0, missing if dim == options.hidden_dim else 0) for dim in range(2)]
+        hidden, weight = jnp.pad(operands.hidden, [(0, 0), (0, missing)]), jnp.pad(operands.weight, of_weight)
+        operands = operands._replace(hidden=hidden, weight=weight)
     if operands.raw_scale is not None:
         sign = jnp.sign(operands.raw_scale).astype(operands.hidden.dtype)[:, None]
     elif options.logit_scale <= 0.0:
@@ -95,17 +98,6 @@ def increasing(operands: Operands, options: Options) -> Operands:
     else:
         return operands
     return operands._replace(hidden=operands.hidden * sign)
-
-
-def _with_terms(operands: Operands, options: Options) -> Operands:
-    missing = LEAST_TERMS - operands.hidden.shape[1]
-    if missing <= 0:
-        return operands
-
-    def padded(x: Array, dim: int) -> Array:
-        return jnp.pad(x, [(0, missing if at == dim else 0) for at in range(2)])
-
-    return operands._replace(hidden=padded(operands.hidden, 1), weight=padded(operands.weight, options.hidden_dim))
 
 
 def of_products(raw: Float[Array, "t V"], operands: Operands, case: Case, select: Callable[..., Any]) -> Largest:
