@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import pytest
 
 from lce_jax import explain
+from lce_jax.bench.kl import stored as stored_kl
 from lce_jax.explain._targets import TARGETS
 from tests.compiled import needs_wheels
-from tests.explain.test_memory import stored
-from tests.explain.test_others import stored as stored_kl
+from tests.explain.test_memory import both_passes, stored
+from tests.explain.test_others import held, student_gradients
 
 pytestmark = needs_wheels
 V = 65536
@@ -23,10 +24,6 @@ def structs(device: str, T: int, H: int, dtype: str) -> list[Any]:
     sharding = jax.sharding.SingleDeviceSharding(TARGETS[device].mesh(1, 1).devices.item())
     shapes = ((T, H), dtype), ((V, H), dtype), ((T,), jnp.int32), ((T,), jnp.float32)
     return [jax.ShapeDtypeStruct(*shape, sharding=sharding) for shape in shapes]
-
-
-def held(function: Any, *arguments: Any) -> int:
-    return jax.jit(function).lower(*arguments).compile().memory_analysis().temp_size_in_bytes
 
 
 def judge(said: int, holds: int, device: str, logits: int) -> None:
@@ -52,18 +49,10 @@ def judge(said: int, holds: int, device: str, logits: int) -> None:
 def test_log_probabilities(device: str, T: int, H: int, dtype: str, entropy: bool, softcap: float | None) -> None:
     hidden, weight, labels, seed = structs(device, T, H, dtype)
     function = stored(entropy, softcap)
-
-    def both(hidden: Any, weight: Any, labels: Any, a: Any, b: Any) -> Any:
-        def loss(hidden: Any, weight: Any) -> Any:
-            out = function(hidden, weight, labels)
-            return jnp.sum(a * out[0] + b * out[1]), out
-
-        return jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(hidden, weight)
-
     call = hidden, weight, labels
     said = explain(*call, entropy=entropy, logit_softcap=softcap).memory.stored
     judge(said.forward, held(function, *call), device, T * V)
-    judge(said.backward, held(both, *call, seed, seed), device, T * V)
+    judge(said.backward, held(both_passes(function), *call, seed, seed), device, T * V)
 
 
 @pytest.mark.parametrize("device", ["h100", "h200"])
@@ -73,10 +62,6 @@ def test_log_probabilities(device: str, T: int, H: int, dtype: str, entropy: boo
 def test_divergences(device: str, T: int, H: int, dtype: str) -> None:
     hidden, weight, labels, seed = structs(device, T, H, dtype)
     heads = hidden, weight, hidden, weight
-
-    def both(hidden: Any, weight: Any, teacher: Any, teachers_weight: Any, cotangent: Any) -> Any:
-        return jax.vjp(lambda *x: stored_kl(*x, teacher, teachers_weight, "forward"), hidden, weight)[1](cotangent)
-
     said = explain(hidden, weight, labels, teacher=(hidden, weight)).memory.stored
     judge(said.forward, held(lambda *x: stored_kl(*x, "forward"), *heads), "h100", T * V)
-    judge(said.backward, held(both, *heads, seed), "h100", T * V)
+    judge(said.backward, held(student_gradients, *heads, seed), "h100", T * V)

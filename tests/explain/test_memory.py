@@ -36,6 +36,19 @@ def stored(entropy: bool, softcap: float | None) -> Any:
     return function
 
 
+def both_passes(function: Any) -> Any:
+    """A program of ``stored``'s results and the gradients of both, weighted."""
+
+    def both(hidden: Any, weight: Any, labels: Any, a: Any, b: Any) -> Any:
+        def loss(hidden: Any, weight: Any) -> Any:
+            out = function(hidden, weight, labels)
+            return jnp.sum(a * out[0] + b * out[1]), out
+
+        return jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(hidden, weight)
+
+    return both
+
+
 @pytest.mark.parametrize(
     ("H", "dtype", "entropy", "softcap"),
     [
@@ -53,14 +66,7 @@ def test_foretells_stored_logits(H: int, dtype: str, entropy: bool, softcap: flo
     call = struct((T, H), dtype), struct((V, H), dtype), struct((T,), jnp.int32)
     seeds = struct((T,), jnp.float32)
     function = stored(entropy, softcap)
-
-    def both(hidden: Any, weight: Any, labels: Any, a: Any, b: Any) -> Any:
-        def loss(hidden: Any, weight: Any) -> Any:
-            out = function(hidden, weight, labels)
-            return jnp.sum(a * out[0] + b * out[1]), out
-
-        return jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(hidden, weight)
-
+    both = both_passes(function)
     said, fused = explain(*call, entropy=entropy, logit_softcap=softcap, implementation="xla").memory
     for program, arguments, foretold in ((function, call, said.forward), (both, (*call, seeds, seeds), said.backward)):
         held = jax.jit(program).lower(*arguments).compile().memory_analysis().temp_size_in_bytes

@@ -104,14 +104,16 @@ def test_narrow_tiles_where_they_leave_no_column_empty() -> None:
     assert widths(hidden_size=2880, options=Options(weight_layout="hv")) == (192, 256)
 
 
-@pytest.mark.parametrize(("device", "longest"), [(H200, 2944), (H200._replace(kind=H100), 512)], ids=["H200", "H100"])
-def test_turns_for_short_hidden_sizes(device: Device, longest: int) -> None:
+@pytest.mark.parametrize(
+    ("device", "shorter", "longest"), [(H200, 1024, 2944), (H200._replace(kind=H100), 256, 512)], ids=["H200", "H100"]
+)
+def test_turns_for_short_hidden_sizes(device: Device, shorter: int, longest: int) -> None:
     def turns(kernel: str, hidden_size: int) -> int:
         one = case(num_tokens=8192, hidden_size=hidden_size, device=device)
         return sm90.KERNELS.tunings.of(one, kernel).turns
 
     for kernel in ("forward", "dlogits"):
-        assert [turns(kernel, size) for size in (256, longest, longest + 128, 4096)] == [2, 2, 1, 1]
+        assert [turns(kernel, size) for size in (shorter, longest, longest + 128, 4096)] == [2, 2, 1, 1]
 
 
 @pytest.mark.parametrize("wrong", [{"slots": 3}, {"slots": 0}, {"snake": 3}, {"turns": 3}, {"stages": 1}], ids=str)

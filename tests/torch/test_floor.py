@@ -127,9 +127,8 @@ def test_lists_of_a_split_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     found = []
     for ranks.rank in (0, 1, 0, 1):  # what the first two send, the last two receive
-        found.append(
-            _execute.forward(parts[ranks.rank], call, False, way_of(parts[ranks.rank].hidden))[: len(call.fields)]
-        )
+        part = parts[ranks.rank]
+        found.append(_execute.forward(part, call, False, way_of(part.hidden))[: len(call.fields)])
     next(loaded, None)
     assert len(programs) == 4  # a part and a merge on each rank
     assert all(map(torch.equal, found[2], found[3]))
