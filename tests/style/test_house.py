@@ -1,16 +1,14 @@
-"""Rooms that a reader can take in: how long a file and a function may be."""
+"""Rooms that a reader can take in: how long a file and a function may be, and how large the house."""
 
 from __future__ import annotations
 
 import ast
 import pathlib
 
-import pytest
-
 ROOT = pathlib.Path(__file__).parents[2]
-FOLDERS = ("lce_jax", "lce_torch_bridge", "tests", "examples", "notebooks")
+FOLDERS = ("lce_jax", "lce_torch_bridge", "tests", "benchmarks", "examples", "notebooks")
 FILES = [*sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")), ROOT / "conftest.py"]
-FILE_LINES = 300
+FILE_LINES = 600
 FUNCTION_LINES = 45  # of code: signature and docstring are not counted
 KERNEL_LINES = 60  # the body of a kernel is one scope
 
@@ -20,10 +18,31 @@ def code_lines(function: ast.FunctionDef) -> int:
     return (function.end_lineno or 0) - body[0].lineno + 1 if body else 0
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_length(path: pathlib.Path) -> None:
-    text = path.read_text()
-    assert len(text.splitlines()) <= FILE_LINES
-    most = KERNEL_LINES if path.parent.name.startswith("sm") else FUNCTION_LINES
-    functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
-    assert {node.name: code_lines(node) for node in functions if code_lines(node) > most} == {}
+def test_length() -> None:
+    too_long = {}
+    for path in FILES:
+        text, name = path.read_text(), str(path.relative_to(ROOT))
+        if (lines := len(text.splitlines())) > FILE_LINES:
+            too_long[name] = lines
+        most = KERNEL_LINES if path.parent.name.startswith("sm") else FUNCTION_LINES
+        functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
+        too_long |= {f"{name}:{x.name}": code_lines(x) for x in functions if code_lines(x) > most}
+    assert too_long == {}
+
+
+# What the two packages are today. Less is better: lower the numbers with it.
+PACKAGES_LINES = 35_800
+PACKAGES_FILES = 288
+TESTS_LINES = 34_200
+
+
+def test_size() -> None:
+    """Ceilings that only fall."""
+    packages, tests = (
+        [path.read_text().count("\n") for path in FILES if path.relative_to(ROOT).parts[0] in folders]
+        for folders in (("lce_jax", "lce_torch_bridge"), ("tests",))
+    )
+    print(f"packages: {sum(packages)} lines in {len(packages)} files; tests: {sum(tests)} lines in {len(tests)} files")
+    assert sum(packages) <= PACKAGES_LINES
+    assert len(packages) <= PACKAGES_FILES
+    assert sum(tests) <= TESTS_LINES
