@@ -76,8 +76,6 @@ test-frameworks:
 CUDA := nvidia-cuda-nvcc nvidia-nvvm nvidia-cuda-crt nvidia-cuda-nvrtc nvidia-nvjitlink
 CUDA_VERSION := 13.5.37
 COMPILE := .venv-compile$(JAX)
-# In a process of its own: the first kernel that a process compiles decides for which generation it compiles programs.
-BLACKWELL := plan_says and b200
 test-compile: $(VENV)/.ready
 	$(PYTHON) -m venv $(COMPILE)
 	version=$(or $(JAX),$$($(RUN) -c 'import jax; print(jax.__version__)')); \
@@ -86,8 +84,7 @@ test-compile: $(VENV)/.ready
 	purelib() { $$1/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }; \
 	site=$$(purelib $(COMPILE)); purelib $(VENV) > $$site/borrowed.pth; \
 	export PATH=$$site/nvidia/cu13/bin:$$PATH JAX_PLATFORMS=cpu; \
-	$(COMPILE)/bin/python -m pytest tests/compiled -k "not ($(BLACKWELL))" && \
-	$(COMPILE)/bin/python -m pytest tests/compiled -k "$(BLACKWELL)"
+	$(COMPILE)/bin/python -m pytest tests/compiled
 
 # Google's compiler alone (484 MB), in the versions that JAX itself asks for, beside what .venv has.
 TPU := .venv-tpu

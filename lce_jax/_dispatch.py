@@ -111,15 +111,11 @@ def _first(
     refused: dict[str, str] = {}
     for name in AUTOMATIC if implementation is None else implementation:
         reason = refusal(name)
-        by_name_alone = mosaic.unproven(case) if reason is None and name == mosaic.NAME else None
-        if reason is None and implementation is None and by_name_alone is None:
-            _log_choice(what, case.device.platform, name, tuple(refused.items()))
+        if reason is None:
+            if implementation is None:
+                _log_choice(what, case.device.platform, name, tuple(refused.items()))
             return name, refused
-        if reason is None and implementation is not None:
-            if by_name_alone is not None:
-                _log_unproven(name, case.device.kind, by_name_alone)
-            return name, refused
-        refused[name] = reason or str(by_name_alone)
+        refused[name] = reason
     raise UnsupportedError("; ".join(f'implementation "{name}": {reason}' for name, reason in refused.items()))
 
 
@@ -166,11 +162,6 @@ def over(case: Case, mesh: Any) -> Case:
     if _devices.of_mesh(mesh) is None:
         return case
     return dataclasses.replace(case, device=_devices.current_device(mesh=mesh))
-
-
-@functools.cache
-def _log_unproven(name: str, kind: str, reason: str) -> None:
-    _logger.warning("%s on %s: %s", name, kind, reason)
 
 
 @functools.cache

@@ -8,7 +8,7 @@ import pytest
 from lce_jax import _devices
 from lce_jax.bench import measure
 from lce_jax.mosaic._generations import JAX_OF_THE_KERNELS
-from tests.devices import B200, H200
+from tests.devices import H200
 
 if jax.__version_info__ >= JAX_OF_THE_KERNELS:  # an older one has no interpreter of their language
     from tests import mosaic_interpreter
@@ -26,9 +26,3 @@ def short_timings(monkeypatch: pytest.MonkeyPatch) -> None:
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls are traced and planned as on an H200."""
     monkeypatch.setattr(_devices, "current_device", lambda *_, **__: H200)
-
-
-@pytest.fixture
-def blackwell(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same as on a B200."""
-    monkeypatch.setattr(_devices, "current_device", lambda *_, **__: B200)

@@ -6,4 +6,3 @@ from lce_jax._types import Device
 
 H200 = Device("gpu", "NVIDIA H200", "9.0", 132)
 B200 = Device("gpu", "NVIDIA B200", "10.0", 148)
-B300 = Device("gpu", "NVIDIA B300", "10.3", 158)

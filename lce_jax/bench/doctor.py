@@ -9,13 +9,12 @@ they take. The bounds are those of `lce_jax.bench.problem`. Each check is writte
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import functools
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -29,8 +28,6 @@ from lce_jax.bench.problem import BLOCK_BYTES, Problem, bound, error, random_pro
 from lce_jax.bench.records import Job, Measured
 from lce_jax.bench.shapes import Shape
 from lce_jax.explain._models import ModelHead
-from lce_jax.mosaic import _generations, sm100
-from lce_jax.mosaic.sm100._tuning import PAIRS, Tunings
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array
@@ -51,7 +48,6 @@ class Check:
     is_head: bool = False  # of a model's size
     more_columns: int = 0
     per_token: tuple[str, ...] = ()  # options that are arrays
-    in_pairs: bool = False  # Blackwell's kernels in which two blocks multiply together
 
 
 CHECKS = {
@@ -67,8 +63,6 @@ CHECKS = {
     "part of a cache": Check({"cache_bytes": -2}),
     "candidates": Check(per_token=("candidates",)),
     "a threshold": Check({"gradient_threshold": 2.0**-30}),  # every tile is live, and in the lists
-    "pairs": Check(in_pairs=True),
-    "pairs, a model's head": Check(is_head=True, in_pairs=True),
 }
 
 
@@ -107,8 +101,6 @@ def line(found: Mapping[str, Any]) -> str:
     """A check in words."""
     if "failed" in found:
         return f"{found['check']}: FAILED: {found['failed'].strip().splitlines()[-1]}"
-    if "skipped" in found:
-        return f"{found['check']}: skipped: {found['skipped']}"
     times = ", ".join(f"{name} {1e3 * value:.2f} ms" for name, value in found["seconds"].items())
     worst = max(found["errors"][name] / found["bounds"][name] for name in found["errors"])
     return f"{found['check']}: {found['implementation']}, errors up to {worst:.2f} of their bounds, same bits; {times}"
@@ -120,22 +112,12 @@ def examine(name: str, rounds: int) -> dict[str, Any]:
     platform = "gpu" if jax.default_backend() == "gpu" else "cpu"
     device = _devices.of(jax.devices()[0])
     about = {"device": device._asdict(), "jax": jax.__version__, "lce_jax": lce_jax.__version__}
-    if check.in_pairs and device.compute_capability not in sm100.KERNELS.compute_capabilities:
-        return about | {"skipped": "no blocks multiply together on such a device"}
     tokens, hidden_size, columns = (HEAD if check.is_head else PART)[platform]
     shape = Shape(tokens, ModelHead(hidden_size, columns + check.more_columns))
     problem = random_problem(shape, jnp.dtype(check.dtype))
     if check.options.get("weight_layout") == "hv":
         problem = problem._replace(weight=problem.weight.T)
-    with _kernels_of(check):
-        return about | {"shape": [tokens, hidden_size, columns + check.more_columns]} | _compare(check, problem, rounds)
-
-
-@contextlib.contextmanager
-def _kernels_of(check: Check) -> Iterator[None]:
-    kernels = dataclasses.replace(sm100.KERNELS, tunings=Tunings(otherwise=PAIRS))
-    with _generations.using(kernels) if check.in_pairs else contextlib.nullcontext():
-        yield
+    return about | {"shape": [tokens, hidden_size, columns + check.more_columns]} | _compare(check, problem, rounds)
 
 
 def _compare(check: Check, problem: Problem, rounds: int) -> dict[str, Any]:

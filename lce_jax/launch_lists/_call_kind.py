@@ -13,8 +13,7 @@ from lce_jax.mosaic._kernel_set import KernelSet
 
 THREADS = 128  # rows that every per-token array has at least
 
-_PROVEN = [kernels for kernels in _generations.KERNEL_SETS if not kernels.unproven]
-SERVED = tuple(one for kernels in _PROVEN for one in kernels.compute_capabilities)  # of kernels that have run on a GPU
+SERVED = tuple(one for kernels in _generations.KERNEL_SETS for one in kernels.compute_capabilities)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,7 +108,7 @@ class CallKind:
 
 def refusal(kind: CallKind) -> str | None:
     """Why no list serves these calls; None if one does."""
-    reason = _generations.refusal(kind.case) or kind.kernels.unproven
+    reason = _generations.refusal(kind.case)
     if reason is not None:
         return reason
     if not kind.shape.whole_atoms:

@@ -18,8 +18,6 @@ def refusal_to_scale(size: int, device: Device) -> str | None:
     kernels = _generations.serving(device)
     if kernels is None:
         return f"no kernels for {device.kind}"
-    if kernels.unproven:
-        return kernels.unproven
     if size % kernels.scaled_numbers or size >= 1 << 31:
         return f"{size} numbers must be a multiple of {kernels.scaled_numbers}, and less than 2^31"
     return None

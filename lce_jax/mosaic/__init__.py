@@ -6,9 +6,9 @@ threshold  with ``gradient_threshold``, the backward visits the tiles alone that
 cache      with ``cache_bytes``, the forward keeps the first tiles' exponentials and the backward skips theirs
 
 The modules here are host code, the same for every generation of GPUs. The kernels of a generation are a kernel set, in
-a folder of their own: `sm90` for Hopper (compute capability 9.0), `sm100` for Blackwell (10.0, 10.3; not yet run on a
-GPU). `common` is what these share. `_generations` picks one by device. `_kernel_set`
-says what a kernel set must have, and `_pallas` is the one importer of the kernel language.
+a folder of their own: `sm90` for Hopper (compute capability 9.0). `common` is what generations share. `_generations`
+picks one by device. `_kernel_set` says what a kernel set must have, and `_pallas` is the one importer of the kernel
+language.
 """
 
 from __future__ import annotations
@@ -68,11 +68,6 @@ def without_kernels(case: Case) -> str | None:
     return None
 
 
-def unproven(case: Case) -> str | None:
-    """Why a call gets the kernels for its device only if it asks for them by name."""
-    return _kernels(case).unproven
-
-
 def plan(case: Case, around: Surroundings = ALONE) -> Plan:
     """Tiles and bytes; what ``cache_bytes`` will keep."""
     return _plan.plan(case, _kernels(case), NAME, around)
@@ -106,8 +101,7 @@ def on(device: Device) -> KernelSet | None:
     """The kernels that any call on a device gets, where this version of JAX has what they need; else None."""
     if jax.__version_info__ < _generations.JAX_OF_THE_KERNELS:
         return None
-    kernels = _generations.serving(device)
-    return None if kernels is None or kernels.unproven else kernels
+    return _generations.serving(device)
 
 
 def lowering_for(device: Device) -> contextlib.AbstractContextManager[None]:

@@ -12,7 +12,7 @@ from lce_jax._types import Case, Device
 from lce_jax.mosaic._kernel_set import KernelSet
 
 JAX_OF_THE_KERNELS = (0, 11, 2)  # the oldest whose kernel language has been tested on a GPU
-GENERATIONS = ("sm90", "sm100")  # folders, each with a `KernelSet` named KERNELS
+GENERATIONS = ("sm90",)  # folders, each with a `KernelSet` named KERNELS
 KERNEL_SETS: tuple[KernelSet, ...] = tuple(
     importlib.import_module(f"lce_jax.mosaic.{name}").KERNELS for name in GENERATIONS
 )

@@ -40,10 +40,6 @@ class KernelSet(LiveKernelSet, CandidateKernelSet, KLKernelSet, Protocol):
         """Parts of the names of devices with that capability, the best known first."""
 
     @property
-    def unproven(self) -> str | None:
-        """Why only calls that ask for the kernels by name get them; None: all calls do."""
-
-    @property
     def tiling(self) -> Tiling:
         """The tile sizes."""
 

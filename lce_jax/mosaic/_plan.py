@@ -43,7 +43,7 @@ def plan(case: Case, kernels: KernelSet, name: str, around: Surroundings) -> Pla
         + case.candidate_bytes,
         kept_bytes=case.statistics_bytes + cached * _cache.tile_bytes(case, shape) + live.kept,
         logits_bytes=case.num_tokens * case.vocab_size * 4,
-        notes=_notes(case, shape, kernels),
+        notes=_notes(case, shape),
         full_cache_bytes=of_gradients.num_tiles * _cache.tile_bytes(case, shape),
         same_bits=_same_bits(case, shape, around),
     )
@@ -106,9 +106,8 @@ def _same_bits(case: Case, shape: Geometry, around: Surroundings) -> str:
     return f"in every call over {around.shards} shards: {columns:,} columns are no whole groups of {size:,}"
 
 
-def _notes(case: Case, shape: Geometry, kernels: KernelSet) -> tuple[str, ...]:
-    notes = [] if kernels.unproven is None else [kernels.unproven]
-    notes += _threshold_notes(case, shape)
+def _notes(case: Case, shape: Geometry) -> tuple[str, ...]:
+    notes = [*_threshold_notes(case, shape)]
     if shape.has_parts:
         notes.append(
             f"vocab_part_size={shape.part_columns}: {shape.part_tiles} tiles a part, {shape.num_tiles} in the forward "

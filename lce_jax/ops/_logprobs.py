@@ -98,10 +98,9 @@ def linear_logprobs(
             cache inside ``jit`` and a copy of it outside. "reference" ignores it, and `explain` says so.
         precision: of the matrix products with float32 operands; "highest" is exact to float32 rounding where the
             default may be TF32 (GPU) or bfloat16 (TPU).
-        implementation: "mosaic_gpu" (kernels for Hopper GPUs; those for Blackwell have never run, and only this name
-            gets them), "xla" (every device), "reference" (stores the logits), or a tuple of names tried in order. None:
-            the best one that can serve the call; its name is logged once (logger ``lce_jax``). `explain` gives the
-            choice and the reasons.
+        implementation: "mosaic_gpu" (kernels for Hopper GPUs), "xla" (every device), "reference" (stores the logits),
+            or a tuple of names tried in order. None: the best one that can serve the call; its name is logged once
+            (logger ``lce_jax``). `explain` gives the choice and the reasons.
         bias: ``[V]``, added to the float32 products before the scale, and split as the weight's vocabulary is. Its
             gradient is summed in float32 and rounded once. "mosaic_gpu" does not serve it. None: no bias.
         candidates: ``[..., K]`` integer vocabulary ids per token, global as labels are, K from 1 to 512: fills

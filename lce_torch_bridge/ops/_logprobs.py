@@ -138,9 +138,8 @@ def linear_logprobs(
             tokens in it. An empty set, of a label out of vocabulary, has 0 in outputs and gradients. A NaN is refused
             where its value is known; elsewhere its row returns NaN. Not with ``candidates`` or ``mean_logit``. No
             gradient. `lce_jax.floors` says where floors come from. None: every token.
-        implementation: "mosaic_gpu" (kernels for Hopper GPUs; those for Blackwell have never run, and only this name
-            gets them), "xla" (every device), "reference" (stores the logits), or a tuple of names tried in order. None:
-            the best one that can serve the call.
+        implementation: "mosaic_gpu" (kernels for Hopper GPUs), "xla" (every device), "reference" (stores the logits),
+            or a tuple of names tried in order. None: the best one that can serve the call.
 
     Returns:
         A `LogprobOutput`, each field float32 of ``labels.shape`` (``[..., K]`` for candidates) or None.

@@ -1,13 +1,12 @@
 """The kernels as machine code for GPUs that are not there: registers, spills and shared memory.
 
-``python -m tests.compiled.machine_code [h200 | b200 | b300]`` prints a table that stands beside this file, one for each
+``python -m tests.compiled.machine_code [h200]`` prints a table that stands beside this file, one for each
 GPU and version of JAX. It needs the wheels of ``make test-compile``: JAX's CUDA plugin, which describes a GPU that is
 not there, and ptxas.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import importlib.metadata
 import os
@@ -26,13 +25,11 @@ from lce_jax.explain._models import MODELS
 from lce_jax.explain._targets import TARGETS
 from lce_jax.launch_lists import _compiler
 from lce_jax.launch_lists._recorder import Kernel
-from lce_jax.mosaic import _generations, sm100
 from lce_jax.mosaic._pallas import lowering_for
-from lce_jax.mosaic.sm100._tuning import PAIRS, Tunings
-from tests.devices import B200, B300, H200
+from tests.devices import H200
 
 HERE = pathlib.Path(__file__).parent
-DEVICES = {"h200": H200, "b200": B200, "b300": B300}
+DEVICES = {"h200": H200}
 PREFIX = "lce kernel"  # of a line that this file prints before ptxas prints its own
 USED = re.compile(rb"ptxas info *: Used (\d+) registers")
 SPILLED = re.compile(rb"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
@@ -121,17 +118,7 @@ def kernels(device: Device) -> list[tuple[Kernel, str]]:
             for launch in program.launches:
                 found.setdefault(_compiler.module(launch.kernel, device), (launch.kernel, name))
     scale = launch_lists.scale(4096 * 151936, "float32", "bfloat16", device).launches[0].kernel
-    return [*found.values(), (scale, "qwen3-8b"), *(pairs(device) if device.compute_capability[:3] == "10." else ())]
-
-
-def pairs(device: Device) -> list[tuple[Kernel, str]]:
-    """The kernels with tensor cores in which two blocks multiply together, which no call gets yet."""
-    kernels = dataclasses.replace(sm100.KERNELS, tunings=Tunings(otherwise=PAIRS))
-    name = "qwen3-8b, a full cache"
-    with _generations.using(kernels):
-        both = [*programs(calls(device)["qwen3-8b"]), *programs(calls(device)[name])]
-        each = {launch.kernel.name: launch.kernel for program in both for launch in program.launches}
-    return [(each[one], "qwen3-8b, pairs") for one in ("statistics", "dlogits", "update_dhidden", "write_dweight")]
+    return [*found.values(), (scale, "qwen3-8b")]
 
 
 def shared_bytes(kernel: Kernel, device: Device) -> int:

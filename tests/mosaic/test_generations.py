@@ -13,9 +13,9 @@ import pytest
 from lce_jax import _dispatch, mosaic
 from lce_jax._plans import ALONE
 from lce_jax._types import Case, Device, Options, UnsupportedError
-from lce_jax.mosaic import _generations, sm90, sm100
+from lce_jax.mosaic import _generations, sm90
 from lce_jax.mosaic._kernel_set import KernelSet
-from tests.devices import B200, B300, H200
+from tests.devices import B200, H200
 
 A100 = Device("gpu", "NVIDIA A100", "8.0", 108)
 
@@ -31,10 +31,8 @@ def case(device: Device) -> Case:
     ("device", "kernels"),
     [
         (H200, sm90.KERNELS),
-        (B200, sm100.KERNELS),
-        (B300, sm100.KERNELS),
+        (B200, None),
         (H200._replace(compute_capability=""), sm90.KERNELS),  # described, to compile ahead of time
-        (B200._replace(compute_capability=""), sm100.KERNELS),
         (A100, None),
         (A100._replace(compute_capability=""), None),
     ],
@@ -47,8 +45,8 @@ def test_the_device_picks_the_kernel_set(device: Device, kernels: KernelSet | No
 @pytest.mark.parametrize(
     ("device", "reason"),
     [
-        (Device("cpu"), "9.0 (H100, H200, GH200) or 10.0, 10.3 (B200, GB200, B300), this is cpu"),
-        (A100, "or 10.0, 10.3 (B200, GB200, B300), NVIDIA A100 has 8.0"),
+        (Device("cpu"), "9.0 (H100, H200, GH200), this is cpu"),
+        (A100, "9.0 (H100, H200, GH200), NVIDIA A100 has 8.0"),
         (Device("gpu", "NVIDIA A100"), r"NVIDIA A100 has another"),
         (H200._replace(core_count=0), r"number of multiprocessors of NVIDIA H200"),
     ],
@@ -60,20 +58,6 @@ def test_a_refusal_names_every_generation(device: Device, reason: str) -> None:
 def test_what_no_kernel_set_serves_has_no_plan() -> None:
     with pytest.raises(UnsupportedError, match=r'"mosaic_gpu": .* NVIDIA A100 has 8\.0'):
         mosaic.plan(case(A100))
-
-
-def test_kernels_that_have_never_run_are_for_those_who_ask_for_them(caplog: pytest.LogCaptureFixture) -> None:
-    plan = _dispatch.explain(case(B200), None, ALONE)
-    assert plan.implementation == "xla"
-    assert "never run on a GPU" in plan.refused["mosaic_gpu"]
-    assert mosaic.on(B200) is None
-    _dispatch._log_unproven.cache_clear()
-    for _ in range(2):
-        assert _dispatch.choose(case(B200), ("mosaic_gpu", "xla")) == (mosaic, {})
-    (line,) = [record.getMessage() for record in caplog.records]
-    assert line.startswith("mosaic_gpu on NVIDIA B200: the kernels for Blackwell have never run on a GPU")
-    assert "never run on a GPU" in str(_dispatch.explain(case(B200), ("mosaic_gpu",), ALONE))
-    assert mosaic.unproven(case(H200)) is None
 
 
 def test_another_kernel_set_serves_for_a_while() -> None:

@@ -15,15 +15,14 @@ import numpy as np
 import pytest
 
 from lce_jax import mosaic
-from lce_jax._types import Device, Operands, RowCoefficients
+from lce_jax._types import Operands, RowCoefficients
 from lce_jax.call import _rows
 from lce_jax.mathematics import _columns
 from lce_jax.mathematics._statistics import Normalizer
-from lce_jax.mosaic import _generations, sm90, sm100
+from lce_jax.mosaic import _generations, sm90
 from lce_jax.mosaic._kernel_set import KernelSet
 from lce_jax.mosaic._pallas import interpreting, plgpu
 from lce_jax.mosaic.sm90._tuning import BY_KERNEL, SHORT, Tunings
-from tests.devices import B200, H200
 from tests.mosaic_calls import Call, budget_of, call, case_of, coefficients, draw, draw_floor, traced
 from tests.mosaic_interpreter import afresh, races_found
 
@@ -157,10 +156,8 @@ def with_threshold(test: Call) -> Call:
     return dataclasses.replace(test, options=dataclasses.replace(test.options, gradient_threshold=THRESHOLD))
 
 
-def kernels_of(test: Call, device: Device = H200) -> KernelSet:
-    """Clusters where the call asks for them and the generation has them, and small batches and launches."""
-    if device == B200:
-        return sm100.Kernels(budget=budget_of(test, sm100.KERNELS.budget, sm100.KERNELS.tiling))
+def kernels_of(test: Call) -> KernelSet:
+    """Clusters where the call asks for them, and small batches and launches."""
     budget = budget_of(test, sm90.KERNELS.budget, sm90.KERNELS.tiling)
     dlogits = dataclasses.replace(BY_KERNEL["dlogits"], cluster=test.cluster)
     tuned = {("NVIDIA H200", "dlogits"): ((64, dlogits if test.cluster > 1 else SHORT),)}
@@ -168,24 +165,17 @@ def kernels_of(test: Call, device: Device = H200) -> KernelSet:
 
 
 @pytest.fixture(name="test")
-def interpreted(request: pytest.FixtureRequest, device: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call]:
+def interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call]:
     afresh()
     monkeypatch.setattr(jax.lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
     test = with_threshold(request.param)
-    with _generations.using(kernels_of(test, device)), interpreting(plgpu.InterpretGPUParams(detect_races=True)):
+    with _generations.using(kernels_of(test)), interpreting(plgpu.InterpretGPUParams(detect_races=True)):
         yield test
 
 
-GENERATIONS = [
-    pytest.param(H200, id="hopper"),
-    pytest.param(B200, id="blackwell", marks=pytest.mark.slow),
-]
-
-
 @pytest.mark.parametrize("test", PARAMETERS, ids=str, indirect=True)
-@pytest.mark.parametrize("device", GENERATIONS)
-def test_live_tiles_alone(test: Call, device: Device, capfd: pytest.CaptureFixture[str]) -> None:
-    case = case_of(test, device)
+def test_live_tiles_alone(test: Call, capfd: pytest.CaptureFixture[str]) -> None:
+    case = case_of(test)
     assert mosaic.supports(case) is None
     check_live_tiles(test, case)
     assert not races_found()

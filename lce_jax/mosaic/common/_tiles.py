@@ -5,7 +5,7 @@ from __future__ import annotations
 from lce_jax._types import Case
 from lce_jax.mosaic._geometry import Tiling, geometry
 
-ROW_BLOCK = 128  # rows of a tile, of one block: two wgmma of 64 rows each on Hopper, the lanes of TMEM on Blackwell
+ROW_BLOCK = 128  # rows of a tile, of one block: two wgmma of 64 rows each on Hopper
 TILE_N = 256  # the largest N of wgmma and of tcgen05.mma
 STAGING_BYTES = 128  # of a row that an epilogue sends out at a time: the widest swizzle
 STAGING_COLUMNS = STAGING_BYTES // 2  # 16-bit numbers in those bytes

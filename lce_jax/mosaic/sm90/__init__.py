@@ -31,7 +31,6 @@ class Kernels(_kernels.Kernels):
 
     compute_capabilities: tuple[str, ...] = ("9.0",)
     devices: tuple[str, ...] = ("H100", "H200", "GH200", "H800", "H20")
-    unproven: str | None = None
     tiling: Tiling = TILING
     budget: Budget = Budget(dhidden_waves=DHIDDEN_WAVES)  # noqa: RUF009 - frozen
     scaled_numbers: int = SCALED
