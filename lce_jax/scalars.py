@@ -37,6 +37,7 @@ __all__ = [
     "is_temperature",
     "lengths",
     "not_negative",
+    "nothing",
     "num_bytes",
     "num_candidates",
     "num_largest",
@@ -266,15 +267,27 @@ def lengths(cu_seqlens: Sequence[int], cu_seqlens_padded: Sequence[int]) -> None
             )
 
 
-def fill(value: Any, *, bools: bool, integers: bool) -> bool | int | float:
-    """What stands where there is no neighbour: of the kind of the values."""
+def fill(value: Any, *, bools: bool, integers: Any = None) -> bool | int | float:
+    """What stands where there is no neighbour: of the kind of the values. ``integers`` is the ``iinfo`` of theirs."""
     if bools:
         return flag("fill", value)
-    if integers:
-        return integer("fill", value)
+    if integers is not None:
+        value = integer("fill", value)
+        if not integers.min <= value <= integers.max:
+            raise ValueError(
+                f"fill must lie in [{integers.min}, {integers.max}], the integers of {integers.dtype}, got {value}"
+            )
+        return int(value)
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"fill must be a Python number, got {value!r}")
     return float(value)
+
+
+def nothing(*, bools: bool, integers: Any = None) -> bool | int | float:
+    """What stands for results that there are not: False, the least integer (unsigned: the largest), NaN."""
+    if bools:
+        return False
+    return math.nan if integers is None else int(integers.min or integers.max)
 
 
 def chunks_of_ranks(length: int, cp_size: Any, layout: Any, packed: bool) -> tuple[int, int]:

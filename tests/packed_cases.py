@@ -79,6 +79,29 @@ def part_of_rank(x: np.ndarray, offsets: Any, rank: int, cp_size: int, layout: s
     return np.concatenate([chunks_of_rank(part, rank, cp_size, layout) for part in parts], axis=-1)
 
 
+# Offsets of 4 sequences in 12 tokens, and of the room for each: none of them fit.
+MISFITS = {
+    "beyond the end": ([0, 5, 13, 13, 13], None),
+    "falling": ([0, 5, 3, 12, 12], None),
+    "filled up with zeros": ([0, 5, 9, 0, 0], None),
+    "not from 0": ([1, 5, 9, 9, 9], None),
+    "differences that overflow": ([0, 2**31 - 1, -(2**31), -1, 12], None),
+    "more than their room": ([0, 5, 9, 9, 9], [0, 4, 12, 12, 12]),
+    "room beyond the end": ([0, 5, 9, 9, 9], [0, 8, 12, 16, 16]),
+    "falling room": ([0, 5, 9, 9, 9], [0, 8, 12, 8, 12]),
+}
+
+
+def is_nothing(x: Any) -> bool:
+    """Whether a result is what all of it is where offsets that cannot be looked at do not fit."""
+    x = np.asarray(x)
+    if x.dtype == np.bool_:
+        return not x.any()
+    if np.issubdtype(x.dtype, np.floating):
+        return bool(np.isnan(x).all())
+    return bool((x == {"int8": -128, "uint8": 255, "int32": -(2**31), "int64": -(2**63)}[x.dtype.name]).all())
+
+
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {  # function, arguments with lists for arrays, message
     "two ways": (
         "next_tokens",
@@ -114,5 +137,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {  # function, arguments w
     ),
     "a dimension": ("of_rank", {"x": [1, 2], "cp_rank": 0, "cp_size": 1, "axis": 1}, r"axis=1 is no dimension of x"),
     "the token itself": ("next_tokens", {"tokens": [1, 2], "ahead": 0}, "ahead must be at least 1, .* got 0"),
+    "no bool": ("next_values", {"values": [True], "fill": 2}, "fill must be True or False, got 2"),
     "a fraction": ("next_values", {"values": [1, 2], "fill": 0.5}, "fill must be a Python integer, got 0.5"),
 }  # fmt: skip

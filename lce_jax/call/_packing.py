@@ -11,6 +11,7 @@ import numpy as np
 
 from lce_jax import _jax, scalars
 from lce_jax.call import _checks
+from lce_jax.call._rows import on_device
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Bool, Int
@@ -36,15 +37,15 @@ def of(x: Any, segment_ids: Any, cu_seqlens: Any, cu_seqlens_padded: Any, paddin
         _checks.label_array(segment_ids, "segment_ids")
         if tuple(segment_ids.shape) != tuple(x.shape):
             raise ValueError(f"segment_ids {tuple(segment_ids.shape)} must have the tokens' shape {tuple(x.shape)}")
-        return Packing(jnp.asarray(segment_ids), padding_segment)
+        return Packing(on_device(segment_ids), padding_segment)
     length = x.shape[-1]
     ends = offsets("cu_seqlens", cu_seqlens, length)
     begins = ends if cu_seqlens_padded is None else offsets("cu_seqlens_padded", cu_seqlens_padded, length)
     if ends is not None and begins is not None:
         if ends.shape != begins.shape:
             raise ValueError(f"cu_seqlens_padded {begins.shape} must have the shape of cu_seqlens {ends.shape}")
-        if cu_seqlens_padded is not None and _checks.is_concrete(ends) and _checks.is_concrete(begins):
-            scalars.lengths(np.asarray(ends).tolist(), np.asarray(begins).tolist())
+        if cu_seqlens_padded is not None and _checks.is_concrete(cu_seqlens) and _checks.is_concrete(cu_seqlens_padded):
+            scalars.lengths(jax.device_get(cu_seqlens).tolist(), jax.device_get(cu_seqlens_padded).tolist())
     return Packing(ends=ends, begins=begins)
 
 
@@ -56,13 +57,27 @@ def offsets(name: str, x: Any, length: int, whole: bool = False, multiple: int =
     if x.ndim != 1 or x.size < 2:
         raise ValueError(f"{name} must be [n + 1] offsets of n sequences, 1 or more, got shape {tuple(x.shape)}")
     if _checks.is_concrete(x):
-        scalars.offsets(name, np.asarray(x).tolist(), length, whole, multiple)
-    return jnp.asarray(x, jnp.int32)
+        scalars.offsets(name, jax.device_get(x).tolist(), length, whole, multiple)
+    return on_device(x).astype(int)
+
+
+def rank(value: Any, cp_size: int) -> Int[Array, ""]:
+    """A ``cp_rank`` as an array, whose number is looked at where it is known."""
+    if not scalars.is_integer(value):
+        _checks.array("cp_rank", value, "an integer")
+        if value.ndim or not jnp.issubdtype(value.dtype, jnp.integer):
+            raise TypeError(f"cp_rank must be one integer, got {value.dtype} of shape {tuple(value.shape)}")
+        if not _checks.is_concrete(value):
+            return value
+        value = jax.device_get(value).item()
+    if not 0 <= value < cp_size:
+        raise ValueError(f"cp_rank must lie in [0, {cp_size}), got {value}")
+    return jax.device_put(np.int32(value))
 
 
 def fill_of(value: Any, x: Any) -> bool | int | float:
     """``value`` as a number of the kind of ``x``."""
-    return scalars.fill(value, bools=x.dtype == jnp.bool_, integers=jnp.issubdtype(x.dtype, jnp.integer))
+    return scalars.fill(value, **_kind(x))
 
 
 def length(x: Any, axis: int) -> int:
@@ -86,14 +101,53 @@ def _whole(x: Any, axis: int) -> None:
         )
 
 
-@functools.partial(jax.jit, static_argnames=("fill", "by"), inline=True)
-def shifted(x: Array, fill: bool | int | float, by: int, packing: Packing) -> Array:
-    """``x`` moved ``by`` places, not 0, within each sequence; ``fill`` where nothing is moved to."""
+def shifted(x: Any, fill: bool | int | float, by: int, packing: Packing) -> Array:
+    """``x`` moved ``by`` places, not 0, within each sequence; ``fill`` where nothing is moved to.
+
+    All of it is `scalars.nothing` if the offsets do not fit.
+    """
+    fill = jax.device_put(np.asarray(fill, x.dtype))
+    arrays = packing._replace(padding_segment=None)
+    return _shifted(on_device(x), fill, arrays, by, packing.padding_segment)
+
+
+@functools.partial(jax.jit, static_argnames=("by", "padding_segment"), inline=True)
+def _shifted(x: Array, fill: Array, packing: Packing, by: int, padding_segment: int | None) -> Array:
+    packing = packing._replace(padding_segment=padding_segment)
     follows = _has_next(x.shape, packing)  # the token at i + 1 is of the same sequence as that at i
     reached = _reaching(follows, abs(by))
     if by > 0:
         reached = jnp.roll(reached, by, axis=-1)
-    return jnp.where(reached, jnp.roll(x, by, axis=-1), jnp.asarray(fill, x.dtype))
+    moved = jnp.where(reached, jnp.roll(x, by, axis=-1), fill)
+    if packing.ends is None or packing.begins is None:
+        return moved
+    fits = _rises(packing.ends, x.shape[-1]) & _rises(packing.begins, x.shape[-1])
+    fits &= jnp.all(jnp.diff(packing.ends) <= jnp.diff(packing.begins))
+    return jnp.where(fits, moved, jnp.asarray(scalars.nothing(**_kind(x)), x.dtype))
+
+
+def _rises(offsets: Int[Array, "n+1"], length: int) -> Bool[Array, ""]:
+    """Whether offsets rise from 0 to at most ``length``. Compared, because differences of wrong ones may overflow."""
+    return (offsets[0] == 0) & jnp.all(offsets[1:] >= offsets[:-1]) & (offsets[-1] <= length)
+
+
+def _kind(x: Any) -> dict[str, Any]:
+    """What `scalars` must know of the dtype of ``x``."""
+    return {
+        "bools": x.dtype == jnp.bool_,
+        "integers": jnp.iinfo(x.dtype) if jnp.issubdtype(x.dtype, jnp.integer) else None,
+    }
+
+
+def taken(x: Any, places: Int[Array, "n"], axis: int) -> Array:
+    """``x`` at some places along ``axis``; `scalars.nothing` where one of them is nowhere."""
+    return _taken(on_device(x), places, axis)
+
+
+@functools.partial(jax.jit, static_argnames="axis", inline=True)
+def _taken(x: Array, places: Int[Array, "n"], axis: int) -> Array:
+    fill = False if x.dtype == jnp.bool_ else None  # else `jnp.take` has the same as `scalars.nothing`
+    return jnp.take(x, places, axis, mode="fill", fill_value=fill, unique_indices=True)
 
 
 def _reaching(follows: Bool[Array, "*b L"], steps: int) -> Bool[Array, "*b L"]:
@@ -106,7 +160,7 @@ def _reaching(follows: Bool[Array, "*b L"], steps: int) -> Bool[Array, "*b L"]:
 
 
 def _has_next(shape: tuple[int, ...], packing: Packing) -> Bool[Array, "*b L"]:
-    place = jnp.arange(shape[-1], dtype=jnp.int32)
+    place = jnp.arange(shape[-1])
     inside = place < shape[-1] - 1
     if packing.segment_ids is not None:
         ids = packing.segment_ids
@@ -121,30 +175,36 @@ def _has_next(shape: tuple[int, ...], packing: Packing) -> Bool[Array, "*b L"]:
 def sequence_of(place: Int[Array, "L"], begins: Int[Array, "n+1"]) -> Int[Array, "L"]:
     """The sequence in which each place lies; the last one after all of them. Sequences may be empty."""
     found = jnp.searchsorted(begins[1:], place, side="right")
-    return jnp.minimum(found, begins.size - 2).astype(jnp.int32)
+    return jnp.minimum(found, begins.size - 2)
 
 
 @functools.partial(jax.jit, static_argnames=("length", "cp_size", "chunks"), inline=True)
 def positions(
     begins: Int[Array, "n+1"] | None, cp_rank: Int[Array, "*r"] | int, length: int, cp_size: int, chunks: int
 ) -> Int[Array, "*r L/cp_size"]:
-    """Where the rows of ranks stand; ``length``, which is nowhere, if the offsets ``begins`` do not fit."""
-    begins = jnp.array([0, length], jnp.int32) if begins is None else begins
-    steps = begins[1:] - begins[:-1]
-    fits = (begins[0] == 0) & (begins[-1] == length) & jnp.all((steps >= 0) & (steps % chunks == 0))
-    rank = jnp.asarray(cp_rank, jnp.int32)[..., None]
-    row = jnp.arange(length // cp_size, dtype=jnp.int32)
+    """Where the rows of ranks stand; ``length``, which is nowhere, if ``begins`` or a rank do not fit."""
+    begins = jnp.array([0, length]) if begins is None else begins
+    fits = _rises(begins, length) & (begins[-1] == length) & jnp.all(jnp.diff(begins) % chunks == 0)
+    rank = jnp.asarray(cp_rank, int)[..., None]
+    fits &= (rank >= 0) & (rank < cp_size)
+    row = jnp.arange(length // cp_size)
     sequence = sequence_of(row, begins // cp_size)
     begin = begins[sequence]
     chunk = jnp.maximum((begins[sequence + 1] - begin) // chunks, 1)
     inside = row - begin // cp_size
     # Of the zigzag's two chunks, the second one is as far from the end as the first one from the beginning.
     number = rank if chunks == cp_size else jnp.where(inside < chunk, rank, chunks - 1 - rank)
-    return jnp.where(fits, begin + number * chunk + inside % chunk, length)
+    return jnp.where(fits, begin + number * chunk + inside % chunk, length).astype(jnp.int32)
 
 
-def order_of(length: int, cp_size: Any, layout: Any, cu_seqlens: Any) -> Int[Array, "L"]:
-    """The `positions` of all ranks, one after another, from arguments that are checked here."""
+def order_of(length: int, cp_size: Any, layout: Any, cu_seqlens: Any, inverse: bool = False) -> Int[Array, "L"]:
+    """The `positions` of all ranks, one after another, or where each row stands among these. Checks its arguments."""
     cp_size, chunks = scalars.chunks_of_ranks(length, cp_size, layout, cu_seqlens is not None)
     begins = offsets("cu_seqlens", cu_seqlens, length, whole=True, multiple=chunks)
-    return positions(begins, np.arange(cp_size, dtype=np.int32), length, cp_size, chunks).reshape(-1)
+    return _order(begins, length, cp_size, chunks, inverse)
+
+
+@functools.partial(jax.jit, static_argnames=("length", "cp_size", "chunks", "inverse"), inline=True)
+def _order(begins: Int[Array, "n+1"] | None, length: int, cp_size: int, chunks: int, inverse: bool) -> Int[Array, "L"]:
+    order = positions(begins, np.arange(cp_size), length, cp_size, chunks).reshape(-1)
+    return jnp.where(order < length, jnp.argsort(order), length) if inverse else order  # nowhere, as `positions` is

@@ -42,7 +42,8 @@ def next_tokens(
         ``[..., L]`` in the dtype of ``tokens``.
 
     Raises:
-        ValueError, TypeError: shapes, dtypes or offsets that do not fit, with the offending values.
+        ValueError, TypeError: shapes, dtypes or offsets that do not fit, with the offending values. If traced offsets
+            do not fit, all that is returned is NaN, the least integer (the largest unsigned one) or False.
 
     Example:
         >>> import jax.numpy as jnp
@@ -56,7 +57,7 @@ def next_tokens(
     if not jnp.issubdtype(tokens.dtype, jnp.signedinteger):
         raise TypeError(f"tokens must be signed, to hold labels of {scalars.IGNORED}, got {tokens.dtype}")
     packing = _packing.of(tokens, segment_ids, cu_seqlens, cu_seqlens_padded, padding_segment)
-    return _packing.shifted(jnp.asarray(tokens), scalars.IGNORED, -scalars.ahead(ahead), packing)
+    return _packing.shifted(tokens, scalars.IGNORED, -scalars.ahead(ahead), packing)
 
 
 def next_values(
@@ -86,7 +87,8 @@ def next_values(
         ``[..., L]`` in the dtype of ``values``.
 
     Raises:
-        ValueError, TypeError: shapes, dtypes or offsets that do not fit, with the offending values.
+        ValueError, TypeError: shapes, dtypes or offsets that do not fit, with the offending values. If traced offsets
+            do not fit, all that is returned is NaN, the least integer (the largest unsigned one) or False.
 
     Example:
         >>> import jax.numpy as jnp
@@ -96,7 +98,7 @@ def next_values(
         [True, True, False, True, False]
     """
     packing = _packing.of(values, segment_ids, cu_seqlens, cu_seqlens_padded, padding_segment)
-    return _packing.shifted(jnp.asarray(values), _packing.fill_of(fill, values), -scalars.ahead(ahead), packing)
+    return _packing.shifted(values, _packing.fill_of(fill, values), -scalars.ahead(ahead), packing)
 
 
 def at_tokens(
@@ -126,7 +128,8 @@ def at_tokens(
         ``[..., L]`` in the dtype of ``results``.
 
     Raises:
-        ValueError, TypeError: shapes, dtypes or offsets that do not fit, with the offending values.
+        ValueError, TypeError: shapes, dtypes or offsets that do not fit, with the offending values. If traced offsets
+            do not fit, all that is returned is NaN, the least integer (the largest unsigned one) or False.
 
     Example:
         >>> import jax.numpy as jnp
@@ -136,4 +139,4 @@ def at_tokens(
         [0.0, -1.0, -2.0, 0.0, -4.0]
     """
     packing = _packing.of(results, segment_ids, cu_seqlens, cu_seqlens_padded, padding_segment)
-    return _packing.shifted(jnp.asarray(results), _packing.fill_of(fill, results), scalars.ahead(ahead), packing)
+    return _packing.shifted(results, _packing.fill_of(fill, results), scalars.ahead(ahead), packing)

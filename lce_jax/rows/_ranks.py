@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-import jax.numpy as jnp
-
 from lce_jax import scalars
 from lce_jax.call import _packing
 
@@ -41,8 +39,8 @@ def positions(
         ``[L / cp_size]`` int32, the rank's rows in its own order.
 
     Raises:
-        ValueError, TypeError: lengths that do not divide, and other values that do not fit. If ``cu_seqlens`` is traced
-            and does not fit, every position is L, so that what is read there is NaN or the least integer.
+        ValueError, TypeError: lengths that do not divide, and other values that do not fit. If ``cu_seqlens`` or
+            ``cp_rank`` is traced and does not fit, every position is L, which is no row.
 
     Example:
         >>> from lce_jax import rows
@@ -51,10 +49,9 @@ def positions(
     """
     length = scalars.integer("length", length)
     cp_size, chunks = scalars.chunks_of_ranks(length, cp_size, layout, cu_seqlens is not None)
-    if scalars.is_integer(cp_rank) and not 0 <= cp_rank < cp_size:
-        raise ValueError(f"cp_rank must lie in [0, {cp_size}), got {cp_rank}")
+    rank = _packing.rank(cp_rank, cp_size)
     begins = _packing.offsets("cu_seqlens", cu_seqlens, length, whole=True, multiple=chunks)
-    return _packing.positions(begins, cp_rank, length, cp_size, chunks)
+    return _packing.positions(begins, rank, length, cp_size, chunks)
 
 
 def of_rank(
@@ -83,8 +80,9 @@ def of_rank(
         ``x`` with ``L / cp_size`` rows.
 
     Raises:
-        ValueError, TypeError: lengths that do not divide, and other values that do not fit. If ``cu_seqlens`` is traced
-            and does not fit, all that is returned is NaN, or the least integer.
+        ValueError, TypeError: lengths that do not divide, and other values that do not fit. If ``cu_seqlens`` or
+            ``cp_rank`` is traced and does not fit, all that is returned is NaN, the least integer (the largest unsigned
+            one) or False.
 
     Example:
         >>> import jax.numpy as jnp
@@ -95,7 +93,7 @@ def of_rank(
     """
     length = _packing.length(x, axis)
     places = positions(length, cp_rank, cp_size, layout=layout, cu_seqlens=cu_seqlens)
-    return jnp.take(x, places, axis, mode="fill", unique_indices=True)
+    return _packing.taken(x, places, axis)
 
 
 def in_rank_order(
@@ -118,7 +116,7 @@ def in_rank_order(
 
     Raises:
         ValueError, TypeError: lengths that do not divide, and other values that do not fit. If ``cu_seqlens`` is traced
-            and does not fit, all that is returned is NaN, or the least integer.
+            and does not fit, all that is returned is NaN, the least integer (the largest unsigned one) or False.
 
     Example:
         >>> import jax.numpy as jnp
@@ -127,7 +125,7 @@ def in_rank_order(
         [0, 1, 6, 7, 2, 3, 4, 5]
     """
     order = _packing.order_of(_packing.length(x, axis), cp_size, layout, cu_seqlens)
-    return jnp.take(x, order, axis, mode="fill", unique_indices=True)
+    return _packing.taken(x, order, axis)
 
 
 def in_sequence_order(
@@ -150,7 +148,7 @@ def in_sequence_order(
 
     Raises:
         ValueError, TypeError: lengths that do not divide, and other values that do not fit. If ``cu_seqlens`` is traced
-            and does not fit, all that is returned is NaN, or the least integer.
+            and does not fit, all that is returned is NaN, the least integer (the largest unsigned one) or False.
 
     Example:
         >>> import jax.numpy as jnp
@@ -158,6 +156,5 @@ def in_sequence_order(
         >>> rows.in_sequence_order(jnp.array([0, 1, 6, 7, 2, 3, 4, 5]), 2).tolist()
         [0, 1, 2, 3, 4, 5, 6, 7]
     """
-    order = _packing.order_of(_packing.length(x, axis), cp_size, layout, cu_seqlens)
-    places = jnp.where(order < order.size, jnp.argsort(order), order.size)  # none, where `positions` has none
-    return jnp.take(x, places, axis, mode="fill", unique_indices=True)
+    places = _packing.order_of(_packing.length(x, axis), cp_size, layout, cu_seqlens, inverse=True)
+    return _packing.taken(x, places, axis)

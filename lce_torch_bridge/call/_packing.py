@@ -62,7 +62,13 @@ def offsets(
 
 def fill_of(value: Any, x: torch.Tensor) -> bool | int | float:
     """``value`` as a number of the kind of ``x``."""
-    return scalars.fill(value, bools=x.dtype == torch.bool, integers=not x.is_floating_point())
+    return scalars.fill(value, **_kind(x))
+
+
+def _kind(x: torch.Tensor) -> dict[str, Any]:
+    """What `scalars` must know of the dtype of ``x``."""
+    integers = not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
+    return {"bools": x.dtype == torch.bool, "integers": torch.iinfo(x.dtype) if integers else None}
 
 
 def length(x: Any, axis: int) -> int:
@@ -75,12 +81,25 @@ def length(x: Any, axis: int) -> int:
 
 
 def shifted(x: torch.Tensor, fill: bool | int | float, by: int, packing: Packing) -> torch.Tensor:
-    """``x`` moved ``by`` places, not 0, within each sequence; ``fill`` where nothing is moved to."""
+    """``x`` moved ``by`` places, not 0, within each sequence; ``fill`` where nothing is moved to.
+
+    All of it is `scalars.nothing` if the offsets do not fit.
+    """
     follows = _has_next(x, packing)  # the token at i + 1 is of the same sequence as that at i
     reached = _reaching(follows, abs(by))
     if by > 0:
         reached = reached.roll(by, dims=-1)
-    return x.roll(by, dims=-1).masked_fill(~reached, fill)
+    moved = x.roll(by, dims=-1).masked_fill(~reached, fill)
+    if packing.ends is None or packing.begins is None:
+        return moved
+    fits = _rises(packing.ends, x.shape[-1]) & _rises(packing.begins, x.shape[-1])
+    fits = fits & (packing.ends.diff() <= packing.begins.diff()).all()
+    return moved.masked_fill(~fits, scalars.nothing(**_kind(x)))
+
+
+def _rises(offsets: torch.Tensor, length: int) -> torch.Tensor:
+    """Whether offsets rise from 0 to at most ``length``. Compared, because differences of wrong ones may overflow."""
+    return (offsets[0] == 0) & (offsets[1:] >= offsets[:-1]).all() & (offsets[-1] <= length)
 
 
 def _reaching(follows: torch.Tensor, steps: int) -> torch.Tensor:
@@ -116,8 +135,7 @@ def positions(
     """Where the rows of ranks stand; ``length``, which is nowhere, if the offsets ``begins`` do not fit."""
     device = cp_rank.device
     begins = length * torch.arange(2, device=device) if begins is None else begins.to(device)
-    steps = begins.diff()
-    fits = (begins[0] == 0) & (begins[-1] == length) & ((steps >= 0) & (steps % chunks == 0)).all()
+    fits = _rises(begins, length) & (begins[-1] == length) & (begins.diff() % chunks == 0).all()
     rank = cp_rank[..., None]
     row = torch.arange(length // cp_size, device=device)
     sequence = sequence_of(row, begins // cp_size)

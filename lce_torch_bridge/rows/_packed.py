@@ -37,7 +37,9 @@ def next_tokens(
         ``[..., L]`` in the dtype of ``tokens``.
 
     Raises:
-        ValueError, TypeError: shapes, dtypes or offsets that do not fit, with the offending values.
+        ValueError, TypeError: shapes, dtypes or offsets that do not fit, with the offending values. Offsets on a GPU
+            are not checked: if they do not fit, all that is returned is NaN, the least integer (the largest unsigned
+            one) or False.
 
     Example:
         >>> import torch
@@ -81,7 +83,9 @@ def next_values(
         ``[..., L]`` in the dtype of ``values``.
 
     Raises:
-        ValueError, TypeError: shapes, dtypes or offsets that do not fit, with the offending values.
+        ValueError, TypeError: shapes, dtypes or offsets that do not fit, with the offending values. Offsets on a GPU
+            are not checked: if they do not fit, all that is returned is NaN, the least integer (the largest unsigned
+            one) or False.
 
     Example:
         >>> import torch
@@ -121,7 +125,9 @@ def at_tokens(
         ``[..., L]`` in the dtype of ``results``.
 
     Raises:
-        ValueError, TypeError: shapes, dtypes or offsets that do not fit, with the offending values.
+        ValueError, TypeError: shapes, dtypes or offsets that do not fit, with the offending values. Offsets on a GPU
+            are not checked: if they do not fit, all that is returned is NaN, the least integer (the largest unsigned
+            one) or False.
 
     Example:
         >>> import torch

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from lce_jax import linear_cross_entropy, rows
 from tests import oracle
-from tests.packed_cases import PACKED, REFUSED, WITHOUT_SEGMENTS, Packed, part_of_rank
+from tests.packed_cases import MISFITS, PACKED, REFUSED, WITHOUT_SEGMENTS, Packed, is_nothing, part_of_rank
 
 
 def ways(name: str) -> list[dict[str, Any]]:
@@ -129,14 +129,89 @@ def test_refused(name: str) -> None:
         getattr(rows, function)(**arrays)
 
 
-def test_traced_offsets_that_do_not_fit_give_nothing() -> None:
-    """Seven tokens of a sequence are no chunks for two ranks."""
-    x, offsets = jnp.arange(8.0), jnp.array([0, 7, 8])
-    for function in (
-        lambda x, o: rows.of_rank(x, 0, 2, cu_seqlens=o),
-        lambda x, o: rows.in_sequence_order(x, 2, cu_seqlens=o),
-    ):
-        assert jnp.isnan(jax.jit(function)(x, offsets)).all()
+KINDS = [jnp.arange(12).astype(dtype) for dtype in (jnp.int32, jnp.int8, jnp.uint8, jnp.float32, jnp.bool_)]
+
+
+@jax.jit
+def shifted_of_every_kind(ends: jax.Array, begins: jax.Array) -> list[jax.Array]:
+    said = {"cu_seqlens": ends, "cu_seqlens_padded": begins}
+    found = [rows.next_tokens(x, ahead=2, **said) for x in KINDS[:2]]
+    fills = [1, 1, 1, 1.0, True]
+    found += [rows.next_values(x, fill=fill, **said) for x, fill in zip(KINDS, fills, strict=True)]
+    found += [rows.at_tokens(x, fill=fill, **said) for x, fill in zip(KINDS, fills, strict=True)]
+    alone = {"cu_seqlens": ends}
+    return [*found, rows.next_tokens(KINDS[0], **alone), rows.at_tokens(jnp.stack([KINDS[3], KINDS[3]]), **alone)]
+
+
+@jax.jit
+def ranks_of_every_kind(offsets: jax.Array, rank: jax.Array) -> list[jax.Array]:
+    return [
+        function(x, *arguments, 2, cu_seqlens=offsets)
+        for x in KINDS
+        for function, arguments in ((rows.of_rank, [rank]), (rows.in_rank_order, []), (rows.in_sequence_order, []))
+    ]
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_traced_offsets_that_do_not_fit_give_nothing(name: str) -> None:
+    ends, begins = MISFITS[name]
+    found = shifted_of_every_kind(jnp.array(ends), jnp.array(begins or ends))
+    for x in found if begins is None else found[:-2]:
+        assert is_nothing(x)
+
+
+@pytest.mark.parametrize("begins", [[0, 5, 9], [0, 8, 12]])
+def test_traced_offsets_filled_up_with_their_last_one(begins: list[int]) -> None:
+    """As frameworks fill them up to a static shape."""
+    ends = [0, 5, 9]
+    found = shifted_of_every_kind(*(jnp.array([*x, x[-1], x[-1]]) for x in (ends, begins)))
+    said = {"cu_seqlens": np.array(ends), "cu_seqlens_padded": np.array(begins)}
+    assert np.array_equal(found[0], rows.next_tokens(KINDS[0], ahead=2, **said))
+    assert np.array_equal(found[-3], rows.at_tokens(KINDS[4], fill=True, **said))
+    ranks = ranks_of_every_kind(jnp.array([0, 4, 12, 12]), 1)
+    assert np.array_equal(ranks[0], [1, 2, 6, 7, 8, 9])
+
+
+@pytest.mark.parametrize("offsets", [[0, 4, 11, 12], [0, 12, 4, 12], [0, 4, 8, 8], [0, 4, 12, 16], [4, 4, 8, 12]])
+def test_rows_of_ranks_by_traced_offsets_that_do_not_fit(offsets: list[int]) -> None:
+    """Two ranks have chunks of multiples of four tokens."""
+    for x in ranks_of_every_kind(jnp.array(offsets), 0):
+        assert is_nothing(x)
+
+
+@pytest.mark.parametrize("rank", [-1, 2, 3])
+def test_a_traced_rank_out_of_range_has_nothing(rank: int) -> None:
+    """All of its rows, and no other rank's."""
+    found = ranks_of_every_kind(jnp.array([0, 4, 8, 12]), rank)
+    for x in found[::3]:
+        assert is_nothing(x)
+    assert np.array_equal(found[1], rows.in_rank_order(KINDS[0], 2, cu_seqlens=np.array([0, 4, 8, 12])))
+    with pytest.raises(ValueError, match=rf"cp_rank must lie in \[0, 2\), got {rank}"):
+        rows.of_rank(KINDS[0], jnp.array(rank), 2)
+
+
+@pytest.mark.parametrize("rank", [0.5, True, jnp.array(0.5), jnp.array([0, 1])])
+def test_a_rank_that_is_no_integer(rank: Any) -> None:
+    with pytest.raises(TypeError, match=r"cp_rank must be (an|one) integer, got (float|bool|float32|int32)"):
+        rows.of_rank(KINDS[0], rank, 2)
+
+
+def test_no_implicit_transfers() -> None:
+    """Eagerly, with numbers of Python and offsets of NumPy too."""
+    x, ids, ends, begins = KINDS[0], KINDS[1] // 5, jnp.array([0, 5, 9]), np.array([0, 8, 12])
+    jax.clear_caches()
+    with jax.transfer_guard("disallow"):
+        for said in ({}, {"segment_ids": ids, "padding_segment": 0}, {"cu_seqlens": ends, "cu_seqlens_padded": begins}):
+            labels = rows.next_tokens(x, **said)
+            values = rows.at_tokens(rows.next_values(x, fill=3, **said), fill=3, **said)
+        for said in ({}, {"cu_seqlens": begins}):
+            places = rows.positions(12, 1, 2, **said)
+            parts = [rows.of_rank(x, rank, 2, **said) for rank in (0, np.int64(1))]
+            whole = rows.in_sequence_order(rows.in_rank_order(x, 2, **said), 2, **said)
+    assert labels.tolist() == [1, 2, 3, 4, *[-100] * 4, 9, 10, 11, -100]
+    assert values.tolist() == [3, 1, 2, 3, 4, 3, 3, 3, 3, 9, 10, 11]
+    assert np.array_equal(whole, x)
+    assert np.array_equal(parts[1], places)
 
 
 @pytest.mark.parametrize("function", [rows.next_tokens, lambda x: rows.in_rank_order(x, 2)])
@@ -154,3 +229,11 @@ def test_rows_that_are_split_over_an_explicit_axis(function: Any) -> None:
 def test_unsigned_tokens() -> None:
     with pytest.raises(TypeError, match="tokens must be signed, to hold labels of -100, got uint32"):
         rows.next_tokens(np.zeros(3, np.uint32))
+
+
+def test_a_fill_that_the_dtype_does_not_hold() -> None:
+    for x, lowest, highest in ((KINDS[1], -128, 127), (KINDS[2], 0, 255)):
+        for fill in (lowest - 1, highest + 1):
+            with pytest.raises(ValueError, match=rf"fill must lie in \[{lowest}, {highest}\], the integers of u?int8"):
+                rows.next_values(x, fill=fill)
+        assert rows.next_values(x, fill=lowest)[-1] == lowest

@@ -9,10 +9,11 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import lce_jax.rows
 from lce_torch_bridge import linear_cross_entropy, rows
-from tests.packed_cases import PACKED, REFUSED, WITHOUT_SEGMENTS, Packed, part_of_rank
+from tests.packed_cases import MISFITS, PACKED, REFUSED, WITHOUT_SEGMENTS, Packed, is_nothing, part_of_rank
 from tests.style.test_docstrings import entries, sections
 
 to = torch.from_numpy
@@ -114,6 +115,55 @@ def test_refused(name: str) -> None:
         getattr(rows, function)(**tensors)
 
 
+KINDS = [torch.arange(12).to(dtype) for dtype in (torch.int64, torch.int8, torch.uint8, torch.float32, torch.bool)]
+
+
+def shifted_of_every_kind(ends: torch.Tensor, begins: torch.Tensor) -> list[torch.Tensor]:
+    said = {"cu_seqlens": ends, "cu_seqlens_padded": begins}
+    found = [rows.next_tokens(x, ahead=2, **said) for x in KINDS[:2]]
+    fills = [1, 1, 1, 1.0, True]
+    found += [rows.next_values(x, fill=fill, **said) for x, fill in zip(KINDS, fills, strict=True)]
+    found += [rows.at_tokens(x, fill=fill, **said) for x, fill in zip(KINDS, fills, strict=True)]
+    alone = {"cu_seqlens": ends}
+    return [*found, rows.next_tokens(KINDS[0], **alone), rows.at_tokens(torch.stack([KINDS[3], KINDS[3]]), **alone)]
+
+
+@pytest.fixture(scope="module")
+def traced() -> Any:
+    """`shifted_of_every_kind` of offsets that are not looked at, as on a GPU."""
+    return make_fx(shifted_of_every_kind)(torch.tensor([0, 5, 9, 9, 9]), torch.tensor([0, 5, 9, 9, 9]))
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_offsets_that_are_not_looked_at_and_do_not_fit_give_nothing(name: str, traced: Any) -> None:
+    ends, begins = MISFITS[name]
+    found = traced(torch.tensor(ends), torch.tensor(begins or ends))
+    assert all(map(is_nothing, found if begins is None else found[:-2]))
+
+
+@pytest.mark.parametrize("begins", [[0, 5, 9], [0, 8, 12]])
+def test_offsets_filled_up_with_their_last_one(begins: list[int], traced: Any) -> None:
+    """As frameworks fill them up to a static shape."""
+    found = traced(*(torch.tensor([*x, x[-1], x[-1]]) for x in ([0, 5, 9], begins)))
+    want = shifted_of_every_kind(torch.tensor([0, 5, 9]), torch.tensor(begins))
+    assert all(map(torch.equal, found, want))
+    assert rows.of_rank(KINDS[0], 1, 2, cu_seqlens=torch.tensor([0, 4, 12, 12])).tolist() == [1, 2, 6, 7, 8, 9]
+
+
+@pytest.mark.parametrize("offsets", [[0, 4, 11, 12], [0, 12, 4, 12], [0, 4, 8, 8], [0, 4, 12, 16], [4, 4, 8, 12]])
+def test_rows_of_ranks_by_offsets_that_are_not_looked_at_and_do_not_fit(offsets: list[int]) -> None:
+    """Two ranks have chunks of multiples of four tokens. The positions are no index, which a device refuses."""
+    given = torch.tensor(offsets)
+    places = make_fx(lambda offsets: rows.positions(12, 1, 2, cu_seqlens=offsets))(torch.tensor([0, 4, 8, 12]))
+    assert (places(given) == 12).all()
+    for x in KINDS:
+        for function in (lambda x, o: rows.of_rank(x, 0, 2, cu_seqlens=o),
+                         lambda x, o: rows.in_rank_order(x, 2, cu_seqlens=o),
+                         lambda x, o: rows.in_sequence_order(x, 2, cu_seqlens=o)):  # fmt: skip
+            with pytest.raises(IndexError, match="index out of range"):
+                make_fx(function)(x, torch.tensor([0, 4, 8, 12]))(x, given)
+
+
 @pytest.mark.parametrize("name", rows.__all__)
 def test_the_words_are_those_of_lce_jax(name: str) -> None:
     assert rows.__all__ == lce_jax.rows.__all__
@@ -124,3 +174,11 @@ def test_the_words_are_those_of_lce_jax(name: str) -> None:
         for key, text in theirs.items()
     }
     assert {key: text.rstrip(".") for key, text in ours.items()} == same
+
+
+def test_a_fill_that_the_dtype_does_not_hold() -> None:
+    for x, lowest, highest in ((KINDS[1], -128, 127), (KINDS[2], 0, 255)):
+        for fill in (lowest - 1, highest + 1):
+            with pytest.raises(ValueError, match=rf"fill must lie in \[{lowest}, {highest}\], the integers of u?int8"):
+                rows.next_values(x, fill=fill)
+        assert rows.next_values(x, fill=lowest)[-1] == lowest
