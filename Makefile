@@ -26,7 +26,7 @@ help:
 	@echo "make bench     speed and memory on this machine"
 
 demo: $(VENV)/.ready
-	$(RUN) -m lce_jax.demo $(DEMO_ARGS)
+	$(RUN) -m examples.demo $(DEMO_ARGS)
 
 test: $(VENV)/.ready
 	$(RUN) -m pytest -n $(WORKERS) --dist worksteal -m "not site and not gpu and not multi_gpu and not slow"
@@ -113,7 +113,7 @@ docs: $(VENV)/.ready-docs
 	REPOSITORY='$(REPOSITORY)' $(VENV)/bin/zensical build --strict --clean
 
 bench: $(VENV)/.ready
-	$(RUN) -m lce_jax.bench $(BENCH_ARGS)
+	$(RUN) -m benchmarks $(BENCH_ARGS)
 
 clean:
 	rm -rf $(VENV) .venv-jax-* .venv-frameworks .venv-areal .venv-marin .venv-maxtext .venv-torchtitan .venv-compile* .venv-tpu .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache demo-out bench-out docs/api docs/notebooks docs/assets/memory-numbers.js site

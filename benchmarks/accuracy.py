@@ -19,8 +19,8 @@ import numpy as np
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.candidates import materialised, materialised_by_hand  # noqa: E402
 from lce_jax import linear_logprobs  # noqa: E402
-from lce_jax.bench.candidates import materialised, materialised_by_hand  # noqa: E402
 from tests import oracle  # noqa: E402
 
 T, H, V = 256, 256, 32768

@@ -20,9 +20,9 @@ from jax.sharding import SingleDeviceSharding
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.candidates import materialised  # noqa: E402
 from lce_jax import linear_logprobs, linear_loss, linear_topk  # noqa: E402
 from lce_jax._plans import format_bytes  # noqa: E402
-from lce_jax.bench.candidates import materialised  # noqa: E402
 from lce_jax.explain._models import model_head  # noqa: E402
 from lce_jax.explain._targets import TPUS  # noqa: E402
 
@@ -84,7 +84,8 @@ def temporaries(way: Callable[..., Any], device: jax.Device) -> str:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         return "out of memory"
-    return format_bytes(compiled.memory_analysis().temp_size_in_bytes)
+    held: Any = compiled.memory_analysis()
+    return format_bytes(held.temp_size_in_bytes)
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """Distillation of a larger model into a smaller one: from its top k, and by the exact KL of both heads.
 
-python examples/distillation.py
+python -m examples.distillation
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from lce_jax.demo.text import Corpus, load_corpus, sample_windows
+from examples.demo.text import Corpus, load_corpus, sample_windows
 from lce_jax.flax.nnx import LMHead
 from lce_jax.losses import distillation_loss
 

@@ -9,26 +9,32 @@ import sys
 
 import lce_jax
 
-COMMANDS = {
-    "explain": "what a head holds per device, with stored logits and without; needs no GPU",
-    "bench": "time this package against stored logits and its peers on this machine",
-    "demo": "train a small transformer on this machine, compare with stored logits",
+COMMANDS = {"explain": "what a head holds per device, with stored logits and without; needs no GPU"}
+IN_A_CHECKOUT = {  # of the repository: the wheel has neither
+    "bench": "python -m benchmarks",
+    "demo": "python -m examples.demo",
 }
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs a command with the arguments after its name, and returns its exit status."""
     given = sys.argv[1:] if arguments is None else arguments
+    lines = [f"  {name:8s} {what}" for name, what in COMMANDS.items()]
+    lines += ["", "lce-jax COMMAND --help has the options of each.", "", "In a checkout of the repository:"]
+    lines += [f"  make {name}, or {command}" for name, command in IN_A_CHECKOUT.items()]
     parser = argparse.ArgumentParser(
         prog="lce-jax",
         description="Log-probability and entropy of a language-model head, without storing the logits.",
-        epilog="\n".join(f"  {name:8s} {what}" for name, what in COMMANDS.items())
-        + "\n\nlce-jax COMMAND --help has the options of each.",
+        epilog="\n".join(lines),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"lce-jax {lce_jax.__version__}")
-    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help=f"one of {', '.join(COMMANDS)}")
+    known = [*COMMANDS, *IN_A_CHECKOUT]
+    parser.add_argument("command", choices=known, metavar="COMMAND", help=f"one of {', '.join(COMMANDS)}")
     command = parser.parse_args(given[:1]).command
+    if command in IN_A_CHECKOUT:
+        elsewhere = f"make {command} or {IN_A_CHECKOUT[command]}"
+        parser.error(f"{command} is not installed with the package: in a checkout of the repository, run {elsewhere}")
     try:
         status: int = importlib.import_module(f"lce_jax.{command}.__main__").main(given[1:])
     except BrokenPipeError:  # the reader of a pipe has enough, as `head` has

@@ -5,8 +5,8 @@ from __future__ import annotations
 import jax
 import pytest
 
+from benchmarks import measure
 from lce_jax import _devices
-from lce_jax.bench import measure
 from lce_jax.mosaic._generations import JAX_OF_THE_KERNELS
 from tests.devices import H200
 

@@ -12,7 +12,7 @@ import functools
 import gc
 from typing import Any
 
-from lce_jax.demo import cli, model, rl, sft, text, threshold
+from examples.demo import cli, model, rl, sft, text, threshold
 
 VOCAB_SIZE = 2000
 

@@ -13,8 +13,8 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 from lce_jax._plans import format_bytes  # noqa: E402
-from lce_jax.bench import records  # noqa: E402
-from lce_jax.bench.records import row_of, timed  # noqa: E402
+from benchmarks import records  # noqa: E402
+from benchmarks.records import row_of, timed  # noqa: E402
 
 CARD = "h100"  # whose numbers the pages give, unless they name another
 BOTH = "forward+backward"
@@ -169,7 +169,7 @@ def summary_by(card: str) -> str:
             rounds = "" if other["rounds"] == run["rounds"] else f", medians of {other['rounds']} rounds"
             earlier[other["date"] + rounds] = other.get("note", "")
     stars = [f" A star: {when}. {note}".rstrip() for when, note in earlier.items()]
-    by = measured_by(run, "python -m lce_jax.bench heads --no-peers --shape T,H,V", card, {})
+    by = measured_by(run, "python -m benchmarks heads --no-peers --shape T,H,V", card, {})
     return by + "." * bool(stars) + "".join(stars)
 
 
@@ -316,7 +316,7 @@ def steps_by(jobs: list[Run]) -> str:
     """How all batches are measured."""
     batches = dict.fromkeys(row["batch"] for one in jobs for row in one["rows"])
     run = newest(jobs)
-    command = f"python -m lce_jax.bench step --batch {','.join(map(str, batches))} --rounds {run['rounds']}"
+    command = f"python -m benchmarks step --batch {','.join(map(str, batches))} --rounds {run['rounds']}"
     return measured_by(run, command, CARD, {})
 
 

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import bench_tables  # noqa: E402
 
-from lce_jax.bench.records import timed  # noqa: E402
+from benchmarks.records import timed  # noqa: E402
 from lce_jax.explain._targets import TARGETS  # noqa: E402
 
 FILE = f"benchmarks/{bench_tables.CARD}.json"

@@ -13,8 +13,8 @@ import lce_jax
 
 pytest.importorskip("rich")
 
-from lce_jax.bench import __main__ as command
-from lce_jax.bench import candidates, heads, peers, problem, report, run, shapes, text
+from benchmarks import __main__ as command
+from benchmarks import candidates, heads, peers, problem, report, run, shapes, text
 from lce_jax.explain._models import MODELS, ModelHead
 
 pytestmark = [pytest.mark.site, pytest.mark.usefixtures("short_timings")]

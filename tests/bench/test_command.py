@@ -13,8 +13,8 @@ import pytest
 
 pytest.importorskip("rich")
 
-from lce_jax.bench import __main__ as command
-from lce_jax.bench import records, run, shapes
+from benchmarks import __main__ as command
+from benchmarks import records, run, shapes
 
 pytestmark = [pytest.mark.site, pytest.mark.usefixtures("short_timings")]
 
@@ -36,16 +36,16 @@ def test_bad_arguments_end_with_usage(arguments, message, capsys):
         command.main(arguments)
     assert stop.value.code == 2
     said = capsys.readouterr()
-    assert "usage: lce-jax bench heads" in said.err
+    assert "usage: python -m benchmarks heads" in said.err
     assert message in said.err
     assert said.out == ""
 
 
 BRIEFLY = """
 import runpy
-from lce_jax.bench import measure
+from benchmarks import measure
 measure.SAMPLE_SECONDS = 0.005
-runpy.run_module("lce_jax.bench", run_name="__main__", alter_sys=True)
+runpy.run_module("benchmarks", run_name="__main__", alter_sys=True)
 """
 
 
@@ -73,7 +73,7 @@ def test_the_whole_command(tmp_path):
     derived = {"median_seconds", "useful_flops_per_second", "ratio_to_gemm", "ratio_to_materialised"}
     for job in records.jobs(file, "heads"):
         assert set(job) == {"shape", "dtype", "data", "rows", "arguments"}
-        assert records.command(job).startswith("python -m lce_jax.bench heads --shape")
+        assert records.command(job).startswith("python -m benchmarks heads --shape")
         rows = records.timed(job["rows"])
         assert {(row["key"], row["direction"]) for row in rows} >= {
             ("gemm", "gemm"),

@@ -1,4 +1,4 @@
-"""The doctor of `lce_jax.bench`, on the CPU: what it says of programs that are right, wrong, unsteady or never done."""
+"""The doctor of `benchmarks`, on the CPU: what it says of programs that are right, wrong, unsteady or never done."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import lce_jax
-from lce_jax.bench import __main__ as bench
-from lce_jax.bench import doctor, records
+from benchmarks import __main__ as bench
+from benchmarks import doctor, records
 
 
 def test_one_command_writes_into_one_file(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ import pytest
 
 pytest.importorskip("rich")
 
-from lce_jax.bench import __main__ as bench
-from lce_jax.bench import measure, precision, programs, records
+from benchmarks import __main__ as bench
+from benchmarks import measure, precision, programs, records
 
 pytestmark = [pytest.mark.site, pytest.mark.usefixtures("short_timings")]
 

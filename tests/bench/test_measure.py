@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("rich")
 
-from lce_jax.bench import measure
+from benchmarks import measure
 
 pytestmark = pytest.mark.site
 

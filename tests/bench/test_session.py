@@ -11,9 +11,9 @@ import pytest
 pytest.importorskip("rich")
 pytest.importorskip("optax")
 
-from lce_jax.bench import __main__ as bench
-from lce_jax.bench import records, session
-from lce_jax.bench.records import Measured
+from benchmarks import __main__ as bench
+from benchmarks import records, session
+from benchmarks.records import Measured
 from tests.doc_blocks import ROOT
 
 pytestmark = pytest.mark.site
@@ -141,7 +141,7 @@ def test_the_file_of_the_h100_is_one_session() -> None:
 
 def assert_is_a_job(key: str) -> None:
     part, *arguments = shlex.split(key)
-    module = __import__(f"lce_jax.bench.{part}", fromlist=["jobs"])
+    module = __import__(f"benchmarks.{part}", fromlist=["jobs"])
     command = bench.parser(part, module)
     monkeyed = module.jobs(command.parse_args(arguments), command)
     assert [job.key for job in monkeyed] == [key]

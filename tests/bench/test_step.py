@@ -1,4 +1,4 @@
-"""``lce-jax bench step`` on a small model."""
+"""``python -m benchmarks step`` on a small model."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 pytest.importorskip("rich")
 pytest.importorskip("optax")
 
-from lce_jax.bench import __main__ as bench
-from lce_jax.bench import records, step
+from benchmarks import __main__ as bench
+from benchmarks import records, step
 
 pytestmark = pytest.mark.site
 

@@ -11,9 +11,9 @@ import pytest
 
 pytest.importorskip("rich")
 
+from benchmarks import __main__ as command
+from benchmarks import problem, records, shapes, sweep
 from lce_jax._types import Case, Options
-from lce_jax.bench import __main__ as command
-from lce_jax.bench import problem, records, shapes, sweep
 from lce_jax.explain._models import ModelHead
 from lce_jax.mosaic import _generations
 from lce_jax.mosaic.sm90._tuning import Tuning

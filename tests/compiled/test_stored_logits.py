@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from benchmarks.kl import stored as stored_kl
 from lce_jax import explain
-from lce_jax.bench.kl import stored as stored_kl
 from lce_jax.explain._targets import TARGETS
 from tests.compiled import needs_wheels
 from tests.explain.test_memory import both_passes, stored

@@ -14,8 +14,8 @@ import pytest
 pytest.importorskip("flax")
 pytest.importorskip("tokenizers")
 
-from lce_jax.demo import reward, rl, text
-from lce_jax.demo.model import Config
+from examples.demo import reward, rl, text
+from examples.demo.model import Config
 
 pytestmark = pytest.mark.site
 
@@ -63,7 +63,7 @@ def test_a_tiny_run_on_a_mesh_does_everything(tmp_path):
 
 
 def test_the_second_run_is_compared_step_by_step():
-    from lce_jax.demo.threshold import SecondRun
+    from examples.demo.threshold import SecondRun
 
     run = SecondRun([5.0, 4.0, 3.5], [5.0, 4.25, 3.0], 0.01)
     assert run.difference == 0.5
@@ -73,9 +73,9 @@ def test_the_second_run_is_compared_step_by_step():
 def test_there_is_a_second_run_only_where_tiles_are_left_out(tmp_path):
     from rich.console import Console
 
-    from lce_jax.demo import cli, model, report, threshold
-    from lce_jax.demo.compare import Comparison, ProgramCost
-    from lce_jax.demo.evaluate import Evaluation
+    from examples.demo import cli, model, report, threshold
+    from examples.demo.compare import Comparison, ProgramCost
+    from examples.demo.evaluate import Evaluation
 
     assert not threshold.leaves_out(cli._plan_head(model.make_mesh(), "xla"))
     stages, program = [Evaluation(5.0, 4.0, 0.5, "x = 1")] * 3, ProgramCost(1 << 20, 0.1, 1e-7, 1e-7, 1e-7)
@@ -89,7 +89,7 @@ def test_there_is_a_second_run_only_where_tiles_are_left_out(tmp_path):
 
 
 def test_a_head_of_real_size_is_timed_both_ways():
-    from lce_jax.demo import compare, model
+    from examples.demo import compare, model
 
     real = compare._real_size(model.make_mesh(), None, (64, 128, 512))
     assert real.shape == (64, 128, 512)
@@ -109,7 +109,7 @@ def test_a_head_of_real_size_is_timed_both_ways():
     ],
 )
 def test_bad_options_are_refused(arguments, message, capsys):
-    from lce_jax.demo import cli
+    from examples.demo import cli
 
     with pytest.raises(SystemExit) as exit_:
         cli.main(arguments)

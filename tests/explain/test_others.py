@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from benchmarks.kl import stored
 from lce_jax import explain, linear_kl, linear_logits
-from lce_jax.bench.kl import stored
 
 struct = jax.ShapeDtypeStruct
 

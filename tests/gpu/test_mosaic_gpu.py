@@ -241,7 +241,7 @@ def test_the_weight_is_not_copied() -> None:
 
 COMPILE = """
 import jax.numpy as jnp
-from lce_jax.bench import candidates, problem, shapes
+from benchmarks import candidates, problem, shapes
 
 drawn = problem.random_problem(shapes.Shape(4096, shapes.Head(4096, 151936)), jnp.bfloat16)
 for one in candidates.jax_candidates(drawn, "mosaic_gpu"):

@@ -50,7 +50,7 @@ def test_a_real_head(options: dict[str, object]) -> None:
 
     largest, ids, lse, at_ids = stored(hidden, weight)
     assert np.mean(np.asarray(ids) == np.asarray(out.ids)) > 0.999  # two programs may round two logits differently
-    bound = H / 16 * 2.0**-24 * float(jnp.max(jnp.abs(largest)))  # the tensor cores' own, as in `lce_jax.bench.problem`
+    bound = H / 16 * 2.0**-24 * float(jnp.max(jnp.abs(largest)))  # the tensor cores' own, as in `benchmarks.problem`
     for z in (largest, at_ids):
         assert np.max(np.abs(np.asarray(out.logprobs) - np.asarray(z - lse[:, None]))) < bound
     assert np.max(np.abs(np.asarray(out.lse) - np.asarray(lse))) < bound

@@ -1,10 +1,11 @@
-"""``lce-jax``: it finds its commands, and says what is missing."""
+"""``lce-jax``, and the commands of a checkout: what is missing is named."""
 
 from __future__ import annotations
 
 import importlib
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -25,7 +26,8 @@ def test_a_command_is_run_with_its_arguments(capsys: pytest.CaptureFixture[str])
         (["explain", "--tokens", "8k"], 2, "lce-jax explain: error: argument --tokens: '8k' is no whole number"),
         (["--version"], 0, f"lce-jax {lce_jax.__version__}"),
         (["--help"], 0, "lce-jax COMMAND --help has the options of each"),
-        (["bench", "--help"], 0, "usage: lce-jax bench"),
+        (["bench"], 2, "in a checkout of the repository, run make bench or python -m benchmarks"),
+        (["demo", "--steps", "5"], 2, "in a checkout of the repository, run make demo or python -m examples.demo"),
     ],
 )
 def test_what_it_says(arguments: list[str], status: int, message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -48,6 +50,13 @@ def test_a_pipe_that_closes_is_no_error() -> None:
         assert "Error" not in said.read()
 
 
+@pytest.mark.parametrize("name", command.IN_A_CHECKOUT)
+def test_the_commands_of_a_checkout_are_what_make_runs(name: str) -> None:
+    makefile = (Path(__file__).parents[2] / "Makefile").read_text()
+    *_, module = command.IN_A_CHECKOUT[name].split()
+    assert f"\n{name}: $(VENV)/.ready\n\t$(RUN) -m {module} $({name.upper()}_ARGS)\n" in makefile
+
+
 TINY = {"bench": ("--shape", "16,32,520", "--rounds", "1"), "demo": ("--steps", "1")}
 
 
@@ -55,17 +64,17 @@ TINY = {"bench": ("--shape", "16,32,520", "--rounds", "1"), "demo": ("--steps", 
 def test_a_missing_extra_is_named(
     name: str, missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    own = f"lce_jax.{name}."
-    for module in [module for module in sys.modules if module.startswith((own, missing))]:
+    *_, own = command.IN_A_CHECKOUT[name].split()
+    for module in [module for module in sys.modules if module.startswith((f"{own}.", missing))]:
         monkeypatch.delitem(sys.modules, module)
         package, _, attribute = module.rpartition(".")
-        if package == f"lce_jax.{name}":
+        if package == own:
             monkeypatch.delattr(importlib.import_module(package), attribute, raising=False)
     monkeypatch.setitem(sys.modules, missing, None)
     try:
-        status: object = command.main([name, *TINY[name]])
+        status: object = importlib.import_module(f"{own}.__main__").main(list(TINY[name]))
     except SystemExit as stop:
         status = stop.code
     said = f"{status} {capsys.readouterr().err}"
     assert missing in said
-    assert f"pip install 'lce-jax[{name}]'" in said
+    assert f"pip install --editable '.[{name}]'" in said

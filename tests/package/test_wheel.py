@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from lce_jax.__main__ import IN_A_CHECKOUT
 from tests.site.test_figures import script
 
 pytestmark = pytest.mark.site
@@ -49,10 +50,20 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_it_has_the_two_packages_and_their_types(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert {"lce_jax/py.typed", "lce_torch_bridge/py.typed", "lce_jax/explain/__main__.py"} <= set(names)
-    assert {name.partition("/")[0].partition("-")[0] for name in names} == {"lce_jax", "lce_torch_bridge"}
-    tracked = {path.relative_to(ROOT).as_posix() for name in ("lce_jax", "lce_torch_bridge")
-               for path in (ROOT / name).rglob("*.py")}  # fmt: skip
-    assert tracked <= set(names)
+    packages = ("lce_jax", "lce_torch_bridge")
+    assert {name.partition("/")[0].partition("-")[0] for name in names} == set(packages)
+    tracked = {path.relative_to(ROOT).as_posix() for name in packages for path in (ROOT / name).rglob("*.py")}
+    assert {name for name in names if name.endswith(".py")} == tracked
+    assert {name for name in names if not name.endswith(".py") and ".dist-info/" not in name} == {
+        f"{name}/py.typed" for name in packages
+    }
+
+
+def test_it_has_neither_the_bench_nor_the_demo(wheel: Path) -> None:
+    of_a_checkout = [path for name in ("benchmarks", "examples") for path in (ROOT / name).rglob("*.py")]
+    assert len(of_a_checkout) > 20
+    held = {zipfile.ZipFile(wheel).read(name) for name in zipfile.ZipFile(wheel).namelist()}
+    assert not [path for path in of_a_checkout if path.read_bytes() in held]
 
 
 def test_it_runs_the_quick_start(wheel: Path, tmp_path: Path) -> None:
@@ -70,6 +81,10 @@ def test_it_runs_the_quick_start(wheel: Path, tmp_path: Path) -> None:
     assert loss == "6.908"  # ln 1000
     assert Path(where).is_relative_to(tmp_path)
     assert "qwen3-8b" in run(python.parent / "lce-jax", "explain", "--model", "qwen3-8b", "--tokens", "8192")
+    for name, instead in IN_A_CHECKOUT.items():
+        told = subprocess.run([python.parent / "lce-jax", name], capture_output=True, text=True, check=False, cwd="/")
+        assert told.returncode == 2
+        assert f"in a checkout of the repository, run make {name} or {instead}" in told.stderr
     for module, extra in (("lce_torch_bridge", "torch"), ("lce_jax.flax.nnx", "flax")):  # neither is there
         refused = f"try: import {module}\nexcept ModuleNotFoundError as error: print(error.name, error)"
         assert run(python, "-I", "-c", refused).startswith(f"{extra} {module.removesuffix('.nnx')} needs ")

@@ -9,8 +9,8 @@ import pytest
 from flax import nnx
 
 from examples import distillation, flax_linen_sft, flax_nnx_sft, lora_head, token_accuracy
+from examples.demo import text
 from lce_jax import linear_logprobs
-from lce_jax.demo import text
 
 pytestmark = pytest.mark.site
 NEAR = 1e-6  # relative, of float32 sums in another order, after the steps of a training

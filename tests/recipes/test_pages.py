@@ -12,7 +12,7 @@ from tests.site.test_figures import script
 
 pytestmark = pytest.mark.site
 ROOT = Path(__file__).parents[2]
-PROGRAMS = [path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "examples").glob("*.py"))]
+PROGRAMS = [path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "examples").glob("[a-z]*.py"))]
 programs = script("programs")
 
 

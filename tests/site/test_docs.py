@@ -14,9 +14,9 @@ import pytest
 
 import lce_jax
 import lce_torch_bridge
+from benchmarks import __main__ as bench
+from examples.demo.cli import _parser as demo_parser
 from lce_jax import floors, launch_lists, local, losses, rows
-from lce_jax.bench import __main__ as bench
-from lce_jax.demo.cli import _parser as demo_parser
 from lce_jax.explain.__main__ import parser as explain_parser
 from lce_jax.flax import linen, nnx
 from lce_jax.mosaic._kernel_set import KernelSet
@@ -36,6 +36,10 @@ ALONE = [
 ]
 COMMANDS = [(page, line) for page in PAGES for block in parts(page) if block.language == "sh"
             for line in block.code.splitlines() if line.strip()]  # fmt: skip
+IN_PROSE = re.compile(r"`(python -m (?:benchmarks|examples\.demo)(?: [^`]*)?)`")  # also beside each table
+COMMANDS += sorted(
+    {(page, line.replace("T,H,V", "1,2,3")) for page in PAGES for line in IN_PROSE.findall(page.read_text())}
+)
 
 
 def pasted(*arguments, code=None):
@@ -162,10 +166,10 @@ def test_commands_exist(page, line):
         assert set(filter(None, (extras or "").split(","))) <= set(known)
     else:
         assert words[:2] == ["python", "-m"], line
-        parsers = {"lce_jax.demo": demo_parser, "lce_jax.explain": explain_parser}
-        if words[2] == "lce_jax.bench":
+        parsers = {"examples.demo": demo_parser, "lce_jax.explain": explain_parser}
+        if words[2] == "benchmarks":
             part = words.pop(3) if words[3:] and words[3] in bench.PARTS else "heads"
-            parser = bench.parser(part, importlib.import_module(f"lce_jax.bench.{part}"))
+            parser = bench.parser(part, importlib.import_module(f"benchmarks.{part}"))
         else:
             parser = parsers[words[2]]()
         parser.parse_args(words[3:])

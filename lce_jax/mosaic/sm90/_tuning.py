@@ -100,7 +100,7 @@ class Tunings:
     short_hidden: int = 3072  # below it the contraction over H is short
     short_tokens: int = 1024  # below it the contraction over the tokens is short
     many_row_blocks: int = 16  # that many: one more costs little, and each tile of the weight is used often
-    # What does better on a device (by kind and kernel), from a hidden size on: `python -m lce_jax.bench sweep`
+    # What does better on a device (by kind and kernel), from a hidden size on: `python -m benchmarks sweep`
     # finds it.
     tuned: Mapping[tuple[str, str], tuple[tuple[int, Tuning], ...]] = dataclasses.field(default_factory=lambda: TUNED)
 

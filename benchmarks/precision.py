@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from benchmarks import programs
+from benchmarks.programs import PRODUCT, Program
+from benchmarks.records import Job, Measured
 from lce_jax import linear_logprobs
-from lce_jax.bench import programs
-from lce_jax.bench.programs import PRODUCT, Program
-from lce_jax.bench.records import Job, Measured
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array

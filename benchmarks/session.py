@@ -15,8 +15,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from lce_jax.bench import records, shapes
-from lce_jax.bench.records import File, Measured
+from benchmarks import records, shapes
+from benchmarks.records import File, Measured
 from lce_jax.explain import _arguments
 
 JOB_SECONDS = 400  # that a job may take: one that waits for ever ends alone
@@ -98,7 +98,7 @@ def _run(key: str, path: Path, rounds: int, seconds: float) -> str | None:
     """One job in a process of its own; why it did not end well, or None."""
     given = [*shlex.split(key), "--rounds", str(rounds), "--out", str(path)]
     try:
-        ended = subprocess.run([sys.executable, "-m", "lce_jax.bench", *given], timeout=seconds, check=False)
+        ended = subprocess.run([sys.executable, "-m", "benchmarks", *given], timeout=seconds, check=False)
     except subprocess.TimeoutExpired:
         return f"not done within {seconds:.0f} s"
     return None if ended.returncode == 0 else f"exit status {ended.returncode}"
@@ -106,7 +106,7 @@ def _run(key: str, path: Path, rounds: int, seconds: float) -> str | None:
 
 def _device() -> dict[str, str]:
     """Asked in a process that ends: this one leaves the device's memory to the jobs."""
-    asked = "import json; from lce_jax.bench import records; print(json.dumps(records.device()))"
+    asked = "import json; from benchmarks import records; print(json.dumps(records.device()))"
     said = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True).stdout
     found: dict[str, str] = json.loads(said)
     return found

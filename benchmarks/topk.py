@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from benchmarks.candidates import Candidate
+from benchmarks.measure import compile_jax
+from benchmarks.problem import TOPK_NAME, Problem, num_largest
+from benchmarks.shapes import TOPK
 from lce_jax import linear_topk
-from lce_jax.bench.candidates import Candidate
-from lce_jax.bench.measure import compile_jax
-from lce_jax.bench.problem import TOPK_NAME, Problem, num_largest
-from lce_jax.bench.shapes import TOPK
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array

@@ -31,7 +31,7 @@ import lce_jax
 
 # What else takes part, by its name in the registry: the peers, and what they are built on.
 PACKAGES = ("flax", "torch", "triton", "cut-cross-entropy", "liger-kernel", "quack-kernels", "trl")
-UNTIMED = ("bench", "demo", "explain", "flax")  # folders of this package that no timed program runs
+UNTIMED = ("explain", "flax")  # folders of this package that no timed program runs
 FOLDER = Path("bench-out")
 
 type File = dict[str, Any]
@@ -125,8 +125,8 @@ def this_run(rounds: int, where: dict[str, str]) -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """Of the checkout that this package was imported from; None: it is not in one."""
-    asked = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short=12", "HEAD"]
+    """Of the checkout that the package was imported from; None: it is not in one."""
+    asked = ["git", "-C", str(Path(lce_jax.__file__).parent), "rev-parse", "--short=12", "HEAD"]
     try:
         return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
@@ -163,7 +163,7 @@ def jobs(file: File, part: str) -> Iterator[dict[str, Any]]:
 def command(job: Fields) -> str:
     """What repeats a job of `jobs`."""
     rounds = str(job["rows"][0]["run"]["rounds"])
-    return shlex.join(["python", "-m", "lce_jax.bench", *job["arguments"], "--rounds", rounds])
+    return shlex.join(["python", "-m", "benchmarks", *job["arguments"], "--rounds", rounds])
 
 
 def row_of(job: dict[str, Any], key: str, direction: str) -> dict[str, Any] | None:

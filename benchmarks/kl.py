@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from benchmarks import peers, programs
+from benchmarks.programs import PRODUCT, Program
+from benchmarks.records import Job, Measured
 from lce_jax import linear_kl, scalars
-from lce_jax.bench import peers, programs
-from lce_jax.bench.programs import PRODUCT, Program
-from lce_jax.bench.records import Job, Measured
 from lce_jax.explain import _arguments
 
 if TYPE_CHECKING:

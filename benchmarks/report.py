@@ -10,9 +10,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.run import Measurement, Row
+from benchmarks.shapes import DIRECTIONS, GEMM, bounds
 from lce_jax._plans import format_bytes
-from lce_jax.bench.run import Measurement, Row
-from lce_jax.bench.shapes import DIRECTIONS, GEMM, bounds
 
 MIN_WIDTH = 160  # columns of a table that is piped or logged, without a terminal
 

@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from benchmarks import programs
+from benchmarks.programs import PRODUCT, Program
+from benchmarks.records import Job, Measured
 from lce_jax import linear_logits, linear_logprobs, linear_topk
-from lce_jax.bench import programs
-from lce_jax.bench.programs import PRODUCT, Program
-from lce_jax.bench.records import Job, Measured
 from lce_jax.explain import _arguments
 
 if TYPE_CHECKING:

@@ -13,12 +13,12 @@ from flax import nnx
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-import lce_jax.demo
+import examples.demo
+from examples.demo import compare, report, rl, sft, threshold
+from examples.demo.evaluate import Evaluator
+from examples.demo.model import Config, Transformer, make_mesh
+from examples.demo.text import VOCAB_SIZE, load_corpus
 from lce_jax import Plan, explain
-from lce_jax.demo import compare, report, rl, sft, threshold
-from lce_jax.demo.evaluate import Evaluator
-from lce_jax.demo.model import Config, Transformer, make_mesh
-from lce_jax.demo.text import VOCAB_SIZE, load_corpus
 from lce_jax.explain._arguments import not_negative, positive
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def _run(options: argparse.Namespace, mesh: Mesh, plan: Plan, console: Console) 
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="lce-jax demo", description=lce_jax.demo.__doc__)
+    parser = argparse.ArgumentParser(prog="python -m examples.demo", description=examples.demo.__doc__)
     parser.add_argument("--steps", type=positive, default=_SFT_STEPS, help=f"of phase 1 (default {_SFT_STEPS})")
     parser.add_argument("--rl-steps", type=positive, help=f"of phase 2 (default {_RL_STEPS}, or --steps if fewer)")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("demo-out"), help="folder of the figure")

@@ -16,18 +16,18 @@ import numpy as np
 import optax
 from flax import nnx
 
-from lce_jax.demo import reward
-from lce_jax.demo.model import Transformer, put_on_mesh, round_up
-from lce_jax.demo.text import sample_prompts
+from examples.demo import reward
+from examples.demo.model import Transformer, put_on_mesh, round_up
+from examples.demo.text import sample_prompts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from jax.sharding import Mesh
 
+    from examples.demo.text import Corpus
     from lce_jax import LogprobOutput
     from lce_jax._shapes import Array, Bool, Float, Int
-    from lce_jax.demo.text import Corpus
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,8 +17,8 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from examples.demo.model import Transformer, put_on_mesh
 from lce_jax import sharded_linear_logprobs
-from lce_jax.demo.model import Transformer, put_on_mesh
 
 if TYPE_CHECKING:
     from collections.abc import Callable

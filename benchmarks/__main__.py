@@ -1,4 +1,4 @@
-"""``lce-jax bench``: parts that measure on this machine's device, all of which write into one file of it."""
+"""``python -m benchmarks``: parts that measure on this machine's device, all of which write into one file of it."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def main(arguments: list[str] | None = None) -> int:
     part = given.pop(0) if given and given[0] in PARTS else "heads"
     os.environ.setdefault(*MEMORY.get(part, ("XLA_PYTHON_CLIENT_PREALLOCATE", "false")))
     try:
-        module = importlib.import_module(f"lce_jax.bench.{part}")
+        module = importlib.import_module(f"benchmarks.{part}")
     except ImportError as missing:
-        print(f"{missing}: install the extra with pip install 'lce-jax[bench]'", file=sys.stderr)
+        print(f"{missing}: install the extra with pip install --editable '.[bench]'", file=sys.stderr)
         return 2
     command = parser(part, module)
     options = command.parse_args(given)
@@ -45,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _measure(module: ModuleType, command: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     """The jobs of a part, each written when it is done."""
-    from lce_jax.bench import records
+    from benchmarks import records
 
     where = records.device()
     run = records.this_run(options.rounds, where)
@@ -69,7 +69,7 @@ def parser(part: str, module: ModuleType) -> argparse.ArgumentParser:
     """The command line of a part."""
     from lce_jax.explain import _arguments
 
-    out = argparse.ArgumentParser(prog=f"lce-jax bench {part}", description=module.__doc__)
+    out = argparse.ArgumentParser(prog=f"python -m benchmarks {part}", description=module.__doc__)
     out.add_argument("--rounds", type=_arguments.positive, default=5, help="timings; the median is shown (default 5)")
     file = "the card's file of JSON, which keeps its other rows (default: bench-out/, named after the card)"
     out.add_argument("--out", type=Path, metavar="FILE", help=file)
@@ -80,10 +80,10 @@ def parser(part: str, module: ModuleType) -> argparse.ArgumentParser:
 def _overview() -> argparse.ArgumentParser:
     lines = [f"  {name:10s} {what}" for name, what in PARTS.items()]
     return argparse.ArgumentParser(
-        prog="lce-jax bench",
-        usage="lce-jax bench [PART] [options]",
+        prog="python -m benchmarks",
+        usage="python -m benchmarks [PART] [options]",
         description="Times this package on this machine.",
-        epilog="\n".join(["parts:", *lines, "", "lce-jax bench PART --help has the options of each."]),
+        epilog="\n".join(["parts:", *lines, "", "python -m benchmarks PART --help has the options of each."]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
 

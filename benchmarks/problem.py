@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from benchmarks.shapes import Shape
 from lce_jax import LogprobOutput, linear_logprobs
-from lce_jax.bench.shapes import Shape
 from lce_jax.explain._models import ModelHead
 
 if TYPE_CHECKING:

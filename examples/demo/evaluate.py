@@ -10,16 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from lce_jax.demo import reward, rl
-from lce_jax.demo.model import Transformer, put_on_mesh, round_up
-from lce_jax.demo.text import sample_prompts, sample_windows
+from examples.demo import reward, rl
+from examples.demo.model import Transformer, put_on_mesh, round_up
+from examples.demo.text import sample_prompts, sample_windows
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
+    from examples.demo.rl import RlConfig
+    from examples.demo.text import Corpus
     from lce_jax._shapes import Array, Float, Int
-    from lce_jax.demo.rl import RlConfig
-    from lce_jax.demo.text import Corpus
 
 
 class Evaluation(NamedTuple):

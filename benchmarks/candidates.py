@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from benchmarks.measure import Run, compile_jax
+from benchmarks.problem import Objective, Problem, Results
+from benchmarks.shapes import BOTH, FORWARD, GEMM
 from lce_jax import LogprobOutput, _dispatch, explain, linear_logprobs, linear_loss, sharded_linear_logprobs
-from lce_jax.bench.measure import Run, compile_jax
-from lce_jax.bench.problem import Objective, Problem, Results
-from lce_jax.bench.shapes import BOTH, FORWARD, GEMM
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array

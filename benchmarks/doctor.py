@@ -3,7 +3,7 @@
 Each check is a call with some options, in a process of its own: a kernel that waits for ever ends one check alone. It
 says how far outputs and gradients lie from stored logits in float32, whether they have the same bits in every one of
 several runs (a race would show), the times of forward and of both passes beside those of ``xla``, and the memory that
-they take. The bounds are those of `lce_jax.bench.problem`. Each check is written to the file when it is done.
+they take. The bounds are those of `benchmarks.problem`. Each check is written to the file when it is done.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ import jax
 import jax.numpy as jnp
 
 import lce_jax
+from benchmarks.measure import Run, compile_jax, interleave, median
+from benchmarks.problem import BLOCK_BYTES, Problem, bound, error, random_problem
+from benchmarks.records import Job, Measured
+from benchmarks.shapes import Shape
 from lce_jax import UnsupportedError, _devices
 from lce_jax._types import RESULTS
-from lce_jax.bench.measure import Run, compile_jax, interleave, median
-from lce_jax.bench.problem import BLOCK_BYTES, Problem, bound, error, random_problem
-from lce_jax.bench.records import Job, Measured
-from lce_jax.bench.shapes import Shape
 from lce_jax.explain._models import ModelHead
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def _measure(name: str, rounds: int) -> Measured:
 
 def _answer(name: str, rounds: int, seconds: float) -> dict[str, Any]:
     """What a check's own process says."""
-    command = [sys.executable, "-m", "lce_jax.bench.doctor", name, str(rounds)]
+    command = [sys.executable, "-m", "benchmarks.doctor", name, str(rounds)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
     except subprocess.TimeoutExpired:

@@ -9,17 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from lce_jax.demo import sft
-from lce_jax.demo.model import Transformer, put_on_mesh
+from examples.demo import sft
+from examples.demo.model import Transformer, put_on_mesh
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from jax.sharding import Mesh
 
+    from examples.demo.text import Corpus
     from lce_jax import Plan
     from lce_jax._shapes import Array, Float, Int
-    from lce_jax.demo.text import Corpus
 
 THRESHOLD = 2.0**-12
 

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from rich.console import Console
 
-    from lce_jax.demo.compare import Comparison
-    from lce_jax.demo.evaluate import Evaluation
-    from lce_jax.demo.rl import RlMetrics
-    from lce_jax.demo.threshold import SecondRun
+    from examples.demo.compare import Comparison
+    from examples.demo.evaluate import Evaluation
+    from examples.demo.rl import RlMetrics
+    from examples.demo.threshold import SecondRun
 
 _STAGES = ("at the start", "after phase 1", "after phase 2")
 _BLUE, _ORANGE, _GREY, _INK = "#2563a8", "#d9730d", "#8a8f98", "#1f2933"

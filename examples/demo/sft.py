@@ -9,16 +9,16 @@ import numpy as np
 import optax
 from flax import nnx
 
-from lce_jax.demo.model import Transformer, put_on_mesh, round_up
-from lce_jax.demo.text import sample_windows
+from examples.demo.model import Transformer, put_on_mesh, round_up
+from examples.demo.text import sample_windows
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from jax.sharding import Mesh
 
+    from examples.demo.text import Corpus
     from lce_jax._shapes import Array, Float, Int
-    from lce_jax.demo.text import Corpus
 
 
 @dataclasses.dataclass(frozen=True)

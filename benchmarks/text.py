@@ -20,9 +20,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from benchmarks.problem import Problem
+from benchmarks.shapes import Shape
 from lce_jax import _dispatch, explain, local, mosaic
-from lce_jax.bench.problem import Problem
-from lce_jax.bench.shapes import Shape
 from lce_jax.mathematics._statistics import Normalizer
 
 if TYPE_CHECKING:

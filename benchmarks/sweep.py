@@ -17,15 +17,15 @@ import jax
 from rich import box
 from rich.table import Table
 
+from benchmarks import heads, programs, report
+from benchmarks.candidates import Candidate, jax_candidates
+from benchmarks.measure import Run, first_line, interleave, median
+from benchmarks.problem import Problem, random_problem
+from benchmarks.records import Job, Measured
+from benchmarks.run import admit
+from benchmarks.shapes import KERNELS, Shape
 from lce_jax import UnsupportedError, explain
 from lce_jax._types import Case
-from lce_jax.bench import heads, programs, report
-from lce_jax.bench.candidates import Candidate, jax_candidates
-from lce_jax.bench.measure import Run, first_line, interleave, median
-from lce_jax.bench.problem import Problem, random_problem
-from lce_jax.bench.records import Job, Measured
-from lce_jax.bench.run import admit
-from lce_jax.bench.shapes import KERNELS, Shape
 from lce_jax.mosaic import NAME, _generations, sm90
 from lce_jax.mosaic.common._tiles import SMEM_LIMIT
 from lce_jax.mosaic.sm90._tuning import Tuning, stages_output

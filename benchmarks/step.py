@@ -20,9 +20,9 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from benchmarks.records import Job, Measured
 from lce_jax import linear_cross_entropy, linear_loss, losses
 from lce_jax._plans import format_bytes
-from lce_jax.bench.records import Job, Measured
 from lce_jax.explain import _arguments
 
 if TYPE_CHECKING:

@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from lce_jax.bench import shapes
-from lce_jax.bench.candidates import Candidate
-from lce_jax.bench.measure import Run
-from lce_jax.bench.problem import Objective, Problem, cotangents
-from lce_jax.bench.shapes import BOTH, FORWARD, Shape
+from benchmarks import shapes
+from benchmarks.candidates import Candidate
+from benchmarks.measure import Run
+from benchmarks.problem import Objective, Problem, cotangents
+from benchmarks.shapes import BOTH, FORWARD, Shape
 
 type Tensors = dict[str, Any]
 

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax.bench.measure import Run, compile_jax, first_line, interleave, median
-from lce_jax.bench.records import Measured
+from benchmarks.measure import Run, compile_jax, first_line, interleave, median
+from benchmarks.records import Measured
 from lce_jax.explain import _arguments
 
 if TYPE_CHECKING:

@@ -8,14 +8,14 @@ from typing import Any
 
 import jax
 
-from lce_jax.bench.candidates import Candidate, jax_candidates
-from lce_jax.bench.measure import Run, first_line, interleave, median, spread
-from lce_jax.bench.peers import peer_candidates, release
-from lce_jax.bench.problem import Objective, Problem, Reference, random_problem, reference, refusal
-from lce_jax.bench.shapes import BOTH, DIRECTIONS, ROWS, TOPK, Shape
-from lce_jax.bench.text import THRESHOLD, text_problem
-from lce_jax.bench.text import left_out as left_out_of_gradients
-from lce_jax.bench.topk import topk_candidates
+from benchmarks.candidates import Candidate, jax_candidates
+from benchmarks.measure import Run, first_line, interleave, median, spread
+from benchmarks.peers import peer_candidates, release
+from benchmarks.problem import Objective, Problem, Reference, random_problem, reference, refusal
+from benchmarks.shapes import BOTH, DIRECTIONS, ROWS, TOPK, Shape
+from benchmarks.text import THRESHOLD, text_problem
+from benchmarks.text import left_out as left_out_of_gradients
+from benchmarks.topk import topk_candidates
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,10 +13,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from benchmarks import programs, records, report, shapes
+from benchmarks.records import Job, Measured
+from benchmarks.run import Measurement, measure
 from lce_jax import UnsupportedError, _dispatch, explain
-from lce_jax.bench import programs, records, report, shapes
-from lce_jax.bench.records import Job, Measured
-from lce_jax.bench.run import Measurement, measure
 from lce_jax.explain import _arguments
 from lce_jax.explain._models import MODELS
 

@@ -1,0 +1,1 @@
+"""Speed and memory of the language-model head: ``python -m benchmarks`` in a checkout; what it measured, as JSON."""

@@ -1,0 +1,1 @@
+"""Programs to read and to run: one for each recipe of the documentation, and `demo`, a model trained from the start."""
