@@ -42,6 +42,7 @@ __all__ = [
     "num_candidates",
     "num_largest",
     "number",
+    "of_the_student_alone",
     "offsets",
     "one_of",
     "packing",
@@ -142,6 +143,12 @@ def weight_of_jsd(beta: Any, argument: str, chosen: str, ends: tuple[str, ...]) 
     if not 0 < beta < 1:
         raise ValueError(f'beta must lie in (0, 1), got {beta}: {argument}="{ends[0]}" is 0, "{ends[1]}" is 1')
     return beta
+
+
+def of_the_student_alone(name: str, value: Any, neutral: float | None) -> ValueError:
+    """A student's scale or cap says nothing of the teacher's: each belongs to its model."""
+    write = f'write teacher_{name}="same", or the teacher\'s own, teacher_{name}={neutral} if it has none'
+    return ValueError(f"{name}={value} is the student's alone: {write}")
 
 
 def num_bytes(name: str, value: Any) -> int:

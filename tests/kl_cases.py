@@ -52,7 +52,8 @@ CALLS = [
     call("jsd", direction="jsd"),
     call("ragged jsd", leading=(23,), H=31, G=17, V=1097, where=True, temperature=True, direction="jsd", beta=0.1),
     call("bfloat16 jsd", leading=(64,), H=128, V=512, dtypes=("bfloat16",) * 4, direction="jsd", beta=0.9, spread=4.0),
-    call("the same cap and scale", logit_softcap=3.0, logit_scale=0.5, vocab_size=97),
+    call("the same cap and scale", logit_softcap=3.0, logit_scale=0.5, vocab_size=97, teacher_logit_softcap="same",
+         teacher_logit_scale="same"),
     call("bfloat16", leading=(64,), H=128, V=512, dtypes=("bfloat16",) * 4),
     call("mixed", leading=(64,), H=128, V=512, dtypes=("float32", "bfloat16", "bfloat16", "float32"), where=True),
     call("float16, reverse", leading=(64,), H=128, V=512, dtypes=("float16",) * 4, direction="reverse"),
@@ -107,7 +108,8 @@ def expected(drawn: Drawn) -> Expected:
     live = np.ones(drawn.seed.shape, bool) if "where" not in options else np.asarray(options["where"])
     defaults = {"temperature": 1.0, "logit_softcap": None, "logit_scale": 1.0, "weight_layout": "vh"}
     own = {name: options.get(name, default) for name, default in defaults.items()}
-    teachers = {name: options.get(f"teacher_{name}", own[name]) for name in defaults}
+    teachers = {name: options.get(f"teacher_{name}", "same") for name in defaults}
+    teachers = {name: own[name] if isinstance(x, str) and x == "same" else x for name, x in teachers.items()}
     (log_q, slope, hidden, weight), (log_p, *_) = (
         _log_softmax(arrays, live, size, **of_one)
         for arrays, of_one in ((drawn.student, own), (drawn.teacher, teachers))

@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     from lce_jax._shapes import Array, Bool, Float, Int
     from lce_jax.mesh._layout import Axes
 
+type Same = Literal["same"]
+type Unset = Literal["unset"]
+
 
 class CommonOptions(TypedDict, total=False):
     """The keyword options of `LogprobOptions` that decide no type."""
@@ -36,6 +39,21 @@ class LogprobOptions(CommonOptions, total=False):
     """The keyword options that every public function shares; `linear_logprobs` says what each means."""
 
     entropy: bool
+
+
+class TeacherOptions(TypedDict, total=False):
+    """The keyword options of `linear_kl` that no other function has."""
+
+    beta: float | Float[Array, ""] | None
+    teacher_temperature: float | Float[Array, "..."] | Same
+    teacher_logit_softcap: float | Float[Array, ""] | Same | Unset | None
+    teacher_logit_scale: float | Float[Array, ""] | Same | Unset
+    teacher_weight_layout: Literal["vh", "hv"] | Same
+    teacher_bias: Float[Array, "V"] | None
+
+
+class ExplainOptions(LogprobOptions, TeacherOptions, total=False):
+    """The keyword options of the functions that `explain` knows."""
 
 
 class MeshKeywords(TypedDict, total=False):

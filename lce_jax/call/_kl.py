@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
 from jax import lax
@@ -12,6 +12,7 @@ from jax import lax
 from lce_jax import scalars
 from lce_jax._types import Case, Primals
 from lce_jax.call import _bind, _checks, _options, _rows
+from lce_jax.call._keywords import TeacherOptions
 from lce_jax.call._kl_spec import KLSpec
 from lce_jax.call._options import CallOptions
 from lce_jax.call._place import Place
@@ -25,27 +26,21 @@ if TYPE_CHECKING:
 
     from lce_jax._shapes import Array, Float
 
-type Same = Literal["same"]
+NEUTRAL: dict[str, float | None] = {"logit_scale": 1.0, "logit_softcap": None}  # what changes no logit
 
 
-class KLOptions(TypedDict, total=False):
+class KLOptions(TeacherOptions, total=False):
     """The options of `linear_kl` that `sharded_linear_kl` has too."""
 
-    beta: float | Float[Array, ""] | None
     temperature: float | Float[Array, "..."]
-    teacher_temperature: float | Float[Array, "..."] | Same
     logit_softcap: float | Float[Array, ""] | None
-    teacher_logit_softcap: float | Float[Array, ""] | Same | None
     logit_scale: float | Float[Array, ""]
-    teacher_logit_scale: float | Float[Array, ""] | Same
     vocab_size: int | None
     weight_layout: Literal["vh", "hv"]
-    teacher_weight_layout: Literal["vh", "hv"] | Same
     cache_bytes: int
     precision: PrecisionLike
     implementation: str | tuple[str, ...] | None
     bias: Float[Array, "V"] | None
-    teacher_bias: Float[Array, "V"] | None
 
 
 @contextlib.contextmanager
@@ -76,6 +71,11 @@ class KLArguments(NamedTuple):
         beta = _options.teachers_weight(given.get("beta"), "direction", direction, scalars.DIRECTIONS[:2])
         student, teacher = _options_of_each(given, axis_name)
         own = _options.of_call(student, function="linear_kl")
+        for name, neutral in NEUTRAL.items():
+            if isinstance(teacher[name], str) and teacher[name] == "unset":
+                if isinstance(student[name], jax.Array) or student[name] != neutral:  # no device is asked for a value
+                    raise scalars.of_the_student_alone(name, student[name], neutral)
+                teacher[name] = neutral
         with _of_the_teacher():
             teachers = _options.of_call(teacher, function="linear_kl")
         named = _options.implementation_names(given.get("implementation"))
@@ -163,12 +163,15 @@ def bind_shard(given: KLArguments) -> KLCall:
 
 
 def _options_of_each(given: Mapping[str, Any], axis_name: Any) -> tuple[Any, Any]:
-    """The options of the student's head and of the teacher's, where "same" stands for the student's."""
+    """The options of the student's head and of the teacher's, where "same" stands for the student's.
+
+    What was not given of the teacher is "same", but a scale or cap is "unset": it belongs to its model.
+    """
     shared: Any = {"entropy": False, "implementation": "xla", "axis_name": axis_name}
     shared |= {name: given[name] for name in ("vocab_size", "precision") if name in given}
     defaults = {"temperature": 1.0, "logit_softcap": None, "logit_scale": 1.0, "weight_layout": "vh"}
     own = {name: given.get(name, default) for name, default in defaults.items()}
-    teachers = {name: given.get(f"teacher_{name}", "same") for name in defaults}
+    teachers = {name: given.get(f"teacher_{name}", "unset" if name in NEUTRAL else "same") for name in defaults}
     teachers = {name: own[name] if isinstance(x, str) and x == "same" else x for name, x in teachers.items()}
     student, teacher = ({**shared, **x} for x in (own, teachers))
     student["cache_bytes"] = given.get("cache_bytes", 0)

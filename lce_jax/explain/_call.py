@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Unpack
 from lce_jax import _dispatch, scalars
 from lce_jax._types import is_array
 from lce_jax.call import _bind, _checks, _options
+from lce_jax.call._keywords import ExplainOptions
 from lce_jax.call._place import Place, placed
 from lce_jax.explain import _kl_and_logits
 from lce_jax.explain._kl_and_logits import check_function
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 
     from lce_jax._plans import Plan, Surroundings
     from lce_jax._shapes import Bool, Float, Int, Shaped
-    from lce_jax.call._keywords import LogprobOptions
     from lce_jax.call._spec import Spec
     from lce_jax.mathematics._kl import Direction
     from lce_jax.mesh._layout import Axes
@@ -46,7 +46,7 @@ def explain(
     ids: Int[Shaped, "*b K"] | None = None,
     teacher: tuple[Float[Shaped, "*b G"], Float[Shaped, "V G"]] | None = None,
     direction: Direction = "forward",
-    **options: Unpack[LogprobOptions],
+    **options: Unpack[ExplainOptions],
 ) -> Plan:
     """How a call would be served: which implementation, which tiles, why not the others, which bytes per device.
 
@@ -94,12 +94,14 @@ def explain(
             needs no more memory than several chunks and their sum of dweight.
         k: that of `linear_topk`, for its plan; of the labels only the shape counts then.
         ids: ``[..., K]``, those of `linear_logits`, for its plan; of the labels only the shape counts then.
-        teacher: the teacher's hidden states ``[..., G]`` and its weight, in the layout of ``weight``, for the plan of
-            `linear_kl`; of the labels only the shape counts then.
+        teacher: the teacher's hidden states ``[..., G]`` and its weight, for the plan of `linear_kl`; of the labels
+            only the shape counts then.
         direction: "forward", "reverse" or "jsd", of `linear_kl`, which keeps more between its passes in the last two.
         **options: ``temperature``, ``logit_softcap``, ``logit_scale``, ``entropy``, ``stats``, ``vocab_size``,
             ``weight_layout``, ``axis_name``, ``cache_bytes``, ``precision``, ``implementation``, ``bias``,
-            ``candidates``, ``gradient_threshold``, ``vocab_part_size`` and ``logit_floor``, as in `linear_logprobs`.
+            ``candidates``, ``gradient_threshold``, ``vocab_part_size`` and ``logit_floor``; of a teacher ``beta``,
+            ``teacher_temperature``, ``teacher_logit_softcap``, ``teacher_logit_scale``, ``teacher_weight_layout`` and
+            ``teacher_bias``, as in `linear_logprobs` and `linear_kl`.
 
     Returns:
         A `Plan`; ``print`` it. ``plan.memory`` has what the head takes per device, in bytes, with stored logits beside
@@ -123,7 +125,7 @@ def explain(
         >>> explain(*call, implementation="xla").memory.stored.backward / 2**30  # GiB, in float32 on a CPU
         4.0
     """
-    _options.check_names(explain, options)
+    _options.check_names(explain, options, known_names=ExplainOptions.__annotations__)
     smoothing, penalty, normalizer = _options.of_loss(reduction or "mean", label_smoothing, z_loss, normalizer)
     given = (reduction, normalizer, None if ignore_index == -100 else "ignore_index")
     of_loss = (*given, smoothing, penalty, gradients_in_forward or None, chunk_bytes)
@@ -136,9 +138,8 @@ def explain(
     if ids is not None:
         return _kl_and_logits.of_logits(hidden, weight, labels, ids, where, place, options)
     is_loss = bool(smoothing) or is_array(penalty) or bool(penalty) or any(x is not None for x in given)
-    if is_loss:
-        options = _options.loss_call(options)
-    checked = _options.of_call(options, mean_logit=smoothing > 0) if k is None else _options.of_topk(options, k)
+    told = _options.loss_call(options) if is_loss else options
+    checked = _options.of_call(told, mean_logit=smoothing > 0) if k is None else _options.of_topk(told, k)
     case = _bind.case(hidden, weight, labels, where, checked)
     _checks.temperature(checked.temperature, labels.shape, where)
     if checked.logit_floor is not None:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from lce_jax import _dispatch, mosaic
 from lce_jax._types import is_array
 from lce_jax.call import _bind, _options
+from lce_jax.call._keywords import TeacherOptions
 from lce_jax.call._kl import KLArguments
 from lce_jax.call._kl_spec import KLSpec
 from lce_jax.call._place import Place, placed
@@ -19,7 +20,7 @@ from lce_jax.xla import _kl_plan, _logits_plan
 
 if TYPE_CHECKING:
     from lce_jax._plans import Plan
-    from lce_jax.call._keywords import LogprobOptions
+    from lce_jax.call._keywords import ExplainOptions, LogprobOptions
 
 NOT_OF = {
     "linear_topk": _options.NOT_OF_TOPK,
@@ -29,9 +30,11 @@ NOT_OF = {
 FUNCTION_OF = {"k": "linear_topk", "ids": "linear_logits", "teacher": "linear_kl"}
 
 
-def check_function(asked: dict[str, Any], options: LogprobOptions, *others: Any) -> None:
+def check_function(asked: dict[str, Any], options: ExplainOptions, *others: Any) -> None:
     """Refuses what the function that ``asked`` is about does not have: options, and the arguments of losses."""
     names = [name for name, x in asked.items() if x is not None]
+    if "teacher" not in names and (wrong := [name for name in options if name in TeacherOptions.__annotations__]):
+        raise TypeError(f"{wrong[0]} is that of linear_kl: give teacher too")
     if not names:
         return
     if len(names) > 1:
@@ -62,7 +65,7 @@ def of_kl(
     direction: Direction,
     where: Any,
     place: Place,
-    options: LogprobOptions,
+    options: ExplainOptions,
 ) -> Plan:
     """That of `lce_jax.linear_kl` with the teacher's hidden states and weight."""
     if not isinstance(teacher, tuple | list) or len(teacher) != 2:

@@ -116,8 +116,8 @@ def _loss(function: Any, hidden: Any, weight: Any, labels: Any, **options: Any) 
 
 
 def _kl(function: Any, hidden: Any, weight: Any, labels: Any, **options: Any) -> Any:
-    del labels
-    return jnp.sum(function(hidden, weight, hidden * 2, weight, **options))  # a head of the student's size teaches
+    del labels  # the student's head, of other hidden states, teaches
+    return jnp.sum(function(hidden, weight, hidden * 2, weight, teacher_logit_softcap="same", **options))
 
 
 def _topk(function: Any, hidden: Any, weight: Any, labels: Any, **options: Any) -> Any:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal, Unpack
 
 from lce_jax.call import _kl, _options
-from lce_jax.call._kl import KLArguments, KLCall, KLOptions, Same
+from lce_jax.call._keywords import Same, Unset
+from lce_jax.call._kl import KLArguments, KLCall, KLOptions
 from lce_jax.call._place import Place
 from lce_jax.mathematics._kl import Pair
 from lce_jax.mesh import _collectives
@@ -32,9 +33,9 @@ def linear_kl(
     temperature: float | Float[Array, "..."] = 1.0,
     teacher_temperature: float | Float[Array, "..."] | Same = "same",
     logit_softcap: float | Float[Array, ""] | None = None,
-    teacher_logit_softcap: float | Float[Array, ""] | Same | None = "same",
+    teacher_logit_softcap: float | Float[Array, ""] | Same | Unset | None = "unset",
     logit_scale: float | Float[Array, ""] = 1.0,
-    teacher_logit_scale: float | Float[Array, ""] | Same = "same",
+    teacher_logit_scale: float | Float[Array, ""] | Same | Unset = "unset",
     vocab_size: int | None = None,
     weight_layout: Literal["vh", "hv"] = "vh",
     teacher_weight_layout: Literal["vh", "hv"] | Same = "same",
@@ -74,10 +75,12 @@ def linear_kl(
         teacher_temperature: that of the teacher's logits. "same": the student's.
         logit_softcap: ``c`` in ``cap(x) = c·tanh(x / c)``, before the temperature (Gemma 2: 30): a positive number,
             or an array of shape (), which may be traced. None: no cap. No gradient.
-        teacher_logit_softcap: that of the teacher's logits. None: no cap. "same": the student's.
+        teacher_logit_softcap: that of the teacher's logits. None: no cap. "same": the student's. "unset": none, and
+            refused if the student has one, because a cap belongs to its model.
         logit_scale: multiplies the float32 logits first (Cohere, MuP): a number, or an array of shape (), which may
             be traced. No gradient.
-        teacher_logit_scale: that of the teacher's logits. "same": the student's.
+        teacher_logit_scale: that of the teacher's logits. "same": the student's. "unset": 1, and refused if the
+            student's is another or an array.
         vocab_size: the true size of the vocabulary. Columns from it on are padding: in no sum, with zero gradient,
             whatever they hold. None: every column counts.
         weight_layout: "vh" for ``[V, H]`` (nnx.Embed, PyTorch, Megatron), "hv" for ``[H, V]`` (nnx.Linear kernel).

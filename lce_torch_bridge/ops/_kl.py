@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 type Same = Literal["same"]
+type Unset = Literal["unset"]
 
 
 def linear_kl(
@@ -37,9 +38,9 @@ def linear_kl(
     temperature: float | torch.Tensor = 1.0,
     teacher_temperature: float | torch.Tensor | Same = "same",
     logit_scale: float = 1.0,
-    teacher_logit_scale: float | Same = "same",
+    teacher_logit_scale: float | Same | Unset = "unset",
     logit_softcap: float | None = None,
-    teacher_logit_softcap: float | Same | None = "same",
+    teacher_logit_softcap: float | Same | Unset | None = "unset",
     vocab_size: int | None = None,
     where: torch.Tensor | None = None,
     reduce_grad_hidden: bool = False,
@@ -79,9 +80,11 @@ def linear_kl(
             token's result is NaN without a gradient, and the other tokens are not affected.
         teacher_temperature: that of the teacher's logits. "same": the student's.
         logit_scale: multiplies the float32 logits first (MuP, Cohere).
-        teacher_logit_scale: that of the teacher's logits. "same": the student's.
+        teacher_logit_scale: that of the teacher's logits. "same": the student's. "unset": 1, and refused if the
+            student's is another.
         logit_softcap: ``c`` in ``cap(x) = c·tanh(x / c)``, before the temperature (Gemma 2: 30). None: no cap.
-        teacher_logit_softcap: that of the teacher's logits. None: no cap. "same": the student's.
+        teacher_logit_softcap: that of the teacher's logits. None: no cap. "same": the student's. "unset": none, and
+            refused if the student has one, because a cap belongs to its model.
         vocab_size: the true size of the vocabulary of all ranks together. Columns from it on are padding: in no sum,
             with zero gradient, whatever they hold. None: every column counts. Weights with different numbers of rows
             need it; over a ``tp_group`` all parts of both have as many.
@@ -140,12 +143,13 @@ def linear_kl(
         logit_softcap=logit_softcap, reduce_grad_hidden=reduce_grad_hidden, wgrad=wgrad, cache_bytes=cache_bytes,
         **shared,
     )  # fmt: skip
+    scale = _scale_or_cap("logit_scale", teacher_logit_scale, own.call.logit_scale, 1.0)
+    softcap = _scale_or_cap("logit_softcap", teacher_logit_softcap, own.call.logit_softcap, None)
     with _of_the_teacher():
         others = _arguments.of_call(
             teacher_hidden, teacher_weight, own.labels, bias=teacher_bias,
             temperature=_or_same(teacher_temperature, temperature),
-            logit_scale=_or_same(teacher_logit_scale, logit_scale),
-            logit_softcap=_or_same(teacher_logit_softcap, logit_softcap), **shared,
+            logit_scale=scale, logit_softcap=softcap, **shared,
         )  # fmt: skip
     _check_columns(own, others, vocab_size)
     x = _arguments.flat(own)
@@ -194,6 +198,15 @@ def _heads(own: Arguments, others: Arguments, wgrad: Wgrad) -> list[Any]:
 
 def _or_same(teachers: Any, own: Any) -> Any:
     return own if isinstance(teachers, str) and teachers == "same" else teachers
+
+
+def _scale_or_cap(name: str, teachers: Any, own: float | None, neutral: float | None) -> Any:
+    """The teacher's; one that is not given is the neutral one, and none if the student's is not neutral."""
+    if not (isinstance(teachers, str) and teachers == "unset"):
+        return _or_same(teachers, own)
+    if own != neutral:
+        raise scalars.of_the_student_alone(name, own, neutral)
+    return neutral
 
 
 def _same_tokens(hidden: Any, teacher_hidden: Any) -> None:

@@ -18,12 +18,13 @@ pytestmark = pytest.mark.gpu
 BFLOAT16, FLOAT16 = ("bfloat16",) * 4, ("float16",) * 4
 CALLS = [
     call("forward", leading=(300,), H=512, G=256, V=4000, dtypes=BFLOAT16, temperature=True),
-    call("reverse", leading=(300,), H=512, G=256, V=4000, dtypes=FLOAT16, direction="reverse", logit_softcap=5.0),
+    call("reverse", leading=(300,), H=512, G=256, V=4000, dtypes=FLOAT16, direction="reverse", logit_softcap=5.0,
+         teacher_logit_softcap="same"),
     call("padding", leading=(7, 100), H=256, G=512, V=4000, teachers_columns=4096, vocab_size=3100, dtypes=BFLOAT16,
          where=True),
     call("jsd", leading=(300,), H=512, G=256, V=4000, dtypes=BFLOAT16, temperature=True, direction="jsd", beta=0.3),
     call("jsd, padding", leading=(7, 100), H=256, G=512, V=4000, teachers_columns=4096, vocab_size=3100, where=True,
-         dtypes=BFLOAT16, direction="jsd", logit_softcap=5.0),
+         dtypes=BFLOAT16, direction="jsd", logit_softcap=5.0, teacher_logit_softcap="same"),
     call("clusters", leading=(2200,), H=192, V=2048, G=64, dtypes=BFLOAT16, where=True, direction="reverse"),
 ]  # fmt: skip
 

@@ -78,6 +78,7 @@ def loss(x: dict[str, Any], axis_name: Any) -> Any:
 def kl(x: dict[str, Any], axis_name: Any, **more: Any) -> Any:
     operands = (x[name] for name in ("hidden", "weight", "teacher_hidden", "teacher_weight"))
     more |= {"teacher_temperature": x["teacher_temperature"], "axis_name": axis_name}
+    more |= {"teacher_logit_scale": "same", "teacher_logit_softcap": "same"}
     return jnp.sum(linear_kl(*operands, **options_of(x), **more))
 
 

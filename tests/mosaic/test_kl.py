@@ -35,11 +35,12 @@ PADDED = call(
 )  # fmt: skip
 CAPPED = call(
     "reverse, caps, clusters", leading=(136,), H=64, G=64, V=520, logit_softcap=3.0, teacher_logit_softcap=None,
-    teacher_temperature=0.7, logit_scale=1.3, dtypes=BFLOAT16, direction="reverse",
+    teacher_temperature=0.7, logit_scale=1.3, teacher_logit_scale="same", dtypes=BFLOAT16, direction="reverse",
 )  # fmt: skip
 SHARP = call("float16, sharp", leading=(136,), H=192, G=64, V=264, dtypes=FLOAT16, spread=4.0)
 COLD = call("cold, a cap", leading=(20,), H=64, G=64, V=264, dtypes=BFLOAT16, spread=3.0, logit_softcap=3.0)
-COLD = COLD._replace(options=(*COLD.options, ("temperature", 1e-4), ("teacher_temperature", 1.0)))
+OF_COLD = (("teacher_logit_softcap", "same"), ("temperature", 1e-4), ("teacher_temperature", 1.0))
+COLD = COLD._replace(options=(*COLD.options, *OF_COLD))
 MIXTURE = call(
     "a mixture, padding, rows left out", leading=(20,), H=64, G=128, V=264, teachers_columns=272, vocab_size=260,
     where=True, temperature=True, dtypes=BFLOAT16, direction="jsd", beta=0.3,
@@ -50,7 +51,7 @@ MOSTLY_TEACHER = call(
 )  # fmt: skip
 CAPPED_MIXTURE = call(
     "a mixture, caps, clusters", leading=(136,), H=64, G=64, V=520, logit_softcap=3.0, teacher_logit_softcap=None,
-    teacher_temperature=0.7, logit_scale=1.3, dtypes=BFLOAT16, direction="jsd", beta=0.8,
+    teacher_temperature=0.7, logit_scale=1.3, teacher_logit_scale="same", dtypes=BFLOAT16, direction="jsd", beta=0.8,
 )  # fmt: skip
 TILE_BYTES = 128 * (6 * 256 + 12)  # of a tile of up to 128 tokens that is kept
 
@@ -145,7 +146,8 @@ def lowered(operands: list[Any], **options: Any) -> str:
 @pytest.mark.parametrize("direction", ["reverse", pytest.param("jsd", marks=pytest.mark.slow)])
 def test_lowers(direction: str) -> None:
     """Real heads of different hidden sizes: layouts, alignment, shared memory."""
-    text = lowered(structs(1000, 2880, 4096, 201088), logit_softcap=30.0, direction=direction)
+    cap = {"logit_softcap": 30.0, "teacher_logit_softcap": "same"}
+    text = lowered(structs(1000, 2880, 4096, 201088), direction=direction, **cap)
     assert "lce_kl_statistics" in text
     assert ("lce_kl_mixture_sums" in text) == (direction == "jsd")
     assert "lce_kl_dlogits" in text

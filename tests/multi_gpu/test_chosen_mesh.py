@@ -37,7 +37,7 @@ def operands_of(name: str) -> tuple[list[Any], dict[str, Any], Any]:
     ids = options.pop("candidates")
     if name == "linear_kl":
         teacher, teachers_weight, *_ = cases.draw(CASE, seed=1)
-        return [hidden, weight, teacher, teachers_weight], options, seeds[0]
+        return [hidden, weight, teacher, teachers_weight], options | {"teacher_logit_softcap": "same"}, seeds[0]
     if name == "candidates":
         options |= {"labels": labels, "implementation": "mosaic_gpu"}
     return [hidden, weight], options | {"ids": ids}, seeds[3]

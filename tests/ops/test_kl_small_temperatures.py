@@ -69,10 +69,11 @@ def stored(hidden, weight, teacher_hidden, teacher_weight, *, direction, tempera
 @functools.cache
 def compiled(shards: int, direction: str, softcap: float | None) -> Any:
     """The value and the gradients of a call; of stored logits, with no shards."""
-    function: Any = functools.partial(linear_kl, precision="highest") if shards else stored
+    own: dict[str, Any] = {"precision": "highest", "teacher_logit_softcap": "same"}
+    function: Any = functools.partial(linear_kl, **own) if shards else stored
     if shards > 1:
         mesh = jax.make_mesh((shards,), ("tensor",), devices=jax.devices("cpu")[:shards])
-        function = functools.partial(sharded_linear_kl, mesh=mesh, precision="highest")
+        function = functools.partial(sharded_linear_kl, mesh=mesh, **own)
 
     def objective(student: Any, teacher: Any, seed: Any, temperature: Any) -> Any:
         options = {"direction": direction, "logit_softcap": softcap, "temperature": temperature}

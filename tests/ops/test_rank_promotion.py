@@ -63,6 +63,7 @@ def of_topk(hidden: Any, weight: Any, labels: Any, *, candidates: Any, **options
 def of_kl(hidden: Any, weight: Any, labels: Any, *, candidates: Any, bias: Any = None, **options: Any) -> Any:
     del labels, candidates
     own = {**options, "bias": bias, "teacher_bias": bias}
+    own |= {"teacher_logit_scale": "same", "teacher_logit_softcap": "same"}
     kl = functools.partial(lce_jax.linear_kl, hidden, weight, hidden + 1.0, weight, **own)
     return sum(jnp.sum(kl(direction=direction)) for direction in ("forward", "reverse", "jsd"))
 

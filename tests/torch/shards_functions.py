@@ -141,9 +141,10 @@ def divergences(group: dist.ProcessGroup) -> None:
     local = [[shard(x, group) for x in head] for head in heads]
     split: Any = dict(tp_group=group, reduce_grad_hidden=True)
     compiled = torch.compile(linear_kl, fullgraph=True, backend="aot_eager")
+    cap = dict(logit_softcap=4.0, teacher_logit_softcap="same")
     for direction, function, further in (
         ("forward", linear_kl, dict(vocab_size=40)),
-        ("reverse", linear_kl, dict(vocab_size=97, temperature=0.7, teacher_temperature=1.2, logit_softcap=4.0)),
+        ("reverse", linear_kl, dict(vocab_size=97, temperature=0.7, teacher_temperature=1.2, **cap)),
         ("jsd", compiled, dict(cache_bytes=1 << 20)),
     ):
         told: Any = dict(direction=direction, **further)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import re
 from typing import Any
 
 import jax
@@ -19,7 +21,7 @@ from tests.kl_cases import CALLS, Call, call, draw, expected
 from tests.torch import problem as p
 
 FLOAT32 = call("float32", leading=(37,), V=104, where=True, temperature=True, teacher_temperature=1.7, logit_scale=-1.3,
-               bias=True, vocab_size=97)  # fmt: skip
+               teacher_logit_scale="same", bias=True, vocab_size=97)  # fmt: skip
 KEPT = [
     test._replace(name=f"{test.name}, kept", options=(*test.options, ("cache_bytes", 1 << 22)))
     for test in (*CALLS[-1:], *(one for one in CALLS if one.name in ("bfloat16", "bfloat16 jsd")))
@@ -203,6 +205,8 @@ ONES = {"hidden": torch.ones(6, 8), "weight": torch.ones(10, 8), "teacher_hidden
         (dict(teacher_temperature=-1.0), ValueError, "the teacher's temperature must be .* got -1.0"),
         (dict(teacher_temperature="mine"), (ValueError, TypeError), "the teacher's temperature"),
         (dict(teacher_logit_softcap=0.0), ValueError, "the teacher's logit_softcap must be .* got 0.0"),
+        (dict(logit_scale=0.5), ValueError, "^logit_scale=0.5 is the student's alone: write teacher_logit_scale="),
+        (dict(logit_softcap=4.0, teacher_logit_scale=1.0), ValueError, "^logit_softcap=4.0 is the student's alone"),
         (dict(cache_bytes=-1), ValueError, "cache_bytes must .* got -1"),
         (dict(where=torch.ones(5, dtype=bool)), ValueError, r"where \(5,\) must have the tokens' shape \(6,\)"),
         (dict(bias=torch.ones(9)), ValueError, r"^bias \(9,\) must have one number"),
@@ -213,6 +217,22 @@ ONES = {"hidden": torch.ones(6, 8), "weight": torch.ones(10, 8), "teacher_hidden
 def test_refusals(given: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         linear_kl(**{**ONES, **given})
+
+
+@pytest.mark.parametrize("name", ["logit_scale", "logit_softcap"])
+def test_what_the_message_on_scale_and_cap_says_is_right(name: str) -> None:
+    """As in `tests.ops.test_kl_advice`, whose words it has."""
+    own = {"logit_scale": 1 / 16, "logit_softcap": 4.0}[name]
+    test = call(name, spread=4.0, **{name: own})
+    with pytest.raises(ValueError, match=f"{name}={own} is the student's alone") as refused:
+        measured(test)
+    advice = re.findall(rf'\bteacher_{name}=("same"|[\w.]+)', str(refused.value))
+    assert len(advice) == 2
+    for teachers in map(ast.literal_eval, advice):
+        told = test._replace(options=(*test.options, (f"teacher_{name}", teachers)))
+        (kl, gradients), want = measured(told), expected(draw(told))
+        assert oracle.value_error(kl.detach().numpy(), want.kl) < 4e-6
+        assert all(oracle.relative_norm(a.numpy(), b) < 3e-6 for a, b in zip(gradients, want.gradients, strict=True))
 
 
 def test_what_is_changed_or_freed() -> None:

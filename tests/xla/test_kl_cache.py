@@ -129,7 +129,8 @@ def test_a_teacher_that_rules_tokens_out(direction: str, dtype: str, monkeypatch
 def test_a_cold_cap(direction: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its derivative asks for logits that lie 1e6 below the largest."""
     monkeypatch.setattr(_walk, "gradient_dtype", lambda case: case.dtype)
-    test = call("cold", leading=(16,), V=480, dtypes=(dtype,) * 4, direction=direction, logit_softcap=30.0, spread=3.0)
+    cap = {"logit_softcap": 30.0, "teacher_logit_softcap": "same"}
+    test = call("cold", leading=(16,), V=480, dtypes=(dtype,) * 4, direction=direction, spread=3.0, **cap)
     drawn = draw(test)
     drawn = drawn._replace(options=drawn.options | {"temperature": 1e-4}, seed=drawn.seed * 1e-4)
     (kl, plain), (same, kept) = (evaluate(drawn, cache_bytes=number) for number in (0, FULL))
