@@ -86,7 +86,7 @@ def _stand_in() -> Iterator[None]:
     def local_devices(*args: Any, **kwargs: Any) -> list[Any]:
         return [device] if getattr(_lowering, "active", False) else original(*args, **kwargs)
 
-    with _lock, jax.default_device(device):
+    with _lock, jax.default_device(device), jax.disable_jit(False):
         jax.local_devices = local_devices
         _lowering.active = True
         try:

@@ -229,13 +229,14 @@ def _backward(key: LogitsKey, wanted: tuple[bool, ...], rounded: bool) -> Callab
 
 
 def _unpacked(key: LogitsKey, per_token: Any, hidden: Any, weight: Any) -> tuple[Any, Any, dict[str, Any]]:
-    """This shard's column of each id, -1 for others and in the padding; the cotangents, if any; and the options."""
+    """This shard's column of each id, -1 for others; the cotangents, if any; and the options."""
     rows, K = hidden.shape[0], key.num_ids
     columns = per_token[1:].reshape(rows, -1)
     ids, rest = columns[:, :K], lax.bitcast_convert_type(columns[:, K:], jnp.float32)
-    local = jnp.where(jnp.arange(rows, dtype=jnp.int32)[:, None] < per_token[0], ids - key.vocab_start, -1)
+    local = ids - key.vocab_start
     owned = (ids >= 0) & (local >= 0) & (local < weight.shape[0])
     options = {
+        "where": jnp.arange(rows, dtype=jnp.int32) < per_token[0],
         "temperature": rest[:, -1] if key.tempered else 1.0,
         "logit_scale": key.logit_scale,
         "logit_softcap": key.logit_softcap,

@@ -25,6 +25,7 @@ from jax import lax
 
 from lce_jax import LogprobOutput, launch_lists, local
 from lce_torch_bridge._types import PER_CANDIDATE, Call
+from lce_torch_bridge.through_jax._runtime import NO_MESH
 
 
 class ProgramKey(NamedTuple):
@@ -143,8 +144,10 @@ def cache_structure(
 
 
 def shapes_on(device: jax.Device | launch_lists.Device, function: Callable[..., Any], *inputs: Any) -> Any:
-    """The shapes of what ``function`` returns where it is planned for ``device``."""
-    with launch_lists.for_device(device) if isinstance(device, launch_lists.Device) else jax.default_device(device):
+    """The shapes of what ``function`` returns where it is planned for ``device``, whatever mesh the caller has set."""
+    described = isinstance(device, launch_lists.Device)
+    planned = launch_lists.for_device(device) if described else jax.default_device(device)
+    with planned, jax.sharding.use_abstract_mesh(NO_MESH.abstract_mesh):
         return jax.eval_shape(function, *inputs)
 
 

@@ -16,11 +16,13 @@ from collections.abc import Iterator
 from typing import Literal
 
 import jax
+import numpy as np
 import torch
 
 PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
 ALLOCATOR = "XLA_PYTHON_CLIENT_ALLOCATOR"
 MEM_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+NO_MESH = jax.sharding.Mesh(np.empty((), object), ())
 
 _started_in: int | None = None  # process id
 
@@ -151,6 +153,8 @@ def warn_of_preallocation(devices: list[jax.Device]) -> None:
 def beside(x: torch.Tensor) -> Iterator[None]:
     """Makes the device of ``x`` current in both libraries: torch exports to JAX from its current device only.
 
+    What the caller has set for arrays of JAX does not reach torch's tensors: a mesh, ``jax.disable_jit``.
+
     Raises:
         RuntimeError: under CUDA graph capture, which would neither record nor replay what JAX launches.
     """
@@ -160,7 +164,12 @@ def beside(x: torch.Tensor) -> Iterator[None]:
             "lce_torch_bridge cannot run under CUDA graph capture (torch.cuda.graph, cuda_graph_impl): leave the "
             "language-model head out of the captured region"
         )
-    with torch.cuda.device(x.get_device()), jax.default_device(jax_device(x.device)):  # -1, the CPU's, changes nothing
+    with (
+        torch.cuda.device(x.get_device()),  # -1, the CPU's, changes nothing
+        jax.default_device(jax_device(x.device)),
+        jax.disable_jit(False),
+        contextlib.nullcontext() if jax.sharding.get_abstract_mesh().empty else jax.set_mesh(NO_MESH),
+    ):
         yield
 
 

@@ -8,6 +8,7 @@ import sys
 import jax
 import pytest
 
+from lce_jax import launch_lists
 from lce_jax.launch_lists import _compiler
 
 
@@ -50,3 +51,13 @@ print(len(modules), all(modules), xla_bridge.backends_are_initialized())
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout.split() == ["5", "True", "False"], done.stderr
+
+
+def test_kernels_are_lowered_whatever_the_caller_has_set() -> None:
+    device = launch_lists.Device("gpu", "NVIDIA H200", "9.0", 132)
+    sizes = dict(num_tokens=128, hidden_size=128, num_columns=512, vocab_size=512, start=0)
+    program = launch_lists.forward(launch_lists.CallKind(**sizes, dtype="bfloat16", device=device), keep_cache=False)
+    kernels, lower = [launch.kernel for launch in program.launches], _compiler.module.__wrapped__
+    want = [lower(kernel, device) for kernel in kernels]
+    with jax.disable_jit(), jax.set_mesh(jax.make_mesh((2,), ("x",))):
+        assert [lower(kernel, device) for kernel in kernels] == want
