@@ -13,7 +13,6 @@ from lce_torch_bridge._types import Call, Operands, Sums
 from lce_torch_bridge.launched_directly import _launcher, _plan_cache
 from lce_torch_bridge.launched_directly._launcher import Launcher, of_stride
 from lce_torch_bridge.launched_directly._refusal import kind_of, refusal
-from lce_torch_bridge.launched_directly._sum_of_dweight import add_afterwards, can_add
 from lce_torch_bridge.launched_directly._way import Way
 from lce_torch_bridge.tensors import _device, _padding, _tensor_parallel, _torch
 from lce_torch_bridge.tensors._device import name_of
@@ -45,12 +44,9 @@ def gradients(
     """What `operators._execute.gradients` returns of a call without a bias; None if JAX is to run it."""
     adds = sums.main_grad if sums.total is None else sums.total
     device, owns_cache = hidden.get_device(), sums.owns_cache and bool(cache) and not call.gradient_threshold
-    if not can_add(sums):
-        if not (call.gradient_threshold and are_live_tiles(cache)):
-            return None
-        return add_afterwards(
-            sums, lambda apart: gradients(hidden, weight, saved, cache, cotangents, wanted, call, apart, way)
-        )
+    if sums.total is not None and not sums.total.is_torchs:
+        way.refuse("JAX has added to the sum of dweight")
+        return None
     if device != _torch.current_device():
         with torch.cuda.device(device):
             return gradients(hidden, weight, saved, cache, cotangents, wanted, call, sums, way)

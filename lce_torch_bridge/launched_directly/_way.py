@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, NoReturn
 
 import torch
 
@@ -79,6 +79,14 @@ def way_of(x: torch.Tensor) -> Way:
     if x.numel() and not on_gpu(x):
         ONLY_DIRECT.refuse(f"{x.device} is no CUDA device")
     return ONLY_DIRECT
+
+
+def refuse_another_way() -> NoReturn:
+    """Refuses a backward by JAX where kernels have saved live tiles, which JAX does not know."""
+    raise RuntimeError(
+        "gradient_threshold: the forward was launched directly, so its backward must be too: "
+        "call lce_torch_bridge.launch_with before a forward, not between it and its backward"
+    )
 
 
 def on_gpu(x: torch.Tensor) -> bool:

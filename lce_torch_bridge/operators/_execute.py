@@ -11,8 +11,7 @@ import torch
 from lce_torch_bridge._types import NO_SUMS, PER_CANDIDATE, Call, Operands, Sums
 from lce_torch_bridge.launched_directly import _backward as launched_backward
 from lce_torch_bridge.launched_directly import _forward as launched_forward
-from lce_torch_bridge.launched_directly._sum_of_dweight import refuse_another_way
-from lce_torch_bridge.launched_directly._way import Way, way_of
+from lce_torch_bridge.launched_directly._way import Way, refuse_another_way, way_of
 from lce_torch_bridge.tensors import _tensor_parallel
 from lce_torch_bridge.tensors._readable import is_readable, readable
 from lce_torch_bridge.through_jax import _backward, _forward
@@ -76,13 +75,14 @@ def gradients(
         hidden, weight, bias = readable("hidden", hidden), readable("weight", weight), readable("bias", bias)
         cotangents = {name: readable(f"the cotangent of {name}", seed) for name, seed in cotangents.items()}
     of_torch = [y for y in cache if isinstance(y, torch.Tensor)]
-    if not way.direct:
-        if call.gradient_threshold and launched_backward.are_live_tiles(of_torch):
-            refuse_another_way()
-    elif bias is None and len(of_torch) == len(cache):
+    if way.direct and bias is None and len(of_torch) == len(cache):
         grads = launched_backward.gradients(hidden, weight, saved, of_torch, cotangents, wanted, call, sums, way)
         if grads is not None:
             return grads
+    elif way.must:
+        way.refuse("JAX ran the forward")
+    if call.gradient_threshold and launched_backward.are_live_tiles(of_torch):
+        refuse_another_way()
     return _backward.gradients(hidden, weight, bias, saved, cache, cotangents, wanted, call, sums)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from lce_torch_bridge.tensors import _device
 from lce_torch_bridge.tensors._readable import readable
 
 
@@ -69,15 +70,16 @@ def _settle_the_warning() -> None:
 
 
 def sum_at(node: Any, edge: int) -> torch.Tensor | None:
-    """The sum to which a backward may add the weight's gradient itself, as float32 numbers; None if there is none.
+    """The sum to which kernels may add the weight's gradient where it lies, as float32 numbers; None if there is none.
 
     ``edge`` is the weight's place among the tensors of the Function whose ``ctx`` is ``node``. Its gradient goes to
     `_AccumulateIntoMainGrad` then, to which `empty_sparse_like` is left to add.
     """
     after, _ = node.next_functions[edge]
-    if getattr(after, "_forward_cls", None) is not _AccumulateIntoMainGrad or after.main_grad.dtype != torch.float32:
+    if getattr(after, "_forward_cls", None) is not _AccumulateIntoMainGrad:
         return None
-    return after.main_grad if is_asked_for(node, edge) else None
+    can_add = after.main_grad.dtype == torch.float32 and _device.is_usable(after.main_grad)
+    return after.main_grad if can_add and is_asked_for(node, edge) else None
 
 
 def is_asked_for(node: Any, edge: int) -> bool:

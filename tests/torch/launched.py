@@ -11,7 +11,6 @@ import torch
 
 from lce_torch_bridge._types import Call, Operands, Sums
 from lce_torch_bridge.launched_directly import _backward, _forward, _way
-from lce_torch_bridge.launched_directly._sum_of_dweight import can_add
 from lce_torch_bridge.launched_directly._way import Way
 from lce_torch_bridge.operators import _execute
 from lce_torch_bridge.tensors._main_grad import empty_sparse_like
@@ -44,9 +43,7 @@ def gradients(
     sums: Sums,
     _: Way,
 ) -> list[torch.Tensor] | None:
-    """dweight is added where kernels can add it. A cache that may be overwritten is NaN afterwards."""
-    if not can_add(sums):
-        return None
+    """dweight is added where a sum is given. A cache that may be overwritten is NaN afterwards."""
     into = sums.main_grad if sums.total is None else sums.total.tensor()
     own = None if into is None else Sum(weight)
     given = hidden, weight, None, saved, cache, cotangents, wanted, call, _way.JAX, Sums(own)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from lce_torch_bridge import launch_with, linear_logprobs, linear_loss
+from lce_torch_bridge.through_jax import _backward
 from tests.torch import problem as p
 from tests.torch.gpu_problem import draw
 
@@ -78,6 +79,23 @@ def test_no_dweight_is_allocated() -> None:
     returned()
     assert extra <= peak(returned) - 0.9 * MATRIX
     assert weight.grad._nnz() == 0
+
+
+@pytest.mark.parametrize("options", [{}, {"cache_bytes": 1 << 30}, {"gradient_threshold": 1e-4}], ids=str)
+def test_a_main_grad_that_lies_otherwise(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels return what torch adds to it, rounded once."""
+    monkeypatch.setattr(_backward, "gradients", None)  # JAX's, which may not run
+    problem = draw(700, 512, 8192)
+    leaves, seeds = problem.leaves(), p.seeds_like(problem.labels)
+    want, dweight = torch.autograd.grad(p.objective(linear_logprobs(*leaves, **options), seeds), leaves[:2])
+    memory = torch.zeros(512, 8192, device="cuda").t(), torch.zeros(8192 * 512 + 1, device="cuda")[1:].view(8192, 512)
+    for main_grad in memory:
+        weight, hidden = torch.nn.Parameter(problem.weight.clone()), problem.hidden.clone().requires_grad_()
+        weight.main_grad = main_grad
+        out = linear_logprobs(hidden, weight, problem.labels, wgrad="main_grad", **options)
+        p.objective(out, seeds).backward()
+        assert torch.equal(hidden.grad, want)
+        assert torch.equal(main_grad, dweight.float())
 
 
 def test_a_cache_is_overwritten_by_the_last_backward() -> None:

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from lce_jax import launch_lists
+from lce_jax import UnsupportedError, launch_lists
 from lce_torch_bridge import launch_with, linear_logprobs, linear_loss
-from lce_torch_bridge._types import Operands, Sums
-from lce_torch_bridge.launched_directly import _backward, _way
+from lce_torch_bridge._types import Operands
 from lce_torch_bridge.launched_directly._refusal import refusal
 from lce_torch_bridge.launched_directly._way import way_of
 from lce_torch_bridge.operators import _execute
@@ -170,11 +169,34 @@ def test_shards_of_whole_parts(programs: list[Any], monkeypatch: pytest.MonkeyPa
     assert all(torch.equal(x, getattr(whole, name)) for name, x in zip(call.fields, found, strict=False))
 
 
-def test_a_main_grad_that_lies_otherwise_is_not_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_way, "on_gpu", lambda _: True)
-    problem, sums = p.draw(4, H, 784, torch.bfloat16), Sums(main_grad=torch.zeros(H, 784).t())
-    given = problem.hidden, problem.weight, problem.labels[None], [], {}, (True, True, False), p.told(784)
-    assert _backward.gradients(*given, sums, way_of(problem.hidden)) is None
+@pytest.mark.parametrize("options", [{"cache_bytes": 1 << 30}, {"gradient_threshold": 1e-6}], ids=str)
+def test_a_main_grad_that_lies_otherwise(programs: list[Any], options: dict[str, Any]) -> None:
+    """Kernels return what torch adds to it, rounded once. JAX, which may not run, would not know what they kept."""
+    problem = p.draw(5, H, 784, torch.bfloat16)
+    _, (want, dweight) = both(problem, **options)
+    for main_grad in (torch.zeros(H, 784).t(), torch.zeros(784 * H + 1)[1:].view(784, H)):
+        hidden, weight = problem.hidden.clone().requires_grad_(), torch.nn.Parameter(problem.weight.clone())
+        weight.main_grad = main_grad  # type: ignore[attr-defined]
+        out = linear_logprobs(hidden, weight, problem.labels, wgrad="main_grad", **options)
+        p.objective(out, p.seeds_like(problem.labels)).backward()
+        assert torch.equal(hidden.grad, want)
+        assert torch.equal(main_grad, dweight.float())
+    assert len(programs) == 2
+
+
+@pytest.mark.usefixtures("programs")
+def test_a_backward_after_a_forward_of_jax_is_refused_if_it_must_be_direct() -> None:
+    leaves = p.draw(5, H, 784, torch.bfloat16).leaves()
+    launch_with("jax")
+    total = linear_logprobs(*leaves, bias=torch.zeros(784)).logprobs.sum()
+    launch_with("direct")
+    advice = r'launch_with\("direct"\): JAX ran the forward; lce_torch_bridge.launch_with\(None\) lets JAX run'
+    with pytest.raises(UnsupportedError, match=advice):
+        torch.autograd.grad(total, leaves[:2], retain_graph=True)
+    launch_with(None)
+    found = torch.autograd.grad(total, leaves[:2])
+    wanted = torch.autograd.grad(linear_logprobs(*leaves, bias=torch.zeros(784)).logprobs.sum(), leaves[:2])
+    assert all(map(torch.equal, found, wanted))
 
 
 def test_what_no_list_serves_goes_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
