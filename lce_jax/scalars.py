@@ -6,7 +6,6 @@ So errors read alike. Each takes an argument's name and value, and returns a pla
 
 from __future__ import annotations
 
-import itertools
 import math
 import numbers
 from collections.abc import Sequence
@@ -24,28 +23,21 @@ __all__ = [
     "MOST_CANDIDATES",
     "MOST_MASS",
     "RESTS",
-    "ahead",
     "alone_with_floor",
     "bound",
     "candidate_shape",
-    "chunks_of_ranks",
-    "fill",
     "flag",
     "fraction",
     "integer",
     "is_integer",
     "is_temperature",
-    "lengths",
     "not_negative",
-    "nothing",
     "num_bytes",
     "num_candidates",
     "num_largest",
     "number",
     "of_the_student_alone",
-    "offsets",
     "one_of",
-    "packing",
     "part_size",
     "positive",
     "weight_of_jsd",
@@ -123,13 +115,6 @@ def integer(name: str, value: Any) -> int:
         raise TypeError(f"{name} must be a Python integer, got {value!r}")
     if abs(value) >= INT32_MAX:
         raise ValueError(f"{name} must lie within ±{INT32_MAX - 1}, got {value}")
-    return int(value)
-
-
-def ahead(value: Any) -> int:
-    """How many tokens ahead a label stands."""
-    if integer("ahead", value) < 1:
-        raise ValueError(f"ahead must be at least 1, the next token, got {value}")
     return int(value)
 
 
@@ -237,76 +222,3 @@ def candidate_shape(name: str, shape: Sequence[int], leading: Sequence[int], of:
     """Ids of this shape must be ``[*leading, K]``, where ``leading`` is the shape of ``of``."""
     if tuple(shape[:-1]) != tuple(leading):
         raise ValueError(f"{name} {tuple(shape)} must be [..., K] with the shape of {of} {tuple(leading)} before K")
-
-
-def packing(segment_ids: Any, cu_seqlens: Any, cu_seqlens_padded: Any, padding_segment: Any) -> None:
-    """One way to say where sequences end, and what belongs to it."""
-    if segment_ids is not None and cu_seqlens is not None:
-        raise ValueError("segment_ids and cu_seqlens both say where sequences end: give one of the two")
-    if cu_seqlens_padded is not None and cu_seqlens is None:
-        raise ValueError("cu_seqlens_padded without cu_seqlens: give the true lengths too, or cu_seqlens alone")
-    if padding_segment is not None:
-        if segment_ids is None:
-            raise ValueError(f"padding_segment={padding_segment!r} is an id of segment_ids, which are not given")
-        integer("padding_segment", padding_segment)
-
-
-def offsets(name: str, values: Sequence[int], length: int, whole: bool = False, multiple: int = 1) -> None:
-    """Where sequences begin, and the last one ends, in ``length`` tokens: all of them if ``whole``."""
-    steps = [after - before for before, after in itertools.pairwise(values)]
-    if values[0] != 0 or min(steps) < 0 or values[-1] > length or (whole and values[-1] != length):
-        end = f"{length}" if whole else f"at most {length}"
-        raise ValueError(f"{name} must rise from 0 to {end}, the number of tokens, got {list(values)}")
-    wrong = [step for step in steps if step % multiple]
-    if wrong:
-        raise ValueError(
-            f"{name} must have sequences of multiples of {multiple} tokens, got one of {wrong[0]}: pad them"
-        )
-
-
-def lengths(cu_seqlens: Sequence[int], cu_seqlens_padded: Sequence[int]) -> None:
-    """Each sequence must fit between its own beginning and that of the next one."""
-    pairs = zip(itertools.pairwise(cu_seqlens), itertools.pairwise(cu_seqlens_padded), strict=True)
-    for number, ((begin, end), (place, limit)) in enumerate(pairs):
-        if end - begin > limit - place:
-            raise ValueError(
-                f"sequence {number} has {end - begin} tokens by cu_seqlens, but {limit - place} by cu_seqlens_padded"
-            )
-
-
-def fill(value: Any, *, bools: bool, integers: Any = None) -> bool | int | float:
-    """What stands where there is no neighbour: of the kind of the values. ``integers`` is the ``iinfo`` of theirs."""
-    if bools:
-        return flag("fill", value)
-    if integers is not None:
-        value = integer("fill", value)
-        if not integers.min <= value <= integers.max:
-            raise ValueError(
-                f"fill must lie in [{integers.min}, {integers.max}], the integers of {integers.dtype}, got {value}"
-            )
-        return int(value)
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"fill must be a Python number, got {value!r}")
-    return float(value)
-
-
-def nothing(*, bools: bool, integers: Any = None) -> bool | int | float:
-    """What stands for results that there are not: False, the least integer (unsigned: the largest), NaN."""
-    if bools:
-        return False
-    return math.nan if integers is None else int(integers.min or integers.max)
-
-
-def chunks_of_ranks(length: int, cp_size: Any, layout: Any, packed: bool) -> tuple[int, int]:
-    """The number of ranks, and into how many chunks of one size a sequence is split for them."""
-    one_of("layout", layout, ("zigzag", "contiguous"))
-    cp_size = integer("cp_size", cp_size)
-    if cp_size < 1:
-        raise ValueError(f"cp_size must be at least 1, got {cp_size}")
-    chunks = 2 * cp_size if layout == "zigzag" and cp_size > 1 else cp_size
-    if not packed and length % chunks:
-        raise ValueError(
-            f'{length} tokens do not divide into {chunks} chunks, which layout="{layout}" gives {cp_size} ranks: '
-            f"pad them to {-(-length // chunks) * chunks}"
-        )
-    return cp_size, chunks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 from typing import Any
 from unittest import mock
 
@@ -14,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import lce_jax.rows
 from lce_torch_bridge import linear_cross_entropy, rows
 from tests.packed_cases import MISFITS, PACKED, REFUSED, WITHOUT_SEGMENTS, Packed, is_nothing, part_of_rank
-from tests.style.test_docstrings import entries, sections
+from tests.torch.processes import succeed
 
 to = torch.from_numpy
 
@@ -165,15 +166,29 @@ def test_rows_of_ranks_by_offsets_that_are_not_looked_at_and_do_not_fit(offsets:
 
 
 @pytest.mark.parametrize("name", rows.__all__)
-def test_the_words_are_those_of_lce_jax(name: str) -> None:
+def test_the_signature_is_that_of_lce_jax(name: str) -> None:
     assert rows.__all__ == lce_jax.rows.__all__
-    ours, theirs = (entries(sections(getattr(module, name))["Args"]) for module in (rows, lce_jax.rows))
+    ours, theirs = (dict(inspect.signature(getattr(module, name)).parameters) for module in (rows, lce_jax.rows))
     ours.pop("device", None)  # arrays have none to choose
-    same = {
-        key: text.replace("an array of L", "a tensor of L").partition("; it may be traced")[0].rstrip(".")
-        for key, text in theirs.items()
-    }
-    assert {key: text.rstrip(".") for key, text in ours.items()} == same
+    assert [(x.name, x.kind, x.default) for x in ours.values()] == [
+        (x.name, x.kind, x.default) for x in theirs.values()
+    ]
+
+
+def test_no_backend_of_jax_is_started() -> None:
+    succeed(
+        """
+        import torch
+        from jax._src import xla_bridge
+        from lce_torch_bridge import rows
+        x, offsets = torch.arange(12), torch.tensor([0, 4, 12])
+        moved = rows.next_values(rows.next_tokens(x, cu_seqlens=offsets), fill=1, ahead=2, segment_ids=x // 3)
+        mine = rows.of_rank(rows.at_tokens(moved.float()), 1, 2, cu_seqlens=offsets)
+        rows.in_sequence_order(rows.in_rank_order(x, 2), 2)[rows.positions(12, 0, 1)]
+        assert mine.shape == (6,)
+        assert not xla_bridge.backends_are_initialized()
+        """
+    )
 
 
 def test_a_fill_that_the_dtype_does_not_hold() -> None:

@@ -1,0 +1,208 @@
+"""Rows of packed sequences and of context-parallel ranks: labels, masks and results that belong to them.
+
+The functions of `lce_jax.rows` for tensors, where it is said what they, and all their arguments, mean. This is plain
+PyTorch, which waits for no GPU. So offsets on a GPU are not looked at. If they do not fit, all that a shift returns is
+NaN, the least integer (of unsigned ones the largest) or False; `positions` are L, which is no row; and the rows of
+ranks fail a device assertion.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Literal
+
+import torch
+
+from lce_jax import scalars, sequences
+from lce_torch_bridge.call import _checks
+
+type Layout = Literal["zigzag", "contiguous"]
+
+__all__ = ["at_tokens", "in_rank_order", "in_sequence_order", "next_tokens", "next_values", "of_rank", "positions"]
+
+
+def next_tokens(
+    tokens: torch.Tensor,
+    *,
+    ahead: int = 1,
+    segment_ids: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens_padded: torch.Tensor | None = None,
+    padding_segment: int | None = None,
+) -> torch.Tensor:
+    """The label of each row: the next token of its sequence, or one further ahead; -100 where there is none.
+
+    `lce_torch_bridge.linear_cross_entropy` leaves labels of -100 out; elsewhere give ``ignore_index=-100``.
+
+    Example:
+        >>> import torch
+        >>> from lce_torch_bridge import rows
+        >>> rows.next_tokens(torch.tensor([5, 6, 7, 8, 9]), cu_seqlens=torch.tensor([0, 3, 5])).tolist()
+        [6, 7, -100, 9, -100]
+        >>> rows.next_tokens(torch.tensor([5, 6, 7, 8, 9]), ahead=2, cu_seqlens=torch.tensor([0, 3, 5])).tolist()
+        [7, -100, -100, -100, -100]
+    """
+    _checks.integers("tokens", tokens)
+    if not tokens.dtype.is_signed:
+        raise TypeError(f"tokens must be signed, to hold labels of {scalars.IGNORED}, got {tokens.dtype}")
+    return _shift(-1, tokens, scalars.IGNORED, ahead, segment_ids, cu_seqlens, cu_seqlens_padded, padding_segment)
+
+
+def next_values(
+    values: torch.Tensor,
+    *,
+    fill: float,
+    ahead: int = 1,
+    segment_ids: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens_padded: torch.Tensor | None = None,
+    padding_segment: int | None = None,
+) -> torch.Tensor:
+    """What tokens come with (a mask, an advantage, an old log-probability), at the rows that predict them.
+
+    Example:
+        >>> import torch
+        >>> from lce_torch_bridge import rows
+        >>> answer = torch.tensor([False, True, True, False, True])
+        >>> rows.next_values(answer, fill=False, segment_ids=torch.tensor([1, 1, 1, 2, 2])).tolist()
+        [True, True, False, True, False]
+    """
+    return _shift(-1, values, fill, ahead, segment_ids, cu_seqlens, cu_seqlens_padded, padding_segment)
+
+
+def at_tokens(
+    results: torch.Tensor,
+    *,
+    fill: float = 0.0,
+    ahead: int = 1,
+    segment_ids: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens_padded: torch.Tensor | None = None,
+    padding_segment: int | None = None,
+) -> torch.Tensor:
+    """The inverse of `next_values`: what rows have (log-probabilities), at the tokens that they predict.
+
+    Example:
+        >>> import torch
+        >>> from lce_torch_bridge import rows
+        >>> logprobs = torch.tensor([-1.0, -2.0, -3.0, -4.0, -5.0])
+        >>> rows.at_tokens(logprobs, cu_seqlens=torch.tensor([0, 3, 5])).tolist()
+        [0.0, -1.0, -2.0, 0.0, -4.0]
+    """
+    return _shift(1, results, fill, ahead, segment_ids, cu_seqlens, cu_seqlens_padded, padding_segment)
+
+
+def positions(
+    length: int,
+    cp_rank: int,
+    cp_size: int,
+    *,
+    layout: Layout = "zigzag",
+    cu_seqlens: torch.Tensor | None = None,
+    device: torch.device | str | None = None,
+) -> torch.Tensor:
+    """Where the rows of a context-parallel rank stand among all L: ``[L / cp_size]`` int64.
+
+    They are on ``device``, which is by default that of ``cu_seqlens``, or torch's.
+
+    Example:
+        >>> from lce_torch_bridge import rows
+        >>> [rows.positions(8, rank, 2).tolist() for rank in (0, 1)]
+        [[0, 1, 6, 7], [2, 3, 4, 5]]
+    """
+    rank = scalars.integer("cp_rank", cp_rank)
+    return _places(scalars.integer("length", length), rank, cp_size, layout, cu_seqlens, device=device)
+
+
+def of_rank(
+    x: torch.Tensor,
+    cp_rank: int,
+    cp_size: int,
+    *,
+    layout: Layout = "zigzag",
+    cu_seqlens: torch.Tensor | None = None,
+    axis: int = -1,
+) -> torch.Tensor:
+    """The rows of a context-parallel rank. Shift first: the label of a chunk's last row stands in another chunk.
+
+    Example:
+        >>> import torch
+        >>> from lce_torch_bridge import rows
+        >>> labels = rows.next_tokens(torch.tensor([5, 6, 7, 8]))
+        >>> [rows.of_rank(labels, rank, 2).tolist() for rank in (0, 1)]
+        [[6, -100], [7, 8]]
+    """
+    return _take(x, axis, scalars.integer("cp_rank", cp_rank), cp_size, layout, cu_seqlens)
+
+
+def in_rank_order(
+    x: torch.Tensor, cp_size: int, *, layout: Layout = "zigzag", cu_seqlens: torch.Tensor | None = None, axis: int = -1
+) -> torch.Tensor:
+    """The rows of all context-parallel ranks, one rank after another.
+
+    Example:
+        >>> import torch
+        >>> from lce_torch_bridge import rows
+        >>> rows.in_rank_order(torch.arange(8), 2).tolist()
+        [0, 1, 6, 7, 2, 3, 4, 5]
+    """
+    return _take(x, axis, None, cp_size, layout, cu_seqlens)
+
+
+def in_sequence_order(
+    x: torch.Tensor, cp_size: int, *, layout: Layout = "zigzag", cu_seqlens: torch.Tensor | None = None, axis: int = -1
+) -> torch.Tensor:
+    """The inverse of `in_rank_order`: what ``torch.distributed`` has gathered from all ranks, as it was before.
+
+    Example:
+        >>> import torch
+        >>> from lce_torch_bridge import rows
+        >>> rows.in_sequence_order(torch.tensor([0, 1, 6, 7, 2, 3, 4, 5]), 2).tolist()
+        [0, 1, 2, 3, 4, 5, 6, 7]
+    """
+    return _take(x, axis, None, cp_size, layout, cu_seqlens, inverse=True)
+
+
+def _num_rows(x: Any, axis: int) -> int:
+    _checks.tensor("x", x)
+    return sequences.num_rows(x, axis)
+
+
+def _kind(x: torch.Tensor) -> tuple[bool, Any]:
+    bools = x.dtype == torch.bool
+    return bools, None if bools or x.is_floating_point() or x.is_complex() else torch.iinfo(x.dtype)
+
+
+def _shifted(x: torch.Tensor, segment_ids: Any, ends: Any, begins: Any, fill: Any, **more: Any) -> torch.Tensor:
+    if segment_ids is not None:
+        _checks.same_device(x, segment_ids=segment_ids)
+    arange, ends, begins = _on(x.device, ends, begins)
+    return sequences.shifted(torch, arange, x, segment_ids, ends, begins, fill, **more)
+
+
+def _positions(begins: torch.Tensor | None, rank: int | None, device: Any, **more: Any) -> torch.Tensor:
+    device = begins.device if device is None and begins is not None else device
+    arange, begins = _on(device, begins)
+    return sequences.positions(torch, arange, begins, rank, **more)
+
+
+def _on(device: Any, *offsets: torch.Tensor | None) -> list[Any]:
+    """`torch.arange` of a device, and the offsets there."""
+    arange = functools.partial(torch.arange, device=device)
+    return [arange, *(None if x is None else x.to(device, torch.int64) for x in offsets)]
+
+
+def _take(x: torch.Tensor, axis: int, *said: Any, **more: Any) -> torch.Tensor:
+    return x.index_select(axis, _places(_num_rows(x, axis), *said, device=x.device, **more))
+
+
+_TORCH = sequences.Library(
+    num_rows=_num_rows,
+    integers=_checks.integers,
+    values=lambda x: x.tolist() if _checks.may_look_at(x) else None,
+    kind=_kind,
+    shifted=_shifted,
+    positions=_positions,
+)
+_shift = functools.partial(sequences.shift, _TORCH)
+_places = functools.partial(sequences.places, _TORCH)
