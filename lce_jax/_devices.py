@@ -1,8 +1,8 @@
 """The device that a call is compiled for: what its mesh or its operands' shardings name, else this machine's own.
 
 A device need not be there. `jax.experimental.topologies` describes those of a pod, and whoever compiles ahead of time
-lowers a program for them on a machine that has none. Three places say which they are: a mesh, an operand's sharding,
-and, where tracing cannot see it (``jit(in_shardings=...)``, ``SingleDeviceSharding``), the program's lowering.
+lowers a program for them on a machine that has none. A mesh says which they are, or an operand's sharding. Where
+tracing cannot see it (``jit(in_shardings=...)``, ``SingleDeviceSharding``), a program lowered for others is refused.
 """
 
 from __future__ import annotations

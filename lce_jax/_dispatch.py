@@ -11,7 +11,6 @@ from typing import Any, Protocol
 from lce_jax import _devices, mosaic
 from lce_jax._plans import ALONE, Plan, Surroundings
 from lce_jax._types import (
-    CPU,
     Case,
     Operands,
     Primals,
@@ -117,26 +116,6 @@ def _first(
             return name, refused
         refused[name] = reason
     raise UnsupportedError("; ".join(f'implementation "{name}": {reason}' for name, reason in refused.items()))
-
-
-def choose_or_stand_in(case: Case, implementation: tuple[str, ...] | None) -> tuple[Implementation, dict[str, str]]:
-    """`choose`; or what is traced in place of one asked for by name, until the lowering chooses for its own device."""
-    try:
-        return choose(case, implementation)
-    except UnsupportedError:
-        if implementation is None or mosaic.without_kernels(case) or xla.supports(case):
-            raise
-        return IMPLEMENTATIONS[xla.NAME], {}
-
-
-def elsewhere(case: Case, name: str, requested: tuple[str, ...] | None) -> tuple[Implementation, Case] | None:
-    """What replaces the kernels if the program is lowered for another platform; None if nothing does."""
-    names = AUTOMATIC if requested is None else requested
-    case = dataclasses.replace(case, device=CPU)
-    for other in names[names.index(name) + 1 :]:
-        if IMPLEMENTATIONS[other].supports(case) is None:
-            return IMPLEMENTATIONS[other], case
-    return None
 
 
 def _symbolic(name: str, case: Case) -> str | None:

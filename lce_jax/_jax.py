@@ -40,14 +40,6 @@ def abstract_device(platform: str, kind: str, cores: int | None) -> Any:
     return jax.sharding.AbstractDevice(**{name: value for name, value in fields.items() if name in known})
 
 
-def lowering_devices(context: Any) -> tuple[Any, ...]:
-    """The devices that a primitive is lowered for, if it needs to know them and they are of the program's platform."""
-    devices = getattr(context.module_context.axis_context, "device_assignment", None) or ()
-    names = {"gpu": "cuda"}
-    here = devices and names.get(devices[0].platform, devices[0].platform) in context.module_context.platforms
-    return tuple(devices) if here else ()
-
-
 def partitions(spec: P) -> tuple[Any, ...]:
     """The mesh axes of each dimension that ``spec`` names. Before JAX 0.11 a spec is itself such a sequence."""
     return tuple(getattr(spec, "partitions", spec))

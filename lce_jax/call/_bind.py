@@ -119,10 +119,7 @@ def case(hidden: Any, weight: Any, labels: Any, where: Any, options: CallOptions
 
 
 def spec(case: Case, options: CallOptions, columns: int, mesh: Layout | AbstractMesh | None = None) -> Spec:
-    """The static part of a call whose vocabulary has ``columns``; over a layout, of one device's share of it.
-
-    Over an empty mesh, the device is known when the program is lowered: what it refuses is refused then.
-    """
+    """The static part of a call whose vocabulary has ``columns``; over a layout, of one device's share of it."""
     vocab_size = _checks.vocabulary(options.vocab_size, columns)
     if isinstance(mesh, Layout):
         case = dataclasses.replace(
@@ -134,9 +131,7 @@ def spec(case: Case, options: CallOptions, columns: int, mesh: Layout | Abstract
         scalars.num_largest(case.options.top_k, vocab_size)
     if columns < scalars.INT32_MAX:  # else how many shards there are is not known here
         scalars.whole_parts(case.options.vocab_part_size, columns, case.vocab_size)
-    at_lowering = isinstance(mesh, AbstractMesh) and mesh.empty
-    choose = _dispatch.choose_or_stand_in if at_lowering else _dispatch.choose
-    name = choose(case, options.implementation)[0].NAME
+    name = _dispatch.choose(case, options.implementation)[0].NAME
     return Spec(case, name, options.implementation, vocab_size, vocab_size < columns, options.axis_name)
 
 

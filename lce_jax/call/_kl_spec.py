@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from lce_jax import _dispatch
-from lce_jax._types import Case
+from lce_jax._types import Case, Device
 from lce_jax.call._spec import Spec
 from lce_jax.mathematics._kl import Direction, Pair
 from lce_jax.xla._kl import KLPlan
@@ -41,6 +41,11 @@ class KLSpec:
     def implementation(self) -> str:
         """The one that serves it, with kernels or without."""
         return _dispatch.choose_kl(self._cases, self.requested)[0]
+
+    def implementation_on(self, device: Device) -> str:
+        """The one that would serve the call on ``device``."""
+        cases = Pair(*(dataclasses.replace(case, device=device) for case in self._cases))
+        return _dispatch.choose_kl(cases, self.requested)[0]
 
     def with_tokens(self, num_tokens: int) -> KLSpec:
         """The same call with so many tokens."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from lce_jax import _dispatch, scalars
-from lce_jax._types import Case
+from lce_jax._types import Case, Device
 
 if TYPE_CHECKING:
     from lce_jax.mesh._layout import Layout
@@ -19,7 +19,7 @@ class Spec:
 
     case: Case
     implementation: str
-    requested: tuple[str, ...] | None  # the names to choose from again, for a shard's shapes or another platform
+    requested: tuple[str, ...] | None  # the names to choose from again, for a shard's shapes
     vocab_size: int  # the true size of the whole vocabulary
     padded: bool = False  # whether the shards together have more columns
     axis_name: Any = None
@@ -30,6 +30,10 @@ class Spec:
     # Where `runner._over_devices` finds global operands: a `Layout`, or the mesh of their types, empty if they name
     # none. None: on this device.
     mesh: Any = None
+
+    def implementation_on(self, device: Device) -> str:
+        """The one that would serve the call on ``device``."""
+        return _dispatch.choose(dataclasses.replace(self.case, device=device), self.requested)[0].NAME
 
     def with_tokens(self, num_tokens: int) -> Spec:
         """The same call with so many tokens."""

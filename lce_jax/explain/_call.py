@@ -161,18 +161,7 @@ def explain(
         return _token_chunks.plan(spec.case, spec.requested, _token_chunks.Budget(chunk), around)
     if by_xla:
         return _partitioned_by_xla(spec, around)
-    plan = _dispatch.explain(spec.case, spec.requested, around)
-    if layout is None and options.get("axis_name") is None and case.device.platform != "gpu":
-        plan = _without_gpu(plan)
-    return plan
-
-
-def _without_gpu(plan: Plan) -> Plan:
-    """With what is lost of a call whose device jit learns after it has traced it."""
-    if plan.kept_bytes == plan.case.statistics_bytes:
-        return plan
-    note = "without a GPU and a mesh that is named nothing is kept: call it under jax.set_mesh(mesh)"
-    return dataclasses.replace(plan, notes=(*plan.notes, note))
+    return _dispatch.explain(spec.case, spec.requested, around)
 
 
 def _partitioned_by_xla(spec: Spec, around: Surroundings) -> Plan:

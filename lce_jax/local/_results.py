@@ -13,7 +13,6 @@ from lce_jax._types import LogprobOutput, ShardStatistics
 from lce_jax.call import _options, _rows
 from lce_jax.mathematics import _columns, _logprobs, _statistics, _temperature
 from lce_jax.programs import _shard
-from lce_jax.programs._by_platform import by_platform
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Bool, Float, Int
@@ -153,12 +152,7 @@ def _row_scale(stats: ShardStatistics, where: Any, temperature: Any, logit_softc
 def _on_device(function: Callable[..., Any], *operands: Any) -> Any:
     """``function(*operands)`` of trees of [T] and of numbers: in a kernel, where there are any for their device."""
     run, arrays = _shard.of_arrays(function, operands)
-    device = _devices.current_device(*arrays)
-    kernels = mosaic.on(device)
+    kernels = mosaic.on(_devices.current_device(*arrays))
     if kernels is None or not all(x.dtype in (jnp.float32, jnp.int32) for x in arrays):
         return run(*arrays)
-
-    def in_kernel(*arrays: Any) -> Any:
-        return kernels.per_token(run, *arrays)
-
-    return by_platform(in_kernel, run, *arrays, device=device)
+    return kernels.per_token(run, *arrays)

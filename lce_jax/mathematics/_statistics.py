@@ -103,12 +103,6 @@ def as_parts(stats: ShardStatistics) -> Parts:
     return Parts(pack(stats._replace(total=None, candidates=None))[None], beside)
 
 
-def like(parts: Parts, shapes: Parts) -> Parts:
-    """`as_parts` in arrays of other shapes, of as many groups or more and as many tokens or more."""
-    empty, (_, fields, num_tokens) = jnp.zeros(shapes.groups.shape, parts.groups.dtype), parts.groups.shape
-    return parts._replace(groups=empty.at[:1, :fields, :num_tokens].set(parts.groups))
-
-
 def merge_parts(parts: Parts, options: Options, num_tokens: int, scale: Float[Array, "T"] | float) -> ShardStatistics:
     """`merge` of all shards' `as_parts`, or of what `like` made of them."""
     widths = {name: width for name, width in options.statistics.items() if name not in BESIDE}

@@ -1,6 +1,6 @@
 """A function with its own rule for XLA's partitioner: `custom_partitioning`, and what it lacks.
 
-It cannot be exported, and if no mesh is known when the program is lowered, the shardings that it gives the rule have no
+It cannot be exported, and if no mesh is set where the program is lowered, the shardings that it gives the rule have no
 axis names. So a primitive of our own decides at lowering: an exported program gets the plain function, any other the
 rule, and `_named` finds the names.
 """
@@ -23,7 +23,6 @@ from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from lce_jax import _dispatch, _jax
 from lce_jax._types import Case, Options, UnsupportedError
 
 _logger = logging.getLogger("lce_jax")
@@ -44,21 +43,18 @@ class Partitioned:
     Attributes:
         whole: the function of global arrays.
         rule: ``rule(mesh, shapes, specs)`` of the operands as XLA has split them; returns a `Partition`.
-        dimensions: the names of all dimensions, operands and results in order: ``"b h, v h -> b"``.
-        unsplit: the names of the dimensions that each device needs whole.
-        mesh: the mesh that the operands' types name; empty if they name none.
+        dimensions: of operands and results, the names of all dimensions in order, ``"b h, v h -> b"``, and of those
+            that each device needs whole.
+        mesh: the mesh that the operands' types or `jax.set_mesh` name; empty if they name none.
         case: the call.
-        requested: the implementations that the caller names. `whole` may stand in for one that its device refuses.
         unused: what the rule loses of the call, in words.
     """
 
     whole: Callable[..., Any]
     rule: Callable[[Mesh, Any, Any], Partition]
-    dimensions: str
-    unsplit: tuple[str, ...]
+    dimensions: Callable[[Any, Any], tuple[str, tuple[str, ...]]]
     mesh: AbstractMesh
     case: Case
-    requested: tuple[str, ...] | None
     unused: tuple[str, ...] = ()
 
     def __call__(self, *operands: Any) -> Any:
@@ -70,7 +66,8 @@ class Partitioned:
         flat = jax.tree.leaves(operands)
         closed, shapes = jax.make_jaxpr(lambda *flat: self.whole(*tree.unflatten(flat)), return_shape=True)(*flat)
         results: Any = jax.tree.structure(shapes)
-        return results.unflatten(_partitioned_p.bind(*flat, whole=closed, function=self, trees=(tree, results)))
+        given = {"function": self, "trees": (tree, results), "names": self.dimensions(operands, shapes)}
+        return results.unflatten(_partitioned_p.bind(*flat, whole=closed, **given))
 
 
 _partitioned_p = Primitive("lce_partitioned")
@@ -80,30 +77,17 @@ _partitioned_p.def_impl(lambda *operands, whole, **_: jaxpr_as_fun(whole)(*opera
 dispatch.prim_requires_devices_during_lowering.add(_partitioned_p)
 
 
-def _lower(context: Any, *operands: Any, whole: Any, function: Partitioned, trees: Any) -> Any:
-    run, devices = jaxpr_as_fun(whole), _jax.lowering_devices(context)
-    case = function.case if not devices else _dispatch.over(function.case, Mesh(np.array(devices[:1]), ("device",)))
-    _dispatch.choose(case, function.requested)
-    if context.module_context.lowering_parameters.for_export:
+def _lower(context: Any, *operands: Any, whole: Any, function: Partitioned, trees: Any, names: Any) -> Any:
+    run, options, module = jaxpr_as_fun(whole), function.case.options, context.module_context
+    if module.lowering_parameters.for_export:
         if function.mesh.size > 1:
-            options = function.case.options
             warn_once(
                 f"jax.export cannot carry the rule by which XLA partitions {options.function}: every device of the "
                 f"exported program will compute all of it. Export {options.sharded_function} instead."
             )
-    elif len(devices) == 1:
-        if case.device != function.case.device:
-            run = _on_one_device(devices[0], function, trees, context.avals_in)
-        else:
-            _say_what_is_lost(
-                function,
-                f"where jit traces {function.case.options.function} on a machine without a GPU: call it under "
-                'jax.set_mesh(jax.sharding.Mesh([device], ("device",)))',
-            )
-    else:
-        check_rules_are_read(devices[0].platform if devices else None, function.mesh, function.case.options)
-        _say_what_xla_loses(function)
-        run = _with_rule(run, function, trees)
+    elif getattr(module.axis_context, "num_devices", 1) > 1:
+        check_rules_are_read(module.platforms[0], function.mesh, options)
+        run = _with_rule(run, function, trees, *names)
     return mlir.lower_fun(run, multiple_results=True)(context, *operands)
 
 
@@ -125,39 +109,18 @@ def check_rules_are_read(platform: str | None, mesh: Any, options: Options) -> N
         )
 
 
-def _on_one_device(device: Any, function: Partitioned, trees: Any, avals: Any) -> Callable[..., Any]:
-    """The program for ``device``, which tracing could not see: that of a mesh of one device."""
-    name = function.case.options.function
-    _say_what_is_lost(
-        function,
-        f"where jit learns of the device, {device.device_kind}, after it has traced {name}: call it under "
-        'jax.set_mesh(jax.sharding.Mesh([device], ("device",)))',
-    )
-    operand_tree, _ = trees
-    specs = operand_tree.unflatten([P(*(None,) * len(aval.shape)) for aval in avals])
-    answer = function.rule(Mesh(np.array([device]), ("device",)), operand_tree.unflatten(avals), specs)
-
-    def run(*flat: Any) -> Any:
-        return jax.tree.leaves(answer.device(*operand_tree.unflatten(flat)))
-
-    return run
-
-
 def _say_what_xla_loses(function: Partitioned) -> None:
     options = function.case.options
-    _say_what_is_lost(
-        function,
-        f"where XLA partitions {options.function} over Auto axes: call {options.sharded_function}, or make the mesh's "
-        "axes Explicit",
-    )
-
-
-def _say_what_is_lost(function: Partitioned, where: str) -> None:
     for what in function.unused:
-        warn_once(f"{what} {where}")
+        warn_once(
+            f"{what} where XLA partitions {options.function} over Auto axes: call {options.sharded_function}, or make "
+            "the mesh's axes Explicit"
+        )
 
 
-def _with_rule(run: Callable[..., Any], function: Partitioned, trees: Any) -> Callable[..., Any]:
+def _with_rule(
+    run: Callable[..., Any], function: Partitioned, trees: Any, names: str, unsplit: tuple[str, ...]
+) -> Callable[..., Any]:
     def partition(mesh: Mesh, operands: Any, results: Any) -> Any:
         mesh, specs = _named(mesh, function, operands)
         operand_tree, result_tree = trees
@@ -174,7 +137,7 @@ def _with_rule(run: Callable[..., Any], function: Partitioned, trees: Any) -> Ca
         return run(*operands)
 
     partitioned = custom_partitioning(flat)
-    partitioned.def_partition(partition, sharding_rule=function.dimensions, need_replication_factors=function.unsplit)
+    partitioned.def_partition(partition, sharding_rule=names, need_replication_factors=unsplit)
     return partitioned
 
 
@@ -183,15 +146,13 @@ def _named(mesh: Mesh, function: Partitioned, operands: Any) -> tuple[Mesh, list
     if not mesh.empty:
         return mesh, [x.sharding.spec for x in operands]
     devices = np.array(operands[0].sharding._device_assignment)
-    known, options = function.mesh, function.case.options
-    if known.empty:
-        warn_once(
-            f"{options.function} is called on several devices, and the mesh is not known where it is partitioned: "
-            "every device will compute all of it. Call it under jax.set_mesh(mesh), or call "
-            f"{options.sharded_function}."
+    if function.mesh.empty:
+        options = function.case.options
+        raise UnsupportedError(
+            f"{options.function} is called on several devices, and the mesh is not known where it is partitioned: call "
+            f"it under jax.set_mesh(mesh), or call {options.sharded_function}"
         )
-        return Mesh(devices, ("devices",)), [P(*(None,) * len(x.shape)) for x in operands]
-    mesh = Mesh(devices.reshape(known.axis_sizes), known.axis_names)
+    mesh = Mesh(devices.reshape(function.mesh.axis_sizes), function.mesh.axis_names)
     return mesh, [P(*parse_flatten_op_sharding(x.sharding._hlo_sharding, mesh)[0]) for x in operands]
 
 

@@ -8,7 +8,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
-from lce_jax import _devices, _jax
+from lce_jax import _jax
 from lce_jax._jax import as_axes
 from lce_jax.mesh._custom_partitioning import warn_once
 
@@ -16,10 +16,9 @@ from lce_jax.mesh._custom_partitioning import warn_once
 def mesh_of(operands: Any, function: str, keeps_tiles: bool = False) -> AbstractMesh | None:
     """The mesh over which the operands may be split; None for one device, and inside ``shard_map``.
 
-    Where neither types nor `jax.set_mesh` name a mesh, there may be one all the same: ``jit(..., in_shardings=...)``
-    tells only XLA. So a traced call gets the rule too, with an empty mesh: on a machine with several devices, and on
-    one without a GPU, where programs are compiled ahead of time for devices that the lowering alone names. A single
-    GPU compiles for itself, without the rule, which would double the time to trace the kernels.
+    Where neither types nor `jax.set_mesh` name one, there may be one all the same: ``jit(..., in_shardings=...)`` tells
+    only XLA. So a traced call gets the rule too on a machine with several devices, with an empty mesh. One that keeps
+    tiles cannot have it, and is refused if it is lowered for several.
     """
     arrays = [x for x in jax.tree.leaves(operands) if isinstance(x, jax.Array)]
     mesh = mesh_of_types(arrays)
@@ -29,10 +28,9 @@ def mesh_of(operands: Any, function: str, keeps_tiles: bool = False) -> Abstract
     traced = any(isinstance(x, jax.core.Tracer) for x in arrays)
     if mesh.empty and traced:
         mesh = jax.sharding.get_abstract_mesh()
-    if not mesh.empty:
-        return mesh if mesh.size > 1 and not mesh.manual_axes else None
-    has_gpu = _devices.current_device().platform == "gpu"
-    return mesh if traced and (not has_gpu or (not keeps_tiles and jax.device_count() > 1)) else None
+    if mesh.empty:
+        return mesh if traced and not keeps_tiles and jax.device_count() > 1 else None
+    return None if mesh.size == 1 or mesh.manual_axes else mesh
 
 
 def check_other_axes(mesh: AbstractMesh, operands: Any, function: str) -> None:

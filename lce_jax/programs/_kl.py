@@ -5,16 +5,13 @@ The student's head has gradients, the teacher's has none.
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from lce_jax import mosaic
-from lce_jax._types import CPU, Primals
+from lce_jax._types import Primals
 from lce_jax.call import _rows
 from lce_jax.call._kl_spec import KLSpec
 from lce_jax.call._rows import Rows, Scales
@@ -24,12 +21,10 @@ from lce_jax.mathematics._kl_mixture import Mixture, MixtureSums
 from lce_jax.mathematics._statistics import MASKED
 from lce_jax.mesh import _collectives
 from lce_jax.programs import _one_device
-from lce_jax.programs._by_platform import by_platform
 from lce_jax.runner import _over_devices
 from lce_jax.runner._derivative import Capability
 from lce_jax.runner._over_devices import Kind, Program, spread
 from lce_jax.xla import _kl as _kl_tiles
-from lce_jax.xla import _logprobs as xla
 from lce_jax.xla._kl import KLPlan
 from lce_jax.xla._walk import Head, Shard, Tokens
 
@@ -139,14 +134,8 @@ class Part(NamedTuple):
     @jax.named_scope("lce_kl_statistics")
     def statistics(self, keep_cache: bool) -> tuple[KLStatistics, Any]:
         """Of these columns, [T] each, and the cache."""
-        kernels = functools.partial(mosaic.kl_statistics, keep_cache=keep_cache)
-        tiles = functools.partial(_kl_tiles.statistics, keep_cache=keep_cache)
-
-        def elsewhere(there: KLPlan, shard: Shard) -> tuple[KLStatistics, Any]:
-            _, cache = jax.eval_shape(functools.partial(kernels, self.plan), shard)  # of their shape, and never read
-            return _kl_tiles.statistics(there, shard)[0], jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), cache)
-
-        stats, cache = self._run(kernels, tiles, elsewhere)
+        statistics = mosaic.kl_statistics if self._has_kernels else _kl_tiles.statistics
+        stats, cache = statistics(self.plan, self.shard, keep_cache)
         return self._by_token(stats), cache
 
     def merge(self, parts: Float[Array, "N 6 T"]) -> KLStatistics:
@@ -157,8 +146,8 @@ class Part(NamedTuple):
     def mixture_sums(self, stats: KLStatistics) -> MixtureSums:
         """Eq. 9 over these columns, from the whole vocabulary's statistics."""
         mixture = self._of_counted(self._mixture(stats, self.rows.student.where))
-        sums: MixtureSums = self._run(mosaic.kl_mixture_sums, _kl_tiles.mixture_sums, _kl_tiles.mixture_sums, mixture)
-        return self._by_token(sums)
+        mixture_sums = mosaic.kl_mixture_sums if self._has_kernels else _kl_tiles.mixture_sums
+        return self._by_token(mixture_sums(self.plan, self.shard, mixture))
 
     def finish(self, stats: KLStatistics, sums: MixtureSums | None) -> Float[Array, "T"]:
         """The divergence, from statistics and sums over the whole vocabulary."""
@@ -184,11 +173,8 @@ class Part(NamedTuple):
             mixture = self._mixture(stats, counts)
             coefficients = _kl_mixture.coefficients(sums, stats, mixture, cotangent, factor, counts)
 
-        def without_cache(plan: KLPlan, shard: Shard, coefficients: Any, _: Any) -> Primals:
-            return _kl_tiles.gradients(plan, shard, coefficients)
-
-        given = self._of_counted(coefficients), cache
-        found: Primals = self._run(mosaic.kl_gradients, _kl_tiles.gradients, without_cache, *given)
+        of_head = mosaic.kl_gradients if self._has_kernels else _kl_tiles.gradients
+        found = of_head(self.plan, self.shard, self._of_counted(coefficients), cache)
         dhidden = self._by_token(found.hidden)
         return found._replace(hidden=dhidden if live is None else jnp.where(live[:, None], dhidden, 0.0))
 
@@ -213,22 +199,10 @@ class Part(NamedTuple):
         """The same, in the order of the tokens."""
         return found if self.order is None else _rows.expand(self.order, found)
 
-    def _run(
-        self, kernels: Callable[..., Any], tiles: Callable[..., Any], elsewhere: Callable[..., Any], *more: Any
-    ) -> Any:
-        """With kernels, if they serve the call and the program is lowered for their platform, else tiles of plain XLA.
-
-        ``elsewhere`` are the tiles in place of kernels. The backward's logits have the forward's bits, because both
-        passes are chosen alike.
-        """
-        spec, given = self.spec, (self.shard, *more)
-        if spec.implementation != mosaic.NAME:
-            return tiles(self.plan, *given)
-        if spec.requested is not None and xla.NAME not in spec.requested:
-            return kernels(self.plan, *given)
-        cases = Pair(*(dataclasses.replace(case, device=CPU) for case in self.plan.cases))
-        there = functools.partial(elsewhere, dataclasses.replace(self.plan, cases=cases))
-        return by_platform(functools.partial(kernels, self.plan), there, *given, device=spec.case.device)
+    @property
+    def _has_kernels(self) -> bool:
+        """Whether kernels serve the call, both passes alike, so that the backward's logits have the forward's bits."""
+        return self.spec.implementation == mosaic.NAME
 
 
 def _wrong_temperature(rows: Pair[Rows]) -> Bool[Array, "T"] | None:

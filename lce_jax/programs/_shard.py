@@ -17,13 +17,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from lce_jax import _dispatch, mosaic
-from lce_jax._types import Case, LogprobOutput, Operands, Primals, Results, RowCoefficients, ShardStatistics, is_array
+from lce_jax._types import LogprobOutput, Operands, Primals, Results, RowCoefficients, ShardStatistics, is_array
 from lce_jax.call import _rows
 from lce_jax.call._rows import Rows, Scales
 from lce_jax.call._spec import Spec
 from lce_jax.mathematics import _columns, _logprobs, _temperature
-from lce_jax.mathematics._statistics import WITHOUT_GRADIENT, Normalizer, Parts, along, as_parts, like, merge_parts
-from lce_jax.programs._by_platform import by_platform
+from lce_jax.mathematics._statistics import WITHOUT_GRADIENT, Normalizer, Parts, along, as_parts, merge_parts
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Bool, Float
@@ -46,15 +45,7 @@ def statistics(
     returns the arrays of all shards, the statistics are those of the whole vocabulary.
     """
     operands, order = operands_of(spec, primals, rows, start, scales_of(spec, rows))
-    implementation, in_parts = _dispatch.IMPLEMENTATIONS[spec.implementation], stacked is not None
-    chosen = functools.partial(_statistics, implementation, spec.case, in_parts=in_parts, keep_cache=keep_cache)
-
-    def elsewhere(implementation: Any, case: Case, operands: Operands) -> tuple[Any, Any]:
-        shapes, cache = jax.eval_shape(chosen, operands)  # of the kernels' shape, but nothing will read the cache
-        found, _ = _statistics(implementation, case, operands, in_parts=in_parts, keep_cache=False)
-        return found if stacked is None else like(found, shapes), _zeros(cache)
-
-    stats, cache = _run(spec, chosen, elsewhere, operands)
+    stats, cache = _statistics(spec, operands, stacked is not None, keep_cache)
     if stacked is not None:
         with jax.named_scope("lce_merge"):
             stats = _merged(spec, stacked(stats), operands)
@@ -68,35 +59,24 @@ def statistics(
 type Stacked = Callable[[Any], Any]  # a tree of arrays -> those of all shards, [N, ...] each
 
 
-def _statistics(
-    implementation: Any, case: Case, operands: Operands, in_parts: bool, keep_cache: bool
-) -> tuple[Any, Any]:
+def _statistics(spec: Spec, operands: Operands, in_parts: bool, keep_cache: bool) -> tuple[Any, Any]:
     """Of one shard, and its cache; as `Parts` where it is one among others.
 
     The kernels send those of each group of tiles, XLA those of the shard.
     """
-    if in_parts and implementation.NAME == mosaic.NAME:
-        return mosaic.in_parts(operands, case, keep_cache)
-    stats, cache = implementation.statistics(operands, case, keep_cache)
+    if in_parts and spec.implementation == mosaic.NAME:
+        return mosaic.in_parts(operands, spec.case, keep_cache)
+    stats, cache = _dispatch.IMPLEMENTATIONS[spec.implementation].statistics(operands, spec.case, keep_cache)
     return as_parts(stats) if in_parts else stats, cache
 
 
 def _merged(spec: Spec, parts: Parts, operands: Operands) -> ShardStatistics:
     """Eq. 1 of the whole vocabulary, from the parts of all shards, stacked."""
-
-    def by_xla(_: Any, case: Case, parts: Parts, inverse_temperature: Any, __: Any) -> ShardStatistics:
-        scale = _logprobs.row_scale(case.options, inverse_temperature)
-        return merge_parts(parts, case.options, case.num_tokens, scale)
-
-    of_rows = operands.inverse_temperature, operands.num_rows
-    if spec.implementation != mosaic.NAME:
-        return by_xla(None, spec.case, parts, *of_rows)
-
-    def by_kernels(parts: Parts, inverse_temperature: Any, num_rows: Any) -> ShardStatistics:
-        return mosaic.merged(parts, spec.case, inverse_temperature, num_rows)
-
-    found: ShardStatistics = _run(spec, by_kernels, by_xla, parts, *of_rows)
-    return found
+    case, inverse_temperature = spec.case, operands.inverse_temperature
+    if spec.implementation == mosaic.NAME:
+        return mosaic.merged(parts, case, inverse_temperature, operands.num_rows)
+    scale = _logprobs.row_scale(case.options, inverse_temperature)
+    return merge_parts(parts, case.options, case.num_tokens, scale)
 
 
 def finish(
@@ -122,11 +102,7 @@ def _in_arithmetic_of(spec: Spec, function: Callable[..., Any], *operands: Any) 
     if spec.implementation != mosaic.NAME:
         return function(*operands)
     run, arrays = of_arrays(function, operands)
-
-    def in_kernel(*arrays: Any) -> Any:
-        return mosaic.per_token(run, spec.case, *arrays)
-
-    return _run(spec, in_kernel, lambda _, __, *arrays: run(*arrays), *arrays)
+    return mosaic.per_token(run, spec.case, *arrays)
 
 
 def of_arrays(function: Callable[..., Any], operands: Any) -> tuple[Callable[..., Any], list[Any]]:
@@ -153,13 +129,7 @@ def selected(spec: Spec, rows: Rows, stats: ShardStatistics, cache: Any) -> tupl
     if order is not None:
         of_rows = jax.tree.map(lambda x: x[order.source], of_rows)
 
-    def chosen(cache: Any, of_rows: Normalizer, num_rows: Any) -> tuple[Any, Any]:
-        return mosaic.selected(spec.case, cache, of_rows, num_rows)
-
-    def elsewhere(_: Any, __: Any, *given: Any) -> tuple[Any, Any]:
-        return _zeros(jax.eval_shape(chosen, *given))  # nothing is left out, and nothing reads which tiles are live
-
-    cache, dropped = _run(spec, chosen, elsewhere, cache, of_rows, num_rows)
+    cache, dropped = mosaic.selected(spec.case, cache, of_rows, num_rows)
     return cache, dropped if order is None or dropped is None else _rows.expand(order, dropped)
 
 
@@ -187,15 +157,10 @@ def gradients(
     if order is not None:
         coefficients = _rows.compact(order, coefficients)
 
-    def chosen(operands: Operands, rows: Any, cache: Any, dweight: Any) -> Primals:
-        implementation = _dispatch.IMPLEMENTATIONS[spec.implementation]
-        allowed = {"may_round_dhidden": may_round_dhidden, "may_overwrite_cache": may_overwrite_cache}
-        return implementation.gradients(operands, spec.case, rows, cache, dweight=dweight, **allowed)
-
-    def elsewhere(implementation: Any, case: Case, operands: Operands, rows: Any, _: Any, dweight: Any) -> Primals:
-        return implementation.gradients(operands, case, rows, dweight=dweight)
-
-    found: Primals = _run(spec, chosen, elsewhere, operands, coefficients, cache, dweight)
+    found = _dispatch.IMPLEMENTATIONS[spec.implementation].gradients(
+        operands, spec.case, coefficients, cache,
+        may_round_dhidden=may_round_dhidden, may_overwrite_cache=may_overwrite_cache, dweight=dweight,
+    )  # fmt: skip
     dhidden = found.hidden if order is None else _rows.expand(order, found.hidden)
     dhidden = _signed(dhidden, scales)
     return found._replace(hidden=dhidden if rows.live is None else jnp.where(rows.live[:, None], dhidden, 0.0))
@@ -220,19 +185,6 @@ def _coefficients(
         found = found if live is None else jax.tree.map(lambda x: jnp.where(live, x, 0.0), found)
     wrong = _rows.wrong(rows)
     return found if wrong is None else _temperature.without_gradient(found, wrong)
-
-
-def _run(spec: Spec, chosen: Callable[..., Any], elsewhere: Callable[..., Any], *operands: Any) -> Any:
-    """``chosen``; or, if it runs kernels and the program is lowered for another platform, what replaces them there."""
-    if spec.implementation != mosaic.NAME:
-        return chosen(*operands)
-    other = _dispatch.elsewhere(spec.case, spec.implementation, spec.requested)
-    replacement = None if other is None else functools.partial(elsewhere, *other)
-    return by_platform(chosen, replacement, *operands, device=spec.case.device)
-
-
-def _zeros(structs: Any) -> Any:
-    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), structs)
 
 
 def operands_of(

@@ -18,15 +18,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from lce_jax import _jax
-from lce_jax._types import Primals
+from lce_jax import _devices, _jax, mosaic
+from lce_jax._types import Device, Primals, UnsupportedError
 from lce_jax.mesh import _meshes
 from lce_jax.mesh._custom_partitioning import Partition, Partitioned, warn_once
 from lce_jax.mesh._layout import Layout, layout_of_specs
 from lce_jax.runner import _batching
+from lce_jax.xla import _logprobs as xla
 
 
 class Kind(enum.Enum):
@@ -87,7 +90,7 @@ def spread(spec: Any, program: Program, *operands: Any) -> Any:
     @jax.custom_batching.custom_vmap
     def call(*operands: Any) -> Any:
         if spec.mesh is None:
-            return program.run(spec, *operands)
+            return _here(spec, program, *operands)
         layout = spec.mesh if isinstance(spec.mesh, Layout) else _layout_of_types(spec, program, operands)
         run = _by_xla if layout is None else functools.partial(_over_devices, layout)
         return run(spec, program, *operands)
@@ -233,14 +236,9 @@ def _specs(layout: Layout, program: Program) -> tuple[Any, Any]:
 
 def _by_xla(spec: Any, program: Program, *operands: Any) -> Any:
     """The program of global arrays, which XLA partitions."""
-    traced = spec
-    if spec.requested is not None and spec.implementation not in spec.requested:  # it stands in for one of these
-        traced = dataclasses.replace(spec, requested=(spec.implementation,))
-    whole = functools.partial(program.run, traced)
-    dimensions, unsplit = _dimensions(program, operands, jax.eval_shape(whole, *operands))
-    rule = functools.partial(_rule, spec, program)
-    of_call = spec.mesh, spec.case, spec.requested, program.unused
-    return Partitioned(whole, rule, dimensions, unsplit, *of_call)(*operands)
+    whole = functools.partial(_here, spec, program) if spec.mesh.empty else functools.partial(program.run, spec)
+    rule, dimensions = functools.partial(_rule, spec, program), functools.partial(_dimensions, program)
+    return Partitioned(whole, rule, dimensions, spec.mesh, spec.case, program.unused)(*operands)
 
 
 def _dimensions(program: Program, operands: Any, results: Any) -> tuple[str, tuple[str, ...]]:
@@ -272,3 +270,65 @@ def _rule(spec: Any, program: Program, mesh: Any, operands: Any, specs: Any) -> 
 
 def _is_spec(x: Any) -> bool:
     return isinstance(x, P)
+
+
+# Without a mesh
+
+
+def _here(spec: Any, program: Program, *operands: Any) -> Any:
+    """The program of operands that are whole on one device, which must be the one that it is traced for."""
+    first, *others = jax.tree.leaves(operands)
+    told = [_traced_for_p.bind(first, spec=spec), *others]
+    return program.run(spec, *jax.tree.unflatten(jax.tree.structure(operands), told))
+
+
+_traced_for_p = Primitive("lce_traced_for")  # its operand, in a program that knows what it was traced for
+_traced_for_p.def_abstract_eval(lambda x, **_: x)
+_traced_for_p.def_impl(lambda x, **_: x)
+
+
+def _lower_traced(context: Any, x: Any, *, spec: Any) -> list[Any]:
+    """Refuses a program that is lowered for other devices than it was traced for.
+
+    Tracing chooses the implementation, for the device that the mesh, the arrays or JAX's default name. ``jit`` may
+    lower the program for another: where ``in_shardings`` or the operands' own devices name one, or by ``jax.export``.
+    """
+    module, options, traced = context.module_context, spec.case.options, spec.case.device
+    count = getattr(module.axis_context, "num_devices", 1)
+    if count > 1:
+        raise UnsupportedError(
+            f"{options.function} is lowered for {count} devices, and tracing saw no mesh: each device would compute "
+            f"all of it. Call it under jax.set_mesh(mesh), or call {options.sharded_function}"
+        )
+    kinds = {"cuda": "gpu", "rocm": "gpu"}
+    for platform in module.platforms:
+        kind, there, backend = kinds.get(platform, platform), None, module.backend
+        if backend is not None and kinds.get(backend.platform, backend.platform) == kind:
+            there = _devices.of(backend.devices()[0])
+        if (there or traced).platform != kind or (there or traced) != traced:
+            _check(spec, there, platform)
+    return [x]
+
+
+mlir.register_lowering(_traced_for_p, _lower_traced)
+
+
+def _check(spec: Any, there: Device | None, platform: str) -> None:
+    """Raises unless what was traced serves the call on a device as well; ``there`` is None for one that is not here."""
+    traced, reason = spec.case.device, f"{platform}, for a device that is not known here"
+    if spec.requested == (spec.implementation,) == (xla.NAME,) or (there is None and mosaic.without_kernels(spec.case)):
+        return
+    if there is not None:
+        try:
+            chosen = spec.implementation_on(there)
+        except UnsupportedError as error:
+            reason = f"{there.kind or there.platform}: {error}"
+        else:
+            if chosen == spec.implementation:
+                return
+            reason = f'{there.kind or there.platform}, where "{chosen}" serves it'
+    raise UnsupportedError(
+        f"{spec.case.options.function} was traced for {traced.kind or traced.platform}, where implementation "
+        f'"{spec.implementation}" serves it, and is lowered for {reason}. Call it under jax.set_mesh(mesh) with a mesh '
+        'of the devices that it is for, such as jax.sharding.Mesh([device], ("device",)), or give implementation="xla"'
+    )

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -16,11 +14,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import lce_jax
-from lce_jax import UnsupportedError, explain, launch_lists, linear_cross_entropy, linear_logprobs, linear_loss
+from lce_jax import UnsupportedError, explain, linear_cross_entropy, linear_logprobs, linear_loss
 from lce_jax.explain._targets import TARGETS
-from lce_jax.mesh import _custom_partitioning
 from tests.compiled import needs_wheels
-from tests.devices import H200
 from tests.doc_blocks import ROOT, parts
 
 pytestmark = needs_wheels
@@ -79,8 +75,6 @@ WAYS: dict[str, Callable[[Any, Mesh], str]] = {
     "types of Auto axes": lambda f, mesh: compiled(f, structs(split(mesh))),
     "types of Explicit axes": lambda f, mesh: compiled(f, structs(split(explicit(mesh)))),
     "set_mesh": in_context,
-    "in_shardings": lambda f, mesh: compiled(f, structs(), in_shardings=split(mesh)),
-    "SingleDeviceSharding": lambda f, mesh: compiled(f, one_device(mesh)),
     "shard_map": in_shard_map,
 }
 
@@ -106,7 +100,7 @@ def test_sharded(name: str) -> None:
     assert "mosaic_gpu" in compiled(step, structs(), in_shardings=split(mesh))
 
 
-OTHERS = pytest.mark.parametrize("way", ["in_shardings", "SingleDeviceSharding", "types of Auto axes"])
+OTHERS = pytest.mark.parametrize("way", ["set_mesh", "types of Auto axes"])
 
 
 @pytest.mark.parametrize(("target", "reason"), [("a100", "NVIDIA A100"), ("b200", "NVIDIA B200")])
@@ -114,7 +108,7 @@ OTHERS = pytest.mark.parametrize("way", ["in_shardings", "SingleDeviceSharding",
 def test_other_devices_get_xla(way: str, target: str, reason: str) -> None:
     mesh = TARGETS[target].mesh(2, 4)
     assert "mosaic_gpu" not in WAYS[way](logprobs, mesh)
-    plan = explain(*(one_device(mesh) if way == "SingleDeviceSharding" else structs(split(mesh))))
+    plan = explain(*structs(split(mesh)))
     assert plan.implementation == "xla"
     assert reason in plan.refused["mosaic_gpu"]
 
@@ -126,56 +120,18 @@ def test_a_device_without_kernels_is_refused_by_name(way: str) -> None:
         WAYS[way](lambda *x: logprobs(*x, implementation="mosaic_gpu"), target.mesh(2, 4))
 
 
-def test_a_machine_with_one_gpu_says_when_a_program_is_for_others(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """There the rule that waits for the lowering is spared. The GPU is only claimed here, while it traces."""
-
-    monkeypatch.setattr(jax, "device_count", lambda: 1)
-
-    def traced(operands: list[Any], implementation: str | None = None, **options: Any) -> Any:
-        with launch_lists.for_device(H200):
-            step = jax.jit(lambda *x: logprobs(*x, implementation=implementation), **options)
-            return step.trace(*operands)
-
-    _custom_partitioning.warn_once.cache_clear()
-    a100, h200 = TARGETS["a100"].mesh(2, 4), TARGETS["h200"].mesh(2, 4)
-    with caplog.at_level(logging.WARNING, logger="lce_jax"):
-        text = traced(one_device(a100)).lower().as_text()
-        assert (
-            "traced for NVIDIA H200 is lowered for NVIDIA A100-SXM4-80GB, without kernels: call it under" in caplog.text
-        )
-        assert "mosaic_gpu" not in text
-        with pytest.raises(UnsupportedError, match="is lowered for NVIDIA A100-SXM4-80GB, and the kernels were asked"):
-            traced(one_device(a100), "mosaic_gpu").lower()
-        assert "mosaic_gpu" in traced(one_device(h200)).lower().as_text()
-        assert "each of 8 devices" not in caplog.text
-        traced(structs(), in_shardings=split(h200)).lower()
-        assert "each of 8 devices will run the kernels of the whole call" in caplog.text
-        assert "call it under jax.set_mesh(mesh)" in caplog.text
-
-
-def test_a_cache_needs_a_mesh_that_tracing_sees(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_device_that_only_the_lowering_names_is_refused() -> None:
+    """Tracing chose for this machine's CPU. Under the mesh that the message names, the device has its kernels."""
     mesh = TARGETS["h200"].mesh(1, 1)
-
-    def cached(*operands: Any) -> Any:
-        return logprobs(*operands, cache_bytes=1 << 40)
-
-    def temporaries(context: Any) -> int:
-        step = jax.jit(jax.value_and_grad(cached, argnums=(0, 1)))
-        with context:
-            return step.lower(*one_device(mesh)).compile().memory_analysis().temp_size_in_bytes
-
-    _custom_partitioning.warn_once.cache_clear()
-    with caplog.at_level(logging.WARNING, logger="lce_jax"):
-        without = temporaries(contextlib.nullcontext())
-    assert "cache_bytes keeps nothing where jit learns of the device, NVIDIA H200, after it has traced" in caplog.text
-    assert 'call it under jax.set_mesh(jax.sharding.Mesh([device], ("device",)))' in caplog.text
-    caplog.clear()
-    device = mesh.devices.flat[0]
-    kept = temporaries(jax.set_mesh(jax.sharding.Mesh([device], ("device",))))  # as the message advises
-    assert caplog.text == ""
-    assert kept > without
+    step = jax.jit(jax.value_and_grad(functools.partial(logprobs, cache_bytes=1 << 40), argnums=(0, 1)))
+    with pytest.raises(
+        UnsupportedError, match=r'traced for cpu, .* lowered for NVIDIA H200, where "mosaic_gpu" serves'
+    ):
+        step.lower(*one_device(mesh))
+    with jax.set_mesh(Mesh([mesh.devices.flat[0]], ("device",))):  # as the message advises
+        assert "mosaic_gpu" in step.lower(*one_device(mesh)).compile().as_text()
+    plain = jax.jit(functools.partial(logprobs, implementation="xla"))
+    assert "mosaic_gpu" not in plain.lower(*one_device(mesh)).as_text()
 
 
 def test_the_page_compiles_for_a_pod(capsys: pytest.CaptureFixture[str]) -> None:

@@ -46,7 +46,6 @@ def test_reads_well() -> None:
         "  kept       1,009.0 MiB from forward to backward",
         "  logits     1.0 GiB if they were stored",
         "  note       the forward keeps 63 of 64 vocabulary tiles, 16.0 MiB each",
-        "  note       without a GPU and a mesh that is named nothing is kept: call it under jax.set_mesh(mesh)",
     ]
     text = str(explain(*args, implementation="reference", cache_bytes=1 << 30))
     assert text.endswith("note       cache_bytes=1073741824 is not used: this implementation always recomputes")

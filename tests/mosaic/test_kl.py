@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lce_jax import UnsupportedError, _devices, explain, linear_kl, sharded_linear_kl
+from lce_jax import UnsupportedError, _devices, explain, linear_kl
 from lce_jax.call import _bind
 from lce_jax.call._kl import KLArguments, bind
 from lce_jax.call._kl_spec import KLSpec
@@ -83,11 +82,6 @@ CALLS = [
 ]
 
 
-def _on_gpu(on_gpu: Callable[..., Any], elsewhere: Any, *operands: Any, device: Any) -> Any:
-    del elsewhere, device
-    return on_gpu(*operands)
-
-
 def evaluate(drawn: Drawn) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """The divergence and the gradients of one device's program. The runner around it cannot be interpreted."""
     options = dict(drawn.options)
@@ -107,7 +101,6 @@ def test_matches_float64(
     afresh()
     monkeypatch.setattr(jax.lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
     monkeypatch.setattr(_devices, "current_device", lambda *_, **__: H200._replace(core_count=2))
-    monkeypatch.setattr(_kl, "by_platform", _on_gpu)
     drawn = draw(test)
     with _generations.using(kernels), interpreting(plgpu.InterpretGPUParams(detect_races=True)):
         kl, gradients = evaluate(drawn)
@@ -163,26 +156,6 @@ def test_is_planned() -> None:
     assert plan.kept_bytes == 6 * 4 * 4096
     assert max(plan.forward_bytes, plan.backward_bytes) < 0.4 * 2**30
     assert "teacher (hidden size 2,048, bfloat16)" in str(plan)
-
-
-@pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("direction", ["forward", "jsd"])
-def test_a_program_with_kernels_runs_elsewhere_without_them(direction: str) -> None:
-    """Traced for a GPU and lowered for the CPU, in a shard."""
-    test = call("elsewhere", leading=(4, 6), H=64, G=64, V=256, dtypes=BFLOAT16, where=True, direction=direction)
-    drawn = draw(test)
-    mesh = jax.make_mesh((1, 1), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-
-    def loss(hidden: Any, weight: Any) -> Any:
-        how: Any = {"mesh": mesh, "batch_axes": "data"}
-        kl = sharded_linear_kl(hidden, weight, *drawn.teacher, **how, **drawn.options)
-        return jnp.sum(drawn.seed * kl), kl
-
-    gradients, kl = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))(*drawn.student)
-    want = expected(drawn)
-    assert oracle.value_error(kl, want.kl) < 4e-6
-    for got, true in zip(gradients, want.gradients, strict=True):
-        assert oracle.relative_norm(got, true) < 4e-3
 
 
 @pytest.mark.usefixtures("hopper")

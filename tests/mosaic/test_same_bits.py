@@ -20,7 +20,7 @@ from lce_jax.mathematics import _logprobs, _temperature
 from lce_jax.mosaic._chunks import GROUP
 from lce_jax.mosaic._pallas import interpreting, plgpu
 from lce_jax.mosaic.sm90 import KERNELS
-from lce_jax.programs import _one_device, _shard
+from lce_jax.programs import _one_device
 from tests import emulated_launches
 from tests.devices import H200
 from tests.mosaic_calls import MULTIPROCESSORS, call, case_of
@@ -41,12 +41,6 @@ def drawn(T: int, H: int, V: int) -> tuple[Any, Any, Any]:
 
     hidden, weight = steps(T, 1.0), steps(V, 2.0 ** np.round(np.log2(3 / H**0.5)))
     return hidden, weight, jnp.asarray(rng.integers(-1, V, T), jnp.int32)
-
-
-@pytest.fixture
-def kernels_of_jax(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the CPU too, by the interpreter, where a program would be lowered for another implementation."""
-    monkeypatch.setattr(_shard, "by_platform", lambda on_gpu, _, *operands, **__: on_gpu(*operands))
 
 
 def by_jax(hidden: Any, weight: Any, labels: Any, where: Any = None, **options: Any) -> dict[str, np.ndarray]:
@@ -83,7 +77,6 @@ def by_list(
     return {name: x[:T] for name, x in zip(FIELDS, outputs, strict=False)}
 
 
-@pytest.mark.usefixtures("kernels_of_jax")
 @pytest.mark.parametrize("has_temperature", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_jax_and_lists(has_temperature: bool) -> None:
     T = 140

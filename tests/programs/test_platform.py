@@ -1,4 +1,4 @@
-"""What is traced on a machine with a Hopper GPU may be lowered for another platform. The GPU here is only claimed."""
+"""A program is lowered for the devices that it was traced for, or refused. The GPU here is only claimed."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from lce_jax import UnsupportedError, linear_logprobs, local
+from lce_jax import UnsupportedError, linear_logprobs, linear_topk
 from tests import oracle
 from tests.draws import Draws
 
@@ -27,38 +28,61 @@ def gradient(**options: Any) -> Any:
     return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
 
 
-def kernels(step: Any, *platforms: str) -> int:
-    text = step.trace(HIDDEN, WEIGHT).lower(lowering_platforms=platforms).as_text()
+def kernels(traced: Any, *platforms: str) -> int:
+    text = traced.lower(lowering_platforms=platforms).as_text()
     return len(re.findall(r"@mosaic_gpu", text))
 
 
 @pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("options", [{"cache_bytes": 1 << 20}, {"implementation": ("mosaic_gpu", "xla")}], ids=str)
-def test_a_program_for_the_cpu(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", [{}, {"cache_bytes": 1 << 20, "implementation": "mosaic_gpu"}], ids=str)
+def test_a_program_for_another_platform_is_refused(options: dict[str, Any]) -> None:
+    traced = gradient(**options).trace(HIDDEN, WEIGHT)
+    assert kernels(traced, "cuda") > 0
+    refused: Any = pytest.raises(
+        UnsupportedError,
+        match=r"linear_logprobs was traced for NVIDIA H200, .* lowered for cpu.* jax\.set_mesh\(mesh\)",
+    )
+    for platforms in (("cpu",), ("cpu", "cuda")):
+        with refused:
+            kernels(traced, *platforms)
+    with refused:
+        gradient(**options)(HIDDEN, WEIGHT)  # lowered for this machine's CPU
+
+
+@pytest.mark.usefixtures("hopper")
+def test_as_the_message_advises(monkeypatch: pytest.MonkeyPatch) -> None:
     want, wanted = gradient(implementation="xla")(HIDDEN, WEIGHT)
-    step = gradient(**options)
-    value, grads = step(HIDDEN, WEIGHT)  # lowered for this machine's CPU
+    assert kernels(gradient(implementation="xla").trace(HIDDEN, WEIGHT), "cpu", "cuda") == 0
+    monkeypatch.undo()  # the mesh below is of this machine's CPU
+    with jax.set_mesh(jax.sharding.Mesh([jax.devices()[0]], ("device",))):
+        value, grads = gradient()(HIDDEN, WEIGHT)
     assert oracle.value_error(value, want) < 1e-6
     for got, true in zip(grads, wanted, strict=True):
         assert oracle.relative_norm(got, true) < 4e-3  # bfloat16
-    assert kernels(step, "cpu") == 0
-    assert kernels(step, "cpu", "cuda") == kernels(step, "cuda") > 0
 
 
-@pytest.mark.usefixtures("hopper")
-def test_kernels_asked_for_by_name_are_refused_elsewhere() -> None:
-    step = gradient(implementation="mosaic_gpu")
-    assert kernels(step, "cuda") > 0
-    with pytest.raises(UnsupportedError, match="the program is lowered for cpu: leave implementation out"):
-        step(HIDDEN, WEIGHT)
+def test_a_program_of_a_cpu_is_refused_on_a_gpu_that_has_kernels() -> None:
+    """A GPU that is not here may have them. What has no kernels anywhere may be lowered for any."""
+    with pytest.raises(UnsupportedError, match=r"traced for cpu, .* lowered for cuda, for a device that is not known"):
+        kernels(gradient().trace(HIDDEN, WEIGHT), "cuda")
+    assert kernels(gradient(implementation="xla").trace(HIDDEN, WEIGHT), "cuda") == 0
+    top = jax.jit(lambda hidden, weight: linear_topk(hidden, weight, 3))
+    assert kernels(top.trace(HIDDEN, WEIGHT), "cuda") == 0
 
 
-@pytest.mark.usefixtures("hopper")
-def test_vmap_and_local() -> None:
-    many = jax.vmap(lambda hidden, labels: linear_logprobs(hidden, WEIGHT, labels).logprobs)
-    got = jax.jit(many)(HIDDEN.reshape(4, 16, 128), LABELS.reshape(4, 16)).reshape(-1)
-    want = linear_logprobs(HIDDEN, WEIGHT, LABELS, implementation="xla").logprobs
-    assert oracle.value_error(got, want) < 1e-6
-    each = jax.jit(jax.vmap(lambda hidden, labels: local.statistics(hidden, WEIGHT, labels)[0].sumexp))
-    got = each(HIDDEN.reshape(4, 16, 128), LABELS.reshape(4, 16)).reshape(-1)
-    assert oracle.value_error(got, local.statistics(HIDDEN, WEIGHT, LABELS, implementation="xla")[0].sumexp) < 1e-6
+def test_a_cache_on_several_devices_needs_a_mesh() -> None:
+    """What a device keeps is no global array, so a call that keeps tiles knows its mesh when it is traced."""
+    devices = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",))
+    split = jax.sharding.NamedSharding(devices, jax.sharding.PartitionSpec("data"))
+
+    def loss(hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> jax.Array:
+        return jnp.sum(linear_logprobs(hidden, weight, labels, cache_bytes=1 << 20).logprobs)
+
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (HIDDEN, WEIGHT, LABELS)]
+    step = jax.jit(jax.grad(loss), in_shardings=(split, None, split))
+    with pytest.raises(
+        UnsupportedError, match=r"lowered for 2 devices, and tracing saw no mesh.* jax\.set_mesh\(mesh\)"
+    ):
+        step.lower(*shapes)
+    with jax.set_mesh(devices):
+        step.lower(*shapes)
