@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -23,7 +23,8 @@ def replaced(module: torch.nn.Module, **methods: Callable[..., Any]) -> Iterator
         for name in methods:
             if name in vars(module):
                 raise _already(module, name)
-        vars(module).update(methods)
+        for name, method in methods.items():
+            vars(module)[name] = method if isinstance(method, OfThreads) else Replacement(method)
     try:
         yield
     finally:
@@ -54,11 +55,28 @@ def replaced_here(module: torch.nn.Module, forward: Callable[..., Any]) -> Itera
                 del vars(module)["forward"]
 
 
-class OfThreads:
+class Replacement:
+    """A method in the place of another. A copy of the module would go on calling the original: it cannot be made."""
+
+    def __init__(self, own: Callable[..., Any]) -> None:
+        self.own = own
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.own(*args, **kwargs)
+
+    def __reduce_ex__(self, _protocol: Any) -> NoReturn:
+        raise TypeError(
+            "inside of fused_output_layer, fused_losses and output_processor, methods of a model are replaced by some "
+            "that call this very model: copy or pickle it outside of the block, or pass on its state_dict()"
+        )
+
+
+class OfThreads(Replacement):
     """A method that is another one in some threads. It ``stays`` on the module where a `replaced` put it there."""
 
     def __init__(self, own: Callable[..., Any], *, stays: bool = False) -> None:
-        self.own, self.stays = own, stays
+        super().__init__(own)
+        self.stays = stays
         self.others: dict[int, Callable[..., Any]] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -72,7 +72,8 @@ def without_gradients(
     """The sum, which autograd differentiates in what the loss uses besides results, and the fields."""
     with torch.no_grad():
         fields, _ = results(plan, x, keep_cache=False)
-    return losses_of(plan, dict(fields), per_token).sum(dtype=torch.float32), fields
+    given = {name: field.clone() for name, field in fields.items()}  # loss_fn may overwrite what it gets
+    return losses_of(plan, given, per_token).sum(dtype=torch.float32), fields
 
 
 class LossDerivatives(NamedTuple):
@@ -86,20 +87,35 @@ class LossDerivatives(NamedTuple):
 def _differentiated(
     plan: LossPlan, fields: dict[str, torch.Tensor], per_token: list[torch.Tensor], wanted: tuple[bool, ...]
 ) -> LossDerivatives:
-    with torch.enable_grad():
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    with contextlib.nullcontext() if hooks is None else _without_hooks(), torch.enable_grad():
         leaves = {name: fields[name].detach().requires_grad_() for name in names_of(plan.call)[1]}
         own = [x.detach().requires_grad_(want) for x, want in zip(per_token, wanted, strict=True)]
         losses = losses_of(plan, fields | leaves, own)
-    inputs = [*leaves.values(), *[x for x in own if x.requires_grad]]
-    if not losses.requires_grad:
-        return LossDerivatives(losses, {}, [None] * len(own))
-    _refuse_others(losses, inputs)
-    grads = list(torch.autograd.grad(losses, inputs, torch.ones_like(losses), allow_unused=True))
+        inputs = [*leaves.values(), *[x for x in own if x.requires_grad]]
+        if not losses.requires_grad:
+            return LossDerivatives(losses, {}, [None] * len(own))
+        _refuse_others(losses, inputs)
+        grads = list(torch.autograd.grad(losses, inputs, torch.ones_like(losses), allow_unused=True))
     if plan.cotangent is not None:
         grads = [None if x is None else x * plan.cotangent for x in grads]
     cotangents = {name: grads.pop(0) for name in leaves}
     given = {name: x for name, x in cotangents.items() if x is not None}
     return LossDerivatives(losses.detach(), given, [grads.pop(0) if x.requires_grad else None for x in own])
+
+
+@contextlib.contextmanager
+def _without_hooks() -> Iterator[None]:
+    """Inside, what autograd saves stays as it is. A checkpoint would run the head again for each chunk's loss_fn."""
+    engine, hooks = torch._C._autograd, []
+    while (top := engine._top_saved_tensors_default_hooks(False)) is not None:
+        hooks.append(top)
+        engine._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            engine._push_saved_tensors_default_hooks(pack, unpack)
 
 
 def _refuse_others(losses: torch.Tensor, inputs: list[torch.Tensor]) -> None:
@@ -224,22 +240,23 @@ def _walk(
     parts = [slice(first, min(first + plan.rows, tokens)) for first in range(0, tokens, plan.rows)]
     sums = ChunkSums(x, wanted[:3], len(parts), plan.into, may_have_units=plan.cotangent is None)
     own = [torch.zeros_like(y) if want else None for y, want in zip(per_token, wanted[6:], strict=True)]
-    losses, fields = [x.hidden.new_empty(0, dtype=torch.float32)], []
+    losses = x.hidden.new_empty(tokens, dtype=torch.float32)
+    fields = [torch.empty_like(losses) for _ in names]
     with _saying_what_was_added(sums, tokens):
         for part in parts:
             temperature, floor = [None if y is None else y[part] for y in (x.temperature, x.floor)]
             chunk = x._replace(hidden=x.hidden[part], labels=x.labels[part], temperature=temperature, floor=floor)
             found, (saved, *cache) = results(plan, chunk, keep_cache=True)
+            for field, name in zip(fields, names, strict=True):
+                field[part] = found[name]  # before loss_fn, which may overwrite what it gets
             given = _differentiated(plan, found, [y[part] for y in per_token], wanted[6:])
-            losses.append(given.losses.float())
-            fields.append([found[name].detach() for name in names])
+            losses[part] = given.losses
             for whole, grad in zip(own, given.per_token, strict=True):
                 if whole is not None and grad is not None:
                     whole[part] = grad
             sums.add(part, chunk, saved, cache, given.cotangents, plan.call, plan.way)
             del saved, cache, found  # before the next chunk's exponentials are kept
-    joined = map(torch.cat, zip(*fields, strict=True)) if fields else [losses[0].clone() for _ in names]
-    return torch.cat(losses), list(joined), [*sums.finish(x.weight), *own], sums.unit
+    return losses, fields, [*sums.finish(x.weight), *own], sums.unit
 
 
 @contextlib.contextmanager

@@ -205,8 +205,9 @@ def _refuse_recomputation(plan: LossPlan) -> None:
     if plan.into is not None and torch._C._current_graph_task_id() != -1:
         raise NotImplementedError(
             f"linear_loss(wgrad='main_grad', cotangent={plan.cotangent!r}) adds to main_grad as it runs, and this is a "
-            "backward pass, where an activation checkpoint may run it a second time: leave the head out of the "
-            "checkpoint, or leave cotangent out"
+            "backward pass, where an activation checkpoint runs it again: leave the head out of the checkpoint, or "
+            "leave cotangent out. With use_reentrant=False, weight.main_grad holds the gradient already, since the "
+            "forward: zero it, or restore what it held"
         )
 
 

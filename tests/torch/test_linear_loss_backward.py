@@ -134,6 +134,58 @@ def test_a_loss_fn_that_raises(way: str, failing: int) -> None:
     assert notes == ([] if unchanged else [said])
 
 
+def saving(logprobs: Any, entropy: Any, lse: Any) -> Any:
+    return logprobs.exp() * entropy + 1e-3 * lse**2
+
+
+def test_a_checkpoint_runs_each_chunk_twice() -> None:
+    """Derivatives of a chunk's losses are computed at once, so nothing that they need is recomputed."""
+    problem, chunks = p.draw(T=T), []
+    leaves, plain = problem.leaves(), problem.leaves()
+
+    def counted(logprobs: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        chunks.append(len(logprobs))
+        return saving(logprobs, *others)
+
+    def call() -> torch.Tensor:
+        return linear_loss(counted, *leaves, chunk_bytes=0)[0]
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):  # goes on after the call
+        torch.utils.checkpoint.checkpoint(call, use_reentrant=False).backward()
+        assert torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+    assert chunks == 2 * [2048, 2048, 904]
+    linear_loss(saving, *plain, chunk_bytes=0)[0].backward()
+    assert all(torch.equal(x.grad, y.grad) for x, y in zip(leaves[:2], plain[:2], strict=True))
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+@pytest.mark.parametrize("options", [{"chunk_bytes": 0}, {"entropy": "metric"}], ids=str)
+def test_a_loss_fn_may_overwrite_what_it_gets(options: dict[str, Any], recorded: bool) -> None:
+    """After its last use, and what it returned for the chunk before: results and gradients are the same."""
+    problem, memory = p.draw(T=T), torch.empty(T)
+
+    def overwriting(*fields: torch.Tensor) -> torch.Tensor:
+        losses = loss(*fields)
+        for field in fields:
+            field.detach().fill_(torch.nan)
+        return losses
+
+    def reusing(logprobs: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+        return memory[: len(logprobs)].copy_(logprobs.detach())
+
+    def call(loss_fn: Any) -> list[torch.Tensor]:
+        leaves = problem.leaves()
+        with torch.set_grad_enabled(recorded):
+            total, out = linear_loss(loss_fn, *leaves, **options)
+        return [total.detach(), *out[:3], *(torch.autograd.grad(total, leaves[:2]) if recorded else [])]
+
+    plain = call(loss)
+    assert all(map(torch.equal, call(overwriting), plain))
+    summed, *fields = call(reusing)[:4]
+    assert torch.equal(summed, fields[0].sum())
+    assert all(map(torch.equal, fields, plain[1:4]))
+
+
 @pytest.mark.parametrize("T", [0, 6])
 def test_no_token_counts_and_only_what_the_loss_uses_has_a_gradient(T: int) -> None:
     labels, own, scale = torch.full((T,), -100), torch.ones(T, requires_grad=True), torch.ones((), requires_grad=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -214,16 +215,30 @@ def test_another_cotangent_is_refused(wgrad: str) -> None:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_a_recomputed_forward_may_not_add(reentrant: bool) -> None:
+@pytest.mark.parametrize("loss_fn", [ppo, lambda logprobs, *_: -logprobs], ids=["saving", "linear"])
+def test_a_recomputed_forward_may_not_add(loss_fn: Any, reentrant: bool) -> None:
+    """The error says what ``main_grad`` holds. Zeroed, it serves each of the two calls that the message names."""
     problem, hidden = p.draw(), p.draw().hidden.requires_grad_()
-    weight = parameter(problem)
+    weight, plain = parameter(problem), problem.weight.clone().requires_grad_()
 
-    def head(hidden: torch.Tensor) -> torch.Tensor:
-        told = dict(wgrad="main_grad", cotangent=1.0)
-        return linear_loss(ppo, hidden, weight, problem.labels, torch.ones(37), **told)[0]
+    def head(hidden: torch.Tensor, leaf: torch.Tensor = weight, **told: Any) -> torch.Tensor:
+        return linear_loss(loss_fn, hidden, leaf, problem.labels, torch.ones(37), **told)[0]
 
-    with pytest.raises(NotImplementedError, match="leave the head out of the checkpoint, or leave cotangent out"):
-        torch.utils.checkpoint.checkpoint(head, hidden, use_reentrant=reentrant).backward()
+    def checkpointed(**told: Any) -> None:
+        call = functools.partial(head, wgrad="main_grad", **told)
+        torch.utils.checkpoint.checkpoint(call, hidden, use_reentrant=reentrant).backward()
+
+    (want,) = torch.autograd.grad(head(hidden, plain), plain)
+    told = (
+        "leave the head out .*, or leave cotangent out. With use_reentrant=False, weight.main_grad holds the gradient"
+    )
+    with pytest.raises(NotImplementedError, match=told):
+        checkpointed(cotangent=1.0)
+    assert torch.equal(weight.main_grad, torch.zeros_like(want) if reentrant else want)
+    for serve in (checkpointed, lambda: head(hidden, wgrad="main_grad", cotangent=1.0).backward()):
+        weight.main_grad.zero_()
+        serve()
+        assert torch.equal(weight.main_grad, want)
 
 
 def test_nothing_like_a_weight() -> None:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import copy
+import io
+import itertools
+import pickle
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -57,3 +61,26 @@ def test_threads_take_turns() -> None:
             with pytest.raises(RuntimeError, match=ALREADY):
                 pool.submit(call).result(20)
         assert pool.submit(call).result(20) == 12
+
+
+class Double(torch.nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+@pytest.mark.parametrize("replace", [replaced, replaced_here])
+def test_a_copy_would_call_the_original(replace: Callable[..., Any]) -> None:
+    """So there is none, of the module, of a model that holds it, or of the method. Each way of the message works."""
+    module, x = Double(3, 2), torch.ones(1, 3)
+    model = torch.nn.Sequential(module)
+    ways: list[Callable[[Any], Any]] = [copy.deepcopy, pickle.dumps, lambda x: torch.save(x, io.BytesIO())]
+    with replace(module, forward=lambda x: x + 1):
+        for way, whole in itertools.product(ways, (module, model, module.forward)):
+            with pytest.raises(
+                TypeError, match=r"copy or pickle it outside of the block, or pass on its state_dict\(\)"
+            ):
+                way(whole)
+        inside = Double(3, 2)
+        inside.load_state_dict(pickle.loads(pickle.dumps(module.state_dict())))
+    outside = copy.deepcopy(model), pickle.loads(pickle.dumps(module)), inside
+    assert all(torch.equal(other(x), module(x)) for other in outside)
