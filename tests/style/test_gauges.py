@@ -81,7 +81,7 @@ IN_TORCH = {
     "through JAX": {
         of_torch: ((221, 42), (50, 20)), loss_of_torch: ((249, 45), (66, 21)), topk_of_torch: ((149, 39), (42, 16))
     },
-    "directly": {of_torch: ((324, 67), (38, 19)), loss_of_torch: ((350, 69), (52, 20))},
+    "directly": {of_torch: ((323, 66), (37, 18)), loss_of_torch: ((349, 68), (51, 19))},
 }  # fmt: skip
 
 
