@@ -47,6 +47,12 @@ class WithoutLogits:
     def _check_head(self) -> None:
         if self.parallel_helper.tp_size > 1 or self.enable_tree_training or self.config.is_critic:
             raise NotImplementedError("this recipe serves neither tensor parallelism, tree training nor a critic")
+        head = self.model.lm_head
+        if type(head).forward is not torch.nn.Linear.forward:
+            raise NotImplementedError(
+                f"lm_head is {type(head)}, and its weight and bias alone are read: an adapter would not "
+                "train. Leave lm_head out of target_modules"
+            )
         config = self.model_config.get_text_config()
         for name in OTHER_LOGITS:
             if getattr(config, name, None) not in (None, 1):

@@ -18,12 +18,27 @@ from lce_torch_bridge import linear_cross_entropy
 calls = 0  # in this process
 
 
+def check_head(head: Any) -> None:
+    """Refuses a head that is more than its weight and bias: these alone are read, so an adapter would not train."""
+    copies = getattr(head, "modules_to_save", None)  # PEFT trains a copy, and `head.weight` is the copy's
+    for layer in [head] if copies is None else copies.values():
+        forward = getattr(layer, "_old_forward", layer.forward)  # accelerate puts its own around it
+        hooks = (*layer._forward_hooks.values(), *layer._forward_pre_hooks.values())
+        hooked = any(not hook.__module__.startswith("torch.distributed") for hook in hooks)
+        if hooked or getattr(forward, "__func__", None) is not torch.nn.Linear.forward:
+            raise NotImplementedError(
+                f"the head, {type(layer)}, is more than its weight and bias: leave it out of target_modules "
+                "(modules_to_save trains all of it), of quantization and of hooks, or merge_and_unload() an adapter"
+            )
+
+
 def without_logits(model: PreTrainedModel) -> PreTrainedModel:
     """Given labels, ``model`` returns a loss and no logits; without labels it is as before, for ``generate``.
 
     For causal language models whose head is a linear layer, before the Trainer wraps them (DDP, FSDP2).
     """
-    stock, head = model.forward, model.get_output_embeddings()
+    check_head(model.get_output_embeddings())
+    stock = model.forward
     config = model.config.get_text_config()
     softcap = getattr(config, "final_logit_softcapping", None)
     for name in ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier", "output_router_logits"):
@@ -36,6 +51,8 @@ def without_logits(model: PreTrainedModel) -> PreTrainedModel:
         if labels is None:
             return stock(*arguments, **inputs)
         calls += 1
+        head = model.get_output_embeddings()  # at each call, because PEFT may replace it later
+        check_head(head)
         hidden = model.base_model(*arguments, **inputs, use_cache=False).last_hidden_state
         total = linear_cross_entropy(  # the hidden state of a token predicts the next one
             hidden[:, :-1], head.weight, labels[:, 1:], bias=head.bias, logit_softcap=softcap, reduction="sum"

@@ -8,6 +8,7 @@ python examples/marin_head.py trains a small Llama of Levanter's, on any device.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -55,9 +56,27 @@ def next_token_loss(
     return hax.nn.loss.reduce_loss(hax.named(losses, rows), reduction, reduction_axis, weight=weight)
 
 
+def check_head(model: Any) -> None:
+    """Refuses a head that is more than its weight: nothing else of it reaches `next_token_loss`."""
+    head = getattr(model, "lm_head", None)  # None: tied
+    if head is not None and not (type(head) is hax.nn.Linear and head.bias is None and head.reparam.active_scale == 1):
+        raise NotImplementedError(
+            f"lm_head, {type(head)}, is more than its weight, which alone is read: no LoRA, bias or scale. "
+            "Keep lm_head in LoraConfig's exclude_modules"
+        )
+
+
 def install() -> None:
     """From now on Levanter's models compute their loss without logits."""
+    stock = lm_model.LmHeadModel.compute_next_token_loss
+
+    @functools.wraps(stock)
+    def compute_next_token_loss(model: Any, *arguments: Any, **named: Any) -> Any:
+        check_head(model)
+        return stock(model, *arguments, **named)
+
     lm_model.maybe_fused_next_token_loss = next_token_loss
+    lm_model.LmHeadModel.compute_next_token_loss = compute_next_token_loss
 
 
 def main(steps: int = 5, **options: Any) -> list[float]:

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from absl import app
+from flax import nnx
 from maxtext.trainers.pre_train import train
 from maxtext.utils import max_utils
 
@@ -24,6 +25,13 @@ def head(model: Any, config: Any, dtype: Any) -> dict[str, Any]:
     """The weight in the dtype of its products, and the options of MaxText's head."""
     if config.parameter_memory_host_offload:
         raise NotImplementedError("parameter_memory_host_offload=true: this recipe takes the head from the device")
+    layer = model.token_embedder if config.logits_via_embedding else model.decoder.logits_dense
+    held = [name for name, x in vars(layer).items() if isinstance(x, nnx.Variable | nnx.Module)]
+    if more := [name for name in held if name not in ("embedding", "kernel")]:
+        raise NotImplementedError(
+            f"the head holds {' and '.join(more)}, which this loss does not read: leave it out of LoRA "
+            "(lora.lora_module_path) and of quantization (quantize_logits_proj=false)"
+        )
     if config.logits_via_embedding:
         return {
             "weight": jnp.asarray(model.token_embedder.embedding[...], jnp.bfloat16).astype(dtype),  # as MaxText does

@@ -97,6 +97,19 @@ def refuse_logits(*_: Any, **__: Any) -> Any:
     raise RuntimeError("NeMo RL passes logits: set policy.megatron_cfg.use_fused_linear_logprobs=true")
 
 
+def refuse_wrapped_head(model: torch.nn.Module, name: str, module: torch.nn.Module | None) -> None:
+    """Torch calls it before a module becomes part of another, as when an adapter (LoRA) is put around a layer.
+
+    NeMo RL hands over the output layer's weight alone: an adapter around the layer would neither count nor train.
+    """
+    head = model._modules.get(name) if name == "output_layer" else None
+    if module is not None and any(layer is head for layer in module.children()):
+        raise NotImplementedError(
+            f"{type(module)} around output_layer, whose weight alone is read: leave output_layer out of the "
+            "adapter's target_modules"
+        )
+
+
 def install() -> None:
     """Puts `logprobs` into NeMo RL, except in workers without Megatron, as vLLM's are: they compute no training head.
 
@@ -107,6 +120,7 @@ def install() -> None:
 
         model_utils.from_parallel_hidden_states_to_logprobs = logprobs
         model_utils.from_parallel_logits_to_logprobs = refuse_logits
+        torch.nn.modules.module.register_module_module_registration_hook(refuse_wrapped_head)
 
 
 def init_with_install(init: Any, *arguments: Any, runtime_env: Any = None, **named: Any) -> Any:

@@ -41,6 +41,19 @@ def refuse_logits(*_: Any, **__: Any) -> Any:
     raise RuntimeError("SkyRL passes logits: set trainer.fused_lm_head_logprob=true, or leave out skyrl_head")
 
 
+def refuse_wrapped_head(model: torch.nn.Module, name: str, module: torch.nn.Module | None) -> None:
+    """Torch calls it before a module becomes part of another, as when an adapter (LoRA) is put around a layer.
+
+    SkyRL hands over the output layer's weight alone: an adapter around the layer would neither count nor train.
+    """
+    head = model._modules.get(name) if name == "output_layer" else None
+    if module is not None and any(layer is head for layer in module.children()):
+        raise NotImplementedError(
+            f"{type(module)} around output_layer, whose weight alone is read: leave output_layer out of the "
+            "adapter's target_modules"
+        )
+
+
 def install() -> None:
     """Puts `logprobs` into SkyRL. To be called before its workers are imported, as `main` has Ray do."""
     from skyrl.backends.skyrl_train.distributed.megatron import model_utils
@@ -48,6 +61,7 @@ def install() -> None:
     model_utils._fused_lm_head_logprob_apply = logprobs
     model_utils.from_parallel_logits_to_logprobs = refuse_logits
     model_utils.from_parallel_logits_to_logprobs_packed_sequences = refuse_logits
+    torch.nn.modules.module.register_module_module_registration_hook(refuse_wrapped_head)
 
 
 def init_with_install(init: Any, *arguments: Any, runtime_env: Any = None, **named: Any) -> Any:

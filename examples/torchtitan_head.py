@@ -48,6 +48,11 @@ class HeadLoss(ChunkedLossWrapper):
         pass
 
     def set_lm_head(self, lm_head: torch.nn.Module) -> None:
+        if type(lm_head).forward is not torch.nn.Linear.forward:
+            raise NotImplementedError(
+                f"lm_head is {type(lm_head)}, and its weight and bias alone are read: leave it out of LoRA "
+                "(target_modules=) and of a quantization (filter_fqns=)"
+            )
         lm_head.forward = functools.partial(loss_of, lm_head)
         self.lm_head = lm_head
 

@@ -82,8 +82,26 @@ def count(what: str) -> None:
     calls += 1
 
 
+def refuse_wrapped_head(model: torch.nn.Module, name: str, module: torch.nn.Module | None) -> None:
+    """Torch calls it before a module becomes part of another, as when an adapter (LoRA) is put around a layer.
+
+    TRL hands over the head's weight alone: an adapter around the head would neither count nor train. TRL's trainers
+    refuse those of PEFT that are there before `install`.
+    """
+    head = model._modules.get(name)
+    if module is None or not any(layer is head for layer in module.children()):
+        return
+    if hasattr(module, "modules_to_save") or type(module).__module__.startswith("torch."):
+        return  # PEFT's copy in modules_to_save gives its own weight, and FSDP what it wraps
+    if getattr(model, "get_output_embeddings", lambda: None)() is head:
+        raise NotImplementedError(
+            f"{type(module)} around {name}, whose weight alone is read: leave {name} out of target_modules"
+        )
+
+
 def install() -> None:
     """Puts `Logprobs` and `Divergence` into TRL, which looks them up at each call."""
+    torch.nn.modules.module.register_module_module_registration_hook(refuse_wrapped_head)
     from trl.trainer import distillation_trainer, utils
 
     utils._ChunkedLogProbFunction = Logprobs

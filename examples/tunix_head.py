@@ -35,6 +35,12 @@ def hidden_states(model: nnx.Module, *inputs: Any, **more: Any) -> jax.Array:
 def head(model: nnx.Module) -> tuple[jax.Array, dict[str, Any]]:
     """The head's weight in the dtype of the model's products, and the options that say how it lies."""
     options: dict[str, Any] = {"logit_softcap": getattr(model.config, "final_logit_softcap", None)}
+    layer = model.lm_head if hasattr(model, "lm_head") else model.embedder
+    if adapters := [name for name, x in vars(layer).items() if isinstance(x, nnx.LoRAParam)]:
+        raise NotImplementedError(
+            f"the head holds {' and '.join(adapters)}, which this loss does not read: leave it out of LoraProvider's "
+            "module_path, or take hidden states and weight from `with_lora` of examples/lora_head.py"
+        )
     if hasattr(model, "lm_head"):
         return model.lm_head.w.get_value().astype(model.config.dtype), options | {"weight_layout": "hv"}
     return model.embedder.input_embedding.get_value().astype(model.config.dtype), options

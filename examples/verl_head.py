@@ -15,6 +15,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import torch
 import verl.utils.kernel.linear_cross_entropy as kernel
 
 import lce_torch_bridge.verl
@@ -32,8 +33,28 @@ def linear_cross_entropy(*arguments: Any, **named: Any) -> Any:
     return lce_torch_bridge.verl.linear_cross_entropy(*arguments, **named)
 
 
+def refuse_head(model: torch.nn.Module, name: str, module: torch.nn.Module | None) -> None:
+    """Torch calls it before a module becomes part of another, as when an adapter (LoRA) is put around a layer.
+
+    verl hands over the head's weight alone: a bias would be left out, and so would an adapter, which would not train.
+    """
+    if name not in ("lm_head", "output_layer") or module is None:
+        return
+    if name == "lm_head" and isinstance(module, torch.nn.Linear) and module.bias is not None:
+        raise NotImplementedError(
+            "lm_head has a bias, which verl drops here: set use_fused_kernels=False without verl_head"
+        )
+    if hasattr(module, "modules_to_save") or type(module).__module__.startswith("torch."):
+        return  # PEFT's copy in modules_to_save gives its own weight, and FSDP what it wraps
+    if any(layer is model._modules.get(name) for layer in module.children()):
+        raise NotImplementedError(
+            f"{type(module)} around {name}, whose weight alone is read: leave {name} out of target_modules"
+        )
+
+
 def install() -> None:
     """In place of verl's function. Five modules import it at each call; the two of Megatron may have it already."""
+    torch.nn.modules.module.register_module_module_registration_hook(refuse_head)
     kernel.linear_cross_entropy = linear_cross_entropy
     for name in CALLERS_AT_IMPORT:
         if name in sys.modules:
@@ -45,7 +66,6 @@ install()
 
 def main(steps: int = 3) -> list[float]:
     """An actor's steps under the switch of its FSDP engine; returns the losses in nats per token."""
-    import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
     from verl.models.transformers.monkey_patch import patch_forward_with_backends
 

@@ -150,6 +150,17 @@ class LMHead(nnx.Module):
         return cls(embed.features, vocab_size, embed=embed, **options)
 
     @property
+    def _weight(self) -> Float[Array, "V H"]:
+        """The weight, if it is the whole head. An adapter, as qwix adds one, is a part of the model's logits alone."""
+        if adapters := [name for name, x in vars(self).items() if isinstance(x, nnx.LoRAParam)]:
+            raise NotImplementedError(
+                f"the head holds {' and '.join(adapters)}, which are a part of the model's logits and of nothing else: "
+                "leave the head out of the adapter's modules, or add the scaled product of the two to the weight, or "
+                "call the functions of lce_jax with both (docs/recipes/lora.md)"
+            )
+        return self.weight[...]
+
+    @property
     def _bias(self) -> Float[Array, "V"] | None:
         return None if self.bias is None else self.bias[...]
 
@@ -188,7 +199,7 @@ class LMHead(nnx.Module):
                 ``gradient_threshold``, ``vocab_part_size``, ``logit_floor``, ``implementation`` and (inside
                 ``jax.shard_map``) ``axis_name``, as in `lce_jax.linear_logprobs`.
         """
-        return self.options.logprobs(hidden, self.weight[...], labels, bias=self._bias, **options)
+        return self.options.logprobs(hidden, self._weight, labels, bias=self._bias, **options)
 
     def topk(self, hidden: Float[Array, "*b H"], k: int, **options: Unpack[_head.TopKOptions]) -> TopK:
         """The k most likely tokens and their log-probabilities, without storing the logits; not differentiable.
@@ -199,7 +210,7 @@ class LMHead(nnx.Module):
             **options: ``where``, ``temperature``, ``implementation`` and (inside ``jax.shard_map``) ``axis_name``, as
                 in `lce_jax.linear_topk`.
         """
-        return self.options.topk(hidden, self.weight[...], k, bias=self._bias, **options)
+        return self.options.topk(hidden, self._weight, k, bias=self._bias, **options)
 
     def kl(
         self,
@@ -219,8 +230,8 @@ class LMHead(nnx.Module):
             **options: ``direction``, ``beta``, ``where``, ``temperature``, ``teacher_temperature``, ``cache_bytes`` and
                 (inside ``jax.shard_map``) ``axis_name``, as in `lce_jax.linear_kl`.
         """
-        teachers, biases = (teacher.options, teacher_hidden, teacher.weight[...]), (self._bias, teacher._bias)
-        return self.options.kl(hidden, self.weight[...], *teachers, *biases, **options)
+        teachers, biases = (teacher.options, teacher_hidden, teacher._weight), (self._bias, teacher._bias)
+        return self.options.kl(hidden, self._weight, *teachers, *biases, **options)
 
     def loss(
         self, hidden: Float[Array, "*b H"], labels: Int[Array, "*b"], **options: Unpack[_head.LossOptions]
@@ -233,4 +244,4 @@ class LMHead(nnx.Module):
             **options: ``ignore_index``, ``reduction``, ``label_smoothing``, ``z_loss``, ``normalizer`` and the options
                 of `logprobs`, as in `lce_jax.linear_cross_entropy`.
         """
-        return self.options.loss(hidden, self.weight[...], labels, bias=self._bias, **options)
+        return self.options.loss(hidden, self._weight, labels, bias=self._bias, **options)

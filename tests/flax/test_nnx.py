@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from examples import lora_head
+from lce_jax import linear_cross_entropy
 from lce_jax.flax.nnx import LMHead
 from tests.flax_cases import (
     BATCH,
@@ -123,6 +125,29 @@ def test_kl_is_that_of_the_logits_of_both_heads():
     assert_trees_close(got, kl_of_logits(teacher(teacher_hidden), head(hidden)))
     with pytest.raises(ValueError, match="vocab_size=51, but the teacher's is 50: a divergence needs one vocabulary"):
         head.kl(hidden, LMHead(HIDDEN, VOCAB - 1, rngs=nnx.Rngs(1)), hidden)
+
+
+def test_an_adapter_on_the_head_is_refused():
+    """As qwix leaves a head, for which `Model.__call__` alone has the adapter; merged into the weight, it counts."""
+    (hidden, labels), head, plain = batch(), make_head(), make_head()
+    a, b = jax.random.normal(jax.random.key(1), (HIDDEN, 2)), jax.random.normal(jax.random.key(2), (2, VOCAB))
+    head.weight_lora_a, head.weight_lora_b = nnx.LoRAParam(a), nnx.LoRAParam(b)
+    for call in (
+        lambda: head.loss(hidden, labels),
+        lambda: head.logprobs(hidden, labels),
+        lambda: head.topk(hidden, 3),
+        lambda: head.kl(hidden, plain, hidden),
+        lambda: plain.kl(hidden, head, hidden),
+    ):
+        with pytest.raises(
+            NotImplementedError, match="the head holds weight_lora_a and weight_lora_b, which are a part"
+        ):
+            call()
+    logits = head(hidden) + 0.5 * hidden @ a @ b
+    plain.weight[...] += 0.5 * (a @ b).T
+    assert_trees_close(plain.loss(hidden, labels), loss_from_logits(logits, labels))
+    pair = lora_head.with_lora(hidden, head.weight[...], a, b.T, 0.5)
+    assert_trees_close(linear_cross_entropy(*pair, labels), loss_from_logits(logits, labels))
 
 
 def test_loss_passes_every_option_on():

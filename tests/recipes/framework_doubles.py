@@ -10,7 +10,9 @@ What they compute is written anew, in float64, on the whole vocabulary: ``tests/
 
 from __future__ import annotations
 
+import copy
 import itertools
+import types
 from typing import Any
 
 import torch
@@ -78,3 +80,85 @@ class TRL:
         chosen = logp.gather(-1, targets[:, None])[:, 0]
         squares = (2 * z).logsumexp(-1) - 2 * z.logsumexp(-1)
         return chosen, -(logp.exp() * logp).sum(-1), squares, z.mean(-1), z.argmax(-1) == targets
+
+
+class LoraLinear(torch.nn.Module):
+    """Like PEFT's ``lora.Linear``: around a layer, whose weight and bias it passes off as its own."""
+
+    def __init__(self, base_layer: torch.nn.Linear, rank: int = 2, scale: float = 2.0) -> None:
+        super().__init__()
+        self.base_layer, self.scale = base_layer.requires_grad_(False), scale
+        self.lora_A = torch.nn.Linear(base_layer.in_features, rank, bias=False)
+        self.lora_B = torch.nn.Linear(rank, base_layer.out_features, bias=False)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self.base_layer.weight
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        return self.base_layer.bias
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.base_layer(hidden) + self.scale * self.lora_B(self.lora_A(hidden))
+
+    def merged(self) -> torch.nn.Linear:
+        """As ``merge_and_unload`` leaves the layer."""
+        self.base_layer.weight.data += self.scale * self.lora_B.weight.detach() @ self.lora_A.weight.detach()
+        return self.base_layer
+
+
+class ModulesToSave(torch.nn.Module):
+    """Like PEFT's ``ModulesToSaveWrapper``: a copy is trained in a layer's place, and its attributes are passed on."""
+
+    def __init__(self, original_module: torch.nn.Linear) -> None:
+        super().__init__()
+        self.original_module = original_module.requires_grad_(False)
+        self.modules_to_save = torch.nn.ModuleDict({"default": copy.deepcopy(original_module).requires_grad_()})
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.modules_to_save["default"], name)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.modules_to_save["default"](hidden)
+
+
+class CausalLM(torch.nn.Module):
+    """Like a causal language model of Transformers."""
+
+    def __init__(self, bias: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.base_model, self.lm_head = Trunk(), torch.nn.Linear(16, 64, bias=bias)
+        self.config = types.SimpleNamespace(get_text_config=types.SimpleNamespace)
+
+    def get_output_embeddings(self) -> torch.nn.Module:
+        return self.lm_head
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Logits."""
+        return self.lm_head(self.base_model(tokens).last_hidden_state)
+
+
+class Trunk(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(64, 16)
+
+    def forward(self, tokens: torch.Tensor, use_cache: bool = False) -> types.SimpleNamespace:
+        del use_cache
+        return types.SimpleNamespace(last_hidden_state=self.embed(tokens))
+
+
+class Framework(types.ModuleType):
+    """A module of a framework that is not installed. It has every name, as a class whose attributes are classes too."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        made = type(name, (types.SimpleNamespace,), {"Config": type("Config", (), {})})
+        setattr(self, name, made)
+        return made
