@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,17 +15,16 @@ import jax.numpy as jnp
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Bool, Float, Int
 
-Entropy_co = TypeVar("Entropy_co", covariant=True)  # an array, None, or either
-
 
 class UnsupportedError(ValueError):
     """An implementation that was asked for by name cannot serve the call; the message says why."""
 
 
-class LogprobOutput(NamedTuple, Generic[Entropy_co]):  # noqa: UP046 mypy takes a parameter in brackets for invariant
+class LogprobOutput(NamedTuple):
     """Per-token results, each of ``labels.shape`` and float32 (float64 when the weight is float64) or bool, or None.
 
-    A pytree. What ``stats=True`` adds is not differentiable; all else is. ``LogprobOutput[None]`` has no entropy.
+    A pytree. What ``stats=True`` adds is not differentiable; all else is. A type checker takes any field but logprobs
+    and lse for one that may be None: ``assert out.entropy is not None`` says that the call asked for it.
 
     Attributes:
         logprobs: ln p(label), nats. 0 where the label is out of vocabulary or ``where`` is False.
@@ -44,7 +43,7 @@ class LogprobOutput(NamedTuple, Generic[Entropy_co]):  # noqa: UP046 mypy takes 
     """
 
     logprobs: Float[Array, ...]
-    entropy: Entropy_co
+    entropy: Float[Array, ...] | None
     lse: Float[Array, ...]
     max_logit: Float[Array, ...] | None = None
     min_logit: Float[Array, ...] | None = None

@@ -8,7 +8,7 @@ token: its label, its temperature, its floor and its candidates if it has them, 
 from __future__ import annotations
 
 import functools
-from typing import Any, Generic, Literal, NamedTuple, TypeVar, get_type_hints
+from typing import Any, Literal, NamedTuple, get_type_hints
 
 import torch
 
@@ -17,7 +17,6 @@ type WithEntropy = Literal[True, "metric"]
 type OutOfVocab = Literal["zero", "megatron"]
 type Wgrad = Literal["return", "main_grad"]
 type Reduction = Literal["none", "sum", "mean"]
-Entropy_co = TypeVar("Entropy_co", covariant=True)  # a tensor, None, or either
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)  # types of tensors that nothing else interprets
 PER_CANDIDATE = "candidate_logprobs"  # the one result that is [T, K]; the others are [T]
@@ -25,12 +24,12 @@ DIFFERENTIABLE = ("logprobs", "entropy", "lse", "mean_logit", PER_CANDIDATE)  # 
 OF_STATS = ("max_logit", "min_logit", "sum_p_squared")  # what ``stats=True`` adds, without a gradient
 
 
-class LogprobOutput(NamedTuple, Generic[Entropy_co]):  # noqa: UP046 mypy takes a parameter in brackets for invariant
+class LogprobOutput(NamedTuple):
     """Results of each token, float32 tensors of ``labels.shape``, or None. Tokens that are not kept are 0.
 
-    All are differentiable except what ``stats=True`` adds. ``LogprobOutput[None]`` has no entropy. If a function may
-    return only tensors, such as a stage of ``torch.distributed.pipelining``, return ``out[:3]``, or the fields that you
-    need.
+    All are differentiable except what ``stats=True`` adds. A type checker takes any field but logprobs and lse for one
+    that may be None: ``assert out.entropy is not None`` says that the call asked for it. If a function may return only
+    tensors, such as a stage of ``torch.distributed.pipelining``, return ``out[:3]``, or the fields that you need.
 
     Attributes:
         logprobs: ln p(label), nats. ``out_of_vocab`` says what a label outside the vocabulary has.
@@ -47,7 +46,7 @@ class LogprobOutput(NamedTuple, Generic[Entropy_co]):  # noqa: UP046 mypy takes 
     """
 
     logprobs: torch.Tensor
-    entropy: Entropy_co
+    entropy: torch.Tensor | None
     lse: torch.Tensor
     max_logit: torch.Tensor | None = None
     min_logit: torch.Tensor | None = None

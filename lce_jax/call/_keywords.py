@@ -1,4 +1,4 @@
-"""What public functions take by keyword. Overloads name ``entropy`` apart, because it decides a result's type."""
+"""What public functions take by keyword."""
 
 from __future__ import annotations
 
@@ -6,21 +6,20 @@ from typing import TYPE_CHECKING, Literal, TypedDict
 
 if TYPE_CHECKING:
     from jax.lax import PrecisionLike
-    from jax.sharding import AbstractMesh, Mesh
 
-    from lce_jax._shapes import Array, Bool, Float, Int
-    from lce_jax.mesh._layout import Axes
+    from lce_jax._shapes import Array, Float, Int
 
 type Same = Literal["same"]
 type Unset = Literal["unset"]
 
 
-class CommonOptions(TypedDict, total=False):
-    """The keyword options of `LogprobOptions` that decide no type."""
+class LogprobOptions(TypedDict, total=False):
+    """The keyword options that every public function shares; `linear_logprobs` says what each means."""
 
     temperature: float | Float[Array, "..."]
     logit_softcap: float | Float[Array, ""] | None
     logit_scale: float | Float[Array, ""]
+    entropy: bool
     stats: bool
     vocab_size: int | None
     weight_layout: Literal["vh", "hv"]
@@ -33,12 +32,6 @@ class CommonOptions(TypedDict, total=False):
     gradient_threshold: float
     vocab_part_size: int | None
     logit_floor: float | Float[Array, "..."] | None
-
-
-class LogprobOptions(CommonOptions, total=False):
-    """The keyword options that every public function shares; `linear_logprobs` says what each means."""
-
-    entropy: bool
 
 
 class TeacherOptions(TypedDict, total=False):
@@ -54,32 +47,3 @@ class TeacherOptions(TypedDict, total=False):
 
 class ExplainOptions(LogprobOptions, TeacherOptions, total=False):
     """The keyword options of the functions that `explain` knows."""
-
-
-class MeshKeywords(TypedDict, total=False):
-    """How a ``sharded_`` function names the mesh."""
-
-    mesh: Mesh | AbstractMesh | None
-    vocab_axis: Axes
-    batch_axes: Axes
-    sequence_axis: Axes
-
-
-class LogprobKeywords(CommonOptions, total=False):
-    """Of `linear_logprobs`."""
-
-    where: Bool[Array, "*b"] | None
-
-
-class LossKeywords(LogprobKeywords, total=False):
-    """Of `linear_loss`."""
-
-    chunk_bytes: int | None
-
-
-class ShardedKeywords(LogprobKeywords, MeshKeywords, total=False):
-    """Of `sharded_linear_logprobs`."""
-
-
-class ShardedLossKeywords(LossKeywords, MeshKeywords, total=False):
-    """Of `sharded_linear_loss`."""

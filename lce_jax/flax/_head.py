@@ -66,16 +66,11 @@ class KLOptions(TypedDict, total=False):
 
 
 class LogprobOptions(SharedOptions, total=False):
-    """What a call of ``logprobs`` may set apart from ``entropy``, which decides its type."""
-
-    stats: bool
-    candidates: Int[Array, "*b K"] | None
-
-
-class CallOptions(LogprobOptions, total=False):
     """What a call of ``logprobs`` may set."""
 
     entropy: bool
+    stats: bool
+    candidates: Int[Array, "*b K"] | None
 
 
 class LossOptions(SharedOptions, total=False):
@@ -166,8 +161,8 @@ class Head:
         weight: Float[Array, "V H"],
         labels: Int[Array, "*b"],
         bias: Float[Array, "V"] | None = None,
-        **options: Unpack[CallOptions],
-    ) -> LogprobOutput[Array | None]:
+        **options: Unpack[LogprobOptions],
+    ) -> LogprobOutput:
         """`linear_logprobs`, or `sharded_linear_logprobs` if the head names a mesh axis."""
         function = sharding.sharded_linear_logprobs if self.on_mesh else api.linear_logprobs
         return function(hidden, self._cast(weight), labels, bias=bias, **self._own_options(), **options)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import flax.linen as nn
 import jax
@@ -156,21 +156,9 @@ class LMHead(nn.Module):
         """
         return self.options.logits(hidden, self.weight, self.bias)
 
-    @overload
     def logprobs(
-        self, hidden: Array, labels: Array, *, entropy: Literal[True] = True, **options: Unpack[_head.LogprobOptions]
-    ) -> LogprobOutput[Array]: ...
-    @overload
-    def logprobs(
-        self, hidden: Array, labels: Array, *, entropy: Literal[False], **options: Unpack[_head.LogprobOptions]
-    ) -> LogprobOutput[None]: ...
-    @overload
-    def logprobs(
-        self, hidden: Array, labels: Array, *, entropy: bool, **options: Unpack[_head.LogprobOptions]
-    ) -> LogprobOutput[Array | None]: ...
-    def logprobs(
-        self, hidden: Float[Array, "*b H"], labels: Int[Array, "*b"], **options: Unpack[_head.CallOptions]
-    ) -> LogprobOutput[Array | None]:
+        self, hidden: Float[Array, "*b H"], labels: Int[Array, "*b"], **options: Unpack[_head.LogprobOptions]
+    ) -> LogprobOutput:
         """Per-token log-probability and entropy, without storing the logits.
 
         Args:

@@ -62,7 +62,7 @@ def finish(
     temperature: float | Float[Array, "T"] = 1.0,
     logit_softcap: float | Float[Array, ""] | None = None,
     logit_scale: float | Float[Array, ""] = 1.0,
-) -> LogprobOutput[Array | None]:
+) -> LogprobOutput:
     """The results from the statistics of the whole vocabulary: ``lse = k·m + ln s``, ``entropy = ln s - q/s``.
 
     On a device with kernels, a kernel computes them. So the results of one shard alone have the bits of

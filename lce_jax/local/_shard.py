@@ -154,7 +154,7 @@ def gradients(
     weight: Float[Array, "V H"],
     labels: Int[Array, "T"],
     merged: ShardStatistics,
-    cotangent: LogprobOutput[Array | None],
+    cotangent: LogprobOutput,
     *,
     vocab_start: int | Int[Array, ""] = 0,
     where: Bool[Array, "T"] | None = None,

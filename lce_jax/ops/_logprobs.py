@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, Unpack, overload
+from typing import TYPE_CHECKING, Literal
 
 from lce_jax._types import LogprobOutput, Results
 from lce_jax.call import _bind, _options
@@ -17,22 +17,9 @@ if TYPE_CHECKING:
     from jax.lax import PrecisionLike
 
     from lce_jax._shapes import Array, Bool, Float, Int
-    from lce_jax.call._keywords import LogprobKeywords
     from lce_jax.mesh._layout import Axes
 
 
-@overload
-def linear_logprobs(
-    hidden: Array, weight: Array, labels: Array, *, entropy: Literal[True] = True, **options: Unpack[LogprobKeywords]
-) -> LogprobOutput[Array]: ...
-@overload
-def linear_logprobs(
-    hidden: Array, weight: Array, labels: Array, *, entropy: Literal[False], **options: Unpack[LogprobKeywords]
-) -> LogprobOutput[None]: ...
-@overload
-def linear_logprobs(
-    hidden: Array, weight: Array, labels: Array, *, entropy: bool, **options: Unpack[LogprobKeywords]
-) -> LogprobOutput[Array | None]: ...
 def linear_logprobs(
     hidden: Float[Array, "*b H"],
     weight: Float[Array, "V H"],
@@ -55,7 +42,7 @@ def linear_logprobs(
     gradient_threshold: float = 0.0,
     vocab_part_size: int | None = None,
     logit_floor: float | Float[Array, "..."] | None = None,
-) -> LogprobOutput[Array | None]:
+) -> LogprobOutput:
     """Per-token log-probability and entropy of a language-model head, without storing the logits.
 
     With ``z = cap(logit_scale · (hidden · weightᵀ + bias)) / temperature`` in float32 and ``p = softmax(z)`` over the

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
+from typing import TYPE_CHECKING, Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -29,32 +29,11 @@ if TYPE_CHECKING:
     from jax.sharding import AbstractMesh, Mesh
 
     from lce_jax._shapes import Array, Bool, Float, Int
-    from lce_jax.call._keywords import LossKeywords, ShardedLossKeywords
     from lce_jax.mesh._layout import Axes
 
 NOT_OF_LOSS = ("cache_bytes", "candidates", "vocab_part_size")
 
 
-@overload
-def linear_loss(
-    loss_fn: Callable[..., Array],
-    hidden: Array,
-    weight: Array,
-    labels: Array,
-    *per_token: object,
-    entropy: Literal[True] = True,
-    **options: Unpack[LossKeywords],
-) -> tuple[Array, LogprobOutput[Array]]: ...
-@overload
-def linear_loss(
-    loss_fn: Callable[..., Array],
-    hidden: Array,
-    weight: Array,
-    labels: Array,
-    *per_token: object,
-    entropy: bool,
-    **options: Unpack[LossKeywords],
-) -> tuple[Array, LogprobOutput[Array | None]]: ...
 def linear_loss(
     loss_fn: Callable[..., Array],
     hidden: Float[Array, "*b H"],
@@ -64,7 +43,7 @@ def linear_loss(
     where: Bool[Array, "*b"] | None = None,
     chunk_bytes: int | None = None,
     **options: Unpack[LogprobOptions],
-) -> tuple[Float[Array, ""], LogprobOutput[Array | None]]:
+) -> tuple[Float[Array, ""], LogprobOutput]:
     """Σ loss_fn(logprob, entropy, lse, …) over the tokens, its gradients computed in the forward.
 
     A loss of per-token scalars has its derivative for a token as soon as that token's results are known. So a
@@ -145,26 +124,6 @@ def linear_loss(
     return _sum_of_losses(loss_fn, hidden, weight, labels, per_token, where, chunk_bytes, options)
 
 
-@overload
-def sharded_linear_loss(
-    loss_fn: Callable[..., Array],
-    hidden: Array,
-    weight: Array,
-    labels: Array,
-    *per_token: object,
-    entropy: Literal[True] = True,
-    **options: Unpack[ShardedLossKeywords],
-) -> tuple[Array, LogprobOutput[Array]]: ...
-@overload
-def sharded_linear_loss(
-    loss_fn: Callable[..., Array],
-    hidden: Array,
-    weight: Array,
-    labels: Array,
-    *per_token: object,
-    entropy: bool,
-    **options: Unpack[ShardedLossKeywords],
-) -> tuple[Array, LogprobOutput[Array | None]]: ...
 def sharded_linear_loss(
     loss_fn: Callable[..., Array],
     hidden: Float[Array, "*b H"],
@@ -178,7 +137,7 @@ def sharded_linear_loss(
     where: Bool[Array, "*b"] | None = None,
     chunk_bytes: int | None = None,
     **options: Unpack[LogprobOptions],
-) -> tuple[Float[Array, ""], LogprobOutput[Array | None]]:
+) -> tuple[Float[Array, ""], LogprobOutput]:
     """`linear_loss` over a mesh: the vocabulary split over one axis, the tokens over others.
 
     Operands and results are global arrays, and the sum is over the tokens of all devices. In ``[T, H]`` the one

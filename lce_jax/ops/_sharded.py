@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, Unpack, overload
+from typing import TYPE_CHECKING, Unpack
 
 from lce_jax._types import LogprobOutput
 from lce_jax.call import _options
@@ -14,27 +14,10 @@ if TYPE_CHECKING:
     from jax.sharding import AbstractMesh, Mesh
 
     from lce_jax._shapes import Array, Bool, Float, Int
-    from lce_jax.call._keywords import LogprobOptions, ShardedKeywords
+    from lce_jax.call._keywords import LogprobOptions
     from lce_jax.mesh._layout import Axes
 
 
-@overload
-def sharded_linear_logprobs(
-    hidden: Array,
-    weight: Array,
-    labels: Array,
-    *,
-    entropy: Literal[True] = True,
-    **options: Unpack[ShardedKeywords],
-) -> LogprobOutput[Array]: ...
-@overload
-def sharded_linear_logprobs(
-    hidden: Array, weight: Array, labels: Array, *, entropy: Literal[False], **options: Unpack[ShardedKeywords]
-) -> LogprobOutput[None]: ...
-@overload
-def sharded_linear_logprobs(
-    hidden: Array, weight: Array, labels: Array, *, entropy: bool, **options: Unpack[ShardedKeywords]
-) -> LogprobOutput[Array | None]: ...
 def sharded_linear_logprobs(
     hidden: Float[Array, "*b H"],
     weight: Float[Array, "V H"],
@@ -46,7 +29,7 @@ def sharded_linear_logprobs(
     sequence_axis: Axes = None,
     where: Bool[Array, "*b"] | None = None,
     **options: Unpack[LogprobOptions],
-) -> LogprobOutput[Array | None]:
+) -> LogprobOutput:
     """`linear_logprobs` over a mesh: the vocabulary split over one axis, the tokens over others.
 
     Operands and results are global arrays. In ``[T, H]`` the one dimension of tokens is batch and sequence at once.

@@ -90,7 +90,9 @@ def spread(spec: Any, program: Program, *operands: Any) -> Any:
     @jax.custom_batching.custom_vmap
     def call(*operands: Any) -> Any:
         if spec.mesh is None:
-            return _here(spec, program, *operands)
+            first, *others = jax.tree.leaves(operands)
+            told = [_traced_for_p.bind(first, spec=spec), *others]
+            return program.run(spec, *jax.tree.unflatten(jax.tree.structure(operands), told))
         layout = spec.mesh if isinstance(spec.mesh, Layout) else _layout_of_types(spec, program, operands)
         run = _by_xla if layout is None else functools.partial(_over_devices, layout)
         return run(spec, program, *operands)
@@ -236,7 +238,9 @@ def _specs(layout: Layout, program: Program) -> tuple[Any, Any]:
 
 def _by_xla(spec: Any, program: Program, *operands: Any) -> Any:
     """The program of global arrays, which XLA partitions."""
-    whole = functools.partial(_here, spec, program) if spec.mesh.empty else functools.partial(program.run, spec)
+    whole = functools.partial(program.run, spec)
+    if spec.mesh.empty:  # then it may be lowered for one device
+        whole = functools.partial(spread, dataclasses.replace(spec, mesh=None), program)
     rule, dimensions = functools.partial(_rule, spec, program), functools.partial(_dimensions, program)
     return Partitioned(whole, rule, dimensions, spec.mesh, spec.case, program.unused)(*operands)
 
@@ -273,13 +277,6 @@ def _is_spec(x: Any) -> bool:
 
 
 # Without a mesh
-
-
-def _here(spec: Any, program: Program, *operands: Any) -> Any:
-    """The program of operands that are whole on one device, which must be the one that it is traced for."""
-    first, *others = jax.tree.leaves(operands)
-    told = [_traced_for_p.bind(first, spec=spec), *others]
-    return program.run(spec, *jax.tree.unflatten(jax.tree.structure(operands), told))
 
 
 _traced_for_p = Primitive("lce_traced_for")  # its operand, in a program that knows what it was traced for

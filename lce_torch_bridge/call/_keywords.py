@@ -1,7 +1,4 @@
-"""What public functions take by keyword beside the arguments that their signatures name.
-
-Overloads of `linear_logprobs` and `linear_loss` name ``entropy`` apart, because it decides a result's type.
-"""
+"""What public functions take by keyword beside the arguments that their signatures name."""
 
 from __future__ import annotations
 
@@ -48,31 +45,14 @@ class EntropyOptions(CrossEntropyOptions, total=False):
     where: torch.Tensor | None
 
 
-class LogprobKeywords(EntropyOptions, total=False):
-    """Of `linear_logprobs` without ``entropy``."""
+class LogprobOptions(EntropyOptions, total=False):
+    """Of `explain`."""
 
+    entropy: Entropy
     stats: bool
     mean_logit: bool
     candidates: torch.Tensor | None
     ignore_index: int | None
-    out_of_vocab: OutOfVocab
-
-
-class LogprobOptions(LogprobKeywords, total=False):
-    """Of `explain`."""
-
-    entropy: Entropy
-
-
-class LossKeywords(HeadOptions, total=False):
-    """Of `linear_loss` without ``entropy``."""
-
-    where: torch.Tensor | None
-    ignore_index: int | None
-    wgrad: Wgrad
-    cotangent: float | None
-    chunk_bytes: int | None
-    stats: bool
     out_of_vocab: OutOfVocab
 
 

@@ -36,7 +36,7 @@ def output_processor(
     runtime_gather_output: bool | None = None,
     inference_context: object = None,
     **_: object,
-) -> LogprobOutput[torch.Tensor | None]:
+) -> LogprobOutput:
     """Log-probability and entropy in place of logits: ``GPTModel`` calls this function instead of its output layer.
 
     Multi-token prediction runs before, and its own loss stores logits unless the call is inside `fused_losses`.

@@ -46,7 +46,7 @@ class FusedForward:
 
     def __call__(
         self, input_: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: bool | None = None
-    ) -> tuple[LogprobOutput[torch.Tensor | None], torch.Tensor | None]:
+    ) -> tuple[LogprobOutput, torch.Tensor | None]:
         """Like `ColumnParallelLinear.forward`: the output, and the bias if the caller is to add it."""
         layer = self.layer
         if layer.gather_output if runtime_gather_output is None else runtime_gather_output:

@@ -140,4 +140,5 @@ def linear_entropy(
     _checks.hidden(hidden)
     labels = hidden.new_full(hidden.shape[:-1], -1, dtype=torch.int64)
     out = linear_logprobs(hidden, weight, labels, **options)
+    assert out.entropy is not None
     return out.entropy, out.lse

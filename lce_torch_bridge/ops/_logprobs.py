@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,29 +13,8 @@ from lce_torch_bridge.operators._derivatives import is_differentiated
 
 if TYPE_CHECKING:
     import torch.distributed as dist
-    from torch import Tensor
-
-    from lce_torch_bridge._types import WithEntropy
-    from lce_torch_bridge.call._keywords import LogprobKeywords
 
 
-@overload
-def linear_logprobs(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    *,
-    entropy: WithEntropy = True,
-    **options: Unpack[LogprobKeywords],
-) -> LogprobOutput[Tensor]: ...
-@overload
-def linear_logprobs(
-    hidden: Tensor, weight: Tensor, labels: Tensor, *, entropy: Literal[False], **options: Unpack[LogprobKeywords]
-) -> LogprobOutput[None]: ...
-@overload
-def linear_logprobs(
-    hidden: Tensor, weight: Tensor, labels: Tensor, *, entropy: Entropy, **options: Unpack[LogprobKeywords]
-) -> LogprobOutput[Tensor | None]: ...
 def linear_logprobs(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -61,7 +40,7 @@ def linear_logprobs(
     vocab_part_size: int | None = None,
     logit_floor: float | torch.Tensor | None = None,
     implementation: str | tuple[str, ...] | None = None,
-) -> LogprobOutput[torch.Tensor | None]:
+) -> LogprobOutput:
     """Per-token log-probability and entropy of a language-model head, without storing the logits.
 
     With ``z = cap(logit_scale · (hidden · weightᵀ + bias)) / temperature`` in float32 and ``p = softmax(z)`` over the

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Unpack, overload
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 
@@ -19,10 +19,7 @@ from lce_torch_bridge.tensors import _padding
 from lce_torch_bridge.tensors._main_grad import main_grad_of
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from lce_torch_bridge._types import Entropy, WithEntropy
-    from lce_torch_bridge.call._keywords import LossKeywords, LossOptions
+    from lce_torch_bridge.call._keywords import LossOptions
 
 CHUNK_BYTES = 1400 << 20  # chunks of 4096 tokens at V 151936
 NO_CANDIDATES = "loss_fn gets log-probability, entropy and lse"
@@ -33,26 +30,6 @@ REFUSED = {
 }  # fmt: skip
 
 
-@overload
-def linear_loss(
-    loss_fn: Callable[..., Tensor],
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    *per_token: Tensor,
-    entropy: WithEntropy = True,
-    **options: Unpack[LossKeywords],
-) -> tuple[Tensor, LogprobOutput[Tensor]]: ...
-@overload
-def linear_loss(
-    loss_fn: Callable[..., Tensor],
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    *per_token: Tensor,
-    entropy: Entropy,
-    **options: Unpack[LossKeywords],
-) -> tuple[Tensor, LogprobOutput[Tensor | None]]: ...
 @torch.compiler.disable(reason="lce_torch_bridge.linear_loss differentiates loss_fn as it runs")  # type: ignore[untyped-decorator]
 def linear_loss(
     loss_fn: Callable[..., torch.Tensor],
@@ -66,7 +43,7 @@ def linear_loss(
     cotangent: float | None = None,
     chunk_bytes: int | None = None,
     **options: Unpack[LossOptions],
-) -> tuple[torch.Tensor, LogprobOutput[torch.Tensor | None]]:
+) -> tuple[torch.Tensor, LogprobOutput]:
     """Σ loss_fn(logprob, entropy, lse, …) over the tokens, its gradients computed in the forward.
 
     The derivative of a per-token loss is known as soon as the token's results are. So a call that is differentiated

@@ -27,10 +27,11 @@ from lce_jax import LogprobOutput, explain, linear_cross_entropy, linear_logprob
 
 def objective(hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> jax.Array:
     out = linear_logprobs(hidden, weight, labels, where=labels != -100, temperature=0.8)
+    assert out.entropy is not None
     return -jnp.mean(out.logprobs + 0.01 * out.entropy)
 
 
-def either(hidden: jax.Array, weight: jax.Array, labels: jax.Array, entropy: bool) -> LogprobOutput[jax.Array | None]:
+def either(hidden: jax.Array, weight: jax.Array, labels: jax.Array, entropy: bool) -> LogprobOutput:
     if entropy:
         return linear_logprobs(hidden, weight, labels)
     out = lce_jax.sharded_linear_logprobs(hidden, weight, labels, vocab_axis=("tensor",), entropy=entropy)
@@ -47,6 +48,7 @@ def metrics(hidden: jax.Array, weight: jax.Array, labels: jax.Array, old: jax.Ar
     loss, out = linear_loss(losses.with_entropy_bonus(losses.ppo_clip, 0.01), hidden, weight, labels, old, {"a": old})
     stats, cache = local.statistics(hidden, weight, labels, keep_cache=True)
     local.gradients(hidden, weight, labels, stats, out, cache=cache)
+    assert out.entropy is not None
     return loss + linear_cross_entropy(hidden, weight, labels, z_loss=1e-4), out.entropy
 
 
@@ -70,6 +72,8 @@ def objective(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) 
     out = linear_logprobs(hidden, weight, labels, entropy="metric", where=labels != -100)
     total, seen = linear_loss(lambda logprobs, entropy, lse: -logprobs, hidden, weight, labels, wgrad="main_grad")
     entropy, lse = linear_entropy(hidden, weight, temperature=0.7)
+    assert out.entropy is not None
+    assert seen.entropy is not None
     return total - out.logprobs.sum() - 0.01 * (out.entropy + entropy).sum() + seen.entropy.mean()
 
 
@@ -93,6 +97,7 @@ other = linen.LMHead(16, 1000, dtype=jnp.bfloat16)
 
 def objective(hidden: jax.Array, labels: jax.Array) -> jax.Array:
     out = head.logprobs(hidden, labels, stats=True)
+    assert out.entropy is not None
     return head.loss(hidden, labels, z_loss=1e-4) - out.logprobs.sum() - out.entropy.sum() + other(hidden).max()
 
 
