@@ -11,14 +11,15 @@ from types import ModuleType
 
 PARTS = {
     "heads": "log-probability and entropy of a head, beside stored logits and other packages (the default)",
-    "options": "what candidates, a floor, linear_logits and linear_topk cost",
+    "options": "what candidates, a floor and linear_logits cost",
     "kl": "divergences of two heads",
     "precision": "float32 operands, by what multiplies them",
     "step": "a training step of a transformer, with stored logits and without",
-    "session": "those of all these that the file lacks, for some minutes",
+    "session": "those of all these that the file of a GPU lacks, for some minutes",
     "sweep": "the tiles of the Hopper kernels; needs such a GPU",
     "doctor": "whether the kernels are right on this machine",
 }
+MODULES = dict.fromkeys(("options", "kl", "precision"), "programs")  # of parts whose name is not their module's
 # JAX would take three quarters of a GPU's memory at its first use, and leave too little for the peers. But memory that
 # is taken piece by piece has no room for the largest array of a step.
 MEMORY = {"step": ("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")}
@@ -27,25 +28,21 @@ MEMORY = {"step": ("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")}
 def main(arguments: list[str] | None = None) -> int:
     """Measures, prints and writes; returns 1 if a row of this package failed or was wrong, else 0."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    if given[:1] in (["-h"], ["--help"]):
-        _overview().parse_args(given)
     part = given.pop(0) if given and given[0] in PARTS else "heads"
     os.environ.setdefault(*MEMORY.get(part, ("XLA_PYTHON_CLIENT_PREALLOCATE", "false")))
     try:
-        module = importlib.import_module(f"benchmarks.{part}")
+        command, module = parser(part)
     except ImportError as missing:
         print(f"{missing}: install the extra with pip install --editable '.[bench]'", file=sys.stderr)
         return 2
-    command = parser(part, module)
     options = command.parse_args(given)
-    if part == "session":
-        return int(module.run(options))
-    return _measure(module, command, options)
+    return int(module.run(options)) if part == "session" else _measure(module, command, options)
 
 
 def _measure(module: ModuleType, command: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     """The jobs of a part, each written when it is done."""
     from benchmarks import records
+    from lce_jax import UnsupportedError
 
     where = records.device()
     run = records.this_run(options.rounds, where)
@@ -58,34 +55,35 @@ def _measure(module: ModuleType, command: argparse.ArgumentParser, options: argp
     print(", ".join(f"{name} {value}" for name, value in where.items()), flush=True)
     healthy = True
     for job in jobs:
-        measured = job.measure()
-        records.merge(path, job.key, measured, run, job.partial)
+        try:
+            measured = job.measure()
+        except UnsupportedError as refusal:
+            print(f"{job.key}: {refusal}")
+            healthy = False
+            continue
+        records.merge(path, job.key, measured, run)
         healthy &= measured.healthy
     print(f"written: {path}")
     return 0 if healthy else 1
 
 
-def parser(part: str, module: ModuleType) -> argparse.ArgumentParser:
-    """The command line of a part."""
+def parser(part: str) -> tuple[argparse.ArgumentParser, ModuleType]:
+    """The command line of a part, and the module that has its jobs."""
     from lce_jax.explain import _arguments
 
-    out = argparse.ArgumentParser(prog=f"python -m benchmarks {part}", description=module.__doc__)
+    module = importlib.import_module(f"benchmarks.{MODULES.get(part, part)}")
+    out = argparse.ArgumentParser(
+        prog=f"python -m benchmarks {part}",
+        description=module.__doc__,
+        epilog="\n".join(["parts:", *(f"  {name:10s} {what}" for name, what in PARTS.items())]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     out.add_argument("--rounds", type=_arguments.positive, default=5, help="timings; the median is shown (default 5)")
     file = "the card's file of JSON, which keeps its other rows (default: bench-out/, named after the card)"
     out.add_argument("--out", type=Path, metavar="FILE", help=file)
+    out.set_defaults(part=part)
     module.add_arguments(out)
-    return out
-
-
-def _overview() -> argparse.ArgumentParser:
-    lines = [f"  {name:10s} {what}" for name, what in PARTS.items()]
-    return argparse.ArgumentParser(
-        prog="python -m benchmarks",
-        usage="python -m benchmarks [PART] [options]",
-        description="Times this package on this machine.",
-        epilog="\n".join(["parts:", *lines, "", "python -m benchmarks PART --help has the options of each."]),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    return out, module
 
 
 if __name__ == "__main__":

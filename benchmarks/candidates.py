@@ -1,10 +1,10 @@
-"""The rows that JAX computes: the bare product, this package, and what it replaces."""
+"""The rows of heads that JAX computes: the bare product, this package, and what it replaces."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -12,14 +12,24 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from benchmarks.measure import Run, compile_jax
-from benchmarks.problem import Objective, Problem, Results
-from benchmarks.shapes import BOTH, FORWARD, GEMM
-from lce_jax import LogprobOutput, _dispatch, explain, linear_logprobs, linear_loss, sharded_linear_logprobs
+from benchmarks import problem as right
+from benchmarks.measure import Fields, Run, compile_jax
+from benchmarks.problem import MOST_LIKELY, TOPK_NAME, Objective, Problem, Results
+from lce_jax import (
+    LogprobOutput,
+    _dispatch,
+    explain,
+    linear_logprobs,
+    linear_loss,
+    linear_topk,
+    sharded_linear_logprobs,
+)
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array
 
+GEMM, FORWARD, TOPK, BOTH = "gemm", "forward", "top-k", "forward+backward"  # the directions a row can time
+DIRECTIONS = (GEMM, FORWARD, TOPK, BOTH)
 UNLIMITED = 1 << 62  # bytes of cache
 
 type LogprobFunction = Callable[[Array, Array, Array], tuple[Array, Array | None]]
@@ -32,7 +42,7 @@ class Candidate:
     Attributes:
         key: what the row is, the same on every device and in both directions ("ours", "materialised").
         label: its name for people.
-        direction: "gemm", "forward" or "forward+backward".
+        direction: "gemm", "forward", "top-k" or "forward+backward".
         compile: compiles it for the problem.
         results: its outputs by name, as JAX arrays, for the check against the reference.
         objective: the scalar that forward+backward differentiates.
@@ -55,6 +65,23 @@ class Candidate:
         return f"{self.label}, {self.direction}"
 
 
+def judge(candidates: Iterable[Candidate], problem: Problem) -> Callable[[str, Any], tuple[str | None, Fields]]:
+    """What compares the results of each with the reference of its objective: see `measure.rows`."""
+    by_name = {one.name: one for one in candidates}
+    references: dict[Objective, Mapping[str, Array]] = {}
+
+    def judged(name: str, outputs: Any) -> tuple[str | None, Fields]:
+        one = by_name[name]
+        if one.objective not in references:
+            references[one.objective] = right.reference(problem, *right.cotangents(problem, one.objective))
+        beside = problem, references[one.objective], one.logits_rounded, one.gradient_slack
+        found = right.verdict(one.results(outputs), *beside)
+        fields = {"key": one.key, "label": one.label, "direction": one.direction, "objective": one.objective}
+        return found.reason, fields | {"errors": found.errors}
+
+    return judged
+
+
 def jax_candidates(
     problem: Problem, implementation: str | None, devices: int = 1, threshold: float = 0.0
 ) -> list[Candidate]:
@@ -63,36 +90,33 @@ def jax_candidates(
     With several ``devices``, this package with the vocabulary split over them too; with a ``threshold``, its gradients
     without the tiles below it too.
     """
-    shape, dtype = problem.shape, problem.hidden.dtype
-    softcap = shape.head.logit_softcap
     wanted = implementation or _dispatch.AUTOMATIC
 
     def plan(cache_bytes: int = 0) -> Any:
-        return explain(*problem.arrays[:3], logit_softcap=softcap, cache_bytes=cache_bytes, implementation=wanted)
+        return explain(*problem[:3], cache_bytes=cache_bytes, implementation=wanted)
 
     def ours(cache_bytes: int = 0, name: str | tuple[str, ...] = wanted) -> LogprobFunction:
-        return _ours(linear_logprobs, logit_softcap=softcap, cache_bytes=cache_bytes, implementation=name)
+        return _ours(linear_logprobs, cache_bytes=cache_bytes, implementation=name)
 
     served_by = plan().implementation
     name = f"lce_jax ({served_by})"
-    rows = [_gemm(problem), _forward(problem, "ours", name, ours()), _both(problem, "ours", name, ours())]
+    rows = [_gemm(problem), forward(problem, "ours", name, ours()), both(problem, "ours", name, ours())]
     full = plan(UNLIMITED).kept_bytes - plan().kept_bytes  # what the backward could use, 0 where it always recomputes
     for part, cache_bytes in (("half", full // 2), ("full", full)):
         if plan(cache_bytes).kept_bytes > plan().kept_bytes:
-            rows.append(_both(problem, f"ours {part} cache", f"{name}, {part} cache", ours(cache_bytes)))
+            rows.append(both(problem, f"ours {part} cache", f"{name}, {part} cache", ours(cache_bytes)))
     if full:
         rows.append(in_forward(problem, name, wanted))
     if threshold:
-        rows += _over_threshold(problem, name, threshold, logit_softcap=softcap, implementation=wanted)
+        rows += _over_threshold(problem, name, threshold, wanted)
     if devices > 1:
         rows += _split(problem, wanted, name, devices, cached=full > 0)
     if served_by != "xla":
-        chunked = ours(name="xla")
-        rows += [direction(problem, "chunked", "lce_jax (xla)", chunked) for direction in (_forward, _both)]
-    stored, label = materialised(softcap), f"XLA, stored {dtype.name} logits"
-    rows += [direction(problem, "materialised", label, stored, True) for direction in (_forward, _both)]
-    by_hand = materialised_by_hand(softcap)
-    return [*rows, _both(problem, "materialised by hand", f"{label}, gradient by hand", by_hand, True)]
+        rows += [way(problem, "chunked", "lce_jax (xla)", ours(name="xla")) for way in (forward, both)]
+    label = f"XLA, stored {problem.hidden.dtype.name} logits"
+    rows += [way(problem, "materialised", label, materialised, True) for way in (forward, both)]
+    rows.append(both(problem, "materialised by hand", f"{label}, gradient by hand", materialised_by_hand, True))
+    return rows + _topk(problem)
 
 
 def _ours(call: Callable[..., LogprobOutput], **options: Any) -> LogprobFunction:
@@ -105,7 +129,6 @@ def _ours(call: Callable[..., LogprobOutput], **options: Any) -> LogprobFunction
 
 def in_forward(problem: Problem, label: str, implementation: str | tuple[str, ...]) -> Candidate:
     """`linear_loss`: the same gradients, computed in the forward a chunk of tokens at a time."""
-    options: Any = {"logit_softcap": problem.shape.head.logit_softcap, "implementation": implementation}
 
     def loss_of_token(logprob: Array, entropy: Array, lse: Array, a: Array, b: Array) -> Array:
         del lse
@@ -113,26 +136,25 @@ def in_forward(problem: Problem, label: str, implementation: str | tuple[str, ..
 
     def forward_backward(hidden: Array, weight: Array, labels: Array, a: Array, b: Array) -> dict[str, Any]:
         def loss(hidden: Array, weight: Array) -> tuple[Array, LogprobOutput]:
-            return linear_loss(loss_of_token, hidden, weight, labels, a, b, **options)
+            return linear_loss(loss_of_token, hidden, weight, labels, a, b, implementation=implementation)
 
         (_, out), (dhidden, dweight) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(hidden, weight)
         return {"logprobs": out.logprobs, "entropy": out.entropy, "dhidden": dhidden, "dweight": dweight}
 
-    compiled = functools.partial(compile_jax, forward_backward, *problem.arrays)
+    compiled = functools.partial(compile_jax, forward_backward, *problem)
     return Candidate("ours in forward", f"{label}, linear_loss", BOTH, compiled)
 
 
-def _over_threshold(problem: Problem, name: str, threshold: float, **options: Any) -> list[Candidate]:
+def _over_threshold(problem: Problem, name: str, threshold: float, wanted: str | tuple[str, ...]) -> list[Candidate]:
     """With entropy and, as Cut Cross-Entropy computes it, without.
 
     At 2^-12 what is left out moves dhidden by 0.9 % without entropy. An entropy of the same weight in the objective
     makes it 6.6 %, because p |ln p| of many small probabilities adds up. (An entropy bonus has a weight of 0.01.)
     """
-    function = _ours(linear_logprobs, gradient_threshold=threshold, **options)
+    function = functools.partial(_ours, linear_logprobs, gradient_threshold=threshold, implementation=wanted)
     label = f"{name}, gradient_threshold {threshold:.2g}"
-    row = dataclasses.replace(_both(problem, "ours threshold", label, function), gradient_slack=2.0**-3)
-    function = _ours(linear_logprobs, gradient_threshold=threshold, entropy=False, **options)
-    without = _both(problem, "ours threshold without entropy", f"{label}, no entropy", function)
+    row = dataclasses.replace(both(problem, "ours threshold", label, function()), gradient_slack=2.0**-3)
+    without = both(problem, "ours threshold without entropy", f"{label}, no entropy", function(entropy=False))
     return [row, dataclasses.replace(without, objective="logprob", gradient_slack=2.0**-6)]
 
 
@@ -142,122 +164,128 @@ def _split(
     """This package on a mesh of ``devices``, without and with a cache; hidden states and results on all of them."""
     mesh = jax.make_mesh((devices,), ("tensor",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])
     first = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    options = {"mesh": mesh, "logit_softcap": problem.shape.head.logit_softcap, "implementation": implementation}
+    ours = functools.partial(_ours, sharded_linear_logprobs, mesh=mesh, implementation=implementation)
 
     def place(array: Array, *axes: str) -> Array:
         return jax.device_put(array, NamedSharding(mesh, PartitionSpec(*axes)))
 
-    hidden, weight, *rest = problem.arrays
+    hidden, weight, *rest = problem
     if weight.shape[0] % devices == 0:  # else left to the call, which says what it needs
-        problem = Problem(problem.shape, place(hidden), place(weight, "tensor"), *map(place, rest))
+        problem = Problem(place(hidden), place(weight, "tensor"), *map(place, rest))
     label = f"{label}, {devices} devices"
-    without = _ours(sharded_linear_logprobs, **options)
-    rows = [direction(problem, "ours split", label, without) for direction in (_forward, _both)]
+    rows = [way(problem, "ours split", label, ours()) for way in (forward, both)]
     if cached:
-        full = _ours(sharded_linear_logprobs, cache_bytes=UNLIMITED, **options)
-        rows.append(_both(problem, "ours split full cache", f"{label}, full cache", full))
+        full = ours(cache_bytes=UNLIMITED)
+        rows.append(both(problem, "ours split full cache", f"{label}, full cache", full))
     return [dataclasses.replace(row, results=lambda found: jax.device_put(dict(found), first)) for row in rows]
 
 
-def materialised(softcap: float | None) -> LogprobFunction:
+def materialised(hidden: Array, weight: Array, labels: Array) -> tuple[Array, Array]:
     """What one writes without this package.
 
     Half-precision operands keep half-precision logits: asking for float32 ones makes autodiff run both backward
     products on upcast copies in TF32, twice as slow. Sums and softmax are float32 all the same.
     """
-
-    def logprobs(hidden: Array, weight: Array, labels: Array) -> tuple[Array, Array]:
-        z = _product(hidden, weight).astype(jnp.float32)
-        if softcap is not None:
-            z = softcap * jnp.tanh(z / softcap)
-        lse = jax.nn.logsumexp(z, axis=-1)
-        p = jnp.exp(z - lse[:, None])
-        entropy = lse - jnp.sum(p * z, axis=-1)
-        return jnp.take_along_axis(z, labels[:, None], axis=-1)[:, 0] - lse, entropy
-
-    return logprobs
+    z = product(hidden, weight).astype(jnp.float32)
+    lse = jax.nn.logsumexp(z, axis=-1)
+    p = jnp.exp(z - lse[:, None])
+    entropy = lse - jnp.sum(p * z, axis=-1)
+    return jnp.take_along_axis(z, labels[:, None], axis=-1)[:, 0] - lse, entropy
 
 
-def materialised_by_hand(softcap: float | None) -> LogprobFunction:
+@jax.custom_vjp
+def materialised_by_hand(hidden: Array, weight: Array, labels: Array) -> tuple[Array, Array]:
     """The best that stores the logits: autodiff keeps several [T, V] arrays, this keeps the logits alone."""
-
-    @jax.custom_vjp
-    def logprobs(hidden: Array, weight: Array, labels: Array) -> tuple[Array, Array | None]:
-        return forward(hidden, weight, labels)[0]
-
-    def transform(raw: Array) -> Array:
-        z = raw.astype(jnp.float32)
-        return z if softcap is None else softcap * jnp.tanh(z / softcap)
-
-    def forward(hidden: Array, weight: Array, labels: Array) -> tuple[tuple[Array, Array], Any]:
-        raw = _product(hidden, weight)
-        z = transform(raw)
-        lse = jax.nn.logsumexp(z, axis=-1)
-        entropy = lse - jnp.sum(jnp.exp(z - lse[:, None]) * z, axis=-1)
-        logprob = jnp.take_along_axis(z, labels[:, None], axis=-1)[:, 0] - lse
-        return (logprob, entropy), (hidden, weight, labels, raw, lse, entropy)
-
-    def backward(residuals: Any, cotangents: Any) -> tuple[Array, Array, None]:
-        hidden, weight, labels, raw, lse, entropy = residuals
-        a, b = (x[:, None] for x in cotangents)
-        z = transform(raw)
-        logp = z - lse[:, None]
-        is_label = jnp.arange(weight.shape[0], dtype=jnp.int32) == labels[:, None]
-        d = jnp.where(is_label, a, 0.0) - jnp.exp(logp) * (a + b * (logp + entropy[:, None]))
-        if softcap is not None:
-            d *= 1.0 - (z / softcap) ** 2
-        d = d.astype(raw.dtype)
-        return d @ weight, d.T @ hidden, None
-
-    logprobs.defvjp(forward, backward)
-    return logprobs
+    return _keeping_logits(hidden, weight, labels)[0]
 
 
-def _product(hidden: Array, weight: Array) -> Array:
+def _keeping_logits(hidden: Array, weight: Array, labels: Array) -> tuple[tuple[Array, Array], Any]:
+    raw = product(hidden, weight)
+    z = raw.astype(jnp.float32)
+    lse = jax.nn.logsumexp(z, axis=-1)
+    entropy = lse - jnp.sum(jnp.exp(z - lse[:, None]) * z, axis=-1)
+    logprob = jnp.take_along_axis(z, labels[:, None], axis=-1)[:, 0] - lse
+    return (logprob, entropy), (hidden, weight, labels, raw, lse, entropy)
+
+
+def _of_kept_logits(residuals: Any, cotangents: Any) -> tuple[Array, Array, None]:
+    hidden, weight, labels, raw, lse, entropy = residuals
+    a, b = (x[:, None] for x in cotangents)
+    logp = raw.astype(jnp.float32) - lse[:, None]
+    is_label = jnp.arange(weight.shape[0], dtype=jnp.int32) == labels[:, None]
+    d = jnp.where(is_label, a, 0.0) - jnp.exp(logp) * (a + b * (logp + entropy[:, None]))
+    d = d.astype(raw.dtype)
+    return d @ weight, d.T @ hidden, None
+
+
+materialised_by_hand.defvjp(_keeping_logits, _of_kept_logits)
+
+
+def product(hidden: Array, weight: Array, *_: Array) -> Array:
+    """Of hidden states and weight, and nothing else: the unit of every table."""
     return lax.dot_general(hidden, weight, (((1,), (1,)), ((), ())))
 
 
 def _gemm(problem: Problem) -> Candidate:
-    """The product hidden · weightᵀ and nothing else: the time a forward pass is held against."""
+    """The bare product: the time a forward pass is held against."""
 
     def label_logits(logits: Array) -> Results:
-        z = jnp.take_along_axis(logits, problem.labels[:, None], axis=1)[:, 0].astype(jnp.float32)
-        cap = problem.shape.head.logit_softcap
-        return {"label logit": z if cap is None else cap * jnp.tanh(z / cap)}
+        return {"label logit": jnp.take_along_axis(logits, problem.labels[:, None], axis=1)[:, 0].astype(jnp.float32)}
 
-    return Candidate(
-        "gemm",
-        "bare GEMM hidden · weightᵀ",
-        GEMM,
-        lambda: compile_jax(_product, problem.hidden, problem.weight),
-        results=label_logits,
-        logits_rounded=True,
-    )
+    compiled = functools.partial(compile_jax, product, problem.hidden, problem.weight)
+    return Candidate("gemm", "bare GEMM hidden · weightᵀ", GEMM, compiled, label_logits, logits_rounded=True)
 
 
-def _forward(
+def forward(
     problem: Problem, key: str, label: str, function: LogprobFunction, logits_rounded: bool = False
 ) -> Candidate:
-    def forward(hidden: Array, weight: Array, labels: Array) -> dict[str, Any]:
-        logprobs, entropy = function(hidden, weight, labels)
-        return {"logprobs": logprobs, "entropy": entropy}
+    """Log-probabilities and entropy."""
 
-    return Candidate(
-        key, label, FORWARD, lambda: compile_jax(forward, *problem.arrays[:3]), logits_rounded=logits_rounded
-    )
+    def outputs(hidden: Array, weight: Array, labels: Array) -> dict[str, Any]:
+        return dict(zip(("logprobs", "entropy"), function(hidden, weight, labels), strict=True))
+
+    compiled = functools.partial(compile_jax, outputs, *problem[:3])
+    return Candidate(key, label, FORWARD, compiled, logits_rounded=logits_rounded)
 
 
-def _both(problem: Problem, key: str, label: str, function: LogprobFunction, logits_rounded: bool = False) -> Candidate:
+def both(problem: Problem, key: str, label: str, function: LogprobFunction, logits_rounded: bool = False) -> Candidate:
+    """The same, and the gradients of their sum weighted by the cotangents."""
+
     def forward_backward(hidden: Array, weight: Array, labels: Array, a: Array, b: Array) -> dict[str, Any]:
         def loss(hidden: Array, weight: Array) -> tuple[Array, Any]:
             logprobs, entropy = function(hidden, weight, labels)
-            total = jnp.sum(a * logprobs if entropy is None else a * logprobs + b * entropy)
-            return total, (logprobs, entropy)
+            out = {"logprobs": logprobs} | ({} if entropy is None else {"entropy": entropy})
+            return right.weighted(out, a, b), out
 
-        (_, outputs), gradients = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(hidden, weight)
-        named = dict(zip(("logprobs", "entropy", "dhidden", "dweight"), (*outputs, *gradients), strict=True))
-        return {name: x for name, x in named.items() if x is not None}
+        (_, out), gradients = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(hidden, weight)
+        return out | dict(zip(right.GRADIENTS, gradients, strict=True))
 
-    return Candidate(
-        key, label, BOTH, lambda: compile_jax(forward_backward, *problem.arrays), logits_rounded=logits_rounded
-    )
+    compiled = functools.partial(compile_jax, forward_backward, *problem)
+    return Candidate(key, label, BOTH, compiled, logits_rounded=logits_rounded)
+
+
+def _topk(problem: Problem) -> list[Candidate]:
+    """The most likely tokens: `linear_topk`, and ``jax.lax.top_k`` of float32 logits."""
+    k = min(MOST_LIKELY, problem.weight.shape[0])
+
+    def ours(hidden: Array, weight: Array) -> dict[str, Array]:
+        top = linear_topk(hidden, weight, k)
+        return {TOPK_NAME: top.logprobs, "lse": top.lse, "ids": top.ids}
+
+    def stored(hidden: Array, weight: Array) -> dict[str, Array]:
+        z = lax.dot_general(hidden, weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+        largest, ids = lax.top_k(z, k)
+        lse = jax.nn.logsumexp(z, axis=1)
+        return {TOPK_NAME: largest - lse[:, None], "lse": lse, "ids": ids}
+
+    def without_ids(found: dict[str, Array]) -> dict[str, Array]:
+        return {name: x for name, x in found.items() if name != "ids"}  # rounding may exchange two of them
+
+    def row(key: str, label: str, function: Callable[..., dict[str, Array]]) -> Candidate:
+        compiled = functools.partial(compile_jax, function, problem.hidden, problem.weight)
+        return Candidate(key, f"{label}, k {k}", TOPK, compiled, without_ids)
+
+    return [
+        row("ours", "lce_jax.linear_topk", ours),
+        row("materialised", "XLA, stored float32 logits, jax.lax.top_k", stored),
+    ]

@@ -1,10 +1,10 @@
-"""Timing and memory: every candidate compiled first, then rounds of one timing of each in random order, medians.
+"""Timing and memory: every program compiled first, then rounds of one timing of each in random order, medians.
 
 Programs are compared only by timings taken seconds apart in one process: clocks, temperature and other load drift by
-several per cent between runs, but affect all candidates of a round alike. Under heavy work a GPU lowers its clock to
-what the candidate's power allows (an H200 from 1980 to 1400 MHz, at its limit of 700 W), so a candidate would profit
-from a lighter one before it. On a GPU each candidate therefore runs untimed until the clock has settled, and is then
-timed for 0.3 s. Two runs of the same candidate then differ by half a per cent, where short timings differ by three.
+several per cent between runs, but affect all programs of a round alike. Under heavy work a GPU lowers its clock to
+what the program's power allows (an H200 from 1980 to 1400 MHz, at its limit of 700 W), so a program would profit
+from a lighter one before it. On a GPU each program therefore runs untimed until the clock has settled, and is then
+timed for 0.3 s. Two runs of the same program then differ by half a per cent, where short timings differ by three.
 """
 
 from __future__ import annotations
@@ -12,20 +12,25 @@ from __future__ import annotations
 import math
 import random
 import statistics
+import sys
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 
-SAMPLE_SECONDS = 0.25  # the least timed work per candidate over all rounds, except on a GPU
+from lce_jax._plans import format_bytes
+
+SAMPLE_SECONDS = 0.25  # the least timed work per program over all rounds, except on a GPU
 GPU_SECONDS = 0.3  # of work in one timing on a GPU
 GPU_SETTLE_SECONDS = 0.12  # of work before it
 MIN_GPU_CALLS = 3  # back to back in one timing, so that a launch overlaps with the work of the call before
 
+type Fields = Mapping[str, Any]  # of a row
+
 
 class Run(NamedTuple):
-    """A compiled candidate: how to start it, how to wait for it, and what its compilation took."""
+    """A compiled program: how to start it, how to wait for it, and what its compilation took."""
 
     launch: Callable[[], Any]  # starts one call and returns its outputs, possibly not yet computed
     wait: Callable[[Any], Any]  # blocks until they are computed, and returns them
@@ -39,12 +44,7 @@ def compile_jax(function: Callable[..., Any], *args: Any) -> Run:
     compiled = jax.jit(function).lower(*args).compile()
     seconds = time.perf_counter() - start
     memory: Any = compiled.memory_analysis()
-    return Run(
-        launch=lambda: compiled(*args),
-        wait=jax.block_until_ready,
-        temp_bytes=memory.temp_size_in_bytes,
-        compile_seconds=seconds,
-    )
+    return Run(lambda: compiled(*args), jax.block_until_ready, memory.temp_size_in_bytes, seconds)
 
 
 def time_calls(run: Run, calls: int) -> float:
@@ -63,67 +63,101 @@ def calls_within(run: Run, seconds: float) -> int:
     return math.ceil(seconds / max(once, 1e-6))
 
 
-def interleave[K: Hashable](
-    runs: Mapping[K, Run],
-    rounds: int,
-    on_gpu: bool = False,
-    seed: int = 0,
-    on_timing: Callable[[K, int], None] | None = None,
-    on_failure: Callable[[K, Exception], None] | None = None,
-) -> dict[K, list[float]]:
+def interleave(runs: Mapping[str, Run], rounds: int, left_out: dict[str, str]) -> dict[str, list[float]]:
     """Seconds per call of each run, one sample per round; every round times all of them in a new random order.
 
-    A run that was right may yet fail here: calls back to back hold the results of two. With ``on_failure`` it has no
-    samples then, and the others go on; without, its failure ends the timing.
+    A run that was right may yet fail here: calls back to back hold the results of two. It has no samples then but a
+    reason in ``left_out``, and the others go on.
     """
+    on_gpu = jax.default_backend() == "gpu"
     seconds = GPU_SECONDS if on_gpu else SAMPLE_SECONDS / rounds
-    calls: dict[K, int] = {}
-    samples: dict[K, list[float]] = {key: [] for key in runs}
-    shuffle = random.Random(seed).shuffle
+    calls: dict[str, int] = {}
+    samples: dict[str, list[float]] = {name: [] for name in runs}
+    shuffle = random.Random(0).shuffle
 
-    def count(key: K) -> None:
-        calls[key] = max(calls_within(runs[key], seconds), MIN_GPU_CALLS if on_gpu else 1)
+    def count(name: str) -> None:
+        calls[name] = max(calls_within(runs[name], seconds), MIN_GPU_CALLS if on_gpu else 1)
 
-    def sample(key: K) -> None:
+    def sample(name: str) -> None:
         if on_gpu:
-            time_calls(runs[key], math.ceil(calls[key] * GPU_SETTLE_SECONDS / GPU_SECONDS))
-        samples[key].append(time_calls(runs[key], calls[key]))
+            time_calls(runs[name], math.ceil(calls[name] * GPU_SETTLE_SECONDS / GPU_SECONDS))
+        samples[name].append(time_calls(runs[name], calls[name]))
 
-    def attempt(step: Callable[[K], None], key: K) -> None:
-        try:
-            step(key)
-        except Exception as failure:
-            if on_failure is None:
-                raise
-            on_failure(key, failure)
-            del samples[key]
-
-    for key in runs:
-        attempt(count, key)
-    for done in range(rounds):
+    for step in (count, *[sample] * rounds):
         order = list(samples)
         shuffle(order)
-        for key in order:
-            if on_timing:
-                on_timing(key, done)
-            attempt(sample, key)
+        for name in order:
+            try:
+                step(name)
+            except Exception as failure:
+                left_out[name] = first_line(failure)
+                del samples[name]
     return samples
 
 
+def rows(
+    programs: Mapping[str, Callable[[], Run]], judge: Callable[[str, Any], tuple[str | None, Fields]], rounds: int
+) -> dict[str, dict[str, Any]]:
+    """A row for each program that compiles, of which the first is the bare product.
+
+    ``judge`` takes the name and the results of a program. It says why they are wrong, or None and what else its row
+    has. What does not compile, is wrong or runs out of memory has the reason in its row, and the rest goes on.
+    """
+    runs: dict[str, Run] = {}
+    more: dict[str, Fields] = {}
+    left_out: dict[str, str] = {}
+    for name, compiled in programs.items():
+        log(f"compiling and checking {name}")
+        try:
+            run = compiled()
+            reason, more[name] = judge(name, run.wait(run.launch()))
+        except Exception as failure:
+            reason = first_line(failure)
+        if reason is None:
+            runs[name] = run
+        else:
+            left_out[name] = reason
+    samples = interleave(runs, rounds, left_out)
+    medians = {name: statistics.median(taken) for name, taken in samples.items()}
+    unit = medians.get(next(iter(programs)))
+    return {
+        name: {
+            "seconds": samples[name],
+            "median_seconds": medians[name],
+            "ratio_to_gemm": medians[name] / unit if unit else None,
+            "temp_bytes": runs[name].temp_bytes,
+            "compile_seconds": runs[name].compile_seconds,
+            **more[name],
+        }
+        if name in medians
+        else {"left_out": left_out[name]}
+        for name in programs
+    }
+
+
+def show(rows: Mapping[str, Fields], about: str) -> None:
+    """All rows, under what they have in common; then a line for each reason why some have no time."""
+    print(about)
+    left_out: dict[str, list[str]] = {}
+    for name, row in rows.items():
+        if "left_out" in row:
+            left_out.setdefault(row["left_out"], []).append(name)
+            continue
+        ratio = "     –" if row["ratio_to_gemm"] is None else f"{row['ratio_to_gemm']:6.2f}"
+        more = {key: row.get(key) for key in ("apart", "skipped", "dropped_mass")} | row.get("errors", {})
+        said = ", ".join(f"{key} {value:.1e}" for key, value in more.items() if value is not None)
+        times = f"{row['median_seconds'] * 1e3:9.2f} ms {ratio} products {format_bytes(row['temp_bytes']):>9s}"
+        print(f"{name:62s}{times}  {said}".rstrip())
+    for why, names in left_out.items():
+        print(f"not timed: {', '.join(names)}: {why}")
+
+
 def first_line(failure: Exception) -> str:
-    """Why a run was left out: mostly out of memory, whose type differs by framework."""
+    """Why a program was left out: mostly out of memory, whose type differs by framework."""
     lines = str(failure).strip().splitlines() or ["no message"]
     return f"{type(failure).__name__}: {lines[0][:200]}"
 
 
-def median(samples: list[float]) -> float:
-    """The middle sample, or the mean of the two in the middle."""
-    return statistics.median(samples)
-
-
-def spread(samples: list[float]) -> float:
-    """Half the interquartile range over the median: how far a typical sample lies from it, as a fraction."""
-    if len(samples) < 2:
-        return 0.0
-    low, _, high = statistics.quantiles(samples, n=4, method="inclusive")
-    return (high - low) / 2 / statistics.median(samples)
+def log(message: str) -> None:
+    """Progress, on standard error."""
+    print(f"{time.strftime('%H:%M:%S')} {message}", file=sys.stderr, flush=True)

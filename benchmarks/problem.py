@@ -1,7 +1,7 @@
 """One problem's arrays, and what a right answer to it is.
 
-No speed is printed for a result that differs from the reference: the materialised oracle of this package, run in
-float32 with exact products over blocks of tokens, so that it fits wherever the problem does.
+No speed is printed for a result that differs from the reference: stored logits in float32 with exact products, over
+blocks of tokens, so that it fits wherever the problem does.
 
 How far a right result may lie from it, with eps(d) the spacing of dtype d at 1:
 
@@ -18,23 +18,28 @@ moves itself, lse and the probabilities by that much each.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from benchmarks.shapes import Shape
-from lce_jax import LogprobOutput, linear_logprobs
-from lce_jax.explain._models import ModelHead
-
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Float, Int
 
+type Shape = tuple[int, int, int]  # tokens, hidden size, vocabulary
 type Objective = Literal["logprob+entropy", "logprob", "sum of logprobs"]
 type Results = Mapping[str, Array]
 
+CPU_SHAPES = ((2048, 512, 32768),)
+GPU_SHAPES = (
+    (4096, 4096, 151936),
+    (8192, 4096, 131072),
+    (8192, 2048, 151936),
+    (8192, 1024, 151936),
+    (32768, 4096, 151936),
+    (512, 4096, 151936),
+)
 LOGIT_SPREAD = 3.0  # standard deviation of the logits, at which the softmax carries a third of the gradients
 GRADIENTS = ("dhidden", "dweight")
 TOPK_NAME, MOST_LIKELY = "logprobs of the most likely", 64
@@ -47,43 +52,48 @@ TENSOR_CORE_CUT = 2.0**-24
 class Problem(NamedTuple):
     """The operands of one shape, and the cotangents of its two outputs."""
 
-    shape: Shape
     hidden: Float[Array, "T H"]
     weight: Float[Array, "V H"]
     labels: Int[Array, "T"]
     logprob_weight: Float[Array, "T"]
     entropy_weight: Float[Array, "T"]
 
-    @property
-    def arrays(self) -> tuple[Array, ...]:
-        """What a candidate takes: everything but the shape."""
-        return self[1:]
+
+def default_dtype() -> Any:
+    """Of operands on this device."""
+    return jnp.dtype("float32" if jax.default_backend() == "cpu" else "bfloat16")
 
 
-class Reference(NamedTuple):
-    """The right results for one objective, and the largest logit by magnitude."""
-
-    results: dict[str, Array]
-    largest_logit: float
+def sizes(shape: Shape) -> dict[str, int]:
+    """By name, as the file of a card has them."""
+    return dict(zip("THV", shape, strict=True))
 
 
-def random_problem(shape: Shape, dtype: Any, seed: int = 0) -> Problem:
+def said(shape: Shape) -> str:
+    """In words."""
+    return ", ".join(f"{name} {size:,}" for name, size in sizes(shape).items())
+
+
+def random_problem(shape: Shape, dtype: Any) -> Problem:
     """Normal operands whose logits have standard deviation `LOGIT_SPREAD`; random labels; normal cotangents."""
-    tokens, head = shape.tokens, shape.head
+    tokens, _, vocab_size = shape
 
     @jax.jit
-    def draw(key: Array) -> tuple[Array, ...]:
-        keys = jax.random.split(key, 5)
-        scale = jnp.asarray(LOGIT_SPREAD * head.hidden_size**-0.5, dtype)
-        return (
-            jax.random.normal(keys[0], (tokens, head.hidden_size), dtype),
-            jax.random.normal(keys[1], (head.vocab_size, head.hidden_size), dtype) * scale,
-            jax.random.randint(keys[2], (tokens,), 0, head.vocab_size, jnp.int32),
-            jax.random.normal(keys[3], (tokens,), jnp.float32),
-            jax.random.normal(keys[4], (tokens,), jnp.float32),
-        )
+    def draw(key: Array) -> Problem:
+        of_model, of_labels, *of_seeds = jax.random.split(key, 4)
+        labels = jax.random.randint(of_labels, (tokens,), 0, vocab_size, jnp.int32)
+        seeds = (jax.random.normal(key, (tokens,), jnp.float32) for key in of_seeds)
+        return Problem(*draw_model(of_model, shape, dtype), labels, *seeds)
 
-    return Problem(shape, *jax.block_until_ready(draw(jax.random.key(seed))))
+    return jax.block_until_ready(draw(jax.random.key(0)))
+
+
+def draw_model(key: Array, shape: Shape, dtype: Any, spread: float = LOGIT_SPREAD) -> tuple[Array, Array]:
+    """Normal hidden states, and a weight with which logits have the standard deviation ``spread``."""
+    (tokens, hidden_size, vocab_size), (of_hidden, of_weight) = shape, jax.random.split(key)
+    scale = jnp.asarray(spread * hidden_size**-0.5, dtype)
+    weight = jax.random.normal(of_weight, (vocab_size, hidden_size), dtype) * scale
+    return jax.random.normal(of_hidden, (tokens, hidden_size), dtype), weight
 
 
 def cotangents(problem: Problem, objective: Objective) -> tuple[Array, Array]:
@@ -94,63 +104,97 @@ def cotangents(problem: Problem, objective: Objective) -> tuple[Array, Array]:
     return problem.logprob_weight, problem.entropy_weight if objective == "logprob+entropy" else 0 * ones
 
 
-def reference(problem: Problem, objective: Objective, topk: bool = True) -> Reference:
-    """Outputs, the objective and its gradients in float32, from blocks of tokens through the materialised oracle.
+def stored(
+    hidden: Array,
+    weight: Array,
+    labels: Array,
+    *,
+    where: Array | None = None,
+    temperature: Array | float = 1.0,
+    candidates: Array | None = None,
+    logit_softcap: float | None = None,
+    logit_scale: float = 1.0,
+    vocab_size: int | None = None,
+) -> dict[str, Array]:
+    """The outputs of `linear_logprobs` and `linear_topk` by name, from stored logits.
 
-    ``topk`` says whether the most likely tokens are among the outputs, which takes a product more and a selection.
+    A label out of vocabulary has a logprob of 0 and the gradient of -lse; such a candidate has none.
     """
-    head = problem.shape.head
-    weight = problem.weight.astype(jnp.float32)
-    per_token = (problem.hidden, problem.labels, *cotangents(problem, objective))
-    most = max(1, BLOCK_BYTES // (4 * head.vocab_size))
-    rows = 1 << (most.bit_length() - 1)  # a power of two, as most token counts are: the last block is then whole
-    loss, outputs, tops, dhidden, dweight = jnp.float32(0), [], [], [], jnp.zeros_like(weight)
-    for start in range(0, problem.shape.tokens, rows):
-        (value, out), (dh, dw) = _block(head.logit_softcap, weight, *(x[start : start + rows] for x in per_token))
-        loss, dweight = loss + value, dweight + dw
-        outputs.append(out)
-        if topk:
-            tops.append(_block_topk(head, weight, problem.hidden[start : start + rows]) - out.lse[:, None])
-        dhidden.append(dh)
-    whole = jax.tree.map(lambda *parts: jnp.concatenate(parts), *outputs)
-    results = {
-        "logprobs": whole.logprobs,
-        "entropy": whole.entropy,
-        "lse": whole.lse,
-        "label logit": whole.logprobs + whole.lse,
-        "loss": loss,
-        "dhidden": jnp.concatenate(dhidden),
-        "dweight": dweight,
+    z = logit_scale * jnp.matmul(hidden, weight.T, precision="highest")[:, :vocab_size]
+    z = z if logit_softcap is None else logit_softcap * jnp.tanh(z / logit_softcap)
+    z /= jnp.broadcast_to(temperature, labels.shape)[:, None]
+    lse = jax.nn.logsumexp(z, axis=1, keepdims=True)
+    logp = z - lse
+    p = jnp.exp(logp)
+
+    def of(ids: Array, otherwise: Any) -> Array:
+        inside = (ids >= 0) & (ids < z.shape[1])
+        return jnp.where(inside, jnp.take_along_axis(logp, jnp.where(inside, ids, 0), axis=1), otherwise)
+
+    found = {
+        "logprobs": of(labels[:, None], jax.lax.stop_gradient(lse) - lse)[:, 0],
+        "entropy": -jnp.sum(p * logp, axis=1),
+        "lse": lse[:, 0],
+        "max_logit": jnp.max(z, axis=1),
+        "min_logit": jnp.min(z, axis=1),
+        "sum_p_squared": jnp.sum(p * p, axis=1),
+        TOPK_NAME: jax.lax.top_k(logp, min(MOST_LIKELY, logp.shape[1]))[0],
     }
-    if topk:
-        results[TOPK_NAME] = jnp.concatenate(tops)
-    return Reference(results, float(jnp.maximum(jnp.max(whole.max_logit), -jnp.min(whole.min_logit))))
+    if candidates is not None:
+        found["candidate_logprobs"] = of(candidates, 0.0)
+    return found if where is None else {name: jnp.where(where, x.T, 0.0).T for name, x in found.items()}
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _block(
-    softcap: float | None, weight: Array, hidden: Array, labels: Array, a: Array, b: Array
-) -> tuple[tuple[Array, LogprobOutput], tuple[Array, Array]]:
-    """The objective and the outputs over one block of tokens, and the gradients in hidden and weight."""
-
-    def loss(hidden: Array, weight: Array) -> tuple[Array, LogprobOutput]:
-        out = linear_logprobs(hidden, weight, labels, logit_softcap=softcap, stats=True, implementation="reference")
-        return jnp.sum(a * out.logprobs + b * jnp.asarray(out.entropy)), out
-
-    return jax.value_and_grad(loss, (0, 1), has_aux=True)(hidden.astype(jnp.float32), weight)
+def weighted(outputs: Any, a: Array, b: Array) -> Array:
+    """The scalar that is differentiated: outputs weighted by the cotangents, candidates by the label's."""
+    more = outputs.get("candidate_logprobs")
+    total = jnp.sum(a * outputs["logprobs"]) + (
+        0.0 if outputs.get("entropy") is None else jnp.sum(b * outputs["entropy"])
+    )
+    return total if more is None else total + jnp.sum(a[:, None] * more)
 
 
-def num_largest(head: ModelHead) -> int:
-    """The k of the rows that select the most likely tokens."""
-    return min(MOST_LIKELY, head.vocab_size)
+def reference(problem: Problem, a: Array, b: Array, **options: Any) -> dict[str, Array]:
+    """Outputs, their sum weighted by ``a`` and ``b``, and its gradients: of `stored`, in blocks of tokens."""
+    static: dict[str, Any] = {name: x for name, x in options.items() if not isinstance(x, jax.Array)}
+
+    @jax.jit
+    def block(weight: Array, hidden: Array, labels: Array, a: Array, b: Array, own: dict[str, Any]) -> Any:
+        def loss(hidden: Array, weight: Array) -> tuple[Array, dict[str, Array]]:
+            out = stored(hidden, weight, labels, **static, **own)
+            return weighted(out, a, b), out
+
+        return jax.value_and_grad(loss, (0, 1), has_aux=True)(hidden.astype(jnp.float32), weight)
+
+    weight = problem.weight.astype(jnp.float32)
+    total, dweight, parts = jnp.float32(0), jnp.zeros_like(weight), []
+    arrays = {name: x for name, x in options.items() if name not in static}
+    for given in in_blocks((problem.hidden, problem.labels, a, b, arrays), problem.weight.shape[0]):
+        (value, out), (dhidden, dw) = block(weight, *given)
+        total, dweight = total + value, dweight + dw
+        parts.append(out | {"label logit": out["logprobs"] + out["lse"], "dhidden": dhidden})
+    return joined(parts) | {"loss": total, "dweight": dweight}
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _block_topk(head: ModelHead, weight: Array, hidden: Array) -> Array:
-    """The largest logits over one block of tokens."""
-    z = jnp.matmul(hidden.astype(jnp.float32), weight.T, precision="highest")
-    z = z if head.logit_softcap is None else head.logit_softcap * jnp.tanh(z / head.logit_softcap)
-    return jax.lax.top_k(z, num_largest(head))[0]
+def in_blocks(per_token: Any, vocab_size: int) -> Iterator[Any]:
+    """Arrays of all tokens, so many of them at a time that their logits in float32 take `BLOCK_BYTES`.
+
+    A power of two, as most token counts are: the last block is then whole.
+    """
+    tokens = jax.tree.leaves(per_token)[0].shape[0]
+    rows = 1 << (max(1, BLOCK_BYTES // (4 * vocab_size)).bit_length() - 1)
+    for start in range(0, tokens, rows):
+        yield jax.tree.map(lambda x, start=start: x[start : start + rows], per_token)
+
+
+def joined(parts: Sequence[Results]) -> dict[str, Array]:
+    """The arrays of all blocks as one."""
+    return {name: jnp.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+
+def largest_logit(right: Results) -> float:
+    """By magnitude."""
+    return float(jnp.maximum(jnp.max(right["max_logit"]), -jnp.min(right["min_logit"])))
 
 
 def product_eps(problem: Problem) -> float:
@@ -159,7 +203,7 @@ def product_eps(problem: Problem) -> float:
         return 0.0
     if problem.hidden.dtype == jnp.float32:
         return TF32_EPS
-    return problem.shape.head.hidden_size / TENSOR_CORE_TERMS * TENSOR_CORE_CUT
+    return problem.hidden.shape[1] / TENSOR_CORE_TERMS * TENSOR_CORE_CUT
 
 
 def error(name: str, result: Array, right: Array) -> float:
@@ -183,16 +227,24 @@ def bound(
     return sums + result_eps + logits
 
 
-def refusal(
-    results: Results, problem: Problem, right: Reference, logits_rounded: bool = False, slack: float = 0.0
-) -> tuple[str | None, dict[str, float]]:
-    """Why ``results`` are wrong (None if they are right), and each one's `error`."""
-    errors = {name: error(name, x, right.results[name]) for name, x in results.items()}
-    for name, x in results.items():
-        limit = bound(name, x, problem, logits_rounded, right.largest_logit, slack)
-        if not errors[name] <= limit:  # also where it is NaN
-            return f"wrong result: {name} is off by {errors[name]:.2g}, the bound is {limit:.2g}", errors
-    return None, errors
+class Verdict(NamedTuple):
+    """Each result's `error`, its `bound`, and why the results are wrong, or None."""
+
+    errors: dict[str, float]
+    bounds: dict[str, float]
+    reason: str | None
+
+
+def verdict(
+    results: Results, problem: Problem, right: Results, logits_rounded: bool = False, slack: float = 0.0
+) -> Verdict:
+    """Of results by name, beside those of `reference`."""
+    largest = largest_logit(right)
+    errors = {name: error(name, x, right[name]) for name, x in results.items()}
+    bounds = {name: bound(name, x, problem, logits_rounded, largest, slack) for name, x in results.items()}
+    wrong = [name for name in errors if not errors[name] <= bounds[name]]  # also where it is NaN
+    said = [f"{name} is off by {errors[name]:.2g}, the bound is {bounds[name]:.2g}" for name in wrong]
+    return Verdict(errors, bounds, f"wrong result: {', '.join(said)}" if said else None)
 
 
 @jax.jit

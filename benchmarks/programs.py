@@ -1,9 +1,17 @@
-"""What the small benchmarks share: options, programs timed in turns beside one product, and a table."""
+"""Programs timed in turns beside one product, each compared with stored logits: options, divergences, precisions.
+
+    options    candidates and a floor beside the log-probabilities of labels, and linear_logits
+    kl         exact divergences of two heads, by linear_kl and by TRL
+    precision  float32 operands by what multiplies them; what the device cannot multiply so is left out
+
+The product is one of the first two operands; under `precision`, of these in bfloat16.
+"""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,132 +19,86 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from benchmarks.measure import Run, compile_jax, first_line, interleave, median
-from benchmarks.records import Measured
-from lce_jax.explain import _arguments
+from benchmarks import measure, peers
+from benchmarks.candidates import product
+from benchmarks.heads import add_shapes, shapes_here, words
+from benchmarks.measure import Fields, Run, compile_jax
+from benchmarks.problem import Shape, default_dtype, draw_model, random_problem, said, sizes
+from benchmarks.records import Job, Measured
+from lce_jax import linear_kl, linear_logits, linear_logprobs, scalars
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array
 
 PRODUCT = "one product"
-DTYPES = ("bfloat16", "float16", "float32")
+BACKWARD = ", + backward"  # ends the names of programs with gradients
+COUNTS = (8, 64)  # of candidates
+FLOOR = 0.0  # half of the logits reach it
+KL_SPREAD = 2.0  # standard deviation of both heads' logits
+FULL_CACHE = 1 << 50  # bytes: as many as there are
+PRECISIONS = ("TF32_TF32_F32", "BF16_BF16_F32_X3", "BF16_BF16_F32_X6", "highest")
+
+type Function = Callable[..., Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """One line of the table."""
+    """One row of the table."""
 
-    function: Callable[..., Any]
+    function: Function
     like: str | None = None  # the program with stored logits whose results it should have
-    compile: Callable[..., Run] = compile_jax  # of the function and its operands; raises ImportError without a package
+    compile: Callable[..., Run] = compile_jax  # of the function and its operands
+    results: Callable[[Any], Any] = lambda found: found  # as JAX arrays
 
 
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """What was measured of a program."""
-
-    name: str
-    seconds: float  # per call, the median
-    ratio: float | None  # to one product; None: the product itself was left out
-    temp_bytes: int
-    apart: float | None = None  # from the program that it should be like: the largest over the results, by norm
-    same_ids: float | None = None  # share of the ids that are that program's; None: it returns none
-
-    @property
-    def fields(self) -> dict[str, Any]:
-        """As in the file."""
-        found = {"median_seconds": self.seconds, "ratio_to_gemm": self.ratio, "temp_bytes": self.temp_bytes}
-        beside = {"apart": self.apart, "same_ids": self.same_ids}
-        return found | {name: x for name, x in beside.items() if x is not None}
-
-    def __str__(self) -> str:
-        ratio = "     –" if self.ratio is None else f"{self.ratio:6.2f}"
-        times = f"{self.seconds * 1e3:9.2f} ms {ratio} products {self.temp_bytes / 2**20:8.0f} MiB"
-        apart = "" if self.apart is None else f"   {self.apart:.1e} from stored logits"
-        apart += "" if self.same_ids is None else f", {self.same_ids:.2%} of ids equal"
-        return f"{self.name:50s}{times}{apart}"
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """The options."""
+    add_shapes(command)
+    command.add_argument("--no-stored", action="store_true", help="leave out what stores logits")
 
 
-def add_arguments(command: argparse.ArgumentParser, with_dtype: bool = True) -> None:
-    """The options that all have."""
-    shape = "tokens, hidden size, vocabulary (default 1024,512,32768; on a GPU 4096,4096,151936); repeatable"
-    command.add_argument(
-        "--shape", type=_arguments.shape, action="append", default=[], metavar="T,H,V", help=shape
-    )  # fmt: skip
-    if with_dtype:
-        command.add_argument("--dtype", choices=DTYPES, help="default: float32 on CPU, bfloat16 elsewhere")
-
-
-def shapes_of(options: argparse.Namespace) -> list[tuple[int, int, int]]:
-    """Those asked for, or the device's."""
-    return options.shape or [(4096, 4096, 151936) if jax.default_backend() == "gpu" else (1024, 512, 32768)]
-
-
-def words(part: str, shape: tuple[int, int, int], dtype: Any = None) -> list[str]:
-    """The arguments that repeat a job."""
-    return [part, "--shape", ",".join(map(str, shape)), *([] if dtype is None else dtype_arguments(dtype))]
-
-
-def dtype_arguments(dtype: Any) -> list[str]:
-    """Nothing for the device's own."""
-    return [] if dtype == default_dtype() else ["--dtype", jnp.dtype(dtype).name]
-
-
-def default_dtype() -> Any:
-    """Of operands on this device."""
-    return jnp.dtype("float32" if jax.default_backend() == "cpu" else "bfloat16")
-
-
-def dtype_of(options: argparse.Namespace) -> Any:
-    """The one asked for, or the device's."""
-    return jnp.dtype(options.dtype) if options.dtype else default_dtype()
-
-
-def measure(
-    programs: Mapping[str, Program], operands: Sequence[Array], rounds: int, shape: dict[str, int], dtype: Any
-) -> Measured:
-    """Times ``programs``, of which the first is one product, prints their rows, and says why one has none."""
-    print(f"{dtype.name}, {', '.join(f'{name} {size}' for name, size in shape.items())}")
-    runs, left_out = {}, {}
-    for name, program in programs.items():
-        try:
-            runs[name] = program.compile(program.function, *operands)
-            runs[name].wait(runs[name].launch())
-        except ImportError as missing:
-            left_out[name] = {"left_out": str(missing)}
-        except (jax.errors.JaxRuntimeError, ValueError) as failure:
-            if isinstance(failure, ValueError) and "not supported" not in str(failure):
-                raise
-            runs.pop(name, None)  # stored logits do not fit everywhere, and not every device multiplies in every way
-            left_out[name] = {"left_out": first_line(failure)}
-    apart = {
-        name: _beside(runs[name], runs[program.like])
-        for name, program in programs.items()
-        if name in runs and program.like in runs
-    }
-
-    def leave_out(name: str, failure: Exception) -> None:
-        left_out[name] = {"left_out": first_line(failure)}
-
-    samples = interleave(runs, rounds, jax.default_backend() == "gpu", on_failure=leave_out)
-    times = {name: median(each) for name, each in samples.items()}
-    unit = times.get(PRODUCT)
-    rows = [
-        Row(name, took, took / unit if unit else None, runs[name].temp_bytes, *apart.get(name, ()))
-        for name, took in times.items()
+def jobs(options: argparse.Namespace, _: argparse.ArgumentParser) -> list[Job]:
+    """One for each shape that is asked for; else for the device's first."""
+    more = ["--no-stored"] if options.no_stored else []
+    return [
+        Job([*words(options.part, shape), *more], functools.partial(_measure, shape, options))
+        for shape in options.shape or shapes_here()[:1]
     ]
-    print(*rows, *(f"not timed: {name}: {why['left_out']}" for name, why in left_out.items()), sep="\n", flush=True)
-    return Measured({row.name: row.fields for row in rows} | left_out, {"shape": shape, "dtype": dtype.name})
 
 
-def product(hidden: Array, weight: Array, *_: Array) -> Array:
-    """Of hidden states and weight, and nothing else: the unit of the table."""
-    return lax.dot_general(hidden, weight, (((1,), (1,)), ((), ())))
+def _measure(shape: Shape, options: argparse.Namespace) -> Measured:
+    drawn, made = PARTS[options.part]
+    programs = {name: one for name, one in made().items() if not (options.no_stored and "stored" in name)}
+    return timed(programs, drawn(shape), shape, options.rounds)
 
 
-def with_gradients(
-    results: Callable[..., Any], seeds: Sequence[Array], hidden: Array, weight: Array
-) -> tuple[Any, ...]:
+def timed(programs: Mapping[str, Program], operands: Sequence[Array], shape: Shape, rounds: int) -> Measured:
+    """The programs, of which the first is one product: their rows, printed and for the file."""
+    runs: dict[str, Run] = {}
+    right: set[str] = set()
+
+    def compiled(name: str) -> Run:
+        runs[name] = programs[name].compile(programs[name].function, *operands)
+        return runs[name]
+
+    def judge(name: str, found: Any) -> tuple[None, Fields]:
+        like = programs[name].like
+        right.add(name)
+        if like not in right:
+            return None, {}
+        return None, {"apart": apart(programs[name].results(found), runs[like].wait(runs[like].launch()))}
+
+    stored_first = sorted(programs, key=lambda name: programs[name].like is not None)
+    found = measure.rows({name: functools.partial(compiled, name) for name in stored_first}, judge, rounds)
+    rows = {name: found[name] for name in programs}
+    about = {"shape": sizes(shape), "dtype": operands[0].dtype.name}
+    measure.show(rows, f"{said(shape)}, {operands[0].dtype.name}")
+    # Stored logits do not fit everywhere, and not every device multiplies in every way.
+    ours = {name: row["left_out"] for name, row in rows.items() if "left_out" in row and "linear_" in name}
+    return Measured(rows, about, all("stored" in name or "not supported" in why for name, why in ours.items()))
+
+
+def with_gradients(results: Function, seeds: Sequence[Array], hidden: Array, weight: Array) -> tuple[Any, ...]:
     """``results(hidden, weight)``, and the gradients of their sum weighted by ``seeds``."""
 
     def loss(hidden: Array, weight: Array) -> Any:
@@ -147,19 +109,171 @@ def with_gradients(
     return *out, *gradients
 
 
-def draw_model(key: Array, tokens: int, hidden_size: int, vocab_size: int, dtype: Any, spread: float) -> list[Array]:
-    """Normal hidden states, and a weight with which logits have the standard deviation ``spread``."""
-    of_hidden, of_weight = jax.random.split(key)
-    scale = jnp.asarray(spread * hidden_size**-0.5, dtype)
-    weight = jax.random.normal(of_weight, (vocab_size, hidden_size), dtype) * scale
-    return [jax.random.normal(of_hidden, (tokens, hidden_size), dtype), weight]
+def apart(found: Any, right: Any) -> float:
+    """The largest distance between results and those that they should be, by norm."""
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(right), strict=True)
+    wide = ([x.astype(jnp.float32) for x in pair] for pair in pairs)
+    return max(float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b)) for a, b in wide)
 
 
-def _beside(ours: Run, stored: Run) -> tuple[float, float | None]:
-    """How far the numbers lie apart, and the share of equal ids: of two that are nearly equal, rounding decides."""
-    found, right = (jax.tree.leaves(run.wait(run.launch())) for run in (ours, stored))
-    pairs = list(zip(found, right, strict=True))
-    numbers = [[x.astype(jnp.float32) for x in pair] for pair in pairs if jnp.issubdtype(pair[1].dtype, jnp.floating)]
-    ids = [jnp.mean(a == b) for a, b in pairs if jnp.issubdtype(b.dtype, jnp.integer)]
-    apart = max(float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b)) for a, b in numbers)
-    return apart, float(ids[0]) if ids else None
+def _drawn_for_options(shape: Shape) -> list[Array]:
+    (tokens, _, vocab_size), keys = shape, jax.random.split(jax.random.key(0), 4)
+    return [
+        *draw_model(keys[0], shape, default_dtype()),
+        jax.random.randint(keys[1], (tokens,), 0, vocab_size, jnp.int32),
+        jax.random.randint(keys[2], (tokens, max(COUNTS)), 0, vocab_size, jnp.int32),
+        jax.random.normal(keys[3], (tokens, 2 + max(COUNTS)), jnp.float32),
+    ]
+
+
+def of_logprobs(count: int, hidden: Array, weight: Array, labels: Array, ids: Array) -> tuple[Any, ...]:
+    """Log-probability and entropy of the labels, and with a ``count`` those of candidates."""
+    out = linear_logprobs(hidden, weight, labels, candidates=ids[:, :count] if count else None)
+    return (out.logprobs, out.entropy, out.candidate_logprobs)[: 3 if count else 2]
+
+
+def of_stored(count: int, hidden: Array, weight: Array, labels: Array, ids: Array) -> tuple[Any, ...]:
+    """The same from stored logits in the operands' dtype, whose sums are float32."""
+    logp = jax.nn.log_softmax(product(hidden, weight).astype(jnp.float32))
+    found = [jnp.take_along_axis(logp, labels[:, None], axis=-1)[:, 0], -jnp.sum(jnp.exp(logp) * logp, axis=-1)]
+    return (*found, jnp.take_along_axis(logp, ids[:, :count], axis=-1)) if count else tuple(found)
+
+
+def of_floor(_: int, hidden: Array, weight: Array, labels: Array, __: Array) -> tuple[Any, ...]:
+    """Log-probability and entropy over the logits that reach a floor, of each token."""
+    out = linear_logprobs(hidden, weight, labels, logit_floor=jnp.full(labels.shape, FLOOR))
+    return out.logprobs, out.entropy
+
+
+def of_stored_floor(_: int, hidden: Array, weight: Array, labels: Array, __: Array) -> tuple[Any, ...]:
+    """The same from stored logits, which are rounded: those near the floor may be on its other side."""
+    z = product(hidden, weight).astype(jnp.float32)
+    is_label = jnp.arange(z.shape[1])[None, :] == labels[:, None]
+    logp = jax.nn.log_softmax(jnp.where((z >= FLOOR) | is_label, z, -1e30))
+    entropy = -jnp.sum(jnp.exp(logp) * jnp.where(logp > -1e20, logp, 0.0), axis=-1)
+    return jnp.take_along_axis(logp, labels[:, None], axis=-1)[:, 0], entropy
+
+
+def of_logits(count: int, hidden: Array, weight: Array, _: Array, ids: Array) -> tuple[Any, ...]:
+    """`linear_logits`."""
+    return (linear_logits(hidden, weight, ids[:, :count]),)
+
+
+def of_stored_logits(count: int, hidden: Array, weight: Array, _: Array, ids: Array) -> tuple[Any, ...]:
+    """The same, of all logits."""
+    return (jnp.take_along_axis(product(hidden, weight).astype(jnp.float32), ids[:, :count], axis=-1),)
+
+
+def _options() -> dict[str, Program]:
+    def forward(function: Function, count: int, *operands: Array) -> Any:
+        return function(count, *operands[:4])
+
+    def both(function: Function, count: int, *operands: Array) -> Any:
+        hidden, weight, labels, ids, seeds = operands
+
+        def results(hidden: Array, weight: Array) -> Any:
+            return function(count, hidden, weight, labels, ids)
+
+        shapes, columns = jax.eval_shape(results, hidden, weight), iter(seeds.T)
+        own = [next(columns) if x.ndim == 1 else seeds[:, 2 : 2 + count] for x in shapes]
+        return with_gradients(results, own, hidden, weight)
+
+    found = {PRODUCT: Program(product)}
+    rows: list[tuple[str, Function, Function, int]] = [("linear_logprobs", of_logprobs, of_stored, 0)]
+    rows += [(f"linear_logprobs, {count} candidates", of_logprobs, of_stored, count) for count in COUNTS]
+    rows += [("linear_logprobs, a floor", of_floor, of_stored_floor, 0)]
+    rows += [(f"linear_logits, {count} ids", of_logits, of_stored_logits, count) for count in COUNTS]
+    for name, ours, stored, count in rows:
+        for way, end in ((forward, ""), (both, BACKWARD)):
+            right = f"{name}, stored{end}"
+            found[f"{name}{end}"] = Program(functools.partial(way, ours, count), right)
+            if count in (0, COUNTS[-1]):
+                found[right] = Program(functools.partial(way, stored, count))
+    return found
+
+
+def _drawn_for_kl(shape: Shape) -> list[Array]:
+    student, teacher, last = jax.random.split(jax.random.key(0), 3)
+    heads = (draw_model(key, shape, default_dtype(), KL_SPREAD) for key in (student, teacher))
+    return [*(x for head in heads for x in head), jax.random.normal(last, shape[:1], jnp.float32)]
+
+
+def stored_kl(hidden: Array, weight: Array, teacher_hidden: Array, teacher_weight: Array, direction: str) -> Array:
+    """The divergence from two arrays of float32 logits."""
+    pairs = (hidden, weight), (lax.stop_gradient(teacher_hidden), lax.stop_gradient(teacher_weight))
+    dims = (((1,), (1,)), ((), ()))
+    log_q, log_p = (
+        jax.nn.log_softmax(lax.dot_general(h, w, dims, preferred_element_type=jnp.float32)) for h, w in pairs
+    )
+    if direction == "jsd":
+        log_m = jnp.logaddexp(log_p, log_q) - jnp.log(2.0)
+        return 0.5 * jnp.sum(jnp.exp(log_p) * (log_p - log_m) + jnp.exp(log_q) * (log_q - log_m), axis=-1)
+    log_p, log_q = (log_p, log_q) if direction == "forward" else (log_q, log_p)
+    return jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)
+
+
+def _divergences() -> dict[str, Program]:
+    def forward(function: Function, *operands: Array) -> Array:
+        return function(*operands[:4])
+
+    def both(function: Function, *operands: Array) -> tuple[Array, ...]:
+        return with_gradients(lambda h, w: (function(h, w, *operands[2:4]),), operands[4:], *operands[:2])
+
+    found = {PRODUCT: Program(product)}
+    for direction in scalars.DIRECTIONS:
+        kl: Any = linear_kl
+        ours = functools.partial(kl, direction=direction)
+        for way, end in ((forward, ""), (both, BACKWARD)):
+            right = f"{direction}, stored logits{end}"
+            found[f"{direction}, linear_kl{end}"] = Program(functools.partial(way, ours), right)
+            found[right] = Program(functools.partial(way, functools.partial(stored_kl, direction=direction)))
+        trl = functools.partial(peers.trl_divergence, direction)
+        found[f"{direction}, TRL{BACKWARD}"] = Program(trl, right, peers.compile_divergence, peers.as_jax)
+        keeping = functools.partial(both, functools.partial(ours, cache_bytes=FULL_CACHE))
+        found[f"{direction}, linear_kl, full cache{BACKWARD}"] = Program(keeping, right)
+    return found
+
+
+def _drawn_for_precision(shape: Shape) -> Sequence[Array]:
+    return random_problem(shape, jnp.dtype("float32"))
+
+
+def of_precision(precision: Any, hidden: Array, weight: Array, labels: Array) -> tuple[Any, ...]:
+    """Log-probability and entropy."""
+    out = linear_logprobs(hidden, weight, labels, precision=precision)
+    return out.logprobs, out.entropy
+
+
+def of_stored_precision(precision: Any, hidden: Array, weight: Array, labels: Array) -> tuple[Any, ...]:
+    """The same from stored logits."""
+    logp = jax.nn.log_softmax(lax.dot_general(hidden, weight, (((1,), (1,)), ((), ())), precision=precision))
+    return jnp.take_along_axis(logp, labels[:, None], axis=-1)[:, 0], -jnp.sum(jnp.exp(logp) * logp, axis=-1)
+
+
+def _precisions() -> dict[str, Program]:
+    def forward(function: Function, precision: Any, *operands: Array) -> Any:
+        return function(precision, *operands[:3])
+
+    def both(function: Function, precision: Any, *operands: Array) -> Any:
+        hidden, weight, labels, *seeds = operands
+        return with_gradients(lambda h, w: function(precision, h, w, labels), seeds, hidden, weight)
+
+    def in_half(function: Function, hidden: Array, weight: Array, *_: Array) -> Run:
+        return compile_jax(function, hidden.astype(jnp.bfloat16), weight.astype(jnp.bfloat16))
+
+    found = {PRODUCT: Program(product, compile=in_half)}
+    for way, end in ((forward, ""), (both, BACKWARD)):
+        for name in PRECISIONS:
+            precision = name if name == "highest" else lax.DotAlgorithmPreset[name]
+            for function, where in ((of_precision, "linear_logprobs"), (of_stored_precision, "stored logits")):
+                right = None if where == "stored logits" and name == "highest" else f"stored logits, highest{end}"
+                found[f"{where}, {name}{end}"] = Program(functools.partial(way, function, precision), right)
+    return found
+
+
+# What each part draws and times.
+PARTS: dict[str, tuple[Callable[[Shape], Sequence[Array]], Callable[[], dict[str, Program]]]] = {
+    "options": (_drawn_for_options, _options),
+    "kl": (_drawn_for_kl, _divergences),
+    "precision": (_drawn_for_precision, _precisions),
+}

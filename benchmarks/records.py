@@ -5,7 +5,7 @@
      "jobs": {"heads --shape 8192,4096,131072": {"shape", "dtype", ..., "rows": {NAME: {"run": ID, ...}}}}}
 
 A job is what one command measures together, in turns: only its rows may be compared. Its key is the arguments of the
-command, which replaces the rows of the job. One that was asked for some of the rows keeps the others.
+command, which replaces the rows of the job.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from typing import Any
 import jax
 
 import lce_jax
+from benchmarks.measure import Fields
 
 # What else takes part, by its name in the registry: the peers, and what they are built on.
-PACKAGES = ("flax", "torch", "triton", "cut-cross-entropy", "liger-kernel", "quack-kernels", "trl")
+PACKAGES = ("flax", "torch", "triton", "cut-cross-entropy", "liger-kernel", "trl")
 UNTIMED = ("explain", "flax")  # folders of this package that no timed program runs
 FOLDER = Path("bench-out")
 
 type File = dict[str, Any]
-type Fields = Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +53,6 @@ class Job:
 
     arguments: Sequence[str]
     measure: Callable[[], Measured]
-    partial: bool = False  # the command asked for some of the rows only
 
     @property
     def key(self) -> str:
@@ -96,20 +95,14 @@ def read(path: Path, device_kind: str | None = None) -> File:
     return file
 
 
-def merge(path: Path, key: str, measured: Measured, run: Fields, partial: bool = False) -> None:
-    """Writes what a job found into the file, over its rows of the same names or, if it found all, over all of them."""
+def merge(path: Path, key: str, measured: Measured, run: Fields) -> None:
+    """Writes what a job found into the file, over what it found before."""
     file = read(path)
     file["device_kind"] = run["device"]["device_kind"]
     name = hashlib.sha256(json.dumps(run, sort_keys=True).encode()).hexdigest()[:8]
-    before = file["jobs"].get(key, {})
     rows = {row: {"run": name, **fields} for row, fields in measured.rows.items()}
     file["runs"][name] = run
-    file["jobs"][key] = before | measured.about | {"rows": (before.get("rows", {}) if partial else {}) | rows}
-    write(path, file)
-
-
-def write(path: Path, file: File) -> None:
-    """Writes the file whole, without the runs that no row is of."""
+    file["jobs"][key] = {**measured.about, "rows": rows}
     named = {row["run"] for one in file["jobs"].values() for row in one["rows"].values()}
     file = file | {"runs": {name: run for name, run in file["runs"].items() if name in named}}
     path.parent.mkdir(parents=True, exist_ok=True)

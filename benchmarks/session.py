@@ -7,7 +7,6 @@ at any moment, and the next one goes on from there: a short visit to a card is e
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 import subprocess
 import sys
@@ -15,43 +14,32 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import records, shapes
-from benchmarks.records import File, Measured
+from benchmarks import records
+from benchmarks.problem import GPU_SHAPES
+from benchmarks.records import File
 from lce_jax.explain import _arguments
 
 JOB_SECONDS = 400  # that a job may take: one that waits for ever ends alone
+SIZES = [f"--shape {t},{h},{v}" for t, h, v in GPU_SHAPES]
+PLAN = [  # for a GPU, the most wanted first
+    f"heads {SIZES[0]}",  # beside the peers
+    *(f"heads {each} --no-peers" for each in SIZES),
+    *(f"{part} {SIZES[0]}" for part in ("options", "kl", "precision")),
+    "heads --shape 8192,4096,151936 --data text",  # beside them too: Apple's CCE leaves out small probabilities
+    f"heads {SIZES[0]} --no-peers --implementation xla",
+    *(
+        f"step --model qwen3-1.7b --length 4096 --batch {batch} --objective {objective}"
+        for objective in ("'cross entropy'", "'PPO + entropy'")
+        for batch in (4, 8, 16, 32)
+    ),
+    "heads --shape 205280,4096,76032 --no-peers",
+]
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """The options."""
     command.add_argument("--minutes", type=_arguments.positive, default=10, help="of the session (default 10)")
-    shape = "in place of the device's shapes; repeatable"
-    command.add_argument("--shape", type=_arguments.shape, action="append", default=[], metavar="T,H,V", help=shape)
     command.add_argument("--list", action="store_true", help="print what would run, and run nothing")
-
-
-def plan(platform: str, chosen: Sequence[tuple[int, int, int]] = ()) -> list[str]:
-    """The commands of a platform, the most wanted first."""
-    on_gpu = platform == "gpu"
-    sizes = [f"--shape {t},{h},{v}" for t, h, v in chosen or (shapes.GPU_SHAPES if on_gpu else shapes.CPU_SHAPES)]
-    one, text = sizes[0], sizes[0] if chosen else "--shape 8192,4096,151936"
-    small = [*(f"heads {each} --no-peers" for each in sizes), f"options {one}", f"kl {one}", f"precision {one}"]
-    if not on_gpu:
-        return [*small, *_steps("tiny", 128, (2,))]
-    return [
-        f"heads {one}",  # beside the peers
-        *small,
-        f"heads {text} --data text",  # beside them too: Apple's CCE leaves out small probabilities
-        f"heads {one} --no-peers --implementation xla",
-        *_steps("qwen3-1.7b", 4096, (4, 8, 16, 32)),
-        *([] if chosen else ["heads --shape 205280,4096,76032 --no-peers"]),
-    ]
-
-
-def _steps(model: str, length: int, batches: Sequence[int]) -> list[str]:
-    sizes = f"step --model {model} --length {length}"
-    objectives = ("'cross entropy'", "'PPO + entropy'")
-    return [f"{sizes} --batch {batch} --objective {each}" for each in objectives for batch in batches]
 
 
 def due(file: File, planned: Sequence[str], code: str) -> list[str]:
@@ -70,10 +58,9 @@ def due(file: File, planned: Sequence[str], code: str) -> list[str]:
 def run(options: argparse.Namespace) -> int:
     """Runs what is due until the minutes are over; returns 1 if a job failed."""
     end = time.monotonic() + 60 * options.minutes
-    device = _device()
-    path: Path = options.out or records.default_path(device["device_kind"])
-    file = records.read(path, device["device_kind"])
-    waiting = due(file, plan(device["platform"], options.shape), records.code())
+    kind = _device_kind()
+    path: Path = options.out or records.default_path(kind)
+    waiting = due(records.read(path, kind), PLAN, records.code())
     if options.list:
         print("\n".join(waiting) or f"{path} has all, as this code measures it")
         return 0
@@ -88,8 +75,6 @@ def run(options: argparse.Namespace) -> int:
         if reason is not None and time.monotonic() < end:  # else it was the session that ended
             failed += 1
             print(f"{key}: {reason}", flush=True)
-            found = Measured({"the command": {"left_out": reason}})
-            records.merge(path, key, found, records.this_run(options.rounds, device), partial=True)
     print(f"written: {path}")
     return 1 if failed else 0
 
@@ -104,9 +89,7 @@ def _run(key: str, path: Path, rounds: int, seconds: float) -> str | None:
     return None if ended.returncode == 0 else f"exit status {ended.returncode}"
 
 
-def _device() -> dict[str, str]:
+def _device_kind() -> str:
     """Asked in a process that ends: this one leaves the device's memory to the jobs."""
-    asked = "import json; from benchmarks import records; print(json.dumps(records.device()))"
-    said = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True).stdout
-    found: dict[str, str] = json.loads(said)
-    return found
+    asked = "import jax; print(jax.devices()[0].device_kind)"
+    return subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True).stdout.strip()

@@ -51,26 +51,6 @@ MODELS = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """What one step took."""
-
-    objective: str
-    head: str
-    batch: int  # sequences
-    tokens: int
-    seconds: float | None  # per step, the median of the rounds; None: it did not fit
-    memory_bytes: int | None  # arguments, results and temporaries of the compiled step; None: it did not compile
-    loss: float | None = None  # of the last step
-
-    def __str__(self) -> str:
-        memory = "" if self.memory_bytes is None else format_bytes(self.memory_bytes)
-        took = "  out of memory" if self.seconds is None else f"{self.tokens / self.seconds:9,.0f} tokens/s"
-        return (
-            f"{self.objective:14s} {self.head:15s} {self.batch:4d} sequences {self.tokens:8,d} tokens {took} {memory}"
-        )
-
-
 def draw(sizes: Sizes, key: Array) -> dict[str, Array]:
     """Random parameters, those of all blocks in one array each."""
     h, n, k, d, m = sizes.hidden_size, sizes.heads, sizes.kv_heads, sizes.head_size, sizes.mlp_size
@@ -109,11 +89,8 @@ def hidden_states(
         y = _normed(x)
         q, k, v = ((y @ own[name]).reshape(*x.shape[:2], -1, sizes.head_size) for name in ("query", "key", "value"))
         q, k = _rotated(q), _rotated(k)
-        x = (
-            x
-            + jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=attention).reshape(*x.shape[:2], -1)
-            @ own["out"]
-        )
+        attended = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=attention)
+        x = x + attended.reshape(*x.shape[:2], -1) @ own["out"]
         y = _normed(x)
         return x + (jax.nn.silu(y @ own["gate"]) * (y @ own["up"])) @ own["down"], None
 
@@ -125,10 +102,6 @@ def hidden_states(
 def _cross_entropy_stored(hidden: Array, weight: Array, labels: Array, _: Any) -> Array:
     log_p = jax.nn.log_softmax((hidden @ weight.T).astype(jnp.float32))
     return -jnp.mean(jnp.take_along_axis(log_p, labels[..., None], axis=-1))
-
-
-def _cross_entropy_ours(hidden: Array, weight: Array, labels: Array, _: Any) -> Array:
-    return linear_cross_entropy(hidden, weight, labels)
 
 
 _policy = losses.with_entropy_bonus(losses.ppo_clip, 0.01)
@@ -146,7 +119,10 @@ def _policy_ours(hidden: Array, weight: Array, labels: Array, more: tuple[Array,
 
 
 OBJECTIVES: dict[str, dict[str, Callable[..., Array]]] = {
-    "cross entropy": {"logits stored": _cross_entropy_stored, "lce_jax": _cross_entropy_ours},
+    "cross entropy": {
+        "logits stored": _cross_entropy_stored,
+        "lce_jax": lambda *operands: linear_cross_entropy(*operands[:3]),
+    },
     "PPO + entropy": {"logits stored": _policy_stored, "lce_jax": _policy_ours},
 }
 
@@ -168,20 +144,26 @@ def train_step(sizes: Sizes, head: Callable[..., Array], optimizer: Any, dtype: 
     return step
 
 
-def measure(sizes: Sizes, objective: str, head: str, batch: int, length: int, rounds: int, dtype: Any) -> Row:
-    """One row; a step that does not fit has no time."""
+def measure(
+    sizes: Sizes, objective: str, head: str, batch: int, length: int, rounds: int, dtype: Any
+) -> dict[str, Any]:
+    """One row: seconds of a step, bytes of the compiled step with its arguments, and the last loss.
+
+    A step that does not fit has no seconds, and one that does not compile no bytes either.
+    """
     optimizer = optax.adamw(1e-5)
     step = train_step(sizes, OBJECTIVES[objective][head], optimizer, dtype)
     tokens = jax.random.randint(jax.random.key(1), (batch, length + 1), 0, sizes.vocab_size)
     more = -jnp.full((batch, length), 11.0), jax.random.normal(jax.random.key(2), (batch, length))
-    row = Row(objective, head, batch, batch * length, None, None)
+    row = {"objective": objective, "head": head, "batch": batch, "tokens": batch * length}
+    row |= dict.fromkeys(("seconds", "memory_bytes", "loss"))
     try:
         parameters = jax.jit(functools.partial(draw, sizes))(jax.random.key(0))
         state = parameters, jax.jit(optimizer.init)(parameters)
         compiled = step.lower(state, tokens, more).compile()
         held: Any = compiled.memory_analysis()
         results = held.output_size_in_bytes - held.alias_size_in_bytes
-        row = dataclasses.replace(row, memory_bytes=held.argument_size_in_bytes + results + held.temp_size_in_bytes)
+        row["memory_bytes"] = held.argument_size_in_bytes + results + held.temp_size_in_bytes
         state, value = jax.block_until_ready(compiled(state, tokens, more))
         samples = []
         for _ in range(rounds):
@@ -196,7 +178,7 @@ def measure(sizes: Sizes, objective: str, head: str, batch: int, length: int, ro
         return row
     if not jnp.isfinite(value):
         raise FloatingPointError(f"{objective}, {head}: a loss of {value} after {1 + rounds * STEPS} steps")
-    return dataclasses.replace(row, seconds=statistics.median(samples), loss=float(value))
+    return row | {"seconds": statistics.median(samples), "loss": float(value)}
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -224,8 +206,9 @@ def _measure(options: argparse.Namespace, objective: str, batch: int) -> Measure
     sizes, rows = MODELS[options.model], {}
     dtype = jnp.dtype("bfloat16" if jax.default_backend() == "gpu" else "float32")
     for head in OBJECTIVES[objective]:
-        row = measure(sizes, objective, head, batch, options.length, options.rounds, dtype)
-        print(row, flush=True)
-        rows[head] = dataclasses.asdict(row)
+        rows[head] = measure(sizes, objective, head, batch, options.length, options.rounds, dtype)
+        took, held = rows[head]["seconds"], rows[head]["memory_bytes"]
+        speed = "out of memory" if took is None else f"{batch * options.length / took:,.0f} tokens/s"
+        print(f"{objective}, {head}, {batch} sequences: {speed}, {format_bytes(held or 0)}", flush=True)
     about = {"model": options.model, "sizes": dataclasses.asdict(sizes), "length": options.length, "dtype": dtype.name}
     return Measured(rows, about)

@@ -14,16 +14,14 @@ have no probability of 2^-12 (on an H200).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from benchmarks.problem import Problem
-from benchmarks.shapes import Shape
-from lce_jax import _dispatch, explain, local, mosaic
-from lce_jax.mathematics._statistics import Normalizer
+from benchmarks.problem import Problem, Shape
+from lce_jax import _dispatch, explain, linear_logprobs, mosaic
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array
@@ -36,23 +34,23 @@ SCATTER = 0.7  # of the ids around the ranks, in natural logarithms
 THRESHOLD = 2.0**-12  # CCE's default
 
 
-def text_problem(shape: Shape, dtype: Any, seed: int = 0) -> Problem:
+def text_problem(shape: Shape, dtype: Any) -> Problem:
     """Operands as the module says; normal cotangents."""
-    tokens, head = shape.tokens, shape.head
+    tokens, hidden_size, vocab_size = shape
 
     @jax.jit
-    def draw(key: Array) -> tuple[Array, ...]:
+    def draw(key: Array) -> Problem:
         keys = jax.random.split(key, 8)
-        rank = jnp.arange(head.vocab_size) + 10.0
+        rank = jnp.arange(vocab_size) + 10.0
         prior = -jnp.log(rank * jnp.exp(SCATTER * jax.random.normal(keys[0], rank.shape)))
         prior -= jax.nn.logsumexp(prior)
-        weight = jax.random.normal(keys[1], (head.vocab_size, head.hidden_size), dtype)
-        weight = (weight * jnp.asarray(head.hidden_size**-0.5, dtype)).at[:, 0].set((prior / PRIOR).astype(dtype))
+        weight = jax.random.normal(keys[1], (vocab_size, hidden_size), dtype)
+        weight = (weight * jnp.asarray(hidden_size**-0.5, dtype)).at[:, 0].set((prior / PRIOR).astype(dtype))
         total = jnp.cumsum(jnp.exp(prior))
         drawn = jax.random.uniform(keys[2], (tokens, CANDIDATES)) * total[-1]
-        ids = jnp.minimum(jnp.searchsorted(total, drawn), head.vocab_size - 1)
+        ids = jnp.minimum(jnp.searchsorted(total, drawn), vocab_size - 1)
         amplitude = jnp.sort(jax.random.uniform(keys[3], ids.shape), axis=1) ** 2
-        noise = NOISE * jax.random.normal(keys[4], (tokens, head.hidden_size))
+        noise = NOISE * jax.random.normal(keys[4], (tokens, hidden_size))
 
         def of_token(own: tuple[Array, ...]) -> tuple[Array, Array]:
             ids, amplitude, noise, key = own
@@ -64,37 +62,39 @@ def text_problem(shape: Shape, dtype: Any, seed: int = 0) -> Problem:
         each = (ids, amplitude, noise, jax.random.split(keys[5], tokens))
         hidden, labels = lax.map(of_token, each, batch_size=256)
         cotangents = (jax.random.normal(key, (tokens,), jnp.float32) for key in keys[6:])
-        return hidden, weight, labels, *cotangents
+        return Problem(hidden, weight, labels, *cotangents)
 
-    return Problem(shape, *jax.block_until_ready(draw(jax.random.key(seed))))
-
-
-class LeftOut(NamedTuple):
-    """What a threshold leaves out."""
-
-    skipped: float  # share of the tiles
-    dropped_mass: float  # mean over the tokens
+    return jax.block_until_ready(draw(jax.random.key(0)))
 
 
-def left_out(problem: Problem, threshold: float, implementation: str | None) -> LeftOut:
-    """Of the problem's gradients; nothing where the implementation has no tiles to leave out."""
+def left_out(problem: Problem, implementation: str | None) -> dict[str, float]:
+    """The share of the tiles that `THRESHOLD` leaves out of the gradients, and the mean probability in them.
+
+    Both are 0 where the implementation has no tiles to leave out.
+    """
     options: Any = {
-        "gradient_threshold": threshold,
+        "gradient_threshold": THRESHOLD,
         "stats": True,
-        "logit_softcap": problem.shape.head.logit_softcap,
         "implementation": implementation or _dispatch.AUTOMATIC,
     }
-    operands = problem.arrays[:3]
-    plan = explain(*operands, **options)
+    plan = explain(*problem[:3], **options)
+    out = jax.jit(lambda *operands: linear_logprobs(*operands, **options))(*problem[:3])
+    kernels = plan.implementation == mosaic.NAME
+    skipped = share_below(problem, plan.tiles["tokens"], plan.tiles["vocabulary"]) if kernels else 0.0
+    return {"skipped": skipped, "dropped_mass": float(jnp.mean(out.dropped_mass))}
+
+
+def share_below(problem: Problem, rows: int, columns: int) -> float:
+    """Of the tiles of so many tokens and columns, those with no label and no probability of `THRESHOLD`."""
+    (hidden, weight, labels, *_), vocab_size = problem, problem.weight.shape[0]
 
     @jax.jit
-    def of_tiles(*operands: Array) -> Any:
-        stats, cache = local.statistics(*operands, keep_cache=True, **options)
-        of_rows = Normalizer(stats.max, stats.sumexp)
-        return mosaic.selected(plan.case, cache, of_rows, None)
+    def of_block(weight: Array, hidden: Array, labels: Array) -> Array:
+        logits = lax.dot_general(hidden, weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+        is_label = jnp.arange(vocab_size) == labels[:, None]
+        counts = (jax.nn.softmax(logits) >= THRESHOLD) | is_label
+        padded = jnp.pad(counts, ((0, 0), (0, -vocab_size % columns)))
+        return jnp.mean(~jnp.any(padded.reshape(len(labels), -1, columns), axis=(0, 2)))
 
-    if plan.implementation != mosaic.NAME:
-        return LeftOut(0.0, 0.0)
-    live, dropped = of_tiles(*operands)
-    blocks = -(-plan.case.num_tokens // plan.tiles["tokens"])
-    return LeftOut(1.0 - float(live[:, :blocks].mean()), float(dropped.mean()))
+    starts = range(0, len(labels), rows)
+    return float(sum(of_block(weight, hidden[i : i + rows], labels[i : i + rows]) for i in starts) / len(starts))

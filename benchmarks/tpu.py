@@ -63,7 +63,7 @@ def most_likely(hidden: Any, weight: Any, labels: Any) -> Any:
 
 
 WAYS = {
-    "logits stored, autodiff": gradients(per_token(materialised(None))),
+    "logits stored, autodiff": gradients(per_token(materialised)),
     "`linear_logprobs`": gradients(per_token(ours)),
     "`linear_loss`": gradients(in_forward),
     "`linear_topk`, forward": most_likely,

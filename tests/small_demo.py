@@ -12,7 +12,7 @@ import functools
 import gc
 from typing import Any
 
-from examples.demo import cli, model, rl, sft, text, threshold
+from examples.demo import cli, model, rl, sft, text
 
 VOCAB_SIZE = 2000
 
@@ -31,7 +31,7 @@ if __name__ == "__main__":
     text.read_standard_library = lambda: every()[::4]
     cli.load_corpus, cli.VOCAB_SIZE = small_corpus, VOCAB_SIZE
     cli._model_config = small_model
-    threshold.leaves_out = lambda _: True
+    sft.leaves_out = lambda _: True
     sft.SftConfig = functools.partial(sft.SftConfig, batch=4, length=32)
     rl.RlConfig = functools.partial(rl.RlConfig, prompts=4, group=4, completion_length=16)
     cli.main()

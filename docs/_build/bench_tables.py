@@ -102,7 +102,7 @@ def job(key: str, card: str = CARD) -> Run:
 
 def heads(card: str = CARD) -> list[Run]:
     """The jobs of heads on a card that have random logits and no other packages."""
-    other = {"--data", "--implementation", "--devices", "--model"}
+    other = {"--data", "--implementation", "--devices"}
     return [one for one in jobs("heads", card) if "--no-peers" in one["arguments"] and not other & {*one["arguments"]}]
 
 
@@ -115,8 +115,7 @@ def newest(jobs: list[Run]) -> Run:
 def shape_of(measured: Run) -> str:
     """Tokens, hidden size, vocabulary."""
     shape = measured["shape"]
-    head = shape.get("head") or {"hidden_size": shape["H"], "vocab_size": shape["V"]}
-    return f"{shape.get('tokens') or shape['T']}, {head['hidden_size']}, {head['vocab_size']:,}"
+    return f"{shape['T']}, {shape['H']}, {shape['V']:,}"
 
 
 def ratio(row: Run | None) -> str:

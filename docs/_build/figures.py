@@ -190,8 +190,7 @@ def device_of(job: dict[str, Any]) -> str:
 
 def sizes(job: dict[str, Any]) -> tuple[int, int, int]:
     """Tokens, hidden size, vocabulary."""
-    head = job["shape"]["head"]
-    return job["shape"]["tokens"], head["hidden_size"], head["vocab_size"]
+    return job["shape"]["T"], job["shape"]["H"], job["shape"]["V"]
 
 
 def bars(axes: Axes, names: list[str], values: list[float], text: str, keys: list[str], theme: Theme) -> None:

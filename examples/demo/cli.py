@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import pathlib
 import time
 from typing import TYPE_CHECKING
@@ -11,12 +12,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import examples.demo
-from examples.demo import compare, report, rl, sft, threshold
+from examples.demo import compare, report, rl, sft
 from examples.demo.evaluate import Evaluator
-from examples.demo.model import Config, Transformer, make_mesh
+from examples.demo.model import Config, Transformer, make_mesh, put_on_mesh
 from examples.demo.text import VOCAB_SIZE, load_corpus
 from lce_jax import Plan, explain
 from lce_jax.explain._arguments import not_negative, positive
@@ -37,15 +37,11 @@ def main(arguments: list[str] | None = None) -> int:
         options.rl_steps = min(options.steps, _RL_STEPS)
     mesh = make_mesh()
     try:
-        plan = _plan_head(mesh, options.implementation)
-    except ValueError as error:
-        parser.error(f"argument --implementation: {error}")
-    try:
         options.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         parser.error(f"argument --out: {error}")
     with jax.set_mesh(mesh):
-        _run(options, mesh, plan, Console())
+        _run(options, mesh, _plan_head(mesh), Console())
     return 0
 
 
@@ -59,28 +55,28 @@ def _run(options: argparse.Namespace, mesh: Mesh, plan: Plan, console: Console) 
     model, twin = (Transformer(_model_config(mesh, corpus.vocab_size), rngs=nnx.Rngs(options.seed)) for _ in range(2))
     console.print(f"Model: {model.num_parameters():,} parameters. Its head on a training batch, per device:")
     console.print(str(plan), highlight=False, soft_wrap=True)
-    sft_config = sft.SftConfig(options.steps, implementation=options.implementation).on(mesh)
-    rl_config = rl.RlConfig(options.rl_steps, implementation=options.implementation).on(mesh)
+    sft_config = sft.SftConfig(options.steps).on(mesh)
+    rl_config = rl.RlConfig(options.rl_steps).on(mesh)
     evaluate = Evaluator.create(corpus, rl_config, mesh, options.seed)
 
     stages = [evaluate(model)]
-    with _progress(console) as progress:
-        training = sft.train(model, corpus, sft_config, mesh, options.seed)
-        losses = _tracked(progress, "phase 1", training, options.steps, lambda loss: f"loss {loss:.2f}")
-        stages.append(evaluate(model))
-        again = None
-        if threshold.leaves_out(plan):
-            repeating = threshold.train(twin, corpus, sft_config, mesh, options.seed)
-            repeated = _tracked(progress, "phase 1 again", repeating, options.steps, lambda loss: f"loss {loss:.2f}")
-            again = threshold.second_run(twin, losses, repeated, evaluate.windows, mesh, plan.implementation)
-        improving = rl.train(model, corpus, rl_config, mesh, options.seed)
-        metrics = _tracked(progress, "phase 2", improving, options.rl_steps, lambda step: f"reward {step.reward:.2f}")
-        stages.append(evaluate(model))
-    comparison = compare.compare(model, evaluate.windows[: 2 * sft_config.batch], mesh, options.implementation)
+    training = sft.train(model, corpus, sft_config, mesh, options.seed)
+    losses = _tracked(console, "phase 1", training, options.steps, lambda loss: f"loss {loss:.2f}")
+    stages.append(evaluate(model))
+    again = None
+    if sft.leaves_out(plan):
+        without = dataclasses.replace(sft_config, gradient_threshold=sft.THRESHOLD)
+        repeating = sft.train(twin, corpus, without, mesh, options.seed)
+        repeated = _tracked(console, "phase 1 again", repeating, options.steps, lambda loss: f"loss {loss:.2f}")
+        again = sft.SecondRun(losses, repeated, float(sft.dropped_mass(twin, put_on_mesh(mesh, evaluate.windows))))
+    improving = rl.train(model, corpus, rl_config, mesh, options.seed)
+    metrics = _tracked(console, "phase 2", improving, options.rl_steps, lambda step: f"reward {step.reward:.2f}")
+    stages.append(evaluate(model))
+    comparison = compare.compare(model, evaluate.windows[: 2 * sft_config.batch], mesh)
     report.print_examples(console, stages)
     report.print_tables(console, stages, evaluate.real_reward, again, comparison)
     path = options.out / "curves.png"
-    report.draw(path, losses, metrics, stages, evaluate.real_reward, again, comparison)
+    report.draw(path, losses, metrics, stages, evaluate.real_reward, again)
     console.print(f"Curves: {path}. {time.perf_counter() - start:.0f} s in all.", soft_wrap=True)
 
 
@@ -90,7 +86,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rl-steps", type=positive, help=f"of phase 2 (default {_RL_STEPS}, or --steps if fewer)")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("demo-out"), help="folder of the figure")
     parser.add_argument("--seed", type=not_negative, default=0, help="of everything random (default 0)")
-    parser.add_argument("--implementation", help="of the head, by name (default: what the package picks)")
     return parser
 
 
@@ -100,7 +95,7 @@ def _model_config(mesh: Mesh, vocab_size: int) -> Config:
     return Config(vocab_size, vocab_multiple=128 * mesh.shape["tensor"], dtype=dtype)
 
 
-def _plan_head(mesh: Mesh, implementation: str | None) -> Plan:
+def _plan_head(mesh: Mesh) -> Plan:
     """How a device will compute its share of the head on a training batch."""
     model, training = _model_config(mesh, VOCAB_SIZE), sft.SftConfig(steps=1).on(mesh)
     tokens = (training.batch // mesh.shape["data"], training.length)
@@ -108,23 +103,14 @@ def _plan_head(mesh: Mesh, implementation: str | None) -> Plan:
         jax.ShapeDtypeStruct((*tokens, model.hidden_size), model.dtype),
         jax.ShapeDtypeStruct((model.padded_vocab_size // mesh.shape["tensor"], model.hidden_size), model.dtype),
         jax.ShapeDtypeStruct(tokens, jnp.int32),
-        implementation=implementation,
     )
 
 
-def _progress(console: Console) -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    latest = TextColumn("{task.fields[latest]}")
-    return Progress(*columns, latest, console=console, disable=not console.is_terminal)
-
-
-def _tracked[T](progress: Progress, name: str, items: Iterable[T], total: int, describe: Callable[[T], str]) -> list[T]:
-    """The items as a list; the progress bar advances with each. Without a terminal, a line after each tenth of them."""
-    task = progress.add_task(name, total=total, latest="")
+def _tracked[T](console: Console, name: str, items: Iterable[T], total: int, describe: Callable[[T], str]) -> list[T]:
+    """The items as a list; a line after each tenth of them."""
     done = []
     for item in items:
         done.append(item)
-        progress.update(task, advance=1, latest=describe(item))
-        if progress.disable and 10 * len(done) // total > 10 * (len(done) - 1) // total:
-            progress.console.print(f"{name}: {len(done)} of {total}, {describe(item)}", highlight=False)
+        if 10 * len(done) // total > 10 * (len(done) - 1) // total:
+            console.print(f"{name}: {len(done)} of {total}, {describe(item)}", highlight=False)
     return done

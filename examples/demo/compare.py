@@ -67,14 +67,14 @@ class Comparison:
     real_size: RealSize | None  # None: the devices are no GPUs, or have too little memory
 
 
-def compare(model: Transformer, tokens: Int[np.ndarray, "B S"], mesh: Mesh, implementation: str | None) -> Comparison:
+def compare(model: Transformer, tokens: Int[np.ndarray, "B S"], mesh: Mesh) -> Comparison:
     """Loss, log-probabilities and gradients of the trained head on the hidden states of ``tokens``, both ways."""
     config = model.config
     inputs = put_on_mesh(mesh, tokens[:, :-1])
     hidden = nnx.jit(lambda model, inputs: model(inputs))(model, inputs)
     weight = jax.device_put(model.head.weight[...].astype(config.dtype), NamedSharding(mesh, P("tensor")))
     operands = (put_on_mesh(mesh, hidden), weight, put_on_mesh(mesh, tokens[:, 1:]))
-    compiled = _both_ways(operands, config.vocab_size, mesh, implementation)
+    compiled = _both_ways(operands, config.vocab_size, mesh)
     reference = _float64(*operands, config.vocab_size)
     seconds = _interleaved_medians(compiled, operands)
     fused, stored = (
@@ -88,7 +88,7 @@ def compare(model: Transformer, tokens: Int[np.ndarray, "B S"], mesh: Mesh, impl
         dtype=jnp.dtype(config.dtype).name,
         fused=fused,
         materialised=stored,
-        real_size=_real_size(mesh, implementation) if _holds_real_size(mesh) else None,
+        real_size=_real_size(mesh) if _holds_real_size(mesh) else None,
     )
 
 
@@ -97,7 +97,7 @@ def _holds_real_size(mesh: Mesh) -> bool:
     return first.platform == "gpu" and (first.memory_stats() or {}).get("bytes_limit", 0) >= _REAL_SIZE_BYTES
 
 
-def _real_size(mesh: Mesh, implementation: str | None, shape: tuple[int, int, int] = _REAL_SIZE) -> RealSize:
+def _real_size(mesh: Mesh, shape: tuple[int, int, int] = _REAL_SIZE) -> RealSize:
     """Both ways on random operands in bfloat16."""
     num_tokens, hidden_size, vocab_size = shape
     keys = jax.random.split(jax.random.key(0), 3)
@@ -106,20 +106,15 @@ def _real_size(mesh: Mesh, implementation: str | None, shape: tuple[int, int, in
     labels = jax.random.randint(keys[2], (num_tokens,), 0, vocab_size)
     split = jax.device_put(weight, NamedSharding(mesh, P("tensor")))
     operands = (put_on_mesh(mesh, hidden), split, put_on_mesh(mesh, labels))
-    return RealSize(shape, *_interleaved_medians(_both_ways(operands, vocab_size, mesh, implementation), operands))
+    return RealSize(shape, *_interleaved_medians(_both_ways(operands, vocab_size, mesh), operands))
 
 
-def _both_ways(
-    operands: tuple[Array, Array, Array], vocab_size: int, mesh: Mesh, implementation: str | None
-) -> tuple[Any, Any]:
+def _both_ways(operands: tuple[Array, Array, Array], vocab_size: int, mesh: Mesh) -> tuple[Any, Any]:
     """Loss and gradients compiled, fused and with stored logits."""
 
     def fused(hidden: Array, weight: Array, labels: Array) -> tuple[Array, Array | None]:
-        out = sharded_linear_logprobs(
-            hidden, weight, labels,
-            mesh=mesh, vocab_axis="tensor", batch_axes="data",
-            vocab_size=vocab_size, implementation=implementation,
-        )  # fmt: skip
+        split: Any = {"mesh": mesh, "vocab_axis": "tensor", "batch_axes": "data"}
+        out = sharded_linear_logprobs(hidden, weight, labels, vocab_size=vocab_size, **split)
         return out.logprobs, out.entropy
 
     def materialised(hidden: Array, weight: Array, labels: Array) -> tuple[Array, Array]:

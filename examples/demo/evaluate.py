@@ -58,21 +58,17 @@ class Evaluator:
 
     def __call__(self, model: Transformer) -> Evaluation:
         """Measures ``model``."""
-        loss, entropy = _text_statistics(model, put_on_mesh(self.mesh, self.windows), self.config.implementation)
-        completions = np.concatenate(
-            [
-                rl.sample(model, put_on_mesh(self.mesh, prompts), key, self.config)
-                for prompts, key in zip(self.prompts, jax.random.split(self.key, len(self.prompts)), strict=True)
-            ]
-        )
+        loss, entropy = _text_statistics(model, put_on_mesh(self.mesh, self.windows))
+        keys = jax.random.split(self.key, len(self.prompts))
+        batches = (put_on_mesh(self.mesh, prompts) for prompts in self.prompts)
+        samples = [rl.sample(model, batch, key, self.config) for batch, key in zip(batches, keys, strict=True)]
+        completions = np.concatenate(samples)
         example = self.corpus.tokenizer.decode(completions[0].tolist())
         return Evaluation(float(loss), float(entropy), float(reward.rewards(completions, self.corpus).mean()), example)
 
 
-@nnx.jit(static_argnums=2)
-def _text_statistics(
-    model: Transformer, tokens: Int[Array, "B S"], implementation: str | None
-) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    out = model.head.logprobs(model(tokens[:, :-1]), tokens[:, 1:], implementation=implementation)
+@nnx.jit
+def _text_statistics(model: Transformer, tokens: Int[Array, "B S"]) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    out = model.head.logprobs(model(tokens[:, :-1]), tokens[:, 1:])
     assert out.entropy is not None  # for the type checker: it was asked for
     return -jnp.mean(out.logprobs), jnp.mean(out.entropy)

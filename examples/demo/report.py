@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from examples.demo.compare import Comparison
     from examples.demo.evaluate import Evaluation
     from examples.demo.rl import RlMetrics
-    from examples.demo.threshold import SecondRun
+    from examples.demo.sft import SecondRun
 
 _STAGES = ("at the start", "after phase 1", "after phase 2")
 _BLUE, _ORANGE, _GREY, _INK = "#2563a8", "#d9730d", "#8a8f98", "#1f2933"
@@ -119,12 +119,11 @@ def draw(
     stages: list[Evaluation],
     real_reward: float,
     again: SecondRun | None,
-    comparison: Comparison,
 ) -> None:
-    """Loss of phase 1, exact and with the threshold, reward and entropy of phase 2, memory of the head; as a PNG."""
+    """Loss of phase 1, exact and with the threshold, reward and entropy of phase 2; as a PNG."""
     with mpl.rc_context(_STYLE):
-        figure = Figure(figsize=(10, 6.4), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1), dpi=150)
-        loss, reward, entropy, memory = figure.subplots(2, 2).flat
+        figure = Figure(figsize=(7, 8), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1), dpi=150)
+        loss, reward, entropy = figure.subplots(3)
         _curve(loss, losses, "training batches", _BLUE)
         if again is not None:
             repeated = _means(again.losses, len(losses) // 40)
@@ -137,7 +136,6 @@ def draw(
         reward.set(title="Phase 2: reward", xlabel="step", ylabel="share of tokens on statements", ylim=(0, None))
         _curve(entropy, [step.entropy for step in metrics], "policy on its rollouts", _BLUE)
         entropy.set(title="Phase 2: entropy", xlabel="step", ylabel="nats per token", ylim=(0, None))
-        _memory_bars(memory, comparison)
         for axes in (loss, reward, entropy):
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
             axes.legend()
@@ -154,13 +152,3 @@ def _curve(axes: Axes, values: list[float], label: str, color: str) -> None:
 def _means(values: list[float], reach: int) -> list[float]:
     """Of each value and the ``reach`` values on either side."""
     return [float(np.mean(values[max(0, i - reach) : i + reach + 1])) for i in range(len(values))]
-
-
-def _memory_bars(axes: Axes, comparison: Comparison) -> None:
-    programs = {"logits stored": comparison.materialised, "fused": comparison.fused}
-    mebibytes = [program.temp_bytes / 2**20 for program in programs.values()]
-    bars = axes.barh(list(programs), mebibytes, color=[_GREY, _BLUE], height=0.5)
-    axes.bar_label(bars, [format_bytes(program.temp_bytes) for program in programs.values()], padding=4)
-    axes.set(title="Head: peak temporary memory", xlabel="loss and gradients, MiB per device")
-    axes.set_xlim(0, 1.25 * max(mebibytes))
-    axes.grid(visible=False, axis="y")

@@ -44,7 +44,6 @@ class RlConfig:
     learning_rate: float = 3e-4
     clip: float = 0.2
     entropy_bonus: float = 0.01
-    implementation: str | None = None
 
     def on(self, mesh: Mesh) -> RlConfig:
         """A copy whose rollouts and minibatches divide by the mesh's data axis."""
@@ -91,14 +90,7 @@ def policy(
 ) -> LogprobOutput:
     """Log-probability of each chosen token, and entropy of the distribution that it was chosen from."""
     hidden = model(tokens[:, :-1])
-    return model.head.logprobs(
-        hidden,
-        tokens[:, 1:],
-        where=where,
-        temperature=config.temperature,
-        entropy=entropy,
-        implementation=config.implementation,
-    )
+    return model.head.logprobs(hidden, tokens[:, 1:], where=where, temperature=config.temperature, entropy=entropy)
 
 
 def policy_loss(model: Transformer, rollout: Rollout, config: RlConfig) -> tuple[Array, Array]:

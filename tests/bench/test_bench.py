@@ -1,4 +1,4 @@
-"""The benchmark: its check of results, its peers, its rows and its bounds."""
+"""The benchmark: its check of results, its peers and its rows."""
 
 from __future__ import annotations
 
@@ -10,15 +10,13 @@ import jax.numpy as jnp
 import pytest
 
 import lce_jax
-
-pytest.importorskip("rich")
-
 from benchmarks import __main__ as command
-from benchmarks import candidates, heads, peers, problem, report, run, shapes, text
-from lce_jax.explain._models import MODELS, ModelHead
+from benchmarks import candidates, heads, measure, peers, problem, text
+from benchmarks.candidates import BOTH, FORWARD, TOPK, materialised
 
 pytestmark = [pytest.mark.site, pytest.mark.usefixtures("short_timings")]
-TINY = shapes.Shape(24, ModelHead(32, 520))
+TINY = (24, 32, 520)
+OF_LOGITS = ("temperature", "logit_softcap", "logit_scale", "vocab_size")
 
 
 @pytest.fixture(scope="module")
@@ -26,44 +24,52 @@ def tiny():
     return problem.random_problem(TINY, jnp.float32)
 
 
+def rows(drawn, given, rounds=1):
+    return measure.rows({one.name: one.compile for one in given}, candidates.judge(given, drawn), rounds)
+
+
+def by_key(measured):
+    """Rows that were timed, by key and direction."""
+    return {(row["key"], row["direction"]): row for row in measured.rows.values() if "left_out" not in row}
+
+
 def without_entropy_gradient(hidden, weight, labels):
-    logprobs, entropy = candidates.materialised(None)(hidden, weight, labels)
+    logprobs, entropy = materialised(hidden, weight, labels)
     return logprobs, jax.lax.stop_gradient(entropy)
 
 
 def with_an_unmasked_padding_column(hidden, weight, labels):
-    return candidates.materialised(None)(hidden, jnp.pad(weight, ((0, 8), (0, 0))), labels)
+    return materialised(hidden, jnp.pad(weight, ((0, 8), (0, 0))), labels)
 
 
 def not_a_number(hidden, weight, labels):
-    logprobs, entropy = candidates.materialised(None)(hidden, weight, labels)
+    logprobs, entropy = materialised(hidden, weight, labels)
     return logprobs.at[3].set(jnp.nan), entropy
 
 
 @pytest.mark.parametrize(
     ("function", "direction", "quantity"),
     [
-        (without_entropy_gradient, candidates._both, "dhidden"),
-        (with_an_unmasked_padding_column, candidates._forward, "entropy"),
-        (not_a_number, candidates._forward, "logprobs"),
+        (without_entropy_gradient, candidates.both, "dhidden"),
+        (with_an_unmasked_padding_column, candidates.forward, "entropy"),
+        (not_a_number, candidates.forward, "logprobs"),
     ],
 )
 def test_a_wrong_candidate_is_not_timed(tiny, function, direction, quantity):
-    wrong = direction(tiny, "wrong", "wrong", function)
-    right = direction(tiny, "right", "right", candidates.materialised(None))
-    runs, _, refused = run.admit([wrong, right], tiny)
-    assert [one.key for one in runs] == ["right"]
-    assert refused[f"wrong, {wrong.direction}"].startswith(f"wrong result: {quantity}")
+    wrong, right = direction(tiny, "wrong", "wrong", function), direction(tiny, "right", "right", materialised)
+    found = rows(tiny, [wrong, right])
+    assert found[wrong.name]["left_out"].startswith(f"wrong result: {quantity}")
+    assert found[right.name]["median_seconds"] > 0
 
 
 def test_a_candidate_that_fails_is_left_out_and_the_rest_goes_on(tiny):
     def out_of_memory():
         raise RuntimeError("RESOURCE_EXHAUSTED: no memory\nmany more lines")
 
-    fails = candidates.Candidate("fails", "fails", "forward", out_of_memory)
-    runs, _, refused = run.admit([fails, *candidates.jax_candidates(tiny, None)], tiny)
-    assert refused == {"fails, forward": "RuntimeError: RESOURCE_EXHAUSTED: no memory"}
-    assert ("ours", "forward+backward") in {(one.key, one.direction) for one in runs}
+    fails = candidates.Candidate("fails", "fails", FORWARD, out_of_memory)
+    found = rows(tiny, [fails, candidates.forward(tiny, "right", "right", materialised)])
+    assert found["fails, forward"] == {"left_out": "RuntimeError: RESOURCE_EXHAUSTED: no memory"}
+    assert found["right, forward"]["ratio_to_gemm"] is None  # it is the first that would be the product
 
 
 def fails_in_its_second_timing(compiled):
@@ -77,7 +83,7 @@ def fails_in_its_second_timing(compiled):
     return compiled._replace(launch=launch)
 
 
-def test_what_runs_out_of_memory_while_it_is_timed_is_left_out_and_the_rest_goes_on(monkeypatch):
+def test_what_runs_out_of_memory_while_it_is_timed_is_left_out_and_the_rest_goes_on(monkeypatch, capsys):
     gemm = candidates._gemm
 
     def failing(drawn):
@@ -85,151 +91,129 @@ def test_what_runs_out_of_memory_while_it_is_timed_is_left_out_and_the_rest_goes
         return dataclasses.replace(one, compile=lambda: fails_in_its_second_timing(one.compile()))
 
     monkeypatch.setattr(candidates, "_gemm", failing)
-    measured = run.measure(TINY, jnp.dtype("float32"), None, 2, with_peers=False)
-    name = "bare GEMM hidden · weightᵀ, gemm"
-    assert measured.left_out == {name: "RuntimeError: RESOURCE_EXHAUSTED: two results of 29 GiB"}
-    rows = report.as_rows(measured)
-    assert rows.pop(name) == {"left_out": measured.left_out[name]}
-    assert {row["ratio_to_gemm"] for row in rows.values()} == {None}
-    assert rows["lce_jax (xla), forward"]["ratio_to_materialised"] > 0
-    assert report.table(measured).row_count > len(rows)
-    assert report.held_bounds(measured, {"platform": "gpu", "device_kind": "NVIDIA H200"}) == []
+    measured = heads.measure(TINY, jnp.dtype("float32"), None, 2, with_peers=False)
+    found = dict(measured.rows)
+    reason = "RuntimeError: RESOURCE_EXHAUSTED: two results of 29 GiB"
+    assert found.pop("bare GEMM hidden · weightᵀ, gemm") == {"left_out": reason}
+    assert {row["ratio_to_gemm"] for row in found.values()} == {None}
+    assert measured.healthy
+    said = capsys.readouterr().out
+    assert f"not timed: bare GEMM hidden · weightᵀ, gemm: {reason}" in said
+    assert "– products" in said
 
 
-@pytest.mark.parametrize(("dtype", "softcap"), [("float32", None), ("bfloat16", 5.0), ("float16", None)])
-def test_right_candidates_pass_the_check(dtype, softcap):
-    shape = shapes.Shape(40, ModelHead(64, 1003, logit_softcap=softcap))
-    drawn = problem.random_problem(shape, jnp.dtype(dtype))
-    rows = [*candidates.jax_candidates(drawn, None), candidates.in_forward(drawn, "lce_jax", "xla")]
-    runs, errors, refused = run.admit(rows, drawn)
-    assert not refused
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_right_candidates_pass_the_check(dtype):
+    drawn = problem.random_problem((40, 64, 1003), jnp.dtype(dtype))
+    found = rows(drawn, candidates.jax_candidates(drawn, None))
+    assert not [row for row in found.values() if "left_out" in row]
     ours = {"ours", "ours half cache", "ours full cache", "ours in forward"}
-    assert {one.key for one in runs} == {"gemm", "materialised", "materialised by hand"} | ours
-    found = next(errors[one] for one in runs if (one.key, one.direction) == ("ours", shapes.BOTH))
-    assert set(found) == {"logprobs", "entropy", "dhidden", "dweight"}
+    assert {row["key"] for row in found.values()} == {"gemm", "materialised", "materialised by hand"} | ours
+    assert set(found["lce_jax (xla), forward+backward"]["errors"]) == {"logprobs", "entropy", "dhidden", "dweight"}
+    assert set(found["lce_jax.linear_topk, k 64, top-k"]["errors"]) == {problem.TOPK_NAME, "lse"}
 
 
 def test_the_reference_is_the_same_in_blocks(tiny, monkeypatch):
-    whole = problem.reference(tiny, "logprob+entropy")
-    monkeypatch.setattr(problem, "BLOCK_BYTES", 17 * 4 * TINY.head.vocab_size)  # 24 tokens: 16 and 8
-    blocks = problem.reference(tiny, "logprob+entropy")
-    for name, x in whole.results.items():
-        assert problem.error(name, blocks.results[name], x) < 2e-6, name
+    seeds = problem.cotangents(tiny, "logprob+entropy")
+    whole = problem.reference(tiny, *seeds)
+    monkeypatch.setattr(problem, "BLOCK_BYTES", 17 * 4 * TINY[-1])  # 24 tokens: 16 and 8
+    blocks = problem.reference(tiny, *seeds)
+    for name, x in whole.items():
+        assert problem.error(name, blocks[name], x) < 2e-6, name
+
+
+def test_the_reference_is_that_of_the_package_and_shares_no_code_with_it(tiny):
+    a, b = problem.cotangents(tiny, "logprob+entropy")
+    key = jax.random.key(1)
+    options = {
+        "temperature": jax.random.uniform(key, (24,), minval=0.5, maxval=2.0),
+        "where": jax.random.bernoulli(key, 0.7, (24,)),
+        "candidates": jax.random.randint(key, (24, 5), -1, 520),
+        "logit_softcap": 10.0,
+        "logit_scale": 0.5,
+        "vocab_size": 400,
+    }
+
+    def loss(hidden, weight):
+        out = lce_jax.linear_logprobs(hidden, weight, tiny.labels, stats=True, **options)
+        return problem.weighted(out._asdict(), a, b), out
+
+    (value, out), gradients = jax.value_and_grad(loss, (0, 1), has_aux=True)(tiny.hidden, tiny.weight)
+    right = problem.reference(tiny, a, b, **options)
+    top = lce_jax.linear_topk(tiny.hidden, tiny.weight, 64, **{x: options[x] for x in ("where", *OF_LOGITS)})
+    found = {name: x for name, x in out._asdict().items() if name in right} | {"loss": value}
+    found[problem.TOPK_NAME] = top.logprobs
+    assert set(found) == {*right} - {"label logit", "dhidden", "dweight"}
+    for name, x in (found | dict(zip(problem.GRADIENTS, gradients, strict=True))).items():
+        assert problem.error(name, x, right[name]) < 1e-5, name
 
 
 def test_peers_can_be_left_out():
-    assert command.parser("heads", heads).parse_args(["--no-peers"]).no_peers
-    measured = run.measure(shapes.Shape(8, ModelHead(16, 64)), jnp.dtype("float32"), None, 1, with_peers=False)
-    assert measured.row("ours", shapes.BOTH)
-    assert measured.row("ours", shapes.TOPK).errors["logprobs of the most likely"] < 1e-6
-    assert measured.ratio(measured.row("ours", shapes.TOPK), "materialised", shapes.TOPK)
-    assert not measured.left_out
-
-
-def test_rows_can_be_chosen():
-    wanted = command.parser("heads", heads).parse_args(["--rows", "materialised by hand", "Apple CCE"]).rows
-    measured = run.measure(shapes.Shape(8, ModelHead(16, 64)), jnp.dtype("float32"), None, 1, wanted=wanted)
-    found = [(row.key, row.direction) for row in measured.rows]
-    assert sorted(found) == sorted([("gemm", "gemm"), ("ours", shapes.FORWARD), ("ours", shapes.BOTH),
-                                    ("materialised by hand", shapes.BOTH)])  # fmt: skip
-    assert set(measured.left_out) == {"Apple CCE"}  # which needs a GPU
+    measured = heads.measure((8, 16, 64), jnp.dtype("float32"), None, 1, with_peers=False)
+    found = by_key(measured)
+    assert len(found) == len(measured.rows)
+    assert found["ours", BOTH]["useful_flops_per_second"] * found["ours", BOTH]["median_seconds"] == 6 * 8 * 16 * 64
+    assert found["ours", TOPK]["errors"][problem.TOPK_NAME] < 1e-6
 
 
 @pytest.mark.parametrize("vocab_size", [520, 521])
 def test_the_vocabulary_split_over_devices(vocab_size):
-    shape = shapes.Shape(24, ModelHead(32, vocab_size))
-    measured = run.measure(shape, jnp.dtype("float32"), None, 1, with_peers=False, devices=2)
-    if vocab_size % 2:  # two devices cannot share 521 columns evenly
-        assert any("2 devices" in name and "521" in reason for name, reason in measured.left_out.items())
+    measured = heads.measure((24, 32, vocab_size), jnp.dtype("float32"), None, 1, with_peers=False, devices=2)
+    assert measured.healthy == (vocab_size % 2 == 0)
+    if not measured.healthy:  # two devices cannot share 521 columns evenly
+        assert any("2 devices" in name and "521" in row.get("left_out", "") for name, row in measured.rows.items())
         return
-    assert measured.row("ours split", shapes.FORWARD)
-    assert measured.row("ours split", shapes.BOTH).errors["dweight"] < 1e-6
-    assert not measured.left_out
+    assert by_key(measured)["ours split", BOTH]["errors"]["dweight"] < 1e-6
 
 
 def test_a_split_that_cannot_be_timed_is_a_failure(tmp_path):
     options = ["--devices", "2", "--no-peers", "--rounds", "1", "--out", str(tmp_path / "cpu.json")]
-    assert command.main([*options, "--shape", "24,32,520"]) == 0
     assert command.main([*options, "--shape", "24,32,521"]) == 1
 
 
 def test_objectives_of_peers_have_their_own_references(tiny):
-    summed = problem.reference(tiny, "sum of logprobs").results
+    summed = problem.reference(tiny, *problem.cotangents(tiny, "sum of logprobs"))
     assert summed["loss"] == pytest.approx(float(jnp.sum(summed["logprobs"])), rel=1e-6)
-    alone = problem.reference(tiny, "logprob").results
+    alone = problem.reference(tiny, *problem.cotangents(tiny, "logprob"))
     assert problem.error("dweight", alone["dweight"], summed["dweight"]) > 0.1
 
 
-def test_peers_say_why_they_are_not_timed_on_cpu(tiny):
-    rows, skipped = peers.peer_candidates(tiny)
-    assert rows == []
-    assert set(skipped) == set(peers.PEERS)
-    assert all("CUDA" in reason for reason in skipped.values())
-
-
-def test_a_peer_without_its_package_says_so(tiny, monkeypatch):
-    def missing(_):
-        raise ImportError("No module named 'nobody_has_this'")
-
-    monkeypatch.setattr(peers, "_no_torch_gpu", lambda: None)
-    monkeypatch.setattr(peers, "PEERS", {"one": missing, "two": lambda _: "has no softcap"})
-    rows, skipped = peers.peer_candidates(tiny)
-    assert rows == []
-    assert skipped == {"one": "not installed: No module named 'nobody_has_this'", "two": "has no softcap"}
+def test_peers_say_why_they_are_not_timed(tiny, monkeypatch):
+    given = peers.peer_candidates(tiny)
+    assert {one.key for one in given} == set(peers.PEERS)
+    assert {row["left_out"] for row in rows(tiny, given).values()} == {
+        "UnsupportedError: peers are timed on CUDA GPUs, this is cpu"
+    }
+    monkeypatch.setattr(peers, "_torch", lambda: __import__("nobody_has_this"))
+    assert {row["left_out"] for row in rows(tiny, given).values()} == {
+        "ModuleNotFoundError: No module named 'nobody_has_this'"
+    }
 
 
 def test_text_like_data_has_a_row_with_a_threshold():
-    shape = shapes.Shape(64, ModelHead(32, 2000))
-    measured = run.measure(shape, jnp.dtype("float32"), None, 1, with_peers=False, text=True)
-    row = measured.row("ours threshold", shapes.BOTH)
-    assert (row.skipped, row.dropped_mass) == (0.0, 0.0)  # on a CPU the gradients are exact
-    exact = measured.row("ours", shapes.BOTH)
-    assert exact.skipped is None
-    assert all(row.errors[name] == exact.errors[name] for name in problem.GRADIENTS)
-    shown = [column.header for column in report.table(measured).columns]
-    assert shown[-4:] == ["skipped", "dropped", "off dhidden", "off dweight"]
-    without = measured.row("ours threshold without entropy", shapes.BOTH)
-    assert without.objective == "logprob"
-    assert set(without.errors) == {"logprobs", *problem.GRADIENTS}
-    drawn = text.text_problem(shape, jnp.float32)
-    out = lce_jax.linear_logprobs(*drawn.arrays[:3])
+    measured = heads.measure((64, 32, 2000), jnp.dtype("float32"), None, 1, with_peers=False, is_text=True)
+    found = by_key(measured)
+    row, exact = found["ours threshold", BOTH], found["ours", BOTH]
+    assert (row["skipped"], row["dropped_mass"]) == (0.0, 0.0)  # on a CPU the gradients are exact
+    assert "skipped" not in exact
+    assert row["errors"] == exact["errors"]
+    without = found["ours threshold without entropy", BOTH]
+    assert without["objective"] == "logprob"
+    assert set(without["errors"]) == {"logprobs", *problem.GRADIENTS}
+    drawn = text.text_problem((64, 32, 2000), jnp.float32)
+    out = lce_jax.linear_logprobs(*drawn[:3])
     assert 0.2 < float(out.entropy.mean()) < 3.0
     assert float(jnp.exp(out.logprobs).mean()) > 0.1
 
 
-def test_the_bound_of_a_threshold_falls_with_what_it_skips():
-    rows = [timed("gemm", "gemm", 1.0), dataclasses.replace(timed("ours threshold", shapes.BOTH, 1.8), skipped=0.75)]
-    shape = shapes.Shape(8192, ModelHead(4096, 151936))
-    where = {"platform": "gpu", "device_kind": "NVIDIA H200"}
-    (line,) = report.held_bounds(run.Measurement(shape, "bfloat16", rows, {}, "text"), where)
-    assert "1.80x" in line
-    assert "(bound 1.85x): holds" in line
+def test_the_share_of_tiles_below_a_threshold():
+    """Three tiles of columns, the last of one column; the likely one, the label and nothing decide."""
+    hidden, labels = jnp.ones((6, 1)), jnp.array([0, 0, 0, 5, 0, 0])  # rows 0 to 3 and 4 to 5
+    weight = jnp.zeros((9, 1)).at[1].set(30.0)
+    drawn = problem.Problem(hidden, weight, labels, hidden[:, 0], hidden[:, 0])
+    assert text.share_below(drawn, 4, 4) == pytest.approx((1 / 3 + 2 / 3) / 2)
 
 
-def test_shapes_from_the_command_line():
-    assert [one.tokens for one in shapes.select("cpu", [], [], ())] == [2048]
-    assert len(shapes.select("gpu", [], [], ())) == len(shapes.GPU_SHAPES)
-    assert shapes.select("gpu", ["gemma2-9b"], [], ())[0].head.logit_softcap == 30.0
-    swept = shapes.select("gpu", [], [(1, 64, 512), (2, 64, 512)], (8, 16))
-    assert [(one.tokens, one.head) for one in swept] == [(8, ModelHead(64, 512)), (16, ModelHead(64, 512))]
-    assert all(head.hidden_size % 64 == 0 for head in MODELS.values())
-
-
-def timed(key, direction, seconds):
-    return run.Row(key, key, direction, "logprob+entropy", [seconds], 0, 0.0, {})
-
-
-def test_bounds_in_plain_words():
-    cpu = {"platform": "cpu", "device_kind": "cpu"}
-    rows = [
-        timed("ours", "forward", 1.0),
-        timed("ours", "forward+backward", 3.0),
-        timed("materialised", "forward", 1.25),
-        timed("materialised", "forward+backward", 2.0),
-    ]
-    measured = run.Measurement(shapes.select("cpu", [], [], ())[0], "float32", rows, {})
-    forward, backward, by_hand = report.held_bounds(measured, cpu)
-    assert forward.endswith("0.80x materialised (bound 1.15x): holds")
-    assert backward.endswith("1.50x materialised (bound 1.45x): DOES NOT HOLD")
-    assert "not measured" in by_hand
-    assert report.held_bounds(dataclasses.replace(measured, dtype="bfloat16"), cpu) == []
+def test_the_devices_shapes():
+    assert heads.shapes_here() == problem.CPU_SHAPES
+    assert heads.words("heads", TINY) == ["heads", "--shape", "24,32,520"]

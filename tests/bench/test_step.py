@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-pytest.importorskip("rich")
 pytest.importorskip("optax")
 
 from benchmarks import __main__ as bench
@@ -37,5 +36,4 @@ def test_what_does_not_fit_has_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(step, "draw", no_memory)
     row = step.measure(step.MODELS["tiny"], "cross entropy", "lce_jax", 2, 32, 1, jnp.dtype("float32"))
-    assert row.seconds is None
-    assert "out of memory" in str(row)
+    assert (row["seconds"], row["memory_bytes"], row["tokens"]) == (None, None, 64)

@@ -9,18 +9,15 @@ import types
 import jax.numpy as jnp
 import pytest
 
-pytest.importorskip("rich")
-
 from benchmarks import __main__ as command
-from benchmarks import problem, records, shapes, sweep
+from benchmarks import problem, records, sweep
+from lce_jax import UnsupportedError
 from lce_jax._types import Case, Options
-from lce_jax.explain._models import ModelHead
 from lce_jax.mosaic import _generations
 from lce_jax.mosaic.sm90._tuning import Tuning
 from tests import devices
 
 pytestmark = pytest.mark.site
-TINY = shapes.Shape(24, ModelHead(32, 520))
 H200 = Case(
     num_tokens=512,
     hidden_size=1024,
@@ -31,12 +28,7 @@ H200 = Case(
 )
 
 
-@pytest.fixture(scope="module")
-def tiny():
-    return problem.random_problem(TINY, jnp.float32)
-
-
-@pytest.mark.parametrize("kernel", shapes.KERNELS)
+@pytest.mark.parametrize("kernel", sweep.KERNELS)
 def test_a_sweep_tries_tunings_that_fit_and_puts_the_table_back(kernel):
     before = _generations.KERNEL_SETS
     start = tuning_of(H200, kernel)
@@ -65,53 +57,55 @@ def test_a_sweep_leaves_no_entry_for_a_device_that_had_none():
 
 
 def test_a_sweep_without_such_a_gpu_says_so(capsys, tmp_path):
-    out = tmp_path / "cpu.json"
-    told = ["sweep", "--shape", "256,256,1024", "--dtype", "bfloat16", "--kernel", "dhidden", "--out", str(out)]
+    told = ["sweep", "--shape", "256,256,1024", "--kernel", "dhidden", "--out", str(tmp_path / "cpu.json")]
     assert command.main(told) == 1
-    assert "compute capability 9.0" in capsys.readouterr().out
-    (job,) = records.jobs(records.read(out), "sweep")
-    assert "compute capability 9.0" in job["rows"][0]["left_out"]
+    said = 'sweep --shape 256,256,1024 --kernel dhidden: implementation "mosaic_gpu": needs an NVIDIA GPU'
+    assert said in capsys.readouterr().out
 
 
-def test_each_step_of_a_sweep_begins_with_the_best_of_the_one_before(tiny, monkeypatch):
-    """The fastest here: the deepest, then the one without a cluster, then the longest snake."""
+def fastest_first(choices):
+    """The deepest, then the one without a cluster, then the longest snake."""
+    key = lambda one: (-one.stages, one.cluster, one.minor, one.in_flight, -one.snake)  # noqa: E731
+    return {one: float(i) for i, one in enumerate(sorted(choices, key=key), 1)}
+
+
+def test_each_step_of_a_sweep_begins_with_the_best_of_the_one_before():
     steps = []
-
-    def time(kernel, choices, *_):
-        steps.append(choices)
-        key = lambda one: (-one.stages, one.cluster, one.minor, one.in_flight, -one.snake)  # noqa: E731
-        return sweep.Swept(kernel, H200, dict.fromkeys(sorted(choices, key=key), 1.0), {})
-
-    monkeypatch.setattr(sweep, "random_problem", lambda *_: tiny)
-    monkeypatch.setattr(sweep, "explain", lambda *_, **__: types.SimpleNamespace(case=H200))
-    monkeypatch.setattr(sweep, "_time", time)
-    (found,) = sweep.sweep(["dlogits"], TINY, jnp.dtype("float32"), 1, print)
+    found = sweep.sweep("dlogits", H200, lambda choices: steps.append(choices) or fastest_first(choices))
     assert [len({one.stages for one in step}) > 1 for step in steps] == [True, False, False]
-    best = next(iter(found.seconds))
+    best = next(iter(found))
     assert best.stages == max(one.stages for one in steps[0])
     assert (best.cluster, best.minor, best.in_flight, best.snake) == (1, 0, 0, 32)
+    with pytest.raises(UnsupportedError, match="no tuning of the dlogits kernel gave right results"):
+        sweep.sweep("dlogits", H200, lambda _: {})
 
 
-def test_which_kernels_a_sweep_is_for(monkeypatch, tmp_path):
-    def found(kernels, *_):
-        (kernel,) = kernels
-        return [sweep.Swept(kernel, H200, {tuning_of(H200, kernel): 0.001}, {})]
-
-    monkeypatch.setattr(sweep, "sweep", found)
+def test_which_kernels_a_sweep_is_for(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(sweep, "explain", lambda *_, **__: types.SimpleNamespace(case=H200))
+    monkeypatch.setattr(sweep, "_time", lambda *given: fastest_first(given[-1]))
     out = tmp_path / "cpu.json"
-    told = ["sweep", "--shape", "256,256,1024", "--out", str(out)]
+    told = ["sweep", "--shape", "32,16,64", "--out", str(out)]
     assert command.main([*told, "--kernel", "dlogits", "--kernel", "forward"]) == 0
     assert [job["rows"][0]["name"] for job in records.jobs(records.read(out), "sweep")] == ["dlogits", "forward"]
     assert command.main(told) == 0
-    jobs = list(records.jobs(records.read(out), "sweep"))
-    assert {job["rows"][0]["name"] for job in jobs} == set(shapes.KERNELS)
-    assert all(job["rows"][0]["entry"].startswith('("NVIDIA H200", ') for job in jobs)
+    jobs, said = list(records.jobs(records.read(out), "sweep")), capsys.readouterr().out
+    assert {job["rows"][0]["name"] for job in jobs} == set(sweep.KERNELS)
+    for kernel, job in zip(("dlogits", "forward"), jobs, strict=False):
+        best = next(iter(sweep.sweep(kernel, H200, fastest_first)))
+        assert job["rows"][0]["entry"] == f'("NVIDIA H200", "{kernel}"): ((1024, {best}),)'
+        assert job["rows"][0]["entry"] in said
     with pytest.raises(SystemExit):
         command.main(["sweep", "--kernel", "logits"])
 
 
-def test_sweep_table_is_fastest_first_and_ends_in_an_entry():
-    fast, slow = sweep.around(H200, "forward", tuning_of(H200, "forward"), sweep.STEPS[0])[:2]
-    swept = sweep.Swept("forward", H200, {fast: 0.001, slow: 0.002}, {})
-    assert swept.entry == f'("NVIDIA H200", "forward"): ((1024, {fast}),)'
-    assert sweep.table(swept).row_count == 2
+def test_tunings_are_timed_as_candidates_and_printed_the_fastest_first(monkeypatch, capsys):
+    """With the implementation for every device in place of the kernels, which need such a GPU."""
+    drawn = problem.random_problem((24, 32, 520), jnp.float32)
+    monkeypatch.setattr(sweep, "NAME", "xla")
+    choices = sweep.around(H200, "forward", tuning_of(H200, "forward"), sweep.STEPS[2])[:2]
+    found = sweep._time("forward", drawn, H200, 1, choices)
+    assert set(found) == set(choices)
+    assert list(found.values()) == sorted(found.values())
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "forward kernel, forward"
+    assert [line.partition(", forward ")[0] for line in said[1:]] == [str(one) for one in found]

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks.kl import stored as stored_kl
+from benchmarks.programs import stored_kl
 from lce_jax import explain
 from lce_jax.explain._targets import TARGETS
 from tests.compiled import needs_wheels

@@ -63,7 +63,7 @@ def test_a_tiny_run_on_a_mesh_does_everything(tmp_path):
 
 
 def test_the_second_run_is_compared_step_by_step():
-    from examples.demo.threshold import SecondRun
+    from examples.demo.sft import SecondRun
 
     run = SecondRun([5.0, 4.0, 3.5], [5.0, 4.25, 3.0], 0.01)
     assert run.difference == 0.5
@@ -73,16 +73,16 @@ def test_the_second_run_is_compared_step_by_step():
 def test_there_is_a_second_run_only_where_tiles_are_left_out(tmp_path):
     from rich.console import Console
 
-    from examples.demo import cli, model, report, threshold
+    from examples.demo import cli, model, report, sft
     from examples.demo.compare import Comparison, ProgramCost
     from examples.demo.evaluate import Evaluation
 
-    assert not threshold.leaves_out(cli._plan_head(model.make_mesh(), "xla"))
+    assert not sft.leaves_out(cli._plan_head(model.make_mesh()))  # CPU devices
     stages, program = [Evaluation(5.0, 4.0, 0.5, "x = 1")] * 3, ProgramCost(1 << 20, 0.1, 1e-7, 1e-7, 1e-7)
     comparison = Comparison(4, 8, 16, "float32", program, program, None)
     console = Console(record=True, width=120)
     report.print_tables(console, stages, 0.9, None, comparison)
-    report.draw(tmp_path / "curves.png", [5.0], [rl.RlMetrics(0.5, 4.0)], stages, 0.9, None, comparison)
+    report.draw(tmp_path / "curves.png", [5.0], [rl.RlMetrics(0.5, 4.0)], stages, 0.9, None)
     said = console.export_text()
     assert "Phase 1 again" not in said
     assert "largest error against float64" in said
@@ -91,7 +91,7 @@ def test_there_is_a_second_run_only_where_tiles_are_left_out(tmp_path):
 def test_a_head_of_real_size_is_timed_both_ways():
     from examples.demo import compare, model
 
-    real = compare._real_size(model.make_mesh(), None, (64, 128, 512))
+    real = compare._real_size(model.make_mesh(), (64, 128, 512))
     assert real.shape == (64, 128, 512)
     assert real.fused_seconds > 0
     assert real.materialised_seconds > 0
@@ -104,7 +104,6 @@ def test_a_head_of_real_size_is_timed_both_ways():
         (["--steps", "0"], "argument --steps: 0 is not between 1 and"),
         (["--rl-steps", "few"], "argument --rl-steps: 'few' is no whole number"),
         (["--seed", "-1"], "argument --seed: -1 is not between 0 and"),
-        (["--implementation", "magic"], "argument --implementation: unknown implementation 'magic'"),
         (["--out", __file__], "argument --out:"),
     ],
 )

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks.kl import stored
+from benchmarks.programs import stored_kl as stored
 from lce_jax import explain, linear_kl, linear_logits
 
 struct = jax.ShapeDtypeStruct

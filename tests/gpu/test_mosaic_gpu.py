@@ -241,9 +241,9 @@ def test_the_weight_is_not_copied() -> None:
 
 COMPILE = """
 import jax.numpy as jnp
-from benchmarks import candidates, problem, shapes
+from benchmarks import candidates, problem
 
-drawn = problem.random_problem(shapes.Shape(4096, shapes.Head(4096, 151936)), jnp.bfloat16)
+drawn = problem.random_problem((4096, 4096, 151936), jnp.bfloat16)
 for one in candidates.jax_candidates(drawn, "mosaic_gpu"):
     if one.key.startswith("ours"):
         print(one.key, one.direction, one.compile().compile_seconds, sep=",")

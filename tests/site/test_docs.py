@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 import shlex
@@ -169,7 +168,7 @@ def test_commands_exist(page, line):
         parsers = {"examples.demo": demo_parser, "lce_jax.explain": explain_parser}
         if words[2] == "benchmarks":
             part = words.pop(3) if words[3:] and words[3] in bench.PARTS else "heads"
-            parser = bench.parser(part, importlib.import_module(f"benchmarks.{part}"))
+            parser, _ = bench.parser(part)
         else:
             parser = parsers[words[2]]()
         parser.parse_args(words[3:])
