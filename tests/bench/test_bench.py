@@ -11,7 +11,7 @@ import pytest
 
 import lce_jax
 from benchmarks import __main__ as command
-from benchmarks import candidates, heads, measure, peers, problem, text
+from benchmarks import candidates, heads, measure, peers, problem, programs, text
 from benchmarks.candidates import BOTH, FORWARD, TOPK, materialised
 
 pytestmark = [pytest.mark.site, pytest.mark.usefixtures("short_timings")]
@@ -188,6 +188,51 @@ def test_peers_say_why_they_are_not_timed(tiny, monkeypatch):
     assert {row["left_out"] for row in rows(tiny, given).values()} == {
         "ModuleNotFoundError: No module named 'nobody_has_this'"
     }
+
+
+@pytest.fixture
+def torch_on_cpu(monkeypatch):
+    """PyTorch's tensors on the CPU, where its counters of a GPU's memory say nothing."""
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(peers, "_torch", lambda: torch)
+    for name in ("synchronize", "memory_allocated", "reset_peak_memory_stats", "max_memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda: 0)
+    return torch
+
+
+def test_a_peer_is_checked_and_timed_on_the_same_operands(tiny, torch_on_cpu, monkeypatch):
+    def plain(hidden, weight, labels):
+        logp = torch_on_cpu.log_softmax(hidden @ weight.t(), -1)
+        return {"logprobs": logp.gather(1, labels[:, None])[:, 0], "entropy": -(logp.exp() * logp).sum(-1)}
+
+    def summed(*operands):
+        return {"loss": plain(*operands)["logprobs"].sum()}
+
+    def wrong(*operands):
+        return {"loss": 2 * plain(*operands)["logprobs"].sum()}
+
+    made = {"plain": peers.Peer("plain", "logprob+entropy", plain)}
+    made |= {each.__name__: peers.Peer(each.__name__, "sum of logprobs", each) for each in (summed, wrong)}
+    monkeypatch.setattr(peers, "PEERS", made)
+    found = rows(tiny, peers.peer_candidates(tiny))
+    assert set(found["plain, forward+backward"]["errors"]) == {"logprobs", "entropy", *problem.GRADIENTS}
+    assert set(found["summed, forward+backward"]["errors"]) == {"loss", *problem.GRADIENTS}
+    assert all("loss is off by" in found[f"wrong, {way}"]["left_out"] for way in (FORWARD, BOTH))
+
+
+def test_a_divergence_of_tensors_is_that_of_arrays(torch_on_cpu):
+    drawn, made = programs.PARTS["kl"]
+    operands, found = drawn((24, 16, 600)), made()
+
+    def plain(hidden, weight, teacher_hidden, teacher_weight):
+        q, p = (
+            torch_on_cpu.log_softmax(h @ w.t(), -1) for h, w in ((hidden, weight), (teacher_hidden, teacher_weight))
+        )
+        return (p.exp() * (p - q)).sum(-1)
+
+    trl, right = (dict(found)[f"forward, {name}, + backward"] for name in ("TRL", "stored logits"))
+    ours, other = (one.compile(function, *operands) for one, function in ((trl, plain), (right, right.function)))
+    assert programs.apart(trl.results(ours.wait(ours.launch())), other.wait(other.launch())) < 1e-5
 
 
 def test_text_like_data_has_a_row_with_a_threshold():
