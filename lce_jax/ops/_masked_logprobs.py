@@ -31,7 +31,8 @@ def masked_logprobs(
 
     Returns:
         ``[...]`` in the dtype of the logits. -inf, without a gradient, where the label is not in the set: sampling
-        could not have drawn it.
+        could not have drawn it. 0, without a gradient, where the set has no id or the label is negative, as in a
+        prompt: `linear_logprobs` gives 0 for such a label too.
 
     Raises:
         ValueError, TypeError: shapes or dtypes that do not fit, with the offending values.
@@ -53,7 +54,7 @@ def masked_logprobs(
             f"logits {tuple(logits.shape)} of {logits.dtype} must be floating point in the shape of ids "
             f"{tuple(ids.shape)}"
         )
-    return _masked(jnp.asarray(logits), _rows.int32_labels(ids, "ids"), _rows.int32_labels(labels))
+    return _masked(_rows.on_device(logits), _rows.int32_labels(ids, "ids"), _rows.int32_labels(labels))
 
 
 @functools.partial(jax.jit, inline=True)
@@ -68,4 +69,5 @@ def _masked(logits: Array, ids: Array, labels: Array) -> Array:
     total = jnp.sum(jnp.where(in_set, jnp.exp(u), 0.0), axis=-1)
     found = jnp.any(is_label, axis=-1)
     at_label = jnp.sum(jnp.where(is_label, u, 0.0), axis=-1)
-    return jnp.where(found, at_label - jnp.log(jnp.where(found, total, 1.0)), -jnp.inf)
+    no_draw = jnp.where((labels < 0) | ~jnp.any(in_set, axis=-1), 0.0, -jnp.inf).astype(logits.dtype)
+    return jnp.where(found, at_label - jnp.log(jnp.where(found, total, 1.0)), no_draw)

@@ -137,7 +137,8 @@ def masked_logprobs(logits: torch.Tensor, ids: torch.Tensor, labels: torch.Tenso
 
     Returns:
         ``[...]`` in the dtype of the logits. -inf, without a gradient, where the label is not in the set: sampling
-        could not have drawn it.
+        could not have drawn it. 0, without a gradient, where the set has no id or the label is negative, as in a
+        prompt: `linear_logprobs` gives 0 for such a label too.
 
     Raises:
         ValueError, TypeError: shapes or dtypes that do not fit, with the offending values.
@@ -164,5 +165,5 @@ def masked_logprobs(logits: torch.Tensor, ids: torch.Tensor, labels: torch.Tenso
     found = is_label.any(-1)
     # Where the label is not in the set, the softmax is that of zeros: NaN cannot reach the gradient.
     z = logits.masked_fill(~in_set, -torch.inf).where(found.unsqueeze(-1), 0.0)
-    logprobs = z.log_softmax(-1)
-    return logprobs.where(is_label, 0.0).sum(-1).where(found, -torch.inf)
+    logprobs = z.log_softmax(-1).where(is_label, 0.0).sum(-1)
+    return logprobs.masked_fill(~found & in_set.any(-1) & (labels >= 0), -torch.inf)

@@ -217,7 +217,7 @@ def test_sampling_mask_of_skyrl() -> None:
     scores = np.random.default_rng(5).random((2, 30, 1500))
     ids = jnp.asarray(np.argsort(scores, axis=-1)[..., :40])  # all different
     ids = jnp.where(jnp.arange(40) < jnp.arange(60).reshape(2, 30, 1) % 41, ids, -1)  # sets of 0 to 40
-    labels = ids[..., 0].at[0, 5].set(7)
+    labels = ids[..., 0].at[0, 5].set(7).at[0, 0].set(5).at[1, 2].set(-100)  # outside, without a set, of a prompt
     in_set = jnp.any(ids[..., None] == jnp.arange(1500), axis=-2)
     found = jnp.take_along_axis(in_set, jnp.maximum(labels, 0)[..., None], -1)[..., 0] & (labels >= 0)
 
@@ -229,12 +229,14 @@ def test_sampling_mask_of_skyrl() -> None:
 
     def ours(hidden, weight):
         out = masked_logprobs(linear_logits(hidden, weight, ids, temperature=0.7), ids, labels)
-        return jnp.sum(jnp.where(found, out, 0.0)), out
+        return jnp.sum(out.at[0, 5].set(0.0)), out
 
     got, want = (jax.jit(jax.grad(f, argnums=(0, 1), has_aux=True))(hidden, weight) for f in (ours, stored))
     assert 0 < np.asarray(found).sum() < found.size
-    assert np.array_equal(np.isneginf(got[1]), ~np.asarray(found))
-    kept = np.asarray(found)
+    kept, values = np.asarray(found), np.asarray(got[1])
+    assert values[0, 5] == -np.inf
+    assert values[0, 0] == values[1, 2] == values[1, 11] == 0  # the last one has neither ids nor a label
+    assert np.sum(~kept) == 4
     assert oracle.value_error(np.asarray(got[1])[kept], np.asarray(want[1])[kept]) < 2e-6
     assert all(oracle.relative_norm(a, b) < 2e-6 for a, b in zip(got[0], want[0], strict=True))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -167,13 +168,27 @@ def test_a_softmax_over_a_set() -> None:
     wanted = torch.autograd.grad((want * torch.arange(len(want))).sum(), true[:2])
     leaves = problem.leaves()
     got = masked_logprobs(linear_logits(*leaves[:2], ids, temperature=0.8), ids, problem.labels)
-    assert (got[~found] == -torch.inf).all()
+    assert got[11] == 0  # it has no ids
+    assert (got[~found].sort().values == torch.tensor([-torch.inf] * (int((~found).sum()) - 1) + [0.0])).all()
     assert p.value_error(got[found], want) < VALUE
     weights = torch.zeros(37).masked_scatter(found, torch.arange(len(want)).float())
     grads = torch.autograd.grad(got, leaves[:2], weights)  # nothing of a label that is not in its set
     assert max(map(p.relative_norm, grads, wanted)) < GRADIENT
     theirs = lce_jax.masked_logprobs(jnp.asarray(z_of(problem, ids)), jnp.asarray(ids.numpy()), problem.labels.numpy())
-    assert p.value_error(got[found], torch.tensor(theirs.tolist())[found]) < VALUE
+    assert torch.allclose(got, torch.tensor(theirs.tolist()), rtol=0, atol=VALUE)
+
+
+def test_a_prompt_has_no_softmax_over_a_set() -> None:
+    """The 0 of `linear_logprobs` for the same labels, so that a masked sum and its gradient are those of the rest."""
+    ids, labels = torch.tensor([[-1, -1], [-1, -1], [3, 5], [3, 5]]), torch.tensor([-100, 3, -100, 5])
+    logits = torch.tensor([[torch.nan, torch.nan], [1.0, 2.0], [1.0, 2.0], [1.0, 1.0]], requires_grad=True)
+    got = masked_logprobs(logits, ids, labels)
+    (got * (labels >= 0)).sum().backward()
+    assert got.tolist() == pytest.approx([0, 0, 0, -math.log(2)])
+    assert logits.grad is not None
+    assert logits.grad.tolist() == [[0, 0], [0, 0], [0, 0], [-0.5, 0.5]]
+    theirs = lce_jax.masked_logprobs(jnp.asarray(logits.detach().numpy()), ids.numpy(), labels.numpy())
+    assert theirs.tolist() == pytest.approx([0, 0, 0, -math.log(2)])
 
 
 def z_of(problem: p.Problem, ids: torch.Tensor) -> Any:
