@@ -87,7 +87,8 @@ def bind_shard(
     bound = shard_spec(found, checked)
     primals, rows = operands(bound, hidden, weight, labels, where, checked)
     if num_rows is not None:
-        rows = rows._replace(num_rows=_rows.count(num_rows, found.num_tokens))
+        count = _rows.count("num_rows", num_rows, found.num_tokens, ", the rows of labels")
+        rows = rows._replace(num_rows=jnp.clip(count, 0, found.num_tokens))  # a traced one may lie outside
     return bound, primals, rows
 
 

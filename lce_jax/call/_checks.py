@@ -121,8 +121,8 @@ def temperature(value: Any, shape: tuple[int, ...], where: Any = None) -> Any:
     if not is_array(value) or isinstance(value, np.generic):
         value = scalars.positive("temperature", value)
         return None if value == 1.0 else value
-    _per_token("temperature", value, shape)
-    _known_values("temperature must be positive and finite in float32", value, scalars.is_temperature, shape, where)
+    per_token("temperature", value, shape)
+    known_values("temperature must be positive and finite in float32", value, scalars.is_temperature, shape, where)
     return value
 
 
@@ -133,13 +133,13 @@ def logit_floor(value: Any, shape: tuple[int, ...], where: Any = None) -> Any:
     """
     if not is_array(value) or isinstance(value, np.generic):
         return scalars.bound("logit_floor", value)
-    _per_token("logit_floor", value, shape)
-    _known_values("logit_floor must be a number or infinite", value, lambda x: ~np.isnan(x), shape, where)
+    per_token("logit_floor", value, shape)
+    known_values("logit_floor must be a number or infinite", value, lambda x: ~np.isnan(x), shape, where)
     return value
 
 
-def _per_token(name: str, value: Any, shape: tuple[int, ...]) -> None:
-    """An array of floats that broadcasts to one number per token."""
+def per_token(name: str, value: Any, shape: tuple[int, ...], of: str = "labels") -> None:
+    """An array of floats that broadcasts to one number per token, where ``shape`` is that of ``of``."""
     array(name, value)
     if not jnp.issubdtype(value.dtype, jnp.floating):
         raise TypeError(f"{name} must be floating point, got {value.dtype}")
@@ -148,10 +148,17 @@ def _per_token(name: str, value: Any, shape: tuple[int, ...]) -> None:
     except ValueError:
         fits = False
     if not fits:
-        raise ValueError(f"{name} {tuple(value.shape)} must broadcast to labels {tuple(shape)}")
+        raise ValueError(f"{name} {tuple(value.shape)} must broadcast to {of} {tuple(shape)}")
 
 
-def _known_values(must: str, value: Any, is_right: Callable[[Any], Any], shape: tuple[int, ...], where: Any) -> None:
+def known_values(
+    must: str,
+    value: Any,
+    is_right: Callable[[Any], Any],
+    shape: tuple[int, ...],
+    where: Any = None,
+    advice: str = "leave such rows out with where=",
+) -> None:
     """Refuses values that are known and wrong, in rows that count."""
     known = [x for x in (value, where) if x is not None]
     if not all(is_concrete(x) for x in known):
@@ -164,7 +171,7 @@ def _known_values(must: str, value: Any, is_right: Callable[[Any], Any], shape: 
         raise ValueError(
             f"{must}, but is {', '.join(map(str, found[:3]))}"
             f"{', …' if len(found) > 3 else ''} in {wrong.sum()} of {wrong.size} rows, the first of them "
-            f"{tuple(int(i) for i in np.argwhere(wrong)[0])}: leave such rows out with where="
+            f"{tuple(int(i) for i in np.argwhere(wrong)[0])}: {advice}"
         )
 
 

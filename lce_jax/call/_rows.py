@@ -156,14 +156,14 @@ def on_device(value: Any) -> Array:
     return value if isinstance(value, jax.Array) else jax.device_put(np.asarray(value))
 
 
-def count(value: Any, num_tokens: int) -> Int[Array, ""]:
-    """A number of rows in [0, num_tokens]; a traced one is clipped to it."""
-    if scalars.is_integer(value):
-        if not 0 <= value <= num_tokens:
-            raise ValueError(f"num_rows must lie in [0, {num_tokens}], the rows of labels, got {value}")
-    elif not is_array(value) or value.shape != () or not jnp.issubdtype(value.dtype, jnp.integer):
-        raise TypeError(f"num_rows must be an integer or an integer array of shape (), got {value!r}")
-    return jnp.clip(jnp.asarray(value, jnp.int32), 0, num_tokens)
+def count(name: str, value: Any, most: int, of: str = "") -> Int[Array, ""]:
+    """An integer in [0, most], or an integer array of shape (), as int32. A traced array's value is not known."""
+    of_array = is_array(value) and value.shape == () and jnp.issubdtype(value.dtype, jnp.integer)
+    if not of_array and not scalars.is_integer(value):
+        raise TypeError(f"{name} must be an integer or an integer array of shape (), got {value!r}")
+    if not isinstance(value, jax.core.Tracer) and not 0 <= (known := int(jax.device_get(value))) <= most:
+        raise ValueError(f"{name} must lie in [0, {most}]{of}, got {known}")
+    return jnp.asarray(value, jnp.int32)
 
 
 def int32_labels(labels: Any, name: str = "labels") -> Array:
@@ -173,7 +173,7 @@ def int32_labels(labels: Any, name: str = "labels") -> Array:
     """
     _checks.label_array(labels, name)
     if isinstance(labels, np.ndarray | np.generic):
-        return jnp.asarray(_clamped(labels, np))
+        return on_device(_clamped(labels, np))
     return _int32(jnp.asarray(labels))
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from lce_jax import _jax, scalars
 from lce_jax._types import Primals
 from lce_jax.call import _kl as _call
-from lce_jax.call import _options
+from lce_jax.call import _options, _rows
 from lce_jax.call._kl import KLArguments, KLOptions
 from lce_jax.call._kl_spec import KLSpec
 from lce_jax.call._rows import Rows
@@ -87,14 +87,11 @@ class KLShard:
         **options: Unpack[KLOptions],
     ) -> None:
         _options.check_names(KLShard, options, known_names=KLOptions.__annotations__)
-        if not scalars.is_integer(vocab_start) and not jnp.issubdtype(
-            getattr(vocab_start, "dtype", float), jnp.integer
-        ):
-            raise TypeError(f"vocab_start must be an integer, got {vocab_start!r}")
+        start = _rows.count("vocab_start", vocab_start, scalars.INT32_MAX - 1)
         arrays = Pair((hidden, weight), (teacher_hidden, teacher_weight))
         call = _call.bind_shard(KLArguments.of(arrays, where, direction, options, None))
         self._spec = call.spec
-        self._arrays = _Arrays(call.primals, call.rows, jnp.asarray(vocab_start, jnp.int32))
+        self._arrays = _Arrays(call.primals, call.rows, start)
 
     def statistics(self, keep_cache: bool = False) -> tuple[KLStatistics, object]:
         """Six numbers per token over the columns of this shard.

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from lce_jax import _jax, scalars
 from lce_jax._types import LogprobOutput, Options, Primals, Results, ShardStatistics
-from lce_jax.call import _bind, _checks, _options
+from lce_jax.call import _bind, _checks, _options, _rows
 from lce_jax.call._keywords import LogprobOptions
 from lce_jax.call._rows import Rows
 from lce_jax.call._spec import Spec
@@ -77,7 +77,9 @@ def statistics(
     )
     if spec.case.num_tokens == 0:
         return _statistics.empty(0, spec.case.stat_dtype, spec.case.options), None
-    return _compiled_statistics(spec, primals, rows, jnp.asarray(vocab_start, jnp.int32), keep_cache)
+    return _compiled_statistics(
+        spec, primals, rows, _rows.count("vocab_start", vocab_start, scalars.INT32_MAX - 1), keep_cache
+    )
 
 
 def fields(
@@ -226,7 +228,7 @@ def gradients(
         dmean = None if dtotal is None else dtotal * spec.vocab_size  # what eq. 4 divides by again
         given = LogprobOutput(*(zero if field is None else field for field in cotangent[:3]))
         seed = Results(given._replace(candidate_logprobs=cotangent.candidate_logprobs), dmean)
-        start = jnp.asarray(vocab_start, jnp.int32)
+        start = _rows.count("vocab_start", vocab_start, scalars.INT32_MAX - 1)
         allowed = scalars.flag("overwrite_cache", overwrite_cache), scalars.flag("round_dhidden", round_dhidden)
         found = _compiled_gradients(spec, *allowed, primals, rows, start, merged, seed, cache, dweight)
     if round_dhidden:

@@ -123,12 +123,20 @@ def test_a_number_of_rows_is_where_without_moving_them(num_rows: int, implementa
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "error"), [(-1, ValueError), (25, ValueError), (2.5, TypeError), (True, TypeError), ([1], TypeError)]
-)
+    ("num_rows", "error"), [(-1, ValueError), (25, ValueError), (2.5, TypeError), (True, TypeError), ([1], TypeError),
+     (np.int32(25), ValueError), (np.array(-1), ValueError), (jnp.int32(25), ValueError), (jnp.array([1]), TypeError)],
+)  # fmt: skip
 def test_a_number_of_rows_that_is_none(num_rows: Any, error: type[Exception]) -> None:
     hidden, weight, labels, *_ = cases.draw(cases.MATRIX[0])
     with pytest.raises(error, match="num_rows must"):
         local.statistics(hidden, weight, labels, num_rows=num_rows)
+
+
+@pytest.mark.parametrize("start", [-1, 1.5, np.int32(-1), jnp.int32(-1), jnp.float32(0), jnp.zeros(1, int)])
+def test_a_first_column_that_is_none(start: Any) -> None:
+    hidden, weight, labels, *_ = cases.draw(cases.MATRIX[0])
+    with pytest.raises((ValueError, TypeError), match="vocab_start must"):
+        local.statistics(hidden, weight, labels, vocab_start=start)
 
 
 def test_where_and_a_number_of_rows_exclude_each_other() -> None:
