@@ -40,6 +40,7 @@ __all__ = [
     "one_of",
     "part_size",
     "positive",
+    "real",
     "weight_of_jsd",
     "whole_parts",
 ]
@@ -58,11 +59,7 @@ ATOM = 8  # columns of the vocabulary that kernels move at least
 def number(name: str, value: Any) -> float:
     """A number that is finite in float32."""
     if type(value) is not float:
-        if isinstance(value, np.generic) and not isinstance(value, np.bool_):
-            value = value.item()  # ml_dtypes' scalars too
-        if isinstance(value, bool) or not isinstance(value, numbers.Real):
-            raise TypeError(f"{name} must be a Python number, got {type(value).__name__} {value!r}")
-        value = float(value)
+        value = real(name, value)
     if not abs(value) <= FLOAT32_MAX:
         raise ValueError(f"{name} must be finite in float32, got {value}")
     return value
@@ -70,9 +67,17 @@ def number(name: str, value: Any) -> float:
 
 def bound(name: str, value: Any) -> float:
     """A number that may be infinite: what lies beyond float32 is."""
-    if isinstance(value, float | np.floating) and math.isinf(float(value)):
-        return float(value)
-    return number(name, value)
+    value = real(name, value)
+    return value if math.isinf(value) else number(name, value)
+
+
+def real(name: str, value: Any) -> float:
+    """A number of Python or NumPy, of any value."""
+    if isinstance(value, np.generic) and not isinstance(value, np.bool_):
+        value = value.item()  # ml_dtypes' scalars too
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} must be a Python number, got {type(value).__name__} {value!r}")
+    return float(value)
 
 
 def positive(name: str, value: Any) -> float:

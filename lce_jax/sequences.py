@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import numbers
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -116,9 +115,7 @@ def _fill_and_nothing(value: Any, bools: bool, integers: Any) -> tuple[Any, Any]
     if bools:
         return scalars.flag("fill", value), False
     if integers is None:
-        if isinstance(value, bool) or not isinstance(value, numbers.Real):
-            raise TypeError(f"fill must be a Python number, got {value!r}")
-        return float(value), math.nan
+        return scalars.real("fill", value), math.nan
     value, lowest, highest = scalars.integer("fill", value), int(integers.min), int(integers.max)
     if not lowest <= value <= highest:
         raise ValueError(f"fill must lie in [{lowest}, {highest}], the integers of {integers.dtype}, got {value}")

@@ -140,7 +140,7 @@ def of_loss(reduction: Any, label_smoothing: Any, z_loss: Any, normalizer: Any =
             raise ValueError(
                 f'normalizer={normalizer!r} is the divisor of reduction="mean", reduction is {reduction!r}'
             )
-        normalizer = number_or_scalar("normalizer", normalizer, scalars.positive)
+        normalizer = number_or_scalar("normalizer", normalizer, scalars.positive, scalars.not_negative)
     z_loss = number_or_scalar("z_loss", z_loss, scalars.not_negative)
     return scalars.fraction("label_smoothing", label_smoothing), z_loss, normalizer
 
@@ -151,8 +151,14 @@ def no_axis_name(given: CallOptions) -> None:
         raise ValueError(f"axis_name={given.axis_name!r} is for callers inside shard_map; here the axis is vocab_axis")
 
 
-def number_or_scalar(name: str, value: Any, check: Callable[[str, Any], Any]) -> Any:
-    """A number that passes ``check``, or a real array of shape (), traced or not, whose value is not checked."""
+def number_or_scalar(
+    name: str, value: Any, check: Callable[[str, Any], Any], of_array: Callable[[str, Any], Any] | None = None
+) -> Any:
+    """A number that passes ``check``, or a real array of shape (), as given, which passes ``of_array`` if it is known.
+
+    To read its value waits for the device. Only calls outside ``jit`` pay for that, as for a temperature that is an
+    array.
+    """
     if not is_array(value) or isinstance(value, np.generic):
         return check(name, value)
     _checks.array(name, value)
@@ -160,6 +166,8 @@ def number_or_scalar(name: str, value: Any, check: Callable[[str, Any], Any]) ->
         raise TypeError(f"{name} must be a real number, got an array of {value.dtype}")
     if value.shape != ():
         raise ValueError(f"{name} must be a number or an array of shape (), got shape {tuple(value.shape)}")
+    if _checks.is_concrete(value):
+        (of_array or check)(name, jax.device_get(value).item())
     return value
 
 

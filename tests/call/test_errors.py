@@ -55,6 +55,9 @@ MISTAKES = {
     "softcap zero": (dict(logit_softcap=0.0), ValueError, "logit_softcap must be positive in float32, got 0.0"),
     "scale infinite": (dict(logit_scale=float("inf")), ValueError, "logit_scale must be finite in float32, got inf"),
     "softcap huge": (dict(logit_softcap=1e39), ValueError, "logit_softcap must be finite in float32, got 1e.39"),
+    "softcap NumPy's": (dict(logit_softcap=np.float32(0)), ValueError, "logit_softcap must be positive .* got 0.0"),
+    "scale of NumPy": (dict(logit_scale=np.array(np.inf)), ValueError, "logit_scale must be finite .* got inf"),
+    "floor NumPy's": (dict(logit_floor=np.float32("nan")), ValueError, "logit_floor must be finite .* got nan"),
     "scale a vector": (dict(logit_scale=jnp.ones((4,))), ValueError, r"logit_scale must be .* got shape \(4,\)"),
     "scale of booleans": (dict(logit_scale=jnp.array(True)), TypeError, "logit_scale must be a real number, .* bool"),
     "softcap a vector": (dict(logit_softcap=jnp.ones((1,))), ValueError, r"logit_softcap must be .* got shape \(1,\)"),
@@ -148,6 +151,17 @@ def test_a_smoothing_by_another_name() -> None:
         linear_logprobs(HIDDEN, WEIGHT, LABELS, softcap=3.0)
 
 
+@pytest.mark.parametrize("kind", [jnp.float32, jnp.float16, jnp.bfloat16, np.asarray])
+def test_the_known_value_of_an_array_is_checked_as_a_number(kind: Any) -> None:
+    """In a traced array it is not known."""
+    for function in (linear_logprobs, explain, sharded_linear_logprobs):
+        mesh = {"mesh": MESH} if function is sharded_linear_logprobs else {}
+        with pytest.raises(ValueError, match=r"logit_softcap must be positive in float32, got 0\.0"):
+            function(HIDDEN, WEIGHT, LABELS, logit_softcap=kind(0.0), **mesh)
+        with pytest.raises(ValueError, match="logit_scale must be finite in float32, got nan"):
+            function(HIDDEN, WEIGHT, LABELS, logit_scale=kind(np.nan), **mesh)
+
+
 @pytest.mark.parametrize("name", ["entropy", "stats"])
 @pytest.mark.parametrize("function", [linear_cross_entropy, sharded_linear_cross_entropy])
 def test_a_loss_returns_no_more_than_itself(function: Any, name: str) -> None:
@@ -189,10 +203,15 @@ LOSS_MISTAKES = {
     "smoothing of one": (dict(label_smoothing=1.0), ValueError, r"label_smoothing must lie in \[0, 1\), got 1.0"),
     "z_loss negative": (dict(z_loss=-1e-4), ValueError, "z_loss must not be negative, got -0.0001"),
     "z_loss a vector": (dict(z_loss=jnp.ones((4,))), ValueError, r"z_loss must be .* of shape \(\), got shape \(4,\)"),
+    "z_loss NumPy's": (dict(z_loss=np.float32(-1)), ValueError, "z_loss must not be negative, got -1.0"),
+    "z_loss a known array": (dict(z_loss=jnp.float32(-1)), ValueError, "z_loss must not be negative, got -1.0"),
     "z_loss a bool": (dict(z_loss=jnp.array(True)), TypeError, "z_loss must be a real number, got an array of bool"),
     "normalizer of a sum": (dict(normalizer=8, reduction="sum"), ValueError, "normalizer=8 is .* is 'sum'"),
     "normalizer of no reduction": (dict(normalizer=8, reduction="none"), ValueError, "normalizer=8 .* is 'none'"),
     "normalizer zero": (dict(normalizer=0), ValueError, "normalizer must be positive in float32, got 0.0"),
+    "normalizer NumPy's": (dict(normalizer=np.int64(0)), ValueError, "normalizer must be positive in .* got 0.0"),
+    "normalizer a known array": (dict(normalizer=jnp.float32(-2)), ValueError, "normalizer must not be .* got -2.0"),
+    "normalizer of NumPy": (dict(normalizer=np.array(-2)), ValueError, "normalizer must not be negative, got -2.0"),
     "normalizer a vector": (dict(normalizer=jnp.ones((4,))), ValueError, r"normalizer must be .* got shape \(4,\)"),
     "ignore_index a float": (dict(ignore_index=-100.0), TypeError, "ignore_index must be a Python integer, got -100.0"),
     "ignore_index too large": (dict(ignore_index=2**40), ValueError, "ignore_index must lie .* got 1099511627776"),

@@ -266,6 +266,7 @@ MISTAKES = {
     "rest": (dict(rest="tail"), ValueError, "or \"renormalize\", got 'tail'"),
     "beta of a KL": (dict(beta=0.5), ValueError, 'beta=0.5 is a weight of divergence="jsd"'),
     "beta 0": (dict(divergence="jsd", beta=0), ValueError, 'got 0.0: divergence="forward_kl" is 0'),
+    "a known beta": (dict(divergence="jsd", beta=jnp.float32(1)), ValueError, 'got 1.0: divergence="forward_kl" is 0'),
     "an array of beta": (dict(divergence="jsd", beta=jnp.ones(4)), ValueError, r"beta must be .* got shape \(4,\)"),
     "where of another shape": (dict(where=jnp.ones((4, 3), bool)), ValueError, r"of ids before K \(4,\)"),
     "where of numbers": (dict(where=jnp.ones(4)), TypeError, "where must be bool, got float32"),

@@ -61,6 +61,8 @@ def test_a_floor_that_all_reach_changes_no_bit(implementation: str) -> None:
     for a, b in zip(jax.tree.leaves((got[0]._replace(support=None), got[1])), jax.tree.leaves(want), strict=True):
         assert np.array_equal(a, b)
     assert np.all(got[0].support == 104)
+    in_half = np.asarray(-np.inf, jnp.bfloat16)[()]  # NumPy's scalars of ml_dtypes are no floats of NumPy
+    assert explain(HIDDEN, WEIGHT, LABELS, logit_floor=in_half).implementation
 
 
 def test_the_boundary_is_inside_and_the_label_is_in_any_set() -> None:

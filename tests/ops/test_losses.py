@@ -123,6 +123,10 @@ def test_parameters_may_be_traced() -> None:
         (lambda: losses.ppo_clip(0.0, None, 0.0, 0.0, 0.0, clip=-0.5), "clip must not be negative, got -0.5"),
         (lambda: losses.grpo(0.0, None, 0.0, 0.0, 0.0, 0.0, kl=-0.5), "kl must not be negative, got -0.5"),
         (lambda: losses.with_entropy_bonus(losses.dapo, "1"), "coefficient must be .*'1'"),
+        (
+            lambda: losses.ppo_clip(0.0, None, 0.0, 0.0, 0.0, clip=jnp.float32(-0.5)),
+            "clip must not be negative, got -0.5",
+        ),
         (lambda: losses.ppo_clip(0.0, None, 0.0, 0.0, 0.0, clip=jnp.ones(2)), r"clip must be a number .* \(2,\)"),
         (lambda: losses.grpo(0.0, None, 0.0, 0.0, 0.0, 0.0, kl=jnp.array(True)), "kl must be a real number.* bool"),
         (

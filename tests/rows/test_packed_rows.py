@@ -196,6 +196,11 @@ def test_a_rank_that_is_no_integer(rank: Any) -> None:
         rows.of_rank(KINDS[0], rank, 2)
 
 
+def test_a_fill_of_bfloat16() -> None:
+    fill = np.asarray(0.5, jnp.bfloat16)[()]  # NumPy's scalars of ml_dtypes are no real numbers of Python
+    assert rows.next_values(jnp.ones(2), fill=fill).tolist() == [1.0, 0.5]
+
+
 def test_no_implicit_transfers() -> None:
     """Eagerly, with numbers of Python and offsets of NumPy too."""
     x, ids, ends, begins = KINDS[0], KINDS[1] // 5, jnp.array([0, 5, 9]), np.array([0, 8, 12])
