@@ -90,7 +90,7 @@ def jax_candidates(
     With several ``devices``, this package with the vocabulary split over them too; with a ``threshold``, its gradients
     without the tiles below it too.
     """
-    wanted = implementation or _dispatch.AUTOMATIC
+    wanted = implementation or tuple(_dispatch.IMPLEMENTATIONS)
 
     def plan(cache_bytes: int = 0) -> Any:
         return explain(*problem[:3], cache_bytes=cache_bytes, implementation=wanted)

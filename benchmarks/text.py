@@ -75,7 +75,7 @@ def left_out(problem: Problem, implementation: str | None) -> dict[str, float]:
     options: Any = {
         "gradient_threshold": THRESHOLD,
         "stats": True,
-        "implementation": implementation or _dispatch.AUTOMATIC,
+        "implementation": implementation or tuple(_dispatch.IMPLEMENTATIONS),
     }
     plan = explain(*problem[:3], **options)
     out = jax.jit(lambda *operands: linear_logprobs(*operands, **options))(*problem[:3])

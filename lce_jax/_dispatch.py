@@ -19,7 +19,6 @@ from lce_jax._types import (
     UnsupportedError,
 )
 from lce_jax.mathematics._kl import Pair
-from lce_jax.reference import _logprobs as reference
 from lce_jax.xla import _logprobs as xla
 
 
@@ -63,8 +62,7 @@ class Implementation(Protocol):
         """
 
 
-IMPLEMENTATIONS: dict[str, Implementation] = {module.NAME: module for module in (mosaic, xla, reference)}
-AUTOMATIC = (mosaic.NAME, xla.NAME)  # what ``implementation=None`` tries, best first
+IMPLEMENTATIONS: dict[str, Implementation] = {module.NAME: module for module in (mosaic, xla)}  # best first
 
 _logger = logging.getLogger("lce_jax")
 
@@ -76,10 +74,7 @@ def choose(case: Case, implementation: tuple[str, ...] | None) -> tuple[Implemen
         UnsupportedError: none of those asked for can.
     """
     name, refused = _first(
-        implementation,
-        lambda name: _symbolic(name, case) or IMPLEMENTATIONS[name].supports(case),
-        "linear log-probabilities",
-        case,
+        implementation, lambda name: IMPLEMENTATIONS[name].supports(case), "linear log-probabilities", case
     )
     return IMPLEMENTATIONS[name], refused
 
@@ -90,14 +85,12 @@ def choose_kl(cases: Pair[Case], implementation: tuple[str, ...] | None = None) 
     Raises:
         UnsupportedError: none of those asked for can.
     """
-
-    def refusal(name: str) -> str | None:
-        if name == reference.NAME:
-            return 'it has no divergence of two heads; "xla" has'
-        symbolic = next(filter(None, (_symbolic(name, case) for case in cases)), None)
-        return mosaic.kl_supports(cases) if symbolic is None and name == mosaic.NAME else symbolic
-
-    return _first(implementation, refusal, "divergences of two heads", cases.student)
+    return _first(
+        implementation,
+        lambda name: mosaic.kl_supports(cases) if name == mosaic.NAME else None,
+        "divergences of two heads",
+        cases.student,
+    )
 
 
 def _first(
@@ -108,7 +101,7 @@ def _first(
 ) -> tuple[str, dict[str, str]]:
     """The first name that serves ``what``, and the reasons of those before it. The log tells, once."""
     refused: dict[str, str] = {}
-    for name in AUTOMATIC if implementation is None else implementation:
+    for name in IMPLEMENTATIONS if implementation is None else implementation:
         reason = refusal(name)
         if reason is None:
             if implementation is None:
@@ -116,18 +109,6 @@ def _first(
             return name, refused
         refused[name] = reason
     raise UnsupportedError("; ".join(f'implementation "{name}": {reason}' for name, reason in refused.items()))
-
-
-def _symbolic(name: str, case: Case) -> str | None:
-    """Why a call whose shapes are symbols (``jax.export.symbolic_shape``) cannot be tiled."""
-    sizes = {"tokens": case.num_tokens, "hidden size": case.hidden_size, "vocabulary": case.vocab_size}
-    symbols = [f"{what} {size}" for what, size in sizes.items() if not isinstance(size, int)]
-    if name == reference.NAME or not symbols:
-        return None
-    return (
-        f"its tiles follow from the shapes, and these are symbolic: {', '.join(symbols)}. Export one program for each "
-        'of a few sizes and pad with where=False, or export implementation="reference", which stores the logits'
-    )
 
 
 def explain(case: Case, implementation: tuple[str, ...] | None, around: Surroundings) -> Plan:

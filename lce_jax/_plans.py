@@ -61,8 +61,7 @@ class Plan:
         kept_bytes: memory kept from forward to backward beyond the call's own operands.
         logits_bytes: what one copy of the logits in the statistics' dtype would take, for comparison.
         notes: remarks on options, in sentences.
-        full_cache_bytes: the least ``cache_bytes`` with which the backward recomputes nothing; 0 where the
-            implementation keeps no cache.
+        full_cache_bytes: the least ``cache_bytes`` with which the backward recomputes nothing; 0 where it cannot.
         stored: temporary memory of plain JAX code that stores logits; None: that of log-probabilities and entropy.
         same_bits: in which calls a token's logprob, entropy and lse have the same bits, in words. None: these may
             depend on whatever else is in the call.
@@ -93,7 +92,7 @@ class Plan:
         lines = [
             f"{self.implementation}: {case.num_tokens:,} tokens, hidden size {case.hidden_size:,}, "
             f"{case.vocab_size:,} vocabulary columns, {case.dtype.name}, on {where}",
-            "  tiles      " + (", ".join(f"{name} {size:,}" for name, size in self.tiles.items()) or "none"),
+            "  tiles      " + ", ".join(f"{name} {size:,}" for name, size in self.tiles.items()),
             f"  forward    {format_bytes(self.forward_bytes)} temporary",
             f"  backward   {format_bytes(self.backward_bytes)} temporary, gradients not counted",
             f"  kept       {format_bytes(self.kept_bytes)} from forward to backward",

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class UnsupportedError(ValueError):
-    """An implementation that was asked for by name cannot serve the call; the message says why."""
+    """No implementation, or none of those asked for by name, can serve the call; the message says why."""
 
 
 class LogprobOutput(NamedTuple):

@@ -208,7 +208,7 @@ def bars(axes: Axes, names: list[str], values: list[float], text: str, keys: lis
 # (height of the box's middle, title, second line, whether the logits of a tile exist there)
 STEPS = (
     (10.4, "linear_logprobs(hidden, weight, labels)", "ops/: checks, flat [T, H] rows", False),
-    (9.2, "which implementation?", "_dispatch.py: mosaic_gpu, xla or reference, each with a reason", False),
+    (9.2, "which implementation?", "_dispatch.py: mosaic_gpu or xla, with the reason", False),
     (8.0, "rows that count come first", "call/: where=False costs no work", False),
     (6.5, "a tile: x = hidden · weight[tile]ᵀ", "on the chip: m = max x, s = Σ eᵘ, q = Σ u eᵘ, t  (eq. 1)", True),
     (5.0, "merge tiles, chunks and shards", "mathematics/: a few numbers per token  (eq. 2)", False),

@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from lce_jax import _jax, scalars
-from lce_jax._types import Options, is_array
+from lce_jax._types import Options, UnsupportedError, is_array
 
 FLOATS = ("bfloat16", "float16", "float32", "float64")
 
@@ -20,6 +20,7 @@ def operands(hidden: Any, weight: Any, labels: Any, where: Any, bias: Any, optio
     """Checks the arrays of a call against each other. They may be tracers or ShapeDtypeStructs."""
     for name, x in (("hidden", hidden), ("weight", weight)):
         array(name, x)
+        known_sizes(name, x)
         if jnp.dtype(x.dtype).name not in FLOATS:
             raise TypeError(f"{name} must be one of {', '.join(FLOATS)}, got {x.dtype}")
     label_array(labels)
@@ -80,6 +81,16 @@ def array(name: str, x: Any, what: str = "an array") -> None:
         raise TypeError(f"{name} must be {what}, got {type(x).__name__}")
 
 
+def known_sizes(name: str, x: Any) -> None:
+    """Refuses symbolic sizes (``jax.export.symbolic_shape``): a program's tiles follow from its sizes."""
+    if not all(isinstance(size, int | np.integer) for size in x.shape):
+        raise UnsupportedError(
+            f"{name} {tuple(x.shape)} has a symbolic size, and tiles follow from sizes. Export one program for each of "
+            "a few sizes, {n: jax.export.export(jax.jit(f))(*shapes(n)) for n in (1024, 4096)}, and pad the tokens of "
+            "a call up to the next of them with where=False"
+        )
+
+
 def label_array(x: Any, name: str = "labels") -> None:
     """Labels (or other ids) must be an array of integers."""
     array(name, x)
@@ -88,8 +99,9 @@ def label_array(x: Any, name: str = "labels") -> None:
 
 
 def num_candidates(x: Any, name: str = "candidates") -> int:
-    """The K of ids ``[..., K]``."""
+    """The K of ids ``[..., K]``, whose rows of the weight a program reads."""
     label_array(x, name)
+    known_sizes(name, x)
     return scalars.num_candidates(name, x.shape)
 
 

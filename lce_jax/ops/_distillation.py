@@ -91,7 +91,8 @@ def distillation_loss(
         ``loss_add_tail`` of TRL's server distillation; "renormalize" is NeMo RL with ``zero_outside_topk=False``. TRL
         and Liger Kernel write ``beta=0`` for the forward and ``beta=1`` for the reverse KL.
     """
-    _checks.num_candidates(ids, "ids")
+    _checks.label_array(ids, "ids")
+    scalars.num_candidates("ids", ids.shape)
     for name, x in (("candidate_logprobs", candidate_logprobs), ("teacher_logprobs", teacher_logprobs)):
         _checks.array(name, x)
         if tuple(x.shape) != tuple(ids.shape) or not jnp.issubdtype(x.dtype, jnp.floating):

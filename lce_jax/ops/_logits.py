@@ -68,8 +68,7 @@ def linear_logits(
             bitwise-equal results. None: ``weight`` is whole.
         precision: of the matrix products with float32 operands; "highest" is exact to float32 rounding where the
             default may be TF32 (GPU) or bfloat16 (TPU).
-        implementation: "xla", "reference" (stores all rows of the weight that the ids name), or a tuple of them to try
-            in order. None: "xla". There are no kernels for it.
+        implementation: None or "xla": there are no kernels for it.
         bias: ``[V]``, added to the float32 products before the scale, and split as the weight's vocabulary is. Its
             gradient is summed in float32 and rounded once. None: no bias.
 

@@ -82,12 +82,12 @@ def linear_logprobs(
         cache_bytes: bytes per device that the forward may keep, so that the backward recomputes less: exponentials of
             the first tiles of the vocabulary, in the weight's dtype (float32 on a CPU). 0 keeps nothing. The kernels,
             if V is a multiple of 8, and "xla", if it keeps all tiles and no row or column is left out, overwrite the
-            cache inside ``jit`` and a copy of it outside. "reference" ignores it, and `explain` says so.
+            cache inside ``jit`` and a copy of it outside.
         precision: of the matrix products with float32 operands; "highest" is exact to float32 rounding where the
             default may be TF32 (GPU) or bfloat16 (TPU).
-        implementation: "mosaic_gpu" (kernels for Hopper GPUs), "xla" (every device), "reference" (stores the logits),
-            or a tuple of names tried in order. None: the best one that can serve the call; its name is logged once
-            (logger ``lce_jax``). `explain` gives the choice and the reasons.
+        implementation: "mosaic_gpu" (kernels for Hopper GPUs), "xla" (every device), or a tuple of both, tried in
+            order. None: the best one that can serve the call; its name is logged once (logger ``lce_jax``). `explain`
+            gives the choice and the reasons.
         bias: ``[V]``, added to the float32 products before the scale, and split as the weight's vocabulary is. Its
             gradient is summed in float32 and rounded once. "mosaic_gpu" does not serve it. None: no bias.
         candidates: ``[..., K]`` integer vocabulary ids per token, global as labels are, K from 1 to 512: fills

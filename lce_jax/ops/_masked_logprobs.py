@@ -46,7 +46,8 @@ def masked_logprobs(
         [-0.693, -inf]
     """
     _checks.array("logits", logits)
-    _checks.num_candidates(ids, "ids")
+    _checks.label_array(ids, "ids")
+    scalars.num_candidates("ids", ids.shape)
     _checks.label_array(labels)
     scalars.candidate_shape("ids", ids.shape, labels.shape, "labels")
     if tuple(logits.shape) != tuple(ids.shape) or not jnp.issubdtype(logits.dtype, jnp.floating):

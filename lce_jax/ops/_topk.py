@@ -83,8 +83,8 @@ def linear_topk(
             bitwise-equal results. None: ``weight`` is whole.
         precision: of the matrix products with float32 operands; "highest" is exact to float32 rounding where the
             default may be TF32 (GPU) or bfloat16 (TPU).
-        implementation: "xla", "reference" (stores the logits), or a tuple to try in order. None: "xla". The kernels
-            for Hopper GPUs do not serve it, because XLA's own product takes the same time.
+        implementation: None or "xla": the kernels for Hopper GPUs do not serve it, because XLA's own product takes the
+            same time.
         bias: ``[V]``, added to the float32 products before the scale, and split as the weight's vocabulary is. None:
             no bias.
 

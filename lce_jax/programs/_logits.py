@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +15,6 @@ from lce_jax.call._spec import Spec
 from lce_jax.mathematics import _logprobs
 from lce_jax.mesh import _collectives
 from lce_jax.programs import _one_device
-from lce_jax.reference import _logits as _gathered_reference
-from lce_jax.reference import _logprobs as reference
 from lce_jax.runner import _over_devices
 from lce_jax.runner._derivative import Capability
 from lce_jax.runner._over_devices import Kind, Program, spread
@@ -58,9 +56,8 @@ def _forward(spec: Spec, primals: Primals, rows: Rows) -> tuple[Float[Array, "*b
     shape, options, dtype = rows.candidates.shape, spec.case.options, spec.case.stat_dtype
     rows = _rows.flattened(rows, rows.labels.ndim)
     columns, wrong = _columns(spec, primals, rows), _rows.wrong(rows)
-    raw = _products_of(spec).products(
-        _one_device.flat_operands(spec, primals).hidden, primals.weight, columns, options, dtype
-    )
+    hidden = _one_device.flat_operands(spec, primals).hidden
+    raw = _logits.products(hidden, primals.weight, columns, options, dtype)
     if primals.bias is not None:
         raw = raw + jnp.take(primals.bias, columns, mode="clip").astype(dtype)
     scales = _rows.scales(rows, dtype, signs_hidden=False)
@@ -81,18 +78,13 @@ def _backward(spec: Spec, primals: Primals, rows: Rows, slope: Array, cotangent:
     rows, slope, cotangent = _rows.flattened((rows, slope, cotangent), rows.labels.ndim)
     if spec.axis_name is not None and spec.token_axes is None:
         cotangent = _collectives.total_cotangent(cotangent, spec.axis_name)
-    columns, products = _columns(spec, primals, rows), _products_of(spec)
+    columns = _columns(spec, primals, rows)
     terms = jnp.where(slope == 0.0, 0.0, cotangent * slope)
     hidden, options = _one_device.flat_operands(spec, primals).hidden, spec.case.options
-    dweight = products.dweight(terms, hidden, columns, primals.weight, options).astype(primals.weight.dtype)
+    dweight = _logits.dweight(terms, hidden, columns, primals.weight, options).astype(primals.weight.dtype)
     dbias = None if primals.bias is None else _logits.dbias(terms, columns, primals.bias.shape[0])
-    dhidden = products.dhidden(terms, primals.weight, columns, options)
+    dhidden = _logits.dhidden(terms, primals.weight, columns, options)
     return _one_device.reduced(spec, Primals(dhidden, dweight, dbias), primals)
-
-
-def _products_of(spec: Spec) -> Any:
-    """The module with the products of given columns and their gradients."""
-    return _gathered_reference if spec.implementation == reference.NAME else _logits
 
 
 def _columns(spec: Spec, primals: Primals, rows: Rows) -> Int[Array, "T K"]:

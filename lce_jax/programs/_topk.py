@@ -20,8 +20,6 @@ from lce_jax.mathematics._largest import Largest
 from lce_jax.mathematics._statistics import MASKED
 from lce_jax.mesh import _collectives
 from lce_jax.programs import _one_device, _shard
-from lce_jax.reference import _logprobs as reference
-from lce_jax.xla import _logprobs as xla
 from lce_jax.xla import _topk as _products
 
 if TYPE_CHECKING:
@@ -34,23 +32,15 @@ def forward(spec: Spec, primals: Primals, rows: Rows) -> TopK:
     rows = _rows.flattened(rows, len(shape))
     with jax.named_scope("lce_topk"):
         flat, start = _one_device.flat_operands(spec, primals), _one_device.first_column(spec, primals.weight)
-        found = _largest(spec, flat, rows, start)
+        operands, order = _shard.operands_of(spec, flat, rows, start, _shard.scales_of(spec, rows))
+        found = _products.largest(operands, spec.case)
+        found = found._replace(ids=found.ids + start)
+        found = found if order is None else _rows.expand(order, found)
     if spec.axis_name is not None:
         with jax.named_scope("lce_merge"):
             found = _merge(spec, rows, _gathered(found, spec.axis_name))
     out = _finish(spec, rows, found)
     return jax.tree.map(lambda x: x.reshape(shape + x.shape[1:]), out)
-
-
-_LARGEST = {xla.NAME: _products.largest, reference.NAME: reference.largest}  # the kernels refuse `linear_topk`
-
-
-def _largest(spec: Spec, primals: Primals, rows: Rows, start: Any) -> Largest:
-    """The k largest products of the shard whose first column is ``start``, in the call's row order. All is flat."""
-    operands, order = _shard.operands_of(spec, primals, rows, start, _shard.scales_of(spec, rows))
-    found = _LARGEST[spec.implementation](operands, spec.case)
-    found = found._replace(ids=found.ids + start)
-    return found if order is None else _rows.expand(order, found)
 
 
 def _finish(spec: Spec, rows: Rows, found: Largest) -> TopK:

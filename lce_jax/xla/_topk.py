@@ -7,7 +7,6 @@ chunk: a few hundred tokens keep the product bound by arithmetic.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
@@ -66,21 +65,34 @@ def plan(case: Case, name: str, around: Surroundings) -> Plan:
 
 
 def largest(operands: Operands, case: Case) -> Largest:
-    """The k largest products of each token, of all columns of the shard or of the first k columns if it has fewer."""
+    """The k largest products of each token, of all columns of the shard or of the first k columns if it has fewer.
+
+    They are selected before scale and cap, which cannot change their order, only round two of them to one.
+    """
     options = case.options
 
     def of_chunk(per_token: Any) -> Largest:
         hidden, inverse_temperature, raw_scale = per_token
         own = operands._replace(hidden=hidden, inverse_temperature=inverse_temperature, raw_scale=raw_scale)
-        own = increasing(own, options)
+        own = _increasing(own, options)
         raw = _walk.dot(own.hidden, own.weight, 1, options.hidden_dim, options, case.stat_dtype)
-        return of_products(raw, own, case, _largest.largest)
+        if own.bias is not None:
+            sign = np.sign(options.logit_scale) if raw_scale is None else jnp.sign(raw_scale)[:, None]
+            raw = raw + own.bias[None, :] * sign
+        live = _columns.live_columns(0, case.vocab_size, own.num_columns)
+        raw = raw if live is None else jnp.where(live[None, :], raw, -jnp.inf)
+        products, ids = _largest.largest(raw, min(options.top_k, case.vocab_size))
+        capped = None
+        if options.logit_softcap is not None:
+            capped = jnp.where(products == -jnp.inf, -jnp.inf, _capped(products, options, raw_scale))
+        some = Largest(products, ids, capped, jnp.zeros(raw.shape[:1], raw.dtype))
+        return some._replace(sumexp=_sumexp(raw, some, own, options))
 
     per_token = operands.hidden, operands.inverse_temperature, operands.raw_scale
     return _loops.by_chunks(of_chunk, per_token, chunk_tokens(case), operands.num_rows, operands)
 
 
-def increasing(operands: Operands, options: Options) -> Operands:
+def _increasing(operands: Operands, options: Options) -> Operands:
     """The operands with the sign of the scale on hidden, so that logits increase with the products.
 
     A sign is exact. A scale of 0 makes all products 0, so that all are equal. A product has at least `LEAST_TERMS`,
@@ -98,25 +110,6 @@ def increasing(operands: Operands, options: Options) -> Operands:
     else:
         return operands
     return operands._replace(hidden=operands.hidden * sign)
-
-
-def of_products(raw: Float[Array, "t V"], operands: Operands, case: Case, select: Callable[..., Any]) -> Largest:
-    """The k largest products ``raw`` of `increasing` operands; ``select`` is `_largest.largest`, or does the same.
-
-    They are selected before scale and cap, which cannot change their order, only round two of them to one.
-    """
-    options = case.options
-    if operands.bias is not None:
-        sign = np.sign(options.logit_scale) if operands.raw_scale is None else jnp.sign(operands.raw_scale)[:, None]
-        raw = raw + operands.bias[None, :] * sign
-    live = _columns.live_columns(0, case.vocab_size, operands.num_columns)
-    raw = raw if live is None else jnp.where(live[None, :], raw, -jnp.inf)
-    products, ids = select(raw, min(options.top_k, case.vocab_size))
-    capped = None
-    if options.logit_softcap is not None:
-        capped = jnp.where(products == -jnp.inf, -jnp.inf, _capped(products, options, operands.raw_scale))
-    some = Largest(products, ids, capped, jnp.zeros(raw.shape[:1], raw.dtype))
-    return some._replace(sumexp=_sumexp(raw, some, operands, options))
 
 
 def _sumexp(raw: Float[Array, "t V"], some: Largest, operands: Operands, options: Options) -> Float[Array, "t"]:

@@ -67,8 +67,7 @@ def linear_logits(
         wgrad: "return" gives the weight its gradient. "main_grad" rounds it to the weight's dtype, adds it to
             ``weight.main_grad``, as Megatron's gradient-accumulation fusion does, and sets
             ``grad_added_to_main_grad``. Not under ``torch.compile``.
-        implementation: "xla", "reference" (stores all rows of the weight that the ids name), or a tuple of names tried
-            in order. None: "xla". There are no kernels for it.
+        implementation: None or "xla": there are no kernels for it.
 
     Returns:
         ``[..., K]`` in float32; 0, without a gradient, where the id is none or out of vocabulary.

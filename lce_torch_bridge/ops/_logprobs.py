@@ -98,9 +98,9 @@ def linear_logprobs(
             aligned to 16 bytes and autocast does not cast the weight. Otherwise the gradient is rounded to the weight's
             dtype first. Not under ``torch.compile``.
         cache_bytes: bytes that the forward may keep, so that the backward recomputes less. 0 keeps nothing.
-            "reference" always recomputes and ignores it. A forward that keeps something takes all tokens at once,
-            and its results may differ in the last bits from one that does not. Under ``torch.compile`` each count of
-            tokens then has a graph of its own, and ``where`` must be an index.
+            A forward that keeps something takes all tokens at once, and its results may differ in the last bits from
+            one that does not. Under ``torch.compile`` each count of tokens then has a graph of its own, and ``where``
+            must be an index.
         gradient_threshold: a number in [0, 1). A tile (128 tokens by 256 vocabulary columns) is left out of the
             gradients if all its probabilities are below the threshold and it holds no label and no candidate. Results
             never change. 0 is exact. "mosaic_gpu" alone leaves tiles out; its forward then keeps V / 64 bytes per
@@ -117,8 +117,8 @@ def linear_logprobs(
             tokens in it. An empty set, of a label out of vocabulary, has 0 in outputs and gradients. A NaN is refused
             where its value is known; elsewhere its row returns NaN. Not with ``candidates`` or ``mean_logit``. No
             gradient. `lce_jax.floors` says where floors come from. None: every token.
-        implementation: "mosaic_gpu" (kernels for Hopper GPUs), "xla" (every device), "reference" (stores the logits),
-            or a tuple of names tried in order. None: the best one that can serve the call.
+        implementation: "mosaic_gpu" (kernels for Hopper GPUs), "xla" (every device), or a tuple of both, tried in
+            order. None: the best one that can serve the call.
 
     Returns:
         A `LogprobOutput`, each field float32 of ``labels.shape`` (``[..., K]`` for candidates) or None.

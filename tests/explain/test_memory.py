@@ -86,8 +86,6 @@ def test_full_cache_bytes_is_the_least_that_spares_all(device: str) -> None:
     assert kept(full) == kept(1 << 62) == full
     assert kept(full - 1) < full
     assert call.plan(cache_bytes=full).memory.fused.backward >= full
-    operands = jnp.ones((4, 8)), jnp.ones((32, 8)), jnp.zeros((4,), int)
-    assert explain(*operands, implementation="reference").full_cache_bytes == 0
 
 
 def run(*arguments: str) -> str:

@@ -11,13 +11,12 @@ import pytest
 
 from lce_jax import LogprobOutput, local
 from tests import cases, oracle
-from tests.pairs import pairs_of
 
 NAMES = ("plain", "padded vocabulary", "everything", "where hides NaN", "no entropy", "stats", "no tokens")
 
 
-@pairs_of(1, test=[t for t in cases.MATRIX if t.name in NAMES], implementation=["xla", "reference"])
-def test_four_shards(test: cases.TestCase, implementation: str) -> None:
+@pytest.mark.parametrize("test", [t for t in cases.MATRIX if t.name in NAMES], ids=str)
+def test_four_shards(test: cases.TestCase) -> None:
     hidden, weight, labels, options, seeds = cases.draw(test)
     vocab_dim = options.get("weight_layout", "vh").index("v")
     hidden, labels, seeds = hidden.reshape(-1, test.H), labels.reshape(-1), [seed.reshape(-1) for seed in seeds]
@@ -26,7 +25,7 @@ def test_four_shards(test: cases.TestCase, implementation: str) -> None:
             options[key] = jnp.broadcast_to(options[key], test.leading).reshape(-1)
     width = test.V // 4
     shards = [(i * width, weight.take(jnp.arange(i * width, (i + 1) * width), axis=vocab_dim)) for i in range(4)]
-    common = {**options, "implementation": implementation, "precision": "highest"}
+    common = {**options, "precision": "highest"}
     factors = {name: options[name] for name in ("temperature", "logit_softcap", "logit_scale") if name in options}
 
     @jax.jit
@@ -72,12 +71,11 @@ def test_a_sum_that_dweight_cannot_be_added_to(shape: tuple[int, ...], dtype: An
 
 
 @pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("implementation", ["xla", "reference"])
-def test_the_mean_logit_of_two_shards(implementation: str, padded: bool) -> None:
+def test_the_mean_logit_of_two_shards(padded: bool) -> None:
     """From ``total``, and its gradients from ``dtotal``, whether the shards know the vocabulary's size or not."""
     hidden, weight, labels, _, (seed, *_) = cases.draw(cases.MATRIX[0])
     size = 97 if padded else 104
-    common: dict[str, Any] = {"implementation": implementation, "precision": "highest", "logit_scale": 1.3}
+    common: dict[str, Any] = {"precision": "highest", "logit_scale": 1.3}
     common |= {"vocab_size": size} if padded else {}
     shards = [(0, weight[:52]), (52, weight[52:])]
     parts = [local.statistics(hidden, w, labels, vocab_start=start, total=True, **common)[0] for start, w in shards]
@@ -102,11 +100,11 @@ def test_the_mean_logit_of_two_shards(implementation: str, padded: bool) -> None
         local.mean_logit(merged._replace(total=None), vocab_size=size)
 
 
-@pairs_of(1, num_rows=[0, 1, 300, 777], implementation=["xla", "reference"])
-def test_a_number_of_rows_is_where_without_moving_them(num_rows: int, implementation: str) -> None:
+@pytest.mark.parametrize("num_rows", [0, 1, 300, 777])
+def test_a_number_of_rows_is_where_without_moving_them(num_rows: int) -> None:
     hidden, weight, labels, _, seeds = cases.draw(cases.case("rows", leading=(777,)))
     temperature = jnp.linspace(0.5, 2.0, 777)
-    common = {"implementation": implementation, "temperature": temperature}
+    common = {"temperature": temperature}
     where = jnp.arange(777) < num_rows
 
     @jax.jit

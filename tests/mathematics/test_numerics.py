@@ -9,12 +9,10 @@ import pytest
 
 from lce_jax import linear_cross_entropy, linear_logprobs, sharded_linear_cross_entropy, sharded_linear_logprobs
 from tests import oracle
-from tests.pairs import pairs_of
 
 pytestmark = pytest.mark.usefixtures("optimized")  # rounding as users get it
 
 H, V, T = 16, 257, 12
-IMPLEMENTATIONS = ["xla", "reference"]
 
 
 def heads() -> dict[str, tuple[np.ndarray, np.ndarray]]:
@@ -58,12 +56,11 @@ def plain(
     return oracle.Results(logprobs, entropy, jax.nn.logsumexp(z, axis=-1), z.max(-1), z.min(-1), correct, of_candidates)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", heads())
-def test_values(name: str, implementation: str) -> None:
+def test_values(name: str) -> None:
     hidden, weight = (jnp.asarray(x, jnp.float32) for x in heads()[name])
     labels = jnp.asarray(np.random.default_rng(1).integers(0, V, T).astype(np.int32)).at[0].set(3)
-    out = linear_logprobs(hidden, weight, labels, implementation=implementation, precision="highest", stats=True)
+    out = linear_logprobs(hidden, weight, labels, precision="highest", stats=True)
     want = oracle.logprobs(hidden, weight, labels)
     theirs_of = plain(hidden, weight, labels)
     for field in oracle.Results._fields[:6]:
@@ -75,9 +72,8 @@ def test_values(name: str, implementation: str) -> None:
     assert np.all(np.asarray(out.logprobs) <= 0)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", heads())
-def test_gradients(name: str, implementation: str) -> None:
+def test_gradients(name: str) -> None:
     hidden, weight = (jnp.asarray(x, jnp.float32) for x in heads()[name])
     labels = jnp.arange(T, dtype=jnp.int32)
     seeds = [jnp.linspace(-1, 1, T), jnp.linspace(1, 0.5, T), jnp.linspace(0, 0.3, T)]
@@ -86,7 +82,7 @@ def test_gradients(name: str, implementation: str) -> None:
         return lambda h, w: sum(jnp.sum(s * f) for s, f in zip(seeds, function(h, w)[:3], strict=True))
 
     def ours(h, w):
-        return linear_logprobs(h, w, labels, implementation=implementation, precision="highest")
+        return linear_logprobs(h, w, labels, precision="highest")
 
     got = jax.grad(objective(ours), argnums=(0, 1))(hidden, weight)
     theirs = jax.grad(objective(lambda h, w: plain(h, w, labels)), argnums=(0, 1))(hidden, weight)
@@ -108,16 +104,15 @@ def test_the_entropy_of_a_near_certain_token_keeps_its_digits() -> None:
     assert np.isclose(float(out.entropy[0]), true, rtol=1e-5)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("sharded", [False, True], ids=["one device", "mesh"])
 @pytest.mark.parametrize("junk", [1e30, -1e38, np.inf, np.nan])
-def test_padding_may_hold_anything(junk: float, sharded: bool, implementation: str) -> None:
+def test_padding_may_hold_anything(junk: float, sharded: bool) -> None:
     """A padding row of NaN, inf or 1e30 is in no sum and no gradient."""
     rng = np.random.default_rng(2)
     hidden = jnp.asarray(rng.standard_normal((T, H)), jnp.float32)
     weight = jnp.asarray(rng.standard_normal((V, H)), jnp.float32)
     labels = jnp.arange(T, dtype=jnp.int32)
-    function, options = linear_cross_entropy, {"vocab_size": 200, "implementation": implementation}
+    function, options = linear_cross_entropy, {"vocab_size": 200}
     if sharded:  # the last shard is padding alone, the one before partly
         function, weight = sharded_linear_cross_entropy, weight[:256]
         options["mesh"] = jax.make_mesh((8,), ("tensor",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -199,12 +194,10 @@ def assert_probabilities(out) -> None:
     assert not np.any(np.isnan(jnp.log1p(-jnp.exp(out.logprobs))))
 
 
-@pairs_of(1, name=[*SURE], implementation=IMPLEMENTATIONS)
-def test_no_probability_is_above_one(name: str, implementation: str) -> None:
+@pytest.mark.parametrize("name", SURE)
+def test_no_probability_is_above_one(name: str) -> None:
     hidden, weight, labels, temperature, options = draw_sure_rows(**SURE[name])
-    out = linear_logprobs(
-        hidden, weight, labels, temperature=temperature, implementation=implementation, stats=True, **options
-    )
+    out = linear_logprobs(hidden, weight, labels, temperature=temperature, stats=True, **options)
     assert_probabilities(out)
     some = slice(1000)
     want = oracle.logprobs(hidden[some], weight, labels[some], temperature=temperature[some], **options)
@@ -218,16 +211,13 @@ def test_no_probability_is_above_one(name: str, implementation: str) -> None:
         assert errors[0] <= 1.1 * errors[1] + 1e-8, field
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_no_probability_is_above_one_where_rows_are_left_out(implementation: str) -> None:
+def test_no_probability_is_above_one_where_rows_are_left_out() -> None:
     hidden, weight, labels, _, options = draw_sure_rows()
     where = np.arange(ROWS) % 3 > 0
 
     @jax.jit
     def call(hidden, weight, where):
-        return linear_logprobs(
-            hidden, weight, labels, where=where, temperature=0.3, implementation=implementation, **options
-        )
+        return linear_logprobs(hidden, weight, labels, where=where, temperature=0.3, **options)
 
     out = call(hidden, weight, where)
     assert_probabilities(out)
@@ -242,11 +232,10 @@ def test_no_probability_is_above_one_over_a_mesh(name: str) -> None:
     assert_probabilities(out)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_a_probability_that_was_above_one(wrap, implementation: str) -> None:
+def test_a_probability_that_was_above_one(wrap) -> None:
     def call(hidden, weight):
-        return linear_logprobs(hidden, weight, jnp.array([0]), temperature=0.7, implementation=implementation)
+        return linear_logprobs(hidden, weight, jnp.array([0]), temperature=0.7)
 
     out = wrap(call)(jnp.ones((1, 1)), jnp.asarray([[33.3], [0.0]]))
     assert_probabilities(out)

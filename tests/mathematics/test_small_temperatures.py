@@ -17,7 +17,6 @@ import pytest
 from lce_jax import linear_cross_entropy, linear_logprobs, linear_loss, sharded_linear_logprobs, sharded_linear_loss
 from tests import cases, oracle
 from tests.mathematics.test_numerics import plain
-from tests.pairs import pairs_of
 
 pytestmark = pytest.mark.usefixtures("optimized")  # rounding as users get it
 
@@ -118,10 +117,11 @@ def assert_as_exact_as_stored(problem: Problem, found: Any) -> None:
     assert np.all(ours <= np.maximum(2 * stored, FLOOR)), (ours, stored)
 
 
-@pairs_of(name=[*OPTIONS], implementation=["xla", "reference"], greedy=[True, False])
-def test_gradients(name: str, implementation: str, greedy: bool) -> None:
+@pytest.mark.parametrize("greedy", [True, False])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_gradients(name: str, greedy: bool) -> None:
     problem = draw(greedy, **OPTIONS[name])
-    call = functools.partial(linear_logprobs, implementation=implementation, precision="highest")
+    call = functools.partial(linear_logprobs, precision="highest")
     assert_as_exact_as_stored(problem, gradients(problem, call))
 
 
@@ -182,12 +182,11 @@ def test_label_smoothing_and_z_loss() -> None:
         assert oracle.relative_norm(x, exact) <= max(2 * oracle.relative_norm(y, exact), FLOOR)
 
 
-@pytest.mark.parametrize("implementation", ["xla", "reference"])
-def test_candidates_have_the_logprob_of_a_label(implementation: str) -> None:
+def test_candidates_have_the_logprob_of_a_label() -> None:
     problem = draw(greedy=True, candidates=3)
     options = problem.options | {"candidates": problem.options["candidates"].at[:, 0].set(problem.labels)}
     operands = problem.hidden, problem.weight, problem.labels
-    out = linear_logprobs(*operands, **options, implementation=implementation, precision="highest")
+    out = linear_logprobs(*operands, **options, precision="highest")
     assert np.array_equal(out.candidate_logprobs[:, 0], out.logprobs)
     true, stored = oracle.logprobs(*operands, **options), plain(*operands, **options)
     errors = (oracle.value_error(x.candidate_logprobs, true.candidate_logprobs) for x in (out, stored))
@@ -195,12 +194,12 @@ def test_candidates_have_the_logprob_of_a_label(implementation: str) -> None:
     assert ours <= max(2 * theirs, FLOOR)
 
 
-@pairs_of(1, name=["plain", "softcap", "bias", "candidates"], implementation=["xla", "reference"])
-def test_the_smallest_temperatures(name: str, implementation: str) -> None:
+@pytest.mark.parametrize("name", ["plain", "softcap", "bias", "candidates"])
+def test_the_smallest_temperatures(name: str) -> None:
     """Below 1e-20 they count as 1e-20. What float32 cannot hold is in no gradient."""
     problem = draw(greedy=True, **OPTIONS[name])
     problem.options["temperature"] = jnp.full_like(problem.options["temperature"], 1e-37)
-    call = functools.partial(linear_logprobs, implementation=implementation, precision="highest")
+    call = functools.partial(linear_logprobs, precision="highest")
     out = jax.jit(lambda h, w: call(h, w, problem.labels, **problem.options))(problem.hidden, problem.weight)
     assert not np.asarray(out.logprobs).any()
     assert np.isfinite(out.lse).all()

@@ -11,8 +11,6 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import lce_jax.flax.linen
-import lce_jax.flax.nnx
 from lce_jax import (
     UnsupportedError,
     explain,
@@ -23,6 +21,7 @@ from lce_jax import (
     linear_loss,
     linear_topk,
     losses,
+    masked_logprobs,
     sharded_linear_logprobs,
 )
 from lce_jax._jax import abstract_device
@@ -123,17 +122,45 @@ def test_export_says_that_it_loses_the_rule(caplog: pytest.LogCaptureFixture) ->
     assert oracle.value_error(exported.call(*operands), linear_logprobs(HIDDEN, WEIGHT, LABELS).lse) < 2e-6
 
 
-def test_symbolic_shapes() -> None:
-    (batch,) = jax.export.symbolic_shape("b")
-    struct = jax.ShapeDtypeStruct
-    operands = struct((batch, H), jnp.float32), struct((V, H), jnp.float32), struct((batch,), jnp.int32)
-    with pytest.raises(lce_jax.UnsupportedError, match=r"symbolic: tokens b\. Export one program for each"):
-        jax.export.export(jax.jit(linear_logprobs))(*operands)
-    stored = functools.partial(linear_logprobs, implementation="reference")  # as the message advises
-    exported = jax.export.export(jax.jit(lambda *x: stored(*x).lse))(*operands)
-    assert (
-        oracle.value_error(exported.call(HIDDEN[0], WEIGHT, LABELS[0]), stored(HIDDEN[0], WEIGHT, LABELS[0]).lse) < 2e-6
-    )
+@pytest.mark.parametrize("symbol", ["T", "H", "V", "K"])
+def test_symbolic_shapes_are_refused(symbol: str) -> None:
+    (n,), at = jax.export.symbolic_shape("n"), {"T": 16, "H": H, "V": V, "K": 3}
+    at |= {symbol: n}
+    shapes = (at["T"], at["H"]), (at["V"], at["H"]), (at["T"],), (at["T"], at["K"])
+    structs = [jax.ShapeDtypeStruct(shape, "float32" if i < 2 else "int32") for i, shape in enumerate(shapes)]
+    of_ids = {
+        "linear_logits": lambda hidden, weight, _, ids: linear_logits(hidden, weight, ids),
+        "candidates": lambda *x: linear_logprobs(*x[:3], candidates=x[3]),
+    }
+    plain = {"linear_logprobs": linear_logprobs, "linear_cross_entropy": linear_cross_entropy}
+    called = {name: lambda *x, f=f: f(*x[:3]) for name, f in (FUNCTIONS | plain).items()}
+    for function in (of_ids if symbol == "K" else called | of_ids).values():
+        with pytest.raises(UnsupportedError, match=r" has a symbolic size, and tiles follow from sizes\. Export one"):
+            jax.export.export(jax.jit(function))(*structs)
+    if symbol == "T":  # these read no weight
+        logprobs, ids = jax.ShapeDtypeStruct((n, 3), "float32"), structs[3]
+        jax.export.export(jax.jit(masked_logprobs))(logprobs, ids, structs[2])
+        jax.export.export(jax.jit(losses.distillation_loss))(logprobs, logprobs, ids)
+
+
+def test_programs_of_a_few_sizes_serve_others() -> None:
+    """As the message that refuses symbolic shapes advises."""
+
+    def f(hidden: jax.Array, weight: jax.Array, labels: jax.Array, where: jax.Array) -> jax.Array:
+        return linear_logprobs(hidden, weight, labels, where=where).logprobs
+
+    def shapes(n: int) -> list[jax.ShapeDtypeStruct]:
+        each = ((n, H), jnp.float32), ((V, H), jnp.float32), ((n,), jnp.int32), ((n,), jnp.bool_)
+        return [jax.ShapeDtypeStruct(*x) for x in each]
+
+    programs = {n: jax.export.export(jax.jit(f))(*shapes(n)) for n in (8, 32)}
+    hidden, labels = HIDDEN.reshape(-1, H), LABELS.reshape(-1)
+    want = linear_logprobs(hidden, WEIGHT, labels).logprobs
+    for count, n in ((3, 8), (8, 8), (27, 32)):
+        padded = [jnp.pad(x[:count], [(0, n - count)] + [(0, 0)] * (x.ndim - 1)) for x in (hidden, labels)]
+        got = programs[n].call(padded[0], WEIGHT, padded[1], jnp.arange(n) < count)
+        assert oracle.value_error(got[:count], want[:count]) < 2e-6
+        assert not got[count:].any()
 
 
 def test_auto_axes_of_tpus_are_refused() -> None:

@@ -1,4 +1,4 @@
-"""The Hopper kernels, run on the CPU by the interpreter with its race detector, against the materialised oracle.
+"""The Hopper kernels, run on the CPU by the interpreter with its race detector, against stored logits in float64.
 
 The interpreter models shared memory, TMA, barriers, wgmma and the warpgroups' concurrency; unwritten memory is NaN.
 """
@@ -20,9 +20,8 @@ from lce_jax.mathematics import _logprobs
 from lce_jax.mosaic import _generations, sm90
 from lce_jax.mosaic._pallas import interpreting, plgpu
 from lce_jax.mosaic.sm90._tuning import Tuning, Tunings
-from lce_jax.reference import _logprobs as reference
 from tests.devices import H200
-from tests.mosaic_calls import CALLS, MULTIPROCESSORS, Call, budget_of, check
+from tests.mosaic_calls import CALLS, MULTIPROCESSORS, Call, Oracle, budget_of, check
 
 # One thing alone, which other calls have together with more: `make test-all` runs these, ten seconds each.
 ALONE = {
@@ -57,7 +56,7 @@ def interpreted(request: pytest.FixtureRequest) -> Iterator[Call]:
 
 
 @pytest.mark.parametrize("test", PARAMETERS, ids=str, indirect=True)
-def test_matches_reference(test: Call, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_matches_float64(test: Call, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     check(test, H200, monkeypatch)
     assert "RACE DETECTED" not in capfd.readouterr().out
 
@@ -88,6 +87,6 @@ def test_no_probability_is_above_one(temperature: float, options: dict[str, Any]
         out = results(operands)
     assert np.all(np.asarray(out.logprobs) <= 0)
     assert np.all(np.asarray(out.entropy) >= 0)
-    exact = reference.statistics(operands, case)[0]
+    exact = Oracle(operands, case.options).statistics()
     np.testing.assert_allclose(out.logprobs, exact.target - np.log(exact.sumexp), atol=2e-5 / temperature)
     assert np.asarray(targets >= 512).any()

@@ -177,9 +177,8 @@ def test_kernels_are_the_default(direction: str, caplog: pytest.LogCaptureFixtur
 
 def test_an_implementation_that_cannot_serve() -> None:
     ones = jnp.ones((2, 64), jnp.bfloat16)
-    for name, reason in (("mosaic_gpu", "cpu"), ("reference", 'it has no divergence of two heads; "xla" has')):
-        with pytest.raises(UnsupportedError, match=reason):
-            linear_kl(ones, ones, ones, ones, implementation=name)
+    with pytest.raises(UnsupportedError, match="cpu"):
+        linear_kl(ones, ones, ones, ones, implementation="mosaic_gpu")
     with pytest.raises(ValueError, match="unknown implementation 'cuda'"):
         linear_kl(ones, ones, ones, ones, implementation="cuda")
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from lce_jax import mosaic
-from lce_jax._types import Operands, RowCoefficients
+from lce_jax._types import Operands
 from lce_jax.call import _rows
 from lce_jax.mathematics import _columns
 from lce_jax.mathematics._statistics import Normalizer
@@ -23,7 +23,7 @@ from lce_jax.mosaic import _generations, sm90
 from lce_jax.mosaic._kernel_set import KernelSet
 from lce_jax.mosaic._pallas import interpreting, plgpu
 from lce_jax.mosaic.sm90._tuning import BY_KERNEL, SHORT, Tunings
-from tests.mosaic_calls import Call, budget_of, call, case_of, coefficients, draw, draw_floor, traced
+from tests.mosaic_calls import Call, Oracle, budget_of, call, case_of, coefficients, draw, draw_floor, traced
 from tests.mosaic_interpreter import afresh, races_found
 
 ROWS, COLUMNS = 128, 256
@@ -81,35 +81,18 @@ def in_few_tiles(test: Call, favourite: np.ndarray, true: int) -> jax.Array:
     return jnp.asarray(ids, jnp.int32)
 
 
-class Oracle:
-    """Probabilities, live tiles and gradients in float64."""
+class TileOracle(Oracle):
+    """Probabilities, and the tiles that are live."""
 
-    def __init__(self, test: Call, operands: Operands) -> None:
-        self.test, self.operands = test, operands
-        weight = np.asarray(operands.weight, np.float64)
-        self.weight = weight if test.options.weight_layout == "vh" else weight.T
-        self.true = test.V if test.num_columns is None else test.num_columns
-        self.rows = test.T if test.num_rows is None else test.num_rows
-        self.hidden = np.asarray(operands.hidden, np.float64)
-        z = test.options.logit_scale * (self.hidden @ self.weight[: self.true].T)
-        cap = test.options.logit_softcap
-        self.dcap = np.ones_like(z) if cap is None else 1 / np.cosh(z / cap) ** 2
-        z = z if cap is None else cap * np.tanh(z / cap)
-        self.inside = np.ones(z.shape, bool)
-        if operands.floor is not None:
-            labels = np.arange(self.true) == np.asarray(operands.targets)[:, None]
-            self.inside = (z / (cap or 1) >= np.asarray(operands.floor, np.float64)[:, None]) | labels
-        if operands.inverse_temperature is not None:
-            z = z * np.asarray(operands.inverse_temperature, np.float64)[:, None]
-        self.u = np.where(self.inside, z - z.max(1, keepdims=True, where=self.inside, initial=-1e30), 0)
-        self.p = np.where(self.inside, np.exp(self.u), 0)
-        self.p /= np.maximum(self.p.sum(1, keepdims=True), 1e-300)  # 0 in a row without a token
+    @property
+    def p(self) -> np.ndarray:
+        return self.e / np.maximum(self.e.sum(1, keepdims=True), 1e-300)  # 0 in a row without a token
 
     def live(self) -> np.ndarray:
         """[tiles, blocks]."""
-        tiles, blocks = -(-self.test.V // COLUMNS), -(-max(self.test.T, ROWS) // ROWS)
+        tiles, blocks = -(-len(self.weight) // COLUMNS), -(-max(len(self.hidden), ROWS) // ROWS)
         big = np.zeros((blocks * ROWS, tiles * COLUMNS), bool)
-        big[: self.rows, : self.true] = self.p[: self.rows] >= THRESHOLD
+        big[: self.rows, : self.columns] = self.p[: self.rows] >= THRESHOLD
         targets = np.asarray(self.operands.targets)
         for row in range(self.rows):
             if targets[row] >= 0:
@@ -121,35 +104,15 @@ class Oracle:
 
     def computed_anyway(self) -> np.ndarray:
         """The tile where padding begins, which is contracted from a copy, in row blocks with rows that count."""
-        live = np.zeros((-(-self.test.V // COLUMNS), -(-max(self.test.T, ROWS) // ROWS)), bool)
-        if self.test.num_columns is not None:
-            live[self.true // COLUMNS : self.true // COLUMNS + 1, : -(-self.rows // ROWS)] = True
+        live = np.zeros((-(-len(self.weight) // COLUMNS), -(-max(len(self.hidden), ROWS) // ROWS)), bool)
+        if self.operands.num_columns is not None:
+            live[self.columns // COLUMNS : self.columns // COLUMNS + 1, : -(-self.rows // ROWS)] = True
         return live
 
     def kept(self, live: np.ndarray) -> np.ndarray:
         """[T, true columns]: what is in the gradients."""
         whole = np.repeat(np.repeat(live, COLUMNS, 0), ROWS, 1).T
-        return whole[: self.test.T, : self.true]
-
-    def gradients(self, rows: RowCoefficients, live: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Eqs. 4 and 5 where they are kept."""
-
-        def of(x: Any) -> Any:
-            return 0.0 if x is None else np.asarray(x, np.float64)[:, None]
-
-        d = self.inside * np.exp(self.u) * (of(rows.constant) + of(rows.slope) * self.u) * self.dcap
-        targets = np.asarray(self.operands.targets)
-        owned = np.flatnonzero((targets >= 0) & (np.arange(self.test.T) < self.rows))
-        d[owned, targets[owned]] = of(rows.target)[owned, 0]
-        for row in range(self.rows if self.operands.candidates is not None else 0):
-            for column, term in zip(self.operands.candidates[row].tolist(), rows.candidates[row].tolist(), strict=True):
-                d[row, column] += term if column >= 0 else 0.0
-        d = d * self.kept(live) + of(rows.uniform) * self.dcap
-        d[self.rows :] = 0
-        dweight = np.zeros_like(self.weight)
-        dweight[: self.true] = d.T @ self.hidden
-        dhidden = d @ self.weight[: self.true]
-        return dhidden, dweight if self.test.options.weight_layout == "vh" else dweight.T
+        return whole[: len(self.hidden), : self.columns]
 
 
 def with_threshold(test: Call) -> Call:
@@ -186,7 +149,7 @@ def check_live_tiles(test: Call, case: Any) -> None:
     """Which tiles are live, the mass in the others, and the gradients."""
     operands, cotangent = draw(test)
     operands = peaked(test, operands)
-    oracle = Oracle(test, operands)
+    oracle = TileOracle(operands, test.options)
     live = oracle.live()
     assert 0 < live.mean() < 1
     rows_that_count = None if test.num_rows is None else jnp.arange(test.T) < test.num_rows
@@ -205,11 +168,11 @@ def check_live_tiles(test: Call, case: Any) -> None:
         rows_that_count = _columns.without_empty(rows_that_count, stats.sumexp)
         assert not rows_that_count[7]
     rows = coefficients(test, stats, cotangent, operands, rows_that_count)
-    check_gradients(test, case, operands, rows, found, oracle.gradients(rows, live))
+    check_gradients(test, case, operands, rows, found, oracle.gradients(rows, oracle.kept(live)))
     if "nothing live" in test.name:
         least = oracle.computed_anyway()
         found = jnp.asarray(np.pad(least, ((0, 0), (0, found.shape[1] - least.shape[1]))), jnp.int32)
-        check_gradients(test, case, operands, rows, found, oracle.gradients(rows, least))
+        check_gradients(test, case, operands, rows, found, oracle.gradients(rows, oracle.kept(least)))
 
 
 SPLIT = [
@@ -248,12 +211,12 @@ def test_a_split_vocabulary(test: Call, shards: int) -> None:
 
     with _generations.using(kernels_of(test)), interpreting(plgpu.InterpretGPUParams()):
         rows, live, grads = jax.jit(gradients)([of_shard(i) for i in range(shards)])
-    oracle = Oracle(test, operands)
+    oracle = TileOracle(operands, test.options)
     want = oracle.live()
     np.testing.assert_array_equal(np.concatenate([tiles for tiles, _ in live])[:, : want.shape[1]], want)
     assert 0 < want.mean() < 1
     found = sum(np.asarray(x, np.float64) for x, _ in grads), np.concatenate([np.asarray(x, float) for _, x in grads])
-    for got, exact in zip(found, oracle.gradients(rows, want), strict=True):
+    for got, exact in zip(found, oracle.gradients(rows, oracle.kept(want)), strict=True):
         assert np.linalg.norm(got - exact) <= 4e-3 * np.linalg.norm(exact)
     if test.options.stats:
         dropped = sum(np.asarray(mass) for _, mass in live)

@@ -95,11 +95,6 @@ def test_equals_two_passes(test: cases.TestCase) -> None:
     compare(ppo, hidden, weight, labels, *arguments(labels), **options)
 
 
-def test_equals_two_passes_by_the_reference() -> None:
-    hidden, weight, labels, options, _ = cases.draw(cases.case("x", leading=(300,), where="some"))
-    compare(ppo, hidden, weight, labels, *arguments(labels), implementation="reference", **options)
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_gradients_against_the_oracle(dtype: str) -> None:
     """A linear loss has the seeds as its cotangents, so the oracle knows its gradients."""

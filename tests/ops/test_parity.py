@@ -1,6 +1,6 @@
-"""Every implementation on the case matrix, values and gradients, against float64.
+"""`xla` on the case matrix, values and gradients, against float64.
 
-Those of the kernels: `tests.mosaic.test_interpret`, and `tests.gpu.test_mosaic_gpu` on a GPU.
+The kernels: `tests.mosaic.test_interpret`, and on a GPU `tests.gpu.test_parity` and `tests.gpu.test_mosaic_gpu`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from tests import cases, oracle
 
 pytestmark = pytest.mark.usefixtures("optimized")  # rounding as users get it
 
-IMPLEMENTATIONS = ["xla", "reference"]
 CALLS = cases.MATRIX + cases.BIASED + cases.CANDIDATES + cases.FLOORS
 # float32: the issue's bounds, a few roundings. 16 bit: the products are exact in float32, so values stay near float64's
 # for the same inputs; gradients carry one rounding of dlogits and are held to the materialised path's own error below.
@@ -26,7 +25,7 @@ GRADIENT_BOUND = 1e-5
 
 
 @functools.cache
-def evaluate(test: cases.TestCase, implementation: str):
+def evaluate(test: cases.TestCase, implementation: str = "xla"):
     """Outputs, gradients and the call, once for all tests that judge them."""
     hidden, weight, labels, options, seeds = cases.draw(test)
     options = {"precision": "highest"} | options
@@ -72,20 +71,12 @@ def materialised(hidden, weight, labels, seeds, options):
     return jax.jit(jax.grad(objective, argnums=tuple(range(len(operands)))))(*operands)
 
 
-# The reference is what most other tests compare with: every second call of it is slow.
-PARITY = [
-    pytest.param(test, implementation, marks=pytest.mark.slow if implementation == "reference" and i % 2 else ())
-    for i, test in enumerate(CALLS)
-    for implementation in IMPLEMENTATIONS
-]
+@pytest.mark.parametrize("test", CALLS, ids=str)
+def test_matches_float64(test: cases.TestCase) -> None:
+    check(test)
 
 
-@pytest.mark.parametrize(("test", "implementation"), PARITY, ids=str)
-def test_matches_float64(test: cases.TestCase, implementation: str) -> None:
-    check(test, implementation)
-
-
-def check(test: cases.TestCase, implementation: str, slack: float = 1.0) -> None:
+def check(test: cases.TestCase, implementation: str = "xla", slack: float = 1.0) -> None:
     """All results and gradients; those of 16 bits are at most ``slack`` times as far off as the materialised path's."""
     out, (dhidden, dweight, *dbias), (hidden, weight, labels, seeds, options) = evaluate(test, implementation)
     product_hidden = hidden.astype(weight.dtype)  # what the products see, by contract
@@ -123,10 +114,9 @@ def check(test: cases.TestCase, implementation: str, slack: float = 1.0) -> None
             assert oracle.relative_norm(got, true) <= chance * oracle.relative_norm(theirs, true)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("test", [t for t in CALLS if t.where and t.where != "all"], ids=str)
-def test_rows_left_out_are_exactly_zero(test: cases.TestCase, implementation: str) -> None:
-    out, (dhidden, dweight, *_), (*_, options) = evaluate(test, implementation)
+def test_rows_left_out_are_exactly_zero(test: cases.TestCase) -> None:
+    out, (dhidden, dweight, *_), (*_, options) = evaluate(test)
     dead = ~np.asarray(options["where"])
     for field in jax.tree.leaves(out):
         assert np.all(np.asarray(field)[dead] == 0)
@@ -138,17 +128,16 @@ def test_rows_left_out_are_exactly_zero(test: cases.TestCase, implementation: st
 
 @pytest.mark.parametrize("test", [t for t in CALLS if dict(t.options).get("vocab_size")], ids=str)
 def test_padding_columns_have_zero_gradient(test: cases.TestCase) -> None:
-    _, (_, dweight, *dbias), (*_, options) = evaluate(test, "reference")
+    _, (_, dweight, *dbias), (*_, options) = evaluate(test)
     dweight = dweight if options.get("weight_layout", "vh") == "vh" else dweight.T
     assert all(np.all(np.asarray(x[options["vocab_size"] :]) == 0) for x in (dweight, *dbias))
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_float64_follows_the_weight(implementation: str) -> None:
+def test_float64_follows_the_weight() -> None:
     hidden, weight, labels, options, seeds = cases.draw(cases.case("everything in float64", logit_softcap=3.0))
     with jax.enable_x64(True):
         hidden, weight = (jnp.asarray(np.asarray(x), jnp.float64) for x in (hidden, weight))
-        function = functools.partial(linear_logprobs, labels=labels, implementation=implementation, **options)
+        function = functools.partial(linear_logprobs, labels=labels, implementation="xla", **options)
         out = function(hidden, weight)
         grads = jax.grad(lambda h, w: cases.objective(function(h, w), seeds), argnums=(0, 1))(hidden, weight)
         assert out.logprobs.dtype == jnp.float64
@@ -159,7 +148,7 @@ def test_float64_follows_the_weight(implementation: str) -> None:
 
 def test_two_runs_are_bitwise_equal() -> None:
     test = cases.case("repeat", leading=(700,), V=1000, where="some")
-    first, second = (jax.tree.leaves(evaluate(test, "xla")[:2]) for _ in range(2))
+    first, second = (jax.tree.leaves(evaluate(test)[:2]) for _ in range(2))
     assert all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))
 
 

@@ -75,20 +75,11 @@ def assert_same(got: Any, want: Any, dtype: str = "float32") -> None:
         assert oracle.relative_norm(gradient, other) < GRADIENT[dtype]
 
 
-ALONE = {"scale", "scale below 0", "softcap", "scale beside a softcap", "bfloat16"}  # by the reference: slow
-
-
-@pytest.mark.parametrize(
-    ("name", "implementation"),
-    [
-        *((name, "xla") for name in CALLS),
-        *(pytest.param(name, "reference", marks=pytest.mark.slow if name in ALONE else ()) for name in CALLS),
-    ],
-)
-def test_equals_the_number(name: str, implementation: str) -> None:
+@pytest.mark.parametrize("name", CALLS)
+def test_equals_the_number(name: str) -> None:
     call, arrays, numbers = draw(name)
-    want = fixed(call, arrays, numbers, implementation=implementation)
-    got = evaluate(call, arrays, as_arrays(numbers), implementation=implementation)
+    want = fixed(call, arrays, numbers)
+    got = evaluate(call, arrays, as_arrays(numbers))
     assert_same(got, want, dict(CALLS[name][0]).get("dtype", "float32"))
 
 

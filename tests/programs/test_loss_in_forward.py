@@ -36,7 +36,6 @@ STRUCTS = tuple(map(jax.ShapeDtypeStruct, ((T, H), (V, H), (T,)), ("bfloat16", "
         (False, 4 * GIB, {"label_smoothing": 0.1}),
         (False, 4 * GIB, {"gradient_threshold": 2**-12}),
         (True, 4 * GIB, {"implementation": "xla"}),
-        (False, 4 * GIB, {"implementation": "reference"}),  # keeps nothing, so it always recomputes
     ],
 )
 def test_when(expected: bool, cache_bytes: int, options: dict[str, Any]) -> None:

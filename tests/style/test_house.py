@@ -31,9 +31,9 @@ def test_length() -> None:
 
 
 # What the two packages are today. Less is better: lower the numbers with it.
-PACKAGES_LINES = 35_800
-PACKAGES_FILES = 288
-TESTS_LINES = 34_200
+PACKAGES_LINES = 29_500
+PACKAGES_FILES = 237
+TESTS_LINES = 33_700
 
 
 def test_size() -> None:

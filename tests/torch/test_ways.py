@@ -76,12 +76,12 @@ def test_what_is_launched_directly(name: str) -> None:
     ("options", "dtype", "reason"),
     [
         ({}, torch.float32, "bfloat16 or float16"),
-        ({"implementation": "reference"}, torch.bfloat16, "implementation='reference'"),
+        ({"implementation": "xla"}, torch.bfloat16, "implementation='xla'"),
         ({"implementation": ("xla", "mosaic_gpu")}, torch.bfloat16, "implementation='xla,mosaic_gpu'"),
         ({"bias": torch.zeros(1024)}, torch.bfloat16, "bias"),
         ({"mean_logit": True}, torch.bfloat16, "mean_logit"),
     ],
-    ids=["float32", "reference", "xla", "a bias", "the mean logit"],
+    ids=["float32", "xla", "xla first", "a bias", "the mean logit"],
 )
 def test_what_is_not(options: dict[str, Any], dtype: torch.dtype, reason: str) -> None:
     how = explain(*drawn(dtype), **options)

@@ -1,1 +1,0 @@
-"""The oracle: stores the logits. For tests, debugging and small problems."""
