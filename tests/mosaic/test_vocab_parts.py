@@ -21,7 +21,6 @@ from tests import one_device_shards, oracle
 from tests.devices import H200
 from tests.mosaic.test_lowering import lower
 from tests.mosaic.test_same_bits import FIELDS, by_jax, by_list, drawn
-from tests.mosaic.test_same_bits import kernels_of_jax as kernels_of_jax  # a fixture
 from tests.mosaic_calls import call, case_of
 
 T, H = 16, 64
@@ -35,7 +34,6 @@ def labels_at_borders(part: int, columns: int) -> jax.Array:
     return jnp.asarray(np.resize(found, T), jnp.int32)
 
 
-@pytest.mark.usefixtures("kernels_of_jax")
 @pytest.mark.parametrize(
     ("part", "parts", "columns", "shards"),
     [
@@ -67,7 +65,6 @@ def test_any_number_of_shards(part: int, parts: int, columns: int, shards: tuple
         assert oracle.value_error(getattr(whole, name), getattr(wanted, name)) < 2e-5, name
 
 
-@pytest.mark.usefixtures("kernels_of_jax")
 @pytest.mark.parametrize("has_temperature", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_jax_and_lists(has_temperature: bool) -> None:
     """The last part is smaller."""
