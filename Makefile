@@ -109,7 +109,6 @@ docs: $(VENV)/.ready-docs
 	$(RUN) docs/_build/notebooks.py
 	$(RUN) docs/_build/api.py
 	$(RUN) docs/_build/memory.py
-	$(RUN) docs/_build/memory_picture.py
 	REPOSITORY='$(REPOSITORY)' $(VENV)/bin/zensical build --strict --clean
 
 bench: $(VENV)/.ready

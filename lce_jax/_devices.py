@@ -22,8 +22,8 @@ _described: contextvars.ContextVar[Device | None] = contextvars.ContextVar("desc
 
 
 @contextlib.contextmanager
-def for_device(device: Device) -> Iterator[None]:
-    """Within it, calls are traced for ``device``, which JAX itself need not know."""
+def for_device(device: Device | None) -> Iterator[None]:
+    """Within it, calls are traced for ``device``, which JAX itself need not know; None: for what JAX knows."""
     token = _described.set(device)
     try:
         yield

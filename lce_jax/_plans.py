@@ -13,58 +13,46 @@ class Surroundings(NamedTuple):
 
     true_columns: int | None = None  # how many of the case's columns are not padding, if known
     gathers_hidden: bool = False  # the vocabulary's axis splits the sequence too
-    sums_dweight: bool = False  # other devices hold other tokens
     shards: int = 1  # of the vocabulary
-    adds_dweight: bool = False  # to a sum over chunks of tokens
 
 
 ALONE = Surroundings()
 
 
 class PassBytes(NamedTuple):
-    """Temporary memory on one device, in bytes: operands, results and the gradients themselves are not counted.
+    """Temporary memory of compiled programs on one device, in bytes, as XLA has allotted it.
 
     Attributes:
         forward: of a program that runs the forward alone.
-        backward: of one that runs both passes, with all that lies between them.
+        backward: of one that runs both passes, beside the gradients, which are its results.
     """
 
     forward: int
     backward: int
 
 
-class HeadMemory(NamedTuple):
-    """What a head takes with stored logits, and as this package computes it.
-
-    Attributes:
-        stored: of plain JAX code: a product, softmax and entropy in float32, differentiated by JAX. On a GPU the least:
-            for an H200, B200 or B300 XLA may keep four bytes more of each logit.
-        fused: of the plan.
-    """
-
-    stored: PassBytes
-    fused: PassBytes
-
-
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """How a call will be computed and what it will hold, in bytes per device. ``str(plan)`` is for people.
+
+    What a pass takes is what it asks for itself: tiles or chunks of logits and statistics, sums in float32 and copies
+    of operands, beside a few numbers per token. Operands, results and gradients are not counted. How XLA places these
+    arrays, and which of its own it adds, only its compiler knows: see ``compiled``.
 
     Attributes:
         implementation: the implementation that will run.
         refused: each implementation tried before it, and why it cannot serve the call.
         case: the shapes, dtypes and device the plan is for.
         tiles: tile sizes by name.
-        forward_bytes: temporary memory of a program that runs the forward alone, an estimate.
-        backward_bytes: temporary memory of one that runs both passes, an estimate that leaves out the gradients
-            themselves; until they are written, the forward's tiles may use their memory.
+        forward_bytes: what the forward takes.
+        backward_bytes: what the backward takes, beside what is kept.
         kept_bytes: memory kept from forward to backward beyond the call's own operands.
         logits_bytes: what one copy of the logits in the statistics' dtype would take, for comparison.
         notes: remarks on options, in sentences.
         full_cache_bytes: the least ``cache_bytes`` with which the backward recomputes nothing; 0 where it cannot.
-        stored: temporary memory of plain JAX code that stores logits; None: that of log-probabilities and entropy.
         same_bits: in which calls a token's logprob, entropy and lse have the same bits, in words. None: these may
             depend on whatever else is in the call.
+        compiled: all temporary memory of the call's compiled programs; None unless ``compile=True`` asks for it.
     """
 
     implementation: str
@@ -77,14 +65,13 @@ class Plan:
     logits_bytes: int
     notes: tuple[str, ...] = ()
     full_cache_bytes: int = 0
-    stored: PassBytes | None = None
     same_bits: str | None = None
+    compiled: PassBytes | None = None
 
     @property
-    def memory(self) -> HeadMemory:
-        """What the head takes on one device: with stored logits, and by this plan."""
-        stored = _stored(self.case) if self.stored is None else self.stored
-        return HeadMemory(stored, PassBytes(self.forward_bytes, self.backward_bytes + self.kept_bytes))
+    def most_bytes(self) -> int:
+        """What both passes take: the larger one, and what is kept between them."""
+        return self.kept_bytes + max(self.forward_bytes, self.backward_bytes)
 
     def __str__(self) -> str:
         case = self.case
@@ -93,36 +80,19 @@ class Plan:
             f"{self.implementation}: {case.num_tokens:,} tokens, hidden size {case.hidden_size:,}, "
             f"{case.vocab_size:,} vocabulary columns, {case.dtype.name}, on {where}",
             "  tiles      " + ", ".join(f"{name} {size:,}" for name, size in self.tiles.items()),
-            f"  forward    {format_bytes(self.forward_bytes)} temporary",
-            f"  backward   {format_bytes(self.backward_bytes)} temporary, gradients not counted",
+            f"  forward    {format_bytes(self.forward_bytes)} in tiles and copies",
+            f"  backward   {format_bytes(self.backward_bytes)} in tiles, sums and copies; gradients not counted",
             f"  kept       {format_bytes(self.kept_bytes)} from forward to backward",
             f"  logits     {format_bytes(self.logits_bytes)} if they were stored",
         ]
+        if self.compiled:
+            forward, both = map(format_bytes, self.compiled)
+            lines.append(f"  compiled   {forward} temporary in a forward's program, {both} in that of both passes")
         if self.same_bits:
             lines.append(f"  same bits  {self.same_bits}")
         lines += [f"  not used   {name}: {reason}" for name, reason in self.refused.items()]
         lines += [f"  note       {note}" for note in self.notes]
         return "\n".join(lines)
-
-
-def _stored(case: Case) -> PassBytes:
-    """Copies of the logits that XLA holds of plain JAX code, on a GPU the least.
-
-    The forward reads the product's result, and what it is widened to or capped; the backward has the gradient too.
-    Copies lie where dweight will be, as far as they fit. So it is on an A100 and an H100. Where memory is faster (H200,
-    B200, B300) XLA computes less of the logits again, and keeps up to four bytes more of each. A CPU's programs have
-    the logits, the softmax and the gradient.
-    """
-    item, stat = case.dtype.itemsize, case.stat_dtype.itemsize
-    entropy, capped, narrow = case.options.entropy, case.options.logit_softcap is not None, item < stat
-    logits, dweight = case.num_tokens * case.vocab_size, case.vocab_size * case.hidden_size * item
-    if case.device.platform == "cpu":
-        forward = stat + (0 if not entropy else stat if capped else item * narrow)
-        backward = 4 * stat + stat * capped - (0 if entropy else stat) - (item if dweight >= item * logits else 0)
-    else:
-        forward = item + stat * (capped and narrow)
-        backward = forward + (stat if dweight < stat * logits else 0)
-    return PassBytes(forward * logits, max(forward, backward) * logits)
 
 
 def unused_notes(options: Options) -> tuple[str, ...]:

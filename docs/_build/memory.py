@@ -22,17 +22,18 @@ from lce_jax.explain._models import MODELS  # noqa: E402
 NUMBERS = ROOT / "docs" / "assets" / "memory-numbers.js"
 TOKENS = tuple(1 << n for n in range(10, 18))
 SHARDS = (1, 2, 4, 8)
-# Of each call, in bytes: forward and both passes, with stored logits, without a cache, with a full one, and `linear_loss`.
-WAYS = ("logits stored", "linear_logprobs", "linear_logprobs, full cache", "linear_loss")
+# Of each call, in bytes: forward and both passes, of one copy of the logits, without a cache, with a full one, and
+# `linear_loss`.
+WAYS = ("logits stored, one copy", "linear_logprobs", "linear_logprobs, full cache", "linear_loss")
 
 
 def of_call(model: str, tokens: int, shards: int) -> list[int]:
     """The bytes of `WAYS`, forward and both passes in turn."""
     call = ExplainedCall(MODELS[model], tokens, shards, False, jnp.dtype("bfloat16"), "h200")
     plain = call.plan()
-    cached = call.plan(cache_bytes=plain.full_cache_bytes).memory.fused
-    ways = (*plain.memory, cached, call.plan(gradients_in_forward=True).memory.fused)
-    return [size for way in ways for size in (way.forward, way.backward)]
+    plans = (plain, call.plan(cache_bytes=plain.full_cache_bytes), call.plan(gradients_in_forward=True))
+    sizes = (size for plan in plans for size in (plan.forward_bytes, plan.most_bytes))
+    return [plain.logits_bytes, plain.logits_bytes, *sizes]
 
 
 def numbers() -> Iterator[tuple[str, list[int]]]:

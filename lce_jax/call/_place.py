@@ -66,11 +66,7 @@ def placed(hidden: Any, weight: Any, per_token: list[Any], case: Case, options: 
     if layout is not None:
         if by_xla:
             check_rules_are_read(case.device.platform, layout.mesh, case.options)
-        around = Surroundings(
-            gathers_hidden=layout.gather_dim is not None,
-            sums_dweight=layout.token_shards > 1,
-            shards=layout.vocab_shards,
-        )
+        around = Surroundings(gathers_hidden=layout.gather_dim is not None, shards=layout.vocab_shards)
     elif options.axis_name is None:
         around = Surroundings(true_columns=_checks.vocabulary(options.vocab_size, columns))
     return Placed(layout, around, columns, by_xla)

@@ -1,6 +1,7 @@
 """``lce-jax explain``: what a head will hold, per device, before anything is changed. It needs no GPU.
 
-With ``--pod`` the program is compiled for a whole pod (`lce_jax.explain._pod`), without it the memory is estimated.
+It prints what the call itself asks for, with ``--compile`` also what XLA holds of its programs. With ``--pod`` the
+program is compiled for a whole pod (`lce_jax.explain._pod`).
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from lce_jax import Plan, explain, scalars
 from lce_jax._jax import abstract_device
-from lce_jax._plans import PassBytes, format_bytes
+from lce_jax._plans import format_bytes
 from lce_jax.explain import _pod
 from lce_jax.explain._arguments import gibibytes, positive
 from lce_jax.explain._models import MODELS, ModelHead, model_head
@@ -27,6 +28,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 CPU = {"cpu": ("cpu", "cpu", None)}
 DEVICES = {name: (of.platform, of.kind, of.core_count) for name, of in TARGETS.items()} | CPU
 TENSOR = "tensor"
+BOTH = ("forward", "forward + backward")
 PRODUCTS = 3  # of a forward and a backward: logits, dhidden, dweight. Recomputed logits are one more
 ALL = 1 << 62  # cache_bytes that nothing exceeds
 
@@ -49,6 +51,8 @@ def parser() -> argparse.ArgumentParser:
     spare = "GiB per device that may be kept from forward to backward (default 4)"
     out.add_argument("--spare-gib", type=gibibytes, default=4.0, metavar="G", help=spare)
     out.add_argument("--pod", type=_pod_of, metavar="DxN", help="compile for D replicas, with the vocabulary over N")
+    compile_help = "also compile each way for the device, which need not be there, and print what XLA holds"
+    out.add_argument("--compile", action="store_true", help=compile_help)
     of_pod = f"that --pod compiles: {', '.join(_pod.CALLS)} (default linear_logprobs)"
     out.add_argument("--function", choices=_pod.CALLS, metavar="NAME", help=of_pod)
     return out
@@ -57,7 +61,9 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> int:
     """Prints the table and the recommendation, or what a pod's program holds."""
     command, options = parser(), parser().parse_args(arguments)
-    lines = report(*read(arguments)) if options.pod is None else _of_pod(command, options)
+    if options.pod is not None or options.compile:
+        jax.config.update("jax_enable_compilation_cache", False)  # it keeps no program for a device that is not there
+    lines = report(*read(arguments), options.compile) if options.pod is None else _of_pod(command, options)
     try:
         for line in lines:
             print(line, flush=True)
@@ -77,7 +83,6 @@ def _of_pod(command: argparse.ArgumentParser, options: argparse.Namespace) -> It
     if options.tokens % options.pod.tensor:
         command.error(f"--tokens {options.tokens} must divide by the {options.pod.tensor} of --pod {options.pod}")
     dtype, function = jnp.dtype(options.dtype), options.function or "linear_logprobs"
-    jax.config.update("jax_enable_compilation_cache", False)  # it keeps no program for a device that is not there
     return _pod.report(_head(command, options), options.tokens, options.pod, options.device, dtype, function)
 
 
@@ -90,9 +95,19 @@ def read(arguments: list[str] | None = None) -> tuple[ExplainedCall, int]:
     head = _head(command, options)
     if options.sequence_parallel and options.tokens % options.tensor_parallel:
         command.error(f"--tokens {options.tokens} must divide by --tensor-parallel {options.tensor_parallel}")
+    if options.compile and (reason := _no_devices(options.device, options.tensor_parallel)):
+        command.error(f"--compile: {reason}")
     split = (options.tensor_parallel, options.sequence_parallel)
     call = ExplainedCall(head, options.tokens, *split, jnp.dtype(options.dtype), options.device)
     return call, int(options.spare_gib * (1 << 30))
+
+
+def _no_devices(name: str, count: int) -> str | None:
+    """Why there are not so many to compile for."""
+    if name in TARGETS:
+        return TARGETS[name].refuses(count)
+    here = len(jax.devices("cpu"))
+    return f"{count} devices of {name} are asked for, here are {here}" if count > here else None
 
 
 def _head(command: argparse.ArgumentParser, options: argparse.Namespace) -> ModelHead:
@@ -122,46 +137,66 @@ class ExplainedCall:
 
     def plan(self, **options: Any) -> Plan:
         """`explain` of the call on its device."""
-        platform, kind, cores = DEVICES[self.device]
-        mesh = jax.sharding.AbstractMesh(
-            (self.shards,), (TENSOR,), axis_types=(AxisType.Auto,),
-            abstract_device=abstract_device(platform, kind, cores),
+        mesh = self._mesh(is_there=options.get("compile", False))
+        split = TENSOR if self.sequence_split else None
+
+        def struct(shape: tuple[int, ...], dtype: Any, *axes: str | None) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(*axes)))
+
+        hidden = struct((self.tokens, self.head.hidden_size), self.dtype, split)
+        weight = struct((self.columns * self.shards, self.head.hidden_size), self.dtype, TENSOR)
+        return explain(
+            hidden, weight, struct((self.tokens,), jnp.int32), mesh=mesh, vocab_axis=TENSOR, sequence_axis=split,
+            logit_softcap=self.head.logit_softcap, vocab_size=self.head.vocab_size, **options,
         )  # fmt: skip
-        struct = jax.ShapeDtypeStruct
-        hidden = struct((self.tokens, self.head.hidden_size), self.dtype)
-        weight = struct((self.columns * self.shards, self.head.hidden_size), self.dtype)
-        with jax.sharding.use_abstract_mesh(mesh):
-            return explain(
-                hidden, weight, struct((self.tokens,), jnp.int32), mesh=mesh, vocab_axis=TENSOR,
-                sequence_axis=TENSOR if self.sequence_split else None, logit_softcap=self.head.logit_softcap,
-                vocab_size=self.head.vocab_size, **options,
-            )  # fmt: skip
+
+    def _mesh(self, is_there: bool) -> Mesh | AbstractMesh:
+        """Of one axis; devices that are only named, or such as XLA compiles for."""
+        if is_there and self.device in TARGETS:
+            return TARGETS[self.device].mesh(1, self.shards)
+        if is_there:
+            return jax.make_mesh((1, self.shards), ("data", TENSOR), (AxisType.Auto,) * 2, devices=jax.devices("cpu"))
+        platform, kind, cores = DEVICES[self.device]
+        named = abstract_device(platform, kind, cores)
+        return AbstractMesh((self.shards,), (TENSOR,), axis_types=(AxisType.Auto,), abstract_device=named)
 
 
-class MemoryRow(NamedTuple):
-    """A line of the table: a way to compute the head."""
-
-    label: str
-    forward: str
-    both: str
-    products: str
-
-
-def report(call: ExplainedCall, spare: int) -> Iterator[str]:
+def report(call: ExplainedCall, spare: int, compiles: bool = False) -> Iterator[str]:
     """The lines to print, for ``spare`` bytes per device."""
     plain, in_forward = call.plan(), call.plan(gradients_in_forward=True)
     yield from _heading(call, plain)
     yield ""
-    cache = _cache_bytes(call, plain.full_cache_bytes, spare)
+    full, cache = plain.full_cache_bytes, _cache_bytes(call, plain.full_cache_bytes, spare)
+    ways = [Way("linear_logprobs", {}, 1), Way(f"linear_logprobs, cache_bytes={full}", {"cache_bytes": full}, 0)]
+    if 0 < cache < full:
+        ways.insert(1, Way(f"linear_logprobs, cache_bytes={cache}", {"cache_bytes": cache}, 1 - cache / full))
+    ways.append(Way("linear_loss", {"gradients_in_forward": True}, 0))
+    yield from _table(call, ways, plain.logits_bytes, compiles)
+    yield ""
+    yield from _advice(plain, in_forward, cache, spare)
+
+
+class Way(NamedTuple):
+    """A line of the table: a way to compute the head."""
+
+    label: str
+    options: dict[str, Any]
+    recomputed: float  # matrix products
+
+
+def _table(call: ExplainedCall, ways: list[Way], logits_bytes: int, compiles: bool) -> Iterator[str]:
+    one_copy = [format_bytes(logits_bytes)] * 2
     rows = [
-        MemoryRow("per device", "forward", "forward + backward", "matrix products"),
-        *_rows(call, plain, in_forward, cache),
+        ["per device", *BOTH, *[f"compiled: {name}" for name in BOTH] * compiles, "matrix products"],
+        ["logits stored, one copy", *one_copy, *[""] * (2 * compiles), f"{PRODUCTS:.2f}"],
     ]
+    for label, options, recomputed in ways:
+        plan = call.plan(**options, compile=compiles)
+        sizes = [plan.forward_bytes, plan.most_bytes, *(plan.compiled or ())]
+        rows.append([label, *map(format_bytes, sizes), f"{PRODUCTS + recomputed:.2f}"])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for label, *cells in rows:
         yield "  ".join([label.ljust(widths[0]), *map(str.rjust, cells, widths[1:])])
-    yield ""
-    yield from _advice(plain, in_forward, cache, spare)
 
 
 def _heading(call: ExplainedCall, plan: Plan) -> Iterator[str]:
@@ -173,23 +208,6 @@ def _heading(call: ExplainedCall, plan: Plan) -> Iterator[str]:
     padded = f" ({padding} of padding: pass vocab_size={head.vocab_size})" if padding else ""
     size = format_bytes(weight)
     yield f"{call.tokens:,} tokens on {share}{padded}; weight and gradient, {size} each, are not counted"
-
-
-def _rows(call: ExplainedCall, plain: Plan, in_forward: Plan, cache: int) -> Iterator[MemoryRow]:
-    stored, fused = plain.memory
-    full = plain.full_cache_bytes
-
-    def row(label: str, sizes: PassBytes, recomputed: float) -> MemoryRow:
-        return MemoryRow(
-            label, format_bytes(sizes.forward), format_bytes(sizes.backward), f"{PRODUCTS + recomputed:.2f}"
-        )
-
-    yield row("logits stored", stored, 0)
-    yield row("linear_logprobs", fused, 1)
-    if 0 < cache < full:
-        yield row(f"linear_logprobs, cache_bytes={cache}", call.plan(cache_bytes=cache).memory.fused, 1 - cache / full)
-    yield row(f"linear_logprobs, cache_bytes={full}", call.plan(cache_bytes=full).memory.fused, 0)
-    yield row("linear_loss", in_forward.memory.fused, 0)
 
 
 def _cache_bytes(call: ExplainedCall, full: int, spare: int) -> int:
@@ -204,8 +222,7 @@ def _advice(plain: Plan, in_forward: Plan, cache: int, spare: int) -> Iterator[s
     full = plain.full_cache_bytes
     for other, reason in plain.refused.items():
         yield f"not {other}: {reason}"
-    least = in_forward.memory.fused.backward
-    yield f"a loss that is a sum over tokens: linear_loss recomputes nothing, in {format_bytes(least)}"
+    yield f"a loss that is a sum over tokens: linear_loss recomputes nothing, in {format_bytes(in_forward.most_bytes)}"
     said = f"{format_bytes(spare)} to spare (--spare-gib)"
     if cache == full:
         yield f"else: cache_bytes={full} recomputes nothing; it keeps {format_bytes(full)} of {said}"

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
 from lce_jax import _dispatch, scalars
 from lce_jax._types import is_array
 from lce_jax.call import _bind, _checks, _options
 from lce_jax.call._keywords import ExplainOptions
 from lce_jax.call._place import Place, placed
-from lce_jax.explain import _kl_and_logits
+from lce_jax.explain import _compiled, _kl_and_logits
 from lce_jax.explain._kl_and_logits import check_function
 from lce_jax.ops._cross_entropy import Reduction, chunk_in_place
 from lce_jax.programs import _token_chunks
@@ -46,6 +46,7 @@ def explain(
     ids: Int[Shaped, "*b K"] | None = None,
     teacher: tuple[Float[Shaped, "*b G"], Float[Shaped, "V G"]] | None = None,
     direction: Direction = "forward",
+    compile: bool = False,
     **options: Unpack[ExplainOptions],
 ) -> Plan:
     """How a call would be served: which implementation, which tiles, why not the others, which bytes per device.
@@ -97,6 +98,8 @@ def explain(
         teacher: the teacher's hidden states ``[..., G]`` and its weight, for the plan of `linear_kl`; of the labels
             only the shape counts then.
         direction: "forward", "reverse" or "jsd", of `linear_kl`, which keeps more between its passes in the last two.
+        compile: True to compile the call's programs too, which takes as long as for a run, and to say what XLA holds
+            of them (``Plan.compiled``). Operands or mesh must name devices, or be for this machine's.
         **options: ``temperature``, ``logit_softcap``, ``logit_scale``, ``entropy``, ``stats``, ``vocab_size``,
             ``weight_layout``, ``axis_name``, ``cache_bytes``, ``precision``, ``implementation``, ``bias``,
             ``candidates``, ``gradient_threshold``, ``vocab_part_size`` and ``logit_floor``; of a teacher ``beta``,
@@ -104,8 +107,8 @@ def explain(
             ``teacher_bias``, as in `linear_logprobs` and `linear_kl`.
 
     Returns:
-        A `Plan`; ``print`` it. ``plan.memory`` has what the head takes per device, in bytes, with stored logits beside
-        it; ``python -m lce_jax.explain`` prints both for a named model, on a machine without a GPU too.
+        A `Plan`; ``print`` it. ``python -m lce_jax.explain`` prints that of a named model, on a machine without a GPU
+        too.
 
     Raises:
         UnsupportedError: an implementation asked for by name cannot serve the call; the message says why.
@@ -122,46 +125,91 @@ def explain(
         >>> plan = explain(*call, implementation="xla", mesh=mesh, vocab_axis="tensor", batch_axes="data")
         >>> plan.case.num_tokens, plan.case.vocab_size
         (1024, 32768)
-        >>> explain(*call, implementation="xla").memory.stored.backward / 2**30  # GiB, in float32 on a CPU
-        4.0
+        >>> call = struct((64, 8), jnp.float32), struct((4096, 8), jnp.float32), struct((64,), jnp.int32)
+        >>> explain(*call, compile=True).compiled.forward < 64 * 4096 * 4  # of the program, on this machine
+        True
     """
     _options.check_names(explain, options, known_names=ExplainOptions.__annotations__)
-    smoothing, penalty, normalizer = _options.of_loss(reduction or "mean", label_smoothing, z_loss, normalizer)
-    given = (reduction, normalizer, None if ignore_index == -100 else "ignore_index")
+    smoothing, penalty, divisor = _options.of_loss(reduction or "mean", label_smoothing, z_loss, normalizer)
+    given = (reduction, divisor, None if ignore_index == -100 else "ignore_index")
     of_loss = (*given, smoothing, penalty, gradients_in_forward or None, chunk_bytes)
     check_function({"k": k, "ids": ids, "teacher": teacher}, options, *of_loss)
+    scalars.flag("gradients_in_forward", gradients_in_forward)
+    scalars.flag("compile", compile)
     place = Place(mesh, vocab_axis, batch_axes, sequence_axis)
-    if teacher is not None:
-        return _kl_and_logits.of_kl(hidden, weight, labels, teacher, direction, where, place, options)
-    if direction != "forward":
-        raise ValueError(f"direction={direction!r} is that of linear_kl: give teacher too")
-    if ids is not None:
-        return _kl_and_logits.of_logits(hidden, weight, labels, ids, where, place, options)
     is_loss = bool(smoothing) or is_array(penalty) or bool(penalty) or any(x is not None for x in given)
-    told = _options.loss_call(options) if is_loss else options
-    checked = _options.of_call(told, mean_logit=smoothing > 0) if k is None else _options.of_topk(told, k)
+    own: dict[str, Any]
+    if teacher is not None:
+        plan = _kl_and_logits.of_kl(hidden, weight, labels, teacher, direction, where, place, options)
+        name, own = "linear_kl", {"teacher_hidden": teacher[0], "teacher_weight": teacher[1], "direction": direction}
+    elif direction != "forward":
+        raise ValueError(f"direction={direction!r} is that of linear_kl: give teacher too")
+    elif ids is not None:
+        plan = _kl_and_logits.of_logits(hidden, weight, labels, ids, where, place, options)
+        name, own = "linear_logits", {"ids": ids}
+    else:
+        loss = _Loss(reduction, ignore_index, smoothing) if is_loss else None
+        chunks = (gradients_in_forward, chunk_bytes)
+        plan = _of_one_head(hidden, weight, labels, where, place, options, k, loss, *chunks)
+        name, own = "linear_logprobs", {"labels": labels}
+    if not compile:
+        return plan
+    if k is not None:
+        name, own = "linear_topk", {"k": k}
+    elif gradients_in_forward:
+        name, own = "linear_loss", own | {"chunk_bytes": chunk_bytes}
+    elif is_loss:
+        more = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "z_loss": z_loss}
+        name = "linear_cross_entropy"
+        own |= more | {"reduction": reduction or "mean", "normalizer": normalizer}
+    own |= options | {"where": where}
+    return dataclasses.replace(plan, compiled=_compiled.measured(plan, name, hidden, weight, own, place))
+
+
+class _Loss(NamedTuple):
+    """What of a loss decides its plan."""
+
+    reduction: Reduction | None
+    ignore_index: int | None
+    smoothing: float
+
+
+def _of_one_head(
+    hidden: Any,
+    weight: Any,
+    labels: Any,
+    where: Any,
+    place: Place,
+    options: ExplainOptions,
+    k: int | None,
+    loss: _Loss | None,
+    gradients_in_forward: bool,
+    chunk_bytes: int | None,
+) -> Plan:
+    """That of `lce_jax.linear_logprobs`, of a loss, or with ``k`` that of `lce_jax.linear_topk`."""
+    told = options if loss is None else _options.loss_call(options)
+    smooths = loss is not None and loss.smoothing > 0
+    checked = _options.of_call(told, mean_logit=smooths) if k is None else _options.of_topk(told, k)
     case = _bind.case(hidden, weight, labels, where, checked)
     _checks.temperature(checked.temperature, labels.shape, where)
     if checked.logit_floor is not None:
         _checks.logit_floor(checked.logit_floor, labels.shape, where)
-    if is_loss and ignore_index is not None:
-        scalars.integer("ignore_index", ignore_index)
+    if loss is not None and loss.ignore_index is not None:
+        scalars.integer("ignore_index", loss.ignore_index)
         case = dataclasses.replace(case, partial_rows=True)
-    per_token = [labels, *([] if where is None else [where])]
-    scalars.flag("gradients_in_forward", gradients_in_forward)
-    found = placed(hidden, weight, per_token, case, checked, place)
-    layout, around, columns, by_xla = found
-    spec = _bind.spec(case, checked, columns, layout)
+    found = placed(hidden, weight, [labels, *([] if where is None else [where])], case, checked, place)
+    spec = _bind.spec(case, checked, found.columns, found.layout)
     if gradients_in_forward:
-        return _token_chunks.plan(spec.case, spec.requested, _token_chunks.budget(chunk_bytes, options), around)
+        budget = _token_chunks.budget(chunk_bytes, options)
+        return _token_chunks.plan(spec.case, spec.requested, budget, found.around)
     if chunk_bytes is not None:
         raise ValueError(f"chunk_bytes={chunk_bytes!r} is for linear_loss: give gradients_in_forward=True too")
-    chunk = chunk_in_place(reduction, smoothing, case, checked, found) if is_loss else None
+    chunk = None if loss is None else chunk_in_place(loss.reduction, loss.smoothing, case, checked, found)
     if chunk is not None:
-        return _token_chunks.plan(spec.case, spec.requested, _token_chunks.Budget(chunk), around)
-    if by_xla:
-        return _partitioned_by_xla(spec, around)
-    return _dispatch.explain(spec.case, spec.requested, around)
+        return _token_chunks.plan(spec.case, spec.requested, _token_chunks.Budget(chunk), found.around)
+    if found.by_xla:
+        return _partitioned_by_xla(spec, found.around)
+    return _dispatch.explain(spec.case, spec.requested, found.around)
 
 
 def _partitioned_by_xla(spec: Spec, around: Surroundings) -> Plan:

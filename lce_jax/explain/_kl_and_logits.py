@@ -16,7 +16,7 @@ from lce_jax.call._kl import KLArguments
 from lce_jax.call._kl_spec import KLSpec
 from lce_jax.call._place import Place, placed
 from lce_jax.mathematics._kl import Direction, Pair
-from lce_jax.xla import _kl_plan, _logits_plan
+from lce_jax.xla import _kl, _logits
 
 if TYPE_CHECKING:
     from lce_jax._plans import Plan
@@ -54,7 +54,7 @@ def of_logits(
     case = dataclasses.replace(case, partial_rows=False)  # it moves no rows
     found = placed(hidden, weight, [ids], case, checked, place)
     spec = _bind.spec(case, checked, found.columns, found.layout)
-    return _logits_plan.plan(spec.case, found.around, spec.implementation)
+    return _logits.plan(spec.case, found.around)
 
 
 def of_kl(
@@ -85,5 +85,5 @@ def of_kl(
         columns = min(columns, models.student.vocab_size)
     planned = KLSpec(models, call.direction, call.implementation).plan(columns)
     name, refused = _dispatch.choose_kl(planned.cases, implementation=call.implementation)
-    plan = mosaic.kl_plan if name == mosaic.NAME else _kl_plan.plan
+    plan = mosaic.kl_plan if name == mosaic.NAME else _kl.explained
     return dataclasses.replace(plan(planned, found.around), refused=refused)

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import lce_jax
 from lce_jax._plans import format_bytes
-from lce_jax.explain import _hlo
+from lce_jax.explain import _compiled, _hlo
 from lce_jax.explain._models import ModelHead
 from lce_jax.explain._targets import TARGETS, TPU, Target
 
@@ -75,12 +75,7 @@ class PodProgram:
     def compiled(self) -> Any:
         """The program, as XLA has compiled it for the target."""
         mesh = self.target.mesh(*self.pod, AxisType.Auto if self.sharded else self.target.jit_axes)
-        operands = self._operands(mesh)
-        step, results = self._step(mesh), None
-        if self.function in DIFFERENTIABLE:
-            step = jax.value_and_grad(step, argnums=(0, 1))
-            results = (None, tuple(x.sharding for x in operands[:2]))
-        return jax.jit(step, out_shardings=results).lower(*operands).compile()
+        return _compiled.compiled(self._step(mesh), self._operands(mesh), self.function in DIFFERENTIABLE)
 
     def _operands(self, mesh: Mesh) -> tuple[Any, Any, Any]:
         """Hidden states, weight and labels: shapes that say how they lie."""
@@ -97,45 +92,27 @@ class PodProgram:
         )
 
     def _step(self, mesh: Mesh) -> Callable[..., Any]:
-        """The function of these operands: a number, if it has a gradient."""
+        """The function of these operands."""
         options: dict[str, Any] = {"vocab_size": self.head.vocab_size, "logit_softcap": self.head.logit_softcap}
         function = getattr(lce_jax, f"sharded_{self.function}" if self.sharded else self.function)
         if self.sharded:
             options |= {"mesh": mesh, "batch_axes": "data", "vocab_axis": "tensor"}
             options["sequence_axis"] = "tensor" if self.split.sequence else None
-        return lambda *operands: CALLS[self.function](function, *operands, **options)
+        if self.function == "linear_kl":
+            options["teacher_logit_softcap"] = "same"
+        arguments = ARGUMENTS[self.function]
+        return lambda *operands: function(*arguments(*operands), **options)
 
 
-def _logprobs(function: Any, hidden: Any, weight: Any, labels: Any, **options: Any) -> Any:
-    out = function(hidden, weight, labels, **options)
-    return jnp.sum(out.logprobs + out.entropy)
-
-
-def _loss(function: Any, hidden: Any, weight: Any, labels: Any, **options: Any) -> Any:
-    return function(lambda logprob, entropy, _: -logprob - 0.01 * entropy, hidden, weight, labels, **options)[0]
-
-
-def _kl(function: Any, hidden: Any, weight: Any, labels: Any, **options: Any) -> Any:
-    del labels  # the student's head, of other hidden states, teaches
-    return jnp.sum(function(hidden, weight, hidden * 2, weight, teacher_logit_softcap="same", **options))
-
-
-def _topk(function: Any, hidden: Any, weight: Any, labels: Any, **options: Any) -> Any:
-    del labels
-    return function(hidden, weight, NUM_LARGEST, **options)
-
-
-def _cross_entropy(function: Any, *operands: Any, **options: Any) -> Any:
-    return function(*operands, **options)
-
-
-CALLS = {
-    "linear_logprobs": _logprobs,
-    "linear_cross_entropy": _cross_entropy,
-    "linear_loss": _loss,
-    "linear_kl": _kl,
-    "linear_topk": _topk,
+# Of hidden states, weight and labels. The teacher of a divergence is the student's head, of other hidden states.
+ARGUMENTS: dict[str, Callable[..., tuple[Any, ...]]] = {
+    "linear_logprobs": lambda *operands: operands,
+    "linear_cross_entropy": lambda *operands: operands,
+    "linear_loss": lambda *operands: (_compiled.of_token, *operands),
+    "linear_kl": lambda hidden, weight, _: (hidden, weight, hidden * 2, weight),
+    "linear_topk": lambda hidden, weight, _: (hidden, weight, NUM_LARGEST),
 }
+CALLS = tuple(ARGUMENTS)
 DIFFERENTIABLE = frozenset(CALLS) - {"linear_topk"}
 
 

@@ -31,7 +31,6 @@ from lce_jax.mosaic import (
     _generations,
     _kl,
     _kl_backward,
-    _kl_plan,
     _plan,
     _threshold,
     _threshold_backward,
@@ -162,7 +161,7 @@ def kl_supports(cases: Pair[Case]) -> str | None:
 
 def kl_plan(plan: KLPlan, around: Surroundings = ALONE) -> Plan:
     """What `explain` says of it."""
-    return _kl_plan.plan(plan, _kernels(plan.cases.student), NAME, around)
+    return _plan.kl_plan(plan, _kernels(plan.cases.student), NAME, around)
 
 
 @_promotes_ranks

@@ -1,28 +1,31 @@
-"""What `explain` says of a call: its tiles, the bytes it will hold, and remarks."""
+"""What `explain` says of a call: its tiles, the bytes of the memory that its launches are given, and remarks."""
 
 from __future__ import annotations
 
 import math
 from typing import NamedTuple
 
-from lce_jax._plans import OVERWRITES, Plan, Surroundings, candidate_notes, format_bytes
+from lce_jax._plans import OVERWRITES, Plan, Surroundings, cache_notes, candidate_notes, format_bytes
 from lce_jax._types import Case
-from lce_jax.mosaic import _cache, _chunks, _dhidden, _partial_statistics
+from lce_jax.mosaic import _cache, _chunks, _dhidden, _kl, _partial_statistics
 from lce_jax.mosaic._geometry import Geometry, geometry
 from lce_jax.mosaic._kernel_set import KernelSet
+from lce_jax.xla._kl import KLPlan
 
 
 def plan(case: Case, kernels: KernelSet, name: str, around: Surroundings) -> Plan:
     """Tiles and bytes of ``case``."""
     shape = geometry(case, kernels.tiling)
     of_gradients = geometry(case.without_parts, kernels.tiling)
-    backward = _backward_columns(case, of_gradients, kernels)
-    live = _live_bytes(case, shape, kernels)
-    copies = copied_bytes(case, shape, around)
-    launch = _chunks.launch_tiles(case, shape, kernels.budget)
+    backward = _backward(case, of_gradients, kernels, around)
+    copied = _copied_bytes(case, shape, around)
     groups = _chunks.num_groups(shape)
     gathered = groups * around.shards if around.shards > 1 else 0
-    statistics = 4 * math.prod(_partial_statistics.array_shape(case, shape, launch + groups + gathered))
+    arrays = _chunks.launch_tiles(case, shape, kernels.budget) + groups + gathered
+    statistics = 4 * math.prod(_partial_statistics.array_shape(case, shape, arrays))
+    live = case.options.gradient_threshold > 0
+    maxima = (1 + case.options.reports_dropped_mass) * 4 * shape.num_tiles * shape.padded_tokens if live else 0
+    mask = 4 * math.prod(kernels.live_shape(case)) if live else 0
     cached = _cache.num_cached_tiles(case, shape)
     return Plan(
         implementation=name,
@@ -32,16 +35,11 @@ def plan(case: Case, kernels: KernelSet, name: str, around: Surroundings) -> Pla
             "tokens": shape.row_block,
             "vocabulary": shape.tile,
             **kernels.tile_sizes(case),
-            "backward chunk": max(backward.chunk, backward.overwritten),
+            "backward chunk": backward.columns,
         },
-        forward_bytes=statistics + copies.forward + case.candidate_bytes + live.forward,
-        backward_bytes=shape.tokens * backward.chunk * case.dtype.itemsize
-        + live.backward
-        + math.prod(_dhidden.sums_shape(case, shape)) * 4
-        + (0 if shape.whole_atoms else 2 * backward.chunk * case.hidden_size * case.dtype.itemsize)
-        + copies.backward
-        + case.candidate_bytes,
-        kept_bytes=case.statistics_bytes + cached * _cache.tile_bytes(case, shape) + live.kept,
+        forward_bytes=statistics + maxima + copied + case.candidate_bytes,
+        backward_bytes=backward.num_bytes + copied + case.candidate_bytes,
+        kept_bytes=case.statistics_bytes + cached * _cache.tile_bytes(case, shape) + mask,
         logits_bytes=case.num_tokens * case.vocab_size * 4,
         notes=_notes(case, shape),
         full_cache_bytes=of_gradients.num_tiles * _cache.tile_bytes(case, shape),
@@ -49,50 +47,75 @@ def plan(case: Case, kernels: KernelSet, name: str, around: Surroundings) -> Pla
     )
 
 
-class _Columns(NamedTuple):
-    chunk: int  # of the largest chunk of dlogits that needs memory of its own
-    overwritten: int  # of the cache, where dlogits take its place
+def kl_plan(kl: KLPlan, kernels: KernelSet, name: str, around: Surroundings) -> Plan:
+    """Tiles and bytes of `lce_jax.linear_kl` on one device."""
+    student, teacher = kl.cases
+    shape = geometry(student, kernels.tiling)
+    copied = [_copied_bytes(case, geometry(case, kernels.tiling), around) for case in kl.cases]
+    cached, tiles = _kl.num_cached_tiles(kl, shape), shape.tiles_of(kl.columns)
+    left = shape.num_tiles - cached
+    chunk = _chunks.chunk_tiles(student, shape, kernels.budget, left) * shape.tile if left else 0
+    statistics = 4 * shape.padded_tokens * _kl.FIELDS * _kl.launch_tiles(shape, kernels, kl.columns)
+    sums = 4 * math.prod(_dhidden.sums_shape(student, shape))
+    return Plan(
+        implementation=name,
+        refused={},
+        case=student,
+        tiles={
+            "tokens": shape.row_block,
+            "vocabulary": shape.tile,
+            **kernels.kl_tile_sizes(kl.cases),
+            "backward chunk": max(chunk, cached * shape.tile),
+        },
+        forward_bytes=statistics + sum(copied),
+        backward_bytes=shape.padded_tokens * chunk * student.dtype.itemsize + sums + sum(copied),
+        kept_bytes=kl.numbers_kept * 4 * student.num_tokens + cached * _kl.tile_bytes(kl, shape),
+        logits_bytes=student.num_tokens * min(student.vocab_size, teacher.vocab_size) * 4,
+        notes=(
+            f"linear_kl: the teacher (hidden size {teacher.hidden_size:,}, {teacher.dtype.name}) adds a product to "
+            f"each pass, and {format_bytes(copied[1])} for copies of its hidden states",
+            *cache_notes(student, cached, tiles, _kl.tile_bytes(kl, shape)),
+            *([OVERWRITES] if cached else []),
+        ),
+        full_cache_bytes=tiles * _kl.tile_bytes(kl, shape),
+    )
 
 
-def _backward_columns(case: Case, shape: Geometry, kernels: KernelSet) -> _Columns:
+class _Backward(NamedTuple):
+    columns: int  # of the largest chunk of dlogits
+    num_bytes: int  # of it, unless it lies where the cache was, of what it is copied from and to, and of dhidden
+
+
+def _backward(case: Case, shape: Geometry, kernels: KernelSet, around: Surroundings) -> _Backward:
+    item = case.dtype.itemsize
+    sums = 4 * math.prod(_dhidden.sums_shape(case, shape))
     cached = _cache.num_cached_tiles(case, shape)
     overwritten = cached if _cache.can_be_overwritten(shape) else 0
     parts = [part for part in (cached - overwritten, shape.num_tiles - cached) if part]
-    chunk = max((_chunks.chunk_tiles(case, shape, kernels.budget, part) for part in parts), default=0)
-    return _Columns(chunk * shape.tile, overwritten * shape.tile)
+    columns = max((_chunks.chunk_tiles(case, shape, kernels.budget, part) for part in parts), default=0) * shape.tile
+    if case.options.gradient_threshold:
+        slots = _chunks.live_slots(case, shape, kernels.budget, kernels.live_group(case))
+        lists = 5 * 4 * shape.num_tiles * shape.row_blocks
+        return _Backward(columns, slots * shape.row_block * shape.tile * item + lists + sums)
+    if overwritten == shape.num_tiles and _writes_dhidden_once(case, shape, around):
+        sums = 0
+    copies = 0 if shape.whole_atoms else 2 * columns * case.hidden_size * item  # of the weight and of dweight
+    return _Backward(max(columns, overwritten * shape.tile), shape.tokens * columns * item + copies + sums)
 
 
-class _Live(NamedTuple):
-    """What a ``gradient_threshold`` adds."""
-
-    forward: int = 0  # bytes of what the forward holds of each tile until the live ones are known
-    kept: int = 0  # the mask of the live ones
-    backward: int = 0  # their lists
+def _writes_dhidden_once(case: Case, shape: Geometry, around: Surroundings) -> bool:
+    """Whether the one chunk that there is is contracted by one launch, which rounds."""
+    whole = around.shards == 1 and around.true_columns == case.vocab_size
+    return whole and not case.options.mean_logit and _dhidden.sums_shape(case, shape)[0] == 1
 
 
-def _live_bytes(case: Case, shape: Geometry, kernels: KernelSet) -> _Live:
-    if not case.options.gradient_threshold:
-        return _Live()
-    maxima = (1 + case.options.reports_dropped_mass) * 4 * shape.num_tiles * shape.padded_tokens
-    lists = 5 * 4 * shape.num_tiles * shape.row_blocks
-    return _Live(maxima, 4 * math.prod(kernels.live_shape(case)), lists)
-
-
-class Copies(NamedTuple):
-    forward: int  # bytes
-    backward: int
-
-
-def copied_bytes(case: Case, shape: Geometry, around: Surroundings) -> Copies:
-    """Copies of operands and of gradients that a pass makes beside the kernels."""
+def _copied_bytes(case: Case, shape: Geometry, around: Surroundings) -> int:
+    """Of copies of hidden: cast or its rows moved, padded, gathered, and in float32 for its mean logit."""
     hidden = case.num_tokens * case.hidden_size * case.dtype.itemsize
-    compacted = hidden if case.partial_rows else 0
+    moved = hidden if case.partial_rows or case.hidden_dtype != case.dtype else 0
     padded = shape.tokens * case.hidden_size * case.dtype.itemsize if shape.tokens != case.num_tokens else 0
     gathered = hidden if around.gathers_hidden else 0
-    in_float32 = case.num_tokens * case.hidden_size * 4 if case.options.mean_logit else 0  # hidden, for its mean logit
-    summed = case.vocab_size * case.hidden_size * case.dtype.itemsize if around.sums_dweight else 0
-    both = padded + gathered + in_float32
-    return Copies(both + compacted, both + 2 * compacted + summed)
+    return moved + padded + gathered + (case.num_tokens * case.hidden_size * 4 if case.options.mean_logit else 0)
 
 
 def _same_bits(case: Case, shape: Geometry, around: Surroundings) -> str:

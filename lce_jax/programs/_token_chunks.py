@@ -102,15 +102,12 @@ def plan(case: Case, requested: tuple[str, ...] | None, budget: Budget, around: 
     size = budget.chunk_rows(case)
     chunks = -(-case.num_tokens // max(size, 1))
     chunk = chunk_case(case, size, case.partial_rows or case.num_tokens % max(size, 1) != 0)
-    found = _dispatch.explain(chunk, requested, around._replace(adds_dweight=chunks > 1))
+    found = _dispatch.explain(chunk, requested, around)
     without = dataclasses.replace(case, options=dataclasses.replace(case.options, cache_bytes=0))
     whole = _dispatch.explain(without, requested, around)
     item, columns = case.stat_dtype.itemsize, case.vocab_size * case.hidden_size
     total = columns * item if chunks > 1 and case.dtype != case.stat_dtype else 0  # else the gradient is the sum
-    # A chunk's hidden and dhidden; on a CPU XLA holds both twice where all rows count.
-    twice = case.device.platform == "cpu" and not chunk.partial_rows
-    taken = size * case.hidden_size * (case.hidden_dtype.itemsize + item) * (2 if twice else 1)
-    taken = taken if chunks > 1 else 0
+    taken = size * case.hidden_size * (case.hidden_dtype.itemsize + item) if chunks > 1 else 0  # hidden and dhidden
     cache = max(found.kept_bytes - chunk.statistics_bytes, 0)
     per_token = (2 + len(case.options.statistics)) * case.num_tokens * item
     notes = [f"{chunks} chunks of {size:,} tokens, gradients in the forward; kept are the gradients alone"]
@@ -122,7 +119,7 @@ def plan(case: Case, requested: tuple[str, ...] | None, budget: Budget, around: 
         whole,
         case=case,
         tiles={"chunk of tokens": size, **found.tiles},
-        backward_bytes=found.backward_bytes + total + taken + cache + per_token,
+        backward_bytes=max(found.forward_bytes, found.backward_bytes) + total + taken + cache + per_token,
         kept_bytes=0,
         notes=(*whole.notes, *notes),
     )

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from lce_jax._plans import OVERWRITES, Plan, Surroundings, cache_notes, format_bytes
 from lce_jax._types import Case, Primals
 from lce_jax.mathematics import _kept_ratios, _kl, _kl_mixture, _logprobs, _softcap, _statistics
 from lce_jax.mathematics._kept_ratios import Kept
@@ -94,6 +95,35 @@ class KLPlan:
     def per_tile(self) -> PerTile:
         """A `Kept`, and what it is relative to."""
         return PerTile(columns=self.kept_dtypes, rows=(self.dtype,) * _kept_ratios.REFERENCES)
+
+
+def explained(kl: KLPlan, around: Surroundings) -> Plan:
+    """What `explain` says of a call: its tiles and their bytes."""
+    student, teacher = kl.cases
+    tile_t, tile_v = kl.tiles
+    columns, kept, sizes = min(student.vocab_size, teacher.vocab_size), kl.kept_columns, (tile_v, kl.per_tile)
+    has_padding = around.true_columns != student.vocab_size  # or may have
+    in_place = _cache.is_one_piece(student, kept, tile_t, has_padding, adds_dweight=False)
+    own, others = (
+        _plan.tile_bytes(case, tile_t, min(tile_v, columns)) + _plan.copied_bytes(case, around) for case in kl.cases
+    )
+    return Plan(
+        implementation="xla",
+        refused={},
+        case=student,
+        tiles={"tokens": tile_t, "vocabulary": tile_v},
+        forward_bytes=own + others,
+        backward_bytes=own + others + _plan.sum_bytes(student, around),
+        kept_bytes=kl.numbers_kept * student.num_tokens * kl.dtype.itemsize + _cache.num_bytes(student, kept, *sizes),
+        logits_bytes=student.num_tokens * columns * kl.dtype.itemsize,
+        notes=(
+            f"linear_kl: of each pass {format_bytes(others)} for the teacher (hidden size {teacher.hidden_size:,}, "
+            f"{teacher.dtype.name}): a tile of its logits, and copies of its hidden states",
+            *cache_notes(student, -(-kept // tile_v), -(-kl.columns // tile_v), _cache.tile_bytes(student, *sizes)),
+            *([OVERWRITES] if in_place else []),
+        ),
+        full_cache_bytes=_cache.num_bytes(student, kl.columns, *sizes),
+    )
 
 
 def statistics(plan: KLPlan, shard: Shard, keep_cache: bool = False) -> tuple[KLStatistics, Cache | None]:

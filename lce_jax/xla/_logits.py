@@ -12,10 +12,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from lce_jax import _jax
+from lce_jax._plans import Plan, Surroundings, format_bytes
 from lce_jax._types import Case, Operands, Options
 from lce_jax.mathematics import _logprobs
 from lce_jax.mathematics._statistics import along
-from lce_jax.xla import _loops
+from lce_jax.xla import _loops, _plan
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Bool, Float, Int
@@ -31,6 +32,28 @@ def chunk_tokens(num_columns: int, hidden_size: int, itemsize: int, gathered_byt
     """Tokens whose rows of the weight are gathered at a time."""
     most = GATHERED_BYTES if gathered_bytes is None else gathered_bytes
     return max(1, most // (num_columns * hidden_size * itemsize))
+
+
+def plan(case: Case, around: Surroundings) -> Plan:
+    """What `explain` says of `lce_jax.linear_logits`: the case's candidates are the ids."""
+    num_ids, stat, item = case.options.num_candidates, case.stat_dtype.itemsize, case.dtype.itemsize
+    size = min(max(case.num_tokens, 1), chunk_tokens(max(num_ids, 1), case.hidden_size, item))
+    rows = size * num_ids * case.hidden_size * item
+    held = rows + _plan.copied_bytes(case, around) if num_ids and case.num_tokens else 0
+    return Plan(
+        implementation="xla",
+        refused={},
+        case=case,
+        tiles={"tokens": size},
+        forward_bytes=held,
+        backward_bytes=held + (_plan.sum_bytes(case, around) if held else 0),
+        kept_bytes=case.num_tokens * num_ids * stat,
+        logits_bytes=case.num_tokens * case.vocab_size * stat,
+        notes=(
+            f"linear_logits: {num_ids} ids per token, {case.num_tokens * num_ids:,} products with one row of the "
+            f"weight each, at most {format_bytes(rows)} of rows at a time; a GPU stores none of the forward's",
+        ),
+    )
 
 
 def products(

@@ -26,7 +26,6 @@ CHUNK_BYTES, CHUNK_BYTES_ON_CPU = 160 << 20, 32 << 20  # of logits in the statis
 # A chunk has a multiple of as many tokens: at (4096, 4096, 151936) on an H200 chunks of 128 tokens take 15.4 ms in
 # place of 10.6, because every chunk reads the weight.
 GRAIN, GRAIN_ON_CPU = 256, 128
-WORKSPACE = 32 << 20  # of a product on an NVIDIA GPU
 LEAST_TERMS = 16  # of a product: see `increasing`
 
 
@@ -39,27 +38,17 @@ def chunk_tokens(case: Case) -> int:
 
 
 def plan(case: Case, name: str, around: Surroundings) -> Plan:
-    """The chunk of tokens, and the bytes that XLA holds: its logits, and what is selected from."""
-    size, stat, k = chunk_tokens(case), case.stat_dtype.itemsize, min(case.options.top_k, case.vocab_size)
-    columns, on_cpu = case.vocab_size, case.device.platform == "cpu"
-    logits, (_, width) = size * columns * stat, _largest.plan(columns, k)
-    selected = size * (columns // width + 2 * k * width) * stat if width > 1 else 0
-    selected += case.num_tokens * k * stat if size < case.num_tokens else 0
-    if on_cpu and (around.true_columns not in (None, columns) or columns % width):
-        selected += logits  # with and without the padding, or what no group has
-    if on_cpu and case.dtype != case.stat_dtype and (case.dtype == jnp.float16 or size == 1):
-        selected += columns * case.hidden_size * stat  # there XLA widens float16, and bfloat16 beside one token
+    """The chunk of tokens, and the bytes of its logits."""
+    size, stat = chunk_tokens(case), case.stat_dtype.itemsize
     return Plan(
         implementation=name,
         refused={},
         case=case,
         tiles={"tokens": size},
-        forward_bytes=logits + max(selected, 0 if on_cpu else WORKSPACE) + _plan.own_hidden_bytes(case, around)
-        if size
-        else 0,
+        forward_bytes=_plan.tile_bytes(case, size, case.vocab_size) + _plan.copied_bytes(case, around),
         backward_bytes=0,
         kept_bytes=0,
-        logits_bytes=case.num_tokens * columns * stat,
+        logits_bytes=case.num_tokens * case.vocab_size * stat,
         notes=("linear_topk is not differentiable: there is no backward",),
     )
 

@@ -1,77 +1,88 @@
-"""`Plan.memory` against what is compiled, and ``lce-jax explain``."""
+"""The bytes of a plan against what the passes ask for, and ``lce-jax explain``."""
 
 from __future__ import annotations
 
+import math
 import re
 import subprocess
 import sys
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import pytest
 
 import lce_jax
-from lce_jax import explain
+from lce_jax import explain, launch_lists, linear_kl, linear_logprobs, linear_topk
 from lce_jax.explain import __main__ as command
 from lce_jax.explain._models import MODELS
+from tests.launch_lists.test_passes import backward as launched_backward
+from tests.launch_lists.test_passes import head
 
-FAR = 0.1  # of the logits: what the copies are counted in; hidden states and columns come to less
-
-
-def stored(entropy: bool, softcap: float | None) -> Any:
-    """Plain JAX code: log-probabilities, and entropy, of stored logits."""
-
-    def function(hidden: Any, weight: Any, labels: Any) -> Any:
-        z = jax.lax.dot_general(hidden, weight, (((1,), (1,)), ((), ()))).astype(jnp.float32)
-        if softcap is not None:
-            z = softcap * jnp.tanh(z / softcap)
-        if not entropy:
-            logprobs = jnp.take_along_axis(jax.nn.log_softmax(z), labels[:, None], axis=-1)[:, 0]
-            return logprobs, logprobs
-        lse = jax.nn.logsumexp(z, axis=-1)
-        logprobs = jnp.take_along_axis(z, labels[:, None], axis=-1)[:, 0] - lse
-        return logprobs, lse - jnp.sum(jnp.exp(z - lse[:, None]) * z, axis=-1)
-
-    return function
+struct = jax.ShapeDtypeStruct
+T, H, V = 4096, 4096, 151936
+SERVED: list[tuple[dict[str, Any], dict[str, Any]]] = [  # of a list of launches, and of `explain`
+    ({}, {}),
+    ({"num_tokens": 65536}, {}),
+    ({"has_temperature": True}, {"temperature": struct((T,), "float32")}),
+    ({"cache_bytes": 1 << 29}, {"cache_bytes": 1 << 29}),
+    ({"cache_bytes": 1 << 40}, {"cache_bytes": 1 << 40}),
+    ({"gradient_threshold": 2.0**-12}, {"gradient_threshold": 2.0**-12}),
+    ({"num_candidates": 8}, {"candidates": struct((T, 8), "int32")}),
+]
 
 
-def both_passes(function: Any) -> Any:
-    """A program of ``stored``'s results and the gradients of both, weighted."""
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(("kind", "options"), SERVED, ids=str)
+def test_it_is_what_the_launches_are_given(kind: dict[str, Any], options: dict[str, Any]) -> None:
+    """But for numbers per token, of which a list of launches has at most 16 in a pass, and 8 to keep."""
+    of = head(**kind)
+    cached = bool(of.cache_bytes)
+    given = struct((of.num_tokens, H), "bfloat16"), struct((V, H), "bfloat16"), struct((of.num_tokens,), "int32")
+    plan, forward = explain(*given, **options), launch_lists.forward(of, keep_cache=True)
+    backward = launched_backward(of, cached=cached, owns_cache=cached)
+    numbers = 4 * (of.num_tokens + T) * (1 + of.num_candidates)
+    assert abs(forward.workspace_bytes - plan.forward_bytes) <= 16 * numbers
+    assert abs(backward.workspace_bytes - plan.backward_bytes) <= 16 * numbers
+    kept = sum(x.size * x.dtype.itemsize for x in forward.outputs if x is not None)  # with the results
+    assert abs(kept - plan.kept_bytes) <= 8 * numbers
 
-    def both(hidden: Any, weight: Any, labels: Any, a: Any, b: Any) -> Any:
-        def loss(hidden: Any, weight: Any) -> Any:
-            out = function(hidden, weight, labels)
-            return jnp.sum(a * out[0] + b * out[1]), out
 
-        return jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(hidden, weight)
-
-    return both
+def products(function: Any, *operands: Any) -> list[int]:
+    """The bytes of each matrix product that a function makes, the largest first."""
+    text = str(jax.make_jaxpr(function)(*operands))
+    shapes = re.findall(r":f(\d+)\[([\d,]+)\] = dot_general", text)
+    return sorted((int(bits) // 8 * math.prod(map(int, dims.split(","))) for bits, dims in shapes), reverse=True)
 
 
-@pytest.mark.parametrize(
-    ("H", "dtype", "entropy", "softcap"),
-    [
-        (256, "float32", True, None),
-        (256, "float32", False, None),
-        (256, "float32", True, 30.0),
-        (256, "bfloat16", True, None),
-        (256, "bfloat16", False, None),
-        (256, "bfloat16", True, 30.0),
-        (1024, "float32", True, None),  # dweight holds a copy of the logits
-    ],
-)
-def test_foretells_stored_logits(H: int, dtype: str, entropy: bool, softcap: float | None) -> None:
-    T, V, struct = 512, 16384, jax.ShapeDtypeStruct
-    call = struct((T, H), dtype), struct((V, H), dtype), struct((T,), jnp.int32)
-    seeds = struct((T,), jnp.float32)
-    function = stored(entropy, softcap)
-    both = both_passes(function)
-    said, fused = explain(*call, entropy=entropy, logit_softcap=softcap, implementation="xla").memory
-    for program, arguments, foretold in ((function, call, said.forward), (both, (*call, seeds, seeds), said.backward)):
-        held = jax.jit(program).lower(*arguments).compile().memory_analysis().temp_size_in_bytes
-        assert abs(foretold - held) <= FAR * 4 * T * V, (foretold / T / V, held / T / V)
-    assert fused.backward < said.backward / 4
+def test_a_tile_of_xla_is_what_a_product_gives() -> None:
+    for T, V, options in ((2048, 32768, {}), (300, 50257, {"vocab_size": 50000}), (1, 50257, {}), (64, 600, {})):
+        call = struct((T, 256), "float32"), struct((V, 256), "float32"), struct((T,), "int32")
+        plan = explain(*call, **options)
+        assert (
+            plan.forward_bytes
+            == plan.backward_bytes
+            == products(lambda *x, o=options: linear_logprobs(*x, **o), *call)[0]
+        )
+        topk = explain(*call, k=4, **options)
+        assert topk.forward_bytes == products(lambda h, w, o=options: linear_topk(h, w, 4, **o), *call[:2])[0]
+        assert topk.backward_bytes == topk.kept_bytes == 0
+        teacher = call[:2]
+        kl = explain(*call, teacher=teacher, **options)
+        assert kl.forward_bytes == 2 * products(lambda h, w, o=options: linear_kl(h, w, h, w, **o), *teacher)[0]
+
+
+def test_copies_and_sums_are_counted() -> None:
+    call = struct((2048, 256), "bfloat16"), struct((32768, 256), "bfloat16"), struct((2048,), "int32")
+    hidden = 2048 * 256
+    plain, moved = explain(*call), explain(*call, where=struct((2048,), "bool"))
+    tile = math.prod(plain.tiles.values()) * 4
+    assert (plain.forward_bytes, plain.backward_bytes) == (tile, tile + 4 * hidden)
+    tile = math.prod(moved.tiles.values()) * 4
+    assert (moved.forward_bytes, moved.backward_bytes) == (tile + 2 * hidden, tile + 6 * hidden)
+    assert plain.most_bytes == plain.backward_bytes + plain.kept_bytes
+    ids = explain(*call, ids=struct((2048, 64), "int32"))
+    assert ids.forward_bytes == ids.tiles["tokens"] * 64 * 256 * 2
+    assert "64 ids per token, 131,072 products" in str(ids)
 
 
 @pytest.mark.parametrize("device", ["h200", "a100"])
@@ -85,7 +96,7 @@ def test_full_cache_bytes_is_the_least_that_spares_all(device: str) -> None:
 
     assert kept(full) == kept(1 << 62) == full
     assert kept(full - 1) < full
-    assert call.plan(cache_bytes=full).memory.fused.backward >= full
+    assert call.plan(cache_bytes=full).most_bytes >= full
 
 
 def run(*arguments: str) -> str:
@@ -130,7 +141,7 @@ def test_as_a_command() -> None:
     )  # fmt: skip
     lines = done.stdout.splitlines()
     assert lines[0] == "H 4,096, V 131,072; bfloat16 on NVIDIA H200, implementation mosaic_gpu"
-    assert lines[4].split() == ["logits", "stored", "2.0", "GiB", "6.0", "GiB", "3.00"]
+    assert lines[4].split() == ["logits", "stored,", "one", "copy", "4.0", "GiB", "4.0", "GiB", "3.00"]
     import lce_jax.explain as imported
     from lce_jax.explain import explain as inner
 

@@ -12,34 +12,6 @@ import pytest
 
 from lce_jax import UnsupportedError, explain, linear_topk
 
-CALLS: list[tuple[tuple[int, int, int], int, dict[str, Any]]] = [
-    ((2048, 256, 32768), 64, {}),
-    ((2048, 256, 32768), 64, {"logit_softcap": 30.0, "where": "bool", "temperature": "float32"}),
-    ((2048, 256, 32768), 512, {"dtype": "bfloat16"}),
-    ((2048, 256, 32768), 1, {"logit_scale": -2.0}),
-    ((64, 512, 32000), 64, {"dtype": "bfloat16"}),
-    ((512, 256, 32768), 64, {"dtype": "float16"}),
-    ((512, 256, 32768), 64, {"hidden_dtype": "bfloat16", "weight_layout": "hv"}),
-    ((512, 256, 50257), 64, {"vocab_size": 50000}),
-    ((512, 256, 32001), 64, {}),
-    ((1, 256, 32768), 64, {"dtype": "bfloat16"}),
-]
-
-
-@pytest.mark.parametrize(("shape", "k", "given"), CALLS, ids=str)
-def test_explain_foretells_what_is_compiled(shape: tuple[int, int, int], k: int, given: dict[str, Any]) -> None:
-    (T, H, V), options, struct = shape, dict(given), jax.ShapeDtypeStruct
-    dtype = options.pop("dtype", "float32")
-    hidden = struct((T, H), options.pop("hidden_dtype", dtype))
-    weight = struct((H, V) if options.get("weight_layout") == "hv" else (V, H), dtype)
-    rows = {name: struct((T,), options.pop(name)) for name in ("where", "temperature") if name in options}
-    plan = explain(hidden, weight, struct((T,), "int32"), k=k, **options, **rows)
-    run = jax.jit(lambda hidden, weight, rows: linear_topk(hidden, weight, k, **options, **rows))
-    held = run.lower(hidden, weight, rows).compile().memory_analysis().temp_size_in_bytes
-    assert 0.95 * held <= plan.forward_bytes <= 1.25 * held, (plan.forward_bytes, held)
-    assert plan.backward_bytes == plan.kept_bytes == 0
-    assert plan.implementation == "xla"
-
 
 @pytest.mark.usefixtures("hopper")
 def test_on_a_hopper_gpu_xla_serves_it() -> None:
@@ -48,7 +20,7 @@ def test_on_a_hopper_gpu_xla_serves_it() -> None:
     call = [jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((T, H), (V, H))]
     plan = explain(*call, jax.ShapeDtypeStruct((T,), "int32"), k=64)
     assert (plan.implementation, plan.tiles) == ("xla", {"tokens": 256})
-    assert plan.forward_bytes < 200 << 20
+    assert plan.forward_bytes == 256 * V * 4
     text = jax.jit(lambda h, w: linear_topk(h, w, 64)).trace(*call).lower(lowering_platforms=("cuda",)).as_text()
     sizes = [math.prod(map(int, dims.split("x")[:-1])) for dims in re.findall(r"tensor<((?:\d+x)+f32)>", text)]
     assert max(sizes) == 256 * V

@@ -98,7 +98,7 @@ def test_what_stored_logits_take_on_both_cards():
         row = bench.row_of(bench.job("heads --shape 8192,4096,131072 --no-peers", card), "materialised", bench.BOTH)
         return round(row["temp_bytes"] / 2**30, 1)
 
-    assert [took("h200"), took("h100")] == [10.0, 6.0]  # GiB; the second is what `explain` plans: its own test
+    assert [took("h200"), took("h100")] == [10.0, 6.0]  # GiB
 
 
 def test_what_candidates_and_a_floor_cost():

@@ -37,12 +37,3 @@ def test_its_page_has_what_its_script_fills() -> None:
     for name in re.findall(r"(?:getElementById\(\"|querySelector\(\"#)([\w-]+)", code):
         assert f'id="{name}"' in page
     assert page.index("memory-numbers.js") < page.index("memory.js")
-
-
-def test_its_picture_is_drawn_from_what_explain_says() -> None:
-    picture = script("memory_picture")
-    drawn = picture.values()
-    for mode in picture.figures.THEMES:
-        text = (ROOT / "docs" / "assets" / f"memory-by-tokens-{mode}.svg").read_text()
-        assert picture.drawn_from(drawn) in text, "run: python docs/_build/memory_picture.py"
-    assert drawn["most"][-1] == picture.LIMIT  # what linear_loss holds stops growing

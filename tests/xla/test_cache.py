@@ -186,10 +186,8 @@ def test_what_keeps_nothing() -> None:
         (1.0, "bfloat16", True),
     ],
 )
-def test_explain_foretells_what_is_compiled(
-    share: float, dtype: str, where: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An upper bound, of at most 1.25 of what XLA holds."""
+def test_the_cache_is_not_copied(share: float, dtype: str, where: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What XLA holds of both passes is what is kept, and a few tiles."""
     T, H, V = 512, 64, 4096
     monkeypatch.setattr(_plan, "tile_sizes", lambda _: (256 if where else T, 512))
     operands = STRUCT((T, H), dtype), STRUCT((V, H), dtype), STRUCT((T,), "int32")
@@ -200,7 +198,7 @@ def test_explain_foretells_what_is_compiled(
     compiled = jax.jit(lambda *given: step(*given[:3], **given[3])).lower(*operands, mask).compile()
     held = compiled.memory_analysis().temp_size_in_bytes
     assert 0 < plan.kept_bytes - plan.case.statistics_bytes <= share * full
-    assert held <= plan.memory.fused.backward <= 1.25 * held, (plan.memory.fused.backward, held)
+    assert held < plan.kept_bytes + 2 * plan.backward_bytes
 
 
 def test_as_many_tiles_as_fit() -> None:
