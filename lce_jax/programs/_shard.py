@@ -197,6 +197,8 @@ def operands_of(
     if spec.padded:
         left = spec.vocab_size - start
         num_columns = min(max(left, 0), columns) if isinstance(left, int) else jnp.clip(left, 0, columns)
+        if spec.implementation == mosaic.NAME:
+            num_columns = jnp.asarray(num_columns, jnp.int32)  # one set of kernels for every vocab_size
 
     targets = _rows.owned(rows.labels, start, columns)
     candidates = None if rows.candidates is None else _rows.owned(rows.candidates, start, columns)
