@@ -67,7 +67,8 @@ def bind(
     if axis_name is None:
         return Call(dataclasses.replace(bound, mesh=mesh), primals, rows, None)
     _checks.split(primals.weight, axis_name, found.vocab_size)
-    return Call(bound, primals, *_collectives.same_on_all_shards(rows, rows.labels.ndim, axis_name))
+    rows, agree = _collectives.same_on_all_shards(rows, rows.labels.ndim, axis_name)
+    return Call(bound, primals, _rows.tagged(rows), _collectives.where_it_counts(agree, rows.where))
 
 
 def bind_shard(

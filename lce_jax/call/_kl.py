@@ -135,8 +135,9 @@ def bind(given: KLArguments, place: Place | None = None) -> KLCall:
         weights = _rows.weights(given.beta, rows.labels.shape, spec.dtype)
         if axis_name is not None:
             weights, also = _collectives.same_on_all_shards(weights, rows.labels.ndim, axis_name)
-            agree = _collectives.both(agree, also)
+            agree = _collectives.both(agree, _collectives.where_it_counts(also, rows.where))
         rows = rows._replace(weights=weights)
+        rows = rows if axis_name is None else _rows.tagged(rows)
     primals = Pair(student.primals, jax.tree.map(lax.stop_gradient, teacher.primals))
     return KLCall(spec, primals, Pair(rows, teacher.rows), agree)
 

@@ -20,6 +20,7 @@ from lce_jax._types import is_array
 from lce_jax.call import _checks
 from lce_jax.mathematics import _temperature
 from lce_jax.mathematics._kl import Pair
+from lce_jax.mesh import _collectives
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Bool, Float, Int
@@ -37,6 +38,7 @@ class Rows(NamedTuple):
     weights: Pair[Float[Array, "*b"]] | None = None  # of both models in the mixture of `lce_jax.linear_kl`
     floor: Float[Array, "*b"] | None = None  # logits below it do not count, but for the label's; None: all do
     num_rows: Int[Array, ""] | None = None  # instead of ``where``: how many rows count, from the first on
+    tags: Int[Array, "*b"] | None = None  # where shards must compare what they were given: of all the above
 
     @property
     def live(self) -> Bool[Array, "T"] | None:
@@ -87,6 +89,14 @@ def _of_arrays(
 def per_token(value: Array, shape: tuple[int, ...], dtype: Any) -> Array:
     """A factor as one number per token, without a gradient."""
     return jnp.broadcast_to(lax.stop_gradient(value).astype(dtype), shape)
+
+
+@functools.partial(jax.jit, inline=True)
+def tagged(rows: Rows) -> Rows:
+    """The same with the tags that shards compare."""
+    mixture = () if rows.weights is None else rows.weights
+    columns = rows.labels, rows.temperature, rows.logit_scale, rows.logit_softcap, rows.candidates, rows.floor, *mixture
+    return rows._replace(tags=_collectives.tags([x for x in columns if x is not None], rows.where))
 
 
 def weights(beta: Any, shape: tuple[int, ...], dtype: Any) -> Pair[Array]:

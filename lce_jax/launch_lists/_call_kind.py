@@ -101,7 +101,7 @@ class CallKind:
 
     @property
     def sent_shape(self) -> tuple[int, int, int]:
-        """What a shard sends: of each group of tiles, the fields of statistics and the number of columns."""
+        """What a shard sends: of each group of tiles, the fields of statistics and one for the tokens' tags."""
         fields = len(_partial_statistics.names(self.case.options)) + 1
         return _chunks.num_groups(self.shape), fields, self.shape.padded_tokens
 

@@ -130,9 +130,9 @@ def forward(kind: CallKind, keep_cache: bool) -> LaunchList:
 def part(kind: CallKind, keep_cache: bool) -> LaunchList:
     """``hidden, weight, labels [R, 2], temperatures, floors, ids [R, K] -> sent, saved, cache, maxima`` of a shard.
 
-    The statistics are the first fields of what is sent (``kind.sent_shape``). The caller fills the last field with the
-    number of the weight's rows. The candidates' x are sent apart, [K, Tp]. With a threshold, the maxima of the shard's
-    tiles are what `merge` needs of them.
+    The statistics are the first fields of what is sent (``kind.sent_shape``). The caller writes a tag for each token
+    into the last field of the first group: int32, the same on all shards. The candidates' x are sent apart, [K, Tp].
+    With a threshold, the maxima of the shard's tiles are what `merge` needs of them.
     """
     recording = _Recording(kind)
     call, _, saved, groups, cache, maxima = _statistics(recording, keep_cache, more_fields=1)
@@ -158,7 +158,8 @@ def merge(kind: CallKind, ranks: int, keep_cache: bool = False) -> LaunchList:
     fields = _saved_tiles.fields_of_tiles(kind, keep_cache)
     maxima = recording.input(*_forward.maxima_shape(call, fields)) if fields else None
     joined = recording.join_all(call, gathered)
-    given = recording.of_rows, saved, kind.vocab_size, kind.megatron, gathered, floors
+    tags = gathered.view(gathered.shape, jnp.int32)
+    given = recording.of_rows, saved, kind.vocab_size, kind.megatron, tags, floors
     results, saved = recording.kernels.finish(kind.case, joined, recording.ids(saved), temperatures, *given)
     _candidates.join(recording, x, saved)
     dropped, live = _saved_tiles.selected(recording, call, maxima, saved)

@@ -241,8 +241,8 @@ def _compiled_statistics(
     spec: Spec, primals: Primals, rows: Rows, start: Array, keep_cache: bool
 ) -> tuple[ShardStatistics, Any]:
     """`programs._shard.statistics` of operands as they are given. Not differentiable."""
-    run = functools.partial(_shard.statistics, spec, keep_cache=keep_cache)
-    return _jax.not_differentiable(run)(_shard.as_operand(primals), rows, start)
+    run = _jax.not_differentiable(lambda own, rows, start: _shard.statistics(spec, own, rows, start, keep_cache)[:2])
+    return run(_shard.as_operand(primals), rows, start)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), inline=True)

@@ -173,7 +173,7 @@ class KernelSet(LiveKernelSet, CandidateKernelSet, KLKernelSet, Protocol):
         kept: Float[Array, "n"],
         vocab_size: int,
         megatron: bool,
-        sizes: Float[Array, "groups fields Tp"] | None = None,
+        tags: Int[Array, "groups fields Tp"] | None = None,
         floors: Float[Array, "R"] | None = None,
     ) -> tuple[list[Float[Array, "R"]], Float[Array, "n"]]:
         """The results of the whole vocabulary, and ``kept`` with what the backward needs, from its field 1 on.
@@ -190,8 +190,8 @@ class KernelSet(LiveKernelSet, CandidateKernelSet, KLKernelSet, Protocol):
             kept: flat; its field 0 is not touched.
             vocab_size: of the whole vocabulary.
             megatron: whether labels out of the vocabulary get -ln Σ e^u in place of 0.
-            sizes: of a vocabulary in parts, their groups' statistics, of which the field after the last is the part's
-                size. Where one differs from this shard's, the results are NaN.
+            tags: of a vocabulary in parts, the bits of their groups' statistics, of which the field after the last has
+                a tag for each token, in the first group of a part. Where these differ, the results are NaN.
             floors: in logits. None: every column counts.
         """
 

@@ -149,7 +149,7 @@ def _agreed(labels: Any, where: Any, numbers: Any, axis_name: Any) -> tuple[Any,
         _checks.where_array(where, labels.shape)
     rows, agree = _collectives.same_on_all_shards((labels, where), labels.ndim, axis_name)
     numbers, also = _collectives.same_on_all_shards(numbers, 0, axis_name)
-    return rows, numbers, _collectives.both(agree, also)
+    return rows, numbers, _collectives.both(_collectives.where_it_counts(agree, rows[1]), also)
 
 
 def _nan_where_different(agree: Array | None, loss: Array) -> Array:

@@ -92,7 +92,8 @@ def linear_kl(
             its bits, and the gradient in the logits is rounded once more. 0: nothing is kept.
         axis_name: inside ``shard_map``, the mesh axis (or tuple of axes) that splits the vocabulary. Each shard
             passes its own columns of both weights, as many of one as of the other, and the same hidden states of both
-            models; all shards return bitwise-equal results. None: both weights are whole.
+            models; all shards return bitwise-equal results. Rows that differ between shards are NaN, in gradients too;
+            all are, if two shards pass the same columns. None: both weights are whole.
         precision: of the matrix products with float32 operands; "highest" is exact to float32 rounding where the
             default may be TF32 (GPU) or bfloat16 (TPU).
         implementation: "mosaic_gpu", "xla", or a tuple of them to try in order. None: the kernels where they serve the

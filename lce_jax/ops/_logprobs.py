@@ -78,7 +78,8 @@ def linear_logprobs(
         weight_layout: "vh" for ``[V, H]`` (nnx.Embed, PyTorch, Megatron), "hv" for ``[H, V]`` (nnx.Linear kernel).
         axis_name: inside ``shard_map``, the mesh axis (or tuple of axes) that splits the vocabulary. Each shard
             passes its own columns of ``weight`` and the same ``hidden`` and ``labels``; all shards return
-            bitwise-equal results. None: ``weight`` is whole.
+            bitwise-equal results. Rows that differ between shards are NaN, in gradients too; all are, if two shards
+            pass the same columns. None: ``weight`` is whole.
         cache_bytes: bytes per device that the forward may keep, so that the backward recomputes less: exponentials of
             the first tiles of the vocabulary, in the weight's dtype (float32 on a CPU). 0 keeps nothing. The kernels,
             if V is a multiple of 8, and "xla", if it keeps all tiles and no row or column is left out, overwrite the

@@ -240,7 +240,7 @@ def _inputs(
     flat, own = _loss.flat_arguments(per_token, rows.labels)
     if axis_name is not None:
         flat, also = _collectives.same_on_all_shards(flat, rows.labels.ndim, axis_name)
-        agree = _collectives.both(agree, also)
+        agree = _collectives.both(agree, _collectives.where_it_counts(also, rows.where))
     inputs = Inputs(primals, rows, flat, ())
     axes = axes_of_tokens(spec, inputs)
     loss, constants = _loss.trace(loss_fn, own, spec.case, inputs, axes)

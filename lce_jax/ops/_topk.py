@@ -80,7 +80,8 @@ def linear_topk(
         weight_layout: "vh" for ``[V, H]`` (nnx.Embed, PyTorch, Megatron), "hv" for ``[H, V]`` (nnx.Linear kernel).
         axis_name: inside ``shard_map``, the mesh axis (or tuple of axes) that splits the vocabulary. Each shard
             passes its own columns of ``weight`` and the same ``hidden`` and ``labels``; all shards return
-            bitwise-equal results. None: ``weight`` is whole.
+            bitwise-equal results. Rows that differ between shards are NaN, in gradients too; all are, if two shards
+            pass the same columns. None: ``weight`` is whole.
         precision: of the matrix products with float32 operands; "highest" is exact to float32 rounding where the
             default may be TF32 (GPU) or bfloat16 (TPU).
         implementation: None or "xla": the kernels for Hopper GPUs do not serve it, because XLA's own product takes the

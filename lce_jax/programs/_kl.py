@@ -20,7 +20,7 @@ from lce_jax.mathematics._kl import KLStatistics, Pair
 from lce_jax.mathematics._kl_mixture import Mixture, MixtureSums
 from lce_jax.mathematics._statistics import MASKED
 from lce_jax.mesh import _collectives
-from lce_jax.programs import _one_device
+from lce_jax.programs import _one_device, _shard
 from lce_jax.runner import _over_devices
 from lce_jax.runner._derivative import Capability
 from lce_jax.runner._over_devices import Kind, Program, spread
@@ -82,19 +82,35 @@ def device_forward(
 ) -> tuple[Array, Kept]:
     """One device's result, the whole vocabulary's statistics and sums of each row, and the device's cache."""
     shape, axis_name = rows.student.labels.shape, spec.models.student.axis_name
-    part = Part.of(spec, primals, _rows.flattened(rows, len(shape)))
+    part, agree = Part.of(spec, primals, _rows.flattened(rows, len(shape))), None
     stats, cache = part.statistics(keep_cache)
     if axis_name is not None:
         with jax.named_scope("lce_merge"):
-            stats = part.merge(_collectives.from_all_shards(jnp.stack(stats), axis_name))
+            parts, every = _collectives.stacked((jnp.stack(stats), _given_to(spec, primals, part.rows)), axis_name)
+            stats = part.merge(parts)
+            agree = _shard.agree(spec.models.student, every, part.rows.student, primals.student.weight)
+    stats = stats if agree is None else KLStatistics(*_collectives.nan_where_different(agree, (*stats,)))
     sums = None
     if part.is_of_mixture:
         sums = part.mixture_sums(stats)
         if axis_name is not None:
             with jax.named_scope("lce_merge"):
                 sums = MixtureSums(*jnp.sum(_collectives.from_all_shards(jnp.stack(sums), axis_name), axis=0))
-    out, found = jax.tree.map(lambda x: x.reshape(shape), (part.finish(stats, sums), (stats, sums)))
+    out = part.finish(stats, sums)
+    out = out if agree is None else _collectives.nan_where_different(agree, out)
+    out, found = jax.tree.map(lambda x: x.reshape(shape), (out, (stats, sums)))
     return out, (found, cache)
+
+
+def _given_to(spec: KLSpec, primals: Pair[Primals], rows: Pair[Rows]) -> _collectives.Given | None:
+    """What the shard says of both heads, flat; None where it need not."""
+    start = _one_device.first_column(spec.models.student, primals.student.weight)
+    flat = map(_one_device.flat_operands, spec.models, primals)
+    one, other = (_shard.given_to(*each, start) for each in zip(spec.models, flat, rows, strict=True))
+    if one is None or other is None:
+        return None
+    tags = _collectives.tags([one.tags, other.tags])
+    return _collectives.Given(tags, *map(jnp.concatenate, zip(one[1:], other[1:], strict=True)))
 
 
 def device_backward(spec: KLSpec, primals: Pair[Primals], rows: Pair[Rows], kept: Kept, cotangent: Array) -> Primals:

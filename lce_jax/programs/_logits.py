@@ -66,11 +66,22 @@ def _forward(spec: Spec, primals: Primals, rows: Rows) -> tuple[Float[Array, "*b
     factor = factor if isinstance(factor, float) else factor[:, None]
     slope = jnp.full_like(raw, factor) if slope is None else slope * factor
     found = jax.tree.map(lambda x: jnp.where(columns >= 0, x, 0.0), (z, slope))
-    if spec.axis_name is not None:
-        found = lax.psum(found, spec.axis_name)  # one shard has the logit, the others 0, so the sum is exact
-    z, slope = found
+    z, slope = found if spec.axis_name is None else _summed(found, rows, spec.axis_name)
     z = z if wrong is None else jnp.where(wrong[:, None], jnp.nan, z)
     return z.reshape(shape), slope.reshape(shape)
+
+
+def _summed(found: tuple[Array, Array], rows: Rows, axis_name: _collectives.AxisName) -> tuple[Array, Array]:
+    """The sum over the shards, exact because one has the logit and the others 0; NaN in rows that differ."""
+    if rows.tags is None:
+        return lax.psum(found, axis_name)
+    (z, slope), K = found, found[0].shape[1]
+    own = _collectives.differences(rows.tags, lax.axis_index(axis_name), lax.axis_size(axis_name))
+    z, slope = lax.psum((jnp.concatenate([z, own.astype(z.dtype)], axis=1), slope), axis_name)
+    same = jnp.all(z[:, K:] == 0, axis=1)
+    agree = same if rows.where is None else same | ~rows.where
+    z, slope = _collectives.nan_where_different(agree, (z[:, :K], slope))
+    return z, slope
 
 
 def _backward(spec: Spec, primals: Primals, rows: Rows, slope: Array, cotangent: Array) -> Primals:

@@ -25,6 +25,7 @@ from lce_jax.call._loss import Gradients, Inputs, TokenLoss
 from lce_jax.call._rows import Rows
 from lce_jax.call._spec import Spec
 from lce_jax.mathematics import _logprobs
+from lce_jax.mesh import _collectives
 from lce_jax.programs import _one_device, _shard
 from lce_jax.programs._token_chunks import Budget, TokenChunk, chunk_case
 
@@ -178,9 +179,10 @@ class _Chunks:
         rows = rows._replace(num_rows=chunk.num_rows)
         primals = _shard.as_operand(self.primals._replace(hidden=hidden))
         start = _one_device.first_column(spec, primals.weight)
-        stats, cache = _one_device.statistics(spec, primals, rows, keep_cache=True)
+        stats, cache, agree = _one_device.statistics(spec, primals, rows, keep_cache=True)
         cache, dropped = _one_device.selected(spec, rows, stats, cache)
         outputs = _shard.finish(spec, rows, stats, None, dropped).outputs
+        outputs = outputs if agree is None else _collectives.nan_where_different(agree, outputs)
         live = rows.live
         if live is not None:
             outputs = jax.tree.map(lambda x: jnp.where(live, x, x[0]), outputs)

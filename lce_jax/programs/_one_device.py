@@ -23,7 +23,7 @@ from lce_jax.mesh import _collectives
 from lce_jax.programs import _shard
 
 if TYPE_CHECKING:
-    from lce_jax._shapes import Array, Float, Int
+    from lce_jax._shapes import Array, Bool, Float, Int
 
 
 type Kept = tuple[ShardStatistics, Any]  # for the backward: also the implementation's cache
@@ -34,15 +34,18 @@ def forward(spec: Spec, primals: Primals, rows: Rows, keep_cache: bool) -> tuple
     shape = rows.labels.shape
     rows = _rows.flattened(rows, len(shape))
     with jax.named_scope("lce_statistics"):
-        stats, cache = statistics(spec, flat_operands(spec, primals), rows, keep_cache)
+        stats, cache, agree = statistics(spec, flat_operands(spec, primals), rows, keep_cache)
     cache, dropped = selected(spec, rows, stats, cache)
     out = _shard.finish(spec, rows, stats, rows.where, dropped)
+    out = out if agree is None else _collectives.nan_where_different(agree, out)
     out, stats = jax.tree.map(lambda x: x.reshape(shape + x.shape[1:]), (out, stats))
     return out, (stats, cache if keep_cache else None)
 
 
-def statistics(spec: Spec, flat: Primals, rows: Rows, keep_cache: bool) -> tuple[ShardStatistics, Any]:
-    """The whole vocabulary's statistics, and the shard's cache, from `flat_operands`."""
+def statistics(
+    spec: Spec, flat: Primals, rows: Rows, keep_cache: bool
+) -> tuple[ShardStatistics, Any, Bool[Array, "T"] | None]:
+    """The whole vocabulary's statistics, the shard's cache, and the rows that agree, from `flat_operands`."""
     stacked = None if spec.axis_name is None else functools.partial(_collectives.stacked, axis_name=spec.axis_name)
     return _shard.statistics(spec, flat, rows, first_column(spec, flat.weight), keep_cache, stacked)
 

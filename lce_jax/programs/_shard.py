@@ -23,6 +23,7 @@ from lce_jax.call._rows import Rows, Scales
 from lce_jax.call._spec import Spec
 from lce_jax.mathematics import _columns, _logprobs, _temperature
 from lce_jax.mathematics._statistics import WITHOUT_GRADIENT, Normalizer, Parts, along, as_parts, merge_parts
+from lce_jax.mesh import _collectives
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Bool, Float
@@ -38,25 +39,48 @@ def as_operand(primals: Primals) -> Primals:
 
 def statistics(
     spec: Spec, primals: Primals, rows: Rows, start: Any, keep_cache: bool, stacked: Stacked | None = None
-) -> tuple[ShardStatistics, Any]:
+) -> tuple[ShardStatistics, Any, Bool[Array, "T"] | None]:
     """The statistics of the shard whose first column is ``start``, in the call's row order, and the cache.
 
     Everything here is flat: hidden ``[T, H]``, as `as_operand` returns it, and rows ``[T]``. With ``stacked``, which
-    returns the arrays of all shards, the statistics are those of the whole vocabulary.
+    returns the arrays of all shards, the statistics are those of the whole vocabulary. The last result are the rows
+    that all shards were given alike, if these were compared; the statistics of the others are NaN.
     """
     operands, order = operands_of(spec, primals, rows, start, scales_of(spec, rows))
     stats, cache = _statistics(spec, operands, stacked is not None, keep_cache)
+    same = None
     if stacked is not None:
         with jax.named_scope("lce_merge"):
-            stats = _merged(spec, stacked(stats), operands)
+            stats, every = stacked((stats, given_to(spec, primals, rows, start)))
+            stats, same = _merged(spec, stats, operands), agree(spec, every, rows, primals.weight)
     stats = stats if order is None else _rows.expand(order, stats)
-    wrong = _rows.wrong(rows)
-    if wrong is not None:
-        stats = jax.tree.map(lambda x: jnp.where(along(wrong, x), jnp.nan, x), stats)
-    return stats, cache
+    for wrong in (_rows.wrong(rows), None if same is None else ~same):
+        if wrong is not None:
+            stats = jax.tree.map(lambda x, wrong=wrong: jnp.where(along(wrong, x), jnp.nan, x), stats)
+    return stats, cache, same
 
 
 type Stacked = Callable[[Any], Any]  # a tree of arrays -> those of all shards, [N, ...] each
+
+
+def given_to(spec: Spec, primals: Primals, rows: Rows, start: Any) -> _collectives.Given | None:
+    """What the shard says of its operands, flat as in `statistics`; None where it need not."""
+    if rows.tags is None:
+        return None
+    dim = spec.case.options.vocab_dim
+    columns = jnp.clip(spec.vocab_size - start, 0, primals.weight.shape[dim])
+    sketches, probes = _collectives.sketch(primals.hidden), _collectives.probe(primals.weight, dim, columns)
+    sketches = sketches if rows.where is None else jnp.where(rows.where, sketches, 0)  # the others may hold anything
+    return _collectives.Given(rows.tags, sketches[None], probes[None])
+
+
+def agree(spec: Spec, every: _collectives.Given | None, rows: Rows, weight: Array) -> Bool[Array, "T"] | None:
+    """The rows that all shards were given alike, by what they say, or that do not count; None if they say nothing."""
+    if every is None:
+        return None
+    ids = rows.labels if rows.candidates is None else rows.candidates
+    found = _collectives.agree(every, ids, weight.shape[spec.case.options.vocab_dim])
+    return _collectives.where_it_counts(found, rows.where)
 
 
 def _statistics(spec: Spec, operands: Operands, in_parts: bool, keep_cache: bool) -> tuple[Any, Any]:

@@ -5,7 +5,7 @@ hidden ─ gather over the sequence ─ the shard's k largest ─ one all-gather
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from lce_jax.programs import _one_device, _shard
 from lce_jax.xla import _topk as _products
 
 if TYPE_CHECKING:
-    from lce_jax._shapes import Array, Float
+    from lce_jax._shapes import Array, Bool, Float
 
 
 def forward(spec: Spec, primals: Primals, rows: Rows) -> TopK:
@@ -36,20 +36,23 @@ def forward(spec: Spec, primals: Primals, rows: Rows) -> TopK:
         found = _products.largest(operands, spec.case)
         found = found._replace(ids=found.ids + start)
         found = found if order is None else _rows.expand(order, found)
+    agree = None
     if spec.axis_name is not None:
         with jax.named_scope("lce_merge"):
-            found = _merge(spec, rows, _gathered(found, spec.axis_name))
-    out = _finish(spec, rows, found)
+            given = _shard.given_to(spec, flat, rows, start)
+            parts, every = _collectives.stacked((found, given), spec.axis_name)
+            found, agree = _merge(spec, rows, parts), _shard.agree(spec, every, rows, primals.weight)
+    out = _finish(spec, rows, found, agree)
     return jax.tree.map(lambda x: x.reshape(shape + x.shape[1:]), out)
 
 
-def _finish(spec: Spec, rows: Rows, found: Largest) -> TopK:
+def _finish(spec: Spec, rows: Rows, found: Largest, agree: Bool[Array, "T"] | None) -> TopK:
     """Eq. 3 at the largest; ids are -1 where there is no result."""
     scale, log_sumexp = _scale(spec, rows), jnp.log(found.sumexp)
     logprobs = (found.x - found.max[:, None]) * scale - log_sumexp[:, None]
     out = TopK(found.ids, logprobs, found.max * scale[:, 0] + log_sumexp)
-    left_out = None if rows.where is None else ~rows.where
-    for no_result, value in ((_rows.wrong(rows), jnp.nan), (left_out, 0.0)):
+    left_out, differ = (None if kept is None else ~kept for kept in (rows.where, agree))
+    for no_result, value in ((_rows.wrong(rows), jnp.nan), (left_out, 0.0), (differ, jnp.nan)):
         if no_result is not None:
             out = TopK(
                 jnp.where(no_result[:, None], -1, out.ids),
@@ -63,20 +66,6 @@ def _scale(spec: Spec, rows: Rows) -> Float[Array, "#T 1"]:
     """The k of eq. 0."""
     scale = _logprobs.row_scale(spec.case.options, _shard.scales_of(spec, rows).logits)
     return jnp.asarray(scale, spec.case.stat_dtype).reshape(-1, 1)
-
-
-def _gathered(found: Largest, axis_name: Any) -> Largest:
-    """Those of all shards of ``axis_name``, ``[N, T, ...]``, in one all-gather of 2k + 1 numbers per token.
-
-    With a softcap it is 3k + 1.
-    """
-    dtype, k = found.products.dtype, found.ids.shape[1]
-    as_bits = jnp.uint32 if dtype == jnp.float32 else jnp.uint64
-    parts = [found.products, *([] if found.capped is None else [found.capped]), found.sumexp[:, None]]
-    floats = lax.bitcast_convert_type(jnp.concatenate(parts, axis=1), as_bits)
-    every = _collectives.from_all_shards(jnp.concatenate([floats, found.ids.astype(as_bits)], axis=1), axis_name)
-    floats, ids = lax.bitcast_convert_type(every[..., :-k], dtype), every[..., -k:].astype(jnp.int32)
-    return Largest(floats[..., :k], ids, None if found.capped is None else floats[..., k:-1], floats[..., -1])
 
 
 def _merge(spec: Spec, rows: Rows, parts: Largest) -> Largest:

@@ -85,6 +85,8 @@ def of_call(
     scalars.one_of("wgrad", wgrad, ("return", "main_grad"))
     if not (known and bias is None and tp_group is None):
         weight, bias = _rows_of_head(weight, bias, tp_group, wgrad)
+    if tp_group is not None:
+        _check_group(tp_group, hidden, labels if candidates is None else candidates, where, weight, vocab_size)
     columns = weight.shape[0] * (1 if tp_group is None else tp_group.size())
     group = _tensor_parallel.NO_GROUP if tp_group is None else _tensor_parallel.name_of(tp_group)
     call = _cached_call(
@@ -189,17 +191,26 @@ _checked_once = functools.lru_cache(maxsize=1024, typed=True)(_call)  # typed: 1
 def _rows_of_head(
     weight: Any, bias: Any, tp_group: dist.ProcessGroup | None, wgrad: str
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """This rank's weight and bias, plain tensors that fit each other and the parts of the other ranks."""
+    """This rank's weight and bias, plain tensors that fit each other."""
     if _dtensor.is_dtensor(weight):
         weight = _dtensor.rows("weight", weight, tp_group, wgrad)
     if _dtensor.is_dtensor(bias):
         bias = _dtensor.rows("bias", bias, tp_group)
     weight, bias = readable("weight", weight), readable("bias", bias)
     _checks.bias(bias, weight)
-    # The operator checks again.
-    if tp_group is not None and not torch.compiler.is_compiling() and _checks.has_values(weight):
-        _tensor_parallel.check_equal_parts(_tensor_parallel.name_of(tp_group), way_of(weight).direct, weight)
     return weight, bias
+
+
+def _check_group(group: dist.ProcessGroup, hidden: Any, ids: Any, where: Any, weight: Any, vocab_size: Any) -> None:
+    """`_tensor_parallel.check`, in a group's first call. The operators check too, where it cannot be done here."""
+    if torch.compiler.is_compiling() or not (_checks.has_values(weight) and _checks.has_values(hidden)):
+        return
+    name = _tensor_parallel.name_of(group)
+    if _tensor_parallel.is_new(name):
+        rows = None if where is None else _tokens.rows_of(where)
+        size = vocab_size if scalars.is_integer(vocab_size) else None
+        flat, ids = hidden.reshape(-1, hidden.shape[-1]), ids.reshape(-1, *ids.shape[hidden.ndim - 1 :])
+        _tensor_parallel.check(name, way_of(weight).direct, flat, ids, size, weight, rows=rows)
 
 
 def weight_of(given: Arguments, wgrad: Wgrad) -> torch.Tensor:

@@ -23,6 +23,8 @@ from lce_torch_bridge.tensors._torch import Allocated, allocated
 
 ORDER: tuple[str, ...] = (*launch_lists.RESULTS, PER_CANDIDATE)  # of a list's results
 
+ODD = 0x01000193  # a product with an odd number loses nothing modulo 2³²
+
 _whole, _part = functools.cache(launch_lists.forward), functools.cache(launch_lists.part)
 _merge = functools.cache(launch_lists.merge)
 
@@ -40,6 +42,7 @@ class ForwardPlan(NamedTuple):
     cache: list[Allocated]  # with a threshold: of the whole vocabulary, the live tiles; of a part, what tells them
     live: list[Allocated]  # the live tiles of a part
     order: list[int]  # of the results, as ``Call.fields`` has them
+    number: int  # of what must be the same on all ranks, and is so for all tokens
 
 
 def forward(x: Operands, call: Call, keep_cache: bool, way: Way) -> list[torch.Tensor] | None:
@@ -67,7 +70,7 @@ def forward(x: Operands, call: Call, keep_cache: bool, way: Way) -> list[torch.T
     else:
         sent, x_of_part = _torch.empty(*plan.sent), [_torch.empty(*each) for each in plan.sent_candidates]
         plan.first.launch(device, [sent, *x_of_part, saved, *cache, *given])
-        sent[:, -1].fill_(plan.kind.num_columns)
+        _put_tags(sent, saved[0, :tokens], plan.number, [*per_token, *ids])
         gathered = [_tensor_parallel.gather(each, call.group) for each in (sent, *x_of_part)]
         live = [_torch.empty(*each) for each in plan.live]
         plan.merge.launch(device, [*fields, *live, *gathered, saved, *per_token, *cache[: len(live)]])
@@ -77,6 +80,15 @@ def forward(x: Operands, call: Call, keep_cache: bool, way: Way) -> list[torch.T
         found = [y[:tokens].clone() for y in found]
         saved = saved[:, :tokens].clone(memory_format=torch.contiguous_format)
     return [*found, saved, *cache]
+
+
+def _put_tags(sent: torch.Tensor, labels: torch.Tensor, number: int, given: list[torch.Tensor]) -> None:
+    """Writes a tag for each token, which must be the same on all ranks, into the last field of the first group."""
+    tags = sent[0, -1, : len(labels)].view(torch.int32)
+    torch.add(labels, number, out=tags)
+    for x in given:
+        bits = x[: len(labels)].view(torch.int32)
+        torch.add(tags, bits if x.ndim == 1 else bits.sum(1, dtype=torch.int32), alpha=ODD, out=tags)
 
 
 def _plan(x: Operands, call: Call, keep_cache: bool) -> ForwardPlan | str:
@@ -91,6 +103,7 @@ def _plan(x: Operands, call: Call, keep_cache: bool) -> ForwardPlan | str:
     first = Launcher(make(kind, keep_cache), tokens)
     names = [name for name in ORDER if name in call.fields]
     keeps_tiles = keep_cache and call.gradient_threshold > 0
+    of_call = tokens, kind.num_columns, call.vocab_size, call.logit_scale, call.logit_softcap
     merge = None if ranks == 1 else Launcher(_merge(kind, ranks, keeps_tiles), tokens)
     return ForwardPlan(
         kind=kind,
@@ -106,6 +119,7 @@ def _plan(x: Operands, call: Call, keep_cache: bool) -> ForwardPlan | str:
         cache=first.outputs((len(names) if ranks == 1 else 1 + (call.num_candidates > 0)) + 1),
         live=[] if merge is None else merge.outputs(len(names)),
         order=[names.index(name) for name in list[str](call.fields)],
+        number=0 if ranks == 1 else _tensor_parallel.number_of(*of_call),
     )
 
 

@@ -26,9 +26,9 @@ def forward(x: Operands, call: Call, keep_cache: bool, way: Way, lend_cache: boo
     the call, with ``lend_cache`` False: JAX reuses their memory as soon as they are dropped, in stream order, while a
     tensor that it was lent it holds until the GPU is done. The host may be many programs ahead.
     """
+    _tensor_parallel.check(call.group, way.direct, x.hidden, x.labels, call.vocab_size, x.weight)
     if x.labels.shape[0] == 0:
         return forward_structs(x, call, keep_cache)
-    _tensor_parallel.check_equal_parts(call.group, way.direct, x.weight)
     results = launched_forward.forward(x, call, keep_cache, way) if way.direct else None
     return _forward.forward(x, call, keep_cache, lend_cache) if results is None else results
 

@@ -3,7 +3,7 @@
     kl            hidden, weight, bias, the teacher's, temperatures  ->  the divergence [T], S [T, S], the cache
     kl_gradients  both heads, S, the cache and the cotangent [T]     ->  dhidden, dweight, dbias, as wanted
 
-Over a group, one all-gather of eight numbers per token merges the shards' statistics, and of a "jsd" one of two numbers
+Over a group, one all-gather of seven numbers per token merges the shards' statistics, and of a "jsd" one of two numbers
 their sums. Every rank merges them alike.
 """
 
@@ -100,10 +100,10 @@ def kl(*inputs: Any) -> list[torch.Tensor]:
     """The divergence ``[T]`` in float32, S with the temperatures first, and the leaves of the cache."""
     x, (temperatures, keep_cache, *rest) = Operands(*inputs[:NUM_OPERANDS]), inputs[NUM_OPERANDS:]
     call, tokens = KLCall(*rest), x.hidden.shape[0]
+    way = way_of(x.hidden)
+    _tensor_parallel.check(call.group, way.direct, x.hidden, None, call.vocab_size, x.weight, x.teacher_weight)
     if tokens == 0:
         return _structs(x, keep_cache, call)
-    way = way_of(x.hidden)
-    _tensor_parallel.check_equal_parts(call.group, way.direct, x.weight, x.teacher_weight)
     way.refuse("linear_kl is a program of JAX")
     key, bits = _key(x, call), temperatures.view(torch.int32)
     given = _inputs(x, bits)

@@ -19,6 +19,7 @@ import torch
 from jax import lax
 
 import lce_jax
+from lce_jax import local
 from lce_torch_bridge.launched_directly._way import Way, way_of
 from lce_torch_bridge.operators._derivatives import (
     gradients_function,
@@ -29,6 +30,7 @@ from lce_torch_bridge.operators._derivatives import (
 from lce_torch_bridge.operators._execute import those_wanted
 from lce_torch_bridge.operators._registered import NAME, operator, refuse_vmap
 from lce_torch_bridge.tensors import _padding, _tensor_parallel
+from lce_torch_bridge.through_jax import _programs
 from lce_torch_bridge.through_jax import _run as _through_jax
 
 
@@ -51,8 +53,10 @@ TRANSFORM_SCHEMA = (
 class LogitsKey(NamedTuple):
     """The static part of a program."""
 
-    vocab_start: int  # global id of the shard's first column
+    shard: int
+    shards: int
     num_ids: int  # K
+    vocab_size: int  # of the whole vocabulary
     tempered: bool  # whether each token has a temperature
     logit_scale: float
     logit_softcap: float | None
@@ -77,17 +81,19 @@ class LinearLogits(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        """Keeps the inputs."""
-        del output
-        ctx.save_for_backward(*inputs[:5])
+        """Keeps the inputs, and where the ranks were given different rows."""
         ctx.rest = inputs[5:]
+        differs = None if Transform(*ctx.rest).group == _tensor_parallel.NO_GROUP else output.isnan()
+        ctx.save_for_backward(*inputs[:5], differs)
 
     @staticmethod
     def backward(ctx: Any, cotangent: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Those of dhidden, dweight and dbias that are wanted."""
         wanted = ctx.needs_input_grad[:3]
         run = Gradients.apply if torch.is_grad_enabled() else logits_gradients
-        found = list(run(*ctx.saved_tensors, cotangent, *wanted, *ctx.rest))
+        *operands, differs = ctx.saved_tensors
+        cotangent = cotangent if differs is None else cotangent.masked_fill(differs, torch.nan)
+        found = list(run(*operands, cotangent, *wanted, *ctx.rest))
         return *(found.pop(0) if want else None for want in wanted), *(None,) * (2 + len(ctx.rest))
 
     @staticmethod
@@ -112,16 +118,15 @@ def logits(
     *rest: Any,
 ) -> torch.Tensor:
     """The logits ``[T, K]``, float32; 0 where the id is none or out of vocabulary."""
-    transform, tokens = Transform(*rest), ids.shape[0]
+    transform, tokens, way = Transform(*rest), ids.shape[0], way_of(hidden)
+    _tensor_parallel.check(transform.group, way.direct, hidden, ids, transform.vocab_size, weight)
     if tokens == 0:
         return _like(hidden, ids).zero_()
-    way = way_of(hidden)
-    _tensor_parallel.check_equal_parts(transform.group, way.direct, weight)
-    program = _forward(_key(weight, ids, temperature is not None, transform))
+    program = _forward(_key(ids, temperature is not None, transform))
     (found,) = _run(program, way, hidden, weight, bias, _packed(ids, temperature, transform))
     if transform.group == _tensor_parallel.NO_GROUP:
         return found[:tokens].clone()  # in torch's memory
-    return _tensor_parallel.add_parts(found[:tokens], weight.shape[0], transform.group)
+    return _tensor_parallel.add_parts(found[:tokens], ids.shape[1], transform.group)
 
 
 @torch.library.register_fake(f"{NAME}::logits")  # type: ignore[untyped-decorator]
@@ -153,7 +158,7 @@ def logits_gradients(
         return [x.new_zeros(x.shape) for x in those_wanted(hidden, weight, bias, wanted)]
     over = transform.group if transform.reduce_grad_hidden else _tensor_parallel.NO_GROUP
     rounded = over == _tensor_parallel.NO_GROUP
-    program = _backward(_key(weight, ids, temperature is not None, transform), wanted, rounded)
+    program = _backward(_key(ids, temperature is not None, transform), wanted, rounded)
     per_token = _packed(ids, temperature, transform, cotangent.view(torch.int32))
     grads = _run(program, way_of(hidden), hidden, weight, bias, per_token)
     if wanted[0]:
@@ -170,12 +175,11 @@ Gradients = gradients_function(logits_gradients)
 refuse_derivatives_of("logits_gradients")
 
 
-def _key(weight: torch.Tensor, ids: torch.Tensor, tempered: bool, transform: Transform) -> LogitsKey:
-    _, rank = _tensor_parallel.size_and_rank(transform.group)
+def _key(ids: torch.Tensor, tempered: bool, transform: Transform) -> LogitsKey:
+    shards, rank = _tensor_parallel.size_and_rank(transform.group)
     names = tuple(transform.implementation.split(",")) if transform.implementation else None
-    return LogitsKey(
-        rank * weight.shape[0], ids.shape[1], tempered, transform.logit_scale, transform.logit_softcap, names
-    )
+    numbers = transform.vocab_size if shards > 1 else 0, tempered, transform.logit_scale, transform.logit_softcap
+    return LogitsKey(rank, shards, ids.shape[1], *numbers, names)
 
 
 def _packed(
@@ -205,9 +209,17 @@ def _run(
 
 @functools.cache
 def _forward(key: LogitsKey) -> Callable[..., Any]:
+    """Over a group, two more columns are this shard's `lce_jax.local.differences`."""
+
     def run(hidden: Any, weight: Any, bias: Any, per_token: Any) -> list[Any]:
         columns, _, options = _unpacked(key, per_token, hidden, weight)
-        return [lce_jax.linear_logits(hidden, weight, columns, bias=bias, **options)]
+        found = lce_jax.linear_logits(hidden, weight, columns, bias=bias, **options)
+        if key.shards == 1:
+            return [found]
+        of_call = weight.shape[0], key.vocab_size, key.logit_scale, key.logit_softcap
+        num_rows, given = _programs.counted(per_token, hidden.shape[0])
+        tags = _programs.tags_of([given.T], num_rows, *of_call)
+        return [jnp.concatenate([found, local.differences(tags, key.shard, key.shards)], 1)]
 
     return jax.jit(run)
 
@@ -233,8 +245,8 @@ def _unpacked(key: LogitsKey, per_token: Any, hidden: Any, weight: Any) -> tuple
     rows, K = hidden.shape[0], key.num_ids
     columns = per_token[1:].reshape(rows, -1)
     ids, rest = columns[:, :K], lax.bitcast_convert_type(columns[:, K:], jnp.float32)
-    local = ids - key.vocab_start
-    owned = (ids >= 0) & (local >= 0) & (local < weight.shape[0])
+    own = ids - key.shard * weight.shape[0]
+    owned = (ids >= 0) & (own >= 0) & (own < weight.shape[0])
     options = {
         "where": jnp.arange(rows, dtype=jnp.int32) < per_token[0],
         "temperature": rest[:, -1] if key.tempered else 1.0,
@@ -242,4 +254,4 @@ def _unpacked(key: LogitsKey, per_token: Any, hidden: Any, weight: Any) -> tuple
         "logit_softcap": key.logit_softcap,
         "implementation": key.implementation,
     }
-    return jnp.where(owned, local, -1), rest[:, :K], options
+    return jnp.where(owned, own, -1), rest[:, :K], options

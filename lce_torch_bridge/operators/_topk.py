@@ -56,11 +56,10 @@ def topk(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, temperature: torch.Tensor | None, *rest: Any
 ) -> list[torch.Tensor]:
     """Ids ``[T, k]`` int64, log-probabilities ``[T, k]`` and lse ``[T]``."""
-    call, tokens = TopKCall(*rest), hidden.shape[0]
+    call, tokens, way = TopKCall(*rest), hidden.shape[0], way_of(hidden)
+    _tensor_parallel.check(call.group, way.direct, hidden, None, call.vocab_size, weight)
     if tokens == 0:
         return structs(hidden, call)
-    way = way_of(hidden)
-    _tensor_parallel.check_equal_parts(call.group, way.direct, weight)
     shards, rank = _tensor_parallel.size_and_rank(call.group)
     start, rows = rank * weight.shape[0], _padding.size(tokens)
     columns = min(max(call.vocab_size - start, 0), weight.shape[0])
@@ -73,7 +72,9 @@ def topk(
     if key.alone:
         floats = packed[:, call.k :].view(torch.float32)
         return [packed[:, : call.k].long(), floats[:, : call.k].clone(), floats[:, call.k].clone()]
-    return _merged(packed, start, weight.shape[0], call)
+    given = _tensor_parallel.number_of(tokens, weight.shape[0], call.vocab_size, call.logit_scale, call.logit_softcap)
+    tags = numbers.view(torch.int32) + given  # a temperature's bits
+    return _merged(packed, start, tags, call)
 
 
 @torch.library.register_fake(f"{NAME}::topk")  # type: ignore[untyped-decorator]
@@ -88,18 +89,14 @@ def structs(hidden: torch.Tensor, call: TopKCall) -> list[torch.Tensor]:
     return [hidden.new_empty((T, call.k), dtype=torch.int64), *floats]
 
 
-def _merged(packed: torch.Tensor, start: int, rows: int, call: TopKCall) -> list[torch.Tensor]:
+def _merged(packed: torch.Tensor, start: int, tags: torch.Tensor, call: TopKCall) -> list[torch.Tensor]:
     """The k largest of all ranks, from one all-gather of 2k + 2 numbers per token."""
     k = call.k
     ids, floats = packed[:, :k], packed[:, k:].view(torch.float32)
     ids = torch.where(floats[:, :k] == -torch.inf, 2**31 - 1, ids + start)  # after all others
-    size = ids.new_full((len(ids), 1), rows)
-    sent = torch.cat([ids, packed[:, k:], size], 1)
-    every = _tensor_parallel.gather(sent, call.group)  # [N, T, 2k + 2]
-    sizes, lse = every[..., -1], every[..., 2 * k].contiguous().view(torch.float32).logsumexp(0)
-    lse = lse.where(
-        (sizes == sizes[0]).all(0), torch.nan
-    )  # parts of different sizes, as in `through_jax._programs.results`
+    every = _tensor_parallel.gather(torch.cat([ids, packed[:, k:], tags], 1), call.group)  # [N, T, 2k + 2]
+    tags, lse = every[..., -1], every[..., 2 * k].contiguous().view(torch.float32).logsumexp(0)
+    lse = lse.where((tags == tags[0]).all(0), torch.nan)  # as in `through_jax._programs.results`
     side_by_side = every[..., : 2 * k].transpose(0, 1)  # [T, N, 2k]
     ids = side_by_side[..., :k].flatten(1)
     z = side_by_side[..., k:].flatten(1).contiguous().view(torch.float32)

@@ -108,8 +108,10 @@ def linear_kl(
 
     Raises:
         lce_jax.UnsupportedError: an implementation asked for by name cannot serve the call; the message says why.
-        ValueError, TypeError: shapes, dtypes, devices or options that do not fit, with the offending values. Parts of
-            the vocabulary of different sizes raise in a ``tp_group``'s first call; in a later one, results are NaN.
+        ValueError, TypeError: shapes, dtypes, devices or options that do not fit, with the offending values. Over a
+            ``tp_group`` also, in its first call, ranks whose parts of the vocabulary are of different sizes or the same
+            columns, or whose tokens differ. In later calls results and gradients are NaN on all ranks: in rows whose
+            temperatures differ between ranks, and in all rows if the sizes do.
         NotImplementedError: on a second derivative, in forward mode, and under ``torch.func.vmap``
             (``torch.func.grad`` and ``vjp`` work).
         RuntimeError: in the cases that `linear_logprobs` lists.
@@ -225,7 +227,7 @@ def _same_tokens(hidden: Any, teacher_hidden: Any) -> None:
 def _check_columns(own: Arguments, others: Arguments, vocab_size: Any) -> None:
     """Refuses weights of which one has more rows, unless ``vocab_size`` says which of them count.
 
-    Over a group not here: one rank alone may have such, and the others would wait for it (`check_equal_parts`).
+    Over a group not here: one rank alone may have such, and the others would wait for it (`_tensor_parallel.check`).
     """
     rows, teachers = own.weight.shape[0], others.weight.shape[0]
     if rows != teachers and vocab_size is None and own.call.group == _tensor_parallel.NO_GROUP:

@@ -125,8 +125,10 @@ def linear_logprobs(
 
     Raises:
         lce_jax.UnsupportedError: an implementation asked for by name cannot serve the call; the message says why.
-        ValueError, TypeError: shapes, dtypes, devices or options that do not fit, with the offending values. Parts of
-            the vocabulary of different sizes raise in a ``tp_group``'s first call; in a later one, results are NaN.
+        ValueError, TypeError: shapes, dtypes, devices or options that do not fit, with the offending values. Over a
+            ``tp_group`` also, in its first call, ranks whose parts of the vocabulary are of different sizes or the same
+            columns, or whose tokens differ. In later calls results and gradients are NaN on all ranks: in rows whose
+            labels, temperatures, floors or candidates differ between ranks, and in all rows if the sizes do.
         NotImplementedError: on a second derivative, in forward mode, and under ``torch.func.vmap``
             (``torch.func.grad`` and ``vjp`` work).
         RuntimeError: under CUDA graph capture, unless the call is launched directly (`explain`) and has run before with

@@ -8,7 +8,10 @@ Operators know a group by its name, as torch's own functional collectives do.
 
 from __future__ import annotations
 
+import itertools
+import struct
 import weakref
+import zlib
 
 import torch
 import torch.distributed as dist
@@ -17,7 +20,13 @@ from lce_torch_bridge.tensors import _device
 
 NO_GROUP = ""  # nothing to reduce over
 ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"  # before 2.14
-# How many weights of a call were found to have equal parts in a group. Not by its name, which may be used again.
+SAMPLE = 16, 64  # rows of hidden or a weight, and elements of each, that a first call compares
+APART = 0.25  # of a row's length: rounding is a hundredth, other tokens are further off
+WHICH_GROUP = (
+    "tp_group must be the group that splits the vocabulary, whose ranks hold the same tokens, and not that of data or "
+    "context parallelism, nor all ranks; leave it out where weight is whole"
+)
+# How many heads of a call a group's ranks have compared. Not by the group's name, which may be used again.
 _asked: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
@@ -34,30 +43,83 @@ def size_and_rank(name: str) -> tuple[int, int]:
     return group.size(), group.rank()
 
 
-def check_equal_parts(name: str, direct: bool, *weights: torch.Tensor) -> None:
-    """In a group's first call the ranks compare their numbers of rows and their ways, and all raise if these differ.
+def number_of(*given: object) -> int:
+    """An int32 number of what is the same for all rows of a call, the same on every rank for equal things."""
+    (number,) = struct.unpack("i", struct.pack("I", zlib.crc32(repr(given).encode())))
+    return int(number)
 
-    ``weights``: the head's, or the student's and the teacher's, which must have as many rows.
 
-    Only in the first call: every rank knows which call is the first, and so all of them join the collective. Later
-    calls send the number with their statistics, and their results are NaN if it differs. Where kernels
-    are launched directly, that needs parts with as many groups of tiles, 4096 columns each: otherwise the ranks send
-    arrays of different sizes, which NCCL does not notice. ``direct``: this rank launches kernels where they serve its
-    device.
+def is_new(name: str, heads: int = 1) -> bool:
+    """Whether the group's ranks have not compared what they are given for calls of so many heads (`check`)."""
+    return name != NO_GROUP and _asked.get(_resolve(name), 0) < heads
+
+
+def check(
+    name: str,
+    direct: bool,
+    hidden: torch.Tensor,
+    ids: torch.Tensor | None,
+    vocab_size: int | None,
+    *weights: torch.Tensor,
+    rows: torch.Tensor | None = None,
+) -> None:
+    """In a group's first call the ranks compare what they were given, and all raise if it is not one call's.
+
+    Only in the first call: every rank knows which call is the first, so all of them join the collective. Later calls
+    send tags with their statistics, and a row whose tags differ between the ranks is NaN. Where kernels are launched
+    directly, that needs parts with as many groups of tiles, 4096 columns each: otherwise the ranks send arrays of
+    different sizes, which NCCL does not notice.
+
+    The head, or the student's and the teacher's, are ``weights``. ``rows`` is an index of the tokens that count, of
+    ``hidden [T, H]`` and of ``ids`` ``[T]`` or ``[T, K]``, if there are any. ``direct``: this rank launches kernels
+    where they serve its device. Without a ``vocab_size`` every column counts.
 
     Raises:
-        ValueError: the parts of the vocabulary are of different sizes, or some ranks launch kernels directly and others
-            do not, which send other numbers.
+        ValueError: some ranks launch kernels directly and others do not, which send other numbers; or the ranks' parts
+            of the vocabulary are of different sizes, two are the same columns, or their tokens are not the same.
     """
-    device = weights[0].device
-    if name == NO_GROUP or device.type == "meta":
+    if name == NO_GROUP or weights[0].device.type == "meta" or not is_new(name, len(weights)):
         return
-    group = _resolve(name)
-    if _asked.get(group, 0) >= len(weights):
-        return
-    launches = direct and _device.why_not(device) is None
-    sent = torch.tensor([[int(launches), *(int(weight.shape[0]) for weight in weights)]], device=device)
-    ways, *sizes = gather(sent, name).view(-1, 1 + len(weights)).T.tolist()
+    group, heads = _resolve(name), len(weights)
+    tokens = len(hidden) if rows is None else len(rows)
+    sizes = [int(weight.shape[0]) for weight in weights]
+    launches = direct and _device.why_not(weights[0].device) is None
+    samples = [_sample(hidden, rows, tokens)]
+    for weight, size in zip(weights, sizes, strict=True):
+        live = size if vocab_size is None else min(max(vocab_size - group.rank() * size, 0), size)
+        samples.append(_sample(weight, None, live))
+    held = 0 if ids is None else _parts_of(ids if rows is None else ids[rows], sizes[0], group.size())
+    counts = [int(launches), held, tokens, *sizes]
+    own = torch.tensor(counts, dtype=torch.int32, device=hidden.device)
+    sent = torch.cat([own, *(x.view(torch.int32).reshape(-1) for x in samples)])
+    every = gather(sent[None], name)[:, 0].cpu()
+    ways, parts, counted, *of_ranks = every[:, : len(counts)].T.tolist()
+    of_hidden, *of_weights = every[:, len(counts) :].view(group.size(), 1 + heads, *SAMPLE).unbind(1)
+    _refuse_sizes_and_ways(of_ranks, ways)
+    for sample in of_weights:
+        _refuse_equal_parts(sample, sizes[0], max(parts))
+    _refuse_other_tokens(counted, of_hidden.view(torch.float32))
+    _asked[group] = heads
+
+
+def _sample(x: torch.Tensor, rows: torch.Tensor | None, count: int) -> torch.Tensor:
+    """Some elements of some of the first ``count`` rows, or of those that an index names, in float32."""
+    if count == 0:
+        return torch.zeros(SAMPLE, device=x.device)
+    row, column = (
+        torch.arange(n, device=x.device) * size // n for n, size in zip(SAMPLE, (count, x.shape[1]), strict=True)
+    )
+    return x.detach()[(row if rows is None else rows[row])[:, None], column].float()
+
+
+def _parts_of(ids: torch.Tensor, size: int, ranks: int) -> int:
+    """How many parts of a vocabulary a quarter of the ids lie beyond."""
+    ids = ids.long()  # torch compares only some of the unsigned types
+    inside = ids[(ids >= 0) & (ids < ranks * size)].sort()[0]
+    return int(inside[3 * len(inside) // 4]) // size if len(inside) else 0
+
+
+def _refuse_sizes_and_ways(sizes: list[list[int]], ways: list[int]) -> None:
     if len({size for rows in sizes for size in rows}) > 1:
         found = ", the teacher's ".join(", ".join(map(str, rows)) for rows in sizes)
         raise ValueError(
@@ -69,7 +131,38 @@ def check_equal_parts(name: str, direct: bool, *weights: torch.Tensor) -> None:
             f"ranks {[rank for rank, way in enumerate(ways) if way]} of tp_group launch kernels directly, the others "
             'do not: give all GPUs of one kind, and the same lce_torch_bridge.launch_with("direct") or "jax"'
         )
-    _asked[group] = len(weights)
+
+
+def _refuse_equal_parts(bits: torch.Tensor, size: int, beyond: int) -> None:
+    """``bits`` ``[N, *SAMPLE]``. Rows that are all equal, such as those of zeros, may be so on every rank.
+
+    And if a quarter of the ids lie ``beyond`` the parts that differ, it is a vocabulary of which some parts are equal.
+    """
+    vary = (bits != bits[:, :1]).flatten(1).any(1).tolist()
+    pairs = itertools.combinations(range(len(bits)), 2)
+    equal = [(one, other) for one, other in pairs if vary[one] and torch.equal(bits[one], bits[other])]
+    if not equal or beyond >= len(bits) - len({other for _, other in equal}):
+        return
+    one, other = equal[0]
+    raise ValueError(
+        f"ranks {one} and {other} of tp_group hold the same {size} rows of weight, which would be columns "
+        f"[{one * size}, {(one + 1) * size}) and [{other * size}, {(other + 1) * size}) of a vocabulary of "
+        f"{len(bits) * size}. {WHICH_GROUP}. Parts that are drawn at random need another seed on each rank"
+    )
+
+
+def _refuse_other_tokens(tokens: list[int], hidden: torch.Tensor) -> None:
+    """``hidden`` ``[N, *SAMPLE]``: most rows must be alike but for rounding. Some may be padding that nobody wrote."""
+    if len(set(tokens)) > 1:
+        raise ValueError(f"the ranks of tp_group pass {', '.join(map(str, tokens))} tokens. {WHICH_GROUP}")
+    length = hidden.norm(dim=2)
+    differ = (hidden - hidden[:1]).norm(dim=2) > APART * torch.maximum(length, length[:1])
+    for rank, count in enumerate(differ.sum(1).tolist()):
+        if 2 * count > SAMPLE[0]:
+            raise ValueError(
+                f"hidden differs between the ranks 0 and {rank} of tp_group, in {count} of {SAMPLE[0]} places by more "
+                f"than rounding. {WHICH_GROUP}. Under sequence parallelism gather hidden over tp_group before"
+            )
 
 
 def gather(x: torch.Tensor, name: str) -> torch.Tensor:
@@ -91,18 +184,13 @@ def total_dhidden(dhidden: torch.Tensor, dtype: torch.dtype, name: str) -> torch
     return dhidden if name == NO_GROUP else all_reduce(dhidden.contiguous(), name).to(dtype)
 
 
-def add_parts(x: torch.Tensor, rows: int, name: str) -> torch.Tensor:
-    """The sum of ``x`` over the group, of which one rank holds each element and the others 0, so that it is exact.
+def add_parts(x: torch.Tensor, columns: int, name: str) -> torch.Tensor:
+    """The sum of ``x [T, columns]`` over the group, of which one rank holds each element and the others 0: exact.
 
-    ``rows`` is this rank's part of the vocabulary. It goes along in the one collective, and if it differs between the
-    ranks, results are NaN, as in `through_jax._programs.results`.
+    Further columns are the ranks' `lce_jax.local.differences`: where their sum is not 0, the row is NaN.
     """
-    group = _resolve(name)
-    parts = x.new_zeros((group.size(), 2))
-    parts[group.rank(), 0], parts[group.rank(), 1] = rows >> 16, rows & 0xFFFF  # float32 holds each half exactly
-    packed = all_reduce(torch.cat([x.reshape(-1), parts.view(-1)]), name)
-    found, parts = packed[: x.numel()].view(x.shape), packed[x.numel() :].view(parts.shape)
-    return found.where((parts == parts[0]).all(), torch.nan)
+    found = all_reduce(x.contiguous(), name)
+    return found[:, :columns].where((found[:, columns:] == 0).all(1, keepdim=True), torch.nan)
 
 
 def _resolve(name: str) -> dist.ProcessGroup:

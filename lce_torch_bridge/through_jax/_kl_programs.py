@@ -1,6 +1,6 @@
 """The compiled programs of `linear_kl`: one jitted function for each static specification, over `lce_jax.local`.
 
-    statistics   operands, tokens                                ->  this shard's statistics, [8, P], and its cache
+    statistics   operands, tokens                                ->  this shard's statistics, [7, P], and its cache
     mixture      operands, tokens, every shard's statistics      ->  this shard's sums of a mixture, [2, P]
     finish       the same, and every shard's sums                ->  the divergence and S, [1 + S, P]
     forward      all in one, for a vocabulary that is not split
@@ -8,8 +8,8 @@
 
 The operands are hidden, weight and bias of the student, then of the teacher. P is the number of rows of a program;
 everything per token crosses as one int32 array, as in `through_jax._programs`: ``tokens`` has the temperatures. S is
-the merged statistics and, of a "jsd", the sums. The last two rows of a shard's statistics are the rows of its two
-weights, which must be the same on all shards.
+the merged statistics and, of a "jsd", the sums. The last row of a shard's statistics are the tokens' tags, the same on
+all shards.
 """
 
 from __future__ import annotations
@@ -71,18 +71,21 @@ class KLKey(NamedTuple):
 
 @functools.cache
 def statistics(key: KLKey, keep_cache: bool) -> Callable[..., Any]:
-    """``(*operands, tokens) -> [8, P], cache leaves``."""
+    """``(*operands, tokens) -> [7, P], cache leaves``."""
 
     def run(*given: Any) -> Any:
         stats, cache = _unpacked(key, given).shard.statistics(keep_cache)
-        return _programs.with_sizes(jnp.stack(stats), given[1], given[4]), jax.tree.leaves(cache)
+        num_rows, columns = _programs.counted(given[-1], given[0].shape[0])
+        of_call = given[1].shape[0], given[4].shape[0], *key.call
+        tags = _programs.tags_of([columns.T], num_rows, *of_call)
+        return _programs.with_tags(jnp.stack(stats), tags), jax.tree.leaves(cache)
 
     return jax.jit(run)
 
 
 @functools.cache
 def mixture(key: KLKey) -> Callable[..., Any]:
-    """``(*operands, tokens, [N, 8, P]) -> [2, P]``."""
+    """``(*operands, tokens, [N, 7, P]) -> [2, P]``."""
 
     def run(*given: Any) -> Any:
         *operands, gathered = given
@@ -95,7 +98,7 @@ def mixture(key: KLKey) -> Callable[..., Any]:
 
 @functools.cache
 def finish(key: KLKey) -> Callable[..., Any]:
-    """``(*operands, tokens, [N, 8, P], [N, 2, P] or None) -> [1 + S, P]``; NaN where parts differ in size."""
+    """``(*operands, tokens, [N, 7, P], [N, 2, P] or None) -> [1 + S, P]``; NaN where tags differ."""
 
     def run(*given: Any) -> Any:
         *operands, gathered, sums = given
@@ -162,7 +165,7 @@ def _unpacked(key: KLKey, given: Any) -> _Unpacked:
     rows, call = hidden.shape[0], key.call
     num_rows, bits = _programs.counted(tokens, rows)
     columns = lax.bitcast_convert_type(bits, jnp.float32)
-    # Weights with different rows are those of a group whose parts are uneven: all results are NaN (`_merged`).
+    # Weights with different rows are those of a group whose parts are uneven: all results are NaN (`finish`).
     least = min(weight.shape[0], teacher_weight.shape[0])
     (weight, bias), (teacher_weight, teacher_bias) = (
         (w[:least], None if b is None else b[:least]) for w, b in ((weight, bias), (teacher_weight, teacher_bias))
@@ -194,8 +197,8 @@ def _unpacked(key: KLKey, given: Any) -> _Unpacked:
 
 
 def _merged(shard: local.KLShard, gathered: Any) -> Any:
-    """The statistics of all shards; NaN where these differ in size."""
-    return shard.merge(_programs.of_equal_parts(gathered, weights=2))
+    """The statistics of all shards; NaN where their tags differ."""
+    return shard.merge(_programs.of_equal_tags(gathered)[0])
 
 
 def _results(shard: local.KLShard, merged: Any, sums: Any) -> Any:

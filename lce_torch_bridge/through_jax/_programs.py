@@ -25,6 +25,7 @@ from jax import lax
 
 from lce_jax import LogprobOutput, launch_lists, local
 from lce_torch_bridge._types import PER_CANDIDATE, Call
+from lce_torch_bridge.tensors import _tensor_parallel
 from lce_torch_bridge.through_jax._runtime import NO_MESH
 
 
@@ -57,23 +58,27 @@ def num_merged(key: ProgramKey) -> int:
 
 @functools.cache
 def statistics(key: ProgramKey, keep_cache: bool) -> Callable[..., Any]:
-    """``(hidden, weight, bias, tokens) -> packed, cache leaves``. The last row of ``packed`` is this shard's V."""
+    """``(hidden, weight, bias, tokens) -> packed, cache leaves``. The last row of ``packed`` are the tokens' tags."""
 
     def run(hidden: Any, weight: Any, bias: Any, tokens: Any) -> Any:
         unpacked = _unpacked(key, tokens, hidden.shape[0])
         packed, leaves = statistics_of(key, keep_cache, hidden, weight, bias, unpacked)
-        return with_sizes(packed, weight), leaves
+        of_call = weight.shape[0], key.call.vocab_size, key.call.logit_scale, key.call.logit_softcap
+        num_rows, *columns = unpacked
+        return with_tags(packed, tags_of(columns, num_rows, *of_call)), leaves
 
     return jax.jit(run)
 
 
 @functools.cache
 def results(key: ProgramKey, fields: tuple[str, ...], megatron: bool) -> Callable[..., Any]:
-    """``(tokens, gathered) -> packed``: ``fields`` of `LogprobOutput`, then S; NaN where parts differ in size."""
+    """``(tokens, gathered) -> packed``: ``fields`` of `LogprobOutput`, then S; NaN where tags differ."""
 
     def run(tokens: Any, gathered: Any) -> Any:
-        unpacked = _unpacked(key, tokens, gathered.shape[-1])
-        return _packed(*results_of(key, fields, megatron, unpacked, of_equal_parts(gathered)))
+        unpacked, (parts, agree) = _unpacked(key, tokens, gathered.shape[-1]), of_equal_tags(gathered)
+        found, saved = results_of(key, fields, megatron, unpacked, parts)
+        found = {name: jnp.where(agree if x.ndim == 1 else agree[:, None], x, jnp.nan) for name, x in found.items()}
+        return _packed(found, saved)
 
     return jax.jit(run)
 
@@ -160,17 +165,23 @@ def statistics_of(
     return local.pack(stats), jax.tree.leaves(cache) if keep_cache else []
 
 
-def with_sizes(packed: Any, *weights: Any) -> Any:
-    """``packed [F, P]``, and a row with the rows of each weight, by their bits."""
-    sizes = jnp.asarray([[weight.shape[0]] for weight in weights], jnp.int32)
-    sizes = jnp.broadcast_to(sizes, (len(weights), packed.shape[1]))
-    return jnp.concatenate([packed, lax.bitcast_convert_type(sizes, packed.dtype)])
+def tags_of(columns: Any, num_rows: Any, *of_call: object) -> Any:
+    """`lce_jax.local.tags` of what tokens come with, None left out, of how many count, and of the rest of the call."""
+    columns = [x for x in columns if x is not None]
+    numbers = num_rows, jnp.int32(_tensor_parallel.number_of(*of_call))
+    return local.tags([*(jnp.broadcast_to(x, columns[0].shape[:1]) for x in numbers), *columns])
 
 
-def of_equal_parts(gathered: Any, weights: int = 1) -> Any:
-    """What `with_sizes` made of all shards, without the sizes; NaN where not all of these are equal."""
-    sizes = lax.bitcast_convert_type(gathered[:, -weights:], jnp.int32)
-    return jnp.where((sizes == sizes[0, 0]).all((0, 1)), gathered[:, :-weights], jnp.nan)
+def with_tags(packed: Any, tags: Any) -> Any:
+    """``packed [F, P]``, and a row with the tags, by their bits."""
+    return jnp.concatenate([packed, lax.bitcast_convert_type(tags[None], packed.dtype)])
+
+
+def of_equal_tags(gathered: Any) -> tuple[Any, Any]:
+    """What `with_tags` made of all shards, without the tags, and in which rows these are equal; NaN in the others."""
+    tags = lax.bitcast_convert_type(gathered[:, -1], jnp.int32)
+    agree = (tags == tags[:1]).all(0)
+    return jnp.where(agree, gathered[:, :-1], jnp.nan), agree
 
 
 def results_of(

@@ -30,6 +30,7 @@ DIFFERS_BETWEEN_MODULES = {
 # (function, argument): an argument of another kind under the same name.
 OTHER_MEANING = {
     ("pack", "stats"): "the statistics themselves",
+    ("tags", "where"): "there are no results",
     **{(name, "stats"): "the statistics themselves" for name in ("finish", "mean_logit")},
     ("linear_logits", "where"): "it moves no rows, so it saves no work",
     ("sharded_linear_logits", "where"): "it moves no rows, so it saves no work",
@@ -76,7 +77,7 @@ OTHER_MEANING_IN_THE_BRIDGE = {
     ("output_processor", "labels"): "the model's own, which the context replaces",
     ("fused_output_layer", "labels"): "[b, s], as Megatron has them",
 }
-WITHOUT_RAISES = {local.fields, local.pack}  # they check nothing
+WITHOUT_RAISES = {local.fields, local.pack, local.tags, local.differences}  # they check nothing
 
 MODULES = (lce_jax, local)
 FUNCTIONS = [

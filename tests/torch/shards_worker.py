@@ -18,7 +18,7 @@ from lce_torch_bridge import explain, linear_cross_entropy, linear_entropy, line
 from lce_torch_bridge.tensors import _padding
 from lce_torch_bridge.tensors._tensor_parallel import ALL_GATHER
 from tests.torch import problem as p
-from tests.torch import shards_functions
+from tests.torch import shards_functions, shards_groups
 from tests.torch.shards import DEVICE, GRADIENT, VALUE, draw, same_on_all_ranks, shard
 
 
@@ -225,7 +225,7 @@ def main() -> None:
     dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo")
     group = dist.new_group(list(range(dist.get_world_size())))
     for name in sys.argv[1:]:
-        check = globals().get(name) or getattr(shards_functions, name)
+        check = globals().get(name) or getattr(shards_functions, name, None) or getattr(shards_groups, name)
         check(group)
         print("done", name, flush=True)
     if DEVICE == "cuda":

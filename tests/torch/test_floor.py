@@ -129,8 +129,16 @@ def test_lists_of_a_split_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
     for ranks.rank in (0, 1, 0, 1):  # what the first two send, the last two receive
         part = parts[ranks.rank]
         found.append(_execute.forward(part, call, False, way_of(part.hidden))[: len(call.fields)])
-    next(loaded, None)
     assert len(programs) == 4  # a part and a merge on each rank
+    other = floor.clone()
+    other[6] += 1
+    parts[1] = parts[1]._replace(floor=other)
+    ranks.gathered.clear()
+    for ranks.rank in (0, 1, 0):
+        part = parts[ranks.rank]
+        differ = _execute.forward(part, call, False, way_of(part.hidden))[: len(call.fields)]
+    next(loaded, None)
+    assert all(x.isnan().nonzero().tolist() == [[6]] for x in differ)
     assert all(map(torch.equal, found[2], found[3]))
     fields = dict(zip(call.fields, found[3], strict=True))
     assert max(p.value_error(x, getattr(want, name)) for name, x in fields.items()) < 2e-5

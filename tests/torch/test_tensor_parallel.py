@@ -25,6 +25,15 @@ def test_two_ranks(tmp_path: Path) -> None:
         assert [line for line in said.splitlines() if line.startswith("done")] == [f"done {name}" for name in CHECKS]
 
 
+OF_GROUPS = ("rows_that_differ", "in_16_bits", "other_tokens", "whole_weights", "right_groups")
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_groups_that_hold_something_else(size: int, tmp_path: Path) -> None:
+    for said in ranks(size, [*WORKER, *OF_GROUPS], tmp_path / "logs"):
+        assert said.count("done ") == len(OF_GROUPS)
+
+
 @pytest.mark.slow
 def test_four_ranks(tmp_path: Path) -> None:
     checks = ("parity", "chosen_logits", "loss_in_forward", "most_likely", "divergences")

@@ -116,6 +116,8 @@ def tensor_parallel() -> None:
     world = dist.new_group(range(4))
     with pytest.raises(ValueError, match=r"ranks \[0, 1, 2, 3\], .*mesh \[\[0, 1\], \[2, 3\]\]: .*get_group\(dim\)"):
         outside(model, batch, tp_group=world)
+    with pytest.raises(ValueError, match=r"hidden differs between the ranks 0 and 1 of tp_group, in 1\d of 16"):
+        outside(model, batch, tp_group=mesh.get_group("dp"))  # which splits the weight too, but has other tokens
     ragged = distribute_tensor(torch.ones(V + 1, H), mesh["tp"], [Shard(0)])
     with pytest.raises(ValueError, match=r"103 rows, which do not divide into 2 equal parts .* pad the vocabulary"):
         outside(model, batch, given=lambda _: ragged, **told)

@@ -166,7 +166,7 @@ def finish(
     kept: Float[Array, "n"],
     vocab_size: int,
     megatron: bool,
-    sizes: Float[Array, "groups fields Tp"] | None = None,
+    tags: Int[Array, "groups fields Tp"] | None = None,
     floors: Float[Array, "R"] | None = None,
 ) -> tuple[list[Float[Array, "R"]], Float[Array, "n"]]:
     """The results of the whole vocabulary, and ``kept`` with what the backward needs: `KernelSet.finish`."""
@@ -174,8 +174,8 @@ def finish(
     count = len(_partial_statistics.results(options))
     outputs = [jax.ShapeDtypeStruct((case.num_tokens,), jnp.float32)] * count
     outputs.append(jax.ShapeDtypeStruct(kept.shape, kept.dtype))
-    given = [joined, ids, *(x for x in (temperatures, sizes, floors) if x is not None)]
-    body = functools.partial(_finish, case, vocab_size, megatron, temperatures is not None, sizes is not None)
+    given = [joined, ids, *(x for x in (temperatures, tags, floors) if x is not None)]
+    body = functools.partial(_finish, case, vocab_size, megatron, temperatures is not None, tags is not None)
     grid = {"rows": -(-case.num_tokens // THREADS)}
     *results, kept = kernel(body, outputs, "lce_finish", grid, updated={len(given) + 1: count})(*given, numbers, kept)
     return results, kept
@@ -192,7 +192,7 @@ def _finish(
     *refs: Any,
 ) -> None:
     temperatures: Any = refs[0] if has_temperature else None
-    sizes: Any = refs[has_temperature] if is_split else None
+    tags: Any = refs[has_temperature] if is_split else None
     floors: Any = refs[has_temperature + is_split] if case.options.has_floor else None
     numbers, _, *results, kept = refs[has_temperature + is_split + case.options.has_floor :]
     rows, stride = Rows.of(lax.axis_index("rows"), numbers[0]), numbers[1]
@@ -204,11 +204,12 @@ def _finish(
         floor = floors[rows.here] if floors is not None else None
         for wrong in wrong_rows(temperature, floor):
             stats = jax.tree.map(lambda x, wrong=wrong: jnp.where(wrong, nan, x), stats)
-        for first in range(0, sizes.shape[0] if is_split else 0, num_groups(geometry(case, TILING))):  # of a shard
-            other = sizes[first, len(names), rows.here] != float(case.vocab_size)
-            stats = jax.tree.map(lambda x, other=other: jnp.where(other, nan, x), stats)
         k = _logprobs.row_scale(case.options, None if temperature is None else _temperature.inverse(temperature))
-        labels = ids[rows.here]
+        labels, groups = ids[rows.here], num_groups(geometry(case, TILING))  # of a shard
+        for first in range(groups, tags.shape[0] if is_split else 0, groups):
+            other = tags[first, len(names), rows.here] != tags[0, len(names), rows.here]
+            stats = jax.tree.map(lambda x, other=other: jnp.where(other, nan, x), stats)
+            labels = jnp.where(other, along(0), labels)  # the result of no label would be 0
         counts = None if floor is None else _columns.without_empty(None, stats.sumexp)
         out = _logprobs.finish(stats, k, labels, counts, vocab_size).outputs
         if megatron:
