@@ -90,9 +90,9 @@ def explain(
             to the mean over all. A positive number, or an array of shape (), which may be traced; an array's 0 counts
             as 1. None: the rows that count in this call.
         gradients_in_forward: True for the plan of `linear_loss`, with what all its chunks of tokens share.
-        chunk_bytes: bytes that the exponentials of one chunk of tokens may take, in the weight's dtype, per device; at
-            least 128 tokens are a chunk. None: 1400 MiB (256 MiB on a CPU), but all tokens are one chunk where that
-            needs no more memory than several chunks and their sum of dweight.
+        chunk_bytes: bytes that the exponentials of one chunk of tokens may take beside the sum of dweight, per device;
+            at least 128 tokens are a chunk. Fewer chunks are faster, because each adds to that sum. All tokens are one
+            chunk where they need no more memory than several chunks and their sum. None: 1400 MiB (256 MiB on a CPU).
         k: that of `linear_topk`, for its plan; of the labels only the shape counts then.
         ids: ``[..., K]``, those of `linear_logits`, for its plan; of the labels only the shape counts then.
         teacher: the teacher's hidden states ``[..., G]`` and its weight, for the plan of `linear_kl`; of the labels

@@ -28,26 +28,27 @@ GRAIN = 128  # rows that a chunk is a multiple of: a row block of the kernels
 class Budget(NamedTuple):
     """How many rows a chunk may have."""
 
-    chunk_bytes: int | None  # of its exponentials in the weight's dtype; None: the default of the device
+    chunk_bytes: int | None  # of its exponentials; None: the default of the device
 
     def chunk_rows(self, case: Case) -> int:
-        """Rows per chunk: as many as fit, or a few less if the chunks are equal then.
+        """Rows per chunk: of all sizes that fit, the one that costs least.
 
-        By default all at once where several chunks and their sum of dweight would take as much: adding to that sum
-        costs time. One chunk spares what the sum has beyond dweight itself, which exists after the sum only. But not
-        on a CPU, nor with a threshold, where chunks keep no exponentials that could take the sum's place.
+        The products take the same time in any chunks. What chunks add is that each reads and writes the sum of dweight,
+        and that those of unequal size copy their rows. So the cost is the number of chunks, a quarter more if they are
+        unequal. What fits some bytes fits more bytes too: more never cost more.
+
+        One chunk has no sum, which takes more than dweight itself: dweight exists after the sum only. So all tokens are
+        one chunk where they take no more than a chunk and what the sum has beyond dweight: it is faster and holds less.
+        Not on a CPU, nor with a threshold, where chunks keep no exponentials that could take the sum's place.
         """
-        tokens, row_bytes = case.num_tokens, case.vocab_size * case.dtype.itemsize
-        on_cpu, spared = case.device.platform == "cpu", 0
+        tokens, on_cpu, spared = case.num_tokens, case.device.platform == "cpu", 0
+        row_bytes = case.vocab_size * (case.stat_dtype if on_cpu else case.dtype).itemsize
         given = ON_CPU if on_cpu else ELSEWHERE
+        given = given if self.chunk_bytes is None else self.chunk_bytes
         if not on_cpu and not case.options.gradient_threshold:
             spared = case.vocab_size * case.hidden_size * (case.stat_dtype.itemsize - case.dtype.itemsize)
-        if self.chunk_bytes is not None:
-            given = self.chunk_bytes
-        elif tokens * row_bytes <= given + spared:
-            return tokens
         most = max(given // row_bytes // GRAIN, 1) * GRAIN
-        if tokens <= most:
+        if tokens <= most or tokens * row_bytes <= given + spared:
             return tokens
         least = -(-tokens // most)
         equal = (tokens // n for n in range(least, least + least // 4 + 1) if tokens % (n * GRAIN) == 0)

@@ -81,9 +81,9 @@ def linear_loss(
             backward, and zero ``main_grad`` before. The backward waits for the GPU to compare its cotangent with this
             one. If they differ by at most 1e-6 of it, as other orders of the same products do, the backward scales what
             is returned, not what has been added. None: any number.
-        chunk_bytes: bytes that the exponentials of one chunk of tokens may take, in the weight's dtype; at least 2048
-            tokens are a chunk. None: 1400 MiB, but all tokens are one chunk where that needs no more memory than
-            several chunks and their sum of dweight.
+        chunk_bytes: bytes that the exponentials of one chunk of tokens may take beside the sum of dweight; at least 128
+            tokens are a chunk. Fewer chunks are faster, because each adds to that sum. All tokens are one chunk where
+            they need no more memory than several chunks and their sum. None: 1400 MiB.
         **options: ``bias``, ``tp_group``, ``temperature``, ``logit_scale``, ``logit_softcap``, ``vocab_size``,
             ``entropy``, ``stats``, ``out_of_vocab``, ``reduce_grad_hidden``, ``gradient_threshold``,
             ``logit_floor`` and ``implementation``, as in `linear_logprobs`.
@@ -165,16 +165,20 @@ def linear_loss(
 def _chunk_rows(tokens: int, weight: torch.Tensor, chunk_bytes: int | None, wgrad: Wgrad, call: Call) -> int:
     """Rows of a chunk: as many as fit.
 
-    By default all at once where several chunks and their float32 sum of dweight would take as much: adding to that sum
-    costs time. Not where a sum is kept anyway, or where no exponentials are.
+    The products take the same time in any chunks, and each chunk also reads and writes the float32 sum of dweight. So
+    the cost is the number of chunks, which more bytes never raise.
+
+    One chunk has no sum, which takes more than dweight itself: dweight exists after the sum only. So all tokens are one
+    chunk where they take no more than a chunk and what the sum has beyond dweight: it is faster and holds less. Not
+    where a sum is kept anyway, where no exponentials are, or on a CPU, where they are float32.
     """
-    row_bytes = weight.shape[0] * weight.element_size()
+    on_cpu, given = weight.device.type == "cpu", CHUNK_BYTES if chunk_bytes is None else chunk_bytes
+    row_bytes = weight.shape[0] * (4 if on_cpu else weight.element_size())
     sums = wgrad == "return" and weight.requires_grad and weight.dtype == torch.bfloat16
-    if chunk_bytes is None and sums and not call.gradient_threshold:
-        spared = weight.numel() * (4 - weight.element_size())  # dweight itself exists after the sum only
-        if _padding.size(tokens) * row_bytes <= CHUNK_BYTES + spared:
-            return max(tokens, 1)
-    return _padding.at_most((CHUNK_BYTES if chunk_bytes is None else chunk_bytes) // row_bytes)
+    spared = weight.numel() * 2 if sums and not (on_cpu or call.gradient_threshold) else 0
+    if _padding.size(tokens) * row_bytes <= given + spared:
+        return max(tokens, 1)
+    return _padding.at_most(given // row_bytes)
 
 
 def _refuse_recomputation(plan: LossPlan) -> None:

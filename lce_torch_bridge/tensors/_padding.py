@@ -60,10 +60,12 @@ def at_most(rows: int) -> int:
 
     Example:
         >>> from lce_torch_bridge.tensors._padding import at_most
-        >>> [at_most(n) for n in (1, 4832, 65535, 65536)]
-        [2048, 4096, 49152, 65536]
+        >>> [at_most(n) for n in (1, 2047, 4832, 65535, 65536)]
+        [128, 512, 4096, 49152, 65536]
     """
-    power = max(SMALLEST, 1 << max(rows, 1).bit_length() - 1)
+    if rows < SMALLEST:
+        return max((size for size in FEW if size <= rows), default=FEW[0])
+    power = 1 << rows.bit_length() - 1
     halfway = power // 2 * 3
     return halfway if HALFWAY_FROM < halfway <= rows else power
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 import lce_jax
 from lce_jax import linear_loss
+from lce_jax._types import CPU, Case, Device, Options
+from lce_jax.explain._targets import GPUS
 from lce_jax.programs._token_chunks import Budget
 from tests.mosaic.test_lowering import lower, overwrites_cache
 
@@ -50,6 +54,7 @@ def test_a_cotangent_of_one_costs_nothing() -> None:
     assert products(3.0) == products(1.0) + 1
 
 
+@pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize(
     ("tokens", "columns", "chunk_bytes", "rows"),
     [
@@ -87,12 +92,38 @@ def test_one_chunk_where_it_takes_no_more(tokens: int, dtype: str, options: dict
         jax.ShapeDtypeStruct((tokens,), "int32"),
     )
     plan = lce_jax.explain(*args, gradients_in_forward=True, **options)
-    several = lce_jax.explain(*args, gradients_in_forward=True, chunk_bytes=1400 << 20, **options)
     assert plan.tiles["chunk of tokens"] == rows
-    assert several.tiles["chunk of tokens"] < tokens
     if rows == tokens:
+        several = lce_jax.explain(*args, gradients_in_forward=True, chunk_bytes=1100 << 20, **options)
+        assert several.tiles["chunk of tokens"] < tokens
         unused = (1400 << 20) - several.tiles["chunk of tokens"] * 151936 * 2
         assert plan.backward_bytes <= several.backward_bytes + unused - 151936 * 4096 * 2  # dweight, after the sum
+
+
+BUDGETS = [0, *(int(2 ** (n / 3)) for n in range(66, 108)), 1400 << 20]  # 4 MiB to 50 GiB
+
+
+@pytest.mark.parametrize("device", ["h100", "cpu"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    ("T", "H", "V"),
+    [(4096, 4096, 151936), (8192, 4096, 151936), (65536, 4096, 151936), (8920, 1024, 50257), (100, 64, 1000)],
+)
+def test_more_bytes_never_cost_more(T: int, H: int, V: int, dtype: str, device: str) -> None:
+    """Nor do chunks hold more than the bytes say beside a sum of dweight, of which dweight itself is a part."""
+    of = GPUS["h100"]
+    gpu = Device("gpu", of.kind, "9.0", of.core_count)
+    case = Case(num_tokens=T, hidden_size=H, vocab_size=V, dtype=jnp.dtype(dtype), options=Options(), device=gpu)
+    case = case if device == "h100" else dataclasses.replace(case, device=CPU)
+    kept, own, costs = 4 if device == "cpu" else case.dtype.itemsize, V * H * case.dtype.itemsize, []
+    for chunk_bytes in sorted(BUDGETS):
+        rows = Budget(chunk_bytes).chunk_rows(case)
+        chunks = -(-T // rows)
+        costs.append(chunks if T % rows == 0 else 1.25 * chunks)
+        assert rows * V * kept + (own if chunks == 1 else V * H * 4) <= max(chunk_bytes, 128 * V * kept) + V * H * 4
+    assert costs == sorted(costs, reverse=True)
+    assert costs[-1] == 1
+    assert Budget(None).chunk_rows(case) == Budget(1400 << 20 if device == "h100" else 256 << 20).chunk_rows(case)
 
 
 def of_the_outputs(hidden, weight, labels, **options):

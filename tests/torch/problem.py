@@ -36,6 +36,14 @@ def draw(T: int = 37, H: int = 32, V: int = 104, dtype: torch.dtype = torch.floa
     return Problem(hidden.to(dtype), weight.to(dtype), labels)
 
 
+def bytes_of(rows: int, weight: torch.Tensor) -> int:
+    """What the exponentials of so many tokens take: float32 on a CPU."""
+    return rows * weight.shape[0] * (4 if weight.device.type == "cpu" else weight.element_size())
+
+
+THREE_CHUNKS = bytes_of(2048, draw().weight)  # of 5,000 tokens
+
+
 def told(V: int = 104, **options: Any) -> Call:
     """The `Call` that the operators get on one rank; by default the one from `linear_logprobs` with its defaults."""
     call = Call(

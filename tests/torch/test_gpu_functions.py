@@ -101,8 +101,8 @@ def test_divergences(direction: Any, cache_bytes: int) -> None:
     assert max(map(p.relative_norm, grads, wanted)) < (5e-3 if cache_bytes else 4e-3)  # as tests/gpu/test_kl.py
 
 
-@pytest.mark.parametrize("chunk_bytes", [0, None], ids=["three chunks", "one chunk"])
-def test_a_loss_in_the_forward(implementation: str, chunk_bytes: int | None) -> None:
+@pytest.mark.parametrize("rows", [128, 2048, None], ids=["forty chunks", "three chunks", "one chunk"])
+def test_a_loss_in_the_forward(implementation: str, rows: int | None) -> None:
     """No further from float64 than two passes are, with the losses scaled inside."""
     problem = draw(5000, 512, 16000)
     advantages = torch.linspace(-1, 1, 5000, device=problem.hidden.device)
@@ -118,6 +118,7 @@ def test_a_loss_in_the_forward(implementation: str, chunk_bytes: int | None) -> 
     two_passes = torch.autograd.grad(loss_fn(*out[:3], advantages).sum(), leaves[:2])
 
     def call() -> Any:
+        chunk_bytes = None if rows is None else p.bytes_of(rows, problem.weight)
         told: Any = dict(implementation=implementation, chunk_bytes=chunk_bytes)
         total, _ = linear_loss(loss_fn, *leaves, advantages, **told)
         return total, *torch.autograd.grad(total, leaves[:2])

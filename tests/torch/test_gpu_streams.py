@@ -136,13 +136,14 @@ type Call = Callable[[], list[torch.Tensor]]
 def chunks(dtype: torch.dtype) -> Call:
     """A loss of three chunks, and its gradients."""
     problem, advantages = draw(5000, 512, 16000, dtype), torch.linspace(-1, 1, 5000, device="cuda")
+    chunk_bytes = p.bytes_of(2048, problem.weight)
 
     def loss(logprobs: torch.Tensor, entropy: torch.Tensor, lse: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         return logprobs * x - 0.1 * entropy + 0.01 * lse**2
 
     def call() -> list[torch.Tensor]:
         leaves = problem.leaves()
-        total, out = linear_loss(loss, *leaves, advantages, chunk_bytes=0, implementation="xla")
+        total, out = linear_loss(loss, *leaves, advantages, chunk_bytes=chunk_bytes, implementation="xla")
         return [total, *out[:3], *torch.autograd.grad(total, leaves[:2])]
 
     return call

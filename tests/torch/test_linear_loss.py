@@ -11,13 +11,14 @@ from torch.utils.checkpoint import checkpoint
 
 from lce_torch_bridge import linear_logprobs, linear_loss
 from lce_torch_bridge.ops import _loss
+from lce_torch_bridge.tensors import _padding
 from lce_torch_bridge.through_jax import _programs
 from tests.pairs import pairs_of
 from tests.torch import problem as p
 
 VALUE, GRADIENT = 2e-6, 1e-6  # as in test_parity
 ROUNDING = 1.7e-3  # of one rounding to bfloat16: 2⁻⁹ of each element, uniformly
-MANY = 5000  # tokens of three chunks, where one has 2048
+MANY = 5000  # tokens of three chunks
 
 
 def ppo(logprobs: Any, entropy: Any, lse: Any, old: Any, advantages: Any) -> Any:
@@ -71,7 +72,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pairs_of(1, options=OPTIONS, chunk_bytes=[0, None])
+@pairs_of(1, options=OPTIONS, chunk_bytes=[0, p.THREE_CHUNKS, None])
 def test_values_and_all_gradients(options: dict[str, Any], chunk_bytes: int | None) -> None:
     problem = p.draw(T=MANY)
     problem.labels[:3] = torch.tensor([-100, 2**32 + 3, 104])
@@ -83,36 +84,51 @@ def test_values_and_all_gradients(options: dict[str, Any], chunk_bytes: int | No
     assert max(map(p.relative_norm, grads, wanted)) < GRADIENT
 
 
+def chunk_rows(tokens: int, weight: torch.Tensor, chunk_bytes: int | None, **options: Any) -> int:
+    wgrad = options.pop("wgrad", "return")
+    return _loss._chunk_rows(tokens, weight, chunk_bytes, wgrad, p.told(len(weight), **options))
+
+
+def large(device: str, dtype: torch.dtype = torch.bfloat16, H: int = 4096, V: int = 151936) -> torch.Tensor:
+    """A weight without memory; what is no CPU counts as a GPU."""
+    return torch.zeros(1, dtype=dtype, device=device).expand(V, H).requires_grad_()
+
+
 @pytest.mark.parametrize(
-    ("tokens", "options", "dtype", "chunks"),
+    ("tokens", "options", "dtype", "rows"),
     [
-        (8192, {}, torch.bfloat16, [8192]),  # 2.3 GiB: as much as a chunk's 1.2, and a sum's 1.2 beyond dweight's
-        (8193, {}, torch.bfloat16, [4096, 4096, 1]),  # its program would have 16,384 rows
-        (8192, {"wgrad": "main_grad"}, torch.bfloat16, [4096, 4096]),
-        (8192, {"gradient_threshold": 2.0**-12}, torch.bfloat16, [4096, 4096]),
-        (8192, {"chunk_bytes": 1400 << 20}, torch.bfloat16, [4096, 4096]),
-        (8192, {}, torch.float16, [4096, 4096]),  # summed in float32 anyway
+        (8192, {}, torch.bfloat16, 8192),  # 2.3 GiB: as much as a chunk's 1.2, and a sum's 1.2 beyond dweight's
+        (8193, {}, torch.bfloat16, 4096),  # its program would have 16,384 rows
+        (8192, {"wgrad": "main_grad"}, torch.bfloat16, 4096),
+        (8192, {"gradient_threshold": 2.0**-12}, torch.bfloat16, 4096),
+        (8192, {"chunk_bytes": 1400 << 20}, torch.bfloat16, 8192),
+        (8192, {"chunk_bytes": 1100 << 20}, torch.bfloat16, 2048),
+        (8192, {}, torch.float16, 4096),  # summed in float32 anyway
     ],
 )
-def test_one_chunk_where_it_takes_no_more(
-    tokens: int, options: dict[str, Any], dtype: torch.dtype, chunks: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Tensors of one number, seen as large: a call is stopped where it has chosen its chunks."""
+def test_one_chunk_where_it_takes_no_more(tokens: int, options: dict[str, Any], dtype: torch.dtype, rows: int) -> None:
+    told = dict(options)
+    assert chunk_rows(tokens, large("meta", dtype), told.pop("chunk_bytes", None), **told) == rows
 
-    class ChosenError(Exception):
-        """Holds the plan of a call."""
 
-    def stop(plan: Any, *_: Any) -> Any:
-        raise ChosenError(plan)
+BUDGETS = [0, *(int(2 ** (n / 3)) for n in range(66, 114)), 1400 << 20]  # 4 MiB to 200 GiB
 
-    monkeypatch.setattr(_loss.LossAndGradients, "apply", stop)
-    number, labels = torch.zeros(1, dtype=dtype), torch.zeros(tokens, dtype=torch.int64)
-    weight = number.expand(151936, 4096).requires_grad_()
-    weight.main_grad = torch.zeros(1).expand(weight.shape)  # type: ignore[attr-defined]
-    with pytest.raises(ChosenError) as chosen:
-        linear_loss(lambda logprobs, *_: logprobs, number.expand(tokens, 4096), weight, labels, **options)
-    rows = chosen.value.args[0].rows
-    assert [min(rows, tokens - first) for first in range(0, tokens, rows)] == chunks
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+@pytest.mark.parametrize("wgrad", ["return", "main_grad"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_more_bytes_never_cost_more(dtype: torch.dtype, wgrad: str, device: str) -> None:
+    """Nor do chunks hold more than the bytes say beside a sum of dweight, of which dweight itself is a part."""
+    for T, H, V in ((4096, 4096, 151936), (65536, 4096, 151936), (9000, 1024, 50257), (100, 64, 1000)):
+        weight, counts = large(device, dtype, H, V), []
+        for chunk_bytes in sorted(BUDGETS):
+            rows = chunk_rows(T, weight, chunk_bytes, wgrad=wgrad)
+            counts.append(-(-T // rows))
+            summed = counts[-1] > 1 or wgrad == "main_grad" or dtype == torch.float16
+            held = p.bytes_of(_padding.size(min(rows, T)), weight) + V * H * (4 if summed else weight.element_size())
+            assert held <= max(chunk_bytes, p.bytes_of(128, weight)) + V * H * 4
+        assert counts == sorted(counts, reverse=True)
+        assert counts[-1] == 1
 
 
 def test_one_chunk_has_the_bits_of_two_passes() -> None:
@@ -126,7 +142,7 @@ def test_one_chunk_has_the_bits_of_two_passes() -> None:
 def test_bfloat16_is_scaled_without_rounding_the_factor(T: int) -> None:
     """1/37 in bfloat16 is off by 1.6e-3, which would shrink each gradient by that."""
     problem = p.draw(T=T, dtype=torch.bfloat16)
-    _, _, grads = evaluate(problem, chunk_bytes=0)
+    _, _, grads = evaluate(problem, chunk_bytes=p.THREE_CHUNKS)
     _, _, wanted = exact(problem)
     for got, want, roundings in zip(grads[:2], wanted[:2], (2, 1 if T == MANY else 2), strict=True):
         assert p.relative_norm(got, want) < 1.2 * roundings**0.5 * ROUNDING
@@ -217,10 +233,10 @@ def test_frozen(frozen: str) -> None:
         leaves = problem.leaves()
         for name in {"hidden", "weight"} - set(names):
             getattr(leaves, name).requires_grad_(False)
-        total, _ = linear_loss(ppo, *leaves, *own, bias=BIAS.clone().requires_grad_(), chunk_bytes=0)
+        total, _ = linear_loss(ppo, *leaves, *own, bias=BIAS.clone().requires_grad_(), chunk_bytes=p.THREE_CHUNKS)
         grads.append(torch.autograd.grad(total, getattr(leaves, names[-1] if len(names) == 1 else "hidden")))
     other = "weight" if frozen == "hidden" else "hidden"
-    _, _, want = evaluate(problem, factor=1.0, bias=BIAS, chunk_bytes=0)
+    _, _, want = evaluate(problem, factor=1.0, bias=BIAS, chunk_bytes=p.THREE_CHUNKS)
     assert torch.equal(grads[1][0], want[("hidden", "weight").index(other)])
 
 
@@ -250,7 +266,7 @@ def test_main_grad(cast: bool, T: int) -> None:
     for seed in (0, 1):
         batch = p.draw(T=T, dtype=dtype, seed=seed)._replace(weight=weight)
         with torch.autocast("cpu", torch.bfloat16, enabled=cast):
-            total, _ = linear_loss(ppo, *batch, *arguments(problem), wgrad="main_grad", chunk_bytes=0)
+            total, _ = linear_loss(ppo, *batch, *arguments(problem), wgrad="main_grad", chunk_bytes=p.THREE_CHUNKS)
         totals.append(total)
         seen = p.Problem(batch.hidden.bfloat16().double(), problem.weight.bfloat16().double(), batch.labels).leaves()
         true, _ = two_passes(ppo, *seen, *arguments(problem), call=p.stored)
@@ -284,7 +300,7 @@ def test_the_graph_can_be_retained() -> None:
 def test_only_gradients_are_kept() -> None:
     leaves, saved = p.draw(T=MANY).leaves(), []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.shape) or x, lambda x: x):
-        linear_loss(lambda logprobs, *_: logprobs, *leaves, chunk_bytes=0)
+        linear_loss(lambda logprobs, *_: logprobs, *leaves, chunk_bytes=p.THREE_CHUNKS)
     assert sorted(saved) == sorted([leaves.hidden.shape, leaves.weight.shape])
 
 

@@ -13,7 +13,7 @@ from tests.torch import problem as p
 from tests.torch.launched import launched_directly
 from tests.torch.test_main_grad import parameter
 
-T = 5000  # of three chunks, where one has 2048
+T = 5000  # of three chunks
 WAYS = {"jax": contextlib.nullcontext, "direct": launched_directly}
 ways = pytest.mark.parametrize("way", WAYS)
 
@@ -124,7 +124,7 @@ def test_a_loss_fn_that_raises(way: str, failing: int) -> None:
             raise OverflowError("of the loss")
         return loss(*fields)
 
-    told: Any = dict(wgrad="main_grad", cotangent=1.0, chunk_bytes=0)
+    told: Any = dict(wgrad="main_grad", cotangent=1.0, chunk_bytes=p.THREE_CHUNKS)
     with WAYS[way](), pytest.raises(OverflowError, match="of the loss") as error:
         linear_loss(raising, *problem._replace(weight=weight), **told)
     notes = getattr(error.value, "__notes__", [])
@@ -148,13 +148,13 @@ def test_a_checkpoint_runs_each_chunk_twice() -> None:
         return saving(logprobs, *others)
 
     def call() -> torch.Tensor:
-        return linear_loss(counted, *leaves, chunk_bytes=0)[0]
+        return linear_loss(counted, *leaves, chunk_bytes=p.THREE_CHUNKS)[0]
 
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):  # goes on after the call
         torch.utils.checkpoint.checkpoint(call, use_reentrant=False).backward()
         assert torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
     assert chunks == 2 * [2048, 2048, 904]
-    linear_loss(saving, *plain, chunk_bytes=0)[0].backward()
+    linear_loss(saving, *plain, chunk_bytes=p.THREE_CHUNKS)[0].backward()
     assert all(torch.equal(x.grad, y.grad) for x, y in zip(leaves[:2], plain[:2], strict=True))
 
 

@@ -169,7 +169,7 @@ def ppo(logprobs: Any, entropy: Any, lse: Any, advantages: Any) -> Any:
 
 
 ROUNDING = 1.7e-3  # of one rounding to bfloat16: 2⁻⁹ of each element, uniformly
-T, FACTOR = 5000, 0.37  # of three chunks, where one has 2048
+T, FACTOR = 5000, 0.37  # of three chunks
 
 
 @pytest.mark.parametrize("way", ["jax", "direct"])
@@ -181,7 +181,7 @@ def test_linear_loss_adds_in_the_forward_to_what_is_given(way: str, tokens: int)
     weight = parameter(problem, grad_added_to_main_grad=False, zero_out_wgrad=True)
     weight.main_grad.fill_(0.25)
     hidden, own = problem.hidden.clone().requires_grad_(), advantages.clone().requires_grad_()
-    told = dict(wgrad="main_grad", cotangent=FACTOR, chunk_bytes=0)
+    told = dict(wgrad="main_grad", cotangent=FACTOR, chunk_bytes=p.THREE_CHUNKS)
     with launched_directly() if way == "direct" else contextlib.nullcontext():
         total, out = linear_loss(ppo, hidden, weight, problem.labels, own, **told)
     added = weight.main_grad - 0.25

@@ -88,7 +88,10 @@ def logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> to
 
 def chunks(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     problem = [torch.cat([x] * 15) for x in (hidden, PROBLEM.labels)]  # of 4,500 tokens, in three chunks
-    total, _ = linear_loss(lambda logprobs, *_: logprobs, problem[0], weight, problem[1], bias=bias, chunk_bytes=0)
+    chunk_bytes = p.bytes_of(2048, weight)
+    total, _ = linear_loss(
+        lambda logprobs, *_: logprobs, problem[0], weight, problem[1], bias=bias, chunk_bytes=chunk_bytes
+    )
     return total
 
 
@@ -132,7 +135,8 @@ def test_no_program_runs_by_itself(dtype: torch.dtype) -> None:
     jax.clear_caches()
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
-        total, _ = linear_loss(lambda logprobs, *_: logprobs * 1e-6, *problem, chunk_bytes=0)
+        chunk_bytes = p.bytes_of(2048, problem.weight)
+        total, _ = linear_loss(lambda logprobs, *_: logprobs * 1e-6, *problem, chunk_bytes=chunk_bytes)
         torch.autograd.grad(total, problem[:2])
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
