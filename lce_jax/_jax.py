@@ -65,9 +65,21 @@ def vary_over[T](tree: T, axes: frozenset[Any]) -> T:
     return jax.tree.map(lambda x: lax.pcast(x, tuple(axes - varying_axes(x)), to="varying"), tree)
 
 
+def is_traced() -> bool:
+    """Whether what runs here becomes part of a program: under ``jit``, not under ``grad`` or ``vmap`` alone."""
+    return isinstance(_nothing(), jax.core.Tracer)
+
+
+_nothing = jax.jit(lambda: jnp.zeros(()))
+
+
 def has_explicit_axes(x: Any) -> bool:
-    """Whether the type of ``x`` has a mesh with axes that types split arrays over, also where none splits ``x``."""
-    return AxisType.Explicit in (jax.typeof(x).sharding.mesh.axis_types or ())
+    """Whether what is made of ``x`` has a mesh in its type with axes that types split arrays over.
+
+    Its own mesh, also where no axis splits ``x``, or that of ``jax.set_mesh``.
+    """
+    meshes = jax.typeof(x).sharding.mesh, jax.sharding.get_abstract_mesh()
+    return any(AxisType.Explicit in (mesh.axis_types or ()) for mesh in meshes)
 
 
 def without_reduced(x: jax.Array) -> jax.Array:
@@ -147,3 +159,33 @@ mlir.register_lowering(_derivative_p, _refuse_derivative)
 ad.primitive_jvps[_derivative_p] = _refuse_derivative
 ad.primitive_transposes[_derivative_p] = _transpose_derivative
 batching.primitive_batchers[_derivative_p] = _batch_derivative
+
+
+# Two identities: of a value, which no compiled program has, and of its tangent. The second is transposed, in reverse
+# mode; in forward mode it is evaluated, lowered or batched, and refused. (JAX's own error, that of a ``custom_vjp``,
+# names no function.) Give ``function=``, its name: ``only_in_reverse.bind(x, function="linear_logprobs")``.
+only_in_reverse, _tangent_p = Primitive("lce_only_in_reverse"), Primitive("lce_tangent_in_reverse")
+
+
+def _refuse_forward_mode(*_: Any, function: str, **__: Any) -> Any:
+    raise NotImplementedError(
+        f"{function} has first derivatives in reverse mode (jax.grad, jax.vjp, jax.jacrev), and this is one in forward "
+        "mode (jax.jvp, jax.linearize, jax.jacfwd): the derivative of a scalar along a direction is the inner product "
+        "of its jax.grad with that direction"
+    )
+
+
+only_in_reverse.def_impl(lambda x, **_: x)
+only_in_reverse.def_abstract_eval(lambda x, **_: x)
+mlir.register_lowering(only_in_reverse, lambda _, x, **__: [x])
+batching.defvectorized(only_in_reverse)
+ad.primitive_jvps[only_in_reverse] = lambda primals, tangents, **function: (
+    primals[0],
+    tangents[0] if type(tangents[0]) is ad.Zero else _tangent_p.bind(tangents[0], **function),
+)
+_tangent_p.def_impl(_refuse_forward_mode)
+_tangent_p.def_abstract_eval(lambda x, **_: x)
+mlir.register_lowering(_tangent_p, _refuse_forward_mode)
+batching.primitive_batchers[_tangent_p] = _refuse_forward_mode
+ad.primitive_jvps[_tangent_p] = _refuse_forward_mode
+ad.primitive_transposes[_tangent_p] = lambda cotangent, *_, **__: [cotangent]

@@ -116,7 +116,7 @@ class Options:
     @property
     def sharded_function(self) -> str:
         """The one that takes the axes of a mesh by name."""
-        return f"sharded_{self.function}" + (" (or _cross_entropy)" if self.function == "linear_logprobs" else "")
+        return f"sharded_{self.function}"
 
     @property
     def statistics(self) -> dict[str, int]:

@@ -142,7 +142,7 @@ def operands(
 ) -> tuple[Primals, Rows]:
     """The arrays of a call: those with gradients, and the per-token ones."""
     if labels is None:
-        labels = _rows.no_labels(tuple(hidden.shape[:-1]))
+        labels = _rows.no_labels(jnp.asarray(hidden), tuple(hidden.shape[:-1]))
     given = Primals(hidden, weight, options.bias)
     primals = jax.tree.map(lambda x: _jax.without_reduced(jnp.asarray(x)), given)
     factors = (options.temperature, spec.vocab_size, spec.case.stat_dtype, options.logit_scale, options.logit_softcap)

@@ -132,7 +132,7 @@ def bind(given: KLArguments, place: Place | None = None) -> KLCall:
     spec = KLSpec(models, given.direction, given.implementation, mesh)
     rows, agree = student.rows, _collectives.both(student.agree, teacher.agree)
     if given.beta is not None:
-        weights = _rows.weights(given.beta, rows.labels.shape, spec.dtype)
+        weights = _rows.weights(given.beta, rows.labels.shape, spec.dtype, rows.labels)
         if axis_name is not None:
             weights, also = _collectives.same_on_all_shards(weights, rows.labels.ndim, axis_name)
             agree = _collectives.both(agree, _collectives.where_it_counts(also, rows.where))
@@ -159,7 +159,7 @@ def bind_shard(given: KLArguments) -> KLCall:
         teacher, others, teachers_rows = bound(given.arrays.teacher, given.options.teacher, cases.teacher)
     spec = KLSpec(Pair(student, teacher), given.direction, given.implementation)
     if given.beta is not None:
-        rows = rows._replace(weights=_rows.weights(given.beta, rows.labels.shape, spec.dtype))
+        rows = rows._replace(weights=_rows.weights(given.beta, rows.labels.shape, spec.dtype, rows.labels))
     return KLCall(spec, Pair(own, others), Pair(rows, teachers_rows), None)
 
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun  # type: ignore[attr-defined]
 
 from lce_jax import _jax
 from lce_jax._types import Case, LogprobOutput, Primals
-from lce_jax.call import _checks
+from lce_jax.call import _checks, _rows
 from lce_jax.call._rows import Rows
 
 if TYPE_CHECKING:
@@ -39,15 +40,17 @@ class Gradients(NamedTuple):
     constants: tuple[Any, ...]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True)
 class TokenLoss:
-    """A traced loss of one token."""
+    """A traced loss of one token, equal to itself alone; that of `outliving` to all that compute the same."""
 
     # Of examples of a token's results and of its arguments. None for one device: it keeps nothing alive.
-    retrace: Callable[..., ClosedJaxpr] | None
-    jaxpr: ClosedJaxpr  # with None for each array that it closes over
-    known: tuple[Any, ...]  # the arrays that it closes over; None in place of the traced ones
+    retrace: Callable[..., ClosedJaxpr] | None = dataclasses.field(compare=False)
+    jaxpr: ClosedJaxpr = dataclasses.field(compare=False)  # with None for each array that it closes over
+    # The arrays that it closes over; None in place of the traced ones.
+    known: tuple[Any, ...] = dataclasses.field(compare=False)
     impls: tuple[Any, ...]  # of those that are typed random keys; None for the others
+    identity: Any = dataclasses.field(default_factory=object)
 
     @classmethod
     def of(cls, retrace: Callable[..., ClosedJaxpr], *examples: Any) -> tuple[TokenLoss, tuple[Any, ...]]:
@@ -61,22 +64,17 @@ class TokenLoss:
     def with_arguments(self, inputs: Inputs) -> tuple[TokenLoss, Inputs]:
         """The loss with all that it closes over among the inputs: a function that XLA splits closes over nothing."""
         traced = iter(inputs.constants)
-        constants = tuple(next(traced) if x is None else untyped(jnp.asarray(x)) for x in self.known)
+        known = (None if x is None else _rows.on_device(x, inputs.primals.hidden) for x in self.known)
+        constants = tuple(next(traced) if x is None else untyped(x) for x in known)
         return dataclasses.replace(self, known=(None,) * len(constants)), inputs._replace(constants=constants)
-
-    def without_known(self, gradients: Gradients) -> Gradients:
-        """The gradients of `with_arguments`, or of this loss, without those of arrays that are known."""
-        if len(gradients.constants) != len(self.known):
-            return gradients
-        pairs = zip(gradients.constants, self.known, strict=True)
-        return gradients._replace(constants=tuple(dx for dx, known in pairs if known is None))
 
     def here(self, inputs: Inputs) -> TokenLoss:
         """The same loss traced over the mesh where it is computed, which a traced program knows."""
         assert self.retrace is not None
         dtype = jnp.promote_types(inputs.primals.weight.dtype, jnp.float32)
         try:
-            return TokenLoss.of(self.retrace, *_examples(dtype, inputs))[0]
+            loss, _ = TokenLoss.of(self.retrace, *_examples(dtype, inputs))
+            return dataclasses.replace(loss, known=self.known)
         except (NotImplementedError, ValueError) as error:  # JAX: what is typed over the axes of the mesh outside
             if not self.known:
                 raise
@@ -95,6 +93,24 @@ class TokenLoss:
         (losses,) = jax.vmap(jaxpr_as_fun(closed))(*given, *per_token)
         losses = losses.astype(outputs.lse.dtype)
         return losses if live is None else jnp.where(live, losses, 0.0)
+
+
+def outliving(loss: TokenLoss, inputs: Inputs) -> tuple[TokenLoss, Inputs]:
+    """The loss for a program that outlives the call: with all arrays among the inputs, told by what it computes.
+
+    That is its value and its derivatives, in which custom rules have become operations. All that the function reads may
+    have changed when it is called again.
+    """
+    loss, inputs = loss.with_arguments(inputs)
+    jaxpr, impls = loss.jaxpr, loss.impls
+    both = jax.value_and_grad(
+        lambda constants, given: jaxpr_as_fun(jaxpr.replace(consts=[*map(_typed, constants, impls)]))(*given)[0],
+        argnums=(0, 1),
+        allow_int=True,
+    )
+    structs = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in jaxpr.in_avals)
+    made = jax.make_jaxpr(both)(inputs.constants, structs)
+    return dataclasses.replace(loss, identity=(str(made), *_constants_of(made))), inputs
 
 
 class LossArguments(NamedTuple):
@@ -145,7 +161,10 @@ def trace(
         results = scalar, scalar if entropy else None, scalar
         return jax.make_jaxpr(lambda results, *flat: loss_fn(*results, *own.of(flat)))(results, *flat)
 
-    loss, constants = TokenLoss.of(retrace, *_jax.vary_over(_examples(case.stat_dtype, inputs), axes))
+    examples = _examples(case.stat_dtype, inputs)
+    if axes:
+        examples = _jax.vary_over([jnp.zeros(x.shape, x.dtype) for x in examples], axes)
+    loss, constants = TokenLoss.of(retrace, *examples)
     shapes = [(tuple(x.shape), x.dtype) for x in loss.jaxpr.out_avals]
     if len(shapes) != 1 or shapes[0][0] != () or not jnp.issubdtype(shapes[0][1], jnp.floating):
         said = ", ".join(f"{dtype.name}{list(shape)}" for shape, dtype in shapes) or "nothing"
@@ -156,10 +175,19 @@ def trace(
     return loss, constants
 
 
-def _examples(dtype: Any, inputs: Inputs) -> list[Array]:
+def _examples(dtype: Any, inputs: Inputs) -> list[Any]:
     """A result of one token, and its slice of each argument."""
-    dims = inputs.rows.labels.ndim
-    return [jnp.zeros((), dtype), *(jnp.zeros(x.shape[dims:], x.dtype) for x in inputs.per_token)]
+    dims, struct = inputs.rows.labels.ndim, jax.ShapeDtypeStruct
+    return [struct((), dtype), *(struct(x.shape[dims:], x.dtype) for x in inputs.per_token)]
+
+
+def _constants_of(jaxpr: Any) -> Iterator[bytes | int]:
+    """What tells the arrays that a program and the functions in it close over, which its text does not show."""
+    yield from (x.tobytes() if isinstance(x, np.ndarray) else id(x) for x in getattr(jaxpr, "consts", ()))
+    for equation in jaxpr.eqns:
+        for inner in jax.tree.leaves(list(equation.params.values())):
+            if hasattr(inner, "eqns"):
+                yield from _constants_of(inner)
 
 
 def check_closure(constants: tuple[Any, ...], axes: frozenset[Any]) -> None:

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from lce_jax import scalars
 from lce_jax._types import is_array
@@ -62,15 +63,16 @@ def of_call(
     """The per-token operands of a call, temperature and floor checked; ids outside [0, vocab_size) become -1."""
     floor = None if floor is None else _checks.logit_floor(floor, labels.shape, where)
     factors = (_checks.temperature(temperature, labels.shape, where), scale, softcap, floor)
-    arrays = tuple(None if factor is None else on_device(factor) for factor in factors)
+    arrays = tuple(None if factor is None else on_device(factor, labels) for factor in factors)
     where = None if where is None else jnp.asarray(where)
     candidates = None if candidates is None else int32_labels(candidates, "candidates")
     return _of_arrays(int32_labels(labels), where, arrays, candidates, vocab_size, dtype)
 
 
-@functools.partial(jax.jit, static_argnums=0, inline=True)
-def no_labels(shape: tuple[int, ...]) -> Array:
-    """The labels of a call that has none. Jitted for the reason that `_of_arrays` gives."""
+@functools.partial(jax.jit, static_argnums=1, inline=True, keep_unused=True)
+def no_labels(like: Array, shape: tuple[int, ...]) -> Array:
+    """The labels of a call that has none, on the devices of ``like``. Jitted for the reason that `_of_arrays` gives."""
+    del like
     return jnp.full(shape, -1, jnp.int32)
 
 
@@ -99,11 +101,11 @@ def tagged(rows: Rows) -> Rows:
     return rows._replace(tags=_collectives.tags([x for x in columns if x is not None], rows.where))
 
 
-def weights(beta: Any, shape: tuple[int, ...], dtype: Any) -> Pair[Array]:
+def weights(beta: Any, shape: tuple[int, ...], dtype: Any, like: Any = None) -> Pair[Array]:
     """Of student and teacher, 1 - β and β. That of a number is rounded once, because near β = 1 float32 has few."""
     if is_array(beta):
-        return _of_teachers_weight(on_device(beta), shape, dtype)
-    return Pair(*(per_token(on_device(weight), shape, dtype) for weight in (1.0 - beta, beta)))
+        return _of_teachers_weight(on_device(beta, like), shape, dtype)
+    return Pair(*(per_token(on_device(weight, like), shape, dtype) for weight in (1.0 - beta, beta)))
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2), inline=True)
@@ -161,9 +163,13 @@ def wrong(rows: Rows) -> Bool[Array, "T"] | None:
     return is_wrong if rows.live is None else is_wrong & rows.live
 
 
-def on_device(value: Any) -> Array:
-    """A number as an array, by an explicit transfer; arrays as they are."""
-    return value if isinstance(value, jax.Array) else jax.device_put(np.asarray(value))
+def on_device(value: Any, like: Any = None) -> Array:
+    """A number as an array, by an explicit transfer, to the mesh of ``like`` if it lies on one; arrays as they are."""
+    if isinstance(value, jax.Array):
+        return value
+    of = None if isinstance(like, jax.core.Tracer) else getattr(like, "sharding", None)
+    whole = NamedSharding(of.mesh, PartitionSpec()) if isinstance(of, NamedSharding) else None
+    return jax.device_put(np.asarray(value), whole)
 
 
 def count(name: str, value: Any, most: int, of: str = "") -> Int[Array, ""]:

@@ -143,7 +143,7 @@ def mean_logit(
 def _row_scale(stats: ShardStatistics, where: Any, temperature: Any, logit_softcap: Any, logit_scale: Any) -> Any:
     """The k of eq. 0; the last dimension of the statistics runs over the tokens."""
     options = _options.of_call({"logit_softcap": logit_softcap, "logit_scale": logit_scale})
-    labels, dtype = _rows.no_labels(stats.max.shape[-1:]), stats.max.dtype
+    labels, dtype = _rows.no_labels(stats.max, stats.max.shape[-1:]), stats.max.dtype
     rows = _rows.of_call(labels, where, temperature, 0, dtype, options.logit_scale, options.logit_softcap)
     invert = functools.partial(_on_device, _temperature.inverse)
     return _logprobs.row_scale(options.static, _rows.scales(rows, dtype, False, invert).logits)

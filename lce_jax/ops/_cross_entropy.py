@@ -77,7 +77,7 @@ def linear_cross_entropy(
     Raises:
         UnsupportedError: an implementation asked for by name cannot serve the call; the message says why.
         ValueError, TypeError: shapes, dtypes or options that do not fit, with the offending values.
-        NotImplementedError: on a second derivative.
+        NotImplementedError: on a second derivative, and on a first one in forward mode (``jax.jvp``).
 
     Memory:
         That of `linear_logprobs`. A sum or a mean without smoothing computes its gradients in the forward, which is
@@ -123,9 +123,9 @@ def of_call(
     """The loss of a call, over the mesh at ``place`` if it is sharded by name."""
     label_smoothing, z_loss, normalizer = _options.of_loss(reduction, label_smoothing, z_loss, normalizer)
     where = _counting_rows(labels, where, ignore_index)
-    checked = _options.of_call(_options.loss_call(options), mean_logit=label_smoothing > 0)
-    divisor = None if normalizer is None else _rows.on_device(normalizer)
-    traced = None if isinstance(z_loss, float) else _rows.on_device(z_loss)
+    checked = _options.of_call(_options.loss_call(options), label_smoothing > 0, "linear_cross_entropy")
+    divisor = None if normalizer is None else _rows.on_device(normalizer, labels)
+    traced = None if isinstance(z_loss, float) else _rows.on_device(z_loss, labels)
     (labels, where), (traced, divisor), agree = _agreed(labels, where, (traced, divisor), checked.axis_name)
     loss = _Loss(reduction, label_smoothing, z_loss if isinstance(z_loss, float) else 0.0)
     chunk_bytes = _chunk_bytes(loss, hidden, weight, labels, where, checked, place)

@@ -108,7 +108,7 @@ def linear_kl(
     Raises:
         ValueError, TypeError: shapes, dtypes or options that do not fit, with the offending values. Also weights with
             different numbers of columns, unless ``vocab_size`` is given; over a split vocabulary they must be equal.
-        NotImplementedError: on a second derivative.
+        NotImplementedError: on a second derivative, and on a first one in forward mode (``jax.jvp``).
         UnsupportedError: an implementation asked for by name cannot serve the call; the message says why.
 
     Memory:
@@ -225,7 +225,7 @@ def sharded_linear_kl(
     Raises:
         ValueError, TypeError: shapes, dtypes or options that do not fit, with the offending values. Also an axis
             that the mesh does not have, an axis used twice, or a dimension that does not divide.
-        NotImplementedError: on a second derivative.
+        NotImplementedError: on a second derivative, and on a first one in forward mode (``jax.jvp``).
         UnsupportedError: an implementation asked for by name cannot serve the call; the message says why.
 
     Memory:

@@ -80,7 +80,7 @@ def linear_logits(
     Raises:
         UnsupportedError: an implementation asked for by name cannot serve the call; the message says why.
         ValueError, TypeError: shapes, dtypes or options that do not fit, with the offending values.
-        NotImplementedError: on a second derivative.
+        NotImplementedError: on a second derivative, and on a first one in forward mode (``jax.jvp``).
 
     Memory:
         O(T·K), and a few chunks of gathered rows of 32 MiB each, beyond the operands and the gradients.

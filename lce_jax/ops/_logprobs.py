@@ -117,7 +117,7 @@ def linear_logprobs(
     Raises:
         UnsupportedError: an implementation asked for by name cannot serve the call; the message says why.
         ValueError, TypeError: shapes, dtypes or options that do not fit, with the offending values.
-        NotImplementedError: on a second derivative.
+        NotImplementedError: on a second derivative, and on a first one in forward mode (``jax.jvp``).
 
     Memory:
         Forward O(T + tile) beyond the operands, backward O(T·H + tile) beyond the gradients; never T·V. From forward

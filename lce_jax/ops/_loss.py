@@ -13,13 +13,10 @@ from jax import lax
 from lce_jax import _jax
 from lce_jax._types import LogprobOutput, Results
 from lce_jax.call import _bind, _loss, _options
-from lce_jax.call._bind import Call
 from lce_jax.call._keywords import LogprobOptions
 from lce_jax.call._loss import Inputs
 from lce_jax.call._place import Place
-from lce_jax.call._spec import Spec
 from lce_jax.mesh import _collectives
-from lce_jax.programs import _logprobs
 from lce_jax.programs import _loss as _loss_vjp
 from lce_jax.programs._loss_in_forward import axes_of_tokens
 from lce_jax.programs._token_chunks import budget
@@ -65,9 +62,9 @@ def linear_loss(
             log-probabilities, random keys. Real and complex numbers are differentiable.
         where: ``[...]`` bool, the rows that count. The others are exactly 0 in outputs and gradients, whatever they
             hold, and cost no work. None: every row counts.
-        chunk_bytes: bytes that the exponentials of one chunk of tokens may take, in the weight's dtype, per device; at
-            least 128 tokens are a chunk. None: 1400 MiB (256 MiB on a CPU), but all tokens are one chunk where that
-            needs no more memory than several chunks and their sum of dweight.
+        chunk_bytes: bytes that the exponentials of one chunk of tokens may take beside the sum of dweight, per device;
+            at least 128 tokens are a chunk. Fewer chunks are faster, because each adds to that sum. All tokens are one
+            chunk where they need no more memory than several chunks and their sum. None: 1400 MiB (256 MiB on a CPU).
         **options: ``temperature``, ``logit_softcap``, ``logit_scale``, ``entropy``, ``stats``, ``vocab_size``,
             ``weight_layout``, ``axis_name``, ``precision``, ``implementation``, ``bias``, ``gradient_threshold`` and
             ``logit_floor``, as in `linear_logprobs`.
@@ -82,7 +79,7 @@ def linear_loss(
             that does not return one floating-point scalar; one that closes over an array which lies on a mesh, where
             JAX cannot use it on one device; and, inside ``shard_map``, one that closes over a traced number that the
             devices share while their tokens differ. Give these as per-token arguments.
-        NotImplementedError: on a second derivative.
+        NotImplementedError: on a second derivative, and on a first one in forward mode (``jax.jvp``).
 
     Memory:
         Differentiated: O(chunk + T) beyond the gradients, and with several chunks dweight in float32, V·H·4 bytes.
@@ -100,8 +97,11 @@ def linear_loss(
         the operands' types under Explicit axes, by XLA under Auto axes (TPUs refuse them). `sharded_linear_loss` takes
         the axes by name. Inside ``shard_map``, give ``axis_name``; per-token arguments may be typed as varying over it
         if every shard holds the same, and rows that differ are NaN. ``vmap`` computes its examples one by one; where an
-        Explicit axis splits them, each device those that it has. Call it under ``jit``: outside, every call is compiled
-        again.
+        Explicit axis splits them, each device those that it has.
+
+    Compilation:
+        Outside ``jit`` each ``loss_fn`` and kind of call has one program, which dies with the ``loss_fn``: keep the
+        function, because a new one is compiled anew. What it reads may change between two calls.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -166,9 +166,9 @@ def sharded_linear_loss(
             reduce-scattered backward. None: the sequence is not split.
         where: ``[...]`` bool, the rows that count. The others are exactly 0 in outputs and gradients, whatever they
             hold, and cost no work. None: every row counts.
-        chunk_bytes: bytes that the exponentials of one chunk of tokens may take, in the weight's dtype, per device; at
-            least 128 tokens are a chunk. None: 1400 MiB (256 MiB on a CPU), but all tokens are one chunk where that
-            needs no more memory than several chunks and their sum of dweight.
+        chunk_bytes: bytes that the exponentials of one chunk of tokens may take beside the sum of dweight, per device;
+            at least 128 tokens are a chunk. Fewer chunks are faster, because each adds to that sum. All tokens are one
+            chunk where they need no more memory than several chunks and their sum. None: 1400 MiB (256 MiB on a CPU).
         **options: ``temperature``, ``logit_softcap``, ``logit_scale``, ``entropy``, ``stats``, ``vocab_size``,
             ``weight_layout``, ``precision``, ``implementation``, ``bias``, ``gradient_threshold`` and ``logit_floor``,
             as in `linear_logprobs`.
@@ -181,7 +181,7 @@ def sharded_linear_loss(
         UnsupportedError: an implementation asked for by name cannot serve the call; the message says why.
         ValueError, TypeError: shapes, dtypes or options that do not fit, with the offending values. Also an axis
             that the mesh does not have, an axis used twice, or a dimension that does not divide.
-        NotImplementedError: on a second derivative.
+        NotImplementedError: on a second derivative, and on a first one in forward mode (``jax.jvp``).
 
     Memory:
         Per device, that of `linear_loss` on the device's tokens and columns. Each chunk merges the shards with one
@@ -216,33 +216,23 @@ def _sum_of_losses(
 ) -> tuple[Array, LogprobOutput]:
     """`linear_loss`, over the mesh at ``place`` if there is one."""
     checked, most = _options.of_call(options, function="linear_loss"), budget(chunk_bytes, options)
-    call = _bind.bind(hidden, weight, labels, where, checked, place, per_token)
-    inputs, agree, loss = _inputs(loss_fn, call, per_token, checked.axis_name)
-    spec = call.spec
-    if spec.case.num_tokens:
-        traced_there = spec.mesh is not None and not _over_devices.is_left_to_xla(spec, inputs)
-        loss = loss if traced_there else dataclasses.replace(loss, retrace=None)  # which keeps nothing alive
-        total, out = _loss_vjp.linear_loss(spec, loss, most, inputs)
-    else:
-        out = _logprobs.of_no_tokens(spec, inputs.rows).outputs
-        total, out = _jax.vary_over((jnp.zeros((), out.lse.dtype), out), axes_of_tokens(spec, inputs))
+    spec, primals, rows, agree = _bind.bind(hidden, weight, labels, where, checked, place, per_token)
+    flat, own = _loss.flat_arguments(per_token, rows.labels)
+    if checked.axis_name is not None:
+        flat, also = _collectives.same_on_all_shards(flat, rows.labels.ndim, checked.axis_name)
+        agree = _collectives.both(agree, _collectives.where_it_counts(also, rows.where))
+    inputs = Inputs(primals, rows, flat, ())
+    axes = axes_of_tokens(spec, inputs)
+    run, held = (_loss_vjp.run, loss_fn) if _jax.is_traced() else _loss_vjp.outside_jit(loss_fn)
+    loss, constants = _loss.trace(held, own, spec.case, inputs, axes)
+    _loss.check_closure(constants, axes)
+    inputs = inputs._replace(constants=constants)
+    traced_there = spec.mesh is not None and not _over_devices.is_left_to_xla(spec, inputs)
+    loss = loss if traced_there else dataclasses.replace(loss, retrace=None)  # which keeps nothing alive
+    if run is not _loss_vjp.run:
+        loss, inputs = _loss.outliving(loss, inputs)
+    total, out = run(spec, loss, most, inputs)
     if agree is not None:
         total = _collectives.nan_where_different(jnp.all(agree), total)
         out = _collectives.nan_where_different(agree, out)
     return total, jax.tree.map(lax.stop_gradient, Results(out).public)
-
-
-def _inputs(
-    loss_fn: Any, call: Call[Spec], per_token: Any, axis_name: Any
-) -> tuple[Inputs, Array | None, _loss.TokenLoss]:
-    """The arrays of a call, the rows in which all shards were given the same, and the traced loss."""
-    spec, primals, rows, agree = call
-    flat, own = _loss.flat_arguments(per_token, rows.labels)
-    if axis_name is not None:
-        flat, also = _collectives.same_on_all_shards(flat, rows.labels.ndim, axis_name)
-        agree = _collectives.both(agree, _collectives.where_it_counts(also, rows.where))
-    inputs = Inputs(primals, rows, flat, ())
-    axes = axes_of_tokens(spec, inputs)
-    loss, constants = _loss.trace(loss_fn, own, spec.case, inputs, axes)
-    _loss.check_closure(constants, axes)
-    return inputs._replace(constants=constants), agree, loss

@@ -63,7 +63,7 @@ def sharded_linear_logprobs(
         UnsupportedError: an implementation asked for by name cannot serve the call; the message says why.
         ValueError, TypeError: shapes, dtypes or options that do not fit, with the offending values. Also an axis
             that the mesh does not have, an axis used twice, or a dimension that does not divide.
-        NotImplementedError: on a second derivative.
+        NotImplementedError: on a second derivative, and on a first one in forward mode (``jax.jvp``).
 
     Memory:
         Per device, that of `linear_logprobs` on the device's tokens and columns. One all-gather of at most five
@@ -145,7 +145,7 @@ def sharded_linear_cross_entropy(
         UnsupportedError: an implementation asked for by name cannot serve the call; the message says why.
         ValueError, TypeError: shapes, dtypes or options that do not fit, with the offending values. Also an axis
             that the mesh does not have, an axis used twice, or a dimension that does not divide.
-        NotImplementedError: on a second derivative.
+        NotImplementedError: on a second derivative, and on a first one in forward mode (``jax.jvp``).
 
     Memory:
         That of `sharded_linear_logprobs`, or of `sharded_linear_loss` where `linear_cross_entropy` would use it.
@@ -208,7 +208,7 @@ def sharded_linear_logits(
     Raises:
         ValueError, TypeError: shapes, dtypes or options that do not fit, with the offending values. Also an axis
             that the mesh does not have, an axis used twice, or a dimension that does not divide.
-        NotImplementedError: on a second derivative.
+        NotImplementedError: on a second derivative, and on a first one in forward mode (``jax.jvp``).
 
     Memory:
         Per device, that of `linear_logits` on the device's tokens and columns.

@@ -33,7 +33,8 @@ def run(capability: Capability, spec: Any, primals: Primals, rest: Any) -> Any:
     """
     if not spec.case.num_tokens:
         return _jax.vary_like(capability.of_no_tokens(spec, rest), (primals.hidden, rest))
-    return _run(capability, spec, primals, rest)
+    marked = functools.partial(_jax.only_in_reverse.bind, function=spec.case.options.function)
+    return _run(capability, spec, jax.tree.map(marked, primals), rest)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

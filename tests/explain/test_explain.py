@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import lce_jax
-from lce_jax import UnsupportedError, _dispatch, explain, linear_logprobs, mosaic
+from lce_jax import UnsupportedError, _dispatch, explain, linear_kl, linear_logprobs, mosaic
 from tests import cases
 from tests.devices import H200
 
@@ -47,6 +49,37 @@ def test_reads_well() -> None:
         "  logits     1.0 GiB if they were stored",
         "  note       the forward keeps 63 of 64 vocabulary tiles, 16.0 MiB each",
     ]
+
+
+def kept_and_said(**options: Any) -> tuple[int, int]:
+    """Bytes that a jitted call keeps from forward to backward beside its operands, and those of the plan."""
+    struct = jax.ShapeDtypeStruct
+    hidden, weight, labels = struct((64, 16), "float32"), struct((4096, 16), "float32"), struct((64,), "int32")
+
+    def total(hidden: Any, weight: Any, labels: Any) -> Any:
+        if "teacher" in options:
+            return jnp.sum(linear_kl(hidden, weight, hidden, weight, cache_bytes=1 << 28, direction="reverse"))
+        return jnp.sum(linear_logprobs(hidden, weight, labels, cache_bytes=1 << 28).logprobs)
+
+    def kept(hidden: Any, weight: Any, labels: Any) -> Any:
+        return jax.vjp(lambda *x: total(*x, labels), hidden, weight)[1]
+
+    arrays = jax.tree.leaves(jax.eval_shape(jax.jit(kept), hidden, weight, labels))
+    held = sum(x.size * x.dtype.itemsize for x in arrays if x.shape not in (hidden.shape, weight.shape))
+    if "teacher" in options:
+        options |= {"teacher": (hidden, weight)}
+    return held, explain(hidden, weight, labels, cache_bytes=1 << 28, **options).kept_bytes
+
+
+@pytest.mark.parametrize("options", [{}, {"teacher": True, "direction": "reverse"}], ids=["logprobs", "kl"])
+@pytest.mark.parametrize("axis_type", [None, AxisType.Auto, AxisType.Explicit], ids=str)
+def test_what_is_kept_is_what_the_plan_says(axis_type: AxisType | None, options: dict[str, Any]) -> None:
+    """On a CPU, without a mesh and under one of one device."""
+    one = np.array(jax.devices()[:1])
+    mesh = None if axis_type is None else jax.sharding.Mesh(one, ("device",), axis_types=(axis_type,))
+    with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
+        held, said = kept_and_said(**options)
+    assert 64 * 4096 * 4 <= said <= held < 1.1 * said
 
 
 def test_with_an_axis_that_is_not_bound() -> None:

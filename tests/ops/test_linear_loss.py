@@ -245,6 +245,70 @@ def test_transformations(how: str) -> None:
         assert oracle.relative_norm(gradient(one_pass), want) < 4e-6
 
 
+def live_programs() -> int:
+    gc.collect()
+    return len(jax.devices()[0].client.live_executables())
+
+
+def test_calls_outside_jit_keep_a_program_as_long_as_its_loss_fn_lives() -> None:
+    """One of each kind; none of a loss_fn that is gone."""
+    hidden, weight, labels, *_ = cases.draw(cases.case("x", leading=(24,)))
+
+    def calls(loss_fn: Any) -> None:
+        jax.block_until_ready(linear_loss(loss_fn, hidden, weight, labels))
+        jax.block_until_ready(jax.grad(lambda *x: linear_loss(loss_fn, *x, labels)[0], (0, 1))(hidden, weight))
+
+    def fresh() -> Any:
+        return lambda logprob, entropy, lse: jax.nn.relu(-logprob) + 0.1 * entropy + lse
+
+    calls(fresh())  # compiles what no loss_fn is a part of
+    before, loss_fn = live_programs(), fresh()
+    calls(loss_fn)
+    kept = live_programs()
+    assert kept > before
+    for _ in range(3):
+        calls(loss_fn)
+    assert live_programs() == kept
+    del loss_fn
+    assert live_programs() == before
+    for _ in range(3):
+        calls(fresh())
+    assert live_programs() == before
+
+
+def test_what_a_loss_fn_reads_may_change_between_calls_outside_jit() -> None:
+    """Numbers, arrays, NumPy's in place, what a function of ``jit`` closes over, and the rule of a derivative."""
+    hidden, weight, labels, *_ = cases.draw(cases.case("x", leading=(24,)))
+    now: dict[str, Any] = {"number": 1.0, "array": jnp.float32(2), "numpy": np.ones(2, np.float32), "limit": 1.0}
+
+    @jax.custom_vjp
+    def limited(x: Any) -> Any:
+        return x
+
+    limited.defvjp(lambda x: (x, None), lambda _, gradient: (gradient * now["limit"],))
+
+    def loss_fn(logprob: Any, entropy: Any, lse: Any) -> Any:
+        inner = jax.jit(lambda x: x * now["array"])
+        return -now["number"] * limited(logprob) * jnp.asarray(now["numpy"])[1] + inner(entropy) + lse * now["array"]
+
+    def value_and_gradient() -> Any:
+        return jax.value_and_grad(lambda hidden: linear_loss(loss_fn, hidden, weight, labels)[0])(hidden)
+
+    def change_numpy() -> None:
+        now["numpy"][1] = 3.0
+
+    changes = [
+        lambda: None, lambda: now.update(number=2.0), lambda: now.update(array=jnp.float32(5)), change_numpy,
+        lambda: now.update(limit=0.25),
+    ]  # fmt: skip
+    for change in changes:
+        change()
+        value, gradient = value_and_gradient()
+        want, wanted = jax.jit(lambda: value_and_gradient())()  # traced anew
+        assert np.isclose(value, want, rtol=1e-6)
+        assert oracle.relative_norm(gradient, wanted) < 1e-6
+
+
 @pytest.mark.parametrize(
     ("loss_fn", "own", "options", "message"),
     [

@@ -11,7 +11,20 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from lce_jax import linear_cross_entropy, linear_logprobs, local, sharded_linear_logprobs
+from lce_jax import (
+    linear_cross_entropy,
+    linear_kl,
+    linear_logits,
+    linear_logprobs,
+    linear_loss,
+    linear_topk,
+    local,
+    sharded_linear_kl,
+    sharded_linear_logits,
+    sharded_linear_logprobs,
+    sharded_linear_loss,
+    sharded_linear_topk,
+)
 from tests import cases, oracle
 
 HIDDEN, WEIGHT, LABELS, _, SEEDS = cases.draw(cases.case("transforms", leading=(4, 6), H=16, V=50))
@@ -121,7 +134,27 @@ def test_a_new_temperature_or_mask_compiles_nothing() -> None:
     assert function._cache_size() == 1
 
 
-@pytest.mark.parametrize("name", ["linear_logprobs", "gradient", "local", "sharded"])
+def negative(logprob, *_):
+    return -logprob
+
+
+TABLE = np.array([0.5, 2.0], np.float32)
+
+
+def ratio(logprob, entropy, _, old, group):
+    """With a custom derivative, an array that it closes over, and an integer per token."""
+    return jax.nn.relu(jnp.exp(logprob - old)) * TABLE[1] - entropy * jnp.asarray(TABLE)[group % 2]
+
+
+class Trainer:
+    def loss(self, logprob, *_):
+        return -logprob
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["linear_logprobs", "gradient", "local", "sharded", "loss", "gradient of a loss", "sharded loss", "method"],
+)
 def test_calls_outside_jit_compile_once(name: str) -> None:
     mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices("cpu")[:4])
     calls = {
@@ -129,6 +162,12 @@ def test_calls_outside_jit_compile_once(name: str) -> None:
         "gradient": lambda: jax.grad(loss, argnums=(0, 1))(HIDDEN, WEIGHT),
         "local": lambda: local.statistics(HIDDEN[0], WEIGHT, LABELS[0]),
         "sharded": lambda: sharded_linear_logprobs(HIDDEN, WEIGHT, LABELS, mesh=mesh, batch_axes="data"),
+        "loss": lambda: linear_loss(negative, HIDDEN, WEIGHT, LABELS),
+        "gradient of a loss": lambda: jax.grad(lambda h: linear_loss(ratio, h, WEIGHT, LABELS, SEEDS[0], LABELS)[0])(
+            HIDDEN
+        ),
+        "sharded loss": lambda: sharded_linear_loss(ratio, *(HIDDEN, WEIGHT, LABELS, SEEDS[0], LABELS), mesh=mesh)[0],
+        "method": lambda: linear_loss(Trainer().loss, HIDDEN, WEIGHT, LABELS)[0],  # a new object each time
     }
     compiled: list[str] = []
     logger = logging.getLogger("jax._src.interpreters.pxla")
@@ -142,7 +181,10 @@ def test_calls_outside_jit_compile_once(name: str) -> None:
     assert compiled == []
 
 
-@pytest.mark.parametrize("name", ["linear_logprobs", "options", "arrays", "loss", "jit", "sharded"])
+ALONE = ["linear_logprobs", "options", "arrays", "loss", "jit", "linear_loss", "pullback", "linear_logits"]
+
+
+@pytest.mark.parametrize("name", [*ALONE, "no tokens", "sharded", "numbers over a mesh", "no labels over a mesh"])
 def test_no_implicit_transfers(name: str) -> None:
     """Numbers and options are part of programs, or put on the device explicitly."""
     mesh = jax.make_mesh((2,), ("tensor",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu")[:2])
@@ -152,7 +194,9 @@ def test_no_implicit_transfers(name: str) -> None:
     options = dict(logit_softcap=30.0, logit_scale=0.5, stats=True, vocab_size=45)
 
     numbers = {name: jnp.float32(value) for name, value in (("logit_softcap", 30), ("logit_scale", 0.5), ("z_loss", 1))}
-    bias = jnp.ones(WEIGHT.shape[:1])
+    bias, ids = jnp.ones(WEIGHT.shape[:1]), LABELS[..., None]
+    placed_ids = jax.device_put(ids, whole)
+    none = HIDDEN[:0], WEIGHT, LABELS[:0]
 
     def smoothed(hidden, weight, labels):
         return linear_cross_entropy(hidden, weight, labels, ignore_index=3, label_smoothing=0.1, z_loss=1e-4)
@@ -164,6 +208,23 @@ def test_no_implicit_transfers(name: str) -> None:
         "loss": lambda: smoothed(HIDDEN, WEIGHT, LABELS),
         "jit": lambda: jax.jit(jax.value_and_grad(smoothed))(HIDDEN, WEIGHT, LABELS),
         "sharded": lambda: sharded_linear_logprobs(*placed, mesh=mesh),
+        "linear_loss": lambda: linear_loss(
+            ratio, HIDDEN, WEIGHT, LABELS, SEEDS[0], LABELS, where=where, temperature=0.7
+        ),
+        "pullback": lambda: jax.vjp(lambda h: linear_loss(negative, h, WEIGHT, LABELS)[0], HIDDEN)[1](
+            numbers["z_loss"]
+        ),
+        "linear_logits": lambda: linear_logits(HIDDEN, WEIGHT, ids, temperature=0.7, where=where),
+        "numbers over a mesh": lambda: (
+            sharded_linear_logprobs(*placed, mesh=mesh, temperature=0.7, logit_floor=-1.0),
+            sharded_linear_loss(negative, *placed, mesh=mesh, temperature=0.7),
+        ),
+        "no labels over a mesh": lambda: (
+            sharded_linear_topk(*placed[:2], 3, mesh=mesh),
+            sharded_linear_logits(*placed[:2], placed_ids, mesh=mesh),
+            sharded_linear_kl(*placed[:2], *placed[:2], mesh=mesh, direction="jsd", beta=0.3),
+        ),
+        "no tokens": lambda: (linear_logprobs(*none), linear_loss(negative, *none), linear_topk(*none[:2], 3)),
     }
     jax.clear_caches()
     with jax.transfer_guard("disallow"):
@@ -191,6 +252,45 @@ def test_strict_promotion_and_debug_modes() -> None:
             assert np.all(np.isfinite(np.asarray(grads, np.float32)))
 
 
-def test_jvp_is_refused_by_jax() -> None:
-    with pytest.raises(TypeError, match="custom_vjp"):
-        jax.jvp(lambda h: loss(h, WEIGHT), (HIDDEN,), (HIDDEN,))
+FUNCTIONS = {
+    "linear_logprobs": lambda h: linear_logprobs(h, WEIGHT, LABELS).logprobs.sum(),
+    "linear_cross_entropy": lambda h: loss(h, WEIGHT),
+    "linear_loss": lambda h: linear_loss(negative, h, WEIGHT, LABELS)[0],
+    "linear_logits": lambda h: linear_logits(h, WEIGHT, LABELS[..., None]).sum(),
+    "linear_kl": lambda h: linear_kl(h, WEIGHT, HIDDEN, WEIGHT).sum(),
+}
+FORWARD_MODE = {
+    "jvp": lambda f: jax.jvp(f, (HIDDEN,), (HIDDEN,)),
+    "linearize": lambda f: jax.linearize(f, HIDDEN)[1](HIDDEN),
+    "jacfwd": lambda f: jax.jacfwd(f)(HIDDEN),
+    "of jit": lambda f: jax.jvp(jax.jit(f), (HIDDEN,), (HIDDEN,)),
+    "under jit": lambda f: jax.jit(jax.jacfwd(f))(HIDDEN),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_forward_mode_is_refused(name: str) -> None:
+    """The error names the function, and the derivatives that there are."""
+    modes = FORWARD_MODE if name == "linear_logprobs" else {"jvp": FORWARD_MODE["jvp"]}
+    for differentiate in modes.values():
+        with pytest.raises(NotImplementedError, match=rf"^{name} has first derivatives in reverse mode \(jax\.grad, "):
+            differentiate(FUNCTIONS[name])
+
+
+def test_a_derivative_along_a_direction_as_the_refusal_of_forward_mode_advises() -> None:
+    def plain(hidden):
+        log_p = jax.nn.log_softmax(jnp.matmul(hidden, WEIGHT.T, precision="highest"))
+        return jnp.take_along_axis(log_p, LABELS[..., None], axis=-1).sum()
+
+    direction = jnp.cos(HIDDEN)
+    found = jnp.vdot(jax.grad(FUNCTIONS["linear_logprobs"])(HIDDEN), direction)
+    assert np.isclose(found, jax.jvp(plain, (HIDDEN,), (direction,))[1], rtol=1e-5)
+
+
+def test_tangents_that_are_not_used_are_no_forward_mode() -> None:
+    """Of a number that has no gradient, and of what other arguments are made of."""
+    value, tangent = jax.jvp(
+        lambda t: linear_logprobs(HIDDEN, WEIGHT, LABELS, temperature=t).lse.sum() + t, (2.0,), (1.0,)
+    )
+    assert tangent == 1.0
+    assert np.isfinite(value)

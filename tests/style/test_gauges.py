@@ -34,7 +34,7 @@ def gradient(of: Callable[..., Any]) -> Callable[[], Any]:
 ON_A_CPU = {
     "linear_logprobs": (gradient(lambda h, w: jnp.sum(linear_logprobs(h, w, LABELS).logprobs)), 150, 27),
     "linear_cross_entropy": (gradient(lambda h, w: linear_cross_entropy(h, w, LABELS)), 170, 28),
-    "linear_loss": (gradient(lambda h, w: linear_loss(lambda logprob, *_: -logprob, h, w, LABELS)[0]), 184, 30),
+    "linear_loss": (gradient(lambda h, w: linear_loss(lambda logprob, *_: -logprob, h, w, LABELS)[0]), 193, 30),
     "linear_kl": (gradient(lambda h, w: jnp.sum(linear_kl(h, w, HIDDEN, WEIGHT))), 168, 31),
     "linear_topk": (lambda: linear_topk(HIDDEN, WEIGHT, 3), 88, 23),
     "explain": (lambda: explain(HIDDEN, WEIGHT, LABELS), 68, 19),
