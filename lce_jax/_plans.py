@@ -70,7 +70,7 @@ class Plan:
 
     @property
     def most_bytes(self) -> int:
-        """What both passes take: the larger one, and what is kept between them."""
+        """What both passes take at most, some of it perhaps where gradients will be: the larger, and what is kept."""
         return self.kept_bytes + max(self.forward_bytes, self.backward_bytes)
 
     def __str__(self) -> str:

@@ -8,8 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
-from lce_jax import explain, linear_logprobs
+from lce_jax import explain
 from lce_jax.explain._targets import TARGETS
 from tests.compiled import machine_code, needs_wheels
 from tests.compiled.machine_code import DEVICES, table_of
@@ -38,26 +39,18 @@ def test_registers_and_spills_are_those_of_the_table(target: str) -> None:
     ],
     ids=str,
 )
-def test_a_program_holds_no_more_than_its_plan_says(
-    shape: tuple[int, int, int], options: dict[str, Any], target: str
-) -> None:
-    """Temporary memory as XLA has planned it for the GPU, gradients aside. The logits would take several times that."""
+def test_a_program_holds_what_its_plan_says(shape: tuple[int, int, int], options: dict[str, Any], target: str) -> None:
+    """Temporary memory as XLA has allotted it for the GPU. The logits would take several times that."""
     T, H, V = shape
-    options = {"implementation": "mosaic_gpu", **options}
     mesh = TARGETS[target].mesh(1, 1)
 
     def struct(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(
-            shape, dtype, sharding=jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-        )
-
-    def objective(hidden: Any, weight: Any, labels: Any) -> Any:
-        out = linear_logprobs(hidden, weight, labels, **options)
-        return out.logprobs.sum() + out.entropy.sum()
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
 
     given = struct((T, H), jnp.bfloat16), struct((V, H), jnp.bfloat16), struct((T,), jnp.int32)
-    lowered = jax.jit(jax.value_and_grad(objective, argnums=(0, 1))).lower(*given)
-    memory, plan = lowered.compile().memory_analysis(), explain(*given, **options)
-    planned = plan.kept_bytes + max(plan.forward_bytes, plan.backward_bytes)
-    assert 0.5 * planned < memory.temp_size_in_bytes < 1.05 * planned
-    assert memory.temp_size_in_bytes < 0.6 * T * V * 4
+    plan = explain(*given, implementation="mosaic_gpu", **options, compile=True)
+    assert plan.compiled is not None
+    assert abs(plan.compiled.forward - plan.forward_bytes) <= 256 * T  # which keeps nothing
+    # Until a gradient is written, what its pass reads may lie in its memory: a cache's maxima, and the statistics.
+    assert 0.95 * plan.most_bytes <= plan.compiled.backward <= plan.most_bytes + 256 * T
+    assert plan.compiled.backward < 0.6 * T * V * 4

@@ -106,3 +106,12 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main([*given, "--function", "linear_kl", "--device", "a100"]) == 0
     text = capsys.readouterr().out
     assert text.count("(xla, ") == 2 * len(SPLITS)
+
+
+def test_the_table_of_a_device_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    """XLA's temporaries beside what the launches ask for: the same, but for numbers per token."""
+    given = ("--compile", "--hidden", "4096", "--vocab", "151936", "--tokens", "4096", "--device", "h100")
+    assert command.main([*given]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("linear_logprobs  ")]
+    _, forward, unit, both, unit_of_both, *compiled, _ = line.split()
+    assert compiled == [forward, unit, both, unit_of_both]
