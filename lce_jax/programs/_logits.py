@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -78,8 +78,7 @@ def _summed(found: tuple[Array, Array], rows: Rows, axis_name: _collectives.Axis
     (z, slope), K = found, found[0].shape[1]
     own = _collectives.differences(rows.tags, lax.axis_index(axis_name), lax.axis_size(axis_name))
     z, slope = lax.psum((jnp.concatenate([z, own.astype(z.dtype)], axis=1), slope), axis_name)
-    same = jnp.all(z[:, K:] == 0, axis=1)
-    agree = same if rows.where is None else same | ~rows.where
+    agree: Any = _collectives.where_it_counts(jnp.all(z[:, K:] == 0, axis=1), rows.where)
     z, slope = _collectives.nan_where_different(agree, (z[:, :K], slope))
     return z, slope
 

@@ -54,10 +54,10 @@ def statistics(
             stats, every = stacked((stats, given_to(spec, primals, rows, start)))
             stats, same = _merged(spec, stats, operands), agree(spec, every, rows, primals.weight)
     stats = stats if order is None else _rows.expand(order, stats)
-    for wrong in (_rows.wrong(rows), None if same is None else ~same):
-        if wrong is not None:
-            stats = jax.tree.map(lambda x, wrong=wrong: jnp.where(along(wrong, x), jnp.nan, x), stats)
-    return stats, cache, same
+    wrong = _rows.wrong(rows)
+    if wrong is not None:
+        stats = jax.tree.map(lambda x: jnp.where(along(wrong, x), jnp.nan, x), stats)
+    return stats if same is None else _collectives.nan_where_different(same, stats), cache, same
 
 
 type Stacked = Callable[[Any], Any]  # a tree of arrays -> those of all shards, [N, ...] each

@@ -299,10 +299,11 @@ def _lower_traced(context: Any, x: Any, *, spec: Any) -> list[Any]:
         )
     kinds = {"cuda": "gpu", "rocm": "gpu"}
     for platform in module.platforms:
-        kind, there, backend = kinds.get(platform, platform), None, module.backend
+        kind, backend = kinds.get(platform, platform), module.backend
+        there = traced if traced.platform == kind else None
         if backend is not None and kinds.get(backend.platform, backend.platform) == kind:
             there = _devices.of(backend.devices()[0])
-        if (there or traced).platform != kind or (there or traced) != traced:
+        if there != traced:
             _check(spec, there, platform)
     return [x]
 
