@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from lce_jax.mosaic._pallas import interpreting, plgpu
 from lce_torch_bridge import linear_cross_entropy, linear_logprobs, linear_loss
 
 T, H, V = 130, 128, 768
@@ -40,15 +41,19 @@ def test_exact_without_kernels(stats: bool) -> None:
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("stats", [pytest.param(False, id="", marks=pytest.mark.slow), pytest.param(True, id="stats")])
 def test_what_the_kernels_would_need_is_kept(stats: bool) -> None:
-    """Traced as on an H200 and lowered for this machine, where "xla" replaces the kernels."""
-    exact = gradients(stats=stats)
-    got = gradients(stats=stats, gradient_threshold=2.0**-11)  # no other test may have compiled it for a CPU
-    assert_same(got, exact)
+    """Through JAX as on an H200, each kernel by Pallas's interpreter."""
+    with interpreting(plgpu.InterpretGPUParams()):
+        exact = gradients(stats=stats, cache_bytes=0)
+        got = gradients(stats=stats, gradient_threshold=2.0**-11)
+        with torch.no_grad():
+            few = torch.randn(3, H, dtype=torch.bfloat16), torch.randn(V, H, dtype=torch.bfloat16), torch.arange(3)
+            assert linear_logprobs(*few, stats=stats, gradient_threshold=2.0**-10).logprobs.shape == (3,)
+    torch.testing.assert_close([x for x in got[0] if x is not None], [x for x in exact[0] if x is not None])
+    for dense, sparse in zip(exact[1], got[1], strict=True):
+        torch.testing.assert_close(sparse, dense, rtol=0.01, atol=2.0**-10 * float(dense.abs().max()))
     tiles = [shape for shape in got[2] if shape not in exact[2]]
     assert len(tiles) == 4  # the maxima, the labels' columns, the scales, and a tile that is always live
     assert tiles[0][:2] == (16, 1 + stats)
-    with torch.no_grad():
-        linear_logprobs(torch.randn(3, H), torch.randn(V, H), torch.arange(3), stats=stats, gradient_threshold=2.0**-10)
 
 
 def test_losses_take_it_and_a_wrong_one_is_refused() -> None:
