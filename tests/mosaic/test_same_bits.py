@@ -186,11 +186,3 @@ def test_no_logarithm_or_quotient_of_rows_outside_the_kernels(options: dict[str,
 def inexact(text: str) -> list[tuple[str, str]]:
     """The operations of a program that XLA and the kernels round differently, and their shapes."""
     return re.findall(r"stablehlo\.((?:log|divide|exponential|tanh|power|sqrt|rsqrt)\w*) .*(tensor<[0-9x]*f32>)", text)
-
-
-def test_the_search_finds_a_logarithm() -> None:
-    """`_math.finish` without kernels has one."""
-    x = jax.ShapeDtypeStruct((512,), "float32")
-    stats = _logprobs.ShardStatistics(x, x, x, x, None)
-    results = jax.jit(lambda stats: _logprobs.results(stats, 1.0, jnp.zeros(512, jnp.int32)))
-    assert ("log", "tensor<512xf32>") in inexact(results.trace(stats).lower().as_text())
