@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax import scalars
-from lce_jax.call import _options
+from lce_jax import _options, scalars
 from lce_jax.mathematics import _log_ratios
 from lce_jax.ops._distillation import distillation_loss
 

@@ -22,9 +22,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lce_jax import _jax, scalars, sequences
-from lce_jax.call import _checks
-from lce_jax.call._rows import on_device
+from lce_jax import _checks, _jax, scalars, sequences
+from lce_jax._call import on_device
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Int

@@ -8,9 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from lce_jax import LogprobOutput
-from lce_jax.call import _bind
-from lce_jax.programs import _shard
+from lce_jax import LogprobOutput, _call, _shard
 
 
 def linear_logprobs(
@@ -19,7 +17,7 @@ def linear_logprobs(
     """`lce_jax.linear_logprobs` by the kernels, as each of the shards returns it."""
     given = {**options, "vocab_size": vocab_size, "implementation": "mosaic_gpu"}
     columns = weight.shape[0] // shards
-    spec, primals, rows = _bind.bind_shard(hidden, weight[:columns], labels, where, None, given, False)
+    spec, primals, rows = _call.bind_shard(hidden, weight[:columns], labels, where, None, given, False)
     spec = dataclasses.replace(spec, padded=vocab_size < weight.shape[0])
 
     def statistics(primals: Any, rows: Any, start: Any, stacked: Any) -> Any:

@@ -1,28 +1,219 @@
-"""`explain`: what the public functions would do with a call, without computing anything."""
+"""`lce_jax.explain`: the plan of a call, without running anything."""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import math
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
-from lce_jax import _dispatch, scalars
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+import lce_jax
+from lce_jax import _call, _checks, _devices, _dispatch, _options, mosaic, scalars
+from lce_jax._call import Place, placed
+from lce_jax._kl_call import KLArguments, KLSpec
+from lce_jax._options import ExplainOptions, TeacherOptions
+from lce_jax._plans import PassBytes, Plan
 from lce_jax._types import is_array
-from lce_jax.call import _bind, _checks, _options
-from lce_jax.call._keywords import ExplainOptions
-from lce_jax.call._place import Place, placed
-from lce_jax.explain import _compiled, _kl_and_logits
-from lce_jax.explain._kl_and_logits import check_function
+from lce_jax.mathematics._kl import Direction, Pair
 from lce_jax.ops._cross_entropy import Reduction, chunk_in_place
 from lce_jax.programs import _token_chunks
+from lce_jax.xla import _kl, _logits
 
 if TYPE_CHECKING:
     from jax.sharding import AbstractMesh, Mesh
 
+    from lce_jax._call import Spec
+    from lce_jax._options import ExplainOptions, LogprobOptions
     from lce_jax._plans import Plan, Surroundings
     from lce_jax._shapes import Bool, Float, Int, Shaped
-    from lce_jax.call._spec import Spec
     from lce_jax.mathematics._kl import Direction
     from lce_jax.mesh._layout import Axes
+
+
+def of_token(logprob: Any, entropy: Any, _: Any) -> Any:
+    """The loss of a `lce_jax.linear_loss` that is compiled: any that needs both."""
+    return -logprob if entropy is None else -logprob - 0.01 * entropy
+
+
+def measured(plan: Plan, name: str, hidden: Any, weight: Any, given: dict[str, Any], place: Place) -> PassBytes:
+    """What the programs of the public function ``name`` hold, which takes hidden, weight and what is ``given``."""
+    arrays = {key: _struct(x) for key, x in given.items() if is_array(x) and not isinstance(x, np.generic)}
+    hidden, weight, options = _struct(hidden), _struct(weight), {key: given[key] for key in given.keys() - arrays}
+    _check_devices(plan, (hidden, weight, *arrays.values()), place, options.get("axis_name"))
+    axes = place._asdict() if place.is_named else {}
+    function, first = getattr(lce_jax, f"sharded_{name}" if axes else name), [of_token] * (name == "linear_loss")
+
+    def call(hidden: Any, weight: Any, arrays: dict[str, Any]) -> Any:
+        return function(*first, hidden, weight, **arrays, **options, **axes)
+
+    forward, both = (
+        compiled(call, (hidden, weight, arrays), gradients).memory_analysis().temp_size_in_bytes
+        for gradients in (False, name != "linear_topk")
+    )
+    return PassBytes(forward, both)
+
+
+def compiled(call: Callable[..., Any], operands: tuple[Any, ...], gradients: bool) -> Any:
+    """The program of ``call``, for the devices on which its operands lie; with gradients in the first two."""
+
+    def total(*operands: Any) -> Any:
+        return sum(jnp.sum(x) for x in jax.tree.leaves(call(*operands)))
+
+    if not gradients:
+        return jax.jit(call).lower(*operands).compile()
+    results = None, tuple(x.sharding for x in operands[:2])
+    return jax.jit(jax.value_and_grad(total, (0, 1)), out_shardings=results).lower(*operands).compile()
+
+
+def _struct(x: Any) -> jax.ShapeDtypeStruct:
+    sharding = None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+
+def _check_devices(plan: Plan, operands: Iterable[jax.ShapeDtypeStruct], place: Place, axis_name: Any) -> None:
+    """Whether a program compiled now is for the devices of the plan."""
+    if axis_name is not None:
+        raise ValueError(
+            f"compile=True with axis_name={axis_name!r}: one shard alone is no program. Give the whole arrays, mesh= "
+            f"and vocab_axis={axis_name!r} in place of axis_name"
+        )
+    shardings = [x.sharding for x in operands if x.sharding is not None]
+    meshes = [
+        place.mesh,
+        jax.sharding.get_mesh(),
+        jax.sharding.get_abstract_mesh(),
+        *(getattr(x, "mesh", None) for x in shardings),
+    ]
+    named = [mesh for mesh in meshes if mesh is not None and not mesh.empty]
+    if any(isinstance(mesh, Mesh) for mesh in named) or len(shardings) > sum(hasattr(x, "mesh") for x in shardings):
+        return
+    device = plan.case.device
+    with _devices.for_device(None):
+        is_here = device == _devices.current_device()
+    if named or not is_here:
+        raise ValueError(
+            f"compile=True: nothing says which devices of {device.kind or device.platform} to compile for. Give "
+            "operands on a jax.sharding.Mesh of them; of devices that are not here, "
+            "jax.experimental.topologies.get_topology_desc has descriptions, and lce-jax explain --compile uses them"
+        )
+
+
+NOT_OF = {
+    "linear_topk": _options.NOT_OF_TOPK,
+    "linear_logits": _options.NOT_OF_TOPK,
+    "linear_kl": tuple(name for name in _options.NOT_OF_TOPK if name != "cache_bytes"),
+}
+FUNCTION_OF = {"k": "linear_topk", "ids": "linear_logits", "teacher": "linear_kl"}
+
+
+def check_function(asked: dict[str, Any], options: ExplainOptions, *others: Any) -> None:
+    """Refuses what the function that ``asked`` is about does not have: options, and the arguments of losses."""
+    names = [name for name, x in asked.items() if x is not None]
+    if "teacher" not in names and (wrong := [name for name in options if name in TeacherOptions.__annotations__]):
+        raise TypeError(f"{wrong[0]} is that of linear_kl: give teacher too")
+    if not names:
+        return
+    if len(names) > 1:
+        raise ValueError(f"{' and '.join(names)} belong to different functions: give one of them")
+    function = FUNCTION_OF[names[0]]
+    if any(is_array(x) or x for x in others):
+        raise ValueError(f"{names[0]} is that of {function}, which is no loss: leave out the arguments of losses")
+    _options.refuse(function, options, NOT_OF[function])
+
+
+def of_logits(
+    hidden: Any, weight: Any, labels: Any, ids: Any, where: Any, place: Place, options: LogprobOptions
+) -> Plan:
+    """That of `lce_jax.linear_logits` at ``ids``."""
+    checked = _options.of_ids(options, hidden, ids)
+    case = _call.case(hidden, weight, labels, where, checked)
+    case = dataclasses.replace(case, partial_rows=False)  # it moves no rows
+    found = placed(hidden, weight, [ids], case, checked, place)
+    spec = _call.spec(case, checked, found.columns, found.layout)
+    return _logits.plan(spec.case, found.around)
+
+
+def of_kl(
+    hidden: Any,
+    weight: Any,
+    labels: Any,
+    teacher: Any,
+    direction: Direction,
+    where: Any,
+    place: Place,
+    options: ExplainOptions,
+) -> Plan:
+    """That of `lce_jax.linear_kl` with the teacher's hidden states and weight."""
+    if not isinstance(teacher, tuple | list) or len(teacher) != 2:
+        raise TypeError(f"teacher must be the pair of its hidden states and its weight, got {type(teacher).__name__}")
+    arrays = Pair((hidden, weight), tuple(teacher))
+    call = KLArguments.of(arrays, where, direction, options, options.get("axis_name"))
+    cases, checked = call.cases(), call.options.student
+    _call.case(hidden, weight, labels, where, checked)
+    tokens = jax.ShapeDtypeStruct(tuple(labels.shape), jnp.int32)
+    found = placed(hidden, weight, [tokens if where is None else where], cases.student, checked, place)
+    layout, names_axis = found.layout, checked.axis_name is not None
+    call.check_columns(cases, names_axis or (layout is not None and layout.vocab_axes is not None))
+    pairs = zip(cases, call.options, strict=True)
+    models = Pair(*(_call.spec(x, own, max(x.vocab_size, found.columns), layout) for x, own in pairs))
+    columns = min(model.case.vocab_size for model in models)
+    if not names_axis and (layout is None or layout.vocab_shards == 1):
+        columns = min(columns, models.student.vocab_size)
+    planned = KLSpec(models, call.direction, call.implementation).plan(columns)
+    name, refused = _dispatch.choose_kl(planned.cases, implementation=call.implementation)
+    plan = mosaic.kl_plan if name == mosaic.NAME else _kl.explained
+    return dataclasses.replace(plan(planned, found.around), refused=refused)
+
+
+def integer(text: str, least: int) -> int:
+    """A whole number from ``least`` on that 31 bits hold."""
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number: write all its digits, such as 8192") from None
+    if not least <= value < scalars.INT32_MAX:
+        raise argparse.ArgumentTypeError(f"{value} is not between {least} and {scalars.INT32_MAX - 1}")
+    return value
+
+
+def positive(text: str) -> int:
+    """A whole number from 1 on."""
+    return integer(text, 1)
+
+
+def not_negative(text: str) -> int:
+    """A whole number from 0 on."""
+    return integer(text, 0)
+
+
+def positives(text: str) -> tuple[int, ...]:
+    """Whole numbers from 1 on, with commas between them."""
+    return tuple(positive(part) for part in text.split(","))
+
+
+def shape(text: str) -> tuple[int, int, int]:
+    """Tokens, hidden size and vocabulary."""
+    sizes = positives(text)
+    if len(sizes) != 3:
+        raise argparse.ArgumentTypeError(f"{text!r} must be three numbers: tokens, hidden size, vocabulary")
+    return sizes[0], sizes[1], sizes[2]
+
+
+def gibibytes(text: str) -> float:
+    """An amount of memory, at least 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < 1 << 20:
+        raise argparse.ArgumentTypeError(f"{text} must be a number of GiB, at least 0, such as 4 or 0.5")
+    return value
 
 
 def explain(
@@ -140,12 +331,12 @@ def explain(
     is_loss = bool(smoothing) or is_array(penalty) or bool(penalty) or any(x is not None for x in given)
     own: dict[str, Any]
     if teacher is not None:
-        plan = _kl_and_logits.of_kl(hidden, weight, labels, teacher, direction, where, place, options)
+        plan = of_kl(hidden, weight, labels, teacher, direction, where, place, options)
         name, own = "linear_kl", {"teacher_hidden": teacher[0], "teacher_weight": teacher[1], "direction": direction}
     elif direction != "forward":
         raise ValueError(f"direction={direction!r} is that of linear_kl: give teacher too")
     elif ids is not None:
-        plan = _kl_and_logits.of_logits(hidden, weight, labels, ids, where, place, options)
+        plan = of_logits(hidden, weight, labels, ids, where, place, options)
         name, own = "linear_logits", {"ids": ids}
     else:
         loss = _Loss(reduction, ignore_index, smoothing) if is_loss else None
@@ -163,7 +354,7 @@ def explain(
         name = "linear_cross_entropy"
         own |= more | {"reduction": reduction or "mean", "normalizer": normalizer}
     own |= options | {"where": where}
-    return dataclasses.replace(plan, compiled=_compiled.measured(plan, name, hidden, weight, own, place))
+    return dataclasses.replace(plan, compiled=measured(plan, name, hidden, weight, own, place))
 
 
 class _Loss(NamedTuple):
@@ -190,7 +381,7 @@ def _of_one_head(
     told = options if loss is None else _options.loss_call(options)
     smooths = loss is not None and loss.smoothing > 0
     checked = _options.of_call(told, mean_logit=smooths) if k is None else _options.of_topk(told, k)
-    case = _bind.case(hidden, weight, labels, where, checked)
+    case = _call.case(hidden, weight, labels, where, checked)
     _checks.temperature(checked.temperature, labels.shape, where)
     if checked.logit_floor is not None:
         _checks.logit_floor(checked.logit_floor, labels.shape, where)
@@ -198,7 +389,7 @@ def _of_one_head(
         scalars.integer("ignore_index", loss.ignore_index)
         case = dataclasses.replace(case, partial_rows=True)
     found = placed(hidden, weight, [labels, *([] if where is None else [where])], case, checked, place)
-    spec = _bind.spec(case, checked, found.columns, found.layout)
+    spec = _call.spec(case, checked, found.columns, found.layout)
     if gradients_in_forward:
         budget = _token_chunks.budget(chunk_bytes, options)
         return _token_chunks.plan(spec.case, spec.requested, budget, found.around)

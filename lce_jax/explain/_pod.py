@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import lce_jax
 from lce_jax._plans import format_bytes
-from lce_jax.explain import _compiled, _hlo
+from lce_jax.explain import _call, _hlo
 from lce_jax.explain._models import ModelHead
 from lce_jax.explain._targets import TARGETS, TPU, Target
 
@@ -75,7 +75,7 @@ class PodProgram:
     def compiled(self) -> Any:
         """The program, as XLA has compiled it for the target."""
         mesh = self.target.mesh(*self.pod, AxisType.Auto if self.sharded else self.target.jit_axes)
-        return _compiled.compiled(self._step(mesh), self._operands(mesh), self.function in DIFFERENTIABLE)
+        return _call.compiled(self._step(mesh), self._operands(mesh), self.function in DIFFERENTIABLE)
 
     def _operands(self, mesh: Mesh) -> tuple[Any, Any, Any]:
         """Hidden states, weight and labels: shapes that say how they lie."""
@@ -108,7 +108,7 @@ class PodProgram:
 ARGUMENTS: dict[str, Callable[..., tuple[Any, ...]]] = {
     "linear_logprobs": lambda *operands: operands,
     "linear_cross_entropy": lambda *operands: operands,
-    "linear_loss": lambda *operands: (_compiled.of_token, *operands),
+    "linear_loss": lambda *operands: (_call.of_token, *operands),
     "linear_kl": lambda hidden, weight, _: (hidden, weight, hidden * 2, weight),
     "linear_topk": lambda hidden, weight, _: (hidden, weight, NUM_LARGEST),
 }

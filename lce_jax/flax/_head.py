@@ -12,9 +12,8 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from lce_jax import _jax, scalars
+from lce_jax import _checks, _jax, _options, scalars
 from lce_jax._types import Options
-from lce_jax.call import _checks, _options
 from lce_jax.mathematics import _logprobs
 from lce_jax.ops import _cross_entropy, _kl
 from lce_jax.ops import _logprobs as api

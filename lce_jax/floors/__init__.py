@@ -21,9 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from lce_jax import scalars
+from lce_jax import _call, _checks, scalars
 from lce_jax._types import TopK, is_array
-from lce_jax.call import _checks, _rows
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Float
@@ -79,7 +78,7 @@ def of_smallest(smallest: Float[Array, "..."], dtype: Any) -> Float[Array, "..."
         smallest.shape,
         advice="give the dtype that the sampler's logits were rounded to",
     )
-    return _of_smallest(_rows.on_device(smallest), jax.dtypes.canonicalize_dtype(name))
+    return _of_smallest(_call.on_device(smallest), jax.dtypes.canonicalize_dtype(name))
 
 
 @functools.partial(jax.jit, static_argnums=1, inline=True)
@@ -200,7 +199,7 @@ def min_p(max_logit: Float[Array, "..."], p: float | Float[Array, "..."]) -> Flo
         -0.303
     """
     _floats("max_logit", max_logit)
-    return _min_p(_rows.on_device(max_logit), _share(p, max_logit.shape))
+    return _min_p(_call.on_device(max_logit), _share(p, max_logit.shape))
 
 
 @functools.partial(jax.jit, inline=True)
@@ -232,7 +231,7 @@ def _at_least_float32(x: Array) -> Array:
 
 def _per_row(p: Array, shape: tuple[int, ...], dtype: Any) -> Array:
     """The shares, NaN where they are none."""
-    share = _rows.per_token(p, shape, dtype)
+    share = _call.per_token(p, shape, dtype)
     return jnp.where(_is_share(share), share, jnp.nan)
 
 
@@ -255,7 +254,7 @@ def _checked(top: Any) -> TopK:
         )
     if top.logprobs.shape[-1] < 2:
         raise ValueError(f"top has {top.logprobs.shape[-1]} token: give linear_topk(..., k + 1) for a floor of k")
-    return TopK(*map(_rows.on_device, top))
+    return TopK(*map(_call.on_device, top))
 
 
 def _share(p: Any, shape: tuple[int, ...]) -> Any:
@@ -265,7 +264,7 @@ def _share(p: Any, shape: tuple[int, ...]) -> Any:
         _checks.known_values("p must lie in (0, 1]", p, _is_share, shape, advice="1 keeps all of a row")
     elif scalars.positive("p", p) > 1:
         raise ValueError(f"p must lie in (0, 1], got {p}")
-    return _rows.on_device(p)
+    return _call.on_device(p)
 
 
 def _floats(name: str, x: Any) -> None:

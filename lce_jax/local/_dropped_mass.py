@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING, Any, Unpack
 import jax
 import jax.numpy as jnp
 
+from lce_jax import _call, _options, _shard
+from lce_jax._call import Rows, Spec
+from lce_jax._options import LogprobOptions
 from lce_jax._types import ShardStatistics
-from lce_jax.call import _bind, _options
-from lce_jax.call._keywords import LogprobOptions
-from lce_jax.call._rows import Rows
-from lce_jax.call._spec import Spec
-from lce_jax.programs import _shard
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Bool, Float, Int
@@ -64,7 +62,7 @@ def dropped_mass(
         [0.0, 0.0]
     """
     _options.check_names(dropped_mass, options, without=("axis_name",))
-    spec, _, rows = _bind.bind_shard(hidden, weight, labels, where, num_rows, options, False)
+    spec, _, rows = _call.bind_shard(hidden, weight, labels, where, num_rows, options, False)
     found = spec.case.options
     if not found.reports_dropped_mass:
         raise ValueError(

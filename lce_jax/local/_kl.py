@@ -9,13 +9,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Unpack
 import jax
 import jax.numpy as jnp
 
-from lce_jax import _jax, scalars
+from lce_jax import _call, _jax, _kl_call, _options, scalars
+from lce_jax._call import Rows
+from lce_jax._kl_call import KLArguments, KLOptions, KLSpec
 from lce_jax._types import Primals
-from lce_jax.call import _kl as _call
-from lce_jax.call import _options, _rows
-from lce_jax.call._kl import KLArguments, KLOptions
-from lce_jax.call._kl_spec import KLSpec
-from lce_jax.call._rows import Rows
 from lce_jax.mathematics import _kl
 from lce_jax.mathematics._kl import KLStatistics, Pair
 from lce_jax.mathematics._kl_mixture import MixtureSums
@@ -87,9 +84,9 @@ class KLShard:
         **options: Unpack[KLOptions],
     ) -> None:
         _options.check_names(KLShard, options, known_names=KLOptions.__annotations__)
-        start = _rows.count("vocab_start", vocab_start, scalars.INT32_MAX - 1)
+        start = _call.count_of("vocab_start", vocab_start, scalars.INT32_MAX - 1)
         arrays = Pair((hidden, weight), (teacher_hidden, teacher_weight))
-        call = _call.bind_shard(KLArguments.of(arrays, where, direction, options, None))
+        call = _kl_call.bind_shard(KLArguments.of(arrays, where, direction, options, None))
         self._spec = call.spec
         self._arrays = _Arrays(call.primals, call.rows, start)
 

@@ -8,11 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
-from lce_jax import _devices, mosaic
+from lce_jax import _call, _devices, _options, _shard, mosaic
 from lce_jax._types import LogprobOutput, ShardStatistics
-from lce_jax.call import _options, _rows
 from lce_jax.mathematics import _columns, _logprobs, _statistics, _temperature
-from lce_jax.programs import _shard
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Bool, Float, Int
@@ -94,7 +92,7 @@ def finish(
         >>> round(float(local.finish(stats, jnp.array([7]), vocab_size=100).entropy[0]), 3)
         4.605
     """
-    rows = _rows.of_call(labels, where, 1.0, vocab_size, stats.max.dtype)
+    rows = _call.rows_of_call(labels, where, 1.0, vocab_size, stats.max.dtype)
     scale = _row_scale(stats, rows.where, temperature, logit_softcap, logit_scale)
     where = _columns.without_empty(rows.where, stats.sumexp)  # whether there is a floor is not known here
     return _logprobs.finish(stats, scale, rows.labels, where, vocab_size, per_token=_on_device).public
@@ -143,10 +141,10 @@ def mean_logit(
 def _row_scale(stats: ShardStatistics, where: Any, temperature: Any, logit_softcap: Any, logit_scale: Any) -> Any:
     """The k of eq. 0; the last dimension of the statistics runs over the tokens."""
     options = _options.of_call({"logit_softcap": logit_softcap, "logit_scale": logit_scale})
-    labels, dtype = _rows.no_labels(stats.max, stats.max.shape[-1:]), stats.max.dtype
-    rows = _rows.of_call(labels, where, temperature, 0, dtype, options.logit_scale, options.logit_softcap)
+    labels, dtype = _call.no_labels(stats.max, stats.max.shape[-1:]), stats.max.dtype
+    rows = _call.rows_of_call(labels, where, temperature, 0, dtype, options.logit_scale, options.logit_softcap)
     invert = functools.partial(_on_device, _temperature.inverse)
-    return _logprobs.row_scale(options.static, _rows.scales(rows, dtype, False, invert).logits)
+    return _logprobs.row_scale(options.static, _call.scales(rows, dtype, False, invert).logits)
 
 
 def _on_device(function: Callable[..., Any], *operands: Any) -> Any:

@@ -10,14 +10,11 @@ from typing import TYPE_CHECKING, Any, Unpack
 import jax
 import jax.numpy as jnp
 
-from lce_jax import _jax, scalars
+from lce_jax import _call, _checks, _jax, _options, _shard, scalars
+from lce_jax._call import Rows, Spec
+from lce_jax._options import LogprobOptions
 from lce_jax._types import LogprobOutput, Options, Primals, Results, ShardStatistics
-from lce_jax.call import _bind, _checks, _options, _rows
-from lce_jax.call._keywords import LogprobOptions
-from lce_jax.call._rows import Rows
-from lce_jax.call._spec import Spec
 from lce_jax.mathematics import _statistics
-from lce_jax.programs import _shard
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Bool, Float, Int
@@ -72,13 +69,13 @@ def statistics(
         (0.0, 100.0, 0.0)
     """
     _options.check_names(statistics, options, without=("axis_name",))
-    spec, primals, rows = _bind.bind_shard(
+    spec, primals, rows = _call.bind_shard(
         hidden, weight, labels, where, num_rows, options, scalars.flag("total", total)
     )
     if spec.case.num_tokens == 0:
         return _statistics.empty(0, spec.case.stat_dtype, spec.case.options), None
     return _compiled_statistics(
-        spec, primals, rows, _rows.count("vocab_start", vocab_start, scalars.INT32_MAX - 1), keep_cache
+        spec, primals, rows, _call.count_of("vocab_start", vocab_start, scalars.INT32_MAX - 1), keep_cache
     )
 
 
@@ -218,7 +215,7 @@ def gradients(
         (0.98, -0.02)
     """
     _options.check_names(gradients, options, without=("axis_name",))
-    spec, primals, rows = _bind.bind_shard(hidden, weight, labels, where, num_rows, options, dtotal is not None)
+    spec, primals, rows = _call.bind_shard(hidden, weight, labels, where, num_rows, options, dtotal is not None)
     zero = jnp.zeros((spec.case.num_tokens,), spec.case.stat_dtype)
     _checks.sum_of_dweight(dweight, primals.weight, zero.dtype)
     if spec.case.num_tokens == 0:
@@ -228,7 +225,7 @@ def gradients(
         dmean = None if dtotal is None else dtotal * spec.vocab_size  # what eq. 4 divides by again
         given = LogprobOutput(*(zero if field is None else field for field in cotangent[:3]))
         seed = Results(given._replace(candidate_logprobs=cotangent.candidate_logprobs), dmean)
-        start = _rows.count("vocab_start", vocab_start, scalars.INT32_MAX - 1)
+        start = _call.count_of("vocab_start", vocab_start, scalars.INT32_MAX - 1)
         allowed = scalars.flag("overwrite_cache", overwrite_cache), scalars.flag("round_dhidden", round_dhidden)
         found = _compiled_gradients(spec, *allowed, primals, rows, start, merged, seed, cache, dweight)
     if round_dhidden:

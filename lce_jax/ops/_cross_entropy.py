@@ -10,12 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lce_jax import scalars
+from lce_jax import _call, _checks, _options, scalars
+from lce_jax._call import Place, Placed, placed
+from lce_jax._options import CallOptions, LogprobOptions
 from lce_jax._types import Case, Results, is_array
-from lce_jax.call import _bind, _checks, _options, _rows
-from lce_jax.call._keywords import LogprobOptions
-from lce_jax.call._options import CallOptions
-from lce_jax.call._place import Place, Placed, placed
 from lce_jax.mesh import _collectives
 from lce_jax.ops._logprobs import results
 from lce_jax.ops._loss import linear_loss, sharded_linear_loss
@@ -124,8 +122,8 @@ def of_call(
     label_smoothing, z_loss, normalizer = _options.of_loss(reduction, label_smoothing, z_loss, normalizer)
     where = _counting_rows(labels, where, ignore_index)
     checked = _options.of_call(_options.loss_call(options), label_smoothing > 0, "linear_cross_entropy")
-    divisor = None if normalizer is None else _rows.on_device(normalizer, labels)
-    traced = None if isinstance(z_loss, float) else _rows.on_device(z_loss, labels)
+    divisor = None if normalizer is None else _call.on_device(normalizer, labels)
+    traced = None if isinstance(z_loss, float) else _call.on_device(z_loss, labels)
     (labels, where), (traced, divisor), agree = _agreed(labels, where, (traced, divisor), checked.axis_name)
     loss = _Loss(reduction, label_smoothing, z_loss if isinstance(z_loss, float) else 0.0)
     chunk_bytes = _chunk_bytes(loss, hidden, weight, labels, where, checked, place)
@@ -135,7 +133,7 @@ def of_call(
     arrays = {name: x for name, x in options.items() if is_array(x) and not isinstance(x, np.generic)}
     others = {name: x for name, x in options.items() if name not in arrays and name != "cache_bytes"}
     fixed = (*(others | {"entropy": False, "chunk_bytes": chunk_bytes}).items(),)
-    operands = hidden, weight, _rows.int32_labels(labels)  # before jit, which wraps NumPy's 64-bit labels
+    operands = hidden, weight, _call.int32_labels(labels)  # before jit, which wraps NumPy's 64-bit labels
     return _nan_where_different(agree, _in_forward(place, fixed, loss, operands, where, traced, divisor, arrays))
 
 
@@ -167,7 +165,7 @@ def _chunk_bytes(
     """What a chunk's exponentials may take where `linear_loss` is the faster way; None where it is not."""
     if not options.static.cache_bytes:
         return None
-    case = _bind.case(hidden, weight, labels, where, options)
+    case = _call.case(hidden, weight, labels, where, options)
     _checks.temperature(options.temperature, labels.shape, where)
     per_token = [labels] if where is None else [labels, where]
     found = placed(hidden, weight, per_token, case, options, place or Place())
@@ -181,7 +179,7 @@ def chunk_in_place(
     if reduction == "none" or label_smoothing:
         return None
     # Over Auto axes of the whole call: a traced call does not know how XLA will split it.
-    spec = _bind.spec(case, options, found.columns, None if found.by_xla else found.layout)
+    spec = _call.spec(case, options, found.columns, None if found.by_xla else found.layout)
     return _token_chunks.instead_of_cache(spec.case, spec.requested, found.around)
 
 
@@ -263,7 +261,7 @@ def _counting_rows(labels: Array, where: Array | None, ignore_index: int | None)
     if where is not None:
         _checks.label_array(labels)
         _checks.where_array(where, labels.shape)
-    return _kept(_rows.int32_labels(labels), where, scalars.integer("ignore_index", ignore_index))
+    return _kept(_call.int32_labels(labels), where, scalars.integer("ignore_index", ignore_index))
 
 
 @functools.partial(jax.jit, static_argnums=2, inline=True)

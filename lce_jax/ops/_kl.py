@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, Unpack
 
-from lce_jax.call import _kl, _options
-from lce_jax.call._keywords import Same, Unset
-from lce_jax.call._kl import KLArguments, KLCall, KLOptions
-from lce_jax.call._place import Place
+from lce_jax import _kl_call, _options, _runner
+from lce_jax._call import Place
+from lce_jax._kl_call import KLArguments, KLCall, KLOptions
+from lce_jax._options import Same, Unset
 from lce_jax.mathematics._kl import Pair
 from lce_jax.mesh import _collectives
 from lce_jax.programs._kl import KL
-from lce_jax.runner import _derivative
 
 if TYPE_CHECKING:
     from jax.lax import PrecisionLike
@@ -169,12 +168,12 @@ def linear_kl(
         "teacher_bias": teacher_bias,
     }
     arrays = Pair((hidden, weight), (teacher_hidden, teacher_weight))
-    return _divergence(_kl.bind(KLArguments.of(arrays, where, direction, given, axis_name)))
+    return _divergence(_kl_call.bind(KLArguments.of(arrays, where, direction, given, axis_name)))
 
 
 def _divergence(call: KLCall) -> Array:
     """Of a call, NaN in the rows of which its shards were given different ones."""
-    found = _derivative.run(KL, call.spec, call.primals.student, (call.primals.teacher, call.rows))
+    found = _runner.run(KL, call.spec, call.primals.student, (call.primals.teacher, call.rows))
     return found if call.agree is None else _collectives.nan_where_different(call.agree, found)
 
 
@@ -244,4 +243,4 @@ def sharded_linear_kl(
     _options.check_names(sharded_linear_kl, options, known_names=KLOptions.__annotations__)
     arrays = Pair((hidden, weight), (teacher_hidden, teacher_weight))
     place = Place.of(mesh, vocab_axis, batch_axes, sequence_axis)
-    return _divergence(_kl.bind(KLArguments.of(arrays, where, direction, options, None), place))
+    return _divergence(_kl_call.bind(KLArguments.of(arrays, where, direction, options, None), place))

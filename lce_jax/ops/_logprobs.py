@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
+from lce_jax import _call, _options, _runner
+from lce_jax._call import Place
+from lce_jax._options import CallOptions, LogprobOptions
+from lce_jax._shard import LOGPROBS
 from lce_jax._types import LogprobOutput, Results
-from lce_jax.call import _bind, _options
-from lce_jax.call._keywords import LogprobOptions
-from lce_jax.call._options import CallOptions
-from lce_jax.call._place import Place
 from lce_jax.mesh import _collectives
-from lce_jax.programs._logprobs import LOGPROBS
-from lce_jax.runner import _derivative
 
 if TYPE_CHECKING:
     from jax.lax import PrecisionLike
@@ -185,6 +183,6 @@ def results(
     place: Place | None = None,
 ) -> Results:
     """What `linear_logprobs` returns, and what losses are made of; over the mesh at ``place`` if there is one."""
-    spec, primals, rows, agree = _bind.bind(hidden, weight, labels, where, options, place)
-    found = _derivative.run(LOGPROBS, spec, primals, rows)
+    spec, primals, rows, agree = _call.bind(hidden, weight, labels, where, options, place)
+    found = _runner.run(LOGPROBS, spec, primals, rows)
     return found if agree is None else _collectives.nan_where_different(agree, found)

@@ -10,17 +10,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax import _jax
+from lce_jax import _call, _jax, _options, _runner
+from lce_jax._call import Place
+from lce_jax._options import LogprobOptions
 from lce_jax._types import LogprobOutput, Results
-from lce_jax.call import _bind, _loss, _options
-from lce_jax.call._keywords import LogprobOptions
-from lce_jax.call._loss import Inputs
-from lce_jax.call._place import Place
 from lce_jax.mesh import _collectives
-from lce_jax.programs import _loss as _loss_vjp
-from lce_jax.programs._loss_in_forward import axes_of_tokens
+from lce_jax.programs import _loss
+from lce_jax.programs._loss import Inputs, axes_of_tokens
 from lce_jax.programs._token_chunks import budget
-from lce_jax.runner import _over_devices
 
 if TYPE_CHECKING:
     from jax.sharding import AbstractMesh, Mesh
@@ -216,20 +213,20 @@ def _sum_of_losses(
 ) -> tuple[Array, LogprobOutput]:
     """`linear_loss`, over the mesh at ``place`` if there is one."""
     checked, most = _options.of_call(options, function="linear_loss"), budget(chunk_bytes, options)
-    spec, primals, rows, agree = _bind.bind(hidden, weight, labels, where, checked, place, per_token)
+    spec, primals, rows, agree = _call.bind(hidden, weight, labels, where, checked, place, per_token)
     flat, own = _loss.flat_arguments(per_token, rows.labels)
     if checked.axis_name is not None:
         flat, also = _collectives.same_on_all_shards(flat, rows.labels.ndim, checked.axis_name)
         agree = _collectives.both(agree, _collectives.where_it_counts(also, rows.where))
     inputs = Inputs(primals, rows, flat, ())
     axes = axes_of_tokens(spec, inputs)
-    run, held = (_loss_vjp.run, loss_fn) if _jax.is_traced() else _loss_vjp.outside_jit(loss_fn)
+    run, held = (_loss.run, loss_fn) if _jax.is_traced() else _loss.outside_jit(loss_fn)
     loss, constants = _loss.trace(held, own, spec.case, inputs, axes)
     _loss.check_closure(constants, axes)
     inputs = inputs._replace(constants=constants)
-    traced_there = spec.mesh is not None and not _over_devices.is_left_to_xla(spec, inputs)
+    traced_there = spec.mesh is not None and not _runner.is_left_to_xla(spec, inputs)
     loss = loss if traced_there else dataclasses.replace(loss, retrace=None)  # which keeps nothing alive
-    if run is not _loss_vjp.run:
+    if run is not _loss.run:
         loss, inputs = _loss.outliving(loss, inputs)
     total, out = run(spec, loss, most, inputs)
     if agree is not None:

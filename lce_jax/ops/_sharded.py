@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Unpack
 
+from lce_jax import _options
+from lce_jax._call import Place
 from lce_jax._types import LogprobOutput
-from lce_jax.call import _options
-from lce_jax.call._place import Place
 from lce_jax.ops import _cross_entropy, _logits, _logprobs
 from lce_jax.ops._cross_entropy import Reduction
 
 if TYPE_CHECKING:
     from jax.sharding import AbstractMesh, Mesh
 
+    from lce_jax._options import LogprobOptions
     from lce_jax._shapes import Array, Bool, Float, Int
-    from lce_jax.call._keywords import LogprobOptions
     from lce_jax.mesh._layout import Axes
 
 

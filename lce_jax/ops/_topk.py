@@ -8,19 +8,14 @@ from typing import TYPE_CHECKING, Literal, Unpack
 import jax
 import jax.numpy as jnp
 
-from lce_jax import _jax
+from lce_jax import _call, _jax, _options, _runner
+from lce_jax._call import Place, Rows, Spec
+from lce_jax._options import CallOptions, LogprobOptions
+from lce_jax._runner import Kind, Program, spread
 from lce_jax._types import Primals, TopK
-from lce_jax.call import _bind, _options
-from lce_jax.call._keywords import LogprobOptions
-from lce_jax.call._options import CallOptions
-from lce_jax.call._place import Place
-from lce_jax.call._rows import Rows
-from lce_jax.call._spec import Spec
 from lce_jax.mathematics._statistics import along
 from lce_jax.mesh import _collectives
 from lce_jax.programs import _topk
-from lce_jax.runner import _over_devices
-from lce_jax.runner._over_devices import Kind, Program, spread
 
 if TYPE_CHECKING:
     from jax.lax import PrecisionLike
@@ -203,7 +198,7 @@ def _most_likely(
     hidden: Array, weight: Array, where: Array | None, options: CallOptions, place: Place | None = None
 ) -> TopK:
     """The results of a call, over the mesh at ``place`` if there is one."""
-    spec, primals, rows, agree = _bind.bind(hidden, weight, None, where, options, place)
+    spec, primals, rows, agree = _call.bind(hidden, weight, None, where, options, place)
     out = _program(spec, primals, rows)
     if agree is None:
         return out
@@ -219,6 +214,6 @@ def _program(spec: Spec, primals: Primals, rows: Rows) -> TopK:
         k, dtype = spec.case.options.top_k, spec.case.stat_dtype
         none = TopK(jnp.zeros((*shape, k), jnp.int32), jnp.zeros((*shape, k), dtype), jnp.zeros(shape, dtype))
         return _jax.vary_like(none, (primals.hidden, rows.labels))
-    operands = _over_devices.head(spec.case.options.vocab_dim), Kind.TOKENS
+    operands = _runner.head(spec.case.options.vocab_dim), Kind.TOKENS
     run = functools.partial(spread, spec, Program(_topk.forward, operands, Kind.RESULTS, joins=True))
     return _jax.not_differentiable(run, _NO_DERIVATIVE)(primals, rows)

@@ -10,20 +10,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from lce_jax import mosaic
+from lce_jax import _call, _runner, _shard, mosaic
+from lce_jax._call import Rows, Scales
+from lce_jax._kl_call import KLSpec
+from lce_jax._runner import Capability, Kind, Program, spread
 from lce_jax._types import Primals
-from lce_jax.call import _rows
-from lce_jax.call._kl_spec import KLSpec
-from lce_jax.call._rows import Rows, Scales
 from lce_jax.mathematics import _kl, _kl_mixture, _logprobs
 from lce_jax.mathematics._kl import KLStatistics, Pair
 from lce_jax.mathematics._kl_mixture import Mixture, MixtureSums
 from lce_jax.mathematics._statistics import MASKED
 from lce_jax.mesh import _collectives
-from lce_jax.programs import _one_device, _shard
-from lce_jax.runner import _over_devices
-from lce_jax.runner._derivative import Capability
-from lce_jax.runner._over_devices import Kind, Program, spread
 from lce_jax.xla import _kl as _kl_tiles
 from lce_jax.xla._kl import KLPlan
 from lce_jax.xla._walk import Head, Shard, Tokens
@@ -40,7 +36,7 @@ type Rest = tuple[Primals, Pair[Rows]]  # the teacher, and the rows of both
 def forward(spec: KLSpec, student: Primals, rest: Rest, differentiated: bool) -> tuple[Array, Kept]:
     """The divergence of each token, and what a backward needs. Where XLA splits the operands, no tile is kept."""
     asked = differentiated and spec.case.options.cache_bytes > 0
-    keeps = asked and not _over_devices.is_left_to_xla(spec, (student, rest))
+    keeps = asked and not _runner.is_left_to_xla(spec, (student, rest))
     unused = ("cache_bytes keeps nothing",) if asked and not keeps else ()
 
     def run(spec: KLSpec, student: Primals, rest: Rest) -> tuple[Array, Kept]:
@@ -73,7 +69,7 @@ KL = Capability(forward, backward, _of_no_tokens)
 
 
 def _heads(spec: KLSpec) -> tuple[Any, Any]:
-    own, others = (_over_devices.head(model.case.options.vocab_dim) for model in spec.models)
+    own, others = (_runner.head(model.case.options.vocab_dim) for model in spec.models)
     return own, others
 
 
@@ -82,7 +78,7 @@ def device_forward(
 ) -> tuple[Array, Kept]:
     """One device's result, the whole vocabulary's statistics and sums of each row, and the device's cache."""
     shape, axis_name = rows.student.labels.shape, spec.models.student.axis_name
-    part, agree = Part.of(spec, primals, _rows.flattened(rows, len(shape))), None
+    part, agree = Part.of(spec, primals, _call.flattened(rows, len(shape))), None
     stats, cache = part.statistics(keep_cache)
     if axis_name is not None:
         with jax.named_scope("lce_merge"):
@@ -104,8 +100,8 @@ def device_forward(
 
 def _given_to(spec: KLSpec, primals: Pair[Primals], rows: Pair[Rows]) -> _collectives.Given | None:
     """What the shard says of both heads, flat; None where it need not."""
-    start = _one_device.first_column(spec.models.student, primals.student.weight)
-    flat = map(_one_device.flat_operands, spec.models, primals)
+    start = _shard.first_column(spec.models.student, primals.student.weight)
+    flat = map(_shard.flat_operands, spec.models, primals)
     one, other = (_shard.given_to(*each, start) for each in zip(spec.models, flat, rows, strict=True))
     if one is None or other is None:
         return None
@@ -117,11 +113,11 @@ def device_backward(spec: KLSpec, primals: Pair[Primals], rows: Pair[Rows], kept
     """The student's gradients, in the shapes, dtypes and types of its operands."""
     own = spec.models.student
     found, cache = kept
-    rows, found, cotangent = _rows.flattened((rows, found, cotangent), rows.student.labels.ndim)
+    rows, found, cotangent = _call.flattened((rows, found, cotangent), rows.student.labels.ndim)
     if own.axis_name is not None and own.token_axes is None:
         cotangent = _collectives.total_cotangent(cotangent, own.axis_name)
     gradients = Part.of(spec, primals, rows).gradients(*found, cache, cotangent)
-    return _one_device.reduced(own, gradients, primals.student)
+    return _shard.reduced(own, gradients, primals.student)
 
 
 class Part(NamedTuple):
@@ -132,14 +128,14 @@ class Part(NamedTuple):
     scales: Pair[Scales]
     plan: KLPlan
     shard: Shard  # the rows that count first
-    order: _rows.Compaction | None  # of these; None: all count
+    order: _call.Compaction | None  # of these; None: all count
 
     @classmethod
     def of(cls, spec: KLSpec, primals: Pair[Primals], rows: Pair[Rows], first_column: Any = None) -> Part:
         """From the arrays of this device; ``first_column`` is its global id, None that of its place in the mesh."""
-        scales = Pair(*(_rows.scales(own, spec.dtype, signs_hidden=False) for own in rows))
+        scales = Pair(*(_call.scales(own, spec.dtype, signs_hidden=False) for own in rows))
         if first_column is None:
-            first_column = _one_device.first_column(spec.models.student, primals.student.weight)
+            first_column = _shard.first_column(spec.models.student, primals.student.weight)
         return cls(spec, rows, scales, *_shard_of(spec, primals, rows, scales, first_column))
 
     @property
@@ -213,7 +209,7 @@ class Part(NamedTuple):
 
     def _by_token(self, found: Any) -> Any:
         """The same, in the order of the tokens."""
-        return found if self.order is None else _rows.expand(self.order, found)
+        return found if self.order is None else _call.expand(self.order, found)
 
     @property
     def _has_kernels(self) -> bool:
@@ -223,19 +219,19 @@ class Part(NamedTuple):
 
 def _wrong_temperature(rows: Pair[Rows]) -> Bool[Array, "T"] | None:
     """Rows of which one temperature is wrong: they return NaN and have no gradient."""
-    student, teacher = map(_rows.wrong, rows)
+    student, teacher = map(_call.wrong_rows, rows)
     return teacher if student is None else student if teacher is None else student | teacher
 
 
 def _shard_of(
     spec: KLSpec, primals: Pair[Primals], rows: Pair[Rows], scales: Pair[Scales], first_column: Any
-) -> tuple[KLPlan, Shard, _rows.Compaction | None]:
+) -> tuple[KLPlan, Shard, _call.Compaction | None]:
     """The arrays of this device, with the rows that count first."""
-    operands = Pair(*map(_one_device.flat_operands, spec.models, primals))
+    operands = Pair(*map(_shard.flat_operands, spec.models, primals))
     tokens = Pair(*(Tokens(x.hidden, own.logits, own.raw) for x, own in zip(operands, scales, strict=True)))
-    order = None if rows.student.where is None else _rows.compaction(rows.student.where)
+    order = None if rows.student.where is None else _call.compaction(rows.student.where)
     num_rows = None if order is None else order.num_rows
-    tokens = tokens if order is None else _rows.compact(order, tokens)
+    tokens = tokens if order is None else _call.compact(order, tokens)
     heads = Pair(
         *(
             # What both models rule out with -inf is a difference of two infinities otherwise.

@@ -8,16 +8,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from lce_jax import _call, _runner, _shard
+from lce_jax._call import Rows, Spec
+from lce_jax._runner import Capability, Kind, Program, spread
 from lce_jax._types import Primals
-from lce_jax.call import _rows
-from lce_jax.call._rows import Rows
-from lce_jax.call._spec import Spec
 from lce_jax.mathematics import _logprobs
 from lce_jax.mesh import _collectives
-from lce_jax.programs import _one_device
-from lce_jax.runner import _over_devices
-from lce_jax.runner._derivative import Capability
-from lce_jax.runner._over_devices import Kind, Program, spread
 from lce_jax.xla import _logits
 
 if TYPE_CHECKING:
@@ -31,13 +27,13 @@ def forward(spec: Spec, primals: Primals, rows: Rows, differentiated: bool) -> t
         z, slope = _forward(spec, primals, rows)
         return z, slope if differentiated else None
 
-    operands = _over_devices.head(spec.case.options.vocab_dim), Kind.TOKENS
+    operands = _runner.head(spec.case.options.vocab_dim), Kind.TOKENS
     return spread(spec, Program(run, operands, (Kind.RESULTS, Kind.TOKENS), joins=True), primals, rows)
 
 
 def backward(spec: Spec, primals: Primals, rows: Rows, slope: Array, cotangent: Array) -> Primals:
     """The gradients of the operands."""
-    own = _over_devices.head(spec.case.options.vocab_dim)
+    own = _runner.head(spec.case.options.vocab_dim)
     program = Program(_backward, (own, Kind.TOKENS, Kind.TOKENS, Kind.RESULTS), own)
     return spread(spec, program, primals, rows, slope, cotangent)
 
@@ -54,13 +50,13 @@ def _forward(spec: Spec, primals: Primals, rows: Rows) -> tuple[Float[Array, "*b
     """The logits and their slopes; 0 where an id is none, out of vocabulary, or in a row that does not count."""
     assert rows.candidates is not None
     shape, options, dtype = rows.candidates.shape, spec.case.options, spec.case.stat_dtype
-    rows = _rows.flattened(rows, rows.labels.ndim)
-    columns, wrong = _columns(spec, primals, rows), _rows.wrong(rows)
-    hidden = _one_device.flat_operands(spec, primals).hidden
+    rows = _call.flattened(rows, rows.labels.ndim)
+    columns, wrong = _columns(spec, primals, rows), _call.wrong_rows(rows)
+    hidden = _shard.flat_operands(spec, primals).hidden
     raw = _logits.products(hidden, primals.weight, columns, options, dtype)
     if primals.bias is not None:
         raw = raw + jnp.take(primals.bias, columns, mode="clip").astype(dtype)
-    scales = _rows.scales(rows, dtype, signs_hidden=False)
+    scales = _call.scales(rows, dtype, signs_hidden=False)
     z, slope = _logprobs.transform_logits(raw, options, scales.logits, scales.raw)
     factor = _logprobs.row_factor(options, scales.derivative)
     factor = factor if isinstance(factor, float) else factor[:, None]
@@ -85,27 +81,27 @@ def _summed(found: tuple[Array, Array], rows: Rows, axis_name: _collectives.Axis
 
 def _backward(spec: Spec, primals: Primals, rows: Rows, slope: Array, cotangent: Array) -> Primals:
     """One device's gradients, in the shapes, dtypes and types of their operands."""
-    rows, slope, cotangent = _rows.flattened((rows, slope, cotangent), rows.labels.ndim)
+    rows, slope, cotangent = _call.flattened((rows, slope, cotangent), rows.labels.ndim)
     if spec.axis_name is not None and spec.token_axes is None:
         cotangent = _collectives.total_cotangent(cotangent, spec.axis_name)
     columns = _columns(spec, primals, rows)
     terms = jnp.where(slope == 0.0, 0.0, cotangent * slope)
-    hidden, options = _one_device.flat_operands(spec, primals).hidden, spec.case.options
+    hidden, options = _shard.flat_operands(spec, primals).hidden, spec.case.options
     dweight = _logits.dweight(terms, hidden, columns, primals.weight, options).astype(primals.weight.dtype)
     dbias = None if primals.bias is None else _logits.dbias(terms, columns, primals.bias.shape[0])
     dhidden = _logits.dhidden(terms, primals.weight, columns, options)
-    return _one_device.reduced(spec, Primals(dhidden, dweight, dbias), primals)
+    return _shard.reduced(spec, Primals(dhidden, dweight, dbias), primals)
 
 
 def _columns(spec: Spec, primals: Primals, rows: Rows) -> Int[Array, "T K"]:
     """The ids as columns of this shard; -1 where it does not own them, and in rows that do not count."""
     assert rows.candidates is not None
-    start, size = _one_device.first_column(spec, primals.weight), primals.weight.shape[spec.case.options.vocab_dim]
-    columns = _rows.owned(rows.candidates, start, size)
+    start, size = _shard.first_column(spec, primals.weight), primals.weight.shape[spec.case.options.vocab_dim]
+    columns = _call.owned(rows.candidates, start, size)
     live = _live(rows)
     return columns if live is None else jnp.where(live[:, None], columns, -1)
 
 
 def _live(rows: Rows) -> Bool[Array, "T"] | None:
-    wrong = _rows.wrong(rows)
+    wrong = _call.wrong_rows(rows)
     return rows.where if wrong is None else ~wrong if rows.where is None else rows.where & ~wrong

@@ -1,35 +1,440 @@
-"""The ``custom_vjp`` of `lce_jax.linear_loss`: its residuals are the gradients themselves, for a cotangent of 1."""
+"""`lce_jax.linear_loss` as JAX takes it: the loss, its gradients in the forward, and the ``custom_vjp``.
+
+The loss of a token is traced once, with what it closes over as arguments. The residuals of the ``custom_vjp`` are the
+gradients themselves, for a cotangent of 1.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun  # type: ignore[attr-defined]
 
-from lce_jax import _jax
-from lce_jax._types import LogprobOutput, Primals
-from lce_jax.call._loss import Gradients, Inputs, TokenLoss
-from lce_jax.call._spec import Spec
+from lce_jax import _call, _checks, _dispatch, _jax, _runner, _shard
+from lce_jax._call import Rows, Spec
+from lce_jax._runner import Kind, Program, spread
+from lce_jax._types import Case, LogprobOutput, Primals, Results
+from lce_jax.mathematics import _logprobs
 from lce_jax.mesh import _collectives
-from lce_jax.programs import _logprobs, _loss_in_forward
-from lce_jax.programs._token_chunks import Budget
-from lce_jax.runner import _over_devices
-from lce_jax.runner._over_devices import Kind, Program, spread
+from lce_jax.programs._token_chunks import Budget, TokenChunk, chunk_case
 
 if TYPE_CHECKING:
-    from lce_jax._shapes import Array
+    from lce_jax._shapes import Array, Bool, Float
+
+
+GIVE_IT_AS_AN_ARGUMENT = "give it as a per-token argument, jnp.broadcast_to(x, (*labels.shape, *x.shape))"
+
+
+class Inputs(NamedTuple):
+    """The arrays of a call."""
+
+    primals: Primals
+    rows: Rows
+    per_token: tuple[Any, ...]  # [*b, ...], flat
+    constants: tuple[Any, ...]  # the traced arrays that the loss closes over
+
+
+class Gradients(NamedTuple):
+    """Those of the differentiable inputs, None in place of the others."""
+
+    primals: Primals
+    per_token: tuple[Any, ...]
+    constants: tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenLoss:
+    """A traced loss of one token, equal to itself alone; that of `outliving` to all that compute the same."""
+
+    # Of examples of a token's results and of its arguments. None for one device: it keeps nothing alive.
+    retrace: Callable[..., ClosedJaxpr] | None = dataclasses.field(compare=False)
+    jaxpr: ClosedJaxpr = dataclasses.field(compare=False)  # with None for each array that it closes over
+    # The arrays that it closes over; None in place of the traced ones.
+    known: tuple[Any, ...] = dataclasses.field(compare=False)
+    impls: tuple[Any, ...]  # of those that are typed random keys; None for the others
+    identity: Any = dataclasses.field(default_factory=object)
+
+    @classmethod
+    def of(cls, retrace: Callable[..., ClosedJaxpr], *examples: Any) -> tuple[TokenLoss, tuple[Any, ...]]:
+        """The loss, and the traced arrays that it closes over, `untyped`."""
+        closed = retrace(*examples)
+        known = tuple(None if _is_traced(x) else x for x in closed.consts)
+        empty = closed.replace(consts=[None] * len(known))
+        impls = tuple(map(_impl, closed.consts))
+        return cls(retrace, empty, known, impls), tuple(untyped(x) for x in closed.consts if _is_traced(x))
+
+    def with_arguments(self, inputs: Inputs) -> tuple[TokenLoss, Inputs]:
+        """The loss with all that it closes over among the inputs: a function that XLA splits closes over nothing."""
+        traced = iter(inputs.constants)
+        known = (None if x is None else _call.on_device(x, inputs.primals.hidden) for x in self.known)
+        constants = tuple(next(traced) if x is None else untyped(x) for x in known)
+        return dataclasses.replace(self, known=(None,) * len(constants)), inputs._replace(constants=constants)
+
+    def here(self, inputs: Inputs) -> TokenLoss:
+        """The same loss traced over the mesh where it is computed, which a traced program knows."""
+        assert self.retrace is not None
+        dtype = jnp.promote_types(inputs.primals.weight.dtype, jnp.float32)
+        try:
+            loss, _ = TokenLoss.of(self.retrace, *_examples(dtype, inputs))
+            return dataclasses.replace(loss, known=self.known)
+        except (NotImplementedError, ValueError) as error:  # JAX: what is typed over the axes of the mesh outside
+            if not self.known:
+                raise
+            raise ValueError(
+                "loss_fn closes over an array that lies on a mesh, and JAX cannot use it on one device of the mesh: "
+                f"{GIVE_IT_AS_AN_ARGUMENT}"
+            ) from error
+
+    def __call__(
+        self, live: Bool[Array, "T"] | None, outputs: LogprobOutput, per_token: Any, constants: Any
+    ) -> Float[Array, "T"]:
+        """The losses of flat tokens, 0 where they do not count."""
+        given, traced = [x for x in outputs[:3] if x is not None], iter(constants)
+        known = zip(self.known, self.impls, strict=True)
+        closed = self.jaxpr.replace(consts=[_typed(next(traced), impl) if x is None else x for x, impl in known])
+        (losses,) = jax.vmap(jaxpr_as_fun(closed))(*given, *per_token)
+        losses = losses.astype(outputs.lse.dtype)
+        return losses if live is None else jnp.where(live, losses, 0.0)
+
+
+def outliving(loss: TokenLoss, inputs: Inputs) -> tuple[TokenLoss, Inputs]:
+    """The loss for a program that outlives the call: with all arrays among the inputs, told by what it computes.
+
+    That is its value and its derivatives, in which custom rules have become operations. All that the function reads may
+    have changed when it is called again.
+    """
+    loss, inputs = loss.with_arguments(inputs)
+    jaxpr, impls = loss.jaxpr, loss.impls
+    both = jax.value_and_grad(
+        lambda constants, given: jaxpr_as_fun(jaxpr.replace(consts=[*map(_typed, constants, impls)]))(*given)[0],
+        argnums=(0, 1),
+        allow_int=True,
+    )
+    structs = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in jaxpr.in_avals)
+    made = jax.make_jaxpr(both)(inputs.constants, structs)
+    return dataclasses.replace(loss, identity=(str(made), *_constants_of(made))), inputs
+
+
+class LossArguments(NamedTuple):
+    """How the loss takes its own arguments."""
+
+    tree: Any
+    impls: tuple[Any, ...]  # of the typed random keys among its leaves; None for the others
+
+    def of(self, flat: Sequence[Any]) -> tuple[Any, ...]:
+        """The arguments that hold the leaves ``flat``."""
+        return jax.tree.unflatten(self.tree, [_typed(*pair) for pair in zip(flat, self.impls, strict=True)])
+
+
+def flat_arguments(per_token: tuple[Any, ...], labels: Any) -> tuple[tuple[Any, ...], LossArguments]:
+    """The arrays in the loss's own arguments, checked and `untyped`, and what they make up."""
+    flat, tree = jax.tree.flatten(per_token)
+    shape = tuple(labels.shape)
+    for place, x in enumerate(flat):
+        name = f"per-token argument {place} of loss_fn"
+        _checks.array(name, x)
+        if tuple(x.shape[: len(shape)]) != shape:
+            raise ValueError(f"{name} {tuple(x.shape)} must begin with the shape of labels {shape}")
+    return tuple(untyped(jnp.asarray(x)) for x in flat), LossArguments(tree, tuple(map(_impl, flat)))
+
+
+def untyped(x: Any) -> Any:
+    """Typed random keys as the integers that they hold, which can be zero, split and sent like any array."""
+    return x if _impl(x) is None else jax.random.key_data(x)
+
+
+def _typed(x: Any, impl: Any) -> Any:
+    return x if impl is None else jax.random.wrap_key_data(x, impl=impl)
+
+
+def _impl(x: Any) -> Any:
+    return jax.random.key_impl(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else None
+
+
+def trace(
+    loss_fn: Callable[..., Any], own: LossArguments, case: Case, inputs: Inputs, axes: frozenset[Any]
+) -> tuple[TokenLoss, tuple[Any, ...]]:
+    """The loss of one token, and the traced arrays that it closes over; everything per token varies over ``axes``."""
+    if not callable(loss_fn):
+        raise TypeError(f"loss_fn must be a function of (logprob, entropy, lse, *per_token), got {loss_fn!r}")
+    entropy = case.options.entropy
+
+    def retrace(scalar: Any, *flat: Any) -> ClosedJaxpr:
+        results = scalar, scalar if entropy else None, scalar
+        return jax.make_jaxpr(lambda results, *flat: loss_fn(*results, *own.of(flat)))(results, *flat)
+
+    examples = _examples(case.stat_dtype, inputs)
+    if axes:
+        examples = _jax.vary_over([jnp.zeros(x.shape, x.dtype) for x in examples], axes)
+    loss, constants = TokenLoss.of(retrace, *examples)
+    shapes = [(tuple(x.shape), x.dtype) for x in loss.jaxpr.out_avals]
+    if len(shapes) != 1 or shapes[0][0] != () or not jnp.issubdtype(shapes[0][1], jnp.floating):
+        said = ", ".join(f"{dtype.name}{list(shape)}" for shape, dtype in shapes) or "nothing"
+        raise ValueError(
+            f"loss_fn must return one floating-point scalar for one token, got {said}: it is given scalars, "
+            "and the slice of each per-token argument that belongs to the token"
+        )
+    return loss, constants
+
+
+def _examples(dtype: Any, inputs: Inputs) -> list[Any]:
+    """A result of one token, and its slice of each argument."""
+    dims, struct = inputs.rows.labels.ndim, jax.ShapeDtypeStruct
+    return [struct((), dtype), *(struct(x.shape[dims:], x.dtype) for x in inputs.per_token)]
+
+
+def _constants_of(jaxpr: Any) -> Iterator[bytes | int]:
+    """What tells the arrays that a program and the functions in it close over, which its text does not show."""
+    yield from (x.tobytes() if isinstance(x, np.ndarray) else id(x) for x in getattr(jaxpr, "consts", ()))
+    for equation in jaxpr.eqns:
+        for inner in jax.tree.leaves(list(equation.params.values())):
+            if hasattr(inner, "eqns"):
+                yield from _constants_of(inner)
+
+
+def check_closure(constants: tuple[Any, ...], axes: frozenset[Any]) -> None:
+    """Refuses a traced array that is typed otherwise than the tokens, which vary over ``axes``.
+
+    If it is the same on devices whose tokens are not, its gradient would be summed over them before each part is
+    multiplied by its own cotangent.
+    """
+    for x in constants:
+        own = _jax.varying_axes(x)
+        if own - axes or (has_gradient(x) and own != axes):
+            raise ValueError(
+                f"loss_fn closes over a traced {jax.typeof(x).str_short()}, which varies over {sorted(own, key=str)}; "
+                f"the tokens vary over {sorted(axes, key=str)}: inside shard_map {GIVE_IT_AS_AN_ARGUMENT}"
+            )
+
+
+def has_gradient(x: Any) -> bool:
+    """Whether ``x``, `untyped`, has a gradient: complex numbers have one too."""
+    return bool(jnp.issubdtype(x.dtype, jnp.inexact))
+
+
+def _is_traced(x: Any) -> bool:
+    return isinstance(x, jax.core.Tracer)
+
+
+def sum_of_losses(spec: Spec, loss: TokenLoss, inputs: Inputs) -> tuple[Array, LogprobOutput]:
+    """The sum over this device's tokens and the results, without gradients."""
+    primals, rows, per_token, constants = inputs
+    results, _ = _shard.device_forward(spec, primals, rows, keep_cache=False)
+    live, outputs, per_token = _call.flattened((rows.where, results.outputs, per_token), rows.labels.ndim)
+    outputs, per_token = _jax.vary_over((outputs, per_token), axes_of_tokens(spec, inputs))
+    return _total(spec, jnp.sum(loss(live, outputs, per_token, constants))), results.outputs
+
+
+def forward_and_gradients(
+    spec: Spec, loss: TokenLoss, inputs: Inputs, budget: Budget
+) -> tuple[Array, LogprobOutput, Gradients]:
+    """The same, and the gradients for a cotangent of 1, `scaled` of which the caller sums and rounds."""
+    whole = _Chunks.of(spec, loss, budget, inputs).run()
+    shape = inputs.rows.labels.shape
+    losses, outputs = whole.losses, jax.tree.map(lambda x: x.reshape(shape), whole.outputs)
+    per_token = tuple(
+        None if dx is None else dx.reshape(x.shape) for dx, x in zip(whole.per_token, inputs.per_token, strict=True)
+    )
+    constants = tuple(None if dx is None else _total(spec, dx) for dx in whole.constants)
+    (dhidden, dweight, dbias), (hidden, weight, _) = whole.gradients, inputs.primals
+    dweight = _total(spec, dweight.astype(weight.dtype))
+    dbias = None if dbias is None else _total(spec, dbias)
+    if spec.gather_dim is not None:
+        dhidden = _shard.scattered(spec, dhidden, hidden).astype(hidden.dtype)
+    primals = Primals(dhidden.reshape(hidden.shape), dweight, dbias)
+    return _total(spec, jnp.sum(losses)), outputs, Gradients(primals, per_token, constants)
+
+
+def _total(spec: Spec, x: Array) -> Array:
+    """The sum over the devices that hold other tokens of the same call, where no types say so."""
+    return lax.psum(x, spec.token_axes) if spec.token_axes else x
+
+
+def axes_of_tokens(spec: Spec, inputs: Inputs) -> frozenset[Any]:
+    """The axes over which results, and so losses, may differ by their types."""
+    return _jax.varying_axes(inputs) - frozenset(_jax.as_axes(spec.axis_name))
+
+
+class _Whole(NamedTuple):
+    """What the chunks fill and add to."""
+
+    losses: Float[Array, "T"]
+    outputs: LogprobOutput  # [T]
+    gradients: Primals  # [T, H]; dweight and dbias as sums
+    per_token: tuple[Any, ...]  # [T, ...]
+    constants: tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Chunks:
+    """The chunks of one call, in turn."""
+
+    spec: Spec  # of a chunk
+    loss: TokenLoss
+    primals: Primals  # hidden flat; cast already if it was gathered
+    rows: Rows  # flat
+    per_token: tuple[Any, ...]  # flat
+    constants: tuple[Any, ...]
+    order: _call.Compaction | None
+    size: int  # rows per chunk
+    tokens: int
+    adds: bool  # whether there are several chunks, whose dweight are added
+    token_axes: frozenset[Any]  # the types of everything per token
+    psum_axes: tuple[Any, ...]  # over which each chunk's dhidden is summed
+    hidden_axes: frozenset[Any]  # the type of dhidden then
+    weight_axes: frozenset[Any]  # that of dweight and dbias
+    rounds: bool  # whether nothing is added to dhidden after that
+    hidden_dtype: jnp.dtype
+
+    @classmethod
+    def of(cls, spec: Spec, loss: TokenLoss, budget: Budget, inputs: Inputs) -> _Chunks:
+        primals, rows = inputs.primals, inputs.rows
+        size, tokens = budget.chunk_rows(spec.case), rows.labels.size
+        tracked = spec.axis_name is not None and _jax.tracks_varying(spec.axis_name)
+        given, all_axes = _jax.varying_axes(primals.hidden), _jax.varying_axes(inputs)
+        names = frozenset(_jax.as_axes(spec.axis_name))
+        psum = names - given if tracked else frozenset()
+        if spec.token_axes is not None and spec.gather_dim is None:
+            psum = names
+        weight_axes = all_axes | names if tracked else all_axes
+        hidden_axes = weight_axes - psum
+        hidden = primals.hidden.reshape(-1, primals.hidden.shape[-1])
+        if spec.gather_dim is not None:
+            hidden = _shard.flat_operands(spec, primals).hidden
+        flat_rows, per_token = _call.flattened((rows, inputs.per_token), rows.labels.ndim)
+        case = chunk_case(spec.case, size, rows.where is not None or tokens % size != 0)
+        chosen, _ = _dispatch.choose(case, spec.requested)
+        return cls(
+            spec=dataclasses.replace(spec, case=case, implementation=chosen.NAME, gather_dim=None),  # it is gathered
+            loss=loss,
+            primals=primals._replace(hidden=hidden),
+            rows=flat_rows._replace(where=None),
+            per_token=per_token,
+            constants=inputs.constants,
+            order=None if flat_rows.where is None else _call.compaction(flat_rows.where),
+            size=size,
+            tokens=tokens,
+            adds=size < tokens,
+            token_axes=axes_of_tokens(spec, inputs),
+            psum_axes=tuple(sorted(psum, key=str)),
+            hidden_axes=hidden_axes,
+            weight_axes=weight_axes,
+            rounds=spec.gather_dim is None and hidden_axes == given,
+            hidden_dtype=primals.hidden.dtype,
+        )
+
+    def run(self) -> _Whole:
+        """All chunks that have a row that counts."""
+        empty = self._empty()
+        if self.order is None and not self.adds:
+            return self._step(jnp.int32(0), empty)
+        count: Any = -(-self.tokens // self.size)
+        if self.order is not None:
+            count = -(-self.order.num_rows // self.size)
+            if self.spec.axis_name is not None and not _jax.tracks_varying(self.spec.axis_name):
+                count = lax.pmax(count, self.spec.axis_name)  # or a shard given other rows would wait for ever
+        return lax.fori_loop(0, count, lambda i, whole: self._step(i * self.size, whole), empty)
+
+    def _empty(self) -> _Whole:
+        case, weight = self.spec.case, self.primals.weight
+        zeros = functools.partial(jnp.zeros, dtype=case.stat_dtype)
+        outputs = jax.eval_shape(lambda: _logprobs.results_of_none(self.tokens, case.stat_dtype, case.options).outputs)
+        dhidden = jnp.zeros(self.primals.hidden.shape, self.hidden_dtype if self.rounds else case.stat_dtype)
+        dweight = jnp.zeros(weight.shape, case.stat_dtype if self.adds else case.dtype)
+        dbias = None if self.primals.bias is None else zeros(self.primals.bias.shape)
+        of_tokens = _Whole(
+            zeros(self.tokens),
+            jax.tree.map(lambda x: zeros(x.shape), outputs),
+            Primals(None, None),
+            *(jax.tree.map(jnp.zeros_like, _floats(x)) for x in (self.per_token, self.constants)),
+        )
+        of_tokens = _jax.vary_over(of_tokens, self.token_axes)
+        dweight, dbias = _jax.vary_over((dweight, dbias), self.weight_axes)
+        return of_tokens._replace(gradients=Primals(_jax.vary_over(dhidden, self.hidden_axes), dweight, dbias))
+
+    @jax.named_scope("chunk_of_tokens")
+    def _step(self, first: Any, whole: _Whole) -> _Whole:
+        """``whole`` with the results and gradients of the chunk that begins at ``first``."""
+        chunk, spec = TokenChunk.starting_at(first, self.size, self.tokens, self.order), self.spec
+        hidden, rows, per_token = jax.tree.map(
+            lambda x: chunk.take(x, self.size), (self.primals.hidden, self.rows, self.per_token)
+        )
+        rows = rows._replace(num_rows=chunk.num_rows)
+        primals = _shard.as_operand(self.primals._replace(hidden=hidden))
+        start = _shard.first_column(spec, primals.weight)
+        stats, cache, agree = _shard.statistics_of_all(spec, primals, rows, keep_cache=True)
+        cache, dropped = _shard.selected_of_all(spec, rows, stats, cache)
+        outputs = _shard.finish(spec, rows, stats, None, dropped).outputs
+        outputs = outputs if agree is None else _collectives.nan_where_different(agree, outputs)
+        live = rows.live
+        if live is not None:
+            outputs = jax.tree.map(lambda x: jnp.where(live, x, x[0]), outputs)
+        losses, cotangent, dper_token, dconstants = self._of_loss(live, outputs, per_token)
+        found = _shard.gradients(
+            spec, primals, rows, start, stats, cotangent, cache,
+            may_round_dhidden=self.rounds and not self.psum_axes and self.hidden_dtype == spec.case.dtype,
+            dweight=whole.gradients.weight if self.adds else None,
+        )  # fmt: skip
+        return _Whole(
+            chunk.put(whole.losses, losses),
+            jax.tree.map(chunk.put, whole.outputs, outputs),
+            self._added(chunk, whole.gradients, found),
+            jax.tree.map(chunk.put, whole.per_token, dper_token),
+            jax.tree.map(jnp.add, whole.constants, dconstants),
+        )
+
+    def _of_loss(
+        self, live: Bool[Array, "t"] | None, outputs: LogprobOutput, per_token: tuple[Any, ...]
+    ) -> tuple[Array, Results, tuple[Any, ...], tuple[Any, ...]]:
+        """A chunk's losses, and the derivatives of their sum in results, arguments and what the loss closes over."""
+        outputs, per_token = _jax.vary_over((outputs, per_token), self.token_axes)
+
+        def total(results: Any, own: Any, closed: Any) -> tuple[Array, Array]:
+            arguments, constants = _filled(own, per_token), _filled(closed, self.constants)
+            losses = self.loss(live, LogprobOutput(*results), arguments, constants)
+            return jnp.sum(losses), losses
+
+        value, pull, losses = jax.vjp(total, outputs[:3], _floats(per_token), _floats(self.constants), has_aux=True)
+        one = _jax.vary_like(jnp.ones((), value.dtype), value)
+        dresults, dper_token, dconstants = pull(one)
+        return losses, Results(LogprobOutput(*dresults)), dper_token, dconstants
+
+    def _added(self, chunk: TokenChunk, whole: Primals, found: Primals) -> Primals:
+        dhidden = found.hidden
+        if self.psum_axes:
+            # As in `programs._one_device.backward`, the collective starts after the kernels.
+            found = lax.optimization_barrier(found)
+            dhidden = lax.psum(found.hidden, self.psum_axes)
+        dweight, dbias = _jax.vary_over((found.weight, found.bias), self.weight_axes)
+        return Primals(
+            chunk.put(whole.hidden, _jax.vary_over(dhidden, self.hidden_axes).astype(whole.hidden.dtype)),
+            dweight,
+            jax.tree.map(jnp.add, whole.bias, dbias),
+        )
+
+
+def _floats(arrays: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Those with a gradient; None in place of the others."""
+    return tuple(x if has_gradient(x) else None for x in arrays)
+
+
+def _filled(floats: tuple[Any, ...], arrays: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(x if own is None else own for own, x in zip(floats, arrays, strict=True))
 
 
 def run(spec: Spec, loss: TokenLoss, budget: Budget, inputs: Inputs) -> tuple[Array, LogprobOutput]:
     """The sum of the losses, differentiable in all inputs, and the results, which carry no gradient."""
     if not spec.case.num_tokens:
-        out = _logprobs.of_no_tokens(spec, inputs.rows).outputs
-        return _jax.vary_over((jnp.zeros((), out.lse.dtype), out), _loss_in_forward.axes_of_tokens(spec, inputs))
+        out = _shard.of_no_tokens(spec, inputs.rows).outputs
+        return _jax.vary_over((jnp.zeros((), out.lse.dtype), out), axes_of_tokens(spec, inputs))
     marked = functools.partial(_jax.only_in_reverse.bind, function=spec.case.options.function)
     primals, per_token, constants = jax.tree.map(marked, (inputs.primals, inputs.per_token, inputs.constants))
     return _run(spec, loss, budget, Inputs(primals, inputs.rows, per_token, constants))
@@ -56,7 +461,7 @@ def outside_jit(loss_fn: Any) -> tuple[Any, Any]:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _run(spec: Spec, loss: TokenLoss, budget: Budget, inputs: Inputs) -> tuple[Array, LogprobOutput]:
     del budget
-    return _spread_over(spec, loss, inputs, _loss_in_forward.forward, OF_A_FORWARD)
+    return _spread_over(spec, loss, inputs, sum_of_losses, OF_A_FORWARD)
 
 
 OF_A_FORWARD = (Kind.WHOLE, Kind.RESULTS)  # the sum, and the results
@@ -64,13 +469,13 @@ OF_A_FORWARD = (Kind.WHOLE, Kind.RESULTS)  # the sum, and the results
 
 def _spread_over(spec: Spec, loss: TokenLoss, inputs: Inputs, run: Callable[..., Any], results: tuple[Any, ...]) -> Any:
     """``run(spec, loss, inputs)`` on every device that holds the inputs."""
-    left = _over_devices.is_left_to_xla(spec, inputs)
+    left = _runner.is_left_to_xla(spec, inputs)
     loss, inputs = loss.with_arguments(inputs) if left else (loss, inputs)
 
     def device(share: Spec, inputs: Inputs) -> Any:
         return run(share, loss if left or spec.mesh is None else loss.here(inputs), inputs)
 
-    operands: Any = Inputs(_over_devices.head(spec.case.options.vocab_dim), Kind.TOKENS, Kind.TOKENS, Kind.WHOLE)  # type: ignore[arg-type]
+    operands: Any = Inputs(_runner.head(spec.case.options.vocab_dim), Kind.TOKENS, Kind.TOKENS, Kind.WHOLE)  # type: ignore[arg-type]
     return spread(spec, Program(device, (operands,), results), inputs)
 
 
@@ -84,8 +489,8 @@ class _Kind:
 
 
 def _fwd(spec: Spec, loss: TokenLoss, budget: Budget, inputs: Inputs) -> tuple[Any, Any]:
-    kinds: Any = Gradients(_over_devices.head(spec.case.options.vocab_dim), Kind.TOKENS, Kind.WHOLE)  # type: ignore[arg-type]
-    run = functools.partial(_loss_in_forward.forward_and_gradients, budget=budget)
+    kinds: Any = Gradients(_runner.head(spec.case.options.vocab_dim), Kind.TOKENS, Kind.WHOLE)  # type: ignore[arg-type]
+    run = functools.partial(forward_and_gradients, budget=budget)
     results = (*OF_A_FORWARD, kinds)
     of_inputs = _jax.not_differentiable(lambda inputs: _spread_over(spec, loss, inputs, run, results))
     total, outputs, gradients = of_inputs(inputs)
@@ -93,7 +498,7 @@ def _fwd(spec: Spec, loss: TokenLoss, budget: Budget, inputs: Inputs) -> tuple[A
         pairs = zip(gradients.constants, loss.known, strict=True)
         gradients = gradients._replace(constants=tuple(dx for dx, known in pairs if known is None))
     given = Gradients(inputs.primals, inputs.per_token, inputs.constants)
-    gradients = gradients if spec.mesh is None else _over_devices.split_as(gradients, given)
+    gradients = gradients if spec.mesh is None else _runner.split_as(gradients, given)
     kinds = jax.tree.map(lambda x: _Kind(jnp.dtype(x.dtype), _jax.varying_axes(x)), given)
     return (total, outputs), (gradients, kinds)
 

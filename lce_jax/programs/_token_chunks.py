@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from lce_jax import _dispatch, scalars
+from lce_jax._call import Compaction
+from lce_jax._options import LogprobOptions
 from lce_jax._plans import Plan, Surroundings, format_bytes
 from lce_jax._types import Case
-from lce_jax.call._keywords import LogprobOptions
-from lce_jax.call._rows import Compaction
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Int

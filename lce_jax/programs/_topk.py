@@ -11,15 +11,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from lce_jax import _call, _shard
+from lce_jax._call import Rows, Spec
 from lce_jax._types import Primals, TopK
-from lce_jax.call import _rows
-from lce_jax.call._rows import Rows
-from lce_jax.call._spec import Spec
 from lce_jax.mathematics import _logprobs
 from lce_jax.mathematics._largest import Largest
 from lce_jax.mathematics._statistics import MASKED
 from lce_jax.mesh import _collectives
-from lce_jax.programs import _one_device, _shard
 from lce_jax.xla import _topk as _products
 
 if TYPE_CHECKING:
@@ -29,13 +27,13 @@ if TYPE_CHECKING:
 def forward(spec: Spec, primals: Primals, rows: Rows) -> TopK:
     """The results, in the shape of labels with k more, the same on every shard of the vocabulary."""
     shape = rows.labels.shape
-    rows = _rows.flattened(rows, len(shape))
+    rows = _call.flattened(rows, len(shape))
     with jax.named_scope("lce_topk"):
-        flat, start = _one_device.flat_operands(spec, primals), _one_device.first_column(spec, primals.weight)
+        flat, start = _shard.flat_operands(spec, primals), _shard.first_column(spec, primals.weight)
         operands, order = _shard.operands_of(spec, flat, rows, start, _shard.scales_of(spec, rows))
         found = _products.largest(operands, spec.case)
         found = found._replace(ids=found.ids + start)
-        found = found if order is None else _rows.expand(order, found)
+        found = found if order is None else _call.expand(order, found)
     agree = None
     if spec.axis_name is not None:
         with jax.named_scope("lce_merge"):
@@ -52,7 +50,7 @@ def _finish(spec: Spec, rows: Rows, found: Largest, agree: Bool[Array, "T"] | No
     logprobs = (found.x - found.max[:, None]) * scale - log_sumexp[:, None]
     out = TopK(found.ids, logprobs, found.max * scale[:, 0] + log_sumexp)
     left_out, differ = (None if kept is None else ~kept for kept in (rows.where, agree))
-    for no_result, value in ((_rows.wrong(rows), jnp.nan), (left_out, 0.0), (differ, jnp.nan)):
+    for no_result, value in ((_call.wrong_rows(rows), jnp.nan), (left_out, 0.0), (differ, jnp.nan)):
         if no_result is not None:
             out = TopK(
                 jnp.where(no_result[:, None], -1, out.ids),

@@ -24,9 +24,8 @@ from lce_jax.mathematics import _kept_ratios, _kl, _kl_mixture, _logprobs, _soft
 from lce_jax.mathematics._kept_ratios import Kept
 from lce_jax.mathematics._kl import Direction, KLCoefficients, KLStatistics, Pair, Ratios
 from lce_jax.mathematics._kl_mixture import Mixture, MixtureCoefficients, MixtureSums
-from lce_jax.xla import _cache, _plan, _walk
-from lce_jax.xla._cache import Cache, PerTile
-from lce_jax.xla._walk import Shard, Tile, Tokens, Walk
+from lce_jax.xla import _walk
+from lce_jax.xla._walk import Cache, PerTile, Shard, Tile, Tokens, Walk
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Float
@@ -64,7 +63,7 @@ class KLPlan:
         """
         student, teacher = self.cases
         size = max(student.hidden_size, teacher.hidden_size)
-        tile_t, tile_v = _plan.tile_sizes(dataclasses.replace(student, hidden_size=size, vocab_size=self.columns))
+        tile_t, tile_v = _walk.tile_sizes(dataclasses.replace(student, hidden_size=size, vocab_size=self.columns))
         parts = 2 if student.device.platform == "cpu" else 4
         return tile_t, tile_v // parts // 128 * 128 or tile_v
 
@@ -76,7 +75,7 @@ class KLPlan:
     @property
     def kept_columns(self) -> int:
         """Those of the first tiles of a walk, whose products ``cache_bytes`` spare the backward."""
-        return _cache.kept_columns(self.cases.student, self.columns, self.tiles[1], self.per_tile)
+        return _walk.kept_columns(self.cases.student, self.columns, self.tiles[1], self.per_tile)
 
     @property
     def kept_dtypes(self) -> tuple[jnp.dtype, jnp.dtype]:
@@ -103,9 +102,10 @@ def explained(kl: KLPlan, around: Surroundings) -> Plan:
     tile_t, tile_v = kl.tiles
     columns, kept, sizes = min(student.vocab_size, teacher.vocab_size), kl.kept_columns, (tile_v, kl.per_tile)
     has_padding = around.true_columns != student.vocab_size  # or may have
-    in_place = _cache.is_one_piece(student, kept, tile_t, has_padding, adds_dweight=False)
+    in_place = _walk.is_one_piece(student, kept, tile_t, has_padding, adds_dweight=False)
+    of_tile = _walk.kept_bytes_of_tile(student, *sizes)
     own, others = (
-        _plan.tile_bytes(case, tile_t, min(tile_v, columns)) + _plan.copied_bytes(case, around) for case in kl.cases
+        _walk.tile_bytes(case, tile_t, min(tile_v, columns)) + _walk.copied_bytes(case, around) for case in kl.cases
     )
     return Plan(
         implementation="xla",
@@ -113,16 +113,16 @@ def explained(kl: KLPlan, around: Surroundings) -> Plan:
         case=student,
         tiles={"tokens": tile_t, "vocabulary": tile_v},
         forward_bytes=own + others,
-        backward_bytes=own + others + _plan.sum_bytes(student, around),
-        kept_bytes=kl.numbers_kept * student.num_tokens * kl.dtype.itemsize + _cache.num_bytes(student, kept, *sizes),
+        backward_bytes=own + others + _walk.sum_bytes(student, around),
+        kept_bytes=kl.numbers_kept * student.num_tokens * kl.dtype.itemsize + _walk.num_bytes(student, kept, *sizes),
         logits_bytes=student.num_tokens * columns * kl.dtype.itemsize,
         notes=(
             f"linear_kl: of each pass {format_bytes(others)} for the teacher (hidden size {teacher.hidden_size:,}, "
             f"{teacher.dtype.name}): a tile of its logits, and copies of its hidden states",
-            *cache_notes(student, -(-kept // tile_v), -(-kl.columns // tile_v), _cache.tile_bytes(student, *sizes)),
+            *cache_notes(student, -(-kept // tile_v), -(-kl.columns // tile_v), of_tile),
             *([OVERWRITES] if in_place else []),
         ),
-        full_cache_bytes=_cache.num_bytes(student, kl.columns, *sizes),
+        full_cache_bytes=_walk.num_bytes(student, kl.columns, *sizes),
     )
 
 
@@ -131,7 +131,7 @@ def statistics(plan: KLPlan, shard: Shard, keep_cache: bool = False) -> tuple[KL
     walk, cache = plan.walk, None
     if keep_cache:
         walk = dataclasses.replace(walk, kept_columns=plan.kept_columns)
-        cache = _cache.empty(walk, shard, plan.per_tile)
+        cache = _walk.empty_cache(walk, shard, plan.per_tile)
 
     def add(running: _kl.RunningKL, tile: Tile, cache: Cache | None) -> tuple[_kl.RunningKL, Cache | None]:
         x, scales = _x(plan, tile).ordered(plan.student_first), _scales(plan, tile.tokens)
@@ -185,8 +185,8 @@ def gradients(
     if cache is None:
         return plan.walk.gradients(shard, functools.partial(dlogits, cache=None))
     walk = dataclasses.replace(plan.walk, kept_columns=cache.num_columns)
-    if _cache.is_one_piece(case, walk.kept_columns, walk.tile_t, shard.num_columns is not None, False):
-        return _cache.gradients(walk, shard, cache, dlogits, case.stat_dtype, None)
+    if _walk.is_one_piece(case, walk.kept_columns, walk.tile_t, shard.num_columns is not None, False):
+        return _walk.gradients_with_cache(walk, shard, cache, dlogits, case.stat_dtype, None)
     return walk.gradients(shard, functools.partial(dlogits, cache=cache))
 
 

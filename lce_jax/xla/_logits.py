@@ -16,7 +16,7 @@ from lce_jax._plans import Plan, Surroundings, format_bytes
 from lce_jax._types import Case, Operands, Options
 from lce_jax.mathematics import _logprobs
 from lce_jax.mathematics._statistics import along
-from lce_jax.xla import _loops, _plan
+from lce_jax.xla import _walk
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Bool, Float, Int
@@ -39,14 +39,14 @@ def plan(case: Case, around: Surroundings) -> Plan:
     num_ids, stat, item = case.options.num_candidates, case.stat_dtype.itemsize, case.dtype.itemsize
     size = min(max(case.num_tokens, 1), chunk_tokens(max(num_ids, 1), case.hidden_size, item))
     rows = size * num_ids * case.hidden_size * item
-    held = rows + _plan.copied_bytes(case, around) if num_ids and case.num_tokens else 0
+    held = rows + _walk.copied_bytes(case, around) if num_ids and case.num_tokens else 0
     return Plan(
         implementation="xla",
         refused={},
         case=case,
         tiles={"tokens": size},
         forward_bytes=held,
-        backward_bytes=held + (_plan.sum_bytes(case, around) if held else 0),
+        backward_bytes=held + (_walk.sum_bytes(case, around) if held else 0),
         kept_bytes=case.num_tokens * num_ids * stat,
         logits_bytes=case.num_tokens * case.vocab_size * stat,
         notes=(
@@ -71,7 +71,7 @@ def products(
     def chunk(per_token: tuple[Array, Array]) -> Array:
         return _products(per_token[0], weight, per_token[1], options, dtype)
 
-    return _loops.by_chunks(chunk, (hidden, columns), size, num_rows, (weight, num_rows))
+    return _walk.by_chunks(chunk, (hidden, columns), size, num_rows, (weight, num_rows))
 
 
 def _products(hidden: Array, weight: Array, columns: Array, options: Options, dtype: Any) -> Float[Array, "T K"]:
@@ -112,7 +112,7 @@ def dhidden(
         rows = rows if options.vocab_dim == 0 else jnp.moveaxis(rows, 0, 2)
         return jnp.sum(jnp.where((at >= 0)[:, :, None], own[:, :, None] * rows, 0.0), axis=1)
 
-    return _loops.by_chunks(chunk, (terms, columns), size, None, weight)
+    return _walk.by_chunks(chunk, (terms, columns), size, None, weight)
 
 
 class Pairs(NamedTuple):

@@ -16,9 +16,8 @@ from lce_jax._plans import ALONE, Plan, Surroundings
 from lce_jax._types import Case, Operands, Primals, RowCoefficients, ShardStatistics
 from lce_jax.mathematics import _dlogits, _logprobs, _repeats, _statistics
 from lce_jax.mathematics._statistics import Running
-from lce_jax.xla import _cache, _plan, _topk, _walk
-from lce_jax.xla._cache import Cache
-from lce_jax.xla._walk import Head, Shard, Tile, Tokens, Walk
+from lce_jax.xla import _topk, _walk
+from lce_jax.xla._walk import Cache, Head, Shard, Tile, Tokens, Walk
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Float, Int
@@ -36,7 +35,7 @@ def plan(case: Case, around: Surroundings = ALONE) -> Plan:
     """Tiles and bytes."""
     if case.options.top_k:
         return _topk.plan(case, NAME, around)
-    return _plan.plan(case, NAME, around)
+    return _walk.plan(case, NAME, around)
 
 
 class _Rows(NamedTuple):
@@ -56,8 +55,8 @@ def statistics(operands: Operands, case: Case, keep_cache: bool = False) -> tupl
     """Eq. 1 of the whole shard, [T] each, and the exponentials of the first tiles, as many as ``cache_bytes`` hold."""
     options, (walk, shard), cache = case.options, _walk_of(operands, case), None
     if keep_cache:
-        walk = dataclasses.replace(walk, kept_columns=_cache.kept_columns(case, walk.columns, walk.tile_v))
-        cache = _cache.empty(walk, shard)
+        walk = dataclasses.replace(walk, kept_columns=_walk.kept_columns(case, walk.columns, walk.tile_v))
+        cache = _walk.empty_cache(walk, shard)
 
     def add(running: Running, tile: Tile, cache: Cache | None) -> tuple[Running, Cache | None]:
         (x, scale), (targets, *more) = _logits(case, tile), tile.rows.relative_to(tile.start)
@@ -103,9 +102,9 @@ def gradients(
         return walk.gradients(shard, functools.partial(dlogits, cache=None), dweight)
     walk = dataclasses.replace(walk, kept_columns=cache.num_columns)
     adds, has_padding = dweight is not None, operands.num_columns is not None
-    if may_overwrite_cache and _cache.is_one_piece(case, walk.kept_columns, walk.tile_t, has_padding, adds):
+    if may_overwrite_cache and _walk.is_one_piece(case, walk.kept_columns, walk.tile_t, has_padding, adds):
         dhidden_dtype = case.dtype if may_round_dhidden else case.stat_dtype
-        return _cache.gradients(walk, shard, cache, dlogits, dhidden_dtype, dweight)
+        return _walk.gradients_with_cache(walk, shard, cache, dlogits, dhidden_dtype, dweight)
     return walk.gradients(shard, functools.partial(dlogits, cache=cache), dweight)
 
 
@@ -128,4 +127,4 @@ def _walk_of(operands: Operands, case: Case, coefficients: RowCoefficients | Non
         num_rows=x.num_rows,
         num_columns=padded_from,
     )
-    return Walk((case,), columns, *_plan.tile_sizes(case)), shard
+    return Walk((case,), columns, *_walk.tile_sizes(case)), shard

@@ -17,7 +17,7 @@ from lce_jax._types import Case, Operands, Options
 from lce_jax.mathematics import _columns, _largest, _logprobs
 from lce_jax.mathematics._largest import Largest
 from lce_jax.mathematics._statistics import MASKED
-from lce_jax.xla import _loops, _plan, _walk
+from lce_jax.xla import _walk
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Float
@@ -45,7 +45,7 @@ def plan(case: Case, name: str, around: Surroundings) -> Plan:
         refused={},
         case=case,
         tiles={"tokens": size},
-        forward_bytes=_plan.tile_bytes(case, size, case.vocab_size) + _plan.copied_bytes(case, around),
+        forward_bytes=_walk.tile_bytes(case, size, case.vocab_size) + _walk.copied_bytes(case, around),
         backward_bytes=0,
         kept_bytes=0,
         logits_bytes=case.num_tokens * case.vocab_size * stat,
@@ -78,7 +78,7 @@ def largest(operands: Operands, case: Case) -> Largest:
         return some._replace(sumexp=_sumexp(raw, some, own, options))
 
     per_token = operands.hidden, operands.inverse_temperature, operands.raw_scale
-    return _loops.by_chunks(of_chunk, per_token, chunk_tokens(case), operands.num_rows, operands)
+    return _walk.by_chunks(of_chunk, per_token, chunk_tokens(case), operands.num_rows, operands)
 
 
 def _increasing(operands: Operands, options: Options) -> Operands:

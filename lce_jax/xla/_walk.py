@@ -1,16 +1,10 @@
-"""How programs of plain XLA walk over chunks of tokens and tiles of the vocabulary, with one head or several.
-
-A pass forward is a `fold` over the tiles of a chunk's logits, chunk by chunk. A pass backward takes the tiles of
-columns in turn, and for each of them all chunks: so a tile's columns of dweight are written once. What a tile's logits
-are made into is the client's: log-probabilities (`lce_jax.xla`) or a divergence. A client that keeps something of the
-first tiles from one pass to the other need not ask for their products again.
-"""
+"""The walk over tiles of a vocabulary that every function of "xla" takes: its loops, its cache, its plan."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -18,12 +12,88 @@ import jax.numpy as jnp
 from jax import lax
 
 from lce_jax import _jax
+from lce_jax._plans import OVERWRITES, Plan, Surroundings, cache_notes, candidate_notes, unused_notes
 from lce_jax._types import Case, Options, Primals
-from lce_jax.mathematics import _columns
-from lce_jax.xla._loops import Chunk, keeping_by_chunks, over_chunks, over_columns
+from lce_jax.mathematics import _columns, _dlogits
 
 if TYPE_CHECKING:
     from lce_jax._shapes import Array, Bool, Float, Int
+
+
+class Chunk(NamedTuple):
+    """Some of the tokens."""
+
+    start: Any
+    size: int
+    new: Bool[Array, "t"]  # which of them no earlier chunk had
+
+    def take[A](self, tree: A) -> A:
+        """Their part of [T, ...] arrays."""
+        return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, self.start, self.size), tree)
+
+    def put[A](self, whole: A, part: A) -> A:
+        """``whole`` with their part written."""
+        return jax.tree.map(lambda x, y: lax.dynamic_update_slice_in_dim(x, y, self.start, 0), whole, part)
+
+
+def over_chunks[C](num_tokens: int, size: int, num_rows: Any, body: Callable[[Chunk, C], C], carry: C) -> C:
+    """``carry = body(chunk, carry)`` over chunks of ``size`` tokens, as far as ``num_rows`` reaches; None: over all.
+
+    The last chunk reaches back into the one before, to stay whole: one body serves all, and none has so few tokens that
+    XLA would compute its products otherwise.
+    """
+    rows = num_tokens if num_rows is None else num_rows
+
+    def step(i: Array, carry: C) -> C:
+        start = jnp.minimum(i * size, num_tokens - size)
+        return body(Chunk(start, size, start + jnp.arange(size, dtype=jnp.int32) >= i * size), carry)
+
+    return lax.fori_loop(0, (rows + size - 1) // size, step, carry)
+
+
+def by_chunks[R](function: Callable[[Any], R], per_token: Any, size: int, num_rows: Any, like: Any) -> R:
+    """``function(per_token)`` of [T, ...] arrays, computed by `over_chunks`; 0 where no chunk has been.
+
+    ``like`` varies over the axes that the results do.
+    """
+    return keeping_by_chunks(lambda own, _, kept: (function(own), kept), per_token, size, num_rows, like, None)[0]
+
+
+def keeping_by_chunks[R, K](
+    function: Callable[[Any, Any, K], tuple[R, K]], per_token: Any, size: int, num_rows: Any, like: Any, kept: K
+) -> tuple[R, K]:
+    """`by_chunks` of ``function(per_token, first, kept)``, which also returns ``kept`` with what it writes.
+
+    ``first`` is the chunk's first token.
+    """
+    num_tokens = jax.tree.leaves(per_token)[0].shape[0]
+    if size >= num_tokens:
+        return function(per_token, 0, kept)
+
+    def chunk(own: Chunk, carry: tuple[R, K]) -> tuple[R, K]:
+        results, kept = carry
+        part, kept = function(own.take(per_token), own.start, kept)
+        return own.put(results, part), kept
+
+    shapes = jax.eval_shape(lambda: function(jax.tree.map(lambda x: x[:size], per_token), 0, kept)[0])
+    empty = jax.tree.map(lambda x: jnp.zeros((num_tokens, *x.shape[1:]), x.dtype), shapes)
+    return over_chunks(num_tokens, size, num_rows, chunk, (_jax.vary_like(empty, (per_token, like)), kept))
+
+
+def over_columns[C](columns: int, tile_v: int, kept: int, body: Callable[[Any, int, bool, C], C], carry: C) -> C:
+    """``carry = body(start, size, is_kept, carry)`` over the vocabulary: the remainder, then whole tiles in loops.
+
+    A loop depends on the remainder. The other way round, XLA could start the remainder early and hold its tile. The
+    tiles of the first ``kept`` columns are kept.
+    """
+    whole, rest = divmod(columns, tile_v)
+    if rest:
+        carry = body(jnp.int32(0), rest, kept > 0, carry)
+    last_kept = max(kept - rest, 0) // tile_v
+    for first, last, is_kept in ((0, last_kept, True), (last_kept, whole, False)):
+        if first < last:
+            carry = lax.fori_loop(first, last, lambda i, c, own=is_kept: body(rest + i * tile_v, tile_v, own, c), carry)
+    return carry
 
 
 class Tokens(NamedTuple):
@@ -213,3 +283,198 @@ def dot(left: Array, right: Array, left_dim: int, right_dim: int, options: Optio
     """The matrix product that sums over ``left_dim`` and ``right_dim``, summed and returned in ``dtype``."""
     dims = (((left_dim,), (right_dim,)), ((), ()))
     return lax.dot_general(left, right, dims, precision=options.precision, preferred_element_type=dtype)
+
+
+class Cache(NamedTuple):
+    """What is kept of the first tiles of a walk."""
+
+    columns: tuple[Float[Array, "T columns"], ...]  # the first in `_walk.gradient_dtype`
+    rows: tuple[Float[Array, "tiles T"], ...]  # what the tile's columns are relative to
+
+    def part(self, tile: Tile) -> tuple[list[Float[Array, "t v"]], list[Float[Array, "t"]]]:
+        """Those of a tile."""
+        columns = [lax.dynamic_slice(x, _place(tile.first, tile.start), tile.shape) for x in self.columns]
+        shape, place = (1, tile.shape[0]), _place(tile.index, tile.first)
+        return columns, [lax.dynamic_slice(x, place, shape)[0] for x in self.rows]
+
+    def with_part(self, tile: Tile, columns: Sequence[Float[Array, "t v"]], rows: Sequence[Float[Array, "t"]]) -> Cache:
+        """With those of a tile."""
+        place, of_columns = _place(tile.index, tile.first), _place(tile.first, tile.start)
+        of_rows = zip(self.rows, rows, strict=True)
+        return Cache(
+            tuple(lax.dynamic_update_slice(x, part, of_columns) for x, part in zip(self.columns, columns, strict=True)),
+            tuple(lax.dynamic_update_slice(x, part[None], place) for x, part in of_rows),
+        )
+
+    def with_dlogits(self, tile: Tile, d: Float[Array, "t v"]) -> Cache:
+        """With a tile's gradient in place of the first number of each of its columns."""
+        first, *others = self.columns
+        return self._replace(columns=(lax.dynamic_update_slice(first, d, _place(tile.first, tile.start)), *others))
+
+    @property
+    def num_columns(self) -> int:
+        """Of all tiles that are kept."""
+        return self.columns[0].shape[1]
+
+
+class PerTile(NamedTuple):
+    """What is kept of a tile."""
+
+    columns: tuple[jnp.dtype, ...]  # dtypes of the numbers of each token and column
+    rows: tuple[jnp.dtype, ...]  # of those of each token
+
+    @classmethod
+    def of_one_head(cls, case: Case) -> PerTile:
+        """An exponential, and the tile's largest x."""
+        return cls((gradient_dtype(case),), (case.stat_dtype,))
+
+
+def _place(*first: Any) -> tuple[Any, ...]:
+    return tuple(jnp.asarray(i, jnp.int32) for i in first)
+
+
+def kept_columns(case: Case, columns: int, tile_v: int, each: PerTile | None = None) -> int:
+    """The columns of the first tiles that fit ``cache_bytes``, of a walk over ``columns``."""
+    whole, rest = divmod(columns, tile_v)
+    left = case.options.cache_bytes - num_bytes(case, rest, tile_v, each)
+    if not case.options.cache_bytes or left < 0 or not _dlogits.keeps(case.options):
+        return 0
+    return rest + min(whole, left // max(kept_bytes_of_tile(case, tile_v, each), 1)) * tile_v
+
+
+def num_bytes(case: Case, columns: int, tile_v: int, each: PerTile | None = None) -> int:
+    """Of the first tiles, which have so many columns."""
+    whole, rest = divmod(columns, tile_v)
+    return whole * kept_bytes_of_tile(case, tile_v, each) + (kept_bytes_of_tile(case, rest, each) if rest else 0)
+
+
+def kept_bytes_of_tile(case: Case, columns: int, each: PerTile | None = None) -> int:
+    """Of one tile: its columns, and what they are relative to."""
+    of_columns, of_rows = (sum(dtype.itemsize for dtype in own) for own in each or PerTile.of_one_head(case))
+    return case.num_tokens * (of_columns * columns + of_rows)
+
+
+def is_one_piece(case: Case, kept: int, tile_t: int, has_padding: bool, adds_dweight: bool) -> bool:
+    """Whether dlogits of all tokens and columns can take the place of the exponentials.
+
+    Not where the product with all of the weight would copy it: to leave padding out, or for a CPU's float32 operands.
+    Nor on a CPU with a sum of dweight; a GPU adds to it in the product itself. And a chunk of tokens that reaches back
+    into the one before would meet dlogits there.
+    """
+    widens, on_cpu = gradient_dtype(case) != case.dtype, case.device.platform == "cpu"
+    every_column = kept == case.vocab_size and not has_padding
+    every_row = not case.partial_rows and case.num_tokens % tile_t == 0
+    return every_column and every_row and not widens and not (on_cpu and adds_dweight)
+
+
+def empty_cache(walk: Walk, shard: Shard, each: PerTile | None = None) -> Cache | None:
+    """Memory for the forward to fill, if anything is kept."""
+    width = walk.kept_columns
+    if not width:
+        return None
+    each, num_tokens = each or PerTile.of_one_head(walk.cases[0]), walk.cases[0].num_tokens
+    tiles = -(-width // walk.tile_v)
+    memory = jnp.zeros if _jax.has_explicit_axes(shard.tokens[0].hidden) else lax.empty  # which has no mesh in its type
+    return Cache(
+        tuple(memory((num_tokens, width), dtype) for dtype in each.columns),
+        tuple(memory((tiles, num_tokens), dtype) for dtype in each.rows),
+    )
+
+
+def gradients_with_cache(
+    walk: Walk,
+    shard: Shard,
+    cache: Cache,
+    dlogits: Callable[[Tile, Cache], Float[Array, "t v"]],
+    dhidden_dtype: Any,
+    dweight: Float[Array, "V H"] | None,
+) -> Primals:
+    """`Walk.gradients` in one piece, which overwrites the cache."""
+    case, hidden, head = walk.cases[0], shard.tokens[0].hidden, shard.heads[0]
+    _, ((d, *_), _) = walk.fold_keeping(
+        shard,
+        lambda _: None,
+        lambda _, tile, cache: (None, cache.with_dlogits(tile, dlogits(tile, cache).astype(case.dtype))),
+        cache,
+    )
+    dweight_dtype = case.dtype if dweight is None else dweight.dtype
+    dhidden, found = gradient_products(case, d, head.weight, hidden, dhidden_dtype, dweight_dtype)
+    dbias = None if head.bias is None else jnp.sum(d, axis=0, dtype=case.stat_dtype)
+    return Primals(dhidden, found if dweight is None else dweight + found, dbias)
+
+
+def tile_sizes(case: Case) -> tuple[int, int]:
+    """Tokens and vocabulary columns per tile.
+
+    On CPU a tile has at most 4 Mi logits (16 MiB of float32) and 2048 columns. Wider tiles do not fit the caches (50 ms
+    against 28 ms forward at T 512, H 256, V 32000 on two cores); narrower ones make the products too small. XLA copies
+    a tile's columns of the weight too. With few tokens this copy is the larger part, so it has at most half as many
+    numbers as the call's logits, or 128 Ki if that is more. Elsewhere 64 Mi logits keep a GPU's products large. A tile
+    has at most an eighth of the vocabulary, so that a small call does not hold all its logits. If rows may be left out,
+    a tile has a sixteenth of the tokens; off the CPU, where every token tile copies the weight, a quarter.
+    """
+    on_cpu = case.device.platform == "cpu"
+    widest_t, widest_v, budget = (4096, 2048, 4 << 20) if on_cpu else (16384, 1 << 20, 64 << 20)
+    tile_t = min(max(case.num_tokens, 1), widest_t)  # `explain` takes a call without tokens too
+    if case.partial_rows:
+        least, parts = (256, 16) if on_cpu else (1024, 4)
+        tile_t = min(tile_t, max(least, -(-case.num_tokens // parts)))
+    tile_v = max(min(budget // tile_t, widest_v, case.vocab_size // 8) // 128 * 128, 512)
+    if on_cpu:
+        logits = max(case.num_tokens, 1) * case.vocab_size
+        tile_v = min(tile_v, max(max(logits // 2, 1 << 17) // case.hidden_size // 128 * 128, 128))
+    return tile_t, min(case.vocab_size, tile_v)
+
+
+def plan(case: Case, name: str, around: Surroundings) -> Plan:
+    """Tiles and bytes."""
+    tile_t, tile_v = tile_sizes(case)
+    columns = around.true_columns or case.vocab_size
+    kept = kept_columns(case, columns, tile_v)
+    in_place = is_one_piece(case, kept, tile_t, around.true_columns != case.vocab_size, adds_dweight=False)
+    held = copied_bytes(case, around) + tile_bytes(case, tile_t, min(tile_v, columns)) + case.candidate_bytes
+    return Plan(
+        implementation=name,
+        refused={},
+        case=case,
+        tiles={"tokens": tile_t, "vocabulary": tile_v},
+        forward_bytes=held,
+        backward_bytes=held + (0 if in_place and around.shards == 1 else sum_bytes(case, around)),
+        kept_bytes=case.statistics_bytes + num_bytes(case, kept, tile_v),
+        logits_bytes=case.num_tokens * case.vocab_size * case.stat_dtype.itemsize,
+        notes=(
+            *_cache_notes(case, kept, columns, tile_v),
+            *([OVERWRITES] if in_place else []),
+            *unused_notes(case.options),
+            *candidate_notes(case),
+        ),
+        full_cache_bytes=num_bytes(case, columns, tile_v) if _dlogits.keeps(case.options) else 0,
+    )
+
+
+def _cache_notes(case: Case, kept: int, columns: int, tile_v: int) -> tuple[str, ...]:
+    """What of ``cache_bytes`` is used."""
+    given = case.options.cache_bytes
+    if not given:
+        return ()
+    if not _dlogits.keeps(case.options):
+        return (f"cache_bytes={given} is not used: label smoothing needs capped logits that no exponential shows",)
+    tiles = -(-kept // tile_v), -(-columns // tile_v)
+    return cache_notes(case, *tiles, kept_bytes_of_tile(case, min(tile_v, columns)))
+
+
+def tile_bytes(case: Case, tile_t: int, width: int) -> int:
+    """Of a tile of logits."""
+    return min(tile_t, case.num_tokens) * width * case.stat_dtype.itemsize
+
+
+def copied_bytes(case: Case, around: Surroundings) -> int:
+    """Of a copy of hidden: it is gathered, cast or multiplied by a sign, or its rows are moved."""
+    own = case.partial_rows or around.gathers_hidden or case.hidden_dtype != case.dtype or case.options.signs_hidden
+    return case.num_tokens * case.hidden_size * case.dtype.itemsize if own else 0
+
+
+def sum_bytes(case: Case, around: Surroundings) -> int:
+    """Of dhidden in the statistics' dtype, before it is rounded, scattered or its rows are put back."""
+    is_result = case.hidden_dtype == case.stat_dtype and not case.partial_rows and not around.gathers_hidden
+    return 0 if is_result else case.num_tokens * case.hidden_size * case.stat_dtype.itemsize

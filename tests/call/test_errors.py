@@ -17,7 +17,7 @@ from lce_jax import (
     sharded_linear_cross_entropy,
     sharded_linear_logprobs,
 )
-from lce_jax.call._keywords import LogprobOptions
+from lce_jax._options import LogprobOptions
 from tests.small_call import HIDDEN, LABELS, MESH, WEIGHT
 
 

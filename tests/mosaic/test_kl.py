@@ -10,10 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lce_jax import UnsupportedError, _devices, explain, linear_kl
-from lce_jax.call import _bind
-from lce_jax.call._kl import KLArguments, bind
-from lce_jax.call._kl_spec import KLSpec
+from lce_jax import UnsupportedError, _call, _devices, explain, linear_kl
+from lce_jax._kl_call import KLArguments, KLSpec, bind
 from lce_jax.mathematics._kl import Pair
 from lce_jax.mosaic import _generations, sm90
 from lce_jax.mosaic._pallas import interpreting, plgpu
@@ -166,7 +164,7 @@ def test_kernels_are_the_default(direction: str, caplog: pytest.LogCaptureFixtur
     def chosen(name: str | None) -> str:
         heads = Pair(tuple(operands[:2]), tuple(operands[2:]))
         given = KLArguments.of(heads, None, direction, {"implementation": name}, None)
-        specs = (_bind.spec(case, own, case.vocab_size) for case, own in zip(given.cases(), given.options, strict=True))
+        specs = (_call.spec(case, own, case.vocab_size) for case, own in zip(given.cases(), given.options, strict=True))
         return KLSpec(Pair(*specs), direction, given.implementation).implementation
 
     assert [chosen(name) for name in (None, "mosaic_gpu", "xla")] == ["mosaic_gpu", "mosaic_gpu", "xla"]

@@ -12,16 +12,14 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 import lce_jax
-from lce_jax import launch_lists, mosaic
+from lce_jax import _call, _shard, launch_lists, mosaic
 from lce_jax._devices import for_device
 from lce_jax._types import Operands
-from lce_jax.call import _bind
 from lce_jax.mathematics import _logprobs, _temperature
 from lce_jax.mesh import _collectives
 from lce_jax.mosaic._chunks import GROUP
 from lce_jax.mosaic._pallas import interpreting, plgpu
 from lce_jax.mosaic.sm90 import KERNELS
-from lce_jax.programs import _one_device
 from tests import emulated_launches
 from tests.devices import H200
 from tests.mosaic_calls import MULTIPROCESSORS, call, case_of
@@ -50,8 +48,8 @@ def by_jax(hidden: Any, weight: Any, labels: Any, where: Any = None, **options: 
     def run(*given: Any) -> Any:
         hidden, weight, labels, where, temperature = given
         told = options if temperature is None else {**options, "temperature": temperature}
-        spec, primals, rows = _bind.bind_shard(hidden, weight, labels, where, None, told, False)
-        return _one_device.forward(spec, primals, rows, False)[0].outputs
+        spec, primals, rows = _call.bind_shard(hidden, weight, labels, where, None, told, False)
+        return _shard.device_forward(spec, primals, rows, False)[0].outputs
 
     with for_device(SMALL), interpreting(plgpu.InterpretGPUParams()):
         out = jax.jit(run)(hidden, weight, labels, where, temperature)

@@ -14,9 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lce_jax import mosaic
+from lce_jax import _call, mosaic
 from lce_jax._types import Operands
-from lce_jax.call import _rows
 from lce_jax.mathematics import _columns
 from lce_jax.mathematics._statistics import Normalizer
 from lce_jax.mosaic import _generations, sm90
@@ -193,7 +192,7 @@ def test_a_split_vocabulary(test: Call, shards: int) -> None:
 
     def of_shard(i: int) -> Operands:
         targets, candidates = jax.tree.map(
-            lambda ids, i=i: _rows.owned(ids, i * size, size), (operands.targets, operands.candidates)
+            lambda ids, i=i: _call.owned(ids, i * size, size), (operands.targets, operands.candidates)
         )
         return operands._replace(
             weight=operands.weight[i * size :][:size], targets=targets, candidates=candidates,

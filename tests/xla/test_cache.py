@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from lce_jax import LogprobOutput, explain, linear_logprobs, linear_loss, local, sharded_linear_logprobs
-from lce_jax.xla import _cache, _plan, _walk
+from lce_jax.xla import _walk
 from tests import cases, oracle
 from tests.ops.test_parity import GRADIENT_BOUND
 
@@ -31,7 +31,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def tile_sizes(case: Any) -> tuple[int, int]:
         return max(case.num_tokens // 2 if case.partial_rows else case.num_tokens, 1), min(TILE, case.vocab_size)
 
-    monkeypatch.setattr(_plan, "tile_sizes", tile_sizes)
+    monkeypatch.setattr(_walk, "tile_sizes", tile_sizes)
     jax.clear_caches()
     with jax.set_mesh(jax.sharding.Mesh(np.array(jax.devices()[:1]), ("device",))):
         yield
@@ -189,7 +189,7 @@ def test_what_keeps_nothing() -> None:
 def test_the_cache_is_not_copied(share: float, dtype: str, where: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """What XLA holds of both passes is what is kept, and a few tiles."""
     T, H, V = 512, 64, 4096
-    monkeypatch.setattr(_plan, "tile_sizes", lambda _: (256 if where else T, 512))
+    monkeypatch.setattr(_walk, "tile_sizes", lambda _: (256 if where else T, 512))
     operands = STRUCT((T, H), dtype), STRUCT((V, H), dtype), STRUCT((T,), "int32")
     mask = {"where": STRUCT((T,), "bool")} if where else {}
     full = explain(*operands, implementation="xla", **mask).full_cache_bytes
@@ -205,5 +205,5 @@ def test_as_many_tiles_as_fit() -> None:
     case = dataclasses.replace(explain(*CALL).case, vocab_size=497)
     for given, columns in ((ALL, 497), (10**4, 97), (24 * 4 * (97 + 1 + 2 * 101), 297), (24 * 4 * 97, 0), (0, 0)):
         case = dataclasses.replace(case, options=dataclasses.replace(case.options, cache_bytes=given))
-        assert _cache.kept_columns(case, 497, TILE) == columns
-        assert _cache.num_bytes(case, columns, TILE) <= given
+        assert _walk.kept_columns(case, 497, TILE) == columns
+        assert _walk.num_bytes(case, columns, TILE) <= given

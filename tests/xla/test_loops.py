@@ -1,4 +1,4 @@
-"""The two loops of `lce_jax.xla._loops`: what they visit, and what they write."""
+"""The two loops of `lce_jax.xla._walk`: what they visit, and what they write."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lce_jax.xla import _loops
+from lce_jax.xla import _walk
 
 
 @pytest.mark.parametrize("size", [1, 3, 4, 10, 11])
@@ -23,7 +23,7 @@ def test_chunks_of_tokens(size: int, num_rows: int | None) -> None:
         own, beside = per_token
         return own * scale, jnp.stack([own, beside], 1)
 
-    doubled, pairs = jax.jit(lambda x: _loops.by_chunks(function, (x, x + 0.5), size, rows, scale))(x)
+    doubled, pairs = jax.jit(lambda x: _walk.by_chunks(function, (x, x + 0.5), size, rows, scale))(x)
     live = 10 if num_rows is None else num_rows
     np.testing.assert_array_equal(doubled[:live], 2 * x[:live])
     np.testing.assert_array_equal(pairs[:live], jnp.stack([x, x + 0.5], 1)[:live])
@@ -33,10 +33,10 @@ def test_chunks_of_tokens(size: int, num_rows: int | None) -> None:
 
 @pytest.mark.parametrize("size", [3, 4, 10])
 def test_every_row_is_new_in_one_chunk(size: int) -> None:
-    def add(chunk: _loops.Chunk, count: Any) -> Any:
+    def add(chunk: _walk.Chunk, count: Any) -> Any:
         return chunk.put(count, chunk.take(count) + chunk.new)
 
-    count = jax.jit(lambda: _loops.over_chunks(10, size, None, add, jnp.zeros(10, jnp.int32)))()
+    count = jax.jit(lambda: _walk.over_chunks(10, size, None, add, jnp.zeros(10, jnp.int32)))()
     np.testing.assert_array_equal(count, 1)
 
 
@@ -49,6 +49,6 @@ def test_tiles_of_columns(columns: int, tile: int) -> None:
         sizes.append(size)
         return jax.lax.dynamic_update_slice(count, jax.lax.dynamic_slice(count, (start,), (size,)) + 1, (start,))
 
-    count = jax.jit(lambda: _loops.over_columns(columns, tile, 0, body, jnp.zeros(columns, jnp.int32)))()
+    count = jax.jit(lambda: _walk.over_columns(columns, tile, 0, body, jnp.zeros(columns, jnp.int32)))()
     np.testing.assert_array_equal(count, 1)
     assert set(sizes) == {size for size in (columns % tile, tile) if 0 < size <= columns}

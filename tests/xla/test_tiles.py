@@ -11,7 +11,7 @@ import pytest
 
 from lce_jax import linear_logprobs
 from lce_jax._types import Case, Device, Options
-from lce_jax.xla import _plan, _walk
+from lce_jax.xla import _walk
 from tests import cases, oracle
 
 
@@ -36,7 +36,7 @@ TILINGS = [
 @pytest.mark.parametrize(("test", "tile"), TILINGS, ids=str)
 def test_any_tiling(test: cases.TestCase, tile: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        _plan, "tile_sizes", lambda case: (min(tile[0], case.num_tokens), min(tile[1], case.vocab_size))
+        _walk, "tile_sizes", lambda case: (min(tile[0], case.num_tokens), min(tile[1], case.vocab_size))
     )
     hidden, weight, labels, options, seeds = cases.draw(test)
 
@@ -91,7 +91,7 @@ def test_tile_sizes_stay_within_the_operands(tokens: int, vocab: int, platform: 
         num_tokens=tokens, hidden_size=64, vocab_size=vocab, dtype=jnp.dtype("float32"), options=Options(),
         partial_rows=compacted, device=Device(platform),
     )  # fmt: skip
-    tile_t, tile_v = _plan.tile_sizes(case)
+    tile_t, tile_v = _walk.tile_sizes(case)
     assert 1 <= tile_t <= tokens
     assert 1 <= tile_v <= vocab
     assert tile_v < vocab or vocab <= 512
@@ -107,7 +107,7 @@ def test_a_case_takes_no_positional_arguments() -> None:
 
 def test_tiles_off_the_cpu_are_larger() -> None:
     fields = dict(num_tokens=8192, hidden_size=64, vocab_size=131072, dtype=jnp.dtype("float32"), options=Options())
-    cpu, gpu = (math.prod(_plan.tile_sizes(Case(**fields, device=Device(platform)))) for platform in ("cpu", "gpu"))
+    cpu, gpu = (math.prod(_walk.tile_sizes(Case(**fields, device=Device(platform)))) for platform in ("cpu", "gpu"))
     assert cpu <= 4 << 20 < gpu <= 64 << 20
 
 

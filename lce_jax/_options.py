@@ -1,4 +1,4 @@
-"""The options of a call and of a loss, validated as far as possible without shapes."""
+"""The options of a call and of a loss: what functions take by keyword, validated as far as possible without shapes."""
 
 from __future__ import annotations
 
@@ -6,17 +6,60 @@ import dataclasses
 import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from lce_jax import _dispatch, scalars
+from lce_jax import _checks, _dispatch, scalars
 from lce_jax._types import Options, is_array
-from lce_jax.call import _checks
-from lce_jax.call._keywords import LogprobOptions
+
+if TYPE_CHECKING:
+    from jax.lax import PrecisionLike
+
+    from lce_jax._shapes import Array, Float, Int
+
+
+type Same = Literal["same"]
+type Unset = Literal["unset"]
+
+
+class LogprobOptions(TypedDict, total=False):
+    """The keyword options that every public function shares; `linear_logprobs` says what each means."""
+
+    temperature: float | Float[Array, "..."]
+    logit_softcap: float | Float[Array, ""] | None
+    logit_scale: float | Float[Array, ""]
+    entropy: bool
+    stats: bool
+    vocab_size: int | None
+    weight_layout: Literal["vh", "hv"]
+    axis_name: str | tuple[str, ...] | None
+    cache_bytes: int
+    precision: PrecisionLike
+    implementation: str | tuple[str, ...] | None
+    bias: Float[Array, "V"] | None
+    candidates: Int[Array, "*b K"] | None
+    gradient_threshold: float
+    vocab_part_size: int | None
+    logit_floor: float | Float[Array, "..."] | None
+
+
+class TeacherOptions(TypedDict, total=False):
+    """The keyword options of `linear_kl` that no other function has."""
+
+    beta: float | Float[Array, ""] | None
+    teacher_temperature: float | Float[Array, "..."] | Same
+    teacher_logit_softcap: float | Float[Array, ""] | Same | Unset | None
+    teacher_logit_scale: float | Float[Array, ""] | Same | Unset
+    teacher_weight_layout: Literal["vh", "hv"] | Same
+    teacher_bias: Float[Array, "V"] | None
+
+
+class ExplainOptions(LogprobOptions, TeacherOptions, total=False):
+    """The keyword options of the functions that `explain` knows."""
 
 
 @dataclasses.dataclass(frozen=True)

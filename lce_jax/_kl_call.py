@@ -1,30 +1,78 @@
-"""A call of `lce_jax.linear_kl`: its arguments, checked for each of the two models."""
+"""A call of `lce_jax.linear_kl`: its arguments, checked for each of the two models, and what of it is static."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
 from jax import lax
 
-from lce_jax import scalars
-from lce_jax._types import Case, Primals
-from lce_jax.call import _bind, _checks, _options, _rows
-from lce_jax.call._keywords import TeacherOptions
-from lce_jax.call._kl_spec import KLSpec
-from lce_jax.call._options import CallOptions
-from lce_jax.call._place import Place
-from lce_jax.call._rows import Rows
-from lce_jax.call._spec import Spec
+from lce_jax import _call, _checks, _dispatch, _options, scalars
+from lce_jax._call import Place, Rows, Spec
+from lce_jax._options import CallOptions, TeacherOptions
+from lce_jax._types import Case, Device, Primals
 from lce_jax.mathematics._kl import Direction, Pair
 from lce_jax.mesh import _collectives
+from lce_jax.xla._kl import KLPlan
 
 if TYPE_CHECKING:
+    import jax.numpy as jnp
     from jax.lax import PrecisionLike
 
     from lce_jax._shapes import Array, Float
+    from lce_jax.mesh._layout import Layout
+
+
+@dataclasses.dataclass(frozen=True)
+class KLSpec:
+    """A call's static part."""
+
+    models: Pair[Spec]
+    direction: Direction
+    requested: tuple[str, ...] | None = None  # as `Spec.requested`
+    mesh: Any = None  # as `Spec.mesh`
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The dtype of the result."""
+        return self.plan(0).dtype
+
+    @property
+    def case(self) -> Case:
+        """The student's."""
+        return self.models.student.case
+
+    @property
+    def implementation(self) -> str:
+        """The one that serves it, with kernels or without."""
+        return _dispatch.choose_kl(self._cases, self.requested)[0]
+
+    def implementation_on(self, device: Device) -> str:
+        """The one that would serve the call on ``device``."""
+        cases = Pair(*(dataclasses.replace(case, device=device) for case in self._cases))
+        return _dispatch.choose_kl(cases, self.requested)[0]
+
+    def with_tokens(self, num_tokens: int) -> KLSpec:
+        """The same call with so many tokens."""
+        return dataclasses.replace(self, models=Pair(*(model.with_tokens(num_tokens) for model in self.models)))
+
+    def share(self, layout: Layout, num_tokens: int, columns: Sequence[int]) -> KLSpec:
+        """The spec of one device's share."""
+        of_models = zip(self.models, columns, strict=True)
+        models = Pair(*(model.share(layout, num_tokens, [size]) for model, size in of_models))
+        return dataclasses.replace(self, models=models, mesh=None)
+
+    def plan(self, columns: int) -> KLPlan:
+        """That of a shard with ``columns``."""
+        return KLPlan(self._cases, self.direction, columns)
+
+    @property
+    def _cases(self) -> Pair[Case]:
+        return Pair(*(spec.case for spec in self.models))
+
 
 NEUTRAL: dict[str, float | None] = {"logit_scale": 1.0, "logit_softcap": None}  # what changes no logit
 
@@ -84,7 +132,7 @@ class KLArguments(NamedTuple):
     def cases(self) -> Pair[Case]:
         """The case of each model."""
         (hidden, weight), (teacher_hidden, teacher_weight) = self.arrays
-        student = _bind.case(hidden, weight, None, self.where, self.options.student)
+        student = _call.case(hidden, weight, None, self.where, self.options.student)
         with _of_the_teacher():
             _checks.array("hidden", teacher_hidden)
             if tuple(teacher_hidden.shape[:-1]) != tuple(hidden.shape[:-1]):
@@ -92,7 +140,7 @@ class KLArguments(NamedTuple):
                     f"hidden {tuple(teacher_hidden.shape)} must have the leading shape of the student's "
                     f"{tuple(hidden.shape)}"
                 )
-            return Pair(student, _bind.case(teacher_hidden, teacher_weight, None, self.where, self.options.teacher))
+            return Pair(student, _call.case(teacher_hidden, teacher_weight, None, self.where, self.options.teacher))
 
     def check_columns(self, cases: Pair[Case], is_split: bool) -> None:
         """Refuses weights of which one has more columns, unless ``vocab_size`` says which of them count.
@@ -123,21 +171,21 @@ def bind(given: KLArguments, place: Place | None = None) -> KLCall:
     cases, axis_name = given.cases(), given.options.student.axis_name
     given.check_columns(cases, axis_name is not None)
     (own, teachers), where, (first, second) = given.arrays, given.where, given.options
-    student = _bind.bind(*own, None, where, first, place, teachers, cases.student)
+    student = _call.bind(*own, None, where, first, place, teachers, cases.student)
     if place is not None:
         given.check_columns(cases, student.spec.mesh.vocab_axes is not None)
     with _of_the_teacher():
-        teacher = _bind.bind(*teachers, None, where, second, place, own, cases.teacher)
+        teacher = _call.bind(*teachers, None, where, second, place, own, cases.teacher)
     models, mesh = Pair(student.spec, teacher.spec), student.spec.mesh
     spec = KLSpec(models, given.direction, given.implementation, mesh)
     rows, agree = student.rows, _collectives.both(student.agree, teacher.agree)
     if given.beta is not None:
-        weights = _rows.weights(given.beta, rows.labels.shape, spec.dtype, rows.labels)
+        weights = _call.weights(given.beta, rows.labels.shape, spec.dtype, rows.labels)
         if axis_name is not None:
             weights, also = _collectives.same_on_all_shards(weights, rows.labels.ndim, axis_name)
             agree = _collectives.both(agree, _collectives.where_it_counts(also, rows.where))
         rows = rows._replace(weights=weights)
-        rows = rows if axis_name is None else _rows.tagged(rows)
+        rows = rows if axis_name is None else _call.tagged(rows)
     primals = Pair(student.primals, jax.tree.map(lax.stop_gradient, teacher.primals))
     return KLCall(spec, primals, Pair(rows, teacher.rows), agree)
 
@@ -151,15 +199,15 @@ def bind_shard(given: KLArguments) -> KLCall:
         raise ValueError(f"hidden {tuple(hidden.shape)} must be flat here: [T, H]")
 
     def bound(arrays: tuple[Any, Any], options: CallOptions, case: Case) -> tuple[Spec, Primals, Rows]:
-        spec = _bind.shard_spec(case, options)
-        return spec, *_bind.operands(spec, *arrays, None, given.where, options)
+        spec = _call.shard_spec(case, options)
+        return spec, *_call.operands(spec, *arrays, None, given.where, options)
 
     student, own, rows = bound(given.arrays.student, given.options.student, cases.student)
     with _of_the_teacher():
         teacher, others, teachers_rows = bound(given.arrays.teacher, given.options.teacher, cases.teacher)
     spec = KLSpec(Pair(student, teacher), given.direction, given.implementation)
     if given.beta is not None:
-        rows = rows._replace(weights=_rows.weights(given.beta, rows.labels.shape, spec.dtype, rows.labels))
+        rows = rows._replace(weights=_call.weights(given.beta, rows.labels.shape, spec.dtype, rows.labels))
     return KLCall(spec, Pair(own, others), Pair(rows, teachers_rows), None)
 
 

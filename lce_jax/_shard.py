@@ -1,13 +1,13 @@
-"""One device's part of a call, without collectives: its operands, its statistics, its gradients.
+"""What one device computes of a call, with its collectives: on one device, in ``shard_map``, or where XLA partitions.
 
-    hidden ─ cast ─ compact ─ statistics                                  (eq. 1 of the device's own columns)
-    row coefficients ─ gradients ─ expand ─▶ dhidden, dweight             (eqs. 4, 5, from the whole vocabulary's)
-
-`programs._one_device` adds the collectives; `lce_jax.local` runs it as it is.
+hidden ─ gather over the sequence ─ statistics of the shard ─ merge over the axis ─ finish ─▶ Results
+│ cache
+cotangents ─ total over the axis ─ gradients of the shard ─ reduce over the axes ─▶ dhidden, dweight
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -16,17 +16,19 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lce_jax import _dispatch, mosaic
+from lce_jax import _call, _dispatch, _jax, _runner, mosaic
+from lce_jax._call import Rows, Scales, Spec
+from lce_jax._runner import Capability, Kind, Program, spread
 from lce_jax._types import LogprobOutput, Operands, Primals, Results, RowCoefficients, ShardStatistics, is_array
-from lce_jax.call import _rows
-from lce_jax.call._rows import Rows, Scales
-from lce_jax.call._spec import Spec
 from lce_jax.mathematics import _columns, _logprobs, _temperature
 from lce_jax.mathematics._statistics import WITHOUT_GRADIENT, Normalizer, Parts, along, as_parts, merge_parts
 from lce_jax.mesh import _collectives
 
 if TYPE_CHECKING:
-    from lce_jax._shapes import Array, Bool, Float
+    from lce_jax._shapes import Array, Bool, Float, Int
+
+
+# Without collectives
 
 
 def as_operand(primals: Primals) -> Primals:
@@ -53,8 +55,8 @@ def statistics(
         with jax.named_scope("lce_merge"):
             stats, every = stacked((stats, given_to(spec, primals, rows, start)))
             stats, same = _merged(spec, stats, operands), agree(spec, every, rows, primals.weight)
-    stats = stats if order is None else _rows.expand(order, stats)
-    wrong = _rows.wrong(rows)
+    stats = stats if order is None else _call.expand(order, stats)
+    wrong = _call.wrong_rows(rows)
     if wrong is not None:
         stats = jax.tree.map(lambda x: jnp.where(along(wrong, x), jnp.nan, x), stats)
     return stats if same is None else _collectives.nan_where_different(same, stats), cache, same
@@ -147,14 +149,14 @@ def selected(spec: Spec, rows: Rows, stats: ShardStatistics, cache: Any) -> tupl
     """
     if spec.implementation != mosaic.NAME:
         return cache, None
-    order = None if rows.where is None else _rows.compaction(rows.where)
+    order = None if rows.where is None else _call.compaction(rows.where)
     num_rows = rows.num_rows if order is None else order.num_rows
     of_rows = Normalizer(stats.max, stats.sumexp)
     if order is not None:
         of_rows = jax.tree.map(lambda x: x[order.source], of_rows)
 
     cache, dropped = mosaic.selected(spec.case, cache, of_rows, num_rows)
-    return cache, dropped if order is None or dropped is None else _rows.expand(order, dropped)
+    return cache, dropped if order is None or dropped is None else _call.expand(order, dropped)
 
 
 def gradients(
@@ -179,13 +181,13 @@ def gradients(
     operands, order = operands_of(spec, primals, rows, start, scales)
     coefficients = _coefficients(spec, rows, stats, cotangent, scales)
     if order is not None:
-        coefficients = _rows.compact(order, coefficients)
+        coefficients = _call.compact(order, coefficients)
 
     found = _dispatch.IMPLEMENTATIONS[spec.implementation].gradients(
         operands, spec.case, coefficients, cache,
         may_round_dhidden=may_round_dhidden, may_overwrite_cache=may_overwrite_cache, dweight=dweight,
     )  # fmt: skip
-    dhidden = found.hidden if order is None else _rows.expand(order, found.hidden)
+    dhidden = found.hidden if order is None else _call.expand(order, found.hidden)
     dhidden = _signed(dhidden, scales)
     return found._replace(hidden=dhidden if rows.live is None else jnp.where(rows.live[:, None], dhidden, 0.0))
 
@@ -207,13 +209,13 @@ def _coefficients(
         read = read if live is None else read._replace(sumexp=jnp.where(live, read.sumexp, 1.0))
         found = _in_arithmetic_of(spec, functools.partial(of_rows, where=None), read, of_results, *factors)
         found = found if live is None else jax.tree.map(lambda x: jnp.where(live, x, 0.0), found)
-    wrong = _rows.wrong(rows)
+    wrong = _call.wrong_rows(rows)
     return found if wrong is None else _temperature.without_gradient(found, wrong)
 
 
 def operands_of(
     spec: Spec, primals: Primals, rows: Rows, start: Any, scales: Scales
-) -> tuple[Operands, _rows.Compaction | None]:
+) -> tuple[Operands, _call.Compaction | None]:
     """What an implementation is given, the live rows first, and how to undo their order."""
     hidden, weight, bias = primals
     columns = weight.shape[spec.case.options.vocab_dim]
@@ -224,15 +226,15 @@ def operands_of(
         if spec.implementation == mosaic.NAME:
             num_columns = jnp.asarray(num_columns, jnp.int32)  # one set of kernels for every vocab_size
 
-    targets = _rows.owned(rows.labels, start, columns)
-    candidates = None if rows.candidates is None else _rows.owned(rows.candidates, start, columns)
+    targets = _call.owned(rows.labels, start, columns)
+    candidates = None if rows.candidates is None else _call.owned(rows.candidates, start, columns)
     hidden, order, num_rows, floor = _signed(hidden, scales), None, rows.num_rows, rows.floor
     if floor is not None:
         scale = _logprobs.row_scale(spec.case.options, scales.logits)
         floor = _in_arithmetic_of(spec, _columns.unscaled_floor, floor, scale)
     if rows.where is not None:
-        order = _rows.compaction(rows.where)
-        hidden, targets, candidates, scales, floor = _rows.compact(order, (hidden, targets, candidates, scales, floor))
+        order = _call.compaction(rows.where)
+        hidden, targets, candidates, scales, floor = _call.compact(order, (hidden, targets, candidates, scales, floor))
         num_rows = order.num_rows
     elif rows.live is not None:  # NaN or inf in the other rows cannot spread
         hidden = jnp.where(rows.live[:, None], hidden, jnp.zeros((), hidden.dtype))
@@ -244,8 +246,161 @@ def operands_of(
 def scales_of(spec: Spec, rows: Rows) -> Scales:
     """The factors of eq. 0, in the implementation's arithmetic."""
     invert = functools.partial(_in_arithmetic_of, spec, _temperature.inverse)
-    return _rows.scales(rows, spec.case.stat_dtype, spec.case.options.signs_hidden, invert)
+    return _call.scales(rows, spec.case.stat_dtype, spec.case.options.signs_hidden, invert)
 
 
 def _signed(hidden: Float[Array, "T H"], scales: Scales) -> Float[Array, "T H"]:
     return hidden if scales.sign is None else hidden * scales.sign.astype(hidden.dtype)[:, None]
+
+
+# With collectives
+
+
+type Kept = tuple[ShardStatistics, Any]  # for the backward: also the implementation's cache
+
+
+def device_forward(spec: Spec, primals: Primals, rows: Rows, keep_cache: bool) -> tuple[Results, Kept]:
+    """The results and the whole vocabulary's statistics, in the shape of labels, and the implementation's cache."""
+    shape = rows.labels.shape
+    rows = _call.flattened(rows, len(shape))
+    with jax.named_scope("lce_statistics"):
+        stats, cache, agree = statistics_of_all(spec, flat_operands(spec, primals), rows, keep_cache)
+    cache, dropped = selected_of_all(spec, rows, stats, cache)
+    out = finish(spec, rows, stats, rows.where, dropped)
+    out = out if agree is None else _collectives.nan_where_different(agree, out)
+    out, stats = jax.tree.map(lambda x: x.reshape(shape + x.shape[1:]), (out, stats))
+    return out, (stats, cache if keep_cache else None)
+
+
+def statistics_of_all(
+    spec: Spec, flat: Primals, rows: Rows, keep_cache: bool
+) -> tuple[ShardStatistics, Any, Bool[Array, "T"] | None]:
+    """The whole vocabulary's statistics, the shard's cache, and the rows that agree, from `flat_operands`."""
+    stacked = None if spec.axis_name is None else functools.partial(_collectives.stacked, axis_name=spec.axis_name)
+    return statistics(spec, flat, rows, first_column(spec, flat.weight), keep_cache, stacked)
+
+
+def selected_of_all(spec: Spec, rows: Rows, stats: ShardStatistics, cache: Any) -> tuple[Any, Float[Array, "T"] | None]:
+    """What the backward needs of the cache, and the whole vocabulary's ``dropped_mass`` if the call reports it."""
+    if not spec.case.options.gradient_threshold:
+        return cache, None
+    with jax.named_scope("lce_select"):
+        cache, dropped = selected(spec, rows, stats, cache)
+        if not spec.case.options.reports_dropped_mass:
+            return cache, None
+        if dropped is None:
+            return cache, jnp.zeros_like(stats.max)
+        return cache, dropped if spec.axis_name is None else lax.psum(dropped, spec.axis_name)
+
+
+def device_backward(spec: Spec, primals: Primals, rows: Rows, kept: Kept, cotangent: Results) -> Primals:
+    """The gradients, in the shapes, dtypes and types of their operands."""
+    (hidden, weight, _), (stats, cache) = primals, kept
+    varying = _jax.varying_axes((primals, rows, stats, cache))
+    rows, stats, cotangent = _call.flattened((rows, stats, cotangent), rows.labels.ndim)
+    if spec.axis_name is not None and spec.token_axes is None:
+        cotangent = _collectives.total_cotangent(cotangent, spec.axis_name)
+    summed = spec.axis_name is not None or varying != _jax.varying_axes(hidden)
+    may_round = not summed and hidden.dtype == weight.dtype
+    with jax.named_scope("lce_gradients"):
+        flat, start = flat_operands(spec, primals), first_column(spec, weight)
+        found = gradients(spec, flat, rows, start, stats, cotangent, cache, may_round_dhidden=may_round)
+    return reduced(spec, found, primals)
+
+
+def reduced(spec: Spec, found: Primals, given: Primals) -> Primals:
+    """This device's gradients summed over the devices that share an operand, in the shapes and dtypes of ``given``."""
+    if spec.axis_name is not None or spec.token_axes or _jax.varying_axes(found):
+        # A Hopper kernel occupies every multiprocessor. A collective beside it waits for it on one device and delays
+        # the next kernel on another, so collectives start after both gradients.
+        found = lax.optimization_barrier(found)
+    with jax.named_scope("lce_reduce"):
+        (hidden, weight, bias), dhidden = given, found.hidden
+        if spec.gather_dim is not None:
+            dhidden = scattered(spec, dhidden, hidden)
+        elif spec.token_axes is not None and spec.axis_name is not None:
+            dhidden = lax.psum(dhidden, spec.axis_name)
+        return Primals(
+            _jax.psum_to_axes(dhidden.reshape(hidden.shape), _jax.varying_axes(hidden)).astype(hidden.dtype),
+            _total_dweight(spec, found.weight, weight),
+            None if found.bias is None or bias is None else _total_dweight(spec, found.bias, bias).astype(bias.dtype),
+        )
+
+
+def scattered(spec: Spec, dhidden: Float[Array, "T H"], hidden: Float[Array, "*b H"]) -> Float[Array, "*b H"]:
+    """The sum over the shards of the vocabulary, each keeping its own part of the sequence."""
+    assert spec.gather_dim is not None
+    shards = lax.axis_size(spec.axis_name)
+    whole = [n * shards if i == spec.gather_dim else n for i, n in enumerate(hidden.shape)]
+    return _collectives.scatter_sequence(dhidden.reshape(whole), spec.axis_name, spec.gather_dim)
+
+
+def _total_dweight(spec: Spec, dweight: Array, weight: Array) -> Array:
+    """The sum over the devices that hold other tokens of the same call."""
+    if spec.token_axes:
+        dweight = lax.psum(dweight, spec.token_axes)
+    return _jax.psum_to_axes(dweight, _jax.varying_axes(weight))
+
+
+def flat_operands(spec: Spec, primals: Primals) -> Primals:
+    """The operands with hidden in the weight's dtype, gathered and flattened."""
+    primals = as_operand(primals)
+    hidden = primals.hidden
+    if spec.gather_dim is not None:
+        hidden = _collectives.gather_sequence(hidden, spec.axis_name, spec.gather_dim)
+    return primals._replace(hidden=hidden.reshape(-1, hidden.shape[-1]))
+
+
+def first_column(spec: Spec, weight: Array) -> Int[Array, ""] | int:
+    """The first global column of this shard."""
+    if spec.axis_name is None:
+        return 0
+    return lax.axis_index(spec.axis_name) * weight.shape[spec.case.options.vocab_dim]
+
+
+# `lce_jax.linear_logprobs` as the runner takes it
+
+
+def forward(spec: Spec, primals: Primals, rows: Rows, differentiated: bool) -> tuple[Results, Kept]:
+    """The results, and what a backward needs. Where XLA decides how operands are split, no tile is kept."""
+    options, keeps, unused = spec.case.options, differentiated, []
+    left = _runner.is_left_to_xla(spec, (primals, rows))
+    if left:
+        if differentiated and options.cache_bytes:
+            unused.append("cache_bytes keeps nothing")
+        if differentiated and options.gradient_threshold:
+            unused.append("gradient_threshold is not used, and the gradients are exact,")
+        spec, keeps = _exact(spec), False
+    apart = bool(keeps and options.keeps_tiles)
+    operands = _runner.head(options.vocab_dim), Kind.TOKENS
+    results = Kind.RESULTS, (Kind.TOKENS, Kind.DEVICE)
+    run = functools.partial(device_forward, keep_cache=keeps)
+    program = Program(run, operands, results, joins=not apart, unused=tuple(unused))
+    out, kept = spread(spec, program, primals, rows)
+    if left and options.reports_dropped_mass:
+        out = out._replace(outputs=out.outputs._replace(dropped_mass=jnp.zeros_like(out.outputs.lse)))
+    return out, kept
+
+
+def backward(spec: Spec, primals: Primals, rows: Rows, kept: Kept, cotangent: Results) -> Primals:
+    """The gradients of the operands."""
+    spec = _exact(spec) if _runner.is_left_to_xla(spec, (primals, rows)) else spec
+    own = _runner.head(spec.case.options.vocab_dim)
+    operands = own, Kind.TOKENS, (Kind.TOKENS, Kind.DEVICE), Kind.RESULTS
+    program = Program(device_backward, operands, own)
+    return spread(spec, program, primals, rows, kept, cotangent)
+
+
+def of_no_tokens(spec: Spec, rows: Rows) -> Results:
+    """The results of a call without tokens, in the shape of its labels."""
+    shapes = jax.eval_shape(lambda: _logprobs.results_of_none(0, spec.case.stat_dtype, spec.case.options))
+    return jax.tree.map(lambda x: jnp.zeros(rows.labels.shape + x.shape[1:], x.dtype), shapes)
+
+
+LOGPROBS = Capability(forward, backward, of_no_tokens)
+
+
+def _exact(spec: Spec) -> Spec:
+    """The same call without a ``gradient_threshold``."""
+    options = dataclasses.replace(spec.case.options, gradient_threshold=0.0)
+    return dataclasses.replace(spec, case=dataclasses.replace(spec.case, options=options))

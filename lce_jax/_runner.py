@@ -1,10 +1,8 @@
-"""One device's program on all devices that hold its operands, and under ``vmap``.
+"""The runner: how a function that has a derivative becomes one call of JAX, on one device or over many.
 
-A call's spec says where the operands lie: `Spec.mesh` is None for one device, and inside ``shard_map``; a `Layout` of
-the axes that a caller names; or the mesh of the operands' types. Under Explicit axes the types say how each operand is
-split. Under Auto axes it is unknown until XLA partitions the whole program: a rule names the dimensions of all arrays,
-XLA splits them, and a callback writes one device's program. Either way it is the same program, which writes all
-collectives itself.
+A `Capability` says what is computed, a `Program` what one device computes of its share, and `spread` where: on this
+device, over the devices that names or types give, or where XLA partitions. All functions have one ``custom_vjp``, whose
+residuals are the call's own operands and what the forward keeps; one derivative alone; and calls without tokens.
 """
 
 from __future__ import annotations
@@ -14,10 +12,11 @@ import enum
 import functools
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import AxisType
@@ -28,8 +27,68 @@ from lce_jax._types import Device, Primals, UnsupportedError
 from lce_jax.mesh import _meshes
 from lce_jax.mesh._custom_partitioning import Partition, Partitioned, warn_once
 from lce_jax.mesh._layout import Layout, layout_of_specs
-from lce_jax.runner import _batching
 from lce_jax.xla import _logprobs as xla
+
+if TYPE_CHECKING:
+    from lce_jax._shapes import Array
+
+
+def has_own_columns(in_batched: Any) -> bool:
+    """Whether each example has a weight or a bias of its own."""
+    return any(primals.weight or primals.bias for primals in _primals(in_batched))
+
+
+def _primals(operands: Any) -> list[Primals]:
+    """The heads among the operands of a call, one or several."""
+    leaves = jax.tree.leaves(operands, is_leaf=_is_primals)
+    return [x for x in leaves if _is_primals(x)]
+
+
+def _is_primals(x: Any) -> bool:
+    return isinstance(x, Primals)
+
+
+def one_by_one(function: Callable[..., Any], in_batched: Any, operands: Any) -> Any:
+    """``function`` of each example in turn: its own operands and those that all share.
+
+    Explicit axes that split the examples are Manual for ``function``: each of their devices has examples of its own.
+    """
+    tree: Any = jax.tree.structure(operands)
+    batched = jax.tree.leaves(tuple(in_batched))
+    flat = list(zip(jax.tree.leaves(operands), batched, strict=True))
+
+    def all_of(own: list[Array], shared: list[Array]) -> Any:
+        def one(own: list[Array]) -> Any:
+            of_each, of_all = iter(own), iter(shared)
+            return function(*tree.unflatten(next(of_each if b else of_all) for b in batched))
+
+        return lax.map(one, own)
+
+    own, shared = [x for x, b in flat if b], [x for x, b in flat if not b]
+    sharding = jax.typeof(own[0]).sharding
+    examples = P(_jax.partitions(sharding.spec)[0])
+    axes = _jax.as_axes(examples[0])
+    if not axes:
+        return all_of(own, shared)
+    of_each_device: Any = jax.shard_map(
+        all_of, mesh=sharding.mesh, in_specs=(examples, P()), out_specs=examples, axis_names=set(axes), check_vma=False
+    )
+    return of_each_device(own, shared)
+
+
+def with_batch(size: int, in_batched: Any, operands: Any) -> Any:
+    """Every leaf with the batch as its first dimension, except weights and biases."""
+
+    def lead(batched: bool, x: Array) -> Array:
+        return x if batched else jnp.broadcast_to(x, (size, *x.shape))
+
+    def shared(batched: Any) -> Any:
+        if not _is_primals(batched):
+            return batched
+        return batched._replace(weight=True, bias=None if batched.bias is None else True)
+
+    in_batched = jax.tree.map(shared, tuple(in_batched), is_leaf=_is_primals)
+    return jax.tree.map(lead, in_batched, tuple(operands))
 
 
 class Kind(enum.Enum):
@@ -99,11 +158,11 @@ def spread(spec: Any, program: Program, *operands: Any) -> Any:
 
     @call.def_vmap
     def batched(size: int, in_batched: Any, *operands: Any) -> Any:
-        if program.joins and not _batching.has_own_columns(in_batched):
-            operands = _batching.with_batch(size, in_batched, operands)
+        if program.joins and not has_own_columns(in_batched):
+            operands = with_batch(size, in_batched, operands)
             out = spread(_of_batch(spec, program, operands), program, *operands)
         else:
-            out = _batching.one_by_one(functools.partial(spread, spec, program), in_batched, operands)
+            out = one_by_one(functools.partial(spread, spec, program), in_batched, operands)
         return out, jax.tree.map(lambda _: True, out)
 
     return call(*operands)
@@ -330,3 +389,42 @@ def _check(spec: Any, there: Device | None, platform: str) -> None:
         f'"{spec.implementation}" serves it, and is lowered for {reason}. Call it under jax.set_mesh(mesh) with a mesh '
         'of the devices that it is for, such as jax.sharding.Mesh([device], ("device",)), or give implementation="xla"'
     )
+
+
+class Capability(NamedTuple):
+    """A function of global arrays, differentiable in its first operands. Everything else is ``rest``."""
+
+    forward: Callable[..., Any]  # (spec, primals, rest, differentiated) -> results, what is kept for the backward
+    backward: Callable[..., Primals]  # (spec, primals, rest, kept, cotangent) -> gradients
+    of_no_tokens: Callable[..., Any]  # (spec, rest) -> results
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
+def run(capability: Capability, spec: Any, primals: Primals, rest: Any) -> Any:
+    """The results, differentiable in ``primals``.
+
+    Jitted, so that calls outside ``jit`` compile once; within ``jit`` it is inlined.
+    """
+    if not spec.case.num_tokens:
+        return _jax.vary_like(capability.of_no_tokens(spec, rest), (primals.hidden, rest))
+    marked = functools.partial(_jax.only_in_reverse.bind, function=spec.case.options.function)
+    return _run(capability, spec, jax.tree.map(marked, primals), rest)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _run(capability: Capability, spec: Any, primals: Primals, rest: Any) -> Any:
+    return capability.forward(spec, primals, rest, False)[0]
+
+
+def _fwd(capability: Capability, spec: Any, primals: Primals, rest: Any) -> tuple[Any, Any]:
+    forward = _jax.not_differentiable(lambda primals, rest: capability.forward(spec, primals, rest, True))
+    out, kept = forward(primals, rest)
+    return out, (primals, rest, kept)
+
+
+def _bwd(capability: Capability, spec: Any, residuals: Any, cotangent: Any) -> tuple[Primals, None]:
+    gradients = _jax.not_differentiable(functools.partial(capability.backward, spec))(*residuals, cotangent)
+    return (gradients if spec.mesh is None else typed_as(gradients, residuals[0])), None
+
+
+_run.defvjp(_fwd, _bwd)

@@ -1,0 +1,484 @@
+"""A call: its arguments checked once, where they lie, the implementation that serves it, its rows, and what is static.
+
+    hidden, weight, labels, where, options ─ `case` ─ where they lie ─ `spec` ─ `operands` ─▶ Call
+
+Rows that ``where`` leaves out move to the end, after the live ones: tiles that hold only dead rows are never computed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+from lce_jax import _checks, _devices, _dispatch, _jax, _options, scalars
+from lce_jax._options import CallOptions, LogprobOptions
+from lce_jax._plans import ALONE, Surroundings
+from lce_jax._types import Case, Device, Primals, is_array
+from lce_jax.mathematics import _temperature
+from lce_jax.mathematics._kl import Pair
+from lce_jax.mesh import _collectives, _meshes
+from lce_jax.mesh._custom_partitioning import check_rules_are_read
+from lce_jax.mesh._layout import Layout, layout_of_arrays, layout_of_names
+
+if TYPE_CHECKING:
+    from jax.sharding import AbstractMesh, Mesh
+
+    from lce_jax._shapes import Array, Bool, Float, Int
+    from lce_jax._types import Case
+    from lce_jax.mesh._layout import Axes, Layout
+
+
+# Operands per token
+
+
+class Rows(NamedTuple):
+    """A call's per-token operands, in the shape of labels (candidates with K more). None of them has a gradient."""
+
+    labels: Int[Array, "*b"]  # int32 global id, -1 where out of vocabulary
+    where: Bool[Array, "*b"] | None
+    temperature: Float[Array, "*b"] | None
+    logit_scale: Float[Array, "*b"] | None = None  # if it or the softcap is an array; else the options have both
+    logit_softcap: Float[Array, "*b"] | None = None
+    candidates: Int[Array, "*b K"] | None = None  # int32 global ids, -1 for none and out of vocabulary
+    weights: Pair[Float[Array, "*b"]] | None = None  # of both models in the mixture of `lce_jax.linear_kl`
+    floor: Float[Array, "*b"] | None = None  # logits below it do not count, but for the label's; None: all do
+    num_rows: Int[Array, ""] | None = None  # instead of ``where``: how many rows count, from the first on
+    tags: Int[Array, "*b"] | None = None  # where shards must compare what they were given: of all the above
+
+    @property
+    def live(self) -> Bool[Array, "T"] | None:
+        """Which rows count; None if all do."""
+        if self.num_rows is None:
+            return self.where
+        return jnp.arange(self.labels.shape[0], dtype=jnp.int32) < self.num_rows
+
+
+def rows_of_call(
+    labels: Any,
+    where: Any,
+    temperature: Any,
+    vocab_size: int,
+    dtype: Any,
+    scale: Any = None,
+    softcap: Any = None,
+    candidates: Any = None,
+    floor: Any = None,
+) -> Rows:
+    """The per-token operands of a call, temperature and floor checked; ids outside [0, vocab_size) become -1."""
+    floor = None if floor is None else _checks.logit_floor(floor, labels.shape, where)
+    factors = (_checks.temperature(temperature, labels.shape, where), scale, softcap, floor)
+    arrays = tuple(None if factor is None else on_device(factor, labels) for factor in factors)
+    where = None if where is None else jnp.asarray(where)
+    candidates = None if candidates is None else int32_labels(candidates, "candidates")
+    return _of_arrays(int32_labels(labels), where, arrays, candidates, vocab_size, dtype)
+
+
+@functools.partial(jax.jit, static_argnums=1, inline=True, keep_unused=True)
+def no_labels(like: Array, shape: tuple[int, ...]) -> Array:
+    """The labels of a call that has none, on the devices of ``like``. Jitted for the reason that `_of_arrays` gives."""
+    del like
+    return jnp.full(shape, -1, jnp.int32)
+
+
+@functools.partial(jax.jit, static_argnums=(4, 5), inline=True)
+def _of_arrays(
+    labels: Array, where: Array | None, factors: Any, candidates: Array | None, vocab_size: int, dtype: Any
+) -> Rows:
+    """Jitted: outside ``jit`` each number in an expression is a transfer, which ``jax.transfer_guard`` may forbid."""
+    ids = (labels, candidates)
+    labels, candidates = jax.tree.map(lambda x: jnp.where((x >= 0) & (x < vocab_size), x, -1), ids)
+    temperature, scale, softcap, floor = (None if x is None else per_token(x, labels.shape, dtype) for x in factors)
+    return Rows(labels, where, temperature, scale, softcap, candidates, floor=floor)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2), inline=True)
+def per_token(value: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+    """A factor as one number per token, without a gradient."""
+    return jnp.broadcast_to(lax.stop_gradient(value).astype(dtype), shape)
+
+
+@functools.partial(jax.jit, inline=True)
+def tagged(rows: Rows) -> Rows:
+    """The same with the tags that shards compare."""
+    mixture = () if rows.weights is None else rows.weights
+    columns = rows.labels, rows.temperature, rows.logit_scale, rows.logit_softcap, rows.candidates, rows.floor, *mixture
+    return rows._replace(tags=_collectives.tags([x for x in columns if x is not None], rows.where))
+
+
+def weights(beta: Any, shape: tuple[int, ...], dtype: Any, like: Any = None) -> Pair[Array]:
+    """Of student and teacher, 1 - β and β. That of a number is rounded once, because near β = 1 float32 has few."""
+    if is_array(beta):
+        return _of_teachers_weight(on_device(beta, like), shape, dtype)
+    return Pair(*(per_token(on_device(weight, like), shape, dtype) for weight in (1.0 - beta, beta)))
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2), inline=True)
+def _of_teachers_weight(beta: Array, shape: tuple[int, ...], dtype: Any) -> Pair[Array]:
+    beta = per_token(beta, shape, dtype)
+    return Pair(1.0 - beta, beta)
+
+
+class Scales(NamedTuple):
+    """Per-token factors of eq. 0 from temperature and a traced scale or softcap: z = logits · x(sign · r)."""
+
+    logits: Float[Array, "T"] | None  # None: 1
+    raw: Float[Array, "T"] | None = None  # x = tanh(raw · r), or raw · r
+    sign: Float[Array, "T"] | None = None  # of a traced scale, where it multiplies hidden
+
+    @property
+    def derivative(self) -> Float[Array, "T"] | None:
+        """The row factor of eq. 5, without the scale in the options."""
+        return self.logits if self.raw is None or self.logits is None else self.logits * self.raw
+
+
+def scales(
+    rows: Rows, dtype: Any, signs_hidden: bool, invert: Callable[[Array], Array] = _temperature.inverse
+) -> Scales:
+    """The factors of a call, whose temperatures ``invert`` inverts.
+
+    The sign of a traced scale, which may be 0, is apart, because k of eq. 1 must be positive. It multiplies hidden
+    where ``signs_hidden`` says so, else the raw products, which no kernel does.
+    """
+    inverse = None if rows.temperature is None else invert(rows.temperature.astype(dtype))
+    if rows.logit_scale is None:
+        return Scales(inverse)
+    sign = raw = None
+    if rows.logit_softcap is None:
+        sign, logits = jnp.sign(rows.logit_scale), jnp.abs(rows.logit_scale)
+        logits = jnp.where(sign == 0, 1.0, logits)
+        if not signs_hidden:
+            sign, raw = None, sign
+    else:
+        logits = jnp.abs(rows.logit_softcap)  # c tanh(x / c) is even in c
+        raw = rows.logit_scale / logits
+    return Scales(logits if inverse is None else logits * inverse, raw, sign)
+
+
+def wrong_rows(rows: Rows) -> Bool[Array, "T"] | None:
+    """Rows that count and whose temperature is not positive and finite, or whose floor is NaN.
+
+    They return NaN and have no gradient.
+    """
+    found = [] if rows.temperature is None else [~scalars.is_temperature(rows.temperature)]
+    found += [] if rows.floor is None else [jnp.isnan(rows.floor)]
+    if not found:
+        return None
+    is_wrong = functools.reduce(jnp.logical_or, found)
+    return is_wrong if rows.live is None else is_wrong & rows.live
+
+
+def on_device(value: Any, like: Any = None) -> Array:
+    """A number as an array, by an explicit transfer, to the mesh of ``like`` if it lies on one; arrays as they are."""
+    if isinstance(value, jax.Array):
+        return value
+    of = None if isinstance(like, jax.core.Tracer) else getattr(like, "sharding", None)
+    whole = NamedSharding(of.mesh, PartitionSpec()) if isinstance(of, NamedSharding) else None
+    return jax.device_put(np.asarray(value), whole)
+
+
+def count_of(name: str, value: Any, most: int, of: str = "") -> Int[Array, ""]:
+    """An integer in [0, most], or an integer array of shape (), as int32. A traced array's value is not known."""
+    of_array = is_array(value) and value.shape == () and jnp.issubdtype(value.dtype, jnp.integer)
+    if not of_array and not scalars.is_integer(value):
+        raise TypeError(f"{name} must be an integer or an integer array of shape (), got {value!r}")
+    if not isinstance(value, jax.core.Tracer) and not 0 <= (known := int(jax.device_get(value))) <= most:
+        raise ValueError(f"{name} must lie in [0, {most}]{of}, got {known}")
+    return jnp.asarray(value, jnp.int32)
+
+
+def int32_labels(labels: Any, name: str = "labels") -> Array:
+    """Labels of any integer type as int32; what does not fit is clamped, and stays out of every vocabulary.
+
+    NumPy's 64-bit labels are clamped first, because JAX would wrap them: 2³² + 3 would become 3.
+    """
+    _checks.label_array(labels, name)
+    if isinstance(labels, np.ndarray | np.generic):
+        return on_device(_clamped(labels, np))
+    return _int32(jnp.asarray(labels))
+
+
+@functools.partial(jax.jit, inline=True)
+def _int32(labels: Array) -> Array:
+    return _clamped(labels, jnp)
+
+
+def _clamped(labels: Any, numpy: Any) -> Any:
+    info, int32 = jnp.iinfo(labels.dtype), np.iinfo(np.int32)
+    if info.min < int32.min or info.max > int32.max:
+        labels = numpy.clip(labels, max(info.min, int32.min), int32.max)
+    return labels.astype(np.int32)
+
+
+def owned(ids: Int[Array, "..."], start: Any, columns: int) -> Int[Array, "..."]:
+    """Global ids as columns of the shard that has ``columns`` from ``start`` on; -1 where it does not own them."""
+    local = ids - start
+    return jnp.where((ids >= 0) & (local >= 0) & (local < columns), local, -1)
+
+
+def flattened[T](tree: T, leading: int) -> T:
+    """Every leaf with its first ``leading`` dimensions, those of labels, as one."""
+    return jax.tree.map(lambda x: x.reshape(math.prod(x.shape[:leading]), *x.shape[leading:]), tree)
+
+
+class Compaction(NamedTuple):
+    """The order with the live rows first, in their own order."""
+
+    source: Int[Array, "T"]  # row of the call at each compacted position
+    position: Int[Array, "T"]  # compacted position of each row of the call
+    num_rows: Int[Array, ""]  # how many are live
+
+
+def compaction(where: Bool[Array, "T"]) -> Compaction:
+    """The compaction of ``where``: two prefix sums and a scatter, no sort."""
+    live = jnp.cumsum(where, dtype=jnp.int32)
+    dead = jnp.cumsum(~where, dtype=jnp.int32)
+    num_rows = jnp.sum(where, dtype=jnp.int32)
+    position = jnp.where(where, live - 1, num_rows + dead - 1)
+    rows = jnp.arange(where.shape[0], dtype=jnp.int32)
+    source = jnp.zeros_like(rows).at[position].set(rows, unique_indices=True)
+    return Compaction(source, position, num_rows)
+
+
+def compact(order: Compaction, tree: Any) -> Any:
+    """Every [T, ...] leaf in compacted order, with dead rows zero: NaN or inf in them cannot spread."""
+    live = jnp.arange(order.source.shape[0], dtype=jnp.int32) < order.num_rows
+
+    def gather(x: Array) -> Array:
+        return jnp.where(live.reshape((-1,) + (1,) * (x.ndim - 1)), x[order.source], jnp.zeros((), x.dtype))
+
+    return jax.tree.map(gather, tree)
+
+
+def expand(order: Compaction, tree: Any) -> Any:
+    """The inverse of `compact` on the live rows. Dead rows hold anything, and the caller overwrites them."""
+    return jax.tree.map(lambda x: x[order.position], tree)
+
+
+# The static part, and where a call runs
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """What to compute, by which implementation, split over which axis."""
+
+    case: Case
+    implementation: str
+    requested: tuple[str, ...] | None  # the names to choose from again, for a shard's shapes
+    vocab_size: int  # the true size of the whole vocabulary
+    padded: bool = False  # whether the shards together have more columns
+    axis_name: Any = None
+    gather_dim: int | None = None  # hidden's dimension that is split over ``axis_name`` too
+    # The axes that split the tokens, in a program of `runner._over_devices`. No types say there what to sum, so the
+    # program sums over these axes, and cotangents arrive whole. None: the types of ``shard_map`` say what to sum.
+    token_axes: tuple[str, ...] | None = None
+    # Where `runner._over_devices` finds global operands: a `Layout`, or the mesh of their types, empty if they name
+    # none. None: on this device.
+    mesh: Any = None
+
+    def implementation_on(self, device: Device) -> str:
+        """The one that would serve the call on ``device``."""
+        return _dispatch.choose(dataclasses.replace(self.case, device=device), self.requested)[0].NAME
+
+    def with_tokens(self, num_tokens: int) -> Spec:
+        """The same call with so many tokens."""
+        return dataclasses.replace(self, case=dataclasses.replace(self.case, num_tokens=num_tokens))
+
+    def share(self, layout: Layout, num_tokens: int, columns: Sequence[int]) -> Spec:
+        """The spec of one device's share, its implementation chosen for the share's shapes."""
+        case = dataclasses.replace(_dispatch.over(self.case, layout.mesh), num_tokens=num_tokens, vocab_size=columns[0])
+        scalars.whole_parts(case.options.vocab_part_size, self.case.vocab_size, case.vocab_size)
+        chosen, _ = _dispatch.choose(case, self.requested)
+        return dataclasses.replace(
+            self,
+            case=case,
+            implementation=chosen.NAME,
+            axis_name=layout.vocab_axes,
+            gather_dim=layout.gather_dim,
+            token_axes=layout.token_axes,
+            mesh=None,
+        )
+
+
+class Place(NamedTuple):
+    """Where a call runs: the mesh and axes that the caller names, if any."""
+
+    mesh: Mesh | AbstractMesh | None = None
+    vocab_axis: Axes = None
+    batch_axes: Axes = None
+    sequence_axis: Axes = None
+
+    @classmethod
+    def of(cls, mesh: Mesh | AbstractMesh | None, *axes: Axes) -> Place:
+        """With a hash, also where a caller gives lists of axes."""
+        return cls(mesh, *(names if names is None or isinstance(names, str) else tuple(names) for names in axes))
+
+    @property
+    def is_named(self) -> bool:
+        """Whether the caller names any."""
+        return self.mesh is not None or bool(self.vocab_axis or self.batch_axes or self.sequence_axis)
+
+    def layout(self, hidden: Any, weight: Any, options: CallOptions) -> Layout:
+        """How the names split checked operands."""
+        _options.no_axis_name(options)
+        return layout_of_names(hidden, weight, options.static.vocab_dim, **self._asdict())
+
+
+class Placed(NamedTuple):
+    """One device's part of a call."""
+
+    layout: Layout | None
+    around: Surroundings
+    columns: int  # of all devices; the largest number there is, where it is not known
+    by_xla: bool  # whether XLA partitions the call over Auto axes
+
+
+def placed(hidden: Any, weight: Any, per_token: list[Any], case: Case, options: CallOptions, place: Place) -> Placed:
+    """How the operands lie on the mesh."""
+    layout, around, columns, vocab_dim = None, ALONE, case.vocab_size, case.options.vocab_dim
+    if place.is_named:
+        layout = place.layout(hidden, weight, options)
+    elif options.axis_name is None:
+        layout = layout_of_arrays(hidden, weight, per_token, vocab_dim)
+    else:
+        columns = scalars.INT32_MAX  # the columns of all shards: how many shards there are is not known here
+    by_xla = layout is not None and not place.is_named and AxisType.Explicit not in layout.mesh.axis_types
+    if layout is not None:
+        if by_xla:
+            check_rules_are_read(case.device.platform, layout.mesh, case.options)
+        around = Surroundings(gathers_hidden=layout.gather_dim is not None, shards=layout.vocab_shards)
+    elif options.axis_name is None:
+        around = Surroundings(true_columns=_checks.vocabulary(options.vocab_size, columns))
+    return Placed(layout, around, columns, by_xla)
+
+
+# The door of every function
+
+
+class Call[S](NamedTuple):
+    """What is computed: a static part and arrays."""
+
+    spec: S
+    primals: Primals
+    rows: Rows
+    agree: Bool[Array, "*b"] | None  # inside ``shard_map``: the rows that all shards of the vocabulary were given alike
+
+
+def bind(
+    hidden: Any,
+    weight: Any,
+    labels: Any,
+    where: Any,
+    options: CallOptions,
+    place: Place | None = None,
+    others: Any = (),
+    checked: Case | None = None,
+) -> Call[Spec]:
+    """A call over the mesh at ``place``, over the one that the operands name, or of this device.
+
+    ``labels`` are None for a function that has none. ``others`` are further operands, which may name the mesh too.
+    ``checked`` is the `case` of the arguments where it is known.
+    """
+    found = case(hidden, weight, labels, where, options) if checked is None else checked
+    static, axis_name = options.static, options.axis_name
+    mesh: Layout | AbstractMesh | None
+    if place is not None:
+        mesh = place.layout(hidden, weight, options)
+    else:
+        arrays = (hidden, weight, labels, where, options.bias, options.temperature, options.candidates, others)
+        mesh = _meshes.mesh_of(arrays, static.function, static.keeps_tiles)
+        mesh = mesh if axis_name is None else None
+    shards = 1 if axis_name is None else _checks.axis_size(axis_name)
+    bound = spec(found, options, found.vocab_size * shards, mesh)
+    primals, rows = operands(bound, hidden, weight, labels, where, options)
+    if axis_name is None:
+        return Call(dataclasses.replace(bound, mesh=mesh), primals, rows, None)
+    _checks.split(primals.weight, axis_name, found.vocab_size)
+    rows, agree = _collectives.same_on_all_shards(rows, rows.labels.ndim, axis_name)
+    return Call(bound, primals, tagged(rows), _collectives.where_it_counts(agree, rows.where))
+
+
+def bind_shard(
+    hidden: Any, weight: Any, labels: Any, where: Any, num_rows: Any, options: LogprobOptions, mean_logit: bool
+) -> tuple[Spec, Primals, Rows]:
+    """The call of one shard of a vocabulary, for `lce_jax.local`: who calls it knows the other shards."""
+    checked = _options.of_call(options, mean_logit)
+    if checked.axis_name is not None:
+        raise ValueError(f"axis_name={checked.axis_name!r}: functions of lce_jax.local know no axis, use local.merge")
+    found = case(hidden, weight, labels, where, checked)
+    if num_rows is not None:
+        if where is not None:
+            raise ValueError("where and num_rows both say which rows count: give one of them")
+        found = dataclasses.replace(found, partial_rows=True)
+    if labels.ndim != 1:
+        raise ValueError(f"labels {tuple(labels.shape)} must be flat here: [T], with hidden [T, H]")
+    bound = shard_spec(found, checked)
+    primals, rows = operands(bound, hidden, weight, labels, where, checked)
+    if num_rows is not None:
+        count = count_of("num_rows", num_rows, found.num_tokens, ", the rows of labels")
+        rows = rows._replace(num_rows=jnp.clip(count, 0, found.num_tokens))  # a traced one may lie outside
+    return bound, primals, rows
+
+
+def shard_spec(case: Case, options: CallOptions) -> Spec:
+    """The static part of a call of one shard, of how many its caller alone knows: any vocab_size may leave padding."""
+    return dataclasses.replace(spec(case, options, scalars.INT32_MAX), padded=options.vocab_size is not None)
+
+
+def case(hidden: Any, weight: Any, labels: Any, where: Any, options: CallOptions) -> Case:
+    """A call's shapes and dtypes, validated against each other. Arrays may be tracers or ShapeDtypeStructs."""
+    static = options.static
+    if labels is None:
+        _checks.array("hidden", hidden)
+        labels = jax.ShapeDtypeStruct(tuple(hidden.shape[:-1]), jnp.int32)
+    _checks.operands(hidden, weight, labels, where, options.bias, static)
+    if options.candidates is not None:
+        scalars.candidate_shape("candidates", options.candidates.shape, labels.shape, "labels")
+    dtype, given = (jnp.dtype(jax.dtypes.canonicalize_dtype(x.dtype)) for x in (weight, hidden))
+    return Case(
+        num_tokens=math.prod(labels.shape),
+        hidden_size=weight.shape[static.hidden_dim],
+        vocab_size=weight.shape[static.vocab_dim],
+        dtype=dtype,
+        options=static,
+        given_dtype=None if given == dtype else given,
+        partial_rows=where is not None,
+        device=_devices.current_device(weight, hidden, labels, where),
+    )
+
+
+def spec(case: Case, options: CallOptions, columns: int, mesh: Layout | AbstractMesh | None = None) -> Spec:
+    """The static part of a call whose vocabulary has ``columns``; over a layout, of one device's share of it."""
+    vocab_size = _checks.vocabulary(options.vocab_size, columns)
+    if isinstance(mesh, Layout):
+        case = dataclasses.replace(
+            _dispatch.over(case, mesh.mesh),
+            num_tokens=case.num_tokens // mesh.token_shards,
+            vocab_size=case.vocab_size // mesh.vocab_shards,
+        )
+    if case.options.top_k:
+        scalars.num_largest(case.options.top_k, vocab_size)
+    if columns < scalars.INT32_MAX:  # else how many shards there are is not known here
+        scalars.whole_parts(case.options.vocab_part_size, columns, case.vocab_size)
+    name = _dispatch.choose(case, options.implementation)[0].NAME
+    return Spec(case, name, options.implementation, vocab_size, vocab_size < columns, options.axis_name)
+
+
+def operands(
+    spec: Spec, hidden: Any, weight: Any, labels: Any, where: Any, options: CallOptions
+) -> tuple[Primals, Rows]:
+    """The arrays of a call: those with gradients, and the per-token ones."""
+    if labels is None:
+        labels = no_labels(jnp.asarray(hidden), tuple(hidden.shape[:-1]))
+    given = Primals(hidden, weight, options.bias)
+    primals = jax.tree.map(lambda x: _jax.without_reduced(jnp.asarray(x)), given)
+    factors = (options.temperature, spec.vocab_size, spec.case.stat_dtype, options.logit_scale, options.logit_softcap)
+    return primals, rows_of_call(labels, where, *factors, options.candidates, options.logit_floor)

@@ -1,1 +1,0 @@
-"""The runner: one device's program becomes one differentiable call on all devices that hold its operands."""
